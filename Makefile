@@ -1,0 +1,55 @@
+# agentbox: `make demo` and `make test` work on a fresh Debian or Ubuntu, as root.
+
+GO      ?= go
+PREFIX  ?= /usr/local
+DESTDIR ?=
+VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
+LDFLAGS := -s -w -X main.version=$(VERSION)
+
+# Static binaries: the wrapper doubles as the init inside sandboxes of any image.
+export CGO_ENABLED = 0
+# A shell that was open before Go was installed does not have it on its PATH.
+export PATH := $(PATH):/usr/local/go/bin:/usr/local/sbin:/usr/sbin:/sbin
+
+.PHONY: all build install deps demo test lint bench man clean
+
+all: build
+
+build:
+	$(GO) build -trimpath -ldflags '$(LDFLAGS)' -o bin/agentbox ./cmd/agentbox
+	$(GO) build -trimpath -ldflags '$(LDFLAGS)' -o bin/agentbox-runtime ./cmd/agentbox-runtime
+
+install: build man
+	install -D -m 0755 bin/agentbox $(DESTDIR)$(PREFIX)/bin/agentbox
+	install -D -m 0755 bin/agentbox-runtime $(DESTDIR)$(PREFIX)/bin/agentbox-runtime
+	install -d $(DESTDIR)$(PREFIX)/share/man/man1
+	install -m 0644 bin/man/*.1 $(DESTDIR)$(PREFIX)/share/man/man1/
+
+man: build
+	bin/agentbox man bin/man
+
+deps:
+	scripts/install-deps.sh
+
+demo: deps build
+	scripts/demo.sh
+
+# Failpoints are compiled in, so that tests can kill agentbox at named instants.
+# Packages run one after the other: they share two cores, and timing is part of
+# what the end-to-end tests wait for.
+test: deps build
+	$(GO) vet -tags failpoint ./...
+	test -z "$$(gofmt -l .)"
+	$(GO) test -tags failpoint -p 1 -timeout 18m ./...
+
+lint: deps
+	test -z "$$(gofmt -l .)"
+	$(GO) vet -tags failpoint ./...
+	$(GO) run honnef.co/go/tools/cmd/staticcheck@2026.1 -tags failpoint ./...
+
+bench: build
+	scripts/install-deps.sh --bench
+	scripts/bench.sh
+
+clean:
+	rm -rf bin

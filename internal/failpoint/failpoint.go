@@ -1,0 +1,36 @@
+//go:build failpoint
+
+// Package failpoint lets a test break agentbox at a named instant.
+//
+// Binaries built with the tag "failpoint" obey AGENTBOX_FAILPOINT, a list of
+// NAME=ACTION separated by commas; all others compile the calls away. Actions:
+// "kill" (SIGKILL to this process), "error" (Hit returns an error), "enospc"
+// (Hit returns ENOSPC).
+package failpoint
+
+import (
+	"fmt"
+	"os"
+	"strings"
+	"syscall"
+)
+
+// Hit is the named instant. It returns nil unless a test asked otherwise.
+func Hit(name string) error {
+	for _, p := range strings.Split(os.Getenv("AGENTBOX_FAILPOINT"), ",") {
+		n, action, _ := strings.Cut(p, "=")
+		if n != name {
+			continue
+		}
+		switch action {
+		case "kill":
+			_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
+			select {}
+		case "enospc":
+			return fmt.Errorf("failpoint %s: %w", name, syscall.ENOSPC)
+		default:
+			return fmt.Errorf("failpoint %s", name)
+		}
+	}
+	return nil
+}

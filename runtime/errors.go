@@ -1,0 +1,18 @@
+package runtime
+
+import "github.com/agentbox/agentbox/internal/fault"
+
+// Error is the one typed error of agentbox; see fault.Error.
+type Error = fault.Error
+
+// The sentinels, for errors.Is. They mean the same on every Service and Backend.
+var (
+	ErrNotFound    = fault.ErrNotFound    // no such sandbox, checkpoint or image
+	ErrExists      = fault.ErrExists      // the name is taken
+	ErrState       = fault.ErrState       // the sandbox's state does not allow the verb
+	ErrDenied      = fault.ErrDenied      // a rule forbids it
+	ErrUnsupported = fault.ErrUnsupported // this host or runtime cannot do it
+	ErrCorrupt     = fault.ErrCorrupt     // stored data does not match its digest
+	ErrBusy        = fault.ErrBusy        // another verb holds the sandbox
+	ErrInvalid     = fault.ErrInvalid     // an argument makes no sense
+)

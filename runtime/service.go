@@ -1,0 +1,188 @@
+package runtime
+
+import (
+	"context"
+	"io"
+	"time"
+)
+
+// Service is all that a command sees of agentbox. *Engine implements it.
+//
+// Wherever a method takes a sandbox or a checkpoint it takes a name, an id or
+// a unique prefix of an id. An ambiguous prefix is ErrInvalid.
+type Service interface {
+	Create(ctx context.Context, req CreateRequest) (Sandbox, error)
+	// Start starts a created or exited sandbox; see Backend.Start for streams and wait.
+	Start(ctx context.Context, sandbox string, streams *Streams) (wait func() error, err error)
+	Attach(ctx context.Context, sandbox string, streams Streams) error
+	Exec(ctx context.Context, sandbox string, p Process, streams Streams) (exit int, err error)
+	Wait(ctx context.Context, sandbox string) (exit int, err error)
+	Logs(ctx context.Context, sandbox string, opts LogOptions, stdout, stderr io.Writer) error
+	Kill(ctx context.Context, sandbox, signal string) error
+	// Stop asks with the stop signal and kills after timeout; negative means 10 s.
+	Stop(ctx context.Context, sandbox string, timeout time.Duration) error
+	Pause(ctx context.Context, sandbox string) error
+	Unpause(ctx context.Context, sandbox string) error
+	Remove(ctx context.Context, sandbox string, opts RemoveOptions) error
+	Sandbox(ctx context.Context, sandbox string) (Sandbox, error)
+	// Sandboxes lists all of them, newest first.
+	Sandboxes(ctx context.Context) ([]Sandbox, error)
+
+	// CopyFrom writes path as a tar stream, as `docker cp c:path -` does.
+	CopyFrom(ctx context.Context, sandbox, path string, w io.Writer) error
+	// CopyTo extracts a tar stream into the directory path.
+	CopyTo(ctx context.Context, sandbox, path string, r io.Reader) error
+	// Stat tells what path is, a final symlink not followed.
+	Stat(ctx context.Context, sandbox, path string) (PathStat, error)
+
+	Checkpoint(ctx context.Context, sandbox string, opts CheckpointOptions) (Checkpoint, error)
+	Restore(ctx context.Context, sandbox string, opts RestoreOptions) (Restored, error)
+	Checkpoints(ctx context.Context, filter CheckpointFilter) ([]Checkpoint, error)
+	// CheckpointInfo returns one, by id, id prefix, or SANDBOX@NAME; a bare name works when it is unique.
+	CheckpointInfo(ctx context.Context, checkpoint string) (Checkpoint, error)
+	RemoveCheckpoint(ctx context.Context, checkpoint string) error
+	// VerifyCheckpoint rereads all of it; a mismatch is ErrCorrupt.
+	VerifyCheckpoint(ctx context.Context, checkpoint string) error
+
+	ImportImage(ctx context.Context, name, source string) (Image, error) // source: a tarball, a directory, "-" is not one
+	ImportImageFrom(ctx context.Context, name string, r io.Reader) (Image, error)
+	Images(ctx context.Context) ([]Image, error)
+	RemoveImage(ctx context.Context, name string) error
+
+	// Recover rolls interrupted verbs forward or back and frees what has no owner.
+	Recover(ctx context.Context) (Recovery, error)
+	Close() error
+}
+
+// CreateRequest asks for a sandbox. Empty fields take the image's values, then defaults.
+type CreateRequest struct {
+	Spec       Spec     // ID and ImageDigest are filled in; Args is the command without the entrypoint
+	Entrypoint []string // nil: the image's
+}
+
+// Sandbox is the documented JSON of `agentbox inspect`; it only ever grows.
+type Sandbox struct {
+	ID          string            `json:"id"`
+	Name        string            `json:"name"`
+	Status      Status            `json:"status"`
+	Pid         int               `json:"pid"` // 0 unless running or paused
+	ExitCode    int               `json:"exit_code"`
+	Upperdir    string            `json:"upperdir"`
+	Image       string            `json:"image"`
+	ImageDigest string            `json:"image_digest"`
+	Backend     string            `json:"backend"`
+	Head        string            `json:"head"` // id of the checkpoint it was last at; may be empty
+	Attempt     int               `json:"attempt"`
+	Created     time.Time         `json:"created"`
+	Started     time.Time         `json:"started,omitzero"`
+	Finished    time.Time         `json:"finished,omitzero"`
+	Labels      map[string]string `json:"labels"`
+	Address     string            `json:"address,omitempty"`
+	Spec        Spec              `json:"spec"`
+}
+
+// Checkpoint kinds and states.
+const (
+	KindFiles = "files"
+	KindFull  = "full"
+
+	CheckpointPending = "pending"
+	CheckpointReady   = "ready"
+	CheckpointFailed  = "failed"
+)
+
+// Checkpoint is the documented JSON of `agentbox checkpoint inspect`; it only ever grows.
+type Checkpoint struct {
+	ID          string            `json:"id"`
+	Name        string            `json:"name,omitempty"`
+	Sandbox     string            `json:"sandbox"` // the sandbox's id
+	SandboxName string            `json:"sandbox_name"`
+	Kind        string            `json:"kind"`
+	Status      string            `json:"status"`
+	Error       string            `json:"error,omitempty"` // why it failed
+	Parent      string            `json:"parent"`          // may be empty
+	Trigger     string            `json:"trigger"`
+	Created     time.Time         `json:"created"`
+	Files       int64             `json:"files"`     // entries in the upperdir
+	Processes   int               `json:"processes"` // 0 for files-only
+	Bytes       int64             `json:"bytes"`     // at rest
+	Digest      string            `json:"digest"`    // of the manifest
+	ImageDigest string            `json:"image_digest"`
+	Labels      map[string]string `json:"labels"`
+	Frozen      time.Duration     `json:"frozen_ns"` // how long the sandbox stood still
+	Warnings    []string          `json:"warnings,omitempty"`
+}
+
+// TCP choices: what happens to established connections.
+const (
+	TCPEstablished = "established" // dumped, and live after a restore
+	TCPClose       = "close"       // dumped, and closed after a restore
+	TCPRefuse      = "refuse"      // make the checkpoint fail
+)
+
+// CheckpointOptions modify Checkpoint; the zero value takes a full checkpoint
+// of a running sandbox and a files-only one of a stopped one.
+type CheckpointOptions struct {
+	Name      string
+	FilesOnly bool
+	Stop      bool
+	Strict    bool // refuse when a process would be left out
+	Labels    map[string]string
+	Trigger   string // default "manual"
+	TCP       string // default TCPEstablished
+	Timeout   time.Duration
+}
+
+// RestoreOptions modify Restore.
+type RestoreOptions struct {
+	Checkpoint string // empty: the newest ready one
+	FilesOnly  bool   // leave the processes of a full checkpoint out
+	Verify     bool   // prove the upperdir against the manifest before it runs again
+}
+
+// Restored reports a restore.
+type Restored struct {
+	Sandbox    Sandbox       `json:"sandbox"`
+	Checkpoint Checkpoint    `json:"checkpoint"`
+	Recreated  bool          `json:"recreated"`
+	Verified   bool          `json:"verified"`
+	Down       time.Duration `json:"down_ns"` // from the old processes' end to the new ones' first step
+	Warnings   []string      `json:"warnings,omitempty"`
+}
+
+// CheckpointFilter selects checkpoints; the zero value selects all ready ones.
+type CheckpointFilter struct {
+	Sandbox string
+	All     bool // pending and failed ones too
+	Labels  map[string]string
+	Trigger string
+}
+
+// RemoveOptions modify Remove.
+type RemoveOptions struct {
+	Force       bool // kill it if it runs
+	Checkpoints bool // its checkpoints too
+}
+
+// PathStat describes one path in a sandbox.
+type PathStat struct {
+	Name string `json:"name"`
+	Mode uint32 `json:"mode"` // as io/fs.FileMode
+	Size int64  `json:"size"`
+	Link string `json:"link,omitempty"`
+	Dir  bool   `json:"dir"`
+}
+
+// Image is the documented JSON of `agentbox image ls`.
+type Image struct {
+	Name    string    `json:"name"`
+	Digest  string    `json:"digest"`
+	Created time.Time `json:"created"`
+	Bytes   int64     `json:"bytes"`
+	Builtin bool      `json:"builtin"`
+}
+
+// Recovery reports what Recover did, one sentence per deed.
+type Recovery struct {
+	Actions []string `json:"actions"`
+}

@@ -1,0 +1,115 @@
+package runtime
+
+import (
+	"errors"
+	"io"
+	"time"
+)
+
+// Spec is what a sandbox was asked to be. It is stored with the sandbox and
+// with each of its checkpoints, so its JSON form only ever grows.
+type Spec struct {
+	ID          string            `json:"id"`           // 32 lower-case hex digits
+	Name        string            `json:"name"`         // unique on this root
+	Image       string            `json:"image"`        // as the user named it
+	ImageDigest string            `json:"image_digest"` // what it resolved to
+	Args        []string          `json:"args"`         // the command, entrypoint included
+	Env         []string          `json:"env,omitempty"`
+	Workdir     string            `json:"workdir"`        // absolute, inside the sandbox
+	User        string            `json:"user,omitempty"` // name|uid[:group|gid], looked up inside the sandbox
+	Hostname    string            `json:"hostname"`
+	Terminal    bool              `json:"terminal,omitempty"`
+	OpenStdin   bool              `json:"open_stdin,omitempty"`
+	Init        bool              `json:"init,omitempty"`        // a small init reaps zombies and passes signals on
+	ReadOnly    bool              `json:"read_only,omitempty"`   // the root filesystem is mounted read-only
+	AutoRemove  bool              `json:"auto_remove,omitempty"` // --rm
+	StopSignal  string            `json:"stop_signal,omitempty"` // default SIGTERM
+	Mounts      []Mount           `json:"mounts,omitempty"`
+	Network     Network           `json:"network"`
+	Resources   Resources         `json:"resources"`
+	Labels      map[string]string `json:"labels,omitempty"`
+}
+
+// Mount is a bind mount or a tmpfs. Neither is part of a checkpoint's files.
+type Mount struct {
+	Type     string `json:"type"`             // "bind" or "tmpfs"
+	Source   string `json:"source,omitempty"` // bind: an absolute host path
+	Target   string `json:"target"`           // absolute, inside the sandbox
+	ReadOnly bool   `json:"read_only,omitempty"`
+	Options  string `json:"options,omitempty"` // tmpfs: e.g. "size=64m,mode=1777"
+}
+
+// Network modes.
+const (
+	NetworkNone   = "none"   // a namespace with only lo, up
+	NetworkHost   = "host"   // the host's own
+	NetworkBridge = "bridge" // veth, bridge, NAT; the default
+)
+
+// Network says how a sandbox reaches the world.
+type Network struct {
+	Mode  string `json:"mode"`
+	Group string `json:"group,omitempty"` // bridge: sandboxes of one group reach each other, all others do not
+	Ports []Port `json:"ports,omitempty"` // bridge only
+}
+
+// Port publishes a sandbox's port on the host.
+type Port struct {
+	HostIP   string `json:"host_ip,omitempty"` // empty: every address
+	Host     uint16 `json:"host"`
+	Sandbox  uint16 `json:"sandbox"`
+	Protocol string `json:"protocol"` // "tcp" or "udp"
+}
+
+// Resources are limits; zero means none.
+type Resources struct {
+	Memory int64   `json:"memory,omitempty"` // bytes; swap is not added to it
+	CPUs   float64 `json:"cpus,omitempty"`   // cores
+	Pids   int64   `json:"pids,omitempty"`
+}
+
+// Status of a sandbox, in Docker's words.
+type Status string
+
+// The states a sandbox can be in.
+const (
+	Created Status = "created"
+	Running Status = "running"
+	Paused  Status = "paused"
+	Exited  Status = "exited"
+)
+
+// Process is what Exec starts in a running sandbox.
+type Process struct {
+	Args     []string `json:"args"`
+	Env      []string `json:"env,omitempty"`     // added to the sandbox's own
+	Workdir  string   `json:"workdir,omitempty"` // default: the sandbox's
+	User     string   `json:"user,omitempty"`    // default: the sandbox's
+	Terminal bool     `json:"terminal,omitempty"`
+	Detach   bool     `json:"detach,omitempty"` // Exec returns once it runs; its output is dropped
+}
+
+// Size of a terminal in characters.
+type Size struct{ Width, Height uint16 }
+
+// Streams connect a caller to a process. Nil readers and writers are allowed:
+// no input, dropped output. With a terminal all output arrives on Stdout.
+type Streams struct {
+	Stdin      io.Reader
+	Stdout     io.Writer
+	Stderr     io.Writer
+	Resize     <-chan Size // terminal only; the first value is the initial size
+	DetachKeys []byte      // terminal only; nil: none. A caller's usual choice is ctrl-p ctrl-q, {16, 17}
+}
+
+// ErrDetached is what an attachment ends with when the user typed the detach
+// keys; the process goes on.
+var ErrDetached = errors.New("detached")
+
+// LogOptions choose what Logs returns.
+type LogOptions struct {
+	Follow     bool
+	Tail       int // lines; negative: all
+	Since      time.Time
+	Timestamps bool
+}

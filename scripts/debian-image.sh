@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Makes the root filesystem of the demo and the tests: this host's own Debian
+# or Ubuntu release, minimal, with what an agent works with. Prints the path of
+# the tarball. It is made once and then kept in the cache.
+#
+# usage: debian-image.sh [--help]
+#   AGENTBOX_CACHE   where the tarball is kept (default /var/cache/agentbox)
+set -euo pipefail
+
+packages=python3,git,redis-server,tmux,procps,iproute2,apt-utils,libeatmydata1
+
+case "${1:-}" in
+"") ;;
+--help | -h)
+	sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"
+	exit 0
+	;;
+*)
+	echo "debian-image.sh: unknown argument $1; see --help" >&2
+	exit 2
+	;;
+esac
+
+. /etc/os-release
+suite=${VERSION_CODENAME:?this needs a Debian or Ubuntu release}
+cache=${AGENTBOX_CACHE:-/var/cache/agentbox}
+out=$cache/$suite-$(printf '%s' "$packages" | cksum | cut -d' ' -f1).tar
+if [ -s "$out" ]; then
+	echo "$out"
+	exit
+fi
+
+# The mirror that this host's own packages come from, whatever form its
+# sources are in.
+components=main
+[ "$ID" = ubuntu ] && components=main,universe
+mirror=$(apt-get indextargets --format '$(REPO_URI) $(RELEASE) $(COMPONENT)' 'Created-By: Packages' |
+	awk -v s="$suite" '$2 == s && $3 == "main" { print $1; exit }')
+if [ -z "$mirror" ]; then
+	echo "debian-image.sh: apt has no package lists of $suite; run apt-get update" >&2
+	exit 1
+fi
+
+mkdir -p -m 0700 "$cache"
+# One at a time: two that start together share the result.
+exec 9>"$cache/lock"
+flock 9
+if [ ! -s "$out" ]; then
+	tmp=$(mktemp "$cache/tmp.XXXXXX")
+	trap 'rm -f "$tmp" "$tmp.log"' EXIT
+	echo "making a $suite root filesystem (about a minute)" >&2
+	if ! mmdebstrap --variant=minbase --format=tar --include="$packages" --components="$components" \
+		--dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
+		--dpkgopt='path-exclude=/usr/share/man/*' "$suite" "$tmp" "$mirror" >"$tmp.log" 2>&1; then
+		tail -n 30 "$tmp.log" >&2
+		echo "debian-image.sh: mmdebstrap failed" >&2
+		exit 1
+	fi
+	sync "$tmp"
+	mv "$tmp" "$out"
+fi
+echo "$out"
