@@ -49,7 +49,7 @@ lint: deps
 
 bench: build
 	scripts/install-deps.sh --bench
-	scripts/bench.sh
+	scripts/bench.py
 
 clean:
 	rm -rf bin

@@ -21,6 +21,7 @@ case "${1:-}" in
 	;;
 esac
 
+# shellcheck source=/dev/null
 . /etc/os-release
 suite=${VERSION_CODENAME:?this needs a Debian or Ubuntu release}
 cache=${AGENTBOX_CACHE:-/var/cache/agentbox}
@@ -34,6 +35,7 @@ fi
 # sources are in.
 components=main
 [ "$ID" = ubuntu ] && components=main,universe
+# shellcheck disable=SC2016 # the placeholders are apt's
 mirror=$(apt-get indextargets --format '$(REPO_URI) $(RELEASE) $(COMPONENT)' 'Created-By: Packages' |
 	awk -v s="$suite" '$2 == s && $3 == "main" { print $1; exit }')
 if [ -z "$mirror" ]; then
@@ -41,7 +43,8 @@ if [ -z "$mirror" ]; then
 	exit 1
 fi
 
-mkdir -p -m 0700 "$cache"
+mkdir -p "$cache"
+chmod 0700 "$cache"
 # One at a time: two that start together share the result.
 exec 9>"$cache/lock"
 flock 9

@@ -4,8 +4,8 @@
 //
 // Binaries built with the tag "failpoint" obey AGENTBOX_FAILPOINT, a list of
 // NAME=ACTION separated by commas; all others compile the calls away. Actions:
-// "kill" (SIGKILL to this process), "error" (Hit returns an error), "enospc"
-// (Hit returns ENOSPC).
+// "kill" (SIGKILL to this process), "stop" (SIGSTOP, until somebody sends
+// SIGCONT), "error" (Hit returns an error), "enospc" (Hit returns ENOSPC).
 package failpoint
 
 import (
@@ -26,6 +26,9 @@ func Hit(name string) error {
 		case "kill":
 			_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
 			select {}
+		case "stop":
+			_ = syscall.Kill(os.Getpid(), syscall.SIGSTOP)
+			return nil
 		case "enospc":
 			return fmt.Errorf("failpoint %s: %w", name, syscall.ENOSPC)
 		default:

@@ -22,13 +22,16 @@ var (
 
 // Error says which verb failed on which object, why, and what to do about it.
 type Error struct {
-	Op   string // the verb, e.g. "checkpoint"
+	Op   string // the verb, e.g. "checkpoint"; empty: Error only carries the hint
 	ID   string // the object as the user named it; may be empty
 	Hint string // the remedy, a full sentence; may be empty
 	Err  error  // the cause; wraps a sentinel where one fits
 }
 
 func (e *Error) Error() string {
+	if e.Op == "" {
+		return e.Err.Error()
+	}
 	s := e.Op
 	if e.ID != "" {
 		s += " " + e.ID

@@ -1,0 +1,248 @@
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/agentbox/agentbox/criu/crlog"
+	"github.com/agentbox/agentbox/criu/host"
+	"github.com/agentbox/agentbox/criu/stage"
+)
+
+const (
+	// A restore from damaged images was seen to loop and to write 50 MB of
+	// log a second; an honest one writes a few MB for a thousand processes.
+	maxLog    = 512 << 20
+	keepLog   = 1 << 20
+	lookAgain = time.Second
+)
+
+// restore does what the engine means by `create`: afterwards the container
+// exists, with its processes as they were dumped, and none of them runs on
+// before `start`. On failure nothing of it is left, but it stays staged.
+func (w wrapper) restore(c call, r stage.Restore) int {
+	// Deleting what a failed restore leaves must never hit a container that
+	// was there before.
+	if _, err := os.Lstat(filepath.Join(c.root, c.id)); err == nil {
+		return w.fail(c, fmt.Errorf("restore of %s: a container of that name exists", c.id))
+	}
+	bundle := c.flags["bundle"]
+	if bundle == "" {
+		bundle = "."
+	}
+	if err := os.MkdirAll(r.Work, 0o700); err != nil {
+		return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
+	}
+	log := filepath.Join(r.Work, "restore.log")
+	if err := os.Remove(log); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
+	}
+	if r.Config != "" {
+		if err := annotate(filepath.Join(bundle, "config.json"), r.Config); err != nil {
+			return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
+		}
+	}
+
+	args := append([]string{}, c.globals...)
+	args = append(args, "restore", "--detach", "--bundle", bundle, "--image-path", r.Images, "--work-path", r.Work)
+	for _, f := range []string{"pid-file", "console-socket"} {
+		if v := c.flags[f]; v != "" {
+			args = append(args, "--"+f, v)
+		}
+	}
+	if c.flags["no-pivot"] == "true" {
+		args = append(args, "--no-pivot")
+	}
+	args = append(append(args, r.Flags...), c.id)
+
+	if err := w.bounded(c, r, log, args); err != nil {
+		why, _ := crlog.File(log)
+		w.undo(c, r)
+		if why.Reason != "" {
+			err = errors.New(why.Reason)
+			if why.Hint != "" {
+				err = fmt.Errorf("%s. %s", why.Reason, why.Hint)
+			}
+			err = fmt.Errorf("%w [CRIU: %s] (log: %s)", err, why.Line, log)
+		}
+		return w.fail(c, fmt.Errorf("restore of %s failed: %w", c.id, err))
+	}
+	// The processes have been running since a moment ago. `create` promises
+	// that they do not.
+	if out, err := w.quiet(c, "pause", c.id).CombinedOutput(); err != nil && w.status(c) != "stopped" {
+		w.undo(c, r)
+		return w.fail(c, fmt.Errorf("restore of %s: pause: %s: %w", c.id, bytes.TrimSpace(out), err))
+	}
+	if err := stage.MarkRestored(w.dir, c.id); err != nil {
+		w.undo(c, r)
+		return w.fail(c, err)
+	}
+	return 0
+}
+
+// bounded runs the restore and kills it when it hangs or floods its log.
+func (w wrapper) bounded(c call, r stage.Restore, log string, args []string) error {
+	cmd := exec.Command(w.real, args...)
+	// The restored processes get these as theirs.
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
+	cmd.Env = host.Environ()
+	if err := cmd.Start(); err != nil {
+		return err
+	}
+	done := make(chan error, 1)
+	go func() { done <- cmd.Wait() }()
+	timeout := r.Timeout
+	if timeout <= 0 {
+		timeout = stage.DefaultTimeout
+	}
+	deadline := time.NewTimer(timeout)
+	defer deadline.Stop()
+	look := time.NewTicker(lookAgain) // nothing tells of a file's growth
+	defer look.Stop()
+	for {
+		var why error
+		select {
+		case err := <-done:
+			return err
+		case <-deadline.C:
+			why = fmt.Errorf("it did not end within %v and was killed", timeout)
+		case <-look.C:
+			st, err := os.Stat(log)
+			if err != nil || st.Size() < maxLog {
+				continue
+			}
+			why = fmt.Errorf("CRIU filled its log without end and was killed; the images are probably damaged")
+		}
+		killTree(cmd.Process.Pid)
+		<-done
+		// The beginning tells enough, and the errors that killing it made tell nothing.
+		if st, err := os.Stat(log); err == nil && st.Size() > keepLog {
+			_ = os.Truncate(log, keepLog)
+		}
+		_ = os.Rename(log, log+".killed")
+		return fmt.Errorf("%w (log: %s.killed)", why, log)
+	}
+}
+
+// undo removes a half-restored container.
+func (w wrapper) undo(c call, r stage.Restore) {
+	// First, or `delete` would remove the container's files through a mount
+	// that the restore left.
+	if err := host.SweepRestore(c.root, c.id, r.Work); err != nil {
+		fmt.Fprintln(os.Stderr, "agentbox-runtime:", err)
+		return
+	}
+	if out, err := w.quiet(c, "delete", "--force", c.id).CombinedOutput(); err != nil {
+		fmt.Fprintf(os.Stderr, "agentbox-runtime: delete %s: %s\n", c.id, bytes.TrimSpace(out))
+	}
+	if p := c.flags["pid-file"]; p != "" {
+		_ = os.Remove(p)
+	}
+}
+
+// resume does what the engine means by `start`.
+func (w wrapper) resume(c call) int {
+	cmd := w.command(c, "resume", c.id)
+	if err := cmd.Run(); err != nil {
+		// A process that ended as soon as it was restored has nothing to resume.
+		if s := w.status(c); s != "stopped" && s != "running" {
+			return exitCode(err)
+		}
+	}
+	if err := stage.ClearRestored(w.dir, c.id); err != nil {
+		fmt.Fprintln(os.Stderr, "agentbox-runtime:", err)
+	}
+	return 0
+}
+
+// delete lets the real runtime delete and then forgets that the container was
+// restored. What is staged and was not used stays: see package stage.
+func (w wrapper) delete(c call, args []string) int {
+	if err := host.SweepRestore(c.root, c.id, ""); err != nil {
+		return w.fail(c, err)
+	}
+	cmd := exec.Command(w.real, args...)
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
+	cmd.Env = host.Environ()
+	if err := cmd.Run(); err != nil {
+		return exitCode(err)
+	}
+	if err := stage.ClearRestored(w.dir, c.id); err != nil {
+		fmt.Fprintln(os.Stderr, "agentbox-runtime:", err)
+	}
+	return 0
+}
+
+// command runs another verb of the real runtime with the same globals.
+func (w wrapper) command(c call, args ...string) *exec.Cmd {
+	cmd := exec.Command(w.real, append(append([]string{}, c.globals...), args...)...)
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
+	cmd.Env = host.Environ()
+	return cmd
+}
+
+// quiet is command for our own errands: the engine must not find their errors in its log.
+func (w wrapper) quiet(c call, args ...string) *exec.Cmd {
+	global := append(append([]string{}, c.globals...), "--log", "/dev/stderr")
+	cmd := exec.Command(w.real, append(global, args...)...)
+	cmd.Env = host.Environ()
+	return cmd
+}
+
+func (w wrapper) status(c call) string {
+	out, err := w.quiet(c, "state", c.id).Output()
+	if err != nil {
+		return ""
+	}
+	var s struct {
+		Status string `json:"status"`
+	}
+	_ = json.Unmarshal(out, &s)
+	return s.Status
+}
+
+// fail says why on stderr and in the runtime's log, where engines look for it.
+func (w wrapper) fail(c call, err error) int {
+	msg := strings.Join(strings.Fields(err.Error()), " ")
+	fmt.Fprintln(os.Stderr, "agentbox-runtime:", msg)
+	if c.log == "" || c.log == "/dev/stderr" {
+		return 1
+	}
+	f, ferr := os.OpenFile(c.log, os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o644)
+	if ferr != nil {
+		return 1
+	}
+	defer f.Close()
+	now := time.Now().Format(time.RFC3339)
+	if c.logJSON {
+		line, _ := json.Marshal(struct {
+			Level string `json:"level"`
+			Msg   string `json:"msg"`
+			Time  string `json:"time"`
+		}{"error", msg, now})
+		fmt.Fprintf(f, "%s\n", line)
+	} else {
+		fmt.Fprintf(f, "time=%q level=error msg=%q\n", now, msg)
+	}
+	return 1
+}
+
+func exitCode(err error) int {
+	var e *exec.ExitError
+	if !errors.As(err, &e) {
+		fmt.Fprintln(os.Stderr, "agentbox-runtime:", err)
+		return 126
+	}
+	if code := e.ExitCode(); code >= 0 {
+		return code
+	}
+	return 137 // killed by a signal
+}

@@ -1,0 +1,132 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+type checkpointOptions struct {
+	Name      string
+	FilesOnly bool
+	Stop      bool
+	Strict    bool
+	Labels    []string
+	Trigger   string
+	TCP       string
+	Timeout   time.Duration
+	Format    string
+}
+
+func (o *checkpointOptions) addFlags(fl *pflag.FlagSet) {
+	fl.StringVar(&o.Name, "name", "", "`NAME` to restore it by")
+	fl.BoolVar(&o.FilesOnly, "files-only", false, "leave the processes out")
+	fl.BoolVar(&o.Stop, "stop", false, "stop the sandbox once the checkpoint is safe")
+	fl.BoolVar(&o.Strict, "strict", false, "refuse when a process would be left out")
+	fl.VarP(list(&o.Labels), "label", "l", "set a label `KEY=VALUE`")
+	fl.StringVar(&o.Trigger, "trigger", "", "`NAME` of what asked for it (default manual)")
+	o.TCP = runtime.TCPEstablished
+	fl.Var(choice(&o.TCP, runtime.TCPEstablished, runtime.TCPClose, runtime.TCPRefuse), "tcp",
+		"`MODE` for established connections: established (they live on), close, or refuse (fail)")
+	fl.DurationVar(&o.Timeout, "timeout", 0, "give up after this `DURATION`, e.g. 30s; the sandbox then runs on")
+	// Not addFormat: here the plain form is the bare id.
+	o.Format = "id"
+	fl.Var(choice(&o.Format, "id", formatJSON), "format", "print as `FORMAT`: id or json")
+}
+
+func (o *checkpointOptions) parse() (runtime.CheckpointOptions, error) {
+	opts := runtime.CheckpointOptions{
+		Name: o.Name, FilesOnly: o.FilesOnly, Stop: o.Stop, Strict: o.Strict,
+		Trigger: o.Trigger, TCP: o.TCP, Timeout: o.Timeout,
+	}
+	if o.Name != "" {
+		if err := checkName("--name", o.Name); err != nil {
+			return opts, err
+		}
+	}
+	if o.Timeout < 0 {
+		return opts, usageErrorf("--timeout %v: must not be negative", o.Timeout)
+	}
+	var err error
+	opts.Labels, err = parseLabels("--label", o.Labels)
+	return opts, err
+}
+
+// newCheckpointCommand is the verb itself and holds those on checkpoints. The
+// verb has the name create, too, for sandboxes called ls or rm.
+func newCheckpointCommand(a *app) *cobra.Command {
+	cmd := checkpointCommand(a, "checkpoint [flags] SANDBOX")
+	cmd.Aliases = []string{"checkpoints"}
+	create := checkpointCommand(a, "create [flags] SANDBOX")
+	cmd.AddCommand(create, newCheckpointLsCommand(a), newCheckpointInspectCommand(a),
+		newCheckpointRmCommand(a), newCheckpointVerifyCommand(a))
+	return cmd
+}
+
+func checkpointCommand(a *app, use string) *cobra.Command {
+	var opts checkpointOptions
+	cmd := &cobra.Command{
+		Use:   use,
+		Short: "Take a checkpoint of a sandbox, or work with checkpoints",
+		Long: `Checkpoint freezes a sandbox, records its files and, when it runs, its processes, and lets
+it go on. The checkpoint is safe on disk before the sandbox moves again. When anything
+fails the sandbox goes on as before and no checkpoint is listed.
+
+It prints the checkpoint's id. A stopped sandbox gets a files-only checkpoint. Volumes
+and bind mounts are not part of it.`,
+		Example: `  agentbox checkpoint c
+  agentbox checkpoint --name before-upgrade --label turn=12 --trigger tool:apt c
+  agentbox checkpoint --stop --timeout 30s c
+  id=$(agentbox checkpoint c) && agentbox restore c $id
+  agentbox checkpoint ls c`,
+		Annotations:       exits(exitUsage, exitNotFound, exitState, exitBusy, exitDenied, exitUnsupported),
+		Args:              args(1, 1),
+		ValidArgsFunction: a.completeOneSandbox(nil),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			co, err := opts.parse()
+			if err != nil {
+				return err
+			}
+			return a.service(cmd.Context(), func(svc runtime.Service) error {
+				return runCheckpoint(cmd.Context(), co, opts.Format, args[0], svc, a.stdout, a.stderr)
+			})
+		},
+	}
+	opts.addFlags(cmd.Flags())
+	completeFlags(cmd)
+	return cmd
+}
+
+func runCheckpoint(ctx context.Context, opts runtime.CheckpointOptions, format, sandbox string, svc runtime.Service, stdout, stderr io.Writer) error {
+	c, err := svc.Checkpoint(ctx, sandbox, opts)
+	if err != nil {
+		return err
+	}
+	warn(stderr, c.Warnings)
+	if isTerminalWriter(stderr) {
+		fmt.Fprintln(stderr, printable(checkpointSummary(c)))
+	}
+	if format == formatJSON {
+		return printJSON(stdout, documentedCheckpoint(c))
+	}
+	_, err = fmt.Fprintln(stdout, c.ID)
+	return err
+}
+
+func checkpointSummary(c runtime.Checkpoint) string {
+	s := fmt.Sprintf("checkpoint %s of %s: %s, %s", shorten(c.ID, 13), c.SandboxName, c.Kind, countText(c.Files, "file"))
+	if c.Kind == runtime.KindFull {
+		s += ", " + countText(int64(c.Processes), "process")
+	}
+	s += ", " + sizeText(c.Bytes)
+	if c.Frozen > 0 {
+		s += ", frozen " + durationText(c.Frozen)
+	}
+	return s
+}

@@ -1,0 +1,219 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"os"
+	"path"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// createOptions are the flags of create and run.
+type createOptions struct {
+	Interactive  bool
+	TTY          bool
+	Remove       bool
+	Name         string
+	Env          []string
+	EnvFiles     []string
+	Workdir      string
+	User         string
+	Volumes      []string
+	Tmpfs        []string
+	Labels       []string
+	Hostname     string
+	Memory       string
+	CPUs         string
+	Pids         int64
+	Network      string
+	NetworkGroup string
+	Publish      []string
+	ReadOnly     bool
+	Init         bool
+	Entrypoint   string
+	StopSignal   string
+
+	entrypointSet bool
+}
+
+func (o *createOptions) addFlags(fl *pflag.FlagSet) {
+	// Docker's -h is the hostname, so help has only its long name here.
+	fl.Bool("help", false, "print this help")
+	fl.BoolVarP(&o.Interactive, "interactive", "i", false, "keep stdin open and connect it")
+	fl.BoolVarP(&o.TTY, "tty", "t", false, "give the command a terminal")
+	fl.BoolVar(&o.Remove, "rm", false, "remove the sandbox when it exits")
+	fl.StringVar(&o.Name, "name", "", "`NAME` of the sandbox; default: one is made up")
+	fl.VarP(list(&o.Env), "env", "e", "set `NAME=VALUE`; NAME alone takes the caller's value")
+	fl.Var(list(&o.EnvFiles), "env-file", "read variables from `FILE`, one per line")
+	fl.StringVarP(&o.Workdir, "workdir", "w", "", "`DIR` the command starts in")
+	fl.StringVarP(&o.User, "user", "u", "", "`USER[:GROUP]` the command runs as, by name or number")
+	fl.VarP(list(&o.Volumes), "volume", "v", "mount host directory or file, `SRC:DST[:ro]`; not part of checkpoints")
+	fl.Var(list(&o.Tmpfs), "tmpfs", "mount a tmpfs at `DST[:OPTIONS]`; not part of checkpoints' files")
+	fl.VarP(list(&o.Labels), "label", "l", "set a label `KEY=VALUE`")
+	fl.StringVarP(&o.Hostname, "hostname", "h", "", "host `NAME` inside the sandbox")
+	fl.StringVarP(&o.Memory, "memory", "m", "", "memory limit `SIZE`, e.g. 512m")
+	fl.StringVar(&o.CPUs, "cpus", "", "limit to this `NUMBER` of cores, e.g. 1.5")
+	fl.Int64Var(&o.Pids, "pids-limit", 0, "limit to this `NUMBER` of processes; -1: none")
+	o.Network = runtime.NetworkBridge
+	fl.Var(choice(&o.Network, runtime.NetworkNone, runtime.NetworkHost, runtime.NetworkBridge), "network", "`MODE`: none (only lo), host, or bridge")
+	fl.StringVar(&o.NetworkGroup, "network-group", "", "let sandboxes of the same group `NAME` reach each other (bridge)")
+	fl.VarP(list(&o.Publish), "publish", "p", "publish a port, `[IP:]HOST:SANDBOX[/udp]` (bridge)")
+	fl.BoolVar(&o.ReadOnly, "read-only", false, "mount the root filesystem read-only")
+	fl.BoolVar(&o.Init, "init", false, "run a small init that reaps zombies and passes signals on")
+	fl.StringVar(&o.Entrypoint, "entrypoint", "", "`COMMAND` in place of the image's entrypoint; empty: none")
+	fl.StringVar(&o.StopSignal, "stop-signal", "", "`SIGNAL` that stop sends; default: the image's or SIGTERM")
+}
+
+// request turns the flags and IMAGE [COMMAND [ARG...]] into what the service
+// is asked for.
+func (o *createOptions) request(args []string) (runtime.CreateRequest, error) {
+	var none runtime.CreateRequest
+	spec := runtime.Spec{
+		Name: o.Name, Image: args[0], Args: args[1:],
+		Workdir: o.Workdir, User: o.User, Hostname: o.Hostname,
+		Terminal: o.TTY, OpenStdin: o.Interactive, Init: o.Init, ReadOnly: o.ReadOnly,
+		AutoRemove: o.Remove,
+		Network:    runtime.Network{Mode: o.Network, Group: o.NetworkGroup},
+	}
+	if o.Name != "" {
+		if err := checkName("--name", o.Name); err != nil {
+			return none, err
+		}
+	}
+	if o.Workdir != "" && !path.IsAbs(o.Workdir) {
+		return none, usageErrorf("--workdir %q: must be an absolute path inside the sandbox", o.Workdir)
+	}
+	var err error
+	if spec.Env, err = parseEnv(o.EnvFiles, o.Env, os.LookupEnv); err != nil {
+		return none, err
+	}
+	if spec.Labels, err = parseLabels("--label", o.Labels); err != nil {
+		return none, err
+	}
+	if spec.Mounts, err = o.mounts(); err != nil {
+		return none, err
+	}
+	if spec.Network.Ports, err = o.ports(); err != nil {
+		return none, err
+	}
+	if spec.Resources, err = o.resources(); err != nil {
+		return none, err
+	}
+	if o.StopSignal != "" {
+		if spec.StopSignal, err = parseSignal("--stop-signal", o.StopSignal); err != nil {
+			return none, err
+		}
+	}
+	req := runtime.CreateRequest{Spec: spec}
+	if o.entrypointSet {
+		req.Entrypoint = []string{}
+		if o.Entrypoint != "" {
+			req.Entrypoint = []string{o.Entrypoint}
+		}
+	}
+	return req, nil
+}
+
+func (o *createOptions) mounts() ([]runtime.Mount, error) {
+	var mounts []runtime.Mount
+	at := map[string]bool{}
+	add := func(m runtime.Mount, err error) error {
+		if err != nil {
+			return err
+		}
+		if at[m.Target] {
+			return usageErrorf("two mounts at %s", m.Target)
+		}
+		at[m.Target] = true
+		mounts = append(mounts, m)
+		return nil
+	}
+	for _, v := range o.Volumes {
+		if err := add(parseVolume(v)); err != nil {
+			return nil, err
+		}
+	}
+	for _, t := range o.Tmpfs {
+		if err := add(parseTmpfs(t)); err != nil {
+			return nil, err
+		}
+	}
+	return mounts, nil
+}
+
+func (o *createOptions) ports() ([]runtime.Port, error) {
+	if o.Network != runtime.NetworkBridge {
+		if len(o.Publish) > 0 {
+			return nil, usageErrorf("--publish needs --network bridge, not %s", o.Network)
+		}
+		if o.NetworkGroup != "" {
+			return nil, usageErrorf("--network-group needs --network bridge, not %s", o.Network)
+		}
+	}
+	var ports []runtime.Port
+	for _, s := range o.Publish {
+		p, err := parsePort(s)
+		if err != nil {
+			return nil, err
+		}
+		ports = append(ports, p)
+	}
+	return ports, nil
+}
+
+func (o *createOptions) resources() (r runtime.Resources, err error) {
+	if o.Memory != "" {
+		if r.Memory, err = parseMemory(o.Memory); err != nil {
+			return r, err
+		}
+	}
+	if o.CPUs != "" {
+		if r.CPUs, err = parseCPUs(o.CPUs); err != nil {
+			return r, err
+		}
+	}
+	r.Pids, err = parsePids(o.Pids)
+	return r, err
+}
+
+func newCreateCommand(a *app) *cobra.Command {
+	var opts createOptions
+	cmd := &cobra.Command{
+		Use:   "create [flags] IMAGE [COMMAND] [ARG...]",
+		Short: "Make a sandbox without starting it",
+		Long:  "Create makes a sandbox as 'agentbox run' does, does not start it, and prints its id.",
+		Example: `  agentbox create --name c busybox sleep 1000
+  agentbox start c`,
+		Annotations:       exits(exitUsage, exitNotFound, exitState, exitDenied, exitUnsupported),
+		Args:              args(1, -1),
+		ValidArgsFunction: a.completeImage,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			opts.entrypointSet = cmd.Flags().Changed("entrypoint")
+			req, err := opts.request(args)
+			if err != nil {
+				return err
+			}
+			return a.service(cmd.Context(), func(svc runtime.Service) error {
+				return runCreate(cmd.Context(), req, svc, a.stdout)
+			})
+		},
+	}
+	cmd.Flags().SetInterspersed(false)
+	opts.addFlags(cmd.Flags())
+	completeFlags(cmd)
+	return cmd
+}
+
+func runCreate(ctx context.Context, req runtime.CreateRequest, svc runtime.Service, out io.Writer) error {
+	sb, err := svc.Create(ctx, req)
+	if err != nil {
+		return err
+	}
+	_, err = fmt.Fprintln(out, sb.ID)
+	return err
+}

@@ -1,0 +1,100 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+type execOptions struct {
+	attachOptions
+	Detach   bool
+	Env      []string
+	EnvFiles []string
+	Workdir  string
+	User     string
+}
+
+func (o *execOptions) addFlags(fl *pflag.FlagSet) {
+	o.attachOptions.addFlags(fl)
+	fl.BoolVarP(&o.Interactive, "interactive", "i", false, "connect stdin")
+	fl.BoolVarP(&o.TTY, "tty", "t", false, "give the command a terminal")
+	fl.BoolVarP(&o.Detach, "detach", "d", false, "return once the command runs; its output is dropped")
+	fl.VarP(list(&o.Env), "env", "e", "set `NAME=VALUE`; NAME alone takes the caller's value")
+	fl.Var(list(&o.EnvFiles), "env-file", "read variables from `FILE`, one per line")
+	fl.StringVarP(&o.Workdir, "workdir", "w", "", "`DIR` the command starts in; default: the sandbox's")
+	fl.StringVarP(&o.User, "user", "u", "", "`USER[:GROUP]` the command runs as; default: the sandbox's")
+}
+
+func newExecCommand(a *app) *cobra.Command {
+	var opts execOptions
+	cmd := &cobra.Command{
+		Use:   "exec [flags] SANDBOX COMMAND [ARG...]",
+		Short: "Run one more command in a running sandbox",
+		Long: `Exec runs COMMAND in a running sandbox and ends with its exit code.
+
+A command that exec still holds is not part of a checkpoint; what it left in the
+background is.`,
+		Example: `  agentbox exec c ls -l /
+  agentbox exec -it c sh
+  agentbox exec -w /src -e CI=1 -u nobody c make test
+  tar c . | agentbox exec -i c tar x -C /src`,
+		Annotations:       passes(),
+		Args:              args(2, -1),
+		ValidArgsFunction: a.completeOneSandbox(isRunning),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			p, err := opts.process(args[1:])
+			if err != nil {
+				return err
+			}
+			var sess *session
+			if !opts.Detach {
+				if sess, err = a.newSession(opts.attachOptions); err != nil {
+					return err
+				}
+			}
+			return a.service(cmd.Context(), func(svc runtime.Service) error {
+				return runExec(cmd.Context(), args[0], p, svc, sess)
+			})
+		},
+	}
+	cmd.Flags().SetInterspersed(false)
+	opts.addFlags(cmd.Flags())
+	return cmd
+}
+
+func (o *execOptions) process(args []string) (runtime.Process, error) {
+	p := runtime.Process{Args: args, Workdir: o.Workdir, User: o.User, Terminal: o.TTY, Detach: o.Detach}
+	if o.Workdir != "" && !path.IsAbs(o.Workdir) {
+		return p, usageErrorf("--workdir %q: must be an absolute path inside the sandbox", o.Workdir)
+	}
+	var err error
+	p.Env, err = parseEnv(o.EnvFiles, o.Env, os.LookupEnv)
+	return p, err
+}
+
+// runExec runs p; without a session it is detached.
+func runExec(ctx context.Context, sandbox string, p runtime.Process, svc runtime.Service, sess *session) error {
+	if sess == nil {
+		_, err := svc.Exec(ctx, sandbox, p, runtime.Streams{})
+		return err
+	}
+	var code int
+	err := sess.run(ctx, func(streams runtime.Streams) (err error) {
+		code, err = svc.Exec(ctx, sandbox, p, streams)
+		return err
+	})
+	switch {
+	case errors.Is(err, runtime.ErrDetached):
+		return nil
+	case err != nil:
+		return err
+	}
+	return status(code)
+}

@@ -1,0 +1,375 @@
+package main
+
+import (
+	"archive/tar"
+	"bytes"
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// A fakeService is a Service in memory: enough of one for flags, output and
+// exit codes. Its programs are functions.
+type fakeService struct {
+	mu          sync.Mutex
+	sandboxes   []runtime.Sandbox // newest first
+	checkpoints []runtime.Checkpoint
+	images      []runtime.Image
+	calls       []string
+	fail        map[string]error // by method
+	created     []runtime.CreateRequest
+	execed      []runtime.Process
+	reaped      []string
+	ckOpts      runtime.CheckpointOptions
+	reOpts      runtime.RestoreOptions
+	filter      runtime.CheckpointFilter
+	logOpts     runtime.LogOptions
+	stopTimeout time.Duration
+	stdin       []byte
+
+	// program is a sandbox's command: it runs in Start's wait and in Attach,
+	// and its result is the exit code, or ErrDetached.
+	program func(ctx context.Context, s runtime.Streams, signals <-chan string) (int, error)
+	signals chan string
+	exits   map[string]chan int
+}
+
+var epoch = time.Date(2026, 1, 2, 3, 4, 5, 6789, time.UTC)
+
+func newFake() *fakeService {
+	return &fakeService{fail: map[string]error{}, signals: make(chan string, 16), exits: map[string]chan int{}}
+}
+
+func (f *fakeService) call(method string, args ...any) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.calls = append(f.calls, strings.TrimSpace(method+" "+strings.TrimSpace(fmt.Sprintln(args...))))
+	return f.fail[method]
+}
+
+func (f *fakeService) find(ref string) (*runtime.Sandbox, error) {
+	for i := range f.sandboxes {
+		if sb := &f.sandboxes[i]; sb.Name == ref || strings.HasPrefix(sb.ID, ref) {
+			return sb, nil
+		}
+	}
+	return nil, &runtime.Error{Op: "find", ID: ref, Err: fmt.Errorf("sandbox %w", runtime.ErrNotFound), Hint: "'agentbox ps -a' lists all sandboxes."}
+}
+
+func (f *fakeService) Create(_ context.Context, req runtime.CreateRequest) (runtime.Sandbox, error) {
+	err := f.call("Create", req.Spec.Name, req.Spec.Image, req.Spec.Args)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.created = append(f.created, req)
+	if err != nil {
+		return runtime.Sandbox{}, err
+	}
+	spec := req.Spec
+	spec.ID = fmt.Sprintf("%032x", 0xabc0+len(f.sandboxes))
+	spec.Name = cmp.Or(spec.Name, "made-up")
+	sb := runtime.Sandbox{ID: spec.ID, Name: spec.Name, Status: runtime.Created, Image: spec.Image, Backend: "fake", Created: epoch, Labels: spec.Labels, Spec: spec}
+	f.sandboxes = slices.Insert(f.sandboxes, 0, sb)
+	f.exits[sb.ID] = make(chan int, 1)
+	return sb, nil
+}
+
+func (f *fakeService) Start(ctx context.Context, ref string, s *runtime.Streams) (func() error, error) {
+	if err := f.call("Start", ref); err != nil {
+		return nil, err
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	sb, err := f.find(ref)
+	if err != nil {
+		return nil, err
+	}
+	sb.Status, sb.Pid, sb.Started = runtime.Running, 4242, epoch
+	if s == nil {
+		return nil, nil
+	}
+	id := sb.ID
+	return func() error { return f.serve(ctx, id, *s) }, nil
+}
+
+func (f *fakeService) serve(ctx context.Context, id string, s runtime.Streams) error {
+	if f.program == nil {
+		f.exits[id] <- 0
+		return nil
+	}
+	code, err := f.program(ctx, s, f.signals)
+	if err == nil {
+		f.exits[id] <- code
+	}
+	return err
+}
+
+func (f *fakeService) Attach(ctx context.Context, ref string, s runtime.Streams) error {
+	if err := f.call("Attach", ref); err != nil {
+		return err
+	}
+	return f.serve(ctx, ref, s)
+}
+
+func (f *fakeService) Exec(ctx context.Context, ref string, p runtime.Process, s runtime.Streams) (int, error) {
+	f.execed = append(f.execed, p)
+	if err := f.call("Exec", ref, p.Args); err != nil {
+		return 0, err
+	}
+	if _, err := f.find(ref); err != nil {
+		return 0, err
+	}
+	if f.program == nil {
+		return 0, nil
+	}
+	return f.program(ctx, s, f.signals)
+}
+
+func (f *fakeService) Wait(ctx context.Context, ref string) (int, error) {
+	if err := f.call("Wait", ref); err != nil {
+		return 0, err
+	}
+	f.mu.Lock()
+	sb, err := f.find(ref)
+	if err != nil {
+		f.mu.Unlock()
+		return 0, err
+	}
+	exited := f.exits[sb.ID]
+	done := sb.Status == runtime.Exited || exited == nil
+	code := sb.ExitCode
+	f.mu.Unlock()
+	if done {
+		return code, nil
+	}
+	select {
+	case code := <-exited:
+		return code, nil
+	case <-ctx.Done():
+		return 0, ctx.Err()
+	}
+}
+
+func (f *fakeService) Logs(_ context.Context, ref string, opts runtime.LogOptions, stdout, stderr io.Writer) error {
+	f.logOpts = opts
+	if err := f.call("Logs", ref); err != nil {
+		return err
+	}
+	fmt.Fprintln(stdout, "out")
+	fmt.Fprintln(stderr, "err")
+	return nil
+}
+
+func (f *fakeService) Kill(_ context.Context, ref, signal string) error {
+	if err := f.call("Kill", ref, signal); err != nil {
+		return err
+	}
+	select {
+	case f.signals <- signal:
+	default:
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	_, err := f.find(ref)
+	return err
+}
+
+func (f *fakeService) Stop(_ context.Context, ref string, timeout time.Duration) error {
+	f.stopTimeout = timeout
+	err := f.call("Stop", ref)
+	if err == nil {
+		_, err = f.find(ref)
+	}
+	return err
+}
+
+func (f *fakeService) simple(method, ref string) error {
+	if err := f.call(method, ref); err != nil {
+		return err
+	}
+	_, err := f.find(ref)
+	return err
+}
+
+func (f *fakeService) Pause(_ context.Context, ref string) error   { return f.simple("Pause", ref) }
+func (f *fakeService) Unpause(_ context.Context, ref string) error { return f.simple("Unpause", ref) }
+
+func (f *fakeService) Remove(_ context.Context, ref string, opts runtime.RemoveOptions) error {
+	if err := f.call("Remove", ref, opts.Force, opts.Checkpoints); err != nil {
+		return err
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	sb, err := f.find(ref)
+	if err != nil {
+		return err
+	}
+	id := sb.ID
+	f.sandboxes = slices.DeleteFunc(f.sandboxes, func(s runtime.Sandbox) bool { return s.ID == id })
+	return nil
+}
+
+func (f *fakeService) Sandbox(_ context.Context, ref string) (runtime.Sandbox, error) {
+	if err := f.call("Sandbox", ref); err != nil {
+		return runtime.Sandbox{}, err
+	}
+	sb, err := f.find(ref)
+	if err != nil {
+		return runtime.Sandbox{}, err
+	}
+	return *sb, nil
+}
+
+func (f *fakeService) Sandboxes(context.Context) ([]runtime.Sandbox, error) {
+	return f.sandboxes, f.call("Sandboxes")
+}
+
+func (f *fakeService) Checkpoint(_ context.Context, ref string, opts runtime.CheckpointOptions) (runtime.Checkpoint, error) {
+	f.ckOpts = opts
+	if err := f.simple("Checkpoint", ref); err != nil {
+		return runtime.Checkpoint{}, err
+	}
+	c := runtime.Checkpoint{
+		ID: strings.Repeat("3f2a", 8), Name: opts.Name, SandboxName: ref, Kind: runtime.KindFull, Status: runtime.CheckpointReady,
+		Created: epoch, Files: 12, Processes: 3, Bytes: 1_234_567, Frozen: 84 * time.Millisecond, Labels: opts.Labels,
+		Warnings: []string{"an exec session is not part of it"},
+	}
+	f.checkpoints = slices.Insert(f.checkpoints, 0, c)
+	return c, nil
+}
+
+func (f *fakeService) Restore(_ context.Context, ref string, opts runtime.RestoreOptions) (runtime.Restored, error) {
+	f.reOpts = opts
+	if err := f.simple("Restore", ref); err != nil {
+		return runtime.Restored{}, err
+	}
+	sb, _ := f.find(ref)
+	return runtime.Restored{Sandbox: *sb, Checkpoint: f.checkpoints[0], Verified: opts.Verify, Down: 120 * time.Millisecond}, nil
+}
+
+func (f *fakeService) Checkpoints(_ context.Context, filter runtime.CheckpointFilter) ([]runtime.Checkpoint, error) {
+	f.filter = filter
+	return f.checkpoints, f.call("Checkpoints")
+}
+
+func (f *fakeService) CheckpointInfo(_ context.Context, ref string) (runtime.Checkpoint, error) {
+	if err := f.call("CheckpointInfo", ref); err != nil {
+		return runtime.Checkpoint{}, err
+	}
+	for _, c := range f.checkpoints {
+		if strings.HasPrefix(c.ID, ref) || c.Name == ref {
+			return c, nil
+		}
+	}
+	return runtime.Checkpoint{}, fmt.Errorf("checkpoint %s: %w", ref, runtime.ErrNotFound)
+}
+
+func (f *fakeService) RemoveCheckpoint(_ context.Context, ref string) error {
+	return f.call("RemoveCheckpoint", ref)
+}
+
+func (f *fakeService) VerifyCheckpoint(_ context.Context, ref string) error {
+	return f.call("VerifyCheckpoint", ref)
+}
+
+func (f *fakeService) ImportImage(_ context.Context, name, source string) (runtime.Image, error) {
+	return runtime.Image{Name: name, Digest: "sha256:" + strings.Repeat("ab", 32)}, f.call("ImportImage", name, source)
+}
+
+func (f *fakeService) ImportImageFrom(_ context.Context, name string, r io.Reader) (runtime.Image, error) {
+	data, err := io.ReadAll(r)
+	f.stdin = data
+	return runtime.Image{Name: name, Digest: "sha256:" + strings.Repeat("cd", 32)}, errors.Join(err, f.call("ImportImageFrom", name))
+}
+
+func (f *fakeService) Images(context.Context) ([]runtime.Image, error) {
+	return f.images, f.call("Images")
+}
+
+func (f *fakeService) RemoveImage(_ context.Context, name string) error {
+	return f.call("RemoveImage", name)
+}
+
+func (f *fakeService) Recover(context.Context) (runtime.Recovery, error) {
+	return runtime.Recovery{}, f.call("Recover")
+}
+
+func (f *fakeService) Reap(_ context.Context, id string) error {
+	f.reaped = append(f.reaped, id)
+	return f.call("Reap", id)
+}
+
+func (f *fakeService) Close() error { return f.call("Close") }
+
+// The sandbox's files of the fake: a directory /d with a file f, and a
+// symlink /l to it.
+func (f *fakeService) Stat(_ context.Context, ref, p string) (runtime.PathStat, error) {
+	if err := f.call("Stat", p); err != nil {
+		return runtime.PathStat{}, err
+	}
+	switch strings.TrimSuffix(strings.TrimSuffix(p, "/."), "/") {
+	case "", "/d", "/tmp":
+		return runtime.PathStat{Name: p, Dir: true}, nil
+	case "/d/f":
+		return runtime.PathStat{Name: "f", Size: 2}, nil
+	case "/l":
+		if strings.HasSuffix(p, "/") || strings.HasSuffix(p, "/.") {
+			return runtime.PathStat{Name: "l", Dir: true}, nil
+		}
+		return runtime.PathStat{Name: "l", Link: "/d"}, nil
+	}
+	return runtime.PathStat{}, fmt.Errorf("%s: %w", p, runtime.ErrNotFound)
+}
+
+func (f *fakeService) CopyFrom(_ context.Context, ref, p string, w io.Writer) error {
+	if err := f.call("CopyFrom", p); err != nil {
+		return err
+	}
+	tw := tar.NewWriter(w)
+	write := func(h tar.Header, data string) {
+		h.Size = int64(len(data))
+		_ = tw.WriteHeader(&h)
+		_, _ = io.WriteString(tw, data)
+	}
+	switch p {
+	case "/d", "/l/", "/l/.", "/d/.":
+		top := map[string]string{"/d": "d", "/l/": "l", "/l/.": ".", "/d/.": "."}[p]
+		write(tar.Header{Typeflag: tar.TypeDir, Name: top + "/", Mode: 0o755}, "")
+		write(tar.Header{Typeflag: tar.TypeReg, Name: top + "/f", Mode: 0o644}, "hi")
+	case "/d/f":
+		write(tar.Header{Typeflag: tar.TypeReg, Name: "f", Mode: 0o644}, "hi")
+	case "/l":
+		write(tar.Header{Typeflag: tar.TypeSymlink, Name: "l", Linkname: "d"}, "")
+	default:
+		return fmt.Errorf("%s: %w", p, runtime.ErrNotFound)
+	}
+	return tw.Close()
+}
+
+func (f *fakeService) CopyTo(_ context.Context, ref, p string, r io.Reader) error {
+	if err := f.call("CopyTo", p); err != nil {
+		return err
+	}
+	data, err := io.ReadAll(r)
+	f.stdin = data
+	return err
+}
+
+// tarNames lists the entries that were copied in.
+func (f *fakeService) tarNames() (names []string) {
+	tr := tar.NewReader(bytes.NewReader(f.stdin))
+	for {
+		h, err := tr.Next()
+		if err != nil {
+			return names
+		}
+		names = append(names, h.Name)
+	}
+}

@@ -1,0 +1,52 @@
+package main
+
+import (
+	"context"
+	"io"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+type inspectOptions struct{ Format string }
+
+func (o *inspectOptions) addFlags(fl *pflag.FlagSet) { addFormat(fl, &o.Format, formatJSON) }
+
+func newInspectCommand(a *app) *cobra.Command {
+	var opts inspectOptions
+	cmd := &cobra.Command{
+		Use:   "inspect [flags] SANDBOX...",
+		Short: "Print all that is known of sandboxes, as JSON",
+		Long: `Inspect prints a JSON array with one object per sandbox. Its fields only ever grow in
+number: id, name, status (created, running, paused, exited), pid (0 unless it runs),
+exit_code, upperdir, image, image_digest, backend, head (the checkpoint it was last at),
+attempt, created, started, finished, labels, address, spec.`,
+		Example: `  agentbox inspect c
+  agentbox inspect c | jq -r '.[0].upperdir'`,
+		Annotations:       exits(exitUsage, exitNotFound, exitDenied),
+		Args:              args(1, -1),
+		ValidArgsFunction: a.completeSandboxes(nil),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return a.service(cmd.Context(), func(svc runtime.Service) error {
+				return runInspect(cmd.Context(), args, svc, a.stdout)
+			})
+		},
+	}
+	opts.addFlags(cmd.Flags())
+	completeFlags(cmd)
+	return cmd
+}
+
+func runInspect(ctx context.Context, sandboxes []string, svc runtime.Service, out io.Writer) error {
+	found := []runtime.Sandbox{}
+	err := each(ctx, sandboxes, func(name string) error {
+		sb, err := svc.Sandbox(ctx, name)
+		if err == nil {
+			found = append(found, documented(sb))
+		}
+		return err
+	})
+	return both(err, printJSON(out, found))
+}

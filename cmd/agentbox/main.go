@@ -1,0 +1,54 @@
+// Command agentbox is undo for AI agents: it runs sandboxes, checkpoints them
+// and puts them back exactly.
+//
+// A verb lives in the file of its name and does three things: it turns flags
+// into the arguments of one or two methods of runtime.Service, prints the
+// result, and leaves errors to main, which turns them into a message, hints
+// and an exit code (exit.go). service.go alone knows which backend is behind
+// the Service; spec.go parses what Docker's users write; terminal.go connects
+// the caller's terminal; signals.go says who gets a Ctrl-C.
+package main
+
+import (
+	"context"
+	"os"
+	"time"
+)
+
+// version is set by the linker: -ldflags "-X main.version=v1.2.3".
+var version = "dev"
+
+func main() {
+	os.Exit(newApp().main(os.Args[1:]))
+}
+
+// app is what every command shares: the caller's streams, the global flags
+// and the way to a Service. Tests replace its fields.
+type app struct {
+	stdin          *os.File
+	stdout, stderr *os.File
+	globals        globals
+	signals        *signals
+	open           opener
+	examine        func(context.Context, globals) doctorReport
+	now            func() time.Time
+}
+
+func newApp() *app {
+	return &app{
+		stdin: os.Stdin, stdout: os.Stdout, stderr: os.Stderr,
+		open: openService, examine: examine, now: time.Now,
+	}
+}
+
+// main runs one command line and returns its exit code.
+func (a *app) main(args []string) int {
+	ctx, s := catchSignals(context.Background())
+	defer s.stop()
+	a.signals = s
+
+	root := newRootCommand(a)
+	root.SetArgs(args)
+	cmd, err := root.ExecuteContextC(ctx)
+	return report(a.stderr, cmd, err, s.caught())
+}

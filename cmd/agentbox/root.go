@@ -1,0 +1,239 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// globals are the flags that every command has.
+type globals struct {
+	Root     string // empty: /var/lib/agentbox and /run/agentbox
+	LogLevel string
+	Backend  string
+}
+
+func (g *globals) addFlags(fl *pflag.FlagSet) {
+	fl.StringVar(&g.Root, "root", "", "keep all state in `DIR` (environment AGENTBOX_ROOT; default /var/lib/agentbox and /run/agentbox)")
+	g.LogLevel = "warn"
+	fl.Var(choice(&g.LogLevel, "debug", "info", "warn", "error"), "log-level", "log to stderr from this `LEVEL` on: debug, info, warn, error")
+	fl.StringVar(&g.Backend, "backend", "", "what runs the containers: oci (environment AGENTBOX_BACKEND)")
+}
+
+// resolve fills what the flags left empty from the environment, late, so that
+// the help shows the same text to everybody.
+func (g globals) resolve() (globals, error) {
+	if g.Root == "" {
+		g.Root = os.Getenv("AGENTBOX_ROOT")
+	}
+	if g.Root != "" {
+		// The sandboxes' monitors are told it, too, and stand elsewhere.
+		root, err := filepath.Abs(g.Root)
+		if err != nil {
+			return g, err
+		}
+		g.Root = root
+	}
+	if g.Backend == "" {
+		g.Backend = os.Getenv("AGENTBOX_BACKEND")
+	}
+	if g.Backend == "" {
+		g.Backend = "oci"
+	}
+	if g.Backend != "oci" {
+		return g, usageErrorf("unknown backend %q: this build has only oci", g.Backend)
+	}
+	return g, nil
+}
+
+// opener makes the Service behind the commands.
+type opener func(context.Context, globals) (runtime.Service, error)
+
+// service opens the Service, runs fn with it and closes it.
+func (a *app) service(ctx context.Context, fn func(runtime.Service) error) (err error) {
+	g, err := a.globals.resolve()
+	if err != nil {
+		return err
+	}
+	if os.Geteuid() != 0 {
+		return errNotRoot()
+	}
+	svc, err := a.open(ctx, g)
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if cerr := svc.Close(); err == nil && cerr != nil {
+			err = fmt.Errorf("close: %w", cerr)
+		}
+	}()
+	return fn(svc)
+}
+
+// Groups of verbs in the help.
+const (
+	groupSandbox = "sandbox"
+	groupUndo    = "undo"
+	groupImage   = "image"
+	groupHost    = "host"
+)
+
+func newRootCommand(a *app) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "agentbox [flags] COMMAND",
+		Short: "Undo for AI agents: sandboxes that checkpoint and restore exactly",
+		Long: `Agentbox runs each agent in a sandbox of its own, takes checkpoints of its files and
+processes, and puts it back to any of them exactly.
+
+A SANDBOX is named by its name, its id or a unique prefix of its id.
+A CHECKPOINT is named by its id, a unique prefix of it, or SANDBOX@NAME.
+
+Ctrl-C makes a verb stop and undo what it began; a second Ctrl-C ends it at once, and
+'agentbox recover' (which every later command also does) puts things in order.`,
+		Example: `  agentbox run -d --name c busybox sleep 1000
+  agentbox checkpoint c
+  agentbox exec c sh -c 'rm -rf /etc'
+  agentbox restore c`,
+		SilenceErrors: true,
+		SilenceUsage:  true,
+		Annotations:   exits(exitUsage, exitNotFound, exitState, exitBusy, exitCorrupt, exitDenied, exitUnsupported, exitCommand, exitSignal),
+		Args:          cobra.ArbitraryArgs,
+		RunE:          helpOrUnknown,
+		PersistentPreRunE: func(*cobra.Command, []string) error {
+			var level slog.Level
+			if err := level.UnmarshalText([]byte(a.globals.LogLevel)); err != nil {
+				return usageErrorf("--log-level: %v", err)
+			}
+			slog.SetDefault(slog.New(slog.NewTextHandler(a.stderr, &slog.HandlerOptions{Level: level})))
+			return nil
+		},
+		CompletionOptions: cobra.CompletionOptions{DisableDefaultCmd: true},
+	}
+	cmd.SetIn(a.stdin)
+	cmd.SetOut(a.stdout)
+	cmd.SetErr(a.stderr)
+	a.globals.addFlags(cmd.PersistentFlags())
+	cmd.SetUsageTemplate(usageTemplate)
+	cmd.SetFlagErrorFunc(func(c *cobra.Command, err error) error {
+		return &usageError{err: err, cmd: c.CommandPath()}
+	})
+	help := newHelpCommand()
+	cmd.SetHelpCommand(help)
+	help.GroupID = groupHost
+	cmd.AddGroup(
+		&cobra.Group{ID: groupSandbox, Title: "Sandboxes:"},
+		&cobra.Group{ID: groupUndo, Title: "Checkpoints:"},
+		&cobra.Group{ID: groupImage, Title: "Images:"},
+		&cobra.Group{ID: groupHost, Title: "This host:"},
+	)
+	add := func(group string, subs ...*cobra.Command) {
+		for _, c := range subs {
+			c.GroupID = group
+			cmd.AddCommand(c)
+		}
+	}
+	add(groupSandbox,
+		newRunCommand(a), newCreateCommand(a), newExecCommand(a), newPsCommand(a), newInspectCommand(a),
+		newLogsCommand(a), newAttachCommand(a), newStopCommand(a), newStartCommand(a), newRestartCommand(a),
+		newKillCommand(a), newPauseCommand(a), newUnpauseCommand(a), newWaitCommand(a), newRmCommand(a), newCpCommand(a))
+	add(groupUndo, newCheckpointCommand(a), newRestoreCommand(a))
+	add(groupImage, newImageCommand(a))
+	add(groupHost, newDoctorCommand(a), newRecoverCommand(a), newVersionCommand(a), newCompletionCommand(a))
+	cmd.AddCommand(newReapCommand(a), newManCommand())
+	wrapArgs(cmd)
+	return cmd
+}
+
+// helpOrUnknown is what a command does that only holds others.
+func helpOrUnknown(cmd *cobra.Command, args []string) error {
+	if len(args) == 0 {
+		return cmd.Help()
+	}
+	msg := fmt.Sprintf("unknown command %q", args[0])
+	cmd.SuggestionsMinimumDistance = 2
+	if s := cmd.SuggestionsFor(args[0]); len(s) > 0 {
+		msg += fmt.Sprintf(" (did you mean %s?)", strings.Join(s, " or "))
+	}
+	return &usageError{err: fmt.Errorf("%s", msg), cmd: cmd.CommandPath()}
+}
+
+// wrapArgs makes a wrong number of arguments a usage error everywhere, so
+// that no command can forget to.
+func wrapArgs(cmd *cobra.Command) {
+	if check := cmd.Args; check != nil {
+		cmd.Args = func(c *cobra.Command, args []string) error {
+			if err := check(c, args); err != nil {
+				return &usageError{err: err, cmd: c.CommandPath()}
+			}
+			return nil
+		}
+	}
+	for _, c := range cmd.Commands() {
+		wrapArgs(c)
+	}
+}
+
+// args is cobra's RangeArgs with words; max < 0 means any number.
+func args(min, max int) cobra.PositionalArgs {
+	return func(cmd *cobra.Command, got []string) error {
+		switch {
+		case len(got) < min:
+			return fmt.Errorf("%s is missing", argName(cmd, len(got)))
+		case max == 0 && len(got) > 0:
+			return fmt.Errorf("takes no argument, but was given %q", got[0])
+		case max >= 0 && len(got) > max:
+			return fmt.Errorf("unexpected argument %q", got[max])
+		}
+		for i, arg := range got {
+			if arg == "" && i < min {
+				return fmt.Errorf("%s is empty", argName(cmd, i))
+			}
+		}
+		return nil
+	}
+}
+
+// argName is the i-th argument's name in the Use line.
+func argName(cmd *cobra.Command, i int) string {
+	n := 0
+	for _, w := range strings.Fields(cmd.Use)[1:] {
+		if w == "[flags]" {
+			continue
+		}
+		if n == i {
+			return strings.Trim(w, "[].")
+		}
+		n++
+	}
+	return "an argument"
+}
+
+const usageTemplate = `Usage:
+  {{.UseLine}}{{if .HasExample}}
+
+Examples:
+{{.Example}}{{end}}{{if .HasAvailableSubCommands}}{{$cmds := .Commands}}{{if eq (len .Groups) 0}}
+
+Commands:{{range $cmds}}{{if .IsAvailableCommand}}
+  {{rpad .Name .NamePadding}} {{.Short}}{{end}}{{end}}{{else}}{{range $group := .Groups}}
+
+{{.Title}}{{range $cmds}}{{if (and (eq .GroupID $group.ID) (or .IsAvailableCommand (eq .Name "help")))}}
+  {{rpad .Name .NamePadding}} {{.Short}}{{end}}{{end}}{{end}}{{end}}{{end}}{{if .HasAvailableLocalFlags}}
+
+Flags:
+{{.LocalFlags.FlagUsages | trimTrailingWhitespaces}}{{end}}{{if .HasAvailableInheritedFlags}}
+
+Global flags:
+{{.InheritedFlags.FlagUsages | trimTrailingWhitespaces}}{{end}}{{with index .Annotations "exit"}}
+
+Exit codes:
+{{.}}{{end}}
+`

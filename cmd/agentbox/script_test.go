@@ -1,0 +1,220 @@
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/rogpeppe/go-internal/testscript"
+)
+
+// TestScript runs what needs no sandbox.
+func TestScript(t *testing.T) {
+	testscript.Run(t, testscript.Params{Dir: "testdata/script", RequireExplicitExec: true, Cmds: scriptCommands})
+}
+
+// TestEngine runs real sandboxes, as root, each script under a root of its own.
+// The programs are built, since the monitor of a sandbox starts them again.
+func TestEngine(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Fatal("this test runs sandboxes: run it as root")
+	}
+	bin := t.TempDir()
+	build := exec.Command("go", "build", "-o", bin, "../agentbox", "../agentbox-runtime")
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("%v: %v\n%s", build, err, out)
+	}
+	testscript.Run(t, testscript.Params{
+		Dir:                 "testdata/engine",
+		RequireExplicitExec: true,
+		Cmds:                scriptCommands,
+		Setup: func(env *testscript.Env) error {
+			// Not below $WORK: its clean-up must never walk into a mount.
+			root, err := os.MkdirTemp("", "agentbox")
+			if err != nil {
+				return err
+			}
+			env.Setenv("AGENTBOX_ROOT", root)
+			env.Setenv("PATH", bin+":"+env.Getenv("PATH"))
+			env.Defer(func() { sweep(filepath.Join(bin, "agentbox"), root) })
+			return nil
+		},
+	})
+}
+
+// sweep takes away what a failed script left.
+func sweep(agentbox, root string) {
+	run := func(args ...string) string {
+		cmd := exec.Command(agentbox, args...)
+		cmd.Env = append(os.Environ(), "AGENTBOX_ROOT="+root)
+		out, _ := cmd.Output()
+		return string(out)
+	}
+	for _, id := range strings.Fields(run("ps", "-aq", "--no-trunc")) {
+		run("rm", "-f", "--checkpoints", id)
+	}
+	if len(mountsBelow(root)) == 0 {
+		_ = os.RemoveAll(root)
+	}
+}
+
+func mountsBelow(root string) (mounts []string) {
+	data, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		return []string{err.Error()}
+	}
+	for _, line := range strings.Split(string(data), "\n") {
+		if f := strings.Fields(line); len(f) > 4 && strings.HasPrefix(f[4], root+"/") {
+			mounts = append(mounts, f[4])
+		}
+	}
+	return mounts
+}
+
+var scriptCommands = map[string]func(*testscript.TestScript, bool, []string){
+	"exits":   exitsCommand,
+	"json":    jsonCommand,
+	"capture": captureCommand,
+	"retry":   retryCommand,
+	"clean":   cleanCommand,
+}
+
+// exits CODE PROGRAM [ARG...] runs a program, which must end with that code.
+func exitsCommand(ts *testscript.TestScript, neg bool, args []string) {
+	if neg || len(args) < 2 {
+		ts.Fatalf("usage: exits CODE PROGRAM [ARG...]")
+	}
+	want, err := strconv.Atoi(args[0])
+	ts.Check(err)
+	got := 0
+	var exit *exec.ExitError
+	if err := ts.Exec(args[1], args[2:]...); errors.As(err, &exit) {
+		got = exit.ExitCode()
+	} else {
+		ts.Check(err)
+	}
+	if got != want {
+		ts.Fatalf("exit code %d, want %d", got, want)
+	}
+}
+
+// json PATH REGEXP looks at a value in the last stdout: json .0.status running.
+// A path that ends with # is the number of a list's elements.
+func jsonCommand(ts *testscript.TestScript, neg bool, args []string) {
+	if len(args) != 2 {
+		ts.Fatalf("usage: json PATH REGEXP")
+	}
+	var v any
+	dec := json.NewDecoder(strings.NewReader(ts.ReadFile("stdout")))
+	dec.UseNumber()
+	ts.Check(dec.Decode(&v))
+	for _, key := range strings.Split(strings.TrimPrefix(args[0], "."), ".") {
+		switch x := v.(type) {
+		case map[string]any:
+			v = x[key]
+		case []any:
+			if key == "#" {
+				v = len(x)
+				continue
+			}
+			i, err := strconv.Atoi(key)
+			ts.Check(err)
+			if i >= len(x) {
+				ts.Fatalf("%s: there are %d elements", args[0], len(x))
+			}
+			v = x[i]
+		default:
+			v = nil
+		}
+	}
+	matched, err := regexp.MatchString("^(?:"+args[1]+")$", fmt.Sprint(v))
+	ts.Check(err)
+	if matched == neg {
+		ts.Fatalf("%s is %v", args[0], v)
+	}
+}
+
+// capture NAME puts the last stdout into an environment variable.
+func captureCommand(ts *testscript.TestScript, neg bool, args []string) {
+	if neg || len(args) != 1 {
+		ts.Fatalf("usage: capture NAME")
+	}
+	ts.Setenv(args[0], strings.TrimSpace(ts.ReadFile("stdout")))
+}
+
+// retry PROGRAM [ARG...] runs a program until it succeeds, at most 30 s: what
+// goes on inside a sandbox sends the script no event.
+func retryCommand(ts *testscript.TestScript, neg bool, args []string) {
+	if neg || len(args) == 0 {
+		ts.Fatalf("usage: retry PROGRAM [ARG...]")
+	}
+	deadline := time.Now().Add(30 * time.Second)
+	for {
+		err := ts.Exec(args[0], args[1:]...)
+		if err == nil {
+			return
+		}
+		if time.Now().After(deadline) {
+			ts.Fatalf("%v: still %v", args, err)
+		}
+		time.Sleep(100 * time.Millisecond)
+	}
+}
+
+// clean checks that nothing is left under AGENTBOX_ROOT and on the host.
+func cleanCommand(ts *testscript.TestScript, neg bool, args []string) {
+	root := ts.Getenv("AGENTBOX_ROOT")
+	if neg || len(args) > 0 || root == "" {
+		ts.Fatalf("usage: clean, with AGENTBOX_ROOT set")
+	}
+	for _, list := range [][]string{{"ps", "-aq"}, {"checkpoint", "ls", "--all", "-q"}} {
+		ts.Check(ts.Exec("agentbox", list...))
+		if out := ts.ReadFile("stdout"); out != "" {
+			ts.Fatalf("%v: %s", list, out)
+		}
+	}
+	if left := mountsBelow(root); len(left) > 0 {
+		ts.Fatalf("mounts are left: %v", left)
+	}
+	// The monitor ends a moment after the sandbox that it watched.
+	deadline := time.Now().Add(10 * time.Second)
+	for {
+		left := programsNaming(root)
+		if len(left) == 0 {
+			break
+		}
+		if time.Now().After(deadline) {
+			ts.Fatalf("processes are left: %q", left)
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
+	for _, dir := range []string{"sandboxes", "checkpoints"} {
+		entries, err := os.ReadDir(filepath.Join(root, dir))
+		if err != nil && !os.IsNotExist(err) {
+			ts.Fatalf("%v", err)
+		}
+		for _, e := range entries {
+			ts.Fatalf("%s/%s is left", dir, e.Name())
+		}
+	}
+}
+
+// programsNaming lists the command lines that root is part of.
+func programsNaming(root string) (lines []string) {
+	files, _ := filepath.Glob("/proc/[0-9]*/cmdline")
+	for _, f := range files {
+		data, err := os.ReadFile(f)
+		if err == nil && strings.Contains(string(data), root+"/") {
+			lines = append(lines, strings.ReplaceAll(string(data), "\x00", " "))
+		}
+	}
+	return lines
+}

@@ -1,0 +1,287 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"fmt"
+	"net/netip"
+	"os"
+	"path"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"unicode"
+	"unicode/utf8"
+
+	"github.com/docker/go-units"
+	"github.com/moby/sys/signal"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// Everything here parses one thing that a user of Docker is used to write. An
+// error says what was read and what is wanted instead.
+
+// parseEnv turns --env-file and --env into KEY=VALUE, files first, the last
+// one of a key winning in the place of the first. A key alone takes the
+// caller's value, or none when the caller has none.
+func parseEnv(files, flags []string, lookup func(string) (string, bool)) ([]string, error) {
+	var all []string
+	for _, f := range files {
+		vars, err := parseEnvFile(f, lookup)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, vars...)
+	}
+	for _, f := range flags {
+		key, _, found := strings.Cut(f, "=")
+		if key == "" {
+			return nil, usageErrorf("--env %q: the name is missing; write NAME=VALUE or NAME", f)
+		}
+		if strings.ContainsRune(f, 0) {
+			return nil, usageErrorf("--env %s: a NUL byte cannot be part of an environment", key)
+		}
+		if !found {
+			value, ok := lookup(key)
+			if !ok {
+				continue
+			}
+			f = key + "=" + value
+		}
+		all = append(all, f)
+	}
+	var env []string
+	at := map[string]int{}
+	for _, kv := range all {
+		key, _, _ := strings.Cut(kv, "=")
+		if i, ok := at[key]; ok {
+			env[i] = kv
+			continue
+		}
+		at[key] = len(env)
+		env = append(env, kv)
+	}
+	return env, nil
+}
+
+// parseEnvFile reads one variable per line by Docker's rules: what follows
+// the first = is the value as it stands, quotes and spaces included.
+func parseEnvFile(name string, lookup func(string) (string, bool)) ([]string, error) {
+	data, err := os.ReadFile(name)
+	if err != nil {
+		return nil, usageErrorf("--env-file: %v", err)
+	}
+	var vars []string
+	sc := bufio.NewScanner(bytes.NewReader(bytes.TrimPrefix(data, []byte("\xef\xbb\xbf"))))
+	sc.Buffer(nil, len(data)+1)
+	for n := 1; sc.Scan(); n++ {
+		if !utf8.Valid(sc.Bytes()) {
+			return nil, usageErrorf("--env-file %s, line %d: not UTF-8", name, n)
+		}
+		line := strings.TrimLeftFunc(sc.Text(), unicode.IsSpace)
+		if line == "" || line[0] == '#' {
+			continue
+		}
+		key, _, found := strings.Cut(line, "=")
+		switch {
+		case key == "":
+			return nil, usageErrorf("--env-file %s, line %d: the name is missing; write NAME=VALUE or NAME", name, n)
+		case strings.ContainsFunc(key, unicode.IsSpace):
+			return nil, usageErrorf("--env-file %s, line %d: the name %q contains white space", name, n, key)
+		case strings.ContainsRune(line, 0):
+			return nil, usageErrorf("--env-file %s, line %d: a NUL byte cannot be part of an environment", name, n)
+		case found:
+			vars = append(vars, line)
+		default:
+			if value, ok := lookup(key); ok {
+				vars = append(vars, key+"="+value)
+			}
+		}
+	}
+	return vars, sc.Err()
+}
+
+// parseVolume reads SRC:DST[:ro|rw]; a relative SRC is taken from the current
+// directory.
+func parseVolume(s string) (runtime.Mount, error) {
+	bad := func(why string) (runtime.Mount, error) {
+		return runtime.Mount{}, usageErrorf("--volume %q: %s; write SRC:DST or SRC:DST:ro", s, why)
+	}
+	parts := strings.Split(s, ":")
+	if len(parts) < 2 || len(parts) > 3 {
+		return bad("it must have two or three parts")
+	}
+	m := runtime.Mount{Type: "bind"}
+	if len(parts) == 3 {
+		switch parts[2] {
+		case "ro":
+			m.ReadOnly = true
+		case "rw":
+		default:
+			return bad(fmt.Sprintf("unknown option %q", parts[2]))
+		}
+	}
+	if parts[0] == "" {
+		return bad("the source is empty")
+	}
+	var err error
+	if m.Source, err = filepath.Abs(parts[0]); err != nil {
+		return bad(err.Error())
+	}
+	if m.Target, err = mountTarget(parts[1]); err != nil {
+		return bad(err.Error())
+	}
+	return m, nil
+}
+
+// parseTmpfs reads DST[:OPTIONS].
+func parseTmpfs(s string) (runtime.Mount, error) {
+	dst, options, _ := strings.Cut(s, ":")
+	target, err := mountTarget(dst)
+	if err != nil {
+		return runtime.Mount{}, usageErrorf("--tmpfs %q: %v; write DST or DST:size=64m,mode=1777", s, err)
+	}
+	return runtime.Mount{Type: "tmpfs", Target: target, Options: options}, nil
+}
+
+func mountTarget(s string) (string, error) {
+	if !path.IsAbs(s) {
+		return "", fmt.Errorf("the path %q inside the sandbox is not absolute", s)
+	}
+	if s = path.Clean(s); s == "/" {
+		return "", fmt.Errorf("nothing can be mounted over the sandbox's /")
+	}
+	return s, nil
+}
+
+// parsePort reads [IP:]HOST:CTR[/tcp|udp].
+func parsePort(s string) (runtime.Port, error) {
+	bad := func(why string) (runtime.Port, error) {
+		return runtime.Port{}, usageErrorf("--publish %q: %s; write [IP:]HOST:SANDBOX[/udp]", s, why)
+	}
+	ports, proto, found := strings.Cut(s, "/")
+	if !found {
+		proto = "tcp"
+	}
+	if proto != "tcp" && proto != "udp" {
+		return bad(fmt.Sprintf("unknown protocol %q", proto))
+	}
+	p := runtime.Port{Protocol: proto}
+	i := strings.LastIndexByte(ports, ':')
+	if i < 0 {
+		return bad("the host's port is missing")
+	}
+	host, sandbox := ports[:i], ports[i+1:]
+	if j := strings.LastIndexByte(host, ':'); j >= 0 {
+		ip := strings.TrimSuffix(strings.TrimPrefix(host[:j], "["), "]")
+		addr, err := netip.ParseAddr(ip)
+		if err != nil {
+			return bad(fmt.Sprintf("%q is not an IP address", host[:j]))
+		}
+		p.HostIP, host = addr.String(), host[j+1:]
+	}
+	for _, f := range []struct {
+		text string
+		to   *uint16
+	}{{host, &p.Host}, {sandbox, &p.Sandbox}} {
+		n, err := strconv.ParseUint(f.text, 10, 16)
+		if err != nil || n == 0 {
+			return bad(fmt.Sprintf("%q is not a port (1 to 65535)", f.text))
+		}
+		*f.to = uint16(n)
+	}
+	return p, nil
+}
+
+// parseLabels reads KEY=VALUE each; flag names the flag in errors.
+func parseLabels(flag string, labels []string) (map[string]string, error) {
+	if len(labels) == 0 {
+		return nil, nil
+	}
+	m := make(map[string]string, len(labels))
+	for _, l := range labels {
+		key, value, found := strings.Cut(l, "=")
+		switch {
+		case !found:
+			return nil, usageErrorf("%s %q: the value is missing; write KEY=VALUE (KEY= for an empty one)", flag, l)
+		case key == "" || strings.ContainsFunc(key, unicode.IsSpace) || strings.ContainsFunc(key, unicode.IsControl):
+			return nil, usageErrorf("%s %q: the key must not be empty or contain white space; write KEY=VALUE", flag, l)
+		case !utf8.ValidString(l):
+			return nil, usageErrorf("%s %q: not UTF-8", flag, l)
+		}
+		m[key] = value
+	}
+	return m, nil
+}
+
+// parseMemory reads Docker's sizes: a number and b, k, m or g.
+func parseMemory(s string) (int64, error) {
+	n, err := units.RAMInBytes(s)
+	if err != nil || n <= 0 {
+		return 0, usageErrorf("--memory %q: not a size; write for example 512m or 2g", s)
+	}
+	return n, nil
+}
+
+func parseCPUs(s string) (float64, error) {
+	n, err := strconv.ParseFloat(s, 64)
+	if err != nil || !(n > 0 && n <= 1e6) {
+		return 0, usageErrorf("--cpus %q: not a number of cores above 0; write for example 1.5", s)
+	}
+	return n, nil
+}
+
+// parsePids reads a limit; -1 means none, as for Docker.
+func parsePids(n int64) (int64, error) {
+	switch {
+	case n == -1:
+		return 0, nil
+	case n < -1:
+		return 0, usageErrorf("--pids-limit %d: must be above 0, or -1 for no limit", n)
+	}
+	return n, nil
+}
+
+// parseSignal checks a signal's name or number and returns it as given.
+func parseSignal(flag, s string) (string, error) {
+	if sig, err := signal.ParseSignal(s); err != nil || sig < 1 || sig > 64 {
+		return "", usageErrorf("%s %q: unknown signal; write for example SIGTERM, TERM or 15", flag, s)
+	}
+	return s, nil
+}
+
+var nameRE = regexp.MustCompile(`^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}$`)
+
+// checkName judges the name of a new sandbox, checkpoint or image early and
+// in the words of the flag; the service has the last word.
+func checkName(flag, s string) error {
+	if nameRE.MatchString(s) {
+		return nil
+	}
+	return usageErrorf("%s %q: a name is 1 to 128 letters, digits, '_', '.' and '-', and begins with a letter or digit", flag, s)
+}
+
+// parseDetachKeys reads "ctrl-p,ctrl-q": characters and ctrl-LETTER separated
+// by commas. Empty means no keys.
+func parseDetachKeys(s string) ([]byte, error) {
+	if s == "" {
+		return nil, nil
+	}
+	var keys []byte
+	for _, k := range strings.Split(s, ",") {
+		letter, ctrl := strings.CutPrefix(strings.ToLower(k), "ctrl-")
+		switch {
+		case len(k) == 1 && k[0] < utf8.RuneSelf:
+			keys = append(keys, k[0])
+		case ctrl && len(letter) == 1 && letter[0] >= 'a' && letter[0] <= 'z':
+			keys = append(keys, letter[0]-'a'+1)
+		case ctrl && len(letter) == 1 && strings.Contains("@[\\]^_", letter):
+			keys = append(keys, letter[0]-'@')
+		default:
+			return nil, usageErrorf("--detach-keys %q: unknown key %q; write for example ctrl-p,ctrl-q", s, k)
+		}
+	}
+	return keys, nil
+}

@@ -1,0 +1,234 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"io"
+	"os"
+	"os/signal"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/spf13/pflag"
+	"golang.org/x/term"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// attachOptions say how a command is connected to the caller.
+type attachOptions struct {
+	Interactive bool // connect stdin
+	TTY         bool
+	DetachKeys  string
+	SigProxy    bool
+}
+
+func (o *attachOptions) addFlags(fl *pflag.FlagSet) {
+	fl.StringVar(&o.DetachKeys, "detach-keys", "ctrl-p,ctrl-q", "with a terminal, detach on these `KEYS`; empty: none")
+}
+
+func (o *attachOptions) addSigProxy(fl *pflag.FlagSet) {
+	fl.BoolVar(&o.SigProxy, "sig-proxy", true, "without a raw terminal, pass signals on to the sandbox; the third of a kind ends agentbox, not the sandbox")
+}
+
+// A session is one command in the foreground of the caller's terminal.
+type session struct {
+	app  *app
+	opts attachOptions
+	keys []byte
+	raw  bool // the caller's terminal is ours while attached
+}
+
+// newSession checks everything that can be wrong before anything starts.
+func (a *app) newSession(opts attachOptions) (*session, error) {
+	keys, err := parseDetachKeys(opts.DetachKeys)
+	if err != nil {
+		return nil, err
+	}
+	if opts.TTY && opts.Interactive && !isTerminal(a.stdin) {
+		return nil, usageErrorf("the input device is not a TTY")
+	}
+	return &session{app: a, opts: opts, keys: keys, raw: opts.TTY && opts.Interactive}, nil
+}
+
+// run hands fn the streams and returns what fn returns. While fn runs, the
+// terminal is raw and its size followed; whatever happens, a panic included,
+// it is put back. A cancelled context ends the session even when fn does not
+// notice.
+func (s *session) run(ctx context.Context, fn func(runtime.Streams) error) error {
+	streams := runtime.Streams{Stdout: s.app.stdout, Stderr: s.app.stderr}
+	if s.opts.Interactive {
+		streams.Stdin = s.app.stdin
+	}
+	restore := func() {}
+	if s.opts.TTY {
+		streams.DetachKeys = s.keys
+		sizes, stop := followSize(s.app.stdout, s.app.stdin)
+		defer stop()
+		streams.Resize = sizes
+	}
+	if s.raw {
+		state, err := term.MakeRaw(int(s.app.stdin.Fd()))
+		if err != nil {
+			return err
+		}
+		restore = sync.OnceFunc(func() { _ = term.Restore(int(s.app.stdin.Fd()), state) })
+		defer restore()
+	}
+	done := make(chan error, 1)
+	go func() {
+		defer func() {
+			if p := recover(); p != nil {
+				restore()
+				panic(p)
+			}
+		}()
+		done <- fn(streams)
+	}()
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+	}
+	select {
+	case err := <-done:
+		return err
+	case <-time.After(sessionGrace):
+		return context.Cause(ctx)
+	}
+}
+
+// sessionGrace is how long a cancelled session may take to end in order.
+const sessionGrace = 2 * time.Second
+
+// forward passes the caller's signals on to the sandbox while the session
+// lasts. In raw mode Ctrl-C is a byte like any other, and a signal is meant
+// for agentbox.
+func (s *session) forward(ctx context.Context, svc runtime.Service, id string) (stop func()) {
+	if !s.opts.SigProxy || s.raw {
+		return func() {}
+	}
+	return s.app.signals.forwardTo(func(sig os.Signal) {
+		// The sandbox may be gone already: then there is nobody to tell.
+		_ = svc.Kill(ctx, id, signalName(sig))
+	})
+}
+
+// An outcome tells how far follow got.
+type outcome struct{ started, detached bool }
+
+// follow connects the caller to a sandbox's first process until it exits, and
+// ends with its exit code, or with nil when the user detached.
+func (s *session) follow(ctx context.Context, svc runtime.Service, id string, connect func(runtime.Streams) (wait func() error, err error)) (outcome, error) {
+	var started atomic.Bool
+	exited := make(chan func() (int, error), 1)
+	err := s.run(ctx, func(streams runtime.Streams) error {
+		wait, err := connect(streams)
+		if err != nil {
+			return err
+		}
+		started.Store(true)
+		// Wait now, not after the output has ended: with --rm the monitor
+		// removes the sandbox at its exit, and the exit code with it.
+		go func() {
+			code, err := svc.Wait(ctx, id)
+			exited <- func() (int, error) { return code, err }
+		}()
+		defer s.forward(ctx, svc, id)()
+		return wait()
+	})
+	o := outcome{started.Load(), errors.Is(err, runtime.ErrDetached)}
+	switch {
+	case o.detached:
+		return o, nil
+	case err != nil:
+		return o, err
+	}
+	select {
+	case result := <-exited:
+		code, err := result()
+		if err != nil {
+			return o, err
+		}
+		return o, status(code)
+	case <-ctx.Done():
+		return o, context.Cause(ctx)
+	}
+}
+
+func signalName(sig os.Signal) string {
+	switch sig {
+	case syscall.SIGINT:
+		return "SIGINT"
+	case syscall.SIGTERM:
+		return "SIGTERM"
+	case syscall.SIGHUP:
+		return "SIGHUP"
+	case syscall.SIGQUIT:
+		return "SIGQUIT"
+	case syscall.SIGUSR1:
+		return "SIGUSR1"
+	default:
+		return "SIGUSR2"
+	}
+}
+
+func isTerminal(f *os.File) bool { return f != nil && term.IsTerminal(int(f.Fd())) }
+
+// isTerminalWriter is isTerminal for what may not be a file at all.
+func isTerminalWriter(w io.Writer) bool {
+	f, ok := w.(*os.File)
+	return ok && isTerminal(f)
+}
+
+// followSize sends the size of the first of files that is a terminal, at once
+// and after each change. Only the newest size waits in the channel: a slow
+// reader never sees a stale one.
+func followSize(files ...*os.File) (<-chan runtime.Size, func()) {
+	sizes := make(chan runtime.Size, 1)
+	var tty *os.File
+	for _, f := range files {
+		if isTerminal(f) {
+			tty = f
+			break
+		}
+	}
+	if tty == nil {
+		return sizes, func() {}
+	}
+	send := func() {
+		w, h, err := term.GetSize(int(tty.Fd()))
+		if err != nil || w <= 0 || h <= 0 {
+			return
+		}
+		size := runtime.Size{Width: uint16(w), Height: uint16(h)}
+		for {
+			select {
+			case sizes <- size:
+				return
+			default:
+			}
+			select {
+			case <-sizes:
+			default:
+			}
+		}
+	}
+	changed := make(chan os.Signal, 1)
+	signal.Notify(changed, syscall.SIGWINCH)
+	send()
+	done := make(chan struct{})
+	go func() {
+		for {
+			select {
+			case <-changed:
+				send()
+			case <-done:
+				return
+			}
+		}
+	}()
+	return sizes, func() { signal.Stop(changed); close(done) }
+}

@@ -1,0 +1,139 @@
+package crlog
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"unicode"
+)
+
+// Every log in testdata is of a real failure of CRIU under runc.
+var known = map[string][2]string{ // file: code, words of the reason
+	"dump-bpf":           {"unsupported-file", "file descriptor 3 is a bpf-map file"},
+	"dump-enospc":        {"no-space", "no space left"},
+	"dump-ghost":         {"ghost-limit", "/big (314572800 bytes)"},
+	"dump-hostfile":      {"foreign-file", "file descriptor 1 is open on /srv/c1/hostout"},
+	"dump-inotify":       {"inotify", "watches a file"},
+	"dump-iouring":       {"io-uring", "io_uring"},
+	"dump-link":          {"link-remap", "keeps /l1 open"},
+	"dump-lock":          {"file-locks", "file lock"},
+	"dump-mount":         {"mount", "mounted at /mm inside"},
+	"dump-netns":         {"nested-namespace", "network namespace of its own"},
+	"dump-noiptables":    {"netfilter", "iptables-restore is missing"},
+	"dump-perf":          {"unsupported-file", "perf_event"},
+	"dump-pidns":         {"nested-namespace", "has a pid namespace of its own"},
+	"dump-ptrace":        {"traced", "process 30815 (bad) is being traced"},
+	"dump-secret":        {"secretmem", "secret memory"},
+	"dump-sockopt":       {"criu-too-old", "too old for the kernel"},
+	"dump-tcp":           {"tcp", "established TCP connection"},
+	"dump-uffd":          {"unsupported-file", "userfaultfd"},
+	"dump-uid":           {"rlimit", "CAP_SYS_RESOURCE"},
+	"dump-unixs":         {"unix-socket", "unix socket outside the sandbox"},
+	"dump-userns":        {"nested-namespace", "has a user namespace of its own"},
+	"dump-vsock":         {"socket", "address family 40"},
+	"restore-addrinuse":  {"address-in-use", "listened on is taken"},
+	"restore-badsize":    {"changed-file", "the file /bin/conn has 772842 bytes where the processes expect 772840"},
+	"restore-corrupt":    {"image-damaged", "the image core-1.img is cut off"},
+	"restore-missing":    {"missing-file", "the file /bin/conn that a process had open cannot be opened: No such file"},
+	"restore-missingimg": {"image-damaged", "damaged or incomplete"},
+	"restore-tcpflag":    {"tcp", "established TCP connections"},
+}
+
+func TestRealLogs(t *testing.T) {
+	files, err := filepath.Glob("testdata/*.log")
+	if err != nil || len(files) != len(known) {
+		t.Fatalf("%d logs in testdata, %d known (%v)", len(files), len(known), err)
+	}
+	for _, file := range files {
+		name := strings.TrimSuffix(filepath.Base(file), ".log")
+		d, err := File(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		want := known[name]
+		if d.Code != want[0] || !strings.Contains(d.Reason, want[1]) {
+			t.Errorf("%s: %s: %q\n\twant %s: ...%q...\n\tline: %s", name, d.Code, d.Reason, want[0], want[1], d.Line)
+		}
+		text, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if d.Line == "" || !strings.Contains(strings.ReplaceAll(string(text), "\t", " "), d.Line) {
+			t.Errorf("%s: line %q is not one of the log", name, d.Line)
+		}
+	}
+}
+
+func TestUnknownAndEmpty(t *testing.T) {
+	d := Diagnose(strings.NewReader("(00.1) Error (criu/util.c:1534): rlimit: Can't setup RLIMIT_NOFILE for self: Operation not permitted\n" +
+		"(00.2) Error (criu/x.c:7): x: The frobnicator is gone\n(00.3) Error (criu/cr-dump.c:1975): Dumping FAILED.\n"))
+	if d.Code != Unknown || d.Reason != "x: The frobnicator is gone" || !strings.Contains(d.Line, "criu/x.c:7") {
+		t.Errorf("unknown error: %+v", d)
+	}
+	if d := Diagnose(strings.NewReader("(00.1) all is well\n")); d != (Diagnosis{Code: Unknown}) {
+		t.Errorf("no error: %+v", d)
+	}
+	if d := Diagnose(strings.NewReader("")); d != (Diagnosis{Code: Unknown}) {
+		t.Errorf("empty: %+v", d)
+	}
+	if _, err := File("testdata/nosuch"); err == nil {
+		t.Error("a log that is not there has no error")
+	}
+}
+
+// A cause counts wherever it stands, and what it causes does not.
+func TestCauseBeforeConsequence(t *testing.T) {
+	d := Diagnose(strings.NewReader("(0) Error (a.c:1): tcp: Connected TCP socket, consider using --tcp-established option.\n" +
+		"(1) Error (b.c:2): bfd: Error flushing image: No space left on device\n"))
+	if d.Code != "no-space" {
+		t.Errorf("got %+v", d)
+	}
+}
+
+func TestHugeLogs(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "log")
+	f, err := os.Create(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	// Sparse, so that the test costs nothing: the error is at the very end.
+	if err := f.Truncate(20 << 30); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := f.WriteAt([]byte("\n(9) Error (criu/sk-inet.c:200): inet: Connected TCP socket in image\n"), 20<<30); err != nil {
+		t.Fatal(err)
+	}
+	d, err := File(path)
+	if err != nil || d.Code != "tcp" {
+		t.Fatalf("%+v, %v", d, err)
+	}
+}
+
+func FuzzDiagnose(f *testing.F) {
+	for name := range known {
+		text, err := os.ReadFile("testdata/" + name + ".log")
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(string(text))
+	}
+	f.Add("Error (x): Can't dump ghost file \x1b[31m\xff of 7 size, increase limit")
+	f.Fuzz(func(t *testing.T, log string) {
+		d := Diagnose(strings.NewReader(log))
+		for _, s := range []string{d.Reason, d.Line} {
+			if len([]rune(s)) > 2*maxText {
+				t.Fatalf("%d characters", len(s))
+			}
+			for _, r := range s {
+				if !unicode.IsPrint(r) {
+					t.Fatalf("unprintable %q in %q", r, s)
+				}
+			}
+		}
+		if d.Code == "" {
+			t.Fatal("no code")
+		}
+	})
+}

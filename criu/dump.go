@@ -1,0 +1,169 @@
+package criu
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/agentbox/agentbox/criu/crlog"
+	"github.com/agentbox/agentbox/criu/host"
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// Diagnosis says why a dump or restore failed.
+type Diagnosis = crlog.Diagnosis
+
+// Diagnose reads a log of CRIU.
+func Diagnose(r io.Reader) Diagnosis { return crlog.Diagnose(r) }
+
+// DumpOptions say where a dump goes and what it does.
+type DumpOptions struct {
+	ImageDir     string // made when missing, 0700
+	WorkDir      string // takes dump.log and stats-dump; made when missing, 0700
+	LeaveRunning bool   // the container lives on, paused; otherwise it is gone
+	Options
+	// Hold, when given, is kept open by the dumping processes: a flock on it
+	// outlives this process, so that nobody touches the container while an
+	// orphaned dump still runs.
+	Hold *os.File
+}
+
+// DumpResult reports a dump.
+type DumpResult struct {
+	Processes []Process
+	Took      time.Duration
+	Config    bool // the container names a CRIU configuration file, so that all Options took effect
+}
+
+// DumpError is a dump that CRIU refused or that failed. The container is as
+// it was before.
+type DumpError struct {
+	Diagnosis
+	Log string // CRIU's log; empty when CRIU was not reached
+	Err error
+}
+
+func (e *DumpError) Error() string {
+	switch {
+	case e.Reason == "":
+		return e.Err.Error()
+	case e.Line == "":
+		return e.Reason
+	}
+	return fmt.Sprintf("%s [CRIU: %s]", e.Reason, e.Line)
+}
+
+func (e *DumpError) Unwrap() error { return e.Err }
+
+// Dump writes the processes of a paused container to images.
+//
+// Once begun it runs to its end, whatever becomes of ctx: a CRIU that dies in
+// a dump takes the processes it has stopped with it. The container stays
+// paused. Errors of CRIU are *DumpError.
+func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error) {
+	var res DumpResult
+	for _, d := range []string{opts.ImageDir, opts.WorkDir} {
+		if !filepath.IsAbs(d) {
+			return res, fmt.Errorf("dump %s: directory %q is not absolute: %w", rt.ID, d, fault.ErrInvalid)
+		}
+		if err := os.MkdirAll(d, 0o700); err != nil {
+			return res, fmt.Errorf("dump %s: %w", rt.ID, err)
+		}
+	}
+	state, err := rt.State(ctx)
+	if err != nil {
+		return res, err
+	}
+	if state.Status != "paused" {
+		return res, fmt.Errorf("dump %s: it is %s, not paused: %w", rt.ID, state.Status, fault.ErrState)
+	}
+	if len(opts.ScanPaths) == 0 {
+		// Not fatal: CRIU may find the names itself, and says so when it cannot.
+		opts.ScanPaths, _ = Watches(state.Pid)
+	}
+	if config := state.Annotations[ConfigAnnotation]; config != "" {
+		if err := WriteConfig(config, opts.Options); err != nil {
+			return res, err
+		}
+		res.Config = true
+	} else if opts.TCP == TCPClose {
+		return res, fmt.Errorf("dump %s: closing TCP connections takes a bundle with the annotation %s: %w", rt.ID, ConfigAnnotation, fault.ErrUnsupported)
+	}
+	log := filepath.Join(opts.WorkDir, "dump.log")
+	if err := os.Remove(log); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return res, fmt.Errorf("dump %s: %w", rt.ID, err)
+	}
+	// The last moment at which giving up is free.
+	if err := ctx.Err(); err != nil {
+		return res, fmt.Errorf("dump %s: %w", rt.ID, err)
+	}
+	start := time.Now()
+	said, err := runDump(rt, opts)
+	res.Took = time.Since(start)
+	if err != nil {
+		return res, explainDump(rt, log, said, err)
+	}
+	// CRIU has been seen to report nothing of a full disk; what cannot be
+	// restored must not count as a checkpoint.
+	if err := CheckImages(opts.ImageDir); err != nil {
+		return res, &DumpError{Diagnosis: Diagnosis{Code: "image-damaged", Reason: err.Error()}, Log: log, Err: err}
+	}
+	if res.Processes, err = Processes(opts.ImageDir); err != nil {
+		return res, &DumpError{Diagnosis: Diagnosis{Code: "image-damaged", Reason: err.Error()}, Log: log, Err: err}
+	}
+	return res, nil
+}
+
+// runDump runs `runc checkpoint`, cut off from whatever may end this process:
+// its own session (no signals from the terminal), output to a file (no SIGPIPE).
+func runDump(rt Runtime, opts DumpOptions) (said string, err error) {
+	out, err := os.CreateTemp(opts.WorkDir, "runtime-")
+	if err != nil {
+		return "", err
+	}
+	defer out.Close()
+	defer os.Remove(out.Name())
+	args := append(rt.globals(), "checkpoint", "--image-path", opts.ImageDir, "--work-path", opts.WorkDir)
+	if opts.LeaveRunning {
+		args = append(args, "--leave-running")
+	}
+	args = append(append(args, opts.RuntimeFlags()...), rt.ID)
+	cmd := exec.Command(rt.Binary, args...)
+	cmd.Env = host.Environ()
+	cmd.Stdout, cmd.Stderr = out, out
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	if opts.Hold != nil {
+		// Past the descriptors that runc gives its own children, so that CRIU
+		// inherits it as well.
+		cmd.ExtraFiles = append(make([]*os.File, 16), opts.Hold)
+	}
+	err = cmd.Run()
+	text := make([]byte, 64<<10)
+	n, _ := out.ReadAt(text, 0)
+	return string(text[:n]), err
+}
+
+func explainDump(rt Runtime, log, said string, err error) error {
+	cause := rt.explain("checkpoint", err, said)
+	if errors.Is(cause, fault.ErrNotFound) {
+		return cause
+	}
+	why, lerr := crlog.File(log)
+	if lerr != nil { // CRIU was not reached
+		log = ""
+		msg := lastMessage(said)
+		if strings.Contains(msg, "executable file not found") || strings.Contains(msg, "version check failed") {
+			why = Diagnosis{Code: "no-criu", Reason: "the OCI runtime cannot run CRIU: " + msg, Hint: "Install CRIU; scripts/install-deps.sh does."}
+			cause = fmt.Errorf("%w: %w", cause, fault.ErrUnsupported)
+		}
+	}
+	return &DumpError{Diagnosis: why, Log: log, Err: cause}
+}

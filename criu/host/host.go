@@ -1,0 +1,102 @@
+// Package host knows the machine as a dump or restore needs it: where the
+// programs are, and what a restore that was killed leaves mounted.
+//
+// It is apart from package criu because the OCI runtime wrapper, which must
+// start in a few milliseconds, needs it too.
+package host
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// SearchPath extends a PATH by the directories that hold criu and the OCI
+// runtimes, which engines and cron jobs often leave out. A directory that is
+// in it keeps its place; /usr/local/sbin otherwise comes first, because there
+// a CRIU built for this kernel is installed beside a distribution's.
+func SearchPath(path string) string {
+	dirs := filepath.SplitList(path)
+	if !slices.Contains(dirs, "/usr/local/sbin") {
+		dirs = append([]string{"/usr/local/sbin"}, dirs...)
+	}
+	for _, d := range []string{"/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"} {
+		if !slices.Contains(dirs, d) {
+			dirs = append(dirs, d)
+		}
+	}
+	// An empty entry means the current directory, which no program run by
+	// root should be taken from.
+	dirs = slices.DeleteFunc(dirs, func(d string) bool { return !filepath.IsAbs(d) })
+	return strings.Join(dirs, string(filepath.ListSeparator))
+}
+
+// Environ returns this process's environment with its PATH extended by SearchPath.
+func Environ() []string {
+	env := slices.DeleteFunc(os.Environ(), func(kv string) bool { return strings.HasPrefix(kv, "PATH=") })
+	return append(env, "PATH="+SearchPath(os.Getenv("PATH")))
+}
+
+// Find returns the path of a program, looked for along SearchPath. Files for
+// which skip returns true are passed over.
+func Find(name string, skip func(os.FileInfo) bool) (string, error) {
+	for _, dir := range filepath.SplitList(SearchPath(os.Getenv("PATH"))) {
+		path := filepath.Join(dir, name)
+		st, err := os.Stat(path)
+		if err != nil || !st.Mode().IsRegular() || st.Mode()&0o111 == 0 {
+			continue
+		}
+		if skip == nil || !skip(st) {
+			return path, nil
+		}
+	}
+	return "", fmt.Errorf("program %s: %w", name, fault.ErrNotFound)
+}
+
+// SweepRestore unmounts what a killed restore of the container id leaves: the
+// root filesystem, bound by runc at ROOT/ID/criu-root, and CRIU's view of the
+// cgroups below work. It must run before `runc delete`, which removes ROOT/ID
+// recursively and would otherwise delete every file of the container through
+// that mount. work may be empty. Idempotent.
+func SweepRestore(root, id, work string) error {
+	var errs []error
+	if root != "" && id != "" {
+		errs = append(errs, detach(filepath.Join(root, id, "criu-root")))
+	}
+	if work != "" {
+		yards, err := filepath.Glob(filepath.Join(escapeGlob(work), ".criu.cgyard.*"))
+		errs = append(errs, err)
+		for _, yard := range yards {
+			if err := detach(yard); err != nil {
+				errs = append(errs, err)
+				continue
+			}
+			errs = append(errs, os.Remove(yard))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func detach(path string) error {
+	for {
+		err := unix.Unmount(path, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW)
+		switch err {
+		case nil: // there may be another one below
+		case unix.EINVAL, unix.ENOENT, unix.ENOTDIR: // not a mount point, or not there
+			return nil
+		default:
+			return fmt.Errorf("unmount %s: %w", path, err)
+		}
+	}
+}
+
+func escapeGlob(s string) string {
+	return strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`).Replace(s)
+}

@@ -1,0 +1,102 @@
+package criu
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/agentbox/agentbox/criu/criutest"
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+func TestImages(t *testing.T) {
+	ctx := context.Background()
+	b, rt := start(t, criutest.Counter, nil)
+	b.Until("it counts", func() bool { return b.Count() >= 2 })
+	if err := rt.Pause(ctx); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Dump(ctx, rt, DumpOptions{ImageDir: b.Images, WorkDir: b.Work, LeaveRunning: true}); err != nil {
+		t.Fatal(err)
+	}
+	for name, harm := range map[string]func(dir string) error{
+		"no tree":          func(d string) error { return os.Remove(filepath.Join(d, "pstree.img")) },
+		"no core":          func(d string) error { return os.Remove(filepath.Join(d, "core-1.img")) },
+		"cut-off tree":     func(d string) error { return os.Truncate(filepath.Join(d, "pstree.img"), 13) },
+		"empty tree":       func(d string) error { return os.Truncate(filepath.Join(d, "pstree.img"), 8) },
+		"no magic":         func(d string) error { return os.WriteFile(filepath.Join(d, "pstree.img"), []byte("12345678"), 0o600) },
+		"huge entry":       func(d string) error { return appendWord(filepath.Join(d, "pstree.img"), 0xfffffff0) },
+		"cut-off pages":    func(d string) error { return shorten(d, "pages-*.img") },
+		"cut-off page map": func(d string) error { return shorten(d, "pagemap-*.img") },
+		"no pages":         func(d string) error { return os.Remove(filepath.Join(d, "pages-1.img")) },
+	} {
+		dir := filepath.Join(t.TempDir(), "images")
+		if err := os.CopyFS(dir, os.DirFS(b.Images)); err != nil {
+			t.Fatal(err)
+		}
+		if err := CheckImages(dir); err != nil {
+			t.Fatalf("whole images: %v", err)
+		}
+		if err := harm(dir); err != nil {
+			t.Fatal(err)
+		}
+		_, err := Processes(dir)
+		if err := errors.Join(err, CheckImages(dir)); !errors.Is(err, fault.ErrCorrupt) && !errors.Is(err, fs.ErrNotExist) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if _, err := Processes(t.TempDir()); !errors.Is(err, fault.ErrCorrupt) {
+		t.Errorf("empty directory: %v", err)
+	}
+}
+
+func appendWord(path string, w uint32) error {
+	f, err := os.OpenFile(path, os.O_APPEND|os.O_WRONLY, 0)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	_, err = f.Write(binary.LittleEndian.AppendUint32(nil, w))
+	return err
+}
+
+func shorten(dir, pattern string) error {
+	files, err := filepath.Glob(filepath.Join(dir, pattern))
+	if err != nil {
+		return err
+	}
+	for _, f := range files {
+		st, err := os.Stat(f)
+		if err != nil {
+			return err
+		}
+		if err := os.Truncate(f, st.Size()-1); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func FuzzReadImage(f *testing.F) {
+	head := binary.LittleEndian.AppendUint32(binary.LittleEndian.AppendUint32(nil, magicCommon), magicPagemap)
+	f.Add(head)
+	f.Add(append(head, 2, 0, 0, 0, 8, 1, 3, 0, 0, 0, 16, 1, 1))
+	f.Fuzz(func(t *testing.T, data []byte) {
+		dir := t.TempDir()
+		for _, n := range []string{"pstree.img", "core-1.img", "pagemap-1.img"} {
+			if err := os.WriteFile(filepath.Join(dir, n), data, 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for _, err := range []error{CheckImages(dir), func() error { _, err := Processes(dir); return err }()} {
+			if err != nil && strings.Contains(err.Error(), "%!") {
+				t.Fatal(err)
+			}
+		}
+	})
+}

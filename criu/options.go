@@ -1,0 +1,130 @@
+package criu
+
+import (
+	"debug/elf"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/agentbox/agentbox/criu/host"
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// ConfigAnnotation is the annotation of a bundle from which runc and crun take
+// the path of CRIU's configuration file. CRIU applies the file after the
+// runtime's own options, so what stands in it wins.
+const ConfigAnnotation = "org.criu.config"
+
+// What happens to established TCP connections.
+const (
+	TCPEstablished = "established" // dumped, and live after a restore; the default
+	TCPClose       = "close"       // dumped, and closed after a restore
+	TCPRefuse      = "refuse"      // make the dump fail
+)
+
+// Options are those of CRIU that matter for a container; the zero value is
+// the right one for most. The same Options serve the dump and its restore.
+type Options struct {
+	TCP        string        // default TCPEstablished
+	GhostLimit int64         // bytes a deleted file that is still open may have; default DefaultGhostLimit
+	Timeout    time.Duration // for stopping all processes; default CRIU's, 10 s. It does not bound the dump itself
+	ScanPaths  []string      // files and directories of the container that inotify watches; see Watches
+}
+
+// DefaultGhostLimit is generous: browsers, databases and compilers keep large
+// temporary files open that they have deleted. CRIU's own limit is 1 MiB.
+const DefaultGhostLimit = 1 << 30
+
+// RuntimeFlags are the options in the words of `runc checkpoint` and `runc restore`.
+//
+// File locks are always taken along; without it one lock fails the dump.
+// Not given, on purpose: --shell-job (a terminal that came through a console
+// socket is dumped without it), --ext-unix-sk (such an image often cannot be
+// restored; better the dump says so).
+func (o Options) RuntimeFlags() []string {
+	flags := []string{"--file-locks"}
+	if o.TCP == "" || o.TCP == TCPEstablished {
+		flags = append(flags, "--tcp-established")
+	}
+	return flags
+}
+
+// lines are the options in the words of CRIU's configuration file.
+//
+// Not among them, on purpose: link-remap (it links deleted files back during
+// the dump and unlinks them at its end, so that they are missing from the
+// files captured beside it and the image cannot be restored); network-lock
+// (CRIU 4.1 reads the command line it does not have when it is driven by a
+// runtime, and crashes).
+func (o Options) lines() ([]string, error) {
+	var lines []string
+	switch o.TCP {
+	case "", TCPEstablished:
+		lines = append(lines, "tcp-established")
+	case TCPClose:
+		lines = append(lines, "tcp-close") // at the restore too, or that fails
+	case TCPRefuse:
+	default:
+		return nil, fmt.Errorf("tcp %q: %w", o.TCP, fault.ErrInvalid)
+	}
+	limit := o.GhostLimit
+	if limit <= 0 {
+		limit = DefaultGhostLimit
+	}
+	lines = append(lines, "file-locks",
+		"skip-in-flight", // a connection half-way through its handshake is dropped, and the client tries again
+		fmt.Sprintf("ghost-limit %d", limit))
+	if o.Timeout > 0 {
+		seconds := int64((o.Timeout + time.Second - 1) / time.Second)
+		lines = append(lines, fmt.Sprintf("timeout %d", seconds))
+	}
+	for _, p := range o.ScanPaths {
+		if !filepath.IsAbs(p) || strings.ContainsAny(p, "\"\\\n\x00") {
+			continue // the configuration file cannot express it
+		}
+		lines = append(lines, `irmap-scan-path "`+p+`"`)
+	}
+	return lines, nil
+}
+
+// hasNftables tells whether the criu that will run is linked with libnftables.
+func hasNftables() bool {
+	path, err := host.Find("criu", nil)
+	if err != nil {
+		return false
+	}
+	f, err := elf.Open(path)
+	if err != nil {
+		return false
+	}
+	defer f.Close()
+	libs, err := f.ImportedLibraries()
+	return err == nil && slices.ContainsFunc(libs, func(l string) bool { return strings.HasPrefix(l, "libnftables.so") })
+}
+
+// WriteConfig publishes CRIU's configuration file for o at path.
+func WriteConfig(path string, o Options) error {
+	lines, err := o.lines()
+	if err != nil {
+		return err
+	}
+	f, err := os.CreateTemp(filepath.Dir(path), ".criu.conf-") // 0600
+	if err != nil {
+		return fmt.Errorf("criu configuration: %w", err)
+	}
+	_, err = f.WriteString(strings.Join(lines, "\n") + "\n")
+	// Not fsynced: it is written anew before each dump and restore.
+	err = errors.Join(err, f.Close())
+	if err == nil {
+		err = os.Rename(f.Name(), path)
+	}
+	if err != nil {
+		_ = os.Remove(f.Name())
+		return fmt.Errorf("criu configuration: %w", err)
+	}
+	return nil
+}

@@ -1,0 +1,179 @@
+package criu
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// Stray is a process in a container that does not descend from its init: an
+// exec session attached from outside. A dump succeeds without it.
+type Stray struct {
+	Pid     int    `json:"pid"`     // on the host
+	Cmdline string `json:"cmdline"` // words separated by spaces
+}
+
+// Strays lists them. They are looked for among pids or, when that is nil, among
+// the members of the init's pid namespace (and of those nested in it).
+// A process whose parent is a stray is one too.
+func Strays(initPid int, pids []int) ([]Stray, error) {
+	if pids == nil {
+		var err error
+		if pids, err = Members(initPid); err != nil {
+			return nil, err
+		}
+	}
+	parents := make(map[int]int, len(pids))
+	for _, p := range pids {
+		if st, err := readStat(p); err == nil && st.state != 'Z' && st.state != 'X' {
+			parents[p] = st.ppid
+		}
+	}
+	if _, ok := parents[initPid]; !ok {
+		if _, err := readStat(initPid); err != nil {
+			return nil, fmt.Errorf("process %d: %w", initPid, fault.ErrNotFound)
+		}
+		parents[initPid] = 0
+	}
+	var strays []Stray
+	for _, p := range pids {
+		if _, alive := parents[p]; !alive {
+			continue
+		}
+		// Up to the init, or to a parent that is not of the container. Frozen
+		// processes have no new parents, others may for a moment form a circle.
+		q := p
+		for steps := 0; q != initPid && steps <= len(parents); steps++ {
+			next, inside := parents[q]
+			if !inside || next == 0 {
+				break
+			}
+			q = next
+		}
+		if q != initPid {
+			strays = append(strays, Stray{p, cmdline(p)})
+		}
+	}
+	return strays, nil
+}
+
+// Members lists the processes of the pid namespace that initPid is in, those
+// of namespaces nested in it included, by their pids on the host.
+func Members(initPid int) ([]int, error) {
+	ns, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/pid", initPid))
+	if err != nil {
+		return nil, fmt.Errorf("process %d: %w", initPid, fault.ErrNotFound)
+	}
+	depth := nsDepth(initPid)
+	all, err := hostPids()
+	if err != nil {
+		return nil, err
+	}
+	var members []int
+	for _, p := range all {
+		link, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/pid", p))
+		if err != nil {
+			continue // it has ended
+		}
+		if link == ns || nsDepth(p) > depth && descends(p, ns) {
+			members = append(members, p)
+		}
+	}
+	return members, nil
+}
+
+// nsDepth returns in how many pid namespaces, as seen from here, a process is.
+func nsDepth(pid int) int {
+	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+	if err != nil {
+		return 0
+	}
+	for _, line := range strings.Split(string(data), "\n") {
+		if ids, ok := strings.CutPrefix(line, "NSpid:"); ok {
+			return len(strings.Fields(ids))
+		}
+	}
+	return 0
+}
+
+// descends tells whether an ancestor of pid is in the pid namespace ns.
+func descends(pid int, ns string) bool {
+	for range 1 << 10 {
+		st, err := readStat(pid)
+		if err != nil || st.ppid <= 1 {
+			return false
+		}
+		pid = st.ppid
+		if link, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/pid", pid)); err == nil && link == ns {
+			return true
+		}
+	}
+	return false
+}
+
+func hostPids() ([]int, error) {
+	d, err := os.Open("/proc")
+	if err != nil {
+		return nil, err
+	}
+	defer d.Close()
+	names, err := d.Readdirnames(-1)
+	if err != nil {
+		return nil, err
+	}
+	var pids []int
+	for _, n := range names {
+		if p, err := strconv.Atoi(n); err == nil {
+			pids = append(pids, p)
+		}
+	}
+	return pids, nil
+}
+
+type procStat struct {
+	state byte
+	ppid  int
+}
+
+// readStat reads what is needed of /proc/PID/stat. The name in it may hold
+// blanks and parentheses, so fields count from the last one that closes.
+func readStat(pid int) (procStat, error) {
+	data, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "stat"))
+	if err != nil {
+		return procStat{}, err
+	}
+	i := bytes.LastIndexByte(data, ')')
+	f := bytes.Fields(data[i+1:])
+	if i < 0 || len(f) < 2 {
+		return procStat{}, fmt.Errorf("process %d: stat makes no sense", pid)
+	}
+	ppid, err := strconv.Atoi(string(f[1]))
+	return procStat{f[0][0], ppid}, err
+}
+
+// cmdline returns a process's command line, bounded and printable.
+func cmdline(pid int) string {
+	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
+	if err != nil || len(data) == 0 {
+		comm, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid))
+		data = bytes.TrimSpace(comm)
+	}
+	s := strings.Map(func(r rune) rune {
+		switch {
+		case r == 0:
+			return ' '
+		case r < ' ' || r == 0x7f || r == '\uFFFD':
+			return '?'
+		}
+		return r
+	}, strings.TrimRight(string(data), "\x00"))
+	if r := []rune(s); len(r) > 200 {
+		s = string(r[:200]) + "..."
+	}
+	return s
+}

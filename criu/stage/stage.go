@@ -1,0 +1,252 @@
+// Package stage is the contract between the engine and the OCI runtime
+// wrapper: which container is to be restored instead of created.
+//
+// The engine puts a Restore into RUN/restore/ID, ID being the name the
+// container engine gives the container. The wrapper finds it on `create`,
+// restores, and marks it restored; on `start` it lets the processes run and
+// clears it. What is staged stays staged until then, whatever fails: an
+// engine that tries again must never get a fresh start in place of the
+// restore it was promised.
+//
+// The wrapper imports this package and starts for every call of an engine, so
+// it depends on nothing but the standard library.
+package stage
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// Restore says how to bring one container back.
+type Restore struct {
+	Images string   `json:"images"`           // CRIU images
+	Work   string   `json:"work"`             // where CRIU leaves restore.log; made when missing
+	Flags  []string `json:"flags,omitempty"`  // for `runc restore`, e.g. --tcp-established
+	Config string   `json:"config,omitempty"` // CRIU configuration file; empty: what the bundle's annotation names
+	// Timeout ends a restore that hangs; 0 means DefaultTimeout.
+	Timeout time.Duration `json:"timeout_ns,omitempty"`
+}
+
+// DefaultTimeout bounds a restore that names no timeout of its own.
+const DefaultTimeout = 10 * time.Minute
+
+const (
+	stagedFile   = "restore.json"
+	restoredFile = "restored"
+	maxStaged    = 1 << 20 // bytes a staged restore may have
+)
+
+// Env names the environment variable that moves RUN.
+const Env = "AGENTBOX_RUN"
+
+// DefaultRun is RUN when Env is empty.
+const DefaultRun = "/run/agentbox"
+
+// Run returns RUN as this process was told it.
+func Run() string {
+	if run := os.Getenv(Env); run != "" {
+		return run
+	}
+	return DefaultRun
+}
+
+// Valid tells whether id can name a container here.
+func Valid(id string) bool {
+	if id == "" || len(id) > 255 || id == "." || id == ".." {
+		return false
+	}
+	for _, c := range []byte(id) {
+		if c == '/' || c <= ' ' || c == 0x7f {
+			return false
+		}
+	}
+	return id[0] != '-'
+}
+
+// Put publishes r for the container id, in place of what was there.
+func Put(run, id string, r Restore) (err error) {
+	dir, err := place(run, id)
+	if err != nil {
+		return err
+	}
+	if r.Images == "" || r.Work == "" {
+		return fmt.Errorf("stage restore of %s: images and work directories are needed: %w", id, fault.ErrInvalid)
+	}
+	data, err := json.Marshal(r)
+	if err != nil {
+		return fmt.Errorf("stage restore of %s: %w", id, err)
+	}
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return fmt.Errorf("stage restore of %s: %w", id, err)
+	}
+	// A mark of an earlier restore would make the next `start` resume a
+	// container that was never restored.
+	if err := remove(filepath.Join(dir, restoredFile)); err != nil {
+		return fmt.Errorf("stage restore of %s: %w", id, err)
+	}
+	if err := publish(dir, stagedFile, data); err != nil {
+		return fmt.Errorf("stage restore of %s: %w", id, err)
+	}
+	return nil
+}
+
+// Load returns what is staged for id. Nothing staged is ErrNotFound; staged
+// but not readable is ErrCorrupt.
+func Load(run, id string) (Restore, error) {
+	dir, err := place(run, id)
+	if err != nil {
+		return Restore{}, err
+	}
+	f, err := os.Open(filepath.Join(dir, stagedFile))
+	if errors.Is(err, fs.ErrNotExist) {
+		return Restore{}, fmt.Errorf("staged restore of %s: %w", id, fault.ErrNotFound)
+	}
+	if err != nil {
+		return Restore{}, fmt.Errorf("staged restore of %s: %w", id, err)
+	}
+	defer f.Close()
+	st, err := f.Stat()
+	if err != nil {
+		return Restore{}, fmt.Errorf("staged restore of %s: %w", id, err)
+	}
+	if !st.Mode().IsRegular() || st.Size() > maxStaged {
+		return Restore{}, fmt.Errorf("staged restore of %s: not a small regular file: %w", id, fault.ErrCorrupt)
+	}
+	var r Restore
+	if err := json.NewDecoder(f).Decode(&r); err != nil {
+		return Restore{}, fmt.Errorf("staged restore of %s: %v: %w", id, err, fault.ErrCorrupt)
+	}
+	if r.Images == "" || r.Work == "" {
+		return Restore{}, fmt.Errorf("staged restore of %s: names no images: %w", id, fault.ErrCorrupt)
+	}
+	return r, nil
+}
+
+// MarkRestored turns the staged restore of id into a mark that it is done.
+// Nothing staged is ErrNotFound.
+func MarkRestored(run, id string) error {
+	dir, err := place(run, id)
+	if err != nil {
+		return err
+	}
+	err = os.Rename(filepath.Join(dir, stagedFile), filepath.Join(dir, restoredFile))
+	if errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("staged restore of %s: %w", id, fault.ErrNotFound)
+	}
+	if err != nil {
+		return fmt.Errorf("mark %s restored: %w", id, err)
+	}
+	return sync(dir)
+}
+
+// Restored tells whether id was restored and waits for its `start`.
+func Restored(run, id string) bool {
+	dir, err := place(run, id)
+	if err != nil {
+		return false
+	}
+	_, err = os.Lstat(filepath.Join(dir, restoredFile))
+	return err == nil
+}
+
+// ClearRestored drops the mark and leaves what is staged. Idempotent.
+func ClearRestored(run, id string) error {
+	dir, err := place(run, id)
+	if err != nil {
+		return err
+	}
+	if err := remove(filepath.Join(dir, restoredFile)); err != nil {
+		return fmt.Errorf("clear restored mark of %s: %w", id, err)
+	}
+	// Goes only when nothing is staged.
+	_ = os.Remove(dir)
+	return nil
+}
+
+// Clear drops all that is kept for id. Idempotent.
+func Clear(run, id string) error {
+	dir, err := place(run, id)
+	if err != nil {
+		return err
+	}
+	if err := os.RemoveAll(dir); err != nil {
+		return fmt.Errorf("clear staged restore of %s: %w", id, err)
+	}
+	return nil
+}
+
+// List returns the ids that have something staged or a mark.
+func List(run string) ([]string, error) {
+	entries, err := os.ReadDir(filepath.Join(run, "restore"))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("staged restores: %w", err)
+	}
+	var ids []string
+	for _, e := range entries {
+		if e.IsDir() && Valid(e.Name()) {
+			ids = append(ids, e.Name())
+		}
+	}
+	return ids, nil
+}
+
+func place(run, id string) (string, error) {
+	if !Valid(id) {
+		return "", fmt.Errorf("container id %q: %w", id, fault.ErrInvalid)
+	}
+	if !filepath.IsAbs(run) {
+		return "", fmt.Errorf("run directory %q is not absolute: %w", run, fault.ErrInvalid)
+	}
+	return filepath.Join(run, "restore", id), nil
+}
+
+func publish(dir, name string, data []byte) error {
+	f, err := os.CreateTemp(dir, ".tmp-") // 0600
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(data)
+	if err == nil {
+		err = f.Sync()
+	}
+	if cerr := f.Close(); err == nil {
+		err = cerr
+	}
+	if err == nil {
+		err = os.Rename(f.Name(), filepath.Join(dir, name))
+	}
+	if err != nil {
+		_ = os.Remove(f.Name())
+		return err
+	}
+	return sync(dir)
+}
+
+func sync(dir string) error {
+	d, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	err = d.Sync()
+	if cerr := d.Close(); err == nil {
+		err = cerr
+	}
+	return err
+}
+
+func remove(path string) error {
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}

@@ -1,0 +1,43 @@
+package criu
+
+import (
+	"context"
+	"fmt"
+	"os/exec"
+	"strings"
+
+	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/criu/host"
+)
+
+// Versions names what process images depend on, each in its own words.
+type Versions struct{ CRIU, Runtime, Kernel string }
+
+// ToolVersions asks the OCI runtime, CRIU and the kernel.
+func ToolVersions(ctx context.Context, rt Runtime) (v Versions, err error) {
+	var uts unix.Utsname
+	if err := unix.Uname(&uts); err != nil {
+		return v, fmt.Errorf("kernel version: %w", err)
+	}
+	v.Kernel = unix.ByteSliceToString(uts.Release[:])
+	path, err := host.Find("criu", nil)
+	if err != nil {
+		return v, err
+	}
+	var group errgroup.Group
+	ask := func(into *string, binary string) {
+		group.Go(func() error {
+			out, err := exec.CommandContext(ctx, binary, "--version").Output()
+			if err != nil {
+				return fmt.Errorf("%s --version: %w", binary, err)
+			}
+			*into, _, _ = strings.Cut(strings.TrimSpace(string(out)), "\n")
+			return nil
+		})
+	}
+	ask(&v.CRIU, path)
+	ask(&v.Runtime, rt.Binary)
+	return v, group.Wait()
+}

@@ -1,0 +1,79 @@
+// Package imports holds the rules of who may import whom, as a test; see the
+// map in docs/architecture.md.
+package imports
+
+import (
+	"encoding/json"
+	"errors"
+	"io"
+	"os/exec"
+	"slices"
+	"strings"
+	"testing"
+)
+
+const module = "github.com/agentbox/agentbox/"
+
+// allowed lists, per package, which packages of this module it may import
+// directly. What is not listed may import nothing of ours.
+var allowed = map[string][]string{
+	"cmd/agentbox":         {"internal/copy", "internal/fault", "images", "runtime", "runtime/doctor", "runtime/oci", "runtime/store"},
+	"cmd/agentbox-runtime": {"criu", "criu/stage", "internal/failpoint"},
+	"criu":                 {"internal/fault", "internal/failpoint"},
+	"criu/stage":           {},
+	"images":               {"internal/copy/tree", "internal/fault", "internal/failpoint"},
+	"internal/copy":        {"internal/copy/tree", "internal/fault", "policy"},
+	"internal/copy/tree":   {"internal/fault"},
+	"internal/failpoint":   {},
+	"internal/fault":       {},
+	"internal/imports":     {},
+	"overlay":              {"internal/fault", "internal/failpoint"},
+	"policy":               {"internal/fault"},
+	"runtime":              {"criu", "criu/stage", "images", "internal/copy", "internal/failpoint", "internal/fault", "overlay", "runtime/store"},
+	"runtime/backendtest":  {"criu", "overlay", "internal/fault", "runtime"},
+	"runtime/doctor":       {"criu", "internal/fault", "overlay"},
+	"runtime/oci":          {"criu", "criu/stage", "internal/failpoint", "internal/fault", "overlay", "policy", "runtime", "runtime/oci/network"},
+	"runtime/oci/network":  {"internal/failpoint", "internal/fault", "runtime"},
+	"runtime/store":        {"internal/failpoint", "internal/fault", "overlay"},
+	"test":                 {},
+}
+
+func TestImportDirection(t *testing.T) {
+	cmd := exec.Command("go", "list", "-tags", "failpoint", "-json=ImportPath,Imports", module+"...")
+	cmd.Dir = "../.."
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	seen := 0
+	for dec := json.NewDecoder(out); ; seen++ {
+		var p struct {
+			ImportPath string
+			Imports    []string
+		}
+		if err := dec.Decode(&p); errors.Is(err, io.EOF) {
+			break
+		} else if err != nil {
+			t.Fatal(err)
+		}
+		name := strings.TrimPrefix(p.ImportPath, module)
+		may, listed := allowed[name]
+		if !listed {
+			t.Errorf("%s is not in the map: add it to docs/architecture.md and here", name)
+		}
+		for _, i := range p.Imports {
+			if i, ours := strings.CutPrefix(i, module); ours && !slices.Contains(may, i) {
+				t.Errorf("%s imports %s, which the map does not allow", name, i)
+			}
+		}
+	}
+	if err := cmd.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	if seen < 5 {
+		t.Fatalf("go list named %d packages", seen)
+	}
+}

@@ -1,0 +1,12 @@
+// Package policy decides what a sandbox, and whoever acts on its behalf, may
+// do.
+//
+// Today it owns the path jail: every operation that agentbox itself performs
+// on the files of a sandbox (copying, reading, writing for a tool) goes
+// through a Jail, which resolves names as the sandbox would see them and never
+// leaves the sandbox's root, whatever symlinks and renames a process inside
+// throws at it meanwhile. A name enters as a string, becomes a descriptor in
+// one kernel call, and from then on only the descriptor is used.
+//
+// The package is a leaf: it knows directories and paths, never sandboxes.
+package policy

@@ -1,0 +1,340 @@
+package runtime
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// freezing is the journal's data of a checkpoint: what Recover must put back.
+type freezing struct {
+	Was  Status `json:"was"`  // before the verb
+	Stop bool   `json:"stop"` // a committed checkpoint is followed by a stop
+}
+
+// Checkpoint records a sandbox as it is at one instant. The sandbox is frozen
+// from before the first byte is read until the checkpoint is durable. On error
+// it goes on as before and nothing new is listed as ready.
+func (e *Engine) Checkpoint(ctx context.Context, ref string, opts CheckpointOptions) (_ Checkpoint, err error) {
+	defer func() { err = fail("checkpoint", ref, err) }()
+	if opts.Name != "" {
+		if err := store.ValidName(opts.Name); err != nil {
+			return Checkpoint{}, err
+		}
+	}
+	switch opts.TCP = cmp.Or(opts.TCP, TCPEstablished); opts.TCP {
+	case TCPEstablished, TCPClose, TCPRefuse:
+	default:
+		return Checkpoint{}, fmt.Errorf("%w: tcp %q: choose %s, %s or %s", ErrInvalid, opts.TCP, TCPEstablished, TCPClose, TCPRefuse)
+	}
+	sb, err := e.acquire(ctx, ref, "checkpoint", lockWait)
+	if err != nil {
+		return Checkpoint{}, err
+	}
+	defer sb.lock.Unlock()
+	if opts.Timeout > 0 {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, opts.Timeout)
+		defer cancel()
+	}
+	c, err := e.backend.Inspect(ctx, sb.ID)
+	if err != nil {
+		return Checkpoint{}, err
+	}
+	k, err := e.prepare(ctx, sb, c, opts)
+	if err != nil {
+		return Checkpoint{}, err
+	}
+	row, err := e.take(ctx, k)
+	if err != nil {
+		return Checkpoint{}, err
+	}
+	e.log.Info("checkpoint ready", "sandbox", sb.ID, "checkpoint", row.ID, "kind", row.Kind, "bytes", row.Bytes, "frozen", row.Frozen)
+	return checkpointView(row), nil
+}
+
+// making is one checkpoint under way.
+type making struct {
+	sb    *locked
+	spec  Spec
+	c     Container
+	live  bool // it has processes to freeze
+	opts  CheckpointOptions
+	row   store.Checkpoint
+	parts store.Manifest // what the store does not know itself
+}
+
+// prepare does all that needs no frozen sandbox.
+func (e *Engine) prepare(ctx context.Context, sb *locked, c Container, opts CheckpointOptions) (*making, error) {
+	s, err := spec(sb.Sandbox)
+	if err != nil {
+		return nil, err
+	}
+	k := &making{sb: sb, spec: s, c: c, opts: opts, live: c.Status == Running || c.Status == Paused}
+	kind := KindFull
+	if !k.live || opts.FilesOnly {
+		kind = KindFiles
+	}
+	k.row = store.Checkpoint{
+		ID: newID(), Name: opts.Name, SandboxID: sb.ID, SandboxName: sb.Name, Kind: kind,
+		Parent: sb.Head, Trigger: cmp.Or(opts.Trigger, "manual"), Created: time.Now(),
+		ImageDigest: sb.ImageDigest, Labels: opts.Labels, Spec: sb.Spec,
+	}
+	for _, m := range s.Mounts {
+		if m.Type == "bind" {
+			k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is bind mounted from %s and not part of the checkpoint", m.Target, m.Source))
+		} else if kind == KindFiles {
+			k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is a tmpfs and not part of a files-only checkpoint", m.Target))
+		}
+	}
+	if kind == KindFull {
+		// Processes that came in from outside, through exec, are not
+		// descendants of the first process, and CRIU leaves them out
+		// without a word.
+		strays, err := criu.Strays(c.Pid, nil)
+		if err != nil {
+			return nil, err
+		}
+		for _, p := range strays {
+			k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("process %d (%s) is an attached exec session and not part of the checkpoint", p.Pid, p.Cmdline))
+		}
+		if len(strays) > 0 && opts.Strict {
+			return nil, hint(fmt.Errorf("%w: %s", ErrState, k.row.Warnings[len(k.row.Warnings)-1]), "End the exec session, or leave --strict away to checkpoint without it.")
+		}
+		v, err := criu.ToolVersions(ctx, c.Runtime)
+		if err != nil {
+			return nil, err
+		}
+		k.parts.Versions = store.Versions(v)
+	}
+	k.parts.Status = string(c.Status)
+	k.parts.TCP = opts.TCP
+	k.parts.Warnings = k.row.Warnings
+	return k, nil
+}
+
+// take freezes, captures, commits, and thaws or stops.
+func (e *Engine) take(ctx context.Context, k *making) (row store.Checkpoint, err error) {
+	in := store.Intent{Op: opCheckpoint, Sandbox: k.sb.ID, Checkpoint: k.row.ID}
+	err = e.intent(ctx, in, freezing{k.c.Status, k.opts.Stop}, func(int64) (err error) {
+		var undo undo
+		defer func() { undo.run(ctx, &err) }()
+		draft, err := e.store.BeginCheckpoint(ctx, k.row)
+		if err != nil {
+			return err
+		}
+		undo.add(func(ctx context.Context) error { return draft.Abort(ctx, err, filepath.Join(workDir, "dump.log")) })
+
+		frozen := time.Now()
+		if k.c.Status == Running {
+			// Added first: a pause that failed half-way must be undone too.
+			undo.add(k.c.Runtime.Resume)
+			if err := failpoint.Hit("checkpoint.before-freeze"); err != nil {
+				return err
+			}
+			if err := k.c.Runtime.Pause(ctx); err != nil {
+				return err
+			}
+		}
+		if err := failpoint.Hit("checkpoint.after-freeze"); err != nil {
+			return err
+		}
+		if err := capture(ctx, k, draft); err != nil {
+			return err
+		}
+		if err := failpoint.Hit("checkpoint.before-commit"); err != nil {
+			return err
+		}
+		row, err = draft.Commit(ctx, k.parts)
+		if err != nil {
+			return err
+		}
+		// From here on the checkpoint exists: what fails below is reported,
+		// but nothing of it is taken back.
+		undo.steps = nil
+		err = e.goOn(context.WithoutCancel(ctx), k, row)
+		row.Frozen = time.Since(frozen)
+		return errors.Join(err, e.store.SetFrozen(context.WithoutCancel(ctx), row.ID, row.Frozen))
+	})
+	return row, err
+}
+
+// goOn ends the frozen instant after a commit.
+func (e *Engine) goOn(ctx context.Context, k *making, row store.Checkpoint) error {
+	if err := failpoint.Hit("checkpoint.after-commit"); err != nil {
+		return errors.Join(err, e.thaw(ctx, k.c))
+	}
+	var err error
+	if k.opts.Stop {
+		err = e.backend.Stop(ctx, k.sb.ID, StopOptions{Silent: true})
+	} else {
+		err = e.thaw(ctx, k.c)
+	}
+	if err == nil {
+		err = failpoint.Hit("checkpoint.after-thaw")
+	}
+	return errors.Join(err, e.store.SetHead(ctx, k.sb.ID, row.ID, k.sb.Attempt))
+}
+
+// thaw puts a frozen container back to how Inspect found it.
+func (e *Engine) thaw(ctx context.Context, c Container) error {
+	if c.Status != Running {
+		return nil
+	}
+	return c.Runtime.Resume(ctx)
+}
+
+// workDir is where in a draft CRIU keeps its log.
+const workDir = "work"
+
+// capture reads processes and files side by side: both only read, and the
+// sandbox stands still.
+func capture(ctx context.Context, k *making, draft *store.Draft) error {
+	var group errgroup.Group // no shared context: a dump that began must end
+	group.Go(func() (err error) {
+		k.parts.Files.Entries, err = captureFiles(ctx, k.c.Upper, draft)
+		return err
+	})
+	if k.row.Kind == KindFull {
+		group.Go(func() (err error) {
+			k.parts.Processes, err = dump(ctx, k, draft)
+			return err
+		})
+	}
+	if err := group.Wait(); err != nil {
+		return err
+	}
+	return ctx.Err()
+}
+
+// captureFiles writes the upperdir's archive and the list of its entries.
+func captureFiles(ctx context.Context, upper string, draft *store.Draft) (n int64, err error) {
+	files, err := draft.FilesWriter()
+	if err != nil {
+		return 0, err
+	}
+	defer func() { err = errors.Join(err, files.Close()) }()
+	list, err := draft.TreeWriter()
+	if err != nil {
+		return 0, err
+	}
+	defer func() { err = errors.Join(err, list.Close()) }()
+	tree := overlay.NewTreeWriter(list)
+	sum, err := overlay.Capture(ctx, upper, files, overlay.CaptureOptions{Entry: tree.Write})
+	if err == nil {
+		err = tree.Close()
+	}
+	if err != nil {
+		return 0, fmt.Errorf("capture files: %w", err)
+	}
+	return sum.Entries, failpoint.Hit("checkpoint.after-capture")
+}
+
+// dump has CRIU write the processes' images.
+func dump(ctx context.Context, k *making, draft *store.Draft) (*store.Processes, error) {
+	if err := draft.WatchImages(); err != nil {
+		return nil, err
+	}
+	opts := criu.DumpOptions{
+		ImageDir: draft.CRIUDir(), WorkDir: filepath.Join(draft.Dir(), workDir), LeaveRunning: true,
+		Options: criu.Options{TCP: k.opts.TCP}, Hold: k.sb.lock.File(),
+	}
+	if deadline, ok := ctx.Deadline(); ok {
+		opts.Timeout = time.Until(deadline)
+	}
+	res, err := criu.Dump(ctx, k.c.Runtime, opts)
+	if err != nil {
+		return nil, err
+	}
+	out := &store.Processes{Count: len(res.Processes)}
+	for _, p := range res.Processes {
+		out.List = append(out.List, store.Process{Pid: p.Pid, Parent: p.Ppid, Command: p.Comm})
+	}
+	return out, failpoint.Hit("checkpoint.after-dump")
+}
+
+// Checkpoints lists checkpoints, newest first.
+func (e *Engine) Checkpoints(ctx context.Context, filter CheckpointFilter) (_ []Checkpoint, err error) {
+	defer func() { err = fail("checkpoint ls", filter.Sandbox, err) }()
+	f := store.Filter{All: filter.All, Labels: filter.Labels, Trigger: filter.Trigger}
+	if filter.Sandbox != "" {
+		switch sb, err := e.store.Sandbox(ctx, filter.Sandbox); {
+		case err == nil:
+			f.SandboxID = sb.ID
+		case errors.Is(err, ErrNotFound):
+			// A removed sandbox still has its checkpoints.
+			ck, e := e.store.NewestOfName(ctx, filter.Sandbox)
+			if e != nil {
+				return nil, err
+			}
+			f.SandboxID = ck.SandboxID
+		default:
+			return nil, err
+		}
+	}
+	rows, err := e.store.Checkpoints(ctx, f)
+	if err != nil {
+		return nil, err
+	}
+	list := make([]Checkpoint, len(rows))
+	for i, row := range rows {
+		list[i] = checkpointView(row)
+	}
+	return list, nil
+}
+
+// CheckpointInfo describes one checkpoint.
+func (e *Engine) CheckpointInfo(ctx context.Context, ref string) (Checkpoint, error) {
+	row, err := e.store.Checkpoint(ctx, ref)
+	if err != nil {
+		return Checkpoint{}, fail("checkpoint inspect", ref, err)
+	}
+	return checkpointView(row), nil
+}
+
+// RemoveCheckpoint deletes a checkpoint and its data.
+func (e *Engine) RemoveCheckpoint(ctx context.Context, ref string) (err error) {
+	defer func() { err = fail("checkpoint rm", ref, err) }()
+	row, err := e.store.Checkpoint(ctx, ref)
+	if err != nil {
+		return err
+	}
+	lock, err := e.store.Lock(ctx, row.SandboxID, "checkpoint rm", lockWait)
+	if err != nil {
+		return err
+	}
+	defer lock.Unlock()
+	return e.store.RemoveCheckpoint(ctx, row.ID)
+}
+
+// VerifyCheckpoint rereads all of a checkpoint.
+func (e *Engine) VerifyCheckpoint(ctx context.Context, ref string) error {
+	row, err := e.store.Checkpoint(ctx, ref)
+	if err == nil {
+		err = e.store.VerifyCheckpoint(ctx, row.ID)
+	}
+	return fail("checkpoint verify", ref, err)
+}
+
+func checkpointView(row store.Checkpoint) Checkpoint {
+	labels := row.Labels
+	if labels == nil {
+		labels = map[string]string{}
+	}
+	return Checkpoint{
+		ID: row.ID, Name: row.Name, Sandbox: row.SandboxID, SandboxName: row.SandboxName, Kind: row.Kind,
+		Status: row.Status, Error: row.Error, Parent: row.Parent, Trigger: row.Trigger, Created: row.Created,
+		Files: row.Files, Processes: row.Processes, Bytes: row.Bytes, Digest: row.Digest,
+		ImageDigest: row.ImageDigest, Labels: labels, Frozen: row.Frozen, Warnings: row.Warnings,
+	}
+}

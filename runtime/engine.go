@@ -1,0 +1,284 @@
+// Package runtime is agentbox's core: the Engine, which orders every verb, and
+// the interfaces it stands between.
+//
+// A command calls a Service method; the Engine looks the sandbox up in the
+// store, takes its lock, writes an intent to the journal where the verb has
+// more than one step, and then calls one leaf per step: images for the lower
+// directories, a Backend for the container, overlay for its files, criu for
+// its processes, store for what must last. Multi-step verbs keep an undo stack
+// that runs on failure; what a killed process leaves is finished or undone by
+// Recover, from the journal.
+package runtime
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// undoTimeout bounds what runs after a failure or a cancelled context.
+const undoTimeout = 2 * time.Minute
+
+// lockWait is how long a verb waits for one that is about to end, such as the
+// clean-up after a sandbox exited, before it reports ErrBusy.
+const lockWait = 500 * time.Millisecond
+
+// Engine is the embedded Service: it works on this host, without a daemon.
+type Engine struct {
+	run     string // transient state, e.g. /run/agentbox
+	store   *store.Store
+	images  *images.Store
+	backend Backend
+	log     *slog.Logger
+
+	// Locks that say "my caller waits for this sandbox's exit code"; see hold.
+	mu    sync.Mutex
+	holds map[string]*store.Lock
+}
+
+var _ Service = (*Engine)(nil)
+
+// Options are the parts an Engine is made of; it closes the store.
+type Options struct {
+	Run     string
+	Store   *store.Store
+	Images  *images.Store
+	Backend Backend
+	Log     *slog.Logger // nil: slog.Default
+}
+
+// New returns an Engine over its parts.
+func New(opts Options) *Engine {
+	log := opts.Log
+	if log == nil {
+		log = slog.Default()
+	}
+	return &Engine{run: opts.Run, store: opts.Store, images: opts.Images, backend: opts.Backend, log: log}
+}
+
+// Close releases the store.
+func (e *Engine) Close() error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, l := range e.holds {
+		l.Unlock()
+	}
+	return e.store.Close()
+}
+
+// hold keeps the reaper from removing an --rm sandbox whose exit code this
+// process has yet to hand to its caller. It is a lock, so that it ends with
+// this process at the latest.
+func (e *Engine) hold(ctx context.Context, id string) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.holds[id] != nil {
+		return nil
+	}
+	l, err := e.store.Lock(ctx, holdName(id), "wait for the exit", lockWait)
+	if err != nil {
+		return err
+	}
+	if e.holds == nil {
+		e.holds = map[string]*store.Lock{}
+	}
+	e.holds[id] = l
+	return nil
+}
+
+// release ends hold.
+func (e *Engine) release(id string) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if l := e.holds[id]; l != nil {
+		l.Unlock()
+		delete(e.holds, id)
+	}
+}
+
+func holdName(id string) string { return id + ".wait" }
+
+// newID returns 128 random bits as 32 hex digits.
+func newID() string {
+	var b [16]byte
+	_, _ = rand.Read(b[:]) // never fails
+	return hex.EncodeToString(b[:])
+}
+
+// short is how an id is shown to people.
+func short(id string) string {
+	if len(id) > 12 {
+		return id[:12]
+	}
+	return id
+}
+
+// fail wraps the error of a verb; nil stays nil.
+func fail(op, id string, err error) error {
+	if err == nil {
+		return nil
+	}
+	var own *Error
+	if errors.As(err, &own) && own.Op == op {
+		return err
+	}
+	return &Error{Op: op, ID: id, Err: err}
+}
+
+// hint is an error with a remedy, for the inside of a verb.
+func hint(err error, remedy string) error {
+	return &Error{Err: err, Hint: remedy}
+}
+
+// undo is the stack of what a verb must take back when it fails.
+type undo struct{ steps []func(context.Context) error }
+
+func (u *undo) add(step func(context.Context) error) { u.steps = append(u.steps, step) }
+
+// run takes everything back, newest first, unless *err is nil. It works on a
+// context of its own, because the caller's may be what failed.
+func (u *undo) run(ctx context.Context, err *error) {
+	if *err == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
+	defer cancel()
+	for i := len(u.steps) - 1; i >= 0; i-- {
+		if e := u.steps[i](ctx); e != nil {
+			*err = errors.Join(*err, fmt.Errorf("while undoing: %w", e))
+		}
+	}
+}
+
+// locked is a sandbox whose lock this process holds.
+type locked struct {
+	store.Sandbox
+	lock *store.Lock
+}
+
+// acquire finds a sandbox and takes its lock for a verb, waiting that long for
+// another verb to end.
+func (e *Engine) acquire(ctx context.Context, ref, verb string, wait time.Duration) (*locked, error) {
+	sb, err := e.store.Sandbox(ctx, ref)
+	if err != nil {
+		return nil, err
+	}
+	lock, err := e.store.Lock(ctx, sb.ID, verb, wait)
+	if err != nil {
+		return nil, err
+	}
+	// The record may have changed, or gone, while we waited.
+	if sb, err = e.store.Sandbox(ctx, sb.ID); err != nil {
+		lock.Unlock()
+		return nil, err
+	}
+	return &locked{sb, lock}, nil
+}
+
+// intent runs fn between a journal entry and its removal. When fn fails it
+// has undone its work and the entry goes too; when this process is killed the
+// entry stays and Recover reads it.
+func (e *Engine) intent(ctx context.Context, in store.Intent, data any, fn func(seq int64) error) (err error) {
+	if in.Data, err = json.Marshal(data); err != nil {
+		return err
+	}
+	seq, err := e.store.Begin(ctx, in)
+	if err != nil {
+		return err
+	}
+	err = fn(seq)
+	done, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
+	defer cancel()
+	return errors.Join(err, e.store.Done(done, seq))
+}
+
+// advance records how far an intent has come.
+func (e *Engine) advance(ctx context.Context, seq int64, data any) error {
+	b, err := json.Marshal(data)
+	if err != nil {
+		return err
+	}
+	return e.store.Update(ctx, seq, b)
+}
+
+// spec decodes the stored spec of a sandbox.
+func spec(sb store.Sandbox) (Spec, error) {
+	var s Spec
+	if err := json.Unmarshal(sb.Spec, &s); err != nil {
+		return s, fmt.Errorf("spec of %s: %w: %w", short(sb.ID), ErrCorrupt, err)
+	}
+	return s, nil
+}
+
+// identity is what every process of a sandbox is told about itself.
+func identity(s Spec, attempt int) []string {
+	return []string{
+		"AGENTBOX_SANDBOX=" + s.ID,
+		"AGENTBOX_SANDBOX_NAME=" + s.Name,
+		"AGENTBOX_WORKDIR=" + s.Workdir,
+		"AGENTBOX_ATTEMPT=" + strconv.Itoa(attempt),
+	}
+}
+
+// Sandbox describes one sandbox as it is now.
+func (e *Engine) Sandbox(ctx context.Context, ref string) (Sandbox, error) {
+	sb, err := e.store.Sandbox(ctx, ref)
+	if err != nil {
+		return Sandbox{}, fail("inspect", ref, err)
+	}
+	out, err := e.view(ctx, sb)
+	return out, fail("inspect", ref, err)
+}
+
+// Sandboxes lists all sandboxes, newest first.
+func (e *Engine) Sandboxes(ctx context.Context) ([]Sandbox, error) {
+	rows, err := e.store.Sandboxes(ctx)
+	if err != nil {
+		return nil, fail("ps", "", err)
+	}
+	list := make([]Sandbox, 0, len(rows))
+	for _, sb := range rows {
+		out, err := e.view(ctx, sb)
+		if errors.Is(err, ErrNotFound) {
+			// Removed since we read the row, or not made yet.
+			continue
+		}
+		if err != nil {
+			return nil, fail("ps", sb.Name, err)
+		}
+		list = append(list, out)
+	}
+	return list, nil
+}
+
+// view joins what is stored with what is so.
+func (e *Engine) view(ctx context.Context, sb store.Sandbox) (Sandbox, error) {
+	s, err := spec(sb)
+	if err != nil {
+		return Sandbox{}, err
+	}
+	c, err := e.backend.Inspect(ctx, sb.ID)
+	if err != nil {
+		return Sandbox{}, err
+	}
+	labels := sb.Labels
+	if labels == nil {
+		labels = map[string]string{}
+	}
+	return Sandbox{
+		ID: sb.ID, Name: sb.Name, Status: c.Status, Pid: c.Pid, ExitCode: c.ExitCode,
+		Upperdir: c.Upper, Image: sb.Image, ImageDigest: sb.ImageDigest, Backend: sb.Backend,
+		Head: sb.Head, Attempt: sb.Attempt, Created: sb.Created, Started: c.Started, Finished: c.Finished,
+		Labels: labels, Address: c.Address, Spec: s,
+	}, nil
+}

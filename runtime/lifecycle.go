@@ -1,0 +1,463 @@
+package runtime
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"path"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// stopTimeout is how long Stop waits between the stop signal and SIGKILL when
+// the caller does not say.
+const stopTimeout = 10 * time.Second
+
+// Create makes a sandbox that can be started. On error nothing of it is left.
+func (e *Engine) Create(ctx context.Context, req CreateRequest) (_ Sandbox, err error) {
+	name := req.Spec.Name
+	defer func() { err = fail("create", name, err) }()
+	img, err := e.images.Resolve(ctx, req.Spec.Image)
+	if err != nil {
+		return Sandbox{}, err
+	}
+	s, err := complete(req, img)
+	if err != nil {
+		return Sandbox{}, err
+	}
+	name = s.Name
+	row := store.Sandbox{
+		ID: s.ID, Name: s.Name, Backend: e.backend.Properties().Name, Image: s.Image, ImageDigest: s.ImageDigest,
+		Lower: img.Lower, Attempt: 1, Created: time.Now(), Labels: s.Labels,
+	}
+	if err := e.create(ctx, s, row); err != nil {
+		return Sandbox{}, err
+	}
+	return e.Sandbox(ctx, s.ID)
+}
+
+// create records a sandbox and has the backend make its container.
+func (e *Engine) create(ctx context.Context, s Spec, row store.Sandbox) error {
+	var err error
+	if row.Spec, err = json.Marshal(s); err != nil {
+		return err
+	}
+	lock, err := e.store.Lock(ctx, s.ID, "create", lockWait)
+	if err != nil {
+		return err
+	}
+	err = e.intent(ctx, store.Intent{Op: opCreate, Sandbox: s.ID}, nil, func(int64) (err error) {
+		var undo undo
+		defer func() { undo.run(ctx, &err) }()
+		if err := failpoint.Hit("create.before-row"); err != nil {
+			return err
+		}
+		if err := e.store.PutSandbox(ctx, row); err != nil {
+			return err
+		}
+		undo.add(func(ctx context.Context) error { return e.store.DeleteSandbox(ctx, s.ID) })
+		if err := failpoint.Hit("create.after-row"); err != nil {
+			return err
+		}
+		undo.add(func(ctx context.Context) error { return e.backend.Remove(ctx, s.ID) })
+		if err := e.backend.Create(ctx, s, row.Lower); err != nil {
+			return err
+		}
+		return failpoint.Hit("create.after-backend")
+	})
+	if err == nil {
+		e.log.Info("created", "sandbox", s.ID, "name", s.Name, "image", s.Image)
+	}
+	lock.Unlock()
+	return err
+}
+
+// complete fills a request in from the image and from defaults, and refuses
+// what cannot work.
+func complete(req CreateRequest, img images.Image) (Spec, error) {
+	s := req.Spec
+	s.ID = newID()
+	if s.Name == "" {
+		s.Name = "box-" + s.ID[:8]
+	}
+	if err := store.ValidName(s.Name); err != nil {
+		return s, err
+	}
+	s.ImageDigest = img.Digest
+	// Docker's rule: an entrypoint of one's own drops the image's command too.
+	entry, cmd := req.Entrypoint, s.Args
+	if entry == nil {
+		entry = img.Config.Entrypoint
+		if len(cmd) == 0 {
+			cmd = img.Config.Cmd
+		}
+	}
+	s.Args = slices.Concat(entry, cmd)
+	if len(s.Args) == 0 {
+		return s, fmt.Errorf("%w: the image names no command and none was given", ErrInvalid)
+	}
+	s.Env = mergeEnv(img.Config.Env, s.Env)
+	s.User = cmp.Or(s.User, img.Config.User)
+	s.Workdir = path.Clean("/" + cmp.Or(s.Workdir, img.Config.Workdir))
+	s.StopSignal = cmp.Or(s.StopSignal, img.Config.StopSignal)
+	s.Hostname = cmp.Or(s.Hostname, short(s.ID))
+	if len(s.Hostname) > 63 {
+		return s, fmt.Errorf("%w: hostname %q is longer than 63 bytes", ErrInvalid, s.Hostname)
+	}
+	if img.Config.Labels != nil {
+		labels := maps.Clone(img.Config.Labels)
+		maps.Copy(labels, s.Labels)
+		s.Labels = labels
+	}
+	s.Network.Mode = cmp.Or(s.Network.Mode, NetworkBridge)
+	switch s.Network.Mode {
+	case NetworkNone, NetworkHost, NetworkBridge:
+	default:
+		return s, fmt.Errorf("%w: network %q: choose none, host or bridge", ErrInvalid, s.Network.Mode)
+	}
+	if s.Network.Mode != NetworkBridge && (len(s.Network.Ports) > 0 || s.Network.Group != "") {
+		return s, fmt.Errorf("%w: ports and network groups need --network bridge", ErrInvalid)
+	}
+	for _, m := range s.Mounts {
+		if err := checkMount(m); err != nil {
+			return s, err
+		}
+	}
+	r := s.Resources
+	if r.Memory < 0 || r.CPUs < 0 || r.Pids < 0 {
+		return s, fmt.Errorf("%w: a limit is negative", ErrInvalid)
+	}
+	// The kernel's own minimum for a process to start at all, and Docker's.
+	if r.Memory > 0 && r.Memory < 6<<20 {
+		return s, fmt.Errorf("%w: memory limit below 6 MiB", ErrInvalid)
+	}
+	return s, nil
+}
+
+func checkMount(m Mount) error {
+	if !path.IsAbs(m.Target) || path.Clean(m.Target) == "/" {
+		return fmt.Errorf("%w: mount target %q must be an absolute path other than /", ErrInvalid, m.Target)
+	}
+	if m.Type != "bind" {
+		return nil
+	}
+	if !filepath.IsAbs(m.Source) {
+		return fmt.Errorf("%w: bind source %q must be an absolute path", ErrInvalid, m.Source)
+	}
+	if _, err := os.Stat(m.Source); errors.Is(err, os.ErrNotExist) {
+		return hint(fmt.Errorf("bind source %s: %w", m.Source, ErrNotFound), "Create it first: agentbox does not make host directories.")
+	} else if err != nil {
+		return err
+	}
+	return nil
+}
+
+// mergeEnv lets later settings of a variable replace earlier ones.
+func mergeEnv(layers ...[]string) []string {
+	var out []string
+	at := map[string]int{}
+	for _, kv := range slices.Concat(layers...) {
+		k, _, _ := strings.Cut(kv, "=")
+		if i, ok := at[k]; ok {
+			out[i] = kv
+			continue
+		}
+		at[k] = len(out)
+		out = append(out, kv)
+	}
+	return out
+}
+
+// Start starts a created or exited sandbox.
+func (e *Engine) Start(ctx context.Context, ref string, streams *Streams) (wait func() error, err error) {
+	defer func() { err = fail("start", ref, err) }()
+	sb, err := e.acquire(ctx, ref, "start", lockWait)
+	if err != nil {
+		return nil, err
+	}
+	defer sb.lock.Unlock()
+	s, err := spec(sb.Sandbox)
+	if err != nil {
+		return nil, err
+	}
+	c, err := e.backend.Inspect(ctx, sb.ID)
+	if err != nil {
+		return nil, err
+	}
+	if c.Status == Running || c.Status == Paused {
+		return nil, fmt.Errorf("%w: it is %s", ErrState, c.Status)
+	}
+	if streams != nil && s.AutoRemove {
+		if err := e.hold(ctx, sb.ID); err != nil {
+			return nil, err
+		}
+	}
+	err = e.intent(ctx, store.Intent{Op: opStart, Sandbox: sb.ID}, nil, func(int64) error {
+		if err := failpoint.Hit("start.before-backend"); err != nil {
+			return err
+		}
+		wait, err = e.backend.Start(ctx, sb.ID, StartOptions{Streams: streams, Env: identity(s, sb.Attempt)})
+		if err != nil {
+			return err
+		}
+		return failpoint.Hit("start.after-backend")
+	})
+	if err != nil {
+		e.release(sb.ID)
+		return nil, err
+	}
+	e.log.Info("started", "sandbox", sb.ID)
+	return wait, nil
+}
+
+// inState finds a sandbox and checks that it is in one of the given states.
+func (e *Engine) inState(ctx context.Context, ref string, states ...Status) (store.Sandbox, Container, error) {
+	sb, err := e.store.Sandbox(ctx, ref)
+	if err != nil {
+		return sb, Container{}, err
+	}
+	c, err := e.backend.Inspect(ctx, sb.ID)
+	if err != nil {
+		return sb, c, err
+	}
+	if !slices.Contains(states, c.Status) {
+		return sb, c, fmt.Errorf("%w: it is %s", ErrState, c.Status)
+	}
+	return sb, c, nil
+}
+
+// Attach connects streams to a running sandbox's first process.
+func (e *Engine) Attach(ctx context.Context, ref string, streams Streams) error {
+	sb, _, err := e.inState(ctx, ref, Running)
+	if err == nil {
+		err = e.backend.Attach(ctx, sb.ID, streams)
+	}
+	if errors.Is(err, ErrDetached) {
+		return ErrDetached
+	}
+	return fail("attach", ref, err)
+}
+
+// Exec runs one more process in a running sandbox.
+func (e *Engine) Exec(ctx context.Context, ref string, p Process, streams Streams) (int, error) {
+	if len(p.Args) == 0 {
+		return 0, fail("exec", ref, fmt.Errorf("%w: no command", ErrInvalid))
+	}
+	sb, _, err := e.inState(ctx, ref, Running)
+	if err != nil {
+		return 0, fail("exec", ref, err)
+	}
+	exit, err := e.backend.Exec(ctx, sb.ID, p, streams)
+	if errors.Is(err, ErrDetached) {
+		return exit, ErrDetached
+	}
+	return exit, fail("exec", ref, err)
+}
+
+// Wait blocks until the sandbox has exited.
+func (e *Engine) Wait(ctx context.Context, ref string) (int, error) {
+	sb, err := e.store.Sandbox(ctx, ref)
+	if err != nil {
+		return 0, fail("wait", ref, err)
+	}
+	exit, err := e.backend.Wait(ctx, sb.ID)
+	return exit, fail("wait", ref, err)
+}
+
+// Logs writes what the sandbox's processes printed.
+func (e *Engine) Logs(ctx context.Context, ref string, opts LogOptions, stdout, stderr io.Writer) error {
+	sb, err := e.store.Sandbox(ctx, ref)
+	if err != nil {
+		return fail("logs", ref, err)
+	}
+	return fail("logs", ref, e.backend.Logs(ctx, sb.ID, opts, stdout, stderr))
+}
+
+// Kill sends a signal to the sandbox's first process.
+func (e *Engine) Kill(ctx context.Context, ref, signal string) (err error) {
+	defer func() { err = fail("kill", ref, err) }()
+	sb, c, err := e.inState(ctx, ref, Running, Paused)
+	if err != nil {
+		return err
+	}
+	if c.Status == Paused && isKill(signal) {
+		// A frozen process dies only once it thaws; Stop sees to both.
+		return e.stop(ctx, sb.ID, StopOptions{})
+	}
+	return c.Runtime.Kill(ctx, cmp.Or(signal, "KILL"), false)
+}
+
+func isKill(signal string) bool {
+	switch strings.TrimPrefix(strings.ToUpper(signal), "SIG") {
+	case "", "KILL", "9":
+		return true
+	}
+	return false
+}
+
+// Stop ends the sandbox's processes. A stopped sandbox is left as it is.
+func (e *Engine) Stop(ctx context.Context, ref string, timeout time.Duration) error {
+	if timeout < 0 {
+		timeout = stopTimeout
+	}
+	return fail("stop", ref, e.stop(ctx, ref, StopOptions{Timeout: timeout}))
+}
+
+func (e *Engine) stop(ctx context.Context, ref string, opts StopOptions) error {
+	sb, err := e.acquire(ctx, ref, "stop", lockWait)
+	if err != nil {
+		return err
+	}
+	err = failpoint.Hit("stop.before-backend")
+	if err == nil {
+		err = e.backend.Stop(ctx, sb.ID, opts)
+	}
+	if err == nil {
+		e.log.Info("stopped", "sandbox", sb.ID)
+	}
+	sb.lock.Unlock()
+	return err
+}
+
+// Pause freezes every process of a running sandbox.
+func (e *Engine) Pause(ctx context.Context, ref string) error {
+	return fail("pause", ref, e.freeze(ctx, ref, Running))
+}
+
+// Unpause thaws a paused sandbox.
+func (e *Engine) Unpause(ctx context.Context, ref string) error {
+	return fail("unpause", ref, e.freeze(ctx, ref, Paused))
+}
+
+// freeze turns a running sandbox into a paused one and the other way round.
+func (e *Engine) freeze(ctx context.Context, ref string, from Status) error {
+	sb, err := e.acquire(ctx, ref, "pause", lockWait)
+	if err != nil {
+		return err
+	}
+	_, c, err := e.inState(ctx, sb.ID, from)
+	if err == nil {
+		if from == Running {
+			err = c.Runtime.Pause(ctx)
+		} else {
+			err = c.Runtime.Resume(ctx)
+		}
+	}
+	sb.lock.Unlock()
+	return err
+}
+
+// Remove frees all a sandbox has. Its checkpoints stay unless asked for.
+func (e *Engine) Remove(ctx context.Context, ref string, opts RemoveOptions) (err error) {
+	defer func() { err = fail("rm", ref, err) }()
+	sb, err := e.acquire(ctx, ref, "rm", lockWait)
+	if err != nil {
+		return err
+	}
+	defer sb.lock.Unlock()
+	c, err := e.backend.Inspect(ctx, sb.ID)
+	if err != nil && !errors.Is(err, ErrNotFound) {
+		return err
+	}
+	if (c.Status == Running || c.Status == Paused) && !opts.Force {
+		return hint(fmt.Errorf("%w: it is %s", ErrState, c.Status), "Stop it first, or remove it with --force.")
+	}
+	defer e.release(sb.ID)
+	return e.remove(ctx, sb.ID, opts.Checkpoints)
+}
+
+// removal is the journal's data of a removal.
+type removal struct {
+	Checkpoints bool `json:"checkpoints"`
+}
+
+// remove takes a sandbox away; its lock is held. Once begun it is always
+// finished, if need be by Recover.
+func (e *Engine) remove(ctx context.Context, id string, checkpoints bool) error {
+	data, err := json.Marshal(removal{checkpoints})
+	if err != nil {
+		return err
+	}
+	seq, err := e.store.Begin(ctx, store.Intent{Op: opRemove, Sandbox: id, Data: data})
+	if err != nil {
+		return err
+	}
+	if err := e.finishRemove(ctx, id, checkpoints); err != nil {
+		return err // the intent stays: Recover tries again
+	}
+	e.log.Info("removed", "sandbox", id)
+	return e.store.Done(context.WithoutCancel(ctx), seq)
+}
+
+func (e *Engine) finishRemove(ctx context.Context, id string, checkpoints bool) error {
+	if err := failpoint.Hit("remove.before-backend"); err != nil {
+		return err
+	}
+	if err := e.backend.Remove(ctx, id); err != nil {
+		return err
+	}
+	if err := failpoint.Hit("remove.after-backend"); err != nil {
+		return err
+	}
+	if checkpoints {
+		list, err := e.store.Checkpoints(ctx, store.Filter{SandboxID: id, All: true})
+		if err != nil {
+			return err
+		}
+		for _, ck := range list {
+			if err := e.store.RemoveCheckpoint(ctx, ck.ID); err != nil {
+				return err
+			}
+		}
+		if err := failpoint.Hit("remove.after-checkpoints"); err != nil {
+			return err
+		}
+	}
+	if err := e.store.DeleteSandbox(ctx, id); err != nil {
+		return err
+	}
+	return failpoint.Hit("remove.after-row")
+}
+
+// Reap frees what an exited sandbox still holds, and the sandbox itself when
+// it was started with AutoRemove. The backend's monitor calls it after every
+// exit; it does nothing when the sandbox runs again or is gone.
+func (e *Engine) Reap(ctx context.Context, id string) (err error) {
+	defer func() { err = fail("reap", id, err) }()
+	hold, err := e.store.Lock(ctx, holdName(id), "reap", -1)
+	if err != nil {
+		return err
+	}
+	defer hold.Unlock()
+	sb, err := e.acquire(ctx, id, "reap", time.Minute)
+	if errors.Is(err, ErrNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer sb.lock.Unlock()
+	c, err := e.backend.Inspect(ctx, id)
+	if err != nil || c.Status != Exited {
+		return err
+	}
+	s, err := spec(sb.Sandbox)
+	if err != nil {
+		return err
+	}
+	if s.AutoRemove {
+		return e.remove(ctx, id, false)
+	}
+	return e.backend.Stop(ctx, id, StopOptions{})
+}

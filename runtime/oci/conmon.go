@@ -1,0 +1,295 @@
+package oci
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// logLimit is the size at which conmon starts the log anew. Conmon counts what
+// it wrote itself, so trimLog bounds what it appends to. Together a log stays
+// below 96 MiB; older lines are lost.
+const (
+	logLimit = 64 << 20
+	logKept  = 32 << 20
+)
+
+// launch is one conmon to start.
+type launch struct {
+	id      string // of the container
+	session string // of the exec session; empty for the container itself
+	bundle  string // where its files are
+	dir     string // its working directory
+	runtime string
+	args    []string
+	attach  bool // exec only: nothing runs before begin
+}
+
+// conmon is a monitor that was started and the pipes to it.
+type conmon struct {
+	bundle string
+	sync   *bufio.Reader // its reports
+	syncf  *os.File
+	start  *os.File // we write, or close: it goes on
+	attach *os.File // it reports that its attach socket is there
+	done   chan error
+}
+
+// report is a line on the sync pipe: a pid, then, from an exec, an exit code;
+// negative with a message if the runtime failed.
+type report struct {
+	Data    int    `json:"data"`
+	Message string `json:"message"`
+}
+
+// launch starts a conmon, which detaches itself at once. Should agentbox die
+// meanwhile, each of conmon's reads from our pipes ends and each of its writes
+// fails, so that it never waits for us.
+func (b *Backend) launch(ctx context.Context, l launch) (c *conmon, err error) {
+	unique := l.id
+	if l.session != "" {
+		unique = l.session
+	}
+	args := append([]string{
+		"--api-version", "1", "-c", l.id, "-u", unique, "-r", l.runtime, "-b", l.bundle,
+		"-p", filepath.Join(l.bundle, "pid"), "-P", filepath.Join(l.bundle, "conmon.pid"),
+		"--full-attach", "--no-sync-log", "--log-level", "error",
+		"--runtime-arg", "--root", "--runtime-arg", b.ociRoot(),
+		"--runtime-arg", "--log", "--runtime-arg", filepath.Join(l.bundle, "oci.log"),
+		"--runtime-arg", "--log-format", "--runtime-arg", "json",
+	}, l.args...)
+	cmd := exec.Command(b.conmon, args...)
+	cmd.Dir = l.dir
+	cmd.Env = b.environ()
+	// A session of its own: an interrupt typed at our terminal is not for it.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	stderr, err := os.Create(filepath.Join(l.bundle, "conmon.log"))
+	if err != nil {
+		return nil, err
+	}
+	defer stderr.Close()
+	cmd.Stderr = stderr
+
+	c = &conmon{bundle: l.bundle, done: make(chan error, 1)}
+	var theirs []*os.File
+	defer func() {
+		for _, f := range theirs {
+			_ = f.Close()
+		}
+		if err != nil {
+			c.close()
+		}
+	}()
+	pipe := func(name string, weRead bool) (*os.File, error) {
+		r, w, err := os.Pipe()
+		if err != nil {
+			return nil, err
+		}
+		ours, their := r, w
+		if !weRead {
+			ours, their = w, r
+		}
+		cmd.Env = append(cmd.Env, name+"="+strconv.Itoa(3+len(theirs)))
+		theirs = append(theirs, their)
+		return ours, nil
+	}
+	if c.syncf, err = pipe("_OCI_SYNCPIPE", true); err != nil {
+		return nil, err
+	}
+	if c.start, err = pipe("_OCI_STARTPIPE", false); err != nil {
+		return nil, err
+	}
+	if l.attach {
+		if c.attach, err = pipe("_OCI_ATTACHPIPE", true); err != nil {
+			return nil, err
+		}
+	}
+	cmd.ExtraFiles = theirs
+	if err := cmd.Start(); err != nil {
+		return nil, fmt.Errorf("start conmon: %w", err)
+	}
+	c.sync = bufio.NewReaderSize(c.syncf, 64<<10)
+	b.adoptMonitor(cmd.Process.Pid)
+	go func() { c.done <- cmd.Wait() }()
+	return c, c.proceed()
+}
+
+// environ is all that conmon and the runtime get to see. TMPDIR is where
+// conmon puts the socket over which runc hands a terminal to it; the name must
+// fit into a socket address.
+func (b *Backend) environ() []string {
+	tmp := filepath.Join(b.run, "tmp")
+	if len(tmp) > 80 {
+		tmp = "/tmp"
+	}
+	path := os.Getenv("PATH")
+	if path == "" {
+		path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+	}
+	env := []string{"PATH=" + path, "TMPDIR=" + tmp, "AGENTBOX_RUN=" + b.run, "AGENTBOX_RUNTIME=" + b.oci}
+	return env
+}
+
+// proceed lets conmon pass a point where it waits for us.
+func (c *conmon) proceed() error {
+	if _, err := c.start.Write([]byte{0}); err != nil && !errors.Is(err, syscall.EPIPE) {
+		return err
+	}
+	return nil
+}
+
+// begin lets an exec whose attach socket we are connected to run.
+func (c *conmon) begin() error {
+	err := c.proceed()
+	return errors.Join(err, c.start.Close())
+}
+
+// ready waits until the attach socket of an exec is there.
+func (c *conmon) ready(ctx context.Context) error {
+	_, err := c.read(ctx, c.attach, bufio.NewReader(c.attach))
+	return err
+}
+
+// report reads the next line of conmon's reports.
+func (c *conmon) report(ctx context.Context) (report, error) {
+	return c.read(ctx, c.syncf, c.sync)
+}
+
+func (c *conmon) read(ctx context.Context, f *os.File, r *bufio.Reader) (report, error) {
+	stop := context.AfterFunc(ctx, func() { _ = f.SetReadDeadline(time.Unix(1, 0)) })
+	defer stop()
+	var rep report
+	line, err := r.ReadSlice('\n')
+	if ctx.Err() != nil {
+		return rep, ctx.Err()
+	}
+	if err != nil {
+		return rep, c.failure(err)
+	}
+	// Conmon escapes most control characters, not all.
+	line = bytes.Map(func(r rune) rune {
+		if r < ' ' {
+			return ' '
+		}
+		return r
+	}, line)
+	if err := json.Unmarshal(line, &rep); err != nil {
+		return rep, fmt.Errorf("report of conmon %q: %w", line, err)
+	}
+	return rep, nil
+}
+
+// failure explains why conmon hung up without a word.
+func (c *conmon) failure(err error) error {
+	said, _, _ := readSmall(filepath.Join(c.bundle, "conmon.log"))
+	if msg := lastRuntimeError(filepath.Join(c.bundle, "oci.log")); msg != "" {
+		said = append(said, msg...)
+	}
+	if text := strings.TrimSpace(string(said)); text != "" {
+		return fmt.Errorf("conmon failed: %s", text)
+	}
+	if errors.Is(err, io.EOF) {
+		return errors.New("conmon ended without a report")
+	}
+	return fmt.Errorf("read from conmon: %w", err)
+}
+
+// close hangs up. Conmon goes on with what it was told.
+func (c *conmon) close() {
+	for _, f := range []*os.File{c.syncf, c.start, c.attach} {
+		if f != nil {
+			_ = f.Close()
+		}
+	}
+}
+
+// lastRuntimeError finds the last error in a runtime's JSON log.
+func lastRuntimeError(path string) string {
+	data, _, err := readSmall(path)
+	if err != nil {
+		return ""
+	}
+	last := ""
+	for line := range bytes.Lines(data) {
+		var entry struct{ Level, Msg string }
+		if json.Unmarshal(line, &entry) == nil && (entry.Level == "error" || entry.Level == "fatal") {
+			last = entry.Msg
+		}
+	}
+	return last
+}
+
+// What runc and crun say when the command itself is at fault.
+var (
+	notFound      = regexp.MustCompile(`executable file .*not found in \$PATH|exec: "[^\n]*": (?:stat [^\n]*: )?no such file or directory`)
+	notExecutable = regexp.MustCompile(`exec: "[^\n]*": (?:permission denied|is a directory|exec format error)|open executable: |chdir to cwd`)
+)
+
+// commandError turns a runtime's complaint into an error: an *ExecError when
+// the command cannot be executed, with the code that a shell would give.
+func commandError(p []string, msg string) error {
+	msg = strings.TrimSpace(msg)
+	command := ""
+	if len(p) > 0 {
+		command = p[0]
+	}
+	code, why := 0, ""
+	switch {
+	case notFound.MatchString(msg):
+		code, why = 127, "not found in the sandbox"
+	case strings.Contains(msg, "chdir to cwd"):
+		return &runtime.ExecError{Command: command, Code: 126, Err: errors.New("working directory: " + tail(msg))}
+	case notExecutable.MatchString(msg):
+		code, why = 126, "cannot be executed: "+tail(msg)
+	default:
+		return errors.New(msg)
+	}
+	return &runtime.ExecError{Command: command, Code: code, Err: fmt.Errorf("%s: %s", command, why)}
+}
+
+// tail is the reason at the end of a chain of wrapped messages.
+func tail(msg string) string {
+	if i := strings.LastIndex(msg, ": "); i >= 0 {
+		return msg[i+2:]
+	}
+	return msg
+}
+
+// callError is what the runtime said when it failed.
+type callError struct{ verb, said string }
+
+func (e *callError) Error() string { return e.verb + ": " + e.said }
+
+// call runs the runtime itself: what conmon does not do for us.
+func (b *Backend) call(ctx context.Context, program string, args ...string) error {
+	cmd := exec.CommandContext(ctx, program, append([]string{"--root", b.ociRoot()}, args...)...)
+	cmd.Env = b.environ()
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	cmd.WaitDelay = grace
+	out, err := cmd.CombinedOutput()
+	if err == nil {
+		return nil
+	}
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	var exit *exec.ExitError
+	if errors.As(err, &exit) && len(out) > 0 {
+		return &callError{filepath.Base(program) + " " + args[0], strings.TrimSpace(string(out))}
+	}
+	return fmt.Errorf("%s %s: %w", filepath.Base(program), args[0], err)
+}

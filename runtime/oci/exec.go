@@ -1,0 +1,208 @@
+package oci
+
+import (
+	"cmp"
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// Exec runs one more process in a running container, under a conmon of its
+// own. If ctx ends while it is attached, the process is killed, since no one
+// is there for it any more; a detached one goes on.
+func (b *Backend) Exec(ctx context.Context, id string, p runtime.Process, streams runtime.Streams) (exit int, err error) {
+	v, err := b.look(ctx, id)
+	if err != nil {
+		return 0, err
+	}
+	if v.status != runtime.Running {
+		return 0, fmt.Errorf("container %s is %s: %w", id, v.status, fault.ErrState)
+	}
+	var size *runtime.Size
+	if p.Terminal && !p.Detach {
+		size = firstSize(ctx, streams.Resize)
+	}
+	b.sweepExecs(id)
+	dir, err := b.execDir(v, p, size)
+	if err != nil {
+		return 0, err
+	}
+	s := &session{b: b, view: v, p: p, streams: streams, size: size, dir: dir}
+	exit, err = s.run(ctx)
+	if !p.Detach && !errors.Is(err, runtime.ErrDetached) {
+		err = errors.Join(err, os.RemoveAll(dir))
+	}
+	return exit, err
+}
+
+// session is an exec on its way.
+type session struct {
+	b       *Backend
+	view    view
+	p       runtime.Process
+	streams runtime.Streams
+	size    *runtime.Size
+	dir     string
+}
+
+// execDir makes the directory of a new session, with its process section.
+func (b *Backend) execDir(v view, p runtime.Process, size *runtime.Size) (_ string, err error) {
+	id := v.Spec.ID
+	first, ok := b.first(id, v.run.Number)
+	if !ok {
+		return "", fmt.Errorf("container %s has ended: %w", id, fault.ErrState)
+	}
+	defer first.close()
+	root, err := first.root()
+	if err != nil {
+		return "", err
+	}
+	defer root.Close()
+	p.User = cmp.Or(p.User, v.Spec.User)
+	p.Workdir = cmp.Or(p.Workdir, v.Spec.Workdir)
+	proc, err := b.process(root, v.Spec, v.run.Env, p, size)
+	if err != nil {
+		return "", err
+	}
+	data, err := json.Marshal(proc)
+	if err != nil {
+		return "", err
+	}
+	var name [8]byte
+	_, _ = rand.Read(name[:])
+	dir := b.runDir(id, "exec", hex.EncodeToString(name[:]))
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return "", err
+	}
+	if err := writeFile(filepath.Join(dir, "process.json"), data, 0o600, false); err != nil {
+		return "", errors.Join(err, os.RemoveAll(dir))
+	}
+	return dir, nil
+}
+
+// run starts conmon and sees the session through.
+func (s *session) run(ctx context.Context) (exit int, err error) {
+	args := []string{"-e", "--exec-process-spec", filepath.Join(s.dir, "process.json"), "-l", "none"}
+	switch {
+	case s.p.Terminal:
+		args = append(args, "-t")
+	case s.streams.Stdin != nil && !s.p.Detach:
+		args = append(args, "-i")
+	}
+	if !s.p.Detach {
+		args = append(args, "--exec-attach")
+	}
+	if err := failpoint.Hit("oci.exec.after-dir"); err != nil {
+		return 0, err
+	}
+	c, err := s.b.launch(ctx, launch{
+		id: s.view.Spec.ID, session: filepath.Base(s.dir), bundle: s.dir, dir: s.dir,
+		runtime: s.b.oci, args: args, attach: !s.p.Detach,
+	})
+	if err != nil {
+		return 0, err
+	}
+	defer c.close()
+	var a *attachment
+	defer func() { a.close() }()
+	if !s.p.Detach {
+		if err := c.ready(ctx); err != nil {
+			return 0, err
+		}
+		if a, err = connect(ctx, s.dir, s.streams, s.p.Terminal, s.size); err != nil {
+			return 0, err
+		}
+		a.endInput = true
+		a.serve()
+		if err := c.begin(); err != nil {
+			return 0, err
+		}
+	}
+	rep, err := c.report(ctx)
+	if err != nil {
+		s.abort()
+		return 0, err
+	}
+	if rep.Data <= 0 {
+		return 0, s.refused(rep.Message)
+	}
+	if err := failpoint.Hit("oci.exec.after-start"); err != nil || s.p.Detach {
+		return 0, err
+	}
+	if err := a.wait(); err != nil {
+		if ctx.Err() != nil {
+			s.abort()
+		}
+		return 0, err
+	}
+	rep, err = c.report(ctx)
+	if err != nil {
+		return 0, err
+	}
+	if rep.Data < 0 {
+		return 0, s.refused(rep.Message)
+	}
+	return rep.Data, nil
+}
+
+// abort kills what was started. Before there is a process, that is conmon,
+// with which the runtime's call ends.
+func (s *session) abort() {
+	if pid, ok := pidFile(filepath.Join(s.dir, "pid")); ok {
+		if p, err := openProcess(pid); err == nil {
+			defer p.close()
+			if p.inCgroup(s.view.Spec.ID) {
+				_ = p.kill(unix.SIGKILL)
+				return
+			}
+		}
+	}
+	if p, ok := monitor(s.dir); ok {
+		_ = p.kill(unix.SIGKILL)
+		p.close()
+	}
+}
+
+// refused explains why the runtime did not start the process.
+func (s *session) refused(msg string) error {
+	for _, gone := range []string{"does not exist", "stopped container", "paused container", "not running"} {
+		if strings.Contains(msg, gone) {
+			return fmt.Errorf("container %s: %w: %s", s.view.Spec.ID, fault.ErrState, strings.TrimSpace(msg))
+		}
+	}
+	return commandError(s.p.Args, msg)
+}
+
+// fresh is how old a session's directory may be without a conmon in it.
+const fresh = time.Minute
+
+// sweepExecs removes what sessions left that ended with no one attached.
+func (b *Backend) sweepExecs(id string) {
+	entries, err := os.ReadDir(b.runDir(id, "exec"))
+	if err != nil {
+		return
+	}
+	for _, e := range entries {
+		dir := b.runDir(id, "exec", e.Name())
+		if p, ok := monitor(dir); ok {
+			p.close()
+			continue
+		}
+		if st, err := e.Info(); err == nil && time.Since(st.ModTime()) > fresh {
+			_ = os.RemoveAll(dir)
+		}
+	}
+}

@@ -1,0 +1,207 @@
+package oci
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path"
+	"slices"
+	"strings"
+	"sync"
+
+	"github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/oci/network"
+)
+
+// mounts lists everything that is mounted over the root filesystem. Sources
+// of binds stay under the same path for the sandbox's whole life, because CRIU
+// looks for them there when it restores.
+func (b *Backend) mounts(s runtime.Spec) ([]specs.Mount, error) {
+	list := []specs.Mount{
+		{Destination: "/proc", Type: "proc", Source: "proc", Options: []string{"nosuid", "noexec", "nodev"}},
+		{Destination: "/dev", Type: "tmpfs", Source: "tmpfs", Options: []string{"nosuid", "strictatime", "mode=755", "size=65536k"}},
+		{Destination: "/dev/pts", Type: "devpts", Source: "devpts", Options: []string{"nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"}},
+		{Destination: "/sys", Type: "sysfs", Source: "sysfs", Options: []string{"nosuid", "noexec", "nodev", "ro"}},
+		{Destination: "/sys/fs/cgroup", Type: "cgroup", Source: "cgroup", Options: []string{"nosuid", "noexec", "nodev", "relatime", "ro"}},
+		{Destination: "/dev/mqueue", Type: "mqueue", Source: "mqueue", Options: []string{"nosuid", "noexec", "nodev"}},
+		{Destination: "/dev/shm", Type: "tmpfs", Source: "shm", Options: []string{"nosuid", "noexec", "nodev", "mode=1777", "size=67108864"}},
+	}
+	for _, name := range []string{"resolv.conf", "hostname", "hosts"} {
+		list = append(list, specs.Mount{
+			Destination: "/etc/" + name, Type: "bind", Source: b.dir(s.ID, "etc", name), Options: []string{"rbind", "rprivate"},
+		})
+	}
+	if s.Init {
+		list = append(list, specs.Mount{
+			Destination: initPath, Type: "bind", Source: b.dir(s.ID, "init"), Options: []string{"bind", "ro", "rprivate"},
+		})
+	}
+	own, err := userMounts(s.Mounts)
+	if err != nil {
+		return nil, err
+	}
+	// A user's mount takes the place of a standard one at the same path.
+	list = slices.DeleteFunc(list, func(m specs.Mount) bool {
+		return slices.ContainsFunc(own, func(o specs.Mount) bool { return o.Destination == m.Destination })
+	})
+	return append(list, own...), nil
+}
+
+// userMounts checks and converts the spec's mounts, outer ones first, so that
+// none hides another.
+func userMounts(mounts []runtime.Mount) ([]specs.Mount, error) {
+	var list []specs.Mount
+	for _, m := range mounts {
+		target := path.Clean(m.Target)
+		if !path.IsAbs(target) || target == "/" {
+			return nil, fmt.Errorf("%w: mount target %q must be an absolute path other than /", fault.ErrInvalid, m.Target)
+		}
+		out := specs.Mount{Destination: target, Type: m.Type}
+		switch m.Type {
+		case "bind":
+			if _, err := os.Stat(m.Source); errors.Is(err, fs.ErrNotExist) {
+				return nil, fmt.Errorf("bind source %s: %w", m.Source, fault.ErrNotFound)
+			} else if err != nil {
+				return nil, fmt.Errorf("bind source: %w", err)
+			}
+			out.Source, out.Options = m.Source, []string{"rbind", "rprivate"}
+			if m.ReadOnly {
+				out.Options = append(out.Options, readOnly())
+			}
+		case "tmpfs":
+			opts, err := tmpfsOptions(m)
+			if err != nil {
+				return nil, err
+			}
+			out.Source, out.Options = "tmpfs", opts
+		default:
+			return nil, fmt.Errorf("%w: mount type %q", fault.ErrInvalid, m.Type)
+		}
+		list = append(list, out)
+	}
+	slices.SortStableFunc(list, func(a, b specs.Mount) int {
+		return strings.Count(a.Destination, "/") - strings.Count(b.Destination, "/")
+	})
+	return list, nil
+}
+
+// readOnly is the mount option that reaches the mounts below a bind's source
+// too, where the kernel has it (5.12).
+var readOnly = sync.OnceValue(func() string {
+	err := unix.MountSetattr(-1, "", unix.AT_EMPTY_PATH, &unix.MountAttr{})
+	if errors.Is(err, unix.ENOSYS) {
+		return "ro"
+	}
+	return "rro"
+})
+
+// tmpfsFlags and tmpfsKeys are the options that a tmpfs mount may carry.
+var (
+	tmpfsFlags = []string{
+		"ro", "rw", "exec", "noexec", "suid", "nosuid", "dev", "nodev", "atime", "noatime", "diratime", "nodiratime",
+		"relatime", "norelatime", "strictatime", "sync", "async",
+	}
+	tmpfsKeys = []string{"size", "nr_blocks", "nr_inodes", "mode", "uid", "gid"}
+)
+
+func tmpfsOptions(m runtime.Mount) ([]string, error) {
+	opts := []string{"noexec", "nosuid", "nodev"}
+	if m.ReadOnly {
+		opts = append(opts, "ro")
+	}
+	for opt := range strings.SplitSeq(m.Options, ",") {
+		if opt == "" {
+			continue
+		}
+		key, value, pair := strings.Cut(opt, "=")
+		if !pair && !slices.Contains(tmpfsFlags, opt) || pair && (value == "" || !slices.Contains(tmpfsKeys, key)) {
+			return nil, fmt.Errorf("%w: tmpfs option %q", fault.ErrInvalid, opt)
+		}
+		opts = append(opts, opt)
+	}
+	return opts, nil
+}
+
+// writeEtc writes the files that tell a container its name and its resolver.
+// One whose content is the same is left alone: a restored process may have it
+// open.
+func (b *Backend) writeEtc(s runtime.Spec, e network.Endpoint) error {
+	dir := b.dir(s.ID, "etc")
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return err
+	}
+	files := map[string][]byte{
+		"hostname":    []byte(s.Hostname + "\n"),
+		"hosts":       hosts(s, e),
+		"resolv.conf": resolver(e),
+	}
+	for name, want := range files {
+		path := b.dir(s.ID, "etc", name)
+		if have, _, err := readSmall(path); err == nil && bytes.Equal(have, want) {
+			continue
+		}
+		if err := writeFile(path, want, 0o644, false); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func hosts(s runtime.Spec, e network.Endpoint) []byte {
+	if s.Network.Mode == runtime.NetworkHost {
+		data, _, err := readSmall("/etc/hosts")
+		if err == nil {
+			return data
+		}
+	}
+	address := "127.0.1.1"
+	if e.Address.IsValid() {
+		address = e.Address.String()
+	}
+	return fmt.Appendf(nil, "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n"+
+		"fe00::\tip6-localnet\nff00::\tip6-mcastprefix\nff02::1\tip6-allnodes\nff02::2\tip6-allrouters\n%s\t%s\n", address, s.Hostname)
+}
+
+func resolver(e network.Endpoint) []byte {
+	var out []byte
+	if len(e.Search) > 0 {
+		out = fmt.Appendf(out, "search %s\n", strings.Join(e.Search, " "))
+	}
+	for _, server := range e.Nameservers {
+		out = fmt.Appendf(out, "nameserver %s\n", server)
+	}
+	if len(e.Options) > 0 {
+		out = fmt.Appendf(out, "options %s\n", strings.Join(e.Options, " "))
+	}
+	return out
+}
+
+// copyInit gives a sandbox its own copy of the init: a bind mount's source
+// that an upgrade of agentbox does not change under a checkpoint.
+func (b *Backend) copyInit(id string) (err error) {
+	src, err := os.Open(b.wrapper)
+	if err != nil {
+		return err
+	}
+	defer src.Close()
+	dst, err := os.OpenFile(b.dir(id, "init"), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o755)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, dst.Close()) }()
+	// Shares the blocks where the filesystem can.
+	if unix.IoctlFileClone(int(dst.Fd()), int(src.Fd())) == nil {
+		return nil
+	}
+	if _, err = io.Copy(dst, src); err != nil {
+		return err
+	}
+	return dst.Sync()
+}

@@ -1,0 +1,164 @@
+package network
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+
+	"github.com/google/nftables"
+	"github.com/google/nftables/expr"
+	"github.com/google/nftables/userdata"
+	"golang.org/x/sys/unix"
+)
+
+// A packet is forwarded only if no table drops it; accepting it in ours does
+// not help against another one. Docker, and many a firewall, let the table
+// "ip filter" (that of iptables-nft) drop by default whatever it was not told
+// to accept. So it is told, in Docker's chain for this, DOCKER-USER, or else
+// at the top of FORWARD:
+//
+//	to our bridges      accept; our own table has decided what may pass
+//	to Docker's bridges return; Docker decides which containers may be reached
+//	from our bridges    accept
+//
+// The rules are such as iptables itself writes, so that it can show them. For
+// an iptables of the old kind (x_tables) and for other tables there is only a
+// warning.
+
+// openFirewall adds what is missing and returns what it could not do.
+func (v *verb) openFirewall() (warnings []string, err error) {
+	c, err := v.openTables()
+	if err != nil {
+		return nil, err
+	}
+	chains, err := c.ListChainsOfTableFamily(nftables.TableFamilyUnspecified)
+	if err != nil {
+		return nil, fmt.Errorf("list nftables chains: %w", err)
+	}
+	var user, forward *nftables.Chain
+	for _, ch := range chains {
+		drops := ch.Hooknum != nil && *ch.Hooknum == *nftables.ChainHookForward && ch.Policy != nil && *ch.Policy == nftables.ChainPolicyDrop
+		switch {
+		case inFilter(ch) && ch.Name == "DOCKER-USER":
+			user = ch
+		case inFilter(ch) && ch.Name == "FORWARD":
+			if drops {
+				forward = ch
+			}
+		case drops && (ch.Table.Family == nftables.TableFamilyIPv4 || ch.Table.Family == nftables.TableFamilyINet):
+			warnings = append(warnings, fmt.Sprintf("The nftables chain %s of table %s drops forwarded packets by default; let it accept those from and to %s*, or sandboxes reach nothing outside.",
+				ch.Name, ch.Table.Name, v.m.bridge))
+		}
+	}
+	if legacyFilter() {
+		warnings = append(warnings, fmt.Sprintf("A legacy iptables filter table is in use; if its FORWARD chain drops, sandboxes reach nothing outside until you run: iptables-legacy -I FORWARD -i %[1]s+ -j ACCEPT; iptables-legacy -I FORWARD -o %[1]s+ -j ACCEPT.",
+			v.m.bridge))
+	}
+	target := user
+	if target == nil {
+		target = forward
+	}
+	if target == nil {
+		return warnings, nil
+	}
+	return warnings, v.permit(c, target)
+}
+
+func inFilter(ch *nftables.Chain) bool {
+	return ch.Table.Family == nftables.TableFamilyIPv4 && ch.Table.Name == "filter"
+}
+
+// permit makes our rules the first ones of the chain, once.
+func (v *verb) permit(c *nftables.Conn, ch *nftables.Chain) error {
+	want := []struct {
+		from, to string
+		verdict  expr.VerdictKind
+	}{ // in reverse, since each goes to the top
+		{v.m.bridge, "", expr.VerdictAccept},
+		{v.m.bridge, "br-", expr.VerdictReturn},
+		{v.m.bridge, "docker", expr.VerdictReturn},
+		{"", v.m.bridge, expr.VerdictAccept},
+	}
+	have, err := v.permitted(c, ch)
+	if err != nil {
+		return err
+	}
+	if len(have) == len(want) {
+		return nil
+	}
+	for _, r := range have {
+		if err := c.DelRule(r); err != nil {
+			return err
+		}
+	}
+	for _, w := range want {
+		var e []expr.Any
+		match := func(key expr.MetaKey, prefix string) {
+			if prefix != "" {
+				e = append(e, &expr.Meta{Key: key, Register: reg}, &expr.Cmp{Op: expr.CmpOpEq, Register: reg, Data: []byte(prefix)})
+			}
+		}
+		match(expr.MetaKeyIIFNAME, w.from)
+		match(expr.MetaKeyOIFNAME, w.to)
+		e = append(e, &expr.Counter{}, &expr.Verdict{Kind: w.verdict})
+		c.InsertRule(&nftables.Rule{Table: ch.Table, Chain: ch, Exprs: e, UserData: v.m.mark()})
+	}
+	if err := c.Flush(); err != nil {
+		return fmt.Errorf("let %s* through chain %s of table ip filter: %w", v.m.bridge, ch.Name, err)
+	}
+	return nil
+}
+
+// mark is the comment by which our rules are found again.
+func (m *Manager) mark() []byte {
+	return userdata.AppendString(nil, userdata.TypeComment, "agentbox "+m.tag)
+}
+
+func (v *verb) permitted(c *nftables.Conn, ch *nftables.Chain) ([]*nftables.Rule, error) {
+	rules, err := c.GetRules(ch.Table, ch)
+	if err != nil {
+		return nil, fmt.Errorf("list the rules of %s: %w", ch.Name, err)
+	}
+	rules = slices.DeleteFunc(rules, func(r *nftables.Rule) bool { return !bytes.Equal(r.UserData, v.m.mark()) })
+	for _, r := range rules {
+		r.Table, r.Chain = ch.Table, ch
+	}
+	return rules, nil
+}
+
+// closeFirewall takes back what openFirewall added.
+func (v *verb) closeFirewall(c *nftables.Conn) error {
+	chains, err := c.ListChainsOfTableFamily(nftables.TableFamilyIPv4)
+	if err != nil {
+		return fmt.Errorf("list nftables chains: %w", err)
+	}
+	var ours []*nftables.Rule
+	for _, ch := range chains {
+		if !inFilter(ch) || (ch.Name != "DOCKER-USER" && ch.Name != "FORWARD") {
+			continue
+		}
+		rules, err := v.permitted(c, ch)
+		if err != nil {
+			return err
+		}
+		ours = append(ours, rules...)
+	}
+	for _, r := range ours {
+		if err := c.DelRule(r); err != nil {
+			return err
+		}
+	}
+	if err := c.Flush(); err != nil && !errors.Is(err, unix.ENOENT) {
+		return fmt.Errorf("remove the rules from table ip filter: %w", err)
+	}
+	return nil
+}
+
+// legacyFilter reports whether the filter table of the old iptables is loaded.
+func legacyFilter() bool {
+	b, err := os.ReadFile("/proc/thread-self/net/ip_tables_names")
+	return err == nil && slices.Contains(strings.Fields(string(b)), "filter")
+}

@@ -1,0 +1,271 @@
+package oci
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"strconv"
+	"time"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// sizeWait is how long a start waits for the terminal's initial size, which
+// its caller is about to send.
+const sizeWait = 200 * time.Millisecond
+
+// Start starts a created or exited container, or has the wrapper restore it if
+// a restore is staged. ctx also bounds the attachment: when it ends, wait
+// returns its error; the container goes on.
+func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOptions) (wait func() error, err error) {
+	if err := checkID(id); err != nil {
+		return nil, err
+	}
+	unlock, err := b.lock(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	defer unlock()
+	v, err := b.look(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	if v.live() {
+		return nil, fmt.Errorf("container %s is %s: %w", id, v.status, fault.ErrState)
+	}
+	// What an exit or a killed start left, if no one has yet.
+	if err := b.settle(ctx, v); err != nil {
+		return nil, err
+	}
+	s := &starting{b: b, view: v, opts: opts, n: 1}
+	if runs, err := b.runs(id); err != nil {
+		return nil, err
+	} else if len(runs) > 0 {
+		s.n = runs[0] + 1
+	}
+	var undo undo
+	defer func() { undo.run(ctx, &err) }()
+	undo.add(func(ctx context.Context) error {
+		s.attached.close()
+		err := b.release(ctx, id, true)
+		return errors.Join(err, os.RemoveAll(b.runPath(id, s.n)))
+	})
+	if err := s.prepare(ctx); err != nil {
+		return nil, err
+	}
+	if err := s.create(ctx); err != nil {
+		return nil, err
+	}
+	if err := s.begin(ctx); err != nil {
+		return nil, err
+	}
+	b.prune(id)
+	if s.attached == nil {
+		return nil, nil
+	}
+	return s.attached.wait, nil
+}
+
+// starting is a Start on its way.
+type starting struct {
+	b        *Backend
+	view     view
+	opts     runtime.StartOptions
+	n        int // of the run
+	run      runRecord
+	size     *runtime.Size
+	attached *attachment
+}
+
+// prepare mounts the root filesystem, makes the network and writes the bundle.
+func (s *starting) prepare(ctx context.Context) error {
+	b, id := s.b, s.view.Spec.ID
+	s.run = runRecord{Number: s.n, Bundle: b.bundle(id, s.n), Env: s.opts.Env}
+	for _, dir := range []string{b.runPath(id, s.n), s.run.Bundle} {
+		if err := os.MkdirAll(dir, 0o700); err != nil {
+			return err
+		}
+	}
+	if err := b.mountRoot(s.view.record); err != nil {
+		return err
+	}
+	if err := failpoint.Hit("oci.start.after-mount"); err != nil {
+		return err
+	}
+	// Cut off until the processes are there: a peer's packet for a socket
+	// that is yet to be restored would be answered with a reset.
+	end, err := b.net.Prepare(ctx, id, s.view.Spec.Network)
+	if err != nil {
+		return err
+	}
+	for _, warning := range end.Warnings {
+		b.log.Warn(warning, "sandbox", id)
+	}
+	if end.Address.IsValid() {
+		s.run.Address = end.Address.String()
+	}
+	if err := failpoint.Hit("oci.start.after-network"); err != nil {
+		return err
+	}
+	if err := b.writeEtc(s.view.Spec, end); err != nil {
+		return err
+	}
+	if s.view.Spec.Terminal && s.opts.Streams != nil {
+		s.size = firstSize(ctx, s.opts.Streams.Resize)
+	}
+	if err := s.writeBundle(end.Path); err != nil {
+		return err
+	}
+	if err := b.trimLog(id); err != nil {
+		return err
+	}
+	if err := writeJSON(b.runPath(id, s.n, "run.json"), s.run, false); err != nil {
+		return err
+	}
+	return failpoint.Hit("oci.start.after-bundle")
+}
+
+func (s *starting) writeBundle(netns string) error {
+	b, id := s.b, s.view.Spec.ID
+	spec, err := b.bundleSpec(s.view.record, s.run, netns, s.size)
+	if err != nil {
+		return err
+	}
+	data, err := json.Marshal(spec)
+	if err != nil {
+		return err
+	}
+	if err := writeFile(b.bundle(id, s.n, "config.json"), data, 0o600, false); err != nil {
+		return err
+	}
+	// The annotation names it, so CRIU wants it to exist.
+	f, err := os.OpenFile(b.runDir(id, "criu.conf"), os.O_CREATE|os.O_WRONLY, 0o600)
+	if err != nil {
+		return err
+	}
+	return f.Close()
+}
+
+// create has conmon create, or restore, the container: its first process then
+// waits, or stands still.
+func (s *starting) create(ctx context.Context) error {
+	b, spec := s.b, s.view.Spec
+	args := []string{
+		// The path is relative, since conmon takes a colon in it for syntax.
+		"-l", "k8s-file:log", "--log-size-max", strconv.Itoa(logLimit),
+		"--persist-dir", b.runPath(spec.ID, s.n),
+	}
+	switch {
+	case spec.Terminal:
+		args = append(args, "-t")
+	case spec.OpenStdin:
+		args = append(args, "-i")
+	}
+	if b.self != "" {
+		for i, arg := range []string{b.self, "--root", b.root, "reap", spec.ID} {
+			if i == 0 {
+				args = append(args, "--exit-command", arg)
+				continue
+			}
+			args = append(args, "--exit-command-arg", arg)
+		}
+	}
+	c, err := b.launch(ctx, launch{id: spec.ID, bundle: s.run.Bundle, dir: b.dir(spec.ID), runtime: b.wrapper, args: args})
+	if err != nil {
+		return err
+	}
+	defer c.close()
+	rep, err := c.report(ctx)
+	if err != nil {
+		return err
+	}
+	if rep.Data <= 0 {
+		if rep.Message == "" {
+			return c.failure(nil)
+		}
+		return commandError(spec.Args, rep.Message)
+	}
+	return failpoint.Hit("oci.start.after-conmon")
+}
+
+// begin connects the streams and lets the command run, or the restored
+// processes go on.
+func (s *starting) begin(ctx context.Context) error {
+	b, id := s.b, s.view.Spec.ID
+	if s.opts.Streams != nil {
+		a, err := connect(ctx, s.run.Bundle, *s.opts.Streams, s.view.Spec.Terminal, s.size)
+		if err != nil {
+			return err
+		}
+		s.attached = a
+		a.endInput = true
+		a.serve()
+	}
+	if err := b.net.Connect(ctx, id); err != nil {
+		return err
+	}
+	if err := failpoint.Hit("oci.start.after-attach"); err != nil {
+		return err
+	}
+	err := b.call(ctx, b.wrapper, "start", id)
+	var said *callError
+	if errors.As(err, &said) {
+		return commandError(s.view.Spec.Args, said.Error())
+	}
+	if err != nil {
+		return err
+	}
+	if err := failpoint.Hit("oci.start.after-start"); err != nil {
+		return err
+	}
+	f, err := os.Create(b.runPath(id, s.n, "started"))
+	if err != nil {
+		return err
+	}
+	return f.Close()
+}
+
+// firstSize receives the initial size of a terminal.
+func firstSize(ctx context.Context, sizes <-chan runtime.Size) *runtime.Size {
+	if sizes == nil {
+		return nil
+	}
+	timer := time.NewTimer(sizeWait)
+	defer timer.Stop()
+	select {
+	case size, ok := <-sizes:
+		if ok {
+			return &size
+		}
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+	return nil
+}
+
+// mountRoot mounts a container's root filesystem at merged.
+func (b *Backend) mountRoot(rec record) error {
+	id := rec.Spec.ID
+	m := overlay.Mount{Lower: rec.Lower, Upper: b.dir(id, "upper"), Work: b.dir(id, "work"), Target: b.dir(id, "merged")}
+	return m.Mount()
+}
+
+// prune forgets all but the last few runs.
+func (b *Backend) prune(id string) {
+	const kept = 3
+	runs, err := b.runs(id)
+	if err != nil || len(runs) <= kept {
+		return
+	}
+	for _, n := range runs[kept:] {
+		if err := os.RemoveAll(b.runPath(id, n)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			b.log.Warn("forget an old run", "sandbox", id, "error", err)
+		}
+	}
+}

@@ -1,0 +1,273 @@
+package oci
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"time"
+
+	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// view is what is so of a container at one moment.
+type view struct {
+	record
+	status runtime.Status
+	run    runRecord // the run that status speaks of; zero when created
+	exit   exitRecord
+	start  time.Time
+	pid    int
+	dirty  []int // starts that were cut off half-way: to be cleared away
+}
+
+func (v view) live() bool { return v.status == runtime.Running || v.status == runtime.Paused }
+
+// look finds out a container's state.
+func (b *Backend) look(ctx context.Context, id string) (view, error) {
+	rec, err := b.load(id)
+	if err != nil {
+		return view{}, err
+	}
+	v := view{record: rec, status: runtime.Created}
+	runs, err := b.runs(id)
+	if err != nil {
+		return v, err
+	}
+	for _, n := range runs {
+		decided, err := b.lookRun(ctx, id, n, &v)
+		if decided || err != nil {
+			return v, err
+		}
+		v.dirty = append(v.dirty, n)
+	}
+	return v, nil
+}
+
+// lookRun fills in what run n says; it decides nothing when it never came to
+// run the command.
+func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decided bool, err error) {
+	run := runRecord{Number: n, Bundle: b.bundle(id, n)}
+	// One that a power loss cut short reads as empty, and is over anyway.
+	_ = readJSON(b.runPath(id, n, "run.json"), &run)
+	start, started := b.started(id, n)
+	done := func(status runtime.Status) (bool, error) {
+		if !started {
+			// agentbox was killed between the start and the note of it.
+			start = time.Now()
+			if st, err := os.Stat(b.bundle(id, n, "pid")); err == nil {
+				start = st.ModTime()
+			}
+		}
+		v.status, v.run, v.start = status, run, start
+		return true, nil
+	}
+	if exit, ok := b.exited(id, n); ok {
+		if !started && !b.born(id) {
+			return false, nil
+		}
+		v.exit = exit
+		return done(runtime.Exited)
+	}
+	p, ok := b.first(id, n)
+	if ok {
+		defer p.close()
+		frozen := b.frozen(id)
+		if b.unborn(id) || !started && frozen {
+			// runc has made it, or the wrapper has restored it, but no one
+			// has started it yet.
+			return false, nil
+		}
+		v.pid = p.pid
+		if frozen {
+			return done(runtime.Paused)
+		}
+		return done(runtime.Running)
+	}
+	if !started {
+		return false, nil
+	}
+	// It has ended, but conmon may still be draining its output.
+	soon, cancel := context.WithTimeout(ctx, grace)
+	defer cancel()
+	v.exit, err = b.awaitExit(soon, id, run)
+	if errors.Is(err, context.DeadlineExceeded) && ctx.Err() == nil {
+		v.exit, err = exitRecord{Code: unknownExit}, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	return done(runtime.Exited)
+}
+
+// unborn tells whether the runtime has made a container whose command waits
+// for its start: the fifo that the start opens is still there.
+func (b *Backend) unborn(id string) bool {
+	_, err := os.Lstat(filepath.Join(b.ociRoot(), id, "exec.fifo"))
+	return err == nil
+}
+
+// born tells whether the runtime knows a container that was started.
+func (b *Backend) born(id string) bool {
+	_, err := os.Lstat(filepath.Join(b.ociRoot(), id))
+	return err == nil && !b.unborn(id)
+}
+
+// awaitExit waits for the end of a run and returns how it ended. Conmon's exit
+// file counts, since conmon writes it once all output is in the log and on the
+// attached sockets. If conmon itself is gone, the end of the process counts.
+func (b *Backend) awaitExit(ctx context.Context, id string, run runRecord) (exitRecord, error) {
+	w, err := watch(b.runPath(id, run.Number))
+	if errors.Is(err, fs.ErrNotExist) {
+		return b.afterRemoval(id)
+	}
+	if err != nil {
+		return exitRecord{}, err
+	}
+	defer w.close()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	orphan := make(chan error, 1)
+	go func() { orphan <- b.awaitEnd(ctx, id, run) }()
+	for {
+		if exit, ok := b.exited(id, run.Number); ok {
+			return exit, nil
+		}
+		if _, err := os.Stat(b.runPath(id, run.Number)); errors.Is(err, fs.ErrNotExist) {
+			return b.afterRemoval(id)
+		}
+		select {
+		case <-w.events:
+		case err := <-orphan:
+			if err != nil {
+				return exitRecord{}, err
+			}
+			if exit, ok := b.exited(id, run.Number); ok {
+				return exit, nil
+			}
+			if _, err := os.Stat(b.runPath(id, run.Number)); errors.Is(err, fs.ErrNotExist) {
+				return b.afterRemoval(id)
+			}
+			return exitRecord{Code: unknownExit, Finished: time.Now()}, nil
+		case <-ctx.Done():
+			return exitRecord{}, ctx.Err()
+		}
+	}
+}
+
+// awaitEnd returns nil when neither conmon nor the first process of a run is
+// left.
+func (b *Backend) awaitEnd(ctx context.Context, id string, run runRecord) error {
+	if p, ok := monitor(run.Bundle); ok {
+		defer p.close()
+		if err := p.wait(ctx); err != nil {
+			return err
+		}
+	}
+	if p, ok := b.first(id, run.Number); ok {
+		defer p.close()
+		return p.wait(ctx)
+	}
+	return nil
+}
+
+// tombstone is where the exit code of a removed container stays for a while:
+// an automatic removal follows an exit faster than a waiter may read it.
+func (b *Backend) tombstone(id string) string { return filepath.Join(b.run, "exits", id) }
+
+func (b *Backend) afterRemoval(id string) (exitRecord, error) {
+	var exit exitRecord
+	if err := readJSON(b.tombstone(id), &exit); err != nil {
+		return exit, fmt.Errorf("container %s: %w", id, fault.ErrNotFound)
+	}
+	return exit, nil
+}
+
+// tombstoneAge is for how long a removed container's exit code is kept.
+const tombstoneAge = 10 * time.Minute
+
+// bury leaves a tombstone and clears old ones away.
+func (b *Backend) bury(id string, exit exitRecord) error {
+	entries, err := os.ReadDir(filepath.Join(b.run, "exits"))
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		if st, err := e.Info(); err == nil && time.Since(st.ModTime()) > tombstoneAge {
+			_ = os.Remove(b.tombstone(e.Name()))
+		}
+	}
+	return writeJSON(b.tombstone(id), exit, false)
+}
+
+// Inspect tells what is so now.
+func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, error) {
+	v, err := b.look(ctx, id)
+	if err != nil {
+		return runtime.Container{}, err
+	}
+	c := runtime.Container{
+		Status:  v.status,
+		Pid:     v.pid,
+		Started: v.start,
+		Upper:   b.dir(id, "upper"),
+		Runtime: criu.Runtime{Binary: b.oci, Root: b.ociRoot(), ID: id},
+	}
+	if v.live() {
+		c.Address = v.run.Address
+	}
+	if v.status == runtime.Exited {
+		c.ExitCode, c.Finished = v.exit.Code, v.exit.Finished
+	}
+	return c, nil
+}
+
+// Wait blocks until the container has exited. A container that was never
+// started is ErrState: there is no exit to wait for. One that was removed not
+// long ago still answers.
+func (b *Backend) Wait(ctx context.Context, id string) (int, error) {
+	v, err := b.look(ctx, id)
+	if errors.Is(err, fault.ErrNotFound) {
+		exit, err := b.afterRemoval(id)
+		return exit.Code, err
+	}
+	if err != nil {
+		return 0, err
+	}
+	switch v.status {
+	case runtime.Created:
+		return 0, fmt.Errorf("container %s was never started: %w", id, fault.ErrState)
+	case runtime.Exited:
+		return v.exit.Code, nil
+	}
+	exit, err := b.awaitExit(ctx, id, v.run)
+	return exit.Code, err
+}
+
+// List returns every id of which a file, a link or an address of ours exists.
+// Cgroups are not asked: they are the host's, and may be another root's.
+func (b *Backend) List(ctx context.Context) ([]string, error) {
+	ids, err := b.net.List(ctx)
+	if err != nil {
+		return nil, err
+	}
+	ids = slices.DeleteFunc(ids, func(id string) bool { return !idPattern.MatchString(id) })
+	for _, dir := range []string{filepath.Join(b.root, "sandboxes"), b.run, b.ociRoot()} {
+		entries, err := os.ReadDir(dir)
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return nil, err
+		}
+		for _, e := range entries {
+			if idPattern.MatchString(e.Name()) {
+				ids = append(ids, e.Name())
+			}
+		}
+	}
+	slices.Sort(ids)
+	return slices.Compact(ids), nil
+}

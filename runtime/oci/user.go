@@ -1,0 +1,97 @@
+package oci
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	pathrs "github.com/cyphar/filepath-securejoin/pathrs-lite"
+	"github.com/moby/sys/user"
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// account is who a process runs as.
+type account struct {
+	uid, gid uint32
+	groups   []uint32
+	home     string
+}
+
+// accountLimit bounds /etc/passwd and /etc/group, which the sandbox writes.
+const accountLimit = 4 << 20
+
+// openRoot pins a root filesystem, so that it cannot be exchanged between two
+// look-ups.
+func openRoot(path string) (*os.File, error) {
+	return os.OpenFile(path, unix.O_PATH|unix.O_DIRECTORY, 0)
+}
+
+// lookUser finds name|uid[:group|gid] in the account files of a root
+// filesystem. Nothing that they or their names say leads out of that root.
+func lookUser(root *os.File, who string) (account, error) {
+	passwd, err := readInRoot(root, "/etc/passwd")
+	if err != nil {
+		return account{}, err
+	}
+	group, err := readInRoot(root, "/etc/group")
+	if err != nil {
+		return account{}, err
+	}
+	u, err := user.GetExecUser(who, &user.ExecUser{Home: "/"}, bytes.NewReader(passwd), bytes.NewReader(group))
+	if err != nil {
+		return account{}, fmt.Errorf("%w: user %q: %w", fault.ErrInvalid, who, err)
+	}
+	a := account{uid: uint32(u.Uid), gid: uint32(u.Gid), home: u.Home}
+	// A line break in a hostile passwd cannot occur, but other control
+	// characters would make the variable unreadable.
+	if !filepath.IsAbs(a.home) || strings.ContainsFunc(a.home, func(r rune) bool { return r < ' ' }) {
+		a.home = "/"
+	}
+	// The primary group counts as a supplementary one too: otherwise a file
+	// mode that shuts that group out could be got round by giving it up.
+	a.groups = append(a.groups, a.gid)
+	for _, gid := range u.Sgids {
+		if !slices.Contains(a.groups, uint32(gid)) {
+			a.groups = append(a.groups, uint32(gid))
+		}
+	}
+	return a, nil
+}
+
+// readInRoot reads a regular file beneath root; a missing one is empty.
+func readInRoot(root *os.File, path string) ([]byte, error) {
+	handle, err := pathrs.OpenatInRoot(root, path)
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer handle.Close()
+	st, err := handle.Stat()
+	if err != nil {
+		return nil, err
+	}
+	if !st.Mode().IsRegular() {
+		// Opening a FIFO or a device would block, or worse.
+		return nil, fmt.Errorf("%w: %s in the sandbox is not a regular file", fault.ErrInvalid, path)
+	}
+	f, err := pathrs.Reopen(handle, unix.O_RDONLY|unix.O_NONBLOCK)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	data, err := io.ReadAll(io.LimitReader(f, accountLimit+1))
+	if err == nil && len(data) > accountLimit {
+		err = fmt.Errorf("%w: %s in the sandbox is larger than %d bytes", fault.ErrInvalid, path, accountLimit)
+	}
+	return data, err
+}

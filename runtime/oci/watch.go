@@ -1,0 +1,48 @@
+package oci
+
+import (
+	"fmt"
+	"os"
+
+	"golang.org/x/sys/unix"
+)
+
+// watcher tells that something changed in some directories or files: not what,
+// since its users look for themselves.
+type watcher struct {
+	f      *os.File
+	events chan struct{}
+}
+
+// watch begins to watch; what changed before is not told.
+func watch(paths ...string) (*watcher, error) {
+	fd, err := unix.InotifyInit1(unix.IN_NONBLOCK | unix.IN_CLOEXEC)
+	if err != nil {
+		return nil, fmt.Errorf("inotify: %w", err)
+	}
+	w := &watcher{os.NewFile(uintptr(fd), "inotify"), make(chan struct{}, 1)}
+	const mask = unix.IN_MODIFY | unix.IN_CREATE | unix.IN_MOVED_TO | unix.IN_DELETE | unix.IN_DELETE_SELF | unix.IN_MOVE_SELF | unix.IN_ATTRIB
+	for _, path := range paths {
+		if _, err := unix.InotifyAddWatch(fd, path, mask); err != nil {
+			w.close()
+			return nil, fmt.Errorf("watch %s: %w", path, err)
+		}
+	}
+	go w.read()
+	return w, nil
+}
+
+func (w *watcher) read() {
+	buf := make([]byte, 16<<10)
+	for {
+		if _, err := w.f.Read(buf); err != nil {
+			return
+		}
+		select {
+		case w.events <- struct{}{}:
+		default: // one is waiting already
+		}
+	}
+}
+
+func (w *watcher) close() { _ = w.f.Close() }

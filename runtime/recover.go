@@ -1,0 +1,257 @@
+package runtime
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// The verbs that leave an intent in the journal.
+const (
+	opCreate     = "create"
+	opStart      = "start"
+	opCheckpoint = "checkpoint"
+	opRestore    = "restore"
+	opRemove     = "rm"
+)
+
+// recoverWait is how long Recover waits for the lock of an interrupted verb: a
+// dump that outlives the agentbox that began it keeps the lock and must end by
+// itself, because killing CRIU half-way harms the processes it works on.
+const recoverWait = 30 * time.Second
+
+// RecoverInterrupted rolls each verb that was killed half-way forward or back.
+// A verb whose process lives is left alone. It is quick when there is nothing
+// to do, so every command calls it first.
+func (e *Engine) RecoverInterrupted(ctx context.Context) (Recovery, error) {
+	var done Recovery
+	intents, err := e.store.Intents(ctx)
+	if err != nil {
+		return done, fail("recover", "", err)
+	}
+	var errs []error
+	for _, in := range intents {
+		did, err := e.finish(ctx, in)
+		if did != "" {
+			done.Actions = append(done.Actions, did)
+			e.log.Warn("recovered", "sandbox", in.Sandbox, "verb", in.Op, "action", did)
+		}
+		if err != nil {
+			errs = append(errs, fmt.Errorf("%s of %s: %w", in.Op, short(in.Sandbox), err))
+		}
+	}
+	return done, fail("recover", "", errors.Join(errs...))
+}
+
+// interrupted takes the lock of an intent's sandbox if nobody works on it. A
+// verb holds the lock from before it writes its intent until after it strikes
+// it out, so an intent whose lock is free was left behind.
+func (e *Engine) interrupted(ctx context.Context, in store.Intent) (*store.Lock, error) {
+	lock, err := e.store.Lock(ctx, in.Sandbox, "recover", 0)
+	if errors.Is(err, ErrBusy) && errors.Is(unix.Kill(in.Pid, 0), unix.ESRCH) {
+		// A child of the killed process is still at it.
+		return e.store.Lock(ctx, in.Sandbox, "recover", recoverWait)
+	}
+	if errors.Is(err, ErrBusy) {
+		return nil, nil
+	}
+	return lock, err
+}
+
+// finish brings one interrupted verb to its end.
+func (e *Engine) finish(ctx context.Context, in store.Intent) (did string, err error) {
+	lock, err := e.interrupted(ctx, in)
+	if err != nil || lock == nil {
+		return "", err
+	}
+	defer lock.Unlock()
+	// Another process may have recovered it while we waited.
+	in, ok, err := e.pending(ctx, in.Seq)
+	if err != nil || !ok {
+		return "", err
+	}
+	switch in.Op {
+	case opCreate:
+		did, err = e.finishCreate(ctx, in)
+	case opStart:
+		did, err = e.finishStart(ctx, in)
+	case opCheckpoint:
+		did, err = e.finishCheckpoint(ctx, in)
+	case opRestore:
+		did, err = e.finishRestore(ctx, in, lock)
+	case opRemove:
+		var data removal
+		if data, err = decode[removal](in.Data); err == nil {
+			did, err = fmt.Sprintf("finished the removal of sandbox %s", short(in.Sandbox)), e.finishRemove(ctx, in.Sandbox, data.Checkpoints)
+		}
+	default:
+		return "", fmt.Errorf("%w: the journal names a verb %q that this version does not know", ErrUnsupported, in.Op)
+	}
+	if err != nil {
+		return did, err
+	}
+	return did, e.store.Done(ctx, in.Seq)
+}
+
+func (e *Engine) pending(ctx context.Context, seq int64) (store.Intent, bool, error) {
+	intents, err := e.store.Intents(ctx)
+	if err != nil {
+		return store.Intent{}, false, err
+	}
+	for _, in := range intents {
+		if in.Seq == seq {
+			return in, true, nil
+		}
+	}
+	return store.Intent{}, false, nil
+}
+
+func (e *Engine) finishCreate(ctx context.Context, in store.Intent) (string, error) {
+	did := fmt.Sprintf("took back the half-made sandbox %s", short(in.Sandbox))
+	if err := e.backend.Remove(ctx, in.Sandbox); err != nil {
+		return "", err
+	}
+	return did, e.store.DeleteSandbox(ctx, in.Sandbox)
+}
+
+// finishStart keeps a sandbox that came up and clears away one that did not.
+func (e *Engine) finishStart(ctx context.Context, in store.Intent) (string, error) {
+	c, err := e.backend.Inspect(ctx, in.Sandbox)
+	if errors.Is(err, ErrNotFound) {
+		return "", nil
+	}
+	if err != nil {
+		return "", err
+	}
+	if c.Status == Running || c.Status == Paused {
+		return fmt.Sprintf("sandbox %s had started", short(in.Sandbox)), nil
+	}
+	return fmt.Sprintf("took back the half-done start of sandbox %s", short(in.Sandbox)), e.backend.Stop(ctx, in.Sandbox, StopOptions{})
+}
+
+// finishCheckpoint thaws what the killed verb froze; the checkpoint itself is
+// either durable, then it is ready, or it is cleared away.
+func (e *Engine) finishCheckpoint(ctx context.Context, in store.Intent) (string, error) {
+	data, err := decode[freezing](in.Data)
+	if err != nil {
+		return "", err
+	}
+	ready, err := e.store.Settle(ctx, in.Checkpoint)
+	if err != nil {
+		return "", err
+	}
+	did := fmt.Sprintf("took back the half-made checkpoint %s", short(in.Checkpoint))
+	if ready {
+		did = fmt.Sprintf("checkpoint %s was complete", short(in.Checkpoint))
+		sb, err := e.store.Sandbox(ctx, in.Sandbox)
+		if err == nil {
+			err = e.store.SetHead(ctx, sb.ID, in.Checkpoint, sb.Attempt)
+		}
+		if err != nil && !errors.Is(err, ErrNotFound) {
+			return did, err
+		}
+	}
+	if ready && data.Stop {
+		return did, e.backend.Stop(ctx, in.Sandbox, StopOptions{Silent: true})
+	}
+	c, err := e.backend.Inspect(ctx, in.Sandbox)
+	if errors.Is(err, ErrNotFound) {
+		return did, nil
+	}
+	if err != nil {
+		return did, err
+	}
+	if data.Was == Running && c.Status == Paused {
+		return did + " and thawed its sandbox", c.Runtime.Resume(ctx)
+	}
+	return did, nil
+}
+
+// finishRestore takes back a restore that had not touched the sandbox yet and
+// does all others over from the start, whatever had been done.
+func (e *Engine) finishRestore(ctx context.Context, in store.Intent, lock *store.Lock) (string, error) {
+	data, err := decode[restoring](in.Data)
+	if err != nil {
+		return "", err
+	}
+	stage.Clear(e.run, in.Sandbox)
+	sb, err := e.store.Sandbox(ctx, in.Sandbox)
+	if err != nil {
+		return "", err
+	}
+	if data.Phase != phaseSwap {
+		return fmt.Sprintf("took back the half-done restore of sandbox %s", short(sb.ID)), discard(data.Staged)
+	}
+	row, err := e.store.Checkpoint(ctx, in.Checkpoint)
+	if err != nil {
+		return "", err
+	}
+	if sb.Head == row.ID {
+		// It may have got as far as the last step; but it may also have
+		// stood at this checkpoint before. Doing it over is right in both.
+		sb.Attempt--
+	}
+	if err := e.backend.Stop(ctx, sb.ID, StopOptions{Silent: true}); err != nil {
+		return "", err
+	}
+	r, err := e.open(ctx, &locked{sb, lock}, row, RestoreOptions{FilesOnly: data.FilesOnly})
+	if err != nil {
+		return "", err
+	}
+	defer r.reader.Close()
+	if err := e.layOut(ctx, r); err != nil {
+		return "", errors.Join(err, discard(data.Staged))
+	}
+	return fmt.Sprintf("finished the restore of sandbox %s to checkpoint %s", short(sb.ID), short(row.ID)), e.swap(ctx, r)
+}
+
+// Recover does what RecoverInterrupted does, and then compares what the
+// backend holds with what is recorded and frees what has no owner.
+func (e *Engine) Recover(ctx context.Context) (Recovery, error) {
+	done, err := e.RecoverInterrupted(ctx)
+	errs := []error{err}
+	swept, err := e.store.Sweep(ctx)
+	done.Actions = append(done.Actions, swept...)
+	errs = append(errs, err)
+	ids, err := e.backend.List(ctx)
+	errs = append(errs, err)
+	for _, id := range ids {
+		did, err := e.settle(ctx, id)
+		if did != "" {
+			done.Actions = append(done.Actions, did)
+		}
+		errs = append(errs, err)
+	}
+	return done, fail("recover", "", errors.Join(errs...))
+}
+
+// settle frees what one container holds without need. One that a verb works
+// on is left alone.
+func (e *Engine) settle(ctx context.Context, id string) (did string, err error) {
+	lock, err := e.store.Lock(ctx, id, "recover", 0)
+	if errors.Is(err, ErrBusy) {
+		return "", nil
+	}
+	if err != nil {
+		return "", err
+	}
+	defer lock.Unlock()
+	_, err = e.store.Sandbox(ctx, id)
+	if errors.Is(err, ErrNotFound) {
+		return fmt.Sprintf("freed what was left of sandbox %s", short(id)), e.backend.Remove(ctx, id)
+	}
+	if err != nil {
+		return "", err
+	}
+	c, err := e.backend.Inspect(ctx, id)
+	if err != nil || c.Status == Running || c.Status == Paused {
+		return "", err
+	}
+	return "", e.backend.Stop(ctx, id, StopOptions{})
+}

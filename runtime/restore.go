@@ -1,0 +1,393 @@
+package runtime
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// How far a restore has come. Until it swaps, Recover takes it back; from then
+// on the old processes may be gone and Recover finishes it.
+const (
+	phasePrepare = "prepare"
+	phaseSwap    = "swap"
+)
+
+// restoring is the journal's data of a restore.
+type restoring struct {
+	Phase     string `json:"phase"`
+	Upper     string `json:"upper"`  // the sandbox's upperdir
+	Staged    string `json:"staged"` // its replacement, beside it
+	FilesOnly bool   `json:"files_only"`
+}
+
+// Restore puts a sandbox back to a checkpoint. All that is needed is read,
+// verified and laid out beside the running sandbox first; then the sandbox is
+// stopped, the two upperdirs are exchanged by one rename, and it is started.
+// When the start fails the exchange is taken back.
+func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (_ Restored, err error) {
+	defer func() { err = fail("restore", ref, err) }()
+	sb, row, recreated, err := e.target(ctx, ref, opts.Checkpoint)
+	if err != nil {
+		return Restored{}, err
+	}
+	defer sb.lock.Unlock()
+	r, err := e.open(ctx, sb, row, opts)
+	if err == nil {
+		err = errors.Join(e.restore(ctx, r), r.reader.Close())
+	}
+	if err != nil {
+		if recreated {
+			undo, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
+			defer cancel()
+			err = errors.Join(err, e.remove(undo, sb.ID, false))
+		}
+		return Restored{}, err
+	}
+	e.log.Info("restored", "sandbox", sb.ID, "checkpoint", row.ID, "down", r.down)
+	out := Restored{Checkpoint: checkpointView(row), Recreated: recreated, Verified: opts.Verify, Down: r.down, Warnings: row.Warnings}
+	out.Sandbox, err = e.Sandbox(ctx, sb.ID)
+	return out, err
+}
+
+// target finds, or makes again, the sandbox and the checkpoint to restore.
+func (e *Engine) target(ctx context.Context, ref, checkpoint string) (sb *locked, row store.Checkpoint, recreated bool, err error) {
+	sb, err = e.acquire(ctx, ref, "restore", lockWait)
+	if errors.Is(err, ErrNotFound) {
+		sb, row, err = e.recreate(ctx, ref, checkpoint, err)
+		return sb, row, err == nil, err
+	}
+	if err != nil {
+		return nil, row, false, err
+	}
+	row, err = e.choose(ctx, sb.Sandbox, checkpoint)
+	if err != nil {
+		sb.lock.Unlock()
+		return nil, row, false, err
+	}
+	return sb, row, false, nil
+}
+
+// choose finds the named checkpoint of a sandbox, or its newest ready one.
+func (e *Engine) choose(ctx context.Context, sb store.Sandbox, ref string) (row store.Checkpoint, err error) {
+	if ref == "" {
+		rows, err := e.store.Checkpoints(ctx, store.Filter{SandboxID: sb.ID})
+		if err != nil {
+			return row, err
+		}
+		if len(rows) == 0 {
+			return row, hint(fmt.Errorf("checkpoint of %s: %w", sb.Name, ErrNotFound), "Take one with: agentbox checkpoint "+sb.Name)
+		}
+		return rows[0], nil
+	}
+	row, err = e.store.Checkpoint(ctx, sb.ID+"@"+ref)
+	if errors.Is(err, ErrNotFound) {
+		row, err = e.store.Checkpoint(ctx, ref)
+	}
+	switch {
+	case err != nil:
+		return row, err
+	case row.ImageDigest != sb.ImageDigest:
+		return row, hint(fmt.Errorf("%w: checkpoint %s was taken over image %s, the sandbox runs over %s", ErrState, short(row.ID), row.ImageDigest, sb.ImageDigest),
+			"Restore it under the name of its own sandbox, "+row.SandboxName+".")
+	case row.SandboxID != sb.ID:
+		return row, hint(fmt.Errorf("%w: checkpoint %s belongs to sandbox %s", ErrState, short(row.ID), row.SandboxName),
+			"Restore puts a sandbox back to a checkpoint of its own.")
+	case row.Status != CheckpointReady:
+		return row, fmt.Errorf("%w: checkpoint %s is %s: %s", ErrState, short(row.ID), row.Status, row.Error)
+	}
+	return row, nil
+}
+
+// recreate makes a removed sandbox again from the spec of its checkpoint, with
+// its old id, so that what its processes remember of themselves stays true.
+func (e *Engine) recreate(ctx context.Context, name, ref string, missing error) (*locked, store.Checkpoint, error) {
+	row, err := e.store.NewestOfName(ctx, name)
+	if errors.Is(err, ErrNotFound) {
+		return nil, row, missing
+	}
+	if err != nil {
+		return nil, row, err
+	}
+	gone := store.Sandbox{ID: row.SandboxID, Name: row.SandboxName, ImageDigest: row.ImageDigest}
+	if ref != "" {
+		if row, err = e.choose(ctx, gone, ref); err != nil {
+			return nil, row, err
+		}
+	}
+	gone.Spec = row.Spec
+	s, err := spec(gone)
+	if err != nil {
+		return nil, row, err
+	}
+	img, err := e.images.ResolveDigest(ctx, s.ImageDigest)
+	if err != nil {
+		return nil, row, err
+	}
+	gone.Backend, gone.Image, gone.Lower, gone.Labels = e.backend.Properties().Name, s.Image, img.Lower, s.Labels
+	gone.Attempt, gone.Created = 1, time.Now()
+	if err := e.create(ctx, s, gone); err != nil {
+		return nil, row, err
+	}
+	sb, err := e.acquire(ctx, gone.ID, "restore", lockWait)
+	return sb, row, err
+}
+
+// restoration is one restore under way.
+type restoration struct {
+	sb     *locked
+	row    store.Checkpoint
+	spec   Spec
+	c      Container
+	reader *store.Reader
+	full   bool
+	verify bool
+	data   restoring
+	down   time.Duration
+}
+
+// open checks what needs no change to anything.
+func (e *Engine) open(ctx context.Context, sb *locked, row store.Checkpoint, opts RestoreOptions) (*restoration, error) {
+	s, err := spec(sb.Sandbox)
+	if err != nil {
+		return nil, err
+	}
+	if _, err := e.images.ResolveDigest(ctx, sb.ImageDigest); err != nil {
+		return nil, err
+	}
+	c, err := e.backend.Inspect(ctx, sb.ID)
+	if err != nil {
+		return nil, err
+	}
+	reader, err := e.store.OpenCheckpoint(ctx, row.ID)
+	if err != nil {
+		return nil, err
+	}
+	return &restoration{
+		sb: sb, row: row, spec: s, c: c, reader: reader, verify: opts.Verify,
+		full: row.Kind == KindFull && !opts.FilesOnly,
+		data: restoring{Phase: phasePrepare, Upper: c.Upper, Staged: c.Upper + ".new", FilesOnly: opts.FilesOnly},
+	}, nil
+}
+
+func (e *Engine) restore(ctx context.Context, r *restoration) error {
+	in := store.Intent{Op: opRestore, Sandbox: r.sb.ID, Checkpoint: r.row.ID}
+	return e.intent(ctx, in, r.data, func(seq int64) error {
+		if err := e.layOut(ctx, r); err != nil {
+			return errors.Join(err, discard(r.data.Staged))
+		}
+		r.data.Phase = phaseSwap
+		if err := e.advance(ctx, seq, r.data); err != nil {
+			return errors.Join(err, discard(r.data.Staged))
+		}
+		// The old processes end now: a caller who goes away must not stop
+		// us half-way.
+		return e.swap(context.WithoutCancel(ctx), r)
+	})
+}
+
+// layOut verifies the checkpoint while it builds the new upperdir beside the
+// old one. Nothing of the sandbox is touched.
+func (e *Engine) layOut(ctx context.Context, r *restoration) error {
+	if err := failpoint.Hit("restore.before-layout"); err != nil {
+		return err
+	}
+	group, gctx := errgroup.WithContext(ctx)
+	group.Go(func() error {
+		if err := discard(r.data.Staged); err != nil {
+			return err
+		}
+		if err := os.Mkdir(r.data.Staged, 0o700); err != nil {
+			return err
+		}
+		return extract(gctx, r.reader, r.data.Staged)
+	})
+	if r.full {
+		group.Go(func() error { return r.reader.VerifyImages(gctx) })
+	}
+	if err := group.Wait(); err != nil {
+		return err
+	}
+	if err := failpoint.Hit("restore.after-layout"); err != nil {
+		return err
+	}
+	if !r.verify {
+		return nil
+	}
+	tree, err := r.reader.Tree(ctx)
+	if err != nil {
+		return err
+	}
+	defer tree.Close()
+	return equal(overlay.Verify(ctx, r.data.Staged, tree, overlay.CompareOptions{}))
+}
+
+// extract unpacks the files of a checkpoint into dir and compares every entry,
+// as it was written, with the checkpoint's own list.
+func extract(ctx context.Context, reader *store.Reader, dir string) (err error) {
+	files, err := reader.Files(ctx)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, files.Close()) }()
+	tree, err := reader.Tree(ctx)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, tree.Close()) }()
+	enough := errors.New("enough")
+	written := func(yield func(overlay.Entry, error) bool) {
+		_, err := overlay.Apply(ctx, files, dir, overlay.ApplyOptions{Entry: func(entry overlay.Entry) error {
+			if !yield(entry, nil) {
+				return enough
+			}
+			return nil
+		}})
+		if err != nil && err != enough {
+			yield(overlay.Entry{}, err)
+		}
+	}
+	return equal(overlay.Compare(overlay.TreeEntries(tree), written, overlay.CompareOptions{Limit: 1}))
+}
+
+// equal turns the outcome of a comparison into an error.
+func equal(differences []overlay.Difference, err error) error {
+	if err == nil && len(differences) > 0 {
+		err = fmt.Errorf("%w: the files differ from the manifest: %v", ErrCorrupt, differences[0])
+	}
+	return err
+}
+
+// swap ends the old processes, exchanges the upperdirs and starts the sandbox.
+func (e *Engine) swap(ctx context.Context, r *restoration) (err error) {
+	if err := failpoint.Hit("restore.before-stop"); err != nil {
+		return errors.Join(err, discard(r.data.Staged))
+	}
+	gone := time.Now()
+	if err := e.backend.Stop(ctx, r.sb.ID, StopOptions{Silent: true}); err != nil {
+		return errors.Join(err, discard(r.data.Staged))
+	}
+	var undo undo
+	defer func() {
+		if err != nil && r.c.Status == Running {
+			err = hint(err, "The sandbox is stopped, with the files it had before; start it afresh with: agentbox start "+r.sb.Name)
+		}
+	}()
+	defer func() { undo.run(ctx, &err) }()
+	undo.add(func(context.Context) error { return discard(r.data.Staged) })
+	if err := failpoint.Hit("restore.after-stop"); err != nil {
+		return err
+	}
+	if err := exchange(r.data.Upper, r.data.Staged); err != nil {
+		return err
+	}
+	undo.add(func(context.Context) error { return exchange(r.data.Upper, r.data.Staged) })
+	if err := failpoint.Hit("restore.after-exchange"); err != nil {
+		return err
+	}
+	durable := make(chan error, 1)
+	go func() { durable <- syncfs(r.data.Upper) }()
+	err = e.resume(ctx, r)
+	r.down = time.Since(gone)
+	if err = errors.Join(err, <-durable); err != nil {
+		return err
+	}
+	undo.steps = nil
+	if err := e.store.SetHead(ctx, r.sb.ID, r.row.ID, r.sb.Attempt+1); err != nil {
+		return err
+	}
+	if err := failpoint.Hit("restore.after-head"); err != nil {
+		return err
+	}
+	return discard(r.data.Staged)
+}
+
+// resume starts what ran at the checkpoint.
+func (e *Engine) resume(ctx context.Context, r *restoration) error {
+	manifest := r.reader.Manifest()
+	was := Status(manifest.Status)
+	if was != Running && was != Paused {
+		return nil
+	}
+	if r.full {
+		work := filepath.Join(e.run, r.sb.ID, "restore")
+		if err := os.MkdirAll(work, 0o700); err != nil {
+			return err
+		}
+		options := criu.Options{TCP: manifest.TCP}
+		if err := criu.WriteConfig(filepath.Join(e.run, r.sb.ID, "criu.conf"), options); err != nil {
+			return err
+		}
+		err := stage.Put(e.run, r.sb.ID, stage.Restore{Images: r.reader.CRIUDir(), Work: work, Flags: options.RuntimeFlags()})
+		if err != nil {
+			return err
+		}
+		defer stage.Clear(e.run, r.sb.ID)
+		if err := failpoint.Hit("restore.after-stage"); err != nil {
+			return err
+		}
+	}
+	if _, err := e.backend.Start(ctx, r.sb.ID, StartOptions{Env: identity(r.spec, r.sb.Attempt+1)}); err != nil {
+		return err
+	}
+	if err := failpoint.Hit("restore.after-start"); err != nil {
+		// The undo stack expects a stopped sandbox.
+		return errors.Join(err, e.backend.Stop(ctx, r.sb.ID, StopOptions{}))
+	}
+	if was == Paused && r.full {
+		c, err := e.backend.Inspect(ctx, r.sb.ID)
+		if err != nil {
+			return err
+		}
+		return c.Runtime.Pause(ctx)
+	}
+	return nil
+}
+
+// exchange swaps two directories by one atomic rename and makes it last.
+func exchange(a, b string) error {
+	if err := unix.Renameat2(unix.AT_FDCWD, a, unix.AT_FDCWD, b, unix.RENAME_EXCHANGE); err != nil {
+		return fmt.Errorf("exchange %s and %s: %w", a, b, err)
+	}
+	dir, err := os.Open(filepath.Dir(a))
+	if err != nil {
+		return err
+	}
+	return errors.Join(dir.Sync(), dir.Close())
+}
+
+// syncfs makes all that was written to the filesystem of dir durable.
+func syncfs(dir string) error {
+	f, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	return errors.Join(unix.Syncfs(int(f.Fd())), f.Close())
+}
+
+// discard deletes a staged upperdir. RemoveAll works beneath directory
+// handles and follows no symlink.
+func discard(dir string) error { return os.RemoveAll(dir) }
+
+func decode[T any](raw json.RawMessage) (v T, err error) {
+	if len(raw) == 0 {
+		return v, nil
+	}
+	if err := json.Unmarshal(raw, &v); err != nil {
+		return v, fmt.Errorf("journal: %w: %w", ErrCorrupt, err)
+	}
+	return v, nil
+}

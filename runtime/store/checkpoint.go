@@ -1,0 +1,262 @@
+package store
+
+import (
+	"context"
+	"database/sql"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// Checkpoint is the record of one checkpoint.
+type Checkpoint struct {
+	ID          string // empty in BeginCheckpoint: one is made
+	Name        string // may be empty; unique among the ready ones of a sandbox
+	SandboxID   string
+	SandboxName string // at the time of the checkpoint
+	Kind        string // KindFiles or KindFull
+	Status      string // Pending, Ready or Failed
+	Error       string // why it failed
+	Parent      string // the nearest ancestor that still exists; may be empty
+	Trigger     string
+	Created     time.Time // zero in BeginCheckpoint: now
+	Files       int64     // entries in the upperdir
+	Processes   int
+	Bytes       int64  // at rest
+	Digest      string // of the manifest
+	ImageDigest string
+	Labels      map[string]string
+	Frozen      time.Duration // how long the sandbox stood still
+	Warnings    []string
+	Spec        json.RawMessage // of the sandbox
+}
+
+// Filter selects checkpoints; the zero value selects all ready ones.
+type Filter struct {
+	SandboxID string
+	All       bool              // pending and failed ones too
+	Labels    map[string]string // each must be there with this value
+	Trigger   string
+}
+
+const checkpointColumns = "id, name, sandbox_id, sandbox_name, kind, status, error, parent, trigger_name, created, files, processes, bytes, digest, image_digest, labels, frozen, warnings, spec"
+
+func (s *Store) checkpoints(ctx context.Context, where string, args ...any) (list []Checkpoint, err error) {
+	rows, err := s.db.QueryContext(ctx, "SELECT "+checkpointColumns+" FROM checkpoints "+where, args...)
+	if err != nil {
+		return nil, cancelled(ctx, dbError("read checkpoints", err))
+	}
+	defer rows.Close()
+	for rows.Next() {
+		var c Checkpoint
+		var labels, warnings, spec string
+		var created, frozen int64
+		err := rows.Scan(&c.ID, &c.Name, &c.SandboxID, &c.SandboxName, &c.Kind, &c.Status, &c.Error, &c.Parent, &c.Trigger, &created,
+			&c.Files, &c.Processes, &c.Bytes, &c.Digest, &c.ImageDigest, &labels, &frozen, &warnings, &spec)
+		if err != nil {
+			return nil, dbError("read checkpoints", err)
+		}
+		c.Created = time.Unix(0, created).UTC()
+		c.Frozen = time.Duration(frozen)
+		c.Spec = raw(spec)
+		if err := errors.Join(json.Unmarshal([]byte(labels), &c.Labels), json.Unmarshal([]byte(warnings), &c.Warnings)); err != nil {
+			return nil, fmt.Errorf("record of checkpoint %s: %w: %w", c.ID, fault.ErrCorrupt, err)
+		}
+		if c.Labels == nil {
+			c.Labels = map[string]string{}
+		}
+		list = append(list, c)
+	}
+	if err := rows.Err(); err != nil {
+		return nil, cancelled(ctx, dbError("read checkpoints", err))
+	}
+	return list, nil
+}
+
+// Checkpoints lists them newest first, in the order they were begun.
+func (s *Store) Checkpoints(ctx context.Context, f Filter) ([]Checkpoint, error) {
+	where, args := []string{"1"}, []any(nil)
+	if !f.All {
+		where = append(where, "status = 'ready'")
+	}
+	if f.SandboxID != "" {
+		where, args = append(where, "sandbox_id = ?"), append(args, f.SandboxID)
+	}
+	if f.Trigger != "" {
+		where, args = append(where, "trigger_name = ?"), append(args, f.Trigger)
+	}
+	list, err := s.checkpoints(ctx, "WHERE "+strings.Join(where, " AND ")+" ORDER BY seq DESC", args...)
+	if err != nil || len(f.Labels) == 0 {
+		return list, err
+	}
+	kept := list[:0]
+next:
+	for _, c := range list {
+		for k, v := range f.Labels {
+			if have, ok := c.Labels[k]; !ok || have != v {
+				continue next
+			}
+		}
+		kept = append(kept, c)
+	}
+	return kept, nil
+}
+
+// NewestOfName returns the newest ready checkpoint of a REMOVED sandbox of this name.
+func (s *Store) NewestOfName(ctx context.Context, sandboxName string) (Checkpoint, error) {
+	list, err := s.checkpoints(ctx, `WHERE status = 'ready' AND sandbox_name = ? AND sandbox_id NOT IN (SELECT id FROM sandboxes)
+		ORDER BY seq DESC LIMIT 1`, sandboxName)
+	if err != nil {
+		return Checkpoint{}, err
+	}
+	if len(list) == 0 {
+		return Checkpoint{}, fmt.Errorf("a checkpoint of a removed sandbox %q: %w", sandboxName, fault.ErrNotFound)
+	}
+	return list[0], nil
+}
+
+// Checkpoint finds one by its id, by SANDBOX@NAME or SANDBOX@IDPREFIX, by a
+// name that only one ready checkpoint has, or by a unique prefix of its id, in
+// this order. Names lead to ready ones only; ids lead to failed ones too.
+// SANDBOX is a name, an id or a prefix, of a removed sandbox too.
+func (s *Store) Checkpoint(ctx context.Context, ref string) (Checkpoint, error) {
+	sandbox, name, scoped := strings.Cut(ref, "@")
+	var list []Checkpoint
+	var err error
+	switch {
+	case ref == "" || scoped && (sandbox == "" || name == ""):
+		return Checkpoint{}, fmt.Errorf("checkpoint %q: give an id, a name or SANDBOX@NAME: %w", ref, fault.ErrInvalid)
+	case scoped:
+		return s.scoped(ctx, ref, sandbox, name)
+	case isID(ref):
+		list, err = s.checkpoints(ctx, "WHERE id = ?", ref)
+	default:
+		list, err = s.checkpoints(ctx, "WHERE name = ? AND status = 'ready' ORDER BY seq DESC LIMIT 11", ref)
+		if err == nil && len(list) == 0 && isHex(ref) {
+			list, err = s.checkpoints(ctx, "WHERE id >= ?1 AND id < ?1 || 'g' ORDER BY seq DESC LIMIT 11", ref)
+		}
+	}
+	if err != nil {
+		return Checkpoint{}, err
+	}
+	return only(ref, list)
+}
+
+// scoped looks among the checkpoints of a living sandbox first, then of removed ones.
+func (s *Store) scoped(ctx context.Context, ref, sandbox, name string) (Checkpoint, error) {
+	b, err := s.Sandbox(ctx, sandbox)
+	switch {
+	case err == nil:
+		list, err := s.named(ctx, name, "sandbox_id = ?2", b.ID)
+		if err != nil || len(list) > 0 {
+			return first(ref, list, err)
+		}
+	case !errors.Is(err, fault.ErrNotFound):
+		return Checkpoint{}, err
+	}
+	const removed = " AND sandbox_id NOT IN (SELECT id FROM sandboxes)"
+	list, err := s.named(ctx, name, "sandbox_name = ?2"+removed, sandbox)
+	if err == nil && len(list) == 0 && isHex(sandbox) {
+		list, err = s.named(ctx, name, "sandbox_id >= ?2 AND sandbox_id < ?2 || 'g'"+removed, sandbox)
+	}
+	return first(ref, list, err)
+}
+
+// named finds a name, else a prefix of an id, among the checkpoints that a
+// condition over ?2 selects.
+func (s *Store) named(ctx context.Context, name, where string, arg any) ([]Checkpoint, error) {
+	list, err := s.checkpoints(ctx, "WHERE name = ?1 AND status = 'ready' AND "+where+" ORDER BY seq DESC LIMIT 11", name, arg)
+	if err == nil && len(list) == 0 && isHex(name) {
+		list, err = s.checkpoints(ctx, "WHERE id >= ?1 AND id < ?1 || 'g' AND "+where+" ORDER BY seq DESC LIMIT 11", name, arg)
+	}
+	return list, err
+}
+
+func first(ref string, list []Checkpoint, err error) (Checkpoint, error) {
+	if err != nil {
+		return Checkpoint{}, err
+	}
+	return only(ref, list)
+}
+
+func only(ref string, list []Checkpoint) (Checkpoint, error) {
+	switch len(list) {
+	case 0:
+		return Checkpoint{}, fmt.Errorf("checkpoint %q: %w", ref, fault.ErrNotFound)
+	case 1:
+		return list[0], nil
+	}
+	var which []string
+	for _, c := range list {
+		at := c.SandboxName
+		if c.Name != "" {
+			at += "@" + c.Name
+		}
+		which = append(which, fmt.Sprintf("%s (%s)", c.ID, at))
+	}
+	return Checkpoint{}, ambiguous("checkpoint", ref, which)
+}
+
+// SetFrozen records how long the sandbox stood still for a checkpoint, which
+// is only known once it runs again, after Commit.
+func (s *Store) SetFrozen(ctx context.Context, id string, d time.Duration) error {
+	return s.write(ctx, "set frozen", func(tx *sql.Tx) error {
+		res, err := tx.ExecContext(ctx, "UPDATE checkpoints SET frozen = ? WHERE id = ?", int64(d), id)
+		if err != nil {
+			return err
+		}
+		if n, err := res.RowsAffected(); err != nil || n == 0 {
+			return errors.Join(err, fmt.Errorf("checkpoint %q: %w", id, fault.ErrNotFound))
+		}
+		return nil
+	})
+}
+
+// setFailed turns a row, whatever its state, into a failed one.
+func (s *Store) setFailed(ctx context.Context, id, reason string) error {
+	if len(reason) > maxError {
+		reason = reason[:maxError]
+	}
+	return s.write(ctx, "record the failure", func(tx *sql.Tx) error {
+		_, err := tx.ExecContext(ctx, "UPDATE checkpoints SET status = 'failed', error = ?, digest = '', bytes = 0 WHERE id = ?",
+			strings.ToValidUTF8(reason, "?"), id)
+		return err
+	})
+}
+
+// setReady makes a published checkpoint visible. A row that is not pending
+// any more (somebody removed it) is ErrState.
+func (s *Store) setReady(ctx context.Context, m Manifest, digest string, size int64) error {
+	processes := 0
+	if m.Processes != nil {
+		processes = m.Processes.Count
+	}
+	return s.write(ctx, "make the checkpoint ready", func(tx *sql.Tx) error {
+		var taken string
+		err := tx.QueryRowContext(ctx, "SELECT id FROM checkpoints WHERE sandbox_id = ? AND name = ? AND name <> '' AND status = 'ready'", m.SandboxID, m.Name).Scan(&taken)
+		switch {
+		case err == nil && taken != m.ID:
+			return nameTaken(m.Name, taken)
+		case err != nil && !errors.Is(err, sql.ErrNoRows):
+			return err
+		}
+		res, err := tx.ExecContext(ctx, `UPDATE checkpoints SET status = 'ready', error = '', digest = ?, bytes = ?, files = ?, processes = ?, warnings = ?
+			WHERE id = ? AND status = 'pending'`, digest, size, m.Files.Entries, processes, encode(m.Warnings), m.ID)
+		if err != nil {
+			return err
+		}
+		if n, err := res.RowsAffected(); err != nil || n == 0 {
+			return errors.Join(err, fmt.Errorf("checkpoint %s was removed meanwhile: %w", m.ID, fault.ErrState))
+		}
+		return nil
+	})
+}
+
+func nameTaken(name, id string) error {
+	return &fault.Error{Op: "checkpoint name", ID: name, Hint: "Choose another name, or remove that checkpoint first.",
+		Err: fmt.Errorf("%w (id %.12s)", fault.ErrExists, id)}
+}

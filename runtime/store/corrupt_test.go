@@ -1,0 +1,316 @@
+package store
+
+import (
+	"context"
+	"errors"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// damage changes a file, calls check, and puts the file back.
+func damage(t *testing.T, path string, change func([]byte) []byte, check func()) {
+	t.Helper()
+	good, err := os.ReadFile(path)
+	must(t, err)
+	must(t, os.WriteFile(path, change(append([]byte(nil), good...)), 0o600))
+	check()
+	must(t, os.WriteFile(path, good, 0o600))
+}
+
+// Every flipped bit and every cut is found, wherever it is, and the file named.
+func TestDamageIsFound(t *testing.T) {
+	ctx := context.Background()
+	s := open(t, t.TempDir())
+	b := put(t, s, "c")
+	// More than one zstd frame, so that whole frames can go missing.
+	data := sample(1, 2*chunkSize+1000)
+	c := taken(t, s, of(b, "", KindFull), data)
+	dir := s.published(c.ID)
+
+	for _, name := range []string{ArchiveName, TreeName, ManifestName, "criu/pages-1.img", "criu/core-1.img"} {
+		info, err := os.Stat(filepath.Join(dir, name))
+		must(t, err)
+		size := int(info.Size())
+		offsets := []int{0, 1, 3, 4, 5, 8, size / 3, size / 2, size - 5, size - 4, size - 1}
+		for i := range 60 {
+			offsets = append(offsets, i*size/60)
+		}
+		check := func(what string, at int) {
+			err := s.VerifyCheckpoint(ctx, c.ID)
+			if !isErr(err, fault.ErrCorrupt) || !strings.Contains(err.Error(), name) || !strings.Contains(err.Error(), c.ID) {
+				t.Errorf("%s %s at %d of %d: %v", name, what, at, size, err)
+			}
+		}
+		for _, at := range offsets {
+			damage(t, filepath.Join(dir, name), func(b []byte) []byte { b[at] ^= 1 << (at % 8); return b }, func() { check("flipped", at) })
+		}
+		for _, at := range []int{0, 1, size / 2, size - 1} {
+			damage(t, filepath.Join(dir, name), func(b []byte) []byte { return b[:at] }, func() { check("cut", at) })
+		}
+		damage(t, filepath.Join(dir, name), func(b []byte) []byte { return append(b, 0) }, func() { check("longer", size) })
+	}
+	same(t, s, c.ID, data)
+
+	// A reader that stops at the end of the archive learns of it, too.
+	r, err := s.OpenCheckpoint(ctx, c.ID)
+	must(t, err)
+	defer r.Close()
+	archive := filepath.Join(dir, ArchiveName)
+	info, err := os.Stat(archive)
+	must(t, err)
+	for i := range 40 {
+		damage(t, archive, func(b []byte) []byte { b[i*int(info.Size())/40] ^= 0x10; return b }, func() {
+			f, err := r.Files(ctx)
+			must(t, err)
+			n, err := io.Copy(io.Discard, f)
+			if !isErr(err, fault.ErrCorrupt) || n > int64(len(data.files)) {
+				t.Errorf("flip %d: read %d, %v", i, n, err)
+			}
+			wantErr(t, f.Close(), fault.ErrCorrupt)
+			f, err = r.Files(ctx)
+			must(t, err)
+			_, _ = f.Read(make([]byte, 100))
+			wantErr(t, f.Close(), fault.ErrCorrupt, ArchiveName)
+		})
+	}
+	// One frame left out, with the length made up by a skippable one.
+	damage(t, archive, func(b []byte) []byte {
+		b[0], b[1], b[2], b[3] = 0x50, 0x2a, 0x4d, 0x18
+		n := len(b) / 2
+		b[4], b[5], b[6], b[7] = byte(n), byte(n>>8), byte(n>>16), 0
+		return b
+	}, func() { wantErr(t, s.VerifyCheckpoint(ctx, c.ID), fault.ErrCorrupt, ArchiveName) })
+}
+
+func TestMissingAndSurplusFiles(t *testing.T) {
+	ctx := context.Background()
+	s := open(t, t.TempDir())
+	b := put(t, s, "c")
+	c := taken(t, s, of(b, "", KindFull), sample(1, 1000))
+	dir := s.published(c.ID)
+	for _, name := range []string{ManifestName, ArchiveName, TreeName, ImagesName, "criu/core-1.img", "criu/empty.img"} {
+		for what, replace := range map[string]func(path string) error{
+			"missing": func(string) error { return nil },
+			"symlink": func(path string) error { return os.Symlink(path+".was", path) },
+			"fifo":    func(path string) error { return unix.Mkfifo(path, 0o600) },
+			"dir":     func(path string) error { return os.Mkdir(path, 0o700) },
+		} {
+			if what == "dir" && name == ImagesName {
+				continue
+			}
+			path := filepath.Join(dir, name)
+			away := filepath.Join(t.TempDir(), "away")
+			must(t, os.Rename(path, away))
+			must(t, replace(path))
+			wantErr(t, s.VerifyCheckpoint(ctx, c.ID), fault.ErrCorrupt, filepath.Base(name))
+			must(t, os.RemoveAll(path))
+			must(t, os.Rename(away, path))
+		}
+	}
+	for _, name := range []string{"surplus", "criu/surplus.img"} {
+		must(t, os.WriteFile(filepath.Join(dir, name), nil, 0o600))
+		wantErr(t, s.VerifyCheckpoint(ctx, c.ID), fault.ErrCorrupt, name)
+		must(t, os.Remove(filepath.Join(dir, name)))
+	}
+	must(t, s.VerifyCheckpoint(ctx, c.ID))
+
+	// Another checkpoint's directory in its place is not it.
+	other := taken(t, s, of(b, "", KindFull), sample(2, 1000))
+	must(t, os.Rename(dir, dir+".was"))
+	must(t, os.Rename(s.published(other.ID), dir))
+	_, err := s.OpenCheckpoint(ctx, c.ID)
+	wantErr(t, err, fault.ErrCorrupt, other.ID)
+	must(t, os.Rename(dir, s.published(other.ID)))
+	// Nor is its own with a manifest that was made to fit.
+	must(t, os.Rename(dir+".was", dir))
+	damage(t, filepath.Join(dir, ManifestName), func(b []byte) []byte {
+		m, err := ParseManifest(b)
+		must(t, err)
+		m.TCP = "close"
+		b, err = m.Encode()
+		must(t, err)
+		return b
+	}, func() {
+		_, err := s.OpenCheckpoint(ctx, c.ID)
+		wantErr(t, err, fault.ErrCorrupt, ManifestName)
+	})
+	// A directory that is gone.
+	must(t, os.RemoveAll(dir))
+	wantErr(t, s.VerifyCheckpoint(ctx, c.ID), fault.ErrCorrupt, "missing")
+}
+
+func TestDamagedRecord(t *testing.T) {
+	ctx := context.Background()
+	s := open(t, t.TempDir())
+	b := put(t, s, "c")
+	taken(t, s, of(b, "", KindFiles), sample(1, 10))
+	_, err := s.db.Exec("UPDATE sandboxes SET lower = '{'; UPDATE checkpoints SET labels = '['")
+	must(t, err)
+	_, err = s.Sandboxes(ctx)
+	wantErr(t, err, fault.ErrCorrupt, b.ID)
+	_, err = s.Checkpoints(ctx, Filter{})
+	wantErr(t, err, fault.ErrCorrupt)
+}
+
+// small mounts a disk of a few megabytes.
+func small(t *testing.T, size string) string {
+	t.Helper()
+	dir := t.TempDir()
+	must(t, unix.Mount("none", dir, "tmpfs", 0, "mode=700,size="+size))
+	t.Cleanup(func() {
+		if err := unix.Unmount(dir, 0); err != nil {
+			t.Error(err)
+			_ = unix.Unmount(dir, unix.MNT_DETACH)
+		}
+	})
+	return dir
+}
+
+func free(t *testing.T, dir string) int64 {
+	t.Helper()
+	var st unix.Statfs_t
+	must(t, unix.Statfs(dir, &st))
+	return int64(st.Bavail) * st.Bsize
+}
+
+// A full disk fails the checkpoint at whatever part it hits, gives all the
+// room back and is written down; the checkpoints before it stay whole.
+func TestNoSpace(t *testing.T) {
+	ctx := context.Background()
+	dir := small(t, "16m")
+	s := open(t, dir)
+	b := put(t, s, "c")
+	ok := taken(t, s, of(b, "first", KindFull), sample(1, 1<<20))
+	before := free(t, dir)
+	big := sample(2, 64<<20)
+	for name, x := range map[string]content{
+		"archive": {files: big.files, tree: []byte("x"), images: map[string][]byte{"a.img": nil}},
+		"tree":    {files: []byte("x"), tree: big.files, images: map[string][]byte{"a.img": nil}},
+		"images":  {files: []byte("x"), tree: []byte("x"), images: map[string][]byte{"a.img": big.files}},
+	} {
+		_, err := take(ctx, s, of(b, "second", KindFull), x)
+		if !errors.Is(err, syscall.ENOSPC) {
+			t.Errorf("%s: %v", name, err)
+		}
+		if left := drafts(t, s); len(left) > 0 {
+			t.Errorf("%s: left %v", name, left)
+		}
+	}
+	tidy(t, s)
+	if lost := before - free(t, dir); lost > 1<<20 {
+		t.Errorf("%d bytes are not free any more", lost)
+	}
+	list, err := s.Checkpoints(ctx, Filter{All: true})
+	must(t, err)
+	if len(list) != 4 || list[0].Status != Failed || !strings.Contains(list[0].Error, "no space left") {
+		t.Errorf("%+v", list)
+	}
+
+	// Not a byte left, for the database either: still an error, still whole.
+	filler, err := os.Create(filepath.Join(dir, "filler"))
+	must(t, err)
+	for {
+		if _, err := filler.Write(make([]byte, 4096)); err != nil {
+			break
+		}
+	}
+	must(t, filler.Close())
+	_, err = take(ctx, s, of(b, "third", KindFull), sample(3, 1<<20))
+	if !errors.Is(err, syscall.ENOSPC) {
+		t.Error(err)
+	}
+	for i := range 1000 { // until the log has no room of its own left
+		if err = s.PutSandbox(ctx, sandbox("filler-"+NewID()[:8])); err != nil {
+			if !errors.Is(err, syscall.ENOSPC) {
+				t.Errorf("after %d: %v", i, err)
+			}
+			break
+		}
+	}
+	if err == nil {
+		t.Error("the database never ran out of room")
+	}
+	must(t, s.VerifyCheckpoint(ctx, ok.ID))
+	must(t, os.Remove(filler.Name()))
+	must(t, s.Close())
+	s = open(t, dir)
+	_, err = s.Sweep(ctx)
+	must(t, err)
+	tidy(t, s)
+	intact(t, s)
+	taken(t, s, of(b, "fourth", KindFull), sample(4, 1<<20))
+}
+
+// What a killed process leaves is told apart from what is in use.
+func TestSweep(t *testing.T) {
+	ctx := context.Background()
+	s := open(t, t.TempDir())
+	b := put(t, s, "c")
+	l, err := s.Lock(ctx, b.ID, "checkpoint", 0)
+	must(t, err)
+	d, err := s.BeginCheckpoint(ctx, of(b, "n", KindFull))
+	must(t, err)
+	must(t, fill(d, sample(1, 1000)))
+	must(t, os.Mkdir(s.checkpointsDir()+"/tmp-junk", 0o700))
+	unknown := NewID()
+	must(t, os.Mkdir(s.published(unknown), 0o700))
+
+	did, err := s.Sweep(ctx)
+	must(t, err)
+	if len(did) != 2 || !strings.Contains(did[0]+did[1], "tmp-junk") || !strings.Contains(did[0]+did[1], unknown) {
+		t.Errorf("%q", did)
+	}
+	c, err := d.Commit(ctx, describe()) // it was held, so it still can
+	must(t, err)
+	l.Unlock()
+	must(t, os.Remove(s.published(unknown)))
+	if did, err := s.Sweep(ctx); err != nil || len(did) != 0 {
+		t.Errorf("%q, %v", did, err)
+	}
+	must(t, s.VerifyCheckpoint(ctx, c.ID))
+
+	// Published and damaged: not to be completed.
+	d, err = s.BeginCheckpoint(ctx, of(b, "m", KindFull))
+	must(t, err)
+	must(t, fill(d, sample(1, 1000)))
+	_, err = d.Commit(ctx, describe())
+	must(t, err)
+	_, err = s.db.Exec("UPDATE checkpoints SET status = 'pending', digest = '' WHERE id = ?", d.ID())
+	must(t, err)
+	must(t, os.WriteFile(filepath.Join(s.published(d.ID()), ImagesName, "core-1.img"), []byte("bad"), 0o600))
+	did, err = s.Sweep(ctx)
+	must(t, err)
+	if len(did) != 1 || !strings.Contains(did[0], "discarded") {
+		t.Errorf("%q", did)
+	}
+	if got := must1(s.Checkpoint(ctx, d.ID())); got.Status != Failed || !strings.Contains(got.Error, "core-1.img") {
+		t.Errorf("%+v", got)
+	}
+	tidy(t, s)
+
+	// Failures do not pile up.
+	for range 3 {
+		d, err := s.BeginCheckpoint(ctx, of(b, "", KindFiles))
+		must(t, err)
+		must(t, d.Abort(ctx, nil))
+	}
+	_, err = s.db.Exec(`WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i+1 FROM n WHERE i < 1100) INSERT INTO checkpoints
+		(id,name,sandbox_id,sandbox_name,kind,status,error,parent,trigger_name,created,files,processes,bytes,digest,image_digest,labels,frozen,warnings,spec)
+		SELECT printf('%032x', i), '', '', '', 'files', 'failed', 'x', '', '', 0, 0, 0, 0, '', '', '{}', 0, '[]', '' FROM n`)
+	must(t, err)
+	_, err = s.Sweep(ctx)
+	must(t, err)
+	list, err := s.Checkpoints(ctx, Filter{All: true})
+	must(t, err)
+	if len(list) != keptRows+1 { // and the ready one
+		t.Errorf("%d records are kept", len(list))
+	}
+}

@@ -1,0 +1,315 @@
+package store
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"sort"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/klauspost/compress/zstd"
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+const (
+	keptFailures = 20      // directories of logs
+	keptLogs     = 8       // files in each
+	keptLog      = 1 << 20 // bytes of each, its end
+	keptRows     = 1000    // records of failures
+)
+
+// Draft is a checkpoint in the making. It ends with Commit or Abort; after an
+// error of Commit, with Abort. Its methods are not for concurrent use, but the
+// two writers may be used side by side.
+type Draft struct {
+	s   *Store
+	row Checkpoint
+	dir string
+
+	mu          sync.Mutex
+	enc         *zstd.Encoder
+	files, tree *blobWriter
+	watch       *imageWatch
+	ended       bool
+}
+
+// BeginCheckpoint records a pending checkpoint and makes its draft. The
+// caller holds the sandbox's lock until the draft's end: that is how Sweep
+// tells a checkpoint under way from an abandoned one. A name that a ready
+// checkpoint of the sandbox has is ErrExists.
+func (s *Store) BeginCheckpoint(ctx context.Context, c Checkpoint) (*Draft, error) {
+	if c.ID == "" {
+		c.ID = NewID()
+	}
+	if c.Created.IsZero() {
+		c.Created = time.Now()
+	}
+	c.Created = c.Created.UTC().Round(0)
+	c.Status, c.Error, c.Digest = Pending, "", ""
+	if err := c.check(); err != nil {
+		return nil, err
+	}
+	if err := failpoint.Hit("store.begin.before-row"); err != nil {
+		return nil, err
+	}
+	err := s.write(ctx, "begin a checkpoint", func(tx *sql.Tx) error {
+		var id string
+		err := tx.QueryRowContext(ctx, `SELECT id FROM checkpoints WHERE id = ?1
+			OR sandbox_id = ?2 AND name = ?3 AND name <> '' AND status = 'ready'`, c.ID, c.SandboxID, c.Name).Scan(&id)
+		switch {
+		case err == nil && id == c.ID:
+			return fmt.Errorf("checkpoint id %s: %w", id, fault.ErrExists)
+		case err == nil:
+			return nameTaken(c.Name, id)
+		case !errors.Is(err, sql.ErrNoRows):
+			return err
+		}
+		_, err = tx.ExecContext(ctx, "INSERT INTO checkpoints ("+checkpointColumns+") VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+			c.ID, c.Name, c.SandboxID, c.SandboxName, c.Kind, c.Status, c.Error, c.Parent, c.Trigger, c.Created.UnixNano(),
+			c.Files, c.Processes, c.Bytes, c.Digest, c.ImageDigest, encode(c.Labels), int64(c.Frozen), encode(c.Warnings), string(c.Spec))
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	d := &Draft{s: s, row: c, dir: s.draftDir(c.ID)}
+	err = failpoint.Hit("store.begin.before-dir")
+	if err == nil {
+		err = os.Mkdir(d.dir, 0o700)
+	}
+	if err == nil {
+		err = failpoint.Hit("store.begin.after-dir")
+	}
+	if err != nil {
+		return nil, errors.Join(err, d.Abort(ctx, err))
+	}
+	return d, nil
+}
+
+func (c *Checkpoint) check() error {
+	if c.Name != "" {
+		if err := ValidName(c.Name); err != nil {
+			return err
+		}
+	}
+	if c.Parent != "" {
+		if err := checkID("parent", c.Parent); err != nil {
+			return err
+		}
+	}
+	if c.Kind != KindFiles && c.Kind != KindFull {
+		return fmt.Errorf("checkpoint kind %q: %w", c.Kind, fault.ErrInvalid)
+	}
+	if len(c.Trigger) > maxTrigger || !printable(c.Trigger, "") {
+		return fmt.Errorf("trigger %.64q: at most %d bytes of text: %w", c.Trigger, maxTrigger, fault.ErrInvalid)
+	}
+	return errors.Join(checkID("checkpoint", c.ID), checkID("sandbox", c.SandboxID), plainName(c.SandboxName), ValidLabels(c.Labels), validSpec(c.Spec))
+}
+
+// ID is the checkpoint's.
+func (d *Draft) ID() string { return d.row.ID }
+
+// Dir is the draft's directory. Commit publishes the two streams, the manifest
+// and CRIUDir out of it; anything else in it is scratch and is thrown away.
+func (d *Draft) Dir() string { return d.dir }
+
+// CRIUDir is the directory for the process images, made when first asked for.
+// Every file in it becomes part of the checkpoint; only plain files may be.
+func (d *Draft) CRIUDir() string {
+	dir := filepath.Join(d.dir, ImagesName)
+	_ = os.Mkdir(dir, 0o700) // a failure shows as soon as the directory is used
+	return dir
+}
+
+// WatchImages begins to hash and write back the page images in CRIUDir while
+// they grow, which makes Commit short. Only for images that are written once,
+// front to back: before a second dump into the same directory, begin a new draft.
+func (d *Draft) WatchImages() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.ended || d.watch != nil {
+		return nil
+	}
+	w, err := watchImages(d.CRIUDir())
+	if err != nil {
+		return err
+	}
+	d.watch = w
+	return nil
+}
+
+// FilesWriter opens the archive's stream: what is written is compressed,
+// hashed and counted. The error of its Close counts.
+func (d *Draft) FilesWriter() (io.WriteCloser, error) { return d.writer(&d.files, ArchiveName) }
+
+// TreeWriter opens the stream of the list of entries, likewise.
+func (d *Draft) TreeWriter() (io.WriteCloser, error) { return d.writer(&d.tree, TreeName) }
+
+func (d *Draft) writer(slot **blobWriter, name string) (io.WriteCloser, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.ended || *slot != nil {
+		return nil, fmt.Errorf("%s is written only once: %w", name, fault.ErrInvalid)
+	}
+	if d.enc == nil {
+		enc, err := newEncoder()
+		if err != nil {
+			return nil, err
+		}
+		d.enc = enc
+	}
+	w, err := newBlobWriter(d.dir, name, d.enc)
+	if err != nil {
+		return nil, err
+	}
+	*slot = w
+	return w, nil
+}
+
+// release ends what works for the draft.
+func (d *Draft) release() {
+	for _, w := range []*blobWriter{d.files, d.tree} {
+		if w != nil {
+			w.abandon()
+		}
+	}
+	if d.watch != nil {
+		d.watch.close()
+		d.watch = nil
+	}
+	if d.enc != nil {
+		_ = d.enc.Close() // it holds no stream of its own
+		d.enc = nil
+	}
+}
+
+// Abort gives a draft up: its files are removed and its record says failed,
+// because of cause. The ends of the named log files, paths inside Dir, are
+// kept at checkpoints/failed/ID. It goes on when ctx is cancelled. After
+// Commit has succeeded, and a second time, it does nothing.
+func (d *Draft) Abort(ctx context.Context, cause error, keep ...string) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.ended {
+		return nil
+	}
+	d.ended = true
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoWait)
+	defer cancel()
+	d.release()
+	logs := d.readLogs(keep)
+
+	// The files go first: after "no space left" the record needs their room.
+	err := failpoint.Hit("store.abort.before-remove")
+	if err == nil {
+		err = d.s.discard(d.row.ID)
+	}
+	reason := "given up"
+	if cause != nil {
+		reason = cause.Error()
+	}
+	if hit := failpoint.Hit("store.abort.before-row"); hit != nil {
+		return errors.Join(err, hit)
+	}
+	return errors.Join(err, d.s.setFailed(ctx, d.row.ID, reason), d.s.keepLogs(d.row.ID, logs))
+}
+
+// discard removes the files of a checkpoint that is no longer, or not yet, one.
+func (s *Store) discard(id string) error {
+	gone := s.removedDir(id)
+	if there, err := exists(s.published(id)); err != nil {
+		return err
+	} else if there {
+		// What readers may see goes in one step.
+		if err := os.RemoveAll(gone); err != nil {
+			return err
+		}
+		if err := os.Rename(s.published(id), gone); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return err
+		}
+	}
+	return errors.Join(os.RemoveAll(s.draftDir(id)), os.RemoveAll(gone), syncDir(s.checkpointsDir()))
+}
+
+// readLogs reads the ends of log files. Nothing in a draft is a reason to
+// fail an Abort, so what cannot be read is left out.
+func (d *Draft) readLogs(keep []string) map[string][]byte {
+	if len(keep) == 0 {
+		return nil
+	}
+	root, err := os.OpenRoot(d.dir)
+	if err != nil {
+		return nil
+	}
+	defer root.Close()
+	logs := map[string][]byte{}
+	for _, path := range keep {
+		name := strings.ReplaceAll(filepath.Clean(path), "/", "_")
+		if len(logs) == keptLogs || !filepath.IsLocal(path) || !isPlain(name) {
+			continue
+		}
+		f, err := root.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
+		if err != nil {
+			continue
+		}
+		if info, err := f.Stat(); err == nil && info.Mode().IsRegular() {
+			b, err := io.ReadAll(io.NewSectionReader(f, max(0, info.Size()-keptLog), keptLog))
+			if err == nil {
+				logs[name] = b
+			}
+		}
+		_ = f.Close()
+	}
+	return logs
+}
+
+// keepLogs stores logs of a failure and forgets the oldest ones.
+func (s *Store) keepLogs(id string, logs map[string][]byte) error {
+	if len(logs) == 0 {
+		return nil
+	}
+	dir := filepath.Join(s.failedDir(), id)
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		return err
+	}
+	var errs []error
+	for name, b := range logs {
+		errs = append(errs, os.WriteFile(filepath.Join(dir, name), b, 0o600))
+	}
+	return errors.Join(append(errs, s.pruneLogs())...)
+}
+
+func (s *Store) pruneLogs() error {
+	entries, err := os.ReadDir(s.failedDir())
+	if err != nil {
+		return err
+	}
+	type old struct {
+		name string
+		time time.Time
+	}
+	var list []old
+	for _, e := range entries {
+		if info, err := e.Info(); err == nil { // else somebody else removed it
+			list = append(list, old{e.Name(), info.ModTime()})
+		}
+	}
+	sort.Slice(list, func(i, j int) bool { return list[i].time.After(list[j].time) })
+	var errs []error
+	for i := keptFailures; i < len(list); i++ {
+		errs = append(errs, os.RemoveAll(filepath.Join(s.failedDir(), list[i].name)))
+	}
+	return errors.Join(errs...)
+}
+
+// FailedDir is where Abort keeps the logs of a failed checkpoint; it may not exist.
+func (s *Store) FailedDir(id string) string { return filepath.Join(s.failedDir(), id) }

@@ -1,0 +1,82 @@
+package store
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"sync"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// syncDir makes the names in a directory durable.
+func syncDir(path string) error {
+	d, err := os.OpenFile(path, os.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0)
+	if err != nil {
+		return err
+	}
+	return errors.Join(d.Sync(), d.Close())
+}
+
+// openPlain opens a regular file of the open directory dir. It follows no
+// symlink, does not hang on a FIFO, and takes a single name, never a path.
+func openPlain(dir *os.File, name string) (*os.File, os.FileInfo, error) {
+	if !isPlain(name) {
+		return nil, nil, fmt.Errorf("%q is not a file name: %w", name, fault.ErrCorrupt)
+	}
+	fd, err := unix.Openat(int(dir.Fd()), name, unix.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
+	if errors.Is(err, unix.ELOOP) {
+		return nil, nil, fmt.Errorf("%s is a symbolic link: %w", name, fault.ErrCorrupt)
+	}
+	if err != nil {
+		return nil, nil, &fs.PathError{Op: "open", Path: dir.Name() + "/" + name, Err: err}
+	}
+	f := os.NewFile(uintptr(fd), dir.Name()+"/"+name)
+	info, err := f.Stat()
+	if err == nil && !info.Mode().IsRegular() {
+		err = fmt.Errorf("%s is not a regular file: %w", name, fault.ErrCorrupt)
+	}
+	if err != nil {
+		_ = f.Close()
+		return nil, nil, err
+	}
+	return f, info, nil
+}
+
+// isPlain tells whether name is one path component that stays where it is.
+func isPlain(name string) bool {
+	if name == "" || name == "." || name == ".." || len(name) > 255 {
+		return false
+	}
+	for i := 0; i < len(name); i++ {
+		if name[i] == '/' || name[i] == 0 {
+			return false
+		}
+	}
+	return true
+}
+
+func openDir(path string) (*os.File, error) {
+	return os.OpenFile(path, os.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0)
+}
+
+// startWriteback asks the kernel to begin writing a file's dirty pages and
+// does not wait. A filesystem that cannot is only slower at the fsync.
+func startWriteback(f *os.File, off, n int64) {
+	_ = unix.SyncFileRange(int(f.Fd()), off, n, unix.SYNC_FILE_RANGE_WRITE)
+}
+
+// exists tells whether a directory of this name is there.
+func exists(path string) (bool, error) {
+	_, err := os.Lstat(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
+	return err == nil, err
+}
+
+// buffers are of chunkSize, for compressing and hashing.
+var buffers = sync.Pool{New: func() any { b := make([]byte, chunkSize); return &b }}

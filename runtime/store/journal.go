@@ -1,0 +1,112 @@
+package store
+
+import (
+	"context"
+	"database/sql"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"time"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// Intent is a verb of several steps, written down before its first
+// irreversible one. Whoever finds it later rolls it forward or back; Data
+// tells how far it came and is the verb's own.
+type Intent struct {
+	Seq        int64 // given by Begin
+	Op         string
+	Sandbox    string
+	Checkpoint string
+	Data       json.RawMessage
+	Pid        int       // zero: this process
+	Started    time.Time // zero: now
+}
+
+// Begin records an intent; it is durable when Begin returns.
+func (s *Store) Begin(ctx context.Context, in Intent) (seq int64, err error) {
+	if in.Op == "" {
+		return 0, fmt.Errorf("an intent names its verb: %w", fault.ErrInvalid)
+	}
+	if err := validSpec(in.Data); err != nil {
+		return 0, err
+	}
+	if in.Pid == 0 {
+		in.Pid = os.Getpid()
+	}
+	if in.Started.IsZero() {
+		in.Started = time.Now()
+	}
+	if err := failpoint.Hit("store.journal.before-begin"); err != nil {
+		return 0, err
+	}
+	err = s.write(ctx, "journal", func(tx *sql.Tx) error {
+		res, err := tx.ExecContext(ctx, "INSERT INTO journal (op, sandbox, checkpoint, data, pid, started) VALUES (?,?,?,?,?,?)",
+			in.Op, in.Sandbox, in.Checkpoint, string(in.Data), in.Pid, in.Started.UnixNano())
+		if err != nil {
+			return err
+		}
+		seq, err = res.LastInsertId()
+		return err
+	})
+	if err != nil {
+		return 0, err
+	}
+	return seq, failpoint.Hit("store.journal.after-begin")
+}
+
+// Update replaces an intent's data, durably.
+func (s *Store) Update(ctx context.Context, seq int64, data json.RawMessage) error {
+	if err := validSpec(data); err != nil {
+		return err
+	}
+	return s.write(ctx, "journal", func(tx *sql.Tx) error {
+		res, err := tx.ExecContext(ctx, "UPDATE journal SET data = ? WHERE seq = ?", string(data), seq)
+		if err != nil {
+			return err
+		}
+		if n, err := res.RowsAffected(); err != nil || n == 0 {
+			return errors.Join(err, fmt.Errorf("intent %d: %w", seq, fault.ErrNotFound))
+		}
+		return nil
+	})
+}
+
+// Done strikes an intent out. Idempotent.
+func (s *Store) Done(ctx context.Context, seq int64) error {
+	if err := failpoint.Hit("store.journal.before-done"); err != nil {
+		return err
+	}
+	return s.write(ctx, "journal", func(tx *sql.Tx) error {
+		_, err := tx.ExecContext(ctx, "DELETE FROM journal WHERE seq = ?", seq)
+		return err
+	})
+}
+
+// Intents lists what is under way or was interrupted, oldest first. Whether
+// its process still works on it is told by the sandbox's lock.
+func (s *Store) Intents(ctx context.Context) (list []Intent, err error) {
+	rows, err := s.db.QueryContext(ctx, "SELECT seq, op, sandbox, checkpoint, data, pid, started FROM journal ORDER BY seq")
+	if err != nil {
+		return nil, cancelled(ctx, dbError("read the journal", err))
+	}
+	defer rows.Close()
+	for rows.Next() {
+		var in Intent
+		var data string
+		var started int64
+		if err := rows.Scan(&in.Seq, &in.Op, &in.Sandbox, &in.Checkpoint, &data, &in.Pid, &started); err != nil {
+			return nil, dbError("read the journal", err)
+		}
+		in.Data = raw(data)
+		in.Started = time.Unix(0, started).UTC()
+		list = append(list, in)
+	}
+	if err := rows.Err(); err != nil {
+		return nil, cancelled(ctx, dbError("read the journal", err))
+	}
+	return list, nil
+}

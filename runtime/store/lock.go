@@ -1,0 +1,183 @@
+package store
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// openLock serialises Open; no name or id begins with a dot.
+const openLock = ".open"
+
+// forkWindow is how long a lock may outlive its holder in a child that is
+// just being started and has not closed what it must not inherit.
+const forkWindow = 5 * time.Millisecond
+
+// Lock is the right to change one sandbox. It belongs to an open file, not to
+// a process: a child that was given File holds it too, until the last of them
+// is gone, however it goes.
+type Lock struct {
+	f      *os.File
+	shared bool // File was asked for
+}
+
+// holder is what a lock file says about who holds it.
+type holder struct {
+	Pid   int       `json:"pid"`
+	Verb  string    `json:"verb"`
+	Since time.Time `json:"since"`
+}
+
+// Lock takes the lock named id, usually a sandbox's id, for a verb. Held by
+// somebody else it waits for at most wait (negative: until ctx ends), then it
+// is ErrBusy and the error tells who holds it.
+func (s *Store) Lock(ctx context.Context, id, verb string, wait time.Duration) (*Lock, error) {
+	if err := plainName(id); err != nil {
+		return nil, err
+	}
+	return s.flock(ctx, id, verb, wait)
+}
+
+func (s *Store) flock(ctx context.Context, id, verb string, wait time.Duration) (*Lock, error) {
+	if wait >= 0 {
+		wait = max(wait, forkWindow)
+	}
+	path := filepath.Join(s.locksDir(), id)
+	deadline := time.Now().Add(wait)
+	pause := time.Millisecond
+	for {
+		if err := ctx.Err(); err != nil {
+			return nil, fmt.Errorf("wait for the lock of %s: %w", id, context.Cause(ctx))
+		}
+		f, err := tryFlock(path)
+		if err == nil {
+			l := &Lock{f: f}
+			if err := l.sign(verb); err != nil {
+				l.Unlock()
+				return nil, fmt.Errorf("lock %s: %w", id, err)
+			}
+			return l, nil
+		}
+		if !errors.Is(err, unix.EWOULDBLOCK) {
+			return nil, fmt.Errorf("lock %s: %w", id, denied(err))
+		}
+		left := time.Until(deadline)
+		if wait >= 0 && left <= 0 {
+			return nil, s.busy(ctx, id, path)
+		}
+		if wait >= 0 && left < pause {
+			pause = left
+		}
+		// flock can only be waited for by a thread that no context can
+		// interrupt, so it is asked again and again.
+		t := time.NewTimer(pause)
+		select {
+		case <-t.C:
+		case <-ctx.Done():
+			t.Stop()
+		}
+		pause = min(2*pause, 50*time.Millisecond)
+	}
+}
+
+// tryFlock opens and locks the file. One that was unlinked meanwhile locks
+// nobody out, so the name must still lead to it afterwards.
+func tryFlock(path string) (*os.File, error) {
+	for {
+		f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
+		if err != nil {
+			return nil, err
+		}
+		for {
+			if err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != unix.EINTR {
+				break
+			}
+		}
+		if err != nil {
+			_ = f.Close()
+			return nil, err
+		}
+		var held, named unix.Stat_t
+		if err := unix.Fstat(int(f.Fd()), &held); err != nil {
+			_ = f.Close()
+			return nil, err
+		}
+		if err := unix.Lstat(path, &named); err == nil && named.Ino == held.Ino && named.Dev == held.Dev {
+			return f, nil
+		}
+		_ = f.Close()
+	}
+}
+
+// sign writes who holds the lock.
+func (l *Lock) sign(verb string) error {
+	b, err := json.Marshal(holder{Pid: os.Getpid(), Verb: verb, Since: time.Now()})
+	if err != nil {
+		return err
+	}
+	if _, err := l.f.WriteAt(append(b, '\n'), 0); err != nil {
+		// A full disk must not keep anyone from freeing space: the lock
+		// holds all the same, only its holder stays unnamed.
+		if errors.Is(err, syscall.ENOSPC) {
+			return nil
+		}
+		return err
+	}
+	return l.f.Truncate(int64(len(b) + 1))
+}
+
+// busy tells who holds the lock.
+func (s *Store) busy(ctx context.Context, id, path string) error {
+	what := "sandbox " + id
+	if isID(id) && s.db != nil {
+		if b, err := s.Sandbox(ctx, id); err == nil {
+			what = "sandbox " + b.Name
+		}
+	} else if id == openLock {
+		what = "the state directory"
+	}
+	var h holder
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW, 0)
+	if err == nil {
+		// Half-written or empty in the instant after the lock was taken.
+		err = json.NewDecoder(io.LimitReader(f, 4096)).Decode(&h)
+		_ = f.Close()
+	}
+	if err != nil || h.Pid <= 0 {
+		return fmt.Errorf("%s is busy: %w", what, fault.ErrBusy)
+	}
+	by := fmt.Sprintf("pid %d", h.Pid)
+	if errors.Is(unix.Kill(h.Pid, 0), unix.ESRCH) {
+		by = fmt.Sprintf("a process that pid %d left behind", h.Pid)
+	}
+	return &fault.Error{Op: what + " is busy", ID: "", Hint: "Wait for it to finish, or try again.",
+		Err: fmt.Errorf("%s by %s since %s: %w", h.Verb, by, h.Since.Local().Format("15:04:05"), fault.ErrBusy)}
+}
+
+// File is the locked file, to be passed to a child that must go on holding
+// the lock when this process is gone.
+func (l *Lock) File() *os.File {
+	l.shared = true
+	return l.f
+}
+
+// Unlock lets go of the lock; children that were given File keep it. Idempotent.
+func (l *Lock) Unlock() {
+	// A child that is just being forked has every descriptor of ours until
+	// its exec is over, so closing alone could leave the lock held a moment
+	// longer. Unlocking frees it at once, but for those who share it, too.
+	if !l.shared {
+		_ = unix.Flock(int(l.f.Fd()), unix.LOCK_UN) // cannot fail on an open file; closed it is -1
+	}
+	_ = l.f.Close() // nothing was written that anyone needs
+}

@@ -1,0 +1,124 @@
+package store
+
+import (
+	"crypto/rand"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"unicode"
+	"unicode/utf8"
+
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// Bounds of what a caller may store. They only keep mistakes and malice out.
+const (
+	maxName       = 128
+	maxLabels     = 256
+	maxLabelKey   = 256
+	maxLabelValue = 4096
+	maxTrigger    = 256
+	maxSpec       = 4 << 20
+	maxError      = 4096
+	idLen         = 32
+)
+
+// NewID returns a fresh id: 32 random lower-case hex digits.
+func NewID() string {
+	var b [idLen / 2]byte
+	rand.Read(b[:])
+	return hex.EncodeToString(b[:])
+}
+
+// ValidName tells whether s can name a sandbox, a checkpoint or a lock:
+// [a-zA-Z0-9][a-zA-Z0-9_.-]*, at most 128 bytes, and not the form of an id.
+func ValidName(s string) error {
+	if err := plainName(s); err != nil {
+		return err
+	}
+	if isID(s) {
+		return fmt.Errorf("name %q has the form of an id; choose another: %w", s, fault.ErrInvalid)
+	}
+	return nil
+}
+
+func plainName(s string) error {
+	switch {
+	case s == "":
+		return fmt.Errorf("the name is empty: %w", fault.ErrInvalid)
+	case len(s) > maxName:
+		return fmt.Errorf("name %q... is %d bytes long, %d are allowed: %w", s[:32], len(s), maxName, fault.ErrInvalid)
+	}
+	for i := 0; i < len(s); i++ {
+		c := s[i]
+		switch {
+		case 'a' <= c && c <= 'z', 'A' <= c && c <= 'Z', '0' <= c && c <= '9':
+		case i > 0 && (c == '_' || c == '.' || c == '-'):
+		default:
+			return fmt.Errorf("name %q: only letters, digits, '_', '.' and '-' are allowed, a letter or digit first: %w", s, fault.ErrInvalid)
+		}
+	}
+	return nil
+}
+
+func isID(s string) bool { return len(s) == idLen && isHex(s) }
+
+func isHex(s string) bool {
+	for i := 0; i < len(s); i++ {
+		if c := s[i]; (c < '0' || c > '9') && (c < 'a' || c > 'f') {
+			return false
+		}
+	}
+	return s != ""
+}
+
+func checkID(what, id string) error {
+	if !isID(id) {
+		return fmt.Errorf("%s id %q is not %d lower-case hex digits: %w", what, id, idLen, fault.ErrInvalid)
+	}
+	return nil
+}
+
+// ValidLabels tells whether labels can be stored: at most 256, keys of 1 to
+// 256 bytes without '=' or control characters, values of at most 4096 bytes of UTF-8.
+func ValidLabels(labels map[string]string) error {
+	if len(labels) > maxLabels {
+		return fmt.Errorf("%d labels, %d are allowed: %w", len(labels), maxLabels, fault.ErrInvalid)
+	}
+	for k, v := range labels {
+		if k == "" || len(k) > maxLabelKey || !printable(k, "=") {
+			return fmt.Errorf("label %.64q: a key has 1 to %d bytes of text without '=': %w", k, maxLabelKey, fault.ErrInvalid)
+		}
+		if len(v) > maxLabelValue || !utf8.ValidString(v) {
+			return fmt.Errorf("label %q: a value has at most %d bytes of UTF-8: %w", k, maxLabelValue, fault.ErrInvalid)
+		}
+	}
+	return nil
+}
+
+func printable(s, except string) bool {
+	if !utf8.ValidString(s) {
+		return false
+	}
+	for _, r := range s {
+		if unicode.IsControl(r) {
+			return false
+		}
+		for _, e := range except {
+			if r == e {
+				return false
+			}
+		}
+	}
+	return true
+}
+
+func validSpec(spec json.RawMessage) error {
+	if len(spec) > maxSpec {
+		return fmt.Errorf("the spec has %d bytes, %d are allowed: %w", len(spec), maxSpec, fault.ErrInvalid)
+	}
+	if len(spec) > 0 && (!json.Valid(spec) || !utf8.Valid(spec)) {
+		return fmt.Errorf("the spec is not JSON: %w", fault.ErrInvalid)
+	}
+	return nil
+}

@@ -1,0 +1,180 @@
+package store
+
+import (
+	"context"
+	"database/sql"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// Sandbox is the record of one sandbox. Its spec is the engine's; the store
+// only keeps it.
+type Sandbox struct {
+	ID, Name    string
+	Backend     string
+	Spec        json.RawMessage
+	Image       string
+	ImageDigest string
+	Lower       []string // the image's directories, top first
+	Head        string   // id of the checkpoint it was last at
+	Attempt     int
+	Created     time.Time // zero: now
+	Labels      map[string]string
+}
+
+const sandboxColumns = "id, name, backend, spec, image, image_digest, lower, head, attempt, created, labels"
+
+// PutSandbox adds a sandbox. A name or an id that is taken is ErrExists.
+func (s *Store) PutSandbox(ctx context.Context, b Sandbox) error {
+	if err := checkID("sandbox", b.ID); err != nil {
+		return err
+	}
+	if b.Name != b.ID {
+		if err := ValidName(b.Name); err != nil {
+			return err
+		}
+	}
+	if err := errors.Join(ValidLabels(b.Labels), validSpec(b.Spec)); err != nil {
+		return err
+	}
+	if b.Created.IsZero() {
+		b.Created = time.Now()
+	}
+	if err := failpoint.Hit("store.sandbox.before-row"); err != nil {
+		return err
+	}
+	return s.write(ctx, "add a sandbox", func(tx *sql.Tx) error {
+		var id, name string
+		err := tx.QueryRowContext(ctx, "SELECT id, name FROM sandboxes WHERE id = ? OR name = ?", b.ID, b.Name).Scan(&id, &name)
+		switch {
+		case err == nil && name == b.Name:
+			return fmt.Errorf("sandbox name %q (id %.12s): %w", name, id, fault.ErrExists)
+		case err == nil:
+			return fmt.Errorf("sandbox id %s (name %q): %w", id, name, fault.ErrExists)
+		case !errors.Is(err, sql.ErrNoRows):
+			return err
+		}
+		_, err = tx.ExecContext(ctx, "INSERT INTO sandboxes ("+sandboxColumns+") VALUES (?,?,?,?,?,?,?,?,?,?,?)",
+			b.ID, b.Name, b.Backend, string(b.Spec), b.Image, b.ImageDigest, encode(b.Lower), b.Head, b.Attempt, b.Created.UnixNano(), encode(b.Labels))
+		return err
+	})
+}
+
+// Sandbox finds one by exact name, exact id or unique prefix of an id, in
+// this order. A prefix of several is ErrInvalid and the error lists them.
+func (s *Store) Sandbox(ctx context.Context, ref string) (Sandbox, error) {
+	if ref == "" {
+		return Sandbox{}, fmt.Errorf("no sandbox named: %w", fault.ErrInvalid)
+	}
+	found, err := s.sandboxes(ctx, "WHERE name = ?1 OR id = ?1 ORDER BY name = ?1 DESC", ref)
+	if err != nil {
+		return Sandbox{}, err
+	}
+	if len(found) == 0 && isHex(ref) && len(ref) < idLen {
+		found, err = s.sandboxes(ctx, "WHERE id >= ?1 AND id < ?1 || 'g' ORDER BY seq DESC LIMIT 11", ref)
+		if err != nil {
+			return Sandbox{}, err
+		}
+		if len(found) > 1 {
+			var which []string
+			for _, b := range found {
+				which = append(which, fmt.Sprintf("%s (%s)", b.ID, b.Name))
+			}
+			return Sandbox{}, ambiguous("sandbox", ref, which)
+		}
+	}
+	if len(found) == 0 {
+		return Sandbox{}, fmt.Errorf("sandbox %q: %w", ref, fault.ErrNotFound)
+	}
+	return found[0], nil
+}
+
+// Sandboxes lists all, newest first.
+func (s *Store) Sandboxes(ctx context.Context) ([]Sandbox, error) {
+	return s.sandboxes(ctx, "ORDER BY seq DESC")
+}
+
+func (s *Store) sandboxes(ctx context.Context, where string, args ...any) (list []Sandbox, err error) {
+	rows, err := s.db.QueryContext(ctx, "SELECT "+sandboxColumns+" FROM sandboxes "+where, args...)
+	if err != nil {
+		return nil, cancelled(ctx, dbError("read sandboxes", err))
+	}
+	defer rows.Close()
+	for rows.Next() {
+		var b Sandbox
+		var spec, lower, labels string
+		var created int64
+		err := rows.Scan(&b.ID, &b.Name, &b.Backend, &spec, &b.Image, &b.ImageDigest, &lower, &b.Head, &b.Attempt, &created, &labels)
+		if err != nil {
+			return nil, dbError("read sandboxes", err)
+		}
+		b.Spec = raw(spec)
+		b.Created = time.Unix(0, created).UTC()
+		if err := errors.Join(json.Unmarshal([]byte(lower), &b.Lower), json.Unmarshal([]byte(labels), &b.Labels)); err != nil {
+			return nil, fmt.Errorf("record of sandbox %s: %w: %w", b.ID, fault.ErrCorrupt, err)
+		}
+		if b.Labels == nil {
+			b.Labels = map[string]string{}
+		}
+		list = append(list, b)
+	}
+	if err := rows.Err(); err != nil {
+		return nil, cancelled(ctx, dbError("read sandboxes", err))
+	}
+	return list, nil
+}
+
+// SetHead records which checkpoint a sandbox is at and which attempt it is on.
+func (s *Store) SetHead(ctx context.Context, id, head string, attempt int) error {
+	return s.write(ctx, "set head", func(tx *sql.Tx) error {
+		res, err := tx.ExecContext(ctx, "UPDATE sandboxes SET head = ?, attempt = ? WHERE id = ?", head, attempt, id)
+		if err != nil {
+			return err
+		}
+		if n, err := res.RowsAffected(); err != nil || n == 0 {
+			return errors.Join(err, fmt.Errorf("sandbox %q: %w", id, fault.ErrNotFound))
+		}
+		return nil
+	})
+}
+
+// DeleteSandbox forgets a sandbox; its checkpoints stay. Idempotent. The
+// lock file goes with the next Sweep, when nobody holds it.
+func (s *Store) DeleteSandbox(ctx context.Context, id string) error {
+	if err := failpoint.Hit("store.sandbox.before-delete"); err != nil {
+		return err
+	}
+	return s.write(ctx, "delete a sandbox", func(tx *sql.Tx) error {
+		_, err := tx.ExecContext(ctx, "DELETE FROM sandboxes WHERE id = ?", id)
+		return err
+	})
+}
+
+func ambiguous(what, ref string, which []string) error {
+	if len(which) > 10 {
+		which = append(which[:10:10], "...")
+	}
+	return fmt.Errorf("%s %q is ambiguous: %s: %w", what, ref, strings.Join(which, ", "), fault.ErrInvalid)
+}
+
+// encode writes a label map or a list of strings; neither can fail.
+func encode(v any) string {
+	b, err := json.Marshal(v)
+	if err != nil {
+		panic(err)
+	}
+	return string(b)
+}
+
+func raw(s string) json.RawMessage {
+	if s == "" {
+		return nil
+	}
+	return json.RawMessage(s)
+}

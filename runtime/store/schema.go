@@ -1,0 +1,107 @@
+package store
+
+import (
+	"context"
+	"database/sql"
+	"fmt"
+
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// applicationID marks a SQLite file as agentbox's ("agbx").
+const applicationID = 0x61676278
+
+// migrations bring state.db from user_version i to i+1. Released ones never
+// change; a new one is added at the end.
+var migrations = []string{
+	// seq orders: clocks step back, inserts do not.
+	`CREATE TABLE sandboxes (
+		seq INTEGER PRIMARY KEY AUTOINCREMENT,
+		id TEXT NOT NULL UNIQUE,
+		name TEXT NOT NULL UNIQUE,
+		backend TEXT NOT NULL,
+		spec TEXT NOT NULL,
+		image TEXT NOT NULL,
+		image_digest TEXT NOT NULL,
+		lower TEXT NOT NULL,
+		head TEXT NOT NULL,
+		attempt INTEGER NOT NULL,
+		created INTEGER NOT NULL,
+		labels TEXT NOT NULL
+	) STRICT;
+	CREATE TABLE checkpoints (
+		seq INTEGER PRIMARY KEY AUTOINCREMENT,
+		id TEXT NOT NULL UNIQUE,
+		name TEXT NOT NULL,
+		sandbox_id TEXT NOT NULL,
+		sandbox_name TEXT NOT NULL,
+		kind TEXT NOT NULL,
+		status TEXT NOT NULL,
+		error TEXT NOT NULL,
+		parent TEXT NOT NULL,
+		trigger_name TEXT NOT NULL,
+		created INTEGER NOT NULL,
+		files INTEGER NOT NULL,
+		processes INTEGER NOT NULL,
+		bytes INTEGER NOT NULL,
+		digest TEXT NOT NULL,
+		image_digest TEXT NOT NULL,
+		labels TEXT NOT NULL,
+		frozen INTEGER NOT NULL,
+		warnings TEXT NOT NULL,
+		spec TEXT NOT NULL,
+		removing INTEGER NOT NULL DEFAULT 0
+	) STRICT;
+	CREATE UNIQUE INDEX checkpoint_names ON checkpoints (sandbox_id, name) WHERE status = 'ready' AND name <> '';
+	CREATE INDEX checkpoint_sandbox_names ON checkpoints (sandbox_name);
+	CREATE INDEX checkpoint_parents ON checkpoints (parent);
+	CREATE INDEX checkpoint_unready ON checkpoints (status) WHERE status <> 'ready';
+	CREATE TABLE journal (
+		seq INTEGER PRIMARY KEY AUTOINCREMENT,
+		op TEXT NOT NULL,
+		sandbox TEXT NOT NULL,
+		checkpoint TEXT NOT NULL,
+		data TEXT NOT NULL,
+		pid INTEGER NOT NULL,
+		started INTEGER NOT NULL
+	) STRICT;`,
+}
+
+func (s *Store) migrate(ctx context.Context) error {
+	var version, tables, app int
+	var mode string
+	err := s.db.QueryRowContext(ctx, `SELECT
+		(SELECT user_version FROM pragma_user_version),
+		(SELECT application_id FROM pragma_application_id),
+		(SELECT journal_mode FROM pragma_journal_mode),
+		(SELECT count(*) FROM sqlite_schema WHERE name IN ('sandboxes', 'checkpoints', 'journal'))`).
+		Scan(&version, &app, &mode, &tables)
+	switch {
+	case err != nil:
+		return cancelled(ctx, dbError("open", err))
+	case mode != "wal":
+		return &fault.Error{Op: "open state", ID: s.dbPath(), Hint: "Put the root on a local filesystem.",
+			Err: fmt.Errorf("this filesystem has no shared memory for SQLite's WAL (journal mode %q): %w", mode, fault.ErrUnsupported)}
+	case version > len(migrations):
+		return &fault.Error{Op: "open state", ID: s.dbPath(), Hint: "Use that newer agentbox, or another --root.",
+			Err: fmt.Errorf("a newer agentbox wrote it (schema %d, this one knows %d): %w", version, len(migrations), fault.ErrUnsupported)}
+	case version > 0 && (app != applicationID || tables != 3), version == 0 && tables != 0, version < 0:
+		return &fault.Error{Op: "open state", ID: s.dbPath(), Hint: "Move it aside, or use another --root.",
+			Err: fmt.Errorf("not a database of agentbox: %w", fault.ErrCorrupt)}
+	case version == len(migrations):
+		return nil
+	}
+	err = s.write(ctx, "migrate", func(tx *sql.Tx) error {
+		for _, m := range migrations[version:] {
+			if _, err := tx.ExecContext(ctx, m); err != nil {
+				return err
+			}
+		}
+		_, err := tx.ExecContext(ctx, fmt.Sprintf("PRAGMA user_version = %d; PRAGMA application_id = %d", len(migrations), applicationID))
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	return syncDir(s.root)
+}

@@ -1,0 +1,239 @@
+// Package store keeps what agentbox must not forget: which sandboxes exist,
+// their checkpoints, and what a verb was in the middle of.
+//
+// It owns, below one root directory,
+//
+//	state.db              SQLite in WAL mode: sandboxes, checkpoints, journal
+//	locks/ID              one flock file per sandbox
+//	checkpoints/ID/       one published checkpoint, never changed again:
+//	    manifest.json     canonical JSON; its BLAKE3 digest is the checkpoint's identity
+//	    files.tar.zst     the upperdir
+//	    tree.jsonl.zst    the list of what is in it
+//	    criu/             process images (full checkpoints only)
+//	checkpoints/tmp-*     drafts and removals under way; readers ignore them
+//	checkpoints/failed/ID logs of the newest failures
+//
+// A checkpoint comes into being as a Draft: a pending row and a tmp directory.
+// The engine streams the files in, lets CRIU write into CRIUDir, and calls
+// Commit, which hashes the images, makes everything durable, renames the
+// directory to its id and only then marks the row ready. A reader goes the
+// other way: the row's digest proves the manifest, the manifest's digests
+// prove the rest. Sweep finishes or undoes what a killed process left.
+//
+// Several processes share one root. SQLite serialises rows; everything else
+// about one sandbox is serialised by its Lock, which the callers take.
+package store
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net/url"
+	"os"
+	"path/filepath"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"modernc.org/sqlite"
+	sqlite3 "modernc.org/sqlite/lib"
+
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+const (
+	// busyTimeout is short because SQLite sleeps through a cancelled context;
+	// write tries again until writeWait is over.
+	busyTimeout = 500 * time.Millisecond
+	writeWait   = 20 * time.Second
+	undoWait    = 30 * time.Second // for work that must go on after a cancel
+)
+
+// Store is one root directory. Its methods are safe for concurrent use, by
+// goroutines and by processes.
+type Store struct {
+	root string
+	db   *sql.DB
+}
+
+// Open opens the store below root and makes it if it is not there. A state of
+// a newer agentbox is ErrUnsupported, a damaged state.db ErrCorrupt; without
+// root's rights or on a read-only disk it is ErrDenied.
+func Open(ctx context.Context, root string) (*Store, error) {
+	if os.Geteuid() != 0 {
+		return nil, &fault.Error{Op: "open state", ID: root, Hint: "Run it as root, for instance with sudo.",
+			Err: fmt.Errorf("only root may: %w", fault.ErrDenied)}
+	}
+	root, err := filepath.Abs(root)
+	if err != nil {
+		return nil, fmt.Errorf("root directory: %w", err)
+	}
+	s := &Store{root: root}
+	if err := s.makeDirs(); err != nil {
+		return nil, &fault.Error{Op: "open state", ID: root, Err: err}
+	}
+	// Two processes that both turn a new database to WAL, or both migrate it,
+	// would fail each other.
+	l, err := s.flock(ctx, openLock, "open", writeWait)
+	if err != nil {
+		return nil, &fault.Error{Op: "open state", ID: root, Err: err}
+	}
+	defer l.Unlock()
+	if err := s.openDB(ctx); err != nil {
+		var e *fault.Error
+		if !errors.As(err, &e) {
+			err = &fault.Error{Op: "open state", ID: s.dbPath(), Err: err}
+		}
+		return nil, err
+	}
+	return s, nil
+}
+
+// Close releases the database. Drafts, readers and locks have their own ends.
+func (s *Store) Close() error {
+	if err := s.db.Close(); err != nil {
+		return dbError("close", err)
+	}
+	return nil
+}
+
+func (s *Store) dbPath() string             { return filepath.Join(s.root, "state.db") }
+func (s *Store) locksDir() string           { return filepath.Join(s.root, "locks") }
+func (s *Store) checkpointsDir() string     { return filepath.Join(s.root, "checkpoints") }
+func (s *Store) failedDir() string          { return filepath.Join(s.root, "checkpoints", "failed") }
+func (s *Store) published(id string) string { return filepath.Join(s.root, "checkpoints", id) }
+func (s *Store) draftDir(id string) string  { return filepath.Join(s.root, "checkpoints", tmpPrefix+id) }
+func (s *Store) removedDir(id string) string {
+	return filepath.Join(s.root, "checkpoints", removePrefix+id)
+}
+
+const (
+	tmpPrefix    = "tmp-"
+	removePrefix = "tmp-rm-"
+)
+
+// makeDirs makes the directories and refuses those that somebody else owns:
+// what they hold is restored as root.
+func (s *Store) makeDirs() error {
+	if err := os.MkdirAll(s.root, 0o700); err != nil {
+		return denied(err)
+	}
+	var st unix.Stat_t
+	if err := unix.Stat(s.root, &st); err != nil {
+		return denied(err)
+	}
+	if st.Mode&0o002 != 0 {
+		return &fault.Error{Op: "check", ID: s.root, Hint: "Choose a directory of root's own, or take the right away: chmod o-w " + s.root,
+			Err: fmt.Errorf("everybody may write here: %w", fault.ErrDenied)}
+	}
+	for _, dir := range []string{s.locksDir(), s.checkpointsDir(), s.failedDir()} {
+		if err := unix.Lstat(dir, &st); err == nil && st.Mode&unix.S_IFMT == unix.S_IFDIR && st.Uid == 0 {
+			continue
+		}
+		if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+			return denied(err)
+		}
+		if err := unix.Lstat(dir, &st); err != nil {
+			return denied(err)
+		}
+		if st.Mode&unix.S_IFMT != unix.S_IFDIR || st.Uid != 0 {
+			return fmt.Errorf("%s is not a directory of root's: %w", dir, fault.ErrDenied)
+		}
+		if err := syncDir(filepath.Dir(dir)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (s *Store) openDB(ctx context.Context) (err error) {
+	// SQLite gives the WAL and its index the mode of the database file, so
+	// that file is made here rather than with the umask's mode.
+	f, err := os.OpenFile(s.dbPath(), os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+	if err != nil {
+		return denied(err)
+	}
+	if err := f.Close(); err != nil {
+		return err
+	}
+	q := url.Values{
+		"_txlock": {"immediate"},
+		"_pragma": {fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()), "journal_mode(WAL)", "synchronous(FULL)", "trusted_schema(OFF)"},
+	}
+	u := url.URL{Scheme: "file", Path: s.dbPath(), RawQuery: q.Encode()}
+	db, err := sql.Open("sqlite", u.String())
+	if err != nil {
+		return dbError("open", err)
+	}
+	defer func() {
+		if err != nil {
+			_ = db.Close() // the first error is the one to tell
+		}
+	}()
+	// One connection: goroutines of one process then queue without SQLite's
+	// sleeping busy handler.
+	db.SetMaxOpenConns(1)
+	s.db = db
+	return s.migrate(ctx)
+}
+
+// write runs fn in a transaction that holds SQLite's write lock from its start.
+func (s *Store) write(ctx context.Context, what string, fn func(*sql.Tx) error) error {
+	deadline := time.Now().Add(writeWait)
+	for {
+		tx, err := s.db.BeginTx(ctx, nil)
+		if err != nil {
+			if err = dbError(what, err); errors.Is(err, fault.ErrBusy) && time.Now().Before(deadline) && ctx.Err() == nil {
+				continue // busyTimeout was the pause
+			}
+			return cancelled(ctx, err)
+		}
+		if err := fn(tx); err != nil {
+			_ = tx.Rollback() // fn's error is the one to tell
+			return cancelled(ctx, dbError(what, err))
+		}
+		if err := tx.Commit(); err != nil {
+			_ = tx.Rollback()
+			return cancelled(ctx, dbError(what, err))
+		}
+		return nil
+	}
+}
+
+// cancelled returns the context's error in place of what it made the database say.
+func cancelled(ctx context.Context, err error) error {
+	if ctx.Err() != nil && !errors.Is(err, ctx.Err()) {
+		return fmt.Errorf("%w: %w", context.Cause(ctx), err)
+	}
+	return err
+}
+
+// dbError gives SQLite's errors the meaning of our sentinels and leaves all others alone.
+func dbError(what string, err error) error {
+	var e *sqlite.Error
+	if !errors.As(err, &e) {
+		return err
+	}
+	switch e.Code() & 0xff {
+	case sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED:
+		return fmt.Errorf("state.db, %s: another process holds it: %w", what, fault.ErrBusy)
+	case sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB:
+		return &fault.Error{Op: "state.db", ID: what, Hint: "Move state.db, state.db-wal and state.db-shm aside; checkpoint directories are not affected.",
+			Err: fmt.Errorf("%w: %w", fault.ErrCorrupt, err)}
+	case sqlite3.SQLITE_FULL:
+		return fmt.Errorf("state.db, %s: %w", what, syscall.ENOSPC)
+	case sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH:
+		return fmt.Errorf("state.db, %s: %w: %w", what, fault.ErrDenied, err)
+	}
+	return fmt.Errorf("state.db, %s: %w", what, err)
+}
+
+// denied marks the errors that mean "you may not write here".
+func denied(err error) error {
+	if errors.Is(err, fs.ErrPermission) || errors.Is(err, syscall.EROFS) {
+		return fmt.Errorf("%w: %w", fault.ErrDenied, err)
+	}
+	return err
+}

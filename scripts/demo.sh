@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# The main job, shown and proven: an agent works, is checkpointed, goes wrong
+# and dies; restore brings back its files and its memory. Everything lives in
+# a temporary root and is removed at the end.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+AGENTBOX_ROOT=$(mktemp -d "${TMPDIR:-/tmp}/agentbox-demo.XXXXXX")
+export AGENTBOX_ROOT PATH="$PWD/bin:$PATH"
+port=${AGENTBOX_DEMO_PORT:-18473}
+
+cleanup() {
+	status=$?
+	trap - EXIT
+	agentbox rm -f agent >/dev/null 2>&1 || true
+	agentbox recover >/dev/null 2>&1 || true
+	rm -rf "$AGENTBOX_ROOT"
+	[ "$status" = 0 ] || echo "demo: FAILED" >&2
+	exit "$status"
+}
+trap cleanup EXIT
+
+say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
+show() {
+	printf '$ %s\n' "$*"
+	local t0 t1
+	t0=$(date +%s%N)
+	"$@"
+	t1=$(date +%s%N)
+	printf '  (%d ms)\n' $(((t1 - t0) / 1000000))
+}
+ask() { curl -sf --max-time 10 "http://127.0.0.1:$port$1"; }
+field() { python3 -c 'import json,sys; print(json.load(sys.stdin)[sys.argv[1]])' "$1"; }
+fail() {
+	echo "demo: $*" >&2
+	exit 1
+}
+
+# Everything that can be told about the upperdir, by programs that share no
+# code with agentbox.
+listing() {
+	local upper
+	upper=$(agentbox inspect agent | python3 -c 'import json,sys; print(json.load(sys.stdin)[0]["upperdir"])')
+	(
+		cd "$upper"
+		find . -printf '%P|%y|%m|%U|%G|%T@|%s|%b|%l|%n\n' | LC_ALL=C sort
+		find . -type f -print0 | LC_ALL=C sort -z | xargs -0 -r sha256sum
+		find . -print0 | LC_ALL=C sort -z | xargs -0 -r getfattr -h -d -m - -e hex 2>/dev/null
+	)
+}
+
+say "1. A sandbox over a Debian image"
+rootfs=$(scripts/debian-image.sh)
+show agentbox image import debian "$rootfs"
+show agentbox run -d --name agent -w /work -p "127.0.0.1:$port:8000" debian python3 -c "$(cat scripts/demo-agent.py)"
+for _ in $(seq 200); do
+	turns=$(ask / 2>/dev/null | field turns 2>/dev/null) && [ "$turns" -ge 10 ] && break
+	sleep 0.1
+done
+ask / || fail "the agent does not answer"
+echo
+
+say "2. Checkpoint: files and processes, in one frozen instant"
+agentbox pause agent >/dev/null # only so that the proof below has an instant to compare with
+listing >"$AGENTBOX_ROOT/before"
+show agentbox checkpoint agent --name good
+agentbox unpause agent >/dev/null
+before=$(ask /)
+echo "$before"
+
+say "3. The agent goes wrong: it damages its repository, plants malicious.py and dies"
+ask /wreck || true
+agentbox wait agent >/dev/null
+agentbox ps -a
+listing >"$AGENTBOX_ROOT/wrecked"
+printf 'the upperdir differs in %d lines\n' "$(diff "$AGENTBOX_ROOT/before" "$AGENTBOX_ROOT/wrecked" | grep -c '^[<>]')"
+
+say "4. Restore"
+show agentbox restore agent good
+listing >"$AGENTBOX_ROOT/after"
+diff "$AGENTBOX_ROOT/before" "$AGENTBOX_ROOT/after" || fail "the upperdir is not what it was"
+echo "the upperdir is equal in every entry: $(wc -l <"$AGENTBOX_ROOT/after") lines of names, types, modes, owners, times, sizes, blocks, links, digests, xattrs"
+agentbox unpause agent >/dev/null
+after=$(ask /) || fail "the agent does not answer after the restore"
+echo "$after"
+[ "$(field secret <<<"$before")" = "$(field secret <<<"$after")" ] || fail "the memory is not what it was"
+[ "$(field pid <<<"$before")" = "$(field pid <<<"$after")" ] || fail "the process is not what it was"
+agentbox exec agent sh -c 'test ! -e malicious.py && git fsck --no-progress && git status --short' || fail "the repository is damaged"
+echo "same process, same memory, a sound repository, and no malicious.py"
+
+say "5. What it took"
+agentbox checkpoint ls agent
+agentbox rm -f agent >/dev/null
+echo
+echo "demo: all proven"
