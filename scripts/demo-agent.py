@@ -2,6 +2,8 @@
 keeps what it has learned in memory only, and answers over HTTP.
 
 GET /       what it remembers, as JSON
+GET /rest   it finishes its turn and rests, so that its files stand still
+GET /work   it goes on
 GET /wreck  it goes wrong: damages the repository, plants a file, and dies
 """
 
@@ -16,6 +18,8 @@ import time
 REPO = os.environ["AGENTBOX_WORKDIR"]
 memory = {"turns": 0, "sandbox": os.environ["AGENTBOX_SANDBOX_NAME"], "secret": os.urandom(16).hex(), "pid": os.getpid()}
 lock = threading.Lock()
+working = threading.Event()
+working.set()
 
 
 def git(*args):
@@ -25,6 +29,8 @@ def git(*args):
 
 def turn():
     with lock:
+        if not working.is_set():
+            return
         memory["turns"] += 1
         with open(f"{REPO}/module{memory['turns'] % 7}.py", "a") as f:
             f.write(f"def step_{memory['turns']}():\n    return {memory['turns']}\n")
@@ -50,6 +56,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.path == "/wreck":
             wreck()
         with lock:
+            if self.path == "/rest":
+                working.clear()
+            if self.path == "/work":
+                working.set()
             body = json.dumps(memory).encode()
         self.send_response(200)
         self.end_headers()
@@ -64,5 +74,6 @@ server = http.server.ThreadingHTTPServer(("", 8000), Handler)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 print("agent ready", flush=True)
 while True:
+    working.wait()
     turn()
     time.sleep(0.1)

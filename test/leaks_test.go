@@ -112,9 +112,12 @@ func (b *box) cgroups() (found []string) {
 // leftFiles lists files that no sandbox, checkpoint or image accounts for. An
 // empty root keeps its database, its lock files, its images and its log.
 func (b *box) leftFiles() (found []string) {
-	for _, dir := range []string{"sandboxes", "checkpoints", "run/restore", "run/runc", "run/tmp"} {
+	for _, dir := range []string{"sandboxes", "checkpoints", "checkpoints/failed", "run/restore", "run/runc", "run/tmp"} {
 		entries, _ := os.ReadDir(filepath.Join(b.root, dir))
 		for _, e := range entries {
+			if dir == "checkpoints" && e.Name() == "failed" {
+				continue // where the logs of failed ones are, while they are listed
+			}
 			found = append(found, "file "+filepath.Join(b.root, dir, e.Name()))
 		}
 	}

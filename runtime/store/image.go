@@ -169,16 +169,18 @@ func sealImages(ctx context.Context, path string, w *imageWatch) ([]Image, error
 	flush.SetLimit(syncers)
 	hash, hctx := errgroup.WithContext(ctx)
 	hash.SetLimit(workers())
+	names := make([]string, len(list)) // the list itself is being filled in
+	for i := range list {
+		names[i] = list[i].Name
+	}
 	var work sync.WaitGroup
-	work.Add(1)
 	var flushErr error
-	go func() {
-		defer work.Done()
-		for _, im := range list {
-			flush.Go(func() error { return flushImage(fctx, dir, im.Name) })
+	work.Go(func() {
+		for _, name := range names {
+			flush.Go(func() error { return flushImage(fctx, dir, name) })
 		}
 		flushErr = flush.Wait()
-	}()
+	})
 	for i := range list {
 		hash.Go(func() error { return hashImage(hctx, dir, w, &list[i]) })
 	}

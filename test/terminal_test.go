@@ -1,0 +1,176 @@
+package test
+
+import (
+	"context"
+	"errors"
+	"os"
+	"os/exec"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/creack/pty"
+)
+
+// terminal is a user at a terminal with agentbox in the foreground.
+type terminal struct {
+	b    *box
+	cmd  *exec.Cmd
+	tty  *os.File
+	mu   sync.Mutex
+	text []byte
+	done chan struct{}
+}
+
+func (b *box) terminal(args ...string) *terminal {
+	b.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), commandTimeout)
+	b.Cleanup(cancel)
+	m := &terminal{b: b, cmd: b.command(ctx, args...), done: make(chan struct{})}
+	tty, err := pty.StartWithSize(m.cmd, &pty.Winsize{Rows: 30, Cols: 100})
+	if err != nil {
+		b.Fatal(err)
+	}
+	m.tty = tty
+	b.Cleanup(func() { tty.Close() })
+	go func() {
+		defer close(m.done)
+		buf := make([]byte, 4096)
+		for {
+			n, err := tty.Read(buf)
+			m.mu.Lock()
+			m.text = append(m.text, buf[:n]...)
+			m.mu.Unlock()
+			if err != nil {
+				return // EIO: the last one who had it open is gone
+			}
+		}
+	}()
+	return m
+}
+
+func (m *terminal) screen() string {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return string(m.text)
+}
+
+func (m *terminal) enter(s string) {
+	m.b.Helper()
+	if _, err := m.tty.WriteString(s); err != nil {
+		m.b.Fatal(err)
+	}
+}
+
+func (m *terminal) shows(s string) {
+	m.b.Helper()
+	for deadline := time.Now().Add(20 * time.Second); !strings.Contains(m.screen(), s); time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			m.b.Fatalf("the screen never showed %q:\n%q", s, m.screen())
+		}
+	}
+}
+
+// ends waits for agentbox to end and returns its exit code.
+func (m *terminal) ends() int {
+	m.b.Helper()
+	err := m.cmd.Wait()
+	<-m.done
+	var exit *exec.ExitError
+	if err != nil && !errors.As(err, &exit) {
+		m.b.Fatal(err)
+	}
+	return m.cmd.ProcessState.ExitCode()
+}
+
+func TestTerminal(t *testing.T) {
+	b := newBox(t)
+	m := b.terminal("run", "-it", "--name", "t", "--network", "none", "busybox", "sh")
+	m.enter("echo size: $(stty size)\r")
+	m.shows("size: 30 100")
+	if err := pty.Setsize(m.tty, &pty.Winsize{Rows: 20, Cols: 70}); err != nil {
+		t.Fatal(err)
+	}
+	b.eventually("the sandbox's terminal has the new size", func() bool {
+		m.enter("echo size: $(stty size)\r")
+		return strings.Contains(m.screen(), "size: 20 70")
+	})
+	m.enter("echo rea''dy; sleep 1000\r")
+	m.shows("ready")
+	m.enter("\x03")
+	m.enter("echo still he''re $?\r")
+	m.shows("still here 130")
+	m.enter("COLOUR=blue\r")
+	m.enter("\x10\x11")
+	equal(b, "exit after ctrl-p ctrl-q", m.ends(), 0)
+	equal(b, "status after detaching", b.inspect("t").Status, "running")
+
+	// A sandbox with a terminal is checkpointed and restored like any other.
+	b.checkpoint("t")
+	m = b.terminal("attach", "t")
+	m.enter("echo colour $COLOUR.\r")
+	m.shows("colour blue.")
+	m.enter("COLOUR=red; echo now $COLOUR.\r")
+	m.shows("now red.")
+	m.enter("\x10\x11")
+	equal(b, "exit after ctrl-p ctrl-q", m.ends(), 0)
+
+	b.ok("restore", "t")
+	m = b.terminal("attach", "t")
+	if err := pty.Setsize(m.tty, &pty.Winsize{Rows: 25, Cols: 90}); err != nil {
+		t.Fatal(err)
+	}
+	m.enter("echo after: $COLOUR.\r")
+	m.shows("after: blue.")
+	b.eventually("the restored terminal has the user's size", func() bool {
+		m.enter("echo size: $(stty size)\r")
+		return strings.Contains(m.screen(), "size: 25 90")
+	})
+	m.enter("sleep 1000\r")
+	m.enter("\x03")
+	m.enter("echo interr''upted\r")
+	m.shows("interrupted")
+	m.enter("exit 9\r")
+	_ = m.ends()
+	b.eventually("it has exited", func() bool { return b.inspect("t").Status == "exited" })
+	equal(b, "exit code", b.inspect("t").ExitCode, 9)
+
+	// The exit code of a command at a terminal is agentbox's.
+	m = b.terminal("run", "-it", "--rm", "--name", "u", "--network", "none", "busybox", "sh", "-c", "exit 5")
+	equal(b, "exit", m.ends(), 5)
+	b.start("v", "--network", "none", "busybox", "sleep", "1000")
+	m = b.terminal("exec", "-it", "v", "sh")
+	m.enter("echo size: $(stty size)\r")
+	m.shows("size: 30 100")
+	m.enter("exit 6\r")
+	equal(b, "exit", m.ends(), 6)
+}
+
+func TestForeground(t *testing.T) {
+	b := newBox(t)
+	r := b.input([]byte("one\ntwo\n"), nil, "run", "-i", "--rm", "--network", "none", "busybox", "sh", "-c", "cat; echo done >&2; exit 3")
+	equal(b, "stdout", r.out, "one\ntwo\n")
+	equal(b, "stderr", r.err, "done\n")
+	equal(b, "exit", r.code, 3)
+	b.eventually("--rm removes it", func() bool { return b.ok("ps", "-a", "-q") == "" })
+
+	// Ctrl-C without a terminal goes to the command.
+	ctx, cancel := context.WithTimeout(context.Background(), commandTimeout)
+	defer cancel()
+	cmd := b.command(ctx, "run", "--name", "s", "--network", "none", "busybox", "sh", "-c", "trap 'exit 44' INT; echo up > /up; while :; do sleep 0.02; done")
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	b.eventually("it is up", func() bool {
+		_, ok := b.find("s")
+		return ok && b.file("s", "up") != ""
+	})
+	if err := cmd.Process.Signal(syscall.SIGINT); err != nil {
+		t.Fatal(err)
+	}
+	_ = cmd.Wait()
+	equal(b, "exit", cmd.ProcessState.ExitCode(), 44)
+	equal(b, "exit code", b.inspect("s").ExitCode, 44)
+}
