@@ -57,7 +57,7 @@ func Check(ctx context.Context) (Features, error) {
 	}
 	f.KernelString = unix.ByteSliceToString(uts.Release[:])
 	f.SysResource = hasCapability(unix.CAP_SYS_RESOURCE)
-	f.Nftables = hasNftables()
+	f.Nftables = hasNftables(path)
 
 	var wg sync.WaitGroup
 	var versionErr error

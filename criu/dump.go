@@ -85,9 +85,24 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 	if state.Status != "paused" {
 		return res, fmt.Errorf("dump %s: it is %s, not paused: %w", rt.ID, state.Status, fault.ErrState)
 	}
+	members, err := Members(state.Pid)
+	if err != nil {
+		return res, err
+	}
+	// CRIU would try for all its timeout, 10 s, with everything standing still.
+	if pid, tracer := traced(members); pid != 0 {
+		return res, &DumpError{
+			Diagnosis: Diagnosis{
+				Code:   "traced",
+				Reason: fmt.Sprintf("process %d (%s) is being traced by process %d (%s), and a process can have one tracer only", pid, cmdline(pid), tracer, cmdline(tracer)),
+				Hint:   "Detach the debugger, strace or gdb, then try again.",
+			},
+			Err: fmt.Errorf("dump %s: process %d is traced: %w", rt.ID, pid, fault.ErrState),
+		}
+	}
 	if len(opts.ScanPaths) == 0 {
 		// Not fatal: CRIU may find the names itself, and says so when it cannot.
-		opts.ScanPaths, _ = Watches(state.Pid)
+		opts.ScanPaths, _ = watches(state.Pid, members)
 	}
 	if config := state.Annotations[ConfigAnnotation]; config != "" {
 		if err := WriteConfig(config, opts.Options); err != nil {

@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"syscall"
@@ -186,7 +187,7 @@ func TestDumpWatches(t *testing.T) {
 	}
 	paths, err := Watches(pid)
 	slices.Sort(paths)
-	if err != nil || !slices.Equal(paths, []string{"/some dir", "/some dir/file"}) {
+	if err != nil || !slices.Equal(paths, []string{"/bin/busybox", "/some dir", "/some dir/file"}) {
 		t.Fatalf("Watches = %q, %v", paths, err)
 	}
 	if _, err := Dump(ctx, rt, DumpOptions{ImageDir: b.Images, WorkDir: b.Work, LeaveRunning: true}); err != nil {
@@ -203,6 +204,48 @@ func TestDumpWatches(t *testing.T) {
 	})
 }
 
+// A debugger's process is refused at once, not after CRIU's ten seconds.
+func TestDumpTraced(t *testing.T) {
+	ctx := context.Background()
+	b, rt := start(t, criutest.Counter, nil)
+	b.Until("it counts", func() bool { return b.Count() >= 2 })
+	pid := b.Pid()
+	attached, detach, done := make(chan error), make(chan bool), make(chan bool)
+	go func() {
+		runtime.LockOSThread() // a tracer is a thread
+		defer runtime.UnlockOSThread()
+		attached <- unix.PtraceSeize(pid)
+		<-detach
+		_ = unix.PtraceInterrupt(pid)
+		_, _ = unix.Wait4(pid, nil, unix.WALL, nil)
+		_ = unix.PtraceDetach(pid)
+		close(done)
+	}()
+	if err := <-attached; err != nil {
+		t.Fatal(err)
+	}
+	if err := rt.Pause(ctx); err != nil {
+		t.Fatal(err)
+	}
+	begun := time.Now()
+	_, err := Dump(ctx, rt, DumpOptions{ImageDir: b.Images, WorkDir: b.Work, LeaveRunning: true})
+	var de *DumpError
+	if !errors.As(err, &de) || de.Code != "traced" || !errors.Is(err, fault.ErrState) || de.Hint == "" || time.Since(begun) > 3*time.Second {
+		t.Errorf("after %v: %v", time.Since(begun), err)
+	}
+	if err := rt.Resume(ctx); err != nil {
+		t.Fatal(err)
+	}
+	close(detach)
+	<-done
+	if err := rt.Pause(ctx); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Dump(ctx, rt, DumpOptions{ImageDir: b.Images, WorkDir: b.Work, LeaveRunning: true}); err != nil {
+		t.Errorf("after the tracer has gone: %v", err)
+	}
+}
+
 const watchProgram = `package main
 import ("os"; "syscall"; "bytes")
 func main() {
@@ -211,6 +254,8 @@ func main() {
 	fd, _ := syscall.InotifyInit()
 	syscall.InotifyAddWatch(fd, "/some dir", syscall.IN_CREATE)
 	syscall.InotifyAddWatch(fd, "/some dir/file", syscall.IN_MODIFY)
+	syscall.InotifyAddWatch(fd, "/bin/busybox", syscall.IN_MODIFY)
+	syscall.InotifyAddWatch(fd, "/", syscall.IN_MODIFY)
 	os.WriteFile("/ready", nil, 0644)
 	buf := make([]byte, 4096)
 	for {

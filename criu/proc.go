@@ -87,6 +87,30 @@ func Members(initPid int) ([]int, error) {
 	return members, nil
 }
 
+// traced returns a thread among the processes that another process traces, and
+// the tracer; 0 when there is none.
+func traced(pids []int) (thread, tracer int) {
+	for _, p := range pids {
+		tasks, err := os.ReadDir(fmt.Sprintf("/proc/%d/task", p))
+		if err != nil {
+			continue // it has ended
+		}
+		for _, t := range tasks {
+			data, err := os.ReadFile(fmt.Sprintf("/proc/%d/task/%s/status", p, t.Name()))
+			if err != nil {
+				continue
+			}
+			_, after, _ := bytes.Cut(data, []byte("\nTracerPid:"))
+			if f := bytes.Fields(after); len(f) > 0 && string(f[0]) != "0" {
+				thread, _ = strconv.Atoi(t.Name())
+				tracer, _ = strconv.Atoi(string(f[0]))
+				return thread, tracer
+			}
+		}
+	}
+	return 0, 0
+}
+
 // nsDepth returns in how many pid namespaces, as seen from here, a process is.
 func nsDepth(pid int) int {
 	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))

@@ -39,6 +39,10 @@ func Watches(initPid int) ([]string, error) {
 	if err != nil {
 		return nil, err
 	}
+	return watches(initPid, pids)
+}
+
+func watches(initPid int, pids []int) ([]string, error) {
 	want := map[inode]bool{}
 	for _, p := range pids {
 		watchedBy(p, want)

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -78,6 +79,32 @@ func (m Mount) check() error {
 			return fmt.Errorf("%s is not a directory: %w", dir, fault.ErrInvalid)
 		}
 	}
+	return m.checkWork()
+}
+
+// checkWork finds what the kernel refuses with a bare EINVAL, its reason being
+// in the kernel log only.
+func (m Mount) checkWork() error {
+	if m.Upper == "" {
+		return nil
+	}
+	var paths [2]string
+	var st [2]unix.Statx_t
+	for i, dir := range []string{m.Upper, m.Work} {
+		var err error
+		if paths[i], err = filepath.EvalSymlinks(dir); err != nil {
+			return err
+		}
+		if err := unix.Statx(unix.AT_FDCWD, paths[i], 0, statxMask, &st[i]); err != nil {
+			return pathError("stat", dir, err)
+		}
+	}
+	if strings.HasPrefix(paths[0]+"/", paths[1]+"/") || strings.HasPrefix(paths[1]+"/", paths[0]+"/") {
+		return fmt.Errorf("the upper directory %s and the work directory %s must not contain each other: %w", m.Upper, m.Work, fault.ErrInvalid)
+	}
+	if st[0].Dev_major != st[1].Dev_major || st[0].Dev_minor != st[1].Dev_minor || st[0].Mnt_id != st[1].Mnt_id {
+		return fmt.Errorf("the upper directory %s and the work directory %s must be on one mount: %w", m.Upper, m.Work, fault.ErrInvalid)
+	}
 	return nil
 }
 
@@ -150,15 +177,15 @@ func (m Mount) layers(set *layerSet) error {
 }
 
 // layerSet hands layers to a filesystem context. fsconfig takes at most 255
-// bytes of path; a longer one goes by descriptor, by way of /proc so that kernels
-// before 6.13 can do it.
+// bytes of path, and overlayfs takes a backslash for an escape; such a path goes
+// by descriptor, by way of /proc so that kernels before 6.13 can do it.
 type layerSet struct {
 	fs  int
 	fds []int
 }
 
 func (s *layerSet) add(key, dir string) error {
-	if len(dir) <= 255 {
+	if len(dir) <= 255 && !strings.Contains(dir, `\`) {
 		return unix.FsconfigSetString(s.fs, key, dir)
 	}
 	p, err := s.short(dir)

@@ -146,9 +146,10 @@ func TestMountRefuses(t *testing.T) {
 		"missing layer":       {func(m *Mount) { m.Lower[0] += "x" }, fault.ErrNotFound, "lower0x"},
 		"missing target":      {func(m *Mount) { m.Target += "x" }, fault.ErrNotFound, "mergedx"},
 		"layer is a file":     {func(m *Mount) { m.Lower[0] += "/top" }, fault.ErrInvalid, "not a directory"},
-		"work is in upper":    {func(m *Mount) { m.Work = m.Upper }, unix.EINVAL, "workdir"}, // the kernel's words
-		"work is elsewhere":   {func(m *Mount) { m.Work = "/proc" }, unix.EINVAL, "upperdir"},
-		"upper cannot be one": {func(m *Mount) { m.Upper = "/proc"; m.Work = "/proc" }, unix.EINVAL, "upper"},
+		"work is upper":       {func(m *Mount) { m.Work = m.Upper }, fault.ErrInvalid, "contain each other"},
+		"work is in upper":    {func(m *Mount) { m.Upper = filepath.Dir(m.Work) }, fault.ErrInvalid, "contain each other"},
+		"work is elsewhere":   {func(m *Mount) { m.Work = "/proc/fs" }, fault.ErrInvalid, "one mount"},
+		"upper cannot be one": {func(m *Mount) { m.Upper = "/proc/sys"; m.Work = "/proc/fs" }, unix.EINVAL, "upper"}, // the kernel's words
 	} {
 		t.Run(name, func(t *testing.T) {
 			m := layers(t, "x", 1)

@@ -208,7 +208,8 @@ class Podman:
             "podman", "--root", self.dir + "/root", "--runroot", self.dir + "/run", "--cgroup-manager", "cgroupfs",
             "--runtime", "runc", "--storage-driver", "overlay",
         ]
-        self.flags = ["--network", "none", "--ulimit", "nofile=1024:1024"]
+        # Limits that any machine allows: setting others takes CAP_SYS_RESOURCE.
+        self.flags = ["--network", "none", "--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024"]
         self.call("import", rootfs, "bench")
 
     def call(self, *args):

@@ -50,7 +50,8 @@ func TestBadInput(t *testing.T) {
 		{2, "", []string{"checkpoint", "--name", "..", "c"}},
 		{2, "", []string{"image", "import", "../x", "/"}},
 		{3, "/no/such/place", []string{"create", "-v", "/no/such/place:/mnt", "busybox", "true"}},
-		{2, "", []string{"create", "-v", "relative:/mnt", "busybox", "true"}},
+		{3, "relative", []string{"create", "-v", "relative:/mnt", "busybox", "true"}},
+		{2, "", []string{"create", "-v", "/:mnt", "busybox", "true"}},
 		{2, "", []string{"create", "--memory", "lots", "busybox", "true"}},
 		{2, "", []string{"create", "--memory", "-5m", "busybox", "true"}},
 		{2, "", []string{"create", "--memory", "1k", "busybox", "true"}},
@@ -191,7 +192,7 @@ func TestExecSessions(t *testing.T) {
 	// What exec left in the background is no session: it is in the dump.
 	b.sh("c", "(while :; do echo x >> /background; sleep 0.05; done) > /dev/null 2>&1 < /dev/null &")
 	b.eventually("the background process runs", func() bool { return b.file("c", "background") != "" })
-	cancel()
+	b.sh("c", "kill $(ps | awk '/sleep 99[9]/ { print $1 }')")
 	_ = session.Wait()
 	b.eventually("the session is over", func() bool { return !strings.Contains(b.ok("exec", "c", "ps"), "sleep 999") })
 	r = b.try(nil, "checkpoint", "--strict", "c")

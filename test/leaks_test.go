@@ -3,6 +3,8 @@ package test
 import (
 	"bufio"
 	"bytes"
+	"crypto/sha256"
+	"encoding/hex"
 	"fmt"
 	"io/fs"
 	"net"
@@ -139,47 +141,39 @@ func (b *box) leftFiles() (found []string) {
 	return found
 }
 
-// netLeft lists bridges, veths and rules that carry the root's tag: with no
-// sandbox left there is none of them.
+// netLeft lists the devices and tables of the root. Their names follow from
+// the root's path and the sandbox's id, so that other roots' are left alone.
 func (b *box) netLeft() (found []string) {
-	text, err := os.ReadFile(filepath.Join(b.root, "network.json"))
-	if err == nil && !b.shared && (bytes.Contains(text, []byte(`"address"`)) || bytes.Contains(text, []byte(`"subnet"`))) {
-		found = append(found, "network state "+string(text))
+	sum := sha256.Sum256([]byte(b.root))
+	tag := hex.EncodeToString(sum[:6])
+	ours := []string{"abx" + tag[:6]}
+	for _, id := range b.ids() {
+		sum := sha256.Sum256([]byte(tag + "/" + id))
+		ours = append(ours, "abv"+hex.EncodeToString(sum[:6]))
+	}
+	links, _ := net.Interfaces()
+	for _, l := range links {
+		for _, prefix := range ours {
+			if strings.HasPrefix(l.Name, prefix) {
+				found = append(found, "network device "+l.Name)
+			}
+		}
+	}
+	out, _ := exec.Command("nft", "list", "tables").Output()
+	if strings.Contains(string(out), tag) {
+		found = append(found, "nftables table of tag "+tag)
 	}
 	return found
 }
 
-// hostState is what the whole run of the tests must leave as it was. Other
-// programs' own devices and tables come and go: only ours are listed.
+// hostState is what the whole run of the tests must leave as it was, besides
+// what each test looks for in its own root.
 func hostState() map[string]bool {
 	set := map[string]bool{}
-	links, _ := net.Interfaces()
-	for _, l := range links {
-		if strings.HasPrefix(l.Name, "abx") || strings.HasPrefix(l.Name, "abv") || strings.HasPrefix(l.Name, "agentbox") {
-			set["network device "+l.Name] = true
-		}
-	}
-	out, _ := exec.Command("nft", "list", "tables").Output()
-	for _, line := range strings.Split(string(out), "\n") {
-		if strings.Contains(line, "agentbox") {
-			set["nftables "+line] = true
-		}
-	}
-	for _, pattern := range []string{"/tmp/.criu*", "/tmp/runc-process*", "/tmp/agentbox*"} {
+	for _, pattern := range []string{"/tmp/.criu*", "/tmp/runc-process*", "/tmp/agentbox*", "/tmp/ab[0-9]*", "/tmp/abfs*"} {
 		files, _ := filepath.Glob(pattern)
 		for _, f := range files {
 			set["file "+f] = true
-		}
-	}
-	for _, m := range mountsUnder("") {
-		if strings.Contains(m, ".criu.") {
-			set[m] = true
-		}
-	}
-	dirs, _ := filepath.Glob("/sys/fs/cgroup/*/agentbox/*")
-	for _, d := range dirs {
-		if fi, err := os.Stat(d); err == nil && fi.IsDir() {
-			set["cgroup "+d] = true
 		}
 	}
 	return set

@@ -147,7 +147,20 @@ func (s *shared) open() error {
 	if s.root, err = os.MkdirTemp("", "ab"); err != nil {
 		return err
 	}
-	imp := exec.Command(filepath.Join(bin, "agentbox"), "--root", s.root, "image", "import", "debian", strings.TrimSpace(string(out)))
+	// The image gets a few files of the tests' own, in a copy of the tarball.
+	tarball, parts := filepath.Join(bin, "debian.tar"), filepath.Join(bin, "parts")
+	defer os.Remove(tarball)
+	for _, args := range [][]string{
+		{"cp", strings.TrimSpace(string(out)), tarball},
+		{"mkdir", parts},
+		{"sh", "-c", "cd " + parts + " && " + imageParts},
+		{"tar", "-rf", tarball, "--owner=0", "--group=0", "-C", parts, "./etc/hostname.image", "./usr/share/agentbox"},
+	} {
+		if out, err := exec.Command(args[0], args[1:]...).CombinedOutput(); err != nil {
+			return fmt.Errorf("%q: %w: %s", args, err, out)
+		}
+	}
+	imp := exec.Command(filepath.Join(bin, "agentbox"), "--root", s.root, "image", "import", "debian", tarball)
 	if out, err := imp.CombinedOutput(); err != nil {
 		return fmt.Errorf("image import: %w: %s", err, out)
 	}

@@ -17,7 +17,7 @@ import (
 func (b *box) tree(dir string) map[string]string {
 	b.Helper()
 	all := map[string]string{}
-	groups := map[[2]uint64]string{} // device and inode -> the first name
+	groups := map[[2]uint64][]string{} // device and inode -> names
 	var walk func(rel string)
 	walk = func(rel string) {
 		path := filepath.Join(dir, rel)
@@ -28,7 +28,7 @@ func (b *box) tree(dir string) map[string]string {
 		line := fmt.Sprintf("mode %o owner %d:%d mtime %d.%09d", st.Mode, st.Uid, st.Gid, st.Mtim.Sec, st.Mtim.Nsec)
 		switch st.Mode & unix.S_IFMT {
 		case unix.S_IFREG:
-			line += fmt.Sprintf(" size %d content %s data %s", st.Size, contentOf(b, path), extents(b, path, st.Size))
+			line += fmt.Sprintf(" size %d data %s", st.Size, content(b, path, st.Size))
 		case unix.S_IFLNK:
 			target, err := os.Readlink(path)
 			if err != nil {
@@ -40,10 +40,7 @@ func (b *box) tree(dir string) map[string]string {
 		}
 		if st.Mode&unix.S_IFMT != unix.S_IFDIR {
 			key := [2]uint64{st.Dev, st.Ino}
-			if groups[key] == "" {
-				groups[key] = rel
-			}
-			line += fmt.Sprintf(" links %d first %q", st.Nlink, groups[key])
+			groups[key] = append(groups[key], rel)
 		}
 		for _, name := range xattrNames(b, path) {
 			value := make([]byte, 64<<10)
@@ -65,29 +62,28 @@ func (b *box) tree(dir string) map[string]string {
 		}
 	}
 	walk("")
+	// Not st_nlink: the kernel keeps one whiteout for all, with a name of its
+	// own outside the upperdir.
+	for _, names := range groups {
+		if len(names) == 1 {
+			continue
+		}
+		for _, name := range names {
+			all[name] += fmt.Sprintf(" links %q", names)
+		}
+	}
 	return all
 }
 
-func contentOf(b *box, path string) string {
+// content lists where a file has data, as the filesystem tells, with a digest
+// of all of it.
+func content(b *box, path string, size int64) string {
 	f, err := os.Open(path)
 	if err != nil {
 		b.Fatal(err)
 	}
 	defer f.Close()
 	h := sha256.New()
-	if _, err := io.Copy(h, f); err != nil {
-		b.Fatal(err)
-	}
-	return fmt.Sprintf("%x", h.Sum(nil)[:8])
-}
-
-// extents lists where a file has data, as the filesystem tells.
-func extents(b *box, path string, size int64) string {
-	f, err := os.Open(path)
-	if err != nil {
-		b.Fatal(err)
-	}
-	defer f.Close()
 	var list []string
 	for at := int64(0); at < size; {
 		data, err := unix.Seek(int(f.Fd()), at, unix.SEEK_DATA)
@@ -98,10 +94,13 @@ func extents(b *box, path string, size int64) string {
 		if err != nil {
 			b.Fatal(err)
 		}
+		if _, err := io.Copy(h, io.NewSectionReader(f, data, hole-data)); err != nil {
+			b.Fatal(err)
+		}
 		list = append(list, fmt.Sprintf("%d-%d", data, hole))
 		at = hole
 	}
-	return strings.Join(list, ",")
+	return fmt.Sprintf("%s digest %x", strings.Join(list, ","), h.Sum(nil)[:8])
 }
 
 func xattrNames(b *box, path string) []string {

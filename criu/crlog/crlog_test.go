@@ -19,6 +19,7 @@ var known = map[string][2]string{ // file: code, words of the reason
 	"dump-link":          {"link-remap", "keeps /l1 open"},
 	"dump-lock":          {"file-locks", "file lock"},
 	"dump-mount":         {"mount", "mounted at /mm inside"},
+	"dump-mptcp":         {"mptcp", "Multipath TCP"},
 	"dump-netns":         {"nested-namespace", "network namespace of its own"},
 	"dump-noiptables":    {"netfilter", "iptables-restore is missing"},
 	"dump-perf":          {"unsupported-file", "perf_event"},

@@ -35,6 +35,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"strings"
 	"time"
 
 	"github.com/agentbox/agentbox/internal/fault"
@@ -117,6 +118,10 @@ func Open(opts Options) (*Backend, error) {
 		if b.wrapper, err = program(wrapper, ""); err != nil {
 			return nil, err
 		}
+	}
+	if strings.Contains(opts.Run, ",") {
+		// runc takes it for the end of a namespace's path.
+		return nil, fmt.Errorf("%w: run directory %s: its path must not have a comma", fault.ErrInvalid, opts.Run)
 	}
 	if b.root, err = directory(opts.Root, "sandboxes"); err != nil {
 		return nil, err

@@ -132,6 +132,9 @@ func (b *Backend) Remove(ctx context.Context, id string) error {
 		v.exit, err = b.end(ctx, v, runtime.StopOptions{})
 		v.status = runtime.Exited
 	}
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
 	if err != nil && !errors.Is(err, fault.ErrNotFound) {
 		// Kill what there is, whatever its record says.
 		b.log.Warn("remove by force", "sandbox", id, "error", err)

@@ -139,8 +139,12 @@ func (s *session) run(ctx context.Context) (exit int, err error) {
 	if rep.Data <= 0 {
 		return 0, s.refused(rep.Message)
 	}
-	if err := failpoint.Hit("oci.exec.after-start"); err != nil || s.p.Detach {
+	if err := failpoint.Hit("oci.exec.after-start"); err != nil {
+		s.abort()
 		return 0, err
+	}
+	if s.p.Detach {
+		return 0, nil
 	}
 	if err := a.wait(); err != nil {
 		if ctx.Err() != nil {

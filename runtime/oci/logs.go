@@ -93,13 +93,21 @@ func (b *Backend) follow(ctx context.Context, v view, r *logReader, p *printer) 
 		if err := r.drain(ctx, p); err != nil {
 			return err
 		}
-		// Conmon starts a new file when one is full; the old one is drained.
-		renewed, err := r.reopen()
-		if err != nil || last && !renewed {
+		// Conmon starts a new file when one is full, and has then written all
+		// of the old one, which may be more than was just read.
+		next, err := r.successor()
+		if err != nil {
 			return err
 		}
-		if renewed {
+		if next != nil {
+			if err := r.drain(ctx, p); err != nil {
+				return errors.Join(err, next.Close())
+			}
+			r.turn(next)
 			continue
+		}
+		if last {
+			return nil
 		}
 		select {
 		case <-w.events:
@@ -170,21 +178,23 @@ func (r *logReader) close() {
 	}
 }
 
-// reopen turns to the file that has taken the place of the one read so far.
-func (r *logReader) reopen() (renewed bool, err error) {
+// successor opens the file that has taken the place of the one being read, if
+// one has.
+func (r *logReader) successor() (*os.File, error) {
 	if r.f != nil && same(r.f, r.path) {
-		return false, nil
+		return nil, nil
 	}
 	f, err := os.Open(r.path)
 	if errors.Is(err, fs.ErrNotExist) {
-		return false, nil
+		return nil, nil
 	}
-	if err != nil {
-		return false, err
-	}
+	return f, err
+}
+
+// turn goes on with another file.
+func (r *logReader) turn(f *os.File) {
 	r.close()
 	r.f, r.at = f, 0
-	return true, nil
 }
 
 // drain prints all whole records that are there.

@@ -274,9 +274,14 @@ func (x *box) leftovers() []string {
 	}
 	entries, _ := os.ReadDir(x.Backend.run)
 	for _, e := range entries {
-		if !slices.Contains([]string{"runc", "exits", "tmp"}, e.Name()) {
-			left = append(left, filepath.Join(x.Backend.run, e.Name()))
+		path := filepath.Join(x.Backend.run, e.Name())
+		if slices.Contains([]string{"runc", "exits", "tmp"}, e.Name()) {
+			continue
 		}
+		if below, err := os.ReadDir(path); e.Name() == "restore" && err == nil && len(below) == 0 {
+			continue // the parent of staged restores
+		}
+		left = append(left, path)
 	}
 	return left
 }

@@ -167,7 +167,8 @@ func rlimits() []specs.POSIXRlimit {
 }
 
 // namespaces leaves the network namespace out for the host's. A cgroup
-// namespace is for v2 only: under v1 CRIU does not bring one back.
+// namespace is for v2 only, as under Docker: under v1 each hierarchy is mounted
+// from the container's own cgroup on, and there is nothing else to see.
 func (b *Backend) namespaces(netns string) []specs.LinuxNamespace {
 	list := []specs.LinuxNamespace{
 		{Type: specs.PIDNamespace}, {Type: specs.IPCNamespace}, {Type: specs.UTSNamespace}, {Type: specs.MountNamespace},

@@ -221,7 +221,7 @@ func (s *Store) setFailed(ctx context.Context, id, reason string) error {
 	if len(reason) > maxError {
 		reason = reason[:maxError]
 	}
-	return s.write(ctx, "record the failure", func(tx *sql.Tx) error {
+	return s.release(ctx, "record the failure", func(tx *sql.Tx) error {
 		_, err := tx.ExecContext(ctx, "UPDATE checkpoints SET status = 'failed', error = ?, digest = '', bytes = 0 WHERE id = ?",
 			strings.ToValidUTF8(reason, "?"), id)
 		return err

@@ -80,7 +80,7 @@ func (s *Store) Done(ctx context.Context, seq int64) error {
 	if err := failpoint.Hit("store.journal.before-done"); err != nil {
 		return err
 	}
-	return s.write(ctx, "journal", func(tx *sql.Tx) error {
+	return s.release(ctx, "journal", func(tx *sql.Tx) error {
 		_, err := tx.ExecContext(ctx, "DELETE FROM journal WHERE seq = ?", seq)
 		return err
 	})

@@ -150,7 +150,7 @@ func (s *Store) DeleteSandbox(ctx context.Context, id string) error {
 	if err := failpoint.Hit("store.sandbox.before-delete"); err != nil {
 		return err
 	}
-	return s.write(ctx, "delete a sandbox", func(tx *sql.Tx) error {
+	return s.release(ctx, "delete a sandbox", func(tx *sql.Tx) error {
 		_, err := tx.ExecContext(ctx, "DELETE FROM sandboxes WHERE id = ?", id)
 		return err
 	})

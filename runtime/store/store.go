@@ -12,6 +12,7 @@
 //	    criu/             process images (full checkpoints only)
 //	checkpoints/tmp-*     drafts and removals under way; readers ignore them
 //	checkpoints/failed/ID logs of the newest failures
+//	reserve               room for the records that free room on a full disk
 //
 // A checkpoint comes into being as a Draft: a pending row and a tmp directory.
 // The engine streams the files in, lets CRIU write into CRIUDir, and calls
@@ -81,13 +82,18 @@ func Open(ctx context.Context, root string) (*Store, error) {
 		return nil, &fault.Error{Op: "open state", ID: root, Err: err}
 	}
 	defer l.Unlock()
-	if err := s.openDB(ctx); err != nil {
+	err = s.openDB(ctx)
+	if outOfRoom(err) && s.useReserve() {
+		err = s.openDB(ctx)
+	}
+	if err != nil {
 		var e *fault.Error
 		if !errors.As(err, &e) {
 			err = &fault.Error{Op: "open state", ID: s.dbPath(), Err: err}
 		}
 		return nil, err
 	}
+	s.fillReserve()
 	return s, nil
 }
 
@@ -202,6 +208,44 @@ func (s *Store) write(ctx context.Context, what string, fn func(*sql.Tx) error) 
 	}
 }
 
+// release is write for what gives room back. On a full disk not even a
+// removal could be recorded, so the reserve is spent on it.
+func (s *Store) release(ctx context.Context, what string, fn func(*sql.Tx) error) error {
+	err := s.write(ctx, what, fn)
+	if outOfRoom(err) && s.useReserve() {
+		err = s.write(ctx, what, fn)
+	}
+	return err
+}
+
+const reserveSize = 1 << 20
+
+func (s *Store) reservePath() string { return filepath.Join(s.root, "reserve") }
+
+func (s *Store) useReserve() bool { return os.Remove(s.reservePath()) == nil }
+
+// fillReserve puts the room aside again. A disk that has none left now gets
+// another chance at the next Open.
+func (s *Store) fillReserve() {
+	if info, err := os.Lstat(s.reservePath()); err == nil && info.Size() == reserveSize {
+		return
+	}
+	f, err := os.OpenFile(s.reservePath(), os.O_WRONLY|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+	if err != nil {
+		return
+	}
+	// Real bytes: not every filesystem can allocate without writing.
+	_, err = f.WriteAt(make([]byte, reserveSize), 0)
+	if errors.Join(err, f.Close()) != nil {
+		_ = os.Remove(s.reservePath())
+	}
+}
+
+// outOfRoom knows SQLite's several words for a full disk.
+func outOfRoom(err error) bool {
+	return errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT)
+}
+
 // cancelled returns the context's error in place of what it made the database say.
 func cancelled(ctx context.Context, err error) error {
 	if ctx.Err() != nil && !errors.Is(err, ctx.Err()) {
@@ -215,6 +259,9 @@ func dbError(what string, err error) error {
 	var e *sqlite.Error
 	if !errors.As(err, &e) {
 		return err
+	}
+	if e.Code() == sqlite3.SQLITE_IOERR_SHMSIZE { // the WAL's index could not grow
+		return fmt.Errorf("state.db, %s: %w: %w", what, syscall.ENOSPC, err)
 	}
 	switch e.Code() & 0xff {
 	case sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED:

@@ -31,7 +31,7 @@ func (s *Store) RemoveCheckpoint(ctx context.Context, id string) error {
 	}
 	// From here on it is not ready any more, so that nobody is offered a
 	// checkpoint whose files are on their way out.
-	err := s.write(ctx, "remove a checkpoint", func(tx *sql.Tx) error {
+	err := s.release(ctx, "remove a checkpoint", func(tx *sql.Tx) error {
 		_, err := tx.ExecContext(ctx, "UPDATE checkpoints SET status = 'failed', error = 'its removal was interrupted', removing = 1 WHERE id = ?", id)
 		return err
 	})
@@ -70,7 +70,7 @@ func (s *Store) finishRemoval(ctx context.Context, id string) error {
 	if err := failpoint.Hit("store.remove.before-row"); err != nil {
 		return err
 	}
-	err := s.write(ctx, "remove a checkpoint", func(tx *sql.Tx) error {
+	err := s.release(ctx, "remove a checkpoint", func(tx *sql.Tx) error {
 		var parent string
 		err := tx.QueryRowContext(ctx, "SELECT parent FROM checkpoints WHERE id = ?", id).Scan(&parent)
 		if errors.Is(err, sql.ErrNoRows) {
@@ -295,7 +295,7 @@ func (s *Store) pruneFailures(ctx context.Context) error {
 	if err != nil || n <= keptRows {
 		return dbError("sweep", err)
 	}
-	return s.write(ctx, "sweep", func(tx *sql.Tx) error {
+	return s.release(ctx, "sweep", func(tx *sql.Tx) error {
 		_, err := tx.ExecContext(ctx, `DELETE FROM checkpoints WHERE status = 'failed' AND NOT removing AND seq NOT IN
 			(SELECT seq FROM checkpoints WHERE status = 'failed' ORDER BY seq DESC LIMIT ?)`, keptRows)
 		return err

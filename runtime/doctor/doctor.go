@@ -1,0 +1,99 @@
+// Package doctor says whether this host can run, checkpoint and restore
+// sandboxes, and what is missing if it cannot.
+//
+// Every precondition is one Check with one line of detail and, unless all is
+// well, one line of remedy. A failed check means that the main job cannot run;
+// a warning, that something does not work or costs more. Checks try the real
+// thing where that is cheap (an overlay is mounted, a NAT rule is set in a
+// network namespace of its own) and leave nothing behind.
+package doctor
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"time"
+)
+
+// Status of a check.
+type Status string
+
+// The states of a check.
+const (
+	OK   Status = "ok"
+	Warn Status = "warn"
+	Fail Status = "fail"
+)
+
+// Check is one precondition. Its JSON is documented and only ever grows.
+type Check struct {
+	Name   string `json:"name"`             // stable, e.g. "overlayfs"
+	Status Status `json:"status"`           // "ok", "warn", "fail"
+	Detail string `json:"detail"`           // what was found, one line
+	Remedy string `json:"remedy,omitempty"` // what to do, one line; empty when ok
+}
+
+// Report is all of them, in a fixed order.
+type Report struct {
+	Checks []Check `json:"checks"`
+	OK     bool    `json:"ok"` // none failed
+}
+
+// limit bounds all checks together, so that a hanging program cannot hang the doctor.
+const limit = 10 * time.Second
+
+// Examine checks the host for an installation whose state is below root.
+// Cancelling ctx makes the checks that still run fail.
+func Examine(ctx context.Context, root string) Report {
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	probes := []func() []Check{
+		one(user),
+		one(kernel),
+		one(func() Check { return overlayfs(root) }),
+		one(cgroups),
+		one(capabilities),
+		one(func() Check { return runc(ctx) }),
+		one(func() Check { return crun(ctx) }),
+		one(wrapper),
+		one(func() Check { return conmon(ctx) }),
+		func() []Check { return criuChecks(ctx) },
+		one(nat),
+		one(forwarding),
+		one(func() Check { return disk(root) }),
+	}
+	results := make([][]Check, len(probes))
+	var wg sync.WaitGroup
+	for i, probe := range probes {
+		wg.Go(func() { results[i] = probe() })
+	}
+	wg.Wait()
+	report := Report{OK: true}
+	for _, r := range results {
+		report.Checks = append(report.Checks, r...)
+	}
+	for _, c := range report.Checks {
+		if c.Status == Fail {
+			report.OK = false
+		}
+	}
+	return report
+}
+
+func one(probe func() Check) func() []Check {
+	return func() []Check { return []Check{probe()} }
+}
+
+func ok(name, format string, args ...any) Check {
+	return Check{Name: name, Status: OK, Detail: fmt.Sprintf(format, args...)}
+}
+
+func warn(name, remedy, format string, args ...any) Check {
+	return Check{Name: name, Status: Warn, Detail: fmt.Sprintf(format, args...), Remedy: remedy}
+}
+
+func fail(name, remedy, format string, args ...any) Check {
+	return Check{Name: name, Status: Fail, Detail: fmt.Sprintf(format, args...), Remedy: remedy}
+}
+
+const installDeps = "Run scripts/install-deps.sh."

@@ -1,0 +1,159 @@
+package doctor
+
+import (
+	"context"
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/criu"
+)
+
+func root(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Fatal("this test mounts filesystems: run it as root")
+	}
+}
+
+func TestExamine(t *testing.T) {
+	root(t)
+	dir := filepath.Join(t.TempDir(), "not", "there", "yet")
+	start := time.Now()
+	r := Examine(context.Background(), dir)
+	took := time.Since(start)
+	seen := map[string]bool{}
+	for _, c := range r.Checks {
+		t.Logf("%-5s %-17s %s  %s", c.Status, c.Name, c.Detail, c.Remedy)
+		if seen[c.Name] || c.Detail == "" || strings.ContainsAny(c.Detail+c.Remedy, "\n\r") {
+			t.Errorf("%+v", c)
+		}
+		if c.Status == OK && c.Remedy != "" {
+			t.Errorf("a remedy for what is well: %+v", c)
+		}
+		seen[c.Name] = true
+	}
+	for _, name := range []string{"root", "kernel", "overlayfs", "cgroups", "capabilities", "runc", "crun", "conmon", "criu", "nat", "ip_forward", "disk", "agentbox-runtime"} {
+		if !seen[name] {
+			t.Errorf("no check %s", name)
+		}
+	}
+	if took > 2*time.Second {
+		t.Errorf("it took %v", took)
+	}
+	if entries, err := os.ReadDir(filepath.Dir(filepath.Dir(filepath.Dir(dir)))); err != nil || len(entries) != 0 {
+		t.Errorf("left behind: %v %v", entries, err)
+	}
+	mounts, err := os.ReadFile("/proc/self/mounts")
+	if err != nil || strings.Contains(string(mounts), t.TempDir()) {
+		t.Error("left mounted")
+	}
+	data, err := json.Marshal(r)
+	if err != nil || !strings.Contains(string(data), `"checks":[{"name":"root","status":"ok","detail":"running as root"}`) {
+		t.Errorf("%s %v", data, err)
+	}
+}
+
+func TestNothingInstalled(t *testing.T) {
+	ctx := context.Background()
+	// The directories that are always searched have the real programs, so
+	// broken ones go before them.
+	dir := t.TempDir()
+	for _, p := range []string{"runc", "conmon", "criu", "crun"} {
+		if err := os.WriteFile(filepath.Join(dir, p), []byte("#!/bin/sh\necho broken >&2\nexit 3\n"), 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	t.Setenv("PATH", dir+":/usr/local/sbin")
+	for _, c := range []Check{runc(ctx), conmon(ctx), criuChecks(ctx)[0]} {
+		if c.Status != Fail || c.Remedy == "" {
+			t.Errorf("%+v", c)
+		}
+	}
+	if c := crun(ctx); c.Status != Warn {
+		t.Errorf("%+v", c)
+	}
+}
+
+func TestOldRunc(t *testing.T) {
+	dir := t.TempDir()
+	t.Setenv("PATH", dir+":/usr/local/sbin")
+	for help, want := range map[string]Status{"--leave-running": Warn, "unknown command": Fail, "--leave-running --tcp-established --file-locks --lazy-pages --pre-dump": OK} {
+		script := "#!/bin/sh\n[ $1 = --version ] && echo runc version 1.0 || echo ' " + help + "'\n"
+		if err := os.WriteFile(filepath.Join(dir, "runc"), []byte(script), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if c := runc(context.Background()); c.Status != want {
+			t.Errorf("%q: %+v", help, c)
+		}
+	}
+}
+
+// An overlay upon an overlay's upperdir, or on a filesystem without trusted
+// attributes, must not pass.
+func TestOverlayRefused(t *testing.T) {
+	root(t)
+	dir := t.TempDir()
+	if err := unix.Mount("proc", dir, "proc", 0, ""); err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = unix.Unmount(dir, unix.MNT_DETACH) }()
+	if c := overlayfs(dir); c.Status != Fail || c.Remedy == "" {
+		t.Errorf("%+v", c)
+	}
+}
+
+func TestJudgeCapabilities(t *testing.T) {
+	all := func(int) bool { return true }
+	if c := judge("c", all); c.Status != OK {
+		t.Errorf("%+v", c)
+	}
+	c := judge("c", func(n int) bool { return n != unix.CAP_SYS_RESOURCE })
+	if c.Status != Warn || !strings.Contains(c.Detail, "another user than root cannot be checkpointed") {
+		t.Errorf("%+v", c)
+	}
+	if c := judge("c", func(n int) bool { return n != unix.CAP_SYS_ADMIN && n != unix.CAP_NET_RAW }); c.Status != Fail {
+		t.Errorf("%+v", c)
+	}
+}
+
+func TestJudgeCriu(t *testing.T) {
+	statuses := func(f criu.Features, iptables bool) string {
+		var s []string
+		for _, c := range judgeCriu(f, func() bool { return iptables }) {
+			s = append(s, c.Name+"="+string(c.Status))
+		}
+		return strings.Join(s, " ")
+	}
+	for want, f := range map[string]criu.Features{
+		"criu=fail": {Problem: "no"},
+		"criu=ok sockets=fail network-lock=warn lazy-pages=warn dirty-tracking=warn": {Works: true},
+		"criu=ok sockets=ok network-lock=ok lazy-pages=ok dirty-tracking=ok":         {Works: true, InetSockets: true, Nftables: true, LazyPages: true, DirtyTrack: true},
+	} {
+		if got := statuses(f, false); got != want {
+			t.Errorf("%+v: %s, want %s", f, got, want)
+		}
+	}
+	if got := statuses(criu.Features{Works: true, InetSockets: true}, true); !strings.Contains(got, "network-lock=ok") {
+		t.Error(got)
+	}
+}
+
+func TestSpace(t *testing.T) {
+	const g = 1 << 30
+	for _, c := range []struct {
+		free, total, inodes, all uint64
+		want                     Status
+	}{
+		{100 * g, 200 * g, 50, 100, OK}, {g / 2, g, 50, 100, Warn}, {4 * g, 100 * g, 50, 100, Warn},
+		{100 * g, 200 * g, 1, 100, Warn}, {100 * g, 200 * g, 0, 0, OK}, {0, 0, 0, 0, Warn},
+	} {
+		if got := space("disk", "/x", c.free, c.total, c.inodes, c.all); got.Status != c.want {
+			t.Errorf("%+v: %+v", c, got)
+		}
+	}
+}

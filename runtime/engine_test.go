@@ -1,0 +1,328 @@
+package runtime_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"pgregory.net/rapid"
+
+	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/backendtest"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+var ctx = context.Background()
+
+// rig is an engine over a real store, real images and the in-memory backend.
+type rig struct {
+	*runtime.Engine
+	root  string
+	store *store.Store
+}
+
+func newRig(t testing.TB, wrap func(runtime.Backend) runtime.Backend) *rig {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Fatal("this test needs root: it keeps owners and xattrs")
+	}
+	root, err := os.MkdirTemp("", "engine")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(root) })
+	st, err := store.Open(ctx, root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	img, err := images.Open(root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	tree := filepath.Join(root, "tree")
+	if err := os.MkdirAll(filepath.Join(tree, "bin"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := img.Import(ctx, "base", tree); err != nil {
+		t.Fatal(err)
+	}
+	var b runtime.Backend = backendtest.NewMemory(filepath.Join(root, "memory"))
+	if wrap != nil {
+		b = wrap(b)
+	}
+	r := &rig{Engine: runtime.New(runtime.Options{Run: filepath.Join(root, "run"), Store: st, Images: img, Backend: b}), root: root, store: st}
+	t.Cleanup(func() { r.Close() })
+	return r
+}
+
+func (r *rig) create(t testing.TB, name string) runtime.Sandbox {
+	t.Helper()
+	sb, err := r.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{
+		Name: name, Image: "base", Args: []string{"true"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return sb
+}
+
+// contents reads all files below a directory.
+func contents(t testing.TB, dir string) map[string]string {
+	t.Helper()
+	files := map[string]string{}
+	err := filepath.WalkDir(dir, func(path string, d os.DirEntry, err error) error {
+		if err != nil || d.IsDir() {
+			return err
+		}
+		b, err := os.ReadFile(path)
+		rel, _ := filepath.Rel(dir, path)
+		files[rel] = string(b)
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return files
+}
+
+// TestHistory drives random writes, checkpoints, restores in any order,
+// removals of checkpoints and of the sandbox itself, against a model.
+func TestHistory(t *testing.T) {
+	r := newRig(t, nil)
+	n := 0
+	rapid.Check(t, func(rt *rapid.T) {
+		n++
+		name := fmt.Sprintf("box%d", n)
+		sb := r.create(t, name)
+		type saved struct {
+			id    string
+			files map[string]string
+		}
+		files := map[string]string{}
+		var history []saved
+		check := func() {
+			got, err := r.Sandbox(ctx, name)
+			if err != nil {
+				rt.Fatal(err)
+			}
+			if d := cmp.Diff(files, contents(t, got.Upperdir)); d != "" {
+				rt.Fatal(d)
+			}
+		}
+		rt.Repeat(map[string]func(*rapid.T){
+			"write": func(rt *rapid.T) {
+				file := rapid.SampledFrom([]string{"a", ".git", "b", "ü"}).Draw(rt, "file")
+				files[file] = rapid.StringN(0, 40, -1).Draw(rt, "content")
+				if err := os.WriteFile(filepath.Join(sb.Upperdir, file), []byte(files[file]), 0o644); err != nil {
+					rt.Fatal(err)
+				}
+			},
+			"delete": func(rt *rapid.T) {
+				if len(files) == 0 {
+					return
+				}
+				file := rapid.SampledFrom(slices.Sorted(maps.Keys(files))).Draw(rt, "file")
+				delete(files, file)
+				if err := os.Remove(filepath.Join(sb.Upperdir, file)); err != nil {
+					rt.Fatal(err)
+				}
+			},
+			"checkpoint": func(rt *rapid.T) {
+				ck, err := r.Checkpoint(ctx, name, runtime.CheckpointOptions{})
+				if err != nil {
+					rt.Fatal(err)
+				}
+				if ck.Kind != runtime.KindFiles || ck.Status != runtime.CheckpointReady || ck.Files != int64(len(files))+1 {
+					rt.Fatalf("checkpoint: %+v", ck)
+				}
+				history = append(history, saved{ck.ID, maps.Clone(files)})
+			},
+			"restore": func(rt *rapid.T) {
+				if len(history) == 0 {
+					_, err := r.Restore(ctx, name, runtime.RestoreOptions{})
+					if !errors.Is(err, runtime.ErrNotFound) {
+						rt.Fatalf("restore without a checkpoint: %v", err)
+					}
+					return
+				}
+				i := rapid.IntRange(0, len(history)-1).Draw(rt, "which")
+				opts := runtime.RestoreOptions{Checkpoint: history[i].id, Verify: true}
+				if i == len(history)-1 && rapid.Bool().Draw(rt, "newest") {
+					opts.Checkpoint = ""
+				}
+				res, err := r.Restore(ctx, name, opts)
+				if err != nil {
+					rt.Fatal(err)
+				}
+				if res.Sandbox.Head != history[i].id {
+					rt.Fatalf("head %s, want %s", res.Sandbox.Head, history[i].id)
+				}
+				files = maps.Clone(history[i].files)
+			},
+			"forget": func(rt *rapid.T) {
+				if len(history) == 0 {
+					return
+				}
+				i := rapid.IntRange(0, len(history)-1).Draw(rt, "which")
+				if err := r.RemoveCheckpoint(ctx, history[i].id); err != nil {
+					rt.Fatal(err)
+				}
+				history = slices.Delete(history, i, i+1)
+			},
+			"lose": func(rt *rapid.T) {
+				if len(history) == 0 {
+					return
+				}
+				if err := r.Remove(ctx, name, runtime.RemoveOptions{}); err != nil {
+					rt.Fatal(err)
+				}
+				res, err := r.Restore(ctx, name, runtime.RestoreOptions{})
+				if err != nil {
+					rt.Fatal(err)
+				}
+				if !res.Recreated || res.Sandbox.ID != sb.ID {
+					rt.Fatalf("restored after rm: %+v", res)
+				}
+				files = maps.Clone(history[len(history)-1].files)
+			},
+			"": func(*rapid.T) { check() },
+		})
+		list, err := r.Checkpoints(ctx, runtime.CheckpointFilter{Sandbox: name, All: true})
+		if err != nil {
+			rt.Fatal(err)
+		}
+		if len(list) != len(history) {
+			rt.Fatalf("%d checkpoints listed, want %d", len(list), len(history))
+		}
+	})
+	intents, err := r.store.Intents(ctx)
+	if err != nil || len(intents) > 0 {
+		t.Fatalf("journal: %v, %v", intents, err)
+	}
+	left, err := filepath.Glob(filepath.Join(r.root, "memory", "*", "*.new"))
+	if err != nil || len(left) > 0 {
+		t.Fatalf("left: %v, %v", left, err)
+	}
+}
+
+// TestDamage flips bytes all over a stored checkpoint: every restore of it must
+// be refused, and leave the sandbox as it was.
+func TestDamage(t *testing.T) {
+	r := newRig(t, nil)
+	sb := r.create(t, "box")
+	if err := os.WriteFile(filepath.Join(sb.Upperdir, "a"), []byte(strings.Repeat("precious ", 1000)), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	ck, err := r.Checkpoint(ctx, "box", runtime.CheckpointOptions{Name: "one"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(sb.Upperdir, "b"), []byte("later"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	want := contents(t, sb.Upperdir)
+	for _, name := range []string{"manifest.json", "tree.jsonl.zst", "files.tar.zst"} {
+		path := filepath.Join(r.root, "checkpoints", ck.ID, name)
+		whole, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i := 0; i < len(whole); i += len(whole)/20 + 1 {
+			bad := slices.Clone(whole)
+			bad[i] ^= 1
+			if err := os.WriteFile(path, bad, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := r.Restore(ctx, "box", runtime.RestoreOptions{}); !errors.Is(err, runtime.ErrCorrupt) {
+				t.Fatalf("%s, byte %d: %v", name, i, err)
+			}
+			if d := cmp.Diff(want, contents(t, sb.Upperdir)); d != "" {
+				t.Fatal(d)
+			}
+		}
+		if err := os.WriteFile(path, whole, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := r.Restore(ctx, "box", runtime.RestoreOptions{}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestRefusals goes through what a user may get wrong.
+func TestRefusals(t *testing.T) {
+	r := newRig(t, nil)
+	r.create(t, "one")
+	r.create(t, "two")
+	ck, err := r.Checkpoint(ctx, "one", runtime.CheckpointOptions{Name: "start"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	create := func(change func(*runtime.Spec)) error {
+		s := runtime.Spec{Name: "three", Image: "base", Args: []string{"true"}}
+		change(&s)
+		_, err := r.Create(ctx, runtime.CreateRequest{Spec: s})
+		return err
+	}
+	for _, c := range []struct {
+		name string
+		err  error
+		want error
+	}{
+		{"a name that is taken", create(func(s *runtime.Spec) { s.Name = "one" }), runtime.ErrExists},
+		{"a name with a slash", create(func(s *runtime.Spec) { s.Name = "a/b" }), runtime.ErrInvalid},
+		{"a name of dots", create(func(s *runtime.Spec) { s.Name = ".." }), runtime.ErrInvalid},
+		{"a long name", create(func(s *runtime.Spec) { s.Name = strings.Repeat("x", 255) }), runtime.ErrInvalid},
+		{"an unknown image", create(func(s *runtime.Spec) { s.Image = "nosuch" }), runtime.ErrNotFound},
+		{"an unknown network", create(func(s *runtime.Spec) { s.Network.Mode = "moon" }), runtime.ErrInvalid},
+		{"ports without a bridge", create(func(s *runtime.Spec) {
+			s.Network = runtime.Network{Mode: "none", Ports: []runtime.Port{{Host: 1, Sandbox: 1, Protocol: "tcp"}}}
+		}), runtime.ErrInvalid},
+		{"a bind source that is not there", create(func(s *runtime.Spec) {
+			s.Mounts = []runtime.Mount{{Type: "bind", Source: "/nosuch/dir", Target: "/x"}}
+		}), runtime.ErrNotFound},
+		{"a mount over everything", create(func(s *runtime.Spec) { s.Mounts = []runtime.Mount{{Type: "tmpfs", Target: "/"}} }), runtime.ErrInvalid},
+		{"a negative limit", create(func(s *runtime.Spec) { s.Resources.Pids = -1 }), runtime.ErrInvalid},
+		{"a tiny memory limit", create(func(s *runtime.Spec) { s.Resources.Memory = 1 }), runtime.ErrInvalid},
+		{"a checkpoint name that is taken", second(r.Checkpoint(ctx, "one", runtime.CheckpointOptions{Name: "start"})), runtime.ErrExists},
+		{"an unknown tcp mode", second(r.Checkpoint(ctx, "one", runtime.CheckpointOptions{TCP: "maybe"})), runtime.ErrInvalid},
+		{"a checkpoint of nothing", second(r.Checkpoint(ctx, "nosuch", runtime.CheckpointOptions{})), runtime.ErrNotFound},
+		{"another sandbox's checkpoint", second(r.Restore(ctx, "two", runtime.RestoreOptions{Checkpoint: ck.ID})), runtime.ErrState},
+		{"an unknown checkpoint", second(r.Restore(ctx, "one", runtime.RestoreOptions{Checkpoint: "nosuch"})), runtime.ErrNotFound},
+		{"an unknown sandbox", second(r.Restore(ctx, "nosuch", runtime.RestoreOptions{})), runtime.ErrNotFound},
+		{"an image in use", r.RemoveImage(ctx, "base"), runtime.ErrState},
+	} {
+		if !errors.Is(c.err, c.want) {
+			t.Errorf("%s: got %v, want %v", c.name, c.err, c.want)
+		}
+	}
+	list, err := r.Sandboxes(ctx)
+	if err != nil || len(list) != 2 {
+		t.Fatalf("sandboxes: %v, %v", list, err)
+	}
+}
+
+func second[T any](_ T, err error) error { return err }
+
+// TestBusy has a verb meet another one that holds the sandbox.
+func TestBusy(t *testing.T) {
+	r := newRig(t, nil)
+	sb := r.create(t, "box")
+	lock, err := r.store.Lock(ctx, sb.ID, "checkpoint", 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer lock.Unlock()
+	_, err = r.Checkpoint(ctx, "box", runtime.CheckpointOptions{})
+	if !errors.Is(err, runtime.ErrBusy) || !strings.Contains(err.Error(), fmt.Sprintf("checkpoint by pid %d", os.Getpid())) {
+		t.Fatalf("got %v", err)
+	}
+}
