@@ -26,6 +26,7 @@ type Process struct {
 	Ppid    int    `json:"ppid"` // 0: the init
 	Comm    string `json:"comm"`
 	Threads []int  `json:"threads"` // ids, its own among them
+	Stopped bool   `json:"stopped"` // by a signal, such as SIGSTOP or Ctrl-Z
 }
 
 // Bounds for images, which may come from anywhere. go-criu's own reader has
@@ -36,6 +37,9 @@ const (
 	maxPagemap   = 1 << 26 // entries of one process's page map
 	pageSize     = 4096
 )
+
+// taskStopped is CRIU's TASK_STOPPED.
+const taskStopped = 3
 
 // Magic numbers that begin an image file: a common one, then its kind's.
 const (
@@ -72,6 +76,7 @@ func Processes(dir string) ([]Process, error) {
 				return err
 			}
 			list[i].Comm = e.GetTc().GetComm()
+			list[i].Stopped = e.GetTc().GetTaskState() == taskStopped
 			return nil
 		})
 		if err != nil {

@@ -36,7 +36,10 @@ type Options struct {
 	TCP        string        // default TCPEstablished
 	GhostLimit int64         // bytes a deleted file that is still open may have; default DefaultGhostLimit
 	Timeout    time.Duration // for stopping all processes; default CRIU's, 10 s. It does not bound the dump itself
-	ScanPaths  []string      // files and directories of the container that inotify watches; see Watches
+	// LeaveStopped has a restore end with every process stopped, as by SIGSTOP,
+	// so that none runs on before it is frozen.
+	LeaveStopped bool
+	ScanPaths    []string // files and directories of the container that inotify watches; see Watches
 }
 
 // DefaultGhostLimit is generous: browsers, databases and compilers keep large
@@ -80,6 +83,9 @@ func (o Options) lines() ([]string, error) {
 	lines = append(lines, "file-locks",
 		"skip-in-flight", // a connection half-way through its handshake is dropped, and the client tries again
 		fmt.Sprintf("ghost-limit %d", limit))
+	if o.LeaveStopped {
+		lines = append(lines, "leave-stopped")
+	}
 	if o.Timeout > 0 {
 		seconds := int64((o.Timeout + time.Second - 1) / time.Second)
 		lines = append(lines, fmt.Sprintf("timeout %d", seconds))

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"syscall"
@@ -34,7 +33,7 @@ func TestApplyNoSpace(t *testing.T) {
 			noSpace(t, tmpfs(t, "size=2m,nr_inodes=1500"), archive)
 		})
 		t.Run("ext4, "+name, func(t *testing.T) {
-			noSpace(t, smallExt4(t), archive)
+			noSpace(t, ext4(t, "2m", "-N", "1200", "-O", "^has_journal"), archive)
 		})
 	}
 }
@@ -51,26 +50,6 @@ func noSpace(t *testing.T, dir string, archive []byte) {
 	if now := openFiles(t); now != fds {
 		t.Errorf("%d files are open, %d were before", now, fds)
 	}
-}
-
-// smallExt4 mounts an image of 2 MiB with few inodes.
-func smallExt4(t *testing.T) string {
-	t.Helper()
-	dir := t.TempDir()
-	img, mnt := filepath.Join(dir, "img"), filepath.Join(dir, "mnt")
-	must(t, os.Mkdir(mnt, 0o755))
-	must(t, os.WriteFile(img, nil, 0o600))
-	must(t, os.Truncate(img, 2<<20))
-	for _, args := range [][]string{
-		{"mkfs.ext4", "-q", "-F", "-N", "1200", "-O", "^has_journal", img},
-		{"mount", "-o", "loop,nodev", img, mnt},
-	} {
-		if out, err := exec.Command(args[0], args[1:]...).CombinedOutput(); err != nil {
-			t.Fatalf("%s: %v\n%s", args[0], err, out)
-		}
-	}
-	t.Cleanup(func() { must(t, Unmount(mnt, UnmountOptions{})) })
-	return mnt
 }
 
 // TestApplyIntoDirtyRoot gives Apply a directory with attributes of its own:

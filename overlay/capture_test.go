@@ -359,7 +359,7 @@ func appendTo(p string, off int64, s string) error {
 }
 
 func TestCaptureErrors(t *testing.T) {
-	dir := t.TempDir()
+	dir := tmpfs(t, "size=100m")
 	tenThousand(t, dir)
 	full := errors.New("full")
 	_, err := Capture(t.Context(), dir, slowly(func(n int64) error {
@@ -398,7 +398,7 @@ func TestCaptureErrors(t *testing.T) {
 // TestCancel ends a capture, a walk and an apply in the middle; TestMain finds
 // the goroutines that would stay behind.
 func TestCancel(t *testing.T) {
-	dir := t.TempDir()
+	dir := tmpfs(t, "size=1g")
 	src := filepath.Join(dir, "src")
 	must(t, os.Mkdir(src, 0o755))
 	tenThousand(t, src)

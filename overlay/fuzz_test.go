@@ -3,8 +3,10 @@ package overlay
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"os"
+	"reflect"
 	"strings"
 	"testing"
 
@@ -83,7 +85,15 @@ func FuzzReadTree(f *testing.F) {
 	f.Fuzz(func(t *testing.T, in []byte) {
 		var out bytes.Buffer
 		tw := NewTreeWriter(&out)
-		if err := ReadTree(bytes.NewReader(in), tw.Write); err != nil {
+		err := ReadTree(bytes.NewReader(in), func(e Entry) error {
+			var again Entry // by encoding/json, the other reader
+			must(t, json.Unmarshal(e.AppendJSON(nil), &again))
+			if !reflect.DeepEqual(e, again) {
+				t.Fatalf("%+v is %+v to encoding/json", e, again)
+			}
+			return tw.Write(e)
+		})
+		if err != nil {
 			if !errors.Is(err, fault.ErrCorrupt) {
 				t.Fatalf("not refused as corrupt: %v", err)
 			}

@@ -4,13 +4,11 @@ import (
 	"bytes"
 	"encoding/base64"
 	"encoding/json"
-	"fmt"
 	"maps"
+	"math"
 	"slices"
 	"strconv"
 	"unicode/utf8"
-
-	"github.com/agentbox/agentbox/internal/fault"
 )
 
 // The JSON of an entry is one line with a fixed order of fields, so that equal
@@ -126,9 +124,249 @@ func appendString(b []byte, s string) []byte {
 	return append(b, '"')
 }
 
-// wireEntry is what encoding/json reads; canonical order is checked apart.
+// ParseEntry reads the canonical JSON of an entry and nothing else: any other
+// spelling, an unknown field or an impossible value is ErrCorrupt.
+func ParseEntry(line []byte) (Entry, error) {
+	p := lineParser{rest: line}
+	e := p.entry()
+	if p.bad || len(p.rest) > 0 {
+		return Entry{}, corrupt("entry is not in canonical form: %q", clip(string(line)))
+	}
+	if err := e.check(); err != nil {
+		return Entry{}, corrupt("entry %v", err)
+	}
+	if e.Digest != "" && !validDigest(e.Digest) {
+		return Entry{}, corrupt("entry %q: digest %q", clip(e.Path), clip(e.Digest))
+	}
+	// The parser need not know what is canonical: what was read is written
+	// again and must be the same bytes.
+	if !bytes.Equal(e.AppendJSON(make([]byte, 0, len(line))), line) {
+		return Entry{}, corrupt("entry %q is not in canonical form", clip(e.Path))
+	}
+	return e, nil
+}
+
+// lineParser reads what AppendJSON writes, in its order. Once something is not
+// as expected, bad stays set and the results mean nothing.
+type lineParser struct {
+	rest []byte
+	bad  bool
+}
+
+func (p *lineParser) entry() (e Entry) {
+	p.expect("{")
+	e.Path = p.name("path")
+	p.expect(`,"type":`)
+	e.Type = Type(p.str())
+	if p.skip(",\"hardlink") {
+		e.Hardlink = p.nameAfterField()
+		p.expect("}")
+		return e
+	}
+	p.expect(`,"mode":`)
+	mode, err := strconv.ParseUint(p.str(), 8, 32)
+	p.bad = p.bad || err != nil
+	e.Mode = uint32(mode)
+	p.expect(`,"uid":`)
+	e.UID = p.uint32()
+	p.expect(`,"gid":`)
+	e.GID = p.uint32()
+	p.expect(`,"mtime":`)
+	e.Mtime.Sec, e.Mtime.Nsec = p.pair()
+	if p.skip(`,"xattrs":[`) {
+		e.Xattrs = make(map[string]string)
+		for more := true; more && !p.bad; more = p.skip(",") {
+			p.expect("{")
+			name := p.name("name")
+			p.expect(`,"value":`)
+			e.Xattrs[name] = p.base64()
+			p.expect("}")
+		}
+		p.expect("]")
+	}
+	switch e.Type {
+	case TypeSymlink:
+		p.expect(",")
+		e.Link = p.name("link")
+	case TypeChar, TypeBlock:
+		p.expect(`,"dev":`)
+		major, minor := p.pair()
+		e.Major, e.Minor = uint32(major), uint32(minor)
+	case TypeFile:
+		p.expect(`,"size":`)
+		e.Size = p.int()
+		if p.skip(`,"extents":[`) {
+			e.Extents = []Extent{}
+			for more := !p.skip("]"); more && !p.bad; {
+				var x Extent
+				x.Off, x.Len = p.pair()
+				e.Extents = append(e.Extents, x)
+				if more = p.skip(","); !more {
+					p.expect("]")
+				}
+			}
+		}
+		if p.skip(`,"digest":`) {
+			e.Digest = p.str()
+		}
+	}
+	p.expect("}")
+	return e
+}
+
+func (p *lineParser) skip(s string) bool {
+	if len(p.rest) < len(s) || string(p.rest[:len(s)]) != s {
+		return false
+	}
+	p.rest = p.rest[len(s):]
+	return true
+}
+
+func (p *lineParser) expect(s string) {
+	if !p.skip(s) {
+		p.bad, p.rest = true, nil
+	}
+}
+
+// name reads a field that is a string or, with _b64 behind its name, any bytes.
+func (p *lineParser) name(field string) string {
+	p.expect(`"`)
+	p.expect(field)
+	return p.nameAfterField()
+}
+
+func (p *lineParser) nameAfterField() string {
+	if p.skip(`_b64":`) {
+		return p.base64()
+	}
+	p.expect(`":`)
+	return p.str()
+}
+
+// quoted returns what stands between two quotes, escapes and all.
+func (p *lineParser) quoted() (raw []byte, escapes bool) {
+	p.expect(`"`)
+	for i := 0; i < len(p.rest); i++ {
+		switch p.rest[i] {
+		case '\\':
+			escapes = true
+			i++
+		case '"':
+			raw, p.rest = p.rest[:i], p.rest[i+1:]
+			return raw, escapes
+		}
+	}
+	p.bad, p.rest = true, nil
+	return nil, false
+}
+
+func (p *lineParser) str() string {
+	raw, escapes := p.quoted()
+	if !escapes {
+		return string(raw)
+	}
+	s := make([]byte, 0, len(raw))
+	for i := 0; i < len(raw); i++ {
+		c := raw[i]
+		if c == '\\' {
+			i++ // quoted never ends on a backslash
+			switch c = raw[i]; c {
+			case '"', '\\':
+			case 'u':
+				if len(raw) < i+5 {
+					p.bad = true
+					return ""
+				}
+				v, err := strconv.ParseUint(string(raw[i+1:i+5]), 16, 8)
+				if err != nil { // among them an escape inside of this one
+					p.bad = true
+					return ""
+				}
+				c, i = byte(v), i+4
+			default:
+				p.bad = true
+				return ""
+			}
+		}
+		s = append(s, c)
+	}
+	return string(s)
+}
+
+func (p *lineParser) base64() string {
+	raw, _ := p.quoted()
+	b, err := base64.StdEncoding.AppendDecode(nil, raw)
+	p.bad = p.bad || err != nil
+	return string(b)
+}
+
+func (p *lineParser) int() int64 {
+	n := 0
+	for n < len(p.rest) && n < 20 && (p.rest[n] == '-' || p.rest[n] >= '0' && p.rest[n] <= '9') {
+		n++
+	}
+	v, err := strconv.ParseInt(string(p.rest[:n]), 10, 64)
+	p.bad = p.bad || err != nil
+	p.rest = p.rest[n:]
+	return v
+}
+
+func (p *lineParser) uint32() uint32 {
+	v := p.int()
+	p.bad = p.bad || v < 0 || v > math.MaxUint32
+	return uint32(v)
+}
+
+func (p *lineParser) pair() (x, y int64) {
+	p.expect("[")
+	x = p.int()
+	p.expect(",")
+	y = p.int()
+	p.expect("]")
+	return x, y
+}
+
+// UnmarshalJSON reads an entry inside of other JSON, where it need not be
+// canonical: encoding/json itself respells what MarshalJSON returns.
+func (e *Entry) UnmarshalJSON(b []byte) error {
+	var w wireEntry
+	if err := json.Unmarshal(b, &w); err != nil {
+		return corrupt("entry: %v", err)
+	}
+	got := Entry{
+		Path: w.Path + string(w.PathB64), Type: w.Type, Hardlink: w.Hardlink + string(w.HardlinkB64),
+		UID: w.UID, GID: w.GID, Mtime: Time{w.Mtime[0], w.Mtime[1]},
+		Link: w.Link + string(w.LinkB64), Major: w.Dev[0], Minor: w.Dev[1],
+		Size: w.Size, Digest: w.Digest,
+	}
+	if w.Mode != "" {
+		mode, err := strconv.ParseUint(w.Mode, 8, 32)
+		if err != nil {
+			return corrupt("entry: mode %q", clip(w.Mode))
+		}
+		got.Mode = uint32(mode)
+	}
+	if w.Extents != nil {
+		got.Extents = make([]Extent, len(w.Extents))
+		for i, x := range w.Extents {
+			got.Extents[i] = Extent{x[0], x[1]}
+		}
+	}
+	if len(w.Xattrs) > 0 {
+		got.Xattrs = make(map[string]string, len(w.Xattrs))
+		for _, x := range w.Xattrs {
+			got.Xattrs[x.Name+string(x.NameB64)] = string(x.Value)
+		}
+	}
+	if err := got.check(); err != nil {
+		return corrupt("entry %v", err)
+	}
+	*e = got
+	return nil
+}
+
 type wireEntry struct {
-	Path        *string     `json:"path"`
+	Path        string      `json:"path"`
 	PathB64     []byte      `json:"path_b64"`
 	Type        Type        `json:"type"`
 	Hardlink    string      `json:"hardlink"`
@@ -142,7 +380,7 @@ type wireEntry struct {
 	LinkB64     []byte      `json:"link_b64"`
 	Dev         [2]uint32   `json:"dev"`
 	Size        int64       `json:"size"`
-	Extents     []wirePair  `json:"extents"`
+	Extents     [][2]int64  `json:"extents"`
 	Digest      string      `json:"digest"`
 }
 
@@ -150,76 +388,6 @@ type wireXattr struct {
 	Name    string `json:"name"`
 	NameB64 []byte `json:"name_b64"`
 	Value   []byte `json:"value"`
-}
-
-type wirePair [2]int64
-
-// ParseEntry reads the canonical JSON of an entry and nothing else: any other
-// spelling, an unknown field or an impossible value is ErrCorrupt.
-func ParseEntry(line []byte) (Entry, error) {
-	e, err := parseEntry(line)
-	if err != nil {
-		return Entry{}, err
-	}
-	// What was read is written again and must be the same bytes: this finds
-	// unknown and repeated fields, other orders and other spellings at once.
-	if !bytes.Equal(e.AppendJSON(make([]byte, 0, len(line))), line) {
-		return Entry{}, fmt.Errorf("%w: entry %q is not in canonical form", fault.ErrCorrupt, clip(e.Path))
-	}
-	return e, nil
-}
-
-func parseEntry(line []byte) (Entry, error) {
-	var w wireEntry
-	if err := json.Unmarshal(line, &w); err != nil {
-		return Entry{}, fmt.Errorf("%w: entry: %v", fault.ErrCorrupt, err)
-	}
-	e := Entry{
-		Path: string(w.PathB64), Type: w.Type, Hardlink: w.Hardlink + string(w.HardlinkB64),
-		UID: w.UID, GID: w.GID, Mtime: Time{w.Mtime[0], w.Mtime[1]},
-		Link: w.Link + string(w.LinkB64), Major: w.Dev[0], Minor: w.Dev[1],
-		Size: w.Size, Digest: w.Digest,
-	}
-	if w.Path != nil {
-		e.Path = *w.Path
-	}
-	if w.Mode != "" {
-		mode, err := strconv.ParseUint(w.Mode, 8, 32)
-		if err != nil {
-			return Entry{}, fmt.Errorf("%w: entry: mode %q", fault.ErrCorrupt, clip(w.Mode))
-		}
-		e.Mode = uint32(mode)
-	}
-	if w.Extents != nil {
-		e.Extents = make([]Extent, len(w.Extents))
-		for i, x := range w.Extents {
-			e.Extents[i] = Extent{x[0], x[1]}
-		}
-	}
-	if len(w.Xattrs) > 0 {
-		e.Xattrs = make(map[string]string, len(w.Xattrs))
-		for _, x := range w.Xattrs {
-			e.Xattrs[x.Name+string(x.NameB64)] = string(x.Value)
-		}
-	}
-	if err := e.check(); err != nil {
-		return Entry{}, fmt.Errorf("%w: entry: %v", fault.ErrCorrupt, err)
-	}
-	if e.Digest != "" && !validDigest(e.Digest) {
-		return Entry{}, fmt.Errorf("%w: entry %q: digest %q", fault.ErrCorrupt, clip(e.Path), clip(e.Digest))
-	}
-	return e, nil
-}
-
-// UnmarshalJSON reads an entry inside of other JSON, where it need not be
-// canonical: encoding/json itself respells what MarshalJSON returns.
-func (e *Entry) UnmarshalJSON(b []byte) error {
-	got, err := parseEntry(b)
-	if err != nil {
-		return err
-	}
-	*e = got
-	return nil
 }
 
 const digestPrefix = "blake3:"

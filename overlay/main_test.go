@@ -6,6 +6,7 @@ import (
 	"context"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"testing"
 
@@ -72,6 +73,27 @@ func tmpfs(t testing.TB, options string) string {
 	must(t, unix.Mount("tmpfs", dir, "tmpfs", unix.MS_NODEV|unix.MS_NOSUID, options))
 	t.Cleanup(func() { must(t, Unmount(dir, UnmountOptions{})) })
 	return dir
+}
+
+// ext4 mounts an image of the given size. The benchmarks need one with a
+// journal: without, ext4 searches so long for an inode that was not deleted
+// lately that making ten thousand files takes seconds instead of 0.2 s.
+func ext4(t testing.TB, size string, mkfs ...string) string {
+	t.Helper()
+	dir := t.TempDir()
+	img, mnt := filepath.Join(dir, "img"), filepath.Join(dir, "mnt")
+	must(t, os.Mkdir(mnt, 0o755))
+	for _, args := range [][]string{
+		{"truncate", "-s", size, img},
+		append(append([]string{"mkfs.ext4", "-q", "-F"}, mkfs...), img),
+		{"mount", "-o", "loop,nodev", img, mnt},
+	} {
+		if out, err := exec.Command(args[0], args[1:]...).CombinedOutput(); err != nil {
+			t.Fatalf("%s: %v\n%s", args[0], err, out)
+		}
+	}
+	t.Cleanup(func() { must(t, Unmount(mnt, UnmountOptions{})) })
+	return mnt
 }
 
 // noDevices returns a temporary directory on the disk in which no device node

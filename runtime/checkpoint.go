@@ -258,7 +258,7 @@ func dump(ctx context.Context, k *making, draft *store.Draft) (*store.Processes,
 	}
 	out := &store.Processes{Count: len(res.Processes)}
 	for _, p := range res.Processes {
-		out.List = append(out.List, store.Process{Pid: p.Pid, Parent: p.Ppid, Command: p.Comm})
+		out.List = append(out.List, store.Process{Pid: p.Pid, Parent: p.Ppid, Command: p.Comm, Stopped: p.Stopped})
 	}
 	return out, failpoint.Hit("checkpoint.after-dump")
 }

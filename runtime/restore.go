@@ -327,12 +327,17 @@ func (e *Engine) resume(ctx context.Context, r *restoration) error {
 		if err := os.MkdirAll(work, 0o700); err != nil {
 			return err
 		}
-		options := criu.Options{TCP: manifest.TCP}
+		options := criu.Options{TCP: manifest.TCP, LeaveStopped: was == Paused}
 		if err := criu.WriteConfig(filepath.Join(e.run, r.sb.ID, "criu.conf"), options); err != nil {
 			return err
 		}
-		err := stage.Put(e.run, r.sb.ID, stage.Restore{Images: r.reader.CRIUDir(), Work: work, Flags: options.RuntimeFlags()})
-		if err != nil {
+		staged := stage.Restore{Images: r.reader.CRIUDir(), Work: work, Flags: options.RuntimeFlags(), Paused: was == Paused}
+		for _, p := range manifest.Processes.List {
+			if p.Stopped {
+				staged.Stopped = append(staged.Stopped, p.Pid)
+			}
+		}
+		if err := stage.Put(e.run, r.sb.ID, staged); err != nil {
 			return err
 		}
 		defer stage.Clear(e.run, r.sb.ID)
@@ -346,13 +351,6 @@ func (e *Engine) resume(ctx context.Context, r *restoration) error {
 	if err := failpoint.Hit("restore.after-start"); err != nil {
 		// The undo stack expects a stopped sandbox.
 		return errors.Join(err, e.backend.Stop(ctx, r.sb.ID, StopOptions{}))
-	}
-	if was == Paused && r.full {
-		c, err := e.backend.Inspect(ctx, r.sb.ID)
-		if err != nil {
-			return err
-		}
-		return c.Runtime.Pause(ctx)
 	}
 	return nil
 }

@@ -122,10 +122,10 @@ test ! -e /etc/hostname.image && test -p /usr/share/agentbox/gone && ls /usr/sha
 func TestDumpLeavesNoTrace(t *testing.T) {
 	b := newBox(t)
 	b.start("c", "--network", "none", "busybox", "sh", "-c",
-		"mkdir /a /tmp/mine; for i in $(seq 3000); do echo $i > /a/$i; done; for i in $(seq 300); do mkdir /tmp/mine/$i; done; echo x > /ready; sleep 1000")
+		"mkdir /a /tmp/mine; for i in $(seq 1000); do echo $i > /a/$i; done; for i in $(seq 300); do mkdir /tmp/mine/$i; done; echo x > /ready; sleep 1000")
 	b.eventually("the files are made", func() bool { return b.file("c", "ready") != "" })
 	upper := b.inspect("c").Upperdir
-	for range 4 {
+	for range 3 {
 		before := b.tree(upper)
 		b.checkpoint("c")
 		b.ok("restore", "c")

@@ -50,7 +50,11 @@ func TestMain(m *testing.M) {
 			fmt.Fprintln(os.Stderr, err)
 			code = 1
 		}
-		for _, left := range newlyThere(before, hostState()) {
+		left := newlyThere(before, hostState())
+		for deadline := time.Now().Add(5 * time.Second); len(left) > 0 && time.Now().Before(deadline); time.Sleep(100 * time.Millisecond) {
+			left = newlyThere(before, hostState())
+		}
+		for _, left := range left {
 			fmt.Fprintln(os.Stderr, "left behind by the tests:", left)
 			code = 1
 		}

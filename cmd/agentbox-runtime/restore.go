@@ -9,7 +9,10 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
+	"strconv"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/agentbox/agentbox/criu/crlog"
@@ -81,11 +84,59 @@ func (w wrapper) restore(c call, r stage.Restore) int {
 		w.undo(c, r)
 		return w.fail(c, fmt.Errorf("restore of %s: pause: %s: %w", c.id, bytes.TrimSpace(out), err))
 	}
+	if r.Paused {
+		if err := w.endStop(c, r.Stopped); err != nil {
+			w.undo(c, r)
+			return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
+		}
+	}
 	if err := stage.MarkRestored(w.dir, c.id); err != nil {
 		w.undo(c, r)
 		return w.fail(c, err)
 	}
 	return 0
+}
+
+// endStop takes back the stop in which CRIU left the processes of a frozen
+// container: none of them runs before it thaws. Those that a signal had
+// stopped before the dump stay so.
+func (w wrapper) endStop(c call, stopped []int) error {
+	out, err := w.quiet(c, "ps", "--format", "json", c.id).Output()
+	if err != nil {
+		return fmt.Errorf("list its processes: %w", err)
+	}
+	var pids []int
+	if err := json.Unmarshal(out, &pids); err != nil {
+		return fmt.Errorf("list its processes: %w", err)
+	}
+	for _, pid := range pids {
+		inside, err := innerPid(pid)
+		if err != nil {
+			return err
+		}
+		if slices.Contains(stopped, inside) {
+			continue
+		}
+		if err := syscall.Kill(pid, syscall.SIGCONT); err != nil {
+			return fmt.Errorf("continue process %d: %w", pid, err)
+		}
+	}
+	return nil
+}
+
+// innerPid is a process's pid in the innermost namespace it is in.
+func innerPid(pid int) (int, error) {
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+	if err != nil {
+		return 0, err
+	}
+	for line := range strings.Lines(string(status)) {
+		if ids, ok := strings.CutPrefix(line, "NSpid:"); ok {
+			fields := strings.Fields(ids)
+			return strconv.Atoi(fields[len(fields)-1])
+		}
+	}
+	return 0, fmt.Errorf("/proc/%d/status names no NSpid", pid)
 }
 
 // bounded runs the restore and kills it when it hangs or floods its log.
@@ -150,11 +201,12 @@ func (w wrapper) undo(c call, r stage.Restore) {
 
 // resume does what the engine means by `start`.
 func (w wrapper) resume(c call) int {
-	cmd := w.command(c, "resume", c.id)
-	if err := cmd.Run(); err != nil {
-		// A process that ended as soon as it was restored has nothing to resume.
-		if s := w.status(c); s != "stopped" && s != "running" {
-			return exitCode(err)
+	if !stage.StaysPaused(w.dir, c.id) {
+		if err := w.command(c, "resume", c.id).Run(); err != nil {
+			// A process that ended as soon as it was restored has nothing to resume.
+			if s := w.status(c); s != "stopped" && s != "running" {
+				return exitCode(err)
+			}
 		}
 	}
 	if err := stage.ClearRestored(w.dir, c.id); err != nil {

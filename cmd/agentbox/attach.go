@@ -54,7 +54,7 @@ func runAttach(ctx context.Context, opts attachCmdOptions, sandbox string, svc r
 	if err != nil {
 		return err
 	}
-	_, err = sess.follow(ctx, svc, sb.ID, func(streams runtime.Streams) (func() error, error) {
+	_, err = sess.follow(ctx, svc, "attach", sb, func(streams runtime.Streams) (func() error, error) {
 		return func() error { return svc.Attach(ctx, sb.ID, streams) }, nil
 	})
 	return err

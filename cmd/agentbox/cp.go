@@ -112,12 +112,17 @@ func runCp(ctx context.Context, opts cpOptions, src, dst end, svc runtime.Servic
 	// Asked first, so that a missing sandbox is not taken for a missing path.
 	sb, err := svc.Sandbox(ctx, src.sandbox+dst.sandbox)
 	if err != nil {
-		return err
+		return reword(err, "cp", src.sandbox+dst.sandbox)
 	}
 	if dst.sandbox != "" {
-		return copyIn(ctx, opts, src.path, sb.ID, rooted(dst.path), svc, stdin, stderr)
+		err = copyIn(ctx, opts, src.path, sb.ID, rooted(dst.path), svc, stdin, stderr)
+	} else {
+		err = copyOut(ctx, opts, sb.ID, rooted(src.path), dst.path, svc, stdout, stderr)
 	}
-	return copyOut(ctx, opts, sb.ID, rooted(src.path), dst.path, svc, stdout, stderr)
+	if own, ok := err.(*runtime.Error); ok && own.ID == sb.ID {
+		err = reword(own, "cp", sb.Name)
+	}
+	return err
 }
 
 // rooted makes a sandbox path absolute, relative ones beginning at the root,

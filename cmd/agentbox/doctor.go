@@ -7,6 +7,8 @@ import (
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
+
+	"github.com/agentbox/agentbox/runtime/doctor"
 )
 
 type doctorOptions struct{ Format string }
@@ -39,23 +41,10 @@ what is missing. It ends with 1 if sandboxes cannot be run, checkpointed and res
 	return cmd
 }
 
-// doctorReport is the documented JSON of `agentbox doctor`.
-type doctorReport struct {
-	Checks []doctorCheck `json:"checks"`
-	OK     bool          `json:"ok"`
-}
-
-type doctorCheck struct {
-	Name   string `json:"name"`
-	Status string `json:"status"` // "ok", "warn" (something is lost), "fail" (the main job cannot run)
-	Detail string `json:"detail"`
-	Remedy string `json:"remedy"`
-}
-
-func runDoctor(opts doctorOptions, report doctorReport, out io.Writer) error {
+func runDoctor(opts doctorOptions, report doctor.Report, out io.Writer) error {
 	if opts.Format == formatJSON {
 		if report.Checks == nil {
-			report.Checks = []doctorCheck{}
+			report.Checks = []doctor.Check{}
 		}
 		if err := printJSON(out, report); err != nil {
 			return err
@@ -69,7 +58,7 @@ func runDoctor(opts doctorOptions, report doctorReport, out io.Writer) error {
 	return nil
 }
 
-func printReport(out io.Writer, report doctorReport) error {
+func printReport(out io.Writer, report doctor.Report) error {
 	wide := 0
 	for _, c := range report.Checks {
 		wide = max(wide, len(c.Name))

@@ -140,6 +140,16 @@ func both(err, cleanup error) error {
 	return errorList{err, cleanup}
 }
 
+// reword tells the error of a step in the words of the command line: by the
+// verb and the name that the user knows, where the step took an id.
+func reword(err error, verb, name string) error {
+	own, ok := err.(*runtime.Error)
+	if !ok {
+		return err
+	}
+	return &runtime.Error{Op: verb, ID: name, Hint: own.Hint, Err: own.Err}
+}
+
 // each runs fn for every argument and goes on after an error.
 func each(ctx context.Context, args []string, fn func(arg string) error) error {
 	var errs errorList

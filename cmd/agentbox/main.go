@@ -13,6 +13,8 @@ import (
 	"context"
 	"os"
 	"time"
+
+	"github.com/agentbox/agentbox/runtime/doctor"
 )
 
 // version is set by the linker: -ldflags "-X main.version=v1.2.3".
@@ -30,7 +32,7 @@ type app struct {
 	globals        globals
 	signals        *signals
 	open           opener
-	examine        func(context.Context, globals) doctorReport
+	examine        func(context.Context, globals) doctor.Report
 	now            func() time.Time
 }
 

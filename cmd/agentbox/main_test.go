@@ -11,6 +11,7 @@ import (
 	"github.com/rogpeppe/go-internal/testscript"
 
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/doctor"
 )
 
 func TestMain(m *testing.M) {
@@ -46,8 +47,8 @@ func try(t *testing.T, svc runtime.Service, stdin string, args ...string) result
 	a := &app{
 		stdin: file("stdin", stdin), stdout: file("stdout", ""), stderr: file("stderr", ""),
 		open: func(context.Context, globals) (runtime.Service, error) { return svc, nil },
-		examine: func(context.Context, globals) doctorReport {
-			return doctorReport{Checks: []doctorCheck{
+		examine: func(context.Context, globals) doctor.Report {
+			return doctor.Report{Checks: []doctor.Check{
 				{Name: "overlayfs", Status: "ok", Detail: "mounted"},
 				{Name: "criu", Status: "fail", Detail: "not found", Remedy: "Run scripts/install-deps.sh."},
 			}}

@@ -11,10 +11,11 @@ import (
 // newManCommand writes a manual page per command; packaging calls it.
 func newManCommand() *cobra.Command {
 	return &cobra.Command{
-		Use:    "man DIR",
-		Short:  "Write the manual pages",
-		Hidden: true,
-		Args:   cobra.ExactArgs(1),
+		Use:         "man DIR",
+		Short:       "Write the manual pages",
+		Hidden:      true,
+		Annotations: exits(exitUsage),
+		Args:        args(1, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if err := os.MkdirAll(args[0], 0o755); err != nil {
 				return fmt.Errorf("manual pages: %w", err)

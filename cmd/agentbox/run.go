@@ -76,10 +76,10 @@ AGENTBOX_ATTEMPT in its environment.`,
 func runDetached(ctx context.Context, req runtime.CreateRequest, svc runtime.Service, a *app) error {
 	sb, err := svc.Create(ctx, req)
 	if err != nil {
-		return err
+		return reword(err, "run", req.Spec.Name)
 	}
 	if _, err := svc.Start(ctx, sb.ID, nil); err != nil {
-		return both(err, removeUnstarted(ctx, sb, svc))
+		return both(reword(err, "run", sb.Name), removeUnstarted(ctx, sb, svc))
 	}
 	_, err = fmt.Fprintln(a.stdout, sb.ID)
 	return err
@@ -88,9 +88,9 @@ func runDetached(ctx context.Context, req runtime.CreateRequest, svc runtime.Ser
 func runForeground(ctx context.Context, req runtime.CreateRequest, svc runtime.Service, sess *session) error {
 	sb, err := svc.Create(ctx, req)
 	if err != nil {
-		return err
+		return reword(err, "run", req.Spec.Name)
 	}
-	end, err := sess.follow(ctx, svc, sb.ID, func(streams runtime.Streams) (func() error, error) {
+	end, err := sess.follow(ctx, svc, "run", sb, func(streams runtime.Streams) (func() error, error) {
 		return svc.Start(ctx, sb.ID, &streams)
 	})
 	if !end.started {

@@ -9,6 +9,7 @@ import (
 
 	"github.com/agentbox/agentbox/images"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/doctor"
 	"github.com/agentbox/agentbox/runtime/oci"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -61,6 +62,7 @@ func openService(ctx context.Context, g globals) (_ runtime.Service, err error) 
 }
 
 // examine checks the host for `agentbox doctor`.
-func examine(_ context.Context, _ globals) doctorReport {
-	return doctorReport{Checks: []doctorCheck{}}
+func examine(ctx context.Context, g globals) doctor.Report {
+	root, _ := g.dirs()
+	return doctor.Examine(ctx, root)
 }

@@ -78,7 +78,7 @@ func runStartAttached(ctx context.Context, opts startOptions, sandbox string, sv
 	if err != nil {
 		return err
 	}
-	_, err = sess.follow(ctx, svc, sb.ID, func(streams runtime.Streams) (func() error, error) {
+	_, err = sess.follow(ctx, svc, "start", sb, func(streams runtime.Streams) (func() error, error) {
 		return svc.Start(ctx, sb.ID, &streams)
 	})
 	return err

@@ -120,8 +120,9 @@ func (s *session) forward(ctx context.Context, svc runtime.Service, id string) (
 type outcome struct{ started, detached bool }
 
 // follow connects the caller to a sandbox's first process until it exits, and
-// ends with its exit code, or with nil when the user detached.
-func (s *session) follow(ctx context.Context, svc runtime.Service, id string, connect func(runtime.Streams) (wait func() error, err error)) (outcome, error) {
+// ends with its exit code, or with nil when the user detached. Errors are told
+// as the verb's.
+func (s *session) follow(ctx context.Context, svc runtime.Service, verb string, sb runtime.Sandbox, connect func(runtime.Streams) (wait func() error, err error)) (outcome, error) {
 	var started atomic.Bool
 	exited := make(chan func() (int, error), 1)
 	err := s.run(ctx, func(streams runtime.Streams) error {
@@ -133,10 +134,10 @@ func (s *session) follow(ctx context.Context, svc runtime.Service, id string, co
 		// Wait now, not after the output has ended: with --rm the monitor
 		// removes the sandbox at its exit, and the exit code with it.
 		go func() {
-			code, err := svc.Wait(ctx, id)
+			code, err := svc.Wait(ctx, sb.ID)
 			exited <- func() (int, error) { return code, err }
 		}()
-		defer s.forward(ctx, svc, id)()
+		defer s.forward(ctx, svc, sb.ID)()
 		return wait()
 	})
 	o := outcome{started.Load(), errors.Is(err, runtime.ErrDetached)}
@@ -144,13 +145,13 @@ func (s *session) follow(ctx context.Context, svc runtime.Service, id string, co
 	case o.detached:
 		return o, nil
 	case err != nil:
-		return o, err
+		return o, reword(err, verb, sb.Name)
 	}
 	select {
 	case result := <-exited:
 		code, err := result()
 		if err != nil {
-			return o, err
+			return o, reword(err, verb, sb.Name)
 		}
 		return o, status(code)
 	case <-ctx.Done():

@@ -30,6 +30,11 @@ type Restore struct {
 	Work   string   `json:"work"`             // where CRIU leaves restore.log; made when missing
 	Flags  []string `json:"flags,omitempty"`  // for `runc restore`, e.g. --tcp-established
 	Config string   `json:"config,omitempty"` // CRIU configuration file; empty: what the bundle's annotation names
+	// Paused: it was checkpointed while paused. CRIU leaves its processes
+	// stopped (the configuration says so), the wrapper freezes them and ends
+	// the stop, except for those in Stopped, and `start` leaves them frozen.
+	Paused  bool  `json:"paused,omitempty"`
+	Stopped []int `json:"stopped,omitempty"` // pids, in the container, of processes that a signal had stopped
 	// Timeout ends a restore that hangs; 0 means DefaultTimeout.
 	Timeout time.Duration `json:"timeout_ns,omitempty"`
 }
@@ -99,12 +104,14 @@ func Put(run, id string, r Restore) (err error) {
 
 // Load returns what is staged for id. Nothing staged is ErrNotFound; staged
 // but not readable is ErrCorrupt.
-func Load(run, id string) (Restore, error) {
+func Load(run, id string) (Restore, error) { return load(run, id, stagedFile) }
+
+func load(run, id, name string) (Restore, error) {
 	dir, err := place(run, id)
 	if err != nil {
 		return Restore{}, err
 	}
-	f, err := os.Open(filepath.Join(dir, stagedFile))
+	f, err := os.Open(filepath.Join(dir, name))
 	if errors.Is(err, fs.ErrNotExist) {
 		return Restore{}, fmt.Errorf("staged restore of %s: %w", id, fault.ErrNotFound)
 	}
@@ -154,6 +161,13 @@ func Restored(run, id string) bool {
 	}
 	_, err = os.Lstat(filepath.Join(dir, restoredFile))
 	return err == nil
+}
+
+// StaysPaused tells whether a restored container is to be left paused by its
+// `start`.
+func StaysPaused(run, id string) bool {
+	r, err := load(run, id, restoredFile)
+	return err == nil && r.Paused
 }
 
 // ClearRestored drops the mark and leaves what is staged. Idempotent.

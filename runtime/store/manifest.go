@@ -93,6 +93,7 @@ type Process struct {
 	Pid     int    `json:"pid"`
 	Parent  int    `json:"parent"`
 	Command string `json:"command"`
+	Stopped bool   `json:"stopped"` // by a signal
 }
 
 // Image is one file that CRIU wrote.

@@ -86,6 +86,11 @@ func (v *verb) makeNamespace(id string) error {
 		if err := sysctl("ipv4/ping_group_range", "0 2147483647"); err != nil {
 			return err
 		}
+		// CRIU cannot dump Multipath TCP, which Go programs, for one, listen
+		// with by default; without it they use TCP.
+		if err := sysctl("mptcp/enabled", "0"); err != nil {
+			return err
+		}
 		// Last, so that a namespace that is mounted is complete.
 		if err := unix.Mount(threadNamespace, path, "", unix.MS_BIND, ""); err != nil {
 			return fmt.Errorf("mount %s: %w", path, err)

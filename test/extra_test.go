@@ -1,0 +1,143 @@
+package test
+
+import (
+	"fmt"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+)
+
+func TestIdentity(t *testing.T) {
+	b := newBox(t)
+	const tell = `echo $AGENTBOX_SANDBOX $AGENTBOX_SANDBOX_NAME $AGENTBOX_WORKDIR $AGENTBOX_ATTEMPT`
+	b.start("me", "--network", "none", "-w", "/work dir", "busybox", "sh", "-c", tell+" > /said; sleep 1000")
+	b.eventually("it has told", func() bool { return b.file("me", "said") != "" })
+	id := b.inspect("me").ID
+	want := func(attempt int) string { return fmt.Sprintf("%s me /work dir %d", id, attempt) }
+	equal(b, "the first process", b.file("me", "said"), want(1))
+	equal(b, "exec", b.sh("me", tell), want(1))
+	files := b.checkpoint("--files-only", "me")
+	full := b.checkpoint("me")
+	b.ok("restore", "me", files)
+	b.eventually("it has told again", func() bool { return b.file("me", "said") == want(2) })
+	equal(b, "exec after the first restore", b.sh("me", tell), want(2))
+	b.ok("restore", "me", full)
+	equal(b, "exec after the second restore", b.sh("me", tell), want(3))
+	// Processes that go on keep what they were told when they began.
+	equal(b, "the first process, restored", b.file("me", "said"), want(1))
+}
+
+func TestConcurrent(t *testing.T) {
+	b := newBox(t)
+	var all sync.WaitGroup
+	try := func(what string, code int, args ...string) bool {
+		r := b.try(nil, args...)
+		if r.code != code {
+			t.Errorf("%s: want exit %d: %s", what, code, r)
+		}
+		return r.code == code
+	}
+	// Different sandboxes do not disturb each other.
+	for i := range 4 {
+		name := fmt.Sprintf("c%d", i)
+		all.Go(func() {
+			_ = try(name, 0, "run", "-d", "--name", name, "--network", "none", "busybox", "sh", "-c", "echo "+name+" > /name; "+counter) &&
+				try(name, 0, "checkpoint", "--name", "one", name) &&
+				try(name, 0, "exec", name, "sh", "-c", "echo lost > /name") &&
+				try(name, 0, "restore", name) &&
+				try(name, 0, "exec", name, "grep", "-x", name, "/name") &&
+				try(name, 0, "stop", "-t", "0", name) &&
+				try(name, 0, "start", name) &&
+				try(name, 0, "rm", "-f", "--checkpoints", name)
+		})
+	}
+	all.Wait()
+	// Of several that want one name, one gets it.
+	var mu sync.Mutex
+	codes := map[int]int{}
+	for range 4 {
+		all.Go(func() {
+			r := b.try(nil, "create", "--name", "same", "--network", "none", "busybox", "sleep", "1000")
+			mu.Lock()
+			defer mu.Unlock()
+			codes[r.code]++
+		})
+	}
+	all.Wait()
+	if codes[0] != 1 || codes[4] != 3 {
+		t.Errorf("exit codes of four that wanted one name: %v", codes)
+	}
+	// Verbs on one sandbox take turns or say that it is busy; none breaks it.
+	b.ok("start", "same")
+	for i := range 6 {
+		verb := []string{"checkpoint", "same"}
+		if i%2 == 1 {
+			verb = []string{"restore", "same"}
+		}
+		all.Go(func() {
+			if r := b.try(nil, verb...); r.code != 0 && r.code != 5 && r.code != 3 {
+				t.Errorf("%s", r)
+			}
+		})
+	}
+	all.Wait()
+	equal(b, "status", b.inspect("same").Status, "running")
+	for _, ck := range b.checkpoints("same") {
+		equal(b, "status of a checkpoint", ck.Status, "ready")
+		b.ok("checkpoint", "verify", ck.ID)
+	}
+}
+
+// TestMonitorKilled: without its conmon a sandbox can still be looked at,
+// stopped, brought back and removed.
+func TestMonitorKilled(t *testing.T) {
+	b := newBox(t)
+	b.start("c", "--network", "none", "busybox", "sh", "-c", "echo one > /marker; "+counter)
+	b.reaches("c", 3)
+	b.checkpoint("c")
+	b.sh("c", "echo two > /marker")
+	kill := func() {
+		for _, p := range processesOf(b.root) {
+			if strings.Contains(p, "conmon") {
+				pid, _ := strconv.Atoi(strings.TrimSuffix(strings.Fields(p)[1], ":"))
+				if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+					t.Fatal(err)
+				}
+				b.noProcess(pid)
+			}
+		}
+	}
+	kill()
+	b.ok("ps", "-a")
+	b.ok("recover")
+	b.ok("restore", "c")
+	equal(b, "status after the restore", b.inspect("c").Status, "running")
+	equal(b, "marker", b.file("c", "marker"), "one")
+	n := b.count("c")
+	b.reaches("c", n+1)
+	kill()
+	b.ok("stop", "-t", "0", "c")
+	equal(b, "status after stop", b.inspect("c").Status, "exited")
+	b.ok("start", "c")
+	b.reaches("c", 1)
+	kill()
+	b.ok("rm", "-f", "c")
+}
+
+// TestModes: what is written is for its owner alone.
+func TestModes(t *testing.T) {
+	b := newBox(t)
+	b.start("c", "--network", "none", "busybox", "sleep", "1000")
+	ck := b.checkpoint("c")
+	for _, path := range []string{"", "sandboxes", "checkpoints", "checkpoints/" + ck, "run", "state.db", "checkpoints/" + ck + "/files.tar.zst"} {
+		var st syscall.Stat_t
+		if err := syscall.Stat(filepath.Join(b.root, path), &st); err != nil {
+			t.Error(err)
+		} else if st.Mode&0o077 != 0 {
+			t.Errorf("%s has mode %o", path, st.Mode)
+		}
+	}
+}
