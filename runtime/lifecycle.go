@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"github.com/agentbox/agentbox/images"
 	"github.com/agentbox/agentbox/internal/failpoint"
@@ -129,6 +130,12 @@ func complete(req CreateRequest, img images.Image) (Spec, error) {
 	if s.Network.Mode != NetworkBridge && (len(s.Network.Ports) > 0 || s.Network.Group != "") {
 		return s, fmt.Errorf("%w: ports and network groups need --network bridge", ErrInvalid)
 	}
+	if err := checkText("the command", s.Args); err != nil {
+		return s, err
+	}
+	if err := checkText("the environment", s.Env); err != nil {
+		return s, err
+	}
 	for _, m := range s.Mounts {
 		if err := checkMount(m); err != nil {
 			return s, err
@@ -143,6 +150,18 @@ func complete(req CreateRequest, img images.Image) (Spec, error) {
 		return s, fmt.Errorf("%w: memory limit below 6 MiB", ErrInvalid)
 	}
 	return s, nil
+}
+
+// checkText refuses what an OCI runtime, which is told everything in JSON,
+// would get with its bytes replaced.
+func checkText(what string, list []string) error {
+	for _, s := range list {
+		if !utf8.ValidString(s) {
+			return hint(fmt.Errorf("%w: %s is not valid UTF-8: %q", ErrInvalid, what, s),
+				"Have a shell in the sandbox make the bytes: sh -c 'cat \"$(printf \"name\\377\")\"'")
+		}
+	}
+	return nil
 }
 
 func checkMount(m Mount) error {
@@ -253,6 +272,9 @@ func (e *Engine) Attach(ctx context.Context, ref string, streams Streams) error 
 func (e *Engine) Exec(ctx context.Context, ref string, p Process, streams Streams) (int, error) {
 	if len(p.Args) == 0 {
 		return 0, fail("exec", ref, fmt.Errorf("%w: no command", ErrInvalid))
+	}
+	if err := errors.Join(checkText("the command", p.Args), checkText("the environment", p.Env)); err != nil {
+		return 0, fail("exec", ref, err)
 	}
 	sb, _, err := e.inState(ctx, ref, Running)
 	if err != nil {

@@ -174,13 +174,17 @@ func (e *Engine) finishCheckpoint(ctx context.Context, in store.Intent) (string,
 }
 
 // finishRestore takes back a restore that had not touched the sandbox yet and
-// does all others over from the start, whatever had been done.
+// finishes all others. A new upperdir that is not as the checkpoint has it, be
+// it that it was in use already or that a power cut took what had not reached
+// the disk, is laid out anew.
 func (e *Engine) finishRestore(ctx context.Context, in store.Intent, lock *store.Lock) (string, error) {
 	data, err := decode[restoring](in.Data)
 	if err != nil {
 		return "", err
 	}
-	stage.Clear(e.run, in.Sandbox)
+	if err := stage.Clear(e.run, in.Sandbox); err != nil {
+		return "", err
+	}
 	sb, err := e.store.Sandbox(ctx, in.Sandbox)
 	if err != nil {
 		return "", err
@@ -188,16 +192,9 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, lock *store
 	if data.Phase != phaseSwap {
 		return fmt.Sprintf("took back the half-done restore of sandbox %s", short(sb.ID)), discard(data.Staged)
 	}
+	did := fmt.Sprintf("finished the restore of sandbox %s to checkpoint %s", short(sb.ID), short(in.Checkpoint))
 	row, err := e.store.Checkpoint(ctx, in.Checkpoint)
 	if err != nil {
-		return "", err
-	}
-	if sb.Head == row.ID {
-		// It may have got as far as the last step; but it may also have
-		// stood at this checkpoint before. Doing it over is right in both.
-		sb.Attempt--
-	}
-	if err := e.backend.Stop(ctx, sb.ID, StopOptions{Silent: true}); err != nil {
 		return "", err
 	}
 	r, err := e.open(ctx, &locked{sb, lock}, row, RestoreOptions{FilesOnly: data.FilesOnly})
@@ -205,10 +202,26 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, lock *store
 		return "", err
 	}
 	defer r.reader.Close()
-	if err := e.layOut(ctx, r); err != nil {
-		return "", errors.Join(err, discard(data.Staged))
+	r.data = data
+	if data.swapped() && (r.c.Status == Running || r.c.Status == Paused) {
+		return did, e.restored(ctx, sb.ID, row.ID, data)
 	}
-	return fmt.Sprintf("finished the restore of sandbox %s to checkpoint %s", short(sb.ID), short(row.ID)), e.swap(ctx, r)
+	if err := e.backend.Stop(ctx, sb.ID, StopOptions{Silent: true}); err != nil {
+		return "", err
+	}
+	dir := data.Staged
+	if data.swapped() {
+		dir = data.Upper
+	}
+	if err := prove(ctx, r.reader, dir); err != nil {
+		if err := e.layOut(ctx, r); err != nil {
+			return "", err
+		}
+		if err := e.commitTo(ctx, in.Seq, r); err != nil {
+			return "", err
+		}
+	}
+	return did, e.swap(ctx, r)
 }
 
 // Recover does what RecoverInterrupted does, and then compares what the

@@ -31,7 +31,15 @@ type restoring struct {
 	Phase     string `json:"phase"`
 	Upper     string `json:"upper"`  // the sandbox's upperdir
 	Staged    string `json:"staged"` // its replacement, beside it
+	Inode     uint64 `json:"inode"`  // of the replacement: tells which of the two is which
+	Attempt   int    `json:"attempt"`
 	FilesOnly bool   `json:"files_only"`
+}
+
+// swapped tells whether the two upperdirs have been exchanged.
+func (r restoring) swapped() bool {
+	var st unix.Stat_t
+	return unix.Lstat(r.Upper, &st) == nil && st.Ino == r.Inode
 }
 
 // Restore puts a sandbox back to a checkpoint. All that is needed is read,
@@ -179,7 +187,7 @@ func (e *Engine) open(ctx context.Context, sb *locked, row store.Checkpoint, opt
 	return &restoration{
 		sb: sb, row: row, spec: s, c: c, reader: reader, verify: opts.Verify,
 		full: row.Kind == KindFull && !opts.FilesOnly,
-		data: restoring{Phase: phasePrepare, Upper: c.Upper, Staged: c.Upper + ".new", FilesOnly: opts.FilesOnly},
+		data: restoring{Phase: phasePrepare, Upper: c.Upper, Staged: c.Upper + ".new", Attempt: sb.Attempt + 1, FilesOnly: opts.FilesOnly},
 	}, nil
 }
 
@@ -189,14 +197,24 @@ func (e *Engine) restore(ctx context.Context, r *restoration) error {
 		if err := e.layOut(ctx, r); err != nil {
 			return errors.Join(err, discard(r.data.Staged))
 		}
-		r.data.Phase = phaseSwap
-		if err := e.advance(ctx, seq, r.data); err != nil {
+		if err := e.commitTo(ctx, seq, r); err != nil {
 			return errors.Join(err, discard(r.data.Staged))
 		}
 		// The old processes end now: a caller who goes away must not stop
 		// us half-way.
 		return e.swap(context.WithoutCancel(ctx), r)
 	})
+}
+
+// commitTo records that the sandbox is about to be touched, and how to tell
+// afterwards how far that came.
+func (e *Engine) commitTo(ctx context.Context, seq int64, r *restoration) error {
+	var st unix.Stat_t
+	if err := unix.Lstat(r.data.Staged, &st); err != nil {
+		return fmt.Errorf("%s: %w", r.data.Staged, err)
+	}
+	r.data.Phase, r.data.Inode = phaseSwap, st.Ino
+	return e.advance(ctx, seq, r.data)
 }
 
 // layOut verifies the checkpoint while it builds the new upperdir beside the
@@ -227,12 +245,17 @@ func (e *Engine) layOut(ctx context.Context, r *restoration) error {
 	if !r.verify {
 		return nil
 	}
-	tree, err := r.reader.Tree(ctx)
+	return prove(ctx, r.reader, r.data.Staged)
+}
+
+// prove compares a directory with a checkpoint's files in every respect.
+func prove(ctx context.Context, reader *store.Reader, dir string) error {
+	tree, err := reader.Tree(ctx)
 	if err != nil {
 		return err
 	}
 	defer tree.Close()
-	return equal(overlay.Verify(ctx, r.data.Staged, tree, overlay.CompareOptions{}))
+	return equal(overlay.Verify(ctx, dir, tree, overlay.CompareOptions{Limit: 1}))
 }
 
 // extract unpacks the files of a checkpoint into dir and compares every entry,
@@ -291,28 +314,41 @@ func (e *Engine) swap(ctx context.Context, r *restoration) (err error) {
 	if err := failpoint.Hit("restore.after-stop"); err != nil {
 		return err
 	}
-	if err := exchange(r.data.Upper, r.data.Staged); err != nil {
-		return err
+	undo.add(func(context.Context) error {
+		if !r.data.swapped() {
+			return nil
+		}
+		return exchange(r.data.Upper, r.data.Staged)
+	})
+	if !r.data.swapped() {
+		if err := exchange(r.data.Upper, r.data.Staged); err != nil {
+			return err
+		}
 	}
-	undo.add(func(context.Context) error { return exchange(r.data.Upper, r.data.Staged) })
 	if err := failpoint.Hit("restore.after-exchange"); err != nil {
 		return err
 	}
 	durable := make(chan error, 1)
 	go func() { durable <- syncfs(r.data.Upper) }()
+	undo.add(func(ctx context.Context) error { return e.backend.Stop(ctx, r.sb.ID, StopOptions{}) })
 	err = e.resume(ctx, r)
 	r.down = time.Since(gone)
 	if err = errors.Join(err, <-durable); err != nil {
 		return err
 	}
 	undo.steps = nil
-	if err := e.store.SetHead(ctx, r.sb.ID, r.row.ID, r.sb.Attempt+1); err != nil {
+	return e.restored(ctx, r.sb.ID, r.row.ID, r.data)
+}
+
+// restored ends a restore whose sandbox is as it should be.
+func (e *Engine) restored(ctx context.Context, sandbox, checkpoint string, data restoring) error {
+	if err := e.store.SetHead(ctx, sandbox, checkpoint, data.Attempt); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("restore.after-head"); err != nil {
 		return err
 	}
-	return discard(r.data.Staged)
+	return discard(data.Staged)
 }
 
 // resume starts what ran at the checkpoint.
@@ -345,14 +381,10 @@ func (e *Engine) resume(ctx context.Context, r *restoration) error {
 			return err
 		}
 	}
-	if _, err := e.backend.Start(ctx, r.sb.ID, StartOptions{Env: identity(r.spec, r.sb.Attempt+1)}); err != nil {
+	if _, err := e.backend.Start(ctx, r.sb.ID, StartOptions{Env: identity(r.spec, r.data.Attempt)}); err != nil {
 		return err
 	}
-	if err := failpoint.Hit("restore.after-start"); err != nil {
-		// The undo stack expects a stopped sandbox.
-		return errors.Join(err, e.backend.Stop(ctx, r.sb.ID, StopOptions{}))
-	}
-	return nil
+	return failpoint.Hit("restore.after-start")
 }
 
 // exchange swaps two directories by one atomic rename and makes it last.

@@ -104,13 +104,18 @@ func (s *session) run(ctx context.Context, fn func(runtime.Streams) error) error
 const sessionGrace = 2 * time.Second
 
 // forward passes the caller's signals on to the sandbox while the session
-// lasts. In raw mode Ctrl-C is a byte like any other, and a signal is meant
+// lasts; those that come before it runs wait for ready. In raw mode Ctrl-C is a byte like any other, and a signal is meant
 // for agentbox.
-func (s *session) forward(ctx context.Context, svc runtime.Service, id string) (stop func()) {
+func (s *session) forward(ctx context.Context, svc runtime.Service, id string, ready <-chan struct{}) (stop func()) {
 	if !s.opts.SigProxy || s.raw {
 		return func() {}
 	}
 	return s.app.signals.forwardTo(func(sig os.Signal) {
+		select {
+		case <-ready:
+		case <-ctx.Done():
+			return
+		}
 		// The sandbox may be gone already: then there is nobody to tell.
 		_ = svc.Kill(ctx, id, signalName(sig))
 	})
@@ -124,20 +129,24 @@ type outcome struct{ started, detached bool }
 // as the verb's.
 func (s *session) follow(ctx context.Context, svc runtime.Service, verb string, sb runtime.Sandbox, connect func(runtime.Streams) (wait func() error, err error)) (outcome, error) {
 	var started atomic.Bool
+	ready := make(chan struct{})
 	exited := make(chan func() (int, error), 1)
 	err := s.run(ctx, func(streams runtime.Streams) error {
+		// Its output can reach the caller, and the caller answer with a
+		// signal, before connect has returned.
+		defer s.forward(ctx, svc, sb.ID, ready)()
 		wait, err := connect(streams)
 		if err != nil {
 			return err
 		}
 		started.Store(true)
+		close(ready)
 		// Wait now, not after the output has ended: with --rm the monitor
 		// removes the sandbox at its exit, and the exit code with it.
 		go func() {
 			code, err := svc.Wait(ctx, sb.ID)
 			exited <- func() (int, error) { return code, err }
 		}()
-		defer s.forward(ctx, svc, sb.ID)()
 		return wait()
 	})
 	o := outcome{started.Load(), errors.Is(err, runtime.ErrDetached)}
