@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"strings"
@@ -67,8 +68,21 @@ func TestApplyIntoDirtyRoot(t *testing.T) {
 	must(t, os.Chown(dst, 1000, 1000))
 	must(t, unix.Chmod(dst, 0o7777))
 	defer unix.Umask(unix.Umask(0o777))
-	_, err := Apply(t.Context(), bytes.NewReader(archive), dst, ApplyOptions{})
+	// Until it is whole nobody else may look in.
+	looked := false
+	private := slowly(func(n int64) error {
+		var st unix.Stat_t
+		if err := unix.Stat(dst, &st); err != nil || st.Mode&0o7777 != 0o700 || st.Uid != 0 {
+			t.Errorf("after %d bytes: mode %o, owner %d, %v", n, st.Mode, st.Uid, err)
+		}
+		looked = true
+		return nil
+	}).write(io.Discard)
+	_, err := Apply(t.Context(), io.TeeReader(bytes.NewReader(archive), private), dst, ApplyOptions{})
 	must(t, err)
+	if !looked {
+		t.Error("nobody looked")
+	}
 	samePeek(t, "applied", peek(t, src), peek(t, dst))
 }
 

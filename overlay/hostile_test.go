@@ -174,6 +174,8 @@ func hostile(t tb) map[string][]byte {
 		"hard link to a directory":   craft(t, rootDir(), aDir("d"), aHardlink("f", "d")),
 		"hard link to the root":      craft(t, rootDir(), aHardlink("f", ".")),
 		"hard link through symlink":  craft(t, rootDir(), aLink("e", "/etc"), aHardlink("f", "e/passwd")),
+		"hard link to a neighbour":   craft(t, rootDir(), aLink("e", ".."), aHardlink("f", "e/escape")),
+		"hard link below a link":     craft(t, rootDir(), aDir("d"), aFile("d/x", ""), aLink("e", "d"), aHardlink("f", "e/x")),
 		"hard link through dot dot":  craft(t, rootDir(), aDir("d"), aHardlink("f", "d/../../escape")),
 		"hard link through a file":   craft(t, rootDir(), aFile("e", ""), aHardlink("f", "e/x")),
 		"hard link with content":     edit(craft(t, rootDir(), aFile("e", ""), aHardlink("f", "e")), 2*block+124, "00000000001\x00"),

@@ -43,7 +43,12 @@ func captureDir(t tb, dir string) (archive []byte, tree []byte) {
 	t.Helper()
 	var buf, lines bytes.Buffer
 	tw := NewTreeWriter(&lines)
-	sum, err := Capture(context.Background(), dir, &buf, CaptureOptions{Entry: tw.Write})
+	sum, err := Capture(context.Background(), dir, &buf, CaptureOptions{Entry: func(e Entry) error {
+		if err := e.check(); err != nil {
+			return err
+		}
+		return tw.Write(e)
+	}})
 	must(t, err)
 	must(t, tw.Close())
 	if sum.Archive != int64(buf.Len()) {

@@ -33,6 +33,13 @@ const undoTimeout = 2 * time.Minute
 // clean-up after a sandbox exited, before it reports ErrBusy.
 const lockWait = 500 * time.Millisecond
 
+// frozenWait is how long a verb that only uses a sandbox waits for a checkpoint
+// to thaw it.
+const frozenWait = time.Minute
+
+// execTries bounds how often Exec meets one checkpoint after the other.
+const execTries = 10
+
 // Engine is the embedded Service: it works on this host, without a daemon.
 type Engine struct {
 	run     string // transient state, e.g. /run/agentbox

@@ -256,9 +256,27 @@ func (e *Engine) inState(ctx context.Context, ref string, states ...Status) (sto
 	return sb, c, nil
 }
 
+// running finds a sandbox that runs. One that a checkpoint holds frozen for a
+// moment is waited for: its callers must not notice checkpoints.
+func (e *Engine) running(ctx context.Context, ref, verb string) (store.Sandbox, error) {
+	sb, c, err := e.inState(ctx, ref, Running, Paused, Created, Exited)
+	if err != nil {
+		return sb, err
+	}
+	if c.Status == Paused {
+		lock, err := e.store.Lock(ctx, sb.ID, verb, frozenWait)
+		if err != nil {
+			return sb, err
+		}
+		lock.Unlock()
+	}
+	sb, _, err = e.inState(ctx, sb.ID, Running)
+	return sb, err
+}
+
 // Attach connects streams to a running sandbox's first process.
 func (e *Engine) Attach(ctx context.Context, ref string, streams Streams) error {
-	sb, _, err := e.inState(ctx, ref, Running)
+	sb, err := e.running(ctx, ref, "attach")
 	if err == nil {
 		err = e.backend.Attach(ctx, sb.ID, streams)
 	}
@@ -276,11 +294,19 @@ func (e *Engine) Exec(ctx context.Context, ref string, p Process, streams Stream
 	if err := errors.Join(checkText("the command", p.Args), checkText("the environment", p.Env)); err != nil {
 		return 0, fail("exec", ref, err)
 	}
-	sb, _, err := e.inState(ctx, ref, Running)
+	sb, err := e.running(ctx, ref, "exec")
 	if err != nil {
 		return 0, fail("exec", ref, err)
 	}
 	exit, err := e.backend.Exec(ctx, sb.ID, p, streams)
+	// A checkpoint may freeze the sandbox between our look and the runtime's,
+	// which then refuses. Input may be gone by then, and cannot be sent twice.
+	for try := 1; errors.Is(err, ErrState) && try < execTries && streams.Stdin == nil && !p.Terminal; try++ {
+		if _, gone := e.running(ctx, sb.ID, "exec"); gone != nil {
+			break
+		}
+		exit, err = e.backend.Exec(ctx, sb.ID, p, streams)
+	}
 	if errors.Is(err, ErrDetached) {
 		return exit, ErrDetached
 	}

@@ -106,6 +106,8 @@ func (e *Engine) choose(ctx context.Context, sb store.Sandbox, ref string) (row 
 		row, err = e.store.Checkpoint(ctx, ref)
 	}
 	switch {
+	case errors.Is(err, ErrNotFound):
+		return row, hint(err, "List what there is with: agentbox checkpoint ls "+sb.Name)
 	case err != nil:
 		return row, err
 	case row.ImageDigest != sb.ImageDigest:
@@ -265,12 +267,12 @@ func extract(ctx context.Context, reader *store.Reader, dir string) (err error) 
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, files.Close()) }()
+	defer func() { err = firstOf(err, files.Close()) }()
 	tree, err := reader.Tree(ctx)
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, tree.Close()) }()
+	defer func() { err = firstOf(err, tree.Close()) }()
 	enough := errors.New("enough")
 	written := func(yield func(overlay.Entry, error) bool) {
 		_, err := overlay.Apply(ctx, files, dir, overlay.ApplyOptions{Entry: func(entry overlay.Entry) error {
@@ -284,6 +286,14 @@ func extract(ctx context.Context, reader *store.Reader, dir string) (err error) 
 		}
 	}
 	return equal(overlay.Compare(overlay.TreeEntries(tree), written, overlay.CompareOptions{Limit: 1}))
+}
+
+// firstOf is for readers, whose Close repeats what reading has told.
+func firstOf(err, closing error) error {
+	if err != nil {
+		return err
+	}
+	return closing
 }
 
 // equal turns the outcome of a comparison into an error.

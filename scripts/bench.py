@@ -274,8 +274,14 @@ def main():
     rootfs = run(os.path.join(HERE, "scripts/debian-image.sh")).strip()
     # Directly below a short path: the length of a unix socket's path is bounded.
     work = tempfile.mkdtemp(prefix="ab-bench.", dir="/var/tmp")
+    image = work + ".img"
     results = {}
     try:
+        # A journaling ext4 of its own, so that figures of different machines
+        # do not differ by the state and the options of their filesystems.
+        run("truncate", "-s", "12G", image)
+        run("mkfs.ext4", "-q", image)
+        run("mount", "-o", "loop", image, work)
         candidates = [Agentbox(work, rootfs), Raw(work, rootfs)]
         if shutil.which("podman"):
             candidates.append(Podman(work, rootfs))
@@ -286,8 +292,9 @@ def main():
     finally:
         for mount in reversed([line.split()[1] for line in open("/proc/self/mounts")]):
             if mount.startswith(work):
-                subprocess.run(["umount", "-l", mount])
-        shutil.rmtree(work, ignore_errors=True)
+                subprocess.run(["umount", mount])
+        os.rmdir(work)
+        os.remove(image)
 
     medians = {k: {c: statistics.median(v) for c, v in row.items()} for k, row in results.items()}
     if opts.format == "json":

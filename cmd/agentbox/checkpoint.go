@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"time"
@@ -105,6 +106,13 @@ and bind mounts are not part of it.`,
 
 func runCheckpoint(ctx context.Context, opts runtime.CheckpointOptions, format, sandbox string, svc runtime.Service, stdout, stderr io.Writer) error {
 	c, err := svc.Checkpoint(ctx, sandbox, opts)
+	if errors.Is(err, context.DeadlineExceeded) && ctx.Err() == nil {
+		if own, ok := err.(*runtime.Error); ok {
+			err = own.Err
+		}
+		return &runtime.Error{Op: "checkpoint", ID: sandbox, Err: fmt.Errorf("not done within %v (%w)", opts.Timeout, err),
+			Hint: "The sandbox goes on as before. Give it longer with --timeout."}
+	}
 	if err != nil {
 		return err
 	}

@@ -12,7 +12,7 @@ func newCompletionCommand(a *app) *cobra.Command {
 		Use:   "completion SHELL",
 		Short: "Print a completion script for bash, zsh, fish or powershell",
 		Long: `Completion prints a script that lets a shell complete verbs, flags, and the names of
-sandboxes, checkpoints and images.`,
+sandboxes, checkpoints and images. The one for bash needs the package bash-completion.`,
 		Example: `  agentbox completion bash > /etc/bash_completion.d/agentbox
   agentbox completion fish > ~/.config/fish/completions/agentbox.fish
   source <(agentbox completion zsh)`,

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"path"
 
@@ -92,6 +93,7 @@ func runExec(ctx context.Context, sandbox string, p runtime.Process, svc runtime
 	})
 	switch {
 	case errors.Is(err, runtime.ErrDetached):
+		fmt.Fprintln(sess.app.stderr, "\ndetached; the command goes on")
 		return nil
 	case err != nil:
 		return err

@@ -7,7 +7,6 @@ import (
 	"io"
 	"os"
 	"strings"
-	"syscall"
 	"unicode"
 
 	"github.com/spf13/cobra"
@@ -183,14 +182,12 @@ func report(w io.Writer, cmd *cobra.Command, err error, caught os.Signal) int {
 		if errors.As(e, &status) {
 			continue
 		}
-		var interrupted signalError
-		if errors.As(e, &interrupted) {
-			e = interrupted
+		msg := e.Error()
+		if caught != nil {
+			// What was cancelled tells only that it was, not why.
+			msg = strings.ReplaceAll(msg, context.Canceled.Error(), signalError{caught}.Error())
 		}
-		fmt.Fprintf(w, "agentbox: %s\n", printable(e.Error()))
-		if caught != nil && errors.Is(e, context.Canceled) {
-			fmt.Fprintf(w, "hint: It was stopped by signal: %s.\n", caught)
-		}
+		fmt.Fprintf(w, "agentbox: %s\n", printable(msg))
 		for _, h := range hints(cmd, e) {
 			fmt.Fprintf(w, "hint: %s\n", printable(h))
 		}
@@ -198,8 +195,8 @@ func report(w io.Writer, cmd *cobra.Command, err error, caught os.Signal) int {
 	if status != 0 {
 		return int(status)
 	}
-	if s, ok := caught.(syscall.Signal); ok {
-		return 128 + int(s)
+	if caught != nil {
+		return int(signalError{caught}.status())
 	}
 	return exitCode(list[0], cmd != nil && cmd.Annotations["passes"] != "")
 }

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"io"
 	"strconv"
 	"time"
@@ -85,5 +86,10 @@ the order it was made. Output of 'agentbox exec' is not in it.`,
 }
 
 func runLogs(ctx context.Context, opts runtime.LogOptions, sandbox string, svc runtime.Service, stdout, stderr io.Writer) error {
-	return svc.Logs(ctx, sandbox, opts, stdout, stderr)
+	err := svc.Logs(ctx, sandbox, opts, stdout, stderr)
+	var stop signalError
+	if opts.Follow && errors.As(context.Cause(ctx), &stop) {
+		return stop.status() // Ctrl-C is how one stops to follow: nothing to tell
+	}
+	return err
 }

@@ -2,10 +2,12 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -123,7 +125,7 @@ Ctrl-C makes a verb stop and undo what it began; a second Ctrl-C ends it at once
 	a.globals.addFlags(cmd.PersistentFlags())
 	cmd.SetUsageTemplate(usageTemplate)
 	cmd.SetFlagErrorFunc(func(c *cobra.Command, err error) error {
-		return &usageError{err: err, cmd: c.CommandPath()}
+		return &usageError{err: plainFlagError(err), cmd: c.CommandPath()}
 	})
 	help := newHelpCommand()
 	cmd.SetHelpCommand(help)
@@ -150,6 +152,22 @@ Ctrl-C makes a verb stop and undo what it began; a second Ctrl-C ends it at once
 	cmd.AddCommand(newReapCommand(a), newManCommand())
 	wrapArgs(cmd)
 	return cmd
+}
+
+// plainFlagError keeps the names of Go's functions out of what users read.
+func plainFlagError(err error) error {
+	var number *strconv.NumError
+	if !errors.As(err, &number) {
+		return err
+	}
+	why := "not a number"
+	switch {
+	case number.Func == "ParseBool":
+		why = "neither true nor false"
+	case errors.Is(number.Err, strconv.ErrRange):
+		why = "out of range"
+	}
+	return errors.New(strings.Replace(err.Error(), number.Error(), why, 1))
 }
 
 // helpOrUnknown is what a command does that only holds others.

@@ -28,6 +28,14 @@ type signalError struct{ sig os.Signal }
 
 func (e signalError) Error() string { return "stopped by signal: " + e.sig.String() }
 
+// status is the exit code of a program that ended by the signal.
+func (e signalError) status() exitStatus {
+	if sig, ok := e.sig.(syscall.Signal); ok {
+		return exitStatus(128 + int(sig))
+	}
+	return exitFailure
+}
+
 func catchSignals(parent context.Context) (context.Context, *signals) {
 	ctx, cancel := context.WithCancelCause(parent)
 	s := &signals{cancel: cancel, ch: make(chan os.Signal, 16), done: make(chan struct{}), times: map[os.Signal]int{}}

@@ -260,7 +260,7 @@ func checkName(flag, s string) error {
 	if nameRE.MatchString(s) {
 		return nil
 	}
-	return usageErrorf("%s %q: a name is 1 to 128 letters, digits, '_', '.' and '-', and begins with a letter or digit", flag, s)
+	return usageErrorf("%s %q: a name is 1 to 128 letters, digits, '_', '.' and '-', and begins with a letter or digit", flag, shorten(s, 40))
 }
 
 // parseDetachKeys reads "ctrl-p,ctrl-q": characters and ctrl-LETTER separated

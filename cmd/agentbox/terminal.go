@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"os/signal"
@@ -152,7 +153,10 @@ func (s *session) follow(ctx context.Context, svc runtime.Service, verb string, 
 	o := outcome{started.Load(), errors.Is(err, runtime.ErrDetached)}
 	switch {
 	case o.detached:
+		fmt.Fprintf(s.app.stderr, "\ndetached from %[1]s, which goes on; back with: agentbox attach %[1]s\n", sb.Name)
 		return o, nil
+	case err != nil && o.started && ctx.Err() != nil:
+		return o, left(ctx, verb, sb.Name)
 	case err != nil:
 		return o, reword(err, verb, sb.Name)
 	}
@@ -164,8 +168,13 @@ func (s *session) follow(ctx context.Context, svc runtime.Service, verb string, 
 		}
 		return o, status(code)
 	case <-ctx.Done():
-		return o, context.Cause(ctx)
+		return o, left(ctx, verb, sb.Name)
 	}
+}
+
+// left is the error of a caller who went away from a sandbox that runs.
+func left(ctx context.Context, verb, name string) error {
+	return &runtime.Error{Op: verb, ID: name, Err: context.Cause(ctx), Hint: "The sandbox goes on; end it with: agentbox stop " + name}
 }
 
 func signalName(sig os.Signal) string {

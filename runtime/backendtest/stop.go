@@ -101,7 +101,7 @@ func stopPaused(e *bench) {
 func stopSilent(e *bench) {
 	// reply is what a peer's read ends with once the container is stopped.
 	reply := func(opts runtime.StopOptions) error {
-		s := e.spec(sh("while :; do nc -l -p 5000; done")...)
+		s := e.spec(sh("while :; do sleep 1000 | nc -l -p 5000; done")...)
 		s.Network.Mode = runtime.NetworkBridge
 		id := e.startSpec(s)
 		address := e.inspect(id).Address
