@@ -8,6 +8,8 @@ import (
 
 	"github.com/zeebo/blake3"
 	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/fault"
 )
 
 // CaptureOptions modify Capture.
@@ -16,6 +18,15 @@ type CaptureOptions struct {
 	// from the calling goroutine, digest included. An error ends the capture
 	// and is returned as it is.
 	Entry func(Entry) error
+
+	// Skip leaves an entry, and all below it, out. It is for what did not
+	// belong to dir at the instant that is captured, and is called from
+	// another goroutine, before the entry is looked at.
+	Skip func(path string) bool
+
+	// Known are directories that were read (ReadDir) at that instant: they
+	// are recorded so, whatever has become of them since.
+	Known map[string]Entry
 }
 
 // Capture writes dir to w as the archive that the package comment describes.
@@ -27,7 +38,7 @@ type CaptureOptions struct {
 func Capture(ctx context.Context, dir string, w io.Writer, opts CaptureOptions) (Summary, error) {
 	bw := bufio.NewWriterSize(w, 256<<10)
 	c := capture{tar: tarWriter{w: bw}, opts: opts}
-	s := scan{content: withContent}
+	s := scan{content: withContent, skip: opts.Skip}
 	err := s.run(ctx, dir, func(it *item) error { return c.item(ctx, it) })
 	if err == nil {
 		err = c.tar.end()
@@ -44,6 +55,34 @@ func Capture(ctx context.Context, dir string, w io.Writer, opts CaptureOptions) 
 	return c.sum, err
 }
 
+// ReadDir returns the entry of one directory below dir, as Walk would. Anything
+// else at path, and a symlink on the way, is ErrNotFound.
+func ReadDir(dir, path string) (e Entry, err error) {
+	s := scan{}
+	root, err := s.open(dir)
+	if err != nil {
+		return e, err
+	}
+	defer root.release()
+	fd, err := unix.Openat2(root.fd, path, &unix.OpenHow{
+		Flags:   unix.O_RDONLY | unix.O_DIRECTORY | unix.O_CLOEXEC,
+		Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS,
+	})
+	switch err {
+	case nil:
+	case unix.ENOENT, unix.ENOTDIR, unix.ELOOP, unix.ENXIO:
+		return e, fmt.Errorf("directory %q: %w", clip(path), fault.ErrNotFound)
+	default:
+		return e, pathError("open", path, err)
+	}
+	d := &dirFD{fd: fd}
+	d.refs.Store(1)
+	defer d.release()
+	it := item{dir: d, entry: Entry{Path: path}}
+	err = s.readDir(&it, newScratch())
+	return it.entry, err
+}
+
 type capture struct {
 	tar  tarWriter
 	opts CaptureOptions
@@ -53,6 +92,9 @@ type capture struct {
 
 func (c *capture) item(ctx context.Context, it *item) error {
 	e := &it.entry
+	if known, ok := c.opts.Known[e.Path]; ok && e.Type == TypeDir {
+		*e = known
+	}
 	if err := c.tar.header(e); err != nil {
 		return err
 	}

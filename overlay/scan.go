@@ -61,6 +61,7 @@ func (d *dirFD) release() {
 type scan struct {
 	origin  origin
 	content content
+	skip    func(path string) bool // may be nil
 	chunks  sync.Pool
 	ordered chan *chunk // for the consumer, in order
 	work    chan *chunk // the same chunks, for the workers
@@ -262,6 +263,9 @@ func (s *scan) list(ctx context.Context, root *dirFD) {
 		d := f.names[0]
 		f.names = f.names[1:]
 		path := joinPath(f.path, d.name)
+		if s.skip != nil && s.skip(path) {
+			continue
+		}
 		if d.typ == unix.DT_UNKNOWN {
 			d.typ = typeOf(f.dir.fd, d.name)
 		}

@@ -200,17 +200,25 @@ const workDir = "work"
 // capture reads processes and files side by side: both only read, and the
 // sandbox stands still.
 func capture(ctx context.Context, k *making, draft *store.Draft) error {
+	if k.row.Kind == KindFiles {
+		n, err := captureFiles(ctx, k.c.Upper, draft, overlay.CaptureOptions{})
+		k.parts.Files.Entries = n
+		return err
+	}
+	print, err := newFootprint(k.c.Pid, k.c.Upper)
+	if err != nil {
+		return err
+	}
 	var group errgroup.Group // no shared context: a dump that began must end
 	group.Go(func() (err error) {
-		k.parts.Files.Entries, err = captureFiles(ctx, k.c.Upper, draft)
+		opts := overlay.CaptureOptions{Skip: print.skip, Known: print.known}
+		k.parts.Files.Entries, err = captureFiles(ctx, k.c.Upper, draft, opts)
 		return err
 	})
-	if k.row.Kind == KindFull {
-		group.Go(func() (err error) {
-			k.parts.Processes, err = dump(ctx, k, draft)
-			return err
-		})
-	}
+	group.Go(func() (err error) {
+		k.parts.Processes, err = dump(ctx, k, draft)
+		return errors.Join(err, print.erase())
+	})
 	if err := group.Wait(); err != nil {
 		return err
 	}
@@ -218,7 +226,7 @@ func capture(ctx context.Context, k *making, draft *store.Draft) error {
 }
 
 // captureFiles writes the upperdir's archive and the list of its entries.
-func captureFiles(ctx context.Context, upper string, draft *store.Draft) (n int64, err error) {
+func captureFiles(ctx context.Context, upper string, draft *store.Draft, opts overlay.CaptureOptions) (n int64, err error) {
 	files, err := draft.FilesWriter()
 	if err != nil {
 		return 0, err
@@ -230,7 +238,8 @@ func captureFiles(ctx context.Context, upper string, draft *store.Draft) (n int6
 	}
 	defer func() { err = errors.Join(err, list.Close()) }()
 	tree := overlay.NewTreeWriter(list)
-	sum, err := overlay.Capture(ctx, upper, files, overlay.CaptureOptions{Entry: tree.Write})
+	opts.Entry = tree.Write
+	sum, err := overlay.Capture(ctx, upper, files, opts)
 	if err == nil {
 		err = tree.Close()
 	}

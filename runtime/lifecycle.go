@@ -42,23 +42,26 @@ func (e *Engine) Create(ctx context.Context, req CreateRequest) (_ Sandbox, err 
 		ID: s.ID, Name: s.Name, Backend: e.backend.Properties().Name, Image: s.Image, ImageDigest: s.ImageDigest,
 		Lower: img.Lower, Attempt: 1, Created: time.Now(), Labels: s.Labels,
 	}
+	lock, err := e.store.Lock(ctx, s.ID, "create", lockWait)
+	if err != nil {
+		return Sandbox{}, err
+	}
+	defer lock.Unlock()
 	if err := e.create(ctx, s, row); err != nil {
 		return Sandbox{}, err
 	}
+	e.log.Info("created", "sandbox", s.ID, "name", s.Name, "image", s.Image)
 	return e.Sandbox(ctx, s.ID)
 }
 
-// create records a sandbox and has the backend make its container.
+// create records a sandbox, whose lock is held, and has the backend make its
+// container.
 func (e *Engine) create(ctx context.Context, s Spec, row store.Sandbox) error {
 	var err error
 	if row.Spec, err = json.Marshal(s); err != nil {
 		return err
 	}
-	lock, err := e.store.Lock(ctx, s.ID, "create", lockWait)
-	if err != nil {
-		return err
-	}
-	err = e.intent(ctx, store.Intent{Op: opCreate, Sandbox: s.ID}, nil, func(int64) (err error) {
+	return e.intent(ctx, store.Intent{Op: opCreate, Sandbox: s.ID}, nil, func(int64) (err error) {
 		var undo undo
 		defer func() { undo.run(ctx, &err) }()
 		if err := failpoint.Hit("create.before-row"); err != nil {
@@ -77,11 +80,6 @@ func (e *Engine) create(ctx context.Context, s Spec, row store.Sandbox) error {
 		}
 		return failpoint.Hit("create.after-backend")
 	})
-	if err == nil {
-		e.log.Info("created", "sandbox", s.ID, "name", s.Name, "image", s.Image)
-	}
-	lock.Unlock()
-	return err
 }
 
 // complete fills a request in from the image and from defaults, and refuses

@@ -185,26 +185,34 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, lock *store
 	if err := stage.Clear(e.run, in.Sandbox); err != nil {
 		return "", err
 	}
+	if data.Phase != phaseSwap {
+		did := fmt.Sprintf("took back the half-done restore of sandbox %s", short(in.Sandbox))
+		if data.Recreated {
+			return did, e.finishRemove(ctx, in.Sandbox, false)
+		}
+		if data.Staged == "" {
+			return "", nil
+		}
+		return did, discard(data.Staged)
+	}
+	did := fmt.Sprintf("finished the restore of sandbox %s to checkpoint %s", short(in.Sandbox), short(in.Checkpoint))
 	sb, err := e.store.Sandbox(ctx, in.Sandbox)
 	if err != nil {
 		return "", err
 	}
-	if data.Phase != phaseSwap {
-		return fmt.Sprintf("took back the half-done restore of sandbox %s", short(sb.ID)), discard(data.Staged)
-	}
-	did := fmt.Sprintf("finished the restore of sandbox %s to checkpoint %s", short(sb.ID), short(in.Checkpoint))
-	row, err := e.store.Checkpoint(ctx, in.Checkpoint)
-	if err != nil {
+	r := &restoration{sb: &locked{sb, lock}, data: data}
+	if r.spec, err = spec(sb); err != nil {
 		return "", err
 	}
-	r, err := e.open(ctx, &locked{sb, lock}, row, RestoreOptions{FilesOnly: data.FilesOnly})
-	if err != nil {
+	if r.row, err = e.store.Checkpoint(ctx, in.Checkpoint); err != nil {
+		return "", err
+	}
+	if err := e.open(ctx, r); err != nil {
 		return "", err
 	}
 	defer r.reader.Close()
-	r.data = data
 	if data.swapped() && (r.c.Status == Running || r.c.Status == Paused) {
-		return did, e.restored(ctx, sb.ID, row.ID, data)
+		return did, e.restored(ctx, sb.ID, r.row.ID, data)
 	}
 	if err := e.backend.Stop(ctx, sb.ID, StopOptions{Silent: true}); err != nil {
 		return "", err

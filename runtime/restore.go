@@ -34,6 +34,7 @@ type restoring struct {
 	Inode     uint64 `json:"inode"`  // of the replacement: tells which of the two is which
 	Attempt   int    `json:"attempt"`
 	FilesOnly bool   `json:"files_only"`
+	Recreated bool   `json:"recreated"` // the sandbox had been removed
 }
 
 // swapped tells whether the two upperdirs have been exchanged.
@@ -48,45 +49,54 @@ func (r restoring) swapped() bool {
 // When the start fails the exchange is taken back.
 func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (_ Restored, err error) {
 	defer func() { err = fail("restore", ref, err) }()
-	sb, row, recreated, err := e.target(ctx, ref, opts.Checkpoint)
+	r, err := e.target(ctx, ref, opts)
 	if err != nil {
 		return Restored{}, err
 	}
-	defer sb.lock.Unlock()
-	r, err := e.open(ctx, sb, row, opts)
-	if err == nil {
-		err = errors.Join(e.restore(ctx, r), r.reader.Close())
-	}
-	if err != nil {
-		if recreated {
-			undo, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
-			defer cancel()
-			err = errors.Join(err, e.remove(undo, sb.ID, false))
+	defer r.sb.lock.Unlock()
+	in := store.Intent{Op: opRestore, Sandbox: r.sb.ID, Checkpoint: r.row.ID}
+	err = e.intent(ctx, in, r.data, func(seq int64) (err error) {
+		var undo undo
+		defer func() { undo.run(ctx, &err) }()
+		if r.data.Recreated {
+			undo.add(func(ctx context.Context) error { return e.finishRemove(ctx, r.sb.ID, false) })
+			if err := e.create(ctx, r.spec, r.sb.Sandbox); err != nil {
+				return err
+			}
 		}
+		if err := e.open(ctx, r); err != nil {
+			return err
+		}
+		return errors.Join(e.restore(ctx, seq, r), r.reader.Close())
+	})
+	if err != nil {
 		return Restored{}, err
 	}
-	e.log.Info("restored", "sandbox", sb.ID, "checkpoint", row.ID, "down", r.down)
-	out := Restored{Checkpoint: checkpointView(row), Recreated: recreated, Verified: opts.Verify, Down: r.down, Warnings: row.Warnings}
-	out.Sandbox, err = e.Sandbox(ctx, sb.ID)
+	e.log.Info("restored", "sandbox", r.sb.ID, "checkpoint", r.row.ID, "down", r.down)
+	out := Restored{Checkpoint: checkpointView(r.row), Recreated: r.data.Recreated, Verified: opts.Verify, Down: r.down, Warnings: r.row.Warnings}
+	out.Sandbox, err = e.Sandbox(ctx, r.sb.ID)
 	return out, err
 }
 
-// target finds, or makes again, the sandbox and the checkpoint to restore.
-func (e *Engine) target(ctx context.Context, ref, checkpoint string) (sb *locked, row store.Checkpoint, recreated bool, err error) {
-	sb, err = e.acquire(ctx, ref, "restore", lockWait)
-	if errors.Is(err, ErrNotFound) {
-		sb, row, err = e.recreate(ctx, ref, checkpoint, err)
-		return sb, row, err == nil, err
+// target finds the sandbox and the checkpoint to restore, and locks the
+// sandbox. One that was removed is made again in the course of the restore.
+func (e *Engine) target(ctx context.Context, ref string, opts RestoreOptions) (*restoration, error) {
+	r := &restoration{verify: opts.Verify, data: restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly}}
+	var err error
+	if r.sb, err = e.acquire(ctx, ref, "restore", lockWait); errors.Is(err, ErrNotFound) {
+		return r, e.recreate(ctx, r, ref, opts.Checkpoint, err)
 	}
 	if err != nil {
-		return nil, row, false, err
+		return nil, err
 	}
-	row, err = e.choose(ctx, sb.Sandbox, checkpoint)
+	if r.row, err = e.choose(ctx, r.sb.Sandbox, opts.Checkpoint); err == nil {
+		r.spec, err = spec(r.sb.Sandbox)
+	}
 	if err != nil {
-		sb.lock.Unlock()
-		return nil, row, false, err
+		r.sb.lock.Unlock()
+		return nil, err
 	}
-	return sb, row, false, nil
+	return r, nil
 }
 
 // choose finds the named checkpoint of a sandbox, or its newest ready one.
@@ -122,38 +132,39 @@ func (e *Engine) choose(ctx context.Context, sb store.Sandbox, ref string) (row 
 	return row, nil
 }
 
-// recreate makes a removed sandbox again from the spec of its checkpoint, with
-// its old id, so that what its processes remember of themselves stays true.
-func (e *Engine) recreate(ctx context.Context, name, ref string, missing error) (*locked, store.Checkpoint, error) {
+// recreate plans to make a removed sandbox again from the spec of its
+// checkpoint, with its old id, so that what its processes remember of
+// themselves stays true.
+func (e *Engine) recreate(ctx context.Context, r *restoration, name, ref string, missing error) error {
 	row, err := e.store.NewestOfName(ctx, name)
 	if errors.Is(err, ErrNotFound) {
-		return nil, row, missing
+		return missing
 	}
 	if err != nil {
-		return nil, row, err
+		return err
 	}
 	gone := store.Sandbox{ID: row.SandboxID, Name: row.SandboxName, ImageDigest: row.ImageDigest}
 	if ref != "" {
 		if row, err = e.choose(ctx, gone, ref); err != nil {
-			return nil, row, err
+			return err
 		}
 	}
 	gone.Spec = row.Spec
-	s, err := spec(gone)
-	if err != nil {
-		return nil, row, err
+	if r.spec, err = spec(gone); err != nil {
+		return err
 	}
-	img, err := e.images.ResolveDigest(ctx, s.ImageDigest)
+	img, err := e.images.ResolveDigest(ctx, gone.ImageDigest)
 	if err != nil {
-		return nil, row, err
+		return err
 	}
-	gone.Backend, gone.Image, gone.Lower, gone.Labels = e.backend.Properties().Name, s.Image, img.Lower, s.Labels
+	gone.Backend, gone.Image, gone.Lower, gone.Labels = e.backend.Properties().Name, r.spec.Image, img.Lower, r.spec.Labels
 	gone.Attempt, gone.Created = 1, time.Now()
-	if err := e.create(ctx, s, gone); err != nil {
-		return nil, row, err
+	lock, err := e.store.Lock(ctx, gone.ID, "restore", lockWait)
+	if err != nil {
+		return err
 	}
-	sb, err := e.acquire(ctx, gone.ID, "restore", lockWait)
-	return sb, row, err
+	r.sb, r.row, r.data.Recreated = &locked{gone, lock}, row, true
+	return nil
 }
 
 // restoration is one restore under way.
@@ -163,49 +174,40 @@ type restoration struct {
 	spec   Spec
 	c      Container
 	reader *store.Reader
-	full   bool
 	verify bool
 	data   restoring
 	down   time.Duration
 }
 
-// open checks what needs no change to anything.
-func (e *Engine) open(ctx context.Context, sb *locked, row store.Checkpoint, opts RestoreOptions) (*restoration, error) {
-	s, err := spec(sb.Sandbox)
-	if err != nil {
-		return nil, err
+// full tells whether processes are restored.
+func (r *restoration) full() bool { return r.row.Kind == KindFull && !r.data.FilesOnly }
+
+// open looks at the sandbox and opens the checkpoint; it changes nothing.
+func (e *Engine) open(ctx context.Context, r *restoration) (err error) {
+	if _, err := e.images.ResolveDigest(ctx, r.sb.ImageDigest); err != nil {
+		return err
 	}
-	if _, err := e.images.ResolveDigest(ctx, sb.ImageDigest); err != nil {
-		return nil, err
+	if r.c, err = e.backend.Inspect(ctx, r.sb.ID); err != nil {
+		return err
 	}
-	c, err := e.backend.Inspect(ctx, sb.ID)
-	if err != nil {
-		return nil, err
-	}
-	reader, err := e.store.OpenCheckpoint(ctx, row.ID)
-	if err != nil {
-		return nil, err
-	}
-	return &restoration{
-		sb: sb, row: row, spec: s, c: c, reader: reader, verify: opts.Verify,
-		full: row.Kind == KindFull && !opts.FilesOnly,
-		data: restoring{Phase: phasePrepare, Upper: c.Upper, Staged: c.Upper + ".new", Attempt: sb.Attempt + 1, FilesOnly: opts.FilesOnly},
-	}, nil
+	r.reader, err = e.store.OpenCheckpoint(ctx, r.row.ID)
+	return err
 }
 
-func (e *Engine) restore(ctx context.Context, r *restoration) error {
-	in := store.Intent{Op: opRestore, Sandbox: r.sb.ID, Checkpoint: r.row.ID}
-	return e.intent(ctx, in, r.data, func(seq int64) error {
-		if err := e.layOut(ctx, r); err != nil {
-			return errors.Join(err, discard(r.data.Staged))
-		}
-		if err := e.commitTo(ctx, seq, r); err != nil {
-			return errors.Join(err, discard(r.data.Staged))
-		}
-		// The old processes end now: a caller who goes away must not stop
-		// us half-way.
-		return e.swap(context.WithoutCancel(ctx), r)
-	})
+func (e *Engine) restore(ctx context.Context, seq int64, r *restoration) error {
+	r.data.Upper, r.data.Staged, r.data.Attempt = r.c.Upper, r.c.Upper+".new", r.sb.Attempt+1
+	if err := e.advance(ctx, seq, r.data); err != nil {
+		return err
+	}
+	if err := e.layOut(ctx, r); err != nil {
+		return errors.Join(err, discard(r.data.Staged))
+	}
+	if err := e.commitTo(ctx, seq, r); err != nil {
+		return errors.Join(err, discard(r.data.Staged))
+	}
+	// The old processes end now: a caller who goes away must not stop us
+	// half-way.
+	return e.swap(context.WithoutCancel(ctx), r)
 }
 
 // commitTo records that the sandbox is about to be touched, and how to tell
@@ -235,7 +237,7 @@ func (e *Engine) layOut(ctx context.Context, r *restoration) error {
 		}
 		return extract(gctx, r.reader, r.data.Staged)
 	})
-	if r.full {
+	if r.full() {
 		group.Go(func() error { return r.reader.VerifyImages(gctx) })
 	}
 	if err := group.Wait(); err != nil {
@@ -310,17 +312,17 @@ func (e *Engine) swap(ctx context.Context, r *restoration) (err error) {
 		return errors.Join(err, discard(r.data.Staged))
 	}
 	gone := time.Now()
-	if err := e.backend.Stop(ctx, r.sb.ID, StopOptions{Silent: true}); err != nil {
-		return errors.Join(err, discard(r.data.Staged))
-	}
-	var undo undo
 	defer func() {
-		if err != nil && r.c.Status == Running {
+		if err != nil && r.c.Status == Running && !r.data.Recreated {
 			err = hint(err, "The sandbox is stopped, with the files it had before; start it afresh with: agentbox start "+r.sb.Name)
 		}
 	}()
+	var undo undo
 	defer func() { undo.run(ctx, &err) }()
 	undo.add(func(context.Context) error { return discard(r.data.Staged) })
+	if err := e.backend.Stop(ctx, r.sb.ID, StopOptions{Silent: true}); err != nil {
+		return err
+	}
 	if err := failpoint.Hit("restore.after-stop"); err != nil {
 		return err
 	}
@@ -368,7 +370,7 @@ func (e *Engine) resume(ctx context.Context, r *restoration) error {
 	if was != Running && was != Paused {
 		return nil
 	}
-	if r.full {
+	if r.full() {
 		work := filepath.Join(e.run, r.sb.ID, "restore")
 		if err := os.MkdirAll(work, 0o700); err != nil {
 			return err

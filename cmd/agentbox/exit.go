@@ -184,8 +184,13 @@ func report(w io.Writer, cmd *cobra.Command, err error, caught os.Signal) int {
 		}
 		msg := e.Error()
 		if caught != nil {
-			// What was cancelled tells only that it was, not why.
-			msg = strings.ReplaceAll(msg, context.Canceled.Error(), signalError{caught}.Error())
+			// What was cancelled tells only that it was, or that the program
+			// it ran was killed, not why.
+			why := signalError{caught}.Error()
+			msg = strings.ReplaceAll(msg, context.Canceled.Error(), why)
+			if !strings.Contains(msg, why) {
+				msg = fmt.Sprintf("%s (%s)", why, msg)
+			}
 		}
 		fmt.Fprintf(w, "agentbox: %s\n", printable(msg))
 		for _, h := range hints(cmd, e) {

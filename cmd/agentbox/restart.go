@@ -39,10 +39,10 @@ func newRestartCommand(a *app) *cobra.Command {
 func runRestart(ctx context.Context, timeout time.Duration, sandboxes []string, svc runtime.Service, out io.Writer) error {
 	return each(ctx, sandboxes, func(name string) error {
 		if err := svc.Stop(ctx, name, timeout); err != nil {
-			return err
+			return reword(err, "restart", name)
 		}
 		if _, err := svc.Start(ctx, name, nil); err != nil {
-			return err
+			return reword(err, "restart", name)
 		}
 		_, err := fmt.Fprintln(out, name)
 		return err

@@ -98,7 +98,14 @@ func runForeground(ctx context.Context, req runtime.CreateRequest, svc runtime.S
 	}
 	var code exitStatus
 	if sb.Spec.AutoRemove && !end.detached && (err == nil || errors.As(err, &code)) {
-		return both(err, removeExited(ctx, sb.ID, svc))
+		gone := removeExited(ctx, sb.ID, svc)
+		if errors.Is(gone, runtime.ErrState) {
+			// Nobody starts a sandbox that is about to be removed, so this
+			// was a restore, and with it the end of our connection.
+			fmt.Fprintf(sess.app.stderr, "%[1]s was restored and goes on; back with: agentbox attach %[1]s\n", sb.Name)
+			gone = nil
+		}
+		return both(err, reword(gone, "run", sb.Name))
 	}
 	return err
 }

@@ -32,7 +32,7 @@ var allowed = map[string][]string{
 	"internal/imports":     {},
 	"overlay":              {"internal/fault", "internal/failpoint"},
 	"policy":               {"internal/fault"},
-	"runtime":              {"criu", "criu/stage", "images", "internal/copy", "internal/failpoint", "internal/fault", "overlay", "runtime/store"},
+	"runtime":              {"criu", "criu/stage", "images", "internal/copy", "internal/failpoint", "internal/fault", "overlay", "policy", "runtime/store"},
 	"runtime/backendtest":  {"criu", "criu/stage", "overlay", "internal/fault", "runtime"},
 	"runtime/doctor":       {"criu", "criu/host", "internal/fault", "overlay"},
 	"runtime/oci":          {"criu", "criu/stage", "internal/failpoint", "internal/fault", "overlay", "policy", "runtime", "runtime/oci/network"},
