@@ -84,16 +84,13 @@ func TestBadInput(t *testing.T) {
 	// A sandbox that exits passes its code on.
 	equal(b, "exit of run", b.try(nil, "run", "--rm", "--network", "none", "busybox", "sh", "-c", "exit 7").code, 7)
 	equal(b, "exit of exec", b.try(nil, "exec", "c", "sh", "-c", "kill -9 $$").code, 137)
-	// An ambiguous prefix: make sandboxes until two share their first digit.
-	first := map[string]bool{b.inspect("c").ID[:1]: true, b.inspect("d").ID[:1]: true}
+	// An ambiguous prefix: make sandboxes until two share their first digit,
+	// one that is not a sandbox's name as well.
+	first := map[string]bool{}
 	prefix := b.inspect("c").ID[:1]
-	for len(first) > 0 && prefix != b.inspect("d").ID[:1] {
-		id := b.ok("create", "--network", "none", "busybox", "true")
-		if first[id[:1]] {
-			prefix = id[:1]
-			break
-		}
-		first[id[:1]] = true
+	for !first[prefix] || prefix == "c" || prefix == "d" {
+		first[prefix] = true
+		prefix = b.ok("create", "--network", "none", "busybox", "true")[:1]
 	}
 	b.fails(2, "inspect", prefix)
 }

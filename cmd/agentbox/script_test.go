@@ -46,6 +46,15 @@ func TestEngine(t *testing.T) {
 			if err != nil {
 				return err
 			}
+			// Sandboxes of other tests may run beside ours.
+			free, err := net.Listen("tcp", "127.0.0.1:0")
+			if err != nil {
+				return err
+			}
+			env.Setenv("PORT", strconv.Itoa(free.Addr().(*net.TCPAddr).Port))
+			if err := free.Close(); err != nil {
+				return err
+			}
 			env.Setenv("AGENTBOX_ROOT", root)
 			env.Setenv("PATH", bin+":"+env.Getenv("PATH"))
 			env.Defer(func() { sweep(filepath.Join(bin, "agentbox"), root) })
