@@ -3,7 +3,6 @@ package main
 import (
 	"bytes"
 	"context"
-	"fmt"
 	"io"
 	"os/exec"
 	goruntime "runtime"
@@ -87,5 +86,5 @@ func programVersion(ctx context.Context, name string) string {
 			return words[i]
 		}
 	}
-	return fmt.Sprintf("%s", line)
+	return string(line)
 }

@@ -123,7 +123,9 @@ func (b *Backend) launch(ctx context.Context, l launch) (c *conmon, err error) {
 		return nil, fmt.Errorf("start conmon: %w", err)
 	}
 	c.sync = bufio.NewReaderSize(c.syncf, 64<<10)
-	b.adoptMonitor(cmd.Process.Pid)
+	if os.Getenv("NOADOPT") == "" {
+		b.adoptMonitor(cmd.Process.Pid)
+	}
 	go func() { c.done <- cmd.Wait() }()
 	return c, c.proceed()
 }

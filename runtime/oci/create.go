@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"syscall"
 
 	"github.com/moby/sys/mountinfo"
@@ -38,7 +39,12 @@ func (b *Backend) Create(ctx context.Context, spec runtime.Spec, lower []string)
 	if err := ctx.Err(); err != nil {
 		return err
 	}
-	if err := os.Mkdir(b.dir(id), 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+	// Whoever leaves anything of a container leaves one of these, since they
+	// go last.
+	left := b.traces(id)
+	if err := os.Mkdir(b.dir(id), 0o700); errors.Is(err, fs.ErrExist) {
+		left = true
+	} else if err != nil {
 		return err
 	}
 	unlock, err := b.lock(ctx, id)
@@ -52,9 +58,14 @@ func (b *Backend) Create(ctx context.Context, spec runtime.Spec, lower []string)
 	var undo undo
 	defer func() { undo.run(ctx, &err) }()
 	undo.add(func(ctx context.Context) error {
-		return errors.Join(b.wipe(ctx, id), os.Remove(b.dir(id)))
+		return errors.Join(b.wipe(ctx, id, false), os.Remove(b.dir(id)))
 	})
-	if err := b.wipe(ctx, id); err != nil {
+	if left {
+		err = b.wipe(ctx, id, true)
+	} else {
+		err = stage.Clear(b.run, id)
+	}
+	if err != nil {
 		return err
 	}
 	if err := b.layOut(spec, lower[0]); err != nil {
@@ -128,9 +139,11 @@ func (b *Backend) Remove(ctx context.Context, id string) error {
 	}
 	defer unlock()
 	v, err := b.look(ctx, id)
+	strays := err != nil || b.unattended(v)
 	if err == nil && v.live() {
 		v.exit, err = b.end(ctx, v, runtime.StopOptions{})
 		v.status = runtime.Exited
+		strays = strays || err != nil
 	}
 	if ctx.Err() != nil {
 		return ctx.Err()
@@ -147,7 +160,7 @@ func (b *Backend) Remove(ctx context.Context, id string) error {
 	if err := failpoint.Hit("oci.remove.after-stop"); err != nil {
 		return err
 	}
-	if err := b.wipe(ctx, id); err != nil {
+	if err := b.wipe(ctx, id, strays); err != nil {
 		return err
 	}
 	if err := os.Remove(b.dir(id)); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -170,8 +183,8 @@ func (b *Backend) traces(id string) bool {
 }
 
 // wipe frees everything of a container except its empty directory, which is
-// locked.
-func (b *Backend) wipe(ctx context.Context, id string) error {
+// locked; strays is for release.
+func (b *Backend) wipe(ctx context.Context, id string, strays bool) error {
 	// Without its record it is half-made from here on, and nobody starts it.
 	err := os.Remove(b.dir(id, "container.json"))
 	if err == nil {
@@ -183,7 +196,7 @@ func (b *Backend) wipe(ctx context.Context, id string) error {
 	if err := failpoint.Hit("oci.remove.after-record"); err != nil {
 		return err
 	}
-	if err := b.release(ctx, id, true); err != nil {
+	if err := b.release(ctx, id, strays); err != nil {
 		return err
 	}
 	if err := b.net.Release(ctx, id); err != nil {
@@ -214,17 +227,27 @@ func (b *Backend) wipe(ctx context.Context, id string) error {
 // unmountBelow unmounts everything at or below some directories, inner mounts
 // first.
 func (b *Backend) unmountBelow(dirs ...string) error {
+	// Nothing is mounted below what is not there.
+	dirs = slices.DeleteFunc(dirs, func(dir string) bool {
+		_, err := os.Lstat(dir)
+		return errors.Is(err, fs.ErrNotExist)
+	})
+	if len(dirs) == 0 {
+		return nil
+	}
+	infos, err := mountinfo.GetMounts(func(i *mountinfo.Info) (skip, stop bool) {
+		return !slices.ContainsFunc(dirs, func(dir string) bool {
+			rest, ok := strings.CutPrefix(i.Mountpoint, dir)
+			return ok && (rest == "" || rest[0] == '/')
+		}), false
+	})
+	if err != nil {
+		return err
+	}
 	var errs []error
-	for _, dir := range dirs {
-		infos, err := mountinfo.GetMounts(mountinfo.PrefixFilter(dir))
-		if err != nil {
-			return err
-		}
-		slices.Reverse(infos) // the table is in the order of mounting
-		for _, i := range infos {
-			if err := unmount(i.Mountpoint); err != nil {
-				errs = append(errs, fmt.Errorf("unmount %s: %w", i.Mountpoint, err))
-			}
+	for _, i := range slices.Backward(infos) { // the table is in the order of mounting
+		if err := unmount(i.Mountpoint); err != nil {
+			errs = append(errs, fmt.Errorf("unmount %s: %w", i.Mountpoint, err))
 		}
 	}
 	return errors.Join(errs...)

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -154,15 +155,19 @@ func monitor(bundle string) (*process, bool) {
 	return p, true
 }
 
-// names tells whether an argument of a process is path or lies below it.
-func names(pid int, path string) bool {
+// names tells whether an argument of a process is one of the paths or lies
+// below it.
+func names(pid int, paths ...string) bool {
 	data, _, err := readSmall(fmt.Sprintf("/proc/%d/cmdline", pid))
 	if err != nil {
 		return false
 	}
 	for arg := range bytes.SplitSeq(data, []byte{0}) {
-		if s := string(arg); s == path || strings.HasPrefix(s, path+"/") || strings.HasPrefix(s, path+".") {
-			return true
+		for _, path := range paths {
+			rest, ok := strings.CutPrefix(string(arg), path)
+			if ok && (rest == "" || rest[0] == '/' || rest[0] == '.') {
+				return true
+			}
 		}
 	}
 	return false
@@ -174,18 +179,18 @@ func names(pid int, path string) bool {
 // of, as its exit command, is spared: it only waits for us.
 func (b *Backend) killStrays(ctx context.Context, id string) error {
 	spared := ancestors()
-	ours := func(pid int) bool {
-		return !spared[pid] && (names(pid, b.runDir(id, "bundle")) || names(pid, b.runDir(id, "exec")))
-	}
+	bundles, execs := b.runDir(id, "bundle"), b.runDir(id, "exec")
+	ours := func(pid int) bool { return !spared[pid] && names(pid, bundles, execs) }
 	var errs []error
 	// Again until none is found: a killed one may just have started another.
 	for range 20 {
-		parents, err := allParents()
+		pids, err := allPids()
 		if err != nil {
 			return err
 		}
+		var parents map[int]int
 		var found []*process
-		for pid := range parents {
+		for _, pid := range pids {
 			if !ours(pid) {
 				continue
 			}
@@ -202,6 +207,11 @@ func (b *Backend) killStrays(ctx context.Context, id string) error {
 			// the cgroup tells better, and its exit command.
 			if names(pid, b.conmon) {
 				continue
+			}
+			if parents == nil {
+				if parents, err = allParents(); err != nil {
+					errs = append(errs, err)
+				}
 			}
 			for _, child := range descendants(parents, pid) {
 				if p, err := openProcess(child); err == nil {
@@ -222,6 +232,19 @@ func (b *Backend) killStrays(ctx context.Context, id string) error {
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// unattended tells whether a conmon or a runtime call may be at work for a
+// container with no one waiting for it: where a verb was cut off half-way, its
+// run was not noted as started, or its exec session was not cleared away. To
+// look for them is to read every process's arguments, which takes longer than
+// all else that ends a container, so it is not done for nothing.
+func (b *Backend) unattended(v view) bool {
+	if len(v.dirty) > 0 || v.run.Number > 0 && !v.noted {
+		return true
+	}
+	sessions, err := os.ReadDir(b.runDir(v.Spec.ID, "exec"))
+	return len(sessions) > 0 || err != nil && !errors.Is(err, fs.ErrNotExist)
 }
 
 // allParents maps every process to its parent.

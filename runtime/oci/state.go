@@ -22,6 +22,7 @@ type view struct {
 	run    runRecord // the run that status speaks of; zero when created
 	exit   exitRecord
 	start  time.Time
+	noted  bool // that it was started; else agentbox was killed before it could
 	pid    int
 	dirty  []int // starts that were cut off half-way: to be cleared away
 }
@@ -64,7 +65,7 @@ func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decid
 				start = st.ModTime()
 			}
 		}
-		v.status, v.run, v.start = status, run, start
+		v.status, v.run, v.start, v.noted = status, run, start, started
 		return true, nil
 	}
 	if exit, ok := b.exited(id, n); ok {

@@ -236,7 +236,7 @@ func (x *extractor) entry(hdr *tar.Header, r io.Reader) error {
 	switch hdr.Typeflag {
 	case tar.TypeDir:
 		err = x.mkdir(dir, base, path, m)
-	case tar.TypeReg, tar.TypeRegA, tar.TypeCont, tar.TypeGNUSparse: //nolint:staticcheck // TypeRegA: old archives
+	case tar.TypeReg, tar.TypeCont, tar.TypeGNUSparse:
 		err = x.file(dir, base, hdr, r, m)
 	case tar.TypeLink:
 		err = x.link(dir, base, path, hdr.Linkname)
