@@ -37,7 +37,8 @@ func (s *Store) Import(ctx context.Context, name, source string) (Image, error) 
 	if err != nil {
 		return Image{}, err
 	}
-	f, err := os.Open(source)
+	// Not to wait in the open for the writer of a FIFO, which no context ends.
+	f, err := os.OpenFile(source, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if errors.Is(err, fs.ErrNotExist) {
 		return Image{}, fmt.Errorf("%w: %w", fault.ErrNotFound, err)
 	}
@@ -48,6 +49,11 @@ func (s *Store) Import(ctx context.Context, name, source string) (Image, error) 
 	fi, err := f.Stat()
 	if err != nil {
 		return Image{}, err
+	}
+	if fi.Mode()&fs.ModeNamedPipe != 0 {
+		if err := awaitWriter(ctx, f); err != nil {
+			return Image{}, err
+		}
 	}
 	if !fi.IsDir() {
 		return s.ImportFrom(ctx, name, f)
@@ -71,6 +77,30 @@ func (s *Store) Import(ctx context.Context, name, source string) (Image, error) 
 			}})
 		return plainConfig(diff), err
 	})
+}
+
+// awaitWriter waits until a FIFO has a writer: without one a read returns "end
+// of file".
+func awaitWriter(ctx context.Context, f *os.File) error {
+	raw, err := f.SyscallConn()
+	if err != nil {
+		return err
+	}
+	for {
+		var n int
+		var err error
+		_ = raw.Control(func(fd uintptr) {
+			n, err = unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 100) // ms; it cannot wait for a context
+		})
+		switch {
+		case ctx.Err() != nil:
+			return ctx.Err()
+		case err != nil && err != unix.EINTR:
+			return fmt.Errorf("wait for the writer of %s: %w", f.Name(), err)
+		case n > 0:
+			return nil
+		}
+	}
 }
 
 // ImportFrom makes the image name of a tar stream, as Import does. It reads r to

@@ -138,7 +138,7 @@ func (e *Engine) take(ctx context.Context, k *making) (row store.Checkpoint, err
 		frozen := time.Now()
 		if k.c.Status == Running {
 			// Added first: a pause that failed half-way must be undone too.
-			undo.add(k.c.Runtime.Resume)
+			undo.add(func(ctx context.Context) error { return e.thaw(ctx, k.sb.ID, k.c) })
 			if err := failpoint.Hit("checkpoint.before-freeze"); err != nil {
 				return err
 			}
@@ -150,7 +150,7 @@ func (e *Engine) take(ctx context.Context, k *making) (row store.Checkpoint, err
 			return err
 		}
 		if err := capture(ctx, k, draft); err != nil {
-			return err
+			return e.explain(ctx, k, err)
 		}
 		if err := failpoint.Hit("checkpoint.before-commit"); err != nil {
 			return err
@@ -172,13 +172,13 @@ func (e *Engine) take(ctx context.Context, k *making) (row store.Checkpoint, err
 // goOn ends the frozen instant after a commit.
 func (e *Engine) goOn(ctx context.Context, k *making, row store.Checkpoint) error {
 	if err := failpoint.Hit("checkpoint.after-commit"); err != nil {
-		return errors.Join(err, e.thaw(ctx, k.c))
+		return errors.Join(err, e.thaw(ctx, k.sb.ID, k.c))
 	}
 	var err error
 	if k.opts.Stop {
 		err = e.backend.Stop(ctx, k.sb.ID, StopOptions{Silent: true})
 	} else {
-		err = e.thaw(ctx, k.c)
+		err = e.thaw(ctx, k.sb.ID, k.c)
 	}
 	if err == nil {
 		err = failpoint.Hit("checkpoint.after-thaw")
@@ -187,11 +187,31 @@ func (e *Engine) goOn(ctx context.Context, k *making, row store.Checkpoint) erro
 }
 
 // thaw puts a frozen container back to how Inspect found it.
-func (e *Engine) thaw(ctx context.Context, c Container) error {
+func (e *Engine) thaw(ctx context.Context, id string, c Container) error {
 	if c.Status != Running {
 		return nil
 	}
-	return c.Runtime.Resume(ctx)
+	err := c.Runtime.Resume(ctx)
+	if err != nil && e.ended(ctx, id) {
+		return nil
+	}
+	return err
+}
+
+// ended tells whether a container that was running has exited since.
+func (e *Engine) ended(ctx context.Context, id string) bool {
+	now, err := e.backend.Inspect(ctx, id)
+	return err == nil && now.Status == Exited
+}
+
+// explain names the one cause that looks like many others: the sandbox ended
+// under the hands that captured it.
+func (e *Engine) explain(ctx context.Context, k *making, err error) error {
+	now, e2 := e.backend.Inspect(context.WithoutCancel(ctx), k.sb.ID)
+	if k.live && e2 == nil && now.Status == Exited {
+		return fmt.Errorf("%w: it ended (exit code %d) while it was being checkpointed", ErrState, now.ExitCode)
+	}
+	return err
 }
 
 // workDir is where in a draft CRIU keeps its log.
@@ -282,7 +302,7 @@ func (e *Engine) Checkpoints(ctx context.Context, filter CheckpointFilter) (_ []
 			f.SandboxID = sb.ID
 		case errors.Is(err, ErrNotFound):
 			// A removed sandbox still has its checkpoints.
-			ck, e := e.store.NewestOfName(ctx, filter.Sandbox)
+			ck, e := e.newestOfGone(ctx, filter.Sandbox)
 			if e != nil {
 				return nil, err
 			}

@@ -192,6 +192,10 @@ func (e *Engine) acquire(ctx context.Context, ref, verb string, wait time.Durati
 	return &locked{sb, lock}, nil
 }
 
+// errUnfinished keeps an intent in the journal: what is left of the verb is for
+// Recover to do.
+var errUnfinished = errors.New("the next command will finish it")
+
 // intent runs fn between a journal entry and its removal. When fn fails it
 // has undone its work and the entry goes too; when this process is killed the
 // entry stays and Recover reads it.
@@ -203,7 +207,9 @@ func (e *Engine) intent(ctx context.Context, in store.Intent, data any, fn func(
 	if err != nil {
 		return err
 	}
-	err = fn(seq)
+	if err = fn(seq); errors.Is(err, errUnfinished) {
+		return err
+	}
 	done, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
 	defer cancel()
 	return errors.Join(err, e.store.Done(done, seq))
@@ -286,6 +292,6 @@ func (e *Engine) view(ctx context.Context, sb store.Sandbox) (Sandbox, error) {
 		ID: sb.ID, Name: sb.Name, Status: c.Status, Pid: c.Pid, ExitCode: c.ExitCode,
 		Upperdir: c.Upper, Image: sb.Image, ImageDigest: sb.ImageDigest, Backend: sb.Backend,
 		Head: sb.Head, Attempt: sb.Attempt, Created: sb.Created, Started: c.Started, Finished: c.Finished,
-		Labels: labels, Address: c.Address, Spec: s,
+		Labels: labels, Address: c.Address, Kept: sb.Kept, Spec: s,
 	}, nil
 }

@@ -220,6 +220,11 @@ func (e *Engine) Start(ctx context.Context, ref string, streams *Streams) (wait 
 			return nil, err
 		}
 	}
+	if sb.Kept {
+		if err := e.store.Keep(ctx, sb.ID, false); err != nil {
+			return nil, err
+		}
+	}
 	err = e.intent(ctx, store.Intent{Op: opStart, Sandbox: sb.ID}, nil, func(int64) error {
 		if err := failpoint.Hit("start.before-backend"); err != nil {
 			return err
@@ -412,6 +417,10 @@ func (e *Engine) Remove(ctx context.Context, ref string, opts RemoveOptions) (er
 		return err
 	}
 	defer sb.lock.Unlock()
+	if opts.AtExit && sb.Kept {
+		e.release(sb.ID)
+		return nil
+	}
 	c, err := e.backend.Inspect(ctx, sb.ID)
 	if err != nil && !errors.Is(err, ErrNotFound) {
 		return err
@@ -494,6 +503,9 @@ func (e *Engine) Reap(ctx context.Context, id string) (err error) {
 		return err
 	}
 	defer sb.lock.Unlock()
+	if busy, err := e.interruptedIn(ctx, id); err != nil || busy {
+		return err // it was not the end of the sandbox, but of a verb; Recover sees to both
+	}
 	c, err := e.backend.Inspect(ctx, id)
 	if err != nil || c.Status != Exited {
 		return err
@@ -502,7 +514,7 @@ func (e *Engine) Reap(ctx context.Context, id string) (err error) {
 	if err != nil {
 		return err
 	}
-	if s.AutoRemove {
+	if s.AutoRemove && !sb.Kept {
 		return e.remove(ctx, id, false)
 	}
 	return e.backend.Stop(ctx, id, StopOptions{})

@@ -99,6 +99,17 @@ func (e *Engine) finish(ctx context.Context, in store.Intent) (did string, err e
 	return did, e.store.Done(ctx, in.Seq)
 }
 
+// interruptedIn tells whether a verb on a sandbox was left half-done.
+func (e *Engine) interruptedIn(ctx context.Context, id string) (bool, error) {
+	intents, err := e.store.Intents(ctx)
+	for _, in := range intents {
+		if in.Sandbox == id {
+			return true, err
+		}
+	}
+	return false, err
+}
+
 func (e *Engine) pending(ctx context.Context, seq int64) (store.Intent, bool, error) {
 	intents, err := e.store.Intents(ctx)
 	if err != nil {
@@ -196,26 +207,39 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, lock *store
 		return did, discard(data.Staged)
 	}
 	did := fmt.Sprintf("finished the restore of sandbox %s to checkpoint %s", short(in.Sandbox), short(in.Checkpoint))
+	if err := e.finishSwap(ctx, in, lock, data); err != nil {
+		// Tried once: then the sandbox stays stopped, with the files that it
+		// has, and its owner decides. Trying at every command would stop it
+		// again whenever it was started.
+		e.log.Error("restore not finished", "sandbox", in.Sandbox, "checkpoint", in.Checkpoint, "err", err)
+		did = fmt.Sprintf("could not finish the restore of sandbox %s to checkpoint %s: %v", short(in.Sandbox), short(in.Checkpoint), err)
+		return did, errors.Join(discard(data.Staged), e.store.Keep(ctx, in.Sandbox, true))
+	}
+	return did, nil
+}
+
+// finishSwap goes on with a restore from where it was killed.
+func (e *Engine) finishSwap(ctx context.Context, in store.Intent, lock *store.Lock, data restoring) error {
 	sb, err := e.store.Sandbox(ctx, in.Sandbox)
 	if err != nil {
-		return "", err
+		return err
 	}
 	r := &restoration{sb: &locked{sb, lock}, data: data}
 	if r.spec, err = spec(sb); err != nil {
-		return "", err
+		return err
 	}
 	if r.row, err = e.store.Checkpoint(ctx, in.Checkpoint); err != nil {
-		return "", err
+		return err
 	}
 	if err := e.open(ctx, r); err != nil {
-		return "", err
+		return err
 	}
 	defer r.reader.Close()
 	if data.swapped() && (r.c.Status == Running || r.c.Status == Paused) {
-		return did, e.restored(ctx, sb.ID, r.row.ID, data)
+		return e.restored(ctx, sb.ID, r.row.ID, data)
 	}
 	if err := e.backend.Stop(ctx, sb.ID, StopOptions{Silent: true}); err != nil {
-		return "", err
+		return err
 	}
 	dir := data.Staged
 	if data.swapped() {
@@ -223,13 +247,13 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, lock *store
 	}
 	if err := prove(ctx, r.reader, dir); err != nil {
 		if err := e.layOut(ctx, r); err != nil {
-			return "", err
+			return err
 		}
 		if err := e.commitTo(ctx, in.Seq, r); err != nil {
-			return "", err
+			return err
 		}
 	}
-	return did, e.swap(ctx, r)
+	return e.swap(ctx, r)
 }
 
 // Recover does what RecoverInterrupted does, and then compares what the

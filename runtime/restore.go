@@ -1,6 +1,7 @@
 package runtime
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -74,7 +75,8 @@ func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (
 	}
 	e.log.Info("restored", "sandbox", r.sb.ID, "checkpoint", r.row.ID, "down", r.down)
 	out := Restored{Checkpoint: checkpointView(r.row), Recreated: r.data.Recreated, Verified: opts.Verify, Down: r.down, Warnings: r.row.Warnings}
-	out.Sandbox, err = e.Sandbox(ctx, r.sb.ID)
+	// It is done: a caller who goes away now does not make it a failure.
+	out.Sandbox, err = e.Sandbox(context.WithoutCancel(ctx), r.sb.ID)
 	return out, err
 }
 
@@ -136,19 +138,33 @@ func (e *Engine) choose(ctx context.Context, sb store.Sandbox, ref string) (row 
 // checkpoint, with its old id, so that what its processes remember of
 // themselves stays true.
 func (e *Engine) recreate(ctx context.Context, r *restoration, name, ref string, missing error) error {
-	row, err := e.store.NewestOfName(ctx, name)
+	row, err := e.newestOfGone(ctx, name)
 	if errors.Is(err, ErrNotFound) {
 		return missing
 	}
 	if err != nil {
 		return err
 	}
-	gone := store.Sandbox{ID: row.SandboxID, Name: row.SandboxName, ImageDigest: row.ImageDigest}
 	if ref != "" {
-		if row, err = e.choose(ctx, gone, ref); err != nil {
+		// Of several removed sandboxes of one name it may be an older one's.
+		if row, err = e.store.Checkpoint(ctx, name+"@"+ref); errors.Is(err, ErrNotFound) {
+			row, err = e.store.Checkpoint(ctx, ref)
+		}
+		if err != nil {
 			return err
 		}
+		if row.SandboxName != name && row.SandboxID != name {
+			return hint(fmt.Errorf("%w: checkpoint %s belongs to sandbox %s", ErrState, short(row.ID), row.SandboxName),
+				"Restore puts a sandbox back to a checkpoint of its own.")
+		}
+		if row.Status != CheckpointReady {
+			return fmt.Errorf("%w: checkpoint %s is %s: %s", ErrState, short(row.ID), row.Status, row.Error)
+		}
+		if _, err := e.store.Sandbox(ctx, row.SandboxID); !errors.Is(err, ErrNotFound) {
+			return errors.Join(err, fmt.Errorf("%w: checkpoint %s belongs to a sandbox that was not removed", ErrState, short(row.ID)))
+		}
 	}
+	gone := store.Sandbox{ID: row.SandboxID, Name: row.SandboxName, ImageDigest: row.ImageDigest}
 	gone.Spec = row.Spec
 	if r.spec, err = spec(gone); err != nil {
 		return err
@@ -165,6 +181,20 @@ func (e *Engine) recreate(ctx context.Context, r *restoration, name, ref string,
 	}
 	r.sb, r.row, r.data.Recreated = &locked{gone, lock}, row, true
 	return nil
+}
+
+// newestOfGone finds the newest checkpoint of a removed sandbox, by its name or
+// its id.
+func (e *Engine) newestOfGone(ctx context.Context, ref string) (store.Checkpoint, error) {
+	row, err := e.store.NewestOfName(ctx, ref)
+	if !errors.Is(err, ErrNotFound) {
+		return row, err
+	}
+	rows, e2 := e.store.Checkpoints(ctx, store.Filter{SandboxID: ref})
+	if e2 != nil || len(rows) == 0 {
+		return row, cmp.Or(e2, err)
+	}
+	return rows[0], nil
 }
 
 // restoration is one restore under way.
@@ -313,7 +343,13 @@ func (e *Engine) swap(ctx context.Context, r *restoration) (err error) {
 	}
 	gone := time.Now()
 	defer func() {
-		if err != nil && r.c.Status == Running && !r.data.Recreated {
+		if err == nil || errors.Is(err, errUnfinished) || r.data.Recreated {
+			return
+		}
+		// Whoever asked for --rm did not ask for the loss of what a failed
+		// restore has put back.
+		err = errors.Join(err, e.store.Keep(ctx, r.sb.ID, true))
+		if r.c.Status == Running {
 			err = hint(err, "The sandbox is stopped, with the files it had before; start it afresh with: agentbox start "+r.sb.Name)
 		}
 	}()
@@ -349,7 +385,10 @@ func (e *Engine) swap(ctx context.Context, r *restoration) (err error) {
 		return err
 	}
 	undo.steps = nil
-	return e.restored(ctx, r.sb.ID, r.row.ID, r.data)
+	if err := e.restored(ctx, r.sb.ID, r.row.ID, r.data); err != nil {
+		return fmt.Errorf("the sandbox is restored, but: %w (%w)", err, errUnfinished)
+	}
+	return nil
 }
 
 // restored ends a restore whose sandbox is as it should be.

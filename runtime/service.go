@@ -78,6 +78,7 @@ type Sandbox struct {
 	Finished    time.Time         `json:"finished,omitzero"`
 	Labels      map[string]string `json:"labels"`
 	Address     string            `json:"address,omitempty"`
+	Kept        bool              `json:"kept,omitempty"` // an --rm sandbox that stays when it exits, because a restore of it failed
 	Spec        Spec              `json:"spec"`
 }
 
@@ -161,6 +162,7 @@ type CheckpointFilter struct {
 // RemoveOptions modify Remove.
 type RemoveOptions struct {
 	Force       bool // kill it if it runs
+	AtExit      bool // only if it is not kept: the end of an --rm sandbox
 	Checkpoints bool // its checkpoints too
 }
 

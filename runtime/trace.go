@@ -41,11 +41,11 @@ func newFootprint(pid int, upper string) (*footprint, error) {
 		return nil, err
 	}
 	defer jail.Close()
-	tmp, _, err := jail.Real("/tmp")
-	if err != nil {
-		return nil, err
+	// A /tmp that leads nowhere is none, for CRIU too.
+	f.tmp = "."
+	if tmp, _, err := jail.Real("/tmp"); err == nil && path.Clean(tmp) != "/" {
+		f.tmp = strings.TrimPrefix(path.Clean(tmp), "/")
 	}
-	f.tmp = strings.TrimPrefix(path.Clean(tmp), "/")
 	for _, dir := range []string{".", f.tmp} {
 		h, err := jail.Handle("/"+dir, false)
 		if errors.Is(err, os.ErrNotExist) || errors.Is(err, fault.ErrNotFound) {

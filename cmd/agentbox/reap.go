@@ -25,6 +25,7 @@ func newReapCommand(a *app) *cobra.Command {
 		Annotations: exits(exitUsage, exitNotFound, exitBusy, exitDenied),
 		Args:        args(1, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
+			a.globals.reaping = true
 			return a.service(cmd.Context(), func(svc runtime.Service) error {
 				return runReap(cmd.Context(), args[0], svc)
 			})

@@ -21,6 +21,10 @@ type globals struct {
 	Root     string // empty: /var/lib/agentbox and /run/agentbox
 	LogLevel string
 	Backend  string
+
+	// reaping is set for the command that a monitor runs after an exit: it
+	// must not go about other sandboxes' business.
+	reaping bool
 }
 
 func (g *globals) addFlags(fl *pflag.FlagSet) {

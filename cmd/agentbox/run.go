@@ -127,7 +127,7 @@ func removeExited(ctx context.Context, id string, svc runtime.Service) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), removeTimeout)
 	defer cancel()
 	for {
-		err := svc.Remove(ctx, id, runtime.RemoveOptions{})
+		err := svc.Remove(ctx, id, runtime.RemoveOptions{AtExit: true})
 		if !errors.Is(err, runtime.ErrBusy) {
 			return removed(err)
 		}

@@ -54,6 +54,9 @@ func openService(ctx context.Context, g globals) (_ runtime.Service, err error) 
 		return nil, err
 	}
 	engine := runtime.New(runtime.Options{Run: run, Store: st, Images: img, Backend: backend})
+	if g.reaping {
+		return engine, nil
+	}
 	if _, err := engine.RecoverInterrupted(ctx); err != nil {
 		// It must not keep the user from other sandboxes, or from looking.
 		slog.Error("recovery failed; `agentbox recover` tries again", "err", err)

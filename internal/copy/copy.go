@@ -99,8 +99,11 @@ func sandboxXattr(name string) bool {
 
 // From writes p, a final symlink not followed unless p ends with a slash, and
 // all below it as a tar stream. Entry names start with the base name of p, or
-// with "." when p is the root or ends with "/.". Where only sockets are missing
-// from a stream that is otherwise whole, the error is *Partial.
+// with "." when p is the root or ends with "/.". As with `docker cp`, what the
+// kernel makes up is not part of a copy that starts above it: of /dev, /proc,
+// /sys and the like there is only the directory. Other mounts, volumes and
+// tmpfs, are. Where only sockets, or unreadable files of /proc that was asked
+// for, are missing from a stream that is otherwise whole, the error is *Partial.
 func From(ctx context.Context, root, p string, w io.Writer) error {
 	j, err := policy.Open(root)
 	if err != nil {
@@ -122,7 +125,11 @@ func From(ctx context.Context, root, p string, w io.Writer) error {
 		defer d.Close()
 		dir, base = d, "."
 	}
-	rep, err := tree.Pack(ctx, dir, base, w, tree.PackOptions{Name: name, Xattr: sandboxXattr})
+	whole := path.Clean("/"+p) == "/"
+	leave := func(rel string, magic int64) bool {
+		return tree.Pseudo(magic) || whole && rel == "dev"
+	}
+	rep, err := tree.Pack(ctx, dir, base, w, tree.PackOptions{Name: name, Xattr: sandboxXattr, Leave: leave})
 	return partial(rep, found(err))
 }
 

@@ -450,3 +450,71 @@ func TestProcessRoot(t *testing.T) {
 		t.Error("it landed on the host's side of the mount")
 	}
 }
+
+// A live root has /proc, /sys and /dev mounted.
+func TestPseudo(t *testing.T) {
+	root, _ := sandbox(t)
+	for _, d := range []string{"proc", "sys", "dev", "tmp"} {
+		ok(t, os.Mkdir(root+"/"+d, 0o755))
+	}
+	ok(t, unix.Mkfifo(root+"/ready", 0o600))
+	cmd := exec.Command("unshare", "-m", "sh", "-c", `cd "$0" && mount -t proc proc proc && mount -t sysfs -o ro sysfs sys &&
+		mount -t tmpfs tmpfs dev && mkdir dev/pts && mount -t devpts -o newinstance devpts dev/pts && mknod dev/null c 1 3 &&
+		mount -t tmpfs tmpfs tmp && echo live >tmp/f && : >ready && exec sleep 60`, root)
+	ok(t, cmd.Start())
+	defer func() { _ = cmd.Process.Kill(); _ = cmd.Wait() }()
+	_, err := os.ReadFile(root + "/ready") // blocks until the mounts are made
+	ok(t, err)
+	live := fmt.Sprintf("/proc/%d/root%s", cmd.Process.Pid, root)
+	read := func(p string) (string, map[string]string, error) {
+		t.Helper()
+		var buf bytes.Buffer
+		err := From(ctx, live, p, &buf)
+		content := map[string]string{}
+		var names []string
+		for r := tar.NewReader(bytes.NewReader(buf.Bytes())); ; {
+			h, err := r.Next()
+			if err != nil {
+				break
+			}
+			names = append(names, h.Name)
+			b, err := io.ReadAll(r)
+			ok(t, err)
+			content[h.Name] = string(b)
+		}
+		return strings.Join(names, " "), content, err
+	}
+	for _, p := range []string{"/", "/."} {
+		names, content, err := read(p)
+		ok(t, err)
+		for _, dir := range []string{"./proc/", "./sys/", "./dev/", "./tmp/"} {
+			if !strings.Contains(names, dir) {
+				t.Errorf("%s: without %s: %s", p, dir, names)
+			}
+		}
+		if strings.Contains(names, "./proc/s") || strings.Contains(names, "./sys/k") || strings.Contains(names, "./dev/n") {
+			t.Errorf("%s: %.300s", p, names)
+		}
+		if content["./tmp/f"] != "live\n" || content["./etc/passwd"] != "inside" {
+			t.Errorf("%s: %q", p, content)
+		}
+	}
+	names, _, err := read("/dev")
+	ok(t, err)
+	if names != "dev/ dev/null dev/pts/" {
+		t.Error(names)
+	}
+	_, content, err := read("/proc/version")
+	ok(t, err)
+	if !strings.Contains(content["version"], "Linux") {
+		t.Errorf("%q", content)
+	}
+	var part *Partial
+	_, content, err = read("/proc/sys/net/ipv4")
+	if !errors.As(err, &part) || content["ipv4/ip_forward"] == "" {
+		t.Errorf("%v %d", err, len(content))
+	}
+	if _, _, err := read("/proc/sys/net/ipv4/route/flush"); err == nil || errors.As(err, &part) {
+		t.Error(err)
+	}
+}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -186,6 +187,14 @@ func removeCgroup(ctx context.Context, dir string) error {
 
 // subtree lists a cgroup and all below it, parents first.
 func subtree(dir string) []string {
+	// A cgroup's link count tells how many others are in it; to list one
+	// takes a stat of each of its many files.
+	var st unix.Stat_t
+	if err := unix.Lstat(dir, &st); errors.Is(err, fs.ErrNotExist) {
+		return nil
+	} else if err == nil && st.Nlink == 2 {
+		return []string{dir}
+	}
 	var dirs []string
 	_ = filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
 		if err == nil && d.IsDir() {
@@ -210,16 +219,56 @@ func members(dir string) []int {
 	return pids
 }
 
-// adoptMonitor moves a conmon into a cgroup of ours, so that ending the login
-// session or the service in which agentbox was called does not end it. Where
-// that cannot be done it stays where it is.
-func (b *Backend) adoptMonitor(pid int) {
+// monitorCgroup makes the cgroup of all conmons in one hierarchy. They have one
+// of their own, so that ending the login session or the service in which
+// agentbox was called does not end them.
+func monitorCgroup(m cgroupMount) (dir string, err error) {
+	dir = filepath.Join(m.path, cgroupParent, "conmon")
+	return dir, os.MkdirAll(dir, 0o755)
+}
+
+// startMonitor starts a conmon, in its cgroup where the kernel has v2 (it can
+// since 5.7). To be born there takes no time; to be moved takes some 10 ms,
+// since the kernel waits for every processor to take notice. systemd, too,
+// finds a service's processes by v2 if it is there, beside v1 as well.
+func (b *Backend) startMonitor(cmd *exec.Cmd) (adopted bool, err error) {
+	i := slices.IndexFunc(b.cgroups, func(m cgroupMount) bool { return m.v2 })
+	if i < 0 {
+		return false, cmd.Start()
+	}
+	dir, err := monitorCgroup(b.cgroups[i])
+	if err != nil {
+		return false, cmd.Start()
+	}
+	f, err := os.OpenFile(dir, unix.O_PATH|unix.O_DIRECTORY, 0)
+	if err != nil {
+		return false, cmd.Start()
+	}
+	defer f.Close()
+	plain := *cmd.SysProcAttr
+	cmd.SysProcAttr.UseCgroupFD, cmd.SysProcAttr.CgroupFD = true, int(f.Fd())
+	if err = cmd.Start(); err == nil {
+		return true, nil
+	}
+	// Not here: an older kernel, or a cgroup that takes no processes.
+	again := exec.Command(cmd.Path)
+	again.Args, again.Env, again.Dir, again.Stderr, again.ExtraFiles = cmd.Args, cmd.Env, cmd.Dir, cmd.Stderr, cmd.ExtraFiles
+	again.SysProcAttr = &plain
+	*cmd = *again
+	return false, cmd.Start()
+}
+
+// adoptMonitor moves a conmon to its cgroup. Where that cannot be done it stays
+// in its caller's. One that was born there is moved to where it is: that makes
+// the kernel wait now for what the runtime, which is about to move the
+// container's process, then finds done, all processors having taken notice
+// that a move is under way. Nobody needs to wait for that.
+func (b *Backend) adoptMonitor(pid int, born bool) {
 	for _, m := range b.cgroups {
-		if !(m.systemd || m.v2) {
+		if !m.v2 && (born || !m.systemd) {
 			continue
 		}
-		dir := filepath.Join(m.path, cgroupParent, "conmon")
-		err := os.MkdirAll(dir, 0o755)
+		dir, err := monitorCgroup(m)
 		if err == nil {
 			err = os.WriteFile(filepath.Join(dir, "cgroup.procs"), []byte(strconv.Itoa(pid)), 0)
 		}

@@ -41,12 +41,16 @@ type launch struct {
 
 // conmon is a monitor that was started and the pipes to it.
 type conmon struct {
+	cmd    *exec.Cmd
 	bundle string
 	sync   *bufio.Reader // its reports
 	syncf  *os.File
 	start  *os.File // we write, or close: it goes on
 	attach *os.File // it reports that its attach socket is there
 	done   chan error
+
+	adopted chan struct{} // closed once it is in its cgroup
+	allowed bool
 }
 
 // report is a line on the sync pipe: a pid, then, from an exec, an exit code;
@@ -56,10 +60,11 @@ type report struct {
 	Message string `json:"message"`
 }
 
-// launch starts a conmon, which detaches itself at once. Should agentbox die
-// meanwhile, each of conmon's reads from our pipes ends and each of its writes
-// fails, so that it never waits for us.
-func (b *Backend) launch(ctx context.Context, l launch) (c *conmon, err error) {
+// launch starts a conmon, which does nothing before allow; the time it takes to
+// start, and to be moved to its cgroup, is time to prepare what it will find.
+// Should agentbox die meanwhile, each of conmon's reads from
+// our pipes ends and each of its writes fails, so that it never waits for us.
+func (b *Backend) launch(l launch) (c *conmon, err error) {
 	unique := l.id
 	if l.session != "" {
 		unique = l.session
@@ -84,7 +89,7 @@ func (b *Backend) launch(ctx context.Context, l launch) (c *conmon, err error) {
 	defer stderr.Close()
 	cmd.Stderr = stderr
 
-	c = &conmon{bundle: l.bundle, done: make(chan error, 1)}
+	c = &conmon{cmd: cmd, bundle: l.bundle, done: make(chan error, 1), adopted: make(chan struct{})}
 	var theirs []*os.File
 	defer func() {
 		for _, f := range theirs {
@@ -119,15 +124,22 @@ func (b *Backend) launch(ctx context.Context, l launch) (c *conmon, err error) {
 		}
 	}
 	cmd.ExtraFiles = theirs
-	if err := cmd.Start(); err != nil {
+	adopted, err := b.startMonitor(cmd)
+	if err != nil {
 		return nil, fmt.Errorf("start conmon: %w", err)
 	}
 	c.sync = bufio.NewReaderSize(c.syncf, 64<<10)
-	if os.Getenv("NOADOPT") == "" {
-		b.adoptMonitor(cmd.Process.Pid)
+	if adopted {
+		close(c.adopted)
 	}
+	go func() {
+		b.adoptMonitor(cmd.Process.Pid, adopted)
+		if !adopted {
+			close(c.adopted)
+		}
+	}()
 	go func() { c.done <- cmd.Wait() }()
-	return c, c.proceed()
+	return c, nil
 }
 
 // environ is all that conmon and the runtime get to see. TMPDIR is where
@@ -144,6 +156,13 @@ func (b *Backend) environ() []string {
 	}
 	env := []string{"PATH=" + path, "TMPDIR=" + tmp, "AGENTBOX_RUN=" + b.run, "AGENTBOX_RUNTIME=" + b.oci}
 	return env
+}
+
+// allow lets a conmon that was launched detach itself and call the runtime.
+func (c *conmon) allow() error {
+	<-c.adopted // before its first child, which would stay behind
+	c.allowed = true
+	return c.proceed()
 }
 
 // proceed lets conmon pass a point where it waits for us.
@@ -210,8 +229,13 @@ func (c *conmon) failure(err error) error {
 	return fmt.Errorf("read from conmon: %w", err)
 }
 
-// close hangs up. Conmon goes on with what it was told.
+// close hangs up. Conmon goes on with what it was told; one that was not told
+// anything yet would take the end of the pipe for it, so it is ended.
 func (c *conmon) close() {
+	if c.cmd.Process != nil && !c.allowed {
+		_ = c.cmd.Process.Kill()
+		<-c.done
+	}
 	for _, f := range []*os.File{c.syncf, c.start, c.attach} {
 		if f != nil {
 			_ = f.Close()

@@ -36,14 +36,15 @@ func (b *Backend) Exec(ctx context.Context, id string, p runtime.Process, stream
 		size = firstSize(ctx, streams.Resize)
 	}
 	b.sweepExecs(id)
-	dir, err := b.execDir(v, p, size)
-	if err != nil {
+	var name [8]byte
+	_, _ = rand.Read(name[:])
+	s := &session{b: b, view: v, p: p, streams: streams, size: size, dir: b.runDir(id, "exec", hex.EncodeToString(name[:]))}
+	if err := os.MkdirAll(s.dir, 0o700); err != nil {
 		return 0, err
 	}
-	s := &session{b: b, view: v, p: p, streams: streams, size: size, dir: dir}
 	exit, err = s.run(ctx)
-	if !p.Detach && !errors.Is(err, runtime.ErrDetached) {
-		err = errors.Join(err, os.RemoveAll(dir))
+	if !s.began || !p.Detach && !errors.Is(err, runtime.ErrDetached) {
+		err = errors.Join(err, os.RemoveAll(s.dir))
 	}
 	return exit, err
 }
@@ -56,41 +57,33 @@ type session struct {
 	streams runtime.Streams
 	size    *runtime.Size
 	dir     string
+	began   bool // the directory is conmon's, too
 }
 
-// execDir makes the directory of a new session, with its process section.
-func (b *Backend) execDir(v view, p runtime.Process, size *runtime.Size) (_ string, err error) {
-	id := v.Spec.ID
-	first, ok := b.first(id, v.run.Number)
+// writeProcess writes the process section for the runtime.
+func (s *session) writeProcess() error {
+	spec, p := s.view.Spec, s.p
+	first, ok := s.b.first(spec.ID, s.view.run.Number)
 	if !ok {
-		return "", fmt.Errorf("container %s has ended: %w", id, fault.ErrState)
+		return fmt.Errorf("container %s has ended: %w", spec.ID, fault.ErrState)
 	}
 	defer first.close()
 	root, err := first.root()
 	if err != nil {
-		return "", err
+		return err
 	}
 	defer root.Close()
-	p.User = cmp.Or(p.User, v.Spec.User)
-	p.Workdir = cmp.Or(p.Workdir, v.Spec.Workdir)
-	proc, err := b.process(root, v.Spec, v.run.Env, p, size)
+	p.User = cmp.Or(p.User, spec.User)
+	p.Workdir = cmp.Or(p.Workdir, spec.Workdir)
+	proc, err := s.b.process(root, spec, s.view.run.Env, p, s.size)
 	if err != nil {
-		return "", err
+		return err
 	}
 	data, err := json.Marshal(proc)
 	if err != nil {
-		return "", err
+		return err
 	}
-	var name [8]byte
-	_, _ = rand.Read(name[:])
-	dir := b.runDir(id, "exec", hex.EncodeToString(name[:]))
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return "", err
-	}
-	if err := writeFile(filepath.Join(dir, "process.json"), data, 0o600, false); err != nil {
-		return "", errors.Join(err, os.RemoveAll(dir))
-	}
-	return dir, nil
+	return writeFile(filepath.Join(s.dir, "process.json"), data, 0o600, false)
 }
 
 // run starts conmon and sees the session through.
@@ -108,7 +101,7 @@ func (s *session) run(ctx context.Context) (exit int, err error) {
 	if err := failpoint.Hit("oci.exec.after-dir"); err != nil {
 		return 0, err
 	}
-	c, err := s.b.launch(ctx, launch{
+	c, err := s.b.launch(launch{
 		id: s.view.Spec.ID, session: filepath.Base(s.dir), bundle: s.dir, dir: s.dir,
 		runtime: s.b.oci, args: args, attach: !s.p.Detach,
 	})
@@ -116,6 +109,13 @@ func (s *session) run(ctx context.Context) (exit int, err error) {
 		return 0, err
 	}
 	defer c.close()
+	if err := s.writeProcess(); err != nil {
+		return 0, err
+	}
+	s.began = true
+	if err := c.allow(); err != nil {
+		return 0, err
+	}
 	var a *attachment
 	defer func() { a.close() }()
 	if !s.p.Detach {

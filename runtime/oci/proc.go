@@ -91,6 +91,32 @@ func (p *process) wait(ctx context.Context) error {
 	return err
 }
 
+// either waits until a descriptor can be read or has lost its last writer, or
+// the process has ended.
+func (p *process) either(ctx context.Context, fd int) error {
+	c, err := p.f.SyscallConn()
+	if err != nil {
+		return err
+	}
+	for {
+		n := 0
+		cerr := c.Control(func(pidfd uintptr) {
+			fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}, {Fd: int32(pidfd), Events: unix.POLLIN}}
+			n, err = unix.Poll(fds, 100) // so often the context is asked
+		})
+		switch {
+		case cerr != nil:
+			return cerr
+		case ctx.Err() != nil:
+			return ctx.Err()
+		case n > 0:
+			return nil
+		case err != nil && err != unix.EINTR:
+			return err
+		}
+	}
+}
+
 // inCgroup tells whether the process belongs to a container.
 func (p *process) inCgroup(id string) bool {
 	data, _, err := readSmall(fmt.Sprintf("/proc/%d/cgroup", p.pid))
@@ -173,6 +199,22 @@ func names(pid int, paths ...string) bool {
 	return false
 }
 
+// isEngine tells whether a process is one of the programs that work for us,
+// and not, say, somebody's pager on one of our files. A runtime may run from a
+// copy of itself in memory, which keeps its name.
+func isEngine(pid int) bool {
+	exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", pid))
+	if err != nil {
+		return false
+	}
+	for _, program := range []string{"conmon", "runc", "crun", "criu", "agentbox"} {
+		if strings.Contains(exe, program) {
+			return true
+		}
+	}
+	return false
+}
+
 // killStrays ends every conmon and runtime call that works for a container,
 // found by the bundles in their arguments, and what a runtime call has started:
 // CRIU does not end with the runc that uses it. A conmon that we are a child
@@ -180,7 +222,7 @@ func names(pid int, paths ...string) bool {
 func (b *Backend) killStrays(ctx context.Context, id string) error {
 	spared := ancestors()
 	bundles, execs := b.runDir(id, "bundle"), b.runDir(id, "exec")
-	ours := func(pid int) bool { return !spared[pid] && names(pid, bundles, execs) }
+	ours := func(pid int) bool { return !spared[pid] && names(pid, bundles, execs) && isEngine(pid) }
 	var errs []error
 	// Again until none is found: a killed one may just have started another.
 	for range 20 {

@@ -7,8 +7,11 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"path/filepath"
 	"strconv"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
@@ -56,6 +59,10 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 		err := b.release(ctx, id, true)
 		return errors.Join(err, os.RemoveAll(b.runPath(id, s.n)))
 	})
+	if err := s.launch(); err != nil {
+		return nil, err
+	}
+	defer s.conmon.close()
 	if err := s.prepare(ctx); err != nil {
 		return nil, err
 	}
@@ -80,18 +87,13 @@ type starting struct {
 	n        int // of the run
 	run      runRecord
 	size     *runtime.Size
+	conmon   *conmon
 	attached *attachment
 }
 
 // prepare mounts the root filesystem, makes the network and writes the bundle.
 func (s *starting) prepare(ctx context.Context) error {
 	b, id := s.b, s.view.Spec.ID
-	s.run = runRecord{Number: s.n, Bundle: b.bundle(id, s.n), Env: s.opts.Env}
-	for _, dir := range []string{b.runPath(id, s.n), s.run.Bundle} {
-		if err := os.MkdirAll(dir, 0o700); err != nil {
-			return err
-		}
-	}
 	if err := b.mountRoot(s.view.record); err != nil {
 		return err
 	}
@@ -122,9 +124,6 @@ func (s *starting) prepare(ctx context.Context) error {
 	if err := s.writeBundle(end.Path); err != nil {
 		return err
 	}
-	if err := b.trimLog(id); err != nil {
-		return err
-	}
 	if err := writeJSON(b.runPath(id, s.n, "run.json"), s.run, false); err != nil {
 		return err
 	}
@@ -152,10 +151,18 @@ func (s *starting) writeBundle(netns string) error {
 	return f.Close()
 }
 
-// create has conmon create, or restore, the container: its first process then
-// waits, or stands still.
-func (s *starting) create(ctx context.Context) error {
+// launch makes the run's directories and starts its conmon.
+func (s *starting) launch() (err error) {
 	b, spec := s.b, s.view.Spec
+	s.run = runRecord{Number: s.n, Bundle: b.bundle(spec.ID, s.n), Env: s.opts.Env}
+	for _, dir := range []string{b.runPath(spec.ID, s.n), s.run.Bundle} {
+		if err := os.MkdirAll(dir, 0o700); err != nil {
+			return err
+		}
+	}
+	if err := b.trimLog(spec.ID); err != nil {
+		return err
+	}
 	args := []string{
 		// The path is relative, since conmon takes a colon in it for syntax.
 		"-l", "k8s-file:log", "--log-size-max", strconv.Itoa(logLimit),
@@ -176,20 +183,25 @@ func (s *starting) create(ctx context.Context) error {
 			args = append(args, "--exit-command-arg", arg)
 		}
 	}
-	c, err := b.launch(ctx, launch{id: spec.ID, bundle: s.run.Bundle, dir: b.dir(spec.ID), runtime: b.wrapper, args: args})
-	if err != nil {
+	s.conmon, err = b.launch(launch{id: spec.ID, bundle: s.run.Bundle, dir: b.dir(spec.ID), runtime: b.wrapper, args: args})
+	return err
+}
+
+// create has conmon create, or restore, the container: its first process then
+// waits, or stands still.
+func (s *starting) create(ctx context.Context) error {
+	if err := s.conmon.allow(); err != nil {
 		return err
 	}
-	defer c.close()
-	rep, err := c.report(ctx)
+	rep, err := s.conmon.report(ctx)
 	if err != nil {
 		return err
 	}
 	if rep.Data <= 0 {
 		if rep.Message == "" {
-			return c.failure(nil)
+			return s.conmon.failure(nil)
 		}
-		return commandError(spec.Args, rep.Message)
+		return commandError(s.view.Spec.Args, rep.Message)
 	}
 	return failpoint.Hit("oci.start.after-conmon")
 }
@@ -213,7 +225,8 @@ func (s *starting) begin(ctx context.Context) error {
 	if err := failpoint.Hit("oci.start.after-attach"); err != nil {
 		return err
 	}
-	err := b.call(ctx, b.wrapper, "start", id)
+	at := time.Now() // a short command ends before we know that it began
+	err := b.letGo(ctx, id, s.n)
 	var said *callError
 	if errors.As(err, &said) {
 		return commandError(s.view.Spec.Args, said.Error())
@@ -224,11 +237,61 @@ func (s *starting) begin(ctx context.Context) error {
 	if err := failpoint.Hit("oci.start.after-start"); err != nil {
 		return err
 	}
-	f, err := os.Create(b.runPath(id, s.n, "started"))
+	return b.note(id, s.n, at)
+}
+
+// letGo has the runtime let a container's command run, or its restored
+// processes go on. Where runc has made the container it does itself what
+// `runc start` does, and saves the start of two programs: the command waits to
+// write a byte to a fifo, and executing it closes its end.
+func (b *Backend) letGo(ctx context.Context, id string, n int) error {
+	state := filepath.Join(b.ociRoot(), id)
+	_, err := os.Lstat(filepath.Join(state, "state.json")) // other runtimes have other files, and fifos that work otherwise
+	if err != nil || !b.unborn(id) {
+		return b.call(ctx, b.wrapper, "start", id)
+	}
+	p, ok := b.first(id, n)
+	if !ok {
+		return fmt.Errorf("container %s ended before it was started: %w", id, fault.ErrState)
+	}
+	defer p.close()
+	// Non-blocking, or a process that has just ended would leave us waiting.
+	fd, err := unix.Open(filepath.Join(state, "exec.fifo"), unix.O_RDONLY|unix.O_NONBLOCK|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0)
+	if err != nil {
+		return fmt.Errorf("start container %s: %w", id, err)
+	}
+	defer unix.Close(fd)
+	waited := false
+	for buf := make([]byte, 8); ; {
+		if err := p.either(ctx, fd); err != nil {
+			return err
+		}
+		switch got, err := unix.Read(fd, buf); {
+		case got > 0:
+			waited = true
+			continue
+		case err == unix.EINTR, err == unix.EAGAIN && p.alive():
+			continue
+		}
+		break
+	}
+	if !waited {
+		return fmt.Errorf("container %s ended before it was started: %w", id, fault.ErrState)
+	}
+	return os.Remove(filepath.Join(state, "exec.fifo"))
+}
+
+// note puts on record that run n was started, and when.
+func (b *Backend) note(id string, n int, at time.Time) error {
+	tmp := b.runPath(id, n, ".started")
+	f, err := os.Create(tmp)
 	if err != nil {
 		return err
 	}
-	return f.Close()
+	if err := errors.Join(f.Close(), os.Chtimes(tmp, at, at)); err != nil {
+		return err
+	}
+	return os.Rename(tmp, b.runPath(id, n, "started"))
 }
 
 // firstSize receives the initial size of a terminal.

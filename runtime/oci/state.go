@@ -65,6 +65,9 @@ func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decid
 				start = st.ModTime()
 			}
 		}
+		if end := &v.exit.Finished; end.Before(start) && !end.IsZero() {
+			*end = start // the clock that file times are taken from lags by some ms
+		}
 		v.status, v.run, v.start, v.noted = status, run, start, started
 		return true, nil
 	}
@@ -119,10 +122,31 @@ func (b *Backend) born(id string) bool {
 	return err == nil && !b.unborn(id)
 }
 
+// drainWait is how long conmon usually takes, at most, from the end of a
+// process to the exit file.
+const (
+	drainWait = 20 * time.Millisecond
+	drainPoll = 300 * time.Microsecond
+)
+
 // awaitExit waits for the end of a run and returns how it ended. Conmon's exit
 // file counts, since conmon writes it once all output is in the log and on the
 // attached sockets. If conmon itself is gone, the end of the process counts.
 func (b *Backend) awaitExit(ctx context.Context, id string, run runRecord) (exitRecord, error) {
+	if p, ok := b.first(id, run.Number); ok {
+		err := p.wait(ctx)
+		p.close()
+		if err != nil {
+			return exitRecord{}, err
+		}
+	}
+	// The file is there a moment later. It is not watched for at once, because
+	// the kernel takes some 10 ms to take an inotify apart.
+	for end := time.Now().Add(drainWait); time.Now().Before(end); time.Sleep(drainPoll) {
+		if exit, ok := b.exited(id, run.Number); ok {
+			return exit, nil
+		}
+	}
 	w, err := watch(b.runPath(id, run.Number))
 	if errors.Is(err, fs.ErrNotExist) {
 		return b.afterRemoval(id)

@@ -136,6 +136,21 @@ func (l *Lock) sign(verb string) error {
 	return l.f.Truncate(int64(len(b) + 1))
 }
 
+// dropLocks removes the lock files of a sandbox that is gone. Whoever waits for
+// one notices that its name has gone and starts over.
+func (s *Store) dropLocks(id string) {
+	if !isID(id) {
+		return
+	}
+	files, err := filepath.Glob(filepath.Join(s.locksDir(), id+".*"))
+	if err != nil {
+		return
+	}
+	for _, f := range append(files, filepath.Join(s.locksDir(), id)) {
+		_ = os.Remove(f) // what stays is swept later
+	}
+}
+
 // busy tells who holds the lock.
 func (s *Store) busy(ctx context.Context, id, path string) error {
 	what := "sandbox " + id

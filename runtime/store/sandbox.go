@@ -26,9 +26,10 @@ type Sandbox struct {
 	Attempt     int
 	Created     time.Time // zero: now
 	Labels      map[string]string
+	Kept        bool // stays when it exits, whatever its spec says; see Keep
 }
 
-const sandboxColumns = "id, name, backend, spec, image, image_digest, lower, head, attempt, created, labels"
+const sandboxColumns = "id, name, backend, spec, image, image_digest, lower, head, attempt, created, labels, kept"
 
 // PutSandbox adds a sandbox. A name or an id that is taken is ErrExists.
 func (s *Store) PutSandbox(ctx context.Context, b Sandbox) error {
@@ -60,8 +61,8 @@ func (s *Store) PutSandbox(ctx context.Context, b Sandbox) error {
 		case !errors.Is(err, sql.ErrNoRows):
 			return err
 		}
-		_, err = tx.ExecContext(ctx, "INSERT INTO sandboxes ("+sandboxColumns+") VALUES (?,?,?,?,?,?,?,?,?,?,?)",
-			b.ID, b.Name, b.Backend, string(b.Spec), b.Image, b.ImageDigest, encode(b.Lower), b.Head, b.Attempt, b.Created.UnixNano(), encode(b.Labels))
+		_, err = tx.ExecContext(ctx, "INSERT INTO sandboxes ("+sandboxColumns+") VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
+			b.ID, b.Name, b.Backend, string(b.Spec), b.Image, b.ImageDigest, encode(b.Lower), b.Head, b.Attempt, b.Created.UnixNano(), encode(b.Labels), b.Kept)
 		return err
 	})
 }
@@ -110,7 +111,7 @@ func (s *Store) sandboxes(ctx context.Context, where string, args ...any) (list 
 		var b Sandbox
 		var spec, lower, labels string
 		var created int64
-		err := rows.Scan(&b.ID, &b.Name, &b.Backend, &spec, &b.Image, &b.ImageDigest, &lower, &b.Head, &b.Attempt, &created, &labels)
+		err := rows.Scan(&b.ID, &b.Name, &b.Backend, &spec, &b.Image, &b.ImageDigest, &lower, &b.Head, &b.Attempt, &created, &labels, &b.Kept)
 		if err != nil {
 			return nil, dbError("read sandboxes", err)
 		}
@@ -144,16 +145,32 @@ func (s *Store) SetHead(ctx context.Context, id, head string, attempt int) error
 	})
 }
 
-// DeleteSandbox forgets a sandbox; its checkpoints stay. Idempotent. The
-// lock file goes with the next Sweep, when nobody holds it.
+// Keep records that a sandbox stays when it exits, or that it need not.
+func (s *Store) Keep(ctx context.Context, id string, keep bool) error {
+	return s.release(ctx, "keep a sandbox", func(tx *sql.Tx) error {
+		_, err := tx.ExecContext(ctx, "UPDATE sandboxes SET kept = ? WHERE id = ?", keep, id)
+		return err
+	})
+}
+
+// DeleteSandbox forgets a sandbox, its intents and its lock files, of which the
+// caller holds the main one; its checkpoints stay. Idempotent.
 func (s *Store) DeleteSandbox(ctx context.Context, id string) error {
 	if err := failpoint.Hit("store.sandbox.before-delete"); err != nil {
 		return err
 	}
-	return s.release(ctx, "delete a sandbox", func(tx *sql.Tx) error {
-		_, err := tx.ExecContext(ctx, "DELETE FROM sandboxes WHERE id = ?", id)
-		return err
+	err := s.release(ctx, "delete a sandbox", func(tx *sql.Tx) error {
+		for _, q := range []string{"DELETE FROM sandboxes WHERE id = ?", "DELETE FROM journal WHERE sandbox = ?"} {
+			if _, err := tx.ExecContext(ctx, q, id); err != nil {
+				return err
+			}
+		}
+		return nil
 	})
+	if err == nil {
+		s.dropLocks(id)
+	}
+	return err
 }
 
 func ambiguous(what, ref string, which []string) error {

@@ -27,7 +27,8 @@ var migrations = []string{
 		head TEXT NOT NULL,
 		attempt INTEGER NOT NULL,
 		created INTEGER NOT NULL,
-		labels TEXT NOT NULL
+		labels TEXT NOT NULL,
+		kept INTEGER NOT NULL DEFAULT 0
 	) STRICT;
 	CREATE TABLE checkpoints (
 		seq INTEGER PRIMARY KEY AUTOINCREMENT,

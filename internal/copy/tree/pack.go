@@ -22,6 +22,11 @@ type PackOptions struct {
 	Name  string            // of the top entry in the archive; "." gives "./", "./a", ...
 	Xattr func(string) bool // the attributes to write; nil: none
 	Owner *Owner            // of every entry instead of its own
+
+	// Leave tells of a directory that begins another filesystem, named
+	// relative to the top entry, and of that filesystem's type (statfs),
+	// whether to leave out what is in it. nil: it is packed like any other.
+	Leave func(rel string, magic int64) bool
 }
 
 // Owner is a numeric user and group.
@@ -31,7 +36,9 @@ type Owner struct{ UID, GID int }
 // all below it, as a PAX tar stream with its end marker. Base "." is dir itself.
 // Hard links among the entries stay links. Sockets have no entry in a tar
 // archive: they are reported as skipped, and one that is asked for by itself is
-// ErrUnsupported.
+// ErrUnsupported. On a filesystem that the kernel makes up, such as proc, files
+// that cannot be read are reported as skipped, too, and those that say they
+// are empty are read to see.
 func Pack(ctx context.Context, dir *os.File, base string, w io.Writer, opts PackOptions) (Report, error) {
 	bw := bufio.NewWriterSize(w, chunk)
 	p := &packer{ctx: ctx, raw: bw, tw: tar.NewWriter(bw), opts: opts, buf: make([]byte, chunk), links: map[inode]string{}}
@@ -43,7 +50,7 @@ func Pack(ctx context.Context, dir *os.File, base string, w io.Writer, opts Pack
 	if st, err := fstat(h); err == nil && st.Mode&unix.S_IFMT == unix.S_IFSOCK {
 		return p.report, fmt.Errorf("%w: %q is a socket, which no archive can hold", fault.ErrUnsupported, opts.Name)
 	}
-	if err := p.entry(h, opts.Name); err != nil {
+	if err := p.entry(h, opts.Name, nil); err != nil {
 		return p.report, err
 	}
 	if err := p.tw.Close(); err != nil {
@@ -64,7 +71,8 @@ type packer struct {
 	report Report
 }
 
-func (p *packer) entry(h *os.File, name string) error {
+// entry packs one object and all below it; parent is nil for the top one.
+func (p *packer) entry(h *os.File, name string, parent *unix.Stat_t) error {
 	if err := p.ctx.Err(); err != nil {
 		return err
 	}
@@ -98,7 +106,7 @@ func (p *packer) entry(h *os.File, name string) error {
 	if p.opts.Xattr != nil {
 		list, err := xattrs(h, p.opts.Xattr)
 		if err != nil {
-			return wrap("read", name, err)
+			return p.unreadable(h, name, err, parent == nil)
 		}
 		for _, x := range list {
 			if strings.Contains(x.name, "=") {
@@ -110,13 +118,18 @@ func (p *packer) entry(h *os.File, name string) error {
 	}
 	switch st.Mode & unix.S_IFMT {
 	case unix.S_IFREG:
+		if Pseudo(magic(h)) {
+			return p.pseudo(h, hdr, parent == nil)
+		}
 		return wrap("read", name, p.file(h, &st, hdr))
 	case unix.S_IFDIR:
-		return p.dir(h, hdr)
+		leave := p.opts.Leave != nil && parent != nil && parent.Dev != st.Dev &&
+			p.opts.Leave(strings.TrimPrefix(name, p.opts.Name+"/"), magic(h))
+		return p.dir(h, &st, hdr, leave)
 	case unix.S_IFLNK:
 		hdr.Typeflag = tar.TypeSymlink
 		if hdr.Linkname, err = readlink(h); err != nil {
-			return wrap("read", name, err)
+			return p.unreadable(h, name, err, parent == nil)
 		}
 	case unix.S_IFIFO:
 		hdr.Typeflag = tar.TypeFifo
@@ -130,20 +143,23 @@ func (p *packer) entry(h *os.File, name string) error {
 	return wrap("write", name, p.tw.WriteHeader(hdr))
 }
 
-func (p *packer) dir(h *os.File, hdr *tar.Header) error {
+func (p *packer) dir(h *os.File, st *unix.Stat_t, hdr *tar.Header, leave bool) error {
 	name := hdr.Name
 	hdr.Typeflag, hdr.Name = tar.TypeDir, name+"/"
 	if err := p.tw.WriteHeader(hdr); err != nil {
 		return wrap("write", name, err)
 	}
+	if leave {
+		return nil
+	}
 	d, err := reopen(h, unix.O_RDONLY|unix.O_DIRECTORY)
 	if err != nil {
-		return wrap("read", name, err)
+		return p.unreadable(h, name, err, false)
 	}
 	defer d.Close()
 	list, err := names(d)
 	if err != nil {
-		return wrap("read", name, err)
+		return p.unreadable(h, name, err, false)
 	}
 	for _, base := range list {
 		c, err := handle(d, base)
@@ -153,7 +169,7 @@ func (p *packer) dir(h *os.File, hdr *tar.Header) error {
 		if err != nil {
 			return wrap("read", name+"/"+base, err)
 		}
-		err = p.entry(c, name+"/"+base)
+		err = p.entry(c, name+"/"+base, st)
 		c.Close()
 		if err != nil {
 			return err
