@@ -1,0 +1,107 @@
+package test
+
+import (
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// TestPausedExactly restores a sandbox that was checkpointed while paused: not
+// one instruction may have run.
+func TestPausedExactly(t *testing.T) {
+	b := newBox(t)
+	b.start("p", "--network", "none", "busybox", "sh", "-c", "i=0; while :; do i=$((i+1)); echo $i >> /log; done")
+	log := filepath.Join(b.inspect("p").Upperdir, "log")
+	b.eventually("it counts", func() bool { return strings.Count(b.read(log), "\n") > 100 })
+	b.ok("pause", "p")
+	want := b.read(log)
+	ck := b.checkpoint("p")
+	b.ok("unpause", "p")
+	b.eventually("it goes on", func() bool { return len(b.read(log)) > len(want) })
+	for range 3 {
+		b.ok("restore", "p", ck)
+		equal(b, "status", b.inspect("p").Status, "paused")
+		equal(b, "log", b.read(log), want)
+	}
+	b.ok("unpause", "p")
+	b.eventually("it goes on", func() bool { return len(b.read(log)) > len(want) })
+	if got := b.read(log); !strings.HasPrefix(got, want) {
+		t.Error("the restored process did not go on from its log")
+	}
+}
+
+// TestRestoreTriedOnce has a killed restore that recovery cannot finish: it is
+// tried once, then the sandbox is left to its owner.
+func TestRestoreTriedOnce(t *testing.T) {
+	b := newBox(t)
+	b.start("s", "--network", "none", "busybox", "sh", "-c", counter)
+	b.reaches("s", 3)
+	ck := b.checkpoint("s")
+	r := b.try(failpoint("restore.after-exchange", "kill"), "restore", "s", ck)
+	equal(b, "restore was killed", r.killed, true)
+	// Whatever recovery stages cannot be started.
+	r = b.try(failpoint("restore.after-stage", "error"), "ps")
+	if !strings.Contains(r.err, "restore not finished") {
+		t.Errorf("the recovery does not tell of its failure: %s", r)
+	}
+	equal(b, "status", b.inspect("s").Status, "exited")
+	b.ok("start", "s")
+	pid := b.inspect("s").Pid
+	b.ok("ps")
+	b.ok("recover")
+	equal(b, "pid after more commands", b.inspect("s").Pid, pid)
+	b.ok("restore", "s", ck)
+	b.ok("rm", "-f", "s")
+	equal(b, "what recover finds", strings.TrimSpace(b.ok("recover")), "nothing to recover")
+}
+
+// TestFailedRestoreKeeps has the restore of an --rm sandbox fail: what it put
+// back must not go with the exit of the old processes.
+func TestFailedRestoreKeeps(t *testing.T) {
+	b := newBox(t)
+	b.start("s", "--rm", "--network", "none", "busybox", "sh", "-c", counter)
+	b.reaches("s", 3)
+	ck := b.checkpoint("s")
+	b.sh("s", "echo precious > /work")
+	r := b.try(failpoint("restore.after-exchange", "error"), "restore", "s", ck)
+	if r.code == 0 || !strings.Contains(r.err, "agentbox start s") {
+		t.Fatalf("restore: %s", r)
+	}
+	sb := b.inspect("s")
+	equal(b, "status", sb.Status, "exited")
+	equal(b, "work", strings.TrimSpace(b.read(filepath.Join(sb.Upperdir, "work"))), "precious")
+	b.ok("start", "s")
+	b.ok("kill", "s")
+	b.eventually("it is removed once it exits", func() bool { _, there := b.find("s"); return !there })
+	b.ok("checkpoint", "rm", ck)
+}
+
+// TestNamesakes restores the checkpoints of several removed sandboxes that had
+// one name.
+func TestNamesakes(t *testing.T) {
+	b := newBox(t)
+	var ids, cks []string
+	for _, word := range []string{"first", "second"} {
+		b.start("n", "--network", "none", "busybox", "sh", "-c", "echo "+word+" > /word; "+counter)
+		ids = append(ids, b.inspect("n").ID)
+		b.reaches("n", 2)
+		cks = append(cks, b.checkpoint("n", "--name", word))
+		b.ok("rm", "-f", "n")
+	}
+	for _, try := range []struct {
+		args []string
+		box  int
+	}{
+		{[]string{"n"}, 1}, {[]string{"n", "first"}, 0}, {[]string{"n", cks[0]}, 0}, {[]string{ids[0]}, 0}, {[]string{"n", "second"}, 1},
+	} {
+		b.ok(append([]string{"restore"}, try.args...)...)
+		sb := b.inspect("n")
+		equal(b, strings.Join(try.args, " "), sb.ID, ids[try.box])
+		equal(b, "word", strings.TrimSpace(b.file("n", "word")), []string{"first", "second"}[try.box])
+		b.ok("rm", "-f", "n")
+	}
+	equal(b, "checkpoints by the id of a removed sandbox", len(b.checkpoints(ids[0])), 1)
+	for _, ck := range cks {
+		b.ok("checkpoint", "rm", ck)
+	}
+}
