@@ -15,6 +15,9 @@ import (
 // Versions names what process images depend on, each in its own words.
 type Versions struct{ CRIU, Runtime, Kernel string }
 
+// Program finds CRIU; none is ErrNotFound.
+func Program() (string, error) { return host.Find("criu", nil) }
+
 // ToolVersions asks the OCI runtime, CRIU and the kernel.
 func ToolVersions(ctx context.Context, rt Runtime) (v Versions, err error) {
 	var uts unix.Utsname
@@ -22,7 +25,7 @@ func ToolVersions(ctx context.Context, rt Runtime) (v Versions, err error) {
 		return v, fmt.Errorf("kernel version: %w", err)
 	}
 	v.Kernel = unix.ByteSliceToString(uts.Release[:])
-	path, err := host.Find("criu", nil)
+	path, err := Program()
 	if err != nil {
 		return v, err
 	}

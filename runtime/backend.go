@@ -98,6 +98,12 @@ type Container struct {
 	Upper    string       // the upperdir on the host
 	Runtime  criu.Runtime // the OCI runtime's view of it, valid while it runs
 	Address  string       // bridge mode: the sandbox's IPv4 address
+
+	// Managed are the files that the backend writes and binds over the root
+	// filesystem, such as /etc/hosts: by their path in the sandbox, the file
+	// on the host. Start writes one that is missing or as Start last wrote
+	// it; what was changed since, in the sandbox or by a restore, it leaves.
+	Managed map[string]string
 }
 
 // Properties tell what a backend does differently.

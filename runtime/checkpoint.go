@@ -220,6 +220,9 @@ const workDir = "work"
 // capture reads processes and files side by side: both only read, and the
 // sandbox stands still.
 func capture(ctx context.Context, k *making, draft *store.Draft) error {
+	if err := k.takeManaged(); err != nil {
+		return err
+	}
 	if k.row.Kind == KindFiles {
 		n, err := captureFiles(ctx, k.c.Upper, draft, overlay.CaptureOptions{})
 		k.parts.Files.Entries = n

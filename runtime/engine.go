@@ -33,6 +33,12 @@ const undoTimeout = 2 * time.Minute
 // clean-up after a sandbox exited, before it reports ErrBusy.
 const lockWait = 500 * time.Millisecond
 
+// reapWait is how long a verb waits for the clean-up after an exit.
+const reapWait = 5 * time.Minute
+
+// opReap is the verb of that clean-up.
+const opReap = "reap"
+
 // frozenWait is how long a verb that only uses a sandbox waits for a checkpoint
 // to thaw it.
 const frozenWait = time.Minute
@@ -181,6 +187,11 @@ func (e *Engine) acquire(ctx context.Context, ref, verb string, wait time.Durati
 		return nil, err
 	}
 	lock, err := e.store.Lock(ctx, sb.ID, verb, wait)
+	if errors.Is(err, ErrBusy) && e.store.Holder(sb.ID) == opReap {
+		// Nobody's verb, but the end of the last run: unmounting can take as
+		// long as the disk takes for what was written.
+		lock, err = e.store.Lock(ctx, sb.ID, verb, reapWait)
+	}
 	if err != nil {
 		return nil, err
 	}

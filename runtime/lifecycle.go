@@ -490,12 +490,12 @@ func (e *Engine) finishRemove(ctx context.Context, id string, checkpoints bool) 
 // exit; it does nothing when the sandbox runs again or is gone.
 func (e *Engine) Reap(ctx context.Context, id string) (err error) {
 	defer func() { err = fail("reap", id, err) }()
-	hold, err := e.store.Lock(ctx, holdName(id), "reap", -1)
+	hold, err := e.store.Lock(ctx, holdName(id), opReap, -1)
 	if err != nil {
 		return err
 	}
 	defer hold.Unlock()
-	sb, err := e.acquire(ctx, id, "reap", time.Minute)
+	sb, err := e.acquire(ctx, id, opReap, reapWait)
 	if errors.Is(err, ErrNotFound) {
 		return nil
 	}

@@ -55,6 +55,9 @@ func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (
 		return Restored{}, err
 	}
 	defer r.sb.lock.Unlock()
+	if err := checkSources(r.spec); err != nil {
+		return Restored{}, err
+	}
 	in := store.Intent{Op: opRestore, Sandbox: r.sb.ID, Checkpoint: r.row.ID}
 	err = e.intent(ctx, in, r.data, func(seq int64) (err error) {
 		var undo undo
@@ -226,10 +229,16 @@ func (e *Engine) open(ctx context.Context, r *restoration) (err error) {
 
 func (e *Engine) restore(ctx context.Context, seq int64, r *restoration) error {
 	r.data.Upper, r.data.Staged, r.data.Attempt = r.c.Upper, r.c.Upper+".new", r.sb.Attempt+1
+	if err := r.checkTools(); err != nil {
+		return err
+	}
 	if err := e.advance(ctx, seq, r.data); err != nil {
 		return err
 	}
 	if err := e.layOut(ctx, r); err != nil {
+		return errors.Join(err, discard(r.data.Staged))
+	}
+	if err := r.checkMounted(); err != nil {
 		return errors.Join(err, discard(r.data.Staged))
 	}
 	if err := e.commitTo(ctx, seq, r); err != nil {
@@ -369,11 +378,18 @@ func (e *Engine) swap(ctx context.Context, r *restoration) (err error) {
 		return exchange(r.data.Upper, r.data.Staged)
 	})
 	if !r.data.swapped() {
+		if err := forgetManaged(r.c.Managed); err != nil {
+			return err
+		}
 		if err := exchange(r.data.Upper, r.data.Staged); err != nil {
 			return err
 		}
 	}
 	if err := failpoint.Hit("restore.after-exchange"); err != nil {
+		return err
+	}
+	undo.add(func(context.Context) error { return revertManaged(r.c.Managed) })
+	if err := putManaged(r.c.Managed, r.reader.Manifest()); err != nil {
 		return err
 	}
 	durable := make(chan error, 1)
@@ -385,7 +401,7 @@ func (e *Engine) swap(ctx context.Context, r *restoration) (err error) {
 		return err
 	}
 	undo.steps = nil
-	if err := e.restored(ctx, r.sb.ID, r.row.ID, r.data); err != nil {
+	if err := errors.Join(forgetManaged(r.c.Managed), e.restored(ctx, r.sb.ID, r.row.ID, r.data)); err != nil {
 		return fmt.Errorf("the sandbox is restored, but: %w (%w)", err, errUnfinished)
 	}
 	return nil

@@ -5,7 +5,8 @@
 //
 //	ROOT/sandboxes/<id>/container.json   the spec and the lower directories; its presence makes the container
 //	                    upper work merged  the overlay; mounted only while the container runs
-//	                    etc/ init        sources of bind mounts; CRIU wants them under the same path at restore
+//	                    etc/ init        sources of bind mounts; CRIU wants them under the same path at restore.
+//	                                     etc/.generated tells what in etc is ours and what the sandbox wrote
 //	                    log              all that the container printed, kept over restarts and restores
 //	                    runs/<n>/        one directory per start: run.json, started, exit (by conmon), exit.json
 //	RUN/<id>/           bundle.<n>/      config.json, pid files, attach socket, fifos of run n

@@ -2,12 +2,15 @@ package oci
 
 import (
 	"bytes"
+	"crypto/sha256"
 	"errors"
 	"fmt"
 	"io"
 	"io/fs"
+	"net/netip"
 	"os"
 	"path"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -39,7 +42,7 @@ func (b *Backend) mounts(s runtime.Spec) ([]specs.Mount, error) {
 			Destination: "/sys/fs/cgroup", Type: "cgroup", Source: "cgroup", Options: []string{"nosuid", "noexec", "nodev", "relatime", "ro"},
 		})
 	}
-	for _, name := range []string{"resolv.conf", "hostname", "hosts"} {
+	for _, name := range etcNames {
 		list = append(list, specs.Mount{
 			Destination: "/etc/" + name, Type: "bind", Source: b.dir(s.ID, "etc", name), Options: []string{"rbind", "rprivate"},
 		})
@@ -98,6 +101,24 @@ func userMounts(mounts []runtime.Mount) ([]specs.Mount, error) {
 	return list, nil
 }
 
+// etcNames are the files of /etc that we write and bind over the root filesystem.
+var etcNames = []string{"resolv.conf", "hostname", "hosts"}
+
+// managed lists the files that we write, as far as no mount of the user's hides
+// them.
+func (b *Backend) managed(s runtime.Spec) map[string]string {
+	files := map[string]string{}
+	for _, name := range etcNames {
+		if !slices.ContainsFunc(s.Mounts, func(m runtime.Mount) bool {
+			target := path.Clean(m.Target)
+			return target == "/etc" || target == "/etc/"+name
+		}) {
+			files["/etc/"+name] = b.dir(s.ID, "etc", name)
+		}
+	}
+	return files
+}
+
 // readOnly is the mount option that reaches the mounts below a bind's source
 // too, where the kernel has it (5.12).
 var readOnly = sync.OnceValue(func() string {
@@ -135,10 +156,19 @@ func tmpfsOptions(m runtime.Mount) ([]string, error) {
 	return opts, nil
 }
 
+// generatedFile lists, in a container's etc directory, the digests of what we
+// have written there, newest last, so that what the sandbox wrote can be told
+// from it.
+const (
+	generatedFile = ".generated"
+	maxGenerated  = 64
+)
+
 // writeEtc writes the files that tell a container its name and its resolver.
-// One whose content is the same is left alone: a restored process may have it
-// open.
-func (b *Backend) writeEtc(s runtime.Spec, e network.Endpoint) error {
+// One that was changed since we last wrote it is left alone: its content is the
+// sandbox's. So is any that is there when processes are restored, which may
+// have it open.
+func (b *Backend) writeEtc(s runtime.Spec, e network.Endpoint, restores bool) error {
 	dir := b.dir(s.ID, "etc")
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
@@ -148,16 +178,70 @@ func (b *Backend) writeEtc(s runtime.Spec, e network.Endpoint) error {
 		"hosts":       hosts(s, e),
 		"resolv.conf": resolver(e),
 	}
-	for name, want := range files {
-		path := b.dir(s.ID, "etc", name)
-		if have, _, err := readSmall(path); err == nil && bytes.Equal(have, want) {
+	var known []string
+	if err := readJSON(filepath.Join(dir, generatedFile), &known); err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, fault.ErrCorrupt) {
+		return err
+	}
+	write := map[string][]byte{}
+	learned := false
+	for _, name := range etcNames {
+		want := files[name]
+		have, there, err := readEtc(filepath.Join(dir, name))
+		if err != nil {
+			return err
+		}
+		same := there && bytes.Equal(have, want)
+		ours := slices.Contains(known, digest(name, have)) || name == "hosts" && ownHosts(s, have)
+		if there && !same && (restores || !ours) {
 			continue
 		}
-		if err := writeFile(path, want, 0o644, false); err != nil {
+		if id := digest(name, want); !slices.Contains(known, id) {
+			known, learned = append(known, id), true
+		}
+		if !same {
+			write[name] = want
+		}
+	}
+	// First the record: what is written and not on it would count as changed.
+	if learned {
+		if err := writeJSON(filepath.Join(dir, generatedFile), known[max(0, len(known)-maxGenerated):], false); err != nil {
+			return err
+		}
+	}
+	for name, data := range write {
+		if err := writeFile(filepath.Join(dir, name), data, 0o644, false); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+func digest(name string, data []byte) string {
+	return fmt.Sprintf("%s %x", name, sha256.Sum256(data))
+}
+
+// readEtc reads a file that a sandbox may have written. Nothing longer than
+// what we write ourselves is worth reading to its end.
+func readEtc(path string) (data []byte, there bool, err error) {
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, false, nil
+	}
+	if err != nil {
+		return nil, true, err
+	}
+	defer f.Close()
+	data, err = io.ReadAll(io.LimitReader(f, recordLimit))
+	return data, true, err
+}
+
+// ownHosts tells whether data is what we would write for another address of the
+// sandbox. A sandbox that a restore has made again may have got a new one.
+func ownHosts(s runtime.Spec, data []byte) bool {
+	lines := bytes.Split(bytes.TrimSuffix(data, []byte("\n")), []byte("\n"))
+	old, _, _ := bytes.Cut(lines[len(lines)-1], []byte("\t"))
+	address, err := netip.ParseAddr(string(old))
+	return err == nil && s.Network.Mode != runtime.NetworkHost && bytes.Equal(data, hosts(s, network.Endpoint{Address: address}))
 }
 
 func hosts(s runtime.Spec, e network.Endpoint) []byte {

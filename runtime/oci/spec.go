@@ -25,17 +25,22 @@ const initPath = "/dev/agentbox-init"
 const configKey = "org.criu.config"
 
 // bundleSpec makes a container's config.json. root is its mounted root
-// filesystem, read to find the user.
-func (b *Backend) bundleSpec(rec record, run runRecord, netns string, size *runtime.Size) (*specs.Spec, error) {
+// filesystem, read to find the user; processes that are restored are who they
+// were, so then it does not matter when there is none.
+func (b *Backend) bundleSpec(rec record, run runRecord, netns string, size *runtime.Size, restores bool) (*specs.Spec, error) {
 	root, err := openRoot(b.dir(rec.Spec.ID, "merged"))
 	if err != nil {
 		return nil, err
 	}
 	defer root.Close()
 	s := rec.Spec
-	proc, err := b.process(root, s, run.Env, runtime.Process{
-		Args: s.Args, Workdir: s.Workdir, User: s.User, Terminal: s.Terminal,
-	}, size)
+	first := runtime.Process{Args: s.Args, Workdir: s.Workdir, User: s.User, Terminal: s.Terminal}
+	if restores {
+		if _, err := lookUser(root, s.User); err != nil {
+			first.User = numericUser(s.User)
+		}
+	}
+	proc, err := b.process(root, s, run.Env, first, size)
 	if err != nil {
 		return nil, err
 	}

@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/overlay"
@@ -115,7 +116,7 @@ func (s *starting) prepare(ctx context.Context) error {
 	if err := failpoint.Hit("oci.start.after-network"); err != nil {
 		return err
 	}
-	if err := b.writeEtc(s.view.Spec, end); err != nil {
+	if err := b.writeEtc(s.view.Spec, end, s.restores()); err != nil {
 		return err
 	}
 	if s.view.Spec.Terminal && s.opts.Streams != nil {
@@ -130,9 +131,16 @@ func (s *starting) prepare(ctx context.Context) error {
 	return failpoint.Hit("oci.start.after-bundle")
 }
 
+// restores tells whether the wrapper will restore processes instead of
+// starting the command.
+func (s *starting) restores() bool {
+	_, err := stage.Load(s.b.run, s.view.Spec.ID)
+	return !errors.Is(err, fault.ErrNotFound)
+}
+
 func (s *starting) writeBundle(netns string) error {
 	b, id := s.b, s.view.Spec.ID
-	spec, err := b.bundleSpec(s.view.record, s.run, netns, s.size)
+	spec, err := b.bundleSpec(s.view.record, s.run, netns, s.size, s.restores())
 	if err != nil {
 		return err
 	}

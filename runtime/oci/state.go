@@ -243,6 +243,7 @@ func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, er
 		Upper:   b.dir(id, "upper"),
 		Runtime: criu.Runtime{Binary: b.oci, Root: b.ociRoot(), ID: id},
 	}
+	c.Managed = b.managed(v.Spec)
 	if v.live() {
 		c.Address = v.run.Address
 	}

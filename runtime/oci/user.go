@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 
 	pathrs "github.com/cyphar/filepath-securejoin/pathrs-lite"
@@ -35,17 +36,23 @@ func openRoot(path string) (*os.File, error) {
 }
 
 // lookUser finds name|uid[:group|gid] in the account files of a root
-// filesystem. Nothing that they or their names say leads out of that root.
+// filesystem. Nothing that they or their names say leads out of that root. Who
+// is given by numbers, or not at all, needs no account files: ones that cannot
+// be used count as empty then, so that root can get in and repair them.
 func lookUser(root *os.File, who string) (account, error) {
-	passwd, err := readInRoot(root, "/etc/passwd")
-	if err != nil {
+	passwd, perr := readInRoot(root, "/etc/passwd")
+	group, gerr := readInRoot(root, "/etc/group")
+	err := errors.Join(perr, gerr)
+	if err != nil && !numeric(who) {
 		return account{}, err
 	}
-	group, err := readInRoot(root, "/etc/group")
-	if err != nil {
-		return account{}, err
+	var u *user.ExecUser
+	if err == nil {
+		u, err = user.GetExecUser(who, &user.ExecUser{Home: "/"}, bytes.NewReader(passwd), bytes.NewReader(group))
 	}
-	u, err := user.GetExecUser(who, &user.ExecUser{Home: "/"}, bytes.NewReader(passwd), bytes.NewReader(group))
+	if err != nil && numeric(who) {
+		u, err = user.GetExecUser(who, &user.ExecUser{Home: "/"}, bytes.NewReader(nil), bytes.NewReader(nil))
+	}
 	if err != nil {
 		return account{}, fmt.Errorf("%w: user %q: %w", fault.ErrInvalid, who, err)
 	}
@@ -64,6 +71,30 @@ func lookUser(root *os.File, who string) (account, error) {
 		}
 	}
 	return a, nil
+}
+
+// numeric tells whether a user, and the group where there is one, is given by
+// number, or not at all.
+func numeric(who string) bool {
+	name, group, pair := strings.Cut(who, ":")
+	for _, part := range []string{name, group} {
+		if _, err := strconv.ParseUint(part, 10, 31); err != nil && part != "" {
+			return false
+		}
+	}
+	return !pair || group != ""
+}
+
+// numericUser is who a user stands for without account files: itself if it is
+// numeric, else root.
+func numericUser(who string) string {
+	if numeric(who) {
+		return who
+	}
+	if name, _, _ := strings.Cut(who, ":"); name != "" && numeric(name) {
+		return name
+	}
+	return "0"
 }
 
 // readInRoot reads a regular file beneath root; a missing one is empty.

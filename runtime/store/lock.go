@@ -151,6 +151,29 @@ func (s *Store) dropLocks(id string) {
 	}
 }
 
+// Holder returns the verb for which a lock was last taken; it may have been let
+// go since. Empty: nobody knows.
+func (s *Store) Holder(id string) string {
+	if plainName(id) != nil {
+		return ""
+	}
+	return readHolder(filepath.Join(s.locksDir(), id)).Verb
+}
+
+// readHolder reads a lock file. It may be empty or half-written in the instant
+// after the lock was taken.
+func readHolder(path string) (h holder) {
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW, 0)
+	if err != nil {
+		return h
+	}
+	defer f.Close()
+	if json.NewDecoder(io.LimitReader(f, 4096)).Decode(&h) != nil {
+		return holder{}
+	}
+	return h
+}
+
 // busy tells who holds the lock.
 func (s *Store) busy(ctx context.Context, id, path string) error {
 	what := "sandbox " + id
@@ -161,14 +184,8 @@ func (s *Store) busy(ctx context.Context, id, path string) error {
 	} else if id == openLock {
 		what = "the state directory"
 	}
-	var h holder
-	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW, 0)
-	if err == nil {
-		// Half-written or empty in the instant after the lock was taken.
-		err = json.NewDecoder(io.LimitReader(f, 4096)).Decode(&h)
-		_ = f.Close()
-	}
-	if err != nil || h.Pid <= 0 {
+	h := readHolder(path)
+	if h.Pid <= 0 {
 		return fmt.Errorf("%s is busy: %w", what, fault.ErrBusy)
 	}
 	by := fmt.Sprintf("pid %d", h.Pid)

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"path"
 	"time"
 
 	"github.com/zeebo/blake3"
@@ -43,7 +44,7 @@ const maxManifest = 64 << 20
 // the digest of that form is the checkpoint's identity.
 //
 // Whoever commits fills in Files.Entries, Processes.Count and List, Versions,
-// TCP, Status and Warnings; the store fills in the rest.
+// TCP, Status, Warnings and Managed; the store fills in the rest.
 type Manifest struct {
 	Version     int               `json:"version"`
 	ID          string            `json:"id"`
@@ -63,7 +64,25 @@ type Manifest struct {
 	TCP         string            `json:"tcp"`
 	Status      string            `json:"status"` // the sandbox's, before it was frozen
 	Warnings    []string          `json:"warnings"`
+
+	// Managed are the files, by their path in the sandbox, that the backend
+	// binds over the root filesystem, such as /etc/hosts.
+	Managed map[string]Managed `json:"managed,omitempty"`
 }
+
+// Managed is a small file that is in the manifest itself.
+type Managed struct {
+	Mode uint32 `json:"mode"`
+	UID  uint32 `json:"uid"`
+	GID  uint32 `json:"gid"`
+	Data []byte `json:"data"` // base64
+}
+
+// Bounds for managed files.
+const (
+	MaxManaged      = 1 << 20 // bytes of one
+	maxManagedFiles = 16
+)
 
 // Files describes the archive of the upperdir and the list of its entries.
 type Files struct {
@@ -128,6 +147,14 @@ func (m Manifest) Encode() ([]byte, error) {
 			c.Images = []Image{}
 		}
 		m.Processes = &c
+	}
+	if m.Managed != nil {
+		files := make(map[string]Managed, len(m.Managed))
+		for path, f := range m.Managed {
+			f.Data = append([]byte{}, f.Data...) // nil would be null
+			files[path] = f
+		}
+		m.Managed = files
 	}
 	spec, err := canonical(m.Spec)
 	if err != nil {
@@ -227,6 +254,17 @@ func (m *Manifest) check() error {
 	for _, b := range []Blob{m.Files.Archive, m.Files.Tree} {
 		if err := checkBlob(b.Digest, b.Bytes); err != nil || b.Raw < 0 {
 			return fmt.Errorf("%s: length %d: %w", b.Name, b.Raw, err)
+		}
+	}
+	if len(m.Managed) > maxManagedFiles {
+		return fmt.Errorf("%d managed files", len(m.Managed))
+	}
+	for name, f := range m.Managed {
+		if !path.IsAbs(name) || path.Clean(name) != name || name == "/" {
+			return fmt.Errorf("managed file %q is not a clean absolute path", name)
+		}
+		if len(f.Data) > MaxManaged || f.Mode > 0o7777 {
+			return fmt.Errorf("managed file %s: length %d, mode %o", name, len(f.Data), f.Mode)
 		}
 	}
 	if (m.Kind == KindFull) != (m.Processes != nil) || m.Kind != KindFull && m.Kind != KindFiles {

@@ -1,0 +1,140 @@
+package runtime
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path"
+	"strings"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/policy"
+)
+
+// checkSources proves that what a sandbox binds from the host is still there:
+// without it nothing can be started in place of what a restore ends.
+func checkSources(s Spec) error {
+	for _, m := range s.Mounts {
+		if m.Type != "bind" {
+			continue
+		}
+		_, err := os.Stat(m.Source)
+		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR) {
+			return hint(fmt.Errorf("bind source %s of %s: %w", m.Source, m.Target, ErrNotFound), "Put it back first: the sandbox cannot start without it.")
+		}
+		if err != nil {
+			return fmt.Errorf("bind source of %s: %w", m.Target, err)
+		}
+	}
+	return nil
+}
+
+// checkTools proves that there are programs to restore processes with.
+func (r *restoration) checkTools() error {
+	if !r.full() {
+		return nil
+	}
+	remedy := fmt.Sprintf("Install it (agentbox doctor tells more), or restore the files alone: agentbox restore %s %s --files-only", r.sb.Name, short(r.row.ID))
+	if _, err := criu.Program(); err != nil {
+		return hint(fmt.Errorf("%w: processes cannot be restored without criu, which is not installed", ErrUnsupported), remedy)
+	}
+	if _, err := exec.LookPath(r.c.Runtime.Binary); err != nil {
+		return hint(fmt.Errorf("%w: OCI runtime: %w", ErrUnsupported, err), remedy)
+	}
+	return nil
+}
+
+// checkMounted proves that the files which the processes of the checkpoint
+// have open in bind mounts are as CRIU will want them: nobody puts those back.
+func (r *restoration) checkMounted() error {
+	if !r.full() {
+		return nil
+	}
+	files, err := criu.OpenFiles(r.reader.CRIUDir())
+	if err != nil {
+		return err
+	}
+	jails := map[string]*policy.Jail{}
+	defer func() {
+		for _, j := range jails {
+			_ = j.Close()
+		}
+	}()
+	managed := r.reader.Manifest().Managed
+	for _, f := range files {
+		switch f.Mode & unix.S_IFMT {
+		case unix.S_IFCHR, unix.S_IFBLK, unix.S_IFSOCK:
+			continue // terminals and devices, which CRIU opens in ways of its own
+		}
+		source, rest, ok := r.bound(f.Path)
+		if _, put := managed[f.Path]; !ok || put && r.c.Managed[f.Path] != "" {
+			continue
+		}
+		if err := check(jails, source, rest, f); err != nil {
+			return hint(fmt.Errorf("%w: %s, which a process of the checkpoint has open, %w; it lies in a bind mount (%s) and is not part of the checkpoint", ErrState, f.Path, err, source),
+				fmt.Sprintf("Put it back as it was, or restore the files alone: agentbox restore %s %s --files-only", r.sb.Name, short(r.row.ID)))
+		}
+	}
+	return nil
+}
+
+// bound finds the bind mount that a path of the sandbox lies in: its source on
+// the host, and the rest of the path beneath.
+func (r *restoration) bound(name string) (source, rest string, ok bool) {
+	longest := -1
+	for _, m := range r.spec.Mounts {
+		target := path.Clean(m.Target)
+		if below, in := strings.CutPrefix(name, target); in && (below == "" || below[0] == '/') && len(target) > longest {
+			longest, source, rest, ok = len(target), m.Source, below, m.Type == "bind"
+		}
+	}
+	if file := r.c.Managed[name]; file != "" && len(name) > longest {
+		return file, "", true
+	}
+	return source, rest, ok
+}
+
+// check compares a file beneath a bind's source, which others write, with what
+// CRIU knows of it.
+func check(jails map[string]*policy.Jail, source, rest string, f criu.OpenFile) error {
+	var info fs.FileInfo
+	var err error
+	if rest == "" {
+		info, err = os.Stat(source)
+	} else {
+		jail := jails[source]
+		if jail == nil {
+			if jail, err = policy.Open(source); err != nil {
+				return err
+			}
+			jails[source] = jail
+		}
+		// CRIU follows a symlink, too.
+		info, err = jail.Stat(rest)
+	}
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, ErrNotFound) {
+		return errors.New("is gone")
+	}
+	if err != nil {
+		return fmt.Errorf("cannot be looked at: %w", err)
+	}
+	mode := f.Mode
+	if st, ok := info.Sys().(*syscall.Stat_t); ok {
+		mode = st.Mode
+	}
+	if f.HasMode && mode&unix.S_IFMT != f.Mode&unix.S_IFMT {
+		return errors.New("is now of another type")
+	}
+	if f.HasSize && info.Mode().IsRegular() && info.Size() != f.Size {
+		return fmt.Errorf("has %d bytes now and had %d then", info.Size(), f.Size)
+	}
+	if f.HasMode && mode != f.Mode {
+		return fmt.Errorf("has mode %04o now and had %04o then", mode&0o7777, f.Mode&0o7777)
+	}
+	return nil
+}
