@@ -100,3 +100,60 @@ func FuzzReadImage(f *testing.F) {
 		}
 	})
 }
+
+func TestOpenFiles(t *testing.T) {
+	if list, err := OpenFiles(t.TempDir()); len(list) > 0 || err != nil {
+		t.Errorf("no images: %v, %v", list, err)
+	}
+	ctx := context.Background()
+	b, rt := start(t, []string{"sh", "-c", `exec 3>/tmp/kept 4>/tmp/deleted 5>>/tmp/log; echo hello >&3; echo bye >&4; rm /tmp/deleted
+mkdir /tmp/in /tmp/left; (cd /tmp/in; exec sleep 1000) & (cd /tmp/left; rmdir /tmp/left; exec sleep 1000) & ` + criutest.Counter[2]}, nil)
+	b.Until("it counts", func() bool { return b.Count() >= 2 })
+	if err := rt.Pause(ctx); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Dump(ctx, rt, DumpOptions{ImageDir: b.Images, WorkDir: b.Work, LeaveRunning: true}); err != nil {
+		t.Fatal(err)
+	}
+	list, err := OpenFiles(b.Images)
+	if err != nil {
+		t.Fatal(err)
+	}
+	have := map[string]OpenFile{}
+	for _, f := range list {
+		have[f.Path] = f
+	}
+	for path, want := range map[string]OpenFile{
+		"/tmp/kept": {Size: 6, HasSize: true, Mode: 0o100644, HasMode: true},
+		"/tmp/log":  {Mode: 0o100644, HasMode: true}, // appended to: it may grow
+		"/tmp/in":   {Mode: 0o040755, HasMode: true},
+	} {
+		if want.Path = path; have[path] != want {
+			t.Errorf("%+v, want %+v", have[path], want)
+		}
+	}
+	for _, gone := range []string{"/tmp/deleted", "/tmp/left"} {
+		if f, ok := have[gone]; ok {
+			t.Errorf("listed although CRIU brings it itself: %+v", f)
+		}
+	}
+	for name, harm := range map[string]func(path string) error{
+		"cut off":  func(p string) error { return os.Truncate(p, 13) },
+		"no magic": func(p string) error { return os.WriteFile(p, []byte("12345678"), 0o600) },
+		"huge":     func(p string) error { return os.Truncate(p, maxFileBytes+1) },
+		"entry":    func(p string) error { return appendWord(p, 0xfffffff0) },
+	} {
+		for _, image := range []string{"files.img", "remap-fpath.img"} {
+			dir := filepath.Join(t.TempDir(), "images")
+			if err := os.CopyFS(dir, os.DirFS(b.Images)); err != nil {
+				t.Fatal(err)
+			}
+			if err := harm(filepath.Join(dir, image)); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := OpenFiles(dir); !errors.Is(err, fault.ErrCorrupt) {
+				t.Errorf("%s of %s: %v", name, image, err)
+			}
+		}
+	}
+}

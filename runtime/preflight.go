@@ -49,9 +49,15 @@ func (r *restoration) checkTools() error {
 	return nil
 }
 
-// checkMounted proves that the files which the processes of the checkpoint
-// have open in bind mounts are as CRIU will want them: nobody puts those back.
+// checkMounted proves that bind mounts can be made over the files that are laid
+// out, and that what the processes of the checkpoint have open in them is as
+// CRIU will want it: nobody puts that back.
 func (r *restoration) checkMounted() error {
+	for _, m := range r.spec.Mounts {
+		if err := r.checkTarget(m); err != nil {
+			return err
+		}
+	}
 	if !r.full() {
 		return nil
 	}
@@ -71,8 +77,8 @@ func (r *restoration) checkMounted() error {
 		case unix.S_IFCHR, unix.S_IFBLK, unix.S_IFSOCK:
 			continue // terminals and devices, which CRIU opens in ways of its own
 		}
-		source, rest, ok := r.bound(f.Path)
-		if _, put := managed[f.Path]; !ok || put && r.c.Managed[f.Path] != "" {
+		source, rest, kind := r.bound(f.Path)
+		if _, put := managed[f.Path]; kind != "bind" || put && r.c.Managed[f.Path] != "" {
 			continue
 		}
 		if err := check(jails, source, rest, f); err != nil {
@@ -83,20 +89,49 @@ func (r *restoration) checkMounted() error {
 	return nil
 }
 
-// bound finds the bind mount that a path of the sandbox lies in: its source on
-// the host, and the rest of the path beneath.
-func (r *restoration) bound(name string) (source, rest string, ok bool) {
+// checkTarget proves that a bind's source has not turned from a directory into
+// something else, or the other way round, since its mount point was made.
+func (r *restoration) checkTarget(m Mount) error {
+	if _, _, in := r.bound(path.Dir(path.Clean(m.Target))); m.Type != "bind" || in != "" {
+		return nil // no bind, or its mount point is in another mount
+	}
+	source, err := os.Stat(m.Source)
+	if err != nil {
+		return err
+	}
+	for _, layer := range append([]string{r.data.Staged}, r.sb.Lower...) {
+		jail, err := policy.Open(layer)
+		if err != nil {
+			return err
+		}
+		info, err := jail.Stat(m.Target)
+		_ = jail.Close()
+		if err != nil {
+			continue
+		}
+		if (info.IsDir() || info.Mode().IsRegular()) && info.IsDir() != source.IsDir() {
+			return hint(fmt.Errorf("%w: bind source %s cannot be mounted at %s: one of them is a directory, the other is not", ErrState, m.Source, m.Target),
+				"Put back what was there when the sandbox was made.")
+		}
+		break
+	}
+	return nil
+}
+
+// bound finds the mount that a path of the sandbox lies in: its type, empty if
+// there is none, its source on the host, and the rest of the path beneath.
+func (r *restoration) bound(name string) (source, rest, kind string) {
 	longest := -1
 	for _, m := range r.spec.Mounts {
 		target := path.Clean(m.Target)
 		if below, in := strings.CutPrefix(name, target); in && (below == "" || below[0] == '/') && len(target) > longest {
-			longest, source, rest, ok = len(target), m.Source, below, m.Type == "bind"
+			longest, source, rest, kind = len(target), m.Source, below, m.Type
 		}
 	}
 	if file := r.c.Managed[name]; file != "" && len(name) > longest {
-		return file, "", true
+		return file, "", "bind"
 	}
-	return source, rest, ok
+	return source, rest, kind
 }
 
 // check compares a file beneath a bind's source, which others write, with what

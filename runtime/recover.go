@@ -236,7 +236,7 @@ func (e *Engine) finishSwap(ctx context.Context, in store.Intent, lock *store.Lo
 	}
 	defer r.reader.Close()
 	if data.swapped() && (r.c.Status == Running || r.c.Status == Paused) {
-		return e.restored(ctx, sb.ID, r.row.ID, data)
+		return errors.Join(forgetManaged(r.c.Managed), e.restored(ctx, sb.ID, r.row.ID, data))
 	}
 	if err := e.backend.Stop(ctx, sb.ID, StopOptions{Silent: true}); err != nil {
 		return err

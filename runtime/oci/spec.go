@@ -35,12 +35,13 @@ func (b *Backend) bundleSpec(rec record, run runRecord, netns string, size *runt
 	defer root.Close()
 	s := rec.Spec
 	first := runtime.Process{Args: s.Args, Workdir: s.Workdir, User: s.User, Terminal: s.Terminal}
+	accounts := root
 	if restores {
 		if _, err := lookUser(root, s.User); err != nil {
-			first.User = numericUser(s.User)
+			first.User, accounts = numericUser(s.User), nil
 		}
 	}
-	proc, err := b.process(root, s, run.Env, first, size)
+	proc, err := b.process(accounts, s, run.Env, first, size)
 	if err != nil {
 		return nil, err
 	}

@@ -38,11 +38,16 @@ func openRoot(path string) (*os.File, error) {
 // lookUser finds name|uid[:group|gid] in the account files of a root
 // filesystem. Nothing that they or their names say leads out of that root. Who
 // is given by numbers, or not at all, needs no account files: ones that cannot
-// be used count as empty then, so that root can get in and repair them.
+// be used count as empty then, so that root can get in and repair them. But the
+// runtime opens them, too, and would wait for ever at a FIFO. Without a root
+// there are none.
 func lookUser(root *os.File, who string) (account, error) {
 	passwd, perr := readInRoot(root, "/etc/passwd")
 	group, gerr := readInRoot(root, "/etc/group")
 	err := errors.Join(perr, gerr)
+	if errors.Is(err, errIrregular) {
+		return account{}, &fault.Error{Err: err, Hint: "Put a regular file in its place with agentbox cp, or restore the sandbox."}
+	}
 	if err != nil && !numeric(who) {
 		return account{}, err
 	}
@@ -97,8 +102,13 @@ func numericUser(who string) string {
 	return "0"
 }
 
+var errIrregular = errors.New("not a regular file")
+
 // readInRoot reads a regular file beneath root; a missing one is empty.
 func readInRoot(root *os.File, path string) ([]byte, error) {
+	if root == nil {
+		return nil, nil
+	}
 	handle, err := pathrs.OpenatInRoot(root, path)
 	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR) {
 		return nil, nil
@@ -113,7 +123,7 @@ func readInRoot(root *os.File, path string) ([]byte, error) {
 	}
 	if !st.Mode().IsRegular() {
 		// Opening a FIFO or a device would block, or worse.
-		return nil, fmt.Errorf("%w: %s in the sandbox is not a regular file", fault.ErrInvalid, path)
+		return nil, fmt.Errorf("%w: %s in the sandbox is %w", fault.ErrInvalid, path, errIrregular)
 	}
 	f, err := pathrs.Reopen(handle, unix.O_RDONLY|unix.O_NONBLOCK)
 	if err != nil {

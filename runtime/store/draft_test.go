@@ -415,3 +415,43 @@ func TestManifest(t *testing.T) {
 		wantErr(t, err, fault.ErrCorrupt)
 	}
 }
+
+func TestManifestManaged(t *testing.T) {
+	id := strings.Repeat("a", 32)
+	digest := digestPrefix + strings.Repeat("0", 64)
+	m := Manifest{Version: Version, ID: id, SandboxID: id, Kind: KindFiles, Managed: map[string]Managed{
+		"/etc/hosts":    {Mode: 0o600, UID: 7, Data: []byte("\xff\x00\n")},
+		"/etc/hostname": {Mode: 0o644},
+	}}
+	m.Files.Archive = Blob{Name: ArchiveName, Digest: digest}
+	m.Files.Tree = Blob{Name: TreeName, Digest: digest}
+	data, err := m.Encode()
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := ParseManifest(data)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if f := got.Managed["/etc/hosts"]; string(f.Data) != "\xff\x00\n" || f.Mode != 0o600 || f.UID != 7 || len(got.Managed) != 2 {
+		t.Errorf("%+v", got.Managed)
+	}
+	for what, harm := range map[string]func(){
+		"a relative path": func() { m.Managed = map[string]Managed{"etc/hosts": {}} },
+		"a path with ..":  func() { m.Managed = map[string]Managed{"/etc/../x": {}} },
+		"a strange mode":  func() { m.Managed = map[string]Managed{"/x": {Mode: 0o100644}} },
+		"too much":        func() { m.Managed = map[string]Managed{"/x": {Data: make([]byte, MaxManaged+1)}} },
+	} {
+		harm()
+		data, err := m.Encode()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := ParseManifest(data); !errors.Is(err, fault.ErrCorrupt) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	if _, err := ParseManifest(bytes.Replace(data, []byte(`"data":""`), []byte(`"data":null`), 1)); !errors.Is(err, fault.ErrCorrupt) {
+		t.Errorf("a second form: %v", err)
+	}
+}
