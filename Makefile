@@ -4,10 +4,13 @@ GO      ?= go
 PREFIX  ?= /usr/local
 DESTDIR ?=
 VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
-LDFLAGS := -s -w -X main.version=$(VERSION)
+# Not :=, as the version is git's to tell, which `deps` may have to install first.
+LDFLAGS = -s -w -X main.version=$(VERSION)
 
 # Static binaries: the wrapper doubles as the init inside sandboxes of any image.
 export CGO_ENABLED = 0
+# Go's own stamp fails where git refuses: in a tree of another user than root.
+export GOFLAGS += -buildvcs=false
 # A shell that was open before Go was installed does not have it on its PATH.
 export PATH := $(PATH):/usr/local/go/bin:/usr/local/sbin:/usr/sbin:/sbin
 

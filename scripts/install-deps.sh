@@ -21,7 +21,7 @@ NEEDED=(
 	runc:runc conmon:conmon iptables:iptables nft:nftables ip:iproute2 nsenter:util-linux mount:mount
 	xz:xz-utils zstd:zstd tar:tar
 	# demo and tests
-	mmdebstrap:mmdebstrap git:git python3:python3 make:make getfattr:attr getfacl:acl tmux:tmux curl:curl
+	mmdebstrap:mmdebstrap git:git python3:python3 make:make getfattr:attr getfacl:acl tmux:tmux curl:curl pgrep:procps
 	apt-ftparchive:apt-utils shellcheck:shellcheck
 )
 BENCH=(podman:podman crun:crun)
