@@ -137,7 +137,8 @@ func (l *Lock) sign(verb string) error {
 }
 
 // dropLocks removes the lock files of a sandbox that is gone. Whoever waits for
-// one notices that its name has gone and starts over.
+// one notices that its name has gone and starts over; the next taker may hold
+// a new one at once, so nothing of the sandbox may be touched after this.
 func (s *Store) dropLocks(id string) {
 	if !isID(id) {
 		return

@@ -402,10 +402,12 @@ func TestLockFilesSwept(t *testing.T) {
 				default:
 					t.Error("two hold one lock")
 				}
+				<-inside
+				// Whoever removes the file has let go: from then on the next
+				// may hold the lock, by a new one.
 				if rand.IntN(4) == 0 {
 					_ = os.Remove(l.File().Name())
 				}
-				<-inside
 				l.Unlock()
 			}
 		})
