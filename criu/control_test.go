@@ -157,10 +157,17 @@ func restore(t *testing.T, b *criutest.Box, rt Runtime, o Options) {
 	}
 	args := append([]string{"restore", "--detach", "--bundle", b.Bundle, "--image-path", b.Images, "--work-path", b.Work}, o.RuntimeFlags()...)
 	cmd := b.Cmd(nil, append(args, b.ID)...)
-	cmd.Env = host.Environ()
+	cmd.Env = append(host.Environ(), configEnv+"="+b.Config) // for a bundle without annotation
 	if err := cmd.Run(); err != nil {
 		log, _ := os.Open(filepath.Join(b.Work, "restore.log"))
 		defer log.Close()
 		t.Fatalf("restore: %v: %+v", err, Diagnose(log))
 	}
+}
+
+// eachBundle runs a test with a bundle that names CRIU's configuration file,
+// as ours do, and with one that does not, as those of engines.
+func eachBundle(t *testing.T, test func(t *testing.T, edit func(*specs.Spec))) {
+	t.Run("annotated", func(t *testing.T) { test(t, func(*specs.Spec) {}) })
+	t.Run("foreign", func(t *testing.T) { test(t, func(s *specs.Spec) { s.Annotations = nil }) })
 }

@@ -6,8 +6,8 @@
 //
 // A dump runs CRIU through the OCI runtime, which knows the container's
 // mounts and namespaces. Options that the runtime's command line lacks travel
-// in the CRIU configuration file that the bundle's annotation org.criu.config
-// names; all of them are in options.go. A restore is done by the OCI runtime
+// in a CRIU configuration file, which the bundle's annotation org.criu.config
+// names, or else the environment; all of them are in options.go. A restore is done by the OCI runtime
 // wrapper, cmd/agentbox-runtime, which finds it staged by package criu/stage.
 //
 // The package knows paths, pids and container ids, nothing of sandboxes.

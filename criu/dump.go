@@ -40,7 +40,6 @@ type DumpOptions struct {
 type DumpResult struct {
 	Processes []Process
 	Took      time.Duration
-	Config    bool // the container names a CRIU configuration file, so that all Options took effect
 }
 
 // DumpError is a dump that CRIU refused or that failed. The container is as
@@ -104,13 +103,16 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 		// Not fatal: CRIU may find the names itself, and says so when it cannot.
 		opts.ScanPaths, _ = watches(state.Pid, members)
 	}
-	if config := state.Annotations[ConfigAnnotation]; config != "" {
-		if err := WriteConfig(config, opts.Options); err != nil {
-			return res, err
-		}
-		res.Config = true
-	} else if opts.TCP == TCPClose {
-		return res, fmt.Errorf("dump %s: closing TCP connections takes a bundle with the annotation %s: %w", rt.ID, ConfigAnnotation, fault.ErrUnsupported)
+	var extra extras
+	config := state.Annotations[ConfigAnnotation]
+	if config == "" {
+		// The bundle is not ours.
+		config = filepath.Join(opts.WorkDir, "criu.conf")
+		extra.env = []string{configEnv + "=" + config}
+		extra.flags = overruled(rt.Binary)
+	}
+	if err := WriteConfig(config, opts.Options); err != nil {
+		return res, err
 	}
 	log := filepath.Join(opts.WorkDir, "dump.log")
 	if err := os.Remove(log); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -121,7 +123,7 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 		return res, fmt.Errorf("dump %s: %w", rt.ID, err)
 	}
 	start := time.Now()
-	said, err := runDump(rt, opts)
+	said, err := runDump(rt, opts, extra)
 	res.Took = time.Since(start)
 	if err != nil {
 		return res, explainDump(rt, log, said, err)
@@ -137,9 +139,33 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 	return res, nil
 }
 
+// extras are for a container whose bundle names no configuration file of CRIU.
+type extras struct {
+	env   []string
+	flags []string
+}
+
+// configEnv names a configuration file for CRIU, which applies it before the
+// runtime's own options. The runtime passes its environment on.
+const configEnv = "CRIU_CONFIG_FILE"
+
+// overruled returns what of our configuration the runtime would take back when
+// its own options come last, in the words of its command line: runc since 1.3
+// always says whether to skip connections in flight, and says no.
+func overruled(binary string) []string {
+	const flag = "--tcp-skip-in-flight"
+	cmd := exec.Command(binary, "checkpoint", "--help")
+	cmd.Env = host.Environ()
+	help, err := cmd.Output()
+	if err != nil || !strings.Contains(string(help), flag) {
+		return nil // older, and has no opinion
+	}
+	return []string{flag}
+}
+
 // runDump runs `runc checkpoint`, cut off from whatever may end this process:
 // its own session (no signals from the terminal), output to a file (no SIGPIPE).
-func runDump(rt Runtime, opts DumpOptions) (said string, err error) {
+func runDump(rt Runtime, opts DumpOptions, extra extras) (said string, err error) {
 	out, err := os.CreateTemp(opts.WorkDir, "runtime-")
 	if err != nil {
 		return "", err
@@ -150,9 +176,9 @@ func runDump(rt Runtime, opts DumpOptions) (said string, err error) {
 	if opts.LeaveRunning {
 		args = append(args, "--leave-running")
 	}
-	args = append(append(args, opts.RuntimeFlags()...), rt.ID)
-	cmd := exec.Command(rt.Binary, args...)
-	cmd.Env = host.Environ()
+	args = append(append(args, opts.RuntimeFlags()...), extra.flags...)
+	cmd := exec.Command(rt.Binary, append(args, rt.ID)...)
+	cmd.Env = append(host.Environ(), extra.env...) // of two of a name the last wins
 	cmd.Stdout, cmd.Stderr = out, out
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	if opts.Hold != nil {
@@ -175,6 +201,14 @@ func explainDump(rt Runtime, log, said string, err error) error {
 	if lerr != nil { // CRIU was not reached
 		log = ""
 		msg := lastMessage(said)
+		if strings.Contains(msg, "unknown command") { // crun, as many distributions build it
+			why = Diagnosis{
+				Code:   "no-criu",
+				Reason: fmt.Sprintf("the OCI runtime %s was built without support for CRIU: it has no command \"checkpoint\"", rt.Binary),
+				Hint:   "Run the container under runc or agentbox-runtime, or checkpoint its files alone (--files-only).",
+			}
+			cause = fmt.Errorf("%w: %w", cause, fault.ErrUnsupported)
+		}
 		if strings.Contains(msg, "executable file not found") || strings.Contains(msg, "version check failed") {
 			why = Diagnosis{Code: "no-criu", Reason: "the OCI runtime cannot run CRIU: " + msg, Hint: "Install CRIU; scripts/install-deps.sh does."}
 			cause = fmt.Errorf("%w: %w", cause, fault.ErrUnsupported)

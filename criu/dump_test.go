@@ -47,7 +47,7 @@ func TestDumpAndRestore(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if !res.Config || res.Took <= 0 || len(res.Processes) != 3 {
+	if res.Took <= 0 || len(res.Processes) != 3 {
 		t.Errorf("%+v", res)
 	}
 	if i := slices.IndexFunc(res.Processes, func(p Process) bool { return p.Ppid == 0 }); i < 0 || res.Processes[i].Pid != 1 || res.Processes[i].Comm != "sh" {
@@ -87,9 +87,12 @@ func TestDumpAndRestore(t *testing.T) {
 }
 
 // A refused dump leaves everything as it was and says why.
-func TestDumpRefused(t *testing.T) {
+func TestDumpRefused(t *testing.T) { eachBundle(t, testDumpRefused) }
+
+func testDumpRefused(t *testing.T, edit func(*specs.Spec)) {
 	ctx := context.Background()
-	b, rt := start(t, []string{"sh", "-c", "echo big > /big; exec 5</big; rm /big; i=0; while :; do i=$((i+1)); echo $i > /count; sleep 0.05; done"}, nil)
+	// More than CRIU's own limit, 1 MiB.
+	b, rt := start(t, []string{"sh", "-c", "busybox dd if=/dev/zero of=/big bs=1M count=2; exec 5</big; rm /big; i=0; while :; do i=$((i+1)); echo $i > /count; sleep 0.05; done"}, edit)
 	b.Until("it counts", func() bool { return b.Count() >= 3 })
 	if err := rt.Pause(ctx); err != nil {
 		t.Fatal(err)
@@ -161,8 +164,33 @@ func TestDumpWithoutCriu(t *testing.T) {
 	}
 }
 
+// crun without CRIU, as Debian has it.
+func TestDumpByACrunWithout(t *testing.T) {
+	ctx := context.Background()
+	b, rt := start(t, criutest.Counter, nil)
+	if err := rt.Pause(ctx); err != nil {
+		t.Fatal(err)
+	}
+	fake := filepath.Join(t.TempDir(), "crun")
+	script := fmt.Sprintf("#!/bin/sh\ncase \"$*\" in *checkpoint*) echo unknown command checkpoint >&2; exit 1;; esac\nexec %s \"$@\"\n", rt.Binary)
+	if err := os.WriteFile(fake, []byte(script), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	rt.Binary = fake
+	_, err := Dump(ctx, rt, DumpOptions{ImageDir: b.Images, WorkDir: b.Work, LeaveRunning: true})
+	var de *DumpError
+	if !errors.As(err, &de) || de.Code != "no-criu" || !errors.Is(err, fault.ErrUnsupported) || !strings.Contains(de.Reason, "without") {
+		t.Fatalf("%v: %+v", err, de)
+	}
+	if b.Status() != "paused" {
+		t.Errorf("it is %s", b.Status())
+	}
+}
+
 // tail -f watches a file by inotify; on an overlay CRIU must be told where it is.
-func TestDumpWatches(t *testing.T) {
+func TestDumpWatches(t *testing.T) { eachBundle(t, testDumpWatches) }
+
+func testDumpWatches(t *testing.T, edit func(*specs.Spec)) {
 	ctx := context.Background()
 	dir := t.TempDir()
 	root := filepath.Join(dir, "merged")
@@ -171,7 +199,7 @@ func TestDumpWatches(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	b := criutest.New(t, []string{"watch"}, func(s *specs.Spec) { s.Root.Path = root })
+	b := criutest.New(t, []string{"watch"}, func(s *specs.Spec) { s.Root.Path = root; edit(s) })
 	if err := unix.Mount("overlay", root, "overlay", 0, fmt.Sprintf("lowerdir=%s,upperdir=%s/upper,workdir=%s/work,index=off,metacopy=off,redirect_dir=off", b.Files, dir, dir)); err != nil {
 		t.Fatal(err)
 	}

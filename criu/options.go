@@ -20,7 +20,8 @@ import (
 
 // ConfigAnnotation is the annotation of a bundle from which runc and crun take
 // the path of CRIU's configuration file. CRIU applies the file after the
-// runtime's own options, so what stands in it wins.
+// runtime's own options, so what stands in it wins. A bundle without it is
+// dumped with the file named in the environment, which CRIU applies first.
 const ConfigAnnotation = "org.criu.config"
 
 // What happens to established TCP connections.
@@ -39,6 +40,9 @@ type Options struct {
 	// LeaveStopped has a restore end with every process stopped, as by SIGSTOP,
 	// so that none runs on before it is frozen.
 	LeaveStopped bool
+	// EmptyNetwork leaves the contents of the network namespace out: whoever
+	// starts the container fills it.
+	EmptyNetwork bool
 	ScanPaths    []string // files and directories of the container that inotify watches; see Watches
 }
 
@@ -56,6 +60,9 @@ func (o Options) RuntimeFlags() []string {
 	flags := []string{"--file-locks"}
 	if o.TCP == "" || o.TCP == TCPEstablished {
 		flags = append(flags, "--tcp-established")
+	}
+	if o.EmptyNetwork {
+		flags = append(flags, "--empty-ns", "network")
 	}
 	return flags
 }

@@ -75,7 +75,13 @@ func Members(initPid int) ([]int, error) {
 		return nil, err
 	}
 	var members []int
+	group := cgroupOf(initPid)
 	for _, p := range all {
+		// Others may be in the namespace: it is the host's (--pid host), or another
+		// container has joined it.
+		if group != "" && p != initPid && !within(cgroupOf(p), group) {
+			continue
+		}
 		link, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/pid", p))
 		if err != nil {
 			continue // it has ended
@@ -85,6 +91,26 @@ func Members(initPid int) ([]int, error) {
 		}
 	}
 	return members, nil
+}
+
+// cgroupOf returns the cgroup that a process is in, of the hierarchy of the
+// freezer or, where there is none, the unified one; empty: the root, or unknown.
+func cgroupOf(pid int) (group string) {
+	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
+	if err != nil {
+		return ""
+	}
+	for line := range strings.Lines(string(data)) {
+		f := strings.SplitN(strings.TrimSpace(line), ":", 3) // hierarchy:controllers:path
+		if len(f) == 3 && (f[1] == "freezer" || f[1] == "" && group == "") {
+			group = strings.TrimSuffix(f[2], "/")
+		}
+	}
+	return group
+}
+
+func within(group, outer string) bool {
+	return group == outer || strings.HasPrefix(group, outer+"/")
 }
 
 // traced returns a thread among the processes that another process traces, and

@@ -65,7 +65,9 @@ func netns(t *testing.T, name string) (path string) {
 
 // A live connection goes on after a restore, into a fresh network namespace
 // too; or is closed, or refused, as asked.
-func TestDumpTCP(t *testing.T) {
+func TestDumpTCP(t *testing.T) { eachBundle(t, testDumpTCP) }
+
+func testDumpTCP(t *testing.T, edit func(*specs.Spec)) {
 	ctx := context.Background()
 	f, err := Check(ctx)
 	if err != nil || !f.InetSockets {
@@ -74,6 +76,7 @@ func TestDumpTCP(t *testing.T) {
 	name := fmt.Sprintf("abtest-%d", os.Getpid())
 	ns := netns(t, name)
 	b := criutest.New(t, []string{"ping"}, func(s *specs.Spec) {
+		edit(s)
 		for i := range s.Linux.Namespaces {
 			if s.Linux.Namespaces[i].Type == specs.NetworkNamespace {
 				s.Linux.Namespaces[i].Path = ns

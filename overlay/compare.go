@@ -246,8 +246,13 @@ func holdsContent(ctx context.Context, dir string, want, got *Entry) (bool, erro
 		return false, pathError("open", got.Path, err)
 	}
 	defer unix.Close(fd)
+	return fdHoldsContent(ctx, fd, want, got)
+}
+
+// fdHoldsContent is holdsContent of an open file.
+func fdHoldsContent(ctx context.Context, fd int, want, got *Entry) (bool, error) {
 	h := blake3.New()
-	err = inPieces(want.data(), fileReader(ctx, fd, want), func(p []byte) error { _, _ = h.Write(p); return nil })
+	err := inPieces(want.data(), fileReader(ctx, fd, want), func(p []byte) error { _, _ = h.Write(p); return nil })
 	if err != nil || hasherDigest(h) != want.Digest {
 		return false, err
 	}

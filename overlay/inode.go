@@ -75,6 +75,11 @@ func (o *origin) statx(fd int, name string, flags int, st *unix.Statx_t, e *Entr
 		return fmt.Errorf("%q is immutable or append-only (chattr +i, +a), which cannot be restored: %w",
 			clip(e.Path), fault.ErrUnsupported)
 	}
+	return e.fill(st)
+}
+
+// fill takes over what statx tells of an inode.
+func (e *Entry) fill(st *unix.Statx_t) error {
 	e.Mode = uint32(st.Mode) & 0o7777
 	e.UID, e.GID = st.Uid, st.Gid
 	e.Mtime = Time{st.Mtime.Sec, int64(st.Mtime.Nsec)}

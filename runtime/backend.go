@@ -6,6 +6,8 @@ import (
 	"time"
 
 	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/images"
 )
 
 // Backend drives one container engine. Every backend passes backendtest.Run.
@@ -17,12 +19,14 @@ import (
 // Errors wrap the sentinels: an unknown id is ErrNotFound unless said otherwise.
 type Backend interface {
 	// Create makes a stopped container: its upperdir exists and is ours to
-	// write. lower lists the image's read-only directories, top first. On
-	// error nothing of it is left. An id that exists is ErrExists.
+	// write. lower lists the image's read-only directories, top first; it is
+	// empty when the image is the engine's own, which spec.ImageDigest names.
+	// On error nothing of it is left. An id that exists is ErrExists.
 	Create(ctx context.Context, spec Spec, lower []string) error
 
 	// Start is the engine's ordinary start; with a restore staged for the
-	// container (criu/stage) the runtime wrapper restores instead. A running
+	// container (criu/stage, Container.Stage) the runtime wrapper restores
+	// instead. A running
 	// container is ErrState. With streams, they are connected before the
 	// first instruction runs, and the returned wait serves them until the
 	// output ends (nil) or the user detaches (ErrDetached); without, wait is
@@ -38,6 +42,19 @@ type Backend interface {
 	// then quiescent. Idempotent: nil on a stopped one. A paused container
 	// is stopped without running another instruction.
 	Stop(ctx context.Context, id string, opts StopOptions) error
+
+	// Pause freezes every process of a running container, as the engine does
+	// it, so that the engine knows. A paused one is nil, a stopped one ErrState.
+	Pause(ctx context.Context, id string) error
+
+	// Unpause thaws a paused container. A running one is nil, a stopped one
+	// ErrState. It works when the engine's daemon does not: nothing stays
+	// frozen because a daemon died.
+	Unpause(ctx context.Context, id string) error
+
+	// Kill sends a signal, by name or number, to the first process of a
+	// running or paused container; a stopped one is ErrState.
+	Kill(ctx context.Context, id, signal string) error
 
 	// Exec runs one more process in a running container and returns its
 	// exit code, or ErrDetached (the process goes on).
@@ -64,12 +81,56 @@ type Backend interface {
 	// while fn runs, whether it runs or is stopped.
 	Mount(ctx context.Context, id string, fn func(root string) error) error
 
-	// List returns the ids of all containers this backend holds anything
-	// of, half-made ones included.
+	// List returns the ids of all containers that Create made under this root
+	// and this backend holds anything of, half-made ones included.
 	List(ctx context.Context) ([]string, error)
+
+	// Adopt describes a container that somebody else made, found by the name
+	// or id that its engine knows it by, as the sandbox for which it is then
+	// taken. Spec.ID follows from the engine's own id, is always the same, and
+	// is known to all other methods from then on; Spec.Name is the engine's
+	// name. Of a container that Create made it returns that spec. It changes
+	// nothing about the container. A backend whose containers are all its own
+	// has ErrUnsupported.
+	Adopt(ctx context.Context, ref string) (Spec, error)
 
 	// Properties are this backend's differences, as data.
 	Properties() Properties
+}
+
+// Images is where a backend's images come from: agentbox's own store, or the
+// engine. Its methods are those of *images.Store.
+type Images interface {
+	// Resolve finds the image that a reference means. Image.Lower is empty
+	// when the engine keeps its layers to itself.
+	Resolve(ctx context.Context, ref string) (images.Image, error)
+	// ResolveDigest finds the image that a sandbox or a checkpoint has pinned.
+	ResolveDigest(ctx context.Context, digest string) (images.Image, error)
+	List(ctx context.Context) ([]images.Image, error)
+	Import(ctx context.Context, name, source string) (images.Image, error)
+	ImportFrom(ctx context.Context, name string, r io.Reader) (images.Image, error)
+	Remove(ctx context.Context, ref string, inUse func(digest string) bool) error
+}
+
+// Host is one backend with its images.
+type Host struct {
+	Backend
+	Images Images // nil: it makes no sandboxes, it only adopts
+	// Original leads back into what the sandboxes were laid over; nil: there
+	// is no way back.
+	Original Original
+}
+
+// Original is a backend's way to bring what a sandbox changed into the directory
+// that it was laid over.
+type Original interface {
+	// Apply does it, all or nothing; see Service.Apply. The container is
+	// stopped. On error the directory and the upperdir are as they were, but
+	// for what Settle is still to do.
+	Apply(ctx context.Context, id string, opts ApplyOptions) (Applied, error)
+	// Settle finishes or takes back an Apply that was killed, and tells which
+	// in a sentence; empty: there was none. Idempotent.
+	Settle(ctx context.Context, id string) (did string, err error)
 }
 
 // StartOptions modify Start.
@@ -96,8 +157,32 @@ type Container struct {
 	Started  time.Time
 	Finished time.Time
 	Upper    string       // the upperdir on the host
+	Lower    []string     // the read-only directories below it, top first
 	Runtime  criu.Runtime // the OCI runtime's view of it, valid while it runs
 	Address  string       // bridge mode: the sandbox's IPv4 address
+
+	// Volumes are the engine's named volumes in it whose data lies in a
+	// directory of this host and nowhere else.
+	Volumes []Volume
+
+	// Stage is where Start looks for a staged restore.
+	Stage stage.Slot
+	// NoRestore says, in a sentence, why Start cannot restore processes, and
+	// Remedy what to do about it; empty: it can.
+	NoRestore, Remedy string
+	// AutoRemove: the engine removes the container, files and all, as soon as
+	// it ends. It cannot be stopped and started again.
+	AutoRemove bool
+	// Busy says, in a sentence, who keeps Stop from stopping it, and Remedy
+	// what to do about it; empty: Stop can.
+	Busy string
+	// Fresh are directories in the container that the engine mounts empty at
+	// every start, from outside: neither the upperdir nor CRIU has what is in
+	// them.
+	Fresh []string
+	// EmptyNetwork: the OCI runtime makes the network namespace and the engine
+	// fills it at every start, so that its contents are not CRIU's to keep.
+	EmptyNetwork bool
 
 	// Managed are the files that the backend writes and binds over the root
 	// filesystem, such as /etc/hosts: by their path in the sandbox, the file
@@ -106,9 +191,20 @@ type Container struct {
 	Managed map[string]string
 }
 
+// Volume is a named volume of an engine.
+type Volume struct {
+	Name   string
+	Path   string   // its data on the host
+	Target string   // where it is in the container
+	Users  []string // other containers that run, not paused, with it
+}
+
 // Properties tell what a backend does differently.
 type Properties struct {
-	Name string // "oci", "docker", "containerd"
+	Name string // "oci", "docker", "containerd", "podman"
+	// FilesOnly: its sandboxes have no processes of their own. Checkpoints of
+	// them are of files alone; Pause freezes whoever uses the files.
+	FilesOnly bool
 }
 
 // ExecError is a command that could not be started: 127 when it was not

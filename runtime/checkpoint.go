@@ -5,7 +5,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"path/filepath"
+	"slices"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -47,10 +49,15 @@ func (e *Engine) Checkpoint(ctx context.Context, ref string, opts CheckpointOpti
 		ctx, cancel = context.WithTimeout(ctx, opts.Timeout)
 		defer cancel()
 	}
-	c, err := e.backend.Inspect(ctx, sb.ID)
+	c, err := sb.host.Inspect(ctx, sb.ID)
 	if err != nil {
 		return Checkpoint{}, err
 	}
+	unlock, err := lockSlot(c)
+	if err != nil {
+		return Checkpoint{}, err
+	}
+	defer unlock()
 	k, err := e.prepare(ctx, sb, c, opts)
 	if err != nil {
 		return Checkpoint{}, err
@@ -72,6 +79,7 @@ type making struct {
 	opts  CheckpointOptions
 	row   store.Checkpoint
 	parts store.Manifest // what the store does not know itself
+	cut   *criu.Cut      // of one that stops afterwards
 }
 
 // prepare does all that needs no frozen sandbox.
@@ -82,7 +90,14 @@ func (e *Engine) prepare(ctx context.Context, sb *locked, c Container, opts Chec
 	}
 	k := &making{sb: sb, spec: s, c: c, opts: opts, live: c.Status == Running || c.Status == Paused}
 	kind := KindFull
-	if !k.live || opts.FilesOnly {
+	only := sb.host.Properties().FilesOnly
+	if only && k.live && opts.Stop {
+		return nil, hint(fmt.Errorf("%w: it has no processes of its own to stop", ErrUnsupported), "Stop what uses it, or leave --stop away.")
+	}
+	if opts.Stop && k.live && c.AutoRemove {
+		return nil, hint(fmt.Errorf("%w: its engine removes it as soon as it stops (it was started with --rm), and nobody could restore it", ErrState), "Leave --stop away, or start it again without --rm.")
+	}
+	if !k.live || opts.FilesOnly || only {
 		kind = KindFiles
 	}
 	k.row = store.Checkpoint{
@@ -91,10 +106,34 @@ func (e *Engine) prepare(ctx context.Context, sb *locked, c Container, opts Chec
 		ImageDigest: sb.ImageDigest, Labels: opts.Labels, Spec: sb.Spec,
 	}
 	for _, m := range s.Mounts {
-		if m.Type == "bind" {
+		switch {
+		case m.Type == "bind":
 			k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is bind mounted from %s and not part of the checkpoint", m.Target, m.Source))
-		} else if kind == KindFiles {
+		case m.Type == "volume" && opts.WithVolumes:
+			if !slices.ContainsFunc(c.Volumes, func(v Volume) bool { return v.Name == m.Source }) {
+				return nil, hint(fmt.Errorf("%w: volume %s (%s) has no directory of its own on this host, or its engine does not tell", ErrUnsupported, m.Source, m.Target),
+					"Leave --with-volumes away.")
+			}
+		case m.Type == "volume":
+			k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is volume %s and not part of the checkpoint", m.Target, m.Source))
+		case kind == KindFiles:
 			k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is a tmpfs and not part of a files-only checkpoint", m.Target))
+		}
+	}
+	if opts.WithVolumes {
+		if err := k.takeVolumes(); err != nil {
+			return nil, err
+		}
+	} else {
+		for _, v := range c.Volumes { // those that the image brings
+			if !slices.ContainsFunc(s.Mounts, func(m Mount) bool { return m.Type == "volume" && m.Source == v.Name }) {
+				k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is volume %s and not part of the checkpoint", v.Target, v.Name))
+			}
+		}
+	}
+	if k.live {
+		if err := k.warnFresh(); err != nil {
+			return nil, err
 		}
 	}
 	if kind == KindFull {
@@ -138,22 +177,33 @@ func (e *Engine) take(ctx context.Context, k *making) (row store.Checkpoint, err
 		frozen := time.Now()
 		if k.c.Status == Running {
 			// Added first: a pause that failed half-way must be undone too.
-			undo.add(func(ctx context.Context) error { return e.thaw(ctx, k.sb.ID, k.c) })
+			undo.add(func(ctx context.Context) error { return e.thaw(ctx, k) })
 			if err := failpoint.Hit("checkpoint.before-freeze"); err != nil {
 				return err
 			}
-			if err := k.c.Runtime.Pause(ctx); err != nil {
+			if err := k.sb.host.Pause(ctx, k.sb.ID); err != nil {
 				return err
 			}
 		}
 		if err := failpoint.Hit("checkpoint.after-freeze"); err != nil {
 			return err
 		}
+		if k.opts.Stop && k.row.Kind == KindFull {
+			if k.cut, err = criu.CutOff(k.c.Pid); err != nil {
+				// A kernel without nftables: what a peer sends in the last
+				// instant may be lost with its connection.
+				e.log.Warn("connections are not cut before the dump", "sandbox", k.sb.ID, "err", err)
+			}
+			undo.add(func(context.Context) error { return k.cut.End() })
+		}
 		if err := capture(ctx, k, draft); err != nil {
 			return e.explain(ctx, k, err)
 		}
 		if err := failpoint.Hit("checkpoint.before-commit"); err != nil {
 			return err
+		}
+		if err := e.still(ctx, k); err != nil {
+			return e.explain(ctx, k, err)
 		}
 		row, err = draft.Commit(ctx, k.parts)
 		if err != nil {
@@ -172,13 +222,18 @@ func (e *Engine) take(ctx context.Context, k *making) (row store.Checkpoint, err
 // goOn ends the frozen instant after a commit.
 func (e *Engine) goOn(ctx context.Context, k *making, row store.Checkpoint) error {
 	if err := failpoint.Hit("checkpoint.after-commit"); err != nil {
-		return errors.Join(err, e.thaw(ctx, k.sb.ID, k.c))
+		return errors.Join(err, k.cut.End(), e.thaw(ctx, k))
 	}
 	var err error
 	if k.opts.Stop {
-		err = e.backend.Stop(ctx, k.sb.ID, StopOptions{Silent: true})
+		// Then it is the engine's namespace again, if it is there at all.
+		err = errors.Join(k.sb.host.Stop(ctx, k.sb.ID, StopOptions{Silent: true}), k.cut.End())
+		if err != nil {
+			// Its engine failed us; nothing is left frozen for that.
+			err = hint(errors.Join(err, e.thaw(ctx, k)), fmt.Sprintf("Checkpoint %s is ready; stop the sandbox with: agentbox stop %s", short(row.ID), k.sb.Name))
+		}
 	} else {
-		err = e.thaw(ctx, k.sb.ID, k.c)
+		err = e.thaw(ctx, k)
 	}
 	if err == nil {
 		err = failpoint.Hit("checkpoint.after-thaw")
@@ -186,28 +241,60 @@ func (e *Engine) goOn(ctx context.Context, k *making, row store.Checkpoint) erro
 	return errors.Join(err, e.store.SetHead(ctx, k.sb.ID, row.ID, k.sb.Attempt))
 }
 
-// thaw puts a frozen container back to how Inspect found it.
-func (e *Engine) thaw(ctx context.Context, id string, c Container) error {
-	if c.Status != Running {
+// still proves that nobody let the sandbox go on while it was captured: files
+// and processes would be of two instants.
+func (e *Engine) still(ctx context.Context, k *making) error {
+	if k.sb.host.Properties().FilesOnly {
 		return nil
 	}
-	err := c.Runtime.Resume(ctx)
-	if err != nil && e.ended(ctx, id) {
+	want := k.c.Status
+	if k.live {
+		want = Paused
+	}
+	now, err := k.sb.host.Inspect(ctx, k.sb.ID)
+	if err != nil && k.live && !errors.Is(err, ErrNotFound) {
+		// Its engine does not answer; the OCI runtime knows as well.
+		state, e2 := k.c.Runtime.State(ctx)
+		if e2 != nil {
+			return errors.Join(err, e2)
+		}
+		now, err = Container{Status: Status(state.Status), Pid: state.Pid}, nil
+	}
+	switch {
+	case err != nil:
+		return err
+	case k.live && now.Pid != k.c.Pid && now.Pid != 0:
+		return fmt.Errorf("%w: somebody else restarted it while it was being checkpointed", ErrState)
+	case now.Status != want:
+		return fmt.Errorf("%w: somebody else let it go on while it was being checkpointed: it is %s", ErrState, now.Status)
+	}
+	return nil
+}
+
+// thaw puts a frozen container back to how Inspect found it.
+func (e *Engine) thaw(ctx context.Context, k *making) error {
+	if k.c.Status != Running {
+		return nil
+	}
+	err := k.sb.host.Unpause(ctx, k.sb.ID)
+	if err == nil {
+		return nil
+	}
+	// One that ended meanwhile, or that somebody removed, needs no thawing.
+	now, e2 := k.sb.host.Inspect(ctx, k.sb.ID)
+	if errors.Is(e2, ErrNotFound) || e2 == nil && now.Status == Exited {
 		return nil
 	}
 	return err
 }
 
-// ended tells whether a container that was running has exited since.
-func (e *Engine) ended(ctx context.Context, id string) bool {
-	now, err := e.backend.Inspect(ctx, id)
-	return err == nil && now.Status == Exited
-}
-
 // explain names the one cause that looks like many others: the sandbox ended
 // under the hands that captured it.
 func (e *Engine) explain(ctx context.Context, k *making, err error) error {
-	now, e2 := e.backend.Inspect(context.WithoutCancel(ctx), k.sb.ID)
+	now, e2 := k.sb.host.Inspect(context.WithoutCancel(ctx), k.sb.ID)
+	if errors.Is(e2, ErrNotFound) {
+		return fmt.Errorf("%w: it was removed while it was being checkpointed", ErrState)
+	}
 	if k.live && e2 == nil && now.Status == Exited {
 		return fmt.Errorf("%w: it ended (exit code %d) while it was being checkpointed", ErrState, now.ExitCode)
 	}
@@ -226,7 +313,7 @@ func capture(ctx context.Context, k *making, draft *store.Draft) error {
 	if k.row.Kind == KindFiles {
 		n, err := captureFiles(ctx, k.c.Upper, draft, overlay.CaptureOptions{})
 		k.parts.Files.Entries = n
-		return err
+		return errors.Join(err, captureVolumes(ctx, k, draft))
 	}
 	print, err := newFootprint(k.c.Pid, k.c.Upper)
 	if err != nil {
@@ -235,11 +322,16 @@ func capture(ctx context.Context, k *making, draft *store.Draft) error {
 	var group errgroup.Group // no shared context: a dump that began must end
 	group.Go(func() (err error) {
 		opts := overlay.CaptureOptions{Skip: print.skip, Known: print.known}
-		k.parts.Files.Entries, err = captureFiles(ctx, k.c.Upper, draft, opts)
-		return err
+		if k.parts.Files.Entries, err = captureFiles(ctx, k.c.Upper, draft, opts); err != nil {
+			return err
+		}
+		return captureVolumes(ctx, k, draft)
 	})
 	group.Go(func() (err error) {
 		k.parts.Processes, err = dump(ctx, k, draft)
+		if err == nil {
+			err = k.checkFresh(draft.CRIUDir())
+		}
 		return errors.Join(err, print.erase())
 	})
 	if err := group.Wait(); err != nil {
@@ -254,22 +346,27 @@ func captureFiles(ctx context.Context, upper string, draft *store.Draft, opts ov
 	if err != nil {
 		return 0, err
 	}
-	defer func() { err = errors.Join(err, files.Close()) }()
 	list, err := draft.TreeWriter()
 	if err != nil {
-		return 0, err
+		return 0, errors.Join(err, files.Close())
 	}
-	defer func() { err = errors.Join(err, list.Close()) }()
+	if n, err = captureTree(ctx, upper, files, list, opts); err != nil {
+		return 0, fmt.Errorf("capture files: %w", err)
+	}
+	return n, failpoint.Hit("checkpoint.after-capture")
+}
+
+// captureTree writes a directory's archive and the list of its entries, and
+// closes both.
+func captureTree(ctx context.Context, dir string, files, list io.WriteCloser, opts overlay.CaptureOptions) (n int64, err error) {
+	defer func() { err = errors.Join(err, files.Close(), list.Close()) }()
 	tree := overlay.NewTreeWriter(list)
 	opts.Entry = tree.Write
-	sum, err := overlay.Capture(ctx, upper, files, opts)
+	sum, err := overlay.Capture(ctx, dir, files, opts)
 	if err == nil {
 		err = tree.Close()
 	}
-	if err != nil {
-		return 0, fmt.Errorf("capture files: %w", err)
-	}
-	return sum.Entries, failpoint.Hit("checkpoint.after-capture")
+	return sum.Entries, err
 }
 
 // dump has CRIU write the processes' images.
@@ -279,7 +376,7 @@ func dump(ctx context.Context, k *making, draft *store.Draft) (*store.Processes,
 	}
 	opts := criu.DumpOptions{
 		ImageDir: draft.CRIUDir(), WorkDir: filepath.Join(draft.Dir(), workDir), LeaveRunning: true,
-		Options: criu.Options{TCP: k.opts.TCP}, Hold: k.sb.lock.File(),
+		Options: criu.Options{TCP: k.opts.TCP, EmptyNetwork: k.c.EmptyNetwork}, Hold: k.sb.lock.File(),
 	}
 	if deadline, ok := ctx.Deadline(); ok {
 		opts.Timeout = time.Until(deadline)
@@ -300,7 +397,7 @@ func (e *Engine) Checkpoints(ctx context.Context, filter CheckpointFilter) (_ []
 	defer func() { err = fail("checkpoint ls", filter.Sandbox, err) }()
 	f := store.Filter{All: filter.All, Labels: filter.Labels, Trigger: filter.Trigger}
 	if filter.Sandbox != "" {
-		switch sb, err := e.store.Sandbox(ctx, filter.Sandbox); {
+		switch sb, err := e.find(ctx, filter.Sandbox); {
 		case err == nil:
 			f.SandboxID = sb.ID
 		case errors.Is(err, ErrNotFound):
@@ -327,7 +424,7 @@ func (e *Engine) Checkpoints(ctx context.Context, filter CheckpointFilter) (_ []
 
 // CheckpointInfo describes one checkpoint.
 func (e *Engine) CheckpointInfo(ctx context.Context, ref string) (Checkpoint, error) {
-	row, err := e.store.Checkpoint(ctx, ref)
+	row, err := e.checkpoint(ctx, ref)
 	if err != nil {
 		return Checkpoint{}, fail("checkpoint inspect", ref, err)
 	}
@@ -337,7 +434,7 @@ func (e *Engine) CheckpointInfo(ctx context.Context, ref string) (Checkpoint, er
 // RemoveCheckpoint deletes a checkpoint and its data.
 func (e *Engine) RemoveCheckpoint(ctx context.Context, ref string) (err error) {
 	defer func() { err = fail("checkpoint rm", ref, err) }()
-	row, err := e.store.Checkpoint(ctx, ref)
+	row, err := e.checkpoint(ctx, ref)
 	if err != nil {
 		return err
 	}
@@ -351,7 +448,7 @@ func (e *Engine) RemoveCheckpoint(ctx context.Context, ref string) (err error) {
 
 // VerifyCheckpoint rereads all of a checkpoint.
 func (e *Engine) VerifyCheckpoint(ctx context.Context, ref string) error {
-	row, err := e.store.Checkpoint(ctx, ref)
+	row, err := e.checkpoint(ctx, ref)
 	if err == nil {
 		err = e.store.VerifyCheckpoint(ctx, row.ID)
 	}

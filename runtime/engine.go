@@ -22,7 +22,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/agentbox/agentbox/images"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -48,14 +47,15 @@ const execTries = 10
 
 // Engine is the embedded Service: it works on this host, without a daemon.
 type Engine struct {
-	run     string // transient state, e.g. /run/agentbox
-	store   *store.Store
-	images  *images.Store
-	backend Backend
-	log     *slog.Logger
+	run   string // transient state, e.g. /run/agentbox
+	store *store.Store
+	first string // the backend of new sandboxes
+	make  func(name string) (Host, error)
+	log   *slog.Logger
 
-	// Locks that say "my caller waits for this sandbox's exit code"; see hold.
 	mu    sync.Mutex
+	hosts map[string]Host // those in use
+	// Locks that say "my caller waits for this sandbox's exit code"; see hold.
 	holds map[string]*store.Lock
 }
 
@@ -65,9 +65,9 @@ var _ Service = (*Engine)(nil)
 type Options struct {
 	Run     string
 	Store   *store.Store
-	Images  *images.Store
-	Backend Backend
-	Log     *slog.Logger // nil: slog.Default
+	Backend string                          // the one of new sandboxes, and of names that are no sandbox's
+	Open    func(name string) (Host, error) // called once for each backend, when it is first needed
+	Log     *slog.Logger                    // nil: slog.Default
 }
 
 // New returns an Engine over its parts.
@@ -76,7 +76,31 @@ func New(opts Options) *Engine {
 	if log == nil {
 		log = slog.Default()
 	}
-	return &Engine{run: opts.Run, store: opts.Store, images: opts.Images, backend: opts.Backend, log: log}
+	return &Engine{run: opts.Run, store: opts.Store, first: opts.Backend, make: opts.Open, log: log, hosts: map[string]Host{}}
+}
+
+// host returns a backend by its name.
+func (e *Engine) host(name string) (Host, error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	h, ok := e.hosts[name]
+	if ok {
+		return h, nil
+	}
+	h, err := e.make(name)
+	if err == nil {
+		e.hosts[name] = h
+	}
+	return h, err
+}
+
+// images returns those of new sandboxes' backend.
+func (e *Engine) images() (Images, error) {
+	h, err := e.host(e.first)
+	if err == nil && h.Images == nil {
+		err = fmt.Errorf("%w: backend %s makes no sandboxes, it only takes on containers that are there", ErrUnsupported, e.first)
+	}
+	return h.Images, err
 }
 
 // Close releases the store.
@@ -176,13 +200,18 @@ func (u *undo) run(ctx context.Context, err *error) {
 // locked is a sandbox whose lock this process holds.
 type locked struct {
 	store.Sandbox
+	host Host
 	lock *store.Lock
 }
 
 // acquire finds a sandbox and takes its lock for a verb, waiting that long for
 // another verb to end.
 func (e *Engine) acquire(ctx context.Context, ref, verb string, wait time.Duration) (*locked, error) {
-	sb, err := e.store.Sandbox(ctx, ref)
+	sb, err := e.find(ctx, ref)
+	if err != nil {
+		return nil, err
+	}
+	host, err := e.host(sb.Backend)
 	if err != nil {
 		return nil, err
 	}
@@ -200,7 +229,7 @@ func (e *Engine) acquire(ctx context.Context, ref, verb string, wait time.Durati
 		lock.Unlock()
 		return nil, err
 	}
-	return &locked{sb, lock}, nil
+	return &locked{sb, host, lock}, nil
 }
 
 // errUnfinished keeps an intent in the journal: what is left of the verb is for
@@ -256,7 +285,7 @@ func identity(s Spec, attempt int) []string {
 
 // Sandbox describes one sandbox as it is now.
 func (e *Engine) Sandbox(ctx context.Context, ref string) (Sandbox, error) {
-	sb, err := e.store.Sandbox(ctx, ref)
+	sb, err := e.find(ctx, ref)
 	if err != nil {
 		return Sandbox{}, fail("inspect", ref, err)
 	}
@@ -277,8 +306,13 @@ func (e *Engine) Sandboxes(ctx context.Context) ([]Sandbox, error) {
 			// Removed since we read the row, or not made yet.
 			continue
 		}
-		if err != nil {
+		if errors.Is(err, ErrCorrupt) || ctx.Err() != nil {
 			return nil, fail("ps", sb.Name, err)
+		}
+		if err != nil {
+			// Its engine does not answer; the others are none the worse.
+			e.log.Warn("state unknown", "sandbox", sb.Name, "err", err)
+			out.Status = Unknown
 		}
 		list = append(list, out)
 	}
@@ -291,18 +325,19 @@ func (e *Engine) view(ctx context.Context, sb store.Sandbox) (Sandbox, error) {
 	if err != nil {
 		return Sandbox{}, err
 	}
-	c, err := e.backend.Inspect(ctx, sb.ID)
-	if err != nil {
-		return Sandbox{}, err
-	}
 	labels := sb.Labels
 	if labels == nil {
 		labels = map[string]string{}
+	}
+	var c Container
+	host, err := e.host(sb.Backend)
+	if err == nil {
+		c, err = host.Inspect(ctx, sb.ID)
 	}
 	return Sandbox{
 		ID: sb.ID, Name: sb.Name, Status: c.Status, Pid: c.Pid, ExitCode: c.ExitCode,
 		Upperdir: c.Upper, Image: sb.Image, ImageDigest: sb.ImageDigest, Backend: sb.Backend,
 		Head: sb.Head, Attempt: sb.Attempt, Created: sb.Created, Started: c.Started, Finished: c.Finished,
 		Labels: labels, Address: c.Address, Kept: sb.Kept, Spec: s,
-	}, nil
+	}, err
 }

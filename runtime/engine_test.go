@@ -58,7 +58,8 @@ func newRig(t testing.TB, wrap func(runtime.Backend) runtime.Backend) *rig {
 	if wrap != nil {
 		b = wrap(b)
 	}
-	r := &rig{Engine: runtime.New(runtime.Options{Run: filepath.Join(root, "run"), Store: st, Images: img, Backend: b}), root: root, store: st}
+	r := &rig{Engine: runtime.New(runtime.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "memory",
+		Open: func(string) (runtime.Host, error) { return runtime.Host{Backend: b, Images: img}, nil }}), root: root, store: st}
 	t.Cleanup(func() { r.Close() })
 	return r
 }
@@ -324,5 +325,73 @@ func TestBusy(t *testing.T) {
 	_, err = r.Checkpoint(ctx, "box", runtime.CheckpointOptions{})
 	if !errors.Is(err, runtime.ErrBusy) || !strings.Contains(err.Error(), fmt.Sprintf("checkpoint by pid %d", os.Getpid())) {
 		t.Fatalf("got %v", err)
+	}
+}
+
+// A checkpoint takes volumes along when it is asked to, and its restore puts
+// them back; a restore that fails, at whichever point, leaves them as they were.
+func TestVolumes(t *testing.T) {
+	for _, broken := range []string{"", "restore.after-layout", "restore.after-stop", "restore.between-exchanges", "restore.after-exchange"} {
+		r := newRig(t, nil)
+		sb, err := r.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{
+			Name: "v", Image: "base", Args: []string{"sleep", "1000"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+			Mounts: []runtime.Mount{{Type: "volume", Source: "one", Target: "/one"}, {Type: "volume", Source: "two", Target: "/two"}},
+		}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		dirs := []string{sb.Upperdir, filepath.Join(r.root, "memory/volumes/one/data"), filepath.Join(r.root, "memory/volumes/two/data")}
+		put := func(text string) {
+			for i, dir := range dirs {
+				if err := os.WriteFile(filepath.Join(dir, "f"), []byte(fmt.Sprint(text, i)), 0o600); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		has := func(text string) {
+			t.Helper()
+			for i, dir := range dirs {
+				if d := cmp.Diff(map[string]string{"f": fmt.Sprint(text, i)}, contents(t, dir)); d != "" {
+					t.Error(dir, d)
+				}
+				if beside, _ := os.ReadDir(filepath.Dir(dir)); slices.ContainsFunc(beside, func(e os.DirEntry) bool { return strings.HasSuffix(e.Name(), ".new") }) {
+					t.Errorf("left beside %s: %v", dir, beside)
+				}
+			}
+		}
+		put("old")
+		if _, err := r.Start(ctx, "v", nil); err != nil {
+			t.Fatal(err)
+		}
+		if err := r.Stop(ctx, "v", 0); err != nil {
+			t.Fatal(err)
+		}
+		ck, err := r.Checkpoint(ctx, "v", runtime.CheckpointOptions{WithVolumes: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		plain, err := r.Checkpoint(ctx, "v", runtime.CheckpointOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !strings.Contains(fmt.Sprint(plain.Warnings), "volume one and not part") || len(ck.Warnings) > 0 {
+			t.Errorf("warnings: %v and %v", plain.Warnings, ck.Warnings)
+		}
+		if err := r.VerifyCheckpoint(ctx, ck.ID); err != nil {
+			t.Error(err)
+		}
+		put("new")
+		if broken != "" {
+			t.Setenv("AGENTBOX_FAILPOINT", broken+"=error")
+			if _, err := r.Restore(ctx, "v", runtime.RestoreOptions{Checkpoint: ck.ID}); err == nil {
+				t.Errorf("%s: the restore succeeded (tests need the tag failpoint)", broken)
+			}
+			has("new")
+			t.Setenv("AGENTBOX_FAILPOINT", "")
+		}
+		if _, err := r.Restore(ctx, "v", runtime.RestoreOptions{Checkpoint: ck.ID, Verify: true}); err != nil {
+			t.Fatal(err)
+		}
+		has("old")
 	}
 }

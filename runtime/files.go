@@ -12,11 +12,11 @@ import (
 
 // onRoot runs fn on a sandbox's root filesystem.
 func (e *Engine) onRoot(ctx context.Context, ref string, fn func(root string) error) error {
-	sb, err := e.store.Sandbox(ctx, ref)
+	sb, err := e.locate(ctx, ref)
 	if err != nil {
 		return fail("cp", ref, err)
 	}
-	return fail("cp", ref, e.backend.Mount(ctx, sb.ID, fn))
+	return fail("cp", ref, sb.host.Mount(ctx, sb.ID, fn))
 }
 
 // CopyFrom writes a path of the sandbox as a tar stream.
@@ -41,22 +41,31 @@ func (e *Engine) Stat(ctx context.Context, ref, path string) (out PathStat, err 
 
 // ImportImage makes an image of a tarball or a directory.
 func (e *Engine) ImportImage(ctx context.Context, name, source string) (Image, error) {
-	img, err := e.images.Import(ctx, name, source)
+	to, err := e.images()
+	if err != nil {
+		return Image{}, fail("image import", name, err)
+	}
+	img, err := to.Import(ctx, name, source)
 	return imageView(img), fail("image import", name, err)
 }
 
 // ImportImageFrom makes an image of a tar stream.
 func (e *Engine) ImportImageFrom(ctx context.Context, name string, r io.Reader) (Image, error) {
-	img, err := e.images.ImportFrom(ctx, name, r)
+	to, err := e.images()
+	if err != nil {
+		return Image{}, fail("image import", name, err)
+	}
+	img, err := to.ImportFrom(ctx, name, r)
 	return imageView(img), fail("image import", name, err)
 }
 
 // Images lists all images.
 func (e *Engine) Images(ctx context.Context) ([]Image, error) {
-	// So that the built-in image is seen before it was ever used. A host
-	// without a static busybox has none, and what else is wrong List tells.
-	_, _ = e.images.Resolve(ctx, "busybox")
-	list, err := e.images.List(ctx)
+	from, err := e.images()
+	if err != nil {
+		return nil, fail("image ls", "", err)
+	}
+	list, err := from.List(ctx)
 	if err != nil {
 		return nil, fail("image ls", "", err)
 	}
@@ -92,12 +101,16 @@ func (e *Engine) RemoveImage(ctx context.Context, name string) (err error) {
 			users[ck.ImageDigest] = "checkpoint " + short(ck.ID) + " of " + ck.SandboxName
 		}
 	}
-	img, err := e.images.Resolve(ctx, name)
+	from, err := e.images()
+	if err != nil {
+		return err
+	}
+	img, err := from.Resolve(ctx, name)
 	if err != nil {
 		return err
 	}
 	if user := users[img.Digest]; user != "" {
 		return hint(fmt.Errorf("%w: %s needs it", ErrState, user), "Remove what needs it first.")
 	}
-	return e.images.Remove(ctx, name, func(digest string) bool { return users[digest] != "" })
+	return from.Remove(ctx, name, func(digest string) bool { return users[digest] != "" })
 }

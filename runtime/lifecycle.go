@@ -29,17 +29,21 @@ const stopTimeout = 10 * time.Second
 func (e *Engine) Create(ctx context.Context, req CreateRequest) (_ Sandbox, err error) {
 	name := req.Spec.Name
 	defer func() { err = fail("create", name, err) }()
-	img, err := e.images.Resolve(ctx, req.Spec.Image)
+	from, err := e.images()
 	if err != nil {
 		return Sandbox{}, err
 	}
-	s, err := complete(req, img)
+	img, err := from.Resolve(ctx, req.Spec.Image)
+	if err != nil {
+		return Sandbox{}, err
+	}
+	s, err := complete(req, img, e.first)
 	if err != nil {
 		return Sandbox{}, err
 	}
 	name = s.Name
 	row := store.Sandbox{
-		ID: s.ID, Name: s.Name, Backend: e.backend.Properties().Name, Image: s.Image, ImageDigest: s.ImageDigest,
+		ID: s.ID, Name: s.Name, Backend: e.first, Image: s.Image, ImageDigest: s.ImageDigest,
 		Lower: img.Lower, Attempt: 1, Created: time.Now(), Labels: s.Labels,
 	}
 	lock, err := e.store.Lock(ctx, s.ID, "create", lockWait)
@@ -54,6 +58,11 @@ func (e *Engine) Create(ctx context.Context, req CreateRequest) (_ Sandbox, err 
 	return e.Sandbox(ctx, s.ID)
 }
 
+// creating is the journal's data of a creation.
+type creating struct {
+	Backend string `json:"backend"`
+}
+
 // create records a sandbox, whose lock is held, and has the backend make its
 // container.
 func (e *Engine) create(ctx context.Context, s Spec, row store.Sandbox) error {
@@ -61,7 +70,11 @@ func (e *Engine) create(ctx context.Context, s Spec, row store.Sandbox) error {
 	if row.Spec, err = json.Marshal(s); err != nil {
 		return err
 	}
-	return e.intent(ctx, store.Intent{Op: opCreate, Sandbox: s.ID}, nil, func(int64) (err error) {
+	host, err := e.host(row.Backend)
+	if err != nil {
+		return err
+	}
+	return e.intent(ctx, store.Intent{Op: opCreate, Sandbox: s.ID}, creating{row.Backend}, func(int64) (err error) {
 		var undo undo
 		defer func() { undo.run(ctx, &err) }()
 		if err := failpoint.Hit("create.before-row"); err != nil {
@@ -74,8 +87,8 @@ func (e *Engine) create(ctx context.Context, s Spec, row store.Sandbox) error {
 		if err := failpoint.Hit("create.after-row"); err != nil {
 			return err
 		}
-		undo.add(func(ctx context.Context) error { return e.backend.Remove(ctx, s.ID) })
-		if err := e.backend.Create(ctx, s, row.Lower); err != nil {
+		undo.add(func(ctx context.Context) error { return host.Remove(ctx, s.ID) })
+		if err := host.Create(ctx, s, row.Lower); err != nil {
 			return err
 		}
 		return failpoint.Hit("create.after-backend")
@@ -84,7 +97,7 @@ func (e *Engine) create(ctx context.Context, s Spec, row store.Sandbox) error {
 
 // complete fills a request in from the image and from defaults, and refuses
 // what cannot work.
-func complete(req CreateRequest, img images.Image) (Spec, error) {
+func complete(req CreateRequest, img images.Image, backend string) (Spec, error) {
 	s := req.Spec
 	s.ID = newID()
 	if s.Name == "" {
@@ -93,7 +106,7 @@ func complete(req CreateRequest, img images.Image) (Spec, error) {
 	if err := store.ValidName(s.Name); err != nil {
 		return s, err
 	}
-	s.ImageDigest = img.Digest
+	s.ImageDigest, s.Backend = img.Digest, backend
 	// Docker's rule: an entrypoint of one's own drops the image's command too.
 	entry, cmd := req.Entrypoint, s.Args
 	if entry == nil {
@@ -208,7 +221,7 @@ func (e *Engine) Start(ctx context.Context, ref string, streams *Streams) (wait 
 	if err != nil {
 		return nil, err
 	}
-	c, err := e.backend.Inspect(ctx, sb.ID)
+	c, err := sb.host.Inspect(ctx, sb.ID)
 	if err != nil {
 		return nil, err
 	}
@@ -229,7 +242,7 @@ func (e *Engine) Start(ctx context.Context, ref string, streams *Streams) (wait 
 		if err := failpoint.Hit("start.before-backend"); err != nil {
 			return err
 		}
-		wait, err = e.backend.Start(ctx, sb.ID, StartOptions{Streams: streams, Env: identity(s, sb.Attempt)})
+		wait, err = sb.host.Start(ctx, sb.ID, StartOptions{Streams: streams, Env: identity(s, sb.Attempt)})
 		if err != nil {
 			return err
 		}
@@ -244,12 +257,12 @@ func (e *Engine) Start(ctx context.Context, ref string, streams *Streams) (wait 
 }
 
 // inState finds a sandbox and checks that it is in one of the given states.
-func (e *Engine) inState(ctx context.Context, ref string, states ...Status) (store.Sandbox, Container, error) {
-	sb, err := e.store.Sandbox(ctx, ref)
+func (e *Engine) inState(ctx context.Context, ref string, states ...Status) (located, Container, error) {
+	sb, err := e.locate(ctx, ref)
 	if err != nil {
 		return sb, Container{}, err
 	}
-	c, err := e.backend.Inspect(ctx, sb.ID)
+	c, err := sb.host.Inspect(ctx, sb.ID)
 	if err != nil {
 		return sb, c, err
 	}
@@ -261,7 +274,7 @@ func (e *Engine) inState(ctx context.Context, ref string, states ...Status) (sto
 
 // running finds a sandbox that runs. One that a checkpoint holds frozen for a
 // moment is waited for: its callers must not notice checkpoints.
-func (e *Engine) running(ctx context.Context, ref, verb string) (store.Sandbox, error) {
+func (e *Engine) running(ctx context.Context, ref, verb string) (located, error) {
 	sb, c, err := e.inState(ctx, ref, Running, Paused, Created, Exited)
 	if err != nil {
 		return sb, err
@@ -281,7 +294,7 @@ func (e *Engine) running(ctx context.Context, ref, verb string) (store.Sandbox, 
 func (e *Engine) Attach(ctx context.Context, ref string, streams Streams) error {
 	sb, err := e.running(ctx, ref, "attach")
 	if err == nil {
-		err = e.backend.Attach(ctx, sb.ID, streams)
+		err = sb.host.Attach(ctx, sb.ID, streams)
 	}
 	if errors.Is(err, ErrDetached) {
 		return ErrDetached
@@ -301,14 +314,14 @@ func (e *Engine) Exec(ctx context.Context, ref string, p Process, streams Stream
 	if err != nil {
 		return 0, fail("exec", ref, err)
 	}
-	exit, err := e.backend.Exec(ctx, sb.ID, p, streams)
+	exit, err := sb.host.Exec(ctx, sb.ID, p, streams)
 	// A checkpoint may freeze the sandbox between our look and the runtime's,
 	// which then refuses. Input may be gone by then, and cannot be sent twice.
 	for try := 1; errors.Is(err, ErrState) && try < execTries && streams.Stdin == nil && !p.Terminal; try++ {
 		if _, gone := e.running(ctx, sb.ID, "exec"); gone != nil {
 			break
 		}
-		exit, err = e.backend.Exec(ctx, sb.ID, p, streams)
+		exit, err = sb.host.Exec(ctx, sb.ID, p, streams)
 	}
 	if errors.Is(err, ErrDetached) {
 		return exit, ErrDetached
@@ -318,21 +331,21 @@ func (e *Engine) Exec(ctx context.Context, ref string, p Process, streams Stream
 
 // Wait blocks until the sandbox has exited.
 func (e *Engine) Wait(ctx context.Context, ref string) (int, error) {
-	sb, err := e.store.Sandbox(ctx, ref)
+	sb, err := e.locate(ctx, ref)
 	if err != nil {
 		return 0, fail("wait", ref, err)
 	}
-	exit, err := e.backend.Wait(ctx, sb.ID)
+	exit, err := sb.host.Wait(ctx, sb.ID)
 	return exit, fail("wait", ref, err)
 }
 
 // Logs writes what the sandbox's processes printed.
 func (e *Engine) Logs(ctx context.Context, ref string, opts LogOptions, stdout, stderr io.Writer) error {
-	sb, err := e.store.Sandbox(ctx, ref)
+	sb, err := e.locate(ctx, ref)
 	if err != nil {
 		return fail("logs", ref, err)
 	}
-	return fail("logs", ref, e.backend.Logs(ctx, sb.ID, opts, stdout, stderr))
+	return fail("logs", ref, sb.host.Logs(ctx, sb.ID, opts, stdout, stderr))
 }
 
 // Kill sends a signal to the sandbox's first process.
@@ -346,7 +359,7 @@ func (e *Engine) Kill(ctx context.Context, ref, signal string) (err error) {
 		// A frozen process dies only once it thaws; Stop sees to both.
 		return e.stop(ctx, sb.ID, StopOptions{})
 	}
-	return c.Runtime.Kill(ctx, cmp.Or(signal, "KILL"), false)
+	return sb.host.Kill(ctx, sb.ID, cmp.Or(signal, "KILL"))
 }
 
 func isKill(signal string) bool {
@@ -372,7 +385,7 @@ func (e *Engine) stop(ctx context.Context, ref string, opts StopOptions) error {
 	}
 	err = failpoint.Hit("stop.before-backend")
 	if err == nil {
-		err = e.backend.Stop(ctx, sb.ID, opts)
+		err = sb.host.Stop(ctx, sb.ID, opts)
 	}
 	if err == nil {
 		e.log.Info("stopped", "sandbox", sb.ID)
@@ -397,12 +410,12 @@ func (e *Engine) freeze(ctx context.Context, ref string, from Status) error {
 	if err != nil {
 		return err
 	}
-	_, c, err := e.inState(ctx, sb.ID, from)
+	_, _, err = e.inState(ctx, sb.ID, from)
 	if err == nil {
 		if from == Running {
-			err = c.Runtime.Pause(ctx)
+			err = sb.host.Pause(ctx, sb.ID)
 		} else {
-			err = c.Runtime.Resume(ctx)
+			err = sb.host.Unpause(ctx, sb.ID)
 		}
 	}
 	sb.lock.Unlock()
@@ -421,7 +434,7 @@ func (e *Engine) Remove(ctx context.Context, ref string, opts RemoveOptions) (er
 		e.release(sb.ID)
 		return nil
 	}
-	c, err := e.backend.Inspect(ctx, sb.ID)
+	c, err := sb.host.Inspect(ctx, sb.ID)
 	if err != nil && !errors.Is(err, ErrNotFound) {
 		return err
 	}
@@ -429,37 +442,42 @@ func (e *Engine) Remove(ctx context.Context, ref string, opts RemoveOptions) (er
 		return hint(fmt.Errorf("%w: it is %s", ErrState, c.Status), "Stop it first, or remove it with --force.")
 	}
 	defer e.release(sb.ID)
-	return e.remove(ctx, sb.ID, opts.Checkpoints)
+	return e.remove(ctx, sb, opts.Checkpoints)
 }
 
 // removal is the journal's data of a removal.
 type removal struct {
-	Checkpoints bool `json:"checkpoints"`
+	Checkpoints bool   `json:"checkpoints"`
+	Backend     string `json:"backend"`
 }
 
 // remove takes a sandbox away; its lock is held. Once begun it is always
 // finished, if need be by Recover.
-func (e *Engine) remove(ctx context.Context, id string, checkpoints bool) error {
-	data, err := json.Marshal(removal{checkpoints})
+func (e *Engine) remove(ctx context.Context, sb *locked, checkpoints bool) error {
+	data, err := json.Marshal(removal{checkpoints, sb.Backend})
 	if err != nil {
 		return err
 	}
-	seq, err := e.store.Begin(ctx, store.Intent{Op: opRemove, Sandbox: id, Data: data})
+	seq, err := e.store.Begin(ctx, store.Intent{Op: opRemove, Sandbox: sb.ID, Data: data})
 	if err != nil {
 		return err
 	}
-	if err := e.finishRemove(ctx, id, checkpoints); err != nil {
+	if err := e.finishRemove(ctx, sb.host, sb.ID, checkpoints); err != nil {
 		return err // the intent stays: Recover tries again
 	}
-	e.log.Info("removed", "sandbox", id)
+	e.log.Info("removed", "sandbox", sb.ID)
 	return e.store.Done(context.WithoutCancel(ctx), seq)
 }
 
-func (e *Engine) finishRemove(ctx context.Context, id string, checkpoints bool) error {
+func (e *Engine) finishRemove(ctx context.Context, host Host, id string, checkpoints bool) error {
 	if err := failpoint.Hit("remove.before-backend"); err != nil {
 		return err
 	}
-	if err := e.backend.Remove(ctx, id); err != nil {
+	if err := host.Remove(ctx, id); err != nil {
+		return err
+	}
+	// What restores have left here for the OCI runtime.
+	if err := os.RemoveAll(filepath.Join(e.run, id)); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("remove.after-backend"); err != nil {
@@ -506,7 +524,7 @@ func (e *Engine) Reap(ctx context.Context, id string) (err error) {
 	if busy, err := e.interruptedIn(ctx, id); err != nil || busy {
 		return err // it was not the end of the sandbox, but of a verb; Recover sees to both
 	}
-	c, err := e.backend.Inspect(ctx, id)
+	c, err := sb.host.Inspect(ctx, id)
 	if err != nil || c.Status != Exited {
 		return err
 	}
@@ -515,7 +533,7 @@ func (e *Engine) Reap(ctx context.Context, id string) (err error) {
 		return err
 	}
 	if s.AutoRemove && !sb.Kept {
-		return e.remove(ctx, id, false)
+		return e.remove(ctx, sb, false)
 	}
-	return e.backend.Stop(ctx, id, StopOptions{})
+	return sb.host.Stop(ctx, id, StopOptions{})
 }

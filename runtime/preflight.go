@@ -34,6 +34,23 @@ func checkSources(s Spec) error {
 	return nil
 }
 
+// possible proves, before anything is made, that what the restore ends can be
+// started again.
+func (r *restoration) possible() error {
+	if r.c.AutoRemove {
+		return hint(fmt.Errorf("%w: its engine removes it as soon as it stops (it was started with --rm), and a restore stops it", ErrState),
+			"Start it again without --rm; checkpoints of it can be taken all the same.")
+	}
+	if r.c.Busy != "" {
+		return hint(fmt.Errorf("%w: %s", ErrState, r.c.Busy), r.c.Remedy)
+	}
+	if r.full() && r.c.NoRestore != "" {
+		return hint(hint(fmt.Errorf("%w: %s", ErrUnsupported, r.c.NoRestore), r.c.Remedy),
+			fmt.Sprintf("Or restore the files alone: agentbox restore %s %s --files-only", r.sb.Name, short(r.row.ID)))
+	}
+	return checkSources(r.spec)
+}
+
 // checkTools proves that there are programs to restore processes with.
 func (r *restoration) checkTools() error {
 	if !r.full() {
@@ -99,7 +116,7 @@ func (r *restoration) checkTarget(m Mount) error {
 	if err != nil {
 		return err
 	}
-	for _, layer := range append([]string{r.data.Staged}, r.sb.Lower...) {
+	for _, layer := range append([]string{r.data.Trees[0].Staged}, r.c.Lower...) {
 		jail, err := policy.Open(layer)
 		if err != nil {
 			return err
@@ -126,12 +143,31 @@ func (r *restoration) bound(name string) (source, rest, kind string) {
 		target := path.Clean(m.Target)
 		if below, in := strings.CutPrefix(name, target); in && (below == "" || below[0] == '/') && len(target) > longest {
 			longest, source, rest, kind = len(target), m.Source, below, m.Type
+			if dir := r.volume(m.Source); kind == "volume" && dir != "" {
+				source, kind = dir, "bind"
+			}
 		}
 	}
 	if file := r.c.Managed[name]; file != "" && len(name) > longest {
 		return file, "", "bind"
 	}
 	return source, rest, kind
+}
+
+// volume is where the files of a volume are as restored processes will find
+// them: laid out beside it, when the checkpoint has it.
+func (r *restoration) volume(name string) string {
+	for _, t := range r.data.Trees {
+		if t.Volume > 0 && r.reader.Manifest().Volumes[t.Volume-1].Name == name {
+			return t.Staged
+		}
+	}
+	for _, v := range r.c.Volumes {
+		if v.Name == name {
+			return v.Path
+		}
+	}
+	return ""
 }
 
 // check compares a file beneath a bind's source, which others write, with what

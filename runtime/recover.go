@@ -1,13 +1,19 @@
 package runtime
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -19,6 +25,7 @@ const (
 	opCheckpoint = "checkpoint"
 	opRestore    = "restore"
 	opRemove     = "rm"
+	opApply      = "apply"
 )
 
 // recoverWait is how long Recover waits for the lock of an interrupted verb: a
@@ -76,19 +83,25 @@ func (e *Engine) finish(ctx context.Context, in store.Intent) (did string, err e
 	if err != nil || !ok {
 		return "", err
 	}
+	host, err := e.hostOf(ctx, in)
+	if err != nil {
+		return "", err
+	}
 	switch in.Op {
 	case opCreate:
-		did, err = e.finishCreate(ctx, in)
+		did, err = e.finishCreate(ctx, in, host)
 	case opStart:
-		did, err = e.finishStart(ctx, in)
+		did, err = e.finishStart(ctx, in, host)
 	case opCheckpoint:
-		did, err = e.finishCheckpoint(ctx, in)
+		did, err = e.finishCheckpoint(ctx, in, host)
 	case opRestore:
-		did, err = e.finishRestore(ctx, in, lock)
+		did, err = e.finishRestore(ctx, in, host, lock)
+	case opApply:
+		did, err = e.finishApply(ctx, in, host)
 	case opRemove:
 		var data removal
 		if data, err = decode[removal](in.Data); err == nil {
-			did, err = fmt.Sprintf("finished the removal of sandbox %s", short(in.Sandbox)), e.finishRemove(ctx, in.Sandbox, data.Checkpoints)
+			did, err = fmt.Sprintf("finished the removal of sandbox %s", short(in.Sandbox)), e.finishRemove(ctx, host, in.Sandbox, data.Checkpoints)
 		}
 	default:
 		return "", fmt.Errorf("%w: the journal names a verb %q that this version does not know", ErrUnsupported, in.Op)
@@ -123,17 +136,34 @@ func (e *Engine) pending(ctx context.Context, seq int64) (store.Intent, bool, er
 	return store.Intent{}, false, nil
 }
 
-func (e *Engine) finishCreate(ctx context.Context, in store.Intent) (string, error) {
+// hostOf returns the backend of an interrupted verb's sandbox. One that has no
+// record is of the backend that the verb noted.
+func (e *Engine) hostOf(ctx context.Context, in store.Intent) (Host, error) {
+	sb, err := e.store.Sandbox(ctx, in.Sandbox)
+	if err == nil {
+		return e.host(sb.Backend)
+	}
+	if !errors.Is(err, ErrNotFound) {
+		return Host{}, err
+	}
+	noted, err := decode[creating](in.Data)
+	if err != nil {
+		return Host{}, err
+	}
+	return e.host(cmp.Or(noted.Backend, "oci"))
+}
+
+func (e *Engine) finishCreate(ctx context.Context, in store.Intent, host Host) (string, error) {
 	did := fmt.Sprintf("took back the half-made sandbox %s", short(in.Sandbox))
-	if err := e.backend.Remove(ctx, in.Sandbox); err != nil {
+	if err := host.Remove(ctx, in.Sandbox); err != nil {
 		return "", err
 	}
 	return did, e.store.DeleteSandbox(ctx, in.Sandbox)
 }
 
 // finishStart keeps a sandbox that came up and clears away one that did not.
-func (e *Engine) finishStart(ctx context.Context, in store.Intent) (string, error) {
-	c, err := e.backend.Inspect(ctx, in.Sandbox)
+func (e *Engine) finishStart(ctx context.Context, in store.Intent, host Host) (string, error) {
+	c, err := host.Inspect(ctx, in.Sandbox)
 	if errors.Is(err, ErrNotFound) {
 		return "", nil
 	}
@@ -143,12 +173,12 @@ func (e *Engine) finishStart(ctx context.Context, in store.Intent) (string, erro
 	if c.Status == Running || c.Status == Paused {
 		return fmt.Sprintf("sandbox %s had started", short(in.Sandbox)), nil
 	}
-	return fmt.Sprintf("took back the half-done start of sandbox %s", short(in.Sandbox)), e.backend.Stop(ctx, in.Sandbox, StopOptions{})
+	return fmt.Sprintf("took back the half-done start of sandbox %s", short(in.Sandbox)), host.Stop(ctx, in.Sandbox, StopOptions{})
 }
 
 // finishCheckpoint thaws what the killed verb froze; the checkpoint itself is
 // either durable, then it is ready, or it is cleared away.
-func (e *Engine) finishCheckpoint(ctx context.Context, in store.Intent) (string, error) {
+func (e *Engine) finishCheckpoint(ctx context.Context, in store.Intent, host Host) (string, error) {
 	data, err := decode[freezing](in.Data)
 	if err != nil {
 		return "", err
@@ -169,17 +199,22 @@ func (e *Engine) finishCheckpoint(ctx context.Context, in store.Intent) (string,
 		}
 	}
 	if ready && data.Stop {
-		return did, e.backend.Stop(ctx, in.Sandbox, StopOptions{Silent: true})
+		return did, host.Stop(ctx, in.Sandbox, StopOptions{Silent: true})
 	}
-	c, err := e.backend.Inspect(ctx, in.Sandbox)
+	c, err := host.Inspect(ctx, in.Sandbox)
 	if errors.Is(err, ErrNotFound) {
 		return did, nil
 	}
 	if err != nil {
 		return did, err
 	}
+	if data.Stop && c.Pid != 0 {
+		if err := criu.Reconnect(c.Pid); err != nil {
+			return did, err
+		}
+	}
 	if data.Was == Running && c.Status == Paused {
-		return did + " and thawed its sandbox", c.Runtime.Resume(ctx)
+		return did + " and thawed its sandbox", host.Unpause(ctx, in.Sandbox)
 	}
 	return did, nil
 }
@@ -188,43 +223,58 @@ func (e *Engine) finishCheckpoint(ctx context.Context, in store.Intent) (string,
 // finishes all others. A new upperdir that is not as the checkpoint has it, be
 // it that it was in use already or that a power cut took what had not reached
 // the disk, is laid out anew.
-func (e *Engine) finishRestore(ctx context.Context, in store.Intent, lock *store.Lock) (string, error) {
+func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, lock *store.Lock) (string, error) {
 	data, err := decode[restoring](in.Data)
 	if err != nil {
 		return "", err
 	}
-	if err := stage.Clear(e.run, in.Sandbox); err != nil {
+	c, err := host.Inspect(ctx, in.Sandbox)
+	if err != nil && !errors.Is(err, ErrNotFound) {
 		return "", err
+	}
+	unlock, err := lockSlot(c)
+	if err != nil {
+		return "", err
+	}
+	defer unlock()
+	if c.Stage.ID != "" {
+		if err := stage.Clear(c.Stage.Run, c.Stage.ID); err != nil {
+			return "", err
+		}
 	}
 	if data.Phase != phaseSwap {
 		did := fmt.Sprintf("took back the half-done restore of sandbox %s", short(in.Sandbox))
 		if data.Recreated {
-			return did, e.finishRemove(ctx, in.Sandbox, false)
+			return did, e.finishRemove(ctx, host, in.Sandbox, false)
 		}
-		if data.Staged == "" {
+		if len(data.Trees) == 0 {
 			return "", nil
 		}
-		return did, discard(data.Staged)
+		return did, data.discard()
 	}
 	did := fmt.Sprintf("finished the restore of sandbox %s to checkpoint %s", short(in.Sandbox), short(in.Checkpoint))
-	if err := e.finishSwap(ctx, in, lock, data); err != nil {
+	err = e.finishSwap(ctx, in, host, lock, data)
+	if errors.Is(err, errUnfinished) {
+		return "", err // its engine fails us; the intent stays
+	}
+	if err != nil {
 		// Tried once: then the sandbox stays stopped, with the files that it
 		// has, and its owner decides. Trying at every command would stop it
 		// again whenever it was started.
 		e.log.Error("restore not finished", "sandbox", in.Sandbox, "checkpoint", in.Checkpoint, "err", err)
 		did = fmt.Sprintf("could not finish the restore of sandbox %s to checkpoint %s: %v", short(in.Sandbox), short(in.Checkpoint), err)
-		return did, errors.Join(discard(data.Staged), e.store.Keep(ctx, in.Sandbox, true))
+		return did, errors.Join(data.discard(), e.store.Keep(ctx, in.Sandbox, true))
 	}
 	return did, nil
 }
 
 // finishSwap goes on with a restore from where it was killed.
-func (e *Engine) finishSwap(ctx context.Context, in store.Intent, lock *store.Lock, data restoring) error {
+func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, lock *store.Lock, data restoring) error {
 	sb, err := e.store.Sandbox(ctx, in.Sandbox)
 	if err != nil {
 		return err
 	}
-	r := &restoration{sb: &locked{sb, lock}, data: data}
+	r := &restoration{sb: &locked{sb, host, lock}, data: data}
 	if r.spec, err = spec(sb); err != nil {
 		return err
 	}
@@ -238,14 +288,10 @@ func (e *Engine) finishSwap(ctx context.Context, in store.Intent, lock *store.Lo
 	if data.swapped() && (r.c.Status == Running || r.c.Status == Paused) {
 		return errors.Join(forgetManaged(r.c.Managed), e.restored(ctx, sb.ID, r.row.ID, data))
 	}
-	if err := e.backend.Stop(ctx, sb.ID, StopOptions{Silent: true}); err != nil {
+	if err := host.Stop(ctx, sb.ID, StopOptions{Silent: true}); err != nil {
 		return err
 	}
-	dir := data.Staged
-	if data.swapped() {
-		dir = data.Upper
-	}
-	if err := prove(ctx, r.reader, dir); err != nil {
+	if err := r.prove(ctx); err != nil {
 		if err := e.layOut(ctx, r); err != nil {
 			return err
 		}
@@ -264,21 +310,39 @@ func (e *Engine) Recover(ctx context.Context) (Recovery, error) {
 	swept, err := e.store.Sweep(ctx)
 	done.Actions = append(done.Actions, swept...)
 	errs = append(errs, err)
-	ids, err := e.backend.List(ctx)
+	rows, err := e.store.Sandboxes(ctx)
 	errs = append(errs, err)
-	for _, id := range ids {
-		did, err := e.settle(ctx, id)
-		if did != "" {
-			done.Actions = append(done.Actions, did)
+	used := map[string]bool{e.first: true}
+	for _, sb := range rows {
+		used[sb.Backend] = true
+	}
+	for _, name := range slices.Sorted(maps.Keys(used)) {
+		host, err := e.host(name)
+		if err != nil {
+			errs = append(errs, fmt.Errorf("backend %s: %w", name, err))
+			continue
 		}
+		ids, err := host.List(ctx)
 		errs = append(errs, err)
+		for _, sb := range rows {
+			if sb.Backend == name && !slices.Contains(ids, sb.ID) {
+				ids = append(ids, sb.ID) // adopted
+			}
+		}
+		for _, id := range ids {
+			did, err := e.settle(ctx, host, id)
+			if did != "" {
+				done.Actions = append(done.Actions, did)
+			}
+			errs = append(errs, err)
+		}
 	}
 	return done, fail("recover", "", errors.Join(errs...))
 }
 
 // settle frees what one container holds without need. One that a verb works
 // on is left alone.
-func (e *Engine) settle(ctx context.Context, id string) (did string, err error) {
+func (e *Engine) settle(ctx context.Context, host Host, id string) (did string, err error) {
 	lock, err := e.store.Lock(ctx, id, "recover", 0)
 	if errors.Is(err, ErrBusy) {
 		return "", nil
@@ -287,16 +351,36 @@ func (e *Engine) settle(ctx context.Context, id string) (did string, err error) 
 		return "", err
 	}
 	defer lock.Unlock()
-	_, err = e.store.Sandbox(ctx, id)
+	sb, err := e.store.Sandbox(ctx, id)
 	if errors.Is(err, ErrNotFound) {
-		return fmt.Sprintf("freed what was left of sandbox %s", short(id)), e.backend.Remove(ctx, id)
+		return fmt.Sprintf("freed what was left of sandbox %s", short(id)), host.Remove(ctx, id)
 	}
 	if err != nil {
 		return "", err
 	}
-	c, err := e.backend.Inspect(ctx, id)
+	s, err := spec(sb)
+	if err != nil {
+		return "", err
+	}
+	// Backends share our run directory, and one may take for its own what a
+	// restore has left there for another's sandbox.
+	if host, err = e.host(sb.Backend); err != nil {
+		return "", err
+	}
+	c, err := host.Inspect(ctx, id)
+	if s.Adopted {
+		if errors.Is(err, ErrNotFound) {
+			did = fmt.Sprintf("forgot %s, whose container is gone; its checkpoints stay", sb.Name)
+			return did, errors.Join(os.RemoveAll(filepath.Join(e.run, id)), e.store.DeleteSandbox(ctx, id))
+		}
+		return "", err // its engine sees to the rest
+	}
+	if errors.Is(err, ErrNotFound) {
+		// Removed through its engine. What else it had goes, too.
+		return fmt.Sprintf("removed sandbox %s, whose container is gone; its checkpoints stay", sb.Name), e.finishRemove(ctx, host, id, false)
+	}
 	if err != nil || c.Status == Running || c.Status == Paused {
 		return "", err
 	}
-	return "", e.backend.Stop(ctx, id, StopOptions{})
+	return "", host.Stop(ctx, id, StopOptions{})
 }

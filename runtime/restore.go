@@ -30,18 +30,10 @@ const (
 // restoring is the journal's data of a restore.
 type restoring struct {
 	Phase     string `json:"phase"`
-	Upper     string `json:"upper"`  // the sandbox's upperdir
-	Staged    string `json:"staged"` // its replacement, beside it
-	Inode     uint64 `json:"inode"`  // of the replacement: tells which of the two is which
+	Trees     []tree `json:"trees"` // what it replaces, the upperdir first
 	Attempt   int    `json:"attempt"`
 	FilesOnly bool   `json:"files_only"`
 	Recreated bool   `json:"recreated"` // the sandbox had been removed
-}
-
-// swapped tells whether the two upperdirs have been exchanged.
-func (r restoring) swapped() bool {
-	var st unix.Stat_t
-	return unix.Lstat(r.Upper, &st) == nil && st.Ino == r.Inode
 }
 
 // Restore puts a sandbox back to a checkpoint. All that is needed is read,
@@ -55,15 +47,20 @@ func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (
 		return Restored{}, err
 	}
 	defer r.sb.lock.Unlock()
-	if err := checkSources(r.spec); err != nil {
+	if err := r.possible(); err != nil {
 		return Restored{}, err
 	}
+	unlock, err := lockSlot(r.c)
+	if err != nil {
+		return Restored{}, err
+	}
+	defer unlock()
 	in := store.Intent{Op: opRestore, Sandbox: r.sb.ID, Checkpoint: r.row.ID}
 	err = e.intent(ctx, in, r.data, func(seq int64) (err error) {
 		var undo undo
 		defer func() { undo.run(ctx, &err) }()
 		if r.data.Recreated {
-			undo.add(func(ctx context.Context) error { return e.finishRemove(ctx, r.sb.ID, false) })
+			undo.add(func(ctx context.Context) error { return e.finishRemove(ctx, r.sb.host, r.sb.ID, false) })
 			if err := e.create(ctx, r.spec, r.sb.Sandbox); err != nil {
 				return err
 			}
@@ -97,6 +94,16 @@ func (e *Engine) target(ctx context.Context, ref string, opts RestoreOptions) (*
 	if r.row, err = e.choose(ctx, r.sb.Sandbox, opts.Checkpoint); err == nil {
 		r.spec, err = spec(r.sb.Sandbox)
 	}
+	if err == nil {
+		r.c, err = r.sb.host.Inspect(ctx, r.sb.ID)
+	}
+	if errors.Is(err, ErrNotFound) && !r.spec.Adopted && r.spec.ID != "" {
+		// Its container was removed behind our back.
+		if err = e.store.DeleteSandbox(ctx, r.sb.ID); err == nil {
+			r.sb.lock.Unlock()
+			return r, e.recreate(ctx, r, r.sb.Name, r.row.ID, ErrNotFound)
+		}
+	}
 	if err != nil {
 		r.sb.lock.Unlock()
 		return nil, err
@@ -118,7 +125,7 @@ func (e *Engine) choose(ctx context.Context, sb store.Sandbox, ref string) (row 
 	}
 	row, err = e.store.Checkpoint(ctx, sb.ID+"@"+ref)
 	if errors.Is(err, ErrNotFound) {
-		row, err = e.store.Checkpoint(ctx, ref)
+		row, err = e.checkpoint(ctx, ref)
 	}
 	switch {
 	case errors.Is(err, ErrNotFound):
@@ -151,7 +158,7 @@ func (e *Engine) recreate(ctx context.Context, r *restoration, name, ref string,
 	if ref != "" {
 		// Of several removed sandboxes of one name it may be an older one's.
 		if row, err = e.store.Checkpoint(ctx, name+"@"+ref); errors.Is(err, ErrNotFound) {
-			row, err = e.store.Checkpoint(ctx, ref)
+			row, err = e.checkpoint(ctx, ref)
 		}
 		if err != nil {
 			return err
@@ -172,17 +179,25 @@ func (e *Engine) recreate(ctx context.Context, r *restoration, name, ref string,
 	if r.spec, err = spec(gone); err != nil {
 		return err
 	}
-	img, err := e.images.ResolveDigest(ctx, gone.ImageDigest)
+	if r.spec.Adopted {
+		return hint(fmt.Errorf("its container is gone: %w", missing), "Agentbox did not make it and cannot make it again; its checkpoints are still there (agentbox checkpoint ls "+gone.Name+").")
+	}
+	gone.Backend = cmp.Or(r.spec.Backend, e.first)
+	host, err := e.host(gone.Backend)
 	if err != nil {
 		return err
 	}
-	gone.Backend, gone.Image, gone.Lower, gone.Labels = e.backend.Properties().Name, r.spec.Image, img.Lower, r.spec.Labels
+	img, err := host.Images.ResolveDigest(ctx, gone.ImageDigest)
+	if err != nil {
+		return err
+	}
+	gone.Image, gone.Lower, gone.Labels = r.spec.Image, img.Lower, r.spec.Labels
 	gone.Attempt, gone.Created = 1, time.Now()
 	lock, err := e.store.Lock(ctx, gone.ID, "restore", lockWait)
 	if err != nil {
 		return err
 	}
-	r.sb, r.row, r.data.Recreated = &locked{gone, lock}, row, true
+	r.sb, r.row, r.data.Recreated = &locked{gone, host, lock}, row, true
 	return nil
 }
 
@@ -217,10 +232,12 @@ func (r *restoration) full() bool { return r.row.Kind == KindFull && !r.data.Fil
 
 // open looks at the sandbox and opens the checkpoint; it changes nothing.
 func (e *Engine) open(ctx context.Context, r *restoration) (err error) {
-	if _, err := e.images.ResolveDigest(ctx, r.sb.ImageDigest); err != nil {
-		return err
+	if !r.spec.Adopted {
+		if _, err := r.sb.host.Images.ResolveDigest(ctx, r.sb.ImageDigest); err != nil {
+			return err
+		}
 	}
-	if r.c, err = e.backend.Inspect(ctx, r.sb.ID); err != nil {
+	if r.c, err = r.sb.host.Inspect(ctx, r.sb.ID); err != nil {
 		return err
 	}
 	r.reader, err = e.store.OpenCheckpoint(ctx, r.row.ID)
@@ -228,7 +245,10 @@ func (e *Engine) open(ctx context.Context, r *restoration) (err error) {
 }
 
 func (e *Engine) restore(ctx context.Context, seq int64, r *restoration) error {
-	r.data.Upper, r.data.Staged, r.data.Attempt = r.c.Upper, r.c.Upper+".new", r.sb.Attempt+1
+	r.data.Attempt = r.sb.Attempt + 1
+	if err := r.plan(); err != nil {
+		return err
+	}
 	if err := r.checkTools(); err != nil {
 		return err
 	}
@@ -236,13 +256,13 @@ func (e *Engine) restore(ctx context.Context, seq int64, r *restoration) error {
 		return err
 	}
 	if err := e.layOut(ctx, r); err != nil {
-		return errors.Join(err, discard(r.data.Staged))
+		return errors.Join(err, r.data.discard())
 	}
 	if err := r.checkMounted(); err != nil {
-		return errors.Join(err, discard(r.data.Staged))
+		return errors.Join(err, r.data.discard())
 	}
 	if err := e.commitTo(ctx, seq, r); err != nil {
-		return errors.Join(err, discard(r.data.Staged))
+		return errors.Join(err, r.data.discard())
 	}
 	// The old processes end now: a caller who goes away must not stop us
 	// half-way.
@@ -252,11 +272,12 @@ func (e *Engine) restore(ctx context.Context, seq int64, r *restoration) error {
 // commitTo records that the sandbox is about to be touched, and how to tell
 // afterwards how far that came.
 func (e *Engine) commitTo(ctx context.Context, seq int64, r *restoration) error {
-	var st unix.Stat_t
-	if err := unix.Lstat(r.data.Staged, &st); err != nil {
-		return fmt.Errorf("%s: %w", r.data.Staged, err)
+	for i := range r.data.Trees {
+		if err := r.data.Trees[i].mark(); err != nil {
+			return err
+		}
 	}
-	r.data.Phase, r.data.Inode = phaseSwap, st.Ino
+	r.data.Phase = phaseSwap
 	return e.advance(ctx, seq, r.data)
 }
 
@@ -268,13 +289,7 @@ func (e *Engine) layOut(ctx context.Context, r *restoration) error {
 	}
 	group, gctx := errgroup.WithContext(ctx)
 	group.Go(func() error {
-		if err := discard(r.data.Staged); err != nil {
-			return err
-		}
-		if err := os.Mkdir(r.data.Staged, 0o700); err != nil {
-			return err
-		}
-		return extract(gctx, r.reader, r.data.Staged)
+		return each(gctx, r.data.Trees, func(ctx context.Context, t tree) error { return t.layOut(ctx, r.reader) })
 	})
 	if r.full() {
 		group.Go(func() error { return r.reader.VerifyImages(gctx) })
@@ -288,22 +303,17 @@ func (e *Engine) layOut(ctx context.Context, r *restoration) error {
 	if !r.verify {
 		return nil
 	}
-	return prove(ctx, r.reader, r.data.Staged)
+	return r.prove(ctx)
 }
 
-// prove compares a directory with a checkpoint's files in every respect.
-func prove(ctx context.Context, reader *store.Reader, dir string) error {
-	tree, err := reader.Tree(ctx)
-	if err != nil {
-		return err
-	}
-	defer tree.Close()
-	return equal(overlay.Verify(ctx, dir, tree, overlay.CompareOptions{Limit: 1}))
+// prove compares all that is laid out with the checkpoint, in every respect.
+func (r *restoration) prove(ctx context.Context) error {
+	return each(ctx, r.data.Trees, func(ctx context.Context, t tree) error { return t.prove(ctx, r.reader) })
 }
 
 // extract unpacks the files of a checkpoint into dir and compares every entry,
 // as it was written, with the checkpoint's own list.
-func extract(ctx context.Context, reader *store.Reader, dir string) (err error) {
+func extract(ctx context.Context, reader content, dir string) (err error) {
 	files, err := reader.Files(ctx)
 	if err != nil {
 		return err
@@ -347,8 +357,8 @@ func equal(differences []overlay.Difference, err error) error {
 
 // swap ends the old processes, exchanges the upperdirs and starts the sandbox.
 func (e *Engine) swap(ctx context.Context, r *restoration) (err error) {
-	if err := failpoint.Hit("restore.before-stop"); err != nil {
-		return errors.Join(err, discard(r.data.Staged))
+	if err := errors.Join(failpoint.Hit("restore.before-stop"), e.checkAlone(ctx, r)); err != nil {
+		return errors.Join(err, r.data.discard())
 	}
 	gone := time.Now()
 	defer func() {
@@ -358,30 +368,66 @@ func (e *Engine) swap(ctx context.Context, r *restoration) (err error) {
 		// Whoever asked for --rm did not ask for the loss of what a failed
 		// restore has put back.
 		err = errors.Join(err, e.store.Keep(ctx, r.sb.ID, true))
-		if r.c.Status == Running {
+		now, e2 := r.sb.host.Inspect(ctx, r.sb.ID)
+		switch {
+		case errors.Is(e2, ErrNotFound):
+			err = fmt.Errorf("%w: it was removed while it was being restored", ErrState)
+		case e2 != nil:
+		case now.Status == Running || now.Status == Paused:
+			err = hint(err, "The sandbox could not be stopped and goes on, with the files it had before.")
+		case r.c.Status == Running:
 			err = hint(err, "The sandbox is stopped, with the files it had before; start it afresh with: agentbox start "+r.sb.Name)
 		}
 	}()
 	var undo undo
-	defer func() { undo.run(ctx, &err) }()
-	undo.add(func(context.Context) error { return discard(r.data.Staged) })
-	if err := e.backend.Stop(ctx, r.sb.ID, StopOptions{Silent: true}); err != nil {
+	started := false
+	defer func() {
+		if err != nil && started {
+			// While anything may run on the files that are in place, they must stay
+			// there: a directory that is taken away from under an overlay takes along
+			// all that is written from then on.
+			if e2 := e.halt(ctx, r); e2 != nil {
+				err = fmt.Errorf("%w; and it cannot be stopped: %w (%w)", err, e2, errUnfinished)
+				return
+			}
+		}
+		undo.run(ctx, &err)
+	}()
+	undo.add(func(context.Context) error { return r.data.discard() })
+	// Between here and the start below nobody else may start it: with a
+	// daemon, others have ways to.
+	if err := stage.Hold(r.c.Stage.Run, r.c.Stage.ID); err != nil {
+		return err
+	}
+	undo.add(func(context.Context) error { return stage.Clear(r.c.Stage.Run, r.c.Stage.ID) })
+	if err := r.sb.host.Stop(ctx, r.sb.ID, StopOptions{Silent: true}); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("restore.after-stop"); err != nil {
 		return err
 	}
-	undo.add(func(context.Context) error {
-		if !r.data.swapped() {
-			return nil
-		}
-		return exchange(r.data.Upper, r.data.Staged)
-	})
-	if !r.data.swapped() {
+	if err := e.checkAlone(ctx, r); err != nil {
+		return err
+	}
+	if !r.data.Trees[0].exchanged() {
 		if err := forgetManaged(r.c.Managed); err != nil {
 			return err
 		}
-		if err := exchange(r.data.Upper, r.data.Staged); err != nil {
+	}
+	for _, t := range r.data.Trees {
+		undo.add(func(context.Context) error {
+			if !t.exchanged() {
+				return nil
+			}
+			return exchange(t.Dir, t.Staged)
+		})
+		if t.exchanged() {
+			continue
+		}
+		if err := exchange(t.Dir, t.Staged); err != nil {
+			return err
+		}
+		if err := failpoint.Hit("restore.between-exchanges"); err != nil {
 			return err
 		}
 	}
@@ -393,18 +439,35 @@ func (e *Engine) swap(ctx context.Context, r *restoration) (err error) {
 		return err
 	}
 	durable := make(chan error, 1)
-	go func() { durable <- syncfs(r.data.Upper) }()
-	undo.add(func(ctx context.Context) error { return e.backend.Stop(ctx, r.sb.ID, StopOptions{}) })
+	go func() {
+		durable <- each(ctx, r.data.Trees, func(_ context.Context, t tree) error { return syncfs(t.Dir) })
+	}()
+	started = true
 	err = e.resume(ctx, r)
 	r.down = time.Since(gone)
 	if err = errors.Join(err, <-durable); err != nil {
 		return err
 	}
-	undo.steps = nil
+	undo.steps, started = nil, false
 	if err := errors.Join(forgetManaged(r.c.Managed), e.restored(ctx, r.sb.ID, r.row.ID, r.data)); err != nil {
 		return fmt.Errorf("the sandbox is restored, but: %w (%w)", err, errUnfinished)
 	}
 	return nil
+}
+
+// halt stops a sandbox whose start has failed, so that the restore can be taken
+// back. When it cannot, nobody else may start it until Recover has finished.
+func (e *Engine) halt(ctx context.Context, r *restoration) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
+	defer cancel()
+	err := r.sb.host.Stop(ctx, r.sb.ID, StopOptions{})
+	if errors.Is(err, ErrNotFound) {
+		return nil // somebody removed it
+	}
+	if err != nil {
+		err = errors.Join(err, stage.Hold(r.c.Stage.Run, r.c.Stage.ID))
+	}
+	return err
 }
 
 // restored ends a restore whose sandbox is as it should be.
@@ -415,43 +478,69 @@ func (e *Engine) restored(ctx context.Context, sandbox, checkpoint string, data 
 	if err := failpoint.Hit("restore.after-head"); err != nil {
 		return err
 	}
-	return discard(data.Staged)
+	return data.discard()
 }
 
 // resume starts what ran at the checkpoint.
 func (e *Engine) resume(ctx context.Context, r *restoration) error {
 	manifest := r.reader.Manifest()
 	was := Status(manifest.Status)
+	place := r.c.Stage
 	if was != Running && was != Paused {
-		return nil
+		return stage.Release(place.Run, place.ID)
 	}
 	if r.full() {
 		work := filepath.Join(e.run, r.sb.ID, "restore")
 		if err := os.MkdirAll(work, 0o700); err != nil {
 			return err
 		}
-		options := criu.Options{TCP: manifest.TCP, LeaveStopped: was == Paused}
-		if err := criu.WriteConfig(filepath.Join(e.run, r.sb.ID, "criu.conf"), options); err != nil {
+		options := criu.Options{TCP: manifest.TCP, LeaveStopped: was == Paused, EmptyNetwork: r.c.EmptyNetwork}
+		config := filepath.Join(e.run, r.sb.ID, "criu.conf")
+		if err := criu.WriteConfig(config, options); err != nil {
 			return err
 		}
-		staged := stage.Restore{Images: r.reader.CRIUDir(), Work: work, Flags: options.RuntimeFlags(), Paused: was == Paused}
+		staged := stage.Restore{Images: r.reader.CRIUDir(), Work: work, Flags: options.RuntimeFlags(), Config: config, Paused: was == Paused}
 		for _, p := range manifest.Processes.List {
 			if p.Stopped {
 				staged.Stopped = append(staged.Stopped, p.Pid)
 			}
 		}
-		if err := stage.Put(e.run, r.sb.ID, staged); err != nil {
+		if err := stage.Put(place.Run, place.ID, staged); err != nil {
 			return err
 		}
-		defer stage.Clear(e.run, r.sb.ID)
+		defer stage.Clear(place.Run, place.ID)
 		if err := failpoint.Hit("restore.after-stage"); err != nil {
 			return err
 		}
 	}
-	if _, err := e.backend.Start(ctx, r.sb.ID, StartOptions{Env: identity(r.spec, r.data.Attempt)}); err != nil {
+	if err := stage.Release(place.Run, place.ID); err != nil {
+		return err
+	}
+	_, err := r.sb.host.Start(ctx, r.sb.ID, StartOptions{Env: identity(r.spec, r.data.Attempt)})
+	if errors.Is(err, ErrState) && r.full() && stage.Used(place.Run, place.ID) {
+		err = nil // somebody else started it since we staged, and thereby restored it
+	}
+	if err == nil && r.full() && r.spec.Adopted && !r.c.EmptyNetwork {
+		// The images of a namespace that is CRIU's to keep have the cut in
+		// them under which they were made.
+		var now Container
+		if now, err = r.sb.host.Inspect(ctx, r.sb.ID); err == nil && now.Pid != 0 {
+			err = criu.Reconnect(now.Pid)
+		}
+	}
+	if err != nil {
 		return err
 	}
 	return failpoint.Hit("restore.after-start")
+}
+
+// lockSlot keeps agentboxes with another root, which may have taken on the same
+// container, away from it. One that is yet to be made nobody else has.
+func lockSlot(c Container) (unlock func(), err error) {
+	if c.Stage.ID == "" {
+		return func() {}, nil
+	}
+	return stage.Lock(c.Stage.Run, c.Stage.ID)
 }
 
 // exchange swaps two directories by one atomic rename and makes it last.

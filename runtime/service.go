@@ -43,6 +43,14 @@ type Service interface {
 	RemoveCheckpoint(ctx context.Context, checkpoint string) error
 	// VerifyCheckpoint rereads all of it; a mismatch is ErrCorrupt.
 	VerifyCheckpoint(ctx context.Context, checkpoint string) error
+	// Diff tells what changed in a sandbox's files between two states.
+	Diff(ctx context.Context, req DiffRequest) (Diff, error)
+	// History lists a sandbox's checkpoints with how they descend from each other, newest first.
+	History(ctx context.Context, sandbox string, opts HistoryOptions) ([]HistoryEntry, error)
+
+	// Apply brings what a sandbox changed into the directory that it was laid
+	// over, or takes the last Apply back: all of it or nothing.
+	Apply(ctx context.Context, sandbox string, opts ApplyOptions) (Applied, error)
 
 	ImportImage(ctx context.Context, name, source string) (Image, error) // source: a tarball, a directory, "-" is not one
 	ImportImageFrom(ctx context.Context, name string, r io.Reader) (Image, error)
@@ -128,10 +136,12 @@ type CheckpointOptions struct {
 	FilesOnly bool
 	Stop      bool
 	Strict    bool // refuse when a process would be left out
-	Labels    map[string]string
-	Trigger   string // default "manual"
-	TCP       string // default TCPEstablished
-	Timeout   time.Duration
+	// WithVolumes takes the engine's volumes along that lie on this host.
+	WithVolumes bool
+	Labels      map[string]string
+	Trigger     string // default "manual"
+	TCP         string // default TCPEstablished
+	Timeout     time.Duration
 }
 
 // RestoreOptions modify Restore.

@@ -28,12 +28,18 @@ type Spec struct {
 	Network     Network           `json:"network"`
 	Resources   Resources         `json:"resources"`
 	Labels      map[string]string `json:"labels,omitempty"`
+
+	// Adopted: somebody else made the container, through its engine; see
+	// Backend.Adopt. It is checkpointed and restored, but never made again.
+	Adopted bool   `json:"adopted,omitempty"`
+	Backend string `json:"backend,omitempty"` // what runs it; empty in the specs of older versions: oci
 }
 
-// Mount is a bind mount or a tmpfs. Neither is part of a checkpoint's files.
+// Mount is a bind mount, a named volume of the engine, or a tmpfs. None is part
+// of a checkpoint's files.
 type Mount struct {
-	Type     string `json:"type"`             // "bind" or "tmpfs"
-	Source   string `json:"source,omitempty"` // bind: an absolute host path
+	Type     string `json:"type"`             // "bind", "volume" or "tmpfs"
+	Source   string `json:"source,omitempty"` // bind: an absolute host path; volume: its name
 	Target   string `json:"target"`           // absolute, inside the sandbox
 	ReadOnly bool   `json:"read_only,omitempty"`
 	Options  string `json:"options,omitempty"` // tmpfs: e.g. "size=64m,mode=1777"
@@ -77,6 +83,7 @@ const (
 	Running Status = "running"
 	Paused  Status = "paused"
 	Exited  Status = "exited"
+	Unknown Status = "unknown" // its engine does not answer
 )
 
 // Process is what Exec starts in a running sandbox.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares agentbox with the raw tools it stands on, and with podman, in one run.
+"""Compares agentbox with the raw tools it stands on, with podman and with docker, in one run.
 
 The workload is one Python process with 256 MB of memory and 10,000 files of
 4 KiB over a Debian image. Each figure is the median of several rounds in which
@@ -65,8 +65,11 @@ class Agentbox:
 
     def __init__(self, work, rootfs):
         self.root = os.path.join(work, "ab")
-        self.env = dict(os.environ, AGENTBOX_ROOT=self.root)
+        self.env = dict(os.environ, AGENTBOX_ROOT=self.root, AGENTBOX_BACKEND="oci")
         self.call("image", "import", "bench", rootfs)
+
+    def close(self):
+        pass
 
     def call(self, *args):
         return run(os.path.join(HERE, "bin/agentbox"), *args, env=self.env)
@@ -75,24 +78,132 @@ class Agentbox:
         assert self.call("run", "--rm", "--network", "none", "bench", "echo", "hi") == "hi\n"
 
     def start(self):
-        self.call("run", "-d", "--name", "w", "--network", "none", "bench", "python3", "-c", WORKLOAD)
-        wait_for(lambda: "ready" in self.call("logs", "w"))
+        self.call("run", "-d", "--name", "work", "--network", "none", "bench", "python3", "-c", WORKLOAD)
+        wait_for(lambda: "ready" in self.call("logs", "work"))
 
     def checkpoint(self, full):
         args = [] if full else ["--files-only"]
-        took, ck = timed(lambda: self.call("checkpoint", *args, "w").strip())
+        took, ck = timed(lambda: self.call("checkpoint", *args, "work").strip())
         info = json.loads(self.call("checkpoint", "inspect", ck))[0]
         return {"time": took, "frozen": info["frozen_ns"] / 1e9, "bytes": info["bytes"], "id": ck}
 
     def restore(self, ck):
-        took, _ = timed(lambda: self.call("restore", "w", ck["id"]))
+        took, _ = timed(lambda: self.call("restore", "work", ck["id"]))
         return took
 
     def drop(self, ck):
         self.call("checkpoint", "rm", ck["id"])
 
     def stop(self):
-        self.call("rm", "-f", "w")
+        self.call("rm", "-f", "work")
+
+
+class Daemon:
+    """A dockerd of our own, with the runtime registered and checkpoints (experimental) on."""
+
+    def __init__(self, work, rootfs):
+        self.dir = os.path.join(work, "d")
+        os.makedirs(self.dir)
+        self.run = os.path.join(self.dir, "ab")
+        self.env = dict(os.environ, DOCKER_HOST=f"unix://{self.dir}/s", DOCKER_CONFIG=self.dir, AGENTBOX_RUN=self.run)
+        config = {
+            "data-root": self.dir + "/data", "exec-root": self.dir + "/x", "pidfile": self.dir + "/pid",
+            "hosts": [self.env["DOCKER_HOST"]], "storage-driver": "overlay2", "experimental": True,
+            "bridge": "none", "iptables": False, "ip-masq": False,
+            "runtimes": {"agentbox": {"path": os.path.join(HERE, "bin/agentbox-runtime")}},
+        }
+        with open(self.dir + "/daemon.json", "w") as f:
+            json.dump(config, f)
+        self.log = open(self.dir + "/log", "w")
+        self.process = subprocess.Popen(["dockerd", "--config-file", self.dir + "/daemon.json"], env=self.env,
+                                        stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log)
+        wait_for(lambda: subprocess.run(["docker", "version"], env=self.env, capture_output=True).returncode == 0)
+        self.docker("import", rootfs, "bench")
+
+    def docker(self, *args):
+        return run("docker", *args, env=self.env)
+
+    def close(self):
+        self.process.terminate()
+        self.process.wait()
+        self.log.close()
+
+
+class AgentboxDocker(Agentbox):
+    name = "agentbox on docker"
+
+    def __init__(self, work, daemon):
+        self.daemon = daemon
+        self.root = os.path.join(work, "abd")
+        self.env = dict(daemon.env, AGENTBOX_ROOT=self.root, AGENTBOX_BACKEND="docker")
+
+
+class Docker:
+    """docker's own: checkpoint create and commit; create, checkpoint files and start --checkpoint."""
+
+    name = "docker"
+    flags = []
+
+    def __init__(self, daemon):
+        self.docker, self.data, self.n = daemon.docker, daemon.dir + "/data", 0
+
+    def hello(self):
+        assert self.docker("run", "--rm", "--network", "none", *self.flags, "bench", "echo", "hi") == "hi\n"
+
+    def start(self):
+        self.docker("run", "-d", "--name", "dw", "--network", "none", "bench", "python3", "-c", WORKLOAD)
+        wait_for(lambda: "ready" in self.docker("logs", "dw"))
+
+    def images(self, container):
+        return os.path.join(self.data, "containers", self.docker("inspect", "-f", "{{.Id}}", container).strip(), "checkpoints")
+
+    def checkpoint(self, full):
+        if not full:
+            took, _ = timed(lambda: self.docker("commit", "dw", "files"))
+            return {"time": took, "id": "files", "bytes": 0}
+        self.n += 1
+        name = f"ck{self.n}"
+
+        def work():
+            self.docker("checkpoint", "create", "dw", name)
+            self.docker("commit", "dw", name)
+
+        took, _ = timed(work)
+        layer = int(self.docker("image", "inspect", "-f", "{{.Size}}", name)) - int(self.docker("image", "inspect", "-f", "{{.Size}}", "bench"))
+        return {"time": took, "id": name, "bytes": size(self.images("dw")) + layer}
+
+    def restore(self, ck):
+        images = self.images("dw")
+
+        def work():
+            self.docker("create", "--name", "dw2", "--network", "none", ck["id"], "python3", "-c", WORKLOAD)
+            run("cp", "-a", images, os.path.dirname(self.images("dw2")))
+            self.docker("start", "--checkpoint", ck["id"], "dw2")
+
+        took, _ = timed(work)
+        self.docker("rm", "-f", "dw")
+        self.docker("rename", "dw2", "dw")
+        return took
+
+    def drop(self, ck):
+        pass
+
+    def stop(self):
+        self.docker("rm", "-f", "dw")
+        for name in self.docker("image", "ls", "--format", "{{.Repository}}").split():
+            if name != "bench":
+                self.docker("image", "rm", "-f", name)
+
+    def close(self):
+        pass
+
+
+class DockerWrapped(Docker):
+    """What the wrapper adds to docker run."""
+
+    name = "docker, our runtime"
+    flags = ["--runtime", "agentbox"]
+    start = None
 
 
 class Raw:
@@ -110,6 +221,9 @@ class Raw:
 
     def runc(self, *args, **kw):
         return run("runc", "--root", self.state, *args, **kw)
+
+    def close(self):
+        pass
 
     def bundle(self, args):
         bundle = os.path.join(self.dir, "bundle")
@@ -212,6 +326,9 @@ class Podman:
         self.flags = ["--network", "none", "--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024"]
         self.call("import", rootfs, "bench")
 
+    def close(self):
+        pass
+
     def call(self, *args):
         return run(*self.global_args, *args)
 
@@ -250,6 +367,8 @@ def measure(candidate, into):
 
     took, inner = timed(candidate.hello)
     add("run to first output", inner or took)
+    if not candidate.start:
+        return
     candidate.start()
     try:
         ck = candidate.checkpoint(full=False)
@@ -260,7 +379,9 @@ def measure(candidate, into):
         add("full checkpoint", ck["time"])
         add("frozen by a full checkpoint", ck.get("frozen"))
         add("archive", ck["bytes"] / 1e6)
-        add("full restore", candidate.restore(ck))
+        restored = candidate.restore(ck)
+        add("full restore", restored)
+        add("checkpoint and restore", ck["time"] + restored)
         candidate.drop(ck)
     finally:
         candidate.stop()
@@ -275,7 +396,7 @@ def main():
     # Directly below a short path: the length of a unix socket's path is bounded.
     work = tempfile.mkdtemp(prefix="ab-bench.", dir="/var/tmp")
     image = work + ".img"
-    results = {}
+    results, closing = {}, []
     try:
         # A journaling ext4 of its own, so that figures of different machines
         # do not differ by the state and the options of their filesystems.
@@ -285,11 +406,17 @@ def main():
         candidates = [Agentbox(work, rootfs), Raw(work, rootfs)]
         if shutil.which("podman"):
             candidates.append(Podman(work, rootfs))
+        if shutil.which("dockerd"):
+            daemon = Daemon(work, rootfs)
+            closing.append(daemon)
+            candidates += [AgentboxDocker(work, daemon), Docker(daemon), DockerWrapped(daemon)]
         for i in range(opts.n):
             for c in candidates:
                 measure(c, results)
             print(f"round {i + 1} of {opts.n}", file=sys.stderr)
     finally:
+        for daemon in closing:
+            daemon.close()
         for mount in reversed([line.split()[1] for line in open("/proc/self/mounts")]):
             if mount.startswith(work):
                 subprocess.run(["umount", mount])
@@ -300,18 +427,25 @@ def main():
     if opts.format == "json":
         print(json.dumps({"rounds": opts.n, "medians": medians, "all": results}, indent=1))
         return
+    print(f"\nmedians of {opts.n} rounds; {MEMORY_MB} MB of memory, {FILES} files of 4 KiB; in brackets: the first column / this one")
     names = [c.name for c in candidates]
-    print(f"\nmedians of {opts.n} rounds; {MEMORY_MB} MB of memory, {FILES} files of 4 KiB; agentbox / other in brackets\n")
-    print(f"{'':30}" + "".join(f"{n:>22}" for n in names))
+    table(medians, [n for n in names if n in ("agentbox", "raw tools", "podman")])
+    if "docker" in names:
+        table(medians, [n for n in names if n not in ("agentbox", "raw tools")], first="agentbox on docker")
+
+
+def table(medians, names, first="agentbox"):
+    names.sort(key=lambda n: n != first)
+    print(f"\n{'':30}" + "".join(f"{n:>24}" for n in names))
     for key, row in medians.items():
         cells = []
         for n in names:
             if n not in row:
-                cells.append(f"{'-':>22}")
+                cells.append(f"{'-':>24}")
                 continue
             unit = f"{row[n]:.0f} MB" if key == "archive" else f"{row[n] * 1000:.0f} ms"
-            ratio = "" if n == "agentbox" else f" ({row['agentbox'] / row[n]:.2f})"
-            cells.append(f"{unit + ratio:>22}")
+            ratio = "" if n == first else f" ({row[first] / row[n]:.2f})"
+            cells.append(f"{unit + ratio:>24}")
         print(f"{key:30}" + "".join(cells))
 
 

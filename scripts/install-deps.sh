@@ -5,10 +5,11 @@ set -euo pipefail
 
 usage() {
 	cat <<-'TEXT'
-		usage: install-deps.sh [--check] [--bench]
+		usage: install-deps.sh [--check] [--test] [--bench]
 
 		  --check   say what is missing and how to get it; change nothing (exit 1 if anything is missing)
-		  --bench   also podman and crun, which the benchmarks compare with
+		  --test    also the engines that the tests run: Docker with compose, containerd, Podman
+		  --bench   also what the benchmarks compare with: the engines and crun
 		  --help    this text
 	TEXT
 }
@@ -24,7 +25,9 @@ NEEDED=(
 	mmdebstrap:mmdebstrap git:git python3:python3 make:make getfattr:attr getfacl:acl tmux:tmux curl:curl pgrep:procps
 	apt-ftparchive:apt-utils shellcheck:shellcheck
 )
-BENCH=(podman:podman crun:crun)
+# The engines. Debian 13 has the client of Docker in a package of its own.
+ENGINES=(dockerd:docker.io docker:docker-cli containerd:containerd docker-compose:docker-compose podman:podman)
+BENCH=(crun:crun)
 
 # To build CRIU, when the distribution's does not work here.
 CRIU_BUILD=(
@@ -343,7 +346,8 @@ main() {
 	while (($#)); do
 		case $1 in
 		--check) mode=check ;;
-		--bench) NEEDED+=("${BENCH[@]}") ;;
+		--test) NEEDED+=("${ENGINES[@]}") ;;
+		--bench) NEEDED+=("${ENGINES[@]}" "${BENCH[@]}") ;;
 		--help | -h) usage && exit ;;
 		*) printf 'install-deps.sh: unknown option: %s\n' "$1" >&2 && usage >&2 && exit 2 ;;
 		esac
@@ -366,7 +370,13 @@ main() {
 
 	local packages
 	mapfile -t packages < <(missing_packages "${NEEDED[@]}")
-	((${#packages[@]} == 0)) || install_packages "${packages[@]}"
+	if ((${#packages[@]} > 0)); then
+		begin_changes # whose lists tell what there is
+		if ! candidate docker-cli >/dev/null; then
+			mapfile -t packages < <(printf '%s\n' "${packages[@]/#docker-cli/docker.io}" | sort -u)
+		fi
+		install_packages "${packages[@]}"
+	fi
 	go_is_enough || install_go
 	criu_works criu >/dev/null || install_criu # last, as it is what a strange kernel can make impossible
 

@@ -296,6 +296,7 @@ func (b *box) sh(name, script string) string {
 
 // sandbox is what `agentbox inspect` documents.
 type sandbox struct {
+	Address     string
 	ID          string            `json:"id"`
 	Name        string            `json:"name"`
 	Status      string            `json:"status"`

@@ -52,6 +52,16 @@ var scenesOf = map[string][]string{
 	"image":             {"image import", "image rm"},
 }
 
+// elsewhere are the beginnings of the failpoints that no sandbox of the backend
+// oci passes, and the tests that break agentbox at each of them.
+var elsewhere = map[string]string{
+	"apply.":        "../runtime/dockerplugin/volume/dockerd_test.go",
+	"containerd.":   "containerd/containerd_test.go",
+	"docker.":       "docker/sandbox_test.go",
+	"volume.":       "../runtime/volume/failpoint_test.go",
+	"volume.pause.": "../runtime/dockerplugin/volume/dockerd_test.go",
+}
+
 var scenes = []scene{
 	{name: "run", verb: words("run -d --name r --network none busybox sleep 1000"), check: (*sweep).checkComer},
 	{name: "run attached", verb: words("run --name r --network none busybox true"), check: (*sweep).checkComer},
@@ -149,7 +159,19 @@ func runSweep(t *testing.T, action string) {
 	for _, sc := range scenes {
 		known[sc.name] = sc
 	}
+	n := 0
 	for _, name := range names {
+		if file := elsewhere[longest(elsewhere, name)]; file != "" {
+			text, err := os.ReadFile(file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !strings.Contains(string(text), name) {
+				t.Errorf("%s tries no %s", file, name)
+			}
+			continue
+		}
+		n++
 		ok := t.Run(name, func(t *testing.T) {
 			s.box = &box{T: t, root: root.root}
 			for _, in := range scenesFor(name) {
@@ -168,22 +190,26 @@ func runSweep(t *testing.T, action string) {
 			root.empty() // the next point begins anew
 		}
 	}
-	n := 0
+	fired := 0
 	for _, in := range s.fired {
-		n += min(len(in), 1)
+		fired += min(len(in), 1)
 	}
-	t.Logf("%d failpoints fired, of %d", n, len(names))
+	t.Logf("%d failpoints fired, of %d", fired, n)
+}
+
+// longest is the longest key that a failpoint begins with.
+func longest[T any](of map[string]T, point string) (found string) {
+	for prefix := range of {
+		if strings.HasPrefix(point, prefix) && len(prefix) > len(found) {
+			found = prefix
+		}
+	}
+	return found
 }
 
 func scenesFor(point string) (names []string) {
-	longest := ""
-	for prefix := range scenesOf {
-		if strings.HasPrefix(point, prefix) && len(prefix) > len(longest) {
-			longest = prefix
-		}
-	}
-	if longest != "" {
-		return scenesOf[longest]
+	if prefix := longest(scenesOf, point); prefix != "" {
+		return scenesOf[prefix]
 	}
 	for _, sc := range scenes {
 		names = append(names, sc.name)

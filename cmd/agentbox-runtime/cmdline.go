@@ -11,6 +11,15 @@ type call struct {
 	verb    string
 	flags   map[string]string // the verb's flags: bundle, pid-file, console-socket, no-pivot
 	id      string            // the last argument
+	slot    string            // what package stage knows the container by; not of the command line
+}
+
+// bundle is where the container's config.json is.
+func (c call) bundle() string {
+	if b := c.flags["bundle"]; b != "" {
+		return b
+	}
+	return "."
 }
 
 // Flags of runc and crun, without dashes; the value tells whether one takes an argument.
@@ -21,10 +30,10 @@ var (
 	}
 	createFlags = map[string]bool{
 		"bundle": true, "b": true, "console-socket": true, "pid-file": true, "pidfd-socket": true, "preserve-fds": true,
-		"config": true, "f": true, "no-pivot": false, "no-new-keyring": false, "no-subreaper": false, "keep": false,
+		"config": true, "f": true, "no-mount-fallback": false, "no-pivot": false, "no-new-keyring": false, "no-subreaper": false, "keep": false,
 		"detach": false, "d": false,
 	}
-	startFlags  = map[string]bool{}
+	startFlags  = map[string]bool{} // of pause too
 	deleteFlags = map[string]bool{"force": false, "f": false, "regex": false, "r": false}
 )
 
@@ -50,7 +59,7 @@ func parse(args []string) (call, bool) {
 	switch c.verb {
 	case "create", "run":
 		known = createFlags
-	case "start":
+	case "start", "pause":
 		known = startFlags
 	case "delete":
 		known = deleteFlags
@@ -64,11 +73,15 @@ func parse(args []string) (call, bool) {
 		}
 		c.flags[name] = value
 	})
-	if !ok || len(rest)-i != 1 {
+	if !ok || i == len(rest) {
 		return c, false
 	}
-	c.id = rest[i]
-	return c, true
+	c.id, rest = rest[i], rest[i+1:]
+	if c.verb == "delete" { // runc takes `delete ID --force` too, and people write it
+		i, ok = scan(rest, known, func(string, string) {})
+		rest = rest[i:]
+	}
+	return c, ok && len(rest) == 0
 }
 
 // scan reads leading flags and returns the position of the first argument

@@ -8,6 +8,15 @@
 // runtime, with the arguments untouched: it is exec'ed in place of this
 // process.
 //
+// A container that was paused when it was checkpointed comes back paused, and
+// its engine, which has just started it, does not know: the first `pause` of it
+// then succeeds, with nothing left to do.
+//
+// A start may be staged as well (stage.Start): variables for the bundle's
+// process, files to be overwritten before the runtime sees them, and a command
+// to be begun when the container has been deleted. These and, for a restore, what
+// it takes (type changes) are all that the wrapper changes of a bundle.
+//
 // Environment: AGENTBOX_RUNTIME names the real runtime (default: runc, looked
 // for in PATH and the system's directories), AGENTBOX_RUN the directory with
 // the staged restores (default /run/agentbox).
@@ -40,6 +49,9 @@ func main() {
 }
 
 func run(args []string) int {
+	if len(args) == 1 && args[0] == cutVerb {
+		return cut(os.Stdin)
+	}
 	real, err := realRuntime()
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "agentbox-runtime:", err)
@@ -63,36 +75,99 @@ func run(args []string) int {
 	if !stage.Valid(c.id) {
 		return w.become(args)
 	}
+	c.slot = w.slot(c)
 	switch c.verb {
 	case "create":
-		r, err := stage.Load(w.dir, c.id)
-		switch {
-		case err == nil:
-			return w.restore(c, r)
-		case errors.Is(err, fault.ErrCorrupt):
-			// Somebody wants a restore; a fresh start is not one.
-			return w.fail(c, err)
-		}
-		// A container of this name was restored and went without `delete`.
-		if stage.Restored(w.dir, c.id) {
-			if err := stage.ClearRestored(w.dir, c.id); err != nil {
-				return w.fail(c, err)
-			}
-		}
+		return w.create(c, args)
 	case "run":
-		if _, err := stage.Load(w.dir, c.id); err == nil || errors.Is(err, fault.ErrCorrupt) {
-			return w.fail(c, fmt.Errorf("container %s has a restore staged: it takes `create` and `start`, not `run`", c.id))
+		if w.staged(c.slot) {
+			return w.fail(c, fmt.Errorf("container %s has a restore or start staged: it takes `create` and `start`, not `run`", c.id))
 		}
 	case "start":
-		if stage.Restored(w.dir, c.id) {
+		if err := stage.ArmReap(w.dir, c.slot); err != nil {
+			fmt.Fprintln(os.Stderr, "agentbox-runtime:", err)
+		}
+		if stage.Restored(w.dir, c.slot) {
 			return w.resume(c)
 		}
+	case "pause":
+		// One that was restored as it was, paused, runs for the engine until
+		// it has paused it itself; the real runtime would refuse.
+		if stage.TakePaused(w.dir, c.slot) && w.status(c) == "paused" {
+			return 0
+		}
+	case "resume":
+		stage.TakePaused(w.dir, c.slot)
 	case "delete":
-		if w.known(c.id) {
+		stage.TakePaused(w.dir, c.slot)
+		if w.known(c.slot) {
 			return w.delete(c, args)
 		}
 	}
 	return w.become(args)
+}
+
+// create starts what is staged for a container, if anything is. State of ours
+// that is there and makes no sense fails it: somebody wants a restore, and a
+// fresh start is none. State that cannot even be looked at is none.
+func (w wrapper) create(c call, args []string) int {
+	r, err := stage.Load(w.dir, c.slot)
+	restore := err == nil
+	switch {
+	case errors.Is(err, fault.ErrCorrupt):
+		return w.fail(c, err)
+	case !restore && stage.Held(w.dir, c.slot):
+		return w.fail(c, fmt.Errorf("container %s is being restored by agentbox, which has not got to its start; if that agentbox is gone, 'agentbox recover' finishes it, and without %s it starts afresh", c.id, stage.HeldBy(w.dir, c.slot)))
+	}
+	s, err := stage.LoadStart(w.dir, c.slot)
+	if errors.Is(err, fault.ErrCorrupt) {
+		return w.fail(c, err)
+	}
+	started := err == nil
+	if restore || started {
+		// Nothing may be done to what is there already: not to its files, and
+		// not by deleting what a failed restore leaves.
+		if _, err := os.Lstat(filepath.Join(c.root, c.id)); err == nil {
+			return w.fail(c, fmt.Errorf("start of %s: a container of that name exists", c.id))
+		}
+	}
+	change := changes{env: s.Env, config: r.Config, cut: restore && cuts(r), resolve: restore}
+	if err := w.prepare(c, s.Files, change); err != nil {
+		return w.fail(c, fmt.Errorf("start of %s: %w", c.id, err))
+	}
+	if restore {
+		if code := w.restore(c, r); code != 0 {
+			return code
+		}
+	} else if stage.Restored(w.dir, c.slot) {
+		// A container of this name was restored and went without `delete`.
+		if err := stage.ClearRestored(w.dir, c.slot); err != nil {
+			return w.fail(c, err)
+		}
+	}
+	if started {
+		if err := stage.UseStart(w.dir, c.slot, s); err != nil {
+			if restore {
+				w.undo(c, r)
+			}
+			return w.fail(c, err)
+		}
+	}
+	if restore {
+		return 0
+	}
+	return w.become(args)
+}
+
+// prepare does what a staged start and a restore ask for before the runtime is
+// called.
+func (w wrapper) prepare(c call, files []stage.File, change changes) error {
+	for _, f := range files {
+		if err := overwrite(f); err != nil {
+			return err
+		}
+	}
+	return edit(c.bundle(), change)
 }
 
 // wrapper is one call of an engine.
@@ -101,27 +176,42 @@ type wrapper struct {
 	dir  string // RUN
 }
 
-// known tells whether anything is kept for a container.
-func (w wrapper) known(id string) bool {
-	if stage.Restored(w.dir, id) {
-		return true
-	}
+// staged tells whether anything is staged for a container.
+func (w wrapper) staged(id string) bool {
 	_, err := stage.Load(w.dir, id)
-	return err == nil || errors.Is(err, fault.ErrCorrupt)
+	_, serr := stage.LoadStart(w.dir, id)
+	return err == nil || errors.Is(err, fault.ErrCorrupt) || serr == nil || errors.Is(serr, fault.ErrCorrupt) || stage.Held(w.dir, id)
+}
+
+// known tells whether anything is kept for the end of a container.
+func (w wrapper) known(id string) bool {
+	return w.staged(id) || stage.Restored(w.dir, id) || stage.Armed(w.dir, id)
+}
+
+// slot is what the container of a call is known by in package stage.
+func (w wrapper) slot(c call) string {
+	if under := stage.Under(c.root, c.id); w.known(under) || stage.KeptPaused(w.dir, under) {
+		return under
+	}
+	return c.id
 }
 
 // stagedUnder finds the container of a command line that parse gave up on, if
 // running it could start afresh what is to be restored.
 func (w wrapper) stagedUnder(args []string) (string, bool) {
-	if len(args) == 0 || !slices.Contains(args, "create") && !slices.Contains(args, "run") {
+	if !slices.Contains(args, "create") && !slices.Contains(args, "run") {
 		return "", false
 	}
-	id := args[len(args)-1]
-	if !stage.Valid(id) {
-		return "", false
+	slots, _ := stage.List(w.dir)
+	for _, slot := range slots {
+		_, under, _ := strings.Cut(slot, "@")
+		for _, id := range args {
+			if (id == slot || under != "" && id == under) && w.staged(slot) {
+				return id, true
+			}
+		}
 	}
-	_, err := stage.Load(w.dir, id)
-	return id, err == nil || errors.Is(err, fault.ErrCorrupt)
+	return "", false
 }
 
 // become replaces this process by the real runtime. It returns only on failure.

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"math"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -14,6 +15,8 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/criu/crlog"
 	"github.com/agentbox/agentbox/criu/host"
@@ -32,15 +35,6 @@ const (
 // exists, with its processes as they were dumped, and none of them runs on
 // before `start`. On failure nothing of it is left, but it stays staged.
 func (w wrapper) restore(c call, r stage.Restore) int {
-	// Deleting what a failed restore leaves must never hit a container that
-	// was there before.
-	if _, err := os.Lstat(filepath.Join(c.root, c.id)); err == nil {
-		return w.fail(c, fmt.Errorf("restore of %s: a container of that name exists", c.id))
-	}
-	bundle := c.flags["bundle"]
-	if bundle == "" {
-		bundle = "."
-	}
 	if err := os.MkdirAll(r.Work, 0o700); err != nil {
 		return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
 	}
@@ -48,14 +42,9 @@ func (w wrapper) restore(c call, r stage.Restore) int {
 	if err := os.Remove(log); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
 	}
-	if r.Config != "" {
-		if err := annotate(filepath.Join(bundle, "config.json"), r.Config); err != nil {
-			return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
-		}
-	}
 
 	args := append([]string{}, c.globals...)
-	args = append(args, "restore", "--detach", "--bundle", bundle, "--image-path", r.Images, "--work-path", r.Work)
+	args = append(args, "restore", "--detach", "--bundle", c.bundle(), "--image-path", r.Images, "--work-path", r.Work)
 	for _, f := range []string{"pid-file", "console-socket"} {
 		if v := c.flags[f]; v != "" {
 			args = append(args, "--"+f, v)
@@ -84,13 +73,17 @@ func (w wrapper) restore(c call, r stage.Restore) int {
 		w.undo(c, r)
 		return w.fail(c, fmt.Errorf("restore of %s: pause: %s: %w", c.id, bytes.TrimSpace(out), err))
 	}
+	if err := w.settle(c, r); err != nil {
+		w.undo(c, r)
+		return w.fail(c, fmt.Errorf("restore of %s: network: %w", c.id, err))
+	}
 	if r.Paused {
 		if err := w.endStop(c, r.Stopped); err != nil {
 			w.undo(c, r)
 			return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
 		}
 	}
-	if err := stage.MarkRestored(w.dir, c.id); err != nil {
+	if err := stage.MarkRestored(w.dir, c.slot); err != nil {
 		w.undo(c, r)
 		return w.fail(c, err)
 	}
@@ -201,7 +194,11 @@ func (w wrapper) undo(c call, r stage.Restore) {
 
 // resume does what the engine means by `start`.
 func (w wrapper) resume(c call) int {
-	if !stage.StaysPaused(w.dir, c.id) {
+	if stage.StaysPaused(w.dir, c.slot) {
+		if err := stage.KeepPaused(w.dir, c.slot); err != nil {
+			fmt.Fprintln(os.Stderr, "agentbox-runtime:", err)
+		}
+	} else {
 		if err := w.command(c, "resume", c.id).Run(); err != nil {
 			// A process that ended as soon as it was restored has nothing to resume.
 			if s := w.status(c); s != "stopped" && s != "running" {
@@ -209,14 +206,15 @@ func (w wrapper) resume(c call) int {
 			}
 		}
 	}
-	if err := stage.ClearRestored(w.dir, c.id); err != nil {
+	if err := stage.ClearRestored(w.dir, c.slot); err != nil {
 		fmt.Fprintln(os.Stderr, "agentbox-runtime:", err)
 	}
 	return 0
 }
 
-// delete lets the real runtime delete and then forgets that the container was
-// restored. What is staged and was not used stays: see package stage.
+// delete lets the real runtime delete, forgets that the container was restored
+// and begins what reaps it. What is staged and was not used stays: see package
+// stage.
 func (w wrapper) delete(c call, args []string) int {
 	if err := host.SweepRestore(c.root, c.id, ""); err != nil {
 		return w.fail(c, err)
@@ -227,10 +225,42 @@ func (w wrapper) delete(c call, args []string) int {
 	if err := cmd.Run(); err != nil {
 		return exitCode(err)
 	}
-	if err := stage.ClearRestored(w.dir, c.id); err != nil {
+	if err := errors.Join(stage.ClearRestored(w.dir, c.slot), w.reap(c.slot)); err != nil {
 		fmt.Fprintln(os.Stderr, "agentbox-runtime:", err)
 	}
 	return 0
+}
+
+// reap begins the command that was staged for the end of a container, once,
+// and leaves it to itself: the engine waits for our output to end.
+func (w wrapper) reap(id string) error {
+	args, err := stage.TakeReap(w.dir, id)
+	if err != nil || len(args) == 0 {
+		return err
+	}
+	cmd := exec.Command(args[0], args[1:]...) // stdio is /dev/null; all else of ours is close-on-exec
+	cmd.Env = host.Environ()
+	cmd.Dir = "/"
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	if err := closeOnExec(); err != nil {
+		return fmt.Errorf("%s: %w", args[0], err)
+	}
+	return cmd.Start()
+}
+
+// closeOnExec keeps what the engine left open for us from our children.
+func closeOnExec() error {
+	err := unix.CloseRange(3, math.MaxUint32, unix.CLOSE_RANGE_CLOEXEC)
+	if err != unix.ENOSYS && err != unix.EINVAL { // Linux before 5.11 has it not
+		return err
+	}
+	fds, err := os.ReadDir("/proc/self/fd")
+	for _, e := range fds {
+		if fd, err := strconv.Atoi(e.Name()); err == nil && fd > 2 {
+			unix.CloseOnExec(fd)
+		}
+	}
+	return err
 }
 
 // command runs another verb of the real runtime with the same globals.

@@ -14,15 +14,16 @@ import (
 )
 
 type checkpointOptions struct {
-	Name      string
-	FilesOnly bool
-	Stop      bool
-	Strict    bool
-	Labels    []string
-	Trigger   string
-	TCP       string
-	Timeout   time.Duration
-	Format    string
+	Name        string
+	FilesOnly   bool
+	Stop        bool
+	Strict      bool
+	WithVolumes bool
+	Labels      []string
+	Trigger     string
+	TCP         string
+	Timeout     time.Duration
+	Format      string
 }
 
 func (o *checkpointOptions) addFlags(fl *pflag.FlagSet) {
@@ -30,6 +31,7 @@ func (o *checkpointOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVar(&o.FilesOnly, "files-only", false, "leave the processes out")
 	fl.BoolVar(&o.Stop, "stop", false, "stop the sandbox once the checkpoint is safe")
 	fl.BoolVar(&o.Strict, "strict", false, "refuse when a process would be left out")
+	fl.BoolVar(&o.WithVolumes, "with-volumes", false, "take the engine's local volumes along; a restore then puts them back, too")
 	fl.VarP(list(&o.Labels), "label", "l", "set a label `KEY=VALUE`")
 	fl.StringVar(&o.Trigger, "trigger", "", "`NAME` of what asked for it (default manual)")
 	o.TCP = runtime.TCPEstablished
@@ -43,7 +45,7 @@ func (o *checkpointOptions) addFlags(fl *pflag.FlagSet) {
 
 func (o *checkpointOptions) parse() (runtime.CheckpointOptions, error) {
 	opts := runtime.CheckpointOptions{
-		Name: o.Name, FilesOnly: o.FilesOnly, Stop: o.Stop, Strict: o.Strict,
+		Name: o.Name, FilesOnly: o.FilesOnly, Stop: o.Stop, Strict: o.Strict, WithVolumes: o.WithVolumes,
 		Trigger: o.Trigger, TCP: o.TCP, Timeout: o.Timeout,
 	}
 	if o.Name != "" {
@@ -79,8 +81,8 @@ func checkpointCommand(a *app, use string) *cobra.Command {
 it go on. The checkpoint is safe on disk before the sandbox moves again. When anything
 fails the sandbox goes on as before and no checkpoint is listed.
 
-It prints the checkpoint's id. A stopped sandbox gets a files-only checkpoint. Volumes
-and bind mounts are not part of it.`,
+It prints the checkpoint's id. A stopped sandbox gets a files-only checkpoint. Bind
+mounts are not part of it, and volumes only with --with-volumes.`,
 		Example: `  agentbox checkpoint c
   agentbox checkpoint --name before-upgrade --label turn=12 --trigger tool:apt c
   agentbox checkpoint --stop --timeout 30s c

@@ -32,6 +32,9 @@ type fakeService struct {
 	reOpts      runtime.RestoreOptions
 	filter      runtime.CheckpointFilter
 	logOpts     runtime.LogOptions
+	diffReq     runtime.DiffRequest
+	diff        runtime.Diff
+	history     []runtime.HistoryEntry
 	stopTimeout time.Duration
 	stdin       []byte
 
@@ -277,6 +280,20 @@ func (f *fakeService) RemoveCheckpoint(_ context.Context, ref string) error {
 
 func (f *fakeService) VerifyCheckpoint(_ context.Context, ref string) error {
 	return f.call("VerifyCheckpoint", ref)
+}
+
+func (f *fakeService) Diff(_ context.Context, req runtime.DiffRequest) (runtime.Diff, error) {
+	f.diffReq = req
+	return f.diff, f.simple("Diff", req.Sandbox)
+}
+
+func (f *fakeService) History(_ context.Context, ref string, opts runtime.HistoryOptions) ([]runtime.HistoryEntry, error) {
+	return f.history, f.call("History", ref, opts.All)
+}
+
+func (f *fakeService) Apply(_ context.Context, ref string, opts runtime.ApplyOptions) (runtime.Applied, error) {
+	return runtime.Applied{Sandbox: ref, Original: "/srv/repo", DryRun: opts.DryRun, Undone: opts.Undo,
+		Changes: []runtime.Change{{Path: "/a b", Change: "A", Type: "file"}, {Path: "/d", Change: "D", Type: "dir"}}}, f.call("Apply", ref, opts.DryRun, opts.Undo, opts.Force)
 }
 
 func (f *fakeService) ImportImage(_ context.Context, name, source string) (runtime.Image, error) {

@@ -6,7 +6,8 @@
 // result, and leaves errors to main, which turns them into a message, hints
 // and an exit code (exit.go). service.go alone knows which backend is behind
 // the Service; spec.go parses what Docker's users write; terminal.go connects
-// the caller's terminal; signals.go says who gets a Ctrl-C.
+// the caller's terminal; signals.go says who gets a Ctrl-C. plugin.go makes
+// the program a plugin of the docker command when that starts it.
 package main
 
 import (
@@ -21,7 +22,11 @@ import (
 var version = "dev"
 
 func main() {
-	os.Exit(newApp().main(os.Args[1:]))
+	a := newApp()
+	if isPlugin(os.Args[0]) {
+		os.Exit(a.plugin(os.Args[1:]))
+	}
+	os.Exit(a.main(os.Args[1:]))
 }
 
 // app is what every command shares: the caller's streams, the global flags
@@ -34,6 +39,7 @@ type app struct {
 	open           opener
 	examine        func(context.Context, globals) doctor.Report
 	now            func() time.Time
+	asPlugin       bool // the docker command started this program (plugin.go)
 }
 
 func newApp() *app {
@@ -50,6 +56,10 @@ func (a *app) main(args []string) int {
 	a.signals = s
 
 	root := newRootCommand(a)
+	if a.asPlugin {
+		dress(root)
+		a.watchDocker(s)
+	}
 	root.SetArgs(args)
 	cmd, err := root.ExecuteContextC(ctx)
 	return report(a.stderr, cmd, err, s.caught())

@@ -16,8 +16,9 @@ import (
 
 func TestMain(m *testing.M) {
 	testscript.Main(m, map[string]func(){
-		"agentbox":      main,
-		"agentbox-fake": fakeMain, // for terminal_test.go
+		"agentbox":        main,
+		"docker-agentbox": main,
+		"agentbox-fake":   fakeMain, // for terminal_test.go
 	})
 }
 

@@ -31,7 +31,7 @@ func (g *globals) addFlags(fl *pflag.FlagSet) {
 	fl.StringVar(&g.Root, "root", "", "keep all state in `DIR` (environment AGENTBOX_ROOT; default /var/lib/agentbox and /run/agentbox)")
 	g.LogLevel = "warn"
 	fl.Var(choice(&g.LogLevel, "debug", "info", "warn", "error"), "log-level", "log to stderr from this `LEVEL` on: debug, info, warn, error")
-	fl.StringVar(&g.Backend, "backend", "", "what runs the containers: oci (environment AGENTBOX_BACKEND)")
+	fl.StringVar(&g.Backend, "backend", "", "what runs new sandboxes' containers: oci, docker, containerd (environment AGENTBOX_BACKEND; default oci)")
 }
 
 // resolve fills what the flags left empty from the environment, late, so that
@@ -54,8 +54,8 @@ func (g globals) resolve() (globals, error) {
 	if g.Backend == "" {
 		g.Backend = "oci"
 	}
-	if g.Backend != "oci" {
-		return g, usageErrorf("unknown backend %q: this build has only oci", g.Backend)
+	if backends[g.Backend] == nil {
+		return g, usageErrorf("unknown backend %q: choose %s", g.Backend, backendNames())
 	}
 	return g, nil
 }
@@ -150,10 +150,11 @@ Ctrl-C makes a verb stop and undo what it began; a second Ctrl-C ends it at once
 		newRunCommand(a), newCreateCommand(a), newExecCommand(a), newPsCommand(a), newInspectCommand(a),
 		newLogsCommand(a), newAttachCommand(a), newStopCommand(a), newStartCommand(a), newRestartCommand(a),
 		newKillCommand(a), newPauseCommand(a), newUnpauseCommand(a), newWaitCommand(a), newRmCommand(a), newCpCommand(a))
-	add(groupUndo, newCheckpointCommand(a), newRestoreCommand(a))
+	add(groupUndo, newCheckpointCommand(a), newRestoreCommand(a), newLogCommand(a), newDiffCommand(a), newApplyCommand(a))
 	add(groupImage, newImageCommand(a))
-	add(groupHost, newDoctorCommand(a), newRecoverCommand(a), newVersionCommand(a), newCompletionCommand(a))
-	cmd.AddCommand(newReapCommand(a), newManCommand())
+	add(groupHost, newDoctorCommand(a), newSetupCommand(a), newRecoverCommand(a), newVersionCommand(a), newCompletionCommand(a))
+	add(groupHost, newDockerPluginCommand(a), newVolumeCommand(a))
+	cmd.AddCommand(newReapCommand(a), newMonitorCommand(), newManCommand())
 	wrapArgs(cmd)
 	return cmd
 }

@@ -22,7 +22,16 @@ import (
 
 // TestScript runs what needs no sandbox.
 func TestScript(t *testing.T) {
-	testscript.Run(t, testscript.Params{Dir: "testdata/script", RequireExplicitExec: true, Cmds: scriptCommands})
+	testscript.Run(t, testscript.Params{
+		Dir:                 "testdata/script",
+		RequireExplicitExec: true,
+		Cmds:                scriptCommands,
+		// Not this host's own.
+		Setup: func(env *testscript.Env) error {
+			env.Setenv("AGENTBOX_ROOT", filepath.Join(env.WorkDir, "root"))
+			return nil
+		},
+	})
 }
 
 // TestEngine runs real sandboxes, as root, each script under a root of its own.
@@ -217,7 +226,8 @@ func leftovers(root string) (left []string) {
 		"sandboxes":          nil,
 		"checkpoints":        {"failed"},
 		"checkpoints/failed": nil,
-		"run":                {"runc", "exits", "tmp", "restore"},
+		"run":                {"runc", "exits", "tmp", "restore", "lock"},
+		"run/lock":           nil,
 		"run/restore":        nil,
 		"run/runc":           nil,
 		"run/tmp":            nil,

@@ -4,14 +4,21 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
+	"strings"
 
 	"github.com/agentbox/agentbox/images"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/containerd"
+	"github.com/agentbox/agentbox/runtime/docker"
 	"github.com/agentbox/agentbox/runtime/doctor"
 	"github.com/agentbox/agentbox/runtime/oci"
+	"github.com/agentbox/agentbox/runtime/podman"
 	"github.com/agentbox/agentbox/runtime/store"
+	"github.com/agentbox/agentbox/runtime/volume"
 )
 
 // Where state lives unless --root says otherwise.
@@ -28,8 +35,74 @@ func (g globals) dirs() (root, run string) {
 	return g.Root, filepath.Join(g.Root, "run")
 }
 
-// openService makes the embedded engine. It is the only place that names a
-// concrete backend.
+// place is where a backend keeps what it has.
+type place struct {
+	root, run string
+	self      string // this program
+}
+
+// backends are all there are, by the names that --backend and the scheme of
+// BACKEND://REF take.
+var backends = map[string]func(place) (runtime.Host, error){
+	"containerd": openContainerd,
+	"docker":     openDocker,
+	"oci":        openOCI,
+	"podman":     openPodman,
+	"volume":     openVolume,
+}
+
+func backendNames() string {
+	return strings.Join(slices.Sorted(maps.Keys(backends)), ", ")
+}
+
+func openOCI(p place) (runtime.Host, error) {
+	img, err := images.Open(p.root)
+	if err != nil {
+		return runtime.Host{}, err
+	}
+	backend, err := oci.Open(oci.Options{Root: p.root, Run: p.run, Self: p.self})
+	return runtime.Host{Backend: backend, Images: withBuiltin{img}}, err
+}
+
+// withBuiltin lists the built-in image before it was ever used.
+type withBuiltin struct{ *images.Store }
+
+func (s withBuiltin) List(ctx context.Context) ([]images.Image, error) {
+	_, _ = s.Resolve(ctx, "busybox") // a host without a static busybox has none
+	return s.Store.List(ctx)
+}
+
+func openContainerd(p place) (runtime.Host, error) {
+	backend, err := containerd.Open(containerd.Options{Root: p.root, Run: p.run, Self: p.self})
+	if err != nil {
+		return runtime.Host{}, err
+	}
+	return runtime.Host{Backend: backend, Images: backend.Images()}, nil
+}
+
+func openDocker(p place) (runtime.Host, error) {
+	backend, err := docker.Open(docker.Options{Root: p.root, Run: p.run, Self: p.self})
+	if err != nil {
+		return runtime.Host{}, err
+	}
+	return runtime.Host{Backend: backend, Images: backend.Images()}, nil
+}
+
+// openPodman only adopts: it makes no sandboxes and has no images.
+func openPodman(p place) (runtime.Host, error) {
+	backend, err := podman.Open(podman.Options{Root: p.root})
+	return runtime.Host{Backend: backend}, err
+}
+
+// openVolume only adopts, too: the verbs of volumes make them.
+func openVolume(p place) (runtime.Host, error) {
+	v, err := volume.Open(volume.Options{Root: p.root, Run: p.run})
+	b := volume.Backend{Volumes: v}
+	return runtime.Host{Backend: b, Original: b}, err
+}
+
+// openService makes the embedded engine. Only this file
+// names concrete backends.
 func openService(ctx context.Context, g globals) (_ runtime.Service, err error) {
 	root, run := g.dirs()
 	st, err := store.Open(ctx, root)
@@ -41,19 +114,17 @@ func openService(ctx context.Context, g globals) (_ runtime.Service, err error) 
 			err = errors.Join(err, st.Close())
 		}
 	}()
-	img, err := images.Open(root)
-	if err != nil {
-		return nil, err
-	}
 	self, err := os.Executable()
 	if err != nil {
 		return nil, err
 	}
-	backend, err := oci.Open(oci.Options{Root: root, Run: run, Self: self})
-	if err != nil {
-		return nil, err
-	}
-	engine := runtime.New(runtime.Options{Run: run, Store: st, Images: img, Backend: backend})
+	engine := runtime.New(runtime.Options{Run: run, Store: st, Backend: g.Backend, Open: func(name string) (runtime.Host, error) {
+		open, ok := backends[name]
+		if !ok {
+			return runtime.Host{}, usageErrorf("unknown backend %q: choose %s", name, backendNames())
+		}
+		return open(place{root: root, run: run, self: self})
+	}})
 	if g.reaping {
 		return engine, nil
 	}

@@ -103,8 +103,8 @@ func parseEnvFile(name string, lookup func(string) (string, bool)) ([]string, er
 	return vars, sc.Err()
 }
 
-// parseVolume reads SRC:DST[:ro|rw]; a relative SRC is taken from the current
-// directory.
+// parseVolume reads SRC:DST[:ro|rw]. A SRC that could be a name is one, of a
+// volume; other relative ones are taken from the current directory.
 func parseVolume(s string) (runtime.Mount, error) {
 	bad := func(why string) (runtime.Mount, error) {
 		return runtime.Mount{}, usageErrorf("--volume %q: %s; write SRC:DST or SRC:DST:ro", s, why)
@@ -127,7 +127,9 @@ func parseVolume(s string) (runtime.Mount, error) {
 		return bad("the source is empty")
 	}
 	var err error
-	if m.Source, err = filepath.Abs(parts[0]); err != nil {
+	if nameRE.MatchString(parts[0]) {
+		m.Type, m.Source = "volume", parts[0]
+	} else if m.Source, err = filepath.Abs(parts[0]); err != nil {
 		return bad(err.Error())
 	}
 	if m.Target, err = mountTarget(parts[1]); err != nil {

@@ -201,7 +201,7 @@ func TestUsage(t *testing.T) {
 		{"cp a:/x b:/y", 2, "must be on the host"},
 		{"cp run: /y", 2, "the path is empty"},
 		{"completion tcsh", 2, "unknown shell"},
-		{"--backend docker ps", 2, "unknown backend"},
+		{"--backend lxd ps", 2, "unknown backend"},
 		{"--log-level loud ps", 2, "must be one of"},
 		{"start -a run end", 2, "takes one sandbox"},
 		{"create", 2, "IMAGE is missing"},

@@ -16,9 +16,11 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"syscall"
 	"time"
 
 	"github.com/agentbox/agentbox/internal/fault"
@@ -39,12 +41,22 @@ type Restore struct {
 	Timeout time.Duration `json:"timeout_ns,omitempty"`
 }
 
+// Slot names the place of one container: RUN, and what the container's engine
+// calls the container when it calls the OCI runtime.
+type Slot struct{ Run, ID string }
+
+// Under is the ID of a Slot for a container whose engine gives the same id to
+// others, each beneath a root of its own for the OCI runtime (--root), as
+// containerd does in its namespaces.
+func Under(root, id string) string { return filepath.Base(root) + "@" + id }
+
 // DefaultTimeout bounds a restore that names no timeout of its own.
 const DefaultTimeout = 10 * time.Minute
 
 const (
 	stagedFile   = "restore.json"
 	restoredFile = "restored"
+	heldFile     = "held"
 	maxStaged    = 1 << 20 // bytes a staged restore may have
 )
 
@@ -111,24 +123,9 @@ func load(run, id, name string) (Restore, error) {
 	if err != nil {
 		return Restore{}, err
 	}
-	f, err := os.Open(filepath.Join(dir, name))
-	if errors.Is(err, fs.ErrNotExist) {
-		return Restore{}, fmt.Errorf("staged restore of %s: %w", id, fault.ErrNotFound)
-	}
-	if err != nil {
-		return Restore{}, fmt.Errorf("staged restore of %s: %w", id, err)
-	}
-	defer f.Close()
-	st, err := f.Stat()
-	if err != nil {
-		return Restore{}, fmt.Errorf("staged restore of %s: %w", id, err)
-	}
-	if !st.Mode().IsRegular() || st.Size() > maxStaged {
-		return Restore{}, fmt.Errorf("staged restore of %s: not a small regular file: %w", id, fault.ErrCorrupt)
-	}
 	var r Restore
-	if err := json.NewDecoder(f).Decode(&r); err != nil {
-		return Restore{}, fmt.Errorf("staged restore of %s: %v: %w", id, err, fault.ErrCorrupt)
+	if err := readJSON(filepath.Join(dir, name), maxStaged, &r); err != nil {
+		return Restore{}, fmt.Errorf("staged restore of %s: %w", id, err)
 	}
 	if r.Images == "" || r.Work == "" {
 		return Restore{}, fmt.Errorf("staged restore of %s: names no images: %w", id, fault.ErrCorrupt)
@@ -163,12 +160,100 @@ func Restored(run, id string) bool {
 	return err == nil
 }
 
+// Used tells whether what was staged for id has been restored from.
+func Used(run, id string) bool {
+	_, err := load(run, id, stagedFile)
+	return errors.Is(err, fault.ErrNotFound)
+}
+
 // StaysPaused tells whether a restored container is to be left paused by its
 // `start`.
 func StaysPaused(run, id string) bool {
 	r, err := load(run, id, restoredFile)
 	return err == nil && r.Paused
 }
+
+// KeepPaused notes that id is left paused by its `start` and its engine thinks
+// that it runs. Like a Reap it outlives Clear.
+func KeepPaused(run, id string) error {
+	path, err := pausedFile(run, id)
+	if err == nil {
+		err = os.MkdirAll(filepath.Dir(path), 0o700)
+	}
+	if err == nil {
+		err = os.WriteFile(path, nil, 0o600)
+	}
+	if err != nil {
+		return fmt.Errorf("note that %s is paused: %w", id, err)
+	}
+	return nil
+}
+
+// KeptPaused tells whether KeepPaused is in force.
+func KeptPaused(run, id string) bool {
+	path, err := pausedFile(run, id)
+	if err != nil {
+		return false
+	}
+	_, err = os.Lstat(path)
+	return err == nil
+}
+
+// TakePaused ends KeepPaused and tells whether it was in force.
+func TakePaused(run, id string) bool {
+	path, err := pausedFile(run, id)
+	return err == nil && os.Remove(path) == nil
+}
+
+func pausedFile(run, id string) (string, error) {
+	if _, err := place(run, id); err != nil {
+		return "", err
+	}
+	return filepath.Join(run, "paused", id), nil
+}
+
+// Hold keeps the container id from being created, by whomever, until a restore
+// is staged for it, Release or Clear: its files are being replaced.
+func Hold(run, id string) error {
+	dir, err := place(run, id)
+	if err != nil {
+		return err
+	}
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return fmt.Errorf("hold %s: %w", id, err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, heldFile), nil, 0o600); err != nil {
+		return fmt.Errorf("hold %s: %w", id, err)
+	}
+	return nil
+}
+
+// Release ends Hold. Idempotent.
+func Release(run, id string) error {
+	dir, err := place(run, id)
+	if err != nil {
+		return err
+	}
+	if err := remove(filepath.Join(dir, heldFile)); err != nil {
+		return fmt.Errorf("release %s: %w", id, err)
+	}
+	// Goes only when nothing is staged.
+	_ = os.Remove(dir)
+	return nil
+}
+
+// Held tells whether Hold is in force.
+func Held(run, id string) bool {
+	dir, err := place(run, id)
+	if err != nil {
+		return false
+	}
+	_, err = os.Lstat(filepath.Join(dir, heldFile))
+	return err == nil
+}
+
+// HeldBy names the file that is the Hold, for messages.
+func HeldBy(run, id string) string { return filepath.Join(run, "restore", id, heldFile) }
 
 // ClearRestored drops the mark and leaves what is staged. Idempotent.
 func ClearRestored(run, id string) error {
@@ -184,7 +269,8 @@ func ClearRestored(run, id string) error {
 	return nil
 }
 
-// Clear drops all that is kept for id. Idempotent.
+// Clear drops all that is staged for id: a restore, a hold, a start. Idempotent.
+// What a started container's end still owes stays; see Start.Reap and Disarm.
 func Clear(run, id string) error {
 	dir, err := place(run, id)
 	if err != nil {
@@ -222,6 +308,39 @@ func place(run, id string) (string, error) {
 		return "", fmt.Errorf("run directory %q is not absolute: %w", run, fault.ErrInvalid)
 	}
 	return filepath.Join(run, "restore", id), nil
+}
+
+// readJSON reads a small file of ours. One that is not there is ErrNotFound,
+// one that is there and cannot be made sense of ErrCorrupt; any other error
+// means that nobody can tell.
+func readJSON(path string, most int64, v any) error {
+	// Not blocking, so that not even a named pipe in the file's place holds us.
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		return fault.ErrNotFound
+	}
+	if err != nil {
+		if _, lerr := os.Lstat(path); lerr != nil {
+			return err
+		}
+		return fmt.Errorf("%v: %w", err, fault.ErrCorrupt)
+	}
+	defer f.Close()
+	st, err := f.Stat()
+	if err != nil {
+		return fmt.Errorf("%v: %w", err, fault.ErrCorrupt)
+	}
+	if !st.Mode().IsRegular() || st.Size() > most {
+		return fmt.Errorf("not a small regular file: %w", fault.ErrCorrupt)
+	}
+	data, err := io.ReadAll(io.LimitReader(f, most+1))
+	if err == nil {
+		err = json.Unmarshal(data, v)
+	}
+	if err != nil {
+		return fmt.Errorf("%v: %w", err, fault.ErrCorrupt)
+	}
+	return nil
 }
 
 func publish(dir, name string, data []byte) error {

@@ -17,7 +17,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -36,9 +35,27 @@ type Factory struct {
 	// Lower is the image: read-only directories, top first. They hold what
 	// BusyboxLower makes, or a superset.
 	Lower func(t *testing.T) []string
+	// Image names the image, with what Lower holds, in an engine that has its
+	// own: Spec.Image and Spec.ImageDigest. Create is then given no lower
+	// directories. Nil: Lower is all there is.
+	Image func(t *testing.T) (name, digest string)
+	// Restart kills the engine's daemon and starts it again; it returns when
+	// that answers. Nil: there is no daemon, and the cases about it are
+	// ordinary ones.
+	Restart func(t *testing.T)
+	// Down kills the engine's daemon, runs fn, and starts the daemon again. Nil:
+	// there is none.
+	Down func(t *testing.T, fn func())
+	// Leaks names what of the engine's carries an id of a removed container
+	// and should not, such as mounts and files under its own root. May be nil.
+	Leaks func(t *testing.T, ids []string) []string
 	// Cannot names the cases that this backend cannot pass, and why. A name
 	// that is no case fails the run.
 	Cannot map[string]string
+	// Needless names the cases that tell nothing about this backend, and why,
+	// as far as its tests would be too slow with them. A name that ends in a
+	// slash is that of a group.
+	Needless map[string]string
 }
 
 // caseTimeout bounds one case, so that a call that hangs fails by its name.
@@ -46,12 +63,14 @@ const caseTimeout = 60 * time.Second
 
 // Run tests a backend with every case.
 func Run(t *testing.T, f Factory) {
-	known := map[string]bool{}
+	known, groups := map[string]bool{}, map[string]bool{}
 	for _, c := range cases {
 		if known[c.name] {
 			t.Fatalf("two cases are named %s", c.name)
 		}
 		known[c.name] = true
+		group, _, _ := strings.Cut(c.name, "/")
+		groups[group] = true
 	}
 	for name, why := range f.Cannot {
 		if !known[name] {
@@ -61,13 +80,34 @@ func Run(t *testing.T, f Factory) {
 			t.Errorf("Cannot names %s without a reason", name)
 		}
 	}
+	for name, why := range f.Needless {
+		if group, is := strings.CutSuffix(name, "/"); !known[name] && !(is && groups[group]) {
+			t.Errorf("Needless names %q, which is no case", name)
+		}
+		if why == "" {
+			t.Errorf("Needless names %s without a reason", name)
+		}
+	}
 	lower := f.Lower(t)
+	name, digest := "busybox", "sha256:00"
+	if f.Image != nil {
+		name, digest = f.Image(t)
+		lower = nil
+	}
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
 			if why := f.Cannot[c.name]; why != "" {
 				t.Skipf("not for this backend: %s", why)
 			}
-			c.run(newBench(t, f, lower))
+			group, _, _ := strings.Cut(c.name, "/")
+			for _, name := range []string{c.name, group + "/"} {
+				if why := f.Needless[name]; why != "" {
+					t.Skipf("not needed for this backend: %s", why)
+				}
+			}
+			e := newBench(t, f, lower)
+			e.image, e.digest = name, digest
+			c.run(e)
 		})
 	}
 }
@@ -76,12 +116,14 @@ func Run(t *testing.T, f Factory) {
 // clean-up that ends with the search for what was left behind.
 type bench struct {
 	*testing.T
-	f     Factory
-	b     runtime.Backend
-	ctx   context.Context
-	root  string
-	lower []string
-	mark  string // in the environment of every process of the case
+	f      Factory
+	b      runtime.Backend
+	ctx    context.Context
+	root   string
+	lower  []string
+	image  string // and its digest
+	digest string
+	mark   string // in the environment of every process of the case
 
 	mu  sync.Mutex
 	ids []string
@@ -139,7 +181,7 @@ func sh(script string) []string { return []string{"sh", "-c", script} }
 func (e *bench) spec(args ...string) runtime.Spec {
 	id := newID()
 	return runtime.Spec{
-		ID: id, Name: "bt-" + id[:8], Image: "busybox", ImageDigest: "sha256:00", Args: args,
+		ID: id, Name: "bt-" + id[:8], Image: e.image, ImageDigest: e.digest, Args: args,
 		Env:     []string{"PATH=/bin:/sbin:/usr/bin:/usr/sbin", "HOME=/root", e.mark},
 		Workdir: "/", Hostname: id[:12], Network: runtime.Network{Mode: runtime.NetworkNone},
 	}
@@ -323,19 +365,17 @@ func equal[T comparable](e *bench, what string, got, want T) {
 	}
 }
 
-// pause freezes a container through its OCI runtime, as the engine does.
-func (e *bench) pause(id string)  { e.Helper(); e.runtime(id, "pause") }
-func (e *bench) resume(id string) { e.Helper(); e.runtime(id, "resume") }
-
-func (e *bench) runtime(id, verb string) {
+func (e *bench) pause(id string) {
 	e.Helper()
-	r := e.inspect(id).Runtime
-	if r.Binary == "" || r.Root == "" || r.ID == "" {
-		e.Fatalf("Inspect: the OCI runtime of a running container is %+v", r)
+	if err := e.b.Pause(e.ctx, id); err != nil {
+		e.Fatalf("Pause: %v", err)
 	}
-	out, err := exec.CommandContext(e.ctx, r.Binary, "--root", r.Root, verb, r.ID).CombinedOutput()
-	if err != nil {
-		e.Fatalf("%s %s: %v: %s", r.Binary, verb, err, out)
+}
+
+func (e *bench) resume(id string) {
+	e.Helper()
+	if err := e.b.Unpause(e.ctx, id); err != nil {
+		e.Fatalf("Unpause: %v", err)
 	}
 }
 

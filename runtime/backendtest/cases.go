@@ -85,6 +85,14 @@ var cases = []struct {
 	{"inspect/one killed from the host", inspectKilled},
 	{"inspect/an unknown id", inspectUnknown},
 
+	{"pause/twice is once", pauseTwice},
+	{"pause/every process stands still", pauseEverything},
+	{"pause/one that does not run", pauseStopped},
+	{"pause/is over with the next start", pauseAfterRestart},
+	{"kill/signals by name and number", killSignals},
+	{"kill/a paused one has it when it goes on", killPaused},
+	{"kill/one that does not run", killStopped},
+
 	{"logs/of one that never ran", logsEmpty},
 	{"logs/in order", logsOrder},
 	{"logs/tail", logsTail},
@@ -124,6 +132,14 @@ var cases = []struct {
 
 	{"restore/a staged one goes on", restoreGoesOn},
 	{"restore/a failure leaves it stopped", restoreFails},
+
+	{"daemon/restarted between any two calls", daemonAnyTwo},
+	{"daemon/restarted in the course of a restore", daemonRestore},
+	{"daemon/restarted while somebody waits", daemonWait},
+	{"daemon/an end while it is down", daemonEnd},
+	{"daemon/a paused one is thawed without it", daemonThaw},
+	{"daemon/a paused one is thawed without it by another process", daemonThawOther},
+	{"daemon/errors while it is down", daemonDown},
 
 	{"many/different ids at once", manyAtOnce},
 	{"many/rounds of start and stop", manyRounds},

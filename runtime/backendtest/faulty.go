@@ -20,6 +20,8 @@ const (
 	Start   Op = "Start"
 	Attach  Op = "Attach"
 	Stop    Op = "Stop"
+	Pause   Op = "Pause"
+	Unpause Op = "Unpause"
 	Exec    Op = "Exec"
 	Wait    Op = "Wait"
 	Inspect Op = "Inspect"
@@ -111,6 +113,14 @@ func (f *faulty) Attach(ctx context.Context, id string, streams runtime.Streams)
 
 func (f *faulty) Stop(ctx context.Context, id string, opts runtime.StopOptions) error {
 	return f.do(Stop, id, func() error { return f.Backend.Stop(ctx, id, opts) })
+}
+
+func (f *faulty) Pause(ctx context.Context, id string) error {
+	return f.do(Pause, id, func() error { return f.Backend.Pause(ctx, id) })
+}
+
+func (f *faulty) Unpause(ctx context.Context, id string) error {
+	return f.do(Unpause, id, func() error { return f.Backend.Unpause(ctx, id) })
 }
 
 func (f *faulty) Exec(ctx context.Context, id string, p runtime.Process, streams runtime.Streams) (exit int, err error) {

@@ -9,7 +9,10 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"time"
+
+	"github.com/moby/sys/signal"
 )
 
 // leaks fails the case for everything on this host that still carries its
@@ -34,6 +37,9 @@ func (e *bench) leaks(before map[string]bool) {
 func (e *bench) search(before map[string]bool) (found []string) {
 	found = append(found, mountsUnder(e.root)...)
 	found = append(found, e.processes()...)
+	if e.f.Leaks != nil {
+		found = append(found, e.f.Leaks(e.T, e.ids)...)
+	}
 	for _, id := range e.ids {
 		found = append(found, cgroupsNamed(id)...)
 	}
@@ -73,6 +79,44 @@ func mountsUnder(dir string) (found []string) {
 		}
 	}
 	return found
+}
+
+// overlaysOn lists this host's overlay mounts over an upperdir.
+func overlaysOn(upper string) (found []string) {
+	b, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		return []string{err.Error()}
+	}
+	for s := bufio.NewScanner(bytes.NewReader(b)); s.Scan(); {
+		if strings.Contains(s.Text(), "upperdir="+upper+",") {
+			found = append(found, "overlay "+strings.Fields(s.Text())[4])
+		}
+	}
+	return found
+}
+
+// size is a file's; one that is not there has none.
+func size(path string) int64 {
+	st, err := os.Stat(path)
+	if err != nil {
+		return 0
+	}
+	return st.Size()
+}
+
+// alive tells whether a process runs, or is stopped.
+func alive(pid int) bool {
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	return err == nil && !strings.Contains(string(stat), ") Z ")
+}
+
+// signalProcess sends a signal from the host.
+func signalProcess(pid int, name string) error {
+	sig, err := signal.ParseSignal(name)
+	if err != nil {
+		return err
+	}
+	return syscall.Kill(pid, sig)
 }
 
 // processes lists the processes that have the case's mark in their environment

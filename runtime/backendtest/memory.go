@@ -16,6 +16,7 @@ import (
 
 	"github.com/moby/sys/signal"
 
+	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -52,6 +53,13 @@ func MemoryCannot() map[string]string {
 		"stop/a paused one runs no further instruction": freezer, "stop/silent": spec,
 		"stop/ends every process and unmounts": processes, "inspect/a running one": processes,
 		"inspect/a paused one": freezer, "inspect/one killed from the host": processes,
+		"pause/twice is once": freezer, "pause/every process stands still": freezer,
+		"pause/one that does not run": freezer, "pause/is over with the next start": freezer,
+		"kill/signals by name and number": processes, "kill/a paused one has it when it goes on": freezer,
+		"kill/one that does not run":             processes,
+		"daemon/restarted between any two calls": freezer, "daemon/restarted in the course of a restore": processes,
+		"daemon/restarted while somebody waits": processes, "daemon/an end while it is down": processes,
+		"daemon/a paused one is thawed without it": freezer, "daemon/a paused one is thawed without it by another process": freezer,
 		"remove/a running one": processes, "remove/a paused one": freezer,
 		"files/the upperdir is visible from the host": overlay, "files/deletions are whiteouts": overlay,
 		"mount/a running one": overlay, "mount/a stopped one": overlay,
@@ -106,6 +114,30 @@ func (m *Memory) find(ctx context.Context, id string) (*box, func(), error) {
 	return nil, nil, fmt.Errorf("container %s: %w", id, runtime.ErrNotFound)
 }
 
+// Pause implements runtime.Backend.
+func (m *Memory) Pause(ctx context.Context, id string) error { return m.cannot(ctx, id) }
+
+// Unpause implements runtime.Backend.
+func (m *Memory) Unpause(ctx context.Context, id string) error { return m.cannot(ctx, id) }
+
+// cannot is what a goroutine has no way to do.
+func (m *Memory) cannot(ctx context.Context, id string) error {
+	_, unlock, err := m.find(ctx, id)
+	if err != nil {
+		return err
+	}
+	unlock()
+	return fmt.Errorf("container %s: %w", id, runtime.ErrUnsupported)
+}
+
+// Kill implements runtime.Backend.
+func (m *Memory) Kill(ctx context.Context, id, _ string) error { return m.cannot(ctx, id) }
+
+// Adopt implements runtime.Backend.
+func (m *Memory) Adopt(_ context.Context, ref string) (runtime.Spec, error) {
+	return runtime.Spec{}, fmt.Errorf("container %s: %w", ref, runtime.ErrUnsupported)
+}
+
 // Create implements runtime.Backend.
 func (m *Memory) Create(ctx context.Context, spec runtime.Spec, lower []string) error {
 	if err := ctx.Err(); err != nil {
@@ -125,8 +157,23 @@ func (m *Memory) Create(ctx context.Context, spec runtime.Spec, lower []string) 
 	if err := os.MkdirAll(upper, 0o700); err != nil {
 		return err
 	}
+	for _, v := range m.volumes(spec) {
+		if err := os.MkdirAll(v.Path, 0o700); err != nil {
+			return err
+		}
+	}
 	m.boxes[spec.ID] = &box{spec: spec, lower: lower, upper: upper, status: runtime.Created, changed: make(chan struct{})}
 	return nil
+}
+
+// volumes are those of a spec; they outlive their containers.
+func (m *Memory) volumes(spec runtime.Spec) (list []runtime.Volume) {
+	for _, mount := range spec.Mounts {
+		if mount.Type == "volume" {
+			list = append(list, runtime.Volume{Name: mount.Source, Path: filepath.Join(m.root, "volumes", mount.Source, "data")})
+		}
+	}
+	return list
 }
 
 // Start implements runtime.Backend.
@@ -341,7 +388,8 @@ func (m *Memory) Inspect(ctx context.Context, id string) (runtime.Container, err
 		return runtime.Container{}, err
 	}
 	defer unlock()
-	return runtime.Container{Status: b.status, ExitCode: b.exit, Started: b.started, Finished: b.finished, Upper: b.upper}, nil
+	return runtime.Container{Status: b.status, ExitCode: b.exit, Started: b.started, Finished: b.finished, Upper: b.upper,
+		Lower: b.lower, Volumes: m.volumes(b.spec), Stage: stage.Slot{Run: filepath.Join(m.root, "run"), ID: id}}, nil
 }
 
 // Logs implements runtime.Backend.

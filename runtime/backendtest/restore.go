@@ -7,6 +7,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/runtime"
 )
@@ -21,8 +22,12 @@ func (e *bench) dump(id string) (images, upper string) {
 	e.pause(id)
 	c := e.is(id, runtime.Paused)
 	images, upper = filepath.Join(e.root, "images"), filepath.Join(e.root, "upper")
+	if c.Runtime.Binary == "" || c.Runtime.Root == "" || c.Runtime.ID == "" {
+		e.Fatalf("Inspect: the OCI runtime of a running container is %+v", c.Runtime)
+	}
+	checkpoint := []string{c.Runtime.Binary, "--root", c.Runtime.Root, "checkpoint", "--leave-running", "--image-path", images, "--work-path", images + ".work"}
 	for _, cmd := range [][]string{
-		{c.Runtime.Binary, "--root", c.Runtime.Root, "checkpoint", "--leave-running", "--image-path", images, "--work-path", images + ".work", c.Runtime.ID},
+		append(append(checkpoint, e.flags(id)...), c.Runtime.ID),
 		{"cp", "-a", c.Upper, upper},
 	} {
 		if out, err := exec.CommandContext(e.ctx, cmd[0], cmd[1:]...).CombinedOutput(); err != nil {
@@ -31,6 +36,11 @@ func (e *bench) dump(id string) (images, upper string) {
 	}
 	e.is(id, runtime.Paused)
 	return images, upper
+}
+
+// flags are what the OCI runtime is to be told at a dump and at its restore.
+func (e *bench) flags(id string) []string {
+	return criu.Options{EmptyNetwork: e.inspect(id).EmptyNetwork}.RuntimeFlags()
 }
 
 // putBack stops a container and gives it another upperdir.
@@ -50,7 +60,8 @@ func (e *bench) putBack(id, upper string) {
 
 func (e *bench) stage(id, images string) {
 	e.Helper()
-	err := stage.Put(filepath.Join(e.root, "run"), id, stage.Restore{Images: images, Work: images + ".restore"})
+	at := e.inspect(id).Stage
+	err := stage.Put(at.Run, at.ID, stage.Restore{Images: images, Work: images + ".restore", Flags: e.flags(id)})
 	if err != nil {
 		e.Fatal(err)
 	}
@@ -97,9 +108,13 @@ func restoreGoesOn(e *bench) {
 		e.Fatal(err)
 	}
 	equal(e, "exit of a restored one, by its own trap", e.wait(id), 17)
+	before, _ := e.logs(id, runtime.LogOptions{Tail: -1})
 	// Nothing is staged any more: this is a fresh start.
 	e.restart(id)
-	e.eventually("a later start begins anew", func() bool { return e.count(id) > 0 && e.count(id) < saved })
+	e.eventually("a later start begins anew", func() bool {
+		now, _ := e.logs(id, runtime.LogOptions{Tail: -1})
+		return strings.HasPrefix(strings.TrimPrefix(now, before), "1\n")
+	})
 }
 
 func restoreFails(e *bench) {
@@ -116,7 +131,9 @@ func restoreFails(e *bench) {
 	}
 	c := e.is(id, runtime.Exited)
 	equal(e, "pid", c.Pid, 0)
-	stage.Clear(filepath.Join(e.root, "run"), id)
+	if err := stage.Clear(c.Stage.Run, c.Stage.ID); err != nil {
+		e.Error(err)
+	}
 	e.restart(id)
 	e.eventually("it starts afresh once nothing is staged", func() bool { return e.count(id) > 0 })
 }

@@ -133,8 +133,9 @@ func stopEverything(e *bench) {
 	if _, err := e.b.Exec(e.ctx, id, runtime.Process{Args: []string{"sleep", "1000"}, Detach: true}, runtime.Streams{}); err != nil {
 		e.Fatal(err)
 	}
-	if len(mountsUnder(e.root)) == 0 {
-		e.Errorf("a running container has no mount under its root: this case proves nothing")
+	upper := e.inspect(id).Upper
+	if len(overlaysOn(upper)) == 0 {
+		e.Errorf("no mount is on the upperdir of a running container: this case proves nothing")
 	}
 	e.stop(id)
 	before := e.file(id, "ticks")
@@ -144,7 +145,7 @@ func stopEverything(e *bench) {
 			e.Logf("after Stop: %s", p)
 		}
 	}
-	for _, m := range mountsUnder(e.root) {
+	for _, m := range append(mountsUnder(e.root), overlaysOn(upper)...) {
 		e.Errorf("after Stop: %s", m)
 	}
 	time.Sleep(200 * time.Millisecond)

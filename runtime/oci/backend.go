@@ -41,7 +41,9 @@ import (
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
-	"github.com/agentbox/agentbox/runtime/oci/network"
+	"github.com/agentbox/agentbox/runtime/internal/bundle"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
+	"github.com/agentbox/agentbox/runtime/network"
 )
 
 // Options place a Backend. The zero value of every field but Root and Run works.
@@ -70,7 +72,7 @@ type Backend struct {
 	oci       string // the real runtime
 	conmon    string
 	net       *network.Manager
-	cgroups   []cgroupMount
+	cgroups   kernel.Cgroups
 	log       *slog.Logger
 }
 
@@ -130,7 +132,7 @@ func Open(opts Options) (*Backend, error) {
 	if b.run, err = directory(opts.Run, "runc", "exits", "tmp"); err != nil {
 		return nil, err
 	}
-	if b.cgroups, err = cgroupMounts(); err != nil {
+	if b.cgroups, err = kernel.Hierarchies(); err != nil {
 		return nil, err
 	}
 	if b.net, err = network.Open(b.root, b.run); err != nil {
@@ -176,6 +178,13 @@ func (b *Backend) dir(id string, elem ...string) string {
 
 func (b *Backend) runDir(id string, elem ...string) string {
 	return filepath.Join(append([]string{b.run, id}, elem...)...)
+}
+
+// place is what a container's bundle is made of.
+func (b *Backend) place(id string) bundle.Place {
+	return bundle.Place{
+		Dir: b.dir(id), Rootfs: b.dir(id, "merged"), Config: b.runDir(id, "criu.conf"), Cgroup: cgroupPath(id), Init: b.wrapper, Cgroups: b.cgroups,
+	}
 }
 
 func (b *Backend) ociRoot() string { return filepath.Join(b.run, "runc") }

@@ -11,21 +11,13 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"regexp"
 	"strconv"
 	"strings"
 	"syscall"
 	"time"
 
-	"github.com/agentbox/agentbox/runtime"
-)
-
-// logLimit is the size at which conmon starts the log anew. Conmon counts what
-// it wrote itself, so trimLog bounds what it appends to. Together a log stays
-// below 96 MiB; older lines are lost.
-const (
-	logLimit = 64 << 20
-	logKept  = 32 << 20
+	"github.com/agentbox/agentbox/runtime/internal/bundle"
+	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
 // launch is one conmon to start.
@@ -124,7 +116,7 @@ func (b *Backend) launch(l launch) (c *conmon, err error) {
 		}
 	}
 	cmd.ExtraFiles = theirs
-	adopted, err := b.startMonitor(cmd)
+	adopted, err := b.cgroups.StartIn(cmd, monitors)
 	if err != nil {
 		return nil, fmt.Errorf("start conmon: %w", err)
 	}
@@ -133,7 +125,12 @@ func (b *Backend) launch(l launch) (c *conmon, err error) {
 		close(c.adopted)
 	}
 	go func() {
-		b.adoptMonitor(cmd.Process.Pid, adopted)
+		// One that was born there is moved to where it is: that makes the
+		// kernel wait now for what the runtime, which is about to move the
+		// container's process, then finds done.
+		if err := b.cgroups.MoveTo(cmd.Process.Pid, monitors, adopted); err != nil {
+			b.log.Debug("conmon stays in the caller's cgroup", "error", err)
+		}
 		if !adopted {
 			close(c.adopted)
 		}
@@ -216,7 +213,7 @@ func (c *conmon) read(ctx context.Context, f *os.File, r *bufio.Reader) (report,
 
 // failure explains why conmon hung up without a word.
 func (c *conmon) failure(err error) error {
-	said, _, _ := readSmall(filepath.Join(c.bundle, "conmon.log"))
+	said, _, _ := record.Read(filepath.Join(c.bundle, "conmon.log"))
 	if msg := lastRuntimeError(filepath.Join(c.bundle, "oci.log")); msg != "" {
 		said = append(said, msg...)
 	}
@@ -245,7 +242,7 @@ func (c *conmon) close() {
 
 // lastRuntimeError finds the last error in a runtime's JSON log.
 func lastRuntimeError(path string) string {
-	data, _, err := readSmall(path)
+	data, _, err := record.Read(path)
 	if err != nil {
 		return ""
 	}
@@ -259,40 +256,13 @@ func lastRuntimeError(path string) string {
 	return last
 }
 
-// What runc and crun say when the command itself is at fault.
-var (
-	notFound      = regexp.MustCompile(`executable file .*not found in \$PATH|exec: "[^\n]*": (?:stat [^\n]*: )?no such file or directory`)
-	notExecutable = regexp.MustCompile(`exec: "[^\n]*": (?:permission denied|is a directory|exec format error)|open executable: |chdir to cwd`)
-)
-
 // commandError turns a runtime's complaint into an error: an *ExecError when
-// the command cannot be executed, with the code that a shell would give.
-func commandError(p []string, msg string) error {
-	msg = strings.TrimSpace(msg)
-	command := ""
-	if len(p) > 0 {
-		command = p[0]
+// the command cannot be executed.
+func commandError(args []string, msg string) error {
+	if err := bundle.CommandError(args, msg); err != nil {
+		return err
 	}
-	code, why := 0, ""
-	switch {
-	case notFound.MatchString(msg):
-		code, why = 127, "not found in the sandbox"
-	case strings.Contains(msg, "chdir to cwd"):
-		return &runtime.ExecError{Command: command, Code: 126, Err: errors.New("working directory: " + tail(msg))}
-	case notExecutable.MatchString(msg):
-		code, why = 126, "cannot be executed: "+tail(msg)
-	default:
-		return errors.New(msg)
-	}
-	return &runtime.ExecError{Command: command, Code: code, Err: fmt.Errorf("%s: %s", command, why)}
-}
-
-// tail is the reason at the end of a chain of wrapped messages.
-func tail(msg string) string {
-	if i := strings.LastIndex(msg, ": "); i >= 0 {
-		return msg[i+2:]
-	}
-	return msg
+	return errors.New(strings.TrimSpace(msg))
 }
 
 // callError is what the runtime said when it failed.

@@ -7,17 +7,16 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"slices"
-	"strings"
-	"syscall"
 
-	"github.com/moby/sys/mountinfo"
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/bundle"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
+	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
 // Create makes a stopped container. What a killed Create left is cleared away
@@ -30,10 +29,10 @@ func (b *Backend) Create(ctx context.Context, spec runtime.Spec, lower []string)
 	if len(lower) == 0 {
 		return fmt.Errorf("%w: no lower directory", fault.ErrInvalid)
 	}
-	if _, err := userMounts(spec.Mounts); err != nil {
+	if _, err := bundle.UserMounts(spec.Mounts); err != nil {
 		return err
 	}
-	if _, err := stopSignal(spec, ""); err != nil {
+	if _, err := bundle.StopSignal(spec, ""); err != nil {
 		return err
 	}
 	if err := ctx.Err(); err != nil {
@@ -74,10 +73,10 @@ func (b *Backend) Create(ctx context.Context, spec runtime.Spec, lower []string)
 	if err := failpoint.Hit("oci.create.after-dirs"); err != nil {
 		return err
 	}
-	if err := writeJSON(b.dir(id, "container.json"), record{spec, lower}, true); err != nil {
+	if err := record.WriteJSON(b.dir(id, "container.json"), container{spec, lower}, true); err != nil {
 		return err
 	}
-	if err := syncDir(filepath.Dir(b.dir(id))); err != nil {
+	if err := record.SyncDir(filepath.Dir(b.dir(id))); err != nil {
 		return err
 	}
 	return failpoint.Hit("oci.create.after-record")
@@ -101,7 +100,7 @@ func (b *Backend) layOut(spec runtime.Spec, top string) error {
 		return err
 	}
 	if spec.Init {
-		if err := b.copyInit(id); err != nil {
+		if err := b.place(id).CopyInit(); err != nil {
 			return fmt.Errorf("copy the init: %w", err)
 		}
 	}
@@ -169,7 +168,7 @@ func (b *Backend) Remove(ctx context.Context, id string) error {
 	if err := failpoint.Hit("oci.remove.after-files"); err != nil {
 		return err
 	}
-	return syncDir(filepath.Dir(b.dir(id)))
+	return record.SyncDir(filepath.Dir(b.dir(id)))
 }
 
 // traces tells whether anything of a container exists.
@@ -188,7 +187,7 @@ func (b *Backend) wipe(ctx context.Context, id string, strays bool) error {
 	// Without its record it is half-made from here on, and nobody starts it.
 	err := os.Remove(b.dir(id, "container.json"))
 	if err == nil {
-		err = syncDir(b.dir(id))
+		err = record.SyncDir(b.dir(id))
 	}
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
@@ -209,7 +208,7 @@ func (b *Backend) wipe(ctx context.Context, id string, strays bool) error {
 		return err
 	}
 	// A mount that is left would let us delete what is not ours.
-	if err := b.unmountBelow(b.runDir(id), b.dir(id)); err != nil {
+	if err := kernel.UnmountBelow(b.runDir(id), b.dir(id)); err != nil {
 		return err
 	}
 	entries, err := os.ReadDir(b.dir(id))
@@ -222,46 +221,4 @@ func (b *Backend) wipe(ctx context.Context, id string, strays bool) error {
 		}
 	}
 	return os.RemoveAll(b.runDir(id))
-}
-
-// unmountBelow unmounts everything at or below some directories, inner mounts
-// first.
-func (b *Backend) unmountBelow(dirs ...string) error {
-	// Nothing is mounted below what is not there.
-	dirs = slices.DeleteFunc(dirs, func(dir string) bool {
-		_, err := os.Lstat(dir)
-		return errors.Is(err, fs.ErrNotExist)
-	})
-	if len(dirs) == 0 {
-		return nil
-	}
-	infos, err := mountinfo.GetMounts(func(i *mountinfo.Info) (skip, stop bool) {
-		return !slices.ContainsFunc(dirs, func(dir string) bool {
-			rest, ok := strings.CutPrefix(i.Mountpoint, dir)
-			return ok && (rest == "" || rest[0] == '/')
-		}), false
-	})
-	if err != nil {
-		return err
-	}
-	var errs []error
-	for _, i := range slices.Backward(infos) { // the table is in the order of mounting
-		if err := unmount(i.Mountpoint); err != nil {
-			errs = append(errs, fmt.Errorf("unmount %s: %w", i.Mountpoint, err))
-		}
-	}
-	return errors.Join(errs...)
-}
-
-// unmount detaches a mount that is busy: a process of the host that stands in
-// it keeps it alive for itself, but it is out of our way.
-func unmount(path string) error {
-	err := unix.Unmount(path, unix.UMOUNT_NOFOLLOW)
-	if errors.Is(err, syscall.EBUSY) {
-		err = unix.Unmount(path, unix.UMOUNT_NOFOLLOW|unix.MNT_DETACH)
-	}
-	if errors.Is(err, syscall.EINVAL) || errors.Is(err, fs.ErrNotExist) {
-		return nil // not a mount any more
-	}
-	return err
 }

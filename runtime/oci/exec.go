@@ -18,12 +18,16 @@ import (
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/bundle"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
+	"github.com/agentbox/agentbox/runtime/internal/record"
+	"github.com/agentbox/agentbox/runtime/internal/streams"
 )
 
 // Exec runs one more process in a running container, under a conmon of its
 // own. If ctx ends while it is attached, the process is killed, since no one
 // is there for it any more; a detached one goes on.
-func (b *Backend) Exec(ctx context.Context, id string, p runtime.Process, streams runtime.Streams) (exit int, err error) {
+func (b *Backend) Exec(ctx context.Context, id string, p runtime.Process, ends runtime.Streams) (exit int, err error) {
 	v, err := b.look(ctx, id)
 	if err != nil {
 		return 0, err
@@ -33,12 +37,12 @@ func (b *Backend) Exec(ctx context.Context, id string, p runtime.Process, stream
 	}
 	var size *runtime.Size
 	if p.Terminal && !p.Detach {
-		size = firstSize(ctx, streams.Resize)
+		size = streams.FirstSize(ctx, ends.Resize)
 	}
 	b.sweepExecs(id)
 	var name [8]byte
 	_, _ = rand.Read(name[:])
-	s := &session{b: b, view: v, p: p, streams: streams, size: size, dir: b.runDir(id, "exec", hex.EncodeToString(name[:]))}
+	s := &session{b: b, view: v, p: p, streams: ends, size: size, dir: b.runDir(id, "exec", hex.EncodeToString(name[:]))}
 	if err := os.MkdirAll(s.dir, 0o700); err != nil {
 		return 0, err
 	}
@@ -67,15 +71,15 @@ func (s *session) writeProcess() error {
 	if !ok {
 		return fmt.Errorf("container %s has ended: %w", spec.ID, fault.ErrState)
 	}
-	defer first.close()
-	root, err := first.root()
+	defer first.Close()
+	root, err := first.Root()
 	if err != nil {
 		return err
 	}
 	defer root.Close()
 	p.User = cmp.Or(p.User, spec.User)
 	p.Workdir = cmp.Or(p.Workdir, spec.Workdir)
-	proc, err := s.b.process(root, spec, s.view.run.Env, p, s.size)
+	proc, err := bundle.Process(root, spec, s.view.run.Env, p, s.size)
 	if err != nil {
 		return err
 	}
@@ -83,7 +87,7 @@ func (s *session) writeProcess() error {
 	if err != nil {
 		return err
 	}
-	return writeFile(filepath.Join(s.dir, "process.json"), data, 0o600, false)
+	return record.Write(filepath.Join(s.dir, "process.json"), data, 0o600, false)
 }
 
 // run starts conmon and sees the session through.
@@ -116,17 +120,17 @@ func (s *session) run(ctx context.Context) (exit int, err error) {
 	if err := c.allow(); err != nil {
 		return 0, err
 	}
-	var a *attachment
-	defer func() { a.close() }()
+	var a *streams.Attachment
+	defer func() { a.Close() }()
 	if !s.p.Detach {
 		if err := c.ready(ctx); err != nil {
 			return 0, err
 		}
-		if a, err = connect(ctx, s.dir, s.streams, s.p.Terminal, s.size); err != nil {
+		if a, err = s.b.connect(ctx, s.dir, s.streams, s.p.Terminal, s.size); err != nil {
 			return 0, err
 		}
-		a.endInput = true
-		a.serve()
+		a.EndInput = true
+		a.Serve()
 		if err := c.begin(); err != nil {
 			return 0, err
 		}
@@ -146,7 +150,7 @@ func (s *session) run(ctx context.Context) (exit int, err error) {
 	if s.p.Detach {
 		return 0, nil
 	}
-	if err := a.wait(); err != nil {
+	if err := a.Wait(); err != nil {
 		if ctx.Err() != nil {
 			s.abort()
 		}
@@ -165,18 +169,18 @@ func (s *session) run(ctx context.Context) (exit int, err error) {
 // abort kills what was started. Before there is a process, that is conmon,
 // with which the runtime's call ends.
 func (s *session) abort() {
-	if pid, ok := pidFile(filepath.Join(s.dir, "pid")); ok {
-		if p, err := openProcess(pid); err == nil {
-			defer p.close()
-			if p.inCgroup(s.view.Spec.ID) {
-				_ = p.kill(unix.SIGKILL)
+	if pid, ok := kernel.PidFile(filepath.Join(s.dir, "pid")); ok {
+		if p, err := kernel.OpenProcess(pid); err == nil {
+			defer p.Close()
+			if p.InCgroup(cgroupPath(s.view.Spec.ID)) {
+				_ = p.Kill(unix.SIGKILL)
 				return
 			}
 		}
 	}
 	if p, ok := monitor(s.dir); ok {
-		_ = p.kill(unix.SIGKILL)
-		p.close()
+		_ = p.Kill(unix.SIGKILL)
+		p.Close()
 	}
 }
 
@@ -202,7 +206,7 @@ func (b *Backend) sweepExecs(id string) {
 	for _, e := range entries {
 		dir := b.runDir(id, "exec", e.Name())
 		if p, ok := monitor(dir); ok {
-			p.close()
+			p.Close()
 			continue
 		}
 		if st, err := e.Info(); err == nil && time.Since(st.ModTime()) > fresh {

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/streams"
 )
 
 func TestLogsOfRuns(t *testing.T) {
@@ -141,13 +142,13 @@ func TestFollow(t *testing.T) {
 func TestTrimLog(t *testing.T) {
 	x := newBox(t)
 	line := at(1) + " stdout F " + strings.Repeat("z", 900) + "\n"
-	id := x.writeLog(strings.Repeat(line, (logKept+1<<20)/len(line)))
+	id := x.writeLog(strings.Repeat(line, (streams.Kept+1<<20)/len(line)))
 	x.start(id)
 	_, err := x.Wait(t.Context(), id)
 	must(t, err)
 	st, err := os.Stat(x.dir(id, "log"))
 	must(t, err)
-	if st.Size() > logKept || st.Size() < logKept-int64(len(line)) || st.Size()%int64(len(line)) != 0 {
+	if st.Size() > streams.Kept || st.Size() < streams.Kept-int64(len(line)) || st.Size()%int64(len(line)) != 0 {
 		t.Errorf("%d bytes kept", st.Size())
 	}
 }

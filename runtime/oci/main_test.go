@@ -20,6 +20,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
+	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
 func TestMain(m *testing.M) {
@@ -253,13 +255,13 @@ func (x *box) leftovers() []string {
 	for _, i := range infos {
 		left = append(left, "mount "+i.Mountpoint)
 	}
-	pids, err := allPids()
+	pids, err := kernel.AllPids()
 	if err != nil {
 		left = append(left, err.Error())
 	}
 	for _, pid := range pids {
-		if pid != os.Getpid() && names(pid, x.Backend.run) {
-			data, _, _ := readSmall(fmt.Sprintf("/proc/%d/cmdline", pid))
+		if pid != os.Getpid() && kernel.Names(pid, x.Backend.run) {
+			data, _, _ := record.Read(fmt.Sprintf("/proc/%d/cmdline", pid))
 			left = append(left, fmt.Sprintf("process %d %q", pid, data))
 		}
 	}
@@ -290,8 +292,8 @@ func (x *box) leftovers() []string {
 func (x *box) gone(id string) {
 	x.t.Helper()
 	for _, m := range x.cgroups {
-		if _, err := os.Lstat(filepath.Join(m.path, cgroupPath(id))); err == nil {
-			x.t.Errorf("cgroup %s is left", filepath.Join(m.path, cgroupPath(id)))
+		if _, err := os.Lstat(filepath.Join(m.Path, cgroupPath(id))); err == nil {
+			x.t.Errorf("cgroup %s is left", filepath.Join(m.Path, cgroupPath(id)))
 		}
 	}
 }

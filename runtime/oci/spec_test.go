@@ -14,6 +14,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/bundle"
 )
 
 // limit reads a cgroup file of a container, by its v1 or v2 name.
@@ -21,10 +22,10 @@ func (x *box) limit(id, v1, v2 string) string {
 	x.t.Helper()
 	for _, m := range x.cgroups {
 		name := v1
-		if m.v2 {
+		if m.V2 {
 			name = v2
 		}
-		if data, err := os.ReadFile(filepath.Join(m.path, cgroupPath(id), name)); err == nil {
+		if data, err := os.ReadFile(filepath.Join(m.Path, cgroupPath(id), name)); err == nil {
 			return strings.TrimSpace(string(data))
 		}
 	}
@@ -46,7 +47,7 @@ func TestLimits(t *testing.T) {
 	if got := x.limit(id, "cpu.cfs_quota_us", "cpu.max"); got != "50000" && got != "50000 100000" {
 		t.Errorf("cpu %s", got)
 	}
-	if x.swapAccounting() {
+	if bundle.SwapAccounting(x.cgroups) {
 		if got := x.limit(id, "memory.memsw.limit_in_bytes", "memory.swap.max"); got != strconv.Itoa(64<<20) && got != "0" {
 			t.Errorf("swap %s", got)
 		}
@@ -120,8 +121,8 @@ func TestMountOverLink(t *testing.T) {
 }
 
 func TestSyscallFilter(t *testing.T) {
-	s := &specs.Spec{Process: &specs.Process{Capabilities: &specs.LinuxCapabilities{Bounding: capabilities}}}
-	filter, err := syscallFilter(s)
+	s := &specs.Spec{Process: &specs.Process{Capabilities: &specs.LinuxCapabilities{Bounding: bundle.Capabilities}}}
+	filter, err := bundle.SyscallFilter(s)
 	must(t, err)
 	hits := 0
 	for _, call := range filter.Syscalls {
@@ -181,7 +182,7 @@ func TestInit(t *testing.T) {
 		out, _ := x.exec(id, "ps", "-o", "stat,comm")
 		return !strings.Contains(out, "Z") && !strings.Contains(out, "sleep 0.01")
 	})
-	if out, _ := x.exec(id, "cat", "/proc/1/cmdline"); !strings.HasPrefix(out, initPath+"\x00--\x00sh") {
+	if out, _ := x.exec(id, "cat", "/proc/1/cmdline"); !strings.HasPrefix(out, bundle.InitPath+"\x00--\x00sh") {
 		t.Errorf("process 1 is %q", out)
 	}
 	must(t, x.Stop(t.Context(), id, runtime.StopOptions{Timeout: 1 << 40}))

@@ -18,11 +18,9 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/record"
+	"github.com/agentbox/agentbox/runtime/internal/streams"
 )
-
-// sizeWait is how long a start waits for the terminal's initial size, which
-// its caller is about to send.
-const sizeWait = 200 * time.Millisecond
 
 // Start starts a created or exited container, or has the wrapper restore it if
 // a restore is staged. ctx also bounds the attachment: when it ends, wait
@@ -56,7 +54,7 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 	var undo undo
 	defer func() { undo.run(ctx, &err) }()
 	undo.add(func(ctx context.Context) error {
-		s.attached.close()
+		s.attached.Close()
 		err := b.release(ctx, id, true)
 		return errors.Join(err, os.RemoveAll(b.runPath(id, s.n)))
 	})
@@ -77,7 +75,7 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 	if s.attached == nil {
 		return nil, nil
 	}
-	return s.attached.wait, nil
+	return s.attached.Wait, nil
 }
 
 // starting is a Start on its way.
@@ -89,13 +87,13 @@ type starting struct {
 	run      runRecord
 	size     *runtime.Size
 	conmon   *conmon
-	attached *attachment
+	attached *streams.Attachment
 }
 
 // prepare mounts the root filesystem, makes the network and writes the bundle.
 func (s *starting) prepare(ctx context.Context) error {
 	b, id := s.b, s.view.Spec.ID
-	if err := b.mountRoot(s.view.record); err != nil {
+	if err := b.mountRoot(s.view.container); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("oci.start.after-mount"); err != nil {
@@ -116,16 +114,16 @@ func (s *starting) prepare(ctx context.Context) error {
 	if err := failpoint.Hit("oci.start.after-network"); err != nil {
 		return err
 	}
-	if err := b.writeEtc(s.view.Spec, end, s.restores()); err != nil {
+	if err := b.place(id).WriteEtc(s.view.Spec, end, s.restores()); err != nil {
 		return err
 	}
 	if s.view.Spec.Terminal && s.opts.Streams != nil {
-		s.size = firstSize(ctx, s.opts.Streams.Resize)
+		s.size = streams.FirstSize(ctx, s.opts.Streams.Resize)
 	}
 	if err := s.writeBundle(end.Path); err != nil {
 		return err
 	}
-	if err := writeJSON(b.runPath(id, s.n, "run.json"), s.run, false); err != nil {
+	if err := record.WriteJSON(b.runPath(id, s.n, "run.json"), s.run, false); err != nil {
 		return err
 	}
 	return failpoint.Hit("oci.start.after-bundle")
@@ -140,7 +138,7 @@ func (s *starting) restores() bool {
 
 func (s *starting) writeBundle(netns string) error {
 	b, id := s.b, s.view.Spec.ID
-	spec, err := b.bundleSpec(s.view.record, s.run, netns, s.size, s.restores())
+	spec, err := b.place(id).Spec(s.view.Spec, s.run.Env, netns, s.size, s.restores())
 	if err != nil {
 		return err
 	}
@@ -148,7 +146,7 @@ func (s *starting) writeBundle(netns string) error {
 	if err != nil {
 		return err
 	}
-	if err := writeFile(b.bundle(id, s.n, "config.json"), data, 0o600, false); err != nil {
+	if err := record.Write(b.bundle(id, s.n, "config.json"), data, 0o600, false); err != nil {
 		return err
 	}
 	// The annotation names it, so CRIU wants it to exist.
@@ -168,12 +166,12 @@ func (s *starting) launch() (err error) {
 			return err
 		}
 	}
-	if err := b.trimLog(spec.ID); err != nil {
+	if err := streams.Trim(b.dir(spec.ID, "log")); err != nil {
 		return err
 	}
 	args := []string{
 		// The path is relative, since conmon takes a colon in it for syntax.
-		"-l", "k8s-file:log", "--log-size-max", strconv.Itoa(logLimit),
+		"-l", "k8s-file:log", "--log-size-max", strconv.Itoa(streams.Limit),
 		"--persist-dir", b.runPath(spec.ID, s.n),
 	}
 	switch {
@@ -219,13 +217,13 @@ func (s *starting) create(ctx context.Context) error {
 func (s *starting) begin(ctx context.Context) error {
 	b, id := s.b, s.view.Spec.ID
 	if s.opts.Streams != nil {
-		a, err := connect(ctx, s.run.Bundle, *s.opts.Streams, s.view.Spec.Terminal, s.size)
+		a, err := b.connect(ctx, s.run.Bundle, *s.opts.Streams, s.view.Spec.Terminal, s.size)
 		if err != nil {
 			return err
 		}
 		s.attached = a
-		a.endInput = true
-		a.serve()
+		a.EndInput = true
+		a.Serve()
 	}
 	if err := b.net.Connect(ctx, id); err != nil {
 		return err
@@ -262,7 +260,7 @@ func (b *Backend) letGo(ctx context.Context, id string, n int) error {
 	if !ok {
 		return fmt.Errorf("container %s ended before it was started: %w", id, fault.ErrState)
 	}
-	defer p.close()
+	defer p.Close()
 	// Non-blocking, or a process that has just ended would leave us waiting.
 	fd, err := unix.Open(filepath.Join(state, "exec.fifo"), unix.O_RDONLY|unix.O_NONBLOCK|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0)
 	if err != nil {
@@ -271,14 +269,14 @@ func (b *Backend) letGo(ctx context.Context, id string, n int) error {
 	defer unix.Close(fd)
 	waited := false
 	for buf := make([]byte, 8); ; {
-		if err := p.either(ctx, fd); err != nil {
+		if err := p.Either(ctx, fd); err != nil {
 			return err
 		}
 		switch got, err := unix.Read(fd, buf); {
 		case got > 0:
 			waited = true
 			continue
-		case err == unix.EINTR, err == unix.EAGAIN && p.alive():
+		case err == unix.EINTR, err == unix.EAGAIN && p.Alive():
 			continue
 		}
 		break
@@ -302,26 +300,8 @@ func (b *Backend) note(id string, n int, at time.Time) error {
 	return os.Rename(tmp, b.runPath(id, n, "started"))
 }
 
-// firstSize receives the initial size of a terminal.
-func firstSize(ctx context.Context, sizes <-chan runtime.Size) *runtime.Size {
-	if sizes == nil {
-		return nil
-	}
-	timer := time.NewTimer(sizeWait)
-	defer timer.Stop()
-	select {
-	case size, ok := <-sizes:
-		if ok {
-			return &size
-		}
-	case <-timer.C:
-	case <-ctx.Done():
-	}
-	return nil
-}
-
 // mountRoot mounts a container's root filesystem at merged.
-func (b *Backend) mountRoot(rec record) error {
+func (b *Backend) mountRoot(rec container) error {
 	id := rec.Spec.ID
 	m := overlay.Mount{Lower: rec.Lower, Upper: b.dir(id, "upper"), Work: b.dir(id, "work"), Target: b.dir(id, "merged")}
 	return m.Mount()

@@ -11,13 +11,16 @@ import (
 	"time"
 
 	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
+	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
 // view is what is so of a container at one moment.
 type view struct {
-	record
+	container
 	status runtime.Status
 	run    runRecord // the run that status speaks of; zero when created
 	exit   exitRecord
@@ -35,7 +38,7 @@ func (b *Backend) look(ctx context.Context, id string) (view, error) {
 	if err != nil {
 		return view{}, err
 	}
-	v := view{record: rec, status: runtime.Created}
+	v := view{container: rec, status: runtime.Created}
 	runs, err := b.runs(id)
 	if err != nil {
 		return v, err
@@ -55,7 +58,7 @@ func (b *Backend) look(ctx context.Context, id string) (view, error) {
 func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decided bool, err error) {
 	run := runRecord{Number: n, Bundle: b.bundle(id, n)}
 	// One that a power loss cut short reads as empty, and is over anyway.
-	_ = readJSON(b.runPath(id, n, "run.json"), &run)
+	_ = record.ReadJSON(b.runPath(id, n, "run.json"), &run)
 	start, started := b.started(id, n)
 	done := func(status runtime.Status) (bool, error) {
 		if !started {
@@ -80,14 +83,14 @@ func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decid
 	}
 	p, ok := b.first(id, n)
 	if ok {
-		defer p.close()
-		frozen := b.frozen(id)
+		defer p.Close()
+		frozen := b.cgroups.Frozen(cgroupPath(id))
 		if b.unborn(id) || !started && frozen {
 			// runc has made it, or the wrapper has restored it, but no one
 			// has started it yet.
 			return false, nil
 		}
-		v.pid = p.pid
+		v.pid = p.Pid
 		if frozen {
 			return done(runtime.Paused)
 		}
@@ -134,8 +137,8 @@ const (
 // attached sockets. If conmon itself is gone, the end of the process counts.
 func (b *Backend) awaitExit(ctx context.Context, id string, run runRecord) (exitRecord, error) {
 	if p, ok := b.first(id, run.Number); ok {
-		err := p.wait(ctx)
-		p.close()
+		err := p.Wait(ctx)
+		p.Close()
 		if err != nil {
 			return exitRecord{}, err
 		}
@@ -147,14 +150,14 @@ func (b *Backend) awaitExit(ctx context.Context, id string, run runRecord) (exit
 			return exit, nil
 		}
 	}
-	w, err := watch(b.runPath(id, run.Number))
+	w, err := kernel.Watch(b.runPath(id, run.Number))
 	if errors.Is(err, fs.ErrNotExist) {
 		return b.afterRemoval(id)
 	}
 	if err != nil {
 		return exitRecord{}, err
 	}
-	defer w.close()
+	defer w.Close()
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	orphan := make(chan error, 1)
@@ -167,7 +170,7 @@ func (b *Backend) awaitExit(ctx context.Context, id string, run runRecord) (exit
 			return b.afterRemoval(id)
 		}
 		select {
-		case <-w.events:
+		case <-w.Events:
 		case err := <-orphan:
 			if err != nil {
 				return exitRecord{}, err
@@ -189,14 +192,14 @@ func (b *Backend) awaitExit(ctx context.Context, id string, run runRecord) (exit
 // left.
 func (b *Backend) awaitEnd(ctx context.Context, id string, run runRecord) error {
 	if p, ok := monitor(run.Bundle); ok {
-		defer p.close()
-		if err := p.wait(ctx); err != nil {
+		defer p.Close()
+		if err := p.Wait(ctx); err != nil {
 			return err
 		}
 	}
 	if p, ok := b.first(id, run.Number); ok {
-		defer p.close()
-		return p.wait(ctx)
+		defer p.Close()
+		return p.Wait(ctx)
 	}
 	return nil
 }
@@ -207,7 +210,7 @@ func (b *Backend) tombstone(id string) string { return filepath.Join(b.run, "exi
 
 func (b *Backend) afterRemoval(id string) (exitRecord, error) {
 	var exit exitRecord
-	if err := readJSON(b.tombstone(id), &exit); err != nil {
+	if err := record.ReadJSON(b.tombstone(id), &exit); err != nil {
 		return exit, fmt.Errorf("container %s: %w", id, fault.ErrNotFound)
 	}
 	return exit, nil
@@ -227,7 +230,11 @@ func (b *Backend) bury(id string, exit exitRecord) error {
 			_ = os.Remove(b.tombstone(e.Name()))
 		}
 	}
-	return writeJSON(b.tombstone(id), exit, false)
+	return record.WriteJSON(b.tombstone(id), exit, false)
+}
+
+func (b *Backend) runtimeOf(id string) criu.Runtime {
+	return criu.Runtime{Binary: b.oci, Root: b.ociRoot(), ID: id}
 }
 
 // Inspect tells what is so now.
@@ -241,9 +248,11 @@ func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, er
 		Pid:     v.pid,
 		Started: v.start,
 		Upper:   b.dir(id, "upper"),
-		Runtime: criu.Runtime{Binary: b.oci, Root: b.ociRoot(), ID: id},
+		Lower:   v.Lower,
+		Runtime: b.runtimeOf(id),
+		Stage:   stage.Slot{Run: b.run, ID: id},
 	}
-	c.Managed = b.managed(v.Spec)
+	c.Managed = b.place(id).Managed(v.Spec)
 	if v.live() {
 		c.Address = v.run.Address
 	}

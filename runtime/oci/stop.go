@@ -10,13 +10,14 @@ import (
 	"strings"
 	"time"
 
-	"github.com/moby/sys/signal"
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
-	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/bundle"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
+	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
 // Stop ends a container's processes and frees all that it holds while it runs.
@@ -67,25 +68,56 @@ func (b *Backend) Reap(ctx context.Context, id string) error {
 	return b.settle(ctx, v)
 }
 
-// stopSignal is what asks a container to end.
-func stopSignal(spec runtime.Spec, override string) (unix.Signal, error) {
-	for _, name := range []string{override, spec.StopSignal} {
-		if name == "" {
-			continue
+// Pause freezes every process of a running container.
+func (b *Backend) Pause(ctx context.Context, id string) error {
+	v, err := b.look(ctx, id)
+	switch {
+	case err != nil:
+		return err
+	case !v.live():
+		return fmt.Errorf("%w: it is %s", fault.ErrState, v.status)
+	case !v.noted:
+		// Frozen, it would look like one that waits for its start.
+		if err := b.note(id, v.run.Number, v.start); err != nil {
+			return err
 		}
-		sig, err := signal.ParseSignal(name)
-		if err != nil {
-			return 0, fmt.Errorf("%w: stop signal: %w", fault.ErrInvalid, err)
-		}
-		return sig, nil
 	}
-	return unix.SIGTERM, nil
+	return b.runtimeOf(id).Pause(ctx)
+}
+
+// Unpause thaws a paused container.
+func (b *Backend) Unpause(ctx context.Context, id string) error {
+	v, err := b.look(ctx, id)
+	switch {
+	case err != nil:
+		return err
+	case !v.live():
+		return fmt.Errorf("%w: it is %s", fault.ErrState, v.status)
+	}
+	return b.runtimeOf(id).Resume(ctx)
+}
+
+// Kill sends a signal to a container's first process.
+func (b *Backend) Kill(ctx context.Context, id, signal string) error {
+	v, err := b.look(ctx, id)
+	switch {
+	case err != nil:
+		return err
+	case !v.live():
+		return fmt.Errorf("%w: it is %s", fault.ErrState, v.status)
+	}
+	return b.runtimeOf(id).Kill(ctx, signal, false)
+}
+
+// Adopt finds nothing: whatever this backend runs, it made.
+func (b *Backend) Adopt(_ context.Context, ref string) (runtime.Spec, error) {
+	return runtime.Spec{}, fmt.Errorf("container %s: the oci backend has only sandboxes of its own: %w", ref, fault.ErrUnsupported)
 }
 
 // end ends a live container and returns how it ended.
 func (b *Backend) end(ctx context.Context, v view, opts runtime.StopOptions) (exit exitRecord, err error) {
 	id := v.Spec.ID
-	sig, err := stopSignal(v.Spec, opts.Signal)
+	sig, err := bundle.StopSignal(v.Spec, opts.Signal)
 	if err != nil {
 		return exit, err
 	}
@@ -98,13 +130,13 @@ func (b *Backend) end(ctx context.Context, v view, opts runtime.StopOptions) (ex
 	if !ok { // it has just ended
 		return b.ended(ctx, v, false)
 	}
-	defer p.close()
+	defer p.Close()
 	killed := false
 	if v.status == runtime.Running && opts.Timeout > 0 {
-		if err := p.kill(sig); err != nil {
+		if err := p.Kill(sig); err != nil {
 			return exit, fmt.Errorf("signal container %s: %w", id, err)
 		}
-		err := p.waitFor(ctx, opts.Timeout)
+		err := p.WaitFor(ctx, opts.Timeout)
 		if ctx.Err() != nil {
 			return exit, ctx.Err()
 		}
@@ -115,9 +147,9 @@ func (b *Backend) end(ctx context.Context, v view, opts runtime.StopOptions) (ex
 	if killed {
 		if v.status == runtime.Running {
 			// The rest of its PID namespace goes with the first process.
-			err = p.kill(unix.SIGKILL)
+			err = p.Kill(unix.SIGKILL)
 		} else {
-			_, err = b.killAll(id)
+			_, err = b.cgroups.KillAll(cgroupPath(id))
 		}
 		if err != nil {
 			return exit, fmt.Errorf("kill container %s: %w", id, err)
@@ -126,7 +158,7 @@ func (b *Backend) end(ctx context.Context, v view, opts runtime.StopOptions) (ex
 	if err := failpoint.Hit("oci.stop.after-kill"); err != nil {
 		return exit, err
 	}
-	if err := p.waitFor(ctx, grace); err != nil {
+	if err := p.WaitFor(ctx, grace); err != nil {
 		return exit, fmt.Errorf("container %s does not end: %w", id, err)
 	}
 	return b.ended(ctx, v, killed)
@@ -172,7 +204,7 @@ func (b *Backend) settle(ctx context.Context, v view) error {
 	if _, err := os.Lstat(path); err == nil {
 		return nil
 	}
-	return writeJSON(path, v.exit, true)
+	return record.WriteJSON(path, v.exit, true)
 }
 
 // release frees all that a container holds while it runs: processes, the
@@ -192,11 +224,11 @@ func (b *Backend) release(ctx context.Context, id string, strays bool) error {
 	if strays {
 		step("strays", b.killStrays(ctx, id))
 	}
-	step("processes", b.emptyCgroups(ctx, id))
+	step("processes", b.cgroups.Empty(ctx, cgroupPath(id)))
 	step("delete", b.forget(id))
 	step("unmount", b.unmountRoot(ctx, id))
 	step("network", b.net.Teardown(ctx, id))
-	step("cgroups", b.removeCgroups(ctx, id))
+	step("cgroups", b.cgroups.Remove(ctx, cgroupPath(id)))
 	step("bundle", b.clearRun(id))
 	return errors.Join(errs...)
 }
@@ -209,32 +241,15 @@ func (b *Backend) release(ctx context.Context, id string, strays bool) error {
 // would delete the sandbox's files.
 func (b *Backend) forget(id string) error {
 	state := filepath.Join(b.ociRoot(), id)
-	if err := b.unmountBelow(state, b.runDir(id, "restore")); err != nil {
+	if err := kernel.UnmountBelow(state, b.runDir(id, "restore")); err != nil {
 		return err
 	}
 	return os.RemoveAll(state)
 }
 
-// busyWait is how long an unmount waits for a dying process of the host, such
-// as a tool that was just killed, to let go.
-const busyWait = time.Second
-
-// unmountRoot unmounts a container's root filesystem. What still uses it on
-// the host keeps it for itself alone.
+// unmountRoot unmounts a container's root filesystem.
 func (b *Backend) unmountRoot(ctx context.Context, id string) error {
-	target := b.dir(id, "merged")
-	deadline := time.Now().Add(busyWait)
-	for {
-		err := overlay.Unmount(target, overlay.UnmountOptions{})
-		if !errors.Is(err, fault.ErrBusy) {
-			return err
-		}
-		if ctx.Err() != nil || time.Now().After(deadline) {
-			b.log.Warn("a process of the host is in the sandbox's files", "sandbox", id, "error", err)
-			return overlay.Unmount(target, overlay.UnmountOptions{Lazy: true})
-		}
-		time.Sleep(5 * time.Millisecond)
-	}
+	return b.place(id).Unmount(ctx, b.log.With("sandbox", id))
 }
 
 // clearRun removes what runs keep in RUN. What the Engine keeps there stays.

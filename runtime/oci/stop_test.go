@@ -76,9 +76,9 @@ func TestMonitorKilled(t *testing.T) {
 		}
 		waited <- exit
 	}()
-	must(t, m.kill(unix.SIGKILL))
-	must(t, m.wait(t.Context()))
-	m.close()
+	must(t, m.Kill(unix.SIGKILL))
+	must(t, m.Wait(t.Context()))
+	m.Close()
 	if got := x.inspect(id).Status; got != runtime.Running {
 		t.Errorf("status %s", got)
 	}
@@ -285,7 +285,7 @@ func TestRemoveHalfMade(t *testing.T) {
 	must(t, x.Remove(ctx, a))
 	must(t, x.Remove(ctx, b))
 	if m, ok := monitor(v.run.Bundle); ok {
-		m.close()
+		m.Close()
 		t.Error("conmon is left")
 	}
 	x.gone(b)

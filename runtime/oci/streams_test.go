@@ -14,6 +14,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/streams"
 )
 
 func TestDetachKeys(t *testing.T) {
@@ -35,15 +36,15 @@ func TestDetachKeys(t *testing.T) {
 	} {
 		// All at once, and byte by byte, must come to the same.
 		for _, size := range []int{len(test.in), 1} {
-			d := detacher{keys: []byte(test.keys)}
+			d := streams.Detacher{Keys: []byte(test.keys)}
 			var out []byte
 			detached := false
 			for in := []byte(test.in); len(in) > 0 && !detached; in = in[min(size, len(in)):] {
 				var got []byte
-				got, detached = d.filter(in[:min(size, len(in))])
+				got, detached = d.Filter(in[:min(size, len(in))])
 				out = append(out, got...)
 			}
-			if string(out) != test.out || detached != test.detached || !detached && string(d.rest()) != test.rest {
+			if string(out) != test.out || detached != test.detached || !detached && string(d.Rest()) != test.rest {
 				t.Errorf("%q in %q: got %q, %v", test.keys, test.in, out, detached)
 			}
 		}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
@@ -28,8 +29,22 @@ func (d *Draft) Commit(ctx context.Context, m Manifest) (Checkpoint, error) {
 	if d.ended {
 		return Checkpoint{}, fmt.Errorf("checkpoint %s has ended: %w", d.row.ID, fault.ErrState)
 	}
-	if d.files == nil || d.tree == nil {
-		return Checkpoint{}, fmt.Errorf("checkpoint %s has no %s or no %s: %w", d.row.ID, ArchiveName, TreeName, fault.ErrInvalid)
+	if len(m.Volumes) > maxVolumes {
+		return Checkpoint{}, fmt.Errorf("checkpoint %s has %d volumes, %d are allowed: %w", d.row.ID, len(m.Volumes), maxVolumes, fault.ErrInvalid)
+	}
+	m.Volumes = slices.Clone(m.Volumes)
+	for i := range m.Volumes {
+		f := &m.Volumes[i].Files
+		f.Archive.Name, f.Tree.Name = volumeArchive(i), volumeTree(i)
+	}
+	m.Files.Archive.Name, m.Files.Tree.Name = ArchiveName, TreeName
+	for _, b := range m.blobs() {
+		if d.blobs[b.Name] == nil {
+			return Checkpoint{}, fmt.Errorf("checkpoint %s has no %s: %w", d.row.ID, b.Name, fault.ErrInvalid)
+		}
+	}
+	if len(d.blobs) != len(m.blobs()) {
+		return Checkpoint{}, fmt.Errorf("checkpoint %s has a stream that its manifest does not name: %w", d.row.ID, fault.ErrInvalid)
 	}
 	if err := ctx.Err(); err != nil {
 		return Checkpoint{}, context.Cause(ctx)
@@ -98,10 +113,10 @@ func (d *Draft) tidy() error {
 	}
 	for _, e := range entries {
 		path := filepath.Join(d.dir, e.Name())
-		switch e.Name() {
-		case ArchiveName, TreeName:
+		if d.blobs[e.Name()] != nil {
 			continue
-		case ImagesName:
+		}
+		if e.Name() == ImagesName {
 			if d.row.Kind == KindFull {
 				continue
 			}
@@ -123,8 +138,9 @@ func (d *Draft) seal(ctx context.Context, m *Manifest) error {
 		d.watch.end()
 	}
 	var g errgroup.Group
-	g.Go(func() (err error) { m.Files.Archive, err = d.files.wait(); return err })
-	g.Go(func() (err error) { m.Files.Tree, err = d.tree.wait(); return err })
+	for _, b := range m.blobs() {
+		g.Go(func() (err error) { *b, err = d.blobs[b.Name].wait(); return err })
+	}
 	if d.row.Kind == KindFull {
 		if m.Processes == nil {
 			m.Processes = &Processes{}
@@ -183,7 +199,10 @@ func (d *Draft) describe(m *Manifest) (digest string, size int64, err error) {
 
 // size is what a checkpoint takes at rest.
 func (m *Manifest) size(manifest int64) int64 {
-	n := manifest + m.Files.Archive.Bytes + m.Files.Tree.Bytes
+	n := manifest
+	for _, b := range m.blobs() {
+		n += b.Bytes
+	}
 	if m.Processes != nil {
 		for _, im := range m.Processes.Images {
 			n += im.Bytes

@@ -29,17 +29,17 @@ const (
 
 // Draft is a checkpoint in the making. It ends with Commit or Abort; after an
 // error of Commit, with Abort. Its methods are not for concurrent use, but the
-// two writers may be used side by side.
+// writers may be used side by side.
 type Draft struct {
 	s   *Store
 	row Checkpoint
 	dir string
 
-	mu          sync.Mutex
-	enc         *zstd.Encoder
-	files, tree *blobWriter
-	watch       *imageWatch
-	ended       bool
+	mu    sync.Mutex
+	enc   *zstd.Encoder
+	blobs map[string]*blobWriter // by file name
+	watch *imageWatch
+	ended bool
 }
 
 // BeginCheckpoint records a pending checkpoint and makes its draft. The
@@ -112,7 +112,7 @@ func (c *Checkpoint) check() error {
 	if len(c.Trigger) > maxTrigger || !printable(c.Trigger, "") {
 		return fmt.Errorf("trigger %.64q: at most %d bytes of text: %w", c.Trigger, maxTrigger, fault.ErrInvalid)
 	}
-	return errors.Join(checkID("checkpoint", c.ID), checkID("sandbox", c.SandboxID), plainName(c.SandboxName), ValidLabels(c.Labels), validSpec(c.Spec))
+	return errors.Join(checkID("checkpoint", c.ID), checkID("sandbox", c.SandboxID), validSandboxName(c.SandboxName), ValidLabels(c.Labels), validSpec(c.Spec))
 }
 
 // ID is the checkpoint's.
@@ -149,15 +149,24 @@ func (d *Draft) WatchImages() error {
 
 // FilesWriter opens the archive's stream: what is written is compressed,
 // hashed and counted. The error of its Close counts.
-func (d *Draft) FilesWriter() (io.WriteCloser, error) { return d.writer(&d.files, ArchiveName) }
+func (d *Draft) FilesWriter() (io.WriteCloser, error) { return d.writer(ArchiveName) }
 
 // TreeWriter opens the stream of the list of entries, likewise.
-func (d *Draft) TreeWriter() (io.WriteCloser, error) { return d.writer(&d.tree, TreeName) }
+func (d *Draft) TreeWriter() (io.WriteCloser, error) { return d.writer(TreeName) }
 
-func (d *Draft) writer(slot **blobWriter, name string) (io.WriteCloser, error) {
+// VolumeFilesWriter and VolumeTreeWriter open the same two streams of the i-th
+// volume in Manifest.Volumes, counted from 0.
+func (d *Draft) VolumeFilesWriter(i int) (io.WriteCloser, error) {
+	return d.writer(volumeArchive(i))
+}
+
+// VolumeTreeWriter: see VolumeFilesWriter.
+func (d *Draft) VolumeTreeWriter(i int) (io.WriteCloser, error) { return d.writer(volumeTree(i)) }
+
+func (d *Draft) writer(name string) (io.WriteCloser, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.ended || *slot != nil {
+	if d.ended || d.blobs[name] != nil {
 		return nil, fmt.Errorf("%s is written only once: %w", name, fault.ErrInvalid)
 	}
 	if d.enc == nil {
@@ -171,16 +180,17 @@ func (d *Draft) writer(slot **blobWriter, name string) (io.WriteCloser, error) {
 	if err != nil {
 		return nil, err
 	}
-	*slot = w
+	if d.blobs == nil {
+		d.blobs = map[string]*blobWriter{}
+	}
+	d.blobs[name] = w
 	return w, nil
 }
 
 // release ends what works for the draft.
 func (d *Draft) release() {
-	for _, w := range []*blobWriter{d.files, d.tree} {
-		if w != nil {
-			w.abandon()
-		}
+	for _, w := range d.blobs {
+		w.abandon()
 	}
 	if d.watch != nil {
 		d.watch.close()

@@ -68,7 +68,28 @@ type Manifest struct {
 	// Managed are the files, by their path in the sandbox, that the backend
 	// binds over the root filesystem, such as /etc/hosts.
 	Managed map[string]Managed `json:"managed,omitempty"`
+
+	// Volumes are those of the engine that were taken along.
+	Volumes []Volume `json:"volumes,omitempty"`
 }
+
+// Volume is a named volume of the engine with what was in it.
+type Volume struct {
+	Name  string `json:"name"`
+	Files Files  `json:"files"`
+}
+
+// blobs are all streams, those of the upperdir first.
+func (m *Manifest) blobs() []*Blob {
+	list := []*Blob{&m.Files.Archive, &m.Files.Tree}
+	for i := range m.Volumes {
+		list = append(list, &m.Volumes[i].Files.Archive, &m.Volumes[i].Files.Tree)
+	}
+	return list
+}
+
+func volumeArchive(i int) string { return fmt.Sprintf("volume-%d.tar.zst", i) }
+func volumeTree(i int) string    { return fmt.Sprintf("volume-%d.jsonl.zst", i) }
 
 // Managed is a small file that is in the manifest itself.
 type Managed struct {
@@ -78,8 +99,9 @@ type Managed struct {
 	Data []byte `json:"data"` // base64
 }
 
-// Bounds for managed files.
+// Bounds for managed files and volumes.
 const (
+	maxVolumes      = 64
 	MaxManaged      = 1 << 20 // bytes of one
 	maxManagedFiles = 16
 )
@@ -251,7 +273,18 @@ func (m *Manifest) check() error {
 	if m.Files.Archive.Name != ArchiveName || m.Files.Tree.Name != TreeName || m.Files.Entries < 0 {
 		return errors.New("not the files it must name")
 	}
-	for _, b := range []Blob{m.Files.Archive, m.Files.Tree} {
+	if len(m.Volumes) > maxVolumes {
+		return fmt.Errorf("%d volumes", len(m.Volumes))
+	}
+	for i, v := range m.Volumes {
+		if v.Name == "" || len(v.Name) > 255 || !printable(v.Name, "/") || v.Files.Entries < 0 {
+			return fmt.Errorf("volume %d: name %.64q, %d entries", i, v.Name, v.Files.Entries)
+		}
+		if v.Files.Archive.Name != volumeArchive(i) || v.Files.Tree.Name != volumeTree(i) {
+			return fmt.Errorf("volume %q: not the files it must name", v.Name)
+		}
+	}
+	for _, b := range m.blobs() {
 		if err := checkBlob(b.Digest, b.Bytes); err != nil || b.Raw < 0 {
 			return fmt.Errorf("%s: length %d: %w", b.Name, b.Raw, err)
 		}

@@ -5,6 +5,7 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"fmt"
+	"strings"
 	"unicode"
 	"unicode/utf8"
 
@@ -38,6 +39,24 @@ func ValidName(s string) error {
 	}
 	if isID(s) {
 		return fmt.Errorf("name %q has the form of an id; choose another: %w", s, fault.ErrInvalid)
+	}
+	return nil
+}
+
+// validSandboxName allows, beside plain names, those of containers that somebody
+// else made: BACKEND://NAME.
+func validSandboxName(s string) error {
+	backend, name, ok := strings.Cut(s, "://")
+	if !ok {
+		return plainName(s)
+	}
+	if err := plainName(backend); err != nil {
+		return err
+	}
+	for part := range strings.SplitSeq(name, "/") {
+		if err := plainName(part); err != nil {
+			return err
+		}
 	}
 	return nil
 }

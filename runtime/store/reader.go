@@ -7,6 +7,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 
 	"github.com/agentbox/agentbox/internal/fault"
 )
@@ -97,6 +98,17 @@ func (r *Reader) Tree(ctx context.Context) (io.ReadCloser, error) {
 	return newBlobReader(ctx, r.dir, r.manifest.Files.Tree)
 }
 
+// VolumeFiles and VolumeTree are Files and Tree of the i-th volume in
+// Manifest.Volumes.
+func (r *Reader) VolumeFiles(ctx context.Context, i int) (io.ReadCloser, error) {
+	return newBlobReader(ctx, r.dir, r.manifest.Volumes[i].Files.Archive)
+}
+
+// VolumeTree: see VolumeFiles.
+func (r *Reader) VolumeTree(ctx context.Context, i int) (io.ReadCloser, error) {
+	return newBlobReader(ctx, r.dir, r.manifest.Volumes[i].Files.Tree)
+}
+
 // CRIUDir is the directory of the process images, "" for a files-only
 // checkpoint. VerifyImages proves them.
 func (r *Reader) CRIUDir() string {
@@ -121,13 +133,15 @@ func (r *Reader) Verify(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	blobs := r.manifest.blobs()
 	for _, name := range names {
-		if name != ManifestName && name != ArchiveName && name != TreeName && (name != ImagesName || r.manifest.Processes == nil) {
+		known := slices.ContainsFunc(blobs, func(b *Blob) bool { return b.Name == name })
+		if !known && name != ManifestName && (name != ImagesName || r.manifest.Processes == nil) {
 			return fmt.Errorf("%s does not belong to the checkpoint: %w", name, fault.ErrCorrupt)
 		}
 	}
-	for _, blob := range []Blob{r.manifest.Files.Tree, r.manifest.Files.Archive} {
-		b, err := newBlobReader(ctx, r.dir, blob)
+	for _, blob := range blobs {
+		b, err := newBlobReader(ctx, r.dir, *blob)
 		if err != nil {
 			return err
 		}

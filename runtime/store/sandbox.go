@@ -37,8 +37,11 @@ func (s *Store) PutSandbox(ctx context.Context, b Sandbox) error {
 		return err
 	}
 	if b.Name != b.ID {
-		if err := ValidName(b.Name); err != nil {
+		if err := validSandboxName(b.Name); err != nil {
 			return err
+		}
+		if isID(b.Name) {
+			return ValidName(b.Name)
 		}
 	}
 	if err := errors.Join(ValidLabels(b.Labels), validSpec(b.Spec)); err != nil {

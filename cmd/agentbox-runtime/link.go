@@ -1,0 +1,199 @@
+package main
+
+import (
+	"bytes"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	goruntime "runtime"
+	"slices"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/criu/stage"
+)
+
+// While a restore is under way the container's network is there before its
+// sockets are, and what a peer sends to a connection that is yet to be
+// restored is answered with a reset. So a hook, run after those by which the
+// engine fills the network namespace, takes the host's ends of the container's
+// veth pairs down, and they go up again when the sockets are there. Down at the
+// host's end leaves addresses and routes inside as they are.
+
+// cutVerb is how the hook calls this program.
+const cutVerb = "agentbox-cut"
+
+// cuts tells whether a restore takes the hook.
+func cuts(r stage.Restore) bool {
+	return slices.Contains(r.Flags, "--empty-ns") && slices.Contains(r.Flags, "--tcp-established")
+}
+
+// withCut adds the hook to a bundle's.
+func withCut(hooks object) error {
+	self, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	var list []json.RawMessage
+	if raw, ok := hooks["createRuntime"]; ok {
+		if err := json.Unmarshal(raw, &list); err != nil {
+			return fmt.Errorf("createRuntime: %w", err)
+		}
+	}
+	hook, err := marshal(struct {
+		Path string   `json:"path"`
+		Args []string `json:"args"`
+	}{self, []string{self, cutVerb}})
+	if err != nil {
+		return err
+	}
+	hooks["createRuntime"], err = marshal(append(list, hook))
+	return err
+}
+
+// cut is the hook: it reads the container's state, as hooks do.
+func cut(in io.Reader) int {
+	var state struct {
+		Pid int `json:"pid"`
+	}
+	err := json.NewDecoder(io.LimitReader(in, 1<<20)).Decode(&state)
+	if err == nil {
+		err = setPeers(state.Pid, false)
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "agentbox-runtime: hold the network still:", err)
+		return 1
+	}
+	return 0
+}
+
+// setPeers sets the host's ends of the veth pairs of a process's network
+// namespace up or down.
+func setPeers(pid int, up bool) error {
+	inside, err := linksOf(fmt.Sprintf("/proc/%d/ns/net", pid))
+	if err != nil {
+		return err
+	}
+	outside, err := links()
+	if err != nil {
+		return err
+	}
+	var errs []error
+	for _, in := range inside {
+		for _, out := range outside {
+			// Both must name the other: an index means something in one
+			// namespace only, and the other end may be in a third.
+			if in.veth && out.veth && in.peer == out.index && out.peer == in.index {
+				errs = append(errs, setLink(out.name, up))
+			}
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// link is a network device.
+type link struct {
+	index, peer int
+	name        string
+	veth        bool
+}
+
+// linksOf lists the devices of another network namespace.
+func linksOf(ns string) (list []link, err error) {
+	f, err := os.Open(ns)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	done := make(chan error)
+	go func() {
+		goruntime.LockOSThread() // without Unlock: the thread ends with the goroutine
+		err := unix.Setns(int(f.Fd()), unix.CLONE_NEWNET)
+		if err == nil {
+			list, err = links()
+		}
+		done <- err
+	}()
+	err = <-done
+	return list, err
+}
+
+// links lists the devices of this thread's network namespace.
+func links() ([]link, error) {
+	data, err := syscall.NetlinkRIB(unix.RTM_GETLINK, unix.AF_UNSPEC)
+	if err != nil {
+		return nil, fmt.Errorf("list network devices: %w", err)
+	}
+	messages, err := syscall.ParseNetlinkMessage(data)
+	if err != nil {
+		return nil, fmt.Errorf("list network devices: %w", err)
+	}
+	var list []link
+	for _, m := range messages {
+		if m.Header.Type != unix.RTM_NEWLINK || len(m.Data) < unix.SizeofIfInfomsg {
+			continue
+		}
+		attrs, err := syscall.ParseNetlinkRouteAttr(&m)
+		if err != nil {
+			return nil, fmt.Errorf("list network devices: %w", err)
+		}
+		l := link{index: int(binary.NativeEndian.Uint32(m.Data[4:]))}
+		for _, a := range attrs {
+			switch a.Attr.Type {
+			case unix.IFLA_IFNAME:
+				l.name = string(bytes.TrimRight(a.Value, "\x00"))
+			case unix.IFLA_LINK:
+				if len(a.Value) >= 4 {
+					l.peer = int(binary.NativeEndian.Uint32(a.Value))
+				}
+			case unix.IFLA_LINKINFO:
+				l.veth = kind(a.Value) == "veth"
+			}
+		}
+		list = append(list, l)
+	}
+	return list, nil
+}
+
+// kind finds a device's in its nested attributes.
+func kind(info []byte) string {
+	for len(info) >= 4 {
+		n, t := int(binary.NativeEndian.Uint16(info)), binary.NativeEndian.Uint16(info[2:])
+		if n < 4 || n > len(info) {
+			return ""
+		}
+		if t == unix.IFLA_INFO_KIND {
+			return string(bytes.TrimRight(info[4:n], "\x00"))
+		}
+		info = info[min((n+3)&^3, len(info)):]
+	}
+	return ""
+}
+
+func setLink(name string, up bool) error {
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return err
+	}
+	defer unix.Close(fd)
+	req, err := unix.NewIfreq(name)
+	if err == nil {
+		err = unix.IoctlIfreq(fd, unix.SIOCGIFFLAGS, req)
+	}
+	if err == nil {
+		flags := req.Uint16() &^ unix.IFF_UP
+		if up {
+			flags |= unix.IFF_UP
+		}
+		req.SetUint16(flags)
+		err = unix.IoctlIfreq(fd, unix.SIOCSIFFLAGS, req)
+	}
+	if err != nil {
+		return fmt.Errorf("network device %s: %w", name, err)
+	}
+	return nil
+}

@@ -1,0 +1,92 @@
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	goruntime "runtime"
+	"slices"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/criu/stage"
+)
+
+// settle puts the network namespace that a restore has made in order: its
+// settings, and then its links; see link.go.
+func (w wrapper) settle(c call, r stage.Restore) error {
+	if !slices.Contains(r.Flags, "--empty-ns") {
+		return nil
+	}
+	text, err := os.ReadFile(c.flags["pid-file"])
+	if err != nil {
+		return err
+	}
+	pid, err := strconv.Atoi(strings.TrimSpace(string(text)))
+	if err != nil {
+		return err
+	}
+	if err := w.settings(c, pid); err != nil {
+		return err
+	}
+	if !cuts(r) {
+		return nil
+	}
+	return setPeers(pid, true)
+}
+
+// settings writes the bundle's settings for the network namespace: CRIU left
+// its contents out, the runtime applies them only when it creates, and the
+// engine fills in links and addresses alone.
+func (w wrapper) settings(c call, pid int) error {
+	data, err := os.ReadFile(filepath.Join(c.bundle(), "config.json"))
+	if err != nil {
+		return err
+	}
+	var spec struct {
+		Linux struct {
+			Sysctl map[string]string `json:"sysctl"`
+		} `json:"linux"`
+	}
+	if err := json.Unmarshal(data, &spec); err != nil {
+		return fmt.Errorf("bundle: %w", err)
+	}
+	files := map[string]string{}
+	for name, value := range spec.Linux.Sysctl {
+		// Dots part the words, or slashes do where a word has dots.
+		if !strings.Contains(name, "/") {
+			name = strings.ReplaceAll(name, ".", "/")
+		}
+		if strings.HasPrefix(name, "net/") && filepath.IsLocal(name) {
+			files["/proc/sys/"+name] = value
+		}
+	}
+	if len(files) == 0 {
+		return nil
+	}
+	ns, err := os.Open(fmt.Sprintf("/proc/%d/ns/net", pid))
+	if err != nil {
+		return err
+	}
+	defer ns.Close()
+	done := make(chan error)
+	go func() {
+		goruntime.LockOSThread() // without Unlock: the thread ends with the goroutine
+		err := unix.Setns(int(ns.Fd()), unix.CLONE_NEWNET)
+		for path, value := range files {
+			if err != nil {
+				break
+			}
+			if err = os.WriteFile(path, []byte(value), 0); errors.Is(err, fs.ErrNotExist) {
+				err = nil // this kernel has no such setting, and the container did without it
+			}
+		}
+		done <- err
+	}()
+	return <-done
+}

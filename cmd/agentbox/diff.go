@@ -1,0 +1,300 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"encoding/base64"
+	"fmt"
+	"io"
+	"strconv"
+	"strings"
+	"unicode"
+	"unicode/utf8"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+type diffOptions struct {
+	Format    string
+	NameOnly  bool
+	Null      bool
+	Stat      bool
+	Quiet     bool
+	ExitCode  bool
+	Paranoid  bool
+	NoRenames bool
+}
+
+func (o *diffOptions) addFlags(fl *pflag.FlagSet) {
+	addFormat(fl, &o.Format, formatTable, formatJSON)
+	fl.BoolVar(&o.NameOnly, "name-only", false, "paths only")
+	fl.BoolVarP(&o.Null, "null", "z", false, "end each line with a NUL instead, and quote no path")
+	fl.BoolVar(&o.Stat, "stat", false, "show sizes and what changed, and sum up")
+	fl.BoolVarP(&o.Quiet, "quiet", "q", false, "print nothing; implies --exit-code")
+	fl.BoolVar(&o.ExitCode, "exit-code", false, "end with 1 if there are changes, and never with 1 otherwise")
+	fl.BoolVar(&o.Paranoid, "paranoid", false, "read every file again instead of trusting unchanged times")
+	fl.BoolVar(&o.NoRenames, "no-renames", false, "show a renamed file as one deleted and one added")
+}
+
+func (o *diffOptions) check() error {
+	forms := 0
+	for _, set := range []bool{o.NameOnly, o.Stat, o.Quiet, o.Format == formatJSON} {
+		if set {
+			forms++
+		}
+	}
+	if forms > 1 {
+		return usageErrorf("--name-only, --stat, --quiet and --format json exclude each other")
+	}
+	if o.Null && (o.Stat || o.Quiet || o.Format == formatJSON) {
+		return usageErrorf("--null is for the plain list and --name-only")
+	}
+	return nil
+}
+
+func newDiffCommand(a *app) *cobra.Command {
+	var opts diffOptions
+	cmd := &cobra.Command{
+		Use:   "diff [flags] SANDBOX[@A] [[SANDBOX]@B|B]",
+		Short: "Show what changed in a sandbox's files",
+		Long: `Diff lists the paths at which a user of the sandbox finds something else in state B than in
+state A, a directory before what is in it:
+
+  A  added
+  D  deleted
+  M  modified: content, mode, owner, extended attributes, time, or a symlink's target
+  T  type changed, for example from a file to a symlink
+  R  renamed: a file with the same content as one that is gone (old -> new)
+
+A and B are checkpoints of the sandbox, or "image" for the files before it changed any.
+Without A it is the checkpoint that the sandbox was last at, and the image if there is
+none; without B it is what is there now, in a running sandbox as it is found. Directories
+are listed when they came, went, or have another mode, owner or attributes. Volumes and
+bind mounts are not looked into. A path with unusual characters is in quotes.
+
+With --format json it prints one object: sandbox, sandbox_name, from, to, truncated, and
+changes with path, change (a letter as above), type, what (in which respects: content,
+target, device, mode, owner, xattrs, mtime, type), old and new (type, mode, uid, gid, size,
+mtime, target, device), from for R. path_b64 and from_b64 are there where a name is not
+UTF-8. At most a million changes are listed; truncated tells when there are more.
+
+The exit code is 0 with and without changes. With --exit-code it is 0 without, 1 with
+changes, and 125 instead of 1 when diff itself fails.`,
+		Example: `  agentbox diff c
+  agentbox diff c@before-upgrade
+  agentbox diff c@before-upgrade @after-upgrade
+  agentbox diff --stat c@image
+  agentbox diff --quiet c || agentbox checkpoint c
+  agentbox diff docker://web`,
+		Annotations: exits(exitUsage, exitNotFound, exitState, exitCorrupt, exitDenied, exitUnsupported),
+		Args:        args(1, 2),
+		ValidArgsFunction: func(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
+			switch len(args) {
+			case 0:
+				return append(a.sandboxNames(cmd, nil, nil), a.checkpointNames(cmd, nil, runtime.CheckpointFilter{})...), noFiles
+			case 1:
+				name, _ := splitState(args[0])
+				return a.checkpointNames(cmd, nil, runtime.CheckpointFilter{Sandbox: name}), noFiles
+			}
+			return nil, noFiles
+		},
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if err := opts.check(); err != nil {
+				return err
+			}
+			req, err := diffRequest(args)
+			if err != nil {
+				return err
+			}
+			req.Paranoid, req.NoRenames = opts.Paranoid, opts.NoRenames
+			if opts.Quiet {
+				req.Limit, req.NoRenames = 1, true
+			}
+			err = a.service(cmd.Context(), func(svc runtime.Service) error {
+				return runDiff(cmd.Context(), opts, req, svc, a.stdout, a.stderr)
+			})
+			if (opts.ExitCode || opts.Quiet) && err != nil && cmd.Context().Err() == nil && exitCode(err, false) == exitFailure {
+				if _, changed := err.(exitStatus); !changed {
+					err = errorList{err, exitStatus(exitAgentbox)}
+				}
+			}
+			return err
+		},
+	}
+	opts.addFlags(cmd.Flags())
+	completeFlags(cmd)
+	return cmd
+}
+
+// splitState parts SANDBOX@STATE; names have no @, nor have those of engines.
+func splitState(arg string) (sandbox, state string) {
+	if i := strings.LastIndexByte(arg, '@'); i >= 0 {
+		return arg[:i], arg[i+1:]
+	}
+	return arg, ""
+}
+
+func diffRequest(args []string) (req runtime.DiffRequest, err error) {
+	req.Sandbox, req.From = splitState(args[0])
+	if req.Sandbox == "" {
+		return req, usageErrorf("%q names no sandbox; write SANDBOX@CHECKPOINT", args[0])
+	}
+	if req.From == "" && strings.HasSuffix(args[0], "@") {
+		return req, usageErrorf("%q names no checkpoint after the @", args[0])
+	}
+	if len(args) < 2 {
+		return req, nil
+	}
+	req.To = args[1]
+	if sandbox, state := splitState(args[1]); strings.Contains(args[1], "@") {
+		if state == "" {
+			return req, usageErrorf("%q names no checkpoint after the @", args[1])
+		}
+		if sandbox == "" || sandbox == req.Sandbox {
+			req.To = state
+		}
+	}
+	if req.To == "" {
+		return req, usageErrorf("B is empty; leave it out for what is there now")
+	}
+	return req, nil
+}
+
+func runDiff(ctx context.Context, opts diffOptions, req runtime.DiffRequest, svc runtime.Service, stdout, stderr io.Writer) error {
+	d, err := svc.Diff(ctx, req)
+	if err != nil {
+		return err
+	}
+	if d.Changes == nil {
+		d.Changes = []runtime.Change{}
+	}
+	out := bufio.NewWriter(stdout)
+	switch {
+	case opts.Quiet:
+	case opts.Format == formatJSON:
+		err = printJSON(out, d)
+	case opts.Stat:
+		err = printStat(out, d.Changes)
+	default:
+		printChanges(out, opts, d.Changes)
+	}
+	if e := out.Flush(); err == nil {
+		err = e
+	}
+	if err != nil {
+		return err
+	}
+	if d.Truncated && !opts.Quiet {
+		warn(stderr, []string{fmt.Sprintf("only the first %d changes are listed", len(d.Changes))})
+	}
+	if (opts.ExitCode || opts.Quiet) && len(d.Changes) > 0 {
+		return exitStatus(exitFailure)
+	}
+	return nil
+}
+
+func printChanges(out *bufio.Writer, opts diffOptions, changes []runtime.Change) {
+	path, end, to := quotePath, "\n", " -> "
+	if opts.Null {
+		path, end, to = func(s string) string { return s }, "\x00", "\x00"
+	}
+	for _, c := range changes {
+		if !opts.NameOnly {
+			out.WriteString(c.Change + " ")
+			if c.Change == "R" {
+				out.WriteString(path(pathOf(c.From, c.FromB64)) + to)
+			}
+		}
+		out.WriteString(path(pathOf(c.Path, c.PathB64)) + end)
+	}
+}
+
+// pathOf returns a path's own bytes.
+func pathOf(text, b64 string) string {
+	if raw, err := base64.StdEncoding.DecodeString(b64); err == nil && b64 != "" {
+		return string(raw)
+	}
+	return text
+}
+
+// quotePath shows a path on one line without driving the terminal; where it
+// must quote it does so as Go and C do.
+func quotePath(s string) string {
+	if !utf8.ValidString(s) || strings.ContainsFunc(s, func(r rune) bool { return !unicode.IsPrint(r) || r == '"' || r == '\\' }) {
+		return strconv.Quote(s)
+	}
+	return s
+}
+
+func printStat(out io.Writer, changes []runtime.Change) error {
+	t := newTable(out, "CHANGE", "PATH", "SIZE", "WHAT")
+	count := map[string]int64{}
+	var more, less int64
+	for _, c := range changes {
+		count[c.Change]++
+		was, is := sizeOf(c.Old), sizeOf(c.New)
+		more, less = more+max(0, is-was), less+max(0, was-is)
+		path := quotePath(pathOf(c.Path, c.PathB64))
+		if c.Change == "R" {
+			path = quotePath(pathOf(c.From, c.FromB64)) + " -> " + path
+		}
+		t.row(c.Change, path, sizes(c), statWhat(c))
+	}
+	if len(changes) > 0 {
+		if err := t.flush(); err != nil {
+			return err
+		}
+	}
+	sum := []string{countText(int64(len(changes)), "path") + " changed"}
+	for _, k := range []struct{ letter, text string }{{"A", "added"}, {"M", "modified"}, {"D", "deleted"}, {"T", "of another type"}, {"R", "renamed"}} {
+		if n := count[k.letter]; n > 0 {
+			sum = append(sum, fmt.Sprintf("%d %s", n, k.text))
+		}
+	}
+	if more > 0 {
+		sum = append(sum, "+"+sizeText(more))
+	}
+	if less > 0 {
+		sum = append(sum, "-"+sizeText(less))
+	}
+	_, err := fmt.Fprintln(out, strings.Join(sum, ", "))
+	return err
+}
+
+func sizeOf(f *runtime.FileState) int64 {
+	if f == nil {
+		return 0
+	}
+	return f.Size
+}
+
+func sizes(c runtime.Change) string {
+	text := func(f *runtime.FileState) string {
+		if f == nil || f.Type != "file" {
+			return "-"
+		}
+		return sizeText(f.Size)
+	}
+	was, is := text(c.Old), text(c.New)
+	if was == is {
+		return is
+	}
+	return was + " -> " + is
+}
+
+// statWhat is in which respects, for what the letter does not say.
+func statWhat(c runtime.Change) string {
+	if c.Change == "T" && c.Old != nil && c.New != nil {
+		return c.Old.Type + " -> " + c.New.Type
+	}
+	if len(c.What) == 0 {
+		if c.Type == "file" {
+			return ""
+		}
+		return c.Type
+	}
+	return strings.Join(c.What, " ")
+}

@@ -1,0 +1,211 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+type logOptions struct {
+	All      bool
+	MaxCount int
+	NoTrunc  bool
+	Format   string
+}
+
+func (o *logOptions) addFlags(fl *pflag.FlagSet) {
+	fl.BoolVarP(&o.All, "all", "a", false, "pending and failed checkpoints too")
+	fl.IntVarP(&o.MaxCount, "max-count", "n", -1, "only the newest `N`")
+	fl.BoolVar(&o.NoTrunc, "no-trunc", false, "whole ids")
+	addFormat(fl, &o.Format, formatTable, formatJSON)
+}
+
+func newLogCommand(a *app) *cobra.Command {
+	var opts logOptions
+	cmd := &cobra.Command{
+		Use:   "log [flags] SANDBOX",
+		Short: "Draw the history of a sandbox's checkpoints",
+		Long: `Log draws the tree of a sandbox's checkpoints, newest first: a checkpoint hangs from the one
+that the sandbox was at when it was taken, so that after a restore a new branch begins. HEAD
+marks the one that the sandbox was last at. PARENT is "(deleted)" where that checkpoint is
+gone; the line then leads to the nearest one before it that is not. A removed sandbox has a
+history too. With --all, x marks failed checkpoints and o pending ones.
+
+With --format json it prints an array of what 'agentbox checkpoint inspect' prints, each
+with children (ids), head and parent_deleted added.`,
+		Example: `  agentbox log c
+  agentbox log -n 10 --no-trunc c
+  agentbox log --format json c | jq -r '.[] | select(.head) | .id'`,
+		Annotations:       exits(exitUsage, exitNotFound, exitDenied),
+		Args:              args(1, 1),
+		ValidArgsFunction: a.completeOneSandbox(nil),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if cmd.Flags().Changed("max-count") && opts.MaxCount < 0 {
+				return usageErrorf("--max-count %d: must not be negative", opts.MaxCount)
+			}
+			return a.service(cmd.Context(), func(svc runtime.Service) error {
+				return runLog(cmd.Context(), opts, args[0], svc, a.stdout, a.now())
+			})
+		},
+	}
+	opts.addFlags(cmd.Flags())
+	completeFlags(cmd)
+	return cmd
+}
+
+func runLog(ctx context.Context, opts logOptions, sandbox string, svc runtime.Service, out io.Writer, now time.Time) error {
+	all, err := svc.History(ctx, sandbox, runtime.HistoryOptions{All: opts.All})
+	if err != nil {
+		return err
+	}
+	shown := []runtime.HistoryEntry{}
+	for _, c := range all {
+		c.Checkpoint = documentedCheckpoint(c.Checkpoint)
+		if c.Children == nil {
+			c.Children = []string{}
+		}
+		shown = append(shown, c)
+	}
+	known := map[string]bool{}
+	for _, c := range shown {
+		known[c.ID] = true
+	}
+	if opts.MaxCount >= 0 && len(shown) > opts.MaxCount {
+		shown = shown[:opts.MaxCount]
+	}
+	if opts.Format == formatJSON {
+		return printJSON(out, shown)
+	}
+	if len(shown) == 0 {
+		return nil
+	}
+	id := shortID
+	if opts.NoTrunc {
+		id = func(id string) string { return id }
+	}
+	header := []string{"CHECKPOINT", "NAME", "KIND", "CREATED", "SIZE", "TRIGGER", "FILES", "PROCESSES", "PARENT"}
+	if opts.All {
+		header = append(header, "STATUS")
+	}
+	var drawn bytes.Buffer
+	t := newTable(&drawn, header...)
+	var g graph
+	for _, c := range shown {
+		parent := c.Parent
+		if !known[parent] {
+			parent = ""
+		}
+		mark := "*"
+		switch c.Status {
+		case runtime.CheckpointFailed:
+			mark = "x"
+		case runtime.CheckpointPending:
+			mark = "o"
+		}
+		join, row := g.add(c.ID, parent, mark)
+		if join != "" {
+			// With all its cells, or the columns below would not line up
+			// with those above.
+			t.row(append([]string{join}, make([]string, len(header)-1)...)...)
+		}
+		first := row + " " + id(c.ID)
+		if c.Head {
+			first += " HEAD"
+		}
+		came := id(parent)
+		if c.ParentDeleted || c.Parent != "" && parent == "" {
+			came = "(deleted)"
+		}
+		cells := []string{first, c.Name, c.Kind, ago(now, c.Created), sizeText(c.Bytes), c.Trigger,
+			strconv.FormatInt(c.Files, 10), strconv.Itoa(c.Processes), came}
+		if opts.All {
+			cells = append(cells, c.Status)
+		}
+		t.row(cells...)
+	}
+	if err := t.flush(); err != nil {
+		return err
+	}
+	for line := range strings.Lines(drawn.String()) {
+		if _, err := fmt.Fprintln(out, strings.TrimRight(line, " \n")); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// A graph draws a forest of which every node comes before its parent. Each lane
+// leads down to the parent whose id it holds; a free one holds none.
+type graph struct{ lanes []string }
+
+// add returns the line that joins the lanes which lead to id, "" when at most
+// one does, and the line with id's own mark.
+func (g *graph) add(id, parent, mark string) (join, row string) {
+	first, last := slices.Index(g.lanes, id), -1
+	for i, lane := range g.lanes {
+		if lane == id {
+			last = i
+		}
+	}
+	if first < 0 {
+		if first = slices.Index(g.lanes, ""); first < 0 {
+			first = len(g.lanes)
+			g.lanes = append(g.lanes, "")
+		}
+	}
+	if last > first {
+		var b strings.Builder
+		for i, lane := range g.lanes {
+			switch {
+			case i == first:
+				b.WriteString("├─")
+			case i == last:
+				b.WriteString("╯ ")
+			case i > first && i < last && lane == id:
+				b.WriteString("┴─")
+			case i > first && i < last && lane != "":
+				b.WriteString("┼─")
+			case i > first && i < last:
+				b.WriteString("──")
+			case lane != "":
+				b.WriteString("│ ")
+			default:
+				b.WriteString("  ")
+			}
+			if i > first && lane == id {
+				g.lanes[i] = ""
+			}
+		}
+		join = strings.TrimRight(b.String(), " ")
+	}
+	g.lanes[first] = id
+	for len(g.lanes) > 0 && g.lanes[len(g.lanes)-1] == "" {
+		g.lanes = g.lanes[:len(g.lanes)-1]
+	}
+	var b strings.Builder
+	for i, lane := range g.lanes {
+		switch {
+		case i == first:
+			b.WriteString(mark + " ")
+		case lane != "":
+			b.WriteString("│ ")
+		default:
+			b.WriteString("  ")
+		}
+	}
+	g.lanes[first] = parent
+	for len(g.lanes) > 0 && g.lanes[len(g.lanes)-1] == "" {
+		g.lanes = g.lanes[:len(g.lanes)-1]
+	}
+	return join, strings.TrimRight(b.String(), " ")
+}

@@ -1,0 +1,125 @@
+package criu
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"slices"
+
+	"github.com/google/nftables"
+	"github.com/google/nftables/expr"
+	"golang.org/x/sys/unix"
+)
+
+// cutTable is the nftables table that stands for a cut, in the namespace that
+// is cut off.
+const cutTable = "agentbox-cut"
+
+// A Cut keeps a network namespace from exchanging packets with anybody else.
+//
+// The kernel goes on acknowledging what peers send to frozen processes. When a
+// dump is to be the last that is heard of them, whatever arrives after it
+// would be lost, while the peers take it for delivered.
+type Cut struct{ ns *os.File }
+
+// CutOff cuts the network namespace of a container off; pid is its first
+// process. One that others have part in is left alone: nil.
+func CutOff(pid int) (*Cut, error) {
+	path := fmt.Sprintf("/proc/%d/ns/net", pid)
+	shared, err := sharesNetwork(pid)
+	if err != nil || shared {
+		return nil, err
+	}
+	ns, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("network namespace of process %d: %w", pid, err)
+	}
+	c := &Cut{ns}
+	if err := c.begin(); err != nil {
+		return nil, errors.Join(fmt.Errorf("cut process %d off its network: %w", pid, err), ns.Close())
+	}
+	return c, nil
+}
+
+// Reconnect ends a cut that another process began, by the pid of the
+// container's first process. Without one it does nothing.
+func Reconnect(pid int) error {
+	ns, err := os.Open(fmt.Sprintf("/proc/%d/ns/net", pid))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	return (&Cut{ns}).End()
+}
+
+func (c *Cut) begin() error {
+	conn, err := nftables.New(nftables.WithNetNSFd(int(c.ns.Fd())))
+	if err != nil {
+		return err
+	}
+	table := conn.AddTable(&nftables.Table{Name: cutTable, Family: nftables.TableFamilyINet})
+	for name, hook := range map[string]*nftables.ChainHook{"in": nftables.ChainHookInput, "out": nftables.ChainHookOutput} {
+		chain := conn.AddChain(&nftables.Chain{Name: name, Table: table, Type: nftables.ChainTypeFilter, Hooknum: hook, Priority: nftables.ChainPriorityRaw})
+		key := expr.MetaKeyIIFNAME
+		if name == "out" {
+			key = expr.MetaKeyOIFNAME
+		}
+		lo := make([]byte, unix.IFNAMSIZ)
+		copy(lo, "lo")
+		conn.AddRule(&nftables.Rule{Table: table, Chain: chain, Exprs: []expr.Any{
+			&expr.Meta{Key: key, Register: 1},
+			&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: lo},
+			&expr.Verdict{Kind: expr.VerdictDrop},
+		}})
+	}
+	return conn.Flush()
+}
+
+// End ends the cut. A nil one has ended.
+func (c *Cut) End() error {
+	if c == nil {
+		return nil
+	}
+	defer c.ns.Close()
+	conn, err := nftables.New(nftables.WithNetNSFd(int(c.ns.Fd())))
+	if err != nil {
+		return err
+	}
+	tables, err := conn.ListTablesOfFamily(nftables.TableFamilyINet)
+	if err != nil {
+		return err
+	}
+	at := slices.IndexFunc(tables, func(t *nftables.Table) bool { return t.Name == cutTable })
+	if at < 0 {
+		return nil
+	}
+	conn.DelTable(tables[at])
+	return conn.Flush()
+}
+
+// sharesNetwork tells whether processes outside a container are in its network
+// namespace.
+func sharesNetwork(pid int) (bool, error) {
+	ns, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/net", pid))
+	if err != nil {
+		return false, err
+	}
+	members, err := Members(pid)
+	if err != nil {
+		return false, err
+	}
+	all, err := hostPids()
+	if err != nil {
+		return false, err
+	}
+	for _, p := range all {
+		link, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/net", p))
+		if err == nil && link == ns && !slices.Contains(members, p) {
+			return true, nil
+		}
+	}
+	return false, nil
+}

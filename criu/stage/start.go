@@ -1,0 +1,227 @@
+package stage
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// Start changes the coming start of a container whose engine builds the bundle
+// itself, be it a restore or not.
+//
+// Env and Files hold for one `create`, which uses them up; when it restores
+// and fails they stay, as the staged restore does. Reap is kept until the
+// `delete` of the container that was then started, whatever is staged or
+// cleared meanwhile; a container that was created and never started is not
+// reaped.
+type Start struct {
+	Env []string `json:"env,omitempty"` // KEY=value: set, or replaced, in the first process's environment
+	// Files are what the engine binds over the root filesystem and may have
+	// written anew just before: they are overwritten in place.
+	Files []File `json:"files,omitempty"`
+	// Reap is a command, begun once the container is deleted and left to itself.
+	Reap []string `json:"reap,omitempty"`
+}
+
+// File is one file on the host.
+type File struct {
+	Path string `json:"path"`
+	Mode uint32 `json:"mode"` // permission bits, as chmod takes them
+	UID  uint32 `json:"uid"`
+	GID  uint32 `json:"gid"`
+	Data []byte `json:"data"`
+}
+
+const (
+	startFile = "start.json"
+	maxStart  = 32 << 20 // bytes, as JSON
+)
+
+// PutStart publishes s for the next `create` of the container id, in place of
+// what was there.
+func PutStart(run, id string, s Start) error {
+	dir, err := place(run, id)
+	if err != nil {
+		return err
+	}
+	if err := s.check(); err != nil {
+		return fmt.Errorf("stage start of %s: %w", id, err)
+	}
+	data, err := json.Marshal(s)
+	if err == nil && len(data) > maxStart {
+		err = fmt.Errorf("%d bytes are too many: %w", len(data), fault.ErrInvalid)
+	}
+	if err == nil {
+		err = os.MkdirAll(dir, 0o700)
+	}
+	if err == nil {
+		err = publish(dir, startFile, data)
+	}
+	if err != nil {
+		return fmt.Errorf("stage start of %s: %w", id, err)
+	}
+	return nil
+}
+
+// LoadStart returns what PutStart left for id and no `create` has used.
+// Nothing is ErrNotFound; something unreadable is ErrCorrupt.
+func LoadStart(run, id string) (Start, error) {
+	dir, err := place(run, id)
+	if err != nil {
+		return Start{}, err
+	}
+	s, err := readStart(filepath.Join(dir, startFile))
+	if err != nil {
+		return Start{}, fmt.Errorf("staged start of %s: %w", id, err)
+	}
+	return s, nil
+}
+
+// ClearStart drops what PutStart left for id. Idempotent.
+func ClearStart(run, id string) error {
+	dir, err := place(run, id)
+	if err != nil {
+		return err
+	}
+	if err := remove(filepath.Join(dir, startFile)); err != nil {
+		return fmt.Errorf("clear staged start of %s: %w", id, err)
+	}
+	// Goes only when nothing is staged.
+	_ = os.Remove(dir)
+	return nil
+}
+
+// UseStart turns the staged start of id, whose container is being created,
+// into the Reap that its end owes.
+func UseStart(run, id string, s Start) error {
+	if len(s.Reap) == 0 {
+		return errors.Join(Disarm(run, id), ClearStart(run, id))
+	}
+	made, due, err := reaps(run, id)
+	if err != nil {
+		return err
+	}
+	data, err := json.Marshal(Start{Reap: s.Reap})
+	if err == nil {
+		err = os.MkdirAll(filepath.Dir(made), 0o700)
+	}
+	if err == nil {
+		err = os.MkdirAll(filepath.Dir(due), 0o700)
+	}
+	if err == nil {
+		err = publish(filepath.Dir(made), id, data)
+	}
+	if err == nil {
+		err = remove(due)
+	}
+	if err != nil {
+		return fmt.Errorf("keep what reaps %s: %w", id, err)
+	}
+	return ClearStart(run, id)
+}
+
+// ArmReap makes the Reap of a container that is about to be started due when
+// it is deleted. It does nothing when there is none.
+func ArmReap(run, id string) error {
+	made, due, err := reaps(run, id)
+	if err != nil {
+		return err
+	}
+	if err := os.Rename(made, due); err != nil {
+		if _, none := os.Lstat(made); none == nil {
+			return fmt.Errorf("keep what reaps %s: %w", id, err)
+		}
+	}
+	return nil
+}
+
+// Armed tells whether anything is kept for the `delete` of id.
+func Armed(run, id string) bool {
+	made, due, err := reaps(run, id)
+	if err != nil {
+		return false
+	}
+	for _, path := range []string{due, made} {
+		if _, err := os.Lstat(path); err == nil {
+			return true
+		}
+	}
+	return false
+}
+
+// TakeReap returns the Reap that is due, to one caller only: it is gone
+// then. Nil when there is none.
+func TakeReap(run, id string) ([]string, error) {
+	made, due, err := reaps(run, id)
+	if err != nil {
+		return nil, err
+	}
+	s, err := readStart(due)
+	if errors.Is(err, fault.ErrNotFound) {
+		return nil, Disarm(run, id)
+	}
+	if rerr := os.Remove(due); rerr != nil {
+		if errors.Is(rerr, fs.ErrNotExist) {
+			return nil, nil // another one took it
+		}
+		return nil, fmt.Errorf("what reaps %s: %w", id, rerr)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("what reaps %s: %w", id, err)
+	}
+	return s.Reap, remove(made)
+}
+
+// Disarm drops the Reap of id, due or not. Idempotent.
+func Disarm(run, id string) error {
+	made, due, err := reaps(run, id)
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(remove(made), remove(due)); err != nil {
+		return fmt.Errorf("disarm the reaper of %s: %w", id, err)
+	}
+	return nil
+}
+
+// reaps are the files of a container's Reap: made, and due. They are apart from
+// what is staged, because they must outlive Clear.
+func reaps(run, id string) (made, due string, err error) {
+	if _, err := place(run, id); err != nil {
+		return "", "", err
+	}
+	return filepath.Join(run, "reap", "made", id), filepath.Join(run, "reap", "due", id), nil
+}
+
+func readStart(path string) (s Start, err error) {
+	if err := readJSON(path, maxStart, &s); err != nil {
+		return Start{}, err
+	}
+	if err := s.check(); err != nil {
+		return Start{}, fmt.Errorf("%v: %w", err, fault.ErrCorrupt)
+	}
+	return s, nil
+}
+
+func (s Start) check() error {
+	for _, kv := range s.Env {
+		if i := strings.IndexByte(kv, '='); i < 1 || strings.IndexByte(kv, 0) >= 0 {
+			return fmt.Errorf("environment entry %q: %w", kv, fault.ErrInvalid)
+		}
+	}
+	for _, f := range s.Files {
+		if !filepath.IsAbs(f.Path) || f.Mode&^0o7777 != 0 {
+			return fmt.Errorf("file %q, mode %o: %w", f.Path, f.Mode, fault.ErrInvalid)
+		}
+	}
+	if len(s.Reap) > 0 && !filepath.IsAbs(s.Reap[0]) {
+		return fmt.Errorf("command %q is not absolute: %w", s.Reap[0], fault.ErrInvalid)
+	}
+	return nil
+}

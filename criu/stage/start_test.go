@@ -1,0 +1,139 @@
+package stage
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"reflect"
+	"testing"
+
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+func TestLifeOfAStart(t *testing.T) {
+	run := filepath.Join(t.TempDir(), "run")
+	want := Start{
+		Env:   []string{"A=1", "B="},
+		Files: []File{{Path: "/f", Mode: 0o4755, UID: 1, GID: 2, Data: []byte{0, 0xff}}},
+		Reap:  []string{"/bin/true", "x"},
+	}
+	if _, err := LoadStart(run, "c"); !errors.Is(err, fault.ErrNotFound) {
+		t.Fatalf("LoadStart of nothing: %v", err)
+	}
+	for range 2 {
+		if err := PutStart(run, "c", want); err != nil {
+			t.Fatal(err)
+		}
+	}
+	got, err := LoadStart(run, "c")
+	if err != nil || !reflect.DeepEqual(got, want) {
+		t.Fatalf("LoadStart = %+v, %v; want %+v", got, err, want)
+	}
+	if Armed(run, "c") {
+		t.Error("armed before its create")
+	}
+	if err := UseStart(run, "c", got); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := LoadStart(run, "c"); !errors.Is(err, fault.ErrNotFound) {
+		t.Fatalf("LoadStart of a used one: %v", err)
+	}
+	if !Armed(run, "c") {
+		t.Error("not armed")
+	}
+	// Deleted without having been started: nothing is owed.
+	if reap, err := TakeReap(run, "c"); err != nil || reap != nil || Armed(run, "c") {
+		t.Fatalf("TakeReap before the start = %q, %v", reap, err)
+	}
+
+	if err := UseStart(run, "c", want); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		if err := ArmReap(run, "c"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	// Staging for the next start and clearing that leave it alone.
+	if err := errors.Join(PutStart(run, "c", Start{}), Clear(run, "c")); err != nil {
+		t.Fatal(err)
+	}
+	if reap, err := TakeReap(run, "c"); err != nil || !reflect.DeepEqual(reap, want.Reap) {
+		t.Fatalf("TakeReap = %q, %v", reap, err)
+	}
+	if reap, err := TakeReap(run, "c"); err != nil || reap != nil {
+		t.Fatalf("TakeReap again = %q, %v", reap, err)
+	}
+
+	// A start without one ends what an earlier one owed.
+	if err := errors.Join(UseStart(run, "c", want), ArmReap(run, "c"), UseStart(run, "c", Start{})); err != nil {
+		t.Fatal(err)
+	}
+	if Armed(run, "c") {
+		t.Error("still armed")
+	}
+	if err := errors.Join(UseStart(run, "c", want), ArmReap(run, "c"), Disarm(run, "c"), Disarm(run, "c")); err != nil || Armed(run, "c") {
+		t.Errorf("Disarm: %v", err)
+	}
+	if err := errors.Join(PutStart(run, "c", Start{}), ClearStart(run, "c"), ClearStart(run, "c")); err != nil {
+		t.Error(err)
+	}
+	if ids, err := List(run); err != nil || len(ids) != 0 {
+		t.Errorf("List = %q, %v", ids, err)
+	}
+}
+
+func TestPausedMark(t *testing.T) {
+	run := t.TempDir()
+	if TakePaused(run, "c") {
+		t.Error("paused before it was said")
+	}
+	if err := errors.Join(KeepPaused(run, "c"), KeepPaused(run, "c"), Clear(run, "c")); err != nil {
+		t.Fatal(err)
+	}
+	if !TakePaused(run, "c") || TakePaused(run, "c") {
+		t.Error("the mark is not there once, over Clear")
+	}
+	if err := KeepPaused(run, "../c"); !errors.Is(err, fault.ErrInvalid) {
+		t.Errorf("KeepPaused(../c): %v", err)
+	}
+}
+
+func TestBadStarts(t *testing.T) {
+	run := t.TempDir()
+	for name, s := range map[string]Start{
+		"no value":       {Env: []string{"A"}},
+		"no name":        {Env: []string{"=A"}},
+		"a zero byte":    {Env: []string{"A=\x00"}},
+		"relative file":  {Files: []File{{Path: "f"}}},
+		"mode":           {Files: []File{{Path: "/f", Mode: 0o100644}}},
+		"relative reap":  {Reap: []string{"true"}},
+		"far too large":  {Files: []File{{Path: "/f", Data: make([]byte, maxStart)}}},
+		"empty reap arg": {Reap: []string{""}},
+	} {
+		if err := PutStart(run, "c", s); !errors.Is(err, fault.ErrInvalid) {
+			t.Errorf("%s: %v, want ErrInvalid", name, err)
+		}
+	}
+	for _, id := range []string{"", "..", "a/b"} {
+		if err := PutStart(run, id, Start{}); !errors.Is(err, fault.ErrInvalid) {
+			t.Errorf("PutStart(%q): %v", id, err)
+		}
+		if Armed(run, id) {
+			t.Errorf("Armed(%q)", id)
+		}
+	}
+	path := filepath.Join(run, "reap", "due", "c")
+	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(path, []byte("{"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if reap, err := TakeReap(run, "c"); !errors.Is(err, fault.ErrCorrupt) || reap != nil {
+		t.Errorf("TakeReap of garbage = %q, %v", reap, err)
+	}
+	if Armed(run, "c") {
+		t.Error("garbage stays")
+	}
+}

@@ -1,0 +1,553 @@
+package containerd
+
+import (
+	"bufio"
+	"bytes"
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"strings"
+	"time"
+
+	tasks "github.com/containerd/containerd/api/services/tasks/v1"
+	"github.com/containerd/containerd/api/types"
+	"github.com/containerd/containerd/api/types/task"
+	"github.com/containerd/containerd/leases"
+	"github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/bundle"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
+	"github.com/agentbox/agentbox/runtime/internal/record"
+)
+
+// adoptee is a container that somebody else made: of its verbs, those that
+// differ. What it was started with is its owner's; a start of ours gives it a
+// monitor and a log of ours in place of its owner's streams, unless these were a
+// file or a logging program, which then go on.
+type adoptee struct {
+	b *Backend
+	container
+}
+
+// theirStreams is streams.json: where an adopted container's task, which a
+// Stop has deleted, had its streams.
+type theirStreams struct {
+	Stdin, Stdout, Stderr string
+	Terminal              bool
+}
+
+// adopted returns an adopted container, or nil if the id is not one's.
+func (b *Backend) adopted(id string) (*adoptee, error) {
+	c, err := b.load(id)
+	if err != nil || c.Theirs == nil {
+		return nil, nil // the caller finds out why
+	}
+	return &adoptee{b, c}, nil
+}
+
+// there asks containerd for the container; an id that was given to another one
+// meanwhile is ErrNotFound.
+func (a *adoptee) there(ctx context.Context) error {
+	c, err := a.b.client.ContainerService().Get(in(ctx, a.Theirs.Namespace), a.Theirs.ID)
+	if err = plain(err); err != nil && !errors.Is(err, fault.ErrNotFound) {
+		return err
+	}
+	if err != nil || !c.CreatedAt.Equal(a.Theirs.Created) {
+		return fmt.Errorf("container %s: %w", a.Spec.Name, fault.ErrNotFound)
+	}
+	return nil
+}
+
+// look finds out its state: from containerd, or, while that does not answer,
+// from the OCI runtime.
+func (a *adoptee) look(ctx context.Context) (view, error) {
+	v := view{container: a.container, status: runtime.Created}
+	var t *taskInfo
+	err := a.there(ctx)
+	if err == nil {
+		t, err = a.b.task(ctx, a.container)
+	}
+	switch {
+	case isDown(err):
+		return a.lookAlone(ctx, v)
+	case errors.Is(err, fault.ErrNotFound) && a.gone(ctx):
+		return v, errors.Join(err, a.forget())
+	case errors.Is(err, fault.ErrNotFound):
+		if record.ReadJSON(a.b.dir(a.Spec.ID, "exit.json"), &v.exit) == nil {
+			v.status = runtime.Exited
+		}
+		return v, nil
+	case err != nil:
+		return v, err
+	}
+	switch t.Status {
+	case task.Status_STOPPED:
+		v.status, v.exit = runtime.Exited, exitRecord{Code: int(t.ExitStatus), Finished: t.ExitedAt.AsTime()}
+	case task.Status_RUNNING, task.Status_PAUSED, task.Status_PAUSING:
+		a.live(&v, int(t.Pid))
+	}
+	return v, nil
+}
+
+// gone tells whether the container, and not only its task, is not there.
+func (a *adoptee) gone(ctx context.Context) bool { return errors.Is(a.there(ctx), fault.ErrNotFound) }
+
+// lookAlone asks the OCI runtime.
+func (a *adoptee) lookAlone(ctx context.Context, v view) (view, error) {
+	state, err := a.runtime().State(ctx)
+	switch {
+	case errors.Is(err, fault.ErrNotFound) || err == nil && state.Status == "stopped":
+		v.status = runtime.Exited
+		_ = record.ReadJSON(a.b.dir(a.Spec.ID, "exit.json"), &v.exit)
+		return v, nil
+	case err != nil:
+		return v, err
+	}
+	if state.Status == "running" || state.Status == "paused" {
+		a.live(&v, state.Pid)
+	}
+	return v, nil
+}
+
+// live fills in what is so of a container whose first process is pid.
+func (a *adoptee) live(v *view, pid int) {
+	v.status, v.pid, v.start = runtime.Running, pid, kernel.Started(pid)
+	// The kernel's word, not the shim's: others may have frozen it.
+	if a.b.cgroups.FrozenProcess(pid) {
+		v.status = runtime.Paused
+	}
+	runs, err := a.b.runs(a.Spec.ID)
+	if err != nil || len(runs) == 0 {
+		return
+	}
+	run := runRecord{Number: runs[0]}
+	if record.ReadJSON(a.b.runPath(a.Spec.ID, run.Number, "run.json"), &run) == nil && run.Pid == pid {
+		v.run = run
+	}
+}
+
+// runtime is the OCI runtime's view of it.
+func (a *adoptee) runtime() criu.Runtime {
+	r := a.Theirs.Runtime
+	if a.Theirs.Wrapped {
+		r.Binary = a.b.oci
+	}
+	return r
+}
+
+// lookAny is look for a sandbox of ours and for an adopted container.
+func (b *Backend) lookAny(ctx context.Context, id string) (view, error) {
+	if a, err := b.adopted(id); a != nil || err != nil {
+		return a.look(ctx)
+	}
+	return b.look(ctx, id)
+}
+
+func (a *adoptee) inspect(ctx context.Context) (runtime.Container, error) {
+	v, err := a.look(ctx)
+	if err != nil {
+		return runtime.Container{}, err
+	}
+	c := runtime.Container{
+		Status: v.status, Pid: v.pid, Started: v.start, ExitCode: v.exit.Code, Finished: v.exit.Finished,
+		Upper: a.Upper, Lower: a.Lower, Runtime: a.runtime(), Stage: a.slot(), EmptyNetwork: a.Theirs.Hooks,
+	}
+	switch {
+	case a.Theirs.Pod:
+		c.Busy = "it belongs to a Kubernetes pod, and the kubelet would start another container in its place"
+		c.Remedy = "Checkpoints of it can be taken; stop it by way of Kubernetes."
+	case !a.Theirs.Wrapped:
+		c.NoRestore = fmt.Sprintf("it was started with %s, which cannot restore in place of a start", a.Theirs.Runtime.Binary)
+		c.Remedy = "Start it with the runtime agentbox-runtime: ctr run --runc-binary /usr/local/bin/agentbox-runtime ..., nerdctl run --runtime /usr/local/bin/agentbox-runtime ..."
+	}
+	return c, nil
+}
+
+// slot is where its runtime looks for a staged restore: the runtime has the
+// daemon's environment.
+func (a *adoptee) slot() stage.Slot {
+	return stage.Slot{Run: cmp.Or(a.b.client.daemonEnv(stage.Env), a.Theirs.Stage, stage.DefaultRun), ID: stage.Under(a.Theirs.Runtime.Root, a.Theirs.ID)}
+}
+
+// mayStop refuses what somebody else would undo at once.
+func (a *adoptee) mayStop() error {
+	if !a.Theirs.Pod {
+		return nil
+	}
+	return &fault.Error{Err: fmt.Errorf("%w: %s belongs to a Kubernetes pod: the kubelet would start another container in its place", fault.ErrUnsupported, a.Spec.Name),
+		Hint: "Checkpoints of it can be taken; stop it by way of Kubernetes."}
+}
+
+func (a *adoptee) wait(ctx context.Context) (int, error) {
+	for {
+		v, err := a.look(ctx)
+		if err != nil {
+			return 0, err
+		}
+		switch v.status {
+		case runtime.Created:
+			return 0, fmt.Errorf("container %s was never started: %w", a.Spec.Name, fault.ErrState)
+		case runtime.Exited:
+			return v.exit.Code, nil
+		}
+		if v.run.Number > 0 && a.hasMonitor(v) {
+			exit, err := a.b.awaitExit(ctx, a.container, v.run)
+			return exit.Code, err
+		}
+		resp, err := a.b.client.TaskService().Wait(in(ctx, a.Theirs.Namespace), &tasks.WaitRequest{ContainerID: a.Theirs.ID})
+		if err == nil {
+			return int(resp.ExitStatus), nil
+		}
+		if err = plain(err); ctx.Err() != nil || !isDown(err) && !errors.Is(err, fault.ErrNotFound) {
+			return 0, err
+		}
+		p, err := kernel.OpenProcess(v.pid)
+		if err == nil {
+			err = p.WaitFor(ctx, time.Second)
+			p.Close()
+		}
+		if ctx.Err() != nil {
+			return 0, ctx.Err()
+		}
+		if err == nil && isDown(a.there(ctx)) {
+			return unknownExit, nil // over, and nobody can tell how
+		}
+	}
+}
+
+// hasMonitor tells whether a run of ours has our streams.
+func (a *adoptee) hasMonitor(v view) bool {
+	_, err := os.Stat(v.run.Bundle + "/" + ordersFile)
+	return err == nil
+}
+
+// stop ends its processes and deletes its task, so that it can be started
+// again. Its container stays.
+func (a *adoptee) stop(ctx context.Context, opts runtime.StopOptions) error {
+	unlock, err := a.b.lock(ctx, a.Spec.ID)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	v, err := a.look(ctx)
+	if err != nil {
+		return err
+	}
+	if !v.live() && v.status != runtime.Exited {
+		return nil
+	}
+	t, err := a.b.task(ctx, a.container)
+	if errors.Is(err, fault.ErrNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if err := a.mayStop(); err != nil {
+		return err
+	}
+	// Not of a task of ours, whose fifos go with it.
+	if v.run.Number == 0 {
+		s := theirStreams{t.Stdin, t.Stdout, t.Stderr, t.Terminal}
+		if err := record.WriteJSON(a.b.dir(a.Spec.ID, "streams.json"), s, false); err != nil {
+			return err
+		}
+	}
+	if v.live() {
+		if v.exit, err = a.end(ctx, v, opts); err != nil {
+			return err
+		}
+	}
+	if err := record.WriteJSON(a.b.dir(a.Spec.ID, "exit.json"), v.exit, true); err != nil {
+		return err
+	}
+	return errors.Join(a.b.dropTask(ctx, a.Theirs.Namespace, a.Theirs.ID), a.b.clearRun(a.Spec.ID))
+}
+
+// end ends its processes.
+func (a *adoptee) end(ctx context.Context, v view, opts runtime.StopOptions) (exit exitRecord, err error) {
+	sig, err := bundle.StopSignal(a.Spec, opts.Signal)
+	if err != nil {
+		return exit, err
+	}
+	p, err := kernel.OpenProcess(v.pid)
+	if err != nil {
+		return exit, fmt.Errorf("container %s has just ended: %w", a.Spec.Name, fault.ErrState)
+	}
+	defer p.Close()
+	exit = exitRecord{Code: 128 + int(unix.SIGKILL)}
+	killed := true
+	if v.status == runtime.Running && opts.Timeout > 0 {
+		if err := p.Kill(sig); err != nil {
+			return exit, err
+		}
+		killed = p.WaitFor(ctx, opts.Timeout) != nil
+		if ctx.Err() != nil {
+			return exit, ctx.Err()
+		}
+	}
+	svc := a.b.client.TaskService()
+	ctx = in(ctx, a.Theirs.Namespace)
+	if killed && v.status == runtime.Paused {
+		// Each is sent the signal before any thaws: it then takes it first.
+		list, err := svc.ListPids(ctx, &tasks.ListPidsRequest{ContainerID: a.Theirs.ID})
+		if err != nil {
+			return exit, plain(err)
+		}
+		for _, one := range list.Processes {
+			if q, err := kernel.OpenProcess(int(one.Pid)); err == nil {
+				_ = q.Kill(unix.SIGKILL)
+				q.Close()
+			}
+		}
+		if err := a.runtime().Resume(ctx); err != nil && p.Alive() {
+			return exit, err
+		}
+	} else if killed {
+		if err := p.Kill(unix.SIGKILL); err != nil {
+			return exit, err
+		}
+	}
+	if err := p.WaitFor(ctx, grace); err != nil {
+		return exit, fmt.Errorf("container %s does not end: %w", a.Spec.Name, err)
+	}
+	if v.run.Number > 0 && a.hasMonitor(v) {
+		soon, cancel := context.WithTimeout(ctx, 2*grace)
+		defer cancel()
+		if e, err := a.b.awaitExit(soon, a.container, v.run); err == nil {
+			exit = e
+		}
+	} else if resp, err := svc.Wait(ctx, &tasks.WaitRequest{ContainerID: a.Theirs.ID}); err == nil {
+		exit.Code, exit.Finished = int(resp.ExitStatus), resp.ExitedAt.AsTime()
+	}
+	if exit.Finished.IsZero() {
+		exit.Finished = time.Now()
+	}
+	return exit, nil
+}
+
+// start starts it again, with the spec that its owner gave it.
+func (a *adoptee) start(ctx context.Context, opts runtime.StartOptions) (wait func() error, err error) {
+	b, id := a.b, a.Spec.ID
+	unlock, err := b.lock(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	defer unlock()
+	v, err := a.look(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if v.live() {
+		return nil, fmt.Errorf("container %s is %s: %w", a.Spec.Name, v.status, fault.ErrState)
+	}
+	if err := a.mayStop(); err != nil {
+		return nil, err
+	}
+	if t, err := b.task(ctx, a.container); err == nil {
+		if err := record.WriteJSON(b.dir(id, "streams.json"), theirStreams{t.Stdin, t.Stdout, t.Stderr, t.Terminal}, false); err != nil {
+			return nil, err
+		}
+	}
+	if err := b.dropTask(ctx, a.Theirs.Namespace, a.Theirs.ID); err != nil {
+		return nil, err
+	}
+	s := &starting{b: b, view: v, opts: opts}
+	if s.n, err = b.nextRun(id); err != nil {
+		return nil, err
+	}
+	var undo undo
+	defer func() { undo.run(ctx, &err) }()
+	undo.add(func(ctx context.Context) error {
+		s.attached.Close()
+		s.monitor.kill()
+		var err error
+		if s.created {
+			err = b.dropTask(ctx, a.Theirs.Namespace, a.Theirs.ID)
+		}
+		return errors.Join(err, b.clearRun(id), os.RemoveAll(b.runPath(id, s.n)))
+	})
+	if err := s.watchTheirs(a); err != nil {
+		return nil, err
+	}
+	defer s.monitor.close()
+	if a.Theirs.Wrapped && len(opts.Env) > 0 {
+		at := a.slot()
+		if err := stage.PutStart(at.Run, at.ID, stage.Start{Env: opts.Env}); err != nil {
+			return nil, err
+		}
+		undo.add(func(context.Context) error { return stage.ClearStart(at.Run, at.ID) })
+	}
+	mounts, err := b.client.SnapshotService(a.Theirs.Snapshotter).Mounts(in(ctx, a.Theirs.Namespace), a.Theirs.Snapshot)
+	if err != nil {
+		return nil, plain(err)
+	}
+	for _, m := range mounts {
+		s.rootfs = append(s.rootfs, &types.Mount{Type: m.Type, Source: m.Source, Target: m.Target, Options: m.Options})
+	}
+	if err := s.create(ctx); err != nil {
+		return nil, err
+	}
+	if err := s.begin(ctx); err != nil {
+		return nil, err
+	}
+	if err := os.Remove(b.dir(id, "exit.json")); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, err
+	}
+	b.prune(id)
+	if s.attached == nil {
+		return nil, nil
+	}
+	return s.attached.Wait, nil
+}
+
+// watchTheirs is watch for an adopted container. One whose output went to a
+// file or to a logging program keeps that; a shim that is told a fifo wants
+// somebody at its other end, which is us from now on.
+func (s *starting) watchTheirs(a *adoptee) error {
+	var had theirStreams
+	if err := record.ReadJSON(a.b.dir(a.Spec.ID, "streams.json"), &had); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	if !isURI(had.Stdout) && !isURI(had.Stderr) {
+		// What a restored process had as its input must be replaced by the
+		// like of it: in place of a pipe it would get the host's /dev/null,
+		// which CRIU could not dump again.
+		at := a.slot()
+		_, err := stage.Load(at.Run, at.ID)
+		s.input = had.Stdin != "" || !errors.Is(err, fault.ErrNotFound)
+		return s.watch()
+	}
+	if s.opts.Streams != nil {
+		return &fault.Error{Err: fmt.Errorf("%w: the output of %s goes to %s", fault.ErrUnsupported, a.Spec.Name, cmp.Or(had.Stdout, had.Stderr)), Hint: "Start it detached."}
+	}
+	s.keep = &had
+	s.run = runRecord{Number: s.n, Env: s.opts.Env}
+	return os.MkdirAll(a.b.runPath(a.Spec.ID, s.n), 0o700)
+}
+
+func isURI(stream string) bool {
+	return strings.Contains(stream, "://") && !strings.HasPrefix(stream, "fifo://")
+}
+
+// remove deletes it, as its owner's tool would, and forgets it.
+func (a *adoptee) remove(ctx context.Context) error {
+	ns := a.Theirs.Namespace
+	err := a.there(ctx)
+	if err == nil {
+		if err := a.mayStop(); err != nil {
+			return err
+		}
+		if err := a.stop(ctx, runtime.StopOptions{}); err != nil {
+			return err
+		}
+		ctx := in(ctx, ns)
+		if err := plain(a.b.client.ContainerService().Delete(ctx, a.Theirs.ID)); err != nil && !errors.Is(err, fault.ErrNotFound) {
+			return err
+		}
+		lease, err := a.b.client.LeasesService().Create(ctx, leases.WithRandomID(), leases.WithExpiration(time.Hour))
+		if err != nil {
+			return plain(err)
+		}
+		err = plain(a.b.client.SnapshotService(a.Theirs.Snapshotter).Remove(ctx, a.Theirs.Snapshot))
+		if errors.Is(err, fault.ErrNotFound) {
+			err = nil
+		}
+		if err = errors.Join(err, plain(a.b.client.LeasesService().Delete(context.WithoutCancel(ctx), lease, leases.SynchronousDelete))); err != nil {
+			return err
+		}
+	} else if !errors.Is(err, fault.ErrNotFound) {
+		return err
+	}
+	return a.forget()
+}
+
+// forget deletes what we have kept of a container that is gone.
+func (a *adoptee) forget() error {
+	at, id := a.slot(), a.Spec.ID
+	return errors.Join(stage.Clear(at.Run, at.ID), kernel.UnmountBelow(a.b.dir(id)), os.RemoveAll(a.b.runDir(id)), os.RemoveAll(a.b.dir(id)))
+}
+
+// confine gives an exec's process the confinement of the container that it
+// comes into.
+func (a *adoptee) confine(ctx context.Context, p runtime.Process, proc *specs.Process, env []string) (*specs.Process, error) {
+	found, err := a.b.client.ContainerService().Get(in(ctx, a.Theirs.Namespace), a.Theirs.ID)
+	if err != nil {
+		return nil, plain(err)
+	}
+	spec, err := specOf(found)
+	if err != nil {
+		return nil, err
+	}
+	out := *spec.Process
+	out.Args, out.Terminal, out.ConsoleSize = proc.Args, proc.Terminal, proc.ConsoleSize
+	out.Env = bundle.JoinEnv(out.Env, p.Env, env)
+	out.Cwd = cmp.Or(p.Workdir, out.Cwd)
+	if p.User != "" {
+		out.User = proc.User
+		if out.User.UID != 0 && out.Capabilities != nil {
+			out.Capabilities = &specs.LinuxCapabilities{Bounding: out.Capabilities.Bounding}
+		}
+	}
+	return &out, nil
+}
+
+// theirLog writes the log of a container that still has its owner's streams.
+func (b *Backend) theirLog(ctx context.Context, v view, opts runtime.LogOptions, stdout io.Writer) error {
+	var had theirStreams
+	if t, err := b.task(ctx, v.container); err == nil {
+		had = theirStreams{Stdout: t.Stdout, Stderr: t.Stderr}
+	} else if err := record.ReadJSON(b.dir(v.Spec.ID, "streams.json"), &had); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	path, ok := strings.CutPrefix(had.Stdout, "file://")
+	if !ok || opts.Follow || opts.Timestamps || !opts.Since.IsZero() {
+		where := "to whoever started it"
+		if had.Stdout != "" {
+			where = "to " + had.Stdout
+		}
+		return &fault.Error{Err: fmt.Errorf("%w: the output of %s goes %s", fault.ErrUnsupported, v.Spec.Name, where), Hint: "Ask the tool that started it, or read that file."}
+	}
+	f, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	return tail(f, opts.Tail, stdout)
+}
+
+// tail copies the last n lines, or, when n is negative, all.
+func tail(f io.Reader, n int, w io.Writer) error {
+	if w == nil {
+		return nil
+	}
+	if n < 0 {
+		_, err := io.Copy(w, f)
+		return err
+	}
+	var last [][]byte
+	for in := bufio.NewReader(f); ; {
+		line, err := in.ReadBytes('\n')
+		if len(line) > 0 && n > 0 {
+			if last = append(last, line); len(last) > n {
+				last = last[1:]
+			}
+		}
+		if errors.Is(err, io.EOF) {
+			_, err = w.Write(bytes.Join(last, nil))
+			return err
+		}
+		if err != nil {
+			return err
+		}
+	}
+}

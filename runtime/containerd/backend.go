@@ -1,0 +1,270 @@
+// Package containerd runs sandboxes as containers of containerd, in a namespace
+// of their own, and takes on containers that others made in any namespace.
+//
+// What containerd knows of a sandbox is what `ctr -n agentbox` shows: a
+// container of the sandbox's id, with the labels agentbox.root and
+// agentbox.name, an active snapshot of that id over the image's committed
+// chain, and, while it runs, a task. The snapshot's directories are the upperdir
+// and the lower directories. What containerd does not keep is in ROOT/containerd,
+// what a reboot may take is in RUN/containerd:
+//
+//	ROOT/containerd/agentbox-runtime        the program containerd's shims are told to call; see wrap
+//	    sandboxes/<id>/container.json       the spec, the snapshot's directories; of an adopted container its name too
+//	                   merged               the root filesystem, mounted only while the sandbox runs
+//	                   etc/ init log        as in the oci backend
+//	                   runs/<n>/            one directory per start: run.json, started, exit.json
+//	                   streams.json exit.json   of an adopted container's task that a Stop has deleted
+//	RUN/containerd/<id>/bundle.<n>/         fifos 0, 1 and 2, the attach socket, the monitor's lock and orders
+//	                    exec/<e>/           the fifos of one exec session
+//	                    netns, criu.conf
+//	RUN/containerd/runc/<namespace>         runc's own state
+//	RUN/exits/<id>                          exit codes of removed containers, for those who still wait
+//
+// Each run has a monitor, a process of ours (Monitor) that holds the other end
+// of the fifos which containerd's shim copies the container's output to and its
+// input from. Data flows caller <-> the monitor's socket <-> monitor <-> fifos
+// <-> shim <-> the container's pipes or terminal, and from the monitor into the
+// log. The monitor asks the shim, not the daemon, for the exit code, so it learns
+// of it while the daemon is down; it records it when the output has been
+// drained, and then runs `agentbox reap <id>`. The shim holds both ends of every
+// fifo, so a monitor that was killed loses nothing: whoever looks at the
+// container next starts another, and until then the container can print as much
+// as a pipe holds.
+//
+// Nothing is remembered in memory: every method asks containerd whether the
+// container is there, and reads the rest from these files and from the kernel, as
+// the oci backend does. So what needs no daemon works without one: Inspect, Wait,
+// Logs, Attach, Unpause.
+package containerd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"time"
+
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/bundle"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
+	"github.com/agentbox/agentbox/runtime/network"
+)
+
+// What Options leave empty.
+const (
+	DefaultAddress     = "/run/containerd/containerd.sock"
+	DefaultNamespace   = "agentbox"
+	DefaultSnapshotter = "overlayfs"
+)
+
+// Options place a Backend. The zero value of every field but Root and Run works.
+type Options struct {
+	Root string // lasting state, e.g. /var/lib/agentbox
+	Run  string // transient state, e.g. /run/agentbox
+
+	Address     string // of containerd's socket; default: CONTAINERD_ADDRESS, else DefaultAddress
+	Namespace   string // of new sandboxes; default DefaultNamespace
+	Snapshotter string // of new sandboxes; default DefaultSnapshotter
+
+	// Self is the agentbox binary. It is run as `Self --root Root reap ID` when
+	// a sandbox has exited. Empty: what an exited one still holds is freed by
+	// the next Stop, Start or Remove.
+	Self string
+	// Monitor is the command that becomes a run's monitor, with what to do as
+	// its last arguments, which it hands to Monitor. Default: Self monitor.
+	Monitor []string
+	// Wrapper is agentbox-runtime. Empty: the one beside Self, or, without
+	// Self, none: then there is no way to restore processes.
+	Wrapper    string
+	OCIRuntime string // default: runc
+	Log        *slog.Logger
+}
+
+// Backend implements runtime.Backend. It holds no state of containers, so any
+// number of processes may have one over the same directories.
+type Backend struct {
+	base        string // Options.Root: names us in labels and to the reaper
+	stage       string // Options.Run: where restores are staged
+	root, run   string
+	address     string
+	namespace   string
+	snapshotter string
+	self        string
+	monitor     []string
+	wrapper     string // agentbox-runtime, or the real runtime where there is none
+	oci         string // the real runtime
+	client      *client
+	net         *network.Manager
+	cgroups     kernel.Cgroups
+	log         *slog.Logger
+}
+
+var _ runtime.Backend = (*Backend)(nil)
+
+// idPattern is what a container id looks like; anything else in our
+// directories is not a container.
+var idPattern = regexp.MustCompile(`^[0-9a-f]{32}$`)
+
+// grace bounds every wait for something that happens by itself in
+// milliseconds once its cause is there, such as a monitor's record of an exit.
+const grace = 10 * time.Second
+
+// Open checks that the programs are there and makes the directories. It does
+// not talk to containerd.
+func Open(opts Options) (*Backend, error) {
+	if opts.Root == "" || opts.Run == "" {
+		return nil, fmt.Errorf("%w: containerd backend without root or run directory", fault.ErrInvalid)
+	}
+	if strings.Contains(opts.Run, ",") {
+		// runc takes it for the end of a namespace's path.
+		return nil, fmt.Errorf("%w: run directory %s: its path must not have a comma", fault.ErrInvalid, opts.Run)
+	}
+	b := &Backend{
+		address:   first(opts.Address, os.Getenv("CONTAINERD_ADDRESS"), DefaultAddress),
+		namespace: first(opts.Namespace, DefaultNamespace), snapshotter: first(opts.Snapshotter, DefaultSnapshotter),
+		self: opts.Self, monitor: opts.Monitor, log: opts.Log,
+	}
+	b.address = strings.TrimPrefix(b.address, "unix://")
+	if b.log == nil {
+		b.log = slog.Default()
+	}
+	if b.monitor == nil && b.self != "" {
+		b.monitor = []string{b.self, "monitor"}
+	}
+	var err error
+	if b.oci, err = program(first(opts.OCIRuntime, "runc")); err != nil {
+		return nil, err
+	}
+	b.wrapper = b.oci
+	wrapper := opts.Wrapper
+	if wrapper == "" && b.self != "" {
+		// Through symlinks: /usr/local/bin/agentbox may point into a build tree.
+		real, err := filepath.EvalSymlinks(b.self)
+		if err != nil {
+			return nil, err
+		}
+		wrapper = filepath.Join(filepath.Dir(real), "agentbox-runtime")
+	}
+	if wrapper != "" {
+		if b.wrapper, err = program(wrapper); err != nil {
+			return nil, err
+		}
+	}
+	if b.base, err = directory(opts.Root, "containerd/sandboxes"); err != nil {
+		return nil, err
+	}
+	if b.stage, err = directory(opts.Run, "containerd/runc", "exits"); err != nil {
+		return nil, err
+	}
+	b.root, b.run = filepath.Join(b.base, "containerd"), filepath.Join(b.stage, "containerd")
+	if b.cgroups, err = kernel.Hierarchies(); err != nil {
+		return nil, err
+	}
+	if b.net, err = network.Open(b.root, b.run); err != nil {
+		return nil, err
+	}
+	b.client, err = newClient(b.address)
+	return b, err
+}
+
+// Close ends the connection to containerd.
+func (b *Backend) Close() error { return b.client.Close() }
+
+func first(names ...string) string {
+	for _, n := range names {
+		if n != "" {
+			return n
+		}
+	}
+	return ""
+}
+
+// program finds an executable and returns its absolute path.
+func program(name string) (string, error) {
+	path, err := exec.LookPath(name)
+	if err != nil {
+		return "", fmt.Errorf("%w: %w", fault.ErrUnsupported, err)
+	}
+	return filepath.Abs(path)
+}
+
+// directory makes dir with children and returns its real path, which is how
+// the mount table names it.
+func directory(dir string, children ...string) (string, error) {
+	for _, child := range children {
+		if err := os.MkdirAll(filepath.Join(dir, child), 0o700); err != nil {
+			return "", err
+		}
+	}
+	real, err := filepath.EvalSymlinks(dir)
+	if err != nil {
+		return "", err
+	}
+	return filepath.Abs(real)
+}
+
+// Properties are this backend's differences.
+func (b *Backend) Properties() runtime.Properties { return runtime.Properties{Name: "containerd"} }
+
+// paths of one container.
+func (b *Backend) dir(id string, elem ...string) string {
+	return filepath.Join(append([]string{b.root, "sandboxes", id}, elem...)...)
+}
+
+func (b *Backend) runDir(id string, elem ...string) string {
+	return filepath.Join(append([]string{b.run, id}, elem...)...)
+}
+
+// ociRoot is where runc keeps its state of our sandboxes: the shim appends the
+// namespace to the directory it is told.
+func (b *Backend) ociRoot() string { return filepath.Join(b.run, "runc", b.namespace) }
+
+// cgroupPath is a container's cgroup, as in the oci backend.
+func cgroupPath(id string) string { return "/agentbox/" + id }
+
+// monitors is the cgroup of all monitors.
+const monitors = "/agentbox/monitor"
+
+// place is what a container's bundle is made of.
+func (b *Backend) place(id string) bundle.Place {
+	return bundle.Place{
+		Dir: b.dir(id), Rootfs: b.dir(id, "merged"), Config: b.runDir(id, "criu.conf"), Cgroup: cgroupPath(id), Init: b.wrapper, Cgroups: b.cgroups,
+	}
+}
+
+func checkID(id string) error {
+	if !idPattern.MatchString(id) {
+		return fmt.Errorf("container %q: %w", id, fault.ErrNotFound)
+	}
+	return nil
+}
+
+// undo is the stack of what a verb must take back when it fails.
+type undo struct{ steps []func(context.Context) error }
+
+func (u *undo) add(step func(context.Context) error) { u.steps = append(u.steps, step) }
+
+// undoTimeout bounds what runs after a failure or a cancelled context.
+const undoTimeout = time.Minute
+
+// run takes everything back, newest first, unless *err is nil; a failing step
+// does not stop the others. It works on a context of its own, because the
+// caller's may be what failed.
+func (u *undo) run(ctx context.Context, err *error) {
+	if *err == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
+	defer cancel()
+	for i := len(u.steps) - 1; i >= 0; i-- {
+		if e := u.steps[i](ctx); e != nil {
+			*err = errors.Join(*err, fmt.Errorf("while undoing: %w", e))
+		}
+	}
+}

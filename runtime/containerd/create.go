@@ -1,0 +1,378 @@
+package containerd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/containerd/containerd/api/types/runc/options"
+	"github.com/containerd/containerd/api/types/task"
+	"github.com/containerd/containerd/containers"
+	"github.com/containerd/containerd/leases"
+	"github.com/containerd/containerd/mount"
+	"github.com/containerd/containerd/snapshots"
+	"github.com/containerd/typeurl/v2"
+	"github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/bundle"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
+	"github.com/agentbox/agentbox/runtime/internal/record"
+)
+
+type (
+	snapshotInfo = snapshots.Info
+	taskInfo     = task.Process
+)
+
+// runtimeName is the shim that runs our sandboxes.
+const runtimeName = "io.containerd.runc.v2"
+
+func (b *Backend) snapshots() snapshots.Snapshotter { return b.client.SnapshotService(b.snapshotter) }
+
+// Create makes a stopped container. What a killed Create left is cleared away
+// first. The bind sources must be there already.
+func (b *Backend) Create(ctx context.Context, spec runtime.Spec, lower []string) (err error) {
+	id := spec.ID
+	if !idPattern.MatchString(id) {
+		return fmt.Errorf("%w: container id %q", fault.ErrInvalid, id)
+	}
+	if len(lower) > 0 {
+		return fmt.Errorf("%w: containerd runs its own images, not directories such as %s", fault.ErrInvalid, lower[0])
+	}
+	if _, err := bundle.UserMounts(spec.Mounts); err != nil {
+		return err
+	}
+	if _, err := bundle.StopSignal(spec, ""); err != nil {
+		return err
+	}
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	// Whoever leaves anything of a container leaves one of these, since they
+	// go last.
+	left := b.traces(id)
+	if err := os.Mkdir(b.dir(id), 0o700); errors.Is(err, fs.ErrExist) {
+		left = true
+	} else if err != nil {
+		return err
+	}
+	unlock, err := b.lock(ctx, id)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if c, err := b.load(id); err == nil {
+		switch err := b.present(ctx, c); {
+		case err == nil:
+			return fmt.Errorf("container %s: %w", id, fault.ErrExists)
+		case !errors.Is(err, fault.ErrNotFound):
+			return err
+		}
+	}
+	var undo undo
+	defer func() { undo.run(ctx, &err) }()
+	undo.add(func(ctx context.Context) error {
+		return errors.Join(b.wipe(ctx, id), os.Remove(b.dir(id)))
+	})
+	if left {
+		err = b.wipe(ctx, id)
+	} else {
+		err = stage.Clear(b.stage, id)
+	}
+	if err != nil {
+		return err
+	}
+	// Until the container refers to it, containerd's garbage collector would
+	// take the snapshot.
+	return b.leased(ctx, func(ctx context.Context) error { return b.make(ctx, spec) })
+}
+
+// make makes a container whose directory is there and empty.
+func (b *Backend) make(ctx context.Context, spec runtime.Spec) error {
+	id := spec.ID
+	parent, name, err := b.chain(ctx, spec.ImageDigest)
+	if err != nil {
+		return err
+	}
+	labels := map[string]string{rootLabel: b.base}
+	mounts, err := b.snapshots().Prepare(ctx, id, parent, snapshots.WithLabels(labels))
+	if err != nil {
+		return plain(err)
+	}
+	c := container{Spec: spec}
+	if err := c.layers(b.snapshotter, mounts); err != nil {
+		return err
+	}
+	if err := failpoint.Hit("containerd.create.after-snapshot"); err != nil {
+		return err
+	}
+	if err := b.layOut(c); err != nil {
+		return err
+	}
+	if err := record.WriteJSON(b.dir(id, "container.json"), c, true); err != nil {
+		return err
+	}
+	if err := record.SyncDir(filepath.Dir(b.dir(id))); err != nil {
+		return err
+	}
+	if err := failpoint.Hit("containerd.create.after-record"); err != nil {
+		return err
+	}
+	if err := b.wrap(); err != nil {
+		return err
+	}
+	opts, err := typeurl.MarshalAny(&options.Options{BinaryName: b.wrapPath(), Root: filepath.Join(b.run, "runc")})
+	if err != nil {
+		return err
+	}
+	// Every start writes its own.
+	placeholder, err := typeurl.MarshalAny(&specs.Spec{Version: specs.Version, Root: &specs.Root{Path: b.dir(id, "merged")}, Process: &specs.Process{Args: spec.Args, Cwd: "/"}})
+	if err != nil {
+		return err
+	}
+	labels = map[string]string{rootLabel: b.base, nameLabel: spec.Name}
+	for k, v := range spec.Labels {
+		// containerd takes no more; the record has them all.
+		if len(k)+len(v) <= 4096 && k != rootLabel && k != nameLabel {
+			labels[k] = v
+		}
+	}
+	_, err = b.client.ContainerService().Create(ctx, containers.Container{
+		ID: id, Labels: labels, Image: name, Spec: placeholder,
+		Runtime:     containers.RuntimeInfo{Name: runtimeName, Options: opts},
+		Snapshotter: b.snapshotter, SnapshotKey: id,
+	})
+	if err != nil {
+		return plain(err)
+	}
+	return failpoint.Hit("containerd.create.after-container")
+}
+
+// layers takes a snapshot's directories out of what it would be mounted with.
+func (c *container) layers(snapshotter string, mounts []mount.Mount) error {
+	if len(mounts) != 1 || mounts[0].Type != "overlay" {
+		kind := "no mount"
+		if len(mounts) > 0 {
+			kind = mounts[0].Type
+		}
+		return &fault.Error{
+			Err:  fmt.Errorf("%w: snapshotter %s keeps what a container changes in a way (%s) that agentbox cannot capture: it needs an overlay with an upperdir", fault.ErrUnsupported, snapshotter, kind),
+			Hint: "Use the overlayfs snapshotter.",
+		}
+	}
+	for _, o := range mounts[0].Options {
+		switch key, value, _ := strings.Cut(o, "="); key {
+		case "lowerdir":
+			c.Lower = strings.Split(value, ":")
+		case "upperdir":
+			c.Upper = value
+		case "workdir":
+			c.Work = value
+		}
+	}
+	if c.Upper == "" || c.Work == "" || len(c.Lower) == 0 {
+		return fmt.Errorf("%w: snapshotter %s names no upperdir: %q", fault.ErrUnsupported, snapshotter, mounts[0].Options)
+	}
+	return nil
+}
+
+// layOut makes a container's directories. The upperdir is what the container
+// sees as the inode of /, so it takes after the image's.
+func (b *Backend) layOut(c container) error {
+	id := c.Spec.ID
+	var st unix.Stat_t
+	if err := unix.Stat(c.Lower[0], &st); err != nil {
+		return fmt.Errorf("lower directory %s: %w", c.Lower[0], err)
+	}
+	for _, name := range []string{"merged", "runs", "etc"} {
+		if err := os.Mkdir(b.dir(id, name), 0o700); err != nil {
+			return err
+		}
+	}
+	// A container's other users pass through it on their way.
+	if err := os.Chmod(b.dir(id, "etc"), 0o755); err != nil {
+		return err
+	}
+	if c.Spec.Init {
+		if err := b.place(id).CopyInit(); err != nil {
+			return fmt.Errorf("copy the init: %w", err)
+		}
+	}
+	if err := os.Chown(c.Upper, int(st.Uid), int(st.Gid)); err != nil {
+		return err
+	}
+	if err := unix.Chmod(c.Upper, st.Mode&0o7777); err != nil {
+		return err
+	}
+	times := []unix.Timespec{st.Atim, st.Mtim}
+	return unix.UtimesNanoAt(unix.AT_FDCWD, c.Upper, times, unix.AT_SYMLINK_NOFOLLOW)
+}
+
+// wrapPath is the program that containerd's shims are told to call.
+func (b *Backend) wrapPath() string { return filepath.Join(b.root, "agentbox-runtime") }
+
+// wrap writes that program. The shims have the daemon's environment and take
+// nothing but a path, so this is how agentbox-runtime learns of our
+// directories.
+func (b *Backend) wrap() error {
+	quote := func(s string) string { return "'" + strings.ReplaceAll(s, "'", `'\''`) + "'" }
+	text := fmt.Sprintf("#!/bin/sh\nexport %s=%s AGENTBOX_RUNTIME=%s\nexec %s \"$@\"\n", stage.Env, quote(b.stage), quote(b.oci), quote(b.wrapper))
+	have, _, err := record.Read(b.wrapPath())
+	if err == nil && string(have) == text {
+		return nil
+	}
+	return record.Write(b.wrapPath(), []byte(text), 0o755, true)
+}
+
+// Remove stops the container and frees all it has. It works on whatever is
+// there, and can be called again after it was interrupted.
+func (b *Backend) Remove(ctx context.Context, id string) error {
+	if err := checkID(id); err != nil {
+		return nil // nothing of ours is called that
+	}
+	if a, err := b.adopted(id); a != nil || err != nil {
+		return a.remove(ctx)
+	}
+	if !b.traces(id) {
+		if err := b.drop(ctx, id); err != nil && !isDown(err) {
+			return err
+		}
+		return b.net.Release(ctx, id) // an address may be all that is left
+	}
+	// The lock is on a directory; a container that has lost it gets it back
+	// for the purpose.
+	if err := os.Mkdir(b.dir(id), 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+		return err
+	}
+	unlock, err := b.lock(ctx, id)
+	if errors.Is(err, fault.ErrNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	v, err := b.look(ctx, id)
+	if err == nil && v.live() {
+		v.exit, err = b.end(ctx, v, runtime.StopOptions{})
+		v.status = runtime.Exited
+	}
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	if err != nil && !errors.Is(err, fault.ErrNotFound) {
+		// Kill what there is, whatever its record says.
+		b.log.Warn("remove by force", "sandbox", id, "error", err)
+	}
+	if v.status == runtime.Exited {
+		if err := b.bury(id, v.exit); err != nil {
+			return err
+		}
+	}
+	if err := failpoint.Hit("containerd.remove.after-stop"); err != nil {
+		return err
+	}
+	if err := b.wipe(ctx, id); err != nil {
+		return err
+	}
+	if err := os.Remove(b.dir(id)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	if err := failpoint.Hit("containerd.remove.after-files"); err != nil {
+		return err
+	}
+	return record.SyncDir(filepath.Dir(b.dir(id)))
+}
+
+// traces tells whether anything of a container exists.
+func (b *Backend) traces(id string) bool {
+	for _, path := range []string{b.dir(id), b.runDir(id), filepath.Join(b.ociRoot(), id)} {
+		if _, err := os.Lstat(path); err == nil {
+			return true
+		}
+	}
+	return false
+}
+
+// wipe frees everything of a container except its empty directory, which is
+// locked.
+func (b *Backend) wipe(ctx context.Context, id string) error {
+	// Without its record it is half-made from here on, and nobody starts it.
+	err := os.Remove(b.dir(id, "container.json"))
+	if err == nil {
+		err = record.SyncDir(b.dir(id))
+	}
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	if err := failpoint.Hit("containerd.remove.after-record"); err != nil {
+		return err
+	}
+	if err := b.release(ctx, id); err != nil {
+		return err
+	}
+	if err := b.net.Release(ctx, id); err != nil {
+		return err
+	}
+	if err := stage.Clear(b.stage, id); err != nil {
+		return err
+	}
+	if err := failpoint.Hit("containerd.remove.after-release"); err != nil {
+		return err
+	}
+	// A mount that is left would let us delete what is not ours.
+	if err := kernel.UnmountBelow(b.runDir(id), b.dir(id)); err != nil {
+		return err
+	}
+	if err := b.drop(ctx, id); err != nil {
+		return err
+	}
+	if err := failpoint.Hit("containerd.remove.after-drop"); err != nil {
+		return err
+	}
+	entries, err := os.ReadDir(b.dir(id))
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		if err := os.RemoveAll(b.dir(id, e.Name())); err != nil {
+			return err
+		}
+	}
+	return os.RemoveAll(b.runDir(id))
+}
+
+// drop deletes a container and its snapshot from containerd, and has the files
+// deleted too: by itself containerd does that some time later.
+func (b *Backend) drop(ctx context.Context, id string) error {
+	ctx = in(ctx, b.namespace)
+	gone := func(err error) error {
+		if err = plain(err); errors.Is(err, fault.ErrNotFound) {
+			return nil
+		}
+		return err
+	}
+	if err := gone(b.client.ContainerService().Delete(ctx, id)); err != nil {
+		return err
+	}
+	if err := failpoint.Hit("containerd.remove.after-container"); err != nil {
+		return err
+	}
+	// A lease's end collects the garbage, and can be waited for.
+	lease, err := b.client.LeasesService().Create(ctx, leases.WithRandomID(), leases.WithExpiration(time.Hour))
+	if err != nil {
+		return plain(err)
+	}
+	err = gone(b.snapshots().Remove(ctx, id))
+	return errors.Join(err, gone(b.client.LeasesService().Delete(context.WithoutCancel(ctx), lease, leases.SynchronousDelete)))
+}

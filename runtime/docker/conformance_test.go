@@ -1,0 +1,138 @@
+package docker_test
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/agentbox/agentbox/internal/enginetest"
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/backendtest"
+	"github.com/agentbox/agentbox/runtime/docker"
+)
+
+func TestMain(m *testing.M) { os.Exit(enginetest.Main(m)) }
+
+// engine is the daemon that the tests of this package share.
+type engine struct {
+	*enginetest.Dockerd
+	digest string
+}
+
+const imageName = "bt"
+
+func start(t *testing.T, config map[string]any) *engine {
+	t.Helper()
+	wrapper := filepath.Join(enginetest.Build(t, "", "agentbox-runtime"), "agentbox-runtime")
+	d := enginetest.StartDockerd(t, enginetest.DockerdOptions{Wrapper: wrapper, Config: config})
+	return &engine{d, d.Import(t, imageName, backendtest.BusyboxLower(t)[0])}
+}
+
+func (e *engine) open(t *testing.T, root string) *docker.Backend {
+	t.Helper()
+	b, err := docker.Open(docker.Options{Host: e.Host, Root: root, Run: filepath.Join(root, "run"), StageRun: e.StageRun})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+// TestConformance needs root, docker.io, criu and a static busybox.
+func TestConformance(t *testing.T) {
+	e := start(t, nil)
+	backendtest.Run(t, backendtest.Factory{
+		Lower:   backendtest.BusyboxLower,
+		Image:   func(*testing.T) (string, string) { return imageName, e.digest },
+		New:     func(t *testing.T, root string) runtime.Backend { return e.open(t, root) },
+		Restart: func(t *testing.T) { e.Restart(t) },
+		Down:    func(t *testing.T, fn func()) { e.Kill(t); defer e.Start(t); fn() },
+		Leaks:   e.leaks,
+	})
+}
+
+// leaks names what of the daemon's is left of removed containers.
+func (e *engine) leaks(t *testing.T, ids []string) (found []string) {
+	t.Helper()
+	for _, id := range ids {
+		if out := e.Docker(t, "ps", "-aq", "--no-trunc", "--filter", "label=agentbox.sandbox="+id); out != "" {
+			found = append(found, "container "+out)
+			continue
+		}
+	}
+	if len(found) > 0 || e.Docker(t, "ps", "-aq") != "" {
+		return found // of others', which are not over yet
+	}
+	if out := e.Docker(t, "network", "ls", "-q", "--filter", "label=agentbox.root"); out != "" {
+		found = append(found, "networks "+out)
+	}
+	if out := e.Docker(t, "volume", "ls", "-q"); out != "" {
+		found = append(found, "volumes "+out)
+	}
+	for _, dir := range []string{filepath.Join(e.StageRun, "restore"), filepath.Join(e.StageRun, "reap", "made"), filepath.Join(e.StageRun, "reap", "due"), filepath.Join(e.Root, "containers")} {
+		entries, _ := os.ReadDir(dir)
+		for _, x := range entries {
+			found = append(found, "file "+filepath.Join(dir, x.Name()))
+		}
+	}
+	mounts, _ := os.ReadFile("/proc/self/mountinfo")
+	for line := range strings.Lines(string(mounts)) {
+		if strings.Contains(line, e.Dir) && strings.Contains(line, "overlay") {
+			found = append(found, "mount "+strings.TrimSpace(line))
+		}
+	}
+	return found
+}
+
+// TestImages needs what TestConformance does.
+func TestImages(t *testing.T) {
+	e := start(t, nil)
+	b := e.open(t, enginetest.Dir(t))
+	ctx := t.Context()
+	img, err := b.Images().Resolve(ctx, imageName)
+	if err != nil || img.Digest != e.digest || img.Name != imageName || len(img.Lower) != 0 || len(img.Config.Cmd) != 1 {
+		t.Fatalf("Resolve: %+v, %v", img, err)
+	}
+	if img, err = b.Images().ResolveDigest(ctx, e.digest); err != nil || img.Name != imageName {
+		t.Errorf("ResolveDigest: %+v, %v", img, err)
+	}
+	// As files, as a directory, and as `docker save` writes it.
+	dir := backendtest.BusyboxLower(t)[0]
+	tarball := filepath.Join(e.Dir, "save.tar")
+	e.Docker(t, "save", "-o", tarball, imageName)
+	for name, source := range map[string]string{"from-dir": dir, "from-save": tarball} {
+		img, err := b.Images().Import(ctx, name, source)
+		if err != nil || img.Name != name || img.Digest == "" {
+			t.Errorf("Import of %s: %+v, %v", source, img, err)
+		}
+		if out := e.Docker(t, "run", "--rm", "--runtime", "agentbox", name, "sh", "-c", "cat /etc/base; stat -c %a /tmp"); out != "base\n777" {
+			t.Errorf("%s: %q", name, out)
+		}
+	}
+	if img, err := b.Images().Resolve(ctx, "from-save"); err != nil || img.Digest != e.digest {
+		t.Errorf("a loaded image is another one: %+v, %v", img, err)
+	}
+	list, err := b.Images().List(ctx)
+	if err != nil || len(list) != 3 {
+		t.Errorf("List: %+v, %v", list, err)
+	}
+	if _, err := b.Images().Import(ctx, "gone", "/no/such/file"); !errors.Is(err, runtime.ErrNotFound) {
+		t.Errorf("Import of nothing: %v", err)
+	}
+	if err := b.Images().Remove(ctx, "from-dir", func(string) bool { return true }); !errors.Is(err, runtime.ErrBusy) {
+		t.Errorf("Remove of one in use: %v", err)
+	}
+	for _, name := range []string{"from-dir", "from-save"} {
+		if err := b.Images().Remove(ctx, name, func(digest string) bool { return digest == e.digest }); err != nil {
+			t.Errorf("Remove of %s: %v", name, err)
+		}
+	}
+	if err := b.Images().Remove(ctx, "from-dir", nil); !errors.Is(err, runtime.ErrNotFound) {
+		t.Errorf("Remove of one that is gone: %v", err)
+	}
+	if _, err := b.Images().Resolve(ctx, "127.0.0.1:1/no/such:1"); !errors.Is(err, runtime.ErrNotFound) || len(fault.Hint(err)) == 0 {
+		t.Errorf("Resolve of what cannot be pulled: %v", err)
+	}
+}

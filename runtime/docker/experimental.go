@@ -1,0 +1,102 @@
+package docker
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// A container under plain runc is restored by the daemon's own means, if they
+// are switched on (experimental). The daemon takes images from the container's
+// own checkpoints/ only.
+
+const checkpointPrefix = "agentbox-"
+
+// layOutCheckpoint copies the staged images to where the daemon finds them, and
+// returns the name it finds them by.
+func (b *Backend) layOutCheckpoint(c box) (string, error) {
+	r, err := stage.Load(b.stageRun, c.ID)
+	if err != nil {
+		return "", err
+	}
+	if err := b.dropCheckpoints(c); err != nil {
+		return "", err
+	}
+	dir, err := checkpointsDir(c)
+	if err != nil {
+		return "", err
+	}
+	name := checkpointPrefix + "restore"
+	to := filepath.Join(dir, name)
+	if err := os.MkdirAll(to, 0o700); err != nil {
+		return "", err
+	}
+	entries, err := os.ReadDir(r.Images)
+	if err != nil {
+		return "", err
+	}
+	for _, e := range entries {
+		if !e.Type().IsRegular() {
+			continue
+		}
+		if err := copyFile(filepath.Join(r.Images, e.Name()), filepath.Join(to, e.Name())); err != nil {
+			return "", errors.Join(err, os.RemoveAll(to))
+		}
+	}
+	return name, nil
+}
+
+func checkpointsDir(c box) (string, error) {
+	if c.HostnamePath == "" {
+		return "", fmt.Errorf("container %s: %w: the daemon names no directory of it", c.ID, fault.ErrUnsupported)
+	}
+	return filepath.Join(filepath.Dir(c.HostnamePath), "checkpoints"), nil
+}
+
+func (b *Backend) dropCheckpoints(c box) error {
+	dir, err := checkpointsDir(c)
+	if err != nil {
+		return err
+	}
+	entries, err := os.ReadDir(dir)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	var errs []error
+	for _, e := range entries {
+		if strings.HasPrefix(e.Name(), checkpointPrefix) {
+			errs = append(errs, os.RemoveAll(filepath.Join(dir, e.Name())))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// copyFile shares the blocks where the filesystem can.
+func copyFile(from, to string) (err error) {
+	src, err := os.OpenFile(from, os.O_RDONLY|unix.O_NOFOLLOW, 0)
+	if err != nil {
+		return err
+	}
+	defer src.Close()
+	dst, err := os.OpenFile(to, os.O_WRONLY|os.O_CREATE|os.O_EXCL|unix.O_NOFOLLOW, 0o600)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, dst.Close()) }()
+	if unix.IoctlFileClone(int(dst.Fd()), int(src.Fd())) == nil {
+		return nil
+	}
+	_, err = io.Copy(dst, src)
+	return err
+}

@@ -1,0 +1,222 @@
+package docker
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"os/exec"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/docker/docker/api/types/container"
+	"github.com/docker/docker/client"
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// Start is the daemon's. What it has no parameter for, the variables of this
+// start and the files of /etc that are the sandbox's by now, is staged for
+// the OCI runtime.
+func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOptions) (wait func() error, err error) {
+	c, err := b.find(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	if c.live() {
+		return nil, fmt.Errorf("container %s is %s: %w", id, c.status, fault.ErrState)
+	}
+	info, err := b.info(ctx, false)
+	if err != nil {
+		return nil, err
+	}
+	_, lerr := stage.Load(b.stageRun, c.ID)
+	restores := !errors.Is(lerr, fault.ErrNotFound)
+	_, wrapped := b.ociRuntime(c)
+	var undo undo
+	defer func() { undo.run(ctx, &err) }()
+	start := container.StartOptions{}
+	var kept []string
+	switch {
+	case wrapped:
+		s := stage.Start{Env: opts.Env}
+		if s.Files, kept, err = b.keep(c, restores); err != nil {
+			return nil, err
+		}
+		if s2, err := specOfLabel(c); c.own() && err == nil && s2.AutoRemove && b.self != "" {
+			s.Reap = b.reaper(id)
+		}
+		if err := stage.PutStart(b.stageRun, c.ID, s); err != nil {
+			return nil, err
+		}
+		undo.add(func(context.Context) error { return stage.ClearStart(b.stageRun, c.ID) })
+	case restores && !info.ExperimentalBuild:
+		return nil, fmt.Errorf("container %s runs under the OCI runtime %s, which restores nothing: %w", id, c.HostConfig.Runtime, fault.ErrUnsupported)
+	case restores:
+		if start.CheckpointID, err = b.layOutCheckpoint(c); err != nil {
+			return nil, err
+		}
+		undo.add(func(context.Context) error { return b.dropCheckpoints(c) })
+	}
+	if err := failpoint.Hit("docker.start.after-stage"); err != nil {
+		return nil, err
+	}
+	var a *attachment
+	if opts.Streams != nil {
+		if a, err = b.attach(ctx, c, *opts.Streams, true); err != nil {
+			return nil, err
+		}
+		undo.add(func(context.Context) error { a.close(); return nil })
+	}
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	undo.add(func(ctx context.Context) error { return b.quell(ctx, c) })
+	call, cancel := whole(ctx)
+	defer cancel()
+	if err := b.api.ContainerStart(call, c.ID, start); err != nil {
+		if e := commandError(append([]string{c.Path}, c.Args...), err.Error()); e != nil && !restores {
+			return nil, e
+		}
+		return nil, b.explain(call, err)
+	}
+	if err := failpoint.Hit("docker.start.after-start"); err != nil {
+		return nil, err
+	}
+	if err := b.started(call, c, restores, kept); err != nil {
+		return nil, err
+	}
+	if start.CheckpointID != "" {
+		if err := errors.Join(stage.MarkRestored(b.stageRun, c.ID), stage.ClearRestored(b.stageRun, c.ID), b.dropCheckpoints(c)); err != nil {
+			return nil, err
+		}
+	}
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	if a == nil {
+		return nil, nil
+	}
+	a.serve()
+	return a.wait, nil
+}
+
+// reaper is the command that sees to an --rm sandbox when it has exited. It
+// begins with containerd's environment, which names no daemon.
+func (b *Backend) reaper(id string) []string {
+	args := []string{b.self, "--root", b.root, "reap", id}
+	if env, err := exec.LookPath("env"); err == nil {
+		args = append([]string{env, client.EnvOverrideHost + "=" + b.host, stage.Env + "=" + b.stageRun}, args...)
+	}
+	return args
+}
+
+// quell ends what a start that failed, or that nobody waited for, has begun.
+func (b *Backend) quell(ctx context.Context, c box) error {
+	now, err := b.inspect(ctx, c.ID)
+	if errors.Is(err, fault.ErrNotFound) {
+		return nil
+	}
+	if err != nil || !now.live() {
+		return err
+	}
+	return b.end(ctx, now, runtime.StopOptions{})
+}
+
+// started does what is left when the processes run.
+func (b *Backend) started(ctx context.Context, c box, restores bool, kept []string) error {
+	if !restores && len(kept) == 0 && len(b.readNote(c).Kept) == 0 {
+		return nil
+	}
+	now, err := b.inspect(ctx, c.ID)
+	if errors.Is(err, fault.ErrNotFound) {
+		return nil // it removes itself
+	}
+	if err != nil {
+		return err
+	}
+	n := b.readNote(now)
+	n.Kept, n.Started = kept, now.State.StartedAt
+	if err := writeNote(now, n); err != nil {
+		return err
+	}
+	if restores && now.State.Running && !now.State.Paused && now.status == runtime.Paused {
+		// Restored as it was, frozen; the daemon is to know.
+		if err := b.api.ContainerPause(ctx, c.ID); err != nil {
+			return b.explain(ctx, err)
+		}
+	}
+	return nil
+}
+
+// keep reads the managed files that were changed since the daemon last wrote
+// them, in the sandbox or by a restore: it writes all of them at every start.
+// For restored processes all are kept as they are.
+func (b *Backend) keep(c box, restores bool) (files []stage.File, kept []string, err error) {
+	n := b.readNote(c)
+	begin := instant(c.State.StartedAt)
+	for target, path := range managed(c) {
+		f, at, err := readManaged(path)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return nil, nil, fmt.Errorf("read %s of container %s: %w", target, c.ID, err)
+		}
+		ours := slices.Contains(n.Kept, target) && n.Started == c.State.StartedAt
+		if begin.IsZero() && !restores || !restores && !ours && !at.After(begin) {
+			continue
+		}
+		files, kept = append(files, f), append(kept, target)
+	}
+	slices.Sort(kept)
+	return files, kept, nil
+}
+
+const maxManaged = 1 << 20
+
+func readManaged(path string) (out stage.File, at time.Time, err error) {
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
+	if err != nil {
+		return out, at, err
+	}
+	defer f.Close()
+	var st unix.Stat_t
+	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
+		return out, at, err
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFREG || st.Size > maxManaged {
+		return out, at, fmt.Errorf("%w: %s is not a small regular file", fault.ErrInvalid, path)
+	}
+	out = stage.File{Path: path, Mode: st.Mode & 0o7777, UID: st.Uid, GID: st.Gid}
+	out.Data, err = io.ReadAll(io.LimitReader(f, maxManaged))
+	return out, time.Unix(st.Mtim.Unix()), err
+}
+
+// startEnv is what the OCI runtime was told of the first process's environment
+// beyond what the container's configuration says.
+func startEnv(c box) []string {
+	spec, err := bundleSpec(c)
+	if err != nil || spec.Process == nil {
+		return nil
+	}
+	known := map[string]bool{}
+	for _, kv := range c.Config.Env {
+		known[kv] = true
+	}
+	var env []string
+	for _, kv := range spec.Process.Env {
+		name, _, _ := strings.Cut(kv, "=")
+		if !known[kv] && name != "TERM" && name != "HOSTNAME" && name != "PATH" && name != "HOME" {
+			env = append(env, kv)
+		}
+	}
+	return env
+}

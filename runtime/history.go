@@ -1,0 +1,86 @@
+package runtime
+
+import (
+	"cmp"
+	"context"
+	"errors"
+
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// HistoryEntry is one checkpoint in the history of a sandbox. It is the
+// documented JSON of `agentbox log`; it only ever grows.
+type HistoryEntry struct {
+	Checkpoint
+	Children []string `json:"children"` // ids of those taken from here, newest first
+	Head     bool     `json:"head"`     // the sandbox was last at this one
+	// ParentDeleted: the checkpoint that the sandbox was at then is gone;
+	// Parent is the nearest before it that is not.
+	ParentDeleted bool `json:"parent_deleted"`
+}
+
+// HistoryOptions modify History.
+type HistoryOptions struct {
+	All bool // pending and failed checkpoints too
+}
+
+// History returns the checkpoints of a sandbox, also of a removed one, newest
+// first, which is always after those that descend from it.
+func (e *Engine) History(ctx context.Context, ref string, opts HistoryOptions) (_ []HistoryEntry, err error) {
+	defer func() { err = fail("log", ref, err) }()
+	sb, _, err := e.owner(ctx, ref)
+	if err != nil {
+		return nil, err
+	}
+	rows, err := e.store.Checkpoints(ctx, store.Filter{SandboxID: sb.ID, All: opts.All})
+	if err != nil {
+		return nil, err
+	}
+	list := make([]HistoryEntry, len(rows))
+	at := map[string]int{}
+	for i, row := range rows {
+		list[i] = HistoryEntry{Checkpoint: checkpointView(row), Children: []string{}, Head: row.ID == sb.Head}
+		at[row.ID] = i
+		if row.Status != store.Ready {
+			continue
+		}
+		// The record names the nearest ancestor there is, the manifest what
+		// was the parent. A damaged one is for `checkpoint verify` to report.
+		r, err := e.store.OpenCheckpoint(ctx, row.ID)
+		if err == nil {
+			list[i].ParentDeleted = r.Manifest().Parent != row.Parent
+			err = r.Close()
+		}
+		if err != nil {
+			if ctx.Err() != nil {
+				return nil, err
+			}
+			e.log.Warn("checkpoint cannot be read", "checkpoint", row.ID, "err", err)
+		}
+	}
+	for _, c := range list {
+		if i, ok := at[c.Parent]; ok {
+			list[i].Children = append(list[i].Children, c.ID)
+		}
+	}
+	return list, nil
+}
+
+// owner finds a sandbox by the name that a user gives, also one that was
+// removed and has left checkpoints.
+func (e *Engine) owner(ctx context.Context, ref string) (sb store.Sandbox, gone bool, err error) {
+	if sb, err = e.find(ctx, ref); !errors.Is(err, ErrNotFound) {
+		return sb, false, err
+	}
+	row, err2 := e.newestOfGone(ctx, ref)
+	if err2 != nil {
+		if errors.Is(err2, ErrNotFound) {
+			err2 = err
+		}
+		return sb, false, err2
+	}
+	sb = store.Sandbox{ID: row.SandboxID, Name: row.SandboxName, ImageDigest: row.ImageDigest, Spec: row.Spec}
+	s, err := spec(sb)
+	sb.Backend, sb.Image = cmp.Or(s.Backend, e.first), s.Image
+	return sb, true, err
+}

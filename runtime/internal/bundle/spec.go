@@ -1,0 +1,257 @@
+// Package bundle makes what an OCI runtime is given for a sandbox, whichever
+// engine hands it over: the config.json with Docker's confinement, who a
+// command runs as, what is mounted over the root filesystem, and the files of
+// /etc that tell a sandbox its name and its resolver.
+package bundle
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/moby/profiles/seccomp"
+	"github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
+)
+
+// InitPath is where the small init of a sandbox with Spec.Init is mounted. It
+// lies in /dev, a tmpfs, so that it leaves no mount point in the upperdir.
+const InitPath = "/dev/agentbox-init"
+
+// ConfigKey is the annotation by which runc finds the CRIU configuration file
+// of a container.
+const ConfigKey = "org.criu.config"
+
+// Place says where one sandbox's bundle finds what it is made of.
+type Place struct {
+	Dir     string // of the sandbox, for as long as it exists: holds etc and init
+	Rootfs  string // where its root filesystem is mounted
+	Config  string // CRIU's configuration file, for the annotation
+	Cgroup  string // its path
+	Init    string // the program to copy for the init
+	Cgroups kernel.Cgroups
+}
+
+// Spec makes a sandbox's config.json. Its root filesystem is mounted, and read
+// to find the user; processes that are restored are who they were, so then it
+// does not matter when there is none.
+func (p Place) Spec(s runtime.Spec, env []string, netns string, size *runtime.Size, restores bool) (*specs.Spec, error) {
+	root, err := kernel.OpenRoot(p.Rootfs)
+	if err != nil {
+		return nil, err
+	}
+	defer root.Close()
+	first := runtime.Process{Args: s.Args, Workdir: s.Workdir, User: s.User, Terminal: s.Terminal}
+	accounts := root
+	if restores {
+		if _, err := lookUser(root, s.User); err != nil {
+			first.User, accounts = numericUser(s.User), nil
+		}
+	}
+	proc, err := Process(accounts, s, env, first, size)
+	if err != nil {
+		return nil, err
+	}
+	if s.Init {
+		proc.Args = append([]string{InitPath, "--"}, proc.Args...)
+	}
+	mounts, err := p.mounts(s)
+	if err != nil {
+		return nil, err
+	}
+	spec := &specs.Spec{
+		Version:     specs.Version,
+		Process:     proc,
+		Root:        &specs.Root{Path: p.Rootfs, Readonly: s.ReadOnly},
+		Hostname:    s.Hostname,
+		Mounts:      mounts,
+		Annotations: map[string]string{ConfigKey: p.Config},
+		Linux: &specs.Linux{
+			CgroupsPath:   p.Cgroup,
+			Namespaces:    p.namespaces(netns),
+			Resources:     p.resources(s.Resources),
+			MaskedPaths:   maskedPaths,
+			ReadonlyPaths: readonlyPaths,
+		},
+	}
+	if spec.Linux.Seccomp, err = SyscallFilter(spec); err != nil {
+		return nil, fmt.Errorf("seccomp: %w", err)
+	}
+	return spec, nil
+}
+
+var (
+	maskedPaths = []string{
+		"/proc/acpi", "/proc/asound", "/proc/interrupts", "/proc/kcore", "/proc/keys", "/proc/latency_stats",
+		"/proc/sched_debug", "/proc/scsi", "/proc/timer_list", "/proc/timer_stats",
+		"/sys/devices/virtual/powercap", "/sys/firmware",
+	}
+	readonlyPaths = []string{"/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"}
+)
+
+// Capabilities are what Docker leaves a container's root by default.
+var Capabilities = []string{
+	"CAP_AUDIT_WRITE", "CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_KILL", "CAP_MKNOD",
+	"CAP_NET_BIND_SERVICE", "CAP_NET_RAW", "CAP_SETFCAP", "CAP_SETGID", "CAP_SETPCAP", "CAP_SETUID", "CAP_SYS_CHROOT",
+}
+
+// capabilityNumbers are the kernel's, for asking whether we may pass them on.
+var capabilityNumbers = map[string]uintptr{
+	"CAP_AUDIT_WRITE": unix.CAP_AUDIT_WRITE, "CAP_CHOWN": unix.CAP_CHOWN, "CAP_DAC_OVERRIDE": unix.CAP_DAC_OVERRIDE,
+	"CAP_FOWNER": unix.CAP_FOWNER, "CAP_FSETID": unix.CAP_FSETID, "CAP_KILL": unix.CAP_KILL, "CAP_MKNOD": unix.CAP_MKNOD,
+	"CAP_NET_BIND_SERVICE": unix.CAP_NET_BIND_SERVICE, "CAP_NET_RAW": unix.CAP_NET_RAW, "CAP_SETFCAP": unix.CAP_SETFCAP,
+	"CAP_SETGID": unix.CAP_SETGID, "CAP_SETPCAP": unix.CAP_SETPCAP, "CAP_SETUID": unix.CAP_SETUID, "CAP_SYS_CHROOT": unix.CAP_SYS_CHROOT,
+}
+
+// grantable are the capabilities that we have to give; runc fails on others.
+func grantable() []string {
+	return slices.DeleteFunc(slices.Clone(Capabilities), func(name string) bool {
+		has, err := unix.PrctlRetInt(unix.PR_CAPBSET_READ, capabilityNumbers[name], 0, 0, 0)
+		return err != nil || has != 1
+	})
+}
+
+// Process makes the process section, for the first process and for execs.
+func Process(root *os.File, s runtime.Spec, env []string, p runtime.Process, size *runtime.Size) (*specs.Process, error) {
+	if len(p.Args) == 0 {
+		return nil, fmt.Errorf("%w: no command", fault.ErrInvalid)
+	}
+	who, err := lookUser(root, p.User)
+	if err != nil {
+		return nil, err
+	}
+	caps := grantable()
+	set := &specs.LinuxCapabilities{Bounding: caps}
+	if who.uid == 0 {
+		set.Effective, set.Permitted = caps, caps
+	}
+	defaults := []string{
+		"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+		"HOSTNAME=" + s.Hostname,
+		"HOME=" + who.home,
+	}
+	if p.Terminal {
+		defaults = append(defaults, "TERM=xterm")
+	}
+	proc := &specs.Process{
+		Terminal:     p.Terminal,
+		User:         specs.User{UID: who.uid, GID: who.gid, AdditionalGids: who.groups},
+		Args:         p.Args,
+		Env:          JoinEnv(defaults, s.Env, p.Env, env),
+		Cwd:          p.Workdir,
+		Capabilities: set,
+		Rlimits:      rlimits(),
+	}
+	if proc.Cwd == "" {
+		proc.Cwd = "/"
+	}
+	if p.Terminal && size != nil {
+		proc.ConsoleSize = &specs.Box{Height: uint(size.Height), Width: uint(size.Width)}
+	}
+	return proc, nil
+}
+
+// JoinEnv lets later settings of a variable replace earlier ones.
+func JoinEnv(layers ...[]string) []string {
+	var out []string
+	at := map[string]int{}
+	for _, kv := range slices.Concat(layers...) {
+		k, _, _ := strings.Cut(kv, "=")
+		if i, ok := at[k]; ok {
+			out[i] = kv
+			continue
+		}
+		at[k] = len(out)
+		out = append(out, kv)
+	}
+	return out
+}
+
+// rlimits sets the number of open files only: the soft limit to what programs
+// expect that scan all of their descriptors, the hard limit to ours, since
+// raising it takes CAP_SYS_RESOURCE. Everything else is inherited.
+func rlimits() []specs.POSIXRlimit {
+	var lim unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &lim); err != nil {
+		return nil
+	}
+	hard := min(lim.Max, 1<<20)
+	return []specs.POSIXRlimit{{Type: "RLIMIT_NOFILE", Soft: min(1024, hard), Hard: hard}}
+}
+
+// namespaces leaves the network namespace out for the host's. A cgroup
+// namespace is for v2 only, as under Docker: under v1 each hierarchy is mounted
+// from the container's own cgroup on, and there is nothing else to see.
+func (p Place) namespaces(netns string) []specs.LinuxNamespace {
+	list := []specs.LinuxNamespace{
+		{Type: specs.PIDNamespace}, {Type: specs.IPCNamespace}, {Type: specs.UTSNamespace}, {Type: specs.MountNamespace},
+	}
+	if netns != "" {
+		list = append(list, specs.LinuxNamespace{Type: specs.NetworkNamespace, Path: netns})
+	}
+	if p.Cgroups.Unified() {
+		list = append(list, specs.LinuxNamespace{Type: specs.CgroupNamespace})
+	}
+	return list
+}
+
+// period is the time over which a CPU quota counts, in microseconds.
+const period = uint64(100_000)
+
+func (p Place) resources(r runtime.Resources) *specs.LinuxResources {
+	out := &specs.LinuxResources{Devices: []specs.LinuxDeviceCgroup{{Allow: false, Access: "rwm"}}}
+	if r.Memory > 0 {
+		out.Memory = &specs.LinuxMemory{Limit: &r.Memory}
+		if SwapAccounting(p.Cgroups) {
+			// The limit of both together: no swap on top.
+			out.Memory.Swap = &r.Memory
+		}
+	}
+	if r.CPUs > 0 {
+		// The kernel takes no quota below a millisecond.
+		quota, over := max(int64(r.CPUs*float64(period)), 1000), period
+		out.CPU = &specs.LinuxCPU{Quota: &quota, Period: &over}
+	}
+	if r.Pids > 0 {
+		out.Pids = &specs.LinuxPids{Limit: r.Pids}
+	}
+	return out
+}
+
+// SwapAccounting tells whether swap can be limited: it is an option of v1 kernels; v2 ones have it, or need none.
+func SwapAccounting(c kernel.Cgroups) bool {
+	if c.Unified() {
+		return true
+	}
+	return slices.ContainsFunc(c, func(m kernel.Hierarchy) bool {
+		_, err := os.Stat(filepath.Join(m.Path, "memory.memsw.limit_in_bytes"))
+		return err == nil
+	})
+}
+
+// SyscallFilter is Docker's default profile, except that io_uring looks as if
+// the kernel had none: CRIU cannot dump its rings, and programs that get
+// ENOSYS fall back, while EPERM surprises them.
+func SyscallFilter(spec *specs.Spec) (*specs.LinuxSeccomp, error) {
+	filter, err := seccomp.GetDefaultProfile(spec)
+	if err != nil || filter == nil {
+		return nil, errors.Join(err, errors.New("no profile for this architecture"))
+	}
+	hidden := []string{"io_uring_setup", "io_uring_enter", "io_uring_register"}
+	for i := range filter.Syscalls {
+		filter.Syscalls[i].Names = slices.DeleteFunc(slices.Clone(filter.Syscalls[i].Names), func(name string) bool {
+			return slices.Contains(hidden, name)
+		})
+	}
+	filter.Syscalls = slices.DeleteFunc(filter.Syscalls, func(call specs.LinuxSyscall) bool { return len(call.Names) == 0 })
+	enosys := uint(unix.ENOSYS)
+	filter.Syscalls = append(filter.Syscalls, specs.LinuxSyscall{Names: hidden, Action: specs.ActErrno, ErrnoRet: &enosys})
+	return filter, nil
+}

@@ -1,0 +1,302 @@
+package kernel
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/moby/sys/mountinfo"
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/runtime/internal/record"
+)
+
+// Cgroups are the hierarchies of this host; a path in them is the same in each.
+type Cgroups []Hierarchy
+
+// Hierarchy is one mounted hierarchy.
+type Hierarchy struct {
+	Path    string
+	V2      bool
+	Freezer bool // the one to freeze by
+	Systemd bool // v1: name=systemd, by which systemd finds a service's processes
+}
+
+// Hierarchies lists the hierarchies: one on a unified host, many under v1,
+// many and one without controllers on a hybrid one.
+func Hierarchies() (Cgroups, error) {
+	infos, err := mountinfo.GetMounts(func(i *mountinfo.Info) (skip, stop bool) {
+		return i.FSType != "cgroup" && i.FSType != "cgroup2", false
+	})
+	if err != nil {
+		return nil, fmt.Errorf("list cgroup hierarchies: %w", err)
+	}
+	var list Cgroups
+	v1freezer := false
+	for _, i := range infos {
+		opts := strings.Split(i.VFSOptions, ",")
+		m := Hierarchy{Path: i.Mountpoint, V2: i.FSType == "cgroup2"}
+		m.Freezer = slices.Contains(opts, "freezer")
+		m.Systemd = slices.Contains(opts, "name=systemd")
+		v1freezer = v1freezer || m.Freezer
+		list = append(list, m)
+	}
+	for i := range list {
+		list[i].Freezer = list[i].Freezer || list[i].V2 && !v1freezer
+	}
+	return list, nil
+}
+
+// dying bounds how long killed processes take to end.
+const dying = 10 * time.Second
+
+// Unified tells whether v2 has the controllers.
+func (c Cgroups) Unified() bool {
+	return !slices.ContainsFunc(c, func(m Hierarchy) bool { return !m.V2 })
+}
+
+// Frozen tells whether a container's processes stand still.
+func (c Cgroups) Frozen(path string) bool {
+	for _, m := range c {
+		if !m.Freezer {
+			continue
+		}
+		file, want := "freezer.state", "FROZEN"
+		if m.V2 {
+			file, want = "cgroup.freeze", "1"
+		}
+		data, _, err := record.Read(filepath.Join(m.Path, path, file))
+		if err == nil && strings.TrimSpace(string(data)) == want {
+			return true
+		}
+	}
+	return false
+}
+
+// FrozenProcess tells whether the cgroup that a process is in stands still.
+func (c Cgroups) FrozenProcess(pid int) bool {
+	data, _, err := record.Read(fmt.Sprintf("/proc/%d/cgroup", pid))
+	if err != nil {
+		return false
+	}
+	for line := range strings.Lines(string(data)) {
+		f := strings.SplitN(strings.TrimSpace(line), ":", 3) // hierarchy:controllers:path
+		if len(f) != 3 {
+			continue
+		}
+		for _, m := range c {
+			if m.Freezer && (m.V2 && f[1] == "" || !m.V2 && slices.Contains(strings.Split(f[1], ","), "freezer")) && (Cgroups{m}).Frozen(f[2]) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// Thaw lets a container's processes go on.
+func (c Cgroups) Thaw(path string) error {
+	var errs []error
+	for _, m := range c {
+		if !m.Freezer {
+			continue
+		}
+		file, value := "freezer.state", "THAWED"
+		if m.V2 {
+			file, value = "cgroup.freeze", "0"
+		}
+		err := os.WriteFile(filepath.Join(m.Path, path, file), []byte(value), 0)
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// KillAll sends SIGKILL to every process of a container's cgroups and thaws
+// them. A frozen process takes the signal before anything else once it thaws,
+// so a paused container ends without running another instruction. It returns
+// how many processes it found.
+func (c Cgroups) KillAll(path string) (int, error) {
+	seen := map[int]bool{}
+	for _, m := range c {
+		for _, dir := range subtree(filepath.Join(m.Path, path)) {
+			for _, pid := range members(dir) {
+				seen[pid] = true
+			}
+		}
+	}
+	var errs []error
+	for pid := range seen {
+		// The pid cannot have been reused for another's process as long as it
+		// is listed in a cgroup that is ours alone; between the list and the
+		// pidfd it can, so it is looked up again.
+		p, err := OpenProcess(pid)
+		if err != nil {
+			continue
+		}
+		if p.InCgroup(path) {
+			if err := p.Kill(unix.SIGKILL); err != nil {
+				errs = append(errs, err)
+			}
+		}
+		p.Close()
+	}
+	return len(seen), errors.Join(append(errs, c.Thaw(path))...)
+}
+
+// Empty kills until no process is left.
+func (c Cgroups) Empty(ctx context.Context, path string) error {
+	deadline := time.Now().Add(dying)
+	for wait := time.Millisecond; ; wait = min(2*wait, 50*time.Millisecond) {
+		n, err := c.KillAll(path)
+		if n == 0 {
+			return err
+		}
+		if time.Now().After(deadline) {
+			return errors.Join(err, fmt.Errorf("cgroup %s: %d processes survive SIGKILL", path, n))
+		}
+		// v1 has no event for "empty" that does not need a release agent.
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(wait):
+		}
+	}
+}
+
+// Remove removes a container's cgroups; their processes are gone.
+func (c Cgroups) Remove(ctx context.Context, path string) error {
+	var errs []error
+	for _, m := range c {
+		dirs := subtree(filepath.Join(m.Path, path))
+		slices.Reverse(dirs) // children first
+		for _, dir := range dirs {
+			if err := removeCgroup(ctx, dir); err != nil {
+				errs = append(errs, err)
+			}
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// removeCgroup retries while the kernel still takes its last processes apart.
+func removeCgroup(ctx context.Context, dir string) error {
+	for tries := 0; ; tries++ {
+		err := unix.Rmdir(dir)
+		if err == nil || errors.Is(err, fs.ErrNotExist) {
+			return nil
+		}
+		if !errors.Is(err, unix.EBUSY) || tries == 50 {
+			return fmt.Errorf("remove cgroup %s: %w", dir, err)
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(10 * time.Millisecond):
+		}
+	}
+}
+
+// subtree lists a cgroup and all below it, parents first.
+func subtree(dir string) []string {
+	// A cgroup's link count tells how many others are in it; to list one
+	// takes a stat of each of its many files.
+	var st unix.Stat_t
+	if err := unix.Lstat(dir, &st); errors.Is(err, fs.ErrNotExist) {
+		return nil
+	} else if err == nil && st.Nlink == 2 {
+		return []string{dir}
+	}
+	var dirs []string
+	_ = filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
+		if err == nil && d.IsDir() {
+			dirs = append(dirs, path)
+		}
+		return nil
+	})
+	return dirs
+}
+
+func members(dir string) []int {
+	data, _, err := record.Read(filepath.Join(dir, "cgroup.procs"))
+	if err != nil {
+		return nil
+	}
+	var pids []int
+	for _, field := range strings.Fields(string(data)) {
+		if pid, err := strconv.Atoi(field); err == nil && pid > 0 {
+			pids = append(pids, pid)
+		}
+	}
+	return pids
+}
+
+// monitors makes the cgroup of all monitors in one hierarchy. They have one of
+// their own, so that ending the login session or the service in which agentbox
+// was called does not end them.
+func monitors(m Hierarchy, path string) (dir string, err error) {
+	dir = filepath.Join(m.Path, path)
+	return dir, os.MkdirAll(dir, 0o755)
+}
+
+// StartIn starts a command in the cgroup path where the kernel has v2 (it can
+// since 5.7), and tells whether it did. To be born there takes no time; to be
+// moved takes some 10 ms, since the kernel waits for every processor to take
+// notice. systemd, too, finds a service's processes by v2 if it is there,
+// beside v1 as well.
+func (c Cgroups) StartIn(cmd *exec.Cmd, path string) (born bool, err error) {
+	i := slices.IndexFunc(c, func(m Hierarchy) bool { return m.V2 })
+	if i < 0 {
+		return false, cmd.Start()
+	}
+	dir, err := monitors(c[i], path)
+	if err != nil {
+		return false, cmd.Start()
+	}
+	f, err := os.OpenFile(dir, unix.O_PATH|unix.O_DIRECTORY, 0)
+	if err != nil {
+		return false, cmd.Start()
+	}
+	defer f.Close()
+	plain := *cmd.SysProcAttr
+	cmd.SysProcAttr.UseCgroupFD, cmd.SysProcAttr.CgroupFD = true, int(f.Fd())
+	if err = cmd.Start(); err == nil {
+		return true, nil
+	}
+	// Not here: an older kernel, or a cgroup that takes no processes.
+	again := exec.Command(cmd.Path)
+	again.Args, again.Env, again.Dir, again.Stderr, again.ExtraFiles = cmd.Args, cmd.Env, cmd.Dir, cmd.Stderr, cmd.ExtraFiles
+	again.SysProcAttr = &plain
+	*cmd = *again
+	return false, cmd.Start()
+}
+
+// MoveTo moves a command that StartIn has started to its cgroup. Where that cannot be done it stays
+// in its caller's. One that was born there is moved to where it is: that makes
+// the kernel wait now for what the runtime, which is about to move the
+// container's process, then finds done, all processors having taken notice
+// that a move is under way. Nobody needs to wait for that.
+func (c Cgroups) MoveTo(pid int, path string, born bool) error {
+	var errs []error
+	for _, m := range c {
+		if !m.V2 && (born || !m.Systemd) {
+			continue
+		}
+		dir, err := monitors(m, path)
+		if err == nil {
+			err = os.WriteFile(filepath.Join(dir, "cgroup.procs"), []byte(strconv.Itoa(pid)), 0)
+		}
+		if err != nil {
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,289 @@
+// Package kernel is what a backend asks of the kernel alone, whatever engine runs
+// its containers: processes that cannot turn into others, the cgroups that tell
+// whose they are, freeze them and end them, and word of changes to files.
+package kernel
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime/internal/record"
+)
+
+// Process is a process that cannot turn into another: a pidfd.
+type Process struct {
+	Pid int
+	f   *os.File
+}
+
+// OpenProcess pins a process by its pid; close it.
+func OpenProcess(pid int) (*Process, error) {
+	fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK)
+	if err != nil {
+		return nil, fmt.Errorf("process %d: %w", pid, err)
+	}
+	// Non-blocking, so that the Go poller waits for it without a thread.
+	return &Process{pid, os.NewFile(uintptr(fd), "pidfd")}, nil
+}
+
+// Close lets the process go.
+func (p *Process) Close() { _ = p.f.Close() }
+
+// Kill sends a signal; a process that has ended takes any.
+func (p *Process) Kill(sig unix.Signal) error {
+	c, err := p.f.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var e error
+	err = c.Control(func(fd uintptr) { e = unix.PidfdSendSignal(int(fd), sig, nil, 0) })
+	if err = errors.Join(err, e); errors.Is(err, unix.ESRCH) {
+		return nil
+	}
+	return err
+}
+
+// Alive is false for a zombie too.
+func (p *Process) Alive() bool {
+	c, err := p.f.SyscallConn()
+	if err != nil {
+		return false
+	}
+	gone := true
+	_ = c.Control(func(fd uintptr) { gone = readable(int(fd)) })
+	return !gone
+}
+
+func readable(fd int) bool {
+	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+	for {
+		n, err := unix.Poll(fds, 0)
+		if err != unix.EINTR {
+			return n > 0
+		}
+	}
+}
+
+// Wait blocks until the process has ended.
+func (p *Process) Wait(ctx context.Context) error {
+	c, err := p.f.SyscallConn()
+	if err != nil {
+		return err
+	}
+	// A wait that was given up has left its deadline behind.
+	if err := p.f.SetReadDeadline(time.Time{}); err != nil {
+		return err
+	}
+	over := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		_ = p.f.SetReadDeadline(time.Unix(1, 0))
+		close(over)
+	})
+	err = c.Read(func(fd uintptr) bool { return readable(int(fd)) })
+	if !stop() {
+		<-over
+		if err != nil {
+			return ctx.Err()
+		}
+	}
+	return err
+}
+
+// Either waits until a descriptor can be read or has lost its last writer, or
+// the process has ended.
+func (p *Process) Either(ctx context.Context, fd int) error {
+	c, err := p.f.SyscallConn()
+	if err != nil {
+		return err
+	}
+	for {
+		n := 0
+		cerr := c.Control(func(pidfd uintptr) {
+			fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}, {Fd: int32(pidfd), Events: unix.POLLIN}}
+			n, err = unix.Poll(fds, 100) // so often the context is asked
+		})
+		switch {
+		case cerr != nil:
+			return cerr
+		case ctx.Err() != nil:
+			return ctx.Err()
+		case n > 0:
+			return nil
+		case err != nil && err != unix.EINTR:
+			return err
+		}
+	}
+}
+
+// InCgroup tells whether the process is in a cgroup of that path, or below it, in any hierarchy.
+func (p *Process) InCgroup(path string) bool {
+	data, _, err := record.Read(fmt.Sprintf("/proc/%d/cgroup", p.Pid))
+	if err != nil {
+		return false
+	}
+	for line := range strings.Lines(string(data)) {
+		at := strings.Index(line, path)
+		if at < 0 {
+			continue
+		}
+		rest := strings.TrimSpace(line[at+len(path):])
+		if (rest == "" || rest[0] == '/') && p.Alive() {
+			return true
+		}
+	}
+	return false
+}
+
+// PidFile reads a pid that a program left.
+func PidFile(path string) (int, bool) {
+	data, _, err := record.Read(path)
+	if err != nil {
+		return 0, false
+	}
+	pid, err := strconv.Atoi(strings.TrimSpace(string(data)))
+	return pid, err == nil && pid > 0
+}
+
+// Names tells whether an argument of a process is one of the paths or lies
+// below it.
+func Names(pid int, paths ...string) bool {
+	data, _, err := record.Read(fmt.Sprintf("/proc/%d/cmdline", pid))
+	if err != nil {
+		return false
+	}
+	for arg := range bytes.SplitSeq(data, []byte{0}) {
+		for _, path := range paths {
+			rest, ok := strings.CutPrefix(string(arg), path)
+			if ok && (rest == "" || rest[0] == '/' || rest[0] == '.') {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// AllParents maps every process to its parent.
+func AllParents() (map[int]int, error) {
+	pids, err := AllPids()
+	if err != nil {
+		return nil, err
+	}
+	parents := make(map[int]int, len(pids))
+	for _, pid := range pids {
+		if parent, ok := ParentOf(pid); ok {
+			parents[pid] = parent
+		}
+	}
+	return parents, nil
+}
+
+// Descendants lists what a process has started, directly or not.
+func Descendants(parents map[int]int, of int) (list []int) {
+	for pid, parent := range parents {
+		if parent == of && pid != of {
+			list = append(append(list, pid), Descendants(parents, pid)...)
+		}
+	}
+	return list
+}
+
+// ParentOf returns the parent of a process.
+func ParentOf(pid int) (int, bool) {
+	data, _, err := record.Read(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return 0, false
+	}
+	// The name in parentheses may hold anything; what follows is fixed.
+	fields := strings.Fields(string(data[bytes.LastIndexByte(data, ')')+1:]))
+	if len(fields) < 2 {
+		return 0, false
+	}
+	parent, err := strconv.Atoi(fields[1])
+	return parent, err == nil
+}
+
+// WaitFor is Wait with a limit of its own.
+func (p *Process) WaitFor(ctx context.Context, limit time.Duration) error {
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	return p.Wait(ctx)
+}
+
+// AllPids lists the processes of this host.
+func AllPids() ([]int, error) {
+	d, err := os.Open("/proc")
+	if err != nil {
+		return nil, err
+	}
+	defer d.Close()
+	entries, err := d.Readdirnames(-1)
+	if err != nil {
+		return nil, err
+	}
+	var pids []int
+	for _, name := range entries {
+		if pid, err := strconv.Atoi(name); err == nil {
+			pids = append(pids, pid)
+		}
+	}
+	return pids, nil
+}
+
+// Ancestors are this process and all above it.
+func Ancestors() map[int]bool {
+	set := map[int]bool{}
+	for pid, ok := os.Getpid(), true; ok && pid > 1 && !set[pid]; pid, ok = ParentOf(pid) {
+		set[pid] = true
+	}
+	return set
+}
+
+// Root pins the root directory that the process sees.
+func (p *Process) Root() (*os.File, error) {
+	f, err := OpenRoot(fmt.Sprintf("/proc/%d/root", p.Pid))
+	if err != nil {
+		return nil, err
+	}
+	// Had the process ended before, the number could have been another's.
+	if !p.Alive() {
+		return nil, errors.Join(fmt.Errorf("process %d has ended: %w", p.Pid, fault.ErrState), f.Close())
+	}
+	return f, nil
+}
+
+// OpenRoot pins a root filesystem, so that it cannot be exchanged between two
+// look-ups.
+func OpenRoot(path string) (*os.File, error) {
+	return os.OpenFile(path, unix.O_PATH|unix.O_DIRECTORY, 0)
+}
+
+// Started is when a process began, to some hundredths of a second; zero when it
+// has ended.
+func Started(pid int) time.Time {
+	data, _, err := record.Read(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return time.Time{}
+	}
+	fields := strings.Fields(string(data[bytes.LastIndexByte(data, ')')+1:]))
+	if len(fields) < 20 {
+		return time.Time{}
+	}
+	ticks, err := strconv.ParseInt(fields[19], 10, 64) // since boot, in hundredths of a second on every Linux
+	if err != nil {
+		return time.Time{}
+	}
+	var since unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &since); err != nil {
+		return time.Time{}
+	}
+	return time.Now().Add(time.Duration(ticks)*10*time.Millisecond - time.Duration(since.Nano()))
+}

@@ -1,0 +1,141 @@
+// Package record keeps the small files in which a backend remembers what the
+// kernel does not: published whole by a rename, read within a bound, and
+// serialised by a lock on the directory that holds them.
+package record
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// Limit bounds what is read of a small file.
+const Limit = 16 << 20
+
+// ReadJSON decodes a small file of ours; what does not decode is ErrCorrupt.
+func ReadJSON(path string, v any) error {
+	data, _, err := Read(path)
+	if err != nil {
+		return err
+	}
+	if err := json.Unmarshal(data, v); err != nil {
+		return fmt.Errorf("%s: %w: %w", path, fault.ErrCorrupt, err)
+	}
+	return nil
+}
+
+// Read reads a small file and tells when it was written.
+func Read(path string) ([]byte, time.Time, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, time.Time{}, err
+	}
+	defer f.Close()
+	st, err := f.Stat()
+	if err != nil {
+		return nil, time.Time{}, err
+	}
+	data, err := io.ReadAll(io.LimitReader(f, Limit))
+	return data, st.ModTime(), err
+}
+
+// WriteJSON publishes v; see Write.
+func WriteJSON(path string, v any, durable bool) error {
+	data, err := json.MarshalIndent(v, "", "  ")
+	if err != nil {
+		return err
+	}
+	return Write(path, append(data, '\n'), 0o600, durable)
+}
+
+// Write publishes a file whole or not at all, and durably if asked to.
+func Write(path string, data []byte, mode os.FileMode, durable bool) (err error) {
+	f, err := os.CreateTemp(filepath.Dir(path), ".tmp-")
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			_ = os.Remove(f.Name())
+		}
+	}()
+	_, err = f.Write(data)
+	if err == nil {
+		err = f.Chmod(mode)
+	}
+	if err == nil && durable {
+		err = f.Sync()
+	}
+	if err = errors.Join(err, f.Close()); err != nil {
+		return err
+	}
+	if err = os.Rename(f.Name(), path); err != nil || !durable {
+		return err
+	}
+	return SyncDir(filepath.Dir(path))
+}
+
+// SyncDir makes the names in a directory last.
+func SyncDir(path string) error {
+	d, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	return errors.Join(d.Sync(), d.Close())
+}
+
+// lockPoll is how often a held lock is tried again; flock tells no one when it
+// becomes free without giving up cancellation.
+const lockPoll = 10 * time.Millisecond
+
+// Lock serialises verbs, across processes, by a lock on a directory of theirs:
+// it goes when that goes. what names the holder's business in errors. A
+// directory that is not there is ErrNotFound.
+func Lock(ctx context.Context, dir, what string) (unlock func(), err error) {
+	for {
+		d, err := os.Open(dir)
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil, fmt.Errorf("%s: %w", what, fault.ErrNotFound)
+		}
+		if err != nil {
+			return nil, err
+		}
+		switch err := unix.Flock(int(d.Fd()), unix.LOCK_EX|unix.LOCK_NB); err {
+		case nil:
+			// It may have been removed, and even made anew, while we waited.
+			if Same(d, dir) {
+				return func() { _ = d.Close() }, nil
+			}
+			_ = d.Close()
+		case unix.EWOULDBLOCK, unix.EINTR:
+			_ = d.Close()
+			select {
+			case <-ctx.Done():
+				return nil, fmt.Errorf("%s: %w: %w", what, fault.ErrBusy, ctx.Err())
+			case <-time.After(lockPoll):
+			}
+		default:
+			return nil, errors.Join(err, d.Close())
+		}
+	}
+}
+
+// Same tells whether an open file is the one that a path names now.
+func Same(f *os.File, path string) bool {
+	a, err := f.Stat()
+	if err != nil {
+		return false
+	}
+	b, err := os.Stat(path)
+	return err == nil && os.SameFile(a, b)
+}

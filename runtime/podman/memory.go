@@ -1,0 +1,108 @@
+package podman
+
+import (
+	"encoding/json"
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"reflect"
+	"time"
+
+	"github.com/agentbox/agentbox/runtime/internal/record"
+)
+
+// memory is what Podman does not know of one container.
+type memory struct {
+	Started time.Time `json:"started"`        // the start that we made; another's makes Env and Kept void
+	Env     []string  `json:"env,omitempty"`  // what it was given, for processes that Exec adds
+	Kept    []string  `json:"kept,omitempty"` // the managed files that it left as they were
+	// Addresses are those that the container has had, the newest last.
+	Addresses []addresses `json:"addresses,omitempty"`
+	// Fixed are the addresses that Podman has been told to give it.
+	Fixed map[string]address `json:"fixed,omitempty"`
+}
+
+// addresses are a container's in its networks, from a start on.
+type addresses struct {
+	Since    time.Time          `json:"since"`
+	Networks map[string]address `json:"networks"`
+}
+
+type address struct {
+	IP  string `json:"ip,omitempty"`
+	IP6 string `json:"ip6,omitempty"`
+	MAC string `json:"mac,omitempty"`
+}
+
+// maxAddresses bounds what is remembered; a restore to a time before that takes
+// whatever address Podman gives.
+const maxAddresses = 256
+
+func (b *Backend) memoryFile(id string) string { return filepath.Join(b.root, id+".json") }
+
+// remember loads what is remembered of a container; what cannot be read is nothing.
+func (b *Backend) remember(id string) (m memory) {
+	err := record.ReadJSON(b.memoryFile(id), &m)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		b.log.Warn("what was remembered of a container is lost", "sandbox", id, "err", err)
+		return memory{}
+	}
+	return m
+}
+
+func (b *Backend) keep(id string, m memory) error {
+	data, err := json.Marshal(m)
+	if err == nil {
+		err = os.MkdirAll(b.root, 0o700)
+	}
+	if err != nil {
+		return err
+	}
+	return record.Write(b.memoryFile(id), data, 0o600, true)
+}
+
+func (b *Backend) forget(id string) error {
+	if err := os.Remove(b.memoryFile(id)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+// noteAddresses remembers the addresses of a live container.
+func (b *Backend) noteAddresses(c container) error {
+	now := addresses{Since: c.State.StartedAt, Networks: map[string]address{}}
+	for name, n := range c.NetworkSettings.Networks {
+		if n.IPAddress != "" || n.GlobalIPv6Address != "" {
+			now.Networks[name] = address{IP: n.IPAddress, IP6: n.GlobalIPv6Address, MAC: n.MacAddress}
+		}
+	}
+	m := b.remember(c.id())
+	if n := len(m.Addresses); n > 0 {
+		last := &m.Addresses[n-1]
+		if reflect.DeepEqual(last.Networks, now.Networks) {
+			return nil
+		}
+		if last.Since.Equal(now.Since) { // connected to another one meanwhile
+			*last = now
+			return b.keep(c.id(), m)
+		}
+	} else if len(now.Networks) == 0 {
+		return nil
+	}
+	m.Addresses = append(m.Addresses, now)
+	if over := len(m.Addresses) - maxAddresses; over > 0 {
+		m.Addresses = m.Addresses[over:]
+	}
+	return b.keep(c.id(), m)
+}
+
+// at returns the addresses that the container had at a time.
+func (m memory) at(t time.Time) map[string]address {
+	for i := len(m.Addresses) - 1; i >= 0; i-- {
+		if !m.Addresses[i].Since.After(t) {
+			return m.Addresses[i].Networks
+		}
+	}
+	return nil
+}

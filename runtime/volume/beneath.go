@@ -1,0 +1,358 @@
+package volume
+
+import (
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"hash"
+	"io/fs"
+	"maps"
+	"os"
+	"path"
+	"slices"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/overlay"
+)
+
+// root is a directory below which files are reached by relative paths, one
+// component after the other: no symlink is followed and no mount crossed,
+// whatever somebody puts there meanwhile.
+type root struct {
+	*os.File
+	mount    uint64
+	dev, ino uint64
+}
+
+const dirFlags = unix.O_RDONLY | unix.O_DIRECTORY | unix.O_NOFOLLOW | unix.O_CLOEXEC
+
+// openRoot opens a directory that is named by a path without symlinks.
+func openRoot(dir string) (*root, error) {
+	slash, err := os.Open("/")
+	if err != nil {
+		return nil, err
+	}
+	at, err := walk(slash, strings.Trim(dir, "/"))
+	if errors.Is(err, unix.ENOENT) {
+		return nil, fmt.Errorf("directory %s: %w", dir, fault.ErrNotFound)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("open %s: %w", dir, err)
+	}
+	return newRoot(at)
+}
+
+func newRoot(f *os.File) (*root, error) {
+	st, err := statAt(int(f.Fd()), "")
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return &root{f, st.Mnt_id, unix.Mkdev(st.Dev_major, st.Dev_minor), st.Ino}, nil
+}
+
+// walk opens a directory below at, which it closes.
+func walk(at *os.File, rel string) (*os.File, error) {
+	for c := range strings.SplitSeq(rel, "/") {
+		if c == "" || c == "." {
+			continue
+		}
+		if c == ".." {
+			return nil, errors.Join(unix.EINVAL, at.Close())
+		}
+		fd, err := unix.Openat(int(at.Fd()), c, dirFlags, 0)
+		_ = at.Close() // only ever a handle
+		if err != nil {
+			return nil, err
+		}
+		at = os.NewFile(uintptr(fd), c)
+	}
+	return at, nil
+}
+
+// dir opens the directory at rel.
+func (r *root) dir(rel string) (*os.File, error) {
+	fd, err := unix.Openat(int(r.Fd()), ".", dirFlags, 0)
+	if err != nil {
+		return nil, err
+	}
+	at, err := walk(os.NewFile(uintptr(fd), "."), rel)
+	if err != nil {
+		return nil, &fs.PathError{Op: "open", Path: rel, Err: err}
+	}
+	st, err := statAt(int(at.Fd()), "")
+	if err == nil && st.Mnt_id != r.mount {
+		err = fmt.Errorf("%w: %s is a mount point: what is mounted there is in no volume", fault.ErrUnsupported, rel)
+	}
+	if err != nil {
+		return nil, errors.Join(err, at.Close())
+	}
+	return at, nil
+}
+
+// parent opens the directory that rel lies in.
+func (r *root) parent(rel string) (*os.File, string, error) {
+	d, err := r.dir(path.Dir(rel))
+	return d, path.Base(rel), err
+}
+
+// sub opens the directory at rel as a root of its own.
+func (r *root) sub(rel string) (*root, error) {
+	d, err := r.dir(rel)
+	if err != nil {
+		return nil, err
+	}
+	return newRoot(d)
+}
+
+// at is a path to what lies below the root, for calls that take no descriptor.
+func (r *root) at(rel string) string { return procFD(r.File) + "/" + rel }
+
+func procFD(f *os.File) string { return "/proc/self/fd/" + strconv.Itoa(int(f.Fd())) }
+
+const statMask = unix.STATX_BASIC_STATS | unix.STATX_BTIME | unix.STATX_MNT_ID
+
+func statAt(dir int, name string) (st unix.Statx_t, err error) {
+	flags := unix.AT_SYMLINK_NOFOLLOW | unix.AT_NO_AUTOMOUNT
+	if name == "" {
+		flags |= unix.AT_EMPTY_PATH
+	}
+	err = unix.Statx(dir, name, flags, statMask, &st)
+	return st, err
+}
+
+// stat looks at rel; nil: there is nothing.
+func (r *root) stat(rel string) (*unix.Statx_t, error) {
+	d, name, err := r.parent(rel)
+	if gone(err) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer d.Close()
+	st, err := statAt(int(d.Fd()), name)
+	if gone(err) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, &fs.PathError{Op: "stat", Path: rel, Err: err}
+	}
+	if st.Mnt_id != r.mount {
+		return nil, fmt.Errorf("%w: %s is a mount point: what is mounted there is in no volume", fault.ErrUnsupported, rel)
+	}
+	return &st, nil
+}
+
+// gone tells that a path leads to nothing.
+func gone(err error) bool {
+	return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ELOOP)
+}
+
+// move renames a to b, each below its own root.
+func move(from *root, a string, to *root, b string, flags uint) error {
+	da, na, err := from.parent(a)
+	if err != nil {
+		return err
+	}
+	defer da.Close()
+	db, nb, err := to.parent(b)
+	if err != nil {
+		return err
+	}
+	defer db.Close()
+	if err := unix.Renameat2(int(da.Fd()), na, int(db.Fd()), nb, flags); err != nil {
+		return &os.LinkError{Op: "rename", Old: a, New: b, Err: err}
+	}
+	return nil
+}
+
+// isDir tells whether statx saw a directory.
+func isDir(st *unix.Statx_t) bool { return st != nil && st.Mode&unix.S_IFMT == unix.S_IFDIR }
+
+// attrs are what a directory has beside what is in it.
+type attrs struct {
+	Mode   uint32            `json:"mode"`
+	UID    uint32            `json:"uid"`
+	GID    uint32            `json:"gid"`
+	Sec    int64             `json:"sec"` // modification time
+	Nsec   int64             `json:"nsec"`
+	Xattrs map[string][]byte `json:"xattrs,omitempty"`
+}
+
+// The kernel hides its own attributes from the users of an overlay, and shows
+// those that are called like them because somebody escaped them.
+const (
+	overlayXattr = "trusted.overlay."
+	escapedXattr = "trusted.overlay.overlay."
+)
+
+// visible is what a user of the mount sees of an upperdir's attributes.
+func visible(set map[string]string) map[string][]byte {
+	out := map[string][]byte{}
+	for name, value := range set {
+		if rest, ok := strings.CutPrefix(name, escapedXattr); ok {
+			out[overlayXattr+rest] = []byte(value)
+		} else if !strings.HasPrefix(name, overlayXattr) {
+			out[name] = []byte(value)
+		}
+	}
+	return out
+}
+
+// attrsOf reads those of an open directory, as a user of a mount over it sees them.
+func attrsOf(d *root) (a attrs, err error) {
+	st, err := statAt(int(d.Fd()), "")
+	if err != nil {
+		return a, err
+	}
+	a = attrs{Mode: uint32(st.Mode) & 0o7777, UID: st.Uid, GID: st.Gid, Sec: st.Mtime.Sec, Nsec: int64(st.Mtime.Nsec)}
+	raw, err := xattrs(procFD(d.File), unix.Listxattr, unix.Getxattr)
+	a.Xattrs = visible(raw)
+	return a, err
+}
+
+// attrsOfEntry are those of a directory of an upperdir.
+func attrsOfEntry(e overlay.Entry) attrs {
+	return attrs{Mode: e.Mode, UID: e.UID, GID: e.GID, Sec: e.Mtime.Sec, Nsec: e.Mtime.Nsec, Xattrs: visible(e.Xattrs)}
+}
+
+// equal compares all but the time, which changes with what is in a directory.
+func (a attrs) equal(b attrs) bool {
+	return a.Mode == b.Mode && a.UID == b.UID && a.GID == b.GID &&
+		maps.EqualFunc(a.Xattrs, b.Xattrs, func(x, y []byte) bool { return string(x) == string(y) })
+}
+
+// put gives them to an open directory. A change of owner drops bits of the
+// mode, an ACL and the mode are one, and the time comes last.
+func (a attrs) put(d *root) error {
+	have, err := attrsOf(d)
+	if err != nil {
+		return err
+	}
+	if !have.equal(a) {
+		if err := d.Chown(int(a.UID), int(a.GID)); err != nil {
+			return err
+		}
+		for name := range have.Xattrs {
+			if _, ok := a.Xattrs[name]; !ok {
+				if err := unix.Fremovexattr(int(d.Fd()), name); err != nil {
+					return fmt.Errorf("remove attribute %q: %w", name, err)
+				}
+			}
+		}
+		for name, value := range a.Xattrs {
+			if err := unix.Fsetxattr(int(d.Fd()), name, value, 0); err != nil {
+				return fmt.Errorf("set attribute %q: %w", name, err)
+			}
+		}
+		if err := unix.Fchmod(int(d.Fd()), a.Mode); err != nil {
+			return err
+		}
+	}
+	return setTime(int(d.Fd()), ".", a.Sec, a.Nsec)
+}
+
+func setTime(dir int, name string, sec, nsec int64) error {
+	ts := []unix.Timespec{{Nsec: unix.UTIME_OMIT}, {Sec: sec, Nsec: nsec}}
+	return unix.UtimesNanoAt(dir, name, ts, unix.AT_SYMLINK_NOFOLLOW)
+}
+
+// xattrs reads all attributes of a path, by the calls that follow it or do not.
+func xattrs(p string, list func(string, []byte) (int, error), get func(string, string, []byte) (int, error)) (map[string]string, error) {
+	names := make([]byte, 64<<10)
+	n, err := list(p, names)
+	if err == unix.EOPNOTSUPP {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("list attributes: %w", err)
+	}
+	out := map[string]string{}
+	for name := range strings.SplitSeq(strings.TrimSuffix(string(names[:n]), "\x00"), "\x00") {
+		if name == "" {
+			continue
+		}
+		value := make([]byte, 64<<10)
+		n, err := get(p, name, value)
+		if err != nil {
+			return nil, fmt.Errorf("read attribute %q: %w", name, err)
+		}
+		out[name] = string(value[:n])
+	}
+	return out, nil
+}
+
+// fingerprint sums up a file, or a directory with all below it, so that a change
+// by anybody else shows. What a rename changes is not part of it. Empty:
+// there is nothing.
+func (r *root) fingerprint(rel string) (string, error) {
+	d, name, err := r.parent(rel)
+	if gone(err) {
+		return "", nil
+	}
+	if err != nil {
+		return "", err
+	}
+	defer d.Close()
+	p := printer{hash: sha256.New(), mount: r.mount}
+	err = p.add(d, name, rel, true)
+	if gone(err) {
+		return "", nil
+	}
+	return hex.EncodeToString(p.hash.Sum(nil)), err
+}
+
+type printer struct {
+	hash  hash.Hash
+	mount uint64
+}
+
+func (p *printer) add(d *os.File, name, rel string, top bool) error {
+	st, err := statAt(int(d.Fd()), name)
+	if err != nil {
+		return &fs.PathError{Op: "stat", Path: rel, Err: err}
+	}
+	if st.Mnt_id != p.mount {
+		return fmt.Errorf("%w: %s is a mount point: what is mounted there is in no volume", fault.ErrUnsupported, rel)
+	}
+	dir := isDir(&st)
+	rec := []any{uint16(st.Mode), st.Uid, st.Gid, st.Ino, st.Rdev_major, st.Rdev_minor, st.Mtime.Sec, st.Mtime.Nsec}
+	if !dir {
+		rec = append(rec, st.Size)
+	}
+	if !top && (dir || st.Nlink == 1) { // the rename of another name is a change, too
+		rec = append(rec, st.Ctime.Sec, st.Ctime.Nsec)
+	}
+	for _, v := range rec {
+		_ = binary.Write(p.hash, binary.LittleEndian, v) // a hash takes all
+	}
+	if !dir {
+		return nil
+	}
+	fd, err := unix.Openat(int(d.Fd()), name, dirFlags|unix.O_NOATIME, 0)
+	if err != nil {
+		return &fs.PathError{Op: "open", Path: rel, Err: err}
+	}
+	sub := os.NewFile(uintptr(fd), name)
+	defer sub.Close()
+	names, err := sub.Readdirnames(-1)
+	if err != nil {
+		return err
+	}
+	slices.Sort(names)
+	for _, n := range names {
+		_ = binary.Write(p.hash, binary.LittleEndian, uint32(len(n)))
+		_, _ = p.hash.Write([]byte(n))
+		if err := p.add(sub, n, path.Join(rel, n), false); err != nil {
+			return err
+		}
+	}
+	_ = binary.Write(p.hash, binary.LittleEndian, uint32(len(names)))
+	return nil
+}

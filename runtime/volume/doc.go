@@ -1,0 +1,20 @@
+// Package volume owns copy-on-write volumes: a directory that stays as it is,
+// and an upperdir that holds what the users of the volume change.
+//
+//	ROOT/volumes/NAME/volume.json   what was asked for
+//	ROOT/volumes/NAME/upper, work   the changes
+//	ROOT/volumes/NAME/merged        where it is mounted while somebody uses it
+//	ROOT/volumes/NAME/lower         in place of the directory, if there is none
+//	ROOT/volumes/NAME/refs.json     who has asked for the mount, this boot
+//	ROOT/volumes/NAME/paused.json   which containers a checkpoint holds frozen
+//	ROOT/volumes/NAME/apply         an apply under way, undo: the last one done
+//
+// Docker's volume plugin (package dockerplugin/volume) turns the daemon's calls
+// into Create, Mount, Unmount and Remove. To the Engine a volume is a sandbox
+// without processes: Backend implements runtime.Backend, and what it freezes
+// for a checkpoint are the containers that use the volume. Original, the way
+// back into the directory, is in apply.go.
+//
+// Whatever changes a volume holds a lock on its directory, which a killed
+// process lets go of, and first finishes or takes back what that left there.
+package volume

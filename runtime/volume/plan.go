@@ -1,0 +1,263 @@
+package volume
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"io/fs"
+	"maps"
+	"os"
+	"path"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/overlay"
+)
+
+// What an op does to one path of the original, and to all below it.
+const (
+	opPut    = "put"    // nothing is there: what is staged comes
+	opSwap   = "swap"   // what is staged and what is there change places
+	opRemove = "remove" // what is there goes
+)
+
+// op is one rename between the original and the scratch directory beside it.
+// Which of the two states it is in can be told from the scratch directory.
+type op struct {
+	Kind string `json:"kind"`
+	Path []byte `json:"path"` // in the original; base64, since names are any bytes
+	At   []byte `json:"at"`   // in the scratch directory
+	// Of what is there, and of what is staged. A fingerprint holds wherever
+	// the thing is.
+	OldIno   uint64 `json:"old_ino,omitempty"`
+	Old      string `json:"old,omitempty"`
+	NewIno   uint64 `json:"new_ino,omitempty"`
+	New      string `json:"new,omitempty"`
+	conflict bool
+}
+
+// dirOp gives a directory that both sides have the attributes of the upper one.
+type dirOp struct {
+	Path []byte `json:"path"`
+	Old  attrs  `json:"old"`
+	New  attrs  `json:"new"`
+}
+
+// plan is what an apply does.
+type plan struct {
+	Ops  []op    `json:"ops"`  // in the order of overlay.ComparePaths; none lies below another
+	Dirs []dirOp `json:"dirs"` // likewise
+
+	conflicts []string
+	fixes     []fix
+}
+
+// fix is an entry of the upperdir whose copy is to lose what only overlayfs
+// understands.
+type fix struct {
+	path     string
+	dir      bool
+	whiteout bool
+	mtime    overlay.Time // of a dir
+	xattrs   map[string]string
+}
+
+// planner turns an upperdir into a plan.
+type planner struct {
+	plan
+	from, upper *root
+	done        string // all below this path is taken care of
+	dirTimes    map[string]overlay.Time
+}
+
+const whiteoutXattr = overlayXattr + "whiteout"
+
+// newPlan compares an upperdir with the directory below it.
+func newPlan(ctx context.Context, from, upper *root, upperPath string) (*plan, error) {
+	p := &planner{from: from, upper: upper, dirTimes: map[string]overlay.Time{}}
+	if err := overlay.Walk(ctx, upperPath, overlay.WalkOptions{}, p.add); err != nil {
+		return nil, err
+	}
+	return &p.plan, nil
+}
+
+func (p *planner) add(e overlay.Entry) error {
+	dir := e.Type == overlay.TypeDir
+	_, marked := e.Xattrs[whiteoutXattr]
+	white := e.Type == overlay.TypeWhiteout || e.Type == overlay.TypeFile && marked && e.Size == 0
+	f := fix{path: e.Path, dir: dir, whiteout: white, mtime: e.Mtime, xattrs: map[string]string{}}
+	for name, value := range e.Xattrs {
+		if strings.HasPrefix(name, overlayXattr) {
+			f.xattrs[name] = value
+		}
+	}
+	if dir || white || len(f.xattrs) > 0 {
+		p.fixes = append(p.fixes, f)
+	}
+	if dir {
+		p.dirTimes[e.Path] = e.Mtime
+	}
+	if p.done != "" && strings.HasPrefix(e.Path, p.done+"/") {
+		return nil
+	}
+	if e.Path == "." {
+		return p.merge(e)
+	}
+	low, err := p.from.stat(e.Path)
+	if err != nil {
+		return err
+	}
+	switch {
+	case white:
+		if low == nil {
+			return nil
+		}
+		// The whiteout changed its directory, which nothing did since.
+		parent := p.dirTimes[path.Dir(e.Path)]
+		return p.op(opRemove, e.Path, low, since(low, unix.StatxTimestamp{Sec: parent.Sec, Nsec: uint32(parent.Nsec)}))
+	case dir && isDir(low) && e.Xattrs[overlayXattr+"opaque"] != "y":
+		return p.merge(e)
+	}
+	if dir {
+		p.done = e.Path
+	}
+	if low == nil {
+		return p.op(opPut, e.Path, nil, false)
+	}
+	up, err := p.upper.stat(e.Path)
+	if err != nil {
+		return err
+	}
+	if up == nil {
+		return &fs.PathError{Op: "stat", Path: e.Path, Err: unix.ENOENT}
+	}
+	if !dir && !isDir(low) {
+		same, err := p.same(e, up, low)
+		if err != nil || same {
+			return err
+		}
+	}
+	return p.op(opSwap, e.Path, low, up.Mask&unix.STATX_BTIME != 0 && since(low, up.Btime))
+}
+
+// since tells whether something in the original surely came or changed after a
+// given moment, at which the volume had its own in place. Times that somebody
+// set into the future are no evidence.
+func since(low *unix.Statx_t, t unix.StatxTimestamp) bool {
+	after := func(a, b unix.StatxTimestamp) bool {
+		return a.Sec > b.Sec || a.Sec == b.Sec && a.Nsec > b.Nsec
+	}
+	return low.Mask&unix.STATX_BTIME != 0 && after(low.Btime, t) || after(low.Mtime, t) && !after(low.Mtime, low.Ctime)
+}
+
+func (p *planner) op(kind, rel string, low *unix.Statx_t, conflict bool) error {
+	o := op{Kind: kind, Path: []byte(rel), At: []byte("new/" + rel), conflict: conflict}
+	if low != nil {
+		o.OldIno = low.Ino
+		var err error
+		if o.Old, err = p.from.fingerprint(rel); err != nil {
+			return err
+		}
+	}
+	if conflict {
+		p.conflicts = append(p.conflicts, rel)
+	}
+	p.Ops = append(p.Ops, o)
+	return nil
+}
+
+// merge plans for a directory that both sides have.
+func (p *planner) merge(e overlay.Entry) error {
+	d, err := p.from.sub(e.Path)
+	if err != nil {
+		return err
+	}
+	defer d.Close()
+	old, err := attrsOf(d)
+	if err != nil {
+		return err
+	}
+	p.Dirs = append(p.Dirs, dirOp{Path: []byte(e.Path), Old: old, New: attrsOfEntry(e)})
+	return nil
+}
+
+// same tells whether a file that was copied up has not been changed after all.
+func (p *planner) same(e overlay.Entry, up, low *unix.Statx_t) (bool, error) {
+	if up.Nlink != 1 || low.Nlink != 1 || up.Mode != low.Mode || up.Uid != low.Uid || up.Gid != low.Gid || up.Size != low.Size ||
+		up.Mtime.Sec != low.Mtime.Sec || up.Mtime.Nsec != low.Mtime.Nsec || up.Rdev_major != low.Rdev_major || up.Rdev_minor != low.Rdev_minor {
+		return false, nil
+	}
+	d, name, err := p.from.parent(e.Path)
+	if err != nil {
+		return false, err
+	}
+	defer d.Close()
+	raw, err := xattrs(procFD(d)+"/"+name, unix.Llistxattr, unix.Lgetxattr)
+	if err != nil {
+		return false, err
+	}
+	if !maps.EqualFunc(visible(raw), visible(e.Xattrs), func(a, b []byte) bool { return bytes.Equal(a, b) }) {
+		return false, nil
+	}
+	switch e.Type {
+	case overlay.TypeFile:
+		return p.sameContent(d, name, e)
+	case overlay.TypeSymlink:
+		buf := make([]byte, unix.PathMax)
+		n, err := unix.Readlinkat(int(d.Fd()), name, buf)
+		return err == nil && string(buf[:n]) == e.Link, err
+	}
+	return true, nil
+}
+
+func (p *planner) sameContent(d *os.File, name string, e overlay.Entry) (bool, error) {
+	if e.Extents != nil {
+		return false, nil // where the holes are is part of it
+	}
+	low, err := openFile(d, name)
+	if err != nil {
+		return false, err
+	}
+	defer low.Close()
+	if hole, err := low.Seek(0, unix.SEEK_HOLE); err == nil && hole < e.Size {
+		return false, nil
+	}
+	if _, err := low.Seek(0, io.SeekStart); err != nil {
+		return false, err
+	}
+	ud, name, err := p.upper.parent(e.Path)
+	if err != nil {
+		return false, err
+	}
+	defer ud.Close()
+	up, err := openFile(ud, name)
+	if err != nil {
+		return false, err
+	}
+	defer up.Close()
+	a, b := make([]byte, 128<<10), make([]byte, 128<<10)
+	for {
+		n, err := io.ReadFull(low, a)
+		m, e2 := io.ReadFull(up, b)
+		if n != m || !bytes.Equal(a[:n], b[:m]) {
+			return false, nil
+		}
+		end := errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF)
+		if end && (errors.Is(e2, io.EOF) || errors.Is(e2, io.ErrUnexpectedEOF)) {
+			return true, nil
+		}
+		if err != nil || e2 != nil {
+			return false, errors.Join(err, e2)
+		}
+	}
+}
+
+func openFile(d *os.File, name string) (*os.File, error) {
+	fd, err := unix.Openat(int(d.Fd()), name, unix.O_RDONLY|unix.O_NOFOLLOW|unix.O_CLOEXEC|unix.O_NONBLOCK|unix.O_NOATIME, 0)
+	if err != nil {
+		return nil, &fs.PathError{Op: "open", Path: name, Err: err}
+	}
+	return os.NewFile(uintptr(fd), name), nil
+}

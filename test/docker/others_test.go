@@ -1,0 +1,101 @@
+package docker
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// TestOthers is about what belongs to somebody else, or goes wrong for reasons
+// that are not agentbox's. It needs what TestDocker needs.
+func TestOthers(t *testing.T) {
+	h := newHost(t, nil)
+	for _, c := range []struct {
+		name string
+		run  func(*box)
+	}{
+		{"a container of a sandbox's image", committed},
+		{"the daemon is gone when it is to stop one", daemonInStop},
+		{"a paused container has the volume", pausedUser},
+		{"a bind mount of a symlink", linkedSource},
+	} {
+		t.Run(c.name, func(t *testing.T) { c.run(h.box(t)) })
+	}
+}
+
+// `docker commit` gives a sandbox's labels to an image, and that to its
+// containers, which are somebody's own for all that.
+func committed(b *box) {
+	b.ok("run", "-d", "--name", "box", "bt", "sh", "-c", "sleep 1000")
+	b.Docker(b.T, "commit", "box", "taken")
+	defer b.Docker(b.T, "rmi", "taken")
+	theirs := b.Docker(b.T, "run", "-d", "--name", "theirs", "--entrypoint", "sh", "taken", "-c", "echo precious > /file; sleep 1000")
+	defer b.Docker(b.T, "rm", "-f", "theirs")
+	b.ok("recover")
+	b.is("box", "running")
+	b.ok("rm", "-f", "box")
+	b.ok("recover")
+	b.is("theirs", "running")
+	if out := b.ok("checkpoint", "docker://theirs"); out == "" {
+		b.Error("it has no checkpoint")
+	}
+	if list := b.ok("ps", "-q", "--no-trunc"); list != theirs[:32] {
+		b.Errorf("sandboxes: %q, want the adopted one", list)
+	}
+}
+
+// A container that cannot be stopped goes on, with its network.
+func daemonInStop(b *box) {
+	b.counter("cc")
+	b.ok("checkpoint", "--name", "a", "docker://cc")
+	r := b.begin(stopAt("docker.stop.after-isolate"), "restore", "docker://cc", "a").stopped()
+	b.Dockerd.Kill(b.T)
+	b.failed(r.goOn().wait(), "does not answer")
+	b.Dockerd.Start(b.T)
+	b.is("cc", "running")
+	b.counts("cc")
+	if out := b.Docker(b.T, "exec", "cc", "ip", "route"); !strings.Contains(out, "default via") {
+		b.Errorf("its routes are gone: %q", out)
+	}
+	gateway := b.state("cc", "{{.NetworkSettings.Gateway}}")
+	b.Docker(b.T, "exec", "cc", "ping", "-c", "1", "-W", "5", gateway)
+	b.ok("restore", "docker://cc", "a")
+	b.counts("cc")
+}
+
+// A restore puts another directory in the place of a volume's; whoever is
+// paused with it would go on in one that is gone.
+func pausedUser(b *box) {
+	b.Docker(b.T, "volume", "create", "shared")
+	defer func() {
+		b.Docker(b.T, "rm", "-f", "cc", "other")
+		b.Docker(b.T, "volume", "rm", "shared")
+	}()
+	b.counter("cc", "-v", "shared:/data")
+	b.ok("checkpoint", "--with-volumes", "--name", "a", "docker://cc")
+	b.Docker(b.T, "run", "-d", "--name", "other", "-v", "shared:/data", "bt", "sleep", "1000")
+	b.Docker(b.T, "pause", "other")
+	b.fails("in use by other", "restore", "docker://cc", "a")
+	b.is("cc", "running")
+	b.Docker(b.T, "unpause", "other")
+	b.Docker(b.T, "exec", "other", "sh", "-c", "echo kept > /data/file")
+	if out := b.Docker(b.T, "exec", "cc", "cat", "/data/file"); out != "kept" {
+		b.Errorf("the volume has %q", out)
+	}
+}
+
+func linkedSource(b *box) {
+	dir := filepath.Join(b.root, "real")
+	link := filepath.Join(b.root, "link")
+	if err := os.Mkdir(dir, 0o755); err != nil {
+		b.Fatal(err)
+	}
+	if err := os.Symlink(dir, link); err != nil {
+		b.Fatal(err)
+	}
+	b.counter("cc", "-v", link+":/mnt")
+	b.ok("checkpoint", "--name", "a", "docker://cc")
+	b.ok("restore", "docker://cc", "a")
+	b.counts("cc")
+}
