@@ -227,3 +227,41 @@ func cmdline(pid int) string {
 	}
 	return s
 }
+
+// Live is one process of a running container.
+type Live struct {
+	Pid     int    // in the container's pid namespace
+	Cmdline string // words separated by spaces
+}
+
+// Alive lists those of the container that initPid is the first of. What ends
+// meanwhile is left out.
+func Alive(initPid int) ([]Live, error) {
+	pids, err := Members(initPid)
+	if err != nil {
+		return nil, err
+	}
+	var list []Live
+	for _, pid := range pids {
+		if st, err := readStat(pid); err != nil || st.state == 'Z' || st.state == 'X' {
+			continue
+		}
+		data, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+		if err != nil {
+			continue
+		}
+		_, rest, _ := strings.Cut(string(data), "\nNSpid:")
+		line, _, _ := strings.Cut(rest, "\n")
+		fields := strings.Fields(line)
+		depth := nsDepth(initPid)
+		if depth < 1 || len(fields) < depth {
+			continue
+		}
+		inside, err := strconv.Atoi(fields[depth-1])
+		if err != nil {
+			continue
+		}
+		list = append(list, Live{inside, cmdline(pid)})
+	}
+	return list, nil
+}

@@ -60,6 +60,15 @@ type Entry struct {
 	// extents one after the other; for a file without holes that is its
 	// content. Empty when not asked for.
 	Digest string
+	// Pieces is how the data is cut where it is stored, front to back. Nil:
+	// it is one piece, whose digest is Digest. No two entries differ by it.
+	Pieces []Piece
+}
+
+// Piece is a run of a file's data that is stored by itself.
+type Piece struct {
+	Digest string // "blake3:" and 64 hex digits
+	Len    int64  // bytes
 }
 
 // Sparse tells whether a file has holes.
@@ -110,6 +119,7 @@ const (
 	maxXattrs   = 16 << 20 // bytes of all names and values of one entry
 	maxXattr    = 64 << 10 // bytes of one value, the kernel's own bound
 	maxExtents  = 1 << 20  // of one file
+	maxPieces   = 1 << 20  // of one file
 	maxFileSize = 1 << 62
 	maxID       = 1<<32 - 2 // 2^32-1 means "leave as it is" to chown
 	maxMajor    = 1<<12 - 1
@@ -258,10 +268,13 @@ func (e *Entry) check() error {
 			return bad("a %s has no device number", e.Type)
 		}
 	}
-	if e.Type != TypeFile && (e.Size != 0 || e.Extents != nil || e.Digest != "") {
+	if e.Type != TypeFile && (e.Size != 0 || e.Extents != nil || e.Digest != "" || e.Pieces != nil) {
 		return bad("a %s has no content", e.Type)
 	}
 	if err := e.checkExtents(bad); err != nil {
+		return err
+	}
+	if err := e.checkPieces(bad); err != nil {
 		return err
 	}
 	return e.checkXattrs(bad)
@@ -278,8 +291,28 @@ func (e *Entry) checkHardlink(bad func(string, ...any) error) error {
 		return bad("hard link to %q, which does not come before it", clip(e.Hardlink))
 	}
 	if e.Mode != 0 || e.UID != 0 || e.GID != 0 || e.Mtime != (Time{}) || e.Xattrs != nil || e.Link != "" ||
-		e.Major != 0 || e.Minor != 0 || e.Size != 0 || e.Extents != nil || e.Digest != "" {
+		e.Major != 0 || e.Minor != 0 || e.Size != 0 || e.Extents != nil || e.Digest != "" || e.Pieces != nil {
 		return bad("a hard link carries nothing of its own")
+	}
+	return nil
+}
+
+func (e *Entry) checkPieces(bad func(string, ...any) error) error {
+	if e.Pieces == nil {
+		return nil
+	}
+	if len(e.Pieces) < 2 || len(e.Pieces) > maxPieces {
+		return bad("%d pieces, 2 to %d are possible", len(e.Pieces), maxPieces)
+	}
+	left := e.data()
+	for _, p := range e.Pieces {
+		if p.Len <= 0 || p.Len > left || !validDigest(p.Digest) {
+			return bad("piece %q of %d bytes does not fit", clip(p.Digest), p.Len)
+		}
+		left -= p.Len
+	}
+	if left != 0 {
+		return bad("its pieces lack %d bytes", left)
 	}
 	return nil
 }

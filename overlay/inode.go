@@ -66,8 +66,7 @@ func (o *origin) statx(fd int, name string, flags int, st *unix.Statx_t, e *Entr
 	if err != nil {
 		return pathError("stat", e.Path, err)
 	}
-	if st.Dev_major != o.major || st.Dev_minor != o.minor ||
-		(o.mount != 0 && st.Mask&unix.STATX_MNT_ID != 0 && st.Mnt_id != o.mount) {
+	if !o.holds(st) {
 		return fmt.Errorf("%q is a mount point (device %d:%d, the upperdir is on %d:%d): %w",
 			clip(e.Path), st.Dev_major, st.Dev_minor, o.major, o.minor, fault.ErrUnsupported)
 	}
@@ -76,6 +75,12 @@ func (o *origin) statx(fd int, name string, flags int, st *unix.Statx_t, e *Entr
 			clip(e.Path), fault.ErrUnsupported)
 	}
 	return e.fill(st)
+}
+
+// holds tells whether an inode lies on the walk's own mount.
+func (o *origin) holds(st *unix.Statx_t) bool {
+	return st.Dev_major == o.major && st.Dev_minor == o.minor &&
+		(o.mount == 0 || st.Mask&unix.STATX_MNT_ID == 0 || st.Mnt_id == o.mount)
 }
 
 // fill takes over what statx tells of an inode.

@@ -17,7 +17,8 @@ import (
 // base64.
 //
 //	{"path":"a","type":"file","mode":"0644","uid":0,"gid":0,"mtime":[1700000000,1],
-//	 "xattrs":[{"name":"user.x","value":"MQ=="}],"size":8192,"extents":[[0,4096]],"digest":"blake3:..."}
+//	 "xattrs":[{"name":"user.x","value":"MQ=="}],"size":8192,"extents":[[0,4096]],"digest":"blake3:...",
+//	 "pieces":[["blake3:...",4000],["blake3:...",96]]}
 //	{"path":"b","type":"file","hardlink":"a"}
 
 // AppendJSON appends the canonical JSON of e to b, without a newline.
@@ -78,6 +79,20 @@ func (e *Entry) AppendJSON(b []byte) []byte {
 		if e.Digest != "" {
 			b = append(b, `,"digest":`...)
 			b = appendString(b, e.Digest)
+		}
+		if e.Pieces != nil {
+			b = append(b, `,"pieces":[`...)
+			for i, x := range e.Pieces {
+				if i > 0 {
+					b = append(b, ',')
+				}
+				b = append(b, '[')
+				b = appendString(b, x.Digest)
+				b = append(b, ',')
+				b = strconv.AppendInt(b, x.Len, 10)
+				b = append(b, ']')
+			}
+			b = append(b, ']')
 		}
 	}
 	return append(b, '}')
@@ -208,6 +223,18 @@ func (p *lineParser) entry() (e Entry) {
 		}
 		if p.skip(`,"digest":`) {
 			e.Digest = p.str()
+		}
+		if p.skip(`,"pieces":[`) {
+			for more := true; more && !p.bad; more = p.skip(",") {
+				var x Piece
+				p.expect("[")
+				x.Digest = p.str()
+				p.expect(",")
+				x.Len = p.int()
+				p.expect("]")
+				e.Pieces = append(e.Pieces, x)
+			}
+			p.expect("]")
 		}
 	}
 	p.expect("}")
@@ -352,6 +379,9 @@ func (e *Entry) UnmarshalJSON(b []byte) error {
 			got.Extents[i] = Extent{x[0], x[1]}
 		}
 	}
+	for _, x := range w.Pieces {
+		got.Pieces = append(got.Pieces, Piece(x))
+	}
 	if len(w.Xattrs) > 0 {
 		got.Xattrs = make(map[string]string, len(w.Xattrs))
 		for _, x := range w.Xattrs {
@@ -382,6 +412,15 @@ type wireEntry struct {
 	Size        int64       `json:"size"`
 	Extents     [][2]int64  `json:"extents"`
 	Digest      string      `json:"digest"`
+	Pieces      []wirePiece `json:"pieces"`
+}
+
+// wirePiece is a digest and a length, as an array of two.
+type wirePiece Piece
+
+// UnmarshalJSON reads the array.
+func (p *wirePiece) UnmarshalJSON(b []byte) error {
+	return json.Unmarshal(b, &[2]any{&p.Digest, &p.Len})
 }
 
 type wireXattr struct {

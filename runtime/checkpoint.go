@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"path/filepath"
 	"slices"
 	"time"
@@ -39,7 +38,11 @@ func (e *Engine) Checkpoint(ctx context.Context, ref string, opts CheckpointOpti
 	default:
 		return Checkpoint{}, fmt.Errorf("%w: tcp %q: choose %s, %s or %s", ErrInvalid, opts.TCP, TCPEstablished, TCPClose, TCPRefuse)
 	}
-	sb, err := e.acquire(ctx, ref, "checkpoint", lockWait)
+	verb := "checkpoint"
+	if opts.Trigger == TriggerInterval {
+		verb = opInterval
+	}
+	sb, err := e.acquire(ctx, ref, verb, lockWait)
 	if err != nil {
 		return Checkpoint{}, err
 	}
@@ -63,6 +66,12 @@ func (e *Engine) Checkpoint(ctx context.Context, ref string, opts CheckpointOpti
 		return Checkpoint{}, err
 	}
 	row, err := e.take(ctx, k)
+	if errors.Is(err, ErrCorrupt) && k.unlearnt {
+		// Once more, with nothing believed of what was known.
+		if k, err = e.prepare(ctx, sb, c, opts); err == nil {
+			row, err = e.take(ctx, k)
+		}
+	}
 	if err != nil {
 		return Checkpoint{}, err
 	}
@@ -79,7 +88,12 @@ type making struct {
 	opts  CheckpointOptions
 	row   store.Checkpoint
 	parts store.Manifest // what the store does not know itself
-	cut   *criu.Cut      // of one that stops afterwards
+	trees []tree
+	hold  bool      // it stays frozen when the checkpoint is ready
+	cut   *criu.Cut // of one that stops afterwards
+	thawn bool      // it goes on already
+
+	unlearnt bool // what was known of the files was wrong, and is forgotten
 }
 
 // prepare does all that needs no frozen sandbox.
@@ -156,75 +170,120 @@ func (e *Engine) prepare(ctx context.Context, sb *locked, c Container, opts Chec
 		}
 		k.parts.Versions = store.Versions(v)
 	}
+	k.trees = []tree{{Dir: c.Upper}}
+	for i := range k.parts.Volumes {
+		k.trees = append(k.trees, tree{Dir: c.Volumes[i].Path, Number: 1 + i})
+	}
 	k.parts.Status = string(c.Status)
 	k.parts.TCP = opts.TCP
 	k.parts.Warnings = k.row.Warnings
 	return k, nil
 }
 
-// take freezes, captures, commits, and thaws or stops.
+// take makes a checkpoint and stops the sandbox if asked to.
 func (e *Engine) take(ctx context.Context, k *making) (row store.Checkpoint, err error) {
 	in := store.Intent{Op: opCheckpoint, Sandbox: k.sb.ID, Checkpoint: k.row.ID}
+	k.hold = k.opts.Stop
 	err = e.intent(ctx, in, freezing{k.c.Status, k.opts.Stop}, func(int64) (err error) {
-		var undo undo
-		defer func() { undo.run(ctx, &err) }()
-		draft, err := e.store.BeginCheckpoint(ctx, k.row)
-		if err != nil {
+		if row, err = e.record(ctx, k); err != nil {
 			return err
 		}
-		undo.add(func(ctx context.Context) error { return draft.Abort(ctx, err, filepath.Join(workDir, "dump.log")) })
-
-		frozen := time.Now()
-		if k.c.Status == Running {
-			// Added first: a pause that failed half-way must be undone too.
-			undo.add(func(ctx context.Context) error { return e.thaw(ctx, k) })
-			if err := failpoint.Hit("checkpoint.before-freeze"); err != nil {
-				return err
-			}
-			if err := k.sb.host.Pause(ctx, k.sb.ID); err != nil {
-				return err
-			}
-		}
-		if err := failpoint.Hit("checkpoint.after-freeze"); err != nil {
-			return err
-		}
-		if k.opts.Stop && k.row.Kind == KindFull {
-			if k.cut, err = criu.CutOff(k.c.Pid); err != nil {
-				// A kernel without nftables: what a peer sends in the last
-				// instant may be lost with its connection.
-				e.log.Warn("connections are not cut before the dump", "sandbox", k.sb.ID, "err", err)
-			}
-			undo.add(func(context.Context) error { return k.cut.End() })
-		}
-		if err := capture(ctx, k, draft); err != nil {
-			return e.explain(ctx, k, err)
-		}
-		if err := failpoint.Hit("checkpoint.before-commit"); err != nil {
-			return err
-		}
-		if err := e.still(ctx, k); err != nil {
-			return e.explain(ctx, k, err)
-		}
-		row, err = draft.Commit(ctx, k.parts)
-		if err != nil {
-			return err
-		}
-		// From here on the checkpoint exists: what fails below is reported,
-		// but nothing of it is taken back.
-		undo.steps = nil
-		err = e.goOn(context.WithoutCancel(ctx), k, row)
-		row.Frozen = time.Since(frozen)
-		return errors.Join(err, e.store.SetFrozen(context.WithoutCancel(ctx), row.ID, row.Frozen))
+		return e.goOn(context.WithoutCancel(ctx), k, &row)
 	})
 	return row, err
 }
 
-// goOn ends the frozen instant after a commit.
-func (e *Engine) goOn(ctx context.Context, k *making, row store.Checkpoint) error {
-	if err := failpoint.Hit("checkpoint.after-commit"); err != nil {
+// record freezes, captures, thaws unless the sandbox is held, and commits. On
+// error the sandbox goes on as before and there is no checkpoint.
+func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, err error) {
+	var undo undo
+	defer func() { undo.run(ctx, &err) }()
+	draft, err := e.store.BeginCheckpoint(ctx, k.row)
+	if err != nil {
+		return row, err
+	}
+	undo.add(func(ctx context.Context) error { return draft.Abort(ctx, err, filepath.Join(workDir, "dump.log")) })
+	if err := e.approach(ctx, k, draft); err != nil {
+		return row, err
+	}
+	frozen := time.Now()
+	if k.c.Status == Running {
+		// Added first: a pause that failed half-way must be undone too.
+		undo.add(func(ctx context.Context) error { return e.thaw(ctx, k) })
+		if err := failpoint.Hit("checkpoint.before-freeze"); err != nil {
+			return row, err
+		}
+		if err := k.sb.host.Pause(ctx, k.sb.ID); err != nil {
+			return row, err
+		}
+	}
+	if err := failpoint.Hit("checkpoint.after-freeze"); err != nil {
+		return row, err
+	}
+	if k.hold && k.row.Kind == KindFull {
+		if k.cut, err = criu.CutOff(k.c.Pid); err != nil {
+			// A kernel without nftables: what a peer sends in the last
+			// instant may be lost with its connection.
+			e.log.Warn("connections are not cut before the dump", "sandbox", k.sb.ID, "err", err)
+			err = nil
+		}
+		undo.add(func(context.Context) error { return k.cut.End() })
+	}
+	if err := e.capture(ctx, k, draft); err != nil {
+		return row, e.explain(ctx, k, err)
+	}
+	if err := e.still(ctx, k); err != nil {
+		return row, e.explain(ctx, k, err)
+	}
+	if !k.hold {
+		// All of the instant is read: what is left is between us and the disk.
+		// Only what ends with the checkpoint has to wait for its being durable.
+		if err := e.thaw(ctx, k); err != nil {
+			return row, err
+		}
+		if err := failpoint.Hit("checkpoint.after-thaw"); err != nil {
+			return row, err
+		}
+	}
+	stood := time.Since(frozen)
+	if err := e.file(ctx, k, draft); err != nil {
+		return row, err
+	}
+	if err := failpoint.Hit("checkpoint.before-commit"); err != nil {
+		return row, err
+	}
+	row, err = draft.Commit(ctx, k.parts)
+	if errors.Is(err, ErrCorrupt) {
+		// What is known of the files names pieces that the store has lost. The
+		// next checkpoint reads all of them again.
+		err = errors.Join(err, e.unlearn(k))
+		k.unlearnt = true
+	}
+	if err != nil {
+		return row, err
+	}
+	// From here on the checkpoint exists: what fails below is reported, but
+	// nothing of it is taken back.
+	undo.steps = nil
+	ctx = context.WithoutCancel(ctx)
+	e.remember(k)
+	if row.Frozen = stood; k.hold {
+		row.Frozen = time.Since(frozen)
+	}
+	// Whoever called still has a frozen sandbox to bring to its end: an error
+	// here, of what is only told or swept later, must not come in between.
+	if err := errors.Join(failpoint.Hit("checkpoint.after-ready"), draft.Close(), e.store.SetFrozen(ctx, row.ID, row.Frozen)); err != nil {
+		e.log.Warn("how long the sandbox stood is not recorded", "sandbox", k.sb.ID, "checkpoint", row.ID, "err", err)
+	}
+	return row, nil
+}
+
+// goOn ends a checkpoint that was committed.
+func (e *Engine) goOn(ctx context.Context, k *making, row *store.Checkpoint) error {
+	err := failpoint.Hit("checkpoint.after-commit")
+	if err != nil {
 		return errors.Join(err, k.cut.End(), e.thaw(ctx, k))
 	}
-	var err error
 	if k.opts.Stop {
 		// Then it is the engine's namespace again, if it is there at all.
 		err = errors.Join(k.sb.host.Stop(ctx, k.sb.ID, StopOptions{Silent: true}), k.cut.End())
@@ -232,11 +291,6 @@ func (e *Engine) goOn(ctx context.Context, k *making, row store.Checkpoint) erro
 			// Its engine failed us; nothing is left frozen for that.
 			err = hint(errors.Join(err, e.thaw(ctx, k)), fmt.Sprintf("Checkpoint %s is ready; stop the sandbox with: agentbox stop %s", short(row.ID), k.sb.Name))
 		}
-	} else {
-		err = e.thaw(ctx, k)
-	}
-	if err == nil {
-		err = failpoint.Hit("checkpoint.after-thaw")
 	}
 	return errors.Join(err, e.store.SetHead(ctx, k.sb.ID, row.ID, k.sb.Attempt))
 }
@@ -273,11 +327,12 @@ func (e *Engine) still(ctx context.Context, k *making) error {
 
 // thaw puts a frozen container back to how Inspect found it.
 func (e *Engine) thaw(ctx context.Context, k *making) error {
-	if k.c.Status != Running {
+	if k.c.Status != Running || k.thawn {
 		return nil
 	}
 	err := k.sb.host.Unpause(ctx, k.sb.ID)
 	if err == nil {
+		k.thawn = true
 		return nil
 	}
 	// One that ended meanwhile, or that somebody removed, needs no thawing.
@@ -306,26 +361,20 @@ const workDir = "work"
 
 // capture reads processes and files side by side: both only read, and the
 // sandbox stands still.
-func capture(ctx context.Context, k *making, draft *store.Draft) error {
+func (e *Engine) capture(ctx context.Context, k *making, draft *store.Draft) error {
 	if err := k.takeManaged(); err != nil {
 		return err
 	}
 	if k.row.Kind == KindFiles {
-		n, err := captureFiles(ctx, k.c.Upper, draft, overlay.CaptureOptions{})
-		k.parts.Files.Entries = n
-		return errors.Join(err, captureVolumes(ctx, k, draft))
+		return e.collect(ctx, k, draft, overlay.CollectOptions{})
 	}
 	print, err := newFootprint(k.c.Pid, k.c.Upper)
 	if err != nil {
 		return err
 	}
 	var group errgroup.Group // no shared context: a dump that began must end
-	group.Go(func() (err error) {
-		opts := overlay.CaptureOptions{Skip: print.skip, Known: print.known}
-		if k.parts.Files.Entries, err = captureFiles(ctx, k.c.Upper, draft, opts); err != nil {
-			return err
-		}
-		return captureVolumes(ctx, k, draft)
+	group.Go(func() error {
+		return e.collect(ctx, k, draft, overlay.CollectOptions{Skip: print.skip, Fixed: print.known})
 	})
 	group.Go(func() (err error) {
 		k.parts.Processes, err = dump(ctx, k, draft)
@@ -340,40 +389,8 @@ func capture(ctx context.Context, k *making, draft *store.Draft) error {
 	return ctx.Err()
 }
 
-// captureFiles writes the upperdir's archive and the list of its entries.
-func captureFiles(ctx context.Context, upper string, draft *store.Draft, opts overlay.CaptureOptions) (n int64, err error) {
-	files, err := draft.FilesWriter()
-	if err != nil {
-		return 0, err
-	}
-	list, err := draft.TreeWriter()
-	if err != nil {
-		return 0, errors.Join(err, files.Close())
-	}
-	if n, err = captureTree(ctx, upper, files, list, opts); err != nil {
-		return 0, fmt.Errorf("capture files: %w", err)
-	}
-	return n, failpoint.Hit("checkpoint.after-capture")
-}
-
-// captureTree writes a directory's archive and the list of its entries, and
-// closes both.
-func captureTree(ctx context.Context, dir string, files, list io.WriteCloser, opts overlay.CaptureOptions) (n int64, err error) {
-	defer func() { err = errors.Join(err, files.Close(), list.Close()) }()
-	tree := overlay.NewTreeWriter(list)
-	opts.Entry = tree.Write
-	sum, err := overlay.Capture(ctx, dir, files, opts)
-	if err == nil {
-		err = tree.Close()
-	}
-	return sum.Entries, err
-}
-
 // dump has CRIU write the processes' images.
 func dump(ctx context.Context, k *making, draft *store.Draft) (*store.Processes, error) {
-	if err := draft.WatchImages(); err != nil {
-		return nil, err
-	}
 	opts := criu.DumpOptions{
 		ImageDir: draft.CRIUDir(), WorkDir: filepath.Join(draft.Dir(), workDir), LeaveRunning: true,
 		Options: criu.Options{TCP: k.opts.TCP, EmptyNetwork: k.c.EmptyNetwork}, Hold: k.sb.lock.File(),
@@ -415,9 +432,12 @@ func (e *Engine) Checkpoints(ctx context.Context, filter CheckpointFilter) (_ []
 	if err != nil {
 		return nil, err
 	}
-	list := make([]Checkpoint, len(rows))
-	for i, row := range rows {
-		list[i] = checkpointView(row)
+	list := make([]Checkpoint, 0, len(rows))
+	for _, row := range rows {
+		// Nobody asked for those that restores make; who means one says so.
+		if row.Trigger != TriggerUndo || filter.All || filter.Trigger == TriggerUndo {
+			list = append(list, checkpointView(row))
+		}
 	}
 	return list, nil
 }
@@ -438,10 +458,11 @@ func (e *Engine) RemoveCheckpoint(ctx context.Context, ref string) (err error) {
 	if err != nil {
 		return err
 	}
-	lock, err := e.store.Lock(ctx, row.SandboxID, "checkpoint rm", lockWait)
+	lock, err := e.lock(ctx, row.SandboxID, "checkpoint rm", lockWait)
 	if err != nil {
 		return err
 	}
+	defer e.tidy(ctx)
 	defer lock.Unlock()
 	return e.store.RemoveCheckpoint(ctx, row.ID)
 }
@@ -465,5 +486,6 @@ func checkpointView(row store.Checkpoint) Checkpoint {
 		Status: row.Status, Error: row.Error, Parent: row.Parent, Trigger: row.Trigger, Created: row.Created,
 		Files: row.Files, Processes: row.Processes, Bytes: row.Bytes, Digest: row.Digest,
 		ImageDigest: row.ImageDigest, Labels: labels, Frozen: row.Frozen, Warnings: row.Warnings,
+		Added: row.Added, Unchanged: row.Unchanged, Pinned: row.Pinned, Tags: row.Tags, Damaged: row.Damaged,
 	}
 }

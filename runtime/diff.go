@@ -35,6 +35,10 @@ type DiffRequest struct {
 	Paranoid  bool // read every file again; see overlay.DiffOptions
 	NoRenames bool // a renamed file is one deleted and one added
 	Limit     int  // list at most so many; 0: 1,000,000
+
+	// Patch fills in Change.Patch: what changed in the text of files, as
+	// `diff -u` has it. Files over 1 MiB or with a NUL are "Binary files differ".
+	Patch bool
 }
 
 // Kinds of DiffState.
@@ -77,6 +81,8 @@ type Change struct {
 	What []string   `json:"what,omitempty"`
 	Old  *FileState `json:"old,omitempty"`
 	New  *FileState `json:"new,omitempty"`
+
+	Patch string `json:"patch,omitempty"` // see DiffRequest.Patch
 }
 
 // FileState is one path of one state.
@@ -173,6 +179,19 @@ func (e *Engine) Diff(ctx context.Context, req DiffRequest) (_ Diff, err error) 
 			out.Changes, out.Truncated = out.Changes[:limit], true
 		}
 	}
+	if req.Patch {
+		from, err := d.contents(ctx, out.Changes, sides, lower)
+		if err != nil {
+			return out, err
+		}
+		n, err := fillPatches(ctx, out.Changes, func(c Change, newer bool) (io.ReadCloser, error) { return from.open(ctx, c, newer) })
+		if err != nil {
+			return out, err
+		}
+		if n < len(out.Changes) {
+			out.Changes, out.Truncated = out.Changes[:n], true
+		}
+	}
 	return out, nil
 }
 
@@ -225,7 +244,7 @@ func (d *differ) side(ctx context.Context, i int, ref string, state *DiffState) 
 	d.readers = append(d.readers, r)
 	*state = DiffState{Kind: DiffOfCheckpoint, Checkpoint: row.ID, Name: row.Name, Created: row.Created}
 	d.managed[i] = r.Manifest().Managed
-	side := overlay.Side{Tree: func() (io.ReadCloser, error) { return r.Tree(ctx) }}
+	side := overlay.Side{Tree: func() (io.ReadCloser, error) { return r.Tree(ctx, 0) }}
 	if row.SandboxID == d.sb.ID {
 		// Of another sandbox's file its age says nothing.
 		side.Taken = row.Created

@@ -11,6 +11,7 @@
 package runtime
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -35,6 +36,10 @@ const lockWait = 500 * time.Millisecond
 // reapWait is how long a verb waits for the clean-up after an exit.
 const reapWait = 5 * time.Minute
 
+// autoWait is how long a verb waits for a checkpoint that nobody has asked for
+// just now.
+const autoWait = time.Minute
+
 // opReap is the verb of that clean-up.
 const opReap = "reap"
 
@@ -47,11 +52,13 @@ const execTries = 10
 
 // Engine is the embedded Service: it works on this host, without a daemon.
 type Engine struct {
-	run   string // transient state, e.g. /run/agentbox
-	store *store.Store
-	first string // the backend of new sandboxes
-	make  func(name string) (Host, error)
-	log   *slog.Logger
+	run    string // transient state, e.g. /run/agentbox
+	store  *store.Store
+	first  string // the backend of new sandboxes
+	make   func(name string) (Host, error)
+	log    *slog.Logger
+	auto   func(id string) error // see Options.Auto
+	tidyAt int64
 
 	mu    sync.Mutex
 	hosts map[string]Host // those in use
@@ -68,6 +75,15 @@ type Options struct {
 	Backend string                          // the one of new sandboxes, and of names that are no sandbox's
 	Open    func(name string) (Host, error) // called once for each backend, when it is first needed
 	Log     *slog.Logger                    // nil: slog.Default
+
+	// TidyAt is how many bytes of removed checkpoints are waited for before the
+	// space of all that nothing needs is freed without being asked; 0: 256 MiB.
+	TidyAt int64
+
+	// Auto starts the process that takes checkpoints of a sandbox at
+	// intervals (Spec.CheckpointEvery) and outlives the caller. One that is
+	// there already is enough. Nil: there are none.
+	Auto func(id string) error
 }
 
 // New returns an Engine over its parts.
@@ -76,7 +92,7 @@ func New(opts Options) *Engine {
 	if log == nil {
 		log = slog.Default()
 	}
-	return &Engine{run: opts.Run, store: opts.Store, first: opts.Backend, make: opts.Open, log: log, hosts: map[string]Host{}}
+	return &Engine{run: opts.Run, store: opts.Store, first: opts.Backend, make: opts.Open, log: log, auto: opts.Auto, tidyAt: cmp.Or(opts.TidyAt, 256<<20), hosts: map[string]Host{}}
 }
 
 // host returns a backend by its name.
@@ -215,12 +231,7 @@ func (e *Engine) acquire(ctx context.Context, ref, verb string, wait time.Durati
 	if err != nil {
 		return nil, err
 	}
-	lock, err := e.store.Lock(ctx, sb.ID, verb, wait)
-	if errors.Is(err, ErrBusy) && e.store.Holder(sb.ID) == opReap {
-		// Nobody's verb, but the end of the last run: unmounting can take as
-		// long as the disk takes for what was written.
-		lock, err = e.store.Lock(ctx, sb.ID, verb, reapWait)
-	}
+	lock, err := e.lock(ctx, sb.ID, verb, wait)
 	if err != nil {
 		return nil, err
 	}
@@ -230,6 +241,21 @@ func (e *Engine) acquire(ctx context.Context, ref, verb string, wait time.Durati
 		return nil, err
 	}
 	return &locked{sb, host, lock}, nil
+}
+
+// lock takes the lock of a sandbox for a verb. What nobody has asked for just
+// now it waits for longer than for another verb.
+func (e *Engine) lock(ctx context.Context, id, verb string, wait time.Duration) (*store.Lock, error) {
+	lock, err := e.store.Lock(ctx, id, verb, wait)
+	if errors.Is(err, ErrBusy) && e.store.Holder(id) == opReap {
+		// The end of the last run: unmounting can take as long as the disk takes
+		// for what was written.
+		lock, err = e.store.Lock(ctx, id, verb, reapWait)
+	}
+	if errors.Is(err, ErrBusy) && verb != opInterval && e.store.Holder(id) == opInterval {
+		lock, err = e.store.Lock(ctx, id, verb, autoWait)
+	}
+	return lock, err
 }
 
 // errUnfinished keeps an intent in the journal: what is left of the verb is for

@@ -4,6 +4,8 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"fmt"
+	"strings"
 
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -66,11 +68,28 @@ func (e *Engine) History(ctx context.Context, ref string, opts HistoryOptions) (
 	return list, nil
 }
 
+// certain refuses what is the beginning of one sandbox's id and the name of
+// another one that was removed and can be restored.
+func (e *Engine) certain(ctx context.Context, ref string, sb store.Sandbox) error {
+	if sb.ID == "" || ref == sb.ID || ref == sb.Name || strings.Contains(ref, "://") {
+		return nil
+	}
+	row, err := e.store.NewestOfName(ctx, ref)
+	if errors.Is(err, ErrNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	return hint(fmt.Errorf("%w: %q begins the id of sandbox %s and is the name of a removed one", ErrInvalid, ref, sb.Name),
+		fmt.Sprintf("Name the one that is there %s, the removed one %s.", sb.Name, row.SandboxID))
+}
+
 // owner finds a sandbox by the name that a user gives, also one that was
 // removed and has left checkpoints.
 func (e *Engine) owner(ctx context.Context, ref string) (sb store.Sandbox, gone bool, err error) {
 	if sb, err = e.find(ctx, ref); !errors.Is(err, ErrNotFound) {
-		return sb, false, err
+		return sb, false, errors.Join(err, e.certain(ctx, ref, sb))
 	}
 	row, err2 := e.newestOfGone(ctx, ref)
 	if err2 != nil {

@@ -152,6 +152,9 @@ func complete(req CreateRequest, img images.Image, backend string) (Spec, error)
 			return s, err
 		}
 	}
+	if err := checkEvery(s.CheckpointEvery); err != nil {
+		return s, err
+	}
 	r := s.Resources
 	if r.Memory < 0 || r.CPUs < 0 || r.Pids < 0 {
 		return s, fmt.Errorf("%w: a limit is negative", ErrInvalid)
@@ -253,6 +256,7 @@ func (e *Engine) Start(ctx context.Context, ref string, streams *Streams) (wait 
 		return nil, err
 	}
 	e.log.Info("started", "sandbox", sb.ID)
+	e.every(s)
 	return wait, nil
 }
 
@@ -312,6 +316,9 @@ func (e *Engine) Exec(ctx context.Context, ref string, p Process, streams Stream
 	}
 	sb, err := e.running(ctx, ref, "exec")
 	if err != nil {
+		return 0, fail("exec", ref, err)
+	}
+	if err := e.beforeExec(ctx, sb.Sandbox, p); err != nil {
 		return 0, fail("exec", ref, err)
 	}
 	exit, err := sb.host.Exec(ctx, sb.ID, p, streams)
@@ -429,6 +436,7 @@ func (e *Engine) Remove(ctx context.Context, ref string, opts RemoveOptions) (er
 	if err != nil {
 		return err
 	}
+	defer e.tidy(ctx)
 	defer sb.lock.Unlock()
 	if opts.AtExit && sb.Kept {
 		e.release(sb.ID)
@@ -483,19 +491,21 @@ func (e *Engine) finishRemove(ctx context.Context, host Host, id string, checkpo
 	if err := failpoint.Hit("remove.after-backend"); err != nil {
 		return err
 	}
-	if checkpoints {
-		list, err := e.store.Checkpoints(ctx, store.Filter{SandboxID: id, All: true})
-		if err != nil {
+	list, err := e.store.Checkpoints(ctx, store.Filter{SandboxID: id, All: true})
+	if err != nil {
+		return err
+	}
+	for _, ck := range list {
+		// Those that restores have made by themselves go with the sandbox.
+		if !checkpoints && (ck.Trigger != TriggerUndo || ck.Pinned || ck.Name != "" || len(ck.Tags) > 0) {
+			continue
+		}
+		if err := e.store.RemoveCheckpoint(ctx, ck.ID); err != nil {
 			return err
 		}
-		for _, ck := range list {
-			if err := e.store.RemoveCheckpoint(ctx, ck.ID); err != nil {
-				return err
-			}
-		}
-		if err := failpoint.Hit("remove.after-checkpoints"); err != nil {
-			return err
-		}
+	}
+	if err := failpoint.Hit("remove.after-checkpoints"); err != nil {
+		return err
 	}
 	if err := e.store.DeleteSandbox(ctx, id); err != nil {
 		return err

@@ -1,6 +1,7 @@
 package runtime
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -13,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/policy"
 )
 
@@ -69,16 +71,14 @@ func (r *restoration) checkTools() error {
 // checkMounted proves that bind mounts can be made over the files that are laid
 // out, and that what the processes of the checkpoint have open in them is as
 // CRIU will want it: nobody puts that back.
-func (r *restoration) checkMounted() error {
-	for _, m := range r.spec.Mounts {
-		if err := r.checkTarget(m); err != nil {
-			return err
-		}
+func (r *restoration) checkMounted(ctx context.Context) error {
+	if err := r.checkTargets(ctx); err != nil {
+		return err
 	}
 	if !r.full() {
 		return nil
 	}
-	files, err := criu.OpenFiles(r.reader.CRIUDir())
+	files, err := criu.OpenFiles(r.images)
 	if err != nil {
 		return err
 	}
@@ -106,31 +106,63 @@ func (r *restoration) checkMounted() error {
 	return nil
 }
 
-// checkTarget proves that a bind's source has not turned from a directory into
+// checkTargets proves that no bind's source has turned from a directory into
 // something else, or the other way round, since its mount point was made.
-func (r *restoration) checkTarget(m Mount) error {
-	if _, _, in := r.bound(path.Dir(path.Clean(m.Target))); m.Type != "bind" || in != "" {
-		return nil // no bind, or its mount point is in another mount
+func (r *restoration) checkTargets(ctx context.Context) error {
+	targets := map[string]Mount{}
+	for _, m := range r.spec.Mounts {
+		if _, _, in := r.bound(path.Dir(path.Clean(m.Target))); m.Type == "bind" && in == "" {
+			targets[inTree(path.Clean(m.Target))] = m // else its mount point is in another mount
+		}
 	}
+	if len(targets) == 0 {
+		return nil
+	}
+	for e, err := range wanted(ctx, r.reader, tree{}, nil) {
+		if err != nil {
+			return err
+		}
+		m, is := targets[e.Path]
+		if !is {
+			continue
+		}
+		delete(targets, e.Path)
+		if e.Type == overlay.TypeDir || e.Type == overlay.TypeFile {
+			if err := checkTarget(m, e.Type == overlay.TypeDir); err != nil {
+				return err
+			}
+		}
+	}
+	for _, m := range targets {
+		for _, layer := range r.c.Lower {
+			jail, err := policy.Open(layer)
+			if err != nil {
+				return err
+			}
+			info, err := jail.Stat(m.Target)
+			_ = jail.Close()
+			if err != nil {
+				continue
+			}
+			if info.IsDir() || info.Mode().IsRegular() {
+				if err := checkTarget(m, info.IsDir()); err != nil {
+					return err
+				}
+			}
+			break
+		}
+	}
+	return nil
+}
+
+func checkTarget(m Mount, dir bool) error {
 	source, err := os.Stat(m.Source)
 	if err != nil {
 		return err
 	}
-	for _, layer := range append([]string{r.data.Trees[0].Staged}, r.c.Lower...) {
-		jail, err := policy.Open(layer)
-		if err != nil {
-			return err
-		}
-		info, err := jail.Stat(m.Target)
-		_ = jail.Close()
-		if err != nil {
-			continue
-		}
-		if (info.IsDir() || info.Mode().IsRegular()) && info.IsDir() != source.IsDir() {
-			return hint(fmt.Errorf("%w: bind source %s cannot be mounted at %s: one of them is a directory, the other is not", ErrState, m.Source, m.Target),
-				"Put back what was there when the sandbox was made.")
-		}
-		break
+	if dir != source.IsDir() {
+		return hint(fmt.Errorf("%w: bind source %s cannot be mounted at %s: one of them is a directory, the other is not", ErrState, m.Source, m.Target),
+			"Put back what was there when the sandbox was made.")
 	}
 	return nil
 }
@@ -154,12 +186,12 @@ func (r *restoration) bound(name string) (source, rest, kind string) {
 	return source, rest, kind
 }
 
-// volume is where the files of a volume are as restored processes will find
-// them: laid out beside it, when the checkpoint has it.
+// volume is where the files of a volume are that stays as it is; empty: the
+// checkpoint has it.
 func (r *restoration) volume(name string) string {
-	for _, t := range r.data.Trees {
-		if t.Volume > 0 && r.reader.Manifest().Volumes[t.Volume-1].Name == name {
-			return t.Staged
+	for _, v := range r.reader.Manifest().Volumes {
+		if v.Name == name {
+			return ""
 		}
 	}
 	for _, v := range r.c.Volumes {

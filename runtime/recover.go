@@ -201,7 +201,7 @@ func (e *Engine) finishCheckpoint(ctx context.Context, in store.Intent, host Hos
 	if ready && data.Stop {
 		return did, host.Stop(ctx, in.Sandbox, StopOptions{Silent: true})
 	}
-	c, err := host.Inspect(ctx, in.Sandbox)
+	c, err := e.settled(ctx, host, in.Sandbox)
 	if errors.Is(err, ErrNotFound) {
 		return did, nil
 	}
@@ -219,6 +219,18 @@ func (e *Engine) finishCheckpoint(ctx context.Context, in store.Intent, host Hos
 	return did, nil
 }
 
+// settled inspects a container that a killed verb may have been about to pause.
+func (e *Engine) settled(ctx context.Context, host Host, id string) (Container, error) {
+	c, err := host.Inspect(ctx, id)
+	if err != nil || c.Status != Running || c.Runtime.ID == "" {
+		return c, err
+	}
+	if err := c.Runtime.Settle(ctx); err != nil {
+		return c, err
+	}
+	return host.Inspect(ctx, id)
+}
+
 // finishRestore takes back a restore that had not touched the sandbox yet and
 // finishes all others. A new upperdir that is not as the checkpoint has it, be
 // it that it was in use already or that a power cut took what had not reached
@@ -228,7 +240,7 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 	if err != nil {
 		return "", err
 	}
-	c, err := host.Inspect(ctx, in.Sandbox)
+	c, err := e.settled(ctx, host, in.Sandbox)
 	if err != nil && !errors.Is(err, ErrNotFound) {
 		return "", err
 	}
@@ -242,7 +254,11 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 			return "", err
 		}
 	}
-	if data.Phase != phaseSwap {
+	if data.Fork {
+		// Its origin is untouched, and nobody has been told of it yet.
+		return fmt.Sprintf("took back the half-made fork %s", short(in.Sandbox)), e.finishRemove(ctx, host, in.Sandbox, false)
+	}
+	if data.Phase == phasePrepare {
 		did := fmt.Sprintf("took back the half-done restore of sandbox %s", short(in.Sandbox))
 		if data.Recreated {
 			return did, e.finishRemove(ctx, host, in.Sandbox, false)
@@ -250,7 +266,7 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 		if len(data.Trees) == 0 {
 			return "", nil
 		}
-		return did, data.discard()
+		return did, e.takeBack(ctx, in.Sandbox, host, c, data)
 	}
 	did := fmt.Sprintf("finished the restore of sandbox %s to checkpoint %s", short(in.Sandbox), short(in.Checkpoint))
 	err = e.finishSwap(ctx, in, host, lock, data)
@@ -263,13 +279,35 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 		// again whenever it was started.
 		e.log.Error("restore not finished", "sandbox", in.Sandbox, "checkpoint", in.Checkpoint, "err", err)
 		did = fmt.Sprintf("could not finish the restore of sandbox %s to checkpoint %s: %v", short(in.Sandbox), short(in.Checkpoint), err)
-		return did, errors.Join(data.discard(), e.store.Keep(ctx, in.Sandbox, true))
+		r := restoration{data: data, images: e.store.StagedImages(in.Sandbox)}
+		return did, errors.Join(r.discard(), e.store.Keep(ctx, in.Sandbox, true))
 	}
 	return did, nil
 }
 
+// takeBack undoes a restore that had not touched the sandbox but for freezing it.
+func (e *Engine) takeBack(ctx context.Context, id string, host Host, c Container, data restoring) error {
+	ready, err := e.store.Settle(ctx, data.Undo)
+	if err == nil && ready {
+		err = e.store.RemoveCheckpoint(ctx, data.Undo)
+	}
+	r := restoration{data: data, images: e.store.StagedImages(id)}
+	if err := errors.Join(err, r.discard()); err != nil {
+		return err
+	}
+	if c.Pid != 0 {
+		if err := criu.Reconnect(c.Pid); err != nil {
+			return err
+		}
+	}
+	if data.Was == Running && c.Status == Paused {
+		return host.Unpause(ctx, id)
+	}
+	return nil
+}
+
 // finishSwap goes on with a restore from where it was killed.
-func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, lock *store.Lock, data restoring) error {
+func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, lock *store.Lock, data restoring) (err error) {
 	sb, err := e.store.Sandbox(ctx, in.Sandbox)
 	if err != nil {
 		return err
@@ -285,21 +323,45 @@ func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, loc
 		return err
 	}
 	defer r.reader.Close()
-	if data.swapped() && (r.c.Status == Running || r.c.Status == Paused) {
-		return errors.Join(forgetManaged(r.c.Managed), e.restored(ctx, sb.ID, r.row.ID, data))
+	if data.Phase == phaseProven && (r.c.Status == Running || r.c.Status == Paused) {
+		return errors.Join(forgetManaged(r.c.Managed), e.restored(ctx, r))
 	}
+	if row, err := e.store.Checkpoint(ctx, data.Undo); err == nil && row.Status == store.Ready {
+		r.undone = row.ID
+	}
+	if err := errors.Join(e.findLost(ctx, r), e.layOutImages(ctx, r)); err != nil {
+		return err
+	}
+	gone := time.Now()
+	started := false
+	var undo undo
+	defer func() {
+		if err != nil && started {
+			if e2 := e.halt(ctx, r); e2 != nil {
+				err = fmt.Errorf("%w; and it cannot be stopped: %w (%w)", err, e2, errUnfinished)
+				return
+			}
+		}
+		undo.run(ctx, &err)
+	}()
+	if err := stage.Hold(r.c.Stage.Run, r.c.Stage.ID); err != nil {
+		return err
+	}
+	undo.add(func(context.Context) error { return stage.Clear(r.c.Stage.Run, r.c.Stage.ID) })
 	if err := host.Stop(ctx, sb.ID, StopOptions{Silent: true}); err != nil {
 		return err
 	}
-	if err := r.prove(ctx); err != nil {
-		if err := e.layOut(ctx, r); err != nil {
-			return err
+	undo.add(func(ctx context.Context) error { return e.putBack(ctx, r) })
+	for i := range r.data.Trees {
+		t, lost := &r.data.Trees[i], r.lost
+		if t.Number > 0 {
+			lost = nil
 		}
-		if err := e.commitTo(ctx, in.Seq, r); err != nil {
+		if err := e.equalize(ctx, sb.ID, t, r.reader, lost); err != nil {
 			return err
 		}
 	}
-	return e.swap(ctx, r)
+	return e.bringUp(ctx, in.Seq, r, &undo, &started, gone)
 }
 
 // Recover does what RecoverInterrupted does, and then compares what the

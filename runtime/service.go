@@ -57,6 +57,8 @@ type Service interface {
 	Images(ctx context.Context) ([]Image, error)
 	RemoveImage(ctx context.Context, name string) error
 
+	CheckpointService
+
 	// Recover rolls interrupted verbs forward or back and frees what has no owner.
 	Recover(ctx context.Context) (Recovery, error)
 	Close() error
@@ -114,11 +116,16 @@ type Checkpoint struct {
 	Created     time.Time         `json:"created"`
 	Files       int64             `json:"files"`     // entries in the upperdir
 	Processes   int               `json:"processes"` // 0 for files-only
-	Bytes       int64             `json:"bytes"`     // at rest
+	Bytes       int64             `json:"bytes"`     // at rest, of all that it needs
 	Digest      string            `json:"digest"`    // of the manifest
 	ImageDigest string            `json:"image_digest"`
 	Labels      map[string]string `json:"labels"`
 	Frozen      time.Duration     `json:"frozen_ns"` // how long the sandbox stood still
+	Added       int64             `json:"added"`     // bytes that it brought to the store
+	Unchanged   bool              `json:"unchanged"` // it brought none
+	Pinned      bool              `json:"pinned"`
+	Tags        []string          `json:"tags,omitempty"`
+	Damaged     string            `json:"damaged,omitempty"` // what the last Verify found; restored only with Salvage
 	Warnings    []string          `json:"warnings,omitempty"`
 }
 
@@ -142,14 +149,21 @@ type CheckpointOptions struct {
 	Trigger     string // default "manual"
 	TCP         string // default TCPEstablished
 	Timeout     time.Duration
+	Paranoid    bool // read every file again, not only those that changed by their inode
 }
 
 // RestoreOptions modify Restore.
 type RestoreOptions struct {
-	Checkpoint string // empty: the newest ready one
+	Checkpoint string // empty: the newest ready one that is no undo checkpoint
 	FilesOnly  bool   // leave the processes of a full checkpoint out
-	Verify     bool   // prove the upperdir against the manifest before it runs again
+	Verify     bool   // read every file again and prove it against the manifest before it runs again
+	Undo       bool   // to the state that the last restore replaced
+	NoUndo     bool   // keep no undo checkpoint of the present state
+	Salvage    bool   // restore what is intact of a damaged checkpoint
 }
+
+// TriggerUndo is the trigger of the checkpoints that Restore takes by itself.
+const TriggerUndo = "undo"
 
 // Restored reports a restore.
 type Restored struct {
@@ -157,14 +171,18 @@ type Restored struct {
 	Checkpoint Checkpoint    `json:"checkpoint"`
 	Recreated  bool          `json:"recreated"`
 	Verified   bool          `json:"verified"`
-	Down       time.Duration `json:"down_ns"` // from the old processes' end to the new ones' first step
+	Undo       string        `json:"undo,omitempty"` // id of the checkpoint of what was replaced
+	Changed    int           `json:"changed"`        // paths of the upperdir that were touched
+	Lost       []string      `json:"lost,omitempty"` // what Salvage could not restore
+	Down       time.Duration `json:"down_ns"`        // from the old processes' end to the new ones' first step
 	Warnings   []string      `json:"warnings,omitempty"`
 }
 
-// CheckpointFilter selects checkpoints; the zero value selects all ready ones.
+// CheckpointFilter selects checkpoints; the zero value selects all ready ones
+// but those that restores have made (TriggerUndo).
 type CheckpointFilter struct {
 	Sandbox string
-	All     bool // pending and failed ones too
+	All     bool // pending, failed and undo ones too
 	Labels  map[string]string
 	Trigger string
 }

@@ -29,6 +29,10 @@ type Spec struct {
 	Resources   Resources         `json:"resources"`
 	Labels      map[string]string `json:"labels,omitempty"`
 
+	// CheckpointEvery asks for checkpoints without being told to: "exec",
+	// before each Exec, or a time.Duration such as "5m0s".
+	CheckpointEvery string `json:"checkpoint_every,omitempty"`
+
 	// Adopted: somebody else made the container, through its engine; see
 	// Backend.Adopt. It is checkpointed and restored, but never made again.
 	Adopted bool   `json:"adopted,omitempty"`

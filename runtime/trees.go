@@ -5,131 +5,311 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"iter"
 	"os"
+	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 
 	"golang.org/x/sync/errgroup"
-	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// tree is one directory that a restore replaces: the upperdir, or the data of
-// a volume that the checkpoint took along.
+// tree is one directory that checkpoints have: the upperdir, or the data of a
+// volume that was taken along.
 type tree struct {
 	Dir    string `json:"dir"`
-	Staged string `json:"staged"` // its replacement, beside it
-	Inode  uint64 `json:"inode"`  // of the replacement: tells which of the two is which
-	Volume int    `json:"volume"` // place in the manifest's list, from 1; 0: the upperdir
+	Number int    `json:"number"` // in a checkpoint; 0: the upperdir, 1+i: Manifest.Volumes[i]
+
+	seen string // where the last collection of it is
 }
 
-// newTree plans to replace a directory.
-func newTree(dir string, volume int) tree {
-	return tree{Dir: dir, Staged: dir + ".new", Volume: volume}
-}
-
-// exchanged tells whether the replacement is in its place.
-func (t tree) exchanged() bool {
-	var st unix.Stat_t
-	return unix.Lstat(t.Dir, &st) == nil && st.Ino == t.Inode
-}
-
-// replacement is where the replacement lies now.
-func (t tree) replacement() string {
-	if t.exchanged() {
-		return t.Dir
-	}
-	return t.Staged
-}
-
-// mark remembers the replacement's inode.
-func (t *tree) mark() error {
-	var st unix.Stat_t
-	if err := unix.Lstat(t.Staged, &st); err != nil {
-		return fmt.Errorf("%s: %w", t.Staged, err)
-	}
-	t.Inode = st.Ino
-	return nil
-}
-
-// layOut builds the replacement from the checkpoint, proving every entry.
-func (t tree) layOut(ctx context.Context, r *store.Reader) error {
-	if err := discard(t.Staged); err != nil {
-		return err
-	}
-	if err := os.Mkdir(t.Staged, 0o700); err != nil {
-		return err
-	}
-	return extract(ctx, t.content(r), t.Staged)
-}
-
-// prove compares the replacement, wherever it lies, with the checkpoint.
-func (t tree) prove(ctx context.Context, r *store.Reader) error {
-	list, err := t.content(r).Tree(ctx)
-	if err != nil {
-		return err
-	}
-	defer list.Close()
-	return equal(overlay.Verify(ctx, t.replacement(), list, overlay.CompareOptions{Limit: 1}))
-}
-
-// content is what a checkpoint has of one tree.
-type content interface {
-	Files(ctx context.Context) (io.ReadCloser, error)
-	Tree(ctx context.Context) (io.ReadCloser, error)
-}
-
-func (t tree) content(r *store.Reader) content {
-	if t.Volume == 0 {
-		return r
-	}
-	return volumeContent{r, t.Volume - 1}
-}
-
-type volumeContent struct {
-	*store.Reader
-	i int
-}
-
-func (v volumeContent) Files(ctx context.Context) (io.ReadCloser, error) {
-	return v.VolumeFiles(ctx, v.i)
-}
-
-func (v volumeContent) Tree(ctx context.Context) (io.ReadCloser, error) {
-	return v.VolumeTree(ctx, v.i)
-}
+// stage is where a restore lays out what Dir lacks: beside it, so that a
+// rename brings it in.
+func (t tree) stage() string { return t.Dir + ".new" }
 
 // each does the same to every tree, side by side.
-func each(ctx context.Context, trees []tree, do func(context.Context, tree) error) error {
+func each(ctx context.Context, trees []tree, do func(context.Context, *tree) error) error {
 	group, ctx := errgroup.WithContext(ctx)
 	group.SetLimit(2)
-	for _, t := range trees {
-		group.Go(func() error { return do(ctx, t) })
+	for i := range trees {
+		group.Go(func() error { return do(ctx, &trees[i]) })
 	}
 	return group.Wait()
 }
 
-// swapped tells whether all trees are exchanged: the sandbox has the
-// checkpoint's files.
-func (r restoring) swapped() bool {
-	return len(r.Trees) > 0 && !slices.ContainsFunc(r.Trees, func(t tree) bool { return !t.exchanged() })
+// memory is where a sandbox's new collection of a tree is written, until it
+// takes the place of what is known.
+func (e *Engine) memory(sandbox string, t tree) string {
+	return e.store.MemoryPath(sandbox, t.Number) + ".new"
 }
 
-// discard deletes what lies beside the trees: replacements that were not used,
-// or what they replaced.
-func (r restoring) discard() error {
+// known is the path of what is known of a tree; empty: nothing. A memory is good
+// for as long as the checkpoint is that it was made with: whatever it knows is
+// then in the store, piece by piece.
+func (e *Engine) known(ctx context.Context, sandbox string, t tree) string {
+	path := e.store.MemoryPath(sandbox, t.Number)
+	base, err := overlay.MemoryBase(path)
+	if err != nil {
+		return ""
+	}
+	row, err := e.store.Checkpoint(ctx, base)
+	if err != nil || row.Status != store.Ready || row.Damaged != "" {
+		return ""
+	}
+	return path
+}
+
+// approach takes what has changed since the last checkpoint while the sandbox
+// still runs, so that little is left to read once it stands frozen.
+func (e *Engine) approach(ctx context.Context, k *making, draft *store.Draft) error {
+	return each(ctx, k.trees, func(ctx context.Context, t *tree) error {
+		t.seen = e.known(ctx, k.sb.ID, *t)
+		if k.c.Status != Running {
+			return nil // it stands still anyway
+		}
+		out := filepath.Join(draft.Dir(), "early-"+strconv.Itoa(t.Number))
+		_, err := overlay.Collect(ctx, t.Dir, out, draft.Sink(), overlay.CollectOptions{
+			Known: t.seen, Trust: true, Tolerant: true, Paranoid: k.opts.Paranoid,
+		})
+		if err != nil {
+			return fmt.Errorf("read files ahead: %w", err)
+		}
+		t.seen = out
+		return nil
+	})
+}
+
+// collect captures the trees of a sandbox that stands still.
+func (e *Engine) collect(ctx context.Context, k *making, draft *store.Draft, opts overlay.CollectOptions) error {
+	for i := range k.trees {
+		t := &k.trees[i]
+		out := e.memory(k.sb.ID, *t)
+		if err := remove(out); err != nil {
+			return err
+		}
+		now := overlay.CollectOptions{}
+		if t.Number == 0 {
+			now = opts
+		}
+		now.Known, now.Trust, now.Base = t.seen, true, k.row.ID
+		now.Paranoid = k.opts.Paranoid && k.c.Status != Running
+		if _, err := overlay.Collect(ctx, t.Dir, out, draft.Sink(), now); err != nil {
+			if t.Number > 0 {
+				return fmt.Errorf("volume %s: %w", k.parts.Volumes[t.Number-1].Name, err)
+			}
+			return fmt.Errorf("capture files: %w", err)
+		}
+		t.seen = out
+	}
+	return failpoint.Hit("checkpoint.after-capture")
+}
+
+// file gives what was captured to the store. The sandbox may run again.
+func (e *Engine) file(ctx context.Context, k *making, draft *store.Draft) error {
+	for _, t := range k.trees {
+		err := draft.PutTree(ctx, t.Number, func(fn func(overlay.Entry) error) error { return overlay.Collection(t.seen, fn) })
+		if err != nil {
+			return err
+		}
+	}
+	if k.row.Kind != KindFull {
+		return nil
+	}
+	return draft.PutImages(ctx)
+}
+
+// remember makes what a checkpoint has collected what is known. Without it the
+// next checkpoint reads more, and is none the worse.
+func (e *Engine) remember(k *making) {
+	for i := range k.trees {
+		t := &k.trees[i]
+		path := e.store.MemoryPath(k.sb.ID, t.Number)
+		if err := os.Rename(t.seen, path); err != nil {
+			e.log.Warn("files will be read again", "sandbox", k.sb.ID, "err", err)
+			continue
+		}
+		t.seen = path
+	}
+}
+
+// unlearn forgets what is known of a sandbox's files.
+func (e *Engine) unlearn(k *making) error {
 	var errs []error
-	for _, t := range r.Trees {
-		errs = append(errs, discard(t.Staged))
+	for _, t := range k.trees {
+		errs = append(errs, remove(e.store.MemoryPath(k.sb.ID, t.Number)))
 	}
 	return errors.Join(errs...)
 }
 
+// remove deletes a file that may not be there.
+func remove(path string) error {
+	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+// entries reads a collection as a sequence; an error is its last element.
+func entries(path string) iter.Seq2[overlay.Entry, error] {
+	stop := errors.New("stop")
+	return func(yield func(overlay.Entry, error) bool) {
+		err := overlay.Collection(path, func(e overlay.Entry) error {
+			if !yield(e, nil) {
+				return stop
+			}
+			return nil
+		})
+		if err != nil && err != stop {
+			yield(overlay.Entry{}, err)
+		}
+	}
+}
+
+// wanted reads a tree of a checkpoint as a sequence, without the paths that
+// are lost.
+func wanted(ctx context.Context, r *store.Reader, t tree, lost map[string]bool) iter.Seq2[overlay.Entry, error] {
+	return func(yield func(overlay.Entry, error) bool) {
+		list, err := r.Tree(ctx, t.Number)
+		if err != nil {
+			yield(overlay.Entry{}, err)
+			return
+		}
+		for entry, err := range overlay.TreeEntries(list) {
+			if lost[entry.Path] || lost[entry.Hardlink] && entry.Hardlink != "" {
+				continue
+			}
+			if !yield(entry, err) {
+				_ = list.Close() // whoever stops early has an error of his own
+				return
+			}
+			if err != nil {
+				break
+			}
+		}
+		if err := list.Close(); err != nil {
+			yield(overlay.Entry{}, err)
+		}
+	}
+}
+
+// plan compares a tree, as it was seen last, with a checkpoint.
+func (t *tree) plan(ctx context.Context, r *store.Reader, lost map[string]bool) (*overlay.Update, error) {
+	if len(lost) > 0 {
+		u, err := overlay.PlanUpdate(ctx, t.seen, wanted(ctx, r, *t, lost))
+		if err != nil {
+			err = fmt.Errorf("compare the files: %w", err)
+		}
+		return u, err
+	}
+	list, err := r.Tree(ctx, t.Number)
+	if err != nil {
+		return nil, err
+	}
+	u, err := overlay.PlanUpdateTree(ctx, t.seen, list)
+	if err = errors.Join(err, list.Close()); err != nil {
+		return nil, fmt.Errorf("compare the files: %w", err)
+	}
+	return u, nil
+}
+
+// look collects a tree that stands still without keeping any of its data.
+func (e *Engine) look(ctx context.Context, sandbox string, t *tree, opts overlay.CollectOptions) error {
+	out := e.memory(sandbox, *t)
+	if t.seen == out {
+		out += ".2"
+	}
+	if err := remove(out); err != nil {
+		return err
+	}
+	opts.Known, opts.Trust = t.seen, true
+	if _, err := overlay.Collect(ctx, t.Dir, out, store.Cutter{}, opts); err != nil {
+		return err
+	}
+	t.seen = out
+	return nil
+}
+
+// prove looks at a tree again, which is to be as a checkpoint has it, and makes
+// what it finds what is known. Files that did not change since they were seen
+// last are read only when paranoid.
+func (e *Engine) prove(ctx context.Context, sandbox string, t *tree, r *store.Reader, lost map[string]bool, paranoid bool) error {
+	id := r.Manifest().ID
+	if err := e.look(ctx, sandbox, t, overlay.CollectOptions{Base: id, Paranoid: paranoid}); err != nil {
+		return err
+	}
+	// Lines that are equal need no parsing; only where some differ is it worth
+	// the time to look closely.
+	u, err := t.plan(ctx, r, lost)
+	var diffs []overlay.Difference
+	if err == nil && !u.Empty() {
+		diffs, err = overlay.Compare(wanted(ctx, r, *t, lost), entries(t.seen), overlay.CompareOptions{Limit: 1})
+	}
+	if err == nil && len(diffs) > 0 && len(lost) == 0 {
+		// Holes can be finer or coarser than they were; what is in the files
+		// decides.
+		var list io.ReadCloser
+		if list, err = r.Tree(ctx, t.Number); err != nil {
+			return err
+		}
+		diffs, err = overlay.Verify(ctx, t.Dir, list, overlay.CompareOptions{Limit: 1})
+		err = errors.Join(err, list.Close())
+	}
+	if err == nil && len(diffs) > 0 {
+		err = fmt.Errorf("%w: the files differ from the manifest: %v", ErrCorrupt, diffs[0])
+	}
+	path := e.store.MemoryPath(sandbox, t.Number)
+	if err != nil || len(lost) > 0 {
+		return errors.Join(err, remove(t.seen), remove(path))
+	}
+	if err := os.Rename(t.seen, path); err != nil {
+		return err
+	}
+	for _, extra := range []string{".new", ".new.2"} {
+		if err := remove(path + extra); err != nil {
+			return err
+		}
+	}
+	t.seen = path
+	return nil
+}
+
+// equalize makes a tree, which nobody uses and of which nothing is certain,
+// equal to a checkpoint.
+func (e *Engine) equalize(ctx context.Context, sandbox string, t *tree, r *store.Reader, lost map[string]bool) error {
+	t.seen = e.known(ctx, sandbox, *t)
+	if err := e.look(ctx, sandbox, t, overlay.CollectOptions{Paranoid: true}); err != nil {
+		return err
+	}
+	u, err := t.plan(ctx, r, lost)
+	if err != nil {
+		return err
+	}
+	if err := discard(t.stage()); err != nil {
+		return err
+	}
+	if !u.Empty() {
+		if err := u.Stage(ctx, t.stage(), r.Source()); err != nil {
+			return errors.Join(err, discard(t.stage()))
+		}
+		if err := u.Apply(ctx, t.Dir, t.stage()); err != nil {
+			return errors.Join(err, discard(t.stage()))
+		}
+	}
+	return errors.Join(discard(t.stage()), e.prove(ctx, sandbox, t, r, lost, false))
+}
+
+// discard deletes what a restore has laid out. RemoveAll works beneath
+// directory handles and follows no symlink.
+func discard(dir string) error { return os.RemoveAll(dir) }
+
 // plan lists what the restore replaces.
 func (r *restoration) plan() error {
-	r.data.Trees = []tree{newTree(r.c.Upper, 0)}
+	r.data.Trees = []tree{{Dir: r.c.Upper}}
 	for i, v := range r.reader.Manifest().Volumes {
 		at := slices.IndexFunc(r.c.Volumes, func(have Volume) bool { return have.Name == v.Name })
 		if at < 0 {
@@ -138,13 +318,13 @@ func (r *restoration) plan() error {
 		if err := r.c.Volumes[at].alone(); err != nil {
 			return err
 		}
-		r.data.Trees = append(r.data.Trees, newTree(r.c.Volumes[at].Path, i+1))
+		r.data.Trees = append(r.data.Trees, tree{Dir: r.c.Volumes[at].Path, Number: i + 1})
 	}
 	return nil
 }
 
 // checkAlone proves, at the last moment, that nobody has begun to use a volume
-// that is about to be replaced.
+// that is about to be changed.
 func (e *Engine) checkAlone(ctx context.Context, r *restoration) error {
 	if len(r.data.Trees) < 2 {
 		return nil
@@ -155,7 +335,7 @@ func (e *Engine) checkAlone(ctx context.Context, r *restoration) error {
 	}
 	for _, t := range r.data.Trees[1:] {
 		for _, v := range now.Volumes {
-			if v.Path == t.Dir && !t.exchanged() {
+			if v.Path == t.Dir {
 				if err := v.alone(); err != nil {
 					return err
 				}
@@ -180,25 +360,6 @@ func (k *making) takeVolumes() error {
 			return err
 		}
 		k.parts.Volumes = append(k.parts.Volumes, store.Volume{Name: v.Name})
-	}
-	return nil
-}
-
-// captureVolumes writes the volumes' archives and lists.
-func captureVolumes(ctx context.Context, k *making, draft *store.Draft) error {
-	for i := range k.parts.Volumes {
-		files, err := draft.VolumeFilesWriter(i)
-		if err != nil {
-			return err
-		}
-		list, err := draft.VolumeTreeWriter(i)
-		if err != nil {
-			return errors.Join(err, files.Close())
-		}
-		k.parts.Volumes[i].Files.Entries, err = captureTree(ctx, k.c.Volumes[i].Path, files, list, overlay.CaptureOptions{})
-		if err != nil {
-			return fmt.Errorf("volume %s: %w", k.c.Volumes[i].Name, err)
-		}
 	}
 	return nil
 }

@@ -15,7 +15,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
+
+from bench_tools import AGENTBOX, HERE, filesystem, run, size, timed, wait_for
 
 MEMORY_MB = 256
 FILES = 10_000
@@ -32,32 +33,6 @@ print('ready', flush=True)
 while True:
     time.sleep(0.05)
 """
-HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-
-def run(*cmd, check=True, env=None, **kw):
-    done = subprocess.run(cmd, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=env, **kw)
-    if check and done.returncode != 0:
-        sys.exit(f"bench: {' '.join(cmd[:6])}: exit {done.returncode}\n{done.stdout}{done.stderr}")
-    return done.stdout
-
-
-def timed(fn):
-    start = time.monotonic()
-    out = fn()
-    return time.monotonic() - start, out
-
-
-def size(path):
-    return int(run("du", "-s", "-B1", "--apparent-size", path).split()[0])
-
-
-def wait_for(what, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not what():
-        if time.monotonic() > deadline:
-            sys.exit("bench: the workload did not become ready")
-        time.sleep(0.02)
 
 
 class Agentbox:
@@ -72,7 +47,7 @@ class Agentbox:
         pass
 
     def call(self, *args):
-        return run(os.path.join(HERE, "bin/agentbox"), *args, env=self.env)
+        return run(AGENTBOX, *args, env=self.env)
 
     def hello(self):
         assert self.call("run", "--rm", "--network", "none", "bench", "echo", "hi") == "hi\n"
@@ -393,35 +368,23 @@ def main():
     parser.add_argument("--format", choices=["table", "json"], default="table")
     opts = parser.parse_args()
     rootfs = run(os.path.join(HERE, "scripts/debian-image.sh")).strip()
-    # Directly below a short path: the length of a unix socket's path is bounded.
-    work = tempfile.mkdtemp(prefix="ab-bench.", dir="/var/tmp")
-    image = work + ".img"
     results, closing = {}, []
-    try:
-        # A journaling ext4 of its own, so that figures of different machines
-        # do not differ by the state and the options of their filesystems.
-        run("truncate", "-s", "12G", image)
-        run("mkfs.ext4", "-q", image)
-        run("mount", "-o", "loop", image, work)
-        candidates = [Agentbox(work, rootfs), Raw(work, rootfs)]
-        if shutil.which("podman"):
-            candidates.append(Podman(work, rootfs))
-        if shutil.which("dockerd"):
-            daemon = Daemon(work, rootfs)
-            closing.append(daemon)
-            candidates += [AgentboxDocker(work, daemon), Docker(daemon), DockerWrapped(daemon)]
-        for i in range(opts.n):
-            for c in candidates:
-                measure(c, results)
-            print(f"round {i + 1} of {opts.n}", file=sys.stderr)
-    finally:
-        for daemon in closing:
-            daemon.close()
-        for mount in reversed([line.split()[1] for line in open("/proc/self/mounts")]):
-            if mount.startswith(work):
-                subprocess.run(["umount", mount])
-        os.rmdir(work)
-        os.remove(image)
+    with filesystem(12) as work:
+        try:
+            candidates = [Agentbox(work, rootfs), Raw(work, rootfs)]
+            if shutil.which("podman"):
+                candidates.append(Podman(work, rootfs))
+            if shutil.which("dockerd"):
+                daemon = Daemon(work, rootfs)
+                closing.append(daemon)
+                candidates += [AgentboxDocker(work, daemon), Docker(daemon), DockerWrapped(daemon)]
+            for i in range(opts.n):
+                for c in candidates:
+                    measure(c, results)
+                print(f"round {i + 1} of {opts.n}", file=sys.stderr)
+        finally:
+            for daemon in closing:
+                daemon.close()
 
     medians = {k: {c: statistics.median(v) for c, v in row.items()} for k, row in results.items()}
     if opts.format == "json":

@@ -9,7 +9,7 @@ usage() {
 
 		  --check   say what is missing and how to get it; change nothing (exit 1 if anything is missing)
 		  --test    also the engines that the tests run: Docker with compose, containerd, Podman
-		  --bench   also what the benchmarks compare with: the engines and crun
+		  --bench   also what the benchmarks compare with: the engines, crun and restic
 		  --help    this text
 	TEXT
 }
@@ -27,7 +27,7 @@ NEEDED=(
 )
 # The engines. Debian 13 has the client of Docker in a package of its own.
 ENGINES=(dockerd:docker.io docker:docker-cli containerd:containerd docker-compose:docker-compose podman:podman)
-BENCH=(crun:crun)
+BENCH=(crun:crun restic:restic)
 
 # To build CRIU, when the distribution's does not work here.
 CRIU_BUILD=(

@@ -132,7 +132,15 @@ func TestModes(t *testing.T) {
 	b := newBox(t)
 	b.start("c", "--network", "none", "busybox", "sleep", "1000")
 	ck := b.checkpoint("c")
-	for _, path := range []string{"", "sandboxes", "checkpoints", "checkpoints/" + ck, "run", "state.db", "checkpoints/" + ck + "/files.tar.zst"} {
+	packs, _ := filepath.Glob(filepath.Join(b.root, "packs/*/*"))
+	if len(packs) != 1 {
+		t.Fatalf("packs: %q", packs)
+	}
+	pack, err := filepath.Rel(b.root, packs[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range []string{"", "sandboxes", "checkpoints", "checkpoints/" + ck, "checkpoints/" + ck + "/manifest.json", "memory", "packs", filepath.Dir(pack), pack, "run", "state.db"} {
 		var st syscall.Stat_t
 		if err := syscall.Stat(filepath.Join(b.root, path), &st); err != nil {
 			t.Error(err)

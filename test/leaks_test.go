@@ -170,7 +170,7 @@ func (b *box) netLeft() (found []string) {
 // what each test looks for in its own root.
 func hostState() map[string]bool {
 	set := map[string]bool{}
-	for _, pattern := range []string{"/tmp/.criu*", "/tmp/runc-process*", "/tmp/ab[0-9]*", "/tmp/abfs*"} {
+	for _, pattern := range []string{"/tmp/.criu*", "/tmp/runc-process*", "/tmp/ab[0-9]*", "/dev/shm/ab[0-9]*", "/tmp/abfs*"} {
 		files, _ := filepath.Glob(pattern)
 		for _, f := range files {
 			set["file "+f] = true

@@ -12,6 +12,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"flag"
 	"fmt"
 	"os"
 	"os/exec"
@@ -32,7 +33,13 @@ func TestMain(m *testing.M) {
 			fmt.Fprintln(os.Stderr, "the end-to-end tests need root: they run containers")
 			return 1
 		}
-		var err error
+		// The sweeps wait more than they compute.
+		flag.Parse()
+		err := flag.Set("test.parallel", "6")
+		if err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			return 1
+		}
 		if bin, err = os.MkdirTemp("", "abbin"); err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			return 1
@@ -79,6 +86,17 @@ func newBox(t *testing.T) *box {
 	// Not t.TempDir: with the test's name in it the path outgrows what a
 	// unix socket's address may have.
 	root, err := os.MkdirTemp("", "ab")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return boxAt(t, root)
+}
+
+// memoryBox is newBox in memory, for tests that a disk's time to sync would only
+// make slow.
+func memoryBox(t *testing.T) *box {
+	t.Helper()
+	root, err := os.MkdirTemp("/dev/shm", "ab")
 	if err != nil {
 		t.Fatal(err)
 	}

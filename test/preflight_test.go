@@ -156,7 +156,7 @@ func TestRestoreManaged(t *testing.T) {
 	}
 	b.ok("start", "c")
 	equal(b, "after a failed restore", read(), changed)
-	for _, point := range []string{"restore.after-exchange", "restore.after-stage", "restore.after-start"} {
+	for _, point := range []string{"restore.after-apply", "restore.after-stage", "restore.after-start"} {
 		if r := b.try(failpoint(point, "kill"), "restore", "c", ck); !r.killed {
 			t.Fatal(r)
 		}

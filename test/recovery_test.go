@@ -37,7 +37,7 @@ func TestRestoreTriedOnce(t *testing.T) {
 	b.start("s", "--network", "none", "busybox", "sh", "-c", counter)
 	b.reaches("s", 3)
 	ck := b.checkpoint("s")
-	r := b.try(failpoint("restore.after-exchange", "kill"), "restore", "s", ck)
+	r := b.try(failpoint("restore.after-apply", "kill"), "restore", "s", ck)
 	equal(b, "restore was killed", r.killed, true)
 	// Whatever recovery stages cannot be started.
 	r = b.try(failpoint("restore.after-stage", "error"), "ps")
@@ -63,7 +63,7 @@ func TestFailedRestoreKeeps(t *testing.T) {
 	b.reaches("s", 3)
 	ck := b.checkpoint("s")
 	b.sh("s", "echo precious > /work")
-	r := b.try(failpoint("restore.after-exchange", "error"), "restore", "s", ck)
+	r := b.try(failpoint("restore.after-apply", "error"), "restore", "s", ck)
 	if r.code == 0 || !strings.Contains(r.err, "agentbox start s") {
 		t.Fatalf("restore: %s", r)
 	}

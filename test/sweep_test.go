@@ -1,9 +1,9 @@
 package test
 
 import (
+	"flag"
 	"fmt"
 	"io/fs"
-	"net"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -13,119 +13,10 @@ import (
 	"time"
 )
 
-// A scene is a verb at which agentbox is broken. Every scene leaves the sandbox
-// "s" running, at "base" or somewhere after it, so that the next can go on
-// from there; "r" is a sandbox that comes and goes.
-type scene struct {
-	name    string
-	prepare func(*sweep)
-	verb    func(*sweep) []string
-	env     string // failpoints besides the one that is tried
-	check   func(*sweep, result)
-}
-
-// scenes by the beginnings of the failpoints' names they are for. A failpoint
-// is tried in every scene of its longest entry; one that no entry knows is
-// tried in all of them, so that a new one cannot be forgotten.
-var scenesOf = map[string][]string{
-	"create.":           {"run", "recreate"},
-	"start.":            {"start", "run"},
-	"checkpoint.":       {"checkpoint", "checkpoint --stop"},
-	"restore.":          {"restore", "recreate"},
-	"remove.":           {"rm", "rm --checkpoints"},
-	"stop.":             {"stop"},
-	"oci.create.":       {"run", "recreate"},
-	"oci.start.":        {"start", "restore", "run attached"},
-	"oci.stop.":         {"stop", "restore", "checkpoint --stop", "failing start"},
-	"oci.remove.":       {"rm", "rm running"},
-	"oci.exec.":         {"exec"},
-	"network.setup.":    {"run bridge"},
-	"network.teardown.": {"stop bridge"},
-	"network.release.":  {"rm bridge"},
-	"store.journal.":    {"run", "checkpoint", "restore", "rm"},
-	"store.sandbox.":    {"run", "rm"},
-	"store.begin.":      {"checkpoint"},
-	"store.commit.":     {"checkpoint", "checkpoint --stop"},
-	"store.abort.":      {"failing checkpoint"},
-	"store.sweep.":      {"recover renamed", "recover discarded"},
-	"store.remove.":     {"checkpoint rm", "rm --checkpoints"},
-	"image":             {"image import", "image rm"},
-}
-
-// elsewhere are the beginnings of the failpoints that no sandbox of the backend
-// oci passes, and the tests that break agentbox at each of them.
-var elsewhere = map[string]string{
-	"apply.":        "../runtime/dockerplugin/volume/dockerd_test.go",
-	"containerd.":   "containerd/containerd_test.go",
-	"docker.":       "docker/sandbox_test.go",
-	"volume.":       "../runtime/volume/failpoint_test.go",
-	"volume.pause.": "../runtime/dockerplugin/volume/dockerd_test.go",
-}
-
-var scenes = []scene{
-	{name: "run", verb: words("run -d --name r --network none busybox sleep 1000"), check: (*sweep).checkComer},
-	{name: "run attached", verb: words("run --name r --network none busybox true"), check: (*sweep).checkComer},
-	{name: "run bridge", verb: published, check: (*sweep).checkComer},
-	{name: "stop bridge", prepare: comer("--network bridge busybox sleep 1000"), verb: words("stop -t 0 r"), check: (*sweep).checkComer},
-	{name: "rm bridge", prepare: comer("--network bridge busybox sleep 1000"), verb: words("rm -f r"), check: (*sweep).checkComer},
-	{name: "rm running", prepare: comer("--network none busybox sleep 1000"), verb: words("rm -f r"), check: (*sweep).checkComer},
-	{name: "failing start", prepare: func(s *sweep) { s.ok("create", "--name", "r", "--network", "none", "busybox", "no-such-command") }, verb: words("start r"), check: (*sweep).checkComer},
-	{name: "start", prepare: func(s *sweep) { s.ok("stop", "-t", "0", "s") }, verb: words("start s"), check: (*sweep).checkSame},
-	{name: "stop", verb: words("stop -t 0 s"), check: (*sweep).checkSame},
-	{name: "exec", verb: words("exec s true"), check: (*sweep).checkSame},
-	{name: "checkpoint", verb: words("checkpoint --name new s"), check: (*sweep).checkUnmoved},
-	{name: "checkpoint --stop", verb: words("checkpoint --name new --stop s"), check: (*sweep).checkStopped},
-	{name: "failing checkpoint", env: "checkpoint.after-capture=error", verb: words("checkpoint --name new s"), check: (*sweep).checkUnmoved},
-	{name: "recover renamed", prepare: interrupted("store.commit.after-rename"), verb: words("recover"), check: (*sweep).checkUnmoved},
-	{name: "recover discarded", prepare: interrupted("checkpoint.before-commit"), verb: words("recover"), check: (*sweep).checkUnmoved},
-	{name: "checkpoint rm", prepare: func(s *sweep) { s.checkpoint("--files-only", "--name", "new", "s") }, verb: words("checkpoint rm s@new"), check: (*sweep).checkUnmoved},
-	{name: "restore", verb: words("restore s base"), check: (*sweep).checkRestored},
-	{name: "recreate", prepare: func(s *sweep) { s.ok("rm", "-f", "s") }, verb: words("restore s base"), check: (*sweep).checkBack},
-	{name: "rm", verb: words("rm -f s"), check: (*sweep).checkBack},
-	{name: "rm --checkpoints", verb: words("rm -f --checkpoints s"), check: (*sweep).checkBack},
-	{name: "image import", prepare: imported, verb: func(s *sweep) []string { return []string{"image", "import", "i", s.dir} }, check: (*sweep).checkUnmoved},
-	{name: "image rm", prepare: func(s *sweep) { imported(s); s.ok("image", "import", "i", s.dir) }, verb: words("image rm i"), check: (*sweep).checkUnmoved},
-}
-
-func words(line string) func(*sweep) []string {
-	return func(*sweep) []string { return strings.Fields(line) }
-}
-
-func comer(line string) func(*sweep) {
-	return func(s *sweep) { s.ok(append([]string{"run", "-d", "--name", "r"}, strings.Fields(line)...)...) }
-}
-
-// published is a sandbox with a published port that is free just now.
-func published(s *sweep) []string {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		s.Fatal(err)
-	}
-	defer l.Close()
-	return []string{"run", "-d", "--name", "r", "-p", l.Addr().String() + ":80", "busybox", "sleep", "1000"}
-}
-
-// interrupted leaves a checkpoint that was killed at a point.
-func interrupted(point string) func(*sweep) {
-	return func(s *sweep) {
-		if r := s.try(failpoint(point, "kill"), "checkpoint", "--name", "new", "s"); !r.killed {
-			s.Fatalf("the checkpoint was not killed at %s: %s", point, r)
-		}
-	}
-}
-
-func imported(s *sweep) {
-	s.try(nil, "image", "rm", "i")
-	s.dir = s.T.TempDir()
-	if err := os.WriteFile(filepath.Join(s.dir, "f"), []byte("x"), 0o600); err != nil {
-		s.Fatal(err)
-	}
-}
-
 // sweep is one pass over the failpoints.
 type sweep struct {
 	*box
-	action string // "kill" or "error"
+	action string // "kill", "error" or "enospc"
 	what   string // is tried now
 	n      int
 	token  string // what /marker says before the verb
@@ -148,12 +39,29 @@ func TestErrorSweep(t *testing.T) {
 	runSweep(t, "error")
 }
 
+// TestSpaceSweep has the disk full at every step of what writes to the store.
+func TestSpaceSweep(t *testing.T) {
+	t.Parallel()
+	runSweep(t, "enospc")
+}
+
+// ofStore are the beginnings of the failpoints of capture, commit, restore,
+// prune and import.
+var ofStore = []string{"checkpoint.", "restore.", "fork.", "overlay.", "store.begin.", "store.commit.", "store.abort.", "store.pack.", "store.remove.", "store.reclaim.", "store.sweep.", "portable.import."}
+
+func inStore(point string) bool {
+	return slices.ContainsFunc(ofStore, func(prefix string) bool { return strings.HasPrefix(point, prefix) })
+}
+
 func runSweep(t *testing.T, action string) {
 	names := failpoints(t)
-	if len(names) < 25 {
+	if len(names) < 130 {
 		t.Fatalf("only %d failpoints in the source: %v", len(names), names)
 	}
-	root := newBox(t)
+	if action == "enospc" {
+		names = slices.DeleteFunc(names, func(name string) bool { return !inStore(name) })
+	}
+	root := memoryBox(t)
 	s := &sweep{action: action, fired: map[string][]string{}}
 	known := map[string]scene{}
 	for _, sc := range scenes {
@@ -175,6 +83,9 @@ func runSweep(t *testing.T, action string) {
 		ok := t.Run(name, func(t *testing.T) {
 			s.box = &box{T: t, root: root.root}
 			for _, in := range scenesFor(name) {
+				if len(s.fired[name]) > 0 && !long() {
+					break
+				}
 				sc, ok := known[in]
 				if !ok {
 					t.Fatalf("no scene %q", in)
@@ -191,11 +102,20 @@ func runSweep(t *testing.T, action string) {
 		}
 	}
 	fired := 0
-	for _, in := range s.fired {
-		fired += min(len(in), 1)
+	for point := range s.fired {
+		if inStore(point) {
+			fired++
+		}
 	}
-	t.Logf("%d failpoints fired, of %d", fired, n)
+	t.Logf("%d failpoints fired, of %d; %d of capture, commit, restore, prune and import", len(s.fired), n, fired)
+	if whole := flag.Lookup("test.run").Value.String(); fired < 60 && !strings.Contains(whole, "/") {
+		t.Errorf("only %d failpoints of capture, commit, restore, prune and import fired", fired)
+	}
 }
+
+// long tells whether all is to be tried that can be: `make test-long`. Else a
+// failpoint is tried in the first scene that comes by it.
+func long() bool { return os.Getenv("AGENTBOX_LONG") != "" }
 
 // longest is the longest key that a failpoint begins with.
 func longest[T any](of map[string]T, point string) (found string) {
@@ -269,16 +189,19 @@ func (s *sweep) perform(point string, sc scene) {
 	what := fmt.Sprintf("%s=%s in %q", point, s.action, sc.name)
 	s.what = what
 	fired := r.killed
-	if s.action == "error" {
+	if s.action != "kill" {
 		fired = strings.Contains(r.err, "failpoint "+point)
-		if fired && r.code == 0 {
+		// A restore goes on where only the processes cannot be kept for its undo.
+		if lesser := "the undo checkpoint has files only: failpoint " + point; fired && r.code == 0 && !strings.Contains(r.err, lesser) && point != "checkpoint.after-ready" { // which is only logged
 			s.Errorf("%s: failed and ended with 0: %s", what, r)
 		}
 	}
-	if r.killed && s.action == "error" {
+	if r.killed && s.action != "kill" {
 		s.Errorf("%s: killed: %s", what, r)
 	}
-	if fired {
+	if !fired {
+		s.Logf("%s did not fire: %s", what, r)
+	} else {
 		s.fired[point] = append(s.fired[point], sc.name)
 	}
 	// Any later command finds things in order.
@@ -288,19 +211,21 @@ func (s *sweep) perform(point string, sc scene) {
 		s.Errorf("%s: a second recover still found something to do: %q", what, again.Actions)
 	}
 	sc.check(s, r)
+	s.ok("verify", "--all", "--read-data")
+	var rest []string
 	for _, ck := range s.checkpoints() {
-		switch ck.Status {
-		case "ready":
-			s.ok("checkpoint", "verify", ck.ID)
-		case "pending":
+		if ck.Status == "pending" {
 			s.Errorf("%s: left checkpoint %+v", what, ck)
 		}
 		if ck.ID != s.base {
-			s.ok("checkpoint", "rm", ck.ID)
+			rest = append(rest, ck.ID)
 		}
 	}
+	if len(rest) > 0 {
+		s.ok(append([]string{"checkpoint", "rm"}, rest...)...)
+	}
 	s.try(nil, "rm", "-f", "--checkpoints", "r")
-	if s.action == "kill" && fired {
+	if s.action == "kill" && fired && len(s.fired[point]) == 1 { // once for each point: it is slow
 		s.cycle(what)
 	}
 	s.clean(what)
@@ -324,6 +249,7 @@ func (s *sweep) ready() {
 		s.start("s", "--network", "none", "busybox", "sh", "-c", counter)
 		s.sh("s", "echo base > /marker")
 		s.base = s.checkpoint("--name", "base", "s")
+		s.ok("checkpoint", "pin", s.base)
 	}
 	s.n++
 	s.token = fmt.Sprintf("token-%d", s.n)
@@ -350,7 +276,7 @@ func (s *sweep) cycle(what string) {
 	s.sh("s", "echo cycle > /marker")
 	id := s.checkpoint("s")
 	s.sh("s", "echo lost > /marker")
-	s.ok("restore", "s")
+	s.ok("restore", "--no-undo", "s")
 	equal(s.box, what+": marker after a cycle", s.file("s", "marker"), "cycle")
 	s.counts()
 	s.ok("checkpoint", "rm", id)
@@ -435,25 +361,30 @@ func (s *sweep) checkStopped(r result) {
 }
 
 // checkRestored: "s" is where it was, or at base.
-func (s *sweep) checkRestored(r result) {
+func (s *sweep) checkRestored(r result) { s.Helper(); s.checkEither(r, s.token, "base") }
+
+// checkUndone: "s" is at base, or where it was before it was restored.
+func (s *sweep) checkUndone(r result) { s.Helper(); s.checkEither(r, "base", s.token) }
+
+func (s *sweep) checkEither(r result, from, to string) {
 	s.Helper()
 	now := s.inspect("s")
 	marker := s.file("s", "marker")
 	switch {
-	case now.Status == "running" && marker == s.token:
+	case now.Status == "running" && marker == from:
 		equal(s.box, "pid of s", now.Pid, s.before.Pid)
-	case now.Status == "running" && marker == "base":
-		if r.code != 0 && s.action == "error" {
+	case now.Status == "running" && marker == to:
+		if r.code != 0 && s.action != "kill" {
 			s.Log("the restore failed, and yet it is done")
 		}
-	case now.Status == "exited" && marker == s.token && s.action == "error":
+	case now.Status == "exited" && marker == from && s.action != "kill":
 		// The processes it had are gone for good; its files are as they were.
 		if !strings.Contains(r.err, "stopped") {
 			s.Errorf("the error does not say that the sandbox is stopped now: %s", r)
 		}
 		s.ok("start", "s")
 	default:
-		s.Errorf("s is %s with marker %q, and was running with %q", now.Status, marker, s.token)
+		s.Errorf("s is %s with marker %q, and was running with %q", now.Status, marker, from)
 		return
 	}
 	s.counts()
@@ -490,4 +421,81 @@ func (s *sweep) checkComer(r result) {
 		s.ok("rm", "-f", "r")
 	}
 	s.checkUnmoved(r)
+}
+
+// checkForks: "s" never stopped, and each fork is not there or runs at base.
+func (s *sweep) checkForks(r result) {
+	s.Helper()
+	for _, name := range []string{"f-1", "f-2"} {
+		now, ok := s.find(name)
+		if !ok {
+			if r.code == 0 {
+				s.Errorf("%s is not there", name)
+			}
+			continue
+		}
+		equal(s.box, "status of "+name, now.Status, "running")
+		equal(s.box, "marker of "+name, s.file(name, "marker"), "base")
+		equal(s.box, "hostname of "+name, s.sh(name, "hostname"), now.ID[:12])
+		s.reaches(name, s.count(name)+1)
+		s.ok("rm", "-f", "--checkpoints", name)
+	}
+	s.checkUnmoved(r)
+}
+
+// checkPruned: what was to stay is there, and the next prune leaves no waste.
+func (s *sweep) checkPruned(r result) {
+	s.Helper()
+	s.ok("verify", "--all", "--read-data")
+	s.ok("prune", "-f", "--keep-last", "1")
+	list := slices.DeleteFunc(s.checkpoints("s"), func(ck checkpoint) bool { return ck.Trigger == "undo" })
+	if len(list) != 2 || list[0].ID != s.inspect("s").Head || list[1].ID != s.base {
+		s.Errorf("left after a prune: %+v", list)
+	}
+	// One of the three files of 256 KiB is needed yet.
+	if u := decode[struct{ Stored, Waste int64 }](s.box, s.ok("df", "--format", "json")); u.Waste > u.Stored/4 || u.Stored > 500_000 {
+		s.Errorf("after a prune: %+v", u)
+	}
+	s.ok("restore", "--files-only", "--no-undo", "s")
+	equal(s.box, "files kept", s.sh("s", "ls /keep /waste 2>/dev/null; wc -c < /keep/2"), "/keep:\n2\n262144")
+	s.before = s.inspect("s")
+	s.checkUnmoved(r)
+}
+
+// checkExported: there is a whole archive or none, and nothing beside it.
+func (s *sweep) checkExported(r result) {
+	s.Helper()
+	s.ok("checkpoint", "export", "s@base", s.dir+"/y.tar.zst")
+	want := s.read(s.dir + "/y.tar.zst")
+	entries, err := os.ReadDir(s.dir)
+	if err != nil {
+		s.Fatal(err)
+	}
+	for _, e := range entries {
+		switch {
+		case e.Name() == "y.tar.zst":
+		case e.Name() == "x.tar.zst":
+			equal(s.box, "the archive is whole", s.read(s.dir+"/x.tar.zst") == want, true)
+		case s.action != "kill":
+			s.Errorf("left beside the archive: %s", e.Name())
+		}
+	}
+	s.checkUnmoved(r)
+}
+
+// checkImported: the checkpoint is whole or not there, and can be imported.
+func (s *sweep) checkImported(r result) {
+	s.Helper()
+	s.ok("verify", "--all", "--read-data")
+	id := s.ok("checkpoint", "import", s.dir+"/x.tar.zst")
+	ck := decode[[]checkpoint](s.box, s.ok("checkpoint", "inspect", id))[0]
+	if ck.Status != "ready" || ck.Name != "new" {
+		s.Errorf("imported: %+v", ck)
+	}
+	s.checkUnmoved(r)
+	s.sh("s", "rm /big")
+	s.ok("restore", "--no-undo", "s", id)
+	equal(s.box, "a file of it", s.sh("s", "wc -c < /big"), "262144")
+	s.counts()
+	s.sh("s", "rm /big")
 }

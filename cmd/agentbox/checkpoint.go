@@ -23,6 +23,7 @@ type checkpointOptions struct {
 	Trigger     string
 	TCP         string
 	Timeout     time.Duration
+	Paranoid    bool
 	Format      string
 }
 
@@ -38,15 +39,14 @@ func (o *checkpointOptions) addFlags(fl *pflag.FlagSet) {
 	fl.Var(choice(&o.TCP, runtime.TCPEstablished, runtime.TCPClose, runtime.TCPRefuse), "tcp",
 		"`MODE` for established connections: established (they live on), close, or refuse (fail)")
 	fl.DurationVar(&o.Timeout, "timeout", 0, "give up after this `DURATION`, e.g. 30s; the sandbox then runs on")
-	// Not addFormat: here the plain form is the bare id.
-	o.Format = "id"
-	fl.Var(choice(&o.Format, "id", formatJSON), "format", "print as `FORMAT`: id or json")
+	fl.BoolVar(&o.Paranoid, "paranoid", false, "read every file again instead of trusting unchanged times")
+	addIDFormat(fl, &o.Format)
 }
 
 func (o *checkpointOptions) parse() (runtime.CheckpointOptions, error) {
 	opts := runtime.CheckpointOptions{
 		Name: o.Name, FilesOnly: o.FilesOnly, Stop: o.Stop, Strict: o.Strict, WithVolumes: o.WithVolumes,
-		Trigger: o.Trigger, TCP: o.TCP, Timeout: o.Timeout,
+		Trigger: o.Trigger, TCP: o.TCP, Timeout: o.Timeout, Paranoid: o.Paranoid,
 	}
 	if o.Name != "" {
 		if err := checkName("--name", o.Name); err != nil {
@@ -67,8 +67,9 @@ func newCheckpointCommand(a *app) *cobra.Command {
 	cmd := checkpointCommand(a, "checkpoint [flags] SANDBOX")
 	cmd.Aliases = []string{"checkpoints"}
 	create := checkpointCommand(a, "create [flags] SANDBOX")
-	cmd.AddCommand(create, newCheckpointLsCommand(a), newCheckpointInspectCommand(a),
-		newCheckpointRmCommand(a), newCheckpointVerifyCommand(a))
+	cmd.AddCommand(create, newCheckpointLsCommand(a), newCheckpointInspectCommand(a), newCheckpointRmCommand(a), newCheckpointVerifyCommand(a),
+		newCheckpointPinCommand(a), newCheckpointUnpinCommand(a), newCheckpointTagCommand(a), newCheckpointUntagCommand(a),
+		newCheckpointExportCommand(a), newCheckpointImportCommand(a), newCheckpointPushCommand(a), newCheckpointPullCommand(a))
 	return cmd
 }
 
@@ -79,7 +80,8 @@ func checkpointCommand(a *app, use string) *cobra.Command {
 		Short: "Take a checkpoint of a sandbox, or work with checkpoints",
 		Long: `Checkpoint freezes a sandbox, records its files and, when it runs, its processes, and lets
 it go on. The checkpoint is safe on disk before the sandbox moves again. When anything
-fails the sandbox goes on as before and no checkpoint is listed.
+fails the sandbox goes on as before and no checkpoint is listed. Only what the store does not
+have yet is added to it; a checkpoint that adds nothing says unchanged.
 
 It prints the checkpoint's id. A stopped sandbox gets a files-only checkpoint. Bind
 mounts are not part of it, and volumes only with --with-volumes.`,
@@ -135,6 +137,11 @@ func checkpointSummary(c runtime.Checkpoint) string {
 		s += ", " + countText(int64(c.Processes), "process")
 	}
 	s += ", " + sizeText(c.Bytes)
+	if c.Unchanged {
+		s += ", unchanged"
+	} else {
+		s += ", " + sizeText(c.Added) + " added"
+	}
 	if c.Frozen > 0 {
 		s += ", frozen " + durationText(c.Frozen)
 	}

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -23,7 +24,7 @@ type checkpointLsOptions struct {
 }
 
 func (o *checkpointLsOptions) addFlags(fl *pflag.FlagSet) {
-	fl.BoolVarP(&o.All, "all", "a", false, "pending and failed ones too")
+	fl.BoolVarP(&o.All, "all", "a", false, "pending and failed ones too, and the undo checkpoints of restores")
 	fl.VarP(list(&o.Labels), "label", "l", "only those with this label `KEY=VALUE`")
 	fl.StringVar(&o.Trigger, "trigger", "", "only those this `NAME` asked for")
 	fl.BoolVarP(&o.Quiet, "quiet", "q", false, "ids only")
@@ -38,7 +39,8 @@ func newCheckpointLsCommand(a *app) *cobra.Command {
 		Aliases: []string{"list"},
 		Short:   "List checkpoints",
 		Long: `Ls lists ready checkpoints, newest first, of one sandbox or of all, removed ones
-included. With --format json it prints an array of what 'agentbox checkpoint inspect' prints.`,
+included. ADDED is what each brought to the store, SIZE all that it needs, shared with others
+or not. With --format json it prints an array of what 'agentbox checkpoint inspect' prints.`,
 		Example: `  agentbox checkpoint ls c
   agentbox checkpoint ls --all --trigger tool:apt
   agentbox checkpoint rm $(agentbox checkpoint ls -q --label turn=12)`,
@@ -91,10 +93,22 @@ func runCheckpointLs(ctx context.Context, opts checkpointLsOptions, filter runti
 		}
 		return nil
 	}
-	t := newTable(out, "ID", "NAME", "SANDBOX", "KIND", "STATUS", "TRIGGER", "CREATED", "FILES", "PROCESSES", "SIZE")
+	t := newTable(out, "ID", "NAME", "TAGS", "SANDBOX", "KIND", "STATUS", "TRIGGER", "CREATED", "FILES", "PROCESSES", "SIZE", "ADDED")
 	for _, c := range shown {
-		t.row(id(c.ID), c.Name, c.SandboxName, c.Kind, c.Status, c.Trigger, ago(now, c.Created),
-			strconv.FormatInt(c.Files, 10), strconv.Itoa(c.Processes), sizeText(c.Bytes))
+		t.row(id(c.ID), c.Name, strings.Join(c.Tags, ","), c.SandboxName, c.Kind, checkpointStatus(c), c.Trigger, ago(now, c.Created),
+			strconv.FormatInt(c.Files, 10), strconv.Itoa(c.Processes), sizeText(c.Bytes), sizeText(c.Added))
 	}
 	return t.flush()
+}
+
+// checkpointStatus is the status and what else decides about its future.
+func checkpointStatus(c runtime.Checkpoint) string {
+	s := c.Status
+	if c.Damaged != "" {
+		s = "damaged"
+	}
+	if c.Pinned {
+		s += ", pinned"
+	}
+	return s
 }

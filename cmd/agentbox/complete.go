@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"slices"
 	"time"
@@ -77,8 +78,13 @@ func (a *app) checkpointNames(cmd *cobra.Command, given []string, filter runtime
 			case filter.Sandbox == "":
 				name = c.SandboxName + "@" + name
 			}
-			if !slices.Contains(given, name) {
-				names = append(names, cobra.CompletionWithDesc(name, c.Kind+" of "+c.SandboxName))
+			for i, name := range append([]string{name}, c.Tags...) {
+				if i > 0 && filter.Sandbox == "" {
+					name = c.SandboxName + "@" + name
+				}
+				if !slices.Contains(given, name) {
+					names = append(names, cobra.CompletionWithDesc(name, c.Kind+" of "+c.SandboxName))
+				}
 			}
 		}
 		return err
@@ -88,6 +94,51 @@ func (a *app) checkpointNames(cmd *cobra.Command, given []string, filter runtime
 
 func (a *app) completeCheckpoints(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
 	return a.checkpointNames(cmd, args, runtime.CheckpointFilter{All: true}), noFiles
+}
+
+// completeOneCheckpoint is for verbs whose other arguments are files or made up.
+func (a *app) completeOneCheckpoint(others cobra.ShellCompDirective) completeFunc {
+	return func(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
+		if len(args) > 0 {
+			return nil, others
+		}
+		return a.checkpointNames(cmd, nil, runtime.CheckpointFilter{}), noFiles
+	}
+}
+
+// completeStates offers sandboxes, and all of their checkpoints as
+// SANDBOX@NAME.
+func (a *app) completeStates(cmd *cobra.Command, args []string, _ string) (names []string, _ cobra.ShellCompDirective) {
+	if len(args) > 0 {
+		return nil, noFiles
+	}
+	names = a.sandboxNames(cmd, nil, nil)
+	a.ask(cmd, func(ctx context.Context, svc runtime.Service) error {
+		all, err := svc.Checkpoints(ctx, runtime.CheckpointFilter{})
+		for _, c := range all {
+			for _, name := range append([]string{cmp.Or(c.Name, shortID(c.ID))}, c.Tags...) {
+				names = append(names, cobra.CompletionWithDesc(c.SandboxName+"@"+name, c.Kind))
+			}
+		}
+		return err
+	})
+	return names, noFiles
+}
+
+// completeTags offers SANDBOX@TAG.
+func (a *app) completeTags(cmd *cobra.Command, args []string, _ string) (names []string, _ cobra.ShellCompDirective) {
+	a.ask(cmd, func(ctx context.Context, svc runtime.Service) error {
+		all, err := svc.Checkpoints(ctx, runtime.CheckpointFilter{})
+		for _, c := range all {
+			for _, tag := range c.Tags {
+				if name := c.SandboxName + "@" + tag; !slices.Contains(args, name) {
+					names = append(names, cobra.CompletionWithDesc(name, "tag of "+shortID(c.ID)))
+				}
+			}
+		}
+		return err
+	})
+	return names, noFiles
 }
 
 func (a *app) completeRestore(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {

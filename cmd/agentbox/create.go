@@ -37,6 +37,7 @@ type createOptions struct {
 	Init         bool
 	Entrypoint   string
 	StopSignal   string
+	Every        string
 
 	entrypointSet bool
 }
@@ -66,6 +67,7 @@ func (o *createOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVar(&o.ReadOnly, "read-only", false, "mount the root filesystem read-only")
 	fl.BoolVar(&o.Init, "init", false, "run a small init that reaps zombies and passes signals on")
 	fl.StringVar(&o.Entrypoint, "entrypoint", "", "`COMMAND` in place of the image's entrypoint; empty: none")
+	fl.StringVar(&o.Every, "checkpoint-every", "", "take a checkpoint before each exec, or each `DURATION`: exec, or e.g. 5m")
 	fl.StringVar(&o.StopSignal, "stop-signal", "", "`SIGNAL` that stop sends; default: the image's or SIGTERM")
 }
 
@@ -106,6 +108,11 @@ func (o *createOptions) request(args []string) (runtime.CreateRequest, error) {
 	}
 	if o.StopSignal != "" {
 		if spec.StopSignal, err = parseSignal("--stop-signal", o.StopSignal); err != nil {
+			return none, err
+		}
+	}
+	if o.Every != "" {
+		if spec.CheckpointEvery, err = parseEvery(o.Every); err != nil {
 			return none, err
 		}
 	}

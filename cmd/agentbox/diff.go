@@ -6,6 +6,7 @@ import (
 	"encoding/base64"
 	"fmt"
 	"io"
+	"os"
 	"strconv"
 	"strings"
 	"unicode"
@@ -26,6 +27,8 @@ type diffOptions struct {
 	ExitCode  bool
 	Paranoid  bool
 	NoRenames bool
+	Patch     bool
+	Color     string
 }
 
 func (o *diffOptions) addFlags(fl *pflag.FlagSet) {
@@ -36,20 +39,23 @@ func (o *diffOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVarP(&o.Quiet, "quiet", "q", false, "print nothing; implies --exit-code")
 	fl.BoolVar(&o.ExitCode, "exit-code", false, "end with 1 if there are changes, and never with 1 otherwise")
 	fl.BoolVar(&o.Paranoid, "paranoid", false, "read every file again instead of trusting unchanged times")
+	fl.BoolVarP(&o.Patch, "patch", "p", false, "show what changed in the text of files, as git does")
+	o.Color = "auto"
+	fl.Var(choice(&o.Color, "auto", "always", "never"), "color", "colour patches: auto (on a terminal), always or never")
 	fl.BoolVar(&o.NoRenames, "no-renames", false, "show a renamed file as one deleted and one added")
 }
 
 func (o *diffOptions) check() error {
 	forms := 0
-	for _, set := range []bool{o.NameOnly, o.Stat, o.Quiet, o.Format == formatJSON} {
+	for _, set := range []bool{o.NameOnly, o.Stat, o.Quiet, o.Format == formatJSON, o.Patch && o.Format != formatJSON} {
 		if set {
 			forms++
 		}
 	}
 	if forms > 1 {
-		return usageErrorf("--name-only, --stat, --quiet and --format json exclude each other")
+		return usageErrorf("--name-only, --stat, --quiet, --patch and --format json exclude each other, except --patch with json")
 	}
-	if o.Null && (o.Stat || o.Quiet || o.Format == formatJSON) {
+	if o.Null && (o.Stat || o.Quiet || o.Patch || o.Format == formatJSON) {
 		return usageErrorf("--null is for the plain list and --name-only")
 	}
 	return nil
@@ -75,11 +81,16 @@ none; without B it is what is there now, in a running sandbox as it is found. Di
 are listed when they came, went, or have another mode, owner or attributes. Volumes and
 bind mounts are not looked into. A path with unusual characters is in quotes.
 
+With --patch it prints what 'git apply' and 'patch -p1' make the new files of: unified diffs,
+with all permission bits in the mode lines. Files over 1 MiB or with a NUL byte in them only
+"differ". A line that begins with # tells of what a patch has no form for: directories,
+devices, times, owners, attributes.
+
 With --format json it prints one object: sandbox, sandbox_name, from, to, truncated, and
 changes with path, change (a letter as above), type, what (in which respects: content,
 target, device, mode, owner, xattrs, mtime, type), old and new (type, mode, uid, gid, size,
 mtime, target, device), from for R. path_b64 and from_b64 are there where a name is not
-UTF-8. At most a million changes are listed; truncated tells when there are more.
+UTF-8; with --patch there is patch, too. At most a million changes are listed; truncated tells when there are more.
 
 The exit code is 0 with and without changes. With --exit-code it is 0 without, 1 with
 changes, and 125 instead of 1 when diff itself fails.`,
@@ -87,6 +98,7 @@ changes, and 125 instead of 1 when diff itself fails.`,
   agentbox diff c@before-upgrade
   agentbox diff c@before-upgrade @after-upgrade
   agentbox diff --stat c@image
+  agentbox diff --patch c@before-upgrade | git apply --directory=src
   agentbox diff --quiet c || agentbox checkpoint c
   agentbox diff docker://web`,
 		Annotations: exits(exitUsage, exitNotFound, exitState, exitCorrupt, exitDenied, exitUnsupported),
@@ -94,7 +106,7 @@ changes, and 125 instead of 1 when diff itself fails.`,
 		ValidArgsFunction: func(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
 			switch len(args) {
 			case 0:
-				return append(a.sandboxNames(cmd, nil, nil), a.checkpointNames(cmd, nil, runtime.CheckpointFilter{})...), noFiles
+				return a.completeStates(cmd, nil, "")
 			case 1:
 				name, _ := splitState(args[0])
 				return a.checkpointNames(cmd, nil, runtime.CheckpointFilter{Sandbox: name}), noFiles
@@ -109,7 +121,7 @@ changes, and 125 instead of 1 when diff itself fails.`,
 			if err != nil {
 				return err
 			}
-			req.Paranoid, req.NoRenames = opts.Paranoid, opts.NoRenames
+			req.Paranoid, req.NoRenames, req.Patch = opts.Paranoid, opts.NoRenames, opts.Patch
 			if opts.Quiet {
 				req.Limit, req.NoRenames = 1, true
 			}
@@ -176,6 +188,9 @@ func runDiff(ctx context.Context, opts diffOptions, req runtime.DiffRequest, svc
 	case opts.Quiet:
 	case opts.Format == formatJSON:
 		err = printJSON(out, d)
+	case opts.Patch:
+		color := opts.Color == "always" || opts.Color == "auto" && isTerminalWriter(stdout) && os.Getenv("NO_COLOR") == ""
+		printPatches(out, d.Changes, color, color || isTerminalWriter(stdout))
 	case opts.Stat:
 		err = printStat(out, d.Changes)
 	default:

@@ -149,15 +149,15 @@ func TestLog(t *testing.T) {
 		ckpt("aaa2", "two", "aaa1"),
 		ckpt("aaa1", "one", ""),
 	}
-	const want = `CHECKPOINT            NAME    KIND   CREATED              SIZE     TRIGGER   FILES   PROCESSES   PARENT
-* aaa6aaa6aaa6 HEAD   six     full   About a minute ago   1.23MB   manual    12      3           aaa1aaa1aaa1
-│ * aaa5aaa5aaa5              full   About a minute ago   1.23MB   manual    12      3           aaa3aaa3aaa3
-│ │ * aaa4aaa4aaa4    four    full   About a minute ago   1.23MB   manual    12      3           (deleted)
-│ * │ aaa3aaa3aaa3    three   full   About a minute ago   1.23MB   manual    12      3           aaa2aaa2aaa2
+	const want = `CHECKPOINT            NAME    TAGS   KIND   CREATED              SIZE     ADDED   TRIGGER   FILES   PROCESSES   PARENT
+* aaa6aaa6aaa6 HEAD   six            full   About a minute ago   1.23MB   0B      manual    12      3           aaa1aaa1aaa1
+│ * aaa5aaa5aaa5                     full   About a minute ago   1.23MB   0B      manual    12      3           aaa3aaa3aaa3
+│ │ * aaa4aaa4aaa4    four           full   About a minute ago   1.23MB   0B      manual    12      3           (deleted)
+│ * │ aaa3aaa3aaa3    three          full   About a minute ago   1.23MB   0B      manual    12      3           aaa2aaa2aaa2
 │ ├─╯
-│ * aaa2aaa2aaa2      two     full   About a minute ago   1.23MB   manual    12      3           aaa1aaa1aaa1
+│ * aaa2aaa2aaa2      two            full   About a minute ago   1.23MB   0B      manual    12      3           aaa1aaa1aaa1
 ├─╯
-* aaa1aaa1aaa1        one     full   About a minute ago   1.23MB   manual    12      3
+* aaa1aaa1aaa1        one            full   About a minute ago   1.23MB   0B      manual    12      3
 `
 	try(t, f, "", "log", "run").want(t, 0, want)
 	r := try(t, f, "", "log", "-n", "2", "--no-trunc", "run")
@@ -168,7 +168,7 @@ func TestLog(t *testing.T) {
 	if err := json.Unmarshal([]byte(try(t, f, "", "log", "--format", "json", "run").stdout), &got); err != nil || len(got) != 6 {
 		t.Fatal(err, got)
 	}
-	keys := []string{"bytes", "children", "created", "digest", "files", "frozen_ns", "head", "id", "image_digest", "kind", "labels", "name", "parent", "parent_deleted", "processes", "sandbox", "sandbox_name", "status", "trigger"}
+	keys := []string{"added", "bytes", "children", "created", "digest", "files", "frozen_ns", "head", "id", "image_digest", "kind", "labels", "name", "parent", "parent_deleted", "pinned", "processes", "sandbox", "sandbox_name", "status", "trigger", "unchanged"}
 	if d := cmp.Diff(keys, slices.Sorted(maps.Keys(got[0]))); d != "" || got[0]["head"] != true || fmt.Sprint(got[0]["children"]) != "[]" {
 		t.Error(d, got[0])
 	}
@@ -183,6 +183,30 @@ func TestLog(t *testing.T) {
 	try(t, f, "", "log", "-n", "-3", "run").want(t, exitUsage, "", "must not be negative")
 	f.fail["History"] = runtime.ErrNotFound
 	try(t, f, "", "log", "nope").want(t, exitNotFound, "", "not found")
+}
+
+// Marks, tags, and a fork: in its own log it names where it comes from, in that
+// of its origin it hangs from there.
+func TestLogMarks(t *testing.T) {
+	f := boxes()
+	f.history = []runtime.HistoryEntry{
+		ckpt("aaa3", "", "aaa2", func(c *runtime.HistoryEntry) {
+			c.Trigger, c.Added, c.Damaged = runtime.TriggerUndo, 4096, "a piece is gone"
+		}),
+		ckpt("aaa2", "two", "aaa1", func(c *runtime.HistoryEntry) { c.Head, c.Pinned, c.Tags = true, true, []string{"good", "v1"} }),
+		ckpt("aaa1", "one", "3f2a"),
+	}
+	try(t, f, "", "log", "run").want(t, 0, `CHECKPOINT                   NAME   TAGS      KIND   CREATED              SIZE     ADDED   TRIGGER   FILES   PROCESSES   PARENT
+u aaa3aaa3aaa3 DAMAGED                        full   About a minute ago   1.23MB   4.1kB   undo      12      3           aaa2aaa2aaa2
+* aaa2aaa2aaa2 HEAD PINNED   two    good,v1   full   About a minute ago   1.23MB   0B      manual    12      3           aaa1aaa1aaa1
+* aaa1aaa1aaa1               one              full   About a minute ago   1.23MB   0B      manual    12      3           run@before
+`)
+	fork := ckpt("bbb1", "", "aaa2", func(c *runtime.HistoryEntry) { c.Sandbox, c.SandboxName = "other", "run-fork-1" })
+	f.history = append([]runtime.HistoryEntry{fork}, f.history[1:]...)
+	r := try(t, f, "", "log", "run")
+	if !strings.Contains(r.stdout, "CHECKPOINT                   SANDBOX      NAME") || !strings.Contains(r.stdout, "\n* bbb1bbb1bbb1               run-fork-1 ") {
+		t.Error(r.stdout)
+	}
 }
 
 // Lanes end in the middle, three at once, and are used again.

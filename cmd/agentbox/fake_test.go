@@ -19,6 +19,7 @@ import (
 // A fakeService is a Service in memory: enough of one for flags, output and
 // exit codes. Its programs are functions.
 type fakeService struct {
+	fakeHistory
 	mu          sync.Mutex
 	sandboxes   []runtime.Sandbox // newest first
 	checkpoints []runtime.Checkpoint
@@ -254,11 +255,17 @@ func (f *fakeService) Restore(_ context.Context, ref string, opts runtime.Restor
 		return runtime.Restored{}, err
 	}
 	sb, _ := f.find(ref)
-	return runtime.Restored{Sandbox: *sb, Checkpoint: f.checkpoints[0], Verified: opts.Verify, Down: 120 * time.Millisecond}, nil
+	newest := slices.IndexFunc(f.checkpoints, func(c runtime.Checkpoint) bool { return c.Trigger != runtime.TriggerUndo })
+	return runtime.Restored{Sandbox: *sb, Checkpoint: f.checkpoints[newest], Verified: opts.Verify, Down: 120 * time.Millisecond, Lost: f.lost}, nil
 }
 
 func (f *fakeService) Checkpoints(_ context.Context, filter runtime.CheckpointFilter) ([]runtime.Checkpoint, error) {
 	f.filter = filter
+	if filter.Sandbox != "" {
+		if _, err := f.find(filter.Sandbox); err != nil {
+			return nil, err
+		}
+	}
 	return f.checkpoints, f.call("Checkpoints")
 }
 

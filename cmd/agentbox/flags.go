@@ -49,6 +49,12 @@ func addFormat(fl *pflag.FlagSet, p *string, words ...string) {
 	fl.Var(choice(p, words...), "format", "print as `FORMAT`: "+strings.Join(words, " or "))
 }
 
+// addIDFormat is addFormat where the plain form is the bare id.
+func addIDFormat(fl *pflag.FlagSet, p *string) {
+	*p = "id"
+	fl.Var(choice(p, "id", formatJSON), "format", "print as `FORMAT`: id or json")
+}
+
 // completeFlags registers the words of choice flags with the shell completion.
 func completeFlags(cmd *cobra.Command) {
 	cmd.Flags().VisitAll(func(f *pflag.Flag) {

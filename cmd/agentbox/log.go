@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"fmt"
 	"io"
@@ -37,9 +38,12 @@ func newLogCommand(a *app) *cobra.Command {
 		Short: "Draw the history of a sandbox's checkpoints",
 		Long: `Log draws the tree of a sandbox's checkpoints, newest first: a checkpoint hangs from the one
 that the sandbox was at when it was taken, so that after a restore a new branch begins. HEAD
-marks the one that the sandbox was last at. PARENT is "(deleted)" where that checkpoint is
-gone; the line then leads to the nearest one before it that is not. A removed sandbox has a
-history too. With --all, x marks failed checkpoints and o pending ones.
+marks the one that the sandbox was last at, PINNED those that prune keeps, DAMAGED those that
+verify found damage in; u marks the undo checkpoints that restores took of what they replaced.
+SIZE is all that a checkpoint needs, ADDED what it brought to the store. PARENT is "(deleted)"
+where that checkpoint is gone; the line then leads to the nearest one before it that is not;
+of a fork it names the origin's checkpoint. A removed sandbox has a history too. With --all,
+x marks failed checkpoints and o pending ones.
 
 With --format json it prints an array of what 'agentbox checkpoint inspect' prints, each
 with children (ids), head and parent_deleted added.`,
@@ -93,9 +97,13 @@ func runLog(ctx context.Context, opts logOptions, sandbox string, svc runtime.Se
 	if opts.NoTrunc {
 		id = func(id string) string { return id }
 	}
-	header := []string{"CHECKPOINT", "NAME", "KIND", "CREATED", "SIZE", "TRIGGER", "FILES", "PROCESSES", "PARENT"}
+	header := []string{"CHECKPOINT", "NAME", "TAGS", "KIND", "CREATED", "SIZE", "ADDED", "TRIGGER", "FILES", "PROCESSES", "PARENT"}
 	if opts.All {
 		header = append(header, "STATUS")
+	}
+	family := slices.ContainsFunc(shown, func(c runtime.HistoryEntry) bool { return c.Sandbox != shown[0].Sandbox })
+	if family {
+		header = slices.Insert(header, 1, "SANDBOX")
 	}
 	var drawn bytes.Buffer
 	t := newTable(&drawn, header...)
@@ -105,14 +113,7 @@ func runLog(ctx context.Context, opts logOptions, sandbox string, svc runtime.Se
 		if !known[parent] {
 			parent = ""
 		}
-		mark := "*"
-		switch c.Status {
-		case runtime.CheckpointFailed:
-			mark = "x"
-		case runtime.CheckpointPending:
-			mark = "o"
-		}
-		join, row := g.add(c.ID, parent, mark)
+		join, row := g.add(c.ID, parent, logMark(c.Checkpoint))
 		if join != "" {
 			// With all its cells, or the columns below would not line up
 			// with those above.
@@ -122,14 +123,26 @@ func runLog(ctx context.Context, opts logOptions, sandbox string, svc runtime.Se
 		if c.Head {
 			first += " HEAD"
 		}
-		came := id(parent)
-		if c.ParentDeleted || c.Parent != "" && parent == "" {
-			came = "(deleted)"
+		if c.Pinned {
+			first += " PINNED"
 		}
-		cells := []string{first, c.Name, c.Kind, ago(now, c.Created), sizeText(c.Bytes), c.Trigger,
-			strconv.FormatInt(c.Files, 10), strconv.Itoa(c.Processes), came}
+		if c.Damaged != "" {
+			first += " DAMAGED"
+		}
+		came := id(parent)
+		switch {
+		case c.ParentDeleted:
+			came = "(deleted)"
+		case c.Parent != "" && parent == "":
+			came = origin(ctx, c.Checkpoint, svc, id)
+		}
+		cells := []string{first, c.Name, strings.Join(c.Tags, ","), c.Kind, ago(now, c.Created),
+			sizeText(c.Bytes), sizeText(c.Added), c.Trigger, strconv.FormatInt(c.Files, 10), strconv.Itoa(c.Processes), came}
 		if opts.All {
 			cells = append(cells, c.Status)
+		}
+		if family {
+			cells = slices.Insert(cells, 1, c.SandboxName)
 		}
 		t.row(cells...)
 	}
@@ -142,6 +155,27 @@ func runLog(ctx context.Context, opts logOptions, sandbox string, svc runtime.Se
 		}
 	}
 	return nil
+}
+
+func logMark(c runtime.Checkpoint) string {
+	switch {
+	case c.Status == runtime.CheckpointFailed:
+		return "x"
+	case c.Status == runtime.CheckpointPending:
+		return "o"
+	case c.Trigger == runtime.TriggerUndo:
+		return "u"
+	}
+	return "*"
+}
+
+// origin names a parent that is another sandbox's: this one is a fork of it.
+func origin(ctx context.Context, c runtime.Checkpoint, svc runtime.Service, id func(string) string) string {
+	parent, err := svc.CheckpointInfo(ctx, c.Parent)
+	if err != nil || parent.Sandbox == c.Sandbox {
+		return "(deleted)"
+	}
+	return parent.SandboxName + "@" + cmp.Or(parent.Name, id(parent.ID))
 }
 
 // A graph draws a forest of which every node comes before its parent. Each lane

@@ -42,6 +42,14 @@ func documentedCheckpoint(c runtime.Checkpoint) runtime.Checkpoint {
 	return c
 }
 
+// notNull is list, but never null in JSON.
+func notNull[T any](list []T) []T {
+	if list == nil {
+		return []T{}
+	}
+	return list
+}
+
 // A table aligns columns as Docker does: three spaces between them.
 type table struct{ tw *tabwriter.Writer }
 
@@ -54,9 +62,14 @@ func newTable(w io.Writer, header ...string) *table {
 // row prints one line; what came out of a sandbox cannot break it.
 func (t *table) row(cells ...string) {
 	for i, c := range cells {
-		cells[i] = strings.NewReplacer("\t", " ", "\n", " ").Replace(printable(c))
+		cells[i] = oneLine(c)
 	}
 	fmt.Fprintln(t.tw, strings.Join(cells, "\t"))
+}
+
+// oneLine is printable for what must stay on its line.
+func oneLine(s string) string {
+	return strings.NewReplacer("\t", " ", "\n", " ").Replace(printable(s))
 }
 
 func (t *table) flush() error { return t.tw.Flush() }

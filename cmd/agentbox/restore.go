@@ -14,12 +14,20 @@ import (
 type restoreOptions struct {
 	FilesOnly bool
 	Verify    bool
+	Undo      bool
+	NoUndo    bool
+	DryRun    bool
+	Salvage   bool
 	Format    string
 }
 
 func (o *restoreOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVar(&o.FilesOnly, "files-only", false, "leave the processes of a full checkpoint out; the command starts afresh")
 	fl.BoolVar(&o.Verify, "verify", false, "prove the restored files against the checkpoint before anything runs")
+	fl.BoolVar(&o.Undo, "undo", false, "take the last restore back: to the state that it replaced")
+	fl.BoolVar(&o.NoUndo, "no-undo", false, "keep no undo checkpoint of the present state")
+	fl.BoolVar(&o.DryRun, "dry-run", false, "only show what would change")
+	fl.BoolVar(&o.Salvage, "salvage", false, "of a damaged checkpoint, restore what is intact and list the rest")
 	o.Format = "name"
 	fl.Var(choice(&o.Format, "name", formatJSON), "format", "print as `FORMAT`: name or json")
 }
@@ -31,24 +39,48 @@ func newRestoreCommand(a *app) *cobra.Command {
 		Short: "Put a sandbox back to a checkpoint",
 		Long: `Restore makes a sandbox's files exactly those of a checkpoint, the newest ready one unless
 another is named, and lets its processes go on from there. Everything needed is checked
-before the sandbox is touched. After a files-only checkpoint the command starts afresh if
-it ran then. A removed sandbox is made again from the checkpoint's spec.
+before the sandbox is touched, and only what differs is. After a files-only checkpoint the command
+starts afresh if it ran then. A removed sandbox is made again from the checkpoint's spec.
 
-It prints the sandbox's name.`,
+Before that the present state is kept as an undo checkpoint, unless --no-undo is given;
+--undo puts it back, and can itself be undone by another --undo.
+
+--dry-run changes nothing and shows what would change: the files, as 'agentbox diff --stat'
+does, the processes that would end and those that would go on, and other effects. With
+--format json it prints one object: sandbox, sandbox_name, checkpoint, changes (as those of
+'agentbox diff'), added, deleted, modified, bytes (of file data to write), ends and begins
+(pid, command), effects, recreates.
+
+A damaged checkpoint is refused. --salvage restores what is intact of it, lists on stderr
+what is lost, and ends with 6.
+
+It prints the sandbox's name; with --format json one object: sandbox, checkpoint, recreated,
+verified, undo (the id of the undo checkpoint), changed (how many paths), lost, down_ns,
+warnings.`,
 		Example: `  agentbox restore c
   agentbox restore --verify c before-upgrade
   agentbox restore c 3f2a
+  agentbox restore --dry-run c before-upgrade
+  agentbox restore --undo c
   agentbox restore --format json c | jq .down_ns`,
 		Annotations:       exits(exitUsage, exitNotFound, exitState, exitBusy, exitCorrupt, exitDenied, exitUnsupported),
 		Args:              args(1, 2),
 		ValidArgsFunction: a.completeRestore,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			ro := runtime.RestoreOptions{FilesOnly: opts.FilesOnly, Verify: opts.Verify}
+			ro := runtime.RestoreOptions{FilesOnly: opts.FilesOnly, Verify: opts.Verify, Undo: opts.Undo, NoUndo: opts.NoUndo, Salvage: opts.Salvage}
 			if len(args) > 1 {
 				if args[1] == "" {
 					return usageErrorf("CHECKPOINT is empty; leave it out for the newest one")
 				}
+				if opts.Undo {
+					return usageErrorf("--undo and CHECKPOINT exclude each other")
+				}
 				ro.Checkpoint = args[1]
+			}
+			if opts.DryRun {
+				return a.service(cmd.Context(), func(svc runtime.Service) error {
+					return runRestorePlan(cmd.Context(), ro, opts.Format, args[0], svc, a.stdout)
+				})
 			}
 			return a.service(cmd.Context(), func(svc runtime.Service) error {
 				return runRestore(cmd.Context(), ro, opts.Format, args[0], svc, a.stdout, a.stderr)
@@ -71,10 +103,18 @@ func runRestore(ctx context.Context, opts runtime.RestoreOptions, format, sandbo
 	}
 	if format == formatJSON {
 		r.Sandbox, r.Checkpoint = documented(r.Sandbox), documentedCheckpoint(r.Checkpoint)
-		return printJSON(stdout, r)
+		err = printJSON(stdout, r)
+	} else {
+		_, err = fmt.Fprintln(stdout, r.Sandbox.Name)
 	}
-	_, err = fmt.Fprintln(stdout, r.Sandbox.Name)
-	return err
+	if len(r.Lost) == 0 {
+		return err
+	}
+	for _, what := range r.Lost {
+		fmt.Fprintf(stderr, "lost: %s\n", oneLine(what))
+	}
+	return both(&runtime.Error{Op: "restore", ID: sandbox,
+		Err: fmt.Errorf("%s of checkpoint %s could not be restored: %w", countText(int64(len(r.Lost)), "path"), shortID(r.Checkpoint.ID), runtime.ErrCorrupt)}, err)
 }
 
 func restoreSummary(r runtime.Restored) string {
@@ -95,6 +135,9 @@ func restoreSummary(r runtime.Restored) string {
 	}
 	if r.Recreated {
 		s += "; the sandbox was removed and has been made again"
+	}
+	if r.Undo != "" {
+		s += "\nundo with: agentbox restore " + r.Sandbox.Name + " --undo"
 	}
 	return s
 }

@@ -100,7 +100,8 @@ func newRootCommand(a *app) *cobra.Command {
 processes, and puts it back to any of them exactly.
 
 A SANDBOX is named by its name, its id or a unique prefix of its id.
-A CHECKPOINT is named by its id, a unique prefix of it, or SANDBOX@NAME.
+A CHECKPOINT is named by its id, a unique prefix of it, or SANDBOX@NAME, where NAME is the
+name it was given, or a tag.
 
 Ctrl-C makes a verb stop and undo what it began; a second Ctrl-C ends it at once, and
 'agentbox recover' (which every later command also does) puts things in order.`,
@@ -150,11 +151,12 @@ Ctrl-C makes a verb stop and undo what it began; a second Ctrl-C ends it at once
 		newRunCommand(a), newCreateCommand(a), newExecCommand(a), newPsCommand(a), newInspectCommand(a),
 		newLogsCommand(a), newAttachCommand(a), newStopCommand(a), newStartCommand(a), newRestartCommand(a),
 		newKillCommand(a), newPauseCommand(a), newUnpauseCommand(a), newWaitCommand(a), newRmCommand(a), newCpCommand(a))
-	add(groupUndo, newCheckpointCommand(a), newRestoreCommand(a), newLogCommand(a), newDiffCommand(a), newApplyCommand(a))
+	add(groupUndo, newCheckpointCommand(a), newRestoreCommand(a), newForkCommand(a), newLogCommand(a), newDiffCommand(a), newApplyCommand(a),
+		newVerifyCommand(a), newPruneCommand(a), newDfCommand(a), newStoreCommand(a))
 	add(groupImage, newImageCommand(a))
 	add(groupHost, newDoctorCommand(a), newSetupCommand(a), newRecoverCommand(a), newVersionCommand(a), newCompletionCommand(a))
 	add(groupHost, newDockerPluginCommand(a), newVolumeCommand(a))
-	cmd.AddCommand(newReapCommand(a), newMonitorCommand(), newManCommand())
+	cmd.AddCommand(newReapCommand(a), newMonitorCommand(), newAutoCommand(a), newManCommand())
 	wrapArgs(cmd)
 	return cmd
 }
@@ -232,7 +234,11 @@ func argName(cmd *cobra.Command, i int) string {
 			continue
 		}
 		if n == i {
-			return strings.Trim(w, "[].")
+			w = strings.TrimSuffix(w, "...")
+			if strings.HasPrefix(w, "[") {
+				w = strings.Trim(w, "[].")
+			}
+			return w
 		}
 		n++
 	}

@@ -42,6 +42,7 @@ AGENTBOX_ATTEMPT in its environment.`,
 		Example: `  agentbox run --rm busybox echo hello
   agentbox run -it --name work -v ./project:/src -w /src debian bash
   agentbox run -d --name web -p 8080:80 --memory 512m busybox httpd -f
+  agentbox run -it --checkpoint-every 5m --name work debian bash
   agentbox run -d --network none --read-only --tmpfs /tmp:size=64m busybox sleep 1000`,
 		Annotations:       passes(),
 		Args:              args(1, -1),

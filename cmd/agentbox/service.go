@@ -72,6 +72,19 @@ func (s withBuiltin) List(ctx context.Context) ([]images.Image, error) {
 	return s.Store.List(ctx)
 }
 
+// ResolveDigest makes the built-in image if it may be the one that is wanted: a
+// checkpoint from elsewhere can name it before it was ever used here.
+func (s withBuiltin) ResolveDigest(ctx context.Context, digest string) (images.Image, error) {
+	im, err := s.Store.ResolveDigest(ctx, digest)
+	if !errors.Is(err, runtime.ErrNotFound) {
+		return im, err
+	}
+	if _, e := s.Resolve(ctx, "busybox"); e != nil {
+		return im, err
+	}
+	return s.Store.ResolveDigest(ctx, digest)
+}
+
 func openContainerd(p place) (runtime.Host, error) {
 	backend, err := containerd.Open(containerd.Options{Root: p.root, Run: p.run, Self: p.self})
 	if err != nil {
@@ -118,7 +131,7 @@ func openService(ctx context.Context, g globals) (_ runtime.Service, err error) 
 	if err != nil {
 		return nil, err
 	}
-	engine := runtime.New(runtime.Options{Run: run, Store: st, Backend: g.Backend, Open: func(name string) (runtime.Host, error) {
+	engine := runtime.New(runtime.Options{Run: run, Store: st, Backend: g.Backend, Auto: g.startAuto(self), Open: func(name string) (runtime.Host, error) {
 		open, ok := backends[name]
 		if !ok {
 			return runtime.Host{}, usageErrorf("unknown backend %q: choose %s", name, backendNames())

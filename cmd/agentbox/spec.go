@@ -3,7 +3,9 @@ package main
 import (
 	"bufio"
 	"bytes"
+	"errors"
 	"fmt"
+	"math"
 	"net/netip"
 	"os"
 	"path"
@@ -11,6 +13,7 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
+	"time"
 	"unicode"
 	"unicode/utf8"
 
@@ -252,6 +255,55 @@ func parseSignal(flag, s string) (string, error) {
 		return "", usageErrorf("%s %q: unknown signal; write for example SIGTERM, TERM or 15", flag, s)
 	}
 	return s, nil
+}
+
+// minEvery keeps checkpoints from following each other without a pause.
+const minEvery = time.Second
+
+// parseEvery reads when checkpoints are taken by themselves.
+func parseEvery(s string) (string, error) {
+	if s == "exec" {
+		return s, nil
+	}
+	d, err := parseAge(s)
+	if err != nil || d < minEvery {
+		return "", usageErrorf("--checkpoint-every %q: write exec, or a duration from %v on, for example 5m", s, minEvery)
+	}
+	return d.String(), nil
+}
+
+var ageRE = regexp.MustCompile(`^(?:(\d{1,5})w)?(?:(\d{1,6})d)?(.*)$`)
+
+// parseAge reads Go's durations with weeks and days before them, as restic
+// has them: 2w, 1d12h, 90m. They are not negative.
+func parseAge(s string) (time.Duration, error) {
+	const day = 24 * time.Hour
+	m := ageRE.FindStringSubmatch(s)
+	var d time.Duration
+	for i, unit := range []time.Duration{7 * day, day} {
+		if m[i+1] != "" {
+			n, err := strconv.Atoi(m[i+1])
+			if err != nil {
+				return 0, err
+			}
+			// 99999 weeks are more than 292 years: too many nanoseconds.
+			if time.Duration(n) > (math.MaxInt64-d)/unit {
+				return 0, errors.New("too long")
+			}
+			d += time.Duration(n) * unit
+		}
+	}
+	if rest := m[3]; rest != "" || d == 0 && s == "" {
+		more, err := time.ParseDuration(rest)
+		if err != nil {
+			return 0, err
+		}
+		if more < 0 || more > math.MaxInt64-d {
+			return 0, errors.New("out of range")
+		}
+		d += more
+	}
+	return d, nil
 }
 
 var nameRE = regexp.MustCompile(`^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}$`)

@@ -23,7 +23,8 @@ import (
 // real terminal, real signals and a real exit code can be had. Its sandboxes
 // run talk.
 func fakeMain() {
-	f := boxes()
+	f := history()
+	f.diff = patched().diff
 	f.program = talk
 	f.sandboxes[1].Spec.Terminal, f.sandboxes[1].Spec.OpenStdin = true, true
 	f.exits[f.sandboxes[1].ID] = make(chan int, 1)
@@ -305,7 +306,7 @@ func TestSignals(t *testing.T) {
 
 func TestSummariesOnTerminal(t *testing.T) {
 	p := onPty(t, "checkpoint", "run")
-	p.expect("checkpoint 3f2a3f2a3f2a… of run: full, 12 files, 3 processes, 1.23MB, frozen 84 ms\r\n")
+	p.expect("checkpoint 3f2a3f2a3f2a… of run: full, 12 files, 3 processes, 1.23MB, 0B added, frozen 84 ms\r\n")
 	p.end(0)
 	p = onPty(t, "restore", "--verify", "run")
 	p.expect("run is back at checkpoint 3f2a3f2a3f2a… (before): full, 12 files, 3 processes, down 120 ms, verified\r\n")

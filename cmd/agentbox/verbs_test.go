@@ -83,7 +83,7 @@ func TestJSONKeys(t *testing.T) {
 		t.Error(sb)
 	}
 	ck := one("checkpoint", "inspect", "3f2a")
-	want = []string{"bytes", "created", "digest", "files", "frozen_ns", "id", "image_digest", "kind", "labels", "name", "parent", "processes", "sandbox", "sandbox_name", "status", "trigger"}
+	want = []string{"added", "bytes", "created", "digest", "files", "frozen_ns", "id", "image_digest", "kind", "labels", "name", "parent", "pinned", "processes", "sandbox", "sandbox_name", "status", "trigger", "unchanged"}
 	if d := cmp.Diff(want, keys(ck)); d != "" {
 		t.Error(d)
 	}
@@ -98,7 +98,7 @@ func TestJSONKeys(t *testing.T) {
 	if err := json.Unmarshal([]byte(try(t, boxes(), "", "restore", "--format", "json", "run").stdout), &re); err != nil {
 		t.Fatal(err)
 	}
-	if d := cmp.Diff([]string{"checkpoint", "down_ns", "recreated", "sandbox", "verified"}, keys(re)); d != "" {
+	if d := cmp.Diff([]string{"changed", "checkpoint", "down_ns", "recreated", "sandbox", "verified"}, keys(re)); d != "" {
 		t.Error(d)
 	}
 	try(t, newFake(), "", "checkpoint", "ls", "--format", "json").want(t, 0, "[]\n")
@@ -387,9 +387,9 @@ func TestLogs(t *testing.T) {
 
 func TestCheckpoint(t *testing.T) {
 	f := boxes()
-	r := try(t, f, "", strings.Fields("checkpoint --name n --files-only --stop --strict --label k=v --trigger t --tcp close --timeout 30s run")...)
+	r := try(t, f, "", strings.Fields("checkpoint --name n --files-only --stop --strict --label k=v --trigger t --tcp close --timeout 30s --paranoid run")...)
 	r.want(t, 0, strings.Repeat("3f2a", 8)+"\n", "warning: an exec session is not part of it\n")
-	want := runtime.CheckpointOptions{Name: "n", FilesOnly: true, Stop: true, Strict: true, Labels: map[string]string{"k": "v"}, Trigger: "t", TCP: runtime.TCPClose, Timeout: 30 * time.Second}
+	want := runtime.CheckpointOptions{Name: "n", FilesOnly: true, Stop: true, Strict: true, Labels: map[string]string{"k": "v"}, Trigger: "t", TCP: runtime.TCPClose, Timeout: 30 * time.Second, Paranoid: true}
 	if d := cmp.Diff(want, f.ckOpts); d != "" {
 		t.Error(d)
 	}
@@ -399,7 +399,11 @@ func TestCheckpoint(t *testing.T) {
 	try(t, f, "", "checkpoint", "create", "ls").want(t, 0, strings.Repeat("3f2a", 8)+"\n", "warning")
 
 	got := checkpointSummary(runtime.Checkpoint{ID: strings.Repeat("3f2a", 8), SandboxName: "c", Kind: "full", Files: 1, Processes: 3, Bytes: 1_200_000, Frozen: 84 * time.Millisecond})
-	if want := "checkpoint 3f2a3f2a3f2a… of c: full, 1 file, 3 processes, 1.2MB, frozen 84 ms"; got != want {
+	if want := "checkpoint 3f2a3f2a3f2a… of c: full, 1 file, 3 processes, 1.2MB, 0B added, frozen 84 ms"; got != want {
+		t.Errorf("%q, want %q", got, want)
+	}
+	got = checkpointSummary(runtime.Checkpoint{ID: "3f2a", SandboxName: "c", Kind: "files", Files: 2, Bytes: 1_200_000, Unchanged: true})
+	if want := "checkpoint 3f2a of c: files, 2 files, 1.2MB, unchanged"; got != want {
 		t.Errorf("%q, want %q", got, want)
 	}
 }
@@ -407,13 +411,20 @@ func TestCheckpoint(t *testing.T) {
 func TestCheckpointLs(t *testing.T) {
 	f := boxes()
 	try(t, f, "", "checkpoint", "ls", "--all", "--label", "k=v", "--trigger", "t", "run").want(t, 0,
-		`ID             NAME     SANDBOX   KIND   STATUS   TRIGGER   CREATED         FILES   PROCESSES   SIZE
-3f2a3f2a3f2a   before   run       full   ready    manual    3 seconds ago   12      3           1.23MB
+		`ID             NAME     TAGS   SANDBOX   KIND   STATUS   TRIGGER   CREATED         FILES   PROCESSES   SIZE     ADDED
+3f2a3f2a3f2a   before          run       full   ready    manual    3 seconds ago   12      3           1.23MB   0B
 `)
 	if d := cmp.Diff(runtime.CheckpointFilter{Sandbox: "run", All: true, Labels: map[string]string{"k": "v"}, Trigger: "t"}, f.filter); d != "" {
 		t.Error(d)
 	}
 	try(t, f, "", "checkpoint", "ls", "-q").want(t, 0, "3f2a3f2a3f2a\n")
+	f = history()
+	f.checkpoints[0].Damaged = "a piece is gone"
+	try(t, f, "", "checkpoint", "ls").want(t, 0,
+		`ID             NAME     TAGS      SANDBOX   KIND   STATUS          TRIGGER   CREATED         FILES   PROCESSES   SIZE     ADDED
+9abc9abc9abc                      run       full   damaged         undo      2 seconds ago   12      3           1.23MB   4.1kB
+3f2a3f2a3f2a   before   good,v1   run       full   ready, pinned   manual    3 seconds ago   12      3           1.23MB   4.1kB
+`)
 }
 
 func TestRestore(t *testing.T) {
@@ -485,7 +496,7 @@ func TestComplete(t *testing.T) {
 		"exec run ":          "",
 		"restore ":           "new\tcreated\nrun\trunning\nice\tpaused\nend\texited\n",
 		"restore run ":       "before\tfull of run\n",
-		"checkpoint verify ": "run@before\tfull of run\n",
+		"checkpoint verify ": "new\tcreated\nrun\trunning\nice\tpaused\nend\texited\nrun@before\tfull of run\n",
 		"run ":               "busybox\n",
 		"image rm ":          "",
 		"run --network ":     "none\nhost\nbridge\n",

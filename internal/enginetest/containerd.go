@@ -2,17 +2,13 @@ package enginetest
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
-
-	"golang.org/x/sys/unix"
 )
 
 // ContainerdOptions modify StartContainerd.
@@ -23,14 +19,13 @@ type ContainerdOptions struct {
 // Containerd is a containerd of the test's own. Its containers go on when it
 // is restarted.
 type Containerd struct {
+	daemon
 	Address  string // for CONTAINERD_ADDRESS
-	Dir      string // everything of it
 	Root     string // its data
 	State    string
 	StageRun string // AGENTBOX_RUN of its runtimes
 
 	env []string
-	cmd *exec.Cmd
 }
 
 // StartContainerd starts a containerd that ends with the test, and has left
@@ -41,7 +36,7 @@ func StartContainerd(t testing.TB, opts ContainerdOptions) *Containerd {
 	program(t, "ctr", "containerd")
 	dir := Dir(t)
 	d := &Containerd{
-		Address: filepath.Join(dir, "s"), Dir: dir, Root: filepath.Join(dir, "data"), State: filepath.Join(dir, "x"),
+		daemon: daemon{Dir: dir, name: "containerd"}, Address: filepath.Join(dir, "s"), Root: filepath.Join(dir, "data"), State: filepath.Join(dir, "x"),
 		StageRun: filepath.Join(dir, "ab"), env: opts.Env,
 	}
 	// No CRI, which wants a network, and no snapshotter that needs a device.
@@ -52,72 +47,18 @@ func StartContainerd(t testing.TB, opts ContainerdOptions) *Containerd {
 	if err := os.WriteFile(d.config(), []byte(config), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { d.close(t) })
+	d.answers = func() bool { _, err := d.Try("version"); return err == nil }
+	d.command = func(t testing.TB) *exec.Cmd {
+		cmd := exec.Command(program(t, "containerd", "containerd"), "--config", d.config())
+		cmd.Env = append(append(os.Environ(), "AGENTBOX_RUN="+d.StageRun, "TMPDIR="+d.Dir), d.env...)
+		return cmd
+	}
+	t.Cleanup(func() { d.end(t) })
 	d.Start(t)
 	return d
 }
 
 func (d *Containerd) config() string { return filepath.Join(d.Dir, "config.toml") }
-
-// Start starts the daemon and returns when it answers.
-func (d *Containerd) Start(t testing.TB) {
-	t.Helper()
-	log, err := os.OpenFile(filepath.Join(d.Dir, "log"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer log.Close()
-	d.cmd = exec.Command(program(t, "containerd", "containerd"), "--config", d.config())
-	d.cmd.Env = append(append(os.Environ(), "AGENTBOX_RUN="+d.StageRun, "TMPDIR="+d.Dir), d.env...)
-	d.cmd.Stdout, d.cmd.Stderr = log, log
-	// Not ended by what the terminal sends to the test.
-	d.cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
-	if err := d.cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	ended := make(chan error, 1)
-	cmd := d.cmd
-	go func() { ended <- cmd.Wait() }()
-	for deadline := time.Now().Add(time.Minute); ; {
-		if _, err := d.Try("version"); err == nil {
-			return
-		}
-		select {
-		case err := <-ended:
-			t.Fatalf("containerd ended: %v\n%s", err, d.Log())
-		case <-time.After(20 * time.Millisecond):
-		}
-		if time.Now().After(deadline) {
-			t.Fatalf("containerd does not answer\n%s", d.Log())
-		}
-	}
-}
-
-// Pid is the daemon's.
-func (d *Containerd) Pid() int { return d.cmd.Process.Pid }
-
-// Kill ends the daemon as a crash would.
-func (d *Containerd) Kill(t testing.TB) {
-	t.Helper()
-	if err := d.cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
-		t.Fatal(err)
-	}
-	pid := d.Pid()
-	until(t, "the daemon is gone", 10*time.Second, func() bool { return !alive(pid) })
-}
-
-// Restart kills the daemon and starts it again.
-func (d *Containerd) Restart(t testing.TB) {
-	t.Helper()
-	d.Kill(t)
-	d.Start(t)
-}
-
-// Log is the end of what the daemon has logged.
-func (d *Containerd) Log() string {
-	data, _ := os.ReadFile(filepath.Join(d.Dir, "log"))
-	return string(data[max(0, len(data)-8<<10):])
-}
 
 // Ctr runs ctr and returns its output, trimmed.
 func (d *Containerd) Ctr(t testing.TB, args ...string) string {
@@ -139,15 +80,13 @@ func (d *Containerd) Try(args ...string) (string, error) {
 	return strings.TrimSpace(string(out)), err
 }
 
-// close ends the daemon and its containers.
-func (d *Containerd) close(t testing.TB) {
-	if d.cmd == nil || d.cmd.Process == nil {
-		return
-	}
-	if t.Failed() {
-		t.Logf("containerd:\n%s", d.Log())
-	}
-	if spaces, err := d.Try("namespaces", "ls", "-q"); err == nil {
+// end ends the daemon and its containers.
+func (d *Containerd) end(t testing.TB) {
+	d.close(t, func() {
+		spaces, err := d.Try("namespaces", "ls", "-q")
+		if err != nil {
+			return
+		}
 		for _, ns := range strings.Fields(spaces) {
 			ids, _ := d.Try("-n", ns, "tasks", "ls", "-q")
 			for _, id := range strings.Fields(ids) {
@@ -160,23 +99,7 @@ func (d *Containerd) close(t testing.TB) {
 				}
 			}
 		}
-	}
-	_ = d.cmd.Process.Signal(unix.SIGTERM)
-	pid := d.Pid()
-	wait(20*time.Second, func() bool { return !alive(pid) })
-	if alive(pid) {
-		t.Errorf("containerd does not end\n%s", d.Log())
-		_ = d.cmd.Process.Kill()
-	}
-	wait(5*time.Second, func() bool { return len(processes(d.Dir)) == 0 })
-	for pid, cmdline := range processes(d.Dir) {
-		if pid == os.Getppid() || isTest(cmdline) {
-			continue
-		}
-		t.Errorf("left behind by containerd: process %d: %s", pid, cmdline)
-		_ = unix.Kill(pid, unix.SIGKILL)
-	}
-	unmountBelow(d.Dir)
+	})
 	if err := os.RemoveAll(d.Dir); err != nil {
 		t.Errorf("remove %s: %v", d.Dir, err)
 	}

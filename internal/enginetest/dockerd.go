@@ -4,14 +4,12 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -28,8 +26,8 @@ type DockerdOptions struct {
 // Dockerd is a Docker daemon of the test's own. It goes on with its containers
 // when it is restarted (live-restore).
 type Dockerd struct {
+	daemon
 	Host     string // for DOCKER_HOST
-	Dir      string // everything of it
 	Root     string // its data
 	ExecRoot string
 	StageRun string // AGENTBOX_RUN of its runtimes
@@ -40,7 +38,6 @@ type Dockerd struct {
 	Containerd *Containerd
 
 	env []string
-	cmd *exec.Cmd
 }
 
 // StartDockerd starts a Docker daemon that ends with the test, and has left
@@ -51,7 +48,7 @@ func StartDockerd(t testing.TB, opts DockerdOptions) *Dockerd {
 	below := StartContainerd(t, ContainerdOptions{Env: opts.Env})
 	dir := Dir(t)
 	d := &Dockerd{
-		Host: "unix://" + filepath.Join(dir, "s"), Dir: dir, Root: filepath.Join(dir, "data"), ExecRoot: filepath.Join(dir, "x"),
+		daemon: daemon{Dir: dir, name: "dockerd"}, Host: "unix://" + filepath.Join(dir, "s"), Root: filepath.Join(dir, "data"), ExecRoot: filepath.Join(dir, "x"),
 		StageRun: below.StageRun, Containerd: below, Config: filepath.Join(dir, "daemon.json"), env: opts.Env,
 	}
 	config := map[string]any{
@@ -74,44 +71,19 @@ func StartDockerd(t testing.TB, opts DockerdOptions) *Dockerd {
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { d.close(t) })
+	d.answers = d.pings
+	d.command = func(t testing.TB) *exec.Cmd {
+		cmd := exec.Command(program(t, "dockerd", "docker.io"), "--config-file", d.Config)
+		cmd.Env = append(append(os.Environ(), "AGENTBOX_RUN="+d.StageRun), d.env...)
+		return cmd
+	}
+	t.Cleanup(func() { d.end(t) })
 	d.Start(t)
 	return d
 }
 
-// Start starts the daemon and returns when it answers.
-func (d *Dockerd) Start(t testing.TB) {
-	t.Helper()
-	log, err := os.OpenFile(filepath.Join(d.Dir, "log"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer log.Close()
-	d.cmd = exec.Command(program(t, "dockerd", "docker.io"), "--config-file", d.Config)
-	d.cmd.Env = append(append(os.Environ(), "AGENTBOX_RUN="+d.StageRun), d.env...)
-	d.cmd.Stdout, d.cmd.Stderr = log, log
-	// Not ended by what the terminal sends to the test.
-	d.cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
-	if err := d.cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	ended := make(chan error, 1)
-	cmd := d.cmd
-	go func() { ended <- cmd.Wait() }()
-	for deadline := time.Now().Add(time.Minute); !d.answers(); {
-		select {
-		case err := <-ended:
-			t.Fatalf("dockerd ended: %v\n%s", err, d.Log())
-		case <-time.After(20 * time.Millisecond):
-		}
-		if time.Now().After(deadline) {
-			t.Fatalf("dockerd does not answer\n%s", d.Log())
-		}
-	}
-}
-
-// answers tells whether the daemon serves its socket.
-func (d *Dockerd) answers() bool {
+// pings tells whether the daemon serves its socket.
+func (d *Dockerd) pings() bool {
 	conn, err := net.DialTimeout("unix", strings.TrimPrefix(d.Host, "unix://"), time.Second)
 	if err != nil {
 		return false
@@ -124,32 +96,6 @@ func (d *Dockerd) answers() bool {
 	head := make([]byte, 64)
 	n, _ := conn.Read(head)
 	return bytes.Contains(head[:n], []byte(" 200 "))
-}
-
-// Pid is the daemon's.
-func (d *Dockerd) Pid() int { return d.cmd.Process.Pid }
-
-// Kill ends the daemon as a crash would.
-func (d *Dockerd) Kill(t testing.TB) {
-	t.Helper()
-	if err := d.cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
-		t.Fatal(err)
-	}
-	pid := d.Pid()
-	until(t, "the daemon is gone", 10*time.Second, func() bool { return !alive(pid) })
-}
-
-// Restart kills the daemon and starts it again.
-func (d *Dockerd) Restart(t testing.TB) {
-	t.Helper()
-	d.Kill(t)
-	d.Start(t)
-}
-
-// Log is the end of what the daemon has logged.
-func (d *Dockerd) Log() string {
-	data, _ := os.ReadFile(filepath.Join(d.Dir, "log"))
-	return string(data[max(0, len(data)-2<<10):])
 }
 
 // Docker runs the docker client and returns its output, trimmed.
@@ -184,41 +130,22 @@ func (d *Dockerd) Import(t testing.TB, name, dir string) string {
 	return d.Docker(t, "import", "-c", `CMD ["sh"]`, tarball, name)
 }
 
-// close ends the daemon, its containers and its containerd.
-func (d *Dockerd) close(t testing.TB) {
-	if d.cmd == nil || d.cmd.Process == nil {
-		return
-	}
-	if t.Failed() {
-		t.Logf("dockerd:\n%s", d.Log())
-	}
-	if d.answers() {
+// end ends the daemon, its containers and its containerd.
+func (d *Dockerd) end(t testing.TB) {
+	d.close(t, func() {
+		if !d.answers() {
+			return
+		}
 		if ids, err := d.Try("ps", "-aq"); err == nil && ids != "" {
 			if out, err := d.Try(append([]string{"rm", "-f", "-v"}, strings.Fields(ids)...)...); err != nil {
 				t.Errorf("remove containers: %v: %s", err, out)
 			}
 		}
-	}
-	_ = d.cmd.Process.Signal(unix.SIGTERM)
-	pid := d.Pid()
-	wait(20*time.Second, func() bool { return !alive(pid) })
-	if alive(pid) {
-		t.Errorf("dockerd does not end\n%s", d.Log())
-		_ = d.cmd.Process.Kill()
-	}
-	wait(5*time.Second, func() bool { return len(processes(d.Dir)) == 0 })
-	for pid, cmdline := range processes(d.Dir) {
-		if pid == os.Getppid() || isTest(cmdline) {
-			continue
-		}
-		t.Errorf("left behind by dockerd: process %d: %s", pid, cmdline)
-		_ = unix.Kill(pid, unix.SIGKILL)
-	}
+	})
 	for _, pid := range members(d.cgroup()) {
 		t.Errorf("left behind by dockerd: process %d of a container", pid)
 		_ = unix.Kill(pid, unix.SIGKILL)
 	}
-	unmountBelow(d.Dir)
 	if err := os.RemoveAll(d.Dir); err != nil {
 		t.Errorf("remove %s: %v", d.Dir, err)
 	}

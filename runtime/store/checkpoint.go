@@ -9,7 +9,9 @@ import (
 	"strings"
 	"time"
 
+	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
 // Checkpoint is the record of one checkpoint.
@@ -26,13 +28,18 @@ type Checkpoint struct {
 	Created     time.Time // zero in BeginCheckpoint: now
 	Files       int64     // entries in the upperdir
 	Processes   int
-	Bytes       int64  // at rest
+	Bytes       int64  // at rest, of all that it needs, what others need too included
 	Digest      string // of the manifest
 	ImageDigest string
 	Labels      map[string]string
 	Frozen      time.Duration // how long the sandbox stood still
 	Warnings    []string
 	Spec        json.RawMessage // of the sandbox
+	Added       int64           // bytes of the pack that it brought
+	Unchanged   bool            // every piece was there already: it brought none
+	Damaged     string          // what the last verification found; empty: nothing
+	Pinned      bool
+	Tags        []string // sorted
 }
 
 // Filter selects checkpoints; the zero value selects all ready ones.
@@ -43,31 +50,36 @@ type Filter struct {
 	Trigger   string
 }
 
-const checkpointColumns = "id, name, sandbox_id, sandbox_name, kind, status, error, parent, trigger_name, created, files, processes, bytes, digest, image_digest, labels, frozen, warnings, spec"
+const checkpointColumns = "id, name, sandbox_id, sandbox_name, kind, status, error, parent, trigger_name, created, files, processes, bytes, digest, image_digest, labels, frozen, warnings, spec, added, unchanged, damaged, pinned"
+
+const checkpointTags = "(SELECT json_group_array(tag) FROM (SELECT tag FROM tags WHERE checkpoint_id = checkpoints.id ORDER BY tag))"
 
 func (s *Store) checkpoints(ctx context.Context, where string, args ...any) (list []Checkpoint, err error) {
-	rows, err := s.db.QueryContext(ctx, "SELECT "+checkpointColumns+" FROM checkpoints "+where, args...)
+	rows, err := s.db.QueryContext(ctx, "SELECT "+checkpointColumns+", "+checkpointTags+" FROM checkpoints "+where, args...)
 	if err != nil {
 		return nil, cancelled(ctx, dbError("read checkpoints", err))
 	}
 	defer rows.Close()
 	for rows.Next() {
 		var c Checkpoint
-		var labels, warnings, spec string
+		var labels, warnings, spec, tags string
 		var created, frozen int64
 		err := rows.Scan(&c.ID, &c.Name, &c.SandboxID, &c.SandboxName, &c.Kind, &c.Status, &c.Error, &c.Parent, &c.Trigger, &created,
-			&c.Files, &c.Processes, &c.Bytes, &c.Digest, &c.ImageDigest, &labels, &frozen, &warnings, &spec)
+			&c.Files, &c.Processes, &c.Bytes, &c.Digest, &c.ImageDigest, &labels, &frozen, &warnings, &spec, &c.Added, &c.Unchanged, &c.Damaged, &c.Pinned, &tags)
 		if err != nil {
 			return nil, dbError("read checkpoints", err)
 		}
 		c.Created = time.Unix(0, created).UTC()
 		c.Frozen = time.Duration(frozen)
 		c.Spec = raw(spec)
-		if err := errors.Join(json.Unmarshal([]byte(labels), &c.Labels), json.Unmarshal([]byte(warnings), &c.Warnings)); err != nil {
+		if err := errors.Join(json.Unmarshal([]byte(labels), &c.Labels), json.Unmarshal([]byte(warnings), &c.Warnings), json.Unmarshal([]byte(tags), &c.Tags)); err != nil {
 			return nil, fmt.Errorf("record of checkpoint %s: %w: %w", c.ID, fault.ErrCorrupt, err)
 		}
 		if c.Labels == nil {
 			c.Labels = map[string]string{}
+		}
+		if len(c.Tags) == 0 {
+			c.Tags = nil
 		}
 		list = append(list, c)
 	}
@@ -109,7 +121,7 @@ next:
 // NewestOfName returns the newest ready checkpoint of a REMOVED sandbox of this name.
 func (s *Store) NewestOfName(ctx context.Context, sandboxName string) (Checkpoint, error) {
 	list, err := s.checkpoints(ctx, `WHERE status = 'ready' AND sandbox_name = ? AND sandbox_id NOT IN (SELECT id FROM sandboxes)
-		ORDER BY seq DESC LIMIT 1`, sandboxName)
+		ORDER BY trigger_name = 'undo', seq DESC LIMIT 1`, sandboxName)
 	if err != nil {
 		return Checkpoint{}, err
 	}
@@ -119,9 +131,10 @@ func (s *Store) NewestOfName(ctx context.Context, sandboxName string) (Checkpoin
 	return list[0], nil
 }
 
-// Checkpoint finds one by its id, by SANDBOX@NAME or SANDBOX@IDPREFIX, by a
-// name that only one ready checkpoint has, or by a unique prefix of its id, in
-// this order. Names lead to ready ones only; ids lead to failed ones too.
+// Checkpoint finds one by its id, by SANDBOX@NAME, SANDBOX@TAG or
+// SANDBOX@IDPREFIX, by a name or a tag that only one ready checkpoint has, or by
+// a unique prefix of its id, in this order. Names and tags lead to ready ones
+// only; ids lead to failed ones too.
 // SANDBOX is a name, an id or a prefix, of a removed sandbox too.
 func (s *Store) Checkpoint(ctx context.Context, ref string) (Checkpoint, error) {
 	sandbox, name, scoped := strings.Cut(ref, "@")
@@ -135,10 +148,7 @@ func (s *Store) Checkpoint(ctx context.Context, ref string) (Checkpoint, error) 
 	case isID(ref):
 		list, err = s.checkpoints(ctx, "WHERE id = ?", ref)
 	default:
-		list, err = s.checkpoints(ctx, "WHERE name = ? AND status = 'ready' ORDER BY seq DESC LIMIT 11", ref)
-		if err == nil && len(list) == 0 && isHex(ref) {
-			list, err = s.checkpoints(ctx, "WHERE id >= ?1 AND id < ?1 || 'g' ORDER BY seq DESC LIMIT 11", ref)
-		}
+		list, err = s.named(ctx, ref, "?2", true)
 	}
 	if err != nil {
 		return Checkpoint{}, err
@@ -166,10 +176,13 @@ func (s *Store) scoped(ctx context.Context, ref, sandbox, name string) (Checkpoi
 	return first(ref, list, err)
 }
 
-// named finds a name, else a prefix of an id, among the checkpoints that a
+// named finds a name, else a tag, else a prefix of an id, among the checkpoints that a
 // condition over ?2 selects.
 func (s *Store) named(ctx context.Context, name, where string, arg any) ([]Checkpoint, error) {
 	list, err := s.checkpoints(ctx, "WHERE name = ?1 AND status = 'ready' AND "+where+" ORDER BY seq DESC LIMIT 11", name, arg)
+	if err == nil && len(list) == 0 {
+		list, err = s.checkpoints(ctx, "WHERE id IN (SELECT checkpoint_id FROM tags WHERE tag = ?1) AND status = 'ready' AND "+where+" ORDER BY seq DESC LIMIT 11", name, arg)
+	}
 	if err == nil && len(list) == 0 && isHex(name) {
 		list, err = s.checkpoints(ctx, "WHERE id >= ?1 AND id < ?1 || 'g' AND "+where+" ORDER BY seq DESC LIMIT 11", name, arg)
 	}
@@ -228,31 +241,55 @@ func (s *Store) setFailed(ctx context.Context, id, reason string) error {
 	})
 }
 
-// setReady makes a published checkpoint visible. A row that is not pending
-// any more (somebody removed it) is ErrState.
-func (s *Store) setReady(ctx context.Context, m Manifest, digest string, size int64) error {
-	processes := 0
+// published is what is known of a checkpoint once its files are durable.
+type published struct {
+	manifest Manifest
+	digest   string
+	bytes    int64       // at rest, of all that it needs
+	packs    []pack.Info // that are not recorded yet
+	lost     []int64     // recorded packs that are gone
+	pulled   bool        // the manifest was made elsewhere
+}
+
+// setReady records the pieces of a published checkpoint and makes it visible,
+// in one step. A row that is not pending any more (somebody removed it) is ErrState.
+func (s *Store) setReady(ctx context.Context, id string, p published) error {
+	m, processes := &p.manifest, 0
 	if m.Processes != nil {
 		processes = m.Processes.Count
 	}
+	var added int64
+	for i := range p.packs {
+		added += p.packs[i].Bytes
+	}
 	return s.write(ctx, "make the checkpoint ready", func(tx *sql.Tx) error {
-		var taken string
-		err := tx.QueryRowContext(ctx, "SELECT id FROM checkpoints WHERE sandbox_id = ? AND name = ? AND name <> '' AND status = 'ready'", m.SandboxID, m.Name).Scan(&taken)
-		switch {
-		case err == nil && taken != m.ID:
-			return nameTaken(m.Name, taken)
-		case err != nil && !errors.Is(err, sql.ErrNoRows):
-			return err
+		var name, sandbox string
+		err := tx.QueryRowContext(ctx, "SELECT name, sandbox_id FROM checkpoints WHERE id = ? AND status = 'pending'", id).Scan(&name, &sandbox)
+		if errors.Is(err, sql.ErrNoRows) {
+			return fmt.Errorf("checkpoint %s was removed meanwhile: %w", id, fault.ErrState)
 		}
-		res, err := tx.ExecContext(ctx, `UPDATE checkpoints SET status = 'ready', error = '', digest = ?, bytes = ?, files = ?, processes = ?, warnings = ?
-			WHERE id = ? AND status = 'pending'`, digest, size, m.Files.Entries, processes, encode(m.Warnings), m.ID)
 		if err != nil {
 			return err
 		}
-		if n, err := res.RowsAffected(); err != nil || n == 0 {
-			return errors.Join(err, fmt.Errorf("checkpoint %s was removed meanwhile: %w", m.ID, fault.ErrState))
+		var taken string
+		err = tx.QueryRowContext(ctx, "SELECT id FROM checkpoints WHERE sandbox_id = ? AND name = ? AND name <> '' AND status = 'ready'", sandbox, name).Scan(&taken)
+		switch {
+		case err == nil:
+			return nameTaken(name, taken)
+		case !errors.Is(err, sql.ErrNoRows):
+			return err
 		}
-		return nil
+		for i := range p.packs {
+			if err := s.addPack(ctx, tx, p.packs[i], p.lost); err != nil {
+				return err
+			}
+		}
+		if err := failpoint.Hit("store.commit.in-transaction"); err != nil {
+			return err
+		}
+		_, err = tx.ExecContext(ctx, `UPDATE checkpoints SET status = 'ready', error = '', digest = ?, bytes = ?, files = ?, processes = ?, warnings = ?,
+			added = ?, unchanged = ?, pulled = ? WHERE id = ?`, p.digest, p.bytes, m.Files[0].Entries, processes, encode(m.Warnings), added, added == 0, p.pulled, id)
+		return err
 	})
 }
 

@@ -7,78 +7,258 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"time"
 
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
+// recordWait bounds what is not given up any more: millions of rows.
+const recordWait = 10 * time.Minute
+
+// publishDir is where in the scratch directory the manifest is written; it
+// becomes the checkpoint's directory.
+const publishDir = "publish"
+
 // Commit publishes the draft: when it returns nil, the checkpoint is on the
-// disk, whole, and ready. Both streams must be closed; a full checkpoint has
-// at least one process image, a files-only one has none. On an error nothing
-// is published, and Abort is still to be called. A context that ends before
-// the rename stops it; later it does not matter any more.
-//
-// The sandbox usually stands frozen meanwhile, so this waits for the disk
-// once, for everything at the same time.
+// disk, whole, and ready. Tree 0 and one for each of m.Volumes must have been
+// put, for a full checkpoint the images as well. A piece that they name and that
+// neither Sink was given nor the store has is ErrCorrupt: what the caller knew
+// of the files is not true. On an error nothing is published, and Abort is still
+// to be called. A context that ends before the rename stops it; later it does
+// not matter any more. After a success only Close is left to do.
 func (d *Draft) Commit(ctx context.Context, m Manifest) (Checkpoint, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.ended {
-		return Checkpoint{}, fmt.Errorf("checkpoint %s has ended: %w", d.row.ID, fault.ErrState)
-	}
-	if len(m.Volumes) > maxVolumes {
-		return Checkpoint{}, fmt.Errorf("checkpoint %s has %d volumes, %d are allowed: %w", d.row.ID, len(m.Volumes), maxVolumes, fault.ErrInvalid)
-	}
-	m.Volumes = slices.Clone(m.Volumes)
-	for i := range m.Volumes {
-		f := &m.Volumes[i].Files
-		f.Archive.Name, f.Tree.Name = volumeArchive(i), volumeTree(i)
-	}
-	m.Files.Archive.Name, m.Files.Tree.Name = ArchiveName, TreeName
-	for _, b := range m.blobs() {
-		if d.blobs[b.Name] == nil {
-			return Checkpoint{}, fmt.Errorf("checkpoint %s has no %s: %w", d.row.ID, b.Name, fault.ErrInvalid)
-		}
-	}
-	if len(d.blobs) != len(m.blobs()) {
-		return Checkpoint{}, fmt.Errorf("checkpoint %s has a stream that its manifest does not name: %w", d.row.ID, fault.ErrInvalid)
-	}
-	if err := ctx.Err(); err != nil {
-		return Checkpoint{}, context.Cause(ctx)
-	}
-	if err := failpoint.Hit("store.commit.before-images"); err != nil {
+	if err := d.alive(ctx); err != nil {
 		return Checkpoint{}, err
 	}
-	if err := d.tidy(); err != nil {
+	if err := d.fill(&m); err != nil {
 		return Checkpoint{}, err
 	}
-	if err := d.seal(ctx, &m); err != nil {
-		return Checkpoint{}, err
-	}
-	digest, size, err := d.describe(&m)
+	data, err := m.Encode()
 	if err != nil {
 		return Checkpoint{}, err
 	}
-	if err := failpoint.Hit("store.commit.before-fsync"); err != nil {
+	// Better a checkpoint that fails than one that cannot be read back.
+	if m, err = ParseManifest(data); err != nil {
 		return Checkpoint{}, err
 	}
-	if err := syncDir(d.dir); err != nil {
+	need := d.need.list()
+	if !d.brought(need) {
+		// All that was added is of no use, or nothing was.
+		if err := d.pack.Abort(); err != nil {
+			return Checkpoint{}, err
+		}
+	}
+	// The disk is waited for once, for both files at the same time.
+	var g errgroup.Group
+	var info pack.Info
+	g.Go(func() (err error) { info, err = d.finish(need); return err })
+	g.Go(func() error { return d.writeManifest(data) })
+	stored, err := d.stored(ctx, need)
+	if err := errors.Join(err, g.Wait()); err != nil {
 		return Checkpoint{}, err
+	}
+	return d.publish(ctx, m, data, need, info, stored, false)
+}
+
+// CommitAs is Commit for a checkpoint that was made elsewhere: its manifest is
+// published as it is. It must be of the draft's id, sandbox, kind and parent.
+// All that it needs must have been given to PutPiece, or be in the store; this
+// is proven by reading its lists. What is not right is ErrCorrupt.
+func (d *Draft) CommitAs(ctx context.Context, m Manifest) (Checkpoint, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if err := d.alive(ctx); err != nil {
+		return Checkpoint{}, err
+	}
+	if m.ID != d.row.ID || m.SandboxID != d.row.SandboxID || m.Kind != d.row.Kind || len(d.trees) > 0 || d.images != nil {
+		return Checkpoint{}, fmt.Errorf("checkpoint %s: its manifest is of another: %w", d.row.ID, fault.ErrInvalid)
+	}
+	data, err := m.Encode()
+	if err != nil {
+		return Checkpoint{}, err
+	}
+	if m, err = ParseManifest(data); err != nil {
+		return Checkpoint{}, err
+	}
+	info, err := d.pack.Finish()
+	if err != nil {
+		return Checkpoint{}, err
+	}
+	p := newPieces(d.x)
+	p.own = make(map[pack.ID]ownPlace, len(info.Blobs))
+	for _, b := range info.Blobs {
+		p.own[b.ID] = ownPlace{info.Temp, b}
+	}
+	r := d.s.newReader(m, data, p)
+	defer r.Close()
+	need, err := r.needs(ctx)
+	if err != nil {
+		return Checkpoint{}, err
+	}
+	stored, err := d.stored(ctx, need)
+	if err != nil {
+		return Checkpoint{}, err
+	}
+	if err := r.lengths(ctx); err != nil {
+		return Checkpoint{}, err
+	}
+	if err := d.writeManifest(data); err != nil {
+		return Checkpoint{}, err
+	}
+	return d.publish(ctx, m, data, need, info, stored, true)
+}
+
+func (d *Draft) alive(ctx context.Context) error {
+	if d.ended {
+		return fmt.Errorf("checkpoint %s has ended: %w", d.row.ID, fault.ErrState)
 	}
 	if err := ctx.Err(); err != nil {
-		return Checkpoint{}, context.Cause(ctx)
+		return context.Cause(ctx)
+	}
+	return nil
+}
+
+// fill completes the manifest with what is in the draft and its record.
+func (d *Draft) fill(m *Manifest) error {
+	if len(d.trees) != 1+len(m.Volumes) {
+		return fmt.Errorf("checkpoint %s has %d trees, %d are needed: %w", d.row.ID, len(d.trees), 1+len(m.Volumes), fault.ErrInvalid)
+	}
+	m.Files, m.Volumes = make([]Tree, 1), slices.Clone(m.Volumes)
+	for n, t := range m.trees() {
+		put, ok := d.trees[n]
+		if !ok {
+			return fmt.Errorf("checkpoint %s has no tree %d: %w", d.row.ID, n, fault.ErrInvalid)
+		}
+		*t = put
+	}
+	switch {
+	case d.row.Kind == KindFull && d.images == nil:
+		return fmt.Errorf("a full checkpoint needs process images: %w", fault.ErrInvalid)
+	case d.row.Kind == KindFull:
+		p := Processes{}
+		if m.Processes != nil {
+			p = *m.Processes
+		}
+		p.Images = d.images
+		m.Processes = &p
+	case d.images != nil:
+		return fmt.Errorf("a files-only checkpoint has process images: %w", fault.ErrInvalid)
+	default:
+		m.Processes = nil
+	}
+	c := d.row
+	m.Version, m.ID, m.Name, m.Kind = Version, c.ID, c.Name, c.Kind
+	m.SandboxID, m.SandboxName, m.Spec, m.ImageDigest = c.SandboxID, c.SandboxName, c.Spec, c.ImageDigest
+	m.Parent, m.Created, m.Labels, m.Trigger = c.Parent, c.Created, c.Labels, c.Trigger
+	if m.Warnings == nil {
+		m.Warnings = c.Warnings
+	}
+	return nil
+}
+
+// brought tells whether the draft's own pack has anything that is needed.
+func (d *Draft) brought(need []pack.ID) bool {
+	if n, _ := d.pack.Stats(); n == 0 {
+		return false
+	}
+	return slices.ContainsFunc(need, d.pack.Has)
+}
+
+// finish makes the pack durable under its temporary name.
+func (d *Draft) finish(need []pack.ID) (pack.Info, error) {
+	if !d.brought(need) {
+		return pack.Info{}, nil
+	}
+	return d.pack.Finish()
+}
+
+// stored proves that every piece is in the draft's own pack or in the store,
+// and returns how many bytes those of the store have there.
+func (d *Draft) stored(ctx context.Context, need []pack.ID) (n int64, err error) {
+	others := make([]pack.ID, 0, 16*findBatch)
+	for part := range slices.Chunk(need, 16*findBatch) {
+		others = others[:0]
+		for _, id := range part {
+			if !d.pack.Has(id) {
+				others = append(others, id)
+			}
+		}
+		bytes, all, err := d.x.weigh(ctx, others)
+		if err != nil {
+			return 0, err
+		}
+		if all {
+			n += bytes
+			continue
+		}
+		gone, err := d.x.find(ctx, others, func(p place) error { n += int64(p.blob.Stored); return nil })
+		if err != nil {
+			return 0, err
+		}
+		if len(gone) > 0 {
+			return 0, fmt.Errorf("piece %s is neither in the store nor was it given to it: %w", gone[0], fault.ErrCorrupt)
+		}
+	}
+	return n, nil
+}
+
+func (d *Draft) writeManifest(data []byte) error {
+	if err := failpoint.Hit("store.commit.before-manifest"); err != nil {
+		return err
+	}
+	dir := filepath.Join(d.dir, publishDir)
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		return err
+	}
+	f, err := os.OpenFile(filepath.Join(dir, ManifestName), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(data)
+	if err == nil {
+		err = f.Sync()
+	}
+	if err := errors.Join(err, f.Close()); err != nil {
+		return err
+	}
+	if err := failpoint.Hit("store.commit.before-fsync"); err != nil {
+		return err
+	}
+	return syncDir(dir)
+}
+
+// publish gives the pack, then the manifest, then the rows to everybody.
+func (d *Draft) publish(ctx context.Context, m Manifest, data []byte, need []pack.ID, info pack.Info, stored int64, pulled bool) (Checkpoint, error) {
+	if err := d.alive(ctx); err != nil {
+		return Checkpoint{}, err
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), recordWait)
+	defer cancel()
+	p := published{manifest: m, digest: digestOf(data), bytes: int64(len(data)) + stored, pulled: pulled}
+	if info.Name != "" {
+		for i := range info.Blobs {
+			if _, needed := slices.BinarySearchFunc(need, info.Blobs[i].ID, compareIDs); needed {
+				p.bytes += int64(info.Blobs[i].Stored)
+			}
+		}
+		p.packs, p.lost = []pack.Info{info}, d.x.lost()
+		if err := d.publishPack(info); err != nil {
+			return Checkpoint{}, err
+		}
 	}
 	if err := failpoint.Hit("store.commit.before-rename"); err != nil {
 		return Checkpoint{}, err
 	}
-
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoWait)
-	defer cancel()
-	if err := unix.Renameat2(unix.AT_FDCWD, d.dir, unix.AT_FDCWD, d.s.published(d.row.ID), unix.RENAME_NOREPLACE); err != nil {
-		return Checkpoint{}, &os.LinkError{Op: "rename", Old: d.dir, New: d.s.published(d.row.ID), Err: err}
+	from, to := filepath.Join(d.dir, publishDir), d.s.published(d.row.ID)
+	if err := unix.Renameat2(unix.AT_FDCWD, from, unix.AT_FDCWD, to, unix.RENAME_NOREPLACE); err != nil {
+		return Checkpoint{}, &os.LinkError{Op: "rename", Old: from, New: to, Err: err}
 	}
 	if err := failpoint.Hit("store.commit.after-rename"); err != nil {
 		return Checkpoint{}, err
@@ -89,14 +269,16 @@ func (d *Draft) Commit(ctx context.Context, m Manifest) (Checkpoint, error) {
 	if err := failpoint.Hit("store.commit.before-row"); err != nil {
 		return Checkpoint{}, err
 	}
-	if err := d.s.setReady(ctx, m, digest, size); err != nil {
+	if err := d.s.setReady(ctx, d.row.ID, p); err != nil {
 		return Checkpoint{}, err
 	}
 	d.ended = true
-	d.release()
+	d.lock.Unlock()
+	d.need = idSet{} // Close may be long in coming
 	c := d.row
-	c.Status, c.Digest, c.Bytes = Ready, digest, size
-	c.Files, c.Warnings = m.Files.Entries, m.Warnings
+	c.Status, c.Digest, c.Bytes = Ready, p.digest, p.bytes
+	c.Files, c.Warnings = m.Files[0].Entries, m.Warnings
+	c.Added, c.Unchanged = info.Bytes, info.Bytes == 0
 	if m.Processes != nil {
 		c.Processes = m.Processes.Count
 	}
@@ -104,109 +286,32 @@ func (d *Draft) Commit(ctx context.Context, m Manifest) (Checkpoint, error) {
 	return c, failpoint.Hit("store.commit.after-row")
 }
 
-// tidy removes the scratch files: what is published is exactly what the
-// manifest names.
-func (d *Draft) tidy() error {
-	entries, err := os.ReadDir(d.dir)
-	if err != nil {
+// publishPack gives a durable pack its name, durably.
+func (d *Draft) publishPack(info pack.Info) error {
+	if err := failpoint.Hit("store.commit.before-pack"); err != nil {
 		return err
 	}
-	for _, e := range entries {
-		path := filepath.Join(d.dir, e.Name())
-		if d.blobs[e.Name()] != nil {
-			continue
-		}
-		if e.Name() == ImagesName {
-			if d.row.Kind == KindFull {
-				continue
-			}
-			if err := os.Remove(path); err != nil {
-				return fmt.Errorf("a files-only checkpoint has process images: %w: %w", fault.ErrInvalid, err)
-			}
-			continue
-		}
-		if err := os.RemoveAll(path); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// seal waits until both streams and all images are hashed and durable.
-func (d *Draft) seal(ctx context.Context, m *Manifest) error {
-	if d.watch != nil {
-		d.watch.end()
-	}
-	var g errgroup.Group
-	for _, b := range m.blobs() {
-		g.Go(func() (err error) { *b, err = d.blobs[b.Name].wait(); return err })
-	}
-	if d.row.Kind == KindFull {
-		if m.Processes == nil {
-			m.Processes = &Processes{}
-		}
-		p := *m.Processes
-		m.Processes = &p
-		g.Go(func() (err error) {
-			p.Images, err = sealImages(ctx, filepath.Join(d.dir, ImagesName), d.watch)
-			if err == nil && len(p.Images) == 0 {
-				err = fmt.Errorf("a full checkpoint needs process images: %w", fault.ErrInvalid)
-			}
-			return err
-		})
-	} else {
-		m.Processes = nil
-	}
-	if err := g.Wait(); err != nil {
+	path := pack.Path(d.s.packsDir(), info.Name)
+	if err := makeDir(filepath.Dir(path)); err != nil {
 		return err
 	}
-	return nil
+	// From here on it may be there, and Abort removes it. One of this name is
+	// the same pack, be it of a draft at the same time or of one that was killed.
+	d.put = info.Name
+	if err := os.Rename(info.Temp, path); err != nil {
+		return err
+	}
+	if err := failpoint.Hit("store.commit.after-pack"); err != nil {
+		return err
+	}
+	return syncDir(filepath.Dir(path))
 }
 
-// describe completes the manifest and writes it durably.
-func (d *Draft) describe(m *Manifest) (digest string, size int64, err error) {
-	c := d.row
-	m.Version, m.ID, m.Name, m.Kind = Version, c.ID, c.Name, c.Kind
-	m.SandboxID, m.SandboxName, m.Spec, m.ImageDigest = c.SandboxID, c.SandboxName, c.Spec, c.ImageDigest
-	m.Parent, m.Created, m.Labels, m.Trigger = c.Parent, c.Created, c.Labels, c.Trigger
-	if m.Warnings == nil {
-		m.Warnings = c.Warnings
+// makeDir makes a directory, durably, if it is not there. One that is there may
+// be of somebody who is about to make it durable.
+func makeDir(path string) error {
+	if err := os.Mkdir(path, 0o700); err != nil && !errors.Is(err, os.ErrExist) {
+		return err
 	}
-	data, err := m.Encode()
-	if err != nil {
-		return "", 0, err
-	}
-	// Better a checkpoint that fails than one that cannot be read back.
-	if _, err := ParseManifest(data); err != nil {
-		return "", 0, err
-	}
-	if err := failpoint.Hit("store.commit.before-manifest"); err != nil {
-		return "", 0, err
-	}
-	f, err := os.OpenFile(filepath.Join(d.dir, ManifestName), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
-	if err != nil {
-		return "", 0, err
-	}
-	_, err = f.Write(data)
-	if err == nil {
-		err = f.Sync()
-	}
-	if err := errors.Join(err, f.Close()); err != nil {
-		return "", 0, err
-	}
-	return digestOf(data), m.size(int64(len(data))), nil
-}
-
-// size is what a checkpoint takes at rest.
-func (m *Manifest) size(manifest int64) int64 {
-	n := manifest
-	for _, b := range m.blobs() {
-		n += b.Bytes
-	}
-	if m.Processes != nil {
-		for _, im := range m.Processes.Images {
-			n += im.Bytes
-		}
-	}
-	return n
+	return syncDir(filepath.Dir(path))
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"strings"
@@ -13,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
 // damage changes a file, calls check, and puts the file back.
@@ -25,69 +27,115 @@ func damage(t *testing.T, path string, change func([]byte) []byte, check func())
 	must(t, os.WriteFile(path, good, 0o600))
 }
 
-// Every flipped bit and every cut is found, wherever it is, and the file named.
+// packsOf lists the files of all packs.
+func packsOf(t testing.TB, s *Store) (paths []string) {
+	t.Helper()
+	must(t, s.packFiles(func(name string) error { paths = append(paths, pack.Path(s.packsDir(), name)); return nil }))
+	return paths
+}
+
+// Every flipped bit and every cut is found, wherever it is, and what it hurts named.
 func TestDamageIsFound(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())
 	b := put(t, s, "c")
-	// More than one zstd frame, so that whole frames can go missing.
-	data := sample(1, 2*chunkSize+1000)
+	r := rand.New(rand.NewPCG(1, 1))
+	data := content{files: map[string][]byte{"a": block(r, 700), "b": []byte("b")}, images: map[string][]byte{"pages-1.img": block(r, 4196), "core-1.img": block(r, 50)}}
 	c := taken(t, s, of(b, "", KindFull), data)
-	dir := s.published(c.ID)
-
-	for _, name := range []string{ArchiveName, TreeName, ManifestName, "criu/pages-1.img", "criu/core-1.img"} {
-		info, err := os.Stat(filepath.Join(dir, name))
+	paths := packsOf(t, s)
+	if len(paths) != 1 {
+		t.Fatal(paths)
+	}
+	// The footer is not needed while there is an index; whoever makes a new one
+	// proves it. All before it is data, but for the magic.
+	end := 0
+	must(t, s.db.QueryRow("SELECT max(off + stored) FROM blobs").Scan(&end))
+	manifest := filepath.Join(s.published(c.ID), ManifestName)
+	for path, x := range map[string][2]int{paths[0]: {8, end}, manifest: {0, -1}} {
+		info, err := os.Stat(path)
 		must(t, err)
 		size := int(info.Size())
-		offsets := []int{0, 1, 3, 4, 5, 8, size / 3, size / 2, size - 5, size - 4, size - 1}
-		for i := range 60 {
-			offsets = append(offsets, i*size/60)
+		if x[1] < 0 {
+			x[1] = size
 		}
 		check := func(what string, at int) {
 			err := s.VerifyCheckpoint(ctx, c.ID)
-			if !isErr(err, fault.ErrCorrupt) || !strings.Contains(err.Error(), name) || !strings.Contains(err.Error(), c.ID) {
-				t.Errorf("%s %s at %d of %d: %v", name, what, at, size, err)
+			if !isErr(err, fault.ErrCorrupt) || !strings.Contains(err.Error(), c.ID) {
+				t.Errorf("%s %s at %d of %d: %v", path, what, at, size, err)
 			}
 		}
-		for _, at := range offsets {
-			damage(t, filepath.Join(dir, name), func(b []byte) []byte { b[at] ^= 1 << (at % 8); return b }, func() { check("flipped", at) })
+		f, err := os.OpenFile(path, os.O_RDWR, 0)
+		must(t, err)
+		var one [1]byte
+		for at := x[0]; at < x[1]; at++ {
+			_, err := f.ReadAt(one[:], int64(at))
+			must(t, err)
+			good := one[0]
+			one[0] ^= 1 << (at % 8)
+			_, err = f.WriteAt(one[:], int64(at))
+			must(t, err)
+			check("flipped", at)
+			one[0] = good
+			_, err = f.WriteAt(one[:], int64(at))
+			must(t, err)
 		}
+		must(t, f.Close())
 		for _, at := range []int{0, 1, size / 2, size - 1} {
-			damage(t, filepath.Join(dir, name), func(b []byte) []byte { return b[:at] }, func() { check("cut", at) })
+			damage(t, path, func(b []byte) []byte { return b[:at] }, func() { check("cut", at) })
 		}
-		damage(t, filepath.Join(dir, name), func(b []byte) []byte { return append(b, 0) }, func() { check("longer", size) })
+		damage(t, path, func(b []byte) []byte { return append(b, 0) }, func() { check("longer", size) })
 	}
 	same(t, s, c.ID, data)
+}
 
-	// A reader that stops at the end of the archive learns of it, too.
-	r, err := s.OpenCheckpoint(ctx, c.ID)
-	must(t, err)
-	defer r.Close()
-	archive := filepath.Join(dir, ArchiveName)
-	info, err := os.Stat(archive)
-	must(t, err)
-	for i := range 40 {
-		damage(t, archive, func(b []byte) []byte { b[i*int(info.Size())/40] ^= 0x10; return b }, func() {
-			f, err := r.Files(ctx)
+// What is hurt is told by name, and nobody who reads it gets it.
+func TestDamageIsNamed(t *testing.T) {
+	ctx := context.Background()
+	s := open(t, t.TempDir())
+	b := put(t, s, "c")
+	data := sample(1, 900_000)
+	data.volume = map[string][]byte{"inside": []byte("a volume's own")}
+	c := taken(t, s, of(b, "", KindFull), data)
+	path := packsOf(t, s)[0]
+	whereIs := func(p []byte) int {
+		id := pack.Sum(p)
+		at, ok, err := s.locate(ctx, id)
+		if err != nil || !ok {
+			t.Fatalf("%v, %v", ok, err)
+		}
+		return int(at.blob.Off)
+	}
+	pages := data.images["pages-1.img"]
+	for name, x := range map[string]struct {
+		at    int
+		words []string
+		read  func(r *Reader) error
+	}{
+		"file":                   {whereIs(data.files["small"]), []string{"small: "}, func(r *Reader) error { _, err := filesOf(ctx, r, 0); return err }},
+		"two files in one piece": {whereIs(data.files["twin"]), []string{"twin: "}, func(r *Reader) error { _, err := filesOf(ctx, r, 0); return err }},
+		"volume":                 {whereIs(data.volume["inside"]), []string{"vol:inside: "}, func(r *Reader) error { _, err := filesOf(ctx, r, 1); return err }},
+		"image": {whereIs(data.images["core-1.img"]), []string{"process image core-1.img: "}, func(r *Reader) error {
+			f, err := r.Image(ctx, "core-1.img")
 			must(t, err)
-			n, err := io.Copy(io.Discard, f)
-			if !isErr(err, fault.ErrCorrupt) || n > int64(len(data.files)) {
-				t.Errorf("flip %d: read %d, %v", i, n, err)
-			}
+			_, err = io.Copy(io.Discard, f)
 			wantErr(t, f.Close(), fault.ErrCorrupt)
-			f, err = r.Files(ctx)
+			return err
+		}},
+		"pages": {whereIs(pages[64<<10 : 128<<10]), []string{"process image pages-1.img: "}, func(r *Reader) error { return r.ExtractImages(ctx, filepath.Join(t.TempDir(), "x")) }},
+	} {
+		damage(t, path, func(b []byte) []byte { b[x.at+3] ^= 4; return b }, func() {
+			wantErr(t, s.VerifyCheckpoint(ctx, c.ID), fault.ErrCorrupt, append(x.words, "piece blake3:", filepath.Base(path))...)
+			r, err := s.OpenCheckpoint(ctx, c.ID)
 			must(t, err)
-			_, _ = f.Read(make([]byte, 100))
-			wantErr(t, f.Close(), fault.ErrCorrupt, ArchiveName)
+			defer r.Close()
+			wantErr(t, x.read(r), fault.ErrCorrupt)
+			must(t, r.Verify(ctx, false)) // all is where it should be
+			if name == "pages" {
+				must(t, r.Close())
+			}
 		})
 	}
-	// One frame left out, with the length made up by a skippable one.
-	damage(t, archive, func(b []byte) []byte {
-		b[0], b[1], b[2], b[3] = 0x50, 0x2a, 0x4d, 0x18
-		n := len(b) / 2
-		b[4], b[5], b[6], b[7] = byte(n), byte(n>>8), byte(n>>16), 0
-		return b
-	}, func() { wantErr(t, s.VerifyCheckpoint(ctx, c.ID), fault.ErrCorrupt, ArchiveName) })
+	same(t, s, c.ID, data)
 }
 
 func TestMissingAndSurplusFiles(t *testing.T) {
@@ -96,30 +144,30 @@ func TestMissingAndSurplusFiles(t *testing.T) {
 	b := put(t, s, "c")
 	c := taken(t, s, of(b, "", KindFull), sample(1, 1000))
 	dir := s.published(c.ID)
-	for _, name := range []string{ManifestName, ArchiveName, TreeName, ImagesName, "criu/core-1.img", "criu/empty.img"} {
+	for path, word := range map[string]string{filepath.Join(dir, ManifestName): ManifestName, packsOf(t, s)[0]: "pack"} {
 		for what, replace := range map[string]func(path string) error{
 			"missing": func(string) error { return nil },
 			"symlink": func(path string) error { return os.Symlink(path+".was", path) },
 			"fifo":    func(path string) error { return unix.Mkfifo(path, 0o600) },
 			"dir":     func(path string) error { return os.Mkdir(path, 0o700) },
 		} {
-			if what == "dir" && name == ImagesName {
-				continue
-			}
-			path := filepath.Join(dir, name)
 			away := filepath.Join(t.TempDir(), "away")
 			must(t, os.Rename(path, away))
 			must(t, replace(path))
-			wantErr(t, s.VerifyCheckpoint(ctx, c.ID), fault.ErrCorrupt, filepath.Base(name))
+			err := s.VerifyCheckpoint(ctx, c.ID)
+			wantErr(t, err, fault.ErrCorrupt, word)
+			r, err := s.OpenCheckpoint(ctx, c.ID)
+			if err == nil {
+				wantErr(t, r.Verify(ctx, false), fault.ErrCorrupt, what[:0])
+				must(t, r.Close())
+			}
 			must(t, os.RemoveAll(path))
 			must(t, os.Rename(away, path))
 		}
 	}
-	for _, name := range []string{"surplus", "criu/surplus.img"} {
-		must(t, os.WriteFile(filepath.Join(dir, name), nil, 0o600))
-		wantErr(t, s.VerifyCheckpoint(ctx, c.ID), fault.ErrCorrupt, name)
-		must(t, os.Remove(filepath.Join(dir, name)))
-	}
+	must(t, os.WriteFile(filepath.Join(dir, "surplus"), nil, 0o600))
+	wantErr(t, s.VerifyCheckpoint(ctx, c.ID), fault.ErrCorrupt, "surplus")
+	must(t, os.Remove(filepath.Join(dir, "surplus")))
 	must(t, s.VerifyCheckpoint(ctx, c.ID))
 
 	// Another checkpoint's directory in its place is not it.
@@ -192,9 +240,9 @@ func TestNoSpace(t *testing.T) {
 	before := free(t, dir)
 	big := sample(2, 64<<20)
 	for name, x := range map[string]content{
-		"archive": {files: big.files, tree: []byte("x"), images: map[string][]byte{"a.img": nil}},
-		"tree":    {files: []byte("x"), tree: big.files, images: map[string][]byte{"a.img": nil}},
-		"images":  {files: []byte("x"), tree: []byte("x"), images: map[string][]byte{"a.img": big.files}},
+		"data":   {files: big.files, images: map[string][]byte{"a.img": nil}},
+		"pages":  {files: map[string][]byte{"x": nil}, images: map[string][]byte{"pages-1.img": big.files["dir/big"]}},
+		"images": {files: map[string][]byte{"x": nil}, images: map[string][]byte{"a.img": big.files["dir/big"][:13<<20]}},
 	} {
 		_, err := take(ctx, s, of(b, "second", KindFull), x)
 		if !errors.Is(err, syscall.ENOSPC) {
@@ -275,7 +323,18 @@ func TestSweep(t *testing.T) {
 	}
 	c, err := d.Commit(ctx, describe()) // it was held, so it still can
 	must(t, err)
+	_, err = s.Sweep(ctx)
+	must(t, err)
+	if !must1(exists(d.Dir())) { // something may be moved out of it yet
+		t.Error("the scratch directory was swept before Close")
+	}
 	l.Unlock()
+	did, err = s.Sweep(ctx) // as if it had been killed
+	must(t, err)
+	if len(did) != 2 || must1(exists(d.Dir())) {
+		t.Errorf("%q", did)
+	}
+	must(t, d.Close())
 	must(t, os.Remove(s.published(unknown)))
 	if did, err := s.Sweep(ctx); err != nil || len(did) != 0 {
 		t.Errorf("%q, %v", did, err)
@@ -288,15 +347,16 @@ func TestSweep(t *testing.T) {
 	must(t, fill(d, sample(1, 1000)))
 	_, err = d.Commit(ctx, describe())
 	must(t, err)
+	must(t, d.Close())
 	_, err = s.db.Exec("UPDATE checkpoints SET status = 'pending', digest = '' WHERE id = ?", d.ID())
 	must(t, err)
-	must(t, os.WriteFile(filepath.Join(s.published(d.ID()), ImagesName, "core-1.img"), []byte("bad"), 0o600))
+	must(t, os.WriteFile(filepath.Join(s.published(d.ID()), ManifestName), []byte("bad"), 0o600))
 	did, err = s.Sweep(ctx)
 	must(t, err)
 	if len(did) != 1 || !strings.Contains(did[0], "discarded") {
 		t.Errorf("%q", did)
 	}
-	if got := must1(s.Checkpoint(ctx, d.ID())); got.Status != Failed || !strings.Contains(got.Error, "core-1.img") {
+	if got := must1(s.Checkpoint(ctx, d.ID())); got.Status != Failed || !strings.Contains(got.Error, ManifestName) {
 		t.Errorf("%+v", got)
 	}
 	tidy(t, s)

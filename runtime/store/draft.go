@@ -13,11 +13,11 @@ import (
 	"sync"
 	"time"
 
-	"github.com/klauspost/compress/zstd"
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
 const (
@@ -27,25 +27,32 @@ const (
 	keptRows     = 1000    // records of failures
 )
 
-// Draft is a checkpoint in the making. It ends with Commit or Abort; after an
-// error of Commit, with Abort. Its methods are not for concurrent use, but the
-// writers may be used side by side.
+// Draft is a checkpoint in the making. It ends with Commit or CommitAs, and
+// then Close; or with Abort, also after an error of Commit. From its beginning
+// on nothing that the store has goes away. Sink and PutPiece are for concurrent
+// use, and the Put methods may run side by side.
 type Draft struct {
-	s   *Store
-	row Checkpoint
-	dir string
+	s    *Store
+	row  Checkpoint
+	dir  string
+	lock *Lock
+	x    *index
+	pack *pack.Writer
 
-	mu    sync.Mutex
-	enc   *zstd.Encoder
-	blobs map[string]*blobWriter // by file name
-	watch *imageWatch
-	ended bool
+	mu     sync.Mutex // guards what follows
+	need   idSet
+	trees  map[int]Tree
+	images []Image // nil: there were none yet
+	put    string  // the pack, once it has its name
+	ended  bool    // by Commit or Abort
+	closed bool
 }
 
 // BeginCheckpoint records a pending checkpoint and makes its draft. The
 // caller holds the sandbox's lock until the draft's end: that is how Sweep
 // tells a checkpoint under way from an abandoned one. A name that a ready
-// checkpoint of the sandbox has is ErrExists.
+// checkpoint of the sandbox has is ErrExists. While space is being reclaimed it
+// waits, for a minute at most; then it is ErrBusy.
 func (s *Store) BeginCheckpoint(ctx context.Context, c Checkpoint) (*Draft, error) {
 	if c.ID == "" {
 		c.ID = NewID()
@@ -55,13 +62,18 @@ func (s *Store) BeginCheckpoint(ctx context.Context, c Checkpoint) (*Draft, erro
 	}
 	c.Created = c.Created.UTC().Round(0)
 	c.Status, c.Error, c.Digest = Pending, "", ""
+	c.Added, c.Unchanged, c.Damaged, c.Tags = 0, false, "", nil
 	if err := c.check(); err != nil {
 		return nil, err
 	}
 	if err := failpoint.Hit("store.begin.before-row"); err != nil {
 		return nil, err
 	}
-	err := s.write(ctx, "begin a checkpoint", func(tx *sql.Tx) error {
+	lock, err := s.share(ctx, "checkpoint")
+	if err != nil {
+		return nil, err
+	}
+	err = s.write(ctx, "begin a checkpoint", func(tx *sql.Tx) error {
 		var id string
 		err := tx.QueryRowContext(ctx, `SELECT id FROM checkpoints WHERE id = ?1
 			OR sandbox_id = ?2 AND name = ?3 AND name <> '' AND status = 'ready'`, c.ID, c.SandboxID, c.Name).Scan(&id)
@@ -73,16 +85,20 @@ func (s *Store) BeginCheckpoint(ctx context.Context, c Checkpoint) (*Draft, erro
 		case !errors.Is(err, sql.ErrNoRows):
 			return err
 		}
-		_, err = tx.ExecContext(ctx, "INSERT INTO checkpoints ("+checkpointColumns+") VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+		_, err = tx.ExecContext(ctx, "INSERT INTO checkpoints ("+checkpointColumns+") VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
 			c.ID, c.Name, c.SandboxID, c.SandboxName, c.Kind, c.Status, c.Error, c.Parent, c.Trigger, c.Created.UnixNano(),
-			c.Files, c.Processes, c.Bytes, c.Digest, c.ImageDigest, encode(c.Labels), int64(c.Frozen), encode(c.Warnings), string(c.Spec))
+			c.Files, c.Processes, c.Bytes, c.Digest, c.ImageDigest, encode(c.Labels), int64(c.Frozen), encode(c.Warnings), string(c.Spec), c.Added, c.Unchanged, c.Damaged, c.Pinned)
 		return err
 	})
 	if err != nil {
+		lock.Unlock()
 		return nil, err
 	}
-	d := &Draft{s: s, row: c, dir: s.draftDir(c.ID)}
-	err = failpoint.Hit("store.begin.before-dir")
+	d := &Draft{s: s, row: c, dir: s.draftDir(c.ID), lock: lock, x: newIndex(s), trees: map[int]Tree{}}
+	d.pack, err = pack.Create(s.packsDir())
+	if err == nil {
+		err = failpoint.Hit("store.begin.before-dir")
+	}
 	if err == nil {
 		err = os.Mkdir(d.dir, 0o700)
 	}
@@ -118,110 +134,60 @@ func (c *Checkpoint) check() error {
 // ID is the checkpoint's.
 func (d *Draft) ID() string { return d.row.ID }
 
-// Dir is the draft's directory. Commit publishes the two streams, the manifest
-// and CRIUDir out of it; anything else in it is scratch and is thrown away.
+// Dir is the draft's scratch directory. Close and Abort remove it; nothing in
+// it becomes part of the checkpoint, but for what PutImages reads from CRIUDir.
 func (d *Draft) Dir() string { return d.dir }
 
 // CRIUDir is the directory for the process images, made when first asked for.
-// Every file in it becomes part of the checkpoint; only plain files may be.
 func (d *Draft) CRIUDir() string {
 	dir := filepath.Join(d.dir, ImagesName)
 	_ = os.Mkdir(dir, 0o700) // a failure shows as soon as the directory is used
 	return dir
 }
 
-// WatchImages begins to hash and write back the page images in CRIUDir while
-// they grow, which makes Commit short. Only for images that are written once,
-// front to back: before a second dump into the same directory, begin a new draft.
-func (d *Draft) WatchImages() error {
+// Close removes the scratch directory of a draft that was committed. Until then
+// files may be moved out of it. Idempotent; Abort does the same then.
+func (d *Draft) Close() error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.ended || d.watch != nil {
+	if !d.ended {
+		return fmt.Errorf("checkpoint %s is neither committed nor given up: %w", d.row.ID, fault.ErrState)
+	}
+	if d.closed {
 		return nil
 	}
-	w, err := watchImages(d.CRIUDir())
-	if err != nil {
-		return err
-	}
-	d.watch = w
-	return nil
-}
-
-// FilesWriter opens the archive's stream: what is written is compressed,
-// hashed and counted. The error of its Close counts.
-func (d *Draft) FilesWriter() (io.WriteCloser, error) { return d.writer(ArchiveName) }
-
-// TreeWriter opens the stream of the list of entries, likewise.
-func (d *Draft) TreeWriter() (io.WriteCloser, error) { return d.writer(TreeName) }
-
-// VolumeFilesWriter and VolumeTreeWriter open the same two streams of the i-th
-// volume in Manifest.Volumes, counted from 0.
-func (d *Draft) VolumeFilesWriter(i int) (io.WriteCloser, error) {
-	return d.writer(volumeArchive(i))
-}
-
-// VolumeTreeWriter: see VolumeFilesWriter.
-func (d *Draft) VolumeTreeWriter(i int) (io.WriteCloser, error) { return d.writer(volumeTree(i)) }
-
-func (d *Draft) writer(name string) (io.WriteCloser, error) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.ended || d.blobs[name] != nil {
-		return nil, fmt.Errorf("%s is written only once: %w", name, fault.ErrInvalid)
-	}
-	if d.enc == nil {
-		enc, err := newEncoder()
-		if err != nil {
-			return nil, err
-		}
-		d.enc = enc
-	}
-	w, err := newBlobWriter(d.dir, name, d.enc)
-	if err != nil {
-		return nil, err
-	}
-	if d.blobs == nil {
-		d.blobs = map[string]*blobWriter{}
-	}
-	d.blobs[name] = w
-	return w, nil
-}
-
-// release ends what works for the draft.
-func (d *Draft) release() {
-	for _, w := range d.blobs {
-		w.abandon()
-	}
-	if d.watch != nil {
-		d.watch.close()
-		d.watch = nil
-	}
-	if d.enc != nil {
-		_ = d.enc.Close() // it holds no stream of its own
-		d.enc = nil
-	}
+	d.closed = true
+	return os.RemoveAll(d.dir)
 }
 
 // Abort gives a draft up: its files are removed and its record says failed,
 // because of cause. The ends of the named log files, paths inside Dir, are
 // kept at checkpoints/failed/ID. It goes on when ctx is cancelled. After
-// Commit has succeeded, and a second time, it does nothing.
+// Commit has succeeded it is Close, and a second time it does nothing.
 func (d *Draft) Abort(ctx context.Context, cause error, keep ...string) error {
 	d.mu.Lock()
-	defer d.mu.Unlock()
 	if d.ended {
-		return nil
+		d.mu.Unlock()
+		return d.Close()
 	}
-	d.ended = true
+	defer d.mu.Unlock()
+	d.ended, d.closed = true, true
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoWait)
 	defer cancel()
-	d.release()
+	defer d.lock.Unlock()
 	logs := d.readLogs(keep)
 
 	// The files go first: after "no space left" the record needs their room.
+	// The manifest is gone before the pieces that it names.
 	err := failpoint.Hit("store.abort.before-remove")
 	if err == nil {
 		err = d.s.discard(d.row.ID)
+	}
+	if d.pack != nil {
+		err = errors.Join(err, d.pack.Abort())
+	}
+	if d.put != "" && err == nil {
+		err = d.s.dropPack(ctx, d.put)
 	}
 	reason := "given up"
 	if cause != nil {

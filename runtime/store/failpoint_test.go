@@ -21,12 +21,14 @@ var points = []struct {
 	{"store.begin.before-row", "checkpoint", false},
 	{"store.begin.before-dir", "checkpoint", false},
 	{"store.begin.after-dir", "checkpoint", false},
-	{"store.commit.before-images", "checkpoint", false},
 	{"store.commit.before-manifest", "checkpoint", false},
 	{"store.commit.before-fsync", "checkpoint", false},
+	{"store.commit.before-pack", "checkpoint", false},
+	{"store.commit.after-pack", "checkpoint", false},
 	{"store.commit.before-rename", "checkpoint", false},
 	{"store.commit.after-rename", "checkpoint", true},
 	{"store.commit.before-row", "checkpoint", true},
+	{"store.commit.in-transaction", "checkpoint", true},
 	{"store.commit.after-row", "checkpoint", true},
 	{"store.abort.before-remove", "abort", false},
 	{"store.abort.before-row", "abort", false},
@@ -36,12 +38,16 @@ var points = []struct {
 	{"store.remove.before-tree", "remove", false},
 	{"store.sweep.before-ready", "sweep", true},
 	{"store.sweep.before-discard", "sweep", false},
+	{"store.sweep.before-pack", "sweep", false},
 	{"store.sandbox.before-row", "put", false},
 	{"store.sandbox.before-delete", "delete", false},
 	{"store.journal.before-begin", "journal", false},
 	{"store.journal.after-begin", "journal", false},
 	{"store.journal.before-done", "journal", false},
 }
+
+// otherPoints are those that other test files reach; they add them in init.
+var otherPoints = map[string]bool{}
 
 // broken runs a role in another process with a failpoint set.
 func broken(t *testing.T, role, root, point, action string, args ...string) (*exec.Cmd, error) {
@@ -80,6 +86,9 @@ func TestFailpoints(t *testing.T) {
 					before := "store.commit.after-rename"
 					if !p.there {
 						before = "store.commit.before-rename"
+					}
+					if p.name == "store.sweep.before-pack" {
+						before = "store.commit.after-pack"
 					}
 					if _, err := broken(t, "checkpoint", root, before, "kill"); !killed(err) {
 						t.Fatalf("%s did not fire: %v", before, err)
@@ -167,6 +176,9 @@ func TestFailpointsListed(t *testing.T) {
 	listed := map[string]bool{}
 	for _, p := range points {
 		listed[p.name] = true
+	}
+	for name := range otherPoints {
+		listed[name] = true
 	}
 	entries, err := os.ReadDir(".")
 	must(t, err)

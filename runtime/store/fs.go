@@ -3,9 +3,9 @@ package store
 import (
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
-	"sync"
 
 	"golang.org/x/sys/unix"
 
@@ -63,10 +63,16 @@ func openDir(path string) (*os.File, error) {
 	return os.OpenFile(path, os.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0)
 }
 
-// startWriteback asks the kernel to begin writing a file's dirty pages and
-// does not wait. A filesystem that cannot is only slower at the fsync.
-func startWriteback(f *os.File, off, n int64) {
-	_ = unix.SyncFileRange(int(f.Fd()), off, n, unix.SYNC_FILE_RANGE_WRITE)
+// readDir lists a directory's names, a bounded number of them.
+func readDir(dir *os.File) ([]string, error) {
+	if _, err := dir.Seek(0, io.SeekStart); err != nil {
+		return nil, err
+	}
+	names, err := dir.Readdirnames(maxImages)
+	if errors.Is(err, io.EOF) { // an empty one
+		return nil, nil
+	}
+	return names, err
 }
 
 // exists tells whether a directory of this name is there.
@@ -77,6 +83,3 @@ func exists(path string) (bool, error) {
 	}
 	return err == nil, err
 }
-
-// buffers are of chunkSize, for compressing and hashing.
-var buffers = sync.Pool{New: func() any { b := make([]byte, chunkSize); return &b }}

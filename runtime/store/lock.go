@@ -16,8 +16,15 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// openLock serialises Open; no name or id begins with a dot.
-const openLock = ".open"
+const (
+	// openLock serialises Open; no name or id begins with a dot.
+	openLock = ".open"
+	// storeLock says who uses the packs: drafts and readers hold it shared, so
+	// that what they have found in the index stays where it is; whoever takes
+	// pieces away holds it exclusively.
+	storeLock = "store"
+	storeWait = time.Minute // exclusive holders need moments
+)
 
 // forkWindow is how long a lock may outlive its holder in a child that is
 // just being started and has not closed what it must not inherit.
@@ -48,7 +55,25 @@ func (s *Store) Lock(ctx context.Context, id, verb string, wait time.Duration) (
 	return s.flock(ctx, id, verb, wait)
 }
 
+// share takes the store's lock with others; nothing that is in a pack goes
+// away until it is let go. Every call is a holder of its own, in one process too.
+func (s *Store) share(ctx context.Context, verb string) (*Lock, error) {
+	if err := s.pass(ctx); err != nil {
+		return nil, err
+	}
+	return s.flockAs(ctx, storeLock, verb, storeWait, unix.LOCK_SH)
+}
+
+// exclude takes the store's lock alone: nobody drafts or reads.
+func (s *Store) exclude(ctx context.Context, verb string, wait time.Duration) (*Lock, error) {
+	return s.flockAs(ctx, storeLock, verb, wait, unix.LOCK_EX)
+}
+
 func (s *Store) flock(ctx context.Context, id, verb string, wait time.Duration) (*Lock, error) {
+	return s.flockAs(ctx, id, verb, wait, unix.LOCK_EX)
+}
+
+func (s *Store) flockAs(ctx context.Context, id, verb string, wait time.Duration, how int) (*Lock, error) {
 	if wait >= 0 {
 		wait = max(wait, forkWindow)
 	}
@@ -59,9 +84,12 @@ func (s *Store) flock(ctx context.Context, id, verb string, wait time.Duration) 
 		if err := ctx.Err(); err != nil {
 			return nil, fmt.Errorf("wait for the lock of %s: %w", id, context.Cause(ctx))
 		}
-		f, err := tryFlock(path)
+		f, err := tryFlock(path, how)
 		if err == nil {
 			l := &Lock{f: f}
+			if how == unix.LOCK_SH { // one of many: it signs for nobody
+				return l, nil
+			}
 			if err := l.sign(verb); err != nil {
 				l.Unlock()
 				return nil, fmt.Errorf("lock %s: %w", id, err)
@@ -92,14 +120,14 @@ func (s *Store) flock(ctx context.Context, id, verb string, wait time.Duration) 
 
 // tryFlock opens and locks the file. One that was unlinked meanwhile locks
 // nobody out, so the name must still lead to it afterwards.
-func tryFlock(path string) (*os.File, error) {
+func tryFlock(path string, how int) (*os.File, error) {
 	for {
 		f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
 		if err != nil {
 			return nil, err
 		}
 		for {
-			if err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != unix.EINTR {
+			if err = unix.Flock(int(f.Fd()), how|unix.LOCK_NB); err != unix.EINTR {
 				break
 			}
 		}
@@ -184,6 +212,10 @@ func (s *Store) busy(ctx context.Context, id, path string) error {
 		}
 	} else if id == openLock {
 		what = "the state directory"
+	} else if id == storeLock {
+		// The name in the file is of whoever last had it alone.
+		return &fault.Error{Op: "the store is busy", Hint: "Wait for it to finish, or try again.",
+			Err: fmt.Errorf("checkpoints are being made, read or reclaimed: %w", fault.ErrBusy)}
 	}
 	h := readHolder(path)
 	if h.Pid <= 0 {

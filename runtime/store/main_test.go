@@ -3,13 +3,17 @@ package store
 import (
 	"bytes"
 	"context"
+	"database/sql"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -17,6 +21,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/overlay"
 )
 
 // The test binary is also the other process that some tests need: roles are
@@ -25,6 +30,7 @@ const helperEnv = "AGENTBOX_STORE_TEST_ROLE"
 
 var roles = map[string]func(ctx context.Context, root string, args []string) error{
 	"churn":      churn,
+	"mix":        mix,
 	"hold":       hold,
 	"checkpoint": checkpointOnce,
 	"remove":     removeOnce,
@@ -107,41 +113,69 @@ func put(t testing.TB, s *Store, name string) Sandbox {
 
 // content is what a test checkpoint holds.
 type content struct {
-	files, tree []byte
-	images      map[string][]byte
+	files  map[string][]byte
+	volume map[string][]byte // nil: none
+	images map[string][]byte
+}
+
+func block(r *rand.Rand, n int) []byte {
+	b := make([]byte, n)
+	for i := range b {
+		b[i] = byte(r.Uint32()) & 0x3f // compresses to three quarters
+	}
+	return b
 }
 
 func sample(seed uint64, size int) content {
 	r := rand.New(rand.NewPCG(seed, 1))
-	block := func(n int) []byte {
-		b := make([]byte, n)
-		for i := range b {
-			b[i] = byte(r.Uint32()) & 0x3f // compresses to three quarters
-		}
-		return b
+	return content{
+		files:  map[string][]byte{"dir": nil, "dir/big": block(r, size), "dir/empty": {}, "small": block(r, size/10+1), "twin": []byte("always the same")},
+		images: map[string][]byte{"pages-1.img": block(r, size), "pages-2.img": block(r, size/2), "core-1.img": block(r, 100), "inventory.img": block(r, 40), "empty.img": nil},
 	}
-	return content{files: block(size), tree: block(size/10 + 1),
-		images: map[string][]byte{"pages-1.img": block(size), "core-1.img": block(100), "inventory.img": block(40), "empty.img": nil}}
+}
+
+// entriesOf gives the files to the sink and returns their entries; nil data is a directory.
+func entriesOf(ctx context.Context, sink overlay.Sink, files map[string][]byte) ([]overlay.Entry, error) {
+	list := []overlay.Entry{{Path: ".", Type: overlay.TypeDir, Mode: 0o755}}
+	for _, path := range slices.SortedFunc(maps.Keys(files), overlay.ComparePaths) {
+		data := files[path]
+		if data == nil {
+			list = append(list, overlay.Entry{Path: path, Type: overlay.TypeDir, Mode: 0o700})
+			continue
+		}
+		e := overlay.Entry{Path: path, Type: overlay.TypeFile, Mode: 0o644, Size: int64(len(data))}
+		var err error
+		if e.Digest, e.Pieces, err = sink.Data(ctx, e.Size, bytes.NewReader(data)); err != nil {
+			return nil, err
+		}
+		list = append(list, e)
+	}
+	return list, nil
+}
+
+func putFiles(ctx context.Context, d *Draft, n int, files map[string][]byte) error {
+	list, err := entriesOf(ctx, d.Sink(), files)
+	if err != nil {
+		return err
+	}
+	return d.PutTree(ctx, n, func(fn func(overlay.Entry) error) error {
+		for _, e := range list {
+			if err := fn(e); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
 }
 
 // fill writes a content into a draft.
 func fill(d *Draft, c content) error {
-	for _, part := range []struct {
-		open func() (io.WriteCloser, error)
-		data []byte
-	}{{d.FilesWriter, c.files}, {d.TreeWriter, c.tree}} {
-		w, err := part.open()
-		if err != nil {
-			return err
-		}
-		for data := part.data; len(data) > 0; {
-			n := min(len(data), 70_001)
-			if _, err := w.Write(data[:n]); err != nil {
-				return err
-			}
-			data = data[n:]
-		}
-		if err := w.Close(); err != nil {
+	ctx := context.Background()
+	if err := putFiles(ctx, d, 0, c.files); err != nil {
+		return err
+	}
+	if c.volume != nil {
+		if err := putFiles(ctx, d, 1, c.volume); err != nil {
 			return err
 		}
 	}
@@ -153,11 +187,11 @@ func fill(d *Draft, c content) error {
 			return err
 		}
 	}
-	return nil
+	return d.PutImages(ctx)
 }
 
 func describe() Manifest {
-	return Manifest{Files: Files{Entries: 7}, TCP: "established", Versions: Versions{CRIU: "4.1", Runtime: "runc 1.1", Kernel: "6.1"},
+	return Manifest{TCP: "established", Versions: Versions{CRIU: "4.1", Runtime: "runc 1.1", Kernel: "6.1"},
 		Processes: &Processes{Count: 2, List: []Process{{Pid: 1, Command: "sh"}, {Pid: 5, Parent: 1, Command: "sleep"}}}}
 }
 
@@ -170,7 +204,14 @@ func take(ctx context.Context, s *Store, c Checkpoint, data content) (Checkpoint
 	err = fill(d, data)
 	var done Checkpoint
 	if err == nil {
-		done, err = d.Commit(ctx, describe())
+		m := describe()
+		if data.volume != nil {
+			m.Volumes = []Volume{{Name: "vol"}}
+		}
+		done, err = d.Commit(ctx, m)
+	}
+	if err == nil {
+		err = d.Close()
 	}
 	if err != nil {
 		if undo := d.Abort(ctx, err); undo != nil {
@@ -192,6 +233,34 @@ func taken(t testing.TB, s *Store, c Checkpoint, data content) Checkpoint {
 	return done
 }
 
+// filesOf reads back what entriesOf gave.
+func filesOf(ctx context.Context, r *Reader, n int) (map[string][]byte, error) {
+	t, err := r.Tree(ctx, n)
+	if err != nil {
+		return nil, err
+	}
+	files := map[string][]byte{}
+	err = overlay.ReadTree(t, func(e overlay.Entry) error {
+		if e.Path == "." {
+			return nil
+		}
+		if files[e.Path] = nil; e.Type != overlay.TypeFile {
+			return nil
+		}
+		f, err := r.Source().Data(ctx, e)
+		if err != nil {
+			return err
+		}
+		files[e.Path], err = io.ReadAll(f)
+		return errors.Join(err, f.Close())
+	})
+	return files, errors.Join(err, t.Close())
+}
+
+func equalFiles(a, b map[string][]byte) bool {
+	return maps.EqualFunc(a, b, func(x, y []byte) bool { return (x == nil) == (y == nil) && bytes.Equal(x, y) })
+}
+
 // same wants a checkpoint to hold exactly a content.
 func same(t testing.TB, s *Store, id string, want content) {
 	t.Helper()
@@ -199,25 +268,29 @@ func same(t testing.TB, s *Store, id string, want content) {
 	r, err := s.OpenCheckpoint(ctx, id)
 	must(t, err)
 	defer r.Close()
-	for _, part := range []struct {
-		open func(context.Context) (io.ReadCloser, error)
-		data []byte
-	}{{r.Files, want.files}, {r.Tree, want.tree}} {
-		f, err := part.open(ctx)
+	must(t, r.Verify(ctx, true))
+	for n, files := range []map[string][]byte{want.files, want.volume} {
+		if n > 0 && files == nil {
+			continue
+		}
+		got, err := filesOf(ctx, r, n)
 		must(t, err)
-		got, err := io.ReadAll(f)
-		must(t, err)
-		must(t, f.Close())
-		if !bytes.Equal(got, part.data) {
-			t.Fatalf("checkpoint %s: %d bytes came back, not the %d written", id, len(got), len(part.data))
+		if !equalFiles(got, files) {
+			t.Fatalf("checkpoint %s: tree %d came back as %d files, not the %d written", id, n, len(got), len(files))
 		}
 	}
-	must(t, r.VerifyImages(ctx))
-	if r.CRIUDir() == "" {
+	if r.Manifest().Processes == nil {
 		return
 	}
+	dir := filepath.Join(t.TempDir(), "images")
+	must(t, r.ExtractImages(ctx, dir))
+	entries, err := os.ReadDir(dir)
+	must(t, err)
+	if len(entries) != len(want.images) {
+		t.Fatalf("%d images came back, not the %d written", len(entries), len(want.images))
+	}
 	for name, data := range want.images {
-		got, err := os.ReadFile(filepath.Join(r.CRIUDir(), name))
+		got, err := os.ReadFile(filepath.Join(dir, name))
 		must(t, err)
 		if !bytes.Equal(got, data) {
 			t.Fatalf("image %s differs", name)
@@ -230,7 +303,9 @@ func drafts(t testing.TB, s *Store) []string {
 	t.Helper()
 	list, err := filepath.Glob(filepath.Join(s.checkpointsDir(), "tmp-*"))
 	must(t, err)
-	return list
+	packs, err := filepath.Glob(filepath.Join(s.packsDir(), "tmp-*"))
+	must(t, err)
+	return append(list, packs...)
 }
 
 // tidy wants every directory to have a ready row and the other way round,
@@ -270,6 +345,14 @@ func tidy(t testing.TB, s *Store) {
 	if len(dirs) > 0 {
 		t.Fatalf("published without a record: %v", dirs)
 	}
+	if stray, err := s.strayPacks(ctx); err != nil || len(stray) > 0 {
+		t.Fatalf("packs without a record: %v, %v", stray, err)
+	}
+	var loose int
+	must(t, s.db.QueryRow("SELECT count(*) FROM blobs WHERE pack NOT IN (SELECT num FROM packs)").Scan(&loose))
+	if loose > 0 {
+		t.Fatalf("%d pieces are in no pack", loose)
+	}
 }
 
 func intact(t testing.TB, s *Store) {
@@ -288,4 +371,9 @@ func isErr(err, target error) bool {
 		}
 	}
 	return errorsIs(err, target)
+}
+
+// openOld opens a database without what Open does.
+func openOld(root string) (*sql.DB, error) {
+	return sql.Open("sqlite", filepath.Join(root, "state.db"))
 }

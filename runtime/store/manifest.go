@@ -8,15 +8,18 @@ import (
 	"fmt"
 	"io"
 	"path"
+	"strconv"
 	"time"
 
 	"github.com/zeebo/blake3"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
 // Version is the manifest version that this package writes.
-const Version = 1
+const Version = 2
 
 // Kinds and states, as in the records.
 const (
@@ -28,11 +31,10 @@ const (
 	Failed  = "failed"
 )
 
-// File names inside a checkpoint.
+// ManifestName is the one file of a published checkpoint, ImagesName the
+// directory of process images in a draft.
 const (
 	ManifestName = "manifest.json"
-	ArchiveName  = "files.tar.zst"
-	TreeName     = "tree.jsonl.zst"
 	ImagesName   = "criu"
 )
 
@@ -43,8 +45,8 @@ const maxManifest = 64 << 20
 // nothing escaped that need not be. One manifest has exactly one form, and
 // the digest of that form is the checkpoint's identity.
 //
-// Whoever commits fills in Files.Entries, Processes.Count and List, Versions,
-// TCP, Status, Warnings and Managed; the store fills in the rest.
+// Whoever commits fills in Processes.Count and List, Versions, TCP, Status,
+// Warnings, Managed and the names of Volumes; the store fills in the rest.
 type Manifest struct {
 	Version     int               `json:"version"`
 	ID          string            `json:"id"`
@@ -58,7 +60,7 @@ type Manifest struct {
 	Created     time.Time         `json:"created"` // UTC
 	Labels      map[string]string `json:"labels"`
 	Trigger     string            `json:"trigger"`
-	Files       Files             `json:"files"`
+	Files       []Tree            `json:"files"`     // bottom first; exactly one today
 	Processes   *Processes        `json:"processes"` // null: files only
 	Versions    Versions          `json:"versions"`
 	TCP         string            `json:"tcp"`
@@ -76,20 +78,70 @@ type Manifest struct {
 // Volume is a named volume of the engine with what was in it.
 type Volume struct {
 	Name  string `json:"name"`
-	Files Files  `json:"files"`
+	Files Tree   `json:"files"`
 }
 
-// blobs are all streams, those of the upperdir first.
-func (m *Manifest) blobs() []*Blob {
-	list := []*Blob{&m.Files.Archive, &m.Files.Tree}
+// Tree is a list of entries: JSON lines in the order of overlay.ComparePaths,
+// stored in pieces. The data of its files is in pieces that the entries name.
+type Tree struct {
+	Entries int64  `json:"entries"`
+	Data    int64  `json:"data"`   // bytes of file data
+	Bytes   int64  `json:"bytes"`  // of the lines
+	Digest  string `json:"digest"` // of the lines
+	Pieces  Pieces `json:"pieces"` // of the lines
+}
+
+// Pieces is how a stream is cut, front to back. In JSON a piece is its digest
+// and its length, as an array of two.
+type Pieces []overlay.Piece
+
+// MarshalJSON writes the arrays.
+func (p Pieces) MarshalJSON() ([]byte, error) {
+	b := make([]byte, 0, 2+len(p)*90)
+	b = append(b, '[')
+	for i, x := range p {
+		if i > 0 {
+			b = append(b, ',')
+		}
+		b = append(b, `["`...)
+		b = append(b, x.Digest...)
+		b = append(b, `",`...)
+		b = strconv.AppendInt(b, x.Len, 10)
+		b = append(b, ']')
+	}
+	return append(b, ']'), nil
+}
+
+// UnmarshalJSON reads them.
+func (p *Pieces) UnmarshalJSON(data []byte) error {
+	var list []pieceJSON
+	if err := json.Unmarshal(data, &list); err != nil {
+		return err
+	}
+	*p = make(Pieces, len(list))
+	for i, x := range list {
+		(*p)[i] = overlay.Piece(x)
+	}
+	return nil
+}
+
+type pieceJSON overlay.Piece
+
+func (p *pieceJSON) UnmarshalJSON(data []byte) error {
+	return json.Unmarshal(data, &[2]any{&p.Digest, &p.Len})
+}
+
+// trees are all lists of entries: that of the upperdir, then those of the volumes.
+func (m *Manifest) trees() []*Tree {
+	var list []*Tree
+	for i := range m.Files {
+		list = append(list, &m.Files[i])
+	}
 	for i := range m.Volumes {
-		list = append(list, &m.Volumes[i].Files.Archive, &m.Volumes[i].Files.Tree)
+		list = append(list, &m.Volumes[i].Files)
 	}
 	return list
 }
-
-func volumeArchive(i int) string { return fmt.Sprintf("volume-%d.tar.zst", i) }
-func volumeTree(i int) string    { return fmt.Sprintf("volume-%d.jsonl.zst", i) }
 
 // Managed is a small file that is in the manifest itself.
 type Managed struct {
@@ -104,23 +156,9 @@ const (
 	maxVolumes      = 64
 	MaxManaged      = 1 << 20 // bytes of one
 	maxManagedFiles = 16
+	maxImages       = 1 << 20
+	maxImage        = 1 << 50 // bytes
 )
-
-// Files describes the archive of the upperdir and the list of its entries.
-type Files struct {
-	Entries int64 `json:"entries"`
-	Archive Blob  `json:"archive"`
-	Tree    Blob  `json:"tree"`
-}
-
-// Blob is one stored file. Digest ("blake3:" and hex) and Bytes are of the
-// file as it lies there; Raw is the length of what it decompresses to.
-type Blob struct {
-	Name   string `json:"name"`
-	Digest string `json:"digest"`
-	Bytes  int64  `json:"bytes"`
-	Raw    int64  `json:"raw"`
-}
 
 // Processes describes the process images of a full checkpoint.
 type Processes struct {
@@ -137,11 +175,16 @@ type Process struct {
 	Stopped bool   `json:"stopped"` // by a signal
 }
 
-// Image is one file that CRIU wrote.
+// Image is one file that CRIU wrote. An ordinary one is its Pieces, one after
+// the other. One of pages is put together by its Recipe (pack.DecodeRecipe) from
+// parts of pieces; Pages tells what is on which page (pack.LoadPageIndex).
 type Image struct {
 	Name   string `json:"name"`
 	Digest string `json:"digest"`
 	Bytes  int64  `json:"bytes"`
+	Pieces Pieces `json:"pieces,omitempty"`
+	Recipe Pieces `json:"recipe,omitempty"`
+	Pages  Pieces `json:"pages,omitempty"`
 }
 
 // Versions tell what made the checkpoint.
@@ -159,6 +202,9 @@ func (m Manifest) Encode() ([]byte, error) {
 	}
 	if m.Warnings == nil {
 		m.Warnings = []string{}
+	}
+	if m.Files == nil {
+		m.Files = []Tree{}
 	}
 	if p := m.Processes; p != nil {
 		c := *p
@@ -270,23 +316,20 @@ func (m *Manifest) check() error {
 			return err
 		}
 	}
-	if m.Files.Archive.Name != ArchiveName || m.Files.Tree.Name != TreeName || m.Files.Entries < 0 {
-		return errors.New("not the files it must name")
+	if len(m.Files) != 1 {
+		return fmt.Errorf("%d trees", len(m.Files))
 	}
 	if len(m.Volumes) > maxVolumes {
 		return fmt.Errorf("%d volumes", len(m.Volumes))
 	}
 	for i, v := range m.Volumes {
-		if v.Name == "" || len(v.Name) > 255 || !printable(v.Name, "/") || v.Files.Entries < 0 {
-			return fmt.Errorf("volume %d: name %.64q, %d entries", i, v.Name, v.Files.Entries)
-		}
-		if v.Files.Archive.Name != volumeArchive(i) || v.Files.Tree.Name != volumeTree(i) {
-			return fmt.Errorf("volume %q: not the files it must name", v.Name)
+		if v.Name == "" || len(v.Name) > 255 || !printable(v.Name, "/") {
+			return fmt.Errorf("volume %d: name %.64q", i, v.Name)
 		}
 	}
-	for _, b := range m.blobs() {
-		if err := checkBlob(b.Digest, b.Bytes); err != nil || b.Raw < 0 {
-			return fmt.Errorf("%s: length %d: %w", b.Name, b.Raw, err)
+	for i, t := range m.trees() {
+		if err := t.check(); err != nil {
+			return fmt.Errorf("tree %d: %w", i, err)
 		}
 	}
 	if len(m.Managed) > maxManagedFiles {
@@ -306,15 +349,15 @@ func (m *Manifest) check() error {
 	if m.Processes == nil {
 		return nil
 	}
-	if m.Processes.Count < 0 || len(m.Processes.Images) == 0 {
-		return errors.New("no process images")
+	if m.Processes.Count < 0 || len(m.Processes.Images) == 0 || len(m.Processes.Images) > maxImages {
+		return fmt.Errorf("%d processes, %d images", m.Processes.Count, len(m.Processes.Images))
 	}
 	last := ""
 	for _, im := range m.Processes.Images {
 		if !isPlain(im.Name) || im.Name <= last {
-			return fmt.Errorf("image %q is not a file name, or not in its place", im.Name)
+			return fmt.Errorf("image %.300q is not a file name, or not in its place", im.Name)
 		}
-		if err := checkBlob(im.Digest, im.Bytes); err != nil {
+		if err := im.check(); err != nil {
 			return fmt.Errorf("%s: %w", im.Name, err)
 		}
 		last = im.Name
@@ -322,13 +365,61 @@ func (m *Manifest) check() error {
 	return nil
 }
 
+func (t *Tree) check() error {
+	// A line has more than two bytes.
+	if t.Entries <= 0 || t.Data < 0 || t.Entries > t.Bytes/2 {
+		return fmt.Errorf("%d entries, %d bytes of data", t.Entries, t.Data)
+	}
+	return checkStream(t.Digest, t.Bytes, t.Pieces)
+}
+
+func (im *Image) check() error {
+	if im.Recipe == nil {
+		if im.Pages != nil {
+			return errors.New("pages without a recipe")
+		}
+		return checkStream(im.Digest, im.Bytes, im.Pieces)
+	}
+	if im.Pieces != nil || len(im.Recipe) == 0 || im.Bytes == 0 {
+		return errors.New("a recipe and pieces")
+	}
+	_, err1 := im.Recipe.bytes()
+	_, err2 := im.Pages.bytes()
+	return errors.Join(checkDigest(im.Digest, im.Bytes), err1, err2)
+}
+
+// bytes is the length of the stream.
+func (p Pieces) bytes() (n int64, err error) {
+	for _, x := range p {
+		if x.Len <= 0 || x.Len > pack.MaxPiece {
+			return 0, fmt.Errorf("a piece of %d bytes", x.Len)
+		}
+		if err := checkDigest(x.Digest, x.Len); err != nil {
+			return 0, err
+		}
+		n += x.Len // at most 2^26 times 2^23
+	}
+	return n, nil
+}
+
+func checkStream(digest string, n int64, pieces Pieces) error {
+	sum, err := pieces.bytes()
+	if err != nil {
+		return err
+	}
+	if sum != n {
+		return fmt.Errorf("%d bytes in pieces of %d", n, sum)
+	}
+	return checkDigest(digest, n)
+}
+
 const digestPrefix = "blake3:"
 
-func checkBlob(digest string, n int64) error {
+func checkDigest(digest string, n int64) error {
 	if len(digest) != len(digestPrefix)+64 || digest[:len(digestPrefix)] != digestPrefix || !isHex(digest[len(digestPrefix):]) {
 		return fmt.Errorf("%.80q is not a digest", digest)
 	}
-	if n < 0 {
+	if n < 0 || n > maxImage {
 		return fmt.Errorf("length %d", n)
 	}
 	return nil

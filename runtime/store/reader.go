@@ -1,6 +1,7 @@
 package store
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -9,161 +10,405 @@ import (
 	"path/filepath"
 	"slices"
 
+	"golang.org/x/sync/errgroup"
+
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
+// maxRecipe bounds the bytes of a recipe. It is in memory while it is used, which
+// takes up to 14 times as much.
+var maxRecipe int64 = 128 << 20
+
 // Reader reads one checkpoint. Its manifest is proven when OpenCheckpoint
-// returns; the rest is proven as it is read.
+// returns; the rest is proven as it is read. Until Close no piece of the store
+// goes away. Its methods are safe for concurrent use, but for Close.
 type Reader struct {
-	path     string
-	dir      *os.File
+	s        *Store
+	lock     *Lock // nil: the caller has it
 	manifest Manifest
 	digest   string
-	size     int64
+	size     int64 // of the manifest
+	surplus  string
+	pieces   *pieces
 }
 
 // OpenCheckpoint opens a ready checkpoint by its id and holds its manifest
 // against the recorded digest. One that is not ready is ErrState.
 func (s *Store) OpenCheckpoint(ctx context.Context, id string) (*Reader, error) {
-	list, err := s.checkpoints(ctx, "WHERE id = ?", id)
+	l, err := s.share(ctx, "read")
 	if err != nil {
 		return nil, err
 	}
-	if len(list) == 0 {
-		return nil, fmt.Errorf("checkpoint %q: %w", id, fault.ErrNotFound)
-	}
-	c := list[0]
-	switch c.Status {
-	case Ready:
-	case Failed:
-		return nil, fmt.Errorf("checkpoint %s failed (%s): %w", id, c.Error, fault.ErrState)
-	default:
-		return nil, fmt.Errorf("checkpoint %s is %s: %w", id, c.Status, fault.ErrState)
-	}
-	r, err := openPublished(s.published(id), id)
+	r, err := s.openReady(ctx, id)
 	if err != nil {
-		return nil, fmt.Errorf("checkpoint %s: %w", id, err)
+		l.Unlock()
+		return nil, err
 	}
-	if r.digest != c.Digest {
-		return nil, errors.Join(fmt.Errorf("checkpoint %s: %s has digest %s, %s expected: %w", id, ManifestName, r.digest, c.Digest, fault.ErrCorrupt), r.Close())
-	}
+	r.lock = l
 	return r, nil
 }
 
-// openPublished reads and parses a manifest; its digest is up to the caller.
-func openPublished(path, id string) (*Reader, error) {
-	dir, err := openDir(path)
+// openReady is OpenCheckpoint for who holds the store's lock already.
+func (s *Store) openReady(ctx context.Context, id string) (*Reader, error) {
+	c, err := s.ready(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	r, err := s.openPublished(id)
+	if err == nil && r.digest != c.Digest {
+		err = fmt.Errorf("%s has digest %s, %s expected: %w", ManifestName, r.digest, c.Digest, fault.ErrCorrupt)
+	}
+	if err == nil {
+		return r, nil
+	}
+	// Or it was just being removed.
+	if _, gone := s.ready(ctx, id); gone != nil {
+		return nil, gone
+	}
+	return nil, fmt.Errorf("checkpoint %s: %w", id, err)
+}
+
+func (s *Store) ready(ctx context.Context, id string) (Checkpoint, error) {
+	list, err := s.checkpoints(ctx, "WHERE id = ?", id)
+	if err != nil {
+		return Checkpoint{}, err
+	}
+	if len(list) == 0 {
+		return Checkpoint{}, fmt.Errorf("checkpoint %q: %w", id, fault.ErrNotFound)
+	}
+	switch c := list[0]; c.Status {
+	case Ready:
+		return c, nil
+	case Failed:
+		return Checkpoint{}, fmt.Errorf("checkpoint %s failed (%s): %w", id, c.Error, fault.ErrState)
+	default:
+		return Checkpoint{}, fmt.Errorf("checkpoint %s is %s: %w", id, c.Status, fault.ErrState)
+	}
+}
+
+// openPublished reads and parses a manifest; its digest and the store's lock
+// are up to the caller.
+func (s *Store) openPublished(id string) (*Reader, error) {
+	dir, err := openDir(s.published(id))
 	if err != nil {
 		return nil, missing("its directory", err)
 	}
-	r := &Reader{path: path, dir: dir}
-	if err := r.readManifest(); err != nil {
-		return nil, errors.Join(err, dir.Close())
+	defer dir.Close()
+	f, _, err := openPlain(dir, ManifestName)
+	if err != nil {
+		return nil, missing(ManifestName, err)
 	}
-	if r.manifest.ID != id {
-		return nil, errors.Join(fmt.Errorf("%s is of checkpoint %s: %w", ManifestName, r.manifest.ID, fault.ErrCorrupt), dir.Close())
+	data, err := io.ReadAll(io.LimitReader(f, maxManifest+1))
+	if err := errors.Join(err, f.Close()); err != nil {
+		return nil, err
+	}
+	m, err := ParseManifest(data)
+	if err != nil {
+		return nil, err
+	}
+	if m.ID != id {
+		return nil, fmt.Errorf("%s is of checkpoint %s: %w", ManifestName, m.ID, fault.ErrCorrupt)
+	}
+	names, err := readDir(dir)
+	if err != nil {
+		return nil, err
+	}
+	r := s.newReader(m, data, newPieces(newIndex(s)))
+	for _, name := range names {
+		if name != ManifestName {
+			r.surplus = name
+		}
 	}
 	return r, nil
 }
 
-func (r *Reader) readManifest() error {
-	f, _, err := openPlain(r.dir, ManifestName)
-	if err != nil {
-		return missing(ManifestName, err)
-	}
-	data, err := io.ReadAll(io.LimitReader(f, maxManifest+1))
-	if err := errors.Join(err, f.Close()); err != nil {
-		return err
-	}
-	r.digest = digestOf(data)
-	if r.manifest, err = ParseManifest(data); err != nil {
-		return err
-	}
-	r.size = r.manifest.size(int64(len(data)))
-	return nil
+func (s *Store) newReader(m Manifest, data []byte, p *pieces) *Reader {
+	return &Reader{s: s, manifest: m, digest: digestOf(data), size: int64(len(data)), pieces: p}
 }
 
 // Manifest is the proven manifest.
 func (r *Reader) Manifest() Manifest { return r.manifest }
 
-// Files streams the archive, decompressed. Damage is ErrCorrupt: from Read,
-// at the latest in place of io.EOF, or from Close, which reads on to the end
-// for this unless ctx is over. Nobody may rely on what was read before that.
-func (r *Reader) Files(ctx context.Context) (io.ReadCloser, error) {
-	return newBlobReader(ctx, r.dir, r.manifest.Files.Archive)
-}
+// Digest is the manifest's.
+func (r *Reader) Digest() string { return r.digest }
 
-// Tree streams the list of entries, likewise.
-func (r *Reader) Tree(ctx context.Context) (io.ReadCloser, error) {
-	return newBlobReader(ctx, r.dir, r.manifest.Files.Tree)
-}
+// Tree streams the n-th list of entries, JSON lines: 0 is that of the
+// upperdir, 1+i that of the i-th volume. Damage is ErrCorrupt: from Read, at
+// the latest in place of io.EOF, or from Close, which reads on to the end for
+// this unless ctx is over. Nobody may rely on what was read before that.
+func (r *Reader) Tree(ctx context.Context, n int) (io.ReadCloser, error) { return r.tree(ctx, n) }
 
-// VolumeFiles and VolumeTree are Files and Tree of the i-th volume in
-// Manifest.Volumes.
-func (r *Reader) VolumeFiles(ctx context.Context, i int) (io.ReadCloser, error) {
-	return newBlobReader(ctx, r.dir, r.manifest.Volumes[i].Files.Archive)
-}
-
-// VolumeTree: see VolumeFiles.
-func (r *Reader) VolumeTree(ctx context.Context, i int) (io.ReadCloser, error) {
-	return newBlobReader(ctx, r.dir, r.manifest.Volumes[i].Files.Tree)
-}
-
-// CRIUDir is the directory of the process images, "" for a files-only
-// checkpoint. VerifyImages proves them.
-func (r *Reader) CRIUDir() string {
-	if r.manifest.Processes == nil {
-		return ""
+func (r *Reader) tree(ctx context.Context, n int) (*proven, error) {
+	list := r.manifest.trees()
+	if n < 0 || n >= len(list) {
+		return nil, fmt.Errorf("tree %d of %d: %w", n, len(list), fault.ErrInvalid)
 	}
-	return filepath.Join(r.path, ImagesName)
-}
-
-// VerifyImages reads all process images again. A damaged, missing or surplus
-// file is ErrCorrupt and named.
-func (r *Reader) VerifyImages(ctx context.Context) error {
-	if r.manifest.Processes == nil {
-		return nil
+	t := list[n]
+	segs, err := segments(t.Pieces)
+	if err != nil {
+		return nil, err
 	}
-	return verifyImages(ctx, r.dir, r.manifest.Processes.Images)
+	return newProven(ctx, r.pieces, fmt.Sprintf("list of files %d", n), segs, true, t.Digest, t.Bytes), nil
 }
 
-// Verify reads everything again.
-func (r *Reader) Verify(ctx context.Context) error {
-	names, err := readDir(r.dir)
+// Source has the data of the files of all trees.
+func (r *Reader) Source() overlay.Source { return source{r} }
+
+type source struct{ r *Reader }
+
+// Data: see overlay.Source.
+func (s source) Data(ctx context.Context, e overlay.Entry) (io.ReadCloser, error) {
+	list := e.Pieces
+	n := dataBytes(&e)
+	if n == 0 {
+		return io.NopCloser(bytes.NewReader(nil)), nil
+	}
+	if list == nil {
+		list = []overlay.Piece{{Digest: e.Digest, Len: n}}
+	}
+	segs, err := segments(list)
+	if err != nil {
+		return nil, fmt.Errorf("%q: %w", e.Path, err)
+	}
+	return newStream(ctx, s.r.pieces, fmt.Sprintf("%q", e.Path), segs, true), nil
+}
+
+// dataBytes is how many bytes of data a file has.
+func dataBytes(e *overlay.Entry) int64 {
+	if e.Type != overlay.TypeFile || e.Hardlink != "" {
+		return 0
+	}
+	if e.Extents == nil {
+		return e.Size
+	}
+	var n int64
+	for _, x := range e.Extents {
+		n += x.Len
+	}
+	return n
+}
+
+// Image streams one process image, like Tree. A name that is not there is ErrNotFound.
+func (r *Reader) Image(ctx context.Context, name string) (io.ReadCloser, error) {
+	if p := r.manifest.Processes; p != nil {
+		for i := range p.Images {
+			if p.Images[i].Name == name {
+				return r.image(ctx, &p.Images[i])
+			}
+		}
+	}
+	return nil, fmt.Errorf("process image %q: %w", name, fault.ErrNotFound)
+}
+
+func (r *Reader) image(ctx context.Context, im *Image) (*proven, error) {
+	segs, err := segments(im.Pieces)
+	if err == nil && im.Recipe != nil {
+		segs, err = r.recipe(ctx, im)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("process image %s: %w", im.Name, err)
+	}
+	return newProven(ctx, r.pieces, "process image "+im.Name, segs, im.Recipe == nil, im.Digest, im.Bytes), nil
+}
+
+// recipe reads how an image of pages is put together.
+func (r *Reader) recipe(ctx context.Context, im *Image) ([]pack.Segment, error) {
+	n, err := im.Recipe.bytes()
+	if err != nil || n > maxRecipe {
+		return nil, fmt.Errorf("recipe of %d bytes: %w (%v)", n, fault.ErrCorrupt, err)
+	}
+	segs, err := segments(im.Recipe)
+	if err != nil {
+		return nil, err
+	}
+	s := newStream(ctx, r.pieces, "recipe", segs, true)
+	data, err := io.ReadAll(s)
+	if err := errors.Join(err, s.Close()); err != nil {
+		return nil, err
+	}
+	return pack.DecodeRecipe(data, im.Bytes)
+}
+
+// ExtractImages writes all process images, proven, as files 0600 into the new
+// directory dir, 0700. It is not durable. On an error dir is gone again.
+func (r *Reader) ExtractImages(ctx context.Context, dir string) (err error) {
+	if r.manifest.Processes == nil {
+		return fmt.Errorf("checkpoint %s has no process images: %w", r.manifest.ID, fault.ErrState)
+	}
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, os.RemoveAll(dir))
+		}
+	}()
+	list := slices.Clone(r.manifest.Processes.Images)
+	slices.SortStableFunc(list, func(a, b Image) int { return int(max(-1, min(1, b.Bytes-a.Bytes))) })
+	g, gctx := errgroup.WithContext(ctx)
+	g.SetLimit(workers())
+	for i := range list {
+		g.Go(func() error { return r.extract(gctx, dir, &list[i]) })
+	}
+	return g.Wait()
+}
+
+func (r *Reader) extract(ctx context.Context, dir string, im *Image) (err error) {
+	f, err := os.OpenFile(filepath.Join(dir, im.Name), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return err
 	}
-	blobs := r.manifest.blobs()
-	for _, name := range names {
-		known := slices.ContainsFunc(blobs, func(b *Blob) bool { return b.Name == name })
-		if !known && name != ManifestName && (name != ImagesName || r.manifest.Processes == nil) {
-			return fmt.Errorf("%s does not belong to the checkpoint: %w", name, fault.ErrCorrupt)
-		}
+	defer func() { err = errors.Join(err, f.Close()) }()
+	s, err := r.image(ctx, im)
+	if err != nil {
+		return err
 	}
-	for _, blob := range blobs {
-		b, err := newBlobReader(ctx, r.dir, *blob)
+	_, err = s.WriteTo(f)
+	if closed := s.Close(); err == nil {
+		err = closed
+	}
+	return err
+}
+
+// Pieces calls fn for every piece that the checkpoint needs, once for each, in
+// the order of their digests: raw is its length. One that the store does not
+// have is ErrCorrupt.
+func (r *Reader) Pieces(ctx context.Context, fn func(digest string, raw int64) error) error {
+	ids, err := r.needs(ctx)
+	if err != nil {
+		return err
+	}
+	for part := range slices.Chunk(ids, 16*findBatch) {
+		lens := make(map[pack.ID]int64, len(part))
+		gone, err := r.pieces.x.find(ctx, part, func(p place) error { lens[p.blob.ID] = int64(p.blob.Raw); return nil })
 		if err != nil {
 			return err
 		}
-		if err := b.Close(); err != nil {
-			return err
+		if len(gone) > 0 {
+			return fmt.Errorf("piece %s is not there: %w", gone[0], fault.ErrCorrupt)
+		}
+		for _, id := range part {
+			if err := fn(id.String(), lens[id]); err != nil {
+				return err
+			}
 		}
 	}
-	return r.VerifyImages(ctx)
+	return nil
 }
 
-// Close releases the directory.
-func (r *Reader) Close() error { return r.dir.Close() }
+// Piece reads one piece of the store, proven.
+func (r *Reader) Piece(ctx context.Context, digest string) ([]byte, error) {
+	id, err := pack.ParseID(digest)
+	if err != nil {
+		return nil, err
+	}
+	b, err := r.pieces.read(ctx, id)
+	return slices.Clone(b), err
+}
 
-// VerifyCheckpoint reads all of a checkpoint again; ErrCorrupt names the damaged file.
-func (s *Store) VerifyCheckpoint(ctx context.Context, id string) error {
-	r, err := s.OpenCheckpoint(ctx, id)
+// needs returns every piece that the checkpoint needs, in order. It reads, and
+// proves, the lists of files and the recipes for this, and no data.
+func (r *Reader) needs(ctx context.Context) ([]pack.ID, error) {
+	var set idSet
+	for n := range r.manifest.trees() {
+		if err := r.needsOfTree(ctx, n, &set); err != nil {
+			return nil, err
+		}
+	}
+	if p := r.manifest.Processes; p != nil {
+		for i := range p.Images {
+			if err := r.needsOfImage(ctx, &p.Images[i], &set); err != nil {
+				return nil, err
+			}
+		}
+	}
+	return set.list(), nil
+}
+
+func (r *Reader) needsOfTree(ctx context.Context, n int, set *idSet) error {
+	t := r.manifest.trees()[n]
+	if err := addPieces(set, t.Pieces); err != nil {
+		return err
+	}
+	var entries, data int64
+	err := r.entries(ctx, n, func(e overlay.Entry) error {
+		entries++
+		data += dataBytes(&e)
+		return addEntry(set, &e)
+	})
+	if err == nil && (entries != t.Entries || data != t.Data) {
+		err = fmt.Errorf("list of files %d has %d entries and %d bytes of data, %d and %d expected: %w", n, entries, data, t.Entries, t.Data, fault.ErrCorrupt)
+	}
+	return err
+}
+
+func (r *Reader) needsOfImage(ctx context.Context, im *Image, set *idSet) error {
+	if err := errors.Join(addPieces(set, im.Pieces), addPieces(set, im.Recipe), addPieces(set, im.Pages)); err != nil || im.Recipe == nil {
+		return err
+	}
+	segs, err := r.recipe(ctx, im)
+	if err != nil {
+		return fmt.Errorf("process image %s: %w", im.Name, err)
+	}
+	addSegments(set, segs)
+	return nil
+}
+
+// entries reads one list of files.
+func (r *Reader) entries(ctx context.Context, n int, fn func(overlay.Entry) error) error {
+	t, err := r.tree(ctx, n)
 	if err != nil {
 		return err
 	}
-	defer r.Close()
-	if err := r.Verify(ctx); err != nil {
-		return fmt.Errorf("checkpoint %s: %w", id, err)
+	err = overlay.ReadTree(t, fn)
+	// What the stream says of itself explains what the parser stumbled over.
+	if found := t.Close(); found != nil {
+		err = found
+	}
+	return err
+}
+
+func addSegments(set *idSet, segs []pack.Segment) {
+	for i := range segs {
+		if i == 0 || segs[i].ID != segs[i-1].ID {
+			set.add(segs[i].ID)
+		}
+	}
+}
+
+func addPieces(set *idSet, list []overlay.Piece) error {
+	for _, x := range list {
+		id, err := pack.ParseID(x.Digest)
+		if err != nil {
+			return fmt.Errorf("%w: %v", fault.ErrCorrupt, err)
+		}
+		set.add(id)
+	}
+	return nil
+}
+
+// addEntry adds the pieces of a file's data.
+func addEntry(set *idSet, e *overlay.Entry) error {
+	if dataBytes(e) == 0 {
+		return nil
+	}
+	list := e.Pieces
+	if list == nil {
+		list = []overlay.Piece{{Digest: e.Digest}}
+	}
+	if err := addPieces(set, list); err != nil {
+		return fmt.Errorf("%q: %w", e.Path, err)
+	}
+	return nil
+}
+
+// Close lets go of the store. Streams must be closed before.
+func (r *Reader) Close() error {
+	r.pieces.close()
+	if r.lock != nil {
+		r.lock.Unlock()
 	}
 	return nil
 }

@@ -156,8 +156,8 @@ func (s *Store) Keep(ctx context.Context, id string, keep bool) error {
 	})
 }
 
-// DeleteSandbox forgets a sandbox, its intents and its lock files, of which the
-// caller holds the main one; its checkpoints stay. Idempotent.
+// DeleteSandbox forgets a sandbox, its intents, its memory and its lock files,
+// of which the caller holds the main one; its checkpoints stay. Idempotent.
 func (s *Store) DeleteSandbox(ctx context.Context, id string) error {
 	if err := failpoint.Hit("store.sandbox.before-delete"); err != nil {
 		return err
@@ -171,6 +171,7 @@ func (s *Store) DeleteSandbox(ctx context.Context, id string) error {
 		return nil
 	})
 	if err == nil {
+		s.dropMemory(id)
 		s.dropLocks(id)
 	}
 	return err

@@ -66,6 +66,40 @@ var migrations = []string{
 		pid INTEGER NOT NULL,
 		started INTEGER NOT NULL
 	) STRICT;`,
+	// The data of checkpoints lies in packs. Those of before hold archives,
+	// which nobody was ever given.
+	`CREATE TABLE packs (
+		num INTEGER PRIMARY KEY,
+		name TEXT NOT NULL UNIQUE,
+		bytes INTEGER NOT NULL,
+		created INTEGER NOT NULL
+	) STRICT;
+	CREATE TABLE blobs (
+		id BLOB PRIMARY KEY,
+		pack INTEGER NOT NULL,
+		off INTEGER NOT NULL,
+		stored INTEGER NOT NULL,
+		raw INTEGER NOT NULL,
+		packed INTEGER NOT NULL,
+		bad INTEGER NOT NULL DEFAULT 0
+	) STRICT, WITHOUT ROWID;
+	CREATE INDEX blob_packs ON blobs (pack);
+	CREATE TABLE tags (
+		sandbox_id TEXT NOT NULL,
+		tag TEXT NOT NULL,
+		checkpoint_id TEXT NOT NULL,
+		PRIMARY KEY (sandbox_id, tag)
+	) STRICT;
+	CREATE INDEX tag_checkpoints ON tags (checkpoint_id);
+	CREATE TABLE removed (bytes INTEGER NOT NULL) STRICT;
+	INSERT INTO removed VALUES (0);
+	ALTER TABLE checkpoints ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0;
+	ALTER TABLE checkpoints ADD COLUMN damaged TEXT NOT NULL DEFAULT '';
+	ALTER TABLE checkpoints ADD COLUMN added INTEGER NOT NULL DEFAULT 0;
+	ALTER TABLE checkpoints ADD COLUMN unchanged INTEGER NOT NULL DEFAULT 0;
+	ALTER TABLE checkpoints ADD COLUMN pulled INTEGER NOT NULL DEFAULT 0;
+	UPDATE sandboxes SET head = '' WHERE head IN (SELECT id FROM checkpoints);
+	UPDATE checkpoints SET status = 'failed', error = 'made by an older format', digest = '', bytes = 0 WHERE status <> 'failed';`,
 }
 
 func (s *Store) migrate(ctx context.Context) error {

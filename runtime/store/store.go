@@ -3,23 +3,29 @@
 //
 // It owns, below one root directory,
 //
-//	state.db              SQLite in WAL mode: sandboxes, checkpoints, journal
+//	state.db              SQLite in WAL mode: sandboxes, checkpoints, journal,
+//	                      and where in which pack a piece is
 //	locks/ID              one flock file per sandbox
+//	locks/store           held shared by drafts and readers, exclusively by
+//	                      whoever takes pieces away
+//	packs/aa/NAME         pieces of data, many to a file (package pack), immutable
+//	packs/tmp-*           packs being written
 //	checkpoints/ID/       one published checkpoint, never changed again:
 //	    manifest.json     canonical JSON; its BLAKE3 digest is the checkpoint's identity
-//	    files.tar.zst     the upperdir
-//	    tree.jsonl.zst    the list of what is in it
-//	    criu/             process images (full checkpoints only)
-//	checkpoints/tmp-*     drafts and removals under way; readers ignore them
+//	checkpoints/tmp-*     scratch of drafts, and removals under way
 //	checkpoints/failed/ID logs of the newest failures
+//	memory/SANDBOX.N      what is known of a sandbox's N-th tree (overlay.Collect)
 //	reserve               room for the records that free room on a full disk
 //
-// A checkpoint comes into being as a Draft: a pending row and a tmp directory.
-// The engine streams the files in, lets CRIU write into CRIUDir, and calls
-// Commit, which hashes the images, makes everything durable, renames the
-// directory to its id and only then marks the row ready. A reader goes the
-// other way: the row's digest proves the manifest, the manifest's digests
-// prove the rest. Sweep finishes or undoes what a killed process left.
+// All data is cut into pieces, each named by the BLAKE3 digest of its bytes and
+// stored once. A checkpoint comes into being as a Draft: a pending row and a
+// scratch directory. The engine gives it the data of files, the list of
+// entries, and the process images; what no pack has goes into a pack of the
+// draft's own. Commit makes that pack durable, then the manifest, then, in one
+// transaction, the rows of the pieces and the ready checkpoint. A reader goes
+// the other way: the row's digest proves the manifest, the manifest's digests
+// prove the lists, and these prove the data. Sweep finishes or undoes what a
+// killed process left.
 //
 // Several processes share one root. SQLite serialises rows; everything else
 // about one sandbox is serialised by its Lock, which the callers take.
@@ -57,6 +63,7 @@ const (
 type Store struct {
 	root string
 	db   *sql.DB
+	find *sql.Stmt // see index.go
 }
 
 // Open opens the store below root and makes it if it is not there. A state of
@@ -105,9 +112,15 @@ func (s *Store) Close() error {
 	return nil
 }
 
+// Root is the directory that all lies in.
+func (s *Store) Root() string { return s.root }
+
 func (s *Store) dbPath() string             { return filepath.Join(s.root, "state.db") }
 func (s *Store) locksDir() string           { return filepath.Join(s.root, "locks") }
 func (s *Store) checkpointsDir() string     { return filepath.Join(s.root, "checkpoints") }
+func (s *Store) packsDir() string           { return filepath.Join(s.root, "packs") }
+func (s *Store) memoryDir() string          { return filepath.Join(s.root, "memory") }
+func (s *Store) stagedDir() string          { return filepath.Join(s.root, "staged") }
 func (s *Store) failedDir() string          { return filepath.Join(s.root, "checkpoints", "failed") }
 func (s *Store) published(id string) string { return filepath.Join(s.root, "checkpoints", id) }
 func (s *Store) draftDir(id string) string  { return filepath.Join(s.root, "checkpoints", tmpPrefix+id) }
@@ -134,7 +147,7 @@ func (s *Store) makeDirs() error {
 		return &fault.Error{Op: "check", ID: s.root, Hint: "Choose a directory of root's own, or take the right away: chmod o-w " + s.root,
 			Err: fmt.Errorf("everybody may write here: %w", fault.ErrDenied)}
 	}
-	for _, dir := range []string{s.locksDir(), s.checkpointsDir(), s.failedDir()} {
+	for _, dir := range []string{s.locksDir(), s.packsDir(), s.memoryDir(), s.checkpointsDir(), s.failedDir(), s.stagedDir()} {
 		if err := unix.Lstat(dir, &st); err == nil && st.Mode&unix.S_IFMT == unix.S_IFDIR && st.Uid == 0 {
 			continue
 		}
@@ -182,7 +195,10 @@ func (s *Store) openDB(ctx context.Context) (err error) {
 	// sleeping busy handler.
 	db.SetMaxOpenConns(1)
 	s.db = db
-	return s.migrate(ctx)
+	if err := s.migrate(ctx); err != nil {
+		return err
+	}
+	return s.prepare(ctx)
 }
 
 // write runs fn in a transaction that holds SQLite's write lock from its start.

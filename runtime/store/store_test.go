@@ -28,7 +28,7 @@ func TestOpenMakesOwnerOnlyState(t *testing.T) {
 	root := filepath.Join(t.TempDir(), "a b", "100%25?x#y", "root")
 	s := open(t, root)
 	put(t, s, "c")
-	for path, mode := range map[string]os.FileMode{"": 0o700, "locks": 0o700, "checkpoints": 0o700, "checkpoints/failed": 0o700, "state.db": 0o600, "state.db-wal": 0o600, "state.db-shm": 0o600} {
+	for path, mode := range map[string]os.FileMode{"": 0o700, "locks": 0o700, "packs": 0o700, "memory": 0o700, "checkpoints": 0o700, "checkpoints/failed": 0o700, "state.db": 0o600, "state.db-wal": 0o600, "state.db-shm": 0o600} {
 		info, err := os.Stat(filepath.Join(root, path))
 		must(t, err)
 		if info.Mode().Perm() != mode {

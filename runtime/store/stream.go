@@ -9,291 +9,242 @@ import (
 	goruntime "runtime"
 	"sync"
 
-	"github.com/klauspost/compress/zstd"
 	"github.com/zeebo/blake3"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-const (
-	// chunkSize is what one goroutine compresses into one zstd frame. Larger
-	// compresses a little better, smaller spreads a stream over more cores.
-	chunkSize = 1 << 20
-	// flushEvery is how much is written before the kernel is asked to begin
-	// writing it to the disk.
-	flushEvery = 8 << 20
-	// maxWindow bounds the memory that a frame of a foreign archive may ask for.
-	maxWindow = 64 << 20
-)
+// aheadBytes is about how much one goroutine reads ahead in a long stream, and
+// what is not longer is read without any.
+const aheadBytes = 512 << 10
 
-// blobWriter compresses a stream into a file. zstd's own concurrency keeps
-// two cores busy at most, so the stream is cut into independent frames that
-// are compressed side by side and written in order: by the format, frames
-// one after another are one stream.
-type blobWriter struct {
-	name string
-	f    *os.File
-	enc  *zstd.Encoder
+func workers() int { return min(goruntime.GOMAXPROCS(0), 8) }
 
-	in     sync.Mutex // guards the next five: Abort may come while somebody writes
-	buf    []byte
-	raw    int64
-	queue  chan chan []byte // frames in order; each arrives when it is compressed
-	closed bool
-	result error // of Close
+// stream puts a run of bytes together from parts of pieces.
+type stream struct {
+	ctx  context.Context
+	stop context.CancelFunc
+	p    *pieces
+	what string // for messages
+	rest []pack.Segment
+	// whole says that each segment is a whole piece, whose length is hereby proven.
+	whole bool
 
-	ended chan struct{} // closed when the last frame is on its way to the disk
-
-	mu  sync.Mutex
-	err error // the first write error
-
-	// The writing goroutine's until ended is closed.
-	hash    *blake3.Hasher
-	written int64
-	flushed int64
-
-	synced chan error // what fsync and close said
+	now   []byte             // what is left of the segment that is being read
+	queue chan chan [][]byte // nil: nobody reads ahead
+	done  [][]byte
+	work  sync.WaitGroup
+	mu    sync.Mutex
+	fail  error // of reading ahead
+	err   error // sticky
 }
 
-var (
-	errClosed    = errors.New("stream is closed")
-	errAbandoned = errors.New("checkpoint was abandoned")
-)
-
-func newEncoder() (*zstd.Encoder, error) {
-	return zstd.NewWriter(nil, zstd.WithEncoderLevel(zstd.SpeedFastest), zstd.WithEncoderConcurrency(workers()),
-		zstd.WithWindowSize(chunkSize), zstd.WithZeroFrames(true))
+func newStream(ctx context.Context, p *pieces, what string, segs []pack.Segment, whole bool) *stream {
+	s := &stream{p: p, what: what, rest: segs, whole: whole}
+	s.ctx, s.stop = context.WithCancel(ctx)
+	var n int64
+	for i := range segs {
+		if n += int64(segs[i].Len); n > 2*aheadBytes {
+			s.queue = make(chan chan [][]byte, 2*workers())
+			s.work.Go(s.ahead)
+			break
+		}
+	}
+	return s
 }
 
-func workers() int { return min(goruntime.GOMAXPROCS(0), 16) }
+// ahead reads groups of segments side by side and hands them on in order.
+func (s *stream) ahead() {
+	defer close(s.queue)
+	room := make(chan struct{}, workers())
+	for len(s.rest) > 0 {
+		n, bytes := 0, uint32(0)
+		for n < len(s.rest) && bytes < aheadBytes {
+			bytes += s.rest[n].Len
+			n++
+		}
+		group, result := s.rest[:n], make(chan [][]byte, 1)
+		s.rest = s.rest[n:]
+		select {
+		case s.queue <- result:
+		case <-s.ctx.Done():
+			return
+		}
+		room <- struct{}{}
+		s.work.Go(func() {
+			defer func() { <-room }()
+			list := make([][]byte, 0, len(group))
+			for i := range group {
+				b, err := s.segment(&group[i])
+				if err != nil {
+					s.mu.Lock()
+					if s.fail == nil {
+						s.fail = err
+					}
+					s.mu.Unlock()
+					result <- nil
+					return
+				}
+				list = append(list, b)
+			}
+			result <- list
+		})
+	}
+}
 
-func newBlobWriter(dir, name string, enc *zstd.Encoder) (*blobWriter, error) {
-	f, err := os.OpenFile(dir+"/"+name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+func (s *stream) segment(g *pack.Segment) ([]byte, error) {
+	b, err := s.p.read(s.ctx, g.ID)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("%s: %w", s.what, err)
 	}
-	w := &blobWriter{
-		name: name, f: f, enc: enc, hash: blake3.New(),
-		queue: make(chan chan []byte, workers()), ended: make(chan struct{}), synced: make(chan error, 1),
+	if int64(g.Off)+int64(g.Len) > int64(len(b)) || s.whole && int(g.Len) != len(b) {
+		return nil, fmt.Errorf("%s: piece %s has %d bytes, %d at %d are wanted: %w", s.what, g.ID, len(b), g.Len, g.Off, fault.ErrCorrupt)
 	}
-	go w.drain()
-	return w, nil
+	return b[g.Off : g.Off+g.Len], nil
 }
 
-func (w *blobWriter) Write(p []byte) (n int, err error) {
-	w.in.Lock()
-	defer w.in.Unlock()
-	if w.closed {
-		return 0, fmt.Errorf("%s: %w", w.name, errClosed)
+// next fetches the next segment.
+func (s *stream) next() ([]byte, error) {
+	if s.queue == nil {
+		if len(s.rest) == 0 {
+			return nil, io.EOF
+		}
+		b, err := s.segment(&s.rest[0])
+		s.rest = s.rest[1:]
+		return b, err
 	}
-	for len(p) > 0 {
-		if err := w.failed(); err != nil {
-			return n, err
+	for len(s.done) == 0 {
+		result, ok := <-s.queue
+		if !ok {
+			if err := s.ctx.Err(); err != nil {
+				return nil, context.Cause(s.ctx)
+			}
+			return nil, io.EOF
 		}
-		if w.buf == nil {
-			w.buf = (*buffers.Get().(*[]byte))[:0]
-		}
-		k := min(chunkSize-len(w.buf), len(p))
-		w.buf = append(w.buf, p[:k]...)
-		p, n = p[k:], n+k
-		w.raw += int64(k)
-		if len(w.buf) == chunkSize {
-			w.submit()
+		if s.done = <-result; s.done == nil {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			return nil, s.fail
 		}
 	}
+	b := s.done[0]
+	s.done = s.done[1:]
+	return b, nil
+}
+
+func (s *stream) Read(b []byte) (n int, err error) {
+	if s.err != nil {
+		return 0, s.err
+	}
+	for len(s.now) == 0 {
+		if s.now, s.err = s.next(); s.err != nil {
+			return 0, s.err
+		}
+	}
+	n = copy(b, s.now)
+	s.now = s.now[n:]
 	return n, nil
 }
 
-func (w *blobWriter) submit() {
-	frame := make(chan []byte, 1)
-	w.queue <- frame
-	go func(buf []byte) {
-		frame <- w.enc.EncodeAll(buf, make([]byte, 0, len(buf)/2+1024))
-		if buf = buf[:cap(buf)]; len(buf) == chunkSize { // an empty stream has none
-			buffers.Put(&buf)
+// WriteTo spares a copy.
+func (s *stream) WriteTo(w io.Writer) (n int64, err error) {
+	for s.err == nil {
+		if len(s.now) > 0 {
+			k, err := w.Write(s.now)
+			n += int64(k)
+			s.now = s.now[k:]
+			if err != nil {
+				return n, err
+			}
 		}
-	}(w.buf)
-	w.buf = nil
+		s.now, s.err = s.next()
+	}
+	if errors.Is(s.err, io.EOF) {
+		return n, nil
+	}
+	return n, s.err
 }
 
-// drain writes the frames in order. After an error it only takes them away,
-// so that nobody waits for it.
-func (w *blobWriter) drain() {
-	defer close(w.ended)
-	for frame := range w.queue {
-		b := <-frame
-		if w.failed() != nil {
-			continue
-		}
-		if _, err := w.f.Write(b); err != nil {
-			w.fail(err)
-			continue
-		}
-		_, _ = w.hash.Write(b) // never fails
-		w.written += int64(len(b))
-		if w.written-w.flushed >= flushEvery {
-			startWriteback(w.f, w.flushed, w.written-w.flushed)
-			w.flushed = w.written
+// Close ends what reads ahead.
+func (s *stream) Close() error {
+	if errors.Is(s.err, os.ErrClosed) {
+		return os.ErrClosed
+	}
+	s.stop()
+	if s.queue != nil {
+		for result := range s.queue {
+			<-result
 		}
 	}
+	s.work.Wait()
+	s.err, s.now, s.done = os.ErrClosed, nil, nil
+	return nil
 }
 
-func (w *blobWriter) failed() error {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return w.err
+// proven holds a stream against its digest and length. The end of the stream
+// is only reported when both are right.
+type proven struct {
+	s      *stream
+	ctx    context.Context
+	digest string
+	bytes  int64
+	hash   *blake3.Hasher
+	n      int64
+	err    error // sticky
 }
 
-func (w *blobWriter) fail(err error) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if w.err == nil {
-		w.err = err
-	}
+func newProven(ctx context.Context, p *pieces, what string, segs []pack.Segment, whole bool, digest string, bytes int64) *proven {
+	return &proven{s: newStream(ctx, p, what, segs, whole), ctx: ctx, digest: digest, bytes: bytes, hash: blake3.New()}
 }
 
-// Close writes what is left. Its error counts: without nil from Close the
-// stream is not complete. The fsync goes on behind it; Commit waits for it.
-func (w *blobWriter) Close() error {
-	w.in.Lock()
-	defer w.in.Unlock()
-	if w.closed {
-		return w.result
-	}
-	w.closed = true
-	if w.failed() == nil && (len(w.buf) > 0 || w.raw == 0) {
-		w.submit()
-	}
-	close(w.queue)
-	<-w.ended
-	w.result = w.failed()
-	go func() {
-		var err error
-		if w.result == nil {
-			err = w.f.Sync()
-		}
-		w.synced <- errors.Join(err, w.f.Close())
-	}()
-	return w.result
-}
-
-// abandon ends the stream without finishing it.
-func (w *blobWriter) abandon() {
-	w.fail(errAbandoned)
-	_ = w.Close()          // the stream is thrown away
-	w.synced <- <-w.synced // but its file must be closed before it is removed
-}
-
-// wait returns what the file has become, once it is durable.
-func (w *blobWriter) wait() (Blob, error) {
-	w.in.Lock()
-	defer w.in.Unlock()
-	if !w.closed {
-		return Blob{}, fmt.Errorf("%s was not closed: %w", w.name, fault.ErrInvalid)
-	}
-	if w.result != nil {
-		return Blob{}, w.result
-	}
-	err := <-w.synced
-	w.synced <- err
-	if err != nil {
-		return Blob{}, err
-	}
-	return Blob{Name: w.name, Digest: sum(w.hash), Bytes: w.written, Raw: w.raw}, nil
-}
-
-// blobReader decompresses a stored file and holds it against its digest and
-// its lengths. The end of the stream is only reported when all are right.
-type blobReader struct {
-	ctx  context.Context
-	want Blob
-	f    *os.File
-	src  *hashingReader
-	dec  *zstd.Decoder
-	raw  int64
-	err  error // sticky
-}
-
-// hashingReader hashes what passes, and remembers an error of the disk so
-// that it is not mistaken for damage.
-type hashingReader struct {
-	f    *os.File
-	hash *blake3.Hasher
-	n    int64
-	err  error
-}
-
-func (r *hashingReader) Read(p []byte) (int, error) {
-	n, err := r.f.Read(p)
-	_, _ = r.hash.Write(p[:n]) // never fails
-	r.n += int64(n)
-	if err != nil && !errors.Is(err, io.EOF) {
-		r.err = err
-	}
-	return n, err
-}
-
-func newBlobReader(ctx context.Context, dir *os.File, want Blob) (*blobReader, error) {
-	f, info, err := openPlain(dir, want.Name)
-	if err != nil {
-		return nil, missing(want.Name, err)
-	}
-	r := &blobReader{ctx: ctx, want: want, f: f, src: &hashingReader{f: f, hash: blake3.New()}}
-	if info.Size() != want.Bytes {
-		_ = f.Close()
-		return nil, fmt.Errorf("%s has %d bytes, %d expected: %w", want.Name, info.Size(), want.Bytes, fault.ErrCorrupt)
-	}
-	r.dec, err = zstd.NewReader(r.src, zstd.WithDecoderConcurrency(min(workers(), 4)), zstd.WithDecoderMaxWindow(maxWindow))
-	if err != nil {
-		_ = f.Close()
-		return nil, err
-	}
-	return r, nil
-}
-
-func (r *blobReader) Read(p []byte) (int, error) {
+func (r *proven) Read(b []byte) (int, error) {
 	if r.err != nil {
 		return 0, r.err
 	}
-	if err := r.ctx.Err(); err != nil {
-		r.err = context.Cause(r.ctx)
-		return 0, r.err
+	n, err := r.s.Read(b)
+	_, _ = r.hash.Write(b[:n]) // never fails
+	r.n += int64(n)
+	if errors.Is(err, io.EOF) {
+		err = r.finish()
 	}
-	n, err := r.dec.Read(p)
-	r.raw += int64(n)
-	switch {
-	case r.raw > r.want.Raw:
-		r.err = fmt.Errorf("%s unpacks to more than %d bytes: %w", r.want.Name, r.want.Raw, fault.ErrCorrupt)
-		return 0, r.err
-	case err == nil:
-		return n, nil
-	case errors.Is(err, io.EOF):
-		r.err = r.finish()
-	case r.src.err != nil:
-		r.err = r.src.err
-	default:
-		r.err = fmt.Errorf("%s: %w: %w", r.want.Name, fault.ErrCorrupt, err)
-	}
-	return n, r.err
+	r.err = err
+	return n, err
 }
 
-// finish runs when the decoder has seen the end of the file.
-func (r *blobReader) finish() error {
-	switch got := sum(r.src.hash); {
-	case r.raw != r.want.Raw:
-		return fmt.Errorf("%s unpacks to %d bytes, %d expected: %w", r.want.Name, r.raw, r.want.Raw, fault.ErrCorrupt)
-	case r.src.n != r.want.Bytes:
-		return fmt.Errorf("%s has %d bytes, %d expected: %w", r.want.Name, r.src.n, r.want.Bytes, fault.ErrCorrupt)
-	case got != r.want.Digest:
-		return fmt.Errorf("%s has digest %s, %s expected: %w", r.want.Name, got, r.want.Digest, fault.ErrCorrupt)
+// WriteTo spares a copy.
+func (r *proven) WriteTo(w io.Writer) (int64, error) {
+	if r.err != nil {
+		if errors.Is(r.err, io.EOF) {
+			return 0, nil
+		}
+		return 0, r.err
+	}
+	n, err := r.s.WriteTo(io.MultiWriter(w, r.hash))
+	if r.n += n; err == nil {
+		if r.err = r.finish(); !errors.Is(r.err, io.EOF) {
+			err = r.err
+		}
+		return n, err
+	}
+	r.err = err
+	return n, err
+}
+
+func (r *proven) finish() error {
+	if r.n != r.bytes {
+		return fmt.Errorf("%s has %d bytes, %d expected: %w", r.s.what, r.n, r.bytes, fault.ErrCorrupt)
+	}
+	if got := sum(r.hash); got != r.digest {
+		return fmt.Errorf("%s has digest %s, %s expected: %w", r.s.what, got, r.digest, fault.ErrCorrupt)
 	}
 	return io.EOF
 }
 
 // Close reads to the end what the caller did not want, for only then it is
 // known to be right, and returns what was found wrong, earlier or now.
-func (r *blobReader) Close() error {
-	if r.f == nil {
+func (r *proven) Close() error {
+	if errors.Is(r.err, os.ErrClosed) {
 		return os.ErrClosed
 	}
 	var err error
@@ -302,16 +253,7 @@ func (r *blobReader) Close() error {
 	} else if !errors.Is(r.err, io.EOF) {
 		err = r.err
 	}
-	r.dec.Close()
-	err = errors.Join(err, r.f.Close())
-	r.f, r.err = nil, os.ErrClosed
-	return err
-}
-
-// missing turns "no such file" inside a published checkpoint into what it is.
-func missing(name string, err error) error {
-	if errors.Is(err, os.ErrNotExist) {
-		return fmt.Errorf("%s is missing: %w", name, fault.ErrCorrupt)
-	}
+	_ = r.s.Close() // it has nothing more to say
+	r.err = os.ErrClosed
 	return err
 }

@@ -14,14 +14,16 @@ import (
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
 // freshLock is how long a lock file of no known sandbox is left alone.
 const freshLock = time.Minute
 
-// RemoveCheckpoint removes a checkpoint, whatever its state. Its children and
-// the sandboxes that stood at it get its parent in its place. Idempotent, and
-// after a crash Sweep, or another call, finishes it.
+// RemoveCheckpoint removes a checkpoint, whatever its state, and its tags. Its
+// children and the sandboxes that stood at it get its parent in its place. The
+// pieces stay until they are reclaimed: who reads it meanwhile is not disturbed.
+// Idempotent, and after a crash Sweep, or another call, finishes it.
 func (s *Store) RemoveCheckpoint(ctx context.Context, id string) error {
 	if err := checkID("checkpoint", id); err != nil {
 		return err
@@ -79,7 +81,8 @@ func (s *Store) finishRemoval(ctx context.Context, id string) error {
 		if err != nil {
 			return err
 		}
-		for _, q := range []string{"UPDATE checkpoints SET parent = ?1 WHERE parent = ?2", "UPDATE sandboxes SET head = ?1 WHERE head = ?2", "DELETE FROM checkpoints WHERE id = ?2"} {
+		for _, q := range []string{"UPDATE removed SET bytes = bytes + (SELECT added FROM checkpoints WHERE id = ?2)", "UPDATE checkpoints SET parent = ?1 WHERE parent = ?2", "UPDATE sandboxes SET head = ?1 WHERE head = ?2",
+			"DELETE FROM tags WHERE checkpoint_id = ?2", "DELETE FROM checkpoints WHERE id = ?2"} {
 			if _, err := tx.ExecContext(ctx, q, parent, id); err != nil {
 				return err
 			}
@@ -110,6 +113,7 @@ func (s *Store) Sweep(ctx context.Context) ([]string, error) {
 	type row struct{ id, sandbox, name, status string }
 	var unready []row
 	known := map[string]bool{}
+	foreign := false // there is a checkpoint that state.db does not know
 	rows, err := s.db.QueryContext(ctx, "SELECT id, sandbox_id, sandbox_name, CASE WHEN removing THEN 'removing' ELSE status END FROM checkpoints")
 	if err != nil {
 		return nil, cancelled(ctx, dbError("sweep", err))
@@ -149,6 +153,7 @@ func (s *Store) Sweep(ctx context.Context) ([]string, error) {
 		switch {
 		case !tmp && isID(e.Name()) && !known[e.Name()]:
 			// Never left by a crash of ours: state.db was lost or replaced.
+			foreign = true
 			did = append(did, fmt.Sprintf("left checkpoint directory %s alone: state.db does not know it.", e.Name()))
 		case tmp && !s.underWay(ctx, id):
 			if there, err := exists(filepath.Join(s.checkpointsDir(), e.Name())); err != nil || !there {
@@ -162,8 +167,78 @@ func (s *Store) Sweep(ctx context.Context) ([]string, error) {
 			errs = append(errs, err)
 		}
 	}
-	errs = append(errs, s.sweepLocks(ctx), s.pruneLogs(), s.pruneFailures(ctx))
+	said, err := s.sweepPacks(ctx, foreign)
+	did, errs = append(did, said...), append(errs, err)
+	errs = append(errs, s.sweepLocks(ctx), s.sweepMemory(ctx), s.sweepStaged(ctx), s.pruneLogs(), s.pruneFailures(ctx))
 	return did, errors.Join(errs...)
+}
+
+// sweepPacks removes packs that were not finished, and those without a row.
+// Either may be of a draft under way, so that nobody may be drafting. foreign
+// says that there are checkpoints without a record: then packs without one are
+// theirs, for all that is known, and a new index can be made of them.
+func (s *Store) sweepPacks(ctx context.Context, foreign bool) (did []string, err error) {
+	// Most of the time there is nothing, and nobody is to wait for that.
+	if some, err := s.packsLeft(ctx); err != nil || !some {
+		return nil, err
+	}
+	l, err := s.exclude(ctx, "sweep", 0)
+	if errors.Is(err, fault.ErrBusy) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer l.Unlock()
+	// From here on there are no drafts. One that is pending and published has
+	// its pack to be recorded, once its sandbox's lock can be had.
+	list, err := s.checkpoints(ctx, "WHERE status = 'pending'")
+	if err != nil {
+		return nil, err
+	}
+	for _, c := range list {
+		there, err := exists(s.published(c.ID))
+		if err != nil {
+			return nil, err
+		}
+		foreign = foreign || there
+	}
+	var errs []error
+	temps, err := filepath.Glob(filepath.Join(s.packsDir(), pack.TempPrefix+"*"))
+	errs = append(errs, err)
+	for _, path := range temps {
+		if err := os.Remove(path); err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		did = append(did, fmt.Sprintf("removed the unfinished pack %s.", filepath.Base(path)))
+	}
+	if foreign {
+		return did, errors.Join(errs...)
+	}
+	stray, err := s.strayPacks(ctx)
+	errs = append(errs, err)
+	for _, name := range stray {
+		if err := failpoint.Hit("store.sweep.before-pack"); err != nil {
+			return did, errors.Join(append(errs, err)...)
+		}
+		if err := os.Remove(pack.Path(s.packsDir(), name)); err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		did = append(did, fmt.Sprintf("removed pack %s of an unfinished checkpoint.", name))
+	}
+	return did, errors.Join(errs...)
+}
+
+// packsLeft tells whether there are packs that are not recorded.
+func (s *Store) packsLeft(ctx context.Context) (bool, error) {
+	temps, err := filepath.Glob(filepath.Join(s.packsDir(), pack.TempPrefix+"*"))
+	if err != nil || len(temps) > 0 {
+		return true, err
+	}
+	stray, err := s.strayPacks(ctx)
+	return len(stray) > 0, err
 }
 
 // settle rolls a pending checkpoint forward if its files were published and
@@ -188,10 +263,15 @@ func (s *Store) settle(ctx context.Context, id, sandbox, name string) (did []str
 }
 
 // Settle brings a pending checkpoint, whose process is gone, to its end: it is
-// made ready if its files were published and are whole, and discarded if not.
-// It tells which; one that is not pending is left as it is. The caller holds
-// the sandbox's lock.
+// made ready if its manifest was published and all that it needs is there, and
+// discarded if not. It tells which; one that is not pending is left as it is.
+// The caller holds the sandbox's lock.
 func (s *Store) Settle(ctx context.Context, id string) (ready bool, err error) {
+	l, err := s.share(ctx, "settle")
+	if err != nil {
+		return false, err
+	}
+	defer l.Unlock()
 	list, err := s.checkpoints(ctx, "WHERE id = ?", id)
 	if err != nil || len(list) == 0 {
 		return false, err
@@ -199,41 +279,122 @@ func (s *Store) Settle(ctx context.Context, id string) (ready bool, err error) {
 	if list[0].Status != Pending {
 		return list[0].Status == Ready, nil
 	}
-	sandbox := list[0].SandboxID
-	reason := "the process that made it ended before it was committed"
-	r, err := openPublished(s.published(id), id)
+	err = s.complete(ctx, list[0])
 	if err == nil {
-		defer r.Close()
-		err := r.Verify(ctx)
-		if err == nil && r.manifest.SandboxID != sandbox {
-			err = fmt.Errorf("%s is of another sandbox: %w", ManifestName, fault.ErrCorrupt)
-		}
-		if err == nil {
-			if err := failpoint.Hit("store.sweep.before-ready"); err != nil {
-				return false, err
-			}
-			err = s.setReady(ctx, r.manifest, r.digest, r.size)
-		}
-		if err == nil {
-			return true, nil
-		}
-		if !errors.Is(err, fault.ErrCorrupt) && !errors.Is(err, fault.ErrExists) {
-			return false, err // try again another time
-		}
-		reason = "it could not be completed: " + err.Error()
-	} else if !errors.Is(err, fault.ErrCorrupt) { // which "not there" is, too
+		return true, nil
+	}
+	if !errors.Is(err, fault.ErrCorrupt) && !errors.Is(err, fault.ErrExists) {
+		return false, err // try again another time
+	}
+	reason := "it could not be completed: " + err.Error()
+	if there, err := exists(s.published(id)); err != nil {
 		return false, err
+	} else if !there {
+		reason = "the process that made it ended before it was committed"
 	}
 	if err := failpoint.Hit("store.sweep.before-discard"); err != nil {
 		return false, err
 	}
-	if err := errors.Join(s.discard(id), s.setFailed(ctx, id, reason)); err != nil {
-		return false, err
-	}
-	return false, nil
+	// A pack of its own, if it has one, is nobody's now, and swept.
+	return false, errors.Join(s.discard(id), s.setFailed(ctx, id, reason))
 }
 
-// underWay tells whether a draft's files may still be in use.
+// complete records a checkpoint whose manifest was published, and the packs
+// that were published with it. Something missing is ErrCorrupt.
+func (s *Store) complete(ctx context.Context, c Checkpoint) error {
+	r, err := s.openPublished(c.ID)
+	if err != nil {
+		return err
+	}
+	defer r.Close()
+	if r.manifest.SandboxID != c.SandboxID || r.manifest.Kind != c.Kind {
+		return fmt.Errorf("%s is of another sandbox: %w", ManifestName, fault.ErrCorrupt)
+	}
+	stray, err := s.adopt(ctx, r.pieces)
+	if err != nil {
+		return err
+	}
+	need, err := r.needs(ctx)
+	if err != nil {
+		return err
+	}
+	p := published{manifest: r.manifest, digest: r.digest, bytes: r.size}
+	gone, err := r.pieces.x.find(ctx, need, func(at place) error { p.bytes += int64(at.blob.Stored); return nil })
+	if err != nil {
+		return err
+	}
+	used := map[string]bool{}
+	for _, id := range gone {
+		at, ok := r.pieces.own[id]
+		if !ok {
+			return fmt.Errorf("piece %s is not there: %w", id, fault.ErrCorrupt)
+		}
+		// The power may have failed with the process.
+		if _, err := r.pieces.read(ctx, id); err != nil {
+			return err
+		}
+		p.bytes += int64(at.blob.Stored)
+		used[at.path] = true
+	}
+	for path, info := range stray {
+		if used[path] {
+			p.packs = append(p.packs, info)
+			if err := syncDir(filepath.Dir(path)); err != nil {
+				return err
+			}
+		}
+	}
+	p.lost = r.pieces.x.lost()
+	if err := errors.Join(syncDir(s.packsDir()), syncDir(s.checkpointsDir())); err != nil {
+		return err
+	}
+	if err := failpoint.Hit("store.sweep.before-ready"); err != nil {
+		return err
+	}
+	return s.setReady(ctx, c.ID, p)
+}
+
+// adopt lets p find what is in packs without a row, which are of drafts that
+// were killed. One that is damaged is left out.
+func (s *Store) adopt(ctx context.Context, p *pieces) (map[string]pack.Info, error) {
+	names, err := s.strayPacks(ctx)
+	if err != nil {
+		return nil, err
+	}
+	stray := map[string]pack.Info{}
+	p.own = map[pack.ID]ownPlace{}
+	for _, name := range names {
+		path := pack.Path(s.packsDir(), name)
+		f, err := p.open(path)
+		if err != nil {
+			return nil, err
+		}
+		info := pack.Info{Name: name}
+		pr, err := pack.Open(f.f)
+		if err == nil && pr.Name() != name {
+			err = fmt.Errorf("pack %s is %s: %w", name, pr.Name(), fault.ErrCorrupt)
+		}
+		if err == nil {
+			info.Bytes = pr.Bytes()
+			info.Blobs, err = pr.Blobs()
+		}
+		p.done(f)
+		if errors.Is(err, fault.ErrCorrupt) {
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		stray[path] = info
+		for _, b := range info.Blobs {
+			p.own[b.ID] = ownPlace{path, b}
+		}
+	}
+	return stray, nil
+}
+
+// underWay tells whether a draft's scratch may still be in use: until its
+// checkpoint is ready or, as long as the sandbox's lock is held, until Close.
 func (s *Store) underWay(ctx context.Context, id string) bool {
 	if !isID(id) {
 		return false
@@ -242,7 +403,15 @@ func (s *Store) underWay(ctx context.Context, id string) bool {
 	if err != nil {
 		return true
 	}
-	return len(list) > 0 && list[0].Status == Pending
+	if len(list) == 0 || list[0].Status == Pending {
+		return len(list) > 0
+	}
+	l, err := s.flock(ctx, list[0].SandboxID, "sweep", 0)
+	if err != nil {
+		return true
+	}
+	l.Unlock()
+	return false
 }
 
 // sweepLocks removes the lock files of sandboxes that are gone. Lock checks
@@ -271,7 +440,7 @@ func (s *Store) sweepLocks(ctx context.Context) error {
 		if err != nil || !isID(id) || alive[id] || time.Since(info.ModTime()) < freshLock {
 			continue
 		}
-		f, err := tryFlock(filepath.Join(s.locksDir(), e.Name()))
+		f, err := tryFlock(filepath.Join(s.locksDir(), e.Name()), unix.LOCK_EX)
 		if err != nil {
 			if !errors.Is(err, unix.EWOULDBLOCK) {
 				errs = append(errs, err)

@@ -335,7 +335,7 @@ func daemonInCheckpoint(b *box) {
 }
 
 func daemonInRestore(b *box) {
-	for _, at := range []string{"restore.before-stop", "restore.after-stop", "restore.after-exchange", "restore.after-stage"} {
+	for _, at := range []string{"restore.before-stop", "restore.after-stop", "restore.after-apply", "restore.after-stage"} {
 		b.counter("dr")
 		b.ok("checkpoint", "docker://dr", "--name", "x")
 		n := b.count("dr")
@@ -358,7 +358,7 @@ func restartInRestore(b *box) {
 	b.counter("rr")
 	b.ok("checkpoint", "docker://rr", "--name", "x")
 	n := b.count("rr")
-	for _, at := range []string{"restore.before-stop", "restore.after-stop", "restore.after-exchange", "restore.after-stage"} {
+	for _, at := range []string{"restore.before-stop", "restore.after-stop", "restore.after-apply", "restore.after-stage"} {
 		r := b.begin(stopAt(at), "restore", "docker://rr", "x").stopped()
 		out, err := b.Try("restart", "-t", "0", "rr")
 		if at != "restore.before-stop" && at != "restore.after-stage" && (err == nil || !strings.Contains(out, "being restored")) {

@@ -404,7 +404,7 @@ func TestDocker(t *testing.T) {
 	h.must("apply", "--undo", "volume://ws")
 
 	// Killed in a restore, the next user of the volume waits for nobody.
-	if _, code := h.agentbox("AGENTBOX_FAILPOINT=restore.after-exchange=kill", "restore", "volume://ws", "c0"); code != 137 {
+	if _, code := h.agentbox("AGENTBOX_FAILPOINT=restore.after-apply=kill", "restore", "volume://ws", "c0"); code != 137 {
 		t.Fatalf("not killed: %d", code)
 	}
 	h.fast(30*time.Second, "run", "--rm", "--net", "none", "-v", "ws:/work", "box", "cat", "/work/keep")

@@ -1,0 +1,228 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"syscall"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// triggerInterval is the trigger of the checkpoints that auto takes.
+const triggerInterval = "interval"
+
+// autoHandover is how long a new auto waits for an old one: that may just be
+// ending, after a look at the sandbox as it was before it was started again.
+const autoHandover = 3 * time.Second
+
+// newAutoCommand is the process that takes a sandbox's checkpoints for
+// --checkpoint-every DURATION; the start of the sandbox starts it.
+func newAutoCommand(a *app) *cobra.Command {
+	return &cobra.Command{
+		Use:         "auto ID",
+		Short:       "Take a sandbox's checkpoints at its interval (started with the sandbox)",
+		Hidden:      true,
+		Annotations: exits(exitUsage, exitNotFound, exitDenied),
+		Args:        args(1, 1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			g, err := a.globals.resolve()
+			if err != nil {
+				return err
+			}
+			return a.service(cmd.Context(), func(svc runtime.Service) error {
+				sb, err := svc.Sandbox(cmd.Context(), args[0])
+				if err != nil {
+					return err
+				}
+				every, err := time.ParseDuration(sb.Spec.CheckpointEvery)
+				if err != nil || every < minEvery {
+					return fmt.Errorf("sandbox %s has no interval of checkpoints: %q: %w", sb.Name, sb.Spec.CheckpointEvery, runtime.ErrInvalid)
+				}
+				_, run := g.dirs()
+				lock, err := lockAuto(cmd.Context(), run, sb.ID)
+				if err != nil || lock == nil {
+					return err
+				}
+				defer lock.unlock()
+				slog.SetDefault(slog.New(slog.NewTextHandler(lock, nil)))
+				return runAuto(cmd.Context(), svc, sb.ID, every)
+			})
+		},
+	}
+}
+
+// startAuto returns what starts the process of newAutoCommand for a sandbox;
+// self is this program.
+func (g globals) startAuto(self string) func(id string) error {
+	return func(id string) error {
+		args := []string{"--backend", g.Backend, "auto", id}
+		if g.Root != "" {
+			args = append([]string{"--root", g.Root}, args...)
+		}
+		cmd := exec.Command(self, args...)
+		cmd.Args[0] = "agentbox" // not a plugin of docker, whatever we are
+		cmd.Dir = "/"
+		cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+		if err := cmd.Start(); err != nil {
+			return err
+		}
+		return cmd.Process.Release()
+	}
+}
+
+// runAuto takes a checkpoint of a sandbox at each interval, until it has
+// exited or is removed. What fails is logged, once for each cause in a row, and
+// tried again at the next interval.
+func runAuto(ctx context.Context, svc runtime.Service, id string, every time.Duration) error {
+	log := slog.With("sandbox", id)
+	exited := make(chan error, 1)
+	await := func() {
+		_, err := svc.Wait(ctx, id)
+		exited <- err
+	}
+	go await()
+	tick := time.NewTicker(every)
+	defer tick.Stop()
+	said, times := "", 0
+	for {
+		select {
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		case err := <-exited:
+			if ctx.Err() != nil {
+				return context.Cause(ctx)
+			}
+			// A restore ends the processes, too, and then it runs again.
+			status, e := statusOf(ctx, svc, id)
+			if e != nil || ended(status) {
+				return e
+			}
+			if err != nil {
+				// Not at once: whatever keeps Wait from waiting may last.
+				log.Warn("cannot wait for the sandbox", "err", err)
+				select {
+				case <-tick.C:
+				case <-ctx.Done():
+				}
+			}
+			go await()
+			continue
+		case <-tick.C:
+		}
+		status, err := statusOf(ctx, svc, id)
+		if err != nil || ended(status) {
+			return err
+		}
+		if status == runtime.Paused {
+			continue // it stands still: nothing has changed since
+		}
+		_, err = svc.Checkpoint(ctx, id, runtime.CheckpointOptions{Trigger: triggerInterval})
+		// A tick that came meanwhile is dropped: where a checkpoint takes longer
+		// than the interval, the sandbox is to run, and others to have their turn.
+		tick.Reset(every)
+		switch {
+		case err == nil:
+			if times > 1 {
+				log.Info("checkpoints are taken again", "failed", times)
+			}
+			said, times = "", 0
+			continue
+		case ctx.Err() != nil:
+			return context.Cause(ctx)
+		}
+		if status, e := statusOf(ctx, svc, id); e != nil || ended(status) {
+			return e
+		}
+		times++
+		if said != err.Error() {
+			said = err.Error()
+			log.Warn("no checkpoint was taken; tried again at the next interval", "every", every, "err", err)
+		}
+	}
+}
+
+// statusOf is empty for a sandbox that is not there any more.
+func statusOf(ctx context.Context, svc runtime.Service, id string) (runtime.Status, error) {
+	sb, err := svc.Sandbox(ctx, id)
+	if errors.Is(err, runtime.ErrNotFound) {
+		return "", nil
+	}
+	return sb.Status, err
+}
+
+func ended(s runtime.Status) bool {
+	return s == "" || s == runtime.Exited || s == runtime.Created
+}
+
+// maxAutoLog is how long an autoLock's log may get before it begins anew.
+const maxAutoLog = 1 << 20 // bytes
+
+// An autoLock is RUN/auto/ID: the lock of a sandbox's auto, which the kernel
+// frees when that is killed, and its log while it lives.
+type autoLock struct {
+	f    *os.File
+	size int
+}
+
+func (l *autoLock) Write(p []byte) (int, error) {
+	if l.size += len(p); l.size > maxAutoLog {
+		l.size = len(p)
+		if err := l.f.Truncate(0); err != nil {
+			return 0, err
+		}
+	}
+	return l.f.Write(p)
+}
+
+func (l *autoLock) unlock() {
+	_ = os.Remove(l.f.Name())
+	_ = l.f.Close()
+	_ = os.Remove(filepath.Dir(l.f.Name())) // stays while there are others
+}
+
+// lockAuto sees to it that a sandbox has one auto. It returns nil when there
+// is one that goes on.
+func lockAuto(ctx context.Context, run, id string) (*autoLock, error) {
+	path := filepath.Join(run, "auto", id)
+	deadline := time.Now().Add(autoHandover)
+	for {
+		if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
+			return nil, err
+		}
+		f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_APPEND, 0o600)
+		if errors.Is(err, os.ErrNotExist) {
+			continue // the last holder took the directory away
+		}
+		if err != nil {
+			return nil, err
+		}
+		err = syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+		if err == nil {
+			// The holder before us may have unlinked what we have opened.
+			mine, e1 := f.Stat()
+			there, e2 := os.Stat(path)
+			if e1 == nil && e2 == nil && os.SameFile(mine, there) {
+				return &autoLock{f: f}, f.Truncate(0)
+			}
+		} else if !errors.Is(err, syscall.EWOULDBLOCK) && !errors.Is(err, syscall.EINTR) {
+			return nil, errors.Join(err, f.Close())
+		}
+		_ = f.Close()
+		if time.Now().After(deadline) {
+			return nil, nil
+		}
+		select {
+		case <-time.After(busyPoll):
+		case <-ctx.Done():
+			return nil, context.Cause(ctx)
+		}
+	}
+}

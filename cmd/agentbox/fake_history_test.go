@@ -1,0 +1,153 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// What the fake answers to the verbs of history, and what it was asked.
+type fakeHistory struct {
+	forkOpts   runtime.ForkOptions
+	forks      []runtime.Forked
+	plan       runtime.RestorePlan
+	lost       []string
+	pruneOpts  []runtime.PruneOptions
+	pruned     runtime.Pruned
+	usage      runtime.Usage
+	verifyOpts []runtime.VerifyOptions
+	damaged    []runtime.Damaged
+	exportOpts runtime.ExportOptions
+	importOpts runtime.ImportOptions
+	regOpts    runtime.RegistryOptions
+}
+
+func (f *fakeService) Fork(_ context.Context, ref string, opts runtime.ForkOptions) ([]runtime.Forked, error) {
+	f.forkOpts = opts
+	return f.forks, f.simple("Fork", ref)
+}
+
+func (f *fakeService) PlanRestore(_ context.Context, ref string, opts runtime.RestoreOptions) (runtime.RestorePlan, error) {
+	f.reOpts = opts
+	return f.plan, f.simple("PlanRestore", ref)
+}
+
+func (f *fakeService) PinCheckpoint(_ context.Context, ref string, pinned bool) error {
+	return f.call("PinCheckpoint", ref, pinned)
+}
+
+func (f *fakeService) TagCheckpoint(_ context.Context, ref, tag string) error {
+	return f.call("TagCheckpoint", ref, tag)
+}
+
+func (f *fakeService) UntagCheckpoint(_ context.Context, ref string) error {
+	return f.call("UntagCheckpoint", ref)
+}
+
+func (f *fakeService) Prune(_ context.Context, opts runtime.PruneOptions) (runtime.Pruned, error) {
+	// Like a struct of values only, to compare.
+	if opts.Progress != nil {
+		opts.Progress(500_000, 1_000_000)
+		opts.Progress = nil
+	}
+	f.pruneOpts = append(f.pruneOpts, opts)
+	p := f.pruned
+	p.DryRun = opts.DryRun
+	return p, f.call("Prune", opts.Sandbox)
+}
+
+func (f *fakeService) Usage(context.Context) (runtime.Usage, error) { return f.usage, f.call("Usage") }
+
+func (f *fakeService) Verify(_ context.Context, opts runtime.VerifyOptions) (runtime.VerifyReport, error) {
+	opts.Progress = nil
+	f.verifyOpts = append(f.verifyOpts, opts)
+	r := runtime.VerifyReport{Checkpoints: 1, Pieces: 10, Bytes: 1000}
+	if opts.Checkpoint == "" {
+		r.Checkpoints = len(f.checkpoints)
+	}
+	for _, d := range f.damaged {
+		if opts.Checkpoint == "" || opts.Checkpoint == d.Checkpoint.ID {
+			r.Damaged = append(r.Damaged, d)
+		}
+	}
+	return r, f.call("Verify", opts.Checkpoint)
+}
+
+func (f *fakeService) Reindex(context.Context) (runtime.Reindexed, error) {
+	return runtime.Reindexed{Packs: 2, Pieces: 30, Checkpoints: 1, Notes: []string{"pack ab: cut off"}}, f.call("Reindex")
+}
+
+func (f *fakeService) ExportCheckpoint(_ context.Context, ref string, w io.Writer, opts runtime.ExportOptions) error {
+	opts.Progress = nil
+	f.exportOpts = opts
+	_, err := io.WriteString(w, "an archive of "+ref)
+	if e := f.call("ExportCheckpoint", ref); e != nil {
+		return e
+	}
+	return err
+}
+
+func (f *fakeService) arrived(name string) runtime.Checkpoint {
+	return runtime.Checkpoint{ID: strings.Repeat("77ab", 8), SandboxName: name, Kind: runtime.KindFull, Status: runtime.CheckpointReady, Created: epoch}
+}
+
+func (f *fakeService) ImportCheckpoint(_ context.Context, r io.Reader, opts runtime.ImportOptions) (runtime.Checkpoint, error) {
+	opts.Progress = nil
+	f.importOpts = opts
+	data, err := io.ReadAll(r)
+	if err != nil {
+		return runtime.Checkpoint{}, err
+	}
+	f.stdin = data
+	return f.arrived(opts.Name), f.call("ImportCheckpoint", opts.Name)
+}
+
+func (f *fakeService) PushCheckpoint(_ context.Context, ref, reference string, opts runtime.RegistryOptions) (runtime.Pushed, error) {
+	opts.Progress = nil
+	f.regOpts = opts
+	return runtime.Pushed{Reference: reference + "@sha256:" + strings.Repeat("ab", 32), Bytes: 1, Skipped: 2}, f.call("PushCheckpoint", ref, reference)
+}
+
+func (f *fakeService) PullCheckpoint(_ context.Context, reference string, opts runtime.RegistryOptions) (runtime.Checkpoint, error) {
+	opts.Progress = nil
+	f.regOpts = opts
+	return f.arrived("c"), f.call("PullCheckpoint", reference)
+}
+
+// history is boxes with a past.
+func history() *fakeService {
+	f := boxes()
+	run := f.sandboxes[1]
+	c := f.checkpoints[0]
+	c.Added, c.Pinned, c.Tags = 4096, true, []string{"good", "v1"}
+	undo := c
+	undo.ID, undo.Name, undo.Tags, undo.Pinned = strings.Repeat("9abc", 8), "", nil, false
+	undo.Trigger, undo.Created, undo.Parent = runtime.TriggerUndo, epoch.Add(time.Second), c.ID
+	f.checkpoints = []runtime.Checkpoint{undo, c}
+	fork := run
+	fork.ID, fork.Name, fork.Address = strings.Repeat("f0", 16), "run-fork-1", "10.88.0.7"
+	f.forks = []runtime.Forked{{Sandbox: fork, Checkpoint: c, Took: 42 * time.Millisecond,
+		Reseeded: []string{"host name", "/etc/machine-id"}, Shared: []string{"ssh host keys"}}}
+	second := f.forks[0]
+	second.Sandbox.ID, second.Sandbox.Name = strings.Repeat("f1", 16), "run-fork-2"
+	f.forks = append(f.forks, second)
+	f.plan = runtime.RestorePlan{Sandbox: run.ID, SandboxName: "run", Checkpoint: c, Changes: slices.Clone(changed().diff.Changes[:3]), Added: 2, Modified: 1, Bytes: 140,
+		Ends: []runtime.PlanProcess{{Pid: 1, Command: "sh -c loop"}, {Pid: 12, Command: "evil\n\x1b[31m"}}, Begins: []runtime.PlanProcess{{Pid: 1, Command: "sh -c loop"}},
+		Effects: []string{"2 connections are closed"}}
+	f.pruned = runtime.Pruned{Freed: 3_000_000, Packs: 2, Before: 5_000_000, After: 2_000_000,
+		Removed: []runtime.PrunedCheckpoint{{Checkpoint: undo, Reasons: []string{"no rule keeps it"}}},
+		Kept:    []runtime.PrunedCheckpoint{{Checkpoint: c, Reasons: []string{"pinned", "last 1"}}}}
+	f.usage = runtime.Usage{Root: "/var/lib/agentbox", Stored: 2_000_000, Raw: 5_000_000, Logical: 20_000_000, Waste: 500_000, Packs: 3, Pieces: 1234, Free: 10_000_000_000,
+		Checkpoints: []runtime.CheckpointUsage{{Checkpoint: undo, Needs: 1_500_000, Unique: 4096}, {Checkpoint: c, Needs: 1_000_000}},
+		Sandboxes:   []runtime.SandboxUsage{{ID: run.ID, Name: "run", Upperdir: 3_000_000}}}
+	return f
+}
+
+func damaged(c runtime.Checkpoint) runtime.Damaged {
+	return runtime.Damaged{Checkpoint: c, What: []string{fmt.Sprintf("usr/lib/x\n: piece %s", "blake3:00")}}
+}

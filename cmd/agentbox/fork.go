@@ -1,0 +1,186 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+const maxForks = 1000 // of one command
+
+type forkOptions struct {
+	Count     int
+	Names     []string
+	FilesOnly bool
+	NoStart   bool
+	Labels    []string
+	Quiet     bool
+	Format    string
+
+	countSet bool
+}
+
+func (o *forkOptions) addFlags(fl *pflag.FlagSet) {
+	fl.IntVarP(&o.Count, "count", "n", 1, "make `N` forks")
+	fl.Var(list(&o.Names), "name", "`NAME` of a fork, once for each; one name for several is the beginning of theirs: NAME-1, NAME-2")
+	fl.BoolVar(&o.FilesOnly, "files-only", false, "leave the processes out; the command starts afresh")
+	fl.BoolVar(&o.NoStart, "no-start", false, "leave the forks created")
+	fl.VarP(list(&o.Labels), "label", "l", "set a label `KEY=VALUE` on each, besides those of the origin")
+	fl.BoolVarP(&o.Quiet, "quiet", "q", false, "print ids only")
+	addFormat(fl, &o.Format, formatTable, formatJSON)
+}
+
+// parse turns SANDBOX[@CHECKPOINT] and the flags into what Fork takes.
+func (o *forkOptions) parse(arg string) (sandbox string, opts runtime.ForkOptions, err error) {
+	opts = runtime.ForkOptions{FilesOnly: o.FilesOnly, NoStart: o.NoStart}
+	sandbox, opts.Checkpoint = splitState(arg)
+	switch {
+	case sandbox == "":
+		return "", opts, usageErrorf("%q names no sandbox; write SANDBOX@CHECKPOINT", arg)
+	case opts.Checkpoint == "" && strings.HasSuffix(arg, "@"):
+		return "", opts, usageErrorf("%q names no checkpoint after the @; leave it out to fork what is there now", arg)
+	}
+	opts.Count = o.Count
+	if !o.countSet {
+		opts.Count = max(1, len(o.Names))
+	}
+	if opts.Count < 1 || opts.Count > maxForks {
+		return "", opts, usageErrorf("--count %d: must be from 1 to %d", opts.Count, maxForks)
+	}
+	switch {
+	case len(o.Names) == 1 && opts.Count > 1:
+		for i := range opts.Count {
+			opts.Names = append(opts.Names, fmt.Sprintf("%s-%d", o.Names[0], i+1))
+		}
+	case len(o.Names) > 0 && len(o.Names) != opts.Count:
+		return "", opts, usageErrorf("%s for %s; give one for each, or one to begin them all with", countText(int64(len(o.Names)), "name"), countText(int64(opts.Count), "fork"))
+	default:
+		opts.Names = o.Names
+	}
+	for i, name := range opts.Names {
+		if err := checkName("--name", name); err != nil {
+			return "", opts, err
+		}
+		if slices.Contains(opts.Names[:i], name) {
+			return "", opts, usageErrorf("--name %s: given twice", name)
+		}
+	}
+	opts.Labels, err = parseLabels("--label", o.Labels)
+	return sandbox, opts, err
+}
+
+func newForkCommand(a *app) *cobra.Command {
+	var opts forkOptions
+	cmd := &cobra.Command{
+		Use:   "fork [flags] SANDBOX[@CHECKPOINT]",
+		Short: "Start new sandboxes from a checkpoint of one",
+		Long: `Fork starts new sandboxes that go on from a checkpoint, or, when none is named, from one that
+is taken now. The origin is left as it is. Each fork has its own id, name, host name, address
+and files; what else of the origin's identity was made anew, and what the forks still share
+with it, is printed below the table: secrets, keys and connections are theirs together.
+After a files-only checkpoint the command starts afresh.
+
+With --format json it prints an array of objects: sandbox (as 'agentbox inspect' prints it),
+checkpoint, reseeded, shared, took_ns.`,
+		Example: `  agentbox fork c
+  agentbox fork c@before-upgrade --name try
+  agentbox fork -n 8 --name worker --label run=7 c
+  agentbox rm -f $(agentbox fork -q -n 3 c)`,
+		Annotations:       exits(exitUsage, exitNotFound, exitState, exitBusy, exitCorrupt, exitDenied, exitUnsupported),
+		Args:              args(1, 1),
+		ValidArgsFunction: a.completeStates,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if err := oneForm(opts.Quiet, opts.Format); err != nil {
+				return err
+			}
+			opts.countSet = cmd.Flags().Changed("count")
+			sandbox, fo, err := opts.parse(args[0])
+			if err != nil {
+				return err
+			}
+			return a.service(cmd.Context(), func(svc runtime.Service) error {
+				return runFork(cmd.Context(), opts, sandbox, fo, svc, a.stdout)
+			})
+		},
+	}
+	opts.addFlags(cmd.Flags())
+	completeFlags(cmd)
+	return cmd
+}
+
+func runFork(ctx context.Context, opts forkOptions, sandbox string, fo runtime.ForkOptions, svc runtime.Service, out io.Writer) error {
+	forks, err := svc.Fork(ctx, sandbox, fo)
+	if err != nil && len(forks) == 0 {
+		return err
+	}
+	// Those that were made before an error are there, and must be known.
+	return both(err, printForks(opts, forks, out))
+}
+
+func printForks(opts forkOptions, forks []runtime.Forked, out io.Writer) error {
+	for i := range forks {
+		f := &forks[i]
+		f.Sandbox, f.Checkpoint = documented(f.Sandbox), documentedCheckpoint(f.Checkpoint)
+		f.Reseeded, f.Shared = notNull(f.Reseeded), notNull(f.Shared)
+	}
+	switch {
+	case opts.Format == formatJSON:
+		return printJSON(out, forks)
+	case opts.Quiet:
+		for _, f := range forks {
+			if _, err := fmt.Fprintln(out, f.Sandbox.ID); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	t := newTable(out, "NAME", "ID", "STATUS", "ADDRESS", "TOOK")
+	for _, f := range forks {
+		t.row(f.Sandbox.Name, shortID(f.Sandbox.ID), string(f.Sandbox.Status), f.Sandbox.Address, durationText(f.Took))
+	}
+	if err := t.flush(); err != nil {
+		return err
+	}
+	return printReceipts(forks, out)
+}
+
+// printReceipts tells what the forks have of their own and what they share,
+// once when it is the same for all.
+func printReceipts(forks []runtime.Forked, out io.Writer) error {
+	same := !slices.ContainsFunc(forks, func(f runtime.Forked) bool {
+		return !slices.Equal(f.Reseeded, forks[0].Reseeded) || !slices.Equal(f.Shared, forks[0].Shared)
+	})
+	if same {
+		forks = forks[:1]
+	}
+	for _, f := range forks {
+		name := ""
+		if !same {
+			name = f.Sandbox.Name + ", "
+		}
+		for _, part := range []struct {
+			title string
+			what  []string
+		}{{"made anew", f.Reseeded}, {"still shared with the origin", f.Shared}} {
+			if len(part.what) == 0 {
+				continue
+			}
+			if _, err := fmt.Fprintf(out, "\n%s%s:\n", name, part.title); err != nil {
+				return err
+			}
+			for _, what := range part.what {
+				if _, err := fmt.Fprintf(out, "  %s\n", oneLine(what)); err != nil {
+					return err
+				}
+			}
+		}
+	}
+	return nil
+}

@@ -1,0 +1,68 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"io"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// runRestorePlan is restore --dry-run.
+func runRestorePlan(ctx context.Context, opts runtime.RestoreOptions, format, sandbox string, svc runtime.Service, stdout io.Writer) error {
+	p, err := svc.PlanRestore(ctx, sandbox, opts)
+	if err != nil {
+		return err
+	}
+	out := bufio.NewWriter(stdout)
+	if format == formatJSON {
+		p.Checkpoint = documentedCheckpoint(p.Checkpoint)
+		p.Changes, p.Ends, p.Begins, p.Effects = notNull(p.Changes), notNull(p.Ends), notNull(p.Begins), notNull(p.Effects)
+		err = printJSON(out, p)
+	} else {
+		err = printRestorePlan(out, p)
+	}
+	if err != nil {
+		return err
+	}
+	return out.Flush()
+}
+
+func printRestorePlan(out io.Writer, p runtime.RestorePlan) error {
+	c := p.Checkpoint
+	s := fmt.Sprintf("%s would go back to checkpoint %s", p.SandboxName, shortID(c.ID))
+	if c.Name != "" {
+		s += " (" + c.Name + ")"
+	}
+	s += ": " + c.Kind + ", " + countText(c.Files, "file")
+	if p.Recreates {
+		s += "; it was removed and would be made again"
+	}
+	fmt.Fprintf(out, "%s\n\n", printable(s))
+	if err := printStat(out, p.Changes); err != nil {
+		return err
+	}
+	if p.Bytes > 0 {
+		fmt.Fprintf(out, "%s of file data to write\n", sizeText(p.Bytes))
+	}
+	for _, part := range []struct {
+		title string
+		list  []runtime.PlanProcess
+	}{{"processes that end", p.Ends}, {"processes that go on from the checkpoint", p.Begins}} {
+		if len(part.list) == 0 {
+			continue
+		}
+		fmt.Fprintf(out, "\n%s:\n", part.title)
+		for _, proc := range part.list {
+			fmt.Fprintf(out, "%7d  %s\n", proc.Pid, oneLine(proc.Command))
+		}
+	}
+	if len(p.Effects) > 0 {
+		fmt.Fprint(out, "\neffects:\n")
+		for _, what := range p.Effects {
+			fmt.Fprintf(out, "  %s\n", oneLine(what))
+		}
+	}
+	return nil
+}

@@ -1,0 +1,162 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+type verifyOptions struct {
+	All      bool
+	ReadData bool
+	Format   string
+}
+
+func (o *verifyOptions) addFlags(fl *pflag.FlagSet) {
+	fl.BoolVarP(&o.All, "all", "a", false, "all checkpoints, as without arguments")
+	fl.BoolVar(&o.ReadData, "read-data", o.ReadData, "read every byte, not only what tells that all is there")
+	addFormat(fl, &o.Format, formatTable, formatJSON)
+}
+
+func newVerifyCommand(a *app) *cobra.Command {
+	return verifyCommand(a, verifyOptions{}, &cobra.Command{
+		Use:   "verify [flags] [SANDBOX|CHECKPOINT...]",
+		Short: "Prove that checkpoints can be restored whole",
+		Example: `  agentbox verify
+  agentbox verify --read-data c
+  agentbox verify c@before-upgrade 3f2a`,
+	})
+}
+
+// newCheckpointVerifyCommand is the same, thorough unless told otherwise.
+func newCheckpointVerifyCommand(a *app) *cobra.Command {
+	return verifyCommand(a, verifyOptions{ReadData: true}, &cobra.Command{
+		Use:     "verify [flags] [SANDBOX|CHECKPOINT...]",
+		Short:   "Reread checkpoints and compare with their digests",
+		Example: "  agentbox checkpoint verify c@before-upgrade",
+	})
+}
+
+func verifyCommand(a *app, opts verifyOptions, cmd *cobra.Command) *cobra.Command {
+	cmd.Long = `Verify looks whether everything is in the store that checkpoints need: those named, those of the
+sandboxes named, or all. With --read-data it reads all of it and finds every flipped bit; a
+disk should be read so now and then. It lists each checkpoint that is damaged with what
+is hurt in it, marks it, and ends with 6; restore refuses marked ones unless told to salvage
+what is intact. A mark that is no longer true is taken away.
+
+With --format json it prints one object: checkpoints (how many), pieces, bytes, damaged
+(checkpoint, what), notes (damage that hurts no checkpoint).`
+	cmd.Annotations = exits(exitUsage, exitNotFound, exitCorrupt, exitDenied)
+	cmd.Args = args(0, -1)
+	cmd.ValidArgsFunction = a.completeVerify
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		if opts.All && len(args) > 0 {
+			return usageErrorf("--all and names exclude each other")
+		}
+		return a.service(cmd.Context(), func(svc runtime.Service) error {
+			return runVerify(cmd.Context(), opts, args, svc, a.stdout, a.stderr)
+		})
+	}
+	opts.addFlags(cmd.Flags())
+	completeFlags(cmd)
+	return cmd
+}
+
+func (a *app) completeVerify(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
+	return append(a.sandboxNames(cmd, args, nil), a.checkpointNames(cmd, args, runtime.CheckpointFilter{})...), noFiles
+}
+
+func runVerify(ctx context.Context, opts verifyOptions, names []string, svc runtime.Service, stdout, stderr io.Writer) error {
+	update, end := watch(stderr, "verify")
+	defer end()
+	report := runtime.VerifyReport{}
+	seen := map[string]bool{}
+	one := func(checkpoint string) error {
+		if checkpoint != "" && seen[checkpoint] {
+			return nil
+		}
+		seen[checkpoint] = true
+		r, err := svc.Verify(ctx, runtime.VerifyOptions{Checkpoint: checkpoint, ReadData: opts.ReadData, Progress: update})
+		report.Checkpoints, report.Pieces, report.Bytes = report.Checkpoints+r.Checkpoints, report.Pieces+r.Pieces, report.Bytes+r.Bytes
+		report.Damaged, report.Notes = append(report.Damaged, r.Damaged...), append(report.Notes, r.Notes...)
+		return err
+	}
+	var err error
+	if len(names) == 0 {
+		err = one("")
+	} else {
+		err = each(ctx, names, func(name string) error {
+			ids, err := checkpointsOf(ctx, name, svc)
+			if err != nil {
+				return err
+			}
+			return each(ctx, ids, one)
+		})
+	}
+	end()
+	if err == nil || report.Checkpoints > 0 {
+		err = both(err, printVerify(opts.Format, report, stdout))
+	}
+	if n := len(report.Damaged); n > 0 {
+		err = both(&runtime.Error{Op: "verify", Err: fmt.Errorf("%d of %s damaged: %w", n, countText(int64(report.Checkpoints), "checkpoint"), runtime.ErrCorrupt),
+			Hint: "'agentbox restore --salvage SANDBOX CHECKPOINT' restores what is intact of one."}, err)
+	}
+	return err
+}
+
+// checkpointsOf are the ids of a sandbox's ready checkpoints, or of the one
+// checkpoint that the name means.
+func checkpointsOf(ctx context.Context, name string, svc runtime.Service) (ids []string, err error) {
+	list, err := svc.Checkpoints(ctx, runtime.CheckpointFilter{Sandbox: name, All: true})
+	if errors.Is(err, runtime.ErrNotFound) {
+		c, err := svc.CheckpointInfo(ctx, name)
+		return []string{c.ID}, err
+	}
+	for _, c := range list {
+		if c.Status == runtime.CheckpointReady {
+			ids = append(ids, c.ID)
+		}
+	}
+	return ids, err
+}
+
+func printVerify(format string, report runtime.VerifyReport, out io.Writer) error {
+	if format == formatJSON {
+		report.Damaged, report.Notes = notNull(report.Damaged), notNull(report.Notes)
+		for i := range report.Damaged {
+			d := &report.Damaged[i]
+			d.Checkpoint, d.What = documentedCheckpoint(d.Checkpoint), notNull(d.What)
+		}
+		return printJSON(out, report)
+	}
+	for _, d := range report.Damaged {
+		fmt.Fprintf(out, "damaged: %s\n", checkpointText(d.Checkpoint))
+		for _, what := range d.What {
+			fmt.Fprintf(out, "  %s\n", oneLine(what))
+		}
+	}
+	for _, note := range report.Notes {
+		fmt.Fprintf(out, "note: %s\n", oneLine(note))
+	}
+	whole := countText(int64(report.Checkpoints-len(report.Damaged)), "checkpoint") + " whole"
+	if n := len(report.Damaged); n > 0 {
+		whole += fmt.Sprintf(", %d damaged", n)
+	}
+	_, err := fmt.Fprintf(out, "%s: %s, %s\n", whole, countText(report.Pieces, "piece"), sizeText(report.Bytes))
+	return err
+}
+
+// checkpointText names a checkpoint on a line of its own.
+func checkpointText(c runtime.Checkpoint) string {
+	s := shortID(c.ID) + " of " + c.SandboxName
+	if c.Name != "" {
+		s += " (" + c.Name + ")"
+	}
+	return printable(s)
+}

@@ -1,0 +1,177 @@
+package overlay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	goruntime "runtime"
+	"strconv"
+	"sync"
+	"sync/atomic"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// syncEach is the number of staged files from which one syncfs is cheaper than
+// an fsync of each, although it waits for what others have written, too.
+const syncEach = 16
+
+// Stage reads from src all data that the update needs, proves it, and lays it
+// out in the new directory stage, which is on the filesystem of the directory to
+// be updated and beside it, not in it. When it returns nil, all of it is
+// durable, and Apply needs src no more. The directory to be updated is not
+// looked at and may be in use.
+//
+// Data that is not what its entry says is ErrCorrupt, a stage that is there
+// already ErrExists. On any other error the caller deletes stage.
+func (u *Update) Stage(ctx context.Context, stage string, src Source) error {
+	if err := u.stage(ctx, stage, src); err != nil {
+		return fmt.Errorf("stage update: %w", err)
+	}
+	return nil
+}
+
+func (u *Update) stage(ctx context.Context, stage string, src Source) (err error) {
+	if err := checkPrivilege(); err != nil {
+		return err
+	}
+	if err := unix.Mkdir(stage, 0o700); err != nil {
+		if err == unix.EEXIST {
+			return fmt.Errorf("%w: %w", fault.ErrExists, pathError("mkdir", stage, err))
+		}
+		return pathError("mkdir", stage, err)
+	}
+	dir, err := openEmpty(stage) // without the ACL that it may have inherited
+	if err != nil {
+		return err
+	}
+	defer unix.Close(dir)
+	var files []int
+	for i := range u.Changes {
+		if u.Changes[i].Data {
+			files = append(files, i)
+		}
+	}
+	each := len(files) < syncEach
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	var next atomic.Int64
+	var wg sync.WaitGroup
+	for range min(max(goruntime.GOMAXPROCS(0), 2), 8, len(files)) {
+		wg.Go(func() {
+			small := make([]byte, smallFile)
+			for ctx.Err() == nil {
+				n := int(next.Add(1)) - 1
+				if n >= len(files) {
+					return
+				}
+				if err := u.stageFile(ctx, dir, files[n], src, small, each); err != nil {
+					cancel(err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	if err := failpoint.Hit("overlay.update.before-sync"); err != nil {
+		return err
+	}
+	if each {
+		err = unix.Fsync(dir)
+	} else {
+		err = unix.Syncfs(dir)
+	}
+	if err != nil {
+		return pathError("sync", stage, err)
+	}
+	return failpoint.Hit("overlay.update.after-sync")
+}
+
+// stageFile makes the i-th change's file, complete but for its name.
+func (u *Update) stageFile(ctx context.Context, dir, i int, src Source, small []byte, sync bool) (err error) {
+	e := *u.Changes[i].New
+	var fd int
+	err = retry(func() (err error) {
+		fd, err = unix.Openat(dir, strconv.Itoa(i), unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
+		return err
+	})
+	if err != nil {
+		return pathError("create", e.Path, err)
+	}
+	defer func() {
+		if cerr := unix.Close(fd); err == nil && cerr != nil {
+			err = pathError("close", e.Path, cerr)
+		}
+	}()
+	want := e.Digest
+	w := newFileWriter(fd, &e)
+	if err := copyData(ctx, &e, src, small, w.write); err != nil {
+		return err
+	}
+	if err := w.end(); err != nil {
+		return err
+	}
+	if e.Digest != want {
+		return corrupt("the data of %q has digest %s, want %s", clip(e.Path), e.Digest, want)
+	}
+	if sync {
+		if err := unix.Fsync(fd); err != nil {
+			return pathError("sync", e.Path, err)
+		}
+	}
+	return nil
+}
+
+// copyData gives use all data of a file, which is neither more nor less than
+// its entry says.
+func copyData(ctx context.Context, e *Entry, src Source, small []byte, use func([]byte) error) (err error) {
+	size := e.data()
+	if size == 0 {
+		return nil
+	}
+	r, err := src.Data(ctx, *e)
+	if err != nil {
+		return fmt.Errorf("data of %q: %w", clip(e.Path), err)
+	}
+	defer func() {
+		if cerr := r.Close(); err == nil && cerr != nil {
+			err = fmt.Errorf("data of %q: %w", clip(e.Path), cerr)
+		}
+	}()
+	fill := func(p []byte) error {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		_, err := io.ReadFull(r, p)
+		if err == io.EOF || errors.Is(err, io.ErrUnexpectedEOF) {
+			return corrupt("the data of %q ends before its %d bytes", clip(e.Path), size)
+		}
+		if err != nil {
+			return fmt.Errorf("data of %q: %w", clip(e.Path), err)
+		}
+		return nil
+	}
+	if size <= int64(len(small)) {
+		if err = fill(small[:size]); err == nil {
+			err = use(small[:size])
+		}
+	} else {
+		err = inPieces(size, fill, use)
+	}
+	if err != nil {
+		return err
+	}
+	switch n, err := io.ReadFull(r, small[:1]); {
+	case n > 0:
+		return corrupt("the data of %q goes on after its %d bytes", clip(e.Path), size)
+	case err != io.EOF:
+		return fmt.Errorf("data of %q: %w", clip(e.Path), err)
+	}
+	return nil
+}

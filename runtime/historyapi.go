@@ -1,0 +1,209 @@
+package runtime
+
+import (
+	"context"
+	"io"
+	"time"
+)
+
+// CheckpointService is the part of Service that makes checkpoints a history: it
+// forks, keeps, proves, moves and forgets them.
+type CheckpointService interface {
+	// Fork starts new sandboxes from a checkpoint; the origin is untouched.
+	Fork(ctx context.Context, sandbox string, opts ForkOptions) ([]Forked, error)
+	// PlanRestore tells what Restore would change, and changes nothing.
+	PlanRestore(ctx context.Context, sandbox string, opts RestoreOptions) (RestorePlan, error)
+
+	// PinCheckpoint keeps a checkpoint from Prune, or gives it up to it again.
+	PinCheckpoint(ctx context.Context, checkpoint string, pinned bool) error
+	// TagCheckpoint gives a checkpoint one more name in its sandbox. A tag
+	// that another checkpoint of the sandbox has moves.
+	TagCheckpoint(ctx context.Context, checkpoint, tag string) error
+	// UntagCheckpoint takes a tag (SANDBOX@TAG) away.
+	UntagCheckpoint(ctx context.Context, ref string) error
+
+	// Prune removes the checkpoints that no rule keeps, and frees the space of
+	// all that nothing needs any more.
+	Prune(ctx context.Context, opts PruneOptions) (Pruned, error)
+	Usage(ctx context.Context) (Usage, error)
+	Verify(ctx context.Context, opts VerifyOptions) (VerifyReport, error)
+	// Reindex rebuilds the index of the store from its files.
+	Reindex(ctx context.Context) (Reindexed, error)
+
+	// ExportCheckpoint writes an archive that Podman, CRI-O and checkpointctl read.
+	ExportCheckpoint(ctx context.Context, checkpoint string, w io.Writer, opts ExportOptions) error
+	// ImportCheckpoint reads what ExportCheckpoint or `podman container
+	// checkpoint --export` wrote. The checkpoint belongs to a sandbox that is not
+	// there: Restore, by its name, makes it.
+	ImportCheckpoint(ctx context.Context, r io.Reader, opts ImportOptions) (Checkpoint, error)
+	// PushCheckpoint stores a checkpoint in a registry, PullCheckpoint brings one back.
+	PushCheckpoint(ctx context.Context, checkpoint, reference string, opts RegistryOptions) (Pushed, error)
+	PullCheckpoint(ctx context.Context, reference string, opts RegistryOptions) (Checkpoint, error)
+}
+
+// Progress is called now and then during long work: done of total, in the
+// unit that the verb names; total 0: not known.
+type Progress func(done, total int64)
+
+// ForkOptions modify Fork.
+type ForkOptions struct {
+	Checkpoint string   // empty: one is taken now
+	Count      int      // 0: 1
+	Names      []string // of the forks, as many as Count; empty: ORIGIN-fork-XXXX
+	FilesOnly  bool     // leave the processes out: the command starts afresh
+	Labels     map[string]string
+	NoStart    bool // leave them created
+}
+
+// Forked reports one fork.
+type Forked struct {
+	Sandbox    Sandbox    `json:"sandbox"`
+	Checkpoint Checkpoint `json:"checkpoint"`
+	// Reseeded names what of the origin's identity was made anew, Shared what
+	// the fork still has in common with it.
+	Reseeded []string      `json:"reseeded"`
+	Shared   []string      `json:"shared"`
+	Took     time.Duration `json:"took_ns"`
+}
+
+// RestorePlan is the documented JSON of `agentbox restore --dry-run`.
+type RestorePlan struct {
+	Sandbox     string        `json:"sandbox"` // its id
+	SandboxName string        `json:"sandbox_name"`
+	Checkpoint  Checkpoint    `json:"checkpoint"`
+	Changes     []Change      `json:"changes"` // what a user of the sandbox will find changed
+	Added       int           `json:"added"`
+	Deleted     int           `json:"deleted"`
+	Modified    int           `json:"modified"`
+	Bytes       int64         `json:"bytes"`     // of file data that will be written
+	Ends        []PlanProcess `json:"ends"`      // processes that will end
+	Begins      []PlanProcess `json:"begins"`    // processes of the checkpoint that will go on
+	Effects     []string      `json:"effects"`   // all else, a sentence each
+	Recreates   bool          `json:"recreates"` // the sandbox was removed and will be made again
+}
+
+// PlanProcess is one process, numbered as in the sandbox.
+type PlanProcess struct {
+	Pid     int    `json:"pid"`
+	Command string `json:"command"`
+}
+
+// PruneOptions modify Prune. Without a rule only space is freed.
+type PruneOptions struct {
+	Sandbox    string // empty: all
+	KeepLast   int
+	KeepWithin time.Duration
+	KeepHourly int
+	KeepDaily  int
+	KeepWeekly int
+	MaxBytes   int64   // at rest, of all checkpoints; 0: no limit
+	MaxWaste   float64 // part of a pack that may be unused before it is rewritten; 0: 0.25
+	DryRun     bool
+	Progress   Progress // bytes
+}
+
+// Pruned is the documented JSON of `agentbox prune`.
+type Pruned struct {
+	Removed []PrunedCheckpoint `json:"removed"`
+	Kept    []PrunedCheckpoint `json:"kept"`
+	Freed   int64              `json:"freed"`  // bytes at rest
+	Packs   int                `json:"packs"`  // deleted or rewritten
+	Before  int64              `json:"before"` // bytes at rest
+	After   int64              `json:"after"`
+	DryRun  bool               `json:"dry_run"`
+}
+
+// PrunedCheckpoint is one checkpoint and the rules that decided.
+type PrunedCheckpoint struct {
+	Checkpoint Checkpoint `json:"checkpoint"`
+	Reasons    []string   `json:"reasons"`
+}
+
+// Usage is the documented JSON of `agentbox df`. Sizes are in bytes.
+type Usage struct {
+	Root        string            `json:"root"`
+	Stored      int64             `json:"stored"`  // all packs
+	Raw         int64             `json:"raw"`     // what the pieces in them unpack to
+	Logical     int64             `json:"logical"` // what all checkpoints would need without the store: every file and page of each
+	Waste       int64             `json:"waste"`   // stored and needed by nothing: prune frees it
+	Packs       int               `json:"packs"`
+	Pieces      int64             `json:"pieces"`
+	Checkpoints []CheckpointUsage `json:"checkpoints"`
+	Sandboxes   []SandboxUsage    `json:"sandboxes"`
+	Free        int64             `json:"free"` // on the filesystem
+}
+
+// CheckpointUsage is the space of one checkpoint.
+type CheckpointUsage struct {
+	Checkpoint Checkpoint `json:"checkpoint"`
+	Needs      int64      `json:"needs"`  // at rest, pieces shared with others included
+	Unique     int64      `json:"unique"` // freed if only this one is removed
+}
+
+// SandboxUsage is the space of one sandbox's writable files.
+type SandboxUsage struct {
+	ID       string `json:"id"`
+	Name     string `json:"name"`
+	Upperdir int64  `json:"upperdir"` // on the disk
+}
+
+// VerifyOptions modify Verify.
+type VerifyOptions struct {
+	Checkpoint string // empty: all
+	ReadData   bool   // read every byte, not only what is needed to know that all is there
+	Progress   Progress
+}
+
+// VerifyReport is the documented JSON of `agentbox verify`.
+type VerifyReport struct {
+	Checkpoints int       `json:"checkpoints"` // looked at
+	Pieces      int64     `json:"pieces"`
+	Bytes       int64     `json:"bytes"`
+	Damaged     []Damaged `json:"damaged"`
+	Notes       []string  `json:"notes"` // damage that hurts no checkpoint
+}
+
+// Damaged is one checkpoint that cannot be restored whole.
+type Damaged struct {
+	Checkpoint Checkpoint `json:"checkpoint"`
+	What       []string   `json:"what"` // e.g. "usr/lib/x: piece blake3:... in pack ..."; at most 100
+}
+
+// Reindexed reports Reindex.
+type Reindexed struct {
+	Packs       int      `json:"packs"`
+	Pieces      int64    `json:"pieces"`
+	Checkpoints int      `json:"checkpoints"` // whose records were made again
+	Notes       []string `json:"notes"`       // what could not be used, and why
+}
+
+// ExportOptions modify ExportCheckpoint.
+type ExportOptions struct {
+	Compress   string   // "zstd" (default), "gzip" or "none"
+	Recipients []string // age recipients; empty: not encrypted
+	Progress   Progress // bytes of file and image data
+}
+
+// ImportOptions modify ImportCheckpoint.
+type ImportOptions struct {
+	Name       string // of the sandbox, instead of the one in the archive
+	Image      string // over which image it is to lie, when the archive's is not known by its digest
+	Identities string // a file of age identities, for an encrypted archive
+	// Trust takes processes with more rights than a sandbox has by default. CRIU
+	// does, as root, what process images say: whoever made them must be trusted.
+	Trust    bool
+	Progress Progress
+}
+
+// RegistryOptions modify PushCheckpoint and PullCheckpoint.
+type RegistryOptions struct {
+	PlainHTTP bool // also for registries on other hosts than this one
+	Progress  Progress
+}
+
+// Pushed reports PushCheckpoint.
+type Pushed struct {
+	Reference string `json:"reference"` // by digest
+	Bytes     int64  `json:"bytes"`     // that travelled
+	Skipped   int64  `json:"skipped"`   // bytes that were there already
+}

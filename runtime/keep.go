@@ -1,0 +1,325 @@
+package runtime
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/policy"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// PinCheckpoint keeps a checkpoint from Prune, or gives it up to it again.
+func (e *Engine) PinCheckpoint(ctx context.Context, ref string, pinned bool) error {
+	row, err := e.checkpoint(ctx, ref)
+	if err == nil {
+		err = e.store.Pin(ctx, row.ID, pinned)
+	}
+	return fail("checkpoint pin", ref, err)
+}
+
+// TagCheckpoint gives a checkpoint one more name in its sandbox.
+func (e *Engine) TagCheckpoint(ctx context.Context, ref, tag string) error {
+	row, err := e.checkpoint(ctx, ref)
+	if err == nil {
+		err = e.store.Tag(ctx, row.ID, tag)
+	}
+	return fail("checkpoint tag", ref, err)
+}
+
+// UntagCheckpoint takes the tag of SANDBOX@TAG away.
+func (e *Engine) UntagCheckpoint(ctx context.Context, ref string) (err error) {
+	defer func() { err = fail("checkpoint untag", ref, err) }()
+	sandbox, tag, ok := strings.Cut(ref, "@")
+	if !ok || sandbox == "" || tag == "" {
+		return hint(fmt.Errorf("%w: %q", ErrInvalid, ref), "Name the tag as SANDBOX@TAG.")
+	}
+	sb, _, err := e.owner(ctx, sandbox)
+	if err != nil {
+		return err
+	}
+	return e.store.Untag(ctx, sb.ID, tag)
+}
+
+// Prune removes the checkpoints that no rule keeps and frees what nothing needs.
+func (e *Engine) Prune(ctx context.Context, opts PruneOptions) (out Pruned, err error) {
+	defer func() { err = fail("prune", opts.Sandbox, err) }()
+	rules := policy.Retention{
+		KeepLast: opts.KeepLast, KeepWithin: opts.KeepWithin, KeepHourly: opts.KeepHourly,
+		KeepDaily: opts.KeepDaily, KeepWeekly: opts.KeepWeekly, MaxBytes: opts.MaxBytes,
+	}
+	if err := rules.Validate(); err != nil {
+		return out, err
+	}
+	out = Pruned{Removed: []PrunedCheckpoint{}, Kept: []PrunedCheckpoint{}, DryRun: opts.DryRun}
+	if rules != (policy.Retention{}) {
+		if err := e.retain(ctx, rules, opts, &out); err != nil {
+			return out, err
+		}
+	}
+	got, err := e.store.Reclaim(ctx, store.ReclaimOptions{MaxWaste: opts.MaxWaste, DryRun: opts.DryRun, Progress: opts.Progress})
+	out.Freed, out.Packs, out.Before, out.After = got.Freed, got.Deleted+got.Rewritten, got.Before, got.After
+	if err == nil && opts.DryRun && len(out.Removed) > 0 {
+		err = e.estimate(ctx, &out)
+	}
+	if err == nil && !opts.DryRun {
+		e.log.Info("pruned", "checkpoints", len(out.Removed), "freed", out.Freed)
+	}
+	return out, err
+}
+
+// tidy frees the space of removed checkpoints once it is worth the while. What
+// keeps it from that keeps it until the next time.
+func (e *Engine) tidy(ctx context.Context) {
+	ctx = context.WithoutCancel(ctx)
+	n, err := e.store.Removed(ctx)
+	if err == nil && n < e.tidyAt {
+		return
+	}
+	var got store.Reclaimed
+	if err == nil {
+		got, err = e.store.Reclaim(ctx, store.ReclaimOptions{Wait: time.Second})
+	}
+	if err != nil {
+		e.log.Warn("space not freed; `agentbox prune` does it", "err", err)
+		return
+	}
+	e.log.Info("freed the space of removed checkpoints", "bytes", got.Freed)
+}
+
+// estimate adds to a dry run what the checkpoints would free that are still there.
+func (e *Engine) estimate(ctx context.Context, out *Pruned) error {
+	sizes, err := e.store.Sizes(ctx)
+	if err != nil {
+		return err
+	}
+	gone := map[string]bool{}
+	for _, p := range out.Removed {
+		gone[p.Checkpoint.ID] = true
+	}
+	rows, err := e.store.Checkpoints(ctx, store.Filter{})
+	if err != nil {
+		return err
+	}
+	var all, kept []string
+	for _, row := range rows {
+		if all = append(all, row.ID); !gone[row.ID] {
+			kept = append(kept, row.ID)
+		}
+	}
+	before, err := sizes.Of(all)
+	if err != nil {
+		return err
+	}
+	after, err := sizes.Of(kept)
+	out.Freed += before - after
+	out.After -= before - after
+	return err
+}
+
+// retain applies the rules and, unless it is a dry run, removes what they do
+// not keep.
+func (e *Engine) retain(ctx context.Context, rules policy.Retention, opts PruneOptions, out *Pruned) error {
+	filter := store.Filter{}
+	if opts.Sandbox != "" {
+		sb, _, err := e.owner(ctx, opts.Sandbox)
+		if err != nil {
+			return err
+		}
+		filter.SandboxID = sb.ID
+	}
+	rows, err := e.store.Checkpoints(ctx, filter)
+	if err != nil {
+		return err
+	}
+	boxes, err := e.store.Sandboxes(ctx)
+	if err != nil {
+		return err
+	}
+	heads, alive := map[string]bool{}, map[string]bool{}
+	for _, sb := range boxes {
+		heads[sb.Head], alive[sb.ID] = true, true
+	}
+	undo := map[string]bool{} // sandboxes whose newest undo checkpoint was seen
+	byID := map[string]store.Checkpoint{}
+	list := make([]policy.Kept, 0, len(rows))
+	for _, row := range rows {
+		k := policy.Kept{ID: row.ID, Group: row.SandboxID, Created: row.Created, Pinned: row.Pinned}
+		if heads[row.ID] {
+			k.Protected = append(k.Protected, "head")
+		}
+		for _, tag := range row.Tags {
+			k.Protected = append(k.Protected, "tag "+tag)
+		}
+		if row.Trigger == TriggerUndo {
+			k.Group += " undo" // they are no part of the history that the rules are about
+			if alive[row.SandboxID] && !undo[row.SandboxID] {
+				k.Protected = append(k.Protected, "undo of the last restore")
+			}
+			undo[row.SandboxID] = true
+		}
+		byID[row.ID] = row
+		list = append(list, k)
+	}
+	var sizes *store.Sizes
+	decisions, err := rules.Apply(time.Now(), list, func(ids []string) (n int64, err error) {
+		if sizes == nil {
+			if sizes, err = e.store.Sizes(ctx); err != nil {
+				return 0, err
+			}
+		}
+		return sizes.Of(ids)
+	})
+	if err != nil {
+		return err
+	}
+	for _, d := range decisions {
+		p := PrunedCheckpoint{checkpointView(byID[d.ID]), d.Reasons}
+		if d.Keep {
+			out.Kept = append(out.Kept, p)
+			continue
+		}
+		if !opts.DryRun {
+			err := e.forget(ctx, byID[d.ID])
+			if errors.Is(err, ErrBusy) {
+				// One that is worked with must not keep the others' space.
+				p.Reasons = append(slices.Clone(p.Reasons), "busy")
+				out.Kept = append(out.Kept, p)
+				continue
+			}
+			if err != nil {
+				return err
+			}
+		}
+		out.Removed = append(out.Removed, p)
+	}
+	return nil
+}
+
+// forget removes a checkpoint for Prune. What has become a head, or was pinned,
+// since the rules were applied stays.
+func (e *Engine) forget(ctx context.Context, row store.Checkpoint) error {
+	lock, err := e.lock(ctx, row.SandboxID, "prune", lockWait)
+	if err != nil {
+		return err
+	}
+	defer lock.Unlock()
+	now, err := e.store.Checkpoint(ctx, row.ID)
+	if errors.Is(err, ErrNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	sb, err := e.store.Sandbox(ctx, row.SandboxID)
+	if err != nil && !errors.Is(err, ErrNotFound) {
+		return err
+	}
+	if sb.Head == row.ID && sb.ID != "" || now.Pinned || len(now.Tags) > 0 {
+		return fmt.Errorf("%w: checkpoint %s has come into use meanwhile", ErrBusy, short(row.ID))
+	}
+	return e.store.RemoveCheckpoint(ctx, row.ID)
+}
+
+// Usage tells where the space is.
+func (e *Engine) Usage(ctx context.Context) (out Usage, err error) {
+	defer func() { err = fail("df", "", err) }()
+	u, err := e.store.Usage(ctx)
+	if err != nil {
+		return out, err
+	}
+	out = Usage{
+		Root: e.store.Root(), Stored: u.Stored, Raw: u.Raw, Logical: u.Logical, Waste: u.Waste, Packs: u.Packs, Pieces: u.Pieces,
+		Checkpoints: []CheckpointUsage{}, Sandboxes: []SandboxUsage{},
+	}
+	for _, c := range u.Checkpoints {
+		out.Checkpoints = append(out.Checkpoints, CheckpointUsage{checkpointView(c.Checkpoint), c.Needs, c.Unique})
+	}
+	boxes, err := e.Sandboxes(ctx)
+	if err != nil {
+		return out, err
+	}
+	for _, sb := range boxes {
+		n, err := onDisk(ctx, sb.Upperdir)
+		if err != nil {
+			return out, err
+		}
+		out.Sandboxes = append(out.Sandboxes, SandboxUsage{sb.ID, sb.Name, n})
+	}
+	var st unix.Statfs_t
+	if err := unix.Statfs(out.Root, &st); err != nil {
+		return out, err
+	}
+	out.Free = int64(st.Bavail) * int64(st.Bsize)
+	return out, nil
+}
+
+// onDisk adds up what a directory's files take on the disk, an inode with
+// several names once. What vanishes meanwhile does not count.
+func onDisk(ctx context.Context, dir string) (n int64, err error) {
+	if dir == "" {
+		return 0, nil
+	}
+	seen := map[uint64]bool{}
+	err = filepath.WalkDir(dir, func(_ string, d fs.DirEntry, err error) error {
+		if err == nil {
+			err = ctx.Err()
+		}
+		var info fs.FileInfo
+		if err == nil {
+			info, err = d.Info()
+		}
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		st := info.Sys().(*syscall.Stat_t)
+		if st.Nlink > 1 && !d.IsDir() {
+			if seen[st.Ino] {
+				return nil
+			}
+			seen[st.Ino] = true
+		}
+		n += st.Blocks * 512
+		return nil
+	})
+	return n, err
+}
+
+// Verify proves checkpoints, and marks those that are damaged.
+func (e *Engine) Verify(ctx context.Context, opts VerifyOptions) (out VerifyReport, err error) {
+	defer func() { err = fail("verify", opts.Checkpoint, err) }()
+	var ids []string
+	if opts.Checkpoint != "" {
+		row, err := e.checkpoint(ctx, opts.Checkpoint)
+		if err != nil {
+			return out, err
+		}
+		ids = []string{row.ID}
+	}
+	got, err := e.store.VerifyAll(ctx, store.VerifyOptions{IDs: ids, ReadData: opts.ReadData, Progress: opts.Progress})
+	out = VerifyReport{Checkpoints: got.Checkpoints, Pieces: got.Pieces, Bytes: got.Bytes, Damaged: []Damaged{}, Notes: slices.Clone(got.Notes)}
+	if out.Notes == nil {
+		out.Notes = []string{}
+	}
+	for _, d := range got.Damaged {
+		out.Damaged = append(out.Damaged, Damaged{checkpointView(d.Checkpoint), d.What})
+	}
+	return out, err
+}
+
+// Reindex rebuilds the index of the store from packs and manifests.
+func (e *Engine) Reindex(ctx context.Context) (Reindexed, error) {
+	got, err := e.store.Reindex(ctx)
+	return Reindexed{Packs: got.Packs, Pieces: got.Pieces, Checkpoints: got.Checkpoints, Notes: got.Notes}, fail("store reindex", "", err)
+}

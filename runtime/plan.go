@@ -1,0 +1,140 @@
+package runtime
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+
+	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// PlanRestore tells what Restore would change if it were called now. A sandbox
+// that runs is taken as it is found.
+func (e *Engine) PlanRestore(ctx context.Context, ref string, opts RestoreOptions) (out RestorePlan, err error) {
+	defer func() { err = fail("restore", ref, err) }()
+	r, err := e.target(ctx, ref, opts)
+	if err != nil {
+		return out, err
+	}
+	defer r.sb.lock.Unlock()
+	if err := r.possible(); err != nil {
+		return out, err
+	}
+	out = RestorePlan{
+		Sandbox: r.sb.ID, SandboxName: r.sb.Name, Checkpoint: checkpointView(r.row), Recreates: r.data.Recreated,
+		Changes: []Change{}, Ends: []PlanProcess{}, Begins: []PlanProcess{}, Effects: []string{},
+	}
+	if r.reader, err = e.store.OpenCheckpoint(ctx, r.row.ID); err != nil {
+		return out, err
+	}
+	defer func() { err = errors.Join(err, r.reader.Close()) }()
+	manifest := r.reader.Manifest()
+	if r.full() {
+		for _, p := range manifest.Processes.List {
+			out.Begins = append(out.Begins, PlanProcess{p.Pid, p.Command})
+		}
+	}
+	if r.data.Recreated {
+		out.Effects = append(out.Effects, fmt.Sprintf("The sandbox is made again, with id %s.", short(r.sb.ID)))
+		for entry, err := range wanted(ctx, r.reader, tree{}, nil) {
+			if err != nil {
+				return out, err
+			}
+			if entry.Path != "." {
+				out.count(overlay.Change{Path: entry.Path, Kind: overlay.Added, New: &entry})
+				out.Bytes += entry.Size
+			}
+		}
+		return out, nil
+	}
+	if r.c.Pid != 0 {
+		list, err := criu.Alive(r.c.Pid)
+		if err != nil {
+			return out, err
+		}
+		for _, p := range list {
+			out.Ends = append(out.Ends, PlanProcess{p.Pid, p.Cmdline})
+		}
+	}
+	if err := r.plan(); err != nil {
+		return out, err
+	}
+	dir, err := e.store.Scratch()
+	if err != nil {
+		return out, err
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	for _, t := range r.data.Trees {
+		seen := filepath.Join(dir, fmt.Sprint(t.Number))
+		opts := overlay.CollectOptions{Known: e.known(ctx, r.sb.ID, t), Trust: true, Tolerant: true}
+		if _, err := overlay.Collect(ctx, t.Dir, seen, store.Cutter{}, opts); err != nil {
+			return out, err
+		}
+		t.seen = seen
+		u, err := t.plan(ctx, r.reader, nil)
+		if err != nil {
+			return out, err
+		}
+		out.Bytes += u.Bytes()
+		if n := len(u.Changes); t.Number > 0 && n > 0 {
+			out.Effects = append(out.Effects, fmt.Sprintf("%d paths of volume %s change.", n, manifest.Volumes[t.Number-1].Name))
+		}
+	}
+	// What is written to the upperdir is one thing, what a user of the sandbox
+	// finds changed by it another.
+	lower, err := layers(ctx, r.sb.Sandbox, r.c, r.sb.host)
+	if err != nil {
+		return out, err
+	}
+	then := overlay.Side{Tree: func() (io.ReadCloser, error) { return r.reader.Tree(ctx, 0) }, Taken: r.row.Created}
+	err = overlay.Diff(ctx, overlay.Side{Dir: r.c.Upper}, then, overlay.DiffOptions{Lower: lower}, func(c overlay.Change) error {
+		out.count(c)
+		return nil
+	})
+	if err != nil {
+		return out, err
+	}
+	out.effects(r)
+	return out, nil
+}
+
+// count adds a change to a plan.
+func (p *RestorePlan) count(c overlay.Change) {
+	switch c.Kind {
+	case overlay.Added:
+		p.Added++
+	case overlay.Deleted:
+		p.Deleted++
+	default:
+		p.Modified++
+	}
+	p.Changes = append(p.Changes, changeView(c))
+}
+
+// effects tells what else a restore does.
+func (p *RestorePlan) effects(r *restoration) {
+	say := func(format string, a ...any) { p.Effects = append(p.Effects, fmt.Sprintf(format, a...)) }
+	was := Status(r.reader.Manifest().Status)
+	switch {
+	case r.full() && was == Paused:
+		say("The processes of the checkpoint come back paused.")
+	case r.full():
+	case was == Running || was == Paused:
+		say("The command is started afresh: the checkpoint has, or gives, no processes.")
+	case r.c.Pid != 0:
+		say("The sandbox will be stopped, as it was at the checkpoint.")
+	}
+	if r.data.NoUndo {
+		say("The present state is lost: --no-undo.")
+	} else {
+		say("The present state becomes an undo checkpoint; bring it back with: agentbox restore --undo %s", r.sb.Name)
+	}
+	for _, w := range r.row.Warnings {
+		say("Not restored: %s.", w)
+	}
+}

@@ -1,0 +1,132 @@
+package portable
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path"
+
+	criucore "github.com/checkpoint-restore/go-criu/v7/crit/images/criu-core"
+	"github.com/checkpoint-restore/go-criu/v7/crit/images/mnt"
+	"golang.org/x/sys/unix"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// grantable are the capabilities of a container's root, as bits.
+const grantable = 1<<unix.CAP_CHOWN | 1<<unix.CAP_DAC_OVERRIDE | 1<<unix.CAP_FOWNER | 1<<unix.CAP_FSETID | 1<<unix.CAP_KILL |
+	1<<unix.CAP_SETGID | 1<<unix.CAP_SETUID | 1<<unix.CAP_SETPCAP | 1<<unix.CAP_NET_BIND_SERVICE | 1<<unix.CAP_NET_RAW |
+	1<<unix.CAP_SYS_CHROOT | 1<<unix.CAP_MKNOD | 1<<unix.CAP_AUDIT_WRITE | 1<<unix.CAP_SETFCAP
+
+// checkImages tells why the processes of images that somebody else made must
+// not be restored. CRIU runs as root and does what images say: it mounts what
+// they name and gives processes the capabilities that they list. What gets by
+// here is no more than a container of the usual kind says it has; CRIU is not
+// made for images of an enemy, so who restores processes trusts their maker.
+// An error is ErrDenied, or ErrCorrupt when the images make no sense.
+func checkImages(dir string) (err error) {
+	root, err := os.OpenRoot(dir)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, root.Close()) }()
+	names, err := imageNames(root, "mountpoints-*.img")
+	if err != nil {
+		return err
+	}
+	if len(names) > 1 {
+		return denied("%d mount namespaces", len(names))
+	}
+	for _, name := range names {
+		if err := checkMounts(root, name); err != nil {
+			return err
+		}
+	}
+	if names, err = imageNames(root, "core-*.img"); err != nil {
+		return err
+	}
+	for _, name := range names {
+		err := eachEntry(root, name, magicCore, func(data []byte) error {
+			var e criucore.CoreEntry
+			if err := proto.Unmarshal(data, &e); err != nil {
+				return err
+			}
+			return checkCapabilities(name, &e)
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func denied(format string, a ...any) error {
+	return &fault.Error{
+		Err:  fmt.Errorf("process images: %s: %w", fmt.Sprintf(format, a...), fault.ErrDenied),
+		Hint: "Processes of a sandbox have no such thing: these had more rights, or were forged.",
+	}
+}
+
+func checkMounts(root *os.Root, name string) error {
+	roots, sealed, proc := 0, false, false
+	err := eachEntry(root, name, magicMounts, func(data []byte) error {
+		e := &mnt.MntEntry{}
+		if err := proto.Unmarshal(data, e); err != nil {
+			return err
+		}
+		target := e.GetMountpoint()
+		if !path.IsAbs(target) || path.Clean(target) != target {
+			return corrupt("%s: a mount at %.80q", name, target)
+		}
+		ro := (e.GetFlags()|e.GetSbFlags())&unix.MS_RDONLY != 0
+		switch {
+		case target == "/":
+			roots++ // the runtime's
+			return nil
+		case e.GetExtKey() != "":
+			return nil // the runtime says what it is, or nobody does
+		}
+		switch mnt.Fstype(e.GetFstype()) {
+		case mnt.Fstype_PROC:
+			proc = proc || target == "/proc"
+			// Who can write there sets, for one, what the kernel runs when a
+			// process dumps core.
+			sealed = sealed || target == "/proc/sys" && ro
+			return nil
+		case mnt.Fstype_SYSFS:
+			if !ro {
+				return denied("a writable sysfs at %.80q", target)
+			}
+			return nil
+		case mnt.Fstype_TMPFS, mnt.Fstype_DEVPTS, mnt.Fstype_MQUEUE:
+			return nil
+		}
+		return denied("a mount of %.80q at %.80q", e.GetSource(), target)
+	})
+	switch {
+	case err != nil:
+		return err
+	case roots != 1:
+		return denied("%d root directories", roots)
+	case proc && !sealed:
+		return denied("a writable /proc/sys")
+	}
+	return nil
+}
+
+func checkCapabilities(name string, e *criucore.CoreEntry) error {
+	c := e.GetThreadCore().GetCreds()
+	for _, set := range [][]uint32{c.GetCapInh(), c.GetCapPrm(), c.GetCapEff(), c.GetCapBnd()} {
+		for i, word := range set {
+			may := uint32(0)
+			if i == 0 {
+				may = grantable
+			}
+			if word&^may != 0 {
+				return denied("%s has the capabilities %#x, which a container does not get", name, uint64(word&^may)<<(32*i))
+			}
+		}
+	}
+	return nil
+}

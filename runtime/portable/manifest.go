@@ -1,0 +1,146 @@
+package portable
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// manifest is what an archive needs to know of the store's manifest. Whoever
+// commits an import reads all of it.
+type manifest struct {
+	Version     int             `json:"version"`
+	ID          string          `json:"id"`
+	SandboxID   string          `json:"sandbox_id"`
+	SandboxName string          `json:"sandbox_name"`
+	Spec        json.RawMessage `json:"spec"`
+	ImageDigest string          `json:"image_digest"`
+	Created     time.Time       `json:"created"`
+	Files       []tree          `json:"files"`
+	Volumes     []struct {
+		Name  string `json:"name"`
+		Files tree   `json:"files"`
+	} `json:"volumes"`
+	Processes *struct {
+		Images []image `json:"images"`
+	} `json:"processes"`
+}
+
+type tree struct {
+	Entries int64  `json:"entries"`
+	Data    int64  `json:"data"`
+	Bytes   int64  `json:"bytes"`
+	Digest  string `json:"digest"`
+}
+
+type image struct {
+	Name   string `json:"name"`
+	Digest string `json:"digest"`
+	Bytes  int64  `json:"bytes"`
+}
+
+const (
+	maxManifest = 64 << 20
+	maxVolumes  = 64
+	maxImages   = 1 << 20
+)
+
+func parseManifest(data []byte) (*manifest, error) {
+	m := &manifest{}
+	d := json.NewDecoder(bytes.NewReader(data))
+	if err := d.Decode(m); err != nil {
+		return nil, corrupt("%s: %v", manifestName, err)
+	}
+	if len(m.Files) > 1 {
+		return nil, fmt.Errorf("%s: %d layers of files: %w", manifestName, len(m.Files), fault.ErrUnsupported)
+	}
+	if len(m.Files) != 1 || len(m.Volumes) > maxVolumes || m.Processes != nil && len(m.Processes.Images) > maxImages {
+		return nil, corrupt("%s: %d trees, %d volumes", manifestName, len(m.Files), len(m.Volumes))
+	}
+	left := int64(1 << 62) // so that no sum overflows
+	count := func(n int64) error {
+		if n < 0 || n > left {
+			return errors.New("impossible length")
+		}
+		left -= n
+		return nil
+	}
+	for i := range m.trees() {
+		t := m.tree(i)
+		if err := errors.Join(count(t.Entries), count(t.Data), count(t.Bytes)); err != nil || !isDigest(t.Digest) {
+			return nil, corrupt("%s: tree %d: %+v", manifestName, i, *t)
+		}
+	}
+	seen := map[string]bool{}
+	for _, v := range m.Volumes {
+		if !plain(v.Name) || seen[v.Name] {
+			return nil, corrupt("%s: volume %.64q", manifestName, v.Name)
+		}
+		seen[v.Name] = true
+	}
+	last := ""
+	for _, im := range m.images() {
+		if !plain(im.Name) || im.Name <= last || count(im.Bytes) != nil || !isDigest(im.Digest) {
+			return nil, corrupt("%s: image %.64q", manifestName, im.Name)
+		}
+		last = im.Name
+	}
+	return m, nil
+}
+
+// trees is how many there are, the files' included.
+func (m *manifest) trees() int { return 1 + len(m.Volumes) }
+
+func (m *manifest) tree(i int) *tree {
+	if i == 0 {
+		return &m.Files[0]
+	}
+	return &m.Volumes[i-1].Files
+}
+
+// archive is the member that has the content of a tree's files.
+func (m *manifest) archive(i int) string {
+	if i == 0 {
+		return rootfsName
+	}
+	return volumesDir + "/" + m.Volumes[i-1].Name + ".tar"
+}
+
+func (m *manifest) images() []image {
+	if m.Processes == nil {
+		return nil
+	}
+	return m.Processes.Images
+}
+
+// total is the bytes of file and image data, for Progress.
+func (m *manifest) total() (n int64) {
+	for i := range m.trees() {
+		n += m.tree(i).Data
+	}
+	for _, im := range m.images() {
+		n += im.Bytes
+	}
+	return n
+}
+
+// plain tells whether name can be the last part of a path, and of a member.
+func plain(name string) bool {
+	return name != "" && len(name) <= 255 && name != "." && name != ".." && !strings.ContainsAny(name, "/\x00")
+}
+
+const digestPrefix = "blake3:"
+
+func isDigest(d string) bool {
+	hex, ok := strings.CutPrefix(d, digestPrefix)
+	return ok && len(hex) == 64 && strings.Trim(hex, "0123456789abcdef") == ""
+}
+
+func corrupt(format string, a ...any) error {
+	return fmt.Errorf("%w: %s", fault.ErrCorrupt, fmt.Sprintf(format, a...))
+}

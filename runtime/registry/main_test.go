@@ -1,0 +1,311 @@
+package registry
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"log"
+	"maps"
+	"math/rand/v2"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	ggcr "github.com/google/go-containerregistry/pkg/registry"
+	"go.uber.org/goleak"
+
+	"github.com/agentbox/agentbox/runtime/store/pack"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// served is a registry on this host, and what it was asked.
+type served struct {
+	*httptest.Server
+	host string
+
+	work sync.RWMutex // held for reading while a request is answered
+
+	mu    sync.Mutex
+	asked []string // METHOD path [range]
+	sent  int64    // bytes of bodies
+	got   int64
+	// fault may answer in place of the registry, and says whether it did.
+	fault func(w http.ResponseWriter, r *http.Request) bool
+}
+
+func serve(t *testing.T, opts ...ggcr.Option) *served {
+	t.Helper()
+	s := &served{}
+	inner := ggcr.New(append([]ggcr.Option{ggcr.Logger(log.New(io.Discard, "", 0)), ggcr.WithReferrersSupport(true)}, opts...)...)
+	s.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		s.work.RLock()
+		defer s.work.RUnlock()
+		line := strings.TrimSpace(r.Method + " " + r.URL.Path + " " + r.Header.Get("Range"))
+		s.mu.Lock()
+		s.asked = append(s.asked, line)
+		fault := s.fault
+		s.mu.Unlock()
+		r.Body = &meter{ReadCloser: r.Body, s: s}
+		if fault != nil && fault(w, r) {
+			return
+		}
+		inner.ServeHTTP(&counter{ResponseWriter: w, s: s}, r)
+	}))
+	s.host = strings.TrimPrefix(s.URL, "http://")
+	t.Cleanup(s.Close)
+	return s
+}
+
+type counter struct {
+	http.ResponseWriter
+	s *served
+}
+
+func (c *counter) Write(p []byte) (int, error) {
+	n, err := c.ResponseWriter.Write(p)
+	c.s.mu.Lock()
+	c.s.sent += int64(n)
+	c.s.mu.Unlock()
+	return n, err
+}
+
+type meter struct {
+	io.ReadCloser
+	s *served
+}
+
+func (m *meter) Read(p []byte) (int, error) {
+	n, err := m.ReadCloser.Read(p)
+	m.s.mu.Lock()
+	m.s.got += int64(n)
+	m.s.mu.Unlock()
+	return n, err
+}
+
+// breaks installs a fault, and returns how often it fired.
+func (s *served) breaks(f func(w http.ResponseWriter, r *http.Request) bool) func() int {
+	n := 0
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.fault = nil
+	if f != nil {
+		s.fault = func(w http.ResponseWriter, r *http.Request) (did bool) {
+			did = true // also when it panics
+			defer func() {
+				if s.mu.Lock(); did {
+					n++
+				}
+				s.mu.Unlock()
+			}()
+			did = f(w, r)
+			return did
+		}
+	}
+	return func() int {
+		s.work.Lock() // a client may have its answer before the handler has returned
+		defer s.work.Unlock()
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return n
+	}
+}
+
+// forget starts the record of requests anew.
+func (s *served) forget() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.asked, s.sent, s.got = nil, 0, 0
+}
+
+func (s *served) requests(prefix string) (list []string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, l := range s.asked {
+		if strings.HasPrefix(l, prefix) {
+			list = append(list, l)
+		}
+	}
+	return list
+}
+
+// blob reads a blob out of the registry.
+func (s *served) blob(t *testing.T, repo, digest string) []byte {
+	t.Helper()
+	return s.read(t, "/v2/"+repo+"/blobs/"+digest)
+}
+
+func (s *served) read(t *testing.T, path string) []byte {
+	t.Helper()
+	resp, err := http.Get(s.URL + path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	if err != nil || resp.StatusCode != 200 {
+		t.Fatalf("%s: %d %s %v", path, resp.StatusCode, b, err)
+	}
+	http.DefaultClient.CloseIdleConnections()
+	return b
+}
+
+// memory is a checkpoint and a target in memory.
+type memory struct {
+	mu     sync.Mutex
+	pieces map[string][]byte
+	puts   int
+	begun  []byte
+}
+
+func newMemory() *memory { return &memory{pieces: map[string][]byte{}} }
+
+func (m *memory) add(p []byte) { m.pieces[pack.Sum(p).String()] = p }
+
+func (m *memory) Pieces(_ context.Context, fn func(string, int64) error) error {
+	for d, p := range m.pieces { // in a random order
+		if err := fn(d, int64(len(p))); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (m *memory) Piece(_ context.Context, d string) ([]byte, error) {
+	p, ok := m.pieces[d]
+	if !ok {
+		return nil, fmt.Errorf("no piece %s", d)
+	}
+	return p, nil
+}
+
+func (m *memory) Missing(_ context.Context, ds []string) (out []string, _ error) {
+	for _, d := range ds {
+		if _, ok := m.pieces[d]; !ok {
+			out = append(out, d)
+		}
+	}
+	return out, nil
+}
+
+func (m *memory) PutPiece(_ context.Context, d string, raw []byte) error {
+	if pack.Sum(raw).String() != d {
+		return fmt.Errorf("piece %s has the bytes of %s", d, pack.Sum(raw))
+	}
+	if m.pieces[d] != nil {
+		return fmt.Errorf("piece %s is put twice", d)
+	}
+	m.pieces[d] = bytes.Clone(raw)
+	m.puts++
+	return nil
+}
+
+func (m *memory) begin(_ context.Context, manifest []byte) (Target, error) {
+	m.begun = manifest
+	return m, nil
+}
+
+func (m *memory) clone() *memory {
+	c := newMemory()
+	maps.Copy(c.pieces, m.pieces)
+	return c
+}
+
+func (m *memory) bytes() (n int64) {
+	for _, p := range m.pieces {
+		n += int64(len(p))
+	}
+	return n
+}
+
+// sample makes n pieces of about size bytes each, every other one compressible.
+func sample(seed uint64, n, size int) *memory {
+	m := newMemory()
+	r := rand.New(rand.NewChaCha8([32]byte{byte(seed), byte(seed >> 8)}))
+	for i := range n {
+		p := make([]byte, 1+size/2+r.IntN(size))
+		for k := range p {
+			p[k] = byte(r.Uint32())
+			if i%2 == 0 {
+				p[k] = "abcd"[p[k]%4]
+			}
+		}
+		m.add(p)
+	}
+	return m
+}
+
+func (m *memory) same(t *testing.T, o *memory) {
+	t.Helper()
+	if a, b := slices.Sorted(maps.Keys(m.pieces)), slices.Sorted(maps.Keys(o.pieces)); !slices.Equal(a, b) {
+		t.Fatalf("%d pieces and %d pieces, not the same", len(a), len(b))
+	}
+	for d, p := range m.pieces {
+		if !bytes.Equal(p, o.pieces[d]) {
+			t.Fatalf("piece %s differs", d)
+		}
+	}
+}
+
+const (
+	id1 = "1111111111112222"
+	id2 = "2222222222223333"
+	id3 = "3333333333334444"
+)
+
+func about(id string, ancestors ...string) About {
+	return About{ID: id, Manifest: []byte(`{"version":2,"id":"` + id + `"}`), Ancestors: ancestors,
+		Annotations: map[string]string{"org.opencontainers.image.title": id}}
+}
+
+// fast are options that do not wait.
+func fast(t *testing.T) Options {
+	tr := &http.Transport{}
+	t.Cleanup(tr.CloseIdleConnections)
+	return Options{Transport: tr, Scratch: t.TempDir(), pause: time.Millisecond}
+}
+
+func mustPush(t *testing.T, ref string, m *memory, a About, o Options) Pushed {
+	t.Helper()
+	p, err := Push(t.Context(), ref, m, a, o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+func pullInto(t *testing.T, ref string, m *memory, o Options) Pulled {
+	t.Helper()
+	p, err := Pull(t.Context(), ref, m.begin, o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(p.Manifest, m.begun) {
+		t.Fatalf("begin was given %q, the manifest is %q", m.begun, p.Manifest)
+	}
+	empty(t, o.Scratch)
+	return p
+}
+
+func empty(t *testing.T, dir string) {
+	t.Helper()
+	left, err := os.ReadDir(dir)
+	if err != nil || len(left) > 0 {
+		t.Fatalf("left in the scratch directory: %v, %v", left, err)
+	}
+}
+
+func (s *served) artifact(t *testing.T, repo, ref string) *artifact {
+	t.Helper()
+	a, err := parseArtifact(s.read(t, "/v2/"+repo+"/manifests/"+ref))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return a
+}

@@ -1,0 +1,431 @@
+package store
+
+import (
+	"bytes"
+	"context"
+	"database/sql"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime/store/pack"
+)
+
+// place is where the index says that a piece is.
+type place struct {
+	pack int64 // packs.num
+	blob pack.Blob
+	bad  bool // a verification has found it damaged; only locate tells
+}
+
+const (
+	findColumns = "id, pack, off, stored, raw, packed"
+	findBatch   = 256 // ids in one query
+	rowBatch    = 128 // rows in one insert
+)
+
+// prepare compiles the query that is asked once per piece.
+func (s *Store) prepare(ctx context.Context) (err error) {
+	s.find, err = s.db.PrepareContext(ctx, "SELECT "+findColumns+", bad FROM blobs WHERE id = ?")
+	return cancelled(ctx, dbError("open", err))
+}
+
+// locate finds one piece; not there is not an error.
+func (s *Store) locate(ctx context.Context, id pack.ID) (p place, ok bool, err error) {
+	err = p.scan(s.find.QueryRowContext(ctx, id[:]), &p.bad)
+	switch {
+	case errors.Is(err, sql.ErrNoRows):
+		return place{}, false, nil
+	case err != nil:
+		return place{}, false, cancelled(ctx, dbError("find a piece", err))
+	}
+	return p, true, nil
+}
+
+func (p *place) scan(row interface{ Scan(...any) error }, more ...any) error {
+	var id []byte
+	if err := row.Scan(append([]any{&id, &p.pack, &p.blob.Off, &p.blob.Stored, &p.blob.Raw, &p.blob.Packed}, more...)...); err != nil {
+		return err
+	}
+	if len(id) != len(p.blob.ID) {
+		return fmt.Errorf("index: a piece is named by %d bytes: %w", len(id), fault.ErrCorrupt)
+	}
+	copy(p.blob.ID[:], id)
+	return nil
+}
+
+// locateAll finds many, best sorted, and calls fn for each that is there. fn
+// must not ask the database.
+func (s *Store) locateAll(ctx context.Context, ids []pack.ID, fn func(place) error) error {
+	for part := range slices.Chunk(ids, findBatch) {
+		if err := s.locatePart(ctx, part, fn); err != nil {
+			return cancelled(ctx, dbError("find pieces", err))
+		}
+	}
+	return nil
+}
+
+func (s *Store) locatePart(ctx context.Context, ids []pack.ID, fn func(place) error) error {
+	args := make([]any, len(ids))
+	for i := range ids {
+		args[i] = ids[i][:]
+	}
+	q := "SELECT " + findColumns + " FROM blobs WHERE id IN (?" + strings.Repeat(",?", len(ids)-1) + ")"
+	rows, err := s.db.QueryContext(ctx, q, args...)
+	if err != nil {
+		return err
+	}
+	defer rows.Close()
+	for rows.Next() {
+		var p place
+		if err := p.scan(rows); err != nil {
+			return err
+		}
+		if err := fn(p); err != nil {
+			return err
+		}
+	}
+	return rows.Err()
+}
+
+// packRow is what the index knows of a pack.
+type packRow struct {
+	num   int64
+	name  string
+	bytes int64
+}
+
+func (s *Store) packRow(ctx context.Context, num int64) (p packRow, err error) {
+	err = s.db.QueryRowContext(ctx, "SELECT num, name, bytes FROM packs WHERE num = ?", num).Scan(&p.num, &p.name, &p.bytes)
+	if errors.Is(err, sql.ErrNoRows) {
+		return packRow{}, fmt.Errorf("the index names a pack, %d, that it does not have: %w", num, fault.ErrCorrupt)
+	}
+	if err == nil && !validPackName(p.name) {
+		err = fmt.Errorf("index: pack %.80q: %w", p.name, fault.ErrCorrupt)
+	}
+	return p, cancelled(ctx, dbError("find a pack", err))
+}
+
+// validPackName holds a name against the form it must have before a path is
+// made of it.
+func validPackName(name string) bool { return len(name) == 64 && isHex(name) }
+
+// addPack records a pack, which is durable under its name, and its pieces. One
+// that some pack has already stays there, unless that pack is among lost.
+func (s *Store) addPack(ctx context.Context, tx *sql.Tx, info pack.Info, lost []int64) error {
+	path := pack.Path(s.packsDir(), info.Name)
+	// Whoever undoes a commit removes its pack within a transaction, so what is
+	// there now stays there.
+	var st unix.Stat_t
+	if err := unix.Lstat(path, &st); err != nil || st.Size != info.Bytes {
+		return fmt.Errorf("pack %s vanished while it was recorded (%v): %w", info.Name, err, fault.ErrState)
+	}
+	_, err := tx.ExecContext(ctx, "INSERT INTO packs (name, bytes, created) VALUES (?,?,?) ON CONFLICT (name) DO NOTHING", info.Name, info.Bytes, time.Now().UnixNano())
+	if err != nil {
+		return err
+	}
+	var num int64
+	if err := tx.QueryRowContext(ctx, "SELECT num FROM packs WHERE name = ?", info.Name).Scan(&num); err != nil {
+		return err
+	}
+	list := []string{"-1"}
+	for _, n := range lost {
+		list = append(list, strconv.FormatInt(n, 10))
+	}
+	conflict := " ON CONFLICT (id) DO UPDATE SET pack = excluded.pack, off = excluded.off, stored = excluded.stored, raw = excluded.raw, packed = excluded.packed, bad = 0" +
+		" WHERE bad OR pack IN (" + strings.Join(list, ",") + ")"
+	// In the order of the tree, an insert mostly hits a page that is at hand. A
+	// pack may have a million pieces: the caller's list is sorted, not a copy.
+	blobs := info.Blobs
+	slices.SortFunc(blobs, func(a, b pack.Blob) int { return compareIDs(a.ID, b.ID) })
+	var full *sql.Stmt
+	for part := range slices.Chunk(blobs, rowBatch) {
+		q := "INSERT INTO blobs (id, pack, off, stored, raw, packed) VALUES (?,?,?,?,?,?)" + strings.Repeat(",(?,?,?,?,?,?)", len(part)-1) + conflict
+		args := make([]any, 0, 6*len(part))
+		for i := range part {
+			b := &part[i]
+			args = append(args, b.ID[:], num, b.Off, b.Stored, b.Raw, b.Packed)
+		}
+		if len(part) < rowBatch {
+			if _, err := tx.ExecContext(ctx, q, args...); err != nil {
+				return err
+			}
+			continue
+		}
+		if full == nil {
+			if full, err = tx.PrepareContext(ctx, q); err != nil {
+				return err
+			}
+			defer full.Close()
+		}
+		if _, err := full.ExecContext(ctx, args...); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// dropPack undoes the publication of a pack, unless it was recorded after all:
+// the same pieces in the same order are the same pack, whoever wrote it.
+func (s *Store) dropPack(ctx context.Context, name string) error {
+	return s.release(ctx, "remove a pack", func(tx *sql.Tx) error {
+		var n int
+		if err := tx.QueryRowContext(ctx, "SELECT count(*) FROM packs WHERE name = ?", name).Scan(&n); err != nil || n > 0 {
+			return err
+		}
+		if err := os.Remove(pack.Path(s.packsDir(), name)); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return err
+		}
+		return nil
+	})
+}
+
+// packFiles calls fn for the name of every pack that lies there, recorded or not.
+func (s *Store) packFiles(fn func(name string) error) error {
+	dirs, err := os.ReadDir(s.packsDir())
+	if err != nil {
+		return err
+	}
+	for _, d := range dirs {
+		if !d.IsDir() || len(d.Name()) != 2 || !isHex(d.Name()) {
+			continue
+		}
+		entries, err := os.ReadDir(s.packsDir() + "/" + d.Name())
+		if err != nil {
+			return err
+		}
+		for _, e := range entries {
+			if !validPackName(e.Name()) || e.Name()[:2] != d.Name() || !e.Type().IsRegular() {
+				continue
+			}
+			if err := fn(e.Name()); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// strayPacks lists the packs that lie there and are not recorded.
+func (s *Store) strayPacks(ctx context.Context) (stray []string, err error) {
+	// Files first: a pack gets its row after its name.
+	var names []string
+	if err := s.packFiles(func(name string) error { names = append(names, name); return nil }); err != nil {
+		return nil, err
+	}
+	known := map[string]bool{}
+	rows, err := s.db.QueryContext(ctx, "SELECT name FROM packs")
+	if err != nil {
+		return nil, cancelled(ctx, dbError("list packs", err))
+	}
+	defer rows.Close()
+	for rows.Next() {
+		var name string
+		if err := rows.Scan(&name); err != nil {
+			return nil, dbError("list packs", err)
+		}
+		known[name] = true
+	}
+	if err := rows.Err(); err != nil {
+		return nil, cancelled(ctx, dbError("list packs", err))
+	}
+	for _, name := range names {
+		if !known[name] {
+			stray = append(stray, name)
+		}
+	}
+	return stray, nil
+}
+
+// index is the view that one draft or reader has of the index. The store's lock,
+// which it holds, keeps the packs where they are, so what it learned stays true.
+type index struct {
+	s  *Store
+	mu sync.Mutex
+	// whole tells of each pack that was asked for whether its file is there in
+	// full length. What is in one that is not counts as not there.
+	whole map[int64]bool
+	packs map[int64]packRow
+}
+
+func newIndex(s *Store) *index {
+	return &index{s: s, whole: map[int64]bool{}, packs: map[int64]packRow{}}
+}
+
+// pack returns a pack's row, and whether its file is whole.
+func (x *index) pack(ctx context.Context, num int64) (packRow, bool, error) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if row, ok := x.packs[num]; ok {
+		return row, x.whole[num], nil
+	}
+	row, err := x.s.packRow(ctx, num)
+	if errors.Is(err, fault.ErrCorrupt) {
+		x.packs[num], x.whole[num] = packRow{num: num}, false
+		return x.packs[num], false, nil
+	}
+	if err != nil {
+		return packRow{}, false, err
+	}
+	var st unix.Stat_t
+	err = unix.Lstat(pack.Path(x.s.packsDir(), row.name), &st)
+	if err != nil && !errors.Is(err, unix.ENOENT) && !errors.Is(err, unix.ENOTDIR) {
+		return packRow{}, false, &os.PathError{Op: "lstat", Path: pack.Path(x.s.packsDir(), row.name), Err: err}
+	}
+	x.packs[num], x.whole[num] = row, err == nil && st.Mode&unix.S_IFMT == unix.S_IFREG && st.Size == row.bytes
+	return row, x.whole[num], nil
+}
+
+// has tells whether a piece is in a pack that is whole, and not known to be
+// damaged: one that is not is stored anew, and those that need it are whole again.
+func (x *index) has(ctx context.Context, id pack.ID) (bool, error) {
+	p, ok, err := x.s.locate(ctx, id)
+	if err != nil || !ok || p.bad {
+		return false, err
+	}
+	_, ok, err = x.pack(ctx, p.pack)
+	return ok, err
+}
+
+// find returns the places of many pieces, and those that are nowhere, or in a
+// pack that is gone or cut.
+func (x *index) find(ctx context.Context, ids []pack.ID, fn func(place) error) (missing []pack.ID, err error) {
+	for part := range slices.Chunk(ids, 16*findBatch) {
+		places := make([]place, 0, len(part))
+		if err := x.s.locateAll(ctx, part, func(p place) error { places = append(places, p); return nil }); err != nil {
+			return nil, err
+		}
+		there := make(map[pack.ID]bool, len(places))
+		for _, p := range places {
+			_, ok, err := x.pack(ctx, p.pack)
+			if err != nil {
+				return nil, err
+			}
+			if !ok {
+				continue
+			}
+			there[p.blob.ID] = true
+			if err := fn(p); err != nil {
+				return nil, err
+			}
+		}
+		if len(there) == len(part) {
+			continue
+		}
+		for _, id := range part {
+			if !there[id] {
+				missing = append(missing, id)
+			}
+		}
+	}
+	return missing, nil
+}
+
+// weigh adds up what many pieces, each given once, have stored. False: not all of
+// them are in packs that are whole, and find tells which. The database adds,
+// because it takes longer to hand a row out than to find it.
+func (x *index) weigh(ctx context.Context, ids []pack.ID) (bytes int64, all bool, err error) {
+	packs, n := map[int64]bool{}, 0
+	add := func(rows *sql.Rows, err error) error {
+		if err != nil {
+			return err
+		}
+		defer rows.Close()
+		for rows.Next() {
+			var num, stored int64
+			var count int
+			if err := rows.Scan(&num, &count, &stored); err != nil {
+				return err
+			}
+			packs[num] = true
+			n, bytes = n+count, bytes+stored
+		}
+		return rows.Err()
+	}
+	var full *sql.Stmt
+	for part := range slices.Chunk(ids, findBatch) {
+		args := make([]any, len(part))
+		for i := range part {
+			args[i] = part[i][:]
+		}
+		q := "SELECT pack, count(*), sum(stored) FROM blobs WHERE id IN (?" + strings.Repeat(",?", len(part)-1) + ") GROUP BY pack"
+		if len(part) < findBatch {
+			err = add(x.s.db.QueryContext(ctx, q, args...))
+		} else {
+			if full == nil {
+				if full, err = x.s.db.PrepareContext(ctx, q); err == nil {
+					defer full.Close()
+				}
+			}
+			if err == nil {
+				err = add(full.QueryContext(ctx, args...))
+			}
+		}
+		if err != nil {
+			return 0, false, cancelled(ctx, dbError("find pieces", err))
+		}
+	}
+	all = n == len(ids)
+	for num := range packs {
+		_, whole, err := x.pack(ctx, num)
+		if err != nil {
+			return 0, false, err
+		}
+		all = all && whole
+	}
+	return bytes, all, nil
+}
+
+// lost lists the packs that were found not to be whole.
+func (x *index) lost() (list []int64) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	for num, ok := range x.whole {
+		if !ok {
+			list = append(list, num)
+		}
+	}
+	slices.Sort(list)
+	return list
+}
+
+func compareIDs(a, b pack.ID) int { return bytes.Compare(a[:], b[:]) }
+
+// idSet is a set of pieces that costs 32 bytes each.
+type idSet struct {
+	ids    []pack.ID
+	sorted int // so many at the beginning are in order, each once
+}
+
+func (s *idSet) add(id pack.ID) {
+	s.ids = append(s.ids, id)
+	if len(s.ids) >= 2*s.sorted+4096 {
+		s.list()
+	}
+}
+
+// merge adds what is in o, which is of no use afterwards.
+func (s *idSet) merge(o *idSet) {
+	if len(o.ids) > len(s.ids) {
+		*s, *o = *o, *s
+	}
+	for _, id := range o.ids {
+		s.add(id)
+	}
+}
+
+// list returns what is in the set, in order.
+func (s *idSet) list() []pack.ID {
+	slices.SortFunc(s.ids, compareIDs)
+	s.ids = slices.Compact(s.ids)
+	s.sorted = len(s.ids)
+	return s.ids
+}

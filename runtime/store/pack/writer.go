@@ -1,0 +1,334 @@
+package pack
+
+import (
+	"bufio"
+	"context"
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"os"
+	"path/filepath"
+	goruntime "runtime"
+	"sync"
+
+	"github.com/klauspost/compress/zstd"
+	"github.com/zeebo/blake3"
+	"golang.org/x/sync/semaphore"
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// TempPrefix begins the names of packs that are being written.
+const TempPrefix = "tmp-"
+
+const (
+	maxWorkers = 8
+	maxQueued  = 2 * MaxPiece // raw bytes that were taken and are not yet written
+	writeback  = 16 << 20     // bytes after which the kernel is asked to begin to write
+)
+
+// Info describes a finished pack.
+type Info struct {
+	Temp  string // where it lies; the caller moves it to its name. Empty: there was no piece, and there is no file
+	Name  string // 64 hex digits
+	Bytes int64  // size of the file
+	Blobs []Blob // in the order of offsets
+}
+
+// Writer writes a pack. Its methods are safe for concurrent use. Finish and
+// Abort end it; whoever adds after that is told so by ErrState.
+type Writer struct {
+	dir   string
+	room  *semaphore.Weighted
+	queue chan job
+	work  sync.WaitGroup
+
+	adding sync.WaitGroup // who is between the check of ended and the queue
+
+	mu    sync.Mutex
+	ended bool
+	have  map[ID]struct{}
+	err   error // the first one; it ends all further work
+
+	out   sync.Mutex // what follows; taken after mu, never before
+	f     *os.File
+	w     *bufio.Writer
+	enc   *zstd.Encoder
+	off   int64
+	sent  int64 // bytes that the kernel was asked to write
+	blobs []Blob
+}
+
+type job struct {
+	blob   Blob
+	raw    *[]byte // or, with stored set,
+	stored bool    // the bytes as they are to lie in the pack
+}
+
+// Create returns a Writer for a pack in the directory dir. No file is made
+// before the first Add.
+func Create(dir string) (*Writer, error) {
+	info, err := os.Stat(dir)
+	if err != nil {
+		return nil, err
+	}
+	if !info.IsDir() {
+		return nil, &os.PathError{Op: "create pack", Path: dir, Err: unix.ENOTDIR}
+	}
+	return &Writer{dir: dir, have: map[ID]struct{}{}, room: semaphore.NewWeighted(maxQueued)}, nil
+}
+
+// Add takes a piece, of which id is the Sum; the caller has it from there, so
+// it is not computed again. raw may be reused when Add returns. A piece that is
+// there already is left out. An error may be that of an earlier piece, and
+// after one the pack cannot be finished.
+func (w *Writer) Add(id ID, raw []byte) error {
+	return w.add(Blob{ID: id, Raw: uint32(min(len(raw), MaxPiece+1))}, raw, false)
+}
+
+// AddStored takes a piece as it lies in another pack: the b.Stored bytes that
+// b describes. They are proven first; ErrCorrupt means that they are not it.
+func (w *Writer) AddStored(b Blob, stored []byte) error {
+	if b.Off = int64(len(headMagic)); len(stored) != int(b.Stored) {
+		return fmt.Errorf("piece %s: %d bytes in place of %d: %w", b.ID, len(stored), b.Stored, fault.ErrInvalid)
+	}
+	if err := b.check(); err != nil {
+		return err
+	}
+	if w.Has(b.ID) {
+		return nil
+	}
+	if !b.Packed {
+		if err := prove(b, stored); err != nil {
+			return err
+		}
+	} else {
+		raw := borrow(int(b.Raw))
+		_, err := unpack(b, stored, (*raw)[:0:b.Raw])
+		buffers.Put(raw)
+		if err != nil {
+			return err
+		}
+	}
+	return w.add(b, stored, true)
+}
+
+func (w *Writer) add(b Blob, p []byte, stored bool) error {
+	if b.Raw == 0 || b.Raw > MaxPiece {
+		return fmt.Errorf("a piece of %d bytes; 1 to %d are possible: %w", len(p), MaxPiece, fault.ErrInvalid)
+	}
+	w.mu.Lock()
+	err := w.err
+	if err == nil && w.ended {
+		err = fmt.Errorf("the pack has ended: %w", fault.ErrState)
+	}
+	if _, there := w.have[b.ID]; err != nil || there {
+		w.mu.Unlock()
+		return err
+	}
+	if w.queue == nil {
+		if err := w.start(); err != nil {
+			w.err = err
+			w.mu.Unlock()
+			return err
+		}
+	}
+	w.have[b.ID] = struct{}{}
+	w.adding.Add(1)
+	w.mu.Unlock()
+	defer w.adding.Done()
+
+	n := int64(len(p))
+	_ = w.room.Acquire(context.Background(), n) // cannot fail: n is at most what there is
+	buf := borrow(len(p))
+	copy(*buf, p)
+	w.queue <- job{b, buf, stored}
+	return nil
+}
+
+// start makes the file and the workers.
+func (w *Writer) start() error {
+	if err := failpoint.Hit("store.pack.before-create"); err != nil {
+		return err
+	}
+	f, err := os.CreateTemp(w.dir, TempPrefix+"*")
+	if err != nil {
+		return err
+	}
+	w.f, w.w = f, bufio.NewWriterSize(f, 256<<10)
+	_, _ = w.w.WriteString(headMagic) // a failure stays in the bufio.Writer
+	w.off = int64(len(headMagic))
+	n := min(goruntime.GOMAXPROCS(0), maxWorkers)
+	// The IDs prove the pieces: no checksum of zstd's own.
+	w.enc, err = zstd.NewWriter(nil, zstd.WithEncoderLevel(zstd.SpeedFastest), zstd.WithEncoderConcurrency(n), zstd.WithEncoderCRC(false),
+		zstd.WithSingleSegment(true), zstd.WithLowerEncoderMem(true))
+	if err != nil {
+		return errors.Join(err, f.Close(), os.Remove(f.Name()))
+	}
+	w.queue = make(chan job, 2*n)
+	for range n {
+		w.work.Go(func() {
+			var room []byte
+			for j := range w.queue {
+				room = w.do(j, room)
+			}
+		})
+	}
+	return nil
+}
+
+// do stores one piece. It returns room for the next one's frame.
+func (w *Writer) do(j job, room []byte) []byte {
+	p := *j.raw
+	if !j.stored {
+		room = w.enc.EncodeAll(p, room[:0])
+		room = binary.LittleEndian.AppendUint32(room, crc32.Checksum(room, castagnoli))
+		// Below a sixteenth it is not worth the time of every reader.
+		if j.blob.Packed = len(room) <= len(p)-len(p)/16 && len(room) < len(p); j.blob.Packed {
+			p = room
+		}
+		j.blob.Stored = uint32(len(p))
+	}
+	err := w.put(j.blob, p)
+	w.room.Release(int64(len(*j.raw)))
+	buffers.Put(j.raw)
+	if err != nil {
+		w.mu.Lock()
+		if w.err == nil {
+			w.err = err
+		}
+		w.mu.Unlock()
+	}
+	return room
+}
+
+func (w *Writer) put(b Blob, p []byte) error {
+	w.out.Lock()
+	defer w.out.Unlock()
+	if err := failpoint.Hit("store.pack.before-write"); err != nil {
+		return err
+	}
+	if _, err := w.w.Write(p); err != nil {
+		return err
+	}
+	b.Off = w.off
+	w.off += int64(len(p))
+	w.blobs = append(w.blobs, b)
+	if w.off-w.sent >= writeback {
+		// Finish then finds little left to wait for. A filesystem that cannot
+		// do it early does it then.
+		_ = unix.SyncFileRange(int(w.f.Fd()), w.sent, w.off-w.sent, unix.SYNC_FILE_RANGE_WRITE)
+		w.sent = w.off
+	}
+	return nil
+}
+
+// Has tells whether the piece was added.
+func (w *Writer) Has(id ID) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	_, there := w.have[id]
+	return there
+}
+
+// Stats tells how many pieces were added, and how many bytes of the file are written.
+func (w *Writer) Stats() (pieces int, bytes int64) {
+	w.mu.Lock()
+	pieces = len(w.have)
+	w.mu.Unlock()
+	w.out.Lock()
+	defer w.out.Unlock()
+	return pieces, w.off
+}
+
+// Finish waits for the workers, writes the footer and makes the file durable.
+// The directory is the caller's to sync, after it has moved the file to its
+// name. Without any piece there is no file, and Info is empty. On an error
+// Abort is still to be called.
+func (w *Writer) Finish() (Info, error) {
+	if err := w.end(); err != nil {
+		return Info{}, err
+	}
+	if w.f == nil {
+		return Info{}, nil
+	}
+	if err := failpoint.Hit("store.pack.before-footer"); err != nil {
+		return Info{}, err
+	}
+	h := blake3.New()
+	var rec [recordLen]byte
+	for i := range w.blobs {
+		b := &w.blobs[i]
+		copy(rec[:], b.ID[:])
+		binary.LittleEndian.PutUint32(rec[32:], b.Stored)
+		binary.LittleEndian.PutUint32(rec[36:], b.Raw)
+		rec[40] = 0
+		if b.Packed {
+			rec[40] = 1
+		}
+		_, _ = h.Write(rec[:])
+		_, _ = w.w.Write(rec[:]) // the error comes again with Flush
+	}
+	tail := binary.LittleEndian.AppendUint64(nil, uint64(len(w.blobs)))
+	_, _ = h.Write(tail)
+	sum := h.Sum(nil)
+	_, _ = w.w.Write(append(append(tail, sum...), tailMagic...))
+	if err := w.w.Flush(); err != nil {
+		return Info{}, err
+	}
+	if err := failpoint.Hit("store.pack.before-fsync"); err != nil {
+		return Info{}, err
+	}
+	if err := w.f.Sync(); err != nil {
+		return Info{}, err
+	}
+	if err := failpoint.Hit("store.pack.after-fsync"); err != nil {
+		return Info{}, err
+	}
+	name := w.f.Name()
+	if err := w.f.Close(); err != nil {
+		return Info{}, err
+	}
+	return Info{Temp: name, Name: hex.EncodeToString(sum), Bytes: w.off + int64(len(w.blobs))*recordLen + tailLen, Blobs: w.blobs}, nil
+}
+
+// end stops the workers.
+func (w *Writer) end() error {
+	w.mu.Lock()
+	if w.ended {
+		w.mu.Unlock()
+		return fmt.Errorf("the pack has ended: %w", fault.ErrState)
+	}
+	w.ended = true
+	queue := w.queue
+	w.mu.Unlock()
+	if queue != nil {
+		w.adding.Wait()
+		close(queue)
+		w.work.Wait()
+		_ = w.enc.Close() // it holds no stream
+	}
+	return w.err
+}
+
+// Abort removes the file, if it still lies under its temporary name. It may be
+// called at any time, also after Finish, and again.
+func (w *Writer) Abort() error {
+	_ = w.end()
+	if w.f == nil {
+		return nil
+	}
+	_ = w.f.Close() // what was written to it does not matter any more
+	if err := os.Remove(w.f.Name()); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+// Path returns where below dir the pack of this name lies: in one of 256
+// directories, so that none grows large.
+func Path(dir, name string) string { return filepath.Join(dir, name[:2], name) }

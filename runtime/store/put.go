@@ -1,0 +1,235 @@
+package store
+
+import (
+	"context"
+	"fmt"
+	"hash/fnv"
+	"io"
+
+	"github.com/zeebo/blake3"
+
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime/store/pack"
+)
+
+// How lists of entries are cut. Changing these makes all lists new to all stores.
+const (
+	minLines = 4 << 10
+	avgLines = 16 << 10
+	maxLines = 1 << 20
+)
+
+// add stores a piece, unless a pack that is there has it, or this draft's own.
+// A piece of another draft does not count before it is committed.
+func (d *Draft) add(ctx context.Context, id pack.ID, raw []byte) error {
+	if d.pack.Has(id) {
+		return nil
+	}
+	there, err := d.x.has(ctx, id)
+	if err != nil || there {
+		return err
+	}
+	return d.pack.Add(id, raw)
+}
+
+// addNeeded is add for a piece that the manifest itself will name, or its recipes.
+func (d *Draft) addNeeded(ctx context.Context, raw []byte) (pack.ID, error) {
+	if err := ctx.Err(); err != nil {
+		return pack.ID{}, context.Cause(ctx)
+	}
+	id := pack.Sum(raw)
+	if err := d.add(ctx, id, raw); err != nil {
+		return pack.ID{}, err
+	}
+	d.mu.Lock()
+	d.need.add(id)
+	d.mu.Unlock()
+	return id, nil
+}
+
+// Sink takes the data of files in: it cuts it, and stores what no pack has. What
+// was given to it and is in no list of PutTree does not become part of the checkpoint.
+func (d *Draft) Sink() overlay.Sink { return sink{d} }
+
+type sink struct{ d *Draft }
+
+// Data: see overlay.Sink.
+func (s sink) Data(ctx context.Context, size int64, r io.Reader) (string, []overlay.Piece, error) {
+	if size == 0 {
+		return digestOf(nil), nil, nil
+	}
+	digest, list, err := s.d.cut(ctx, size, r, func(raw []byte) (pack.ID, error) {
+		id := pack.Sum(raw)
+		return id, s.d.add(ctx, id, raw)
+	})
+	if err != nil {
+		return "", nil, err
+	}
+	if len(list) == 1 {
+		list = nil
+	}
+	return digest, list, nil
+}
+
+// cut gives a stream to add in pieces.
+func (d *Draft) cut(ctx context.Context, size int64, r io.Reader, add func([]byte) (pack.ID, error)) (digest string, list []overlay.Piece, err error) {
+	var h *blake3.Hasher // of all pieces but a lonely one, whose digest is the stream's
+	var n int64
+	var one []byte
+	err = pack.Cut(size, r, func(raw []byte) error {
+		if err := ctx.Err(); err != nil {
+			return context.Cause(ctx)
+		}
+		n += int64(len(raw))
+		if h == nil && n < size {
+			h = blake3.New()
+		}
+		if h != nil {
+			_, _ = h.Write(raw) // never fails
+		}
+		id, err := add(raw)
+		if err != nil {
+			return err
+		}
+		one = id[:]
+		list = append(list, overlay.Piece{Digest: id.String(), Len: int64(len(raw))})
+		return nil
+	})
+	switch {
+	case err != nil:
+		return "", nil, err
+	case n != size:
+		return "", nil, fmt.Errorf("%d bytes came, %d were announced: %w", n, size, io.ErrUnexpectedEOF)
+	case h != nil:
+		return sum(h), list, nil
+	case one == nil:
+		return digestOf(nil), nil, nil
+	}
+	return list[0].Digest, list, nil
+}
+
+// PutPiece stores a piece by itself. Bytes that are not the digest's are
+// ErrCorrupt. It is part of the checkpoint if something else of it names it.
+func (d *Draft) PutPiece(ctx context.Context, digest string, raw []byte) error {
+	id, err := pack.ParseID(digest)
+	if err != nil {
+		return err
+	}
+	if len(raw) == 0 || len(raw) > pack.MaxPiece {
+		return fmt.Errorf("a piece of %d bytes: %w", len(raw), fault.ErrInvalid)
+	}
+	if got := pack.Sum(raw); got != id {
+		return fmt.Errorf("piece %s: its bytes are those of %s: %w", id, got, fault.ErrCorrupt)
+	}
+	return d.add(ctx, id, raw)
+}
+
+// PutTree stores the n-th list of entries: 0 is that of the upperdir, 1+i that
+// of the i-th volume. each calls its argument for every entry, in the order of
+// overlay.ComparePaths. The data of each file must have been given to Sink, or
+// be in the store already; Commit proves it. A list is put once.
+func (d *Draft) PutTree(ctx context.Context, n int, each func(fn func(overlay.Entry) error) error) error {
+	if n < 0 || n > maxVolumes {
+		return fmt.Errorf("tree %d: %w", n, fault.ErrInvalid)
+	}
+	d.mu.Lock()
+	_, twice := d.trees[n]
+	ended := d.ended
+	d.mu.Unlock()
+	if twice || ended {
+		return fmt.Errorf("tree %d is put only once: %w", n, fault.ErrInvalid)
+	}
+	w := &treeWriter{d: d, ctx: ctx, hash: blake3.New()}
+	if err := each(w.entry); err != nil {
+		return err
+	}
+	if err := w.flush(); err != nil {
+		return err
+	}
+	if w.t.Entries == 0 {
+		return fmt.Errorf("tree %d has no entries: %w", n, fault.ErrInvalid)
+	}
+	w.t.Digest = sum(w.hash)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.need.merge(&w.need)
+	d.trees[n] = w.t
+	return nil
+}
+
+// treeWriter cuts a list behind lines that are chosen by what is in them: a
+// change of one line changes the piece it is in and, rarely, a neighbour.
+type treeWriter struct {
+	d    *Draft
+	ctx  context.Context
+	t    Tree
+	last string
+	need idSet
+	buf  []byte
+	line []byte
+	hash *blake3.Hasher
+}
+
+func (w *treeWriter) entry(e overlay.Entry) error {
+	if w.t.Entries > 0 && overlay.ComparePaths(w.last, e.Path) >= 0 {
+		return fmt.Errorf("list of files: %q after %q: %w", e.Path, w.last, fault.ErrInvalid)
+	}
+	if err := addEntry(&w.need, &e); err != nil {
+		return err
+	}
+	w.last = e.Path
+	w.t.Entries++
+	w.t.Data += dataBytes(&e)
+	w.line = append(e.AppendJSON(w.line[:0]), '\n')
+	if len(w.buf)+len(w.line) > maxLines {
+		if err := w.flush(); err != nil {
+			return err
+		}
+	}
+	line := w.line
+	for len(line) > maxLines {
+		w.buf = append(w.buf, line[:maxLines]...)
+		line = line[maxLines:]
+		if err := w.flush(); err != nil {
+			return err
+		}
+	}
+	w.buf = append(w.buf, line...)
+	if len(w.buf) >= minLines && cutsAfter(w.line) {
+		return w.flush()
+	}
+	return nil
+}
+
+// cutsAfter chooses lines so that a piece ends, on average, avgLines-minLines
+// bytes after it could have, however long the lines are.
+func cutsAfter(line []byte) bool {
+	h := fnv.New64a()
+	_, _ = h.Write(line) // never fails
+	x := h.Sum64()
+	// FNV mixes the last bytes little into the high bits.
+	x ^= x >> 33
+	x *= 0xff51afd7ed558ccd
+	x ^= x >> 33
+	return x%(avgLines-minLines) < uint64(len(line))
+}
+
+func (w *treeWriter) flush() error {
+	if len(w.buf) == 0 {
+		return nil
+	}
+	if err := w.ctx.Err(); err != nil {
+		return context.Cause(w.ctx)
+	}
+	id := pack.Sum(w.buf)
+	if err := w.d.add(w.ctx, id, w.buf); err != nil {
+		return err
+	}
+	w.need.add(id)
+	_, _ = w.hash.Write(w.buf) // never fails
+	w.t.Bytes += int64(len(w.buf))
+	w.t.Pieces = append(w.t.Pieces, overlay.Piece{Digest: id.String(), Len: int64(len(w.buf))})
+	w.buf = w.buf[:0]
+	return nil
+}

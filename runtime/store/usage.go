@@ -1,0 +1,215 @@
+package store
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime/store/pack"
+)
+
+// Usage is the space that the store takes. Sizes are in bytes.
+type Usage struct {
+	Stored      int64 // all packs
+	Raw         int64 // what the pieces in them unpack to
+	Logical     int64 // every file and page of each checkpoint, as if nothing were shared or compressed
+	Waste       int64 // of Stored, what no checkpoint needs
+	Packs       int
+	Pieces      int64
+	Checkpoints []CheckpointUsage // newest first
+}
+
+// CheckpointUsage is the space of one checkpoint, its manifest included.
+type CheckpointUsage struct {
+	Checkpoint Checkpoint
+	Needs      int64 // at rest, pieces shared with others included
+	Unique     int64 // of that, what is freed if only this one is removed
+	// Unread says that its lists are damaged: Needs is what its record says,
+	// Unique is 0, and what it needs may count as waste.
+	Unread bool
+}
+
+// Sizes knows what checkpoints need, as it was in one moment.
+type Sizes struct {
+	v      *survey
+	list   []Checkpoint // newest first
+	needs  []needed     // of each in list
+	own    []int64      // manifest bytes
+	data   []int64      // of files and pages
+	unread []bool
+	at     map[string]int
+}
+
+// Sizes reads the lists of all ready checkpoints.
+func (s *Store) Sizes(ctx context.Context) (*Sizes, error) {
+	l, err := s.share(ctx, "df")
+	if err != nil {
+		return nil, err
+	}
+	defer l.Unlock()
+	// Checkpoints first: what they need is then in the index.
+	list, err := s.Checkpoints(ctx, Filter{})
+	if err != nil {
+		return nil, err
+	}
+	cat, err := s.loadCatalog(ctx)
+	if err != nil {
+		return nil, err
+	}
+	z := &Sizes{v: newSurvey(cat), at: map[string]int{}}
+	for _, c := range list {
+		n, damage, r, err := z.v.open(ctx, s, c.ID)
+		if errors.Is(err, fault.ErrState) || errors.Is(err, fault.ErrNotFound) {
+			continue // removed meanwhile
+		}
+		if err != nil {
+			return nil, err
+		}
+		var own, data int64
+		if r != nil {
+			own, data = r.size, logical(&r.manifest)
+		}
+		z.at[c.ID] = len(z.list)
+		z.list, z.needs, z.own, z.data, z.unread = append(z.list, c), append(z.needs, n), append(z.own, own), append(z.data, data), append(z.unread, len(damage) > 0)
+	}
+	return z, nil
+}
+
+// open reads what a ready checkpoint needs. Whatever is damaged is in damage,
+// and r is nil when that is the manifest; err is of the work, or says that the
+// checkpoint is not, or not any more, a ready one.
+func (v *survey) open(ctx context.Context, s *Store, id string) (n needed, damage []error, r *Reader, err error) {
+	r, err = s.openReady(ctx, id)
+	if err != nil && (errors.Is(err, fault.ErrCorrupt) || unreadable(err)) {
+		// It may have been removed between the two looks.
+		list, again := s.checkpoints(ctx, "WHERE id = ?", id)
+		switch {
+		case again != nil:
+			return n, nil, nil, again
+		case len(list) == 0:
+			return n, nil, nil, fmt.Errorf("checkpoint %s: %w", id, fault.ErrNotFound)
+		case list[0].Status != Ready:
+			return n, nil, nil, fmt.Errorf("checkpoint %s is %s: %w", id, list[0].Status, fault.ErrState)
+		}
+		return n, []error{err}, nil, nil
+	}
+	if err != nil {
+		return n, nil, nil, err
+	}
+	defer r.pieces.close()
+	n, damage, err = v.checkpoint(ctx, r)
+	return n, damage, r, err
+}
+
+// logical is what a checkpoint has, before anything is shared.
+func logical(m *Manifest) (n int64) {
+	for _, t := range m.trees() {
+		n += t.Data
+	}
+	if m.Processes != nil {
+		for i := range m.Processes.Images {
+			n += m.Processes.Images[i].Bytes
+		}
+	}
+	return n
+}
+
+// Of returns how many bytes a set of checkpoints needs at rest: what several
+// of them need counts once. An id that is not of a ready one is ErrNotFound.
+func (z *Sizes) Of(ids []string) (int64, error) {
+	seen, groups := newBitset(z.v.size()), newBitset(len(z.v.groups))
+	var n int64
+	for _, id := range ids {
+		k, ok := z.at[id]
+		if !ok {
+			return 0, fmt.Errorf("checkpoint %q: %w", id, fault.ErrNotFound)
+		}
+		if n += z.own[k]; z.unread[k] {
+			n += z.list[k].Bytes
+			continue
+		}
+		part := needed{pieces: z.needs[k].pieces}
+		for _, g := range z.needs[k].groups {
+			if groups.addNew(g) {
+				part.groups = append(part.groups, g)
+			}
+		}
+		z.v.each(part, seen, func(i uint32) { n += z.v.stored(i) })
+	}
+	return n, nil
+}
+
+// stored is what a piece takes in its pack; nothing, if it is in none.
+func (v *survey) stored(i uint32) int64 {
+	if int(i) >= len(v.cat.slots) {
+		return 0
+	}
+	return int64(v.cat.slots[i].stored)
+}
+
+// Usage tells where the space is. Space that only a damaged checkpoint needs
+// counts as wasted when its lists cannot be read.
+func (s *Store) Usage(ctx context.Context) (Usage, error) {
+	z, err := s.Sizes(ctx)
+	if err != nil {
+		return Usage{}, err
+	}
+	cat := z.v.cat
+	u := Usage{Packs: len(cat.packs), Pieces: int64(len(cat.ids))}
+	for i := range cat.slots {
+		u.Raw += int64(cat.slots[i].raw &^ packedBit)
+	}
+	const several = 1<<32 - 1
+	owner := make([]uint32, z.v.size())
+	for k := range z.list {
+		x := CheckpointUsage{Checkpoint: z.list[k], Needs: z.own[k], Unread: z.unread[k]}
+		z.v.each(z.needs[k], newBitset(z.v.size()), func(i uint32) {
+			x.Needs += z.v.stored(i)
+			if owner[i] == 0 {
+				owner[i] = uint32(k) + 1
+			} else {
+				owner[i] = several
+			}
+		})
+		if x.Unread {
+			x.Needs = z.list[k].Bytes
+		} else {
+			x.Unique = z.own[k]
+		}
+		u.Logical += z.data[k]
+		u.Checkpoints = append(u.Checkpoints, x)
+	}
+	live := newBitset(len(cat.ids))
+	for i := range cat.slots {
+		if owner[i] == 0 {
+			continue
+		}
+		live.add(uint32(i))
+		if k := owner[i]; k != several && !z.unread[k-1] {
+			u.Checkpoints[k-1].Unique += z.v.stored(uint32(i))
+		}
+	}
+	for p, needs := range cat.liveBytes(live) {
+		u.Stored += cat.packs[p].bytes
+		u.Waste += max(0, cat.packs[p].bytes-needs)
+	}
+	return u, nil
+}
+
+// liveBytes returns how long each pack would be if it held its live pieces only;
+// without any, there would be none.
+func (c *catalog) liveBytes(live bitset) []int64 {
+	n := make([]int64, len(c.packs))
+	for i := range c.slots {
+		x := &c.slots[i]
+		if x.pack == noPack || !live.has(uint32(i)) {
+			continue
+		}
+		if n[x.pack] == 0 {
+			n[x.pack] = pack.Overhead
+		}
+		n[x.pack] += int64(x.stored) + pack.PieceOverhead
+	}
+	return n
+}

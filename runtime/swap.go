@@ -1,0 +1,288 @@
+package runtime
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// swap ends the old processes, exchanges what differs and starts the sandbox.
+func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error) {
+	gone := time.Now()
+	defer func() {
+		if err == nil || errors.Is(err, errUnfinished) || r.data.Recreated || r.data.Fork {
+			return
+		}
+		// Whoever asked for --rm did not ask for the loss of what a failed
+		// restore has put back.
+		err = errors.Join(err, e.store.Keep(ctx, r.sb.ID, true))
+		now, e2 := r.sb.host.Inspect(ctx, r.sb.ID)
+		switch {
+		case errors.Is(e2, ErrNotFound):
+			err = fmt.Errorf("%w: it was removed while it was being restored", ErrState)
+		case e2 != nil:
+		case now.Status == Running || now.Status == Paused:
+			err = hint(err, "The sandbox could not be stopped and goes on, with the files it had before.")
+		case r.present != nil && r.present.row.Kind == KindFull && !r.data.NoUndo:
+			err = hint(err, "The sandbox is stopped, with the files it had before; bring its processes back with: agentbox restore --undo "+r.sb.Name+", or start it afresh with: agentbox start "+r.sb.Name)
+		case r.c.Status == Running:
+			err = hint(err, "The sandbox is stopped, with the files it had before; start it afresh with: agentbox start "+r.sb.Name)
+		}
+	}()
+	var undo undo
+	started, touched := false, false
+	unfinished := func() bool { return errors.Is(err, errUnfinished) }
+	defer func() {
+		if err != nil && started {
+			// While anything may run on the files that are in place, they must stay
+			// as they are.
+			if e2 := e.halt(ctx, r); e2 != nil {
+				err = fmt.Errorf("%w; and it cannot be stopped: %w (%w)", err, e2, errUnfinished)
+				return
+			}
+		}
+		undo.run(ctx, &err)
+	}()
+	undo.add(func(ctx context.Context) error {
+		err := r.discard()
+		if r.present == nil {
+			return err
+		}
+		err = errors.Join(err, r.present.cut.End(), e.thaw(ctx, r.present))
+		// It is the way back for as long as the files are not back.
+		if !touched || r.data.NoUndo && !unfinished() {
+			err = errors.Join(err, e.store.RemoveCheckpoint(ctx, r.undone))
+		}
+		return err
+	})
+	if err := errors.Join(failpoint.Hit("restore.before-stop"), e.checkAlone(ctx, r)); err != nil {
+		return err
+	}
+	// Between here and the start below nobody else may start it: with a
+	// daemon, others have ways to.
+	if err := stage.Hold(r.c.Stage.Run, r.c.Stage.ID); err != nil {
+		return err
+	}
+	undo.add(func(context.Context) error { return stage.Clear(r.c.Stage.Run, r.c.Stage.ID) })
+	touched = true
+	if err := r.sb.host.Stop(ctx, r.sb.ID, StopOptions{Silent: true}); err != nil {
+		return err
+	}
+	if r.present != nil {
+		r.present.thawn = true // it is gone
+		cut := r.present.cut
+		r.present.cut = nil
+		if err := cut.End(); err != nil {
+			return err
+		}
+	}
+	if err := failpoint.Hit("restore.after-stop"); err != nil {
+		return err
+	}
+	if err := e.checkAlone(ctx, r); err != nil {
+		return err
+	}
+	undo.add(func(ctx context.Context) error { return e.putBack(ctx, r) })
+	for i := range r.data.Trees {
+		t := &r.data.Trees[i]
+		if r.updates[i].Empty() {
+			continue
+		}
+		if err := r.updates[i].Apply(ctx, t.Dir, t.stage()); err != nil {
+			return err
+		}
+		if err := failpoint.Hit("restore.between-trees"); err != nil {
+			return err
+		}
+	}
+	return e.bringUp(ctx, seq, r, &undo, &started, gone)
+}
+
+// bringUp proves the files and starts what ran at the checkpoint.
+func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *undo, started *bool, gone time.Time) error {
+	if err := failpoint.Hit("restore.after-apply"); err != nil {
+		return err
+	}
+	for i := range r.data.Trees {
+		t := &r.data.Trees[i]
+		lost := r.lost
+		if t.Number > 0 {
+			lost = nil
+		}
+		if err := e.prove(ctx, r.sb.ID, t, r.reader, lost, r.verify); err != nil {
+			return err
+		}
+	}
+	if r.data.Phase != phaseProven {
+		if err := forgetManaged(r.c.Managed); err != nil {
+			return err
+		}
+		r.data.Phase = phaseProven
+		if err := e.advance(ctx, seq, r.data); err != nil {
+			return err
+		}
+	}
+	if err := failpoint.Hit("restore.after-proof"); err != nil {
+		return err
+	}
+	if !r.data.Fork { // which has files of its own
+		undo.add(func(context.Context) error { return revertManaged(r.c.Managed) })
+		if err := putManaged(r.c.Managed, r.reader.Manifest()); err != nil {
+			return err
+		}
+	}
+	if r.fork != nil {
+		if err := e.reseed(ctx, r); err != nil {
+			return err
+		}
+	}
+	durable := make(chan error, 1)
+	go func() {
+		durable <- each(ctx, r.data.Trees, func(_ context.Context, t *tree) error { return syncfs(t.Dir) })
+	}()
+	*started = true
+	err := e.resume(ctx, r)
+	r.down = time.Since(gone)
+	if err = errors.Join(err, <-durable); err != nil {
+		return err
+	}
+	undo.steps, *started = nil, false
+	if err := errors.Join(forgetManaged(r.c.Managed), e.restored(ctx, r)); err != nil {
+		return fmt.Errorf("the sandbox is restored, but: %w (%w)", err, errUnfinished)
+	}
+	return nil
+}
+
+// putBack makes the files what they were before the restore.
+func (e *Engine) putBack(ctx context.Context, r *restoration) error {
+	if r.undone == "" {
+		return nil
+	}
+	reader, err := e.store.OpenCheckpoint(ctx, r.undone)
+	if err == nil {
+		for i := range r.data.Trees {
+			err = errors.Join(err, e.equalize(ctx, r.sb.ID, &r.data.Trees[i], reader, nil))
+		}
+		err = errors.Join(err, reader.Close())
+	}
+	if err != nil {
+		err = fmt.Errorf("put the files back: %w (%w)", err, errUnfinished)
+	}
+	return err
+}
+
+// halt stops a sandbox whose start has failed, so that the restore can be taken
+// back. When it cannot, nobody else may start it until Recover has finished.
+func (e *Engine) halt(ctx context.Context, r *restoration) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
+	defer cancel()
+	err := r.sb.host.Stop(ctx, r.sb.ID, StopOptions{})
+	if errors.Is(err, ErrNotFound) {
+		return nil // somebody removed it
+	}
+	if err != nil {
+		err = errors.Join(err, stage.Hold(r.c.Stage.Run, r.c.Stage.ID))
+	}
+	return err
+}
+
+// restored ends a restore whose sandbox is as it should be.
+func (e *Engine) restored(ctx context.Context, r *restoration) error {
+	if err := e.store.SetHead(ctx, r.sb.ID, r.row.ID, r.data.Attempt); err != nil {
+		return err
+	}
+	if err := failpoint.Hit("restore.after-head"); err != nil {
+		return err
+	}
+	if r.images == "" {
+		r.images = e.store.StagedImages(r.sb.ID)
+	}
+	return errors.Join(r.discard(), e.forgetUndos(ctx, r))
+}
+
+// forgetUndos removes the undo checkpoints that a newer one has replaced. What
+// its owner gave a name, or the sandbox stands at, stays.
+func (e *Engine) forgetUndos(ctx context.Context, r *restoration) error {
+	rows, err := e.store.Checkpoints(ctx, store.Filter{SandboxID: r.sb.ID, Trigger: TriggerUndo})
+	for _, row := range rows {
+		newest := row.ID == r.data.Undo && !r.data.NoUndo
+		if newest || row.ID == r.row.ID || row.Pinned || row.Name != "" || len(row.Tags) > 0 {
+			continue
+		}
+		if r.data.NoUndo && row.ID != r.data.Undo {
+			continue // nothing has replaced it
+		}
+		err = errors.Join(err, e.store.RemoveCheckpoint(ctx, row.ID))
+	}
+	if r.data.NoUndo {
+		r.undone = ""
+	}
+	return err
+}
+
+// resume starts what ran at the checkpoint.
+func (e *Engine) resume(ctx context.Context, r *restoration) error {
+	manifest := r.reader.Manifest()
+	was := Status(manifest.Status)
+	place := r.c.Stage
+	if was != Running && was != Paused || r.fork != nil && r.fork.noStart {
+		return stage.Release(place.Run, place.ID)
+	}
+	if r.full() {
+		work := filepath.Join(e.run, r.sb.ID, "restore")
+		if err := os.MkdirAll(work, 0o700); err != nil {
+			return err
+		}
+		if r.data.Fork {
+			was, manifest.TCP = Paused, TCPClose // the address is another
+		}
+		options := criu.Options{TCP: manifest.TCP, LeaveStopped: was == Paused, EmptyNetwork: r.c.EmptyNetwork}
+		config := filepath.Join(e.run, r.sb.ID, "criu.conf")
+		if err := criu.WriteConfig(config, options); err != nil {
+			return err
+		}
+		staged := stage.Restore{Images: r.images, Work: work, Flags: options.RuntimeFlags(), Config: config, Paused: was == Paused}
+		for _, p := range manifest.Processes.List {
+			if p.Stopped {
+				staged.Stopped = append(staged.Stopped, p.Pid)
+			}
+		}
+		if err := stage.Put(place.Run, place.ID, staged); err != nil {
+			return err
+		}
+		defer stage.Clear(place.Run, place.ID)
+		if err := failpoint.Hit("restore.after-stage"); err != nil {
+			return err
+		}
+	}
+	if err := stage.Release(place.Run, place.ID); err != nil {
+		return err
+	}
+	_, err := r.sb.host.Start(ctx, r.sb.ID, StartOptions{Env: identity(r.spec, r.data.Attempt)})
+	if errors.Is(err, ErrState) && r.full() && stage.Used(place.Run, place.ID) {
+		err = nil // somebody else started it since we staged, and thereby restored it
+	}
+	if err == nil && r.full() && r.spec.Adopted && !r.c.EmptyNetwork {
+		// The images of a namespace that is CRIU's to keep have the cut in
+		// them under which they were made.
+		var now Container
+		if now, err = r.sb.host.Inspect(ctx, r.sb.ID); err == nil && now.Pid != 0 {
+			err = criu.Reconnect(now.Pid)
+		}
+	}
+	if err == nil && r.fork != nil && r.full() {
+		err = e.awaken(ctx, r)
+	}
+	if err != nil {
+		return err
+	}
+	return failpoint.Hit("restore.after-start")
+}

@@ -1,0 +1,178 @@
+package runtime
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// target finds the sandbox and the checkpoint to restore, and locks the
+// sandbox. One that was removed is made again in the course of the restore.
+func (e *Engine) target(ctx context.Context, ref string, opts RestoreOptions) (*restoration, error) {
+	r := &restoration{verify: opts.Verify, data: restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly, Salvage: opts.Salvage, NoUndo: opts.NoUndo}}
+	var err error
+	if r.sb, err = e.acquire(ctx, ref, "restore", lockWait); errors.Is(err, ErrNotFound) {
+		return r, e.recreate(ctx, r, ref, opts.Checkpoint, opts.Undo, err)
+	}
+	if err == nil {
+		if err = e.certain(ctx, ref, r.sb.Sandbox); err != nil {
+			r.sb.lock.Unlock()
+		}
+	}
+	if err != nil {
+		return nil, err
+	}
+	if r.row, err = e.choose(ctx, r.sb.Sandbox, opts.Checkpoint, opts.Undo); err == nil {
+		err = r.checkDamage()
+	}
+	if err == nil {
+		r.spec, err = spec(r.sb.Sandbox)
+	}
+	if err == nil {
+		r.c, err = r.sb.host.Inspect(ctx, r.sb.ID)
+	}
+	if errors.Is(err, ErrNotFound) && !r.spec.Adopted && r.spec.ID != "" {
+		// Its container was removed behind our back.
+		if err = e.store.DeleteSandbox(ctx, r.sb.ID); err == nil {
+			r.sb.lock.Unlock()
+			return r, e.recreate(ctx, r, r.sb.Name, r.row.ID, opts.Undo, ErrNotFound)
+		}
+	}
+	if err != nil {
+		r.sb.lock.Unlock()
+		return nil, err
+	}
+	return r, nil
+}
+
+// choose finds the named checkpoint of a sandbox, or its newest ready one: of
+// those that a restore has made, or of the others.
+func (e *Engine) choose(ctx context.Context, sb store.Sandbox, ref string, undo bool) (row store.Checkpoint, err error) {
+	if ref == "" {
+		rows, err := e.store.Checkpoints(ctx, store.Filter{SandboxID: sb.ID})
+		if err != nil {
+			return row, err
+		}
+		for _, row := range rows {
+			if (row.Trigger == TriggerUndo) == undo {
+				return row, nil
+			}
+		}
+		if undo {
+			return row, hint(fmt.Errorf("undo checkpoint of %s: %w", sb.Name, ErrNotFound), "A restore keeps what it replaces, unless it is told --no-undo.")
+		}
+		return row, hint(fmt.Errorf("checkpoint of %s: %w", sb.Name, ErrNotFound), "Take one with: agentbox checkpoint "+sb.Name)
+	}
+	row, err = e.store.Checkpoint(ctx, sb.ID+"@"+ref)
+	if errors.Is(err, ErrNotFound) {
+		row, err = e.checkpoint(ctx, ref)
+	}
+	switch {
+	case errors.Is(err, ErrNotFound):
+		return row, hint(err, "List what there is with: agentbox checkpoint ls "+sb.Name)
+	case err != nil:
+		return row, err
+	case row.ImageDigest != sb.ImageDigest:
+		return row, hint(fmt.Errorf("%w: checkpoint %s was taken over image %s, the sandbox runs over %s", ErrState, short(row.ID), row.ImageDigest, sb.ImageDigest),
+			"Restore it under the name of its own sandbox, "+row.SandboxName+".")
+	case row.SandboxID != sb.ID:
+		return row, hint(fmt.Errorf("%w: checkpoint %s belongs to sandbox %s", ErrState, short(row.ID), row.SandboxName),
+			"Restore puts a sandbox back to a checkpoint of its own.")
+	case row.Status != CheckpointReady:
+		return row, fmt.Errorf("%w: checkpoint %s is %s: %s", ErrState, short(row.ID), row.Status, row.Error)
+	}
+	return row, nil
+}
+
+// recreate plans to make a removed sandbox again from the spec of its
+// checkpoint, with its old id, so that what its processes remember of
+// themselves stays true.
+func (e *Engine) recreate(ctx context.Context, r *restoration, name, ref string, undo bool, missing error) error {
+	row, err := e.newestOfGone(ctx, name)
+	if errors.Is(err, ErrNotFound) {
+		return missing
+	}
+	if err != nil {
+		return err
+	}
+	if undo && ref == "" {
+		return hint(fmt.Errorf("undo checkpoint of %s: %w", name, ErrNotFound),
+			"The sandbox was removed, and what its last restore had replaced went with it; make it again with: agentbox restore "+name)
+	}
+	if ref != "" {
+		// Of several removed sandboxes of one name it may be an older one's.
+		if row, err = e.store.Checkpoint(ctx, name+"@"+ref); errors.Is(err, ErrNotFound) {
+			row, err = e.checkpoint(ctx, ref)
+		}
+		if err != nil {
+			return err
+		}
+		if row.SandboxName != name && row.SandboxID != name {
+			return hint(fmt.Errorf("%w: checkpoint %s belongs to sandbox %s", ErrState, short(row.ID), row.SandboxName),
+				"Restore puts a sandbox back to a checkpoint of its own.")
+		}
+		if row.Status != CheckpointReady {
+			return fmt.Errorf("%w: checkpoint %s is %s: %s", ErrState, short(row.ID), row.Status, row.Error)
+		}
+		if _, err := e.store.Sandbox(ctx, row.SandboxID); !errors.Is(err, ErrNotFound) {
+			return errors.Join(err, fmt.Errorf("%w: checkpoint %s belongs to a sandbox that was not removed", ErrState, short(row.ID)))
+		}
+	}
+	gone := store.Sandbox{ID: row.SandboxID, Name: row.SandboxName, ImageDigest: row.ImageDigest}
+	gone.Spec = row.Spec
+	if r.spec, err = spec(gone); err != nil {
+		return err
+	}
+	if r.spec.Adopted {
+		return hint(fmt.Errorf("its container is gone: %w", missing), "Agentbox did not make it and cannot make it again; its checkpoints are still there (agentbox checkpoint ls "+gone.Name+").")
+	}
+	gone.Backend = cmp.Or(r.spec.Backend, e.first)
+	host, err := e.host(gone.Backend)
+	if err != nil {
+		return err
+	}
+	img, err := host.Images.ResolveDigest(ctx, gone.ImageDigest)
+	if err != nil {
+		return err
+	}
+	gone.Image, gone.Lower, gone.Labels = r.spec.Image, img.Lower, r.spec.Labels
+	gone.Attempt, gone.Created = 1, time.Now()
+	lock, err := e.store.Lock(ctx, gone.ID, "restore", lockWait)
+	if err != nil {
+		return err
+	}
+	r.sb, r.row, r.data.Recreated = &locked{gone, host, lock}, row, true
+	return r.checkDamage()
+}
+
+// checkDamage refuses a checkpoint that is known to be damaged.
+func (r *restoration) checkDamage() error {
+	if r.row.Damaged == "" || r.data.Salvage {
+		return nil
+	}
+	return hint(fmt.Errorf("checkpoint %s: %w: %s", short(r.row.ID), ErrCorrupt, r.row.Damaged),
+		fmt.Sprintf("Restore what is intact of it with: agentbox restore --salvage %s %s", r.sb.Name, short(r.row.ID)))
+}
+
+// newestOfGone finds the newest checkpoint of a removed sandbox, by its name or
+// its id.
+func (e *Engine) newestOfGone(ctx context.Context, ref string) (store.Checkpoint, error) {
+	row, err := e.store.NewestOfName(ctx, ref)
+	if !errors.Is(err, ErrNotFound) {
+		return row, err
+	}
+	rows, e2 := e.store.Checkpoints(ctx, store.Filter{SandboxID: ref})
+	if e2 != nil || len(rows) == 0 {
+		return row, cmp.Or(e2, err)
+	}
+	for _, row := range rows {
+		if row.Trigger != TriggerUndo {
+			return row, nil
+		}
+	}
+	return rows[0], nil
+}

@@ -1,0 +1,108 @@
+package test
+
+import (
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+)
+
+// A checkpoint goes as a file to another root, where its sandbox goes on; the
+// file is the same each time, here and there.
+func TestExportImport(t *testing.T) {
+	a, b := newBox(t), newBox(t)
+	a.start("c", "--network", "none", "busybox", "sh", "-c", "rm /bin/vi; rm -r /tmp; mkdir /tmp; echo hi > /tmp/file; "+counter)
+	low := a.reaches("c", 10)
+	id := a.checkpoint("c", "--name", "first", "--stop")
+	last, _ := strconv.Atoi(a.file("c", "count"))
+	file, again := filepath.Join(a.root, "1.tar.zst"), filepath.Join(a.root, "2.tar.zst")
+	a.ok("checkpoint", "export", id, file)
+	a.ok("checkpoint", "export", id, again)
+	first, second := readFile(t, file), readFile(t, again)
+	equal(a, "the second export is the same", first == second, true)
+
+	b.ok("image", "ls") // makes the built-in image, which is the same everywhere
+	r := b.input([]byte(first), nil, "checkpoint", "import", "-")
+	if r.code != 0 {
+		t.Fatalf("%s", r)
+	}
+	b.own("c")
+	b.ok("restore", "c")
+	n := b.reaches("c", last)
+	if n < low || n > last+200 {
+		t.Errorf("it goes on at %d, was at %d at the checkpoint", n, last)
+	}
+	equal(b, "its files", b.sh("c", "cat /tmp/file; ls /tmp /bin/vi 2>&1; true"), "hi\nls: /bin/vi: No such file or directory\n/tmp:\nfile")
+	out := filepath.Join(b.root, "3.tar.zst")
+	b.ok("checkpoint", "export", strings.TrimSpace(r.out), out)
+	equal(b, "bytes differ after the way there", readFile(t, out) != first, false)
+
+	damaged := []byte(first)
+	damaged[len(damaged)/2] ^= 1
+	if r := b.input(damaged, nil, "checkpoint", "import", "--name", "bad", "-"); r.code == 0 {
+		t.Error("a damaged archive was taken")
+	}
+	equal(b, "checkpoints after it", len(b.checkpoints("c")) > 0, true)
+}
+
+func readFile(t *testing.T, path string) string {
+	t.Helper()
+	data, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(data)
+}
+
+// What agentbox exported, Podman goes on with.
+func TestExportToPodman(t *testing.T) {
+	p := newPodman(t)
+	p.ok("agentbox", "image", "import", "bb", p.path("image.tar"))
+	p.ok("agentbox", "run", "-d", "--network", "none", "--name", "c", "bb", "sh", "-c", "echo hi > /tmp/file; "+counter)
+	count := func() int {
+		out, _, _ := p.try("agentbox", "exec", "c", "cat", "/count")
+		n, _ := strconv.Atoi(out)
+		return n
+	}
+	p.eventually("it counts", func() bool { return count() >= 10 })
+	id := p.ok("agentbox", "checkpoint", "c")
+	last := count()
+	p.ok("agentbox", "rm", "-f", "c")
+	p.ok("agentbox", "checkpoint", "export", id, p.path("c.tar.zst"))
+	p.ok("podman", "container", "restore", "--import", p.path("c.tar.zst"))
+	n := p.reaches("c", 10)
+	if n > last+200 {
+		t.Errorf("it goes on at %d, was at %d", n, last)
+	}
+	p.reaches("c", n+5)
+	if got := p.ok("podman", "exec", "c", "cat", "/tmp/file"); got != "hi" {
+		t.Errorf("its file: %q", got)
+	}
+}
+
+// What Podman exported, agentbox goes on with.
+func TestImportFromPodman(t *testing.T) {
+	p := newPodman(t)
+	p.ok("agentbox", "image", "import", "bb", p.path("image.tar"))
+	p.ok("podman", "run", "-d", "--name", "c", "--network", "none", "-e", "MARK=1", "bb", "sh", "-c", "rm /etc/passwd; echo hi > /tmp/file; exec 3>/dev/shm/open; "+counter)
+	low := p.reaches("c", 10)
+	p.ok("podman", "container", "checkpoint", "--export", p.path("c.tar.gz"), "--compress", "gzip", "c")
+	p.ok("podman", "rm", "-f", "c")
+	p.ok("agentbox", "checkpoint", "import", "--image", "bb", p.path("c.tar.gz"))
+	p.ok("agentbox", "restore", "c")
+	if got := p.ok("agentbox", "exec", "c", "sh", "-c", "cat /tmp/file; ls /etc/passwd 2>&1; tr '\\0' '\\n' < /proc/1/environ | grep ^MARK; ls /dev/shm"); got !=
+		"hi\nls: /etc/passwd: No such file or directory\nMARK=1\nopen" {
+		t.Errorf("in the sandbox: %q", got)
+	}
+	now := func() int {
+		n, _ := strconv.Atoi(p.ok("agentbox", "exec", "c", "cat", "/count"))
+		return n
+	}
+	first := now()
+	if first < low {
+		t.Errorf("it goes on at %d, was at %d", first, low)
+	}
+	p.eventually("it counts on", func() bool { return now() > first })
+	p.ok("agentbox", "rm", "-f", "--checkpoints", "c")
+}
