@@ -13,6 +13,7 @@ import (
 
 	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -196,20 +197,20 @@ func (e *Engine) take(ctx context.Context, k *making) (row store.Checkpoint, err
 // record freezes, captures, thaws unless the sandbox is held, and commits. On
 // error the sandbox goes on as before and there is no checkpoint.
 func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, err error) {
-	var undo undo
-	defer func() { undo.run(ctx, &err) }()
+	var undo undo.Stack
+	defer func() { undo.Run(ctx, &err) }()
 	draft, err := e.store.BeginCheckpoint(ctx, k.row)
 	if err != nil {
 		return row, err
 	}
-	undo.add(func(ctx context.Context) error { return draft.Abort(ctx, err, filepath.Join(workDir, "dump.log")) })
+	undo.Add(func(ctx context.Context) error { return draft.Abort(ctx, err, filepath.Join(workDir, "dump.log")) })
 	if err := e.approach(ctx, k, draft); err != nil {
 		return row, err
 	}
 	frozen := time.Now()
 	if k.c.Status == Running {
 		// Added first: a pause that failed half-way must be undone too.
-		undo.add(func(ctx context.Context) error { return e.thaw(ctx, k) })
+		undo.Add(func(ctx context.Context) error { return e.thaw(ctx, k) })
 		if err := failpoint.Hit("checkpoint.before-freeze"); err != nil {
 			return row, err
 		}
@@ -227,7 +228,7 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 			e.log.Warn("connections are not cut before the dump", "sandbox", k.sb.ID, "err", err)
 			err = nil
 		}
-		undo.add(func(context.Context) error { return k.cut.End() })
+		undo.Add(func(context.Context) error { return k.cut.End() })
 	}
 	if err := e.capture(ctx, k, draft); err != nil {
 		return row, e.explain(ctx, k, err)
@@ -264,7 +265,7 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 	}
 	// From here on the checkpoint exists: what fails below is reported, but
 	// nothing of it is taken back.
-	undo.steps = nil
+	undo.Release()
 	ctx = context.WithoutCancel(ctx)
 	e.remember(k)
 	if row.Frozen = stood; k.hold {

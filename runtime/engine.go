@@ -23,11 +23,9 @@ import (
 	"sync"
 	"time"
 
+	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/runtime/store"
 )
-
-// undoTimeout bounds what runs after a failure or a cancelled context.
-const undoTimeout = 2 * time.Minute
 
 // lockWait is how long a verb waits for one that is about to end, such as the
 // clean-up after a sandbox exited, before it reports ErrBusy.
@@ -193,26 +191,6 @@ func hint(err error, remedy string) error {
 	return &Error{Err: err, Hint: remedy}
 }
 
-// undo is the stack of what a verb must take back when it fails.
-type undo struct{ steps []func(context.Context) error }
-
-func (u *undo) add(step func(context.Context) error) { u.steps = append(u.steps, step) }
-
-// run takes everything back, newest first, unless *err is nil. It works on a
-// context of its own, because the caller's may be what failed.
-func (u *undo) run(ctx context.Context, err *error) {
-	if *err == nil {
-		return
-	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
-	defer cancel()
-	for i := len(u.steps) - 1; i >= 0; i-- {
-		if e := u.steps[i](ctx); e != nil {
-			*err = errors.Join(*err, fmt.Errorf("while undoing: %w", e))
-		}
-	}
-}
-
 // locked is a sandbox whose lock this process holds.
 type locked struct {
 	store.Sandbox
@@ -276,7 +254,7 @@ func (e *Engine) intent(ctx context.Context, in store.Intent, data any, fn func(
 	if err = fn(seq); errors.Is(err, errUnfinished) {
 		return err
 	}
-	done, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
+	done, cancel := context.WithTimeout(context.WithoutCancel(ctx), undo.Timeout)
 	defer cancel()
 	return errors.Join(err, e.store.Done(done, seq))
 }

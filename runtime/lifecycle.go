@@ -18,6 +18,7 @@ import (
 
 	"github.com/agentbox/agentbox/images"
 	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -75,19 +76,19 @@ func (e *Engine) create(ctx context.Context, s Spec, row store.Sandbox) error {
 		return err
 	}
 	return e.intent(ctx, store.Intent{Op: opCreate, Sandbox: s.ID}, creating{row.Backend}, func(int64) (err error) {
-		var undo undo
-		defer func() { undo.run(ctx, &err) }()
+		var undo undo.Stack
+		defer func() { undo.Run(ctx, &err) }()
 		if err := failpoint.Hit("create.before-row"); err != nil {
 			return err
 		}
 		if err := e.store.PutSandbox(ctx, row); err != nil {
 			return err
 		}
-		undo.add(func(ctx context.Context) error { return e.store.DeleteSandbox(ctx, s.ID) })
+		undo.Add(func(ctx context.Context) error { return e.store.DeleteSandbox(ctx, s.ID) })
 		if err := failpoint.Hit("create.after-row"); err != nil {
 			return err
 		}
-		undo.add(func(ctx context.Context) error { return host.Remove(ctx, s.ID) })
+		undo.Add(func(ctx context.Context) error { return host.Remove(ctx, s.ID) })
 		if err := host.Create(ctx, s, row.Lower); err != nil {
 			return err
 		}

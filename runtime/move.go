@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime/portable"
@@ -140,13 +141,13 @@ func (e *Engine) ImportCheckpoint(ctx context.Context, r io.Reader, opts ImportO
 		return Checkpoint{}, err
 	}
 	defer lock.Unlock()
-	var undo undo
-	defer func() { undo.run(ctx, &err) }()
+	var undo undo.Stack
+	defer func() { undo.Run(ctx, &err) }()
 	draft, err := e.store.BeginCheckpoint(ctx, row)
 	if err != nil {
 		return Checkpoint{}, err
 	}
-	undo.add(func(ctx context.Context) error { return draft.Abort(ctx, err) })
+	undo.Add(func(ctx context.Context) error { return draft.Abort(ctx, err) })
 	got, err := archive.Import(ctx, draft, portable.ImportOptions{Trust: opts.Trust, Lower: func(name string) (overlay.Entry, error) { return statLower(lower, name) }})
 	if err != nil {
 		return Checkpoint{}, err
@@ -166,7 +167,7 @@ func (e *Engine) ImportCheckpoint(ctx context.Context, r io.Reader, opts ImportO
 	if err != nil {
 		return Checkpoint{}, err
 	}
-	undo.steps = nil
+	undo.Release()
 	e.log.Info("imported", "sandbox", done.SandboxID, "checkpoint", done.ID)
 	return checkpointView(done), draft.Close()
 }
@@ -343,8 +344,8 @@ func (e *Engine) PullCheckpoint(ctx context.Context, reference string, opts Regi
 	if err != nil {
 		return Checkpoint{}, err
 	}
-	var undo undo
-	defer func() { undo.run(ctx, &err) }()
+	var undo undo.Stack
+	defer func() { undo.Run(ctx, &err) }()
 	var m store.Manifest
 	var draft *store.Draft
 	var lock *store.Lock
@@ -381,7 +382,7 @@ func (e *Engine) PullCheckpoint(ctx context.Context, reference string, opts Regi
 		return *there, nil
 	}
 	if draft != nil {
-		undo.add(func(ctx context.Context) error { return draft.Abort(ctx, err) })
+		undo.Add(func(ctx context.Context) error { return draft.Abort(ctx, err) })
 	}
 	if err != nil {
 		return Checkpoint{}, err
@@ -390,7 +391,7 @@ func (e *Engine) PullCheckpoint(ctx context.Context, reference string, opts Regi
 	if err != nil {
 		return Checkpoint{}, err
 	}
-	undo.steps = nil
+	undo.Release()
 	e.log.Info("pulled", "sandbox", done.SandboxID, "checkpoint", done.ID)
 	return checkpointView(done), draft.Close()
 }

@@ -15,6 +15,7 @@ import (
 
 	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -334,7 +335,7 @@ func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, loc
 	}
 	gone := time.Now()
 	started := false
-	var undo undo
+	var undo undo.Stack
 	defer func() {
 		if err != nil && started {
 			if e2 := e.halt(ctx, r); e2 != nil {
@@ -342,16 +343,16 @@ func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, loc
 				return
 			}
 		}
-		undo.run(ctx, &err)
+		undo.Run(ctx, &err)
 	}()
 	if err := stage.Hold(r.c.Stage.Run, r.c.Stage.ID); err != nil {
 		return err
 	}
-	undo.add(func(context.Context) error { return stage.Clear(r.c.Stage.Run, r.c.Stage.ID) })
+	undo.Add(func(context.Context) error { return stage.Clear(r.c.Stage.Run, r.c.Stage.ID) })
 	if err := host.Stop(ctx, sb.ID, StopOptions{Silent: true}); err != nil {
 		return err
 	}
-	undo.add(func(ctx context.Context) error { return e.putBack(ctx, r) })
+	undo.Add(func(ctx context.Context) error { return e.putBack(ctx, r) })
 	for i := range r.data.Trees {
 		t, lost := &r.data.Trees[i], r.lost
 		if t.Number > 0 {

@@ -15,6 +15,7 @@ import (
 
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -83,10 +84,10 @@ func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (
 func (e *Engine) perform(ctx context.Context, r *restoration) error {
 	in := store.Intent{Op: opRestore, Sandbox: r.sb.ID, Checkpoint: r.row.ID}
 	return e.intent(ctx, in, r.data, func(seq int64) (err error) {
-		var undo undo
-		defer func() { undo.run(ctx, &err) }()
+		var undo undo.Stack
+		defer func() { undo.Run(ctx, &err) }()
 		if r.data.Recreated || r.data.Fork {
-			undo.add(func(ctx context.Context) error { return e.finishRemove(ctx, r.sb.host, r.sb.ID, false) })
+			undo.Add(func(ctx context.Context) error { return e.finishRemove(ctx, r.sb.host, r.sb.ID, false) })
 			if err := e.create(ctx, r.spec, r.sb.Sandbox); err != nil {
 				return err
 			}
@@ -151,9 +152,9 @@ func (e *Engine) restore(ctx context.Context, seq int64, r *restoration) (err er
 	if err := e.advance(ctx, seq, r.data); err != nil {
 		return err
 	}
-	var undo undo
-	defer func() { undo.run(ctx, &err) }()
-	undo.add(func(context.Context) error { return r.discard() })
+	var undo undo.Stack
+	defer func() { undo.Run(ctx, &err) }()
+	undo.Add(func(context.Context) error { return r.discard() })
 	if err := e.layOut(ctx, seq, r, &undo); err != nil {
 		return err
 	}
@@ -164,7 +165,7 @@ func (e *Engine) restore(ctx context.Context, seq int64, r *restoration) (err er
 	if err := e.advance(ctx, seq, r.data); err != nil {
 		return err
 	}
-	undo.steps = nil
+	undo.Release()
 	// The old processes end now: a caller who goes away must not stop us
 	// half-way.
 	return e.swap(context.WithoutCancel(ctx), seq, r)
@@ -173,7 +174,7 @@ func (e *Engine) restore(ctx context.Context, seq int64, r *restoration) (err er
 // layOut proves and lays out all that the restore needs, and makes the present
 // state a checkpoint. It leaves the sandbox frozen, so that what it compared
 // stays true, and everything else as it was.
-func (e *Engine) layOut(ctx context.Context, seq int64, r *restoration, undo *undo) error {
+func (e *Engine) layOut(ctx context.Context, seq int64, r *restoration, undo *undo.Stack) error {
 	if err := failpoint.Hit("restore.before-layout"); err != nil {
 		return err
 	}
@@ -253,7 +254,7 @@ func (r *restoration) discard() error {
 // keepPresent makes a checkpoint of what the restore replaces, and leaves the
 // sandbox frozen. It is also the way back when the restore fails, so that its
 // files are taken even when nobody wants to keep it.
-func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, undo *undo) error {
+func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, undo *undo.Stack) error {
 	if r.data.Undo == "" {
 		return nil
 	}
@@ -286,8 +287,8 @@ func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, und
 			return fmt.Errorf("keep the present state: %w", err)
 		}
 		r.present, r.undone = k, row.ID
-		undo.add(func(ctx context.Context) error { return e.store.RemoveCheckpoint(ctx, row.ID) })
-		undo.add(func(ctx context.Context) error { return errors.Join(k.cut.End(), e.thaw(ctx, k)) })
+		undo.Add(func(ctx context.Context) error { return e.store.RemoveCheckpoint(ctx, row.ID) })
+		undo.Add(func(ctx context.Context) error { return errors.Join(k.cut.End(), e.thaw(ctx, k)) })
 		for i := range r.data.Trees {
 			for _, t := range k.trees {
 				if t.Dir == r.data.Trees[i].Dir {

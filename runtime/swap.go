@@ -11,6 +11,7 @@ import (
 	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -37,7 +38,7 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 			err = hint(err, "The sandbox is stopped, with the files it had before; start it afresh with: agentbox start "+r.sb.Name)
 		}
 	}()
-	var undo undo
+	var undo undo.Stack
 	started, touched := false, false
 	unfinished := func() bool { return errors.Is(err, errUnfinished) }
 	defer func() {
@@ -49,9 +50,9 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 				return
 			}
 		}
-		undo.run(ctx, &err)
+		undo.Run(ctx, &err)
 	}()
-	undo.add(func(ctx context.Context) error {
+	undo.Add(func(ctx context.Context) error {
 		err := r.discard()
 		if r.present == nil {
 			return err
@@ -71,7 +72,7 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 	if err := stage.Hold(r.c.Stage.Run, r.c.Stage.ID); err != nil {
 		return err
 	}
-	undo.add(func(context.Context) error { return stage.Clear(r.c.Stage.Run, r.c.Stage.ID) })
+	undo.Add(func(context.Context) error { return stage.Clear(r.c.Stage.Run, r.c.Stage.ID) })
 	touched = true
 	if err := r.sb.host.Stop(ctx, r.sb.ID, StopOptions{Silent: true}); err != nil {
 		return err
@@ -90,7 +91,7 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 	if err := e.checkAlone(ctx, r); err != nil {
 		return err
 	}
-	undo.add(func(ctx context.Context) error { return e.putBack(ctx, r) })
+	undo.Add(func(ctx context.Context) error { return e.putBack(ctx, r) })
 	for i := range r.data.Trees {
 		t := &r.data.Trees[i]
 		if r.updates[i].Empty() {
@@ -107,7 +108,7 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 }
 
 // bringUp proves the files and starts what ran at the checkpoint.
-func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *undo, started *bool, gone time.Time) error {
+func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *undo.Stack, started *bool, gone time.Time) error {
 	if err := failpoint.Hit("restore.after-apply"); err != nil {
 		return err
 	}
@@ -134,7 +135,7 @@ func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *u
 		return err
 	}
 	if !r.data.Fork { // which has files of its own
-		undo.add(func(context.Context) error { return revertManaged(r.c.Managed) })
+		undo.Add(func(context.Context) error { return revertManaged(r.c.Managed) })
 		if err := putManaged(r.c.Managed, r.reader.Manifest()); err != nil {
 			return err
 		}
@@ -154,7 +155,8 @@ func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *u
 	if err = errors.Join(err, <-durable); err != nil {
 		return err
 	}
-	undo.steps, *started = nil, false
+	undo.Release()
+	*started = false
 	if err := errors.Join(forgetManaged(r.c.Managed), e.restored(ctx, r)); err != nil {
 		return fmt.Errorf("the sandbox is restored, but: %w (%w)", err, errUnfinished)
 	}
@@ -182,7 +184,7 @@ func (e *Engine) putBack(ctx context.Context, r *restoration) error {
 // halt stops a sandbox whose start has failed, so that the restore can be taken
 // back. When it cannot, nobody else may start it until Recover has finished.
 func (e *Engine) halt(ctx context.Context, r *restoration) error {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undo.Timeout)
 	defer cancel()
 	err := r.sb.host.Stop(ctx, r.sb.ID, StopOptions{})
 	if errors.Is(err, ErrNotFound) {

@@ -23,6 +23,7 @@ import (
 	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
@@ -365,9 +366,9 @@ func (a *adoptee) start(ctx context.Context, opts runtime.StartOptions) (wait fu
 	if s.n, err = b.nextRun(id); err != nil {
 		return nil, err
 	}
-	var undo undo
-	defer func() { undo.run(ctx, &err) }()
-	undo.add(func(ctx context.Context) error {
+	var undo undo.Stack
+	defer func() { undo.Run(ctx, &err) }()
+	undo.Add(func(ctx context.Context) error {
 		s.attached.Close()
 		s.monitor.kill()
 		var err error
@@ -385,7 +386,7 @@ func (a *adoptee) start(ctx context.Context, opts runtime.StartOptions) (wait fu
 		if err := stage.PutStart(at.Run, at.ID, stage.Start{Env: opts.Env}); err != nil {
 			return nil, err
 		}
-		undo.add(func(context.Context) error { return stage.ClearStart(at.Run, at.ID) })
+		undo.Add(func(context.Context) error { return stage.ClearStart(at.Run, at.ID) })
 	}
 	mounts, err := b.client.SnapshotService(a.Theirs.Snapshotter).Mounts(in(ctx, a.Theirs.Namespace), a.Theirs.Snapshot)
 	if err != nil {

@@ -38,8 +38,6 @@
 package containerd
 
 import (
-	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"os"
@@ -243,28 +241,4 @@ func checkID(id string) error {
 		return fmt.Errorf("container %q: %w", id, fault.ErrNotFound)
 	}
 	return nil
-}
-
-// undo is the stack of what a verb must take back when it fails.
-type undo struct{ steps []func(context.Context) error }
-
-func (u *undo) add(step func(context.Context) error) { u.steps = append(u.steps, step) }
-
-// undoTimeout bounds what runs after a failure or a cancelled context.
-const undoTimeout = time.Minute
-
-// run takes everything back, newest first, unless *err is nil; a failing step
-// does not stop the others. It works on a context of its own, because the
-// caller's may be what failed.
-func (u *undo) run(ctx context.Context, err *error) {
-	if *err == nil {
-		return
-	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
-	defer cancel()
-	for i := len(u.steps) - 1; i >= 0; i-- {
-		if e := u.steps[i](ctx); e != nil {
-			*err = errors.Join(*err, fmt.Errorf("while undoing: %w", e))
-		}
-	}
 }

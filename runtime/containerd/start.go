@@ -18,6 +18,7 @@ import (
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
@@ -55,9 +56,9 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 	if s.n, err = b.nextRun(id); err != nil {
 		return nil, err
 	}
-	var undo undo
-	defer func() { undo.run(ctx, &err) }()
-	undo.add(func(ctx context.Context) error {
+	var undo undo.Stack
+	defer func() { undo.Run(ctx, &err) }()
+	undo.Add(func(ctx context.Context) error {
 		s.attached.Close()
 		s.monitor.kill()
 		err := b.release(ctx, id)

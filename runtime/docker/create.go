@@ -25,6 +25,7 @@ import (
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -64,9 +65,9 @@ func (b *Backend) Create(ctx context.Context, s runtime.Spec, lower []string) (e
 	if err != nil {
 		return err
 	}
-	var undo undo
-	defer func() { undo.run(ctx, &err) }()
-	undo.add(func(ctx context.Context) error { return b.Remove(ctx, s.ID) })
+	var undo undo.Stack
+	defer func() { undo.Run(ctx, &err) }()
+	undo.Add(func(ctx context.Context) error { return b.Remove(ctx, s.ID) })
 	if s.Network.Mode == runtime.NetworkBridge {
 		err = b.locked(func() error {
 			at, err := b.joinNetwork(ctx, s.Network.Group)

@@ -25,7 +25,6 @@ package docker
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"os"
@@ -168,23 +167,3 @@ func whole(ctx context.Context) (context.Context, context.CancelFunc) {
 
 // hint is an error with a remedy.
 func hint(err error, remedy string) error { return &fault.Error{Err: err, Hint: remedy} }
-
-// undo is the stack of what a verb must take back when it fails.
-type undo struct{ steps []func(context.Context) error }
-
-func (u *undo) add(step func(context.Context) error) { u.steps = append(u.steps, step) }
-
-// run takes everything back, newest first, unless *err is nil. It works on a
-// context of its own, because the caller's may be what failed.
-func (u *undo) run(ctx context.Context, err *error) {
-	if *err == nil {
-		return
-	}
-	ctx, cancel := whole(ctx)
-	defer cancel()
-	for i := len(u.steps) - 1; i >= 0; i-- {
-		if e := u.steps[i](ctx); e != nil {
-			*err = errors.Join(*err, fmt.Errorf("while undoing: %w", e))
-		}
-	}
-}

@@ -19,6 +19,7 @@ import (
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -40,8 +41,8 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 	_, lerr := stage.Load(b.stageRun, c.ID)
 	restores := !errors.Is(lerr, fault.ErrNotFound)
 	_, wrapped := b.ociRuntime(c)
-	var undo undo
-	defer func() { undo.run(ctx, &err) }()
+	var undo undo.Stack
+	defer func() { undo.Run(ctx, &err) }()
 	start := container.StartOptions{}
 	var kept []string
 	switch {
@@ -56,14 +57,14 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 		if err := stage.PutStart(b.stageRun, c.ID, s); err != nil {
 			return nil, err
 		}
-		undo.add(func(context.Context) error { return stage.ClearStart(b.stageRun, c.ID) })
+		undo.Add(func(context.Context) error { return stage.ClearStart(b.stageRun, c.ID) })
 	case restores && !info.ExperimentalBuild:
 		return nil, fmt.Errorf("container %s runs under the OCI runtime %s, which restores nothing: %w", id, c.HostConfig.Runtime, fault.ErrUnsupported)
 	case restores:
 		if start.CheckpointID, err = b.layOutCheckpoint(c); err != nil {
 			return nil, err
 		}
-		undo.add(func(context.Context) error { return b.dropCheckpoints(c) })
+		undo.Add(func(context.Context) error { return b.dropCheckpoints(c) })
 	}
 	if err := failpoint.Hit("docker.start.after-stage"); err != nil {
 		return nil, err
@@ -73,12 +74,12 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 		if a, err = b.attach(ctx, c, *opts.Streams, true); err != nil {
 			return nil, err
 		}
-		undo.add(func(context.Context) error { a.close(); return nil })
+		undo.Add(func(context.Context) error { a.close(); return nil })
 	}
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
-	undo.add(func(ctx context.Context) error { return b.quell(ctx, c) })
+	undo.Add(func(ctx context.Context) error { return b.quell(ctx, c) })
 	call, cancel := whole(ctx)
 	defer cancel()
 	if err := b.api.ContainerStart(call, c.ID, start); err != nil {

@@ -13,6 +13,7 @@ import (
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
@@ -54,9 +55,9 @@ func (b *Backend) Create(ctx context.Context, spec runtime.Spec, lower []string)
 	if _, err := os.Lstat(b.dir(id, "container.json")); err == nil {
 		return fmt.Errorf("container %s: %w", id, fault.ErrExists)
 	}
-	var undo undo
-	defer func() { undo.run(ctx, &err) }()
-	undo.add(func(ctx context.Context) error {
+	var undo undo.Stack
+	defer func() { undo.Run(ctx, &err) }()
+	undo.Add(func(ctx context.Context) error {
 		return errors.Join(b.wipe(ctx, id, false), os.Remove(b.dir(id)))
 	})
 	if left {

@@ -16,6 +16,7 @@ import (
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/record"
@@ -51,9 +52,9 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 	} else if len(runs) > 0 {
 		s.n = runs[0] + 1
 	}
-	var undo undo
-	defer func() { undo.run(ctx, &err) }()
-	undo.add(func(ctx context.Context) error {
+	var undo undo.Stack
+	defer func() { undo.Run(ctx, &err) }()
+	undo.Add(func(ctx context.Context) error {
 		s.attached.Close()
 		err := b.release(ctx, id, true)
 		return errors.Join(err, os.RemoveAll(b.runPath(id, s.n)))
