@@ -137,7 +137,13 @@ func (h *history) onOverlay(fn func(root string)) {
 		h.r.Fatalf("%s: %v", options, err)
 	}
 	defer func() {
-		if err := unix.Unmount(h.mount, 0); err != nil {
+		// A program that another test starts at this moment holds what is open
+		// here until its exec is through.
+		err := unix.Unmount(h.mount, 0)
+		for deadline := time.Now().Add(10 * time.Second); err == unix.EBUSY && time.Now().Before(deadline); err = unix.Unmount(h.mount, 0) {
+			time.Sleep(time.Millisecond)
+		}
+		if err != nil {
 			h.r.Fatal(err)
 		}
 		if err := os.RemoveAll(work); err != nil {
