@@ -280,17 +280,16 @@ func (e *Engine) inState(ctx context.Context, ref string, states ...Status) (loc
 // running finds a sandbox that runs. One that a checkpoint holds frozen for a
 // moment is waited for: its callers must not notice checkpoints.
 func (e *Engine) running(ctx context.Context, ref, verb string) (located, error) {
-	sb, c, err := e.inState(ctx, ref, Running, Paused, Created, Exited)
+	sb, c, err := e.inState(ctx, ref, Running, Paused)
+	if err != nil || c.Status == Running {
+		return sb, err
+	}
+	lock, err := e.store.Lock(ctx, sb.ID, verb, frozenWait)
 	if err != nil {
 		return sb, err
 	}
-	if c.Status == Paused {
-		lock, err := e.store.Lock(ctx, sb.ID, verb, frozenWait)
-		if err != nil {
-			return sb, err
-		}
-		lock.Unlock()
-	}
+	defer lock.Unlock()
+	// No checkpoint goes on now: what is still paused somebody wanted so.
 	sb, _, err = e.inState(ctx, sb.ID, Running)
 	return sb, err
 }
