@@ -25,6 +25,7 @@ func TestMain(m *testing.M) {
 // tb is what a test, a benchmark, a fuzz target and a rapid check have in common.
 type tb interface {
 	Helper()
+	Cleanup(func())
 	Errorf(string, ...any)
 	Fatal(...any)
 	Fatalf(string, ...any)

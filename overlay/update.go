@@ -2,6 +2,7 @@ package overlay
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"iter"
@@ -22,26 +23,30 @@ type Source interface {
 }
 
 // Update is the way from what a directory holds to what it is to hold. It
-// lists the differences only; its memory is theirs.
+// lists the differences only. However many they are, its memory is small: what
+// does not fit there is in a file, until Close.
 //
 //	Collect -> PlanUpdate -> Stage (while the directory is still in use) -> Apply (while nobody uses it)
 type Update struct {
-	// Changes are all paths that are touched, in the order of ComparePaths. A
-	// directory that goes is followed by everything in it.
-	Changes []UpdateChange
+	// changes are all paths that differ. A directory that goes is followed by
+	// everything in it.
+	changes changeList
+	n       int            // of which something is done about
+	files   int            // of which data is staged
+	bytes   int64          // of that data
+	from    map[int]string // doLink: a path that has the inode by then, where that is not New.Hardlink
 
-	// times has the wanted times of the directories in which names change:
-	// such a directory need not be different itself.
+	// times has the wanted times of the directories in which names change and
+	// which are not among the changes.
 	times map[string]Time
 }
 
-// UpdateChange is one path of an upperdir that an Update touches.
-type UpdateChange struct {
+// updateChange is one path of a directory that an Update is about.
+type updateChange struct {
 	Path string
 	Kind ChangeKind // Added, Deleted, Modified or TypeChanged
 	Old  *Entry     // nil: Added
 	New  *Entry     // nil: Deleted
-	Data bool       // the file's data is staged
 
 	do    action
 	inode *Entry // what the inode behind the path is to be: New, or what New is a hard link to
@@ -62,17 +67,76 @@ const (
 )
 
 // Empty tells that nothing needs to be done.
-func (u *Update) Empty() bool { return len(u.Changes) == 0 }
+func (u *Update) Empty() bool { return u.n == 0 }
+
+// Len returns how many paths change.
+func (u *Update) Len() int { return u.n }
 
 // Bytes returns how many bytes of file data Stage reads and writes.
-func (u *Update) Bytes() int64 {
-	var n int64
-	for i := range u.Changes {
-		if c := &u.Changes[i]; c.Data {
-			n += c.New.data()
+func (u *Update) Bytes() int64 { return u.bytes }
+
+// Close gives back what the update holds on disk; it cannot be applied any
+// more. It may be called again, and of nil.
+func (u *Update) Close() error {
+	if u == nil {
+		return nil
+	}
+	return u.changes.close()
+}
+
+// at returns the i-th change.
+func (u *Update) at(i int) (*updateChange, error) {
+	c, err := u.changes.at(i)
+	if err != nil {
+		return nil, err
+	}
+	switch {
+	case c.do == doLink:
+		from, ok := u.from[i]
+		if !ok {
+			from = c.New.Hardlink
+		}
+		c.from = from
+	case c.do == doAttrs && c.New.Hardlink != "":
+		first, err := u.changes.find(c.New.Hardlink)
+		if err != nil {
+			return nil, err
+		}
+		leader, err := u.changes.at(first)
+		if err != nil {
+			return nil, err
+		}
+		c.inode = leader.New
+	}
+	return c, nil
+}
+
+// all goes through what there is something to do about, in order.
+func (u *Update) all(fn func(i int, c *updateChange) error) error {
+	for i := range u.changes.index {
+		if u.changes.index[i].do == doNothing {
+			continue
+		}
+		c, err := u.at(i)
+		if err == nil {
+			err = fn(i, c)
+		}
+		if err != nil {
+			return err
 		}
 	}
-	return n
+	return nil
+}
+
+// count adds what is done about a change to the sums, or takes it off them.
+func (u *Update) count(c *updateChange, sign int) {
+	if c.do != doNothing {
+		u.n += sign
+	}
+	if c.do == doFile {
+		u.files += sign
+		u.bytes += int64(sign) * c.New.data()
+	}
 }
 
 // PlanUpdate compares the entries that a directory has, from a Collect of it
@@ -84,15 +148,16 @@ func (u *Update) Bytes() int64 {
 // same digest. A tree from a filesystem with smaller blocks can therefore name
 // files that Compare would take for equal; replacing them is never wrong.
 func PlanUpdate(ctx context.Context, have string, want iter.Seq2[Entry, error]) (*Update, error) {
-	return plan(ctx, pull(func(fn func(Entry) error) error { return Collection(have, fn) }), want)
+	return planBy(ctx, have, func(p *planner) error {
+		return p.merge(pull(func(fn func(Entry) error) error { return Collection(have, fn) }), want)
+	})
 }
 
-func plan(ctx context.Context, have, want iter.Seq2[Entry, error]) (*Update, error) {
-	return planBy(ctx, func(p *planner) error { return p.merge(have, want) })
-}
-
-func planBy(ctx context.Context, merge func(p *planner) error) (*Update, error) {
-	p := planner{ctx: ctx, u: &Update{times: map[string]Time{}}}
+// planBy keeps what does not fit into memory beside the file have.
+func planBy(ctx context.Context, have string, merge func(p *planner) error) (*Update, error) {
+	p := planner{ctx: ctx, u: &Update{
+		changes: changeList{path: have + ".changes"}, from: map[int]string{}, times: map[string]Time{},
+	}}
 	err := merge(&p)
 	switch {
 	case err != nil:
@@ -101,10 +166,12 @@ func planBy(ctx context.Context, merge func(p *planner) error) (*Update, error) 
 	case !p.wantOrder.any:
 		err = fmt.Errorf("nothing is wanted, not even \".\": %w", fault.ErrInvalid)
 	default:
-		err = p.resolve()
+		if err = p.u.changes.end(); err == nil {
+			err = p.resolve()
+		}
 	}
 	if err != nil {
-		return nil, fmt.Errorf("plan update: %w", err)
+		return nil, errors.Join(fmt.Errorf("plan update: %w", err), p.u.Close())
 	}
 	return p.u, nil
 }
@@ -115,14 +182,16 @@ type planner struct {
 	ctx  context.Context
 	u    *Update
 	dirs []timedDir // the wanted directories above the current path
+	tied []int      // the changes in which an inode has a further name
 	n    int
 
 	haveOrder, wantOrder orderCheck
 }
 
 type timedDir struct {
-	path  string
-	mtime Time
+	path    string
+	mtime   Time
+	changes bool // it is among the changes
 }
 
 func (p *planner) merge(have, want iter.Seq2[Entry, error]) error {
@@ -175,24 +244,33 @@ func (p *planner) pair(h, w *Entry) error {
 	if p.n++; p.n%1024 == 0 && p.ctx.Err() != nil {
 		return p.ctx.Err()
 	}
-	if h == nil || w == nil || !same(h, w) || !p.settled(w) {
+	if h == nil || w == nil || !same(h, w) {
 		return p.record(h, w)
 	}
-	p.enter(w)
+	if ok, err := p.settled(w); !ok || err != nil {
+		return errors.Join(err, p.record(h, w))
+	}
+	p.enter(w, false)
 	return nil
 }
 
 // settled tells whether a path that is equal on both sides needs no second look.
 // A further name of an inode does when that inode is among the changes.
-func (p *planner) settled(w *Entry) bool { return w.Hardlink == "" || p.u.find(w.Hardlink) < 0 }
+func (p *planner) settled(w *Entry) (bool, error) {
+	if w.Hardlink == "" {
+		return true, nil
+	}
+	i, err := p.u.changes.find(w.Hardlink)
+	return i < 0, err
+}
 
 // enter keeps the directories above the current path.
-func (p *planner) enter(w *Entry) {
+func (p *planner) enter(w *Entry, changes bool) {
 	if w.Type != TypeDir {
 		return
 	}
 	p.leave(w.Path)
-	p.dirs = append(p.dirs, timedDir{w.Path, w.Mtime})
+	p.dirs = append(p.dirs, timedDir{w.Path, w.Mtime, changes})
 }
 
 func (p *planner) leave(path string) {
@@ -211,20 +289,41 @@ func isAbove(dir, path string) bool {
 
 // record notes a path that differs, or may yet turn out to.
 func (p *planner) record(h, w *Entry) error {
-	c := UpdateChange{Kind: Modified}
-	if h != nil {
-		e := *h
-		c.Path, c.Old = e.Path, &e
-	}
 	if w != nil {
-		e := *w
-		if err := e.check(); err != nil {
+		if err := w.check(); err != nil {
 			return fmt.Errorf("%w: %w", fault.ErrInvalid, err)
 		}
-		if e.Type == TypeFile && e.Hardlink == "" && !validDigest(e.Digest) {
-			return fmt.Errorf("%q is wanted without a digest: %w", clip(e.Path), fault.ErrInvalid)
+		if w.Type == TypeFile && w.Hardlink == "" && !validDigest(w.Digest) {
+			return fmt.Errorf("%q is wanted without a digest: %w", clip(w.Path), fault.ErrInvalid)
 		}
-		c.Path, c.New = e.Path, &e
+	}
+	c := newChange(h, w)
+	c.do = c.alone()
+	if h != nil && h.Hardlink != "" || w != nil && w.Hardlink != "" {
+		p.tied = append(p.tied, len(p.u.changes.index))
+	}
+	if err := p.u.changes.add(h, w, c.do); err != nil {
+		return err
+	}
+	p.u.count(c, 1)
+	p.leave(c.Path)
+	if n := len(p.dirs); n > 0 && !p.dirs[n-1].changes {
+		if parent, _ := splitPath(c.Path); parent == p.dirs[n-1].path {
+			p.u.times[parent] = p.dirs[n-1].mtime
+		}
+	}
+	if w != nil {
+		p.enter(w, true)
+	}
+	return nil
+}
+
+func newChange(h, w *Entry) *updateChange {
+	c := &updateChange{Kind: Modified, Old: h, New: w, inode: w}
+	if h != nil {
+		c.Path = h.Path
+	} else {
+		c.Path = w.Path
 	}
 	switch {
 	case h == nil:
@@ -234,26 +333,25 @@ func (p *planner) record(h, w *Entry) error {
 	case h.Type != w.Type:
 		c.Kind = TypeChanged
 	}
-	p.u.Changes = append(p.u.Changes, c)
-	p.leave(c.Path)
-	if n := len(p.dirs); n > 0 {
-		if parent, _ := splitPath(c.Path); parent == p.dirs[n-1].path {
-			p.u.times[parent] = p.dirs[n-1].mtime
-		}
-	}
-	if w != nil {
-		p.enter(w)
-	}
-	return nil
+	return c
 }
 
-// find returns the index of a path's change, or -1: it is as wanted.
-func (u *Update) find(path string) int {
-	i, ok := slices.BinarySearchFunc(u.Changes, path, func(c UpdateChange, path string) int { return ComparePaths(c.Path, path) })
-	if !ok {
-		return -1
+// alone is what there is to do where no inode has several names.
+func (c *updateChange) alone() action {
+	h, w := c.Old, c.New
+	switch {
+	case w == nil:
+		return doRemove
+	case w.Type == TypeDir:
+		return doDir
+	case w.Hardlink != "":
+		return doLink
+	case w.Type != TypeFile:
+		return doNode
+	case h != nil && h.Type == TypeFile && h.Hardlink == "" && sameContent(h, w):
+		return doAttrs
 	}
-	return i
+	return doFile
 }
 
 // same tells whether nothing needs to be done to make h what w is.
@@ -288,89 +386,131 @@ type claim struct {
 	exact bool   // nothing about the inode itself changes
 }
 
+// tie is a change of an inode that has several names, here or there.
+type tie struct {
+	i          int
+	have, want int // the changes of the first names; -1: that one is as wanted
+}
+
+// ties returns these changes, in order.
+func (p *planner) ties() ([]tie, error) {
+	l := &p.u.changes
+	list := make([]tie, 0, len(p.tied))
+	var firsts []int
+	for _, i := range p.tied {
+		c, err := l.at(i)
+		if err != nil {
+			return nil, err
+		}
+		t := tie{i, i, i}
+		for _, side := range []struct {
+			e     *Entry
+			first *int
+		}{{c.Old, &t.have}, {c.New, &t.want}} {
+			if side.e == nil || side.e.Hardlink == "" {
+				continue
+			}
+			if *side.first, err = l.find(side.e.Hardlink); err != nil {
+				return nil, err
+			}
+			if *side.first >= 0 {
+				firsts = append(firsts, *side.first)
+			}
+		}
+		list = append(list, t)
+	}
+	slices.Sort(firsts)
+	for _, i := range slices.Compact(firsts) {
+		if _, ok := slices.BinarySearch(p.tied, i); !ok {
+			list = append(list, tie{i, i, i})
+		}
+	}
+	slices.SortFunc(list, func(a, b tie) int { return a.i - b.i })
+	return list, nil
+}
+
 // resolve decides which of the present inodes become wanted ones, and with that
-// what there is to do for each path.
+// what there is to do for the paths of inodes with several names.
 //
 // A present inode becomes at most one wanted inode, and only by a path that has
 // the one and is to have the other. That path keeps its name throughout, so it
 // is good to link from whenever the others' turn comes. All other paths of the
 // present inode are removed or get another, and so its attributes may change.
 func (p *planner) resolve() error {
-	claims, err := p.claim()
+	ties, err := p.ties()
 	if err != nil {
 		return err
 	}
-	for i := range p.u.Changes {
-		c := &p.u.Changes[i]
-		if c.New == nil {
-			c.do = doRemove
+	claims, err := p.claim(ties)
+	if err != nil {
+		return err
+	}
+	for _, t := range ties {
+		c, err := p.u.changes.at(t.i)
+		if err != nil {
+			return err
+		}
+		if c.New == nil || c.New.Type == TypeDir {
 			continue
 		}
-		c.inode = c.New
-		if c.New.Type == TypeDir {
-			c.do = doDir
-			continue
-		}
-		group := c.New.group()
-		leader := i
-		if c.New.Hardlink != "" {
-			leader = p.u.find(group)
-		}
-		if leader < 0 { // the inode is there as wanted, under the group's own name
-			c.do, c.from = doLink, group
-			continue
-		}
-		c.inode = p.u.Changes[leader].New
-		if cl, ok := claims[group]; ok {
-			if c.Old == nil || c.Old.Type != c.New.Type || c.Old.group() != cl.have {
-				c.do, c.from = doLink, cl.path
-			} else if c.Path == cl.path && !cl.exact {
-				c.do = doAttrs
-			}
-			continue
-		}
+		p.u.count(c, -1)
+		c.do = doLink
+		cl, ok := claims[c.New.group()]
 		switch {
-		case leader != i:
-			c.do, c.from = doLink, group
+		case t.want < 0: // the inode is there as wanted, under the group's own name
+		case ok && (c.Old == nil || c.Old.Type != c.New.Type || c.Old.group() != cl.have):
+			p.u.from[t.i] = cl.path
+		case ok && c.Path == cl.path && !cl.exact:
+			c.do = doAttrs
+		case ok:
+			c.do = doNothing
+		case t.want != t.i:
 		case c.New.Type == TypeFile:
-			c.do, c.Data = doFile, true
+			c.do = doFile
 		default:
 			c.do = doNode
 		}
+		p.u.count(c, 1)
+		p.u.changes.index[t.i].do = c.do
 	}
-	p.u.Changes = slices.DeleteFunc(p.u.Changes, func(c UpdateChange) bool { return c.do == doNothing })
 	return nil
 }
 
-func (p *planner) claim() (map[string]claim, error) {
+func (p *planner) claim(ties []tie) (map[string]claim, error) {
+	l := &p.u.changes
 	claims := map[string]claim{}   // by wanted group
 	taken := map[string]struct{}{} // groups of the directory
 	for _, exact := range []bool{true, false} {
-		for i := range p.u.Changes {
-			c := &p.u.Changes[i]
+		for _, t := range ties {
+			c, err := l.at(t.i)
+			if err != nil {
+				return nil, err
+			}
 			if c.New == nil || c.New.Type == TypeDir {
 				continue
 			}
-			wi := i
-			if c.New.Hardlink != "" {
-				if wi = p.u.find(c.New.Hardlink); wi >= 0 {
-					if l := p.u.Changes[wi].New; l == nil || l.Hardlink != "" || l.Type != c.New.Type {
-						return nil, fmt.Errorf("%q is wanted as a hard link to %q, which is to be no %s of its own: %w",
-							clip(c.Path), clip(c.New.Hardlink), c.New.Type, fault.ErrInvalid)
-					}
+			w := c.New
+			if t.want >= 0 && t.want != t.i {
+				leader, err := l.at(t.want)
+				if err != nil {
+					return nil, err
+				}
+				if w = leader.New; w == nil || w.Hardlink != "" || w.Type != c.New.Type {
+					return nil, fmt.Errorf("%q is wanted as a hard link to %q, which is to be no %s of its own: %w",
+						clip(c.Path), clip(c.New.Hardlink), c.New.Type, fault.ErrInvalid)
 				}
 			}
-			if c.Old == nil || c.Old.Type != c.New.Type {
-				continue
+			if c.Old == nil || c.Old.Type != c.New.Type || t.have < 0 || t.want < 0 {
+				continue // or an inode that a path which is as wanted has already
 			}
-			hi := i
-			if c.Old.Hardlink != "" {
-				hi = p.u.find(c.Old.Hardlink)
+			h := c.Old
+			if t.have != t.i {
+				leader, err := l.at(t.have)
+				if err != nil {
+					return nil, err
+				}
+				h = leader.Old
 			}
-			if hi < 0 || wi < 0 {
-				continue // an inode that a path which is as wanted has already
-			}
-			h, w := p.u.Changes[hi].Old, p.u.Changes[wi].New
 			if h == nil || h.Hardlink != "" {
 				return nil, fmt.Errorf("%q is recorded as a hard link to %q, which is none of its own: %w",
 					clip(c.Path), clip(c.Old.Hardlink), fault.ErrCorrupt)

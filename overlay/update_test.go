@@ -53,6 +53,19 @@ func digested(dir string) iter.Seq2[Entry, error] {
 	return DirEntries(context.Background(), dir, WalkOptions{Digest: true})
 }
 
+// plan is PlanUpdate of any two sequences.
+func plan(ctx context.Context, have, want iter.Seq2[Entry, error]) (*Update, error) {
+	file := filepath.Join(os.TempDir(), fmt.Sprintf("overlay-test-%d", os.Getpid()))
+	return planBy(ctx, file, func(p *planner) error { return p.merge(have, want) })
+}
+
+// inOrder is all that an update does something about.
+func inOrder(t tb, u *Update) (list []*updateChange) {
+	t.Helper()
+	must(t, u.all(func(_ int, c *updateChange) error { list = append(list, c); return nil }))
+	return list
+}
+
 // planDirs plans in every way there is, which must be one plan.
 func planDirs(t tb, dir, want string) *Update {
 	t.Helper()
@@ -62,14 +75,20 @@ func planDirs(t tb, dir, want string) *Update {
 	defer os.Remove(memory)
 	_, err = Collect(context.Background(), dir, memory, nil, CollectOptions{})
 	must(t, err)
+	defer func(n int) { spillAt = n }(spillAt)
+	spillAt = 1000
 	second, err := PlanUpdate(context.Background(), memory, digested(want))
 	must(t, err)
 	third, err := PlanUpdateTree(context.Background(), memory, bytes.NewReader(treeOf(t, want)))
 	must(t, err)
+	t.Cleanup(func() { must(t, errors.Join(u.Close(), second.Close(), third.Close())) })
 	for name, v := range map[string]*Update{"PlanUpdate": second, "PlanUpdateTree": third} {
-		if !reflect.DeepEqual(u, v) {
-			t.Fatalf("%s has another plan: %q, want %q", name, kinds(v), kinds(u))
+		if !reflect.DeepEqual(inOrder(t, u), inOrder(t, v)) || !reflect.DeepEqual(u.times, v.times) || u.Bytes() != v.Bytes() {
+			t.Fatalf("%s has another plan: %q, want %q", name, kinds(t, v), kinds(t, u))
 		}
+	}
+	if second.changes.file != nil {
+		return second
 	}
 	return u
 }
@@ -109,12 +128,12 @@ func proven(t tb, dir, want string) {
 		t.Fatalf("Verify: %v %v", diffs, err)
 	}
 	if u := planDirs(t, dir, want); !u.Empty() {
-		t.Fatalf("there is still something to do: %v", kinds(u))
+		t.Fatalf("there is still something to do: %v", kinds(t, u))
 	}
 }
 
-func kinds(u *Update) (list []string) {
-	for _, c := range u.Changes {
+func kinds(t tb, u *Update) (list []string) {
+	for _, c := range inOrder(t, u) {
 		list = append(list, string(c.Kind)+" "+c.Path)
 	}
 	return list
@@ -148,7 +167,7 @@ func inodes(t tb, dir string) map[string]inode {
 func onlyDifferences(t tb, u *Update, had, wanted map[string]string, before, after map[string]inode) {
 	t.Helper()
 	touched := map[string]bool{}
-	for _, c := range u.Changes {
+	for _, c := range inOrder(t, u) {
 		touched[c.Path] = true
 		parent, _ := splitPath(c.Path)
 		touched[parent] = true
@@ -159,8 +178,8 @@ func onlyDifferences(t tb, u *Update, had, wanted map[string]string, before, aft
 			t.Errorf("%s %q, which is the same on both sides: %s", c.Kind, c.Path, had[c.Path])
 		}
 	}
-	if !slices.IsSortedFunc(u.Changes, func(a, b UpdateChange) int { return ComparePaths(a.Path, b.Path) }) {
-		t.Errorf("out of order: %q", kinds(u))
+	if !slices.IsSortedFunc(inOrder(t, u), func(a, b *updateChange) int { return ComparePaths(a.Path, b.Path) }) {
+		t.Errorf("out of order: %q", kinds(t, u))
 	}
 	for path, b := range before {
 		a, ok := after[path]
@@ -201,7 +220,7 @@ func TestUpdateRandom(t *testing.T) {
 		u := update(rt, dir, want)
 		onlyDifferences(rt, u, had, wanted, before, inodes(rt, dir))
 		samePeek(rt, "the wanted directory itself", wanted, peek(rt, want))
-		for _, c := range u.Changes {
+		for _, c := range inOrder(rt, u) {
 			actions[c.do]++
 		}
 	})
@@ -244,22 +263,22 @@ func TestUpdateFresh(t *testing.T) {
 	if u.Bytes() < 3_000_000 {
 		t.Errorf("%d bytes", u.Bytes())
 	}
-	for _, c := range u.Changes {
+	for _, c := range inOrder(t, u) {
 		if c.Kind != Added && c.Path != "." {
 			t.Errorf("%s %q", c.Kind, c.Path)
 		}
 	}
 	before := inodes(t, dir)
 	if u := update(t, dir, want); !u.Empty() {
-		t.Error(kinds(u))
+		t.Error(kinds(t, u))
 	}
 	if after := inodes(t, dir); fmt.Sprint(before) != fmt.Sprint(after) {
 		t.Error("an empty update touched something")
 	}
 	n := len(before)
 	u = update(t, dir, empty)
-	if len(u.Changes) != n { // everything below, and "." is modified
-		t.Errorf("%d changes of %d entries: %q", len(u.Changes), n, kinds(u))
+	if u.Len() != n { // everything below, and "." is modified
+		t.Errorf("%d changes of %d entries: %q", u.Len(), n, kinds(t, u))
 	}
 }
 
@@ -405,17 +424,17 @@ func TestUpdateCases(t *testing.T) {
 				onlyDifferences(t, u, had, wanted, before, after)
 				for _, p := range c.keep {
 					if before[p].ino != after[p].ino {
-						t.Errorf("%q has another inode; %q", p, kinds(u))
+						t.Errorf("%q has another inode; %q", p, kinds(t, u))
 					}
 				}
 				data := 0
-				for _, c := range u.Changes {
-					if c.Data {
+				for _, c := range inOrder(t, u) {
+					if c.do == doFile {
 						data++
 					}
 				}
 				if i == 0 && data != c.data {
-					t.Errorf("%d files staged, want %d: %q", data, c.data, kinds(u))
+					t.Errorf("%d files staged, want %d: %q", data, c.data, kinds(t, u))
 				}
 			}
 		})
@@ -441,13 +460,13 @@ func TestUpdateDeep(t *testing.T) {
 	must(t, unix.Close(fd))
 	for _, to := range []string{want, empty} {
 		u := planDirs(t, dir, to)
-		if len(u.Changes) < maxDepth-1 {
-			t.Errorf("%d changes", len(u.Changes))
+		if u.Len() < maxDepth-1 {
+			t.Errorf("%d changes", u.Len())
 		}
 		must(t, u.Stage(t.Context(), dir+".stage", nil))
 		must(t, u.Apply(t.Context(), dir, dir+".stage"))
 		if u := planDirs(t, dir, to); !u.Empty() {
-			t.Error(len(u.Changes))
+			t.Error(u.Len())
 		}
 	}
 }
@@ -502,6 +521,53 @@ func seqOf(list []Entry) iter.Seq2[Entry, error] {
 	}
 }
 
+// TestUpdateFreshMemory fills a directory with very many entries. The memory
+// must stay small.
+func TestUpdateFreshMemory(t *testing.T) {
+	const files = 100_000
+	base := tmpfs(t, "size=1g,nr_inodes=0")
+	dir, memory := base+"/dir", base+"/memory"
+	must(t, os.Mkdir(dir, 0o755))
+	_, err := Collect(t.Context(), dir, memory, nil, CollectOptions{})
+	must(t, err)
+	want := func(yield func(Entry, error) bool) {
+		more := yield(Entry{Path: ".", Type: TypeDir, Mode: 0o755}, nil)
+		for i := 0; i < files && more; i++ {
+			sub := fmt.Sprintf("a-directory-%03d", i/1000)
+			if i%1000 == 0 {
+				more = yield(Entry{Path: sub, Type: TypeDir, Mode: 0o755}, nil)
+			}
+			e := Entry{Path: fmt.Sprintf("%s/a-name-of-common-length-%03d", sub, i%1000), Type: TypeFile, Mode: 0o644, Digest: digestOf(nil)}
+			if i%100 == 99 {
+				e = Entry{Path: e.Path, Type: TypeFile, Hardlink: fmt.Sprintf("%s/a-name-of-common-length-%03d", sub, i%1000-1)}
+			}
+			more = more && yield(e, nil)
+		}
+	}
+	defer debug.SetGCPercent(debug.SetGCPercent(20))
+	peak := watchMemory()
+	u, err := PlanUpdate(t.Context(), memory, want)
+	must(t, err)
+	must(t, u.Stage(t.Context(), dir+".stage", nil))
+	must(t, u.Apply(t.Context(), dir, dir+".stage"))
+	used := peak()
+	must(t, u.Close())
+	if used > 30<<20 {
+		t.Errorf("took %d MiB", used>>20)
+	}
+	t.Logf("peak %d MiB", used>>20)
+	left, err := os.ReadDir(base)
+	if len(left) != 2 || err != nil {
+		t.Errorf("left behind: %v %v", left, err)
+	}
+	must(t, os.Remove(memory))
+	_, err = Collect(t.Context(), dir, memory, nil, CollectOptions{})
+	must(t, err)
+	if u, err = PlanUpdate(t.Context(), memory, want); err != nil || !u.Empty() {
+		t.Errorf("%d changes are left: %v", u.Len(), err)
+	}
+}
+
 // TestPlanMemory has a million entries of which ten differ.
 func TestPlanMemory(t *testing.T) {
 	many := func(change int) iter.Seq2[Entry, error] {
@@ -532,8 +598,8 @@ func TestPlanMemory(t *testing.T) {
 	u, err := plan(t.Context(), many(0), many(1))
 	used := peak()
 	must(t, err)
-	if len(u.Changes) != 20 {
-		t.Errorf("%q", kinds(u))
+	if u.Len() != 20 {
+		t.Errorf("%q", kinds(t, u))
 	}
 	if used > 50<<20 {
 		t.Errorf("took %d MiB", used>>20)

@@ -113,10 +113,9 @@ func (a *updater) run(ctx context.Context) error {
 		return err
 	}
 	gone := "" // the last directory that was removed; what was in it went along
-	for i := range a.u.Changes {
-		c := &a.u.Changes[i]
+	err := a.u.all(func(i int, c *updateChange) error {
 		if gone != "" && isAbove(gone, c.Path) {
-			continue
+			return nil
 		}
 		if err := a.reach(ctx, c.Path); err != nil {
 			return err
@@ -127,6 +126,10 @@ func (a *updater) run(ctx context.Context) error {
 		if c.Old != nil && c.Old.Type == TypeDir && c.do != doDir {
 			gone = c.Path
 		}
+		return nil
+	})
+	if err != nil {
+		return err
 	}
 	for len(a.at) > 0 {
 		if err := a.leave(ctx); err != nil {
@@ -141,9 +144,19 @@ func (a *updater) run(ctx context.Context) error {
 // not exist, in a tree that somebody made up, is found out here, before anything
 // is touched.
 func (a *updater) sources(ctx context.Context) error {
-	for i := range a.u.Changes {
-		c := &a.u.Changes[i]
-		if c.do != doLink || a.u.find(c.from) >= 0 {
+	l := &a.u.changes
+	for i := range l.index {
+		if l.index[i].do != doLink {
+			continue
+		}
+		c, err := a.u.at(i)
+		if err != nil {
+			return err
+		}
+		if first, err := l.find(c.from); first >= 0 || err != nil {
+			if err != nil {
+				return err
+			}
 			continue
 		}
 		if err := ctx.Err(); err != nil {
@@ -250,7 +263,7 @@ func (a *updater) settle(fd int, e *Entry) error {
 	return finish(fd, e)
 }
 
-func (a *updater) do(ctx context.Context, i int, c *UpdateChange) error {
+func (a *updater) do(ctx context.Context, i int, c *updateChange) error {
 	if c.Path == "." {
 		a.at[0].want = c.New
 		return nil
@@ -314,7 +327,7 @@ func (a *updater) do(ctx context.Context, i int, c *UpdateChange) error {
 
 // move gives what lies complete in the stage its place. A rename replaces what
 // is there, so that the name is never missing.
-func (a *updater) move(temp string, dir int, name string, c *UpdateChange) error {
+func (a *updater) move(temp string, dir int, name string, c *updateChange) error {
 	if c.Old != nil && c.Old.Type != TypeDir {
 		if err := unix.Renameat(a.stage, temp, dir, name); err != nil {
 			return pathError("rename", c.Path, err)
@@ -337,7 +350,7 @@ func (a *updater) move(temp string, dir int, name string, c *UpdateChange) error
 }
 
 // attrs changes a file in place.
-func (a *updater) attrs(dir int, name string, c *UpdateChange) error {
+func (a *updater) attrs(dir int, name string, c *updateChange) error {
 	// A path descriptor has no effect on what it is opened for, and what is
 	// opened through it is the very inode that was looked at.
 	p, err := unix.Openat(dir, name, unix.O_PATH|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
@@ -365,7 +378,7 @@ func (a *updater) attrs(dir int, name string, c *UpdateChange) error {
 }
 
 // link makes a name in the stage of the inode that c.from has.
-func (a *updater) link(temp string, c *UpdateChange) error {
+func (a *updater) link(temp string, c *updateChange) error {
 	return a.source(c, func(dir int, name string) error {
 		if err := unix.Linkat(dir, name, a.stage, temp, 0); err != nil {
 			return pathError("link", c.Path, err)
@@ -376,7 +389,7 @@ func (a *updater) link(temp string, c *UpdateChange) error {
 
 // source calls use with the directory and name of c.from, once it is known to
 // be of the right type.
-func (a *updater) source(c *UpdateChange, use func(dir int, name string) error) error {
+func (a *updater) source(c *updateChange, use func(dir int, name string) error) error {
 	parent, name := splitPath(c.from)
 	dir := a.root
 	if parent != "." {

@@ -60,8 +60,8 @@ func BenchmarkUpdate(b *testing.B) {
 				l.lap("plan-entries")
 				u, err := PlanUpdateTree(b.Context(), base+"/memory", bytes.NewReader(tree))
 				must(b, err)
-				if len(u.Changes) != 10 {
-					b.Fatal(len(u.Changes))
+				if u.Len() != 10 {
+					b.Fatal(u.Len())
 				}
 				l.lap("plan")
 				must(b, u.Stage(b.Context(), dir+".stage", &dirSource{dir: want}))
@@ -149,7 +149,7 @@ func BenchmarkPlan(b *testing.B) {
 				u, err := plan()
 				must(b, err)
 				if !u.Empty() {
-					b.Fatal(kinds(u))
+					b.Fatal(kinds(b, u))
 				}
 			}
 		})

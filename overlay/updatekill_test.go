@@ -115,9 +115,9 @@ func TestUpdateKilled(t *testing.T) {
 		must(t, os.RemoveAll(dir))
 	}
 	u := planDirs(t, from, want)
-	t.Logf("killed at %d points of an update with %d changes", n-1, len(u.Changes))
-	if n < len(u.Changes) || len(u.Changes) < 50 {
-		t.Errorf("only %d points and %d changes", n, len(u.Changes))
+	t.Logf("killed at %d points of an update with %d changes", n-1, u.Len())
+	if n < u.Len() || u.Len() < 50 {
+		t.Errorf("only %d points and %d changes", n, u.Len())
 	}
 	// And again and again: an update of what a killed one left is killed, too.
 	dir, _ := applyTo(t, base, fromArchive)

@@ -50,26 +50,24 @@ func (u *Update) stage(ctx context.Context, stage string, src Source) (err error
 		return err
 	}
 	defer unix.Close(dir)
-	var files []int
-	for i := range u.Changes {
-		if u.Changes[i].Data {
-			files = append(files, i)
-		}
-	}
-	each := len(files) < syncEach
+	index := u.changes.index
+	each := u.files < syncEach
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	var next atomic.Int64
 	var wg sync.WaitGroup
-	for range min(max(goruntime.GOMAXPROCS(0), 2), 8, len(files)) {
+	for range min(max(goruntime.GOMAXPROCS(0), 2), 8, u.files) {
 		wg.Go(func() {
 			small := make([]byte, smallFile)
 			for ctx.Err() == nil {
-				n := int(next.Add(1)) - 1
-				if n >= len(files) {
+				i := int(next.Add(1)) - 1
+				if i >= len(index) {
 					return
 				}
-				if err := u.stageFile(ctx, dir, files[n], src, small, each); err != nil {
+				if index[i].do != doFile {
+					continue
+				}
+				if err := u.stageFile(ctx, dir, i, src, small, each); err != nil {
 					cancel(err)
 				}
 			}
@@ -95,7 +93,11 @@ func (u *Update) stage(ctx context.Context, stage string, src Source) (err error
 
 // stageFile makes the i-th change's file, complete but for its name.
 func (u *Update) stageFile(ctx context.Context, dir, i int, src Source, small []byte, sync bool) (err error) {
-	e := *u.Changes[i].New
+	c, err := u.changes.at(i)
+	if err != nil {
+		return err
+	}
+	e := *c.New
 	var fd int
 	err = retry(func() (err error) {
 		fd, err = unix.Openat(dir, strconv.Itoa(i), unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)

@@ -12,7 +12,7 @@ import (
 // times as fast where little differs: equal entries are equal lines, and a line
 // that is the same on both sides need not be parsed.
 func PlanUpdateTree(ctx context.Context, have string, tree io.Reader) (*Update, error) {
-	return planBy(ctx, func(p *planner) error {
+	return planBy(ctx, have, func(p *planner) error {
 		m, err := openMemory(have)
 		if err != nil {
 			return err

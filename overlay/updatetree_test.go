@@ -50,7 +50,7 @@ func TestPlanTreeRefuses(t *testing.T) {
 			t.Errorf("%s: want %v, got %v", name, c.err, err)
 		}
 		if err == nil && !u.Empty() {
-			t.Errorf("%s: %q", name, kinds(u))
+			t.Errorf("%s: %q", name, kinds(t, u))
 		}
 	}
 	own := errors.New("own")

@@ -81,8 +81,11 @@ func (e *Engine) PlanRestore(ctx context.Context, ref string, opts RestoreOption
 			return out, err
 		}
 		out.Bytes += u.Bytes()
-		if n := len(u.Changes); t.Number > 0 && n > 0 {
+		if n := u.Len(); t.Number > 0 && n > 0 {
 			out.Effects = append(out.Effects, fmt.Sprintf("%d paths of volume %s change.", n, manifest.Volumes[t.Number-1].Name))
+		}
+		if err := u.Close(); err != nil {
+			return out, err
 		}
 	}
 	// What is written to the upperdir is one thing, what a user of the sandbox

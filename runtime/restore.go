@@ -210,7 +210,7 @@ func (e *Engine) layOut(ctx context.Context, seq int64, r *restoration, undo *un
 		if r.updates[i] = u; u.Empty() {
 			continue
 		}
-		r.changed += len(u.Changes)
+		r.changed += u.Len()
 		if err := discard(t.stage()); err != nil {
 			return err
 		}
@@ -244,6 +244,9 @@ func (r *restoration) discard() error {
 	var errs []error
 	for _, t := range r.data.Trees {
 		errs = append(errs, discard(t.stage()))
+	}
+	for _, u := range r.updates {
+		errs = append(errs, u.Close())
 	}
 	if r.images != "" {
 		errs = append(errs, discard(r.images))

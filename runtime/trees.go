@@ -212,7 +212,7 @@ func (t *tree) plan(ctx context.Context, r *store.Reader, lost map[string]bool) 
 	}
 	u, err := overlay.PlanUpdateTree(ctx, t.seen, list)
 	if err = errors.Join(err, list.Close()); err != nil {
-		return nil, fmt.Errorf("compare the files: %w", err)
+		return nil, fmt.Errorf("compare the files: %w", errors.Join(err, u.Close()))
 	}
 	return u, nil
 }
@@ -246,6 +246,9 @@ func (e *Engine) prove(ctx context.Context, sandbox string, t *tree, r *store.Re
 	// the time to look closely.
 	u, err := t.plan(ctx, r, lost)
 	var diffs []overlay.Difference
+	if err == nil {
+		err = u.Close()
+	}
 	if err == nil && !u.Empty() {
 		diffs, err = overlay.Compare(wanted(ctx, r, *t, lost), entries(t.seen), overlay.CompareOptions{Limit: 1})
 	}
@@ -280,7 +283,7 @@ func (e *Engine) prove(ctx context.Context, sandbox string, t *tree, r *store.Re
 
 // equalize makes a tree, which nobody uses and of which nothing is certain,
 // equal to a checkpoint.
-func (e *Engine) equalize(ctx context.Context, sandbox string, t *tree, r *store.Reader, lost map[string]bool) error {
+func (e *Engine) equalize(ctx context.Context, sandbox string, t *tree, r *store.Reader, lost map[string]bool) (err error) {
 	t.seen = e.known(ctx, sandbox, *t)
 	if err := e.look(ctx, sandbox, t, overlay.CollectOptions{Paranoid: true}); err != nil {
 		return err
@@ -289,6 +292,7 @@ func (e *Engine) equalize(ctx context.Context, sandbox string, t *tree, r *store
 	if err != nil {
 		return err
 	}
+	defer func() { err = errors.Join(err, u.Close()) }()
 	if err := discard(t.stage()); err != nil {
 		return err
 	}
