@@ -18,6 +18,7 @@ import (
 const (
 	maxOpenPacks = 64
 	maxDecoded   = 64 << 20 // bytes of decoded pieces that are kept
+	decodedCost  = 400      // bytes that each takes beside its data: those of a million tiny files are many
 )
 
 // pieces reads pieces through the index. It is safe for concurrent use. Packs
@@ -100,7 +101,7 @@ func (p *pieces) keep(d *decoded) {
 		delete(p.decoded, d.id)
 		return
 	}
-	p.bytes += int64(len(d.data))
+	p.bytes += int64(len(d.data)) + decodedCost
 	for e := p.recent.Back(); e != nil && p.bytes > maxDecoded; {
 		old := e
 		e = e.Prev()
@@ -113,7 +114,7 @@ func (p *pieces) keep(d *decoded) {
 		default: // being loaded, and not counted yet
 			continue
 		}
-		p.bytes -= int64(len(x.data))
+		p.bytes -= int64(len(x.data)) + decodedCost
 		p.recent.Remove(old)
 		delete(p.decoded, x.id)
 	}
