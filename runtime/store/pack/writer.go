@@ -36,7 +36,7 @@ type Info struct {
 	Temp  string // where it lies; the caller moves it to its name. Empty: there was no piece, and there is no file
 	Name  string // 64 hex digits
 	Bytes int64  // size of the file
-	Blobs []Blob // in the order of offsets
+	Blobs []Blob // in the order of offsets; whoever changes it cannot ask the Writer any more
 }
 
 // Writer writes a pack. Its methods are safe for concurrent use. Finish and
@@ -51,19 +51,19 @@ type Writer struct {
 
 	mu    sync.Mutex
 	ended bool
-	have  map[ID]struct{}
-	err   error // the first one; it ends all further work
+	blobs blobSet // in the order of adding; where a piece lies is known once it is written
+	err   error   // the first one; it ends all further work
 
-	out   sync.Mutex // what follows; taken after mu, never before
-	f     *os.File
-	w     *bufio.Writer
-	enc   *zstd.Encoder
-	off   int64
-	sent  int64 // bytes that the kernel was asked to write
-	blobs []Blob
+	out  sync.Mutex // what follows; never taken together with mu
+	f    *os.File
+	w    *bufio.Writer
+	enc  *zstd.Encoder
+	off  int64
+	sent int64 // bytes that the kernel was asked to write
 }
 
 type job struct {
+	n      int // in blobs
 	blob   Blob
 	raw    *[]byte // or, with stored set,
 	stored bool    // the bytes as they are to lie in the pack
@@ -79,7 +79,7 @@ func Create(dir string) (*Writer, error) {
 	if !info.IsDir() {
 		return nil, &os.PathError{Op: "create pack", Path: dir, Err: unix.ENOTDIR}
 	}
-	return &Writer{dir: dir, have: map[ID]struct{}{}, room: semaphore.NewWeighted(maxQueued)}, nil
+	return &Writer{dir: dir, room: semaphore.NewWeighted(maxQueued)}, nil
 }
 
 // Add takes a piece, of which id is the Sum; the caller has it from there, so
@@ -126,7 +126,7 @@ func (w *Writer) add(b Blob, p []byte, stored bool) error {
 	if err == nil && w.ended {
 		err = fmt.Errorf("the pack has ended: %w", fault.ErrState)
 	}
-	if _, there := w.have[b.ID]; err != nil || there {
+	if err != nil || w.blobs.find(b.ID) >= 0 {
 		w.mu.Unlock()
 		return err
 	}
@@ -137,16 +137,15 @@ func (w *Writer) add(b Blob, p []byte, stored bool) error {
 			return err
 		}
 	}
-	w.have[b.ID] = struct{}{}
+	n := w.blobs.add(b)
 	w.adding.Add(1)
 	w.mu.Unlock()
 	defer w.adding.Done()
 
-	n := int64(len(p))
-	_ = w.room.Acquire(context.Background(), n) // cannot fail: n is at most what there is
+	_ = w.room.Acquire(context.Background(), int64(len(p))) // cannot fail: that is at most what there is
 	buf := borrow(len(p))
 	copy(*buf, p)
-	w.queue <- job{b, buf, stored}
+	w.queue <- job{n, b, buf, stored}
 	return nil
 }
 
@@ -193,20 +192,18 @@ func (w *Writer) do(j job, room []byte) []byte {
 		}
 		j.blob.Stored = uint32(len(p))
 	}
-	err := w.put(j.blob, p)
+	err := w.put(&j.blob, p)
 	w.room.Release(int64(len(*j.raw)))
 	buffers.Put(j.raw)
-	if err != nil {
-		w.mu.Lock()
-		if w.err == nil {
-			w.err = err
-		}
-		w.mu.Unlock()
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.blobs.list[j.n] = j.blob; w.err == nil {
+		w.err = err
 	}
 	return room
 }
 
-func (w *Writer) put(b Blob, p []byte) error {
+func (w *Writer) put(b *Blob, p []byte) error {
 	w.out.Lock()
 	defer w.out.Unlock()
 	if err := failpoint.Hit("store.pack.before-write"); err != nil {
@@ -217,7 +214,6 @@ func (w *Writer) put(b Blob, p []byte) error {
 	}
 	b.Off = w.off
 	w.off += int64(len(p))
-	w.blobs = append(w.blobs, b)
 	if w.off-w.sent >= writeback {
 		// Finish then finds little left to wait for. A filesystem that cannot
 		// do it early does it then.
@@ -231,14 +227,13 @@ func (w *Writer) put(b Blob, p []byte) error {
 func (w *Writer) Has(id ID) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	_, there := w.have[id]
-	return there
+	return w.blobs.find(id) >= 0
 }
 
 // Stats tells how many pieces were added, and how many bytes of the file are written.
 func (w *Writer) Stats() (pieces int, bytes int64) {
 	w.mu.Lock()
-	pieces = len(w.have)
+	pieces = len(w.blobs.list)
 	w.mu.Unlock()
 	w.out.Lock()
 	defer w.out.Unlock()
@@ -260,9 +255,13 @@ func (w *Writer) Finish() (Info, error) {
 		return Info{}, err
 	}
 	h := blake3.New()
+	w.mu.Lock()
+	w.blobs.sort()
+	blobs := w.blobs.list
+	w.mu.Unlock()
 	var rec [recordLen]byte
-	for i := range w.blobs {
-		b := &w.blobs[i]
+	for i := range blobs {
+		b := &blobs[i]
 		copy(rec[:], b.ID[:])
 		binary.LittleEndian.PutUint32(rec[32:], b.Stored)
 		binary.LittleEndian.PutUint32(rec[36:], b.Raw)
@@ -273,7 +272,7 @@ func (w *Writer) Finish() (Info, error) {
 		_, _ = h.Write(rec[:])
 		_, _ = w.w.Write(rec[:]) // the error comes again with Flush
 	}
-	tail := binary.LittleEndian.AppendUint64(nil, uint64(len(w.blobs)))
+	tail := binary.LittleEndian.AppendUint64(nil, uint64(len(blobs)))
 	_, _ = h.Write(tail)
 	sum := h.Sum(nil)
 	_, _ = w.w.Write(append(append(tail, sum...), tailMagic...))
@@ -293,7 +292,7 @@ func (w *Writer) Finish() (Info, error) {
 	if err := w.f.Close(); err != nil {
 		return Info{}, err
 	}
-	return Info{Temp: name, Name: hex.EncodeToString(sum), Bytes: w.off + int64(len(w.blobs))*recordLen + tailLen, Blobs: w.blobs}, nil
+	return Info{Temp: name, Name: hex.EncodeToString(sum), Bytes: w.off + int64(len(blobs))*recordLen + tailLen, Blobs: blobs}, nil
 }
 
 // end stops the workers.
