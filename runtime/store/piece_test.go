@@ -21,6 +21,22 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
+// Pieces of a byte are kept at hand within the same bound as others.
+func TestTinyPiecesAtHand(t *testing.T) {
+	p := newPieces(nil)
+	ready := make(chan struct{})
+	close(ready)
+	for i := range uint32(300_000) {
+		d := &decoded{ready: ready, data: make([]byte, 1)}
+		binary.LittleEndian.PutUint32(d.id[:], i)
+		p.decoded[d.id] = p.recent.PushFront(d)
+		p.keep(d)
+	}
+	if n := p.recent.Len(); n != len(p.decoded) || n > maxDecoded/decodedCost || n < 100_000 {
+		t.Errorf("%d pieces are at hand, %d are listed", len(p.decoded), n)
+	}
+}
+
 // What was stored once is not stored again, and the records say so.
 func TestOnlyWhatIsNew(t *testing.T) {
 	ctx := context.Background()
