@@ -156,7 +156,7 @@ func PlanUpdate(ctx context.Context, have string, want iter.Seq2[Entry, error]) 
 // planBy keeps what does not fit into memory beside the file have.
 func planBy(ctx context.Context, have string, merge func(p *planner) error) (*Update, error) {
 	p := planner{ctx: ctx, u: &Update{
-		changes: changeList{path: have + ".changes"}, from: map[int]string{}, times: map[string]Time{},
+		changes: changeList{beside: have}, from: map[int]string{}, times: map[string]Time{},
 	}}
 	err := merge(&p)
 	switch {
@@ -247,8 +247,12 @@ func (p *planner) pair(h, w *Entry) error {
 	if h == nil || w == nil || !same(h, w) {
 		return p.record(h, w)
 	}
-	if ok, err := p.settled(w); !ok || err != nil {
-		return errors.Join(err, p.record(h, w))
+	ok, err := p.settled(w)
+	if err != nil {
+		return err
+	}
+	if !ok {
+		return p.record(h, w)
 	}
 	p.enter(w, false)
 	return nil

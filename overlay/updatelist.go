@@ -4,8 +4,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"os"
-
-	"golang.org/x/sys/unix"
+	"path/filepath"
 
 	"github.com/agentbox/agentbox/internal/fault"
 )
@@ -18,12 +17,12 @@ var spillAt = 4 << 20
 // memory it has a few bytes for each; the rest is in a file without a name once
 // it is much.
 type changeList struct {
-	path  string // where the file is made
-	index []changeAt
-	size  int64 // of all changes
-	file  *os.File
-	begin int64  // of buf in the list: what is before it is in the file
-	buf   []byte // what is not in the file
+	beside string // the file is made in the directory of this one
+	index  []changeAt
+	size   int64 // of all changes
+	file   *os.File
+	begin  int64  // of buf in the list: what is before it is in the file
+	buf    []byte // what is not in the file
 }
 
 // changeAt is the place of a change: the length of the old entry's JSON
@@ -55,12 +54,12 @@ func (l *changeList) add(old, now *Entry, do action) error {
 // spill moves what is in memory to the file.
 func (l *changeList) spill() error {
 	if l.file == nil {
-		f, err := os.OpenFile(l.path, os.O_RDWR|os.O_CREATE|os.O_TRUNC|unix.O_NOFOLLOW, 0o600)
+		f, err := os.CreateTemp(filepath.Dir(l.beside), filepath.Base(l.beside)+".changes-")
 		if err != nil {
 			return fmt.Errorf("keep changes: %w", err)
 		}
 		l.file = f
-		if err := os.Remove(l.path); err != nil {
+		if err := os.Remove(f.Name()); err != nil {
 			return fmt.Errorf("keep changes: %w", err)
 		}
 	}
