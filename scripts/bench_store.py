@@ -388,13 +388,14 @@ def main():
     parser.add_argument("--steps", type=int, default=100, help="steps of the coding session (default 100)")
     parser.add_argument("--only", choices=["files", "session", "memory", "million"], action="append", help="measure only this; may be repeated")
     parser.add_argument("--million", type=int, nargs="?", const=1_000_000, metavar="COUNT", help="also measure a tree of so many files (default 1,000,000)")
+    parser.add_argument("--dir", default="/var/tmp", help="a short path for the filesystem's file, of up to 32 GB (default /var/tmp)")
     parser.add_argument("--format", choices=["table", "json"], default="table")
     opts = parser.parse_args()
     wanted = opts.only or ["files", "session", "memory"] + (["million"] if opts.million else [])
     count = opts.million or 1_000_000
     rootfs = run(os.path.join(HERE, "scripts/debian-image.sh")).strip()
     table = Table()
-    with filesystem(32, inodes=2 * count + 1_000_000 if "million" in wanted else None) as work:
+    with filesystem(32, inodes=2 * count + 1_000_000 if "million" in wanted else None, dir=opts.dir) as work:
         ab = Agentbox(work, rootfs)
         try:
             if "files" in wanted:

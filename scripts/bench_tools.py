@@ -60,12 +60,12 @@ def wait_for(done, seconds=60, what="the workload is ready"):
 
 
 @contextlib.contextmanager
-def filesystem(gigabytes, inodes=None):
+def filesystem(gigabytes, inodes=None, dir="/var/tmp"):
     """A journaling ext4 of its own, so that figures of different machines do not
     differ by the state and the options of their filesystems. The file behind it is
     sparse. Everything mounted beneath it is unmounted at the end."""
     # Directly below a short path: the length of a unix socket's path is bounded.
-    work = tempfile.mkdtemp(prefix="ab-bench.", dir="/var/tmp")
+    work = tempfile.mkdtemp(prefix="ab-bench.", dir=dir)
     image = work + ".img"
     try:
         run("truncate", "-s", f"{gigabytes}G", image)
