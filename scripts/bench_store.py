@@ -27,9 +27,11 @@ import os, random
 r = random.Random(1)
 for i in range({files}):
     d = '/work/%03d' % (i % {dirs})
-    os.makedirs(d, exist_ok=True)
-    with open('%s/%d' % (d, i), 'wb') as f:
-        f.write(r.randbytes({size}))
+    if i < {dirs}:
+        os.makedirs(d)
+    fd = os.open('%s/%d' % (d, i), os.O_WRONLY | os.O_CREAT, 0o644)
+    os.write(fd, r.randbytes({size}))
+    os.close(fd)
 """
 EDIT = """
 import random
