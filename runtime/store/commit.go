@@ -253,6 +253,7 @@ func (d *Draft) publish(ctx context.Context, m Manifest, data []byte, need []pac
 			return Checkpoint{}, err
 		}
 	}
+	d.need = idSet{} // the rows of a million pieces need its memory more
 	if err := failpoint.Hit("store.commit.before-rename"); err != nil {
 		return Checkpoint{}, err
 	}
@@ -274,7 +275,6 @@ func (d *Draft) publish(ctx context.Context, m Manifest, data []byte, need []pac
 	}
 	d.ended = true
 	d.lock.Unlock()
-	d.need = idSet{} // Close may be long in coming
 	c := d.row
 	c.Status, c.Digest, c.Bytes = Ready, p.digest, p.bytes
 	c.Files, c.Warnings = m.Files[0].Entries, m.Warnings
