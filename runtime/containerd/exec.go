@@ -149,13 +149,14 @@ func (s *session) run(ctx context.Context) (exit int, err error) {
 	defer func() { a.Close() }()
 	if h != nil {
 		// Before it prints.
-		conn, err := h.pair()
+		pair, err := h.pair()
 		if err != nil {
 			return 0, err
 		}
+		conn := streams.Packets{UnixConn: pair}
 		a = streams.New(ctx, conn, s.ends, s.p.Terminal, nil, func(size runtime.Size) { s.b.resize(s.view, s.name, size) })
 		a.EndInput = true
-		if err := a.Greeted(); err != nil {
+		if err := conn.Greeted(ctx); err != nil {
 			return 0, err
 		}
 	}

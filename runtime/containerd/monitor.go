@@ -438,15 +438,15 @@ func (b *Backend) rewatch(ctx context.Context, c container, n int) error {
 
 // connect connects streams to a run; nothing printed from then on is missed.
 func (b *Backend) connect(ctx context.Context, v view, s runtime.Streams, size *runtime.Size) (*streams.Attachment, error) {
-	a, err := streams.Connect(ctx, filepath.Join(v.run.Bundle, "attach"), s, v.Spec.Terminal, size, func(size runtime.Size) { b.resize(v, "", size) })
+	conn, err := streams.Dial(filepath.Join(v.run.Bundle, "attach"))
 	if err != nil {
 		return nil, err
 	}
-	if err := a.Greeted(); err != nil {
-		a.Close()
+	if err := conn.Greeted(ctx); err != nil {
+		_ = conn.Close()
 		return nil, err
 	}
-	return a, nil
+	return streams.New(ctx, conn, s, v.Spec.Terminal, size, func(size runtime.Size) { b.resize(v, "", size) }), nil
 }
 
 // resize tells a process's terminal its size; one that has ended needs none.

@@ -61,12 +61,12 @@ func (x *session) run(ctx context.Context, s runtime.Streams) (int, error) {
 	}
 	gate := &gate{x: x, ctx: context.WithoutCancel(ctx), stdout: orDiscard(s.Stdout)}
 	s.Stdout = gate
-	a := newAttachment(ctx, conn, s, x.p.Terminal)
-	a.resize = func(size runtime.Size) {
-		_ = x.b.api.ContainerExecResize(context.WithoutCancel(ctx), x.id, container.ResizeOptions{Height: uint(size.Height), Width: uint(size.Width)})
-	}
-	a.serve()
-	err = a.wait()
+	a := attachment(ctx, conn, s, x.p.Terminal, func(size container.ResizeOptions) error {
+		return x.b.api.ContainerExecResize(context.WithoutCancel(ctx), x.id, size)
+	})
+	a.AwaitSize()
+	a.Serve()
+	err = a.Wait()
 	if errors.Is(err, runtime.ErrDetached) {
 		return 0, err
 	}

@@ -21,6 +21,7 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/streams"
 )
 
 // Start is the daemon's. What it has no parameter for, the variables of this
@@ -69,12 +70,12 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 	if err := failpoint.Hit("docker.start.after-stage"); err != nil {
 		return nil, err
 	}
-	var a *attachment
+	var a *streams.Attachment
 	if opts.Streams != nil {
 		if a, err = b.attach(ctx, c, *opts.Streams, true); err != nil {
 			return nil, err
 		}
-		undo.Add(func(context.Context) error { a.close(); return nil })
+		undo.Add(func(context.Context) error { a.Close(); return nil })
 	}
 	if err := ctx.Err(); err != nil {
 		return nil, err
@@ -105,8 +106,9 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 	if a == nil {
 		return nil, nil
 	}
-	a.serve()
-	return a.wait, nil
+	a.AwaitSize()
+	a.Serve()
+	return a.Wait, nil
 }
 
 // reaper is the command that sees to an --rm sandbox when it has exited. It

@@ -16,30 +16,27 @@ import (
 	"io"
 	"io/fs"
 	"net"
-	"syscall"
+	"sync"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// What the first byte of each packet from a monitor says.
-const (
-	Greeting   = 1 // ours: nothing follows
-	FromStdout = 2
-	FromStderr = 3
-)
+// Conn is a connection to the streams of a process. What is written to it is
+// input.
+type Conn interface {
+	io.Writer
+	CloseWrite() error // ends the input
+	Close() error
+	// Output copies what the process prints until there is no more. What is for
+	// a nil writer is dropped.
+	Output(stdout, stderr io.Writer) error
+}
 
-const (
-	outputPacket = 32 << 10 // conmon's are at most 8 KiB and a byte
-	inputPacket  = 8 << 10  // conmon cuts off what is beyond 32 KiB
-)
-
-// Attachment is a connection to the streams of a process that a monitor holds.
+// Attachment connects a caller's streams to those of a process.
 type Attachment struct {
 	ctx      context.Context
-	conn     *net.UnixConn
+	conn     Conn
 	streams  runtime.Streams
 	terminal bool
 	resize   func(runtime.Size)
@@ -49,7 +46,12 @@ type Attachment struct {
 	output chan error // the end of the output
 	input  chan error // a detach, or an input that cannot be read
 	done   chan struct{}
+	once   sync.Once
 }
+
+// inputPart is how much input is passed on at once: conmon cuts off what is
+// beyond 32 KiB.
+const inputPart = 8 << 10
 
 // sizeWait is how long a start waits for the terminal's initial size, which
 // its caller is about to send.
@@ -73,55 +75,35 @@ func FirstSize(ctx context.Context, sizes <-chan runtime.Size) *runtime.Size {
 	return nil
 }
 
-// Connect opens a connection to a monitor's socket. Once it returns, nothing
-// that the process prints is missed. With a terminal, resize is called for each
-// size that the streams tell, and first for size.
-func Connect(ctx context.Context, socket string, streams runtime.Streams, terminal bool, size *runtime.Size, resize func(runtime.Size)) (*Attachment, error) {
-	// By way of a descriptor, because a socket address has no room for a
-	// long path.
-	fd, err := unix.Open(socket, unix.O_PATH|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return nil, fmt.Errorf("attach: %w", err)
+// New attaches streams by a connection. With a terminal, resize is called for
+// each size that the streams tell, and first for size.
+func New(ctx context.Context, conn Conn, streams runtime.Streams, terminal bool, size *runtime.Size, resize func(runtime.Size)) *Attachment {
+	if terminal {
+		streams.Stderr = streams.Stdout
+		if size != nil {
+			resize(*size)
+		}
 	}
-	defer unix.Close(fd)
-	conn, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: fmt.Sprintf("/proc/self/fd/%d", fd), Net: "unixpacket"})
-	if err != nil {
-		return nil, fmt.Errorf("attach: %w", err)
-	}
-	return New(ctx, conn, streams, terminal, size, resize), nil
-}
-
-// New is Connect over a connection that is there.
-func New(ctx context.Context, conn *net.UnixConn, streams runtime.Streams, terminal bool, size *runtime.Size, resize func(runtime.Size)) *Attachment {
-	a := &Attachment{
+	return &Attachment{
 		ctx: ctx, conn: conn, streams: streams, terminal: terminal, resize: resize,
 		output: make(chan error, 1), input: make(chan error, 1), done: make(chan struct{}),
 	}
-	if terminal && size != nil {
-		resize(*size)
-	}
-	return a
 }
 
-// Greeted waits for the first packet of a monitor that greets: one that accepts
-// connections beside its other work, so that output could still pass the caller
-// by when the connection is there.
-func (a *Attachment) Greeted() error {
-	stop := context.AfterFunc(a.ctx, func() { _ = a.conn.SetReadDeadline(time.Unix(1, 0)) })
-	defer stop()
-	_, err := a.conn.Read(make([]byte, 1))
-	if a.ctx.Err() != nil {
-		return a.ctx.Err()
+// AwaitSize gives a terminal the initial size that its caller is about to send:
+// before anything is typed, or that would be answered in the size of before.
+func (a *Attachment) AwaitSize() {
+	if !a.terminal {
+		return
 	}
-	if err != nil {
-		return fmt.Errorf("attach: %w", err)
+	if size := FirstSize(a.ctx, a.streams.Resize); size != nil {
+		a.resize(*size)
 	}
-	return nil
 }
 
 // Serve begins to copy in both directions.
 func (a *Attachment) Serve() {
-	go func() { a.output <- a.copyOutput() }()
+	go func() { a.output <- a.conn.Output(a.streams.Stdout, a.streams.Stderr) }()
 	go a.copyInput()
 	if a.terminal && a.streams.Resize != nil {
 		go func() {
@@ -146,6 +128,9 @@ func (a *Attachment) Wait() error {
 	defer a.Close()
 	select {
 	case err := <-a.output:
+		if a.ctx.Err() != nil {
+			return a.ctx.Err()
+		}
 		return err
 	case err := <-a.input:
 		return err
@@ -159,50 +144,10 @@ func (a *Attachment) Close() {
 	if a == nil {
 		return
 	}
-	select {
-	case <-a.done:
-	default:
+	a.once.Do(func() {
 		close(a.done)
-	}
-	_ = a.conn.Close()
-}
-
-func (a *Attachment) copyOutput() error {
-	buf := make([]byte, outputPacket)
-	reset := false
-	for {
-		n, err := a.conn.Read(buf)
-		if n > 0 {
-			if err := a.write(buf[0], buf[1:n]); err != nil {
-				return err
-			}
-		}
-		switch {
-		case err == nil:
-		case errors.Is(err, io.EOF), errors.Is(err, net.ErrClosed):
-			return nil
-		case errors.Is(err, syscall.ECONNRESET) && !reset:
-			// Conmon closed with input of ours unread. The kernel tells
-			// this before it hands out the last of the output.
-			reset = true
-		case errors.Is(err, syscall.ECONNRESET):
-			return nil
-		default:
-			return fmt.Errorf("attach: %w", err)
-		}
-	}
-}
-
-func (a *Attachment) write(from byte, data []byte) error {
-	w := a.streams.Stdout
-	if from == FromStderr && !a.terminal {
-		w = a.streams.Stderr
-	}
-	if w == nil || from != FromStdout && from != FromStderr {
-		return nil
-	}
-	_, err := w.Write(data)
-	return err
+		_ = a.conn.Close()
+	})
 }
 
 // copyInput ends with the input; with the output it ends only when its reader
@@ -218,7 +163,7 @@ func (a *Attachment) copyInput() {
 	if !a.terminal {
 		keys.Keys = nil
 	}
-	buf := make([]byte, inputPacket)
+	buf := make([]byte, inputPart)
 	for {
 		n, err := a.streams.Stdin.Read(buf)
 		data, detached := keys.Filter(buf[:n])
