@@ -75,7 +75,7 @@ func (b *Backend) Adopt(ctx context.Context, ref string) (runtime.Spec, error) {
 
 // own is a container that Create made, of this root or of another one.
 func (b *Backend) own(found containers.Container, root string) (runtime.Spec, error) {
-	if root == b.base {
+	if root == b.home.Base {
 		c, err := b.load(found.ID)
 		return c.Spec, err
 	}
@@ -154,11 +154,11 @@ func (b *Backend) adopt(ctx context.Context, ns string, found containers.Contain
 		c.Spec.ImageDigest = img.Target.Digest.String()
 	}
 	for _, dir := range []string{"merged", "runs"} {
-		if err := os.MkdirAll(b.dir(c.Spec.ID, dir), 0o700); err != nil {
+		if err := os.MkdirAll(b.home.Dir(c.Spec.ID, dir), 0o700); err != nil {
 			return s, err
 		}
 	}
-	return c.Spec, record.WriteJSON(b.dir(c.Spec.ID, "container.json"), c, true)
+	return c.Spec, record.WriteJSON(b.home.Dir(c.Spec.ID, "container.json"), c, true)
 }
 
 // describe reads how containerd runs a container.

@@ -16,7 +16,6 @@ import (
 	tasks "github.com/containerd/containerd/api/services/tasks/v1"
 	"github.com/containerd/containerd/api/types"
 	"github.com/containerd/containerd/api/types/task"
-	"github.com/containerd/containerd/leases"
 	"github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 
@@ -26,6 +25,7 @@ import (
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
+	"github.com/agentbox/agentbox/runtime/internal/home"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
@@ -83,7 +83,7 @@ func (a *adoptee) look(ctx context.Context) (view, error) {
 	case errors.Is(err, fault.ErrNotFound) && a.gone(ctx):
 		return v, errors.Join(err, a.forget())
 	case errors.Is(err, fault.ErrNotFound):
-		if record.ReadJSON(a.b.dir(a.Spec.ID, "exit.json"), &v.exit) == nil {
+		if record.ReadJSON(a.b.home.Dir(a.Spec.ID, "exit.json"), &v.exit) == nil {
 			v.status = runtime.Exited
 		}
 		return v, nil
@@ -92,7 +92,7 @@ func (a *adoptee) look(ctx context.Context) (view, error) {
 	}
 	switch t.Status {
 	case task.Status_STOPPED:
-		v.status, v.exit = runtime.Exited, exitRecord{Code: int(t.ExitStatus), Finished: t.ExitedAt.AsTime()}
+		v.status, v.exit = runtime.Exited, home.Exit{Code: int(t.ExitStatus), Finished: t.ExitedAt.AsTime()}
 	case task.Status_RUNNING, task.Status_PAUSED, task.Status_PAUSING:
 		a.live(&v, int(t.Pid))
 	}
@@ -108,7 +108,7 @@ func (a *adoptee) lookAlone(ctx context.Context, v view) (view, error) {
 	switch {
 	case errors.Is(err, fault.ErrNotFound) || err == nil && state.Status == "stopped":
 		v.status = runtime.Exited
-		_ = record.ReadJSON(a.b.dir(a.Spec.ID, "exit.json"), &v.exit)
+		_ = record.ReadJSON(a.b.home.Dir(a.Spec.ID, "exit.json"), &v.exit)
 		return v, nil
 	case err != nil:
 		return v, err
@@ -126,12 +126,12 @@ func (a *adoptee) live(v *view, pid int) {
 	if a.b.cgroups.FrozenProcess(pid) {
 		v.status = runtime.Paused
 	}
-	runs, err := a.b.runs(a.Spec.ID)
+	runs, err := a.b.home.Starts(a.Spec.ID)
 	if err != nil || len(runs) == 0 {
 		return
 	}
 	run := runRecord{Number: runs[0]}
-	if record.ReadJSON(a.b.runPath(a.Spec.ID, run.Number, "run.json"), &run) == nil && run.Pid == pid {
+	if record.ReadJSON(a.b.home.Start(a.Spec.ID, run.Number, "run.json"), &run) == nil && run.Pid == pid {
 		v.run = run
 	}
 }
@@ -220,7 +220,7 @@ func (a *adoptee) wait(ctx context.Context) (int, error) {
 			return 0, ctx.Err()
 		}
 		if err == nil && isDown(a.there(ctx)) {
-			return unknownExit, nil // over, and nobody can tell how
+			return home.Unknown, nil // over, and nobody can tell how
 		}
 	}
 }
@@ -234,7 +234,7 @@ func (a *adoptee) hasMonitor(v view) bool {
 // stop ends its processes and deletes its task, so that it can be started
 // again. Its container stays.
 func (a *adoptee) stop(ctx context.Context, opts runtime.StopOptions) error {
-	unlock, err := a.b.lock(ctx, a.Spec.ID)
+	unlock, err := a.b.home.Lock(ctx, a.Spec.ID)
 	if err != nil {
 		return err
 	}
@@ -259,7 +259,7 @@ func (a *adoptee) stop(ctx context.Context, opts runtime.StopOptions) error {
 	// Not of a task of ours, whose fifos go with it.
 	if v.run.Number == 0 {
 		s := theirStreams{t.Stdin, t.Stdout, t.Stderr, t.Terminal}
-		if err := record.WriteJSON(a.b.dir(a.Spec.ID, "streams.json"), s, false); err != nil {
+		if err := record.WriteJSON(a.b.home.Dir(a.Spec.ID, "streams.json"), s, false); err != nil {
 			return err
 		}
 	}
@@ -268,14 +268,14 @@ func (a *adoptee) stop(ctx context.Context, opts runtime.StopOptions) error {
 			return err
 		}
 	}
-	if err := record.WriteJSON(a.b.dir(a.Spec.ID, "exit.json"), v.exit, true); err != nil {
+	if err := record.WriteJSON(a.b.home.Dir(a.Spec.ID, "exit.json"), v.exit, true); err != nil {
 		return err
 	}
-	return errors.Join(a.b.dropTask(ctx, a.Theirs.Namespace, a.Theirs.ID), a.b.clearRun(a.Spec.ID))
+	return errors.Join(a.b.dropTask(ctx, a.Theirs.Namespace, a.Theirs.ID), a.b.home.Clear(a.Spec.ID))
 }
 
 // end ends its processes.
-func (a *adoptee) end(ctx context.Context, v view, opts runtime.StopOptions) (exit exitRecord, err error) {
+func (a *adoptee) end(ctx context.Context, v view, opts runtime.StopOptions) (exit home.Exit, err error) {
 	sig, err := bundle.StopSignal(a.Spec, opts.Signal)
 	if err != nil {
 		return exit, err
@@ -285,16 +285,14 @@ func (a *adoptee) end(ctx context.Context, v view, opts runtime.StopOptions) (ex
 		return exit, fmt.Errorf("container %s has just ended: %w", a.Spec.Name, fault.ErrState)
 	}
 	defer p.Close()
-	exit = exitRecord{Code: 128 + int(unix.SIGKILL)}
+	exit = home.Exit{Code: 128 + int(unix.SIGKILL)}
 	killed := true
 	if v.status == runtime.Running && opts.Timeout > 0 {
-		if err := p.Kill(sig); err != nil {
+		ended, err := p.Ask(ctx, sig, opts.Timeout)
+		if err != nil {
 			return exit, err
 		}
-		killed = p.WaitFor(ctx, opts.Timeout) != nil
-		if ctx.Err() != nil {
-			return exit, ctx.Err()
-		}
+		killed = !ended
 	}
 	svc := a.b.client.TaskService()
 	ctx = in(ctx, a.Theirs.Namespace)
@@ -339,7 +337,7 @@ func (a *adoptee) end(ctx context.Context, v view, opts runtime.StopOptions) (ex
 // start starts it again, with the spec that its owner gave it.
 func (a *adoptee) start(ctx context.Context, opts runtime.StartOptions) (wait func() error, err error) {
 	b, id := a.b, a.Spec.ID
-	unlock, err := b.lock(ctx, id)
+	unlock, err := b.home.Lock(ctx, id)
 	if err != nil {
 		return nil, err
 	}
@@ -355,7 +353,7 @@ func (a *adoptee) start(ctx context.Context, opts runtime.StartOptions) (wait fu
 		return nil, err
 	}
 	if t, err := b.task(ctx, a.container); err == nil {
-		if err := record.WriteJSON(b.dir(id, "streams.json"), theirStreams{t.Stdin, t.Stdout, t.Stderr, t.Terminal}, false); err != nil {
+		if err := record.WriteJSON(b.home.Dir(id, "streams.json"), theirStreams{t.Stdin, t.Stdout, t.Stderr, t.Terminal}, false); err != nil {
 			return nil, err
 		}
 	}
@@ -363,7 +361,7 @@ func (a *adoptee) start(ctx context.Context, opts runtime.StartOptions) (wait fu
 		return nil, err
 	}
 	s := &starting{b: b, view: v, opts: opts}
-	if s.n, err = b.nextRun(id); err != nil {
+	if s.n, err = b.home.Next(id); err != nil {
 		return nil, err
 	}
 	var undo undo.Stack
@@ -375,7 +373,7 @@ func (a *adoptee) start(ctx context.Context, opts runtime.StartOptions) (wait fu
 		if s.created {
 			err = b.dropTask(ctx, a.Theirs.Namespace, a.Theirs.ID)
 		}
-		return errors.Join(err, b.clearRun(id), os.RemoveAll(b.runPath(id, s.n)))
+		return errors.Join(err, b.home.Clear(id), b.home.Undo(id, s.n))
 	})
 	if err := s.watchTheirs(a); err != nil {
 		return nil, err
@@ -401,7 +399,7 @@ func (a *adoptee) start(ctx context.Context, opts runtime.StartOptions) (wait fu
 	if err := s.begin(ctx); err != nil {
 		return nil, err
 	}
-	if err := os.Remove(b.dir(id, "exit.json")); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if err := os.Remove(b.home.Dir(id, "exit.json")); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, err
 	}
 	b.prune(id)
@@ -416,7 +414,7 @@ func (a *adoptee) start(ctx context.Context, opts runtime.StartOptions) (wait fu
 // somebody at its other end, which is us from now on.
 func (s *starting) watchTheirs(a *adoptee) error {
 	var had theirStreams
-	if err := record.ReadJSON(a.b.dir(a.Spec.ID, "streams.json"), &had); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if err := record.ReadJSON(a.b.home.Dir(a.Spec.ID, "streams.json"), &had); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
 	if !isURI(had.Stdout) && !isURI(had.Stderr) {
@@ -433,7 +431,7 @@ func (s *starting) watchTheirs(a *adoptee) error {
 	}
 	s.keep = &had
 	s.run = runRecord{Number: s.n, Env: s.opts.Env}
-	return os.MkdirAll(a.b.runPath(a.Spec.ID, s.n), 0o700)
+	return os.MkdirAll(a.b.home.Start(a.Spec.ID, s.n), 0o700)
 }
 
 func isURI(stream string) bool {
@@ -452,18 +450,10 @@ func (a *adoptee) remove(ctx context.Context) error {
 			return err
 		}
 		ctx := in(ctx, ns)
-		if err := plain(a.b.client.ContainerService().Delete(ctx, a.Theirs.ID)); err != nil && !errors.Is(err, fault.ErrNotFound) {
+		if err := gone(a.b.client.ContainerService().Delete(ctx, a.Theirs.ID)); err != nil {
 			return err
 		}
-		lease, err := a.b.client.LeasesService().Create(ctx, leases.WithRandomID(), leases.WithExpiration(time.Hour))
-		if err != nil {
-			return plain(err)
-		}
-		err = plain(a.b.client.SnapshotService(a.Theirs.Snapshotter).Remove(ctx, a.Theirs.Snapshot))
-		if errors.Is(err, fault.ErrNotFound) {
-			err = nil
-		}
-		if err = errors.Join(err, plain(a.b.client.LeasesService().Delete(context.WithoutCancel(ctx), lease, leases.SynchronousDelete))); err != nil {
+		if err := a.b.dropSnapshot(ctx, a.Theirs.Snapshotter, a.Theirs.Snapshot); err != nil {
 			return err
 		}
 	} else if !errors.Is(err, fault.ErrNotFound) {
@@ -475,7 +465,7 @@ func (a *adoptee) remove(ctx context.Context) error {
 // forget deletes what we have kept of a container that is gone.
 func (a *adoptee) forget() error {
 	at, id := a.slot(), a.Spec.ID
-	return errors.Join(stage.Clear(at.Run, at.ID), kernel.UnmountBelow(a.b.dir(id)), os.RemoveAll(a.b.runDir(id)), os.RemoveAll(a.b.dir(id)))
+	return errors.Join(stage.Clear(at.Run, at.ID), kernel.UnmountBelow(a.b.home.Dir(id)), os.RemoveAll(a.b.home.RunDir(id)), os.RemoveAll(a.b.home.Dir(id)))
 }
 
 // confine gives an exec's process the confinement of the container that it
@@ -507,7 +497,7 @@ func (b *Backend) theirLog(ctx context.Context, v view, opts runtime.LogOptions,
 	var had theirStreams
 	if t, err := b.task(ctx, v.container); err == nil {
 		had = theirStreams{Stdout: t.Stdout, Stderr: t.Stderr}
-	} else if err := record.ReadJSON(b.dir(v.Spec.ID, "streams.json"), &had); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	} else if err := record.ReadJSON(b.home.Dir(v.Spec.ID, "streams.json"), &had); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
 	path, ok := strings.CutPrefix(had.Stdout, "file://")

@@ -38,18 +38,16 @@
 package containerd
 
 import (
-	"fmt"
+	"cmp"
 	"log/slog"
 	"os"
-	"os/exec"
 	"path/filepath"
-	"regexp"
 	"strings"
 	"time"
 
-	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
+	"github.com/agentbox/agentbox/runtime/internal/home"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/network"
 )
@@ -87,9 +85,7 @@ type Options struct {
 // Backend implements runtime.Backend. It holds no state of containers, so any
 // number of processes may have one over the same directories.
 type Backend struct {
-	base        string // Options.Root: names us in labels and to the reaper
-	stage       string // Options.Run: where restores are staged
-	root, run   string
+	home        home.Home // its base names us in labels and to the reaper
 	address     string
 	namespace   string
 	snapshotter string
@@ -105,10 +101,6 @@ type Backend struct {
 
 var _ runtime.Backend = (*Backend)(nil)
 
-// idPattern is what a container id looks like; anything else in our
-// directories is not a container.
-var idPattern = regexp.MustCompile(`^[0-9a-f]{32}$`)
-
 // grace bounds every wait for something that happens by itself in
 // milliseconds once its cause is there, such as a monitor's record of an exit.
 const grace = 10 * time.Second
@@ -116,16 +108,9 @@ const grace = 10 * time.Second
 // Open checks that the programs are there and makes the directories. It does
 // not talk to containerd.
 func Open(opts Options) (*Backend, error) {
-	if opts.Root == "" || opts.Run == "" {
-		return nil, fmt.Errorf("%w: containerd backend without root or run directory", fault.ErrInvalid)
-	}
-	if strings.Contains(opts.Run, ",") {
-		// runc takes it for the end of a namespace's path.
-		return nil, fmt.Errorf("%w: run directory %s: its path must not have a comma", fault.ErrInvalid, opts.Run)
-	}
 	b := &Backend{
-		address:   first(opts.Address, os.Getenv("CONTAINERD_ADDRESS"), DefaultAddress),
-		namespace: first(opts.Namespace, DefaultNamespace), snapshotter: first(opts.Snapshotter, DefaultSnapshotter),
+		address:   cmp.Or(opts.Address, os.Getenv("CONTAINERD_ADDRESS"), DefaultAddress),
+		namespace: cmp.Or(opts.Namespace, DefaultNamespace), snapshotter: cmp.Or(opts.Snapshotter, DefaultSnapshotter),
 		self: opts.Self, monitor: opts.Monitor, log: opts.Log,
 	}
 	b.address = strings.TrimPrefix(b.address, "unix://")
@@ -136,35 +121,18 @@ func Open(opts Options) (*Backend, error) {
 		b.monitor = []string{b.self, "monitor"}
 	}
 	var err error
-	if b.oci, err = program(first(opts.OCIRuntime, "runc")); err != nil {
+	if b.oci, b.wrapper, err = home.Runtimes(opts.OCIRuntime, opts.Wrapper, b.self); err != nil {
 		return nil, err
 	}
-	b.wrapper = b.oci
-	wrapper := opts.Wrapper
-	if wrapper == "" && b.self != "" {
-		// Through symlinks: /usr/local/bin/agentbox may point into a build tree.
-		real, err := filepath.EvalSymlinks(b.self)
-		if err != nil {
-			return nil, err
-		}
-		wrapper = filepath.Join(filepath.Dir(real), "agentbox-runtime")
-	}
-	if wrapper != "" {
-		if b.wrapper, err = program(wrapper); err != nil {
-			return nil, err
-		}
-	}
-	if b.base, err = directory(opts.Root, "containerd/sandboxes"); err != nil {
+	if b.home, err = home.Open(opts.Root, opts.Run, "containerd"); err != nil {
 		return nil, err
 	}
-	if b.stage, err = directory(opts.Run, "containerd/runc", "exits"); err != nil {
-		return nil, err
-	}
-	b.root, b.run = filepath.Join(b.base, "containerd"), filepath.Join(b.stage, "containerd")
+	// The shim appends the namespace to the directory that it is told.
+	b.home.State = filepath.Join(b.home.State, b.namespace)
 	if b.cgroups, err = kernel.Hierarchies(); err != nil {
 		return nil, err
 	}
-	if b.net, err = network.Open(b.root, b.run); err != nil {
+	if b.net, err = network.Open(b.home.Root, b.home.Run); err != nil {
 		return nil, err
 	}
 	b.client, err = newClient(b.address)
@@ -174,54 +142,8 @@ func Open(opts Options) (*Backend, error) {
 // Close ends the connection to containerd.
 func (b *Backend) Close() error { return b.client.Close() }
 
-func first(names ...string) string {
-	for _, n := range names {
-		if n != "" {
-			return n
-		}
-	}
-	return ""
-}
-
-// program finds an executable and returns its absolute path.
-func program(name string) (string, error) {
-	path, err := exec.LookPath(name)
-	if err != nil {
-		return "", fmt.Errorf("%w: %w", fault.ErrUnsupported, err)
-	}
-	return filepath.Abs(path)
-}
-
-// directory makes dir with children and returns its real path, which is how
-// the mount table names it.
-func directory(dir string, children ...string) (string, error) {
-	for _, child := range children {
-		if err := os.MkdirAll(filepath.Join(dir, child), 0o700); err != nil {
-			return "", err
-		}
-	}
-	real, err := filepath.EvalSymlinks(dir)
-	if err != nil {
-		return "", err
-	}
-	return filepath.Abs(real)
-}
-
 // Properties are this backend's differences.
 func (b *Backend) Properties() runtime.Properties { return runtime.Properties{Name: "containerd"} }
-
-// paths of one container.
-func (b *Backend) dir(id string, elem ...string) string {
-	return filepath.Join(append([]string{b.root, "sandboxes", id}, elem...)...)
-}
-
-func (b *Backend) runDir(id string, elem ...string) string {
-	return filepath.Join(append([]string{b.run, id}, elem...)...)
-}
-
-// ociRoot is where runc keeps its state of our sandboxes: the shim appends the
-// namespace to the directory it is told.
-func (b *Backend) ociRoot() string { return filepath.Join(b.run, "runc", b.namespace) }
 
 // cgroupPath is a container's cgroup, as in the oci backend.
 func cgroupPath(id string) string { return "/agentbox/" + id }
@@ -232,13 +154,6 @@ const monitors = "/agentbox/monitor"
 // place is what a container's bundle is made of.
 func (b *Backend) place(id string) bundle.Place {
 	return bundle.Place{
-		Dir: b.dir(id), Rootfs: b.dir(id, "merged"), Config: b.runDir(id, "criu.conf"), Cgroup: cgroupPath(id), Init: b.wrapper, Cgroups: b.cgroups,
+		Dir: b.home.Dir(id), Rootfs: b.home.Dir(id, "merged"), Config: b.home.RunDir(id, "criu.conf"), Cgroup: cgroupPath(id), Init: b.wrapper, Cgroups: b.cgroups,
 	}
-}
-
-func checkID(id string) error {
-	if !idPattern.MatchString(id) {
-		return fmt.Errorf("container %q: %w", id, fault.ErrNotFound)
-	}
-	return nil
 }

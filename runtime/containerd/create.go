@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
@@ -18,7 +17,6 @@ import (
 	"github.com/containerd/containerd/snapshots"
 	"github.com/containerd/typeurl/v2"
 	"github.com/opencontainers/runtime-spec/specs-go"
-	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/failpoint"
@@ -26,6 +24,7 @@ import (
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
+	"github.com/agentbox/agentbox/runtime/internal/home"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
@@ -44,30 +43,19 @@ func (b *Backend) snapshots() snapshots.Snapshotter { return b.client.SnapshotSe
 // first. The bind sources must be there already.
 func (b *Backend) Create(ctx context.Context, spec runtime.Spec, lower []string) (err error) {
 	id := spec.ID
-	if !idPattern.MatchString(id) {
+	if !home.IsID(id) {
 		return fmt.Errorf("%w: container id %q", fault.ErrInvalid, id)
 	}
 	if len(lower) > 0 {
 		return fmt.Errorf("%w: containerd runs its own images, not directories such as %s", fault.ErrInvalid, lower[0])
 	}
-	if _, err := bundle.UserMounts(spec.Mounts); err != nil {
-		return err
-	}
-	if _, err := bundle.StopSignal(spec, ""); err != nil {
+	if err := bundle.Check(spec); err != nil {
 		return err
 	}
 	if err := ctx.Err(); err != nil {
 		return err
 	}
-	// Whoever leaves anything of a container leaves one of these, since they
-	// go last.
-	left := b.traces(id)
-	if err := os.Mkdir(b.dir(id), 0o700); errors.Is(err, fs.ErrExist) {
-		left = true
-	} else if err != nil {
-		return err
-	}
-	unlock, err := b.lock(ctx, id)
+	unlock, left, err := b.home.Claim(ctx, id)
 	if err != nil {
 		return err
 	}
@@ -83,12 +71,12 @@ func (b *Backend) Create(ctx context.Context, spec runtime.Spec, lower []string)
 	var undo undo.Stack
 	defer func() { undo.Run(ctx, &err) }()
 	undo.Add(func(ctx context.Context) error {
-		return errors.Join(b.wipe(ctx, id), os.Remove(b.dir(id)))
+		return errors.Join(b.wipe(ctx, id), os.Remove(b.home.Dir(id)))
 	})
 	if left {
 		err = b.wipe(ctx, id)
 	} else {
-		err = stage.Clear(b.stage, id)
+		err = stage.Clear(b.home.Stage, id)
 	}
 	if err != nil {
 		return err
@@ -105,7 +93,7 @@ func (b *Backend) make(ctx context.Context, spec runtime.Spec) error {
 	if err != nil {
 		return err
 	}
-	labels := map[string]string{rootLabel: b.base}
+	labels := map[string]string{rootLabel: b.home.Base}
 	mounts, err := b.snapshots().Prepare(ctx, id, parent, snapshots.WithLabels(labels))
 	if err != nil {
 		return plain(err)
@@ -117,13 +105,10 @@ func (b *Backend) make(ctx context.Context, spec runtime.Spec) error {
 	if err := failpoint.Hit("containerd.create.after-snapshot"); err != nil {
 		return err
 	}
-	if err := b.layOut(c); err != nil {
+	if err := b.place(id).LayOut(spec, c.Lower[0], c.Upper); err != nil {
 		return err
 	}
-	if err := record.WriteJSON(b.dir(id, "container.json"), c, true); err != nil {
-		return err
-	}
-	if err := record.SyncDir(filepath.Dir(b.dir(id))); err != nil {
+	if err := b.home.Save(id, c); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("containerd.create.after-record"); err != nil {
@@ -132,16 +117,16 @@ func (b *Backend) make(ctx context.Context, spec runtime.Spec) error {
 	if err := b.wrap(); err != nil {
 		return err
 	}
-	opts, err := typeurl.MarshalAny(&options.Options{BinaryName: b.wrapPath(), Root: filepath.Join(b.run, "runc")})
+	opts, err := typeurl.MarshalAny(&options.Options{BinaryName: b.wrapPath(), Root: filepath.Join(b.home.Run, "runc")})
 	if err != nil {
 		return err
 	}
 	// Every start writes its own.
-	placeholder, err := typeurl.MarshalAny(&specs.Spec{Version: specs.Version, Root: &specs.Root{Path: b.dir(id, "merged")}, Process: &specs.Process{Args: spec.Args, Cwd: "/"}})
+	placeholder, err := typeurl.MarshalAny(&specs.Spec{Version: specs.Version, Root: &specs.Root{Path: b.home.Dir(id, "merged")}, Process: &specs.Process{Args: spec.Args, Cwd: "/"}})
 	if err != nil {
 		return err
 	}
-	labels = map[string]string{rootLabel: b.base, nameLabel: spec.Name}
+	labels = map[string]string{rootLabel: b.home.Base, nameLabel: spec.Name}
 	for k, v := range spec.Labels {
 		// containerd takes no more; the record has them all.
 		if len(k)+len(v) <= 4096 && k != rootLabel && k != nameLabel {
@@ -187,47 +172,15 @@ func (c *container) layers(snapshotter string, mounts []mount.Mount) error {
 	return nil
 }
 
-// layOut makes a container's directories. The upperdir is what the container
-// sees as the inode of /, so it takes after the image's.
-func (b *Backend) layOut(c container) error {
-	id := c.Spec.ID
-	var st unix.Stat_t
-	if err := unix.Stat(c.Lower[0], &st); err != nil {
-		return fmt.Errorf("lower directory %s: %w", c.Lower[0], err)
-	}
-	for _, name := range []string{"merged", "runs", "etc"} {
-		if err := os.Mkdir(b.dir(id, name), 0o700); err != nil {
-			return err
-		}
-	}
-	// A container's other users pass through it on their way.
-	if err := os.Chmod(b.dir(id, "etc"), 0o755); err != nil {
-		return err
-	}
-	if c.Spec.Init {
-		if err := b.place(id).CopyInit(); err != nil {
-			return fmt.Errorf("copy the init: %w", err)
-		}
-	}
-	if err := os.Chown(c.Upper, int(st.Uid), int(st.Gid)); err != nil {
-		return err
-	}
-	if err := unix.Chmod(c.Upper, st.Mode&0o7777); err != nil {
-		return err
-	}
-	times := []unix.Timespec{st.Atim, st.Mtim}
-	return unix.UtimesNanoAt(unix.AT_FDCWD, c.Upper, times, unix.AT_SYMLINK_NOFOLLOW)
-}
-
 // wrapPath is the program that containerd's shims are told to call.
-func (b *Backend) wrapPath() string { return filepath.Join(b.root, "agentbox-runtime") }
+func (b *Backend) wrapPath() string { return filepath.Join(b.home.Root, "agentbox-runtime") }
 
 // wrap writes that program. The shims have the daemon's environment and take
 // nothing but a path, so this is how agentbox-runtime learns of our
 // directories.
 func (b *Backend) wrap() error {
 	quote := func(s string) string { return "'" + strings.ReplaceAll(s, "'", `'\''`) + "'" }
-	text := fmt.Sprintf("#!/bin/sh\nexport %s=%s AGENTBOX_RUNTIME=%s\nexec %s \"$@\"\n", stage.Env, quote(b.stage), quote(b.oci), quote(b.wrapper))
+	text := fmt.Sprintf("#!/bin/sh\nexport %s=%s AGENTBOX_RUNTIME=%s\nexec %s \"$@\"\n", stage.Env, quote(b.home.Stage), quote(b.oci), quote(b.wrapper))
 	have, _, err := record.Read(b.wrapPath())
 	if err == nil && string(have) == text {
 		return nil
@@ -238,13 +191,13 @@ func (b *Backend) wrap() error {
 // Remove stops the container and frees all it has. It works on whatever is
 // there, and can be called again after it was interrupted.
 func (b *Backend) Remove(ctx context.Context, id string) error {
-	if err := checkID(id); err != nil {
+	if err := home.Check(id); err != nil {
 		return nil // nothing of ours is called that
 	}
 	if a, err := b.adopted(id); a != nil || err != nil {
 		return a.remove(ctx)
 	}
-	if !b.traces(id) {
+	if !b.home.Traces(id) {
 		if err := b.drop(ctx, id); err != nil && !isDown(err) {
 			return err
 		}
@@ -252,10 +205,7 @@ func (b *Backend) Remove(ctx context.Context, id string) error {
 	}
 	// The lock is on a directory; a container that has lost it gets it back
 	// for the purpose.
-	if err := os.Mkdir(b.dir(id), 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
-		return err
-	}
-	unlock, err := b.lock(ctx, id)
+	unlock, _, err := b.home.Claim(ctx, id)
 	if errors.Is(err, fault.ErrNotFound) {
 		return nil
 	}
@@ -276,7 +226,7 @@ func (b *Backend) Remove(ctx context.Context, id string) error {
 		b.log.Warn("remove by force", "sandbox", id, "error", err)
 	}
 	if v.status == runtime.Exited {
-		if err := b.bury(id, v.exit); err != nil {
+		if err := b.home.Bury(id, v.exit); err != nil {
 			return err
 		}
 	}
@@ -286,34 +236,20 @@ func (b *Backend) Remove(ctx context.Context, id string) error {
 	if err := b.wipe(ctx, id); err != nil {
 		return err
 	}
-	if err := os.Remove(b.dir(id)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if err := b.home.Drop(id); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("containerd.remove.after-files"); err != nil {
 		return err
 	}
-	return record.SyncDir(filepath.Dir(b.dir(id)))
-}
-
-// traces tells whether anything of a container exists.
-func (b *Backend) traces(id string) bool {
-	for _, path := range []string{b.dir(id), b.runDir(id), filepath.Join(b.ociRoot(), id)} {
-		if _, err := os.Lstat(path); err == nil {
-			return true
-		}
-	}
-	return false
+	return record.SyncDir(filepath.Dir(b.home.Dir(id)))
 }
 
 // wipe frees everything of a container except its empty directory, which is
 // locked.
 func (b *Backend) wipe(ctx context.Context, id string) error {
 	// Without its record it is half-made from here on, and nobody starts it.
-	err := os.Remove(b.dir(id, "container.json"))
-	if err == nil {
-		err = record.SyncDir(b.dir(id))
-	}
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if err := b.home.Unsave(id); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("containerd.remove.after-record"); err != nil {
@@ -325,14 +261,14 @@ func (b *Backend) wipe(ctx context.Context, id string) error {
 	if err := b.net.Release(ctx, id); err != nil {
 		return err
 	}
-	if err := stage.Clear(b.stage, id); err != nil {
+	if err := stage.Clear(b.home.Stage, id); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("containerd.remove.after-release"); err != nil {
 		return err
 	}
 	// A mount that is left would let us delete what is not ours.
-	if err := kernel.UnmountBelow(b.runDir(id), b.dir(id)); err != nil {
+	if err := kernel.UnmountBelow(b.home.RunDir(id), b.home.Dir(id)); err != nil {
 		return err
 	}
 	if err := b.drop(ctx, id); err != nil {
@@ -341,39 +277,37 @@ func (b *Backend) wipe(ctx context.Context, id string) error {
 	if err := failpoint.Hit("containerd.remove.after-drop"); err != nil {
 		return err
 	}
-	entries, err := os.ReadDir(b.dir(id))
-	if err != nil {
-		return err
-	}
-	for _, e := range entries {
-		if err := os.RemoveAll(b.dir(id, e.Name())); err != nil {
-			return err
-		}
-	}
-	return os.RemoveAll(b.runDir(id))
+	return b.home.Empty(id)
 }
 
 // drop deletes a container and its snapshot from containerd, and has the files
 // deleted too: by itself containerd does that some time later.
 func (b *Backend) drop(ctx context.Context, id string) error {
 	ctx = in(ctx, b.namespace)
-	gone := func(err error) error {
-		if err = plain(err); errors.Is(err, fault.ErrNotFound) {
-			return nil
-		}
-		return err
-	}
 	if err := gone(b.client.ContainerService().Delete(ctx, id)); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("containerd.remove.after-container"); err != nil {
 		return err
 	}
+	return b.dropSnapshot(ctx, b.snapshotter, id)
+}
+
+// dropSnapshot deletes a snapshot, if it is there, and its files.
+func (b *Backend) dropSnapshot(ctx context.Context, snapshotter, key string) error {
 	// A lease's end collects the garbage, and can be waited for.
 	lease, err := b.client.LeasesService().Create(ctx, leases.WithRandomID(), leases.WithExpiration(time.Hour))
 	if err != nil {
 		return plain(err)
 	}
-	err = gone(b.snapshots().Remove(ctx, id))
+	err = gone(b.client.SnapshotService(snapshotter).Remove(ctx, key))
 	return errors.Join(err, gone(b.client.LeasesService().Delete(context.WithoutCancel(ctx), lease, leases.SynchronousDelete)))
+}
+
+// gone takes an error that tells of nothing to delete for none.
+func gone(err error) error {
+	if err = plain(err); errors.Is(err, fault.ErrNotFound) {
+		return nil
+	}
+	return err
 }

@@ -1,7 +1,6 @@
 package containerd
 
 import (
-	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -44,7 +43,7 @@ func (b *Backend) Exec(ctx context.Context, id string, p runtime.Process, ends r
 	var name [8]byte
 	_, _ = rand.Read(name[:])
 	s.name = hex.EncodeToString(name[:])
-	s.dir = b.runDir(id, "exec", s.name)
+	s.dir = b.home.RunDir(id, "exec", s.name)
 	s.ns, s.container = b.nameOf(v.container)
 	if err := os.MkdirAll(s.dir, 0o700); err != nil {
 		return 0, err
@@ -80,15 +79,7 @@ func (s *session) process(ctx context.Context) (*specs.Process, error) {
 		return nil, fmt.Errorf("container %s has ended: %w", s.view.Spec.ID, fault.ErrState)
 	}
 	defer first.Close()
-	root, err := first.Root()
-	if err != nil {
-		return nil, err
-	}
-	defer root.Close()
-	p := s.p
-	p.User = cmp.Or(p.User, s.view.Spec.User)
-	p.Workdir = cmp.Or(p.Workdir, s.view.Spec.Workdir)
-	proc, err := bundle.Process(root, s.view.Spec, s.view.run.Env, p, s.size)
+	proc, err := bundle.Process(first, s.view.Spec, s.view.run.Env, s.p, s.size)
 	if err != nil || s.view.Theirs == nil {
 		return proc, err
 	}
@@ -286,14 +277,14 @@ const fresh = time.Minute
 
 // sweepExecs removes what sessions left whose caller was killed.
 func (b *Backend) sweepExecs(id string) {
-	entries, err := os.ReadDir(b.runDir(id, "exec"))
+	entries, err := os.ReadDir(b.home.RunDir(id, "exec"))
 	if err != nil {
 		return
 	}
 	for _, e := range entries {
-		if st, err := e.Info(); err == nil && time.Since(st.ModTime()) > fresh && !monitored(b.runDir(id, "exec", e.Name())) {
+		if st, err := e.Info(); err == nil && time.Since(st.ModTime()) > fresh && !monitored(b.home.RunDir(id, "exec", e.Name())) {
 			// Only names: the shim holds the fifos open for as long as it needs them.
-			_ = os.RemoveAll(b.runDir(id, "exec", e.Name()))
+			_ = os.RemoveAll(b.home.RunDir(id, "exec", e.Name()))
 		}
 	}
 }

@@ -53,7 +53,7 @@ func (m Images) convert(ctx context.Context, make func(*images.Store) (images.Im
 		return out, err
 	}
 	m.sweep()
-	tmp, err := os.MkdirTemp(m.b.root, fmt.Sprintf("import-%d-", os.Getpid()))
+	tmp, err := os.MkdirTemp(m.b.home.Root, fmt.Sprintf("import-%d-", os.Getpid()))
 	if err != nil {
 		return out, err
 	}
@@ -82,7 +82,7 @@ func (m Images) convert(ctx context.Context, make func(*images.Store) (images.Im
 
 // sweep deletes what killed imports left.
 func (m Images) sweep() {
-	entries, err := os.ReadDir(m.b.root)
+	entries, err := os.ReadDir(m.b.home.Root)
 	if err != nil {
 		return
 	}
@@ -91,7 +91,7 @@ func (m Images) sweep() {
 		owner, _, _ := strings.Cut(rest, "-")
 		pid, err := strconv.Atoi(owner)
 		if ok && err == nil && errors.Is(unix.Kill(pid, 0), unix.ESRCH) {
-			_ = os.RemoveAll(filepath.Join(m.b.root, e.Name()))
+			_ = os.RemoveAll(filepath.Join(m.b.home.Root, e.Name()))
 		}
 	}
 }

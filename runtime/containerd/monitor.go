@@ -2,6 +2,7 @@ package containerd
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -21,6 +22,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/home"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 	"github.com/agentbox/agentbox/runtime/internal/streams"
@@ -202,10 +204,10 @@ func (m *monitor) closeInput(ctx context.Context) {
 }
 
 // awaitExit returns how the container ended, once it has.
-func (m *monitor) awaitExit(ctx context.Context) exitRecord {
+func (m *monitor) awaitExit(ctx context.Context) home.Exit {
 	run, err := m.readRun()
 	if err != nil {
-		return exitRecord{Code: unknownExit, Finished: time.Now()}
+		return home.Exit{Code: home.Unknown, Finished: time.Now()}
 	}
 	p, err := kernel.OpenProcess(run.Pid)
 	if err == nil {
@@ -225,31 +227,31 @@ func (m *monitor) awaitExit(ctx context.Context) exitRecord {
 		if exit, ok := m.askDaemon(ctx); ok {
 			return exit
 		}
-		return exitRecord{Code: unknownExit, Finished: time.Now()}
+		return home.Exit{Code: home.Unknown, Finished: time.Now()}
 	}
 }
 
-func (m *monitor) askShim(ctx context.Context, run runRecord) (exitRecord, error) {
+func (m *monitor) askShim(ctx context.Context, run runRecord) (home.Exit, error) {
 	s, err := run.Shim.dial(ctx, m.Container)
 	if err != nil {
-		return exitRecord{}, err
+		return home.Exit{}, err
 	}
 	defer s.close()
 	return s.wait(ctx)
 }
 
 // askDaemon is for an end that the shim cannot tell any more.
-func (m *monitor) askDaemon(ctx context.Context) (exitRecord, bool) {
+func (m *monitor) askDaemon(ctx context.Context) (home.Exit, bool) {
 	c, err := newClient(m.Address)
 	if err != nil {
-		return exitRecord{}, false
+		return home.Exit{}, false
 	}
 	defer c.Close()
 	resp, err := c.TaskService().Get(in(ctx, m.Namespace), &tasks.GetRequest{ContainerID: m.Container})
 	if err != nil || resp.Process.Status != task.Status_STOPPED {
-		return exitRecord{}, false
+		return home.Exit{}, false
 	}
-	return exitRecord{Code: int(resp.Process.ExitStatus), Finished: resp.Process.ExitedAt.AsTime()}, true
+	return home.Exit{Code: int(resp.Process.ExitStatus), Finished: resp.Process.ExitedAt.AsTime()}, true
 }
 
 // drainExec reads and drops what an exec session prints whose caller has
@@ -351,7 +353,7 @@ func (b *Backend) watch(bundle string, o orders, fresh bool) (w *watcher, err er
 
 // environ is all that a monitor, and the reaper after it, gets to see.
 func (b *Backend) environ() []string {
-	path := first(os.Getenv("PATH"), "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
+	path := cmp.Or(os.Getenv("PATH"), "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
 	env := []string{"PATH=" + path, "CONTAINERD_ADDRESS=" + b.address}
 	return env
 }
@@ -400,20 +402,20 @@ func (w *watcher) close() {
 func (b *Backend) ordersOf(c container, n int) orders {
 	id := c.Spec.ID
 	o := orders{
-		Namespace: b.namespace, Container: id, Address: b.address, Run: b.runPath(id, n), Log: b.dir(id, "log"),
+		Namespace: b.namespace, Container: id, Address: b.address, Run: b.home.Start(id, n), Log: b.home.Dir(id, "log"),
 		Terminal: c.Spec.Terminal, Input: c.Spec.OpenStdin || c.Spec.Terminal,
 	}
 	if c.Theirs != nil {
 		o.Namespace, o.Container = c.Theirs.Namespace, c.Theirs.ID
 	} else if b.self != "" {
-		o.Reap = []string{b.self, "--root", b.base, "reap", id}
+		o.Reap = []string{b.self, "--root", b.home.Base, "reap", id}
 	}
 	return o
 }
 
 // rewatch starts another monitor for a run whose own was killed.
 func (b *Backend) rewatch(ctx context.Context, c container, n int) error {
-	dir := b.bundle(c.Spec.ID, n)
+	dir := b.home.Bundle(c.Spec.ID, n)
 	var o orders
 	if err := record.ReadJSON(filepath.Join(dir, ordersFile), &o); err != nil {
 		return err
@@ -427,7 +429,7 @@ func (b *Backend) rewatch(ctx context.Context, c container, n int) error {
 		if monitored(dir) {
 			return nil // another one was faster
 		}
-		if _, done := b.exited(c.Spec.ID, n); done {
+		if _, done := b.home.Exited(c.Spec.ID, n); done {
 			return nil
 		}
 		return err

@@ -22,6 +22,7 @@ import (
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
+	"github.com/agentbox/agentbox/runtime/internal/home"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 	"github.com/agentbox/agentbox/runtime/internal/streams"
 )
@@ -30,13 +31,13 @@ import (
 // a restore is staged. ctx also bounds the attachment: when it ends, wait
 // returns its error; the container goes on.
 func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOptions) (wait func() error, err error) {
-	if err := checkID(id); err != nil {
+	if err := home.Check(id); err != nil {
 		return nil, err
 	}
 	if a, err := b.adopted(id); a != nil || err != nil {
 		return a.start(ctx, opts)
 	}
-	unlock, err := b.lock(ctx, id)
+	unlock, err := b.home.Lock(ctx, id)
 	if err != nil {
 		return nil, err
 	}
@@ -52,8 +53,8 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 	if err := b.settle(ctx, v); err != nil {
 		return nil, err
 	}
-	s := &starting{b: b, view: v, opts: opts, n: 1}
-	if s.n, err = b.nextRun(id); err != nil {
+	s := &starting{b: b, view: v, opts: opts}
+	if s.n, err = b.home.Next(id); err != nil {
 		return nil, err
 	}
 	var undo undo.Stack
@@ -62,7 +63,7 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 		s.attached.Close()
 		s.monitor.kill()
 		err := b.release(ctx, id)
-		return errors.Join(err, os.RemoveAll(b.runPath(id, s.n)))
+		return errors.Join(err, b.home.Undo(id, s.n))
 	})
 	if err := s.watch(); err != nil {
 		return nil, err
@@ -82,14 +83,6 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 		return nil, nil
 	}
 	return s.attached.Wait, nil
-}
-
-func (b *Backend) nextRun(id string) (int, error) {
-	runs, err := b.runs(id)
-	if err != nil || len(runs) == 0 {
-		return 1, err
-	}
-	return runs[0] + 1, nil
 }
 
 // starting is a Start on its way.
@@ -121,13 +114,11 @@ func (s *starting) orders() orders {
 // while to come up.
 func (s *starting) watch() (err error) {
 	b, spec := s.b, s.view.Spec
-	s.run = runRecord{Number: s.n, Bundle: b.bundle(spec.ID, s.n), Env: s.opts.Env}
-	for _, dir := range []string{b.runPath(spec.ID, s.n), s.run.Bundle} {
-		if err := os.MkdirAll(dir, 0o700); err != nil {
-			return err
-		}
+	s.run = runRecord{Number: s.n, Bundle: b.home.Bundle(spec.ID, s.n), Env: s.opts.Env}
+	if err := b.home.Begin(spec.ID, s.n); err != nil {
+		return err
 	}
-	if err := streams.Trim(b.dir(spec.ID, "log")); err != nil {
+	if err := streams.Trim(b.home.Dir(spec.ID, "log")); err != nil {
 		return err
 	}
 	o := s.orders()
@@ -144,7 +135,7 @@ func (s *starting) prepare(ctx context.Context) error {
 	if err := b.wrap(); err != nil {
 		return err
 	}
-	if err := b.mountRoot(s.view.container); err != nil {
+	if err := b.root(s.view.container).Mount(); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("containerd.start.after-mount"); err != nil {
@@ -165,22 +156,11 @@ func (s *starting) prepare(ctx context.Context) error {
 	if err := failpoint.Hit("containerd.start.after-network"); err != nil {
 		return err
 	}
-	if err := b.place(id).WriteEtc(s.view.Spec, end, s.restores()); err != nil {
-		return err
-	}
 	if s.view.Spec.Terminal && s.opts.Streams != nil {
 		s.size = streams.FirstSize(ctx, s.opts.Streams.Resize)
 	}
-	spec, err := b.place(id).Spec(s.view.Spec, s.run.Env, end.Path, s.size, s.restores())
+	spec, err := b.place(id).Prepare(s.view.Spec, s.run.Env, end, s.size, s.restores())
 	if err != nil {
-		return err
-	}
-	// The annotation names it, so CRIU wants it to exist.
-	f, err := os.OpenFile(b.runDir(id, "criu.conf"), os.O_CREATE|os.O_WRONLY, 0o600)
-	if err != nil {
-		return err
-	}
-	if err := f.Close(); err != nil {
 		return err
 	}
 	packed, err := typeurl.MarshalAny(spec)
@@ -197,7 +177,7 @@ func (s *starting) prepare(ctx context.Context) error {
 // restores tells whether the wrapper will restore processes instead of
 // starting the command.
 func (s *starting) restores() bool {
-	_, err := stage.Load(s.b.stage, s.view.Spec.ID)
+	_, err := stage.Load(s.b.home.Stage, s.view.Spec.ID)
 	return !errors.Is(err, fault.ErrNotFound)
 }
 
@@ -236,7 +216,7 @@ func (s *starting) create(ctx context.Context) error {
 	if s.run.Shim, err = shimOf(s.run.Pid); err != nil {
 		return err
 	}
-	if err := record.WriteJSON(b.runPath(s.view.Spec.ID, s.n, "run.json"), s.run, false); err != nil {
+	if err := record.WriteJSON(b.home.Start(s.view.Spec.ID, s.n, "run.json"), s.run, false); err != nil {
 		return err
 	}
 	if err := ctx.Err(); err != nil {
@@ -276,7 +256,7 @@ func (s *starting) begin(ctx context.Context) error {
 	if err := failpoint.Hit("containerd.start.after-start"); err != nil {
 		return err
 	}
-	if err := note(b.runPath(id, s.n), at); err != nil {
+	if err := b.home.Note(id, s.n, at); err != nil {
 		return err
 	}
 	if s.keep != nil {
@@ -285,25 +265,17 @@ func (s *starting) begin(ctx context.Context) error {
 	return s.monitor.started()
 }
 
-// mountRoot mounts a container's root filesystem at merged. containerd would
+// root is what a container's root filesystem is mounted of. containerd would
 // mount the snapshot itself, with the kernel's defaults; the options that keep
 // an upperdir free of references to the layers below are ours.
-func (b *Backend) mountRoot(c container) error {
-	m := overlay.Mount{Lower: c.Lower, Upper: c.Upper, Work: c.Work, Target: b.dir(c.Spec.ID, "merged")}
-	return m.Mount()
+func (b *Backend) root(c container) overlay.Mount {
+	return overlay.Mount{Lower: c.Lower, Upper: c.Upper, Work: c.Work, Target: b.home.Dir(c.Spec.ID, "merged")}
 }
 
 // prune forgets all but the last few runs.
 func (b *Backend) prune(id string) {
-	const kept = 3
-	runs, err := b.runs(id)
-	if err != nil || len(runs) <= kept {
-		return
-	}
-	for _, n := range runs[kept:] {
-		if err := os.RemoveAll(b.runPath(id, n)); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			b.log.Warn("forget an old run", "sandbox", id, "error", err)
-		}
+	if err := b.home.Prune(id); err != nil {
+		b.log.Warn("forget old runs", "sandbox", id, "error", err)
 	}
 }
 
@@ -344,14 +316,14 @@ func (b *Backend) Logs(ctx context.Context, id string, opts runtime.LogOptions, 
 		return err
 	}
 	if v.Theirs != nil && v.run.Bundle == "" {
-		if _, err := os.Lstat(b.dir(id, "log")); errors.Is(err, fs.ErrNotExist) || v.live() {
+		if _, err := os.Lstat(b.home.Dir(id, "log")); errors.Is(err, fs.ErrNotExist) || v.live() {
 			return b.theirLog(ctx, v, opts, stdout)
 		}
 	}
 	if !opts.Follow || !v.live() {
-		return streams.Print(ctx, b.dir(id, "log"), opts, stdout, stderr)
+		return streams.Print(ctx, b.home.Dir(id, "log"), opts, stdout, stderr)
 	}
-	return streams.Follow(ctx, b.dir(id, "log"), opts, stdout, stderr, func(ctx context.Context) error {
+	return streams.Follow(ctx, b.home.Dir(id, "log"), opts, stdout, stderr, func(ctx context.Context) error {
 		_, err := b.awaitExit(ctx, v.container, v.run)
 		return err
 	})

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"path/filepath"
 	"slices"
 	"time"
 
@@ -16,6 +15,7 @@ import (
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/home"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
@@ -25,7 +25,7 @@ type view struct {
 	container
 	status runtime.Status
 	run    runRecord // the run that status speaks of; zero when created
-	exit   exitRecord
+	exit   home.Exit
 	start  time.Time
 	noted  bool // that it was started; else agentbox was killed before it could
 	pid    int
@@ -45,7 +45,7 @@ func (b *Backend) look(ctx context.Context, id string) (view, error) {
 		return view{}, err
 	}
 	v := view{container: c, status: runtime.Created}
-	runs, err := b.runs(id)
+	runs, err := b.home.Starts(id)
 	if err != nil {
 		return v, err
 	}
@@ -72,15 +72,15 @@ func (b *Backend) present(ctx context.Context, c container) error {
 // lookRun fills in what run n says; it decides nothing when it never came to
 // run the command.
 func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decided bool, err error) {
-	run := runRecord{Number: n, Bundle: b.bundle(id, n)}
+	run := runRecord{Number: n, Bundle: b.home.Bundle(id, n)}
 	// One that a power loss cut short reads as empty, and is over anyway.
-	_ = record.ReadJSON(b.runPath(id, n, "run.json"), &run)
-	start, started := b.started(id, n)
+	_ = record.ReadJSON(b.home.Start(id, n, "run.json"), &run)
+	start, started := b.home.Started(id, n)
 	done := func(status runtime.Status) (bool, error) {
 		if !started {
 			// agentbox was killed between the start and the note of it.
 			start = time.Now()
-			if st, err := os.Stat(b.runPath(id, n, "run.json")); err == nil {
+			if st, err := os.Stat(b.home.Start(id, n, "run.json")); err == nil {
 				start = st.ModTime()
 			}
 		}
@@ -90,7 +90,7 @@ func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decid
 		v.status, v.run, v.start, v.noted = status, run, start, started
 		return true, nil
 	}
-	if exit, ok := b.exited(id, n); ok {
+	if exit, ok := b.home.Exited(id, n); ok {
 		v.exit = exit
 		return done(runtime.Exited)
 	}
@@ -98,7 +98,7 @@ func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decid
 	if ok {
 		defer p.Close()
 		frozen := b.cgroups.Frozen(cgroupPath(id))
-		if b.unborn(id) || !started && frozen {
+		if b.home.Unborn(id) || !started && frozen {
 			// runc has made it, or the wrapper has restored it, but no one
 			// has started it yet.
 			return false, nil
@@ -126,7 +126,7 @@ func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decid
 	defer cancel()
 	v.exit, err = b.awaitExit(soon, v.container, run)
 	if errors.Is(err, context.DeadlineExceeded) && ctx.Err() == nil {
-		v.exit, err = exitRecord{Code: unknownExit}, nil
+		v.exit, err = home.Exit{Code: home.Unknown}, nil
 	}
 	if err != nil {
 		return false, err
@@ -141,21 +141,21 @@ const notedSoon = time.Second
 // unnoted finds out about a run that was not noted as started and whose process
 // is not there: it is being started at this moment, or was cut off, or its
 // command was faster than the note; then its end is returned.
-func (b *Backend) unnoted(ctx context.Context, id string, run runRecord) (exitRecord, error) {
+func (b *Backend) unnoted(ctx context.Context, id string, run runRecord) (home.Exit, error) {
 	if run.Pid == 0 {
-		return exitRecord{}, nil
+		return home.Exit{}, nil
 	}
 	for end := time.Now().Add(notedSoon); time.Now().Before(end) && monitored(run.Bundle); {
-		if exit, ok := b.exited(id, run.Number); ok {
+		if exit, ok := b.home.Exited(id, run.Number); ok {
 			return exit, nil
 		}
 		select {
 		case <-ctx.Done():
-			return exitRecord{}, ctx.Err()
+			return home.Exit{}, ctx.Err()
 		case <-time.After(5 * time.Millisecond):
 		}
 	}
-	exit, _ := b.exited(id, run.Number)
+	exit, _ := b.home.Exited(id, run.Number)
 	return exit, nil
 }
 
@@ -164,125 +164,59 @@ func (b *Backend) first(id string, run runRecord) (*kernel.Process, bool) {
 	if run.Pid == 0 {
 		return nil, false
 	}
-	p, err := kernel.OpenProcess(run.Pid)
-	if err != nil {
-		return nil, false
-	}
-	if !p.InCgroup(cgroupPath(id)) {
-		p.Close()
-		return nil, false
-	}
-	return p, true
+	return kernel.OpenMember(run.Pid, cgroupPath(id))
 }
-
-// unborn tells whether the runtime has made a container whose command waits
-// for its start: the fifo that the start opens is still there.
-func (b *Backend) unborn(id string) bool {
-	_, err := os.Lstat(filepath.Join(b.ociRoot(), id, "exec.fifo"))
-	return err == nil
-}
-
-// drainWait is how long a monitor usually takes, at most, from the end of a
-// process to its record.
-const (
-	drainWait = 20 * time.Millisecond
-	drainPoll = 300 * time.Microsecond
-)
 
 // awaitExit waits for the end of a run and returns how it ended. The monitor's
 // record counts, which is written once all output is in the log and on the
 // attached sockets. A monitor that is gone is started again.
-func (b *Backend) awaitExit(ctx context.Context, c container, run runRecord) (exitRecord, error) {
-	id, path := c.Spec.ID, b.runPath(c.Spec.ID, run.Number)
-	if p, ok := b.first(id, run); ok {
-		err := p.Wait(ctx)
-		p.Close()
-		if err != nil {
-			return exitRecord{}, err
-		}
-	}
-	// The file is there a moment later. It is not watched for at once, because
-	// the kernel takes some 10 ms to take an inotify apart.
-	for end := time.Now().Add(drainWait); time.Now().Before(end); time.Sleep(drainPoll) {
-		if exit, ok := b.exited(id, run.Number); ok {
-			return exit, nil
-		}
-	}
-	w, err := kernel.Watch(path)
-	if errors.Is(err, fs.ErrNotExist) {
-		return b.afterRemoval(id)
-	}
-	if err != nil {
-		return exitRecord{}, err
-	}
-	defer w.Close()
+func (b *Backend) awaitExit(ctx context.Context, c container, run runRecord) (home.Exit, error) {
+	id := c.Spec.ID
+	first, _ := b.first(id, run)
+	exited := func() (home.Exit, bool) { return b.home.Exited(id, run.Number) }
+	return b.home.Await(ctx, id, run.Number, first, exited, func(ctx context.Context) error { return b.keepWatched(ctx, c, run) })
+}
+
+// keepWatched starts a run's monitor again when it is gone, and returns when that
+// is of no use.
+func (b *Backend) keepWatched(ctx context.Context, c container, run runRecord) error {
+	id := c.Spec.ID
 	again := time.NewTicker(time.Second) // nothing tells of a monitor's death
 	defer again.Stop()
 	for tries := 0; ; {
-		if exit, ok := b.exited(id, run.Number); ok {
-			return exit, nil
-		}
-		if _, err := os.Stat(path); errors.Is(err, fs.ErrNotExist) {
-			return b.afterRemoval(id)
-		}
-		if !monitored(run.Bundle) {
-			if _, ok := b.exited(id, run.Number); ok {
+		if monitored(run.Bundle) {
+			select {
+			case <-again.C:
 				continue
-			}
-			if tries++; tries > 3 {
-				return exitRecord{Code: unknownExit, Finished: time.Now()}, nil
-			}
-			if err := b.rewatch(ctx, c, run.Number); err != nil {
-				if ctx.Err() != nil {
-					return exitRecord{}, ctx.Err()
-				}
-				if _, err := os.Stat(run.Bundle); errors.Is(err, fs.ErrNotExist) {
-					tries = 3 // a reboot took it, and the processes too
-				}
-				b.log.Warn("no monitor", "sandbox", id, "err", err)
-				continue
+			case <-ctx.Done():
+				return ctx.Err()
 			}
 		}
-		select {
-		case <-w.Events:
-		case <-again.C:
-		case <-ctx.Done():
-			return exitRecord{}, ctx.Err()
+		if _, ok := b.home.Exited(id, run.Number); ok {
+			return nil
+		}
+		if _, err := os.Stat(b.home.Start(id, run.Number)); errors.Is(err, fs.ErrNotExist) {
+			return nil
+		}
+		if tries++; tries > 3 {
+			return nil
+		}
+		err := b.rewatch(ctx, c, run.Number)
+		if err == nil {
+			continue
+		}
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		b.log.Warn("no monitor", "sandbox", id, "err", err)
+		if _, err := os.Stat(run.Bundle); errors.Is(err, fs.ErrNotExist) {
+			return nil // a reboot took it, and the processes too
 		}
 	}
-}
-
-// tombstone is where the exit code of a removed container stays for a while:
-// an automatic removal follows an exit faster than a waiter may read it.
-func (b *Backend) tombstone(id string) string { return filepath.Join(b.stage, "exits", id) }
-
-func (b *Backend) afterRemoval(id string) (exitRecord, error) {
-	var exit exitRecord
-	if err := record.ReadJSON(b.tombstone(id), &exit); err != nil {
-		return exit, fmt.Errorf("container %s: %w", id, fault.ErrNotFound)
-	}
-	return exit, nil
-}
-
-// tombstoneAge is for how long a removed container's exit code is kept.
-const tombstoneAge = 10 * time.Minute
-
-// bury leaves a tombstone and clears old ones away.
-func (b *Backend) bury(id string, exit exitRecord) error {
-	entries, err := os.ReadDir(filepath.Join(b.stage, "exits"))
-	if err != nil {
-		return err
-	}
-	for _, e := range entries {
-		if st, err := e.Info(); err == nil && time.Since(st.ModTime()) > tombstoneAge {
-			_ = os.Remove(b.tombstone(e.Name()))
-		}
-	}
-	return record.WriteJSON(b.tombstone(id), exit, false)
 }
 
 func (b *Backend) runtimeOf(id string) criu.Runtime {
-	return criu.Runtime{Binary: b.oci, Root: b.ociRoot(), ID: id}
+	return criu.Runtime{Binary: b.oci, Root: b.home.State, ID: id}
 }
 
 // Inspect tells what is so now. While containerd does not answer it tells what
@@ -302,7 +236,7 @@ func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, er
 		Upper:   v.Upper,
 		Lower:   v.Lower,
 		Runtime: b.runtimeOf(id),
-		Stage:   stage.Slot{Run: b.stage, ID: id},
+		Stage:   stage.Slot{Run: b.home.Stage, ID: id},
 		Managed: b.place(id).Managed(v.Spec),
 	}
 	if b.wrapper == b.oci {
@@ -326,7 +260,7 @@ func (b *Backend) Wait(ctx context.Context, id string) (int, error) {
 	}
 	v, err := b.look(ctx, id)
 	if errors.Is(err, fault.ErrNotFound) {
-		exit, err := b.afterRemoval(id)
+		exit, err := b.home.Buried(id)
 		return exit.Code, err
 	}
 	if err != nil {
@@ -356,17 +290,13 @@ func (b *Backend) List(ctx context.Context) ([]string, error) {
 	if err != nil {
 		return nil, err
 	}
-	for _, dir := range []string{filepath.Join(b.root, "sandboxes"), b.run, b.ociRoot()} {
-		entries, err := os.ReadDir(dir)
-		if err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return nil, err
-		}
-		for _, e := range entries {
-			ids = append(ids, e.Name())
-		}
+	names, err := b.home.Names()
+	if err != nil {
+		return nil, err
 	}
+	ids = append(ids, names...)
 	ns := in(ctx, b.namespace)
-	mine := fmt.Sprintf("labels.%q==%q", rootLabel, b.base)
+	mine := fmt.Sprintf("labels.%q==%q", rootLabel, b.home.Base)
 	list, err := b.client.ContainerService().List(ns, mine)
 	if err == nil {
 		for _, c := range list {
@@ -381,7 +311,7 @@ func (b *Backend) List(ctx context.Context) ([]string, error) {
 		return nil, err
 	}
 	ids = slices.DeleteFunc(ids, func(id string) bool {
-		if !idPattern.MatchString(id) {
+		if !home.IsID(id) {
 			return true
 		}
 		c, err := b.load(id)

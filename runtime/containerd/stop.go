@@ -4,10 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
-	"os"
-	"path/filepath"
-	"strings"
 	"time"
 
 	tasks "github.com/containerd/containerd/api/services/tasks/v1"
@@ -19,20 +15,20 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
+	"github.com/agentbox/agentbox/runtime/internal/home"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
-	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
 // Stop ends a container's processes and frees all that it holds while it runs.
 // On one that has ended by itself it does what is left to do.
 func (b *Backend) Stop(ctx context.Context, id string, opts runtime.StopOptions) error {
-	if err := checkID(id); err != nil {
+	if err := home.Check(id); err != nil {
 		return err
 	}
 	if a, err := b.adopted(id); a != nil || err != nil {
 		return a.stop(ctx, opts)
 	}
-	unlock, err := b.lock(ctx, id)
+	unlock, err := b.home.Lock(ctx, id)
 	if err != nil {
 		return err
 	}
@@ -139,7 +135,7 @@ func (b *Backend) Unpause(ctx context.Context, id string) error {
 }
 
 // end ends a live container and returns how it ended.
-func (b *Backend) end(ctx context.Context, v view, opts runtime.StopOptions) (exit exitRecord, err error) {
+func (b *Backend) end(ctx context.Context, v view, opts runtime.StopOptions) (exit home.Exit, err error) {
 	id := v.Spec.ID
 	sig, err := bundle.StopSignal(v.Spec, opts.Signal)
 	if err != nil {
@@ -155,27 +151,9 @@ func (b *Backend) end(ctx context.Context, v view, opts runtime.StopOptions) (ex
 		return b.ended(ctx, v, false)
 	}
 	defer p.Close()
-	killed := true
-	if v.status == runtime.Running && opts.Timeout > 0 {
-		if err := p.Kill(sig); err != nil {
-			return exit, fmt.Errorf("signal container %s: %w", id, err)
-		}
-		err := p.WaitFor(ctx, opts.Timeout)
-		if ctx.Err() != nil {
-			return exit, ctx.Err()
-		}
-		killed = err != nil
-	}
-	if killed {
-		if v.status == runtime.Running {
-			// The rest of its PID namespace goes with the first process.
-			err = p.Kill(unix.SIGKILL)
-		} else {
-			_, err = b.cgroups.KillAll(cgroupPath(id))
-		}
-		if err != nil {
-			return exit, fmt.Errorf("kill container %s: %w", id, err)
-		}
+	killed, err := b.cgroups.End(ctx, p, cgroupPath(id), v.status == runtime.Paused, sig, opts.Timeout)
+	if err != nil {
+		return exit, fmt.Errorf("end container %s: %w", id, err)
 	}
 	if err := failpoint.Hit("containerd.stop.after-kill"); err != nil {
 		return exit, err
@@ -188,15 +166,15 @@ func (b *Backend) end(ctx context.Context, v view, opts runtime.StopOptions) (ex
 
 // ended waits for the monitor to have drained the output of a container whose
 // processes are gone.
-func (b *Backend) ended(ctx context.Context, v view, killed bool) (exitRecord, error) {
+func (b *Backend) ended(ctx context.Context, v view, killed bool) (home.Exit, error) {
 	soon, cancel := context.WithTimeout(ctx, 2*grace)
 	defer cancel()
 	exit, err := b.awaitExit(soon, v.container, v.run)
 	if errors.Is(err, context.DeadlineExceeded) && ctx.Err() == nil {
 		b.log.Warn("the monitor does not finish", "sandbox", v.Spec.ID)
-		exit, err = exitRecord{Code: unknownExit, Finished: time.Now()}, nil
+		exit, err = home.Exit{Code: home.Unknown, Finished: time.Now()}, nil
 	}
-	if exit.Code == unknownExit && killed {
+	if exit.Code == home.Unknown && killed {
 		exit.Code = 128 + int(unix.SIGKILL)
 	}
 	if err == nil {
@@ -212,19 +190,13 @@ func (b *Backend) settle(ctx context.Context, v view) error {
 	if err := b.release(ctx, id); err != nil {
 		return err
 	}
-	for _, n := range v.dirty {
-		if err := os.RemoveAll(b.runPath(id, n)); err != nil {
-			return err
-		}
+	if err := b.home.Undo(id, v.dirty...); err != nil {
+		return err
 	}
 	if v.status != runtime.Exited {
 		return nil
 	}
-	path := b.runPath(id, v.run.Number, "exit.json")
-	if _, err := os.Lstat(path); err == nil {
-		return nil
-	}
-	return record.WriteJSON(path, v.exit, true)
+	return b.home.Settle(id, v.run.Number, v.exit)
 }
 
 // release frees all that a sandbox holds while it runs: the task, with it
@@ -242,11 +214,11 @@ func (b *Backend) release(ctx context.Context, id string) error {
 	}
 	step("processes", b.cgroups.Empty(ctx, cgroupPath(id)))
 	step("task", b.dropTask(ctx, b.namespace, id))
-	step("delete", b.forget(id))
-	step("unmount", b.unmountRoot(ctx, id))
+	step("delete", b.home.Forget(id))
+	step("unmount", b.place(id).Unmount(ctx, b.log.With("sandbox", id)))
 	step("network", b.net.Teardown(ctx, id))
 	step("cgroups", b.cgroups.Remove(ctx, cgroupPath(id)))
-	step("bundle", b.clearRun(id))
+	step("bundle", b.home.Clear(id))
 	return errors.Join(errs...)
 }
 
@@ -285,41 +257,6 @@ func (b *Backend) dropTask(ctx context.Context, ns, id string) error {
 	}
 }
 
-// forget deletes what the runtime still has of a container whose shim was
-// killed. A restore that was killed leaves the root filesystem mounted in there,
-// and CRIU's view of the cgroups in its working directory: deleting through
-// them would delete the sandbox's files.
-func (b *Backend) forget(id string) error {
-	state := filepath.Join(b.ociRoot(), id)
-	if err := kernel.UnmountBelow(state, filepath.Join(b.stage, id, "restore")); err != nil {
-		return err
-	}
-	return os.RemoveAll(state)
-}
-
-// unmountRoot unmounts a container's root filesystem.
-func (b *Backend) unmountRoot(ctx context.Context, id string) error {
-	return b.place(id).Unmount(ctx, b.log.With("sandbox", id))
-}
-
-// clearRun removes what runs keep in RUN. What the Engine keeps there stays.
-func (b *Backend) clearRun(id string) error {
-	entries, err := os.ReadDir(b.runDir(id))
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-	if err != nil {
-		return err
-	}
-	var errs []error
-	for _, e := range entries {
-		if strings.HasPrefix(e.Name(), "bundle.") || e.Name() == "exec" {
-			errs = append(errs, os.RemoveAll(b.runDir(id, e.Name())))
-		}
-	}
-	return errors.Join(errs...)
-}
-
 // Mount makes a container's root filesystem reachable while fn runs: of one
 // that runs or is paused the root that its first process sees, volumes
 // included; of a stopped one its overlay, without volumes, and no other verb
@@ -333,7 +270,7 @@ func (b *Backend) Mount(ctx context.Context, id string, fn func(root string) err
 	if v.live() {
 		return bundle.OnLive(v.pid, fn)
 	}
-	unlock, err := b.lock(ctx, id)
+	unlock, err := b.home.Lock(ctx, id)
 	if err != nil {
 		return err
 	}
@@ -350,12 +287,5 @@ func (b *Backend) Mount(ctx context.Context, id string, fn func(root string) err
 			return err
 		}
 	}
-	if err := b.mountRoot(v.container); err != nil {
-		return err
-	}
-	root, err := kernel.OpenRoot(b.dir(id, "merged"))
-	if err == nil {
-		err = bundle.OnRoot(root, fn)
-	}
-	return errors.Join(err, b.unmountRoot(context.WithoutCancel(ctx), id))
+	return b.place(id).OnStopped(ctx, b.log.With("sandbox", id), b.root(v.container), fn)
 }

@@ -27,12 +27,13 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/home"
 )
 
 // Create has the daemon make a container. The image is the daemon's own.
 func (b *Backend) Create(ctx context.Context, s runtime.Spec, lower []string) (err error) {
 	switch {
-	case !idPattern.MatchString(s.ID):
+	case !home.IsID(s.ID):
 		return fmt.Errorf("%w: container id %q", fault.ErrInvalid, s.ID)
 	case len(lower) > 0:
 		return fmt.Errorf("%w: the Docker daemon has its own images and takes no directories", fault.ErrInvalid)
@@ -245,7 +246,7 @@ func syscallFilter() (string, error) {
 // Remove has the daemon remove a container, with the volumes that are its
 // alone, and frees what is kept beside it.
 func (b *Backend) Remove(ctx context.Context, id string) error {
-	if !idPattern.MatchString(id) {
+	if !home.IsID(id) {
 		return nil // nothing is called that
 	}
 	if err := ctx.Err(); err != nil {

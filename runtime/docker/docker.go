@@ -29,7 +29,6 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
-	"regexp"
 	"strings"
 	"sync"
 	"time"
@@ -94,8 +93,6 @@ const (
 	// moments.
 	grace = 10 * time.Second
 )
-
-var idPattern = regexp.MustCompile(`^[0-9a-f]{32}$`)
 
 // Open makes a Backend. It asks the daemon nothing: a daemon that does not
 // answer is the error of whatever needs it.

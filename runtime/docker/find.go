@@ -15,6 +15,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/home"
 )
 
 // box is a container as the daemon describes it.
@@ -39,8 +40,8 @@ func proof(id string) string { return "agentbox:" + id }
 
 // find looks a container up by our id.
 func (b *Backend) find(ctx context.Context, id string) (box, error) {
-	if !idPattern.MatchString(id) {
-		return box{}, fmt.Errorf("container %q: %w", id, fault.ErrNotFound)
+	if err := home.Check(id); err != nil {
+		return box{}, err
 	}
 	if known := b.known(id); known != "" {
 		c, err := b.inspect(ctx, known)
@@ -243,7 +244,7 @@ func (b *Backend) List(ctx context.Context) ([]string, error) {
 	}
 	ids := make([]string, 0, len(list))
 	for _, c := range list {
-		if id := c.Config.Labels[labelID]; c.own() && idPattern.MatchString(id) {
+		if id := c.Config.Labels[labelID]; c.own() && home.IsID(id) {
 			ids = append(ids, id)
 		}
 	}

@@ -87,9 +87,9 @@ func (b *Backend) Logs(ctx context.Context, id string, opts runtime.LogOptions, 
 		return err
 	}
 	if !opts.Follow || !v.live() {
-		return streams.Print(ctx, b.dir(id, "log"), opts, stdout, stderr)
+		return streams.Print(ctx, b.home.Dir(id, "log"), opts, stdout, stderr)
 	}
-	return streams.Follow(ctx, b.dir(id, "log"), opts, stdout, stderr, func(ctx context.Context) error {
+	return streams.Follow(ctx, b.home.Dir(id, "log"), opts, stdout, stderr, func(ctx context.Context) error {
 		_, err := b.awaitExit(ctx, id, v.run)
 		return err
 	})

@@ -28,18 +28,15 @@
 package oci
 
 import (
-	"fmt"
+	"cmp"
 	"log/slog"
 	"os"
-	"os/exec"
 	"path/filepath"
-	"regexp"
-	"strings"
 	"time"
 
-	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
+	"github.com/agentbox/agentbox/runtime/internal/home"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/network"
 )
@@ -64,21 +61,17 @@ type Options struct {
 // Backend implements runtime.Backend. It holds no state of containers, so any
 // number of processes may have one over the same directories.
 type Backend struct {
-	root, run string
-	self      string
-	wrapper   string // what conmon is given for create and start
-	oci       string // the real runtime
-	conmon    string
-	net       *network.Manager
-	cgroups   kernel.Cgroups
-	log       *slog.Logger
+	home    home.Home
+	self    string
+	wrapper string // what conmon is given for create and start
+	oci     string // the real runtime
+	conmon  string
+	net     *network.Manager
+	cgroups kernel.Cgroups
+	log     *slog.Logger
 }
 
 var _ runtime.Backend = (*Backend)(nil)
-
-// idPattern is what a container id looks like; anything else in our
-// directories is not a container.
-var idPattern = regexp.MustCompile(`^[0-9a-f]{32}$`)
 
 // grace bounds every wait for something that happens by itself in
 // milliseconds once its cause is there, such as conmon's exit file.
@@ -86,110 +79,43 @@ const grace = 10 * time.Second
 
 // Open checks that the programs are there and makes the directories.
 func Open(opts Options) (*Backend, error) {
-	if opts.Root == "" || opts.Run == "" {
-		return nil, fmt.Errorf("%w: oci backend without root or run directory", fault.ErrInvalid)
-	}
 	b := &Backend{log: opts.Log}
 	if b.log == nil {
 		b.log = slog.Default()
 	}
 	var err error
-	if b.oci, err = program(opts.OCIRuntime, "runc"); err != nil {
-		return nil, err
-	}
-	if b.conmon, err = program(opts.Conmon, "conmon"); err != nil {
-		return nil, err
-	}
-	b.wrapper = b.oci
-	wrapper := opts.Wrapper
 	if opts.Self != "" {
-		if b.self, err = program(opts.Self, ""); err != nil {
-			return nil, err
-		}
-		if wrapper == "" {
-			// Through symlinks: /usr/local/bin/agentbox may point into a build tree.
-			real, err := filepath.EvalSymlinks(b.self)
-			if err != nil {
-				return nil, err
-			}
-			wrapper = filepath.Join(filepath.Dir(real), "agentbox-runtime")
-		}
-	}
-	if wrapper != "" {
-		if b.wrapper, err = program(wrapper, ""); err != nil {
+		if b.self, err = home.Program(opts.Self); err != nil {
 			return nil, err
 		}
 	}
-	if strings.Contains(opts.Run, ",") {
-		// runc takes it for the end of a namespace's path.
-		return nil, fmt.Errorf("%w: run directory %s: its path must not have a comma", fault.ErrInvalid, opts.Run)
-	}
-	if b.root, err = directory(opts.Root, "sandboxes"); err != nil {
+	if b.oci, b.wrapper, err = home.Runtimes(opts.OCIRuntime, opts.Wrapper, b.self); err != nil {
 		return nil, err
 	}
-	if b.run, err = directory(opts.Run, "runc", "exits", "tmp"); err != nil {
+	if b.conmon, err = home.Program(cmp.Or(opts.Conmon, "conmon")); err != nil {
+		return nil, err
+	}
+	if b.home, err = home.Open(opts.Root, opts.Run, ""); err != nil {
+		return nil, err
+	}
+	if err = os.MkdirAll(filepath.Join(b.home.Run, "tmp"), 0o700); err != nil {
 		return nil, err
 	}
 	if b.cgroups, err = kernel.Hierarchies(); err != nil {
 		return nil, err
 	}
-	if b.net, err = network.Open(b.root, b.run); err != nil {
+	if b.net, err = network.Open(b.home.Root, b.home.Run); err != nil {
 		return nil, err
 	}
 	return b, nil
 }
 
-// program finds an executable and returns its absolute path.
-func program(name, fallback string) (string, error) {
-	if name == "" {
-		name = fallback
-	}
-	path, err := exec.LookPath(name)
-	if err != nil {
-		return "", fmt.Errorf("%w: %w", fault.ErrUnsupported, err)
-	}
-	return filepath.Abs(path)
-}
-
-// directory makes dir with children and returns its real path, which is how
-// the mount table names it.
-func directory(dir string, children ...string) (string, error) {
-	for _, child := range children {
-		if err := os.MkdirAll(filepath.Join(dir, child), 0o700); err != nil {
-			return "", err
-		}
-	}
-	real, err := filepath.EvalSymlinks(dir)
-	if err != nil {
-		return "", err
-	}
-	return filepath.Abs(real)
-}
-
 // Properties are this backend's differences.
 func (b *Backend) Properties() runtime.Properties { return runtime.Properties{Name: "oci"} }
-
-// paths of one container.
-func (b *Backend) dir(id string, elem ...string) string {
-	return filepath.Join(append([]string{b.root, "sandboxes", id}, elem...)...)
-}
-
-func (b *Backend) runDir(id string, elem ...string) string {
-	return filepath.Join(append([]string{b.run, id}, elem...)...)
-}
 
 // place is what a container's bundle is made of.
 func (b *Backend) place(id string) bundle.Place {
 	return bundle.Place{
-		Dir: b.dir(id), Rootfs: b.dir(id, "merged"), Config: b.runDir(id, "criu.conf"), Cgroup: cgroupPath(id), Init: b.wrapper, Cgroups: b.cgroups,
+		Dir: b.home.Dir(id), Rootfs: b.home.Dir(id, "merged"), Config: b.home.RunDir(id, "criu.conf"), Cgroup: cgroupPath(id), Init: b.wrapper, Cgroups: b.cgroups,
 	}
-}
-
-func (b *Backend) ociRoot() string { return filepath.Join(b.run, "runc") }
-
-func checkID(id string) error {
-	if !idPattern.MatchString(id) {
-		return fmt.Errorf("container %q: %w", id, fault.ErrNotFound)
-	}
-	return nil
 }

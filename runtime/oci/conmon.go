@@ -3,6 +3,7 @@ package oci
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -65,7 +66,7 @@ func (b *Backend) launch(l launch) (c *conmon, err error) {
 		"--api-version", "1", "-c", l.id, "-u", unique, "-r", l.runtime, "-b", l.bundle,
 		"-p", filepath.Join(l.bundle, "pid"), "-P", filepath.Join(l.bundle, "conmon.pid"),
 		"--full-attach", "--no-sync-log", "--log-level", "error",
-		"--runtime-arg", "--root", "--runtime-arg", b.ociRoot(),
+		"--runtime-arg", "--root", "--runtime-arg", b.home.State,
 		"--runtime-arg", "--log", "--runtime-arg", filepath.Join(l.bundle, "oci.log"),
 		"--runtime-arg", "--log-format", "--runtime-arg", "json",
 	}, l.args...)
@@ -143,15 +144,12 @@ func (b *Backend) launch(l launch) (c *conmon, err error) {
 // conmon puts the socket over which runc hands a terminal to it; the name must
 // fit into a socket address.
 func (b *Backend) environ() []string {
-	tmp := filepath.Join(b.run, "tmp")
+	tmp := filepath.Join(b.home.Run, "tmp")
 	if len(tmp) > 80 {
 		tmp = "/tmp"
 	}
-	path := os.Getenv("PATH")
-	if path == "" {
-		path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-	}
-	env := []string{"PATH=" + path, "TMPDIR=" + tmp, "AGENTBOX_RUN=" + b.run, "AGENTBOX_RUNTIME=" + b.oci}
+	path := cmp.Or(os.Getenv("PATH"), "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
+	env := []string{"PATH=" + path, "TMPDIR=" + tmp, "AGENTBOX_RUN=" + b.home.Stage, "AGENTBOX_RUNTIME=" + b.oci}
 	return env
 }
 
@@ -272,7 +270,7 @@ func (e *callError) Error() string { return e.verb + ": " + e.said }
 
 // call runs the runtime itself: what conmon does not do for us.
 func (b *Backend) call(ctx context.Context, program string, args ...string) error {
-	cmd := exec.CommandContext(ctx, program, append([]string{"--root", b.ociRoot()}, args...)...)
+	cmd := exec.CommandContext(ctx, program, append([]string{"--root", b.home.State}, args...)...)
 	cmd.Env = b.environ()
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	cmd.WaitDelay = grace

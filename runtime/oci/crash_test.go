@@ -97,7 +97,7 @@ func TestKilled(t *testing.T) {
 			x := newBox(t)
 			id := x.bring(p.verb)
 			cmd := exec.Command(os.Args[0], "-test.run=^TestVerb$")
-			cmd.Env = append(os.Environ(), "OCI_TEST_VERB="+p.verb, "OCI_TEST_ROOT="+x.root, "OCI_TEST_RUN="+x.Backend.run,
+			cmd.Env = append(os.Environ(), "OCI_TEST_VERB="+p.verb, "OCI_TEST_ROOT="+x.home.Base, "OCI_TEST_RUN="+x.home.Run,
 				"OCI_TEST_ID="+id, "OCI_TEST_LOWER="+x.lower, "AGENTBOX_FAILPOINT="+p.name+"=kill")
 			out, err := cmd.CombinedOutput()
 			var exit *exec.ExitError
@@ -134,7 +134,7 @@ func (x *box) usable(id, verb, point string) {
 	}
 	must(t, x.Stop(ctx, id, runtime.StopOptions{}))
 	for _, left := range x.leftovers() {
-		if strings.HasPrefix(left, "mount") || strings.HasPrefix(left, "process") || strings.HasPrefix(left, filepath.Join(x.ociRoot())) {
+		if strings.HasPrefix(left, "mount") || strings.HasPrefix(left, "process") || strings.HasPrefix(left, filepath.Join(x.home.State)) {
 			t.Errorf("left by %s after a Stop: %s", verb, left)
 		}
 	}
@@ -161,7 +161,7 @@ func TestBroken(t *testing.T) {
 			switch c, err := x.Inspect(t.Context(), id); {
 			case p.verb == "create" && !errors.Is(err, fault.ErrNotFound):
 				t.Errorf("%+v, %v", c, err)
-			case p.verb == "create" && x.traces(id):
+			case p.verb == "create" && x.home.Traces(id):
 				t.Error("a failed Create left something")
 			case p.verb == "start" && (err != nil || c.Status != runtime.Created):
 				t.Errorf("%+v, %v", c, err)

@@ -1,7 +1,6 @@
 package oci
 
 import (
-	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -42,7 +41,7 @@ func (b *Backend) Exec(ctx context.Context, id string, p runtime.Process, ends r
 	b.sweepExecs(id)
 	var name [8]byte
 	_, _ = rand.Read(name[:])
-	s := &session{b: b, view: v, p: p, streams: ends, size: size, dir: b.runDir(id, "exec", hex.EncodeToString(name[:]))}
+	s := &session{b: b, view: v, p: p, streams: ends, size: size, dir: b.home.RunDir(id, "exec", hex.EncodeToString(name[:]))}
 	if err := os.MkdirAll(s.dir, 0o700); err != nil {
 		return 0, err
 	}
@@ -66,20 +65,13 @@ type session struct {
 
 // writeProcess writes the process section for the runtime.
 func (s *session) writeProcess() error {
-	spec, p := s.view.Spec, s.p
+	spec := s.view.Spec
 	first, ok := s.b.first(spec.ID, s.view.run.Number)
 	if !ok {
 		return fmt.Errorf("container %s has ended: %w", spec.ID, fault.ErrState)
 	}
 	defer first.Close()
-	root, err := first.Root()
-	if err != nil {
-		return err
-	}
-	defer root.Close()
-	p.User = cmp.Or(p.User, spec.User)
-	p.Workdir = cmp.Or(p.Workdir, spec.Workdir)
-	proc, err := bundle.Process(root, spec, s.view.run.Env, p, s.size)
+	proc, err := bundle.Process(first, spec, s.view.run.Env, s.p, s.size)
 	if err != nil {
 		return err
 	}
@@ -170,12 +162,10 @@ func (s *session) run(ctx context.Context) (exit int, err error) {
 // with which the runtime's call ends.
 func (s *session) abort() {
 	if pid, ok := kernel.PidFile(filepath.Join(s.dir, "pid")); ok {
-		if p, err := kernel.OpenProcess(pid); err == nil {
-			defer p.Close()
-			if p.InCgroup(cgroupPath(s.view.Spec.ID)) {
-				_ = p.Kill(unix.SIGKILL)
-				return
-			}
+		if p, ok := kernel.OpenMember(pid, cgroupPath(s.view.Spec.ID)); ok {
+			_ = p.Kill(unix.SIGKILL)
+			p.Close()
+			return
 		}
 	}
 	if p, ok := monitor(s.dir); ok {
@@ -199,12 +189,12 @@ const fresh = time.Minute
 
 // sweepExecs removes what sessions left that ended with no one attached.
 func (b *Backend) sweepExecs(id string) {
-	entries, err := os.ReadDir(b.runDir(id, "exec"))
+	entries, err := os.ReadDir(b.home.RunDir(id, "exec"))
 	if err != nil {
 		return
 	}
 	for _, e := range entries {
-		dir := b.runDir(id, "exec", e.Name())
+		dir := b.home.RunDir(id, "exec", e.Name())
 		if p, ok := monitor(dir); ok {
 			p.Close()
 			continue

@@ -247,7 +247,7 @@ func (x *box) sweep() {
 func (x *box) leftovers() []string {
 	var left []string
 	infos, err := mountinfo.GetMounts(func(i *mountinfo.Info) (skip, stop bool) {
-		return !strings.HasPrefix(i.Mountpoint, filepath.Dir(x.root)+"/"), false
+		return !strings.HasPrefix(i.Mountpoint, filepath.Dir(x.home.Base)+"/"), false
 	})
 	if err != nil {
 		left = append(left, err.Error())
@@ -260,12 +260,12 @@ func (x *box) leftovers() []string {
 		left = append(left, err.Error())
 	}
 	for _, pid := range pids {
-		if pid != os.Getpid() && kernel.Names(pid, x.Backend.run) {
+		if pid != os.Getpid() && kernel.Names(pid, x.home.Run) {
 			data, _, _ := record.Read(fmt.Sprintf("/proc/%d/cmdline", pid))
 			left = append(left, fmt.Sprintf("process %d %q", pid, data))
 		}
 	}
-	for _, dir := range []string{filepath.Join(x.root, "sandboxes"), x.ociRoot(), filepath.Join(x.Backend.run, "tmp")} {
+	for _, dir := range []string{filepath.Join(x.home.Base, "sandboxes"), x.home.State, filepath.Join(x.home.Run, "tmp")} {
 		entries, err := os.ReadDir(dir)
 		if err != nil {
 			left = append(left, err.Error())
@@ -274,9 +274,9 @@ func (x *box) leftovers() []string {
 			left = append(left, filepath.Join(dir, e.Name()))
 		}
 	}
-	entries, _ := os.ReadDir(x.Backend.run)
+	entries, _ := os.ReadDir(x.home.Run)
 	for _, e := range entries {
-		path := filepath.Join(x.Backend.run, e.Name())
+		path := filepath.Join(x.home.Run, e.Name())
 		if slices.Contains([]string{"runc", "exits", "tmp"}, e.Name()) {
 			continue
 		}

@@ -2,10 +2,8 @@ package oci
 
 import (
 	"context"
-	"errors"
 
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
-	"github.com/agentbox/agentbox/runtime/internal/kernel"
 )
 
 // Mount makes a container's root filesystem reachable while fn runs: of one
@@ -24,7 +22,7 @@ func (b *Backend) Mount(ctx context.Context, id string, fn func(root string) err
 	if v.live() {
 		return bundle.OnLive(v.pid, fn)
 	}
-	unlock, err := b.lock(ctx, id)
+	unlock, err := b.home.Lock(ctx, id)
 	if err != nil {
 		return err
 	}
@@ -39,12 +37,5 @@ func (b *Backend) Mount(ctx context.Context, id string, fn func(root string) err
 	if err := b.settle(ctx, v); err != nil {
 		return err
 	}
-	if err := b.mountRoot(v.container); err != nil {
-		return err
-	}
-	root, err := kernel.OpenRoot(b.dir(id, "merged"))
-	if err == nil {
-		err = bundle.OnRoot(root, fn)
-	}
-	return errors.Join(err, b.unmountRoot(context.WithoutCancel(ctx), id))
+	return b.place(id).OnStopped(ctx, b.log.With("sandbox", id), b.root(v.container), fn)
 }

@@ -16,19 +16,11 @@ import (
 
 // first returns the first process of run n, if it lives; close it.
 func (b *Backend) first(id string, n int) (*kernel.Process, bool) {
-	pid, ok := kernel.PidFile(b.bundle(id, n, "pid"))
+	pid, ok := kernel.PidFile(b.home.Bundle(id, n, "pid"))
 	if !ok {
 		return nil, false
 	}
-	p, err := kernel.OpenProcess(pid)
-	if err != nil {
-		return nil, false
-	}
-	if !p.InCgroup(cgroupPath(id)) {
-		p.Close()
-		return nil, false
-	}
-	return p, true
+	return kernel.OpenMember(pid, cgroupPath(id))
 }
 
 // monitor returns the conmon that left its pid in a bundle, if it lives.
@@ -70,7 +62,7 @@ func isEngine(pid int) bool {
 // of, as its exit command, is spared: it only waits for us.
 func (b *Backend) killStrays(ctx context.Context, id string) error {
 	spared := kernel.Ancestors()
-	bundles, execs := b.runDir(id, "bundle"), b.runDir(id, "exec")
+	bundles, execs := b.home.RunDir(id, "bundle"), b.home.RunDir(id, "exec")
 	ours := func(pid int) bool { return !spared[pid] && kernel.Names(pid, bundles, execs) && isEngine(pid) }
 	var errs []error
 	// Again until none is found: a killed one may just have started another.
@@ -134,6 +126,6 @@ func (b *Backend) unattended(v view) bool {
 	if len(v.dirty) > 0 || v.run.Number > 0 && !v.noted {
 		return true
 	}
-	sessions, err := os.ReadDir(b.runDir(v.Spec.ID, "exec"))
+	sessions, err := os.ReadDir(b.home.RunDir(v.Spec.ID, "exec"))
 	return len(sessions) > 0 || err != nil && !errors.Is(err, fs.ErrNotExist)
 }

@@ -98,7 +98,7 @@ func TestMounts(t *testing.T) {
 		} else if !errors.Is(err, fault.ErrInvalid) {
 			t.Errorf("%s: %v", name, err)
 		}
-		if x.traces(bad.ID) {
+		if x.home.Traces(bad.ID) {
 			t.Errorf("%s left something", name)
 		}
 	}
@@ -189,7 +189,7 @@ func TestInit(t *testing.T) {
 	if c := x.inspect(id); c.ExitCode != 21 {
 		t.Errorf("%+v", c)
 	}
-	entries, err := os.ReadDir(x.dir(id, "upper"))
+	entries, err := os.ReadDir(x.home.Dir(id, "upper"))
 	must(t, err)
 	for _, e := range entries {
 		if strings.Contains(e.Name(), "agentbox") {

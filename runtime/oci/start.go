@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -19,6 +18,7 @@ import (
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/home"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 	"github.com/agentbox/agentbox/runtime/internal/streams"
 )
@@ -27,10 +27,10 @@ import (
 // a restore is staged. ctx also bounds the attachment: when it ends, wait
 // returns its error; the container goes on.
 func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOptions) (wait func() error, err error) {
-	if err := checkID(id); err != nil {
+	if err := home.Check(id); err != nil {
 		return nil, err
 	}
-	unlock, err := b.lock(ctx, id)
+	unlock, err := b.home.Lock(ctx, id)
 	if err != nil {
 		return nil, err
 	}
@@ -46,18 +46,16 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 	if err := b.settle(ctx, v); err != nil {
 		return nil, err
 	}
-	s := &starting{b: b, view: v, opts: opts, n: 1}
-	if runs, err := b.runs(id); err != nil {
+	s := &starting{b: b, view: v, opts: opts}
+	if s.n, err = b.home.Next(id); err != nil {
 		return nil, err
-	} else if len(runs) > 0 {
-		s.n = runs[0] + 1
 	}
 	var undo undo.Stack
 	defer func() { undo.Run(ctx, &err) }()
 	undo.Add(func(ctx context.Context) error {
 		s.attached.Close()
 		err := b.release(ctx, id, true)
-		return errors.Join(err, os.RemoveAll(b.runPath(id, s.n)))
+		return errors.Join(err, b.home.Undo(id, s.n))
 	})
 	if err := s.launch(); err != nil {
 		return nil, err
@@ -72,7 +70,9 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 	if err := s.begin(ctx); err != nil {
 		return nil, err
 	}
-	b.prune(id)
+	if err := b.home.Prune(id); err != nil {
+		b.log.Warn("forget old runs", "sandbox", id, "error", err)
+	}
 	if s.attached == nil {
 		return nil, nil
 	}
@@ -94,7 +94,7 @@ type starting struct {
 // prepare mounts the root filesystem, makes the network and writes the bundle.
 func (s *starting) prepare(ctx context.Context) error {
 	b, id := s.b, s.view.Spec.ID
-	if err := b.mountRoot(s.view.container); err != nil {
+	if err := b.root(s.view.container).Mount(); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("oci.start.after-mount"); err != nil {
@@ -115,16 +115,21 @@ func (s *starting) prepare(ctx context.Context) error {
 	if err := failpoint.Hit("oci.start.after-network"); err != nil {
 		return err
 	}
-	if err := b.place(id).WriteEtc(s.view.Spec, end, s.restores()); err != nil {
-		return err
-	}
 	if s.view.Spec.Terminal && s.opts.Streams != nil {
 		s.size = streams.FirstSize(ctx, s.opts.Streams.Resize)
 	}
-	if err := s.writeBundle(end.Path); err != nil {
+	spec, err := b.place(id).Prepare(s.view.Spec, s.run.Env, end, s.size, s.restores())
+	if err != nil {
 		return err
 	}
-	if err := record.WriteJSON(b.runPath(id, s.n, "run.json"), s.run, false); err != nil {
+	data, err := json.Marshal(spec)
+	if err != nil {
+		return err
+	}
+	if err := record.Write(b.home.Bundle(id, s.n, "config.json"), data, 0o600, false); err != nil {
+		return err
+	}
+	if err := record.WriteJSON(b.home.Start(id, s.n, "run.json"), s.run, false); err != nil {
 		return err
 	}
 	return failpoint.Hit("oci.start.after-bundle")
@@ -133,47 +138,24 @@ func (s *starting) prepare(ctx context.Context) error {
 // restores tells whether the wrapper will restore processes instead of
 // starting the command.
 func (s *starting) restores() bool {
-	_, err := stage.Load(s.b.run, s.view.Spec.ID)
+	_, err := stage.Load(s.b.home.Stage, s.view.Spec.ID)
 	return !errors.Is(err, fault.ErrNotFound)
-}
-
-func (s *starting) writeBundle(netns string) error {
-	b, id := s.b, s.view.Spec.ID
-	spec, err := b.place(id).Spec(s.view.Spec, s.run.Env, netns, s.size, s.restores())
-	if err != nil {
-		return err
-	}
-	data, err := json.Marshal(spec)
-	if err != nil {
-		return err
-	}
-	if err := record.Write(b.bundle(id, s.n, "config.json"), data, 0o600, false); err != nil {
-		return err
-	}
-	// The annotation names it, so CRIU wants it to exist.
-	f, err := os.OpenFile(b.runDir(id, "criu.conf"), os.O_CREATE|os.O_WRONLY, 0o600)
-	if err != nil {
-		return err
-	}
-	return f.Close()
 }
 
 // launch makes the run's directories and starts its conmon.
 func (s *starting) launch() (err error) {
 	b, spec := s.b, s.view.Spec
-	s.run = runRecord{Number: s.n, Bundle: b.bundle(spec.ID, s.n), Env: s.opts.Env}
-	for _, dir := range []string{b.runPath(spec.ID, s.n), s.run.Bundle} {
-		if err := os.MkdirAll(dir, 0o700); err != nil {
-			return err
-		}
+	s.run = runRecord{Number: s.n, Bundle: b.home.Bundle(spec.ID, s.n), Env: s.opts.Env}
+	if err := b.home.Begin(spec.ID, s.n); err != nil {
+		return err
 	}
-	if err := streams.Trim(b.dir(spec.ID, "log")); err != nil {
+	if err := streams.Trim(b.home.Dir(spec.ID, "log")); err != nil {
 		return err
 	}
 	args := []string{
 		// The path is relative, since conmon takes a colon in it for syntax.
 		"-l", "k8s-file:log", "--log-size-max", strconv.Itoa(streams.Limit),
-		"--persist-dir", b.runPath(spec.ID, s.n),
+		"--persist-dir", b.home.Start(spec.ID, s.n),
 	}
 	switch {
 	case spec.Terminal:
@@ -182,7 +164,7 @@ func (s *starting) launch() (err error) {
 		args = append(args, "-i")
 	}
 	if b.self != "" {
-		for i, arg := range []string{b.self, "--root", b.root, "reap", spec.ID} {
+		for i, arg := range []string{b.self, "--root", b.home.Base, "reap", spec.ID} {
 			if i == 0 {
 				args = append(args, "--exit-command", arg)
 				continue
@@ -190,7 +172,7 @@ func (s *starting) launch() (err error) {
 			args = append(args, "--exit-command-arg", arg)
 		}
 	}
-	s.conmon, err = b.launch(launch{id: spec.ID, bundle: s.run.Bundle, dir: b.dir(spec.ID), runtime: b.wrapper, args: args})
+	s.conmon, err = b.launch(launch{id: spec.ID, bundle: s.run.Bundle, dir: b.home.Dir(spec.ID), runtime: b.wrapper, args: args})
 	return err
 }
 
@@ -252,9 +234,9 @@ func (s *starting) begin(ctx context.Context) error {
 // `runc start` does, and saves the start of two programs: the command waits to
 // write a byte to a fifo, and executing it closes its end.
 func (b *Backend) letGo(ctx context.Context, id string, n int) error {
-	state := filepath.Join(b.ociRoot(), id)
+	state := filepath.Join(b.home.State, id)
 	_, err := os.Lstat(filepath.Join(state, "state.json")) // other runtimes have other files, and fifos that work otherwise
-	if err != nil || !b.unborn(id) {
+	if err != nil || !b.home.Unborn(id) {
 		return b.call(ctx, b.wrapper, "start", id)
 	}
 	p, ok := b.first(id, n)
@@ -290,34 +272,11 @@ func (b *Backend) letGo(ctx context.Context, id string, n int) error {
 
 // note puts on record that run n was started, and when.
 func (b *Backend) note(id string, n int, at time.Time) error {
-	tmp := b.runPath(id, n, ".started")
-	f, err := os.Create(tmp)
-	if err != nil {
-		return err
-	}
-	if err := errors.Join(f.Close(), os.Chtimes(tmp, at, at)); err != nil {
-		return err
-	}
-	return os.Rename(tmp, b.runPath(id, n, "started"))
+	return b.home.Note(id, n, at)
 }
 
-// mountRoot mounts a container's root filesystem at merged.
-func (b *Backend) mountRoot(rec container) error {
-	id := rec.Spec.ID
-	m := overlay.Mount{Lower: rec.Lower, Upper: b.dir(id, "upper"), Work: b.dir(id, "work"), Target: b.dir(id, "merged")}
-	return m.Mount()
-}
-
-// prune forgets all but the last few runs.
-func (b *Backend) prune(id string) {
-	const kept = 3
-	runs, err := b.runs(id)
-	if err != nil || len(runs) <= kept {
-		return
-	}
-	for _, n := range runs[kept:] {
-		if err := os.RemoveAll(b.runPath(id, n)); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			b.log.Warn("forget an old run", "sandbox", id, "error", err)
-		}
-	}
+// root is what a container's root filesystem is mounted of.
+func (b *Backend) root(c container) overlay.Mount {
+	id := c.Spec.ID
+	return overlay.Mount{Lower: c.Lower, Upper: b.home.Dir(id, "upper"), Work: b.home.Dir(id, "work"), Target: b.home.Dir(id, "merged")}
 }

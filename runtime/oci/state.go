@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -14,7 +13,7 @@ import (
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
-	"github.com/agentbox/agentbox/runtime/internal/kernel"
+	"github.com/agentbox/agentbox/runtime/internal/home"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
@@ -23,7 +22,7 @@ type view struct {
 	container
 	status runtime.Status
 	run    runRecord // the run that status speaks of; zero when created
-	exit   exitRecord
+	exit   home.Exit
 	start  time.Time
 	noted  bool // that it was started; else agentbox was killed before it could
 	pid    int
@@ -39,7 +38,7 @@ func (b *Backend) look(ctx context.Context, id string) (view, error) {
 		return view{}, err
 	}
 	v := view{container: rec, status: runtime.Created}
-	runs, err := b.runs(id)
+	runs, err := b.home.Starts(id)
 	if err != nil {
 		return v, err
 	}
@@ -56,15 +55,15 @@ func (b *Backend) look(ctx context.Context, id string) (view, error) {
 // lookRun fills in what run n says; it decides nothing when it never came to
 // run the command.
 func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decided bool, err error) {
-	run := runRecord{Number: n, Bundle: b.bundle(id, n)}
+	run := runRecord{Number: n, Bundle: b.home.Bundle(id, n)}
 	// One that a power loss cut short reads as empty, and is over anyway.
-	_ = record.ReadJSON(b.runPath(id, n, "run.json"), &run)
-	start, started := b.started(id, n)
+	_ = record.ReadJSON(b.home.Start(id, n, "run.json"), &run)
+	start, started := b.home.Started(id, n)
 	done := func(status runtime.Status) (bool, error) {
 		if !started {
 			// agentbox was killed between the start and the note of it.
 			start = time.Now()
-			if st, err := os.Stat(b.bundle(id, n, "pid")); err == nil {
+			if st, err := os.Stat(b.home.Bundle(id, n, "pid")); err == nil {
 				start = st.ModTime()
 			}
 		}
@@ -85,7 +84,7 @@ func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decid
 	if ok {
 		defer p.Close()
 		frozen := b.cgroups.Frozen(cgroupPath(id))
-		if b.unborn(id) || !started && frozen {
+		if b.home.Unborn(id) || !started && frozen {
 			// runc has made it, or the wrapper has restored it, but no one
 			// has started it yet.
 			return false, nil
@@ -104,7 +103,7 @@ func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decid
 	defer cancel()
 	v.exit, err = b.awaitExit(soon, id, run)
 	if errors.Is(err, context.DeadlineExceeded) && ctx.Err() == nil {
-		v.exit, err = exitRecord{Code: unknownExit}, nil
+		v.exit, err = home.Exit{Code: home.Unknown}, nil
 	}
 	if err != nil {
 		return false, err
@@ -112,80 +111,19 @@ func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decid
 	return done(runtime.Exited)
 }
 
-// unborn tells whether the runtime has made a container whose command waits
-// for its start: the fifo that the start opens is still there.
-func (b *Backend) unborn(id string) bool {
-	_, err := os.Lstat(filepath.Join(b.ociRoot(), id, "exec.fifo"))
-	return err == nil
-}
-
 // born tells whether the runtime knows a container that was started.
 func (b *Backend) born(id string) bool {
-	_, err := os.Lstat(filepath.Join(b.ociRoot(), id))
-	return err == nil && !b.unborn(id)
+	_, err := os.Lstat(filepath.Join(b.home.State, id))
+	return err == nil && !b.home.Unborn(id)
 }
-
-// drainWait is how long conmon usually takes, at most, from the end of a
-// process to the exit file.
-const (
-	drainWait = 20 * time.Millisecond
-	drainPoll = 300 * time.Microsecond
-)
 
 // awaitExit waits for the end of a run and returns how it ended. Conmon's exit
 // file counts, since conmon writes it once all output is in the log and on the
 // attached sockets. If conmon itself is gone, the end of the process counts.
-func (b *Backend) awaitExit(ctx context.Context, id string, run runRecord) (exitRecord, error) {
-	if p, ok := b.first(id, run.Number); ok {
-		err := p.Wait(ctx)
-		p.Close()
-		if err != nil {
-			return exitRecord{}, err
-		}
-	}
-	// The file is there a moment later. It is not watched for at once, because
-	// the kernel takes some 10 ms to take an inotify apart.
-	for end := time.Now().Add(drainWait); time.Now().Before(end); time.Sleep(drainPoll) {
-		if exit, ok := b.exited(id, run.Number); ok {
-			return exit, nil
-		}
-	}
-	w, err := kernel.Watch(b.runPath(id, run.Number))
-	if errors.Is(err, fs.ErrNotExist) {
-		return b.afterRemoval(id)
-	}
-	if err != nil {
-		return exitRecord{}, err
-	}
-	defer w.Close()
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	orphan := make(chan error, 1)
-	go func() { orphan <- b.awaitEnd(ctx, id, run) }()
-	for {
-		if exit, ok := b.exited(id, run.Number); ok {
-			return exit, nil
-		}
-		if _, err := os.Stat(b.runPath(id, run.Number)); errors.Is(err, fs.ErrNotExist) {
-			return b.afterRemoval(id)
-		}
-		select {
-		case <-w.Events:
-		case err := <-orphan:
-			if err != nil {
-				return exitRecord{}, err
-			}
-			if exit, ok := b.exited(id, run.Number); ok {
-				return exit, nil
-			}
-			if _, err := os.Stat(b.runPath(id, run.Number)); errors.Is(err, fs.ErrNotExist) {
-				return b.afterRemoval(id)
-			}
-			return exitRecord{Code: unknownExit, Finished: time.Now()}, nil
-		case <-ctx.Done():
-			return exitRecord{}, ctx.Err()
-		}
-	}
+func (b *Backend) awaitExit(ctx context.Context, id string, run runRecord) (home.Exit, error) {
+	first, _ := b.first(id, run.Number)
+	exited := func() (home.Exit, bool) { return b.exited(id, run.Number) }
+	return b.home.Await(ctx, id, run.Number, first, exited, func(ctx context.Context) error { return b.awaitEnd(ctx, id, run) })
 }
 
 // awaitEnd returns nil when neither conmon nor the first process of a run is
@@ -204,37 +142,8 @@ func (b *Backend) awaitEnd(ctx context.Context, id string, run runRecord) error 
 	return nil
 }
 
-// tombstone is where the exit code of a removed container stays for a while:
-// an automatic removal follows an exit faster than a waiter may read it.
-func (b *Backend) tombstone(id string) string { return filepath.Join(b.run, "exits", id) }
-
-func (b *Backend) afterRemoval(id string) (exitRecord, error) {
-	var exit exitRecord
-	if err := record.ReadJSON(b.tombstone(id), &exit); err != nil {
-		return exit, fmt.Errorf("container %s: %w", id, fault.ErrNotFound)
-	}
-	return exit, nil
-}
-
-// tombstoneAge is for how long a removed container's exit code is kept.
-const tombstoneAge = 10 * time.Minute
-
-// bury leaves a tombstone and clears old ones away.
-func (b *Backend) bury(id string, exit exitRecord) error {
-	entries, err := os.ReadDir(filepath.Join(b.run, "exits"))
-	if err != nil {
-		return err
-	}
-	for _, e := range entries {
-		if st, err := e.Info(); err == nil && time.Since(st.ModTime()) > tombstoneAge {
-			_ = os.Remove(b.tombstone(e.Name()))
-		}
-	}
-	return record.WriteJSON(b.tombstone(id), exit, false)
-}
-
 func (b *Backend) runtimeOf(id string) criu.Runtime {
-	return criu.Runtime{Binary: b.oci, Root: b.ociRoot(), ID: id}
+	return criu.Runtime{Binary: b.oci, Root: b.home.State, ID: id}
 }
 
 // Inspect tells what is so now.
@@ -247,10 +156,10 @@ func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, er
 		Status:  v.status,
 		Pid:     v.pid,
 		Started: v.start,
-		Upper:   b.dir(id, "upper"),
+		Upper:   b.home.Dir(id, "upper"),
 		Lower:   v.Lower,
 		Runtime: b.runtimeOf(id),
-		Stage:   stage.Slot{Run: b.run, ID: id},
+		Stage:   stage.Slot{Run: b.home.Stage, ID: id},
 	}
 	c.Managed = b.place(id).Managed(v.Spec)
 	if v.live() {
@@ -268,7 +177,7 @@ func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, er
 func (b *Backend) Wait(ctx context.Context, id string) (int, error) {
 	v, err := b.look(ctx, id)
 	if errors.Is(err, fault.ErrNotFound) {
-		exit, err := b.afterRemoval(id)
+		exit, err := b.home.Buried(id)
 		return exit.Code, err
 	}
 	if err != nil {
@@ -291,18 +200,11 @@ func (b *Backend) List(ctx context.Context) ([]string, error) {
 	if err != nil {
 		return nil, err
 	}
-	ids = slices.DeleteFunc(ids, func(id string) bool { return !idPattern.MatchString(id) })
-	for _, dir := range []string{filepath.Join(b.root, "sandboxes"), b.run, b.ociRoot()} {
-		entries, err := os.ReadDir(dir)
-		if err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return nil, err
-		}
-		for _, e := range entries {
-			if idPattern.MatchString(e.Name()) {
-				ids = append(ids, e.Name())
-			}
-		}
+	names, err := b.home.Names()
+	if err != nil {
+		return nil, err
 	}
+	ids = slices.DeleteFunc(append(ids, names...), func(id string) bool { return !home.IsID(id) })
 	slices.Sort(ids)
 	return slices.Compact(ids), nil
 }

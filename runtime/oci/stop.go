@@ -4,10 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
-	"os"
-	"path/filepath"
-	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -16,17 +12,16 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
-	"github.com/agentbox/agentbox/runtime/internal/kernel"
-	"github.com/agentbox/agentbox/runtime/internal/record"
+	"github.com/agentbox/agentbox/runtime/internal/home"
 )
 
 // Stop ends a container's processes and frees all that it holds while it runs.
 // On one that has ended by itself it does what is left to do.
 func (b *Backend) Stop(ctx context.Context, id string, opts runtime.StopOptions) error {
-	if err := checkID(id); err != nil {
+	if err := home.Check(id); err != nil {
 		return err
 	}
-	unlock, err := b.lock(ctx, id)
+	unlock, err := b.home.Lock(ctx, id)
 	if err != nil {
 		return err
 	}
@@ -47,10 +42,10 @@ func (b *Backend) Stop(ctx context.Context, id string, opts runtime.StopOptions)
 // Reap frees what a container that ended by itself still holds. It does
 // nothing to one that runs, or runs again, and waits for a verb in progress.
 func (b *Backend) Reap(ctx context.Context, id string) error {
-	if err := checkID(id); err != nil {
+	if err := home.Check(id); err != nil {
 		return nil
 	}
-	unlock, err := b.lock(ctx, id)
+	unlock, err := b.home.Lock(ctx, id)
 	if errors.Is(err, fault.ErrNotFound) {
 		return nil
 	}
@@ -115,7 +110,7 @@ func (b *Backend) Adopt(_ context.Context, ref string) (runtime.Spec, error) {
 }
 
 // end ends a live container and returns how it ended.
-func (b *Backend) end(ctx context.Context, v view, opts runtime.StopOptions) (exit exitRecord, err error) {
+func (b *Backend) end(ctx context.Context, v view, opts runtime.StopOptions) (exit home.Exit, err error) {
 	id := v.Spec.ID
 	sig, err := bundle.StopSignal(v.Spec, opts.Signal)
 	if err != nil {
@@ -131,29 +126,9 @@ func (b *Backend) end(ctx context.Context, v view, opts runtime.StopOptions) (ex
 		return b.ended(ctx, v, false)
 	}
 	defer p.Close()
-	killed := false
-	if v.status == runtime.Running && opts.Timeout > 0 {
-		if err := p.Kill(sig); err != nil {
-			return exit, fmt.Errorf("signal container %s: %w", id, err)
-		}
-		err := p.WaitFor(ctx, opts.Timeout)
-		if ctx.Err() != nil {
-			return exit, ctx.Err()
-		}
-		killed = err != nil
-	} else {
-		killed = true
-	}
-	if killed {
-		if v.status == runtime.Running {
-			// The rest of its PID namespace goes with the first process.
-			err = p.Kill(unix.SIGKILL)
-		} else {
-			_, err = b.cgroups.KillAll(cgroupPath(id))
-		}
-		if err != nil {
-			return exit, fmt.Errorf("kill container %s: %w", id, err)
-		}
+	killed, err := b.cgroups.End(ctx, p, cgroupPath(id), v.status == runtime.Paused, sig, opts.Timeout)
+	if err != nil {
+		return exit, fmt.Errorf("end container %s: %w", id, err)
 	}
 	if err := failpoint.Hit("oci.stop.after-kill"); err != nil {
 		return exit, err
@@ -166,16 +141,16 @@ func (b *Backend) end(ctx context.Context, v view, opts runtime.StopOptions) (ex
 
 // ended waits for conmon to have drained the output of a container whose
 // processes are gone. A conmon that cannot is ended.
-func (b *Backend) ended(ctx context.Context, v view, killed bool) (exitRecord, error) {
+func (b *Backend) ended(ctx context.Context, v view, killed bool) (home.Exit, error) {
 	id := v.Spec.ID
 	soon, cancel := context.WithTimeout(ctx, grace)
 	defer cancel()
 	exit, err := b.awaitExit(soon, id, v.run)
 	if errors.Is(err, context.DeadlineExceeded) && ctx.Err() == nil {
 		b.log.Warn("conmon does not finish", "sandbox", id)
-		exit, err = exitRecord{Code: unknownExit, Finished: time.Now()}, b.killStrays(ctx, id)
+		exit, err = home.Exit{Code: home.Unknown, Finished: time.Now()}, b.killStrays(ctx, id)
 	}
-	if exit.Code == unknownExit && killed {
+	if exit.Code == home.Unknown && killed {
 		exit.Code = 128 + int(unix.SIGKILL)
 	}
 	if err == nil {
@@ -192,19 +167,13 @@ func (b *Backend) settle(ctx context.Context, v view) error {
 	if err != nil {
 		return err
 	}
-	for _, n := range v.dirty {
-		if err := os.RemoveAll(b.runPath(id, n)); err != nil {
-			return err
-		}
+	if err := b.home.Undo(id, v.dirty...); err != nil {
+		return err
 	}
 	if v.status != runtime.Exited {
 		return nil
 	}
-	path := b.runPath(id, v.run.Number, "exit.json")
-	if _, err := os.Lstat(path); err == nil {
-		return nil
-	}
-	return record.WriteJSON(path, v.exit, true)
+	return b.home.Settle(id, v.run.Number, v.exit)
 }
 
 // release frees all that a container holds while it runs: processes, the
@@ -225,47 +194,10 @@ func (b *Backend) release(ctx context.Context, id string, strays bool) error {
 		step("strays", b.killStrays(ctx, id))
 	}
 	step("processes", b.cgroups.Empty(ctx, cgroupPath(id)))
-	step("delete", b.forget(id))
-	step("unmount", b.unmountRoot(ctx, id))
+	step("delete", b.home.Forget(id))
+	step("unmount", b.place(id).Unmount(ctx, b.log.With("sandbox", id)))
 	step("network", b.net.Teardown(ctx, id))
 	step("cgroups", b.cgroups.Remove(ctx, cgroupPath(id)))
-	step("bundle", b.clearRun(id))
-	return errors.Join(errs...)
-}
-
-// forget deletes the runtime's state of a container. What the state stands
-// for, processes and cgroups, we free ourselves, so a call of `runc delete`
-// would add only the time of a program start, and fail on a half-written one.
-// A restore that was killed leaves the root filesystem mounted in there, and
-// CRIU's view of the cgroups in its working directory: deleting through them
-// would delete the sandbox's files.
-func (b *Backend) forget(id string) error {
-	state := filepath.Join(b.ociRoot(), id)
-	if err := kernel.UnmountBelow(state, b.runDir(id, "restore")); err != nil {
-		return err
-	}
-	return os.RemoveAll(state)
-}
-
-// unmountRoot unmounts a container's root filesystem.
-func (b *Backend) unmountRoot(ctx context.Context, id string) error {
-	return b.place(id).Unmount(ctx, b.log.With("sandbox", id))
-}
-
-// clearRun removes what runs keep in RUN. What the Engine keeps there stays.
-func (b *Backend) clearRun(id string) error {
-	entries, err := os.ReadDir(b.runDir(id))
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-	if err != nil {
-		return err
-	}
-	var errs []error
-	for _, e := range entries {
-		if strings.HasPrefix(e.Name(), "bundle.") || e.Name() == "exec" {
-			errs = append(errs, os.RemoveAll(b.runDir(id, e.Name())))
-		}
-	}
+	step("bundle", b.home.Clear(id))
 	return errors.Join(errs...)
 }

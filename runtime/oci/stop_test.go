@@ -15,6 +15,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/home"
 )
 
 const counting = "i=0; while :; do i=$((i+1)); echo $i > /count; done"
@@ -105,9 +106,9 @@ func TestReap(t *testing.T) {
 	self := reaper(t)
 	x := newBox(t, func(o *Options) { o.Self, o.Wrapper = self, "/usr/sbin/runc" })
 	id := x.up(sh("exit 6"))
-	want := "--root " + x.root + " reap " + id + "\n"
+	want := "--root " + x.home.Base + " reap " + id + "\n"
 	eventually(t, "the exit command ran", func() bool {
-		data, err := os.ReadFile(filepath.Join(x.root, "reaped"))
+		data, err := os.ReadFile(filepath.Join(x.home.Base, "reaped"))
 		return err == nil && string(data) == want
 	})
 	exit, err := x.Wait(t.Context(), id)
@@ -115,7 +116,7 @@ func TestReap(t *testing.T) {
 		t.Errorf("exit %d, %v", exit, err)
 	}
 	// Nothing was freed yet: that is what Reap is for.
-	if _, err := os.Lstat(filepath.Join(x.ociRoot(), id)); err != nil {
+	if _, err := os.Lstat(filepath.Join(x.home.State, id)); err != nil {
 		t.Error(err)
 	}
 	for range 2 {
@@ -128,7 +129,7 @@ func TestReap(t *testing.T) {
 		}
 	}
 	// The transient directory lost, as by a reboot: the exit stays known.
-	must(t, os.RemoveAll(x.runDir(id)))
+	must(t, os.RemoveAll(x.home.RunDir(id)))
 	if c := x.inspect(id); c.Status != runtime.Exited || c.ExitCode != 6 || c.Finished.IsZero() {
 		t.Errorf("%+v", c)
 	}
@@ -150,10 +151,10 @@ func TestLostRun(t *testing.T) {
 	x := newBox(t)
 	id := x.up(spec("sleep", "1000"))
 	must(t, x.release(t.Context(), id, true))
-	must(t, os.RemoveAll(x.runDir(id)))
-	_ = os.Remove(x.runPath(id, 1, "exit")) // there if conmon was faster than its end
-	write(t, x.runPath(id, 1, "run.json"), "", 0o600)
-	if c := x.inspect(id); c.Status != runtime.Exited || c.ExitCode != unknownExit {
+	must(t, os.RemoveAll(x.home.RunDir(id)))
+	_ = os.Remove(x.home.Start(id, 1, "exit")) // there if conmon was faster than its end
+	write(t, x.home.Start(id, 1, "run.json"), "", 0o600)
+	if c := x.inspect(id); c.Status != runtime.Exited || c.ExitCode != home.Unknown {
 		t.Errorf("%+v", c)
 	}
 	x.start(id)
@@ -242,7 +243,7 @@ func TestRestarts(t *testing.T) {
 		}
 		cancel()
 	}
-	runs, err := x.runs(id)
+	runs, err := x.home.Starts(id)
 	if err != nil || len(runs) > 3 || runs[0] != 12 {
 		t.Errorf("runs %v, %v", runs, err)
 	}
@@ -254,7 +255,7 @@ func TestBusyMount(t *testing.T) {
 	x := newBox(t)
 	id := x.up(spec("sleep", "1000"))
 	stand := exec.Command("sleep", "1000")
-	stand.Dir = x.dir(id, "merged", "tmp")
+	stand.Dir = x.home.Dir(id, "merged", "tmp")
 	must(t, stand.Start())
 	defer func() { _ = stand.Wait() }()
 	defer func() { _ = stand.Process.Kill() }()
@@ -268,13 +269,13 @@ func TestRemoveHalfMade(t *testing.T) {
 	ctx := t.Context()
 	// A Create that was killed.
 	a := newID()
-	must(t, os.MkdirAll(x.dir(a, "upper", "x"), 0o700))
+	must(t, os.MkdirAll(x.home.Dir(a, "upper", "x"), 0o700))
 	// A container that lost its directory, running.
 	s := spec("sleep", "1000")
 	b := x.up(s)
 	v, err := x.look(ctx, b)
 	must(t, err)
-	must(t, os.Remove(x.dir(b, "container.json")))
+	must(t, os.Remove(x.home.Dir(b, "container.json")))
 	if _, err := x.Inspect(ctx, a); !errors.Is(err, fault.ErrNotFound) {
 		t.Errorf("%v", err)
 	}
@@ -290,9 +291,9 @@ func TestRemoveHalfMade(t *testing.T) {
 	}
 	x.gone(b)
 	// The id is free again, also for a Create over a killed one's remains.
-	must(t, os.MkdirAll(x.dir(s.ID, "upper", "x"), 0o700))
+	must(t, os.MkdirAll(x.home.Dir(s.ID, "upper", "x"), 0o700))
 	x.create(s)
-	if _, err := os.Lstat(x.dir(s.ID, "upper", "x")); err == nil {
+	if _, err := os.Lstat(x.home.Dir(s.ID, "upper", "x")); err == nil {
 		t.Error("what a killed Create left is in the upperdir")
 	}
 }

@@ -10,7 +10,6 @@ import (
 	"os"
 	"path"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -21,6 +20,7 @@ import (
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/home"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 )
 
@@ -101,11 +101,9 @@ func (c container) id() string { return c.ID[:idLen] }
 
 const idLen = 32
 
-var idPattern = regexp.MustCompile(`^[0-9a-f]{32}$`)
-
 // look finds a container by the id of its sandbox.
 func (b *Backend) look(ctx context.Context, id string) (container, error) {
-	if !idPattern.MatchString(id) {
+	if !home.IsID(id) {
 		return container{}, fmt.Errorf("container id %q: %w", id, fault.ErrInvalid)
 	}
 	c, err := b.find(ctx, id)
@@ -128,7 +126,7 @@ func (b *Backend) find(ctx context.Context, ref string) (container, error) {
 	if err := json.Unmarshal(out, &all); err != nil {
 		return container{}, fmt.Errorf("podman inspect: %w", err)
 	}
-	if len(all) != 1 || len(all[0].ID) < idLen || !idPattern.MatchString(all[0].id()) {
+	if len(all) != 1 || len(all[0].ID) < idLen || !home.IsID(all[0].id()) {
 		return container{}, fmt.Errorf("podman inspect of %s told of %d containers: %w", ref, len(all), fault.ErrUnsupported)
 	}
 	c := all[0]

@@ -130,10 +130,8 @@ func (b *Backend) killFrozen(ctx context.Context, c container) error {
 		if pid == c.State.Pid {
 			continue
 		}
-		if p, err := kernel.OpenProcess(pid); err == nil {
-			if p.InCgroup(c.State.CgroupPath) {
-				_ = p.Kill(unix.SIGKILL)
-			}
+		if p, ok := kernel.OpenMember(pid, c.State.CgroupPath); ok {
+			_ = p.Kill(unix.SIGKILL)
 			p.Close()
 		}
 	}

@@ -50,6 +50,15 @@ func tail(msg string) string {
 	return msg
 }
 
+// Check refuses a sandbox whose mounts or whose stop signal make no sense.
+func Check(spec runtime.Spec) error {
+	if _, err := userMounts(spec.Mounts); err != nil {
+		return err
+	}
+	_, err := StopSignal(spec, "")
+	return err
+}
+
 // StopSignal is what asks a container to end.
 func StopSignal(spec runtime.Spec, override string) (unix.Signal, error) {
 	for _, name := range []string{override, spec.StopSignal} {

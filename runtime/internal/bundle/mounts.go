@@ -53,7 +53,7 @@ func (p Place) mounts(s runtime.Spec) ([]specs.Mount, error) {
 			Destination: InitPath, Type: "bind", Source: filepath.Join(p.Dir, "init"), Options: []string{"bind", "ro", "rprivate"},
 		})
 	}
-	own, err := UserMounts(s.Mounts)
+	own, err := userMounts(s.Mounts)
 	if err != nil {
 		return nil, err
 	}
@@ -64,9 +64,9 @@ func (p Place) mounts(s runtime.Spec) ([]specs.Mount, error) {
 	return append(list, own...), nil
 }
 
-// UserMounts checks and converts the spec's mounts, outer ones first, so that
+// userMounts checks and converts the spec's mounts, outer ones first, so that
 // none hides another.
-func UserMounts(mounts []runtime.Mount) ([]specs.Mount, error) {
+func userMounts(mounts []runtime.Mount) ([]specs.Mount, error) {
 	var list []specs.Mount
 	for _, m := range mounts {
 		target := path.Clean(m.Target)
@@ -169,11 +169,11 @@ const (
 	maxGenerated  = 64
 )
 
-// WriteEtc writes the files that tell a container its name and its resolver.
+// writeEtc writes the files that tell a container its name and its resolver.
 // One that was changed since we last wrote it is left alone: its content is the
 // sandbox's. So is any that is there when processes are restored, which may
 // have it open.
-func (p Place) WriteEtc(s runtime.Spec, e network.Endpoint, restores bool) error {
+func (p Place) writeEtc(s runtime.Spec, e network.Endpoint, restores bool) error {
 	dir := filepath.Join(p.Dir, "etc")
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
@@ -278,9 +278,9 @@ func resolver(e network.Endpoint) []byte {
 	return out
 }
 
-// CopyInit gives a sandbox its own copy of the init: a bind mount's source
+// copyInit gives a sandbox its own copy of the init: a bind mount's source
 // that an upgrade of agentbox does not change under a checkpoint.
-func (p Place) CopyInit() (err error) {
+func (p Place) copyInit() (err error) {
 	src, err := os.Open(p.Init)
 	if err != nil {
 		return err

@@ -5,6 +5,7 @@
 package bundle
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"os"
@@ -19,6 +20,7 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
+	"github.com/agentbox/agentbox/runtime/network"
 )
 
 // InitPath is where the small init of a sandbox with Spec.Init is mounted. It
@@ -39,10 +41,28 @@ type Place struct {
 	Cgroups kernel.Cgroups
 }
 
-// Spec makes a sandbox's config.json. Its root filesystem is mounted, and read
+// Prepare writes the files that a start wants to find and makes the sandbox's
+// config.json.
+func (p Place) Prepare(s runtime.Spec, env []string, end network.Endpoint, size *runtime.Size, restores bool) (*specs.Spec, error) {
+	if err := p.writeEtc(s, end, restores); err != nil {
+		return nil, err
+	}
+	spec, err := p.spec(s, env, end.Path, size, restores)
+	if err != nil {
+		return nil, err
+	}
+	// The annotation names it, so CRIU wants it to exist.
+	f, err := os.OpenFile(p.Config, os.O_CREATE|os.O_WRONLY, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	return spec, f.Close()
+}
+
+// spec makes a sandbox's config.json. Its root filesystem is mounted, and read
 // to find the user; processes that are restored are who they were, so then it
 // does not matter when there is none.
-func (p Place) Spec(s runtime.Spec, env []string, netns string, size *runtime.Size, restores bool) (*specs.Spec, error) {
+func (p Place) spec(s runtime.Spec, env []string, netns string, size *runtime.Size, restores bool) (*specs.Spec, error) {
 	root, err := kernel.OpenRoot(p.Rootfs)
 	if err != nil {
 		return nil, err
@@ -55,7 +75,7 @@ func (p Place) Spec(s runtime.Spec, env []string, netns string, size *runtime.Si
 			first.User, accounts = numericUser(s.User), nil
 		}
 	}
-	proc, err := Process(accounts, s, env, first, size)
+	proc, err := process(accounts, s, env, first, size)
 	if err != nil {
 		return nil, err
 	}
@@ -118,8 +138,21 @@ func grantable() []string {
 	})
 }
 
-// Process makes the process section, for the first process and for execs.
-func Process(root *os.File, s runtime.Spec, env []string, p runtime.Process, size *runtime.Size) (*specs.Process, error) {
+// Process makes the process section of an exec in a sandbox whose first process
+// that is.
+func Process(first *kernel.Process, s runtime.Spec, env []string, p runtime.Process, size *runtime.Size) (*specs.Process, error) {
+	root, err := first.Root()
+	if err != nil {
+		return nil, err
+	}
+	defer root.Close()
+	p.User = cmp.Or(p.User, s.User)
+	p.Workdir = cmp.Or(p.Workdir, s.Workdir)
+	return process(root, s, env, p, size)
+}
+
+// process makes the process section, for the first process and for execs.
+func process(root *os.File, s runtime.Spec, env []string, p runtime.Process, size *runtime.Size) (*specs.Process, error) {
 	if len(p.Args) == 0 {
 		return nil, fmt.Errorf("%w: no command", fault.ErrInvalid)
 	}

@@ -152,6 +152,22 @@ func (c Cgroups) KillAll(path string) (int, error) {
 	return len(seen), errors.Join(append(errs, c.Thaw(path))...)
 }
 
+// End ends what runs in a cgroup: it sends sig to the first process and, when
+// that has not ended in time, kills it, and the rest of its PID namespace with
+// it. What is frozen takes no signal but the last.
+func (c Cgroups) End(ctx context.Context, first *Process, path string, frozen bool, sig unix.Signal, limit time.Duration) (killed bool, err error) {
+	if frozen {
+		_, err = c.KillAll(path)
+		return true, err
+	}
+	if limit > 0 {
+		if ended, err := first.Ask(ctx, sig, limit); ended || err != nil {
+			return false, err
+		}
+	}
+	return true, first.Kill(unix.SIGKILL)
+}
+
 // Empty kills until no process is left.
 func (c Cgroups) Empty(ctx context.Context, path string) error {
 	deadline := time.Now().Add(dying)

@@ -35,6 +35,19 @@ func OpenProcess(pid int) (*Process, error) {
 	return &Process{pid, os.NewFile(uintptr(fd), "pidfd")}, nil
 }
 
+// OpenMember is OpenProcess for one in a cgroup of that path.
+func OpenMember(pid int, path string) (*Process, bool) {
+	p, err := OpenProcess(pid)
+	if err != nil {
+		return nil, false
+	}
+	if !p.InCgroup(path) {
+		p.Close()
+		return nil, false
+	}
+	return p, true
+}
+
 // Close lets the process go.
 func (p *Process) Close() { _ = p.f.Close() }
 
@@ -216,6 +229,15 @@ func (p *Process) WaitFor(ctx context.Context, limit time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	return p.Wait(ctx)
+}
+
+// Ask sends the process a signal and tells whether it has ended of it in time.
+func (p *Process) Ask(ctx context.Context, sig unix.Signal, limit time.Duration) (ended bool, err error) {
+	if err := p.Kill(sig); err != nil {
+		return false, fmt.Errorf("signal process %d: %w", p.Pid, err)
+	}
+	err = p.WaitFor(ctx, limit)
+	return err == nil, ctx.Err()
 }
 
 // AllPids lists the processes of this host.

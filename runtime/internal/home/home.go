@@ -1,0 +1,291 @@
+// Package home is what a backend that runs its sandboxes itself keeps of them:
+// where each has its files, who may change it now, which of its starts got how
+// far and how they ended. It hides what the files are called, which of them
+// outlast a power loss, and in which order they go, so that whatever was cut
+// off half-way is still found:
+//
+//	ROOT/sandboxes/<id>/container.json   what Save keeps; without it the sandbox does not exist
+//	                    runs/<n>/        one directory per start: started, exit.json, and the backend's own
+//	RUN/<id>/bundle.<n>/                 what start n needs while it lasts
+//	         exec/<e>/                   what an exec session needs while it lasts
+//	RUN/runc                             the OCI runtime's own state
+//	RUN/exits/<id>                       exit codes of removed sandboxes, for those who still wait
+//
+// ROOT and RUN are the backend's part of the two directories that it was given,
+// except that exits is in RUN itself.
+package home
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
+	"github.com/agentbox/agentbox/runtime/internal/record"
+)
+
+// idPattern is what a sandbox's id looks like; anything else in our
+// directories is not a sandbox.
+var idPattern = regexp.MustCompile(`^[0-9a-f]{32}$`)
+
+// IsID tells whether a name is that of a sandbox.
+func IsID(name string) bool { return idPattern.MatchString(name) }
+
+// Check is ErrNotFound for what cannot be a sandbox's id.
+func Check(id string) error {
+	if !IsID(id) {
+		return fmt.Errorf("container %q: %w", id, fault.ErrNotFound)
+	}
+	return nil
+}
+
+// Home is where one backend keeps its sandboxes. All paths are real ones, which
+// is how the mount table names them.
+type Home struct {
+	Base, Root string // lasting state: of all backends, of this one
+	Stage, Run string // transient state: of all backends, among it staged restores; of this one
+	State      string // of the OCI runtime
+}
+
+// Open makes the directories of the backend whose part of root and run this is.
+func Open(root, run, part string) (h Home, err error) {
+	if root == "" || run == "" {
+		return h, fmt.Errorf("%w: a backend without root or run directory", fault.ErrInvalid)
+	}
+	if strings.Contains(run, ",") {
+		// runc takes it for the end of a namespace's path.
+		return h, fmt.Errorf("%w: run directory %s: its path must not have a comma", fault.ErrInvalid, run)
+	}
+	if h.Base, err = directory(root, filepath.Join(part, "sandboxes")); err != nil {
+		return h, err
+	}
+	if h.Stage, err = directory(run, filepath.Join(part, "runc"), "exits"); err != nil {
+		return h, err
+	}
+	h.Root, h.Run = filepath.Join(h.Base, part), filepath.Join(h.Stage, part)
+	h.State = filepath.Join(h.Run, "runc")
+	return h, nil
+}
+
+// directory makes dir with children and returns its real path.
+func directory(dir string, children ...string) (string, error) {
+	for _, child := range children {
+		if err := os.MkdirAll(filepath.Join(dir, child), 0o700); err != nil {
+			return "", err
+		}
+	}
+	real, err := filepath.EvalSymlinks(dir)
+	if err != nil {
+		return "", err
+	}
+	return filepath.Abs(real)
+}
+
+// Program finds an executable and returns its absolute path.
+func Program(name string) (string, error) {
+	path, err := exec.LookPath(name)
+	if err != nil {
+		return "", fmt.Errorf("%w: %w", fault.ErrUnsupported, err)
+	}
+	return filepath.Abs(path)
+}
+
+// Runtimes finds the OCI runtime, which is runc unless another is named, and the
+// program to call in its place: the wrapper that is named, else the one beside
+// self, the agentbox binary, else, without self, the OCI runtime.
+func Runtimes(runtime, wrapper, self string) (real, called string, err error) {
+	if real, err = Program(cmp.Or(runtime, "runc")); err != nil {
+		return "", "", err
+	}
+	if wrapper == "" && self != "" {
+		// Through symlinks: /usr/local/bin/agentbox may point into a build tree.
+		self, err := filepath.EvalSymlinks(self)
+		if err != nil {
+			return "", "", err
+		}
+		wrapper = filepath.Join(filepath.Dir(self), "agentbox-runtime")
+	}
+	if wrapper == "" {
+		return real, real, nil
+	}
+	called, err = Program(wrapper)
+	return real, called, err
+}
+
+// Dir is what lasts of a sandbox.
+func (h Home) Dir(id string, elem ...string) string {
+	return filepath.Join(append([]string{h.Root, "sandboxes", id}, elem...)...)
+}
+
+// RunDir is what a reboot may take of a sandbox.
+func (h Home) RunDir(id string, elem ...string) string {
+	return filepath.Join(append([]string{h.Run, id}, elem...)...)
+}
+
+// Start is what is known of start n.
+func (h Home) Start(id string, n int, elem ...string) string {
+	return h.Dir(id, append([]string{"runs", strconv.Itoa(n)}, elem...)...)
+}
+
+// Bundle is where start n keeps its files while it lasts. Every start has its
+// own, so that an old monitor and the next start's cannot meet: conmon removes
+// its attach socket by name as the last thing it does.
+func (h Home) Bundle(id string, n int, elem ...string) string {
+	return h.RunDir(id, append([]string{"bundle." + strconv.Itoa(n)}, elem...)...)
+}
+
+// Load reads a sandbox's record into rec, of which id is to name the sandbox; a
+// sandbox without a record does not exist.
+func (h Home) Load(id string, rec any, named *string) error {
+	if err := Check(id); err != nil {
+		return err
+	}
+	err := record.ReadJSON(h.Dir(id, "container.json"), rec)
+	if errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("container %s: %w", id, fault.ErrNotFound)
+	}
+	if err == nil && *named != id {
+		err = fmt.Errorf("container %s: its record names %q: %w", id, *named, fault.ErrCorrupt)
+	}
+	return err
+}
+
+// Save makes a sandbox exist, for good.
+func (h Home) Save(id string, rec any) error {
+	if err := record.WriteJSON(h.Dir(id, "container.json"), rec, true); err != nil {
+		return err
+	}
+	return record.SyncDir(filepath.Dir(h.Dir(id)))
+}
+
+// Unsave makes a sandbox a half-made one, which nobody starts.
+func (h Home) Unsave(id string) error {
+	err := os.Remove(h.Dir(id, "container.json"))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	return record.SyncDir(h.Dir(id))
+}
+
+// Lock serialises the verbs that change a sandbox, across processes.
+func (h Home) Lock(ctx context.Context, id string) (unlock func(), err error) {
+	if err := Check(id); err != nil {
+		return nil, err
+	}
+	return record.Lock(ctx, h.Dir(id), "container "+id)
+}
+
+// Claim makes a sandbox's directory, if need be, and takes its lock. left tells
+// whether anything of a sandbox of that id was there.
+func (h Home) Claim(ctx context.Context, id string) (unlock func(), left bool, err error) {
+	left = h.Traces(id)
+	if err := os.Mkdir(h.Dir(id), 0o700); errors.Is(err, fs.ErrExist) {
+		left = true
+	} else if err != nil {
+		return nil, left, err
+	}
+	unlock, err = h.Lock(ctx, id)
+	return unlock, left, err
+}
+
+// Traces tells whether anything of a sandbox exists. Whoever leaves anything of
+// one leaves one of these, since they go last.
+func (h Home) Traces(id string) bool {
+	for _, path := range []string{h.Dir(id), h.RunDir(id), filepath.Join(h.State, id)} {
+		if _, err := os.Lstat(path); err == nil {
+			return true
+		}
+	}
+	return false
+}
+
+// Names lists what may be sandboxes by their files.
+func (h Home) Names() ([]string, error) {
+	var names []string
+	for _, dir := range []string{filepath.Join(h.Root, "sandboxes"), h.Run, h.State} {
+		entries, err := os.ReadDir(dir)
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return nil, err
+		}
+		for _, e := range entries {
+			names = append(names, e.Name())
+		}
+	}
+	return names, nil
+}
+
+// Clear removes what starts and exec sessions keep in RUN. What the Engine keeps
+// there stays.
+func (h Home) Clear(id string) error {
+	entries, err := os.ReadDir(h.RunDir(id))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	var errs []error
+	for _, e := range entries {
+		if strings.HasPrefix(e.Name(), "bundle.") || e.Name() == "exec" {
+			errs = append(errs, os.RemoveAll(h.RunDir(id, e.Name())))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// Unborn tells whether runc has made a sandbox whose command waits for its start:
+// the fifo that the start opens is still there.
+func (h Home) Unborn(id string) bool {
+	_, err := os.Lstat(filepath.Join(h.State, id, "exec.fifo"))
+	return err == nil
+}
+
+// Forget deletes the OCI runtime's state of a sandbox. What the state stands
+// for, processes and cgroups, is freed by others, so a call of `runc delete`
+// would add only the time of a program start, and fail on a half-written one. A
+// restore that was killed leaves the root filesystem mounted in there, and
+// CRIU's view of the cgroups in its working directory: deleting through them
+// would delete the sandbox's files.
+func (h Home) Forget(id string) error {
+	state := filepath.Join(h.State, id)
+	if err := kernel.UnmountBelow(state, filepath.Join(h.Stage, id, "restore")); err != nil {
+		return err
+	}
+	return os.RemoveAll(state)
+}
+
+// Empty removes all files of a sandbox whose mounts are gone. Its directory,
+// which is the lock, stays.
+func (h Home) Empty(id string) error {
+	entries, err := os.ReadDir(h.Dir(id))
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		if err := os.RemoveAll(h.Dir(id, e.Name())); err != nil {
+			return err
+		}
+	}
+	return os.RemoveAll(h.RunDir(id))
+}
+
+// Drop removes the directory of an empty sandbox.
+func (h Home) Drop(id string) error {
+	err := os.Remove(h.Dir(id))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return err
+}

@@ -1,0 +1,211 @@
+package home
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"time"
+
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
+	"github.com/agentbox/agentbox/runtime/internal/record"
+)
+
+// Starts returns the numbers of a sandbox's starts, newest first.
+func (h Home) Starts(id string) ([]int, error) {
+	entries, err := os.ReadDir(h.Dir(id, "runs"))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	var list []int
+	for _, e := range entries {
+		if n, err := strconv.Atoi(e.Name()); err == nil && n > 0 {
+			list = append(list, n)
+		}
+	}
+	slices.Sort(list)
+	slices.Reverse(list)
+	return list, nil
+}
+
+// Next is the number of a sandbox's next start.
+func (h Home) Next(id string) (int, error) {
+	starts, err := h.Starts(id)
+	if err != nil || len(starts) == 0 {
+		return 1, err
+	}
+	return starts[0] + 1, nil
+}
+
+// Begin makes the directories of start n.
+func (h Home) Begin(id string, n int) error {
+	return errors.Join(os.MkdirAll(h.Start(id, n), 0o700), os.MkdirAll(h.Bundle(id, n), 0o700))
+}
+
+// Undo forgets starts.
+func (h Home) Undo(id string, starts ...int) error {
+	var errs []error
+	for _, n := range starts {
+		errs = append(errs, os.RemoveAll(h.Start(id, n)))
+	}
+	return errors.Join(errs...)
+}
+
+// Prune forgets all but the last few starts.
+func (h Home) Prune(id string) error {
+	const kept = 3
+	starts, err := h.Starts(id)
+	if err != nil || len(starts) <= kept {
+		return err
+	}
+	return h.Undo(id, starts[kept:]...)
+}
+
+// Note puts on record that start n was made, and when.
+func (h Home) Note(id string, n int, at time.Time) error {
+	tmp := h.Start(id, n, ".started")
+	f, err := os.Create(tmp)
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(f.Close(), os.Chtimes(tmp, at, at)); err != nil {
+		return err
+	}
+	return os.Rename(tmp, h.Start(id, n, "started"))
+}
+
+// Started tells whether and when start n was made.
+func (h Home) Started(id string, n int) (time.Time, bool) {
+	st, err := os.Stat(h.Start(id, n, "started"))
+	if err != nil {
+		return time.Time{}, false
+	}
+	return st.ModTime(), true
+}
+
+// Exit is how a start ended.
+type Exit struct {
+	Code     int       `json:"code"`
+	Finished time.Time `json:"finished"`
+	OOM      bool      `json:"oom,omitempty"`
+}
+
+// Unknown is the code of a sandbox whose end nobody saw, such as one that a
+// power loss ended. Docker uses the same.
+const Unknown = 255
+
+// Exited returns how start n ended, if that is on record.
+func (h Home) Exited(id string, n int) (Exit, bool) {
+	var exit Exit
+	err := record.ReadJSON(h.Start(id, n, "exit.json"), &exit)
+	return exit, err == nil
+}
+
+// Settle puts on record how start n ended, if it is not.
+func (h Home) Settle(id string, n int, exit Exit) error {
+	path := h.Start(id, n, "exit.json")
+	if _, err := os.Lstat(path); err == nil {
+		return nil
+	}
+	return record.WriteJSON(path, exit, true)
+}
+
+// drainWait is how long a monitor usually takes, at most, from the end of a
+// process to its record.
+const (
+	drainWait = 20 * time.Millisecond
+	drainPoll = 300 * time.Microsecond
+)
+
+// Await waits for first to end, the first process of start n, which it closes and
+// which is nil when it has ended, and for that end to be known to exited. The
+// monitor tells it, once all output is in the log and on the attached sockets;
+// when orphaned returns, there is none any more, and the end is unknown.
+func (h Home) Await(ctx context.Context, id string, n int, first *kernel.Process, exited func() (Exit, bool), orphaned func(context.Context) error) (Exit, error) {
+	if first != nil {
+		err := first.Wait(ctx)
+		first.Close()
+		if err != nil {
+			return Exit{}, err
+		}
+	}
+	// The file is there a moment later. It is not watched for at once, because
+	// the kernel takes some 10 ms to take an inotify apart.
+	for end := time.Now().Add(drainWait); time.Now().Before(end); time.Sleep(drainPoll) {
+		if exit, ok := exited(); ok {
+			return exit, nil
+		}
+	}
+	w, err := kernel.Watch(h.Start(id, n))
+	if errors.Is(err, fs.ErrNotExist) {
+		return h.Buried(id)
+	}
+	if err != nil {
+		return Exit{}, err
+	}
+	defer w.Close()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	orphan := make(chan error, 1)
+	go func() { orphan <- orphaned(ctx) }()
+	for over := false; ; {
+		if exit, ok := exited(); ok {
+			return exit, nil
+		}
+		if _, err := os.Stat(h.Start(id, n)); errors.Is(err, fs.ErrNotExist) {
+			return h.Buried(id)
+		}
+		if over {
+			return Exit{Code: Unknown, Finished: time.Now()}, nil
+		}
+		select {
+		case <-w.Events:
+		case err := <-orphan:
+			if err != nil {
+				return Exit{}, err
+			}
+			over = true // but the last thing that it did may have been to tell
+		case <-ctx.Done():
+			return Exit{}, ctx.Err()
+		}
+	}
+}
+
+// tombstone is where the exit code of a removed sandbox stays for a while: an
+// automatic removal follows an exit faster than a waiter may read it.
+func (h Home) tombstone(id string) string { return filepath.Join(h.Stage, "exits", id) }
+
+// tombstoneAge is for how long a removed sandbox's exit code is kept.
+const tombstoneAge = 10 * time.Minute
+
+// Bury leaves the exit code of a sandbox that is to be removed to those who
+// still wait, and clears old ones away.
+func (h Home) Bury(id string, exit Exit) error {
+	entries, err := os.ReadDir(filepath.Join(h.Stage, "exits"))
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		if st, err := e.Info(); err == nil && time.Since(st.ModTime()) > tombstoneAge {
+			_ = os.Remove(h.tombstone(e.Name()))
+		}
+	}
+	return record.WriteJSON(h.tombstone(id), exit, false)
+}
+
+// Buried returns the exit of a sandbox that was removed not long ago.
+func (h Home) Buried(id string) (Exit, error) {
+	var exit Exit
+	if err := record.ReadJSON(h.tombstone(id), &exit); err != nil {
+		return exit, fmt.Errorf("container %s: %w", id, fault.ErrNotFound)
+	}
+	return exit, nil
+}
