@@ -147,6 +147,9 @@ func plain(err error) error {
 	}
 	text = strings.TrimSuffix(text, ": unknown")
 	switch {
+	case text == context.DeadlineExceeded.Error():
+		// The caller's; the daemon saw it first, and has no code for it.
+		return fmt.Errorf("containerd: %w", context.DeadlineExceeded)
 	case errdefs.IsNotFound(err):
 		return fmt.Errorf("containerd: %s: %w", text, fault.ErrNotFound)
 	case errdefs.IsAlreadyExists(err):
