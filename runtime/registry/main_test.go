@@ -158,7 +158,6 @@ func (s *served) read(t *testing.T, path string) []byte {
 
 // memory is a checkpoint and a target in memory.
 type memory struct {
-	mu     sync.Mutex
 	pieces map[string][]byte
 	puts   int
 	begun  []byte
