@@ -2,15 +2,16 @@ package criu
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"os"
 	"os/exec"
 	"strings"
 	"time"
 
+	"github.com/agentbox/agentbox/criu/freezer"
 	"github.com/agentbox/agentbox/criu/host"
 	"github.com/agentbox/agentbox/internal/fault"
 )
@@ -36,71 +37,25 @@ func (r Runtime) State(ctx context.Context) (State, error) {
 	return s, nil
 }
 
-// pauseTries is how often Pause tries. Under cgroup v1 the kernel needs a moment
-// to freeze processes that are busy, and runc gives up after some.
-const pauseTries = 5
-
 // Pause freezes the container's processes. A paused one is nil; a stopped one is ErrState.
 func (r Runtime) Pause(ctx context.Context) error {
-	for try := 1; ; try++ {
-		err := r.toggle(ctx, "pause", "paused")
-		if err == nil || try == pauseTries || ctx.Err() != nil || !strings.Contains(err.Error(), "unable to freeze") {
-			return err
-		}
+	c, err := freezer.Open(r.stateRoot(), r.ID)
+	if err != nil {
+		return err
 	}
-}
-
-// settleWait is how long Settle waits.
-const settleWait = 10 * time.Second
-
-// Settle waits for the end of a `pause` of the container that a killed process
-// has left behind: it would still freeze what others have thawed.
-func (r Runtime) Settle(ctx context.Context) error {
-	for deadline := time.Now().Add(settleWait); ; {
-		pids, err := hostPids()
-		if err != nil {
-			return err
-		}
-		left := 0
-		for _, pid := range pids {
-			text, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
-			if err == nil && bytes.HasSuffix(text, []byte("\x00pause\x00"+r.ID+"\x00")) {
-				left = pid
-			}
-		}
-		if left == 0 {
-			return nil
-		}
-		if time.Now().After(deadline) {
-			return fmt.Errorf("process %d is still about to pause %s: %w", left, r.ID, fault.ErrBusy)
-		}
-		select {
-		case <-ctx.Done():
-			return context.Cause(ctx)
-		case <-time.After(10 * time.Millisecond):
-		}
-	}
+	return c.Freeze(ctx)
 }
 
 // Resume thaws the container's processes. A running one is nil; a stopped one is ErrState.
-func (r Runtime) Resume(ctx context.Context) error { return r.toggle(ctx, "resume", "running") }
-
-func (r Runtime) toggle(ctx context.Context, verb, want string) error {
-	_, err := r.call(ctx, verb, r.ID)
-	if err == nil || errors.Is(err, fault.ErrNotFound) {
+func (r Runtime) Resume(ctx context.Context) error {
+	c, err := freezer.Open(r.stateRoot(), r.ID)
+	if err != nil {
 		return err
 	}
-	s, serr := r.State(context.WithoutCancel(ctx))
-	switch {
-	case serr != nil:
-		return errors.Join(err, serr)
-	case s.Status == want:
-		return nil
-	case s.Status == "stopped":
-		return fmt.Errorf("%w (it is stopped: %w)", err, fault.ErrState)
-	}
-	return err
+	return c.Thaw()
 }
+
+func (r Runtime) stateRoot() string { return cmp.Or(r.Root, host.StateRoot(r.Binary)) }
 
 // Kill sends a signal, by name ("KILL", "SIGTERM") or number, to the init or
 // to all processes. A stopped container is nil.

@@ -4,11 +4,9 @@ import (
 	"context"
 	"errors"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/opencontainers/runtime-spec/specs-go"
 
@@ -172,40 +170,4 @@ func restore(t *testing.T, b *criutest.Box, rt Runtime, o Options) {
 func eachBundle(t *testing.T, test func(t *testing.T, edit func(*specs.Spec))) {
 	t.Run("annotated", func(t *testing.T) { test(t, func(*specs.Spec) {}) })
 	t.Run("foreign", func(t *testing.T) { test(t, func(s *specs.Spec) { s.Annotations = nil }) })
-}
-
-// TestSettle waits for a pause whose agentbox was killed.
-func TestSettle(t *testing.T) {
-	dir := t.TempDir()
-	fake := filepath.Join(dir, "runc")
-	if err := os.WriteFile(fake, []byte("#!/bin/sh\nread x\n"), 0o700); err != nil {
-		t.Fatal(err)
-	}
-	cmd := exec.Command("sh", fake, "pause", "settle-test")
-	in, err := cmd.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	done := make(chan error, 1)
-	go func() { done <- Runtime{ID: "settle-test"}.Settle(context.Background()) }()
-	if err := (Runtime{ID: "other"}).Settle(context.Background()); err != nil {
-		t.Error(err)
-	}
-	select {
-	case err := <-done:
-		t.Fatalf("it did not wait: %v", err)
-	case <-time.After(100 * time.Millisecond):
-	}
-	if err := in.Close(); err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Wait(); err == nil {
-		t.Error("read has read something")
-	}
-	if err := <-done; err != nil {
-		t.Error(err)
-	}
 }

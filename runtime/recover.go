@@ -202,7 +202,7 @@ func (e *Engine) finishCheckpoint(ctx context.Context, in store.Intent, host Hos
 	if ready && data.Stop {
 		return did, host.Stop(ctx, in.Sandbox, StopOptions{Silent: true})
 	}
-	c, err := e.settled(ctx, host, in.Sandbox)
+	c, err := host.Inspect(ctx, in.Sandbox)
 	if errors.Is(err, ErrNotFound) {
 		return did, nil
 	}
@@ -220,18 +220,6 @@ func (e *Engine) finishCheckpoint(ctx context.Context, in store.Intent, host Hos
 	return did, nil
 }
 
-// settled inspects a container that a killed verb may have been about to pause.
-func (e *Engine) settled(ctx context.Context, host Host, id string) (Container, error) {
-	c, err := host.Inspect(ctx, id)
-	if err != nil || c.Status != Running || c.Runtime.ID == "" {
-		return c, err
-	}
-	if err := c.Runtime.Settle(ctx); err != nil {
-		return c, err
-	}
-	return host.Inspect(ctx, id)
-}
-
 // finishRestore takes back a restore that had not touched the sandbox yet and
 // finishes all others. A new upperdir that is not as the checkpoint has it, be
 // it that it was in use already or that a power cut took what had not reached
@@ -241,7 +229,7 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 	if err != nil {
 		return "", err
 	}
-	c, err := e.settled(ctx, host, in.Sandbox)
+	c, err := host.Inspect(ctx, in.Sandbox)
 	if err != nil && !errors.Is(err, ErrNotFound) {
 		return "", err
 	}

@@ -2,8 +2,8 @@
 //
 // Engines (conmon and Podman, containerd and Docker, CRI-O) call it in place
 // of runc. For a container that has a restore staged (package criu/stage) it
-// does, where the engine says `create`, a `runc restore` and a `runc pause`,
-// and where the engine says `start`, a `runc resume`. Every other call, and
+// does, where the engine says `create`, a `runc restore` and freezes it, and
+// where the engine says `start`, thaws it. Every other call, and
 // every call for a container nobody staged anything for, becomes the real
 // runtime, with the arguments untouched: it is exec'ed in place of this
 // process.
@@ -60,11 +60,7 @@ func run(args []string) int {
 	w := wrapper{real: real, dir: stage.Run()}
 	c, ok := parse(args)
 	if c.root == "" {
-		// Where the runtimes keep their state when nobody says.
-		c.root = "/run/runc"
-		if filepath.Base(real) == "crun" {
-			c.root = "/run/crun"
-		}
+		c.root = host.StateRoot(real)
 	}
 	if !ok {
 		if id, found := w.stagedUnder(args); found {
@@ -93,7 +89,7 @@ func run(args []string) int {
 	case "pause":
 		// One that was restored as it was, paused, runs for the engine until
 		// it has paused it itself; the real runtime would refuse.
-		if stage.TakePaused(w.dir, c.slot) && w.status(c) == "paused" {
+		if stage.TakePaused(w.dir, c.slot) && frozen(c) {
 			return 0
 		}
 	case "resume":

@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -19,8 +20,10 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/criu/crlog"
+	"github.com/agentbox/agentbox/criu/freezer"
 	"github.com/agentbox/agentbox/criu/host"
 	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/internal/fault"
 )
 
 const (
@@ -68,10 +71,10 @@ func (w wrapper) restore(c call, r stage.Restore) int {
 		return w.fail(c, fmt.Errorf("restore of %s failed: %w", c.id, err))
 	}
 	// The processes have been running since a moment ago. `create` promises
-	// that they do not.
-	if out, err := w.quiet(c, "pause", c.id).CombinedOutput(); err != nil && w.status(c) != "stopped" {
+	// that they do not. Those that have ended already cannot.
+	if err := freeze(c); err != nil && !errors.Is(err, fault.ErrState) {
 		w.undo(c, r)
-		return w.fail(c, fmt.Errorf("restore of %s: pause: %s: %w", c.id, bytes.TrimSpace(out), err))
+		return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
 	}
 	if err := w.settle(c, r); err != nil {
 		w.undo(c, r)
@@ -88,6 +91,31 @@ func (w wrapper) restore(c call, r stage.Restore) int {
 		return w.fail(c, err)
 	}
 	return 0
+}
+
+func freeze(c call) error {
+	box, err := freezer.Open(c.root, c.id)
+	if err != nil {
+		return err
+	}
+	return box.Freeze(context.Background())
+}
+
+func thaw(c call) error {
+	box, err := freezer.Open(c.root, c.id)
+	if err != nil {
+		return err
+	}
+	return box.Thaw()
+}
+
+func frozen(c call) bool {
+	box, err := freezer.Open(c.root, c.id)
+	if err != nil {
+		return false
+	}
+	is, err := box.Frozen()
+	return is && err == nil && box.Alive()
 }
 
 // endStop takes back the stop in which CRIU left the processes of a frozen
@@ -198,13 +226,9 @@ func (w wrapper) resume(c call) int {
 		if err := stage.KeepPaused(w.dir, c.slot); err != nil {
 			fmt.Fprintln(os.Stderr, "agentbox-runtime:", err)
 		}
-	} else {
-		if err := w.command(c, "resume", c.id).Run(); err != nil {
-			// A process that ended as soon as it was restored has nothing to resume.
-			if s := w.status(c); s != "stopped" && s != "running" {
-				return exitCode(err)
-			}
-		}
+	} else if err := thaw(c); err != nil && !errors.Is(err, fault.ErrState) {
+		// One that ended as soon as it was restored has nothing to resume.
+		return w.fail(c, err)
 	}
 	if err := stage.ClearRestored(w.dir, c.slot); err != nil {
 		fmt.Fprintln(os.Stderr, "agentbox-runtime:", err)
@@ -263,32 +287,13 @@ func closeOnExec() error {
 	return err
 }
 
-// command runs another verb of the real runtime with the same globals.
-func (w wrapper) command(c call, args ...string) *exec.Cmd {
-	cmd := exec.Command(w.real, append(append([]string{}, c.globals...), args...)...)
-	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
-	cmd.Env = host.Environ()
-	return cmd
-}
-
-// quiet is command for our own errands: the engine must not find their errors in its log.
+// quiet runs another verb of the real runtime with the same globals, for our
+// own errands: the engine must not find their errors in its log.
 func (w wrapper) quiet(c call, args ...string) *exec.Cmd {
 	global := append(append([]string{}, c.globals...), "--log", "/dev/stderr")
 	cmd := exec.Command(w.real, append(global, args...)...)
 	cmd.Env = host.Environ()
 	return cmd
-}
-
-func (w wrapper) status(c call) string {
-	out, err := w.quiet(c, "state", c.id).Output()
-	if err != nil {
-		return ""
-	}
-	var s struct {
-		Status string `json:"status"`
-	}
-	_ = json.Unmarshal(out, &s)
-	return s.Status
 }
 
 // fail says why on stderr and in the runtime's log, where engines look for it.

@@ -60,6 +60,14 @@ func Find(name string, skip func(os.FileInfo) bool) (string, error) {
 	return "", fmt.Errorf("program %s: %w", name, fault.ErrNotFound)
 }
 
+// StateRoot is where an OCI runtime keeps its state when nobody says.
+func StateRoot(binary string) string {
+	if filepath.Base(binary) == "crun" {
+		return "/run/crun"
+	}
+	return "/run/runc"
+}
+
 // SweepRestore unmounts what a killed restore of the container id leaves: the
 // root filesystem, bound by runc at ROOT/ID/criu-root, and CRIU's view of the
 // cgroups below work. It must run before `runc delete`, which removes ROOT/ID

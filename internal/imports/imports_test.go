@@ -19,10 +19,11 @@ const module = "github.com/agentbox/agentbox/"
 var allowed = map[string][]string{
 	"cmd/agentbox": {"internal/copy", "internal/fault", "internal/setup", "images", "runtime", "runtime/containerd", "runtime/docker", "runtime/dockerplugin",
 		"runtime/dockerplugin/authz", "runtime/dockerplugin/volume", "runtime/doctor", "runtime/oci", "runtime/podman", "runtime/store", "runtime/volume"},
-	"cmd/agentbox-runtime": {"criu/crlog", "criu/host", "criu/stage", "internal/failpoint", "internal/fault"},
-	"criu":                 {"criu/crlog", "criu/host", "internal/fault", "internal/failpoint"},
+	"cmd/agentbox-runtime": {"criu/crlog", "criu/freezer", "criu/host", "criu/stage", "internal/failpoint", "internal/fault"},
+	"criu":                 {"criu/crlog", "criu/freezer", "criu/host", "internal/fault", "internal/failpoint"},
 	"criu/crlog":           {"internal/fault"},
 	"criu/criutest":        {"criu", "criu/host", "criu/stage"},
+	"criu/freezer":         {"internal/fault"},
 	"criu/host":            {"internal/fault"},
 	"criu/stage":           {"internal/fault"},
 	"images":               {"internal/copy/tree", "internal/fault", "internal/failpoint"},
