@@ -82,15 +82,62 @@ func SweepRestore(root, id, work string) error {
 		yards, err := filepath.Glob(filepath.Join(escapeGlob(work), ".criu.cgyard.*"))
 		errs = append(errs, err)
 		for _, yard := range yards {
-			if err := detach(yard); err != nil {
-				errs = append(errs, err)
-				continue
-			}
-			errs = append(errs, os.Remove(yard))
+			errs = append(errs, removeYard(yard))
 		}
 	}
 	return errors.Join(errs...)
 }
+
+// removeYard removes CRIU's view of the cgroups. What is mounted there takes all
+// below with it; a yard that was taken apart under a restore's hands may have
+// mounts of its own left, and plain files.
+func removeYard(yard string) error {
+	if err := detach(yard); err != nil {
+		return err
+	}
+	below, err := mountsBelow(yard)
+	if err != nil {
+		return err
+	}
+	for _, path := range slices.Backward(below) {
+		if err := detach(path); err != nil {
+			return err
+		}
+	}
+	if below, err = mountsBelow(yard); err != nil {
+		return err
+	}
+	if len(below) > 0 { // never delete through a mount
+		return fmt.Errorf("remove %s: %s is mounted: %w", yard, below[0], fault.ErrBusy)
+	}
+	return os.RemoveAll(yard)
+}
+
+// mountsBelow lists what is mounted below dir, in the order in which it was.
+func mountsBelow(dir string) ([]string, error) {
+	dir, err := filepath.EvalSymlinks(dir)
+	if err != nil {
+		return nil, err
+	}
+	data, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		return nil, err
+	}
+	var found []string
+	for line := range strings.Lines(string(data)) {
+		f := strings.Fields(line)
+		if len(f) < 5 {
+			continue
+		}
+		if path := unescapeMount(f[4]); path == dir || strings.HasPrefix(path, dir+"/") {
+			found = append(found, path)
+		}
+	}
+	return found, nil
+}
+
+// unescapeMount undoes the kernel's octal escapes of blanks and backslashes.
+var unescapeMount = strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`).Replace
 
 func detach(path string) error {
 	for {

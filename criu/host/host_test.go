@@ -70,10 +70,24 @@ func TestSweepRestore(t *testing.T) {
 	if err := unix.Mount("none", filepath.Join(work, ".criu.cgyard.abc"), "tmpfs", 0, ""); err != nil {
 		t.Fatal(err)
 	}
+	// A yard of which the tmpfs is gone and a mount on what was below is left.
+	torn := filepath.Join(work, ".criu.cgyard.torn", "a b", "unified")
+	if err := os.MkdirAll(torn, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Mount(files, torn, "", unix.MS_BIND, ""); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(torn, "..", "cgroup.procs"), []byte("1"), 0o600); err != nil {
+		t.Fatal(err)
+	}
 	for range 2 {
 		if err := SweepRestore(root, "c", work); err != nil {
 			t.Fatal(err)
 		}
+	}
+	if left, err := os.ReadDir(work); err != nil || len(left) > 0 {
+		t.Fatalf("left in the working directory: %v, %v", left, err)
 	}
 	if err := os.RemoveAll(filepath.Join(root, "c")); err != nil {
 		t.Fatal(err)
@@ -85,7 +99,7 @@ func TestSweepRestore(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if strings.Contains(string(mounts), root) || strings.Contains(string(mounts), ".criu.cgyard.abc") {
+	if strings.Contains(string(mounts), root) || strings.Contains(string(mounts), ".criu.cgyard.") {
 		t.Fatal("still mounted")
 	}
 }

@@ -31,10 +31,19 @@ type Hierarchy struct {
 }
 
 // Hierarchies lists the hierarchies: one on a unified host, many under v1,
-// many and one without controllers on a hybrid one.
+// many and one without controllers on a hybrid one. Of one that is mounted again
+// elsewhere the first counts: CRIU mounts all of them for as long as a restore
+// takes, and what is written there later is written to a plain directory.
 func Hierarchies() (Cgroups, error) {
+	type device struct{ major, minor int }
+	seen := map[device]bool{}
 	infos, err := mountinfo.GetMounts(func(i *mountinfo.Info) (skip, stop bool) {
-		return i.FSType != "cgroup" && i.FSType != "cgroup2", false
+		d := device{i.Major, i.Minor}
+		if i.FSType != "cgroup" && i.FSType != "cgroup2" || seen[d] || strings.Contains(i.Mountpoint, "/.criu.cgyard.") {
+			return true, false
+		}
+		seen[d] = true
+		return false, false
 	})
 	if err != nil {
 		return nil, fmt.Errorf("list cgroup hierarchies: %w", err)
