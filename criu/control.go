@@ -92,6 +92,9 @@ func (r Runtime) Delete(ctx context.Context, force bool) error {
 	return err
 }
 
+// SweepTemp removes what restores that were killed have left in /tmp.
+func SweepTemp() error { return host.SweepTemp() }
+
 // call runs the runtime and returns its output. Its error has the last thing
 // the runtime said.
 func (r Runtime) call(ctx context.Context, args ...string) ([]byte, error) {

@@ -360,7 +360,7 @@ func (e *Engine) Recover(ctx context.Context) (Recovery, error) {
 	errs := []error{err}
 	swept, err := e.store.Sweep(ctx)
 	done.Actions = append(done.Actions, swept...)
-	errs = append(errs, err)
+	errs = append(errs, err, criu.SweepTemp())
 	rows, err := e.store.Sandboxes(ctx)
 	errs = append(errs, err)
 	used := map[string]bool{e.first: true}

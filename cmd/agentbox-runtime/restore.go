@@ -215,6 +215,9 @@ func (w wrapper) undo(c call, r stage.Restore) {
 	if out, err := w.quiet(c, "delete", "--force", c.id).CombinedOutput(); err != nil {
 		fmt.Fprintf(os.Stderr, "agentbox-runtime: delete %s: %s\n", c.id, bytes.TrimSpace(out))
 	}
+	if err := host.SweepTemp(); err != nil {
+		fmt.Fprintln(os.Stderr, "agentbox-runtime:", err)
+	}
 	if p := c.flags["pid-file"]; p != "" {
 		_ = os.Remove(p)
 	}
