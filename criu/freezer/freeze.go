@@ -28,18 +28,19 @@ const (
 
 // Freeze stops all processes of the container and returns when they stand. One
 // that is frozen is nil, one that is stopped ErrState. On error it is thawed.
-func (c Container) Freeze(ctx context.Context) (err error) {
+func (c Container) Freeze(ctx context.Context) error {
 	if !c.Alive() {
 		return c.stopped()
 	}
-	if is, err := c.Frozen(); err != nil || is {
-		return err
-	}
 	ctx, cancel := context.WithTimeoutCause(ctx, limit, errLimit)
 	defer cancel()
-	if c.v2 {
+	is, err := c.Frozen()
+	switch {
+	case err == nil && is:
+		return nil
+	case err == nil && c.v2:
 		err = c.freezeV2(ctx)
-	} else {
+	case err == nil:
 		err = c.freezeV1(ctx)
 	}
 	alive := c.Alive()
