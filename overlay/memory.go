@@ -394,21 +394,62 @@ func MemoryBase(path string) (string, error) {
 // call. One that is not there is ErrNotFound, a damaged one ErrCorrupt; an error
 // of fn is returned as it is.
 func Collection(path string, fn func(Entry) error) error {
+	var order orderCheck
+	return eachRecord(path, true, func(r memoryRecord) error {
+		e, err := r.entry()
+		if err == nil {
+			err = order.next(&e)
+		}
+		if err != nil {
+			return fmt.Errorf("memory: %w", err)
+		}
+		return fn(e)
+	})
+}
+
+// Line is an entry as it stands in a tree, without its newline.
+type Line struct {
+	JSON []byte // valid until the next line
+	Data int64  // Entry.data; of a further name 0
+}
+
+// Digest returns the digest of a file whose data is one piece. Of any other
+// entry it is empty, and ParseEntry tells more.
+func (l Line) Digest() string {
+	// No string in canonical JSON has a quote without a backslash before it.
+	const before, digest, after = `,"digest":"`, len(digestPrefix) + 64, `"}`
+	at := len(l.JSON) - len(after) - digest
+	if at < len(before) || string(l.JSON[at-len(before):at]) != before || string(l.JSON[at+digest:]) != after {
+		return ""
+	}
+	return string(l.JSON[at : at+digest])
+}
+
+// CollectionLines is Collection without parsing, of what this process wrote
+// itself a moment ago: it is not checked for damage.
+func CollectionLines(path string, fn func(Line) error) error {
+	return eachRecord(path, false, func(r memoryRecord) error { return fn(Line{JSON: r.line(), Data: r.data()}) })
+}
+
+// eachRecord calls fn for every record of a memory that is no hole.
+func eachRecord(path string, prove bool, fn func(memoryRecord) error) error {
 	m, err := openMemory(path)
 	if err != nil {
 		return err
 	}
 	defer m.close()
-	if err := m.verify(); err != nil {
-		return err
+	if prove {
+		if err := m.verify(); err != nil {
+			return err
+		}
 	}
-	var order orderCheck
+	some := false
 	for r := m.reader(); ; {
 		if err := r.next(); err != nil {
 			return err
 		}
 		if r.cur == nil {
-			if !order.any {
+			if !some {
 				return damaged("it is empty")
 			}
 			return nil
@@ -416,14 +457,8 @@ func Collection(path string, fn func(Entry) error) error {
 		if r.cur.flags()&flagHole != 0 {
 			continue
 		}
-		e, err := r.cur.entry()
-		if err == nil {
-			err = order.next(&e)
-		}
-		if err != nil {
-			return fmt.Errorf("memory: %w", err)
-		}
-		if err := fn(e); err != nil {
+		some = true
+		if err := fn(r.cur); err != nil {
 			return err
 		}
 	}

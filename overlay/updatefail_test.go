@@ -12,7 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-var updatePoints = []string{"overlay.update.before-sync", "overlay.update.after-sync", "overlay.update.op", "overlay.update.times", "overlay.update.end"}
+var updatePoints = []string{"overlay.update.staged", "overlay.update.op", "overlay.update.times", "overlay.update.end"}
 
 // TestUpdateFails has an error at each point instead.
 func TestUpdateFails(t *testing.T) {

@@ -16,15 +16,14 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// syncEach is the number of staged files from which one syncfs is cheaper than
-// an fsync of each, although it waits for what others have written, too.
-const syncEach = 16
-
 // Stage reads from src all data that the update needs, proves it, and lays it
 // out in the new directory stage, which is on the filesystem of the directory to
-// be updated and beside it, not in it. When it returns nil, all of it is
-// durable, and Apply needs src no more. The directory to be updated is not
-// looked at and may be in use.
+// be updated and beside it, not in it. When it returns nil, Apply needs src no
+// more. The directory to be updated is not looked at and may be in use.
+//
+// Nothing is durable: after a power cut nobody can tell how far Apply came, and
+// the directory is to be read again, all of it. Whoever applied an update waits
+// for the disk once, at the end.
 //
 // Data that is not what its entry says is ErrCorrupt, a stage that is there
 // already ErrExists. On any other error the caller deletes stage.
@@ -35,7 +34,7 @@ func (u *Update) Stage(ctx context.Context, stage string, src Source) error {
 	return nil
 }
 
-func (u *Update) stage(ctx context.Context, stage string, src Source) (err error) {
+func (u *Update) stage(ctx context.Context, stage string, src Source) error {
 	if err := checkPrivilege(); err != nil {
 		return err
 	}
@@ -51,7 +50,6 @@ func (u *Update) stage(ctx context.Context, stage string, src Source) (err error
 	}
 	defer unix.Close(dir)
 	index := u.changes.index
-	each := u.files < syncEach
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	var next atomic.Int64
@@ -67,7 +65,7 @@ func (u *Update) stage(ctx context.Context, stage string, src Source) (err error
 				if index[i].do != doFile {
 					continue
 				}
-				if err := u.stageFile(ctx, dir, i, src, small, each); err != nil {
+				if err := u.stageFile(ctx, dir, i, src, small); err != nil {
 					cancel(err)
 				}
 			}
@@ -77,22 +75,11 @@ func (u *Update) stage(ctx context.Context, stage string, src Source) (err error
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
-	if err := failpoint.Hit("overlay.update.before-sync"); err != nil {
-		return err
-	}
-	if each {
-		err = unix.Fsync(dir)
-	} else {
-		err = unix.Syncfs(dir)
-	}
-	if err != nil {
-		return pathError("sync", stage, err)
-	}
-	return failpoint.Hit("overlay.update.after-sync")
+	return failpoint.Hit("overlay.update.staged")
 }
 
 // stageFile makes the i-th change's file, complete but for its name.
-func (u *Update) stageFile(ctx context.Context, dir, i int, src Source, small []byte, sync bool) (err error) {
+func (u *Update) stageFile(ctx context.Context, dir, i int, src Source, small []byte) (err error) {
 	c, err := u.changes.at(i)
 	if err != nil {
 		return err
@@ -121,11 +108,6 @@ func (u *Update) stageFile(ctx context.Context, dir, i int, src Source, small []
 	}
 	if e.Digest != want {
 		return corrupt("the data of %q has digest %s, want %s", clip(e.Path), e.Digest, want)
-	}
-	if sync {
-		if err := unix.Fsync(fd); err != nil {
-			return pathError("sync", e.Path, err)
-		}
 	}
 	return nil
 }

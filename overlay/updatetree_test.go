@@ -62,7 +62,7 @@ func TestPlanTreeRefuses(t *testing.T) {
 	}
 	b, err := os.ReadFile(memory)
 	must(t, err)
-	b[len(b)/2] ^= 1
+	b[len(b)-1] ^= 1
 	must(t, os.WriteFile(memory, b, 0o600))
 	if _, err := PlanUpdateTree(t.Context(), memory, strings.NewReader(tree)); !errors.Is(err, fault.ErrCorrupt) {
 		t.Error(err)

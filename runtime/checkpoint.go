@@ -183,7 +183,7 @@ func (e *Engine) prepare(ctx context.Context, sb *locked, c Container, opts Chec
 
 // take makes a checkpoint and stops the sandbox if asked to.
 func (e *Engine) take(ctx context.Context, k *making) (row store.Checkpoint, err error) {
-	in := store.Intent{Op: opCheckpoint, Sandbox: k.sb.ID, Checkpoint: k.row.ID}
+	in := store.Intent{Op: opCheckpoint, Sandbox: k.sb.ID, Checkpoint: k.row.ID, Lazy: true}
 	k.hold = k.opts.Stop
 	err = e.intent(ctx, in, freezing{k.c.Status, k.opts.Stop}, func(int64) (err error) {
 		if row, err = e.record(ctx, k); err != nil {

@@ -259,13 +259,13 @@ func (e *Engine) intent(ctx context.Context, in store.Intent, data any, fn func(
 	return errors.Join(err, e.store.Done(done, seq))
 }
 
-// advance records how far an intent has come.
-func (e *Engine) advance(ctx context.Context, seq int64, data any) error {
+// advance records how far an intent has come; lazy is as in store.Intent.
+func (e *Engine) advance(ctx context.Context, seq int64, data any, lazy bool) error {
 	b, err := json.Marshal(data)
 	if err != nil {
 		return err
 	}
-	return e.store.Update(ctx, seq, b)
+	return e.store.Update(ctx, seq, b, lazy)
 }
 
 // spec decodes the stored spec of a sandbox.

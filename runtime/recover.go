@@ -313,7 +313,8 @@ func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, loc
 	}
 	defer r.reader.Close()
 	if data.Phase == phaseProven && (r.c.Status == Running || r.c.Status == Paused) {
-		return errors.Join(forgetManaged(r.c.Managed), e.restored(ctx, r))
+		err := each(ctx, data.Trees, func(_ context.Context, t *tree) error { return syncfs(t.Dir) })
+		return errors.Join(err, forgetManaged(r.c.Managed), e.restored(ctx, r))
 	}
 	if row, err := e.store.Checkpoint(ctx, data.Undo); err == nil && row.Status == store.Ready {
 		r.undone = row.ID

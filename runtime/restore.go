@@ -82,7 +82,7 @@ func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (
 
 // perform restores what target has found.
 func (e *Engine) perform(ctx context.Context, r *restoration) error {
-	in := store.Intent{Op: opRestore, Sandbox: r.sb.ID, Checkpoint: r.row.ID}
+	in := store.Intent{Op: opRestore, Sandbox: r.sb.ID, Checkpoint: r.row.ID, Lazy: true}
 	return e.intent(ctx, in, r.data, func(seq int64) (err error) {
 		var undo undo.Stack
 		defer func() { undo.Run(ctx, &err) }()
@@ -149,7 +149,7 @@ func (e *Engine) restore(ctx context.Context, seq int64, r *restoration) (err er
 	if err := errors.Join(r.plan(), r.checkTools()); err != nil {
 		return err
 	}
-	if err := e.advance(ctx, seq, r.data); err != nil {
+	if err := e.advance(ctx, seq, r.data, true); err != nil {
 		return err
 	}
 	var undo undo.Stack
@@ -162,7 +162,7 @@ func (e *Engine) restore(ctx context.Context, seq int64, r *restoration) (err er
 		return err
 	}
 	r.data.Phase = phaseSwap
-	if err := e.advance(ctx, seq, r.data); err != nil {
+	if err := e.advance(ctx, seq, r.data, false); err != nil {
 		return err
 	}
 	undo.Release()
@@ -281,7 +281,7 @@ func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, und
 			r.warnings = append(slices.Clone(r.warnings), fmt.Sprintf("the undo checkpoint has files only: %v", err))
 			opts.FilesOnly, r.data.Undo = true, newID()
 			// Recover looks for the one that the journal names.
-			if err := e.advance(ctx, seq, r.data); err != nil {
+			if err := e.advance(ctx, seq, r.data, true); err != nil {
 				return err
 			}
 			continue

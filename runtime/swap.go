@@ -127,7 +127,7 @@ func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *u
 			return err
 		}
 		r.data.Phase = phaseProven
-		if err := e.advance(ctx, seq, r.data); err != nil {
+		if err := e.advance(ctx, seq, r.data, true); err != nil {
 			return err
 		}
 	}

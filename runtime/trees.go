@@ -112,8 +112,7 @@ func (e *Engine) collect(ctx context.Context, k *making, draft *store.Draft, opt
 // file gives what was captured to the store. The sandbox may run again.
 func (e *Engine) file(ctx context.Context, k *making, draft *store.Draft) error {
 	for _, t := range k.trees {
-		err := draft.PutTree(ctx, t.Number, func(fn func(overlay.Entry) error) error { return overlay.Collection(t.seen, fn) })
-		if err != nil {
+		if err := draft.PutCollection(ctx, t.Number, t.seen); err != nil {
 			return err
 		}
 	}
@@ -282,7 +281,7 @@ func (e *Engine) prove(ctx context.Context, sandbox string, t *tree, r *store.Re
 }
 
 // equalize makes a tree, which nobody uses and of which nothing is certain,
-// equal to a checkpoint.
+// equal to a checkpoint, durably.
 func (e *Engine) equalize(ctx context.Context, sandbox string, t *tree, r *store.Reader, lost map[string]bool) (err error) {
 	t.seen = e.known(ctx, sandbox, *t)
 	if err := e.look(ctx, sandbox, t, overlay.CollectOptions{Paranoid: true}); err != nil {
@@ -304,7 +303,7 @@ func (e *Engine) equalize(ctx context.Context, sandbox string, t *tree, r *store
 			return errors.Join(err, discard(t.stage()))
 		}
 	}
-	return errors.Join(discard(t.stage()), e.prove(ctx, sandbox, t, r, lost, false))
+	return errors.Join(discard(t.stage()), e.prove(ctx, sandbox, t, r, lost, false), syncfs(t.Dir))
 }
 
 // discard deletes what a restore has laid out. RemoveAll works beneath

@@ -282,7 +282,7 @@ func (h *history) change(root string) {
 var crashes = map[string][]string{
 	"checkpoint": {"checkpoint.after-capture", "checkpoint.before-commit", "store.begin.after-dir", "store.pack.before-footer", "store.pack.after-fsync",
 		"store.commit.before-fsync", "store.commit.after-pack", "store.commit.before-rename", "store.commit.after-rename", "store.commit.in-transaction", "store.commit.after-row", "checkpoint.after-commit"},
-	"restore": {"restore.before-layout", "restore.after-undo", "overlay.update.before-sync", "overlay.update.after-sync", "restore.after-layout", "restore.before-stop", "restore.after-stop",
+	"restore": {"restore.before-layout", "restore.after-undo", "overlay.update.staged", "restore.after-layout", "restore.before-stop", "restore.after-stop",
 		"overlay.update.op", "overlay.update.times", "overlay.update.end", "restore.between-trees", "restore.after-apply", "restore.after-proof", "restore.after-head", "store.commit.after-rename"},
 	"fork":  {"restore.after-layout", "overlay.update.op", "restore.after-apply", "fork.before-reseed", "fork.after-reseed", "create.after-row", "restore.after-head"},
 	"prune": {"store.remove.before-rename", "store.remove.before-row", "store.reclaim.before-rows", "store.reclaim.between-rows", "store.reclaim.after-rows", "store.reclaim.before-remove", "store.reclaim.before-row", "store.reclaim.in-switch", "store.reclaim.after-switch"},

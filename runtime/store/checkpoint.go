@@ -217,7 +217,7 @@ func only(ref string, list []Checkpoint) (Checkpoint, error) {
 // SetFrozen records how long the sandbox stood still for a checkpoint, which
 // is only known once it runs again, after Commit.
 func (s *Store) SetFrozen(ctx context.Context, id string, d time.Duration) error {
-	return s.write(ctx, "set frozen", func(tx *sql.Tx) error {
+	return s.lazily(ctx, "set frozen", func(tx *sql.Tx) error {
 		res, err := tx.ExecContext(ctx, "UPDATE checkpoints SET frozen = ? WHERE id = ?", int64(d), id)
 		if err != nil {
 			return err

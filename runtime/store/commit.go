@@ -179,36 +179,6 @@ func (d *Draft) finish(need []pack.ID) (pack.Info, error) {
 	return d.pack.Finish()
 }
 
-// stored proves that every piece is in the draft's own pack or in the store,
-// and returns how many bytes those of the store have there.
-func (d *Draft) stored(ctx context.Context, need []pack.ID) (n int64, err error) {
-	others := make([]pack.ID, 0, 16*findBatch)
-	for part := range slices.Chunk(need, 16*findBatch) {
-		others = others[:0]
-		for _, id := range part {
-			if !d.pack.Has(id) {
-				others = append(others, id)
-			}
-		}
-		bytes, all, err := d.x.weigh(ctx, others)
-		if err != nil {
-			return 0, err
-		}
-		if all {
-			n += bytes
-			continue
-		}
-		gone, err := d.x.find(ctx, others, func(p place) error { n += int64(p.blob.Stored); return nil })
-		if err != nil {
-			return 0, err
-		}
-		if len(gone) > 0 {
-			return 0, fmt.Errorf("piece %s is neither in the store nor was it given to it: %w", gone[0], fault.ErrCorrupt)
-		}
-	}
-	return n, nil
-}
-
 func (d *Draft) writeManifest(data []byte) error {
 	if err := failpoint.Hit("store.commit.before-manifest"); err != nil {
 		return err

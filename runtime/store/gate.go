@@ -34,6 +34,7 @@ func (s *Store) pass(ctx context.Context) error {
 }
 
 // alone is exclude with a chance of success while drafts follow each other.
+// Whoever has the store may take pieces away: what is known of them is forgotten.
 func (s *Store) alone(ctx context.Context, verb string, wait time.Duration) (*Lock, error) {
 	deadline := time.Now().Add(wait)
 	for {
@@ -43,6 +44,12 @@ func (s *Store) alone(ctx context.Context, verb string, wait time.Duration) (*Lo
 		}
 		l, err := s.exclude(ctx, verb, min(gateHold, max(0, time.Until(deadline))))
 		g.Unlock()
+		if err == nil {
+			if err = s.dropLedgers(); err != nil {
+				l.Unlock()
+				return nil, err
+			}
+		}
 		if err == nil || !errors.Is(err, fault.ErrBusy) || time.Until(deadline) <= gateOpen {
 			return l, err
 		}

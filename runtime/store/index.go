@@ -23,24 +23,24 @@ import (
 type place struct {
 	pack int64 // packs.num
 	blob pack.Blob
-	bad  bool // a verification has found it damaged; only locate tells
+	bad  bool // a verification has found it damaged
 }
 
 const (
-	findColumns = "id, pack, off, stored, raw, packed"
+	findColumns = "id, pack, off, stored, raw, packed, bad"
 	findBatch   = 256 // ids in one query
 	rowBatch    = 128 // rows in one insert
 )
 
 // prepare compiles the query that is asked once per piece.
 func (s *Store) prepare(ctx context.Context) (err error) {
-	s.find, err = s.db.PrepareContext(ctx, "SELECT "+findColumns+", bad FROM blobs WHERE id = ?")
+	s.find, err = s.db.PrepareContext(ctx, "SELECT "+findColumns+" FROM blobs WHERE id = ?")
 	return cancelled(ctx, dbError("open", err))
 }
 
 // locate finds one piece; not there is not an error.
 func (s *Store) locate(ctx context.Context, id pack.ID) (p place, ok bool, err error) {
-	err = p.scan(s.find.QueryRowContext(ctx, id[:]), &p.bad)
+	err = p.scan(s.find.QueryRowContext(ctx, id[:]))
 	switch {
 	case errors.Is(err, sql.ErrNoRows):
 		return place{}, false, nil
@@ -50,9 +50,9 @@ func (s *Store) locate(ctx context.Context, id pack.ID) (p place, ok bool, err e
 	return p, true, nil
 }
 
-func (p *place) scan(row interface{ Scan(...any) error }, more ...any) error {
+func (p *place) scan(row interface{ Scan(...any) error }) error {
 	var id []byte
-	if err := row.Scan(append([]any{&id, &p.pack, &p.blob.Off, &p.blob.Stored, &p.blob.Raw, &p.blob.Packed}, more...)...); err != nil {
+	if err := row.Scan(&id, &p.pack, &p.blob.Off, &p.blob.Stored, &p.blob.Raw, &p.blob.Packed, &p.bad); err != nil {
 		return err
 	}
 	if len(id) != len(p.blob.ID) {
@@ -295,6 +295,13 @@ func (x *index) has(ctx context.Context, id pack.ID) (bool, error) {
 	return ok, err
 }
 
+// hasAll is has for many pieces at once: those that are there.
+func (x *index) hasAll(ctx context.Context, ids []pack.ID) (map[pack.ID]bool, error) {
+	there := make(map[pack.ID]bool, len(ids))
+	_, err := x.find(ctx, ids, func(p place) error { there[p.blob.ID] = !p.bad; return nil })
+	return there, err
+}
+
 // find returns the places of many pieces, and those that are nowhere, or in a
 // pack that is gone or cut.
 func (x *index) find(ctx context.Context, ids []pack.ID, fn func(place) error) (missing []pack.ID, err error) {
@@ -327,61 +334,6 @@ func (x *index) find(ctx context.Context, ids []pack.ID, fn func(place) error) (
 		}
 	}
 	return missing, nil
-}
-
-// weigh adds up what many pieces, each given once, have stored. False: not all of
-// them are in packs that are whole, and find tells which. The database adds,
-// because it takes longer to hand a row out than to find it.
-func (x *index) weigh(ctx context.Context, ids []pack.ID) (bytes int64, all bool, err error) {
-	packs, n := map[int64]bool{}, 0
-	add := func(rows *sql.Rows, err error) error {
-		if err != nil {
-			return err
-		}
-		defer rows.Close()
-		for rows.Next() {
-			var num, stored int64
-			var count int
-			if err := rows.Scan(&num, &count, &stored); err != nil {
-				return err
-			}
-			packs[num] = true
-			n, bytes = n+count, bytes+stored
-		}
-		return rows.Err()
-	}
-	var full *sql.Stmt
-	for part := range slices.Chunk(ids, findBatch) {
-		args := make([]any, len(part))
-		for i := range part {
-			args[i] = part[i][:]
-		}
-		q := "SELECT pack, count(*), sum(stored) FROM blobs WHERE id IN (?" + strings.Repeat(",?", len(part)-1) + ") GROUP BY pack"
-		if len(part) < findBatch {
-			err = add(x.s.db.QueryContext(ctx, q, args...))
-		} else {
-			if full == nil {
-				if full, err = x.s.db.PrepareContext(ctx, q); err == nil {
-					defer full.Close()
-				}
-			}
-			if err == nil {
-				err = add(full.QueryContext(ctx, args...))
-			}
-		}
-		if err != nil {
-			return 0, false, cancelled(ctx, dbError("find pieces", err))
-		}
-	}
-	all = n == len(ids)
-	for num := range packs {
-		_, whole, err := x.pack(ctx, num)
-		if err != nil {
-			return 0, false, err
-		}
-		all = all && whole
-	}
-	return bytes, all, nil
 }
 
 // lost lists the packs that were found not to be whole.

@@ -24,9 +24,13 @@ type Intent struct {
 	Data       json.RawMessage
 	Pid        int       // zero: this process
 	Started    time.Time // zero: now
+
+	// Lazy says that the verb makes nothing durable that has to be taken back
+	// before something else that it records is. It is not recorded itself.
+	Lazy bool
 }
 
-// Begin records an intent; it is durable when Begin returns.
+// Begin records an intent; unless that is Lazy, it is durable when Begin returns.
 func (s *Store) Begin(ctx context.Context, in Intent) (seq int64, err error) {
 	if in.Op == "" {
 		return 0, fmt.Errorf("an intent names its verb: %w", fault.ErrInvalid)
@@ -43,7 +47,11 @@ func (s *Store) Begin(ctx context.Context, in Intent) (seq int64, err error) {
 	if err := failpoint.Hit("store.journal.before-begin"); err != nil {
 		return 0, err
 	}
-	err = s.write(ctx, "journal", func(tx *sql.Tx) error {
+	write := s.write
+	if in.Lazy {
+		write = s.lazily
+	}
+	err = write(ctx, "journal", func(tx *sql.Tx) error {
 		res, err := tx.ExecContext(ctx, "INSERT INTO journal (op, sandbox, checkpoint, data, pid, started) VALUES (?,?,?,?,?,?)",
 			in.Op, in.Sandbox, in.Checkpoint, string(in.Data), in.Pid, in.Started.UnixNano())
 		if err != nil {
@@ -58,12 +66,16 @@ func (s *Store) Begin(ctx context.Context, in Intent) (seq int64, err error) {
 	return seq, failpoint.Hit("store.journal.after-begin")
 }
 
-// Update replaces an intent's data, durably.
-func (s *Store) Update(ctx context.Context, seq int64, data json.RawMessage) error {
+// Update replaces an intent's data; lazy is as in Intent.
+func (s *Store) Update(ctx context.Context, seq int64, data json.RawMessage, lazy bool) error {
 	if err := validSpec(data); err != nil {
 		return err
 	}
-	return s.write(ctx, "journal", func(tx *sql.Tx) error {
+	write := s.write
+	if lazy {
+		write = s.lazily
+	}
+	return write(ctx, "journal", func(tx *sql.Tx) error {
 		res, err := tx.ExecContext(ctx, "UPDATE journal SET data = ? WHERE seq = ?", string(data), seq)
 		if err != nil {
 			return err

@@ -93,7 +93,7 @@ func (s *Store) sweepMemory(ctx context.Context) error {
 	for _, e := range entries {
 		id, n, _ := strings.Cut(e.Name(), ".")
 		_, err := strconv.ParseUint(n, 10, 16)
-		memory := err == nil && isID(id)
+		memory := (err == nil || "."+n == ledgerSuffix) && isID(id)
 		if memory && alive[id] {
 			continue
 		}

@@ -156,7 +156,7 @@ func TestModel(t *testing.T) {
 				}
 				in := &m.intents[len(m.intents)-1]
 				in.Data = []byte(fmt.Sprintf(`{"n":%d}`, rapid.Int().Draw(rt, "n")))
-				ok(rt, s.Update(ctx, in.Seq, in.Data))
+				ok(rt, s.Update(ctx, in.Seq, in.Data, rapid.Bool().Draw(rt, "lazy")))
 			},
 			"done": func(rt *rapid.T) {
 				if len(m.intents) == 0 {

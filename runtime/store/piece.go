@@ -30,6 +30,7 @@ type pieces struct {
 	own map[pack.ID]ownPlace
 
 	mu      sync.Mutex
+	places  map[pack.ID]place // see foresee
 	files   map[string]*packFile
 	opened  list.List // of *packFile, used last in front
 	decoded map[pack.ID]*list.Element
@@ -120,10 +121,29 @@ func (p *pieces) keep(d *decoded) {
 	}
 }
 
+// foresee asks the index at once for what is about to be read in many pieces.
+func (p *pieces) foresee(ctx context.Context, segs []pack.Segment) error {
+	ids := make([]pack.ID, len(segs))
+	for i := range segs {
+		ids[i] = segs[i].ID
+	}
+	places := make(map[pack.ID]place, len(ids))
+	err := p.x.s.locateAll(ctx, ids, func(at place) error { places[at.blob.ID] = at; return nil })
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.places = places
+	return err
+}
+
 func (p *pieces) load(ctx context.Context, id pack.ID) ([]byte, error) {
-	at, ok, err := p.x.s.locate(ctx, id)
-	if err != nil {
-		return nil, err
+	p.mu.Lock()
+	at, ok := p.places[id]
+	p.mu.Unlock()
+	var err error
+	if !ok {
+		if at, ok, err = p.x.s.locate(ctx, id); err != nil {
+			return nil, err
+		}
 	}
 	whole := false
 	if ok {

@@ -10,6 +10,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -492,4 +493,46 @@ func TestManySmallFiles(t *testing.T) {
 		must(t, errors.Join(err, f.Close()))
 	}
 	t.Logf("read again %v", time.Since(start))
+}
+
+// What Collect wrote becomes the same list, line by line or entry by entry.
+func TestPutCollection(t *testing.T) {
+	ctx := context.Background()
+	s := open(t, t.TempDir())
+	b := put(t, s, "c")
+	dir, memory := t.TempDir(), filepath.Join(t.TempDir(), "memory")
+	for i := range 300 {
+		must(t, os.WriteFile(fmt.Sprintf("%s/%03d", dir, i), fmt.Appendf(nil, "content %d", i%200), 0o644))
+	}
+	must(t, os.WriteFile(dir+"/empty", nil, 0o600))
+	must(t, os.WriteFile(dir+"/large", sample(1, 4<<20).files["dir/big"], 0o600))
+	must(t, os.WriteFile(dir+"/\"digest\":\"\xff", []byte("an odd name"), 0o600))
+	must(t, os.WriteFile(dir+"/sparse", []byte("begins"), 0o600))
+	must(t, os.Truncate(dir+"/sparse", 1<<20))
+	must(t, os.Link(dir+"/000", dir+"/link"))
+	must(t, os.Symlink(`,"digest":"blake3:`+strings.Repeat("0", 64), dir+"/symlink"))
+	var trees [2]Tree
+	var needs [2][]pack.ID
+	for i := range trees {
+		d, err := s.BeginCheckpoint(ctx, of(b, "", KindFiles))
+		must(t, err)
+		_ = os.Remove(memory)
+		_, err = overlay.Collect(ctx, dir, memory, d.Sink(), overlay.CollectOptions{})
+		must(t, err)
+		if i == 0 {
+			err = d.PutTree(ctx, 0, func(fn func(overlay.Entry) error) error { return overlay.Collection(memory, fn) })
+		} else {
+			err = d.PutCollection(ctx, 0, memory)
+		}
+		must(t, err)
+		trees[i], needs[i] = d.trees[0], slices.Clone(d.need.list())
+		c, err := d.Commit(ctx, describe())
+		must(t, errors.Join(err, d.Close()))
+		if c.Unchanged != (i == 1) {
+			t.Errorf("checkpoint %d: unchanged is %v", i, c.Unchanged)
+		}
+	}
+	if !reflect.DeepEqual(trees[0], trees[1]) || !slices.Equal(needs[0], needs[1]) {
+		t.Errorf("%+v needs %d pieces, %+v %d", trees[0], len(needs[0]), trees[1], len(needs[1]))
+	}
 }

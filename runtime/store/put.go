@@ -3,7 +3,6 @@ package store
 import (
 	"context"
 	"fmt"
-	"hash/fnv"
 	"io"
 
 	"github.com/zeebo/blake3"
@@ -19,6 +18,9 @@ const (
 	avgLines = 16 << 10
 	maxLines = 1 << 20
 )
+
+// flushLines is how many bytes of pieces the index is asked for at once.
+const flushLines = 256 << 10
 
 // add stores a piece, unless a pack that is there has it, or this draft's own.
 // A piece of another draft does not count before it is committed.
@@ -130,6 +132,15 @@ func (d *Draft) PutPiece(ctx context.Context, digest string, raw []byte) error {
 // overlay.ComparePaths. The data of each file must have been given to Sink, or
 // be in the store already; Commit proves it. A list is put once.
 func (d *Draft) PutTree(ctx context.Context, n int, each func(fn func(overlay.Entry) error) error) error {
+	return d.putTree(ctx, n, func(w *treeWriter) error { return each(w.entry) })
+}
+
+// PutCollection is PutTree with what overlay.Collect has just written to path.
+func (d *Draft) PutCollection(ctx context.Context, n int, path string) error {
+	return d.putTree(ctx, n, func(w *treeWriter) error { return overlay.CollectionLines(path, w.collected) })
+}
+
+func (d *Draft) putTree(ctx context.Context, n int, write func(*treeWriter) error) error {
 	if n < 0 || n > maxVolumes {
 		return fmt.Errorf("tree %d: %w", n, fault.ErrInvalid)
 	}
@@ -141,9 +152,10 @@ func (d *Draft) PutTree(ctx context.Context, n int, each func(fn func(overlay.En
 		return fmt.Errorf("tree %d is put only once: %w", n, fault.ErrInvalid)
 	}
 	w := &treeWriter{d: d, ctx: ctx, hash: blake3.New()}
-	if err := each(w.entry); err != nil {
+	if err := write(w); err != nil {
 		return err
 	}
+	w.cut()
 	if err := w.flush(); err != nil {
 		return err
 	}
@@ -166,9 +178,13 @@ type treeWriter struct {
 	t    Tree
 	last string
 	need idSet
-	buf  []byte
 	line []byte
 	hash *blake3.Hasher
+
+	buf   []byte // pieces that were cut, and the one that is growing
+	start int    // where in buf that one begins
+	ids   []pack.ID
+	ends  []int // of the pieces in buf
 }
 
 func (w *treeWriter) entry(e overlay.Entry) error {
@@ -179,24 +195,51 @@ func (w *treeWriter) entry(e overlay.Entry) error {
 		return err
 	}
 	w.last = e.Path
-	w.t.Entries++
-	w.t.Data += dataBytes(&e)
-	w.line = append(e.AppendJSON(w.line[:0]), '\n')
-	if len(w.buf)+len(w.line) > maxLines {
-		if err := w.flush(); err != nil {
+	w.line = e.AppendJSON(w.line[:0])
+	return w.add(w.line, dataBytes(&e))
+}
+
+func (w *treeWriter) collected(l overlay.Line) error {
+	if digest := l.Digest(); l.Data > 0 && digest != "" {
+		id, err := pack.ParseID(digest)
+		if err != nil {
+			return err
+		}
+		w.need.add(id)
+	} else if l.Data > 0 {
+		e, err := overlay.ParseEntry(l.JSON)
+		if err == nil {
+			err = addEntry(&w.need, &e)
+		}
+		if err != nil {
 			return err
 		}
 	}
-	line := w.line
-	for len(line) > maxLines {
+	return w.add(l.JSON, l.Data)
+}
+
+// add adds a line and its end.
+func (w *treeWriter) add(line []byte, data int64) error {
+	w.t.Entries++
+	w.t.Data += data
+	size := len(line) + 1
+	if len(w.buf)-w.start+size > maxLines {
+		w.cut()
+	}
+	ends := cutsAfter(line)
+	for len(line) >= maxLines {
 		w.buf = append(w.buf, line[:maxLines]...)
 		line = line[maxLines:]
+		w.cut()
 		if err := w.flush(); err != nil {
 			return err
 		}
 	}
-	w.buf = append(w.buf, line...)
-	if len(w.buf) >= minLines && cutsAfter(w.line) {
+	w.buf = append(append(w.buf, line...), '\n')
+	if len(w.buf)-w.start >= minLines && ends {
+		w.cut()
+	}
+	if w.start >= flushLines {
 		return w.flush()
 	}
 	return nil
@@ -205,31 +248,52 @@ func (w *treeWriter) entry(e overlay.Entry) error {
 // cutsAfter chooses lines so that a piece ends, on average, avgLines-minLines
 // bytes after it could have, however long the lines are.
 func cutsAfter(line []byte) bool {
-	h := fnv.New64a()
-	_, _ = h.Write(line) // never fails
-	x := h.Sum64()
+	x := uint64(14695981039346656037) // FNV-1a, of the line and its end
+	for _, c := range line {
+		x = (x ^ uint64(c)) * 1099511628211
+	}
+	x = (x ^ '\n') * 1099511628211
 	// FNV mixes the last bytes little into the high bits.
 	x ^= x >> 33
 	x *= 0xff51afd7ed558ccd
 	x ^= x >> 33
-	return x%(avgLines-minLines) < uint64(len(line))
+	return x%(avgLines-minLines) < uint64(len(line)+1)
 }
 
-func (w *treeWriter) flush() error {
-	if len(w.buf) == 0 {
-		return nil
+// cut ends a piece.
+func (w *treeWriter) cut() {
+	p := w.buf[w.start:]
+	if len(p) == 0 {
+		return
 	}
+	id := pack.Sum(p)
+	w.need.add(id)
+	w.ids, w.ends = append(w.ids, id), append(w.ends, len(w.buf))
+	w.t.Bytes += int64(len(p))
+	w.t.Pieces = append(w.t.Pieces, overlay.Piece{Digest: id.String(), Len: int64(len(p))})
+	w.start = len(w.buf)
+}
+
+// flush stores what was cut; most of a list is there already.
+func (w *treeWriter) flush() error {
 	if err := w.ctx.Err(); err != nil {
 		return context.Cause(w.ctx)
 	}
-	id := pack.Sum(w.buf)
-	if err := w.d.add(w.ctx, id, w.buf); err != nil {
+	there, err := w.d.x.hasAll(w.ctx, w.ids)
+	if err != nil {
 		return err
 	}
-	w.need.add(id)
-	_, _ = w.hash.Write(w.buf) // never fails
-	w.t.Bytes += int64(len(w.buf))
-	w.t.Pieces = append(w.t.Pieces, overlay.Piece{Digest: id.String(), Len: int64(len(w.buf))})
-	w.buf = w.buf[:0]
+	at := 0
+	for i, id := range w.ids {
+		if !there[id] {
+			if err := w.d.pack.Add(id, w.buf[at:w.ends[i]]); err != nil {
+				return err
+			}
+		}
+		at = w.ends[i]
+	}
+	_, _ = w.hash.Write(w.buf[:w.start]) // never fails
+	w.buf = w.buf[:copy(w.buf, w.buf[w.start:])]
+	w.ids, w.ends, w.start = w.ids[:0], w.ends[:0], 0
 	return nil
 }

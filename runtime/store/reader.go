@@ -147,6 +147,9 @@ func (r *Reader) tree(ctx context.Context, n int) (*proven, error) {
 	}
 	t := list[n]
 	segs, err := segments(t.Pieces)
+	if err == nil {
+		err = r.pieces.foresee(ctx, segs)
+	}
 	if err != nil {
 		return nil, err
 	}

@@ -134,9 +134,10 @@ func (s *Store) sandboxes(ctx context.Context, where string, args ...any) (list 
 	return list, nil
 }
 
-// SetHead records which checkpoint a sandbox is at and which attempt it is on.
+// SetHead records which checkpoint a sandbox is at and which attempt it is on. It
+// is durable with the end of the intent that it is part of.
 func (s *Store) SetHead(ctx context.Context, id, head string, attempt int) error {
-	return s.write(ctx, "set head", func(tx *sql.Tx) error {
+	return s.lazily(ctx, "set head", func(tx *sql.Tx) error {
 		res, err := tx.ExecContext(ctx, "UPDATE sandboxes SET head = ?, attempt = ? WHERE id = ?", head, attempt, id)
 		if err != nil {
 			return err

@@ -202,10 +202,36 @@ func (s *Store) openDB(ctx context.Context) (err error) {
 }
 
 // write runs fn in a transaction that holds SQLite's write lock from its start.
+// When it returns, that one, and all that were recorded lazily before it, are durable.
 func (s *Store) write(ctx context.Context, what string, fn func(*sql.Tx) error) error {
+	return transact(ctx, s.db, what, fn)
+}
+
+// lazily is write for what must outlive this process and need not outlive a power
+// cut: nothing that it speaks of matters before the next write, or after a boot.
+func (s *Store) lazily(ctx context.Context, what string, fn func(*sql.Tx) error) (err error) {
+	conn, err := s.db.Conn(ctx)
+	if err != nil {
+		return cancelled(ctx, dbError(what, err))
+	}
+	defer func() { err = errors.Join(err, conn.Close()) }()
+	set := func(ctx context.Context, level string) error {
+		_, err := conn.ExecContext(ctx, "PRAGMA synchronous("+level+")")
+		return dbError(what, err)
+	}
+	if err := set(ctx, "NORMAL"); err != nil {
+		return cancelled(ctx, err)
+	}
+	err = transact(ctx, conn, what, fn)
+	return errors.Join(err, set(context.WithoutCancel(ctx), "FULL"))
+}
+
+func transact(ctx context.Context, db interface {
+	BeginTx(context.Context, *sql.TxOptions) (*sql.Tx, error)
+}, what string, fn func(*sql.Tx) error) error {
 	deadline := time.Now().Add(writeWait)
 	for {
-		tx, err := s.db.BeginTx(ctx, nil)
+		tx, err := db.BeginTx(ctx, nil)
 		if err != nil {
 			if err = dbError(what, err); errors.Is(err, fault.ErrBusy) && time.Now().Before(deadline) && ctx.Err() == nil {
 				continue // busyTimeout was the pause

@@ -370,7 +370,7 @@ func TestJournal(t *testing.T) {
 	must(t, err)
 	two, err := s.Begin(ctx, Intent{Op: "rm", Pid: 42, Started: time.Unix(5, 6)})
 	must(t, err)
-	must(t, s.Update(ctx, one, []byte(`{"step":2}`)))
+	must(t, s.Update(ctx, one, []byte(`{"step":2}`), true))
 	must(t, s.Close())
 
 	s = open(t, root)
@@ -387,8 +387,8 @@ func TestJournal(t *testing.T) {
 	if three <= two {
 		t.Fatalf("number %d was used again", two)
 	}
-	wantErr(t, s.Update(ctx, two, nil), fault.ErrNotFound)
-	wantErr(t, s.Update(ctx, one, []byte("{")), fault.ErrInvalid)
+	wantErr(t, s.Update(ctx, two, nil, false), fault.ErrNotFound)
+	wantErr(t, s.Update(ctx, one, []byte("{"), false), fault.ErrInvalid)
 	_, err = s.Begin(ctx, Intent{})
 	wantErr(t, err, fault.ErrInvalid)
 	_, err = s.Begin(ctx, Intent{Op: "x", Data: []byte("{")})

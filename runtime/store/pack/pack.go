@@ -34,19 +34,28 @@ func ParseID(s string) (ID, error) {
 	if len(s) != len(idPrefix)+2*len(id) || s[:len(idPrefix)] != idPrefix {
 		return ID{}, fmt.Errorf("digest %.80q: %w", s, fault.ErrInvalid)
 	}
-	for i, c := range []byte(s[len(idPrefix):]) {
-		switch {
-		case c >= '0' && c <= '9':
-			c -= '0'
-		case c >= 'a' && c <= 'f':
-			c -= 'a' - 10
-		default:
-			return ID{}, fmt.Errorf("digest %.80q: %w", s, fault.ErrInvalid)
-		}
-		id[i/2] = id[i/2]<<4 | c
+	digits, wrong := s[len(idPrefix):], byte(0)
+	for i := range id {
+		high, low := hexDigits[digits[2*i]], hexDigits[digits[2*i+1]]
+		wrong |= high | low
+		id[i] = high<<4 | low
+	}
+	if wrong > 15 {
+		return ID{}, fmt.Errorf("digest %.80q: %w", s, fault.ErrInvalid)
 	}
 	return id, nil
 }
+
+// hexDigits has the values of the lower case hex digits, and 255.
+var hexDigits = func() (t [256]byte) {
+	for c := range t {
+		t[c] = 255
+	}
+	for v, c := range []byte("0123456789abcdef") {
+		t[c] = byte(v)
+	}
+	return t
+}()
 
 // Blob says where in a pack a piece is.
 type Blob struct {
