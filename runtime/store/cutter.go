@@ -13,7 +13,7 @@ type Cutter struct{}
 
 // Data: see overlay.Sink.
 func (Cutter) Data(ctx context.Context, size int64, r io.Reader) (string, []overlay.Piece, error) {
-	digest, list, err := (*Draft)(nil).cut(ctx, size, r, func(raw []byte) (pack.ID, error) { return pack.Sum(raw), nil })
+	digest, list, err := cut(ctx, size, r, func(raw []byte) (pack.ID, error) { return pack.Sum(raw), nil })
 	if len(list) < 2 {
 		list = nil
 	}

@@ -61,7 +61,7 @@ func (s sink) Data(ctx context.Context, size int64, r io.Reader) (string, []over
 	if size == 0 {
 		return digestOf(nil), nil, nil
 	}
-	digest, list, err := s.d.cut(ctx, size, r, func(raw []byte) (pack.ID, error) {
+	digest, list, err := cut(ctx, size, r, func(raw []byte) (pack.ID, error) {
 		id := pack.Sum(raw)
 		return id, s.d.add(ctx, id, raw)
 	})
@@ -75,7 +75,7 @@ func (s sink) Data(ctx context.Context, size int64, r io.Reader) (string, []over
 }
 
 // cut gives a stream to add in pieces.
-func (d *Draft) cut(ctx context.Context, size int64, r io.Reader, add func([]byte) (pack.ID, error)) (digest string, list []overlay.Piece, err error) {
+func cut(ctx context.Context, size int64, r io.Reader, add func([]byte) (pack.ID, error)) (digest string, list []overlay.Piece, err error) {
 	var h *blake3.Hasher // of all pieces but a lonely one, whose digest is the stream's
 	var n int64
 	var one []byte

@@ -120,7 +120,7 @@ func (d *Draft) putImage(ctx context.Context, dir *os.File, im *Image) (err erro
 	im.Bytes = info.Size()
 	var list []overlay.Piece
 	if im.Bytes > 0 {
-		im.Digest, list, err = d.cut(ctx, im.Bytes, f, func(raw []byte) (pack.ID, error) { return d.addNeeded(ctx, raw) })
+		im.Digest, list, err = cut(ctx, im.Bytes, f, func(raw []byte) (pack.ID, error) { return d.addNeeded(ctx, raw) })
 	} else {
 		im.Digest = digestOf(nil)
 	}
@@ -173,7 +173,7 @@ func (d *Draft) putPages(ctx context.Context, dir *os.File, im *Image, old known
 	addSegments(&d.need, pages.Segments)
 	d.mu.Unlock()
 
-	_, im.Recipe, err = d.cut(ctx, int64(len(recipe)), bytes.NewReader(recipe), func(raw []byte) (pack.ID, error) { return d.addNeeded(ctx, raw) })
+	_, im.Recipe, err = cut(ctx, int64(len(recipe)), bytes.NewReader(recipe), func(raw []byte) (pack.ID, error) { return d.addNeeded(ctx, raw) })
 	if err != nil {
 		return err
 	}
