@@ -4,17 +4,12 @@ import (
 	"bufio"
 	"context"
 	"crypto/sha256"
-	"encoding/binary"
 	"encoding/hex"
-	"fmt"
-	"hash/crc32"
 	"io"
 	"os"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/google/go-containerregistry/pkg/v1/types"
-	"github.com/klauspost/compress/zstd"
-	"github.com/zeebo/blake3"
 
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
@@ -23,8 +18,6 @@ import (
 // small enough that a push that breaks has not lost much and that every
 // registry takes it.
 const maxNew = 512 << 20
-
-var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 // built is a pack that is ready to be pushed.
 type built struct {
@@ -35,8 +28,8 @@ type built struct {
 }
 
 // build writes a pack of the first pieces of ids, which are sorted, to the
-// new file path: as many as fit. package pack would write them in the order in
-// which its workers finish; here the same pieces are the same bytes.
+// new file path: as many as fit. The same pieces are the same bytes, so that a
+// registry has them once.
 func build(ctx context.Context, path string, ids []pack.ID, piece func(context.Context, string) ([]byte, error), limit int64) (b *built, err error) {
 	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
@@ -50,55 +43,36 @@ func build(ctx context.Context, path string, ids []pack.ID, piece func(context.C
 			os.Remove(path)
 		}
 	}()
-	enc, err := zstd.NewWriter(nil, zstd.WithEncoderLevel(zstd.SpeedDefault), zstd.WithEncoderConcurrency(1),
-		zstd.WithEncoderCRC(false), zstd.WithSingleSegment(true), zstd.WithLowerEncoderMem(true))
+	sum := sha256.New()
+	w := bufio.NewWriterSize(io.MultiWriter(f, sum), 256<<10)
+	p, err := pack.NewSerial(w)
 	if err != nil {
 		return nil, err
 	}
-	defer enc.Close()
-	sum := sha256.New()
-	w := bufio.NewWriterSize(io.MultiWriter(f, sum), 256<<10)
-	size := int64(0)
-	put := func(p []byte) {
-		n, _ := w.Write(p) // an error comes again with Flush
-		size += int64(n)
-	}
-	put([]byte("agbxpk1\n"))
 	b = &built{path: path}
-	var footer, room []byte
 	for _, id := range ids {
-		if size >= limit || len(b.entries) == maxPackPieces {
+		if p.Size() >= limit || len(b.entries) == maxPackPieces {
 			break
 		}
 		raw, err := piece(ctx, id.String())
 		if err != nil {
 			return nil, err
 		}
-		if pack.Sum(raw) != id {
-			return nil, fmt.Errorf("piece %s: its bytes are those of %s", id, pack.Sum(raw))
+		at, err := p.Add(id, raw)
+		if err != nil {
+			return nil, err
 		}
-		stored, packed := raw, byte(0)
-		room = enc.EncodeAll(raw, room[:0])
-		room = binary.LittleEndian.AppendUint32(room, crc32.Checksum(room, castagnoli))
-		// The bound of package pack: less gain is not worth the readers' time.
-		if len(room) < len(raw) && len(room) <= len(raw)-len(raw)/16 {
-			stored, packed = room, 1
-		}
-		put(stored)
-		footer = binary.LittleEndian.AppendUint32(append(footer, id[:]...), uint32(len(stored)))
-		footer = append(binary.LittleEndian.AppendUint32(footer, uint32(len(raw))), packed)
-		b.entries = append(b.entries, entry{id, uint32(len(stored))})
+		b.entries = append(b.entries, entry{id, at.Stored})
 		b.raw += int64(len(raw))
 	}
-	footer = binary.LittleEndian.AppendUint64(footer, uint64(len(b.entries)))
-	name := blake3.Sum256(footer)
-	put(footer)
-	put(name[:])
-	put([]byte("agbxend\n"))
+	info, err := p.Finish()
+	if err != nil {
+		return nil, err
+	}
 	if err := w.Flush(); err != nil {
 		return nil, err
 	}
-	b.desc = v1.Descriptor{MediaType: PackType, Size: size, Digest: v1.Hash{Algorithm: "sha256", Hex: hex.EncodeToString(sum.Sum(nil))}}
+	b.desc = v1.Descriptor{MediaType: PackType, Size: info.Bytes, Digest: v1.Hash{Algorithm: "sha256", Hex: hex.EncodeToString(sum.Sum(nil))}}
 	return b, nil
 }
 

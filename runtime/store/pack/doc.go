@@ -2,8 +2,8 @@
 // pieces, and the rules by which data is cut into pieces.
 //
 // A piece is 1 to MaxPiece bytes, named by its ID, the BLAKE3 hash of its raw
-// bytes. A pack is written once, by a Writer, and never changed again. All
-// numbers are little-endian; this is every byte of it:
+// bytes. A pack is written once, by a Writer or a Serial, and never changed
+// again. All numbers are little-endian; this is every byte of it:
 //
 //	offset          bytes  what
 //	0               8      "agbxpk1\n"
@@ -26,7 +26,7 @@
 // prove the pieces; the CRC is for those bits of a zstd frame that mean
 // nothing. So no byte of a pack can change without Open or Read finding it. A
 // Writer compresses in parallel, so the order of pieces, and with it the name,
-// is not determined by what is in it.
+// is not determined by what is in it; that of a Serial is.
 //
 // # Cutting
 //

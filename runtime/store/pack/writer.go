@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"hash/crc32"
+	"io"
 	"os"
 	"path/filepath"
 	goruntime "runtime"
@@ -162,10 +163,7 @@ func (w *Writer) start() error {
 	_, _ = w.w.WriteString(headMagic) // a failure stays in the bufio.Writer
 	w.off = int64(len(headMagic))
 	n := min(goruntime.GOMAXPROCS(0), maxWorkers)
-	// The IDs prove the pieces: no checksum of zstd's own.
-	w.enc, err = zstd.NewWriter(nil, zstd.WithEncoderLevel(zstd.SpeedFastest), zstd.WithEncoderConcurrency(n), zstd.WithEncoderCRC(false),
-		zstd.WithSingleSegment(true), zstd.WithLowerEncoderMem(true))
-	if err != nil {
+	if w.enc, err = newEncoder(zstd.SpeedFastest, n); err != nil {
 		return errors.Join(err, f.Close(), os.Remove(f.Name()))
 	}
 	w.queue = make(chan job, 2*n)
@@ -184,10 +182,7 @@ func (w *Writer) start() error {
 func (w *Writer) do(j job, room []byte) []byte {
 	p := *j.raw
 	if !j.stored {
-		room = w.enc.EncodeAll(p, room[:0])
-		room = binary.LittleEndian.AppendUint32(room, crc32.Checksum(room, castagnoli))
-		// Below a sixteenth it is not worth the time of every reader.
-		if j.blob.Packed = len(room) <= len(p)-len(p)/16 && len(room) < len(p); j.blob.Packed {
+		if room, j.blob.Packed = compress(w.enc, p, room); j.blob.Packed {
 			p = room
 		}
 		j.blob.Stored = uint32(len(p))
@@ -254,28 +249,14 @@ func (w *Writer) Finish() (Info, error) {
 	if err := failpoint.Hit("store.pack.before-footer"); err != nil {
 		return Info{}, err
 	}
-	h := blake3.New()
 	w.mu.Lock()
 	w.blobs.sort()
 	blobs := w.blobs.list
 	w.mu.Unlock()
-	var rec [recordLen]byte
-	for i := range blobs {
-		b := &blobs[i]
-		copy(rec[:], b.ID[:])
-		binary.LittleEndian.PutUint32(rec[32:], b.Stored)
-		binary.LittleEndian.PutUint32(rec[36:], b.Raw)
-		rec[40] = 0
-		if b.Packed {
-			rec[40] = 1
-		}
-		_, _ = h.Write(rec[:])
-		_, _ = w.w.Write(rec[:]) // the error comes again with Flush
+	sum, n, err := writeFooter(w.w, blobs)
+	if err != nil {
+		return Info{}, err
 	}
-	tail := binary.LittleEndian.AppendUint64(nil, uint64(len(blobs)))
-	_, _ = h.Write(tail)
-	sum := h.Sum(nil)
-	_, _ = w.w.Write(append(append(tail, sum...), tailMagic...))
 	if err := w.w.Flush(); err != nil {
 		return Info{}, err
 	}
@@ -292,7 +273,7 @@ func (w *Writer) Finish() (Info, error) {
 	if err := w.f.Close(); err != nil {
 		return Info{}, err
 	}
-	return Info{Temp: name, Name: hex.EncodeToString(sum), Bytes: w.off + int64(len(blobs))*recordLen + tailLen, Blobs: blobs}, nil
+	return Info{Temp: name, Name: sum, Bytes: w.off + n, Blobs: blobs}, nil
 }
 
 // end stops the workers.
@@ -326,6 +307,49 @@ func (w *Writer) Abort() error {
 		return err
 	}
 	return nil
+}
+
+// newEncoder returns an encoder of frames as they lie in packs. The IDs prove
+// the pieces: no checksum of zstd's own.
+func newEncoder(level zstd.EncoderLevel, workers int) (*zstd.Encoder, error) {
+	return zstd.NewWriter(nil, zstd.WithEncoderLevel(level), zstd.WithEncoderConcurrency(workers), zstd.WithEncoderCRC(false),
+		zstd.WithSingleSegment(true), zstd.WithLowerEncoderMem(true))
+}
+
+// compress makes the frame of a piece, in room if it is enough, and tells
+// whether to store it in place of the piece: when less than a sixteenth is
+// gained it is not worth the time of every reader.
+func compress(enc *zstd.Encoder, raw, room []byte) (frame []byte, packed bool) {
+	frame = enc.EncodeAll(raw, room[:0])
+	frame = binary.LittleEndian.AppendUint32(frame, crc32.Checksum(frame, castagnoli))
+	return frame, len(frame) <= len(raw)-len(raw)/16 && len(frame) < len(raw)
+}
+
+// writeFooter writes the end of a pack. It returns the pack's name and how many
+// bytes it wrote.
+func writeFooter(w io.Writer, blobs []Blob) (name string, n int64, err error) {
+	h := blake3.New()
+	footer := io.MultiWriter(w, h)
+	var rec [recordLen]byte
+	for i := range blobs {
+		b := &blobs[i]
+		copy(rec[:], b.ID[:])
+		binary.LittleEndian.PutUint32(rec[32:], b.Stored)
+		binary.LittleEndian.PutUint32(rec[36:], b.Raw)
+		rec[40] = 0
+		if b.Packed {
+			rec[40] = 1
+		}
+		if _, err := footer.Write(rec[:]); err != nil {
+			return "", 0, err
+		}
+	}
+	if _, err := footer.Write(binary.LittleEndian.AppendUint64(nil, uint64(len(blobs)))); err != nil {
+		return "", 0, err
+	}
+	sum := h.Sum(nil)
+	_, err = w.Write(append(sum[:len(sum):len(sum)], tailMagic...))
+	return hex.EncodeToString(sum), int64(len(blobs))*recordLen + tailLen, err
 }
 
 // Path returns where below dir the pack of this name lies: in one of 256
