@@ -57,8 +57,12 @@ func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (
 		return Restored{}, err
 	}
 	defer e.tidy(ctx) // once the sandbox is not held any more
-	defer r.sb.lock.Unlock()
+	// forgetOrphan takes another lock.
+	defer func() { r.sb.lock.Unlock() }()
 	if err := r.possible(); err != nil {
+		return Restored{}, err
+	}
+	if err := e.forgetOrphan(ctx, r); err != nil {
 		return Restored{}, err
 	}
 	unlock, err := lockSlot(r.c)
@@ -107,6 +111,7 @@ type restoration struct {
 	c        Container
 	reader   *store.Reader
 	verify   bool
+	orphan   bool // there is a record of the sandbox, and no container
 	data     restoring
 	present  *making // the undo checkpoint
 	updates  []*overlay.Update

@@ -37,10 +37,8 @@ func (e *Engine) target(ctx context.Context, ref string, opts RestoreOptions) (*
 	}
 	if errors.Is(err, ErrNotFound) && !r.spec.Adopted && r.spec.ID != "" {
 		// Its container was removed behind our back.
-		if err = e.store.DeleteSandbox(ctx, r.sb.ID); err == nil {
-			r.sb.lock.Unlock()
-			return r, e.recreate(ctx, r, r.sb.Name, r.row.ID, opts.Undo, ErrNotFound)
-		}
+		r.orphan = true
+		err = e.again(ctx, r, err)
 	}
 	if err != nil {
 		r.sb.lock.Unlock()
@@ -122,8 +120,23 @@ func (e *Engine) recreate(ctx context.Context, r *restoration, name, ref string,
 			return errors.Join(err, fmt.Errorf("%w: checkpoint %s belongs to a sandbox that was not removed", ErrState, short(row.ID)))
 		}
 	}
-	gone := store.Sandbox{ID: row.SandboxID, Name: row.SandboxName, ImageDigest: row.ImageDigest}
-	gone.Spec = row.Spec
+	lock, err := e.store.Lock(ctx, row.SandboxID, "restore", lockWait)
+	if err != nil {
+		return err
+	}
+	r.sb, r.row = &locked{store.Sandbox{ID: row.SandboxID, Name: row.SandboxName}, Host{}, lock}, row
+	if err = e.again(ctx, r, missing); err == nil {
+		err = r.checkDamage()
+	}
+	if err != nil {
+		lock.Unlock()
+	}
+	return err
+}
+
+// again plans to make a sandbox, whose lock is held, as its checkpoint says.
+func (e *Engine) again(ctx context.Context, r *restoration, missing error) (err error) {
+	gone := store.Sandbox{ID: r.row.SandboxID, Name: r.row.SandboxName, ImageDigest: r.row.ImageDigest, Spec: r.row.Spec}
 	if r.spec, err = spec(gone); err != nil {
 		return err
 	}
@@ -141,12 +154,26 @@ func (e *Engine) recreate(ctx context.Context, r *restoration, name, ref string,
 	}
 	gone.Image, gone.Lower, gone.Labels = r.spec.Image, img.Lower, r.spec.Labels
 	gone.Attempt, gone.Created = 1, time.Now()
-	lock, err := e.store.Lock(ctx, gone.ID, "restore", lockWait)
-	if err != nil {
+	r.sb.Sandbox, r.sb.host, r.data.Recreated = gone, host, true
+	return nil
+}
+
+// forgetOrphan removes the record of a sandbox whose container is gone, before
+// both are made again.
+func (e *Engine) forgetOrphan(ctx context.Context, r *restoration) error {
+	if !r.orphan {
+		return nil
+	}
+	if err := e.store.DeleteSandbox(ctx, r.sb.ID); err != nil {
 		return err
 	}
-	r.sb, r.row, r.data.Recreated = &locked{gone, host, lock}, row, true
-	return r.checkDamage()
+	// The file of the lock went with the record.
+	r.sb.lock.Unlock()
+	lock, err := e.store.Lock(ctx, r.sb.ID, "restore", lockWait)
+	if err == nil {
+		r.sb.lock = lock
+	}
+	return err
 }
 
 // checkDamage refuses a checkpoint that is known to be damaged.
