@@ -128,7 +128,7 @@ func (e *Engine) remember(k *making) {
 	for i := range k.trees {
 		t := &k.trees[i]
 		path := e.store.MemoryPath(k.sb.ID, t.Number)
-		if err := os.Rename(t.seen, path); err != nil {
+		if err := learn(t.seen, path); err != nil {
 			e.log.Warn("files will be read again", "sandbox", k.sb.ID, "err", err)
 			continue
 		}
@@ -145,13 +145,21 @@ func (e *Engine) unlearn(k *making) error {
 	return errors.Join(errs...)
 }
 
-// remove deletes a file that may not be there.
-func remove(path string) error {
-	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+// learn gives a collection the name of what is known. That is a cache: what
+// lies there instead of a file, nobody needs.
+func learn(seen, path string) error {
+	err := os.Rename(seen, path)
+	if !errors.Is(err, os.ErrExist) { // a directory
 		return err
 	}
-	return nil
+	if err := remove(path); err != nil {
+		return err
+	}
+	return os.Rename(seen, path)
 }
+
+// remove deletes a file of what is known, or whatever has its name.
+func remove(path string) error { return os.RemoveAll(path) }
 
 // entries reads a collection as a sequence; an error is its last element.
 func entries(path string) iter.Seq2[overlay.Entry, error] {
@@ -268,7 +276,7 @@ func (e *Engine) prove(ctx context.Context, sandbox string, t *tree, r *store.Re
 	if err != nil || len(lost) > 0 {
 		return errors.Join(err, remove(t.seen), remove(path))
 	}
-	if err := os.Rename(t.seen, path); err != nil {
+	if err := learn(t.seen, path); err != nil {
 		return err
 	}
 	for _, extra := range []string{".new", ".new.2"} {
