@@ -33,8 +33,8 @@ func (e *Engine) ExportCheckpoint(ctx context.Context, ref string, w io.Writer, 
 	if err != nil {
 		return err
 	}
-	if row.Damaged != "" {
-		return hint(fmt.Errorf("checkpoint %s: %w: %s", short(row.ID), ErrCorrupt, row.Damaged), "Export another one: a damaged checkpoint would travel as a whole one.")
+	if err := sound(row); err != nil {
+		return err
 	}
 	reader, err := e.store.OpenCheckpoint(ctx, row.ID)
 	if err != nil {
@@ -50,6 +50,15 @@ func (e *Engine) ExportCheckpoint(ctx context.Context, ref string, w io.Writer, 
 		c.Lower = func(name string) ([]portable.LowerEntry, error) { return listLower(lower, name) }
 	}
 	return portable.Export(ctx, w, c, portable.Options{Compress: opts.Compress, Recipients: opts.Recipients, Progress: opts.Progress})
+}
+
+// sound refuses to take a checkpoint elsewhere that is known to be damaged.
+func sound(row store.Checkpoint) error {
+	err := damage(row)
+	if err == nil {
+		return nil
+	}
+	return hint(err, fmt.Sprintf("Take another one: a damaged checkpoint would travel as a whole one. What is hurt in it tells: agentbox verify %s", short(row.ID)))
 }
 
 // lowerOf finds the layers of a checkpoint's image, if they are here.
@@ -312,6 +321,9 @@ func statLower(layers []string, name string) (overlay.Entry, error) {
 func (e *Engine) PushCheckpoint(ctx context.Context, ref, reference string, opts RegistryOptions) (_ Pushed, err error) {
 	defer func() { err = fail("checkpoint push", ref, err) }()
 	row, err := e.checkpoint(ctx, ref)
+	if err == nil {
+		err = sound(row)
+	}
 	if err != nil {
 		return Pushed{}, err
 	}

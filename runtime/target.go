@@ -178,11 +178,19 @@ func (e *Engine) forgetOrphan(ctx context.Context, r *restoration) error {
 
 // checkDamage refuses a checkpoint that is known to be damaged.
 func (r *restoration) checkDamage() error {
-	if r.row.Damaged == "" || r.data.Salvage {
+	err := damage(r.row)
+	if err == nil || r.data.Salvage {
 		return nil
 	}
-	return hint(fmt.Errorf("checkpoint %s: %w: %s", short(r.row.ID), ErrCorrupt, r.row.Damaged),
-		fmt.Sprintf("Restore what is intact of it with: agentbox restore --salvage %s %s", r.sb.Name, short(r.row.ID)))
+	return hint(err, fmt.Sprintf("Restore what is intact of it with: agentbox restore --salvage %s %s", r.sb.Name, short(r.row.ID)))
+}
+
+// damage is what the last verification found; nil: nothing.
+func damage(row store.Checkpoint) error {
+	if row.Damaged == "" {
+		return nil
+	}
+	return fmt.Errorf("checkpoint %s: %w: %s", short(row.ID), ErrCorrupt, row.Damaged)
 }
 
 // newestOfGone finds the newest checkpoint of a removed sandbox, by its name or
