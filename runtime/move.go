@@ -128,6 +128,11 @@ func listLower(layers []string, name string) (list []portable.LowerEntry, err er
 // ImportCheckpoint reads an archive of ours or of Podman's.
 func (e *Engine) ImportCheckpoint(ctx context.Context, r io.Reader, opts ImportOptions) (_ Checkpoint, err error) {
 	defer func() { err = fail("checkpoint import", "", err) }()
+	if opts.Name != "" {
+		if err := e.vacant(ctx, store.Checkpoint{SandboxName: opts.Name}); err != nil {
+			return Checkpoint{}, err // without a look at what may be a long archive
+		}
+	}
 	scratch, err := e.store.Scratch()
 	if err != nil {
 		return Checkpoint{}, err
@@ -144,6 +149,9 @@ func (e *Engine) ImportCheckpoint(ctx context.Context, r io.Reader, opts ImportO
 	}
 	if there, err := e.have(ctx, row); there != nil || err != nil {
 		return *cmp.Or(there, new(Checkpoint)), err
+	}
+	if err := e.vacant(ctx, row); err != nil {
+		return Checkpoint{}, err
 	}
 	lock, err := e.store.Lock(ctx, row.SandboxID, "checkpoint import", lockWait)
 	if err != nil {
@@ -179,6 +187,31 @@ func (e *Engine) ImportCheckpoint(ctx context.Context, r io.Reader, opts ImportO
 	undo.Release()
 	e.log.Info("imported", "sandbox", done.SandboxID, "checkpoint", done.ID)
 	return checkpointView(done), draft.Close()
+}
+
+// vacant refuses a checkpoint that is to come in and whose names are taken: one
+// of a sandbox that is there has the name of its sandbox, or its own.
+func (e *Engine) vacant(ctx context.Context, row store.Checkpoint) error {
+	sb, err := e.store.Sandbox(ctx, row.SandboxName)
+	switch {
+	case err == nil && sb.Name == row.SandboxName && sb.ID != row.SandboxID:
+		return hint(fmt.Errorf("sandbox %s: %w (id %s)", sb.Name, ErrExists, short(sb.ID)),
+			"A restore by that name would be of that sandbox. Choose another one with --name.")
+	case err != nil && !errors.Is(err, ErrNotFound) && !errors.Is(err, ErrInvalid): // ErrInvalid: it begins several ids
+		return err
+	}
+	if row.Name == "" {
+		return nil
+	}
+	taken, err := e.store.Checkpoint(ctx, row.SandboxID+"@"+row.Name)
+	if errors.Is(err, ErrNotFound) || err == nil && taken.Name != row.Name { // it begins an id, or is a tag
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	return hint(fmt.Errorf("checkpoint %s of sandbox %s: %w (id %s)", row.Name, row.SandboxName, ErrExists, short(taken.ID)),
+		"Remove that one first, or bring this one in as one of another sandbox with --name.")
 }
 
 // have finds the checkpoint that is to come in, if it is here already.

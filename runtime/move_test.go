@@ -1,12 +1,14 @@
 package runtime_test
 
 import (
+	"bytes"
 	"errors"
 	"io"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+	"testing/iotest"
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
@@ -48,5 +50,54 @@ func TestDamagedStays(t *testing.T) {
 		if !errors.Is(err, runtime.ErrCorrupt) || len(fault.Hint(err)) == 0 {
 			t.Errorf("%s: %v, hints %q", verb, err, fault.Hint(err))
 		}
+	}
+}
+
+// TestImportConflicts brings checkpoints in under names that are taken.
+func TestImportConflicts(t *testing.T) {
+	there, here := newRig(t, nil), newRig(t, nil)
+	there.create(t, "box")
+	first, err := there.Checkpoint(ctx, "box", runtime.CheckpointOptions{Name: "good"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var archive bytes.Buffer
+	if err := there.ExportCheckpoint(ctx, first.ID, &archive, runtime.ExportOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	// Another one takes the name there, in the meantime.
+	if err := there.RemoveCheckpoint(ctx, first.ID); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := there.Checkpoint(ctx, "box", runtime.CheckpointOptions{Name: "good"}); err != nil {
+		t.Fatal(err)
+	}
+	here.create(t, "box")
+	refused := func(r *rig, what string, in io.Reader, opts runtime.ImportOptions, says string) {
+		t.Helper()
+		before, err := r.Checkpoints(ctx, runtime.CheckpointFilter{All: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = r.ImportCheckpoint(ctx, in, opts)
+		if !errors.Is(err, runtime.ErrExists) || !strings.Contains(err.Error(), says) || !strings.Contains(strings.Join(fault.Hint(err), " "), "--name") {
+			t.Errorf("%s: %v, hints %q", what, err, fault.Hint(err))
+		}
+		after, err := r.Checkpoints(ctx, runtime.CheckpointFilter{All: true})
+		if err != nil || len(after) != len(before) {
+			t.Errorf("%s left %d checkpoints of %d, %v", what, len(after), len(before), err)
+		}
+	}
+	refused(here, "a name that is taken", iotest.ErrReader(errors.New("it is read")), runtime.ImportOptions{Name: "box"}, "sandbox box")
+	refused(here, "the name in the archive", bytes.NewReader(archive.Bytes()), runtime.ImportOptions{}, "sandbox box")
+	refused(there, "a checkpoint's name", bytes.NewReader(archive.Bytes()), runtime.ImportOptions{}, "checkpoint good")
+	for _, r := range []*rig{there, here} {
+		got, err := r.ImportCheckpoint(ctx, bytes.NewReader(archive.Bytes()), runtime.ImportOptions{Name: "copy"})
+		if err != nil || got.SandboxName != "copy" || got.Name != "good" {
+			t.Errorf("under another name: %+v, %v", got, err)
+		}
+	}
+	if out, err := there.Restore(ctx, "copy", runtime.RestoreOptions{}); err != nil || out.Sandbox.Name != "copy" {
+		t.Errorf("restored: %+v, %v", out, err)
 	}
 }
