@@ -88,7 +88,8 @@ type PlanProcess struct {
 	Command string `json:"command"`
 }
 
-// PruneOptions modify Prune. Without a rule only space is freed.
+// PruneOptions modify Prune. Without a rule only space is freed, and records of
+// failed checkpoints go.
 type PruneOptions struct {
 	Sandbox    string // empty: all
 	KeepLast   int

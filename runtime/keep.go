@@ -60,10 +60,21 @@ func (e *Engine) Prune(ctx context.Context, opts PruneOptions) (out Pruned, err 
 		return out, err
 	}
 	out = Pruned{Removed: []PrunedCheckpoint{}, Kept: []PrunedCheckpoint{}, DryRun: opts.DryRun}
-	if rules != (policy.Retention{}) {
-		if err := e.retain(ctx, rules, opts, &out); err != nil {
+	sandbox := ""
+	if opts.Sandbox != "" {
+		sb, _, err := e.owner(ctx, opts.Sandbox)
+		if err != nil {
 			return out, err
 		}
+		sandbox = sb.ID
+	}
+	if rules != (policy.Retention{}) {
+		if err := e.retain(ctx, sandbox, rules, &out); err != nil {
+			return out, err
+		}
+	}
+	if err := e.forgetFailures(ctx, sandbox, true, &out); err != nil {
+		return out, err
 	}
 	got, err := e.store.Reclaim(ctx, store.ReclaimOptions{MaxWaste: opts.MaxWaste, DryRun: opts.DryRun, Progress: opts.Progress})
 	out.Freed, out.Packs, out.Before, out.After = got.Freed, got.Deleted+got.Rewritten, got.Before, got.After
@@ -76,10 +87,14 @@ func (e *Engine) Prune(ctx context.Context, opts PruneOptions) (out Pruned, err 
 	return out, err
 }
 
-// tidy frees the space of removed checkpoints once it is worth the while. What
-// keeps it from that keeps it until the next time.
+// tidy forgets old failures, and frees the space of removed checkpoints once it
+// is worth the while. What keeps it from that keeps it until the next time.
 func (e *Engine) tidy(ctx context.Context) {
 	ctx = context.WithoutCancel(ctx)
+	// One that failed just now is still to be looked at.
+	if err := e.forgetFailures(ctx, "", false, &Pruned{}); err != nil {
+		e.log.Warn("records of failed checkpoints stay", "err", err)
+	}
 	n, err := e.store.Removed(ctx)
 	if err == nil && n < e.tidyAt {
 		return
@@ -127,16 +142,8 @@ func (e *Engine) estimate(ctx context.Context, out *Pruned) error {
 
 // retain applies the rules and, unless it is a dry run, removes what they do
 // not keep.
-func (e *Engine) retain(ctx context.Context, rules policy.Retention, opts PruneOptions, out *Pruned) error {
-	filter := store.Filter{}
-	if opts.Sandbox != "" {
-		sb, _, err := e.owner(ctx, opts.Sandbox)
-		if err != nil {
-			return err
-		}
-		filter.SandboxID = sb.ID
-	}
-	rows, err := e.store.Checkpoints(ctx, filter)
+func (e *Engine) retain(ctx context.Context, sandbox string, rules policy.Retention, out *Pruned) error {
+	rows, err := e.store.Checkpoints(ctx, store.Filter{SandboxID: sandbox})
 	if err != nil {
 		return err
 	}
@@ -187,7 +194,7 @@ func (e *Engine) retain(ctx context.Context, rules policy.Retention, opts PruneO
 			out.Kept = append(out.Kept, p)
 			continue
 		}
-		if !opts.DryRun {
+		if !out.DryRun {
 			err := e.forget(ctx, byID[d.ID])
 			if errors.Is(err, ErrBusy) {
 				// One that is worked with must not keep the others' space.
@@ -200,6 +207,33 @@ func (e *Engine) retain(ctx context.Context, rules policy.Retention, opts PruneO
 			}
 		}
 		out.Removed = append(out.Removed, p)
+	}
+	return nil
+}
+
+// failureAge is how long the record of a failed checkpoint stays.
+const failureAge = 24 * time.Hour
+
+// forgetFailures removes the records of failed checkpoints, of one sandbox or of
+// all, that are old or, with superseded, that a newer checkpoint has made
+// pointless. They have no pieces, and nobody works with them.
+func (e *Engine) forgetFailures(ctx context.Context, sandbox string, superseded bool, out *Pruned) error {
+	old := time.Now().Add(-failureAge)
+	rows, err := e.store.Failures(ctx, sandbox, old, superseded)
+	if err != nil {
+		return err
+	}
+	for _, row := range rows {
+		if !out.DryRun {
+			if err := e.store.RemoveCheckpoint(ctx, row.ID); err != nil {
+				return err
+			}
+		}
+		reason := "failed, and a newer one is ready"
+		if row.Created.Before(old) {
+			reason = "failed more than a day ago"
+		}
+		out.Removed = append(out.Removed, PrunedCheckpoint{checkpointView(row), []string{reason}})
 	}
 	return nil
 }

@@ -199,7 +199,7 @@ keep     3f2a3f2a3f2a   before   run       manual    3 seconds ago   1.23MB   pi
 		t.Error(d)
 	}
 	f.pruneOpts = nil
-	try(t, f, "", "prune").want(t, 0, "3MB freed in 2 packs, 2MB left\n")
+	try(t, f, "", "prune").want(t, 0, table+"1 checkpoint removed, 3MB freed in 2 packs, 2MB left\n")
 	try(t, f, "", "prune", "--keep-last", "3").want(t, 0, table+"1 checkpoint removed, 1 kept, 3MB freed in 2 packs, 2MB left\n")
 	if d := cmp.Diff([]runtime.PruneOptions{{}, {KeepLast: 3}}, f.pruneOpts); d != "" {
 		t.Error(d)

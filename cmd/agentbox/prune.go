@@ -73,7 +73,8 @@ func newPruneCommand(a *app) *cobra.Command {
 		Long: `Prune removes the checkpoints, of one sandbox or of each, that no rule keeps, and frees the
 space of all that nothing needs any more. A checkpoint stays if any of the rules keeps it.
 Pinned and tagged ones always stay, and the one that a sandbox was last at. Without a rule no
-checkpoint goes and only space is freed.
+checkpoint goes and only space is freed. The records of failed ones go after a day, or once
+a newer checkpoint of the sandbox is ready.
 
 On a terminal it shows what would go and asks first, unless --force is given. Sizes have
 Docker's units: 10g is 10 x 2^30 bytes. With --format json it prints one object: removed and
@@ -166,7 +167,7 @@ func runPrune(ctx context.Context, opts runtime.PruneOptions, format string, svc
 		}
 		return both(err, printJSON(stdout, p))
 	}
-	if hasRules(opts) {
+	if hasRules(opts) || len(p.Removed) > 0 {
 		if e := printPruned(p, stdout, now); e != nil {
 			return both(err, e)
 		}
@@ -199,8 +200,11 @@ func printPruned(p runtime.Pruned, out io.Writer, now time.Time) error {
 
 func pruneSummary(p runtime.Pruned, rules bool) string {
 	var s []string
+	if rules || len(p.Removed) > 0 { // failed ones go without a rule
+		s = append(s, countText(int64(len(p.Removed)), "checkpoint")+" removed")
+	}
 	if rules {
-		s = append(s, countText(int64(len(p.Removed)), "checkpoint")+" removed", fmt.Sprintf("%d kept", len(p.Kept)))
+		s = append(s, fmt.Sprintf("%d kept", len(p.Kept)))
 	}
 	s = append(s, fmt.Sprintf("%s freed in %s", sizeText(p.Freed), countText(int64(p.Packs), "pack")), sizeText(p.After)+" left")
 	text := strings.Join(s, ", ")

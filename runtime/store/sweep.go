@@ -457,16 +457,3 @@ func (s *Store) sweepLocks(ctx context.Context) error {
 	}
 	return errors.Join(errs...)
 }
-
-func (s *Store) pruneFailures(ctx context.Context) error {
-	var n int
-	err := s.db.QueryRowContext(ctx, "SELECT count(*) FROM checkpoints WHERE status = 'failed'").Scan(&n)
-	if err != nil || n <= keptRows {
-		return dbError("sweep", err)
-	}
-	return s.release(ctx, "sweep", func(tx *sql.Tx) error {
-		_, err := tx.ExecContext(ctx, `DELETE FROM checkpoints WHERE status = 'failed' AND NOT removing AND seq NOT IN
-			(SELECT seq FROM checkpoints WHERE status = 'failed' ORDER BY seq DESC LIMIT ?)`, keptRows)
-		return err
-	})
-}
