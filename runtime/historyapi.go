@@ -150,9 +150,9 @@ type SandboxUsage struct {
 
 // VerifyOptions modify Verify.
 type VerifyOptions struct {
-	Checkpoint string // empty: all
-	ReadData   bool   // read every byte, not only what is needed to know that all is there
-	Progress   Progress
+	Checkpoints []string // none: all
+	ReadData    bool     // read every byte, not only what is needed to know that all is there
+	Progress    Progress
 }
 
 // VerifyReport is the documented JSON of `agentbox verify`.

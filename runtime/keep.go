@@ -332,14 +332,14 @@ func onDisk(ctx context.Context, dir string) (n int64, err error) {
 
 // Verify proves checkpoints, and marks those that are damaged.
 func (e *Engine) Verify(ctx context.Context, opts VerifyOptions) (out VerifyReport, err error) {
-	defer func() { err = fail("verify", opts.Checkpoint, err) }()
+	defer func() { err = fail("verify", strings.Join(opts.Checkpoints, " "), err) }()
 	var ids []string
-	if opts.Checkpoint != "" {
-		row, err := e.checkpoint(ctx, opts.Checkpoint)
+	for _, ref := range opts.Checkpoints {
+		row, err := e.checkpoint(ctx, ref)
 		if err != nil {
 			return out, err
 		}
-		ids = []string{row.ID}
+		ids = append(ids, row.ID)
 	}
 	got, err := e.store.VerifyAll(ctx, store.VerifyOptions{IDs: ids, ReadData: opts.ReadData, Progress: opts.Progress})
 	out = VerifyReport{Checkpoints: got.Checkpoints, Pieces: got.Pieces, Bytes: got.Bytes, Damaged: []Damaged{}, Notes: slices.Clone(got.Notes)}

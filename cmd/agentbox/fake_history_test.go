@@ -66,16 +66,16 @@ func (f *fakeService) Usage(context.Context) (runtime.Usage, error) { return f.u
 func (f *fakeService) Verify(_ context.Context, opts runtime.VerifyOptions) (runtime.VerifyReport, error) {
 	opts.Progress = nil
 	f.verifyOpts = append(f.verifyOpts, opts)
-	r := runtime.VerifyReport{Checkpoints: 1, Pieces: 10, Bytes: 1000}
-	if opts.Checkpoint == "" {
+	r := runtime.VerifyReport{Pieces: 10, Bytes: 1000}
+	if r.Checkpoints = len(opts.Checkpoints); r.Checkpoints == 0 {
 		r.Checkpoints = len(f.checkpoints)
 	}
 	for _, d := range f.damaged {
-		if opts.Checkpoint == "" || opts.Checkpoint == d.Checkpoint.ID {
+		if len(opts.Checkpoints) == 0 || slices.Contains(opts.Checkpoints, d.Checkpoint.ID) {
 			r.Damaged = append(r.Damaged, d)
 		}
 	}
-	return r, f.call("Verify", opts.Checkpoint)
+	return r, f.call("Verify", strings.Join(opts.Checkpoints, " "))
 }
 
 func (f *fakeService) Reindex(context.Context) (runtime.Reindexed, error) {

@@ -160,12 +160,12 @@ func TestVerify(t *testing.T) {
 	if d := cmp.Diff([]runtime.VerifyOptions{{}, {ReadData: true}}, f.verifyOpts); d != "" {
 		t.Error(d)
 	}
-	// A sandbox means its checkpoints, each looked at once.
+	// A sandbox means its checkpoints, each looked at once, and all in one go.
 	f.verifyOpts = nil
 	f.checkpoints = append(f.checkpoints, runtime.Checkpoint{ID: "dead", Status: runtime.CheckpointFailed})
 	undo, ck := f.checkpoints[0], f.checkpoints[1]
-	try(t, f, "", "checkpoint", "verify", "before", "run").want(t, 0, "2 checkpoints whole: 20 pieces, 2kB\n")
-	if d := cmp.Diff([]runtime.VerifyOptions{{Checkpoint: ck.ID, ReadData: true}, {Checkpoint: undo.ID, ReadData: true}}, f.verifyOpts); d != "" {
+	try(t, f, "", "checkpoint", "verify", "before", "run").want(t, 0, "2 checkpoints whole: 10 pieces, 1kB\n")
+	if d := cmp.Diff([]runtime.VerifyOptions{{Checkpoints: []string{ck.ID, undo.ID}, ReadData: true}}, f.verifyOpts); d != "" {
 		t.Error(d)
 	}
 	try(t, f, "", "verify", "nope", "before").want(t, exitNotFound, "1 checkpoint whole: 10 pieces, 1kB\n", "nope")
@@ -181,7 +181,7 @@ func TestVerify(t *testing.T) {
 	}
 	f.fail["Verify"] = errors.New("broken disk")
 	f.damaged = nil
-	try(t, f, "", "verify", "run").want(t, exitFailure, "2 checkpoints whole: 20 pieces, 2kB\n", "broken disk")
+	try(t, f, "", "verify", "run").want(t, exitFailure, "2 checkpoints whole: 10 pieces, 1kB\n", "broken disk")
 	try(t, f, "", "store", "reindex").want(t, 0, "2 packs with 30 pieces; the records of 1 checkpoint made again\n", "warning: pack ab: cut off\n")
 	try(t, f, "", "store", "frob").want(t, exitUsage, "", "unknown command")
 }

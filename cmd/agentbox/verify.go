@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
@@ -52,7 +53,7 @@ what is intact. A mark that is no longer true is taken away.
 
 With --format json it prints one object: checkpoints (how many), pieces, bytes, damaged
 (checkpoint, what), notes (damage that hurts no checkpoint).`
-	cmd.Annotations = exits(exitUsage, exitNotFound, exitCorrupt, exitDenied)
+	cmd.Annotations = exits(exitUsage, exitNotFound, exitState, exitCorrupt, exitDenied)
 	cmd.Args = args(0, -1)
 	cmd.ValidArgsFunction = a.completeVerify
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
@@ -75,29 +76,22 @@ func (a *app) completeVerify(cmd *cobra.Command, args []string, _ string) ([]str
 func runVerify(ctx context.Context, opts verifyOptions, names []string, svc runtime.Service, stdout, stderr io.Writer) error {
 	update, end := watch(stderr, "verify")
 	defer end()
-	report := runtime.VerifyReport{}
-	seen := map[string]bool{}
-	one := func(checkpoint string) error {
-		if checkpoint != "" && seen[checkpoint] {
-			return nil
-		}
-		seen[checkpoint] = true
-		r, err := svc.Verify(ctx, runtime.VerifyOptions{Checkpoint: checkpoint, ReadData: opts.ReadData, Progress: update})
-		report.Checkpoints, report.Pieces, report.Bytes = report.Checkpoints+r.Checkpoints, report.Pieces+r.Pieces, report.Bytes+r.Bytes
-		report.Damaged, report.Notes = append(report.Damaged, r.Damaged...), append(report.Notes, r.Notes...)
-		return err
-	}
-	var err error
-	if len(names) == 0 {
-		err = one("")
-	} else {
-		err = each(ctx, names, func(name string) error {
-			ids, err := checkpointsOf(ctx, name, svc)
-			if err != nil {
-				return err
+	var ids []string
+	err := each(ctx, names, func(name string) error {
+		more, err := checkpointsOf(ctx, name, svc)
+		for _, id := range more {
+			if !slices.Contains(ids, id) {
+				ids = append(ids, id)
 			}
-			return each(ctx, ids, one)
-		})
+		}
+		return err
+	})
+	report := runtime.VerifyReport{}
+	if len(ids) > 0 || len(names) == 0 {
+		// All in one: what they share is looked at once.
+		var e error
+		report, e = svc.Verify(ctx, runtime.VerifyOptions{Checkpoints: ids, ReadData: opts.ReadData, Progress: update})
+		err = both(err, e)
 	}
 	end()
 	if err == nil || report.Checkpoints > 0 {
@@ -116,7 +110,13 @@ func checkpointsOf(ctx context.Context, name string, svc runtime.Service) (ids [
 	list, err := svc.Checkpoints(ctx, runtime.CheckpointFilter{Sandbox: name, All: true})
 	if errors.Is(err, runtime.ErrNotFound) {
 		c, err := svc.CheckpointInfo(ctx, name)
-		return []string{c.ID}, err
+		if err == nil && c.Status != runtime.CheckpointReady {
+			err = fmt.Errorf("checkpoint %s is %s: %w", name, c.Status, runtime.ErrState)
+		}
+		if err != nil {
+			return nil, err
+		}
+		return []string{c.ID}, nil
 	}
 	for _, c := range list {
 		if c.Status == runtime.CheckpointReady {
