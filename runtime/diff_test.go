@@ -3,6 +3,7 @@ package runtime_test
 import (
 	"encoding/json"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
@@ -196,4 +197,59 @@ func TestHistoryTree(t *testing.T) {
 	if list, err := r.History(ctx, "new", runtime.HistoryOptions{}); err != nil || list == nil || len(list) != 0 {
 		t.Error(list, err)
 	}
+}
+
+// TestHistoryForks has the history of a sandbox name its forks, with and without
+// checkpoints of their own, also when the sandboxes are gone.
+func TestHistoryForks(t *testing.T) {
+	r := newRig(t, nil)
+	r.create(t, "box")
+	one, err := r.Checkpoint(ctx, "box", runtime.CheckpointOptions{Name: "one"})
+	if err == nil {
+		_, err = r.Checkpoint(ctx, "box", runtime.CheckpointOptions{Name: "two"})
+	}
+	if err == nil {
+		_, err = r.Fork(ctx, "box", runtime.ForkOptions{Checkpoint: "one", Count: 3, Names: []string{"c", "a", "b"}, NoStart: true})
+	}
+	if err == nil {
+		_, err = r.Fork(ctx, "box", runtime.ForkOptions{Checkpoint: "two", Names: []string{"d"}, NoStart: true})
+	}
+	for range 2 {
+		if err == nil {
+			_, err = r.Checkpoint(ctx, "b", runtime.CheckpointOptions{})
+		}
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	check := func(of, want string) {
+		t.Helper()
+		list, err := r.History(ctx, of, runtime.HistoryOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		var got []string
+		for _, c := range list {
+			names := []string{}
+			for _, f := range c.Forks {
+				names = append(names, f.SandboxName)
+			}
+			got = append(got, fmt.Sprint(c.Name, names))
+		}
+		if fmt.Sprint(got) != want {
+			t.Errorf("forks of %s: %v, want %s", of, got, want)
+		}
+	}
+	check("box", "[two[d] one[a b c]]")
+	check("b", "[[] []]")
+	for _, name := range []string{"a", "b", "box"} {
+		if err := r.Remove(ctx, name, runtime.RemoveOptions{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	check("box", "[two[d] one[b c]]")
+	if err := r.RemoveCheckpoint(ctx, one.ID); err != nil {
+		t.Fatal(err)
+	}
+	check("box", "[two[d]]")
 }

@@ -18,7 +18,15 @@ type HistoryEntry struct {
 	Head     bool     `json:"head"`     // the sandbox was last at this one
 	// ParentDeleted: the checkpoint that the sandbox was at then is gone;
 	// Parent is the nearest before it that is not.
-	ParentDeleted bool `json:"parent_deleted"`
+	ParentDeleted bool         `json:"parent_deleted"`
+	Forks         []ForkedInto `json:"forks"` // sandboxes that were forked from here, by name
+}
+
+// ForkedInto is a fork in the history of its origin. It may have been
+// removed since, and have left checkpoints.
+type ForkedInto struct {
+	Sandbox     string `json:"sandbox"` // its id
+	SandboxName string `json:"sandbox_name"`
 }
 
 // HistoryOptions modify History.
@@ -38,10 +46,17 @@ func (e *Engine) History(ctx context.Context, ref string, opts HistoryOptions) (
 	if err != nil {
 		return nil, err
 	}
+	forks, err := e.store.Forks(ctx, sb.ID)
+	if err != nil {
+		return nil, err
+	}
 	list := make([]HistoryEntry, len(rows))
 	at := map[string]int{}
 	for i, row := range rows {
-		list[i] = HistoryEntry{Checkpoint: checkpointView(row), Children: []string{}, Head: row.ID == sb.Head}
+		list[i] = HistoryEntry{Checkpoint: checkpointView(row), Children: []string{}, Head: row.ID == sb.Head, Forks: []ForkedInto{}}
+		for _, f := range forks[row.ID] {
+			list[i].Forks = append(list[i].Forks, ForkedInto{f.ID, f.Name})
+		}
 		at[row.ID] = i
 		if row.Status != store.Ready {
 			continue

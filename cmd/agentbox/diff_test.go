@@ -168,7 +168,7 @@ func TestLog(t *testing.T) {
 	if err := json.Unmarshal([]byte(try(t, f, "", "log", "--format", "json", "run").stdout), &got); err != nil || len(got) != 6 {
 		t.Fatal(err, got)
 	}
-	keys := []string{"added", "bytes", "children", "created", "digest", "files", "frozen_ns", "head", "id", "image_digest", "kind", "labels", "name", "parent", "parent_deleted", "pinned", "processes", "sandbox", "sandbox_name", "status", "trigger", "unchanged"}
+	keys := []string{"added", "bytes", "children", "created", "digest", "files", "forks", "frozen_ns", "head", "id", "image_digest", "kind", "labels", "name", "parent", "parent_deleted", "pinned", "processes", "sandbox", "sandbox_name", "status", "trigger", "unchanged"}
 	if d := cmp.Diff(keys, slices.Sorted(maps.Keys(got[0]))); d != "" || got[0]["head"] != true || fmt.Sprint(got[0]["children"]) != "[]" {
 		t.Error(d, got[0])
 	}
@@ -185,8 +185,8 @@ func TestLog(t *testing.T) {
 	try(t, f, "", "log", "nope").want(t, exitNotFound, "", "not found")
 }
 
-// Marks, tags, and a fork: in its own log it names where it comes from, in that
-// of its origin it hangs from there.
+// Marks, tags, and forks: in its own log one names where it comes from, in that of
+// its origin a line names it there.
 func TestLogMarks(t *testing.T) {
 	f := boxes()
 	f.history = []runtime.HistoryEntry{
@@ -201,11 +201,19 @@ u aaa3aaa3aaa3 DAMAGED                        full   About a minute ago   1.23MB
 * aaa2aaa2aaa2 HEAD PINNED   two    good,v1   full   About a minute ago   1.23MB   0B      manual    12      3           aaa1aaa1aaa1
 * aaa1aaa1aaa1               one              full   About a minute ago   1.23MB   0B      manual    12      3           run@before
 `)
-	fork := ckpt("bbb1", "", "aaa2", func(c *runtime.HistoryEntry) { c.Sandbox, c.SandboxName = "other", "run-fork-1" })
-	f.history = append([]runtime.HistoryEntry{fork}, f.history[1:]...)
+	f.history[1].Forks = []runtime.ForkedInto{{Sandbox: "b", SandboxName: "run-fork-1"}, {Sandbox: "c", SandboxName: "other"}}
+	f.history[2].Forks = []runtime.ForkedInto{{Sandbox: "d", SandboxName: "third"}}
+	f.history[0].Parent = strings.Repeat("aaa1", 8)
 	r := try(t, f, "", "log", "run")
-	if !strings.Contains(r.stdout, "CHECKPOINT                   SANDBOX      NAME") || !strings.Contains(r.stdout, "\n* bbb1bbb1bbb1               run-fork-1 ") {
-		t.Error(r.stdout)
+	var left []string
+	for line := range strings.Lines(r.stdout) {
+		left = append(left, strings.TrimSpace(line[:min(len(line), 44)]))
+	}
+	want := []string{"u aaa3aaa3aaa3", "│ * aaa2aaa2aaa2", "│ │   forked into run-fork-1, other", "├─╯", "* aaa1aaa1aaa1", "forked into third"}
+	for i, w := range want {
+		if len(left) != len(want)+1 || !strings.HasPrefix(left[i+1], w) {
+			t.Fatalf("%q\n%s", w, r.stdout)
+		}
 	}
 }
 

@@ -42,11 +42,11 @@ marks the one that the sandbox was last at, PINNED those that prune keeps, DAMAG
 verify found damage in; u marks the undo checkpoints that restores took of what they replaced.
 SIZE is all that a checkpoint needs, ADDED what it brought to the store. PARENT is "(deleted)"
 where that checkpoint is gone; the line then leads to the nearest one before it that is not;
-of a fork it names the origin's checkpoint. A removed sandbox has a history too. With --all,
-x marks failed checkpoints and o pending ones.
+of a fork it names the origin's checkpoint, and there a line names the fork. A removed sandbox
+has a history too. With --all, x marks failed checkpoints and o pending ones.
 
 With --format json it prints an array of what 'agentbox checkpoint inspect' prints, each
-with children (ids), head and parent_deleted added.`,
+with children (ids), head, parent_deleted and forks (sandbox, sandbox_name) added.`,
 		Example: `  agentbox log c
   agentbox log -n 10 --no-trunc c
   agentbox log --format json c | jq -r '.[] | select(.head) | .id'`,
@@ -78,6 +78,7 @@ func runLog(ctx context.Context, opts logOptions, sandbox string, svc runtime.Se
 		if c.Children == nil {
 			c.Children = []string{}
 		}
+		c.Forks = notNull(c.Forks)
 		shown = append(shown, c)
 	}
 	known := map[string]bool{}
@@ -101,11 +102,9 @@ func runLog(ctx context.Context, opts logOptions, sandbox string, svc runtime.Se
 	if opts.All {
 		header = append(header, "STATUS")
 	}
-	family := slices.ContainsFunc(shown, func(c runtime.HistoryEntry) bool { return c.Sandbox != shown[0].Sandbox })
-	if family {
-		header = slices.Insert(header, 1, "SANDBOX")
-	}
 	var drawn bytes.Buffer
+	below := map[int]string{} // a row of the table -> the line below it
+	rows := 0
 	t := newTable(&drawn, header...)
 	var g graph
 	for _, c := range shown {
@@ -118,6 +117,7 @@ func runLog(ctx context.Context, opts logOptions, sandbox string, svc runtime.Se
 			// With all its cells, or the columns below would not line up
 			// with those above.
 			t.row(append([]string{join}, make([]string, len(header)-1)...)...)
+			rows++
 		}
 		first := row + " " + id(c.ID)
 		if c.Head {
@@ -141,16 +141,28 @@ func runLog(ctx context.Context, opts logOptions, sandbox string, svc runtime.Se
 		if opts.All {
 			cells = append(cells, c.Status)
 		}
-		if family {
-			cells = slices.Insert(cells, 1, c.SandboxName)
-		}
 		t.row(cells...)
+		rows++
+		if len(c.Forks) > 0 {
+			var names []string
+			for _, f := range c.Forks {
+				names = append(names, printable(f.SandboxName))
+			}
+			below[rows] = g.lines() + "  forked into " + strings.Join(names, ", ")
+		}
 	}
 	if err := t.flush(); err != nil {
 		return err
 	}
+	n := 0
 	for line := range strings.Lines(drawn.String()) {
-		if _, err := fmt.Fprintln(out, strings.TrimRight(line, " \n")); err != nil {
+		text := strings.TrimRight(line, " \n")
+		// Not a row of the table: its length must not make a column wide.
+		if more := below[n]; more != "" {
+			text += "\n" + more
+		}
+		n++
+		if _, err := fmt.Fprintln(out, text); err != nil {
 			return err
 		}
 	}
@@ -181,6 +193,19 @@ func origin(ctx context.Context, c runtime.Checkpoint, svc runtime.Service, id f
 // A graph draws a forest of which every node comes before its parent. Each lane
 // leads down to the parent whose id it holds; a free one holds none.
 type graph struct{ lanes []string }
+
+// lines are the lanes as they go on from here.
+func (g *graph) lines() string {
+	var b strings.Builder
+	for _, lane := range g.lanes {
+		if lane != "" {
+			b.WriteString("│ ")
+		} else {
+			b.WriteString("  ")
+		}
+	}
+	return b.String()
+}
 
 // add returns the line that joins the lanes which lead to id, "" when at most
 // one does, and the line with id's own mark.

@@ -118,6 +118,29 @@ next:
 	return kept, nil
 }
 
+// Fork is a sandbox that began at a checkpoint of another.
+type Fork struct{ ID, Name string }
+
+// Forks lists the forks of a sandbox by its checkpoints that they came from, as
+// far as they are there or have left checkpoints. Where that checkpoint is gone
+// it is the nearest one before it.
+func (s *Store) Forks(ctx context.Context, sandbox string) (map[string][]Fork, error) {
+	forks := map[string][]Fork{}
+	// A fork without checkpoints has its head there, and later the first of
+	// its checkpoints has its parent there.
+	err := s.query(ctx, `SELECT at, id, coalesce((SELECT name FROM sandboxes WHERE sandboxes.id = found.id), min(name)) FROM (
+		SELECT head AS at, id, name FROM sandboxes UNION ALL
+		SELECT parent, sandbox_id, sandbox_name FROM checkpoints WHERE status = 'ready') AS found
+		WHERE id <> ?1 AND at IN (SELECT id FROM checkpoints WHERE sandbox_id = ?1) GROUP BY at, id ORDER BY 3, id`, []any{sandbox}, func(row *sql.Rows) error {
+		var at string
+		var f Fork
+		err := row.Scan(&at, &f.ID, &f.Name)
+		forks[at] = append(forks[at], f)
+		return err
+	})
+	return forks, err
+}
+
 // NewestOfName returns the newest ready checkpoint of a REMOVED sandbox of this name.
 func (s *Store) NewestOfName(ctx context.Context, sandboxName string) (Checkpoint, error) {
 	list, err := s.checkpoints(ctx, `WHERE status = 'ready' AND sandbox_name = ? AND sandbox_id NOT IN (SELECT id FROM sandboxes)
