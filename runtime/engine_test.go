@@ -40,6 +40,11 @@ func newRig(t testing.TB, wrap func(runtime.Backend) runtime.Backend) *rig {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { os.RemoveAll(root) })
+	return newRigAt(t, root, wrap)
+}
+
+func newRigAt(t testing.TB, root string, wrap func(runtime.Backend) runtime.Backend) *rig {
+	t.Helper()
 	st, err := store.Open(ctx, root)
 	if err != nil {
 		t.Fatal(err)

@@ -71,7 +71,7 @@ func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (
 	}
 	defer unlock()
 	if err := e.perform(ctx, r); err != nil {
-		return Restored{}, err
+		return Restored{}, e.explainFull(r, err)
 	}
 	e.every(r.spec)
 	e.log.Info("restored", "sandbox", r.sb.ID, "checkpoint", r.row.ID, "down", r.down, "changed", r.changed)
