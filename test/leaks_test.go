@@ -167,10 +167,11 @@ func (b *box) netLeft() (found []string) {
 }
 
 // hostState is what the whole run of the tests must leave as it was, besides
-// what each test looks for in its own root.
+// what each test looks for in its own root. The default root is there when a
+// command has gone without --root.
 func hostState() map[string]bool {
 	set := map[string]bool{}
-	for _, pattern := range []string{"/tmp/.criu*", "/tmp/runc-process*", "/tmp/ab[0-9]*", "/dev/shm/ab[0-9]*", "/tmp/abfs*"} {
+	for _, pattern := range []string{"/var/lib/agentbox", "/var/lib/agentbox/*", "/run/agentbox", "/tmp/.criu*", "/tmp/runc-process*", "/tmp/ab[0-9]*", "/dev/shm/ab[0-9]*", "/tmp/abfs*"} {
 		files, _ := filepath.Glob(pattern)
 		for _, f := range files {
 			set["file "+f] = true
