@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -15,11 +16,25 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	testscript.Main(m, map[string]func(){
+	testscript.Main(guarded{m}, map[string]func(){
 		"agentbox":        main,
 		"docker-agentbox": main,
 		"agentbox-fake":   fakeMain, // for terminal_test.go
 	})
+}
+
+// guarded fails tests that make the default root: they used the state of this
+// host, or would have if it had any.
+type guarded struct{ m *testing.M }
+
+func (g guarded) Run() int {
+	_, before := os.Lstat(defaultRoot)
+	code := g.m.Run()
+	if _, err := os.Lstat(defaultRoot); err == nil && before != nil {
+		fmt.Fprintln(os.Stderr, "the tests made", defaultRoot)
+		return 1
+	}
+	return code
 }
 
 // A result is how one command line ended.

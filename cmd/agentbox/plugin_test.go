@@ -134,7 +134,8 @@ func TestDockerCommand(t *testing.T) {
 		run := func(want int, args ...string) string {
 			t.Helper()
 			cmd := exec.Command(program, args...)
-			cmd.Env = append(os.Environ(), "DOCKER_CONFIG="+config, "DOCKER_HOST=unix://"+config+"/none")
+			// A completion looks for sandboxes: not among this host's.
+			cmd.Env = append(os.Environ(), "DOCKER_CONFIG="+config, "DOCKER_HOST=unix://"+config+"/none", "AGENTBOX_ROOT="+filepath.Join(config, "root"))
 			out, err := cmd.CombinedOutput()
 			if cmd.ProcessState == nil || cmd.ProcessState.ExitCode() != want {
 				t.Errorf("%s %q: %v, want exit code %d\n%s", program, args, err, want, out)
