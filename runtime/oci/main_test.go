@@ -205,12 +205,12 @@ func (x *box) logs(id string, opts runtime.LogOptions) (stdout, stderr string) {
 
 func (x *box) pause(id string) {
 	x.t.Helper()
-	must(x.t, x.call(x.t.Context(), x.oci, "pause", id))
+	must(x.t, x.Pause(x.t.Context(), id))
 }
 
 func (x *box) resume(id string) {
 	x.t.Helper()
-	must(x.t, x.call(x.t.Context(), x.oci, "resume", id))
+	must(x.t, x.Unpause(x.t.Context(), id))
 }
 
 // eventually waits for something that the kernel does not announce to us.
