@@ -118,6 +118,16 @@ func (b *Backend) find(ctx context.Context, ref string) (container, error) {
 	if ref == "" || ref[0] == '-' {
 		return container{}, fmt.Errorf("container %q: %w", ref, fault.ErrInvalid)
 	}
+	c, err := b.told(ctx, ref)
+	if err == nil && c.status == runtime.Exited && c.thoughtLive() {
+		// It ended just now: what it ended with, Podman knows when asked again.
+		c, err = b.told(ctx, ref)
+	}
+	return c, err
+}
+
+// told is what Podman says, corrected by what the kernel knows.
+func (b *Backend) told(ctx context.Context, ref string) (container, error) {
 	out, err := b.ask(ctx, "container", "inspect", "--", ref)
 	if err != nil {
 		return container{}, err
@@ -134,14 +144,23 @@ func (b *Backend) find(ctx context.Context, ref string) (container, error) {
 	return c, nil
 }
 
+// thoughtLive tells whether Podman believes that it has processes.
+func (c container) thoughtLive() bool {
+	switch c.State.Status {
+	case "running", "paused", "stopping", "initialized":
+		return true
+	}
+	return false
+}
+
 // state corrects what Podman believes, which it has from whoever came last, by
 // what the kernel knows.
 func (c container) state() runtime.Status {
 	switch c.State.Status {
 	case "created", "configured":
 		return runtime.Created
-	case "running", "paused", "stopping", "initialized":
-	default:
+	}
+	if !c.thoughtLive() {
 		return runtime.Exited
 	}
 	p, err := kernel.OpenProcess(c.State.Pid)
