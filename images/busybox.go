@@ -28,7 +28,10 @@ var busyboxPaths = []string{"/bin/busybox", "/usr/bin/busybox", "/usr/bin/busybo
 func (s *Store) makeBusybox(ctx context.Context) (Image, error) {
 	s.builtin.Lock()
 	defer s.builtin.Unlock()
-	const name = "busybox:latest"
+	name, err := s.canonical("busybox")
+	if err != nil {
+		return Image{}, err
+	}
 	if idx, err := s.index(); err == nil {
 		if e, ok := idx.Names[name]; ok {
 			if img, err := s.image(idx, name, e.Digest); err == nil {

@@ -2,9 +2,6 @@ package images
 
 import (
 	"archive/tar"
-	"bufio"
-	"bytes"
-	"compress/bzip2"
 	"context"
 	"encoding/json"
 	"errors"
@@ -12,15 +9,19 @@ import (
 	"io"
 	"io/fs"
 	"os"
-	"os/exec"
+	"path"
 	"path/filepath"
+	"reflect"
+	goruntime "runtime"
+	"slices"
 	"strings"
 	"time"
 
-	"github.com/klauspost/compress/gzip"
-	"github.com/klauspost/compress/zstd"
+	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/images/layer"
 	"github.com/agentbox/agentbox/internal/copy/tree"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
@@ -33,10 +34,15 @@ const defaultPath = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbi
 // filesystem. An existing name moves to the new image. The same files always
 // give the same digest. On error nothing is left.
 func (s *Store) Import(ctx context.Context, name, source string) (Image, error) {
-	canon, err := canonical(name)
+	canon, err := s.canonical(name)
 	if err != nil {
 		return Image{}, err
 	}
+	return s.importPath(ctx, canon, source)
+}
+
+// importPath imports under an index entry.
+func (s *Store) importPath(ctx context.Context, canon, source string) (Image, error) {
 	// Not to wait in the open for the writer of a FIFO, which no context ends.
 	f, err := os.OpenFile(source, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -56,15 +62,18 @@ func (s *Store) Import(ctx context.Context, name, source string) (Image, error) 
 		}
 	}
 	if !fi.IsDir() {
-		return s.ImportFrom(ctx, name, f)
+		return s.importStream(ctx, canon, f)
 	}
 	return s.publish(ctx, canon, false, func(diff *os.File) (Config, error) {
 		free, err := reserve(diff)
 		if err != nil {
 			return Config{}, err
 		}
-		_, err = tree.Clone(ctx, f, diff, tree.CloneOptions{MinFree: free, Progress: s.report(),
-			Check: func(_ string, st *unix.Stat_t, attrs []string) error {
+		_, err = tree.Clone(ctx, f, diff, tree.CloneOptions{MinFree: free, Progress: s.report(), Archived: true,
+			Check: func(path string, st *unix.Stat_t, attrs []string) error {
+				if err := checkName(path); err != nil {
+					return err
+				}
 				for _, a := range attrs {
 					if err := checkAttr(a); err != nil {
 						return err
@@ -106,16 +115,20 @@ func awaitWriter(ctx context.Context, f *os.File) error {
 // ImportFrom makes the image name of a tar stream, as Import does. It reads r to
 // its end.
 func (s *Store) ImportFrom(ctx context.Context, name string, r io.Reader) (Image, error) {
-	canon, err := canonical(name)
+	canon, err := s.canonical(name)
 	if err != nil {
 		return Image{}, err
 	}
+	return s.importStream(ctx, canon, r)
+}
+
+func (s *Store) importStream(ctx context.Context, canon string, r io.Reader) (Image, error) {
 	return s.publish(ctx, canon, false, func(diff *os.File) (Config, error) {
 		free, err := reserve(diff)
 		if err != nil {
 			return Config{}, err
 		}
-		plain, done, err := decompress(ctx, r)
+		plain, done, err := layer.Decompress(ctx, r)
 		if err != nil {
 			return Config{}, err
 		}
@@ -126,7 +139,7 @@ func (s *Store) ImportFrom(ctx context.Context, name string, r io.Reader) (Image
 				if h.Typeflag == tar.TypeChar && h.Devmajor == 0 && h.Devminor == 0 {
 					return errWhiteout
 				}
-				return nil
+				return checkName(h.Name)
 			},
 		})
 		if err = errors.Join(err, done(err)); err != nil {
@@ -150,6 +163,14 @@ func checkAttr(name string) error {
 	return nil
 }
 
+// checkName refuses names that mean something else in a layer.
+func checkName(name string) error {
+	if base := path.Base(name); strings.HasPrefix(base, ".wh.") {
+		return fmt.Errorf("%w: in images, a name that begins with %q is a deletion", fault.ErrUnsupported, ".wh.")
+	}
+	return nil
+}
+
 // checkLayout refuses the archives of whole images, whose root filesystem is
 // inside of further archives.
 func checkLayout(diff string) error {
@@ -167,7 +188,7 @@ func checkLayout(diff string) error {
 	saved := have["oci-layout"] || have["manifest.json"]
 	if saved && !have["bin"] && !have["usr"] && !have["etc"] {
 		return &fault.Error{Op: "unpack", Err: fmt.Errorf("%w: this is an archive of image layers ('docker save' or an OCI layout), not of a root filesystem", fault.ErrUnsupported),
-			Hint: "Export the files of a container instead: docker export $(docker create IMAGE) > rootfs.tar"}
+			Hint: "Pull it instead: 'agentbox image pull docker-archive:FILE', oci-archive:FILE or oci:DIR."}
 	}
 	return nil
 }
@@ -210,7 +231,7 @@ func reserve(dir *os.File) (int64, error) {
 
 // publish has fill make a tree and turns it into a layer, a record and a name.
 func (s *Store) publish(ctx context.Context, name string, builtin bool, fill func(diff *os.File) (Config, error)) (img Image, err error) {
-	if err := s.sweep(); err != nil {
+	if err := s.sweep(partialAge); err != nil {
 		return Image{}, err
 	}
 	tmp, hold, err := s.temp()
@@ -220,11 +241,11 @@ func (s *Store) publish(ctx context.Context, name string, builtin bool, fill fun
 	defer func() { // a published layer has moved away
 		err = errors.Join(err, os.RemoveAll(tmp), hold.Close())
 	}()
-	path := filepath.Join(tmp, "diff")
-	if err := os.Mkdir(path, 0o755); err != nil {
+	top := filepath.Join(tmp, "diff")
+	if err := os.Mkdir(top, 0o755); err != nil {
 		return Image{}, err
 	}
-	diff, err := os.Open(path)
+	diff, err := os.Open(top)
 	if err != nil {
 		return Image{}, err
 	}
@@ -236,19 +257,15 @@ func (s *Store) publish(ctx context.Context, name string, builtin bool, fill fun
 	if err != nil {
 		return Image{}, err
 	}
-	if list, err := os.ReadDir(path); err != nil || len(list) == 0 {
+	if list, err := os.ReadDir(top); err != nil || len(list) == 0 {
 		return Image{}, errors.Join(err, fmt.Errorf("%w: there are no files in it", fault.ErrInvalid))
 	}
-	hex, rep, err := tree.Hash(ctx, diff)
+	rep, err := layer.Seal(ctx, hold)
 	if err != nil {
 		return Image{}, err
 	}
-	l := layer{Digest: "sha256:" + hex, Bytes: rep.Bytes, Entries: rep.Entries}
-	b, err := json.Marshal(l)
-	if err != nil {
-		return Image{}, err
-	}
-	if err := os.WriteFile(filepath.Join(tmp, "layer.json"), append(b, '\n'), 0o600); err != nil {
+	info := layerInfo{DiffID: rep.DiffID, Bytes: rep.Bytes, Entries: rep.Entries}
+	if err := writeInfo(tmp, info); err != nil {
 		return Image{}, err
 	}
 	if err := failpoint.Hit("images.import.before-sync"); err != nil {
@@ -261,9 +278,28 @@ func (s *Store) publish(ctx context.Context, name string, builtin bool, fill fun
 	if err := ctx.Err(); err != nil {
 		return Image{}, err
 	}
-	rec := record{Manifest: manifest{Version: 1, Layers: []string{l.Digest}, Config: cfg}, Created: time.Now().UTC(), Bytes: l.Bytes}
-	digest := digestOf(rec.Manifest)
-	err = s.locked(func() error { return s.commit(tmp, hex, digest, rec, name, builtin) })
+	config, err := json.Marshal(ocispec.Image{
+		Platform: ocispec.Platform{Architecture: goruntime.GOARCH, OS: "linux"},
+		Config:   ocispec.ImageConfig{Cmd: cfg.Cmd, Env: cfg.Env},
+		RootFS:   ocispec.RootFS{Type: "layers", DiffIDs: []digest.Digest{digest.Digest(rep.DiffID)}},
+	})
+	if err != nil {
+		return Image{}, err
+	}
+	rec := record{Version: recordVersion, Platform: "linux/" + goruntime.GOARCH, Layers: []Layer{{DiffID: info.DiffID, Bytes: info.Bytes, Entries: info.Entries}},
+		Lower: []string{info.DiffID}, Created: time.Now().UTC(), Bytes: info.Bytes, Config: cfg}
+	err = s.locked(func() error {
+		if err := failpoint.Hit("images.import.before-rename"); err != nil {
+			return err
+		}
+		if err := s.place(tmp, info.DiffID); err != nil {
+			return err
+		}
+		if err := failpoint.Hit("images.import.after-rename"); err != nil {
+			return err
+		}
+		return s.commit(config, rec, name, entry{Builtin: builtin})
+	})
 	if err != nil {
 		return Image{}, err
 	}
@@ -271,227 +307,76 @@ func (s *Store) publish(ctx context.Context, name string, builtin bool, fill fun
 	if err != nil {
 		return Image{}, err
 	}
-	return s.image(idx, name, digest)
+	return s.image(idx, name, digestOf(config))
 }
 
-// commit makes a layer in tmp visible, then its record, then its name. The lock
-// must be held.
-func (s *Store) commit(tmp, hex, digest string, rec record, name string, builtin bool) error {
-	if err := failpoint.Hit("images.import.before-rename"); err != nil {
+func writeInfo(dir string, info layerInfo) error {
+	b, err := json.Marshal(info)
+	if err != nil {
 		return err
 	}
+	return os.WriteFile(filepath.Join(dir, "layer.json"), append(b, '\n'), 0o600)
+}
+
+// place makes a layer in tmp visible, unless it is there. The lock must be held.
+func (s *Store) place(tmp, diffID string) error {
+	if s.have(diffID) {
+		return nil
+	}
+	hex, _ := hexOf(diffID)
 	to := s.path("layers", hex)
-	if _, err := os.Lstat(filepath.Join(to, "diff")); err != nil {
-		// What somebody has emptied by hand must not block its own repair.
-		if err := os.Rename(to, s.path("tmp", "removed-"+random())); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return err
-		}
-		if err := os.Rename(tmp, to); err != nil {
-			return err
-		}
-		if err := syncDir(s.path("layers")); err != nil {
-			return err
-		}
-	}
-	if err := failpoint.Hit("images.import.after-rename"); err != nil {
+	// What somebody has emptied by hand must not block its own repair.
+	if err := os.Rename(to, s.path("tmp", tmpRemoved+random())); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
-	recHex, _ := hexOf(digest)
-	if _, err := s.record(digest); err != nil {
-		if err := s.writeJSON(filepath.Join("records", recHex+".json"), rec); err != nil {
+	if err := os.Rename(tmp, to); err != nil {
+		return err
+	}
+	return syncDir(s.path("layers"))
+}
+
+// commit makes an image visible whose layers are: its configuration, its record,
+// then its name, if it gets one. The lock must be held.
+func (s *Store) commit(config []byte, rec record, name string, e entry) error {
+	e.Digest, e.Created = digestOf(config), rec.Created
+	hex, _ := hexOf(e.Digest)
+	for _, d := range rec.Lower {
+		if !s.have(d) {
+			return fmt.Errorf("%w: the layer %s was removed meanwhile", fault.ErrState, d)
+		}
+	}
+	if _, err := s.config(e.Digest); err != nil {
+		if err := s.writeFile(filepath.Join("configs", hex+".json"), config); err != nil {
+			return err
+		}
+	}
+	old, err := s.record(e.Digest)
+	if err == nil { // what was known stays known
+		if rec.Manifest == nil {
+			rec.Source, rec.Manifest, rec.ManifestType, rec.Layers, rec.Size = old.Source, old.Manifest, old.ManifestType, old.Layers, old.Size
+		}
+		for _, d := range old.RepoDigests {
+			if !slices.Contains(rec.RepoDigests, d) {
+				rec.RepoDigests = append(rec.RepoDigests, d)
+			}
+		}
+		rec.Created = old.Created
+	}
+	if err != nil || !reflect.DeepEqual(old, rec) {
+		if err := s.writeJSON(filepath.Join("records", hex+".json"), rec); err != nil {
 			return err
 		}
 	}
 	if err := failpoint.Hit("images.import.before-index"); err != nil {
 		return err
 	}
+	if name == "" {
+		return nil
+	}
 	idx, err := s.index()
 	if err != nil {
 		return err
 	}
-	idx.Names[name] = entry{Digest: digest, Created: rec.Created, Builtin: builtin}
+	idx.Names[name] = e
 	return s.writeJSON("index.json", idx)
-}
-
-// temp makes a directory for an import. Its lock tells others that somebody
-// still works on it.
-func (s *Store) temp() (dir string, hold *os.File, err error) {
-	err = s.locked(func() error {
-		dir = s.path("tmp", "import-"+random())
-		if err := os.Mkdir(dir, 0o700); err != nil {
-			return err
-		}
-		if hold, err = os.Open(dir); err != nil {
-			return err
-		}
-		return flock(hold, unix.LOCK_EX|unix.LOCK_NB)
-	})
-	return dir, hold, err
-}
-
-// sweep deletes what killed imports and removals left.
-func (s *Store) sweep() error {
-	var doomed []string
-	err := s.locked(func() error { // so that nobody is between mkdir and flock
-		list, err := os.ReadDir(s.path("tmp"))
-		if err != nil {
-			return err
-		}
-		for _, e := range list {
-			f, err := os.Open(s.path("tmp", e.Name()))
-			if err != nil {
-				continue
-			}
-			if flock(f, unix.LOCK_EX|unix.LOCK_NB) == nil {
-				doomed = append(doomed, s.path("tmp", e.Name()))
-			}
-			f.Close()
-		}
-		return nil
-	})
-	return errors.Join(err, removeAll(doomed))
-}
-
-func removeAll(dirs []string) error {
-	var errs []error
-	for _, d := range dirs {
-		errs = append(errs, os.RemoveAll(d))
-	}
-	return errors.Join(errs...)
-}
-
-// writeJSON publishes v at name, below the store.
-func (s *Store) writeJSON(name string, v any) (err error) {
-	b, err := json.MarshalIndent(v, "", "  ")
-	if err != nil {
-		return err
-	}
-	tmp := s.path("tmp", "json-"+random())
-	f, err := os.OpenFile(tmp, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if err != nil {
-			_ = os.Remove(tmp)
-		}
-	}()
-	_, err = f.Write(append(b, '\n'))
-	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
-		return err
-	}
-	if err := os.Rename(tmp, s.path(name)); err != nil {
-		return err
-	}
-	return syncDir(filepath.Dir(s.path(name)))
-}
-
-func syncDir(path string) error {
-	d, err := os.Open(path)
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
-}
-
-// source remembers whether reading itself failed, to tell that from damage.
-type source struct {
-	r   io.Reader
-	err error
-}
-
-func (s *source) Read(p []byte) (int, error) {
-	n, err := s.r.Read(p)
-	if err != nil && err != io.EOF {
-		s.err = err
-	}
-	return n, err
-}
-
-// unpacked calls every error of a decompressor damage, unless the source failed.
-type unpacked struct {
-	r   io.Reader
-	src *source
-}
-
-func (u *unpacked) Read(p []byte) (int, error) {
-	n, err := u.r.Read(p)
-	switch {
-	case err == nil || err == io.EOF:
-	case u.src.err != nil:
-		err = u.src.err
-	case errors.Is(err, io.ErrUnexpectedEOF):
-		err = fmt.Errorf("%w: the archive is cut short", fault.ErrInvalid)
-	default:
-		err = fmt.Errorf("%w: the archive is damaged: %w", fault.ErrInvalid, err)
-	}
-	return n, err
-}
-
-// decompress recognises a compression by its first bytes. done frees what was
-// needed and reports an error that the stream itself did not.
-func decompress(ctx context.Context, r io.Reader) (plain io.Reader, done func(error) error, err error) {
-	src := &source{r: r}
-	br := bufio.NewReaderSize(src, 256<<10)
-	magic, err := br.Peek(6)
-	if err != nil && err != io.EOF {
-		return nil, nil, err
-	}
-	nothing := func(error) error { return nil }
-	starts := func(s string) bool { return bytes.HasPrefix(magic, []byte(s)) }
-	switch {
-	case starts("\x1f\x8b"):
-		z, err := gzip.NewReader(br)
-		if err != nil {
-			return nil, nil, fmt.Errorf("%w: the archive is damaged: %w", fault.ErrInvalid, err)
-		}
-		return &unpacked{z, src}, nothing, nil
-	case starts("\x28\xb5\x2f\xfd"):
-		// 128 MiB is the window of zstd's --long; a frame could ask for any.
-		z, err := zstd.NewReader(br, zstd.WithDecoderMaxWindow(128<<20), zstd.WithDecoderConcurrency(2))
-		if err != nil {
-			return nil, nil, err
-		}
-		return &unpacked{z, src}, func(error) error { z.Close(); return nil }, nil
-	case starts("BZh"):
-		return &unpacked{bzip2.NewReader(br), src}, nothing, nil
-	case starts("\xfd7zXZ\x00"):
-		return unxz(ctx, br)
-	}
-	return br, nothing, nil
-}
-
-// unxz leaves xz to the tool of that name.
-func unxz(ctx context.Context, r io.Reader) (io.Reader, func(error) error, error) {
-	bin, err := exec.LookPath("xz")
-	if err != nil {
-		return nil, nil, &fault.Error{Op: "unpack", Hint: "Install it (apt-get install xz-utils) or decompress the archive first.",
-			Err: fmt.Errorf("%w: the archive is compressed with xz, and the xz command is not there", fault.ErrUnsupported)}
-	}
-	var stderr bytes.Buffer
-	cmd := exec.CommandContext(ctx, bin, "-dc", "--memlimit=512MiB")
-	cmd.Stdin, cmd.Stderr = r, &stderr
-	// Should the source never end, it must not hold the exit up.
-	cmd.WaitDelay = time.Second
-	out, err := cmd.StdoutPipe()
-	if err != nil {
-		return nil, nil, err
-	}
-	if err := cmd.Start(); err != nil {
-		return nil, nil, err
-	}
-	return out, func(failed error) error {
-		if failed != nil {
-			_ = cmd.Process.Kill()
-			_ = cmd.Wait()
-			if msg := strings.TrimSpace(stderr.String()); msg != "" {
-				return fmt.Errorf("%w: %s", fault.ErrInvalid, msg)
-			}
-			return nil
-		}
-		if err := cmd.Wait(); err != nil {
-			return fmt.Errorf("%w: the archive is damaged: %w: %s", fault.ErrInvalid, err, strings.TrimSpace(stderr.String()))
-		}
-		return nil
-	}, nil
 }

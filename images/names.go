@@ -4,7 +4,6 @@ import (
 	"crypto/rand"
 	"crypto/sha256"
 	"encoding/hex"
-	"encoding/json"
 	"fmt"
 	"maps"
 	"path/filepath"
@@ -12,37 +11,48 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// The grammar of names is the distribution project's: an optional HOST[:PORT],
-// path components, an optional tag.
-var (
-	nameRule = regexp.MustCompile(`^(?:[a-zA-Z0-9][a-zA-Z0-9.-]*(?::[0-9]+)?/)?[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*(?:/[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*)*$`)
-	tagRule  = regexp.MustCompile(`^[\w][\w.-]{0,127}$`)
-	hexRule  = regexp.MustCompile(`^[0-9a-f]{1,64}$`)
-)
+var hexRule = regexp.MustCompile(`^[0-9a-f]{1,64}$`)
 
-const maxName = 255
-
-// canonical completes a name with its tag.
-func canonical(ref string) (string, error) {
-	name, tag := ref, "latest"
-	if i := strings.LastIndexByte(ref, ':'); i > strings.LastIndexByte(ref, '/') {
-		name, tag = ref[:i], ref[i+1:]
+// canonical is the whole form of a name that an image may be given: that of a
+// repository with a tag, as in a registry.
+func (s *Store) canonical(name string) (string, error) {
+	ref, err := source.Parse(name, s.Default)
+	if err != nil {
+		return "", err
 	}
-	if len(name) > maxName || !nameRule.MatchString(name) || !tagRule.MatchString(tag) {
-		return "", &fault.Error{Op: "read image name", ID: fmt.Sprintf("%.100q", ref),
-			Err:  fmt.Errorf("%w: it is not an image name", fault.ErrInvalid),
-			Hint: "Image names have lower-case letters, digits, '.', '_', '-' and '/', and an optional ':TAG'."}
+	if ref.Transport != source.Docker || ref.Digest != "" {
+		return "", &fault.Error{Op: "read image name", ID: fmt.Sprintf("%.100q", name), Hint: "Image names are NAME[:TAG].",
+			Err: fmt.Errorf("%w: it is not a name that an image can be given", fault.ErrInvalid)}
 	}
-	return name + ":" + tag, nil
+	return ref.String(), nil
 }
 
-// familiar is the form that people write.
-func familiar(name string) string { return strings.TrimSuffix(name, ":latest") }
+// familiar is the form of an index entry that people write.
+func (s *Store) familiar(name string) string {
+	if name == "" {
+		return ""
+	}
+	ref, err := source.Parse(name, s.Default)
+	if err != nil {
+		return name
+	}
+	return ref.Familiar()
+}
 
-func isBusybox(ref string) bool { return familiar(ref) == "busybox" }
+func (s *Store) familiars(names []string) []string {
+	list := make([]string, len(names))
+	for i, n := range names {
+		list[i] = s.familiar(n)
+	}
+	slices.Sort(list)
+	return list
+}
+
+func isBusybox(ref string) bool { return ref == "busybox" || ref == "busybox:latest" }
 
 // hexOf returns the hex digits of a whole digest.
 func hexOf(digest string) (string, bool) {
@@ -50,23 +60,18 @@ func hexOf(digest string) (string, bool) {
 	return h, ok && len(h) == 64 && hexRule.MatchString(h)
 }
 
-// find returns the digest that ref means, and the index entry if ref is one.
+// find returns the digest that ref means, and the index entry if ref is one. A
+// name wins over a prefix of a digest.
 func (s *Store) find(idx index, ref string) (name, digest string, err error) {
-	want := ref
-	if before, d, ok := strings.Cut(ref, "@"); ok {
-		if _, err := canonical(before); err != nil {
-			return "", "", err
-		}
-		if _, ok := hexOf(d); !ok {
-			return "", "", fmt.Errorf("%w: %q is not an image digest", fault.ErrInvalid, d)
-		}
-		want = d
-	}
-	prefix, isDigest := strings.CutPrefix(want, "sha256:")
+	prefix, isDigest := strings.CutPrefix(ref, "sha256:")
 	if !isDigest {
-		if name, err = canonical(ref); err == nil {
-			if e, ok := idx.Names[name]; ok {
-				return name, e.Digest, nil
+		var r source.Reference
+		if r, err = source.Parse(ref, s.Default); err == nil {
+			if e, ok := idx.Names[r.String()]; ok {
+				return r.String(), e.Digest, nil
+			}
+			if r.Digest != "" {
+				return s.byRepoDigest(r)
 			}
 		}
 	}
@@ -87,10 +92,11 @@ func (s *Store) find(idx index, ref string) (name, digest string, err error) {
 	if err != nil {
 		return "", "", err
 	}
-	known := slices.Sorted(maps.Keys(idx.Names))
-	for i, n := range known {
-		known[i] = familiar(n)
-	}
+	return "", "", s.notFound(idx, ref)
+}
+
+func (s *Store) notFound(idx index, ref string) error {
+	known := s.familiars(slices.Collect(maps.Keys(idx.Names)))
 	if !slices.Contains(known, "busybox") {
 		known = append([]string{"busybox"}, known...)
 	}
@@ -100,17 +106,31 @@ func (s *Store) find(idx index, ref string) (name, digest string, err error) {
 		more = fmt.Sprintf(" and %d more", len(known)-most)
 		known = known[:most]
 	}
-	return "", "", &fault.Error{Op: "find image", ID: ref, Err: fmt.Errorf("%w: there is no such image", fault.ErrNotFound),
-		Hint: "Make it with 'agentbox image import NAME TARBALL|DIR'. Known are: " + strings.Join(known, ", ") + more + "."}
+	return &fault.Error{Op: "find image", ID: ref, Err: fmt.Errorf("%w: there is no such image", fault.ErrNotFound),
+		Hint: "Get it with 'agentbox image pull', or make it with 'agentbox image import NAME TARBALL|DIR'. Known are: " + strings.Join(known, ", ") + more + "."}
 }
 
-// digestOf is the digest of an image. Its JSON is canonical: fields in order,
-// map keys sorted, no indentation.
-func digestOf(m manifest) string {
-	b, err := json.Marshal(m)
+// byRepoDigest finds NAME@DIGEST, where the digest is of a manifest in that
+// repository or the image's own.
+func (s *Store) byRepoDigest(r source.Reference) (name, digest string, err error) {
+	digests, err := s.digests()
 	if err != nil {
-		panic(err) // strings only
+		return "", "", err
 	}
+	if slices.Contains(digests, r.Digest) {
+		return "", r.Digest, nil
+	}
+	for _, d := range digests {
+		rec, err := s.record(d)
+		if err == nil && slices.Contains(rec.RepoDigests, r.Name+"@"+r.Digest) {
+			return "", d, nil
+		}
+	}
+	return "", "", &fault.Error{Op: "find image", ID: r.Familiar(), Err: fmt.Errorf("%w: there is no such image", fault.ErrNotFound),
+		Hint: "Get it with 'agentbox image pull'."}
+}
+
+func digestOf(b []byte) string {
 	sum := sha256.Sum256(b)
 	return "sha256:" + hex.EncodeToString(sum[:])
 }

@@ -41,7 +41,7 @@ func mounted(t testing.TB, m Mount, mount func() error) {
 // TestMount mounts with both system calls and paths of many kinds.
 func TestMount(t *testing.T) {
 	long := strings.Repeat(strings.Repeat("l", 200)+"/", 5) + "end"
-	for below, lowers := range map[string]int{"plain": 1, "two": 2, "co:lon,comma\\back slash": 3, "new\nline \xff": 2, long: 3, "many": 120} {
+	for below, lowers := range map[string]int{"plain": 1, "two": 2, "co:lon,comma\\back slash": 3, "new\nline \xff": 2, long: 3, "many": 128} {
 		for _, how := range []string{"fsopen", "mount(2)"} {
 			t.Run(fmt.Sprintf("%s %.20q %d", how, below, lowers), func(t *testing.T) {
 				m := layers(t, below, lowers)

@@ -5,6 +5,8 @@ import (
 	"io"
 	"time"
 
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+
 	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/images"
@@ -107,9 +109,29 @@ type Images interface {
 	// ResolveDigest finds the image that a sandbox or a checkpoint has pinned.
 	ResolveDigest(ctx context.Context, digest string) (images.Image, error)
 	List(ctx context.Context) ([]images.Image, error)
+	// Pull gets the image that a reference means from where it is, unless the
+	// policy is content with what is here. What cannot be got is ErrNotFound.
+	Pull(ctx context.Context, ref string, opts images.PullOptions) (images.Image, error)
 	Import(ctx context.Context, name, source string) (images.Image, error)
 	ImportFrom(ctx context.Context, name string, r io.Reader) (images.Image, error)
 	Remove(ctx context.Context, ref string, inUse func(digest string) bool) error
+	ImageKeeper
+}
+
+// ImageKeeper is the part of Images that no sandbox needs to run.
+type ImageKeeper interface {
+	// Tag gives an image one more name; another image loses that.
+	Tag(ctx context.Context, ref, name string) error
+	Inspect(ctx context.Context, ref string) (images.Details, error)
+	// Prune removes the images without a name, or all, but not those in use.
+	Prune(ctx context.Context, all bool, inUse func(digest string) bool) (removed []images.Image, freed int64, err error)
+	// Verify reads all of an image again; damage is ErrCorrupt.
+	Verify(ctx context.Context, digest string) error
+	// V1 is an image for those who copy it elsewhere or build upon it.
+	V1(ctx context.Context, digest string) (v1.Image, error)
+	// Add takes an image in, under a name unless that is empty. Layers that are
+	// here already are not read.
+	Add(ctx context.Context, name string, img v1.Image) (images.Image, error)
 }
 
 // Host is one backend with its images.

@@ -53,31 +53,42 @@ func (e *Engine) Checkpoint(ctx context.Context, ref string, opts CheckpointOpti
 		ctx, cancel = context.WithTimeout(ctx, opts.Timeout)
 		defer cancel()
 	}
-	c, err := sb.host.Inspect(ctx, sb.ID)
-	if err != nil {
-		return Checkpoint{}, err
-	}
-	unlock, err := lockSlot(c)
-	if err != nil {
-		return Checkpoint{}, err
-	}
-	defer unlock()
-	k, err := e.prepare(ctx, sb, c, opts)
-	if err != nil {
-		return Checkpoint{}, err
-	}
-	row, err := e.take(ctx, k)
-	if errors.Is(err, ErrCorrupt) && k.unlearnt {
-		// Once more, with nothing believed of what was known.
-		if k, err = e.prepare(ctx, sb, c, opts); err == nil {
-			row, err = e.take(ctx, k)
-		}
-	}
+	row, err := e.checkpointOf(ctx, sb, opts, "")
 	if err != nil {
 		return Checkpoint{}, err
 	}
 	e.log.Info("checkpoint ready", "sandbox", sb.ID, "checkpoint", row.ID, "kind", row.Kind, "bytes", row.Bytes, "frozen", row.Frozen)
 	return checkpointView(row), nil
+}
+
+// checkpointOf makes a checkpoint of a sandbox whose lock is held. aside is the
+// id of one that will be removed again: the sandbox does not stand at it.
+func (e *Engine) checkpointOf(ctx context.Context, sb *locked, opts CheckpointOptions, aside string) (row store.Checkpoint, err error) {
+	c, err := sb.host.Inspect(ctx, sb.ID)
+	if err != nil {
+		return row, err
+	}
+	unlock, err := lockSlot(c)
+	if err != nil {
+		return row, err
+	}
+	defer unlock()
+	try := func() (k *making, err error) {
+		if k, err = e.prepare(ctx, sb, c, opts); err != nil {
+			return k, err
+		}
+		if aside != "" {
+			k.row.ID, k.aside = aside, true
+		}
+		row, err = e.take(ctx, k)
+		return k, err
+	}
+	k, err := try()
+	if errors.Is(err, ErrCorrupt) && k != nil && k.unlearnt {
+		// Once more, with nothing believed of what was known.
+		_, err = try()
+	}
+	return row, err
 }
 
 // making is one checkpoint under way.
@@ -93,6 +104,7 @@ type making struct {
 	hold  bool      // it stays frozen when the checkpoint is ready
 	cut   *criu.Cut // of one that stops afterwards
 	thawn bool      // it goes on already
+	aside bool      // it will be removed again
 
 	unlearnt bool // what was known of the files was wrong, and is forgotten
 }
@@ -292,6 +304,9 @@ func (e *Engine) goOn(ctx context.Context, k *making, row *store.Checkpoint) err
 			// Its engine failed us; nothing is left frozen for that.
 			err = hint(errors.Join(err, e.thaw(ctx, k)), fmt.Sprintf("Checkpoint %s is ready; stop the sandbox with: agentbox stop %s", short(row.ID), k.sb.Name))
 		}
+	}
+	if k.aside {
+		return err
 	}
 	return errors.Join(err, e.store.SetHead(ctx, k.sb.ID, row.ID, k.sb.Attempt))
 }

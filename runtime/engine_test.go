@@ -331,7 +331,7 @@ func TestRefusals(t *testing.T) {
 		{"a name with a slash", create(func(s *runtime.Spec) { s.Name = "a/b" }), runtime.ErrInvalid},
 		{"a name of dots", create(func(s *runtime.Spec) { s.Name = ".." }), runtime.ErrInvalid},
 		{"a long name", create(func(s *runtime.Spec) { s.Name = strings.Repeat("x", 255) }), runtime.ErrInvalid},
-		{"an unknown image", create(func(s *runtime.Spec) { s.Image = "nosuch" }), runtime.ErrNotFound},
+		{"an unknown image", create(func(s *runtime.Spec) { s.Image = "localhost:1/nosuch" }), runtime.ErrNotFound},
 		{"an unknown network", create(func(s *runtime.Spec) { s.Network.Mode = "moon" }), runtime.ErrInvalid},
 		{"ports without a bridge", create(func(s *runtime.Spec) {
 			s.Network = runtime.Network{Mode: "none", Ports: []runtime.Port{{Host: 1, Sandbox: 1, Protocol: "tcp"}}}

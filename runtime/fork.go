@@ -19,6 +19,7 @@ import (
 
 	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/images"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime/store"
@@ -142,7 +143,7 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 	if err != nil {
 		return Forked{}, err
 	}
-	img, err := host.Images.ResolveDigest(ctx, row.ImageDigest)
+	img, err := imageOf(ctx, host.Images, row.ImageDigest, s, images.PullOptions{})
 	if err != nil {
 		return Forked{}, err
 	}

@@ -16,6 +16,8 @@ import (
 	"time"
 	"unicode/utf8"
 
+	"github.com/moby/sys/signal"
+
 	"github.com/agentbox/agentbox/images"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/undo"
@@ -34,9 +36,9 @@ func (e *Engine) Create(ctx context.Context, req CreateRequest) (_ Sandbox, err 
 	if err != nil {
 		return Sandbox{}, err
 	}
-	img, err := from.Resolve(ctx, req.Spec.Image)
+	img, err := from.Pull(ctx, req.Spec.Image, req.Pull)
 	if err != nil {
-		return Sandbox{}, err
+		return Sandbox{}, unreachable(req.Spec.Image, err)
 	}
 	s, err := complete(req, img, e.first)
 	if err != nil {
@@ -108,6 +110,9 @@ func complete(req CreateRequest, img images.Image, backend string) (Spec, error)
 		return s, err
 	}
 	s.ImageDigest, s.Backend = img.Digest, backend
+	if len(img.RepoDigests) > 0 {
+		s.ImageSource = img.RepoDigests[0]
+	}
 	// Docker's rule: an entrypoint of one's own drops the image's command too.
 	entry, cmd := req.Entrypoint, s.Args
 	if entry == nil {
@@ -123,15 +128,16 @@ func complete(req CreateRequest, img images.Image, backend string) (Spec, error)
 	s.Env = mergeEnv(img.Config.Env, s.Env)
 	s.User = cmp.Or(s.User, img.Config.User)
 	s.Workdir = path.Clean("/" + cmp.Or(s.Workdir, img.Config.Workdir))
-	s.StopSignal = cmp.Or(s.StopSignal, img.Config.StopSignal)
+	s.StopSignal, s.Volumes = cmp.Or(s.StopSignal, img.Config.StopSignal), img.Config.Volumes
+	if _, err := signal.ParseSignal(s.StopSignal); err != nil && s.StopSignal != "" {
+		return s, hint(fmt.Errorf("%w: stop signal %.40q", ErrInvalid, s.StopSignal), "Choose one with --stop-signal.")
+	}
 	s.Hostname = cmp.Or(s.Hostname, short(s.ID))
 	if len(s.Hostname) > 63 {
 		return s, fmt.Errorf("%w: hostname %q is longer than 63 bytes", ErrInvalid, s.Hostname)
 	}
 	if img.Config.Labels != nil {
-		labels := maps.Clone(img.Config.Labels)
-		maps.Copy(labels, s.Labels)
-		s.Labels = labels
+		s.Labels = mergeLabels(img.Config.Labels, s.Labels)
 	}
 	s.Network.Mode = cmp.Or(s.Network.Mode, NetworkBridge)
 	switch s.Network.Mode {
@@ -165,6 +171,25 @@ func complete(req CreateRequest, img images.Image, backend string) (Spec, error)
 		return s, fmt.Errorf("%w: memory limit below 6 MiB", ErrInvalid)
 	}
 	return s, nil
+}
+
+// mergeLabels adds the labels of the user to those of the image. One of the
+// image's that is longer than what is kept, or one too many, is left out.
+func mergeLabels(img, own map[string]string) map[string]string {
+	labels := maps.Clone(own)
+	if labels == nil {
+		labels = map[string]string{}
+	}
+	for _, k := range slices.Sorted(maps.Keys(img)) {
+		if _, ok := labels[k]; ok {
+			continue
+		}
+		labels[k] = img[k]
+		if store.ValidLabels(labels) != nil {
+			delete(labels, k)
+		}
+	}
+	return labels
 }
 
 // checkText refuses what an OCI runtime, which is told everything in JSON,

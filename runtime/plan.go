@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 
 	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/images"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -17,6 +18,7 @@ import (
 // that runs is taken as it is found.
 func (e *Engine) PlanRestore(ctx context.Context, ref string, opts RestoreOptions) (out RestorePlan, err error) {
 	defer func() { err = fail("restore", ref, err) }()
+	opts.Pull.Policy = images.PullNever
 	r, err := e.target(ctx, ref, opts)
 	if err != nil {
 		return out, err

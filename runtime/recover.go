@@ -27,6 +27,7 @@ const (
 	opRestore    = "restore"
 	opRemove     = "rm"
 	opApply      = "apply"
+	opCommit     = "commit"
 )
 
 // recoverWait is how long Recover waits for the lock of an interrupted verb: a
@@ -97,6 +98,8 @@ func (e *Engine) finish(ctx context.Context, in store.Intent) (did string, err e
 		did, err = e.finishCheckpoint(ctx, in, host)
 	case opRestore:
 		did, err = e.finishRestore(ctx, in, host, lock)
+	case opCommit:
+		did, err = e.finishCommit(ctx, in)
 	case opApply:
 		did, err = e.finishApply(ctx, in, host)
 	case opRemove:

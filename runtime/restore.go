@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/images"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/overlay"
@@ -111,7 +112,8 @@ type restoration struct {
 	c        Container
 	reader   *store.Reader
 	verify   bool
-	orphan   bool // there is a record of the sandbox, and no container
+	orphan   bool               // there is a record of the sandbox, and no container
+	pull     images.PullOptions // for a sandbox that is made again
 	data     restoring
 	present  *making // the undo checkpoint
 	updates  []*overlay.Update

@@ -4,6 +4,8 @@ import (
 	"context"
 	"io"
 	"time"
+
+	"github.com/agentbox/agentbox/images"
 )
 
 // Service is all that a command sees of agentbox. *Engine implements it.
@@ -52,12 +54,8 @@ type Service interface {
 	// over, or takes the last Apply back: all of it or nothing.
 	Apply(ctx context.Context, sandbox string, opts ApplyOptions) (Applied, error)
 
-	ImportImage(ctx context.Context, name, source string) (Image, error) // source: a tarball, a directory, "-" is not one
-	ImportImageFrom(ctx context.Context, name string, r io.Reader) (Image, error)
-	Images(ctx context.Context) ([]Image, error)
-	RemoveImage(ctx context.Context, name string) error
-
 	CheckpointService
+	ImageService
 
 	// Recover rolls interrupted verbs forward or back and frees what has no owner.
 	Recover(ctx context.Context) (Recovery, error)
@@ -68,6 +66,7 @@ type Service interface {
 type CreateRequest struct {
 	Spec       Spec     // ID and ImageDigest are filled in; Args is the command without the entrypoint
 	Entrypoint []string // nil: the image's
+	Pull       images.PullOptions
 }
 
 // Sandbox is the documented JSON of `agentbox inspect`; it only ever grows.
@@ -160,6 +159,9 @@ type RestoreOptions struct {
 	Undo       bool   // to the state that the last restore replaced
 	NoUndo     bool   // keep no undo checkpoint of the present state
 	Salvage    bool   // restore what is intact of a damaged checkpoint
+	// Pull says how to get the image of a sandbox that is made again, when it
+	// is not here.
+	Pull images.PullOptions
 }
 
 // TriggerUndo is the trigger of the checkpoints that Restore takes by itself.
@@ -201,15 +203,6 @@ type PathStat struct {
 	Size int64  `json:"size"`
 	Link string `json:"link,omitempty"`
 	Dir  bool   `json:"dir"`
-}
-
-// Image is the documented JSON of `agentbox image ls`.
-type Image struct {
-	Name    string    `json:"name"`
-	Digest  string    `json:"digest"`
-	Created time.Time `json:"created"`
-	Bytes   int64     `json:"bytes"`
-	Builtin bool      `json:"builtin"`
 }
 
 // Recovery reports what Recover did, one sentence per deed.

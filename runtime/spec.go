@@ -9,11 +9,12 @@ import (
 // Spec is what a sandbox was asked to be. It is stored with the sandbox and
 // with each of its checkpoints, so its JSON form only ever grows.
 type Spec struct {
-	ID          string            `json:"id"`           // 32 lower-case hex digits
-	Name        string            `json:"name"`         // unique on this root
-	Image       string            `json:"image"`        // as the user named it
-	ImageDigest string            `json:"image_digest"` // what it resolved to
-	Args        []string          `json:"args"`         // the command, entrypoint included
+	ID          string            `json:"id"`                     // 32 lower-case hex digits
+	Name        string            `json:"name"`                   // unique on this root
+	Image       string            `json:"image"`                  // as the user named it
+	ImageDigest string            `json:"image_digest"`           // what it resolved to
+	ImageSource string            `json:"image_source,omitempty"` // where that can be had again: REPOSITORY@DIGEST
+	Args        []string          `json:"args"`                   // the command, entrypoint included
 	Env         []string          `json:"env,omitempty"`
 	Workdir     string            `json:"workdir"`        // absolute, inside the sandbox
 	User        string            `json:"user,omitempty"` // name|uid[:group|gid], looked up inside the sandbox
@@ -25,6 +26,7 @@ type Spec struct {
 	AutoRemove  bool              `json:"auto_remove,omitempty"` // --rm
 	StopSignal  string            `json:"stop_signal,omitempty"` // default SIGTERM
 	Mounts      []Mount           `json:"mounts,omitempty"`
+	Volumes     []string          `json:"volumes,omitempty"` // directories that the image declares: made when missing, part of checkpoints; with docker an engine's volume each
 	Network     Network           `json:"network"`
 	Resources   Resources         `json:"resources"`
 	Labels      map[string]string `json:"labels,omitempty"`

@@ -13,7 +13,7 @@ import (
 // target finds the sandbox and the checkpoint to restore, and locks the
 // sandbox. One that was removed is made again in the course of the restore.
 func (e *Engine) target(ctx context.Context, ref string, opts RestoreOptions) (*restoration, error) {
-	r := &restoration{verify: opts.Verify, data: restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly, Salvage: opts.Salvage, NoUndo: opts.NoUndo}}
+	r := &restoration{verify: opts.Verify, pull: opts.Pull, data: restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly, Salvage: opts.Salvage, NoUndo: opts.NoUndo}}
 	var err error
 	if r.sb, err = e.acquire(ctx, ref, "restore", lockWait); errors.Is(err, ErrNotFound) {
 		return r, e.recreate(ctx, r, ref, opts.Checkpoint, opts.Undo, err)
@@ -148,7 +148,7 @@ func (e *Engine) again(ctx context.Context, r *restoration, missing error) (err 
 	if err != nil {
 		return err
 	}
-	img, err := host.Images.ResolveDigest(ctx, gone.ImageDigest)
+	img, err := imageOf(ctx, host.Images, gone.ImageDigest, r.spec, r.pull)
 	if err != nil {
 		return err
 	}

@@ -125,6 +125,9 @@ func (e *Engine) file(ctx context.Context, k *making, draft *store.Draft) error 
 // remember makes what a checkpoint has collected what is known. Without it the
 // next checkpoint reads more, and is none the worse.
 func (e *Engine) remember(k *making) {
+	if k.aside {
+		return // what is known stays known by the checkpoint it was made with
+	}
 	for i := range k.trees {
 		t := &k.trees[i]
 		path := e.store.MemoryPath(k.sb.ID, t.Number)

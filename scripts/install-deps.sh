@@ -8,8 +8,8 @@ usage() {
 		usage: install-deps.sh [--check] [--test] [--bench]
 
 		  --check   say what is missing and how to get it; change nothing (exit 1 if anything is missing)
-		  --test    also the engines that the tests run: Docker with compose, containerd, Podman
-		  --bench   also what the benchmarks compare with: the engines, crun and restic
+		  --test    also what the tests run: Docker with compose, containerd, Podman, a registry, skopeo and umoci
+		  --bench   also what the benchmarks compare with: all of that, crun and restic
 		  --help    this text
 	TEXT
 }
@@ -27,6 +27,8 @@ NEEDED=(
 )
 # The engines. Debian 13 has the client of Docker in a package of its own.
 ENGINES=(dockerd:docker.io docker:docker-cli containerd:containerd docker-compose:docker-compose podman:podman)
+# A registry, and judges of images.
+IMAGES=(docker-registry:docker-registry skopeo:skopeo umoci:umoci)
 BENCH=(crun:crun restic:restic)
 
 # To build CRIU, when the distribution's does not work here.
@@ -346,8 +348,8 @@ main() {
 	while (($#)); do
 		case $1 in
 		--check) mode=check ;;
-		--test) NEEDED+=("${ENGINES[@]}") ;;
-		--bench) NEEDED+=("${ENGINES[@]}" "${BENCH[@]}") ;;
+		--test) NEEDED+=("${ENGINES[@]}" "${IMAGES[@]}") ;;
+		--bench) NEEDED+=("${ENGINES[@]}" "${IMAGES[@]}" "${BENCH[@]}") ;;
 		--help | -h) usage && exit ;;
 		*) printf 'install-deps.sh: unknown option: %s\n' "$1" >&2 && usage >&2 && exit 2 ;;
 		esac

@@ -60,6 +60,7 @@ var scenesOf = map[string][]string{
 	"store.reclaim.":            {"prune"},
 	"portable.export.":          {"export"},
 	"portable.import.":          {"import"},
+	"commit.":                   {"commit"},
 	"image":                     {"image import", "image rm"},
 }
 
@@ -69,6 +70,7 @@ var elsewhere = map[string]string{
 	"apply.":                       "../runtime/dockerplugin/volume/dockerd_test.go",
 	"containerd.":                  "containerd/containerd_test.go",
 	"docker.":                      "docker/sandbox_test.go",
+	"images.pull.":                 "../images/pull_test.go",
 	"portable.import.after-mounts": "../runtime/portable/failpoint_test.go", // of archives by Podman
 	"registry.":                    "../runtime/registry/failpoint_test.go",
 	"store.reindex.":               "../runtime/store/rearrange_failpoint_test.go",
@@ -102,6 +104,7 @@ var scenes = []scene{
 	{name: "recreate", prepare: func(s *sweep) { s.ok("rm", "-f", "s") }, verb: words("restore s base"), check: (*sweep).checkBack},
 	{name: "rm", verb: words("rm -f s"), check: (*sweep).checkBack},
 	{name: "rm --checkpoints", verb: words("rm -f --checkpoints s"), check: (*sweep).checkBack},
+	{name: "commit", verb: words("commit s i"), check: (*sweep).checkUnmoved},
 	{name: "image import", prepare: imported, verb: func(s *sweep) []string { return []string{"image", "import", "i", s.dir} }, check: (*sweep).checkUnmoved},
 	{name: "image rm", prepare: func(s *sweep) { imported(s); s.ok("image", "import", "i", s.dir) }, verb: words("image rm i"), check: (*sweep).checkUnmoved},
 }

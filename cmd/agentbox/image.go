@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -15,16 +16,18 @@ import (
 
 func newImageCommand(a *app) *cobra.Command {
 	cmd := &cobra.Command{
-		Use:         "image COMMAND",
-		Aliases:     []string{"images"},
-		Short:       "Work with images",
-		Long:        "An image is the read-only files a sandbox starts from. The image busybox is built in: it is made from the host's static busybox.",
-		Example:     "  agentbox image ls",
-		Annotations: exits(exitUsage, exitNotFound, exitState, exitDenied),
+		Use:     "image COMMAND",
+		Aliases: []string{"images"},
+		Short:   "Work with images",
+		Long:    "An image is the read-only files a sandbox starts from. The image busybox is built in: it is made from the host's static busybox.",
+		Example: `  agentbox image pull debian:12
+  agentbox image ls`,
+		Annotations: exits(exitUsage, exitNotFound, exitState, exitCorrupt, exitDenied, exitUnsupported),
 		Args:        cobra.ArbitraryArgs,
 		RunE:        helpOrUnknown,
 	}
-	cmd.AddCommand(newImageImportCommand(a), newImageLsCommand(a), newImageRmCommand(a))
+	cmd.AddCommand(newImagePullCommand(a), newImagePushCommand(a), newImageImportCommand(a), newImageLsCommand(a), newImageInspectCommand(a), newImageHistoryCommand(a),
+		newImageTagCommand(a), newImageRmCommand(a), newImagePruneCommand(a), newImageVerifyCommand(a), newImageLoginCommand(a), newImageLogoutCommand(a))
 	return cmd
 }
 
@@ -94,7 +97,7 @@ func newImageLsCommand(a *app) *cobra.Command {
 		Use:         "ls [flags]",
 		Aliases:     []string{"list"},
 		Short:       "List images",
-		Long:        "Ls lists images. With --format json it prints an array of objects: name, digest, created, bytes, builtin.",
+		Long:        "Ls lists images. With --format json it prints an array of objects: name, digest (of its\nconfiguration), created, bytes (unpacked), builtin, platform, repo_digests, layers, size (as it was pulled).",
 		Example:     "  agentbox image ls --format json",
 		Annotations: exits(exitUsage, exitDenied),
 		Args:        args(0, 0),
@@ -122,6 +125,9 @@ func runImageLs(ctx context.Context, opts imageLsOptions, svc runtime.Service, o
 		if images == nil {
 			images = []runtime.Image{}
 		}
+		for i, im := range images {
+			images[i] = documentedImage(im)
+		}
 		return printJSON(out, images)
 	case opts.Quiet:
 		for _, im := range images {
@@ -133,15 +139,18 @@ func runImageLs(ctx context.Context, opts imageLsOptions, svc runtime.Service, o
 	}
 	t := newTable(out, "NAME", "DIGEST", "CREATED", "SIZE")
 	for _, im := range images {
-		digest := im.Digest
+		name, digest := im.Name, im.Digest
 		if !opts.NoTrunc {
 			digest = shortDigest(digest)
+			if repo, pin, ok := strings.Cut(name, "@"); ok {
+				name = repo + "@" + shortDigest(pin)
+			}
 		}
 		created := ago(now, im.Created)
 		if im.Builtin {
 			created = "built in"
 		}
-		t.row(im.Name, digest, created, sizeText(im.Bytes))
+		t.row(name, digest, created, sizeText(im.Bytes))
 	}
 	return t.flush()
 }
@@ -151,7 +160,7 @@ func newImageRmCommand(a *app) *cobra.Command {
 		Use:         "rm NAME...",
 		Aliases:     []string{"remove"},
 		Short:       "Remove images",
-		Long:        "Rm removes images that no sandbox and no checkpoint needs, and prints their names.",
+		Long:        "Rm removes the names of images, and prints them. An image goes with its last name, which stays while a\nsandbox or a checkpoint needs it.",
 		Example:     "  agentbox image rm debian",
 		Annotations: exits(exitUsage, exitNotFound, exitState, exitBusy, exitDenied),
 		Args:        args(1, -1),

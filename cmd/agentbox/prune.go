@@ -130,6 +130,12 @@ func confirmPrune(ctx context.Context, opts runtime.PruneOptions, svc runtime.Se
 		return false, err
 	}
 	fmt.Fprintf(stderr, "Remove %s? [y/N] ", countText(int64(len(plan.Removed)), "checkpoint"))
+	err = confirmed(ctx, stdin, stderr)
+	return err == nil, err
+}
+
+// confirmed waits for the answer to a question; anything but a yes is an error.
+func confirmed(ctx context.Context, stdin *os.File, stderr io.Writer) error {
 	answer := make(chan string, 1)
 	go func() {
 		s, _ := bufio.NewReader(stdin).ReadString('\n')
@@ -139,13 +145,13 @@ func confirmPrune(ctx context.Context, opts runtime.PruneOptions, svc runtime.Se
 	case s := <-answer:
 		switch strings.ToLower(strings.TrimSpace(s)) {
 		case "y", "yes":
-			return true, nil
+			return nil
 		}
-		return false, errors.New("nothing was removed")
+		return errors.New("nothing was removed")
 	case <-ctx.Done():
 		// A read of a terminal cannot be called off.
 		fmt.Fprintln(stderr)
-		return false, context.Cause(ctx)
+		return context.Cause(ctx)
 	}
 }
 

@@ -19,6 +19,7 @@ type restoreOptions struct {
 	DryRun    bool
 	Salvage   bool
 	Format    string
+	pull      pullPolicyOptions
 }
 
 func (o *restoreOptions) addFlags(fl *pflag.FlagSet) {
@@ -28,6 +29,7 @@ func (o *restoreOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVar(&o.NoUndo, "no-undo", false, "keep no undo checkpoint of the present state")
 	fl.BoolVar(&o.DryRun, "dry-run", false, "only show what would change")
 	fl.BoolVar(&o.Salvage, "salvage", false, "of a damaged checkpoint, restore what is intact and list the rest")
+	o.pull.addMissing(fl)
 	o.Format = "name"
 	fl.Var(choice(&o.Format, "name", formatJSON), "format", "print as `FORMAT`: name or json")
 }
@@ -40,7 +42,8 @@ func newRestoreCommand(a *app) *cobra.Command {
 		Long: `Restore makes a sandbox's files exactly those of a checkpoint, the newest ready one unless
 another is named, and lets its processes go on from there. Everything needed is checked
 before the sandbox is touched, and only what differs is. After a files-only checkpoint the command
-starts afresh if it ran then. A removed sandbox is made again from the checkpoint's spec.
+starts afresh if it ran then. A removed sandbox is made again from the checkpoint's spec; if its
+image is not here any more, that is pulled by its digest, unless --pull never is given.
 
 Before that the present state is kept as an undo checkpoint, unless --no-undo is given;
 --undo puts it back, and can itself be undone by another --undo.
@@ -67,7 +70,7 @@ warnings.`,
 		Args:              args(1, 2),
 		ValidArgsFunction: a.completeRestore,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			ro := runtime.RestoreOptions{FilesOnly: opts.FilesOnly, Verify: opts.Verify, Undo: opts.Undo, NoUndo: opts.NoUndo, Salvage: opts.Salvage}
+			ro := runtime.RestoreOptions{FilesOnly: opts.FilesOnly, Verify: opts.Verify, Undo: opts.Undo, NoUndo: opts.NoUndo, Salvage: opts.Salvage, Pull: opts.pull.options()}
 			if len(args) > 1 {
 				if args[1] == "" {
 					return usageErrorf("CHECKPOINT is empty; leave it out for the newest one")

@@ -153,7 +153,7 @@ Ctrl-C makes a verb stop and undo what it began; a second Ctrl-C ends it at once
 		newKillCommand(a), newPauseCommand(a), newUnpauseCommand(a), newWaitCommand(a), newRmCommand(a), newCpCommand(a))
 	add(groupUndo, newCheckpointCommand(a), newRestoreCommand(a), newForkCommand(a), newLogCommand(a), newDiffCommand(a), newApplyCommand(a),
 		newVerifyCommand(a), newPruneCommand(a), newDfCommand(a), newStoreCommand(a))
-	add(groupImage, newImageCommand(a))
+	add(groupImage, newImageCommand(a), newCommitCommand(a))
 	add(groupHost, newDoctorCommand(a), newSetupCommand(a), newRecoverCommand(a), newVersionCommand(a), newCompletionCommand(a))
 	add(groupHost, newDockerPluginCommand(a), newVolumeCommand(a))
 	cmd.AddCommand(newReapCommand(a), newMonitorCommand(), newAutoCommand(a), newManCommand())

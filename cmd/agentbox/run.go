@@ -31,7 +31,8 @@ func newRunCommand(a *app) *cobra.Command {
 		Use:   "run [flags] IMAGE [COMMAND] [ARG...]",
 		Short: "Make a sandbox and run a command in it",
 		Long: `Run makes a sandbox from IMAGE and starts COMMAND in it. In the foreground it ends with
-the command's own exit code.
+the command's own exit code. IMAGE is pulled when it is not here; it is a name or any
+other reference that 'agentbox image pull' takes.
 
 Without a terminal, signals such as Ctrl-C are passed on to the sandbox (--sig-proxy);
 the third of a kind ends agentbox and leaves the sandbox running. With -it the terminal
@@ -42,6 +43,7 @@ AGENTBOX_ATTEMPT in its environment.`,
 		Example: `  agentbox run --rm busybox echo hello
   agentbox run -it --name work -v ./project:/src -w /src debian bash
   agentbox run -d --name web -p 8080:80 --memory 512m busybox httpd -f
+  agentbox run --rm 'bootstrap:debian/bookworm?include=python3' python3 -c 'print(1)'
   agentbox run -it --checkpoint-every 5m --name work debian bash
   agentbox run -d --network none --read-only --tmpfs /tmp:size=64m busybox sleep 1000`,
 		Annotations:       passes(),
@@ -75,7 +77,7 @@ AGENTBOX_ATTEMPT in its environment.`,
 }
 
 func runDetached(ctx context.Context, req runtime.CreateRequest, svc runtime.Service, a *app) error {
-	sb, err := svc.Create(ctx, req)
+	sb, err := createShown(ctx, req, svc, a.stderr)
 	if err != nil {
 		return reword(err, "run", req.Spec.Name)
 	}
@@ -87,7 +89,7 @@ func runDetached(ctx context.Context, req runtime.CreateRequest, svc runtime.Ser
 }
 
 func runForeground(ctx context.Context, req runtime.CreateRequest, svc runtime.Service, sess *session) error {
-	sb, err := svc.Create(ctx, req)
+	sb, err := createShown(ctx, req, svc, sess.app.stderr)
 	if err != nil {
 		return reword(err, "run", req.Spec.Name)
 	}

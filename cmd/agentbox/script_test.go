@@ -6,7 +6,11 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
+	"log"
 	"net"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -17,6 +21,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-containerregistry/pkg/registry"
 	"github.com/rogpeppe/go-internal/testscript"
 )
 
@@ -66,10 +71,36 @@ func TestEngine(t *testing.T) {
 			}
 			env.Setenv("AGENTBOX_ROOT", root)
 			env.Setenv("PATH", bin+":"+env.Getenv("PATH"))
+			if err := registries(env); err != nil {
+				return err
+			}
 			env.Defer(func() { sweep(filepath.Join(bin, "agentbox"), root) })
 			return nil
 		},
 	})
+}
+
+// registries runs two: $REGISTRY, where names lie that have none, and $CLOSED,
+// for the user "me" with the password "secret".
+func registries(env *testscript.Env) error {
+	open := registry.New(registry.Logger(log.New(io.Discard, "", 0)))
+	closed := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if user, password, _ := r.BasicAuth(); user != "me" || password != "secret" {
+			w.Header().Set("WWW-Authenticate", `Basic realm="test"`)
+			http.Error(w, `{"errors":[{"code":"UNAUTHORIZED"}]}`, http.StatusUnauthorized)
+			return
+		}
+		open.ServeHTTP(w, r)
+	})
+	for name, handler := range map[string]http.Handler{"REGISTRY": open, "CLOSED": closed} {
+		s := httptest.NewServer(handler)
+		env.Defer(s.Close)
+		env.Setenv(name, s.Listener.Addr().String())
+	}
+	env.Setenv("DOCKER_CONFIG", filepath.Join(env.WorkDir, "docker"))
+	conf := filepath.Join(env.WorkDir, "registries.toml")
+	env.Setenv("AGENTBOX_REGISTRIES_CONF", conf)
+	return os.WriteFile(conf, fmt.Appendf(nil, "default = %q\n", env.Getenv("REGISTRY")), 0o600)
 }
 
 // sweep takes away what a failed script left.

@@ -11,6 +11,7 @@ import (
 	"strings"
 
 	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/containerd"
 	"github.com/agentbox/agentbox/runtime/docker"
@@ -59,6 +60,12 @@ func openOCI(p place) (runtime.Host, error) {
 	img, err := images.Open(p.root)
 	if err != nil {
 		return runtime.Host{}, err
+	}
+	// An error in that file is for those who use a registry.
+	if cfg, err := source.LoadConfig(""); err != nil {
+		slog.Warn("names of images without a registry are Docker Hub's", "err", err)
+	} else {
+		img.Default = cfg.Default
 	}
 	backend, err := oci.Open(oci.Options{Root: p.root, Run: p.run, Self: p.self})
 	return runtime.Host{Backend: backend, Images: withBuiltin{img}}, err

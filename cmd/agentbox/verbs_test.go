@@ -7,6 +7,7 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -15,7 +16,9 @@ import (
 	"context"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 
+	"github.com/agentbox/agentbox/images"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -91,7 +94,7 @@ func TestJSONKeys(t *testing.T) {
 		t.Error(ck)
 	}
 	im := one("image", "ls", "--format", "json")
-	if d := cmp.Diff([]string{"builtin", "bytes", "created", "digest", "name"}, keys(im)); d != "" {
+	if d := cmp.Diff([]string{"builtin", "bytes", "created", "digest", "layers", "name", "repo_digests"}, keys(im)); d != "" {
 		t.Error(d)
 	}
 	var re map[string]any
@@ -236,7 +239,7 @@ func TestCreateRequest(t *testing.T) {
 	f := newFake()
 	r := try(t, f, "", strings.Fields(`create -i -t --rm --name c -e A=1 -e FROM_CALLER -w /w -u 1:2 -v /a:/b:ro --tmpfs /t:size=1m
 		--label k=v -l x= -h host -m 512m --cpus 1.5 --pids-limit 10 --network bridge --network-group g -p 8080:80 --read-only --init
-		--entrypoint /e --stop-signal INT busybox sh -c true -x --name not-a-flag`)...)
+		--entrypoint /e --stop-signal INT --pull always --platform linux/arm64 --insecure busybox sh -c true -x --name not-a-flag`)...)
 	r.want(t, 0, fmt.Sprintf("%032x\n", 0xabc0))
 	want := runtime.CreateRequest{
 		Spec: runtime.Spec{
@@ -248,8 +251,11 @@ func TestCreateRequest(t *testing.T) {
 		},
 		Entrypoint: []string{"/e"},
 	}
-	if d := cmp.Diff(want, f.created[0]); d != "" {
+	if d := cmp.Diff(want, f.created[0], cmpopts.IgnoreFields(runtime.CreateRequest{}, "Pull")); d != "" {
 		t.Error(d)
+	}
+	if p := f.created[0].Pull; p.Policy != images.PullAlways || p.Source.Platform != "linux/arm64" || !p.Source.Insecure {
+		t.Errorf("%+v", p)
 	}
 	try(t, f, "", "create", "--entrypoint", "", "busybox", "x")
 	if e := f.created[1].Entrypoint; e == nil || len(e) != 0 {
@@ -430,11 +436,11 @@ func TestCheckpointLs(t *testing.T) {
 func TestRestore(t *testing.T) {
 	f := boxes()
 	try(t, f, "", "restore", "--verify", "--files-only", "run", "before").want(t, 0, "run\n")
-	if want := (runtime.RestoreOptions{Checkpoint: "before", FilesOnly: true, Verify: true}); f.reOpts != want {
+	if want := (runtime.RestoreOptions{Checkpoint: "before", FilesOnly: true, Verify: true, Pull: f.reOpts.Pull}); !reflect.DeepEqual(f.reOpts, want) {
 		t.Error(f.reOpts)
 	}
 	try(t, f, "", "restore", "run").want(t, 0, "run\n")
-	if want := (runtime.RestoreOptions{}); f.reOpts != want {
+	if want := (runtime.RestoreOptions{Pull: f.reOpts.Pull}); !reflect.DeepEqual(f.reOpts, want) {
 		t.Error(f.reOpts)
 	}
 	try(t, f, "", "restore", "run", "").want(t, exitUsage, "", "CHECKPOINT is empty")

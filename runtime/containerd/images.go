@@ -64,13 +64,12 @@ func shortName(name string) string {
 }
 
 // Resolve finds the image that a reference means: a name, or a digest or a
-// unique prefix of one. An image that is not there is pulled; the built-in
-// busybox is made.
+// unique prefix of one. The built-in busybox is made.
 func (m Images) Resolve(ctx context.Context, ref string) (images.Image, error) {
 	ctx = in(ctx, m.b.namespace)
 	img, err := m.find(ctx, ref)
 	if errors.Is(err, fault.ErrNotFound) {
-		img, err = m.obtain(ctx, ref, err)
+		img, err = m.makeBuiltin(ctx, ref, err)
 	}
 	if err != nil {
 		return images.Image{}, err
@@ -145,31 +144,16 @@ func (b *Backend) byDigest(ctx context.Context, digest string) (img cimages.Imag
 	return img, nil
 }
 
-// obtain gets an image that is not there: the built-in one, or from a registry.
-func (m Images) obtain(ctx context.Context, ref string, missing error) (cimages.Image, error) {
-	if shortName(ref) == "busybox" {
-		made, err := m.builtin(ctx)
-		if err != nil {
-			return cimages.Image{}, err
-		}
-		return m.b.byDigest(ctx, made)
-	}
-	name, err := fullName(ref)
-	if err != nil || digestRule.MatchString(ref) {
+// makeBuiltin makes the built-in image, if that is the one that is missing.
+func (m Images) makeBuiltin(ctx context.Context, ref string, missing error) (cimages.Image, error) {
+	if shortName(ref) != "busybox" {
 		return cimages.Image{}, missing
 	}
-	img, err := m.b.client.Pull(ctx, name, containerd.WithPullUnpack, containerd.WithPullSnapshotter(m.b.snapshotter))
+	made, err := m.builtin(ctx)
 	if err != nil {
-		if ctx.Err() != nil || isDown(plain(err)) {
-			return cimages.Image{}, plain(err)
-		}
-		remedy := fmt.Sprintf("Import one (agentbox --backend containerd image import %s TARBALL|DIR, or ctr -n %s images import FILE), or pull it where a registry can be reached.", ref, m.b.namespace)
-		if ns := m.elsewhere(ctx, name); ns != "" {
-			remedy = fmt.Sprintf("Namespace %s has it: ctr -n %s images export - %s | ctr -n %s images import -", ns, ns, name, m.b.namespace)
-		}
-		return cimages.Image{}, &fault.Error{Err: fmt.Errorf("%w, and it cannot be pulled: %w", missing, plain(err)), Hint: remedy}
+		return cimages.Image{}, err
 	}
-	return img.Metadata(), nil
+	return m.b.byDigest(ctx, made)
 }
 
 // elsewhere names another namespace that has an image.
@@ -213,6 +197,13 @@ func (m Images) describe(ctx context.Context, img cimages.Image) (images.Image, 
 			Workdir: spec.Config.WorkingDir, StopSignal: spec.Config.StopSignal, Labels: spec.Config.Labels,
 			Volumes: slices.Sorted(maps.Keys(spec.Config.Volumes)), ExposedPorts: slices.Sorted(maps.Keys(spec.Config.ExposedPorts)),
 		},
+	}
+	out.Platform = strings.TrimSuffix(spec.OS+"/"+spec.Architecture+"/"+spec.Variant, "/")
+	for _, d := range spec.RootFS.DiffIDs {
+		out.Layers = append(out.Layers, d.String())
+	}
+	if repo, err := reference.ParseDockerRef(img.Name); err == nil && out.Name != "" && !out.Builtin {
+		out.RepoDigests = []string{repo.Name() + "@" + out.Digest}
 	}
 	out.Bytes = m.size(ctx, i, spec)
 	return out, nil

@@ -128,28 +128,33 @@ func (m Images) put(ctx context.Context, made images.Image) (img cimages.Image, 
 	if err != nil {
 		return img, err
 	}
-	svc := m.b.client.ImageService()
 	img = cimages.Image{Name: name, Target: target}
 	if made.Builtin {
 		img.Labels = map[string]string{builtinLabel: "true"}
 	}
+	return m.publish(ctx, img)
+}
+
+// publish gives an image its name and unpacks it.
+func (m Images) publish(ctx context.Context, img cimages.Image) (cimages.Image, error) {
+	svc := m.b.client.ImageService()
 	// Whoever has pinned what the name meant before still finds it.
-	if old, err := svc.Get(ctx, name); err == nil && old.Target.Digest != target.Digest {
+	if old, err := svc.Get(ctx, img.Name); err == nil && old.Target.Digest != img.Target.Digest {
 		if err := m.b.pin(ctx, old.Target); err != nil {
 			return img, err
 		}
 	}
-	made2, err := svc.Create(ctx, img)
+	made, err := svc.Create(ctx, img)
 	if errors.Is(plain(err), fault.ErrExists) {
-		made2, err = svc.Update(ctx, img, "target", "labels")
+		made, err = svc.Update(ctx, img, "target", "labels")
 	}
 	if err != nil {
 		return img, plain(err)
 	}
-	if err := containerd.NewImage(m.b.client.Client, made2).Unpack(ctx, m.b.snapshotter); err != nil {
-		return img, fmt.Errorf("unpack %s: %w", shortName(name), plain(err))
+	if err := containerd.NewImage(m.b.client.Client, made).Unpack(ctx, m.b.snapshotter); err != nil {
+		return img, fmt.Errorf("unpack %s: %w", shortName(img.Name), plain(err))
 	}
-	return made2, nil
+	return made, nil
 }
 
 // layer writes a directory as a layer.

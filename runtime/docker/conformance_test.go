@@ -1,12 +1,22 @@
 package docker_test
 
 import (
+	"archive/tar"
+	"context"
 	"errors"
+	"io"
+	"log"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 
+	"github.com/google/go-containerregistry/pkg/registry"
+
+	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/build"
+	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/internal/enginetest"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
@@ -132,7 +142,73 @@ func TestImages(t *testing.T) {
 	if err := b.Images().Remove(ctx, "from-dir", nil); !errors.Is(err, runtime.ErrNotFound) {
 		t.Errorf("Remove of one that is gone: %v", err)
 	}
-	if _, err := b.Images().Resolve(ctx, "127.0.0.1:1/no/such:1"); !errors.Is(err, runtime.ErrNotFound) || len(fault.Hint(err)) == 0 {
-		t.Errorf("Resolve of what cannot be pulled: %v", err)
+	if _, err := b.Images().Pull(ctx, "127.0.0.1:1/no/such:1", images.PullOptions{}); !errors.Is(err, runtime.ErrNotFound) || len(fault.Hint(err)) == 0 {
+		t.Errorf("Pull of what cannot be pulled: %v", err)
+	}
+	if _, err := b.Images().Pull(ctx, "oci:/x", images.PullOptions{}); !errors.Is(err, runtime.ErrUnsupported) {
+		t.Errorf("Pull of a directory: %v", err)
+	}
+	travels(t, e, b.Images())
+}
+
+// travels has an image go to a registry and come back, with one layer more.
+func travels(t *testing.T, e *engine, i docker.Images) {
+	ctx := t.Context()
+	s := httptest.NewServer(registry.New(registry.Logger(log.New(io.Discard, "", 0))))
+	defer s.Close()
+	ref := s.Listener.Addr().String() + "/team/bt:1"
+	base, err := i.V1(ctx, e.digest)
+	if err != nil {
+		t.Fatal(err)
+	}
+	layer, err := build.Write(ctx, filepath.Join(t.TempDir(), "layer"), func(_ context.Context, w io.Writer) error {
+		tw := tar.NewWriter(w)
+		return errors.Join(tw.WriteHeader(&tar.Header{Name: "more", Mode: 0o600, Size: 5, Typeflag: tar.TypeReg}), second(tw.Write([]byte("more\n"))), tw.Close())
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	img, err := build.New(base, layer, build.Options{Changes: []string{`CMD ["cat", "/more", "/etc/base"]`}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	// By the daemon's own copy of the layer below, and by the whole of it.
+	added, err := i.Add(ctx, "added:1", img)
+	if err != nil || added.Name != "added:1" || len(added.Layers) != 2 {
+		t.Fatalf("Add: %+v, %v", added, err)
+	}
+	if out := e.Docker(t, "run", "--rm", "added:1"); out != "more\nbase" {
+		t.Errorf("the image says %q", out)
+	}
+	to, err := source.Parse("docker://"+ref, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := source.Write(ctx, to, img, source.Options{}); err != nil {
+		t.Fatal(err)
+	}
+	if err := i.Remove(ctx, "added:1", nil); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := i.Pull(ctx, ref, images.PullOptions{Policy: images.PullNever}); !errors.Is(err, runtime.ErrNotFound) {
+		t.Errorf("it was removed: %v", err)
+	}
+	stages := map[images.Stage]bool{}
+	got, err := i.Pull(ctx, ref, images.PullOptions{Progress: func(p images.Progress) { stages[p.Stage] = true }})
+	if err != nil || len(got.RepoDigests) != 1 || got.Digest != added.Digest || !stages[images.StageDone] {
+		t.Fatalf("Pull: %+v, %v, %v", got, stages, err)
+	}
+	if err := i.Tag(ctx, ref, "tagged:2"); err != nil {
+		t.Fatal(err)
+	}
+	d, err := i.Inspect(ctx, "tagged:2")
+	if err != nil || len(d.Names) != 2 || len(d.LayerList) != 2 || d.Config.Cmd[0] != "cat" || len(d.History) == 0 {
+		t.Errorf("Inspect: %+v, %v", d, err)
+	}
+	removed, freed, err := i.Prune(ctx, true, func(digest string) bool { return digest == e.digest })
+	if err != nil || len(removed) != 1 || removed[0].Digest != added.Digest || freed == 0 {
+		t.Errorf("Prune: %+v, %d, %v", removed, freed, err)
 	}
 }
+
+func second[T any](_ T, err error) error { return err }

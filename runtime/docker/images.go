@@ -16,6 +16,7 @@ import (
 	"github.com/docker/docker/pkg/jsonmessage"
 
 	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
 )
@@ -28,14 +29,11 @@ var _ runtime.Images = Images{}
 // Images returns the daemon's images.
 func (b *Backend) Images() Images { return Images{b} }
 
-// Resolve finds an image, and has the daemon pull one that it does not have.
+// Resolve finds an image that the daemon has.
 func (i Images) Resolve(ctx context.Context, ref string) (images.Image, error) {
-	got, err := i.b.api.ImageInspect(ctx, ref)
+	got, err := i.b.api.ImageInspect(ctx, strings.TrimPrefix(ref, "docker://"))
 	if cerrdefs.IsNotFound(err) {
-		if err := i.pull(ctx, ref); err != nil {
-			return images.Image{}, err
-		}
-		got, err = i.b.api.ImageInspect(ctx, ref)
+		return images.Image{}, hint(fmt.Errorf("image %s: %w: the Docker daemon does not have it", ref, fault.ErrNotFound), "Pull it: agentbox --backend docker image pull "+ref)
 	}
 	if err != nil {
 		return images.Image{}, i.b.explain(ctx, err)
@@ -59,35 +57,8 @@ func (i Images) ResolveDigest(ctx context.Context, digest string) (images.Image,
 	return describeImage(name, got), nil
 }
 
-func (i Images) pull(ctx context.Context, ref string) error {
-	failed := func(err error) error {
-		return hint(fmt.Errorf("image %s: %w: the Docker daemon does not have it and cannot pull it: %w", ref, fault.ErrNotFound, err),
-			fmt.Sprintf("Check the name, load it (docker load), or make it of a root filesystem: agentbox --backend docker image import %s ROOTFS.tar", ref))
-	}
-	i.b.log.Info("docker pulls the image", "image", ref)
-	name := ref
-	if !strings.Contains(ref[strings.LastIndex(ref, "/")+1:], ":") && !strings.Contains(ref, "@") {
-		name += ":latest" // else the daemon pulls every tag there is
-	}
-	r, err := i.b.api.ImagePull(ctx, name, image.PullOptions{})
-	if err != nil {
-		if e := i.b.explain(ctx, err); ctx.Err() != nil || errors.Is(e, fault.ErrUnsupported) {
-			return e
-		}
-		return failed(errors.New(strings.TrimPrefix(err.Error(), "Error response from daemon: ")))
-	}
-	defer r.Close()
-	if err := i.follow(ctx, r); err != nil {
-		if ctx.Err() != nil {
-			return ctx.Err()
-		}
-		return failed(err)
-	}
-	return nil
-}
-
 // follow reads what the daemon tells of its work, the failure included.
-func (i Images) follow(ctx context.Context, r io.Reader) error {
+func (i Images) follow(ctx context.Context, r io.Reader, progress func(images.Progress)) error {
 	for dec := json.NewDecoder(r); ; {
 		var m jsonmessage.JSONMessage
 		if err := dec.Decode(&m); errors.Is(err, io.EOF) {
@@ -99,11 +70,22 @@ func (i Images) follow(ctx context.Context, r io.Reader) error {
 			return m.Error
 		}
 		i.b.log.DebugContext(ctx, "docker: "+m.Status, "id", m.ID)
+		if progress != nil && m.ID != "" {
+			progress(layerProgress(m))
+		}
 	}
 }
 
 func describeImage(name string, got image.InspectResponse) images.Image {
-	img := images.Image{Name: familiar(name), Digest: got.ID, Bytes: got.Size, Config: imageConfig(got)}
+	img := images.Image{
+		Name: familiar(strings.TrimPrefix(name, "docker://")), Digest: got.ID, Bytes: got.Size, Config: imageConfig(got),
+		Platform: strings.TrimSuffix(got.Os+"/"+got.Architecture+"/"+got.Variant, "/"), Layers: got.RootFS.Layers,
+	}
+	for _, d := range got.RepoDigests {
+		if ref, err := source.Parse(d, ""); err == nil {
+			img.RepoDigests = append(img.RepoDigests, ref.String())
+		}
+	}
 	img.Created, _ = time.Parse(time.RFC3339Nano, got.Created)
 	if !got.Metadata.LastTagTime.IsZero() {
 		img.Created = got.Metadata.LastTagTime
@@ -126,6 +108,9 @@ func imageConfig(got image.InspectResponse) images.Config {
 	}
 	for p := range c.ExposedPorts {
 		out.ExposedPorts = append(out.ExposedPorts, p)
+	}
+	if h := c.Healthcheck; h != nil {
+		out.Healthcheck = &images.Healthcheck{Test: h.Test, Interval: h.Interval, Timeout: h.Timeout, StartPeriod: h.StartPeriod, Retries: h.Retries}
 	}
 	return out
 }
@@ -232,7 +217,7 @@ func (i Images) ImportFrom(ctx context.Context, name string, r io.Reader) (image
 		return images.Image{}, i.b.explain(ctx, err)
 	}
 	defer out.Close()
-	if err := i.follow(ctx, out); err != nil {
+	if err := i.follow(ctx, out, nil); err != nil {
 		return images.Image{}, fmt.Errorf("import %s: %w: %w", name, fault.ErrInvalid, err)
 	}
 	got, err := i.b.api.ImageInspect(ctx, name)

@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
@@ -117,6 +118,48 @@ func TestMountOverLink(t *testing.T) {
 	entries, err := os.ReadDir(outside)
 	if err != nil || len(entries) > 0 || exit != 0 {
 		t.Errorf("%v, %v, exit %d", entries, err, exit)
+	}
+}
+
+// What an image says of directories stays in the sandbox.
+func TestImageDirectories(t *testing.T) {
+	x := newBox(t)
+	outside := t.TempDir()
+	for link, to := range map[string]string{"out": outside, "fd": "/proc/self/fd", "round": "round", "inside": "/tmp/../etc/.."} {
+		must(t, os.Symlink(to, filepath.Join(x.lower, link)))
+	}
+	old := unix.Umask(0o077)
+	defer unix.Umask(old)
+	out, errs, exit := x.run(with(sh("stat -c '%n %a %u' /data /data/deep /rel /up /made /tmp; pwd"), func(s *runtime.Spec) {
+		s.Volumes = []string{"/data/deep", "rel", "../../../up", "/inside/made", "/tmp", "/"}
+		s.Workdir = "/inside/tmp"
+	}), "")
+	if want := "/data 755 0\n/data/deep 755 0\n/rel 755 0\n/up 755 0\n/made 755 0\n/tmp 777 0\n/inside/tmp\n"; out != want && out != strings.Replace(want, "/inside", "", 1) || exit != 0 {
+		t.Errorf("%q, %q, exit %d", out, errs, exit)
+	}
+	for name, change := range map[string]func(*runtime.Spec){
+		"a volume over a file":          func(s *runtime.Spec) { s.Volumes = []string{"/etc/passwd"} },
+		"a volume through a link":       func(s *runtime.Spec) { s.Volumes = []string{"/out/x"} },
+		"a volume in a circle":          func(s *runtime.Spec) { s.Volumes = []string{"/round/x"} },
+		"descriptors":                   func(s *runtime.Spec) { s.Workdir = "/proc/self/fd/7" },
+		"descriptors of the first":      func(s *runtime.Spec) { s.Workdir = "/etc/../proc//1/cwd" },
+		"descriptors by a link":         func(s *runtime.Spec) { s.Workdir = "/inside/fd/7/../8" },
+		"descriptors by /dev":           func(s *runtime.Spec) { s.Workdir = "/dev/fd/7" },
+		"a working directory in circle": func(s *runtime.Spec) { s.Workdir = "/round/x" },
+		"a long working directory":      func(s *runtime.Spec) { s.Workdir = strings.Repeat("/x", 4096) },
+	} {
+		id := x.create(with(spec("true"), change))
+		if _, err := x.Start(t.Context(), id, runtime.StartOptions{}); !errors.Is(err, fault.ErrInvalid) {
+			t.Errorf("%s: %v", name, err)
+		}
+		must(t, x.Remove(t.Context(), id))
+	}
+	if list, err := os.ReadDir(outside); err != nil || len(list) > 0 {
+		t.Errorf("%v, %v", list, err)
+	}
+	id := x.up(spec("sleep", "1000"))
+	if _, err := x.Exec(t.Context(), id, runtime.Process{Args: []string{"true"}, Workdir: "/fd/7"}, runtime.Streams{}); !errors.Is(err, fault.ErrInvalid) {
+		t.Errorf("exec: %v", err)
 	}
 }
 

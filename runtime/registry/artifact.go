@@ -5,7 +5,6 @@ import (
 	"encoding/binary"
 	"encoding/json"
 	"fmt"
-	"io"
 	"slices"
 	"strings"
 
@@ -225,21 +224,4 @@ func parseUses(b []byte, packs []packRef) ([]bitmap, error) {
 		}
 	}
 	return maps, nil
-}
-
-func describe(media types.MediaType, data []byte) v1.Descriptor {
-	h, n, _ := v1.SHA256(bytes.NewReader(data)) // a reader of memory does not fail
-	return v1.Descriptor{MediaType: media, Size: n, Digest: h}
-}
-
-// readExactly returns the n bytes that r has; more or fewer are ErrCorrupt.
-func readExactly(r io.Reader, n int64) ([]byte, error) {
-	b, err := io.ReadAll(io.LimitReader(r, n+1))
-	if err == nil && int64(len(b)) != n {
-		err = errEarly
-		if int64(len(b)) > n {
-			err = fmt.Errorf("more than %d bytes: %w", n, fault.ErrCorrupt)
-		}
-	}
-	return b, err
 }

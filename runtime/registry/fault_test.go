@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/remote"
 )
 
 // cut sends the first n bytes of data in answer to r, which may ask for a
@@ -313,7 +314,7 @@ func TestRetries(t *testing.T) {
 }
 
 func TestGivesUp(t *testing.T) {
-	for status, want := range map[int]error{429: fault.ErrBusy, 500: nil, 401: fault.ErrDenied, 403: fault.ErrDenied, 404: fault.ErrNotFound, 418: nil} {
+	for status, want := range map[int]error{429: fault.ErrBusy, 500: fault.ErrBusy, 401: fault.ErrDenied, 403: fault.ErrDenied, 404: fault.ErrNotFound, 418: nil} {
 		s, o := serve(t), fast(t)
 		src, d, _ := onePack(t, s, o)
 		fired := s.breaks(func(w http.ResponseWriter, r *http.Request) bool {
@@ -330,7 +331,7 @@ func TestGivesUp(t *testing.T) {
 		}
 		wantTries := 1
 		if status == 429 || status == 500 {
-			wantTries = tries
+			wantTries = remote.Tries
 		}
 		if fired() != wantTries {
 			t.Errorf("pull, %d: %d tries", status, fired())

@@ -16,6 +16,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/types"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/remote"
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
@@ -26,7 +27,7 @@ type crafted struct {
 }
 
 func (c *crafted) put(media types.MediaType, data []byte) v1.Descriptor {
-	d := describe(media, data)
+	d := remote.Describe(media, data)
 	c.blobs[d.Digest.String()] = data
 	return d
 }
@@ -199,7 +200,7 @@ func TestPullByDigest(t *testing.T) {
 	s, o := serve(t), fast(t)
 	a := craft(t, sample(1, 3, 100))
 	s.breaks(a.answer)
-	good := s.host + "/web@" + describe("", a.raw()).Digest.String()
+	good := s.host + "/web@" + remote.Describe("", a.raw()).Digest.String()
 	if _, err := Pull(t.Context(), good, newMemory().begin, o); err != nil {
 		t.Errorf("%v", err)
 	}

@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"hash"
 	"io"
-	"net/http"
 	"os"
 	"path/filepath"
 
@@ -55,17 +54,17 @@ func Pull(ctx context.Context, ref string, begin func(ctx context.Context, manif
 	if err != nil {
 		return Pulled{}, err
 	}
-	defer c.close()
+	defer c.Close()
 	a, err := c.artifact(ctx, r)
 	if err != nil {
 		return Pulled{}, err
 	}
 	p := &pull{c: c, dir: opts.Scratch}
-	p.out.Reference = c.repo.Digest(a.digest.String()).Name()
-	if p.out.Manifest, err = c.small(ctx, a.m.Config); err != nil {
+	p.out.Reference = c.Repo.Digest(a.digest.String()).Name()
+	if p.out.Manifest, err = c.Small(ctx, a.m.Config); err != nil {
 		return Pulled{}, err
 	}
-	data, err := c.small(ctx, a.uses)
+	data, err := c.Small(ctx, a.uses)
 	if err != nil {
 		return Pulled{}, err
 	}
@@ -212,80 +211,34 @@ func (p *pull) fetch(ctx context.Context, d v1.Descriptor) (_ *os.File, err erro
 		return nil, err
 	}
 	again := part.n > 0 // what lies there may not be the beginning of it
-	for failures := 0; ; {
-		had := part.n
-		if part.n < d.Size {
-			if err = context.Cause(ctx); err != nil {
-				return nil, err
-			}
-			err = p.c.watched(ctx, func(ctx context.Context, alive func()) error { return p.request(ctx, d, part, alive) })
-		}
-		if err == nil {
-			if part.digest() == d.Digest.Hex {
-				return f, nil
-			}
-			err = fmt.Errorf("%w: its bytes are those of sha256:%s", fault.ErrCorrupt, part.digest())
-			if e := part.reset(); e != nil {
-				return nil, e
-			}
-			if !again {
-				return nil, errors.Join(err, os.Remove(f.Name()))
-			}
-			again = false
-			continue
-		}
-		if part.n-had >= worthwhile {
-			failures = 0
-		}
-		if failures++; failures == tries || !passing(err) {
+	for {
+		if err := p.complete(ctx, d, part); err != nil {
 			if errors.Is(err, unix.ENOSPC) { // whoever has no room needs this, too
 				err = errors.Join(err, os.Remove(f.Name()))
 			}
-			return nil, p.c.explain(err)
-		}
-		if err := p.c.sleep(ctx, failures); err != nil {
 			return nil, err
 		}
-		err = nil
+		if part.digest() == d.Digest.Hex {
+			return f, nil
+		}
+		err := fmt.Errorf("%w: its bytes are those of sha256:%s", fault.ErrCorrupt, part.digest())
+		if e := part.reset(); e != nil {
+			return nil, e
+		}
+		if !again {
+			return nil, errors.Join(err, os.Remove(f.Name()))
+		}
+		again = false
 	}
 }
 
-// request asks once for what is lacking.
-func (p *pull) request(ctx context.Context, d v1.Descriptor, part *part, alive func()) error {
-	header := rawBytes()
-	if part.n > 0 {
-		header["Range"] = fmt.Sprintf("bytes=%d-%d", part.n, d.Size-1)
-	}
-	resp, err := p.c.do(ctx, http.MethodGet, "blobs/"+d.Digest.String(), header, http.StatusOK, http.StatusPartialContent, http.StatusRequestedRangeNotSatisfiable)
-	if err != nil {
-		return err
-	}
-	defer resp.Body.Close()
-	switch resp.StatusCode {
-	case http.StatusRequestedRangeNotSatisfiable:
-		if part.n == 0 {
-			return fmt.Errorf("%w: the registry does not have %d bytes of it", fault.ErrCorrupt, d.Size)
-		}
-		if err := part.reset(); err != nil {
-			return err
-		}
-		return errEarly // from the beginning, with the next try
-	case http.StatusPartialContent:
-		var from, to, size int64
-		if _, err := fmt.Sscanf(resp.Header.Get("Content-Range"), "bytes %d-%d/%d", &from, &to, &size); err != nil || from != part.n || to != d.Size-1 || size != d.Size || part.n == 0 {
-			return fmt.Errorf("%w: the registry sends %.80q in place of the bytes from %d on", fault.ErrCorrupt, resp.Header.Get("Content-Range"), part.n)
-		}
-	default: // it sends all, whatever was asked for
-		if err := part.reset(); err != nil {
-			return err
-		}
-	}
-	if n := resp.ContentLength; n >= 0 && n != d.Size-part.n {
-		return fmt.Errorf("%w: the registry sends %d bytes in place of %d", fault.ErrCorrupt, n, d.Size-part.n)
-	}
+// complete brings what is lacking.
+func (p *pull) complete(ctx context.Context, d v1.Descriptor, part *part) error {
+	r := p.c.Blob(ctx, d, part.n)
+	defer r.Close()
 	buf := make([]byte, 256<<10)
-	for part.n < d.Size {
-		n, err := tick{resp.Body, alive}.Read(buf[:min(int64(len(buf)), d.Size-part.n)])
+	for {
+		n, err := r.Read(buf)
 		if n > 0 {
 			if err := part.add(buf[:n]); err != nil {
 				return err
@@ -293,15 +246,13 @@ func (p *pull) request(ctx context.Context, d v1.Descriptor, part *part, alive f
 			p.out.Bytes += int64(n)
 			p.progress(part.n)
 		}
-		switch {
-		case part.n == d.Size:
-		case err == io.EOF:
-			return errEarly
-		case err != nil:
+		if err == io.EOF {
+			return nil
+		}
+		if err != nil {
 			return err
 		}
 	}
-	return nil
 }
 
 // part is a pack that is partly here.

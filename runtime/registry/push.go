@@ -21,6 +21,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/remote"
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
@@ -94,7 +95,7 @@ func Push(ctx context.Context, ref string, cp Checkpoint, about About, opts Opti
 	if err != nil {
 		return Pushed{}, err
 	}
-	defer c.close()
+	defer c.Close()
 	p := &push{c: c, cp: cp, about: about, need: map[pack.ID]need{}}
 	if err := p.run(ctx, tags); err != nil {
 		return Pushed{}, err
@@ -126,7 +127,7 @@ func (p *push) run(ctx context.Context, tags []name.Reference) error {
 	if err := p.list(ctx); err != nil {
 		return err
 	}
-	config := describe(ManifestType, p.about.Manifest)
+	config := remote.Describe(ManifestType, p.about.Manifest)
 	subject, err := p.c.subject(ctx, p.about.Image)
 	if err != nil {
 		return err
@@ -152,7 +153,7 @@ func (p *push) run(ctx context.Context, tags []name.Reference) error {
 		return err
 	}
 	data := encodeUses(p.uses)
-	uses := describe(UsesType, data)
+	uses := remote.Describe(UsesType, data)
 	for _, b := range []struct {
 		desc v1.Descriptor
 		data []byte
@@ -168,7 +169,7 @@ func (p *push) run(ctx context.Context, tags []name.Reference) error {
 	if _, err := parseArtifact(raw); err != nil {
 		return fmt.Errorf("what would be pushed could not be pulled: %w", err)
 	}
-	return p.tag(ctx, raw, describe(types.OCIManifestSchema1, raw).Digest, tags)
+	return p.tag(ctx, raw, remote.Describe(types.OCIManifestSchema1, raw).Digest, tags)
 }
 
 // list asks what the checkpoint needs.
@@ -216,7 +217,7 @@ func (p *push) look(ctx context.Context, tags []name.Reference) (found []*artifa
 		}
 	}
 	for _, id := range p.about.Ancestors[:min(len(p.about.Ancestors), maxAncestors)] {
-		if ok, err := try(p.c.repo.Tag(Tag(id))); err != nil || ok {
+		if ok, err := try(p.c.Repo.Tag(Tag(id))); err != nil || ok {
 			return found, err
 		}
 	}
@@ -271,7 +272,7 @@ func (p *push) reuse(ctx context.Context, found []*artifact) error {
 			continue
 		}
 		// A registry that collects garbage may have lost what a manifest names.
-		there, err := p.c.exists(ctx, cand.ref.pack)
+		there, err := p.c.Exists(ctx, cand.ref.pack)
 		if err != nil {
 			return err
 		}
@@ -331,7 +332,7 @@ func (p *push) fresh(ctx context.Context) error {
 			return err
 		}
 		data := encodeIndex(b.entries)
-		index := describe(IndexType, data)
+		index := remote.Describe(IndexType, data)
 		if err := p.upload(ctx, index, inMemory(data), nil); err != nil {
 			return err
 		}
@@ -365,9 +366,9 @@ func (p *push) upload(ctx context.Context, d v1.Descriptor, open func() (io.Read
 			sent(n)
 		}
 	}}
-	err := p.c.retry(ctx, func() error { return p.c.pusher.Upload(ctx, p.c.repo, b) })
+	err := p.c.Retry(ctx, func() error { return p.c.Pusher.Upload(ctx, p.c.Repo, b) })
 	if err != nil {
-		return p.c.explain(fmt.Errorf("push %s: %w", d.Digest, err))
+		return p.c.Explain(fmt.Errorf("push %s: %w", d.Digest, err))
 	}
 	if read {
 		p.out.Bytes += d.Size
@@ -382,7 +383,7 @@ func (p *push) upload(ctx context.Context, d v1.Descriptor, open func() (io.Read
 func (p *push) whole(ctx context.Context, a *artifact) (bool, error) {
 	skipped := a.m.Config.Size + a.uses.Size
 	blobs := []v1.Descriptor{a.m.Config, a.uses}
-	data, err := p.c.small(ctx, a.uses)
+	data, err := p.c.Small(ctx, a.uses)
 	if errors.Is(err, fault.ErrCorrupt) || errors.Is(err, fault.ErrNotFound) {
 		return false, nil
 	} else if err != nil {
@@ -412,7 +413,7 @@ func (p *push) whole(ctx context.Context, a *artifact) (bool, error) {
 		return false, nil
 	}
 	for _, d := range blobs {
-		if there, err := p.c.exists(ctx, d); err != nil || !there {
+		if there, err := p.c.Exists(ctx, d); err != nil || !there {
 			return false, err
 		}
 	}
@@ -435,11 +436,11 @@ func (p *push) tag(ctx context.Context, raw []byte, digest v1.Hash, tags []name.
 		if err := failpoint.Hit("registry.push.before-tag"); err != nil {
 			return err
 		}
-		if err := p.c.retry(ctx, func() error { return p.c.pusher.Put(ctx, t, rawManifest(raw)) }); err != nil {
-			return p.c.explain(fmt.Errorf("push %s: %w", t, err))
+		if err := p.c.Retry(ctx, func() error { return p.c.Pusher.Put(ctx, t, rawManifest(raw)) }); err != nil {
+			return p.c.Explain(fmt.Errorf("push %s: %w", t, err))
 		}
 	}
-	p.out.Reference = p.c.repo.Digest(digest.String()).Name()
+	p.out.Reference = p.c.Repo.Digest(digest.String()).Name()
 	return nil
 }
 
@@ -450,7 +451,7 @@ func (m rawManifest) MediaType() (types.MediaType, error) { return types.OCIMani
 
 // index reads and proves the index of a pack.
 func (c *client) index(ctx context.Context, ref packRef) ([]entry, error) {
-	data, err := c.small(ctx, ref.index)
+	data, err := c.Small(ctx, ref.index)
 	if err != nil {
 		return nil, err
 	}

@@ -33,6 +33,7 @@ func TestContainerd(t *testing.T) {
 		{"looked at while it starts", lookedAt},
 		{"exec sessions", execSessions},
 		{"the daemon is down", daemonDown},
+		{"committed", committed},
 		{"adopted", adopted},
 		{"adopted with a log file", adoptedLog},
 		{"adopted from plain runc", plainRunc},
@@ -185,7 +186,7 @@ func images(b *box) {
 	}
 	b.ok("run", "-d", "--name", "pinned", "img:v1", "sh", "-c", counting)
 	b.ok("checkpoint", "pinned")
-	b.fails("sandbox pinned needs it", "image", "rm", "img:v1")
+	b.fails("sandbox pinned, checkpoint", "image", "rm", "img:v1")
 	if err := os.WriteFile(filepath.Join(b.root, "more"), []byte("more"), 0o600); err != nil {
 		b.Fatal(err)
 	}

@@ -42,6 +42,7 @@ func TestDocker(t *testing.T) {
 		{"compose labels", composeLabels},
 		{"names", names},
 		{"sandboxes of its own", ownSandboxes},
+		{"commits", commits},
 		{"networks", networks},
 		{"reaped", reaped},
 		{"started by the docker client in the course of a restore", foreignStart},

@@ -16,6 +16,7 @@ type CloneOptions struct {
 	// number as in stat, and attribute names.
 	Check    func(path string, st *unix.Stat_t, xattrs []string) error
 	MinFree  int64 // bytes of the target's file system that stay free
+	Archived bool  // leave out what no archive can hold: sockets
 	Progress func(Report)
 }
 
@@ -137,6 +138,9 @@ func (c *cloner) entry(from, to *os.File, base, path string) error {
 	st, err := fstat(h)
 	if err != nil {
 		return wrap("copy", path, err)
+	}
+	if c.opts.Archived && st.Mode&unix.S_IFMT == unix.S_IFSOCK {
+		return nil
 	}
 	list, err := c.look(h, path, &st)
 	if err != nil {

@@ -7,8 +7,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"math"
 	"os"
+	"slices"
 	"sort"
 	"strings"
 
@@ -25,6 +27,9 @@ const (
 	maxEntries  = 10_000_000
 	maxSparse   = 1 << 40  // bytes of one sparse file: holes cost the archive nothing, and us time
 	maxTrailing = 64 << 20 // bytes after the end-of-archive marker; tar pads to a record
+	maxMemory   = 32 << 20 // bytes of attributes and overlong names of directories: they are kept, and walked twice
+	usualPath   = 256
+	maxStack    = 256 // directories held open at a time
 )
 
 // ExtractOptions modify Extract. The zero value is for an archive that nobody
@@ -44,10 +49,18 @@ type ExtractOptions struct {
 	// Xattr chooses the attributes to set. Those it does not want are
 	// reported as skipped, an error refuses the archive. Nil: none, silently.
 	Xattr func(name string) (bool, error)
+	// Layer says that the archive is an image's layer and the directory, a
+	// fresh one, becomes a lower directory of overlayfs: ".wh.NAME" makes a
+	// whiteout and ".wh..wh..opq" an opaque directory.
+	Layer bool
+	// Frame is told what is needed to make the very same archive again of the
+	// files that were unpacked. It needs Fresh.
+	Frame Frame
 	// Check may refuse an entry.
 	Check func(*tar.Header) error
 
 	MaxEntries int64 // default 10 million
+	MaxBytes   int64 // of file contents; default: any
 	MinFree    int64 // bytes of the file system that stay free
 	// Progress is called after each entry and now and then inside of long ones.
 	Progress func(Report)
@@ -67,16 +80,19 @@ func Extract(ctx context.Context, top *os.File, r io.Reader, opts ExtractOptions
 	defer x.closeParent()
 	if opts.Fresh {
 		x.dirs = append(x.dirs, pending{"", meta{}}) // if the archive has an entry for it, that comes later
+		x.implicit = map[string]bool{"": true}
 	} else {
 		x.made = map[string]bool{}
 	}
-	err := x.all(r)
+	in := &counter{r: r, frame: opts.Frame}
+	err := x.all(in)
 	if err == nil {
 		// The tree is whole; an error of the stream's end comes after.
 		if err = x.finishDirs(); err == nil {
-			err = drain(r)
+			err = drain(in)
 		}
 	}
+	x.report.Implicit = slices.Sorted(maps.Keys(x.implicit))
 	return x.report, err
 }
 
@@ -89,10 +105,19 @@ type extractor struct {
 
 	parentPath string // of the cached parent
 	parent     *os.File
+	stack      []level // if Fresh: the upper directories on the way to it
 
-	dirs  []pending       // what the content of a directory would change is set at the end
-	made  map[string]bool // unless Fresh: what this archive has made and may link to
-	space int64           // bytes that may still be written before the disk is asked again
+	dirs     []pending       // what the content of a directory would change is set at the end
+	memory   int64           // bytes that dirs takes
+	implicit map[string]bool // if Fresh: directories that have no entry of their own so far
+	made     map[string]bool // unless Fresh: what this archive has made and may link to
+	space    int64           // bytes that may still be written before the disk is asked again
+	in       *counter
+}
+
+type level struct {
+	name string
+	dir  *os.File
 }
 
 type pending struct {
@@ -100,20 +125,8 @@ type pending struct {
 	meta meta
 }
 
-// counter counts what is read, and hides all other methods of the reader.
-type counter struct {
-	r io.Reader
-	n int64
-}
-
-func (c *counter) Read(p []byte) (int, error) {
-	n, err := c.r.Read(p)
-	c.n += int64(n)
-	return n, err
-}
-
-func (x *extractor) all(r io.Reader) error {
-	in := &counter{r: r}
+func (x *extractor) all(in *counter) error {
+	x.in = in
 	tr := tar.NewReader(in)
 	for first := true; ; first = false {
 		if err := x.ctx.Err(); err != nil {
@@ -131,6 +144,9 @@ func (x *extractor) all(r io.Reader) error {
 				return fmt.Errorf("%w: the archive is cut short: its end marker is missing", fault.ErrInvalid)
 			}
 			return nil
+		}
+		if in.err != nil {
+			return in.err
 		}
 		if err != nil {
 			return badTar(err, first)
@@ -228,6 +244,11 @@ func (x *extractor) entry(hdr *tar.Header, r io.Reader) error {
 		}
 		return x.topDir(m)
 	}
+	if x.opts.Layer {
+		if done, err := x.mark(parts); done || err != nil {
+			return wrap("unpack", hdr.Name, err)
+		}
+	}
 	base, path := parts[len(parts)-1], strings.Join(parts, "/")
 	dir, err := x.openParent(parts[:len(parts)-1])
 	if err != nil {
@@ -237,13 +258,13 @@ func (x *extractor) entry(hdr *tar.Header, r io.Reader) error {
 	case tar.TypeDir:
 		err = x.mkdir(dir, base, path, m)
 	case tar.TypeReg, tar.TypeCont, tar.TypeGNUSparse:
-		err = x.file(dir, base, hdr, r, m)
+		err = x.file(dir, base, path, hdr, r, m)
 	case tar.TypeLink:
 		err = x.link(dir, base, path, hdr.Linkname)
 	case tar.TypeSymlink:
-		err = x.symlink(dir, base, hdr.Linkname, m)
+		err = x.symlink(dir, base, path, hdr.Linkname, m)
 	case tar.TypeFifo:
-		err = x.node(dir, base, unix.S_IFIFO, 0, m)
+		err = x.node(dir, base, path, unix.S_IFIFO, 0, m)
 	case tar.TypeChar, tar.TypeBlock:
 		if !x.opts.Privileged {
 			x.report.skip(hdr.Name, "a device is not copied here")
@@ -256,7 +277,7 @@ func (x *extractor) entry(hdr *tar.Header, r io.Reader) error {
 		if hdr.Devmajor < 0 || hdr.Devmajor > math.MaxUint32 || hdr.Devminor < 0 || hdr.Devminor > math.MaxUint32 {
 			return fmt.Errorf("%w: %q is a device with an impossible number", fault.ErrInvalid, hdr.Name)
 		}
-		err = x.node(dir, base, kind, unix.Mkdev(uint32(hdr.Devmajor), uint32(hdr.Devminor)), m)
+		err = x.node(dir, base, path, kind, unix.Mkdev(uint32(hdr.Devmajor), uint32(hdr.Devminor)), m)
 	default:
 		err = fmt.Errorf("%w: the archive holds an entry of the unknown type %q", fault.ErrInvalid, hdr.Typeflag)
 	}
@@ -280,20 +301,15 @@ func (x *extractor) meta(hdr *tar.Header) (meta, error) {
 	}
 	m.mtime = unix.Timespec{Sec: hdr.ModTime.Unix(), Nsec: int64(hdr.ModTime.Nanosecond())}
 	for key, value := range hdr.PAXRecords {
-		name, ok := strings.CutPrefix(key, paxXattr)
+		name, ok, err := xattrOf(key)
+		if err != nil {
+			return m, err
+		}
 		if !ok {
-			enc, ok := strings.CutPrefix(key, paxXattr64)
-			if !ok {
-				if strings.HasPrefix(key, "SCHILY.acl.") && x.opts.Xattr != nil && !plainACL(value) {
-					x.report.skip(hdr.Name, "its access control list is written in text; make the archive with --xattrs instead of --acls")
-				}
-				continue
+			if strings.HasPrefix(key, "SCHILY.acl.") && x.opts.Xattr != nil && !plainACL(value) {
+				x.report.skip(hdr.Name, "its access control list is written in text; make the archive with --xattrs instead of --acls")
 			}
-			b, err := base64.RawURLEncoding.DecodeString(enc)
-			if err != nil {
-				return m, fmt.Errorf("%w: a damaged attribute name", fault.ErrInvalid)
-			}
-			name = string(b)
+			continue
 		}
 		if x.opts.Xattr == nil || HostXattr(name) {
 			continue
@@ -312,6 +328,38 @@ func (x *extractor) meta(hdr *tar.Header) (meta, error) {
 	return m, nil
 }
 
+// xattrOf returns the attribute that a PAX record is, if it is one.
+func xattrOf(key string) (name string, ok bool, err error) {
+	if name, ok = strings.CutPrefix(key, paxXattr); ok {
+		return name, true, nil
+	}
+	enc, ok := strings.CutPrefix(key, paxXattr64)
+	if !ok {
+		return "", false, nil
+	}
+	b, err := base64.RawURLEncoding.DecodeString(enc)
+	if err != nil {
+		return "", false, fmt.Errorf("%w: a damaged attribute name", fault.ErrInvalid)
+	}
+	return string(b), true, nil
+}
+
+// Xattrs returns the attributes that an entry has in an archive, but those of the
+// host.
+func Xattrs(hdr *tar.Header) (map[string]string, error) {
+	all := map[string]string{}
+	for key, value := range hdr.PAXRecords {
+		name, ok, err := xattrOf(key)
+		if err != nil {
+			return nil, err
+		}
+		if ok && !HostXattr(name) {
+			all[name] = value
+		}
+	}
+	return all, nil
+}
+
 // plainACL says that a list repeats nothing but the mode bits.
 func plainACL(text string) bool {
 	for line := range strings.FieldsFuncSeq(text, func(r rune) bool { return r == ',' || r == '\n' }) {
@@ -320,152 +368,6 @@ func plainACL(text string) bool {
 		}
 	}
 	return true
-}
-
-// openParent returns the directory parts, making what is missing, following no
-// symlink. It belongs to the extractor until the next call.
-func (x *extractor) openParent(parts []string) (*os.File, error) {
-	path := strings.Join(parts, "/")
-	if x.parent != nil && path == x.parentPath {
-		return x.parent, nil
-	}
-	x.closeParent()
-	dir := x.top
-	for i, c := range parts {
-		next, err := openat(dir, c, unix.O_PATH|unix.O_DIRECTORY, 0)
-		if err == unix.ENOENT {
-			if err = unix.Mkdirat(int(dir.Fd()), c, 0o755); err == nil || err == unix.EEXIST {
-				made := err == nil
-				if next, err = openat(dir, c, unix.O_PATH|unix.O_DIRECTORY, 0); err == nil && made {
-					err = x.implied(next, strings.Join(parts[:i+1], "/"))
-				}
-			}
-		}
-		if dir != x.top {
-			dir.Close()
-		}
-		if err == unix.ELOOP || err == unix.ENOTDIR {
-			err = fmt.Errorf("%w: the entry lies below %q, which is not a directory", fault.ErrInvalid, strings.Join(parts[:i+1], "/"))
-		}
-		if err != nil {
-			if next != nil {
-				next.Close()
-			}
-			return nil, err
-		}
-		dir = next
-	}
-	if dir != x.top {
-		x.parent, x.parentPath = dir, path
-	}
-	return dir, nil
-}
-
-// implied gives a directory that the archive names only as a parent the same
-// mode whatever the umask, and in a fresh tree the same time on every day.
-func (x *extractor) implied(dir *os.File, path string) error {
-	if x.opts.Fresh {
-		x.dirs = append(x.dirs, pending{path, meta{mode: 0o755}})
-	}
-	return unix.Chmod(procPath(dir), 0o755)
-}
-
-func (x *extractor) closeParent() {
-	if x.parent != nil {
-		x.parent.Close()
-		x.parent = nil
-	}
-}
-
-// topDir is the archive's entry for the directory that it is unpacked into.
-func (x *extractor) topDir(m meta) error {
-	if !x.opts.Fresh {
-		return nil
-	}
-	h, err := reopen(x.top, unix.O_RDONLY|unix.O_DIRECTORY)
-	if err != nil {
-		return err
-	}
-	defer h.Close()
-	x.dirs = append(x.dirs, pending{"", m})
-	m.xattrs = nil
-	return m.apply(h, false)
-}
-
-func (x *extractor) mkdir(dir *os.File, base, path string, m meta) error {
-	err := unix.Mkdirat(int(dir.Fd()), base, 0o700)
-	existed := err == unix.EEXIST
-	if existed && x.opts.Fresh {
-		// A symlink or file of the same name came earlier: the later wins.
-		if h, err := handle(dir, base); err == nil {
-			st, err := fstat(h)
-			h.Close()
-			if err == nil && st.Mode&unix.S_IFMT != unix.S_IFDIR {
-				if err := unix.Unlinkat(int(dir.Fd()), base, 0); err != nil {
-					return err
-				}
-				if err := unix.Mkdirat(int(dir.Fd()), base, 0o700); err != nil {
-					return err
-				}
-			}
-		}
-	} else if err != nil && !existed {
-		return err
-	}
-	h, err := openat(dir, base, unix.O_RDONLY|unix.O_DIRECTORY, 0)
-	if err == unix.ELOOP || err == unix.ENOTDIR {
-		return fmt.Errorf("%w: a directory cannot replace what is no directory", fault.ErrExists)
-	}
-	if err != nil {
-		return err
-	}
-	defer h.Close()
-	if existed && !x.opts.Fresh && !x.opts.Dirs {
-		return nil
-	}
-	x.dirs = append(x.dirs, pending{path, m})
-	// A default ACL set now would be inherited by all that comes into it.
-	m.xattrs = nil
-	return m.apply(h, false)
-}
-
-// finishDirs sets the times and attributes of directories.
-func (x *extractor) finishDirs() error {
-	x.closeParent()
-	for _, p := range x.dirs {
-		h, err := x.openDir(p.path)
-		if err != nil {
-			if !x.opts.Fresh { // a process in the sandbox moved it away
-				x.report.skip(p.path, "it was removed while it was filled")
-				continue
-			}
-			return wrap("unpack", p.path, err)
-		}
-		err = p.meta.applyXattrs(h)
-		if err == nil {
-			err = p.meta.applyTime(h)
-		}
-		h.Close()
-		if err != nil {
-			return wrap("unpack", p.path, err)
-		}
-	}
-	return nil
-}
-
-func (x *extractor) openDir(path string) (*os.File, error) {
-	if path == "" {
-		return reopen(x.top, unix.O_RDONLY|unix.O_DIRECTORY)
-	}
-	dir, base := x.top, path
-	if i := strings.LastIndexByte(path, '/'); i >= 0 {
-		var err error
-		if dir, err = x.openParent(strings.Split(path[:i], "/")); err != nil {
-			return nil, err
-		}
-		base = path[i+1:]
-	}
-	return openat(dir, base, unix.O_RDONLY|unix.O_DIRECTORY, 0)
 }
 
 // copy copies and counts, stops when the context ends, and looks at the disk.
@@ -482,7 +384,9 @@ func (x *extractor) copy(w io.Writer, r io.Reader) (int64, error) {
 					return n, err
 				}
 				x.space -= int64(k)
-				x.report.Bytes += int64(k)
+				if x.report.Bytes += int64(k); x.opts.MaxBytes > 0 && x.report.Bytes > x.opts.MaxBytes {
+					return n, fmt.Errorf("%w: the archive holds more than %d bytes", fault.ErrInvalid, x.opts.MaxBytes)
+				}
 			}
 			if _, err := w.Write(x.buf[:k]); err != nil {
 				return n, err

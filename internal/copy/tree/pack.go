@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -22,6 +23,12 @@ type PackOptions struct {
 	Name  string            // of the top entry in the archive; "." gives "./", "./a", ...
 	Xattr func(string) bool // the attributes to write; nil: none
 	Owner *Owner            // of every entry instead of its own
+
+	// Sorted makes equal trees equal archives: names come in the order of
+	// their bytes, and holes are zeros like others.
+	Sorted bool
+	// Frame is told what is needed to make the archive again.
+	Frame Frame
 
 	// Leave tells of a directory that begins another filesystem, named
 	// relative to the top entry, and of that filesystem's type (statfs),
@@ -41,7 +48,8 @@ type Owner struct{ UID, GID int }
 // are empty are read to see.
 func Pack(ctx context.Context, dir *os.File, base string, w io.Writer, opts PackOptions) (Report, error) {
 	bw := bufio.NewWriterSize(w, chunk)
-	p := &packer{ctx: ctx, raw: bw, tw: tar.NewWriter(bw), opts: opts, buf: make([]byte, chunk), links: map[inode]string{}}
+	raw := &frameWriter{w: bw, frame: opts.Frame}
+	p := &packer{ctx: ctx, raw: raw, tw: tar.NewWriter(raw), opts: opts, buf: make([]byte, chunk), links: map[inode]string{}}
 	h, err := handle(dir, base)
 	if err != nil {
 		return p.report, wrap("read", opts.Name, err)
@@ -63,7 +71,7 @@ type inode struct{ dev, ino uint64 }
 
 type packer struct {
 	ctx    context.Context
-	raw    io.Writer // below tw, for the sparse headers that it cannot write
+	raw    *frameWriter // below tw, for the sparse headers that it cannot write
 	tw     *tar.Writer
 	opts   PackOptions
 	buf    []byte
@@ -161,6 +169,9 @@ func (p *packer) dir(h *os.File, st *unix.Stat_t, hdr *tar.Header, leave bool) e
 	if err != nil {
 		return p.unreadable(h, name, err, false)
 	}
+	if p.opts.Sorted {
+		slices.Sort(list)
+	}
 	for _, base := range list {
 		c, err := handle(d, base)
 		if err == unix.ENOENT { // deleted since
@@ -193,11 +204,17 @@ func (p *packer) file(h *os.File, st *unix.Stat_t, hdr *tar.Header) error {
 	if err != nil {
 		return err
 	}
-	if whole {
+	if whole || p.opts.Sorted {
 		if err := p.tw.WriteHeader(hdr); err != nil {
 			return err
 		}
-		return p.data(p.tw, f, extent{0, st.Size}, hdr.Name)
+		p.raw.off, p.raw.sum = st.Size > 0, 0
+		err := p.data(p.tw, f, extent{0, st.Size}, hdr.Name)
+		if err == nil && p.raw.off && p.opts.Frame != nil {
+			err = p.opts.Frame.File(strings.TrimPrefix(hdr.Name, p.opts.Name+"/"), st.Size, p.raw.sum)
+		}
+		p.raw.off = false
+		return err
 	}
 	return p.sparse(f, hdr, list)
 }

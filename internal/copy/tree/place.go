@@ -13,8 +13,13 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// clear makes way for a new non-directory.
-func clear(dir *os.File, base string) error {
+// clear makes way for a new non-directory. What a frame refers to is kept.
+func (x *extractor) clear(dir *os.File, base, path string) error {
+	if x.opts.Frame != nil {
+		if kept, err := x.opts.Frame.Replace(dir, base, path); kept || err != nil {
+			return err
+		}
+	}
 	switch err := unix.Unlinkat(int(dir.Fd()), base, 0); err {
 	case nil, unix.ENOENT:
 		return nil
@@ -32,20 +37,20 @@ func clear(dir *os.File, base string) error {
 
 // place runs make until it found the name free. The retries are for a process
 // inside that races; it can make the extraction fail, no more.
-func place(dir *os.File, base string, make func() error) error {
+func (x *extractor) place(dir *os.File, base, path string, make func() error) error {
 	var err error
 	for range 100 {
 		if err = make(); err != unix.EEXIST {
 			return err
 		}
-		if err := clear(dir, base); err != nil {
+		if err := x.clear(dir, base, path); err != nil {
 			return err
 		}
 	}
 	return err
 }
 
-func (x *extractor) file(dir *os.File, base string, hdr *tar.Header, r io.Reader, m meta) (err error) {
+func (x *extractor) file(dir *os.File, base, path string, hdr *tar.Header, r io.Reader, m meta) (err error) {
 	sparse := hdr.Typeflag == tar.TypeGNUSparse || hdr.PAXRecords[paxSparse+"realsize"] != "" || hdr.PAXRecords[paxSparse+"size"] != "" || hdr.PAXRecords[paxSparse+"map"] != ""
 	if sparse && hdr.Size > maxSparse {
 		return fmt.Errorf("%w: a sparse file of %d bytes", fault.ErrInvalid, hdr.Size)
@@ -56,7 +61,7 @@ func (x *extractor) file(dir *os.File, base string, hdr *tar.Header, r io.Reader
 		}
 	}
 	var f *os.File
-	err = place(dir, base, func() (err error) {
+	err = x.place(dir, base, path, func() (err error) {
 		f, err = openat(dir, base, unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL, 0o600)
 		return err
 	})
@@ -69,6 +74,9 @@ func (x *extractor) file(dir *os.File, base string, hdr *tar.Header, r io.Reader
 		}
 	}()
 	w := &holeWriter{f: f, dense: hdr.Size < 2*hole}
+	// What a sparse file has in the archive is not what it holds.
+	framed := x.opts.Frame != nil && !sparse && hdr.Size > 0
+	x.in.aside(framed)
 	n, err := x.copy(w, r)
 	if err != nil {
 		return err
@@ -76,10 +84,18 @@ func (x *extractor) file(dir *os.File, base string, hdr *tar.Header, r io.Reader
 	if n != hdr.Size {
 		return fmt.Errorf("%w: %d bytes instead of %d", fault.ErrInvalid, n, hdr.Size)
 	}
-	if err := f.Truncate(n); err != nil {
-		return err
+	if framed {
+		if err := x.opts.Frame.File(path, n, x.in.sum); err != nil {
+			return err
+		}
+		x.in.aside(false)
 	}
-	return m.apply(f, false)
+	if !w.dense {
+		if err := f.Truncate(n); err != nil {
+			return err
+		}
+	}
+	return m.applyOpen(f)
 }
 
 func (x *extractor) link(dir *os.File, base, path, target string) error {
@@ -108,7 +124,10 @@ func (x *extractor) link(dir *os.File, base, path, target string) error {
 		return err
 	}
 	defer src.Close()
-	err = place(dir, base, func() error {
+	if x.opts.Layer && whiteout(src, parts[len(parts)-1]) {
+		return missing
+	}
+	err = x.place(dir, base, path, func() error {
 		return unix.Linkat(int(src.Fd()), parts[len(parts)-1], int(dir.Fd()), base, 0)
 	})
 	if err == unix.ENOENT || err == unix.EPERM {
@@ -132,19 +151,19 @@ func (x *extractor) openExisting(parts []string) (*os.File, error) {
 	return dir, err
 }
 
-func (x *extractor) symlink(dir *os.File, base, target string, m meta) error {
+func (x *extractor) symlink(dir *os.File, base, path, target string, m meta) error {
 	if target == "" || len(target) >= maxPath {
 		return fmt.Errorf("%w: a symlink without a usable target", fault.ErrInvalid)
 	}
-	err := place(dir, base, func() error { return unix.Symlinkat(target, int(dir.Fd()), base) })
+	err := x.place(dir, base, path, func() error { return unix.Symlinkat(target, int(dir.Fd()), base) })
 	if err != nil {
 		return err
 	}
 	return x.dress(dir, base, unix.S_IFLNK, m)
 }
 
-func (x *extractor) node(dir *os.File, base string, kind uint32, dev uint64, m meta) error {
-	err := place(dir, base, func() error { return unix.Mknodat(int(dir.Fd()), base, kind|0o600, int(dev)) })
+func (x *extractor) node(dir *os.File, base, path string, kind uint32, dev uint64, m meta) error {
+	err := x.place(dir, base, path, func() error { return unix.Mknodat(int(dir.Fd()), base, kind|0o600, int(dev)) })
 	if err != nil {
 		return err
 	}

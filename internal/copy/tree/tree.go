@@ -1,6 +1,5 @@
 // Package tree moves whole directory trees: out into a tar stream (Pack), in
-// from a tar stream (Extract), from one directory to another (Clone), and into
-// a digest (Hash).
+// from a tar stream (Extract), and from one directory to another (Clone).
 //
 // It is the machinery below images and internal/copy. Archives and the trees
 // themselves may be hostile: every name is walked component by component from
@@ -21,6 +20,7 @@ import (
 	"strconv"
 	"strings"
 	"syscall"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -35,6 +35,11 @@ type Report struct {
 	// at most MaxSkipped of them, SkippedMore counts the others.
 	Skipped     []string
 	SkippedMore int64
+	// Implicit are the directories that a fresh tree has only because
+	// something lies in them; "" is the top.
+	Implicit []string
+	// Opaque says that a layer hides all that lies below it.
+	Opaque bool
 }
 
 // MaxSkipped bounds Report.Skipped.
@@ -153,6 +158,22 @@ func xattrs(h *os.File, keep func(string) bool) ([]xattr, error) {
 	return list, nil
 }
 
+// PathXattrs reads the attributes of the object at a path, a final symlink not
+// followed, but those of the host.
+func PathXattrs(path string) (map[string]string, error) {
+	h, err := os.OpenFile(path, unix.O_PATH|unix.O_NOFOLLOW, 0)
+	if err != nil {
+		return nil, err
+	}
+	defer h.Close()
+	list, err := xattrs(h, func(name string) bool { return !HostXattr(name) })
+	all := make(map[string]string, len(list))
+	for _, x := range list {
+		all[x.name] = x.value
+	}
+	return all, err
+}
+
 // sized calls fn with a buffer that is large enough. Attributes are at most
 // 64 KiB for the kernel, so a small buffer is tried first.
 func sized(fn func([]byte) (int, error)) ([]byte, error) {
@@ -195,6 +216,30 @@ func (m meta) apply(h *os.File, symlink bool) error {
 		return err
 	}
 	return m.applyTime(h)
+}
+
+// applyOpen is apply for an object that is open for more than its path.
+func (m meta) applyOpen(f *os.File) error {
+	fd := int(f.Fd())
+	if m.uid >= 0 || m.gid >= 0 {
+		if err := unix.Fchown(fd, m.uid, m.gid); err != nil {
+			return fmt.Errorf("set owner: %w", err)
+		}
+	}
+	if err := unix.Fchmod(fd, m.mode); err != nil {
+		return fmt.Errorf("set mode: %w", err)
+	}
+	for _, x := range m.xattrs {
+		if err := unix.Fsetxattr(fd, x.name, []byte(x.value), 0); err != nil {
+			return fmt.Errorf("set attribute %q: %w", x.name, err)
+		}
+	}
+	times := [2]unix.Timespec{m.mtime, m.mtime}
+	// No path at all means the descriptor, which x/sys cannot say.
+	if _, _, errno := unix.Syscall6(unix.SYS_UTIMENSAT, uintptr(fd), 0, uintptr(unsafe.Pointer(&times)), 0, 0, 0); errno != 0 {
+		return fmt.Errorf("set time: %w", errno)
+	}
+	return nil
 }
 
 func (m meta) applyXattrs(h *os.File) error {

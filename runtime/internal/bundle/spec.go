@@ -69,10 +69,18 @@ func (p Place) spec(s runtime.Spec, env []string, netns string, size *runtime.Si
 	}
 	defer root.Close()
 	first := runtime.Process{Args: s.Args, Workdir: s.Workdir, User: s.User, Terminal: s.Terminal}
+	if !restores {
+		if err := makeVolumes(root, s); err != nil {
+			return nil, err
+		}
+	}
 	accounts := root
 	if restores {
 		if _, err := lookUser(root, s.User); err != nil {
 			first.User, accounts = numericUser(s.User), nil
+		}
+		if checkWorkdir(root, s.Workdir) != nil {
+			first.Workdir = "/"
 		}
 	}
 	proc, err := process(accounts, s, env, first, size)
@@ -159,6 +167,11 @@ func process(root *os.File, s runtime.Spec, env []string, p runtime.Process, siz
 	who, err := lookUser(root, p.User)
 	if err != nil {
 		return nil, err
+	}
+	if root != nil {
+		if err := checkWorkdir(root, p.Workdir); err != nil {
+			return nil, err
+		}
 	}
 	caps := grantable()
 	set := &specs.LinuxCapabilities{Bounding: caps}

@@ -1,6 +1,7 @@
-package registry
+package remote
 
 import (
+	"context"
 	"crypto/tls"
 	"errors"
 	"fmt"
@@ -11,7 +12,9 @@ import (
 	"net/url"
 	"strings"
 	"syscall"
+	"time"
 
+	"github.com/google/go-containerregistry/pkg/name"
 	"github.com/google/go-containerregistry/pkg/v1/remote/transport"
 
 	"github.com/agentbox/agentbox/internal/fault"
@@ -39,15 +42,28 @@ func (g guard) RoundTrip(req *http.Request) (*http.Response, error) {
 		return nil, errPlain
 	}
 	resp, err := g.inner.RoundTrip(req)
-	// The library reads the answer to its first question to the end.
-	if err == nil && req.URL.Path == "/v2/" {
-		resp.Body = struct {
-			io.Reader
-			io.Closer
-		}{io.LimitReader(resp.Body, 1<<20), resp.Body}
+	// The library reads the answers to its own questions to the end.
+	if err == nil && req.Header.Get("Accept-Encoding") != "identity" {
+		resp.Body = limited(resp.Body)
 	}
 	return resp, err
 }
+
+// limited ends a body that is too long for what is read without a bound.
+func limited(body io.ReadCloser) io.ReadCloser {
+	return struct {
+		io.Reader
+		io.Closer
+	}{io.LimitReader(body, maxOther), body}
+}
+
+// later is an error after which the registry asks to wait.
+type later struct {
+	error
+	wait time.Duration
+}
+
+func (l later) Unwrap() error { return l.error }
 
 func loopback(host string) bool {
 	ip, err := netip.ParseAddr(host)
@@ -72,6 +88,9 @@ func checkRedirect(req *http.Request, via []*http.Request) error {
 
 // passing tells whether trying again may help.
 func passing(err error) bool {
+	if l := (later{}); errors.As(err, &l) && l.wait > maxWait {
+		return false
+	}
 	if t := (*transport.Error)(nil); errors.As(err, &t) {
 		switch t.StatusCode {
 		case http.StatusRequestTimeout, http.StatusTooManyRequests, http.StatusInternalServerError, http.StatusBadGateway,
@@ -103,31 +122,47 @@ func passing(err error) bool {
 		errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE) || errors.As(err, new(net.Error))
 }
 
-// explain adds the sentinel, and what to do.
-func (c *client) explain(err error) error {
+// Explain adds the sentinel, and what to do.
+func (c *Client) Explain(err error) error {
 	if err == nil {
 		return nil
 	}
-	host := c.repo.RegistryStr()
+	host := c.Repo.RegistryStr()
+	if c.Repo.RegistryStr() == name.DefaultRegistry {
+		host = "docker.io"
+	}
+	hint := func(text string, err error) error {
+		return &fault.Error{Hint: strings.ReplaceAll(text, "%s", host), Err: err}
+	}
 	// First, because to this host the library goes on without TLS, and what it
 	// is told there says nothing.
 	if cert := (*tls.CertificateVerificationError)(nil); errors.As(err, &cert) {
-		return &fault.Error{Hint: "Have the system trust the authority that signed it (update-ca-certificates).", Err: fmt.Errorf("%s: %w", host, cert)}
+		return hint(c.opts.Advice.Trust, fmt.Errorf("%s: %w: %w", host, fault.ErrDenied, cert))
 	}
 	if t := (*transport.Error)(nil); errors.As(err, &t) {
 		said := short(t)
-		switch t.StatusCode {
-		case http.StatusUnauthorized, http.StatusForbidden:
-			return &fault.Error{Hint: fmt.Sprintf("Run `docker login %s` as the user who runs agentbox.", host), Err: fmt.Errorf("%s: %w: %s", host, fault.ErrDenied, said)}
-		case http.StatusNotFound:
+		switch {
+		case t.StatusCode == http.StatusUnauthorized, t.StatusCode == http.StatusForbidden:
+			return hint(c.opts.Advice.Login, fmt.Errorf("%s: %w: %s", host, fault.ErrDenied, said))
+		case t.StatusCode == http.StatusNotFound:
 			return fmt.Errorf("%s: %w: %s", host, fault.ErrNotFound, said)
-		case http.StatusTooManyRequests:
-			return &fault.Error{Hint: "Try again later, or log in: registries allow more then.", Err: fmt.Errorf("%s: %w: %s", host, fault.ErrBusy, said)}
+		case t.StatusCode == http.StatusTooManyRequests:
+			text := "Try again later, or log in: registries allow more then."
+			if l := (later{}); errors.As(err, &l) {
+				text = fmt.Sprintf("Try again in %s, or log in: registries allow more then.", l.wait)
+			}
+			return hint(text, fmt.Errorf("%s: %w: %s", host, fault.ErrBusy, said))
+		case t.StatusCode >= 500:
+			return hint("The registry is in trouble; try again later.", fmt.Errorf("%s: %w: %s", host, fault.ErrBusy, said))
 		}
 		return fmt.Errorf("%s: %s", host, said)
 	}
 	if errors.Is(err, errPlain) || errors.Is(err, http.ErrSchemeMismatch) {
-		return &fault.Error{Hint: "If the network between is yours, use --plain-http; else ask for TLS.", Err: fmt.Errorf("%s: %w", host, err)}
+		return hint(c.opts.Advice.Plain, fmt.Errorf("%s: %w", host, err))
+	}
+	ours := errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, fault.ErrDenied)
+	if errors.Is(err, errStalled) || errors.As(err, new(net.Error)) && !ours {
+		return hint("Is the registry up, and reachable from here? HTTPS_PROXY names a proxy, if there is one.", err)
 	}
 	return err
 }

@@ -1,0 +1,239 @@
+package images
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// What lies in tmp begins with one of these.
+const (
+	tmpImport  = "import-"  // RANDOM: a tree that is being imported
+	tmpLayer   = "layer-"   // HEX of a diffID: a layer that is being unpacked
+	tmpPull    = "pull-"    // RANDOM: the diffIDs that a pull needs
+	tmpPartial = "partial-" // HEX of a blob's digest: what an ended pull had of it
+	tmpRemoved = "removed-" // to be deleted
+	tmpJSON    = "json-"    // a file about to be published
+)
+
+// partialAge is how long the beginning of a blob is kept for a later pull.
+const partialAge = 24 * time.Hour
+
+func (s *Store) path(parts ...string) string {
+	return filepath.Join(append([]string{s.dir}, parts...)...)
+}
+
+// locked runs fn while no other process publishes. It blocks; all holders are
+// quick.
+func (s *Store) locked(fn func() error) error {
+	f, err := os.OpenFile(s.path("lock"), os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return err
+	}
+	defer f.Close() // releases the lock
+	if err := flock(f, unix.LOCK_EX); err != nil {
+		return fmt.Errorf("lock the image store: %w", err)
+	}
+	return fn()
+}
+
+func flock(f *os.File, how int) error {
+	for {
+		if err := unix.Flock(int(f.Fd()), how); err != unix.EINTR {
+			return err
+		}
+	}
+}
+
+// flockContext waits for a lock that may be held for long.
+func flockContext(ctx context.Context, f *os.File) error {
+	err := flock(f, unix.LOCK_EX|unix.LOCK_NB)
+	if err != unix.EWOULDBLOCK {
+		return err
+	}
+	dup, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return err
+	}
+	got := make(chan error, 1)
+	waiter := os.NewFile(uintptr(dup), f.Name())
+	go func() { // nothing ends a wait for a lock
+		err := flock(waiter, unix.LOCK_EX)
+		got <- errors.Join(err, waiter.Close())
+	}()
+	select {
+	case err := <-got:
+		return err
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// temp makes a directory for an import. Its lock tells others that somebody
+// still works on it.
+func (s *Store) temp() (dir string, hold *os.File, err error) {
+	err = s.locked(func() error {
+		dir = s.path("tmp", tmpImport+random())
+		if err := os.Mkdir(dir, 0o700); err != nil {
+			return err
+		}
+		if hold, err = os.Open(dir); err != nil {
+			return err
+		}
+		return flock(hold, unix.LOCK_EX|unix.LOCK_NB)
+	})
+	return dir, hold, err
+}
+
+// claim makes the directory tmp/name, empty, for the caller alone; it waits for
+// others that have it. When ready says that there is nothing left to do, dir is
+// empty.
+func (s *Store) claim(ctx context.Context, name string, ready func() bool) (dir string, hold *os.File, err error) {
+	dir = s.path("tmp", name)
+	for {
+		if ready() {
+			return "", nil, nil
+		}
+		if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+			return "", nil, err
+		}
+		hold, err := os.Open(dir)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return "", nil, err
+		}
+		if err := flockContext(ctx, hold); err != nil {
+			return "", nil, errors.Join(err, hold.Close())
+		}
+		// Whoever had it has moved it away.
+		var mine, there unix.Stat_t
+		if err := errors.Join(unix.Fstat(int(hold.Fd()), &mine), unix.Lstat(dir, &there)); err != nil || mine.Ino != there.Ino || mine.Dev != there.Dev {
+			hold.Close()
+			continue
+		}
+		if err := clearDir(dir); err != nil { // of what one that was killed left
+			return "", nil, errors.Join(err, hold.Close())
+		}
+		return dir, hold, nil
+	}
+}
+
+// clearDir deletes what is in a directory.
+func clearDir(dir string) error {
+	list, err := os.ReadDir(dir)
+	for _, e := range list {
+		err = errors.Join(err, os.RemoveAll(filepath.Join(dir, e.Name())))
+	}
+	return err
+}
+
+// sweep deletes what killed imports, pulls and removals left, and the beginnings
+// of blobs that nobody has continued for keep.
+func (s *Store) sweep(keep time.Duration) error {
+	var doomed []string
+	err := s.locked(func() error { // so that nobody is between mkdir and flock
+		list, err := os.ReadDir(s.path("tmp"))
+		if err != nil {
+			return err
+		}
+		for _, e := range list {
+			path := s.path("tmp", e.Name())
+			if fi, err := e.Info(); strings.HasPrefix(e.Name(), tmpPartial) && (err != nil || time.Since(fi.ModTime()) < keep) {
+				continue
+			}
+			if gone, err := s.discard(path); err == nil && gone != "" {
+				doomed = append(doomed, gone)
+			}
+		}
+		return nil
+	})
+	return errors.Join(err, removeAll(doomed))
+}
+
+// discard moves what nobody holds out of the way of those who would claim it,
+// and returns what is to be deleted.
+func (s *Store) discard(path string) (string, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return "", err
+	}
+	defer f.Close()
+	if err := flock(f, unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		return "", nil
+	}
+	if strings.HasPrefix(filepath.Base(path), tmpRemoved) {
+		return path, nil
+	}
+	to := s.path("tmp", tmpRemoved+random())
+	return to, os.Rename(path, to)
+}
+
+func removeAll(dirs []string) error {
+	var errs []error
+	for _, d := range dirs {
+		errs = append(errs, os.RemoveAll(d))
+	}
+	return errors.Join(errs...)
+}
+
+func readJSON(path string, v any) error {
+	b, err := os.ReadFile(path)
+	if err != nil {
+		return err
+	}
+	if err := json.Unmarshal(b, v); err != nil {
+		return fmt.Errorf("%w: %s: %w", fault.ErrCorrupt, path, err)
+	}
+	return nil
+}
+
+// writeJSON publishes v at name, below the store.
+func (s *Store) writeJSON(name string, v any) error {
+	b, err := json.MarshalIndent(v, "", "  ")
+	if err != nil {
+		return err
+	}
+	return s.writeFile(name, append(b, '\n'))
+}
+
+// writeFile publishes b at name, below the store.
+func (s *Store) writeFile(name string, b []byte) (err error) {
+	tmp := s.path("tmp", tmpJSON+random())
+	f, err := os.OpenFile(tmp, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			_ = os.Remove(tmp)
+		}
+	}()
+	_, err = f.Write(b)
+	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
+		return err
+	}
+	if err := os.Rename(tmp, s.path(name)); err != nil {
+		return err
+	}
+	return syncDir(filepath.Dir(s.path(name)))
+}
+
+func syncDir(path string) error {
+	d, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	return errors.Join(d.Sync(), d.Close())
+}
