@@ -62,6 +62,7 @@ bench: build
 	scripts/install-deps.sh --bench
 	scripts/bench.py
 	scripts/bench_store.py
+	scripts/bench_images.py
 
 clean:
 	rm -rf bin

@@ -76,7 +76,7 @@ class Agentbox:
 class Daemon:
     """A dockerd of our own, with the runtime registered and checkpoints (experimental) on."""
 
-    def __init__(self, work, rootfs):
+    def __init__(self, work, rootfs=None):
         self.dir = os.path.join(work, "d")
         os.makedirs(self.dir)
         self.run = os.path.join(self.dir, "ab")
@@ -93,7 +93,8 @@ class Daemon:
         self.process = subprocess.Popen(["dockerd", "--config-file", self.dir + "/daemon.json"], env=self.env,
                                         stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log)
         wait_for(lambda: subprocess.run(["docker", "version"], env=self.env, capture_output=True).returncode == 0)
-        self.docker("import", rootfs, "bench")
+        if rootfs:
+            self.docker("import", rootfs, "bench")
 
     def docker(self, *args):
         return run("docker", *args, env=self.env)
@@ -291,7 +292,7 @@ class Raw:
 class Podman:
     name = "podman"
 
-    def __init__(self, work, rootfs):
+    def __init__(self, work, rootfs=None):
         self.dir = os.path.join(work, "podman")
         self.global_args = [
             "podman", "--root", self.dir + "/root", "--runroot", self.dir + "/run", "--cgroup-manager", "cgroupfs",
@@ -299,7 +300,8 @@ class Podman:
         ]
         # Limits that any machine allows: setting others takes CAP_SYS_RESOURCE.
         self.flags = ["--network", "none", "--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024"]
-        self.call("import", rootfs, "bench")
+        if rootfs:
+            self.call("import", rootfs, "bench")
 
     def close(self):
         pass

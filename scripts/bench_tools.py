@@ -1,7 +1,8 @@
-"""What the benchmarks share: commands that are timed, and a filesystem of their own."""
+"""What the benchmarks share: commands that are timed, a filesystem of their own, and a table of the figures."""
 
 import contextlib
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -80,3 +81,43 @@ def filesystem(gigabytes, inodes=None, dir="/var/tmp"):
             wait_for(lambda: subprocess.run(["umount", mount], stderr=subprocess.DEVNULL).returncode == 0, what="nobody uses " + mount)
         os.rmdir(work)
         os.remove(image)
+
+
+def settle(work):
+    """Nobody is to pay for what others have written."""
+    run("sync", "-f", work)
+
+
+class Table:
+    """Rows of a name, a figure and, where the project has set one, a goal."""
+
+    def __init__(self):
+        self.rows, self.values = [], {}
+
+    def head(self, text):
+        self.rows.append((text, None, None))
+
+    def time(self, what, list, key=None):
+        """A row of (wall, cpu) pairs, or of plain seconds; returns the median."""
+        pairs = [(t.wall, t.cpu) if hasattr(t, "wall") else (t, None) for t in list]
+        wall = statistics.median(p[0] for p in pairs)
+        text = f"{wall * 1000:.1f} ms"
+        if pairs[0][1] is not None:
+            text += f" ({statistics.median(p[1] for p in pairs) * 1000:.0f})"
+        if len(pairs) > 1:
+            text += f", least {min(p[0] for p in pairs) * 1000:.1f}"
+        self.add(what, wall, text)
+        return wall
+
+    def add(self, what, value, text, goal=None, met=None):
+        self.rows.append((what, text, goal and f"{goal}: {'met' if met else 'MISSED'}"))
+        self.values[what] = value
+
+    def ratio(self, what, value, goal, least=True, unit="x"):
+        limit = f"{'at least' if least else 'at most'} {goal:g}{unit}"
+        self.add(what, value, f"{value:.2f}{unit}", limit, value >= goal if least else value <= goal)
+
+    def print(self):
+        wide = max(len(r[0]) for r in self.rows if r[1])
+        for what, text, goal in self.rows:
+            print(f"  {what:{wide}}  {text:38} {goal or ''}".rstrip() if text else f"\n{what}")
