@@ -199,6 +199,22 @@ func TestHistoryTree(t *testing.T) {
 	}
 }
 
+// TestForkNamedLikeAnID has a fork's name be the beginning of an id.
+func TestForkNamedLikeAnID(t *testing.T) {
+	r := newRig(t, nil)
+	name := r.create(t, "box").ID[:2]
+	if _, err := r.Checkpoint(ctx, "box", runtime.CheckpointOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	forks, err := r.Fork(ctx, "box", runtime.ForkOptions{Names: []string{name}, NoStart: true})
+	if err != nil || len(forks) != 1 || forks[0].Sandbox.Name != name {
+		t.Errorf("%+v, %v", forks, err)
+	}
+	if _, err := r.Fork(ctx, "box", runtime.ForkOptions{Names: []string{name}, NoStart: true}); !errors.Is(err, runtime.ErrExists) {
+		t.Errorf("a second one of the name: %v", err)
+	}
+}
+
 // TestHistoryForks has the history of a sandbox name its forks, with and without
 // checkpoints of their own, also when the sandboxes are gone.
 func TestHistoryForks(t *testing.T) {

@@ -54,8 +54,12 @@ func (e *Engine) Fork(ctx context.Context, ref string, opts ForkOptions) (_ []Fo
 		if slices.Contains(opts.Names[:i], name) {
 			return nil, fmt.Errorf("%w: name %q is given twice", ErrInvalid, name)
 		}
-		if _, err := e.store.Sandbox(ctx, name); !errors.Is(err, ErrNotFound) {
-			return nil, cmp.Or(err, fmt.Errorf("sandbox %q: %w", name, ErrExists))
+		sb, err := e.named(ctx, name)
+		if err != nil {
+			return nil, err
+		}
+		if sb.ID != "" {
+			return nil, fmt.Errorf("sandbox %q: %w", name, ErrExists)
 		}
 	}
 	row, err := e.forkFrom(ctx, ref, opts)

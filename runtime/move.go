@@ -189,16 +189,29 @@ func (e *Engine) ImportCheckpoint(ctx context.Context, r io.Reader, opts ImportO
 	return checkpointView(done), draft.Close()
 }
 
+// named finds the sandbox that has exactly this name; without one it is the zero
+// value. A name may well be what the ids of others begin with.
+func (e *Engine) named(ctx context.Context, name string) (store.Sandbox, error) {
+	sb, err := e.store.Sandbox(ctx, name)
+	switch {
+	case err == nil && sb.Name == name:
+		return sb, nil
+	case err == nil, errors.Is(err, ErrNotFound), errors.Is(err, ErrInvalid): // ErrInvalid: it begins several ids
+		return store.Sandbox{}, nil
+	}
+	return store.Sandbox{}, err
+}
+
 // vacant refuses a checkpoint that is to come in and whose names are taken: one
 // of a sandbox that is there has the name of its sandbox, or its own.
 func (e *Engine) vacant(ctx context.Context, row store.Checkpoint) error {
-	sb, err := e.store.Sandbox(ctx, row.SandboxName)
-	switch {
-	case err == nil && sb.Name == row.SandboxName && sb.ID != row.SandboxID:
+	sb, err := e.named(ctx, row.SandboxName)
+	if err != nil {
+		return err
+	}
+	if sb.ID != "" && sb.ID != row.SandboxID {
 		return hint(fmt.Errorf("sandbox %s: %w (id %s)", sb.Name, ErrExists, short(sb.ID)),
 			"A restore by that name would be of that sandbox. Choose another one with --name.")
-	case err != nil && !errors.Is(err, ErrNotFound) && !errors.Is(err, ErrInvalid): // ErrInvalid: it begins several ids
-		return err
 	}
 	if row.Name == "" {
 		return nil
