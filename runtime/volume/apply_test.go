@@ -54,7 +54,7 @@ func (s step) do(root string) {
 	case 3:
 		_ = os.MkdirAll(p, os.FileMode(0o700+s.N%0o100))
 	case 4, 5:
-		_ = os.RemoveAll(p)
+		removeAll(p)
 	case 6:
 		_ = os.Link(p, q)
 	case 7:
@@ -72,7 +72,7 @@ func (s step) do(root string) {
 		_ = unix.Lsetxattr(p, []string{"user.k", "trusted.k", "security.k"}[s.N%3], []byte(s.Content), 0)
 	case 13:
 		// A directory in the place of what was there: opaque, if that was one.
-		_ = os.RemoveAll(p)
+		removeAll(p)
 		_ = os.MkdirAll(filepath.Join(p, names[s.N%8]), 0o750)
 	case 14:
 		if f, err := os.OpenFile(p, os.O_WRONLY|os.O_CREATE|unix.O_NONBLOCK|unix.O_NOFOLLOW, 0o640); err == nil {
@@ -82,6 +82,14 @@ func (s step) do(root string) {
 		}
 	case 15:
 		_ = unix.Mknod(p, []uint32{unix.S_IFIFO, unix.S_IFSOCK, unix.S_IFCHR}[s.N%3]|0o640, int(unix.Mkdev(1, 3)))
+	}
+}
+
+// removeAll spares what lies below a FIFO: os.RemoveAll opens what is above, and
+// would wait for a writer.
+func removeAll(p string) {
+	if fi, err := os.Lstat(filepath.Dir(p)); err == nil && fi.IsDir() {
+		_ = os.RemoveAll(p)
 	}
 }
 
