@@ -262,9 +262,9 @@ func (h *history) change(root string) {
 	case "remove":
 		_ = os.Remove(p)
 	case "remove all":
-		_ = os.RemoveAll(p)
+		_ = removeAll(p)
 	case "opaque":
-		if os.RemoveAll(p) == nil && os.Mkdir(p, 0o750) == nil {
+		if removeAll(p) == nil && os.Mkdir(p, 0o750) == nil {
 			_ = os.WriteFile(p+"/c", data(), 0o600)
 		}
 	case "mkdir":
@@ -276,6 +276,15 @@ func (h *history) change(root string) {
 	case "utimes":
 		_ = unix.UtimesNanoAt(unix.AT_FDCWD, p, []unix.Timespec{{Sec: 1}, {Sec: int64(h.counter), Nsec: 7}}, unix.AT_SYMLINK_NOFOLLOW)
 	}
+}
+
+// removeAll spares what lies below a FIFO: os.RemoveAll opens what is above, and
+// would wait for a writer.
+func removeAll(p string) error {
+	if fi, err := os.Lstat(filepath.Dir(p)); err != nil || !fi.IsDir() {
+		return unix.ENOTDIR
+	}
+	return os.RemoveAll(p)
 }
 
 // crashes are instants at which a verb may be broken.
