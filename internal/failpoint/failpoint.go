@@ -11,6 +11,7 @@ package failpoint
 import (
 	"fmt"
 	"os"
+	"runtime"
 	"strings"
 	"syscall"
 )
@@ -27,7 +28,11 @@ func Hit(name string) error {
 			_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
 			select {}
 		case "stop":
-			_ = syscall.Kill(os.Getpid(), syscall.SIGSTOP)
+			// To this thread: one sent to the process may be taken by another, and
+			// this one would go on for a while.
+			runtime.LockOSThread()
+			_ = syscall.Tgkill(os.Getpid(), syscall.Gettid(), syscall.SIGSTOP)
+			runtime.UnlockOSThread()
 			return nil
 		case "enospc":
 			return fmt.Errorf("failpoint %s: %w", name, syscall.ENOSPC)
