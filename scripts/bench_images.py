@@ -139,9 +139,9 @@ def second(table, ab, ref):
     """A sandbox more of an image that is here."""
     images = os.path.join(ab.root, "images")
     listing = lambda: sorted(os.path.join(d, f) for d, _, files in os.walk(images) for f in files)
-    took(AGENTBOX, "create", "--name", "first", "--network", "none", ref, env=ab.env)
+    took(AGENTBOX, "create", "--name", "first", "--network", "none", ref, "true", env=ab.env)
     before = listing()
-    times = [took(AGENTBOX, "create", "--name", f"s{i}", "--network", "none", ref, env=ab.env) for i in range(5)]
+    times = [took(AGENTBOX, "create", "--name", f"s{i}", "--network", "none", ref, "true", env=ab.env) for i in range(5)]
     table.head("a second sandbox of the image")
     table.time("agentbox create", times)
     table.add("files that this adds to the images", len(listing()) - len(before), str(len(listing()) - len(before)), "none", listing() == before)
