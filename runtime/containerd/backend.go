@@ -145,15 +145,12 @@ func (b *Backend) Close() error { return b.client.Close() }
 // Properties are this backend's differences.
 func (b *Backend) Properties() runtime.Properties { return runtime.Properties{Name: "containerd"} }
 
-// cgroupPath is a container's cgroup, as in the oci backend.
-func cgroupPath(id string) string { return "/agentbox/" + id }
-
 // monitors is the cgroup of all monitors.
-const monitors = "/agentbox/monitor"
+const monitors = home.Cgroups + "/monitor"
 
 // place is what a container's bundle is made of.
 func (b *Backend) place(id string) bundle.Place {
 	return bundle.Place{
-		Dir: b.home.Dir(id), Rootfs: b.home.Dir(id, "merged"), Config: b.home.RunDir(id, "criu.conf"), Cgroup: cgroupPath(id), Init: b.wrapper, Cgroups: b.cgroups,
+		Dir: b.home.Dir(id), Rootfs: b.home.Dir(id, "merged"), Config: b.home.RunDir(id, "criu.conf"), Cgroup: b.home.Cgroup(id), Init: b.wrapper, Cgroups: b.cgroups,
 	}
 }

@@ -97,7 +97,7 @@ func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decid
 	p, ok := b.first(id, run)
 	if ok {
 		defer p.Close()
-		frozen := b.cgroups.Frozen(cgroupPath(id))
+		frozen := b.cgroups.Frozen(b.home.Cgroup(id))
 		if b.home.Unborn(id) || !started && frozen {
 			// runc has made it, or the wrapper has restored it, but no one
 			// has started it yet.
@@ -164,7 +164,7 @@ func (b *Backend) first(id string, run runRecord) (*kernel.Process, bool) {
 	if run.Pid == 0 {
 		return nil, false
 	}
-	return kernel.OpenMember(run.Pid, cgroupPath(id))
+	return kernel.OpenMember(run.Pid, b.home.Cgroup(id))
 }
 
 // awaitExit waits for the end of a run and returns how it ended. The monitor's

@@ -116,6 +116,6 @@ func (b *Backend) Properties() runtime.Properties { return runtime.Properties{Na
 // place is what a container's bundle is made of.
 func (b *Backend) place(id string) bundle.Place {
 	return bundle.Place{
-		Dir: b.home.Dir(id), Rootfs: b.home.Dir(id, "merged"), Config: b.home.RunDir(id, "criu.conf"), Cgroup: cgroupPath(id), Init: b.wrapper, Cgroups: b.cgroups,
+		Dir: b.home.Dir(id), Rootfs: b.home.Dir(id, "merged"), Config: b.home.RunDir(id, "criu.conf"), Cgroup: b.home.Cgroup(id), Init: b.wrapper, Cgroups: b.cgroups,
 	}
 }

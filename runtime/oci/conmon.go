@@ -18,8 +18,12 @@ import (
 	"time"
 
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
+	"github.com/agentbox/agentbox/runtime/internal/home"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
+
+// monitors is the cgroup of all conmons.
+const monitors = home.Cgroups + "/conmon"
 
 // launch is one conmon to start.
 type launch struct {

@@ -162,7 +162,7 @@ func (s *session) run(ctx context.Context) (exit int, err error) {
 // with which the runtime's call ends.
 func (s *session) abort() {
 	if pid, ok := kernel.PidFile(filepath.Join(s.dir, "pid")); ok {
-		if p, ok := kernel.OpenMember(pid, cgroupPath(s.view.Spec.ID)); ok {
+		if p, ok := kernel.OpenMember(pid, s.b.home.Cgroup(s.view.Spec.ID)); ok {
 			_ = p.Kill(unix.SIGKILL)
 			p.Close()
 			return

@@ -292,8 +292,8 @@ func (x *box) leftovers() []string {
 func (x *box) gone(id string) {
 	x.t.Helper()
 	for _, m := range x.cgroups {
-		if _, err := os.Lstat(filepath.Join(m.Path, cgroupPath(id))); err == nil {
-			x.t.Errorf("cgroup %s is left", filepath.Join(m.Path, cgroupPath(id)))
+		if _, err := os.Lstat(filepath.Join(m.Path, x.home.Cgroup(id))); err == nil {
+			x.t.Errorf("cgroup %s is left", filepath.Join(m.Path, x.home.Cgroup(id)))
 		}
 	}
 }

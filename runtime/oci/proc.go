@@ -20,7 +20,7 @@ func (b *Backend) first(id string, n int) (*kernel.Process, bool) {
 	if !ok {
 		return nil, false
 	}
-	return kernel.OpenMember(pid, cgroupPath(id))
+	return kernel.OpenMember(pid, b.home.Cgroup(id))
 }
 
 // monitor returns the conmon that left its pid in a bundle, if it lives.

@@ -26,7 +26,7 @@ func (x *box) limit(id, v1, v2 string) string {
 		if m.V2 {
 			name = v2
 		}
-		if data, err := os.ReadFile(filepath.Join(m.Path, cgroupPath(id), name)); err == nil {
+		if data, err := os.ReadFile(filepath.Join(m.Path, x.home.Cgroup(id), name)); err == nil {
 			return strings.TrimSpace(string(data))
 		}
 	}

@@ -83,7 +83,7 @@ func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decid
 	p, ok := b.first(id, n)
 	if ok {
 		defer p.Close()
-		frozen := b.cgroups.Frozen(cgroupPath(id))
+		frozen := b.cgroups.Frozen(b.home.Cgroup(id))
 		if b.home.Unborn(id) || !started && frozen {
 			// runc has made it, or the wrapper has restored it, but no one
 			// has started it yet.

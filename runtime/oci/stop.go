@@ -126,7 +126,7 @@ func (b *Backend) end(ctx context.Context, v view, opts runtime.StopOptions) (ex
 		return b.ended(ctx, v, false)
 	}
 	defer p.Close()
-	killed, err := b.cgroups.End(ctx, p, cgroupPath(id), v.status == runtime.Paused, sig, opts.Timeout)
+	killed, err := b.cgroups.End(ctx, p, b.home.Cgroup(id), v.status == runtime.Paused, sig, opts.Timeout)
 	if err != nil {
 		return exit, fmt.Errorf("end container %s: %w", id, err)
 	}
@@ -193,11 +193,11 @@ func (b *Backend) release(ctx context.Context, id string, strays bool) error {
 	if strays {
 		step("strays", b.killStrays(ctx, id))
 	}
-	step("processes", b.cgroups.Empty(ctx, cgroupPath(id)))
+	step("processes", b.cgroups.Empty(ctx, b.home.Cgroup(id)))
 	step("delete", b.home.Forget(id))
 	step("unmount", b.place(id).Unmount(ctx, b.log.With("sandbox", id)))
 	step("network", b.net.Teardown(ctx, id))
-	step("cgroups", b.cgroups.Remove(ctx, cgroupPath(id)))
+	step("cgroups", b.cgroups.Remove(ctx, b.home.Cgroup(id)))
 	step("bundle", b.home.Clear(id))
 	return errors.Join(errs...)
 }

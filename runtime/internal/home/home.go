@@ -18,6 +18,8 @@ package home
 import (
 	"cmp"
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -54,6 +56,7 @@ type Home struct {
 	Base, Root string // lasting state: of all backends, of this one
 	Stage, Run string // transient state: of all backends, among it staged restores; of this one
 	State      string // of the OCI runtime
+	tag        string // of Base, among all on this machine
 }
 
 // Open makes the directories of the backend whose part of root and run this is.
@@ -73,8 +76,18 @@ func Open(root, run, part string) (h Home, err error) {
 	}
 	h.Root, h.Run = filepath.Join(h.Base, part), filepath.Join(h.Stage, part)
 	h.State = filepath.Join(h.Run, "runc")
+	sum := sha256.Sum256([]byte(h.Base))
+	h.tag = hex.EncodeToString(sum[:4])
 	return h, nil
 }
+
+// Cgroups holds the cgroups of all containers and of their monitors.
+const Cgroups = "/agentbox"
+
+// Cgroup is the cgroup of a sandbox. It follows from root and id: a checkpoint
+// that was carried to another root of this machine brings its sandbox's id
+// along, and one root's clearing up must not end the other's processes.
+func (h Home) Cgroup(id string) string { return Cgroups + "/" + id + "-" + h.tag }
 
 // directory makes dir with children and returns its real path.
 func directory(dir string, children ...string) (string, error) {
