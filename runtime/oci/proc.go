@@ -65,7 +65,10 @@ func (b *Backend) killStrays(ctx context.Context, id string) error {
 	bundles, execs := b.home.RunDir(id, "bundle"), b.home.RunDir(id, "exec")
 	ours := func(pid int) bool { return !spared[pid] && kernel.Names(pid, bundles, execs) && isEngine(pid) }
 	var errs []error
-	// Again until none is found: a killed one may just have started another.
+	// Again until none is found, twice: a killed one may just have started
+	// another, and one that forks and ends, as conmon does, while the list of
+	// processes is read has its child missed.
+	clean := 0
 	for range 20 {
 		pids, err := kernel.AllPids()
 		if err != nil {
@@ -103,8 +106,12 @@ func (b *Backend) killStrays(ctx context.Context, id string) error {
 			}
 		}
 		if len(found) == 0 {
-			break
+			if clean++; clean == 2 {
+				break
+			}
+			continue
 		}
+		clean = 0
 		for _, p := range found {
 			b.log.Debug("kill a stray", "sandbox", id, "pid", p.Pid)
 			errs = append(errs, p.Kill(unix.SIGKILL))
