@@ -20,6 +20,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -197,18 +198,33 @@ func Dir(t testing.TB) string {
 	return dir
 }
 
-// Build builds commands of this module into a directory and returns it. The
-// tags are the go command's.
+// built has where Build has put what, as to link anew takes seconds.
+var built = struct {
+	sync.Mutex
+	dirs map[string]string
+}{dirs: map[string]string{}}
+
+// Build builds commands of this module into a directory and returns it: the
+// same one to all tests that ask for the same. The tags are the go command's.
 func Build(t testing.TB, tags string, commands ...string) string {
 	t.Helper()
-	dir := Dir(t)
-	for _, c := range commands {
-		build := exec.Command("go", "build", "-tags", tags, "-o", dir+"/", "github.com/agentbox/agentbox/cmd/"+c)
-		build.Env = append(os.Environ(), "CGO_ENABLED=0")
-		if out, err := build.CombinedOutput(); err != nil {
-			t.Fatalf("build %s: %v\n%s", c, err, out)
-		}
+	built.Lock()
+	defer built.Unlock()
+	key := tags + " " + strings.Join(commands, " ")
+	if dir := built.dirs[key]; dir != "" {
+		return dir
 	}
+	dir := Dir(t)
+	args := []string{"build", "-tags", tags, "-o", dir + "/"}
+	for _, c := range commands {
+		args = append(args, "github.com/agentbox/agentbox/cmd/"+c)
+	}
+	build := exec.Command("go", args...)
+	build.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("build %s: %v\n%s", commands, err, out)
+	}
+	built.dirs[key] = dir
 	return dir
 }
 

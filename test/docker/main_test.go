@@ -210,7 +210,11 @@ func (b *box) upper(name, path string) string {
 
 func (b *box) count(name string) int {
 	b.Helper()
-	data, _ := os.ReadFile(b.upper(name, "count"))
+	return countIn(b.upper(name, "count"))
+}
+
+func countIn(file string) int {
+	data, _ := os.ReadFile(file)
 	n, _ := strconv.Atoi(strings.TrimSpace(string(data)))
 	return n
 }
@@ -218,8 +222,9 @@ func (b *box) count(name string) int {
 // counts waits until a container counts on.
 func (b *box) counts(name string) {
 	b.Helper()
-	n := b.count(name)
-	b.eventually(name+" counts on", func() bool { return b.count(name) > n+2 })
+	file := b.upper(name, "count")
+	n := countIn(file)
+	b.eventually(name+" counts on", func() bool { return countIn(file) > n+2 })
 }
 
 // state asks the daemon about a container.
