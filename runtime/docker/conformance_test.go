@@ -9,6 +9,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -66,20 +67,31 @@ func TestConformance(t *testing.T) {
 // leaks names what of the daemon's is left of removed containers.
 func (e *engine) leaks(t *testing.T, ids []string) (found []string) {
 	t.Helper()
-	for _, id := range ids {
-		if out := e.Docker(t, "ps", "-aq", "--no-trunc", "--filter", "label=agentbox.sandbox="+id); out != "" {
-			found = append(found, "container "+out)
-			continue
+	type object struct {
+		Id, Name string
+		Labels   map[string]string
+	}
+	var containers, networks []object
+	var volumes struct{ Volumes []object }
+	err := errors.Join(e.Get("/containers/json?all=1", &containers), e.Get("/networks", &networks), e.Get("/volumes", &volumes))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range containers {
+		if slices.Contains(ids, c.Labels["agentbox.sandbox"]) {
+			found = append(found, "container "+c.Id)
 		}
 	}
-	if len(found) > 0 || e.Docker(t, "ps", "-aq") != "" {
+	if len(containers) > 0 {
 		return found // of others', which are not over yet
 	}
-	if out := e.Docker(t, "network", "ls", "-q", "--filter", "label=agentbox.root"); out != "" {
-		found = append(found, "networks "+out)
+	for _, n := range networks {
+		if _, ours := n.Labels["agentbox.root"]; ours {
+			found = append(found, "network "+n.Name)
+		}
 	}
-	if out := e.Docker(t, "volume", "ls", "-q"); out != "" {
-		found = append(found, "volumes "+out)
+	for _, v := range volumes.Volumes {
+		found = append(found, "volume "+v.Name)
 	}
 	for _, dir := range []string{filepath.Join(e.StageRun, "restore"), filepath.Join(e.StageRun, "reap", "made"), filepath.Join(e.StageRun, "reap", "due"), filepath.Join(e.Root, "containers")} {
 		entries, _ := os.ReadDir(dir)
