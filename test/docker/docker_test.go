@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"os"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -157,7 +158,7 @@ func older(b *box) {
 type peer struct {
 	conn      net.Conn
 	sent, got atomic.Int64 // lines
-	hush      atomic.Bool  // nothing is sent
+	sending   sync.Mutex   // held by whoever wants nothing to be sent
 	fail      chan error
 }
 
@@ -165,14 +166,14 @@ func talk(conn net.Conn) *peer {
 	p := &peer{conn: conn, fail: make(chan error, 2)}
 	go func() {
 		for ; ; time.Sleep(2 * time.Millisecond) {
-			if p.hush.Load() {
-				continue
-			}
-			if _, err := fmt.Fprintf(conn, "%08d\n", p.sent.Load()); err != nil {
+			p.sending.Lock()
+			_, err := fmt.Fprintf(conn, "%08d\n", p.sent.Load())
+			p.sent.Add(1)
+			p.sending.Unlock()
+			if err != nil {
 				p.fail <- fmt.Errorf("send: %w", err)
 				return
 			}
-			p.sent.Add(1)
 		}
 	}()
 	go func() {
@@ -205,18 +206,29 @@ func connections(b *box) {
 		peers = append(peers, talk(conn))
 	}
 	// What peers send between the dump and the end of the old processes is
-	// received by a kernel that forgets it; they are silent then. In the gap
-	// they talk.
-	hush := func(on bool) {
+	// received by a kernel that forgets it; they are silent then, and have heard
+	// all that they said. In the gap they talk.
+	hush := func() {
 		for _, p := range peers {
-			p.hush.Store(on)
+			p.sending.Lock()
 		}
-		time.Sleep(100 * time.Millisecond)
+		for i, p := range peers {
+			b.eventually(fmt.Sprintf("all of connection %d has come back", i), func() bool {
+				select {
+				case err := <-p.fail:
+					b.Fatalf("connection %d: %v", i, err)
+				default:
+				}
+				return p.got.Load() == p.sent.Load()
+			})
+		}
 	}
 	for range 3 {
-		hush(true)
+		hush()
 		b.ok("checkpoint", "docker://srv", "--name", "x", "--stop")
-		hush(false)
+		for _, p := range peers {
+			p.sending.Unlock()
+		}
 		b.ok("restore", "docker://srv", "x")
 		b.ok("checkpoint", "rm", "docker://srv@x")
 		for i, p := range peers {
@@ -224,16 +236,9 @@ func connections(b *box) {
 			b.eventually(fmt.Sprintf("connection %d goes on", i), func() bool { return p.got.Load() > n })
 		}
 	}
-	hush(true)
-	for i, p := range peers {
-		b.eventually(fmt.Sprintf("all of connection %d has come back", i), func() bool {
-			select {
-			case err := <-p.fail:
-				b.Fatalf("connection %d: %v", i, err)
-			default:
-			}
-			return p.got.Load() == p.sent.Load()
-		})
+	hush()
+	for _, p := range peers {
+		p.sending.Unlock()
 	}
 }
 
