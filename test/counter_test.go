@@ -22,7 +22,7 @@ func (b *box) count(name string) int {
 // reaches waits until a sandbox's counter is at n, and returns what it is at.
 func (b *box) reaches(name string, n int) (now int) {
 	b.Helper()
-	path := filepath.Join(b.inspect(name).Upperdir, "count")
+	path := filepath.Join(b.upperdir(name), "count")
 	b.eventually(fmt.Sprintf("the counter of %s is at %d", name, n), func() bool {
 		now, _ = strconv.Atoi(b.read(path))
 		return now >= n

@@ -76,8 +76,9 @@ type box struct {
 	shared bool
 	env    []string // added to every command's environment
 
-	mu    sync.Mutex
-	names []string // sandboxes to remove at the end, on a shared root
+	mu     sync.Mutex
+	names  []string          // sandboxes to remove at the end, on a shared root
+	uppers map[string]string // upperdirs that inspect told, by sandbox
 }
 
 // newBox returns an empty root that the test's end checks and deletes.
@@ -388,7 +389,27 @@ func (b *box) checkpoint(args ...string) string {
 // file reads a file of a sandbox's upperdir; one that is not there is empty.
 func (b *box) file(name, path string) string {
 	b.Helper()
-	return b.read(filepath.Join(b.inspect(name).Upperdir, path))
+	return b.read(filepath.Join(b.upperdir(name), path))
+}
+
+// upperdir is a sandbox's; inspect is asked for it only if it is not known, as
+// many tests poll for what is in it. One of a new sandbox of that name is another.
+func (b *box) upperdir(name string) string {
+	b.Helper()
+	b.mu.Lock()
+	upper := b.uppers[name]
+	b.mu.Unlock()
+	if _, err := os.Stat(upper); upper != "" && err == nil {
+		return upper
+	}
+	upper = b.inspect(name).Upperdir
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.uppers == nil {
+		b.uppers = map[string]string{}
+	}
+	b.uppers[name] = upper
+	return upper
 }
 
 func (b *box) read(path string) string {
