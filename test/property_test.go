@@ -17,7 +17,12 @@ import (
 )
 
 // propertyTime is how long TestProperty draws new histories.
-const propertyTime = 40 * time.Second
+func propertyTime() time.Duration {
+	if long() {
+		return 40 * time.Second
+	}
+	return 20 * time.Second
+}
 
 // state is a sandbox's files: what its upperdir holds, whiteouts and opaque
 // marks included, and what a process in it would see.
@@ -64,7 +69,7 @@ func TestProperty(t *testing.T) {
 	}
 	begun, n, steps := time.Now(), 0, 0
 	rapid.Check(t, func(r *rapid.T) {
-		if time.Since(begun) > propertyTime && !t.Failed() {
+		if time.Since(begun) > propertyTime() && !t.Failed() {
 			return
 		}
 		h := &history{box: b, r: r, lower: filepath.Dir(layers[0]), mount: mount}
@@ -80,7 +85,7 @@ func TestProperty(t *testing.T) {
 	})
 	t.Logf("%d histories of %d steps in all", n, steps)
 	if n == 0 {
-		t.Errorf("not one history in %v", propertyTime)
+		t.Errorf("not one history in %v", propertyTime())
 	}
 }
 
