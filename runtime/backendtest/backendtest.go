@@ -125,8 +125,9 @@ type bench struct {
 	digest string
 	mark   string // in the environment of every process of the case
 
-	mu  sync.Mutex
-	ids []string
+	mu     sync.Mutex
+	ids    []string
+	uppers map[string]string // upperdirs that Inspect told
 }
 
 func newBench(t *testing.T, f Factory, lower []string) *bench {
@@ -138,7 +139,7 @@ func newBench(t *testing.T, f Factory, lower []string) *bench {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), caseTimeout)
-	e := &bench{T: t, f: f, ctx: ctx, root: root, lower: lower, mark: "BACKENDTEST=" + newID()}
+	e := &bench{T: t, f: f, ctx: ctx, root: root, lower: lower, mark: "BACKENDTEST=" + newID(), uppers: map[string]string{}}
 	before := snapshot()
 	e.b = f.New(t, root)
 	// Last in, first out: this is over when the case's own clean-ups are.
@@ -298,10 +299,21 @@ func (e *bench) is(id string, want runtime.Status) runtime.Container {
 	return c
 }
 
-// upper is a path in the upperdir, seen from the host.
+// upper is a path in the upperdir, seen from the host. Inspect is asked for it
+// only if it is not known: many cases poll for what is in it, and some backends
+// take a tenth of a second to answer.
 func (e *bench) upper(id, path string) string {
 	e.Helper()
-	return filepath.Join(e.inspect(id).Upper, path)
+	e.mu.Lock()
+	dir := e.uppers[id]
+	e.mu.Unlock()
+	if _, err := os.Stat(dir); dir == "" || err != nil {
+		dir = e.inspect(id).Upper
+		e.mu.Lock()
+		e.uppers[id] = dir
+		e.mu.Unlock()
+	}
+	return filepath.Join(dir, path)
 }
 
 // file reads a file of the upperdir; one that is not there is empty.
