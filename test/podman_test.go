@@ -173,14 +173,17 @@ func (p *podmanBox) inspect(name, format string) string {
 
 func (p *podmanBox) count(name string) int {
 	p.Helper()
-	data, _ := os.ReadFile(filepath.Join(p.inspect(name, "{{.GraphDriver.Data.UpperDir}}"), "count"))
-	n, _ := strconv.Atoi(strings.TrimSpace(string(data)))
-	return n
+	return p.reaches(name, 0)
 }
 
 func (p *podmanBox) reaches(name string, n int) (now int) {
 	p.Helper()
-	p.eventually(fmt.Sprintf("the counter of %s is at %d", name, n), func() bool { now = p.count(name); return now >= n })
+	file := filepath.Join(p.inspect(name, "{{.GraphDriver.Data.UpperDir}}"), "count")
+	p.eventually(fmt.Sprintf("the counter of %s is at %d", name, n), func() bool {
+		data, _ := os.ReadFile(file)
+		now, _ = strconv.Atoi(strings.TrimSpace(string(data)))
+		return now >= n
+	})
 	return now
 }
 
