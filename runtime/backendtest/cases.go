@@ -12,6 +12,7 @@ var cases = []struct {
 	{"create/a failure leaves nothing", createFails},
 	{"create/a cancelled context leaves nothing", createCancelled},
 	{"create/cancelled half-way", createCancelledMidway},
+	{"create/an id that another root has", createElsewhere},
 
 	{"start/runs the command", startRuns},
 	{"start/a running one", startRunning},

@@ -52,6 +52,47 @@ func createExists(e *bench) {
 	equal(e, "pid after the refused Create", e.is(id, runtime.Running).Pid, pid)
 }
 
+// A checkpoint that is carried to another root of the same machine brings its
+// sandbox's id along. Whatever becomes of it there, the sandbox here goes on.
+func createElsewhere(e *bench) {
+	s := e.spec("sleep", "1000")
+	id := e.startSpec(s)
+	pid := e.is(id, runtime.Running).Pid
+	root, err := os.MkdirTemp("", "bt")
+	if err != nil {
+		e.Fatal(err)
+	}
+	defer func() {
+		if err := os.RemoveAll(root); err != nil {
+			e.Error(err)
+		}
+	}()
+	other := e.f.New(e.T, root)
+	_, err = other.Inspect(e.ctx, id)
+	e.wantErr("Inspect of what another root has", err, runtime.ErrNotFound)
+	if err := other.Remove(e.ctx, id); err != nil {
+		e.Errorf("Remove of what another root has: %v", err)
+	}
+	for _, name := range []string{s.Name, s.Name + "-2"} {
+		s.Name = name
+		if err := other.Create(e.ctx, s, e.lower); err == nil {
+			if _, err := other.Start(e.ctx, id, runtime.StartOptions{}); err != nil {
+				e.Errorf("Start: %v", err)
+			}
+		} else {
+			e.wantErr("Create of what another root has", err, runtime.ErrExists)
+		}
+		if err := other.Remove(e.ctx, id); err != nil {
+			e.Errorf("Remove: %v", err)
+		}
+	}
+	equal(e, "pid after all that", e.is(id, runtime.Running).Pid, pid)
+	if _, exit := e.exec(id, "true"); exit != 0 {
+		e.Errorf("it does not answer: %d", exit)
+	}
+	e.stop(id)
+}
+
 // gone checks that nothing of an id is there, and that the id can be used.
 func (e *bench) gone(s runtime.Spec) {
 	e.Helper()

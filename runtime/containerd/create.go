@@ -55,6 +55,12 @@ func (b *Backend) Create(ctx context.Context, spec runtime.Spec, lower []string)
 	if err := ctx.Err(); err != nil {
 		return err
 	}
+	if root, err := b.elsewhere(ctx, id); err != nil {
+		return err
+	} else if root != "" {
+		return &fault.Error{Op: "container " + id, Hint: "Use it there, with --root " + root + ", or import its checkpoint as a sandbox of its own with --name.",
+			Err: fmt.Errorf("%w in containerd, as a sandbox of the root %s", fault.ErrExists, root)}
+	}
 	unlock, left, err := b.home.Claim(ctx, id)
 	if err != nil {
 		return err
@@ -280,9 +286,30 @@ func (b *Backend) wipe(ctx context.Context, id string) error {
 	return b.home.Empty(id)
 }
 
+// elsewhere names the other root of this machine, if there is one, that an id is
+// a sandbox of: a checkpoint that is carried to another root brings the id along,
+// and all roots have one namespace of containerd.
+func (b *Backend) elsewhere(ctx context.Context, id string) (root string, err error) {
+	ctx = in(ctx, b.namespace)
+	var labels map[string]string
+	c, err := b.client.ContainerService().Get(ctx, id)
+	if labels = c.Labels; errors.Is(plain(err), fault.ErrNotFound) {
+		var s snapshotInfo
+		s, err = b.snapshots().Stat(ctx, id)
+		labels = s.Labels
+	}
+	if err := gone(err); err != nil || !home.Elsewhere(b.home.Base, labels[rootLabel]) {
+		return "", err
+	}
+	return labels[rootLabel], nil
+}
+
 // drop deletes a container and its snapshot from containerd, and has the files
 // deleted too: by itself containerd does that some time later.
 func (b *Backend) drop(ctx context.Context, id string) error {
+	if root, err := b.elsewhere(ctx, id); err != nil || root != "" {
+		return err
+	}
 	ctx = in(ctx, b.namespace)
 	if err := gone(b.client.ContainerService().Delete(ctx, id)); err != nil {
 		return err

@@ -60,15 +60,17 @@ func (b *Backend) find(ctx context.Context, id string) (box, error) {
 	return c, err
 }
 
-// search finds the container that Create made under an id of ours, else the one
-// of somebody else whose id begins so.
+// search finds the container that Create made, for this root, under an id of
+// ours, else the one of somebody else whose id begins so.
 func (b *Backend) search(ctx context.Context, id string) (box, error) {
 	list, err := b.labelled(ctx, labelID+"="+id)
 	if err != nil {
 		return box{}, err
 	}
 	for _, c := range list {
-		if c.own() {
+		// One that came along with a checkpoint is perhaps there a second time,
+		// in the root that it came from.
+		if c.own() && !home.Elsewhere(b.root, c.Config.Labels[labelRoot]) {
 			return c, nil
 		}
 	}

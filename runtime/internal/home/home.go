@@ -89,6 +89,21 @@ const Cgroups = "/agentbox"
 // along, and one root's clearing up must not end the other's processes.
 func (h Home) Cgroup(id string) string { return Cgroups + "/" + id + "-" + h.tag }
 
+// Elsewhere tells whether theirs, which something of an engine is labelled with,
+// is another root than mine. A root that is not there any more is nobody's, and
+// was perhaps moved to where mine is.
+func Elsewhere(mine, theirs string) bool {
+	if theirs == "" || theirs == mine {
+		return false
+	}
+	a, err := os.Stat(theirs)
+	if err != nil {
+		return false
+	}
+	b, err := os.Stat(mine)
+	return err != nil || !os.SameFile(a, b)
+}
+
 // directory makes dir with children and returns its real path.
 func directory(dir string, children ...string) (string, error) {
 	for _, child := range children {
