@@ -187,6 +187,12 @@ func (e *Engine) finishCheckpoint(ctx context.Context, in store.Intent, host Hos
 	if err != nil {
 		return "", err
 	}
+	thawed := ""
+	if !data.Stop {
+		if thawed, err = letGo(ctx, host, in.Sandbox, data.Was, false); err != nil {
+			return "", err
+		}
+	}
 	ready, err := e.store.Settle(ctx, in.Checkpoint)
 	if err != nil {
 		return "", err
@@ -205,22 +211,29 @@ func (e *Engine) finishCheckpoint(ctx context.Context, in store.Intent, host Hos
 	if ready && data.Stop {
 		return did, host.Stop(ctx, in.Sandbox, StopOptions{Silent: true})
 	}
-	c, err := host.Inspect(ctx, in.Sandbox)
+	if data.Stop { // not before it was clear that it is not to end
+		thawed, err = letGo(ctx, host, in.Sandbox, data.Was, true)
+	}
+	return did + thawed, err
+}
+
+// letGo lets a sandbox go on that a killed verb has frozen, cut off its network
+// perhaps. It comes before all else: the rest may have to wait, or fail.
+func letGo(ctx context.Context, host Host, id string, was Status, cut bool) (did string, err error) {
+	c, err := host.Inspect(ctx, id)
 	if errors.Is(err, ErrNotFound) {
-		return did, nil
+		return "", nil
 	}
 	if err != nil {
-		return did, err
+		return "", err
 	}
-	if data.Stop && c.Pid != 0 {
-		if err := criu.Reconnect(c.Pid); err != nil {
-			return did, err
-		}
+	if cut && c.Pid != 0 {
+		err = criu.Reconnect(c.Pid)
 	}
-	if data.Was == Running && c.Status == Paused {
-		return did + " and thawed its sandbox", host.Unpause(ctx, in.Sandbox)
+	if was == Running && c.Status == Paused {
+		did, err = " and thawed its sandbox", errors.Join(err, host.Unpause(ctx, id))
 	}
-	return did, nil
+	return did, err
 }
 
 // finishRestore takes back a restore that had not touched the sandbox yet and
@@ -258,7 +271,7 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 		if len(data.Trees) == 0 {
 			return "", nil
 		}
-		return did, e.takeBack(ctx, in.Sandbox, host, c, data)
+		return did, e.takeBack(ctx, in.Sandbox, host, data)
 	}
 	did := fmt.Sprintf("finished the restore of sandbox %s to checkpoint %s", short(in.Sandbox), short(in.Checkpoint))
 	err = e.finishSwap(ctx, in, host, lock, data)
@@ -278,24 +291,16 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 }
 
 // takeBack undoes a restore that had not touched the sandbox but for freezing it.
-func (e *Engine) takeBack(ctx context.Context, id string, host Host, c Container, data restoring) error {
+func (e *Engine) takeBack(ctx context.Context, id string, host Host, data restoring) error {
+	if _, err := letGo(ctx, host, id, data.Was, true); err != nil {
+		return err
+	}
 	ready, err := e.store.Settle(ctx, data.Undo)
 	if err == nil && ready {
 		err = e.store.RemoveCheckpoint(ctx, data.Undo)
 	}
 	r := restoration{data: data, images: e.store.StagedImages(id)}
-	if err := errors.Join(err, r.discard()); err != nil {
-		return err
-	}
-	if c.Pid != 0 {
-		if err := criu.Reconnect(c.Pid); err != nil {
-			return err
-		}
-	}
-	if data.Was == Running && c.Status == Paused {
-		return host.Unpause(ctx, id)
-	}
-	return nil
+	return errors.Join(err, r.discard())
 }
 
 // finishSwap goes on with a restore from where it was killed.

@@ -1,0 +1,82 @@
+package runtime_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// frozen is a backend whose containers stand frozen until they are thawed.
+type frozen struct {
+	runtime.Backend
+	thawed bool
+}
+
+func (b *frozen) Inspect(ctx context.Context, id string) (runtime.Container, error) {
+	c, err := b.Backend.Inspect(ctx, id)
+	if c.Status = runtime.Paused; b.thawed {
+		c.Status = runtime.Running
+	}
+	return c, err
+}
+
+func (b *frozen) Unpause(context.Context, string) error {
+	b.thawed = true
+	return nil
+}
+
+// What a killed verb froze goes on at once, also while the store is somebody's
+// alone, or cannot be read, and nobody can tell what became of the checkpoint.
+func TestRecoverThawsFirst(t *testing.T) {
+	for verb, data := range map[string]any{
+		"checkpoint": map[string]any{"was": "running"},
+		"restore":    map[string]any{"was": "running", "phase": "prepare", "undo": store.NewID(), "trees": []any{map[string]any{"dir": "/nonexistent"}}},
+	} {
+		t.Run(verb, func(t *testing.T) {
+			b := &frozen{}
+			r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })
+			sb := r.create(t, "box")
+			text, err := json.Marshal(data)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := r.store.Begin(ctx, store.Intent{Op: verb, Sandbox: sb.ID, Checkpoint: store.NewID(), Data: text}); err != nil {
+				t.Fatal(err)
+			}
+			lock, err := os.OpenFile(filepath.Join(r.root, "locks", "store"), os.O_RDWR|os.O_CREATE, 0o600)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer lock.Close()
+			if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+				t.Fatal(err)
+			}
+			soon, cancel := context.WithTimeout(ctx, 300*time.Millisecond)
+			defer cancel()
+			if _, err := r.RecoverInterrupted(soon); !errors.Is(err, context.DeadlineExceeded) {
+				t.Errorf("it did not wait for the store: %v", err)
+			}
+			if !b.thawed {
+				t.Error("it is left frozen")
+			}
+			if err := lock.Close(); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := r.RecoverInterrupted(ctx); err != nil {
+				t.Error(err)
+			}
+			if left, err := r.store.Intents(ctx); err != nil || len(left) > 0 {
+				t.Errorf("intents left: %v, %v", left, err)
+			}
+		})
+	}
+}
