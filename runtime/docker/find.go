@@ -198,8 +198,8 @@ func holds(pid int, id string) bool {
 	return err == nil && strings.Contains(string(groups), id)
 }
 
-// frozen tells whether the freezer holds a process, whoever told it to, and
-// whether that could be found out.
+// frozen tells whether a process was told to stand still, by whomever, and
+// whether that could be found out; see kernel.Cgroups.Frozen.
 func frozen(pid int) (is, known bool) {
 	groups, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
 	if err != nil {
@@ -211,18 +211,18 @@ func frozen(pid int) (is, known bool) {
 			continue
 		}
 		var files []string
-		want := "FROZEN"
+		runs := "THAWED"
 		switch f[1] {
 		case "freezer":
 			files = []string{filepath.Join("/sys/fs/cgroup/freezer", f[2], "freezer.state")}
 		case "":
-			want = "1"
+			runs = "0"
 			files = []string{filepath.Join("/sys/fs/cgroup", f[2], "cgroup.freeze"), filepath.Join("/sys/fs/cgroup/unified", f[2], "cgroup.freeze")}
 		}
 		for _, file := range files {
 			if data, err := os.ReadFile(file); err == nil {
 				known = true
-				is = is || strings.TrimSpace(string(data)) == want
+				is = is || strings.TrimSpace(string(data)) != runs
 			}
 		}
 	}

@@ -72,18 +72,20 @@ func (c Cgroups) Unified() bool {
 	return !slices.ContainsFunc(c, func(m Hierarchy) bool { return !m.V2 })
 }
 
-// Frozen tells whether a container's processes stand still.
+// Frozen tells whether a container's processes were told to stand still. Most of
+// them do, then, and only Thaw lets them go on, even when there is one that
+// cannot be frozen yet (FREEZING under v1), or has come in since.
 func (c Cgroups) Frozen(path string) bool {
 	for _, m := range c {
 		if !m.Freezer {
 			continue
 		}
-		file, want := "freezer.state", "FROZEN"
+		file, runs := "freezer.state", "THAWED"
 		if m.V2 {
-			file, want = "cgroup.freeze", "1"
+			file, runs = "cgroup.freeze", "0"
 		}
 		data, _, err := record.Read(filepath.Join(m.Path, path, file))
-		if err == nil && strings.TrimSpace(string(data)) == want {
+		if err == nil && strings.TrimSpace(string(data)) != runs {
 			return true
 		}
 	}

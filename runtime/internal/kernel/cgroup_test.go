@@ -1,10 +1,13 @@
 package kernel
 
 import (
+	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -40,6 +43,78 @@ func TestHierarchiesOfARestore(t *testing.T) {
 	for _, m := range after {
 		if strings.HasPrefix(m.Path, dir) {
 			t.Errorf("it lists %s", m.Path)
+		}
+	}
+}
+
+// One whose process waits for a filesystem that does not answer cannot be frozen
+// as a whole; its others stand, and whoever told them to may have been killed.
+func TestHalfFrozen(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Fatal("this test mounts a filesystem: run it as root")
+	}
+	groups, err := Hierarchies()
+	must(t, err)
+	fuse, err := os.OpenFile("/dev/fuse", os.O_RDWR, 0)
+	must(t, err)
+	defer fuse.Close()
+	dir := t.TempDir()
+	must(t, unix.Mount("none", dir, "fuse", 0, fmt.Sprintf("fd=%d,rootmode=40000,user_id=0,group_id=0", fuse.Fd())))
+	defer func() { _ = unix.Unmount(dir, unix.MNT_FORCE|unix.MNT_DETACH) }()
+
+	path := fmt.Sprintf("/abkernel-%d", os.Getpid())
+	for _, m := range groups {
+		if !m.Freezer {
+			continue
+		}
+		at := filepath.Join(m.Path, path)
+		must(t, os.Mkdir(at, 0o755))
+		defer func() { must(t, groups.Empty(t.Context(), path), groups.Remove(t.Context(), path)) }()
+		// The second waits for the directory's lock, which nothing interrupts.
+		cmd := exec.Command("sh", "-c", "echo $$ > "+at+"/cgroup.procs; cat "+dir+"/a & touch "+dir+"/b & wait")
+		must(t, cmd.Start())
+		defer func() { _ = cmd.Wait() }()
+		defer func() { must(t, unix.Unmount(dir, unix.MNT_FORCE|unix.MNT_DETACH)) }() // ends the waiting
+		for end := time.Now().Add(20 * time.Second); !waiting(at); time.Sleep(time.Millisecond) {
+			if time.Now().After(end) {
+				t.Fatal("they do not get to wait")
+			}
+		}
+		if groups.Frozen(path) {
+			t.Error("it is frozen before it was told to")
+		}
+		file, value := "freezer.state", "FROZEN"
+		if m.V2 {
+			file, value = "cgroup.freeze", "1"
+		}
+		must(t, os.WriteFile(filepath.Join(at, file), []byte(value), 0))
+		if !groups.Frozen(path) {
+			t.Error("nobody would thaw it")
+		}
+		must(t, groups.Thaw(path))
+		if groups.Frozen(path) {
+			t.Error("it is frozen after it was thawed")
+		}
+	}
+}
+
+// waiting tells whether two processes of a cgroup wait for what is not a signal.
+func waiting(cgroup string) bool {
+	n := 0
+	for _, pid := range members(cgroup) {
+		stat, _ := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+		if s := string(stat); strings.Contains(s, "(cat) D") || strings.Contains(s, "(touch) D") {
+			n++
+		}
+	}
+	return n == 2
+}
+
+func must(t *testing.T, errs ...error) {
+	t.Helper()
+	for _, err := range errs {
+		if err != nil {
+			t.Fatal(err)
 		}
 	}
 }
