@@ -81,13 +81,9 @@ func (s *Store) sweepMemory(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	list, err := s.sandboxes(ctx, "")
+	alive, err := s.alive(ctx)
 	if err != nil {
 		return err
-	}
-	alive := map[string]bool{}
-	for _, b := range list {
-		alive[b.ID] = true
 	}
 	var errs []error
 	for _, e := range entries {

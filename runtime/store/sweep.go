@@ -421,13 +421,9 @@ func (s *Store) sweepLocks(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	list, err := s.sandboxes(ctx, "")
+	alive, err := s.alive(ctx)
 	if err != nil {
 		return err
-	}
-	alive := map[string]bool{}
-	for _, b := range list {
-		alive[b.ID] = true
 	}
 	var errs []error
 	for _, e := range entries {
@@ -456,4 +452,15 @@ func (s *Store) sweepLocks(ctx context.Context) error {
 		l.Unlock()
 	}
 	return errors.Join(errs...)
+}
+
+// alive has the ids of all sandboxes. What is theirs is listed before: a
+// sandbox's row is older than its files.
+func (s *Store) alive(ctx context.Context) (map[string]bool, error) {
+	list, err := s.sandboxes(ctx, "")
+	alive := map[string]bool{}
+	for _, b := range list {
+		alive[b.ID] = true
+	}
+	return alive, err
 }
