@@ -125,7 +125,7 @@ func complete(req CreateRequest, img images.Image, backend string) (Spec, error)
 	if len(s.Args) == 0 {
 		return s, fmt.Errorf("%w: the image names no command and none was given", ErrInvalid)
 	}
-	s.Env = mergeEnv(img.Config.Env, s.Env)
+	s.Env = JoinEnv(img.Config.Env, s.Env)
 	s.User = cmp.Or(s.User, img.Config.User)
 	s.Workdir = path.Clean("/" + cmp.Or(s.Workdir, img.Config.Workdir))
 	s.StopSignal, s.Volumes = cmp.Or(s.StopSignal, img.Config.StopSignal), img.Config.Volumes
@@ -220,22 +220,6 @@ func checkMount(m Mount) error {
 		return err
 	}
 	return nil
-}
-
-// mergeEnv lets later settings of a variable replace earlier ones.
-func mergeEnv(layers ...[]string) []string {
-	var out []string
-	at := map[string]int{}
-	for _, kv := range slices.Concat(layers...) {
-		k, _, _ := strings.Cut(kv, "=")
-		if i, ok := at[k]; ok {
-			out[i] = kv
-			continue
-		}
-		at[k] = len(out)
-		out = append(out, kv)
-	}
-	return out
 }
 
 // Start starts a created or exited sandbox.

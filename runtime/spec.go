@@ -3,6 +3,8 @@ package runtime
 import (
 	"errors"
 	"io"
+	"slices"
+	"strings"
 	"time"
 )
 
@@ -125,4 +127,20 @@ type LogOptions struct {
 	Tail       int // lines; negative: all
 	Since      time.Time
 	Timestamps bool
+}
+
+// JoinEnv lets later settings of a variable replace earlier ones.
+func JoinEnv(layers ...[]string) []string {
+	var out []string
+	at := map[string]int{}
+	for _, kv := range slices.Concat(layers...) {
+		k, _, _ := strings.Cut(kv, "=")
+		if i, ok := at[k]; ok {
+			out[i] = kv
+			continue
+		}
+		at[k] = len(out)
+		out = append(out, kv)
+	}
+	return out
 }

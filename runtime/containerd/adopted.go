@@ -481,7 +481,7 @@ func (a *adoptee) confine(ctx context.Context, p runtime.Process, proc *specs.Pr
 	}
 	out := *spec.Process
 	out.Args, out.Terminal, out.ConsoleSize = proc.Args, proc.Terminal, proc.ConsoleSize
-	out.Env = bundle.JoinEnv(out.Env, p.Env, env)
+	out.Env = runtime.JoinEnv(out.Env, p.Env, env)
 	out.Cwd = cmp.Or(p.Workdir, out.Cwd)
 	if p.User != "" {
 		out.User = proc.User

@@ -11,7 +11,6 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
 
 	"github.com/moby/profiles/seccomp"
 	"github.com/opencontainers/runtime-spec/specs-go"
@@ -190,7 +189,7 @@ func process(root *os.File, s runtime.Spec, env []string, p runtime.Process, siz
 		Terminal:     p.Terminal,
 		User:         specs.User{UID: who.uid, GID: who.gid, AdditionalGids: who.groups},
 		Args:         p.Args,
-		Env:          JoinEnv(defaults, s.Env, p.Env, env),
+		Env:          runtime.JoinEnv(defaults, s.Env, p.Env, env),
 		Cwd:          p.Workdir,
 		Capabilities: set,
 		Rlimits:      rlimits(),
@@ -202,22 +201,6 @@ func process(root *os.File, s runtime.Spec, env []string, p runtime.Process, siz
 		proc.ConsoleSize = &specs.Box{Height: uint(size.Height), Width: uint(size.Width)}
 	}
 	return proc, nil
-}
-
-// JoinEnv lets later settings of a variable replace earlier ones.
-func JoinEnv(layers ...[]string) []string {
-	var out []string
-	at := map[string]int{}
-	for _, kv := range slices.Concat(layers...) {
-		k, _, _ := strings.Cut(kv, "=")
-		if i, ok := at[k]; ok {
-			out[i] = kv
-			continue
-		}
-		at[k] = len(out)
-		out = append(out, kv)
-	}
-	return out
 }
 
 // rlimits sets the number of open files only: the soft limit to what programs
