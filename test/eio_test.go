@@ -59,6 +59,11 @@ type brittle struct {
 	faults *faults
 }
 
+// WrapChild makes every file below one that can fail, too.
+func (n *brittle) WrapChild(_ context.Context, ops fusefs.InodeEmbedder) fusefs.InodeEmbedder {
+	return &brittle{fusefs.LoopbackNode{RootData: ops.(*fusefs.LoopbackNode).RootData}, n.faults}
+}
+
 type brittleFile struct {
 	*fusefs.LoopbackFile
 	faults *faults
@@ -139,9 +144,6 @@ func brittleAt(t *testing.T, dir string, f *faults) {
 		t.Fatal(err)
 	}
 	root := &fusefs.LoopbackRoot{Path: below, Dev: st.Dev}
-	root.NewNode = func(data *fusefs.LoopbackRoot, _ *fusefs.Inode, _ string, _ *syscall.Stat_t) fusefs.InodeEmbedder {
-		return &brittle{fusefs.LoopbackNode{RootData: data}, f}
-	}
 	top := &brittle{fusefs.LoopbackNode{RootData: root}, f}
 	root.RootNode = top
 	server, err := fusefs.Mount(dir, top, &fusefs.Options{MountOptions: fuse.MountOptions{DirectMountStrict: true, FsName: "brittle"}})

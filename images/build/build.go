@@ -141,6 +141,7 @@ func New(base v1.Image, layer *Layer, opts Options) (v1.Image, error) {
 	cfg.Created = created
 	cfg.Author = opts.Author
 	// Of the container that some engine made the base in.
+	//lint:ignore SA1019 older images have it
 	cfg.Container, cfg.DockerVersion = "", ""
 	cfg.Config.Hostname, cfg.Config.Domainname, cfg.Config.Image = "", "", ""
 	cfg.RootFS.Type = "layers"
