@@ -336,6 +336,20 @@ func (x *index) find(ctx context.Context, ids []pack.ID, fn func(place) error) (
 	return missing, nil
 }
 
+// sound is find for what is new and may not count on a piece that is known to be
+// damaged: that is as good as nowhere.
+func (x *index) sound(ctx context.Context, ids []pack.ID, fn func(place) error) (missing []pack.ID, err error) {
+	var bad []pack.ID
+	missing, err = x.find(ctx, ids, func(p place) error {
+		if p.bad {
+			bad = append(bad, p.blob.ID)
+			return nil
+		}
+		return fn(p)
+	})
+	return append(missing, bad...), err
+}
+
 // lost lists the packs that were found not to be whole.
 func (x *index) lost() (list []int64) {
 	x.mu.Lock()

@@ -24,7 +24,7 @@ import (
 // alone. It lies beside the memories and is a cache like them: not durable, and
 // not used when it is hurt in any way. What is in the index leaves its place
 // only while the store is held alone, and whoever has it alone drops all
-// ledgers first.
+// ledgers first; who finds pieces damaged drops them afterwards.
 //
 //	16 bytes that name the format
 //	records in the order of ids: id (32 bytes), number of the pack (uint64), bytes stored (uint32)
@@ -34,6 +34,7 @@ const (
 	ledgerRecord = 32 + 8 + 4
 	ledgerSum    = 32
 	ledgerSuffix = ".pieces"
+	ledgerNew    = ".new" // one that is being written
 )
 
 func (s *Store) ledgerPath(sandbox string) string {
@@ -42,9 +43,17 @@ func (s *Store) ledgerPath(sandbox string) string {
 
 // dropLedgers forgets, durably, what is known of the index.
 func (s *Store) dropLedgers() error {
-	files, err := filepath.Glob(filepath.Join(s.memoryDir(), "*"+ledgerSuffix))
-	if err != nil || len(files) == 0 {
-		return err
+	// Those that are being written first, which get the others' names.
+	var files []string
+	for _, suffix := range []string{ledgerSuffix + ledgerNew, ledgerSuffix} {
+		found, err := filepath.Glob(filepath.Join(s.memoryDir(), "*"+suffix))
+		if err != nil {
+			return err
+		}
+		files = append(files, found...)
+	}
+	if len(files) == 0 {
+		return nil
 	}
 	for _, f := range files {
 		if err := os.Remove(f); err != nil && !errors.Is(err, os.ErrNotExist) {
@@ -192,7 +201,7 @@ func (d *Draft) stored(ctx context.Context, need []pack.ID) (int64, error) {
 
 // weigh is stored with what a ledger says, if there is one. It writes the next.
 func (d *Draft) weigh(ctx context.Context, need []pack.ID, old *ledgerReader, path string) (n int64, err error) {
-	out := createLedger(path + ".new")
+	out := createLedger(path + ledgerNew)
 	if out != nil {
 		defer func() { out.end(path, err != nil) }()
 	}
@@ -215,12 +224,12 @@ func (d *Draft) weigh(ctx context.Context, need []pack.ID, old *ledgerReader, pa
 			ask = append(ask, id)
 		}
 		sorted := len(here)
-		gone, err := d.x.find(ctx, ask, func(p place) error { here = append(here, p); return nil })
+		gone, err := d.x.sound(ctx, ask, func(p place) error { here = append(here, p); return nil })
 		if err != nil {
 			return 0, err
 		}
 		if len(gone) > 0 {
-			return 0, fmt.Errorf("piece %s is neither in the store nor was it given to it: %w", gone[0], fault.ErrCorrupt)
+			return 0, fmt.Errorf("piece %s is not in the store, or damaged there, and was not given to it: %w", gone[0], fault.ErrCorrupt)
 		}
 		if len(here) > sorted {
 			slices.SortFunc(here, func(a, b place) int { return compareIDs(a.blob.ID, b.blob.ID) })

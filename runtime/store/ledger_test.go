@@ -10,6 +10,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
 // weighed makes a checkpoint of what the store has, with the ledger that is there and
@@ -77,5 +78,50 @@ func TestLedgerAfterReclaim(t *testing.T) {
 	must(t, err)
 	if _, _, err = treeOf(ctx, s, b, list); !errors.Is(err, fault.ErrCorrupt) {
 		t.Errorf("pieces that are gone: %v", err)
+	}
+}
+
+// A piece that is known to be damaged is not counted on, although checkpoints
+// that nobody has looked at since have it, and a ledger. Given anew, it heals them.
+func TestDamagedIsNotCountedOn(t *testing.T) {
+	ctx := context.Background()
+	s := open(t, t.TempDir())
+	b := put(t, s, "c")
+	data, c := sample(1, 300_000), of(b, "", KindFiles)
+	one, two := taken(t, s, c, data), taken(t, s, c, data)
+	r, err := s.OpenCheckpoint(ctx, two.ID)
+	must(t, err)
+	var list []overlay.Entry
+	digest := ""
+	must(t, r.entries(ctx, 0, func(e overlay.Entry) error {
+		if list = append(list, e); dataBytes(&e) > 0 && e.Pieces == nil {
+			digest = e.Digest
+		}
+		return nil
+	}))
+	must(t, r.Close())
+	id, err := pack.ParseID(digest)
+	must(t, err)
+	at, _, err := s.locate(ctx, id)
+	must(t, err)
+	row, err := s.packRow(ctx, at.pack)
+	must(t, err)
+	flip(t, pack.Path(s.packsDir(), row.name), at.blob.Off)
+
+	if rep := must1(s.VerifyAll(ctx, VerifyOptions{IDs: []string{one.ID}, ReadData: true})); len(rep.Damaged) != 1 {
+		t.Fatalf("verify: %+v", rep)
+	}
+	if _, _, err := treeOf(ctx, s, b, list); !errors.Is(err, fault.ErrCorrupt) {
+		t.Errorf("a checkpoint of what is damaged: %v", err)
+	}
+	d, err := s.BeginCheckpoint(ctx, c)
+	must(t, err)
+	if missing, err := d.Missing(ctx, []string{digest}); err != nil || len(missing) != 1 {
+		t.Errorf("a pull would fetch %v, %v", missing, err)
+	}
+	must(t, d.Abort(ctx, nil))
+	taken(t, s, c, data)
+	if rep := must1(s.VerifyAll(ctx, VerifyOptions{ReadData: true})); len(rep.Damaged) > 0 {
+		t.Errorf("still damaged: %+v", rep.Damaged)
 	}
 }

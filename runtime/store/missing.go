@@ -6,8 +6,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// Missing returns those of the pieces that neither a pack that is there has,
-// nor this draft: what a pull has to fetch. Malformed digests are ErrInvalid.
+// Missing returns those of the pieces that neither a pack that is there has, in a
+// state to be used, nor this draft: what a pull has to fetch. Malformed digests are ErrInvalid.
 func (d *Draft) Missing(ctx context.Context, digests []string) (missing []string, err error) {
 	var set idSet
 	for _, digest := range digests {
@@ -19,7 +19,7 @@ func (d *Draft) Missing(ctx context.Context, digests []string) (missing []string
 			set.add(id)
 		}
 	}
-	ids, err := d.x.find(ctx, set.list(), func(place) error { return nil })
+	ids, err := d.x.sound(ctx, set.list(), func(place) error { return nil })
 	for _, id := range ids {
 		missing = append(missing, id.String())
 	}

@@ -264,7 +264,7 @@ func (d *Draft) loadPages(ctx context.Context) (known, error) {
 	}
 	// All that it refers to must be there: what is referred to again is not
 	// stored again.
-	gone, err := d.x.find(ctx, need.list(), func(place) error { return nil })
+	gone, err := d.x.sound(ctx, need.list(), func(place) error { return nil })
 	if err != nil {
 		return known{}, err
 	}

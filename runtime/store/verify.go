@@ -424,7 +424,7 @@ func (v *verification) shun(ctx context.Context) error {
 	if len(v.why) == 0 {
 		return nil
 	}
-	return v.s.write(ctx, "mark pieces", func(tx *sql.Tx) error {
+	err := v.s.write(ctx, "mark pieces", func(tx *sql.Tx) error {
 		for i := range v.why {
 			x := &v.v.cat.slots[i]
 			_, err := tx.ExecContext(ctx, "UPDATE blobs SET bad = 1 WHERE id = ? AND off = ? AND stored = ?", v.v.cat.ids[i][:], x.off, x.stored)
@@ -434,6 +434,10 @@ func (v *verification) shun(ctx context.Context) error {
 		}
 		return nil
 	})
+	if err != nil {
+		return err
+	}
+	return v.s.dropLedgers() // which know nothing of it
 }
 
 // unreadable knows the errors by which a disk says that it lost something.
