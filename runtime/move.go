@@ -255,9 +255,6 @@ func (e *Engine) imported(ctx context.Context, facts portable.Facts, opts Import
 			return row, parts, nil, err
 		}
 		row, err = e.incoming(ctx, m, opts)
-		if row.Trigger == TriggerUndo {
-			row.Trigger = "import" // of another store's restore
-		}
 		parts = store.Manifest{Versions: m.Versions, TCP: m.TCP, Status: m.Status, Warnings: m.Warnings, Managed: m.Managed}
 		for _, v := range m.Volumes {
 			parts.Volumes = append(parts.Volumes, store.Volume{Name: v.Name})
@@ -313,6 +310,9 @@ func (e *Engine) incoming(ctx context.Context, m store.Manifest, opts ImportOpti
 	row := store.Checkpoint{
 		ID: m.ID, Name: m.Name, SandboxID: m.SandboxID, SandboxName: m.SandboxName, Kind: m.Kind, Trigger: m.Trigger, Created: m.Created,
 		ImageDigest: m.ImageDigest, Labels: m.Labels, Spec: m.Spec, Warnings: m.Warnings, Parent: m.Parent,
+	}
+	if row.Trigger == TriggerUndo {
+		row.Trigger = "import" // it is of another store's restore; ours would remove it
 	}
 	if m.Parent != "" {
 		if _, err := e.store.Checkpoint(ctx, m.Parent); errors.Is(err, ErrNotFound) {
@@ -402,16 +402,16 @@ func (e *Engine) PullCheckpoint(ctx context.Context, reference string, opts Regi
 	if err != nil {
 		return Checkpoint{}, err
 	}
-	var undo undo.Stack
-	defer func() { undo.Run(ctx, &err) }()
 	var m store.Manifest
 	var draft *store.Draft
 	var lock *store.Lock
-	defer func() {
+	defer func() { // when the draft has come to its end
 		if lock != nil {
 			lock.Unlock()
 		}
 	}()
+	var undo undo.Stack
+	defer func() { undo.Run(ctx, &err) }()
 	var there *Checkpoint
 	here := errors.New("it is here")
 	_, err = registry.Pull(ctx, reference, func(ctx context.Context, manifest []byte) (_ registry.Target, err error) {

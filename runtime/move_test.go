@@ -4,11 +4,15 @@ import (
 	"bytes"
 	"errors"
 	"io"
+	"log"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 	"testing/iotest"
+
+	"github.com/google/go-containerregistry/pkg/registry"
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
@@ -99,5 +103,43 @@ func TestImportConflicts(t *testing.T) {
 	}
 	if out, err := there.Restore(ctx, "copy", runtime.RestoreOptions{}); err != nil || out.Sandbox.Name != "copy" {
 		t.Errorf("restored: %+v, %v", out, err)
+	}
+}
+
+// TestUndoElsewhere carries what a restore has replaced to another store. There
+// it is a checkpoint like any other: listed, and not one that a restore removes.
+func TestUndoElsewhere(t *testing.T) {
+	there := newRig(t, nil)
+	there.create(t, "box")
+	if _, err := there.Checkpoint(ctx, "box", runtime.CheckpointOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	out, err := there.Restore(ctx, "box", runtime.RestoreOptions{})
+	if err != nil || out.Undo == "" {
+		t.Fatal(out, err)
+	}
+	var archive bytes.Buffer
+	if err := there.ExportCheckpoint(ctx, out.Undo, &archive, runtime.ExportOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	server := httptest.NewServer(registry.New(registry.Logger(log.New(io.Discard, "", 0))))
+	defer server.Close()
+	ref, opts := strings.TrimPrefix(server.URL, "http://")+"/x:y", runtime.RegistryOptions{PlainHTTP: true}
+	if _, err := there.PushCheckpoint(ctx, out.Undo, ref, opts); err != nil {
+		t.Fatal(err)
+	}
+	for verb, bring := range map[string]func(*rig) (runtime.Checkpoint, error){
+		"import": func(r *rig) (runtime.Checkpoint, error) {
+			return r.ImportCheckpoint(ctx, &archive, runtime.ImportOptions{})
+		},
+		"pull": func(r *rig) (runtime.Checkpoint, error) { return r.PullCheckpoint(ctx, ref, opts) },
+	} {
+		here := newRig(t, nil)
+		if ck, err := bring(here); err != nil || ck.Trigger == runtime.TriggerUndo {
+			t.Errorf("%s: %+v, %v", verb, ck, err)
+		}
+		if list, err := here.Checkpoints(ctx, runtime.CheckpointFilter{}); err != nil || len(list) != 1 || list[0].ID != out.Undo {
+			t.Errorf("%s: %+v, %v", verb, list, err)
+		}
 	}
 }
