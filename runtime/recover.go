@@ -192,6 +192,10 @@ func (e *Engine) finishCheckpoint(ctx context.Context, in store.Intent, host Hos
 		if thawed, err = letGo(ctx, host, in.Sandbox, data.Was, false); err != nil {
 			return "", err
 		}
+		data.Was = Unknown // who pauses it from here on wants it paused
+		if err := e.advance(ctx, in.Seq, data, true); err != nil {
+			return "", err
+		}
 	}
 	ready, err := e.store.Settle(ctx, in.Checkpoint)
 	if err != nil {
@@ -271,7 +275,7 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 		if len(data.Trees) == 0 {
 			return "", nil
 		}
-		return did, e.takeBack(ctx, in.Sandbox, host, data)
+		return did, e.takeBack(ctx, in, host, data)
 	}
 	did := fmt.Sprintf("finished the restore of sandbox %s to checkpoint %s", short(in.Sandbox), short(in.Checkpoint))
 	err = e.finishSwap(ctx, in, host, lock, data)
@@ -291,15 +295,19 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 }
 
 // takeBack undoes a restore that had not touched the sandbox but for freezing it.
-func (e *Engine) takeBack(ctx context.Context, id string, host Host, data restoring) error {
-	if _, err := letGo(ctx, host, id, data.Was, true); err != nil {
+func (e *Engine) takeBack(ctx context.Context, in store.Intent, host Host, data restoring) error {
+	if _, err := letGo(ctx, host, in.Sandbox, data.Was, true); err != nil {
+		return err
+	}
+	data.Was = Unknown // who pauses it from here on wants it paused
+	if err := e.advance(ctx, in.Seq, data, true); err != nil {
 		return err
 	}
 	ready, err := e.store.Settle(ctx, data.Undo)
 	if err == nil && ready {
 		err = e.store.RemoveCheckpoint(ctx, data.Undo)
 	}
-	r := restoration{data: data, images: e.store.StagedImages(id)}
+	r := restoration{data: data, images: e.store.StagedImages(in.Sandbox)}
 	return errors.Join(err, r.discard())
 }
 

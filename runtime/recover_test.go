@@ -68,11 +68,15 @@ func TestRecoverThawsFirst(t *testing.T) {
 			if !b.thawed {
 				t.Error("it is left frozen")
 			}
+			b.thawed = false // its user pauses it
 			if err := lock.Close(); err != nil {
 				t.Fatal(err)
 			}
 			if _, err := r.RecoverInterrupted(ctx); err != nil {
 				t.Error(err)
+			}
+			if b.thawed {
+				t.Error("what its user paused is thawed")
 			}
 			if left, err := r.store.Intents(ctx); err != nil || len(left) > 0 {
 				t.Errorf("intents left: %v, %v", left, err)
