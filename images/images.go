@@ -75,7 +75,8 @@ func Open(root string) (*Store, error) {
 
 // Resolve finds the image that ref means: NAME[:TAG], NAME@DIGEST, a digest or
 // a unique prefix of one. A name wins over a prefix. The built-in busybox is
-// made when it is first asked for.
+// made when it is first asked for. Of an image that is known and cannot be used
+// the digest comes with the error.
 func (s *Store) Resolve(ctx context.Context, ref string) (Image, error) {
 	idx, err := s.index()
 	if err != nil {
@@ -109,7 +110,7 @@ func (s *Store) ResolveDigest(_ context.Context, digest string) (Image, error) {
 }
 
 // List returns all images, by name; those that lost their name come last, with
-// an empty one.
+// an empty one. One that cannot be used is among them, and says why.
 func (s *Store) List(context.Context) ([]Image, error) {
 	idx, err := s.index()
 	if err != nil {
@@ -120,6 +121,9 @@ func (s *Store) List(context.Context) ([]Image, error) {
 	for _, name := range slices.SortedFunc(maps.Keys(idx.Names), func(a, b string) int { return strings.Compare(s.familiar(a), s.familiar(b)) }) {
 		named[idx.Names[name].Digest] = true
 		img, err := s.image(idx, name, idx.Names[name].Digest)
+		if useless(err) {
+			img.Damaged, err = err.Error(), nil
+		}
 		if err != nil {
 			return nil, err
 		}
@@ -137,12 +141,20 @@ func (s *Store) List(context.Context) ([]Image, error) {
 		if errors.Is(err, fault.ErrNotFound) { // removed meanwhile
 			continue
 		}
+		if useless(err) {
+			img.Damaged, err = err.Error(), nil
+		}
 		if err != nil {
 			return nil, err
 		}
 		list = append(list, img)
 	}
 	return list, nil
+}
+
+// useless tells whether an image, which is known, cannot be used.
+func useless(err error) bool {
+	return errors.Is(err, fault.ErrCorrupt) || errors.Is(err, fault.ErrNotFound)
 }
 
 // Remove takes the name ref away, or, when ref is a digest or a prefix of one,
@@ -230,6 +242,7 @@ func (s *Store) collect(idx index, keep func(digest string) bool) (doomed []stri
 	if err != nil {
 		return nil, err
 	}
+	all := false // layers are needed
 	for _, d := range digests {
 		hex, _ := hexOf(d)
 		if !named[d] && !keep(d) {
@@ -242,8 +255,12 @@ func (s *Store) collect(idx index, keep func(digest string) bool) (doomed []stri
 			continue
 		}
 		rec, err := s.record(d)
+		if errors.Is(err, fault.ErrCorrupt) { // it may need any layer
+			all = true
+			continue
+		}
 		if err != nil {
-			return nil, err // it may need any layer
+			return nil, err
 		}
 		for _, l := range rec.Layers {
 			needed[l.DiffID] = true
@@ -257,6 +274,9 @@ func (s *Store) collect(idx index, keep func(digest string) bool) (doomed []stri
 	}
 	if err := failpoint.Hit("images.remove.before-layers"); err != nil {
 		return nil, err
+	}
+	if all {
+		return nil, nil
 	}
 	layers, err := os.ReadDir(s.path("layers"))
 	if err != nil {
@@ -316,7 +336,7 @@ func (s *Store) Prune(ctx context.Context, all bool, inUse func(digest string) b
 			}
 			img, err := s.image(idx, "", d)
 			if errors.Is(err, fault.ErrCorrupt) { // then it is of no use
-				img, err = Image{Digest: d}, nil
+				err = nil
 			}
 			if err != nil {
 				return err

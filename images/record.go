@@ -144,15 +144,16 @@ func (s *Store) config(digest string) ([]byte, error) {
 }
 
 // image reads a record; name is the index entry that it was found by, if any.
+// What is known comes with an error, too.
 func (s *Store) image(idx index, name, digest string) (Image, error) {
-	rec, err := s.record(digest)
-	if err != nil {
-		return Image{}, err
-	}
 	if name == "" {
 		if names := idx.namesOf(digest); len(names) > 0 {
 			name = names[0]
 		}
+	}
+	rec, err := s.record(digest)
+	if err != nil {
+		return Image{Name: s.familiar(name), Digest: digest, Created: idx.Names[name].Created}, err
 	}
 	img := Image{Name: s.familiar(name), Digest: digest, RepoDigests: rec.RepoDigests, Platform: rec.Platform, Created: rec.Created,
 		Bytes: rec.Bytes, Size: rec.Size, Config: rec.Config}
@@ -166,7 +167,7 @@ func (s *Store) image(idx index, name, digest string) (Image, error) {
 		hex, ok := hexOf(d)
 		dir := s.path("layers", hex, "diff")
 		if fi, err := os.Lstat(dir); !ok || err != nil || !fi.IsDir() {
-			return Image{}, &fault.Error{Op: "open image", ID: digest, Hint: "Pull or import the image again.",
+			return img, &fault.Error{Op: "open image", ID: digest, Hint: "Pull or import the image again.",
 				Err: fmt.Errorf("%w: its layer %s is gone", fault.ErrCorrupt, d)}
 		}
 		img.Lower = append(img.Lower, dir)

@@ -20,6 +20,7 @@ type Image struct {
 	Layers      []string // diffIDs, bottom first
 	Lower       []string // absolute directories, top first
 	Config      Config
+	Damaged     string // why List's caller cannot use it; empty: it is whole as far as a look tells
 }
 
 // Config is what an image says about the processes that run in it.

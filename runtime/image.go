@@ -58,6 +58,7 @@ func imageView(img images.Image) Image {
 	return Image{
 		Name: img.Name, Digest: img.Digest, Created: img.Created, Bytes: img.Bytes, Builtin: img.Builtin,
 		Platform: img.Platform, RepoDigests: img.RepoDigests, Layers: len(img.Layers), Size: img.Size,
+		Damaged: img.Damaged,
 	}
 }
 
@@ -264,7 +265,7 @@ func (e *Engine) RemoveImage(ctx context.Context, name string) (err error) {
 		return err
 	}
 	img, err := from.Resolve(ctx, name)
-	if err != nil {
+	if err != nil && (img.Digest == "" || !errors.Is(err, ErrCorrupt) && !errors.Is(err, ErrNotFound)) {
 		return err
 	}
 	users, err := e.imageUsers(ctx)

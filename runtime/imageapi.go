@@ -47,6 +47,7 @@ type Image struct {
 	RepoDigests []string  `json:"repo_digests"` // REPOSITORY@DIGEST, where it can be had again
 	Layers      int       `json:"layers"`
 	Size        int64     `json:"size,omitempty"` // of its layers as they were pulled
+	Damaged     string    `json:"damaged,omitempty"`
 }
 
 // ImageDetails is the documented JSON of `agentbox image inspect`; it only ever grows.

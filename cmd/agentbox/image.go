@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"io"
@@ -97,7 +98,7 @@ func newImageLsCommand(a *app) *cobra.Command {
 		Use:         "ls [flags]",
 		Aliases:     []string{"list"},
 		Short:       "List images",
-		Long:        "Ls lists images. With --format json it prints an array of objects: name, digest (of its\nconfiguration), created, bytes (unpacked), builtin, platform, repo_digests, layers, size (as it was pulled).",
+		Long:        "Ls lists images. With --format json it prints an array of objects: name, digest (of its\nconfiguration), created, bytes (unpacked), builtin, platform, repo_digests, layers, size (as it was\npulled), damaged (why it cannot be used). Images that cannot be used are named in a warning.",
 		Example:     "  agentbox image ls --format json",
 		Annotations: exits(exitUsage, exitDenied),
 		Args:        args(0, 0),
@@ -106,7 +107,7 @@ func newImageLsCommand(a *app) *cobra.Command {
 				return err
 			}
 			return a.service(cmd.Context(), func(svc runtime.Service) error {
-				return runImageLs(cmd.Context(), opts, svc, a.stdout, a.now())
+				return runImageLs(cmd.Context(), opts, svc, a.stdout, a.stderr, a.now())
 			})
 		},
 	}
@@ -115,10 +116,15 @@ func newImageLsCommand(a *app) *cobra.Command {
 	return cmd
 }
 
-func runImageLs(ctx context.Context, opts imageLsOptions, svc runtime.Service, out io.Writer, now time.Time) error {
+func runImageLs(ctx context.Context, opts imageLsOptions, svc runtime.Service, out, stderr io.Writer, now time.Time) error {
 	images, err := svc.Images(ctx)
 	if err != nil {
 		return err
+	}
+	for _, im := range images {
+		if im.Damaged != "" {
+			warn(stderr, []string{fmt.Sprintf("image %s is damaged: %s; pull or import it again, or remove it", cmp.Or(im.Name, shortDigest(im.Digest)), im.Damaged)})
+		}
 	}
 	switch {
 	case opts.Format == formatJSON:

@@ -1,0 +1,58 @@
+package images
+
+import (
+	"bytes"
+	"errors"
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// One image that cannot be used takes none of the others with it, and can be
+// removed.
+func TestDamaged(t *testing.T) {
+	for what, break_ := range map[string]func(s *Store, img Image) error{
+		"layer gone":  func(s *Store, img Image) error { return os.RemoveAll(img.Lower[0]) },
+		"record gone": func(s *Store, img Image) error { return os.Remove(s.path("records", img.Digest[7:]+".json")) },
+		"record broken": func(s *Store, img Image) error {
+			return os.WriteFile(s.path("records", img.Digest[7:]+".json"), []byte("{"), 0o600)
+		},
+	} {
+		t.Run(what, func(t *testing.T) {
+			s := store(t)
+			var imgs []Image
+			for _, name := range []string{"bad", "good", "other"} {
+				img, err := s.ImportFrom(ctx, name, bytes.NewReader(rootfs(t, name)))
+				ok(t, err)
+				imgs = append(imgs, img)
+			}
+			ok(t, break_(s, imgs[0]))
+			list, err := s.List(ctx)
+			ok(t, err)
+			var said []string
+			for i, img := range list {
+				if img.Digest != imgs[i].Digest || (img.Damaged != "") != (i == 0) {
+					t.Errorf("%+v", img)
+				}
+				said = append(said, img.Name)
+			}
+			if got := strings.Join(said, " "); got != "bad good other" {
+				t.Errorf("%q", got)
+			}
+			img, err := s.Resolve(ctx, "bad")
+			if img.Digest != imgs[0].Digest || !errors.Is(err, fault.ErrCorrupt) && !errors.Is(err, fault.ErrNotFound) {
+				t.Errorf("%+v, %v", img, err)
+			}
+			ok(t, s.Remove(ctx, "good", nil))
+			if _, err := s.Resolve(ctx, "other"); err != nil {
+				t.Error(err)
+			}
+			ok(t, s.Remove(ctx, "bad", nil))
+			_, err = s.GC(ctx, nil)
+			ok(t, err)
+			leftovers(t, s, 1)
+		})
+	}
+}
