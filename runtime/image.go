@@ -8,6 +8,7 @@ import (
 	"io"
 	"net/url"
 	"os"
+	"slices"
 	"strings"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
@@ -238,11 +239,8 @@ func imageOf(ctx context.Context, from Images, digest string, s Spec, opts image
 		return img, err
 	}
 	gone := fmt.Errorf("image %s (%s): %w", s.Image, digest, ErrNotFound)
-	if s.ImageSource == "" {
-		return img, hint(gone, "It did not come from a registry: bring it here from where it is (agentbox image push there, agentbox image pull here), or import the same files again.")
-	}
-	remedy := "Pull it with: agentbox image pull " + s.ImageSource
-	if opts.Policy == images.PullNever {
+	remedy := howToGet(s)
+	if s.ImageSource == "" || opts.Policy == images.PullNever {
 		return img, hint(gone, remedy)
 	}
 	opts.Policy = images.PullMissing
@@ -254,6 +252,32 @@ func imageOf(ctx context.Context, from Images, digest string, s Spec, opts image
 		return img, fmt.Errorf("%w, and what is %s now is another image (%s)", gone, s.ImageSource, img.Digest)
 	}
 	return img, nil
+}
+
+// howToGet says how the image that a sandbox had is brought here.
+func howToGet(s Spec) string {
+	if s.ImageSource == "" {
+		return "It did not come from a registry: bring it here from where it is (agentbox image push there, agentbox image pull here), or import the same files again."
+	}
+	return "Pull it with: agentbox image pull " + s.ImageSource
+}
+
+// arrived is a checkpoint that came from elsewhere, with a warning if its image
+// did not. That is no part of the checkpoint: the image may come yet.
+func (e *Engine) arrived(ctx context.Context, row store.Checkpoint) Checkpoint {
+	out := checkpointView(row)
+	s, err := spec(store.Sandbox{ID: row.SandboxID, Spec: row.Spec})
+	if err != nil {
+		return out
+	}
+	host, err := e.host(cmp.Or(s.Backend, e.first))
+	if err != nil || host.Images == nil {
+		return out
+	}
+	if _, err := host.Images.ResolveDigest(ctx, row.ImageDigest); errors.Is(err, ErrNotFound) {
+		out.Warnings = append(slices.Clone(out.Warnings), fmt.Sprintf("its image %s (%s) is not here. %s", s.Image, row.ImageDigest, howToGet(s)))
+	}
+	return out
 }
 
 // RemoveImage removes an image's name, and its files when no other name has

@@ -186,7 +186,7 @@ func (e *Engine) ImportCheckpoint(ctx context.Context, r io.Reader, opts ImportO
 	}
 	undo.Release()
 	e.log.Info("imported", "sandbox", done.SandboxID, "checkpoint", done.ID)
-	return checkpointView(done), draft.Close()
+	return e.arrived(ctx, done), draft.Close()
 }
 
 // named finds the sandbox that has exactly this name; without one it is the zero
@@ -243,7 +243,7 @@ func (e *Engine) have(ctx context.Context, row store.Checkpoint) (*Checkpoint, e
 	case there.SandboxID != row.SandboxID || there.SandboxName != row.SandboxName:
 		return nil, hint(fmt.Errorf("checkpoint %s: %w, as one of sandbox %s", short(row.ID), ErrExists, there.SandboxName), "Use that one.")
 	}
-	view := checkpointView(there)
+	view := e.arrived(ctx, there)
 	return &view, nil
 }
 
@@ -451,5 +451,5 @@ func (e *Engine) PullCheckpoint(ctx context.Context, reference string, opts Regi
 	}
 	undo.Release()
 	e.log.Info("pulled", "sandbox", done.SandboxID, "checkpoint", done.ID)
-	return checkpointView(done), draft.Close()
+	return e.arrived(ctx, done), draft.Close()
 }
