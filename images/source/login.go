@@ -46,11 +46,11 @@ func Login(ctx context.Context, registry, user, password string, opts Options) (
 	if dir == "" {
 		dir = own.CertDir
 	}
-	t, err := httpTransport(certDirs(hostOf(reg), dir), loose)
+	t, err := newConnections(certDirs(hostOf(reg), dir), loose, conf)
 	if err != nil {
 		return "", err
 	}
-	defer t.CloseIdleConnections()
+	defer t.close()
 	if loose {
 		if reg, err = name.NewRegistry(reg.RegistryStr(), name.Insecure); err != nil {
 			return "", err
@@ -58,7 +58,7 @@ func Login(ctx context.Context, registry, user, password string, opts Options) (
 	}
 	refused := advice
 	refused.Login = "Check user and password. Some registries want an access token in place of the password."
-	err = remote.Login(ctx, reg, remote.Options{Plain: loose, Keychain: only{authn.FromConfig(auth)}, Transport: t, Pause: opts.pause, Idle: opts.idle, Advice: refused})
+	err = remote.Login(ctx, reg, remote.Options{Plain: loose, Keychain: only{authn.FromConfig(auth)}, Transport: t.home, Elsewhere: t.elsewhere, Pause: opts.pause, Idle: opts.idle, Advice: refused})
 	if err != nil {
 		return "", err
 	}

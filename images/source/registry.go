@@ -24,7 +24,7 @@ import (
 
 var advice = remote.Advice{
 	Login: "Run `agentbox image login %s`; some registries say this of what is not there, too.",
-	Plain: "If the network between is yours, use --insecure or configure the registry in registries.toml; else ask for TLS.",
+	Plain: "If the network between is yours, use --insecure or configure the registry, and where it sends us, in registries.toml; else ask for TLS.",
 	Trust: "Put the certificate of the authority that signed it into /etc/agentbox/certs.d/%s/ca.crt, or name its directory with --cert-dir.",
 }
 
@@ -41,6 +41,7 @@ type endpoint struct {
 	certs  []string
 	keys   *keychain
 	opts   Options
+	conf   Config
 	scope  string
 	mu     sync.Mutex
 	client *remote.Client
@@ -72,7 +73,7 @@ func endpoints(ref Reference, opts Options, scope string) ([]*endpoint, error) {
 				return nil, fmt.Errorf("mirror %q of %s: %w: %w", m, host, fault.ErrInvalid, err)
 			}
 			own := conf.registry(hostOf(at.Registry))
-			list = append(list, &endpoint{repo: at, mirror: true, plain: scheme == "http" || own.Insecure, any: own.Insecure, certs: certDirs(hostOf(at.Registry), own.CertDir), keys: keys, opts: opts, scope: scope})
+			list = append(list, &endpoint{repo: at, mirror: true, plain: scheme == "http" || own.Insecure, any: own.Insecure, certs: certDirs(hostOf(at.Registry), own.CertDir), keys: keys, opts: opts, conf: conf, scope: scope})
 		}
 	}
 	loose := opts.Insecure || reg.Insecure
@@ -80,7 +81,7 @@ func endpoints(ref Reference, opts Options, scope string) ([]*endpoint, error) {
 	if dir == "" {
 		dir = reg.CertDir
 	}
-	return append(list, &endpoint{repo: repo, plain: loose, any: loose, certs: certDirs(host, dir), keys: keys, opts: opts, scope: scope}), nil
+	return append(list, &endpoint{repo: repo, plain: loose, any: loose, certs: certDirs(host, dir), keys: keys, opts: opts, conf: conf, scope: scope}), nil
 }
 
 // hostOf is what people call a registry.
@@ -98,7 +99,7 @@ func (e *endpoint) connect(ctx context.Context) (*remote.Client, error) {
 	if e.client != nil {
 		return e.client, nil
 	}
-	t, err := httpTransport(e.certs, e.any)
+	t, err := newConnections(e.certs, e.any, e.conf)
 	if err != nil {
 		return nil, err
 	}
@@ -109,12 +110,12 @@ func (e *endpoint) connect(ctx context.Context) (*remote.Client, error) {
 			return nil, err
 		}
 	}
-	c, err := remote.Connect(ctx, repo, e.scope, remote.Options{Plain: e.plain, Keychain: e.keys, Transport: t, Pause: e.opts.pause, Idle: e.opts.idle, Advice: advice})
+	c, err := remote.Connect(ctx, repo, e.scope, remote.Options{Plain: e.plain, Keychain: e.keys, Transport: t.home, Elsewhere: t.elsewhere, Pause: e.opts.pause, Idle: e.opts.idle, Advice: advice})
 	if err != nil {
-		t.CloseIdleConnections()
+		t.close()
 		return nil, e.keys.blame(err)
 	}
-	e.client, e.idle = c, t.CloseIdleConnections
+	e.client, e.idle = c, t.close
 	return c, nil
 }
 
@@ -127,11 +128,44 @@ func (e *endpoint) close() {
 	}
 }
 
+// connections lead to a registry and to where it sends us. Those
+// elsewhere check certificates unless the host itself is configured otherwise.
+type connections struct {
+	strict, loose *http.Transport
+	home          *http.Transport // one of them
+	conf          Config
+}
+
+func newConnections(certs []string, anyCert bool, conf Config) (*connections, error) {
+	strict, err := httpTransport(certs)
+	if err != nil {
+		return nil, err
+	}
+	t := &connections{strict: strict, loose: strict.Clone(), home: strict, conf: conf}
+	t.loose.TLSClientConfig.InsecureSkipVerify = true // only where the user said so
+	if anyCert {
+		t.home = t.loose
+	}
+	return t, nil
+}
+
+func (t *connections) elsewhere(host string) (http.RoundTripper, bool) {
+	if t.conf.registry(host).Insecure {
+		return t.loose, true
+	}
+	return t.strict, false
+}
+
+func (t *connections) close() {
+	t.strict.CloseIdleConnections()
+	t.loose.CloseIdleConnections()
+}
+
 // httpTransport trusts what lies in the directories in addition to the
 // system's authorities.
-func httpTransport(certs []string, anyCert bool) (*http.Transport, error) {
+func httpTransport(certs []string) (*http.Transport, error) {
 	t := remote.Transport()
-	t.TLSClientConfig = &tls.Config{InsecureSkipVerify: anyCert} // only where the user said so
+	t.TLSClientConfig = &tls.Config{}
 	for _, dir := range certs {
 		list, err := os.ReadDir(dir)
 		if err != nil {

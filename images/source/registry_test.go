@@ -346,3 +346,39 @@ func TestCancelledAndLate(t *testing.T) {
 		t.Errorf("standing still: %v", err)
 	}
 }
+
+// A registry may keep its blobs elsewhere. What is allowed for the registry is
+// not allowed there.
+func TestElsewhere(t *testing.T) {
+	store := newServed()
+	store.StartTLS()
+	t.Cleanup(store.Close)
+	_, port, _ := strings.Cut(strings.TrimPrefix(store.URL, "https://"), ":")
+	for name, start := range map[string]func(*served){"plain": func(s *served) { s.Start() }, "tls": func(s *served) { s.StartTLS() }} {
+		t.Run(name, func(t *testing.T) {
+			s, o := newServed(), fast(t)
+			start(s)
+			t.Cleanup(s.Close)
+			_, s.host, _ = strings.Cut(s.URL, "://")
+			img, digest, data := one(t, s)
+			store.breaks(func(w http.ResponseWriter, r *http.Request) bool { _, _ = w.Write(data); return true })
+			s.breaks(func(w http.ResponseWriter, r *http.Request) bool {
+				if !strings.HasSuffix(r.URL.Path, digest) {
+					return false
+				}
+				http.Redirect(w, r, "https://localhost:"+port+"/"+digest+"?signature=secret", http.StatusTemporaryRedirect)
+				return true
+			})
+			o.Insecure = true
+			if _, _, err := pull(t, s.host+"/web:1", o); !errors.Is(err, fault.ErrDenied) || !strings.Contains(err.Error(), "certificate") || len(store.requests("")) > 0 {
+				t.Errorf("%v, %q", err, store.requests(""))
+			}
+			o.Config = &Config{Registries: []Registry{{Name: "localhost:" + port, Insecure: true}}}
+			got, layers, err := pull(t, s.host+"/web:1", o)
+			if err != nil {
+				t.Fatal(err)
+			}
+			sameImage(t, got, layers, img, true)
+		})
+	}
+}

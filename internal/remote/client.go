@@ -27,9 +27,12 @@ import (
 
 // Options modify Connect.
 type Options struct {
-	// Plain allows connections without TLS to any host. To this host itself
-	// (localhost, 127.0.0.0/8, ::1) they are always allowed.
+	// Plain allows connections without TLS. To this host itself (localhost,
+	// 127.0.0.0/8, ::1) they are always allowed.
 	Plain bool
+	// Elsewhere is asked how to connect to HOST[:PORT] that the registry sends us
+	// to, and whether without TLS; nil: as to the registry.
+	Elsewhere func(host string) (rt http.RoundTripper, plain bool)
 	// Keychain has the credentials; nil: what `docker login` and `podman login` wrote.
 	Keychain authn.Keychain
 	// Transport makes the connections; nil: a Transport of its own.
@@ -51,6 +54,7 @@ const (
 	maxPause   = 10 * time.Second
 	maxWait    = 30 * time.Second // that a registry may ask for with Retry-After
 	worthwhile = 1 << 20          // bytes after which a broken transfer has all its tries again
+	lookupTime = 5 * time.Second  // for the address of where the registry sends us
 	maxOther   = 16 << 20         // bytes of answers whose reader has no bound of his own
 )
 
@@ -123,16 +127,18 @@ func (c *Client) dial(ctx context.Context, what authn.Resource, scopes []string)
 		c.close()
 		return nil, fmt.Errorf("credentials for %s: %w", what.RegistryStr(), err)
 	}
+	home := url.URL{Host: c.Repo.RegistryStr()}
+	gate := newGuard(home.Hostname(), base, c.opts)
 	var rt http.RoundTripper
 	err = c.Retry(ctx, func() error {
-		rt, err = transport.NewWithContext(ctx, c.Repo.Registry, auth, transport.NewUserAgent(guard{base, c.opts.Plain}, "agentbox"), scopes)
+		rt, err = transport.NewWithContext(ctx, c.Repo.Registry, auth, transport.NewUserAgent(gate, "agentbox"), scopes)
 		return err
 	})
 	if err != nil {
 		c.close()
 		return nil, c.Explain(err)
 	}
-	c.http = &http.Client{Transport: rt, CheckRedirect: checkRedirect}
+	c.http = &http.Client{Transport: rt}
 	return rt, nil
 }
 

@@ -8,7 +8,6 @@ import (
 	"io"
 	"net"
 	"net/http"
-	"net/netip"
 	"net/url"
 	"strings"
 	"syscall"
@@ -20,42 +19,9 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// errPlain is why guard refuses a request.
-var errPlain = fmt.Errorf("the connection would not be encrypted: %w", fault.ErrDenied)
-
 // errEarly is for a body that ended as if it were whole. It may come from a
 // connection that broke behind a proxy.
 var errEarly = fmt.Errorf("it ends too early: %w", fault.ErrCorrupt)
-
-// guard lets nothing out in the clear, but to this host. The library would
-// speak plain HTTP to private addresses and to *.local as well.
-type guard struct {
-	inner http.RoundTripper
-	plain bool
-}
-
-func (g guard) RoundTrip(req *http.Request) (*http.Response, error) {
-	if req.URL.Scheme != "https" && !g.plain && !loopback(req.URL.Hostname()) {
-		if req.Body != nil {
-			req.Body.Close()
-		}
-		return nil, errPlain
-	}
-	resp, err := g.inner.RoundTrip(req)
-	// The library reads the answers to its own questions to the end.
-	if err == nil && req.Header.Get("Accept-Encoding") != "identity" {
-		resp.Body = limited(resp.Body)
-	}
-	return resp, err
-}
-
-// limited ends a body that is too long for what is read without a bound.
-func limited(body io.ReadCloser) io.ReadCloser {
-	return struct {
-		io.Reader
-		io.Closer
-	}{io.LimitReader(body, maxOther), body}
-}
 
 // later is an error after which the registry asks to wait.
 type later struct {
@@ -64,27 +30,6 @@ type later struct {
 }
 
 func (l later) Unwrap() error { return l.error }
-
-func loopback(host string) bool {
-	ip, err := netip.ParseAddr(host)
-	return host == "localhost" || err == nil && ip.Unmap().IsLoopback()
-}
-
-// checkRedirect follows a registry to where it keeps its blobs, but not to a
-// service inside the network of whoever pulls.
-func checkRedirect(req *http.Request, via []*http.Request) error {
-	if len(via) >= 10 {
-		return errors.New("too many redirects")
-	}
-	if host := req.URL.Hostname(); host != via[0].URL.Hostname() {
-		ip, err := netip.ParseAddr(host)
-		ip = ip.Unmap()
-		if host == "localhost" || err == nil && (ip.IsLoopback() || ip.IsPrivate() || ip.IsLinkLocalUnicast() || ip.IsUnspecified()) {
-			return fmt.Errorf("the registry sends us to %s: %w", host, fault.ErrDenied)
-		}
-	}
-	return nil
-}
 
 // passing tells whether trying again may help.
 func passing(err error) bool {

@@ -462,7 +462,7 @@ func TestRedirects(t *testing.T) {
 		http.Redirect(w, r, target, http.StatusTemporaryRedirect)
 		return true
 	})
-	for _, target = range []string{"http://localhost:1/", "http://169.254.169.254/latest/meta-data", "https://10.0.0.1/", "https://[fe80::1]/", "http://[::1]/", "http://192.0.2.7/plain"} {
+	for _, target = range []string{"http://169.254.169.254/latest/meta-data", "https://[fe80::1]/", "https://0.0.0.0/", "http://192.0.2.7/plain"} {
 		if _, err := Pull(t.Context(), s.host+"/web:one", newMemory().begin, o); !errors.Is(err, fault.ErrDenied) {
 			t.Errorf("%s: %v", target, err)
 		}
