@@ -379,6 +379,11 @@ func TestElsewhere(t *testing.T) {
 				t.Fatal(err)
 			}
 			sameImage(t, got, layers, img, true)
+
+			store.breaks(func(w http.ResponseWriter, r *http.Request) bool { panic(http.ErrAbortHandler) })
+			if _, _, err := pull(t, s.host+"/web:1", o); err == nil || strings.Contains(err.Error(), "secret") || !strings.Contains(err.Error(), digest) {
+				t.Errorf("%v", err)
+			}
 		})
 	}
 }

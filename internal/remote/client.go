@@ -13,6 +13,7 @@ import (
 	"net/http"
 	"net/url"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/google/go-containerregistry/pkg/authn"
@@ -162,6 +163,10 @@ func (c *Client) request(ctx context.Context, method, path string, header map[st
 	}
 	resp, err := c.http.Do(req)
 	if err != nil {
+		// The query may be the signature that opens what the registry keeps elsewhere.
+		if u := (*url.Error)(nil); errors.As(err, &u) {
+			u.URL, _, _ = strings.Cut(u.URL, "?")
+		}
 		return nil, err
 	}
 	body := resp.Body
