@@ -97,16 +97,22 @@ func (s *Store) Resolve(ctx context.Context, ref string) (Image, error) {
 }
 
 // ResolveDigest finds the image of a whole digest, whatever its name means by
-// now: what a sandbox or a checkpoint has pinned.
-func (s *Store) ResolveDigest(_ context.Context, digest string) (Image, error) {
-	idx, err := s.index()
-	if err != nil {
-		return Image{}, err
-	}
+// now: what a sandbox or a checkpoint has pinned. It waits for a removal that is
+// under way, so who has made it known that he needs the image knows then that it
+// stays.
+func (s *Store) ResolveDigest(_ context.Context, digest string) (img Image, err error) {
 	if _, ok := hexOf(digest); !ok {
 		return Image{}, fmt.Errorf("%w: %q is not an image digest", fault.ErrInvalid, digest)
 	}
-	return s.image(idx, "", digest)
+	err = s.locked(func() error {
+		idx, err := s.index()
+		if err != nil {
+			return err
+		}
+		img, err = s.image(idx, "", digest)
+		return err
+	})
+	return img, err
 }
 
 // List returns all images, by name; those that lost their name come last, with
@@ -159,8 +165,8 @@ func useless(err error) bool {
 
 // Remove takes the name ref away, or, when ref is a digest or a prefix of one,
 // the only name that the image has. Files that no image needs any more go too,
-// but not those of a digest that inUse reports (nil: none is in use): these
-// stay until GC finds them free.
+// but not those of a digest that inUse reports (nil: none is in use), which is
+// asked while nobody resolves a digest: these stay until GC finds them free.
 func (s *Store) Remove(_ context.Context, ref string, inUse func(digest string) bool) error {
 	var doomed []string
 	err := s.locked(func() error {

@@ -10,6 +10,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 
@@ -219,11 +220,9 @@ func (e *Engine) PruneImages(ctx context.Context, all bool) (out PrunedImages, e
 	if err != nil {
 		return out, err
 	}
-	users, err := e.imageUsers(ctx)
-	if err != nil {
-		return out, err
-	}
-	gone, freed, err := from.Prune(ctx, all, func(digest string) bool { return len(users[digest]) > 0 })
+	needed, failed := e.needs(ctx)
+	gone, freed, err := from.Prune(ctx, all, needed)
+	err = cmp.Or(failed(), err)
 	for _, img := range gone {
 		out.Removed = append(out.Removed, imageView(img))
 	}
@@ -301,7 +300,22 @@ func (e *Engine) RemoveImage(ctx context.Context, name string) (err error) {
 			return cmp.Or(err, hint(fmt.Errorf("%w: %s", ErrState, needed(need)), "Remove what needs it first."))
 		}
 	}
-	return from.Remove(ctx, name, func(digest string) bool { return len(users[digest]) > 0 })
+	needed, failed := e.needs(ctx)
+	err = from.Remove(ctx, name, needed)
+	return cmp.Or(failed(), err)
+}
+
+// needs makes the question whether an image is needed, for whoever removes
+// images to ask when no other can any more: sandboxes may have been made
+// since the verb began. While that cannot be known, failed says why and all are
+// needed.
+func (e *Engine) needs(ctx context.Context) (needed func(digest string) bool, failed func() error) {
+	var err error
+	users := sync.OnceValue(func() (all map[string][]string) {
+		all, err = e.imageUsers(ctx)
+		return all
+	})
+	return func(digest string) bool { return len(users()[digest]) > 0 || err != nil }, func() error { return err }
 }
 
 // imageUsers tells, by digest, which sandboxes and checkpoints need an image.

@@ -90,6 +90,12 @@ func (e *Engine) create(ctx context.Context, s Spec, row store.Sandbox) error {
 		if err := failpoint.Hit("create.after-row"); err != nil {
 			return err
 		}
+		// From the row on the image is in use; until then it could be removed.
+		if len(row.Lower) > 0 {
+			if _, err := host.Images.ResolveDigest(ctx, row.ImageDigest); err != nil {
+				return fmt.Errorf("the image was removed meanwhile: %w", err)
+			}
+		}
 		undo.Add(func(ctx context.Context) error { return host.Remove(ctx, s.ID) })
 		if err := host.Create(ctx, s, row.Lower); err != nil {
 			return err
