@@ -31,6 +31,7 @@ const (
 	maxRaw      = 64 << 10
 	maxPath     = 4096
 	maxSpares   = 1 << 20
+	askEvery    = 16 << 20
 )
 
 // frameWriter is a tree.Frame that goes to a file.
@@ -41,6 +42,9 @@ type frameWriter struct {
 	raw    []byte
 	buf    []byte
 	spares int
+
+	minFree int64 // bytes of the file system that stay free
+	unasked int64 // bytes since the file system was asked
 }
 
 func newFrameWriter(dir *os.File) (*frameWriter, error) {
@@ -76,6 +80,16 @@ func (w *frameWriter) Raw(p []byte) error {
 func (w *frameWriter) flush() error {
 	if len(w.raw) == 0 {
 		return nil
+	}
+	if w.unasked += int64(len(w.raw)); w.minFree > 0 && w.unasked >= askEvery {
+		w.unasked = 0
+		var fs unix.Statfs_t
+		if err := unix.Fstatfs(int(w.f.Fd()), &fs); err != nil {
+			return err
+		}
+		if int64(fs.Bavail)*fs.Bsize < w.minFree {
+			return fmt.Errorf("what the layer has beside its files does not fit (%d bytes are kept free): %w", w.minFree, unix.ENOSPC)
+		}
 	}
 	w.buf = binary.AppendUvarint(append(w.buf[:0], recRaw), uint64(len(w.raw)))
 	if _, err := w.z.Write(w.buf); err != nil {

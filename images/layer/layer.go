@@ -43,7 +43,7 @@ const (
 // Options modify Unpack. The zero value works.
 type Options struct {
 	MaxEntries int64 // default 10 million
-	MaxBytes   int64 // of file contents; default: any
+	MaxBytes   int64 // of file contents, and of the stream; default: any
 	MinFree    int64 // bytes of the file system that stay free
 	Progress   func(entries, bytes int64)
 }
@@ -72,6 +72,7 @@ func Unpack(ctx context.Context, r io.Reader, dir *os.File, opts Options) (rep R
 	if err != nil {
 		return rep, err
 	}
+	fw.minFree = opts.MinFree
 	defer func() { err = errors.Join(err, fw.close()) }()
 	sum := sha256.New()
 	in := ReadAhead(r, func(p []byte) { sum.Write(p) })

@@ -245,6 +245,28 @@ func TestHostile(t *testing.T) {
 	}
 }
 
+// What is no file's content is bounded, too: by the stream's length, and by the
+// room on the disk.
+func TestUnpackBeside(t *testing.T) {
+	label := archive(t, ent{tar.Header{Name: "label", Typeflag: 'V'}, strings.Repeat("x", askEvery+1)}, file("f", "y"))
+	for what, c := range map[string]struct {
+		opts Options
+		want error
+	}{
+		"bomb": {Options{MaxBytes: 1 << 20}, fault.ErrInvalid},
+		"full": {Options{MinFree: 1 << 60}, unix.ENOSPC},
+		"fits": {Options{MaxBytes: 32 << 20, MinFree: 1}, nil},
+	} {
+		d, err := os.Open(t.TempDir())
+		ok(t, err)
+		_, err = Unpack(ctx, bytes.NewReader(label), d, c.opts)
+		d.Close()
+		if !errors.Is(err, c.want) || c.want == nil && err != nil {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+}
+
 func TestOpaqueTop(t *testing.T) {
 	_, rep, err := unpack(t, archive(t, file(".wh..wh..opq", ""), file("x", "")))
 	if err != nil || !rep.Opaque {

@@ -60,7 +60,7 @@ type ExtractOptions struct {
 	Check func(*tar.Header) error
 
 	MaxEntries int64 // default 10 million
-	MaxBytes   int64 // of file contents; default: any
+	MaxBytes   int64 // of file contents, and of the archive; default: any
 	MinFree    int64 // bytes of the file system that stay free
 	// Progress is called after each entry and now and then inside of long ones.
 	Progress func(Report)
@@ -84,7 +84,7 @@ func Extract(ctx context.Context, top *os.File, r io.Reader, opts ExtractOptions
 	} else {
 		x.made = map[string]bool{}
 	}
-	in := &counter{r: r, frame: opts.Frame}
+	in := &counter{r: r, frame: opts.Frame, max: opts.MaxBytes}
 	err := x.all(in)
 	if err == nil {
 		// The tree is whole; an error of the stream's end comes after.

@@ -154,10 +154,11 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 type counter struct {
 	r     io.Reader
 	n     int64
+	max   int64 // 0: none
 	frame Frame
 	off   bool
 	sum   uint32 // of what was set aside
-	err   error  // the frame's
+	err   error  // the frame's, or that it is too much
 }
 
 // aside says whether what is read next is the content of a file.
@@ -165,7 +166,10 @@ func (c *counter) aside(yes bool) { c.off, c.sum = yes, 0 }
 
 func (c *counter) Read(p []byte) (int, error) {
 	n, err := c.r.Read(p)
-	c.n += int64(n)
+	if c.n += int64(n); c.max > 0 && c.n > c.max { // headers, and what is skipped, count too
+		c.err = fmt.Errorf("%w: the archive has more than %d bytes", fault.ErrInvalid, c.max)
+		return 0, c.err
+	}
 	if c.frame != nil && n > 0 {
 		if c.off {
 			c.sum = crc32.Update(c.sum, castagnoli, p[:n])
