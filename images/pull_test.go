@@ -486,6 +486,37 @@ func TestV1(t *testing.T) {
 
 // Images of an earlier agentbox can be started, by name and by digest, and
 // removed; more is refused with a remedy.
+// Who clears up takes nothing away from who writes.
+func TestV1AgainstSweep(t *testing.T) {
+	s := store(t)
+	img, err := take(t, s, "x", blob(t, "gzip", rootfs(t, "1")))
+	ok(t, err)
+	stop, done := make(chan struct{}), make(chan error)
+	go func() {
+		var err error
+		for {
+			select {
+			case <-stop:
+				done <- err
+				return
+			default:
+				err = errors.Join(err, s.sweep(0))
+			}
+		}
+	}()
+	for range 60 {
+		out, err := s.V1(ctx, img.Digest)
+		ok(t, err)
+		if _, err := out.Digest(); err != nil {
+			t.Error(err)
+			break
+		}
+		ok(t, os.Remove(filepath.Join(filepath.Dir(img.Lower[0]), "gzip.json")))
+	}
+	close(stop)
+	ok(t, <-done)
+}
+
 func TestOldIndex(t *testing.T) {
 	s := store(t)
 	layer := "sha256:" + strings.Repeat("a", 64)

@@ -185,7 +185,8 @@ func (l *storedLayer) compressed() (compressed, error) {
 	if err = errors.Join(err, r.Close()); err != nil {
 		return compressed{}, err
 	}
-	return c, l.s.writeJSON(name, c)
+	// Under the lock: files in tmp that nobody holds are swept away.
+	return c, l.s.locked(func() error { return l.s.writeJSON(name, c) })
 }
 
 // Add makes img an image of the store, with the given name unless that is empty.
