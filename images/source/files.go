@@ -73,7 +73,10 @@ func (t *tarFiles) open(name string) (io.ReadCloser, int64, error) {
 	return io.NopCloser(io.NewSectionReader(t.f, s.at, s.size)), s.size, nil
 }
 
-const maxArchived = 1 << 16 // files in an archive of an image
+const (
+	maxArchived = 1 << 16  // files in an archive of an image
+	maxNames    = 32 << 20 // bytes of their names, which one file may have a megabyte of
+)
 
 // openTar indexes an archive. One that is compressed, or that cannot be read
 // twice, is first copied to the scratch directory.
@@ -194,7 +197,7 @@ func spool(ctx context.Context, r io.Reader, report func(n int64), opts Options)
 			f.Close()
 		}
 	}()
-	if err := os.Remove(f.Name()); err != nil {
+	if err := os.Remove(f.Name()); err != nil && !errors.Is(err, fs.ErrNotExist) { // the owner of the directory may clear up
 		return nil, err
 	}
 	limit := opts.MaxBytes
@@ -239,6 +242,7 @@ func indexTar(ctx context.Context, f *os.File) (*tarFiles, error) {
 		return nil, err
 	}
 	t := &tarFiles{f: f, index: map[string]span{}, links: map[string]string{}}
+	names := 0
 	for r := tar.NewReader(f); ; { // it seeks over what is not read
 		h, err := r.Next()
 		if err == io.EOF {
@@ -252,6 +256,9 @@ func indexTar(ctx context.Context, f *os.File) (*tarFiles, error) {
 		}
 		if len(t.index)+len(t.links) >= maxArchived {
 			return nil, fmt.Errorf("%s: %w: it has more than %d files", path.Base(f.Name()), fault.ErrUnsupported, maxArchived)
+		}
+		if names += len(h.Name) + len(h.Linkname); names > maxNames {
+			return nil, fmt.Errorf("%s: %w: the names of its files have more than %d bytes", path.Base(f.Name()), fault.ErrUnsupported, maxNames)
 		}
 		name := path.Clean(h.Name)
 		switch h.Typeflag {

@@ -7,6 +7,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"io/fs"
 	"os"
@@ -345,6 +346,27 @@ func TestArchives(t *testing.T) {
 		t.Errorf("nobody writes: %v", err)
 	}
 	if _, _, err := pull(t, "docker-archive:/no/such", fast(t)); !errors.Is(err, fault.ErrNotFound) {
+		t.Error(err)
+	}
+}
+
+// Names are kept in memory, and compress well.
+func TestArchiveOfNames(t *testing.T) {
+	f, err := os.Create(filepath.Join(t.TempDir(), "a.tar"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	w := tar.NewWriter(f)
+	for i := range 40 {
+		if err := w.WriteHeader(&tar.Header{Name: fmt.Sprint(i) + strings.Repeat("n", 1_000_000), Format: tar.FormatPAX}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := w.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Open(t.Context(), mustParse(t, "oci-archive:"+f.Name()), fast(t)); !errors.Is(err, fault.ErrUnsupported) || !strings.Contains(err.Error(), "names") {
 		t.Error(err)
 	}
 }
