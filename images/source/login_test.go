@@ -21,6 +21,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -261,12 +262,13 @@ func TestPlainHTTP(t *testing.T) {
 
 // guarded lets ann in, with the given password.
 func guarded(s *served, password string) (tried func() []string) {
+	var mu sync.Mutex
 	var list []string
 	s.breaks(func(w http.ResponseWriter, r *http.Request) bool {
 		u, p, ok := r.BasicAuth()
-		s.mu.Lock()
+		mu.Lock()
 		list = append(list, u+":"+p)
-		s.mu.Unlock()
+		mu.Unlock()
 		if ok && u == "ann" && p == password {
 			return false
 		}
@@ -275,8 +277,8 @@ func guarded(s *served, password string) (tried func() []string) {
 		return true
 	})
 	return func() []string {
-		s.mu.Lock()
-		defer s.mu.Unlock()
+		mu.Lock()
+		defer mu.Unlock()
 		return list
 	}
 }
@@ -293,11 +295,11 @@ func TestLoginFile(t *testing.T) {
 	if err := os.Symlink(real, o.AuthFile); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := Login(t.Context(), s.host, "ann", "secret", o); err != nil {
+	if _, err := Login(t.Context(), s.Host(), "ann", "secret", o); err != nil {
 		t.Fatal(err)
 	}
 	b, _ := os.ReadFile(real)
-	for _, keep := range []string{`"eDp5"`, `"x@y"`, `"psFormat": "table"`, `"http://p"`, `12345678901234567890`, s.host, `"YW5uOnNlY3JldA=="`} {
+	for _, keep := range []string{`"eDp5"`, `"x@y"`, `"psFormat": "table"`, `"http://p"`, `12345678901234567890`, s.Host(), `"YW5uOnNlY3JldA=="`} {
 		if !strings.Contains(string(b), keep) {
 			t.Errorf("%s is not in %s", keep, b)
 		}
@@ -305,7 +307,7 @@ func TestLoginFile(t *testing.T) {
 	if fi, err := os.Stat(real); err != nil || fi.Mode().Perm() != 0o640 {
 		t.Errorf("%v, %v", fi.Mode(), err)
 	}
-	if err := Logout(t.Context(), s.host, o); err != nil {
+	if err := Logout(t.Context(), s.Host(), o); err != nil {
 		t.Fatal(err)
 	}
 	var is, was any
@@ -317,7 +319,7 @@ func TestLoginFile(t *testing.T) {
 		if err := os.WriteFile(real, []byte(data), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		_, err := Login(t.Context(), s.host, "ann", "secret", o)
+		_, err := Login(t.Context(), s.Host(), "ann", "secret", o)
 		if b, _ := os.ReadFile(real); !errors.Is(err, fault.ErrInvalid) || string(b) != data {
 			t.Errorf("%s: %v, %s", what, err, b)
 		}
@@ -350,34 +352,34 @@ func TestHelpers(t *testing.T) {
 		}
 	}
 	conf(`{"credsStore":"test"}`)
-	if _, _, err := pull(t, s.host+"/web:1", o); !errors.Is(err, fault.ErrDenied) {
+	if _, _, err := pull(t, s.Host()+"/web:1", o); !errors.Is(err, fault.ErrDenied) {
 		t.Errorf("%v", err)
 	}
-	where, err := Login(t.Context(), s.host, "ann", "secret", o)
+	where, err := Login(t.Context(), s.Host(), "ann", "secret", o)
 	if err != nil || where != "docker-credential-test" {
 		t.Fatalf("%q, %v", where, err)
 	}
 	kept, _ := os.ReadFile(bin + "/kept")
 	file, _ := os.ReadFile(o.AuthFile)
-	if !strings.Contains(string(kept), `"ServerURL":"`+s.host+`"`) || strings.Contains(string(file), "auth\"") || !strings.Contains(string(file), s.host) {
+	if !strings.Contains(string(kept), `"ServerURL":"`+s.Host()+`"`) || strings.Contains(string(file), "auth\"") || !strings.Contains(string(file), s.Host()) {
 		t.Errorf("kept %s, file %s", kept, file)
 	}
-	if _, _, err := pull(t, s.host+"/web:1", o); err != nil {
+	if _, _, err := pull(t, s.Host()+"/web:1", o); err != nil {
 		t.Error(err)
 	}
-	if err := Logout(t.Context(), s.host, o); err != nil {
+	if err := Logout(t.Context(), s.Host(), o); err != nil {
 		t.Error(err)
 	}
-	if erased, _ := os.ReadFile(bin + "/erased"); string(erased) != s.host {
+	if erased, _ := os.ReadFile(bin + "/erased"); string(erased) != s.Host() {
 		t.Errorf("erased %q", erased)
 	}
-	conf(`{"credHelpers":{"` + s.host + `":"gone"}}`)
-	_, _, err = pull(t, s.host+"/web:1", o)
+	conf(`{"credHelpers":{"` + s.Host() + `":"gone"}}`)
+	_, _, err = pull(t, s.Host()+"/web:1", o)
 	if h := strings.Join(fault.Hint(err), " "); !errors.Is(err, fault.ErrDenied) || !strings.Contains(h, "docker-credential-gone") {
 		t.Errorf("%v (hint %q)", err, h)
 	}
 	s.breaks(nil)
-	if _, _, err := pull(t, s.host+"/web:1", o); err != nil {
+	if _, _, err := pull(t, s.Host()+"/web:1", o); err != nil {
 		t.Errorf("a registry that needs none: %v", err)
 	}
 }
@@ -390,17 +392,17 @@ func TestMirrors(t *testing.T) {
 	origin.put(t, "team/web:1", img)
 	mirror.put(t, "hub/team/web:1", img)
 	ann := guarded(origin, "secret")
-	if err := os.WriteFile(o.AuthFile, []byte(`{"auths":{"`+origin.host+`":{"auth":"YW5uOnNlY3JldA=="}}}`), 0o600); err != nil {
+	if err := os.WriteFile(o.AuthFile, []byte(`{"auths":{"`+origin.Host()+`":{"auth":"YW5uOnNlY3JldA=="}}}`), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	conf := Config{Registries: []Registry{{Name: origin.host, Mirrors: []string{"127.0.0.1:1", "http://" + mirror.host + "/hub/"}}}}
+	conf := Config{Registries: []Registry{{Name: origin.Host(), Mirrors: []string{"127.0.0.1:1", "http://" + mirror.Host() + "/hub/"}}}}
 	if err := conf.check(); err != nil {
 		t.Fatal(err)
 	}
 	o.Config = &conf
 	all := func() {
 		t.Helper()
-		got, layers, err := pull(t, origin.host+"/team/web:1", o)
+		got, layers, err := pull(t, origin.Host()+"/team/web:1", o)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -431,11 +433,11 @@ func TestMirrors(t *testing.T) {
 	}
 	mirror.breaks(func(w http.ResponseWriter, r *http.Request) bool { w.WriteHeader(404); return true })
 	all()
-	if _, _, err := pull(t, origin.host+"/team/none:1", o); !errors.Is(err, fault.ErrNotFound) || !strings.Contains(err.Error(), "mirrors") {
+	if _, _, err := pull(t, origin.Host()+"/team/none:1", o); !errors.Is(err, fault.ErrNotFound) || !strings.Contains(err.Error(), "mirrors") {
 		t.Error(err)
 	}
 	// What is pushed goes to the registry.
-	if _, err := Write(t.Context(), mustParse(t, origin.host+"/team/new:1"), img, o); err != nil {
+	if _, err := Write(t.Context(), mustParse(t, origin.Host()+"/team/new:1"), img, o); err != nil {
 		t.Error(err)
 	}
 }

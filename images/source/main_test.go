@@ -4,78 +4,36 @@ import (
 	"bytes"
 	"fmt"
 	"io"
-	"log"
-	"net/http"
-	"net/http/httptest"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
 	"github.com/google/go-containerregistry/pkg/name"
-	ggcr "github.com/google/go-containerregistry/pkg/registry"
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/google/go-containerregistry/pkg/v1/mutate"
 	"github.com/google/go-containerregistry/pkg/v1/random"
 	ggcrremote "github.com/google/go-containerregistry/pkg/v1/remote"
 	"go.uber.org/goleak"
+
+	"github.com/agentbox/agentbox/internal/remote/remotetest"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // served is a registry on this host.
-type served struct {
-	*httptest.Server
-	host string
+type served struct{ *remotetest.Registry }
 
-	mu    sync.Mutex
-	asked []string // METHOD path [range]
-	// fault may answer in place of the registry, and says whether it did.
-	fault func(w http.ResponseWriter, r *http.Request) bool
-}
-
-func newServed() *served {
-	s := &served{}
-	inner := ggcr.New(ggcr.Logger(log.New(io.Discard, "", 0)))
-	s.Server = httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		s.mu.Lock()
-		s.asked = append(s.asked, strings.TrimSpace(r.Method+" "+r.URL.Path+" "+r.Header.Get("Range")))
-		fault := s.fault
-		s.mu.Unlock()
-		if fault != nil && fault(w, r) {
-			return
-		}
-		inner.ServeHTTP(w, r)
-	}))
-	s.Config.ErrorLog = log.New(io.Discard, "", 0)
-	return s
-}
+func newServed() *served { return &served{remotetest.New()} }
 
 func serve(t *testing.T) *served {
 	t.Helper()
-	s := newServed()
-	s.Start()
-	s.host = strings.TrimPrefix(s.URL, "http://")
-	t.Cleanup(s.Close)
-	return s
+	return &served{remotetest.Serve(t)}
 }
 
-// breaks installs a fault.
-func (s *served) breaks(f func(w http.ResponseWriter, r *http.Request) bool) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.fault, s.asked = f, nil
-}
-
-func (s *served) requests(prefix string) (list []string) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for _, l := range s.asked {
-		if strings.HasPrefix(l, prefix) {
-			list = append(list, l)
-		}
-	}
-	return list
+// breaks installs a fault, and forgets what was asked before.
+func (s *served) breaks(f remotetest.Fault) {
+	s.Breaks(f)
+	s.Forget()
 }
 
 // fast are options that do not wait, and know nothing of this machine.
@@ -114,7 +72,7 @@ func sample(t *testing.T, platform string, layers int64) v1.Image {
 // put stores an image or an index as the library does.
 func (s *served) put(t *testing.T, ref string, what any) {
 	t.Helper()
-	r, err := name.ParseReference(s.host + "/" + ref)
+	r, err := name.ParseReference(s.Host() + "/" + ref)
 	if err != nil {
 		t.Fatal(err)
 	}

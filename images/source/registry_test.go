@@ -19,6 +19,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/types"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/remote/remotetest"
 )
 
 func TestPull(t *testing.T) {
@@ -45,7 +46,7 @@ func TestPull(t *testing.T) {
 		if c.platform == "" {
 			o.Platform = "linux/amd64"
 		}
-		img, layers, err := pull(t, s.host+"/"+c.ref, o)
+		img, layers, err := pull(t, s.Host()+"/"+c.ref, o)
 		if err != nil {
 			t.Errorf("%s: %v", c.ref, err)
 			continue
@@ -54,36 +55,14 @@ func TestPull(t *testing.T) {
 	}
 	for platform, ref := range map[string]string{"linux/s390x": "web:all", "linux/arm64": "web:1", "windows/amd64": "web:all"} {
 		o.Platform = platform
-		_, _, err := pull(t, s.host+"/"+ref, o)
+		_, _, err := pull(t, s.Host()+"/"+ref, o)
 		if h := fault.Hint(err); !errors.Is(err, fault.ErrUnsupported) || !strings.Contains(err.Error(), "linux/amd64") || len(h) == 0 {
 			t.Errorf("%s for %s: %v, %q", ref, platform, err, h)
 		}
 	}
 	o.Platform = "no such"
-	if _, _, err := pull(t, s.host+"/web:1", o); !errors.Is(err, fault.ErrInvalid) {
+	if _, _, err := pull(t, s.Host()+"/web:1", o); !errors.Is(err, fault.ErrInvalid) {
 		t.Error(err)
-	}
-}
-
-// cut sends the first n bytes of data in answer to r, which may ask for a
-// range, and then ends the connection.
-func cut(w http.ResponseWriter, r *http.Request, data []byte, n int) {
-	from := 0
-	if h := r.Header.Get("Range"); h != "" {
-		if _, err := fmt.Sscanf(h, "bytes=%d-", &from); err != nil {
-			panic(err)
-		}
-		w.Header().Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", from, len(data)-1, len(data)))
-	}
-	rest := data[from:]
-	w.Header().Set("Content-Length", strconv.Itoa(len(rest)))
-	if from > 0 {
-		w.WriteHeader(http.StatusPartialContent)
-	}
-	_, _ = w.Write(rest[:min(n, len(rest))])
-	if len(rest) > n {
-		w.(http.Flusher).Flush()
-		panic(http.ErrAbortHandler)
 	}
 }
 
@@ -117,15 +96,15 @@ func TestCut(t *testing.T) {
 		if !strings.HasSuffix(r.URL.Path, digest) {
 			return false
 		}
-		cut(w, r, data, len(data)/4+1)
+		remotetest.Cut(w, r, data, len(data)/4+1)
 		return true
 	})
-	got, layers, err := pull(t, s.host+"/web:1", o)
+	got, layers, err := pull(t, s.Host()+"/web:1", o)
 	if err != nil {
 		t.Fatal(err)
 	}
 	sameImage(t, got, layers, img, true)
-	gets := s.requests("GET /v2/web/blobs/" + digest)
+	gets := s.Requests("GET /v2/web/blobs/" + digest)
 	if len(gets) != 4 || !strings.Contains(gets[3], " bytes=") {
 		t.Errorf("%q", gets)
 	}
@@ -135,7 +114,7 @@ func TestCut(t *testing.T) {
 func TestResume(t *testing.T) {
 	s, o := serve(t), fast(t)
 	_, digest, data := one(t, s)
-	img, _, err := pull(t, s.host+"/web:1", o)
+	img, _, err := pull(t, s.Host()+"/web:1", o)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -160,7 +139,7 @@ func TestResume(t *testing.T) {
 		if n == len(data) {
 			want = nil
 		}
-		if asked := s.requests("GET"); fmt.Sprint(asked) != fmt.Sprint(want) {
+		if asked := s.Requests("GET"); fmt.Sprint(asked) != fmt.Sprint(want) {
 			t.Errorf("from %d: %q, want %q", n, asked, want)
 		}
 	}
@@ -263,7 +242,7 @@ func TestBadRegistry(t *testing.T) {
 				c.answer(w, bytes.Clone(b))
 				return true
 			})
-			_, _, err := pull(t, s.host+"/web:1", o)
+			_, _, err := pull(t, s.Host()+"/web:1", o)
 			hints := strings.Join(fault.Hint(err), " ")
 			if !errors.Is(err, c.want) || !strings.Contains(fmt.Sprint(err), c.says) || strings.ContainsRune(fmt.Sprint(err), 0x1b) || !strings.Contains(hints, c.hint) {
 				t.Errorf("%v (hint %q), want %v", err, hints, c.want)
@@ -290,7 +269,7 @@ func TestWrongDigest(t *testing.T) {
 		return false
 	})
 	for _, ref := range []string{"web@" + digestA, "web:all"} {
-		if _, _, err := pull(t, s.host+"/"+ref, o); !errors.Is(err, fault.ErrCorrupt) {
+		if _, _, err := pull(t, s.Host()+"/"+ref, o); !errors.Is(err, fault.ErrCorrupt) {
 			t.Errorf("%s: %v", ref, err)
 		}
 	}
@@ -316,7 +295,7 @@ func TestCancelledAndLate(t *testing.T) {
 		return true
 	})
 	open := func(o Options) Image {
-		img, err := Open(t.Context(), mustParse(t, s.host+"/web:1"), o)
+		img, err := Open(t.Context(), mustParse(t, s.Host()+"/web:1"), o)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -359,7 +338,6 @@ func TestElsewhere(t *testing.T) {
 			s, o := newServed(), fast(t)
 			start(s)
 			t.Cleanup(s.Close)
-			_, s.host, _ = strings.Cut(s.URL, "://")
 			img, digest, data := one(t, s)
 			store.breaks(func(w http.ResponseWriter, r *http.Request) bool { _, _ = w.Write(data); return true })
 			s.breaks(func(w http.ResponseWriter, r *http.Request) bool {
@@ -370,18 +348,18 @@ func TestElsewhere(t *testing.T) {
 				return true
 			})
 			o.Insecure = true
-			if _, _, err := pull(t, s.host+"/web:1", o); !errors.Is(err, fault.ErrDenied) || !strings.Contains(err.Error(), "certificate") || len(store.requests("")) > 0 {
-				t.Errorf("%v, %q", err, store.requests(""))
+			if _, _, err := pull(t, s.Host()+"/web:1", o); !errors.Is(err, fault.ErrDenied) || !strings.Contains(err.Error(), "certificate") || len(store.Requests("")) > 0 {
+				t.Errorf("%v, %q", err, store.Requests(""))
 			}
 			o.Config = &Config{Registries: []Registry{{Name: "localhost:" + port, Insecure: true}}}
-			got, layers, err := pull(t, s.host+"/web:1", o)
+			got, layers, err := pull(t, s.Host()+"/web:1", o)
 			if err != nil {
 				t.Fatal(err)
 			}
 			sameImage(t, got, layers, img, true)
 
 			store.breaks(func(w http.ResponseWriter, r *http.Request) bool { panic(http.ErrAbortHandler) })
-			if _, _, err := pull(t, s.host+"/web:1", o); err == nil || strings.Contains(err.Error(), "secret") || !strings.Contains(err.Error(), digest) {
+			if _, _, err := pull(t, s.Host()+"/web:1", o); err == nil || strings.Contains(err.Error(), "secret") || !strings.Contains(err.Error(), digest) {
 				t.Errorf("%v", err)
 			}
 		})

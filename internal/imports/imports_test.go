@@ -63,6 +63,7 @@ var allowed = map[string][]string{
 	"runtime/store":               {"internal/failpoint", "internal/fault", "overlay", "runtime/store/pack"},
 	"runtime/store/pack":          {"internal/failpoint", "internal/fault"},
 	"runtime/volume":              {"criu/stage", "internal/failpoint", "internal/fault", "overlay", "policy", "runtime", "runtime/internal/kernel", "runtime/internal/record"},
+	"internal/remote/remotetest":  {},
 	"test":                        {},
 	"test/containerd":             {},
 	"test/docker":                 {},

@@ -21,10 +21,10 @@ func TestBreak(t *testing.T) {
 				src := sample(7, 20, 2000)
 				pulls := strings.Contains(point, "pull")
 				if pulls {
-					mustPush(t, s.host+"/web:one", src, about(id1), o)
+					mustPush(t, s.Host()+"/web:one", src, about(id1), o)
 				}
 				cmd := exec.Command(os.Args[0], "-test.run=^TestBreakChild$")
-				cmd.Env = append(os.Environ(), "AGENTBOX_FAILPOINT="+point+"="+action, "CHILD_HOST="+s.host, "CHILD_SCRATCH="+o.Scratch)
+				cmd.Env = append(os.Environ(), "AGENTBOX_FAILPOINT="+point+"="+action, "CHILD_HOST="+s.Host(), "CHILD_SCRATCH="+o.Scratch)
 				if pulls {
 					cmd.Env = append(cmd.Env, "CHILD_PULLS=1")
 				}
@@ -33,26 +33,26 @@ func TestBreak(t *testing.T) {
 					t.Fatalf("the point was not hit: %v\n%s", err, out)
 				}
 				if !pulls {
-					if _, err := Pull(t.Context(), s.host+"/web:one", newMemory().begin, o); !errors.Is(err, fault.ErrNotFound) {
+					if _, err := Pull(t.Context(), s.Host()+"/web:one", newMemory().begin, o); !errors.Is(err, fault.ErrNotFound) {
 						t.Fatalf("half a push shows: %v", err)
 					}
 					if action != "kill" {
 						empty(t, o.Scratch)
 					}
-					s.forget()
-					mustPush(t, s.host+"/web:one", src, about(id1), o)
-					if up := s.requests("POST"); point == "registry.push.before-tag" && len(up) != 0 {
+					s.Forget()
+					mustPush(t, s.Host()+"/web:one", src, about(id1), o)
+					if up := s.Requests("POST"); point == "registry.push.before-tag" && len(up) != 0 {
 						t.Errorf("what was there is pushed again: %q", up)
 					}
 				}
-				s.forget()
+				s.Forget()
 				dst := newMemory()
-				if _, err := Pull(t.Context(), s.host+"/web:one", dst.begin, o); err != nil {
+				if _, err := Pull(t.Context(), s.Host()+"/web:one", dst.begin, o); err != nil {
 					t.Fatal(err)
 				}
 				src.same(t, dst)
 				d := s.artifact(t, "web", "one").packs[0].pack
-				if gets := s.requests("GET /v2/web/blobs/" + d.Digest.String()); pulls && len(gets) != 0 {
+				if gets := s.Requests("GET /v2/web/blobs/" + d.Digest.String()); pulls && len(gets) != 0 {
 					t.Errorf("what was there is fetched again: %q", gets)
 				}
 			})

@@ -20,38 +20,17 @@ import (
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/remote"
+	"github.com/agentbox/agentbox/internal/remote/remotetest"
 )
-
-// cut sends the first n bytes of data in answer to r, which may ask for a
-// range, and then ends the connection.
-func cut(w http.ResponseWriter, r *http.Request, data []byte, n int) {
-	from := 0
-	if h := r.Header.Get("Range"); h != "" {
-		if _, err := fmt.Sscanf(h, "bytes=%d-", &from); err != nil {
-			panic(err)
-		}
-		w.Header().Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", from, len(data)-1, len(data)))
-	}
-	rest := data[from:]
-	w.Header().Set("Content-Length", strconv.Itoa(len(rest)))
-	if from > 0 {
-		w.WriteHeader(http.StatusPartialContent)
-	}
-	_, _ = w.Write(rest[:min(n, len(rest))])
-	if len(rest) > n {
-		w.(http.Flusher).Flush()
-		panic(http.ErrAbortHandler)
-	}
-}
 
 // onePack pushes a checkpoint of a single pack.
 func onePack(t *testing.T, s *served, o Options) (*memory, v1.Descriptor, []byte) {
 	t.Helper()
 	src := sample(7, 100, 20_000)
-	mustPush(t, s.host+"/web:one", src, about(id1), o)
+	mustPush(t, s.Host()+"/web:one", src, about(id1), o)
 	d := s.artifact(t, "web", "one").packs[0].pack
 	data := s.blob(t, "web", d.Digest.String())
-	s.forget()
+	s.Forget()
 	return src, d, data
 }
 
@@ -63,17 +42,17 @@ func isGet(r *http.Request, d v1.Descriptor) bool {
 func TestPullCut(t *testing.T) {
 	s, o := serve(t), fast(t)
 	src, d, data := onePack(t, s, o)
-	fired := s.breaks(func(w http.ResponseWriter, r *http.Request) bool {
+	fired := s.Breaks(func(w http.ResponseWriter, r *http.Request) bool {
 		if !isGet(r, d) {
 			return false
 		}
-		cut(w, r, data, len(data)/4+1)
+		remotetest.Cut(w, r, data, len(data)/4+1)
 		return true
 	})
 	dst := newMemory()
-	got := pullInto(t, s.host+"/web:one", dst, o)
+	got := pullInto(t, s.Host()+"/web:one", dst, o)
 	src.same(t, dst)
-	gets := s.requests("GET /v2/web/blobs/" + d.Digest.String())
+	gets := s.Requests("GET /v2/web/blobs/" + d.Digest.String())
 	if fired() != 4 || len(gets) != 4 {
 		t.Errorf("%d, %q", fired(), gets)
 	}
@@ -97,28 +76,28 @@ func TestPullResumes(t *testing.T) {
 			cancel()
 		}
 	}
-	s.breaks(func(w http.ResponseWriter, r *http.Request) bool {
+	s.Breaks(func(w http.ResponseWriter, r *http.Request) bool {
 		if !isGet(r, d) {
 			return false
 		}
-		cut(w, r, data, len(data)/2+1000)
+		remotetest.Cut(w, r, data, len(data)/2+1000)
 		return true
 	})
-	if _, err := Pull(ctx, s.host+"/web:one", newMemory().begin, o); !errors.Is(err, context.Canceled) {
+	if _, err := Pull(ctx, s.Host()+"/web:one", newMemory().begin, o); !errors.Is(err, context.Canceled) {
 		t.Fatalf("%v", err)
 	}
 	left, err := os.ReadFile(filepath.Join(o.Scratch, d.Digest.Hex+".part"))
 	if err != nil || len(left) < len(data)/2 || !bytes.Equal(left, data[:len(left)]) {
 		t.Fatalf("%d of %d bytes are left: %v", len(left), len(data), err)
 	}
-	s.breaks(nil)
-	s.forget()
+	s.Breaks(nil)
+	s.Forget()
 	o.Progress = nil
 	dst := newMemory()
-	pullInto(t, s.host+"/web:one", dst, o)
+	pullInto(t, s.Host()+"/web:one", dst, o)
 	src.same(t, dst)
 	want := fmt.Sprintf("GET /v2/web/blobs/%s bytes=%d-%d", d.Digest, len(left), len(data)-1)
-	if gets := s.requests("GET /v2/web/blobs/" + d.Digest.String()); len(gets) != 1 || gets[0] != want {
+	if gets := s.Requests("GET /v2/web/blobs/" + d.Digest.String()); len(gets) != 1 || gets[0] != want {
 		t.Errorf("%q, want %q", gets, want)
 	}
 }
@@ -136,11 +115,11 @@ func TestPullBadLeftover(t *testing.T) {
 			if err := os.WriteFile(filepath.Join(o.Scratch, d.Digest.Hex+".part"), left, 0o600); err != nil {
 				t.Fatal(err)
 			}
-			s.forget()
+			s.Forget()
 			dst := newMemory()
-			pullInto(t, s.host+"/web:one", dst, o)
+			pullInto(t, s.Host()+"/web:one", dst, o)
 			src.same(t, dst)
-			if gets := s.requests("GET /v2/web/blobs/" + d.Digest.String()); (len(gets) == 0) != (name == "whole") {
+			if gets := s.Requests("GET /v2/web/blobs/" + d.Digest.String()); (len(gets) == 0) != (name == "whole") {
 				t.Errorf("%q", gets)
 			}
 		})
@@ -153,7 +132,7 @@ func TestPullBadLeftover(t *testing.T) {
 	if err := os.Symlink(victim, filepath.Join(o.Scratch, d.Digest.Hex+".part")); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := Pull(t.Context(), s.host+"/web:one", newMemory().begin, o); err == nil {
+	if _, err := Pull(t.Context(), s.Host()+"/web:one", newMemory().begin, o); err == nil {
 		t.Error("a symlink was followed")
 	}
 	if b, _ := os.ReadFile(victim); string(b) != "precious" {
@@ -167,20 +146,20 @@ func TestPullBusy(t *testing.T) {
 	src, d, data := onePack(t, s, o)
 	entered, leave := make(chan struct{}), make(chan struct{})
 	var once sync.Once
-	s.breaks(func(w http.ResponseWriter, r *http.Request) bool {
+	s.Breaks(func(w http.ResponseWriter, r *http.Request) bool {
 		if isGet(r, d) {
 			once.Do(func() { close(entered) })
 			<-leave
-			cut(w, r, data, len(data))
+			remotetest.Cut(w, r, data, len(data))
 			return true
 		}
 		return false
 	})
 	done := make(chan error, 1)
 	dst := newMemory()
-	go func() { _, err := Pull(context.Background(), s.host+"/web:one", dst.begin, o); done <- err }()
+	go func() { _, err := Pull(context.Background(), s.Host()+"/web:one", dst.begin, o); done <- err }()
 	<-entered
-	_, err := Pull(t.Context(), s.host+"/web:one", newMemory().begin, o)
+	_, err := Pull(t.Context(), s.Host()+"/web:one", newMemory().begin, o)
 	close(leave)
 	if !errors.Is(err, fault.ErrBusy) {
 		t.Errorf("%v", err)
@@ -227,7 +206,7 @@ func TestPullRanges(t *testing.T) {
 			if err := os.WriteFile(filepath.Join(o.Scratch, d.Digest.Hex+".part"), data[:100], 0o600); err != nil {
 				t.Fatal(err)
 			}
-			fired := s.breaks(func(w http.ResponseWriter, r *http.Request) bool {
+			fired := s.Breaks(func(w http.ResponseWriter, r *http.Request) bool {
 				if !isGet(r, d) {
 					return false
 				}
@@ -236,7 +215,7 @@ func TestPullRanges(t *testing.T) {
 				return true
 			})
 			dst := newMemory()
-			_, err := Pull(t.Context(), s.host+"/web:one", dst.begin, o)
+			_, err := Pull(t.Context(), s.Host()+"/web:one", dst.begin, o)
 			if fired() == 0 {
 				t.Fatal("the fault did not fire")
 			}
@@ -260,7 +239,7 @@ func TestPullStalls(t *testing.T) {
 			o.idle = 30 * time.Millisecond
 			src, d, data := onePack(t, s, o)
 			first := true
-			fired := s.breaks(func(w http.ResponseWriter, r *http.Request) bool {
+			fired := s.Breaks(func(w http.ResponseWriter, r *http.Request) bool {
 				if !isGet(r, d) || !first {
 					return false
 				}
@@ -273,7 +252,7 @@ func TestPullStalls(t *testing.T) {
 				return true
 			})
 			dst := newMemory()
-			pullInto(t, s.host+"/web:one", dst, o)
+			pullInto(t, s.Host()+"/web:one", dst, o)
 			src.same(t, dst)
 			if fired() != 1 {
 				t.Error("the fault did not fire")
@@ -288,7 +267,7 @@ func TestRetries(t *testing.T) {
 		s, o := serve(t), fast(t)
 		failed := map[string]int{}
 		var mu sync.Mutex
-		fired := s.breaks(func(w http.ResponseWriter, r *http.Request) bool {
+		fired := s.Breaks(func(w http.ResponseWriter, r *http.Request) bool {
 			mu.Lock()
 			defer mu.Unlock()
 			key := r.Method + r.URL.Path
@@ -303,9 +282,9 @@ func TestRetries(t *testing.T) {
 			return true
 		})
 		src := sample(3, 10, 1000)
-		mustPush(t, s.host+"/web:one", src, about(id1), o)
+		mustPush(t, s.Host()+"/web:one", src, about(id1), o)
 		dst := newMemory()
-		pullInto(t, s.host+"/web:one", dst, o)
+		pullInto(t, s.Host()+"/web:one", dst, o)
 		src.same(t, dst)
 		if fired() < 10 {
 			t.Errorf("%d: the fault fired %d times", status, fired())
@@ -317,7 +296,7 @@ func TestGivesUp(t *testing.T) {
 	for status, want := range map[int]error{429: fault.ErrBusy, 500: fault.ErrBusy, 401: fault.ErrDenied, 403: fault.ErrDenied, 404: fault.ErrNotFound, 418: nil} {
 		s, o := serve(t), fast(t)
 		src, d, _ := onePack(t, s, o)
-		fired := s.breaks(func(w http.ResponseWriter, r *http.Request) bool {
+		fired := s.Breaks(func(w http.ResponseWriter, r *http.Request) bool {
 			if !isGet(r, d) && r.Method != http.MethodPut {
 				return false
 			}
@@ -325,7 +304,7 @@ func TestGivesUp(t *testing.T) {
 			_, _ = io.WriteString(w, `{"errors":[{"code":"NO","message":"evil\u001b[2J"}]}`)
 			return true
 		})
-		_, err := Pull(t.Context(), s.host+"/web:one", newMemory().begin, o)
+		_, err := Pull(t.Context(), s.Host()+"/web:one", newMemory().begin, o)
 		if err == nil || want != nil && !errors.Is(err, want) || strings.ContainsRune(err.Error(), 0x1b) || !strings.Contains(err.Error(), strconv.Itoa(status)) {
 			t.Errorf("pull, %d: %v", status, err)
 		}
@@ -337,12 +316,12 @@ func TestGivesUp(t *testing.T) {
 			t.Errorf("pull, %d: %d tries", status, fired())
 		}
 		src.add([]byte("new"))
-		_, err = Push(t.Context(), s.host+"/web:two", src, about(id2), o)
+		_, err = Push(t.Context(), s.Host()+"/web:two", src, about(id2), o)
 		if err == nil || want != nil && !errors.Is(err, want) {
 			t.Errorf("push, %d: %v", status, err)
 		}
-		s.breaks(nil)
-		if _, err := Pull(t.Context(), s.host+"/web:two", newMemory().begin, o); !errors.Is(err, fault.ErrNotFound) {
+		s.Breaks(nil)
+		if _, err := Pull(t.Context(), s.Host()+"/web:two", newMemory().begin, o); !errors.Is(err, fault.ErrNotFound) {
 			t.Errorf("a failed push shows: %v", err)
 		}
 	}
@@ -355,7 +334,7 @@ func TestPushCut(t *testing.T) {
 	o.packSize = 100_000 // several packs
 	src := sample(5, 60, 20_000)
 	patches := 0
-	fired := s.breaks(func(w http.ResponseWriter, r *http.Request) bool {
+	fired := s.Breaks(func(w http.ResponseWriter, r *http.Request) bool {
 		if r.Method != http.MethodPatch {
 			return false
 		}
@@ -374,25 +353,25 @@ func TestPushCut(t *testing.T) {
 		}
 		return false
 	})
-	if _, err := Push(t.Context(), s.host+"/web:one", src, about(id1), o); !errors.Is(err, fault.ErrDenied) {
+	if _, err := Push(t.Context(), s.Host()+"/web:one", src, about(id1), o); !errors.Is(err, fault.ErrDenied) {
 		t.Fatal(err)
 	}
 	if fired() < 2 {
 		t.Fatal("the faults did not fire")
 	}
 	empty(t, o.Scratch)
-	s.breaks(nil)
-	s.forget()
-	p := mustPush(t, s.host+"/web:one", src, about(id1), o)
+	s.Breaks(nil)
+	s.Forget()
+	p := mustPush(t, s.Host()+"/web:one", src, about(id1), o)
 	if p.Skipped < 200_000 || p.Bytes == 0 {
 		t.Errorf("%+v", p)
 	}
-	if up, all := len(s.requests("PATCH")), 2+2*len(s.artifact(t, "web", "one").packs); up == 0 || up > all-4 {
+	if up, all := len(s.Requests("PATCH")), 2+2*len(s.artifact(t, "web", "one").packs); up == 0 || up > all-4 {
 		t.Errorf("%d uploads of %d", up, all)
 	}
 	dst := newMemory()
 	o.packSize = 0
-	pullInto(t, s.host+"/web:one", dst, o)
+	pullInto(t, s.Host()+"/web:one", dst, o)
 	src.same(t, dst)
 }
 
@@ -400,11 +379,11 @@ func TestBeginRefuses(t *testing.T) {
 	s, o := serve(t), fast(t)
 	_, d, _ := onePack(t, s, o)
 	cause := fmt.Errorf("there already: %w", fault.ErrExists)
-	_, err := Pull(t.Context(), s.host+"/web:one", func(context.Context, []byte) (Target, error) { return nil, cause }, o)
+	_, err := Pull(t.Context(), s.Host()+"/web:one", func(context.Context, []byte) (Target, error) { return nil, cause }, o)
 	if !errors.Is(err, cause) {
 		t.Errorf("%v", err)
 	}
-	if gets := s.requests("GET /v2/web/blobs/" + d.Digest.String()); len(gets) > 0 {
+	if gets := s.Requests("GET /v2/web/blobs/" + d.Digest.String()); len(gets) > 0 {
 		t.Errorf("%q", gets)
 	}
 	empty(t, o.Scratch)
@@ -417,11 +396,11 @@ func TestTemporaryScratch(t *testing.T) {
 	t.Setenv("TMPDIR", t.TempDir())
 	o.Scratch = ""
 	dst := newMemory()
-	if _, err := Pull(t.Context(), s.host+"/web:one", dst.begin, o); err != nil {
+	if _, err := Pull(t.Context(), s.Host()+"/web:one", dst.begin, o); err != nil {
 		t.Fatal(err)
 	}
 	src.same(t, dst)
-	mustPush(t, s.host+"/web:two", sample(9, 3, 100), about(id2), o)
+	mustPush(t, s.Host()+"/web:two", sample(9, 3, 100), about(id2), o)
 	empty(t, os.TempDir())
 }
 
@@ -432,7 +411,7 @@ func TestPullNoSpace(t *testing.T) {
 	if err := unix.Mount("tmpfs", o.Scratch, "tmpfs", 0, fmt.Sprintf("size=%d,mode=700", d.Size/2)); err != nil {
 		t.Fatalf("this test needs root: %v", err)
 	}
-	_, err := Pull(t.Context(), s.host+"/web:one", newMemory().begin, o)
+	_, err := Pull(t.Context(), s.Host()+"/web:one", newMemory().begin, o)
 	left, readErr := os.ReadDir(o.Scratch)
 	if err := unix.Unmount(o.Scratch, 0); err != nil {
 		t.Fatal(err)
@@ -440,11 +419,11 @@ func TestPullNoSpace(t *testing.T) {
 	if !errors.Is(err, unix.ENOSPC) || readErr != nil || len(left) > 0 {
 		t.Errorf("%v; left are %v, %v", err, left, readErr)
 	}
-	if gets := s.requests("GET /v2/web/blobs/" + d.Digest.String()); len(gets) != 1 {
+	if gets := s.Requests("GET /v2/web/blobs/" + d.Digest.String()); len(gets) != 1 {
 		t.Errorf("%q", gets)
 	}
 	dst := newMemory()
-	pullInto(t, s.host+"/web:one", dst, o)
+	pullInto(t, s.Host()+"/web:one", dst, o)
 	src.same(t, dst)
 }
 
@@ -453,9 +432,9 @@ func TestRedirects(t *testing.T) {
 	s, o := serve(t), fast(t)
 	src, d, data := onePack(t, s, o)
 	elsewhere := serve(t)
-	elsewhere.breaks(func(w http.ResponseWriter, r *http.Request) bool { cut(w, r, data, len(data)); return true })
+	elsewhere.Breaks(func(w http.ResponseWriter, r *http.Request) bool { remotetest.Cut(w, r, data, len(data)); return true })
 	target := ""
-	s.breaks(func(w http.ResponseWriter, r *http.Request) bool {
+	s.Breaks(func(w http.ResponseWriter, r *http.Request) bool {
 		if !isGet(r, d) {
 			return false
 		}
@@ -463,13 +442,14 @@ func TestRedirects(t *testing.T) {
 		return true
 	})
 	for _, target = range []string{"http://169.254.169.254/latest/meta-data", "https://[fe80::1]/", "https://0.0.0.0/", "http://192.0.2.7/plain"} {
-		if _, err := Pull(t.Context(), s.host+"/web:one", newMemory().begin, o); !errors.Is(err, fault.ErrDenied) {
+		if _, err := Pull(t.Context(), s.Host()+"/web:one", newMemory().begin, o); !errors.Is(err, fault.ErrDenied) {
 			t.Errorf("%s: %v", target, err)
 		}
 	}
-	// The same host may keep its blobs behind another port.
-	target = elsewhere.URL + "/blob"
-	dst := newMemory()
-	pullInto(t, s.host+"/web:one", dst, o)
-	src.same(t, dst)
+	// The same host may keep its blobs behind another port, and have another name.
+	for _, target = range []string{elsewhere.URL + "/blob", strings.Replace(elsewhere.URL, "127.0.0.1", "localhost", 1) + "/blob"} {
+		dst := newMemory()
+		pullInto(t, s.Host()+"/web:one", dst, o)
+		src.same(t, dst)
+	}
 }

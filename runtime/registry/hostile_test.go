@@ -152,9 +152,9 @@ func TestHostile(t *testing.T) {
 			s, o := serve(t), fast(t)
 			a := craft(t, src)
 			c.change(a)
-			s.breaks(a.answer)
+			s.Breaks(a.answer)
 			dst := newMemory()
-			_, err := Pull(t.Context(), s.host+"/web:one", dst.begin, o)
+			_, err := Pull(t.Context(), s.Host()+"/web:one", dst.begin, o)
 			if !errors.Is(err, c.want) || (err == nil) != (c.want == nil) {
 				t.Fatalf("%v, want %v", err, c.want)
 			}
@@ -167,10 +167,10 @@ func TestHostile(t *testing.T) {
 				}
 			}
 			// A push into such a repository is not disturbed by it.
-			s.breaks(func(w http.ResponseWriter, r *http.Request) bool {
+			s.Breaks(func(w http.ResponseWriter, r *http.Request) bool {
 				return r.Method == http.MethodGet && a.answer(w, r)
 			})
-			if _, err := Push(t.Context(), s.host+"/web:one", src, about(id1), o); err != nil {
+			if _, err := Push(t.Context(), s.Host()+"/web:one", src, about(id1), o); err != nil {
 				t.Errorf("push: %v", err)
 			}
 		})
@@ -182,16 +182,16 @@ func TestHostile(t *testing.T) {
 func TestPushOverHalf(t *testing.T) {
 	s, o := serve(t), fast(t)
 	src := sample(1, 20, 500)
-	mustPush(t, s.host+"/web:one", src, about(id1), o)
+	mustPush(t, s.Host()+"/web:one", src, about(id1), o)
 	half := s.artifact(t, "web", "one")
 	more := src.clone()
 	more.add([]byte("one more"))
-	p := mustPush(t, s.host+"/web:one", more, about(id1), o)
+	p := mustPush(t, s.Host()+"/web:one", more, about(id1), o)
 	if strings.HasSuffix(p.Reference, half.digest.String()) {
 		t.Error("the old artifact was taken for the new one")
 	}
 	dst := newMemory()
-	pullInto(t, s.host+"/web:one", dst, o)
+	pullInto(t, s.Host()+"/web:one", dst, o)
 	more.same(t, dst)
 }
 
@@ -199,12 +199,12 @@ func TestPushOverHalf(t *testing.T) {
 func TestPullByDigest(t *testing.T) {
 	s, o := serve(t), fast(t)
 	a := craft(t, sample(1, 3, 100))
-	s.breaks(a.answer)
-	good := s.host + "/web@" + remote.Describe("", a.raw()).Digest.String()
+	s.Breaks(a.answer)
+	good := s.Host() + "/web@" + remote.Describe("", a.raw()).Digest.String()
 	if _, err := Pull(t.Context(), good, newMemory().begin, o); err != nil {
 		t.Errorf("%v", err)
 	}
-	if _, err := Pull(t.Context(), s.host+"/web@sha256:"+strings.Repeat("0", 64), newMemory().begin, o); !errors.Is(err, fault.ErrCorrupt) {
+	if _, err := Pull(t.Context(), s.Host()+"/web@sha256:"+strings.Repeat("0", 64), newMemory().begin, o); !errors.Is(err, fault.ErrCorrupt) {
 		t.Errorf("%v", err)
 	}
 }
@@ -214,7 +214,7 @@ func TestTargetFails(t *testing.T) {
 	s, o := serve(t), fast(t)
 	_, _, _ = onePack(t, s, o)
 	cause := errors.New("disk full")
-	_, err := Pull(t.Context(), s.host+"/web:one", func(context.Context, []byte) (Target, error) { return broken{newMemory(), cause}, nil }, o)
+	_, err := Pull(t.Context(), s.Host()+"/web:one", func(context.Context, []byte) (Target, error) { return broken{newMemory(), cause}, nil }, o)
 	if !errors.Is(err, cause) {
 		t.Errorf("%v", err)
 	}

@@ -5,134 +5,29 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"log"
 	"maps"
 	"math/rand/v2"
 	"net/http"
-	"net/http/httptest"
 	"os"
 	"slices"
-	"strings"
-	"sync"
 	"testing"
 	"time"
 
 	ggcr "github.com/google/go-containerregistry/pkg/registry"
 	"go.uber.org/goleak"
 
+	"github.com/agentbox/agentbox/internal/remote/remotetest"
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// served is a registry on this host, and what it was asked.
-type served struct {
-	*httptest.Server
-	host string
-
-	work sync.RWMutex // held for reading while a request is answered
-
-	mu    sync.Mutex
-	asked []string // METHOD path [range]
-	sent  int64    // bytes of bodies
-	got   int64
-	// fault may answer in place of the registry, and says whether it did.
-	fault func(w http.ResponseWriter, r *http.Request) bool
-}
+// served is a registry on this host.
+type served struct{ *remotetest.Registry }
 
 func serve(t *testing.T, opts ...ggcr.Option) *served {
 	t.Helper()
-	s := &served{}
-	inner := ggcr.New(append([]ggcr.Option{ggcr.Logger(log.New(io.Discard, "", 0)), ggcr.WithReferrersSupport(true)}, opts...)...)
-	s.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		s.work.RLock()
-		defer s.work.RUnlock()
-		line := strings.TrimSpace(r.Method + " " + r.URL.Path + " " + r.Header.Get("Range"))
-		s.mu.Lock()
-		s.asked = append(s.asked, line)
-		fault := s.fault
-		s.mu.Unlock()
-		r.Body = &meter{ReadCloser: r.Body, s: s}
-		if fault != nil && fault(w, r) {
-			return
-		}
-		inner.ServeHTTP(&counter{ResponseWriter: w, s: s}, r)
-	}))
-	s.host = strings.TrimPrefix(s.URL, "http://")
-	t.Cleanup(s.Close)
-	return s
-}
-
-type counter struct {
-	http.ResponseWriter
-	s *served
-}
-
-func (c *counter) Write(p []byte) (int, error) {
-	n, err := c.ResponseWriter.Write(p)
-	c.s.mu.Lock()
-	c.s.sent += int64(n)
-	c.s.mu.Unlock()
-	return n, err
-}
-
-type meter struct {
-	io.ReadCloser
-	s *served
-}
-
-func (m *meter) Read(p []byte) (int, error) {
-	n, err := m.ReadCloser.Read(p)
-	m.s.mu.Lock()
-	m.s.got += int64(n)
-	m.s.mu.Unlock()
-	return n, err
-}
-
-// breaks installs a fault, and returns how often it fired.
-func (s *served) breaks(f func(w http.ResponseWriter, r *http.Request) bool) func() int {
-	n := 0
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.fault = nil
-	if f != nil {
-		s.fault = func(w http.ResponseWriter, r *http.Request) (did bool) {
-			did = true // also when it panics
-			defer func() {
-				if s.mu.Lock(); did {
-					n++
-				}
-				s.mu.Unlock()
-			}()
-			did = f(w, r)
-			return did
-		}
-	}
-	return func() int {
-		s.work.Lock() // a client may have its answer before the handler has returned
-		defer s.work.Unlock()
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		return n
-	}
-}
-
-// forget starts the record of requests anew.
-func (s *served) forget() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.asked, s.sent, s.got = nil, 0, 0
-}
-
-func (s *served) requests(prefix string) (list []string) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for _, l := range s.asked {
-		if strings.HasPrefix(l, prefix) {
-			list = append(list, l)
-		}
-	}
-	return list
+	return &served{remotetest.Serve(t, opts...)}
 }
 
 // blob reads a blob out of the registry.

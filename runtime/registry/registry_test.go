@@ -38,7 +38,7 @@ func TestRoundTrip(t *testing.T) {
 		}
 		last, total = d, n
 	}
-	p := mustPush(t, s.host+"/team/web:before", src, about(id1), o)
+	p := mustPush(t, s.Host()+"/team/web:before", src, about(id1), o)
 	if last != src.bytes() || total != src.bytes() {
 		t.Errorf("progress ends with %d of %d, there are %d bytes", last, total, src.bytes())
 	}
@@ -72,10 +72,10 @@ func TestRoundTrip(t *testing.T) {
 		t.Errorf("%d pieces, want %d", r.Count(), len(src.pieces))
 	}
 
-	for _, ref := range []string{":before", ":" + Tag(id1), strings.TrimPrefix(p.Reference, s.host+"/team/web")} {
+	for _, ref := range []string{":before", ":" + Tag(id1), strings.TrimPrefix(p.Reference, s.Host()+"/team/web")} {
 		dst := newMemory()
 		last, total = 0, 0
-		got := pullInto(t, s.host+"/team/web"+ref, dst, o)
+		got := pullInto(t, s.Host()+"/team/web"+ref, dst, o)
 		src.same(t, dst)
 		if string(got.Manifest) != string(about(id1).Manifest) || got.Reference != p.Reference || got.Skipped != 0 {
 			t.Errorf("%s: %+v", ref, got)
@@ -89,13 +89,13 @@ func TestRoundTrip(t *testing.T) {
 func TestNothingToPush(t *testing.T) {
 	s, o := serve(t), fast(t)
 	src := newMemory() // a checkpoint of nothing has no pieces
-	mustPush(t, s.host+"/web", src, about(id1), o)
+	mustPush(t, s.Host()+"/web", src, about(id1), o)
 	dst := newMemory()
-	pullInto(t, s.host+"/web:"+Tag(id1), dst, o)
+	pullInto(t, s.Host()+"/web:"+Tag(id1), dst, o)
 	if len(dst.pieces) != 0 {
 		t.Error("pieces came from nowhere")
 	}
-	if got := s.requests("PUT /v2/web/manifests/"); len(got) != 1 {
+	if got := s.Requests("PUT /v2/web/manifests/"); len(got) != 1 {
 		t.Errorf("without a tag only the checkpoint's own is set: %q", got)
 	}
 }
@@ -103,13 +103,13 @@ func TestNothingToPush(t *testing.T) {
 func TestPushAgain(t *testing.T) {
 	s, o := serve(t), fast(t)
 	src := sample(1, 40, 4000)
-	first := mustPush(t, s.host+"/web:a", src, about(id1), o)
-	s.forget()
-	again := mustPush(t, s.host+"/web:b", src, about(id1), o)
+	first := mustPush(t, s.Host()+"/web:a", src, about(id1), o)
+	s.Forget()
+	again := mustPush(t, s.Host()+"/web:b", src, about(id1), o)
 	if again.Bytes != 0 || again.Skipped != first.Bytes || again.Reference != first.Reference {
 		t.Errorf("first %+v, again %+v", first, again)
 	}
-	if up := s.requests("POST"); len(up) != 0 {
+	if up := s.Requests("POST"); len(up) != 0 {
 		t.Errorf("uploads: %q", up)
 	}
 	if s.artifact(t, "web", "b").m.Config.Digest != s.artifact(t, "web", "a").m.Config.Digest {
@@ -117,7 +117,7 @@ func TestPushAgain(t *testing.T) {
 	}
 	// Elsewhere the same bytes come out.
 	other := serve(t)
-	p := mustPush(t, other.host+"/web:a", src.clone(), about(id1), o)
+	p := mustPush(t, other.Host()+"/web:a", src.clone(), about(id1), o)
 	if strings.Split(p.Reference, "@")[1] != strings.Split(first.Reference, "@")[1] {
 		t.Errorf("%s and %s", p.Reference, first.Reference)
 	}
@@ -127,7 +127,7 @@ func TestPushAgain(t *testing.T) {
 func TestIncremental(t *testing.T) {
 	s, o := serve(t), fast(t)
 	parent := sample(1, 200, 4000)
-	mustPush(t, s.host+"/web:one", parent, about(id1), o)
+	mustPush(t, s.Host()+"/web:one", parent, about(id1), o)
 	one := s.artifact(t, "web", "one")
 
 	child := parent.clone()
@@ -141,13 +141,13 @@ func TestIncremental(t *testing.T) {
 	for _, p := range extra.pieces {
 		child.add(p)
 	}
-	s.forget()
-	p := mustPush(t, s.host+"/web:two", child, about(id2, "5555555555556666", id1), o) // the parent was never pushed
+	s.Forget()
+	p := mustPush(t, s.Host()+"/web:two", child, about(id2, "5555555555556666", id1), o) // the parent was never pushed
 	if p.Bytes > 2*extra.bytes() || p.Bytes < extra.bytes()/4 || p.Skipped < one.packs[0].pack.Size {
 		t.Errorf("%+v, new are %d bytes", p, extra.bytes())
 	}
-	if s.got > 2*extra.bytes() {
-		t.Errorf("the registry got %d bytes", s.got)
+	if _, got := s.Bytes(); got > 2*extra.bytes() {
+		t.Errorf("the registry got %d bytes", got)
 	}
 	two := s.artifact(t, "web", "two")
 	if len(two.packs) != 2 || two.packs[0].pack.Digest != one.packs[0].pack.Digest {
@@ -155,18 +155,18 @@ func TestIncremental(t *testing.T) {
 	}
 
 	// Who has the parent fetches one pack.
-	s.forget()
+	s.Forget()
 	dst := parent.clone()
-	got := pullInto(t, s.host+"/web:two", dst, o)
+	got := pullInto(t, s.Host()+"/web:two", dst, o)
 	if dst.puts != 10 || got.Skipped != one.packs[0].pack.Size || got.Bytes > 2*extra.bytes()+200*36 {
 		t.Errorf("%d puts, %+v", dst.puts, got)
 	}
-	if r := s.requests("GET /v2/web/blobs/" + one.packs[0].pack.Digest.String()); len(r) != 0 {
+	if r := s.Requests("GET /v2/web/blobs/" + one.packs[0].pack.Digest.String()); len(r) != 0 {
 		t.Errorf("the parent's pack was fetched: %q", r)
 	}
 	// Who has nothing gets exactly the child: not what only the parent had.
 	dst = newMemory()
-	pullInto(t, s.host+"/web:two", dst, o)
+	pullInto(t, s.Host()+"/web:two", dst, o)
 	child.same(t, dst)
 	// Who has it but one piece gets that one.
 	dst = child.clone()
@@ -174,7 +174,7 @@ func TestIncremental(t *testing.T) {
 		delete(dst.pieces, d)
 		break
 	}
-	if pullInto(t, s.host+"/web:two", dst, o); dst.puts != 1 {
+	if pullInto(t, s.Host()+"/web:two", dst, o); dst.puts != 1 {
 		t.Errorf("%d puts", dst.puts)
 	}
 
@@ -189,13 +189,13 @@ func TestIncremental(t *testing.T) {
 			break
 		}
 	}
-	mustPush(t, s.host+"/web:three", small, about(id3, id2), o)
+	mustPush(t, s.Host()+"/web:three", small, about(id3, id2), o)
 	three := s.artifact(t, "web", "three")
 	if len(three.packs) != 2 || three.packs[0].pack.Digest != two.packs[1].pack.Digest || three.packs[1].pack.Digest == one.packs[0].pack.Digest {
 		t.Errorf("%s", three.raw)
 	}
 	dst = newMemory()
-	pullInto(t, s.host+"/web:three", dst, o)
+	pullInto(t, s.Host()+"/web:three", dst, o)
 	small.same(t, dst)
 }
 
@@ -210,7 +210,7 @@ func TestChain(t *testing.T) {
 		}
 		id := fmt.Sprintf("%016x", i+1)
 		id = id[4:] + "0000"
-		mustPush(t, s.host+"/web:"+fmt.Sprint("n", i), m, about(id, before...), o)
+		mustPush(t, s.Host()+"/web:"+fmt.Sprint("n", i), m, about(id, before...), o)
 		before = append([]string{id}, before...)
 	}
 	last := s.artifact(t, "web", fmt.Sprint("n", maxReused+9))
@@ -218,7 +218,7 @@ func TestChain(t *testing.T) {
 		t.Errorf("%d packs", len(last.packs))
 	}
 	dst := newMemory()
-	pullInto(t, s.host+"/web:"+fmt.Sprint("n", maxReused+9), dst, o)
+	pullInto(t, s.Host()+"/web:"+fmt.Sprint("n", maxReused+9), dst, o)
 	m.same(t, dst)
 }
 
@@ -227,17 +227,17 @@ func TestLostPack(t *testing.T) {
 	blobs := ggcr.NewInMemoryBlobHandler()
 	s, o := serve(t, ggcr.WithBlobHandler(blobs)), fast(t)
 	src := sample(1, 20, 3000)
-	mustPush(t, s.host+"/web:one", src, about(id1), o)
+	mustPush(t, s.Host()+"/web:one", src, about(id1), o)
 	lost := s.artifact(t, "web", "one").packs[0].pack
 	for _, id := range []string{id1, id2} {
 		if err := blobs.(ggcr.BlobDeleteHandler).Delete(t.Context(), "", lost.Digest); err != nil {
 			t.Fatal(err)
 		}
-		if p := mustPush(t, s.host+"/web:one", src, about(id, id1), o); p.Bytes < lost.Size {
+		if p := mustPush(t, s.Host()+"/web:one", src, about(id, id1), o); p.Bytes < lost.Size {
 			t.Errorf("%+v", p)
 		}
 		dst := newMemory()
-		pullInto(t, s.host+"/web:one", dst, o)
+		pullInto(t, s.Host()+"/web:one", dst, o)
 		src.same(t, dst)
 	}
 }
@@ -249,7 +249,7 @@ func TestReferrers(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		ref, err := name.ParseReference(s.host + "/web:base")
+		ref, err := name.ParseReference(s.Host() + "/web:base")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -262,7 +262,7 @@ func TestReferrers(t *testing.T) {
 		}
 		a := about(id1)
 		a.Image = h.String()
-		p := mustPush(t, s.host+"/web:one", sample(1, 3, 100), a, o)
+		p := mustPush(t, s.Host()+"/web:one", sample(1, 3, 100), a, o)
 		index, err := remote.Referrers(ref.Context().Digest(h.String()), remote.WithTransport(o.Transport))
 		if err != nil {
 			t.Fatal(err)
@@ -281,9 +281,9 @@ func TestReferrers(t *testing.T) {
 		// The same checkpoint is pushed anew when its image came later.
 		late := about(id3)
 		src := sample(4, 3, 100)
-		mustPush(t, s.host+"/web:late", src, late, o)
+		mustPush(t, s.Host()+"/web:late", src, late, o)
 		late.Image = h.String()
-		mustPush(t, s.host+"/web:late", src, late, o)
+		mustPush(t, s.Host()+"/web:late", src, late, o)
 		if sub := s.artifact(t, "web", "late").m.Subject; sub == nil {
 			t.Error("the image that came later is not referred to")
 		}
@@ -292,7 +292,7 @@ func TestReferrers(t *testing.T) {
 		for i, image := range []string{"sha256:" + strings.Repeat("a", 64), "blake3:00", ""} {
 			a := about(id2)
 			a.Image = image
-			mustPush(t, s.host+"/web:two", sample(uint64(i), 3, 100), a, o)
+			mustPush(t, s.Host()+"/web:two", sample(uint64(i), 3, 100), a, o)
 			if sub := s.artifact(t, "web", "two").m.Subject; sub != nil {
 				t.Errorf("subject %+v for %q", sub, image)
 			}
@@ -351,7 +351,7 @@ func TestPlainHTTP(t *testing.T) {
 // Credentials come from where docker login put them.
 func TestLogin(t *testing.T) {
 	s, o := serve(t), fast(t)
-	s.breaks(func(w http.ResponseWriter, r *http.Request) bool {
+	s.Breaks(func(w http.ResponseWriter, r *http.Request) bool {
 		u, p, ok := r.BasicAuth()
 		if ok && u == "ann" && p == "secret" {
 			return false
@@ -364,20 +364,20 @@ func TestLogin(t *testing.T) {
 	t.Setenv("HOME", home)
 	t.Setenv("DOCKER_CONFIG", filepath.Join(home, ".docker"))
 	src := sample(1, 5, 100)
-	_, err := Push(t.Context(), s.host+"/web:one", src, about(id1), o)
-	if h := fault.Hint(err); !errors.Is(err, fault.ErrDenied) || len(h) == 0 || !strings.Contains(h[0], "docker login "+s.host) {
+	_, err := Push(t.Context(), s.Host()+"/web:one", src, about(id1), o)
+	if h := fault.Hint(err); !errors.Is(err, fault.ErrDenied) || len(h) == 0 || !strings.Contains(h[0], "docker login "+s.Host()) {
 		t.Fatalf("%v, hints %q", err, h)
 	}
-	config, _ := json.Marshal(map[string]any{"auths": map[string]any{s.host: map[string]string{"auth": "YW5uOnNlY3JldA=="}}})
+	config, _ := json.Marshal(map[string]any{"auths": map[string]any{s.Host(): map[string]string{"auth": "YW5uOnNlY3JldA=="}}})
 	if err := os.MkdirAll(filepath.Join(home, ".docker"), 0o700); err != nil {
 		t.Fatal(err)
 	}
 	if err := os.WriteFile(filepath.Join(home, ".docker/config.json"), config, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	mustPush(t, s.host+"/web:one", src, about(id1), o)
+	mustPush(t, s.Host()+"/web:one", src, about(id1), o)
 	dst := newMemory()
-	pullInto(t, s.host+"/web:one", dst, o)
+	pullInto(t, s.Host()+"/web:one", dst, o)
 	src.same(t, dst)
 }
 
@@ -443,22 +443,22 @@ func (keys) Resolve(authn.Resource) (authn.Authenticator, error) {
 
 func TestNotFound(t *testing.T) {
 	s, o := serve(t), fast(t)
-	if _, err := Pull(t.Context(), s.host+"/web:one", newMemory().begin, o); !errors.Is(err, fault.ErrNotFound) {
+	if _, err := Pull(t.Context(), s.Host()+"/web:one", newMemory().begin, o); !errors.Is(err, fault.ErrNotFound) {
 		t.Errorf("%v", err)
 	}
-	mustPush(t, s.host+"/web:one", sample(1, 2, 10), about(id1), o)
-	if _, err := Pull(t.Context(), s.host+"/web:two", newMemory().begin, o); !errors.Is(err, fault.ErrNotFound) {
+	mustPush(t, s.Host()+"/web:one", sample(1, 2, 10), about(id1), o)
+	if _, err := Pull(t.Context(), s.Host()+"/web:two", newMemory().begin, o); !errors.Is(err, fault.ErrNotFound) {
 		t.Errorf("%v", err)
 	}
 	img, err := random.Image(10, 1)
 	if err != nil {
 		t.Fatal(err)
 	}
-	ref, _ := name.ParseReference(s.host + "/web:image")
+	ref, _ := name.ParseReference(s.Host() + "/web:image")
 	if err := remote.Write(ref, img, remote.WithTransport(o.Transport)); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := Pull(t.Context(), s.host+"/web:image", newMemory().begin, o); !errors.Is(err, fault.ErrInvalid) {
+	if _, err := Pull(t.Context(), s.Host()+"/web:image", newMemory().begin, o); !errors.Is(err, fault.ErrInvalid) {
 		t.Errorf("an image: %v", err)
 	}
 }
