@@ -463,3 +463,27 @@ func TestConfig(t *testing.T) {
 		}
 	}
 }
+
+// --insecure does not hold for where a registry has tokens asked for.
+func TestLoginElsewhere(t *testing.T) {
+	tokens := newServed()
+	tokens.StartTLS()
+	t.Cleanup(tokens.Close)
+	_, port, err := net.SplitHostPort(tokens.Host())
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, o := newServed(), fast(t)
+	s.StartTLS()
+	t.Cleanup(s.Close)
+	s.breaks(func(w http.ResponseWriter, r *http.Request) bool {
+		w.Header().Set("WWW-Authenticate", `Bearer realm="https://localhost:`+port+`/token",service="x"`)
+		w.WriteHeader(http.StatusUnauthorized)
+		return true
+	})
+	o.Insecure = true
+	_, err = Login(t.Context(), s.Host(), "ann", "secret", o)
+	if !errors.Is(err, fault.ErrDenied) || !strings.Contains(err.Error(), "certificate") || len(tokens.Requests("")) > 0 {
+		t.Errorf("%v, %q", err, tokens.Requests(""))
+	}
+}
