@@ -204,7 +204,7 @@ func spool(ctx context.Context, r io.Reader, report func(n int64), opts Options)
 	if limit == 0 {
 		limit = maxImage
 	}
-	n, err := io.Copy(f, &watchedReader{ctx: ctx, r: io.LimitReader(plain, limit+1), report: report})
+	n, err := io.Copy(&roomy{f: f}, &watchedReader{ctx: ctx, r: io.LimitReader(plain, limit+1), report: report})
 	if err != nil {
 		if errors.Is(err, io.ErrUnexpectedEOF) {
 			err = fmt.Errorf("%w: the archive is cut short", fault.ErrCorrupt)
@@ -215,6 +215,29 @@ func spool(ctx context.Context, r io.Reader, report func(n int64), opts Options)
 		return nil, err
 	}
 	return indexTar(ctx, f)
+}
+
+// roomy writes to a file while the disk has room: what is spooled may be a bomb,
+// and a full disk hurts all that is on it.
+type roomy struct {
+	f       *os.File
+	unasked int // bytes since the file system was asked
+}
+
+func (w *roomy) Write(p []byte) (int, error) {
+	const every = 4 << 20
+	if w.unasked += len(p); w.unasked >= every {
+		w.unasked = 0
+		var st unix.Statfs_t
+		if err := unix.Fstatfs(int(w.f.Fd()), &st); err != nil {
+			return 0, err
+		}
+		keep := min(max(int64(st.Blocks)*st.Bsize/100, 16<<20), 1<<30)
+		if int64(st.Bavail)*st.Bsize < keep {
+			return 0, fmt.Errorf("the archive does not fit (%d bytes are kept free): %w", keep, unix.ENOSPC)
+		}
+	}
+	return w.f.Write(p)
 }
 
 // watchedReader reads until its context ends.

@@ -370,3 +370,29 @@ func TestArchiveOfNames(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// A small archive that unpacks to a large one leaves some of the disk free.
+func TestArchiveBomb(t *testing.T) {
+	small := t.TempDir()
+	if err := unix.Mount("tmpfs", small, "tmpfs", 0, "size=64m"); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = unix.Unmount(small, unix.MNT_DETACH) })
+	bomb := filepath.Join(t.TempDir(), "bomb.tar.gz")
+	f, err := os.Create(bomb)
+	if err != nil {
+		t.Fatal(err)
+	}
+	z := gzip.NewWriter(f)
+	if _, err := z.Write(make([]byte, 60<<20)); err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(z.Close(), f.Close()); err != nil {
+		t.Fatal(err)
+	}
+	o := fast(t)
+	o.Scratch = small
+	if _, err := Open(t.Context(), mustParse(t, "docker-archive:"+bomb), o); !errors.Is(err, unix.ENOSPC) || !strings.Contains(err.Error(), "kept free") {
+		t.Error(err)
+	}
+}
