@@ -116,7 +116,7 @@ func (j *Jail) openExisting(name, target string, flags int) (*os.File, error) {
 	case mode&fs.ModeSymlink != 0:
 		return nil, fail("open", name, unix.ELOOP)
 	default:
-		return nil, fmt.Errorf("open %s: %w: it is neither a file nor a directory (%s)", name, fault.ErrDenied, mode.Type())
+		return nil, irregular("open", name, mode)
 	}
 	if info.IsDir() && flags&(os.O_WRONLY|os.O_RDWR|os.O_CREATE) != 0 {
 		return nil, fail("open", name, unix.EISDIR)
@@ -312,29 +312,6 @@ func (j *Jail) Real(name string) (real string, exists bool, err error) {
 	return "/" + strings.Join(done, "/"), exists, nil
 }
 
-// Within judges whether name, taken relative to the directory base unless it
-// is absolute, lies in base once symlinks are resolved, and returns its real
-// path. Outside, the error is ErrDenied with a hint that names base.
-func (j *Jail) Within(base, name string) (real string, err error) {
-	if !path.IsAbs(name) {
-		name = base + "/" + name
-	}
-	top, _, err := j.Real(base)
-	if err != nil {
-		return "", err
-	}
-	real, _, err = j.Real(name)
-	if err != nil {
-		return "", err
-	}
-	if real == top || top == "/" || strings.HasPrefix(real, top+"/") {
-		return real, nil
-	}
-	return "", &fault.Error{Op: "open", ID: name,
-		Err:  fmt.Errorf("%w: it lies outside of the working directory %s", fault.ErrDenied, top),
-		Hint: "Use a path below " + top + "; a path that is left out means " + top + "."}
-}
-
 // resolve returns an O_PATH descriptor or a bare errno.
 func (j *Jail) resolve(name string, follow bool) (*os.File, error) {
 	if name == "" {
@@ -429,6 +406,9 @@ func bare(err error) error {
 
 // fail dresses err as an error on the path that the caller named.
 func fail(op, name string, err error) error {
+	if err == nil {
+		return nil
+	}
 	if pe := (*fs.PathError)(nil); errors.As(err, &pe) {
 		err = pe.Err
 	}

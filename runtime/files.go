@@ -2,9 +2,11 @@ package runtime
 
 import (
 	"context"
+	"errors"
 	"io"
 
 	"github.com/agentbox/agentbox/internal/copy"
+	"github.com/agentbox/agentbox/policy"
 )
 
 // onRoot runs fn on a sandbox's root filesystem.
@@ -24,6 +26,26 @@ func (e *Engine) CopyFrom(ctx context.Context, ref, path string, w io.Writer) er
 // CopyTo extracts a tar stream into a directory of the sandbox.
 func (e *Engine) CopyTo(ctx context.Context, ref, path string, r io.Reader) error {
 	return e.onRoot(ctx, ref, func(root string) error { return copy.To(ctx, root, path, r) })
+}
+
+// Files runs fn on the sandbox's root filesystem.
+func (e *Engine) Files(ctx context.Context, ref string, fn func(*policy.Jail) error) error {
+	sb, err := e.locate(ctx, ref)
+	if err != nil {
+		return fail("open", ref, err)
+	}
+	// Errors of fn are its own.
+	var own error
+	err = sb.host.Mount(ctx, sb.ID, func(root string) error {
+		jail, err := policy.Open(root)
+		if err != nil {
+			return err
+		}
+		defer jail.Close()
+		own = fn(jail)
+		return nil
+	})
+	return errors.Join(own, fail("open", ref, err))
 }
 
 // Stat tells what a path in the sandbox is.

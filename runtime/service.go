@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/policy"
 )
 
 // Service is all that a command sees of agentbox. *Engine implements it.
@@ -34,6 +35,9 @@ type Service interface {
 	CopyFrom(ctx context.Context, sandbox, path string, w io.Writer) error
 	// CopyTo extracts a tar stream into the directory path.
 	CopyTo(ctx context.Context, sandbox, path string, r io.Reader) error
+	// Files runs fn on the sandbox's root filesystem, whether it runs or is stopped.
+	// The jail is good until fn returns.
+	Files(ctx context.Context, sandbox string, fn func(*policy.Jail) error) error
 	// Stat tells what path is, a final symlink not followed.
 	Stat(ctx context.Context, sandbox, path string) (PathStat, error)
 

@@ -13,6 +13,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -334,6 +335,10 @@ func (f *fakeService) Close() error { return f.call("Close") }
 
 // The sandbox's files of the fake: a directory /d with a file f, and a
 // symlink /l to it.
+func (f *fakeService) Files(_ context.Context, ref string, _ func(*policy.Jail) error) error {
+	return f.call("Files", ref)
+}
+
 func (f *fakeService) Stat(_ context.Context, ref, p string) (runtime.PathStat, error) {
 	if err := f.call("Stat", p); err != nil {
 		return runtime.PathStat{}, err
