@@ -262,7 +262,8 @@ func (j *Jail) mkdir(name string, perm os.FileMode) error {
 // Real returns where name lies once every symlink is resolved: an absolute
 // path as the sandbox sees it, free of links. The part of name that does not
 // exist yet is taken as written, so the deepest existing ancestor decides where
-// a new file would land; exists says whether there is such a part.
+// a new file would land; exists says whether there is such a part. So is what
+// the caller may not look at.
 //
 // The answer is for judging and for messages. Whatever acts on the file must
 // still go through the jail, since the files may have changed since.
@@ -287,7 +288,7 @@ func (j *Jail) Real(name string) (real string, exists bool, err error) {
 		}
 		at := "/" + strings.Join(append(done[:len(done):len(done)], c), "/")
 		h, err := j.resolve(at, false)
-		if err == unix.ENOENT {
+		if err == unix.ENOENT || err == unix.EACCES {
 			exists = false
 			done = append(done, c)
 			continue
