@@ -18,7 +18,7 @@ const module = "github.com/agentbox/agentbox/"
 // directly. What is not listed may import nothing of ours.
 var allowed = map[string][]string{
 	"cmd/agentbox": {"internal/copy", "internal/fault", "internal/setup", "images", "images/source", "runtime", "runtime/containerd", "runtime/docker", "runtime/dockerplugin",
-		"runtime/dockerplugin/authz", "runtime/dockerplugin/volume", "runtime/doctor", "runtime/oci", "runtime/podman", "runtime/store", "runtime/volume"},
+		"runtime/dockerplugin/authz", "runtime/dockerplugin/volume", "runtime/doctor", "runtime/mcp", "runtime/oci", "runtime/podman", "runtime/store", "runtime/volume"},
 	"cmd/agentbox-runtime": {"criu/crlog", "criu/freezer", "criu/host", "criu/stage", "internal/failpoint", "internal/fault"},
 	"criu":                 {"criu/crlog", "criu/freezer", "criu/host", "internal/fault", "internal/failpoint"},
 	"criu/crlog":           {"internal/fault"},
@@ -55,6 +55,7 @@ var allowed = map[string][]string{
 	"runtime/internal/kernel":     {"internal/fault", "runtime/internal/record"},
 	"runtime/internal/record":     {"internal/fault"},
 	"runtime/internal/streams":    {"runtime", "runtime/internal/kernel", "runtime/internal/record"},
+	"runtime/mcp":                 {"internal/copy/tree", "internal/fault", "policy", "runtime", "runtime/internal/bundle", "runtime/internal/kernel"},
 	"runtime/network":             {"internal/failpoint", "internal/fault", "runtime"},
 	"runtime/oci":                 {"criu", "criu/stage", "internal/failpoint", "internal/fault", "internal/undo", "overlay", "runtime", "runtime/internal/bundle", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams", "runtime/network"},
 	"runtime/podman":              {"criu", "criu/host", "criu/stage", "internal/fault", "runtime", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams"},

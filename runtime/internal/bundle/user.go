@@ -26,6 +26,19 @@ type account struct {
 	home     string
 }
 
+// User is whose rights something is done with that a sandbox's user asked for.
+type User struct {
+	UID, GID uint32
+	Groups   []uint32
+}
+
+// LookUser finds the user that name|uid[:group|gid] means in the root filesystem
+// root; empty is root.
+func LookUser(root *os.File, who string) (User, error) {
+	a, err := lookUser(root, who)
+	return User{UID: a.uid, GID: a.gid, Groups: a.groups}, err
+}
+
 // accountLimit bounds /etc/passwd and /etc/group, which the sandbox writes.
 const accountLimit = 4 << 20
 

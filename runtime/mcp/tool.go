@@ -1,0 +1,141 @@
+package mcp
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"strings"
+	"unicode/utf8"
+
+	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
+
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// What a tool does to a sandbox.
+type effect int
+
+const (
+	reads    effect = iota
+	adds            // something that was not there; nothing is lost
+	changes         // what is there may be lost, and a checkpoint brings it back
+	destroys        // for good
+)
+
+type tool struct {
+	name   string
+	title  string
+	text   string // what it does; where it acts is added
+	effect effect
+}
+
+// reply is what a tool says: its result, and what is to be known about that.
+type reply struct {
+	text   string
+	note   string
+	failed bool
+}
+
+// add registers a tool whose arguments are the struct In.
+func add[In any](s *Server, t tool, handle func(context.Context, In) (reply, error)) {
+	if s.opts.ReadOnly && t.effect != reads {
+		return
+	}
+	destructive, closed := t.effect == changes || t.effect == destroys, false
+	def := &sdk.Tool{
+		Name: t.name, Title: t.title, Description: t.text + " " + s.where(),
+		Annotations: &sdk.ToolAnnotations{Title: t.title, ReadOnlyHint: t.effect == reads, DestructiveHint: &destructive, OpenWorldHint: &closed},
+	}
+	sdk.AddTool(s.sdk, def, func(ctx context.Context, _ *sdk.CallToolRequest, in In) (*sdk.CallToolResult, any, error) {
+		s.log.Info("tool", "name", t.name)
+		r, err := handle(ctx, in)
+		if err != nil {
+			s.log.Info("tool failed", "name", t.name, "err", err)
+			r = reply{text: errorText(err), failed: true}
+		}
+		res := &sdk.CallToolResult{IsError: r.failed, Content: []sdk.Content{&sdk.TextContent{Text: strings.ToValidUTF8(r.text, "\uFFFD")}}}
+		if r.note != "" {
+			res.Content = append(res.Content, &sdk.TextContent{Text: strings.ToValidUTF8(r.note, "\uFFFD")})
+		}
+		return res, nil, nil
+	})
+}
+
+// where ends every description: nobody has to guess where they are.
+func (s *Server) where() string {
+	if !s.given {
+		return "An omitted sandbox means the only one that you have made; an omitted path means the working directory of that sandbox."
+	}
+	b := s.boxes[0]
+	return fmt.Sprintf("Acts in sandbox %q, whose working directory is %s; an omitted path means the working directory.", b.name, b.workdir)
+}
+
+// errorText is an error with what to do about it.
+func errorText(err error) string {
+	text := err.Error()
+	for _, h := range fault.Hint(err) {
+		text += "\n" + h
+	}
+	return text
+}
+
+// corrected has an error about a path tell where the caller is. at is the path
+// as the sandbox has it; empty: as it is in the error.
+func (b *box) corrected(at string, err error) error {
+	if err == nil {
+		return nil
+	}
+	var pe *fs.PathError
+	if at != "" && errors.As(err, &pe) {
+		pe.Path = at
+	}
+	if !errors.Is(err, runtime.ErrNotFound) || len(fault.Hint(err)) > 0 {
+		return err
+	}
+	return &runtime.Error{Err: err, Hint: fmt.Sprintf("You are in sandbox %s; its working directory is %s, where relative paths begin. glob and list_files find what is there.", b.name, b.workdir)}
+}
+
+// before takes the checkpoint that is to precede a change. Without it the
+// change is refused: the way back comes first.
+func (s *Server) before(ctx context.Context, b *box, tool string) error {
+	if !s.opts.CheckpointEvery {
+		return nil
+	}
+	b.files.Lock()
+	defer b.files.Unlock()
+	_, err := s.svc.Checkpoint(ctx, b.id, runtime.CheckpointOptions{Trigger: TriggerTool, Labels: map[string]string{"tool": tool}})
+	if err != nil {
+		return fmt.Errorf("the checkpoint before it failed, so that nothing was done: %w", err)
+	}
+	return nil
+}
+
+// Triggers of the checkpoints that the server takes.
+const (
+	TriggerTool = "tool" // by itself, before a call that may change something
+	TriggerMCP  = "mcp"  // the checkpoint tool
+)
+
+// cutText is the beginning of s, at most so many bytes, whole characters.
+func cutText(s string, most int) string {
+	if len(s) <= most {
+		return s
+	}
+	for most > 0 && !utf8.RuneStart(s[most]) {
+		most--
+	}
+	return s[:most]
+}
+
+// orDefault is n, or def when it is not given, and not over most.
+func orDefault(name string, n, def, most int) (int, error) {
+	switch {
+	case n == 0:
+		return def, nil
+	case n < 0 || n > most:
+		return 0, fmt.Errorf("%w: %s %d: give 1 to %d", runtime.ErrInvalid, name, n, most)
+	}
+	return n, nil
+}
