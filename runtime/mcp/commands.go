@@ -178,6 +178,9 @@ func (s *Server) runCommand(ctx context.Context, in runArgs) (reply, error) {
 	}
 	ended := j.ended.Load() != nil
 	if j.err != nil && !ended {
+		if errors.Is(j.err, runtime.ErrState) {
+			return reply{}, &runtime.Error{Err: j.err, Hint: fmt.Sprintf("File tools work all the same; your user can start it with 'agentbox start %s'.", b.name)}
+		}
 		return reply{}, j.err
 	}
 	r := reply{text: text, note: "[" + j.status() + "]", failed: ended}

@@ -53,7 +53,7 @@ func add[In any](s *Server, t tool, handle func(context.Context, In) (reply, err
 		r, err := handle(ctx, in)
 		if err != nil {
 			s.log.Info("tool failed", "name", t.name, "err", err)
-			r = reply{text: errorText(err), failed: true}
+			r = reply{text: s.errorText(err), failed: true}
 		}
 		res := &sdk.CallToolResult{IsError: r.failed, Content: []sdk.Content{&sdk.TextContent{Text: strings.ToValidUTF8(r.text, "\uFFFD")}}}
 		if r.note != "" {
@@ -72,11 +72,17 @@ func (s *Server) where() string {
 	return fmt.Sprintf("Acts in sandbox %q, whose working directory is %s; an omitted path means the working directory.", b.name, b.workdir)
 }
 
-// errorText is an error with what to do about it.
-func errorText(err error) string {
+// errorText is an error with what to do about it, in the names that the agent
+// knows.
+func (s *Server) errorText(err error) string {
 	text := err.Error()
 	for _, h := range fault.Hint(err) {
 		text += "\n" + h
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, b := range s.boxes {
+		text = strings.ReplaceAll(text, b.id, b.name)
 	}
 	return text
 }

@@ -243,7 +243,7 @@ func (s *Server) fork(ctx context.Context, in forkArgs) (reply, error) {
 	}
 	r := reply{text: "forked into " + strings.Join(names, ", ") + "; name one as sandbox in a call"}
 	if err != nil {
-		r.note, r.failed = "[then it failed: "+errorText(err)+"]", true
+		r.note, r.failed = "[then it failed: "+s.errorText(err)+"]", true
 	}
 	return r, nil
 }
