@@ -451,7 +451,7 @@ func TestMCPSession(t *testing.T) {
 	a.refuses(`no sandbox yet(?s:.*)create_sandbox`, "run_command", args{"command": "true"})
 	a.does("^sandbox one of", "create_sandbox", args{"name": "one"})
 	a.does("exit code 0", "run_command", args{"command": "echo x >/f"}) // the only one there is
-	a.does("forked", "fork", args{})
+	a.does("forked", "fork", args{"files_only": true})
 	a.refuses("a session may have made 2", "create_sandbox", args{})
 	a.refuses("there are several sandboxes(?s:.*)one, ", "run_command", args{"command": "true"})
 	a.close()
@@ -495,7 +495,7 @@ func TestMCPSession(t *testing.T) {
 	// Killed: the next session tidies up, but for what somebody forked meanwhile.
 	a = b.agent("--allow-create")
 	a.does("^sandbox lost", "create_sandbox", args{"name": "lost", "image": "busybox"})
-	b.ok("fork", "--name", "rescued", "lost")
+	b.ok("fork", "--files-only", "--name", "rescued", "lost")
 	if err := a.server.Process.Kill(); err != nil {
 		t.Fatal(err)
 	}
