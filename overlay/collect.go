@@ -1,6 +1,7 @@
 package overlay
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -51,6 +52,8 @@ type CollectOptions struct {
 	// Fixed are directories that are recorded so, whatever has become of them
 	// since, as CaptureOptions.Known.
 	Fixed map[string]Entry
+
+	witness *witness // of Update.Check
 }
 
 // Collected tells what a Collect did.
@@ -375,9 +378,12 @@ func (c *collector) emit(b *stretch, it *listed, flags byte, key *inodeKey, e *E
 		return err
 	}
 	rec.count(&c.sum)
+	was := b.record(it)
 	if !c.differs {
-		was := b.record(it)
 		c.differs = was == nil || !sameLine(was.line(), rec.line())
+	}
+	if was == nil || !bytes.Equal(was.line(), rec.line()) {
+		c.opts.witness.saw(e.Path, rec.line())
 	}
 	return nil
 }

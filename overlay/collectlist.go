@@ -15,6 +15,7 @@ type treeDir struct {
 	*dirFD
 	path  string
 	depth int
+	still bool // its files need not be looked at
 }
 
 const (
@@ -203,10 +204,19 @@ func (l *lister) pass(depth int) error {
 		}
 		if rec := l.known.cur; rec == nil || rec.depth() <= depth {
 			return nil
-		} else if rec.flags()&flagHole == 0 {
-			l.differs = true
+		} else if err := l.gone(rec); err != nil {
+			return err
 		}
 	}
+}
+
+// gone notes that what a record is of is not there.
+func (l *lister) gone(rec memoryRecord) error {
+	if rec.flags()&flagHole != 0 {
+		return nil
+	}
+	l.differs = true
+	return l.c.opts.witness.gone(rec)
 }
 
 // step returns what comes next in f: a name of the listing, a record, or both;
@@ -239,8 +249,8 @@ func (l *lister) step(f *listing) (dirent, memoryRecord, error) {
 			}
 			return d, rec, nil
 		}
-		if rec.flags()&flagHole == 0 {
-			l.differs = true
+		if err := l.gone(rec); err != nil {
+			return dirent{}, nil, err
 		}
 		if err := l.pass(rec.depth()); err != nil {
 			return dirent{}, nil, err
@@ -337,6 +347,7 @@ func (l *lister) enterAs(it listed, rec memoryRecord) error {
 	fixed, isFixed := c.opts.Fixed[d.path]
 	if c.isKnown(rec, &key) && !isFixed {
 		it.state, f.recorded = stateSame, true
+		d.still = c.opts.witness.still(d.path)
 	} else {
 		names, err := readNames(d.fd, d.path, l.buf)
 		if err != nil && c.opts.Tolerant && passing(err) { // removed since it was opened

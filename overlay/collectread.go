@@ -92,7 +92,11 @@ func admit(e *Entry) error {
 // look decides whether an entry is as its record says, and reads it if not. An
 // inode with several names is read once.
 func (r *reader) look(ctx context.Context, b *stretch, it *listed) error {
-	c, st := r.c, &r.st
+	c, st, rec := r.c, &r.st, b.record(it)
+	if it.dir.still && rec.key().links() < 2 && rec.flags()&flagUntrusted == 0 {
+		it.state = stateSame
+		return nil
+	}
 	if err := statxName(it.dir.fd, &b.buf[it.at], st); err != nil {
 		path := it.path(b)
 		if c.opts.Tolerant && passing(err) {
@@ -101,7 +105,6 @@ func (r *reader) look(ctx context.Context, b *stretch, it *listed) error {
 		}
 		return pathError("stat", path, err)
 	}
-	rec := b.record(it)
 	var key inodeKey
 	key.set(st)
 	if c.isKnown(rec, &key) && c.scan.origin.holds(st) {

@@ -108,6 +108,7 @@ func treeOf(t tb, dir string) []byte {
 func update(t tb, dir, want string) *Update {
 	t.Helper()
 	u := planDirs(t, dir, want)
+	check := checkedPlan(t, dir, want)
 	stage := dir + ".stage"
 	src := &dirSource{dir: want}
 	must(t, u.Stage(context.Background(), stage, src))
@@ -116,6 +117,7 @@ func update(t tb, dir, want string) *Update {
 		t.Fatalf("the stage is still there: %v", err)
 	}
 	proven(t, dir, want)
+	check()
 	return u
 }
 

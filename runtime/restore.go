@@ -117,6 +117,7 @@ type restoration struct {
 	data     restoring
 	present  *making // the undo checkpoint
 	updates  []*overlay.Update
+	idle     bool            // it has had no process since it was looked at
 	images   string          // where the process images are laid out
 	lost     map[string]bool // paths of the upperdir that cannot be restored
 	fork     *forking

@@ -73,6 +73,9 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 		return err
 	}
 	undo.Add(func(context.Context) error { return stage.Clear(r.c.Stage.Run, r.c.Stage.ID) })
+	if r.idle, err = r.stoodStill(ctx); err != nil {
+		return err
+	}
 	touched = true
 	if err := r.sb.host.Stop(ctx, r.sb.ID, StopOptions{Silent: true}); err != nil {
 		return err
@@ -107,6 +110,17 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 	return e.bringUp(ctx, seq, r, &undo, &started, gone)
 }
 
+// stoodStill tells whether the sandbox, which nobody can start now, had no
+// process since the restore began. Those of one that did may have written to
+// files after these were looked at, until they ended.
+func (r *restoration) stoodStill(ctx context.Context) (bool, error) {
+	if r.c.Status != Created && r.c.Status != Exited {
+		return false, nil
+	}
+	now, err := r.sb.host.Inspect(ctx, r.sb.ID)
+	return now.Status == r.c.Status && now.Started.Equal(r.c.Started) && now.Finished.Equal(r.c.Finished), err
+}
+
 // bringUp proves the files and starts what ran at the checkpoint.
 func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *undo.Stack, started *bool, gone time.Time) error {
 	if err := failpoint.Hit("restore.after-apply"); err != nil {
@@ -117,6 +131,15 @@ func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *u
 		lost := r.lost
 		if t.Number > 0 {
 			lost = nil
+		}
+		if i < len(r.updates) && len(lost) == 0 && !r.verify {
+			ok, err := e.proveUpdate(ctx, r.sb.ID, t, r.updates[i], r.row.ID, !r.idle || t.Number > 0)
+			if err != nil {
+				return err
+			}
+			if ok {
+				continue
+			}
 		}
 		if err := e.prove(ctx, r.sb.ID, t, r.reader, lost, r.verify); err != nil {
 			return err

@@ -275,10 +275,34 @@ func (e *Engine) prove(ctx context.Context, sandbox string, t *tree, r *store.Re
 	if err == nil && len(diffs) > 0 {
 		err = fmt.Errorf("%w: the files differ from the manifest: %v", ErrCorrupt, diffs[0])
 	}
-	path := e.store.MemoryPath(sandbox, t.Number)
 	if err != nil || len(lost) > 0 {
-		return errors.Join(err, remove(t.seen), remove(path))
+		return errors.Join(err, remove(t.seen), remove(e.store.MemoryPath(sandbox, t.Number)))
 	}
+	return e.proven(sandbox, t)
+}
+
+// proveUpdate is prove for a tree that was known when u was planned and which
+// nobody but u has changed since; with all, that is not believed of any file. It
+// tells whether that was enough.
+func (e *Engine) proveUpdate(ctx context.Context, sandbox string, t *tree, u *overlay.Update, base string, all bool) (bool, error) {
+	out := e.memory(sandbox, *t)
+	if t.seen == out {
+		out += ".2"
+	}
+	if err := remove(out); err != nil {
+		return false, err
+	}
+	ok, err := u.Check(ctx, t.Dir, t.seen, out, store.Cutter{}, base, all)
+	if err != nil || !ok {
+		return false, err
+	}
+	t.seen = out
+	return true, e.proven(sandbox, t)
+}
+
+// proven makes what was seen last of a tree what is known.
+func (e *Engine) proven(sandbox string, t *tree) error {
+	path := e.store.MemoryPath(sandbox, t.Number)
 	if err := learn(t.seen, path); err != nil {
 		return err
 	}

@@ -1,0 +1,108 @@
+package overlay
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"reflect"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// checkedPlan plans, and returns what holds Check of that plan against a Collect
+// once the directory is as wanted.
+func checkedPlan(t tb, dir, want string) func() {
+	t.Helper()
+	known, out, whole := dir+".known", dir+".checked", dir+".whole"
+	_, err := Collect(context.Background(), dir, known, nil, CollectOptions{})
+	must(t, err)
+	u, err := PlanUpdate(context.Background(), known, digested(want))
+	must(t, err)
+	return func() {
+		t.Helper()
+		defer u.Close()
+		for _, all := range []bool{false, true} {
+			ok, err := u.Check(context.Background(), dir, known, out, nil, "base", all)
+			must(t, err)
+			if !ok {
+				t.Fatalf("Check (all %v) does not know %q again", all, kinds(t, u))
+			}
+			base, err := MemoryBase(out)
+			must(t, err)
+			_, err = Collect(context.Background(), dir, whole, nil, CollectOptions{})
+			must(t, err)
+			if got, all := recorded(t, out), recorded(t, whole); base != "base" || !reflect.DeepEqual(got, all) {
+				t.Fatalf("Check wrote %v, base %q, Collect %v", got, base, all)
+			}
+			must(t, os.Remove(out))
+			must(t, os.Remove(whole))
+		}
+		must(t, os.Remove(known))
+	}
+}
+
+func recorded(t tb, memory string) (list []Entry) {
+	t.Helper()
+	must(t, Collection(memory, func(e Entry) error { list = append(list, e); return nil }))
+	return list
+}
+
+// TestCheckNotices changes what an update has made.
+func TestCheckNotices(t *testing.T) {
+	for name, change := range map[string]func(dir string) error{
+		"replaced file":            func(d string) error { return os.WriteFile(d+"/a/changed", []byte("xnew"), 0o644) },
+		"its mode":                 func(d string) error { return os.Chmod(d+"/a/changed", 0o600) },
+		"neighbour":                func(d string) error { return os.WriteFile(d+"/a/same", []byte("not"), 0o644) },
+		"neighbour is gone":        func(d string) error { return os.Remove(d + "/a/same") },
+		"neighbour is new":         func(d string) error { return os.WriteFile(d+"/a/other", nil, 0o644) },
+		"removed file is back":     func(d string) error { return os.WriteFile(d+"/a/gone", nil, 0o644) },
+		"added file is gone":       func(d string) error { return os.Remove(d + "/a/added") },
+		"time of the directory":    func(d string) error { return touch(d+"/a", 1, 1) },
+		"far away: new":            func(d string) error { return os.WriteFile(d+"/b/other", nil, 0o644) },
+		"far away: gone":           func(d string) error { return os.Remove(d + "/b/same") },
+		"far away: replaced":       func(d string) error { return os.Rename(d+"/b/same2", d+"/b/same") },
+		"far away: mode":           func(d string) error { return os.Chmod(d+"/b", 0o700) },
+		"far away: an attribute":   func(d string) error { return unix.Lsetxattr(d+"/b", "trusted.x", []byte("1"), 0) },
+		"far away: a directory":    func(d string) error { return os.Mkdir(d+"/b/deep/dir", 0o755) },
+		"far away: hard link":      func(d string) error { return os.Link(d+"/b/same", d+"/b/link") },
+		"name of an inode of many": func(d string) error { return os.WriteFile(d+"/b/two", []byte("not"), 0o644) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			base := t.TempDir()
+			dir, want := base+"/dir", base+"/want"
+			for i, d := range []string{dir, want} {
+				for _, sub := range []string{"", "/a", "/b", "/b/deep"} {
+					must(t, os.Mkdir(d+sub, 0o755))
+				}
+				for _, f := range []string{"/a/same", "/a/changed", "/b/same", "/b/same2", "/b/one", "/b/deep/f", []string{"/a/gone", "/a/added"}[i]} {
+					data := f
+					if f == "/a/changed" {
+						data += fmt.Sprint(i)
+					}
+					must(t, os.WriteFile(d+f, []byte(data), 0o644))
+					must(t, touch(d+f, 1000, 0))
+				}
+				must(t, os.Link(d+"/b/one", d+"/b/two"))
+				for _, sub := range []string{"/b/deep", "/b", "/a", ""} {
+					must(t, touch(d+sub, 1000, 0))
+				}
+			}
+			known := base + "/known"
+			settle(t)
+			_, err := Collect(context.Background(), dir, known, nil, CollectOptions{})
+			must(t, err)
+			u, err := PlanUpdate(context.Background(), known, digested(want))
+			must(t, err)
+			must(t, u.Stage(context.Background(), base+"/stage", &dirSource{dir: want}))
+			must(t, u.Apply(context.Background(), dir, base+"/stage"))
+			must(t, change(dir))
+			if ok, err := u.Check(context.Background(), dir, known, base+"/out", nil, "", false); ok || err != nil {
+				t.Errorf("Check: %v, %v", ok, err)
+			}
+			if _, err := os.Lstat(base + "/out"); !os.IsNotExist(err) {
+				t.Errorf("out: %v", err)
+			}
+		})
+	}
+}
