@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"hash/crc32"
 	"io"
 	"iter"
 	"os"
@@ -80,8 +81,9 @@ func planDirs(t tb, dir, want string) *Update {
 	must(t, err)
 	third, err := PlanUpdateTree(context.Background(), memory, bytes.NewReader(treeOf(t, want)))
 	must(t, err)
-	t.Cleanup(func() { must(t, errors.Join(u.Close(), second.Close(), third.Close())) })
-	for name, v := range map[string]*Update{"PlanUpdate": second, "PlanUpdateTree": third} {
+	fourth := planPieces(t, memory, treeOf(t, want))
+	t.Cleanup(func() { must(t, errors.Join(u.Close(), second.Close(), third.Close(), fourth.Close())) })
+	for name, v := range map[string]*Update{"PlanUpdate": second, "PlanUpdateTree": third, "PlanUpdatePieces": fourth} {
 		if !reflect.DeepEqual(inOrder(t, u), inOrder(t, v)) || !reflect.DeepEqual(u.times, v.times) || u.Bytes() != v.Bytes() {
 			t.Fatalf("%s has another plan: %q, want %q", name, kinds(t, v), kinds(t, u))
 		}
@@ -89,6 +91,41 @@ func planDirs(t tb, dir, want string) *Update {
 	if second.changes.file != nil {
 		return second
 	}
+	return u
+}
+
+// planPieces plans with both lists in pieces of a few lines.
+func planPieces(t tb, memory string, tree []byte) *Update {
+	t.Helper()
+	var have []byte
+	must(t, CollectionLines(memory, func(l Line) error { have = append(append(have, l.JSON...), '\n'); return nil }))
+	cut := func(list []byte) (pieces []Piece, parts [][]byte) {
+		var part []byte
+		for line := range bytes.Lines(list) {
+			part = append(part, line...)
+			if crc32.ChecksumIEEE(line)%3 == 0 {
+				parts, part = append(parts, part), nil
+			}
+		}
+		if len(part) > 0 {
+			parts = append(parts, part)
+		}
+		for _, p := range parts {
+			pieces = append(pieces, Piece{Digest: digestOf(p), Len: int64(len(p))})
+		}
+		return pieces, parts
+	}
+	has, _ := cut(have)
+	wants, parts := cut(tree)
+	u, err := PlanUpdatePieces(context.Background(), memory, has, wants, func(from, to int) (io.ReadCloser, error) {
+		for _, p := range wants[from:to] {
+			if slices.Contains(has, p) {
+				t.Fatalf("a piece that both have is read")
+			}
+		}
+		return io.NopCloser(bytes.NewReader(bytes.Join(parts[from:to], nil))), nil
+	})
+	must(t, err)
 	return u
 }
 

@@ -4,8 +4,12 @@ import (
 	"bufio"
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"io"
+	"strings"
+
+	"github.com/agentbox/agentbox/internal/fault"
 )
 
 // PlanUpdateTree is PlanUpdate with a tree that a TreeWriter wrote. It is many
@@ -19,20 +23,87 @@ func PlanUpdateTree(ctx context.Context, have string, tree io.Reader) (*Update, 
 			return err
 		}
 		defer m.close()
-		t := treeMerge{p: p, have: m.reader(), want: bufio.NewReaderSize(tree, 256<<10)}
+		t := treeMerge{p: p, have: m.reader(), left: -1, want: bufio.NewReaderSize(tree, 256<<10)}
 		return t.run()
 	})
+}
+
+// PlanUpdatePieces is PlanUpdateTree with trees of which the pieces are known:
+// has are those of what is in have, wants those of the tree, of which read
+// returns some that follow each other. What both have is not read. When it fails,
+// PlanUpdateTree tells whether it is for the tree or for its pieces, which need
+// not end where lines do.
+func PlanUpdatePieces(ctx context.Context, have string, has, wants []Piece, read func(from, to int) (io.ReadCloser, error)) (*Update, error) {
+	return planBy(ctx, have, func(p *planner) (err error) {
+		m, err := openMemory(have)
+		if err != nil {
+			return err
+		}
+		defer m.close()
+		t := treeMerge{p: p, have: m.reader()}
+		at := make(map[string]int, len(wants))
+		for i, w := range wants {
+			at[w.Digest] = i
+		}
+		i, j := 0, 0
+		for i < len(has) || j < len(wants) {
+			// What both have up to here, and then what only they have.
+			for t.left = 0; i < len(has) && j < len(wants) && has[i] == wants[j]; i, j = i+1, j+1 {
+				t.left += has[i].Len
+			}
+			t.same = true
+			if err := t.run(); err != nil {
+				return err
+			}
+			from := j
+			for t.left, j = 0, len(wants); i < len(has); i++ {
+				if k, ok := at[has[i].Digest]; ok && k >= from && wants[k] == has[i] {
+					j = k
+					break
+				}
+				t.left += has[i].Len
+			}
+			t.same = false
+			if err := t.runPieces(from, j, read); err != nil {
+				return err
+			}
+		}
+		if err := t.have.next(); err != nil {
+			return err
+		}
+		if t.have.cur != nil {
+			return errUneven
+		}
+		return nil
+	})
+}
+
+var errUneven = fmt.Errorf("a line does not end with its piece: %w", fault.ErrUnsupported)
+
+func (t *treeMerge) runPieces(from, to int, read func(from, to int) (io.ReadCloser, error)) (err error) {
+	var tree io.ReadCloser = io.NopCloser(strings.NewReader(""))
+	if from < to {
+		if tree, err = read(from, to); err != nil {
+			return err
+		}
+	}
+	defer func() { err = errors.Join(err, tree.Close()) }()
+	t.want = bufio.NewReaderSize(tree, 64<<10)
+	return t.run()
 }
 
 // treeMerge reads both sides line by line.
 type treeMerge struct {
 	p    *planner
 	have *recordReader
+	left int64 // bytes of lines that are still to be read of have; -1: all
+	same bool  // the other side has the same
 	want *bufio.Reader
 
-	line []byte // of the tree; nil after the last, valid until the next is read
-	n    int    // its number
-	h, w *Entry // the current entries, once they are parsed
+	cur  memoryRecord // of have; nil after the last
+	line []byte       // of the tree; nil after the last, valid until the next is read
+	n    int          // its number
+	h, w *Entry       // the current entries, once they are parsed
 
 	passed []byte // the name of the last equal entry that was passed since one was parsed
 	depth  int    // its depth
@@ -45,9 +116,9 @@ func (t *treeMerge) run() error {
 	if err := t.nextWant(); err != nil {
 		return err
 	}
-	for t.have.cur != nil || t.line != nil {
+	for t.cur != nil || t.line != nil {
 		if t.equal() {
-			t.passed, t.depth = append(t.passed[:0], t.have.cur.name()...), t.have.cur.depth()
+			t.passed, t.depth = append(t.passed[:0], t.cur.name()...), t.cur.depth()
 			if t.p.n++; t.p.n%1024 == 0 && t.p.ctx.Err() != nil {
 				return t.p.ctx.Err()
 			}
@@ -98,7 +169,7 @@ func (t *treeMerge) run() error {
 // equal tells whether both sides have the same entry, of a kind that is not
 // needed for what comes after it.
 func (t *treeMerge) equal() bool {
-	r := t.have.cur
+	r := t.cur
 	return r != nil && t.line != nil && r.flags()&flagFurther == 0 && !r.key().isDir() && bytes.Equal(r.line(), t.line)
 }
 
@@ -115,8 +186,8 @@ func (t *treeMerge) parse() error {
 		p.haveOrder.last, p.wantOrder.last = path, path
 		t.passed = t.passed[:0]
 	}
-	if t.h == nil && t.have.cur != nil {
-		e, err := t.have.cur.entry()
+	if t.h == nil && t.cur != nil {
+		e, err := t.cur.entry()
 		if err == nil {
 			err = p.haveOrder.next(&e)
 		}
@@ -139,19 +210,38 @@ func (t *treeMerge) parse() error {
 }
 
 func (t *treeMerge) nextHave() error {
-	t.h = nil
-	for {
+	t.h, t.cur = nil, nil
+	for t.left != 0 {
 		if err := t.have.next(); err != nil {
 			return err
 		}
-		if t.have.cur == nil || t.have.cur.flags()&flagHole == 0 {
+		r := t.have.cur
+		if r == nil && t.left < 0 {
 			return nil
 		}
+		if r != nil && r.flags()&flagHole != 0 {
+			continue
+		}
+		if t.left > 0 {
+			if r == nil || int64(len(r.line())) >= t.left {
+				return errUneven
+			}
+			t.left -= int64(len(r.line()) + 1)
+		}
+		t.cur = r
+		return nil
 	}
+	return nil
 }
 
 func (t *treeMerge) nextWant() (err error) {
 	t.w, t.n = nil, t.n+1
+	if t.same {
+		if t.line = nil; t.cur != nil {
+			t.line = t.cur.line()
+		}
+		return nil
+	}
 	if t.line, err = readLine(t.want); err == io.EOF {
 		t.line, err = nil, nil
 	}

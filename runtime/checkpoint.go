@@ -101,10 +101,11 @@ type making struct {
 	row   store.Checkpoint
 	parts store.Manifest // what the store does not know itself
 	trees []tree
-	hold  bool      // it stays frozen when the checkpoint is ready
-	cut   *criu.Cut // of one that stops afterwards
-	thawn bool      // it goes on already
-	aside bool      // it will be removed again
+	hold  bool            // it stays frozen when the checkpoint is ready
+	cut   *criu.Cut       // of one that stops afterwards
+	thawn bool            // it goes on already
+	aside bool            // it will be removed again
+	like  []overlay.Piece // of the list of files in a checkpoint that is open and likely to be much like this one
 
 	unlearnt bool // what was known of the files was wrong, and is forgotten
 }

@@ -272,6 +272,7 @@ func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, und
 	// Processes that wait for their own end, as in a sandbox of which only
 	// the files are restored, are worth as much as any others.
 	opts := CheckpointOptions{Trigger: TriggerUndo, TCP: TCPEstablished, FilesOnly: r.data.NoUndo, WithVolumes: len(r.data.Trees) > 1}
+	unlearnt := false
 	for {
 		k, err := e.prepare(ctx, r.sb, r.c, opts)
 		if err != nil && !opts.FilesOnly {
@@ -282,6 +283,9 @@ func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, und
 			return err
 		}
 		k.row.ID, k.hold = r.data.Undo, true
+		if r.row.Damaged == "" && !unlearnt {
+			k.like = r.reader.TreePieces(0)
+		}
 		row, err := e.record(ctx, k)
 		if err != nil && !opts.FilesOnly && ctx.Err() == nil && !errors.Is(err, unix.ENOSPC) {
 			// What cannot be dumped can still be put back as files.
@@ -289,6 +293,14 @@ func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, und
 			r.warnings = append(slices.Clone(r.warnings), fmt.Sprintf("the undo checkpoint has files only: %v", err))
 			opts.FilesOnly, r.data.Undo = true, newID()
 			// Recover looks for the one that the journal names.
+			if err := e.advance(ctx, seq, r.data, true); err != nil {
+				return err
+			}
+			continue
+		}
+		if err != nil && k.unlearnt && !unlearnt {
+			// Once more, with nothing believed of what was known.
+			unlearnt, r.data.Undo = true, newID()
 			if err := e.advance(ctx, seq, r.data, true); err != nil {
 				return err
 			}
@@ -303,7 +315,7 @@ func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, und
 		for i := range r.data.Trees {
 			for _, t := range k.trees {
 				if t.Dir == r.data.Trees[i].Dir {
-					r.data.Trees[i].seen = t.seen
+					r.data.Trees[i].seen, r.data.Trees[i].pieces = t.seen, t.pieces
 				}
 			}
 		}

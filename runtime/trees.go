@@ -25,7 +25,8 @@ type tree struct {
 	Dir    string `json:"dir"`
 	Number int    `json:"number"` // in a checkpoint; 0: the upperdir, 1+i: Manifest.Volumes[i]
 
-	seen string // where the last collection of it is
+	seen   string          // where the last collection of it is
+	pieces []overlay.Piece // of the list of what that has; nil: not known
 }
 
 // stage is where a restore lays out what Dir lacks: beside it, so that a
@@ -111,8 +112,13 @@ func (e *Engine) collect(ctx context.Context, k *making, draft *store.Draft, opt
 
 // file gives what was captured to the store. The sandbox may run again.
 func (e *Engine) file(ctx context.Context, k *making, draft *store.Draft) error {
-	for _, t := range k.trees {
-		if err := draft.PutCollection(ctx, t.Number, t.seen); err != nil {
+	for i := range k.trees {
+		t, like := &k.trees[i], k.like
+		if t.Number > 0 {
+			like = nil
+		}
+		var err error
+		if t.pieces, err = draft.PutCollection(ctx, t.Number, t.seen, like); err != nil {
 			return err
 		}
 	}
@@ -216,6 +222,14 @@ func (t *tree) plan(ctx context.Context, r *store.Reader, lost map[string]bool) 
 		}
 		return u, err
 	}
+	if t.pieces != nil {
+		u, err := overlay.PlanUpdatePieces(ctx, t.seen, t.pieces, r.TreePieces(t.Number), func(from, to int) (io.ReadCloser, error) {
+			return r.TreePart(ctx, t.Number, from, to)
+		})
+		if err == nil {
+			return u, nil
+		}
+	}
 	list, err := r.Tree(ctx, t.Number)
 	if err != nil {
 		return nil, err
@@ -240,7 +254,7 @@ func (e *Engine) look(ctx context.Context, sandbox string, t *tree, opts overlay
 	if _, err := overlay.Collect(ctx, t.Dir, out, store.Cutter{}, opts); err != nil {
 		return err
 	}
-	t.seen = out
+	t.seen, t.pieces = out, nil
 	return nil
 }
 
@@ -311,7 +325,7 @@ func (e *Engine) proven(sandbox string, t *tree) error {
 			return err
 		}
 	}
-	t.seen = path
+	t.seen, t.pieces = path, nil
 	return nil
 }
 

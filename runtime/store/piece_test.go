@@ -522,7 +522,7 @@ func TestPutCollection(t *testing.T) {
 		if i == 0 {
 			err = d.PutTree(ctx, 0, func(fn func(overlay.Entry) error) error { return overlay.Collection(memory, fn) })
 		} else {
-			err = d.PutCollection(ctx, 0, memory)
+			_, err = d.PutCollection(ctx, 0, memory, trees[0].Pieces)
 		}
 		must(t, err)
 		trees[i], needs[i] = d.trees[0], slices.Clone(d.need.list())

@@ -136,8 +136,22 @@ func (d *Draft) PutTree(ctx context.Context, n int, each func(fn func(overlay.En
 }
 
 // PutCollection is PutTree with what overlay.Collect has just written to path.
-func (d *Draft) PutCollection(ctx context.Context, n int, path string) error {
-	return d.putTree(ctx, n, func(w *treeWriter) error { return overlay.CollectionLines(path, w.collected) })
+// like are the pieces of a list which that is likely to share most lines with,
+// of a checkpoint that is ready and of which the caller has a Reader: what is the
+// same is not looked up again. It returns the pieces of the new list.
+func (d *Draft) PutCollection(ctx context.Context, n int, path string, like []overlay.Piece) ([]overlay.Piece, error) {
+	err := d.putTree(ctx, n, func(w *treeWriter) (err error) {
+		if w.like, err = newLikeness(like); err != nil {
+			return err
+		}
+		return overlay.CollectionLines(path, w.collected)
+	})
+	if err != nil {
+		return nil, err
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.trees[n].Pieces, nil
 }
 
 func (d *Draft) putTree(ctx context.Context, n int, write func(*treeWriter) error) error {
@@ -155,6 +169,7 @@ func (d *Draft) putTree(ctx context.Context, n int, write func(*treeWriter) erro
 	if err := write(w); err != nil {
 		return err
 	}
+	w.unlike()
 	w.cut()
 	if err := w.flush(); err != nil {
 		return err
@@ -184,7 +199,9 @@ type treeWriter struct {
 	buf   []byte // pieces that were cut, and the one that is growing
 	start int    // where in buf that one begins
 	ids   []pack.ID
-	ends  []int // of the pieces in buf
+	ends  []int     // of the pieces in buf
+	there []bool    // those that need not be looked for
+	like  *likeness // nil: nothing is known that is like it
 }
 
 func (w *treeWriter) entry(e overlay.Entry) error {
@@ -223,10 +240,13 @@ func (w *treeWriter) add(line []byte, data int64) error {
 	w.t.Entries++
 	w.t.Data += data
 	size := len(line) + 1
+	if size > maxHeld || len(w.buf)-w.start+size > maxLines {
+		w.unlike()
+	}
 	if len(w.buf)-w.start+size > maxLines {
 		w.cut()
 	}
-	ends := cutsAfter(line)
+	ends := w.like == nil && cutsAfter(line)
 	for len(line) >= maxLines {
 		w.buf = append(w.buf, line[:maxLines]...)
 		line = line[maxLines:]
@@ -236,7 +256,9 @@ func (w *treeWriter) add(line []byte, data int64) error {
 		}
 	}
 	w.buf = append(append(w.buf, line...), '\n')
-	if len(w.buf)-w.start >= minLines && ends {
+	if w.like != nil {
+		w.offer(len(w.buf) - w.start)
+	} else if len(w.buf)-w.start >= minLines && ends {
 		w.cut()
 	}
 	if w.start >= flushLines {
@@ -262,16 +284,18 @@ func cutsAfter(line []byte) bool {
 
 // cut ends a piece.
 func (w *treeWriter) cut() {
-	p := w.buf[w.start:]
-	if len(p) == 0 {
-		return
+	if p := w.buf[w.start:]; len(p) > 0 {
+		w.piece(pack.Sum(p), len(p), false)
 	}
-	id := pack.Sum(p)
+}
+
+// piece ends a piece of n bytes. there: the store has it.
+func (w *treeWriter) piece(id pack.ID, n int, there bool) {
 	w.need.add(id)
-	w.ids, w.ends = append(w.ids, id), append(w.ends, len(w.buf))
-	w.t.Bytes += int64(len(p))
-	w.t.Pieces = append(w.t.Pieces, overlay.Piece{Digest: id.String(), Len: int64(len(p))})
-	w.start = len(w.buf)
+	w.start += n
+	w.ids, w.ends, w.there = append(w.ids, id), append(w.ends, w.start), append(w.there, there)
+	w.t.Bytes += int64(n)
+	w.t.Pieces = append(w.t.Pieces, overlay.Piece{Digest: id.String(), Len: int64(n)})
 }
 
 // flush stores what was cut; most of a list is there already.
@@ -279,13 +303,19 @@ func (w *treeWriter) flush() error {
 	if err := w.ctx.Err(); err != nil {
 		return context.Cause(w.ctx)
 	}
-	there, err := w.d.x.hasAll(w.ctx, w.ids)
+	var ask []pack.ID
+	for i, id := range w.ids {
+		if !w.there[i] {
+			ask = append(ask, id)
+		}
+	}
+	there, err := w.d.x.hasAll(w.ctx, ask)
 	if err != nil {
 		return err
 	}
 	at := 0
 	for i, id := range w.ids {
-		if !there[id] {
+		if !w.there[i] && !there[id] {
 			if err := w.d.pack.Add(id, w.buf[at:w.ends[i]]); err != nil {
 				return err
 			}
@@ -294,6 +324,6 @@ func (w *treeWriter) flush() error {
 	}
 	_, _ = w.hash.Write(w.buf[:w.start]) // never fails
 	w.buf = w.buf[:copy(w.buf, w.buf[w.start:])]
-	w.ids, w.ends, w.start = w.ids[:0], w.ends[:0], 0
+	w.ids, w.ends, w.there, w.start = w.ids[:0], w.ends[:0], w.there[:0], 0
 	return nil
 }

@@ -156,6 +156,29 @@ func (r *Reader) tree(ctx context.Context, n int) (*proven, error) {
 	return newProven(ctx, r.pieces, fmt.Sprintf("list of files %d", n), segs, true, t.Digest, t.Bytes), nil
 }
 
+// TreePieces are the pieces of the n-th list of entries, front to back.
+func (r *Reader) TreePieces(n int) []overlay.Piece {
+	list := r.manifest.trees()
+	if n < 0 || n >= len(list) {
+		return nil
+	}
+	return list[n].Pieces
+}
+
+// TreePart streams some pieces, which follow each other, of the n-th list of
+// entries. Each of them is proven.
+func (r *Reader) TreePart(ctx context.Context, n, from, to int) (io.ReadCloser, error) {
+	list := r.TreePieces(n)
+	if from < 0 || to < from || to > len(list) {
+		return nil, fmt.Errorf("pieces %d to %d of tree %d: %w", from, to, n, fault.ErrInvalid)
+	}
+	segs, err := segments(list[from:to])
+	if err != nil {
+		return nil, err
+	}
+	return newStream(ctx, r.pieces, fmt.Sprintf("list of files %d", n), segs, true), nil
+}
+
 // Source has the data of the files of all trees.
 func (r *Reader) Source() overlay.Source { return source{r} }
 
