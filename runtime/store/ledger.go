@@ -69,8 +69,8 @@ var errLedger = errors.New("the ledger is of no use")
 // ledgerReader reads a ledger. Nothing that it says counts before finish.
 type ledgerReader struct {
 	f    *os.File
-	r    *bufio.Reader
-	sum  *blake3.Hasher
+	r    *bufio.Reader  // of all but the sum
+	sum  *blake3.Hasher // of what was read of the file
 	left int64
 	cur  []byte // the record that stands next; nil after the last
 	err  error
@@ -81,20 +81,21 @@ func openLedger(path string) (*ledgerReader, error) {
 	if err != nil {
 		return nil, err
 	}
-	l := &ledgerReader{f: f, r: bufio.NewReaderSize(f, 64<<10), sum: blake3.New()}
+	l := &ledgerReader{f: f, sum: blake3.New()}
 	head := make([]byte, len(ledgerMagic))
 	info, err := f.Stat()
-	if err == nil {
-		_, err = io.ReadFull(l.r, head)
-	}
-	size := int64(0)
-	if err == nil {
+	size := int64(-1)
+	if err == nil && info.Mode().IsRegular() {
 		size = info.Size() - int64(len(ledgerMagic)) - ledgerSum
 	}
-	if err != nil || !info.Mode().IsRegular() || string(head) != ledgerMagic || size < 0 || size%ledgerRecord != 0 {
+	if size >= 0 {
+		body := io.LimitReader(f, int64(len(ledgerMagic))+size)
+		l.r = bufio.NewReaderSize(io.TeeReader(body, l.sum), 64<<10)
+		_, err = io.ReadFull(l.r, head)
+	}
+	if err != nil || size < 0 || size%ledgerRecord != 0 || string(head) != ledgerMagic {
 		return nil, errors.Join(errLedger, f.Close())
 	}
-	_, _ = l.sum.Write(head) // never fails
 	l.left = size / ledgerRecord
 	l.next()
 	return l, nil
@@ -103,7 +104,6 @@ func openLedger(path string) (*ledgerReader, error) {
 // next moves on to the next record.
 func (l *ledgerReader) next() {
 	if l.cur != nil {
-		_, _ = l.sum.Write(l.cur)
 		_, _ = l.r.Discard(ledgerRecord) // of what was peeked at
 		l.cur = nil
 	}
@@ -138,7 +138,7 @@ func (l *ledgerReader) finish() error {
 		l.next()
 	}
 	sum := make([]byte, ledgerSum)
-	if _, err := io.ReadFull(l.r, sum); l.err != nil || err != nil || !bytes.Equal(sum, l.sum.Sum(nil)) {
+	if _, err := io.ReadFull(l.f, sum); l.err != nil || err != nil || !bytes.Equal(sum, l.sum.Sum(nil)) {
 		return errLedger
 	}
 	return nil
@@ -147,7 +147,7 @@ func (l *ledgerReader) finish() error {
 // ledgerWriter writes a ledger. It is a cache: one that cannot be written is none.
 type ledgerWriter struct {
 	f   *os.File
-	w   *bufio.Writer
+	w   *bufio.Writer // to both
 	sum *blake3.Hasher
 }
 
@@ -156,28 +156,25 @@ func createLedger(path string) *ledgerWriter {
 	if err != nil {
 		return nil
 	}
-	l := &ledgerWriter{f: f, w: bufio.NewWriterSize(f, 64<<10), sum: blake3.New()}
-	l.write([]byte(ledgerMagic))
+	l := &ledgerWriter{f: f, sum: blake3.New()}
+	l.w = bufio.NewWriterSize(io.MultiWriter(l.sum, f), 64<<10)
+	_, _ = l.w.WriteString(ledgerMagic) // an error comes again with Flush
 	return l
 }
 
-func (l *ledgerWriter) write(p []byte) {
-	_, _ = l.sum.Write(p) // never fails
-	_, _ = l.w.Write(p)   // the error comes again with Flush
-}
-
 func (l *ledgerWriter) add(id pack.ID, num int64, stored uint32) {
-	var rec [ledgerRecord]byte
-	copy(rec[:], id[:])
-	binary.LittleEndian.PutUint64(rec[32:], uint64(num))
-	binary.LittleEndian.PutUint32(rec[40:], stored)
-	l.write(rec[:])
+	rec := append(l.w.AvailableBuffer(), id[:]...)
+	rec = binary.LittleEndian.AppendUint64(rec, uint64(num))
+	_, _ = l.w.Write(binary.LittleEndian.AppendUint32(rec, stored)) // an error comes again with Flush
 }
 
 // end puts the ledger into its place, or, with drop, away.
 func (l *ledgerWriter) end(path string, drop bool) {
-	_, err := l.w.Write(l.sum.Sum(nil))
-	if err = errors.Join(err, l.w.Flush(), l.f.Close()); err == nil && !drop {
+	err := l.w.Flush()
+	if err == nil {
+		_, err = l.f.Write(l.sum.Sum(nil))
+	}
+	if err = errors.Join(err, l.f.Close()); err == nil && !drop {
 		err = os.Rename(l.f.Name(), path)
 	}
 	if err != nil || drop {

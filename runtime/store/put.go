@@ -165,7 +165,7 @@ func (d *Draft) putTree(ctx context.Context, n int, write func(*treeWriter) erro
 	if twice || ended {
 		return fmt.Errorf("tree %d is put only once: %w", n, fault.ErrInvalid)
 	}
-	w := &treeWriter{d: d, ctx: ctx, hash: blake3.New()}
+	w := &treeWriter{d: d, ctx: ctx, hash: blake3.New(), buf: make([]byte, 0, 2*flushLines)}
 	if err := write(w); err != nil {
 		return err
 	}
