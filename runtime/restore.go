@@ -77,7 +77,7 @@ func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (
 	e.every(r.spec)
 	e.log.Info("restored", "sandbox", r.sb.ID, "checkpoint", r.row.ID, "down", r.down, "changed", r.changed)
 	out := Restored{
-		Checkpoint: checkpointView(r.row), Recreated: r.data.Recreated, Verified: opts.Verify, Down: r.down, Warnings: r.warnings,
+		Checkpoint: checkpointView(r.row), Recreated: r.data.Recreated, Verified: opts.Verify, Down: r.down, Files: r.files, Warnings: r.warnings,
 		Undo: r.undone, Changed: r.changed, Lost: slices.Sorted(maps.Keys(r.lost)),
 	}
 	// It is done: a caller who goes away now does not make it a failure.
@@ -123,6 +123,8 @@ type restoration struct {
 	fork     *forking
 	warnings []string
 
+	began   time.Time     // its work on the files
+	files   time.Duration // what that took
 	down    time.Duration
 	undone  string // id of the undo checkpoint
 	changed int
@@ -192,6 +194,7 @@ func (e *Engine) layOut(ctx context.Context, seq int64, r *restoration, undo *un
 	if err := e.findLost(ctx, r); err != nil {
 		return err
 	}
+	r.began = time.Now()
 	if err := e.keepPresent(ctx, seq, r, undo); err != nil {
 		return err
 	}

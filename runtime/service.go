@@ -181,6 +181,7 @@ type Restored struct {
 	Changed    int           `json:"changed"`        // paths of the upperdir that were touched
 	Lost       []string      `json:"lost,omitempty"` // what Salvage could not restore
 	Down       time.Duration `json:"down_ns"`        // from the old processes' end to the new ones' first step
+	Files      time.Duration `json:"files_ns"`       // the files' part: undo checkpoint, comparison, exchange, proof, sync
 	Warnings   []string      `json:"warnings,omitempty"`
 }
 

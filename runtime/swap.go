@@ -77,9 +77,11 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 		return err
 	}
 	touched = true
+	stopping := time.Now()
 	if err := r.sb.host.Stop(ctx, r.sb.ID, StopOptions{Silent: true}); err != nil {
 		return err
 	}
+	r.files -= time.Since(stopping)
 	if r.present != nil {
 		r.present.thawn = true // it is gone
 		cut := r.present.cut
@@ -145,6 +147,7 @@ func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *u
 			return err
 		}
 	}
+	r.files += time.Since(r.began)
 	if r.data.Phase != phaseProven {
 		if err := forgetManaged(r.c.Managed); err != nil {
 			return err
@@ -170,7 +173,10 @@ func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *u
 	}
 	durable := make(chan error, 1)
 	go func() {
-		durable <- each(ctx, r.data.Trees, func(_ context.Context, t *tree) error { return syncfs(t.Dir) })
+		syncing := time.Now()
+		err := each(ctx, r.data.Trees, func(_ context.Context, t *tree) error { return syncfs(t.Dir) })
+		r.files += time.Since(syncing)
+		durable <- err
 	}()
 	*started = true
 	err := e.resume(ctx, r)

@@ -58,8 +58,9 @@ A damaged checkpoint is refused. --salvage restores what is intact of it, lists 
 what is lost, and ends with 6.
 
 It prints the sandbox's name; with --format json one object: sandbox, checkpoint, recreated,
-verified, undo (the id of the undo checkpoint), changed (how many paths), lost, down_ns,
-warnings.`,
+verified, undo (the id of the undo checkpoint), changed (how many paths), lost, down_ns
+(how long it had no processes), files_ns (what the files took: undo checkpoint, comparison,
+exchange, proof, sync), warnings.`,
 		Example: `  agentbox restore c
   agentbox restore --verify c before-upgrade
   agentbox restore c 3f2a

@@ -101,7 +101,7 @@ func TestJSONKeys(t *testing.T) {
 	if err := json.Unmarshal([]byte(try(t, boxes(), "", "restore", "--format", "json", "run").stdout), &re); err != nil {
 		t.Fatal(err)
 	}
-	if d := cmp.Diff([]string{"changed", "checkpoint", "down_ns", "recreated", "sandbox", "verified"}, keys(re)); d != "" {
+	if d := cmp.Diff([]string{"changed", "checkpoint", "down_ns", "files_ns", "recreated", "sandbox", "verified"}, keys(re)); d != "" {
 		t.Error(d)
 	}
 	try(t, newFake(), "", "checkpoint", "ls", "--format", "json").want(t, 0, "[]\n")
