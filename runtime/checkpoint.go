@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"path/filepath"
 	"slices"
+	"sync"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -93,19 +94,20 @@ func (e *Engine) checkpointOf(ctx context.Context, sb *locked, opts CheckpointOp
 
 // making is one checkpoint under way.
 type making struct {
-	sb    *locked
-	spec  Spec
-	c     Container
-	live  bool // it has processes to freeze
-	opts  CheckpointOptions
-	row   store.Checkpoint
-	parts store.Manifest // what the store does not know itself
-	trees []tree
-	hold  bool            // it stays frozen when the checkpoint is ready
-	cut   *criu.Cut       // of one that stops afterwards
-	thawn bool            // it goes on already
-	aside bool            // it will be removed again
-	like  []overlay.Piece // of the list of files in a checkpoint that is open and likely to be much like this one
+	sb     *locked
+	spec   Spec
+	c      Container
+	live   bool // it has processes to freeze
+	opts   CheckpointOptions
+	row    store.Checkpoint
+	parts  store.Manifest // what the store does not know itself
+	trees  []tree
+	hold   bool                  // it stays frozen when the checkpoint is ready
+	cut    *criu.Cut             // of one that stops afterwards
+	thawn  bool                  // it goes on already
+	aside  bool                  // it will be removed again
+	beside func(context.Context) // what can be done while it is committed
+	like   []overlay.Piece       // of the list of files in a checkpoint that is open and likely to be much like this one
 
 	unlearnt bool // what was known of the files was wrong, and is forgotten
 }
@@ -266,7 +268,12 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 	if err := failpoint.Hit("checkpoint.before-commit"); err != nil {
 		return row, err
 	}
+	var beside sync.WaitGroup
+	if k.beside != nil {
+		beside.Go(func() { k.beside(ctx) })
+	}
 	row, err = draft.Commit(ctx, k.parts)
+	beside.Wait()
 	if errors.Is(err, ErrCorrupt) {
 		// What is known of the files names pieces that the store has lost. The
 		// next checkpoint reads all of them again.

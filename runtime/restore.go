@@ -201,22 +201,40 @@ func (e *Engine) layOut(ctx context.Context, seq int64, r *restoration, undo *un
 	if err := failpoint.Hit("restore.after-undo"); err != nil {
 		return err
 	}
-	r.updates = make([]*overlay.Update, len(r.data.Trees))
-	for i := range r.data.Trees {
-		t := &r.data.Trees[i]
-		// The dump of a full undo checkpoint has left traces that it does not
-		// have; what there is now decides.
-		if t.seen == "" || r.present.row.Kind == KindFull {
-			if t.seen == "" {
-				t.seen = e.known(ctx, r.sb.ID, *t)
-			}
-			if err := e.look(ctx, r.sb.ID, t, overlay.CollectOptions{}); err != nil {
-				return err
+	if r.updates == nil {
+		for i := range r.data.Trees {
+			t := &r.data.Trees[i]
+			// The dump of a full undo checkpoint has left traces that it does not
+			// have; what there is now decides.
+			if t.seen == "" || r.present.row.Kind == KindFull {
+				if t.seen == "" {
+					t.seen = e.known(ctx, r.sb.ID, *t)
+				}
+				if err := e.look(ctx, r.sb.ID, t, overlay.CollectOptions{}); err != nil {
+					return err
+				}
 			}
 		}
+		if err := r.layOutFiles(ctx); err != nil {
+			return err
+		}
+	}
+	return failpoint.Hit("restore.after-layout")
+}
+
+// layOutFiles compares what was seen with the checkpoint and lays out what the
+// trees lack.
+func (r *restoration) layOutFiles(ctx context.Context) error {
+	var errs []error
+	for _, u := range r.updates { // of an earlier try
+		errs = append(errs, u.Close())
+	}
+	r.updates, r.changed = make([]*overlay.Update, len(r.data.Trees)), 0
+	for i := range r.data.Trees {
+		t := &r.data.Trees[i]
 		u, err := t.plan(ctx, r.reader, r.lost)
 		if err != nil {
-			return err
+			return errors.Join(append(errs, err)...)
 		}
 		if r.updates[i] = u; u.Empty() {
 			continue
@@ -229,7 +247,7 @@ func (e *Engine) layOut(ctx context.Context, seq int64, r *restoration, undo *un
 			return err
 		}
 	}
-	return failpoint.Hit("restore.after-layout")
+	return errors.Join(errs...)
 }
 
 // layOutImages writes the process images where the OCI runtime can read them.
@@ -289,6 +307,14 @@ func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, und
 		if r.row.Damaged == "" && !unlearnt {
 			k.like = r.reader.TreePieces(0)
 		}
+		var laid error
+		if k.row.Kind == KindFiles && len(k.trees) >= len(r.data.Trees) {
+			// Nothing of the sandbox is touched by it.
+			k.beside = func(ctx context.Context) {
+				r.take(k)
+				laid = r.layOutFiles(ctx)
+			}
+		}
 		row, err := e.record(ctx, k)
 		if err != nil && !opts.FilesOnly && ctx.Err() == nil && !errors.Is(err, unix.ENOSPC) {
 			// What cannot be dumped can still be put back as files.
@@ -315,14 +341,19 @@ func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, und
 		r.present, r.undone = k, row.ID
 		undo.Add(func(ctx context.Context) error { return e.store.RemoveCheckpoint(ctx, row.ID) })
 		undo.Add(func(ctx context.Context) error { return errors.Join(k.cut.End(), e.thaw(ctx, k)) })
-		for i := range r.data.Trees {
-			for _, t := range k.trees {
-				if t.Dir == r.data.Trees[i].Dir {
-					r.data.Trees[i].seen, r.data.Trees[i].pieces = t.seen, t.pieces
-				}
+		r.take(k)
+		return laid
+	}
+}
+
+// take takes over what a checkpoint has seen of the files.
+func (r *restoration) take(k *making) {
+	for i := range r.data.Trees {
+		for _, t := range k.trees {
+			if t.Dir == r.data.Trees[i].Dir {
+				r.data.Trees[i].seen, r.data.Trees[i].pieces = t.seen, t.pieces
 			}
 		}
-		return nil
 	}
 }
 
