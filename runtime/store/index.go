@@ -2,8 +2,10 @@ package store
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"database/sql"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"os"
@@ -363,7 +365,13 @@ func (x *index) lost() (list []int64) {
 	return list
 }
 
-func compareIDs(a, b pack.ID) int { return bytes.Compare(a[:], b[:]) }
+func compareIDs(a, b pack.ID) int {
+	// They are hashes: the beginnings nearly always tell.
+	if x, y := binary.BigEndian.Uint64(a[:]), binary.BigEndian.Uint64(b[:]); x != y {
+		return cmp.Compare(x, y)
+	}
+	return bytes.Compare(a[:], b[:])
+}
 
 // idSet is a set of pieces that costs 32 bytes each.
 type idSet struct {
