@@ -48,6 +48,11 @@ func (e *Engine) Checkpoint(ctx context.Context, ref string, opts CheckpointOpti
 	if err != nil {
 		return Checkpoint{}, err
 	}
+	defer func() {
+		if err == nil {
+			e.makeRoom(ctx, sb.Sandbox) // once the sandbox is not held any more
+		}
+	}()
 	defer sb.lock.Unlock()
 	if opts.Timeout > 0 {
 		var cancel context.CancelFunc
@@ -459,8 +464,11 @@ func (e *Engine) Checkpoints(ctx context.Context, filter CheckpointFilter) (_ []
 	list := make([]Checkpoint, 0, len(rows))
 	for _, row := range rows {
 		// Nobody asked for those that restores make; who means one says so.
-		if row.Trigger != TriggerUndo || filter.All || filter.Trigger == TriggerUndo {
-			list = append(list, checkpointView(row))
+		if row.Trigger == TriggerUndo && !filter.All && filter.Trigger != TriggerUndo {
+			continue
+		}
+		if c := checkpointView(row); filter.Policy == "" || c.Policy == filter.Policy {
+			list = append(list, c)
 		}
 	}
 	return list, nil
@@ -507,7 +515,7 @@ func checkpointView(row store.Checkpoint) Checkpoint {
 	}
 	return Checkpoint{
 		ID: row.ID, Name: row.Name, Sandbox: row.SandboxID, SandboxName: row.SandboxName, Kind: row.Kind,
-		Status: row.Status, Error: row.Error, Parent: row.Parent, Trigger: row.Trigger, Created: row.Created,
+		Status: row.Status, Error: row.Error, Parent: row.Parent, Trigger: row.Trigger, Policy: policyName(row.Spec), Created: row.Created,
 		Files: row.Files, Processes: row.Processes, Bytes: row.Bytes, Digest: row.Digest,
 		ImageDigest: row.ImageDigest, Labels: labels, Frozen: row.Frozen, Warnings: row.Warnings,
 		Added: row.Added, Unchanged: row.Unchanged, Pinned: row.Pinned, Tags: row.Tags, Damaged: row.Damaged,

@@ -24,6 +24,7 @@ import (
 	"time"
 
 	"github.com/agentbox/agentbox/internal/undo"
+	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -58,6 +59,8 @@ type Engine struct {
 	auto   func(id string) error // see Options.Auto
 	tidyAt int64
 
+	policies policy.Finder
+
 	mu    sync.Mutex
 	hosts map[string]Host // those in use
 	// Locks that say "my caller waits for this sandbox's exit code"; see hold.
@@ -82,6 +85,10 @@ type Options struct {
 	// intervals (Spec.CheckpointEvery) and outlives the caller. One that is
 	// there already is enough. Nil: there are none.
 	Auto func(id string) error
+
+	// Policies finds the policy of sandboxes for which nobody names one, and
+	// remembers which were used here.
+	Policies policy.Finder
 }
 
 // New returns an Engine over its parts.
@@ -90,7 +97,7 @@ func New(opts Options) *Engine {
 	if log == nil {
 		log = slog.Default()
 	}
-	return &Engine{run: opts.Run, store: opts.Store, first: opts.Backend, make: opts.Open, log: log, auto: opts.Auto, tidyAt: cmp.Or(opts.TidyAt, 256<<20), hosts: map[string]Host{}}
+	return &Engine{run: opts.Run, store: opts.Store, first: opts.Backend, make: opts.Open, log: log, auto: opts.Auto, tidyAt: cmp.Or(opts.TidyAt, 256<<20), hosts: map[string]Host{}, policies: opts.Policies}
 }
 
 // host returns a backend by its name.

@@ -143,6 +143,9 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 		}
 		s.Labels = labels
 	}
+	if err := e.readmit(s); err != nil {
+		return Forked{}, err
+	}
 	host, err := e.host(cmp.Or(s.Backend, e.first))
 	if err != nil {
 		return Forked{}, err

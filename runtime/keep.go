@@ -50,6 +50,7 @@ func (e *Engine) UntagCheckpoint(ctx context.Context, ref string) (err error) {
 }
 
 // Prune removes the checkpoints that no rule keeps and frees what nothing needs.
+// Without a rule those of the sandboxes' policies count.
 func (e *Engine) Prune(ctx context.Context, opts PruneOptions) (out Pruned, err error) {
 	defer func() { err = fail("prune", opts.Sandbox, err) }()
 	rules := policy.Retention{
@@ -72,6 +73,8 @@ func (e *Engine) Prune(ctx context.Context, opts PruneOptions) (out Pruned, err 
 		if err := e.retain(ctx, sandbox, rules, &out); err != nil {
 			return out, err
 		}
+	} else if err := e.keepByPolicy(ctx, sandbox, &out); err != nil {
+		return out, err
 	}
 	if err := e.forgetFailures(ctx, sandbox, true, &out); err != nil {
 		return out, err

@@ -21,6 +21,7 @@ import (
 	"github.com/agentbox/agentbox/images"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/undo"
+	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -36,15 +37,29 @@ func (e *Engine) Create(ctx context.Context, req CreateRequest) (_ Sandbox, err 
 	if err != nil {
 		return Sandbox{}, err
 	}
+	if req.Policy == nil {
+		if req.Policy, err = e.policies.Find(policy.Default); err != nil {
+			return Sandbox{}, err
+		}
+	}
+	// What is not allowed is not even pulled.
+	if err := req.Policy.Image(req.Spec.Image); err != nil {
+		return Sandbox{}, err
+	}
 	img, err := from.Pull(ctx, req.Spec.Image, req.Pull)
 	if err != nil {
 		return Sandbox{}, unreachable(req.Spec.Image, err)
 	}
+	own := req.Spec.Labels
+	req.Spec.Network.Mode = cmp.Or(req.Spec.Network.Mode, req.Policy.Rules.Network)
 	s, err := complete(req, img, e.first)
 	if err != nil {
 		return Sandbox{}, err
 	}
 	name = s.Name
+	if err := e.admit(&s, req, img, own); err != nil {
+		return Sandbox{}, err
+	}
 	row := store.Sandbox{
 		ID: s.ID, Name: s.Name, Backend: e.first, Image: s.Image, ImageDigest: s.ImageDigest,
 		Lower: img.Lower, Attempt: 1, Created: time.Now(), Labels: s.Labels,
@@ -247,6 +262,9 @@ func (e *Engine) Start(ctx context.Context, ref string, streams *Streams) (wait 
 	if c.Status == Running || c.Status == Paused {
 		return nil, fmt.Errorf("%w: it is %s", ErrState, c.Status)
 	}
+	if err := mayMount(s); err != nil {
+		return nil, err
+	}
 	if streams != nil && s.AutoRemove {
 		if err := e.hold(ctx, sb.ID); err != nil {
 			return nil, err
@@ -331,6 +349,9 @@ func (e *Engine) Exec(ctx context.Context, ref string, p Process, streams Stream
 	}
 	sb, err := e.running(ctx, ref, "exec")
 	if err != nil {
+		return 0, fail("exec", ref, err)
+	}
+	if err := mayBe(sb.Sandbox, p.User); err != nil {
 		return 0, fail("exec", ref, err)
 	}
 	if err := e.beforeExec(ctx, sb.Sandbox, p); err != nil {

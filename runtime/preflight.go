@@ -33,7 +33,7 @@ func checkSources(s Spec) error {
 			return fmt.Errorf("bind source of %s: %w", m.Target, err)
 		}
 	}
-	return nil
+	return mayMount(s)
 }
 
 // possible proves, before anything is made, that what the restore ends can be

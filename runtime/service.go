@@ -71,6 +71,13 @@ type CreateRequest struct {
 	Spec       Spec     // ID and ImageDigest are filled in; Args is the command without the entrypoint
 	Entrypoint []string // nil: the image's
 	Pull       images.PullOptions
+
+	// Policy decides; nil: the one named default.
+	Policy *policy.Policy
+	// What is asked for beside Spec.Security, in Docker's words; the policy
+	// turns it into that.
+	CapAdd, CapDrop []string
+	Privileged      bool
 }
 
 // Sandbox is the documented JSON of `agentbox inspect`; it only ever grows.
@@ -116,6 +123,7 @@ type Checkpoint struct {
 	Error       string            `json:"error,omitempty"` // why it failed
 	Parent      string            `json:"parent"`          // may be empty
 	Trigger     string            `json:"trigger"`
+	Policy      string            `json:"policy,omitempty"` // the name of the sandbox's
 	Created     time.Time         `json:"created"`
 	Files       int64             `json:"files"`     // entries in the upperdir
 	Processes   int               `json:"processes"` // 0 for files-only
@@ -192,6 +200,7 @@ type CheckpointFilter struct {
 	All     bool // pending, failed and undo ones too
 	Labels  map[string]string
 	Trigger string
+	Policy  string // the name of the policy that their sandbox was made under
 }
 
 // RemoveOptions modify Remove.

@@ -1,6 +1,7 @@
 package runtime
 
 import (
+	"encoding/json"
 	"errors"
 	"io"
 	"slices"
@@ -31,11 +32,16 @@ type Spec struct {
 	Volumes     []string          `json:"volumes,omitempty"` // directories that the image declares: made when missing, part of checkpoints; with docker an engine's volume each
 	Network     Network           `json:"network"`
 	Resources   Resources         `json:"resources"`
+	Security    Security          `json:"security,omitzero"`
 	Labels      map[string]string `json:"labels,omitempty"`
 
 	// CheckpointEvery asks for checkpoints without being told to: "exec",
 	// before each Exec, or a time.Duration such as "5m0s".
 	CheckpointEvery string `json:"checkpoint_every,omitempty"`
+
+	// Policy is the one that the sandbox was made under; nil in the specs of
+	// older versions, and of containers that somebody else made.
+	Policy *Policy `json:"policy,omitempty"`
 
 	// Adopted: somebody else made the container, through its engine; see
 	// Backend.Adopt. It is checkpointed and restored, but never made again.
@@ -80,6 +86,22 @@ type Resources struct {
 	Memory int64   `json:"memory,omitempty"` // bytes; swap is not added to it
 	CPUs   float64 `json:"cpus,omitempty"`   // cores
 	Pids   int64   `json:"pids,omitempty"`
+}
+
+// Security is what processes may do beyond what everybody may; the zero value
+// is the usual.
+type Security struct {
+	Capabilities    []string `json:"capabilities,omitzero"` // at most these, without CAP_; nil: the default ones
+	NoNewPrivileges bool     `json:"no_new_privileges,omitempty"`
+	Seccomp         string   `json:"seccomp,omitempty"`  // "unconfined"; empty: the default profile
+	IOUring         bool     `json:"io_uring,omitempty"` // else it looks as if the kernel had none
+}
+
+// Policy is what a sandbox may be, as it was when the sandbox was made.
+type Policy struct {
+	Name   string          `json:"name"`
+	Digest string          `json:"digest"` // of Rules, in their canonical form
+	Rules  json.RawMessage `json:"rules"`  // a policy file in JSON, nothing left to a base
 }
 
 // Status of a sandbox, in Docker's words.

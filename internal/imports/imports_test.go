@@ -17,7 +17,7 @@ const module = "github.com/agentbox/agentbox/"
 // allowed lists, per package, which packages of this module it may import
 // directly. What is not listed may import nothing of ours.
 var allowed = map[string][]string{
-	"cmd/agentbox": {"internal/copy", "internal/fault", "internal/setup", "images", "images/source", "runtime", "runtime/containerd", "runtime/docker", "runtime/dockerplugin",
+	"cmd/agentbox": {"internal/copy", "internal/fault", "internal/setup", "images", "images/source", "policy", "runtime", "runtime/containerd", "runtime/docker", "runtime/dockerplugin",
 		"runtime/dockerplugin/authz", "runtime/dockerplugin/volume", "runtime/doctor", "runtime/mcp", "runtime/oci", "runtime/podman", "runtime/store", "runtime/volume"},
 	"cmd/agentbox-runtime": {"criu/crlog", "criu/freezer", "criu/host", "criu/stage", "internal/failpoint", "internal/fault"},
 	"criu":                 {"criu/crlog", "criu/freezer", "criu/host", "internal/fault", "internal/failpoint"},
@@ -45,12 +45,12 @@ var allowed = map[string][]string{
 	"runtime/backendtest":  {"criu", "criu/stage", "overlay", "internal/fault", "runtime"},
 	"runtime/containerd": {"criu", "criu/stage", "images", "images/source", "internal/copy/tree", "internal/failpoint", "internal/fault", "internal/undo", "overlay", "runtime",
 		"runtime/internal/bundle", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams", "runtime/network"},
-	"runtime/docker":              {"criu", "criu/host", "criu/stage", "images", "images/source", "internal/failpoint", "internal/fault", "internal/undo", "overlay", "runtime", "runtime/internal/bundle", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams", "runtime/network"},
+	"runtime/docker":              {"criu", "criu/host", "criu/stage", "images", "images/source", "internal/failpoint", "internal/fault", "internal/undo", "overlay", "policy", "runtime", "runtime/internal/bundle", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams", "runtime/network"},
 	"runtime/dockerplugin":        {"internal/fault"},
 	"runtime/dockerplugin/authz":  {"internal/fault"},
 	"runtime/dockerplugin/volume": {"internal/fault", "runtime/volume"},
 	"runtime/doctor":              {"criu", "criu/host", "internal/fault", "overlay"},
-	"runtime/internal/bundle":     {"internal/fault", "overlay", "runtime", "runtime/internal/kernel", "runtime/internal/record", "runtime/network"},
+	"runtime/internal/bundle":     {"internal/fault", "overlay", "policy", "runtime", "runtime/internal/kernel", "runtime/internal/record", "runtime/network"},
 	"runtime/internal/home":       {"internal/fault", "runtime/internal/kernel", "runtime/internal/record"},
 	"runtime/internal/kernel":     {"internal/fault", "runtime/internal/record"},
 	"runtime/internal/record":     {"internal/fault"},

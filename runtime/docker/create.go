@@ -26,6 +26,7 @@ import (
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/undo"
+	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/home"
 )
@@ -205,11 +206,17 @@ func (b *Backend) config(ctx context.Context, info *system.Info, s runtime.Spec)
 		hostConfig.Sysctls["net.mptcp.enabled"] = "0"
 	}
 	if slices.ContainsFunc(info.SecurityOptions, func(o string) bool { return strings.HasPrefix(o, "name=seccomp") }) {
-		filter, err := syscallFilter()
+		filter, err := syscallFilter(s.Security)
 		if err != nil {
 			return nil, nil, err
 		}
 		hostConfig.SecurityOpt = append(hostConfig.SecurityOpt, "seccomp="+filter)
+	}
+	if s.Security.NoNewPrivileges {
+		hostConfig.SecurityOpt = append(hostConfig.SecurityOpt, "no-new-privileges")
+	}
+	if s.Security.Capabilities != nil {
+		hostConfig.CapDrop, hostConfig.CapAdd = []string{"ALL"}, s.Security.Capabilities
 	}
 	return config, hostConfig, nil
 }
@@ -229,16 +236,27 @@ func hasMPTCP() bool {
 }
 
 // syscallFilter is Docker's default profile, except that io_uring looks as if
-// the kernel had none: CRIU cannot dump its rings, and programs that get
-// ENOSYS fall back, while EPERM surprises them.
-func syscallFilter() (string, error) {
+// the kernel had none, unless it is asked for: CRIU cannot dump its rings, and
+// programs that get ENOSYS fall back, while EPERM surprises them. An unconfined
+// sandbox has only that much of it.
+func syscallFilter(sec runtime.Security) (string, error) {
 	filter := seccomp.DefaultProfile()
-	hidden := []string{"io_uring_setup", "io_uring_enter", "io_uring_register"}
-	for _, call := range filter.Syscalls {
-		call.Names = slices.DeleteFunc(slices.Clone(call.Names), func(name string) bool { return slices.Contains(hidden, name) })
+	if sec.Seccomp == policy.SeccompUnconfined {
+		if sec.IOUring {
+			return sec.Seccomp, nil
+		}
+		filter.DefaultAction, filter.DefaultErrnoRet, filter.Syscalls = specs.ActAllow, nil, nil
 	}
-	enosys := uint(unix.ENOSYS)
-	filter.Syscalls = append(filter.Syscalls, &seccomp.Syscall{LinuxSyscall: specs.LinuxSyscall{Names: hidden, Action: specs.ActErrno, ErrnoRet: &enosys}})
+	rings := []string{"io_uring_setup", "io_uring_enter", "io_uring_register"}
+	for _, call := range filter.Syscalls {
+		call.Names = slices.DeleteFunc(slices.Clone(call.Names), func(name string) bool { return slices.Contains(rings, name) })
+	}
+	rule := specs.LinuxSyscall{Names: rings, Action: specs.ActAllow}
+	if !sec.IOUring {
+		enosys := uint(unix.ENOSYS)
+		rule.Action, rule.ErrnoRet = specs.ActErrno, &enosys
+	}
+	filter.Syscalls = append(filter.Syscalls, &seccomp.Syscall{LinuxSyscall: rule})
 	text, err := json.Marshal(filter)
 	return string(text), err
 }

@@ -164,8 +164,8 @@ func TestImageDirectories(t *testing.T) {
 }
 
 func TestSyscallFilter(t *testing.T) {
-	s := &specs.Spec{Process: &specs.Process{Capabilities: &specs.LinuxCapabilities{Bounding: bundle.Capabilities}}}
-	filter, err := bundle.SyscallFilter(s)
+	s := &specs.Spec{Process: &specs.Process{Capabilities: &specs.LinuxCapabilities{Bounding: []string{"CAP_CHOWN"}}}}
+	filter, err := bundle.SyscallFilter(s, runtime.Security{})
 	must(t, err)
 	hits := 0
 	for _, call := range filter.Syscalls {
@@ -197,6 +197,39 @@ func TestCapabilities(t *testing.T) {
 	out, _, _ = x.run(with(spec("grep", "Cap", "/proc/self/status"), func(s *runtime.Spec) { s.User = "alice" }), "")
 	if !strings.Contains(out, "CapEff:\t0000000000000000") || !strings.Contains(out, "CapBnd:\t00000000a80425fb") {
 		t.Error(out)
+	}
+}
+
+func TestSecurity(t *testing.T) {
+	x := newBox(t)
+	status := func(sec runtime.Security) string {
+		out, errs, _ := x.run(with(spec("grep", "-E", "^(CapBnd|CapEff|NoNewPrivs|Seccomp):", "/proc/self/status"), func(s *runtime.Spec) { s.Security = sec }), "")
+		return strings.Join(strings.Fields(out+errs), " ")
+	}
+	for want, sec := range map[string]runtime.Security{
+		"CapEff: 0000000000000000 CapBnd: 0000000000000000 NoNewPrivs: 1 Seccomp: 2": {Capabilities: []string{}, NoNewPrivileges: true},
+		"CapEff: 0000000000080001 CapBnd: 0000000000080001 NoNewPrivs: 0 Seccomp: 0": {Capabilities: []string{"CHOWN", "SYS_PTRACE"}, Seccomp: "unconfined", IOUring: true},
+		"CapEff: 00000000a80425fb CapBnd: 00000000a80425fb NoNewPrivs: 0 Seccomp: 2": {Seccomp: "unconfined"},
+	} {
+		if got := status(sec); got != want {
+			t.Errorf("%+v:\n%s\n%s", sec, got, want)
+		}
+	}
+	s := &specs.Spec{Process: &specs.Process{Capabilities: &specs.LinuxCapabilities{}}}
+	for _, c := range []struct {
+		sec    runtime.Security
+		action specs.LinuxSeccompAction // of the last rule, which is io_uring's
+		rest   specs.LinuxSeccompAction
+	}{
+		{runtime.Security{IOUring: true}, specs.ActAllow, specs.ActErrno},
+		{runtime.Security{Seccomp: "unconfined"}, specs.ActErrno, specs.ActAllow},
+	} {
+		filter, err := bundle.SyscallFilter(s, c.sec)
+		must(t, err)
+		last := filter.Syscalls[len(filter.Syscalls)-1]
+		if !slices.Contains(last.Names, "io_uring_setup") || last.Action != c.action || filter.DefaultAction != c.rest {
+			t.Errorf("%+v: %+v, else %s", c.sec, last, filter.DefaultAction)
+		}
 	}
 }
 

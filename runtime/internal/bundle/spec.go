@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/network"
@@ -108,7 +109,7 @@ func (p Place) spec(s runtime.Spec, env []string, netns string, size *runtime.Si
 			ReadonlyPaths: readonlyPaths,
 		},
 	}
-	if spec.Linux.Seccomp, err = SyscallFilter(spec); err != nil {
+	if spec.Linux.Seccomp, err = SyscallFilter(spec, s.Security); err != nil {
 		return nil, fmt.Errorf("seccomp: %w", err)
 	}
 	return spec, nil
@@ -123,26 +124,25 @@ var (
 	readonlyPaths = []string{"/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"}
 )
 
-// Capabilities are what Docker leaves a container's root by default.
-var Capabilities = []string{
-	"CAP_AUDIT_WRITE", "CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_KILL", "CAP_MKNOD",
-	"CAP_NET_BIND_SERVICE", "CAP_NET_RAW", "CAP_SETFCAP", "CAP_SETGID", "CAP_SETPCAP", "CAP_SETUID", "CAP_SYS_CHROOT",
-}
-
-// capabilityNumbers are the kernel's, for asking whether we may pass them on.
-var capabilityNumbers = map[string]uintptr{
-	"CAP_AUDIT_WRITE": unix.CAP_AUDIT_WRITE, "CAP_CHOWN": unix.CAP_CHOWN, "CAP_DAC_OVERRIDE": unix.CAP_DAC_OVERRIDE,
-	"CAP_FOWNER": unix.CAP_FOWNER, "CAP_FSETID": unix.CAP_FSETID, "CAP_KILL": unix.CAP_KILL, "CAP_MKNOD": unix.CAP_MKNOD,
-	"CAP_NET_BIND_SERVICE": unix.CAP_NET_BIND_SERVICE, "CAP_NET_RAW": unix.CAP_NET_RAW, "CAP_SETFCAP": unix.CAP_SETFCAP,
-	"CAP_SETGID": unix.CAP_SETGID, "CAP_SETPCAP": unix.CAP_SETPCAP, "CAP_SETUID": unix.CAP_SETUID, "CAP_SYS_CHROOT": unix.CAP_SYS_CHROOT,
-}
-
-// grantable are the capabilities that we have to give; runc fails on others.
-func grantable() []string {
-	return slices.DeleteFunc(slices.Clone(Capabilities), func(name string) bool {
-		has, err := unix.PrctlRetInt(unix.PR_CAPBSET_READ, capabilityNumbers[name], 0, 0, 0)
-		return err != nil || has != 1
-	})
+// grantable are the capabilities that a sandbox is to have and that are ours to
+// give; runc fails on others. One that somebody asked for has to be.
+func grantable(want []string) ([]string, error) {
+	asked := want != nil
+	if !asked {
+		want = policy.DefaultCapabilities
+	}
+	names := []string{}
+	for _, name := range want {
+		number := slices.Index(policy.AllCapabilities, name)
+		has, err := unix.PrctlRetInt(unix.PR_CAPBSET_READ, uintptr(number), 0, 0, 0)
+		switch {
+		case number >= 0 && err == nil && has == 1:
+			names = append(names, "CAP_"+name)
+		case asked && !slices.Contains(policy.DefaultCapabilities, name):
+			return nil, &fault.Error{Err: fmt.Errorf("%w: the capability %s is not ours to give", fault.ErrUnsupported, name), Hint: "Do without it: --cap-drop " + name + "."}
+		}
+	}
+	return names, nil
 }
 
 // Process makes the process section of an exec in a sandbox whose first process
@@ -172,7 +172,10 @@ func process(root *os.File, s runtime.Spec, env []string, p runtime.Process, siz
 			return nil, err
 		}
 	}
-	caps := grantable()
+	caps, err := grantable(s.Security.Capabilities)
+	if err != nil {
+		return nil, err
+	}
 	set := &specs.LinuxCapabilities{Bounding: caps}
 	if who.uid == 0 {
 		set.Effective, set.Permitted = caps, caps
@@ -193,6 +196,8 @@ func process(root *os.File, s runtime.Spec, env []string, p runtime.Process, siz
 		Cwd:          p.Workdir,
 		Capabilities: set,
 		Rlimits:      rlimits(),
+
+		NoNewPrivileges: s.Security.NoNewPrivileges,
 	}
 	if proc.Cwd == "" {
 		proc.Cwd = "/"
@@ -266,21 +271,32 @@ func SwapAccounting(c kernel.Cgroups) bool {
 }
 
 // SyscallFilter is Docker's default profile, except that io_uring looks as if
-// the kernel had none: CRIU cannot dump its rings, and programs that get
-// ENOSYS fall back, while EPERM surprises them.
-func SyscallFilter(spec *specs.Spec) (*specs.LinuxSeccomp, error) {
+// the kernel had none, unless it is asked for: CRIU cannot dump its rings, and
+// programs that get ENOSYS fall back, while EPERM surprises them. An unconfined
+// sandbox has only that much of it.
+func SyscallFilter(spec *specs.Spec, sec runtime.Security) (*specs.LinuxSeccomp, error) {
 	filter, err := seccomp.GetDefaultProfile(spec)
 	if err != nil || filter == nil {
 		return nil, errors.Join(err, errors.New("no profile for this architecture"))
 	}
-	hidden := []string{"io_uring_setup", "io_uring_enter", "io_uring_register"}
+	if sec.Seccomp == policy.SeccompUnconfined {
+		if sec.IOUring {
+			return nil, nil
+		}
+		filter.DefaultAction, filter.DefaultErrnoRet, filter.Syscalls = specs.ActAllow, nil, nil
+	}
+	rings := []string{"io_uring_setup", "io_uring_enter", "io_uring_register"}
 	for i := range filter.Syscalls {
 		filter.Syscalls[i].Names = slices.DeleteFunc(slices.Clone(filter.Syscalls[i].Names), func(name string) bool {
-			return slices.Contains(hidden, name)
+			return slices.Contains(rings, name)
 		})
 	}
 	filter.Syscalls = slices.DeleteFunc(filter.Syscalls, func(call specs.LinuxSyscall) bool { return len(call.Names) == 0 })
-	enosys := uint(unix.ENOSYS)
-	filter.Syscalls = append(filter.Syscalls, specs.LinuxSyscall{Names: hidden, Action: specs.ActErrno, ErrnoRet: &enosys})
+	rule := specs.LinuxSyscall{Names: rings, Action: specs.ActAllow}
+	if !sec.IOUring {
+		enosys := uint(unix.ENOSYS)
+		rule.Action, rule.ErrnoRet = specs.ActErrno, &enosys
+	}
+	filter.Syscalls = append(filter.Syscalls, rule)
 	return filter, nil
 }

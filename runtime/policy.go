@@ -1,0 +1,223 @@
+package runtime
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"strings"
+
+	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/policy"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// PolicyRequest is what a policy judges of a request; the image's own user and
+// digest are not known to it yet.
+func PolicyRequest(req CreateRequest) policy.Request {
+	ask := askFor(req.Spec)
+	ask.CapAdd, ask.CapDrop, ask.Privileged = req.CapAdd, req.CapDrop, req.Privileged
+	return ask
+}
+
+// askFor is a spec in the words of a policy.
+func askFor(s Spec) policy.Request {
+	ask := policy.Request{
+		Image: s.Image, User: s.User, Labels: s.Labels, Every: s.CheckpointEvery,
+		Capabilities: s.Security.Capabilities, NoNewPrivileges: s.Security.NoNewPrivileges,
+		Seccomp: s.Security.Seccomp, IOUring: s.Security.IOUring,
+		Network: s.Network.Mode, Group: s.Network.Group,
+		Memory: s.Resources.Memory, CPUs: s.Resources.CPUs, Pids: s.Resources.Pids,
+		Mounts: mountsOf(s),
+	}
+	for _, p := range s.Network.Ports {
+		ask.Ports = append(ask.Ports, policy.Port{IP: p.HostIP, Host: p.Host, Protocol: p.Protocol})
+	}
+	return ask
+}
+
+func mountsOf(s Spec) []policy.Mount {
+	var list []policy.Mount
+	for _, m := range s.Mounts {
+		list = append(list, policy.Mount{Type: m.Type, Source: m.Source, Target: m.Target, ReadOnly: m.ReadOnly})
+	}
+	return list
+}
+
+// admit has the policy of a request decide over a completed spec, which becomes
+// what the policy grants. The labels of the image are not the user's.
+func (e *Engine) admit(s *Spec, req CreateRequest, img images.Image, labels map[string]string) error {
+	req.Spec = *s
+	ask := PolicyRequest(req)
+	ask.Labels = labels
+	ask.Digests = []string{img.Digest}
+	for _, d := range img.RepoDigests {
+		_, digest, _ := strings.Cut(d, "@")
+		ask.Digests = append(ask.Digests, digest)
+	}
+	got, findings := req.Policy.Judge(ask)
+	if err := policy.Denials(findings); err != nil {
+		return err
+	}
+	s.User, s.CheckpointEvery, s.Network.Mode = got.User, got.Every, got.Network
+	s.Resources = Resources{Memory: got.Memory, CPUs: got.CPUs, Pids: got.Pids}
+	s.Security = Security{Capabilities: got.Capabilities, NoNewPrivileges: got.NoNewPrivileges, IOUring: got.IOUring}
+	if got.Seccomp != policy.SeccompDefault {
+		s.Security.Seccomp = got.Seccomp
+	}
+	for i, m := range got.Mounts {
+		s.Mounts[i].Source = m.Source
+	}
+	s.Policy = &Policy{Name: req.Policy.Name, Digest: req.Policy.Rules.Digest(), Rules: req.Policy.Rules.Canonical()}
+	if err := e.policies.Remember(s.Policy.Digest); err != nil {
+		return fmt.Errorf("remember the policy %s: %w", s.Policy.Name, err)
+	}
+	return nil
+}
+
+// recorded is the policy that a sandbox was made under; nil: there was none.
+func recorded(s Spec) (*policy.Policy, error) {
+	if s.Policy == nil {
+		return nil, nil
+	}
+	return policy.ParseCanonical(s.Policy.Name, s.Policy.Rules)
+}
+
+// readmit decides over the spec of a checkpoint, from which a sandbox is to be
+// made. It names the policy that it was made under, but who wrote a checkpoint
+// elsewhere could write any: one that was never used here counts for nothing
+// beyond what the default policy allows.
+func (e *Engine) readmit(s Spec) error {
+	p, err := recorded(s)
+	if err != nil {
+		return err
+	}
+	ask := askFor(s)
+	ask.Image = "" // it is pinned, and was judged by its name then
+	known := false
+	if p != nil {
+		_, findings := p.Judge(ask)
+		if err := policy.Denials(findings); err != nil {
+			return err
+		}
+		digest := p.Rules.Digest()
+		known = e.policies.Remembers(digest)
+	}
+	if known {
+		return nil
+	}
+	if p, err = e.policies.Find(policy.Default); err != nil {
+		return err
+	}
+	_, findings := p.Judge(ask)
+	if err := policy.Denials(findings); err != nil {
+		return hint(err, "The checkpoint was made under a policy that was never used here.")
+	}
+	return nil
+}
+
+// mayMount judges where the sources of a sandbox's mounts lead now, under the
+// policy that it was made under.
+func mayMount(s Spec) error {
+	p, err := recorded(s)
+	if err != nil || p == nil || len(s.Mounts) == 0 {
+		return err
+	}
+	return p.Mounts(mountsOf(s))
+}
+
+// mayBe judges the user of an exec; empty is the sandbox's own.
+func mayBe(sb store.Sandbox, user string) error {
+	if user == "" {
+		return nil
+	}
+	s, err := spec(sb)
+	if err != nil {
+		return err
+	}
+	p, err := recorded(s)
+	if err != nil || p == nil {
+		return err
+	}
+	return p.User(user)
+}
+
+// policyName is the name in a stored spec, for people. Of one that cannot be
+// read it is empty.
+func policyName(spec json.RawMessage) string {
+	var s struct {
+		Policy Policy `json:"policy"`
+	}
+	if json.Unmarshal(spec, &s) != nil {
+		return ""
+	}
+	return s.Policy.Name
+}
+
+// keepByPolicy removes the checkpoints of one sandbox, or of each, that the
+// policy does not keep under which it was made.
+func (e *Engine) keepByPolicy(ctx context.Context, sandbox string, out *Pruned) error {
+	rows, err := e.store.Checkpoints(ctx, store.Filter{SandboxID: sandbox})
+	if err != nil {
+		return err
+	}
+	boxes, err := e.store.Sandboxes(ctx)
+	if err != nil {
+		return err
+	}
+	// The sandbox's own word counts, and of one that is gone its newest checkpoint's.
+	specs := map[string]json.RawMessage{}
+	for _, sb := range boxes {
+		specs[sb.ID] = sb.Spec
+	}
+	seen := map[string]bool{}
+	for _, row := range rows {
+		if seen[row.SandboxID] {
+			continue
+		}
+		seen[row.SandboxID] = true
+		text, alive := specs[row.SandboxID]
+		if !alive {
+			text = row.Spec
+		}
+		s, err := spec(store.Sandbox{ID: row.SandboxID, Spec: text})
+		if err != nil {
+			return err
+		}
+		p, err := recorded(s)
+		if err != nil {
+			return err
+		}
+		if p == nil || p.Rules.Retention == (policy.Retention{}) {
+			continue
+		}
+		if err := e.retain(ctx, row.SandboxID, p.Rules.Retention, out); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// makeRoom removes what a sandbox's policy does not keep beside the checkpoint
+// that was just taken. That one is there, whatever comes of it.
+func (e *Engine) makeRoom(ctx context.Context, sb store.Sandbox) {
+	s, err := spec(sb)
+	if err != nil {
+		return // the checkpoint could not have been taken
+	}
+	var out Pruned
+	p, err := recorded(s)
+	if err == nil && (p == nil || p.Rules.Retention == (policy.Retention{})) {
+		return
+	}
+	ctx = context.WithoutCancel(ctx)
+	if err == nil {
+		err = e.retain(ctx, sb.ID, p.Rules.Retention, &out)
+	}
+	if err != nil {
+		e.log.Warn("older checkpoints stay; `agentbox prune` removes them", "sandbox", sb.ID, "err", err)
+	}
+	if len(out.Removed) > 0 {
+		e.log.Info("checkpoints removed by policy", "sandbox", sb.ID, "policy", p.Name, "checkpoints", len(out.Removed))
+		e.tidy(ctx)
+	}
+}
