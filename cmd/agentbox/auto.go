@@ -13,6 +13,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -43,7 +44,7 @@ func newAutoCommand(a *app) *cobra.Command {
 					return err
 				}
 				every, err := time.ParseDuration(sb.Spec.CheckpointEvery)
-				if err != nil || every < minEvery {
+				if err != nil || every < policy.MinEvery {
 					return fmt.Errorf("sandbox %s has no interval of checkpoints: %q: %w", sb.Name, sb.Spec.CheckpointEvery, runtime.ErrInvalid)
 				}
 				_, run := g.dirs()

@@ -23,7 +23,7 @@ func newCheckpointInspectCommand(a *app) *cobra.Command {
 		Short: "Print all that is known of checkpoints, as JSON",
 		Long: `Inspect prints a JSON array with one object per checkpoint. Its fields only ever grow in
 number: id, name, sandbox, sandbox_name, kind (files, full), status (pending, ready,
-failed), error, parent, trigger, created, files, processes, bytes, digest, image_digest,
+failed), error, parent, trigger, policy, created, files, processes, bytes, digest, image_digest,
 labels, frozen_ns, added (bytes it brought to the store), unchanged (it brought none), pinned,
 tags, damaged (what the last verify found), warnings.`,
 		Example: `  agentbox checkpoint inspect 3f2a

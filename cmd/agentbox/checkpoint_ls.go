@@ -18,6 +18,7 @@ type checkpointLsOptions struct {
 	All     bool
 	Labels  []string
 	Trigger string
+	Policy  string
 	Quiet   bool
 	NoTrunc bool
 	Format  string
@@ -27,6 +28,7 @@ func (o *checkpointLsOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVarP(&o.All, "all", "a", false, "pending and failed ones too, and the undo checkpoints of restores")
 	fl.VarP(list(&o.Labels), "label", "l", "only those with this label `KEY=VALUE`")
 	fl.StringVar(&o.Trigger, "trigger", "", "only those this `NAME` asked for")
+	fl.StringVar(&o.Policy, "policy", "", "only those of sandboxes made under the policy `NAME`")
 	fl.BoolVarP(&o.Quiet, "quiet", "q", false, "ids only")
 	fl.BoolVar(&o.NoTrunc, "no-trunc", false, "whole ids")
 	addFormat(fl, &o.Format, formatTable, formatJSON)
@@ -55,7 +57,7 @@ or not. With --format json it prints an array of what 'agentbox checkpoint inspe
 			if err != nil {
 				return err
 			}
-			filter := runtime.CheckpointFilter{All: opts.All, Labels: labels, Trigger: opts.Trigger}
+			filter := runtime.CheckpointFilter{All: opts.All, Labels: labels, Trigger: opts.Trigger, Policy: opts.Policy}
 			if len(args) > 0 {
 				filter.Sandbox = args[0]
 			}
@@ -66,6 +68,7 @@ or not. With --format json it prints an array of what 'agentbox checkpoint inspe
 	}
 	opts.addFlags(cmd.Flags())
 	completeFlags(cmd)
+	a.completePolicyFlag(cmd)
 	return cmd
 }
 

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"io"
@@ -10,6 +11,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -38,6 +40,11 @@ type createOptions struct {
 	Entrypoint   string
 	StopSignal   string
 	Every        string
+	Policy       string
+	Privileged   bool
+	CapAdd       []string
+	CapDrop      []string
+	SecurityOpts []string
 	pull         pullPolicyOptions
 
 	entrypointSet bool
@@ -61,14 +68,18 @@ func (o *createOptions) addFlags(fl *pflag.FlagSet) {
 	fl.StringVarP(&o.Memory, "memory", "m", "", "memory limit `SIZE`, e.g. 512m")
 	fl.StringVar(&o.CPUs, "cpus", "", "limit to this `NUMBER` of cores, e.g. 1.5")
 	fl.Int64Var(&o.Pids, "pids-limit", 0, "limit to this `NUMBER` of processes; -1: none")
-	o.Network = runtime.NetworkBridge
-	fl.Var(choice(&o.Network, runtime.NetworkNone, runtime.NetworkHost, runtime.NetworkBridge), "network", "`MODE`: none (only lo), host, or bridge")
+	fl.Var(choice(&o.Network, runtime.NetworkNone, runtime.NetworkHost, runtime.NetworkBridge), "network", "`MODE`: none (only lo), host, or bridge; default: the policy's, bridge")
 	fl.StringVar(&o.NetworkGroup, "network-group", "", "let sandboxes of the same group `NAME` reach each other (bridge)")
 	fl.VarP(list(&o.Publish), "publish", "p", "publish a port, `[IP:]HOST:SANDBOX[/udp]` (bridge)")
 	fl.BoolVar(&o.ReadOnly, "read-only", false, "mount the root filesystem read-only")
 	fl.BoolVar(&o.Init, "init", false, "run a small init that reaps zombies and passes signals on")
 	fl.StringVar(&o.Entrypoint, "entrypoint", "", "`COMMAND` in place of the image's entrypoint; empty: none")
 	fl.StringVar(&o.Every, "checkpoint-every", "", "take a checkpoint before each exec, or each `DURATION`: exec, or e.g. 5m")
+	fl.StringVar(&o.Policy, "policy", "", "what it may do: `NAME|FILE` of a policy (environment AGENTBOX_POLICY; default \"default\")")
+	fl.Var(list(&o.CapAdd), "cap-add", "give it the capability `NAME`, or ALL")
+	fl.Var(list(&o.CapDrop), "cap-drop", "take the capability `NAME` from it, or ALL")
+	fl.Var(list(&o.SecurityOpts), "security-opt", "`OPTION`: no-new-privileges, seccomp=unconfined, or io_uring")
+	fl.BoolVar(&o.Privileged, "privileged", false, "ask for all of the host; no policy can allow it")
 	o.pull.addFlags(fl)
 	fl.StringVar(&o.StopSignal, "stop-signal", "", "`SIGNAL` that stop sends; default: the image's or SIGTERM")
 }
@@ -108,6 +119,14 @@ func (o *createOptions) request(args []string) (runtime.CreateRequest, error) {
 	if spec.Resources, err = o.resources(); err != nil {
 		return none, err
 	}
+	if spec.Security, err = parseSecurity(o.SecurityOpts); err != nil {
+		return none, err
+	}
+	for _, names := range [][]string{o.CapAdd, o.CapDrop} {
+		if _, err := policy.ExpandCapabilities(names); err != nil {
+			return none, usageErrorf("capabilities: %v", err)
+		}
+	}
 	if o.StopSignal != "" {
 		if spec.StopSignal, err = parseSignal("--stop-signal", o.StopSignal); err != nil {
 			return none, err
@@ -118,7 +137,7 @@ func (o *createOptions) request(args []string) (runtime.CreateRequest, error) {
 			return none, err
 		}
 	}
-	req := runtime.CreateRequest{Spec: spec, Pull: o.pull.options()}
+	req := runtime.CreateRequest{Spec: spec, Pull: o.pull.options(), CapAdd: o.CapAdd, CapDrop: o.CapDrop, Privileged: o.Privileged}
 	if o.entrypointSet {
 		req.Entrypoint = []string{}
 		if o.Entrypoint != "" {
@@ -126,6 +145,24 @@ func (o *createOptions) request(args []string) (runtime.CreateRequest, error) {
 		}
 	}
 	return req, nil
+}
+
+// admitted is request with the policy that is to decide over it.
+func (o *createOptions) admitted(a *app, args []string) (runtime.CreateRequest, error) {
+	req, err := o.request(args)
+	if err != nil {
+		return req, err
+	}
+	name := cmp.Or(o.Policy, os.Getenv("AGENTBOX_POLICY"))
+	if name == "" {
+		return req, nil // the service knows
+	}
+	find, err := a.policies()
+	if err != nil {
+		return req, err
+	}
+	req.Policy, err = findPolicy(find, name)
+	return req, err
 }
 
 func (o *createOptions) mounts() ([]runtime.Mount, error) {
@@ -156,7 +193,7 @@ func (o *createOptions) mounts() ([]runtime.Mount, error) {
 }
 
 func (o *createOptions) ports() ([]runtime.Port, error) {
-	if o.Network != runtime.NetworkBridge {
+	if o.Network != "" && o.Network != runtime.NetworkBridge {
 		if len(o.Publish) > 0 {
 			return nil, usageErrorf("--publish needs --network bridge, not %s", o.Network)
 		}
@@ -203,7 +240,7 @@ func newCreateCommand(a *app) *cobra.Command {
 		ValidArgsFunction: a.completeImage,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			opts.entrypointSet = cmd.Flags().Changed("entrypoint")
-			req, err := opts.request(args)
+			req, err := opts.admitted(a, args)
 			if err != nil {
 				return err
 			}
@@ -215,6 +252,7 @@ func newCreateCommand(a *app) *cobra.Command {
 	cmd.Flags().SetInterspersed(false)
 	opts.addFlags(cmd.Flags())
 	completeFlags(cmd)
+	a.completePolicyFlag(cmd)
 	return cmd
 }
 

@@ -480,7 +480,14 @@ func TestHistoryOnTerminal(t *testing.T) {
 	p.expect("stopped by signal")
 	p.end(130)
 
-	for _, args := range [][]string{{"prune", "-f", "--keep-last", "1"}, {"prune", "--dry-run", "--keep-last", "1"}, {"prune"}} {
+	// Without a rule it is a policy's that removes one.
+	p = onPty(t, "prune")
+	p.expect(question)
+	p.write("y\n")
+	p.expect("1 checkpoint removed")
+	p.end(0)
+
+	for _, args := range [][]string{{"prune", "-f", "--keep-last", "1"}, {"prune", "--dry-run", "--keep-last", "1"}, {"prune", "-f"}} {
 		p = onPty(t, args...)
 		p.expect("3MB freed")
 		p.end(0)

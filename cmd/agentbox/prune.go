@@ -15,6 +15,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -53,7 +54,7 @@ func (o *pruneOptions) parse() (opts runtime.PruneOptions, err error) {
 		}
 	}
 	if o.KeepWithin != "" {
-		if opts.KeepWithin, err = parseAge(o.KeepWithin); err != nil || opts.KeepWithin == 0 {
+		if opts.KeepWithin, err = policy.ParseDuration(o.KeepWithin); err != nil || opts.KeepWithin == 0 {
 			return opts, usageErrorf("--keep-within %q: not a duration; write for example 12h, 2d or 1w", o.KeepWithin)
 		}
 	}
@@ -72,8 +73,8 @@ func newPruneCommand(a *app) *cobra.Command {
 		Short: "Remove checkpoints that no rule keeps, and free their space",
 		Long: `Prune removes the checkpoints, of one sandbox or of each, that no rule keeps, and frees the
 space of all that nothing needs any more. A checkpoint stays if any of the rules keeps it.
-Pinned and tagged ones always stay, and the one that a sandbox was last at. Without a rule no
-checkpoint goes and only space is freed. The records of failed ones go after a day, or once
+Pinned and tagged ones always stay, and the one that a sandbox was last at. Without a rule
+those of the sandboxes' policies count; where there are none either, only space is freed. The records of failed ones go after a day, or once
 a newer checkpoint of the sandbox is ready.
 
 On a terminal it shows what would go and asks first, unless --force is given. Sizes have
@@ -97,7 +98,7 @@ rest), dry_run.`,
 				}
 				po.Sandbox = args[0]
 			}
-			ask := isTerminal(a.stdin) && isTerminal(a.stderr) && !opts.Force && !opts.DryRun && hasRules(po)
+			ask := isTerminal(a.stdin) && isTerminal(a.stderr) && !opts.Force && !opts.DryRun
 			return a.service(cmd.Context(), func(svc runtime.Service) error {
 				if ask {
 					going, err := confirmPrune(cmd.Context(), po, svc, a.stdin, a.stderr, a.now())
@@ -123,7 +124,8 @@ func hasRules(o runtime.PruneOptions) bool {
 func confirmPrune(ctx context.Context, opts runtime.PruneOptions, svc runtime.Service, stdin *os.File, stderr io.Writer, now time.Time) (bool, error) {
 	opts.DryRun = true
 	plan, err := svc.Prune(ctx, opts)
-	if err != nil || len(plan.Removed) == 0 {
+	ready := func(p runtime.PrunedCheckpoint) bool { return p.Checkpoint.Status == runtime.CheckpointReady }
+	if err != nil || !slices.ContainsFunc(plan.Removed, ready) {
 		return err == nil, err
 	}
 	if err := printPruned(plan, stderr, now); err != nil {

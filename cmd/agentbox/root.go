@@ -155,7 +155,7 @@ Ctrl-C makes a verb stop and undo what it began; a second Ctrl-C ends it at once
 		newVerifyCommand(a), newPruneCommand(a), newDfCommand(a), newStoreCommand(a))
 	add(groupImage, newImageCommand(a), newCommitCommand(a))
 	add(groupHost, newDoctorCommand(a), newSetupCommand(a), newRecoverCommand(a), newVersionCommand(a), newCompletionCommand(a))
-	add(groupHost, newDockerPluginCommand(a), newVolumeCommand(a))
+	add(groupHost, newPolicyCommand(a), newDockerPluginCommand(a), newVolumeCommand(a))
 	cmd.AddCommand(newReapCommand(a), newMonitorCommand(), newAutoCommand(a), newManCommand())
 	wrapArgs(cmd)
 	return cmd

@@ -45,13 +45,14 @@ AGENTBOX_ATTEMPT in its environment.`,
   agentbox run -d --name web -p 8080:80 --memory 512m busybox httpd -f
   agentbox run --rm 'bootstrap:debian/bookworm?include=python3' python3 -c 'print(1)'
   agentbox run -it --checkpoint-every 5m --name work debian bash
+  agentbox run --policy strict --rm busybox id
   agentbox run -d --network none --read-only --tmpfs /tmp:size=64m busybox sleep 1000`,
 		Annotations:       passes(),
 		Args:              args(1, -1),
 		ValidArgsFunction: a.completeImage,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			opts.entrypointSet = cmd.Flags().Changed("entrypoint")
-			req, err := opts.request(args)
+			req, err := opts.admitted(a, args)
 			if err != nil {
 				return err
 			}
@@ -73,6 +74,7 @@ AGENTBOX_ATTEMPT in its environment.`,
 	cmd.Flags().SetInterspersed(false)
 	opts.addFlags(cmd.Flags())
 	completeFlags(cmd)
+	a.completePolicyFlag(cmd)
 	return cmd
 }
 

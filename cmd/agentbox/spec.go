@@ -3,9 +3,7 @@ package main
 import (
 	"bufio"
 	"bytes"
-	"errors"
 	"fmt"
-	"math"
 	"net/netip"
 	"os"
 	"path"
@@ -13,13 +11,13 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
-	"time"
 	"unicode"
 	"unicode/utf8"
 
 	"github.com/docker/go-units"
 	"github.com/moby/sys/signal"
 
+	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -257,53 +255,16 @@ func parseSignal(flag, s string) (string, error) {
 	return s, nil
 }
 
-// minEvery keeps checkpoints from following each other without a pause.
-const minEvery = time.Second
-
 // parseEvery reads when checkpoints are taken by themselves.
 func parseEvery(s string) (string, error) {
 	if s == "exec" {
 		return s, nil
 	}
-	d, err := parseAge(s)
-	if err != nil || d < minEvery {
-		return "", usageErrorf("--checkpoint-every %q: write exec, or a duration from %v on, for example 5m", s, minEvery)
+	d, err := policy.ParseDuration(s)
+	if err != nil || d < policy.MinEvery {
+		return "", usageErrorf("--checkpoint-every %q: write exec, or a duration from %v on, for example 5m", s, policy.MinEvery)
 	}
 	return d.String(), nil
-}
-
-var ageRE = regexp.MustCompile(`^(?:(\d{1,5})w)?(?:(\d{1,6})d)?(.*)$`)
-
-// parseAge reads Go's durations with weeks and days before them, as restic
-// has them: 2w, 1d12h, 90m. They are not negative.
-func parseAge(s string) (time.Duration, error) {
-	const day = 24 * time.Hour
-	m := ageRE.FindStringSubmatch(s)
-	var d time.Duration
-	for i, unit := range []time.Duration{7 * day, day} {
-		if m[i+1] != "" {
-			n, err := strconv.Atoi(m[i+1])
-			if err != nil {
-				return 0, err
-			}
-			// 99999 weeks are more than 292 years: too many nanoseconds.
-			if time.Duration(n) > (math.MaxInt64-d)/unit {
-				return 0, errors.New("too long")
-			}
-			d += time.Duration(n) * unit
-		}
-	}
-	if rest := m[3]; rest != "" || d == 0 && s == "" {
-		more, err := time.ParseDuration(rest)
-		if err != nil {
-			return 0, err
-		}
-		if more < 0 || more > math.MaxInt64-d {
-			return 0, errors.New("out of range")
-		}
-		d += more
-	}
-	return d, nil
 }
 
 var nameRE = regexp.MustCompile(`^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}$`)
@@ -315,6 +276,29 @@ func checkName(flag, s string) error {
 		return nil
 	}
 	return usageErrorf("%s %q: a name is 1 to 128 letters, digits, '_', '.' and '-', and begins with a letter or digit", flag, shorten(s, 40))
+}
+
+// parseSecurity reads Docker's --security-opt as far as it is ours.
+func parseSecurity(opts []string) (sec runtime.Security, err error) {
+	for _, opt := range opts {
+		key, value, given := strings.Cut(opt, "=")
+		if k, v, old := strings.Cut(opt, ":"); !given && old { // what Docker took before 17.04
+			key, value, given = k, v, true
+		}
+		on, notBool := strconv.ParseBool(value)
+		on = on || !given
+		switch {
+		case key == "no-new-privileges" && (!given || notBool == nil):
+			sec.NoNewPrivileges = on
+		case key == "io_uring" && (!given || notBool == nil):
+			sec.IOUring = on
+		case key == "seccomp" && (value == policy.SeccompDefault || value == policy.SeccompUnconfined):
+			sec.Seccomp = value
+		default:
+			return sec, usageErrorf("--security-opt %q: write no-new-privileges, io_uring, seccomp=default or seccomp=unconfined", opt)
+		}
+	}
+	return sec, nil
 }
 
 // parseDetachKeys reads "ctrl-p,ctrl-q": characters and ctrl-LETTER separated

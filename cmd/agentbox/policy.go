@@ -1,0 +1,343 @@
+package main
+
+import (
+	"bytes"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"go.yaml.in/yaml/v3"
+
+	"github.com/agentbox/agentbox/policy"
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// hostPolicies are those of the host's owner; a root has its own beside them.
+const hostPolicies = "/etc/agentbox/policies"
+
+func (g globals) policies() policy.Finder {
+	root, _ := g.dirs()
+	return policy.Finder{Dirs: []string{filepath.Join(root, "policies"), hostPolicies}}
+}
+
+func (a *app) policies() (policy.Finder, error) {
+	g, err := a.globals.resolve()
+	if err != nil {
+		return policy.Finder{}, err
+	}
+	return g.policies(), nil
+}
+
+// findPolicy resolves NAME|FILE: what could be a name is one.
+func findPolicy(find policy.Finder, name string) (*policy.Policy, error) {
+	if strings.Contains(name, "/") || strings.HasSuffix(name, ".yaml") || strings.HasSuffix(name, ".yml") {
+		return find.Load(name)
+	}
+	return find.Find(name)
+}
+
+func newPolicyCommand(a *app) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "policy COMMAND",
+		Short: "Policies: what sandboxes may do",
+		Long: `A policy says in one YAML file what a sandbox may do: its image, mounts, user, capabilities,
+network, limits and checkpoints. It narrows another one, its base, and never allows more.
+Built in are trusted (all there is), default, and strict. Others are NAME.yaml in
+ROOT/policies and in ` + hostPolicies + `, or files named with a slash. One called
+default.yaml there is the policy of sandboxes for which nobody names one.`,
+		Example: `  agentbox policy ls
+  agentbox policy check ./agent.yaml
+  agentbox policy explain strict --privileged
+  agentbox run --policy ./agent.yaml busybox sh`,
+		Annotations: exits(exitUsage),
+		Args:        cobra.ArbitraryArgs,
+		RunE:        helpOrUnknown,
+	}
+	cmd.AddCommand(newPolicyLsCommand(a), newPolicyShowCommand(a), newPolicyCheckCommand(a), newPolicyExplainCommand(a), newPolicySchemaCommand(a))
+	return cmd
+}
+
+func newPolicyLsCommand(a *app) *cobra.Command {
+	var format string
+	cmd := &cobra.Command{
+		Use:     "ls [flags]",
+		Aliases: []string{"list"},
+		Short:   "List the policies that names stand for",
+		Long: `Ls lists every policy that can be named, what it narrows, and where it stands. With --format
+json it prints an array of objects: name, base (the nearest first), file, description, digest,
+error (what is wrong with it; empty: nothing).`,
+		Example:           "  agentbox policy ls --format json",
+		Annotations:       exits(exitUsage),
+		Args:              args(0, 0),
+		ValidArgsFunction: cobra.NoFileCompletions,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			find, err := a.policies()
+			if err != nil {
+				return err
+			}
+			return runPolicyLs(find, format, a.stdout)
+		},
+	}
+	addFormat(cmd.Flags(), &format, formatTable, formatJSON)
+	completeFlags(cmd)
+	return cmd
+}
+
+func runPolicyLs(find policy.Finder, format string, out io.Writer) error {
+	names, err := find.List()
+	if err != nil {
+		return err
+	}
+	type entry struct {
+		Name        string   `json:"name"`
+		Base        []string `json:"base"`
+		File        string   `json:"file"`
+		Description string   `json:"description"`
+		Digest      string   `json:"digest"`
+		Error       string   `json:"error"`
+	}
+	list := []entry{}
+	for _, name := range names {
+		e := entry{Name: name, Base: []string{}}
+		if p, err := find.Find(name); err != nil {
+			e.Error = err.Error()
+		} else {
+			e.Base, e.File, e.Description, e.Digest = notNull(p.Base), p.File, p.Description, p.Rules.Digest()
+		}
+		list = append(list, e)
+	}
+	if format == formatJSON {
+		return printJSON(out, list)
+	}
+	t := newTable(out, "NAME", "BASE", "FILE", "DESCRIPTION")
+	for _, e := range list {
+		text := e.Description
+		if e.Error != "" {
+			first, _, _ := strings.Cut(e.Error, "\n")
+			text = "wrong: " + first
+		}
+		t.row(e.Name, strings.Join(e.Base, " < "), e.File, printable(text))
+	}
+	return t.flush()
+}
+
+func newPolicyShowCommand(a *app) *cobra.Command {
+	var format string
+	cmd := &cobra.Command{
+		Use:   "show [flags] NAME|FILE",
+		Short: "Print a policy with all that it inherits",
+		Long: `Show prints a policy with all that its bases leave to it, as a policy file that says the same
+by itself over trusted. With --format json it prints one object: name, base, file, description,
+digest, rules (the same in JSON).`,
+		Example:           "  agentbox policy show strict",
+		Annotations:       exits(exitUsage, exitNotFound, exitDenied, exitUnsupported),
+		Args:              args(1, 1),
+		ValidArgsFunction: a.completeOnePolicy,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			find, err := a.policies()
+			if err != nil {
+				return err
+			}
+			p, err := findPolicy(find, args[0])
+			if err != nil {
+				return err
+			}
+			return runPolicyShow(p, format, a.stdout)
+		},
+	}
+	addFormat(cmd.Flags(), &format, "yaml", formatJSON)
+	completeFlags(cmd)
+	return cmd
+}
+
+func runPolicyShow(p *policy.Policy, format string, out io.Writer) error {
+	tree := p.Rules.Tree()
+	if format == formatJSON {
+		return printJSON(out, map[string]any{
+			"name": p.Name, "base": notNull(p.Base), "file": p.File, "description": p.Description, "digest": p.Rules.Digest(), "rules": tree,
+		})
+	}
+	var text bytes.Buffer
+	fmt.Fprintf(&text, "# %s, %s\n", p.Name, p.Rules.Digest())
+	if len(p.Base) > 0 {
+		fmt.Fprintf(&text, "# with what it inherits from %s\n", strings.Join(p.Base, ", "))
+	}
+	tree["base"] = "trusted"
+	if p.Description != "" {
+		tree["description"] = p.Description
+	}
+	enc := yaml.NewEncoder(&text)
+	enc.SetIndent(2)
+	if err := enc.Encode(tree); err != nil {
+		return err
+	}
+	_, err := out.Write(text.Bytes())
+	return err
+}
+
+func newPolicyCheckCommand(a *app) *cobra.Command {
+	return &cobra.Command{
+		Use:   "check NAME|FILE...",
+		Short: "Say all that is wrong with policies",
+		Long: `Check reads policies and reports all that is wrong with each, as FILE:LINE:COLUMN: unknown
+keys, impossible values, what is not supported yet, and what is wider than the base.`,
+		Example:     "  agentbox policy check ./agent.yaml",
+		Annotations: exits(exitUsage, exitNotFound, exitDenied, exitUnsupported),
+		Args:        args(1, -1),
+		ValidArgsFunction: func(cmd *cobra.Command, given []string, _ string) ([]string, cobra.ShellCompDirective) {
+			return a.policyNames(given), cobra.ShellCompDirectiveDefault
+		},
+		RunE: func(cmd *cobra.Command, args []string) error {
+			find, err := a.policies()
+			if err != nil {
+				return err
+			}
+			return each(cmd.Context(), args, func(name string) error {
+				p, err := findPolicy(find, name)
+				if err != nil {
+					return err
+				}
+				_, err = fmt.Fprintf(a.stdout, "%s: good, %s\n", name, p.Rules.Digest())
+				return err
+			})
+		},
+	}
+}
+
+func newPolicySchemaCommand(a *app) *cobra.Command {
+	return &cobra.Command{
+		Use:   "schema",
+		Short: "Print the JSON Schema of policy files",
+		Long: `Schema prints the JSON Schema of policy files, for editors. A file names it in a first line
+'# yaml-language-server: $schema=FILE'.`,
+		Example:           "  agentbox policy schema > policy.schema.json",
+		Annotations:       exits(exitUsage),
+		Args:              args(0, 0),
+		ValidArgsFunction: cobra.NoFileCompletions,
+		RunE: func(*cobra.Command, []string) error {
+			_, err := a.stdout.Write(policy.Schema)
+			return err
+		},
+	}
+}
+
+func newPolicyExplainCommand(a *app) *cobra.Command {
+	var opts createOptions
+	var format string
+	cmd := &cobra.Command{
+		Use:   "explain [flags] NAME|FILE [flags of run] [IMAGE]",
+		Short: "Say what a policy makes of the flags of run, and by which rule",
+		Long: `Explain takes the flags of 'agentbox run' and says of each thing that they ask for, and of
+what a sandbox gets unasked, whether it is allowed, denied, or clamped: nobody asked for it, and
+it is what the rule leaves. RULE is the key and what it says, WHERE the policy and the line.
+Nothing is pulled and nothing made: what the image itself asks for, its user for one, is not
+known here. With --format json it prints an array of objects: verdict, what, rule, origin
+(policy, file, line), why, hint.`,
+		Example: `  agentbox policy explain strict --privileged
+  agentbox policy explain ./agent.yaml -v ./src:/src --memory 8g debian:12`,
+		Annotations:       exits(exitUsage, exitNotFound, exitDenied, exitUnsupported),
+		Args:              args(1, 2),
+		ValidArgsFunction: a.completeOnePolicy,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			find, err := a.policies()
+			if err != nil {
+				return err
+			}
+			if opts.Policy != "" {
+				return usageErrorf("the policy is the first argument, not --policy")
+			}
+			p, err := findPolicy(find, args[0])
+			if err != nil {
+				return err
+			}
+			req, err := opts.request(append(args[1:], "")[:1])
+			if err != nil {
+				return err
+			}
+			_, findings := p.Judge(runtime.PolicyRequest(req))
+			return runPolicyExplain(findings, format, a.stdout)
+		},
+	}
+	opts.addFlags(cmd.Flags())
+	addFormat(cmd.Flags(), &format, formatTable, formatJSON)
+	completeFlags(cmd)
+	return cmd
+}
+
+func runPolicyExplain(findings []policy.Finding, format string, out io.Writer) error {
+	if format == formatJSON {
+		if err := printJSON(out, notNull(findings)); err != nil {
+			return err
+		}
+	} else {
+		t := newTable(out, "VERDICT", "WHAT", "RULE", "WHERE")
+		for _, f := range findings {
+			rule := f.Rule
+			if f.Why != "" {
+				rule += " (" + f.Why + ")"
+			}
+			t.row(f.Verdict, printable(f.What), printable(rule), f.Origin.Where())
+		}
+		if err := t.flush(); err != nil {
+			return err
+		}
+		hints := map[string]bool{}
+		for _, f := range findings {
+			if f.Verdict == policy.Denied && f.Hint != "" {
+				hints[f.Hint] = true
+			}
+		}
+		for _, h := range slices.Sorted(maps.Keys(hints)) {
+			if _, err := fmt.Fprintln(out, "hint: "+printable(h)); err != nil {
+				return err
+			}
+		}
+	}
+	if policy.Denials(findings) != nil {
+		return exitStatus(exitDenied)
+	}
+	return nil
+}
+
+// policyNames completes the names of policies that are not given yet.
+func (a *app) policyNames(given []string) (names []string) {
+	find, err := a.policies()
+	if err != nil {
+		return nil
+	}
+	list, err := find.List()
+	if err != nil && !os.IsPermission(err) {
+		return nil
+	}
+	for _, name := range list {
+		if slices.Contains(given, name) {
+			continue
+		}
+		text := ""
+		if p, err := find.Find(name); err == nil {
+			text = p.Description
+		}
+		names = append(names, cobra.CompletionWithDesc(name, text))
+	}
+	return names
+}
+
+func (a *app) completeOnePolicy(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
+	if len(args) > 0 {
+		return nil, noFiles
+	}
+	return a.policyNames(nil), cobra.ShellCompDirectiveDefault
+}
+
+// completePolicyFlag registers the names of policies for --policy.
+func (a *app) completePolicyFlag(cmd *cobra.Command) {
+	// It fails only for a flag registered twice.
+	_ = cmd.RegisterFlagCompletionFunc("policy", func(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
+		return a.policyNames(nil), cobra.ShellCompDirectiveDefault
+	})
+}
