@@ -15,20 +15,24 @@ import (
 
 // boxSpec is what is needed of a sandbox's spec.
 type boxSpec struct {
-	Image      string            `json:"image"`
-	Args       []string          `json:"args"`
-	Env        []string          `json:"env"`
-	Workdir    string            `json:"workdir"`
-	User       string            `json:"user"`
-	Hostname   string            `json:"hostname"`
-	Terminal   bool              `json:"terminal"`
-	OpenStdin  bool              `json:"open_stdin"`
-	Init       bool              `json:"init"`
-	ReadOnly   bool              `json:"read_only"`
-	StopSignal string            `json:"stop_signal"`
-	Labels     map[string]string `json:"labels"`
-	Backend    string            `json:"backend"`
-	Mounts     []struct {
+	Image      string   `json:"image"`
+	Args       []string `json:"args"`
+	Env        []string `json:"env"`
+	Workdir    string   `json:"workdir"`
+	User       string   `json:"user"`
+	Hostname   string   `json:"hostname"`
+	Terminal   bool     `json:"terminal"`
+	OpenStdin  bool     `json:"open_stdin"`
+	Init       bool     `json:"init"`
+	ReadOnly   bool     `json:"read_only"`
+	StopSignal string   `json:"stop_signal"`
+	Security   struct {
+		Capabilities    []string `json:"capabilities"` // null: the usual ones
+		NoNewPrivileges bool     `json:"no_new_privileges"`
+	} `json:"security"`
+	Labels  map[string]string `json:"labels"`
+	Backend string            `json:"backend"`
+	Mounts  []struct {
 		Type     string `json:"type"`
 		Source   string `json:"source"`
 		Target   string `json:"target"`
@@ -167,9 +171,16 @@ func podmanConfig(m *manifest, c Checkpoint) (*container, *specs.Spec, error) {
 
 func podmanSpec(m *manifest, s boxSpec) *specs.Spec {
 	uid, gid := numericUser(s.User)
-	set := &specs.LinuxCapabilities{Bounding: capabilities}
+	caps := capabilities
+	if s.Security.Capabilities != nil {
+		caps = []string{}
+		for _, name := range s.Security.Capabilities {
+			caps = append(caps, "CAP_"+name)
+		}
+	}
+	set := &specs.LinuxCapabilities{Bounding: caps}
 	if uid == 0 {
-		set.Effective, set.Permitted = capabilities, capabilities
+		set.Effective, set.Permitted = caps, caps
 	}
 	cwd := s.Workdir
 	if cwd == "" {
@@ -179,7 +190,8 @@ func podmanSpec(m *manifest, s boxSpec) *specs.Spec {
 		Version: "1.0.2",
 		Process: &specs.Process{
 			Terminal: s.Terminal, User: specs.User{UID: uid, GID: gid}, Args: s.Args, Env: withPath(s.Env), Cwd: cwd, Capabilities: set,
-			Rlimits: []specs.POSIXRlimit{{Type: "RLIMIT_NOFILE", Hard: 1024, Soft: 1024}},
+			NoNewPrivileges: s.Security.NoNewPrivileges,
+			Rlimits:         []specs.POSIXRlimit{{Type: "RLIMIT_NOFILE", Hard: 1024, Soft: 1024}},
 		},
 		Root:     &specs.Root{Path: "rootfs", Readonly: s.ReadOnly},
 		Hostname: s.Hostname,
