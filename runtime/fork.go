@@ -143,7 +143,7 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 		}
 		s.Labels = labels
 	}
-	if err := e.readmit(s); err != nil {
+	if err := e.readmit(&s); err != nil {
 		return Forked{}, err
 	}
 	host, err := e.host(cmp.Or(s.Backend, e.first))

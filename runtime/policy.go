@@ -58,20 +58,26 @@ func (e *Engine) admit(s *Spec, req CreateRequest, img images.Image, labels map[
 	if err := policy.Denials(findings); err != nil {
 		return err
 	}
+	grant(s, req.Policy, got)
+	for i, m := range got.Mounts {
+		s.Mounts[i].Source = m.Source
+	}
+	if err := e.policies.Remember(s.Policy.Digest); err != nil {
+		return fmt.Errorf("remember the policy %s: %w", s.Policy.Name, err)
+	}
+	return nil
+}
+
+// grant makes a spec what a policy grants of it. The sources of mounts stay:
+// restored processes have theirs.
+func grant(s *Spec, p *policy.Policy, got policy.Request) {
 	s.User, s.CheckpointEvery, s.Network.Mode = got.User, got.Every, got.Network
 	s.Resources = Resources{Memory: got.Memory, CPUs: got.CPUs, Pids: got.Pids}
 	s.Security = Security{Capabilities: got.Capabilities, NoNewPrivileges: got.NoNewPrivileges, IOUring: got.IOUring}
 	if got.Seccomp != policy.SeccompDefault {
 		s.Security.Seccomp = got.Seccomp
 	}
-	for i, m := range got.Mounts {
-		s.Mounts[i].Source = m.Source
-	}
-	s.Policy = &Policy{Name: req.Policy.Name, Digest: req.Policy.Rules.Digest(), Rules: req.Policy.Rules.Canonical()}
-	if err := e.policies.Remember(s.Policy.Digest); err != nil {
-		return fmt.Errorf("remember the policy %s: %w", s.Policy.Name, err)
-	}
-	return nil
+	s.Policy = &Policy{Name: p.Name, Digest: p.Rules.Digest(), Rules: p.Rules.Canonical()}
 }
 
 // recorded is the policy that a sandbox was made under; nil: there was none.
@@ -84,34 +90,29 @@ func recorded(s Spec) (*policy.Policy, error) {
 
 // readmit decides over the spec of a checkpoint, from which a sandbox is to be
 // made. It names the policy that it was made under, but who wrote a checkpoint
-// elsewhere could write any: one that was never used here counts for nothing
-// beyond what the default policy allows.
-func (e *Engine) readmit(s Spec) error {
-	p, err := recorded(s)
+// elsewhere could write any: one that was never used here counts for nothing,
+// and the sandbox is made under the default policy instead.
+func (e *Engine) readmit(s *Spec) error {
+	p, err := recorded(*s)
 	if err != nil {
 		return err
 	}
-	ask := askFor(s)
-	ask.Image = "" // it is pinned, and was judged by its name then
-	known := false
-	if p != nil {
-		_, findings := p.Judge(ask)
-		if err := policy.Denials(findings); err != nil {
+	strange := p == nil || !e.policies.Remembers(p.Rules.Digest())
+	if strange {
+		if p, err = e.policies.Find(policy.Default); err != nil {
 			return err
 		}
-		digest := p.Rules.Digest()
-		known = e.policies.Remembers(digest)
 	}
-	if known {
-		return nil
-	}
-	if p, err = e.policies.Find(policy.Default); err != nil {
+	ask := askFor(*s)
+	ask.Image = "" // it is pinned, and was judged by its name then
+	got, findings := p.Judge(ask)
+	if err := policy.Denials(findings); err != nil {
+		if strange && s.Policy != nil {
+			err = hint(err, "The policy of the checkpoint, "+s.Policy.Name+", was never used here, so that the default one counts.")
+		}
 		return err
 	}
-	_, findings := p.Judge(ask)
-	if err := policy.Denials(findings); err != nil {
-		return hint(err, "The checkpoint was made under a policy that was never used here.")
-	}
+	grant(s, p, got)
 	return nil
 }
 

@@ -143,7 +143,7 @@ func (e *Engine) again(ctx context.Context, r *restoration, missing error) (err 
 	if r.spec.Adopted {
 		return hint(fmt.Errorf("its container is gone: %w", missing), "Agentbox did not make it and cannot make it again; its checkpoints are still there (agentbox checkpoint ls "+gone.Name+").")
 	}
-	if err := e.readmit(r.spec); err != nil {
+	if err := e.readmit(&r.spec); err != nil {
 		return err
 	}
 	gone.Backend = cmp.Or(r.spec.Backend, e.first)
