@@ -126,6 +126,7 @@ var cases = []struct {
 	{"spec/mounts", specMounts},
 	{"spec/a read-only root", specReadOnly},
 	{"spec/limits", specLimits},
+	{"spec/what processes may do", specSecurity},
 	{"spec/an init reaps and passes signals on", specInit},
 	{"spec/network none has lo", specNetworkNone},
 	{"spec/network host", specNetworkHost},

@@ -64,7 +64,7 @@ func MemoryCannot() map[string]string {
 		"files/the upperdir is visible from the host": overlay, "files/deletions are whiteouts": overlay,
 		"mount/a running one": overlay, "mount/a stopped one": overlay,
 		"spec/user, directory, hostname, environment": spec, "spec/mounts": spec, "spec/a read-only root": spec,
-		"spec/limits": spec, "spec/an init reaps and passes signals on": spec, "spec/network none has lo": spec,
+		"spec/limits": spec, "spec/what processes may do": spec, "spec/an init reaps and passes signals on": spec, "spec/network none has lo": spec,
 		"spec/network host": spec, "spec/network bridge": spec,
 		"restore/a staged one goes on": processes, "restore/a failure leaves it stopped": processes,
 	}

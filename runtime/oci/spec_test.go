@@ -200,21 +200,7 @@ func TestCapabilities(t *testing.T) {
 	}
 }
 
-func TestSecurity(t *testing.T) {
-	x := newBox(t)
-	status := func(sec runtime.Security) string {
-		out, errs, _ := x.run(with(spec("grep", "-E", "^(CapBnd|CapEff|NoNewPrivs|Seccomp):", "/proc/self/status"), func(s *runtime.Spec) { s.Security = sec }), "")
-		return strings.Join(strings.Fields(out+errs), " ")
-	}
-	for want, sec := range map[string]runtime.Security{
-		"CapEff: 0000000000000000 CapBnd: 0000000000000000 NoNewPrivs: 1 Seccomp: 2": {Capabilities: []string{}, NoNewPrivileges: true},
-		"CapEff: 0000000000080001 CapBnd: 0000000000080001 NoNewPrivs: 0 Seccomp: 0": {Capabilities: []string{"CHOWN", "SYS_PTRACE"}, Seccomp: "unconfined", IOUring: true},
-		"CapEff: 00000000a80425fb CapBnd: 00000000a80425fb NoNewPrivs: 0 Seccomp: 2": {Seccomp: "unconfined"},
-	} {
-		if got := status(sec); got != want {
-			t.Errorf("%+v:\n%s\n%s", sec, got, want)
-		}
-	}
+func TestSyscallFilterAsked(t *testing.T) {
 	s := &specs.Spec{Process: &specs.Process{Capabilities: &specs.LinuxCapabilities{}}}
 	for _, c := range []struct {
 		sec    runtime.Security
