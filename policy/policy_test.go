@@ -157,6 +157,11 @@ func TestShadow(t *testing.T) {
 	if !slices.Equal(p.Base, []string{"default", "default", "trusted"}) || !slices.Equal(p.Rules.Labels, []string{"owner"}) {
 		t.Errorf("%v %v", p.Base, p.Rules.Labels)
 	}
+	// The other built-in ones stay what they are, and possible.
+	f = finder(t, map[string]string{"default": "limits: {memory: {max: 20m}}\n"})
+	if p, err := f.Find("strict"); err != nil || p.Rules.Memory.Max != 4<<30 {
+		t.Errorf("%+v, %v", p, err)
+	}
 }
 
 func TestLoop(t *testing.T) {

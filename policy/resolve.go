@@ -204,7 +204,10 @@ func (f Finder) resolve(name, file string, data []byte, n, depth int) (*Policy, 
 	if base == "" {
 		base = Default
 	}
-	if base == name && n >= 0 {
+	switch {
+	case n == len(f.Dirs):
+		from = n // what stands before a built-in one does not change the others
+	case base == name && n >= 0:
 		from = n + 1
 	}
 	at := d.baseAt
