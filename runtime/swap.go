@@ -53,11 +53,12 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 		undo.Run(ctx, &err)
 	}()
 	undo.Add(func(ctx context.Context) error {
-		err := r.discard()
 		if r.present == nil {
-			return err
+			return r.discard()
 		}
-		err = errors.Join(err, r.present.cut.End(), e.thaw(ctx, r.present))
+		// It does not stand still for as long as much takes to delete.
+		err := errors.Join(r.present.cut.End(), e.thaw(ctx, r.present))
+		err = errors.Join(err, r.discard())
 		// It is the way back for as long as the files are not back.
 		if !touched || r.data.NoUndo && !unfinished() {
 			err = errors.Join(err, e.store.RemoveCheckpoint(ctx, r.undone))
