@@ -17,7 +17,7 @@ func TestOneInstant(t *testing.T) {
 	b := newBox(t)
 	steadyImage(b)
 	b.start("steady", "--network", "none", "steady", "/steady", "/")
-	rounds := 25
+	rounds := 15
 	if long() {
 		rounds = 200
 	}

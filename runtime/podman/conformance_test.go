@@ -191,7 +191,7 @@ func TestConformance(t *testing.T) {
 	// left is about the backend itself, or about what a restore relies on.
 	needless := maps.Clone(needless)
 	if os.Getenv("AGENTBOX_LONG") == "" {
-		for _, group := range []string{"exec/", "files/", "logs/", "mount/", "streams/"} {
+		for _, group := range []string{"attach/", "exec/", "files/", "kill/", "logs/", "mount/", "streams/", "terminal/"} {
 			needless[group] = later
 		}
 		delete(needless, "wait/exit codes")
