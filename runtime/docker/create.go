@@ -28,6 +28,7 @@ import (
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/bundle"
 	"github.com/agentbox/agentbox/runtime/internal/home"
 )
 
@@ -235,10 +236,8 @@ func hasMPTCP() bool {
 	return unix.Stat("/proc/sys/net/mptcp/enabled", &st) == nil
 }
 
-// syscallFilter is Docker's default profile, except that io_uring looks as if
-// the kernel had none, unless it is asked for: CRIU cannot dump its rings, and
-// programs that get ENOSYS fall back, while EPERM surprises them. An unconfined
-// sandbox has only that much of it.
+// syscallFilter is bundle.SyscallFilter in the form that the daemon takes, which
+// decides itself what of it holds on its machine.
 func syscallFilter(sec runtime.Security) (string, error) {
 	filter := seccomp.DefaultProfile()
 	if sec.Seccomp == policy.SeccompUnconfined {
@@ -247,16 +246,10 @@ func syscallFilter(sec runtime.Security) (string, error) {
 		}
 		filter.DefaultAction, filter.DefaultErrnoRet, filter.Syscalls = specs.ActAllow, nil, nil
 	}
-	rings := []string{"io_uring_setup", "io_uring_enter", "io_uring_register"}
 	for _, call := range filter.Syscalls {
-		call.Names = slices.DeleteFunc(slices.Clone(call.Names), func(name string) bool { return slices.Contains(rings, name) })
+		call.Names = bundle.WithoutRings(call.Names)
 	}
-	rule := specs.LinuxSyscall{Names: rings, Action: specs.ActAllow}
-	if !sec.IOUring {
-		enosys := uint(unix.ENOSYS)
-		rule.Action, rule.ErrnoRet = specs.ActErrno, &enosys
-	}
-	filter.Syscalls = append(filter.Syscalls, &seccomp.Syscall{LinuxSyscall: rule})
+	filter.Syscalls = append(filter.Syscalls, &seccomp.Syscall{LinuxSyscall: bundle.RingRule(sec)})
 	text, err := json.Marshal(filter)
 	return string(text), err
 }

@@ -42,6 +42,8 @@ type Target struct {
 	Sandbox string `json:"sandbox,omitempty" jsonschema:"name of a sandbox that you have made or forked; omit it for the usual one"`
 }
 
+func (t Target) sandbox() string { return t.Sandbox }
+
 // box finds the sandbox that a call means, among those of the session.
 func (s *Server) box(ref string) (*box, error) {
 	s.mu.Lock()
@@ -198,11 +200,9 @@ type removeArgs struct {
 	Sandbox string `json:"sandbox" jsonschema:"name of a sandbox that you have made or forked"`
 }
 
-func (s *Server) removeSandbox(ctx context.Context, in removeArgs) (reply, error) {
-	b, err := s.box(in.Sandbox)
-	if err != nil {
-		return reply{}, err
-	}
+func (a removeArgs) sandbox() string { return a.Sandbox }
+
+func (s *Server) removeSandbox(ctx context.Context, b *box, _ removeArgs) (reply, error) {
 	if !b.made {
 		return reply{}, &runtime.Error{Op: "remove", ID: b.name, Err: fmt.Errorf("%w: it was not made in this session", runtime.ErrDenied), Hint: "Only sandboxes of create_sandbox and fork can be removed."}
 	}

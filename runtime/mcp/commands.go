@@ -129,11 +129,7 @@ type runArgs struct {
 	Background bool   `json:"background,omitempty" jsonschema:"return at once with a job id, for job_output and job_stop; the job ends with the session"`
 }
 
-func (s *Server) runCommand(ctx context.Context, in runArgs) (reply, error) {
-	b, err := s.box(in.Sandbox)
-	if err != nil {
-		return reply{}, err
-	}
+func (s *Server) runCommand(ctx context.Context, b *box, in runArgs) (reply, error) {
 	if in.Command == "" || len(in.Command) > maxCommand {
 		return reply{}, fmt.Errorf("%w: a command has 1 to %d bytes; put longer scripts into a file", runtime.ErrInvalid, maxCommand)
 	}

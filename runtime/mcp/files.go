@@ -83,11 +83,7 @@ type readArgs struct {
 	Limit  int    `json:"limit,omitempty" jsonschema:"lines to read at most; default 2000"`
 }
 
-func (s *Server) readFile(ctx context.Context, in readArgs) (r reply, err error) {
-	b, err := s.box(in.Sandbox)
-	if err != nil {
-		return r, err
-	}
+func (s *Server) readFile(ctx context.Context, b *box, in readArgs) (r reply, err error) {
 	first, err := orDefault("offset", in.Offset, 1, 1<<30)
 	if err != nil {
 		return r, err
@@ -188,11 +184,7 @@ type writeArgs struct {
 	Content string `json:"content" jsonschema:"all that shall be in the file"`
 }
 
-func (s *Server) writeFile(ctx context.Context, in writeArgs) (r reply, err error) {
-	b, err := s.box(in.Sandbox)
-	if err != nil {
-		return r, err
-	}
+func (s *Server) writeFile(ctx context.Context, b *box, in writeArgs) (r reply, err error) {
 	if len(in.Content) > maxFile {
 		return r, fmt.Errorf("%w: %d bytes are more than the %d that can be written at once", runtime.ErrInvalid, len(in.Content), maxFile)
 	}
@@ -248,11 +240,7 @@ type editArgs struct {
 	ReplaceAll bool   `json:"replace_all,omitempty" jsonschema:"replace every occurrence"`
 }
 
-func (s *Server) editFile(ctx context.Context, in editArgs) (r reply, err error) {
-	b, err := s.box(in.Sandbox)
-	if err != nil {
-		return r, err
-	}
+func (s *Server) editFile(ctx context.Context, b *box, in editArgs) (r reply, err error) {
 	if err := s.before(ctx, b, "edit_file"); err != nil {
 		return r, err
 	}
@@ -338,11 +326,7 @@ type listArgs struct {
 	Depth int    `json:"depth,omitempty" jsonschema:"how many levels of directories to list; default 1"`
 }
 
-func (s *Server) listFiles(ctx context.Context, in listArgs) (r reply, err error) {
-	b, err := s.box(in.Sandbox)
-	if err != nil {
-		return r, err
-	}
+func (s *Server) listFiles(ctx context.Context, b *box, in listArgs) (r reply, err error) {
 	depth, err := orDefault("depth", in.Depth, 1, walkLimits.Depth)
 	if err != nil {
 		return r, err

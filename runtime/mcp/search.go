@@ -33,11 +33,7 @@ type globArgs struct {
 	Path    string `json:"path,omitempty" jsonschema:"directory to begin in; omit it for the working directory"`
 }
 
-func (s *Server) glob(ctx context.Context, in globArgs) (r reply, err error) {
-	b, err := s.box(in.Sandbox)
-	if err != nil {
-		return r, err
-	}
+func (s *Server) glob(ctx context.Context, b *box, in globArgs) (r reply, err error) {
 	g, err := policy.ParseGlob(in.Pattern)
 	if err != nil {
 		return r, err
@@ -77,11 +73,7 @@ type grepArgs struct {
 	Limit      int    `json:"limit,omitempty" jsonschema:"matches to show at most; default 200"`
 }
 
-func (s *Server) grep(ctx context.Context, in grepArgs) (r reply, err error) {
-	b, err := s.box(in.Sandbox)
-	if err != nil {
-		return r, err
-	}
+func (s *Server) grep(ctx context.Context, b *box, in grepArgs) (r reply, err error) {
 	search, g, err := in.parse()
 	if err != nil {
 		return r, err

@@ -63,6 +63,17 @@ func add[In any](s *Server, t tool, handle func(context.Context, In) (reply, err
 	})
 }
 
+// addOn registers a tool that acts on a sandbox, which its arguments may name.
+func addOn[In interface{ sandbox() string }](s *Server, t tool, handle func(context.Context, *box, In) (reply, error)) {
+	add(s, t, func(ctx context.Context, in In) (reply, error) {
+		b, err := s.box(in.sandbox())
+		if err != nil {
+			return reply{}, err
+		}
+		return handle(ctx, b, in)
+	})
+}
+
 // where ends every description: nobody has to guess where they are.
 func (s *Server) where() string {
 	if !s.given {

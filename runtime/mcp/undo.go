@@ -42,11 +42,7 @@ type checkpointArgs struct {
 	FilesOnly bool   `json:"files_only,omitempty" jsonschema:"leave the processes out"`
 }
 
-func (s *Server) checkpoint(ctx context.Context, in checkpointArgs) (reply, error) {
-	b, err := s.box(in.Sandbox)
-	if err != nil {
-		return reply{}, err
-	}
+func (s *Server) checkpoint(ctx context.Context, b *box, in checkpointArgs) (reply, error) {
 	b.files.Lock()
 	defer b.files.Unlock()
 	c, err := s.svc.Checkpoint(ctx, b.id, runtime.CheckpointOptions{Name: in.Name, FilesOnly: in.FilesOnly, Trigger: TriggerMCP})
@@ -82,11 +78,7 @@ type restoreArgs struct {
 	Undo       bool   `json:"undo,omitempty" jsonschema:"take the last restore back instead"`
 }
 
-func (s *Server) restore(ctx context.Context, in restoreArgs) (reply, error) {
-	b, err := s.box(in.Sandbox)
-	if err != nil {
-		return reply{}, err
-	}
+func (s *Server) restore(ctx context.Context, b *box, in restoreArgs) (_ reply, err error) {
 	opts := runtime.RestoreOptions{FilesOnly: in.FilesOnly, Undo: in.Undo}
 	if in.Checkpoint != "" {
 		if in.Undo {
@@ -117,11 +109,7 @@ type diffArgs struct {
 	Patch bool   `json:"patch,omitempty" jsonschema:"show what changed in the text of files"`
 }
 
-func (s *Server) diff(ctx context.Context, in diffArgs) (reply, error) {
-	b, err := s.box(in.Sandbox)
-	if err != nil {
-		return reply{}, err
-	}
+func (s *Server) diff(ctx context.Context, b *box, in diffArgs) (_ reply, err error) {
 	for _, ref := range []*string{&in.From, &in.To} {
 		if *ref == "" || *ref == runtime.DiffImage {
 			continue
@@ -166,11 +154,7 @@ type logArgs struct {
 	Target
 }
 
-func (s *Server) history(ctx context.Context, in logArgs) (reply, error) {
-	b, err := s.box(in.Sandbox)
-	if err != nil {
-		return reply{}, err
-	}
+func (s *Server) history(ctx context.Context, b *box, in logArgs) (reply, error) {
 	all, err := s.svc.History(ctx, b.id, runtime.HistoryOptions{})
 	if err != nil {
 		return reply{}, err
@@ -200,11 +184,7 @@ type forkArgs struct {
 	FilesOnly  bool   `json:"files_only,omitempty" jsonschema:"start the processes afresh"`
 }
 
-func (s *Server) fork(ctx context.Context, in forkArgs) (reply, error) {
-	b, err := s.box(in.Sandbox)
-	if err != nil {
-		return reply{}, err
-	}
+func (s *Server) fork(ctx context.Context, b *box, in forkArgs) (reply, error) {
 	count, err := orDefault("count", in.Count, 1, maxForks)
 	if err != nil {
 		return reply{}, err

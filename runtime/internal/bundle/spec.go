@@ -270,9 +270,7 @@ func SwapAccounting(c kernel.Cgroups) bool {
 	})
 }
 
-// SyscallFilter is Docker's default profile, except that io_uring looks as if
-// the kernel had none, unless it is asked for: CRIU cannot dump its rings, and
-// programs that get ENOSYS fall back, while EPERM surprises them. An unconfined
+// SyscallFilter is Docker's default profile, but for RingRule. An unconfined
 // sandbox has only that much of it.
 func SyscallFilter(spec *specs.Spec, sec runtime.Security) (*specs.LinuxSeccomp, error) {
 	filter, err := seccomp.GetDefaultProfile(spec)
@@ -285,18 +283,29 @@ func SyscallFilter(spec *specs.Spec, sec runtime.Security) (*specs.LinuxSeccomp,
 		}
 		filter.DefaultAction, filter.DefaultErrnoRet, filter.Syscalls = specs.ActAllow, nil, nil
 	}
-	rings := []string{"io_uring_setup", "io_uring_enter", "io_uring_register"}
 	for i := range filter.Syscalls {
-		filter.Syscalls[i].Names = slices.DeleteFunc(slices.Clone(filter.Syscalls[i].Names), func(name string) bool {
-			return slices.Contains(rings, name)
-		})
+		filter.Syscalls[i].Names = WithoutRings(filter.Syscalls[i].Names)
 	}
 	filter.Syscalls = slices.DeleteFunc(filter.Syscalls, func(call specs.LinuxSyscall) bool { return len(call.Names) == 0 })
-	rule := specs.LinuxSyscall{Names: rings, Action: specs.ActAllow}
-	if !sec.IOUring {
-		enosys := uint(unix.ENOSYS)
-		rule.Action, rule.ErrnoRet = specs.ActErrno, &enosys
-	}
-	filter.Syscalls = append(filter.Syscalls, rule)
+	filter.Syscalls = append(filter.Syscalls, RingRule(sec))
 	return filter, nil
+}
+
+// rings are the calls of io_uring.
+var rings = []string{"io_uring_setup", "io_uring_enter", "io_uring_register"}
+
+// WithoutRings is names without the calls of io_uring.
+func WithoutRings(names []string) []string {
+	return slices.DeleteFunc(slices.Clone(names), func(name string) bool { return slices.Contains(rings, name) })
+}
+
+// RingRule is what a filter says of io_uring: as if the kernel had none, unless
+// it is asked for. CRIU cannot dump its rings, and programs that get ENOSYS fall
+// back, while EPERM surprises them.
+func RingRule(sec runtime.Security) specs.LinuxSyscall {
+	if sec.IOUring {
+		return specs.LinuxSyscall{Names: rings, Action: specs.ActAllow}
+	}
+	enosys := uint(unix.ENOSYS)
+	return specs.LinuxSyscall{Names: rings, Action: specs.ActErrno, ErrnoRet: &enosys}
 }
