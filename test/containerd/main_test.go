@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -97,7 +98,7 @@ type result struct {
 
 func (b *box) try(env []string, args ...string) result {
 	b.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, filepath.Join(b.bin, "agentbox"), append([]string{"--root", b.root, "--backend", "containerd"}, args...)...)
 	cmd.Env = append(append(os.Environ(), "CONTAINERD_ADDRESS="+b.Address), env...)
@@ -123,7 +124,6 @@ type running struct {
 	err bytes.Buffer
 }
 
-// begin runs a command until it stops itself at a failpoint.
 func (b *box) begin(env []string, args ...string) *running {
 	b.Helper()
 	r := &running{b: b, cmd: exec.Command(filepath.Join(b.bin, "agentbox"), append([]string{"--root", b.root, "--backend", "containerd"}, args...)...)}
@@ -132,13 +132,30 @@ func (b *box) begin(env []string, args ...string) *running {
 	if err := r.cmd.Start(); err != nil {
 		b.Fatal(err)
 	}
-	b.eventually("agentbox stops at its failpoint", func() bool {
+	return r
+}
+
+// stops waits until the command has stopped itself at a failpoint, and tells
+// whether it has; it has ended else.
+func (r *running) stops() (stopped bool) {
+	r.b.Helper()
+	r.b.eventually("agentbox stops at its failpoint", func() bool {
 		stat, err := os.ReadFile("/proc/" + strconv.Itoa(r.cmd.Process.Pid) + "/stat")
-		if err != nil || strings.Contains(string(stat), ") Z ") {
-			b.Fatalf("agentbox %q ended before its failpoint: %s", args, r.err.String())
-		}
-		return strings.Contains(string(stat), ") T ")
+		stopped = strings.Contains(string(stat), ") T ")
+		return stopped || err != nil || strings.Contains(string(stat), ") Z ")
 	})
+	if !stopped {
+		_ = r.cmd.Wait()
+	}
+	return stopped
+}
+
+// stopped is stops, for what has to stop.
+func (r *running) stopped() *running {
+	r.b.Helper()
+	if !r.stops() {
+		r.b.Fatalf("agentbox %q ended before its failpoint: %s", r.cmd.Args, r.err.String())
+	}
 	return r
 }
 
@@ -179,9 +196,10 @@ func (b *box) fails(words string, args ...string) {
 
 func (b *box) eventually(what string, ok func() bool) {
 	b.Helper()
-	for deadline := time.Now().Add(20 * time.Second); !ok(); time.Sleep(10 * time.Millisecond) {
+	const end = 2 * time.Minute
+	for deadline := time.Now().Add(end); !ok(); time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(deadline) {
-			b.Fatalf("still not so after 20 s: %s", what)
+			b.Fatalf("still not so after %v: %s", end, what)
 		}
 	}
 }
@@ -235,13 +253,35 @@ func (b *box) count(name string) int {
 	return number(b.upper(name, "count"))
 }
 
-// counts waits until a container counts on.
+// counts waits until a container counts on, be it from 1.
 func (b *box) counts(name string) {
 	b.Helper()
 	file := b.upper(name, "count")
-	n := number(file)
-	b.eventually(name+" counts on", func() bool { return number(file) > n+2 })
+	from := number(file)
+	b.eventually(name+" counts on", func() bool {
+		n := number(file)
+		from = min(from, n)
+		return n > from+2
+	})
 }
+
+// span is what a counter said before an event and after it.
+type span struct{ low, high int }
+
+// saved takes a checkpoint of a container; what that has of its counter is in
+// the span.
+func (b *box) saved(name string, args ...string) span {
+	b.Helper()
+	file := b.upper(name, "count")
+	low := number(file)
+	b.ok(append([]string{"checkpoint", name, "--name"}, args...)...)
+	return span{low, number(file)}
+}
+
+// holds tells whether a checkpoint in whose course a counter was within the
+// span can go on by logging n: what is counted is one more than is in the file
+// for a moment, and logged before the checkpoint or after it.
+func (s span) holds(n int) bool { return s.low < n && n <= s.high+2 }
 
 // task is what containerd says of a task: its status, or nothing.
 func (b *box) task(ns, id string) string {
@@ -254,25 +294,34 @@ func (b *box) task(ns, id string) string {
 	return ""
 }
 
-// contiguous fails when a log has gone back by anything but so many restores,
-// or has lost a line.
-func (b *box) contiguous(name string, restores int) {
+// steps are the numbers that a log which counts goes on with, where that is not
+// by one.
+func (b *box) steps(log string) (list []int) {
 	b.Helper()
-	last, back := 0, 0
-	for line := range strings.Lines(b.ok("logs", name)) {
-		n, err := strconv.Atoi(strings.TrimSpace(line))
+	last := 0
+	for _, line := range strings.Fields(log) {
+		n, err := strconv.Atoi(line)
 		if err != nil {
 			b.Fatalf("the log has %q", line)
 		}
-		switch {
-		case n <= last:
-			back++
-		case n != last+1 && last != 0:
-			b.Errorf("the log goes on from %d to %d", last, n)
+		if n != last+1 {
+			list = append(list, n)
 		}
 		last = n
 	}
-	if back != restores {
-		b.Errorf("the log goes back %d times, after %d restores", back, restores)
+	return list
+}
+
+// contiguous checks that a log counts without a gap, but for one step at each
+// restore, to what its checkpoint has.
+func (b *box) contiguous(name string, restores ...span) {
+	b.Helper()
+	var steps []int
+	b.eventually("the log of "+name+" has "+strconv.Itoa(len(restores))+" steps", func() bool {
+		steps = b.steps(b.ok("logs", name))
+		return len(steps) >= len(restores)
+	})
+	if !slices.EqualFunc(restores, steps, span.holds) {
+		b.Errorf("the log goes on with %d, after restores to %+v", steps, restores)
 	}
 }
