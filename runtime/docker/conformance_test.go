@@ -11,7 +11,9 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
+	"time"
 
 	"github.com/google/go-containerregistry/pkg/registry"
 
@@ -62,6 +64,55 @@ func TestConformance(t *testing.T) {
 		Down:    func(t *testing.T, fn func()) { e.Kill(t); defer e.Start(t); fn() },
 		Leaks:   e.leaks,
 	})
+}
+
+// TestPauseMeetsExec: an exec that a pause meets half-way, such as a health
+// check, comes in or is refused. Caught, it would hold up its shim, and that the
+// end of the pause. It needs what TestConformance does.
+func TestPauseMeetsExec(t *testing.T) {
+	e := start(t, nil)
+	b := e.open(t, enginetest.Dir(t))
+	theirs := e.Docker(t, "run", "-d", "--runtime", "agentbox", imageName, "sleep", "1000")
+	defer e.Docker(t, "rm", "-f", theirs)
+	s, err := b.Adopt(t.Context(), theirs)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, stop := context.WithCancel(t.Context())
+	var all sync.WaitGroup
+	defer all.Wait()
+	defer stop()
+	for range 4 {
+		all.Go(func() {
+			for ctx.Err() == nil {
+				_, _ = e.Try("exec", "-d", theirs, "true") // refused while it is paused
+			}
+		})
+	}
+	entering := func() bool {
+		lines, _ := filepath.Glob("/proc/[0-9]*/cmdline")
+		return slices.ContainsFunc(lines, func(path string) bool {
+			line, _ := os.ReadFile(path)
+			return strings.Contains(string(line), "\x00exec\x00--process\x00") && strings.Contains(string(line), theirs)
+		})
+	}
+	for range 6 {
+		if err := b.Pause(t.Context(), s.ID); err != nil {
+			t.Fatal(err)
+		}
+		// One that came too late is being refused.
+		for end := time.Now().Add(time.Minute); entering(); time.Sleep(time.Millisecond) {
+			if time.Now().After(end) {
+				t.Fatal("a process stands half-way into a paused container")
+			}
+		}
+		if c, err := b.Inspect(t.Context(), s.ID); err != nil || c.Status != runtime.Paused {
+			t.Fatalf("it is %s, %v", c.Status, err)
+		}
+		if err := b.Unpause(t.Context(), s.ID); err != nil {
+			t.Fatal(err)
+		}
+	}
 }
 
 // leaks names what of the daemon's is left of removed containers.

@@ -234,6 +234,10 @@ func (b *Backend) Pause(ctx context.Context, id string) error {
 	defer cancel()
 	err = b.api.ContainerPause(call, c.ID)
 	if err == nil {
+		// The daemon starts nothing more in it, but may have begun to.
+		if err := h.Runtime.LetIn(call, c.State.Pid); err != nil {
+			return errors.Join(err, b.Unpause(call, id))
+		}
 		return ctx.Err()
 	}
 	now, e := b.inspect(call, c.ID)
