@@ -325,7 +325,7 @@ func secondProcess(e *bench) {
 		exits <- exit
 	}()
 	e.eventually("it has its trap and its output", func() bool { o, _ := e.logs(id, runtime.LogOptions{Tail: -1}); return o == "hello\n" })
-	if err := other.Stop(e.ctx, id, runtime.StopOptions{Timeout: 20 * time.Second}); err != nil {
+	if err := other.Stop(e.ctx, id, runtime.StopOptions{Timeout: patience}); err != nil {
 		e.Fatal(err)
 	}
 	equal(e, "exit seen by the second", <-exits, 9)

@@ -76,7 +76,7 @@ func execDetached(e *bench) {
 	if exit != 0 || err != nil {
 		e.Errorf("Exec: %d, %v", exit, err)
 	}
-	if d := time.Since(begin); d > 10*time.Second {
+	if d := time.Since(begin); d > patience {
 		e.Errorf("a detached Exec returned after %v", d)
 	}
 	e.eventually("the process runs", func() bool { return e.file(id, "detached") == "x\n" })

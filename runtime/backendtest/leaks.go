@@ -21,7 +21,7 @@ func (e *bench) leaks(before map[string]bool) {
 	e.Helper()
 	var found []string
 	// A monitor ends a moment after what it watched; nothing announces it.
-	for deadline := time.Now().Add(5 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+	for deadline := time.Now().Add(patience); ; time.Sleep(20 * time.Millisecond) {
 		if found = e.search(before); len(found) == 0 {
 			return
 		}

@@ -56,7 +56,7 @@ func MemoryCannot() map[string]string {
 		"pause/twice is once": freezer, "pause/every process stands still": freezer,
 		"pause/one that does not run": freezer, "pause/is over with the next start": freezer,
 		"kill/signals by name and number": processes, "kill/a paused one has it when it goes on": freezer,
-		"kill/one that does not run":             processes,
+		"kill/one that does not run": processes, "logs/in order": processes,
 		"daemon/restarted between any two calls": freezer, "daemon/restarted in the course of a restore": processes,
 		"daemon/restarted while somebody waits": processes, "daemon/an end while it is down": processes,
 		"daemon/a paused one is thawed without it": freezer, "daemon/a paused one is thawed without it by another process": freezer,

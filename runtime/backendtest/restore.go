@@ -73,6 +73,28 @@ func (e *bench) count(id string) int {
 	return n
 }
 
+// goesOnFrom checks that a restored container counts on, and from where its file
+// was at the checkpoint: the log, that had so much before, tells.
+func (e *bench) goesOnFrom(id string, saved int, before string) {
+	e.Helper()
+	e.eventually("it counts again", func() bool { return e.count(id) > saved })
+	first, whole := "", false
+	e.eventually("its log goes on", func() bool {
+		now, _ := e.logs(id, runtime.LogOptions{Tail: -1})
+		fresh, ok := strings.CutPrefix(now, before)
+		if !ok {
+			e.Fatal("the log did not go on where it was")
+		}
+		first, _, whole = strings.Cut(fresh, "\n")
+		return whole
+	})
+	// In the instant of the dump the number may have been printed and not
+	// written yet.
+	if n, _ := strconv.Atoi(first); n < saved || n > saved+2 {
+		e.Errorf("the restored process printed %q, its file at the checkpoint said %d", first, saved)
+	}
+}
+
 func restoreGoesOn(e *bench) {
 	s := e.spec(sh("trap 'exit 17' TERM; " + counting)...)
 	id := e.startSpec(s)
@@ -84,27 +106,15 @@ func restoreGoesOn(e *bench) {
 	// The same checkpoint twice, the second time onto one that runs again.
 	for range 2 {
 		e.putBack(id, upper)
-		last, _ := e.logs(id, runtime.LogOptions{Tail: 1})
-		all, _ := e.logs(id, runtime.LogOptions{Tail: -1})
+		before, _ := e.logs(id, runtime.LogOptions{Tail: -1})
 		e.stage(id, images)
 		e.restart(id)
-		e.eventually("it counts again", func() bool { return e.count(id) > saved })
-		now, _ := e.logs(id, runtime.LogOptions{Tail: -1})
-		fresh, ok := strings.CutPrefix(now, all)
-		if !ok {
-			e.Fatal("the log did not go on where it was")
-		}
-		// In the instant of the dump the number may have been printed and
-		// not written yet.
-		first, _, _ := strings.Cut(fresh, "\n")
-		if n, _ := strconv.Atoi(first); n < saved || n > saved+2 {
-			e.Errorf("after %s the restored process printed %q, its file at the checkpoint said %d", last, first, saved)
-		}
+		e.goesOnFrom(id, saved, before)
 		if out, exit := e.exec(id, "cat", "/count"); exit != 0 || out == "" {
 			e.Errorf("Exec in a restored container: %q, %d", out, exit)
 		}
 	}
-	if err := e.b.Stop(e.ctx, id, runtime.StopOptions{Timeout: caseTimeout / 2}); err != nil {
+	if err := e.b.Stop(e.ctx, id, runtime.StopOptions{Timeout: patience}); err != nil {
 		e.Fatal(err)
 	}
 	equal(e, "exit of a restored one, by its own trap", e.wait(id), 17)

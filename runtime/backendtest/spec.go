@@ -117,13 +117,7 @@ func specInit(e *bench) {
 		return out == "0\n"
 	})
 	// Without an init, the first process ignores signals it does not handle.
-	begin := time.Now()
-	if err := e.b.Stop(e.ctx, id, runtime.StopOptions{Timeout: 30 * time.Second}); err != nil {
-		e.Fatal(err)
-	}
-	if d := time.Since(begin); d > 15*time.Second {
-		e.Errorf("Stop took %v", d)
-	}
+	e.stopsAtOnce(id)
 	equal(e, "exit", e.is(id, runtime.Exited).ExitCode, 143)
 	s = e.spec(sh("exit 9")...)
 	s.Init = true
@@ -152,12 +146,12 @@ func specNetworkBridge(e *bench) {
 	s.Network.Mode = runtime.NetworkBridge
 	id := e.startSpec(s)
 	read := func() string {
-		conn, err := net.DialTimeout("tcp", net.JoinHostPort(e.inspect(id).Address, "5000"), time.Second)
+		conn, err := net.DialTimeout("tcp", net.JoinHostPort(e.inspect(id).Address, "5000"), 10*time.Second)
 		if err != nil {
 			return ""
 		}
 		defer conn.Close()
-		_ = conn.SetReadDeadline(time.Now().Add(5 * time.Second))
+		_ = conn.SetReadDeadline(time.Now().Add(10 * time.Second))
 		b := make([]byte, 16)
 		n, _ := conn.Read(b)
 		return string(b[:n])
@@ -193,7 +187,7 @@ func manyAtOnce(e *bench) {
 				return
 			}
 			var out buffer
-			for deadline := time.Now().Add(20 * time.Second); out.String() != itoa(i)+"\n" && time.Now().Before(deadline); time.Sleep(20 * time.Millisecond) {
+			for deadline := time.Now().Add(patience); out.String() != itoa(i)+"\n" && time.Now().Before(deadline); time.Sleep(20 * time.Millisecond) {
 				out = buffer{}
 				if fail("Logs", e.b.Logs(e.ctx, s.ID, runtime.LogOptions{Tail: -1}, &out, nil)) {
 					return
@@ -205,7 +199,7 @@ func manyAtOnce(e *bench) {
 			if exit, err := e.b.Exec(e.ctx, s.ID, runtime.Process{Args: sh("exit " + itoa(10+i))}, runtime.Streams{}); fail("Exec", err) || exit != 10+i {
 				e.Errorf("container %d: Exec: %d", i, exit)
 			}
-			fail("Stop", e.b.Stop(e.ctx, s.ID, runtime.StopOptions{Timeout: 20 * time.Second}))
+			fail("Stop", e.b.Stop(e.ctx, s.ID, runtime.StopOptions{Timeout: patience}))
 			if exit, err := e.b.Wait(e.ctx, s.ID); fail("Wait", err) || exit != 4 && exit != 137 {
 				e.Errorf("container %d: Wait: %d", i, exit)
 			}

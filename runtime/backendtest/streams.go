@@ -114,7 +114,7 @@ func (c *console) enter(s string) {
 // shows waits until the screen has s.
 func (c *console) shows(s string) {
 	c.e.Helper()
-	for deadline := time.Now().Add(20 * time.Second); !c.screen.has(s)(); time.Sleep(10 * time.Millisecond) {
+	for deadline := time.Now().Add(patience); !c.screen.has(s)(); time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(deadline) {
 			c.e.Fatalf("the screen never showed %q but %q", s, c.screen.String())
 		}

@@ -44,7 +44,7 @@ func newHub(t *testing.T) (*hub, shimEnd) {
 // read takes packets until there are n bytes of output.
 func read(t *testing.T, c *net.UnixConn, n int) string {
 	t.Helper()
-	_ = c.SetReadDeadline(time.Now().Add(10 * time.Second))
+	_ = c.SetReadDeadline(time.Now().Add(time.Minute))
 	var got strings.Builder
 	buf := make([]byte, 64<<10)
 	for got.Len() < n {
@@ -87,7 +87,7 @@ func TestHubSlowCaller(t *testing.T) {
 	}()
 	began := time.Now()
 	h.ended()
-	if d := time.Since(began); d > 5*time.Second {
+	if d := time.Since(began); d > 30*time.Second {
 		t.Errorf("a caller who does not read held the end up for %v", d)
 	}
 	go h.flush(time.Minute)
@@ -138,7 +138,7 @@ func TestHubInput(t *testing.T) {
 		t.Fatal(err)
 	}
 	buf := make([]byte, 64)
-	_ = s.in.SetReadDeadline(time.Now().Add(10 * time.Second))
+	_ = s.in.SetReadDeadline(time.Now().Add(time.Minute))
 	if n, err := s.in.Read(buf); err != nil || string(buf[:n]) != "typed\n" {
 		t.Errorf("%q, %v", buf[:n], err)
 	}
@@ -152,7 +152,7 @@ func TestHubInput(t *testing.T) {
 	}
 	select {
 	case <-ended:
-	case <-time.After(10 * time.Second):
+	case <-time.After(time.Minute):
 		t.Error("the end of what was typed did not end the input")
 	}
 }

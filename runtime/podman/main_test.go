@@ -155,7 +155,7 @@ func podman(t testing.TB, args ...string) string {
 // eventually polls, because a container tells nobody of its progress.
 func eventually(t testing.TB, what string, cond func() bool) {
 	t.Helper()
-	for end := time.Now().Add(20 * time.Second); !cond(); time.Sleep(20 * time.Millisecond) {
+	for end := time.Now().Add(2 * time.Minute); !cond(); time.Sleep(20 * time.Millisecond) {
 		if time.Now().After(end) {
 			t.Fatalf("gave up waiting until %s", what)
 		}
