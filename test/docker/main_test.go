@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -103,7 +104,7 @@ type running struct {
 
 func (b *box) begin(env []string, args ...string) *running {
 	b.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 	r := &running{b: b, cmd: b.command(ctx, env, args...), args: args, cancel: cancel}
 	r.cmd.Stdout, r.cmd.Stderr = &r.out, &r.err
 	r.cmd.WaitDelay = time.Second
@@ -177,9 +178,10 @@ func (b *box) failed(r result, words string) {
 
 func (b *box) eventually(what string, ok func() bool) {
 	b.Helper()
-	for deadline := time.Now().Add(20 * time.Second); !ok(); time.Sleep(10 * time.Millisecond) {
+	const end = 2 * time.Minute
+	for deadline := time.Now().Add(end); !ok(); time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(deadline) {
-			b.Fatalf("still not so after 20 s: %s", what)
+			b.Fatalf("still not so after %v: %s", end, what)
 		}
 	}
 }
@@ -219,12 +221,29 @@ func countIn(file string) int {
 	return n
 }
 
-// counts waits until a container counts on.
+// counts waits until a container counts on, be it from 1.
 func (b *box) counts(name string) {
 	b.Helper()
 	file := b.upper(name, "count")
-	n := countIn(file)
-	b.eventually(name+" counts on", func() bool { return countIn(file) > n+2 })
+	from := countIn(file)
+	b.eventually(name+" counts on", func() bool {
+		n := countIn(file)
+		from = min(from, n)
+		return n > from+2
+	})
+}
+
+// span is what a counter said before an event and after it.
+type span struct{ low, high int }
+
+// saved takes a checkpoint of a container; what that has of its counter is in
+// the span.
+func (b *box) saved(name string, args ...string) span {
+	b.Helper()
+	file := b.upper(name, "count")
+	low := countIn(file)
+	b.ok(append([]string{"checkpoint", "docker://" + name, "--name"}, args...)...)
+	return span{low, countIn(file)}
 }
 
 // state asks the daemon about a container.
@@ -240,24 +259,39 @@ func (b *box) is(name, want string) {
 	}
 }
 
-// contiguous checks that a log counts without a gap, but for one step back at
-// each restore.
-func (b *box) contiguous(name string, restores int) {
+// holds tells whether a checkpoint in whose course a counter was within the
+// span can go on by logging n: what is counted is one more than is in the file
+// for a moment, and logged before the checkpoint or after it.
+func (s span) holds(n int) bool { return s.low < n && n <= s.high+2 }
+
+// steps are the numbers that a log which counts goes on with, where that is not
+// by one.
+func (b *box) steps(name string) (list []int) {
 	b.Helper()
-	back, last := 0, 0
+	last := 0
 	for _, line := range strings.Fields(b.Docker(b.T, "logs", name)) {
 		n, err := strconv.Atoi(line)
-		switch {
-		case err != nil:
+		if err != nil {
 			b.Fatalf("the log has %q", line)
-		case n <= last:
-			back++
-		case n > last+1:
-			b.Errorf("the log goes from %d to %d", last, n)
+		}
+		if n != last+1 {
+			list = append(list, n)
 		}
 		last = n
 	}
-	if back != restores {
-		b.Errorf("the log goes back %d times, want %d", back, restores)
+	return list
+}
+
+// contiguous checks that a log counts without a gap, but for one step at each
+// restore, to what its checkpoint has.
+func (b *box) contiguous(name string, restores ...span) {
+	b.Helper()
+	var steps []int
+	b.eventually(fmt.Sprintf("the log of %s is there, with %d steps", name, len(restores)), func() bool {
+		steps = b.steps(name)
+		return len(steps) >= len(restores)
+	})
+	if !slices.EqualFunc(restores, steps, span.holds) {
+		b.Errorf("the log goes on with %d, after restores to %+v", steps, restores)
 	}
 }
