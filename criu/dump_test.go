@@ -255,11 +255,10 @@ func TestDumpTraced(t *testing.T) {
 	if err := rt.Pause(ctx); err != nil {
 		t.Fatal(err)
 	}
-	begun := time.Now()
 	_, err := Dump(ctx, rt, DumpOptions{ImageDir: b.Images, WorkDir: b.Work, LeaveRunning: true})
 	var de *DumpError
-	if !errors.As(err, &de) || de.Code != "traced" || !errors.Is(err, fault.ErrState) || de.Hint == "" || time.Since(begun) > 3*time.Second {
-		t.Errorf("after %v: %v", time.Since(begun), err)
+	if !errors.As(err, &de) || de.Code != "traced" || !errors.Is(err, fault.ErrState) || de.Hint == "" {
+		t.Error(err)
 	}
 	if err := rt.Resume(ctx); err != nil {
 		t.Fatal(err)

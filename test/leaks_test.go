@@ -23,7 +23,7 @@ func (b *box) leaks() {
 	b.Helper()
 	var found []string
 	// A monitor ends a moment after its sandbox; nothing announces it.
-	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(50 * time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(50 * time.Millisecond) {
 		found = slices.Concat(mountsUnder(b.root), processesOf(b.root), b.cgroups(), b.leftFiles(), b.netLeft())
 		if len(found) == 0 {
 			return

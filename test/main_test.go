@@ -58,7 +58,7 @@ func TestMain(m *testing.M) {
 			code = 1
 		}
 		left := newlyThere(before, hostState())
-		for deadline := time.Now().Add(5 * time.Second); len(left) > 0 && time.Now().Before(deadline); time.Sleep(100 * time.Millisecond) {
+		for deadline := time.Now().Add(time.Minute); len(left) > 0 && time.Now().Before(deadline); time.Sleep(100 * time.Millisecond) {
 			left = newlyThere(before, hostState())
 		}
 		for _, left := range left {
@@ -225,7 +225,7 @@ func (r result) String() string {
 }
 
 // commandTimeout bounds one command, so that one that hangs fails by its name.
-const commandTimeout = 2 * time.Minute
+const commandTimeout = 5 * time.Minute
 
 func (b *box) command(ctx context.Context, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, filepath.Join(bin, "agentbox"), append([]string{"--root", b.root}, args...)...)
@@ -424,9 +424,9 @@ func (b *box) read(path string) string {
 // eventually polls for what nothing announces.
 func (b *box) eventually(what string, ok func() bool) {
 	b.Helper()
-	for deadline := time.Now().Add(30 * time.Second); !ok(); time.Sleep(10 * time.Millisecond) {
+	for deadline := time.Now().Add(2 * time.Minute); !ok(); time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(deadline) {
-			b.Fatalf("still not so after 30 s: %s", what)
+			b.Fatalf("still not so after two minutes: %s", what)
 		}
 	}
 }

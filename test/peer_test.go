@@ -57,7 +57,7 @@ func TestPeersThatTalk(t *testing.T) {
 		<-some
 		id := b.checkpoint("--stop", "echo")
 		b.ok("restore", "echo", id)
-		if err := conn.SetDeadline(time.Now().Add(60 * time.Second)); err != nil {
+		if err := conn.SetDeadline(time.Now().Add(2 * time.Minute)); err != nil {
 			t.Fatal(err)
 		}
 		for _, ended := range []chan error{done, heard} {

@@ -321,7 +321,7 @@ func (s *sweep) clean(what string) {
 	s.Helper()
 	now, ok := s.find("s")
 	var left string
-	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+	for deadline := time.Now().Add(2 * time.Minute); ; time.Sleep(10 * time.Millisecond) {
 		if left = s.leftBeside(now.ID, ok); left == "" {
 			return
 		}

@@ -66,7 +66,7 @@ func (m *terminal) enter(s string) {
 
 func (m *terminal) shows(s string) {
 	m.b.Helper()
-	for deadline := time.Now().Add(20 * time.Second); !strings.Contains(m.screen(), s); time.Sleep(10 * time.Millisecond) {
+	for deadline := time.Now().Add(2 * time.Minute); !strings.Contains(m.screen(), s); time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(deadline) {
 			m.b.Fatalf("the screen never showed %q:\n%q", s, m.screen())
 		}

@@ -170,10 +170,10 @@ func (b *Box) Until(what string, cond func() bool) {
 	Until(b.t, what, cond)
 }
 
-// Until polls cond and fails the test after 20 s.
+// Until polls cond and fails the test after two minutes.
 func Until(t testing.TB, what string, cond func() bool) {
 	t.Helper()
-	for end := time.Now().Add(20 * time.Second); !cond(); time.Sleep(20 * time.Millisecond) {
+	for end := time.Now().Add(2 * time.Minute); !cond(); time.Sleep(20 * time.Millisecond) {
 		if time.Now().After(end) {
 			t.Fatalf("gave up waiting until %s", what)
 		}

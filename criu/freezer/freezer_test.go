@@ -123,7 +123,7 @@ func (b *box) open(t *testing.T) freezer.Container {
 func (b *box) goesOn(t *testing.T) {
 	t.Helper()
 	must(t, os.RemoveAll(b.file))
-	for end := time.Now().Add(20 * time.Second); ; time.Sleep(time.Millisecond) {
+	for end := time.Now().Add(2 * time.Minute); ; time.Sleep(time.Millisecond) {
 		if _, err := os.Stat(b.file); err == nil {
 			return
 		}
@@ -239,7 +239,7 @@ func TestFreezeRefused(t *testing.T) {
 // stuck waits until the two wait for the filesystem.
 func stuck(t *testing.T, b *box) {
 	t.Helper()
-	for end := time.Now().Add(20 * time.Second); time.Now().Before(end); time.Sleep(time.Millisecond) {
+	for end := time.Now().Add(2 * time.Minute); time.Now().Before(end); time.Sleep(time.Millisecond) {
 		data, err := os.ReadFile(filepath.Join(b.cgroup, "cgroup.procs"))
 		must(t, err)
 		waiting := 0

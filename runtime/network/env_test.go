@@ -325,7 +325,7 @@ func ask(t testing.TB, path, network, addr string, patience time.Duration) (stri
 
 func mustReach(t testing.TB, path, network, addr, as string) {
 	t.Helper()
-	seen, err := ask(t, path, network, addr, 3*time.Second)
+	seen, err := ask(t, path, network, addr, time.Minute)
 	if err != nil {
 		t.Errorf("%s %s: %v", network, addr, err)
 	} else if as != "" && seen != as {
