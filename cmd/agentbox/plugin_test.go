@@ -94,7 +94,7 @@ func TestWatchDocker(t *testing.T) {
 	c.Close()
 	select {
 	case <-ctx.Done():
-	case <-time.After(10 * time.Second):
+	case <-time.After(time.Minute):
 		t.Fatal("not interrupted")
 	}
 	if s.caught() != syscall.SIGTERM {

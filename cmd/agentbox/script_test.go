@@ -203,13 +203,13 @@ func captureCommand(ts *testscript.TestScript, neg bool, args []string) {
 	ts.Setenv(args[0], strings.TrimSpace(ts.ReadFile("stdout")))
 }
 
-// retry PROGRAM [ARG...] runs a program until it succeeds, at most 30 s: what
+// retry PROGRAM [ARG...] runs a program until it succeeds, at most 2 min: what
 // goes on inside a sandbox sends the script no event.
 func retryCommand(ts *testscript.TestScript, neg bool, args []string) {
 	if neg || len(args) == 0 {
 		ts.Fatalf("usage: retry PROGRAM [ARG...]")
 	}
-	deadline := time.Now().Add(30 * time.Second)
+	deadline := time.Now().Add(2 * time.Minute)
 	for {
 		err := ts.Exec(args[0], args[1:]...)
 		if err == nil {
@@ -236,7 +236,7 @@ func cleanCommand(ts *testscript.TestScript, neg bool, args []string) {
 	}
 	// The monitor, and with it the clean-up after an exit, ends a moment after
 	// the sandbox that it watched; nothing announces it.
-	deadline := time.Now().Add(10 * time.Second)
+	deadline := time.Now().Add(time.Minute)
 	for {
 		left := leftovers(root)
 		if len(left) == 0 {

@@ -158,7 +158,7 @@ func (p *ptyRun) write(s string) {
 
 func (p *ptyRun) expect(want string) {
 	p.t.Helper()
-	deadline := time.After(20 * time.Second)
+	deadline := time.After(2 * time.Minute)
 	for !strings.Contains(p.seen.String(), want) {
 		select {
 		case s := <-p.out:
@@ -180,7 +180,7 @@ func (p *ptyRun) end(code int) {
 
 func checkExit(t *testing.T, cmd *exec.Cmd, code int) {
 	t.Helper()
-	timer := time.AfterFunc(20*time.Second, func() { _ = cmd.Process.Kill() })
+	timer := time.AfterFunc(2*time.Minute, func() { _ = cmd.Process.Kill() })
 	defer timer.Stop()
 	err := cmd.Wait()
 	var exit *exec.ExitError

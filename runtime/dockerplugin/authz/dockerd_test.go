@@ -145,7 +145,7 @@ func (h *host) dockerd() {
 		_ = cmd.Process.Signal(syscall.SIGTERM) // it may have ended
 		select {
 		case <-ended:
-		case <-time.After(30 * time.Second):
+		case <-time.After(2 * time.Minute):
 			h.t.Error("dockerd does not stop")
 			_ = cmd.Process.Kill()
 			<-ended
@@ -155,7 +155,7 @@ func (h *host) dockerd() {
 		}
 	})
 	// Nothing announces that the socket is there.
-	for end := time.Now().Add(60 * time.Second); ; time.Sleep(50 * time.Millisecond) {
+	for end := time.Now().Add(2 * time.Minute); ; time.Sleep(50 * time.Millisecond) {
 		select {
 		case err := <-ended:
 			ended <- err
@@ -389,7 +389,7 @@ func TestDockerd(t *testing.T) {
 		if r.err != nil {
 			t.Errorf("the call that waited: %s", r.out)
 		}
-	case <-time.After(10 * time.Second):
+	case <-time.After(2 * time.Minute):
 		t.Error("the call that waited still does")
 	}
 	t.Logf("plugin started and docker run done %v after the restart began", took.Round(time.Millisecond))

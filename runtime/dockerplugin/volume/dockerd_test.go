@@ -73,7 +73,7 @@ func (h *host) serve() {
 	if err := h.plugin.Start(); err != nil {
 		h.Fatal(err)
 	}
-	for deadline := time.Now().Add(20 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+	for deadline := time.Now().Add(2 * time.Minute); ; time.Sleep(10 * time.Millisecond) {
 		out, err := exec.Command("curl", "-sf", "-XPOST", "--unix-socket", socket, "http://x/Plugin.Activate").Output()
 		if err == nil && strings.Contains(string(out), "VolumeDriver") {
 			return
@@ -347,7 +347,7 @@ func TestDocker(t *testing.T) {
 	// The containers start again, over the restored files.
 	n := h.lines("b")
 	d.Docker(t, "start", "w1", "w2")
-	for deadline := time.Now().Add(20 * time.Second); ; time.Sleep(50 * time.Millisecond) {
+	for deadline := time.Now().Add(2 * time.Minute); ; time.Sleep(50 * time.Millisecond) {
 		if m := h.lines("b"); m > n {
 			break
 		}
