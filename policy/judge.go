@@ -44,7 +44,7 @@ type Request struct {
 
 // Mount is one mount that is asked for.
 type Mount struct {
-	Type, Source, Target string // "bind", "volume" or "tmpfs"
+	Type, Source, Target string // "bind", "volume", "tmpfs" or "secret": a file that is read for the sandbox
 	ReadOnly             bool
 }
 
@@ -202,15 +202,18 @@ func (j *judging) mounts() {
 			mode = "ro"
 		}
 		switch m.Type {
-		case "bind":
+		case "bind", "secret":
 			what := fmt.Sprintf("mount %s (%s)", m.Source, mode)
+			if m.Type == "secret" {
+				what = "secret of " + m.Source
+			}
 			real, err := filepath.EvalSymlinks(m.Source)
 			if err != nil {
 				j.note(Denied, what, "mounts.read_write", listText(j.Rules.ReadWrite)).Why = fmt.Sprintf("where it really is cannot be seen: %v", err)
 				continue
 			}
 			if real != filepath.Clean(m.Source) {
-				what = fmt.Sprintf("mount %s (%s), which really is %s", m.Source, mode, real)
+				what += ", which really is " + real
 			}
 			m.Source = real
 			j.mount(what, real, m.ReadOnly)

@@ -158,7 +158,8 @@ type Original interface {
 // StartOptions modify Start.
 type StartOptions struct {
 	Streams *Streams
-	Env     []string // added to the first process's environment and to every Exec's until the next Start
+	Env     []string     // added to the first process's environment and to every Exec's until the next Start
+	Secrets []SecretFile // one for each of Spec.Secrets; a start without them fails
 }
 
 // StopOptions modify Stop. The zero value kills at once.

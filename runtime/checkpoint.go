@@ -140,6 +140,12 @@ func (e *Engine) prepare(ctx context.Context, sb *locked, c Container, opts Chec
 		Parent: sb.Head, Trigger: cmp.Or(opts.Trigger, "manual"), Created: time.Now(),
 		ImageDigest: sb.ImageDigest, Labels: opts.Labels, Spec: sb.Spec,
 	}
+	if k.row.Spec, err = nameless(s, sb.Spec); err != nil {
+		return nil, err
+	}
+	if kind == KindFull && len(s.Secrets) > 0 {
+		k.row.Warnings = append(k.row.Warnings, "what processes have read of the secrets in "+SecretsDir+" is part of their memory, and so of the checkpoint")
+	}
 	for _, m := range s.Mounts {
 		switch {
 		case m.Type == "bind":

@@ -62,7 +62,8 @@ type Engine struct {
 	policies policy.Finder
 
 	mu    sync.Mutex
-	hosts map[string]Host // those in use
+	hosts map[string]Host   // those in use
+	kept  map[string]string // variables taken out of the environment; see variable
 	// Locks that say "my caller waits for this sandbox's exit code"; see hold.
 	holds map[string]*store.Lock
 }
@@ -97,7 +98,7 @@ func New(opts Options) *Engine {
 	if log == nil {
 		log = slog.Default()
 	}
-	return &Engine{run: opts.Run, store: opts.Store, first: opts.Backend, make: opts.Open, log: log, auto: opts.Auto, tidyAt: cmp.Or(opts.TidyAt, 256<<20), hosts: map[string]Host{}, policies: opts.Policies}
+	return &Engine{run: opts.Run, store: opts.Store, first: opts.Backend, make: opts.Open, log: log, auto: opts.Auto, tidyAt: cmp.Or(opts.TidyAt, 256<<20), hosts: map[string]Host{}, kept: map[string]string{}, policies: opts.Policies}
 }
 
 // host returns a backend by its name.

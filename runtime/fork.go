@@ -143,6 +143,9 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 		}
 		s.Labels = labels
 	}
+	if s.Secrets, err = e.inherited(ctx, row, s, opts.Secrets); err != nil {
+		return Forked{}, err
+	}
 	if err := e.readmit(&s); err != nil {
 		return Forked{}, err
 	}
@@ -179,6 +182,9 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 		if m.Type == "bind" || m.Type == "volume" {
 			r.fork.receipt.Shared = append(r.fork.receipt.Shared, fmt.Sprintf("%s is %s, for the origin and all its forks", m.Target, m.Source))
 		}
+	}
+	for _, secret := range s.Secrets {
+		r.fork.receipt.Shared = append(r.fork.receipt.Shared, "secret "+secret.Name)
 	}
 	if r.full() {
 		r.fork.receipt.Shared = append(r.fork.receipt.Shared,

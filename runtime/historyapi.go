@@ -52,7 +52,8 @@ type ForkOptions struct {
 	Names      []string // of the forks, as many as Count; empty: ORIGIN-fork-XXXX
 	FilesOnly  bool     // leave the processes out: the command starts afresh
 	Labels     map[string]string
-	NoStart    bool // leave them created
+	NoStart    bool     // leave them created
+	Secrets    []Secret // where secrets come from, if not from where the origin's do
 }
 
 // Forked reports one fork.

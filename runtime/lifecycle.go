@@ -60,6 +60,10 @@ func (e *Engine) Create(ctx context.Context, req CreateRequest) (_ Sandbox, err 
 	if err := e.admit(&s, req, img, own); err != nil {
 		return Sandbox{}, err
 	}
+	// Rather now than at its start.
+	if _, err := e.readSecrets(s, s.Secrets); err != nil {
+		return Sandbox{}, err
+	}
 	row := store.Sandbox{
 		ID: s.ID, Name: s.Name, Backend: e.first, Image: s.Image, ImageDigest: s.ImageDigest,
 		Lower: img.Lower, Attempt: 1, Created: time.Now(), Labels: s.Labels,
@@ -180,6 +184,9 @@ func complete(req CreateRequest, img images.Image, backend string) (Spec, error)
 			return s, err
 		}
 	}
+	if err := checkSecrets(s); err != nil {
+		return s, err
+	}
 	if err := checkEvery(s.CheckpointEvery); err != nil {
 		return s, err
 	}
@@ -265,6 +272,10 @@ func (e *Engine) Start(ctx context.Context, ref string, streams *Streams) (wait 
 	if err := mayMount(s); err != nil {
 		return nil, err
 	}
+	secrets, err := e.readSecrets(s, s.Secrets)
+	if err != nil {
+		return nil, err
+	}
 	if streams != nil && s.AutoRemove {
 		if err := e.hold(ctx, sb.ID); err != nil {
 			return nil, err
@@ -279,7 +290,7 @@ func (e *Engine) Start(ctx context.Context, ref string, streams *Streams) (wait 
 		if err := failpoint.Hit("start.before-backend"); err != nil {
 			return err
 		}
-		wait, err = sb.host.Start(ctx, sb.ID, StartOptions{Streams: streams, Env: identity(s, sb.Attempt)})
+		wait, err = sb.host.Start(ctx, sb.ID, StartOptions{Streams: streams, Env: identity(s, sb.Attempt), Secrets: secrets})
 		if err != nil {
 			return err
 		}

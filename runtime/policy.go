@@ -29,6 +29,11 @@ func askFor(s Spec) policy.Request {
 		Memory: s.Resources.Memory, CPUs: s.Resources.CPUs, Pids: s.Resources.Pids,
 		Mounts: mountsOf(s),
 	}
+	for _, secret := range s.Secrets {
+		if secret.File != "" {
+			ask.Mounts = append(ask.Mounts, secretMount(secret.File))
+		}
+	}
 	for _, p := range s.Network.Ports {
 		ask.Ports = append(ask.Ports, policy.Port{IP: p.HostIP, Host: p.Host, Protocol: p.Protocol})
 	}
@@ -59,8 +64,8 @@ func (e *Engine) admit(s *Spec, req CreateRequest, img images.Image, labels map[
 		return err
 	}
 	grant(s, req.Policy, got)
-	for i, m := range got.Mounts {
-		s.Mounts[i].Source = m.Source
+	for i := range s.Mounts {
+		s.Mounts[i].Source = got.Mounts[i].Source
 	}
 	if err := e.policies.Remember(s.Policy.Digest); err != nil {
 		return fmt.Errorf("remember the policy %s: %w", s.Policy.Name, err)

@@ -90,6 +90,11 @@ func (r *restoration) checkMounted(ctx context.Context) error {
 	}()
 	managed := r.reader.Manifest().Managed
 	for _, f := range files {
+		if secret, in := strings.CutPrefix(f.Path, SecretsDir+"/"); in && f.HasSize {
+			if err := r.checkSecret(secret, f.Size); err != nil {
+				return err
+			}
+		}
 		switch f.Mode & unix.S_IFMT {
 		case unix.S_IFCHR, unix.S_IFBLK, unix.S_IFSOCK:
 			continue // terminals and devices, which CRIU opens in ways of its own

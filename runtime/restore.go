@@ -122,6 +122,8 @@ type restoration struct {
 	lost     map[string]bool // paths of the upperdir that cannot be restored
 	fork     *forking
 	warnings []string
+	given    []Secret     // where secrets come from, if not from where they did
+	secrets  []SecretFile // what the start puts into the sandbox
 
 	began   time.Time     // its work on the files
 	files   time.Duration // what that took
@@ -147,7 +149,18 @@ func (e *Engine) open(ctx context.Context, r *restoration) (err error) {
 	return err
 }
 
+// starts tells whether something runs once the files are in place.
+func (r *restoration) starts() bool {
+	was := Status(r.reader.Manifest().Status)
+	return (was == Running || was == Paused) && (r.fork == nil || !r.fork.noStart)
+}
+
 func (e *Engine) restore(ctx context.Context, seq int64, r *restoration) (err error) {
+	if r.starts() {
+		if err := e.arm(r); err != nil {
+			return err
+		}
+	}
 	r.data.Attempt, r.data.Was = r.sb.Attempt+1, r.c.Status
 	if r.data.Fork {
 		r.data.Attempt = 1

@@ -171,6 +171,9 @@ type RestoreOptions struct {
 	Undo       bool   // to the state that the last restore replaced
 	NoUndo     bool   // keep no undo checkpoint of the present state
 	Salvage    bool   // restore what is intact of a damaged checkpoint
+	// Secrets say where secrets come from: for good if the sandbox is made
+	// again, else for this start.
+	Secrets []Secret
 	// Pull says how to get the image of a sandbox that is made again, when it
 	// is not here.
 	Pull images.PullOptions

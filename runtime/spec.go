@@ -29,6 +29,7 @@ type Spec struct {
 	AutoRemove  bool              `json:"auto_remove,omitempty"` // --rm
 	StopSignal  string            `json:"stop_signal,omitempty"` // default SIGTERM
 	Mounts      []Mount           `json:"mounts,omitempty"`
+	Secrets     []Secret          `json:"secrets,omitempty"` // files of SecretsDir
 	Volumes     []string          `json:"volumes,omitempty"` // directories that the image declares: made when missing, part of checkpoints; with docker an engine's volume each
 	Network     Network           `json:"network"`
 	Resources   Resources         `json:"resources"`
@@ -57,6 +58,24 @@ type Mount struct {
 	Target   string `json:"target"`           // absolute, inside the sandbox
 	ReadOnly bool   `json:"read_only,omitempty"`
 	Options  string `json:"options,omitempty"` // tmpfs: e.g. "size=64m,mode=1777"
+}
+
+// SecretsDir is where a sandbox finds its secrets, one file each.
+const SecretsDir = "/run/secrets"
+
+// Secret says where the content of a file in SecretsDir comes from at each
+// start. The content itself is on no record. The specs of checkpoints have the
+// name only.
+type Secret struct {
+	Name string `json:"name"`
+	File string `json:"file,omitempty"` // an absolute path of the host
+	Env  string `json:"env,omitempty"`  // a variable of whoever starts the sandbox
+}
+
+// SecretFile is a secret as a start puts it into a sandbox.
+type SecretFile struct {
+	Name string
+	Data []byte
 }
 
 // Network modes.

@@ -265,8 +265,11 @@ func (e *Engine) resume(ctx context.Context, r *restoration) error {
 	manifest := r.reader.Manifest()
 	was := Status(manifest.Status)
 	place := r.c.Stage
-	if was != Running && was != Paused || r.fork != nil && r.fork.noStart {
+	if !r.starts() {
 		return stage.Release(place.Run, place.ID)
+	}
+	if err := e.arm(r); err != nil {
+		return err
 	}
 	if r.full() {
 		work := filepath.Join(e.run, r.sb.ID, "restore")
@@ -298,7 +301,7 @@ func (e *Engine) resume(ctx context.Context, r *restoration) error {
 	if err := stage.Release(place.Run, place.ID); err != nil {
 		return err
 	}
-	_, err := r.sb.host.Start(ctx, r.sb.ID, StartOptions{Env: identity(r.spec, r.data.Attempt)})
+	_, err := r.sb.host.Start(ctx, r.sb.ID, StartOptions{Env: identity(r.spec, r.data.Attempt), Secrets: r.secrets})
 	if errors.Is(err, ErrState) && r.full() && stage.Used(place.Run, place.ID) {
 		err = nil // somebody else started it since we staged, and thereby restored it
 	}

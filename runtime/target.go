@@ -13,7 +13,7 @@ import (
 // target finds the sandbox and the checkpoint to restore, and locks the
 // sandbox. One that was removed is made again in the course of the restore.
 func (e *Engine) target(ctx context.Context, ref string, opts RestoreOptions) (*restoration, error) {
-	r := &restoration{verify: opts.Verify, pull: opts.Pull, data: restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly, Salvage: opts.Salvage, NoUndo: opts.NoUndo}}
+	r := &restoration{verify: opts.Verify, pull: opts.Pull, given: opts.Secrets, data: restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly, Salvage: opts.Salvage, NoUndo: opts.NoUndo}}
 	var err error
 	if r.sb, err = e.acquire(ctx, ref, "restore", lockWait); errors.Is(err, ErrNotFound) {
 		return r, e.recreate(ctx, r, ref, opts.Checkpoint, opts.Undo, err)
@@ -142,6 +142,15 @@ func (e *Engine) again(ctx context.Context, r *restoration, missing error) (err 
 	}
 	if r.spec.Adopted {
 		return hint(fmt.Errorf("its container is gone: %w", missing), "Agentbox did not make it and cannot make it again; its checkpoints are still there (agentbox checkpoint ls "+gone.Name+").")
+	}
+	var known Spec
+	if r.orphan {
+		if known, err = spec(r.sb.Sandbox); err != nil {
+			return err
+		}
+	}
+	if r.spec.Secrets, err = sources(r.spec, r.given, known.Secrets); err != nil {
+		return err
 	}
 	if err := e.readmit(&r.spec); err != nil {
 		return err

@@ -27,6 +27,7 @@ type createOptions struct {
 	User         string
 	Volumes      []string
 	Tmpfs        []string
+	Secrets      secretOptions
 	Labels       []string
 	Hostname     string
 	Memory       string
@@ -63,6 +64,7 @@ func (o *createOptions) addFlags(fl *pflag.FlagSet) {
 	fl.StringVarP(&o.User, "user", "u", "", "`USER[:GROUP]` the command runs as, by name or number")
 	fl.VarP(list(&o.Volumes), "volume", "v", "mount host directory or file, `SRC:DST[:ro]`; not part of checkpoints")
 	fl.Var(list(&o.Tmpfs), "tmpfs", "mount a tmpfs at `DST[:OPTIONS]`; not part of checkpoints' files")
+	o.Secrets.addFlags(fl)
 	fl.VarP(list(&o.Labels), "label", "l", "set a label `KEY=VALUE`")
 	fl.StringVarP(&o.Hostname, "hostname", "h", "", "host `NAME` inside the sandbox")
 	fl.StringVarP(&o.Memory, "memory", "m", "", "memory limit `SIZE`, e.g. 512m")
@@ -111,6 +113,9 @@ func (o *createOptions) request(args []string) (runtime.CreateRequest, error) {
 		return none, err
 	}
 	if spec.Mounts, err = o.mounts(); err != nil {
+		return none, err
+	}
+	if spec.Secrets, err = o.Secrets.parse(); err != nil {
 		return none, err
 	}
 	if spec.Network.Ports, err = o.ports(); err != nil {

@@ -21,6 +21,7 @@ type forkOptions struct {
 	FilesOnly bool
 	NoStart   bool
 	Labels    []string
+	Secrets   secretOptions
 	Quiet     bool
 	Format    string
 
@@ -33,6 +34,7 @@ func (o *forkOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVar(&o.FilesOnly, "files-only", false, "leave the processes out; the command starts afresh")
 	fl.BoolVar(&o.NoStart, "no-start", false, "leave the forks created")
 	fl.VarP(list(&o.Labels), "label", "l", "set a label `KEY=VALUE` on each, besides those of the origin")
+	o.Secrets.addFlags(fl)
 	fl.BoolVarP(&o.Quiet, "quiet", "q", false, "print ids only")
 	addFormat(fl, &o.Format, formatTable, formatJSON)
 }
@@ -71,6 +73,9 @@ func (o *forkOptions) parse(arg string) (sandbox string, opts runtime.ForkOption
 		if slices.Contains(opts.Names[:i], name) {
 			return "", opts, usageErrorf("--name %s: given twice", name)
 		}
+	}
+	if opts.Secrets, err = o.Secrets.parse(); err != nil {
+		return "", opts, err
 	}
 	opts.Labels, err = parseLabels("--label", o.Labels)
 	return sandbox, opts, err

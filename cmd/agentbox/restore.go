@@ -19,6 +19,7 @@ type restoreOptions struct {
 	DryRun    bool
 	Salvage   bool
 	Format    string
+	secrets   secretOptions
 	pull      pullPolicyOptions
 }
 
@@ -29,6 +30,7 @@ func (o *restoreOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVar(&o.NoUndo, "no-undo", false, "keep no undo checkpoint of the present state")
 	fl.BoolVar(&o.DryRun, "dry-run", false, "only show what would change")
 	fl.BoolVar(&o.Salvage, "salvage", false, "of a damaged checkpoint, restore what is intact and list the rest")
+	o.secrets.addFlags(fl)
 	o.pull.addMissing(fl)
 	o.Format = "name"
 	fl.Var(choice(&o.Format, "name", formatJSON), "format", "print as `FORMAT`: name or json")
@@ -44,6 +46,9 @@ another is named, and lets its processes go on from there. Everything needed is 
 before the sandbox is touched, and only what differs is. After a files-only checkpoint the command
 starts afresh if it ran then. A removed sandbox is made again from the checkpoint's spec; if its
 image is not here any more, that is pulled by its digest, unless --pull never is given.
+
+Secrets have the values that they have now. Where those of a removed sandbox come from has to be
+said again (--secret); for one that is there, --secret counts for this start.
 
 Before that the present state is kept as an undo checkpoint, unless --no-undo is given;
 --undo puts it back, and can itself be undone by another --undo.
@@ -71,7 +76,11 @@ exchange, proof, sync), warnings.`,
 		Args:              args(1, 2),
 		ValidArgsFunction: a.completeRestore,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			ro := runtime.RestoreOptions{FilesOnly: opts.FilesOnly, Verify: opts.Verify, Undo: opts.Undo, NoUndo: opts.NoUndo, Salvage: opts.Salvage, Pull: opts.pull.options()}
+			secrets, err := opts.secrets.parse()
+			if err != nil {
+				return err
+			}
+			ro := runtime.RestoreOptions{Secrets: secrets, FilesOnly: opts.FilesOnly, Verify: opts.Verify, Undo: opts.Undo, NoUndo: opts.NoUndo, Salvage: opts.Salvage, Pull: opts.pull.options()}
 			if len(args) > 1 {
 				if args[1] == "" {
 					return usageErrorf("CHECKPOINT is empty; leave it out for the newest one")

@@ -216,3 +216,24 @@ func TestParseSince(t *testing.T) {
 	_, err := parseSince("yesterday", now)
 	usage(t, err, "--since")
 }
+
+func TestParseSecret(t *testing.T) {
+	for text, want := range map[string]runtime.Secret{
+		"tok=file:/a,b:c=d":         {Name: "tok", File: "/a,b:c=d"},
+		"tok=env:TOKEN":             {Name: "tok", Env: "TOKEN"},
+		"id=file:/a":                {Name: "id", File: "/a"},
+		"id=tok,src=/a":             {Name: "tok", File: "/a"},
+		"type=env,id=tok,env=TOKEN": {Name: "tok", Env: "TOKEN"},
+	} {
+		if got, err := parseSecret(text); err != nil || got != want {
+			t.Errorf("%s: %+v, %v", text, got, err)
+		}
+	}
+	for text, why := range map[string]string{
+		"tok": "where the value comes from", "tok=value": "where the value comes from", "tok=file:": "where the value comes from",
+		"=env:A": "the name is missing", "id=tok,src=/a,mode=0400": "unknown field mode",
+	} {
+		_, err := parseSecret(text)
+		usage(t, err, why)
+	}
+}

@@ -152,5 +152,6 @@ const monitors = home.Cgroups + "/monitor"
 func (b *Backend) place(id string) bundle.Place {
 	return bundle.Place{
 		Dir: b.home.Dir(id), Rootfs: b.home.Dir(id, "merged"), Config: b.home.RunDir(id, "criu.conf"), Cgroup: b.home.Cgroup(id), Init: b.wrapper, Cgroups: b.cgroups,
+		Secrets: b.home.RunDir(id, "secrets"),
 	}
 }

@@ -41,6 +41,8 @@ func (b *Backend) Create(ctx context.Context, s runtime.Spec, lower []string) (e
 		return fmt.Errorf("%w: the Docker daemon has its own images and takes no directories", fault.ErrInvalid)
 	case len(s.Args) == 0:
 		return fmt.Errorf("%w: no command", fault.ErrInvalid)
+	case len(s.Secrets) > 0:
+		return hint(fmt.Errorf("%w: secrets, by the docker backend", fault.ErrUnsupported), "Mount a file that holds one: --volume FILE:/run/secrets/NAME:ro.")
 	case len(s.Name) < 2:
 		return fmt.Errorf("%w: Docker takes no name of one character (%q)", fault.ErrInvalid, s.Name)
 	}

@@ -118,7 +118,7 @@ func (s *starting) prepare(ctx context.Context) error {
 	if s.view.Spec.Terminal && s.opts.Streams != nil {
 		s.size = streams.FirstSize(ctx, s.opts.Streams.Resize)
 	}
-	spec, err := b.place(id).Prepare(s.view.Spec, s.run.Env, end, s.size, s.restores())
+	spec, err := b.place(id).Prepare(s.view.Spec, s.run.Env, end, s.size, s.restores(), s.opts.Secrets)
 	if err != nil {
 		return err
 	}

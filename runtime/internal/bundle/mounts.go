@@ -57,6 +57,10 @@ func (p Place) mounts(s runtime.Spec) ([]specs.Mount, error) {
 	if err != nil {
 		return nil, err
 	}
+	if len(s.Secrets) > 0 {
+		own = append(own, p.secretsMount())
+		outerFirst(own)
+	}
 	// A user's mount takes the place of a standard one at the same path.
 	list = slices.DeleteFunc(list, func(m specs.Mount) bool {
 		return slices.ContainsFunc(own, func(o specs.Mount) bool { return o.Destination == m.Destination })
@@ -100,10 +104,14 @@ func userMounts(mounts []runtime.Mount) ([]specs.Mount, error) {
 		}
 		list = append(list, out)
 	}
+	outerFirst(list)
+	return list, nil
+}
+
+func outerFirst(list []specs.Mount) {
 	slices.SortStableFunc(list, func(a, b specs.Mount) int {
 		return strings.Count(a.Destination, "/") - strings.Count(b.Destination, "/")
 	})
-	return list, nil
 }
 
 // etcNames are the files of /etc that we write and bind over the root filesystem.

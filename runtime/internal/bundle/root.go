@@ -21,9 +21,13 @@ import (
 // as a tool that was just killed, to let go.
 const busyWait = time.Second
 
-// Unmount unmounts the root filesystem. What still uses it on the host keeps it
-// for itself alone.
+// Unmount unmounts the root filesystem and the secrets. What still uses them on
+// the host keeps them for itself alone.
 func (p Place) Unmount(ctx context.Context, log *slog.Logger) error {
+	return errors.Join(p.dropSecrets(), p.unmountRoot(ctx, log))
+}
+
+func (p Place) unmountRoot(ctx context.Context, log *slog.Logger) error {
 	deadline := time.Now().Add(busyWait)
 	for {
 		err := overlay.Unmount(p.Rootfs, overlay.UnmountOptions{})

@@ -38,16 +38,17 @@ type Place struct {
 	Config  string // CRIU's configuration file, for the annotation
 	Cgroup  string // its path
 	Init    string // the program to copy for the init
+	Secrets string // where the secrets are while it runs
 	Cgroups kernel.Cgroups
 }
 
 // Prepare writes the files that a start wants to find and makes the sandbox's
 // config.json.
-func (p Place) Prepare(s runtime.Spec, env []string, end network.Endpoint, size *runtime.Size, restores bool) (*specs.Spec, error) {
+func (p Place) Prepare(s runtime.Spec, env []string, end network.Endpoint, size *runtime.Size, restores bool, secrets []runtime.SecretFile) (*specs.Spec, error) {
 	if err := p.writeEtc(s, end, restores); err != nil {
 		return nil, err
 	}
-	spec, err := p.spec(s, env, end.Path, size, restores)
+	spec, err := p.spec(s, env, end.Path, size, restores, secrets)
 	if err != nil {
 		return nil, err
 	}
@@ -62,7 +63,7 @@ func (p Place) Prepare(s runtime.Spec, env []string, end network.Endpoint, size 
 // spec makes a sandbox's config.json. Its root filesystem is mounted, and read
 // to find the user; processes that are restored are who they were, so then it
 // does not matter when there is none.
-func (p Place) spec(s runtime.Spec, env []string, netns string, size *runtime.Size, restores bool) (*specs.Spec, error) {
+func (p Place) spec(s runtime.Spec, env []string, netns string, size *runtime.Size, restores bool, secrets []runtime.SecretFile) (*specs.Spec, error) {
 	root, err := kernel.OpenRoot(p.Rootfs)
 	if err != nil {
 		return nil, err
@@ -89,6 +90,9 @@ func (p Place) spec(s runtime.Spec, env []string, netns string, size *runtime.Si
 	}
 	if s.Init {
 		proc.Args = append([]string{InitPath, "--"}, proc.Args...)
+	}
+	if err := p.putSecrets(s.Secrets, secrets, proc.User); err != nil {
+		return nil, fmt.Errorf("secrets: %w", err)
 	}
 	mounts, err := p.mounts(s)
 	if err != nil {

@@ -1,0 +1,101 @@
+package bundle
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strconv"
+
+	"github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
+)
+
+// secretFiles is where in their tmpfs the secrets are. An engine that does not
+// see that mount, being in a mount namespace of its own, finds nothing there and
+// fails, and does not bind the empty directory below it.
+const secretFiles = "files"
+
+// putSecrets writes a sandbox's secrets, for its user only, to a filesystem in
+// memory.
+func (p Place) putSecrets(want []runtime.Secret, have []runtime.SecretFile, user specs.User) (err error) {
+	if len(want) == 0 {
+		return nil
+	}
+	if len(have) != len(want) {
+		return fmt.Errorf("%w: %d of %d are there", fault.ErrInvalid, len(have), len(want))
+	}
+	page := os.Getpagesize()
+	size := page
+	for _, s := range have {
+		size += len(s.Data) + page
+	}
+	if err := os.MkdirAll(p.Secrets, 0o700); err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, p.dropSecrets())
+		}
+	}()
+	options := "mode=0700,size=" + strconv.Itoa(size) + ",nr_inodes=" + strconv.Itoa(len(have)+3)
+	flags := uintptr(unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC)
+	// Kernels before 6.4 do not know noswap.
+	err = unix.Mount("tmpfs", p.Secrets, "tmpfs", flags, options+",noswap")
+	if errors.Is(err, unix.EINVAL) {
+		err = unix.Mount("tmpfs", p.Secrets, "tmpfs", flags, options)
+	}
+	if err != nil {
+		return fmt.Errorf("mount a tmpfs: %w", err)
+	}
+	dir := filepath.Join(p.Secrets, secretFiles)
+	if err := os.Mkdir(dir, 0o755); err != nil {
+		return err
+	}
+	if err := os.Chmod(dir, 0o755); err != nil { // whatever the umask
+		return err
+	}
+	for _, s := range have {
+		if err := writeSecret(filepath.Join(dir, s.Name), s.Data, user); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func writeSecret(path string, data []byte, user specs.User) (err error) {
+	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o400)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, f.Close()) }()
+	if _, err := f.Write(data); err != nil {
+		return err
+	}
+	return f.Chown(int(user.UID), int(user.GID))
+}
+
+// dropSecrets takes the secrets away.
+func (p Place) dropSecrets() error {
+	if err := kernel.UnmountBelow(p.Secrets); err != nil {
+		return err
+	}
+	err := os.Remove(p.Secrets)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return err
+}
+
+// secretsMount binds them into the sandbox.
+func (p Place) secretsMount() specs.Mount {
+	return specs.Mount{
+		Destination: runtime.SecretsDir, Type: "bind", Source: filepath.Join(p.Secrets, secretFiles),
+		Options: []string{"bind", "ro", "nosuid", "nodev", "noexec", "rprivate"},
+	}
+}
