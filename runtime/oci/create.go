@@ -101,8 +101,9 @@ func (b *Backend) Remove(ctx context.Context, id string) error {
 		b.log.Warn("remove by force", "sandbox", id, "error", err)
 	}
 	if v.status == runtime.Exited {
+		// A full disk does not keep it from being removed.
 		if err := b.home.Bury(id, v.exit); err != nil {
-			return err
+			b.log.Warn("who waits for its exit code will not learn it", "sandbox", id, "error", err)
 		}
 	}
 	if err := failpoint.Hit("oci.remove.after-stop"); err != nil {

@@ -1,0 +1,141 @@
+package runtime
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// Remove frees all a sandbox has. Its checkpoints stay unless asked for.
+func (e *Engine) Remove(ctx context.Context, ref string, opts RemoveOptions) (err error) {
+	defer func() { err = fail("rm", ref, err) }()
+	sb, err := e.acquire(ctx, ref, "rm", lockWait)
+	if err != nil {
+		return err
+	}
+	defer e.tidy(ctx)
+	defer sb.lock.Unlock()
+	if opts.AtExit && sb.Kept {
+		e.release(sb.ID)
+		return nil
+	}
+	c, err := sb.host.Inspect(ctx, sb.ID)
+	if err != nil && !errors.Is(err, ErrNotFound) {
+		return err
+	}
+	if (c.Status == Running || c.Status == Paused) && !opts.Force {
+		return hint(fmt.Errorf("%w: it is %s", ErrState, c.Status), "Stop it first, or remove it with --force.")
+	}
+	defer e.release(sb.ID)
+	return e.remove(ctx, sb, opts.Checkpoints)
+}
+
+// removal is the journal's data of a removal.
+type removal struct {
+	Checkpoints bool   `json:"checkpoints"`
+	Backend     string `json:"backend"`
+}
+
+// remove takes a sandbox away; its lock is held. Once begun it is always
+// finished, if need be by Recover.
+func (e *Engine) remove(ctx context.Context, sb *locked, checkpoints bool) error {
+	data, err := json.Marshal(removal{checkpoints, sb.Backend})
+	if err != nil {
+		return err
+	}
+	seq, err := e.store.Begin(ctx, store.Intent{Op: opRemove, Sandbox: sb.ID, Data: data})
+	if errors.Is(err, unix.ENOSPC) {
+		// What fills the disk may be the sandbox's. Broken off, this can be
+		// done again without being on record.
+		if err = sb.host.Remove(ctx, sb.ID); err == nil {
+			seq, err = e.store.Begin(ctx, store.Intent{Op: opRemove, Sandbox: sb.ID, Data: data})
+		}
+	}
+	if err != nil {
+		return err
+	}
+	if err := e.finishRemove(ctx, sb.host, sb.ID, checkpoints); err != nil {
+		return err // the intent stays: Recover tries again
+	}
+	e.log.Info("removed", "sandbox", sb.ID)
+	return e.store.Done(context.WithoutCancel(ctx), seq)
+}
+
+func (e *Engine) finishRemove(ctx context.Context, host Host, id string, checkpoints bool) error {
+	if err := failpoint.Hit("remove.before-backend"); err != nil {
+		return err
+	}
+	if err := host.Remove(ctx, id); err != nil {
+		return err
+	}
+	// What restores have left here for the OCI runtime.
+	if err := os.RemoveAll(filepath.Join(e.run, id)); err != nil {
+		return err
+	}
+	if err := failpoint.Hit("remove.after-backend"); err != nil {
+		return err
+	}
+	list, err := e.store.Checkpoints(ctx, store.Filter{SandboxID: id, All: true})
+	if err != nil {
+		return err
+	}
+	for _, ck := range list {
+		// Those that restores have made by themselves go with the sandbox.
+		if !checkpoints && (ck.Trigger != TriggerUndo || ck.Pinned || ck.Name != "" || len(ck.Tags) > 0) {
+			continue
+		}
+		if err := e.store.RemoveCheckpoint(ctx, ck.ID); err != nil {
+			return err
+		}
+	}
+	if err := failpoint.Hit("remove.after-checkpoints"); err != nil {
+		return err
+	}
+	if err := e.store.DeleteSandbox(ctx, id); err != nil {
+		return err
+	}
+	return failpoint.Hit("remove.after-row")
+}
+
+// Reap frees what an exited sandbox still holds, and the sandbox itself when
+// it was started with AutoRemove. The backend's monitor calls it after every
+// exit; it does nothing when the sandbox runs again or is gone.
+func (e *Engine) Reap(ctx context.Context, id string) (err error) {
+	defer func() { err = fail("reap", id, err) }()
+	hold, err := e.store.Lock(ctx, holdName(id), opReap, -1)
+	if err != nil {
+		return err
+	}
+	defer hold.Unlock()
+	sb, err := e.acquire(ctx, id, opReap, reapWait)
+	if errors.Is(err, ErrNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer sb.lock.Unlock()
+	if busy, err := e.interruptedIn(ctx, id); err != nil || busy {
+		return err // it was not the end of the sandbox, but of a verb; Recover sees to both
+	}
+	c, err := sb.host.Inspect(ctx, id)
+	if err != nil || c.Status != Exited {
+		return err
+	}
+	s, err := spec(sb.Sandbox)
+	if err != nil {
+		return err
+	}
+	if s.AutoRemove && !sb.Kept {
+		return e.remove(ctx, sb, false)
+	}
+	return sb.host.Stop(ctx, id, StopOptions{})
+}
