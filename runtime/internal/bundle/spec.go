@@ -125,7 +125,7 @@ var (
 		"/proc/sched_debug", "/proc/scsi", "/proc/timer_list", "/proc/timer_stats",
 		"/sys/devices/virtual/powercap", "/sys/firmware",
 	}
-	readonlyPaths = []string{"/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"}
+	readonlyPaths = []string{"/proc/bus", "/proc/fs", "/proc/irq", "/proc/pressure", "/proc/sys", "/proc/sysrq-trigger"}
 )
 
 // grantable are the capabilities that a sandbox is to have and that are ours to
