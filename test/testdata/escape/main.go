@@ -286,6 +286,7 @@ func list() {
 		f := strings.Fields(line)
 		below := strings.HasPrefix(f[1], "/proc/") || strings.HasPrefix(f[1], "/sys/")
 		switch {
+		case f[1] == "/sys/fs/cgroup" || strings.HasPrefix(f[1], "/sys/fs/cgroup/"):
 		case below && f[2] == "tmpfs" || strings.HasPrefix(f[1], "/proc/") && f[2] == "devtmpfs":
 			masked = append(masked, f[1])
 		case below && f[2] == "proc" && strings.HasPrefix(f[3], "ro"):
@@ -303,9 +304,10 @@ func list() {
 		return nil
 	})
 	fmt.Printf("devices\t%s\n", strings.Join(devices, " "))
+	// But for what Go itself opens.
 	var open []string
 	for fd := range 256 {
-		if to, err := os.Readlink("/proc/self/fd/" + strconv.Itoa(fd)); err == nil && fd > 2 && !strings.HasPrefix(to, "anon_inode:") {
+		if to, err := os.Readlink("/proc/self/fd/" + strconv.Itoa(fd)); err == nil && fd > 2 && !strings.HasPrefix(to, "anon_inode:") && !strings.HasPrefix(to, "/sys/fs/cgroup/") {
 			open = append(open, to)
 		}
 	}
