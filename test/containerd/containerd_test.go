@@ -35,6 +35,7 @@ func TestContainerd(t *testing.T) {
 		{"exec sessions", execSessions},
 		{"the daemon is down", daemonDown},
 		{"committed", committed},
+		{"secrets", secrets},
 		{"adopted", adopted},
 		{"adopted with a log file", adoptedLog},
 		{"adopted from plain runc", plainRunc},
