@@ -5,7 +5,10 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io/fs"
+	"os"
 	"path"
+	"path/filepath"
 	"slices"
 	"strings"
 	"time"
@@ -41,8 +44,6 @@ func (b *Backend) Create(ctx context.Context, s runtime.Spec, lower []string) (e
 		return fmt.Errorf("%w: the Docker daemon has its own images and takes no directories", fault.ErrInvalid)
 	case len(s.Args) == 0:
 		return fmt.Errorf("%w: no command", fault.ErrInvalid)
-	case len(s.Secrets) > 0:
-		return hint(fmt.Errorf("%w: secrets, by the docker backend", fault.ErrUnsupported), "Mount a file that holds one: --volume FILE:/run/secrets/NAME:ro.")
 	case len(s.Name) < 2:
 		return fmt.Errorf("%w: Docker takes no name of one character (%q)", fault.ErrInvalid, s.Name)
 	}
@@ -73,6 +74,13 @@ func (b *Backend) Create(ctx context.Context, s runtime.Spec, lower []string) (e
 	var undo undo.Stack
 	defer func() { undo.Run(ctx, &err) }()
 	undo.Add(func(ctx context.Context) error { return b.Remove(ctx, s.ID) })
+	if len(s.Secrets) > 0 {
+		// The daemon wants to see what it is to bind, though not yet to bind it.
+		if err := os.MkdirAll(b.place(s.ID).SecretFiles(), 0o700); err != nil {
+			return err
+		}
+		hostConfig.Mounts = append(hostConfig.Mounts, mount.Mount{Type: mount.TypeBind, Source: b.place(s.ID).SecretFiles(), Target: runtime.SecretsDir, ReadOnly: true})
+	}
 	if s.Network.Mode == runtime.NetworkBridge {
 		err = b.locked(func() error {
 			at, err := b.joinNetwork(ctx, s.Network.Group)
@@ -95,6 +103,9 @@ func (b *Backend) Create(ctx context.Context, s runtime.Spec, lower []string) (e
 		return err
 	}
 	if err := failpoint.Hit("docker.create.after-container"); err != nil {
+		return err
+	}
+	if err := b.place(s.ID).DropSecrets(); err != nil {
 		return err
 	}
 	return ctx.Err()
@@ -275,6 +286,13 @@ func (b *Backend) Remove(ctx context.Context, id string) error {
 		}
 	}
 	b.forget(id)
+	if err := b.place(id).DropSecrets(); err != nil {
+		return err
+	}
+	// It was made for them, unless the Engine has something there, too.
+	if err := os.Remove(filepath.Join(b.run, id)); err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, unix.ENOTEMPTY) {
+		return err
+	}
 	if err := failpoint.Hit("docker.remove.after-container"); err != nil {
 		return err
 	}

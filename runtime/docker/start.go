@@ -8,12 +8,14 @@ import (
 	"io/fs"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"slices"
 	"strings"
 	"time"
 
 	"github.com/docker/docker/api/types/container"
 	"github.com/docker/docker/client"
+	"github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/criu/stage"
@@ -21,6 +23,8 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/bundle"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/internal/streams"
 )
 
@@ -44,6 +48,10 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 	_, wrapped := b.ociRuntime(c)
 	var undo undo.Stack
 	defer func() { undo.Run(ctx, &err) }()
+	if err := b.putSecrets(ctx, c, id, opts.Secrets); err != nil {
+		return nil, err
+	}
+	undo.Add(func(context.Context) error { return b.place(id).DropSecrets() })
 	start := container.StartOptions{}
 	var kept []string
 	switch {
@@ -109,6 +117,37 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 	a.AwaitSize()
 	a.Serve()
 	return a.Wait, nil
+}
+
+// putSecrets lays out the secrets of a container that is to start, and what a run
+// that ended by itself left of them goes.
+func (b *Backend) putSecrets(ctx context.Context, c box, id string, files []runtime.SecretFile) error {
+	if !c.own() {
+		return nil
+	}
+	s, err := specOfLabel(c)
+	if err != nil || len(s.Secrets) == 0 {
+		return err
+	}
+	var user bundle.User
+	err = b.Mount(ctx, id, func(path string) error {
+		root, err := kernel.OpenRoot(path)
+		if err != nil {
+			return err
+		}
+		user, err = bundle.LookUser(root, s.User)
+		return errors.Join(err, root.Close())
+	})
+	if err != nil {
+		return err
+	}
+	p := b.place(id)
+	return errors.Join(p.DropSecrets(), p.PutSecrets(s.Secrets, files, specs.User{UID: user.UID, GID: user.GID}))
+}
+
+// place is where the secrets of a container are.
+func (b *Backend) place(id string) bundle.Place {
+	return bundle.Place{Secrets: filepath.Join(b.run, id, "secrets")}
 }
 
 // reaper is the command that sees to an --rm sandbox when it has exited. It

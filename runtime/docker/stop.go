@@ -30,7 +30,10 @@ func (b *Backend) Stop(ctx context.Context, id string, opts runtime.StopOptions)
 	if err := ctx.Err(); err != nil {
 		return err
 	}
-	return b.end(ctx, c, opts)
+	if err := b.end(ctx, c, opts); err != nil {
+		return err
+	}
+	return b.place(id).DropSecrets()
 }
 
 func (b *Backend) end(ctx context.Context, c box, opts runtime.StopOptions) (failed error) {

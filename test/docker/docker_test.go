@@ -45,6 +45,7 @@ func TestDocker(t *testing.T) {
 		{"names", names},
 		{"sandboxes of its own", ownSandboxes},
 		{"commits", commits},
+		{"secrets", secrets},
 		{"networks", networks},
 		{"reaped", reaped},
 		{"started by the docker client in the course of a restore", foreignStart},

@@ -24,7 +24,7 @@ const busyWait = time.Second
 // Unmount unmounts the root filesystem and the secrets. What still uses them on
 // the host keeps them for itself alone.
 func (p Place) Unmount(ctx context.Context, log *slog.Logger) error {
-	return errors.Join(p.dropSecrets(), p.unmountRoot(ctx, log))
+	return errors.Join(p.DropSecrets(), p.unmountRoot(ctx, log))
 }
 
 func (p Place) unmountRoot(ctx context.Context, log *slog.Logger) error {

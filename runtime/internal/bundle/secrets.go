@@ -16,14 +16,14 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 )
 
-// secretFiles is where in their tmpfs the secrets are. An engine that does not
+// SecretFiles is where in their tmpfs the secrets are. An engine that does not
 // see that mount, being in a mount namespace of its own, finds nothing there and
 // fails, and does not bind the empty directory below it.
-const secretFiles = "files"
+func (p Place) SecretFiles() string { return filepath.Join(p.Secrets, "files") }
 
-// putSecrets writes a sandbox's secrets, for its user only, to a filesystem in
+// PutSecrets writes a sandbox's secrets, for its user only, to a filesystem in
 // memory.
-func (p Place) putSecrets(want []runtime.Secret, have []runtime.SecretFile, user specs.User) (err error) {
+func (p Place) PutSecrets(want []runtime.Secret, have []runtime.SecretFile, user specs.User) (err error) {
 	if len(want) == 0 {
 		return nil
 	}
@@ -40,7 +40,7 @@ func (p Place) putSecrets(want []runtime.Secret, have []runtime.SecretFile, user
 	}
 	defer func() {
 		if err != nil {
-			err = errors.Join(err, p.dropSecrets())
+			err = errors.Join(err, p.DropSecrets())
 		}
 	}()
 	options := "mode=0700,size=" + strconv.Itoa(size) + ",nr_inodes=" + strconv.Itoa(len(have)+3)
@@ -53,7 +53,7 @@ func (p Place) putSecrets(want []runtime.Secret, have []runtime.SecretFile, user
 	if err != nil {
 		return fmt.Errorf("mount a tmpfs: %w", err)
 	}
-	dir := filepath.Join(p.Secrets, secretFiles)
+	dir := p.SecretFiles()
 	if err := os.Mkdir(dir, 0o755); err != nil {
 		return err
 	}
@@ -80,22 +80,23 @@ func writeSecret(path string, data []byte, user specs.User) (err error) {
 	return f.Chown(int(user.UID), int(user.GID))
 }
 
-// dropSecrets takes the secrets away.
-func (p Place) dropSecrets() error {
+// DropSecrets takes the secrets away, if there are any.
+func (p Place) DropSecrets() error {
 	if err := kernel.UnmountBelow(p.Secrets); err != nil {
 		return err
 	}
-	err := os.Remove(p.Secrets)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
+	for _, dir := range []string{p.SecretFiles(), p.Secrets} {
+		if err := os.Remove(dir); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
 	}
-	return err
+	return nil
 }
 
 // secretsMount binds them into the sandbox.
 func (p Place) secretsMount() specs.Mount {
 	return specs.Mount{
-		Destination: runtime.SecretsDir, Type: "bind", Source: filepath.Join(p.Secrets, secretFiles),
+		Destination: runtime.SecretsDir, Type: "bind", Source: p.SecretFiles(),
 		Options: []string{"bind", "ro", "nosuid", "nodev", "noexec", "rprivate"},
 	}
 }

@@ -91,7 +91,7 @@ func (p Place) spec(s runtime.Spec, env []string, netns string, size *runtime.Si
 	if s.Init {
 		proc.Args = append([]string{InitPath, "--"}, proc.Args...)
 	}
-	if err := p.putSecrets(s.Secrets, secrets, proc.User); err != nil {
+	if err := p.PutSecrets(s.Secrets, secrets, proc.User); err != nil {
 		return nil, fmt.Errorf("secrets: %w", err)
 	}
 	mounts, err := p.mounts(s)
