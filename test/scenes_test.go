@@ -79,12 +79,12 @@ var elsewhere = map[string]string{
 }
 
 var scenes = []scene{
-	{name: "run", verb: words("run -d --name r --network none busybox sleep 1000"), check: (*sweep).checkComer},
+	{name: "run", verb: words("run -d --name r --network none --secret s=file:/etc/passwd busybox sleep 1000"), check: (*sweep).checkComer},
 	{name: "run attached", verb: words("run --name r --network none busybox true"), check: (*sweep).checkComer},
 	{name: "run bridge", verb: published, check: (*sweep).checkComer},
 	{name: "stop bridge", prepare: comer("--network bridge busybox sleep 1000"), verb: words("stop -t 0 r"), check: (*sweep).checkComer},
 	{name: "rm bridge", prepare: comer("--network bridge busybox sleep 1000"), verb: words("rm -f r"), check: (*sweep).checkComer},
-	{name: "rm running", prepare: comer("--network none busybox sleep 1000"), verb: words("rm -f r"), check: (*sweep).checkComer},
+	{name: "rm running", prepare: comer("--network none --secret s=file:/etc/passwd busybox sleep 1000"), verb: words("rm -f r"), check: (*sweep).checkComer},
 	{name: "failing start", prepare: func(s *sweep) { s.ok("create", "--name", "r", "--network", "none", "busybox", "no-such-command") }, verb: words("start r"), check: (*sweep).checkComer},
 	{name: "start", prepare: func(s *sweep) { s.ok("stop", "-t", "0", "s") }, verb: words("start s"), check: (*sweep).checkSame},
 	{name: "stop", verb: words("stop -t 0 s"), check: (*sweep).checkSame},
