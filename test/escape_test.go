@@ -141,7 +141,7 @@ var refusals = map[string]string{
 	"a file of the host by /proc/1/root":        "ENOENT",
 	"a file of the host by /proc/1/cwd":         "ENOENT",
 	"a file of the host by a leaked descriptor": "ENOENT",
-	"a file of the host out of a chroot":        "ENOENT",
+	"a file of the host out of a chroot":        "ENOENT EPERM",
 
 	"/dev/mem":          "ENOENT",
 	"/dev/kmsg":         "ENOENT",
@@ -150,14 +150,14 @@ var refusals = map[string]string{
 	"/dev/loop-control": "ENOENT",
 	"TIOCSTI on stdin":  "ENOTTY",
 
-	"write /proc/sys/kernel/core_pattern":     "EROFS",
-	"write /proc/sys/kernel/modprobe":         "EROFS ENOENT",
-	"write /proc/sys/vm/panic_on_oom":         "EROFS",
-	"write /proc/sys/fs/binfmt_misc/register": "EROFS ENOENT",
-	"write /proc/sysrq-trigger":               "EROFS ENOENT",
-	"write /sys/kernel/uevent_helper":         "EROFS ENOENT",
-	"write /sys/kernel/mm/ksm/run":            "EROFS ENOENT",
-	"write /sys/fs/cgroup/release_agent":      "EROFS ENOENT",
+	"write /proc/sys/kernel/core_pattern":     "EROFS EACCES",
+	"write /proc/sys/kernel/modprobe":         "EROFS EACCES ENOENT",
+	"write /proc/sys/vm/panic_on_oom":         "EROFS EACCES",
+	"write /proc/sys/fs/binfmt_misc/register": "EROFS EACCES ENOENT",
+	"write /proc/sysrq-trigger":               "EROFS EACCES ENOENT",
+	"write /sys/kernel/uevent_helper":         "EROFS EACCES ENOENT",
+	"write /sys/kernel/mm/ksm/run":            "EROFS EACCES ENOENT",
+	"write /sys/fs/cgroup/release_agent":      "EROFS EACCES ENOENT",
 	"oom_score_adj below 0":                   "EACCES",
 	"read /proc/kcore":                        "EOF ENOENT",
 	"read /proc/keys":                         "EOF ENOENT",
@@ -165,8 +165,8 @@ var refusals = map[string]string{
 	"read /proc/sched_debug":                  "EOF ENOENT",
 	"files of /sys that open for writing":     "none",
 	"files of /proc that open for writing":    "none",
-	"open the host's disk":                    "EPERM ENOENT",
-	"open a device node of memory":            "EPERM ENOENT",
+	"open the host's disk":                    "EPERM EACCES ENOENT",
+	"open a device node of memory":            "EPERM EACCES ENOENT",
 }
 
 // What these need the sandbox may have; it reaches no further than its network
