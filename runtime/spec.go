@@ -80,16 +80,20 @@ type SecretFile struct {
 
 // Network modes.
 const (
-	NetworkNone   = "none"   // a namespace with only lo, up
-	NetworkHost   = "host"   // the host's own
-	NetworkBridge = "bridge" // veth, bridge, NAT; the default
+	NetworkNone     = "none"     // a namespace with only lo, up
+	NetworkHost     = "host"     // the host's own
+	NetworkBridge   = "bridge"   // veth, bridge, NAT; the default
+	NetworkFiltered = "filtered" // as bridge, but out only by Egress
 )
 
 // Network says how a sandbox reaches the world.
 type Network struct {
 	Mode  string `json:"mode"`
 	Group string `json:"group,omitempty"` // bridge: sandboxes of one group reach each other, all others do not
-	Ports []Port `json:"ports,omitempty"` // bridge only
+	Ports []Port `json:"ports,omitempty"` // bridge and filtered only
+
+	// Egress is all that a filtered sandbox may reach, each "CIDR|IP|DOMAIN|*.DOMAIN [PORTS]".
+	Egress []string `json:"egress,omitempty"`
 }
 
 // Port publishes a sandbox's port on the host.

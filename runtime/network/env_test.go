@@ -119,6 +119,12 @@ func act(role, arg string) error {
 		}
 		_, err = m.Setup(context.Background(), id, crashNetwork)
 		return err
+	case "egress": // ROOT: the proxy of filtered sandboxes
+		m, err := Open(arg, filepath.Join(arg, "run"))
+		if err != nil {
+			return err
+		}
+		return m.Serve(context.Background())
 	default:
 		return fmt.Errorf("unknown role %q", role)
 	}

@@ -3,13 +3,15 @@
 // A sandbox's network namespace is pinned by a bind mount at RUN/ID/netns, so
 // it outlives the processes in it: the OCI runtime is given the path, a
 // checkpoint does not have to dump the namespace, and a restore finds the same
-// address again. There are three modes.
+// address again. There are four modes.
 //
 //	none    an own namespace in which only lo is up
 //	host    no namespace; the sandbox shares the host's network
 //	bridge  eth0, one end of a veth pair whose other end is a port of a bridge
 //	        of this root; a fixed IPv4 address, a default route through the
 //	        bridge, masquerading to the outside, published ports from outside
+//	filtered  as bridge, but what the sandbox sends ends at a proxy and a
+//	        resolver of this root, which let it reach what its rules allow
 //
 // # What reaches what in bridge mode
 //
@@ -31,6 +33,15 @@
 //     bridge ports are locked to the sandbox's MAC where the kernel can
 //     (5.18 and later).
 //   - IPv6 is disabled on eth0 and on the bridge. lo has ::1.
+//
+// # What leaves a filtered sandbox
+//
+// The rules lead its TCP to the proxy and its DNS to the resolver, which listen
+// on the bridge's address, and drop all else that it begins; what they drop
+// they note in a set, from which the proxy's process makes events. They are in
+// force before the sandbox's link is up. Package egress judges. When its
+// process is dead nobody listens: nothing leaves. The next verb of any sandbox
+// starts it again, and it ends when no filtered sandbox is up.
 //
 // # How data flows
 //
@@ -66,6 +77,7 @@ import (
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/network/egress"
 )
 
 // DefaultRoot is the root whose bridges and table have the plain names
@@ -85,6 +97,7 @@ type Manager struct {
 	table     string // this root's nftables table
 
 	resolv []string // where the host's resolvers are told, most general first
+	proxy  proxyCommand
 }
 
 // Endpoint is a sandbox's place in the network.
@@ -182,7 +195,7 @@ func (m *Manager) setup(ctx context.Context, id string, n runtime.Network, conne
 	}()
 
 	old := v.state.Sandboxes[id]
-	if old != nil && (n.Mode != runtime.NetworkBridge || old.Group != n.Group) {
+	if old != nil && (!onBridge(n.Mode) || old.Group != n.Group) {
 		if err := v.release(id); err != nil {
 			return Endpoint{}, err
 		}
@@ -247,7 +260,11 @@ func (v *verb) join(ctx context.Context, id string, n runtime.Network, connect b
 		Prefix:  br.Subnet,
 		MAC:     mac(lease.Address).String(),
 	}
-	m.resolvers(&e, false)
+	if lease.Filtered {
+		e.Nameservers = []string{e.Gateway.String()}
+	} else {
+		m.resolvers(&e, false)
+	}
 
 	if err := v.ensureBridge(br, len(lease.Ports) > 0); err != nil {
 		return e, err
@@ -268,6 +285,11 @@ func (v *verb) join(ctx context.Context, id string, n runtime.Network, connect b
 	}
 	if err := failpoint.Hit("network.setup.after-veth"); err != nil {
 		return e, err
+	}
+	if lease.Filtered {
+		if err := v.startFilter(ctx); err != nil {
+			return e, err
+		}
 	}
 	if err := v.applyRules(); err != nil {
 		return e, err
@@ -378,6 +400,7 @@ func (v *verb) teardown(id string) error {
 	if v.state.Sandboxes[id] != nil {
 		errs = append(errs, v.applyRules())
 	}
+	v.endFilter()
 	return errors.Join(errs...)
 }
 
@@ -386,7 +409,7 @@ func (v *verb) release(id string) error {
 	if lease == nil {
 		err := v.teardown(id)
 		v.tidy(id)
-		return err
+		return errors.Join(err, v.m.forgetEvents(id))
 	}
 	// The next owner of the address must not get what was meant for this one.
 	// It takes as long as all the rest and depends on none of it.
@@ -419,8 +442,9 @@ func (v *verb) release(id string) error {
 		return err
 	}
 	err := v.save()
+	v.endFilter()
 	v.tidy(id)
-	return err
+	return errors.Join(err, v.m.forgetEvents(id))
 }
 
 // tidy removes the sandbox's directory in run if nobody else uses it.
@@ -466,6 +490,11 @@ func (m *Manager) List(ctx context.Context) ([]string, error) {
 	return ids, nil
 }
 
+// onBridge tells whether a mode puts sandboxes on a bridge.
+func onBridge(mode string) bool {
+	return mode == runtime.NetworkBridge || mode == runtime.NetworkFiltered
+}
+
 func validID(id string) error {
 	bad := func(r rune) bool {
 		return (r < '0' || r > '9') && (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && r != '-' && r != '_' && r != '.'
@@ -482,13 +511,23 @@ func validate(id string, n runtime.Network) error {
 	}
 	switch n.Mode {
 	case runtime.NetworkNone, runtime.NetworkHost:
-		if n.Group != "" || len(n.Ports) > 0 {
-			return fmt.Errorf("network mode %s has neither groups nor published ports: %w", n.Mode, fault.ErrInvalid)
+		if n.Group != "" || len(n.Ports) > 0 || len(n.Egress) > 0 {
+			return fmt.Errorf("network mode %s has no groups, published ports or egress rules: %w", n.Mode, fault.ErrInvalid)
 		}
 		return nil
 	case runtime.NetworkBridge:
+		if len(n.Egress) > 0 {
+			return fmt.Errorf("network mode %s has no egress rules: %w", n.Mode, fault.ErrInvalid)
+		}
+	case runtime.NetworkFiltered:
+		if n.Group != "" {
+			return fmt.Errorf("a filtered sandbox is in no network group: %w", fault.ErrInvalid)
+		}
+		if _, err := egress.ParseRules(n.Egress); err != nil {
+			return err
+		}
 	default:
-		return fmt.Errorf("network mode %q: want none, host or bridge: %w", n.Mode, fault.ErrInvalid)
+		return fmt.Errorf("network mode %q: want none, host, bridge or filtered: %w", n.Mode, fault.ErrInvalid)
 	}
 	if len(n.Group) > 128 {
 		return fmt.Errorf("network group: %d bytes are too many, 128 is the limit: %w", len(n.Group), fault.ErrInvalid)

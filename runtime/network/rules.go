@@ -65,12 +65,15 @@ func (v *verb) openTables() (*nftables.Conn, error) {
 //	sources     (MAC, address) of every sandbox that is up
 //	ports       (protocol, port) -> (sandbox, port)
 //	host_ports  (host address, protocol, port) -> (sandbox, port)
+//
+// and those of filtersets.go.
 type ruleset struct {
 	c *nftables.Conn
 	t *nftables.Table
 
 	bridges, nets, peers, sources, anyPorts, hostPorts             *nftables.Set
 	inBridges, inNets, inPeers, inSources, inAnyPorts, inHostPorts []nftables.SetElement
+	filter                                                         filterSets
 }
 
 // applyRules makes the table say what the state and the mounted namespaces
@@ -133,6 +136,9 @@ func (r *ruleset) collect(v *verb) error {
 		a := le.Address.As4()
 		source := append(append([]byte(mac(le.Address)), 0, 0), a[:]...)
 		r.inSources = append(r.inSources, nftables.SetElement{Key: source})
+		if le.Filtered {
+			r.filter.add(le, v.state.bridge(le.Bridge))
+		}
 		for _, p := range le.Ports {
 			pub, err := published(p)
 			if err != nil {
@@ -172,10 +178,15 @@ func (r *ruleset) transact(fresh bool) error {
 		if data != nil {
 			s.IsMap, s.DataType = true, *data
 		}
+		if name == deniedSet {
+			s.Dynamic, s.HasTimeout, s.Timeout, s.Size = true, true, deniedTime, deniedLimit
+		}
 		if err := r.c.AddSet(s, nil); err != nil {
 			return nil, err
 		}
-		r.c.FlushSet(s)
+		if name != deniedSet { // the kernel fills that one
+			r.c.FlushSet(s)
+		}
 		for len(in) > 0 {
 			n := min(len(in), elements)
 			if err := r.c.SetAddElements(s, in[:n]); err != nil {
@@ -199,12 +210,19 @@ func (r *ruleset) transact(fresh bool) error {
 		{&r.sources, "sources", typeSource, nil, r.inSources},
 		{&r.anyPorts, anyMap, typePort, &typeTarget, r.inAnyPorts},
 		{&r.hostPorts, hostMap, typeHost, &typeTarget, r.inHostPorts},
+		{&r.filter.boxes, "filtered", nftables.TypeIPAddr, nil, r.filter.inBoxes},
+		{&r.filter.listeners, "listeners", typeHost, nil, r.filter.inListeners},
+		{&r.filter.proxies, "proxies", nftables.TypeIPAddr, &typeTarget, r.filter.inProxies},
+		{&r.filter.resolvers, "resolvers", nftables.TypeIPAddr, &typeTarget, r.filter.inResolvers},
+		{&r.filter.denied, deniedSet, typeDenied, nil, nil},
 	} {
 		if *s.set, err = set(s.name, s.key, s.data, s.in); err != nil {
 			return err
 		}
 	}
 	r.spoof()
+	r.lead()
+	r.input()
 	r.forward()
 	r.dnat("prerouting", nftables.ChainHookPrerouting)
 	r.dnat("output", nftables.ChainHookOutput)
@@ -246,6 +264,7 @@ func (r *ruleset) spoof() {
 // and what is allowed should not depend on a module.
 func (r *ruleset) forward() {
 	rule := r.chain("forward", nftables.ChainTypeFilter, nftables.ChainHookForward, nftables.ChainPriorityFilter)
+	r.confine(rule)
 	rule([]expr.Any{
 		&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: reg},
 		&expr.Meta{Key: expr.MetaKeyOIFNAME, Register: reg2},

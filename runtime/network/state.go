@@ -17,11 +17,14 @@ import (
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/network/egress"
 )
 
 const (
 	stateVersion = 1
-	stateLimit   = 64 << 20 // a root with 100,000 sandboxes needs a third of it
+	// filterVersion keeps programs away that would let filtered sandboxes out.
+	filterVersion = 2
+	stateLimit    = 64 << 20 // a root with 100,000 sandboxes needs a third of it
 )
 
 // state is ROOT/network.json.
@@ -37,6 +40,8 @@ type bridge struct {
 	Group  string       `json:"group,omitempty"`
 	Subnet netip.Prefix `json:"subnet"`         // always a /24
 	Last   uint8        `json:"last,omitempty"` // last byte of the address given out last
+
+	Proxy *egress.Ports `json:"proxy,omitempty"` // where filtered sandboxes are led to
 }
 
 // lease is a sandbox's claim to an address and to ports of the host.
@@ -45,6 +50,9 @@ type lease struct {
 	Group   string         `json:"group,omitempty"`
 	Address netip.Addr     `json:"address"`
 	Ports   []runtime.Port `json:"ports,omitempty"`
+
+	Filtered bool     `json:"filtered,omitempty"`
+	Egress   []string `json:"egress,omitempty"` // all that it may reach, if it is filtered
 }
 
 func (b *bridge) gateway() netip.Addr { return b.Subnet.Addr().Next() }
@@ -65,6 +73,16 @@ func (s *state) empty(bridge string) bool {
 		}
 	}
 	return true
+}
+
+// filters tells whether any sandbox is filtered.
+func (s *state) filters() bool {
+	for _, l := range s.Sandboxes {
+		if l.Filtered {
+			return true
+		}
+	}
+	return false
 }
 
 // free returns an address of b that nobody has. It goes round, so that an
@@ -123,6 +141,9 @@ func (s *state) check() error {
 		if err := validPorts(l.Ports); err != nil {
 			return fmt.Errorf("sandbox %s: %w", id, err)
 		}
+		if _, err := egress.ParseRules(l.Egress); err != nil {
+			return fmt.Errorf("sandbox %s: %w", id, err)
+		}
 	}
 	return nil
 }
@@ -156,9 +177,9 @@ func (m *Manager) load() (*state, error) {
 	if err := dec.Decode(s); err != nil {
 		return nil, corrupt(err)
 	}
-	if s.Version != stateVersion {
+	if s.Version != stateVersion && s.Version != filterVersion {
 		return nil, fmt.Errorf("%s has version %d, this program writes %d: %w",
-			m.statePath(), s.Version, stateVersion, fault.ErrUnsupported)
+			m.statePath(), s.Version, filterVersion, fault.ErrUnsupported)
 	}
 	if s.Sandboxes == nil {
 		s.Sandboxes = map[string]*lease{}
@@ -177,6 +198,10 @@ func (v *verb) save() error {
 			return err
 		}
 		return syncDir(v.m.root)
+	}
+	v.state.Version = stateVersion
+	if v.state.filters() {
+		v.state.Version = filterVersion
 	}
 	data, err := json.MarshalIndent(v.state, "", "\t")
 	if err != nil {

@@ -74,7 +74,7 @@ func TestState(t *testing.T) {
 	if isNamespace(e.Path) {
 		t.Error("Teardown left the namespace")
 	}
-	if err := os.WriteFile(w.m.statePath(), []byte(`{"version":2}`), 0o600); err != nil {
+	if err := os.WriteFile(w.m.statePath(), []byte(`{"version":3}`), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := w.m.List(t.Context()); !errors.Is(err, fault.ErrUnsupported) {

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"os"
+	"slices"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -39,6 +40,9 @@ func (v *verb) reserve(ctx context.Context, id string, n runtime.Network) (unloc
 	}
 	if !equalPorts(le.Ports, n.Ports) {
 		le.Ports, changed = n.Ports, true
+	}
+	if filtered := n.Mode == runtime.NetworkFiltered; le.Filtered != filtered || !slices.Equal(le.Egress, n.Egress) {
+		le.Filtered, le.Egress, changed = filtered, n.Egress, true
 	}
 	if le.Bridge == "" {
 		for i := range v.state.Bridges {

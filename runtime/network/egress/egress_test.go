@@ -1,0 +1,303 @@
+package egress
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"golang.org/x/net/dns/dnsmessage"
+
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+func TestParseRule(t *testing.T) {
+	for text, want := range map[string]string{
+		"pypi.org 443":            "pypi.org 443",
+		"PyPI.org. 443/tcp":       "pypi.org 443",
+		"*.debian.org  80,443":    "*.debian.org 80,443",
+		"10.1.2.3/8 5432":         "10.0.0.0/8 5432",
+		"192.0.2.1/32":            "192.0.2.1",
+		"192.0.2.1 1-65535":       "192.0.2.1 1-65535",
+		"a_b.example 8000-8999,1": "a_b.example 8000-8999,1",
+	} {
+		r, err := ParseRule(text)
+		if err != nil || r.String() != want {
+			t.Errorf("%q: %q, %v, want %q", text, r, err, want)
+		}
+	}
+	for _, text := range []string{
+		"", "  ", "a b c", "pypi.org 0", "pypi.org 70000", "pypi.org 9-1", "pypi.org 443/udp", "pypi.org ,", "pypi.org https", "org", "*", "*.", "*.org",
+		"a..b", "-", "1.2.3", "0x7f.1", "a.0x1", "2001:db8::/32", "::1", "pypi.org/24", "https://pypi.org", "p\x00.org", "a.*.b", strings.Repeat("a.", 130) + "b",
+	} {
+		if r, err := ParseRule(text); !errors.Is(err, fault.ErrInvalid) {
+			t.Errorf("%q: %q, %v, want %v", text, r, err, fault.ErrInvalid)
+		}
+	}
+	if _, err := ParseRules(make([]string, ruleLimit+1)); !errors.Is(err, fault.ErrInvalid) {
+		t.Errorf("too many: %v", err)
+	}
+}
+
+func rules(t testing.TB, texts ...string) Rules {
+	t.Helper()
+	r, err := ParseRules(texts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return r
+}
+
+func TestGuard(t *testing.T) {
+	g := &guard{local: func() ([]netip.Addr, []netip.Prefix, error) {
+		return []netip.Addr{netip.MustParseAddr("203.0.113.5"), netip.MustParseAddr("10.87.0.1")}, []netip.Prefix{netip.MustParsePrefix("10.87.0.0/24")}, nil
+	}}
+	all := []string{"0.0.0.0/0", "169.254.169.254", "127.0.0.1", "100.100.100.200", "168.63.129.16"}
+	for _, c := range []struct {
+		to            string
+		rules         []string
+		address, name bool
+	}{
+		{"198.51.100.1:443", nil, false, true},
+		{"198.51.100.1:443", []string{"198.51.100.0/24 443"}, true, true},
+		{"198.51.100.1:80", []string{"198.51.100.0/24 443"}, false, true},
+		{"10.1.2.3:443", nil, false, false},
+		{"10.1.2.3:443", []string{"0.0.0.0/0"}, false, false},
+		{"10.1.2.3:443", []string{"10.1.0.0/16 443"}, true, true},
+		{"10.1.2.3:80", []string{"10.1.0.0/16 443"}, false, false},
+		{"192.168.1.1:80", []string{"192.168.1.1"}, true, true},
+		{"127.0.0.1:80", all, false, false},
+		{"169.254.169.254:80", all, false, false},
+		{"100.100.100.200:80", all, false, false},
+		{"168.63.129.16:80", all, false, false},
+		{"224.0.0.1:80", all, false, false},
+		{"255.255.255.255:80", all, false, false},
+		{"0.0.0.0:80", all, false, false},
+		{"203.0.113.5:80", all, false, false},
+		{"203.0.113.5:80", []string{"203.0.113.0/24"}, false, false},
+		{"203.0.113.5:80", []string{"203.0.113.5 80"}, true, true},
+		{"10.87.0.1:80", []string{"10.0.0.0/8"}, false, false},
+		{"10.87.0.1:80", []string{"10.87.0.1 80"}, true, true},
+		{"10.87.0.9:80", []string{"10.87.0.9", "10.0.0.0/8"}, false, false},
+	} {
+		r, to := rules(t, c.rules...), netip.MustParseAddrPort(c.to)
+		if got := g.address(r, to); got != c.address {
+			t.Errorf("%s by %q: %v", c.to, c.rules, got)
+		}
+		if got := g.answer(r, to); got != c.name {
+			t.Errorf("a name at %s by %q: %v", c.to, c.rules, got)
+		}
+	}
+	blind := &guard{local: func() ([]netip.Addr, []netip.Prefix, error) { return nil, nil, errors.New("no") }}
+	if blind.answer(nil, netip.MustParseAddrPort("198.51.100.1:443")) {
+		t.Error("open without knowing the host's addresses")
+	}
+}
+
+// helloOf is what a client sends first.
+func helloOf(t testing.TB, name string) []byte {
+	t.Helper()
+	ours, theirs := net.Pipe()
+	defer ours.Close()
+	go func() {
+		defer theirs.Close()
+		_ = tls.Client(theirs, &tls.Config{ServerName: name, InsecureSkipVerify: true}).HandshakeContext(t.Context()) //nolint:gosec // nobody answers
+	}()
+	buf := make([]byte, 16<<10)
+	n, err := ours.Read(buf)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return buf[:n]
+}
+
+func TestHello(t *testing.T) {
+	sent := helloOf(t, "good.example")
+	name, read, err := hello(t.Context(), io.MultiReader(bytes.NewReader(sent), strings.NewReader("more")))
+	if err != nil || name != "good.example" || !bytes.HasPrefix(read, sent) {
+		t.Errorf("%q, %d of %d bytes, %v", name, len(read), len(sent), err)
+	}
+	for i := range sent {
+		if name, _, err := hello(t.Context(), bytes.NewReader(sent[:i])); err == nil {
+			t.Fatalf("%d of %d bytes: %q", i, len(sent), name)
+		}
+	}
+	if name, _, err := hello(t.Context(), bytes.NewReader(helloOf(t, ""))); err != nil || name != "" {
+		t.Errorf("without a name: %q, %v", name, err)
+	}
+}
+
+func TestLook(t *testing.T) {
+	for text, want := range map[string]kind{
+		"GET / HTTP/1.1\r\n": kindHTTP, "\r\n\r\nget /x HTTP/1.0\n": kindHTTP, "PRI * HTTP/2.0\r\n": kindHTTP,
+		"SSH-2.0-x\r\n": kindOther, "EHLO me\r\n": kindOther, "GET /": kindOther, "\x00\x00\x00\x08\x04\xd2\x16\x2f": kindOther,
+		"\x16\x03": kindTLS, "QUIT\n": kindOther, strings.Repeat("A", 9000): kindOther, "GET " + strings.Repeat("a", 9000): kindOther,
+	} {
+		got, err := look(bufio.NewReaderSize(strings.NewReader(text), helloLimit))
+		if got != want {
+			t.Errorf("%.20q: %v, %v, want %v", text, got, err, want)
+		}
+	}
+}
+
+func TestCleanHost(t *testing.T) {
+	for host, want := range map[string]string{
+		"a.example": "a.example 0", "A.Example.:8080": "a.example 8080", "a.example:": " 0", "a.example:0": " 0", "192.0.2.1": " 0", "192.0.2.1:80": " 0",
+		"[::1]:80": " 0", "": " 0", "a.example:99999": " 0", "a/b": " 0", "user@a.example": " 0",
+	} {
+		name, port := cleanHost(host)
+		if got := fmt.Sprint(name, " ", port); got != want {
+			t.Errorf("%q: %q, want %q", host, got, want)
+		}
+	}
+}
+
+func TestEventsAreBounded(t *testing.T) {
+	dir := t.TempDir()
+	l := &eventLog{dir: dir, id: "a"}
+	for i := range 30000 {
+		l.bucket = bucket{} // as if time went by
+		if err := l.add(Event{Protocol: "dns", Name: fmt.Sprint(i, strings.Repeat("x\x1b", 200)), Reason: "no"}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var size int64
+	for _, path := range []string{LogPath(dir, "a"), olderPath(dir, "a")} {
+		st, err := os.Stat(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		size += st.Size()
+	}
+	if size > 2*logLimit {
+		t.Errorf("%d bytes", size)
+	}
+	last := ""
+	if err := ReadEvents(dir, "a", func(e Event) error { last = e.Name; return nil }); err != nil || !strings.HasPrefix(last, "29999x?x?") {
+		t.Errorf("last %.20q, %v", last, err)
+	}
+	l.bucket = bucket{}
+	for range eventBurst * 2 {
+		if err := l.add(Event{Protocol: "tcp", Address: fmt.Sprint(l.missed), Reason: "no"}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if l.missed < eventBurst/2 {
+		t.Errorf("%d were too many", l.missed)
+	}
+	if err := RemoveLog(dir, "a"); err != nil {
+		t.Fatal(err)
+	}
+	if left, err := os.ReadDir(dir); err != nil || len(left) > 0 {
+		t.Errorf("left: %v, %v", left, err)
+	}
+}
+
+func TestEventLine(t *testing.T) {
+	dir := t.TempDir()
+	l := &eventLog{dir: dir, id: "box"}
+	for range 3 {
+		if err := l.add(Event{Protocol: "tls", Name: "evil.example", Address: "192.0.2.1:443", Reason: "no rule"}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := l.add(Event{Protocol: "udp", Address: "192.0.2.1:443", Reason: "no rule"}); err != nil {
+		t.Fatal(err)
+	}
+	b, err := os.ReadFile(LogPath(dir, "box"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got []string
+	for line := range strings.Lines(string(b)) {
+		_, rest, _ := strings.Cut(line, ",")
+		got = append(got, strings.TrimSpace(rest))
+	}
+	want := []string{
+		`"sandbox":"box","protocol":"tls","name":"evil.example","address":"192.0.2.1:443","reason":"no rule"}`,
+		`"sandbox":"box","protocol":"udp","address":"192.0.2.1:443","reason":"no rule","missed":2}`,
+	}
+	if d := cmp.Diff(want, got); d != "" {
+		t.Error(d)
+	}
+}
+
+func FuzzParseRule(f *testing.F) {
+	for _, s := range []string{"pypi.org 443", "*.debian.org 80,443", "10.0.0.0/8 5432", "192.0.2.1", "a.example 1-2,3/tcp", "::/0", "1.2.3"} {
+		f.Add(s)
+	}
+	f.Fuzz(func(t *testing.T, s string) {
+		r, err := ParseRule(s)
+		if err != nil {
+			return
+		}
+		again, err := ParseRule(r.String())
+		if err != nil || again.String() != r.String() {
+			t.Errorf("%q: %q, then %q, %v", s, r, again, err)
+		}
+	})
+}
+
+func FuzzHello(f *testing.F) {
+	f.Add(helloOf(f, "good.example"))
+	f.Add([]byte("\x16\x03\x01\x00\x05\x01\x00\x00\x01\x03"))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		name, read, err := hello(context.Background(), bytes.NewReader(b))
+		if !bytes.HasPrefix(b, read) || err != nil && name != "" {
+			t.Errorf("%q, %d bytes, %v", name, len(read), err)
+		}
+	})
+}
+
+func FuzzLook(f *testing.F) {
+	f.Add([]byte("GET / HTTP/1.1\r\nHost: a.example\r\n\r\n"), "a.example:80")
+	f.Add([]byte("\r\n\r\nSSH-2.0-x"), "[::1]")
+	f.Fuzz(func(t *testing.T, b []byte, host string) {
+		r := bufio.NewReaderSize(bytes.NewReader(b), helloLimit)
+		what, _ := look(r)
+		rest, err := io.ReadAll(r)
+		if err != nil || !bytes.Equal(rest, b) {
+			t.Errorf("look took something: %q, %v", rest, err)
+		}
+		if what == kindTLS && b[0] != 0x16 {
+			t.Errorf("%q is taken for TLS", b)
+		}
+		if name, _ := cleanHost(host); name != "" {
+			if again, ok := cleanName(name); !ok || again != name {
+				t.Errorf("%q: %q is no clean name", host, name)
+			}
+		}
+	})
+}
+
+func FuzzQuestion(f *testing.F) {
+	q := dnsmessage.Message{Header: dnsmessage.Header{ID: 7}, Questions: []dnsmessage.Question{{Name: dnsmessage.MustNewName("good.example."), Type: dnsmessage.TypeA, Class: dnsmessage.ClassINET}}}
+	b, err := q.Pack()
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add(b)
+	f.Add(b[:12])
+	s := New(Options{Events: f.TempDir()})
+	none := newBox(s.events, "a")
+	none.rules.Store(&Rules{})
+	f.Fuzz(func(t *testing.T, msg []byte) {
+		answer := s.answer(context.Background(), none, msg)
+		if answer == nil {
+			return
+		}
+		var m dnsmessage.Message
+		if err := m.Unpack(answer); err != nil || !m.Response || len(m.Answers) > 0 {
+			t.Errorf("%q: %+v, %v", msg, m, err)
+		}
+	})
+}

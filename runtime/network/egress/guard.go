@@ -1,0 +1,158 @@
+package egress
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+)
+
+// Where no rule leads: the host itself, its link, and the clouds' services
+// that hand out credentials to whoever asks.
+var never = []netip.Prefix{
+	netip.MustParsePrefix("0.0.0.0/8"),
+	netip.MustParsePrefix("127.0.0.0/8"),
+	netip.MustParsePrefix("169.254.0.0/16"),
+	netip.MustParsePrefix("168.63.129.16/32"),
+	netip.MustParsePrefix("100.100.100.200/32"),
+	netip.MustParsePrefix("192.0.0.192/32"),
+	netip.MustParsePrefix("224.0.0.0/3"), // multicast and above
+}
+
+// Where a name leads only if a rule about addresses allows it, too: whoever
+// owns a name can have it point anywhere.
+var private = []netip.Prefix{
+	netip.MustParsePrefix("10.0.0.0/8"),
+	netip.MustParsePrefix("100.64.0.0/10"),
+	netip.MustParsePrefix("172.16.0.0/12"),
+	netip.MustParsePrefix("192.0.0.0/24"),
+	netip.MustParsePrefix("192.168.0.0/16"),
+	netip.MustParsePrefix("198.18.0.0/15"),
+}
+
+func within(list []netip.Prefix, a netip.Addr) bool {
+	return slices.ContainsFunc(list, func(p netip.Prefix) bool { return p.Contains(a) })
+}
+
+// guard knows which addresses are the host's own.
+type guard struct {
+	mu    sync.Mutex
+	read  time.Time
+	own   []netip.Addr
+	boxes []netip.Prefix // the subnets of sandboxes
+	local func() ([]netip.Addr, []netip.Prefix, error)
+}
+
+// ownFor is how long the host's addresses are taken to stay.
+const ownFor = 2 * time.Second
+
+// address tells whether rules allow an address that a sandbox named itself.
+func (g *guard) address(r Rules, to netip.AddrPort) bool {
+	ok, alone := r.Address(to.Addr(), to.Port())
+	if !ok || within(never, to.Addr()) {
+		return false
+	}
+	// The host's services and other sandboxes are not what 0.0.0.0/0 means.
+	return alone && !g.isBox(to.Addr()) || !g.isOwn(to.Addr())
+}
+
+// answer tells whether a name that is allowed may lead to an address.
+func (g *guard) answer(r Rules, to netip.AddrPort) bool {
+	a := to.Addr()
+	if !a.Is4() || within(never, a) {
+		return false
+	}
+	if within(private, a) || g.isOwn(a) {
+		return g.address(r, to)
+	}
+	return true
+}
+
+func (g *guard) isOwn(a netip.Addr) bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return !g.refresh() || slices.Contains(g.own, a) || within(g.boxes, a)
+}
+
+// isBox tells whether an address may be another sandbox's.
+func (g *guard) isBox(a netip.Addr) bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return !g.refresh() || within(g.boxes, a) && !slices.Contains(g.own, a)
+}
+
+// refresh reads the host's addresses; without them everything might be one.
+func (g *guard) refresh() bool {
+	if time.Since(g.read) < ownFor {
+		return true
+	}
+	own, boxes, err := g.local()
+	if err != nil {
+		return false
+	}
+	g.own, g.boxes, g.read = own, boxes, time.Now()
+	return true
+}
+
+var errNowhere = errors.New("the name leads nowhere that is allowed")
+
+// resolve finds the addresses of an allowed name that may be reached on a port;
+// with port 0, on any.
+func (s *Server) resolve(ctx context.Context, b *box, name string, port uint16) ([]netip.Addr, error) {
+	ctx, cancel := context.WithTimeout(ctx, resolveTime)
+	defer cancel()
+	// The dot at the end keeps the host's search domains out.
+	found, err := s.resolver.LookupNetIP(ctx, "ip4", name+".")
+	if err != nil {
+		return nil, err
+	}
+	rules := *b.rules.Load()
+	var open []netip.Addr
+	var closed []netip.Addr
+	for _, a := range found {
+		if a = a.Unmap(); s.guard.answer(rules, netip.AddrPortFrom(a, port)) {
+			open = append(open, a)
+		} else {
+			closed = append(closed, a)
+		}
+	}
+	if len(open) > answerLimit {
+		open = open[:answerLimit]
+	}
+	if len(open) == 0 && len(closed) > 0 {
+		return nil, fmt.Errorf("%w: %s is at %s, which is not public, and no rule allows that address", errNowhere, name, closed[0])
+	}
+	return open, nil
+}
+
+// dial connects to an allowed name, by addresses that are looked up here: what
+// address the sandbox believes it to have does not matter.
+func (s *Server) dial(ctx context.Context, b *box, name string, port uint16) (net.Conn, error) {
+	addrs, err := s.resolve(ctx, b, name, port)
+	if err != nil {
+		return nil, err
+	}
+	errs := []error{fmt.Errorf("%s has no IPv4 address", name)}
+	for i, a := range addrs {
+		c, err := s.dialAddress(ctx, netip.AddrPortFrom(a, port))
+		if err == nil {
+			return c, nil
+		}
+		if i == 0 {
+			errs = nil
+		}
+		errs = append(errs, err)
+	}
+	return nil, errors.Join(errs...)
+}
+
+func (s *Server) dialAddress(ctx context.Context, to netip.AddrPort) (net.Conn, error) {
+	ctx, cancel := context.WithTimeout(ctx, dialTime)
+	defer cancel()
+	var d net.Dialer
+	return d.DialContext(ctx, "tcp4", to.String())
+}

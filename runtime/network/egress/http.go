@@ -1,0 +1,128 @@
+package egress
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"io"
+	"log"
+	"net"
+	"net/http"
+	"net/http/httputil"
+	"strconv"
+	"sync"
+	"time"
+)
+
+const headerLimit = 64 << 10
+
+// http serves the requests of an HTTP connection, each to the name in it: the
+// next one may be for another server behind the same address.
+func (s *Server) http(ctx context.Context, b *box, f *flow, in *bufio.Reader) {
+	quiet := log.New(io.Discard, "", 0)
+	transport := &http.Transport{
+		DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) {
+			name, _, err := net.SplitHostPort(addr)
+			if err != nil {
+				return nil, err
+			}
+			return s.dial(ctx, b, name, f.to.Port())
+		},
+		DisableCompression: true, MaxIdleConns: 2, IdleConnTimeout: 30 * time.Second,
+	}
+	defer transport.CloseIdleConnections()
+	proxy := &httputil.ReverseProxy{
+		Transport: transport, FlushInterval: -1, ErrorLog: quiet,
+		Rewrite: func(r *httputil.ProxyRequest) {
+			name, _ := cleanHost(r.In.Host)
+			r.Out.URL.Scheme, r.Out.URL.Host = "http", hostPort(name, f.to)
+			r.Out.Host = r.In.Host
+		},
+		ErrorHandler: func(w http.ResponseWriter, r *http.Request, err error) {
+			s.unreached(b, Event{Protocol: "http", Name: r.Host, Address: addrPort(f.to)}, err)
+			refuse(w, http.StatusBadGateway, err.Error())
+		},
+	}
+	l := &oneConn{conn: &heldConn{Conn: f.conn, r: in, done: make(chan struct{})}}
+	server := &http.Server{
+		MaxHeaderBytes: headerLimit, ReadHeaderTimeout: peekTime, IdleTimeout: 5 * time.Minute, ErrorLog: quiet,
+		BaseContext: func(net.Listener) context.Context { return ctx },
+		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			name, port := cleanHost(r.Host)
+			e := Event{Protocol: "http", Name: r.Host, Address: addrPort(f.to)}
+			switch {
+			case r.Method == http.MethodConnect:
+				e.Reason = "this is no proxy to CONNECT through"
+			case name == "":
+				e.Reason = "no rule allows the address, and the request names no host"
+			case port != 0 && port != f.to.Port():
+				e.Reason = "the request is for another port than the connection"
+			case !b.rules.Load().Name(name, f.to.Port()):
+				e.Reason = "no rule allows the name on this port"
+			}
+			if e.Reason != "" {
+				s.deny(b, e)
+				refuse(w, http.StatusForbidden, e.Reason)
+				return
+			}
+			b.lead(f, name)
+			proxy.ServeHTTP(w, r)
+		}),
+	}
+	_ = server.Serve(l) // ends with the connection
+}
+
+func refuse(w http.ResponseWriter, code int, why string) {
+	w.Header().Set("Connection", "close")
+	http.Error(w, fmt.Sprintf("agentbox: egress denied: %s", printable(why)), code)
+}
+
+// cleanHost takes a Host header apart; a name that is none is empty.
+func cleanHost(host string) (name string, port uint16) {
+	if h, p, err := net.SplitHostPort(host); err == nil {
+		n, err := strconv.ParseUint(p, 10, 16)
+		if err != nil || n == 0 {
+			return "", 0
+		}
+		host, port = h, uint16(n)
+	}
+	name, ok := cleanName(host)
+	if !ok {
+		return "", 0
+	}
+	return name, port
+}
+
+// heldConn is a connection of which some has been read; done is closed with it.
+type heldConn struct {
+	net.Conn
+	r    io.Reader
+	once sync.Once
+	done chan struct{}
+}
+
+func (c *heldConn) Read(p []byte) (int, error) { return c.r.Read(p) }
+
+func (c *heldConn) Close() error {
+	err := c.Conn.Close()
+	c.once.Do(func() { close(c.done) })
+	return err
+}
+
+// oneConn is a listener with one connection, which ends with it.
+type oneConn struct {
+	conn  *heldConn
+	given bool
+}
+
+func (l *oneConn) Accept() (net.Conn, error) {
+	if !l.given {
+		l.given = true
+		return l.conn, nil
+	}
+	<-l.conn.done
+	return nil, net.ErrClosed
+}
+
+func (l *oneConn) Close() error   { return nil }
+func (l *oneConn) Addr() net.Addr { return l.conn.LocalAddr() }

@@ -1,0 +1,571 @@
+package network
+
+import (
+	"bufio"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/net/dns/dnsmessage"
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/network/egress"
+)
+
+// filtered is a world whose proxy is a process as in real life, and an
+// internet with a resolver, web servers and a server that speaks first.
+func filtered(t *testing.T) *world {
+	t.Helper()
+	theInternet(t)
+	w := open(t)
+	w.m.UseProxy(func() *exec.Cmd {
+		cmd := exec.Command("/proc/self/exe")
+		cmd.Env = append(os.Environ(), roleEnv+"=egress "+w.m.root)
+		return cmd
+	}, (*exec.Cmd).Start)
+	return w
+}
+
+func egressTo(rules ...string) runtime.Network {
+	return runtime.Network{Mode: runtime.NetworkFiltered, Egress: rules}
+}
+
+// names is what the test's resolver knows.
+var names = map[string]string{
+	"good.example.": internetAddress, "other.example.": internetAddress, "sub.wild.example.": internetAddress,
+	"rebind.example.": "10.1.2.3", "local.example.": "127.0.0.1", "metadata.example.": "169.254.169.254", "host.example.": hostAddress,
+}
+
+func theInternet(t *testing.T) {
+	t.Helper()
+	conf := filepath.Join(t.TempDir(), "resolv.conf")
+	if err := os.WriteFile(conf, []byte("nameserver "+internetAddress+"\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Mount(conf, "/etc/resolv.conf", "", unix.MS_BIND, ""); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount("/etc/resolv.conf", unix.MNT_DETACH); err != nil {
+			t.Error(err)
+		}
+	})
+	listen := func(port string) net.Listener {
+		var l net.Listener
+		if err := in(t, internet, func() (err error) { l, err = net.Listen("tcp4", ":"+port); return }); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { l.Close() })
+		return l
+	}
+	page := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { fmt.Fprintf(w, "page of %s", r.Host) })
+	web := &httptest.Server{Listener: listen("80"), Config: &http.Server{Handler: page}}
+	web.Start()
+	t.Cleanup(web.Close)
+	secure := &httptest.Server{Listener: listen("443"), Config: &http.Server{Handler: page, ErrorLog: nil}}
+	secure.StartTLS()
+	t.Cleanup(secure.Close)
+	first := listen("22") // speaks first, then echoes
+	go func() {
+		for {
+			c, err := first.Accept()
+			if err != nil {
+				return
+			}
+			go func() {
+				defer c.Close()
+				fmt.Fprintln(c, "SSH-2.0-test")
+				_, _ = io.Copy(c, c)
+			}()
+		}
+	}()
+	var dns net.PacketConn
+	if err := in(t, internet, func() (err error) { dns, err = net.ListenPacket("udp4", ":53"); return }); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { dns.Close() })
+	go resolver(dns)
+}
+
+func resolver(c net.PacketConn) {
+	buf := make([]byte, 4096)
+	for {
+		n, from, err := c.ReadFrom(buf)
+		if err != nil {
+			return
+		}
+		var q dnsmessage.Message
+		if q.Unpack(buf[:n]) != nil || len(q.Questions) != 1 {
+			continue
+		}
+		a := dnsmessage.Message{Header: dnsmessage.Header{ID: q.ID, Response: true, RecursionAvailable: true}, Questions: q.Questions}
+		name := q.Questions[0].Name
+		if ip, ok := names[name.String()]; !ok {
+			a.RCode = dnsmessage.RCodeNameError
+		} else if q.Questions[0].Type == dnsmessage.TypeA {
+			a.Answers = []dnsmessage.Resource{{
+				Header: dnsmessage.ResourceHeader{Name: name, Class: dnsmessage.ClassINET, TTL: 1},
+				Body:   &dnsmessage.AResource{A: netip.MustParseAddr(ip).As4()},
+			}}
+		}
+		if b, err := a.Pack(); err == nil {
+			_, _ = c.WriteTo(b, from)
+		}
+	}
+}
+
+// client is a raw client in a sandbox.
+type client struct {
+	testing.TB
+	Endpoint
+}
+
+func (c client) dial(network, to string) (conn net.Conn, err error) {
+	c.Helper()
+	err = in(c, c.Path, func() error {
+		conn, err = net.DialTimeout(network, to, 2*time.Second)
+		return err
+	})
+	if err == nil {
+		c.Cleanup(func() { conn.Close() })
+		err = conn.SetDeadline(time.Now().Add(15 * time.Second))
+	}
+	return conn, err
+}
+
+// lookUp asks a resolver for the addresses of a name.
+func (c client) lookUp(server, network, name string, kind dnsmessage.Type) (string, error) {
+	c.Helper()
+	conn, err := c.dial(network, server+":53")
+	if err != nil {
+		return "", err
+	}
+	q := dnsmessage.Message{
+		Header:    dnsmessage.Header{ID: 7, RecursionDesired: true},
+		Questions: []dnsmessage.Question{{Name: dnsmessage.MustNewName(name), Type: kind, Class: dnsmessage.ClassINET}},
+	}
+	b, err := q.Pack()
+	if err != nil {
+		c.Fatal(err)
+	}
+	if strings.HasPrefix(network, "tcp") {
+		b = append([]byte{0, byte(len(b))}, b...)
+	}
+	if _, err := conn.Write(b); err != nil {
+		return "", err
+	}
+	buf := make([]byte, 4096)
+	n, err := conn.Read(buf)
+	if err != nil {
+		return "", err
+	}
+	answer := buf[:n]
+	if strings.HasPrefix(network, "tcp") {
+		answer = answer[2:]
+	}
+	var m dnsmessage.Message
+	if err := m.Unpack(answer); err != nil {
+		return "", err
+	}
+	said := []string{strings.TrimPrefix(m.RCode.String(), "RCode")}
+	for _, r := range m.Answers {
+		said = append(said, net.IP(r.Body.(*dnsmessage.AResource).A[:]).String())
+	}
+	return strings.Join(said, " "), nil
+}
+
+func (c client) https(to, name string) (string, error) {
+	conn, err := c.dial("tcp4", to)
+	if err != nil {
+		return "", err
+	}
+	t := tls.Client(conn, &tls.Config{ServerName: name, InsecureSkipVerify: true}) //nolint:gosec // a test's server
+	return get(t, name)
+}
+
+func (c client) http(to, host string) (string, error) {
+	conn, err := c.dial("tcp4", to)
+	if err != nil {
+		return "", err
+	}
+	return get(conn, host)
+}
+
+func get(conn net.Conn, host string) (string, error) {
+	if _, err := fmt.Fprintf(conn, "GET / HTTP/1.1\r\nHost: %s\r\n\r\n", host); err != nil {
+		return "", err
+	}
+	r, err := http.ReadResponse(bufio.NewReader(conn), nil)
+	if err != nil {
+		return "", err
+	}
+	defer r.Body.Close()
+	b, err := io.ReadAll(r.Body)
+	return fmt.Sprintf("%d %s", r.StatusCode, b), err
+}
+
+// raw says something, or waits for the other side to begin.
+func (c client) raw(to, say string) (string, error) {
+	conn, err := c.dial("tcp4", to)
+	if err != nil {
+		return "", err
+	}
+	if _, err := io.WriteString(conn, say); err != nil {
+		return "", err
+	}
+	line, err := bufio.NewReader(conn).ReadString('\n')
+	return strings.TrimSpace(line), err
+}
+
+// denied are a sandbox's events without their times.
+func (w *world) denied(id string) []string {
+	w.Helper()
+	var all []string
+	err := egress.ReadEvents(w.m.EventsDir(), id, func(e egress.Event) error {
+		if e.Sandbox != id || time.Since(e.Time) > time.Hour {
+			w.Errorf("event %+v", e)
+		}
+		all = append(all, strings.Join([]string{e.Protocol, e.Name, e.Address, e.Reason}, "|"))
+		return nil
+	})
+	if err != nil {
+		w.Fatal(err)
+	}
+	return all
+}
+
+func (w *world) mustDeny(id, prefix string) {
+	w.Helper()
+	for end := time.Now().Add(10 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+		all := w.denied(id)
+		for _, e := range all {
+			if strings.HasPrefix(e, prefix) {
+				return
+			}
+		}
+		if time.Now().After(end) {
+			w.Errorf("no event %q among %q", prefix, all)
+			return
+		}
+	}
+}
+
+func want(t testing.TB, what, said string, err error, wanted string) {
+	t.Helper()
+	if err != nil || said != wanted {
+		t.Errorf("%s: %q, %v, want %q", what, said, err, wanted)
+	}
+}
+
+func refused(t testing.TB, what, said string, err error) {
+	t.Helper()
+	if err == nil {
+		t.Errorf("%s: %q, want an error", what, said)
+	}
+}
+
+func TestFiltered(t *testing.T) {
+	w := filtered(t)
+	serve(t, "", "tcp4", ":8080")
+	serve(t, internet, "tcp4", ":5432")
+	serve(t, internet, "udp4", ":443")
+	c := client{t, w.setup("a", egressTo("good.example 80,443,22", "*.wild.example 443", "rebind.example", "local.example", "metadata.example", "host.example",
+		internetAddress+" 5432", "0.0.0.0/0 9999", "169.254.169.254"))}
+	other := client{t, w.setup("b", egressTo())}
+	if len(c.Nameservers) != 1 || c.Nameservers[0] != c.Gateway.String() {
+		t.Errorf("resolvers %q, want the gateway", c.Nameservers)
+	}
+	web, secure, ssh := internetAddress+":80", internetAddress+":443", internetAddress+":22"
+
+	t.Run("names", func(t *testing.T) {
+		for _, q := range []struct {
+			server, network, name string
+			kind                  dnsmessage.Type
+			want                  string
+		}{
+			{c.Gateway.String(), "udp4", "good.example.", dnsmessage.TypeA, "Success " + internetAddress},
+			{c.Gateway.String(), "udp4", "GOOD.Example.", dnsmessage.TypeA, "Success " + internetAddress},
+			{c.Gateway.String(), "tcp4", "good.example.", dnsmessage.TypeA, "Success " + internetAddress},
+			{"8.8.8.8", "udp4", "sub.wild.example.", dnsmessage.TypeA, "Success " + internetAddress},
+			{c.Gateway.String(), "udp4", "good.example.", dnsmessage.TypeAAAA, "Success"},
+			{c.Gateway.String(), "udp4", "good.example.", dnsmessage.TypeTXT, "Success"},
+			{c.Gateway.String(), "udp4", "other.example.", dnsmessage.TypeA, "NameError"},
+			{internetAddress, "udp4", "other.example.", dnsmessage.TypeA, "NameError"},
+			{c.Gateway.String(), "udp4", "wild.example.", dnsmessage.TypeA, "NameError"},
+			{c.Gateway.String(), "udp4", "rebind.example.", dnsmessage.TypeA, "NameError"},
+			{c.Gateway.String(), "udp4", "local.example.", dnsmessage.TypeA, "NameError"},
+			{c.Gateway.String(), "udp4", "metadata.example.", dnsmessage.TypeA, "NameError"},
+			{c.Gateway.String(), "udp4", "host.example.", dnsmessage.TypeA, "NameError"},
+		} {
+			said, err := c.lookUp(q.server, q.network, q.name, q.kind)
+			want(t, q.name+" "+q.kind.String(), said, err, q.want)
+		}
+		w.mustDeny("a", "dns|other.example.||no rule allows the name")
+		w.mustDeny("a", "dns|rebind.example.||the name leads nowhere that is allowed: rebind.example is at 10.1.2.3")
+	})
+	t.Run("web", func(t *testing.T) {
+		said, err := c.http(web, "good.example")
+		want(t, "http", said, err, "200 page of good.example")
+		said, err = c.https(secure, "good.example")
+		want(t, "https", said, err, "200 page of good.example")
+		said, err = c.https("192.0.2.1:443", "sub.wild.example")
+		want(t, "https by an address of no meaning", said, err, "200 page of sub.wild.example")
+		said, err = c.http(web, "other.example")
+		want(t, "http to another name", said, err, "403 agentbox: egress denied: no rule allows the name on this port\n")
+		w.mustDeny("a", "http|other.example|"+web+"|no rule allows the name on this port")
+		said, err = c.http(web, internetAddress)
+		want(t, "http by address", said, err, "403 agentbox: egress denied: no rule allows the address, and the request names no host\n")
+		for name, why := range map[string]string{"other.example": "no rule allows the name on this port", "": "no rule allows the address, and the ClientHello names no server"} {
+			said, err = c.https(secure, name)
+			refused(t, "https to "+name, said, err)
+			w.mustDeny("a", "tls|"+name+"|"+secure+"|"+why)
+		}
+		said, err = c.http(internetAddress+":80", "sub.wild.example")
+		want(t, "a port that no rule has", said, err, "403 agentbox: egress denied: no rule allows the name on this port\n")
+		said, err = c.https(secure, "rebind.example")
+		refused(t, "a name at a private address", said, err)
+		w.mustDeny("a", "tls|rebind.example|"+secure+"|the name leads nowhere")
+		said, err = c.raw(secure, "hello\n")
+		refused(t, "neither TLS nor HTTP", said, err)
+		w.mustDeny("a", "tcp||"+secure+"|on this port only TLS and HTTP")
+	})
+	t.Run("second request", func(t *testing.T) {
+		conn, err := c.dial("tcp4", web)
+		if err != nil {
+			t.Fatal(err)
+		}
+		said, err := get(conn, "good.example")
+		want(t, "first", said, err, "200 page of good.example")
+		said, err = get(conn, "other.example")
+		want(t, "second", said, err, "403 agentbox: egress denied: no rule allows the name on this port\n")
+	})
+	t.Run("other protocols", func(t *testing.T) {
+		said, err := c.raw(ssh, "SSH-2.0-client\r\n")
+		want(t, "ssh", said, err, "SSH-2.0-test")
+		said, err = c.raw(ssh, "")
+		want(t, "a server that begins", said, err, "SSH-2.0-test")
+		said, err = c.raw("192.0.2.1:22", "SSH-2.0-client\r\n")
+		refused(t, "ssh to no allowed name", said, err)
+		w.mustDeny("a", "tcp||192.0.2.1:22|no rule allows the address, and it is none of an allowed name")
+		said, err = c.http(ssh, "other.example")
+		want(t, "http to another name on a port for ssh", said, err, "403 agentbox: egress denied: no rule allows the name on this port\n")
+		said, err = other.raw(ssh, "SSH-2.0-client\r\n")
+		refused(t, "ssh of a sandbox without rules", said, err)
+		seen, err := c.raw(internetAddress+":5432", "")
+		if host, _, _ := net.SplitHostPort(seen); err != nil || host != hostAddress {
+			t.Errorf("an address that is allowed: %q, %v", seen, err)
+		}
+	})
+	t.Run("never", func(t *testing.T) {
+		for _, to := range []string{"169.254.169.254:80", c.Gateway.String() + ":8080", hostAddress + ":8080", hostAddress + ":9999"} {
+			conn, err := c.dial("tcp4", to)
+			if err == nil {
+				_, err = io.WriteString(conn, "?\n")
+				if err == nil {
+					_, err = conn.Read(make([]byte, 1))
+				}
+			}
+			refused(t, to, "", err)
+		}
+		mustNotReach(t, c.Path, "tcp4", other.Address.String()+":9999")
+		w.mustDeny("a", "tcp||169.254.169.254:80|")
+		w.mustDeny("a", "tcp||"+hostAddress+":8080|")
+	})
+	t.Run("no UDP, no ICMP", func(t *testing.T) {
+		mustNotReach(t, c.Path, "udp4", secure)
+		w.mustDeny("a", "udp||"+secure+"|only TCP, and DNS")
+		if err := in(t, c.Path, func() error {
+			conn, err := net.Dial("ip4:icmp", internetAddress)
+			if err != nil {
+				return err
+			}
+			defer conn.Close()
+			_, err = conn.Write([]byte{8, 0, 0xf7, 0xfd, 0, 1, 0, 1})
+			return err
+		}); err != nil {
+			t.Fatal(err)
+		}
+		w.mustDeny("a", "icmp||"+internetAddress+"|")
+		if err := in(t, c.Path, func() error {
+			conn, err := net.DialTimeout("tcp6", "[2001:db8::1]:443", time.Second)
+			if err == nil {
+				conn.Close()
+			}
+			return err
+		}); !errors.Is(err, unix.ENETUNREACH) && !errors.Is(err, unix.EADDRNOTAVAIL) {
+			t.Errorf("IPv6: %v", err)
+		}
+	})
+	t.Run("inward", func(t *testing.T) {
+		serve(t, c.Path, "tcp4", ":80")
+		mustReach(t, "", "tcp4", c.Address.String()+":80", "")
+	})
+	t.Run("not a sandbox", func(t *testing.T) {
+		plain := w.setup("c", bridged)
+		for _, p := range w.state().Bridges {
+			if p.Proxy == nil {
+				t.Fatal("no ports")
+			}
+			mustNotReach(t, plain.Path, "tcp4", fmt.Sprintf("%s:%d", plain.Gateway, p.Proxy.TCP))
+		}
+		mustReach(t, plain.Path, "udp4", secure, "")
+	})
+	if all := strings.Join(w.denied("b"), "\n"); strings.Contains(all, "good.example") || !strings.Contains(all, ssh) {
+		t.Errorf("events of the other sandbox:\n%s", all)
+	}
+	for _, id := range []string{"a", "b", "c"} {
+		w.release(id)
+	}
+	if left := leftovers(t, w.m.root); len(left) > 0 {
+		t.Errorf("left: %q", left)
+	}
+}
+
+func (w *world) state() *state {
+	w.Helper()
+	s, err := w.m.load()
+	if err != nil {
+		w.Fatal(err)
+	}
+	return s
+}
+
+// proxyPid is the process that holds the lock.
+func (w *world) proxyPid() int {
+	w.Helper()
+	found, err := filepath.Glob("/proc/[0-9]*/environ")
+	if err != nil {
+		w.Fatal(err)
+	}
+	for _, path := range found {
+		b, err := os.ReadFile(path)
+		if err == nil && strings.Contains(string(b), roleEnv+"=egress "+w.m.root+"\x00") {
+			var pid int
+			if _, err := fmt.Sscanf(path, "/proc/%d/", &pid); err == nil {
+				return pid
+			}
+		}
+	}
+	return 0
+}
+
+func TestFilterOutlives(t *testing.T) {
+	w := filtered(t)
+	c := client{t, w.setup("a", egressTo("good.example"))}
+	secure := internetAddress + ":443"
+	works := func(when string) {
+		t.Helper()
+		said, err := c.https(secure, "good.example")
+		want(t, when, said, err, "200 page of good.example")
+	}
+	works("at first")
+
+	// Killed, nothing passes, and the next verb has it back.
+	pid := w.proxyPid()
+	kill(t, pid)
+	said, err := c.https(secure, "good.example")
+	refused(t, "with the proxy dead", said, err)
+	if err := w.m.Revive(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if again := w.proxyPid(); again == pid || again == 0 {
+		t.Errorf("proxy %d, was %d", again, pid)
+	}
+	works("revived")
+
+	// Rules change while it is up: what they no longer allow ends.
+	held, err := c.dial("tcp4", internetAddress+":22")
+	if err != nil {
+		t.Fatal(err)
+	}
+	hello := bufio.NewReader(held)
+	if _, err := hello.ReadString('\n'); err != nil {
+		t.Fatal(err)
+	}
+	c.Endpoint = w.setup("a", egressTo("other.example 443"))
+	if _, err := hello.ReadString('\n'); err == nil {
+		t.Error("a connection outlives its rule")
+	}
+	said, err = c.https(secure, "good.example")
+	refused(t, "without its rule", said, err)
+	said, err = c.https(secure, "other.example")
+	want(t, "with a new rule", said, err, "200 page of other.example")
+
+	// A stopped sandbox needs no proxy, and its next start has one.
+	w.teardown("a")
+	gone(t, w)
+	c.Endpoint = w.setup("a", egressTo("good.example"))
+	works("started again")
+
+	// Cut off for a restore, and connected.
+	if err := w.m.Isolate(t.Context(), "a"); err != nil {
+		t.Fatal(err)
+	}
+	e, err := w.m.Prepare(t.Context(), "a", egressTo("good.example"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := w.m.Connect(t.Context(), "a"); err != nil {
+		t.Fatal(err)
+	}
+	c.Endpoint = e
+	works("restored")
+	w.release("a")
+	gone(t, w)
+	if left := leftovers(t, w.m.root); len(left) > 0 {
+		t.Errorf("left: %q", left)
+	}
+}
+
+func kill(t *testing.T, pid int) {
+	t.Helper()
+	fd, err := unix.PidfdOpen(pid, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fd)
+	if err := unix.PidfdSendSignal(fd, unix.SIGKILL, nil, 0); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 5000); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// gone waits for the proxy's end.
+func gone(t *testing.T, w *world) {
+	t.Helper()
+	for end := time.Now().Add(5 * time.Second); w.proxyPid() != 0; time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatal("the proxy stays")
+		}
+	}
+}
+
+// Before anybody listens, and with a proxy that cannot start, nothing is up.
+func TestFilterFailsClosed(t *testing.T) {
+	theInternet(t)
+	w := open(t)
+	if _, err := w.m.Setup(t.Context(), "a", egressTo("good.example")); err == nil {
+		t.Error("filtered without a proxy")
+	}
+	w.m.UseProxy(func() *exec.Cmd { return exec.Command("/bin/false") }, (*exec.Cmd).Start)
+	if _, err := w.m.Setup(t.Context(), "a", egressTo("good.example")); err == nil {
+		t.Error("filtered with a proxy that does not start")
+	}
+	if ids, err := w.m.List(t.Context()); err != nil || len(ids) > 0 {
+		t.Errorf("left: %q, %v", ids, err)
+	}
+}

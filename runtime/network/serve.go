@@ -1,0 +1,291 @@
+package network
+
+import (
+	"bufio"
+	"context"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/netip"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/google/nftables"
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/runtime/network/egress"
+)
+
+// readyFd is where the process that UseProxy makes says that it listens.
+const readyFd = 3
+
+const (
+	deniedEvery = 500 * time.Millisecond // how often the set of what was dropped is read
+	aliveEvery  = 30 * time.Second       // how often it asks itself whether it is needed
+)
+
+// Serve is the life of the process behind all filtered sandboxes of a root. It
+// returns when the last of them is gone; until then it does what it is told
+// over its control socket:
+//
+//	update  read the state, and serve what it says
+//	ping    nothing
+//	end     end
+func (m *Manager) Serve(ctx context.Context) error {
+	// Its end is the sandboxes', not a terminal's or a login's.
+	signal.Ignore(syscall.SIGHUP, syscall.SIGINT, syscall.SIGPIPE, syscall.SIGQUIT)
+	signal.Reset(syscall.SIGTERM)
+	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	defer cancel()
+	lock, err := os.OpenFile(filepath.Join(m.proxyDir(), "lock"), os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
+	if err != nil {
+		return err
+	}
+	defer lock.Close()
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		return fmt.Errorf("another one serves this root: %w", err)
+	}
+	l, err := m.listenControl()
+	if err != nil {
+		return err
+	}
+	defer l.Close()
+	s := &server{m: m, Server: egress.New(egress.Options{Events: m.EventsDir(), Local: hostAddresses})}
+	defer s.Close()
+	ready()
+	go s.watch(ctx, l)
+	for {
+		c, err := l.Accept()
+		if errors.Is(err, net.ErrClosed) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		if s.serve(c) {
+			return nil
+		}
+	}
+}
+
+// server is the process.
+type server struct {
+	*egress.Server
+	m *Manager
+}
+
+func (m *Manager) listenControl() (net.Listener, error) {
+	address, dir, err := m.control()
+	if err != nil {
+		return nil, err
+	}
+	defer dir.Close()
+	// Left by one that was killed; we have the lock.
+	if err := os.Remove(address); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return nil, err
+	}
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: address, Net: "unix"})
+	if err != nil {
+		return nil, err
+	}
+	l.SetUnlinkOnClose(false) // by that name it is not there
+	return l, nil
+}
+
+// ready tells whoever started us. A process that someone started by hand has
+// nobody to tell.
+func ready() {
+	f := os.NewFile(readyFd, "ready")
+	_, _ = f.Write([]byte{0})
+	_ = f.Close()
+}
+
+// serve does what one verb says; at true, the process ends.
+func (s *server) serve(c net.Conn) (end bool) {
+	defer c.Close()
+	if err := c.SetDeadline(time.Now().Add(proxyWait)); err != nil {
+		return false
+	}
+	word, err := bufio.NewReader(io.LimitReader(c, 100)).ReadString('\n')
+	if err != nil {
+		return false
+	}
+	r := proxyReply{Version: proxyVersion}
+	switch strings.TrimSpace(word) {
+	case "update":
+		if r.Ends, r.Gates, err = s.update(); err != nil {
+			r.Error = err.Error()
+		}
+	case "end":
+		r.Ends = true
+	}
+	if r.Ends {
+		s.leave()
+	}
+	if err := json.NewEncoder(c).Encode(r); err != nil {
+		slog.Warn("answer a verb", "error", err)
+	}
+	return r.Ends
+}
+
+// leave gives up the socket, under the verbs' lock: the next one starts a new
+// process.
+func (s *server) leave() {
+	s.Close()
+	if err := os.RemoveAll(s.m.proxyDir()); err != nil {
+		slog.Warn("clear up", "error", err)
+	}
+}
+
+// update serves what the state says. It needs no lock: whoever asks has it.
+func (s *server) update() (ends bool, gates map[netip.Addr]egress.Ports, err error) {
+	st, err := s.m.load()
+	if err != nil {
+		return false, nil, err
+	}
+	if !s.m.filtering(st) {
+		return true, nil, nil
+	}
+	want := map[netip.Addr]egress.Ports{}
+	var boxes []egress.Box
+	for id, le := range st.Sandboxes {
+		if !le.Filtered {
+			continue
+		}
+		b := st.bridge(le.Bridge)
+		want[b.gateway()] = egress.Ports{}
+		if b.Proxy != nil {
+			want[b.gateway()] = *b.Proxy
+		}
+		boxes = append(boxes, egress.Box{ID: id, Address: le.Address, Rules: le.Egress})
+	}
+	gates, err = s.Update(want, boxes)
+	return false, gates, err
+}
+
+// watch reads what the rules have dropped, and ends the process when verbs
+// that were killed have left it behind.
+func (s *server) watch(ctx context.Context, l net.Listener) {
+	tick := time.NewTicker(deniedEvery)
+	defer tick.Stop()
+	seen := map[string]bool{}
+	alive := time.Now()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		if now, err := s.readDenied(seen); err != nil {
+			slog.Debug("read what was dropped", "error", err)
+		} else {
+			seen = now
+		}
+		if time.Since(alive) < aliveEvery {
+			continue
+		}
+		alive = time.Now()
+		if s.orphaned() {
+			_ = l.Close() // ends Serve
+			return
+		}
+	}
+}
+
+// orphaned tells that no filtered sandbox is up, and clears up if so.
+func (s *server) orphaned() bool {
+	f, err := os.OpenFile(filepath.Join(s.m.root, "network.lock"), os.O_RDWR|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+	if errors.Is(err, os.ErrNotExist) {
+		s.leave() // the root itself is gone
+		return true
+	}
+	if err != nil {
+		return false
+	}
+	defer f.Close()
+	if unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) != nil {
+		return false // a verb is at work, and will tell
+	}
+	st, err := s.m.load()
+	if err != nil || s.m.filtering(st) {
+		return false
+	}
+	s.leave()
+	return true
+}
+
+// readDenied reports what was dropped and not seen before.
+func (s *server) readDenied(seen map[string]bool) (map[string]bool, error) {
+	c, err := nftables.New()
+	if err != nil {
+		return nil, err
+	}
+	set, err := c.GetSetByName(&nftables.Table{Name: s.m.table, Family: nftables.TableFamilyIPv4}, deniedSet)
+	if err != nil {
+		return nil, err
+	}
+	found, err := c.GetSetElements(set)
+	if err != nil {
+		return nil, err
+	}
+	now := make(map[string]bool, len(found))
+	for _, e := range found {
+		if len(e.Key) != 16 {
+			continue
+		}
+		now[string(e.Key)] = true
+		if seen[string(e.Key)] {
+			continue
+		}
+		from, to := netip.AddrFrom4([4]byte(e.Key[:4])), netip.AddrFrom4([4]byte(e.Key[4:8]))
+		s.Denied(from, protocolName(e.Key[8]), netip.AddrPortFrom(to, binary.BigEndian.Uint16(e.Key[12:14])))
+	}
+	return now, nil
+}
+
+func protocolName(p byte) string {
+	switch p {
+	case unix.IPPROTO_TCP:
+		return "tcp"
+	case unix.IPPROTO_UDP:
+		return "udp"
+	case unix.IPPROTO_ICMP:
+		return "icmp"
+	}
+	return fmt.Sprint(p)
+}
+
+// hostAddresses are the host's own and the subnets of sandboxes.
+func hostAddresses() (own []netip.Addr, boxes []netip.Prefix, err error) {
+	links, err := net.Interfaces()
+	if err != nil {
+		return nil, nil, err
+	}
+	for _, l := range links {
+		addrs, err := l.Addrs()
+		if err != nil {
+			continue // gone meanwhile
+		}
+		for _, a := range addrs {
+			p, err := netip.ParsePrefix(a.String())
+			if err != nil || !p.Addr().Is4() {
+				continue
+			}
+			own = append(own, p.Addr())
+			for _, prefix := range bridgePrefixes {
+				if strings.HasPrefix(l.Name, prefix) {
+					boxes = append(boxes, p.Masked())
+				}
+			}
+		}
+	}
+	return own, boxes, nil
+}
