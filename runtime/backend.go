@@ -228,6 +228,18 @@ type Properties struct {
 	// FilesOnly: its sandboxes have no processes of their own. Checkpoints of
 	// them are of files alone; Pause freezes whoever uses the files.
 	FilesOnly bool
+	// Filters: it has network mode filtered, and is an EgressFilter.
+	Filters bool
+}
+
+// EgressFilter is a Backend that confines sandboxes to egress rules.
+type EgressFilter interface {
+	// SetEgress gives a container, whether it runs or not, other rules.
+	// Connections that they do not allow end.
+	SetEgress(ctx context.Context, id string, rules []string) error
+	// EgressEvents hands what a container was denied, oldest first, to each;
+	// when following, until ctx ends.
+	EgressEvents(ctx context.Context, id string, follow bool, each func(EgressEvent) error) error
 }
 
 // ExecError is a command that could not be started: 127 when it was not

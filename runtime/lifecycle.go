@@ -56,6 +56,9 @@ func (e *Engine) Create(ctx context.Context, req CreateRequest) (_ Sandbox, err 
 	if err != nil {
 		return Sandbox{}, err
 	}
+	if err := e.checkFilter(s); err != nil {
+		return Sandbox{}, err
+	}
 	name = s.Name
 	if err := e.admit(&s, req, img, own); err != nil {
 		return Sandbox{}, err
@@ -166,11 +169,12 @@ func complete(req CreateRequest, img images.Image, backend string) (Spec, error)
 	}
 	s.Network.Mode = cmp.Or(s.Network.Mode, NetworkBridge)
 	switch s.Network.Mode {
-	case NetworkNone, NetworkHost, NetworkBridge:
+	case NetworkNone, NetworkHost, NetworkBridge, NetworkFiltered:
 	default:
-		return s, fmt.Errorf("%w: network %q: choose none, host or bridge", ErrInvalid, s.Network.Mode)
+		return s, fmt.Errorf("%w: network %q: choose none, host, bridge or filtered", ErrInvalid, s.Network.Mode)
 	}
-	if s.Network.Mode != NetworkBridge && (len(s.Network.Ports) > 0 || s.Network.Group != "") {
+	bridged := s.Network.Mode == NetworkBridge || s.Network.Mode == NetworkFiltered
+	if !bridged && len(s.Network.Ports) > 0 || s.Network.Mode != NetworkBridge && s.Network.Group != "" {
 		return s, fmt.Errorf("%w: ports and network groups need --network bridge", ErrInvalid)
 	}
 	if err := checkText("the command", s.Args); err != nil {

@@ -28,6 +28,7 @@ const (
 	opRemove     = "rm"
 	opApply      = "apply"
 	opCommit     = "commit"
+	opUpdate     = "update"
 )
 
 // recoverWait is how long Recover waits for the lock of an interrupted verb: a
@@ -102,6 +103,8 @@ func (e *Engine) finish(ctx context.Context, in store.Intent) (did string, err e
 		did, err = e.finishCommit(ctx, in)
 	case opApply:
 		did, err = e.finishApply(ctx, in, host)
+	case opUpdate:
+		did, err = e.finishUpdate(ctx, in, host)
 	case opRemove:
 		var data removal
 		if data, err = decode[removal](in.Data); err == nil {

@@ -60,6 +60,7 @@ type Service interface {
 
 	CheckpointService
 	ImageService
+	EgressService
 
 	// Recover rolls interrupted verbs forward or back and frees what has no owner.
 	Recover(ctx context.Context) (Recovery, error)

@@ -61,6 +61,8 @@ var scenesOf = map[string][]string{
 	"portable.export.":          {"export"},
 	"portable.import.":          {"import"},
 	"commit.":                   {"commit"},
+	"update.":                   {"update"},
+	"oci.egress.":               {"update"},
 	"image":                     {"image import", "image rm"},
 }
 
@@ -104,6 +106,7 @@ var scenes = []scene{
 	{name: "recreate", prepare: func(s *sweep) { s.ok("rm", "-f", "s") }, verb: words("restore s base"), check: (*sweep).checkBack},
 	{name: "rm", verb: words("rm -f s"), check: (*sweep).checkBack},
 	{name: "rm --checkpoints", verb: words("rm -f --checkpoints s"), check: (*sweep).checkBack},
+	{name: "update", prepare: comer("--egress good.invalid busybox sleep 1000"), verb: words("update r --egress-add evil.invalid"), check: (*sweep).checkUpdated},
 	{name: "commit", verb: words("commit s i"), check: (*sweep).checkUnmoved},
 	{name: "image import", prepare: imported, verb: func(s *sweep) []string { return []string{"image", "import", "i", s.dir} }, check: (*sweep).checkUnmoved},
 	{name: "image rm", prepare: func(s *sweep) { imported(s); s.ok("image", "import", "i", s.dir) }, verb: words("image rm i"), check: (*sweep).checkUnmoved},

@@ -457,6 +457,22 @@ func (s *sweep) checkComer(r result) {
 	s.checkUnmoved(r)
 }
 
+// checkUpdated: what "r" may reach is what it was or what it was to be, and the
+// network knows the same.
+func (s *sweep) checkUpdated(r result) {
+	s.Helper()
+	if r.code == 0 != strings.Contains(s.ok("inspect", "r"), "evil.invalid") && !r.killed {
+		s.Errorf("code %d, and r is %s", r.code, s.ok("inspect", "r"))
+	}
+	state, err := os.ReadFile(filepath.Join(s.root, "network.json"))
+	if err != nil {
+		s.Fatal(err)
+	}
+	equal(s.box, "the network has the new rule", strings.Contains(string(state), "evil.invalid"), strings.Contains(s.ok("inspect", "r"), "evil.invalid"))
+	s.ok("restart", "-t", "0", "r")
+	s.checkComer(r)
+}
+
 // checkForks: "s" never stopped, and each fork is not there or runs at base.
 func (s *sweep) checkForks(r result) {
 	s.Helper()

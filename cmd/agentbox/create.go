@@ -36,6 +36,7 @@ type createOptions struct {
 	Network      string
 	NetworkGroup string
 	Publish      []string
+	Egress       []string
 	ReadOnly     bool
 	Init         bool
 	Entrypoint   string
@@ -70,9 +71,10 @@ func (o *createOptions) addFlags(fl *pflag.FlagSet) {
 	fl.StringVarP(&o.Memory, "memory", "m", "", "memory limit `SIZE`, e.g. 512m")
 	fl.StringVar(&o.CPUs, "cpus", "", "limit to this `NUMBER` of cores, e.g. 1.5")
 	fl.Int64Var(&o.Pids, "pids-limit", 0, "limit to this `NUMBER` of processes; -1: none")
-	fl.Var(choice(&o.Network, runtime.NetworkNone, runtime.NetworkHost, runtime.NetworkBridge), "network", "`MODE`: none (only lo), host, or bridge; default: the policy's, bridge")
+	fl.Var(choice(&o.Network, runtime.NetworkNone, runtime.NetworkHost, runtime.NetworkBridge, runtime.NetworkFiltered), "network", "`MODE`: none (only lo), host, bridge, or filtered (out only by --egress); default: the policy's, bridge")
+	fl.Var(list(&o.Egress), "egress", "with --network filtered, which it implies: let out to `RULE`, e.g. 'pypi.org 443', '*.debian.org 80,443', '10.0.0.0/8 5432'")
 	fl.StringVar(&o.NetworkGroup, "network-group", "", "let sandboxes of the same group `NAME` reach each other (bridge)")
-	fl.VarP(list(&o.Publish), "publish", "p", "publish a port, `[IP:]HOST:SANDBOX[/udp]` (bridge)")
+	fl.VarP(list(&o.Publish), "publish", "p", "publish a port, `[IP:]HOST:SANDBOX[/udp]` (bridge, filtered)")
 	fl.BoolVar(&o.ReadOnly, "read-only", false, "mount the root filesystem read-only")
 	fl.BoolVar(&o.Init, "init", false, "run a small init that reaps zombies and passes signals on")
 	fl.StringVar(&o.Entrypoint, "entrypoint", "", "`COMMAND` in place of the image's entrypoint; empty: none")
@@ -95,7 +97,7 @@ func (o *createOptions) request(args []string) (runtime.CreateRequest, error) {
 		Workdir: o.Workdir, User: o.User, Hostname: o.Hostname,
 		Terminal: o.TTY, OpenStdin: o.Interactive, Init: o.Init, ReadOnly: o.ReadOnly,
 		AutoRemove: o.Remove,
-		Network:    runtime.Network{Mode: o.Network, Group: o.NetworkGroup},
+		Network:    runtime.Network{Mode: o.Network, Group: o.NetworkGroup, Egress: o.Egress},
 	}
 	if o.Name != "" {
 		if err := checkName("--name", o.Name); err != nil {
@@ -141,6 +143,14 @@ func (o *createOptions) request(args []string) (runtime.CreateRequest, error) {
 		if spec.CheckpointEvery, err = parseEvery(o.Every); err != nil {
 			return none, err
 		}
+	}
+	if len(o.Egress) > 0 && o.Network == "" {
+		spec.Network.Mode = runtime.NetworkFiltered
+	} else if len(o.Egress) > 0 && o.Network != runtime.NetworkFiltered {
+		return none, usageErrorf("--egress needs --network filtered, not %s", o.Network)
+	}
+	if spec.Network.Mode == runtime.NetworkFiltered && o.NetworkGroup != "" {
+		return none, usageErrorf("--network-group needs --network bridge: sandboxes of a group reach each other past the filter")
 	}
 	req := runtime.CreateRequest{Spec: spec, Pull: o.pull.options(), CapAdd: o.CapAdd, CapDrop: o.CapDrop, Privileged: o.Privileged}
 	if o.entrypointSet {
@@ -198,7 +208,7 @@ func (o *createOptions) mounts() ([]runtime.Mount, error) {
 }
 
 func (o *createOptions) ports() ([]runtime.Port, error) {
-	if o.Network != "" && o.Network != runtime.NetworkBridge {
+	if o.Network != "" && o.Network != runtime.NetworkBridge && o.Network != runtime.NetworkFiltered {
 		if len(o.Publish) > 0 {
 			return nil, usageErrorf("--publish needs --network bridge, not %s", o.Network)
 		}

@@ -53,6 +53,17 @@ func newFake() *fakeService {
 	return &fakeService{fail: map[string]error{}, signals: make(chan string, 16), exits: map[string]chan int{}}
 }
 
+func (f *fakeService) UpdateEgress(_ context.Context, sandbox string, change runtime.EgressChange) ([]string, error) {
+	return append([]string{"pypi.org 443"}, change.Add...), f.call("UpdateEgress", sandbox, change.Add, change.Remove)
+}
+
+func (f *fakeService) EgressEvents(_ context.Context, sandbox string, follow bool, each func(runtime.EgressEvent) error) error {
+	if err := f.call("EgressEvents", sandbox, follow); err != nil {
+		return err
+	}
+	return each(runtime.EgressEvent{Time: epoch, Sandbox: sandbox, Protocol: "tls", Name: "evil.example", Address: "192.0.2.1:443", Reason: "no rule allows the name on this port", Missed: 3})
+}
+
 func (f *fakeService) call(method string, args ...any) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -150,13 +150,14 @@ Ctrl-C makes a verb stop and undo what it began; a second Ctrl-C ends it at once
 	add(groupSandbox,
 		newRunCommand(a), newCreateCommand(a), newExecCommand(a), newPsCommand(a), newInspectCommand(a),
 		newLogsCommand(a), newAttachCommand(a), newStopCommand(a), newStartCommand(a), newRestartCommand(a),
-		newKillCommand(a), newPauseCommand(a), newUnpauseCommand(a), newWaitCommand(a), newRmCommand(a), newCpCommand(a), newMCPCommand(a))
+		newKillCommand(a), newPauseCommand(a), newUnpauseCommand(a), newWaitCommand(a), newRmCommand(a), newCpCommand(a), newMCPCommand(a),
+		newUpdateCommand(a), newEventsCommand(a))
 	add(groupUndo, newCheckpointCommand(a), newRestoreCommand(a), newForkCommand(a), newLogCommand(a), newDiffCommand(a), newApplyCommand(a),
 		newVerifyCommand(a), newPruneCommand(a), newDfCommand(a), newStoreCommand(a))
 	add(groupImage, newImageCommand(a), newCommitCommand(a))
 	add(groupHost, newDoctorCommand(a), newSetupCommand(a), newRecoverCommand(a), newVersionCommand(a), newCompletionCommand(a))
 	add(groupHost, newPolicyCommand(a), newDockerPluginCommand(a), newVolumeCommand(a))
-	cmd.AddCommand(newReapCommand(a), newMonitorCommand(), newAutoCommand(a), newManCommand())
+	cmd.AddCommand(newReapCommand(a), newMonitorCommand(), newEgressCommand(a), newAutoCommand(a), newManCommand())
 	wrapArgs(cmd)
 	return cmd
 }

@@ -29,6 +29,7 @@ package oci
 
 import (
 	"cmp"
+	"context"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -107,11 +108,20 @@ func Open(opts Options) (*Backend, error) {
 	if b.net, err = network.Open(b.home.Root, b.home.Run); err != nil {
 		return nil, err
 	}
+	if b.self != "" {
+		b.net.UseProxy(b.egress, b.startEgress)
+	}
+	if err := b.net.Revive(context.Background()); err != nil {
+		// It must not keep the user from other sandboxes; those it is for have no way out.
+		b.log.Error("filtered sandboxes reach nothing", "error", err)
+	}
 	return b, nil
 }
 
 // Properties are this backend's differences.
-func (b *Backend) Properties() runtime.Properties { return runtime.Properties{Name: "oci"} }
+func (b *Backend) Properties() runtime.Properties {
+	return runtime.Properties{Name: "oci", Filters: true}
+}
 
 // place is what a container's bundle is made of.
 func (b *Backend) place(id string) bundle.Place {

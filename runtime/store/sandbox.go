@@ -149,6 +149,23 @@ func (s *Store) SetHead(ctx context.Context, id, head string, attempt int) error
 	})
 }
 
+// SetSpec changes a sandbox's spec, for good.
+func (s *Store) SetSpec(ctx context.Context, id string, spec json.RawMessage) error {
+	if err := validSpec(spec); err != nil {
+		return err
+	}
+	return s.write(ctx, "change a spec", func(tx *sql.Tx) error {
+		res, err := tx.ExecContext(ctx, "UPDATE sandboxes SET spec = ? WHERE id = ?", string(spec), id)
+		if err != nil {
+			return err
+		}
+		if n, err := res.RowsAffected(); err != nil || n == 0 {
+			return errors.Join(err, fmt.Errorf("sandbox %q: %w", id, fault.ErrNotFound))
+		}
+		return nil
+	})
+}
+
 // Keep records that a sandbox stays when it exits, or that it need not.
 func (s *Store) Keep(ctx context.Context, id string, keep bool) error {
 	return s.release(ctx, "keep a sandbox", func(tx *sql.Tx) error {

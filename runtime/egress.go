@@ -1,0 +1,201 @@
+package runtime
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/runtime/network/egress"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// EgressEvent is one attempt of a filtered sandbox that was denied: the
+// documented JSON of `agentbox events`; it only ever grows.
+type EgressEvent = egress.Event
+
+// EgressChange is what Update does to the egress rules of a sandbox.
+type EgressChange struct {
+	Add    []string
+	Remove []string
+}
+
+// EgressService is the part of Service about filtered sandboxes.
+type EgressService interface {
+	// UpdateEgress changes what a sandbox may reach, at once if it runs, and
+	// returns all its rules. Of a rule that is to be removed and not there it
+	// makes ErrNotFound, and then changes nothing.
+	UpdateEgress(ctx context.Context, sandbox string, change EgressChange) ([]string, error)
+	// EgressEvents hands what a sandbox was denied, oldest first, to each;
+	// when following, until ctx ends.
+	EgressEvents(ctx context.Context, sandbox string, follow bool, each func(EgressEvent) error) error
+}
+
+// updating is the journal's data of an update.
+type updating struct {
+	Egress []string `json:"egress"`
+}
+
+// checkFilter refuses egress rules that make no sense, or on a backend that
+// cannot keep them.
+func (e *Engine) checkFilter(s Spec) error {
+	if s.Network.Mode != NetworkFiltered {
+		if len(s.Network.Egress) > 0 {
+			return fmt.Errorf("%w: egress rules need --network filtered", ErrInvalid)
+		}
+		return nil
+	}
+	host, err := e.host(s.Backend)
+	if err != nil {
+		return err
+	}
+	if !host.Properties().Filters {
+		return hint(fmt.Errorf("%w: network filtered with the backend %s", ErrUnsupported, s.Backend), "Use the backend oci.")
+	}
+	_, err = egress.ParseRules(s.Network.Egress)
+	return err
+}
+
+// UpdateEgress changes what a sandbox may reach.
+func (e *Engine) UpdateEgress(ctx context.Context, ref string, change EgressChange) (rules []string, err error) {
+	defer func() { err = fail("update", ref, err) }()
+	sb, err := e.acquire(ctx, ref, "update", lockWait)
+	if err != nil {
+		return nil, err
+	}
+	defer sb.lock.Unlock()
+	s, filter, err := filtered(sb.Sandbox, sb.host)
+	if err != nil {
+		return nil, err
+	}
+	if rules, err = changed(s.Network.Egress, change); err != nil {
+		return nil, err
+	}
+	err = e.intent(ctx, store.Intent{Op: opUpdate, Sandbox: sb.ID}, updating{rules}, func(int64) error {
+		err := e.setEgress(ctx, sb.Sandbox, filter, rules)
+		if err == nil {
+			return nil
+		}
+		// The sandbox keeps what it had.
+		return errors.Join(err, e.setEgress(context.WithoutCancel(ctx), sb.Sandbox, filter, s.Network.Egress))
+	})
+	if err != nil {
+		return nil, err
+	}
+	e.log.Info("egress rules changed", "sandbox", sb.ID, "rules", len(rules))
+	return rules, nil
+}
+
+// changed are rules after a change, in their canonical form.
+func changed(old []string, change EgressChange) ([]string, error) {
+	canonical := func(texts []string) ([]string, error) {
+		parsed, err := egress.ParseRules(texts)
+		out := make([]string, len(parsed))
+		for i, r := range parsed {
+			out[i] = r.String()
+		}
+		return out, err
+	}
+	rules, err := canonical(old)
+	if err != nil {
+		return nil, err
+	}
+	add, err := canonical(change.Add)
+	if err != nil {
+		return nil, err
+	}
+	remove, err := canonical(change.Remove)
+	if err != nil {
+		return nil, err
+	}
+	for _, r := range remove {
+		i := slices.Index(rules, r)
+		if i < 0 {
+			return nil, hint(fmt.Errorf("egress rule %q: %w", r, ErrNotFound), "See the rules there are with: agentbox inspect")
+		}
+		rules = slices.Delete(rules, i, i+1)
+	}
+	for _, r := range add {
+		if !slices.Contains(rules, r) {
+			rules = append(rules, r)
+		}
+	}
+	_, err = egress.ParseRules(rules) // not too many
+	return rules, err
+}
+
+// setEgress puts rules on record and in force.
+func (e *Engine) setEgress(ctx context.Context, sb store.Sandbox, filter EgressFilter, rules []string) error {
+	s, err := spec(sb)
+	if err != nil {
+		return err
+	}
+	s.Network.Egress = rules
+	data, err := json.Marshal(s)
+	if err != nil {
+		return err
+	}
+	if err := e.store.SetSpec(ctx, sb.ID, data); err != nil {
+		return err
+	}
+	if err := failpoint.Hit("update.after-row"); err != nil {
+		return err
+	}
+	return filter.SetEgress(ctx, sb.ID, rules)
+}
+
+// filtered returns what is needed to deal with a filtered sandbox.
+func filtered(sb store.Sandbox, host Host) (Spec, EgressFilter, error) {
+	s, err := spec(sb)
+	if err != nil {
+		return s, nil, err
+	}
+	if s.Network.Mode != NetworkFiltered {
+		return s, nil, fmt.Errorf("%w: its network is %s, not filtered", ErrState, s.Network.Mode)
+	}
+	filter, ok := host.Backend.(EgressFilter)
+	if !ok {
+		return s, nil, fmt.Errorf("%w: its backend has no egress rules", ErrUnsupported)
+	}
+	return s, filter, nil
+}
+
+// finishUpdate puts in force what the killed verb was told.
+func (e *Engine) finishUpdate(ctx context.Context, in store.Intent, host Host) (string, error) {
+	data, err := decode[updating](in.Data)
+	if err != nil {
+		return "", err
+	}
+	sb, err := e.store.Sandbox(ctx, in.Sandbox)
+	if errors.Is(err, ErrNotFound) {
+		return "", nil
+	}
+	if err != nil {
+		return "", err
+	}
+	_, filter, err := filtered(sb, host)
+	if err != nil {
+		return "", err
+	}
+	return fmt.Sprintf("finished the change of the egress rules of sandbox %s", short(in.Sandbox)), e.setEgress(ctx, sb, filter, data.Egress)
+}
+
+// EgressEvents hands what a sandbox was denied to each.
+func (e *Engine) EgressEvents(ctx context.Context, ref string, follow bool, each func(EgressEvent) error) (err error) {
+	defer func() { err = fail("events", ref, err) }()
+	sb, err := e.store.Sandbox(ctx, ref)
+	if err != nil {
+		return err
+	}
+	host, err := e.host(sb.Backend)
+	if err != nil {
+		return err
+	}
+	_, filter, err := filtered(sb, host)
+	if err != nil {
+		return err
+	}
+	return filter.EgressEvents(ctx, sb.ID, follow, each)
+}

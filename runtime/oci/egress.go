@@ -1,0 +1,75 @@
+package oci
+
+import (
+	"context"
+	"os/exec"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/home"
+	"github.com/agentbox/agentbox/runtime/network"
+)
+
+var _ runtime.EgressFilter = (*Backend)(nil)
+
+// egress makes the process behind the filtered sandboxes of this root.
+func (b *Backend) egress() *exec.Cmd {
+	cmd := exec.Command(b.self, "--root", b.home.Base, "egress")
+	cmd.Env = b.environ()
+	return cmd
+}
+
+// startEgress starts it beside the conmons: like them it outlives its caller.
+func (b *Backend) startEgress(cmd *exec.Cmd) error {
+	born, err := b.cgroups.StartIn(cmd, monitors)
+	if err != nil {
+		return err
+	}
+	if err := b.cgroups.MoveTo(cmd.Process.Pid, monitors, born); err != nil {
+		b.log.Debug("the proxy stays in the caller's cgroup", "error", err)
+	}
+	return nil
+}
+
+// SetEgress gives a container other egress rules.
+func (b *Backend) SetEgress(ctx context.Context, id string, rules []string) error {
+	unlock, err := b.home.Lock(ctx, id)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	rec, err := b.load(id)
+	if err != nil {
+		return err
+	}
+	rec.Spec.Network.Egress = rules
+	// On record first: what starts it next has to know.
+	if err := b.home.Save(id, rec); err != nil {
+		return err
+	}
+	if err := failpoint.Hit("oci.egress.after-record"); err != nil {
+		return err
+	}
+	return b.net.SetEgress(ctx, id, rules)
+}
+
+// EgressEvents hands what a container was denied to each.
+func (b *Backend) EgressEvents(ctx context.Context, id string, follow bool, each func(runtime.EgressEvent) error) error {
+	if err := home.Check(id); err != nil {
+		return err
+	}
+	return b.net.Events(ctx, id, follow, each)
+}
+
+// ServeEgress is the life of that process.
+func ServeEgress(ctx context.Context, root, run string) error {
+	h, err := home.Open(root, run, "")
+	if err != nil {
+		return err
+	}
+	net, err := network.Open(h.Root, h.Run)
+	if err != nil {
+		return err
+	}
+	return net.Serve(ctx)
+}
