@@ -158,9 +158,9 @@ func (m *Manager) Revive(ctx context.Context) error {
 	if _, err := os.Lstat(m.proxyDir()); errors.Is(err, os.ErrNotExist) {
 		return nil
 	}
-	soon, cancel := context.WithTimeout(ctx, proxyWait)
+	ctx, cancel := context.WithTimeout(ctx, 2*proxyWait)
 	defer cancel()
-	if _, err := m.tell(soon, "ping"); err == nil {
+	if _, err := m.tell(ctx, "ping"); err == nil {
 		return nil
 	}
 	v, err := m.begin(ctx)

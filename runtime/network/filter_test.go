@@ -341,6 +341,17 @@ func TestFiltered(t *testing.T) {
 		refused(t, "neither TLS nor HTTP", said, err)
 		w.mustDeny("a", "tcp||"+secure+"|on this port only TLS and HTTP")
 	})
+	t.Run("another sandbox comes", func(t *testing.T) {
+		conn, err := c.dial("tcp4", secure)
+		if err != nil {
+			t.Fatal(err)
+		}
+		// The proxy is told of it while it does not know yet where this one leads.
+		w.setup("d", egressTo())
+		said, err := get(tls.Client(conn, &tls.Config{ServerName: "good.example", InsecureSkipVerify: true}), "good.example") //nolint:gosec // a test's server
+		want(t, "https", said, err, "200 page of good.example")
+		w.release("d")
+	})
 	t.Run("second request", func(t *testing.T) {
 		conn, err := c.dial("tcp4", web)
 		if err != nil {

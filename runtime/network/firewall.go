@@ -40,8 +40,11 @@ func (v *verb) openFirewall() (warnings []string, err error) {
 	}
 	var user, forward *nftables.Chain
 	for _, ch := range chains {
-		drops := ch.Hooknum != nil && *ch.Hooknum == *nftables.ChainHookForward && ch.Policy != nil && *ch.Policy == nftables.ChainPolicyDrop
+		drops := dropsAt(ch, nftables.ChainHookForward)
 		switch {
+		case v.state.filters() && dropsAt(ch, nftables.ChainHookInput) && (ch.Table.Family == nftables.TableFamilyIPv4 || ch.Table.Family == nftables.TableFamilyINet):
+			warnings = append(warnings, fmt.Sprintf("The nftables chain %s of table %s drops what is for the host by default; let it accept TCP and UDP from %s*, or filtered sandboxes reach nothing.",
+				ch.Name, ch.Table.Name, v.m.bridge))
 		case inFilter(ch) && ch.Name == "DOCKER-USER":
 			user = ch
 		case inFilter(ch) && ch.Name == "FORWARD":
@@ -65,6 +68,11 @@ func (v *verb) openFirewall() (warnings []string, err error) {
 		return warnings, nil
 	}
 	return warnings, v.permit(c, target)
+}
+
+// dropsAt tells whether a chain drops by default what comes by a hook.
+func dropsAt(ch *nftables.Chain, hook *nftables.ChainHook) bool {
+	return ch.Hooknum != nil && *ch.Hooknum == *hook && ch.Policy != nil && *ch.Policy == nftables.ChainPolicyDrop
 }
 
 func inFilter(ch *nftables.Chain) bool {

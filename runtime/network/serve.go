@@ -14,6 +14,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"runtime/debug"
 	"strings"
 	"syscall"
 	"time"
@@ -30,6 +31,7 @@ const readyFd = 3
 const (
 	deniedEvery = 500 * time.Millisecond // how often the set of what was dropped is read
 	aliveEvery  = 30 * time.Second       // how often it asks itself whether it is needed
+	memoryLimit = 256 << 20              // from which on the garbage collector works harder
 )
 
 // Serve is the life of the process behind all filtered sandboxes of a root. It
@@ -45,6 +47,7 @@ func (m *Manager) Serve(ctx context.Context) error {
 	signal.Reset(syscall.SIGTERM)
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	defer cancel()
+	debug.SetMemoryLimit(memoryLimit)
 	lock, err := os.OpenFile(filepath.Join(m.proxyDir(), "lock"), os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
 	if err != nil {
 		return err
@@ -103,8 +106,12 @@ func (m *Manager) listenControl() (net.Listener, error) {
 // ready tells whoever started us. A process that someone started by hand has
 // nobody to tell.
 func ready() {
+	var st unix.Stat_t
+	if unix.Fstat(readyFd, &st) != nil || st.Mode&unix.S_IFMT != unix.S_IFIFO {
+		return
+	}
 	f := os.NewFile(readyFd, "ready")
-	_, _ = f.Write([]byte{0})
+	_, _ = f.Write([]byte{0}) // who started us may be gone
 	_ = f.Close()
 }
 

@@ -27,7 +27,8 @@ func (s *Server) answerUDP(c net.PacketConn) {
 			return
 		}
 		if err != nil {
-			continue // an ICMP error for an earlier answer
+			time.Sleep(10 * time.Millisecond) // the kernel is out of something
+			continue
 		}
 		a, ok := from.(*net.UDPAddr)
 		if !ok {

@@ -149,9 +149,10 @@ func (s *Server) Update(gateways map[netip.Addr]Ports, boxes []Box) (map[netip.A
 		}
 		b.rules.Store(&parsed[i])
 		s.boxes[want.Address] = b
-		b.cut(func(f *flow) bool { return !s.allows(b, f) })
+		b.cut(func(f *flow) bool { return f.led() && !s.allows(b, f) })
 	}
 	for _, b := range left {
+		b.log.close()
 		b.cut(func(*flow) bool { return true })
 	}
 	return at, nil
@@ -209,6 +210,10 @@ type flow struct {
 	to   netip.AddrPort
 	out  net.Conn
 }
+
+// led tells whether it is known where a flow leads; before, the rules that
+// decide are those of then.
+func (f *flow) led() bool { return f.name != "" || f.out != nil }
 
 // begin counts a connection; false is one too many.
 func (b *box) begin(f *flow) bool {
@@ -312,6 +317,8 @@ func (s *Server) named(ctx context.Context, b *box, to netip.AddrPort) string {
 	if name := b.pinned(to); name != "" {
 		return name
 	}
+	ctx, cancel := context.WithTimeout(ctx, resolveTime)
+	defer cancel()
 	tried := 0
 	for _, r := range rules {
 		if r.name == "" || r.below || !r.covers(to.Port()) || tried == answerLimit {

@@ -58,6 +58,7 @@ type eventLog struct {
 	dir, id string
 
 	mu     sync.Mutex
+	closed bool
 	bucket bucket
 	missed int
 	last   Event // identical attempts within a second are one
@@ -66,6 +67,9 @@ type eventLog struct {
 func (l *eventLog) add(e Event) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	if l.closed {
+		return nil
+	}
 	e.Time, e.Sandbox = time.Now().UTC(), l.id
 	if e.Name = printable(e.Name); len(e.Name) > 300 {
 		e.Name = e.Name[:300]
@@ -88,29 +92,31 @@ func (l *eventLog) add(e Event) error {
 	return nil
 }
 
-func (l *eventLog) write(line []byte) (err error) {
-	f, err := os.OpenFile(LogPath(l.dir, l.id), os.O_WRONLY|os.O_APPEND|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+// close ends the log: the sandbox is gone, and its file is about to be.
+func (l *eventLog) close() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.closed = true
+}
+
+func (l *eventLog) write(line []byte) error {
+	path := LogPath(l.dir, l.id)
+	st, err := os.Lstat(path)
+	switch {
+	case errors.Is(err, os.ErrNotExist): // the directory, too, goes with the last file
+		err = os.MkdirAll(l.dir, 0o700)
+	case err == nil && st.Size()+int64(len(line)) > logLimit:
+		err = os.Rename(path, olderPath(l.dir, l.id))
+	}
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, f.Close()) }()
-	st, err := f.Stat()
+	f, err := os.OpenFile(path, os.O_WRONLY|os.O_APPEND|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
 	if err != nil {
 		return err
-	}
-	if st.Size()+int64(len(line)) > logLimit {
-		if err := os.Rename(LogPath(l.dir, l.id), olderPath(l.dir, l.id)); err != nil {
-			return err
-		}
-		if err := f.Close(); err != nil {
-			return err
-		}
-		if f, err = os.OpenFile(LogPath(l.dir, l.id), os.O_WRONLY|os.O_APPEND|os.O_CREATE|unix.O_NOFOLLOW, 0o600); err != nil {
-			return err
-		}
 	}
 	_, err = f.Write(line)
-	return err
+	return errors.Join(err, f.Close())
 }
 
 // printable takes out of a name what a terminal would obey.
