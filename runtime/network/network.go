@@ -41,7 +41,8 @@
 // they note in a set, from which the proxy's process makes events. They are in
 // force before the sandbox's link is up. Package egress judges. When its
 // process is dead nobody listens: nothing leaves. The next verb of any sandbox
-// starts it again, and it ends when no filtered sandbox is up.
+// starts it again. It ends when the last filtered sandbox is removed, or half a
+// minute to a minute after it was stopped: a restore may bring back connections.
 //
 // # How data flows
 //

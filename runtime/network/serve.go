@@ -16,6 +16,7 @@ import (
 	"path/filepath"
 	"runtime/debug"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -30,12 +31,13 @@ const readyFd = 3
 
 const (
 	deniedEvery = 500 * time.Millisecond // how often the set of what was dropped is read
-	aliveEvery  = 30 * time.Second       // how often it asks itself whether it is needed
+	idleEvery   = 30 * time.Second       // how often it asks itself whether it is needed; at the second no it ends
 	memoryLimit = 256 << 20              // from which on the garbage collector works harder
 )
 
 // Serve is the life of the process behind all filtered sandboxes of a root. It
-// returns when the last of them is gone; until then it does what it is told
+// returns when the last of them is removed, or some time after it was stopped;
+// until then it does what it is told
 // over its control socket:
 //
 //	update  read the state, and serve what it says
@@ -82,7 +84,8 @@ func (m *Manager) Serve(ctx context.Context) error {
 // server is the process.
 type server struct {
 	*egress.Server
-	m *Manager
+	m    *Manager
+	idle atomic.Bool // at the last look nobody needed it
 }
 
 func (m *Manager) listenControl() (net.Listener, error) {
@@ -154,11 +157,13 @@ func (s *server) leave() {
 
 // update serves what the state says. It needs no lock: whoever asks has it.
 func (s *server) update() (ends bool, gates map[netip.Addr]egress.Ports, err error) {
+	s.idle.Store(false)
 	st, err := s.m.load()
 	if err != nil {
 		return false, nil, err
 	}
-	if !s.m.filtering(st) {
+	// One that is merely stopped may be about to be restored, with connections.
+	if !st.filters() {
 		return true, nil, nil
 	}
 	want := map[netip.Addr]egress.Ports{}
@@ -178,13 +183,13 @@ func (s *server) update() (ends bool, gates map[netip.Addr]egress.Ports, err err
 	return false, gates, err
 }
 
-// watch reads what the rules have dropped, and ends the process when verbs
-// that were killed have left it behind.
+// watch reads what the rules have dropped, and ends the process when no
+// sandbox needs it any more.
 func (s *server) watch(ctx context.Context, l net.Listener) {
 	tick := time.NewTicker(deniedEvery)
 	defer tick.Stop()
 	seen := map[string]bool{}
-	alive := time.Now()
+	asked := time.Now()
 	for {
 		select {
 		case <-ctx.Done():
@@ -196,10 +201,10 @@ func (s *server) watch(ctx context.Context, l net.Listener) {
 		} else {
 			seen = now
 		}
-		if time.Since(alive) < aliveEvery {
+		if time.Since(asked) < idleEvery {
 			continue
 		}
-		alive = time.Now()
+		asked = time.Now()
 		if s.orphaned() {
 			_ = l.Close() // ends Serve
 			return
@@ -207,7 +212,8 @@ func (s *server) watch(ctx context.Context, l net.Listener) {
 	}
 }
 
-// orphaned tells that no filtered sandbox is up, and clears up if so.
+// orphaned tells that no filtered sandbox is up, nor was when it was last
+// asked, and clears up if so.
 func (s *server) orphaned() bool {
 	f, err := os.OpenFile(filepath.Join(s.m.root, "network.lock"), os.O_RDWR|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 	if errors.Is(err, os.ErrNotExist) {
@@ -223,6 +229,10 @@ func (s *server) orphaned() bool {
 	}
 	st, err := s.m.load()
 	if err != nil || s.m.filtering(st) {
+		s.idle.Store(false)
+		return false
+	}
+	if !s.idle.Swap(true) {
 		return false
 	}
 	s.leave()

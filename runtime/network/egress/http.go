@@ -109,6 +109,15 @@ func (c *heldConn) Close() error {
 	return err
 }
 
+// CloseWrite lets the server end a connection in good order, so that its last
+// words arrive.
+func (c *heldConn) CloseWrite() error {
+	if w, ok := c.Conn.(interface{ CloseWrite() error }); ok {
+		return w.CloseWrite()
+	}
+	return nil
+}
+
 // oneConn is a listener with one connection, which ends with it.
 type oneConn struct {
 	conn  *heldConn
