@@ -17,6 +17,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/nftables"
 	"golang.org/x/net/dns/dnsmessage"
 	"golang.org/x/sys/unix"
 
@@ -522,6 +523,24 @@ func TestFilterOutlives(t *testing.T) {
 	if again := w.proxyPid(); again != pid {
 		t.Errorf("proxy %d, was %d", again, pid)
 	}
+
+	// Flushed by somebody, the rules come back.
+	serve(t, "", "tcp4", ":8080")
+	nft, err := nftables.New()
+	if err != nil {
+		t.Fatal(err)
+	}
+	nft.DelTable(&nftables.Table{Name: w.m.table, Family: nftables.TableFamilyIPv4})
+	if err := nft.Flush(); err != nil {
+		t.Fatal(err)
+	}
+	for end := time.Now().Add(10 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+		if _, err := c.https(secure, "good.example"); err == nil || time.Now().After(end) {
+			break
+		}
+	}
+	works("after a flush")
+	mustNotReach(t, c.Path, "tcp4", c.Gateway.String()+":8080")
 
 	// Cut off for a restore, and connected.
 	if err := w.m.Isolate(t.Context(), "a"); err != nil {

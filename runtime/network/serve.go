@@ -196,10 +196,10 @@ func (s *server) watch(ctx context.Context, l net.Listener) {
 			return
 		case <-tick.C:
 		}
-		if now, err := s.readDenied(seen); err != nil {
-			slog.Debug("read what was dropped", "error", err)
-		} else {
+		if now, err := s.readDenied(seen); err == nil {
 			seen = now
+		} else if err := s.repair(ctx); err != nil {
+			slog.Debug("put the rules back", "error", err) // it tries again
 		}
 		if time.Since(asked) < idleEvery {
 			continue
@@ -210,6 +210,26 @@ func (s *server) watch(ctx context.Context, l net.Listener) {
 			return
 		}
 	}
+}
+
+// repair puts the rules back: who reloads a host's firewall may flush all there
+// are, and with them what keeps the sandboxes in.
+func (s *server) repair(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, proxyWait)
+	defer cancel()
+	v, err := s.m.begin(ctx)
+	if err != nil {
+		return err
+	}
+	defer v.end()
+	if !v.filtering() {
+		return nil
+	}
+	if err := v.applyRules(); err != nil {
+		return err
+	}
+	_, err = v.openFirewall() // what it warns of, the sandbox's start has said
+	return err
 }
 
 // orphaned tells that no filtered sandbox is up, nor was when it was last
