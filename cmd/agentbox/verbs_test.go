@@ -492,7 +492,7 @@ func TestEgressVerbs(t *testing.T) {
 	if want := " tls  evil.example 192.0.2.1:443: no rule allows the name on this port (+3)\n"; !strings.HasSuffix(r.stdout, want) {
 		t.Errorf("%q, want %q at its end", r.stdout, want)
 	}
-	if want := []string{"UpdateEgress run [a.example 1,2] [b.example]", "EgressEvents run false", "EgressEvents run false"}; !slices.Equal(f.calls, want) {
+	if want := []string{"UpdateEgress run [a.example 1,2] [b.example]", "Close", "EgressEvents run false", "Close", "EgressEvents run false", "Close"}; !slices.Equal(f.calls, want) {
 		t.Errorf("calls %q, want %q", f.calls, want)
 	}
 	f = newFake()
