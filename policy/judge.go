@@ -32,6 +32,7 @@ type Request struct {
 	IOUring         bool
 
 	Network string
+	Egress  []string // of a filtered one; nil: the policy's
 	Group   string
 	Ports   []Port
 
@@ -386,9 +387,10 @@ func (j *judging) network() {
 	if m := j.ask.Network; !asked && m != "bridge" && slices.Contains(r.Networks, m) {
 		j.note(Clamped, "network "+m, "network.default", m)
 	} else {
-		// A filtered sandbox reaches less than one on a bridge.
-		ok := slices.Contains(r.Networks, m) || m == "filtered" && slices.Contains(r.Networks, "bridge")
-		j.note(verdict(ok), "network "+m, "network.modes", listText(r.Networks))
+		j.note(verdict(r.allowsNetwork(m)), "network "+m, "network.modes", listText(r.Networks))
+	}
+	if j.ask.Network == networkFiltered {
+		j.egress()
 	}
 	if j.ask.Group != "" {
 		j.note(verdict(r.Groups), "network group "+j.ask.Group, "network.groups", strconv.FormatBool(r.Groups))
@@ -406,6 +408,61 @@ func (j *judging) network() {
 		want := PortRange{IP: addr.Unmap(), First: p.Host, Last: p.Host, Protocol: p.Protocol}
 		j.note(verdict(coversPorts(r, want)), what, "network.publish", listText(r.Publish))
 	}
+}
+
+// egress: each rule that is asked for has to be covered; who asks for none gets
+// those of the policy.
+func (j *judging) egress() {
+	r := &j.Rules
+	if j.ask.Egress == nil {
+		if r.Egress == nil {
+			return
+		}
+		j.ask.Egress = EgressText(r.Egress)
+		j.note(Clamped, "egress "+listText(j.ask.Egress), "network.egress", listText(r.Egress))
+		return
+	}
+	rule := listText(r.Egress)
+	if r.Egress == nil {
+		rule = "any"
+	}
+	j.ask.Egress = slices.Clone(j.ask.Egress)
+	for i, text := range j.ask.Egress {
+		own, err := ParseEgressRule(text)
+		if err != nil {
+			j.note(Denied, "egress "+text, "network.egress", rule).Why = err.Error()
+			continue
+		}
+		j.ask.Egress[i] = own.String()
+		f := j.note(verdict(r.allowsEgress(own)), "egress "+own.String(), "network.egress", rule)
+		if r.Egress == nil {
+			continue
+		}
+		if f.Verdict == Allowed {
+			f.Rule = "network.egress: " + covering(r.Egress, own)
+		} else if network := own; own.Alone {
+			if network.Alone = false; r.allowsEgress(network) {
+				f.Hint = fmt.Sprintf("An address alone is the host's, too, if it is one of its own; write %s.", network)
+			}
+		}
+	}
+}
+
+// covering are the rules that let out what own lets out, or some of it.
+func covering(base []EgressRule, own EgressRule) string {
+	for _, b := range base {
+		if coversEgress([]EgressRule{b}, own) {
+			return b.String()
+		}
+	}
+	return listText(slices.DeleteFunc(slices.Clone(base), func(b EgressRule) bool { return !b.leadsTo(own) }))
+}
+
+// MayReach judges egress rules of a sandbox that is there.
+func (p *Policy) MayReach(egress []string) error {
+	j := &judging{Policy: p, ask: Request{Egress: egress}}
+	j.egress()
+	return Denials(j.findings)
 }
 
 // limit: what is asked for has to be within the maximum; who asks for none gets

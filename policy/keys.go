@@ -59,11 +59,11 @@ var keys = []key{
 	listOf("seccomp", func(r *Rules) *[]string { return &r.Seccomp }, parseSeccomp, func(base *Rules, s string) bool { return slices.Contains(base.Seccomp, s) }),
 	boolOf("io_uring", func(r *Rules) *bool { return &r.IOUring }, true),
 
-	listOf("network.modes", func(r *Rules) *[]string { return &r.Networks }, parseNetwork, func(base *Rules, s string) bool { return slices.Contains(base.Networks, s) }),
+	listOf("network.modes", func(r *Rules) *[]string { return &r.Networks }, parseNetwork, func(base *Rules, s string) bool { return base.allowsNetwork(s) }),
 	valueOf("network.default", func(r *Rules) *string { return &r.Network }, parseNetwork, textOf),
 	boolOf("network.groups", func(r *Rules) *bool { return &r.Groups }, true),
 	listOf("network.publish", func(r *Rules) *[]PortRange { return &r.Publish }, parsePortRange, coversPorts),
-	listOf("network.egress", func(r *Rules) *[]EgressRule { return &r.Egress }, parseEgress, func(*Rules, EgressRule) bool { return true }).refused(),
+	listOf("network.egress", func(r *Rules) *[]EgressRule { return &r.Egress }, ParseEgressRule, func(base *Rules, r EgressRule) bool { return base.allowsEgress(r) }).orAny(),
 
 	valueOf("limits.memory.default", func(r *Rules) *int64 { return &r.Memory.Default }, parseMemory, sizeOf),
 	atMost("limits.memory.max", func(r *Rules) *int64 { return &r.Memory.Max }, parseMemory, sizeOf),
@@ -161,6 +161,18 @@ func (k key) needsAllOf() key {
 			}
 		}
 		return out
+	}
+	return k
+}
+
+// orAny is for a list that is not said by those that allow anything.
+func (k key) orAny() key {
+	value := k.value
+	k.value = func(r *Rules) any {
+		if r.Egress == nil {
+			return nil
+		}
+		return value(r)
 	}
 	return k
 }
@@ -403,7 +415,9 @@ func oneOf(s string, words ...string) (string, error) {
 }
 
 func parseTrigger(s string) (string, error) { return oneOf(s, TriggerExec, TriggerInterval) }
-func parseNetwork(s string) (string, error) { return oneOf(s, "none", "bridge", "host") }
+func parseNetwork(s string) (string, error) {
+	return oneOf(s, "none", networkFiltered, "bridge", "host")
+}
 
 func parseSeccomp(s string) (string, error) {
 	if strings.Contains(s, "/") {

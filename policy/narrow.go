@@ -60,6 +60,16 @@ func coversDigest(base *Rules, digest string) bool {
 	return slices.Contains(base.Digests, digest) || slices.Contains(base.Images, "**")
 }
 
+// allowsNetwork says whether a mode is allowed. A filtered sandbox reaches less
+// than one on a bridge.
+func (r *Rules) allowsNetwork(mode string) bool {
+	return slices.Contains(r.Networks, mode) || mode == networkFiltered && slices.Contains(r.Networks, "bridge")
+}
+
+func (r *Rules) allowsEgress(rule EgressRule) bool {
+	return r.Egress == nil || coversEgress(r.Egress, rule)
+}
+
 // coversIDs says whether each id of own is in one of the ranges.
 func coversIDs(base []IDRange, own IDRange) bool {
 	sorted := slices.SortedFunc(slices.Values(base), func(a, b IDRange) int { return cmp.Compare(a.First, b.First) })

@@ -32,7 +32,7 @@ func drawPolicy(t *rapid.T, label string) string {
 	maybe("no_new_privileges: %s", one("true", "false"))
 	maybe("seccomp: [default%s]", one("", ", unconfined"))
 	maybe("io_uring: %s", one("true", "false"))
-	maybe("network: {%s}", one("modes: [none], default: none", "modes: [none, bridge]", "modes: [host, bridge], default: host", "groups: false", "publish: [1-100]", `publish: ["127.0.0.1:80"]`))
+	maybe("network: {%s}", one("modes: [none], default: none", "modes: [none, bridge]", "modes: [host, bridge], default: host", "modes: [none, filtered], default: none", "modes: [filtered], default: filtered, egress: [a.org, 10.0.0.0/8 1-99]", "modes: [filtered], default: filtered, egress: []", "groups: false", "publish: [1-100]", `publish: ["127.0.0.1:80"]`))
 	maybe("limits: {%s}", one("memory: {max: 1g}", "memory: {default: 512m}", "memory: {default: 64m, max: 2g}, pids: {max: 5}", "cpus: {max: 1}", "cpus: {default: 2}"))
 	maybe("checkpoints: {%s}", one("every: 5m", "triggers: [exec]", "triggers: [exec], every: exec", "triggers: []", "keep_last: 3", "max_bytes: 1g"))
 	maybe("labels: [%s]", some("a", "b=x*"))
@@ -56,6 +56,12 @@ func drawRequest(t *rapid.T) Request {
 	}
 	if ask("network") {
 		r.Network = rapid.SampledFrom([]string{"none", "bridge", "host"}).Draw(t, "mode")
+	}
+	if ask("egress") {
+		r.Network = networkFiltered
+		if r.Egress = rapid.SliceOfN(rapid.SampledFrom([]string{"a.org 443", "10.1.0.0/16 80", "10.1.2.3 80", "10.0.0.0/8 53/udp"}), 0, 2).Draw(t, "rules"); len(r.Egress) == 0 {
+			r.Egress = nil
+		}
 	}
 	if ask("limits") {
 		r.Memory = rapid.SampledFrom([]int64{6 << 20, 1 << 30, 1 << 33}).Draw(t, "memory")

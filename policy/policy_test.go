@@ -37,12 +37,13 @@ func resolved(t *testing.T, text string) *Policy {
 }
 
 func TestProblems(t *testing.T) {
+	f := finder(t, map[string]string{"base": "network: {modes: [none, filtered], default: filtered, egress: [\"*.debian.org\", pypi.org 443]}\n"})
 	for _, c := range []struct{ name, text, want string }{
 		{"unknown", "capabilites: []\n", "p.yaml:1:1: unknown key \"capabilites\"; did you mean capabilities?"},
 		{"unknown below", "limits:\n  memry: {max: 1g}\n", "p.yaml:2:3: unknown key \"limits.memry\"; did you mean memory?"},
 		{"hooks", "hooks: []\n", "p.yaml:1:1: unknown key \"hooks\""},
 		{"no list", "seccomp: default\n", "p.yaml:1:10: seccomp: not a list"},
-		{"no value", "network:\n  modes: [nnoe]\n", "p.yaml:2:11: network.modes: \"nnoe\" is none of none, bridge, host; did you mean none?"},
+		{"no value", "network:\n  modes: [nnoe]\n", "p.yaml:2:11: network.modes: \"nnoe\" is none of none, filtered, bridge, host; did you mean none?"},
 		{"truth", "io_uring: yes\n", "p.yaml:1:11: io_uring: neither true nor false"},
 		{"size", "limits: {memory: {max: lots}}\n", "p.yaml:1:24: limits.memory.max: \"lots\" is not a size"},
 		{"twice", "labels: [a]\nlabels: [b]\n", "p.yaml:2:1: labels stands here a second time"},
@@ -62,7 +63,11 @@ func TestProblems(t *testing.T) {
 
 		{"later", "lifetime: {ttl: 2h}\n", "p.yaml:1:12: lifetime.ttl: not supported yet"},
 		{"later and wrong", "lifetime: {ttl: soon}\n", "p.yaml:1:17: lifetime.ttl: \"soon\" is not a duration"},
-		{"egress", "network:\n  egress: [pypi.org 443]\n", "p.yaml:2:3: network.egress: not supported yet"},
+		{"egress of nobody", "network:\n  egress: [pypi.org 443]\n", "p.yaml:2:11: network.egress: they hold nobody while network.modes allows bridge"},
+		{"wider egress", "base: base\nnetwork:\n  egress:\n  - pypi.org 443\n  - pypi.org 80\n", "p.yaml:5:5: network.egress: wider than its base base: pypi.org 80 ("},
+		{"wider names", "base: base\nnetwork: {egress: [a.debian.org, \"*.pypi.org 443\"]}\n", "p.yaml:2:34: network.egress: wider than its base base: *.pypi.org 443 ("},
+		{"egress of all of org", "network: {egress: [\"*.org 443\"]}\n", "p.yaml:1:20: network.egress: egress rule \"*.org 443\": \"*.org\" is no domain"},
+		{"wider modes", "base: base\nnetwork: {modes: [filtered, bridge]}\n", "p.yaml:2:29: network.modes: wider than its base base: bridge"},
 		{"egress wrong", "network:\n  egress: [1.2.3 443]\n", "p.yaml:2:12: network.egress:"},
 		{"storage", "limits: {storage_size: {max: 1g}}\n", "not supported yet"},
 		{"privileged", "privileged: true\n", "p.yaml:1:13: privileged: true: not supported yet"},
@@ -80,7 +85,7 @@ func TestProblems(t *testing.T) {
 		{"wider mount", "base: strict\nmounts: {read_only: [/etc]}\n", "mounts.read_only: wider than its base strict: /etc"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			_, err := Finder{}.Resolve("p.yaml", []byte(c.text))
+			_, err := f.Resolve("p.yaml", []byte(c.text))
 			if err == nil || !strings.Contains(err.Error(), c.want) {
 				t.Fatalf("%v\nwant %s", err, c.want)
 			}
@@ -385,15 +390,20 @@ func TestDefaultAllows(t *testing.T) {
 	}
 }
 
-// The example of the documentation is a policy.
-func TestDocumentedExample(t *testing.T) {
+// The examples of the documentation are policies.
+func TestDocumentedExamples(t *testing.T) {
 	doc, err := os.ReadFile("../docs/policy.md")
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, example, _ := strings.Cut(string(doc), "\n## An example\n")
-	p := resolved(t, strings.ReplaceAll(example, "\n    ", "\n"))
+	_, examples, _ := strings.Cut(string(doc), "\n## An example\n")
+	large, small, _ := strings.Cut(examples, "\nOne for code")
+	p := resolved(t, strings.ReplaceAll(large, "\n    ", "\n"))
 	if p.Rules.Retention.KeepLast != 20 || p.Rules.User != "1000:1000" {
+		t.Errorf("%+v", p.Rules)
+	}
+	_, small, _ = strings.Cut(small, "\n\n")
+	if p := resolved(t, strings.ReplaceAll("\n"+small, "\n    ", "\n")); len(p.Rules.Egress) != 3 || p.Rules.Network != "filtered" {
 		t.Errorf("%+v", p.Rules)
 	}
 }

@@ -340,8 +340,19 @@ func (d *document) impossible(base *Policy) (problems []*Problem) {
 	if r.NonRoot && len(r.UIDs) == 1 && r.UIDs[0] == (IDRange{}) {
 		bad("non_root leaves no user of these", "user.uids", "user.non_root")
 	}
-	if !slices.Contains(r.Networks, r.Network) && r.Network != "" {
+	if !r.allowsNetwork(r.Network) && r.Network != "" {
 		bad(fmt.Sprintf("the default mode %s is not among those allowed", r.Network), "network.default", "network.modes")
+	}
+	if r.Egress != nil {
+		for _, mode := range r.Networks {
+			if mode == "bridge" || mode == "host" {
+				bad(fmt.Sprintf("they hold nobody while network.modes allows %s; allow none and filtered", mode), "network.egress", "network.modes")
+				break
+			}
+		}
+	}
+	if len(r.Egress) > EgressLimit {
+		bad(fmt.Sprintf("%d rules: %d is the limit", len(r.Egress), EgressLimit), "network.egress")
 	}
 	if !slices.Contains(r.Seccomp, SeccompDefault) {
 		bad("the profile default has to be among those allowed", "seccomp")

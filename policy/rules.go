@@ -34,7 +34,9 @@ type Rules struct {
 	Network  string   // the mode when the caller names none
 	Groups   bool     // network groups
 	Publish  []PortRange
-	Egress   []EgressRule
+	// Egress is what egress rules may be asked for, and what a filtered sandbox
+	// has that asks for none; nil: any, and none.
+	Egress []EgressRule
 
 	Memory, Pids, Swap, IO, StorageSize Limit[int64]
 	CPUs                                Limit[float64]
@@ -57,6 +59,8 @@ type Limit[T int64 | float64] struct {
 const (
 	SeccompDefault    = "default"
 	SeccompUnconfined = "unconfined"
+
+	networkFiltered = "filtered"
 
 	TriggerExec     = "exec"
 	TriggerInterval = "interval"
@@ -138,55 +142,6 @@ func parsePorts(s string) (first, last uint16, err error) {
 		return 0, 0, fmt.Errorf("%.40q is no port and no range of ports", s)
 	}
 	return uint16(x), uint16(y), nil
-}
-
-// EgressRule is one place that a filtered sandbox may reach.
-type EgressRule struct {
-	Prefix netip.Prefix // or else
-	Domain string       // a name, or *.NAME for all below it
-	Ports  string       // as written; empty: all
-}
-
-func (e EgressRule) String() string {
-	to := e.Domain
-	if e.Prefix.IsValid() {
-		to = e.Prefix.String()
-	}
-	return strings.TrimSpace(to + " " + e.Ports)
-}
-
-func parseEgress(s string) (e EgressRule, err error) {
-	to, ports, _ := strings.Cut(s, " ")
-	if e.Prefix, err = netip.ParsePrefix(to); err != nil {
-		if a, err := netip.ParseAddr(to); err == nil && a.Zone() == "" {
-			e.Prefix = netip.PrefixFrom(a, a.BitLen())
-		} else if e.Domain = strings.ToLower(to); !isDomain(strings.TrimPrefix(e.Domain, "*.")) {
-			return e, fmt.Errorf("%.80q: write CIDR or DOMAIN (*.DOMAIN for all below it), and ports after a space: pypi.org 443,8000-8999/udp", s)
-		}
-	}
-	if e.Ports = strings.TrimSpace(ports); e.Ports == "" {
-		return e, nil
-	}
-	for p := range strings.SplitSeq(e.Ports, ",") {
-		ports, proto, found := strings.Cut(p, "/")
-		if _, _, err := parsePorts(ports); err != nil || found && proto != "tcp" && proto != "udp" {
-			return e, fmt.Errorf("%.80q: %.40q is no port, no range, or no /tcp or /udp behind it", s, p)
-		}
-	}
-	return e, nil
-}
-
-func isDomain(s string) bool {
-	if len(s) > 253 || !strings.Contains(s, ".") {
-		return false
-	}
-	for label := range strings.SplitSeq(s, ".") {
-		if label == "" || len(label) > 63 || strings.Trim(label, "abcdefghijklmnopqrstuvwxyz0123456789-_") != "" {
-			return false
-		}
-	}
-	// Something like 1.2.3 is an address gone wrong.
-	return strings.ContainsAny(s[strings.LastIndexByte(s, '.'):], "abcdefghijklmnopqrstuvwxyz")
 }
 
 // AllCapabilities are the kernel's, by their numbers.

@@ -8,6 +8,7 @@ import (
 	"slices"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime/network/egress"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -73,6 +74,13 @@ func (e *Engine) UpdateEgress(ctx context.Context, ref string, change EgressChan
 	if rules, err = changed(s.Network.Egress, change); err != nil {
 		return nil, err
 	}
+	if p, err := recorded(s); err != nil {
+		return nil, err
+	} else if p != nil {
+		if err := p.MayReach(change.Add); err != nil {
+			return nil, err
+		}
+	}
 	err = e.intent(ctx, store.Intent{Op: opUpdate, Sandbox: sb.ID}, updating{rules}, func(int64) error {
 		err := e.setEgress(ctx, sb.Sandbox, filter, rules)
 		if err == nil {
@@ -91,12 +99,8 @@ func (e *Engine) UpdateEgress(ctx context.Context, ref string, change EgressChan
 // changed are rules after a change, in their canonical form.
 func changed(old []string, change EgressChange) ([]string, error) {
 	canonical := func(texts []string) ([]string, error) {
-		parsed, err := egress.ParseRules(texts)
-		out := make([]string, len(parsed))
-		for i, r := range parsed {
-			out[i] = r.String()
-		}
-		return out, err
+		parsed, err := policy.ParseEgress(texts)
+		return policy.EgressText(parsed), err
 	}
 	rules, err := canonical(old)
 	if err != nil {

@@ -25,7 +25,7 @@ func askFor(s Spec) policy.Request {
 		Image: s.Image, User: s.User, Labels: s.Labels, Every: s.CheckpointEvery,
 		Capabilities: s.Security.Capabilities, NoNewPrivileges: s.Security.NoNewPrivileges,
 		Seccomp: s.Security.Seccomp, IOUring: s.Security.IOUring,
-		Network: s.Network.Mode, Group: s.Network.Group,
+		Network: s.Network.Mode, Egress: s.Network.Egress, Group: s.Network.Group,
 		Memory: s.Resources.Memory, CPUs: s.Resources.CPUs, Pids: s.Resources.Pids,
 		Mounts: mountsOf(s),
 	}
@@ -76,7 +76,8 @@ func (e *Engine) admit(s *Spec, req CreateRequest, img images.Image, labels map[
 // grant makes a spec what a policy grants of it. The sources of mounts stay:
 // restored processes have theirs.
 func grant(s *Spec, p *policy.Policy, got policy.Request) {
-	s.User, s.CheckpointEvery, s.Network.Mode = got.User, got.Every, got.Network
+	s.User, s.CheckpointEvery = got.User, got.Every
+	s.Network.Mode, s.Network.Egress = got.Network, got.Egress
 	s.Resources = Resources{Memory: got.Memory, CPUs: got.CPUs, Pids: got.Pids}
 	s.Security = Security{Capabilities: got.Capabilities, NoNewPrivileges: got.NoNewPrivileges, IOUring: got.IOUring}
 	if got.Seccomp != policy.SeccompDefault {
@@ -110,6 +111,9 @@ func (e *Engine) readmit(s *Spec) error {
 	}
 	ask := askFor(*s)
 	ask.Image = "" // it is pinned, and was judged by its name then
+	if ask.Network == NetworkFiltered && ask.Egress == nil {
+		ask.Egress = []string{} // that it had none was somebody's will
+	}
 	got, findings := p.Judge(ask)
 	if err := policy.Denials(findings); err != nil {
 		if strange && s.Policy != nil {

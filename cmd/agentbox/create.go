@@ -72,7 +72,7 @@ func (o *createOptions) addFlags(fl *pflag.FlagSet) {
 	fl.StringVar(&o.CPUs, "cpus", "", "limit to this `NUMBER` of cores, e.g. 1.5")
 	fl.Int64Var(&o.Pids, "pids-limit", 0, "limit to this `NUMBER` of processes; -1: none")
 	fl.Var(choice(&o.Network, runtime.NetworkNone, runtime.NetworkHost, runtime.NetworkBridge, runtime.NetworkFiltered), "network", "`MODE`: none (only lo), host, bridge, or filtered (out only by --egress); default: the policy's, bridge")
-	fl.Var(list(&o.Egress), "egress", "with --network filtered, which it implies: let out to `RULE`, e.g. 'pypi.org 443', '*.debian.org 80,443', '10.0.0.0/8 5432'")
+	fl.Var(list(&o.Egress), "egress", "with --network filtered, which it implies: let out to `RULE`, e.g. 'pypi.org 443', '*.debian.org 80,443', '10.0.0.0/8 5432,53/udp'; default: the policy's, none")
 	fl.StringVar(&o.NetworkGroup, "network-group", "", "let sandboxes of the same group `NAME` reach each other (bridge)")
 	fl.VarP(list(&o.Publish), "publish", "p", "publish a port, `[IP:]HOST:SANDBOX[/udp]` (bridge, filtered)")
 	fl.BoolVar(&o.ReadOnly, "read-only", false, "mount the root filesystem read-only")

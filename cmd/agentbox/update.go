@@ -17,7 +17,8 @@ func newUpdateCommand(a *app) *cobra.Command {
 		Short: "Change what a filtered sandbox may reach",
 		Long: `Update changes the egress rules of a sandbox with --network filtered, at once if it runs, and
 prints those it then has. Connections that no rule allows any more end. The rules stay over
-stops, restores and upgrades; a fork has those of its checkpoint.`,
+stops, restores and upgrades; a fork has those of its checkpoint. No rule can be added that
+the policy of the sandbox does not cover.`,
 		Example: `  agentbox update c --egress-add 'pypi.org 443' --egress-add 'files.pythonhosted.org 443'
   agentbox update c --egress-rm 'pypi.org 443'`,
 		Annotations:       exits(exitUsage, exitNotFound, exitState, exitBusy, exitDenied, exitUnsupported),

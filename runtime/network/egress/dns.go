@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"golang.org/x/net/dns/dnsmessage"
+
+	"github.com/agentbox/agentbox/policy"
 )
 
 const (
@@ -151,7 +153,7 @@ func (s *Server) lookUp(ctx context.Context, b *box, h dnsmessage.Header, q dnsm
 		s.deny(b, e)
 		return dnsmessage.RCodeRefused, nil
 	}
-	name, ok := cleanName(q.Name.String())
+	name, ok := policy.CleanDomain(q.Name.String())
 	if !ok || !b.rules.Load().Name(name, 0) {
 		e.Reason = "no rule allows the name"
 		s.deny(b, e)

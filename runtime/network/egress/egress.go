@@ -321,15 +321,15 @@ func (s *Server) named(ctx context.Context, b *box, to netip.AddrPort) string {
 	defer cancel()
 	tried := 0
 	for _, r := range rules {
-		if r.name == "" || r.below || !r.covers(to.Port()) || tried == answerLimit {
+		if r.Domain == "" || r.Below || !r.TCP(to.Port()) || tried == answerLimit {
 			continue
 		}
 		tried++
-		addrs, err := s.resolve(ctx, b, r.name, to.Port())
+		addrs, err := s.resolve(ctx, b, r.Domain, to.Port())
 		if err != nil {
 			continue // it is not this one, then
 		}
-		b.pin(r.name, addrs)
+		b.pin(r.Domain, addrs)
 		if name := b.pinned(to); name != "" {
 			return name
 		}

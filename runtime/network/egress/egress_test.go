@@ -17,36 +17,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"golang.org/x/net/dns/dnsmessage"
 
-	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/policy"
 )
-
-func TestParseRule(t *testing.T) {
-	for text, want := range map[string]string{
-		"pypi.org 443":            "pypi.org 443",
-		"PyPI.org. 443/tcp":       "pypi.org 443",
-		"*.debian.org  80,443":    "*.debian.org 80,443",
-		"10.1.2.3/8 5432":         "10.0.0.0/8 5432",
-		"192.0.2.1/32":            "192.0.2.1",
-		"192.0.2.1 1-65535":       "192.0.2.1 1-65535",
-		"a_b.example 8000-8999,1": "a_b.example 8000-8999,1",
-	} {
-		r, err := ParseRule(text)
-		if err != nil || r.String() != want {
-			t.Errorf("%q: %q, %v, want %q", text, r, err, want)
-		}
-	}
-	for _, text := range []string{
-		"", "  ", "a b c", "pypi.org 0", "pypi.org 70000", "pypi.org 9-1", "pypi.org 443/udp", "pypi.org ,", "pypi.org https", "org", "*", "*.", "*.org",
-		"a..b", "-", "1.2.3", "0x7f.1", "a.0x1", "2001:db8::/32", "::1", "pypi.org/24", "https://pypi.org", "p\x00.org", "a.*.b", strings.Repeat("a.", 130) + "b",
-	} {
-		if r, err := ParseRule(text); !errors.Is(err, fault.ErrInvalid) {
-			t.Errorf("%q: %q, %v, want %v", text, r, err, fault.ErrInvalid)
-		}
-	}
-	if _, err := ParseRules(make([]string, ruleLimit+1)); !errors.Is(err, fault.ErrInvalid) {
-		t.Errorf("too many: %v", err)
-	}
-}
 
 func rules(t testing.TB, texts ...string) Rules {
 	t.Helper()
@@ -231,22 +203,6 @@ func TestEventLine(t *testing.T) {
 	}
 }
 
-func FuzzParseRule(f *testing.F) {
-	for _, s := range []string{"pypi.org 443", "*.debian.org 80,443", "10.0.0.0/8 5432", "192.0.2.1", "a.example 1-2,3/tcp", "::/0", "1.2.3"} {
-		f.Add(s)
-	}
-	f.Fuzz(func(t *testing.T, s string) {
-		r, err := ParseRule(s)
-		if err != nil {
-			return
-		}
-		again, err := ParseRule(r.String())
-		if err != nil || again.String() != r.String() {
-			t.Errorf("%q: %q, then %q, %v", s, r, again, err)
-		}
-	})
-}
-
 func FuzzHello(f *testing.F) {
 	f.Add(helloOf(f, "good.example"))
 	f.Add([]byte("\x16\x03\x01\x00\x05\x01\x00\x00\x01\x03"))
@@ -272,7 +228,7 @@ func FuzzLook(f *testing.F) {
 			t.Errorf("%q is taken for TLS", b)
 		}
 		if name, _ := cleanHost(host); name != "" {
-			if again, ok := cleanName(name); !ok || again != name {
+			if again, ok := policy.CleanDomain(name); !ok || again != name {
 				t.Errorf("%q: %q is no clean name", host, name)
 			}
 		}

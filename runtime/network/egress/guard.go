@@ -9,6 +9,8 @@ import (
 	"slices"
 	"sync"
 	"time"
+
+	"github.com/agentbox/agentbox/policy"
 )
 
 // Where no rule leads: the host itself, its link, and the clouds' services
@@ -23,16 +25,7 @@ var never = []netip.Prefix{
 	netip.MustParsePrefix("224.0.0.0/3"), // multicast and above
 }
 
-// Where a name leads only if a rule about addresses allows it, too: whoever
-// owns a name can have it point anywhere.
-var private = []netip.Prefix{
-	netip.MustParsePrefix("10.0.0.0/8"),
-	netip.MustParsePrefix("100.64.0.0/10"),
-	netip.MustParsePrefix("172.16.0.0/12"),
-	netip.MustParsePrefix("192.0.0.0/24"),
-	netip.MustParsePrefix("192.168.0.0/16"),
-	netip.MustParsePrefix("198.18.0.0/15"),
-}
+func private(a netip.Addr) bool { return policy.PrivateBits(netip.PrefixFrom(a, a.BitLen())) > 0 }
 
 func within(list []netip.Prefix, a netip.Addr) bool {
 	return slices.ContainsFunc(list, func(p netip.Prefix) bool { return p.Contains(a) })
@@ -66,7 +59,7 @@ func (g *guard) answer(r Rules, to netip.AddrPort) bool {
 	if !a.Is4() || within(never, a) {
 		return false
 	}
-	if within(private, a) || g.isOwn(a) {
+	if private(a) || g.isOwn(a) {
 		return g.address(r, to)
 	}
 	return true

@@ -12,6 +12,8 @@ import (
 	"strconv"
 	"sync"
 	"time"
+
+	"github.com/agentbox/agentbox/policy"
 )
 
 const headerLimit = 64 << 10
@@ -86,7 +88,7 @@ func cleanHost(host string) (name string, port uint16) {
 		}
 		host, port = h, uint16(n)
 	}
-	name, ok := cleanName(host)
+	name, ok := policy.CleanDomain(host)
 	if !ok {
 		return "", 0
 	}

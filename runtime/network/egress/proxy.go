@@ -10,6 +10,8 @@ import (
 	"net/netip"
 	"os"
 	"time"
+
+	"github.com/agentbox/agentbox/policy"
 )
 
 // denied is the alert that tells a TLS client what happened.
@@ -63,7 +65,7 @@ func web(port uint16) bool { return port == 80 || port == 443 }
 // tls takes a TLS connection to the name in its ClientHello.
 func (s *Server) tls(ctx context.Context, b *box, f *flow, in *bufio.Reader) {
 	said, read, err := hello(ctx, in)
-	name, ok := cleanName(said)
+	name, ok := policy.CleanDomain(said)
 	e := Event{Protocol: "tls", Name: said, Address: addrPort(f.to)}
 	switch {
 	case err != nil:
