@@ -1,12 +1,15 @@
 package network
 
 import (
+	"net/netip"
 	"time"
 
 	"github.com/google/nftables"
 	"github.com/google/nftables/binaryutil"
 	"github.com/google/nftables/expr"
 	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/runtime/network/egress"
 )
 
 const (
@@ -28,13 +31,28 @@ type filterSets struct {
 	boxes, listeners, proxies, resolvers, denied *nftables.Set
 	inBoxes, inListeners, inProxies, inResolvers []nftables.SetElement
 	gates                                        map[*bridge]bool
+	udp                                          []datagrams
 }
 
-func (s *filterSets) add(le *lease, br *bridge) {
+// datagrams are what a sandbox may send. These are rules and no set: a set of
+// networks and ranges of ports needs a kernel that bridges do without.
+type datagrams struct {
+	from netip.Addr
+	egress.Datagrams
+}
+
+func (s *filterSets) add(le *lease, br *bridge) error {
+	rules, err := egress.ParseRules(le.Egress)
+	if err != nil {
+		return err
+	}
+	for _, d := range rules.UDP() {
+		s.udp = append(s.udp, datagrams{le.Address, d})
+	}
 	a := le.Address.As4()
 	s.inBoxes = append(s.inBoxes, nftables.SetElement{Key: a[:]})
 	if br.Proxy == nil {
-		return // nobody listens, and all is dropped
+		return nil // nobody listens: no TCP leaves, and no DNS
 	}
 	gate := br.gateway().As4()
 	port := func(p uint16) []byte { return []byte{byte(p >> 8), byte(p), 0, 0} }
@@ -44,7 +62,7 @@ func (s *filterSets) add(le *lease, br *bridge) {
 	s.inProxies = append(s.inProxies, to(br.Proxy.TCP))
 	s.inResolvers = append(s.inResolvers, to(br.Proxy.DNS))
 	if s.gates[br] {
-		return
+		return nil
 	}
 	if s.gates == nil {
 		s.gates = map[*bridge]bool{}
@@ -56,6 +74,7 @@ func (s *filterSets) add(le *lease, br *bridge) {
 	listener(unix.IPPROTO_TCP, br.Proxy.TCP)
 	listener(unix.IPPROTO_TCP, br.Proxy.DNS)
 	listener(unix.IPPROTO_UDP, br.Proxy.DNS)
+	return nil
 }
 
 func (r *ruleset) fromFiltered() []expr.Any {
@@ -97,17 +116,39 @@ func (r *ruleset) input() {
 		&expr.Payload{DestRegister: r2, Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2},
 		&expr.Lookup{SourceRegister: reg, SetName: r.filter.listeners.Name, SetID: r.filter.listeners.ID},
 	}, verdict(expr.VerdictAccept))
+	r.answers(rule)
 	r.confine(rule)
 }
 
-// confine drops what filtered sandboxes begin, and notes it. What answers a
-// connection from outside goes on; where connection tracking knows nothing of
-// a packet, it is no answer.
-func (r *ruleset) confine(rule func(...[]expr.Any)) {
+// answers lets go on what answers a connection from outside. Where connection
+// tracking knows nothing of a packet, it is no answer.
+func (r *ruleset) answers(rule func(...[]expr.Any)) {
 	rule(r.fromFiltered(), []expr.Any{
 		&expr.Ct{Key: expr.CtKeyDIRECTION, Register: reg},
 		&expr.Cmp{Op: expr.CmpOpEq, Register: reg, Data: []byte{1}}, // IP_CT_DIR_REPLY
 	}, verdict(expr.VerdictAccept))
+}
+
+// datagrams lets out what the rules about addresses let out of UDP. It goes to
+// no bridge of ours; those of other roots see to that themselves.
+func (r *ruleset) datagrams(rule func(...[]expr.Any)) {
+	t := r.c.AddChain(&nftables.Chain{Name: "udp", Table: r.t})
+	rule(r.fromFiltered(), protocol(unix.IPPROTO_UDP), r.to(true), []expr.Any{&expr.Verdict{Kind: expr.VerdictJump, Chain: t.Name}})
+	for _, d := range r.filter.udp {
+		all := append(address(12, 32), cmpEq(d.from))
+		all = append(all, destinationIn(d.To)...)
+		for _, p := range d.Except {
+			all = append(append(all, address(16, p.Bits())...), &expr.Cmp{Op: expr.CmpOpNeq, Register: reg, Data: p.Addr().AsSlice()})
+		}
+		all = append(all,
+			&expr.Payload{DestRegister: reg, Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2},
+			&expr.Range{Op: expr.CmpOpEq, Register: reg, FromData: binaryutil.BigEndian.PutUint16(d.First), ToData: binaryutil.BigEndian.PutUint16(d.Last)})
+		r.c.AddRule(&nftables.Rule{Table: r.t, Chain: t, Exprs: append(all, verdict(expr.VerdictAccept)...)})
+	}
+}
+
+// confine drops what filtered sandboxes begin, and notes it.
+func (r *ruleset) confine(rule func(...[]expr.Any)) {
 	note := func(port []expr.Any) []expr.Any {
 		key := []expr.Any{
 			&expr.Payload{DestRegister: r0, Base: expr.PayloadBaseNetworkHeader, Offset: 12, Len: 4},

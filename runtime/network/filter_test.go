@@ -397,7 +397,7 @@ func TestFiltered(t *testing.T) {
 	})
 	t.Run("no UDP, no ICMP", func(t *testing.T) {
 		mustNotReach(t, c.Path, "udp4", secure)
-		w.mustDeny("a", "udp||"+secure+"|only TCP, and DNS")
+		w.mustDeny("a", "udp||"+secure+"|only TCP, DNS")
 		if err := in(t, c.Path, func() error {
 			conn, err := net.Dial("ip4:icmp", internetAddress)
 			if err != nil {
@@ -434,6 +434,39 @@ func TestFiltered(t *testing.T) {
 		}
 		mustReach(t, plain.Path, "udp4", secure, "")
 	})
+	t.Run("UDP to addresses", func(t *testing.T) {
+		w.secondInternet()
+		serve(t, "", "udp4", ":5353")
+		serve(t, internet, "udp4", ":5353")
+		e := client{t, w.setup("e", egressTo(internetAddress+"/32 443/udp,5000-5400/udp"))}
+		mustReach(t, e.Path, "udp4", internetAddress+":5353", hostAddress)
+		mustReach(t, e.Path, "udp4", secure, hostAddress)
+		mustNotReach(t, e.Path, "udp4", "10.99.0.2:5353")
+		said, err := e.raw(internetAddress+":5000", "hello\n")
+		refused(t, "TCP where UDP is allowed", said, err)
+		// Everything: no private network, not the host, no sandbox, no other resolver.
+		change := func(rules ...string) {
+			t.Helper()
+			if err := w.m.SetEgress(t.Context(), "e", rules); err != nil {
+				t.Fatal(err)
+			}
+		}
+		change("0.0.0.0/0 1-65535/udp")
+		mustReach(t, e.Path, "udp4", secure, hostAddress)
+		serve(t, c.Path, "udp4", ":5353")
+		for _, to := range []string{"10.99.0.2", hostAddress, e.Gateway.String(), c.Address.String()} {
+			mustNotReach(t, e.Path, "udp4", to+":5353")
+		}
+		w.mustDeny("e", "udp||10.99.0.2:5353|only TCP, DNS")
+		answer, err := e.lookUp(internetAddress, "udp4", "good.example.", dnsmessage.TypeA)
+		want(t, "the internet's resolver", answer, err, "NameError")
+		change("10.99.0.0/24 5353/udp")
+		mustReach(t, e.Path, "udp4", "10.99.0.2:5353", "10.99.0.1")
+		mustNotReach(t, e.Path, "udp4", secure)
+		change()
+		mustNotReach(t, e.Path, "udp4", "10.99.0.2:5353")
+		w.release("e")
+	})
 	if all := strings.Join(w.denied("b"), "\n"); strings.Contains(all, "good.example") || !strings.Contains(all, ssh) {
 		t.Errorf("events of the other sandbox:\n%s", all)
 	}
@@ -442,6 +475,24 @@ func TestFiltered(t *testing.T) {
 	}
 	if left := leftovers(t, w.m.root); len(left) > 0 {
 		t.Errorf("left: %q", left)
+	}
+}
+
+// secondInternet gives the internet an address of a private network, too.
+func (w *world) secondInternet() {
+	w.Helper()
+	host, err := openHost()
+	if err != nil {
+		w.Fatal(err)
+	}
+	defer host.Close()
+	there, err := enter(internet)
+	if err != nil {
+		w.Fatal(err)
+	}
+	defer there.Close()
+	if err := errors.Join(address4(host, "up0", "10.99.0.1"), address4(there, "eth0", "10.99.0.2")); err != nil && !errors.Is(err, unix.EEXIST) {
+		w.Fatal(err)
 	}
 }
 

@@ -56,8 +56,8 @@ func (v *verb) openTables() (*nftables.Conn, error) {
 	return c, nil
 }
 
-// ruleset is this root's table. Its chains and rules never change; its sets
-// say whom they are about:
+// ruleset is this root's table. Its chains and rules, but for those
+// of the chain udp, never change; its sets say whom they are about:
 //
 //	bridges     our bridges
 //	nets        their subnets' first addresses
@@ -66,7 +66,7 @@ func (v *verb) openTables() (*nftables.Conn, error) {
 //	ports       (protocol, port) -> (sandbox, port)
 //	host_ports  (host address, protocol, port) -> (sandbox, port)
 //
-// and those of filtersets.go.
+// and those of filterSets.
 type ruleset struct {
 	c *nftables.Conn
 	t *nftables.Table
@@ -137,7 +137,9 @@ func (r *ruleset) collect(v *verb) error {
 		source := append(append([]byte(mac(le.Address)), 0, 0), a[:]...)
 		r.inSources = append(r.inSources, nftables.SetElement{Key: source})
 		if le.Filtered {
-			r.filter.add(le, v.state.bridge(le.Bridge))
+			if err := r.filter.add(le, v.state.bridge(le.Bridge)); err != nil {
+				return err
+			}
 		}
 		for _, p := range le.Ports {
 			pub, err := published(p)
@@ -264,6 +266,8 @@ func (r *ruleset) spoof() {
 // and what is allowed should not depend on a module.
 func (r *ruleset) forward() {
 	rule := r.chain("forward", nftables.ChainTypeFilter, nftables.ChainHookForward, nftables.ChainPriorityFilter)
+	r.answers(rule)
+	r.datagrams(rule)
 	r.confine(rule)
 	rule([]expr.Any{
 		&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: reg},

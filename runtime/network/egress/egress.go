@@ -172,7 +172,7 @@ func (s *Server) box(a netip.Addr) *box {
 // Denied records what the host's rules have dropped; port 0 is none.
 func (s *Server) Denied(from netip.Addr, protocol string, to netip.AddrPort) {
 	if b := s.box(from); b != nil {
-		s.deny(b, Event{Protocol: protocol, Address: addrPort(to), Reason: "only TCP, and DNS to the resolver, leave a filtered sandbox"})
+		s.deny(b, Event{Protocol: protocol, Address: addrPort(to), Reason: "only TCP, DNS to the resolver, and UDP that a rule about addresses allows leave a filtered sandbox"})
 	}
 }
 

@@ -17,6 +17,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"golang.org/x/net/dns/dnsmessage"
 
+	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/policy"
 )
 
@@ -72,6 +73,30 @@ func TestGuard(t *testing.T) {
 	blind := &guard{local: func() ([]netip.Addr, []netip.Prefix, error) { return nil, nil, errors.New("no") }}
 	if blind.answer(nil, netip.MustParseAddrPort("198.51.100.1:443")) {
 		t.Error("open without knowing the host's addresses")
+	}
+}
+
+func TestUDP(t *testing.T) {
+	for text, want := range map[string]string{
+		"198.51.100.0/24 53,443/udp,8000-8999/udp": "[{198.51.100.0/24 [] 443 443} {198.51.100.0/24 [] 8000 8999}]",
+		"198.51.100.7 53/udp":                      "[{198.51.100.7/32 [] 53 53}]",
+		"10.0.0.0/8 53/udp":                        "[{10.0.0.0/8 [] 53 53}]",
+		"8.0.0.0/6 53/udp":                         "[{8.0.0.0/6 [10.0.0.0/8] 53 53}]",
+		"169.254.169.254 80/udp":                   "[{169.254.169.254/32 [169.254.0.0/16] 80 80}]",
+		"0.0.0.0/0 1/udp": "[{0.0.0.0/0 [0.0.0.0/8 127.0.0.0/8 169.254.0.0/16 168.63.129.16/32 100.100.100.200/32 192.0.0.192/32 224.0.0.0/3 " +
+			"10.0.0.0/8 100.64.0.0/10 172.16.0.0/12 192.0.0.0/24 192.168.0.0/16 198.18.0.0/15] 1 1}]",
+		"198.51.100.0/24": "[]", "a.example": "[]",
+	} {
+		if got := fmt.Sprint(rules(t, text).UDP()); got != want {
+			t.Errorf("%s: %s, want %s", text, got, want)
+		}
+	}
+	many := make([]string, udpLimit+1)
+	for i := range many {
+		many[i] = fmt.Sprintf("198.51.100.%d 53/udp", i)
+	}
+	if _, err := ParseRules(many); !errors.Is(err, fault.ErrInvalid) {
+		t.Errorf("too many: %v", err)
 	}
 }
 
