@@ -48,6 +48,7 @@ func (s *Server) answerUDP(c net.PacketConn) {
 		question := append([]byte(nil), buf[:n]...)
 		go func() {
 			defer func() { <-b.queries }()
+			defer s.survive(b)
 			if answer := s.answer(context.Background(), b, question); answer != nil {
 				_, _ = c.WriteTo(answer, from) // it will ask again
 			}
@@ -149,7 +150,7 @@ func (s *Server) lookUp(ctx context.Context, b *box, h dnsmessage.Header, q dnsm
 	slow := b.bucket.take(queryRate, queryBurst)
 	b.mu.Unlock()
 	if !slow {
-		e.Reason = "too many questions"
+		e.Reason = errTooMany.Error()
 		s.deny(b, e)
 		return dnsmessage.RCodeRefused, nil
 	}
@@ -168,6 +169,9 @@ func (s *Server) lookUp(ctx context.Context, b *box, h dnsmessage.Header, q dnsm
 	case errors.Is(err, errNowhere):
 		s.unreached(b, e, err)
 		return dnsmessage.RCodeNameError, nil
+	case errors.Is(err, errTooMany):
+		s.unreached(b, e, err)
+		return dnsmessage.RCodeRefused, nil
 	case errors.As(err, &dns) && dns.IsNotFound:
 		return dnsmessage.RCodeNameError, nil
 	case err != nil:

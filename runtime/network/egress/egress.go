@@ -30,6 +30,7 @@ import (
 	"log/slog"
 	"net"
 	"net/netip"
+	"runtime/debug"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -49,6 +50,7 @@ const (
 	peekTime    = 10 * time.Second       // for a connection to say where it leads
 	silentTime  = 500 * time.Millisecond // after which the other side may be the one to begin
 	dialTime    = 10 * time.Second
+	dialAllTime = 30 * time.Second // for all addresses of a name
 	resolveTime = 10 * time.Second
 	answerLimit = 16
 	answerTTL   = 60        // seconds
@@ -81,7 +83,10 @@ type Server struct {
 	events   string
 	log      *slog.Logger
 	resolver *net.Resolver
+	names    cache
 	guard    guard
+	peek     time.Duration // peekTime
+	silent   time.Duration // silentTime
 	total    chan struct{}
 
 	mu    sync.Mutex
@@ -95,8 +100,10 @@ func New(o Options) *Server {
 		events: o.Events, log: o.Log,
 		// Go's own: it asks the servers of the host's resolv.conf.
 		resolver: &net.Resolver{PreferGo: true},
-		total:    make(chan struct{}, totalLimit),
-		boxes:    map[netip.Addr]*box{}, gates: map[netip.Addr]*gate{},
+		names:    cache{names: map[string]*found{}},
+		peek:     peekTime, silent: silentTime,
+		total: make(chan struct{}, totalLimit),
+		boxes: map[netip.Addr]*box{}, gates: map[netip.Addr]*gate{},
 	}
 	if s.log == nil {
 		s.log = slog.Default()
@@ -189,10 +196,11 @@ type box struct {
 	log     eventLog
 	queries chan struct{}
 
-	mu     sync.Mutex
-	bucket bucket
-	flows  map[*flow]bool
-	pins   map[netip.Addr]map[string]time.Time
+	mu      sync.Mutex
+	bucket  bucket // of questions
+	lookups bucket // of those, and of connections, for which others have to be asked
+	flows   map[*flow]bool
+	pins    map[netip.Addr]map[string]time.Time
 }
 
 func newBox(events, id string) *box {
@@ -326,6 +334,9 @@ func (s *Server) named(ctx context.Context, b *box, to netip.AddrPort) string {
 		}
 		tried++
 		addrs, err := s.resolve(ctx, b, r.Domain, to.Port())
+		if errors.Is(err, errTooMany) {
+			return ""
+		}
 		if err != nil {
 			continue // it is not this one, then
 		}
@@ -423,5 +434,13 @@ func (s *Server) take(c net.Conn, serve func(context.Context, *box, *flow)) {
 	defer b.end(f)
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
+	defer s.survive(b)
 	serve(ctx, b, f)
+}
+
+// survive keeps what one sandbox sent from ending the others' connections.
+func (s *Server) survive(b *box) {
+	if r := recover(); r != nil {
+		s.log.Error("a connection or a question is given up", "sandbox", b.id, "panic", r, "stack", string(debug.Stack()))
+	}
 }

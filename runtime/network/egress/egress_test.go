@@ -4,6 +4,8 @@ import (
 	"bufio"
 	"bytes"
 	"context"
+	"crypto/ecdh"
+	"crypto/rand"
 	"crypto/tls"
 	"errors"
 	"fmt"
@@ -11,8 +13,10 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"golang.org/x/net/dns/dnsmessage"
@@ -102,12 +106,16 @@ func TestUDP(t *testing.T) {
 
 // helloOf is what a client sends first.
 func helloOf(t testing.TB, name string) []byte {
+	return helloBy(t, &tls.Config{ServerName: name, InsecureSkipVerify: true}) //nolint:gosec // nobody answers
+}
+
+func helloBy(t testing.TB, config *tls.Config) []byte {
 	t.Helper()
 	ours, theirs := net.Pipe()
 	defer ours.Close()
 	go func() {
 		defer theirs.Close()
-		_ = tls.Client(theirs, &tls.Config{ServerName: name, InsecureSkipVerify: true}).HandshakeContext(t.Context()) //nolint:gosec // nobody answers
+		_ = tls.Client(theirs, config).HandshakeContext(t.Context())
 	}()
 	buf := make([]byte, 16<<10)
 	n, err := ours.Read(buf)
@@ -130,6 +138,178 @@ func TestHello(t *testing.T) {
 	}
 	if name, _, err := hello(t.Context(), bytes.NewReader(helloOf(t, ""))); err != nil || name != "" {
 		t.Errorf("without a name: %q, %v", name, err)
+	}
+}
+
+// Where the true name is encrypted, the one outside counts.
+func TestHelloEncrypted(t *testing.T) {
+	key, err := ecdh.X25519().GenerateKey(rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const outside = "outside.example"
+	config := append([]byte{1, 0, 0x20, 0, 32}, key.PublicKey().Bytes()...)
+	config = append(config, 0, 4, 0, 1, 0, 1, 64, byte(len(outside)))
+	config = append(append(config, outside...), 0, 0)
+	config = append([]byte{0xfe, 0x0d, 0, byte(len(config))}, config...)
+	config = append([]byte{0, byte(len(config))}, config...)
+	sent := helloBy(t, &tls.Config{ServerName: "inside.example", EncryptedClientHelloConfigList: config})
+	if name, _, err := hello(t.Context(), bytes.NewReader(sent)); err != nil || name != outside {
+		t.Errorf("%q, %v", name, err)
+	}
+}
+
+// endless is a handshake record that has no end.
+type endless struct{ read int }
+
+func (e *endless) Read(p []byte) (int, error) {
+	const record = "\x16\x03\x01\x40\x00"
+	for i := range p {
+		if at := e.read % (len(record) + 0x4000); at < len(record) {
+			p[i] = record[at]
+		} else {
+			p[i] = 1
+		}
+		e.read++
+	}
+	return len(p), nil
+}
+
+func TestHelloIsBounded(t *testing.T) {
+	e := &endless{}
+	if name, read, err := hello(t.Context(), e); err == nil || len(read) > helloLimit || e.read > helloLimit {
+		t.Errorf("%q, %d of %d bytes, %v", name, len(read), e.read, err)
+	}
+}
+
+// Who says where it leads a byte at a time is not waited for.
+func TestSlowConnections(t *testing.T) {
+	s := New(Options{Events: t.TempDir()})
+	s.peek = 100 * time.Millisecond
+	for _, say := range []string{string(helloOf(t, "good.example")), "GET / HTTP/1.1\r\nHost: good.example\r\nX: " + strings.Repeat("x", 1000), ""} {
+		b := newBox(s.events, "a")
+		r := rules(t, "good.example")
+		b.rules.Store(&r)
+		ours, theirs := net.Pipe()
+		begun, done := time.Now(), make(chan struct{})
+		go func() {
+			defer close(done)
+			defer ours.Close()
+			s.proxy(t.Context(), b, &flow{conn: ours, to: netip.MustParseAddrPort("192.0.2.1:443")})
+		}()
+		go func() { _, _ = io.Copy(io.Discard, theirs) }() // what it is told
+		for i := 0; i < len(say); i++ {
+			if _, err := theirs.Write([]byte{say[i]}); err != nil {
+				break
+			}
+			time.Sleep(time.Millisecond)
+		}
+		<-done
+		if took := time.Since(begun); took > 5*time.Second {
+			t.Errorf("%.20q: %v", say, took)
+		}
+		theirs.Close()
+	}
+}
+
+// A request that comes in pieces is one, also where a server may be the one to
+// begin.
+func TestBegins(t *testing.T) {
+	s := New(Options{Events: t.TempDir()})
+	s.silent = 20 * time.Millisecond
+	to := netip.MustParseAddrPort("198.51.100.1:8080")
+	b := newBox(s.events, "a")
+	r := rules(t, "good.example")
+	b.rules.Store(&r)
+	b.pin("good.example", []netip.Addr{to.Addr()})
+	for _, c := range []struct {
+		say  []string // each after the other, when the one before has been waited for
+		want kind
+		ok   bool
+	}{
+		{nil, kindOther, true},
+		{[]string{"GET / ", "HTTP/1.1\r\nHost: other.example\r\n\r\n"}, kindHTTP, true},
+		{[]string{"G", "ET / HTTP/1.1\r\n"}, kindHTTP, true},
+		{[]string{"AMQP\x00"}, kindOther, true},
+		{[]string{"GET /"}, kindOther, false},
+	} {
+		s.peek = 20 * s.silent
+		ours, theirs := net.Pipe()
+		go func() {
+			for i, text := range c.say {
+				time.Sleep(time.Duration(min(i, 1)) * 3 * s.silent)
+				if _, err := io.WriteString(theirs, text); err != nil {
+					return
+				}
+			}
+		}()
+		what, err := s.begins(t.Context(), b, &flow{conn: ours, to: to}, bufio.NewReaderSize(ours, helloLimit))
+		if what != c.want || (err == nil) != c.ok {
+			t.Errorf("%q: %v, %v", c.say, what, err)
+		}
+		ours.Close()
+		theirs.Close()
+	}
+}
+
+func TestCache(t *testing.T) {
+	c := cache{names: map[string]*found{}}
+	asked := 0
+	get := func(name string, addrs []netip.Addr, err error) ([]netip.Addr, error) {
+		return c.get(t.Context(), name, func() ([]netip.Addr, error) { asked++; return addrs, err })
+	}
+	one := []netip.Addr{netip.MustParseAddr("192.0.2.1")}
+	for range 3 {
+		if got, err := get("a", one, nil); err != nil || len(got) != 1 {
+			t.Errorf("%v, %v", got, err)
+		}
+		if _, err := get("b", nil, io.EOF); !errors.Is(err, io.EOF) {
+			t.Error(err)
+		}
+	}
+	if asked != 2 {
+		t.Errorf("asked %d times", asked)
+	}
+	c.names["a"].until = time.Now()
+	if got, _ := get("a", slices.Repeat(one, 1000), nil); len(got) != foundLimit || asked != 3 {
+		t.Errorf("%d addresses, asked %d times", len(got), asked)
+	}
+	// Who asks for too much does not spoil the name for others.
+	if _, err := get("c", nil, errTooMany); !errors.Is(err, errTooMany) {
+		t.Error(err)
+	}
+	if got, err := get("c", one, nil); err != nil || len(got) != 1 {
+		t.Errorf("%v, %v", got, err)
+	}
+	// Those who wait hear the same, or go.
+	ask, answer := make(chan struct{}), make(chan struct{})
+	go func() {
+		_, _ = c.get(t.Context(), "d", func() ([]netip.Addr, error) { close(ask); <-answer; return one, nil })
+	}()
+	<-ask
+	gone, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := c.get(gone, "d", nil); !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+	close(answer)
+	if got, err := c.get(t.Context(), "d", nil); err != nil || len(got) != 1 {
+		t.Errorf("%v, %v", got, err)
+	}
+	// However many names there are.
+	for i := range cacheLimit + 100 {
+		if _, err := get(fmt.Sprint(i), one, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if len(c.names) > cacheLimit {
+		t.Errorf("%d names", len(c.names))
+	}
+	for _, f := range c.names {
+		f.until = time.Now()
+	}
+	if _, err := get("new", one, nil); err != nil || len(c.names) != 1 {
+		t.Errorf("%d names, %v", len(c.names), err)
 	}
 }
 

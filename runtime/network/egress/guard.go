@@ -91,40 +91,11 @@ func (g *guard) refresh() bool {
 	return true
 }
 
-var errNowhere = errors.New("the name leads nowhere that is allowed")
-
-// resolve finds the addresses of an allowed name that may be reached on a port;
-// with port 0, on any.
-func (s *Server) resolve(ctx context.Context, b *box, name string, port uint16) ([]netip.Addr, error) {
-	ctx, cancel := context.WithTimeout(ctx, resolveTime)
-	defer cancel()
-	// The dot at the end keeps the host's search domains out.
-	found, err := s.resolver.LookupNetIP(ctx, "ip4", name+".")
-	if err != nil {
-		return nil, err
-	}
-	rules := *b.rules.Load()
-	var open []netip.Addr
-	var closed []netip.Addr
-	for _, a := range found {
-		if a = a.Unmap(); s.guard.answer(rules, netip.AddrPortFrom(a, port)) {
-			open = append(open, a)
-		} else {
-			closed = append(closed, a)
-		}
-	}
-	if len(open) > answerLimit {
-		open = open[:answerLimit]
-	}
-	if len(open) == 0 && len(closed) > 0 {
-		return nil, fmt.Errorf("%w: %s is at %s, which is not public, and no rule allows that address", errNowhere, name, closed[0])
-	}
-	return open, nil
-}
-
 // dial connects to an allowed name, by addresses that are looked up here: what
 // address the sandbox believes it to have does not matter.
 func (s *Server) dial(ctx context.Context, b *box, name string, port uint16) (net.Conn, error) {
+	ctx, cancel := context.WithTimeout(ctx, dialAllTime)
+	defer cancel()
 	addrs, err := s.resolve(ctx, b, name, port)
 	if err != nil {
 		return nil, err

@@ -10,12 +10,14 @@ import (
 	"net/http"
 	"net/http/httputil"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
 	"github.com/agentbox/agentbox/policy"
 )
 
+// headerLimit is of a request, and of an answer.
 const headerLimit = 64 << 10
 
 // http serves the requests of an HTTP connection, each to the name in it: the
@@ -30,7 +32,7 @@ func (s *Server) http(ctx context.Context, b *box, f *flow, in *bufio.Reader) {
 			}
 			return s.dial(ctx, b, name, f.to.Port())
 		},
-		DisableCompression: true, MaxIdleConns: 2, IdleConnTimeout: 30 * time.Second,
+		MaxResponseHeaderBytes: headerLimit, DisableCompression: true, MaxIdleConns: 2, IdleConnTimeout: 30 * time.Second,
 	}
 	defer transport.CloseIdleConnections()
 	proxy := &httputil.ReverseProxy{
@@ -47,7 +49,7 @@ func (s *Server) http(ctx context.Context, b *box, f *flow, in *bufio.Reader) {
 	}
 	l := &oneConn{conn: &heldConn{Conn: f.conn, r: in, done: make(chan struct{})}}
 	server := &http.Server{
-		MaxHeaderBytes: headerLimit, ReadHeaderTimeout: peekTime, IdleTimeout: 5 * time.Minute, ErrorLog: quiet,
+		MaxHeaderBytes: headerLimit, ReadHeaderTimeout: s.peek, IdleTimeout: 5 * time.Minute, ErrorLog: quiet,
 		BaseContext: func(net.Listener) context.Context { return ctx },
 		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			name, port := cleanHost(r.Host)
@@ -68,6 +70,11 @@ func (s *Server) http(ctx context.Context, b *box, f *flow, in *bufio.Reader) {
 				return
 			}
 			b.lead(f, name)
+			// What follows an upgrade is not looked at, and HTTP/2 would name
+			// another host in each request.
+			if h2 := r.Header["Upgrade"]; len(h2) > 0 && !strings.EqualFold(h2[0], "websocket") {
+				r.Header.Del("Upgrade")
+			}
 			proxy.ServeHTTP(w, r)
 		}),
 	}

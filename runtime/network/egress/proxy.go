@@ -44,18 +44,27 @@ func (s *Server) proxy(ctx context.Context, b *box, f *flow) {
 // begins waits for what a connection begins with. Where the other side may be
 // the one to begin, silence is an answer.
 func (s *Server) begins(ctx context.Context, b *box, f *flow, in *bufio.Reader) (kind, error) {
-	wait := peekTime
-	if !web(f.to.Port()) && s.named(ctx, b, f.to) != "" {
-		wait = silentTime
+	wait := s.peek
+	mayListen := !web(f.to.Port()) && s.named(ctx, b, f.to) != ""
+	if mayListen {
+		wait = s.silent
 	}
 	if err := f.conn.SetReadDeadline(time.Now().Add(wait)); err != nil {
 		return kindOther, err
 	}
 	what, err := look(in)
-	if errors.Is(err, os.ErrDeadlineExceeded) && wait == silentTime || err != nil && in.Buffered() > 0 {
-		err = nil
+	if mayListen && errors.Is(err, os.ErrDeadlineExceeded) {
+		if err = nil; in.Buffered() > 0 { // it may yet become a request
+			if err := f.conn.SetReadDeadline(time.Now().Add(s.peek)); err != nil {
+				return kindOther, err
+			}
+			what, err = look(in)
+		}
 	}
-	return what, errors.Join(err, f.conn.SetReadDeadline(time.Now().Add(peekTime)))
+	if errors.Is(err, io.EOF) && in.Buffered() > 0 {
+		err = nil // no more is to come
+	}
+	return what, errors.Join(err, f.conn.SetReadDeadline(time.Now().Add(s.peek)))
 }
 
 // web are the ports at which one address is that of many names, so that only
@@ -146,7 +155,7 @@ func (s *Server) late(b *box, f *flow, in *bufio.Reader) error {
 // unreached records that a name which is allowed leads where it must not. That
 // a server is down is between it and the sandbox.
 func (s *Server) unreached(b *box, e Event, err error) {
-	if errors.Is(err, errNowhere) {
+	if errors.Is(err, errNowhere) || errors.Is(err, errTooMany) {
 		e.Reason = err.Error()
 		s.deny(b, e)
 	}

@@ -54,7 +54,8 @@ func look(r *bufio.Reader) (kind, error) {
 		if bytes.IndexByte(text, '\n') >= 0 {
 			return kindOther, nil
 		}
-		if word := bytes.IndexByte(text, ' '); word < 0 && len(text) > 20 || word > 20 {
+		word := bytes.IndexFunc(text, func(r rune) bool { return (r < 'A' || r > 'Z') && (r < 'a' || r > 'z') })
+		if word < 0 && len(text) > 20 || word > 20 || word >= 0 && text[word] != ' ' {
 			return kindOther, nil
 		}
 		n = max(n+1, r.Buffered())
