@@ -152,29 +152,29 @@ func (v *verb) endFilter() {
 	_, _ = v.m.tell(ctx, "update")
 }
 
-// Revive starts the process again if it is needed and dead. It costs little
-// where it is not.
-func (m *Manager) Revive(ctx context.Context) error {
+// Revive starts the process again if it is needed and dead, and tells whether
+// it was. It costs little where it is not.
+func (m *Manager) Revive(ctx context.Context) (dead bool, err error) {
 	if _, err := os.Lstat(m.proxyDir()); errors.Is(err, os.ErrNotExist) {
-		return nil
+		return false, nil
 	}
 	ctx, cancel := context.WithTimeout(ctx, 2*proxyWait)
 	defer cancel()
 	if _, err := m.tell(ctx, "ping"); err == nil {
-		return nil
+		return false, nil
 	}
 	v, err := m.begin(ctx)
 	if err != nil {
-		return fmt.Errorf("revive the proxy of filtered sandboxes: %w", err)
+		return false, fmt.Errorf("revive the proxy of filtered sandboxes: %w", err)
 	}
 	defer v.end()
 	if !v.filtering() {
-		return os.RemoveAll(m.proxyDir())
+		return false, os.RemoveAll(m.proxyDir())
 	}
-	if err := v.startFilter(ctx); err != nil {
-		return err
+	if _, err := m.tell(ctx, "ping"); err == nil {
+		return false, nil // whoever had the lock before us has done it
 	}
-	return v.applyRules()
+	return true, errors.Join(v.startFilter(ctx), v.applyRules())
 }
 
 // filtering tells whether a filtered sandbox is up.

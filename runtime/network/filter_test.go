@@ -282,8 +282,17 @@ func TestFilterOutlives(t *testing.T) {
 	kill(t, pid)
 	said, err := c.https(secure, "good.example")
 	refused(t, "with the proxy dead", said, err)
-	if err := w.m.Revive(t.Context()); err != nil {
-		t.Fatal(err)
+	said, err = c.raw(internetAddress+":22", "SSH-2.0-x\r\n")
+	refused(t, "an address", said, err)
+	for _, server := range []string{c.Gateway.String(), internetAddress} {
+		said, err = c.lookUp(server, "tcp4", "good.example.", dnsmessage.TypeA)
+		refused(t, "a name", said, err)
+	}
+	if dead, err := w.m.Revive(t.Context()); err != nil || !dead {
+		t.Fatalf("dead %v, %v", dead, err)
+	}
+	if dead, err := w.m.Revive(t.Context()); err != nil || dead {
+		t.Fatalf("dead %v, %v", dead, err)
 	}
 	if again := w.proxyPid(); again == pid || again == 0 {
 		t.Errorf("proxy %d, was %d", again, pid)

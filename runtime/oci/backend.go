@@ -111,9 +111,11 @@ func Open(opts Options) (*Backend, error) {
 	if b.self != "" {
 		b.net.UseProxy(b.egress, b.startEgress)
 	}
-	if err := b.net.Revive(context.Background()); err != nil {
-		// It must not keep the user from other sandboxes; those it is for have no way out.
+	// It must not keep the user from other sandboxes; those it is for have no way out.
+	if dead, err := b.net.Revive(context.Background()); err != nil {
 		b.log.Error("filtered sandboxes reach nothing", "error", err)
+	} else if dead {
+		b.log.Warn("the proxy of filtered sandboxes was dead, so that they reached nothing; it is started again")
 	}
 	return b, nil
 }
