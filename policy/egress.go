@@ -11,8 +11,12 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// EgressLimit is how many egress rules a sandbox may have.
-const EgressLimit = 1024
+// How many egress rules a sandbox may have, and how many ranges of UDP ports
+// in them: the kernel goes through those for each packet.
+const (
+	EgressLimit    = 1024
+	EgressUDPLimit = 64
+)
 
 // EgressRule is one place that a filtered sandbox may reach, written
 //
@@ -120,13 +124,22 @@ func ParseEgress(texts []string) ([]EgressRule, error) {
 	if len(texts) > EgressLimit {
 		return nil, fmt.Errorf("%d egress rules: %d is the limit: %w", len(texts), EgressLimit, fault.ErrInvalid)
 	}
+	udp := 0
 	rules := make([]EgressRule, 0, len(texts))
 	for _, s := range texts {
 		r, err := ParseEgressRule(s)
 		if err != nil {
 			return nil, err
 		}
+		for _, p := range r.Ports {
+			if p.UDP {
+				udp++
+			}
+		}
 		rules = append(rules, r)
+	}
+	if udp > EgressUDPLimit {
+		return nil, fmt.Errorf("egress rules with %d ranges of UDP ports: %d is the limit: %w", udp, EgressUDPLimit, fault.ErrInvalid)
 	}
 	return rules, nil
 }

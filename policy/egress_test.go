@@ -43,6 +43,13 @@ func TestParseEgressRule(t *testing.T) {
 	if _, err := ParseEgress(make([]string, EgressLimit+1)); !errors.Is(err, fault.ErrInvalid) {
 		t.Errorf("too many: %v", err)
 	}
+	many := slices.Repeat([]string{"198.51.100.0/24 53/udp"}, EgressUDPLimit+1)
+	if _, err := ParseEgress(many); !errors.Is(err, fault.ErrInvalid) {
+		t.Errorf("too many for UDP: %v", err)
+	}
+	if _, err := (Finder{}).Resolve("p.yaml", []byte("network: {modes: [filtered], default: filtered, egress: ["+strings.Join(many, ", ")+"]}\n")); err == nil || !strings.Contains(err.Error(), "p.yaml:1:57: network.egress: egress rules with 65 ranges") {
+		t.Errorf("a policy with too many: %v", err)
+	}
 }
 
 func TestCoversEgress(t *testing.T) {

@@ -351,8 +351,8 @@ func (d *document) impossible(base *Policy) (problems []*Problem) {
 			}
 		}
 	}
-	if len(r.Egress) > EgressLimit {
-		bad(fmt.Sprintf("%d rules: %d is the limit", len(r.Egress), EgressLimit), "network.egress")
+	if _, err := ParseEgress(EgressText(r.Egress)); err != nil {
+		bad(err.Error(), "network.egress") // too many
 	}
 	if !slices.Contains(r.Seccomp, SeccompDefault) {
 		bad("the profile default has to be among those allowed", "seccomp")

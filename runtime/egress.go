@@ -41,21 +41,17 @@ type updating struct {
 
 // checkFilter refuses egress rules that make no sense, or on a backend that
 // cannot keep them.
-func (e *Engine) checkFilter(s Spec) error {
+func checkFilter(s Spec, host Host) error {
 	if s.Network.Mode != NetworkFiltered {
 		if len(s.Network.Egress) > 0 {
 			return fmt.Errorf("%w: egress rules need --network filtered", ErrInvalid)
 		}
 		return nil
 	}
-	host, err := e.host(s.Backend)
-	if err != nil {
-		return err
+	if p := host.Properties(); !p.Filters {
+		return hint(fmt.Errorf("%w: network filtered with the backend %s", ErrUnsupported, p.Name), "Use the backend oci.")
 	}
-	if !host.Properties().Filters {
-		return hint(fmt.Errorf("%w: network filtered with the backend %s", ErrUnsupported, s.Backend), "Use the backend oci.")
-	}
-	_, err = egress.ParseRules(s.Network.Egress)
+	_, err := egress.ParseRules(s.Network.Egress)
 	return err
 }
 

@@ -153,6 +153,9 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 	if err != nil {
 		return Forked{}, err
 	}
+	if err := checkFilter(s, host); err != nil {
+		return Forked{}, err
+	}
 	img, err := imageOf(ctx, host.Images, row.ImageDigest, s, images.PullOptions{})
 	if err != nil {
 		return Forked{}, err

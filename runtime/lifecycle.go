@@ -56,7 +56,11 @@ func (e *Engine) Create(ctx context.Context, req CreateRequest) (_ Sandbox, err 
 	if err != nil {
 		return Sandbox{}, err
 	}
-	if err := e.checkFilter(s); err != nil {
+	host, err := e.host(e.first)
+	if err != nil {
+		return Sandbox{}, err
+	}
+	if err := checkFilter(s, host); err != nil {
 		return Sandbox{}, err
 	}
 	name = s.Name

@@ -160,6 +160,9 @@ func (e *Engine) again(ctx context.Context, r *restoration, missing error) (err 
 	if err != nil {
 		return err
 	}
+	if err := checkFilter(r.spec, host); err != nil {
+		return err
+	}
 	img, err := imageOf(ctx, host.Images, gone.ImageDigest, r.spec, r.pull)
 	if err != nil {
 		return err

@@ -57,7 +57,7 @@ var allowed = map[string][]string{
 	"runtime/internal/streams":    {"runtime", "runtime/internal/kernel", "runtime/internal/record"},
 	"runtime/mcp":                 {"internal/copy/tree", "internal/fault", "policy", "runtime", "runtime/internal/bundle", "runtime/internal/kernel"},
 	"runtime/network":             {"internal/failpoint", "internal/fault", "runtime", "runtime/network/egress"},
-	"runtime/network/egress":      {"internal/fault", "policy"},
+	"runtime/network/egress":      {"policy"},
 	"runtime/oci":                 {"criu", "criu/stage", "internal/failpoint", "internal/fault", "internal/undo", "overlay", "runtime", "runtime/internal/bundle", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams", "runtime/network"},
 	"runtime/podman":              {"criu", "criu/host", "criu/stage", "internal/fault", "runtime", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams"},
 	"runtime/portable":            {"internal/failpoint", "internal/fault", "overlay"},

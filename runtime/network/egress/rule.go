@@ -1,32 +1,17 @@
 package egress
 
 import (
-	"fmt"
 	"net/netip"
 	"slices"
 
-	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/policy"
 )
-
-// udpLimit is how many ranges of UDP ports a sandbox may have; the kernel goes
-// through them for each packet.
-const udpLimit = 64
 
 // Rules are all that a sandbox may reach; what none allows is denied.
 type Rules []policy.EgressRule
 
 // ParseRules reads a sandbox's rules.
-func ParseRules(texts []string) (Rules, error) {
-	rules, err := policy.ParseEgress(texts)
-	if err != nil {
-		return nil, err
-	}
-	if n := len(Rules(rules).UDP()); n > udpLimit {
-		return nil, fmt.Errorf("%d egress rules for UDP: %d is the limit: %w", n, udpLimit, fault.ErrInvalid)
-	}
-	return rules, nil
-}
+func ParseRules(texts []string) (Rules, error) { return policy.ParseEgress(texts) }
 
 // Name tells whether a name, as policy.CleanDomain makes it, is allowed on a
 // port; 0 is any port.
