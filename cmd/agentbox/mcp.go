@@ -64,8 +64,8 @@ func (o *mcpOptions) addFlags(fl *pflag.FlagSet) {
 	fl.StringVarP(&o.create.Memory, "memory", "m", "", "memory limit `SIZE` of those it makes")
 	fl.StringVar(&o.create.CPUs, "cpus", "", "limit to this `NUMBER` of cores of those it makes")
 	fl.Int64Var(&o.create.Pids, "pids-limit", 0, "limit to this `NUMBER` of processes of those it makes; -1: none")
-	o.create.Network = runtime.NetworkBridge
-	fl.Var(choice(&o.create.Network, runtime.NetworkNone, runtime.NetworkBridge), "network", "`MODE` of those it makes: none (only lo) or bridge")
+	fl.Var(choice(&o.create.Network, runtime.NetworkNone, runtime.NetworkBridge, runtime.NetworkFiltered), "network", "`MODE` of those it makes: none (only lo), bridge, or filtered (out only by --egress); default: the policy's, bridge")
+	fl.Var(list(&o.create.Egress), "egress", "let those it makes out to `RULE` only, as 'agentbox run --egress' takes it")
 	fl.StringVarP(&o.create.Workdir, "workdir", "w", "", "working directory `DIR` in those it makes")
 	fl.StringVarP(&o.create.User, "user", "u", "", "`USER[:GROUP]` in those it makes")
 	fl.VarP(list(&o.create.Env), "env", "e", "set `NAME=VALUE` in those it makes; NAME alone takes the caller's value")
