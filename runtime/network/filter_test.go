@@ -24,7 +24,7 @@ func TestFiltered(t *testing.T) {
 	serve(t, "", "tcp4", ":8080")
 	serve(t, internet, "tcp4", ":5432")
 	serve(t, internet, "udp4", ":443")
-	c := client{t, w.setup("a", egressTo("good.example 80,443,22", "*.wild.example 443", "rebind.example", "local.example", "metadata.example", "host.example",
+	c := client{t, w.setup("a", egressTo("good.example 80,443,22", "*.wild.example 443", "rebind.example", "local.example", "metadata.example", "host.example", "broken.example",
 		internetAddress+" 5432", "0.0.0.0/0 9999", "169.254.169.254"))}
 	other := client{t, w.setup("b", egressTo())}
 	if len(c.Nameservers) != 1 || c.Nameservers[0] != c.Gateway.String() {
@@ -51,11 +51,13 @@ func TestFiltered(t *testing.T) {
 			{c.Gateway.String(), "udp4", "local.example.", dnsmessage.TypeA, "NameError"},
 			{c.Gateway.String(), "udp4", "metadata.example.", dnsmessage.TypeA, "NameError"},
 			{c.Gateway.String(), "udp4", "host.example.", dnsmessage.TypeA, "NameError"},
+			{c.Gateway.String(), "udp4", "broken.example.", dnsmessage.TypeA, "ServerFailure"},
 		} {
 			said, err := c.lookUp(q.server, q.network, q.name, q.kind)
 			want(t, q.name+" "+q.kind.String(), said, err, q.want)
 		}
 		w.mustDeny("a", "dns|other.example.||no rule allows the name")
+		w.mustDeny("a", "dns|broken.example.||it cannot be looked up: ")
 		w.mustDeny("a", "dns|rebind.example.||the name leads nowhere that is allowed: rebind.example is at 10.1.2.3")
 	})
 	t.Run("web", func(t *testing.T) {

@@ -46,7 +46,8 @@ func egressTo(rules ...string) runtime.Network {
 var names = map[string]string{
 	"good.example.": internetAddress, "other.example.": internetAddress, "sub.wild.example.": internetAddress,
 	"rebind.example.": "10.1.2.3", "local.example.": "127.0.0.1", "metadata.example.": "169.254.169.254", "host.example.": hostAddress,
-	"mixed.example.": "10.1.2.3 " + internetAddress, "huge.example.": strings.Repeat(internetAddress+" ", 2000),
+	"broken.example.": "broken",
+	"mixed.example.":  "10.1.2.3 " + internetAddress, "huge.example.": strings.Repeat(internetAddress+" ", 2000),
 }
 
 func theInternet(t *testing.T) {
@@ -143,6 +144,9 @@ func answer(question []byte, limit int) []byte {
 	addresses, ok := names[name.String()]
 	if !ok {
 		a.RCode = dnsmessage.RCodeNameError
+	}
+	if addresses == "broken" {
+		a.RCode, addresses = dnsmessage.RCodeServerFailure, ""
 	}
 	for ip := range strings.FieldsSeq(addresses) {
 		if q.Questions[0].Type == dnsmessage.TypeA {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"net/netip"
@@ -93,7 +94,7 @@ func (s *Server) answer(ctx context.Context, b *box, question []byte) []byte {
 	code, addrs := s.lookUp(ctx, b, h, q)
 	out, err := buildAnswer(h, q, code, addrs)
 	if err != nil {
-		s.log.Warn("build a DNS answer", "sandbox", b.id, "error", err)
+		s.complain("build a DNS answer", "sandbox", b.id, "error", err)
 		return nil
 	}
 	return out
@@ -175,7 +176,8 @@ func (s *Server) lookUp(ctx context.Context, b *box, h dnsmessage.Header, q dnsm
 	case errors.As(err, &dns) && dns.IsNotFound:
 		return dnsmessage.RCodeNameError, nil
 	case err != nil:
-		s.log.Warn("look up", "sandbox", b.id, "name", name, "error", err)
+		e.Reason = fmt.Sprintf("it cannot be looked up: %v", err)
+		s.deny(b, e)
 		return dnsmessage.RCodeServerFailure, nil
 	}
 	b.pin(name, addrs)

@@ -44,6 +44,7 @@ const (
 	queryBurst = 200  //
 	pinLimit   = 4096 // addresses that are remembered
 	totalLimit = 4096 // open connections of all sandboxes
+	saidLimit  = 1000 // lines in the log
 )
 
 const (
@@ -88,6 +89,7 @@ type Server struct {
 	peek     time.Duration // peekTime
 	silent   time.Duration // silentTime
 	total    chan struct{}
+	said     atomic.Int64 // complaints, which sandboxes can bring about
 
 	mu    sync.Mutex
 	boxes map[netip.Addr]*box
@@ -183,9 +185,19 @@ func (s *Server) Denied(from netip.Addr, protocol string, to netip.AddrPort) {
 	}
 }
 
+// complain logs what should not be. The log is in memory and kept as long as
+// the process: it is not to grow with what sandboxes do.
+func (s *Server) complain(what string, args ...any) {
+	if n := s.said.Add(1); n < saidLimit {
+		s.log.Warn(what, args...)
+	} else if n == saidLimit {
+		s.log.Warn("no more is said from here on")
+	}
+}
+
 func (s *Server) deny(b *box, e Event) {
 	if err := b.log.add(e); err != nil {
-		s.log.Error("an event is lost", "sandbox", b.id, "error", err)
+		s.complain("an event is lost", "sandbox", b.id, "error", err)
 	}
 }
 
@@ -396,7 +408,7 @@ func (s *Server) accept(l net.Listener, serve func(context.Context, *box, *flow)
 			return
 		}
 		if err != nil {
-			s.log.Warn("accept", "error", err) // out of descriptors, for one
+			s.complain("accept", "error", err) // out of descriptors, for one
 			time.Sleep(100 * time.Millisecond)
 			continue
 		}
@@ -417,7 +429,7 @@ func (s *Server) take(c net.Conn, serve func(context.Context, *box, *flow)) {
 	f := &flow{conn: c}
 	var err error
 	if f.to, err = original(c); err != nil {
-		s.log.Warn("where a connection was for", "sandbox", b.id, "error", err)
+		s.complain("where a connection was for", "sandbox", b.id, "error", err)
 		return
 	}
 	select {
@@ -441,6 +453,6 @@ func (s *Server) take(c net.Conn, serve func(context.Context, *box, *flow)) {
 // survive keeps what one sandbox sent from ending the others' connections.
 func (s *Server) survive(b *box) {
 	if r := recover(); r != nil {
-		s.log.Error("a connection or a question is given up", "sandbox", b.id, "panic", r, "stack", string(debug.Stack()))
+		s.complain("a connection or a question is given up", "sandbox", b.id, "panic", r, "stack", string(debug.Stack()))
 	}
 }

@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"net/netip"
 	"os"
@@ -368,6 +369,17 @@ func TestEventsAreBounded(t *testing.T) {
 	}
 	if left, err := os.ReadDir(dir); err != nil || len(left) > 0 {
 		t.Errorf("left: %v, %v", left, err)
+	}
+}
+
+func TestLogIsBounded(t *testing.T) {
+	var said bytes.Buffer
+	s := New(Options{Log: slog.New(slog.NewTextHandler(&said, nil))})
+	for range 3 * saidLimit {
+		s.complain("no")
+	}
+	if n := bytes.Count(said.Bytes(), []byte("\n")); n != saidLimit {
+		t.Errorf("%d lines", n)
 	}
 }
 
