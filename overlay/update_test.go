@@ -82,8 +82,9 @@ func planDirs(t tb, dir, want string) *Update {
 	third, err := PlanUpdateTree(context.Background(), memory, bytes.NewReader(treeOf(t, want)))
 	must(t, err)
 	fourth := planPieces(t, memory, treeOf(t, want))
-	t.Cleanup(func() { must(t, errors.Join(u.Close(), second.Close(), third.Close(), fourth.Close())) })
-	for name, v := range map[string]*Update{"PlanUpdate": second, "PlanUpdateTree": third, "PlanUpdatePieces": fourth} {
+	fifth := planKnown(t, memory, want)
+	t.Cleanup(func() { must(t, errors.Join(u.Close(), second.Close(), third.Close(), fourth.Close(), fifth.Close())) })
+	for name, v := range map[string]*Update{"PlanUpdate": second, "PlanUpdateTree": third, "PlanUpdatePieces": fourth, "PlanUpdateKnown": fifth} {
 		if !reflect.DeepEqual(inOrder(t, u), inOrder(t, v)) || !reflect.DeepEqual(u.times, v.times) || u.Bytes() != v.Bytes() {
 			t.Fatalf("%s has another plan: %q, want %q", name, kinds(t, v), kinds(t, u))
 		}
@@ -99,24 +100,8 @@ func planPieces(t tb, memory string, tree []byte) *Update {
 	t.Helper()
 	var have []byte
 	must(t, CollectionLines(memory, func(l Line) error { have = append(append(have, l.JSON...), '\n'); return nil }))
-	cut := func(list []byte) (pieces []Piece, parts [][]byte) {
-		var part []byte
-		for line := range bytes.Lines(list) {
-			part = append(part, line...)
-			if crc32.ChecksumIEEE(line)%3 == 0 {
-				parts, part = append(parts, part), nil
-			}
-		}
-		if len(part) > 0 {
-			parts = append(parts, part)
-		}
-		for _, p := range parts {
-			pieces = append(pieces, Piece{Digest: digestOf(p), Len: int64(len(p))})
-		}
-		return pieces, parts
-	}
-	has, _ := cut(have)
-	wants, parts := cut(tree)
+	has, _ := inFewLines(have)
+	wants, parts := inFewLines(tree)
 	u, err := PlanUpdatePieces(context.Background(), memory, has, wants, func(from, to int) (io.ReadCloser, error) {
 		for _, p := range wants[from:to] {
 			if slices.Contains(has, p) {
@@ -126,6 +111,45 @@ func planPieces(t tb, memory string, tree []byte) *Update {
 		return io.NopCloser(bytes.NewReader(bytes.Join(parts[from:to], nil))), nil
 	})
 	must(t, err)
+	return u
+}
+
+// inFewLines cuts a list into pieces.
+func inFewLines(list []byte) (pieces []Piece, parts [][]byte) {
+	var part []byte
+	for line := range bytes.Lines(list) {
+		part = append(part, line...)
+		if crc32.ChecksumIEEE(line)%3 == 0 {
+			parts, part = append(parts, part), nil
+		}
+	}
+	if len(part) > 0 {
+		parts = append(parts, part)
+	}
+	for _, p := range parts {
+		pieces = append(pieces, Piece{Digest: digestOf(p), Len: int64(len(p))})
+	}
+	return pieces, parts
+}
+
+// planKnown plans with a memory of what is wanted, of which another piece than
+// what was recorded is refused.
+func planKnown(t tb, memory, want string) *Update {
+	t.Helper()
+	known := want + ".known"
+	_, err := Collect(context.Background(), want, known, nil, CollectOptions{})
+	must(t, err)
+	defer os.Remove(known)
+	pieces, _ := inFewLines(treeOf(t, want))
+	u, err := PlanUpdateKnown(context.Background(), memory, known, pieces)
+	must(t, err)
+	other := slices.Clone(pieces)
+	other[len(other)-1].Digest = digestOf([]byte("another"))
+	for _, wrong := range [][]Piece{other, pieces[:len(pieces)-1], append(slices.Clone(pieces), pieces[0])} {
+		if u, err := PlanUpdateKnown(context.Background(), memory, known, wrong); err == nil {
+			t.Fatalf("another list is taken for what is known: %q", kinds(t, u))
+		}
+	}
 	return u
 }
 

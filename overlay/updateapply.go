@@ -33,17 +33,17 @@ import (
 // Apply did is durable once the caller syncs the filesystem; a power failure
 // before that is a kill at an earlier moment.
 func (u *Update) Apply(ctx context.Context, dir, stage string) error {
-	if err := u.apply(ctx, dir, stage); err != nil {
+	if err := u.apply(ctx, dir, stage, false); err != nil {
 		return fmt.Errorf("update %s: %w", dir, err)
 	}
 	return nil
 }
 
-func (u *Update) apply(ctx context.Context, dir, stage string) error {
+func (u *Update) apply(ctx context.Context, dir, stage string, aside bool) error {
 	if err := checkPrivilege(); err != nil {
 		return err
 	}
-	a := updater{u: u, buf: newScratch(), root: -1, stage: -1}
+	a := updater{u: u, aside: aside, buf: newScratch(), root: -1, stage: -1}
 	defer a.close()
 	if err := a.open(dir, stage); err != nil {
 		return err
@@ -51,7 +51,7 @@ func (u *Update) apply(ctx context.Context, dir, stage string) error {
 	if err := a.run(ctx); err != nil {
 		return err
 	}
-	if err := failpoint.Hit("overlay.update.end"); err != nil {
+	if err := failpoint.Hit("overlay.update.end"); err != nil || aside {
 		return err
 	}
 	return os.RemoveAll(stage)
@@ -63,6 +63,7 @@ func (u *Update) apply(ctx context.Context, dir, stage string) error {
 // back to it, for hard links lead from other directories only to here.
 type updater struct {
 	u           *Update
+	aside       bool // what goes is moved to the stage
 	root, stage int
 	at          []updateDir
 	buf         *scratch
@@ -286,6 +287,10 @@ func (a *updater) do(ctx context.Context, i int, c *updateChange) error {
 	}
 	d.touched = true
 	switch {
+	case a.aside && c.Old != nil && (c.Old.Type == TypeDir || c.do == doRemove || c.do == doDir):
+		if err := a.moveAside(i, d.fd, name, c.Path); err != nil {
+			return err
+		}
 	case c.Old != nil && c.Old.Type == TypeDir:
 		if err := a.removeDir(ctx, d.fd, name, c.Path); err != nil {
 			return err
@@ -329,7 +334,11 @@ func (a *updater) do(ctx context.Context, i int, c *updateChange) error {
 // is there, so that the name is never missing.
 func (a *updater) move(temp string, dir int, name string, c *updateChange) error {
 	if c.Old != nil && c.Old.Type != TypeDir {
-		if err := unix.Renameat(a.stage, temp, dir, name); err != nil {
+		flags := uint(0)
+		if a.aside {
+			flags = unix.RENAME_EXCHANGE
+		}
+		if err := unix.Renameat2(a.stage, temp, dir, name, flags); err != nil {
 			return pathError("rename", c.Path, err)
 		}
 		return nil

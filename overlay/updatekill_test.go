@@ -58,18 +58,23 @@ func TestUpdateChild(t *testing.T) {
 	n, err := strconv.Atoi(os.Getenv("OVERLAY_TEST_POINT"))
 	must(t, err)
 	f := &fuse{left: n}
+	src := &fuseSource{dirSource{dir: want}, f}
+	if os.Getenv("OVERLAY_TEST_ASIDE") != "" {
+		updateAside(t, fuseContext{context.Background(), f}, dir, want, src)
+		return
+	}
 	u := planDirs(t, dir, want)
 	stage := dir + ".stage"
-	must(t, u.Stage(context.Background(), stage, &fuseSource{dirSource{dir: want}, f}))
+	must(t, u.Stage(context.Background(), stage, src))
 	must(t, u.Apply(fuseContext{context.Background(), f}, dir, stage))
 }
 
 // runKilled updates dir in a process that is killed at its n-th point, and
 // tells whether it came that far.
-func runKilled(t *testing.T, dir, want string, n int) (killed bool) {
+func runKilled(t *testing.T, dir, want string, n int, env ...string) (killed bool) {
 	t.Helper()
 	cmd := exec.Command("/proc/self/exe", "-test.run", "^TestUpdateChild$")
-	cmd.Env = append(os.Environ(), "OVERLAY_TEST_DIR="+dir, "OVERLAY_TEST_WANT="+want, "OVERLAY_TEST_POINT="+strconv.Itoa(n))
+	cmd.Env = append(append(os.Environ(), env...), "OVERLAY_TEST_DIR="+dir, "OVERLAY_TEST_WANT="+want, "OVERLAY_TEST_POINT="+strconv.Itoa(n))
 	out, err := cmd.CombinedOutput()
 	if cmd.ProcessState == nil {
 		t.Fatal(err)

@@ -250,3 +250,58 @@ func (t *treeMerge) nextWant() (err error) {
 	}
 	return nil
 }
+
+// PlanUpdateKnown is PlanUpdateTree with a tree of which wants are the pieces,
+// when that is what the memory known holds: there is nothing else to read then.
+// Each piece is proven. Where one is another it fails, and says nothing of the tree.
+func PlanUpdateKnown(ctx context.Context, have, known string, wants []Piece) (*Update, error) {
+	m, err := openMemory(known)
+	if err != nil {
+		return nil, err
+	}
+	defer m.close()
+	return PlanUpdateTree(ctx, have, &knownTree{r: m.reader(), pieces: wants})
+}
+
+// knownTree reads the lines of a memory, piece by piece.
+type knownTree struct {
+	r      *recordReader
+	pieces []Piece
+	buf    []byte
+	at     int // what of buf has been read
+}
+
+func (k *knownTree) Read(p []byte) (int, error) {
+	for k.at == len(k.buf) {
+		if err := k.next(); err != nil {
+			return 0, err
+		}
+	}
+	n := copy(p, k.buf[k.at:])
+	k.at += n
+	return n, nil
+}
+
+func (k *knownTree) next() error {
+	k.buf, k.at = k.buf[:0], 0
+	for len(k.pieces) == 0 || int64(len(k.buf)) < k.pieces[0].Len {
+		if err := k.r.next(); err != nil {
+			return err
+		}
+		r := k.r.cur
+		switch {
+		case r == nil && len(k.pieces) == 0:
+			return io.EOF
+		case r != nil && r.flags()&flagHole != 0:
+		case r == nil || len(k.pieces) == 0 || len(k.buf) > maxLine:
+			return errUneven
+		default:
+			k.buf = append(append(k.buf, r.line()...), '\n')
+		}
+	}
+	if digestOf(k.buf) != k.pieces[0].Digest {
+		return errUneven
+	}
+	k.pieces = k.pieces[1:]
+	return nil
+}
