@@ -286,6 +286,12 @@ func TestDamage(t *testing.T) {
 				if err != nil || len(rep.Damaged)+len(rep.Notes) == 0 {
 					t.Fatalf("byte %d: %+v, %v", i, rep, err)
 				}
+				if err := os.WriteFile(path, whole, 0o600); err != nil {
+					t.Fatal(err)
+				}
+				if rep, err = r.Verify(ctx, runtime.VerifyOptions{ReadData: true}); err != nil || len(rep.Damaged) > 0 {
+					t.Fatalf("byte %d, once it is whole again: %+v, %v", i, rep, err)
+				}
 				if err := errors.Join(os.Remove(filepath.Join(sb.Upperdir, "a")), os.WriteFile(filepath.Join(sb.Upperdir, "b"), []byte("later"), 0o600)); err != nil {
 					t.Fatal(err)
 				}

@@ -291,6 +291,9 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 		// again whenever it was started.
 		e.log.Error("restore not finished", "sandbox", in.Sandbox, "checkpoint", in.Checkpoint, "err", err)
 		did = fmt.Sprintf("could not finish the restore of sandbox %s to checkpoint %s: %v", short(in.Sandbox), short(in.Checkpoint), err)
+		if len(data.Trees) > 0 && data.Trees[0].Aside {
+			did += "; what it had replaced lies in " + data.Trees[0].aside()
+		}
 		r := restoration{data: data, images: e.store.StagedImages(in.Sandbox)}
 		return did, errors.Join(r.discard(), e.store.Keep(ctx, in.Sandbox, true))
 	}

@@ -118,6 +118,7 @@ type restoration struct {
 	present  *making // the undo checkpoint
 	updates  []*overlay.Update
 	idle     bool            // it has had no process since it was looked at
+	past     bool            // nobody needs the way back any more
 	images   string          // where the process images are laid out
 	lost     map[string]bool // paths of the upperdir that cannot be restored
 	fork     *forking
@@ -208,8 +209,14 @@ func (e *Engine) layOut(ctx context.Context, seq int64, r *restoration, undo *un
 		return err
 	}
 	r.began = time.Now()
-	if err := e.keepPresent(ctx, seq, r, undo); err != nil {
+	aside, err := e.layAside(ctx, r)
+	if err != nil {
 		return err
+	}
+	if !aside {
+		if err := e.keepPresent(ctx, seq, r, undo); err != nil {
+			return err
+		}
 	}
 	if err := failpoint.Hit("restore.after-undo"); err != nil {
 		return err
@@ -285,7 +292,13 @@ func (e *Engine) layOutImages(ctx context.Context, r *restoration) error {
 func (r *restoration) discard() error {
 	var errs []error
 	for _, t := range r.data.Trees {
+		if t.Aside && !r.past && r.data.Phase != phasePrepare {
+			continue // it is the way back
+		}
 		errs = append(errs, discard(t.stage()))
+		if t.Number == 0 {
+			errs = append(errs, discard(t.aside()))
+		}
 	}
 	for _, u := range r.updates {
 		errs = append(errs, u.Close())

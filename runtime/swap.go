@@ -39,7 +39,7 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 		}
 	}()
 	var undo undo.Stack
-	started, touched := false, false
+	started, touched, replaces := false, false, false
 	unfinished := func() bool { return errors.Is(err, errUnfinished) }
 	defer func() {
 		if err != nil && started {
@@ -54,6 +54,7 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 	}()
 	undo.Add(func(ctx context.Context) error {
 		if r.present == nil {
+			r.past = r.past || !replaces
 			return r.discard()
 		}
 		// It does not stand still for as long as much takes to delete.
@@ -77,6 +78,9 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 	if r.idle, err = r.stoodStill(ctx); err != nil {
 		return err
 	}
+	if !r.idle && r.data.Trees[0].Aside {
+		return fmt.Errorf("%w: somebody else started it while it was being restored", ErrState)
+	}
 	touched = true
 	stopping := time.Now()
 	if err := r.sb.host.Stop(ctx, r.sb.ID, StopOptions{Silent: true}); err != nil {
@@ -98,12 +102,13 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 		return err
 	}
 	undo.Add(func(ctx context.Context) error { return e.putBack(ctx, r) })
+	replaces = true
 	for i := range r.data.Trees {
 		t := &r.data.Trees[i]
 		if r.updates[i].Empty() {
 			continue
 		}
-		if err := r.updates[i].Apply(ctx, t.Dir, t.stage()); err != nil {
+		if err := t.apply(ctx, r.updates[i]); err != nil {
 			return err
 		}
 		if err := failpoint.Hit("restore.between-trees"); err != nil {
@@ -195,6 +200,9 @@ func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *u
 
 // putBack makes the files what they were before the restore.
 func (e *Engine) putBack(ctx context.Context, r *restoration) error {
+	if r.data.Trees[0].Aside {
+		return e.putAsideBack(ctx, r)
+	}
 	if r.undone == "" {
 		return nil
 	}
@@ -234,6 +242,7 @@ func (e *Engine) restored(ctx context.Context, r *restoration) error {
 	if err := failpoint.Hit("restore.after-head"); err != nil {
 		return err
 	}
+	r.past = true
 	if r.images == "" {
 		r.images = e.store.StagedImages(r.sb.ID)
 	}

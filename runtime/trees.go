@@ -24,6 +24,7 @@ import (
 type tree struct {
 	Dir    string `json:"dir"`
 	Number int    `json:"number"` // in a checkpoint; 0: the upperdir, 1+i: Manifest.Volumes[i]
+	Aside  bool   `json:"aside"`  // what a restore replaces lies aside, and is the way back (aside.go)
 
 	seen   string          // where the last collection of it is
 	pieces []overlay.Piece // of the list of what that has; nil: not known
@@ -31,7 +32,28 @@ type tree struct {
 
 // stage is where a restore lays out what Dir lacks: beside it, so that a
 // rename brings it in.
-func (t tree) stage() string { return t.Dir + ".new" }
+func (t tree) stage() string {
+	if t.Aside {
+		return filepath.Join(t.aside(), "new")
+	}
+	return t.Dir + ".new"
+}
+
+// unstage makes room for the next stage.
+func (t tree) unstage() error {
+	if t.Aside {
+		return t.keepStage()
+	}
+	return discard(t.stage())
+}
+
+// apply brings in what was staged.
+func (t tree) apply(ctx context.Context, u *overlay.Update) error {
+	if t.Aside {
+		return u.ApplyAside(ctx, t.Dir, t.stage())
+	}
+	return u.Apply(ctx, t.Dir, t.stage())
+}
 
 // each does the same to every tree, side by side.
 func each(ctx context.Context, trees []tree, do func(context.Context, *tree) error) error {
@@ -320,13 +342,17 @@ func (e *Engine) proven(sandbox string, t *tree) error {
 	if err := learn(t.seen, path); err != nil {
 		return err
 	}
-	for _, extra := range []string{".new", ".new.2"} {
-		if err := remove(path + extra); err != nil {
-			return err
-		}
+	if err := e.unsee(sandbox, *t); err != nil {
+		return err
 	}
 	t.seen, t.pieces = path, nil
 	return nil
+}
+
+// unsee deletes what was seen of a tree and did not become what is known.
+func (e *Engine) unsee(sandbox string, t tree) error {
+	path := e.memory(sandbox, t)
+	return errors.Join(remove(path), remove(path+".2"))
 }
 
 // equalize makes a tree, which nobody uses and of which nothing is certain,
@@ -341,18 +367,18 @@ func (e *Engine) equalize(ctx context.Context, sandbox string, t *tree, r *store
 		return err
 	}
 	defer func() { err = errors.Join(err, u.Close()) }()
-	if err := discard(t.stage()); err != nil {
+	if err := t.unstage(); err != nil {
 		return err
 	}
 	if !u.Empty() {
 		if err := u.Stage(ctx, t.stage(), r.Source()); err != nil {
-			return errors.Join(err, discard(t.stage()))
+			return errors.Join(err, t.unstage())
 		}
-		if err := u.Apply(ctx, t.Dir, t.stage()); err != nil {
-			return errors.Join(err, discard(t.stage()))
+		if err := t.apply(ctx, u); err != nil {
+			return errors.Join(err, t.unstage())
 		}
 	}
-	return errors.Join(discard(t.stage()), e.prove(ctx, sandbox, t, r, lost, false), syncfs(t.Dir))
+	return errors.Join(t.unstage(), e.prove(ctx, sandbox, t, r, lost, false), syncfs(t.Dir))
 }
 
 // discard deletes what a restore has laid out. RemoveAll works beneath

@@ -30,10 +30,14 @@ var scenesOf = map[string][]string{
 	"restore.":                  {"restore"},
 	"restore.after-layout":      {"restore", "undo"},
 	"restore.after-apply":       {"restore", "undo", "recreate"},
+	"restore.after-proof":       {"restore aside", "restore"},
 	"restore.after-start":       {"restore", "recreate"},
+	"restore.aside.":            {"restore aside"},
+	"restore.aside.back":        {"failing restore aside"},
 	"fork.":                     {"fork"},
-	"overlay.update.":           {"restore"},
-	"overlay.update.op":         {"restore", "undo"},
+	"overlay.update.":           {"restore", "restore aside"},
+	"overlay.update.end":        {"restore aside", "restore"},
+	"overlay.update.op":         {"restore", "undo", "restore aside"},
 	"remove.":                   {"rm", "rm --checkpoints"},
 	"stop.":                     {"stop"},
 	"oci.create.":               {"run", "recreate"},
@@ -98,6 +102,8 @@ var scenes = []scene{
 	{name: "recover packed", prepare: interrupted("store.commit.after-pack"), verb: words("recover"), check: (*sweep).checkUnmoved},
 	{name: "checkpoint rm", prepare: func(s *sweep) { s.checkpoint("--files-only", "--name", "new", "s") }, verb: words("checkpoint rm s@new"), check: (*sweep).checkUnmoved},
 	{name: "restore", verb: words("restore s base"), check: (*sweep).checkRestored},
+	{name: "restore aside", prepare: stopped, verb: words("restore --no-undo s base"), check: (*sweep).checkAside},
+	{name: "failing restore aside", prepare: stopped, env: "restore.after-proof=error", verb: words("restore --no-undo s base"), check: (*sweep).checkAside},
 	{name: "undo", prepare: func(s *sweep) { s.ok("restore", "s", "base"); s.before = s.inspect("s") }, verb: words("restore --undo s"), check: (*sweep).checkUndone},
 	{name: "fork", verb: words("fork -n 2 --name f s@base"), check: (*sweep).checkForks},
 	{name: "prune", prepare: wasted, verb: words("prune -f --keep-last 1"), check: (*sweep).checkPruned},
@@ -114,6 +120,12 @@ var scenes = []scene{
 
 func words(line string) func(*sweep) []string {
 	return func(*sweep) []string { return strings.Fields(line) }
+}
+
+// stopped is a sandbox of which something was replaced, added and removed.
+func stopped(s *sweep) {
+	s.sh("s", "mkdir -p /more/dir; echo 1 > /more/dir/file; rm -rf /gone; chmod 0700 /home")
+	s.ok("stop", "-t", "0", "s")
 }
 
 func comer(line string) func(*sweep) {

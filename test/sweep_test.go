@@ -281,7 +281,7 @@ func (s *sweep) ready() {
 	}
 	if !ok {
 		s.start("s", "--network", "none", "busybox", "sh", "-c", counter)
-		s.sh("s", "echo base > /marker")
+		s.sh("s", "echo base > /marker; mkdir -p /gone/dir; echo 1 > /gone/dir/file")
 		s.base = s.checkpoint("--name", "base", "s")
 		s.ok("checkpoint", "pin", s.base)
 	}
@@ -399,6 +399,34 @@ func (s *sweep) checkRestored(r result) { s.Helper(); s.checkEither(r, s.token, 
 
 // checkUndone: "s" is at base, or where it was before it was restored.
 func (s *sweep) checkUndone(r result) { s.Helper(); s.checkEither(r, "base", s.token) }
+
+// checkAside: "s" is stopped as it was, or runs at base; what a restore has
+// moved aside is gone.
+func (s *sweep) checkAside(r result) {
+	s.Helper()
+	equal(s.box, "undo checkpoints", strings.Join(s.undos("s"), " "), "")
+	if rest, err := filepath.Glob(filepath.Join(s.root, "sandboxes", "*", "upper.*")); err != nil || len(rest) > 0 {
+		s.Errorf("left beside the files: %q, %v", rest, err)
+	}
+	now, marker := s.inspect("s"), s.file("s", "marker")
+	upper := s.upperdir("s")
+	has := func(path string, want bool) {
+		if _, err := os.Lstat(filepath.Join(upper, path)); (err == nil) != want {
+			s.Errorf("with marker %q: %s: %v", marker, path, err)
+		}
+	}
+	has("more/dir/file", marker == s.token)
+	has("gone/dir/file", marker == "base")
+	switch {
+	case now.Status == "exited" && marker == s.token:
+		s.ok("start", "s")
+	case now.Status == "running" && marker == "base":
+	default:
+		s.Errorf("s is %s with marker %q, and was exited with %q", now.Status, marker, s.token)
+		return
+	}
+	s.counts()
+}
 
 func (s *sweep) checkEither(r result, from, to string) {
 	s.Helper()

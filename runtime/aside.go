@@ -1,0 +1,187 @@
+package runtime
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strconv"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/overlay"
+)
+
+// A restore that is to keep no undo checkpoint needs a way back nevertheless,
+// for when it fails. Where nothing runs and little changes it makes no checkpoint
+// for that: whatever it replaces or removes is moved aside and stays there until
+// the sandbox is as it should be. Beside a tree lies, meanwhile,
+//
+//	DIR.old/before   what the tree had where it changes, written before the first change
+//	DIR.old/new      what was staged, and, once it is applied, what it has replaced
+//	DIR.old/was-N    the same of tries that ended
+
+// aside is where what a restore replaces lies.
+func (t tree) aside() string { return t.Dir + ".old" }
+
+func (t tree) before() string { return filepath.Join(t.aside(), "before") }
+
+// keepStage keeps what lies in the stage, which may be the way back.
+func (t tree) keepStage() error {
+	if err := os.Mkdir(t.aside(), 0o700); err != nil && !errors.Is(err, os.ErrExist) {
+		return err
+	}
+	for i := 1; ; i++ {
+		to := filepath.Join(t.aside(), "was-"+strconv.Itoa(i))
+		switch err := os.Rename(t.stage(), to); {
+		case errors.Is(err, os.ErrNotExist):
+			return nil
+		case errors.Is(err, os.ErrExist): // a directory that is not empty
+		default:
+			return err
+		}
+	}
+}
+
+// layAside lays a restore out whose way back is what it replaces, if it is one
+// for that. When it is not, nothing has changed.
+func (e *Engine) layAside(ctx context.Context, r *restoration) (ok bool, err error) {
+	if !r.data.NoUndo || r.data.Undo == "" || r.data.Salvage || len(r.data.Trees) != 1 ||
+		r.c.Status != Created && r.c.Status != Exited || r.sb.host.Properties().FilesOnly {
+		return false, nil
+	}
+	t := &r.data.Trees[0]
+	known := e.known(ctx, r.sb.ID, *t)
+	t.seen = known
+	if err := e.look(ctx, r.sb.ID, t, overlay.CollectOptions{}); err != nil {
+		return false, err
+	}
+	var u *overlay.Update
+	if known != "" {
+		// Most often it was at this very checkpoint when it was looked at last.
+		u, err = overlay.PlanUpdateKnown(ctx, t.seen, known, r.reader.TreePieces(0))
+	}
+	if known == "" || err != nil {
+		if u, err = t.plan(ctx, r.reader, nil); err != nil {
+			return false, err
+		}
+	}
+	r.updates = []*overlay.Update{u}
+	defer func() {
+		if !ok {
+			err = errors.Join(err, u.Close())
+			r.updates, t.seen, t.Aside = nil, "", false
+		}
+	}()
+	t.Aside = true
+	if err := discard(t.aside()); err != nil {
+		return false, err
+	}
+	if err := os.Mkdir(t.aside(), 0o700); err != nil {
+		return false, err
+	}
+	defer func() {
+		if !ok {
+			err = errors.Join(err, discard(t.aside()))
+		}
+	}()
+	if fits, err := u.Aside(t.aside()); err != nil || !fits {
+		return false, err
+	}
+	if r.changed = u.Len(); !u.Empty() {
+		if err := u.Stage(ctx, t.stage(), r.reader.Source()); err != nil {
+			return false, err
+		}
+	}
+	if err := u.WriteBefore(t.before()); err != nil {
+		return false, err
+	}
+	if err := failpoint.Hit("restore.aside.laid"); err != nil {
+		return false, err
+	}
+	r.data.Undo = ""
+	// The files that are replaced, too: they may be what is left after a power cut.
+	return true, syncfs(t.Dir)
+}
+
+// putAsideBack makes the files what they were before the restore, with what that
+// has moved aside.
+func (e *Engine) putAsideBack(ctx context.Context, r *restoration) (err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("put the files back: %w (%w)", err, errUnfinished)
+		}
+	}()
+	t := &r.data.Trees[0]
+	if err := t.keepStage(); err != nil {
+		return err
+	}
+	was, err := overlay.Before(t.before(), wanted(ctx, r.reader, *t, nil))
+	if errors.Is(err, os.ErrNotExist) {
+		return nil // it had come to its end, and what was aside is gone
+	}
+	if err != nil {
+		return err
+	}
+	kept, err := overlay.OpenAside(ctx, t.aside())
+	if err != nil {
+		return err
+	}
+	t.seen = ""
+	if err := e.look(ctx, r.sb.ID, t, overlay.CollectOptions{}); err != nil {
+		return err
+	}
+	u, err := overlay.PlanUpdate(ctx, t.seen, was)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, u.Close()) }()
+	if !u.Empty() {
+		if err := u.Stage(ctx, t.stage(), asideSource{kept, r.reader.Source()}); err != nil {
+			return err
+		}
+		if err := u.Apply(ctx, t.Dir, t.stage()); err != nil {
+			return err
+		}
+	}
+	if err := e.look(ctx, r.sb.ID, t, overlay.CollectOptions{}); err != nil {
+		return err
+	}
+	diffs, err := overlay.Compare(was, entries(t.seen), overlay.CompareOptions{Limit: 1})
+	if err == nil && len(diffs) > 0 {
+		err = fmt.Errorf("%w: the files differ from what they were: %v", ErrCorrupt, diffs[0])
+	}
+	if err != nil {
+		return err
+	}
+	// No checkpoint has what was seen of the files now.
+	if err := errors.Join(e.unsee(r.sb.ID, *t), syncfs(t.Dir)); err != nil {
+		return err
+	}
+	if err := failpoint.Hit("restore.aside.back"); err != nil {
+		return err
+	}
+	if err := discard(t.aside()); err != nil {
+		return err
+	}
+	t.Aside = false
+	return nil
+}
+
+// asideSource has the data of what lies aside, and of what nothing has touched
+// or a restore has brought.
+type asideSource struct {
+	kept  *overlay.Aside
+	other overlay.Source
+}
+
+func (s asideSource) Data(ctx context.Context, entry overlay.Entry) (io.ReadCloser, error) {
+	data, err := s.kept.Data(ctx, entry)
+	if errors.Is(err, ErrNotFound) {
+		return s.other.Data(ctx, entry)
+	}
+	return data, err
+}
+
+var _ overlay.Source = asideSource{}
