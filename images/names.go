@@ -7,15 +7,15 @@ import (
 	"fmt"
 	"maps"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strings"
 
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/lazy"
 )
 
-var hexRule = regexp.MustCompile(`^[0-9a-f]{1,64}$`)
+var hexRule = lazy.Regexp(`^[0-9a-f]{1,64}$`)
 
 // canonical is the whole form of a name that an image may be given: that of a
 // repository with a tag, as in a registry.
@@ -57,7 +57,7 @@ func isBusybox(ref string) bool { return ref == "busybox" || ref == "busybox:lat
 // hexOf returns the hex digits of a whole digest.
 func hexOf(digest string) (string, bool) {
 	h, ok := strings.CutPrefix(digest, "sha256:")
-	return h, ok && len(h) == 64 && hexRule.MatchString(h)
+	return h, ok && len(h) == 64 && hexRule().MatchString(h)
 }
 
 // find returns the digest that ref means, and the index entry if ref is one. A
@@ -75,7 +75,7 @@ func (s *Store) find(idx index, ref string) (name, digest string, err error) {
 			}
 		}
 	}
-	if hexRule.MatchString(prefix) {
+	if hexRule().MatchString(prefix) {
 		all, err := s.digests()
 		if err != nil {
 			return "", "", err

@@ -6,7 +6,6 @@ import (
 	"math"
 	"net/netip"
 	"path"
-	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -14,6 +13,8 @@ import (
 
 	"github.com/docker/go-units"
 	"go.yaml.in/yaml/v3"
+
+	"github.com/agentbox/agentbox/internal/lazy"
 )
 
 // A key of a policy file: how it is read, written, inherited and compared.
@@ -348,13 +349,13 @@ func parseKeep(s string) (int, error) {
 	return n, nil
 }
 
-var ageRE = regexp.MustCompile(`^(?:(\d{1,5})w)?(?:(\d{1,6})d)?(.*)$`)
+var ageRE = lazy.Regexp(`^(?:(\d{1,5})w)?(?:(\d{1,6})d)?(.*)$`)
 
 // ParseDuration reads Go's durations with weeks and days before them, as
 // restic has them: 2w, 1d12h, 90m. They are not negative.
 func ParseDuration(s string) (time.Duration, error) {
 	const day = 24 * time.Hour
-	m := ageRE.FindStringSubmatch(s)
+	m := ageRE().FindStringSubmatch(s)
 	if m == nil {
 		return 0, errors.New("not a duration") // it has a line break
 	}
@@ -426,7 +427,7 @@ func parseSeccomp(s string) (string, error) {
 	return oneOf(s, SeccompDefault, SeccompUnconfined)
 }
 
-var userRE = regexp.MustCompile(`^[0-9]{1,10}(:[0-9]{1,10})?$`)
+var userRE = lazy.Regexp(`^[0-9]{1,10}(:[0-9]{1,10})?$`)
 
 func parseUser(s string) (string, error) {
 	uid, gid, _ := strings.Cut(s, ":")
@@ -434,7 +435,7 @@ func parseUser(s string) (string, error) {
 	if gid != "" && err == nil {
 		_, err = parseIDRange(gid)
 	}
-	if err != nil || !userRE.MatchString(s) {
+	if err != nil || !userRE().MatchString(s) {
 		return "", fmt.Errorf("%.40q: write UID or UID:GID, in digits: names mean what the image says", s)
 	}
 	return s, nil
@@ -447,10 +448,10 @@ func parsePattern(s string) (string, error) {
 	return s, nil
 }
 
-var digestRE = regexp.MustCompile(`^sha256:[0-9a-f]{64}$`)
+var digestRE = lazy.Regexp(`^sha256:[0-9a-f]{64}$`)
 
 func parseDigest(s string) (string, error) {
-	if !digestRE.MatchString(s) {
+	if !digestRE().MatchString(s) {
 		return "", fmt.Errorf("%.80q is no digest: sha256: and 64 hex digits", s)
 	}
 	return s, nil

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -13,6 +12,7 @@ import (
 	"go.yaml.in/yaml/v3"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/lazy"
 )
 
 // maxFile bounds a policy file.
@@ -165,7 +165,7 @@ func (d *document) mapping(n *yaml.Node, prefix string) (problems Problems) {
 				problems = append(problems, p)
 			} else if name == "description" {
 				d.description = s
-			} else if d.base, d.baseAt = s, value; !nameRE.MatchString(s) {
+			} else if d.base, d.baseAt = s, value; !nameRE().MatchString(s) {
 				problems = append(problems, wrong(value, "base: %.80q is no name of a policy", s))
 			}
 		case k >= 0:
@@ -259,13 +259,13 @@ func distance(a, b string) int {
 	return row[len(b)]
 }
 
-var lineRE = regexp.MustCompile(`^line (\d+): (?s:(.*))$`)
+var lineRE = lazy.Regexp(`^line (\d+): (?s:(.*))$`)
 
 // syntax tells an error of the library, "yaml: line 3: ...", as the others.
 func syntax(err error) *Problem {
 	why := strings.TrimPrefix(err.Error(), "yaml: ")
 	n := &yaml.Node{Line: 1, Column: 1}
-	if m := lineRE.FindStringSubmatch(why); m != nil {
+	if m := lineRE().FindStringSubmatch(why); m != nil {
 		n.Line, _ = strconv.Atoi(m[1]) // digits; what does not fit is line 1
 		why = m[2]
 	}

@@ -8,7 +8,6 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strings"
 
@@ -17,6 +16,7 @@ import (
 	"go.yaml.in/yaml/v3"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/lazy"
 )
 
 // Default is the policy of sandboxes for which nobody names one, and the base
@@ -34,7 +34,7 @@ var builtin embed.FS
 //go:embed schema.json
 var Schema []byte
 
-var nameRE = regexp.MustCompile(`^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}$`)
+var nameRE = lazy.Regexp(`^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}$`)
 
 // A Policy is the rules that a file and its bases come to.
 type Policy struct {
@@ -104,7 +104,7 @@ func (f Finder) Find(name string) (*Policy, error) {
 }
 
 func (f Finder) find(name string, from, depth int) (*Policy, error) {
-	if nameRE.MatchString(name) {
+	if nameRE().MatchString(name) {
 		for n := from; n <= len(f.Dirs); n++ {
 			file, data, err := f.read(name, n)
 			if errors.Is(err, fs.ErrNotExist) {
@@ -148,7 +148,7 @@ func (f Finder) List() ([]string, error) {
 		}
 	}
 	for _, e := range entries {
-		if name, ok := strings.CutSuffix(e.Name(), ".yaml"); ok && nameRE.MatchString(name) {
+		if name, ok := strings.CutSuffix(e.Name(), ".yaml"); ok && nameRE().MatchString(name) {
 			names = append(names, name)
 		}
 	}
@@ -179,7 +179,7 @@ func (f Finder) Remember(digest string) error {
 
 // Remembers says whether a policy of that digest was used here.
 func (f Finder) Remembers(digest string) bool {
-	if len(f.Dirs) == 0 || !digestRE.MatchString(digest) {
+	if len(f.Dirs) == 0 || !digestRE().MatchString(digest) {
 		return false
 	}
 	_, err := os.Lstat(filepath.Join(f.Dirs[0], used, mark(digest)))

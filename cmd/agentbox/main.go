@@ -13,10 +13,9 @@ package main
 import (
 	"context"
 	"os"
-	"runtime"
-	"runtime/debug"
 	"time"
 
+	_ "github.com/agentbox/agentbox/internal/gclater" // from the start on
 	"github.com/agentbox/agentbox/runtime/doctor"
 )
 
@@ -24,22 +23,11 @@ import (
 var version = "dev"
 
 func main() {
-	collectLater()
 	a := newApp()
 	if isPlugin(os.Args[0]) {
 		os.Exit(a.plugin(os.Args[1:]))
 	}
 	os.Exit(a.main(os.Args[1:]))
-}
-
-// collectLater has the garbage collector begin at 64 MiB instead of 4: most verbs
-// are done before that. After its first round it goes on as always.
-func collectLater() {
-	if os.Getenv("GOGC") != "" {
-		return
-	}
-	debug.SetGCPercent(1600)
-	runtime.AddCleanup(new([64]byte), func(percent int) { debug.SetGCPercent(percent) }, 100)
 }
 
 // app is what every command shares: the caller's streams, the global flags

@@ -8,7 +8,6 @@ import (
 	"os"
 	"path"
 	"path/filepath"
-	"regexp"
 	"strconv"
 	"strings"
 	"unicode"
@@ -17,6 +16,7 @@ import (
 	"github.com/docker/go-units"
 	"github.com/moby/sys/signal"
 
+	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 )
@@ -128,7 +128,7 @@ func parseVolume(s string) (runtime.Mount, error) {
 		return bad("the source is empty")
 	}
 	var err error
-	if nameRE.MatchString(parts[0]) {
+	if nameRE().MatchString(parts[0]) {
 		m.Type, m.Source = "volume", parts[0]
 	} else if m.Source, err = filepath.Abs(parts[0]); err != nil {
 		return bad(err.Error())
@@ -267,12 +267,12 @@ func parseEvery(s string) (string, error) {
 	return d.String(), nil
 }
 
-var nameRE = regexp.MustCompile(`^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}$`)
+var nameRE = lazy.Regexp(`^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}$`)
 
 // checkName judges the name of a new sandbox, checkpoint or image early and
 // in the words of the flag; the service has the last word.
 func checkName(flag, s string) error {
-	if nameRE.MatchString(s) {
+	if nameRE().MatchString(s) {
 		return nil
 	}
 	return usageErrorf("%s %q: a name is 1 to 128 letters, digits, '_', '.' and '-', and begins with a letter or digit", flag, shorten(s, 40))

@@ -4,7 +4,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"path"
-	"regexp"
 	"slices"
 	"strings"
 	"unicode"
@@ -13,6 +12,7 @@ import (
 	"github.com/moby/sys/signal"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/lazy"
 )
 
 // Change applies instructions of a Dockerfile to a configuration: CMD,
@@ -123,11 +123,11 @@ func changeWorkdir(cfg *v1.Config, rest string) error {
 	return nil
 }
 
-var portRule = regexp.MustCompile(`^[0-9]{1,5}(-[0-9]{1,5})?(/(tcp|udp|sctp))?$`)
+var portRule = lazy.Regexp(`^[0-9]{1,5}(-[0-9]{1,5})?(/(tcp|udp|sctp))?$`)
 
 func changeExpose(cfg *v1.Config, rest string) error {
 	for _, port := range strings.Fields(rest) {
-		if !portRule.MatchString(port) {
+		if !portRule().MatchString(port) {
 			return fmt.Errorf("%q is not PORT[/PROTOCOL]", port)
 		}
 		if !strings.Contains(port, "/") {

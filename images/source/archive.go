@@ -191,7 +191,7 @@ func (s *saved) image(ctx context.Context, t *tarFiles, opts Options) (*image, e
 	}
 	named := "sha256:" + strings.TrimPrefix(strings.TrimSuffix(path.Base(s.Config), ".json"), "sha256:")
 	conf := remote.Describe(types.DockerConfigJSON, config)
-	if digestRule.MatchString(named) && named != conf.Digest.String() {
+	if digestRule().MatchString(named) && named != conf.Digest.String() {
 		return nil, fmt.Errorf("its configuration: %w: its bytes are those of %s, not of %s", fault.ErrCorrupt, conf.Digest, named)
 	}
 	diffs, err := want.diffIDs(config)

@@ -9,7 +9,6 @@ import (
 	"net/url"
 	"os"
 	"os/exec"
-	"regexp"
 	"slices"
 	"strings"
 	"syscall"
@@ -19,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/lazy"
 )
 
 // Complete adds to a Bootstrap reference what else its files depend on (the
@@ -47,7 +47,7 @@ func Complete(ref Reference, opts Options) (Reference, error) {
 		q.Set("variant", "minbase")
 	}
 	if e := os.Getenv("SOURCE_DATE_EPOCH"); e != "" && !q.Has("epoch") {
-		if !epochRule.MatchString(e) {
+		if !epochRule().MatchString(e) {
 			return ref, fmt.Errorf("SOURCE_DATE_EPOCH=%.20q: %w: it is no number of seconds", e, fault.ErrInvalid)
 		}
 		q.Set("epoch", e)
@@ -104,7 +104,7 @@ func Tree(ctx context.Context, ref Reference, opts Options) (_ io.ReadCloser, er
 	}
 	args = append(args, hook+notOurs, suite, "-")
 	for _, m := range mirrors {
-		args = append(args, local.ReplaceAllString(m, "${1}copy:"))
+		args = append(args, local().ReplaceAllString(m, "${1}copy:"))
 	}
 	cmd := exec.CommandContext(ctx, bin, args...)
 	cmd.Env = append(os.Environ(), "LC_ALL=C")
@@ -133,7 +133,7 @@ const notOurs = `for f in hostname resolv.conf; do rm -f "$1/etc/$f"; : >"$1/etc
 
 // local finds the scheme of mirrors in files, which apt in its chroot cannot see
 // unless they are copied there.
-var local = regexp.MustCompile(`(^|^deb (?:\[[^]]*\] )?)file:`)
+var local = lazy.Regexp(`(^|^deb (?:\[[^]]*\] )?)file:`)
 
 // hostMirrors are the apt sources of this machine that have the suite.
 func hostMirrors(ctx context.Context, distro, suite, components string) (list []string) {

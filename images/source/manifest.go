@@ -281,7 +281,7 @@ func (p platform) diffIDs(config []byte) ([]string, error) {
 		return nil, fmt.Errorf("its configuration: %w: %w", fault.ErrCorrupt, err)
 	}
 	for _, d := range c.RootFS.DiffIDs {
-		if !digestRule.MatchString(d) {
+		if !digestRule().MatchString(d) {
 			return nil, fmt.Errorf("its configuration: %w: %.100q is no diff_id", fault.ErrCorrupt, d)
 		}
 	}

@@ -12,6 +12,7 @@ import (
 	"github.com/distribution/reference"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/lazy"
 )
 
 // Transport is the kind of place that an image comes from or goes to.
@@ -55,7 +56,7 @@ type Reference struct {
 	def string // the default registry that it was parsed with
 }
 
-var digestRule = regexp.MustCompile(`^sha256:[0-9a-f]{64}$`)
+var digestRule = lazy.Regexp(`^sha256:[0-9a-f]{64}$`)
 
 // Parse reads [TRANSPORT:]REST. Names without a registry lie at
 // defaultRegistry, HOST[:PORT][/PREFIX]; empty: docker.io.
@@ -82,12 +83,12 @@ func parse(s, def string) (Reference, error) {
 	switch t {
 	case Docker:
 		rest, isURL := strings.CutPrefix(rest, "//")
-		if !isURL && digestRule.MatchString(rest) {
+		if !isURL && digestRule().MatchString(rest) {
 			return r, fmt.Errorf("%w: it is a digest without a name", fault.ErrInvalid)
 		}
 		err = r.named(rest)
 	case DockerDaemon, ContainersStorage:
-		if digestRule.MatchString(rest) {
+		if digestRule().MatchString(rest) {
 			r.Digest = rest
 			return r, nil
 		}
@@ -108,7 +109,7 @@ func parse(s, def string) (Reference, error) {
 		case t == DockerArchive:
 			err = r.named(name)
 		case strings.HasPrefix(name, "@"):
-			if r.Digest = name[1:]; !digestRule.MatchString(r.Digest) {
+			if r.Digest = name[1:]; !digestRule().MatchString(r.Digest) {
 				err = fmt.Errorf("%w: %.100q is not a digest", fault.ErrInvalid, r.Digest)
 			}
 		default:
@@ -151,7 +152,7 @@ func (r *Reference) named(s string) error {
 	}
 	r.Name = n.Name()
 	if d, ok := n.(reference.Digested); ok {
-		if r.Digest = d.Digest().String(); !digestRule.MatchString(r.Digest) {
+		if r.Digest = d.Digest().String(); !digestRule().MatchString(r.Digest) {
 			return fmt.Errorf("%w: digests other than sha256", fault.ErrUnsupported)
 		}
 	}
@@ -242,20 +243,20 @@ func (r Reference) Familiar() string {
 
 // The keys of a bootstrap's query.
 var (
-	distroRule    = regexp.MustCompile(`^[a-z0-9][a-z0-9.+-]*/[a-z0-9][a-z0-9.+-]*$`)
-	packageRule   = regexp.MustCompile(`^[a-z0-9][a-z0-9.+-]*(:[a-z0-9]+)?$`)
-	componentRule = regexp.MustCompile(`^[a-z0-9][a-z0-9-]*(/[a-z0-9-]+)*$`)
-	variantRule   = regexp.MustCompile(`^(extract|custom|essential|apt|minbase|required|buildd|important|standard)$`)
-	mirrorRule    = regexp.MustCompile(`^((https?|file|copy)(://|:/)[!-~]+|deb( \[[a-z0-9=,/. -]+\])? (https?|file|copy):/[!-~]+ [!-~]+( [!-~]+)*)$`)
-	archRule      = regexp.MustCompile(`^[a-z0-9-]+$`)
-	epochRule     = regexp.MustCompile(`^[0-9]{1,12}$`)
-	bootstrapKeys = map[string]*regexp.Regexp{"include": packageRule, "components": componentRule, "variant": variantRule, "mirror": mirrorRule, "arch": archRule, "epoch": epochRule}
+	distroRule    = lazy.Regexp(`^[a-z0-9][a-z0-9.+-]*/[a-z0-9][a-z0-9.+-]*$`)
+	packageRule   = lazy.Regexp(`^[a-z0-9][a-z0-9.+-]*(:[a-z0-9]+)?$`)
+	componentRule = lazy.Regexp(`^[a-z0-9][a-z0-9-]*(/[a-z0-9-]+)*$`)
+	variantRule   = lazy.Regexp(`^(extract|custom|essential|apt|minbase|required|buildd|important|standard)$`)
+	mirrorRule    = lazy.Regexp(`^((https?|file|copy)(://|:/)[!-~]+|deb( \[[a-z0-9=,/. -]+\])? (https?|file|copy):/[!-~]+ [!-~]+( [!-~]+)*)$`)
+	archRule      = lazy.Regexp(`^[a-z0-9-]+$`)
+	epochRule     = lazy.Regexp(`^[0-9]{1,12}$`)
+	bootstrapKeys = map[string]func() *regexp.Regexp{"include": packageRule, "components": componentRule, "variant": variantRule, "mirror": mirrorRule, "arch": archRule, "epoch": epochRule}
 )
 
 // bootstrap reads DISTRIBUTION/SUITE[?QUERY].
 func (r *Reference) bootstrap(s string) error {
 	name, query, _ := strings.Cut(s, "?")
-	if len(name) > 200 || !distroRule.MatchString(name) {
+	if len(name) > 200 || !distroRule().MatchString(name) {
 		return fmt.Errorf("%w: %.100q is not DISTRIBUTION/SUITE, such as debian/bookworm", fault.ErrInvalid, name)
 	}
 	q, err := url.ParseQuery(query)
@@ -278,7 +279,7 @@ func (r *Reference) bootstrap(s string) error {
 			list = slices.Compact(list)
 		}
 		for _, v := range list {
-			if !rule.MatchString(v) {
+			if !rule().MatchString(v) {
 				return fmt.Errorf("%w: %s=%.100q", fault.ErrInvalid, key, v)
 			}
 		}

@@ -16,13 +16,13 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"regexp"
 	"strings"
 	"time"
 	"unicode"
 	"unicode/utf8"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/lazy"
 )
 
 // DefaultName is the name that the runtime is registered under.
@@ -87,12 +87,12 @@ func (o Options) resolve(engine, config string) (Options, Result, error) {
 	return o, r, checkRuntime(o.Runtime)
 }
 
-var goodName = regexp.MustCompile(`^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,63}$`)
+var goodName = lazy.Regexp(`^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,63}$`)
 
 func checkName(name string) error {
 	why := ""
 	switch {
-	case !goodName.MatchString(name):
+	case !goodName().MatchString(name):
 		why = "a name is 1 to 64 letters, digits, '_', '.' and '-'"
 	case name == "runc" || name == "crun" || strings.HasPrefix(name, "io.containerd."):
 		why = "engines reserve this name"

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"regexp"
 	"slices"
 	"strings"
 	"time"
@@ -20,6 +19,7 @@ import (
 
 	"github.com/agentbox/agentbox/images"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -39,7 +39,7 @@ const (
 	pinLabel  = "agentbox.pinned"
 )
 
-var digestRule = regexp.MustCompile(`^(?:sha256:)?[0-9a-f]{6,64}$`)
+var digestRule = lazy.Regexp(`^(?:sha256:)?[0-9a-f]{6,64}$`)
 
 // fullName is the form in which containerd's tools keep names.
 func fullName(ref string) (string, error) {
@@ -93,7 +93,7 @@ func (m Images) find(ctx context.Context, ref string) (cimages.Image, error) {
 			return img, err
 		}
 	}
-	if !digestRule.MatchString(ref) {
+	if !digestRule().MatchString(ref) {
 		if nameErr != nil {
 			return cimages.Image{}, nameErr
 		}

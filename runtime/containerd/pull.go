@@ -34,7 +34,7 @@ func (m Images) Pull(ctx context.Context, ref string, opts images.PullOptions) (
 		}
 		missing = err
 	}
-	if digestRule.MatchString(ref) && missing != nil {
+	if digestRule().MatchString(ref) && missing != nil {
 		return images.Image{}, missing
 	}
 	if err != nil {

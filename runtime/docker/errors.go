@@ -4,13 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"regexp"
 	"strings"
 
 	cerrdefs "github.com/containerd/errdefs"
 	"github.com/docker/docker/client"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -58,8 +58,8 @@ var (
 	// What an OCI runtime says of a command that it cannot execute. The name
 	// of the command stands before the reason, which keeps mount sources that
 	// are not there apart from commands that are not.
-	execRefused = regexp.MustCompile(`exec(?:: |[^:]*: )"?[^"]*"?: (?:stat [^:]*: )?(executable file not found in \$PATH|no such file or directory|permission denied|is a directory|not a directory|exec format error|input/output error|text file busy|argument list too long|invalid argument)`)
-	notThere    = regexp.MustCompile(`executable file not found|no such file or directory|not a directory`)
+	execRefused = lazy.Regexp(`exec(?:: |[^:]*: )"?[^"]*"?: (?:stat [^:]*: )?(executable file not found in \$PATH|no such file or directory|permission denied|is a directory|not a directory|exec format error|input/output error|text file busy|argument list too long|invalid argument)`)
+	notThere    = lazy.Regexp(`executable file not found|no such file or directory|not a directory`)
 )
 
 // commandError makes an ExecError of what the daemon says of a command that
@@ -73,11 +73,11 @@ func commandError(args []string, msg string) error {
 	if strings.Contains(msg, "chdir to cwd") {
 		return &runtime.ExecError{Command: command, Code: 126, Err: fmt.Errorf("%s: working directory: %s", command, last(msg))}
 	}
-	m := execRefused.FindStringSubmatch(msg)
+	m := execRefused().FindStringSubmatch(msg)
 	switch {
 	case m == nil:
 		return nil
-	case notThere.MatchString(m[1]):
+	case notThere().MatchString(m[1]):
 		return &runtime.ExecError{Command: command, Code: 127, Err: fmt.Errorf("%s: not found in the sandbox", command)}
 	}
 	return &runtime.ExecError{Command: command, Code: 126, Err: fmt.Errorf("%s: cannot be executed: %s", command, m[1])}

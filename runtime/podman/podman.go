@@ -26,7 +26,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"regexp"
 	"strings"
 	"syscall"
 	"time"
@@ -34,6 +33,7 @@ import (
 	"github.com/agentbox/agentbox/criu/host"
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -187,8 +187,8 @@ func said(stderr string) string {
 }
 
 var (
-	notFound      = regexp.MustCompile(`executable file not found|exec: "[^"]*": (stat [^:]*: )?no such file or directory|attempted to invoke a command that was not found`)
-	notExecutable = regexp.MustCompile(`(?i)permission denied|exec format error|is a directory`)
+	notFound      = lazy.Regexp(`executable file not found|exec: "[^"]*": (stat [^:]*: )?no such file or directory|attempted to invoke a command that was not found`)
+	notExecutable = lazy.Regexp(`(?i)permission denied|exec format error|is a directory`)
 )
 
 // commandError tells a command that cannot be started from all other errors.
@@ -202,9 +202,9 @@ func commandError(args []string, err error) error {
 		name = args[0]
 	}
 	switch {
-	case notFound.MatchString(r.said):
+	case notFound().MatchString(r.said):
 		return &runtime.ExecError{Command: name, Code: 127, Err: fmt.Errorf("%s: not found in the container: %w", name, err)}
-	case r.exit == 126 || notExecutable.MatchString(r.said):
+	case r.exit == 126 || notExecutable().MatchString(r.said):
 		return &runtime.ExecError{Command: name, Code: 126, Err: fmt.Errorf("%s: cannot be executed: %w", name, err)}
 	}
 	return err

@@ -95,7 +95,7 @@ func facts(c *container, s *specs.Spec) Facts {
 		User:      fmt.Sprintf("%d:%d", s.Process.User.UID, s.Process.User.GID),
 		OpenStdin: c.Stdin, ReadOnly: s.Root != nil && s.Root.Readonly, Labels: c.Labels, Network: "bridge",
 	}
-	if hexID.MatchString(c.RootfsImageID) {
+	if hexID().MatchString(c.RootfsImageID) {
 		f.ImageID = c.RootfsImageID
 	}
 	if c.RootfsImage != "" && f.Image == "" {

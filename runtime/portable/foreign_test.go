@@ -48,7 +48,7 @@ func lowerDirs(path string) (overlay.Entry, error) {
 
 func TestPodmanArchive(t *testing.T) {
 	m, f, res := imported(t, podmanArchive(t), OpenOptions{}, ImportOptions{Lower: lowerDirs})
-	if f.Manifest != nil || f.Engine != "podman" || f.Name != "c" || f.Image != "localhost/bb:latest" || !hexID.MatchString(f.ImageID) ||
+	if f.Manifest != nil || f.Engine != "podman" || f.Name != "c" || f.Image != "localhost/bb:latest" || !hexID().MatchString(f.ImageID) ||
 		f.Network != "none" || f.Memory != 64<<20 || f.Labels["a"] != "b" || !slices.Contains(f.Env, "MARK=1") || f.Hostname == "" ||
 		f.Workdir != "/" || f.Args[0] != "sh" || f.Runtime != "runc" || f.Signal != "15" {
 		t.Errorf("facts: %+v", f)

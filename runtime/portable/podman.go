@@ -4,13 +4,14 @@ import (
 	"encoding/json"
 	"fmt"
 	"path"
-	"regexp"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
 
 	"github.com/opencontainers/runtime-spec/specs-go"
+
+	"github.com/agentbox/agentbox/internal/lazy"
 )
 
 // boxSpec is what is needed of a sandbox's spec.
@@ -116,8 +117,8 @@ type network struct {
 }
 
 var (
-	podmanName = regexp.MustCompile(`[^a-zA-Z0-9_.-]+`)
-	hexID      = regexp.MustCompile(`^[0-9a-f]{64}$`)
+	podmanName = lazy.Regexp(`[^a-zA-Z0-9_.-]+`)
+	hexID      = lazy.Regexp(`^[0-9a-f]{64}$`)
 )
 
 // capabilities are what Docker and Podman leave a container's root, for
@@ -144,7 +145,7 @@ func podmanConfig(m *manifest, c Checkpoint) (*container, *specs.Spec, error) {
 	}
 	spec := podmanSpec(m, s)
 	conf := &container{
-		Spec: spec, ID: podmanID(m.SandboxID), Name: strings.Trim(podmanName.ReplaceAllString(m.SandboxName, "-"), "_.-"),
+		Spec: spec, ID: podmanID(m.SandboxID), Name: strings.Trim(podmanName().ReplaceAllString(m.SandboxName, "-"), "_.-"),
 		RawImageName: name, RootfsImageID: id, RootfsImageName: name, RootfsImage: name,
 		IDMappings: &idMappings{true, true},
 		// A restore would mount a directory of the host there, and CRIU has a tmpfs.

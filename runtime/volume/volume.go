@@ -10,7 +10,6 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strings"
 	"time"
@@ -19,6 +18,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
@@ -99,12 +99,12 @@ type CreateOptions struct {
 	ReadOnly bool
 }
 
-var namePattern = regexp.MustCompile(`^[a-zA-Z0-9][a-zA-Z0-9_.-]*$`)
+var namePattern = lazy.Regexp(`^[a-zA-Z0-9][a-zA-Z0-9_.-]*$`)
 
 // ValidName tells whether a volume can have this name: [a-zA-Z0-9][a-zA-Z0-9_.-]*,
 // at most 128 bytes.
 func ValidName(name string) error {
-	if len(name) > 128 || !namePattern.MatchString(name) {
+	if len(name) > 128 || !namePattern().MatchString(name) {
 		if len(name) > 40 {
 			name = name[:40] + "..."
 		}

@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"net/url"
 	"path"
-	"regexp"
 	"slices"
 	"strings"
 
@@ -12,6 +11,8 @@ import (
 	"github.com/docker/docker/api/types/network"
 	"github.com/docker/docker/api/types/versions"
 	"github.com/docker/docker/api/types/volume"
+
+	"github.com/agentbox/agentbox/internal/lazy"
 )
 
 // Request is a call of Docker's API as dockerd tells it to its authorization
@@ -120,7 +121,7 @@ func (f *findings) decision() Decision {
 }
 
 // apiVersion is the prefix that dockerd takes from a path.
-var apiVersion = regexp.MustCompile(`^/v([0-9.]+)(/|$)`)
+var apiVersion = lazy.Regexp(`^/v([0-9.]+)(/|$)`)
 
 // Judge decides about one call.
 func (j *Judge) Judge(r Request) Decision {
@@ -133,7 +134,7 @@ func (j *Judge) Judge(r Request) Decision {
 	// dockerd routes by the decoded path, and redirects from what is not clean.
 	p := path.Clean("/" + u.Path)
 	version := ""
-	if m := apiVersion.FindStringSubmatch(p); m != nil {
+	if m := apiVersion().FindStringSubmatch(p); m != nil {
 		version = m[1]
 		p = "/" + strings.TrimPrefix(p, m[0])
 	}
@@ -398,7 +399,7 @@ func (j *Judge) checkpoint(c *call, f *findings) {
 }
 
 func checkpointName(name string, f *findings) {
-	if !volumeName.MatchString(name) { // the same rule
+	if !volumeName().MatchString(name) { // the same rule
 		f.add("host path", "", "%s is no name of a checkpoint", quote(name))
 	}
 }

@@ -3,12 +3,13 @@ package authz
 import (
 	"os"
 	"path"
-	"regexp"
 	"slices"
 	"strings"
 
 	"github.com/docker/docker/api/types/container"
 	"github.com/docker/docker/api/types/mount"
+
+	"github.com/agentbox/agentbox/internal/lazy"
 )
 
 // What mounts.docker_socket guards: whoever can speak to one of these is root
@@ -25,7 +26,7 @@ var engineState = []string{
 	"/etc/docker", "/etc/containerd", "/etc/agentbox",
 }
 
-var volumeName = regexp.MustCompile(`^[a-zA-Z0-9][a-zA-Z0-9_.-]*$`)
+var volumeName = lazy.Regexp(`^[a-zA-Z0-9][a-zA-Z0-9_.-]*$`)
 
 // plainOptions of a tmpfs volume; others (bind, remount, shared) turn a mount
 // into one of another kind.
@@ -70,7 +71,7 @@ func (j *Judge) bind(bind, driver string, f *findings) {
 		mode = strings.Split(parts[2], ",")
 	}
 	if !path.IsAbs(parts[0]) {
-		if !volumeName.MatchString(parts[0]) {
+		if !volumeName().MatchString(parts[0]) {
 			f.add("host mount", "", "%s is neither an absolute path nor the name of a volume", quote(parts[0]))
 			return
 		}
@@ -97,7 +98,7 @@ func (j *Judge) mount(m mount.Mount, f *findings) {
 		}
 		j.hostPath(m.Source, !m.ReadOnly, "mount", f)
 	case mount.TypeVolume:
-		if m.Source != "" && !volumeName.MatchString(m.Source) {
+		if m.Source != "" && !volumeName().MatchString(m.Source) {
 			f.add("host mount", "", "%s is not the name of a volume", quote(m.Source))
 			return
 		}

@@ -3,20 +3,20 @@ package bundle
 import (
 	"errors"
 	"fmt"
-	"regexp"
 	"strings"
 
 	"github.com/moby/sys/signal"
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/runtime"
 )
 
 // What runc and crun say when the command itself is at fault.
 var (
-	notFound      = regexp.MustCompile(`executable file .*not found in \$PATH|exec: "[^\n]*": (?:stat [^\n]*: )?no such file or directory`)
-	notExecutable = regexp.MustCompile(`exec: "[^\n]*": (?:permission denied|is a directory|exec format error)|open executable: |chdir to cwd`)
+	notFound      = lazy.Regexp(`executable file .*not found in \$PATH|exec: "[^\n]*": (?:stat [^\n]*: )?no such file or directory`)
+	notExecutable = lazy.Regexp(`exec: "[^\n]*": (?:permission denied|is a directory|exec format error)|open executable: |chdir to cwd`)
 )
 
 // CommandError turns a runtime's complaint into an *ExecError, with the code
@@ -30,11 +30,11 @@ func CommandError(args []string, msg string) error {
 	}
 	code, why := 0, ""
 	switch {
-	case notFound.MatchString(msg):
+	case notFound().MatchString(msg):
 		code, why = 127, "not found in the sandbox"
 	case strings.Contains(msg, "chdir to cwd"):
 		return &runtime.ExecError{Command: command, Code: 126, Err: errors.New("working directory: " + tail(msg))}
-	case notExecutable.MatchString(msg):
+	case notExecutable().MatchString(msg):
 		code, why = 126, "cannot be executed: "+tail(msg)
 	default:
 		return nil

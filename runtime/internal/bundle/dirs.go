@@ -6,13 +6,13 @@ import (
 	"io/fs"
 	"os"
 	"path"
-	"regexp"
 	"strings"
 
 	pathrs "github.com/cyphar/filepath-securejoin/pathrs-lite"
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -70,7 +70,7 @@ func newDir(root *os.File, dir string) (*os.File, error) {
 // hostDir are directories that a process can have by the runtime's own
 // descriptors: a working directory there is one of the host's with a runc before
 // 1.1.12.
-var hostDir = regexp.MustCompile(`^/(?:proc/(?:self|thread-self|[0-9]+)|dev/fd)(?:/|$)`)
+var hostDir = lazy.Regexp(`^/(?:proc/(?:self|thread-self|[0-9]+)|dev/fd)(?:/|$)`)
 
 // checkWorkdir refuses a working directory that leads, through links of the
 // image too, to a process's descriptors.
@@ -83,7 +83,7 @@ func checkWorkdir(root *os.File, dir string) error {
 		var name string
 		name, left, _ = strings.Cut(strings.TrimPrefix(left, "/"), "/")
 		at = path.Join(at, name)
-		if hostDir.MatchString(at + "/" + left) {
+		if hostDir().MatchString(at + "/" + left) {
 			return fmt.Errorf("%w: the working directory %.200q leads to the descriptors of a process (%s)", fault.ErrInvalid, dir, at)
 		}
 		to, err := readLink(root, at)

@@ -26,21 +26,21 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"regexp"
 	"strconv"
 	"strings"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
 // idPattern is what a sandbox's id looks like; anything else in our
 // directories is not a sandbox.
-var idPattern = regexp.MustCompile(`^[0-9a-f]{32}$`)
+var idPattern = lazy.Regexp(`^[0-9a-f]{32}$`)
 
 // IsID tells whether a name is that of a sandbox.
-func IsID(name string) bool { return idPattern.MatchString(name) }
+func IsID(name string) bool { return idPattern().MatchString(name) }
 
 // Check is ErrNotFound for what cannot be a sandbox's id.
 func Check(id string) error {
