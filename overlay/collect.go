@@ -38,6 +38,9 @@ type CollectOptions struct {
 	// Base is what the caller wants to be told again by MemoryBase, e.g. the
 	// id of the checkpoint that has all pieces of the recorded files. At most 4096 bytes.
 	Base string
+	// Brief is for a memory that only this process will read, a moment later, and
+	// trust: proving it, as MemoryBase does, finds it damaged.
+	Brief bool
 	// Tolerant is for a directory in use: what vanishes or changes while it is
 	// read is left out, or recorded as not to be trusted, instead of failing. A
 	// file that was cut again and again while it was read is recorded without a
@@ -125,7 +128,7 @@ func collect(ctx context.Context, dir, out string, sink Sink, opts CollectOption
 			_ = os.Remove(out)
 		}
 	}()
-	c.out = newMemoryWriter(f, c.scan.origin.major, c.scan.origin.minor)
+	c.out = newMemoryWriter(f, c.scan.origin.major, c.scan.origin.minor, opts.Brief)
 	if err := c.run(ctx, &treeDir{dirFD: root, path: ".", depth: 0}, known); err != nil {
 		return got, err
 	}
@@ -220,7 +223,7 @@ func (c *collector) run(ctx context.Context, root *treeDir, known *memory) (err 
 	ctx, cancel := context.WithCancel(ctx)
 	var wg sync.WaitGroup
 	defer wg.Wait()
-	l := &lister{c: c, ctx: ctx, ordered: ordered, work: work}
+	l := &lister{c: c, ctx: ctx, ordered: ordered, work: work, free: make(chan *stretch, cap(ordered))}
 	if known != nil {
 		l.known = known.reader()
 	}
@@ -258,7 +261,10 @@ func (c *collector) run(ctx context.Context, root *treeDir, known *memory) (err 
 		if err != nil {
 			return err
 		}
-		l.free.Put(b)
+		select {
+		case l.free <- b:
+		default:
+		}
 	}
 	c.differs = c.differs || l.differs
 	return ctx.Err()

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"strings"
-	"sync"
 
 	"golang.org/x/sys/unix"
 )
@@ -19,7 +18,7 @@ type treeDir struct {
 }
 
 const (
-	stretchItems = 128
+	stretchItems = 64
 	stretchBytes = 256 << 10
 )
 
@@ -123,7 +122,7 @@ type lister struct {
 	work    chan<- *stretch
 	known   *recordReader // nil: nothing
 	differs bool          // what is known is gone; read once ordered is closed
-	free    sync.Pool
+	free    chan *stretch // that can be used again
 	b       *stretch
 	stack   []listing
 	buf     []byte
@@ -418,9 +417,11 @@ func (l *lister) send() error {
 }
 
 func (l *lister) fresh() *stretch {
-	b, _ := l.free.Get().(*stretch)
-	if b == nil {
-		b = &stretch{items: make([]listed, 0, stretchItems), buf: make([]byte, 0, 48<<10)}
+	var b *stretch
+	select {
+	case b = <-l.free:
+	default:
+		b = &stretch{items: make([]listed, 0, stretchItems), buf: make([]byte, 0, 24<<10)}
 	}
 	clear(b.items)
 	b.items, b.buf, b.sum, b.plain = b.items[:0], b.buf[:0], Summary{}, true

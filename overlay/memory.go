@@ -147,15 +147,21 @@ func appendRecord(b []byte, flags byte, depth int, key *inodeKey, name string, e
 // memoryWriter writes a memory.
 type memoryWriter struct {
 	w     io.Writer
-	sum   *blake3.Hasher
+	sum   *blake3.Hasher // nil: none
 	buf   []byte
 	count uint64
 }
 
-const memoryBuffer = 128 << 10
+// memoryBuffer is small: memory that a process has not touched yet costs more
+// than the calls that a larger buffer saves.
+const memoryBuffer = 64 << 10
 
-func newMemoryWriter(w io.Writer, major, minor uint32) *memoryWriter {
-	m := &memoryWriter{w: w, sum: blake3.New(), buf: make([]byte, 0, memoryBuffer+memoryBuffer/2)}
+// newMemoryWriter writes to w; in brief without the sum that proves a memory.
+func newMemoryWriter(w io.Writer, major, minor uint32, brief bool) *memoryWriter {
+	m := &memoryWriter{w: w, buf: make([]byte, 0, memoryBuffer+memoryBuffer/2)}
+	if !brief {
+		m.sum = blake3.New()
+	}
 	m.buf = append(m.buf, memoryMagic...)
 	m.buf = binary.LittleEndian.AppendUint32(m.buf, major)
 	m.buf = binary.LittleEndian.AppendUint32(m.buf, minor)
@@ -188,7 +194,9 @@ func (m *memoryWriter) spill() error {
 }
 
 func (m *memoryWriter) flush() error {
-	_, _ = m.sum.Write(m.buf)
+	if m.sum != nil {
+		_, _ = m.sum.Write(m.buf)
+	}
 	if _, err := m.w.Write(m.buf); err != nil {
 		return fmt.Errorf("write memory: %w", err)
 	}
@@ -203,7 +211,10 @@ func (m *memoryWriter) finish(base string) error {
 	if err := m.flush(); err != nil {
 		return err
 	}
-	t := trailer{base: base, count: m.count, sum: [32]byte(m.sum.Sum(nil))}
+	t := trailer{base: base, count: m.count}
+	if m.sum != nil {
+		t.sum = [32]byte(m.sum.Sum(nil))
+	}
 	if _, err := m.w.Write(t.append(nil)); err != nil {
 		return fmt.Errorf("write memory: %w", err)
 	}
@@ -294,9 +305,7 @@ func (m *memory) close() { _ = m.f.Close() }
 // verify proves header and records.
 func (m *memory) verify() error {
 	h := blake3.New()
-	buf := buffers.Get().(*[copyBuf]byte)
-	defer buffers.Put(buf)
-	if _, err := io.CopyBuffer(h, io.NewSectionReader(m.f, 0, m.end), buf[:]); err != nil {
+	if _, err := io.CopyBuffer(h, io.NewSectionReader(m.f, 0, m.end), make([]byte, memoryBuffer)); err != nil {
 		return fmt.Errorf("memory: %w", err)
 	}
 	if !bytes.Equal(h.Sum(nil), m.sum[:]) {
@@ -308,7 +317,7 @@ func (m *memory) verify() error {
 // reader returns a reader of all records.
 func (m *memory) reader() *recordReader {
 	body := io.NewSectionReader(m.f, int64(memoryHeader), m.end-int64(memoryHeader))
-	return &recordReader{r: bufio.NewReaderSize(body, 256<<10), left: m.count, depth: -1}
+	return &recordReader{r: bufio.NewReaderSize(body, memoryBuffer), left: m.count, depth: -1}
 }
 
 // recordReader reads records one after the other. They are proven to have a

@@ -95,13 +95,16 @@ func (u *Update) WriteBefore(path string) (err error) {
 
 // Before returns what the directory had before the update whose WriteBefore
 // wrote the file path, which was on its way to want. A file that is damaged is
-// ErrCorrupt.
+// ErrCorrupt, one that is cut off also io.ErrUnexpectedEOF.
 func Before(path string, want iter.Seq2[Entry, error]) (iter.Seq2[Entry, error], error) {
 	b, err := os.ReadFile(path)
 	if err != nil {
 		return nil, fmt.Errorf("what was before: %w", err)
 	}
 	at := bytes.LastIndexByte(bytes.TrimSuffix(b, []byte("\n")), '\n') + 1
+	if len(b)-at != len("=\n")+64 || b[at] != '=' || b[len(b)-1] != '\n' {
+		return nil, fmt.Errorf("what was before, %s: %w: %w", path, fault.ErrCorrupt, io.ErrUnexpectedEOF)
+	}
 	if string(b[at:]) != fmt.Sprintf("=%x\n", blake3.Sum256(b[:at])) {
 		return nil, fmt.Errorf("what was before, %s: %w", path, fault.ErrCorrupt)
 	}

@@ -23,7 +23,7 @@ func PlanUpdateTree(ctx context.Context, have string, tree io.Reader) (*Update, 
 			return err
 		}
 		defer m.close()
-		t := treeMerge{p: p, have: m.reader(), left: -1, want: bufio.NewReaderSize(tree, 256<<10)}
+		t := treeMerge{p: p, have: m.reader(), left: -1, want: bufio.NewReaderSize(tree, memoryBuffer)}
 		return t.run()
 	})
 }

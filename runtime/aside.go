@@ -9,6 +9,8 @@ import (
 	"path/filepath"
 	"strconv"
 
+	"golang.org/x/sync/errgroup"
+
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/overlay"
 )
@@ -54,7 +56,7 @@ func (e *Engine) layAside(ctx context.Context, r *restoration) (ok bool, err err
 	t := &r.data.Trees[0]
 	known := e.known(ctx, r.sb.ID, *t)
 	t.seen = known
-	if err := e.look(ctx, r.sb.ID, t, overlay.CollectOptions{}); err != nil {
+	if err := e.look(ctx, r.sb.ID, t, overlay.CollectOptions{Brief: true}); err != nil {
 		return false, err
 	}
 	var u *overlay.Update
@@ -101,8 +103,37 @@ func (e *Engine) layAside(ctx context.Context, r *restoration) (ok bool, err err
 		return false, err
 	}
 	r.data.Undo = ""
-	// The files that are replaced, too: they may be what is left after a power cut.
-	return true, syncfs(t.Dir)
+	return true, nil
+}
+
+// beginSwap records that the files may be changed from here on. What lies aside
+// is durable by then, and the files that will: after a power cut they may be what
+// is left.
+func (e *Engine) beginSwap(ctx context.Context, seq int64, r *restoration) error {
+	r.data.Phase = phaseSwap
+	var group errgroup.Group
+	if t := r.data.Trees[0]; t.Aside {
+		group.Go(func() error { return syncfs(t.Dir) })
+	}
+	err := errors.Join(e.advance(ctx, seq, r.data, false), group.Wait())
+	r.past = err != nil // nothing has changed
+	return err
+}
+
+// untouched tells of a restore that was to move aside what it replaces that a
+// power cut kept it from beginning to: what was before has not all reached the disk.
+func (r *restoring) untouched() (bool, error) {
+	if r.Phase != phaseSwap || len(r.Trees) == 0 || !r.Trees[0].Aside {
+		return false, nil
+	}
+	_, err := overlay.Before(r.Trees[0].before(), nil)
+	if errors.Is(err, os.ErrNotExist) || errors.Is(err, io.ErrUnexpectedEOF) {
+		return true, nil
+	}
+	if errors.Is(err, ErrCorrupt) {
+		err = nil // the way forward may be whole
+	}
+	return false, err
 }
 
 // putAsideBack makes the files what they were before the restore, with what that

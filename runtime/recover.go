@@ -270,6 +270,13 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 		// Its origin is untouched, and nobody has been told of it yet.
 		return fmt.Sprintf("took back the half-made fork %s", short(in.Sandbox)), e.finishRemove(ctx, host, in.Sandbox, false)
 	}
+	untouched, err := data.untouched()
+	if err != nil {
+		return "", err
+	}
+	if untouched {
+		data.Phase = phasePrepare
+	}
 	if data.Phase == phasePrepare {
 		did := fmt.Sprintf("took back the half-done restore of sandbox %s", short(in.Sandbox))
 		if data.Recreated {

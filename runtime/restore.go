@@ -185,8 +185,7 @@ func (e *Engine) restore(ctx context.Context, seq int64, r *restoration) (err er
 	if err := r.checkMounted(ctx); err != nil {
 		return err
 	}
-	r.data.Phase = phaseSwap
-	if err := e.advance(ctx, seq, r.data, false); err != nil {
+	if err := e.beginSwap(ctx, seq, r); err != nil {
 		return err
 	}
 	undo.Release()

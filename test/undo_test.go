@@ -2,6 +2,7 @@ package test
 
 import (
 	"encoding/json"
+	"os"
 	"strings"
 	"testing"
 )
@@ -128,4 +129,37 @@ func (b *box) undosUnfinished(name string) []string {
 	b.Helper()
 	r := b.try(failpoint("overlay.update.end", "error"), "checkpoint", "ls", "-a", "-q", "--trigger", "undo", name)
 	return strings.Fields(r.out)
+}
+
+// TestAsideNotDurable has a power cut keep from the disk what a restore moves
+// things aside for, while the journal has it that it may begin: it has not, then.
+func TestAsideNotDurable(t *testing.T) {
+	t.Parallel()
+	b := newBox(t)
+	b.start("s", "--network", "none", "busybox", "sleep", "1000")
+	b.sh("s", "echo base > /marker")
+	b.ok("checkpoint", "--files-only", "--name", "base", "s")
+	b.sh("s", "echo now > /marker")
+	b.ok("stop", "-t", "0", "s")
+	aside := b.upperdir("s") + ".old"
+	for what, lose := range map[string]func() error{
+		"all":           func() error { return os.RemoveAll(aside) },
+		"what was":      func() error { return os.Remove(aside + "/before") },
+		"a part of it":  func() error { return os.Truncate(aside+"/before", 50) },
+		"what is in it": func() error { return os.Truncate(aside+"/before", 0) },
+	} {
+		if r := b.try(failpoint("restore.before-stop", "kill"), "restore", "--no-undo", "s", "base"); !r.killed {
+			t.Fatalf("%s", r)
+		}
+		if err := lose(); err != nil {
+			t.Fatal(err)
+		}
+		b.ok("recover")
+		equal(b, "marker without "+what, b.file("s", "marker"), "now")
+		if _, err := os.Lstat(aside); !os.IsNotExist(err) {
+			t.Errorf("without %s: %v", what, err)
+		}
+	}
+	b.ok("restore", "--no-undo", "s", "base")
+	equal(b, "marker at last", b.file("s", "marker"), "base")
 }
