@@ -182,7 +182,7 @@ func TestCollectEverything(t *testing.T) {
 				t.Errorf("without a sink: %+v", hashed)
 			}
 			samePeek(t, "collect only reads", before, peek(t, dir))
-			base, err := MemoryBase(mem + "/1")
+			base, err := MemoryBase(mem+"/1", true)
 			if err != nil || base != "first" {
 				t.Errorf("base %q, %v", base, err)
 			}

@@ -48,7 +48,7 @@ func TestMemoryDamage(t *testing.T) {
 	check := func(what string, b []byte) {
 		t.Helper()
 		must(t, os.WriteFile(bad, b, 0o600))
-		if base, err := MemoryBase(bad); !errors.Is(err, fault.ErrCorrupt) {
+		if base, err := MemoryBase(bad, true); !errors.Is(err, fault.ErrCorrupt) {
 			t.Errorf("%s: base %q, %v", what, base, err)
 		}
 		err := Collection(bad, func(Entry) error { t.Errorf("%s: an entry is read", what); return nil })
@@ -78,7 +78,7 @@ func TestMemoryDamage(t *testing.T) {
 	}
 	check("more behind it", append(bytes.Clone(good), 0))
 	check("another format", bytes.Replace(good, []byte("memory1"), []byte("memory2"), 1))
-	if _, err := MemoryBase(base + "/none"); !errors.Is(err, fault.ErrNotFound) {
+	if _, err := MemoryBase(base+"/none", true); !errors.Is(err, fault.ErrNotFound) {
 		t.Error(err)
 	}
 	if err := Collection(base+"/none", nil); !errors.Is(err, fault.ErrNotFound) {

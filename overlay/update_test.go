@@ -141,14 +141,21 @@ func planKnown(t tb, memory, want string) *Update {
 	must(t, err)
 	defer os.Remove(known)
 	pieces, _ := inFewLines(treeOf(t, want))
-	u, err := PlanUpdateKnown(context.Background(), memory, known, pieces)
+	u, err := PlanUpdateKnown(context.Background(), memory, known)
 	must(t, err)
 	other := slices.Clone(pieces)
 	other[len(other)-1].Digest = digestOf([]byte("another"))
-	for _, wrong := range [][]Piece{other, pieces[:len(pieces)-1], append(slices.Clone(pieces), pieces[0])} {
-		if u, err := PlanUpdateKnown(context.Background(), memory, known, wrong); err == nil {
-			t.Fatalf("another list is taken for what is known: %q", kinds(t, u))
+	for i, list := range [][]Piece{pieces, other, pieces[:len(pieces)-1], append(slices.Clone(pieces), pieces[0])} {
+		if same, err := ProveKnown(known, list); same != (i == 0) || err != nil {
+			t.Fatalf("list %d is what is known: %v, %v", i, same, err)
 		}
+	}
+	whole, err := os.ReadFile(known)
+	must(t, err)
+	whole[memoryHeader+8] ^= 1 // an inode's number
+	must(t, os.WriteFile(known, whole, 0o600))
+	if _, err := ProveKnown(known, pieces); !errors.Is(err, fault.ErrCorrupt) {
+		t.Fatalf("a damaged memory: %v", err)
 	}
 	return u
 }

@@ -28,7 +28,7 @@ func checkedPlan(t tb, dir, want string) func() {
 			if !ok {
 				t.Fatalf("Check (all %v) does not know %q again", all, kinds(t, u))
 			}
-			base, err := MemoryBase(out)
+			base, err := MemoryBase(out, true)
 			must(t, err)
 			_, err = Collect(context.Background(), dir, whole, nil, CollectOptions{})
 			must(t, err)

@@ -9,6 +9,8 @@ import (
 	"io"
 	"strings"
 
+	"github.com/zeebo/blake3"
+
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -251,24 +253,57 @@ func (t *treeMerge) nextWant() (err error) {
 	return nil
 }
 
-// PlanUpdateKnown is PlanUpdateTree with a tree of which wants are the pieces,
-// when that is what the memory known holds: there is nothing else to read then.
-// Each piece is proven. Where one is another it fails, and says nothing of the tree.
-func PlanUpdateKnown(ctx context.Context, have, known string, wants []Piece) (*Update, error) {
+// PlanUpdateKnown is PlanUpdateTree with the tree that the memory known holds,
+// as ProveKnown tells. What known says is believed, too.
+func PlanUpdateKnown(ctx context.Context, have, known string) (*Update, error) {
 	m, err := openMemory(known)
 	if err != nil {
 		return nil, err
 	}
 	defer m.close()
-	return PlanUpdateTree(ctx, have, &knownTree{r: m.reader(), pieces: wants})
+	return PlanUpdateTree(ctx, have, &knownTree{r: m.reader()})
 }
 
-// knownTree reads the lines of a memory, piece by piece.
+// ProveKnown proves the memory known, and tells whether it holds the very tree of
+// which wants are the pieces. One that is not there is ErrNotFound, a damaged one
+// ErrCorrupt.
+func ProveKnown(known string, wants []Piece) (bool, error) {
+	m, err := openMemory(known)
+	if err != nil {
+		return false, err
+	}
+	defer m.close()
+	h := blake3.New()
+	if _, err := io.Copy(h, io.NewSectionReader(m.f, 0, int64(memoryHeader))); err != nil {
+		return false, fmt.Errorf("memory: %w", err)
+	}
+	r := m.reader()
+	body := io.TeeReader(io.NewSectionReader(m.f, int64(memoryHeader), m.end-int64(memoryHeader)), h)
+	r.r.Reset(body)
+	k := knownTree{r: r, prove: true, pieces: wants}
+	for err == nil {
+		err = k.next()
+	}
+	same := err == io.EOF
+	if !same && err != errUneven {
+		return false, err
+	}
+	if _, err := io.Copy(io.Discard, r.r); err != nil {
+		return false, fmt.Errorf("memory: %w", err)
+	}
+	if !bytes.Equal(h.Sum(nil), m.sum[:]) {
+		return false, damaged("it is not what was written")
+	}
+	return same, nil
+}
+
+// knownTree reads the lines of a memory.
 type knownTree struct {
 	r      *recordReader
+	prove  bool // that they are these
 	pieces []Piece
-	buf    []byte
-	at     int // what of buf has been read
+	buf    []byte // the current piece, or line
+	at     int    // what of buf has been read
 }
 
 func (k *knownTree) Read(p []byte) (int, error) {
@@ -282,26 +317,33 @@ func (k *knownTree) Read(p []byte) (int, error) {
 	return n, nil
 }
 
+// next reads the next line; to prove them the next piece.
 func (k *knownTree) next() error {
 	k.buf, k.at = k.buf[:0], 0
-	for len(k.pieces) == 0 || int64(len(k.buf)) < k.pieces[0].Len {
+	for {
 		if err := k.r.next(); err != nil {
 			return err
 		}
 		r := k.r.cur
 		switch {
-		case r == nil && len(k.pieces) == 0:
-			return io.EOF
 		case r != nil && r.flags()&flagHole != 0:
-		case r == nil || len(k.pieces) == 0 || len(k.buf) > maxLine:
+			continue
+		case r == nil && len(k.pieces) == 0 && len(k.buf) == 0:
+			return io.EOF
+		case r == nil || k.prove && len(k.pieces) == 0 || len(k.buf) > maxLine:
 			return errUneven
-		default:
-			k.buf = append(append(k.buf, r.line()...), '\n')
 		}
+		k.buf = append(append(k.buf, r.line()...), '\n')
+		if !k.prove {
+			return nil
+		}
+		if int64(len(k.buf)) < k.pieces[0].Len {
+			continue
+		}
+		if digestOf(k.buf) != k.pieces[0].Digest {
+			return errUneven
+		}
+		k.pieces = k.pieces[1:]
+		return nil
 	}
-	if digestOf(k.buf) != k.pieces[0].Digest {
-		return errUneven
-	}
-	k.pieces = k.pieces[1:]
-	return nil
 }

@@ -54,20 +54,9 @@ func (e *Engine) layAside(ctx context.Context, r *restoration) (ok bool, err err
 		return false, nil
 	}
 	t := &r.data.Trees[0]
-	known := e.known(ctx, r.sb.ID, *t)
-	t.seen = known
-	if err := e.look(ctx, r.sb.ID, t, overlay.CollectOptions{Brief: true}); err != nil {
+	u, err := e.compare(ctx, r, t)
+	if err != nil {
 		return false, err
-	}
-	var u *overlay.Update
-	if known != "" {
-		// Most often it was at this very checkpoint when it was looked at last.
-		u, err = overlay.PlanUpdateKnown(ctx, t.seen, known, r.reader.TreePieces(0))
-	}
-	if known == "" || err != nil {
-		if u, err = t.plan(ctx, r.reader, nil); err != nil {
-			return false, err
-		}
 	}
 	r.updates = []*overlay.Update{u}
 	defer func() {
@@ -104,6 +93,30 @@ func (e *Engine) layAside(ctx context.Context, r *restoration) (ok bool, err err
 	}
 	r.data.Undo = ""
 	return true, nil
+}
+
+// compare looks at a tree that stands still and compares it with the checkpoint.
+func (e *Engine) compare(ctx context.Context, r *restoration, t *tree) (*overlay.Update, error) {
+	known := e.knownIf(ctx, r.sb.ID, *t, false)
+	t.seen = known
+	var same bool
+	var proof errgroup.Group
+	if known != "" {
+		// Most often it was at this very checkpoint when it was looked at last.
+		proof.Go(func() (err error) { same, err = overlay.ProveKnown(known, r.reader.TreePieces(0)); return err })
+	}
+	err := e.look(ctx, r.sb.ID, t, overlay.CollectOptions{Brief: true})
+	if proof.Wait() != nil {
+		t.seen = ""
+		err = e.look(ctx, r.sb.ID, t, overlay.CollectOptions{Brief: true})
+	}
+	if err != nil {
+		return nil, err
+	}
+	if same {
+		return overlay.PlanUpdateKnown(ctx, t.seen, known)
+	}
+	return t.plan(ctx, r.reader, nil)
 }
 
 // beginSwap records that the files may be changed from here on. What lies aside

@@ -75,8 +75,13 @@ func (e *Engine) memory(sandbox string, t tree) string {
 // for as long as the checkpoint is that it was made with: whatever it knows is
 // then in the store, piece by piece.
 func (e *Engine) known(ctx context.Context, sandbox string, t tree) string {
+	return e.knownIf(ctx, sandbox, t, true)
+}
+
+// knownIf is known; without prove the caller proves it.
+func (e *Engine) knownIf(ctx context.Context, sandbox string, t tree, prove bool) string {
 	path := e.store.MemoryPath(sandbox, t.Number)
-	base, err := overlay.MemoryBase(path)
+	base, err := overlay.MemoryBase(path, prove)
 	if err != nil {
 		return ""
 	}
