@@ -54,9 +54,13 @@ func (e *Engine) layAside(ctx context.Context, r *restoration) (ok bool, err err
 		return false, nil
 	}
 	t := &r.data.Trees[0]
+	// The files that are replaced are what is left after a power cut. This is the
+	// moment: what is seen of the files, which need not be durable, is not written yet.
+	var durable errgroup.Group
+	durable.Go(func() error { return syncfs(t.Dir) })
 	u, err := e.compare(ctx, r, t)
-	if err != nil {
-		return false, err
+	if err := errors.Join(err, durable.Wait()); err != nil {
+		return false, errors.Join(err, u.Close())
 	}
 	r.updates = []*overlay.Update{u}
 	defer func() {
@@ -120,17 +124,27 @@ func (e *Engine) compare(ctx context.Context, r *restoration, t *tree) (*overlay
 }
 
 // beginSwap records that the files may be changed from here on. What lies aside
-// is durable by then, and the files that will: after a power cut they may be what
-// is left.
+// is durable by then.
 func (e *Engine) beginSwap(ctx context.Context, seq int64, r *restoration) error {
 	r.data.Phase = phaseSwap
 	var group errgroup.Group
 	if t := r.data.Trees[0]; t.Aside {
-		group.Go(func() error { return syncfs(t.Dir) })
+		for _, path := range []string{t.before(), t.aside(), filepath.Dir(t.aside())} {
+			group.Go(func() error { return fsync(path) })
+		}
 	}
 	err := errors.Join(e.advance(ctx, seq, r.data, false), group.Wait())
 	r.past = err != nil // nothing has changed
 	return err
+}
+
+// fsync makes a file or directory durable.
+func fsync(path string) error {
+	f, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	return errors.Join(f.Sync(), f.Close())
 }
 
 // untouched tells of a restore that was to move aside what it replaces that a

@@ -65,3 +65,41 @@ func TestRestoreAside(t *testing.T) {
 		})
 	}
 }
+
+// What is known of the files is damaged, and the restore finds it out.
+func TestAsideKnownDamaged(t *testing.T) {
+	r := newRig(t, nil)
+	sb := r.create(t, "box")
+	file := filepath.Join(sb.Upperdir, "file")
+	write := func(path, text string) {
+		t.Helper()
+		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	write(file, "old")
+	write(filepath.Join(sb.Upperdir, "other"), "other")
+	if _, err := r.Checkpoint(ctx, "box", runtime.CheckpointOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	want := contents(t, sb.Upperdir)
+	memory := r.store.MemoryPath(sb.ID, 0)
+	for at := 0; ; at += 37 {
+		write(file, "new")
+		known, err := os.ReadFile(memory)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if at >= len(known) {
+			break
+		}
+		known[at] ^= 1
+		write(memory, string(known))
+		if _, err := r.Restore(ctx, "box", runtime.RestoreOptions{NoUndo: true}); err != nil {
+			t.Fatalf("damage at %d: %v", at, err)
+		}
+		if d := cmp.Diff(want, contents(t, sb.Upperdir)); d != "" {
+			t.Fatalf("damage at %d: %s", at, d)
+		}
+	}
+}
