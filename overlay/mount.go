@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/idmap"
 )
 
 // Mount is an overlay to mount.
@@ -19,6 +20,7 @@ type Mount struct {
 	Work     string   // an empty directory on Upper's mount; the kernel's own
 	Target   string
 	ReadOnly bool
+	IDs      *idmap.Map // of the mounted tree; nil: the host's
 }
 
 // layerOptions make an upperdir self-contained: renamed directories and changed
@@ -43,6 +45,17 @@ func (m Mount) Mount() error {
 	if err := m.check(); err != nil {
 		return fmt.Errorf("mount %s: %w", m.Target, err)
 	}
+	mount := m.mount
+	if m.IDs != nil {
+		mount = m.mapped
+	}
+	if err := mount(); err != nil {
+		return fmt.Errorf("mount %s: %w", m.Target, err)
+	}
+	return nil
+}
+
+func (m Mount) mount() error {
 	err := m.fsmount()
 	if errors.Is(err, unix.ENOSYS) || errors.Is(err, errOldMount) {
 		err = m.classic()
@@ -50,10 +63,7 @@ func (m Mount) Mount() error {
 	if errors.Is(err, unix.ENODEV) {
 		err = fmt.Errorf("%w: this kernel has no overlay filesystem (modprobe overlay)", fault.ErrUnsupported)
 	}
-	if err != nil {
-		return fmt.Errorf("mount %s: %w", m.Target, err)
-	}
-	return nil
+	return err
 }
 
 func (m Mount) check() error {

@@ -1,0 +1,117 @@
+// Package idmap maps the user and group ids of a sandbox's user namespace to
+// the host's.
+package idmap
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"os"
+	"os/exec"
+	"runtime"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// Map gives the user and group ids of a tree, 0 to Size-1, those of the host
+// from Base on.
+type Map struct {
+	Base uint32 `json:"base"`
+	Size uint32 `json:"size"`
+}
+
+// Check is ErrInvalid for a map that has root or a usual user of the host in it.
+func (m Map) Check() error {
+	if m.Base < 1<<16 || m.Size == 0 || uint64(m.Base)+uint64(m.Size) > math.MaxInt32 {
+		return fmt.Errorf("ids %d+%d: %w", m.Base, m.Size, fault.ErrInvalid)
+	}
+	return nil
+}
+
+// Host is the id on the host of an id in the tree. Without a map they are the
+// same.
+func (m *Map) Host(id int) (int, error) {
+	switch {
+	case m == nil:
+		return id, nil
+	case id < 0 || id >= int(m.Size):
+		return 0, fmt.Errorf("the sandbox has no user or group %d, only 0 to %d: %w", id, m.Size-1, fault.ErrInvalid)
+	}
+	return int(m.Base) + id, nil
+}
+
+// Tree is the id in the tree of an id on the host; one that it does not have is
+// nobody's.
+func (m *Map) Tree(id int) int {
+	switch {
+	case m == nil:
+		return id
+	case id < int(m.Base) || id >= int(m.Base)+int(m.Size):
+		return nobody
+	}
+	return id - int(m.Base)
+}
+
+// nobody is who the kernel shows for an id that a namespace does not have.
+const nobody = 65534
+
+// Namespace makes a user namespace with this map. It lasts for as long as the
+// file is open or something is in it.
+func (m Map) Namespace() (_ *os.File, err error) {
+	if err := m.Check(); err != nil {
+		return nil, err
+	}
+	ids := []syscall.SysProcIDMap{{HostID: int(m.Base), Size: int(m.Size)}}
+	// Stopped before its first instruction, it is there to be looked at only.
+	cmd := exec.Command("/proc/self/exe")
+	cmd.SysProcAttr = &syscall.SysProcAttr{
+		Cloneflags: syscall.CLONE_NEWUSER, UidMappings: ids, GidMappings: ids,
+		Ptrace: true, Pdeathsig: syscall.SIGKILL,
+	}
+	runtime.LockOSThread() // its tracer is a thread
+	defer runtime.UnlockOSThread()
+	if err := cmd.Start(); err != nil {
+		return nil, fmt.Errorf("make a user namespace: %w", err)
+	}
+	defer func() {
+		if kerr := cmd.Process.Kill(); kerr != nil {
+			err = errors.Join(err, kerr)
+		}
+		_ = cmd.Wait() // killed
+	}()
+	return os.Open(fmt.Sprintf("/proc/%d/ns/user", cmd.Process.Pid))
+}
+
+// AsRoot runs f on a thread that makes files as the map's root does, with all
+// that the caller may do: in a tree with mapped ids nobody else can make any. f
+// must do its work itself and not hand it to other goroutines. Without a map it
+// just runs.
+func (m *Map) AsRoot(f func() error) error {
+	if m == nil {
+		return f()
+	}
+	done := make(chan error)
+	go func() {
+		runtime.LockOSThread() // without Unlock: the thread ends with the goroutine
+		done <- func() error {
+			caps := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+			var sets [2]unix.CapUserData
+			if err := unix.Capget(&caps, &sets[0]); err != nil {
+				return err
+			}
+			for _, set := range []int{unix.SYS_SETFSGID, unix.SYS_SETFSUID} {
+				// They report the former id and no error.
+				_, _, _ = unix.RawSyscall(uintptr(set), uintptr(m.Base), 0, 0)
+			}
+			// The change of the user took those for files away.
+			if err := unix.Capset(&caps, &sets[0]); err != nil {
+				return err
+			}
+			return f()
+		}()
+	}()
+	return <-done
+}

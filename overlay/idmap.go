@@ -1,0 +1,96 @@
+package overlay
+
+import (
+	"errors"
+	"fmt"
+	"path/filepath"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// mapped mounts m with the ids of its layers mapped, so that no file on disk
+// changes its owner. An overlay cannot be mapped itself: its layers are, each
+// in a clone of its mount. They have to be somewhere until the overlay has
+// clones of its own: on its target, at which nobody looks yet.
+func (m Mount) mapped() (err error) {
+	ns, err := m.IDs.Namespace()
+	if err != nil {
+		return err
+	}
+	defer ns.Close()
+	var fds []int
+	defer func() {
+		for _, fd := range fds {
+			_ = unix.Close(fd)
+		}
+		if err != nil {
+			err = errors.Join(err, Unmount(m.Target, UnmountOptions{Lazy: true}))
+		}
+	}()
+	clone := func(dir string) (string, error) {
+		fd, err := mapTree(dir, int(ns.Fd()), m.Target)
+		if err != nil {
+			return "", err
+		}
+		fds = append(fds, fd)
+		return procFD(fd), nil
+	}
+	own := m
+	own.IDs, own.Lower = nil, make([]string, len(m.Lower))
+	for i, dir := range m.Lower {
+		if own.Lower[i], err = clone(dir); err != nil {
+			return err
+		}
+	}
+	if m.Upper != "" {
+		// The two have to be on one mount.
+		if filepath.Dir(m.Upper) != filepath.Dir(m.Work) {
+			return fmt.Errorf("the upper directory %s and the work directory %s are not in one directory: %w", m.Upper, m.Work, fault.ErrUnsupported)
+		}
+		top, err := clone(filepath.Dir(m.Upper))
+		if err != nil {
+			return err
+		}
+		own.Upper, own.Work = filepath.Join(top, filepath.Base(m.Upper)), filepath.Join(top, filepath.Base(m.Work))
+	}
+	// What the overlay makes on disk belongs to whoever mounted it, who has to
+	// be somebody there.
+	if err := m.IDs.AsRoot(own.mount); err != nil {
+		return err
+	}
+	mnt, err := unix.OpenTree(unix.AT_FDCWD, m.Target, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_SYMLINK_NOFOLLOW)
+	if err != nil {
+		return err
+	}
+	defer unix.Close(mnt)
+	if err := Unmount(m.Target, UnmountOptions{Lazy: true}); err != nil {
+		return err
+	}
+	return unix.MoveMount(mnt, "", unix.AT_FDCWD, m.Target, unix.MOVE_MOUNT_F_EMPTY_PATH)
+}
+
+// mapTree mounts a clone of dir's mount, with mapped ids, on target.
+func mapTree(dir string, ns int, target string) (fd int, err error) {
+	fd, err = unix.OpenTree(unix.AT_FDCWD, dir, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_SYMLINK_NOFOLLOW)
+	if err != nil {
+		return -1, pathError("clone the mount of", dir, err)
+	}
+	defer func() {
+		if err != nil {
+			_ = unix.Close(fd)
+		}
+	}()
+	err = unix.MountSetattr(fd, "", unix.AT_EMPTY_PATH, &unix.MountAttr{Attr_set: unix.MOUNT_ATTR_IDMAP, Userns_fd: uint64(ns)})
+	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOSYS) {
+		err = fmt.Errorf("%w: this kernel cannot map the ids of its filesystem", fault.ErrUnsupported)
+	}
+	if err != nil {
+		return -1, fmt.Errorf("map the ids of %s: %w", dir, err)
+	}
+	if err := unix.MoveMount(fd, "", unix.AT_FDCWD, target, unix.MOVE_MOUNT_F_EMPTY_PATH); err != nil {
+		return -1, pathError("mount on", target, err)
+	}
+	return fd, nil
+}
