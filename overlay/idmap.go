@@ -8,6 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/idmap"
 )
 
 // mapped mounts m with the ids of its layers mapped, so that no file on disk
@@ -30,7 +31,7 @@ func (m Mount) mapped() (err error) {
 		}
 	}()
 	clone := func(dir string) (string, error) {
-		fd, err := mapTree(dir, int(ns.Fd()), m.Target)
+		fd, err := mapTree(dir, int(ns.Fd()), m.Target, 0)
 		if err != nil {
 			return "", err
 		}
@@ -71,9 +72,24 @@ func (m Mount) mapped() (err error) {
 	return unix.MoveMount(mnt, "", unix.AT_FDCWD, m.Target, unix.MOVE_MOUNT_F_EMPTY_PATH)
 }
 
+// Bind mounts a directory or file, with what is mounted below it, on target,
+// which is one, too: seen there, its ids are mapped.
+func Bind(source, target string, ids idmap.Map) error {
+	ns, err := ids.Namespace()
+	if err != nil {
+		return err
+	}
+	defer ns.Close()
+	fd, err := mapTree(source, int(ns.Fd()), target, unix.AT_RECURSIVE)
+	if err != nil {
+		return err
+	}
+	return unix.Close(fd)
+}
+
 // mapTree mounts a clone of dir's mount, with mapped ids, on target.
-func mapTree(dir string, ns int, target string) (fd int, err error) {
-	fd, err = unix.OpenTree(unix.AT_FDCWD, dir, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_SYMLINK_NOFOLLOW)
+func mapTree(dir string, ns int, target string, flags uint) (fd int, err error) {
+	fd, err = unix.OpenTree(unix.AT_FDCWD, dir, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_SYMLINK_NOFOLLOW|flags)
 	if err != nil {
 		return -1, pathError("clone the mount of", dir, err)
 	}
@@ -82,7 +98,7 @@ func mapTree(dir string, ns int, target string) (fd int, err error) {
 			_ = unix.Close(fd)
 		}
 	}()
-	err = unix.MountSetattr(fd, "", unix.AT_EMPTY_PATH, &unix.MountAttr{Attr_set: unix.MOUNT_ATTR_IDMAP, Userns_fd: uint64(ns)})
+	err = unix.MountSetattr(fd, "", unix.AT_EMPTY_PATH|flags, &unix.MountAttr{Attr_set: unix.MOUNT_ATTR_IDMAP, Userns_fd: uint64(ns)})
 	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOSYS) {
 		err = fmt.Errorf("%w: this kernel cannot map the ids of its filesystem", fault.ErrUnsupported)
 	}

@@ -6,26 +6,31 @@ import (
 	"io"
 
 	"github.com/agentbox/agentbox/internal/copy"
+	"github.com/agentbox/agentbox/internal/idmap"
 	"github.com/agentbox/agentbox/policy"
 )
 
 // onRoot runs fn on a sandbox's root filesystem.
-func (e *Engine) onRoot(ctx context.Context, ref string, fn func(root string) error) error {
+func (e *Engine) onRoot(ctx context.Context, ref string, fn func(root string, ids *idmap.Map) error) error {
 	sb, err := e.locate(ctx, ref)
 	if err != nil {
 		return fail("cp", ref, err)
 	}
-	return fail("cp", ref, sb.host.Mount(ctx, sb.ID, fn))
+	ids, err := ids(sb.Sandbox)
+	if err != nil {
+		return fail("cp", ref, err)
+	}
+	return fail("cp", ref, sb.host.Mount(ctx, sb.ID, func(root string) error { return fn(root, ids) }))
 }
 
 // CopyFrom writes a path of the sandbox as a tar stream.
 func (e *Engine) CopyFrom(ctx context.Context, ref, path string, w io.Writer) error {
-	return e.onRoot(ctx, ref, func(root string) error { return copy.From(ctx, root, path, w) })
+	return e.onRoot(ctx, ref, func(root string, ids *idmap.Map) error { return copy.From(ctx, root, ids, path, w) })
 }
 
 // CopyTo extracts a tar stream into a directory of the sandbox.
 func (e *Engine) CopyTo(ctx context.Context, ref, path string, r io.Reader) error {
-	return e.onRoot(ctx, ref, func(root string) error { return copy.To(ctx, root, path, r) })
+	return e.onRoot(ctx, ref, func(root string, ids *idmap.Map) error { return copy.To(ctx, root, ids, path, r) })
 }
 
 // Files runs fn on the sandbox's root filesystem.
@@ -50,7 +55,7 @@ func (e *Engine) Files(ctx context.Context, ref string, fn func(*policy.Jail) er
 
 // Stat tells what a path in the sandbox is.
 func (e *Engine) Stat(ctx context.Context, ref, path string) (out PathStat, err error) {
-	err = e.onRoot(ctx, ref, func(root string) error {
+	err = e.onRoot(ctx, ref, func(root string, _ *idmap.Map) error {
 		st, err := copy.StatPath(root, path)
 		out = PathStat(st)
 		return err

@@ -71,6 +71,9 @@ func (e *Engine) Create(ctx context.Context, req CreateRequest) (_ Sandbox, err 
 	if _, err := e.readSecrets(s, s.Secrets); err != nil {
 		return Sandbox{}, err
 	}
+	if err := e.mapIDs(ctx, &s, req.UserNS); err != nil {
+		return Sandbox{}, err
+	}
 	row := store.Sandbox{
 		ID: s.ID, Name: s.Name, Backend: e.first, Image: s.Image, ImageDigest: s.ImageDigest,
 		Lower: img.Lower, Attempt: 1, Created: time.Now(), Labels: s.Labels,

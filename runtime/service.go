@@ -79,6 +79,7 @@ type CreateRequest struct {
 	// turns it into that.
 	CapAdd, CapDrop []string
 	Privileged      bool
+	UserNS          string // UserNSAuto or UserNSHost; empty: the latter
 }
 
 // Sandbox is the documented JSON of `agentbox inspect`; it only ever grows.

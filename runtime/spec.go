@@ -7,6 +7,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/agentbox/agentbox/internal/idmap"
 )
 
 // Spec is what a sandbox was asked to be. It is stored with the sandbox and
@@ -34,6 +36,7 @@ type Spec struct {
 	Network     Network           `json:"network"`
 	Resources   Resources         `json:"resources"`
 	Security    Security          `json:"security,omitzero"`
+	IDs         *idmap.Map        `json:"ids,omitempty"` // of its user namespace on the host; nil: it is in the host's own
 	Labels      map[string]string `json:"labels,omitempty"`
 
 	// CheckpointEvery asks for checkpoints without being told to: "exec",

@@ -288,6 +288,9 @@ func (e *Engine) resume(ctx context.Context, r *restoration) error {
 		if r.data.Fork {
 			was, manifest.TCP = Paused, TCPClose // the address is another
 		}
+		if err := hand(r.spec.IDs, r.images); err != nil {
+			return err
+		}
 		options := criu.Options{TCP: manifest.TCP, LeaveStopped: was == Paused, EmptyNetwork: r.c.EmptyNetwork}
 		config := filepath.Join(e.run, r.sb.ID, "criu.conf")
 		if err := criu.WriteConfig(config, options); err != nil {

@@ -52,6 +52,9 @@ func run(args []string) int {
 	if len(args) == 1 && args[0] == cutVerb {
 		return cut(os.Stdin)
 	}
+	if len(args) == 2 && args[0] == fillVerb {
+		return fill(os.Stdin, args[1])
+	}
 	real, err := realRuntime()
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "agentbox-runtime:", err)

@@ -44,6 +44,7 @@ type createOptions struct {
 	Every        string
 	Policy       string
 	Privileged   bool
+	UserNS       string
 	CapAdd       []string
 	CapDrop      []string
 	SecurityOpts []string
@@ -83,6 +84,7 @@ func (o *createOptions) addFlags(fl *pflag.FlagSet) {
 	fl.Var(list(&o.CapAdd), "cap-add", "give it the capability `NAME`, or ALL")
 	fl.Var(list(&o.CapDrop), "cap-drop", "take the capability `NAME` from it, or ALL")
 	fl.Var(list(&o.SecurityOpts), "security-opt", "`OPTION`: no-new-privileges, seccomp=unconfined, or io_uring")
+	fl.Var(choice(&o.UserNS, runtime.UserNSHost, runtime.UserNSAuto), "userns", "`MODE` of the user namespace: host (none), or auto (one with a range of ids of its own)")
 	fl.BoolVar(&o.Privileged, "privileged", false, "ask for all of the host; no policy can allow it")
 	o.pull.addFlags(fl)
 	fl.StringVar(&o.StopSignal, "stop-signal", "", "`SIGNAL` that stop sends; default: the image's or SIGTERM")
@@ -152,7 +154,7 @@ func (o *createOptions) request(args []string) (runtime.CreateRequest, error) {
 	if spec.Network.Mode == runtime.NetworkFiltered && o.NetworkGroup != "" {
 		return none, usageErrorf("--network-group needs --network bridge: sandboxes of a group reach each other past the filter")
 	}
-	req := runtime.CreateRequest{Spec: spec, Pull: o.pull.options(), CapAdd: o.CapAdd, CapDrop: o.CapDrop, Privileged: o.Privileged}
+	req := runtime.CreateRequest{Spec: spec, Pull: o.pull.options(), CapAdd: o.CapAdd, CapDrop: o.CapDrop, Privileged: o.Privileged, UserNS: o.UserNS}
 	if o.entrypointSet {
 		req.Entrypoint = []string{}
 		if o.Entrypoint != "" {

@@ -27,6 +27,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/copy/tree"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/idmap"
 	"github.com/agentbox/agentbox/policy"
 )
 
@@ -104,7 +105,7 @@ func sandboxXattr(name string) bool {
 // /sys and the like there is only the directory. Other mounts, volumes and
 // tmpfs, are. Where only sockets, or unreadable files of /proc that was asked
 // for, are missing from a stream that is otherwise whole, the error is *Partial.
-func From(ctx context.Context, root, p string, w io.Writer) error {
+func From(ctx context.Context, root string, ids *idmap.Map, p string, w io.Writer) error {
 	j, err := policy.Open(root)
 	if err != nil {
 		return err
@@ -129,7 +130,7 @@ func From(ctx context.Context, root, p string, w io.Writer) error {
 	leave := func(rel string, magic int64) bool {
 		return tree.Pseudo(magic) || whole && rel == "dev"
 	}
-	rep, err := tree.Pack(ctx, dir, base, w, tree.PackOptions{Name: name, Xattr: sandboxXattr, Leave: leave})
+	rep, err := tree.Pack(ctx, dir, base, w, tree.PackOptions{Name: name, Xattr: sandboxXattr, Leave: leave, IDs: ids})
 	return partial(rep, found(err))
 }
 
@@ -139,7 +140,11 @@ func From(ctx context.Context, root, p string, w io.Writer) error {
 // replace each other (ErrExists); a file, a link or a device is replaced.
 // Where only attributes that belong to the host could not be set, the error is
 // *Partial.
-func To(ctx context.Context, root, p string, r io.Reader) error {
+func To(ctx context.Context, root string, ids *idmap.Map, p string, r io.Reader) error {
+	return ids.AsRoot(func() error { return to(ctx, root, ids, p, r) })
+}
+
+func to(ctx context.Context, root string, ids *idmap.Map, p string, r io.Reader) error {
 	j, err := policy.Open(root)
 	if err != nil {
 		return err
@@ -151,7 +156,7 @@ func To(ctx context.Context, root, p string, r io.Reader) error {
 	}
 	defer dir.Close()
 	return partial(tree.Extract(ctx, dir, r, tree.ExtractOptions{
-		Owners: true, Privileged: true, Dirs: true,
+		Owners: true, Privileged: true, Dirs: true, IDs: ids,
 		Xattr: func(name string) (bool, error) { return sandboxXattr(name), nil },
 	}))
 }

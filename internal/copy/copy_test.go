@@ -116,7 +116,7 @@ func TestFrom(t *testing.T) {
 		"etc":            "etc/ etc/passwd",
 	} {
 		var buf bytes.Buffer
-		err := From(ctx, root, p, &buf)
+		err := From(ctx, root, nil, p, &buf)
 		if part := (*Partial)(nil); strings.Contains(want, "sub/ ") {
 			if !errors.As(err, &part) || len(part.Report.Skipped) != 1 || !strings.Contains(err.Error(), "sock") {
 				t.Errorf("%s: %v", p, err)
@@ -129,7 +129,7 @@ func TestFrom(t *testing.T) {
 		}
 	}
 	for p, want := range map[string]error{"/none": fault.ErrNotFound, "/work/f/": unix.ENOTDIR, "/out/secret": fault.ErrNotFound, "/work/sub/sock": fault.ErrUnsupported, "": fault.ErrNotFound} {
-		if err := From(ctx, root, p, io.Discard); !errors.Is(err, want) {
+		if err := From(ctx, root, nil, p, io.Discard); !errors.Is(err, want) {
 			t.Errorf("%s: %v", p, err)
 		}
 	}
@@ -181,9 +181,9 @@ func TestPlaceAndCopy(t *testing.T) {
 					if into {
 						_, err = TarPath(ctx, host+src, rename, &buf)
 						ok(t, err)
-						err = To(ctx, root, dir, &buf)
+						err = To(ctx, root, nil, dir, &buf)
 					} else {
-						err = From(ctx, root, src, &buf)
+						err = From(ctx, root, nil, src, &buf)
 						ok(t, err)
 						_, err = Untar(ctx, host+dir, &buf, UntarOptions{Rename: rename})
 					}
@@ -252,7 +252,7 @@ func TestTo(t *testing.T) {
 	root, outside := sandbox(t)
 	f := ent{tar.Header{Name: "d/tool", Mode: 0o4755, Uid: 1000, Gid: 1001, ModTime: time.Unix(5, 7), Format: tar.FormatPAX,
 		PAXRecords: map[string]string{"SCHILY.xattr.user.k": "v", "SCHILY.xattr.trusted.overlay.opaque": "y"}}, "tool"}
-	err := To(ctx, root, "/bin", archive(t, f))
+	err := To(ctx, root, nil, "/bin", archive(t, f))
 	if part := (*Partial)(nil); !errors.As(err, &part) || !strings.Contains(err.Error(), "trusted.overlay.opaque") {
 		t.Errorf("skipped: %v", err)
 	}
@@ -262,7 +262,7 @@ func TestTo(t *testing.T) {
 		t.Errorf("%+v", st)
 	}
 	for p, want := range map[string]error{"/none": fault.ErrNotFound, "/etc/passwd": unix.ENOTDIR, "/out": fault.ErrNotFound, outside: fault.ErrNotFound} {
-		if err := To(ctx, root, p, archive(t, f)); !errors.Is(err, want) {
+		if err := To(ctx, root, nil, p, archive(t, f)); !errors.Is(err, want) {
 			t.Errorf("to %s: %v", p, err)
 		}
 	}
@@ -274,12 +274,12 @@ func TestTo(t *testing.T) {
 		"file over dir":    {{tar.Header{Name: "etc"}, "x"}},
 		"hard link":        {{tar.Header{Name: "h", Typeflag: tar.TypeLink, Linkname: "out/secret"}, ""}, {tar.Header{Name: "h"}, "x"}},
 	} {
-		if err := To(ctx, root, "/", archive(t, list...)); !errors.Is(err, fault.ErrInvalid) && !errors.Is(err, fault.ErrExists) {
+		if err := To(ctx, root, nil, "/", archive(t, list...)); !errors.Is(err, fault.ErrInvalid) && !errors.Is(err, fault.ErrExists) {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
 	// A file takes a symlink's place; the link's target is not touched.
-	err = To(ctx, root, "/work", archive(t, ent{tar.Header{Name: "secret", Mode: 0o600}, "mine"}))
+	err = To(ctx, root, nil, "/work", archive(t, ent{tar.Header{Name: "secret", Mode: 0o600}, "mine"}))
 	ok(t, err)
 	if b, _ := os.ReadFile(root + "/work/secret"); string(b) != "mine" {
 		t.Errorf("%q", b)
@@ -362,7 +362,7 @@ func TestRace(t *testing.T) {
 	var worked, failed int
 	deadline := time.Now().Add(3 * time.Second)
 	for i := 0; i < 3000 && time.Now().Before(deadline); i++ {
-		err := To(ctx, root, "/work", archive(t, ent{tar.Header{Name: "sub/new", Mode: 0o4777, Uid: 9}, "x"},
+		err := To(ctx, root, nil, "/work", archive(t, ent{tar.Header{Name: "sub/new", Mode: 0o4777, Uid: 9}, "x"},
 			ent{tar.Header{Name: "sub/n", Typeflag: tar.TypeFifo, Mode: 0o666, Uid: 9}, ""}, ent{tar.Header{Name: "secret", Mode: 0o666}, "x"}))
 		if err == nil {
 			worked++
@@ -370,7 +370,7 @@ func TestRace(t *testing.T) {
 			failed++
 		}
 		var buf bytes.Buffer
-		if err := From(ctx, root, "/work", &buf); err == nil {
+		if err := From(ctx, root, nil, "/work", &buf); err == nil {
 			for tr := tar.NewReader(&buf); ; {
 				h, err := tr.Next()
 				if err != nil {
@@ -405,7 +405,7 @@ func TestPartialThroughPipe(t *testing.T) {
 	ok(t, os.Chtimes(root+"/work", past, past))
 	dst := t.TempDir()
 	pr, pw := io.Pipe()
-	go func() { pw.CloseWithError(From(ctx, root, "/work", pw)) }()
+	go func() { pw.CloseWithError(From(ctx, root, nil, "/work", pw)) }()
 	_, err := Untar(ctx, dst, pr, UntarOptions{})
 	if part := (*Partial)(nil); !errors.As(err, &part) || !errors.Is(err, fault.ErrUnsupported) {
 		t.Errorf("%v", err)
@@ -437,9 +437,9 @@ func TestProcessRoot(t *testing.T) {
 		}
 		time.Sleep(5 * time.Millisecond)
 	}
-	ok(t, To(ctx, live, "/work", archive(t, ent{tar.Header{Name: "new", Mode: 0o600}, "x"})))
+	ok(t, To(ctx, live, nil, "/work", archive(t, ent{tar.Header{Name: "new", Mode: 0o600}, "x"})))
 	var buf bytes.Buffer
-	ok(t, From(ctx, live, "/work", &buf))
+	ok(t, From(ctx, live, nil, "/work", &buf))
 	if got := entries(t, &buf); got != "work/ work/f work/new" {
 		t.Error(got)
 	}
@@ -469,7 +469,7 @@ func TestPseudo(t *testing.T) {
 	read := func(p string) (string, map[string]string, error) {
 		t.Helper()
 		var buf bytes.Buffer
-		err := From(ctx, live, p, &buf)
+		err := From(ctx, live, nil, p, &buf)
 		content := map[string]string{}
 		var names []string
 		for r := tar.NewReader(bytes.NewReader(buf.Bytes())); ; {

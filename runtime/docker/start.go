@@ -142,7 +142,7 @@ func (b *Backend) putSecrets(ctx context.Context, c box, id string, files []runt
 		return err
 	}
 	p := b.place(id)
-	return errors.Join(p.DropSecrets(), p.PutSecrets(s.Secrets, files, specs.User{UID: user.UID, GID: user.GID}))
+	return errors.Join(p.DropSecrets(), p.PutSecrets(s, files, specs.User{UID: user.UID, GID: user.GID}))
 }
 
 // place is where the secrets of a container are.

@@ -12,6 +12,7 @@ import (
 	"strings"
 	"sync"
 
+	"github.com/agentbox/agentbox/internal/idmap"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
@@ -20,8 +21,9 @@ import (
 // box is a sandbox that the session can reach.
 type box struct {
 	id, name, workdir, user string
-	every                   string // its own Spec.CheckpointEvery
-	made                    bool   // by the session, which is its end
+	every                   string     // its own Spec.CheckpointEvery
+	made                    bool       // by the session, which is its end
+	ids                     *idmap.Map // of its user namespace
 
 	// files is held for writing while a checkpoint or a restore is at the
 	// files, so that those find no file half written by a tool.
@@ -34,7 +36,7 @@ func boxOf(sb runtime.Sandbox, made bool) *box {
 	if workdir == "" {
 		workdir = "/"
 	}
-	return &box{id: sb.ID, name: sb.Name, workdir: workdir, user: sb.Spec.User, every: sb.Spec.CheckpointEvery, made: made}
+	return &box{id: sb.ID, name: sb.Name, workdir: workdir, user: sb.Spec.User, every: sb.Spec.CheckpointEvery, made: made, ids: sb.Spec.IDs}
 }
 
 // Target says which sandbox a call means.
@@ -90,7 +92,7 @@ func (s *Server) files(ctx context.Context, b *box, fn func(*policy.Scope) error
 		if err != nil {
 			return err
 		}
-		return as(user, func() error {
+		return as(user, b.ids, func() error {
 			scope, err := jail.Scope(b.workdir, s.opts.WholeSandbox)
 			if err != nil {
 				return err

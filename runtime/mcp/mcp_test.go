@@ -150,7 +150,7 @@ func TestAs(t *testing.T) {
 	for i := range 20 {
 		uid := uint32(1000 + i)
 		wg.Go(func() {
-			err := as(bundle.User{UID: uid, GID: uid, Groups: []uint32{uid, 77}}, func() error {
+			err := as(bundle.User{UID: uid, GID: uid, Groups: []uint32{uid, 77}}, nil, func() error {
 				if _, err := os.ReadFile(dir + "/roots"); !errors.Is(err, fs.ErrPermission) {
 					return fmt.Errorf("root's file: %v", err)
 				}

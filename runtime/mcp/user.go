@@ -7,13 +7,21 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/internal/idmap"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
 )
 
 // as runs fn with a user's rights to files: what it opens the kernel judges as
 // that user's, and what it makes is that user's. Only this thread is changed, so
-// fn must do its work itself and not hand it to other goroutines.
-func as(u bundle.User, fn func() error) (err error) {
+// fn must do its work itself and not hand it to other goroutines. The user's
+// ids are those of the sandbox, which ids maps to the host's.
+func as(u bundle.User, ids *idmap.Map, fn func() error) (err error) {
+	if ids != nil && u.UID == 0 {
+		return ids.AsRoot(fn)
+	}
+	if u, err = onHost(u, ids); err != nil {
+		return err
+	}
 	goruntime.LockOSThread()
 	groups, err := unix.Getgroups()
 	if err != nil {
@@ -37,6 +45,21 @@ func as(u bundle.User, fn func() error) (err error) {
 		return err
 	}
 	return fn()
+}
+
+// onHost is who a user of a sandbox is on the host.
+func onHost(u bundle.User, ids *idmap.Map) (bundle.User, error) {
+	var errs []error
+	host := func(id uint32) uint32 {
+		n, err := ids.Host(int(id))
+		errs = append(errs, err)
+		return uint32(n)
+	}
+	out := bundle.User{UID: host(u.UID), GID: host(u.GID)}
+	for _, g := range u.Groups {
+		out.Groups = append(out.Groups, host(g))
+	}
+	return out, errors.Join(errs...)
 }
 
 // rights changes what the calling thread's access to files is judged by. A user

@@ -151,7 +151,7 @@ func prepareHost(dir string) error {
 		return err
 	}
 	v := &verb{m: &Manager{run: dir}}
-	if err := v.makeNamespace("internet"); err != nil {
+	if err := v.makeNamespace("internet", nil); err != nil {
 		return err
 	}
 	internet = v.m.namespace("internet")

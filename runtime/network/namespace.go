@@ -43,8 +43,9 @@ func onThread(f func() error) error {
 	return <-done
 }
 
-// makeNamespace makes sure that id's namespace is there, with lo up.
-func (v *verb) makeNamespace(id string) error {
+// makeNamespace makes sure that id's namespace is there, with lo up: a new one,
+// unless another is given.
+func (v *verb) makeNamespace(id string, from *os.File) error {
 	path := v.m.namespace(id)
 	if isNamespace(path) {
 		return nil
@@ -60,7 +61,11 @@ func (v *verb) makeNamespace(id string) error {
 		return err
 	}
 	return onThread(func() error {
-		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+		if from != nil {
+			if err := unix.Setns(int(from.Fd()), unix.CLONE_NEWNET); err != nil {
+				return fmt.Errorf("enter the network namespace: %w", err)
+			}
+		} else if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 			return fmt.Errorf("make a network namespace: %w", err)
 		}
 		h, err := openHost()

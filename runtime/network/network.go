@@ -167,17 +167,36 @@ func (m *Manager) namespace(id string) string { return filepath.Join(m.run, id, 
 // makes a new namespace: the old one still holds the connections that must
 // not be heard of again.
 func (m *Manager) Setup(ctx context.Context, id string, n runtime.Network) (Endpoint, error) {
-	return m.setup(ctx, id, n, true)
+	return m.setup(ctx, id, n, setup{connect: true})
 }
 
 // Prepare is Setup, but the sandbox stays cut off until Connect. It is for
 // restoring connections: a peer that sends into the namespace before its
 // socket is back there would be answered with a reset.
 func (m *Manager) Prepare(ctx context.Context, id string, n runtime.Network) (Endpoint, error) {
-	return m.setup(ctx, id, n, false)
+	return m.setup(ctx, id, n, setup{})
 }
 
-func (m *Manager) setup(ctx context.Context, id string, n runtime.Network, connect bool) (e Endpoint, err error) {
+// Reserve is the half of Prepare that can be done before there is a namespace:
+// it returns where the sandbox will be. Then Fill does the rest.
+func (m *Manager) Reserve(ctx context.Context, id string, n runtime.Network) (Endpoint, error) {
+	return m.setup(ctx, id, n, setup{reserve: true})
+}
+
+// Fill is Prepare in a namespace that somebody else has made, as the OCI
+// runtime does for a sandbox in a user namespace: it has to belong to that one.
+func (m *Manager) Fill(ctx context.Context, id string, n runtime.Network, ns *os.File) (Endpoint, error) {
+	return m.setup(ctx, id, n, setup{ns: ns})
+}
+
+// setup says how far a set-up goes.
+type setup struct {
+	connect bool
+	reserve bool     // without a namespace
+	ns      *os.File // this one
+}
+
+func (m *Manager) setup(ctx context.Context, id string, n runtime.Network, how setup) (e Endpoint, err error) {
 	if n.Mode == "" {
 		n.Mode = runtime.NetworkBridge
 	}
@@ -202,6 +221,12 @@ func (m *Manager) setup(ctx context.Context, id string, n runtime.Network, conne
 		}
 		old = nil
 	}
+	if how.reserve || how.ns != nil {
+		// Of an earlier start.
+		if err := v.teardown(id); err != nil {
+			return Endpoint{}, err
+		}
+	}
 	had := isNamespace(m.namespace(id))
 	defer func() {
 		if err == nil {
@@ -225,15 +250,18 @@ func (m *Manager) setup(ctx context.Context, id string, n runtime.Network, conne
 		m.resolvers(&e, true)
 		return e, nil
 	case runtime.NetworkNone:
+		if how.reserve {
+			return e, nil
+		}
 		e.Path = m.namespace(id)
-		return e, v.makeNamespace(id)
+		return e, v.makeNamespace(id, how.ns)
 	default:
-		return v.join(ctx, id, n, connect)
+		return v.join(ctx, id, n, how)
 	}
 }
 
 // join puts the sandbox on its bridge.
-func (v *verb) join(ctx context.Context, id string, n runtime.Network, connect bool) (e Endpoint, err error) {
+func (v *verb) join(ctx context.Context, id string, n runtime.Network, how setup) (e Endpoint, err error) {
 	m := v.m
 	if v.isolated(id) {
 		// The sockets in there would go on sending what Isolate silenced.
@@ -274,7 +302,11 @@ func (v *verb) join(ctx context.Context, id string, n runtime.Network, connect b
 	if err := failpoint.Hit("network.setup.after-bridge"); err != nil {
 		return e, err
 	}
-	if err := v.makeNamespace(id); err != nil {
+	if how.reserve {
+		e.Path = ""
+		return e, nil
+	}
+	if err := v.makeNamespace(id, how.ns); err != nil {
 		return e, err
 	}
 	if err := failpoint.Hit("network.setup.after-netns"); err != nil {
@@ -307,7 +339,7 @@ func (v *verb) join(ctx context.Context, id string, n runtime.Network, connect b
 		return e, err
 	}
 	// Last: not a packet passes before all of the above is in force.
-	if !connect {
+	if !how.connect {
 		return e, v.down(link)
 	}
 	return e, v.up(link)

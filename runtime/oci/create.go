@@ -31,6 +31,11 @@ func (b *Backend) Create(ctx context.Context, spec runtime.Spec, lower []string)
 	if err := bundle.Check(spec); err != nil {
 		return err
 	}
+	if spec.IDs != nil {
+		if err := spec.IDs.Check(); err != nil {
+			return err
+		}
+	}
 	if err := ctx.Err(); err != nil {
 		return err
 	}

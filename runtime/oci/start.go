@@ -88,12 +88,17 @@ type starting struct {
 	run      runRecord
 	size     *runtime.Size
 	conmon   *conmon
+	filler   *filler // with a user namespace
 	attached *streams.Attachment
 }
 
 // prepare mounts the root filesystem, makes the network and writes the bundle.
 func (s *starting) prepare(ctx context.Context) error {
 	b, id := s.b, s.view.Spec.ID
+	ids := s.view.Spec.IDs
+	if err := b.letThrough(s.view.Spec); err != nil {
+		return err
+	}
 	if err := b.root(s.view.container).Mount(); err != nil {
 		return err
 	}
@@ -102,7 +107,11 @@ func (s *starting) prepare(ctx context.Context) error {
 	}
 	// Cut off until the processes are there: a peer's packet for a socket
 	// that is yet to be restored would be answered with a reset.
-	end, err := b.net.Prepare(ctx, id, s.view.Spec.Network)
+	connect := b.net.Prepare
+	if ids != nil {
+		connect = b.net.Reserve
+	}
+	end, err := connect(ctx, id, s.view.Spec.Network)
 	if err != nil {
 		return err
 	}
@@ -118,9 +127,18 @@ func (s *starting) prepare(ctx context.Context) error {
 	if s.view.Spec.Terminal && s.opts.Streams != nil {
 		s.size = streams.FirstSize(ctx, s.opts.Streams.Resize)
 	}
-	spec, err := b.place(id).Prepare(s.view.Spec, s.run.Env, end, s.size, s.restores(), s.opts.Secrets)
+	own, err := b.mapBinds(s.view.Spec)
 	if err != nil {
 		return err
+	}
+	spec, err := b.place(id).Prepare(own, s.run.Env, end, s.size, s.restores(), s.opts.Secrets)
+	if err != nil {
+		return err
+	}
+	if ids != nil {
+		if s.filler, err = b.filler(ctx, s.view.Spec, spec); err != nil {
+			return err
+		}
 	}
 	data, err := json.Marshal(spec)
 	if err != nil {
@@ -183,7 +201,7 @@ func (s *starting) create(ctx context.Context) error {
 		return err
 	}
 	rep, err := s.conmon.report(ctx)
-	if err != nil {
+	if err = errors.Join(s.filler.done(), err); err != nil {
 		return err
 	}
 	if rep.Data <= 0 {
@@ -275,8 +293,8 @@ func (b *Backend) note(id string, n int, at time.Time) error {
 	return b.home.Note(id, n, at)
 }
 
-// root is what a container's root filesystem is mounted of.
+// root is what a container's root filesystem is mounted of, and where.
 func (b *Backend) root(c container) overlay.Mount {
 	id := c.Spec.ID
-	return overlay.Mount{Lower: c.Lower, Upper: b.home.Dir(id, "upper"), Work: b.home.Dir(id, "work"), Target: b.home.Dir(id, "merged")}
+	return overlay.Mount{Lower: c.Lower, Upper: b.home.Dir(id, "upper"), Work: b.home.Dir(id, "work"), Target: b.home.Dir(id, "merged"), IDs: c.Spec.IDs}
 }

@@ -160,6 +160,8 @@ func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, er
 		Lower:   v.Lower,
 		Runtime: b.runtimeOf(id),
 		Stage:   stage.Slot{Run: b.home.Stage, ID: id},
+
+		EmptyNetwork: v.Spec.IDs != nil,
 	}
 	c.Managed = b.place(id).Managed(v.Spec)
 	if v.live() {

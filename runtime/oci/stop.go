@@ -195,7 +195,7 @@ func (b *Backend) release(ctx context.Context, id string, strays bool) error {
 	}
 	step("processes", b.cgroups.Empty(ctx, b.home.Cgroup(id)))
 	step("delete", b.home.Forget(id))
-	step("unmount", b.place(id).Unmount(ctx, b.log.With("sandbox", id)))
+	step("unmount", errors.Join(b.place(id).Unmount(ctx, b.log.With("sandbox", id)), b.unmapBinds(id)))
 	step("network", b.net.Teardown(ctx, id))
 	step("cgroups", b.cgroups.Remove(ctx, b.home.Cgroup(id)))
 	step("bundle", b.home.Clear(id))

@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/idmap"
 )
 
 // Private PAX records, for what the format cannot say.
@@ -38,10 +39,11 @@ const (
 // reported, existing directories stay as they are, and a directory and a
 // non-directory never replace each other.
 type ExtractOptions struct {
-	Rename     string // replaces each name's first component; ".": drops it; "": keeps it
-	Owners     bool   // owners as in the archive, else the caller's
-	Privileged bool   // setuid, setgid and sticky bits, and devices
-	Dirs       bool   // existing directories take the archive's mode, owner and time; never the top one, unless Fresh
+	Rename     string     // replaces each name's first component; ".": drops it; "": keeps it
+	IDs        *idmap.Map // of the directory's mount; nil: the host's
+	Owners     bool       // owners as in the archive, else the caller's
+	Privileged bool       // setuid, setgid and sticky bits, and devices
+	Dirs       bool       // existing directories take the archive's mode, owner and time; never the top one, unless Fresh
 	// Fresh says that the directory was made for this archive: the last entry
 	// of a name wins, and directories that have no entry of their own get a
 	// fixed mode and time, so that the same archive always gives the same tree.
@@ -297,7 +299,12 @@ func (x *extractor) meta(hdr *tar.Header) (meta, error) {
 		if hdr.Uid < 0 || hdr.Uid >= math.MaxUint32 || hdr.Gid < 0 || hdr.Gid >= math.MaxUint32 {
 			return m, fmt.Errorf("%w: an owner out of range: %d:%d", fault.ErrInvalid, hdr.Uid, hdr.Gid)
 		}
-		m.uid, m.gid = hdr.Uid, hdr.Gid
+		var err, gerr error
+		m.uid, err = x.opts.IDs.Host(hdr.Uid)
+		m.gid, gerr = x.opts.IDs.Host(hdr.Gid)
+		if err = errors.Join(err, gerr); err != nil {
+			return m, wrap("unpack", hdr.Name, err)
+		}
 	}
 	m.mtime = unix.Timespec{Sec: hdr.ModTime.Unix(), Nsec: int64(hdr.ModTime.Nanosecond())}
 	for key, value := range hdr.PAXRecords {
@@ -321,6 +328,9 @@ func (x *extractor) meta(hdr *tar.Header) (meta, error) {
 		if !keep {
 			x.report.skip(hdr.Name, fmt.Sprintf("its attribute %q is not copied", name))
 			continue
+		}
+		if value, err = x.opts.IDs.XattrOnHost(name, value); err != nil {
+			return m, wrap("unpack", hdr.Name, err)
 		}
 		m.xattrs = append(m.xattrs, xattr{name, value})
 	}

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/idmap"
 )
 
 // PackOptions modify Pack.
@@ -23,6 +24,7 @@ type PackOptions struct {
 	Name  string            // of the top entry in the archive; "." gives "./", "./a", ...
 	Xattr func(string) bool // the attributes to write; nil: none
 	Owner *Owner            // of every entry instead of its own
+	IDs   *idmap.Map        // of the directory's mount; nil: the host's
 
 	// Sorted makes equal trees equal archives: names come in the order of
 	// their bytes, and holes are zeros like others.
@@ -96,7 +98,7 @@ func (p *packer) entry(h *os.File, name string, parent *unix.Stat_t) error {
 		return nil
 	}
 	hdr := &tar.Header{
-		Name: name, Mode: int64(st.Mode & 0o7777), Uid: int(st.Uid), Gid: int(st.Gid),
+		Name: name, Mode: int64(st.Mode & 0o7777), Uid: p.opts.IDs.Tree(int(st.Uid)), Gid: p.opts.IDs.Tree(int(st.Gid)),
 		ModTime: time.Unix(st.Mtim.Sec, st.Mtim.Nsec), Format: tar.FormatPAX, PAXRecords: map[string]string{},
 	}
 	if o := p.opts.Owner; o != nil {
@@ -117,6 +119,9 @@ func (p *packer) entry(h *os.File, name string, parent *unix.Stat_t) error {
 			return p.unreadable(h, name, err, parent == nil)
 		}
 		for _, x := range list {
+			if x.value, err = p.opts.IDs.XattrInTree(x.name, x.value); err != nil {
+				return wrap("read", name, err)
+			}
 			if strings.Contains(x.name, "=") {
 				hdr.PAXRecords[paxXattr64+base64.RawURLEncoding.EncodeToString([]byte(x.name))] = x.value
 			} else {

@@ -226,6 +226,15 @@ func (p Place) writeEtc(s runtime.Spec, e network.Endpoint, restores bool) error
 			return err
 		}
 	}
+	if s.IDs == nil {
+		return nil
+	}
+	// Its root writes them.
+	for _, name := range etcNames {
+		if err := os.Lchown(filepath.Join(dir, name), int(s.IDs.Base), int(s.IDs.Base)); err != nil {
+			return err
+		}
+	}
 	return nil
 }
 

@@ -23,12 +23,21 @@ func (p Place) SecretFiles() string { return filepath.Join(p.Secrets, "files") }
 
 // PutSecrets writes a sandbox's secrets, for its user only, to a filesystem in
 // memory.
-func (p Place) PutSecrets(want []runtime.Secret, have []runtime.SecretFile, user specs.User) (err error) {
-	if len(want) == 0 {
+func (p Place) PutSecrets(s runtime.Spec, have []runtime.SecretFile, user specs.User) (err error) {
+	if len(s.Secrets) == 0 {
 		return nil
 	}
-	if len(have) != len(want) {
-		return fmt.Errorf("%w: %d of %d are there", fault.ErrInvalid, len(have), len(want))
+	if len(have) != len(s.Secrets) {
+		return fmt.Errorf("%w: %d of %d are there", fault.ErrInvalid, len(have), len(s.Secrets))
+	}
+	root, _ := s.IDs.Host(0)
+	uid, err := s.IDs.Host(int(user.UID))
+	if err != nil {
+		return err
+	}
+	gid, err := s.IDs.Host(int(user.GID))
+	if err != nil {
+		return err
 	}
 	page := os.Getpagesize()
 	size := page
@@ -61,14 +70,14 @@ func (p Place) PutSecrets(want []runtime.Secret, have []runtime.SecretFile, user
 		return err
 	}
 	for _, s := range have {
-		if err := writeSecret(filepath.Join(dir, s.Name), s.Data, user); err != nil {
+		if err := writeSecret(filepath.Join(dir, s.Name), s.Data, uid, gid); err != nil {
 			return err
 		}
 	}
-	return nil
+	return errors.Join(os.Chown(dir, root, root), os.Chown(p.Secrets, root, root))
 }
 
-func writeSecret(path string, data []byte, user specs.User) (err error) {
+func writeSecret(path string, data []byte, uid, gid int) (err error) {
 	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o400)
 	if err != nil {
 		return err
@@ -77,7 +86,7 @@ func writeSecret(path string, data []byte, user specs.User) (err error) {
 	if _, err := f.Write(data); err != nil {
 		return err
 	}
-	return f.Chown(int(user.UID), int(user.GID))
+	return f.Chown(uid, gid)
 }
 
 // DropSecrets takes the secrets away, if there are any.

@@ -71,7 +71,7 @@ func (p Place) spec(s runtime.Spec, env []string, netns string, size *runtime.Si
 	defer root.Close()
 	first := runtime.Process{Args: s.Args, Workdir: s.Workdir, User: s.User, Terminal: s.Terminal}
 	if !restores {
-		if err := makeVolumes(root, s); err != nil {
+		if err := s.IDs.AsRoot(func() error { return makeVolumes(root, s) }); err != nil {
 			return nil, err
 		}
 	}
@@ -91,7 +91,7 @@ func (p Place) spec(s runtime.Spec, env []string, netns string, size *runtime.Si
 	if s.Init {
 		proc.Args = append([]string{InitPath, "--"}, proc.Args...)
 	}
-	if err := p.PutSecrets(s.Secrets, secrets, proc.User); err != nil {
+	if err := p.PutSecrets(s, secrets, proc.User); err != nil {
 		return nil, fmt.Errorf("secrets: %w", err)
 	}
 	mounts, err := p.mounts(s)
@@ -107,11 +107,15 @@ func (p Place) spec(s runtime.Spec, env []string, netns string, size *runtime.Si
 		Annotations: map[string]string{ConfigKey: p.Config},
 		Linux: &specs.Linux{
 			CgroupsPath:   p.Cgroup,
-			Namespaces:    p.namespaces(netns),
+			Namespaces:    p.namespaces(s, netns),
 			Resources:     p.resources(s.Resources),
 			MaskedPaths:   maskedPaths,
 			ReadonlyPaths: readonlyPaths,
 		},
+	}
+	if s.IDs != nil {
+		ids := []specs.LinuxIDMapping{{HostID: s.IDs.Base, Size: s.IDs.Size}}
+		spec.Linux.UIDMappings, spec.Linux.GIDMappings = ids, ids
 	}
 	if spec.Linux.Seccomp, err = SyscallFilter(spec, s.Security); err != nil {
 		return nil, fmt.Errorf("seccomp: %w", err)
@@ -172,7 +176,7 @@ func process(root *os.File, s runtime.Spec, env []string, p runtime.Process, siz
 		return nil, err
 	}
 	if root != nil {
-		if err := checkWorkdir(root, p.Workdir); err != nil {
+		if err := s.IDs.AsRoot(func() error { return checkWorkdir(root, p.Workdir) }); err != nil {
 			return nil, err
 		}
 	}
@@ -224,14 +228,17 @@ func rlimits() []specs.POSIXRlimit {
 	return []specs.POSIXRlimit{{Type: "RLIMIT_NOFILE", Soft: min(1024, hard), Hard: hard}}
 }
 
-// namespaces leaves the network namespace out for the host's. A cgroup
-// namespace is for v2 only, as under Docker: under v1 each hierarchy is mounted
+// namespaces leaves the network namespace out for the host's; with a user
+// namespace the OCI runtime makes both. A cgroup namespace is for v2 only, as under Docker: under v1 each hierarchy is mounted
 // from the container's own cgroup on, and there is nothing else to see.
-func (p Place) namespaces(netns string) []specs.LinuxNamespace {
+func (p Place) namespaces(s runtime.Spec, netns string) []specs.LinuxNamespace {
 	list := []specs.LinuxNamespace{
 		{Type: specs.PIDNamespace}, {Type: specs.IPCNamespace}, {Type: specs.UTSNamespace}, {Type: specs.MountNamespace},
 	}
-	if netns != "" {
+	switch {
+	case s.IDs != nil:
+		list = append(list, specs.LinuxNamespace{Type: specs.UserNamespace}, specs.LinuxNamespace{Type: specs.NetworkNamespace})
+	case netns != "":
 		list = append(list, specs.LinuxNamespace{Type: specs.NetworkNamespace, Path: netns})
 	}
 	if p.Cgroups.Unified() {
