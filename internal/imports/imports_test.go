@@ -52,7 +52,7 @@ var allowed = map[string][]string{
 	"runtime/dockerplugin":        {"internal/fault"},
 	"runtime/dockerplugin/authz":  {"internal/fault", "internal/lazy"},
 	"runtime/dockerplugin/volume": {"internal/fault", "runtime/volume"},
-	"runtime/doctor":              {"criu", "criu/host", "internal/fault", "overlay"},
+	"runtime/doctor":              {"criu", "criu/host", "internal/fault", "overlay", "internal/idmap"},
 	"runtime/internal/bundle":     {"internal/fault", "internal/lazy", "overlay", "policy", "runtime", "runtime/internal/kernel", "runtime/internal/record", "runtime/network"},
 	"runtime/internal/home":       {"internal/fault", "internal/lazy", "runtime/internal/kernel", "runtime/internal/record"},
 	"runtime/internal/kernel":     {"internal/fault", "runtime/internal/record"},

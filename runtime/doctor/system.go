@@ -14,6 +14,9 @@ import (
 	"github.com/google/nftables"
 	"github.com/google/nftables/expr"
 	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/idmap"
+	"github.com/agentbox/agentbox/overlay"
 )
 
 func user() Check {
@@ -257,4 +260,32 @@ func space(name, dir string, free, total, inodes, allInodes uint64) Check {
 		return warn(name, remedy, "only %d inodes free at %s", inodes, dir)
 	}
 	return ok(name, "%s", text)
+}
+
+// userNamespaces mounts an overlay with mapped ids, as that of a sandbox with a
+// user namespace is.
+func userNamespaces(root string) Check {
+	const name, remedy = "userns", "Use Linux 5.19 or newer, and a root on ext4, xfs or btrfs (--root)."
+	dir, err := os.MkdirTemp(existing(root), ".doctor-")
+	if err != nil {
+		return warn(name, "Give a root that can be written (--root).", "%v", err)
+	}
+	defer os.RemoveAll(dir)
+	at := func(name string) string { return filepath.Join(dir, name) }
+	for _, d := range []string{"lower", "upper", "work", "merged"} {
+		if err := os.Mkdir(at(d), 0o700); err != nil {
+			return warn(name, "", "%v", err)
+		}
+	}
+	ids := idmap.Map{Base: 1 << 19, Size: 1 << 16}
+	m := overlay.Mount{Lower: []string{at("lower")}, Upper: at("upper"), Work: at("work"), Target: at("merged"), IDs: &ids}
+	if err := m.Mount(); err != nil {
+		return warn(name, remedy, "run --userns auto is not possible: %v", err)
+	}
+	defer func() { _ = overlay.Unmount(at("merged"), overlay.UnmountOptions{Lazy: true}) }()
+	made := func() error { return os.WriteFile(at("merged/file"), nil, 0o600) }
+	if err := ids.AsRoot(made); err != nil {
+		return warn(name, remedy, "run --userns auto is not possible: %v", err)
+	}
+	return ok(name, "sandboxes can have user ids of their own (run --userns auto)")
 }
