@@ -385,6 +385,11 @@ func TestDefaultAllows(t *testing.T) {
 	if err := Denials(findings); err != nil {
 		t.Error(err)
 	}
+	// A spec of an older version has more than there is unasked today.
+	older, findings := p.Judge(Request{Capabilities: DockerCapabilities})
+	if err := Denials(findings); err != nil || !slices.Equal(older.Capabilities, DockerCapabilities) {
+		t.Errorf("%v: %+v", err, older)
+	}
 	if got.Capabilities != nil || got.User != "www-data" || got.Memory != 1<<40 || got.NoNewPrivileges {
 		t.Errorf("%+v", got)
 	}

@@ -153,10 +153,27 @@ var AllCapabilities = []string{
 	"PERFMON", "BPF", "CHECKPOINT_RESTORE",
 }
 
-// DefaultCapabilities are what a sandbox has unasked: Docker's, sorted.
+// DefaultCapabilities are what a sandbox has unasked, sorted: what package
+// managers, servers and databases need as root. SETFCAP is for packages whose
+// files have capabilities, which rpm fails without.
 var DefaultCapabilities = []string{
+	"CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETFCAP", "SETGID", "SETUID", "SYS_CHROOT",
+}
+
+// DockerCapabilities are what Docker gives its containers unasked, sorted. No
+// container engine gives more, and sandboxes of older versions have them.
+var DockerCapabilities = []string{
 	"AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD",
 	"NET_BIND_SERVICE", "NET_RAW", "SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT",
+}
+
+// KernelNames are capabilities as the kernel, and a runtime's spec, write them.
+func KernelNames(capabilities []string) []string {
+	names := []string{}
+	for _, c := range capabilities {
+		names = append(names, "CAP_"+c)
+	}
+	return names
 }
 
 // ExpandCapabilities reads names, with or without CAP_ and in any case, and the

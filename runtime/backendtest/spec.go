@@ -96,8 +96,11 @@ func specLimits(e *bench) {
 func specSecurity(e *bench) {
 	show := sh("grep -E '^(CapEff|NoNewPrivs|Seccomp):' /proc/self/status | tr -s '\\n\\t' ' '")
 	s := e.spec(show...)
-	s.Security = runtime.Security{Capabilities: []string{}, NoNewPrivileges: true}
 	out, _, _ := e.run(s, "")
+	equal(e, "the usual", out, "CapEff: 00000000800404fb NoNewPrivs: 0 Seccomp: 2 ")
+	s = e.spec(show...)
+	s.Security = runtime.Security{Capabilities: []string{}, NoNewPrivileges: true}
+	out, _, _ = e.run(s, "")
 	equal(e, "as little as can be", out, "CapEff: 0000000000000000 NoNewPrivs: 1 Seccomp: 2 ")
 	s = e.spec("sleep", "1000")
 	s.Security = runtime.Security{Capabilities: []string{"CHOWN", "SYS_PTRACE"}, Seccomp: "unconfined", IOUring: true}

@@ -229,8 +229,9 @@ func (b *Backend) config(ctx context.Context, info *system.Info, s runtime.Spec)
 	if s.Security.NoNewPrivileges {
 		hostConfig.SecurityOpt = append(hostConfig.SecurityOpt, "no-new-privileges")
 	}
-	if s.Security.Capabilities != nil {
-		hostConfig.CapDrop, hostConfig.CapAdd = []string{"ALL"}, s.Security.Capabilities
+	hostConfig.CapDrop, hostConfig.CapAdd = []string{"ALL"}, s.Security.Capabilities
+	if s.Security.Capabilities == nil {
+		hostConfig.CapAdd = policy.DefaultCapabilities
 	}
 	return config, hostConfig, nil
 }

@@ -152,9 +152,9 @@ var capCosts = []struct {
 	{unix.CAP_SETFCAP, "CAP_SETFCAP", false, "files with capabilities cannot be restored"},
 	{unix.CAP_FSETID, "CAP_FSETID", false, "set-group-id bits may be lost"},
 	{unix.CAP_SYS_CHROOT, "CAP_SYS_CHROOT", false, "CRIU cannot restore a process's root"},
-	{unix.CAP_NET_RAW, "CAP_NET_RAW", false, "ping does not work in sandboxes"},
+	{unix.CAP_NET_RAW, "CAP_NET_RAW", false, "no sandbox can be given raw sockets"},
 	{unix.CAP_NET_BIND_SERVICE, "CAP_NET_BIND_SERVICE", false, "ports below 1024 cannot be published"},
-	{unix.CAP_AUDIT_WRITE, "CAP_AUDIT_WRITE", false, "su and login may fail in sandboxes"},
+	{unix.CAP_AUDIT_WRITE, "CAP_AUDIT_WRITE", false, "no sandbox can be given it"},
 	{unix.CAP_CHECKPOINT_RESTORE, "CAP_CHECKPOINT_RESTORE", false, ""}, // CAP_SYS_ADMIN covers it
 }
 

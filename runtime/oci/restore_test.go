@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -39,6 +40,24 @@ func (x *box) restore(id, images string, streams *runtime.Streams) func() error 
 		x.t.Fatalf("%v\n%s", err, strings.Join(lines[max(0, len(lines)-20):], "\n"))
 	}
 	return wait
+}
+
+// Processes keep what they had when the usual has become less meanwhile, and
+// what is started beside them has the usual.
+func TestRestoreOlder(t *testing.T) {
+	x := newBox(t, func(o *Options) { o.Wrapper = wrapperBinary(t) })
+	s := sh("echo ready; exec sleep 1000")
+	s.Security.Capabilities = policy.DockerCapabilities
+	id := x.up(s)
+	eventually(t, "it is ready", func() bool { out, _ := x.logs(id, runtime.LogOptions{Tail: -1}); return out == "ready\n" })
+	images := x.dump(id)
+	s.Security = runtime.Security{}
+	must(t, x.home.Save(id, container{s, []string{x.lower}}))
+	x.restore(id, images, nil)
+	out, _ := x.exec(id, "grep", "-h", "CapBnd", "/proc/1/status", "/proc/self/status")
+	if want := "CapBnd:\t00000000a80425fb\nCapBnd:\t00000000800404fb\n"; out != want {
+		t.Errorf("%q, want %q", out, want)
+	}
 }
 
 // Everything that a bundle may hold comes back, with pipes and with a

@@ -191,11 +191,11 @@ func TestCapabilities(t *testing.T) {
 	x := newBox(t)
 	script := "grep Cap /proc/self/status; hostname other; mount -t tmpfs x /tmp; cat /proc/kcore | wc -c; ls /sys/firmware | wc -l; echo x > /proc/sys/kernel/hostname"
 	out, errs, _ := x.run(sh(script), "")
-	if !strings.Contains(out, "CapEff:\t00000000a80425fb") || strings.Count(errs, "not permitted")+strings.Count(errs, "denied") < 2 || !strings.Contains(errs, "Read-only file system") {
+	if !strings.Contains(out, "CapEff:\t00000000800404fb") || strings.Count(errs, "not permitted")+strings.Count(errs, "denied") < 2 || !strings.Contains(errs, "Read-only file system") {
 		t.Errorf("%s\n%s", out, errs)
 	}
 	out, _, _ = x.run(with(spec("grep", "Cap", "/proc/self/status"), func(s *runtime.Spec) { s.User = "alice" }), "")
-	if !strings.Contains(out, "CapEff:\t0000000000000000") || !strings.Contains(out, "CapBnd:\t00000000a80425fb") {
+	if !strings.Contains(out, "CapEff:\t0000000000000000") || !strings.Contains(out, "CapBnd:\t00000000800404fb") {
 		t.Error(out)
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path"
+	"slices"
 
 	criucore "github.com/checkpoint-restore/go-criu/v7/crit/images/criu-core"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/mnt"
@@ -12,12 +13,17 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/policy"
 )
 
-// grantable are the capabilities of a container's root, as bits.
-const grantable = 1<<unix.CAP_CHOWN | 1<<unix.CAP_DAC_OVERRIDE | 1<<unix.CAP_FOWNER | 1<<unix.CAP_FSETID | 1<<unix.CAP_KILL |
-	1<<unix.CAP_SETGID | 1<<unix.CAP_SETUID | 1<<unix.CAP_SETPCAP | 1<<unix.CAP_NET_BIND_SERVICE | 1<<unix.CAP_NET_RAW |
-	1<<unix.CAP_SYS_CHROOT | 1<<unix.CAP_MKNOD | 1<<unix.CAP_AUDIT_WRITE | 1<<unix.CAP_SETFCAP
+// grantable are the capabilities of a container's root, as bits: those of any
+// engine's, and of our own older versions'. All are below 32.
+var grantable = func() (bits uint32) {
+	for _, c := range policy.DockerCapabilities {
+		bits |= 1 << slices.Index(policy.AllCapabilities, c)
+	}
+	return bits
+}()
 
 // checkImages tells why the processes of images that somebody else made must
 // not be restored. CRIU runs as root and does what images say: it mounts what

@@ -12,6 +12,7 @@ import (
 	"github.com/opencontainers/runtime-spec/specs-go"
 
 	"github.com/agentbox/agentbox/internal/lazy"
+	"github.com/agentbox/agentbox/policy"
 )
 
 // boxSpec is what is needed of a sandbox's spec.
@@ -121,13 +122,6 @@ var (
 	hexID      = lazy.Regexp(`^[0-9a-f]{64}$`)
 )
 
-// capabilities are what Docker and Podman leave a container's root, for
-// processes that are started later; restored ones have what they had.
-var capabilities = []string{
-	"CAP_AUDIT_WRITE", "CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_KILL", "CAP_MKNOD",
-	"CAP_NET_BIND_SERVICE", "CAP_NET_RAW", "CAP_SETFCAP", "CAP_SETGID", "CAP_SETPCAP", "CAP_SETUID", "CAP_SYS_CHROOT",
-}
-
 // podmanConfig makes config.dump and spec.dump: the container that Podman must
 // make for CRIU to find in it the mounts and namespaces of the dump.
 func podmanConfig(m *manifest, c Checkpoint) (*container, *specs.Spec, error) {
@@ -172,12 +166,10 @@ func podmanConfig(m *manifest, c Checkpoint) (*container, *specs.Spec, error) {
 
 func podmanSpec(m *manifest, s boxSpec) *specs.Spec {
 	uid, gid := numericUser(s.User)
-	caps := capabilities
+	// For processes that are started later; restored ones have what they had.
+	caps := policy.KernelNames(policy.DefaultCapabilities)
 	if s.Security.Capabilities != nil {
-		caps = []string{}
-		for _, name := range s.Security.Capabilities {
-			caps = append(caps, "CAP_"+name)
-		}
+		caps = policy.KernelNames(s.Security.Capabilities)
 	}
 	set := &specs.LinuxCapabilities{Bounding: caps}
 	if uid == 0 {

@@ -6,12 +6,9 @@ import (
 	"strings"
 
 	"github.com/docker/docker/api/types/container"
-)
 
-// defaultCapabilities are what Docker gives to containers unasked, so that
-// dropping all and adding some of these back is no gain.
-var defaultCapabilities = []string{"AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD",
-	"NET_BIND_SERVICE", "NET_RAW", "SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"}
+	"github.com/agentbox/agentbox/policy"
+)
 
 var (
 	plainRuntimes   = []string{"", "runc", "io.containerd.runc.v2", "agentbox"}
@@ -84,7 +81,9 @@ func (j *Judge) hostNamespace(kind string, f *findings) {
 
 func (j *Judge) capabilities(added []string, f *findings) {
 	may := make(map[string]bool)
-	for _, c := range slices.Concat(defaultCapabilities, j.policy.Capabilities.Allow) {
+	// Docker gives its own unasked, so that dropping all and adding some of these
+	// back is no gain.
+	for _, c := range slices.Concat(policy.DockerCapabilities, j.policy.Capabilities.Allow) {
 		may[capability(c)] = true
 	}
 	for _, c := range added {
