@@ -27,7 +27,8 @@ type Request struct {
 	CapDrop      []string
 
 	Privileged      bool
-	NoNewPrivileges bool
+	NoNewPrivileges bool // granted unless there are to be new ones
+	NewPrivileges   bool
 	Seccomp         string
 	IOUring         bool
 
@@ -314,9 +315,15 @@ func (j *judging) security() {
 		f.Hint = "No policy can allow it; name the capabilities that it is for: --cap-add NAME."
 	}
 	j.capabilities()
-	if r.NoNewPrivileges && !j.ask.NoNewPrivileges {
+	switch rule := strconv.FormatBool(r.NoNewPrivileges); {
+	case j.ask.NewPrivileges:
+		j.ask.NoNewPrivileges = false
+		j.note(verdict(!r.NoNewPrivileges), "new privileges", "no_new_privileges", rule)
+	case r.NoNewPrivileges && !j.ask.NoNewPrivileges:
+		j.note(Clamped, "no new privileges", "no_new_privileges", rule)
+		fallthrough
+	default:
 		j.ask.NoNewPrivileges = true
-		j.note(Clamped, "no new privileges", "no_new_privileges", "true")
 	}
 	if j.ask.Seccomp == "" {
 		j.ask.Seccomp = SeccompDefault

@@ -50,7 +50,7 @@ func drawRequest(t *rapid.T) Request {
 		r.CapAdd = rapid.SliceOfN(rapid.SampledFrom([]string{"KILL", "SYS_ADMIN", "ALL"}), 0, 2).Draw(t, "add")
 		r.CapDrop = rapid.SliceOfN(rapid.SampledFrom([]string{"ALL", "CHOWN"}), 0, 1).Draw(t, "drop")
 	}
-	r.NoNewPrivileges, r.IOUring = ask("nnp"), ask("io_uring")
+	r.NoNewPrivileges, r.NewPrivileges, r.IOUring = ask("nnp"), ask("new privileges"), ask("io_uring")
 	if ask("seccomp") {
 		r.Seccomp = rapid.SampledFrom([]string{"default", "unconfined"}).Draw(t, "profile")
 	}

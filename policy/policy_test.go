@@ -385,12 +385,15 @@ func TestDefaultAllows(t *testing.T) {
 	if err := Denials(findings); err != nil {
 		t.Error(err)
 	}
+	if got, findings := p.Judge(Request{NewPrivileges: true}); Denials(findings) != nil || got.NoNewPrivileges {
+		t.Errorf("%+v: %+v", findings, got)
+	}
 	// A spec of an older version has more than there is unasked today.
 	older, findings := p.Judge(Request{Capabilities: DockerCapabilities})
 	if err := Denials(findings); err != nil || !slices.Equal(older.Capabilities, DockerCapabilities) {
 		t.Errorf("%v: %+v", err, older)
 	}
-	if got.Capabilities != nil || got.User != "www-data" || got.Memory != 1<<40 || got.NoNewPrivileges {
+	if got.Capabilities != nil || got.User != "www-data" || got.Memory != 1<<40 || !got.NoNewPrivileges {
 		t.Errorf("%+v", got)
 	}
 }

@@ -26,7 +26,7 @@ type Rules struct {
 
 	Capabilities    []string // the most that a sandbox has, without CAP_, sorted
 	Privileged      bool
-	NoNewPrivileges bool     // always on
+	NoNewPrivileges bool     // nobody can switch it off
 	Seccomp         []string // profiles: SeccompDefault, SeccompUnconfined
 	IOUring         bool
 

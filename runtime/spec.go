@@ -119,8 +119,9 @@ type Resources struct {
 type Security struct {
 	Capabilities    []string `json:"capabilities,omitzero"` // at most these, without CAP_; nil: the default ones
 	NoNewPrivileges bool     `json:"no_new_privileges,omitempty"`
-	Seccomp         string   `json:"seccomp,omitempty"`  // "unconfined"; empty: the default profile
-	IOUring         bool     `json:"io_uring,omitempty"` // else it looks as if the kernel had none
+	NewPrivileges   bool     `json:"new_privileges,omitempty"` // asked for; else a policy grants none
+	Seccomp         string   `json:"seccomp,omitempty"`        // "unconfined"; empty: the default profile
+	IOUring         bool     `json:"io_uring,omitempty"`       // else it looks as if the kernel had none
 }
 
 // Policy is what a sandbox may be, as it was when the sandbox was made.

@@ -289,13 +289,13 @@ func parseSecurity(opts []string) (sec runtime.Security, err error) {
 		on = on || !given
 		switch {
 		case key == "no-new-privileges" && (!given || notBool == nil):
-			sec.NoNewPrivileges = on
+			sec.NoNewPrivileges, sec.NewPrivileges = on, !on
 		case key == "io_uring" && (!given || notBool == nil):
 			sec.IOUring = on
 		case key == "seccomp" && (value == policy.SeccompDefault || value == policy.SeccompUnconfined):
 			sec.Seccomp = value
 		default:
-			return sec, usageErrorf("--security-opt %q: write no-new-privileges, io_uring, seccomp=default or seccomp=unconfined", opt)
+			return sec, usageErrorf("--security-opt %q: write no-new-privileges=false, io_uring, seccomp=default or seccomp=unconfined", opt)
 		}
 	}
 	return sec, nil

@@ -47,15 +47,15 @@ func (x *box) restore(id, images string, streams *runtime.Streams) func() error 
 func TestRestoreOlder(t *testing.T) {
 	x := newBox(t, func(o *Options) { o.Wrapper = wrapperBinary(t) })
 	s := sh("echo ready; exec sleep 1000")
-	s.Security.Capabilities = policy.DockerCapabilities
+	s.Security = runtime.Security{Capabilities: policy.DockerCapabilities, NewPrivileges: true}
 	id := x.up(s)
 	eventually(t, "it is ready", func() bool { out, _ := x.logs(id, runtime.LogOptions{Tail: -1}); return out == "ready\n" })
 	images := x.dump(id)
-	s.Security = runtime.Security{}
+	s.Security = runtime.Security{NoNewPrivileges: true}
 	must(t, x.home.Save(id, container{s, []string{x.lower}}))
 	x.restore(id, images, nil)
-	out, _ := x.exec(id, "grep", "-h", "CapBnd", "/proc/1/status", "/proc/self/status")
-	if want := "CapBnd:\t00000000a80425fb\nCapBnd:\t00000000800404fb\n"; out != want {
+	out, _ := x.exec(id, "grep", "-hE", "CapBnd|NoNewPrivs", "/proc/1/status", "/proc/self/status")
+	if want := "CapBnd:\t00000000a80425fb\nNoNewPrivs:\t0\nCapBnd:\t00000000800404fb\nNoNewPrivs:\t1\n"; out != want {
 		t.Errorf("%q, want %q", out, want)
 	}
 }
@@ -82,7 +82,7 @@ func TestRestore(t *testing.T) {
 			write(t, filepath.Join(host, "file"), "of the host\n", 0o644)
 			id := x.create(with(sh("exec 5</etc/hosts 6</vol/file; echo kept > /scratch/f; n=0; "+
 				"while read line; do n=$((n+1)); echo $n $line $(cat /scratch/f); done; cat <&5 | grep -c localhost; cat <&6; exit 33"), func(s *runtime.Spec) {
-				s.OpenStdin = true
+				s.OpenStdin, s.Security.NoNewPrivileges = true, true
 				s.Mounts = []runtime.Mount{
 					{Type: "bind", Source: host, Target: "/vol", ReadOnly: true},
 					{Type: "tmpfs", Target: "/scratch"},
@@ -117,6 +117,9 @@ func TestRestore(t *testing.T) {
 			}
 			if !out.has("3 three kept")() {
 				t.Errorf("%q", out.String())
+			}
+			if got, _ := x.exec(id, "grep", "NoNewPrivs", "/proc/1/status"); got != "NoNewPrivs:\t1\n" {
+				t.Errorf("of the restored one: %q", got)
 			}
 			if name == "read-only" {
 				if got := x.limit(id, "pids.max", "pids.max"); got != "50" {
