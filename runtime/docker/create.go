@@ -172,7 +172,8 @@ func (b *Backend) config(ctx context.Context, info *system.Info, s runtime.Spec)
 	hostConfig := &container.HostConfig{
 		ContainerIDFile: proof(s.ID),
 		Runtime:         b.runtime, ReadonlyRootfs: s.ReadOnly, PortBindings: nat.PortMap{}, Tmpfs: map[string]string{},
-		Sysctls: map[string]string{},
+		Sysctls:     map[string]string{},
+		MaskedPaths: policy.MaskedPaths, ReadonlyPaths: policy.ReadonlyPaths,
 	}
 	if s.Init {
 		hostConfig.Init = &s.Init

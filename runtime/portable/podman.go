@@ -201,12 +201,8 @@ func podmanSpec(m *manifest, s boxSpec) *specs.Spec {
 			Namespaces: []specs.LinuxNamespace{
 				{Type: specs.PIDNamespace}, {Type: specs.IPCNamespace}, {Type: specs.UTSNamespace}, {Type: specs.MountNamespace},
 			},
-			MaskedPaths: []string{
-				"/proc/acpi", "/proc/asound", "/proc/interrupts", "/proc/kcore", "/proc/keys", "/proc/latency_stats",
-				"/proc/sched_debug", "/proc/scsi", "/proc/timer_list", "/proc/timer_stats",
-				"/sys/devices/virtual/powercap", "/sys/firmware",
-			},
-			ReadonlyPaths: []string{"/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"},
+			MaskedPaths:   policy.MaskedPaths,
+			ReadonlyPaths: policy.ReadonlyPaths,
 		},
 	}
 	if s.Network.Mode != "host" {

@@ -109,8 +109,8 @@ func (p Place) spec(s runtime.Spec, env []string, netns string, size *runtime.Si
 			CgroupsPath:   p.Cgroup,
 			Namespaces:    p.namespaces(s, netns),
 			Resources:     p.resources(s.Resources),
-			MaskedPaths:   maskedPaths,
-			ReadonlyPaths: readonlyPaths,
+			MaskedPaths:   policy.MaskedPaths,
+			ReadonlyPaths: policy.ReadonlyPaths,
 		},
 	}
 	if s.IDs != nil {
@@ -122,15 +122,6 @@ func (p Place) spec(s runtime.Spec, env []string, netns string, size *runtime.Si
 	}
 	return spec, nil
 }
-
-var (
-	maskedPaths = []string{
-		"/proc/acpi", "/proc/asound", "/proc/interrupts", "/proc/kcore", "/proc/keys", "/proc/latency_stats",
-		"/proc/sched_debug", "/proc/scsi", "/proc/timer_list", "/proc/timer_stats",
-		"/sys/devices/virtual/powercap", "/sys/firmware",
-	}
-	readonlyPaths = []string{"/proc/bus", "/proc/fs", "/proc/irq", "/proc/pressure", "/proc/sys", "/proc/sysrq-trigger"}
-)
 
 // grantable are the capabilities that a sandbox is to have and that are ours to
 // give; runc fails on others. One that somebody asked for has to be.
