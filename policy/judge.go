@@ -30,6 +30,7 @@ type Request struct {
 	NoNewPrivileges bool // granted unless there are to be new ones
 	NewPrivileges   bool
 	Seccomp         string
+	AppArmor        string // empty: the default profile, where there is AppArmor
 	IOUring         bool
 
 	Network string
@@ -330,6 +331,9 @@ func (j *judging) security() {
 	}
 	if s := j.ask.Seccomp; s != SeccompDefault || !slices.Contains(r.Seccomp, s) {
 		j.note(verdict(slices.Contains(r.Seccomp, s)), "seccomp profile "+s, "seccomp", listText(r.Seccomp))
+	}
+	if a := j.ask.AppArmor; a != "" {
+		j.note(verdict(coversAppArmor(r, a)), "AppArmor profile "+a, "apparmor", listText(r.AppArmor))
 	}
 	if j.ask.IOUring {
 		j.note(verdict(r.IOUring), "io_uring", "io_uring", strconv.FormatBool(r.IOUring))

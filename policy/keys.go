@@ -58,6 +58,7 @@ var keys = []key{
 	boolOf("privileged", func(r *Rules) *bool { return &r.Privileged }, true).onlyFalse(),
 	boolOf("no_new_privileges", func(r *Rules) *bool { return &r.NoNewPrivileges }, false),
 	listOf("seccomp", func(r *Rules) *[]string { return &r.Seccomp }, parseSeccomp, func(base *Rules, s string) bool { return slices.Contains(base.Seccomp, s) }),
+	listOf("apparmor", func(r *Rules) *[]string { return &r.AppArmor }, parseProfile, coversAppArmor),
 	boolOf("io_uring", func(r *Rules) *bool { return &r.IOUring }, true),
 
 	listOf("network.modes", func(r *Rules) *[]string { return &r.Networks }, parseNetwork, func(base *Rules, s string) bool { return base.allowsNetwork(s) }),
@@ -425,6 +426,13 @@ func parseSeccomp(s string) (string, error) {
 		return "", fmt.Errorf("%.80q: profiles from files are %w", s, errLater)
 	}
 	return oneOf(s, SeccompDefault, SeccompUnconfined)
+}
+
+func parseProfile(s string) (string, error) {
+	if s == "" || len(s) > 4096 || strings.ContainsAny(s, "\t\n\x00") {
+		return "", fmt.Errorf("%.80q is no AppArmor profile, nor a pattern of some; write for example unconfined, or team-*", s)
+	}
+	return s, nil
 }
 
 var userRE = lazy.Regexp(`^[0-9]{1,10}(:[0-9]{1,10})?$`)

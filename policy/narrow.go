@@ -55,6 +55,10 @@ func coversImage(base *Rules, pattern string) bool {
 	return slices.ContainsFunc(base.Images, func(b string) bool { return matches(b, pattern) })
 }
 
+func coversAppArmor(base *Rules, profile string) bool {
+	return slices.ContainsFunc(base.AppArmor, func(b string) bool { return matches(b, profile) })
+}
+
 // coversDigest: an image of a digest may have any name.
 func coversDigest(base *Rules, digest string) bool {
 	return slices.Contains(base.Digests, digest) || slices.Contains(base.Images, "**")

@@ -28,6 +28,7 @@ type Rules struct {
 	Privileged      bool
 	NoNewPrivileges bool     // nobody can switch it off
 	Seccomp         []string // profiles: SeccompDefault, SeccompUnconfined
+	AppArmor        []string // patterns of profiles that may be asked for
 	IOUring         bool
 
 	Networks []string // modes

@@ -24,7 +24,7 @@ func askFor(s Spec) policy.Request {
 	ask := policy.Request{
 		Image: s.Image, User: s.User, Labels: s.Labels, Every: s.CheckpointEvery,
 		Capabilities: s.Security.Capabilities, NoNewPrivileges: s.Security.NoNewPrivileges, NewPrivileges: s.Security.NewPrivileges,
-		Seccomp: s.Security.Seccomp, IOUring: s.Security.IOUring,
+		Seccomp: s.Security.Seccomp, AppArmor: s.Security.AppArmor, IOUring: s.Security.IOUring,
 		Network: s.Network.Mode, Egress: s.Network.Egress, Group: s.Network.Group,
 		Memory: s.Resources.Memory, CPUs: s.Resources.CPUs, Pids: s.Resources.Pids,
 		Mounts: mountsOf(s),
@@ -79,7 +79,7 @@ func grant(s *Spec, p *policy.Policy, got policy.Request) {
 	s.User, s.CheckpointEvery = got.User, got.Every
 	s.Network.Mode, s.Network.Egress = got.Network, got.Egress
 	s.Resources = Resources{Memory: got.Memory, CPUs: got.CPUs, Pids: got.Pids}
-	s.Security = Security{Capabilities: got.Capabilities, NoNewPrivileges: got.NoNewPrivileges, NewPrivileges: got.NewPrivileges, IOUring: got.IOUring}
+	s.Security = Security{Capabilities: got.Capabilities, NoNewPrivileges: got.NoNewPrivileges, NewPrivileges: got.NewPrivileges, AppArmor: got.AppArmor, IOUring: got.IOUring}
 	if got.Seccomp != policy.SeccompDefault {
 		s.Security.Seccomp = got.Seccomp
 	}

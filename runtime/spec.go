@@ -121,6 +121,7 @@ type Security struct {
 	NoNewPrivileges bool     `json:"no_new_privileges,omitempty"`
 	NewPrivileges   bool     `json:"new_privileges,omitempty"` // asked for; else a policy grants none
 	Seccomp         string   `json:"seccomp,omitempty"`        // "unconfined"; empty: the default profile
+	AppArmor        string   `json:"apparmor,omitempty"`       // a profile, or "unconfined"; empty: the usual one, where the host has AppArmor
 	IOUring         bool     `json:"io_uring,omitempty"`       // else it looks as if the kernel had none
 }
 

@@ -294,8 +294,10 @@ func parseSecurity(opts []string) (sec runtime.Security, err error) {
 			sec.IOUring = on
 		case key == "seccomp" && (value == policy.SeccompDefault || value == policy.SeccompUnconfined):
 			sec.Seccomp = value
+		case key == "apparmor" && value != "":
+			sec.AppArmor = value
 		default:
-			return sec, usageErrorf("--security-opt %q: write no-new-privileges=false, io_uring, seccomp=default or seccomp=unconfined", opt)
+			return sec, usageErrorf("--security-opt %q: write no-new-privileges=false, io_uring, seccomp=unconfined, apparmor=unconfined or apparmor=PROFILE", opt)
 		}
 	}
 	return sec, nil

@@ -31,6 +31,7 @@ import (
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/apparmor"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
 	"github.com/agentbox/agentbox/runtime/internal/home"
 )
@@ -226,6 +227,14 @@ func (b *Backend) config(ctx context.Context, info *system.Info, s runtime.Spec)
 			return nil, nil, err
 		}
 		hostConfig.SecurityOpt = append(hostConfig.SecurityOpt, "seccomp="+filter)
+	}
+	switch profile := s.Security.AppArmor; {
+	case slices.ContainsFunc(info.SecurityOptions, func(o string) bool { return strings.HasPrefix(o, "name=apparmor") }):
+		if profile != "" {
+			hostConfig.SecurityOpt = append(hostConfig.SecurityOpt, "apparmor="+profile)
+		}
+	case profile != "" && profile != apparmor.Unconfined:
+		return nil, nil, fmt.Errorf("%w: the AppArmor profile %s: the Docker daemon has no AppArmor", fault.ErrUnsupported, profile)
 	}
 	if s.Security.NoNewPrivileges {
 		hostConfig.SecurityOpt = append(hostConfig.SecurityOpt, "no-new-privileges")

@@ -53,6 +53,7 @@ func Examine(ctx context.Context, root string) Report {
 		one(func() Check { return overlayfs(root) }),
 		one(cgroups),
 		one(capabilities),
+		one(protections),
 		one(func() Check { return runc(ctx) }),
 		one(func() Check { return crun(ctx) }),
 		one(wrapper),

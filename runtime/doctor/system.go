@@ -17,6 +17,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/idmap"
 	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime/internal/apparmor"
 )
 
 func user() Check {
@@ -156,6 +157,22 @@ var capCosts = []struct {
 	{unix.CAP_NET_BIND_SERVICE, "CAP_NET_BIND_SERVICE", false, "ports below 1024 cannot be published"},
 	{unix.CAP_AUDIT_WRITE, "CAP_AUDIT_WRITE", false, "no sandbox can be given it"},
 	{unix.CAP_CHECKPOINT_RESTORE, "CAP_CHECKPOINT_RESTORE", false, ""}, // CAP_SYS_ADMIN covers it
+}
+
+// protections are the kernel's beyond namespaces, cgroups and capabilities, for
+// sandboxes of the backends oci and containerd.
+func protections() Check {
+	const name = "protections"
+	if mode, err := unix.PrctlRetInt(unix.PR_GET_SECCOMP, 0, 0, 0, 0); err != nil || mode < 0 {
+		return fail(name, "Use a kernel with CONFIG_SECCOMP_FILTER.", "the kernel has no seccomp: any system call can be made from a sandbox")
+	}
+	switch {
+	case !apparmor.Enabled():
+		return ok(name, "no new privileges, seccomp; no AppArmor in this kernel")
+	case !apparmor.Loadable():
+		return warn(name, "Install apparmor_parser (package apparmor).", "no new privileges, seccomp; the kernel has AppArmor, but nothing here loads profiles")
+	}
+	return ok(name, "no new privileges, seccomp, AppArmor (%s)", apparmor.Default)
 }
 
 func capabilities() Check {

@@ -19,6 +19,7 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/apparmor"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/network"
 )
@@ -175,6 +176,10 @@ func process(root *os.File, s runtime.Spec, env []string, p runtime.Process, siz
 	if err != nil {
 		return nil, err
 	}
+	profile, err := apparmor.Profile(s.Security.AppArmor)
+	if err != nil {
+		return nil, err
+	}
 	set := &specs.LinuxCapabilities{Bounding: caps}
 	if who.uid == 0 {
 		set.Effective, set.Permitted = caps, caps
@@ -197,6 +202,7 @@ func process(root *os.File, s runtime.Spec, env []string, p runtime.Process, siz
 		Rlimits:      rlimits(),
 
 		NoNewPrivileges: s.Security.NoNewPrivileges,
+		ApparmorProfile: profile,
 	}
 	if proc.Cwd == "" {
 		proc.Cwd = "/"

@@ -1,0 +1,94 @@
+// Package apparmor finds the AppArmor profile of a sandbox: the one that every
+// container engine has by default, loaded under our name where the kernel has
+// AppArmor, or one that somebody asked for.
+package apparmor
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+
+	"github.com/moby/profiles/apparmor"
+
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// Default is the profile of sandboxes that ask for none.
+const Default = "agentbox-default"
+
+// Unconfined asks for no profile.
+const Unconfined = "unconfined"
+
+// sys is where the kernel tells of itself.
+var sys = "/sys"
+
+// Enabled tells whether the kernel confines by AppArmor, and lets us see it.
+func Enabled() bool {
+	data, err := os.ReadFile(filepath.Join(sys, "module/apparmor/parameters/enabled"))
+	if err != nil || !strings.HasPrefix(string(data), "Y") {
+		return false
+	}
+	_, err = os.Stat(filepath.Join(sys, "kernel/security/apparmor/profiles"))
+	return err == nil
+}
+
+// Loadable tells whether profiles can be given to the kernel.
+func Loadable() bool {
+	_, err := exec.LookPath("apparmor_parser")
+	return err == nil
+}
+
+// Profile returns what a runtime's spec has to name for a sandbox that asks for
+// a profile; empty: none. The default one is loaded first, unless the kernel has
+// it. Without AppArmor, or without the program that loads profiles, there is no
+// default one, as for other engines.
+func Profile(asked string) (string, error) {
+	if asked == Unconfined {
+		return "", nil
+	}
+	if !Enabled() {
+		if asked != "" {
+			return "", &fault.Error{Err: fmt.Errorf("%w: the AppArmor profile %s: this kernel has no AppArmor", fault.ErrUnsupported, asked),
+				Hint: "Leave it out: --security-opt apparmor=" + Unconfined + "."}
+		}
+		return "", nil
+	}
+	name := asked
+	if name == "" {
+		name = Default
+	}
+	has, err := loaded(name)
+	switch {
+	case err != nil || has:
+		return name, err
+	case asked != "" && asked != Default:
+		return "", &fault.Error{Err: fmt.Errorf("the AppArmor profile %s is not loaded: %w", asked, fault.ErrNotFound),
+			Hint: "Load it first: apparmor_parser -r FILE."}
+	case !Loadable():
+		return "", nil
+	}
+	// Loading it twice at once replaces it by itself.
+	if err := apparmor.InstallDefault(Default); err != nil {
+		return "", fmt.Errorf("load the AppArmor profile %s: %w", Default, err)
+	}
+	return Default, nil
+}
+
+// loaded reads the kernel's list: NAME (MODE) on each line.
+func loaded(name string) (bool, error) {
+	data, err := os.ReadFile(filepath.Join(sys, "kernel/security/apparmor/profiles"))
+	if errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
+	for line := range strings.Lines(string(data)) {
+		// A name may have spaces in it.
+		if i := strings.LastIndex(line, " ("); i >= 0 && line[:i] == name {
+			return true, nil
+		}
+	}
+	return false, err
+}
