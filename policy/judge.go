@@ -38,8 +38,9 @@ type Request struct {
 	Group   string
 	Ports   []Port
 
-	Memory, Pids int64
-	CPUs         float64
+	Memory, Pids, IO, Storage int64
+	Swap                      int64 // negative: without limit
+	CPUs                      float64
 
 	Every  string
 	Labels map[string]string
@@ -123,8 +124,11 @@ func (p *Policy) Judge(ask Request) (Request, []Finding) {
 	j.security()
 	j.network()
 	limit(j, "memory", &j.ask.Memory, p.Rules.Memory, sizeText)
+	j.swap()
 	limit(j, "cpus", &j.ask.CPUs, p.Rules.CPUs, func(n float64) string { return strconv.FormatFloat(n, 'g', -1, 64) })
 	limit(j, "pids", &j.ask.Pids, p.Rules.Pids, func(n int64) string { return strconv.FormatInt(n, 10) })
+	limit(j, "io", &j.ask.IO, p.Rules.IO, sizeText)
+	limit(j, "storage_size", &j.ask.Storage, p.Rules.StorageSize, sizeText)
 	j.checkpoints()
 	j.labels()
 	return j.ask, j.findings
@@ -490,6 +494,17 @@ func limit[T int64 | float64](j *judging, name string, ask *T, l Limit[T], text 
 	case l.Max > 0:
 		*ask = l.Max
 		j.note(Clamped, name+" "+text(*ask), key+".max", text(l.Max))
+	}
+}
+
+// swap differs from the other limits: who asks for none has the least.
+func (j *judging) swap() {
+	l := j.Rules.Swap
+	switch ask := &j.ask.Swap; {
+	case *ask < 0 && l.Max > 0:
+		j.note(Denied, "swap without limit", "limits.swap.max", sizeText(l.Max))
+	case *ask > 0 || *ask == 0 && l.Default > 0:
+		limit(j, "swap", ask, l, sizeText)
 	}
 }
 

@@ -33,7 +33,7 @@ func drawPolicy(t *rapid.T, label string) string {
 	maybe("seccomp: [default%s]", one("", ", unconfined"))
 	maybe("io_uring: %s", one("true", "false"))
 	maybe("network: {%s}", one("modes: [none], default: none", "modes: [none, bridge]", "modes: [host, bridge], default: host", "modes: [none, filtered], default: none", "modes: [filtered], default: filtered, egress: [a.org, 10.0.0.0/8 1-99]", "modes: [filtered], default: filtered, egress: []", "groups: false", "publish: [1-100]", `publish: ["127.0.0.1:80"]`))
-	maybe("limits: {%s}", one("memory: {max: 1g}", "memory: {default: 512m}", "memory: {default: 64m, max: 2g}, pids: {max: 5}", "cpus: {max: 1}", "cpus: {default: 2}"))
+	maybe("limits: {%s}", one("memory: {max: 1g}", "memory: {default: 512m}", "memory: {default: 64m, max: 2g}, pids: {max: 5}", "cpus: {max: 1}", "cpus: {default: 2}", "memory: {max: 1g}, swap: {max: 1g}", "memory: {default: 1g}, swap: {default: 1m}", "io: {default: 1m}, storage_size: {max: 1g}"))
 	maybe("checkpoints: {%s}", one("every: 5m", "triggers: [exec]", "triggers: [exec], every: exec", "triggers: []", "keep_last: 3", "max_bytes: 1g"))
 	maybe("labels: [%s]", some("a", "b=x*"))
 	return b.String()
@@ -65,6 +65,8 @@ func drawRequest(t *rapid.T) Request {
 	}
 	if ask("limits") {
 		r.Memory = rapid.SampledFrom([]int64{6 << 20, 1 << 30, 1 << 33}).Draw(t, "memory")
+		r.Swap = rapid.SampledFrom([]int64{0, -1, 1 << 20, 1 << 31}).Draw(t, "swap")
+		r.Storage = rapid.SampledFrom([]int64{0, 1 << 20, 1 << 31}).Draw(t, "storage")
 		r.CPUs = rapid.SampledFrom([]float64{0, 0.5, 3}).Draw(t, "cpus")
 	}
 	if ask("every") {

@@ -69,7 +69,8 @@ func TestProblems(t *testing.T) {
 		{"egress of all of org", "network: {egress: [\"*.org 443\"]}\n", "p.yaml:1:20: network.egress: egress rule \"*.org 443\": \"*.org\" is no domain"},
 		{"wider modes", "base: base\nnetwork: {modes: [filtered, bridge]}\n", "p.yaml:2:29: network.modes: wider than its base base: bridge"},
 		{"egress wrong", "network:\n  egress: [1.2.3 443]\n", "p.yaml:2:12: network.egress:"},
-		{"storage", "limits: {storage_size: {max: 1g}}\n", "not supported yet"},
+		{"swap", "limits: {swap: {max: 1g}}\n", "p.yaml:1:22: limits.swap.max: swap has a limit only where memory has one"},
+		{"storage", "limits: {storage_size: {default: 2g, max: 1g}}\n", "limits.storage_size.default: more than the maximum"},
 		{"privileged", "privileged: true\n", "p.yaml:1:13: privileged: true: not supported yet"},
 		{"profile", "seccomp: [default, /etc/x.json]\n", "p.yaml:1:20: seccomp: \"/etc/x.json\": profiles from files are not supported yet"},
 

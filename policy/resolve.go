@@ -285,6 +285,9 @@ func (d *document) over(base Rules) Rules {
 	hold(&out.Memory)
 	hold(&out.CPUs)
 	hold(&out.Pids)
+	hold(&out.Swap)
+	hold(&out.IO)
+	hold(&out.StorageSize)
 	return out
 }
 
@@ -360,6 +363,9 @@ func (d *document) impossible(base *Policy) (problems []*Problem) {
 	if r.Every != "" && !slices.Contains(r.Triggers, triggerOf(r.Every)) {
 		bad(fmt.Sprintf("checkpoints by %s are not among the triggers allowed", triggerOf(r.Every)), "checkpoints.every", "checkpoints.triggers")
 	}
+	if r.Swap != (Limit[int64]{}) && r.Memory == (Limit[int64]{}) {
+		bad("swap has a limit only where memory has one: give limits.memory.default or max", "limits.swap.max", "limits.swap.default")
+	}
 	own := &d.rules
 	for _, l := range []struct {
 		name string
@@ -368,6 +374,9 @@ func (d *document) impossible(base *Policy) (problems []*Problem) {
 		{"limits.memory", r.Memory.Max > 0 && own.Memory.Default > r.Memory.Max},
 		{"limits.cpus", r.CPUs.Max > 0 && own.CPUs.Default > r.CPUs.Max},
 		{"limits.pids", r.Pids.Max > 0 && own.Pids.Default > r.Pids.Max},
+		{"limits.swap", r.Swap.Max > 0 && own.Swap.Default > r.Swap.Max},
+		{"limits.io", r.IO.Max > 0 && own.IO.Default > r.IO.Max},
+		{"limits.storage_size", r.StorageSize.Max > 0 && own.StorageSize.Default > r.StorageSize.Max},
 	} {
 		if l.over {
 			bad("more than the maximum", l.name+".default")

@@ -177,12 +177,15 @@ type Container struct {
 	Status   Status
 	Pid      int // of the first process on the host; 0 unless running or paused
 	ExitCode int // of an exited one; 128+n after signal n
-	Started  time.Time
-	Finished time.Time
-	Upper    string       // the upperdir on the host
-	Lower    []string     // the read-only directories below it, top first
-	Runtime  criu.Runtime // the OCI runtime's view of it, valid while it runs
-	Address  string       // bridge mode: the sandbox's IPv4 address
+	// OOMKilled: of an exited one, that the kernel killed a process of it for
+	// memory. Not every backend knows.
+	OOMKilled bool
+	Started   time.Time
+	Finished  time.Time
+	Upper     string       // the upperdir on the host
+	Lower     []string     // the read-only directories below it, top first
+	Runtime   criu.Runtime // the OCI runtime's view of it, valid while it runs
+	Address   string       // bridge mode: the sandbox's IPv4 address
 
 	// Volumes are the engine's named volumes in it whose data lies in a
 	// directory of this host and nowhere else.

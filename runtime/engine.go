@@ -57,6 +57,7 @@ type Engine struct {
 	make   func(name string) (Host, error)
 	log    *slog.Logger
 	auto   func(id string) error // see Options.Auto
+	watch  func(id string) error // see Options.Watch
 	tidyAt int64
 
 	policies policy.Finder
@@ -87,6 +88,10 @@ type Options struct {
 	// there already is enough. Nil: there are none.
 	Auto func(id string) error
 
+	// Watch starts the process that holds a sandbox to the limit of its files
+	// (Engine.Watch), like Auto.
+	Watch func(id string) error
+
 	// Policies finds the policy of sandboxes for which nobody names one, and
 	// remembers which were used here.
 	Policies policy.Finder
@@ -98,7 +103,7 @@ func New(opts Options) *Engine {
 	if log == nil {
 		log = slog.Default()
 	}
-	return &Engine{run: opts.Run, store: opts.Store, first: opts.Backend, make: opts.Open, log: log, auto: opts.Auto, tidyAt: cmp.Or(opts.TidyAt, 256<<20), hosts: map[string]Host{}, kept: map[string]string{}, policies: opts.Policies}
+	return &Engine{run: opts.Run, store: opts.Store, first: opts.Backend, make: opts.Open, log: log, auto: opts.Auto, watch: opts.Watch, tidyAt: cmp.Or(opts.TidyAt, 256<<20), hosts: map[string]Host{}, kept: map[string]string{}, policies: opts.Policies}
 }
 
 // host returns a backend by its name.
@@ -302,6 +307,9 @@ func (e *Engine) Sandbox(ctx context.Context, ref string) (Sandbox, error) {
 		return Sandbox{}, fail("inspect", ref, err)
 	}
 	out, err := e.view(ctx, sb)
+	if err == nil {
+		out.Limits, err = e.hits(out)
+	}
 	return out, fail("inspect", ref, err)
 }
 
@@ -350,6 +358,6 @@ func (e *Engine) view(ctx context.Context, sb store.Sandbox) (Sandbox, error) {
 		ID: sb.ID, Name: sb.Name, Status: c.Status, Pid: c.Pid, ExitCode: c.ExitCode,
 		Upperdir: c.Upper, Image: sb.Image, ImageDigest: sb.ImageDigest, Backend: sb.Backend,
 		Head: sb.Head, Attempt: sb.Attempt, Created: sb.Created, Started: c.Started, Finished: c.Finished,
-		Labels: labels, Address: c.Address, Kept: sb.Kept, Spec: s,
+		Labels: labels, Address: c.Address, Kept: sb.Kept, OOMKilled: c.OOMKilled, Spec: s,
 	}, err
 }

@@ -313,6 +313,7 @@ func (e *Engine) Start(ctx context.Context, ref string, streams *Streams) (wait 
 	}
 	e.log.Info("started", "sandbox", sb.ID)
 	e.every(s)
+	e.enforce(s)
 	return wait, nil
 }
 

@@ -27,6 +27,7 @@ func askFor(s Spec) policy.Request {
 		Seccomp: s.Security.Seccomp, AppArmor: s.Security.AppArmor, IOUring: s.Security.IOUring,
 		Network: s.Network.Mode, Egress: s.Network.Egress, Group: s.Network.Group,
 		Memory: s.Resources.Memory, CPUs: s.Resources.CPUs, Pids: s.Resources.Pids,
+		Swap: s.Resources.Swap, IO: s.Resources.IO, Storage: s.Resources.Storage,
 		Mounts: mountsOf(s),
 	}
 	for _, secret := range s.Secrets {
@@ -78,7 +79,7 @@ func (e *Engine) admit(s *Spec, req CreateRequest, img images.Image, labels map[
 func grant(s *Spec, p *policy.Policy, got policy.Request) {
 	s.User, s.CheckpointEvery = got.User, got.Every
 	s.Network.Mode, s.Network.Egress = got.Network, got.Egress
-	s.Resources = Resources{Memory: got.Memory, CPUs: got.CPUs, Pids: got.Pids}
+	s.Resources = Resources{Memory: got.Memory, Swap: got.Swap, CPUs: got.CPUs, Pids: got.Pids, IO: got.IO, Storage: got.Storage}
 	s.Security = Security{Capabilities: got.Capabilities, NoNewPrivileges: got.NoNewPrivileges, NewPrivileges: got.NewPrivileges, AppArmor: got.AppArmor, IOUring: got.IOUring}
 	if got.Seccomp != policy.SeccompDefault {
 		s.Security.Seccomp = got.Seccomp

@@ -80,6 +80,9 @@ func (e *Engine) finishRemove(ctx context.Context, host Host, id string, checkpo
 	if err := os.RemoveAll(filepath.Join(e.run, id)); err != nil {
 		return err
 	}
+	if err := e.noteHit(id, nil); err != nil {
+		return err
+	}
 	if err := failpoint.Hit("remove.after-backend"); err != nil {
 		return err
 	}

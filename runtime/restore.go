@@ -75,6 +75,7 @@ func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (
 		return Restored{}, e.explainFull(r, err)
 	}
 	e.every(r.spec)
+	e.enforce(r.spec)
 	e.log.Info("restored", "sandbox", r.sb.ID, "checkpoint", r.row.ID, "down", r.down, "changed", r.changed)
 	out := Restored{
 		Checkpoint: checkpointView(r.row), Recreated: r.data.Recreated, Verified: opts.Verify, Down: r.down, Files: r.files, Warnings: r.warnings,

@@ -100,8 +100,18 @@ type Sandbox struct {
 	Finished    time.Time         `json:"finished,omitzero"`
 	Labels      map[string]string `json:"labels"`
 	Address     string            `json:"address,omitempty"`
-	Kept        bool              `json:"kept,omitempty"` // an --rm sandbox that stays when it exits, because a restore of it failed
+	OOMKilled   bool              `json:"oom_killed,omitempty"` // of an exited one: the kernel killed a process of it for memory
+	Limits      *LimitHits        `json:"limit_hits,omitempty"` // by Service.Sandbox only
+	Kept        bool              `json:"kept,omitempty"`       // an --rm sandbox that stays when it exits, because a restore of it failed
 	Spec        Spec              `json:"spec"`
+}
+
+// LimitHits are how often the limits of a sandbox have come into force since it
+// was last started.
+type LimitHits struct {
+	OOMKills int64       `json:"oom_kills,omitempty"` // processes that the kernel killed for memory; while it runs
+	Pids     int64       `json:"pids,omitempty"`      // processes and threads that could not be made; while it runs
+	Storage  *StorageHit `json:"storage,omitempty"`   // it was killed for what its files took
 }
 
 // Checkpoint kinds and states.

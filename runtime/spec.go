@@ -109,9 +109,12 @@ type Port struct {
 
 // Resources are limits; zero means none.
 type Resources struct {
-	Memory int64   `json:"memory,omitempty"` // bytes; swap is not added to it
-	CPUs   float64 `json:"cpus,omitempty"`   // cores
-	Pids   int64   `json:"pids,omitempty"`
+	Memory  int64   `json:"memory,omitempty"`  // bytes
+	Swap    int64   `json:"swap,omitempty"`    // bytes on top of Memory, where that is limited; 0: none, negative: no limit
+	CPUs    float64 `json:"cpus,omitempty"`    // cores
+	Pids    int64   `json:"pids,omitempty"`    // processes and threads
+	IO      int64   `json:"io,omitempty"`      // bytes a second read, and as many written, on the disk of the upperdir
+	Storage int64   `json:"storage,omitempty"` // bytes that the upperdir may take
 }
 
 // Security is what processes may do beyond what everybody may; the zero value

@@ -48,7 +48,7 @@ func newAutoCommand(a *app) *cobra.Command {
 					return fmt.Errorf("sandbox %s has no interval of checkpoints: %q: %w", sb.Name, sb.Spec.CheckpointEvery, runtime.ErrInvalid)
 				}
 				_, run := g.dirs()
-				lock, err := lockAuto(cmd.Context(), run, sb.ID)
+				lock, err := lockOne(cmd.Context(), filepath.Join(run, "auto"), sb.ID)
 				if err != nil || lock == nil {
 					return err
 				}
@@ -60,11 +60,11 @@ func newAutoCommand(a *app) *cobra.Command {
 	}
 }
 
-// startAuto returns what starts the process of newAutoCommand for a sandbox;
-// self is this program.
-func (g globals) startAuto(self string) func(id string) error {
+// starter returns what starts the process of a hidden verb, auto or watch, for a
+// sandbox; self is this program.
+func (g globals) starter(self, verb string) func(id string) error {
 	return func(id string) error {
-		args := []string{"--backend", g.Backend, "auto", id}
+		args := []string{"--backend", g.Backend, verb, id}
 		if g.Root != "" {
 			args = append([]string{"--root", g.Root}, args...)
 		}
@@ -163,18 +163,19 @@ func ended(s runtime.Status) bool {
 	return s == "" || s == runtime.Exited || s == runtime.Created
 }
 
-// maxAutoLog is how long an autoLock's log may get before it begins anew.
-const maxAutoLog = 1 << 20 // bytes
+// maxLog is how long a oneLock's log may get before it begins anew.
+const maxLog = 1 << 20 // bytes
 
-// An autoLock is RUN/auto/ID: the lock of a sandbox's auto, which the kernel
-// frees when that is killed, and its log while it lives.
-type autoLock struct {
+// A oneLock is RUN/auto/ID: the lock of a sandbox's auto, which the kernel
+// frees when that is killed, and its log while it lives. RUN/watch/ID is its
+// watch's.
+type oneLock struct {
 	f    *os.File
 	size int
 }
 
-func (l *autoLock) Write(p []byte) (int, error) {
-	if l.size += len(p); l.size > maxAutoLog {
+func (l *oneLock) Write(p []byte) (int, error) {
+	if l.size += len(p); l.size > maxLog {
 		l.size = len(p)
 		if err := l.f.Truncate(0); err != nil {
 			return 0, err
@@ -183,16 +184,16 @@ func (l *autoLock) Write(p []byte) (int, error) {
 	return l.f.Write(p)
 }
 
-func (l *autoLock) unlock() {
+func (l *oneLock) unlock() {
 	_ = os.Remove(l.f.Name())
 	_ = l.f.Close()
 	_ = os.Remove(filepath.Dir(l.f.Name())) // stays while there are others
 }
 
-// lockAuto sees to it that a sandbox has one auto. It returns nil when there
-// is one that goes on.
-func lockAuto(ctx context.Context, run, id string) (*autoLock, error) {
-	path := filepath.Join(run, "auto", id)
+// lockOne sees to it that a sandbox has one process of a kind, whose directory
+// that is. It returns nil when there is one that goes on.
+func lockOne(ctx context.Context, dir, id string) (*oneLock, error) {
+	path := filepath.Join(dir, id)
 	deadline := time.Now().Add(autoHandover)
 	for {
 		if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
@@ -211,7 +212,7 @@ func lockAuto(ctx context.Context, run, id string) (*autoLock, error) {
 			mine, e1 := f.Stat()
 			there, e2 := os.Stat(path)
 			if e1 == nil && e2 == nil && os.SameFile(mine, there) {
-				return &autoLock{f: f}, f.Truncate(0)
+				return &oneLock{f: f}, f.Truncate(0)
 			}
 		} else if !errors.Is(err, syscall.EWOULDBLOCK) && !errors.Is(err, syscall.EINTR) {
 			return nil, errors.Join(err, f.Close())

@@ -163,25 +163,25 @@ func TestAutoErrors(t *testing.T) {
 func TestAutoLock(t *testing.T) {
 	run := t.TempDir()
 	ctx := t.Context()
-	first, err := lockAuto(ctx, run, "id")
+	first, err := lockOne(ctx, filepath.Join(run, "auto"), "id")
 	if err != nil || first == nil {
 		t.Fatal(err)
 	}
-	other, err := lockAuto(ctx, run, "other")
+	other, err := lockOne(ctx, filepath.Join(run, "auto"), "other")
 	if err != nil || other == nil {
 		t.Fatal("another sandbox has its own", err)
 	}
 	other.unlock()
 	// A second one waits for the handover and then leaves it to the first.
 	start := time.Now()
-	if second, err := lockAuto(ctx, run, "id"); err != nil || second != nil || time.Since(start) < autoHandover {
+	if second, err := lockOne(ctx, filepath.Join(run, "auto"), "id"); err != nil || second != nil || time.Since(start) < autoHandover {
 		t.Errorf("%v after %v", err, time.Since(start))
 	}
 	// One that finds the first ending takes over, though that one unlinks the
 	// file it waits for.
-	got := make(chan *autoLock, 1)
+	got := make(chan *oneLock, 1)
 	go func() {
-		u, err := lockAuto(ctx, run, "id")
+		u, err := lockOne(ctx, filepath.Join(run, "auto"), "id")
 		if err != nil {
 			t.Error(err)
 		}
@@ -197,7 +197,7 @@ func TestAutoLock(t *testing.T) {
 		t.Error(third, err)
 	}
 	// What it logs can be read beside the lock, and is bounded.
-	for range maxAutoLog/10 + 1 {
+	for range maxLog/10 + 1 {
 		if _, err := second.Write([]byte("0123456789")); err != nil {
 			t.Fatal(err)
 		}
@@ -237,7 +237,7 @@ func TestStartAuto(t *testing.T) {
 		t.Fatal(err)
 	}
 	for root, want := range map[string]string{"": "--backend oci auto abc /", "/srv/box": "--root /srv/box --backend oci auto abc /"} {
-		if err := (globals{Root: root, Backend: "oci"}).startAuto(self)("abc"); err != nil {
+		if err := (globals{Root: root, Backend: "oci"}).starter(self, "auto")("abc"); err != nil {
 			t.Fatal(err)
 		}
 		data, err := os.ReadFile(told)
@@ -250,7 +250,7 @@ func TestStartAuto(t *testing.T) {
 			t.Errorf("%q, want %q", data, want)
 		}
 	}
-	if err := (globals{}).startAuto(self + "x")("abc"); err == nil {
+	if err := (globals{}).starter(self+"x", "auto")("abc"); err == nil {
 		t.Error("no error of a program that is not there")
 	}
 }

@@ -31,6 +31,9 @@ type createOptions struct {
 	Labels       []string
 	Hostname     string
 	Memory       string
+	MemorySwap   string
+	IO           string
+	Storage      string
 	CPUs         string
 	Pids         int64
 	Network      string
@@ -70,6 +73,9 @@ func (o *createOptions) addFlags(fl *pflag.FlagSet) {
 	fl.VarP(list(&o.Labels), "label", "l", "set a label `KEY=VALUE`")
 	fl.StringVarP(&o.Hostname, "hostname", "h", "", "host `NAME` inside the sandbox")
 	fl.StringVarP(&o.Memory, "memory", "m", "", "memory limit `SIZE`, e.g. 512m")
+	fl.StringVar(&o.MemorySwap, "memory-swap", "", "limit of memory and swap together, `SIZE`; -1: no limit of swap; default: no swap with --memory")
+	fl.StringVar(&o.IO, "io-bps", "", "limit of bytes a second, `SIZE`, read from and written to the disk of its files")
+	fl.StringVar(&o.Storage, "storage-size", "", "limit of what it may change and add of files, `SIZE`; over it, it is killed")
 	fl.StringVar(&o.CPUs, "cpus", "", "limit to this `NUMBER` of cores, e.g. 1.5")
 	fl.Int64Var(&o.Pids, "pids-limit", 0, "limit to this `NUMBER` of processes; -1: none")
 	fl.Var(choice(&o.Network, runtime.NetworkNone, runtime.NetworkHost, runtime.NetworkBridge, runtime.NetworkFiltered), "network", "`MODE`: none (only lo), host, bridge, or filtered (out only by --egress); default: the policy's, bridge")
@@ -231,7 +237,20 @@ func (o *createOptions) ports() ([]runtime.Port, error) {
 
 func (o *createOptions) resources() (r runtime.Resources, err error) {
 	if o.Memory != "" {
-		if r.Memory, err = parseMemory(o.Memory); err != nil {
+		if r.Memory, err = parseSize("--memory", o.Memory); err != nil {
+			return r, err
+		}
+	}
+	if r.Swap, err = parseSwap(o.MemorySwap, r.Memory); err != nil {
+		return r, err
+	}
+	if o.IO != "" {
+		if r.IO, err = parseSize("--io-bps", o.IO); err != nil {
+			return r, err
+		}
+	}
+	if o.Storage != "" {
+		if r.Storage, err = parseSize("--storage-size", o.Storage); err != nil {
 			return r, err
 		}
 	}

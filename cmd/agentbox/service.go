@@ -138,7 +138,7 @@ func openService(ctx context.Context, g globals) (_ runtime.Service, err error) 
 	if err != nil {
 		return nil, err
 	}
-	engine := runtime.New(runtime.Options{Run: run, Store: st, Backend: g.Backend, Auto: g.startAuto(self), Policies: g.policies(), Open: func(name string) (runtime.Host, error) {
+	engine := runtime.New(runtime.Options{Run: run, Store: st, Backend: g.Backend, Auto: g.starter(self, "auto"), Watch: g.starter(self, "watch"), Policies: g.policies(), Open: func(name string) (runtime.Host, error) {
 		open, ok := backends[name]
 		if !ok {
 			return runtime.Host{}, usageErrorf("unknown backend %q: choose %s", name, backendNames())

@@ -219,13 +219,34 @@ func parseLabels(flag string, labels []string) (map[string]string, error) {
 	return m, nil
 }
 
-// parseMemory reads Docker's sizes: a number and b, k, m or g.
-func parseMemory(s string) (int64, error) {
+// parseSize reads Docker's sizes: a number and b, k, m or g.
+func parseSize(flag, s string) (int64, error) {
 	n, err := units.RAMInBytes(s)
 	if err != nil || n <= 0 {
-		return 0, usageErrorf("--memory %q: not a size; write for example 512m or 2g", s)
+		return 0, usageErrorf("%s %q: not a size; write for example 512m or 2g", flag, s)
 	}
 	return n, nil
+}
+
+// parseSwap reads Docker's limit of memory and swap together, and returns what
+// it leaves to swap.
+func parseSwap(s string, memory int64) (int64, error) {
+	switch s {
+	case "", "0": // Docker: as if it were not there
+		return 0, nil
+	case "-1":
+		return -1, nil
+	}
+	n, err := parseSize("--memory-swap", s)
+	switch {
+	case err != nil:
+		return 0, err
+	case memory == 0:
+		return 0, usageErrorf("--memory-swap %s needs --memory, which is a part of it", s)
+	case n < memory:
+		return 0, usageErrorf("--memory-swap %s is the limit of memory and swap together: it cannot be below --memory", s)
+	}
+	return n - memory, nil
 }
 
 func parseCPUs(s string) (float64, error) {

@@ -130,11 +130,23 @@ func TestParsePort(t *testing.T) {
 }
 
 func TestParseLimits(t *testing.T) {
-	if n, err := parseMemory("512m"); err != nil || n != 512<<20 {
+	for _, c := range []struct {
+		s            string
+		memory, want int64
+		bad          bool
+	}{
+		{"", 0, 0, false}, {"0", 1 << 20, 0, false}, {"-1", 0, -1, false}, {"3m", 1 << 20, 2 << 20, false}, {"1m", 1 << 20, 0, false},
+		{"1m", 0, 0, true}, {"1m", 1 << 21, 0, true}, {"-2", 1 << 20, 0, true},
+	} {
+		if got, err := parseSwap(c.s, c.memory); got != c.want || (err != nil) != c.bad {
+			t.Errorf("--memory-swap %s, --memory %d: %d, %v", c.s, c.memory, got, err)
+		}
+	}
+	if n, err := parseSize("--memory", "512m"); err != nil || n != 512<<20 {
 		t.Errorf("512m: %d, %v", n, err)
 	}
 	for _, s := range []string{"", "0", "-1", "lots", "1x"} {
-		_, err := parseMemory(s)
+		_, err := parseSize("--memory", s)
 		usage(t, err, "--memory")
 	}
 	if n, err := parseCPUs("1.5"); err != nil || n != 1.5 {

@@ -159,7 +159,9 @@ func (s *starting) prepare(ctx context.Context) error {
 	if s.view.Spec.Terminal && s.opts.Streams != nil {
 		s.size = streams.FirstSize(ctx, s.opts.Streams.Resize)
 	}
-	spec, err := b.place(id).Prepare(s.view.Spec, s.run.Env, end, s.size, s.restores(), s.opts.Secrets)
+	place := b.place(id)
+	place.Upper = s.view.Upper
+	spec, err := place.Prepare(s.view.Spec, s.run.Env, end, s.size, s.restores(), s.opts.Secrets)
 	if err != nil {
 		return err
 	}

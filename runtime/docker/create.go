@@ -14,6 +14,7 @@ import (
 	"time"
 
 	cerrdefs "github.com/containerd/errdefs"
+	"github.com/docker/docker/api/types/blkiodev"
 	"github.com/docker/docker/api/types/container"
 	"github.com/docker/docker/api/types/mount"
 	"github.com/docker/docker/api/types/network"
@@ -179,10 +180,20 @@ func (b *Backend) config(ctx context.Context, info *system.Info, s runtime.Spec)
 	if s.Init {
 		hostConfig.Init = &s.Init
 	}
-	hostConfig.Memory, hostConfig.MemorySwap = s.Resources.Memory, s.Resources.Memory // of both together: no swap on top
+	if hostConfig.Memory = s.Resources.Memory; hostConfig.Memory > 0 {
+		hostConfig.MemorySwap = bundle.TotalSwap(s.Resources)
+	}
 	hostConfig.NanoCPUs = int64(s.Resources.CPUs * 1e9)
 	if s.Resources.Pids > 0 {
 		hostConfig.PidsLimit = &s.Resources.Pids
+	}
+	if s.Resources.IO > 0 {
+		disk, err := bundle.DiskOf(info.DockerRootDir)
+		if err != nil {
+			return nil, nil, err
+		}
+		limit := []*blkiodev.ThrottleDevice{{Path: disk.Path, Rate: uint64(s.Resources.IO)}}
+		hostConfig.BlkioDeviceReadBps, hostConfig.BlkioDeviceWriteBps = limit, limit
 	}
 	for _, p := range s.Network.Ports {
 		port, err := nat.NewPort(p.Protocol, fmt.Sprint(p.Sandbox))

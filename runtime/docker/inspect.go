@@ -56,7 +56,7 @@ func (b *Backend) describe(ctx context.Context, c box) (runtime.Container, error
 	case c.live():
 		out.Pid = c.State.Pid
 	case c.status == runtime.Exited:
-		out.ExitCode, out.Finished = c.State.ExitCode, instant(c.State.FinishedAt)
+		out.ExitCode, out.OOMKilled, out.Finished = c.State.ExitCode, c.State.OOMKilled, instant(c.State.FinishedAt)
 		if out.Finished.Before(out.Started) {
 			out.Finished = out.Started // the daemon noted the start of a short command after its end
 		}

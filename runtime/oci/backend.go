@@ -128,7 +128,7 @@ func (b *Backend) Properties() runtime.Properties {
 // place is what a container's bundle is made of.
 func (b *Backend) place(id string) bundle.Place {
 	return bundle.Place{
-		Dir: b.home.Dir(id), Rootfs: b.home.Dir(id, "merged"), Config: b.home.RunDir(id, "criu.conf"), Cgroup: b.home.Cgroup(id), Init: b.wrapper, Cgroups: b.cgroups,
+		Dir: b.home.Dir(id), Rootfs: b.home.Dir(id, "merged"), Upper: b.home.Dir(id, "upper"), Config: b.home.RunDir(id, "criu.conf"), Cgroup: b.home.Cgroup(id), Init: b.wrapper, Cgroups: b.cgroups,
 		Secrets: b.home.RunDir(id, "secrets"),
 	}
 }

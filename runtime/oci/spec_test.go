@@ -2,6 +2,7 @@ package oci
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -49,6 +50,10 @@ func TestLimits(t *testing.T) {
 		t.Errorf("cpu %s", got)
 	}
 	if bundle.SwapAccounting(x.cgroups) {
+		swaps := x.up(with(spec("sleep", "1000"), func(s *runtime.Spec) { s.Resources = runtime.Resources{Memory: 64 << 20, Swap: 32 << 20} }))
+		if got := x.limit(swaps, "memory.memsw.limit_in_bytes", "memory.swap.max"); got != strconv.Itoa(96<<20) && got != strconv.Itoa(32<<20) {
+			t.Errorf("some swap %s", got)
+		}
 		if got := x.limit(id, "memory.memsw.limit_in_bytes", "memory.swap.max"); got != strconv.Itoa(64<<20) && got != "0" {
 			t.Errorf("swap %s", got)
 		}
@@ -59,6 +64,32 @@ func TestLimits(t *testing.T) {
 	}), "")
 	if exit != 137 {
 		t.Errorf("exit %d with more memory than the limit", exit)
+	}
+}
+
+func TestLimitIO(t *testing.T) {
+	dir, err := os.MkdirTemp("/var/tmp", "agentbox")
+	must(t, err)
+	t.Cleanup(func() { must(t, os.RemoveAll(dir)) })
+	limited := with(spec("sleep", "1000"), func(s *runtime.Spec) { s.Resources.IO = 1 << 20 })
+	disk, err := bundle.DiskOf(dir)
+	if err != nil {
+		t.Skip(err) // everything is in memory here
+	}
+	x := newBox(t, func(o *Options) { o.Root = filepath.Join(dir, "root") })
+	id := x.up(limited)
+	number := fmt.Sprintf("%d:%d ", disk.Major, disk.Minor)
+	if got := x.limit(id, "blkio.throttle.read_bps_device", "io.max"); got != number+"1048576" && !strings.HasPrefix(got, number+"rbps=1048576 wbps=1048576 ") {
+		t.Errorf("%s: %q", number, got)
+	}
+
+	// Without a disk there is nothing to limit.
+	mem := filepath.Join(dir, "memory")
+	must(t, os.Mkdir(mem, 0o700))
+	must(t, unix.Mount("tmpfs", mem, "tmpfs", 0, ""))
+	defer func() { must(t, unix.Unmount(mem, 0)) }()
+	if got, err := bundle.DiskOf(mem); !errors.Is(err, fault.ErrUnsupported) {
+		t.Errorf("%+v, %v", got, err)
 	}
 }
 

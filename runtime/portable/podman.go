@@ -52,6 +52,7 @@ type boxSpec struct {
 	} `json:"network"`
 	Resources struct {
 		Memory int64   `json:"memory"`
+		Swap   int64   `json:"swap"`
 		CPUs   float64 `json:"cpus"`
 		Pids   int64   `json:"pids"`
 	} `json:"resources"`
@@ -225,6 +226,9 @@ func podmanSpec(m *manifest, s boxSpec) *specs.Spec {
 	}
 	if n := s.Resources.Memory; n > 0 {
 		spec.Linux.Resources.Memory = &specs.LinuxMemory{Limit: &n}
+		if swap := n + s.Resources.Swap; s.Resources.Swap > 0 {
+			spec.Linux.Resources.Memory.Swap = &swap
+		}
 	}
 	if n := s.Resources.Pids; n > 0 {
 		spec.Linux.Resources.Pids = &specs.LinuxPids{Limit: n}

@@ -36,6 +36,7 @@ const ConfigKey = "org.criu.config"
 type Place struct {
 	Dir     string // of the sandbox, for as long as it exists: holds etc and init
 	Rootfs  string // where its root filesystem is mounted
+	Upper   string // its upperdir
 	Config  string // CRIU's configuration file, for the annotation
 	Cgroup  string // its path
 	Init    string // the program to copy for the init
@@ -99,6 +100,10 @@ func (p Place) spec(s runtime.Spec, env []string, netns string, size *runtime.Si
 	if err != nil {
 		return nil, err
 	}
+	limits, err := p.resources(s.Resources)
+	if err != nil {
+		return nil, err
+	}
 	spec := &specs.Spec{
 		Version:     specs.Version,
 		Process:     proc,
@@ -109,7 +114,7 @@ func (p Place) spec(s runtime.Spec, env []string, netns string, size *runtime.Si
 		Linux: &specs.Linux{
 			CgroupsPath:   p.Cgroup,
 			Namespaces:    p.namespaces(s, netns),
-			Resources:     p.resources(s.Resources),
+			Resources:     limits,
 			MaskedPaths:   policy.MaskedPaths,
 			ReadonlyPaths: policy.ReadonlyPaths,
 		},
@@ -247,13 +252,13 @@ func (p Place) namespaces(s runtime.Spec, netns string) []specs.LinuxNamespace {
 // period is the time over which a CPU quota counts, in microseconds.
 const period = uint64(100_000)
 
-func (p Place) resources(r runtime.Resources) *specs.LinuxResources {
+func (p Place) resources(r runtime.Resources) (*specs.LinuxResources, error) {
 	out := &specs.LinuxResources{Devices: []specs.LinuxDeviceCgroup{{Allow: false, Access: "rwm"}}}
 	if r.Memory > 0 {
 		out.Memory = &specs.LinuxMemory{Limit: &r.Memory}
 		if SwapAccounting(p.Cgroups) {
-			// The limit of both together: no swap on top.
-			out.Memory.Swap = &r.Memory
+			swap := TotalSwap(r)
+			out.Memory.Swap = &swap
 		}
 	}
 	if r.CPUs > 0 {
@@ -264,7 +269,25 @@ func (p Place) resources(r runtime.Resources) *specs.LinuxResources {
 	if r.Pids > 0 {
 		out.Pids = &specs.LinuxPids{Limit: r.Pids}
 	}
-	return out
+	if r.IO > 0 {
+		disk, err := DiskOf(p.Upper)
+		if err != nil {
+			return nil, err
+		}
+		limit := specs.LinuxThrottleDevice{Rate: uint64(r.IO)}
+		limit.Major, limit.Minor = int64(disk.Major), int64(disk.Minor)
+		out.BlockIO = &specs.LinuxBlockIO{ThrottleReadBpsDevice: []specs.LinuxThrottleDevice{limit}, ThrottleWriteBpsDevice: []specs.LinuxThrottleDevice{limit}}
+	}
+	return out, nil
+}
+
+// TotalSwap is the limit of memory and swap together, as runtimes and engines
+// take it; -1: none.
+func TotalSwap(r runtime.Resources) int64 {
+	if r.Swap < 0 {
+		return -1
+	}
+	return r.Memory + r.Swap
 }
 
 // SwapAccounting tells whether swap can be limited: it is an option of v1 kernels; v2 ones have it, or need none.

@@ -1,0 +1,52 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"path/filepath"
+
+	"github.com/spf13/cobra"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// A watcher holds a sandbox to the limit of its files. Only a Service that runs
+// on this host is one.
+type watcher interface {
+	Watch(ctx context.Context, id string) error
+}
+
+// newWatchCommand is the process that holds a sandbox to --storage-size; the
+// start of the sandbox starts it.
+func newWatchCommand(a *app) *cobra.Command {
+	return &cobra.Command{
+		Use:         "watch ID",
+		Short:       "Hold a sandbox to the limit of its files (started with the sandbox)",
+		Hidden:      true,
+		Annotations: exits(exitUsage, exitNotFound, exitDenied),
+		Args:        args(1, 1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			g, err := a.globals.resolve()
+			if err != nil {
+				return err
+			}
+			return a.service(cmd.Context(), func(svc runtime.Service) error {
+				w, ok := svc.(watcher)
+				if !ok {
+					return fmt.Errorf("watch %s: %w", args[0], runtime.ErrUnsupported)
+				}
+				sb, err := svc.Sandbox(cmd.Context(), args[0])
+				if err != nil {
+					return err
+				}
+				_, run := g.dirs()
+				lock, err := lockOne(cmd.Context(), filepath.Join(run, "watch"), sb.ID)
+				if err != nil || lock == nil {
+					return err
+				}
+				defer lock.unlock()
+				return w.Watch(cmd.Context(), sb.ID)
+			})
+		},
+	}
+}
