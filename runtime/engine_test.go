@@ -25,8 +25,9 @@ var ctx = context.Background()
 // rig is an engine over a real store, real images and the in-memory backend.
 type rig struct {
 	*runtime.Engine
-	root  string
-	store *store.Store
+	root    string
+	store   *store.Store
+	watched []string // sandboxes for which a watch was started
 }
 
 func newRig(t testing.TB, wrap func(runtime.Backend) runtime.Backend) *rig {
@@ -64,8 +65,10 @@ func newRigAt(t testing.TB, root string, wrap func(runtime.Backend) runtime.Back
 	if wrap != nil {
 		b = wrap(b)
 	}
-	r := &rig{Engine: runtime.New(runtime.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "memory",
-		Open: func(string) (runtime.Host, error) { return runtime.Host{Backend: b, Images: img}, nil }}), root: root, store: st}
+	r := &rig{root: root, store: st}
+	r.Engine = runtime.New(runtime.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "memory",
+		Watch: func(id string) error { r.watched = append(r.watched, id); return nil },
+		Open:  func(string) (runtime.Host, error) { return runtime.Host{Backend: b, Images: img}, nil }})
 	t.Cleanup(func() { r.Close() })
 	return r
 }

@@ -116,7 +116,37 @@ func (e *Engine) finish(ctx context.Context, in store.Intent) (did string, err e
 	if err != nil {
 		return did, err
 	}
+	if in.Op == opStart || in.Op == opRestore {
+		if err := e.attend(ctx, in.Sandbox, host); err != nil {
+			return did, err
+		}
+	}
 	return did, e.store.Done(ctx, in.Seq)
+}
+
+// attend starts the processes beside a sandbox that came up though its start was
+// killed: who takes its checkpoints, and who watches its files.
+func (e *Engine) attend(ctx context.Context, id string, host Host) error {
+	sb, err := e.store.Sandbox(ctx, id)
+	if errors.Is(err, ErrNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	s, err := spec(sb)
+	if err != nil || s.Resources.Storage == 0 && s.CheckpointEvery == "" {
+		return err
+	}
+	c, err := host.Inspect(ctx, id)
+	if err == nil && c.Status == Running {
+		e.every(s)
+		e.enforce(s)
+	}
+	if errors.Is(err, ErrNotFound) {
+		return nil
+	}
+	return err
 }
 
 // interruptedIn tells whether a verb on a sandbox was left half-done.

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 	"time"
 
@@ -82,5 +83,29 @@ func TestRecoverThawsFirst(t *testing.T) {
 				t.Errorf("intents left: %v, %v", left, err)
 			}
 		})
+	}
+}
+
+// The limit of a sandbox's files is watched after a start that was killed, too.
+func TestRecoverWatches(t *testing.T) {
+	r := newRig(t, nil)
+	sb, err := r.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{
+		Name: "box", Image: "base", Args: []string{"sleep", "1000"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+		Resources: runtime.Resources{Storage: 1 << 30},
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.Start(ctx, sb.ID, nil); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.store.Begin(ctx, store.Intent{Op: "start", Sandbox: sb.ID}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.RecoverInterrupted(ctx); err != nil {
+		t.Fatal(err)
+	}
+	if want := []string{sb.ID, sb.ID}; !slices.Equal(r.watched, want) {
+		t.Errorf("watches started: %q, want %q", r.watched, want)
 	}
 }
