@@ -70,7 +70,7 @@ mkdir opaque deleted dir; echo x > gone; echo x > opaque/old; echo x > deleted/f
 
 func TestExact(t *testing.T) {
 	b := debianBox(t)
-	b.start("h", "--network", "none", "debian", "sleep", "infinity")
+	b.start("h", "--network", "none", "--cap-add", "MKNOD", "debian", "sleep", "infinity")
 	if r := b.try(nil, "exec", "h", "python3", "-c", hostile); r.code != 0 {
 		t.Fatal(r)
 	}

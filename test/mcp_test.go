@@ -300,7 +300,7 @@ func TestMCPModes(t *testing.T) {
 func TestMCPJail(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)
-	b.start("c", "-w", "/work", "-u", "1000:1000", "busybox", "sleep", "1000")
+	b.start("c", "-w", "/work", "-u", "1000:1000", "--cap-add", "MKNOD", "busybox", "sleep", "1000")
 	b.ok("exec", "-u", "0", "c", "sh", "-c", `chown 1000:1000 /work && chmod 777 /tmp && ln -s /work /alias && echo root >/work/roots && chmod 600 /work/roots && mknod /work/null c 1 3 && mkdir /work/shut && chmod 700 /work/shut`)
 	b.sh("c", `mkdir src; echo a >src/a; ln -s /etc etc; ln -s /work/src/none dangling; ln -s / slash; mkfifo fifo; ln -s loop loop; printf 'a\0b' >binary; : >empty; seq 1 5000 >long; head -c 5000 /dev/zero | tr '\0' x >wide`)
 	a := b.agent("c")
