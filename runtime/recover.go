@@ -402,11 +402,8 @@ func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, loc
 	}
 	undo.Add(func(ctx context.Context) error { return e.putBack(ctx, r) })
 	for i := range r.data.Trees {
-		t, lost := &r.data.Trees[i], r.lost
-		if t.Number > 0 {
-			lost = nil
-		}
-		if err := e.equalize(ctx, sb.ID, t, r.reader, lost); err != nil {
+		t := &r.data.Trees[i]
+		if err := e.equalize(ctx, sb.ID, t, r.reader, r.lostOf(t)); err != nil {
 			return err
 		}
 	}

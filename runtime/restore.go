@@ -118,6 +118,7 @@ type restoration struct {
 	data     restoring
 	present  *making // the undo checkpoint
 	updates  []*overlay.Update
+	again    bool            // somebody else started it since it was looked at
 	idle     bool            // it has had no process since it was looked at
 	past     bool            // nobody needs the way back any more
 	images   string          // where the process images are laid out

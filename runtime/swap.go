@@ -101,10 +101,19 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 	if err := e.checkAlone(ctx, r); err != nil {
 		return err
 	}
+	if r.again, err = r.startedAgain(ctx); err != nil {
+		return err
+	}
 	undo.Add(func(ctx context.Context) error { return e.putBack(ctx, r) })
 	replaces = true
 	for i := range r.data.Trees {
 		t := &r.data.Trees[i]
+		if r.again {
+			if err := e.equalize(ctx, r.sb.ID, t, r.reader, r.lostOf(t)); err != nil {
+				return err
+			}
+			continue
+		}
 		if r.updates[i].Empty() {
 			continue
 		}
@@ -129,6 +138,25 @@ func (r *restoration) stoodStill(ctx context.Context) (bool, error) {
 	return now.Status == r.c.Status && now.Started.Equal(r.c.Started) && now.Finished.Equal(r.c.Finished), err
 }
 
+// startedAgain tells whether a sandbox that ran, and is stopped now, was started
+// anew by somebody else since the restore began. Then its files are not those
+// that were looked at.
+func (r *restoration) startedAgain(ctx context.Context) (bool, error) {
+	if r.c.Status != Running && r.c.Status != Paused {
+		return false, nil
+	}
+	now, err := r.sb.host.Inspect(ctx, r.sb.ID)
+	return !now.Started.Equal(r.c.Started), err
+}
+
+// lostOf lists what is damaged of a tree.
+func (r *restoration) lostOf(t *tree) map[string]bool {
+	if t.Number > 0 {
+		return nil
+	}
+	return r.lost
+}
+
 // bringUp proves the files and starts what ran at the checkpoint.
 func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *undo.Stack, started *bool, gone time.Time) error {
 	if err := failpoint.Hit("restore.after-apply"); err != nil {
@@ -136,11 +164,8 @@ func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *u
 	}
 	for i := range r.data.Trees {
 		t := &r.data.Trees[i]
-		lost := r.lost
-		if t.Number > 0 {
-			lost = nil
-		}
-		if i < len(r.updates) && len(lost) == 0 && !r.verify {
+		lost := r.lostOf(t)
+		if i < len(r.updates) && !r.again && len(lost) == 0 && !r.verify {
 			ok, err := e.proveUpdate(ctx, r.sb.ID, t, r.updates[i], r.row.ID, !r.idle || t.Number > 0)
 			if err != nil {
 				return err

@@ -365,9 +365,9 @@ func daemonInRestore(b *box) {
 }
 
 func restartInRestore(b *box) {
-	// It changes one file and makes none: one restarted between the look at its
-	// files and its stop is to be restored all the same only if these are the same.
-	b.run("rr", "bt", "sh", "-c", "i=0; while :; do i=$((i+1)); echo $i; printf %08d $i 1<>/count; sleep 0.02; done")
+	// Each start makes files and removes some: of one that is restarted between
+	// the look at its files and its stop none is as it was looked at.
+	b.run("rr", "bt", "sh", "-c", "rm -rf /of.*; mkdir /of.$$.$(cat /proc/sys/kernel/random/uuid); echo > $(echo /of.*)/file; i=0; while :; do i=$((i+1)); echo $i; printf %08d $i 1<>/count; sleep 0.02; done")
 	b.counts("rr")
 	saved := b.saved("rr", "x")
 	b.counts("rr")
