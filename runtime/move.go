@@ -281,6 +281,7 @@ func (e *Engine) imported(ctx context.Context, facts portable.Facts, opts Import
 		Terminal: facts.Terminal, OpenStdin: facts.OpenStdin, ReadOnly: facts.ReadOnly, StopSignal: facts.Signal, Labels: facts.Labels,
 		Network:   Network{Mode: cmp.Or(facts.Network, NetworkNone)},
 		Resources: Resources{Memory: facts.Memory, CPUs: facts.CPUs, Pids: facts.Pids},
+		Security:  Security{Capabilities: facts.Capabilities},
 		Backend:   e.first,
 	}
 	for _, p := range facts.Ports {

@@ -11,6 +11,7 @@ import (
 	"github.com/opencontainers/runtime-spec/specs-go"
 
 	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/policy"
 )
 
 const (
@@ -112,6 +113,14 @@ func facts(c *container, s *specs.Spec) Facts {
 	}
 	if !c.CreateNetNS {
 		f.Network = "host"
+	}
+	if s.Process.Capabilities != nil {
+		f.Capabilities = []string{}
+		for _, name := range policy.DockerCapabilities {
+			if slices.Contains(s.Process.Capabilities.Bounding, "CAP_"+name) {
+				f.Capabilities = append(f.Capabilities, name)
+			}
+		}
 	}
 	if s.Linux != nil {
 		for _, ns := range s.Linux.Namespaces {

@@ -165,6 +165,10 @@ type Facts struct {
 	Pids      int64
 	CPUs      float64
 	Signal    string // that stops it; a number
+
+	// Capabilities are what processes may have that are started later, of those
+	// that a sandbox can be given; nil: it does not say.
+	Capabilities []string
 }
 
 // Port is a published port.
