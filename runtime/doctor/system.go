@@ -201,7 +201,7 @@ func judge(name string, has func(int) bool) Check {
 	if status == OK {
 		return ok(name, "all that are needed")
 	}
-	return Check{name, status, "missing " + strings.Join(missing, "; "), "Run agentbox where root has them (not inside a restricted container or service)."}
+	return Check{name, status, "missing " + strings.Join(missing, "; "), "Run agentbox where root has them (not inside a restricted container or service), or give sandboxes user ids of their own (run --userns auto)."}
 }
 
 // nat sets what bridge mode sets, in a network namespace that ends with this
