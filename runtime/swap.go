@@ -140,13 +140,14 @@ func (r *restoration) stoodStill(ctx context.Context) (bool, error) {
 
 // startedAgain tells whether a sandbox that ran, and is stopped now, was started
 // anew by somebody else since the restore began. Then its files are not those
-// that were looked at.
+// that were looked at. Not every engine remembers when a container that has
+// ended was started.
 func (r *restoration) startedAgain(ctx context.Context) (bool, error) {
 	if r.c.Status != Running && r.c.Status != Paused {
 		return false, nil
 	}
 	now, err := r.sb.host.Inspect(ctx, r.sb.ID)
-	return !now.Started.Equal(r.c.Started), err
+	return !now.Started.IsZero() && !now.Started.Equal(r.c.Started), err
 }
 
 // lostOf lists what is damaged of a tree.
