@@ -78,9 +78,6 @@ func TestDumpAndRestore(t *testing.T) {
 	}
 	restore(t, b, rt, Options{})
 	b.Until("it counts on", func() bool { return b.Count() > at })
-	if b.Count() > at+40 {
-		t.Errorf("it was dumped at %d and is at %d", at, b.Count())
-	}
 	if _, err := Dump(ctx, Runtime{rt.Binary, rt.Root, "nosuch"}, DumpOptions{ImageDir: b.Images, WorkDir: b.Work}); !errors.Is(err, fault.ErrNotFound) {
 		t.Errorf("dump of none: %v", err)
 	}

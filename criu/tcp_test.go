@@ -7,7 +7,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"testing"
 
@@ -126,15 +125,14 @@ func testDumpTCP(t *testing.T, edit func(*specs.Spec)) {
 		t.Fatal(err)
 	}
 	at := b.Count()
+	putBack := b.Keep()
 	resumed()
 	b.End()
 	if err := exec.Command("ip", "netns", "del", name).Run(); err != nil {
 		t.Fatal(err)
 	}
 	netns(t, name)
-	if err := os.WriteFile(filepath.Join(b.Files, "count"), []byte(strconv.Itoa(at)), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	putBack()
 	restore(t, b, rt, Options{})
 	goOn(at)
 

@@ -9,7 +9,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"reflect"
-	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -513,7 +512,7 @@ func TestRootsApart(t *testing.T) {
 	b.Start(nil)
 	b.Until("it counts", func() bool { return b.Count() >= 20 })
 	b.dump(t)
-	at := b.Count()
+	at, putBack := b.Count(), b.Keep()
 	b.End()
 	staged := stage.Restore{Images: b.Images, Work: b.Work, Config: b.Config}
 	other, own := stage.Under("/elsewhere/ns2", b.ID), stage.Under(b.State, b.ID)
@@ -532,9 +531,7 @@ func TestRootsApart(t *testing.T) {
 	if _, err := stage.Load(b.run, other); err != nil {
 		t.Fatalf("the other's was used: %v", err)
 	}
-	if err := os.WriteFile(filepath.Join(b.Files, "count"), []byte(strconv.Itoa(at)), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	putBack()
 	if err := stage.Put(b.run, own, staged); err != nil {
 		t.Fatal(err)
 	}

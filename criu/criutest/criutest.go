@@ -154,6 +154,23 @@ func (b *Box) Pid() int {
 	return s.Pid
 }
 
+// Keep returns a function that makes the file of Count what it is now, to the
+// byte: a process that was dumped as it wrote it wants it back like that.
+func (b *Box) Keep() (putBack func()) {
+	b.t.Helper()
+	name := filepath.Join(b.Files, "count")
+	data, err := os.ReadFile(name)
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	return func() {
+		b.t.Helper()
+		if err := os.WriteFile(name, data, 0o600); err != nil {
+			b.t.Fatal(err)
+		}
+	}
+}
+
 // Count returns what Counter last stored.
 func (b *Box) Count() int {
 	data, err := os.ReadFile(filepath.Join(b.Files, "count"))
