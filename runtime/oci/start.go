@@ -53,6 +53,7 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 	var undo undo.Stack
 	defer func() { undo.Run(ctx, &err) }()
 	undo.Add(func(ctx context.Context) error {
+		_ = s.filler.done() // what the start fails with is known
 		s.attached.Close()
 		err := b.release(ctx, id, true)
 		return errors.Join(err, b.home.Undo(id, s.n))
@@ -201,7 +202,9 @@ func (s *starting) create(ctx context.Context) error {
 		return err
 	}
 	rep, err := s.conmon.report(ctx)
-	if err = errors.Join(s.filler.done(), err); err != nil {
+	filled := s.filler.done()
+	s.filler = nil
+	if err = errors.Join(filled, err); err != nil {
 		return err
 	}
 	if rep.Data <= 0 {
