@@ -343,6 +343,10 @@ func (e *Engine) resume(ctx context.Context, r *restoration) error {
 	if errors.Is(err, ErrState) && r.full() && stage.Used(place.Run, place.ID) {
 		err = nil // somebody else started it since we staged, and thereby restored it
 	}
+	if err == nil && r.full() && !stage.Used(place.Run, place.ID) {
+		err = hint(fmt.Errorf("%w: it was started afresh, because its engine does not look for restores in %s", ErrUnsupported, place.Run),
+			"Set AGENTBOX_RUN to what it is in the environment of the engine, or unset it in both, and restore it again.")
+	}
 	if err == nil && r.full() && r.spec.Adopted && !r.c.EmptyNetwork {
 		// The images of a namespace that is CRIU's to keep have the cut in
 		// them under which they were made.

@@ -28,6 +28,7 @@ func TestDocker(t *testing.T) {
 	}{
 		{"checkpoint and restore", shows},
 		{"older ones and files only", older},
+		{"another run directory", elsewhere},
 		{"connections survive", connections},
 		{"restart policies", policies},
 		{"paused by someone else", paused},
@@ -115,6 +116,29 @@ func strip(s string) string {
 		return s
 	}
 	return s[:i] + s[i+len(`"EndpointID":"`)+64:]
+}
+
+// elsewhere restores with another run directory than the daemon's: the wrapper
+// finds nothing staged, and a fresh start is no restore.
+func elsewhere(b *box) {
+	b.counter("astray")
+	saved := b.saved("astray", "one")
+	b.Docker(b.T, "exec", "astray", "touch", "/new")
+	r := b.try([]string{"AGENTBOX_RUN=" + b.T.TempDir()}, "restore", "docker://astray", "one")
+	b.failed(r, "AGENTBOX_RUN")
+	b.is("astray", "exited")
+	if _, err := os.Stat(b.upper("astray", "new")); err != nil {
+		b.Errorf("a file that was there before the failed restore: %v", err)
+	}
+	b.ok("restore", "docker://astray", "one")
+	if _, err := os.Stat(b.upper("astray", "new")); err == nil {
+		b.Error("a file made after the checkpoint is there")
+	}
+	b.counts("astray")
+	b.eventually("it has gone on from the checkpoint", func() bool {
+		steps := b.steps("astray")
+		return len(steps) > 0 && saved.holds(steps[len(steps)-1])
+	})
 }
 
 func older(b *box) {
