@@ -7,7 +7,6 @@ import (
 	"errors"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"strings"
 	"syscall"
 	"testing"
@@ -133,10 +132,8 @@ func (x *box) usable(id, verb, point string) {
 		}
 	}
 	must(t, x.Stop(ctx, id, runtime.StopOptions{}))
-	for _, left := range x.leftovers() {
-		if strings.HasPrefix(left, "mount") || strings.HasPrefix(left, "process") || strings.HasPrefix(left, filepath.Join(x.home.State)) {
-			t.Errorf("left by %s after a Stop: %s", verb, left)
-		}
+	for _, left := range x.leftovers("mount", "process", x.home.State) {
+		t.Errorf("left by %s after a Stop: %s", verb, left)
 	}
 	x.gone(id)
 	x.start(id)
@@ -167,10 +164,8 @@ func TestBroken(t *testing.T) {
 				t.Errorf("%+v, %v", c, err)
 			}
 			if p.verb == "start" {
-				for _, left := range x.leftovers() {
-					if strings.HasPrefix(left, "mount") || strings.HasPrefix(left, "process") {
-						t.Errorf("left by a failed start: %s", left)
-					}
+				for _, left := range x.leftovers("mount", "process") {
+					t.Errorf("left by a failed start: %s", left)
 				}
 				x.gone(id)
 			}

@@ -243,8 +243,21 @@ func (x *box) sweep() {
 	}
 }
 
-// leftovers lists what exists of a backend without containers that should not.
-func (x *box) leftovers() []string {
+// leftovers lists what exists of a backend without containers that should not,
+// or of that what starts with one of the prefixes. A monitor and its exit
+// command end a moment after the container; nothing announces it.
+func (x *box) leftovers(prefixes ...string) []string {
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
+		left := slices.DeleteFunc(x.search(), func(s string) bool {
+			return len(prefixes) > 0 && !slices.ContainsFunc(prefixes, func(p string) bool { return strings.HasPrefix(s, p) })
+		})
+		if len(left) == 0 || time.Now().After(deadline) {
+			return left
+		}
+	}
+}
+
+func (x *box) search() []string {
 	var left []string
 	infos, err := mountinfo.GetMounts(func(i *mountinfo.Info) (skip, stop bool) {
 		return !strings.HasPrefix(i.Mountpoint, filepath.Dir(x.home.Base)+"/"), false
