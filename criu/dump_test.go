@@ -25,7 +25,7 @@ import (
 
 func TestDumpAndRestore(t *testing.T) {
 	ctx := context.Background()
-	b, rt := start(t, []string{"sh", "-c", "sleep 1000 & i=0; while :; do i=$((i+1)); echo $i > /count; sleep 0.05; done"}, nil)
+	b, rt := start(t, []string{"sh", "-c", "sleep 1000 & i=0; while :; do i=$((i+1)); " + criutest.Store + "; sleep 0.05; done"}, nil)
 	b.Until("it counts", func() bool { return b.Count() >= 3 })
 
 	if _, err := Dump(ctx, rt, DumpOptions{ImageDir: b.Images, WorkDir: b.Work}); !errors.Is(err, fault.ErrState) {
@@ -89,7 +89,7 @@ func TestDumpRefused(t *testing.T) { eachBundle(t, testDumpRefused) }
 func testDumpRefused(t *testing.T, edit func(*specs.Spec)) {
 	ctx := context.Background()
 	// More than CRIU's own limit, 1 MiB.
-	b, rt := start(t, []string{"sh", "-c", "busybox dd if=/dev/zero of=/big bs=1M count=2; exec 5</big; rm /big; i=0; while :; do i=$((i+1)); echo $i > /count; sleep 0.05; done"}, edit)
+	b, rt := start(t, []string{"sh", "-c", "busybox dd if=/dev/zero of=/big bs=1M count=2; exec 5</big; rm /big; i=0; while :; do i=$((i+1)); " + criutest.Store + "; sleep 0.05; done"}, edit)
 	b.Until("it counts", func() bool { return b.Count() >= 3 })
 	if err := rt.Pause(ctx); err != nil {
 		t.Fatal(err)

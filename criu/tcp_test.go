@@ -32,6 +32,8 @@ func main() {
 	}()
 	c, err := net.Dial("tcp", "127.0.0.1:7777")
 	if err != nil { panic(err) }
+	count, err := os.Create("/count")
+	if err != nil { panic(err) }
 	in := bufio.NewReader(c)
 	for i := 1; ; i++ {
 		fmt.Fprintln(c, i)
@@ -40,7 +42,7 @@ func main() {
 			os.WriteFile("/broken", []byte(fmt.Sprint(i, line, err)), 0644)
 			select {}
 		}
-		os.WriteFile("/count", []byte(line), 0644)
+		count.WriteAt(fmt.Appendf(nil, "%08d", i), 0) // of one size, however it is dumped
 		time.Sleep(20 * time.Millisecond)
 	}
 }`

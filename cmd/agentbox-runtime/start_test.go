@@ -22,7 +22,7 @@ import (
 )
 
 // printEnv stores what its variable is and goes on.
-var printEnv = []string{"sh", "-c", `echo "$WHO" > /who; cat /managed > /copy; i=0; while :; do i=$((i+1)); echo $i > /count; sleep 0.05; done`}
+var printEnv = []string{"sh", "-c", `echo "$WHO" > /who; cat /managed > /copy; i=0; while :; do i=$((i+1)); ` + criutest.Store + `; sleep 0.05; done`}
 
 // managedBox is a container with a file of its engine bound into it.
 func managedBox(t *testing.T) (b *box, managed string) {

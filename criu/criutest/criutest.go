@@ -45,8 +45,13 @@ type Box struct {
 	Binary string // the OCI runtime; runc
 }
 
+// Store is the shell's way to store $i where Count looks for it. The file is
+// never truncated: a process that is dumped with it open wants it back in the
+// size it had then.
+const Store = "printf %08d $i 1<>/count"
+
 // Counter prints and stores an ever growing number.
-var Counter = []string{"sh", "-c", "i=0; while :; do i=$((i+1)); echo $i; echo $i > /count; sleep 0.05; done"}
+var Counter = []string{"sh", "-c", "i=0; while :; do i=$((i+1)); echo $i; " + Store + "; sleep 0.05; done"}
 
 // New makes a bundle for args; edit, when given, changes its spec.
 func New(t testing.TB, args []string, edit func(*specs.Spec)) *Box {
