@@ -22,6 +22,8 @@ import (
 
 	"golang.org/x/sys/unix"
 	"pgregory.net/rapid"
+
+	"github.com/agentbox/agentbox/internal/thorough"
 )
 
 // look is the judge of Diff: what a process finds at each path of a mounted
@@ -300,6 +302,7 @@ func (c *chaos) change(t *rapid.T, label string, most int) {
 // changes a mounted overlay at random before and after a capture, and holds what
 // Diff says against what walks of the mount saw.
 func TestDiffIsWhatOneSees(t *testing.T) {
+	thorough.Checks(t, 50)
 	old := racy
 	racy = 20 * time.Millisecond
 	defer func() { racy = old }()

@@ -20,6 +20,7 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/thorough"
 )
 
 // dirSource has the data of the files of a directory.
@@ -276,6 +277,7 @@ func sharesOnly(a, b string) bool {
 
 // TestUpdateRandom takes random trees from one to the other.
 func TestUpdateRandom(t *testing.T) {
+	thorough.Checks(t, 50)
 	base := noDevices(t)
 	done, actions := map[string]int{}, map[action]int{}
 	round := 0

@@ -11,10 +11,12 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/thorough"
 )
 
 // TestUpdateLinksRandom deals few names to few inodes, on both sides.
 func TestUpdateLinksRandom(t *testing.T) {
+	thorough.Checks(t, 50)
 	base := noDevices(t)
 	kept := 0
 	rapid.Check(t, func(rt *rapid.T) {

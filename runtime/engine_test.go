@@ -15,6 +15,7 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/internal/thorough"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/backendtest"
 	"github.com/agentbox/agentbox/runtime/store"
@@ -106,6 +107,7 @@ func contents(t testing.TB, dir string) map[string]string {
 // TestHistory drives random writes, checkpoints, restores in any order,
 // removals of checkpoints and of the sandbox itself, against a model.
 func TestHistory(t *testing.T) {
+	thorough.Checks(t, 30)
 	r := newRig(t, nil)
 	n := 0
 	rapid.Check(t, func(rt *rapid.T) {

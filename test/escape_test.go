@@ -17,6 +17,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/thorough"
 )
 
 // The escape suite: what is published on leaving a container is tried inside, as
@@ -369,7 +371,7 @@ func TestEscapeBombs(t *testing.T) {
 // A sandbox that fills the disk is told so, and can be seen to and removed.
 // Where --storage-size is given the limit is its own, not the disk's.
 func TestEscapeDisk(t *testing.T) {
-	if !long() {
+	if !thorough.Asked() {
 		t.Skip("a monitor that cannot write down an exit is waited for 10 s: make test-long")
 	}
 	t.Parallel()

@@ -14,11 +14,13 @@ import (
 
 	"golang.org/x/sys/unix"
 	"pgregory.net/rapid"
+
+	"github.com/agentbox/agentbox/internal/thorough"
 )
 
 // propertyTime is how long TestProperty draws new histories.
 func propertyTime() time.Duration {
-	if long() {
+	if thorough.Asked() {
 		return 40 * time.Second
 	}
 	return 20 * time.Second

@@ -7,6 +7,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/agentbox/agentbox/internal/thorough"
 )
 
 // TestOneInstant takes checkpoints of a process that writes the same number to
@@ -18,7 +20,7 @@ func TestOneInstant(t *testing.T) {
 	steadyImage(b)
 	b.start("steady", "--network", "none", "steady", "/steady", "/")
 	rounds := 15
-	if long() {
+	if thorough.Asked() {
 		rounds = 200
 	}
 	oneInstant(b, "steady", rounds)

@@ -11,6 +11,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/agentbox/agentbox/internal/thorough"
 )
 
 // sweep is one pass over the failpoints.
@@ -63,7 +65,7 @@ func runSweep(t *testing.T, action string) {
 	switch {
 	case action == "enospc":
 		names = slices.DeleteFunc(names, func(name string) bool { return !inStore(name) })
-	case action == "error" && !long():
+	case action == "error" && !thorough.Asked():
 		names = slices.DeleteFunc(names, inStore)
 	}
 	names = slices.DeleteFunc(names, func(name string) bool { return triedElsewhere(t, name) })
@@ -91,7 +93,7 @@ func runSweep(t *testing.T, action string) {
 		}
 	}
 	t.Logf("%d failpoints fired, of %d; %d of capture, commit, restore, prune and import", total, len(names), fired)
-	if whole := flag.Lookup("test.run").Value.String(); fired < 60 && (action != "error" || long()) && !strings.Contains(whole, "/") {
+	if whole := flag.Lookup("test.run").Value.String(); fired < 60 && (action != "error" || thorough.Asked()) && !strings.Contains(whole, "/") {
 		t.Errorf("only %d failpoints of capture, commit, restore, prune and import fired", fired)
 	}
 }
@@ -113,7 +115,8 @@ func triedElsewhere(t *testing.T, name string) bool {
 	return true
 }
 
-// over tries points on a root of its own, one after the other.
+// over tries points on a root of its own, one after the other: each in the first
+// scene that comes by it, or in all if all is to be tried.
 func (s *sweep) over(t *testing.T, names []string) {
 	root := memoryBox(t)
 	s.fired = map[string][]string{}
@@ -125,7 +128,7 @@ func (s *sweep) over(t *testing.T, names []string) {
 		ok := t.Run(name, func(t *testing.T) {
 			s.box = &box{T: t, root: root.root}
 			for _, in := range scenesFor(name) {
-				if len(s.fired[name]) > 0 && !long() {
+				if len(s.fired[name]) > 0 && !thorough.Asked() {
 					break
 				}
 				sc, ok := known[in]
@@ -144,11 +147,6 @@ func (s *sweep) over(t *testing.T, names []string) {
 		}
 	}
 }
-
-// long tells whether all is to be tried that can be: `make test-long`. Else a
-// failpoint is tried in the first scene that comes by it, and a full disk stands
-// for any error.
-func long() bool { return os.Getenv("AGENTBOX_LONG") != "" }
 
 // longest is the longest key that a failpoint begins with.
 func longest[T any](of map[string]T, point string) (found string) {
@@ -259,7 +257,7 @@ func (s *sweep) perform(point string, sc scene) {
 	}
 	s.try(nil, "rm", "-f", "--checkpoints", "r")
 	// It is slow: once for every third point, or for each.
-	if s.action == "kill" && fired && len(s.fired[point]) == 1 && (s.n%3 == 0 || long()) {
+	if s.action == "kill" && fired && len(s.fired[point]) == 1 && (s.n%3 == 0 || thorough.Asked()) {
 		s.cycle(what)
 	}
 	s.clean(what)

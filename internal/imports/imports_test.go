@@ -41,6 +41,7 @@ var allowed = map[string][]string{
 	"internal/lazy":        {},
 	"internal/remote":      {"internal/fault"},
 	"internal/setup":       {"internal/fault", "internal/lazy"},
+	"internal/thorough":    {},
 	"internal/undo":        {},
 	"overlay":              {"internal/fault", "internal/failpoint", "internal/idmap"},
 	"policy":               {"internal/fault", "internal/lazy"},

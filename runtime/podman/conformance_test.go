@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"io"
 	"maps"
-	"os"
 	"os/exec"
 	"path/filepath"
 	"strconv"
@@ -13,6 +12,7 @@ import (
 	"testing"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/thorough"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/backendtest"
 )
@@ -190,7 +190,7 @@ func TestConformance(t *testing.T) {
 	// Each of Podman's commands takes a tenth of a second or more. What is
 	// left is about the backend itself, or about what a restore relies on.
 	needless := maps.Clone(needless)
-	if os.Getenv("AGENTBOX_LONG") == "" {
+	if !thorough.Asked() {
 		for _, group := range []string{"attach/", "exec/", "files/", "kill/", "logs/", "mount/", "streams/", "terminal/"} {
 			needless[group] = later
 		}

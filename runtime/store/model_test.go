@@ -11,6 +11,7 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/thorough"
 )
 
 // model is what the store must look like, kept in the simplest way.
@@ -37,6 +38,7 @@ func (m *model) sandbox(id string) *Sandbox {
 // Random verbs, with the store closed and opened between them, always leave
 // what the model says.
 func TestModel(t *testing.T) {
+	thorough.Checks(t, 40)
 	ctx := context.Background()
 	rapid.Check(t, func(rt *rapid.T) {
 		root, err := os.MkdirTemp("", "store-model-")

@@ -54,8 +54,8 @@ var rearrangePoints = []string{
 
 func TestReclaimFailpoints(t *testing.T) {
 	ctx := context.Background()
-	for _, point := range rearrangePoints[:len(rearrangePoints)-2] {
-		for _, action := range []string{"kill", "error", "enospc"} {
+	for i, point := range rearrangePoints[:len(rearrangePoints)-2] {
+		for _, action := range actions(i) {
 			for _, draft := range []bool{false, true} {
 				t.Run(fmt.Sprintf("%s/%s/%v", point, action, draft), func(t *testing.T) {
 					root := t.TempDir()

@@ -1,0 +1,31 @@
+// Package thorough tells tests how much to try: `make test` has to end soon,
+// `make test-long` tries all that can be tried.
+package thorough
+
+import (
+	"flag"
+	"os"
+	"strconv"
+	"testing"
+)
+
+// Asked tells whether all is to be tried that can be: `make test-long`.
+func Asked() bool { return os.Getenv("AGENTBOX_LONG") != "" }
+
+// Checks has rapid.Check go n rounds for the rest of a test, for properties of
+// which a round is dear; not if all is to be tried, nor if the command line says
+// how many. The test must not be parallel.
+func Checks(t testing.TB, n int) {
+	t.Helper()
+	checks := flag.Lookup("rapid.checks")
+	if Asked() || checks.Value.String() != checks.DefValue {
+		return
+	}
+	set := func(value string) {
+		if err := checks.Value.Set(value); err != nil {
+			t.Fatal(err)
+		}
+	}
+	set(strconv.Itoa(n))
+	t.Cleanup(func() { set(checks.DefValue) })
+}
