@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"time"
 
@@ -104,6 +105,9 @@ func (r Runtime) call(ctx context.Context, args ...string) ([]byte, error) {
 	var out, stderr bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &stderr
 	if err := cmd.Run(); err != nil {
+		if ctx.Err() != nil {
+			return nil, fmt.Errorf("%s %s: %w", filepath.Base(r.Binary), args[0], ctx.Err())
+		}
 		return nil, r.explain(args[0], err, stderr.String())
 	}
 	return out.Bytes(), nil

@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/opencontainers/runtime-spec/specs-go"
 
@@ -95,6 +96,25 @@ func TestDeleteForced(t *testing.T) {
 	}
 	if b.Status() != "gone" {
 		t.Fatal("still there")
+	}
+}
+
+// What is broken off says why: it was not the runtime's failure.
+func TestBrokenOff(t *testing.T) {
+	slow := filepath.Join(t.TempDir(), "runc")
+	if err := os.WriteFile(slow, []byte("#!/bin/sh\nexec sleep 1000\n"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	rt := Runtime{Binary: slow, ID: "x"}
+	for name, call := range map[string]func(context.Context) error{
+		"state":    func(ctx context.Context) error { _, err := rt.State(ctx); return err },
+		"versions": func(ctx context.Context) error { _, err := ToolVersions(ctx, rt); return err },
+	} {
+		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+		if err := call(ctx); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("%s: %v", name, err)
+		}
+		cancel()
 	}
 }
 

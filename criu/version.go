@@ -1,6 +1,7 @@
 package criu
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"os/exec"
@@ -34,7 +35,7 @@ func ToolVersions(ctx context.Context, rt Runtime) (v Versions, err error) {
 		group.Go(func() error {
 			out, err := exec.CommandContext(ctx, binary, "--version").Output()
 			if err != nil {
-				return fmt.Errorf("%s --version: %w", binary, err)
+				return fmt.Errorf("%s --version: %w", binary, cmp.Or(ctx.Err(), err))
 			}
 			*into, _, _ = strings.Cut(strings.TrimSpace(string(out)), "\n")
 			return nil
