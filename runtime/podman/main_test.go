@@ -126,6 +126,7 @@ func prepare() error {
 	os.Setenv("CONTAINERS_STORAGE_CONF", filepath.Join(dir, "storage.conf"))
 	os.Setenv("CONTAINERS_CONF", filepath.Join(dir, "containers.conf"))
 	os.Setenv("TMPDIR", dir)
+	os.Setenv("GOGC", "400") // a command of Podman's is over before it has much to collect
 	for _, name := range []string{"AGENTBOX_RUN", "AGENTBOX_RUNTIME"} {
 		os.Unsetenv(name)
 	}
