@@ -6,6 +6,7 @@ DESTDIR ?=
 VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
 # Not :=, as the version is git's to tell, which `deps` may have to install first.
 LDFLAGS = -s -w -X main.version=$(VERSION)
+TRIM = -trimpath
 
 # Static binaries: the wrapper doubles as the init inside sandboxes of any image.
 export CGO_ENABLED = 0
@@ -19,8 +20,8 @@ export PATH := $(PATH):/usr/local/go/bin:/usr/local/sbin:/usr/sbin:/sbin
 all: build
 
 build:
-	$(GO) build -trimpath -ldflags '$(LDFLAGS)' -o bin/agentbox ./cmd/agentbox
-	$(GO) build -trimpath -ldflags '$(LDFLAGS)' -o bin/agentbox-runtime ./cmd/agentbox-runtime
+	$(GO) build $(TRIM) -ldflags '$(LDFLAGS)' -o bin/agentbox ./cmd/agentbox
+	$(GO) build $(TRIM) -ldflags '$(LDFLAGS)' -o bin/agentbox-runtime ./cmd/agentbox-runtime
 
 install: build man
 	install -D -m 0755 bin/agentbox $(DESTDIR)$(PREFIX)/bin/agentbox
@@ -44,7 +45,9 @@ demo: deps build
 # Failpoints are compiled in, so that tests can kill agentbox at named instants.
 # Three packages at a time, even on two cores: they wait for engines, too, and each
 # has its containers under a root or a daemon of its own. Those that take longest
-# begin first, so that none of them is what the others wait for in the end.
+# begin first, so that none of them is what the others wait for in the end. The
+# build goes without -trimpath, or everything would be compiled once more for it.
+test: TRIM =
 test: test-deps build
 	$(GO) vet -tags failpoint ./...
 	test -z "$$(gofmt -l .)"

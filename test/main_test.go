@@ -45,7 +45,7 @@ func TestMain(m *testing.M) {
 			return 1
 		}
 		defer os.RemoveAll(bin)
-		build := exec.Command("go", "build", "-tags", "failpoint", "-o", bin, "../cmd/agentbox", "../cmd/agentbox-runtime")
+		build := exec.Command("go", "build", "-tags", "failpoint", "-ldflags", "-s -w", "-o", bin, "../cmd/agentbox", "../cmd/agentbox-runtime")
 		build.Env = append(os.Environ(), "CGO_ENABLED=0")
 		if out, err := build.CombinedOutput(); err != nil {
 			fmt.Fprintf(os.Stderr, "build the binaries: %v\n%s", err, out)

@@ -26,7 +26,8 @@ type podmanBox struct {
 
 func newPodman(t *testing.T) *podmanBox {
 	t.Helper()
-	dir, err := os.MkdirTemp("", "abpm")
+	// In memory: each command of Podman's waits for the disk several times.
+	dir, err := os.MkdirTemp("/dev/shm", "abpm")
 	if err != nil {
 		t.Fatal(err)
 	}

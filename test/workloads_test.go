@@ -13,7 +13,7 @@ const memoryApp = `
 import hashlib, json, os, random, threading, time
 memory = bytearray()
 rng = random.Random(7)
-while len(memory) < 200 << 20:
+while len(memory) < 64 << 20:
     memory += rng.randbytes(1 << 20)
 def digest():
     return hashlib.sha256(memory).hexdigest()

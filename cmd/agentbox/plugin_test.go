@@ -107,7 +107,7 @@ func TestWatchDocker(t *testing.T) {
 func TestDockerCommand(t *testing.T) {
 	config := t.TempDir()
 	bin := filepath.Join(config, "agentbox")
-	if out, err := exec.Command("go", "build", "-o", bin, ".").CombinedOutput(); err != nil {
+	if out, err := exec.Command("go", "build", "-ldflags", "-s -w", "-o", bin, ".").CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
 	plugins := filepath.Join(config, "cli-plugins")

@@ -46,7 +46,7 @@ func TestEngine(t *testing.T) {
 		t.Fatal("this test runs sandboxes: run it as root")
 	}
 	bin := t.TempDir()
-	build := exec.Command("go", "build", "-o", bin, "../agentbox", "../agentbox-runtime")
+	build := exec.Command("go", "build", "-ldflags", "-s -w", "-o", bin, "../agentbox", "../agentbox-runtime")
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %v\n%s", build, err, out)
 	}

@@ -215,7 +215,7 @@ func Build(t testing.TB, tags string, commands ...string) string {
 		return dir
 	}
 	dir := Dir(t)
-	args := []string{"build", "-tags", tags, "-o", dir + "/"}
+	args := []string{"build", "-tags", tags, "-ldflags", "-s -w", "-o", dir + "/"}
 	for _, c := range commands {
 		args = append(args, "github.com/agentbox/agentbox/cmd/"+c)
 	}
