@@ -2,6 +2,7 @@ package enginetest
 
 import (
 	"errors"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -62,7 +63,7 @@ func (d *daemon) Kill(t testing.TB) {
 		t.Fatal(err)
 	}
 	pid := d.Pid()
-	until(t, "the daemon is gone", 10*time.Second, func() bool { return !alive(pid) })
+	until(t, "the daemon is gone", time.Minute, func() bool { return !alive(pid) })
 }
 
 // Restart kills the daemon and starts it again.
@@ -90,16 +91,18 @@ func (d *daemon) close(t testing.TB, clear func()) {
 	clear()
 	_ = d.cmd.Process.Signal(unix.SIGTERM)
 	pid := d.Pid()
-	wait(20*time.Second, func() bool { return !alive(pid) })
+	wait(time.Minute, func() bool { return !alive(pid) })
 	if alive(pid) {
 		t.Errorf("%s does not end\n%s", d.name, d.Log())
 		_ = d.cmd.Process.Kill()
 	}
-	wait(5*time.Second, func() bool { return len(processes(d.Dir)) == 0 })
-	for pid, cmdline := range processes(d.Dir) {
-		if pid == os.Getppid() || isTest(cmdline) {
-			continue
-		}
+	left := func() map[int]string {
+		found := processes(d.Dir)
+		maps.DeleteFunc(found, func(pid int, cmdline string) bool { return pid == os.Getppid() || isTest(cmdline) })
+		return found
+	}
+	wait(time.Minute, func() bool { return len(left()) == 0 })
+	for pid, cmdline := range left() {
 		t.Errorf("left behind by %s: process %d: %s", d.name, pid, cmdline)
 		_ = unix.Kill(pid, unix.SIGKILL)
 	}

@@ -86,8 +86,9 @@ func TestTerminal(t *testing.T) {
 		enter("stty size\n")
 		return screen.has("17 57")()
 	})
-	enter("trap 'echo interrupted' INT; sleep 100\n")
-	eventually(t, "the shell waits", screen.has("sleep 100"))
+	// Before the shell has read the line, Ctrl-C would take it back.
+	enter("trap 'echo inter''rupted' INT; echo rea''dy; sleep 100\n")
+	eventually(t, "the shell waits", screen.has("ready\r\n"))
 	eventually(t, "Ctrl-C arrives", func() bool {
 		enter("\x03")
 		return screen.has("interrupted\r\n")()

@@ -492,6 +492,7 @@ func killedAnywhere(b *box) {
 				if !there {
 					b.Fatal("it is gone")
 				}
+				b.ok("stop", "-t", "0", "v") // what was killed may not have ended yet
 			}
 			if there {
 				if b.inspect("v").Status != "running" {

@@ -176,6 +176,9 @@ func killedAnywhere(b *box) {
 				b.Errorf("%s: a container is left", c.at)
 			}
 		default:
+			if c.args[0] == "stop" {
+				b.ok(c.args...) // what was killed may not have ended yet
+			}
 			b.try(nil, "start", "kk")
 			b.counts("kk")
 			b.ok("checkpoint", "kk", "--name", "x")
