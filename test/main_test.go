@@ -53,6 +53,7 @@ func TestMain(m *testing.M) {
 		}
 		before := hostState()
 		code := m.Run()
+		removePodmanGroups()
 		if err := debian.close(); err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			code = 1

@@ -92,6 +92,11 @@ func (p *podmanBox) close() {
 		p.Errorf("left behind: %s", left)
 	}
 	p.ok("sh", "-c", "umount "+p.path("storage")+"/overlay || true")
+}
+
+// removePodmanGroups removes the cgroups that Podmans have in common, once none
+// runs any more: one could be about to make its own in them.
+func removePodmanGroups() {
 	groups, _ := filepath.Glob("/sys/fs/cgroup/*/libpod_parent")
 	for _, g := range append(groups, "/sys/fs/cgroup/libpod_parent") {
 		for _, d := range []string{"conmon", ""} {
@@ -204,6 +209,7 @@ func (p *podmanBox) printed(name string) (numbers []int) {
 // A container that somebody started with podman run is taken back and forth,
 // and for Podman it is the same all along.
 func TestPodman(t *testing.T) {
+	t.Parallel()
 	p := newPodman(t)
 	p.ok("podman", "run", "-d", "--runtime", "agentbox", "--name", "c", "-p", "18080:80", "-e", "MARK=1", "bb", "sh", "-c",
 		"mkdir -p /work /www; echo precious > /work/file; echo served > /www/index.html; busybox httpd -h /www; "+counter)
@@ -289,6 +295,7 @@ func TestPodman(t *testing.T) {
 // A connection that was open goes on, for the peer was not told and the address
 // is the same, which Podman would not have given again.
 func TestPodmanConnection(t *testing.T) {
+	t.Parallel()
 	p := newPodman(t)
 	p.ok("podman", "run", "-d", "--name", "first", "bb", "sleep", "1000") // makes the bridge
 	gateway := p.inspect("first", "{{.NetworkSettings.Gateway}}")
@@ -343,6 +350,7 @@ func TestPodmanConnection(t *testing.T) {
 
 // Whoever paused it finds it paused.
 func TestPodmanPaused(t *testing.T) {
+	t.Parallel()
 	p := newPodman(t)
 	p.ok("podman", "run", "-d", "--runtime", "agentbox", "--name", "c", "--network", "none", "bb", "sh", "-c", counter)
 	p.reaches("c", 5)
@@ -371,6 +379,7 @@ func TestPodmanPaused(t *testing.T) {
 
 // What cannot be is said, with what to do about it, and nothing is touched.
 func TestPodmanRefusals(t *testing.T) {
+	t.Parallel()
 	p := newPodman(t)
 	p.runsCommitted()
 	p.ok("podman", "run", "-d", "--runtime", "runc", "--name", "plain", "bb", "sh", "-c", "echo old > /file; "+counter)

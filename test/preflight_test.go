@@ -61,6 +61,7 @@ func (b *box) restored(name, ck string) {
 
 // What processes have open in a bind mount is in no checkpoint.
 func TestRestoreBindChanged(t *testing.T) {
+	t.Parallel()
 	b := newBox(t)
 	src := t.TempDir()
 	log, dir, single := filepath.Join(src, "src/log"), filepath.Join(src, "src/dir"), filepath.Join(src, "single")
@@ -130,6 +131,7 @@ mkdir /work/cwd; (cd /work/cwd; exec sleep 1000) &
 
 // Edits of the files that agentbox itself writes are kept like all others.
 func TestRestoreManaged(t *testing.T) {
+	t.Parallel()
 	b := newBox(t)
 	hold := `while [ ! -e /go ]; do sleep 0.02; done; exec 3</etc/hosts; ` + counter
 	b.start("c", "busybox", "sh", "-c", hold)
@@ -205,6 +207,7 @@ func (b *box) ip(name string) string {
 
 // Restored processes are who they were, whatever has become of /etc/passwd.
 func TestRestoreWithoutUser(t *testing.T) {
+	t.Parallel()
 	b := newBox(t)
 	for what, break_ := range map[string]string{
 		"fifo":  "rm -f /etc/passwd; mkfifo /etc/passwd",

@@ -19,7 +19,7 @@ func TestOneInstant(t *testing.T) {
 	b := newBox(t)
 	steadyImage(b)
 	b.start("steady", "--network", "none", "steady", "/steady", "/")
-	rounds := 15
+	rounds := 8
 	if thorough.Asked() {
 		rounds = 200
 	}

@@ -255,12 +255,20 @@ func (s *sweep) perform(point string, sc scene) {
 	if len(rest) > 0 {
 		s.ok(append([]string{"checkpoint", "rm"}, rest...)...)
 	}
-	s.try(nil, "rm", "-f", "--checkpoints", "r")
-	// It is slow: once for every third point, or for each.
-	if s.action == "kill" && fired && len(s.fired[point]) == 1 && (s.n%3 == 0 || thorough.Asked()) {
-		s.cycle(what)
+	var now *sandbox // "s", if it is there
+	for _, b := range decode[[]sandbox](s.box, s.ok("ps", "-a", "--format", "json")) {
+		switch b.Name {
+		case "s":
+			now = &b
+		case "r":
+			s.ok("rm", "-f", "--checkpoints", "r")
+		}
 	}
-	s.clean(what)
+	// It is slow: once for every sixth point, or for each.
+	if s.action == "kill" && fired && len(s.fired[point]) == 1 && (s.n%6 == 0 || thorough.Asked()) {
+		s.cycle(what, now)
+	}
+	s.clean(what, now)
 	if s.Failed() && !failed {
 		s.Logf("%s ended so: %s", what, r)
 	}
@@ -300,9 +308,9 @@ func (s *sweep) counts() {
 }
 
 // cycle checks that a checkpoint and a restore still work.
-func (s *sweep) cycle(what string) {
+func (s *sweep) cycle(what string, now *sandbox) {
 	s.Helper()
-	if now, ok := s.find("s"); !ok || now.Status != "running" {
+	if now == nil || now.Status != "running" {
 		return // the scene's check has said so, or ready makes it anew
 	}
 	s.sh("s", "echo cycle > /marker")
@@ -315,12 +323,15 @@ func (s *sweep) cycle(what string) {
 }
 
 // clean checks that only what "s" needs is left.
-func (s *sweep) clean(what string) {
+func (s *sweep) clean(what string, now *sandbox) {
 	s.Helper()
-	now, ok := s.find("s")
+	id := ""
+	if now != nil {
+		id = now.ID
+	}
 	var left string
 	for deadline := time.Now().Add(2 * time.Minute); ; time.Sleep(10 * time.Millisecond) {
-		if left = s.leftBeside(now.ID, ok); left == "" {
+		if left = s.leftBeside(id, now != nil); left == "" {
 			return
 		}
 		if time.Now().After(deadline) {
