@@ -98,8 +98,9 @@ type command struct {
 	closed bool
 }
 
-// tail keeps the end of what a program says.
-type tail struct{ bytes.Buffer }
+// tail keeps the end of what a program says. It embeds no buffer, whose ReadFrom
+// would take all that there is.
+type tail struct{ kept bytes.Buffer }
 
 func (t *tail) Write(p []byte) (int, error) {
 	const most = 16 << 10
@@ -107,12 +108,14 @@ func (t *tail) Write(p []byte) (int, error) {
 	if len(p) > most {
 		p = p[len(p)-most:]
 	}
-	if over := t.Len() + len(p) - most; over > 0 {
-		t.Next(over)
+	if over := t.kept.Len() + len(p) - most; over > 0 {
+		t.kept.Next(over)
 	}
-	_, _ = t.Buffer.Write(p) // into memory
+	_, _ = t.kept.Write(p) // into memory
 	return n, nil
 }
+
+func (t *tail) String() string { return t.kept.String() }
 
 // said is the last lines of it, fit for a terminal.
 func (t *tail) said() string {
