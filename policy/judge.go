@@ -131,6 +131,7 @@ func (p *Policy) Judge(ask Request) (Request, []Finding) {
 	limit(j, "storage_size", &j.ask.Storage, p.Rules.StorageSize, sizeText)
 	j.checkpoints()
 	j.labels()
+	j.hooks()
 	return j.ask, j.findings
 }
 
@@ -527,6 +528,15 @@ func (j *judging) labels() {
 		f := j.note(verdict(ok), "labels "+listText(slices.Sorted(maps.Keys(j.ask.Labels))), "labels", want)
 		if !ok {
 			f.Hint = fmt.Sprintf("Give it: --label %s=VALUE.", name)
+		}
+	}
+}
+
+// hooks says what is run besides.
+func (j *judging) hooks() {
+	for _, point := range hookPoints {
+		for _, h := range j.Rules.Hooks[point] {
+			j.note(Clamped, "hook "+h.Run[0], "hooks."+point, fmt.Sprintf("[%s] within %s", h, short(h.Timeout)))
 		}
 	}
 }

@@ -93,6 +93,8 @@ var keys = []key{
 	atMost("checkpoints.max_bytes", func(r *Rules) *int64 { return &r.Retention.MaxBytes }, parseSize, sizeOf),
 
 	listOf("labels", func(r *Rules) *[]string { return &r.Labels }, parseLabel, nil).needsAllOf(),
+
+	hooksAt(BeforeStart), hooksAt(BeforeCheckpoint), hooksAt(AfterCheckpoint), hooksAt(BeforeRestore), hooksAt(AfterRestore), hooksAt(OnFailure),
 }
 
 func init() {

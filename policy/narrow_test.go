@@ -131,6 +131,7 @@ func FuzzParse(f *testing.F) {
 		}
 		f.Add(data)
 	}
+	f.Add([]byte("hooks:\n  before_start: [{run: [/bin/a, '-b'], timeout: 1m30s}, {run: [/c]}]\n  on_failure: []\n"))
 	f.Fuzz(func(t *testing.T, data []byte) {
 		d, err := parse("p", "p.yaml", data)
 		if err != nil {

@@ -3,6 +3,7 @@ package policy
 import (
 	"encoding/json"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
@@ -41,7 +42,16 @@ func TestProblems(t *testing.T) {
 	for _, c := range []struct{ name, text, want string }{
 		{"unknown", "capabilites: []\n", "p.yaml:1:1: unknown key \"capabilites\"; did you mean capabilities?"},
 		{"unknown below", "limits:\n  memry: {max: 1g}\n", "p.yaml:2:3: unknown key \"limits.memry\"; did you mean memory?"},
-		{"hooks", "hooks: []\n", "p.yaml:1:1: unknown key \"hooks\""},
+		{"hooks", "hooks: []\n", "p.yaml:1:8: hooks: not a mapping"},
+		{"hook by path", "hooks:\n  on_failure: [{run: [/bin/true]}]\n", "p.yaml:2:15: hooks.on_failure: root runs hooks, and this file is named by its path"},
+		{"hook of a shell", "hooks: {on_failure: [/bin/true]}\n", "p.yaml:1:22: hooks.on_failure: write {run: ["},
+		{"hook without run", "hooks: {on_failure: [{timeout: 5s}]}\n", "p.yaml:1:22: hooks.on_failure: a hook without run"},
+		{"hook of a string", "hooks: {on_failure: [{run: /bin/true}]}\n", "p.yaml:1:28: hooks.on_failure: run: not a list"},
+		{"hook in PATH", "hooks: {on_failure: [{run: [true]}]}\n", "p.yaml:1:29: hooks.on_failure: run: \"true\": write the program by its absolute path"},
+		{"hook for ever", "hooks: {on_failure: [{run: [/bin/true], timeout: 1h}]}\n", "p.yaml:1:50: hooks.on_failure: timeout: 1h is more than 10m"},
+		{"hook twice", "hooks: {on_failure: [{run: [/bin/true]}, {run: [/bin/true], timeout: 30s}]}\n", "p.yaml:1:42: hooks.on_failure: \"/bin/true\" stands here a second time"},
+		{"hook unknown", "hooks: {on_failure: [{rum: [/bin/true]}]}\n", "p.yaml:1:23: unknown key \"hooks.on_failure.rum\"; did you mean run?"},
+		{"hook point", "hooks: {before_chekpoint: []}\n", "p.yaml:1:9: unknown key \"hooks.before_chekpoint\"; did you mean before_checkpoint?"},
 		{"no list", "seccomp: default\n", "p.yaml:1:10: seccomp: not a list"},
 		{"no value", "network:\n  modes: [nnoe]\n", "p.yaml:2:11: network.modes: \"nnoe\" is none of none, filtered, bridge, host; did you mean none?"},
 		{"truth", "io_uring: yes\n", "p.yaml:1:11: io_uring: neither true nor false"},
@@ -189,6 +199,73 @@ func TestFindRefusesOthersFiles(t *testing.T) {
 	}
 	if _, err := f.Find("../etc/passwd"); !errors.Is(err, fault.ErrNotFound) {
 		t.Errorf("%v", err)
+	}
+}
+
+// A policy that narrows another one runs its hooks, too, and before its own.
+func TestHooksAdd(t *testing.T) {
+	f := finder(t, map[string]string{
+		"base": "hooks: {before_start: [{run: [/bin/true, a]}], on_failure: [{run: [/bin/true]}]}\n",
+		"none": "base: base\nhooks: {before_start: []}\n",
+		"more": "base: base\nhooks: {before_start: [{run: [/bin/true, b]}, {run: [/bin/true, a]}]}\n",
+		"gone": "hooks: {before_start: [{run: [/bin/nosuch]}]}\n",
+	})
+	for name, want := range map[string]string{"base": "[/bin/true a]", "none": "[/bin/true a]", "more": "[/bin/true a /bin/true b]"} {
+		p, err := f.Find(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := fmt.Sprint(p.Rules.Hooks[BeforeStart]); got != want || len(p.Rules.Hooks[OnFailure]) != 1 {
+			t.Errorf("%s: %v", name, p.Rules.Hooks)
+		}
+		again, err := ParseCanonical(name, p.Rules.Canonical())
+		if err != nil || again.Rules.Digest() != p.Rules.Digest() {
+			t.Errorf("%s: %v, %v", name, again, err)
+		}
+	}
+	if _, err := f.Find("gone"); err == nil || !strings.Contains(err.Error(), "gone.yaml:1:24: hooks.before_start: lstat /bin/nosuch") && !strings.Contains(err.Error(), "/usr/bin/nosuch") {
+		t.Errorf("%v", err)
+	}
+	if err := os.Chmod(f.Dirs[0], 0o777); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := f.Find("base"); err == nil || !strings.Contains(err.Error(), "others than root can change "+f.Dirs[0]) {
+		t.Errorf("%v", err)
+	}
+}
+
+// Each step to a trusted file is: who can change one leads elsewhere.
+func TestTrusted(t *testing.T) {
+	dir := t.TempDir()
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	must(os.MkdirAll(dir+"/open", 0o755))
+	must(os.Chmod(dir+"/open", 0o777))
+	must(os.Mkdir(dir+"/sticky", 0o755))
+	must(os.Chmod(dir+"/sticky", 0o777|os.ModeSticky))
+	for _, name := range []string{"file", "open/file", "sticky/file", "sticky/theirs"} {
+		must(os.WriteFile(filepath.Join(dir, name), nil, 0o755))
+	}
+	must(os.Chown(dir+"/sticky/theirs", 1000, 1000))
+	for name, target := range map[string]string{"link": "sticky/../file", "through": "open/../file", "loop": "loop", "sticky/link": dir + "/file", "foreign": "file"} {
+		must(os.Symlink(target, filepath.Join(dir, name)))
+	}
+	must(os.Lchown(dir+"/foreign", 1000, 1000))
+	for name, want := range map[string]string{
+		"file": "", "sticky/file": "", "link": "", "sticky/link": "", "nosuch": "no such file",
+		"open/file": dir + "/open:", "through": dir + "/open:", "sticky/theirs": "theirs:", "foreign": "foreign:", "loop": "too many levels",
+	} {
+		real, err := Trusted(filepath.Join(dir, name))
+		if want == "" && (err != nil || filepath.Base(real) != "file") {
+			t.Errorf("%s: %s, %v", name, real, err)
+		}
+		if want != "" && (err == nil || !strings.Contains(err.Error(), want)) {
+			t.Errorf("%s: %s, %v", name, real, err)
+		}
 	}
 }
 

@@ -91,7 +91,7 @@ func readFile(file string, trusted bool) ([]byte, error) {
 	if st.Mode&unix.S_IFMT == unix.S_IFDIR {
 		return nil, fmt.Errorf("%s is a directory: %w", file, fault.ErrInvalid)
 	}
-	if trusted && ((st.Uid != 0 && int(st.Uid) != os.Geteuid()) || st.Mode&0o022 != 0) {
+	if trusted && (!ours(st.Uid) || st.Mode&0o022 != 0) {
 		return nil, &fault.Error{Err: fmt.Errorf("others than root can change %s: %w", file, fault.ErrDenied),
 			Hint: fmt.Sprintf("Run 'chown root %s && chmod go-w %s'.", file, file)}
 	}
@@ -224,7 +224,7 @@ func (f Finder) resolve(name, file string, data []byte, n, depth int) (*Policy, 
 	if err != nil {
 		return nil, err
 	}
-	if problems := append(d.widenings(b), d.impossible(b)...); len(problems) > 0 {
+	if problems := slices.Concat(d.widenings(b), d.impossible(b), d.untrusted(n >= 0)); len(problems) > 0 {
 		return nil, d.problems(problems...)
 	}
 	p.Base = append([]string{b.Name}, b.Base...)
@@ -365,6 +365,11 @@ func (d *document) impossible(base *Policy) (problems []*Problem) {
 	}
 	if r.Swap != (Limit[int64]{}) && r.Memory == (Limit[int64]{}) {
 		bad("swap has a limit only where memory has one: give limits.memory.default or max", "limits.swap.max", "limits.swap.default")
+	}
+	for _, point := range hookPoints {
+		if len(r.Hooks[point]) > maxHooks {
+			bad(fmt.Sprintf("more than %d, those of the base among them", maxHooks), "hooks."+point)
+		}
 	}
 	own := &d.rules
 	for _, l := range []struct {

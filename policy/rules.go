@@ -49,6 +49,8 @@ type Rules struct {
 	Retention Retention
 
 	Labels []string // KEY or KEY=PATTERN, each of which a sandbox must have
+
+	Hooks map[string][]Hook // by when they are run
 }
 
 // Limit bounds a resource; zero means that there is none.

@@ -16,6 +16,7 @@ import (
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -59,12 +60,28 @@ func (e *Engine) Checkpoint(ctx context.Context, ref string, opts CheckpointOpti
 		ctx, cancel = context.WithTimeout(ctx, opts.Timeout)
 		defer cancel()
 	}
+	s, err := spec(sb.Sandbox)
+	if err != nil {
+		return Checkpoint{}, err
+	}
+	h, err := e.hooksOf("checkpoint", s)
+	if err != nil {
+		return Checkpoint{}, err
+	}
+	defer func() { h.failed(ctx, err) }()
+	h.of(store.Checkpoint{Name: opts.Name, Trigger: cmp.Or(opts.Trigger, "manual"), Labels: opts.Labels})
+	if err := h.before(ctx, policy.BeforeCheckpoint); err != nil {
+		return Checkpoint{}, err
+	}
 	row, err := e.checkpointOf(ctx, sb, opts, "")
 	if err != nil {
 		return Checkpoint{}, err
 	}
 	e.log.Info("checkpoint ready", "sandbox", sb.ID, "checkpoint", row.ID, "kind", row.Kind, "bytes", row.Bytes, "frozen", row.Frozen)
-	return checkpointView(row), nil
+	h.of(row)
+	out := checkpointView(row)
+	out.Warnings = slices.Concat(out.Warnings, h.after(ctx, policy.AfterCheckpoint))
+	return out, nil
 }
 
 // checkpointOf makes a checkpoint of a sandbox whose lock is held. aside is the

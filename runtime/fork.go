@@ -195,6 +195,17 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 			"process start times and monotonic clocks",
 			"TCP connections of the origin are closed in the fork")
 	}
+	h, err := e.hooksOf("fork", s)
+	if err != nil {
+		return Forked{}, err
+	}
+	defer func() { h.failed(ctx, err) }()
+	h.of(row)
+	if !opts.NoStart {
+		if err := h.before(ctx, policy.BeforeStart); err != nil {
+			return Forked{}, err
+		}
+	}
 	if err := e.perform(ctx, r); err != nil {
 		return Forked{}, err
 	}

@@ -287,6 +287,14 @@ func (e *Engine) Start(ctx context.Context, ref string, streams *Streams) (wait 
 	if err != nil {
 		return nil, err
 	}
+	h, err := e.hooksOf("start", s)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { h.failed(ctx, err) }()
+	if err := h.before(ctx, policy.BeforeStart); err != nil {
+		return nil, err
+	}
 	if streams != nil && s.AutoRemove {
 		if err := e.hold(ctx, sb.ID); err != nil {
 			return nil, err

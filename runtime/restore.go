@@ -18,6 +18,7 @@ import (
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -63,6 +64,15 @@ func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (
 	if err := r.possible(); err != nil {
 		return Restored{}, err
 	}
+	h, err := e.hooksOf("restore", r.spec)
+	if err != nil {
+		return Restored{}, err
+	}
+	defer func() { h.failed(ctx, err) }()
+	h.of(r.row)
+	if err := h.before(ctx, policy.BeforeRestore); err != nil {
+		return Restored{}, err
+	}
 	if err := e.forgetOrphan(ctx, r); err != nil {
 		return Restored{}, err
 	}
@@ -83,6 +93,7 @@ func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (
 	}
 	// It is done: a caller who goes away now does not make it a failure.
 	out.Sandbox, err = e.Sandbox(context.WithoutCancel(ctx), r.sb.ID)
+	out.Warnings = slices.Concat(out.Warnings, h.after(ctx, policy.AfterRestore))
 	return out, err
 }
 

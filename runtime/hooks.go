@@ -1,0 +1,188 @@
+package runtime
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os/exec"
+	"path/filepath"
+	goruntime "runtime"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/agentbox/agentbox/policy"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// maxHookOutput is how much is kept of what a hook prints.
+const maxHookOutput = 1 << 10
+
+// HookFacts is what a hook reads at its standard input: the documented JSON of
+// hooks; it only ever grows.
+type HookFacts struct {
+	Hook       string          `json:"hook"`
+	Verb       string          `json:"verb"` // "start", "checkpoint", "restore" or "fork"
+	Policy     string          `json:"policy"`
+	Sandbox    HookSandbox     `json:"sandbox"`
+	Checkpoint *HookCheckpoint `json:"checkpoint,omitempty"`
+	Error      string          `json:"error,omitempty"` // of a verb that failed
+}
+
+// HookSandbox is a sandbox as hooks are told of it.
+type HookSandbox struct {
+	ID          string            `json:"id"`
+	Name        string            `json:"name"`
+	Image       string            `json:"image"`
+	ImageDigest string            `json:"image_digest"`
+	Backend     string            `json:"backend"`
+	Labels      map[string]string `json:"labels,omitempty"`
+}
+
+// HookCheckpoint is a checkpoint as hooks are told of it. One that is yet to be
+// taken has no id.
+type HookCheckpoint struct {
+	ID      string            `json:"id,omitempty"`
+	Name    string            `json:"name,omitempty"`
+	Trigger string            `json:"trigger"`
+	Labels  map[string]string `json:"labels,omitempty"`
+}
+
+// hooks are those of one verb of a sandbox, whose lock is held.
+type hooks struct {
+	e     *Engine
+	list  map[string][]policy.Hook
+	facts HookFacts
+}
+
+// hooksOf finds the hooks of a sandbox in the policy that it was made under. One
+// that was never used here came from elsewhere, and nothing of it is run.
+func (e *Engine) hooksOf(verb string, s Spec) (*hooks, error) {
+	h := &hooks{e: e, facts: HookFacts{Verb: verb, Sandbox: HookSandbox{
+		ID: s.ID, Name: s.Name, Image: s.Image, ImageDigest: s.ImageDigest, Backend: s.Backend, Labels: s.Labels,
+	}}}
+	// Most policies have none, and need no reading.
+	if s.Policy == nil || !bytes.Contains(s.Policy.Rules, []byte(`"hooks"`)) {
+		return h, nil
+	}
+	p, err := recorded(s)
+	if err != nil {
+		return nil, err
+	}
+	if e.policies.Remembers(p.Rules.Digest()) {
+		h.list, h.facts.Policy = p.Rules.Hooks, p.Name
+	}
+	return h, nil
+}
+
+// of says which checkpoint a verb is about.
+func (h *hooks) of(row store.Checkpoint) {
+	h.facts.Checkpoint = &HookCheckpoint{ID: row.ID, Name: row.Name, Trigger: row.Trigger, Labels: row.Labels}
+}
+
+// before runs hooks that come before a verb. The first that fails refuses it.
+func (h *hooks) before(ctx context.Context, point string) error {
+	for _, hook := range h.list[point] {
+		if err := h.run(ctx, point, hook); err != nil {
+			if ctx.Err() != nil {
+				return err
+			}
+			return hint(fmt.Errorf("%w: %w", ErrDenied, err), fmt.Sprintf("Nothing was changed. The hook is one of policy %s.", h.facts.Policy))
+		}
+	}
+	return nil
+}
+
+// after runs hooks that come after a verb that is done. What fails of them is a
+// warning, and a caller who goes away ends none.
+func (h *hooks) after(ctx context.Context, point string) (warnings []string) {
+	for _, hook := range h.list[point] {
+		if err := h.run(context.WithoutCancel(ctx), point, hook); err != nil {
+			h.e.log.Warn("a hook failed", "sandbox", h.facts.Sandbox.ID, "err", err)
+			warnings = append(warnings, err.Error())
+		}
+	}
+	return warnings
+}
+
+// failed runs the hooks of a verb that failed. The error stays the verb's.
+func (h *hooks) failed(ctx context.Context, err error) {
+	if err != nil {
+		h.facts.Error = err.Error()
+		h.after(ctx, policy.OnFailure)
+	}
+}
+
+// run runs one hook until it ends, or its time is over.
+func (h *hooks) run(ctx context.Context, point string, hook policy.Hook) error {
+	failed := func(err error) error {
+		return fmt.Errorf("hook %s: %s: %w", point, hook.Run[0], err)
+	}
+	// Looked at each time: it may have been exchanged since the policy was read.
+	program, err := policy.Trusted(hook.Run[0])
+	if err != nil {
+		return failed(err)
+	}
+	facts := h.facts
+	facts.Hook = point
+	input, err := json.Marshal(facts)
+	if err != nil {
+		return failed(err)
+	}
+	ctx, cancel := context.WithTimeout(ctx, hook.Timeout)
+	defer cancel()
+	var output head
+	cmd := exec.CommandContext(ctx, program, hook.Run[1:]...)
+	cmd.Args[0], cmd.Dir, cmd.Env = hook.Run[0], "/", h.environ(facts)
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = bytes.NewReader(append(input, '\n')), &output, &output
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Pdeathsig: syscall.SIGKILL}
+	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
+	cmd.WaitDelay = time.Second
+	// The signal comes when the thread ends that started it.
+	goruntime.LockOSThread()
+	defer goruntime.UnlockOSThread()
+	began := time.Now()
+	err = cmd.Run()
+	h.e.log.Debug("hook", "sandbox", facts.Sandbox.ID, "hook", point, "program", program, "took", time.Since(began), "err", err)
+	switch {
+	case err == nil, errors.Is(err, exec.ErrWaitDelay): // what it left behind has its output
+		return nil
+	case errors.Is(ctx.Err(), context.DeadlineExceeded):
+		err = fmt.Errorf("it did not end within %s, and was killed", hook.Timeout)
+	case ctx.Err() != nil:
+		err = context.Cause(ctx)
+	}
+	if said := strings.TrimSpace(clipLabel(string(output.kept))); said != "" {
+		err = fmt.Errorf("%w: %s", err, said)
+	}
+	return failed(err)
+}
+
+// environ is all that a hook has in its environment.
+func (h *hooks) environ(facts HookFacts) []string {
+	env := []string{
+		"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+		"AGENTBOX_HOOK=" + facts.Hook,
+		"AGENTBOX_VERB=" + facts.Verb,
+		"AGENTBOX_SANDBOX=" + facts.Sandbox.ID,
+		"AGENTBOX_SANDBOX_NAME=" + facts.Sandbox.Name,
+	}
+	if root := h.e.store.Root(); h.e.run == filepath.Join(root, "run") {
+		env = append(env, "AGENTBOX_ROOT="+root) // for the agentbox that it may call
+	}
+	if c := facts.Checkpoint; c != nil && c.ID != "" {
+		env = append(env, "AGENTBOX_CHECKPOINT="+c.ID)
+	}
+	return env
+}
+
+// head keeps the first bytes that are written to it. It is no bytes.Buffer, which
+// would read all that there is.
+type head struct{ kept []byte }
+
+func (h *head) Write(p []byte) (int, error) {
+	h.kept = append(h.kept, p[:min(len(p), maxHookOutput-len(h.kept))]...)
+	return len(p), nil
+}
