@@ -334,8 +334,11 @@ func (j *judging) security() {
 	if j.ask.Seccomp == "" {
 		j.ask.Seccomp = SeccompDefault
 	}
-	if s := j.ask.Seccomp; s != SeccompDefault || !slices.Contains(r.Seccomp, s) {
-		j.note(verdict(slices.Contains(r.Seccomp, s)), "seccomp profile "+s, "seccomp", listText(r.Seccomp))
+	if s := j.ask.Seccomp; s != SeccompDefault || !r.allowsSeccomp(s) {
+		f := j.note(verdict(r.allowsSeccomp(s)), "seccomp profile "+s, "seccomp", listText(r.Seccomp))
+		if s != SeccompDefault && s != SeccompUnconfined {
+			f.Hint = "A policy allows the profile of a file by its digest: seccomp: [default, " + s + "]."
+		}
 	}
 	if a := j.ask.AppArmor; a != "" {
 		j.note(verdict(coversAppArmor(r, a)), "AppArmor profile "+a, "apparmor", listText(r.AppArmor))

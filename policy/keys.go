@@ -57,7 +57,7 @@ var keys = []key{
 	capabilities(),
 	boolOf("privileged", func(r *Rules) *bool { return &r.Privileged }, true).onlyFalse(),
 	boolOf("no_new_privileges", func(r *Rules) *bool { return &r.NoNewPrivileges }, false),
-	listOf("seccomp", func(r *Rules) *[]string { return &r.Seccomp }, parseSeccomp, func(base *Rules, s string) bool { return slices.Contains(base.Seccomp, s) }),
+	listOf("seccomp", func(r *Rules) *[]string { return &r.Seccomp }, parseSeccomp, func(base *Rules, s string) bool { return base.allowsSeccomp(s) }),
 	listOf("apparmor", func(r *Rules) *[]string { return &r.AppArmor }, parseProfile, coversAppArmor),
 	boolOf("io_uring", func(r *Rules) *bool { return &r.IOUring }, true),
 
@@ -425,7 +425,10 @@ func parseNetwork(s string) (string, error) {
 
 func parseSeccomp(s string) (string, error) {
 	if strings.Contains(s, "/") {
-		return "", fmt.Errorf("%.80q: profiles from files are %w", s, errLater)
+		return "", fmt.Errorf("%.80q: the profile of a file goes by its content; write sha256: and what sha256sum says of it", s)
+	}
+	if strings.HasPrefix(s, "sha256:") {
+		return parseDigest(s)
 	}
 	return oneOf(s, SeccompDefault, SeccompUnconfined)
 }

@@ -82,7 +82,8 @@ func TestProblems(t *testing.T) {
 		{"swap", "limits: {swap: {max: 1g}}\n", "p.yaml:1:22: limits.swap.max: swap has a limit only where memory has one"},
 		{"storage", "limits: {storage_size: {default: 2g, max: 1g}}\n", "limits.storage_size.default: more than the maximum"},
 		{"privileged", "privileged: true\n", "p.yaml:1:13: privileged: true: not supported yet"},
-		{"profile", "seccomp: [default, /etc/x.json]\n", "p.yaml:1:20: seccomp: \"/etc/x.json\": profiles from files are not supported yet"},
+		{"profile", "seccomp: [default, /etc/x.json]\n", "p.yaml:1:20: seccomp: \"/etc/x.json\": the profile of a file goes by its content; write sha256:"},
+		{"wider profile", "seccomp: [default, sha256:" + strings.Repeat("0", 64) + "]\n", "p.yaml:1:20: seccomp: wider than its base default: sha256:"},
 
 		{"default over max", "limits: {memory: {default: 2g, max: 1g}}\n", "p.yaml:1:28: limits.memory.default: more than the maximum"},
 		{"default user", "user: {non_root: true, default: 0}\n", "p.yaml:1:33: user.default: the default user 0 is not among those allowed"},

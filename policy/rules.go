@@ -27,7 +27,7 @@ type Rules struct {
 	Capabilities    []string // the most that a sandbox has, without CAP_, sorted
 	Privileged      bool
 	NoNewPrivileges bool     // nobody can switch it off
-	Seccomp         []string // profiles: SeccompDefault, SeccompUnconfined
+	Seccomp         []string // profiles: SeccompDefault, SeccompUnconfined, or by SeccompDigest
 	AppArmor        []string // patterns of profiles that may be asked for
 	IOUring         bool
 

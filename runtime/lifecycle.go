@@ -198,6 +198,11 @@ func complete(req CreateRequest, img images.Image, backend string) (Spec, error)
 	if err := checkSecrets(s); err != nil {
 		return s, err
 	}
+	if text := s.Security.SeccompProfile; text != "" {
+		if _, err := policy.ParseSeccomp(text); err != nil {
+			return s, err
+		}
+	}
 	if err := checkEvery(s.CheckpointEvery); err != nil {
 		return s, err
 	}

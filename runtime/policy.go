@@ -30,6 +30,9 @@ func askFor(s Spec) policy.Request {
 		Swap: s.Resources.Swap, IO: s.Resources.IO, Storage: s.Resources.Storage,
 		Mounts: mountsOf(s),
 	}
+	if text := s.Security.SeccompProfile; text != "" {
+		ask.Seccomp = policy.SeccompDigest(text) // whatever the spec calls it
+	}
 	for _, secret := range s.Secrets {
 		if secret.File != "" {
 			ask.Mounts = append(ask.Mounts, secretMount(secret.File))
@@ -80,9 +83,10 @@ func grant(s *Spec, p *policy.Policy, got policy.Request) {
 	s.User, s.CheckpointEvery = got.User, got.Every
 	s.Network.Mode, s.Network.Egress = got.Network, got.Egress
 	s.Resources = Resources{Memory: got.Memory, Swap: got.Swap, CPUs: got.CPUs, Pids: got.Pids, IO: got.IO, Storage: got.Storage}
+	profile := s.Security.SeccompProfile
 	s.Security = Security{Capabilities: got.Capabilities, NoNewPrivileges: got.NoNewPrivileges, NewPrivileges: got.NewPrivileges, AppArmor: got.AppArmor, IOUring: got.IOUring}
 	if got.Seccomp != policy.SeccompDefault {
-		s.Security.Seccomp = got.Seccomp
+		s.Security.Seccomp, s.Security.SeccompProfile = got.Seccomp, profile
 	}
 	s.Policy = &Policy{Name: p.Name, Digest: p.Rules.Digest(), Rules: p.Rules.Canonical()}
 }

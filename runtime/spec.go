@@ -122,10 +122,11 @@ type Resources struct {
 type Security struct {
 	Capabilities    []string `json:"capabilities,omitzero"` // at most these, without CAP_; nil: the default ones
 	NoNewPrivileges bool     `json:"no_new_privileges,omitempty"`
-	NewPrivileges   bool     `json:"new_privileges,omitempty"` // asked for; else a policy grants none
-	Seccomp         string   `json:"seccomp,omitempty"`        // "unconfined"; empty: the default profile
-	AppArmor        string   `json:"apparmor,omitempty"`       // a profile, or "unconfined"; empty: the usual one, where the host has AppArmor
-	IOUring         bool     `json:"io_uring,omitempty"`       // else it looks as if the kernel had none
+	NewPrivileges   bool     `json:"new_privileges,omitempty"`  // asked for; else a policy grants none
+	Seccomp         string   `json:"seccomp,omitempty"`         // "unconfined", or the digest of SeccompProfile; empty: the default profile
+	SeccompProfile  string   `json:"seccomp_profile,omitempty"` // the text of a file, as Docker has it
+	AppArmor        string   `json:"apparmor,omitempty"`        // a profile, or "unconfined"; empty: the usual one, where the host has AppArmor
+	IOUring         bool     `json:"io_uring,omitempty"`        // else it looks as if the kernel had none
 }
 
 // Policy is what a sandbox may be, as it was when the sandbox was made.

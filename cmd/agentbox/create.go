@@ -89,7 +89,7 @@ func (o *createOptions) addFlags(fl *pflag.FlagSet) {
 	fl.StringVar(&o.Policy, "policy", "", "what it may do: `NAME|FILE` of a policy (environment AGENTBOX_POLICY; default \"default\")")
 	fl.Var(list(&o.CapAdd), "cap-add", "give it the capability `NAME`, or ALL")
 	fl.Var(list(&o.CapDrop), "cap-drop", "take the capability `NAME` from it, or ALL")
-	fl.Var(list(&o.SecurityOpts), "security-opt", "`OPTION`: no-new-privileges=false, seccomp=unconfined, apparmor=PROFILE|unconfined, or io_uring")
+	fl.Var(list(&o.SecurityOpts), "security-opt", "`OPTION`: no-new-privileges=false, seccomp=unconfined|FILE, apparmor=PROFILE|unconfined, or io_uring")
 	fl.Var(choice(&o.UserNS, runtime.UserNSHost, runtime.UserNSAuto), "userns", "`MODE` of the user namespace: host (none), or auto (one with a range of ids of its own)")
 	fl.BoolVar(&o.Privileged, "privileged", false, "ask for all of the host; no policy can allow it")
 	o.pull.addFlags(fl)

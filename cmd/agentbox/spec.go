@@ -3,7 +3,9 @@ package main
 import (
 	"bufio"
 	"bytes"
+	"errors"
 	"fmt"
+	"io"
 	"net/netip"
 	"os"
 	"path"
@@ -15,6 +17,7 @@ import (
 
 	"github.com/docker/go-units"
 	"github.com/moby/sys/signal"
+	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/policy"
@@ -314,14 +317,38 @@ func parseSecurity(opts []string) (sec runtime.Security, err error) {
 		case key == "io_uring" && (!given || notBool == nil):
 			sec.IOUring = on
 		case key == "seccomp" && (value == policy.SeccompDefault || value == policy.SeccompUnconfined):
-			sec.Seccomp = value
+			sec.Seccomp, sec.SeccompProfile = value, ""
+		case key == "seccomp" && value != "":
+			if sec.SeccompProfile, err = readProfile(value); err != nil {
+				return sec, fmt.Errorf("--security-opt %s: %w", opt, err)
+			}
+			sec.Seccomp = policy.SeccompDigest(sec.SeccompProfile)
 		case key == "apparmor" && value != "":
 			sec.AppArmor = value
 		default:
-			return sec, usageErrorf("--security-opt %q: write no-new-privileges=false, io_uring, seccomp=unconfined, apparmor=unconfined or apparmor=PROFILE", opt)
+			return sec, usageErrorf("--security-opt %q: write no-new-privileges=false, io_uring, seccomp=unconfined, seccomp=FILE, apparmor=unconfined or apparmor=PROFILE", opt)
 		}
 	}
 	return sec, nil
+}
+
+// readProfile reads a seccomp profile. What becomes of the file later does not
+// matter to the sandbox.
+func readProfile(file string) (string, error) {
+	f, err := os.OpenFile(file, os.O_RDONLY|unix.O_NONBLOCK, 0)
+	if errors.Is(err, os.ErrNotExist) {
+		return "", usageErrorf("no file of that name, nor unconfined")
+	}
+	if err != nil {
+		return "", err
+	}
+	defer f.Close()
+	text, err := io.ReadAll(io.LimitReader(f, policy.MaxSeccomp+1))
+	if err != nil {
+		return "", err
+	}
+	_, err = policy.ParseSeccomp(string(text))
+	return string(text), err
 }
 
 // parseDetachKeys reads "ctrl-p,ctrl-q": characters and ctrl-LETTER separated

@@ -275,15 +275,24 @@ func hasMPTCP() bool {
 // decides itself what of it holds on its machine.
 func syscallFilter(sec runtime.Security) (string, error) {
 	filter := seccomp.DefaultProfile()
-	if sec.Seccomp == policy.SeccompUnconfined {
+	if sec.SeccompProfile != "" {
+		var err error
+		if filter, err = policy.ParseSeccomp(sec.SeccompProfile); err != nil || sec.IOUring {
+			return sec.SeccompProfile, err
+		}
+	} else if sec.Seccomp == policy.SeccompUnconfined {
 		if sec.IOUring {
 			return sec.Seccomp, nil
 		}
 		filter.DefaultAction, filter.DefaultErrnoRet, filter.Syscalls = specs.ActAllow, nil, nil
 	}
 	for _, call := range filter.Syscalls {
+		if call.Name != "" { // an older form
+			call.Name, call.Names = "", []string{call.Name}
+		}
 		call.Names = bundle.WithoutRings(call.Names)
 	}
+	filter.Syscalls = slices.DeleteFunc(filter.Syscalls, func(call *seccomp.Syscall) bool { return len(call.Names) == 0 })
 	filter.Syscalls = append(filter.Syscalls, &seccomp.Syscall{LinuxSyscall: bundle.RingRule(sec)})
 	text, err := json.Marshal(filter)
 	return string(text), err

@@ -240,12 +240,20 @@ func TestSyscallFilterAsked(t *testing.T) {
 	}{
 		{runtime.Security{IOUring: true}, specs.ActAllow, specs.ActErrno},
 		{runtime.Security{Seccomp: "unconfined"}, specs.ActErrno, specs.ActAllow},
+		{runtime.Security{SeccompProfile: `{"defaultAction": "SCMP_ACT_ALLOW"}`}, specs.ActErrno, specs.ActAllow},
+		{runtime.Security{SeccompProfile: `{"defaultAction": "SCMP_ACT_ERRNO", "syscalls": [{"names": ["io_uring_setup", "read"], "action": "SCMP_ACT_ALLOW"}, {"name": "io_uring_enter", "action": "SCMP_ACT_ALLOW"}]}`}, specs.ActErrno, specs.ActErrno},
+		{runtime.Security{IOUring: true, SeccompProfile: `{"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [{"names": ["io_uring_setup"], "action": "SCMP_ACT_KILL"}]}`}, specs.ActKill, specs.ActAllow},
 	} {
 		filter, err := bundle.SyscallFilter(s, c.sec)
 		must(t, err)
 		last := filter.Syscalls[len(filter.Syscalls)-1]
 		if !slices.Contains(last.Names, "io_uring_setup") || last.Action != c.action || filter.DefaultAction != c.rest {
 			t.Errorf("%+v: %+v, else %s", c.sec, last, filter.DefaultAction)
+		}
+		for _, rule := range filter.Syscalls[:len(filter.Syscalls)-1] {
+			if slices.ContainsFunc(rule.Names, func(n string) bool { return strings.HasPrefix(n, "io_uring") }) {
+				t.Errorf("%+v: also %+v", c.sec, rule)
+			}
 		}
 	}
 }

@@ -301,9 +301,12 @@ func SwapAccounting(c kernel.Cgroups) bool {
 	})
 }
 
-// SyscallFilter is Docker's default profile, but for RingRule. An unconfined
-// sandbox has only that much of it.
+// SyscallFilter is Docker's default profile, or the sandbox's own, but for
+// RingRule. An unconfined sandbox has only that much of it.
 func SyscallFilter(spec *specs.Spec, sec runtime.Security) (*specs.LinuxSeccomp, error) {
+	if sec.SeccompProfile != "" {
+		return ownFilter(spec, sec)
+	}
 	filter, err := seccomp.GetDefaultProfile(spec)
 	if err != nil || filter == nil {
 		return nil, errors.Join(err, errors.New("no profile for this architecture"))
@@ -314,12 +317,28 @@ func SyscallFilter(spec *specs.Spec, sec runtime.Security) (*specs.LinuxSeccomp,
 		}
 		filter.DefaultAction, filter.DefaultErrnoRet, filter.Syscalls = specs.ActAllow, nil, nil
 	}
+	ruleRings(filter, sec)
+	return filter, nil
+}
+
+func ownFilter(spec *specs.Spec, sec runtime.Security) (*specs.LinuxSeccomp, error) {
+	if _, err := policy.ParseSeccomp(sec.SeccompProfile); err != nil {
+		return nil, err
+	}
+	filter, err := seccomp.LoadProfile(sec.SeccompProfile, spec)
+	if err == nil && !sec.IOUring { // else it decides itself
+		ruleRings(filter, sec)
+	}
+	return filter, err
+}
+
+// ruleRings puts RingRule in the place of what a filter says of io_uring.
+func ruleRings(filter *specs.LinuxSeccomp, sec runtime.Security) {
 	for i := range filter.Syscalls {
 		filter.Syscalls[i].Names = WithoutRings(filter.Syscalls[i].Names)
 	}
 	filter.Syscalls = slices.DeleteFunc(filter.Syscalls, func(call specs.LinuxSyscall) bool { return len(call.Names) == 0 })
 	filter.Syscalls = append(filter.Syscalls, RingRule(sec))
-	return filter, nil
 }
 
 // rings are the calls of io_uring.
