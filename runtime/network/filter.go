@@ -50,7 +50,16 @@ func (m *Manager) EventsDir() string { return filepath.Join(m.root, "egress") }
 
 func (m *Manager) forgetEvents(id string) error {
 	err := egress.RemoveLog(m.EventsDir(), id)
-	_ = os.Remove(m.EventsDir()) // if it was the last
+	if _, e := os.Lstat(m.proxyDir()); e != nil { // else the worker may write to it
+		_ = os.Remove(m.EventsDir()) // if it was the last
+	}
+	return err
+}
+
+// clearProxy removes what a process leaves that ends, or has ended.
+func (m *Manager) clearProxy() error {
+	err := os.RemoveAll(m.proxyDir())
+	_ = os.Remove(m.EventsDir()) // if nothing is in it
 	return err
 }
 
@@ -88,10 +97,15 @@ func (v *verb) startFilter(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("the proxy of filtered sandboxes: %w", err)
 	}
+	return v.setGates(reply.Gates)
+}
+
+// setGates records where the proxy listens.
+func (v *verb) setGates(gates map[netip.Addr]egress.Ports) error {
 	changed := false
 	for i := range v.state.Bridges {
 		b := &v.state.Bridges[i]
-		if p, ok := reply.Gates[b.gateway()]; ok && (b.Proxy == nil || *b.Proxy != p) {
+		if p, ok := gates[b.gateway()]; ok && (b.Proxy == nil || *b.Proxy != p) {
 			b.Proxy, changed = &p, true
 		}
 	}
@@ -169,7 +183,7 @@ func (m *Manager) Revive(ctx context.Context) (dead bool, err error) {
 	}
 	defer v.end()
 	if !v.filtering() {
-		return false, os.RemoveAll(m.proxyDir())
+		return false, m.clearProxy()
 	}
 	if _, err := m.tell(ctx, "ping"); err == nil {
 		return false, nil // whoever had the lock before us has done it

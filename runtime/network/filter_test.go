@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -249,8 +250,12 @@ func (w *world) state() *state {
 	return s
 }
 
-// proxyPid is the process that holds the lock.
-func (w *world) proxyPid() int {
+// proxyPid is the process that holds the lock, workerPid the one that it has
+// started.
+func (w *world) proxyPid() int  { return w.pid(false) }
+func (w *world) workerPid() int { return w.pid(true) }
+
+func (w *world) pid(worker bool) int {
 	w.Helper()
 	found, err := filepath.Glob("/proc/[0-9]*/environ")
 	if err != nil {
@@ -258,7 +263,7 @@ func (w *world) proxyPid() int {
 	}
 	for _, path := range found {
 		b, err := os.ReadFile(path)
-		if err == nil && strings.Contains(string(b), roleEnv+"=egress "+w.m.root+"\x00") {
+		if err == nil && strings.Contains(string(b), roleEnv+"=egress "+w.m.root+"\x00") && strings.Contains(string(b), workerEnv+"=1") == worker {
 			var pid int
 			if _, err := fmt.Sscanf(path, "/proc/%d/", &pid); err == nil {
 				return pid
@@ -280,8 +285,9 @@ func TestFilterOutlives(t *testing.T) {
 	works("at first")
 
 	// Killed, nothing passes, and the next verb has it back.
-	pid := w.proxyPid()
+	pid, worker := w.proxyPid(), w.workerPid()
 	kill(t, pid)
+	ended(t, worker) // by itself
 	said, err := c.https(secure, "good.example")
 	refused(t, "with the proxy dead", said, err)
 	said, err = c.raw(internetAddress+":22", "SSH-2.0-x\r\n")
@@ -368,23 +374,78 @@ func TestFilterOutlives(t *testing.T) {
 
 func kill(t *testing.T, pid int) {
 	t.Helper()
+	if err := unix.Kill(pid, unix.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	ended(t, pid)
+}
+
+// ended waits for the end of a process.
+func ended(t *testing.T, pid int) {
+	t.Helper()
 	fd, err := unix.PidfdOpen(pid, 0)
+	if err == unix.ESRCH {
+		return
+	}
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer unix.Close(fd)
-	if err := unix.PidfdSendSignal(fd, unix.SIGKILL, nil, 0); err != nil {
-		t.Fatal(err)
+	if n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 10000); err != nil || n == 0 {
+		t.Fatalf("process %d goes on (%v)", pid, err)
 	}
-	if _, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 5000); err != nil {
-		t.Fatal(err)
+}
+
+// The worker, killed, comes back without anybody's doing, and until then nothing
+// passes. Its ports may be somebody else's by then.
+func TestWorkerComesBack(t *testing.T) {
+	w := filtered(t)
+	c := client{t, w.setup("a", egressTo("good.example"))}
+	pid, ports := w.proxyPid(), *w.state().Bridges[0].Proxy
+	for i := range 2 {
+		if i == 1 { // the kernel's choice leaves this one alone
+			unix.Kill(pid, unix.SIGSTOP)
+		}
+		old := w.workerPid()
+		kill(t, old)
+		if i == 1 {
+			said, err := c.https(internetAddress+":443", "good.example")
+			refused(t, "with the worker dead", said, err)
+			l, err := net.Listen("tcp4", netip.AddrPortFrom(c.Gateway, ports.TCP).String())
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer l.Close()
+			go func() { // who is led there meanwhile need not wait
+				for c, err := l.Accept(); err == nil; c, err = l.Accept() {
+					_ = c.Close()
+				}
+			}()
+			unix.Kill(pid, unix.SIGCONT)
+		}
+		var said string
+		err := errors.New("not tried")
+		for end := time.Now().Add(20 * time.Second); err != nil && time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
+			said, err = c.https(internetAddress+":443", "good.example")
+		}
+		want(t, "with another worker", said, err, "200 page of good.example")
+		if again := w.workerPid(); again == old || again == 0 || w.proxyPid() != pid {
+			t.Errorf("worker %d, was %d", again, old)
+		}
+		said, err = c.https(internetAddress+":443", "other.example")
+		refused(t, "by its rules", said, err)
 	}
+	if now := *w.state().Bridges[0].Proxy; now.TCP == ports.TCP {
+		t.Errorf("it listens at %d", now.TCP)
+	}
+	w.release("a")
+	gone(t, w)
 }
 
 // gone waits for the proxy's end.
 func gone(t *testing.T, w *world) {
 	t.Helper()
-	for end := time.Now().Add(5 * time.Second); w.proxyPid() != 0; time.Sleep(10 * time.Millisecond) {
+	for end := time.Now().Add(5 * time.Second); w.proxyPid() != 0 || w.workerPid() != 0; time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(end) {
 			t.Fatal("the proxy stays")
 		}

@@ -145,7 +145,7 @@ func TestFilterIsBounded(t *testing.T) {
 		}
 	}
 	want(t, "afterwards", said, err, "200 page of good.example")
-	if rss := rssOf(t, w.proxyPid()); rss > 200<<20 {
+	if rss := rssOf(t, w.workerPid()); rss > 200<<20 {
 		t.Errorf("the proxy takes %d MiB", rss>>20)
 	}
 }

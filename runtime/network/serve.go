@@ -14,7 +14,6 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
-	"runtime/debug"
 	"strings"
 	"sync/atomic"
 	"syscall"
@@ -40,16 +39,20 @@ const (
 // until then it does what it is told
 // over its control socket:
 //
-//	update  read the state, and serve what it says
+//	update  read the state, and have the worker serve what it says
 //	ping    nothing
 //	end     end
+//
+// It starts itself once more for that worker, and again whenever that dies.
 func (m *Manager) Serve(ctx context.Context) error {
+	if os.Getenv(workerEnv) != "" {
+		return m.work()
+	}
 	// Its end is the sandboxes', not a terminal's or a login's.
 	signal.Ignore(syscall.SIGHUP, syscall.SIGINT, syscall.SIGPIPE, syscall.SIGQUIT)
 	signal.Reset(syscall.SIGTERM)
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	defer cancel()
-	debug.SetMemoryLimit(memoryLimit)
 	lock, err := os.OpenFile(filepath.Join(m.proxyDir(), "lock"), os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
 	if err != nil {
 		return err
@@ -63,7 +66,12 @@ func (m *Manager) Serve(ctx context.Context) error {
 		return err
 	}
 	defer l.Close()
-	s := &server{m: m, Server: egress.New(egress.Options{Events: m.EventsDir(), Local: hostAddresses})}
+	s := &server{m: m, worker: &worker{}}
+	s.worker.moved = func(gates map[netip.Addr]egress.Ports) {
+		if err := s.move(ctx, gates); err != nil {
+			slog.Warn("lead sandboxes to where the proxy listens", "error", err)
+		}
+	}
 	defer s.Close()
 	ready()
 	go s.watch(ctx, l)
@@ -83,7 +91,7 @@ func (m *Manager) Serve(ctx context.Context) error {
 
 // server is the process.
 type server struct {
-	*egress.Server
+	*worker
 	m    *Manager
 	idle atomic.Bool // at the last look nobody needed it
 }
@@ -150,7 +158,7 @@ func (s *server) serve(c net.Conn) (end bool) {
 // process.
 func (s *server) leave() {
 	s.Close()
-	if err := os.RemoveAll(s.m.proxyDir()); err != nil {
+	if err := s.m.clearProxy(); err != nil {
 		slog.Warn("clear up", "error", err)
 	}
 }
@@ -230,6 +238,21 @@ func (s *server) repair(ctx context.Context) error {
 	}
 	_, err = v.openFirewall() // what it warns of, the sandbox's start has said
 	return err
+}
+
+// move leads the sandboxes to other ports.
+func (s *server) move(ctx context.Context, gates map[netip.Addr]egress.Ports) error {
+	ctx, cancel := context.WithTimeout(ctx, proxyWait)
+	defer cancel()
+	v, err := s.m.begin(ctx)
+	if err != nil {
+		return err
+	}
+	defer v.end()
+	if err := v.setGates(gates); err != nil {
+		return err
+	}
+	return v.applyRules()
 }
 
 // orphaned tells that no filtered sandbox is up, nor was when it was last
