@@ -26,6 +26,7 @@ require (
 	github.com/google/nftables v0.3.0
 	github.com/hanwen/go-fuse/v2 v2.12.1
 	github.com/klauspost/compress v1.20.3
+	github.com/landlock-lsm/go-landlock v0.11.0
 	github.com/mdlayher/netlink v1.7.3-0.20250113171957-fbb4dce95f42
 	github.com/moby/profiles/apparmor v0.1.0
 	github.com/moby/profiles/seccomp v0.2.3
@@ -52,6 +53,7 @@ require (
 	golang.org/x/term v0.47.0
 	google.golang.org/grpc v1.67.0
 	google.golang.org/protobuf v1.35.2
+	kernel.org/pub/linux/libs/security/libcap/psx v1.2.77
 	modernc.org/sqlite v1.61.1
 	pgregory.net/rapid v1.3.0
 )

@@ -166,13 +166,18 @@ func protections() Check {
 	if mode, err := unix.PrctlRetInt(unix.PR_GET_SECCOMP, 0, 0, 0, 0); err != nil || mode < 0 {
 		return fail(name, "Use a kernel with CONFIG_SECCOMP_FILTER.", "the kernel has no seccomp: any system call can be made from a sandbox")
 	}
+	// For the proxy of filtered sandboxes.
+	landlock := "no Landlock in this kernel"
+	if abi, _, errno := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, 0, 0, unix.LANDLOCK_CREATE_RULESET_VERSION); errno == 0 {
+		landlock = fmt.Sprintf("Landlock %d", abi)
+	}
 	switch {
 	case !apparmor.Enabled():
-		return ok(name, "no new privileges, seccomp; no AppArmor in this kernel")
+		return ok(name, "no new privileges, seccomp; no AppArmor in this kernel; %s", landlock)
 	case !apparmor.Loadable():
-		return warn(name, "Install apparmor_parser (package apparmor).", "no new privileges, seccomp; the kernel has AppArmor, but nothing here loads profiles")
+		return warn(name, "Install apparmor_parser (package apparmor).", "no new privileges, seccomp; the kernel has AppArmor, but nothing here loads profiles; %s", landlock)
 	}
-	return ok(name, "no new privileges, seccomp, AppArmor (%s)", apparmor.Default)
+	return ok(name, "no new privileges, seccomp, AppArmor (%s); %s", apparmor.Default, landlock)
 }
 
 func capabilities() Check {

@@ -125,6 +125,15 @@ func act(role, arg string) error {
 			return err
 		}
 		return m.Serve(context.Background())
+	case "confined": // ROOT: what the worker can do of what it should not
+		m, err := Open(arg, filepath.Join(arg, "run"))
+		if err != nil {
+			return err
+		}
+		if err := m.confine(); err != nil {
+			return err
+		}
+		return tryAll(m)
 	default:
 		return fmt.Errorf("unknown role %q", role)
 	}

@@ -51,7 +51,7 @@ type served struct {
 
 // worker is the process that speaks with sandboxes, the proxy and the resolver.
 // What it reads is hostile, so that it is a process of its own, which knows the
-// rules and nothing else. If it dies another one takes its place, on the same
+// rules and has the rights to nothing else. If it dies another one takes its place, on the same
 // ports; until then nobody listens there, and nothing passes.
 type worker struct {
 	moved func(map[netip.Addr]egress.Ports) // another one could not have the same ports
@@ -238,6 +238,9 @@ func (w *worker) Close() {
 func (m *Manager) work() error {
 	signal.Ignore(syscall.SIGHUP, syscall.SIGINT, syscall.SIGPIPE, syscall.SIGQUIT)
 	debug.SetMemoryLimit(memoryLimit)
+	if err := m.confine(); err != nil {
+		return fmt.Errorf("confine the proxy: %w", err)
+	}
 	s := egress.New(egress.Options{Events: m.EventsDir(), Local: hostAddresses})
 	defer s.Close()
 	orders, answers := json.NewDecoder(os.Stdin), json.NewEncoder(os.Stdout)
