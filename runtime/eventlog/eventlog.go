@@ -1,0 +1,193 @@
+// Package eventlog keeps what happened to a sandbox in files: a JSON object a
+// line, the newest 1 to 2 MiB of them. One may be written by several processes
+// and read by any number at the same time.
+package eventlog
+
+import (
+	"bufio"
+	"errors"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"golang.org/x/sys/unix"
+)
+
+// limit is how large a file gets, in bytes; there are at most two.
+const limit = 1 << 20
+
+// Path is where the newest events of a sandbox are; older ones are in a file
+// beside it.
+func Path(dir, id string) string { return filepath.Join(dir, id+".jsonl") }
+
+func older(dir, id string) string { return filepath.Join(dir, id+".1.jsonl") }
+
+// Append adds one line, which ends with its newline.
+func Append(dir, id string, line []byte) error {
+	for {
+		f, err := os.OpenFile(Path(dir, id), os.O_WRONLY|os.O_APPEND|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+		if errors.Is(err, fs.ErrNotExist) { // the directory goes with the last file
+			if err = os.MkdirAll(dir, 0o700); err == nil {
+				continue
+			}
+		}
+		if err != nil {
+			return err
+		}
+		again, err := appendTo(f, dir, id, line)
+		if err = errors.Join(err, f.Close()); err != nil || !again {
+			return err
+		}
+	}
+}
+
+// appendTo is to be called again when the file has just been put aside.
+func appendTo(f *os.File, dir, id string, line []byte) (again bool, err error) {
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX); err != nil {
+		return errors.Is(err, unix.EINTR), ignore(err, unix.EINTR)
+	}
+	mine, err := f.Stat()
+	if err != nil {
+		return false, err
+	}
+	there, err := os.Lstat(Path(dir, id))
+	if errors.Is(err, fs.ErrNotExist) || err == nil && !os.SameFile(mine, there) {
+		return true, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	if mine.Size() > 0 && mine.Size()+int64(len(line)) > limit {
+		return true, os.Rename(Path(dir, id), older(dir, id))
+	}
+	_, err = f.Write(line)
+	return false, err
+}
+
+func ignore(err, what error) error {
+	if errors.Is(err, what) {
+		return nil
+	}
+	return err
+}
+
+// Remove forgets a sandbox's events, and the directory if they were the last.
+func Remove(dir, id string) error {
+	var errs []error
+	for _, path := range []string{Path(dir, id), older(dir, id)} {
+		errs = append(errs, ignore(os.Remove(path), fs.ErrNotExist))
+	}
+	_ = os.Remove(dir) // stays while there are others
+	return errors.Join(errs...)
+}
+
+// A Reader reads a sandbox's events, each once, oldest first.
+type Reader struct {
+	dir, id string
+	f       *os.File // the newest file that was read of
+	at      int64    // up to where
+}
+
+// NewReader returns a Reader at the oldest event.
+func NewReader(dir, id string) *Reader { return &Reader{dir: dir, id: id} }
+
+// Close ends the reader.
+func (r *Reader) Close() error {
+	if r.f == nil {
+		return nil
+	}
+	return r.f.Close()
+}
+
+// Read hands the lines to each that were not read yet.
+func (r *Reader) Read(each func(line []byte) error) error {
+	// What was the newest file is complete once there is a newer one.
+	now, err := r.open(Path(r.dir, r.id))
+	if err != nil {
+		return err
+	}
+	same, err := sameFile(r.f, now)
+	if err == nil && r.f == nil {
+		err = r.past(now, each)
+	}
+	if err == nil && r.f != nil {
+		err = r.rest(each)
+	}
+	if err != nil || now == nil || same {
+		return errors.Join(err, closed(now))
+	}
+	err = closed(r.f)
+	r.f, r.at = now, 0
+	return errors.Join(err, r.rest(each))
+}
+
+// past reads the older of the files, unless that is now, which was put aside
+// since we opened it. It is the newest where a crash came before the next.
+func (r *Reader) past(now *os.File, each func([]byte) error) error {
+	old, err := r.open(older(r.dir, r.id))
+	if err != nil || old == nil {
+		return err
+	}
+	same, err := sameFile(old, now)
+	at := int64(0)
+	if err == nil && !same {
+		at, err = lines(old, 0, each)
+	}
+	if now == nil && err == nil {
+		r.f, r.at = old, at
+		return nil
+	}
+	return errors.Join(err, old.Close())
+}
+
+func (r *Reader) rest(each func([]byte) error) (err error) {
+	r.at, err = lines(r.f, r.at, each)
+	return err
+}
+
+// open returns nil when there is no such file.
+func (r *Reader) open(path string) (*os.File, error) {
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	return f, err
+}
+
+func closed(f *os.File) error {
+	if f == nil {
+		return nil
+	}
+	return f.Close()
+}
+
+func sameFile(a, b *os.File) (bool, error) {
+	if a == nil || b == nil {
+		return false, nil
+	}
+	x, err := a.Stat()
+	if err != nil {
+		return false, err
+	}
+	y, err := b.Stat()
+	return err == nil && os.SameFile(x, y), err
+}
+
+// lines reads whole lines from an offset on, and returns where they end.
+func lines(f *os.File, at int64, each func([]byte) error) (int64, error) {
+	in := bufio.NewReader(io.NewSectionReader(f, at, 2*limit))
+	for {
+		line, err := in.ReadBytes('\n')
+		if errors.Is(err, io.EOF) {
+			return at, nil // one that is cut off may still be on its way
+		}
+		if err != nil {
+			return at, err
+		}
+		at += int64(len(line))
+		if err := each(line); err != nil {
+			return at, err
+		}
+	}
+}
