@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/agentbox/agentbox/internal/fault"
 )
@@ -41,6 +42,8 @@ type Request struct {
 	Memory, Pids, IO, Storage int64
 	Swap                      int64 // negative: without limit
 	CPUs                      float64
+
+	TTL, Idle time.Duration
 
 	Every  string
 	Labels map[string]string
@@ -129,6 +132,8 @@ func (p *Policy) Judge(ask Request) (Request, []Finding) {
 	limit(j, "pids", &j.ask.Pids, p.Rules.Pids, func(n int64) string { return strconv.FormatInt(n, 10) })
 	limit(j, "io", &j.ask.IO, p.Rules.IO, sizeText)
 	limit(j, "storage_size", &j.ask.Storage, p.Rules.StorageSize, sizeText)
+	j.lifetime("ttl", &j.ask.TTL, p.Rules.TTL)
+	j.lifetime("idle", &j.ask.Idle, p.Rules.Idle)
 	j.checkpoints()
 	j.labels()
 	j.hooks()
@@ -510,6 +515,41 @@ func (j *judging) swap() {
 	case *ask > 0 || *ask == 0 && l.Default > 0:
 		limit(j, "swap", ask, l, sizeText)
 	}
+}
+
+// lifetime: what is asked for has to be within the maximum, which who asks for
+// none has.
+func (j *judging) lifetime(name string, ask *time.Duration, most time.Duration) {
+	switch key := "lifetime." + name; {
+	case *ask > 0 && most > 0:
+		j.note(verdict(*ask <= most), name+" "+short(*ask), key, short(most))
+	case *ask > 0:
+		j.note(Allowed, name+" "+short(*ask), key, "none")
+	case most > 0:
+		*ask = most
+		j.note(Clamped, name+" "+short(most), key, short(most))
+	}
+}
+
+// MayLive judges how long a sandbox that is there is to live, from now on, or to
+// be idle; nil: it is not changed, 0: without bound.
+func (p *Policy) MayLive(ttl, idle *time.Duration) error {
+	j := &judging{Policy: p}
+	for _, c := range []struct {
+		name string
+		ask  *time.Duration
+		most time.Duration
+	}{{"ttl", ttl, p.Rules.TTL}, {"idle", idle, p.Rules.Idle}} {
+		switch {
+		case c.ask == nil:
+		case *c.ask == 0 && c.most > 0:
+			j.note(Denied, "no "+c.name, "lifetime."+c.name, short(c.most))
+		default:
+			d := *c.ask
+			j.lifetime(c.name, &d, c.most)
+		}
+	}
+	return Denials(j.findings)
 }
 
 func (j *judging) checkpoints() {

@@ -23,9 +23,6 @@ type key struct {
 	// group: giving one of its keys replaces them all. What a policy says of
 	// mounts, for one, is all that can be mounted.
 	group string
-	// later: it is read and checked, and then refused, because nothing
-	// enforces it yet.
-	later bool
 	read  func(r *Rules, n *yaml.Node) []*Problem
 	value func(r *Rules) any // as in a file; nil: not said
 	copy  func(dst, src *Rules)
@@ -80,8 +77,8 @@ var keys = []key{
 	valueOf("limits.storage_size.default", func(r *Rules) *int64 { return &r.StorageSize.Default }, parseSize, sizeOf),
 	atMost("limits.storage_size.max", func(r *Rules) *int64 { return &r.StorageSize.Max }, parseSize, sizeOf),
 
-	atMost("lifetime.ttl", func(r *Rules) *time.Duration { return &r.TTL }, parsePositive, ageOf).refused(),
-	atMost("lifetime.idle", func(r *Rules) *time.Duration { return &r.Idle }, parsePositive, ageOf).refused(),
+	atMost("lifetime.ttl", func(r *Rules) *time.Duration { return &r.TTL }, parseLifetime, ageOf),
+	atMost("lifetime.idle", func(r *Rules) *time.Duration { return &r.Idle }, parseLifetime, ageOf),
 
 	listOf("checkpoints.triggers", func(r *Rules) *[]string { return &r.Triggers }, parseTrigger, func(base *Rules, s string) bool { return slices.Contains(base.Triggers, s) }),
 	valueOf("checkpoints.every", func(r *Rules) *string { return &r.Every }, parseEvery, textOf),
@@ -97,17 +94,7 @@ var keys = []key{
 	hooksAt(BeforeStart), hooksAt(BeforeCheckpoint), hooksAt(AfterCheckpoint), hooksAt(BeforeRestore), hooksAt(AfterRestore), hooksAt(OnFailure),
 }
 
-func init() {
-	for i := range keys {
-		if keys[i].later {
-			// What is refused is in no rules.
-			keys[i].value = func(*Rules) any { return nil }
-		}
-	}
-}
-
 func (k key) in(group string) key { k.group = group; return k }
-func (k key) refused() key        { k.later = true; return k }
 
 // listOf is a key with a list of texts. Each item of it has to be covered by
 // the base; a list in a file replaces the base's.
@@ -395,6 +382,17 @@ func parsePositive(s string) (time.Duration, error) {
 		return 0, fmt.Errorf("%.40q is not a duration; write for example 90m, 12h, 2d or 1w", s)
 	}
 	return d, nil
+}
+
+// MinLifetime is the least that a sandbox may live or be idle.
+const MinLifetime = time.Second
+
+func parseLifetime(s string) (time.Duration, error) {
+	d, err := parsePositive(s)
+	if err == nil && d < MinLifetime {
+		return 0, fmt.Errorf("%s is below %v", s, MinLifetime)
+	}
+	return d, err
 }
 
 // MinEvery keeps checkpoints from following each other without a pause.

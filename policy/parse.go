@@ -173,9 +173,6 @@ func (d *document) mapping(n *yaml.Node, prefix string) (problems Problems) {
 			problems = append(problems, found...)
 			if len(found) == 0 {
 				d.set[name] = value
-				if keys[k].later {
-					problems = append(problems, unsupported(at, "%s", name))
-				}
 			}
 		case isSection(name):
 			problems = append(problems, d.mapping(value, name+".")...)

@@ -38,7 +38,7 @@ func resolved(t *testing.T, text string) *Policy {
 }
 
 func TestProblems(t *testing.T) {
-	f := finder(t, map[string]string{"base": "network: {modes: [none, filtered], default: filtered, egress: [\"*.debian.org\", pypi.org 443]}\n"})
+	f := finder(t, map[string]string{"base": "lifetime: {ttl: 1d}\nnetwork: {modes: [none, filtered], default: filtered, egress: [\"*.debian.org\", pypi.org 443]}\n"})
 	for _, c := range []struct{ name, text, want string }{
 		{"unknown", "capabilites: []\n", "p.yaml:1:1: unknown key \"capabilites\"; did you mean capabilities?"},
 		{"unknown below", "limits:\n  memry: {max: 1g}\n", "p.yaml:2:3: unknown key \"limits.memry\"; did you mean memory?"},
@@ -71,8 +71,9 @@ func TestProblems(t *testing.T) {
 		{"uid", "user: {uids: [9-1]}\n", "p.yaml:1:15: user.uids: \"9-1\" is neither a user id nor a range"},
 		{"base", "base: nowhere\n", "p.yaml:1:7: base: there is no policy nowhere"},
 
-		{"later", "lifetime: {ttl: 2h}\n", "p.yaml:1:12: lifetime.ttl: not supported yet"},
-		{"later and wrong", "lifetime: {ttl: soon}\n", "p.yaml:1:17: lifetime.ttl: \"soon\" is not a duration"},
+		{"lifetime", "lifetime: {ttl: soon}\n", "p.yaml:1:17: lifetime.ttl: \"soon\" is not a duration"},
+		{"lifetime of a blink", "lifetime: {idle: 10ms}\n", "p.yaml:1:18: lifetime.idle: 10ms is below 1s"},
+		{"wider lifetime", "base: base\nlifetime: {ttl: 2d}\n", "p.yaml:2:17: lifetime.ttl: wider than its base base: 48h is more than 24h"},
 		{"egress of nobody", "network:\n  egress: [pypi.org 443]\n", "p.yaml:2:11: network.egress: they hold nobody while network.modes allows bridge"},
 		{"wider egress", "base: base\nnetwork:\n  egress:\n  - pypi.org 443\n  - pypi.org 80\n", "p.yaml:5:5: network.egress: wider than its base base: pypi.org 80 ("},
 		{"wider names", "base: base\nnetwork: {egress: [a.debian.org, \"*.pypi.org 443\"]}\n", "p.yaml:2:34: network.egress: wider than its base base: *.pypi.org 443 ("},

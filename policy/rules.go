@@ -42,6 +42,8 @@ type Rules struct {
 	Memory, Pids, Swap, IO, StorageSize Limit[int64]
 	CPUs                                Limit[float64]
 
+	// TTL and Idle are the most that may be asked for, and what one has that asks
+	// for none; 0: none.
 	TTL, Idle time.Duration
 
 	Triggers  []string // what may have checkpoints taken by itself: TriggerExec, TriggerInterval
