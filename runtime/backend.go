@@ -178,8 +178,10 @@ type Container struct {
 	Pid      int // of the first process on the host; 0 unless running or paused
 	ExitCode int // of an exited one; 128+n after signal n
 	// OOMKilled: of an exited one, that the kernel killed a process of it for
-	// memory. Not every backend knows.
+	// memory. Not every backend knows, nor Hits.
 	OOMKilled bool
+	Hits      LimitHits // of an exited one, in its last start
+	OOMAt     time.Time // when the first process was killed for memory since it was last started, if that was noted
 	Started   time.Time
 	Finished  time.Time
 	Upper     string       // the upperdir on the host
@@ -240,9 +242,9 @@ type EgressFilter interface {
 	// SetEgress gives a container, whether it runs or not, other rules.
 	// Connections that they do not allow end.
 	SetEgress(ctx context.Context, id string, rules []string) error
-	// EgressEvents hands what a container was denied, oldest first, to each;
-	// when following, until ctx ends.
-	EgressEvents(ctx context.Context, id string, follow bool, each func(EgressEvent) error) error
+	// EgressLog is the directory in which eventlog has, by their ids, what
+	// containers were denied, each an egress.Event.
+	EgressLog() string
 }
 
 // ExecError is a command that could not be started: 127 when it was not

@@ -13,10 +13,6 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// EgressEvent is one attempt of a filtered sandbox that was denied: the
-// documented JSON of `agentbox events`; it only ever grows.
-type EgressEvent = egress.Event
-
 // EgressChange is what Update does to the egress rules of a sandbox.
 type EgressChange struct {
 	Add    []string
@@ -29,9 +25,6 @@ type EgressService interface {
 	// returns all its rules. Of a rule that is to be removed and not there it
 	// makes ErrNotFound, and then changes nothing.
 	UpdateEgress(ctx context.Context, sandbox string, change EgressChange) ([]string, error)
-	// EgressEvents hands what a sandbox was denied, oldest first, to each;
-	// when following, until ctx ends.
-	EgressEvents(ctx context.Context, sandbox string, follow bool, each func(EgressEvent) error) error
 }
 
 // updating is the journal's data of an update.
@@ -180,22 +173,4 @@ func (e *Engine) finishUpdate(ctx context.Context, in store.Intent, host Host) (
 		return "", err
 	}
 	return fmt.Sprintf("finished the change of the egress rules of sandbox %s", short(in.Sandbox)), e.setEgress(ctx, sb, filter, data.Egress)
-}
-
-// EgressEvents hands what a sandbox was denied to each.
-func (e *Engine) EgressEvents(ctx context.Context, ref string, follow bool, each func(EgressEvent) error) (err error) {
-	defer func() { err = fail("events", ref, err) }()
-	sb, err := e.store.Sandbox(ctx, ref)
-	if err != nil {
-		return err
-	}
-	host, err := e.host(sb.Backend)
-	if err != nil {
-		return err
-	}
-	_, filter, err := filtered(sb, host)
-	if err != nil {
-		return err
-	}
-	return filter.EgressEvents(ctx, sb.ID, follow, each)
 }

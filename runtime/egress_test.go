@@ -35,9 +35,7 @@ func (f *filtering) SetEgress(_ context.Context, _ string, rules []string) error
 	return nil
 }
 
-func (f *filtering) EgressEvents(context.Context, string, bool, func(runtime.EgressEvent) error) error {
-	return nil
-}
+func (f *filtering) EgressLog() string { return "" }
 
 func newFiltering(t *testing.T) (*rig, *filtering) {
 	t.Helper()

@@ -88,8 +88,8 @@ type Options struct {
 	// there already is enough. Nil: there are none.
 	Auto func(id string) error
 
-	// Watch starts the process that holds a sandbox to the limit of its files
-	// (Engine.Watch), like Auto.
+	// Watch starts the process that holds a sandbox to the limits of its files
+	// and its lifetime (Engine.Watch), like Auto.
 	Watch func(id string) error
 
 	// Policies finds the policy of sandboxes for which nobody names one, and
@@ -306,9 +306,9 @@ func (e *Engine) Sandbox(ctx context.Context, ref string) (Sandbox, error) {
 	if err != nil {
 		return Sandbox{}, fail("inspect", ref, err)
 	}
-	out, err := e.view(ctx, sb)
+	out, c, err := e.view(ctx, sb)
 	if err == nil {
-		out.Limits, err = e.hits(out)
+		out.Limits, err = e.hits(sb.ID, c)
 	}
 	return out, fail("inspect", ref, err)
 }
@@ -321,7 +321,7 @@ func (e *Engine) Sandboxes(ctx context.Context) ([]Sandbox, error) {
 	}
 	list := make([]Sandbox, 0, len(rows))
 	for _, sb := range rows {
-		out, err := e.view(ctx, sb)
+		out, _, err := e.view(ctx, sb)
 		if errors.Is(err, ErrNotFound) {
 			// Removed since we read the row, or not made yet.
 			continue
@@ -340,16 +340,16 @@ func (e *Engine) Sandboxes(ctx context.Context) ([]Sandbox, error) {
 }
 
 // view joins what is stored with what is so.
-func (e *Engine) view(ctx context.Context, sb store.Sandbox) (Sandbox, error) {
+func (e *Engine) view(ctx context.Context, sb store.Sandbox) (Sandbox, Container, error) {
+	var c Container
 	s, err := spec(sb)
 	if err != nil {
-		return Sandbox{}, err
+		return Sandbox{}, c, err
 	}
 	labels := sb.Labels
 	if labels == nil {
 		labels = map[string]string{}
 	}
-	var c Container
 	host, err := e.host(sb.Backend)
 	if err == nil {
 		c, err = host.Inspect(ctx, sb.ID)
@@ -359,5 +359,6 @@ func (e *Engine) view(ctx context.Context, sb store.Sandbox) (Sandbox, error) {
 		Upperdir: c.Upper, Image: sb.Image, ImageDigest: sb.ImageDigest, Backend: sb.Backend,
 		Head: sb.Head, Attempt: sb.Attempt, Created: sb.Created, Started: c.Started, Finished: c.Finished,
 		Labels: labels, Address: c.Address, Kept: sb.Kept, OOMKilled: c.OOMKilled, Spec: s,
-	}, err
+		Expires: s.Lifetime.expires(), Expired: s.Lifetime.expired(),
+	}, c, err
 }

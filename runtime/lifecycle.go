@@ -203,7 +203,7 @@ func complete(req CreateRequest, img images.Image, backend string) (Spec, error)
 			return s, err
 		}
 	}
-	if err := checkEvery(s.CheckpointEvery); err != nil {
+	if err := errors.Join(checkEvery(s.CheckpointEvery), checkLifetime(s.Lifetime)); err != nil {
 		return s, err
 	}
 	r := s.Resources
@@ -285,9 +285,10 @@ func (e *Engine) Start(ctx context.Context, ref string, streams *Streams) (wait 
 	if c.Status == Running || c.Status == Paused {
 		return nil, fmt.Errorf("%w: it is %s", ErrState, c.Status)
 	}
-	if err := mayMount(s); err != nil {
+	if err := errors.Join(mayStart(s), mayMount(s)); err != nil {
 		return nil, err
 	}
+	e.keepHits(ctx, sb.Sandbox, c)
 	secrets, err := e.readSecrets(s, s.Secrets)
 	if err != nil {
 		return nil, err
@@ -327,7 +328,19 @@ func (e *Engine) Start(ctx context.Context, ref string, streams *Streams) (wait 
 	e.log.Info("started", "sandbox", sb.ID)
 	e.every(s)
 	e.enforce(s)
-	return wait, nil
+	if wait == nil {
+		return nil, nil
+	}
+	done, err := e.use(s)
+	if err != nil {
+		e.log.Warn("who is attached does not count", "sandbox", sb.ID, "err", err)
+		return wait, nil
+	}
+	served := wait
+	return func() error {
+		defer done()
+		return served()
+	}, nil
 }
 
 // inState finds a sandbox and checks that it is in one of the given states.
@@ -366,7 +379,12 @@ func (e *Engine) running(ctx context.Context, ref, verb string) (located, error)
 // Attach connects streams to a running sandbox's first process.
 func (e *Engine) Attach(ctx context.Context, ref string, streams Streams) error {
 	sb, err := e.running(ctx, ref, "attach")
+	var done func()
 	if err == nil {
+		done, err = e.inUseBy(sb.Sandbox)
+	}
+	if err == nil {
+		defer done()
 		err = sb.host.Attach(ctx, sb.ID, streams)
 	}
 	if errors.Is(err, ErrDetached) {
@@ -393,6 +411,11 @@ func (e *Engine) Exec(ctx context.Context, ref string, p Process, streams Stream
 	if err := e.beforeExec(ctx, sb.Sandbox, p); err != nil {
 		return 0, fail("exec", ref, err)
 	}
+	done, err := e.inUseBy(sb.Sandbox)
+	if err != nil {
+		return 0, fail("exec", ref, err)
+	}
+	defer done()
 	exit, err := sb.host.Exec(ctx, sb.ID, p, streams)
 	// A checkpoint may freeze the sandbox between our look and the runtime's,
 	// which then refuses. Input may be gone by then, and cannot be sent twice.

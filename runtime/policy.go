@@ -28,6 +28,7 @@ func askFor(s Spec) policy.Request {
 		Network: s.Network.Mode, Egress: s.Network.Egress, Group: s.Network.Group,
 		Memory: s.Resources.Memory, CPUs: s.Resources.CPUs, Pids: s.Resources.Pids,
 		Swap: s.Resources.Swap, IO: s.Resources.IO, Storage: s.Resources.Storage,
+		TTL: max(0, s.Lifetime.TTL), Idle: max(0, s.Lifetime.Idle),
 		Mounts: mountsOf(s),
 	}
 	if text := s.Security.SeccompProfile; text != "" {
@@ -81,6 +82,7 @@ func (e *Engine) admit(s *Spec, req CreateRequest, img images.Image, labels map[
 // restored processes have theirs.
 func grant(s *Spec, p *policy.Policy, got policy.Request) {
 	s.User, s.CheckpointEvery = got.User, got.Every
+	s.Lifetime = Lifetime{TTL: got.TTL, Idle: got.Idle, Begun: thisMoment()}
 	s.Network.Mode, s.Network.Egress = got.Network, got.Egress
 	s.Resources = Resources{Memory: got.Memory, Swap: got.Swap, CPUs: got.CPUs, Pids: got.Pids, IO: got.IO, Storage: got.Storage}
 	profile := s.Security.SeccompProfile

@@ -16,6 +16,7 @@ import (
 	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/undo"
+	"github.com/agentbox/agentbox/runtime/eventlog"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -125,7 +126,7 @@ func (e *Engine) finish(ctx context.Context, in store.Intent) (did string, err e
 }
 
 // attend starts the processes beside a sandbox that came up though its start was
-// killed: who takes its checkpoints, and who watches its files.
+// killed: who takes its checkpoints, and who holds it to its limits.
 func (e *Engine) attend(ctx context.Context, id string, host Host) error {
 	sb, err := e.store.Sandbox(ctx, id)
 	if errors.Is(err, ErrNotFound) {
@@ -135,11 +136,11 @@ func (e *Engine) attend(ctx context.Context, id string, host Host) error {
 		return err
 	}
 	s, err := spec(sb)
-	if err != nil || s.Resources.Storage == 0 && s.CheckpointEvery == "" {
+	if err != nil || !watched(s) && s.CheckpointEvery == "" {
 		return err
 	}
 	c, err := host.Inspect(ctx, id)
-	if err == nil && c.Status == Running {
+	if err == nil && (c.Status == Running || c.Status == Paused) {
 		e.every(s)
 		e.enforce(s)
 	}
@@ -397,6 +398,7 @@ func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, loc
 		return err
 	}
 	undo.Add(func(context.Context) error { return stage.Clear(r.c.Stage.Run, r.c.Stage.ID) })
+	e.keepHits(ctx, sb, r.c)
 	if err := host.Stop(ctx, sb.ID, StopOptions{Silent: true}); err != nil {
 		return err
 	}
@@ -414,12 +416,14 @@ func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, loc
 // backend holds with what is recorded and frees what has no owner.
 func (e *Engine) Recover(ctx context.Context) (Recovery, error) {
 	done, err := e.RecoverInterrupted(ctx)
-	errs := []error{err}
+	errs := []error{err, e.ReviveWatches(ctx)}
 	swept, err := e.store.Sweep(ctx)
 	done.Actions = append(done.Actions, swept...)
 	errs = append(errs, err, criu.SweepTemp())
 	rows, err := e.store.Sandboxes(ctx)
-	errs = append(errs, err)
+	if errs = append(errs, err); err == nil {
+		errs = append(errs, e.forgetEvents(rows))
+	}
 	used := map[string]bool{e.first: true}
 	for _, sb := range rows {
 		used[sb.Backend] = true
@@ -479,7 +483,7 @@ func (e *Engine) settle(ctx context.Context, host Host, id string) (did string, 
 	if s.Adopted {
 		if errors.Is(err, ErrNotFound) {
 			did = fmt.Sprintf("forgot %s, whose container is gone; its checkpoints stay", sb.Name)
-			return did, errors.Join(os.RemoveAll(filepath.Join(e.run, id)), e.store.DeleteSandbox(ctx, id))
+			return did, errors.Join(os.RemoveAll(filepath.Join(e.run, id)), eventlog.Remove(e.eventsDir(), id), e.store.DeleteSandbox(ctx, id))
 		}
 		return "", err // its engine sees to the rest
 	}

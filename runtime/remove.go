@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/runtime/eventlog"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -80,7 +81,7 @@ func (e *Engine) finishRemove(ctx context.Context, host Host, id string, checkpo
 	if err := os.RemoveAll(filepath.Join(e.run, id)); err != nil {
 		return err
 	}
-	if err := e.noteHit(id, nil); err != nil {
+	if err := errors.Join(e.noteHit(id, nil), e.unmark(id), eventlog.Remove(e.eventsDir(), id)); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("remove.after-backend"); err != nil {
@@ -140,5 +141,6 @@ func (e *Engine) Reap(ctx context.Context, id string) (err error) {
 	if s.AutoRemove && !sb.Kept {
 		return e.remove(ctx, sb, false)
 	}
+	e.keepHits(ctx, sb.Sandbox, c)
 	return sb.host.Stop(ctx, id, StopOptions{})
 }

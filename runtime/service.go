@@ -61,6 +61,12 @@ type Service interface {
 	CheckpointService
 	ImageService
 	EgressService
+	// Events hands what befell a sandbox, oldest first, to each; when following,
+	// until ctx ends or the sandbox is removed.
+	Events(ctx context.Context, sandbox string, opts EventOptions, each func(Event) error) error
+	// UpdateLifetime changes how long a sandbox may live, from now on, or be
+	// idle. One that has expired can then be started again.
+	UpdateLifetime(ctx context.Context, sandbox string, change LifetimeChange) (Sandbox, error)
 
 	// Recover rolls interrupted verbs forward or back and frees what has no owner.
 	Recover(ctx context.Context) (Recovery, error)
@@ -100,6 +106,8 @@ type Sandbox struct {
 	Finished    time.Time         `json:"finished,omitzero"`
 	Labels      map[string]string `json:"labels"`
 	Address     string            `json:"address,omitempty"`
+	Expires     time.Time         `json:"expires,omitzero"`     // when its --ttl is over, as far as the clock stays
+	Expired     bool              `json:"expired,omitempty"`    // that time is over, and it cannot be started
 	OOMKilled   bool              `json:"oom_killed,omitempty"` // of an exited one: the kernel killed a process of it for memory
 	Limits      *LimitHits        `json:"limit_hits,omitempty"` // by Service.Sandbox only
 	Kept        bool              `json:"kept,omitempty"`       // an --rm sandbox that stays when it exits, because a restore of it failed
@@ -107,10 +115,10 @@ type Sandbox struct {
 }
 
 // LimitHits are how often the limits of a sandbox have come into force since it
-// was last started.
+// was last started. Of an exited one not every backend knows.
 type LimitHits struct {
-	OOMKills int64       `json:"oom_kills,omitempty"` // processes that the kernel killed for memory; while it runs
-	Pids     int64       `json:"pids,omitempty"`      // processes and threads that could not be made; while it runs
+	OOMKills int64       `json:"oom_kills,omitempty"` // processes that the kernel killed for memory
+	Pids     int64       `json:"pids,omitempty"`      // processes and threads that could not be made
 	Storage  *StorageHit `json:"storage,omitempty"`   // it was killed for what its files took
 }
 

@@ -43,6 +43,9 @@ type Spec struct {
 	// before each Exec, or a time.Duration such as "5m0s".
 	CheckpointEvery string `json:"checkpoint_every,omitempty"`
 
+	// Lifetime bounds how long it lives.
+	Lifetime Lifetime `json:"lifetime,omitzero"`
+
 	// Policy is the one that the sandbox was made under; nil in the specs of
 	// older versions, and of containers that somebody else made.
 	Policy *Policy `json:"policy,omitempty"`

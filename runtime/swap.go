@@ -82,6 +82,7 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 		return fmt.Errorf("%w: somebody else started it while it was being restored", ErrState)
 	}
 	touched = true
+	e.keepHits(ctx, r.sb.Sandbox, r.c) // the counters go with the processes
 	stopping := time.Now()
 	if err := r.sb.host.Stop(ctx, r.sb.ID, StopOptions{Silent: true}); err != nil {
 		return err

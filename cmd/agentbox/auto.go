@@ -167,7 +167,7 @@ func ended(s runtime.Status) bool {
 const maxLog = 1 << 20 // bytes
 
 // A oneLock is RUN/auto/ID: the lock of a sandbox's auto, which the kernel
-// frees when that is killed, and its log while it lives. RUN/watch/ID is its
+// frees when that is killed, and its log while it lives. ROOT/watch/ID is its
 // watch's.
 type oneLock struct {
 	f    *os.File

@@ -45,6 +45,8 @@ type createOptions struct {
 	Entrypoint   string
 	StopSignal   string
 	Every        string
+	TTL          string
+	Idle         string
 	Policy       string
 	Privileged   bool
 	UserNS       string
@@ -86,6 +88,8 @@ func (o *createOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVar(&o.Init, "init", false, "run a small init that reaps zombies and passes signals on")
 	fl.StringVar(&o.Entrypoint, "entrypoint", "", "`COMMAND` in place of the image's entrypoint; empty: none")
 	fl.StringVar(&o.Every, "checkpoint-every", "", "take a checkpoint before each exec, or each `DURATION`: exec, or e.g. 5m")
+	fl.StringVar(&o.TTL, "ttl", "", "stop it `DURATION` after it was made, for good; with --rm remove it; default: the policy's, none")
+	fl.StringVar(&o.Idle, "idle", "", "stop it when nothing goes on in it for `DURATION`; default: the policy's, none")
 	fl.StringVar(&o.Policy, "policy", "", "what it may do: `NAME|FILE` of a policy (environment AGENTBOX_POLICY; default \"default\")")
 	fl.Var(list(&o.CapAdd), "cap-add", "give it the capability `NAME`, or ALL")
 	fl.Var(list(&o.CapDrop), "cap-drop", "take the capability `NAME` from it, or ALL")
@@ -149,6 +153,16 @@ func (o *createOptions) request(args []string) (runtime.CreateRequest, error) {
 	}
 	if o.Every != "" {
 		if spec.CheckpointEvery, err = parseEvery(o.Every); err != nil {
+			return none, err
+		}
+	}
+	if o.TTL != "" {
+		if spec.Lifetime.TTL, err = parseLifetime("--ttl", o.TTL); err != nil {
+			return none, err
+		}
+	}
+	if o.Idle != "" {
+		if spec.Lifetime.Idle, err = parseLifetime("--idle", o.Idle); err != nil {
 			return none, err
 		}
 	}

@@ -34,6 +34,7 @@ type fakeService struct {
 	reOpts      runtime.RestoreOptions
 	filter      runtime.CheckpointFilter
 	logOpts     runtime.LogOptions
+	since       time.Time // of Events
 	diffReq     runtime.DiffRequest
 	diff        runtime.Diff
 	history     []runtime.HistoryEntry
@@ -57,11 +58,31 @@ func (f *fakeService) UpdateEgress(_ context.Context, sandbox string, change run
 	return append([]string{"pypi.org 443"}, change.Add...), f.call("UpdateEgress", sandbox, change.Add, change.Remove)
 }
 
-func (f *fakeService) EgressEvents(_ context.Context, sandbox string, follow bool, each func(runtime.EgressEvent) error) error {
-	if err := f.call("EgressEvents", sandbox, follow); err != nil {
+func (f *fakeService) Events(_ context.Context, sandbox string, opts runtime.EventOptions, each func(runtime.Event) error) error {
+	if err := f.call("Events", sandbox, opts.Follow, opts.Types); err != nil {
 		return err
 	}
-	return each(runtime.EgressEvent{Time: epoch, Sandbox: sandbox, Protocol: "tls", Name: "evil.example", Address: "192.0.2.1:443", Reason: "no rule allows the name on this port", Missed: 3})
+	f.since = opts.Since
+	return errors.Join(
+		each(runtime.Event{Time: epoch, Sandbox: sandbox, Type: runtime.EventDenied, Protocol: "tls", Name: "evil.example", Address: "192.0.2.1:443", Reason: "no rule allows the name on this port", Missed: 3}),
+		each(runtime.Event{Time: epoch, Sandbox: sandbox, Type: runtime.EventOOM, Count: 1, Total: 2, Started: epoch, Limit: 16 << 20}),
+		each(runtime.Event{Time: epoch, Sandbox: sandbox, Type: runtime.EventPids, Count: 3, Total: 3, Started: epoch}),
+		each(runtime.Event{Time: epoch, Sandbox: sandbox, Type: runtime.EventStorage, Used: 3 << 20, Limit: 2 << 20}),
+		each(runtime.Event{Time: epoch, Sandbox: sandbox, Type: runtime.EventExpired, After: int64(time.Hour)}),
+		each(runtime.Event{Time: epoch, Sandbox: sandbox, Type: runtime.EventIdle, After: int64(61234 * time.Millisecond)}))
+}
+
+func (f *fakeService) UpdateLifetime(_ context.Context, sandbox string, change runtime.LifetimeChange) (sb runtime.Sandbox, err error) {
+	if change.TTL != nil && *change.TTL > 0 {
+		sb.Expires = epoch.Add(*change.TTL)
+	}
+	text := func(d *time.Duration) string {
+		if d == nil {
+			return "-"
+		}
+		return d.String()
+	}
+	return sb, f.call("UpdateLifetime", sandbox, text(change.TTL), text(change.Idle))
 }
 
 func (f *fakeService) call(method string, args ...any) error {

@@ -22,7 +22,8 @@ func newInspectCommand(a *app) *cobra.Command {
 		Long: `Inspect prints a JSON array with one object per sandbox. Its fields only ever grow in
 number: id, name, status (created, running, paused, exited), pid (0 unless it runs),
 exit_code, upperdir, image, image_digest, backend, head (the checkpoint it was last at),
-attempt, created, started, finished, labels, address, spec; oom_killed and limit_hits once a limit has come into force.`,
+attempt, created, started, finished, labels, address, spec; oom_killed and limit_hits once a limit has come into force; expires
+and expired with --ttl.`,
 		Example: `  agentbox inspect c
   agentbox inspect c | jq -r '.[0].upperdir'`,
 		Annotations:       exits(exitUsage, exitNotFound, exitDenied),

@@ -121,16 +121,26 @@ func statusText(now time.Time, sb runtime.Sandbox) string {
 	}
 	switch sb.Status {
 	case runtime.Created:
-		return "Created"
+		return "Created" + expiryText(now, sb)
 	case runtime.Running:
-		return up
+		return up + expiryText(now, sb)
 	case runtime.Paused:
-		return up + " (Paused)"
+		return up + " (Paused)" + expiryText(now, sb)
 	case runtime.Exited:
-		return strings.TrimSpace(fmt.Sprintf("Exited (%d) %s", sb.ExitCode, ago(now, sb.Finished)))
+		return strings.TrimSpace(fmt.Sprintf("Exited (%d) %s", sb.ExitCode, ago(now, sb.Finished))) + expiryText(now, sb)
 	default:
 		return string(sb.Status)
 	}
+}
+
+func expiryText(now time.Time, sb runtime.Sandbox) string {
+	switch {
+	case sb.Expired:
+		return ", expired"
+	case sb.Expires.IsZero():
+		return ""
+	}
+	return ", expires in " + strings.ToLower(units.HumanDuration(max(0, sb.Expires.Sub(now))))
 }
 
 func portsText(ports []runtime.Port) string {

@@ -46,6 +46,7 @@ AGENTBOX_ATTEMPT in its environment.`,
   agentbox run --rm 'bootstrap:debian/bookworm?include=python3' python3 -c 'print(1)'
   agentbox run -it --checkpoint-every 5m --name work debian bash
   agentbox run --policy strict --rm busybox id
+  agentbox run -d --ttl 2h --idle 15m debian agent
   agentbox run -d --secret token=file:/etc/agent/token --secret key=env:API_KEY debian agent
   agentbox run -d --network none --read-only --tmpfs /tmp:size=64m busybox sleep 1000`,
 		Annotations:       passes(),

@@ -255,6 +255,8 @@ func leftovers(root string) (left []string) {
 	left = append(mountsBelow(root), programsNaming(root)...)
 	for dir, stays := range map[string][]string{
 		"sandboxes":          nil,
+		"events":             nil,
+		"watch":              nil,
 		"checkpoints":        {"failed"},
 		"checkpoints/failed": nil,
 		"run":                {"runc", "exits", "tmp", "restore", "paused", "lock"},

@@ -4,49 +4,110 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
+	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 )
 
+type updateOptions struct {
+	Egress    runtime.EgressChange
+	TTL, Idle string
+}
+
+func (o *updateOptions) addFlags(fl *pflag.FlagSet) {
+	fl.Var(list(&o.Egress.Add), "egress-add", "let it out to `RULE`, as 'agentbox run --egress' takes it")
+	fl.Var(list(&o.Egress.Remove), "egress-rm", "take `RULE` away")
+	fl.StringVar(&o.TTL, "ttl", "", "let it live for `DURATION` from now on, e.g. 2h; none: without end")
+	fl.StringVar(&o.Idle, "idle", "", "stop it when nothing goes on in it for `DURATION`, e.g. 10m; none: never")
+}
+
+func (o *updateOptions) lifetime() (change runtime.LifetimeChange, err error) {
+	for _, f := range []struct {
+		flag, text string
+		to         **time.Duration
+	}{{"--ttl", o.TTL, &change.TTL}, {"--idle", o.Idle, &change.Idle}} {
+		var d time.Duration
+		switch f.text {
+		case "":
+			continue
+		case "none":
+		default:
+			if d, err = parseLifetime(f.flag, f.text); err != nil {
+				return change, err
+			}
+		}
+		*f.to = &d
+	}
+	return change, nil
+}
+
+// parseLifetime reads how long a sandbox is to live or be idle.
+func parseLifetime(flag, s string) (time.Duration, error) {
+	d, err := policy.ParseDuration(s)
+	if err != nil || d < policy.MinLifetime {
+		return 0, usageErrorf("%s %q: write a duration from %v on, for example 10m, 12h or 2d", flag, s, policy.MinLifetime)
+	}
+	return d, nil
+}
+
 func newUpdateCommand(a *app) *cobra.Command {
-	var change runtime.EgressChange
+	var opts updateOptions
 	cmd := &cobra.Command{
 		Use:   "update [flags] SANDBOX",
-		Short: "Change what a filtered sandbox may reach",
-		Long: `Update changes the egress rules of a sandbox with --network filtered, at once if it runs, and
-prints those it then has. Connections that no rule allows any more end. The rules stay over
-stops, restores and upgrades; a fork has those of its checkpoint. No rule can be added that
-the policy of the sandbox does not cover.`,
-		Example: `  agentbox update c --egress-add 'pypi.org 443' --egress-add 'files.pythonhosted.org 443'
+		Short: "Change how long a sandbox lives, or what a filtered one may reach",
+		Long: `Update gives a sandbox more time, or less, from now on, and prints when it then expires.
+One that has expired can be started again with that.
+
+It changes the egress rules of a sandbox with --network filtered, at once if it runs, and
+prints those it then has. Connections that no rule allows any more end.
+
+What was changed stays over stops, restores and upgrades; a fork has it from its checkpoint.
+Nothing can be had that the policy of the sandbox does not cover.`,
+		Example: `  agentbox update c --ttl 2h
+  agentbox update c --egress-add 'pypi.org 443' --egress-add 'files.pythonhosted.org 443'
   agentbox update c --egress-rm 'pypi.org 443'`,
 		Annotations:       exits(exitUsage, exitNotFound, exitState, exitBusy, exitDenied, exitUnsupported),
 		Args:              args(1, 1),
 		ValidArgsFunction: a.completeOneSandbox(nil),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			if len(change.Add)+len(change.Remove) == 0 {
-				return usageErrorf("nothing to change: say --egress-add or --egress-rm")
+			change, err := opts.lifetime()
+			if err != nil {
+				return err
+			}
+			if len(opts.Egress.Add)+len(opts.Egress.Remove) == 0 && change == (runtime.LifetimeChange{}) {
+				return usageErrorf("nothing to change: say --ttl, --idle, --egress-add or --egress-rm")
 			}
 			return a.service(cmd.Context(), func(svc runtime.Service) error {
-				return runUpdate(cmd.Context(), change, args[0], svc, a.stdout)
+				return runUpdate(cmd.Context(), opts.Egress, change, args[0], svc, a.stdout)
 			})
 		},
 	}
-	cmd.Flags().Var(list(&change.Add), "egress-add", "let it out to `RULE`, as 'agentbox run --egress' takes it")
-	cmd.Flags().Var(list(&change.Remove), "egress-rm", "take `RULE` away")
+	opts.addFlags(cmd.Flags())
 	return cmd
 }
 
-func runUpdate(ctx context.Context, change runtime.EgressChange, sandbox string, svc runtime.Service, out io.Writer) error {
-	rules, err := svc.UpdateEgress(ctx, sandbox, change)
-	if err != nil {
-		return err
-	}
-	for _, r := range rules {
-		if _, err := fmt.Fprintln(out, r); err != nil {
+func runUpdate(ctx context.Context, egress runtime.EgressChange, lifetime runtime.LifetimeChange, sandbox string, svc runtime.Service, out io.Writer) error {
+	if len(egress.Add)+len(egress.Remove) > 0 {
+		rules, err := svc.UpdateEgress(ctx, sandbox, egress)
+		if err != nil {
 			return err
 		}
+		for _, r := range rules {
+			if _, err := fmt.Fprintln(out, r); err != nil {
+				return err
+			}
+		}
 	}
-	return nil
+	if lifetime == (runtime.LifetimeChange{}) {
+		return nil
+	}
+	sb, err := svc.UpdateLifetime(ctx, sandbox, lifetime)
+	if err == nil && !sb.Expires.IsZero() {
+		_, err = fmt.Fprintln(out, "expires", sb.Expires.Local().Format(time.RFC3339))
+	}
+	return err
 }

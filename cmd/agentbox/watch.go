@@ -10,18 +10,18 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// A watcher holds a sandbox to the limit of its files. Only a Service that runs
-// on this host is one.
+// A watcher holds a sandbox to the limits of its files and its lifetime. Only a
+// Service that runs on this host is one.
 type watcher interface {
 	Watch(ctx context.Context, id string) error
 }
 
-// newWatchCommand is the process that holds a sandbox to --storage-size; the
-// start of the sandbox starts it.
+// newWatchCommand is the process that holds a sandbox to --storage-size, --ttl
+// and --idle; the start of the sandbox starts it.
 func newWatchCommand(a *app) *cobra.Command {
 	return &cobra.Command{
 		Use:         "watch ID",
-		Short:       "Hold a sandbox to the limit of its files (started with the sandbox)",
+		Short:       "Hold a sandbox to its limits (started with the sandbox)",
 		Hidden:      true,
 		Annotations: exits(exitUsage, exitNotFound, exitDenied),
 		Args:        args(1, 1),
@@ -39,13 +39,17 @@ func newWatchCommand(a *app) *cobra.Command {
 				if err != nil {
 					return err
 				}
-				_, run := g.dirs()
-				lock, err := lockOne(cmd.Context(), filepath.Join(run, "watch"), sb.ID)
+				// There, and not in RUN, so that the mark outlives the host.
+				root, _ := g.dirs()
+				lock, err := lockOne(cmd.Context(), filepath.Join(root, "watch"), sb.ID)
 				if err != nil || lock == nil {
 					return err
 				}
-				defer lock.unlock()
-				return w.Watch(cmd.Context(), sb.ID)
+				err = w.Watch(cmd.Context(), sb.ID)
+				if cmd.Context().Err() == nil {
+					lock.unlock()
+				} // else it is still to be watched: the next command finds out
+				return err
 			})
 		},
 	}

@@ -213,9 +213,18 @@ func (m *monitor) awaitExit(ctx context.Context) home.Exit {
 	if err == nil {
 		defer p.Close()
 	}
+	var hits func() kernel.Hits
+	if groups, err := kernel.Hierarchies(); err == nil {
+		hits, _ = groups.HitsOf(run.Pid) // none of one that has ended
+	}
 	for {
 		exit, err := m.askShim(ctx, run)
 		if err == nil {
+			// The cgroups go when the task is deleted, which nobody does before this is on record.
+			if hits != nil {
+				exit.Hits = hits()
+			}
+			exit.OOM = exit.Hits.OOMKills > 0
 			return exit
 		}
 		if p != nil && p.Alive() {

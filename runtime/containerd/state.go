@@ -246,7 +246,8 @@ func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, er
 		c.Address = v.run.Address
 	}
 	if v.status == runtime.Exited {
-		c.ExitCode, c.Finished = v.exit.Code, v.exit.Finished
+		c.ExitCode, c.Finished, c.OOMKilled = v.exit.Code, v.exit.Finished, v.exit.OOM
+		c.Hits = runtime.LimitHits{OOMKills: v.exit.Hits.OOMKills, Pids: v.exit.Hits.PidsMax}
 	}
 	return c, nil
 }

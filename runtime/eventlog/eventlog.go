@@ -27,7 +27,7 @@ func older(dir, id string) string { return filepath.Join(dir, id+".1.jsonl") }
 func Append(dir, id string, line []byte) error {
 	for {
 		f, err := os.OpenFile(Path(dir, id), os.O_WRONLY|os.O_APPEND|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
-		if errors.Is(err, fs.ErrNotExist) { // the directory goes with the last file
+		if errors.Is(err, fs.ErrNotExist) { // it is the first event of all
 			if err = os.MkdirAll(dir, 0o700); err == nil {
 				continue
 			}
@@ -72,13 +72,12 @@ func ignore(err, what error) error {
 	return err
 }
 
-// Remove forgets a sandbox's events, and the directory if they were the last.
+// Remove forgets a sandbox's events. The directory stays.
 func Remove(dir, id string) error {
 	var errs []error
 	for _, path := range []string{Path(dir, id), older(dir, id)} {
 		errs = append(errs, ignore(os.Remove(path), fs.ErrNotExist))
 	}
-	_ = os.Remove(dir) // stays while there are others
 	return errors.Join(errs...)
 }
 

@@ -20,6 +20,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/eventlog"
 	"github.com/agentbox/agentbox/runtime/network/egress"
 )
 
@@ -45,11 +46,11 @@ func (m *Manager) UseProxy(command func() *exec.Cmd, start func(*exec.Cmd) error
 // proxyDir has the process's control socket, lock and messages.
 func (m *Manager) proxyDir() string { return filepath.Join(m.run, "egress") }
 
-// EventsDir has the files of what sandboxes were denied.
+// EventsDir is where eventlog has what sandboxes were denied, each an egress.Event.
 func (m *Manager) EventsDir() string { return filepath.Join(m.root, "egress") }
 
 func (m *Manager) forgetEvents(id string) error {
-	err := egress.RemoveLog(m.EventsDir(), id)
+	err := eventlog.Remove(m.EventsDir(), id)
 	if _, e := os.Lstat(m.proxyDir()); e != nil { // else the worker may write to it
 		_ = os.Remove(m.EventsDir()) // if it was the last
 	}
@@ -141,18 +142,6 @@ func (m *Manager) SetEgress(ctx context.Context, id string, rules []string) erro
 		return fmt.Errorf("egress rules of %s: %w", id, err)
 	}
 	return v.applyRules() // for a proxy that had to be started
-}
-
-// Events hands what a sandbox was denied, oldest first, to each; when
-// following, until ctx ends.
-func (m *Manager) Events(ctx context.Context, id string, follow bool, each func(egress.Event) error) error {
-	if err := validID(id); err != nil {
-		return err
-	}
-	if follow {
-		return egress.FollowEvents(ctx, m.EventsDir(), id, each)
-	}
-	return egress.ReadEvents(m.EventsDir(), id, each)
 }
 
 // endFilter lets the process know that a sandbox is gone; it may have been the

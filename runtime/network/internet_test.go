@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"crypto/tls"
 	"encoding/binary"
+	"encoding/json"
 	"fmt"
 	"io"
 	"net"
@@ -21,6 +22,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/eventlog"
 	"github.com/agentbox/agentbox/runtime/network/egress"
 )
 
@@ -274,7 +276,11 @@ func (c client) raw(to, say string) (string, error) {
 func (w *world) denied(id string) []string {
 	w.Helper()
 	var all []string
-	err := egress.ReadEvents(w.m.EventsDir(), id, func(e egress.Event) error {
+	err := eventlog.NewReader(w.m.EventsDir(), id).Read(func(line []byte) error {
+		var e egress.Event
+		if err := json.Unmarshal(line, &e); err != nil {
+			return err
+		}
 		if e.Sandbox != id || time.Since(e.Time) > time.Hour {
 			w.Errorf("event %+v", e)
 		}

@@ -53,13 +53,8 @@ func (b *Backend) SetEgress(ctx context.Context, id string, rules []string) erro
 	return b.net.SetEgress(ctx, id, rules)
 }
 
-// EgressEvents hands what a container was denied to each.
-func (b *Backend) EgressEvents(ctx context.Context, id string, follow bool, each func(runtime.EgressEvent) error) error {
-	if err := home.Check(id); err != nil {
-		return err
-	}
-	return b.net.Events(ctx, id, follow, each)
-}
+// EgressLog is where what containers were denied is noted.
+func (b *Backend) EgressLog() string { return b.net.EventsDir() }
 
 // ServeEgress is the life of that process.
 func ServeEgress(ctx context.Context, root, run string) error {

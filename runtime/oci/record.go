@@ -4,6 +4,7 @@ import (
 	"os"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/home"
@@ -46,6 +47,28 @@ func (b *Backend) exited(id string, n int) (home.Exit, bool) {
 	if err != nil || code < 0 {
 		code = home.Unknown
 	}
-	_, err = os.Stat(b.home.Start(id, n, "oom"))
-	return home.Exit{Code: code, Finished: at, OOM: err == nil}, true
+	return home.Exit{Code: code, Finished: at, OOM: !b.oomAt(id, n).IsZero()}, true
+}
+
+// oomAt is when the kernel first killed a process for memory in run n, which
+// conmon notes by a file.
+func (b *Backend) oomAt(id string, n int) time.Time {
+	st, err := os.Lstat(b.home.Start(id, n, "oom"))
+	if err != nil {
+		return time.Time{}
+	}
+	return st.ModTime()
+}
+
+// withHits is the end of a container's last run with how often its limits came
+// into force. Until that is on record it is the cgroups that know, which stay
+// as they are when the last process has ended.
+func (b *Backend) withHits(id string, v view) home.Exit {
+	if exit, ok := b.home.Exited(id, v.run.Number); ok {
+		return exit
+	}
+	exit := v.exit
+	exit.Hits = b.cgroups.HitsIn(b.home.Cgroup(id))
+	exit.OOM = exit.OOM || exit.Hits.OOMKills > 0
+	return exit
 }

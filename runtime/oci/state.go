@@ -167,8 +167,13 @@ func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, er
 	if v.live() {
 		c.Address = v.run.Address
 	}
+	if v.status != runtime.Created {
+		c.OOMAt = b.oomAt(id, v.run.Number)
+	}
 	if v.status == runtime.Exited {
-		c.ExitCode, c.Finished, c.OOMKilled = v.exit.Code, v.exit.Finished, v.exit.OOM
+		exit := b.withHits(id, v)
+		c.ExitCode, c.Finished, c.OOMKilled = exit.Code, exit.Finished, exit.OOM
+		c.Hits = runtime.LimitHits{OOMKills: exit.Hits.OOMKills, Pids: exit.Hits.PidsMax}
 	}
 	return c, nil
 }

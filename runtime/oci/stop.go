@@ -163,17 +163,16 @@ func (b *Backend) ended(ctx context.Context, v view, killed bool) (home.Exit, er
 // and nothing held. It costs little when there is nothing to do.
 func (b *Backend) settle(ctx context.Context, v view) error {
 	id := v.Spec.ID
-	err := b.release(ctx, id, len(v.dirty) > 0)
-	if err != nil {
+	if v.status == runtime.Exited {
+		// First: it takes numbers along that go with the cgroups.
+		if err := b.home.Settle(id, v.run.Number, b.withHits(id, v)); err != nil {
+			return err
+		}
+	}
+	if err := b.release(ctx, id, len(v.dirty) > 0); err != nil {
 		return err
 	}
-	if err := b.home.Undo(id, v.dirty...); err != nil {
-		return err
-	}
-	if v.status != runtime.Exited {
-		return nil
-	}
-	return b.home.Settle(id, v.run.Number, v.exit)
+	return b.home.Undo(id, v.dirty...)
 }
 
 // release frees all that a container holds while it runs: processes, the

@@ -44,6 +44,7 @@ type container struct {
 		Pid        int
 		ConmonPid  int
 		ExitCode   int
+		OOMKilled  bool
 		StartedAt  time.Time
 		FinishedAt time.Time
 		CgroupPath string
@@ -202,7 +203,7 @@ func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, er
 			b.log.Warn("addresses of the container are not noted", "sandbox", id, "err", err)
 		}
 	case runtime.Exited:
-		out.ExitCode, out.Finished = c.State.ExitCode, c.State.FinishedAt
+		out.ExitCode, out.OOMKilled, out.Finished = c.State.ExitCode, c.State.OOMKilled, c.State.FinishedAt
 		if out.Finished.Before(out.Started) { // Podman looks at the clock when a start is over
 			out.Started = out.Finished
 		}

@@ -93,9 +93,10 @@ func (h Home) Started(id string, n int) (time.Time, bool) {
 
 // Exit is how a start ended.
 type Exit struct {
-	Code     int       `json:"code"`
-	Finished time.Time `json:"finished"`
-	OOM      bool      `json:"oom,omitempty"`
+	Code     int         `json:"code"`
+	Finished time.Time   `json:"finished"`
+	OOM      bool        `json:"oom,omitempty"`
+	Hits     kernel.Hits `json:"hits,omitzero"` // of the limits, in that start
 }
 
 // Unknown is the code of a sandbox whose end nobody saw, such as one that a

@@ -1,0 +1,252 @@
+package runtime
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/runtime/eventlog"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// Types of events.
+const (
+	EventDenied  = "denied"        // filtered, it tried to reach what no rule allows
+	EventOOM     = "oom"           // the kernel killed processes of it for memory
+	EventPids    = "pids-limit"    // processes or threads could not be made
+	EventStorage = "storage-limit" // it was killed for what its files take
+	EventExpired = "expired"       // it was stopped because its time was over
+	EventIdle    = "idle"          // it was stopped because nothing went on in it
+)
+
+// EventTypes are all there are.
+var EventTypes = []string{EventDenied, EventOOM, EventPids, EventStorage, EventExpired, EventIdle}
+
+// Event is something that befell a sandbox without its owner's doing: the
+// documented JSON of `agentbox events`; it only ever grows. The limits that the
+// kernel holds (oom, pids-limit) are counters: what nobody looked at meanwhile
+// is one event, of the time at which it was seen or, at the latest, of the end.
+type Event struct {
+	Time    time.Time `json:"time"`
+	Sandbox string    `json:"sandbox"`
+	Type    string    `json:"type"`
+
+	// Of denied; see egress.Event.
+	Protocol string `json:"protocol,omitempty"`
+	Name     string `json:"name,omitempty"`
+	Address  string `json:"address,omitempty"`
+	Reason   string `json:"reason,omitempty"`
+	Missed   int    `json:"missed,omitempty"`
+
+	Count   int64     `json:"count,omitempty"`    // oom, pids-limit: how many since the event of the type before it
+	Total   int64     `json:"total,omitempty"`    // oom, pids-limit: how many since Started
+	Started time.Time `json:"started,omitzero"`   // oom, pids-limit: when it was started
+	Used    int64     `json:"used,omitempty"`     // storage-limit: bytes that its files took, at least
+	Limit   int64     `json:"limit,omitempty"`    // bytes (oom, storage-limit) or processes (pids-limit)
+	After   int64     `json:"after_ns,omitempty"` // expired: its ttl; idle: for how long nothing had gone on
+}
+
+// EventOptions choose what Events returns.
+type EventOptions struct {
+	Follow bool
+	Since  time.Time
+	Types  []string // empty: all
+}
+
+// followEvery is how often Events, following, looks for new ones.
+const followEvery = 250 * time.Millisecond
+
+func (e *Engine) eventsDir() string { return filepath.Join(e.store.Root(), "events") }
+
+// Events hands what befell a sandbox to each.
+func (e *Engine) Events(ctx context.Context, ref string, opts EventOptions, each func(Event) error) (err error) {
+	defer func() { err = fail("events", ref, err) }()
+	sb, err := e.locate(ctx, ref)
+	if err != nil {
+		return err
+	}
+	logs := []*eventlog.Reader{eventlog.NewReader(e.eventsDir(), sb.ID)}
+	if filter, ok := sb.host.Backend.(EgressFilter); ok {
+		logs = append(logs, eventlog.NewReader(filter.EgressLog(), sb.ID))
+	}
+	defer func() {
+		for _, l := range logs {
+			err = errors.Join(err, l.Close())
+		}
+	}()
+	tick := time.NewTicker(followEvery)
+	defer tick.Stop()
+	var c Container
+	for n := 0; ; n++ {
+		// To ask an engine costs more than to read a counter.
+		if n%4 == 0 || c.Pid == 0 || unix.Kill(c.Pid, 0) != nil {
+			if c, err = sb.host.Inspect(ctx, sb.ID); err != nil && !errors.Is(err, ErrNotFound) {
+				return err
+			}
+		}
+		_, gone := e.store.Sandbox(ctx, sb.ID)
+		if gone == nil {
+			if err := e.noteHits(ctx, sb.Sandbox, c); err != nil {
+				return err
+			}
+		}
+		if err := readEvents(logs, opts, each); err != nil {
+			return err
+		}
+		if errors.Is(gone, ErrNotFound) {
+			gone = nil
+			opts.Follow = false
+		}
+		if gone != nil || !opts.Follow {
+			return gone
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// readEvents hands what is new in logs to each, by its time.
+func readEvents(logs []*eventlog.Reader, opts EventOptions, each func(Event) error) error {
+	var list []Event
+	for _, l := range logs {
+		err := l.Read(func(line []byte) error {
+			ev := Event{Type: EventDenied} // which those of the egress filter do not say
+			if json.Unmarshal(line, &ev) != nil {
+				return nil // cut off by a crash
+			}
+			if !ev.Time.Before(opts.Since) && (len(opts.Types) == 0 || slices.Contains(opts.Types, ev.Type)) {
+				list = append(list, ev)
+			}
+			return nil
+		})
+		if err != nil {
+			return err
+		}
+	}
+	slices.SortStableFunc(list, func(a, b Event) int { return a.Time.Compare(b.Time) })
+	for _, ev := range list {
+		if err := each(ev); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// note puts an event of a sandbox on record.
+func (e *Engine) note(id string, ev Event) error {
+	ev.Sandbox, ev.Time = id, ev.Time.UTC()
+	line, err := json.Marshal(ev)
+	if err != nil {
+		return err
+	}
+	return eventlog.Append(e.eventsDir(), id, append(line, '\n'))
+}
+
+// hits is nil while no limit has come into force.
+func (e *Engine) hits(id string, c Container) (*LimitHits, error) {
+	out := c.Hits
+	if c.OOMKilled && out.OOMKills == 0 {
+		out.OOMKills = 1 // at least; its engine does not count
+	}
+	var err error
+	if out.Storage, err = e.storageHit(id); err != nil {
+		return nil, err
+	}
+	if c.Pid > 0 {
+		cgroups, err := kernel.Hierarchies()
+		if err != nil {
+			return nil, err
+		}
+		count, err := cgroups.HitsOf(c.Pid)
+		if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, unix.ESRCH) { // it has just ended
+			return nil, err
+		}
+		h := count()
+		out.OOMKills, out.Pids = h.OOMKills, h.PidsMax
+	}
+	if out == (LimitHits{}) {
+		return nil, nil
+	}
+	return &out, nil
+}
+
+// noteHits makes events of what the kernel has counted since it was last looked
+// at. Before a next start takes the counters away somebody has to have called it.
+func (e *Engine) noteHits(ctx context.Context, sb store.Sandbox, c Container) error {
+	h, err := e.hits(sb.ID, c)
+	if err != nil || h == nil || h.OOMKills+h.Pids == 0 {
+		return err
+	}
+	s, err := spec(sb)
+	if err != nil {
+		return err
+	}
+	lock, err := e.store.Lock(ctx, sb.ID+".events", "events", lockWait)
+	if err != nil {
+		return err
+	}
+	defer lock.Unlock()
+	noted := map[string]int64{}
+	log := eventlog.NewReader(e.eventsDir(), sb.ID)
+	err = readEvents([]*eventlog.Reader{log}, EventOptions{}, func(ev Event) error {
+		if ev.Started.Equal(c.Started) {
+			noted[ev.Type] = max(noted[ev.Type], ev.Total)
+		}
+		return nil
+	})
+	if err = errors.Join(err, log.Close()); err != nil {
+		return err
+	}
+	now := time.Now()
+	if c.Status == Exited && !c.Finished.IsZero() {
+		now = c.Finished
+	}
+	add := func(typ string, total, limit int64, at time.Time) error {
+		if total <= noted[typ] {
+			return nil
+		}
+		ev := Event{Time: at, Type: typ, Count: total - noted[typ], Total: total, Started: c.Started.UTC(), Limit: limit}
+		noted[typ] = total
+		return e.note(sb.ID, ev)
+	}
+	if !c.OOMAt.IsZero() && noted[EventOOM] == 0 && h.OOMKills > 0 {
+		err = add(EventOOM, 1, s.Resources.Memory, c.OOMAt)
+	}
+	return errors.Join(err, add(EventOOM, h.OOMKills, s.Resources.Memory, now), add(EventPids, h.Pids, s.Resources.Pids, now))
+}
+
+// keepHits is noteHits for a verb that goes on whatever comes of it.
+func (e *Engine) keepHits(ctx context.Context, sb store.Sandbox, c Container) {
+	if err := e.noteHits(ctx, sb, c); err != nil {
+		e.log.Warn("how often its limits came into force is not noted", "sandbox", sb.ID, "err", err)
+	}
+}
+
+// forgetEvents removes those of sandboxes that are gone: who noted one in the
+// moment of the removal was too late.
+func (e *Engine) forgetEvents(rows []store.Sandbox) error {
+	list, err := os.ReadDir(e.eventsDir())
+	if err != nil {
+		return ignoreMissing(err)
+	}
+	var errs []error
+	for _, entry := range list {
+		id, _, _ := strings.Cut(entry.Name(), ".")
+		if !slices.ContainsFunc(rows, func(sb store.Sandbox) bool { return sb.ID == id }) {
+			errs = append(errs, eventlog.Remove(e.eventsDir(), id))
+		}
+	}
+	return errors.Join(errs...)
+}

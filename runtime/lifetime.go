@@ -1,0 +1,246 @@
+package runtime
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/policy"
+)
+
+// Lifetime bounds how long a sandbox lives; zero means no bound.
+type Lifetime struct {
+	TTL   time.Duration `json:"ttl_ns,omitempty"`  // it is stopped so long after Begun, and not started again
+	Idle  time.Duration `json:"idle_ns,omitempty"` // it is stopped when nothing goes on in it for so long
+	Begun Moment        `json:"begun,omitzero"`    // when it was made, or given the TTL
+}
+
+// Moment is an instant by two clocks: the one that people set, and, within one
+// boot of the host, one that runs evenly.
+type Moment struct {
+	Time time.Time     `json:"time"`
+	Boot string        `json:"boot,omitempty"`
+	Up   time.Duration `json:"up_ns,omitempty"` // since that boot, sleep included
+}
+
+func thisMoment() Moment { return Moment{time.Now().UTC().Round(0), bootID(), uptime()} }
+
+// bootID names this boot of the host; empty: nobody knows.
+var bootID = sync.OnceValue(func() string {
+	data, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(data))
+})
+
+func uptime() time.Duration {
+	var ts unix.Timespec
+	if unix.ClockGettime(unix.CLOCK_BOOTTIME, &ts) != nil {
+		return 0 // no kernel that we run on is without
+	}
+	return time.Duration(ts.Nano())
+}
+
+// age is how long ago it was: exact within a boot, else as the clock has it.
+func (m Moment) age() time.Duration {
+	if m.Boot != "" && m.Boot == bootID() {
+		return uptime() - m.Up
+	}
+	return max(0, time.Since(m.Time))
+}
+
+func (l Lifetime) left() time.Duration { return l.TTL - l.Begun.age() }
+
+func (l Lifetime) expired() bool { return l.TTL > 0 && l.left() <= 0 }
+
+// expires is when the clock will show that it is over; it moves only when the
+// clock is set.
+func (l Lifetime) expires() time.Time {
+	if l.TTL == 0 {
+		return time.Time{}
+	}
+	at := l.Begun.Time.Add(l.TTL)
+	if d := time.Until(at) - l.left(); d.Abs() > time.Second {
+		at = at.Add(-d)
+	}
+	return at
+}
+
+// checkLifetime refuses what cannot be meant.
+func checkLifetime(l Lifetime) error {
+	for name, d := range map[string]time.Duration{"ttl": l.TTL, "idle": l.Idle} {
+		if d != 0 && d < policy.MinLifetime {
+			return fmt.Errorf("%w: lifetime %s %v: the least is %v", ErrInvalid, name, d, policy.MinLifetime)
+		}
+	}
+	return nil
+}
+
+// mayStart refuses to start what has expired.
+func mayStart(s Spec) error {
+	if !s.Lifetime.expired() {
+		return nil
+	}
+	return hint(fmt.Errorf("%w: its time (%v) was over at %s", ErrState, s.Lifetime.TTL, s.Lifetime.expires().Local().Format(time.DateTime)),
+		"Give it more: agentbox update --ttl DURATION "+s.Name)
+}
+
+// LifetimeChange is what UpdateLifetime changes; nil: as it is, 0: no bound.
+type LifetimeChange struct{ TTL, Idle *time.Duration }
+
+// UpdateLifetime changes how long a sandbox lives, from now on.
+func (e *Engine) UpdateLifetime(ctx context.Context, ref string, change LifetimeChange) (_ Sandbox, err error) {
+	defer func() { err = fail("update", ref, err) }()
+	sb, err := e.acquire(ctx, ref, "update", lockWait)
+	if err != nil {
+		return Sandbox{}, err
+	}
+	defer sb.lock.Unlock()
+	s, err := spec(sb.Sandbox)
+	if err != nil {
+		return Sandbox{}, err
+	}
+	if s.Adopted {
+		return Sandbox{}, fmt.Errorf("%w: its engine decides how long the container lives", ErrUnsupported)
+	}
+	if change.TTL != nil {
+		s.Lifetime.TTL, s.Lifetime.Begun = *change.TTL, thisMoment()
+	}
+	if change.Idle != nil {
+		s.Lifetime.Idle = *change.Idle
+	}
+	if err := checkLifetime(s.Lifetime); err != nil {
+		return Sandbox{}, err
+	}
+	p, err := recorded(s)
+	if err != nil {
+		return Sandbox{}, err
+	}
+	if p != nil {
+		if err := p.MayLive(change.TTL, change.Idle); err != nil {
+			return Sandbox{}, err
+		}
+	}
+	data, err := json.Marshal(s)
+	if err != nil {
+		return Sandbox{}, err
+	}
+	c, err := sb.host.Inspect(ctx, sb.ID)
+	if err != nil {
+		return Sandbox{}, err
+	}
+	live := c.Status == Running || c.Status == Paused
+	if live { // a crash after the next step leaves the mark to the next command
+		if err := e.mark(s); err != nil {
+			return Sandbox{}, err
+		}
+	}
+	if err := e.store.SetSpec(ctx, sb.ID, data); err != nil {
+		return Sandbox{}, err
+	}
+	if live {
+		e.watchOver(s)
+	}
+	e.log.Info("lifetime changed", "sandbox", sb.ID, "ttl", s.Lifetime.TTL, "idle", s.Lifetime.Idle)
+	return e.Sandbox(ctx, sb.ID)
+}
+
+// expire stops a sandbox whose time is over, and removes it if it was to go with
+// its exit. It tells whether there is nothing left to watch.
+func (e *Engine) expire(ctx context.Context, id string) (done bool, err error) {
+	sb, s, c, err := e.overdue(ctx, id)
+	if errors.Is(err, ErrNotFound) {
+		return true, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	defer sb.lock.Unlock()
+	if !s.Lifetime.expired() {
+		return false, nil // it was given more time
+	}
+	if c.Status == Running || c.Status == Paused {
+		e.log.Info("stopped: its time is over", "sandbox", id, "ttl", s.Lifetime.TTL)
+		if err := sb.host.Stop(ctx, id, StopOptions{Timeout: stopTimeout}); err != nil {
+			return false, err
+		}
+		if err := e.note(id, Event{Time: time.Now(), Type: EventExpired, After: int64(s.Lifetime.TTL)}); err != nil {
+			return false, err
+		}
+	}
+	if s.AutoRemove && !sb.Kept {
+		return true, e.remove(ctx, sb, false)
+	}
+	return true, nil
+}
+
+// stopIdle stops a sandbox in which nothing has gone on. One that was to be
+// removed with its exit stays: nobody has said that it is done.
+func (e *Engine) stopIdle(ctx context.Context, id string, quiet time.Duration) (done bool, err error) {
+	sb, s, c, err := e.overdue(ctx, id)
+	if errors.Is(err, ErrNotFound) {
+		return true, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	defer sb.lock.Unlock()
+	if busy, err := e.inUse(c, id); err != nil || busy || c.Status != Running || s.Lifetime.Idle == 0 || quiet < s.Lifetime.Idle {
+		return false, err
+	}
+	if s.AutoRemove && !sb.Kept {
+		if err := e.store.Keep(ctx, id, true); err != nil {
+			return false, err
+		}
+	}
+	e.log.Info("stopped: idle", "sandbox", id, "idle", quiet)
+	if err := sb.host.Stop(ctx, id, StopOptions{Timeout: stopTimeout}); err != nil {
+		return false, err
+	}
+	return true, e.note(id, Event{Time: time.Now(), Type: EventIdle, After: int64(quiet)})
+}
+
+// opWatch is what a watch holds a sandbox's lock for.
+const opWatch = "watch"
+
+// overdue looks at a sandbox that is to be stopped, and takes its lock: what a
+// checkpoint or a restore is at work on, or was left half-way, is not touched.
+func (e *Engine) overdue(ctx context.Context, id string) (sb *locked, s Spec, c Container, err error) {
+	lock, err := e.store.Lock(ctx, id, opWatch, lockWait)
+	if err != nil {
+		return nil, s, c, err
+	}
+	defer func() {
+		if err != nil {
+			lock.Unlock()
+		}
+	}()
+	row, err := e.store.Sandbox(ctx, id)
+	if err != nil {
+		return nil, s, c, err
+	}
+	cut, err := e.interruptedIn(ctx, id)
+	if err == nil && cut {
+		err = fmt.Errorf("%w: a verb on it was cut off", ErrBusy)
+	}
+	if err != nil {
+		return nil, s, c, err
+	}
+	if s, err = spec(row); err != nil {
+		return nil, s, c, err
+	}
+	host, err := e.host(row.Backend)
+	if err != nil {
+		return nil, s, c, err
+	}
+	c, err = host.Inspect(ctx, id)
+	return &locked{row, host, lock}, s, c, err
+}

@@ -1,0 +1,298 @@
+package runtime
+
+import (
+	"context"
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
+)
+
+// A sandbox with a limit of its files or of its lifetime has a process beside it
+// that holds it to these (Engine.Watch). ROOT/watch/ID is that process's lock,
+// and, while there is none, the mark that there should be one: what was killed,
+// with the host perhaps, is found by the next command.
+
+func (e *Engine) marks() string { return filepath.Join(e.store.Root(), "watch") }
+
+// watched tells whether a sandbox needs that process.
+func watched(s Spec) bool {
+	return s.Resources.Storage > 0 || s.Lifetime.TTL > 0 || s.Lifetime.Idle > 0
+}
+
+// enforce begins a start of a sandbox, whose limits are watched from here on.
+func (e *Engine) enforce(s Spec) {
+	if err := e.noteHit(s.ID, nil); err != nil {
+		e.log.Warn("that it was killed for its files is still on record", "sandbox", s.ID, "err", err)
+	}
+	e.watchOver(s)
+}
+
+// watchOver sees to it that a sandbox has its watch, if it needs one.
+func (e *Engine) watchOver(s Spec) {
+	if e.watch == nil {
+		return
+	}
+	err := e.mark(s)
+	if err == nil && watched(s) {
+		err = e.watch(s.ID) // one that is there already may be about to end
+	}
+	if err != nil {
+		e.log.Error("its limits are not watched", "sandbox", s.ID, "err", err)
+	}
+}
+
+// mark has a watch that is there look at its spec, and the next command find out
+// if there is none, but not at once: one that was just started needs a moment.
+func (e *Engine) mark(s Spec) error { return e.touch(s.ID, time.Now(), watched(s)) }
+
+// touch sets the time of a mark, from which on it counts.
+func (e *Engine) touch(id string, at time.Time, create bool) error {
+	path := filepath.Join(e.marks(), id)
+	for {
+		err := os.Chtimes(path, at, at)
+		if !errors.Is(err, fs.ErrNotExist) || !create {
+			return ignoreMissing(err)
+		}
+		if err := os.MkdirAll(e.marks(), 0o700); err != nil {
+			return err
+		}
+		f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+		if err == nil {
+			err = f.Close()
+		}
+		if ignoreMissing(err) != nil { // else the last watch took the directory away
+			return err
+		}
+	}
+}
+
+func (e *Engine) unmark(id string) error {
+	err := ignoreMissing(os.Remove(filepath.Join(e.marks(), id)))
+	_ = os.Remove(e.marks()) // stays while there are others
+	return err
+}
+
+func ignoreMissing(err error) error {
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return err
+}
+
+// watchStart is how long a watch may take from its start to its lock.
+const watchStart = 2 * time.Second
+
+// ReviveWatches does what watches that were killed have missed, and starts them
+// again. It is quick when there is nothing to do: every command calls it first.
+func (e *Engine) ReviveWatches(ctx context.Context) error {
+	list, err := os.ReadDir(e.marks())
+	if err != nil {
+		return fail("watch", "", ignoreMissing(err))
+	}
+	var errs []error
+	for _, entry := range list {
+		info, err := entry.Info()
+		if err != nil || time.Since(info.ModTime()) < watchStart {
+			continue // it has just ended, or starts
+		}
+		alive, err := held(filepath.Join(e.marks(), entry.Name()))
+		if err == nil && !alive {
+			err = e.revive(ctx, entry.Name())
+		}
+		if err != nil {
+			errs = append(errs, fail("watch", short(entry.Name()), err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// held tells whether somebody holds a lock on a file.
+func held(path string) (bool, error) {
+	f, err := os.OpenFile(path, os.O_RDWR|unix.O_NOFOLLOW, 0)
+	if err != nil {
+		return false, ignoreMissing(err)
+	}
+	defer f.Close()
+	err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+	if errors.Is(err, unix.EWOULDBLOCK) {
+		return true, nil
+	}
+	return false, err
+}
+
+func (e *Engine) revive(ctx context.Context, id string) error {
+	sb, err := e.store.Sandbox(ctx, id)
+	if errors.Is(err, ErrNotFound) {
+		return e.unmark(id)
+	}
+	if err != nil {
+		return err
+	}
+	s, err := spec(sb)
+	if err != nil {
+		return err
+	}
+	if s.Lifetime.expired() {
+		done, err := e.expire(ctx, sb.ID)
+		if errors.Is(err, ErrBusy) {
+			return nil // whoever is at it is followed by another command
+		}
+		if done && err == nil {
+			err = e.unmark(sb.ID)
+		}
+		return err
+	}
+	host, err := e.host(sb.Backend)
+	if err != nil {
+		return err
+	}
+	c, err := host.Inspect(ctx, sb.ID)
+	switch {
+	case errors.Is(err, ErrNotFound):
+		return e.unmark(sb.ID)
+	case err != nil:
+		// Its engine does not answer. Not every command is to wait for that.
+		return e.touch(sb.ID, time.Now().Add(latest), false)
+	case c.Status == Running || c.Status == Paused:
+		e.watchOver(s)
+		return nil
+	case s.AutoRemove && s.Lifetime.TTL > 0 && !sb.Kept:
+		// The host has ended it, and nobody has removed it. Then its time does.
+		return e.touch(sb.ID, s.Lifetime.expires(), false)
+	}
+	return e.unmark(sb.ID)
+}
+
+// latest bounds the time between two looks of a watch.
+const latest = 10 * time.Second
+
+// Watch holds a sandbox to its limits: it kills it when its files take more than
+// it was given, and stops it when its time is over or nothing goes on in it. It
+// ends with the sandbox's processes.
+func (e *Engine) Watch(ctx context.Context, id string) error {
+	w := watching{e: e, id: id, storage: filesLimit{e: e, id: id}}
+	// The mark's time says that the spec is another.
+	var changed chan struct{}
+	if mark, err := kernel.Watch(filepath.Join(e.marks(), id)); err == nil {
+		defer mark.Close()
+		changed = mark.Events
+	} else if !errors.Is(err, fs.ErrNotExist) {
+		return fail("watch", id, err)
+	}
+	for {
+		done, wait, err := w.look(ctx)
+		switch {
+		case ctx.Err() != nil:
+			return context.Cause(ctx)
+		case done:
+			return fail("watch", id, err)
+		case err != nil:
+			// Whatever it is, the limits hold as soon as it is over.
+			e.log.Warn("watch", "sandbox", id, "err", err)
+			wait = max(wait, time.Second)
+		}
+		select {
+		case <-time.After(wait):
+		case <-changed:
+		case <-w.ended:
+			w.ended = nil
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+}
+
+// watching is the watch over one sandbox.
+type watching struct {
+	e       *Engine
+	id      string
+	ended   chan struct{} // closed when its processes have, or nobody can tell any more
+	storage filesLimit
+	idle    idling
+}
+
+// look looks once, and says when to look again.
+func (w *watching) look(ctx context.Context) (done bool, wait time.Duration, err error) {
+	e := w.e
+	sb, err := e.store.Sandbox(ctx, w.id)
+	if errors.Is(err, ErrNotFound) {
+		return true, 0, nil
+	}
+	if err != nil {
+		return false, latest, err
+	}
+	s, err := spec(sb)
+	if err != nil {
+		return true, 0, err
+	}
+	host, err := e.host(sb.Backend)
+	if err != nil {
+		return false, latest, err
+	}
+	c, err := host.Inspect(ctx, w.id)
+	if errors.Is(err, ErrNotFound) {
+		return true, 0, nil
+	}
+	if err != nil {
+		return false, time.Second, err
+	}
+	if c.Status != Running && c.Status != Paused || !watched(s) {
+		return true, 0, nil
+	}
+	if w.ended == nil {
+		ended := make(chan struct{})
+		w.ended = ended
+		go func() {
+			defer close(ended)
+			if _, err := host.Wait(ctx, w.id); err != nil {
+				select { // whatever keeps it from waiting may last
+				case <-time.After(latest):
+				case <-ctx.Done():
+				}
+			}
+		}()
+	}
+	e.keepHits(ctx, sb, c)
+	wait = latest
+	if s.Resources.Storage > 0 {
+		again, err := w.storage.look(ctx, c, s.Resources.Storage)
+		if wait = min(wait, again); err != nil {
+			return false, wait, err
+		}
+	}
+	if s.Lifetime.TTL > 0 {
+		if left := s.Lifetime.left(); left > 0 {
+			wait = min(wait, left)
+		} else {
+			return w.end(ctx, e.expire)
+		}
+	}
+	if s.Lifetime.Idle > 0 {
+		quiet, again, err := w.idle.look(e, c, w.id, s.Lifetime.Idle)
+		if wait = min(wait, again); err != nil {
+			return false, wait, err
+		}
+		if quiet >= s.Lifetime.Idle {
+			return w.end(ctx, func(ctx context.Context, id string) (bool, error) { return e.stopIdle(ctx, id, quiet) })
+		}
+	}
+	return false, wait, nil
+}
+
+// end stops a sandbox. One that a verb is at work on is tried again.
+func (w *watching) end(ctx context.Context, stop func(context.Context, string) (bool, error)) (done bool, wait time.Duration, err error) {
+	if _, err := w.e.RecoverInterrupted(ctx); err != nil {
+		return false, time.Second, err
+	}
+	done, err = stop(ctx, w.id)
+	if errors.Is(err, ErrBusy) {
+		err = nil
+	}
+	return done && err == nil, time.Second, err
+}
