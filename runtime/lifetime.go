@@ -22,6 +22,15 @@ type Lifetime struct {
 	Begun Moment        `json:"begun,omitzero"`    // when it was made, or given the TTL
 }
 
+// livesFor is a lifetime that begins now.
+func livesFor(ttl, idle time.Duration) Lifetime {
+	l := Lifetime{TTL: ttl, Idle: idle}
+	if ttl > 0 {
+		l.Begun = thisMoment()
+	}
+	return l
+}
+
 // Moment is an instant by two clocks: the one that people set, and, within one
 // boot of the host, one that runs evenly.
 type Moment struct {
@@ -112,7 +121,7 @@ func (e *Engine) UpdateLifetime(ctx context.Context, ref string, change Lifetime
 		return Sandbox{}, fmt.Errorf("%w: its engine decides how long the container lives", ErrUnsupported)
 	}
 	if change.TTL != nil {
-		s.Lifetime.TTL, s.Lifetime.Begun = *change.TTL, thisMoment()
+		s.Lifetime = livesFor(*change.TTL, s.Lifetime.Idle)
 	}
 	if change.Idle != nil {
 		s.Lifetime.Idle = *change.Idle

@@ -82,7 +82,7 @@ func (e *Engine) admit(s *Spec, req CreateRequest, img images.Image, labels map[
 // restored processes have theirs.
 func grant(s *Spec, p *policy.Policy, got policy.Request) {
 	s.User, s.CheckpointEvery = got.User, got.Every
-	s.Lifetime = Lifetime{TTL: got.TTL, Idle: got.Idle, Begun: thisMoment()}
+	s.Lifetime = livesFor(got.TTL, got.Idle)
 	s.Network.Mode, s.Network.Egress = got.Network, got.Egress
 	s.Resources = Resources{Memory: got.Memory, Swap: got.Swap, CPUs: got.CPUs, Pids: got.Pids, IO: got.IO, Storage: got.Storage}
 	profile := s.Security.SeccompProfile

@@ -213,6 +213,7 @@ type watching struct {
 	e       *Engine
 	id      string
 	ended   chan struct{} // closed when its processes have, or nobody can tell any more
+	noted   time.Duration // when what the kernel counts was last noted: uptime
 	storage filesLimit
 	idle    idling
 }
@@ -258,19 +259,22 @@ func (w *watching) look(ctx context.Context) (done bool, wait time.Duration, err
 			}
 		}()
 	}
-	e.keepHits(ctx, sb, c)
-	wait = latest
-	if s.Resources.Storage > 0 {
-		again, err := w.storage.look(ctx, c, s.Resources.Storage)
-		if wait = min(wait, again); err != nil {
-			return false, wait, err
-		}
+	if now := uptime(); now-w.noted >= time.Second { // the files may be looked at more often
+		e.keepHits(ctx, sb, c)
+		w.noted = now
 	}
+	wait = latest
 	if s.Lifetime.TTL > 0 {
 		if left := s.Lifetime.left(); left > 0 {
 			wait = min(wait, left)
 		} else {
 			return w.end(ctx, e.expire)
+		}
+	}
+	if s.Resources.Storage > 0 {
+		again, err := w.storage.look(ctx, c, s.Resources.Storage)
+		if wait = min(wait, again); err != nil {
+			return false, wait, err
 		}
 	}
 	if s.Lifetime.Idle > 0 {
