@@ -63,6 +63,7 @@ const (
 type Store struct {
 	root string
 	db   *sql.DB
+	file *os.File  // state.db; see Close
 	find *sql.Stmt // see index.go
 }
 
@@ -104,13 +105,34 @@ func Open(ctx context.Context, root string) (*Store, error) {
 	return s, nil
 }
 
+// keepWAL is up to how many bytes the WAL stays when nobody uses the database any
+// more. The next command reads that much to know it, far below a millisecond.
+const keepWAL = 512 << 10
+
 // Close releases the database. Drafts, readers and locks have their own ends.
-func (s *Store) Close() error {
+//
+// The last one to close it has SQLite move what is in the WAL to state.db, which waits
+// for the disk, and so does the next command, which makes a new WAL. With a
+// short one that is put off: whoever shares the lock that all users of the database
+// share keeps SQLite from it, as any other user would. All that is in the WAL is as durable
+// as it was when it was written.
+func (s *Store) Close() (err error) {
+	defer func() { err = errors.Join(err, s.file.Close()) }()
+	if info, err := os.Lstat(s.dbPath() + "-wal"); err == nil && info.Size() <= keepWAL {
+		// Without the lock all is as it should be, but later.
+		_ = unix.FcntlFlock(s.file.Fd(), unix.F_OFD_SETLK, &unix.Flock_t{Type: unix.F_RDLCK, Start: sharedFirst, Len: sharedSize})
+	}
 	if err := s.db.Close(); err != nil {
 		return dbError("close", err)
 	}
 	return nil
 }
+
+// The bytes of state.db that users of it lock; see "File locking" in SQLite's os.h.
+const (
+	sharedFirst = 0x40000000 + 2
+	sharedSize  = 510
+)
 
 // Root is the directory that all lies in.
 func (s *Store) Root() string { return s.root }
@@ -174,7 +196,14 @@ func (s *Store) openDB(ctx context.Context) (err error) {
 	if err != nil {
 		return denied(err)
 	}
-	if err := f.Close(); err != nil {
+	defer func() {
+		if err != nil {
+			_ = f.Close()
+		}
+	}()
+	// Else closing any file of that name, as Close does, ends all locks of this process on
+	// it, those of another Store on the same root too.
+	if _, err := sqlite.OFDLocking(true); err != nil && !errors.Is(err, sqlite.ErrOFDLockingUnavailable) {
 		return err
 	}
 	q := url.Values{
@@ -194,7 +223,7 @@ func (s *Store) openDB(ctx context.Context) (err error) {
 	// One connection: goroutines of one process then queue without SQLite's
 	// sleeping busy handler.
 	db.SetMaxOpenConns(1)
-	s.db = db
+	s.db, s.file = db, f
 	if err := s.migrate(ctx); err != nil {
 		return err
 	}

@@ -3,8 +3,10 @@ package store
 import (
 	"context"
 	"database/sql"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -56,17 +58,18 @@ func TestOpenRefuses(t *testing.T) {
 		}
 		return err
 	}
-	fresh := func() string {
-		root := t.TempDir()
-		must(t, open(t, root).Close())
-		return root
-	}
 	edit := func(root, q string) {
 		db, err := sql.Open("sqlite", filepath.Join(root, "state.db"))
 		must(t, err)
 		_, err = db.Exec(q)
 		must(t, err)
 		must(t, db.Close())
+	}
+	fresh := func() string {
+		root := t.TempDir()
+		must(t, open(t, root).Close())
+		edit(root, "PRAGMA wal_checkpoint") // all is in state.db
+		return root
 	}
 
 	t.Run("newer schema", func(t *testing.T) {
@@ -430,4 +433,36 @@ func TestWriterHeldUp(t *testing.T) {
 	go func() { done <- s.PutSandbox(context.Background(), sandbox("b")) }()
 	time.AfterFunc(busyTimeout+200*time.Millisecond, func() { _ = tx.Rollback() })
 	must(t, <-done)
+}
+
+// A short WAL stays for the next one to open the database, a long one does not. Closing one
+// of two takes nothing from the other.
+func TestCloseKeepsWAL(t *testing.T) {
+	ctx := context.Background()
+	root := t.TempDir()
+	wal := filepath.Join(root, "state.db-wal")
+	s, other := open(t, root), open(t, root)
+	must(t, s.PutSandbox(ctx, sandbox("a")))
+	must(t, s.Close())
+	must(t, other.PutSandbox(ctx, sandbox("b")))
+	must(t, other.Close())
+	if _, err := os.Lstat(wal); err != nil {
+		t.Error(err)
+	}
+	s = open(t, root)
+	if list := must1(s.Sandboxes(ctx)); len(list) != 2 {
+		t.Errorf("%d sandboxes after Close", len(list))
+	}
+	long := sandbox("c")
+	long.Spec = json.RawMessage(`"` + strings.Repeat("x", keepWAL) + `"`)
+	must(t, s.PutSandbox(ctx, long))
+	must(t, s.Close())
+	if _, err := os.Lstat(wal); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("a long WAL: %v", err)
+	}
+	s = open(t, root)
+	if list := must1(s.Sandboxes(ctx)); len(list) != 3 {
+		t.Errorf("%d sandboxes after a checkpoint of the WAL", len(list))
+	}
+	must(t, s.Close())
 }
