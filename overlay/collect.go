@@ -38,9 +38,6 @@ type CollectOptions struct {
 	// Base is what the caller wants to be told again by MemoryBase, e.g. the
 	// id of the checkpoint that has all pieces of the recorded files. At most 4096 bytes.
 	Base string
-	// Brief is for a memory that only this process will read, a moment later, and
-	// trust: proving it, as MemoryBase does, finds it damaged.
-	Brief bool
 	// Tolerant is for a directory in use: what vanishes or changes while it is
 	// read is left out, or recorded as not to be trusted, instead of failing. A
 	// file that was cut again and again while it was read is recorded without a
@@ -56,7 +53,8 @@ type CollectOptions struct {
 	// since, as CaptureOptions.Known.
 	Fixed map[string]Entry
 
-	witness *witness // of Update.Check
+	witness *witness   // of Update.Check
+	plan    *knownPlan // of PlanUpdateKnown
 }
 
 // Collected tells what a Collect did.
@@ -118,6 +116,14 @@ func collect(ctx context.Context, dir, out string, sink Sink, opts CollectOption
 	if known != nil {
 		defer known.close()
 	}
+	if out == "" {
+		if known == nil {
+			root.release()
+			return got, errKnown
+		}
+		err := c.run(ctx, &treeDir{dirFD: root, path: ".", depth: 0}, known)
+		return Collected{Summary: c.sum, Read: c.read.Load(), ReadBytes: c.readBytes.Load()}, err
+	}
 	f, err := os.OpenFile(out, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		root.release()
@@ -128,7 +134,7 @@ func collect(ctx context.Context, dir, out string, sink Sink, opts CollectOption
 			_ = os.Remove(out)
 		}
 	}()
-	c.out = newMemoryWriter(f, c.scan.origin.major, c.scan.origin.minor, opts.Brief)
+	c.out = newMemoryWriter(f, c.scan.origin.major, c.scan.origin.minor)
 	if err := c.run(ctx, &treeDir{dirFD: root, path: ".", depth: 0}, known); err != nil {
 		return got, err
 	}
@@ -145,7 +151,8 @@ type collector struct {
 	scan scan // what is shared with Capture and Walk: origin, readers of directories and specials
 	sink Sink
 	opts CollectOptions
-	out  *memoryWriter
+	out  *memoryWriter // nil: what is found goes to opts.plan or opts.witness only
+	line []byte        // the last record that went nowhere else
 	sum  Summary
 
 	racy    Time // a change time from here on is not to be trusted
@@ -276,7 +283,10 @@ func (c *collector) write(ctx context.Context, b *stretch, late *reader) error {
 		c.sum.Entries += b.sum.Entries
 		c.sum.Files += b.sum.Files
 		c.sum.Data += b.sum.Data
-		return c.out.records(b.buf, len(b.items))
+		if c.opts.plan != nil {
+			return c.opts.plan.passed(b)
+		}
+		return c.copied(b.buf, len(b.items))
 	}
 	for i := range b.items {
 		it := &b.items[i]
@@ -292,6 +302,9 @@ func (c *collector) write(ctx context.Context, b *stretch, late *reader) error {
 
 func (c *collector) item(ctx context.Context, b *stretch, it *listed, late *reader) error {
 	rec, key := b.record(it), it.key(b)
+	if it.state == stateGone {
+		return c.opts.plan.pair(rec, nil)
+	}
 	if it.state != stateHole && key.links() > 1 && !key.isDir() {
 		path := it.path(b)
 		if first := c.joinLinks(key, path); first != "" {
@@ -310,8 +323,14 @@ func (c *collector) item(ctx context.Context, b *stretch, it *listed, late *read
 	switch it.state {
 	case stateSame:
 		rec.count(&c.sum)
-		return c.out.records(rec, 1)
+		if c.opts.plan != nil {
+			return c.opts.plan.same(rec)
+		}
+		return c.copied(rec, 1)
 	case stateHole:
+		if c.out == nil {
+			return errKnown // nothing was to be left out
+		}
 		if rec == nil || rec.flags()&flagHole == 0 {
 			c.differs = true
 		}
@@ -319,6 +338,14 @@ func (c *collector) item(ctx context.Context, b *stretch, it *listed, late *read
 		return err
 	}
 	return c.emit(b, it, it.found.flags, key, &it.found.entry)
+}
+
+// copied writes n records as they are.
+func (c *collector) copied(p []byte, n int) error {
+	if c.out == nil {
+		return nil
+	}
+	return c.out.records(p, n)
 }
 
 // firstName makes it the entry of its inode: from the record, from what a worker
@@ -379,12 +406,22 @@ func (c *collector) joinLinks(key *inodeKey, path string) (first string) {
 
 // emit writes the record of an entry that is not copied.
 func (c *collector) emit(b *stretch, it *listed, flags byte, key *inodeKey, e *Entry) error {
-	rec, err := c.out.entry(flags, it.depth(), key, it.name(b), e)
-	if err != nil {
-		return err
+	was := b.record(it)
+	if c.opts.plan != nil {
+		return c.opts.plan.pair(was, e)
+	}
+	var rec memoryRecord
+	if c.out != nil {
+		var err error
+		if rec, err = c.out.entry(flags, it.depth(), key, it.name(b), e); err != nil {
+			return err
+		}
+	} else {
+		c.line = appendRecord(c.line[:0], flags, it.depth(), key, it.name(b), e)
+		rec = c.line
+		c.opts.witness.relearn(it.pos, rec)
 	}
 	rec.count(&c.sum)
-	was := b.record(it)
 	if !c.differs {
 		c.differs = was == nil || !sameLine(was.line(), rec.line())
 	}

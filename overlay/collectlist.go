@@ -42,6 +42,7 @@ const (
 	stateSame                  // as its record says
 	stateFound                 // found holds it
 	stateHole                  // left out
+	stateGone                  // only its record is there; of a knownPlan
 )
 
 // listed is one entry on its way.
@@ -49,8 +50,9 @@ type listed struct {
 	dir      *treeDir // that holds it; for a directory the directory itself
 	isDir    bool
 	state    outcome
-	at, end  int // of the name in batch.buf; a NUL follows
-	rec, lim int // of the record in batch.buf; equal: there is none
+	at, end  int   // of the name in batch.buf; a NUL follows
+	rec, lim int   // of the record in batch.buf; equal: there is none
+	pos      int64 // of the record in the memory
 	found    *reading
 	err      error
 }
@@ -215,6 +217,12 @@ func (l *lister) gone(rec memoryRecord) error {
 		return nil
 	}
 	l.differs = true
+	if l.c.opts.plan != nil {
+		it := listed{state: stateGone}
+		l.place(&it, "", rec)
+		l.b.plain = false
+		return l.push(it)
+	}
 	return l.c.opts.witness.gone(rec)
 }
 
@@ -259,6 +267,9 @@ func (l *lister) step(f *listing) (dirent, memoryRecord, error) {
 
 // handle hands out one entry of f. rec is where the memory stands, or nil.
 func (l *lister) handle(f *listing, d dirent, rec memoryRecord) error {
+	if l.c.out == nil && f.dir.still && !rec.key().isDir() && rec.key().links() < 2 && rec.flags()&(flagUntrusted|flagHole) == 0 {
+		return l.advance() // nobody asks for it
+	}
 	it := listed{dir: f.dir}
 	l.place(&it, d.name, rec)
 	if rec != nil && d.name == "" {
@@ -297,6 +308,7 @@ func (l *lister) place(it *listed, name string, rec memoryRecord) {
 	b.buf = append(b.buf, rec...)
 	it.lim = len(b.buf)
 	if rec != nil {
+		it.pos = l.known.at
 		it.at = it.rec + recordHead
 		it.end = it.at + rec.nameLen()
 		return
@@ -313,12 +325,10 @@ func (l *lister) leave(it listed, rec memoryRecord, depth int) error {
 	if it.state == stateHole {
 		l.b.plain = false
 	}
-	if rec != nil {
-		if err := l.pass(depth); err != nil {
-			return err
-		}
+	if err := l.add(it); err != nil || rec == nil {
+		return err
 	}
-	return l.add(it)
+	return l.pass(depth)
 }
 
 // enter takes over the reference to d.
@@ -397,6 +407,10 @@ func (l *lister) hold(d *treeDir) {
 
 func (l *lister) add(it listed) error {
 	l.hold(it.dir)
+	return l.push(it)
+}
+
+func (l *lister) push(it listed) error {
 	l.b.items = append(l.b.items, it)
 	if len(l.b.items) < stretchItems && len(l.b.buf) < stretchBytes {
 		return nil

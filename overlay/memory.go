@@ -147,7 +147,7 @@ func appendRecord(b []byte, flags byte, depth int, key *inodeKey, name string, e
 // memoryWriter writes a memory.
 type memoryWriter struct {
 	w     io.Writer
-	sum   *blake3.Hasher // nil: none
+	sum   *blake3.Hasher
 	buf   []byte
 	count uint64
 }
@@ -156,12 +156,8 @@ type memoryWriter struct {
 // than the calls that a larger buffer saves.
 const memoryBuffer = 64 << 10
 
-// newMemoryWriter writes to w; in brief without the sum that proves a memory.
-func newMemoryWriter(w io.Writer, major, minor uint32, brief bool) *memoryWriter {
-	m := &memoryWriter{w: w, buf: make([]byte, 0, memoryBuffer+memoryBuffer/2)}
-	if !brief {
-		m.sum = blake3.New()
-	}
+func newMemoryWriter(w io.Writer, major, minor uint32) *memoryWriter {
+	m := &memoryWriter{w: w, sum: blake3.New(), buf: make([]byte, 0, memoryBuffer+memoryBuffer/2)}
 	m.buf = append(m.buf, memoryMagic...)
 	m.buf = binary.LittleEndian.AppendUint32(m.buf, major)
 	m.buf = binary.LittleEndian.AppendUint32(m.buf, minor)
@@ -194,9 +190,7 @@ func (m *memoryWriter) spill() error {
 }
 
 func (m *memoryWriter) flush() error {
-	if m.sum != nil {
-		_, _ = m.sum.Write(m.buf)
-	}
+	_, _ = m.sum.Write(m.buf)
 	if _, err := m.w.Write(m.buf); err != nil {
 		return fmt.Errorf("write memory: %w", err)
 	}
@@ -211,10 +205,7 @@ func (m *memoryWriter) finish(base string) error {
 	if err := m.flush(); err != nil {
 		return err
 	}
-	t := trailer{base: base, count: m.count}
-	if m.sum != nil {
-		t.sum = [32]byte(m.sum.Sum(nil))
-	}
+	t := trailer{base: base, count: m.count, sum: [32]byte(m.sum.Sum(nil))}
 	if _, err := m.w.Write(t.append(nil)); err != nil {
 		return fmt.Errorf("write memory: %w", err)
 	}
@@ -317,7 +308,7 @@ func (m *memory) verify() error {
 // reader returns a reader of all records.
 func (m *memory) reader() *recordReader {
 	body := io.NewSectionReader(m.f, int64(memoryHeader), m.end-int64(memoryHeader))
-	return &recordReader{r: bufio.NewReaderSize(body, memoryBuffer), left: m.count, depth: -1}
+	return &recordReader{r: bufio.NewReaderSize(body, memoryBuffer), left: m.count, depth: -1, at: int64(memoryHeader)}
 }
 
 // recordReader reads records one after the other. They are proven to have a
@@ -328,6 +319,8 @@ type recordReader struct {
 	left  uint64
 	depth int          // of cur; -1 before the first
 	cur   memoryRecord // nil after the last; valid until next
+	at    int64        // of cur in the memory
+	size  int64        // of cur
 	skip  int          // bytes of cur that are still in r
 }
 
@@ -335,7 +328,8 @@ func (r *recordReader) next() error {
 	if _, err := r.r.Discard(r.skip); err != nil {
 		return damaged("%v", err)
 	}
-	r.cur, r.skip = nil, 0
+	r.at += r.size
+	r.cur, r.size, r.skip = nil, 0, 0
 	if r.left == 0 {
 		if _, err := r.r.Peek(1); err != io.EOF {
 			return damaged("there is more than its trailer says")
@@ -372,7 +366,7 @@ func (r *recordReader) next() error {
 	if !validName(rec.name(), depth) || b[recordHead+name] != 0 || (len(rec.line()) == 0) != (rec.flags()&flagHole != 0) {
 		return damaged("a record is named %q", clip(string(rec.name())))
 	}
-	r.cur, r.depth = rec, depth
+	r.cur, r.size, r.depth = rec, size, depth
 	return nil
 }
 

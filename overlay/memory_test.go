@@ -20,7 +20,7 @@ func sealed(dir string, records []byte, count uint64) []byte {
 	var st unix.Stat_t
 	_ = unix.Stat(dir, &st)
 	var b bytes.Buffer
-	w := newMemoryWriter(&b, unix.Major(st.Dev), unix.Minor(st.Dev), false)
+	w := newMemoryWriter(&b, unix.Major(st.Dev), unix.Minor(st.Dev))
 	_ = w.records(records, 0)
 	w.count = count
 	_ = w.finish("sealed")

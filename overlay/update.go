@@ -39,6 +39,11 @@ type Update struct {
 	// times has the wanted times of the directories in which names change and
 	// which are not among the changes.
 	times map[string]Time
+
+	// known: it was planned by PlanUpdateKnown. again has the directories of what that
+	// found as wanted, but not as it was known; nil: too many.
+	known bool
+	again map[string]bool
 }
 
 // updateChange is one path of a directory that an Update is about.

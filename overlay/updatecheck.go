@@ -42,6 +42,7 @@ type witness struct {
 
 	mu    sync.Mutex
 	wrong bool // something else has changed
+	keys  []keyChange
 }
 
 // witness returns nil for an update that is better checked as a whole.

@@ -253,17 +253,6 @@ func (t *treeMerge) nextWant() (err error) {
 	return nil
 }
 
-// PlanUpdateKnown is PlanUpdateTree with the tree that the memory known holds,
-// as ProveKnown tells. What known says is believed, too.
-func PlanUpdateKnown(ctx context.Context, have, known string) (*Update, error) {
-	m, err := openMemory(known)
-	if err != nil {
-		return nil, err
-	}
-	defer m.close()
-	return PlanUpdateTree(ctx, have, &knownTree{r: m.reader()})
-}
-
 // ProveKnown proves the memory known, and tells whether it holds the very tree of
 // which wants are the pieces. One that is not there is ErrNotFound, a damaged one
 // ErrCorrupt.
@@ -280,7 +269,7 @@ func ProveKnown(known string, wants []Piece) (bool, error) {
 	r := m.reader()
 	body := io.TeeReader(io.NewSectionReader(m.f, int64(memoryHeader), m.end-int64(memoryHeader)), h)
 	r.r.Reset(body)
-	k := knownTree{r: r, prove: true, pieces: wants}
+	k := knownTree{r: r, pieces: wants}
 	for err == nil {
 		err = k.next()
 	}
@@ -297,29 +286,16 @@ func ProveKnown(known string, wants []Piece) (bool, error) {
 	return same, nil
 }
 
-// knownTree reads the lines of a memory.
+// knownTree proves that the lines of a memory are these pieces.
 type knownTree struct {
 	r      *recordReader
-	prove  bool // that they are these
 	pieces []Piece
-	buf    []byte // the current piece, or line
-	at     int    // what of buf has been read
+	buf    []byte // of the current piece
 }
 
-func (k *knownTree) Read(p []byte) (int, error) {
-	for k.at == len(k.buf) {
-		if err := k.next(); err != nil {
-			return 0, err
-		}
-	}
-	n := copy(p, k.buf[k.at:])
-	k.at += n
-	return n, nil
-}
-
-// next reads the next line; to prove them the next piece.
+// next proves the next piece.
 func (k *knownTree) next() error {
-	k.buf, k.at = k.buf[:0], 0
+	k.buf = k.buf[:0]
 	for {
 		if err := k.r.next(); err != nil {
 			return err
@@ -330,13 +306,10 @@ func (k *knownTree) next() error {
 			continue
 		case r == nil && len(k.pieces) == 0 && len(k.buf) == 0:
 			return io.EOF
-		case r == nil || k.prove && len(k.pieces) == 0 || len(k.buf) > maxLine:
+		case r == nil || len(k.pieces) == 0 || len(k.buf) > maxLine:
 			return errUneven
 		}
 		k.buf = append(append(k.buf, r.line()...), '\n')
-		if !k.prove {
-			return nil
-		}
 		if int64(len(k.buf)) < k.pieces[0].Len {
 			continue
 		}

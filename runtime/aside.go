@@ -10,9 +10,11 @@ import (
 	"strconv"
 
 	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime/store"
 )
 
 // A restore that is to keep no undo checkpoint needs a way back nevertheless,
@@ -66,7 +68,7 @@ func (e *Engine) layAside(ctx context.Context, r *restoration) (ok bool, err err
 	defer func() {
 		if !ok {
 			err = errors.Join(err, u.Close())
-			r.updates, t.seen, t.Aside = nil, "", false
+			r.updates, t.seen, t.known, t.Aside = nil, "", false, false
 		}
 	}()
 	t.Aside = true
@@ -101,41 +103,73 @@ func (e *Engine) layAside(ctx context.Context, r *restoration) (ok bool, err err
 
 // compare looks at a tree that stands still and compares it with the checkpoint.
 func (e *Engine) compare(ctx context.Context, r *restoration, t *tree) (*overlay.Update, error) {
-	known := e.knownIf(ctx, r.sb.ID, *t, false)
-	t.seen = known
-	var same bool
-	var proof errgroup.Group
-	if known != "" {
+	t.seen = e.knownIf(ctx, r.sb.ID, *t, false)
+	if base, err := overlay.MemoryBase(t.seen, false); err == nil && base == r.row.ID {
 		// Most often it was at this very checkpoint when it was looked at last.
-		proof.Go(func() (err error) { same, err = overlay.ProveKnown(known, r.reader.TreePieces(0)); return err })
-	}
-	err := e.look(ctx, r.sb.ID, t, overlay.CollectOptions{Brief: true})
-	if proof.Wait() != nil {
+		u, err := t.planKnown(ctx, r.reader)
+		if err == nil || ctx.Err() != nil {
+			return u, err
+		}
+		e.log.Debug("files are compared with the list of the checkpoint", "sandbox", r.sb.ID, "why", err)
 		t.seen = ""
-		err = e.look(ctx, r.sb.ID, t, overlay.CollectOptions{Brief: true})
 	}
-	if err != nil {
+	if t.seen != "" {
+		t.seen = e.known(ctx, r.sb.ID, *t)
+	}
+	if err := e.look(ctx, r.sb.ID, t, overlay.CollectOptions{}); err != nil {
 		return nil, err
-	}
-	if same {
-		return overlay.PlanUpdateKnown(ctx, t.seen, known)
 	}
 	return t.plan(ctx, r.reader, nil)
 }
 
+// planKnown is plan for a tree of which exactly that is known what the checkpoint has.
+func (t *tree) planKnown(ctx context.Context, r *store.Reader) (*overlay.Update, error) {
+	proof := make(chan error, 1)
+	go func() {
+		same, err := overlay.ProveKnown(t.seen, r.TreePieces(t.Number))
+		if err == nil && !same {
+			err = fmt.Errorf("the checkpoint has another list than what is known: %w", ErrState)
+		}
+		proof <- err
+	}()
+	u, err := overlay.PlanUpdateKnown(ctx, t.Dir, t.seen, store.Cutter{})
+	if err := errors.Join(<-proof, err); err != nil {
+		return nil, errors.Join(err, u.Close())
+	}
+	t.known = true
+	return u, nil
+}
+
 // beginSwap records that the files may be changed from here on. What lies aside
 // is durable by then.
-func (e *Engine) beginSwap(ctx context.Context, seq int64, r *restoration) error {
+func (e *Engine) beginSwap(ctx context.Context, seq int64, r *restoration) (err error) {
+	defer func() { r.past = err != nil }() // nothing has changed
 	r.data.Phase = phaseSwap
-	var group errgroup.Group
-	if t := r.data.Trees[0]; t.Aside {
-		for _, path := range []string{t.before(), t.aside(), filepath.Dir(t.aside())} {
-			group.Go(func() error { return fsync(path) })
-		}
+	t := r.data.Trees[0]
+	if !t.Aside {
+		return e.advance(ctx, seq, r.data, false)
 	}
-	err := errors.Join(e.advance(ctx, seq, r.data, false), group.Wait())
-	r.past = err != nil // nothing has changed
-	return err
+	together, err := sameFilesystem(t.aside(), e.store.Root())
+	if err != nil {
+		return err
+	}
+	if together {
+		// The disk is waited for once, for the record, too.
+		return errors.Join(e.advance(ctx, seq, r.data, true), syncfs(t.aside()))
+	}
+	var group errgroup.Group
+	for _, path := range []string{t.before(), t.aside(), filepath.Dir(t.aside())} {
+		group.Go(func() error { return fsync(path) })
+	}
+	return errors.Join(e.advance(ctx, seq, r.data, false), group.Wait())
+}
+
+func sameFilesystem(a, b string) (bool, error) {
+	var st [2]unix.Stat_t
+	if err := errors.Join(unix.Stat(a, &st[0]), unix.Stat(b, &st[1])); err != nil {
+		return false, fmt.Errorf("look at %s and %s: %w", a, b, err)
+	}
+	return st[0].Dev == st[1].Dev, nil
 }
 
 // fsync makes a file or directory durable.

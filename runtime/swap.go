@@ -214,6 +214,7 @@ func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *u
 	*started = true
 	err := e.resume(ctx, r)
 	r.down = time.Since(gone)
+	e.learn(r) // while the disk is waited for, for it need not last
 	if err = errors.Join(err, <-durable); err != nil {
 		return err
 	}

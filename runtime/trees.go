@@ -28,6 +28,8 @@ type tree struct {
 
 	seen   string          // where the last collection of it is
 	pieces []overlay.Piece // of the list of what that has; nil: not known
+	known  bool            // the last plan is of PlanUpdateKnown, with seen
+	learnt *overlay.Learnt // what is still to be written to seen
 }
 
 // stage is where a restore lays out what Dir lacks: beside it, so that a
@@ -326,6 +328,11 @@ func (e *Engine) prove(ctx context.Context, sandbox string, t *tree, r *store.Re
 // nobody but u has changed since; with all, that is not believed of any file. It
 // tells whether that was enough.
 func (e *Engine) proveUpdate(ctx context.Context, sandbox string, t *tree, u *overlay.Update, base string, all bool) (bool, error) {
+	if t.known {
+		got, err := u.CheckKnown(ctx, t.Dir, t.seen, store.Cutter{})
+		t.learnt = got
+		return got != nil, err
+	}
 	out := e.memory(sandbox, *t)
 	if t.seen == out {
 		out += ".2"
@@ -352,6 +359,21 @@ func (e *Engine) proven(sandbox string, t *tree) error {
 	}
 	t.seen, t.pieces = path, nil
 	return nil
+}
+
+// learn writes down what has become of the inodes of trees that were known already.
+func (e *Engine) learn(r *restoration) {
+	for i := range r.data.Trees {
+		t := &r.data.Trees[i]
+		if t.learnt == nil {
+			continue
+		}
+		if err := t.learnt.Write(r.row.ID); err != nil {
+			// One that is half-written is not used.
+			e.log.Warn("files will be read again", "sandbox", r.sb.ID, "err", errors.Join(err, remove(t.seen)))
+		}
+		t.learnt = nil
+	}
 }
 
 // unsee deletes what was seen of a tree and did not become what is known.
