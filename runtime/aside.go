@@ -56,10 +56,15 @@ func (e *Engine) layAside(ctx context.Context, r *restoration) (ok bool, err err
 		return false, nil
 	}
 	t := &r.data.Trees[0]
-	// The files that are replaced are what is left after a power cut. This is the
-	// moment: what is seen of the files, which need not be durable, is not written yet.
+	if r.together, err = sameFilesystem(t.Dir, e.store.Root()); err != nil {
+		return false, err
+	}
+	// The files that are replaced are what is left after a power cut: before the first
+	// change beginSwap makes them durable, where it does not begin here.
 	var durable errgroup.Group
-	durable.Go(func() error { return syncfs(t.Dir) })
+	if !r.together {
+		durable.Go(func() error { return syncfs(t.Dir) })
+	}
 	u, err := e.compare(ctx, r, t)
 	if err := errors.Join(err, durable.Wait()); err != nil {
 		return false, errors.Join(err, u.Close())
@@ -149,13 +154,9 @@ func (e *Engine) beginSwap(ctx context.Context, seq int64, r *restoration) (err 
 	if !t.Aside {
 		return e.advance(ctx, seq, r.data, false)
 	}
-	together, err := sameFilesystem(t.aside(), e.store.Root())
-	if err != nil {
-		return err
-	}
-	if together {
-		// The disk is waited for once, for the record, too.
-		return errors.Join(e.advance(ctx, seq, r.data, true), syncfs(t.aside()))
+	if r.together {
+		// The disk is waited for once, for what was before, what lies beside it, and the record.
+		return errors.Join(e.advance(ctx, seq, r.data, true), syncfs(t.Dir))
 	}
 	var group errgroup.Group
 	for _, path := range []string{t.before(), t.aside(), filepath.Dir(t.aside())} {

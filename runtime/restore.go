@@ -131,6 +131,7 @@ type restoration struct {
 	updates  []*overlay.Update
 	again    bool            // somebody else started it since it was looked at
 	idle     bool            // it has had no process since it was looked at
+	together bool            // the upperdir is on the filesystem of the store
 	past     bool            // nobody needs the way back any more
 	images   string          // where the process images are laid out
 	lost     map[string]bool // paths of the upperdir that cannot be restored
