@@ -10,12 +10,12 @@ import (
 	"os"
 	"path"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strings"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -27,8 +27,8 @@ const (
 )
 
 var (
-	secretName   = regexp.MustCompile(`^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$`)
-	variableName = regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_]*$`)
+	secretName   = lazy.Regexp(`^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$`)
+	variableName = lazy.Regexp(`^[A-Za-z_][A-Za-z0-9_]*$`)
 )
 
 // checkSecrets refuses secrets that make no sense.
@@ -61,13 +61,13 @@ func missingSecret(file string) error {
 
 func checkSecret(s Secret) error {
 	switch {
-	case !secretName.MatchString(s.Name):
+	case !secretName().MatchString(s.Name):
 		return fmt.Errorf("%w: secret %.140q: a name is 1 to 128 letters, digits, '_', '.' and '-', and does not begin with a '.'", ErrInvalid, s.Name)
 	case (s.File == "") == (s.Env == ""):
 		return fmt.Errorf("%w: secret %s comes from a file or from a variable", ErrInvalid, s.Name)
 	case s.File != "" && !filepath.IsAbs(s.File):
 		return fmt.Errorf("%w: secret %s: its file %q must be an absolute path", ErrInvalid, s.Name, s.File)
-	case s.Env != "" && !variableName.MatchString(s.Env):
+	case s.Env != "" && !variableName().MatchString(s.Env):
 		return fmt.Errorf("%w: secret %s: %q is not the name of a variable", ErrInvalid, s.Name, s.Env)
 	}
 	return nil

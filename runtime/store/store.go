@@ -63,8 +63,10 @@ const (
 type Store struct {
 	root string
 	db   *sql.DB
-	file *os.File  // state.db; see Close
-	find *sql.Stmt // see index.go
+	file *os.File // state.db; see Close
+	// level is the connection's synchronous; see atLevel.
+	level string
+	find  *sql.Stmt // see index.go
 }
 
 // Open opens the store below root and makes it if it is not there. A state of
@@ -223,7 +225,7 @@ func (s *Store) openDB(ctx context.Context) (err error) {
 	// One connection: goroutines of one process then queue without SQLite's
 	// sleeping busy handler.
 	db.SetMaxOpenConns(1)
-	s.db, s.file = db, f
+	s.db, s.file, s.level = db, f, "FULL"
 	if err := s.migrate(ctx); err != nil {
 		return err
 	}
@@ -233,26 +235,32 @@ func (s *Store) openDB(ctx context.Context) (err error) {
 // write runs fn in a transaction that holds SQLite's write lock from its start.
 // When it returns, that one, and all that were recorded lazily before it, are durable.
 func (s *Store) write(ctx context.Context, what string, fn func(*sql.Tx) error) error {
-	return transact(ctx, s.db, what, fn)
+	return s.atLevel(ctx, "FULL", what, fn)
 }
 
 // lazily is write for what must outlive this process and need not outlive a power
 // cut: nothing that it speaks of matters before the next write, or after a boot.
-func (s *Store) lazily(ctx context.Context, what string, fn func(*sql.Tx) error) (err error) {
+func (s *Store) lazily(ctx context.Context, what string, fn func(*sql.Tx) error) error {
+	return s.atLevel(ctx, "NORMAL", what, fn)
+}
+
+// atLevel runs fn in a transaction that SQLite makes as durable as synchronous(level) is.
+// The level stays the connection's, for the next one most often has the same.
+func (s *Store) atLevel(ctx context.Context, level, what string, fn func(*sql.Tx) error) (err error) {
 	conn, err := s.db.Conn(ctx)
 	if err != nil {
 		return cancelled(ctx, dbError(what, err))
 	}
 	defer func() { err = errors.Join(err, conn.Close()) }()
-	set := func(ctx context.Context, level string) error {
-		_, err := conn.ExecContext(ctx, "PRAGMA synchronous("+level+")")
-		return dbError(what, err)
+	// There is one connection, which is ours now. Should it be a new one, it is at FULL.
+	if s.level != level {
+		s.level = "" // in case it is not known what has become of it
+		if _, err := conn.ExecContext(ctx, "PRAGMA synchronous("+level+")"); err != nil {
+			return cancelled(ctx, dbError(what, err))
+		}
+		s.level = level
 	}
-	if err := set(ctx, "NORMAL"); err != nil {
-		return cancelled(ctx, err)
-	}
-	err = transact(ctx, conn, what, fn)
-	return errors.Join(err, set(context.WithoutCancel(ctx), "FULL"))
+	return transact(ctx, conn, what, fn)
 }
 
 func transact(ctx context.Context, db interface {

@@ -466,3 +466,31 @@ func TestCloseKeepsWAL(t *testing.T) {
 	}
 	must(t, s.Close())
 }
+
+// What is to be durable is, whatever was recorded before it.
+func TestWriteIsDurable(t *testing.T) {
+	ctx := context.Background()
+	s := open(t, t.TempDir())
+	const lazy, full = 1, 2
+	for i, want := range []int{full, lazy, lazy, full, full, lazy, full} {
+		write := s.write
+		if want == lazy {
+			write = s.lazily
+		}
+		var is int
+		must(t, write(ctx, "test", func(tx *sql.Tx) error { return tx.QueryRow("PRAGMA synchronous").Scan(&is) }))
+		if is != want {
+			t.Errorf("transaction %d: synchronous is %d, want %d", i, is, want)
+		}
+	}
+	gone, cancel := context.WithCancel(ctx)
+	cancel()
+	if err := s.lazily(gone, "test", func(*sql.Tx) error { return nil }); !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+	var is int
+	must(t, s.write(ctx, "test", func(tx *sql.Tx) error { return tx.QueryRow("PRAGMA synchronous").Scan(&is) }))
+	if is != full {
+		t.Errorf("after one that was cancelled synchronous is %d", is)
+	}
+}
