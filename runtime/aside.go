@@ -116,10 +116,9 @@ func (e *Engine) compare(ctx context.Context, r *restoration, t *tree) (*overlay
 			return u, err
 		}
 		e.log.Debug("files are compared with the list of the checkpoint", "sandbox", r.sb.ID, "why", err)
-		t.seen = ""
 	}
 	if t.seen != "" {
-		t.seen = e.known(ctx, r.sb.ID, *t)
+		t.seen = e.known(ctx, r.sb.ID, *t) // which proves it
 	}
 	if err := e.look(ctx, r.sb.ID, t, overlay.CollectOptions{}); err != nil {
 		return nil, err

@@ -8,6 +8,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -100,6 +101,47 @@ func TestAsideKnownDamaged(t *testing.T) {
 		}
 		if d := cmp.Diff(want, contents(t, sb.Upperdir)); d != "" {
 			t.Fatalf("damage at %d: %s", at, d)
+		}
+	}
+}
+
+// Restores to the checkpoint that the files were at last, and to another one: what is known is
+// proven, and of that checkpoint, each time.
+func TestAsideKnown(t *testing.T) {
+	r := newRig(t, nil)
+	sb := r.create(t, "box")
+	memory := r.store.MemoryPath(sb.ID, 0)
+	write := func(text string) {
+		t.Helper()
+		for _, name := range []string{"a", "b"} {
+			if err := os.WriteFile(filepath.Join(sb.Upperdir, name), []byte(name+text), 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	var ids []string
+	var want []map[string]string
+	for _, text := range []string{"first", "second"} {
+		write(text)
+		c, err := r.Checkpoint(ctx, "box", runtime.CheckpointOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ids, want = append(ids, c.ID), append(want, contents(t, sb.Upperdir))
+	}
+	for i, to := range []int{1, 1, 0, 0, 0, 1} {
+		write("changed")
+		if err := os.WriteFile(filepath.Join(sb.Upperdir, "more"), nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := r.Restore(ctx, "box", runtime.RestoreOptions{Checkpoint: ids[to], NoUndo: true}); err != nil {
+			t.Fatal(err)
+		}
+		if d := cmp.Diff(want[to], contents(t, sb.Upperdir)); d != "" {
+			t.Errorf("restore %d: %s", i, d)
+		}
+		if base, err := overlay.MemoryBase(memory, true); base != ids[to] || err != nil {
+			t.Errorf("restore %d: what is known is of %q, %v", i, base, err)
 		}
 	}
 }
