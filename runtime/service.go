@@ -12,7 +12,7 @@ import (
 // Service is all that a command sees of agentbox. *Engine implements it.
 //
 // Wherever a method takes a sandbox or a checkpoint it takes a name, an id or
-// a unique prefix of an id. An ambiguous prefix is ErrInvalid.
+// a unique prefix of an id, four digits or more. An ambiguous prefix is ErrInvalid.
 type Service interface {
 	Create(ctx context.Context, req CreateRequest) (Sandbox, error)
 	// Start starts a created or exited sandbox; see Backend.Start for streams and wait.

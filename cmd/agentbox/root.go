@@ -99,7 +99,7 @@ func newRootCommand(a *app) *cobra.Command {
 		Long: `Agentbox runs each agent in a sandbox of its own, takes checkpoints of its files and
 processes, and puts it back to any of them exactly.
 
-A SANDBOX is named by its name, its id or a unique prefix of its id.
+A SANDBOX is named by its name, its id or a unique prefix of its id, four digits or more.
 A CHECKPOINT is named by its id, a unique prefix of it, or SANDBOX@NAME, where NAME is the
 name it was given, or a tag.
 

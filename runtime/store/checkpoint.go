@@ -193,7 +193,7 @@ func (s *Store) scoped(ctx context.Context, ref, sandbox, name string) (Checkpoi
 	}
 	const removed = " AND sandbox_id NOT IN (SELECT id FROM sandboxes)"
 	list, err := s.named(ctx, name, "sandbox_name = ?2"+removed, sandbox)
-	if err == nil && len(list) == 0 && isHex(sandbox) {
+	if err == nil && len(list) == 0 && isPrefix(sandbox) {
 		list, err = s.named(ctx, name, "sandbox_id >= ?2 AND sandbox_id < ?2 || 'g'"+removed, sandbox)
 	}
 	return first(ref, list, err)
@@ -206,7 +206,7 @@ func (s *Store) named(ctx context.Context, name, where string, arg any) ([]Check
 	if err == nil && len(list) == 0 {
 		list, err = s.checkpoints(ctx, "WHERE id IN (SELECT checkpoint_id FROM tags WHERE tag = ?1) AND status = 'ready' AND "+where+" ORDER BY seq DESC LIMIT 11", name, arg)
 	}
-	if err == nil && len(list) == 0 && isHex(name) {
+	if err == nil && len(list) == 0 && isPrefix(name) {
 		list, err = s.checkpoints(ctx, "WHERE id >= ?1 AND id < ?1 || 'g' AND "+where+" ORDER BY seq DESC LIMIT 11", name, arg)
 	}
 	return list, err

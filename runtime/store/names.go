@@ -82,6 +82,12 @@ func plainName(s string) error {
 
 func isID(s string) bool { return len(s) == idLen && isHex(s) }
 
+// minPrefix is from how many digits on a text can mean an id: a short name of what was
+// removed must not lead to something else.
+const minPrefix = 4
+
+func isPrefix(s string) bool { return len(s) >= minPrefix && isHex(s) }
+
 func isHex(s string) bool {
 	for i := 0; i < len(s); i++ {
 		if c := s[i]; (c < '0' || c > '9') && (c < 'a' || c > 'f') {

@@ -70,8 +70,8 @@ func (s *Store) PutSandbox(ctx context.Context, b Sandbox) error {
 	})
 }
 
-// Sandbox finds one by exact name, exact id or unique prefix of an id, in
-// this order. A prefix of several is ErrInvalid and the error lists them.
+// Sandbox finds one by exact name, exact id or unique prefix of an id, of minPrefix
+// digits or more, in this order. A prefix of several is ErrInvalid and the error lists them.
 func (s *Store) Sandbox(ctx context.Context, ref string) (Sandbox, error) {
 	if ref == "" {
 		return Sandbox{}, fmt.Errorf("no sandbox named: %w", fault.ErrInvalid)
@@ -80,7 +80,7 @@ func (s *Store) Sandbox(ctx context.Context, ref string) (Sandbox, error) {
 	if err != nil {
 		return Sandbox{}, err
 	}
-	if len(found) == 0 && isHex(ref) && len(ref) < idLen {
+	if len(found) == 0 && isPrefix(ref) {
 		found, err = s.sandboxes(ctx, "WHERE id >= ?1 AND id < ?1 || 'g' ORDER BY seq DESC LIMIT 11", ref)
 		if err != nil {
 			return Sandbox{}, err

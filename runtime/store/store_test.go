@@ -209,7 +209,7 @@ func TestSandboxes(t *testing.T) {
 	}
 	_, err := s.Sandbox(ctx, a.ID[:5])
 	wantErr(t, err, fault.ErrInvalid, a.ID, b.ID, "ambiguous")
-	for _, ref := range []string{"nobody", "ffff", "%", "_", "a%", NewID(), "g", "a' OR 1=1 --"} {
+	for _, ref := range []string{"nobody", a.ID[:3], "ffff", "%", "_", "a%", NewID(), "g", "a' OR 1=1 --"} {
 		_, err := s.Sandbox(ctx, ref)
 		wantErr(t, err, fault.ErrNotFound, ref)
 	}
@@ -272,9 +272,9 @@ func TestCheckpointRefs(t *testing.T) {
 		c.ID = id
 		return taken(t, s, c, data)
 	}
-	a1 := mk(a, id("abc1"), "first")
-	a2 := mk(a, id("abc2"), "second")
-	b1 := mk(b, id("abc3"), "first")
+	a1 := mk(a, id("abcd1"), "first")
+	a2 := mk(a, id("abcd2"), "second")
+	b1 := mk(b, id("abcd3"), "first")
 	b2 := mk(b, id("dddd"), "")
 	old := put(t, s, "old")
 	o1 := mk(old, id("ee"), "keep")
@@ -283,8 +283,8 @@ func TestCheckpointRefs(t *testing.T) {
 	o2 := mk(old2, id("ef"), "newer")
 
 	for ref, want := range map[string]Checkpoint{
-		a1.ID: a1, "abc1": a1, "a@first": a1, "b@first": b1, a.ID + "@first": a1, a.ID[:20] + "@second": a2, "second": a2,
-		"b@" + b2.ID[:4]: b2, "b@abc": b1, "dddd": b2, "old@keep": o1, "old@newer": o2, "keep": o1, old.ID + "@keep": o1, old.ID[:20] + "@keep": o1, "old@" + o1.ID[:8]: o1,
+		a1.ID: a1, "abcd1": a1, "a@first": a1, "b@first": b1, a.ID + "@first": a1, a.ID[:20] + "@second": a2, "second": a2,
+		"b@" + b2.ID[:4]: b2, "b@abcd": b1, "dddd": b2, "old@keep": o1, "old@newer": o2, "keep": o1, old.ID + "@keep": o1, old.ID[:20] + "@keep": o1, "old@" + o1.ID[:8]: o1,
 	} {
 		got, err := s.Checkpoint(ctx, ref)
 		must(t, err)
@@ -292,11 +292,11 @@ func TestCheckpointRefs(t *testing.T) {
 			t.Errorf("%s leads to %s (%s), want %s (%s)", ref, got.ID, got.Name, want.ID, want.Name)
 		}
 	}
-	for ref, words := range map[string][]string{"first": {a1.ID, b1.ID, "a@first", "b@first"}, "abc": {a1.ID, a2.ID, b1.ID}, "a@abc": {a1.ID, a2.ID}} {
+	for ref, words := range map[string][]string{"first": {a1.ID, b1.ID, "a@first", "b@first"}, "abcd": {a1.ID, a2.ID, b1.ID}, "a@abcd": {a1.ID, a2.ID}} {
 		_, err := s.Checkpoint(ctx, ref)
 		wantErr(t, err, fault.ErrInvalid, words...)
 	}
-	for _, ref := range []string{"none", "a@none", "none@first", "a@dddd", "b@second", NewID(), "%", "a@%"} {
+	for _, ref := range []string{"none", "a@none", "none@first", "abc", "ddd", "b@ddd", "a@dddd", "b@second", NewID(), "%", "a@%"} {
 		_, err := s.Checkpoint(ctx, ref)
 		wantErr(t, err, fault.ErrNotFound, ref)
 	}
