@@ -224,10 +224,14 @@ func (d *differ) side(ctx context.Context, i int, ref string, state *DiffState) 
 	case "":
 		state.Kind = DiffOfNow
 		d.managed[i] = map[string]store.Managed{}
+		ids, err := ids(d.sb)
+		if err != nil {
+			return overlay.Side{}, err
+		}
 		for name, file := range d.c.Managed {
 			// One that is not there, or not plain any more, is no news of
 			// the sandbox's files.
-			if m, err := readManaged(file); err == nil {
+			if m, err := readManaged(file, ids); err == nil {
 				d.managed[i][name] = m
 			}
 		}

@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/internal/idmap"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -28,7 +29,7 @@ const oldSuffix = ".old"
 // takeManaged reads the managed files into the manifest. The sandbox is frozen.
 func (k *making) takeManaged() error {
 	for _, path := range slices.Sorted(maps.Keys(k.c.Managed)) {
-		f, err := readManaged(k.c.Managed[path])
+		f, err := readManaged(k.c.Managed[path], k.spec.IDs)
 		switch {
 		case errors.Is(err, fs.ErrNotExist): // never started
 		case errors.Is(err, errTooLarge):
@@ -47,9 +48,9 @@ func (k *making) takeManaged() error {
 
 var errTooLarge = fmt.Errorf("larger than %d bytes", store.MaxManaged)
 
-// readManaged reads one managed file. What is in it, and its mode, is up to
-// the sandbox.
-func readManaged(path string) (m store.Managed, err error) {
+// readManaged reads one managed file, whose owner is one of ids. What is in it,
+// and its mode, is up to the sandbox.
+func readManaged(path string, ids *idmap.Map) (m store.Managed, err error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
 	if err != nil {
 		return m, err
@@ -62,7 +63,7 @@ func readManaged(path string) (m store.Managed, err error) {
 	if st.Mode&unix.S_IFMT != unix.S_IFREG {
 		return m, fmt.Errorf("%w: %s is not a regular file", ErrInvalid, path)
 	}
-	m = store.Managed{Mode: st.Mode & 0o7777, UID: st.Uid, GID: st.Gid}
+	m = store.Managed{Mode: st.Mode & 0o7777, UID: uint32(ids.Tree(int(st.Uid))), GID: uint32(ids.Tree(int(st.Gid)))}
 	m.Data, err = io.ReadAll(io.LimitReader(f, store.MaxManaged+1))
 	if err == nil && len(m.Data) > store.MaxManaged {
 		err = errTooLarge
@@ -73,7 +74,7 @@ func readManaged(path string) (m store.Managed, err error) {
 // putManaged puts the managed files back as a checkpoint has them, and keeps
 // what it replaces for revertManaged. Called again it finds its work done. The
 // sandbox is stopped; the caller syncs the filesystem.
-func putManaged(files map[string]string, manifest store.Manifest) error {
+func putManaged(files map[string]string, manifest store.Manifest, ids *idmap.Map) error {
 	if Status(manifest.Status) == Created {
 		// It had none yet; its first start makes them.
 		for _, host := range files {
@@ -91,14 +92,17 @@ func putManaged(files map[string]string, manifest store.Manifest) error {
 		if !ok {
 			continue
 		}
-		have, err := readManaged(host)
+		if ids != nil && ids.Has(int(want.UID)) && ids.Has(int(want.GID)) { // older versions noted whom it belongs to on the host
+			want.UID, want.GID = uint32(ids.Tree(int(want.UID))), uint32(ids.Tree(int(want.GID)))
+		}
+		have, err := readManaged(host, ids)
 		if err == nil && bytes.Equal(have.Data, want.Data) && have.Mode == want.Mode && have.UID == want.UID && have.GID == want.GID {
 			continue
 		}
 		if err := keepManaged(host); err != nil {
 			return err
 		}
-		if err := writeManaged(host, want); err != nil {
+		if err := writeManaged(host, want, ids); err != nil {
 			return fmt.Errorf("put %s back: %w", path, err)
 		}
 	}
@@ -115,7 +119,12 @@ func keepManaged(host string) error {
 	return err
 }
 
-func writeManaged(host string, m store.Managed) (err error) {
+func writeManaged(host string, m store.Managed, ids *idmap.Map) (err error) {
+	uid, uerr := ids.Host(int(m.UID))
+	gid, gerr := ids.Host(int(m.GID))
+	if err := errors.Join(uerr, gerr); err != nil {
+		return err
+	}
 	f, err := os.CreateTemp(filepath.Dir(host), ".tmp-")
 	if err != nil {
 		return err
@@ -127,7 +136,7 @@ func writeManaged(host string, m store.Managed) (err error) {
 	}()
 	_, err = f.Write(m.Data)
 	if err == nil {
-		err = f.Chown(int(m.UID), int(m.GID))
+		err = f.Chown(uid, gid)
 	}
 	if err == nil { // after the change of owner, which clears bits
 		err = unix.Fchmod(int(f.Fd()), m.Mode)

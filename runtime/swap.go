@@ -195,7 +195,7 @@ func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *u
 	}
 	if !r.data.Fork { // which has files of its own
 		undo.Add(func(context.Context) error { return revertManaged(r.c.Managed) })
-		if err := putManaged(r.c.Managed, r.reader.Manifest()); err != nil {
+		if err := putManaged(r.c.Managed, r.reader.Manifest(), r.spec.IDs); err != nil {
 			return err
 		}
 	}

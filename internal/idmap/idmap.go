@@ -43,13 +43,18 @@ func (m *Map) Host(id int) (int, error) {
 	return int(m.Base) + id, nil
 }
 
+// Has tells whether an id on the host is one of the tree's. Without a map all are.
+func (m *Map) Has(id int) bool {
+	return m == nil || id >= int(m.Base) && id < int(m.Base)+int(m.Size)
+}
+
 // Tree is the id in the tree of an id on the host; one that it does not have is
 // nobody's.
 func (m *Map) Tree(id int) int {
 	switch {
 	case m == nil:
 		return id
-	case id < int(m.Base) || id >= int(m.Base)+int(m.Size):
+	case !m.Has(id):
 		return nobody
 	}
 	return id - int(m.Base)

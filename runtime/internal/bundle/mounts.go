@@ -229,9 +229,17 @@ func (p Place) writeEtc(s runtime.Spec, e network.Endpoint, restores bool) error
 	if s.IDs == nil {
 		return nil
 	}
-	// Its root writes them.
+	// Its root writes them. It may have given them to others.
 	for _, name := range etcNames {
-		if err := os.Lchown(filepath.Join(dir, name), int(s.IDs.Base), int(s.IDs.Base)); err != nil {
+		var st unix.Stat_t
+		path := filepath.Join(dir, name)
+		if err := unix.Lstat(path, &st); err != nil {
+			return &os.PathError{Op: "lstat", Path: path, Err: err}
+		}
+		if s.IDs.Has(int(st.Uid)) && s.IDs.Has(int(st.Gid)) {
+			continue
+		}
+		if err := os.Lchown(path, int(s.IDs.Base), int(s.IDs.Base)); err != nil {
 			return err
 		}
 	}
