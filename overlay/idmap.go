@@ -3,6 +3,7 @@ package overlay
 import (
 	"errors"
 	"fmt"
+	"os"
 	"path/filepath"
 
 	"golang.org/x/sys/unix"
@@ -87,8 +88,30 @@ func Bind(source, target string, ids idmap.Map) error {
 	return unix.Close(fd)
 }
 
+// MayBind is ErrUnsupported for what Bind could not map to ns, a user namespace.
+func MayBind(source string, ns *os.File) error {
+	fd, err := mapped(source, int(ns.Fd()), unix.AT_RECURSIVE)
+	if err != nil {
+		return err
+	}
+	return unix.Close(fd)
+}
+
 // mapTree mounts a clone of dir's mount, with mapped ids, on target.
-func mapTree(dir string, ns int, target string, flags uint) (fd int, err error) {
+func mapTree(dir string, ns int, target string, flags uint) (int, error) {
+	fd, err := mapped(dir, ns, flags)
+	if err != nil {
+		return -1, err
+	}
+	if err := unix.MoveMount(fd, "", unix.AT_FDCWD, target, unix.MOVE_MOUNT_F_EMPTY_PATH); err != nil {
+		_ = unix.Close(fd)
+		return -1, pathError("mount on", target, err)
+	}
+	return fd, nil
+}
+
+// mapped makes a clone of dir's mount, with mapped ids, that is nowhere yet.
+func mapped(dir string, ns int, flags uint) (fd int, err error) {
 	fd, err = unix.OpenTree(unix.AT_FDCWD, dir, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_SYMLINK_NOFOLLOW|flags)
 	if err != nil {
 		return -1, pathError("clone the mount of", dir, err)
@@ -104,9 +127,6 @@ func mapTree(dir string, ns int, target string, flags uint) (fd int, err error) 
 	}
 	if err != nil {
 		return -1, fmt.Errorf("map the ids of %s: %w", dir, err)
-	}
-	if err := unix.MoveMount(fd, "", unix.AT_FDCWD, target, unix.MOVE_MOUNT_F_EMPTY_PATH); err != nil {
-		return -1, pathError("mount on", target, err)
 	}
 	return fd, nil
 }

@@ -1,6 +1,7 @@
 package policy
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"maps"
@@ -22,6 +23,8 @@ type Request struct {
 	Mounts  []Mount
 	// User is USER[:GROUP], a name or a number.
 	User string
+	// UserNS is "auto" for a user namespace, "host" for none.
+	UserNS string
 
 	Capabilities []string // nil: the default ones
 	CapAdd       []string
@@ -61,6 +64,11 @@ type Port struct {
 	Host     uint16
 	Protocol string
 }
+
+const (
+	userNSHost = "host"
+	userNSAuto = "auto"
+)
 
 // Verdicts.
 const (
@@ -124,6 +132,7 @@ func (p *Policy) Judge(ask Request) (Request, []Finding) {
 	j.image()
 	j.mounts()
 	j.user()
+	j.namespace()
 	j.security()
 	j.network()
 	limit(j, "memory", &j.ask.Memory, p.Rules.Memory, sizeText)
@@ -310,6 +319,29 @@ func (j *judging) user() {
 	default:
 		j.note(verdict(r.allowsUID(uid)), what, "user.uids", listText(r.UIDs))
 	}
+}
+
+// namespace: who asks for the host's user ids has to be allowed to; whether
+// there can be others is the host's to say.
+func (j *judging) namespace() {
+	r := &j.Rules
+	switch optional := rankOf(r.Namespace) == 0; {
+	case j.ask.UserNS == userNSHost:
+		j.note(verdict(optional), "the host's user ids", "user.namespace", cmp.Or(r.Namespace, NamespaceOptional))
+	case r.NeedsNamespace():
+		j.ask.UserNS = userNSAuto
+		j.note(Clamped, "user ids of its own", "user.namespace", r.Namespace)
+	case !optional:
+		j.note(Clamped, "user ids of its own, where that is possible", "user.namespace", r.Namespace)
+	}
+}
+
+// NoNamespace is the denial of a sandbox that must have a user namespace and,
+// for why, can have none.
+func (p *Policy) NoNamespace(why string) error {
+	j := &judging{Policy: p}
+	j.note(Denied, "the host's user ids", "user.namespace", p.Rules.Namespace).Why = why
+	return Denials(j.findings)
 }
 
 func trimZeros(s string) string {

@@ -50,6 +50,7 @@ var keys = []key{
 	listOf("user.uids", func(r *Rules) *[]IDRange { return &r.UIDs }, parseIDRange, func(base *Rules, own IDRange) bool { return coversIDs(base.UIDs, own) }),
 	boolOf("user.non_root", func(r *Rules) *bool { return &r.NonRoot }, false),
 	valueOf("user.default", func(r *Rules) *string { return &r.User }, parseUser, textOf),
+	valueOf("user.namespace", func(r *Rules) *string { return &r.Namespace }, parseNamespace, textOf).atLeast(func(r *Rules) int { return rankOf(r.Namespace) }),
 
 	capabilities(),
 	boolOf("privileged", func(r *Rules) *bool { return &r.Privileged }, true).onlyFalse(),
@@ -276,6 +277,18 @@ func atMost[T int64 | float64 | time.Duration](name string, at func(*Rules) *T, 
 	return k
 }
 
+// atLeast is for a value that asks for something: what asks for less than the
+// base allows more.
+func (k key) atLeast(rank func(*Rules) int) key {
+	k.wider = func(base, own *Rules) []widening {
+		if rank(own) < rank(base) {
+			return []widening{{-1, fmt.Sprintf("%v asks for less than %v", k.value(own), k.value(base))}}
+		}
+		return nil
+	}
+	return k
+}
+
 func textOf(s string) any       { return s }
 func countOf(n int64) any       { return n }
 func intOf(n int) any           { return n }
@@ -420,6 +433,8 @@ func parseTrigger(s string) (string, error) { return oneOf(s, TriggerExec, Trigg
 func parseNetwork(s string) (string, error) {
 	return oneOf(s, "none", networkFiltered, "bridge", "host")
 }
+
+func parseNamespace(s string) (string, error) { return oneOf(s, namespaces...) }
 
 func parseSeccomp(s string) (string, error) {
 	if strings.Contains(s, "/") {

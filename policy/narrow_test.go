@@ -28,7 +28,7 @@ func drawPolicy(t *rapid.T, label string) string {
 	}
 	maybe("images: {references: [%s]}", some(`"**"`, `"*"`, `"debian:*"`, "debian", `"d*"`))
 	maybe("mounts: {read_write: [%s]}", some("/", "/usr", "/usr/bin", "/etc"))
-	maybe("user: {%s}", one("non_root: true", "non_root: false", "uids: [0-10]", "uids: [5, 6-9]", "{uids: [1-20], default: 3", "uids: [1-20], default: 3", "non_root: true, default: 7"))
+	maybe("user: {%s}", one("non_root: true", "non_root: false", "uids: [0-10]", "uids: [5, 6-9]", "{uids: [1-20], default: 3", "uids: [1-20], default: 3", "non_root: true, default: 7", "namespace: optional", "namespace: preferred", "namespace: required"))
 	maybe("capabilities: [%s]", some("ALL", "DEFAULT", "KILL", "SYS_ADMIN", "CHOWN"))
 	maybe("no_new_privileges: %s", one("true", "false"))
 	maybe("seccomp: [default%s]", one("", ", unconfined"))
@@ -47,6 +47,9 @@ func drawRequest(t *rapid.T) Request {
 	ask := func(label string) bool { return rapid.IntRange(0, 4).Draw(t, label) == 0 }
 	if ask("user") {
 		r.User = rapid.SampledFrom([]string{"0", "3", "5", "7", "15", "x"}).Draw(t, "who")
+	}
+	if ask("namespace") {
+		r.UserNS = rapid.SampledFrom([]string{userNSHost, userNSAuto}).Draw(t, "userns")
 	}
 	if ask("caps") {
 		r.CapAdd = rapid.SliceOfN(rapid.SampledFrom([]string{"KILL", "SYS_ADMIN", "ALL"}), 0, 2).Draw(t, "add")

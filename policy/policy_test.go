@@ -450,6 +450,36 @@ labels: [owner, "team=a*"]
 	}
 }
 
+// A policy decides whether a sandbox may do without a user namespace; whether
+// there can be one it does not know.
+func TestJudgeNamespace(t *testing.T) {
+	for _, c := range []struct{ rule, ask, got, denied string }{
+		{"", "", "", ""}, {"", userNSHost, userNSHost, ""}, {"", userNSAuto, userNSAuto, ""},
+		{NamespaceOptional, userNSHost, userNSHost, ""},
+		{NamespacePreferred, "", "", ""}, {NamespacePreferred, userNSAuto, userNSAuto, ""}, {NamespacePreferred, userNSHost, "", "user.namespace: preferred"},
+		{NamespaceRequired, "", userNSAuto, ""}, {NamespaceRequired, userNSHost, "", "user.namespace: required"},
+	} {
+		text := ""
+		if c.rule != "" {
+			text = "user: {namespace: " + c.rule + "}\n"
+		}
+		p := resolved(t, text)
+		got, findings := p.Judge(Request{UserNS: c.ask})
+		err := Denials(findings)
+		if c.denied == "" && (err != nil || got.UserNS != c.got) || c.denied != "" && (!errors.Is(err, fault.ErrDenied) || !strings.Contains(err.Error(), c.denied)) {
+			t.Errorf("%+v: %+v, %v", c, got, err)
+		}
+	}
+	p := resolved(t, "user: {namespace: required}\n")
+	if err := p.NoNamespace("the kernel is old"); !errors.Is(err, fault.ErrDenied) || !strings.Contains(err.Error(), "user.namespace: required: the kernel is old") {
+		t.Error(err)
+	}
+	f := finder(t, map[string]string{"p": "base: strict\nuser: {namespace: optional}\n"})
+	if _, err := f.Find("p"); err == nil || !strings.Contains(err.Error(), "optional asks for less than preferred") {
+		t.Error(err)
+	}
+}
+
 // What works without a policy works with the default one.
 func TestDefaultAllows(t *testing.T) {
 	p, err := Finder{}.Find(Default)

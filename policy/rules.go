@@ -23,6 +23,9 @@ type Rules struct {
 	UIDs    []IDRange
 	NonRoot bool
 	User    string // who a command runs as when neither the caller nor the image says; UID[:GID]
+	// Namespace says whether a sandbox has a user namespace: NamespaceOptional
+	// (or empty), NamespacePreferred or NamespaceRequired.
+	Namespace string
 
 	Capabilities    []string // the most that a sandbox has, without CAP_, sorted
 	Privileged      bool
@@ -55,6 +58,14 @@ type Rules struct {
 	Hooks map[string][]Hook // by when they are run
 }
 
+// namespaces are in the order of how much they ask for.
+var namespaces = []string{NamespaceOptional, NamespacePreferred, NamespaceRequired}
+
+func rankOf(namespace string) int { return max(slices.Index(namespaces, namespace), 0) }
+
+// NeedsNamespace tells whether a sandbox must have a user namespace.
+func (r *Rules) NeedsNamespace() bool { return r.Namespace == NamespaceRequired }
+
 // Limit bounds a resource; zero means that there is none.
 type Limit[T int64 | float64] struct {
 	Default, Max T
@@ -64,6 +75,10 @@ type Limit[T int64 | float64] struct {
 const (
 	SeccompDefault    = "default"
 	SeccompUnconfined = "unconfined"
+
+	NamespaceOptional  = "optional"  // as the caller wishes
+	NamespacePreferred = "preferred" // wherever it can have one, whatever the caller wishes
+	NamespaceRequired  = "required"  // else it is not made
 
 	networkFiltered = "filtered"
 

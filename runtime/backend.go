@@ -10,6 +10,7 @@ import (
 	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/internal/idmap"
 )
 
 // Backend drives one container engine. Every backend passes backendtest.Run.
@@ -235,6 +236,15 @@ type Properties struct {
 	FilesOnly bool
 	// Filters: it has network mode filtered, and is an EgressFilter.
 	Filters bool
+}
+
+// IDMapper is a Backend whose sandboxes can have user namespaces.
+type IDMapper interface {
+	// MayMap tells why a sandbox over these layers cannot have one with ids; empty: it can.
+	MayMap(ctx context.Context, s Spec, lower []string, ids idmap.Map) (why string, err error)
+	// IDsElsewhere are the first ids of the ranges that running sandboxes of
+	// other roots on this machine have.
+	IDsElsewhere() ([]uint32, error)
 }
 
 // EgressFilter is a Backend that confines sandboxes to egress rules.

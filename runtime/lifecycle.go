@@ -71,7 +71,7 @@ func (e *Engine) Create(ctx context.Context, req CreateRequest) (_ Sandbox, err 
 	if _, err := e.readSecrets(s, s.Secrets); err != nil {
 		return Sandbox{}, err
 	}
-	if err := e.mapIDs(ctx, &s, req.UserNS); err != nil {
+	if err := e.mapIDs(ctx, &s, req.UserNS, req.Policy, host, img.Lower); err != nil {
 		return Sandbox{}, err
 	}
 	row := store.Sandbox{

@@ -15,7 +15,7 @@ import (
 // digest are not known to it yet.
 func PolicyRequest(req CreateRequest) policy.Request {
 	ask := askFor(req.Spec)
-	ask.CapAdd, ask.CapDrop, ask.Privileged = req.CapAdd, req.CapDrop, req.Privileged
+	ask.CapAdd, ask.CapDrop, ask.Privileged, ask.UserNS = req.CapAdd, req.CapDrop, req.Privileged, req.UserNS
 	return ask
 }
 
@@ -120,6 +120,11 @@ func (e *Engine) readmit(s *Spec) error {
 	ask.Image = "" // it is pinned, and was judged by its name then
 	if ask.Network == NetworkFiltered && ask.Egress == nil {
 		ask.Egress = []string{} // that it had none was somebody's will
+	}
+	if s.IDs != nil {
+		ask.UserNS = UserNSAuto
+	} else if p.Rules.NeedsNamespace() {
+		return p.NoNamespace("the checkpoint is of a sandbox that had them")
 	}
 	got, findings := p.Judge(ask)
 	if err := policy.Denials(findings); err != nil {

@@ -85,7 +85,7 @@ type CreateRequest struct {
 	// turns it into that.
 	CapAdd, CapDrop []string
 	Privileged      bool
-	UserNS          string // UserNSAuto or UserNSHost; empty: the latter
+	UserNS          string // UserNSAuto or UserNSHost; empty: the former, where that is possible
 }
 
 // Sandbox is the documented JSON of `agentbox inspect`; it only ever grows.

@@ -36,7 +36,8 @@ type Spec struct {
 	Network     Network           `json:"network"`
 	Resources   Resources         `json:"resources"`
 	Security    Security          `json:"security,omitzero"`
-	IDs         *idmap.Map        `json:"ids,omitempty"` // of its user namespace on the host; nil: it is in the host's own
+	IDs         *idmap.Map        `json:"ids,omitempty"`      // of its user namespace on the host; nil: it is in the host's own
+	HostIDs     string            `json:"host_ids,omitempty"` // why it is in the host's own, where it could have been in another
 	Labels      map[string]string `json:"labels,omitempty"`
 
 	// CheckpointEvery asks for checkpoints without being told to: "exec",

@@ -7,8 +7,13 @@ import (
 	"hash/fnv"
 	"os"
 	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
 
+	"github.com/agentbox/agentbox/images"
 	"github.com/agentbox/agentbox/internal/idmap"
+	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -27,46 +32,120 @@ const (
 )
 
 // mapIDs gives a sandbox that is to be made a range of ids that no other on
-// this root has.
-func (e *Engine) mapIDs(ctx context.Context, s *Spec, mode string) error {
+// this root has, and no running one of another root: if the host and what else
+// it is to have allow that, or if it has to be, by mode or by policy.
+func (e *Engine) mapIDs(ctx context.Context, s *Spec, mode string, by *policy.Policy, host Host, lower []string) error {
 	switch mode {
-	case "", UserNSHost:
+	case "", UserNSAuto:
+	case UserNSHost:
+		e.log.Debug("it has the host's user ids, as it was asked", "sandbox", s.ID)
 		return nil
-	case UserNSAuto:
 	default:
 		return fmt.Errorf("%w: user namespace %q: choose %s or %s", ErrInvalid, mode, UserNSAuto, UserNSHost)
 	}
-	if s.Backend != "oci" {
-		return hint(fmt.Errorf("%w: --userns %s with the backend %s", ErrUnsupported, mode, s.Backend), "Its engine maps ids for all of its containers, or for none.")
+	why, err := e.idsOf(ctx, s, host, lower)
+	switch {
+	case err != nil:
+		return err
+	case why == "":
+		e.log.Debug("it has user ids of its own", "sandbox", s.ID, "first", s.IDs.Base)
+		return nil
+	case by.Rules.NeedsNamespace():
+		return by.NoNamespace(why)
+	case mode == UserNSAuto:
+		return hint(fmt.Errorf("%w: a user namespace (--userns %s): %s", ErrUnsupported, mode, why), "Without --userns it has the host's user ids then.")
 	}
+	s.HostIDs = why
+	e.log.Info("it has the host's user ids", "sandbox", s.ID, "reason", why)
+	return nil
+}
+
+// idsOf sets the ids of a sandbox, or tells why it can have none of its own.
+func (e *Engine) idsOf(ctx context.Context, s *Spec, host Host, lower []string) (why string, err error) {
+	mapper, ok := host.Backend.(IDMapper)
+	if !ok {
+		return fmt.Sprintf("backend %s: its engine maps ids for all of its containers, or for none", s.Backend), nil
+	}
+	if why := contradiction(*s); why != "" {
+		return why, nil
+	}
+	ids, err := e.freeIDs(ctx, s.ID, mapper)
+	if err != nil {
+		return "", err
+	}
+	if why, err := mapper.MayMap(ctx, *s, lower, ids); why != "" || err != nil {
+		return why, err
+	}
+	for _, dir := range lower {
+		largest, err := images.LargestID(dir)
+		if err != nil {
+			return "", err
+		}
+		if largest >= rangeSize {
+			return fmt.Sprintf("the image has files of %d, whom it would not have", largest), nil
+		}
+	}
+	s.IDs = &ids
+	return "", nil
+}
+
+// Capabilities that the kernel looks for in the host's user namespace only.
+var ofHost = []string{
+	"AUDIT_CONTROL", "AUDIT_READ", "BLOCK_SUSPEND", "BPF", "IPC_LOCK", "LEASE", "LINUX_IMMUTABLE", "MAC_ADMIN", "MAC_OVERRIDE", "MKNOD",
+	"PERFMON", "SYSLOG", "SYS_MODULE", "SYS_NICE", "SYS_PACCT", "SYS_RAWIO", "SYS_RESOURCE", "SYS_TIME", "WAKE_ALARM",
+}
+
+// contradiction tells what of a sandbox would not work in a user namespace.
+func contradiction(s Spec) string {
 	if s.Network.Mode == NetworkHost {
-		return hint(fmt.Errorf("%w: --userns %s with --network host: a user namespace has no say over the host's network", ErrUnsupported, mode), "Choose another network, or --userns host.")
+		return "--network host: a user namespace has no say over the host's network"
 	}
+	for _, c := range s.Security.Capabilities {
+		if slices.Contains(ofHost, c) {
+			return fmt.Sprintf("capability %s: it means nothing in a user namespace", c)
+		}
+	}
+	for _, id := range strings.Split(s.User, ":") {
+		if n, err := strconv.ParseUint(id, 10, 64); err == nil && n >= rangeSize {
+			return fmt.Sprintf("user %s: it has no ids from %d on", s.User, rangeSize)
+		}
+	}
+	return ""
+}
+
+// freeIDs finds a range.
+func (e *Engine) freeIDs(ctx context.Context, id string, mapper IDMapper) (idmap.Map, error) {
 	all, err := e.store.Sandboxes(ctx)
 	if err != nil {
-		return err
+		return idmap.Map{}, err
 	}
 	taken := map[uint32]bool{}
 	for _, sb := range all {
-		other, err := spec(sb)
+		other, err := ids(sb)
 		if err != nil {
-			return err
+			return idmap.Map{}, err
 		}
-		if other.IDs != nil {
-			taken[other.IDs.Base] = true
+		if other != nil {
+			taken[other.Base] = true
 		}
+	}
+	elsewhere, err := mapper.IDsElsewhere()
+	if err != nil {
+		return idmap.Map{}, err
+	}
+	for _, base := range elsewhere {
+		taken[base] = true
 	}
 	// Where it begins to look follows from the id: two that are made at the
 	// same time find different ones.
 	h := fnv.New32a()
-	_, _ = h.Write([]byte(s.ID))
+	_, _ = h.Write([]byte(id))
 	for i := range uint32(ranges) {
 		if base := firstID + (h.Sum32()+i)%ranges*rangeSize; !taken[base] {
-			s.IDs = &idmap.Map{Base: base, Size: rangeSize}
-			return nil
+			return idmap.Map{Base: base, Size: rangeSize}, nil
 		}
 	}
-	return fmt.Errorf("%w: all %d ranges of user ids are taken", ErrBusy, ranges)
+	return idmap.Map{}, fmt.Errorf("%w: all %d ranges of user ids are taken", ErrBusy, ranges)
 }
 
 // ids is the map of a sandbox's ids, if it has one.

@@ -147,6 +147,7 @@ var refusals = map[string]string{
 
 	"/dev/mem":          "ENOENT",
 	"/dev/kmsg":         "ENOENT",
+	"read /proc/kmsg":   "EPERM EACCES", // the latter in a user namespace
 	"/dev/fuse":         "ENOENT",
 	"/dev/kvm":          "ENOENT",
 	"/dev/loop-control": "ENOENT",

@@ -2,7 +2,9 @@ package test
 
 import (
 	"fmt"
+	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -127,7 +129,8 @@ func TestMonitorKilled(t *testing.T) {
 	b.ok("rm", "-f", "c")
 }
 
-// TestModes: what is written is for its owner alone.
+// TestModes: what is written is for its owner alone. The root of a sandbox's user
+// namespace passes the directories above the sandbox's own, which list nothing.
 func TestModes(t *testing.T) {
 	b := newBox(t)
 	b.start("c", "--network", "none", "busybox", "sleep", "1000")
@@ -140,12 +143,33 @@ func TestModes(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, path := range []string{"", "sandboxes", "checkpoints", "checkpoints/" + ck, "checkpoints/" + ck + "/manifest.json", "memory", "packs", filepath.Dir(pack), pack, "run", "state.db"} {
+	look := func(path string, others, group uint32) {
 		var st syscall.Stat_t
-		if err := syscall.Stat(filepath.Join(b.root, path), &st); err != nil {
+		if err := syscall.Lstat(filepath.Join(b.root, path), &st); err != nil {
 			t.Error(err)
-		} else if st.Mode&0o077 != 0 {
-			t.Errorf("%s has mode %o", path, st.Mode)
+		} else if st.Mode&syscall.S_IFMT != syscall.S_IFLNK && (st.Mode&0o007&^others != 0 || st.Mode&0o070 != 0 && st.Gid != group) {
+			t.Errorf("%s has mode %o and belongs to %d:%d", path, st.Mode, st.Uid, st.Gid)
+		}
+	}
+	for _, path := range []string{"checkpoints/" + ck, "checkpoints/" + ck + "/manifest.json", filepath.Dir(pack), pack} {
+		look(path, 0, ^uint32(0))
+	}
+	passed := []string{"", "sandboxes", "run"}
+	group := uint32(idsOf(b, "c").Base)
+	for _, dir := range passed {
+		if group == 0 {
+			look(dir, 0, ^uint32(0))
+		} else {
+			look(dir, 0o001, 0)
+		}
+		list, err := os.ReadDir(filepath.Join(b.root, dir))
+		if err != nil {
+			t.Error(err)
+		}
+		for _, e := range list {
+			if path := filepath.Join(dir, e.Name()); !slices.Contains(passed, path) {
+				look(path, 0, group)
+			}
 		}
 	}
 }

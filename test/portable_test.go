@@ -56,7 +56,7 @@ func readFile(t *testing.T, path string) string {
 func TestExportToPodman(t *testing.T) {
 	p := newPodman(t)
 	p.ok("agentbox", "image", "import", "bb", p.path("image.tar"))
-	p.ok("agentbox", "run", "-d", "--network", "none", "--name", "c", "bb", "sh", "-c", "echo hi > /tmp/file; "+counter)
+	p.ok("agentbox", "run", "-d", "--network", "none", "--userns", "host", "--name", "c", "bb", "sh", "-c", "echo hi > /tmp/file; "+counter)
 	count := func() int {
 		out, _, _ := p.try("agentbox", "exec", "c", "cat", "/count")
 		n, _ := strconv.Atoi(out)

@@ -162,7 +162,124 @@ func TestUserNamespace(t *testing.T) {
 	}
 }
 
+// TestUserNamespaceDefault: a sandbox has user ids of its own unless something
+// that it is to have, or the host, speaks against it; then it is told what.
+func TestUserNamespaceDefault(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	b.start("mapped", "--network", "none", "busybox", "sleep", "1000")
+	if ids, why := idsOf(b, "mapped"), hostIDs(b, "mapped"); ids.Size != 65536 || why != "" {
+		t.Fatalf("ids %+v, %q", ids, why)
+	}
+	theirs := t.TempDir()
+	if err := os.Chown(theirs, 70000, 0); err != nil {
+		t.Fatal(err)
+	}
+	image := t.TempDir()
+	if err := os.WriteFile(filepath.Join(image, "file"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chown(filepath.Join(image, "file"), 0, 70001); err != nil {
+		t.Fatal(err)
+	}
+	b.ok("image", "import", "largeids", image)
+	b.start("plain", "--network", "none", "--userns", "host", "busybox", "sleep", "1000")
+	if ids, why := idsOf(b, "plain"), hostIDs(b, "plain"); ids.Size != 0 || why != "" {
+		t.Errorf("as asked: %+v, %q", ids, why)
+	}
+	overlay := filepath.Join(b.root, "sandboxes", b.inspect("plain").ID, "merged")
+	for i, c := range []struct {
+		why  string
+		args []string
+	}{
+		{"--network host", []string{"--network", "host", "busybox"}},
+		{"capability MKNOD", []string{"--cap-add", "MKNOD", "busybox"}},
+		{"user 70000", []string{"--user", "70000", "busybox"}},
+		{"user 0:65536", []string{"--user", "0:65536", "busybox"}},
+		{theirs + " belongs to 70000:0", []string{"-v", theirs + ":/t", "busybox"}},
+		{"the ids of " + overlay + " cannot be mapped", []string{"-v", overlay + ":/o", "busybox"}},
+		{"files of 70001", []string{"largeids"}},
+	} {
+		name := fmt.Sprint("host", i)
+		b.ok(append(append([]string{"create", "--name", name}, c.args...), "true")...)
+		if why := hostIDs(b, name); !strings.Contains(why, c.why) || idsOf(b, name).Size != 0 {
+			t.Errorf("%q: %+v, %q", c.args, idsOf(b, name), why)
+		}
+		if said := b.fails(8, append(append([]string{"create", "--userns", "auto"}, c.args...), "true")...); !strings.Contains(said, c.why) {
+			t.Errorf("%q --userns auto: %s", c.args, said)
+		}
+	}
+
+	// A policy can ask for them.
+	required := filepath.Join(t.TempDir(), "required.yaml")
+	if err := os.WriteFile(required, []byte("base: default\nuser: {namespace: required}\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	b.ok("create", "--name", "required", "--policy", required, "busybox", "true")
+	if idsOf(b, "required").Size == 0 {
+		t.Error("a policy that requires ids of its own had none given")
+	}
+	for _, c := range []struct {
+		why  string
+		args []string
+	}{
+		{"user.namespace: required: --network host", []string{"--policy", required, "--network", "host"}},
+		{"user.namespace: required", []string{"--policy", required, "--userns", "host"}},
+		{"user.namespace: preferred", []string{"--policy", "strict", "--userns", "host"}},
+	} {
+		if said := b.fails(7, append(append([]string{"create"}, c.args...), "busybox", "true")...); !strings.Contains(said, "denied") || !strings.Contains(said, c.why) {
+			t.Errorf("%q: %s", c.args, said)
+		}
+	}
+
+	// What has the host's ids keeps them, and so do its forks.
+	ck := b.checkpoint("plain")
+	b.ok("restore", "plain", ck)
+	b.ok("fork", "plain@"+ck, "--name", "forked")
+	b.ok("rm", "-f", "plain")
+	b.ok("restore", "plain", ck)
+	for _, name := range []string{"plain", "forked"} {
+		if got := strings.Fields(b.sh(name, "cat /proc/self/uid_map")); len(got) != 3 || got[1] != "0" {
+			t.Errorf("%s: %q", name, got)
+		}
+	}
+}
+
+// TestUserNamespacePassed: a root that others cannot get to has none.
+func TestUserNamespacePassed(t *testing.T) {
+	t.Parallel()
+	top, err := os.MkdirTemp("/dev/shm", "ab") // 0700
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := os.Remove(top); err != nil {
+			t.Error(err)
+		}
+	})
+	root := filepath.Join(top, "root")
+	if err := os.Mkdir(root, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	b := boxAt(t, root)
+	b.ok("create", "--name", "c", "busybox", "true")
+	if why := hostIDs(b, "c"); !strings.Contains(why, "only root passes "+top) {
+		t.Errorf("why: %q", why)
+	}
+}
+
 type idMap struct{ Base, Size int }
+
+// hostIDs is why a sandbox has the host's user ids.
+func hostIDs(b *box, name string) string {
+	b.Helper()
+	list := decode[[]struct {
+		Spec struct {
+			HostIDs string `json:"host_ids"`
+		}
+	}](b, b.ok("inspect", name))
+	return list[0].Spec.HostIDs
+}
 
 func idsOf(b *box, name string) idMap {
 	b.Helper()

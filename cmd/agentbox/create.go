@@ -94,7 +94,7 @@ func (o *createOptions) addFlags(fl *pflag.FlagSet) {
 	fl.Var(list(&o.CapAdd), "cap-add", "give it the capability `NAME`, or ALL")
 	fl.Var(list(&o.CapDrop), "cap-drop", "take the capability `NAME` from it, or ALL")
 	fl.Var(list(&o.SecurityOpts), "security-opt", "`OPTION`: no-new-privileges=false, seccomp=unconfined|FILE, apparmor=PROFILE|unconfined, or io_uring")
-	fl.Var(choice(&o.UserNS, runtime.UserNSHost, runtime.UserNSAuto), "userns", "`MODE` of the user namespace: host (none), or auto (one with a range of ids of its own)")
+	fl.Var(choice(&o.UserNS, runtime.UserNSHost, runtime.UserNSAuto), "userns", "`MODE` of the user namespace: auto (one with a range of ids of its own), or host (none); default: auto where it can have one, see inspect")
 	fl.BoolVar(&o.Privileged, "privileged", false, "ask for all of the host; no policy can allow it")
 	o.pull.addFlags(fl)
 	fl.StringVar(&o.StopSignal, "stop-signal", "", "`SIGNAL` that stop sends; default: the image's or SIGTERM")

@@ -23,6 +23,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/agentbox/agentbox/internal/idmap"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -49,6 +50,8 @@ type Factory struct {
 	// Leaks names what of the engine's carries an id of a removed container
 	// and should not, such as mounts and files under its own root. May be nil.
 	Leaks func(t *testing.T, ids []string) []string
+	// IDs are of the sandboxes' user namespace; nil: they have none.
+	IDs *idmap.Map
 	// Cannot names the cases that this backend cannot pass, and why. A name
 	// that is no case fails the run.
 	Cannot map[string]string
@@ -188,7 +191,7 @@ func (e *bench) spec(args ...string) runtime.Spec {
 	return runtime.Spec{
 		ID: id, Name: "bt-" + id[:8], Image: e.image, ImageDigest: e.digest, Args: args,
 		Env:     []string{"PATH=/bin:/sbin:/usr/bin:/usr/sbin", "HOME=/root", e.mark},
-		Workdir: "/", Hostname: id[:12], Network: runtime.Network{Mode: runtime.NetworkNone},
+		Workdir: "/", Hostname: id[:12], Network: runtime.Network{Mode: runtime.NetworkNone}, IDs: e.f.IDs,
 	}
 }
 

@@ -204,7 +204,7 @@ func mounted(e *bench, id, content string) {
 				e.Errorf("%s through Mount: %q, %v, want %q", path, b, err, want)
 			}
 		}
-		return os.WriteFile(filepath.Join(root, "from-host"), []byte("hello\n"), 0o644)
+		return e.f.IDs.AsRoot(func() error { return os.WriteFile(filepath.Join(root, "from-host"), []byte("hello\n"), 0o644) })
 	})
 	if err != nil {
 		e.Fatalf("Mount: %v", err)

@@ -1,6 +1,7 @@
 package backendtest
 
 import (
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -60,6 +61,13 @@ func (e *bench) putBack(id, upper string) {
 
 func (e *bench) stage(id, images string) {
 	e.Helper()
+	if ids := e.f.IDs; ids != nil { // by whom CRIU has them read
+		for _, cmd := range [][]string{{"chown", "-R", fmt.Sprintf("%d:0", ids.Base), images}, {"chmod", "-R", "u=rwX,g=rX,o=", images}} {
+			if out, err := exec.CommandContext(e.ctx, cmd[0], cmd[1:]...).CombinedOutput(); err != nil {
+				e.Fatalf("%q: %v: %s", cmd, err, out)
+			}
+		}
+	}
 	at := e.inspect(id).Stage
 	err := stage.Put(at.Run, at.ID, stage.Restore{Images: images, Work: images + ".restore", Flags: e.flags(id)})
 	if err != nil {

@@ -61,7 +61,7 @@ func Examine(ctx context.Context, root string) Report {
 		func() []Check { return criuChecks(ctx) },
 		one(nat),
 		one(forwarding),
-		one(func() Check { return userNamespaces(root) }),
+		one(func() Check { return userNamespaces(ctx, root) }),
 		one(func() Check { return disk(root) }),
 	}
 	results := make([][]Check, len(probes))

@@ -2,6 +2,7 @@ package doctor
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -15,9 +16,9 @@ import (
 	"github.com/google/nftables/expr"
 	"golang.org/x/sys/unix"
 
-	"github.com/agentbox/agentbox/internal/idmap"
-	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/criu/host"
 	"github.com/agentbox/agentbox/runtime/internal/apparmor"
+	"github.com/agentbox/agentbox/runtime/internal/userns"
 )
 
 func user() Check {
@@ -206,7 +207,7 @@ func judge(name string, has func(int) bool) Check {
 	if status == OK {
 		return ok(name, "all that are needed")
 	}
-	return Check{name, status, "missing " + strings.Join(missing, "; "), "Run agentbox where root has them (not inside a restricted container or service), or give sandboxes user ids of their own (run --userns auto)."}
+	return Check{name, status, "missing " + strings.Join(missing, "; "), "Run agentbox where root has them (not inside a restricted container or service). Sandboxes with user ids of their own (see userns) can be checkpointed without CAP_SYS_RESOURCE."}
 }
 
 // nat sets what bridge mode sets, in a network namespace that ends with this
@@ -284,30 +285,32 @@ func space(name, dir string, free, total, inodes, allInodes uint64) Check {
 	return ok(name, "%s", text)
 }
 
-// userNamespaces mounts an overlay with mapped ids, as that of a sandbox with a
-// user namespace is.
-func userNamespaces(root string) Check {
-	const name, remedy = "userns", "Use Linux 5.19 or newer, and a root on ext4, xfs or btrfs (--root)."
-	dir, err := os.MkdirTemp(existing(root), ".doctor-")
+// userNamespaces tells whether new sandboxes of the backend oci have user ids of
+// their own.
+func userNamespaces(ctx context.Context, root string) Check {
+	const name, remedy = "userns", "Sandboxes work without; their root is the host's then. docs/security.md says what it takes."
+	no := "new sandboxes have the host's user ids: %s"
+	binary, err := host.Find("runc", nil)
 	if err != nil {
-		return warn(name, "Give a root that can be written (--root).", "%v", err)
+		return warn(name, installDeps, no, "runc is not installed")
 	}
-	defer os.RemoveAll(dir)
-	at := func(name string) string { return filepath.Join(dir, name) }
-	for _, d := range []string{"lower", "upper", "work", "merged"} {
-		if err := os.Mkdir(at(d), 0o700); err != nil {
-			return warn(name, "", "%v", err)
-		}
+	at := existing(root)
+	why, err := userns.Why(ctx, at, binary)
+	if err != nil {
+		return warn(name, remedy, no, err)
 	}
-	ids := idmap.Map{Base: 1 << 19, Size: 1 << 16}
-	m := overlay.Mount{Lower: []string{at("lower")}, Upper: at("upper"), Work: at("work"), Target: at("merged"), IDs: &ids}
-	if err := m.Mount(); err != nil {
-		return warn(name, remedy, "run --userns auto is not possible: %v", err)
+	if why != "" {
+		return warn(name, remedy, no, why)
 	}
-	defer func() { _ = overlay.Unmount(at("merged"), overlay.UnmountOptions{Lazy: true}) }()
-	made := func() error { return os.WriteFile(at("merged/file"), nil, 0o600) }
-	if err := ids.AsRoot(made); err != nil {
-		return warn(name, remedy, "run --userns auto is not possible: %v", err)
+	if at != filepath.Clean(root) {
+		at = filepath.Join(at, "root") // yet to be made
 	}
-	return ok(name, "sandboxes can have user ids of their own (run --userns auto)")
+	shut, err := userns.Shut(at)
+	if err != nil {
+		return warn(name, remedy, no, err)
+	}
+	if shut != "" {
+		return warn(name, "Let others pass (chmod o+x "+shut+").", no, "only root passes "+shut)
+	}
+	return ok(name, "new sandboxes have user ids of their own (run --userns auto, the default)")
 }

@@ -290,7 +290,7 @@ func (x *box) search() []string {
 	entries, _ := os.ReadDir(x.home.Run)
 	for _, e := range entries {
 		path := filepath.Join(x.home.Run, e.Name())
-		if slices.Contains([]string{"runc", "exits", "tmp"}, e.Name()) {
+		if slices.Contains([]string{"runc", "exits", "tmp", "userns.json"}, e.Name()) {
 			continue
 		}
 		if below, err := os.ReadDir(path); e.Name() == "restore" && err == nil && len(below) == 0 {

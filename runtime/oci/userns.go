@@ -17,6 +17,7 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/userns"
 )
 
 // A sandbox in a user namespace of its own has its root filesystem mounted
@@ -50,21 +51,14 @@ func (b *Backend) letThrough(s runtime.Spec) error {
 			return err
 		}
 	}
-	for _, own := range []string{b.home.Base, b.home.Stage} {
-		for up := filepath.Dir(own); up != "/"; up = filepath.Dir(up) {
-			st, err := os.Stat(up)
-			if err != nil {
-				return err
-			}
-			if st.Mode()&0o001 == 0 {
-				return &fault.Error{
-					Err:  fmt.Errorf("%w: a user namespace does not get through %s, and the sandbox's files are mounted below it", fault.ErrUnsupported, up),
-					Hint: "Let others pass (chmod o+x " + up + "), or use --userns host.",
-				}
-			}
+	shut, err := userns.Shut(b.home.Base, b.home.Stage)
+	if err == nil && shut != "" {
+		err = &fault.Error{
+			Err:  fmt.Errorf("%w: a user namespace does not get through %s, and the sandbox's files are mounted below it", fault.ErrUnsupported, shut),
+			Hint: "Let others pass (chmod o+x " + shut + ").",
 		}
 	}
-	return nil
+	return err
 }
 
 // mapBinds mounts what is bound into a sandbox with the ids of its user
@@ -104,7 +98,7 @@ func (b *Backend) mapBinds(s runtime.Spec) (runtime.Spec, error) {
 			err = overlay.Bind(source, target, *s.IDs)
 		}
 		if errors.Is(err, fault.ErrUnsupported) {
-			err = &fault.Error{Err: err, Hint: "Do without --volume " + m.Source + ", or use --userns host."}
+			err = &fault.Error{Err: err, Hint: "Do without --volume " + m.Source + "."}
 		}
 		if err != nil {
 			return s, fmt.Errorf("volume %s: %w", m.Source, err)

@@ -298,7 +298,11 @@ func list() {
 	fmt.Printf("masked\t%s\nread-only\t%s\n", strings.Join(masked, " "), strings.Join(fixed, " "))
 	var devices []string
 	_ = filepath.WalkDir("/dev", func(path string, d fs.DirEntry, err error) error {
-		if err == nil && d.Type()&fs.ModeDevice != 0 && !strings.HasPrefix(path, "/dev/pts/") {
+		if err != nil || strings.HasPrefix(path, "/dev/pts/") {
+			return nil
+		}
+		// In a user namespace each is mounted on a plain file, as which it is listed.
+		if fi, err := os.Lstat(path); err == nil && fi.Mode()&fs.ModeDevice != 0 {
 			devices = append(devices, path)
 		}
 		return nil
