@@ -98,6 +98,7 @@ def main():
     parser.add_argument("--write", metavar="FILE", help="replace the table in FILE")
     opts = parser.parse_args()
     top = tempfile.mkdtemp(prefix="ab")
+    os.chmod(top, 0o711)  # or the sandboxes would have the host's user ids
     daemon = witness = None
     agentbox = [f"{top}/bin/agentbox", "--root", f"{top}/root"]
     try:
