@@ -295,7 +295,12 @@ func userNamespaces(ctx context.Context, root string) Check {
 		return warn(name, installDeps, no, "runc is not installed")
 	}
 	at := existing(root)
-	why, err := userns.Why(ctx, at, binary)
+	dir, err := os.MkdirTemp(at, ".doctor-")
+	if err != nil {
+		return warn(name, "Give a root that can be written (--root).", "%v", err)
+	}
+	defer os.RemoveAll(dir)
+	why, err := userns.Why(ctx, dir, binary)
 	if err != nil {
 		return warn(name, remedy, no, err)
 	}

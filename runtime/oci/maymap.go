@@ -16,6 +16,7 @@ import (
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/home"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 	"github.com/agentbox/agentbox/runtime/internal/userns"
 )
@@ -108,11 +109,34 @@ func (b *Backend) hostMaps(ctx context.Context) (string, error) {
 	if record.ReadJSON(path, &known) == nil && known.Of == of {
 		return known.Why, nil
 	}
-	why, err := userns.Why(ctx, b.home.Base, b.oci)
+	why, err := b.tryMapping(ctx)
 	if err != nil {
 		return "", fmt.Errorf("see whether sandboxes can have user namespaces: %w", err)
 	}
-	return why, record.WriteJSON(path, mapping{of, why}, false)
+	if err := record.WriteJSON(path, mapping{of, why}, false); err != nil {
+		b.log.Debug("whether sandboxes can have user namespaces will be found out again", "error", err)
+	}
+	return why, nil
+}
+
+// tryMapping tries in a directory that one process has at a time, so that what a
+// killed one left can be taken away.
+func (b *Backend) tryMapping(ctx context.Context) (why string, err error) {
+	unlock, err := record.Lock(ctx, filepath.Join(b.home.Run, "tmp"), "the trial of user namespaces")
+	if err != nil {
+		return "", err
+	}
+	defer unlock()
+	dir := filepath.Join(b.home.Base, ".userns")
+	clear := func() error { return errors.Join(kernel.UnmountBelow(dir), os.RemoveAll(dir)) }
+	if err := clear(); err != nil {
+		return "", err
+	}
+	defer func() { err = errors.Join(err, clear()) }()
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		return "", err
+	}
+	return userns.Why(ctx, dir, b.oci)
 }
 
 func (b *Backend) mapsOf() (string, error) {

@@ -2,8 +2,11 @@ package oci
 
 import (
 	"os"
+	"path/filepath"
 	"slices"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/idmap"
 	"github.com/agentbox/agentbox/runtime"
@@ -61,8 +64,14 @@ func TestHostMapsKept(t *testing.T) {
 		func() { write(t, path, "{", 0o600) },
 	} {
 		damage()
+		left := filepath.Join(x.home.Base, ".userns", "merged") // by a trial that was killed
+		must(t, os.MkdirAll(left, 0o700))
+		must(t, unix.Mount("tmpfs", left, "tmpfs", 0, ""))
 		if why, err := x.hostMaps(t.Context()); why != first || err != nil {
 			t.Errorf("%q, %v; at first %q", why, err, first)
+		}
+		if _, err := os.Lstat(filepath.Dir(left)); !os.IsNotExist(err) {
+			t.Errorf("the trial is still there: %v", err)
 		}
 	}
 }

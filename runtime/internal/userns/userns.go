@@ -32,14 +32,15 @@ const (
 	oldestCRIU = "4.0"
 )
 
-// Why tells why sandboxes with their files below root, which exists, cannot have
-// user namespaces with the OCI runtime that binary is; empty: they can.
-func Why(ctx context.Context, root, binary string) (string, error) {
+// Why tells why sandboxes cannot have user namespaces with the OCI runtime that
+// binary is; empty: they can. Their files are on the filesystem of dir, an empty
+// directory to try in. What is made there is the caller's to remove.
+func Why(ctx context.Context, dir, binary string) (string, error) {
 	for _, look := range []func() (string, error){
 		func() (string, error) { return versions(ctx, binary) },
 		func() (string, error) { return covered("proc", "/proc") },
 		func() (string, error) { return covered("sysfs", "/sys") },
-		func() (string, error) { return mount(root) },
+		func() (string, error) { return mount(dir) },
 	} {
 		if why, err := look(); why != "" || err != nil {
 			return why, err
@@ -67,18 +68,13 @@ func Shut(paths ...string) (string, error) {
 }
 
 // mount mounts an overlay with mapped ids, as that of a sandbox is.
-func mount(root string) (why string, err error) {
+func mount(dir string) (why string, err error) {
 	ids := idmap.Map{Base: 1 << 19, Size: 1 << 16}
 	ns, err := ids.Namespace()
 	if err != nil {
 		return fmt.Sprintf("this kernel makes no user namespace: %v", err), nil
 	}
 	ns.Close()
-	dir, err := os.MkdirTemp(root, ".userns-")
-	if err != nil {
-		return "", err
-	}
-	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
 	at := func(name string) string { return filepath.Join(dir, name) }
 	for _, d := range []string{"lower", "upper", "work", "merged"} {
 		if err := os.Mkdir(at(d), 0o700); err != nil {
@@ -87,13 +83,13 @@ func mount(root string) (why string, err error) {
 	}
 	m := overlay.Mount{Lower: []string{at("lower")}, Upper: at("upper"), Work: at("work"), Target: at("merged"), IDs: &ids}
 	if err := m.Mount(); err != nil {
-		return fmt.Sprintf("an overlay below %s cannot have mapped ids, which takes Linux 5.19, and ext4, xfs or btrfs: %v", root, err), nil
+		return fmt.Sprintf("an overlay in %s cannot have mapped ids, which takes Linux 5.19, and ext4, xfs or btrfs: %v", filepath.Dir(dir), err), nil
 	}
 	defer func() {
 		err = errors.Join(overlay.Unmount(at("merged"), overlay.UnmountOptions{Lazy: true}), err)
 	}()
 	if err := ids.AsRoot(func() error { return os.WriteFile(at("merged/file"), nil, 0o600) }); err != nil {
-		return fmt.Sprintf("nothing can be made in an overlay with mapped ids below %s: %v", root, err), nil
+		return fmt.Sprintf("nothing can be made in an overlay with mapped ids in %s: %v", filepath.Dir(dir), err), nil
 	}
 	return "", nil
 }
