@@ -20,6 +20,7 @@
 //	records/HEX.json          manifest, where from, layers, what is mounted
 //	layers/HEX/               a layer as package layer has it; HEX is its diffID
 //	layers/HEX/layer.json     its sizes, and what of it depends on the layers below
+//	layers/HEX/diff.largest-id the largest id that owns something in it, once somebody asked
 //	tmp/                      imports and pulls under way (each holds a flock) and leftovers
 //	tmp/partial-HEX           the beginning of a blob, kept a day for the next pull
 //	lock                      flock, held while any of the above is published

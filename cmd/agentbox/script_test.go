@@ -259,7 +259,7 @@ func leftovers(root string) (left []string) {
 		"watch":              nil,
 		"checkpoints":        {"failed"},
 		"checkpoints/failed": nil,
-		"run":                {"runc", "exits", "tmp", "restore", "paused", "lock"},
+		"run":                {"runc", "exits", "tmp", "restore", "paused", "lock", "userns.json"},
 		"run/lock":           nil,
 		"run/paused":         nil,
 		"run/restore":        nil,
