@@ -160,6 +160,9 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 	if err != nil {
 		return Forked{}, err
 	}
+	if err := e.keepIDs(ctx, &s, host, img.Lower, row.Kind == KindFull && !opts.FilesOnly && !opts.NoStart); err != nil {
+		return Forked{}, err
+	}
 	box := store.Sandbox{
 		ID: s.ID, Name: s.Name, Backend: cmp.Or(s.Backend, e.first), Image: s.Image, ImageDigest: row.ImageDigest,
 		Lower: img.Lower, Attempt: 1, Created: time.Now(), Labels: s.Labels,

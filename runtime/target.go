@@ -167,6 +167,9 @@ func (e *Engine) again(ctx context.Context, r *restoration, missing error) (err 
 	if err != nil {
 		return err
 	}
+	if err := e.keepIDs(ctx, &r.spec, host, img.Lower, r.full()); err != nil {
+		return err
+	}
 	gone.Image, gone.Lower, gone.Labels = r.spec.Image, img.Lower, r.spec.Labels
 	gone.Attempt, gone.Created = 1, time.Now()
 	r.sb.Sandbox, r.sb.host, r.data.Recreated = gone, host, true

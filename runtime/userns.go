@@ -60,6 +60,32 @@ func (e *Engine) mapIDs(ctx context.Context, s *Spec, mode string, by *policy.Po
 	return nil
 }
 
+// keepIDs sees whether a sandbox that is made of a checkpoint can have the ids of
+// that here. Its processes can have no others; its files alone can.
+func (e *Engine) keepIDs(ctx context.Context, s *Spec, host Host, lower []string, processes bool) error {
+	if s.IDs == nil {
+		return nil
+	}
+	why := "backend " + s.Backend + " has no user namespaces"
+	if mapper, ok := host.Backend.(IDMapper); ok {
+		var err error
+		if why, err = mapper.MayMap(ctx, *s, lower, *s.IDs); why == "" || err != nil {
+			return err
+		}
+	}
+	if processes {
+		return hint(fmt.Errorf("%w: its processes have user ids of their own, which is not possible here: %s", ErrUnsupported, why), "Mend that, or take the files alone: --files-only.")
+	}
+	if p, err := recorded(*s); err != nil {
+		return err
+	} else if p != nil && p.Rules.NeedsNamespace() {
+		return p.NoNamespace(why)
+	}
+	s.IDs, s.HostIDs = nil, why
+	e.log.Info("it has the host's user ids", "sandbox", s.ID, "reason", why)
+	return nil
+}
+
 // idsOf sets the ids of a sandbox, or tells why it can have none of its own.
 func (e *Engine) idsOf(ctx context.Context, s *Spec, host Host, lower []string) (why string, err error) {
 	mapper, ok := host.Backend.(IDMapper)
