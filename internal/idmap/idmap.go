@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"runtime"
+	"sync"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -65,10 +66,38 @@ const nobody = 65534
 
 // Namespace makes a user namespace with this map. It lasts for as long as the
 // file is open or something is in it.
-func (m Map) Namespace() (_ *os.File, err error) {
+func (m Map) Namespace() (*os.File, error) {
 	if err := m.Check(); err != nil {
 		return nil, err
 	}
+	last.Lock()
+	defer last.Unlock()
+	if last.ns == nil || last.m != m {
+		ns, err := m.make()
+		if err != nil {
+			return nil, err
+		}
+		if last.ns != nil {
+			_ = last.ns.Close() // only looked at
+		}
+		last.m, last.ns = m, ns
+	}
+	fd, err := unix.FcntlInt(last.ns.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("user namespace: %w", err)
+	}
+	return os.NewFile(uintptr(fd), last.ns.Name()), nil
+}
+
+// last is the namespace that was made last: a start asks for it several times,
+// and so does each of some forks.
+var last struct {
+	sync.Mutex
+	m  Map
+	ns *os.File
+}
+
+func (m Map) make() (_ *os.File, err error) {
 	ids := []syscall.SysProcIDMap{{HostID: int(m.Base), Size: int(m.Size)}}
 	// Stopped before its first instruction, it is there to be looked at only.
 	cmd := exec.Command("/proc/self/exe")
