@@ -83,14 +83,14 @@ type History struct {
 
 // Progress tells how far an import or a pull is.
 type Progress struct {
-	Entries int64
-	Bytes   int64 // unpacked
+	Entries int64 `json:"entries"`
+	Bytes   int64 `json:"bytes"` // unpacked
 
 	// Of a pull, for each of its layers:
-	Layer string // the blob's digest; empty for an import
-	Stage Stage
-	Done  int64 // bytes of the blob
-	Total int64 // its size
+	Layer string `json:"layer"` // the blob's digest; empty for an import
+	Stage Stage  `json:"stage"`
+	Done  int64  `json:"done"`  // bytes of the blob
+	Total int64  `json:"total"` // its size
 }
 
 // Stage is where a layer of a pull stands.
@@ -117,8 +117,8 @@ const (
 
 // PullOptions modify Pull. The zero value works.
 type PullOptions struct {
-	Policy   Policy
-	Source   source.Options // its Progress and Scratch are the store's to set
-	Parallel int            // layers at a time; 0: 3
-	Progress func(Progress) // called by one goroutine at a time
+	Policy   Policy         `json:"policy"`
+	Source   source.Options `json:"source"`   // its Progress and Scratch are the store's to set
+	Parallel int            `json:"parallel"` // layers at a time; 0: 3
+	Progress func(Progress) `json:"-"`        // called by one goroutine at a time
 }

@@ -11,9 +11,9 @@ import (
 
 // ApplyOptions modify Apply.
 type ApplyOptions struct {
-	DryRun bool // only tell what would be done
-	Undo   bool // take the last Apply back
-	Force  bool // overwrite what others changed in the original meanwhile
+	DryRun bool `json:"dry_run"` // only tell what would be done
+	Undo   bool `json:"undo"`    // take the last Apply back
+	Force  bool `json:"force"`   // overwrite what others changed in the original meanwhile
 }
 
 // Applied is the documented JSON of `agentbox apply`; it only ever grows.

@@ -28,17 +28,17 @@ const maxChanges = 1_000_000
 
 // DiffRequest asks what changed in a sandbox's files.
 type DiffRequest struct {
-	Sandbox string
-	From    string // a checkpoint, or DiffImage; empty: the head checkpoint, and the image when there is none
-	To      string // a checkpoint, or DiffImage; empty: the files as they are now
+	Sandbox string `json:"sandbox"`
+	From    string `json:"from"` // a checkpoint, or DiffImage; empty: the head checkpoint, and the image when there is none
+	To      string `json:"to"`   // a checkpoint, or DiffImage; empty: the files as they are now
 
-	Paranoid  bool // read every file again; see overlay.DiffOptions
-	NoRenames bool // a renamed file is one deleted and one added
-	Limit     int  // list at most so many; 0: 1,000,000
+	Paranoid  bool `json:"paranoid"`   // read every file again; see overlay.DiffOptions
+	NoRenames bool `json:"no_renames"` // a renamed file is one deleted and one added
+	Limit     int  `json:"limit"`      // list at most so many; 0: 1,000,000
 
 	// Patch fills in Change.Patch: what changed in the text of files, as
 	// `diff -u` has it. Files over 1 MiB or with a NUL are "Binary files differ".
-	Patch bool
+	Patch bool `json:"patch"`
 }
 
 // Kinds of DiffState.

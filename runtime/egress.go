@@ -15,8 +15,8 @@ import (
 
 // EgressChange is what Update does to the egress rules of a sandbox.
 type EgressChange struct {
-	Add    []string
-	Remove []string
+	Add    []string `json:"add"`
+	Remove []string `json:"remove"`
 }
 
 // EgressService is the part of Service about filtered sandboxes.

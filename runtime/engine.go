@@ -69,7 +69,7 @@ type Engine struct {
 	holds map[string]*store.Lock
 }
 
-var _ Service = (*Engine)(nil)
+var _ Local = (*Engine)(nil)
 
 // Options are the parts an Engine is made of; it closes the store.
 type Options struct {
@@ -169,6 +169,10 @@ func (e *Engine) release(id string) {
 		delete(e.holds, id)
 	}
 }
+
+// Release gives up the exit code of an --rm sandbox that was started with streams:
+// its caller went away. Who serves many callers calls it for each that did.
+func (e *Engine) Release(id string) { e.release(id) }
 
 func holdName(id string) string { return id + ".wait" }
 

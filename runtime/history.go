@@ -31,7 +31,7 @@ type ForkedInto struct {
 
 // HistoryOptions modify History.
 type HistoryOptions struct {
-	All bool // pending and failed checkpoints too
+	All bool `json:"all"` // pending and failed checkpoints too
 }
 
 // History returns the checkpoints of a sandbox, also of a removed one, newest

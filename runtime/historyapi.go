@@ -47,13 +47,13 @@ type Progress func(done, total int64)
 
 // ForkOptions modify Fork.
 type ForkOptions struct {
-	Checkpoint string   // empty: one is taken now
-	Count      int      // 0: 1
-	Names      []string // of the forks, as many as Count; empty: ORIGIN-fork-XXXX
-	FilesOnly  bool     // leave the processes out: the command starts afresh
-	Labels     map[string]string
-	NoStart    bool     // leave them created
-	Secrets    []Secret // where secrets come from, if not from where the origin's do
+	Checkpoint string            `json:"checkpoint"` // empty: one is taken now
+	Count      int               `json:"count"`      // 0: 1
+	Names      []string          `json:"names"`      // of the forks, as many as Count; empty: ORIGIN-fork-XXXX
+	FilesOnly  bool              `json:"files_only"` // leave the processes out: the command starts afresh
+	Labels     map[string]string `json:"labels"`
+	NoStart    bool              `json:"no_start"` // leave them created
+	Secrets    []Secret          `json:"secrets"`  // where secrets come from, if not from where the origin's do
 }
 
 // Forked reports one fork.
@@ -92,16 +92,16 @@ type PlanProcess struct {
 // PruneOptions modify Prune. Without a rule only space is freed, and records of
 // failed checkpoints go.
 type PruneOptions struct {
-	Sandbox    string // empty: all
-	KeepLast   int
-	KeepWithin time.Duration
-	KeepHourly int
-	KeepDaily  int
-	KeepWeekly int
-	MaxBytes   int64   // at rest, of all checkpoints; 0: no limit
-	MaxWaste   float64 // part of a pack that may be unused before it is rewritten; 0: 0.25
-	DryRun     bool
-	Progress   Progress // bytes
+	Sandbox    string        `json:"sandbox"` // empty: all
+	KeepLast   int           `json:"keep_last"`
+	KeepWithin time.Duration `json:"keep_within_ns"`
+	KeepHourly int           `json:"keep_hourly"`
+	KeepDaily  int           `json:"keep_daily"`
+	KeepWeekly int           `json:"keep_weekly"`
+	MaxBytes   int64         `json:"max_bytes"` // at rest, of all checkpoints; 0: no limit
+	MaxWaste   float64       `json:"max_waste"` // part of a pack that may be unused before it is rewritten; 0: 0.25
+	DryRun     bool          `json:"dry_run"`
+	Progress   Progress      `json:"-"` // bytes
 }
 
 // Pruned is the documented JSON of `agentbox prune`.
@@ -151,9 +151,9 @@ type SandboxUsage struct {
 
 // VerifyOptions modify Verify.
 type VerifyOptions struct {
-	Checkpoints []string // none: all
-	ReadData    bool     // read every byte, not only what is needed to know that all is there
-	Progress    Progress
+	Checkpoints []string `json:"checkpoints"` // none: all
+	ReadData    bool     `json:"read_data"`   // read every byte, not only what is needed to know that all is there
+	Progress    Progress `json:"-"`
 }
 
 // VerifyReport is the documented JSON of `agentbox verify`.
@@ -181,26 +181,26 @@ type Reindexed struct {
 
 // ExportOptions modify ExportCheckpoint.
 type ExportOptions struct {
-	Compress   string   // "zstd" (default), "gzip" or "none"
-	Recipients []string // age recipients; empty: not encrypted
-	Progress   Progress // bytes of file and image data
+	Compress   string   `json:"compress"`   // "zstd" (default), "gzip" or "none"
+	Recipients []string `json:"recipients"` // age recipients; empty: not encrypted
+	Progress   Progress `json:"-"`          // bytes of file and image data
 }
 
 // ImportOptions modify ImportCheckpoint.
 type ImportOptions struct {
-	Name       string // of the sandbox, instead of the one in the archive
-	Image      string // over which image it is to lie, when the archive's is not known by its digest
-	Identities string // a file of age identities, for an encrypted archive
+	Name       string `json:"name"`       // of the sandbox, instead of the one in the archive
+	Image      string `json:"image"`      // over which image it is to lie, when the archive's is not known by its digest
+	Identities string `json:"identities"` // a file of age identities, for an encrypted archive
 	// Trust takes processes with more rights than a sandbox has by default. CRIU
 	// does, as root, what process images say: whoever made them must be trusted.
-	Trust    bool
-	Progress Progress
+	Trust    bool     `json:"trust"`
+	Progress Progress `json:"-"`
 }
 
 // RegistryOptions modify PushCheckpoint and PullCheckpoint.
 type RegistryOptions struct {
-	PlainHTTP bool // also for registries on other hosts than this one
-	Progress  Progress
+	PlainHTTP bool     `json:"plain_http"` // also for registries on other hosts than this one
+	Progress  Progress `json:"-"`
 }
 
 // Pushed reports PushCheckpoint.

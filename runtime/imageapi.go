@@ -79,11 +79,11 @@ type PrunedImages struct {
 
 // CommitOptions modify Commit.
 type CommitOptions struct {
-	Author  string
-	Message string
-	Changes []string  // instructions of a Dockerfile: CMD, ENTRYPOINT, ENV, LABEL, USER, WORKDIR, EXPOSE, VOLUME, STOPSIGNAL
-	Created time.Time // zero: the checkpoint's, or now
-	Source  source.Options
+	Author  string         `json:"author"`
+	Message string         `json:"message"`
+	Changes []string       `json:"changes"` // instructions of a Dockerfile: CMD, ENTRYPOINT, ENV, LABEL, USER, WORKDIR, EXPOSE, VOLUME, STOPSIGNAL
+	Created time.Time      `json:"created"` // zero: the checkpoint's, or now
+	Source  source.Options `json:"source"`
 }
 
 // Committed is the documented JSON of `agentbox commit`; it only ever grows.

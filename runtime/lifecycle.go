@@ -68,7 +68,7 @@ func (e *Engine) Create(ctx context.Context, req CreateRequest) (_ Sandbox, err 
 		return Sandbox{}, err
 	}
 	// Rather now than at its start.
-	if _, err := e.readSecrets(s, s.Secrets); err != nil {
+	if _, err := e.readSecrets(ctx, s, s.Secrets); err != nil {
 		return Sandbox{}, err
 	}
 	if err := e.mapIDs(ctx, &s, req.UserNS, req.Policy, host, img.Lower); err != nil {
@@ -289,7 +289,7 @@ func (e *Engine) Start(ctx context.Context, ref string, streams *Streams) (wait 
 		return nil, err
 	}
 	e.keepHits(ctx, sb.Sandbox, c)
-	secrets, err := e.readSecrets(s, s.Secrets)
+	secrets, err := e.readSecrets(ctx, s, s.Secrets)
 	if err != nil {
 		return nil, err
 	}

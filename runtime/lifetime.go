@@ -103,7 +103,10 @@ func mayStart(s Spec) error {
 }
 
 // LifetimeChange is what UpdateLifetime changes; nil: as it is, 0: no bound.
-type LifetimeChange struct{ TTL, Idle *time.Duration }
+type LifetimeChange struct {
+	TTL  *time.Duration `json:"ttl_ns,omitempty"`
+	Idle *time.Duration `json:"idle_ns,omitempty"`
+}
 
 // UpdateLifetime changes how long a sandbox lives, from now on.
 func (e *Engine) UpdateLifetime(ctx context.Context, ref string, change LifetimeChange) (_ Sandbox, err error) {

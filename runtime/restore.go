@@ -172,7 +172,7 @@ func (r *restoration) starts() bool {
 
 func (e *Engine) restore(ctx context.Context, seq int64, r *restoration) (err error) {
 	if r.starts() {
-		if err := errors.Join(mayStart(r.spec), e.arm(r)); err != nil {
+		if err := errors.Join(mayStart(r.spec), e.arm(ctx, r)); err != nil {
 			return err
 		}
 	}

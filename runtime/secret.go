@@ -105,13 +105,13 @@ func sources(s Spec, given, known []Secret) ([]Secret, error) {
 
 // readSecrets reads the secrets of a sandbox from where they come from. None is
 // ever empty: a sandbox that waits for one had better not start.
-func (e *Engine) readSecrets(s Spec, from []Secret) ([]SecretFile, error) {
+func (e *Engine) readSecrets(ctx context.Context, s Spec, from []Secret) ([]SecretFile, error) {
 	var files []SecretFile
 	for _, secret := range from {
 		var data []byte
 		var err error
 		if secret.Env != "" {
-			data, err = e.variable(secret.Env)
+			data, err = e.variable(ctx, secret.Env)
 		} else {
 			data, err = readSecret(s, secret.File)
 		}
@@ -129,9 +129,25 @@ func (e *Engine) readSecrets(s Spec, from []Secret) ([]SecretFile, error) {
 	return files, nil
 }
 
+// variablesKey is the context's key of WithVariables.
+type variablesKey struct{}
+
+// WithVariables has verbs take the variables that secrets come from out of vars,
+// and none of this process's own: they are called for somebody else.
+func WithVariables(ctx context.Context, vars map[string]string) context.Context {
+	return context.WithValue(ctx, variablesKey{}, vars)
+}
+
 // variable is the value of an environment variable, which from then on no
 // program that we start inherits.
-func (e *Engine) variable(name string) ([]byte, error) {
+func (e *Engine) variable(ctx context.Context, name string) ([]byte, error) {
+	if vars, ok := ctx.Value(variablesKey{}).(map[string]string); ok {
+		value, ok := vars[name]
+		if !ok {
+			return nil, missingVariable(name)
+		}
+		return []byte(value), nil
+	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	value, ok := os.LookupEnv(name)
@@ -142,10 +158,14 @@ func (e *Engine) variable(name string) ([]byte, error) {
 		}
 	}
 	if value, ok = e.kept[name]; !ok {
-		return nil, hint(fmt.Errorf("the variable %s: %w in the environment", name, ErrNotFound),
-			"It is kept nowhere, and has to be set for each command that starts the sandbox.")
+		return nil, missingVariable(name)
 	}
 	return []byte(value), nil
+}
+
+func missingVariable(name string) error {
+	return hint(fmt.Errorf("the variable %s: %w in the environment", name, ErrNotFound),
+		"It is kept nowhere, and has to be set for each command that starts the sandbox.")
 }
 
 // secretMount is how a policy sees a secret that comes from a file.
@@ -217,13 +237,13 @@ func (e *Engine) inherited(ctx context.Context, row store.Checkpoint, s Spec, gi
 }
 
 // arm reads what the restored sandbox is to find in its secrets.
-func (e *Engine) arm(r *restoration) error {
+func (e *Engine) arm(ctx context.Context, r *restoration) error {
 	if len(r.spec.Secrets) == 0 || r.secrets != nil {
 		return nil
 	}
 	from, err := sources(r.spec, r.given, r.spec.Secrets)
 	if err == nil {
-		r.secrets, err = e.readSecrets(r.spec, from)
+		r.secrets, err = e.readSecrets(ctx, r.spec, from)
 	}
 	return err
 }

@@ -9,7 +9,8 @@ import (
 	"github.com/agentbox/agentbox/policy"
 )
 
-// Service is all that a command sees of agentbox. *Engine implements it.
+// Service is all that a command sees of agentbox. *Engine and *api.Client implement
+// it, and errors.Is works through both.
 //
 // Wherever a method takes a sandbox or a checkpoint it takes a name, an id or
 // a unique prefix of an id, four digits or more. An ambiguous prefix is ErrInvalid.
@@ -35,9 +36,6 @@ type Service interface {
 	CopyFrom(ctx context.Context, sandbox, path string, w io.Writer) error
 	// CopyTo extracts a tar stream into the directory path.
 	CopyTo(ctx context.Context, sandbox, path string, r io.Reader) error
-	// Files runs fn on the sandbox's root filesystem, whether it runs or is stopped.
-	// The jail is good until fn returns.
-	Files(ctx context.Context, sandbox string, fn func(*policy.Jail) error) error
 	// Stat tells what path is, a final symlink not followed.
 	Stat(ctx context.Context, sandbox, path string) (PathStat, error)
 
@@ -73,19 +71,29 @@ type Service interface {
 	Close() error
 }
 
+// Local is a Service whose sandboxes are on this host and open to this process.
+// *Engine is one, *api.Client is not.
+type Local interface {
+	Service
+	// Files runs fn on the sandbox's root filesystem, whether it runs or is stopped.
+	// The jail is good until fn returns.
+	Files(ctx context.Context, sandbox string, fn func(*policy.Jail) error) error
+}
+
 // CreateRequest asks for a sandbox. Empty fields take the image's values, then defaults.
 type CreateRequest struct {
-	Spec       Spec     // ID and ImageDigest are filled in; Args is the command without the entrypoint
-	Entrypoint []string // nil: the image's
-	Pull       images.PullOptions
+	Spec       Spec               `json:"spec"`       // ID and ImageDigest are filled in; Args is the command without the entrypoint
+	Entrypoint []string           `json:"entrypoint"` // nil: the image's
+	Pull       images.PullOptions `json:"pull"`
 
 	// Policy decides; nil: the one named default.
-	Policy *policy.Policy
+	Policy *policy.Policy `json:"policy"`
 	// What is asked for beside Spec.Security, in Docker's words; the policy
 	// turns it into that.
-	CapAdd, CapDrop []string
-	Privileged      bool
-	UserNS          string // UserNSAuto or UserNSHost; empty: the former, where that is possible
+	CapAdd     []string `json:"cap_add"`
+	CapDrop    []string `json:"cap_drop"`
+	Privileged bool     `json:"privileged"`
+	UserNS     string   `json:"userns"` // UserNSAuto or UserNSHost; empty: the former, where that is possible
 }
 
 // Sandbox is the documented JSON of `agentbox inspect`; it only ever grows.
@@ -170,33 +178,33 @@ const (
 // CheckpointOptions modify Checkpoint; the zero value takes a full checkpoint
 // of a running sandbox and a files-only one of a stopped one.
 type CheckpointOptions struct {
-	Name      string
-	FilesOnly bool
-	Stop      bool
-	Strict    bool // refuse when a process would be left out
+	Name      string `json:"name"`
+	FilesOnly bool   `json:"files_only"`
+	Stop      bool   `json:"stop"`
+	Strict    bool   `json:"strict"` // refuse when a process would be left out
 	// WithVolumes takes the engine's volumes along that lie on this host.
-	WithVolumes bool
-	Labels      map[string]string
-	Trigger     string // default "manual"
-	TCP         string // default TCPEstablished
-	Timeout     time.Duration
-	Paranoid    bool // read every file again, not only those that changed by their inode
+	WithVolumes bool              `json:"with_volumes"`
+	Labels      map[string]string `json:"labels"`
+	Trigger     string            `json:"trigger"` // default "manual"
+	TCP         string            `json:"tcp"`     // default TCPEstablished
+	Timeout     time.Duration     `json:"timeout_ns"`
+	Paranoid    bool              `json:"paranoid"` // read every file again, not only those that changed by their inode
 }
 
 // RestoreOptions modify Restore.
 type RestoreOptions struct {
-	Checkpoint string // empty: the newest ready one that is no undo checkpoint
-	FilesOnly  bool   // leave the processes of a full checkpoint out
-	Verify     bool   // read every file again and prove it against the manifest before it runs again
-	Undo       bool   // to the state that the last restore replaced
-	NoUndo     bool   // keep no undo checkpoint of the present state
-	Salvage    bool   // restore what is intact of a damaged checkpoint
+	Checkpoint string `json:"checkpoint"` // empty: the newest ready one that is no undo checkpoint
+	FilesOnly  bool   `json:"files_only"` // leave the processes of a full checkpoint out
+	Verify     bool   `json:"verify"`     // read every file again and prove it against the manifest before it runs again
+	Undo       bool   `json:"undo"`       // to the state that the last restore replaced
+	NoUndo     bool   `json:"no_undo"`    // keep no undo checkpoint of the present state
+	Salvage    bool   `json:"salvage"`    // restore what is intact of a damaged checkpoint
 	// Secrets say where secrets come from: for good if the sandbox is made
 	// again, else for this start.
-	Secrets []Secret
+	Secrets []Secret `json:"secrets"`
 	// Pull says how to get the image of a sandbox that is made again, when it
 	// is not here.
-	Pull images.PullOptions
+	Pull images.PullOptions `json:"pull"`
 }
 
 // TriggerUndo is the trigger of the checkpoints that Restore takes by itself.
@@ -219,18 +227,18 @@ type Restored struct {
 // CheckpointFilter selects checkpoints; the zero value selects all ready ones
 // but those that restores have made (TriggerUndo).
 type CheckpointFilter struct {
-	Sandbox string
-	All     bool // pending, failed and undo ones too
-	Labels  map[string]string
-	Trigger string
-	Policy  string // the name of the policy that their sandbox was made under
+	Sandbox string            `json:"sandbox"`
+	All     bool              `json:"all"` // pending, failed and undo ones too
+	Labels  map[string]string `json:"labels"`
+	Trigger string            `json:"trigger"`
+	Policy  string            `json:"policy"` // the name of the policy that their sandbox was made under
 }
 
 // RemoveOptions modify Remove.
 type RemoveOptions struct {
-	Force       bool // kill it if it runs
-	AtExit      bool // only if it is not kept: the end of an --rm sandbox
-	Checkpoints bool // its checkpoints too
+	Force       bool `json:"force"`       // kill it if it runs
+	AtExit      bool `json:"at_exit"`     // only if it is not kept: the end of an --rm sandbox
+	Checkpoints bool `json:"checkpoints"` // its checkpoints too
 }
 
 // PathStat describes one path in a sandbox.

@@ -163,7 +163,10 @@ type Process struct {
 }
 
 // Size of a terminal in characters.
-type Size struct{ Width, Height uint16 }
+type Size struct {
+	Width  uint16 `json:"width"`
+	Height uint16 `json:"height"`
+}
 
 // Streams connect a caller to a process. Nil readers and writers are allowed:
 // no input, dropped output. With a terminal all output arrives on Stdout.
@@ -181,10 +184,10 @@ var ErrDetached = errors.New("detached")
 
 // LogOptions choose what Logs returns.
 type LogOptions struct {
-	Follow     bool
-	Tail       int // lines; negative: all
-	Since      time.Time
-	Timestamps bool
+	Follow     bool      `json:"follow"`
+	Tail       int       `json:"tail"` // lines; negative: all
+	Since      time.Time `json:"since"`
+	Timestamps bool      `json:"timestamps"`
 }
 
 // JoinEnv lets later settings of a variable replace earlier ones.

@@ -305,7 +305,7 @@ func (e *Engine) resume(ctx context.Context, r *restoration) error {
 	if !r.starts() {
 		return stage.Release(place.Run, place.ID)
 	}
-	if err := e.arm(r); err != nil {
+	if err := e.arm(ctx, r); err != nil {
 		return err
 	}
 	if r.full() {

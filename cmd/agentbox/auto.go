@@ -38,7 +38,7 @@ func newAutoCommand(a *app) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return a.service(cmd.Context(), func(svc runtime.Service) error {
+			return a.engine(cmd.Context(), func(svc runtime.Service) error {
 				sb, err := svc.Sandbox(cmd.Context(), args[0])
 				if err != nil {
 					return err

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	_ "github.com/agentbox/agentbox/internal/gclater" // from the start on
+	"github.com/agentbox/agentbox/runtime/api"
 	"github.com/agentbox/agentbox/runtime/doctor"
 )
 
@@ -38,6 +39,7 @@ type app struct {
 	globals        globals
 	signals        *signals
 	open           opener
+	connect        func(context.Context, globals) (svc *api.Client, insist bool, err error) // nil: to no service
 	examine        func(context.Context, globals) doctor.Report
 	now            func() time.Time
 	asPlugin       bool // the docker command started this program (plugin.go)
@@ -46,7 +48,7 @@ type app struct {
 func newApp() *app {
 	return &app{
 		stdin: os.Stdin, stdout: os.Stdout, stderr: os.Stderr,
-		open: openService, examine: examine, now: time.Now,
+		open: openService, connect: connect, examine: examine, now: time.Now,
 	}
 }
 

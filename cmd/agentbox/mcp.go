@@ -157,7 +157,7 @@ With --listen it serves HTTP at /mcp, to callers with the token, until it is sto
 				return err
 			}
 			mo.Log = slog.Default()
-			return a.service(cmd.Context(), func(svc runtime.Service) error {
+			return a.engine(cmd.Context(), func(svc runtime.Service) error {
 				return a.runMCP(cmd.Context(), opts, mo, svc)
 			})
 		},
@@ -171,9 +171,13 @@ func (a *app) runMCP(ctx context.Context, opts mcpOptions, mo mcp.Options, svc r
 	if opts.Listen == "" && isTerminal(a.stdin) {
 		fmt.Fprintln(a.stderr, "agentbox: this is for a program to speak with, in the Model Context Protocol, on stdin and stdout")
 	}
+	local, ok := svc.(runtime.Local)
+	if !ok {
+		return fmt.Errorf("mcp: %w", runtime.ErrUnsupported)
+	}
 	// Directories that tools make in a sandbox are as its users expect them.
 	syscall.Umask(0o022)
-	server, err := mcp.New(ctx, svc, mo)
+	server, err := mcp.New(ctx, local, mo)
 	if err != nil {
 		return reword(err, "mcp", mo.Sandbox)
 	}

@@ -26,7 +26,7 @@ func newReapCommand(a *app) *cobra.Command {
 		Args:        args(1, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			a.globals.reaping = true
-			return a.service(cmd.Context(), func(svc runtime.Service) error {
+			return a.engine(cmd.Context(), func(svc runtime.Service) error {
 				return runReap(cmd.Context(), args[0], svc)
 			})
 		},

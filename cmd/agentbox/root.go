@@ -14,6 +14,7 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/api"
 )
 
 // globals are the flags that every command has.
@@ -21,6 +22,9 @@ type globals struct {
 	Root     string // empty: /var/lib/agentbox and /run/agentbox
 	LogLevel string
 	Backend  string
+
+	rootFlag     bool // the root came by the flag
+	backendGiven bool // by the flag or the environment
 
 	// reaping is set for the command that a monitor runs after an exit: it
 	// must not go about other sandboxes' business.
@@ -37,6 +41,7 @@ func (g *globals) addFlags(fl *pflag.FlagSet) {
 // resolve fills what the flags left empty from the environment, late, so that
 // the help shows the same text to everybody.
 func (g globals) resolve() (globals, error) {
+	g.rootFlag = g.Root != ""
 	if g.Root == "" {
 		g.Root = os.Getenv("AGENTBOX_ROOT")
 	}
@@ -51,6 +56,7 @@ func (g globals) resolve() (globals, error) {
 	if g.Backend == "" {
 		g.Backend = os.Getenv("AGENTBOX_BACKEND")
 	}
+	g.backendGiven = g.Backend != ""
 	if g.Backend == "" {
 		g.Backend = "oci"
 	}
@@ -63,8 +69,35 @@ func (g globals) resolve() (globals, error) {
 // opener makes the Service behind the commands.
 type opener func(context.Context, globals) (runtime.Service, error)
 
-// service opens the Service, runs fn with it and closes it.
-func (a *app) service(ctx context.Context, fn func(runtime.Service) error) (err error) {
+// service runs fn with the service of this host when there is one, else with
+// the embedded engine.
+func (a *app) service(ctx context.Context, fn func(runtime.Service) error) error {
+	if a.connect == nil {
+		return a.engine(ctx, fn)
+	}
+	g, err := a.globals.resolve()
+	if err != nil {
+		return err
+	}
+	svc, insist, err := a.connect(ctx, g)
+	if err != nil {
+		return err
+	}
+	if svc == nil {
+		return a.engine(ctx, fn)
+	}
+	err = fn(svc)
+	if cerr := svc.Close(); err == nil {
+		err = cerr
+	}
+	if errors.Is(err, api.ErrHere) && !insist && os.Geteuid() == 0 {
+		return a.engine(ctx, fn)
+	}
+	return err
+}
+
+// engine opens the embedded engine, runs fn with it and closes it.
+func (a *app) engine(ctx context.Context, fn func(runtime.Service) error) (err error) {
 	g, err := a.globals.resolve()
 	if err != nil {
 		return err
@@ -155,7 +188,7 @@ Ctrl-C makes a verb stop and undo what it began; a second Ctrl-C ends it at once
 	add(groupUndo, newCheckpointCommand(a), newRestoreCommand(a), newForkCommand(a), newLogCommand(a), newDiffCommand(a), newApplyCommand(a),
 		newVerifyCommand(a), newPruneCommand(a), newDfCommand(a), newStoreCommand(a))
 	add(groupImage, newImageCommand(a), newCommitCommand(a))
-	add(groupHost, newDoctorCommand(a), newSetupCommand(a), newRecoverCommand(a), newVersionCommand(a), newCompletionCommand(a))
+	add(groupHost, newDoctorCommand(a), newSetupCommand(a), newRecoverCommand(a), newVersionCommand(a), newCompletionCommand(a), newServeCommand(a))
 	add(groupHost, newPolicyCommand(a), newDockerPluginCommand(a), newVolumeCommand(a))
 	cmd.AddCommand(newReapCommand(a), newMonitorCommand(), newEgressCommand(a), newAutoCommand(a), newWatchCommand(a), newManCommand())
 	wrapArgs(cmd)

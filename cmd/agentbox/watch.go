@@ -30,7 +30,7 @@ func newWatchCommand(a *app) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return a.service(cmd.Context(), func(svc runtime.Service) error {
+			return a.engine(cmd.Context(), func(svc runtime.Service) error {
 				w, ok := svc.(watcher)
 				if !ok {
 					return fmt.Errorf("watch %s: %w", args[0], runtime.ErrUnsupported)

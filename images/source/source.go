@@ -24,28 +24,28 @@ import (
 
 // Options modify all verbs of this package. The zero value works.
 type Options struct {
-	Platform string // OS/ARCH[/VARIANT]; empty: this machine's
+	Platform string `json:"platform"` // OS/ARCH[/VARIANT]; empty: this machine's
 	// Config tells of registries; nil: what LoadConfig finds.
-	Config *Config
+	Config *Config `json:"-"`
 	// Insecure accepts plain HTTP, and certificates that nobody vouches for, from
 	// the registry that the reference names.
-	Insecure bool
+	Insecure bool `json:"insecure"`
 	// CertDir has *.crt (authorities), *.cert and *.key (ours) for the registry that
 	// the reference names; empty: the certs.d directories, see docs/images.md.
-	CertDir string
+	CertDir string `json:"cert_dir"`
 	// AuthFile has credentials in the form of docker's config.json; empty: that of
 	// Docker, then that of Podman. Login and Logout write it.
-	AuthFile string
+	AuthFile string `json:"auth_file"`
 	// Scratch is a directory for what has to lie on disk meanwhile, as large as
 	// the image; empty: the system's for temporary files. Nothing stays there.
-	Scratch  string
-	MaxBytes int64         // of all blobs of an image together, as they travel; 0: 64 GiB
-	Timeout  time.Duration // for all of Write, Tree, Login or Open, and of one Layer's reading; 0: none but that for a connection that stands still
+	Scratch  string        `json:"-"`
+	MaxBytes int64         `json:"max_bytes"`  // of all blobs of an image together, as they travel; 0: 64 GiB
+	Timeout  time.Duration `json:"timeout_ns"` // for all of Write, Tree, Login or Open, and of one Layer's reading; 0: none but that for a connection that stands still
 	// Progress is called now and then, by several goroutines at once: by Write for
 	// each layer, and by Open while it takes an image out of a daemon. Who reads
 	// layers counts himself.
-	Progress func(Progress)
-	Log      *slog.Logger // nil: none
+	Progress func(Progress) `json:"-"`
+	Log      *slog.Logger   `json:"-"` // nil: none
 
 	// For tests.
 	pause time.Duration // before the first retry; 0: half a second
@@ -54,10 +54,10 @@ type Options struct {
 
 // Progress tells how far a transfer is.
 type Progress struct {
-	Digest string // of the layer; empty: of the image in all
-	Done   int64
-	Total  int64 // 0: not known
-	There  bool  // it was there already
+	Digest string `json:"digest"` // of the layer; empty: of the image in all
+	Done   int64  `json:"done"`
+	Total  int64  `json:"total"` // 0: not known
+	There  bool   `json:"there"` // it was there already
 }
 
 // Image is an image for one platform. Use it by one goroutine, its layers by

@@ -45,7 +45,7 @@ const cleanupTimeout = 2 * time.Minute
 // Server serves one session.
 type Server struct {
 	opts  Options
-	svc   runtime.Service
+	svc   runtime.Local
 	log   *slog.Logger
 	sdk   *sdk.Server
 	owner string // of what it makes; see leftovers
@@ -58,7 +58,7 @@ type Server struct {
 }
 
 // New makes the server of a session. Close ends it.
-func New(ctx context.Context, svc runtime.Service, opts Options) (*Server, error) {
+func New(ctx context.Context, svc runtime.Local, opts Options) (*Server, error) {
 	if opts.Log == nil {
 		opts.Log = slog.New(slog.DiscardHandler)
 	}

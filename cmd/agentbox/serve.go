@@ -1,0 +1,215 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"path"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/coreos/go-systemd/v22/activation"
+	"github.com/coreos/go-systemd/v22/daemon"
+	"github.com/spf13/cobra"
+
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/api"
+)
+
+// hostVariable names the service that commands use.
+const hostVariable = "AGENTBOX_HOST"
+
+// noService, as its value, has them use the embedded engine.
+const noService = "none"
+
+// answerTime is how long a service may take to say that it is there.
+const answerTime = 10 * time.Second
+
+type serveOptions struct{ Listen string }
+
+func newServeCommand(a *app) *cobra.Command {
+	var opts serveOptions
+	cmd := &cobra.Command{
+		Use:   "serve [flags]",
+		Short: "Serve every verb over HTTP on a unix socket",
+		Long: `Serve answers HTTP on a unix socket, for root and for the members of its group (agentbox,
+where there is such a group); OpenAPI is at /openapi.json. Whoever may use the socket can do
+on this host whatever root can. While it runs, all other commands use it, unless --backend
+says otherwise; AGENTBOX_HOST=unix://PATH names a socket, AGENTBOX_HOST=none uses none.
+
+SIGTERM ends it: no new verbs begin, those under way have 30 s to end. Sandboxes go on.
+Started by systemd it takes its socket from there, and tells when it is ready.`,
+		Example: `  agentbox serve &
+  curl --unix-socket /run/agentbox/agentbox.sock http://agentbox/v1/sandboxes`,
+		Annotations: exits(exitUsage, exitState, exitDenied),
+		Args:        args(0, 0),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			g, err := a.globals.resolve()
+			if err != nil {
+				return err
+			}
+			socket, err := opts.socket(g)
+			if err != nil {
+				return err
+			}
+			if !cmd.Flags().Changed("log-level") { // who asks for what is worth a line
+				slog.SetDefault(slog.New(slog.NewTextHandler(a.stderr, nil)))
+			}
+			return a.engine(cmd.Context(), func(svc runtime.Service) error {
+				return a.serve(cmd.Context(), g, socket, svc)
+			})
+		},
+	}
+	cmd.Flags().StringVar(&opts.Listen, "listen", "", "`unix://PATH` of the socket; default: agentbox.sock in /run/agentbox, or in run of --root")
+	return cmd
+}
+
+func (o *serveOptions) socket(g globals) (string, error) {
+	if o.Listen == "" {
+		return g.socket(), nil
+	}
+	return socketPath("--listen", o.Listen)
+}
+
+// socket is where the service of a root listens.
+func (g globals) socket() string {
+	_, run := g.dirs()
+	return filepath.Join(run, api.SocketName)
+}
+
+// socketPath reads unix://PATH.
+func socketPath(what, s string) (string, error) {
+	p, ok := strings.CutPrefix(s, "unix://")
+	if !ok || !path.IsAbs(p) {
+		return "", usageErrorf("%s %q: write unix:///PATH", what, s)
+	}
+	return p, nil
+}
+
+// recoverer is a Service that finds what killed processes have left.
+type recoverer interface {
+	RecoverInterrupted(ctx context.Context) (runtime.Recovery, error)
+}
+
+func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.Service) error {
+	root, run := g.dirs()
+	l, err := listener(socket)
+	if err != nil {
+		return &runtime.Error{Op: "serve", Err: err}
+	}
+	opts := api.Options{Requests: filepath.Join(run, "requests"), Info: api.Info{Version: version, Root: root, Backend: g.Backend}}
+	if r, ok := svc.(recoverer); ok {
+		opts.Before = func(ctx context.Context) error {
+			if _, err := r.RecoverInterrupted(ctx); err != nil {
+				// It must not keep callers from other sandboxes, or from looking.
+				slog.Error("recovery failed", "err", err)
+			}
+			return nil
+		}
+	}
+	h, err := api.New(svc, opts)
+	if err != nil {
+		return errors.Join(err, l.Close())
+	}
+	stop := watchdog()
+	defer stop()
+	slog.Info("serving", "socket", l.Addr().String(), "root", root)
+	notify(daemon.SdNotifyReady)
+	context.AfterFunc(ctx, func() { notify(daemon.SdNotifyStopping) })
+	err = api.Serve(ctx, l, h)
+	var sig signalError
+	if err == nil && errors.As(context.Cause(ctx), &sig) {
+		return nil // that is how it ends
+	}
+	return err
+}
+
+// listener is the socket that systemd has made, or one of our own.
+func listener(socket string) (*net.UnixListener, error) {
+	given, err := activation.Listeners()
+	if err != nil {
+		return nil, err
+	}
+	switch {
+	case len(given) == 0:
+		return api.Listen(socket)
+	case len(given) > 1:
+		return nil, fmt.Errorf("%w: systemd passes %d sockets, one is expected", runtime.ErrInvalid, len(given))
+	}
+	l, ok := given[0].(*net.UnixListener)
+	if !ok {
+		return nil, fmt.Errorf("%w: systemd passes %s, a unix socket is expected", runtime.ErrInvalid, given[0].Addr().Network())
+	}
+	l.SetUnlinkOnClose(false) // it is systemd's
+	return l, nil
+}
+
+// notify tells systemd how the service is, where systemd has started it.
+func notify(state string) {
+	if _, err := daemon.SdNotify(false, state); err != nil {
+		slog.Error("systemd cannot be told", "state", state, "err", err)
+	}
+}
+
+// watchdog tells systemd that the service is alive, as often as it asked for.
+func watchdog() (stop func()) {
+	every, err := daemon.SdWatchdogEnabled(false)
+	if err != nil || every == 0 {
+		return func() {}
+	}
+	done := make(chan struct{})
+	go func() {
+		tick := time.NewTicker(every / 2)
+		defer tick.Stop()
+		for {
+			select {
+			case <-tick.C:
+				notify(daemon.SdNotifyWatchdog)
+			case <-done:
+				return
+			}
+		}
+	}()
+	return func() { close(done) }
+}
+
+// connect finds the service that a command is to use; nil: none, the embedded
+// engine. insist: the user named it, so that nothing else will do.
+func connect(ctx context.Context, g globals) (svc *api.Client, insist bool, err error) {
+	socket := g.socket()
+	host := os.Getenv(hostVariable)
+	switch {
+	case host == noService:
+		return nil, false, nil
+	case host != "" && !g.rootFlag:
+		if socket, err = socketPath(hostVariable, host); err != nil {
+			return nil, true, err
+		}
+		insist = true
+	}
+	if _, err := os.Lstat(socket); err != nil && !insist {
+		return nil, false, nil
+	}
+	c := api.Dial(socket)
+	soon, cancel := context.WithTimeout(ctx, answerTime)
+	info, err := c.Info(soon)
+	cancel()
+	if err == nil && g.backendGiven && info.Backend != g.Backend {
+		if !insist {
+			return nil, false, c.Close()
+		}
+		err = usageErrorf("the service makes sandboxes with the backend %s, not %s", info.Backend, g.Backend)
+	}
+	if err == nil {
+		return c, insist, nil
+	}
+	err = errors.Join(err, c.Close())
+	if insist || (errors.Is(err, runtime.ErrDenied) && os.Geteuid() != 0) {
+		return nil, true, err
+	}
+	return nil, false, nil // nobody is there any more
+}

@@ -1,0 +1,181 @@
+package api
+
+import (
+	"context"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"os"
+	"reflect"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+const (
+	tarStream  = "application/x-tar"
+	byteStream = "application/octet-stream"
+)
+
+// download is a verb that answers with a stream of bytes. What goes wrong before
+// the first of them is a problem; later it is told in a trailer to callers that
+// take trailers, and to others by cutting the connection.
+func (h *Handler) download(path, summary, media string, do func(context.Context, *request[None], io.Writer) error, params ...string) route {
+	return route{method: http.MethodGet, path: path, summary: summary, query: params, stream: media, serve: func(w http.ResponseWriter, r *http.Request) {
+		trailers := strings.Contains(r.Header.Get("TE"), "trailers")
+		out := &lateWriter{w: h.writer(w), first: func() {
+			w.Header().Set("Content-Type", media)
+			if trailers {
+				w.Header().Set("Trailer", trailerStatus)
+			}
+		}}
+		err := do(r.Context(), &request[None]{Request: r, ref: ref(r)}, out)
+		switch {
+		case err != nil && !out.begun:
+			writeProblem(w, err)
+		case err != nil && !trailers:
+			panic(http.ErrAbortHandler)
+		default:
+			out.begin()
+			w.Header().Set(trailerStatus, encodeStatus(err))
+		}
+	}}
+}
+
+// lateWriter calls first before the first byte.
+type lateWriter struct {
+	w     io.Writer
+	first func()
+	begun bool
+}
+
+func (l *lateWriter) begin() {
+	if !l.begun {
+		l.begun = true
+		l.first()
+	}
+}
+
+func (l *lateWriter) Write(p []byte) (int, error) {
+	l.begin()
+	return l.w.Write(p)
+}
+
+// encodeStatus is how a stream ended, as a header can hold it.
+func encodeStatus(err error) string {
+	if err == nil {
+		return "ok"
+	}
+	data, e := json.Marshal(problem(err))
+	if e != nil {
+		return url.QueryEscape(e.Error())
+	}
+	return url.QueryEscape(string(data))
+}
+
+// decodeStatus is the error that encodeStatus wrote down.
+func decodeStatus(s string) error {
+	switch s {
+	case "ok":
+		return nil
+	case "":
+		return fmt.Errorf("the service went away before the end: %w", io.ErrUnexpectedEOF)
+	}
+	text, err := url.QueryUnescape(s)
+	if err != nil {
+		return err
+	}
+	var p Problem
+	if err := json.Unmarshal([]byte(text), &p); err != nil {
+		return fmt.Errorf("status %q: %w", text, err)
+	}
+	return p.Err()
+}
+
+// upload is a verb that takes a stream of bytes. Such a one is not repeated by key.
+func upload[O any](h *Handler, method, path, summary, media string, do func(context.Context, *request[None], io.Reader) (O, error), params ...string) route {
+	return route{method: method, path: path, summary: summary, query: params, stream: media, out: reflect.TypeFor[O](), serve: func(w http.ResponseWriter, r *http.Request) {
+		if r.Header.Get(headerKey) != "" {
+			writeProblem(w, fmt.Errorf("%w: %s with a stream", runtime.ErrUnsupported, headerKey))
+			return
+		}
+		if h.opts.Before != nil {
+			if err := h.opts.Before(r.Context()); err != nil {
+				writeProblem(w, err)
+				return
+			}
+		}
+		ctl := http.NewResponseController(w)
+		// The answer may come before all is read: the verb failed.
+		_ = ctl.EnableFullDuplex()
+		in := stallReader{r.Body, ctl, h.opts.Stall}
+		ctx, cancel := context.WithCancel(r.Context())
+		defer cancel()
+		out, err := do(ctx, &request[None]{Request: r, ref: ref(r)}, in)
+		if err != nil {
+			writeProblem(w, err)
+		} else {
+			h.writeJSON(w, r, out)
+		}
+		// A caller that is cut off while it sends may not come to read the answer.
+		_ = ctl.Flush()
+		_, _ = io.Copy(io.Discard, in)
+	}}
+}
+
+// identities puts a file of keys that the caller sent where a path leads to it,
+// and nobody else: into memory.
+func identities(r *http.Request) (path string, done func() error, err error) {
+	none := func() error { return nil }
+	text := r.Header.Get(headerIDs)
+	if text == "" {
+		return "", none, nil
+	}
+	data, err := base64.StdEncoding.DecodeString(text)
+	if err != nil {
+		return "", none, fmt.Errorf("%w: %s: %v", runtime.ErrInvalid, headerIDs, err)
+	}
+	fd, err := unix.MemfdCreate("identities", unix.MFD_CLOEXEC)
+	if err != nil {
+		return "", none, err
+	}
+	f := os.NewFile(uintptr(fd), "identities")
+	if _, err := f.Write(data); err != nil {
+		return "", none, errors.Join(err, f.Close())
+	}
+	return fmt.Sprintf("/proc/self/fd/%d", fd), f.Close, nil
+}
+
+// Stat is a PathStat, with the names that are not UTF-8.
+type Stat struct {
+	runtime.PathStat
+	NameB64 []byte `json:"name_b64,omitempty"`
+	LinkB64 []byte `json:"link_b64,omitempty"`
+}
+
+func newStat(st runtime.PathStat) Stat {
+	s := Stat{PathStat: st}
+	if t := newText([]byte(st.Name)); t.B64 != nil {
+		s.NameB64 = t.B64
+	}
+	if t := newText([]byte(st.Link)); t.B64 != nil {
+		s.LinkB64 = t.B64
+	}
+	return s
+}
+
+func (s Stat) pathStat() runtime.PathStat {
+	if s.NameB64 != nil {
+		s.Name = string(s.NameB64)
+	}
+	if s.LinkB64 != nil {
+		s.Link = string(s.LinkB64)
+	}
+	return s.PathStat
+}

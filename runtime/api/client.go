@@ -1,0 +1,347 @@
+package api
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
+	"os"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// Client is the Service at the other end of a socket. A context that ends cancels
+// the verb there, which undoes what it began, and is waited for.
+type Client struct {
+	socket string
+	http   *http.Client
+	lookup func(string) (string, bool) // the environment of secrets
+}
+
+var _ runtime.Service = (*Client)(nil)
+
+// ErrHere is wrapped by the errors of what only the embedded engine can do: it
+// reads or writes files by a path of the caller's. Nothing was done.
+var ErrHere = fmt.Errorf("not through the service: %w", runtime.ErrUnsupported)
+
+// cancelWait is how long a cancelled verb may take to undo what it began.
+const cancelWait = 2 * time.Minute
+
+// Dial returns a client of the service at a socket, which it does not speak to yet.
+func Dial(socket string) *Client {
+	t := &http.Transport{
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return (&net.Dialer{Timeout: 10 * time.Second}).DialContext(ctx, "unix", socket)
+		},
+		DisableCompression: true, IdleConnTimeout: time.Minute, MaxResponseHeaderBytes: 1 << 20,
+	}
+	return &Client{socket: socket, http: &http.Client{Transport: t}, lookup: os.LookupEnv}
+}
+
+// Close ends the connections that are idle.
+func (c *Client) Close() error {
+	c.http.CloseIdleConnections()
+	return nil
+}
+
+// keyOf is the context's key of WithKey.
+type keyOf struct{}
+
+// WithKey gives the next verb that is called an idempotency key: called again
+// with the same, it is not done again.
+func WithKey(ctx context.Context, key string) context.Context {
+	return context.WithValue(ctx, keyOf{}, key)
+}
+
+// Info tells which service answers.
+func (c *Client) Info(ctx context.Context) (Info, error) {
+	return get[Info](ctx, c, at("info"), nil)
+}
+
+// at is the path of a route; each part is one segment.
+func at(parts ...string) string {
+	var b strings.Builder
+	b.WriteString("/v1")
+	for _, p := range parts {
+		b.WriteByte('/')
+		if p == "." || p == ".." {
+			b.WriteString(strings.ReplaceAll(p, ".", "%2E"))
+			continue
+		}
+		b.WriteString(url.PathEscape(p))
+	}
+	return b.String()
+}
+
+// exchange sends a request and returns its answer, which is no error.
+func (c *Client) exchange(ctx context.Context, method, route string, q url.Values, body io.Reader, header http.Header) (*http.Response, error) {
+	if strings.Contains(route, "//") {
+		return nil, fmt.Errorf("%w: the name is empty", runtime.ErrInvalid)
+	}
+	u := "http://agentbox" + route
+	if len(q) > 0 {
+		u += "?" + q.Encode()
+	}
+	req, err := http.NewRequestWithContext(ctx, method, u, body)
+	if err != nil {
+		return nil, err
+	}
+	for k, v := range header {
+		req.Header[k] = v
+	}
+	resp, err := c.http.Do(req)
+	if err != nil {
+		return nil, c.unanswered(ctx, err)
+	}
+	if resp.StatusCode/100 == 2 {
+		return resp, nil
+	}
+	defer resp.Body.Close()
+	return nil, problemOf(resp)
+}
+
+// unanswered is the error of a request without an answer.
+func (c *Client) unanswered(ctx context.Context, err error) error {
+	if e := ctx.Err(); e != nil {
+		return context.Cause(ctx)
+	}
+	var u *url.Error
+	if errors.As(err, &u) {
+		err = u.Err
+	}
+	return &runtime.Error{Op: "service " + c.socket, Err: noEOF(err),
+		Hint: "If it was at work, what was asked for may have been done or not: look before you ask again."}
+}
+
+// problemOf is the error that a response tells.
+func problemOf(resp *http.Response) error {
+	data, err := io.ReadAll(io.LimitReader(resp.Body, 16<<20))
+	if err != nil {
+		return err
+	}
+	var p Problem
+	if err := json.Unmarshal(data, &p); err != nil || p.Detail == "" {
+		return fmt.Errorf("the service answers %s: %.200s", resp.Status, data)
+	}
+	err = p.Err()
+	if len(p.Partial) > 0 {
+		err = &partial{err, p.Partial}
+	}
+	return err
+}
+
+// partial is an error with what was done all the same.
+type partial struct {
+	error
+	data json.RawMessage
+}
+
+// get asks for what changes nothing.
+func get[O any](ctx context.Context, c *Client, route string, q url.Values) (out O, err error) {
+	resp, err := c.exchange(ctx, http.MethodGet, route, q, nil, nil)
+	if err != nil {
+		return out, err
+	}
+	defer resp.Body.Close()
+	return out, c.decode(ctx, resp.Body, &out)
+}
+
+func (c *Client) decode(ctx context.Context, r io.Reader, into any) error {
+	data, err := io.ReadAll(r)
+	if err != nil {
+		return c.unanswered(ctx, err)
+	}
+	return json.Unmarshal(data, into)
+}
+
+// all gets every page of a list. One whose cursor has gone meanwhile begins again.
+func all[T any](ctx context.Context, c *Client, route string, q url.Values) ([]T, error) {
+	if q == nil {
+		q = url.Values{}
+	}
+	for try := 0; ; try++ {
+		list := []T{}
+		for q.Del("cursor"); ; {
+			p, err := get[Page[T]](ctx, c, route, q)
+			if errors.Is(err, runtime.ErrNotFound) && q.Get("cursor") != "" && try < 3 {
+				break
+			}
+			if err != nil {
+				return nil, err
+			}
+			if list = append(list, p.Items...); p.Next == "" {
+				return list, nil
+			}
+			q.Set("cursor", p.Next)
+		}
+	}
+}
+
+// do has a verb done. With each it is told the progress.
+func do[O any](ctx context.Context, c *Client, route string, in any, each func([]byte) error) (out O, err error) {
+	data, err := json.Marshal(in)
+	if err != nil {
+		return out, err
+	}
+	name := rand.Text()
+	header := http.Header{"Content-Type": {"application/json"}, headerRequest: {name}}
+	if key, ok := ctx.Value(keyOf{}).(string); ok {
+		header.Set(headerKey, key)
+	}
+	if each != nil {
+		header.Set("Accept", eventStream)
+	}
+	// The request outlives ctx: what is undone there is waited for.
+	held, cut := context.WithCancel(context.WithoutCancel(ctx))
+	defer cut()
+	defer c.cancelWith(ctx, name, cut)()
+	resp, err := c.exchange(held, http.MethodPost, route, nil, bytes.NewReader(data), header)
+	if err == nil {
+		defer resp.Body.Close()
+		if each == nil {
+			return out, c.decode(held, resp.Body, &out)
+		}
+		var last []byte
+		last, err = readEvents(resp.Body, func(_ string, data []byte) error { return each(data) })
+		if len(last) > 0 {
+			err = errors.Join(err, json.Unmarshal(last, &out))
+		}
+	}
+	var part *partial
+	if errors.As(err, &part) {
+		if e := json.Unmarshal(part.data, &out); e != nil {
+			return out, errors.Join(part.error, e)
+		}
+		err = part.error
+	}
+	if err != nil && held.Err() != nil {
+		err = context.Cause(ctx)
+	}
+	return out, err
+}
+
+// cancelWith cancels a named request when ctx ends, as a Ctrl-C would there; a
+// service that does not hear it, or takes too long, is cut off.
+func (c *Client) cancelWith(ctx context.Context, name string, cut func()) (stop func()) {
+	done := make(chan struct{})
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		select {
+		case <-done:
+			return
+		case <-ctx.Done():
+		}
+		bound, cancel := context.WithTimeout(context.WithoutCancel(ctx), cancelWait)
+		defer cancel()
+		resp, err := c.exchange(bound, http.MethodDelete, at("requests", name), nil, nil, nil)
+		if err != nil {
+			cut()
+			return
+		}
+		resp.Body.Close()
+		select {
+		case <-done:
+		case <-bound.Done():
+			cut()
+		}
+	}()
+	return func() { close(done); <-ended }
+}
+
+// none has a verb done that returns nothing.
+func none(ctx context.Context, c *Client, route string, in any) error {
+	_, err := do[None](ctx, c, route, in, nil)
+	return err
+}
+
+// follow reads a stream of events to its end.
+func (c *Client) follow(ctx context.Context, route string, q url.Values, each func(name string, data []byte) error) error {
+	resp, err := c.exchange(ctx, http.MethodGet, route, q, nil, http.Header{"Accept": {eventStream}})
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	_, err = readEvents(resp.Body, each)
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	return err
+}
+
+// download writes a stream to w. One that was cut short is an error.
+func (c *Client) download(ctx context.Context, route string, q url.Values, w io.Writer) error {
+	resp, err := c.exchange(ctx, http.MethodGet, route, q, nil, http.Header{"Te": {"trailers"}})
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	var wrote wroteWriter
+	wrote.w = w
+	if _, err = io.Copy(&wrote, resp.Body); err != nil {
+		if wrote.err != nil {
+			return wrote.err
+		}
+		return c.unanswered(ctx, err)
+	}
+	return decodeStatus(resp.Trailer.Get(trailerStatus))
+}
+
+// wroteWriter tells the error of its writer from that of whoever writes to it.
+type wroteWriter struct {
+	w   io.Writer
+	err error
+}
+
+func (w *wroteWriter) Write(p []byte) (n int, err error) {
+	n, err = w.w.Write(p)
+	w.err = err
+	return n, err
+}
+
+// send has a verb done with a stream. The caller's reader is read by nobody any
+// more when it returns, unless it is in the middle of a Read that does not end.
+func send[O any](ctx context.Context, c *Client, method, route string, q url.Values, r io.Reader, header http.Header) (out O, err error) {
+	own := &ownReader{r: r}
+	resp, err := c.exchange(ctx, method, route, q, own, header)
+	if e := own.failed(); e != nil && err != nil {
+		return out, e
+	}
+	if err != nil {
+		return out, err
+	}
+	defer resp.Body.Close()
+	return out, c.decode(ctx, resp.Body, &out)
+}
+
+// ownReader tells the error of its reader from that of the connection.
+type ownReader struct {
+	r   io.Reader
+	mu  sync.Mutex
+	err error
+}
+
+func (o *ownReader) Read(p []byte) (int, error) {
+	n, err := o.r.Read(p)
+	if err != nil && err != io.EOF {
+		o.mu.Lock()
+		defer o.mu.Unlock()
+		o.err = err
+	}
+	return n, err
+}
+
+func (o *ownReader) failed() error {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.err
+}

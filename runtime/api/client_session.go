@@ -1,0 +1,222 @@
+package api
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"sync"
+
+	"github.com/coder/websocket"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// Exec runs one more process in a running sandbox.
+func (c *Client) Exec(ctx context.Context, sandbox string, p runtime.Process, streams runtime.Streams) (int, error) {
+	route := at("sandboxes", sandbox, "exec")
+	if p.Detach {
+		b, err := do[exitBody](ctx, c, route, p, nil)
+		return b.Exit, err
+	}
+	s, err := c.dial(ctx, route, streams, Open{Process: &p})
+	if err != nil {
+		return 0, err
+	}
+	m, err := s.end()
+	return m.Exit, err
+}
+
+// Attach connects streams to a running sandbox's first process.
+func (c *Client) Attach(ctx context.Context, sandbox string, streams runtime.Streams) error {
+	s, err := c.dial(ctx, at("sandboxes", sandbox, "attach"), streams, Open{})
+	if err != nil {
+		return err
+	}
+	_, err = s.end()
+	return err
+}
+
+// Start starts a sandbox; see runtime.Service for streams and wait.
+func (c *Client) Start(ctx context.Context, sandbox string, streams *runtime.Streams) (wait func() error, err error) {
+	v, err := c.valuesOf(ctx, sandbox, nil)
+	if err != nil {
+		return nil, err
+	}
+	route := at("sandboxes", sandbox, "start")
+	if streams == nil {
+		return nil, none(ctx, c, route, startBody{v})
+	}
+	s, err := c.dial(ctx, route, *streams, Open{SecretValues: v})
+	if err != nil {
+		return nil, err
+	}
+	select {
+	case <-s.started:
+	case <-s.done:
+		// It may have been so short that both are true.
+		select {
+		case <-s.started:
+		default:
+			return nil, s.err
+		}
+	}
+	return func() error { _, err := s.end(); return err }, nil
+}
+
+// session is the caller's side of one.
+type session struct {
+	c       *Client
+	l       *line
+	streams runtime.Streams
+
+	started chan struct{}
+	done    chan struct{} // last and err are known
+	last    Message
+	err     error
+
+	mu     sync.Mutex
+	some   sync.Cond
+	credit int // bytes of input that may still be sent; negative: none ever
+}
+
+// dial opens a session, which then runs until its last message, or ctx ends.
+func (c *Client) dial(ctx context.Context, route string, streams runtime.Streams, open Open) (*session, error) {
+	conn, resp, err := websocket.Dial(ctx, "ws://agentbox"+route, &websocket.DialOptions{
+		HTTPClient: c.http, Subprotocols: []string{subprotocol}, CompressionMode: websocket.CompressionDisabled,
+	})
+	if err != nil {
+		if resp != nil && resp.Header.Get("Content-Type") == "application/problem+json" {
+			return nil, problemOf(resp)
+		}
+		return nil, c.unanswered(ctx, err)
+	}
+	conn.SetReadLimit(maxMessage)
+	s := &session{c: c, l: &line{conn: conn}, streams: streams, started: make(chan struct{}), done: make(chan struct{}), credit: Window}
+	s.some.L = &s.mu
+	open.Stdin, open.Stdout, open.Stderr = streams.Stdin != nil, streams.Stdout != nil, streams.Stderr != nil
+	open.Resize, open.DetachKeys = streams.Resize != nil, streams.DetachKeys
+	if err := s.l.send(ctx, Message{Kind: msgOpen, Open: &open}); err != nil {
+		return nil, errors.Join(c.unanswered(ctx, err), conn.CloseNow())
+	}
+	go s.run(ctx)
+	if streams.Stdin != nil {
+		go s.feed(ctx)
+	}
+	if streams.Resize != nil {
+		go s.resize(ctx)
+	}
+	return s, nil
+}
+
+// end waits for the last message.
+func (s *session) end() (Message, error) {
+	<-s.done
+	return s.last, s.err
+}
+
+// run takes what the service sends.
+func (s *session) run(ctx context.Context) {
+	defer close(s.done)
+	s.last, s.err = s.hear(ctx)
+	if s.err != nil && ctx.Err() != nil && !errors.Is(s.err, runtime.ErrDetached) {
+		s.err = context.Cause(ctx)
+	}
+	s.give(-1 << 30) // nothing is to be sent any more
+	if s.err == nil {
+		_ = s.l.conn.Close(websocket.StatusNormalClosure, "") // all is said
+	}
+	_ = s.l.conn.CloseNow()
+}
+
+func (s *session) hear(ctx context.Context) (Message, error) {
+	for {
+		m, data, err := s.l.read(ctx)
+		if err != nil {
+			return m, s.c.unanswered(ctx, fmt.Errorf("the session was cut: %w", err))
+		}
+		if len(data) > 0 {
+			var w io.Writer
+			switch data[0] {
+			case 1:
+				w = s.streams.Stdout
+			case 2:
+				w = s.streams.Stderr
+			}
+			if w != nil {
+				if _, err := w.Write(data[1:]); err != nil {
+					return m, err
+				}
+			}
+			continue
+		}
+		switch m.Kind {
+		case msgStarted:
+			close(s.started)
+		case msgAck:
+			s.give(m.Bytes)
+		case msgExit, msgEnd:
+			return m, nil
+		case msgProblem:
+			if m.Problem == nil {
+				return m, errors.New("the service ends the session and does not say why")
+			}
+			return m, m.Problem.Err()
+		}
+	}
+}
+
+// give adds to what may be sent.
+func (s *session) give(n int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.credit += n
+	s.some.Broadcast()
+}
+
+// take waits until something may be sent, at most so much.
+func (s *session) take(most int) (n int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for s.credit == 0 {
+		s.some.Wait()
+	}
+	n = min(s.credit, most)
+	s.credit -= max(n, 0)
+	return n
+}
+
+// feed sends the caller's input. Like the embedded engine it may be left in the
+// middle of a Read when the session ends.
+func (s *session) feed(ctx context.Context) {
+	buf := make([]byte, 32<<10)
+	for {
+		n, err := s.streams.Stdin.Read(buf)
+		for p := buf[:n]; len(p) > 0; {
+			m := s.take(len(p))
+			if m < 0 || s.l.write(ctx, websocket.MessageBinary, p[:m]) != nil {
+				return // run knows why
+			}
+			p = p[m:]
+		}
+		if err != nil {
+			// As for a pipe: that its input ended badly a process is not told.
+			_ = s.l.send(ctx, Message{Kind: msgEOF})
+			return
+		}
+	}
+}
+
+// resize sends the terminal's sizes.
+func (s *session) resize(ctx context.Context) {
+	for {
+		select {
+		case size, ok := <-s.streams.Resize:
+			if !ok || s.l.send(ctx, Message{Kind: msgResize, Size: &size}) != nil {
+				return
+			}
+		case <-s.done:
+			return
+		}
+	}
+}

@@ -1,0 +1,232 @@
+package api
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"net/http"
+	"os"
+	"os/user"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"sync"
+	"syscall"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// SocketName is the service's socket in RUN.
+const SocketName = "agentbox.sock"
+
+// SocketGroup is the group whose members may use the service, if there is such.
+const SocketGroup = "agentbox"
+
+// maxConns bounds the connections that are served at a time; more wait.
+const maxConns = 512
+
+// drainTime is how long what is under way may take when the service is to end.
+const drainTime = 30 * time.Second
+
+// Listen makes the socket: what a service that is gone has left there is
+// replaced, one that answers is an error.
+func Listen(path string) (*net.UnixListener, error) {
+	if err := os.MkdirAll(filepath.Dir(path), 0o711); err != nil {
+		return nil, err
+	}
+	// Two services that begin at once must not both find nobody there.
+	lock, err := os.OpenFile(path+".lock", os.O_CREATE|os.O_RDWR|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	defer lock.Close()
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
+		return nil, err
+	}
+	if c, err := net.DialTimeout("unix", path, time.Second); err == nil {
+		return nil, errors.Join(fmt.Errorf("%w: a service listens on %s", runtime.ErrExists, path), c.Close())
+	}
+	if info, err := os.Lstat(path); err == nil && info.Mode().Type() != fs.ModeSocket {
+		return nil, fmt.Errorf("%w: %s is there and is no socket", runtime.ErrExists, path)
+	} else if err == nil {
+		if err := os.Remove(path); err != nil {
+			return nil, err
+		}
+	}
+	// Nobody but root gets in before the socket has its group.
+	old := unix.Umask(0o177)
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
+	unix.Umask(old)
+	if err != nil {
+		return nil, err
+	}
+	if g, e := user.LookupGroup(SocketGroup); e == nil {
+		gid, _ := strconv.Atoi(g.Gid) // it is a number here
+		err = os.Lchown(path, 0, gid)
+	}
+	if err == nil {
+		err = os.Chmod(path, 0o660)
+	}
+	if err != nil {
+		return nil, errors.Join(err, l.Close())
+	}
+	return l, nil
+}
+
+// peer is who is at the other end of a connection.
+type peer struct {
+	UID, GID uint32
+	Pid      int32
+	denied   bool
+}
+
+type peerKey struct{}
+
+// peerOf is the peer of a request; of one that came by no socket, nobody's.
+func peerOf(ctx context.Context) peer {
+	p, _ := ctx.Value(peerKey{}).(peer)
+	return p
+}
+
+// Serve answers on l until ctx ends, and then drains. Callers are root and the
+// members of the socket's group.
+func Serve(ctx context.Context, l *net.UnixListener, h *Handler) error {
+	gid, err := groupOf(l)
+	if err != nil {
+		return errors.Join(err, l.Close())
+	}
+	srv := &http.Server{
+		Handler: h, ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: maxHeader,
+		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
+			p, err := peerAt(c.(*conn).UnixConn, gid)
+			if err != nil {
+				h.log.Error("who is there is not known", "err", err)
+				p.denied = true
+			}
+			return context.WithValue(ctx, peerKey{}, p)
+		},
+	}
+	served := make(chan error, 1)
+	go func() { served <- srv.Serve(newLimited(l, maxConns)) }()
+	select {
+	case err := <-served:
+		h.stop()
+		return err
+	case <-ctx.Done():
+	}
+	h.log.Info("draining")
+	bound, cancel := context.WithTimeout(context.WithoutCancel(ctx), drainTime)
+	defer cancel()
+	// The listener goes first, then connections as they become idle.
+	down := make(chan error, 1)
+	go func() { down <- srv.Shutdown(context.WithoutCancel(ctx)) }()
+	h.Drain(bound)
+	// What is left are connections without a request.
+	select {
+	case err = <-down:
+	case <-time.After(time.Second):
+		err = errors.Join(srv.Close(), <-down)
+	}
+	<-served
+	return err
+}
+
+// groupOf is the group of a listening socket.
+func groupOf(l *net.UnixListener) (uint32, error) {
+	info, err := os.Stat(l.Addr().String())
+	if err != nil {
+		return 0, err
+	}
+	return info.Sys().(*syscall.Stat_t).Gid, nil
+}
+
+// peerAt asks the kernel who connected.
+func peerAt(c *net.UnixConn, group uint32) (p peer, err error) {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return p, err
+	}
+	var groups []uint32
+	var inner error
+	err = raw.Control(func(fd uintptr) {
+		var cred *unix.Ucred
+		if cred, inner = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED); inner != nil {
+			return
+		}
+		p.UID, p.GID, p.Pid = cred.Uid, cred.Gid, cred.Pid
+		if p.UID != 0 {
+			groups, inner = peerGroups(fd)
+		}
+	})
+	if err = errors.Join(err, inner); err != nil {
+		return p, err
+	}
+	p.denied = p.UID != 0 && p.GID != group && !slices.Contains(groups, group)
+	return p, nil
+}
+
+// peerGroups are the further groups that a peer had when it connected.
+func peerGroups(fd uintptr) ([]uint32, error) {
+	const soPeerGroups = 59 // linux 4.13
+	groups := make([]uint32, 64)
+	for {
+		size := uint32(len(groups) * 4)
+		_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, fd, unix.SOL_SOCKET, soPeerGroups, uintptr(unsafe.Pointer(&groups[0])), uintptr(unsafe.Pointer(&size)), 0)
+		switch {
+		case errno == 0:
+			return groups[:size/4], nil
+		case errno == unix.ERANGE && int(size/4) > len(groups) && size/4 <= 65536:
+			groups = make([]uint32, size/4)
+		default:
+			return nil, errno
+		}
+	}
+}
+
+// limited accepts so many connections at a time.
+type limited struct {
+	*net.UnixListener
+	free chan struct{}
+	done chan struct{}
+	once sync.Once
+}
+
+func newLimited(l *net.UnixListener, n int) *limited {
+	return &limited{UnixListener: l, free: make(chan struct{}, n), done: make(chan struct{})}
+}
+
+func (l *limited) Accept() (net.Conn, error) {
+	select {
+	case l.free <- struct{}{}:
+	case <-l.done:
+		return nil, net.ErrClosed
+	}
+	c, err := l.AcceptUnix()
+	if err != nil {
+		<-l.free
+		return nil, err
+	}
+	return &conn{UnixConn: c, free: sync.OnceFunc(func() { <-l.free })}, nil
+}
+
+func (l *limited) Close() error {
+	l.once.Do(func() { close(l.done) })
+	return l.UnixListener.Close()
+}
+
+// conn is a connection that makes room for another one when it is closed.
+type conn struct {
+	*net.UnixConn
+	free func()
+}
+
+func (c *conn) Close() error {
+	defer c.free()
+	return c.UnixConn.Close()
+}

@@ -1,0 +1,522 @@
+package api
+
+import (
+	"context"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"reflect"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/source"
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// SecretValues are what the caller's environment has of the secrets that come
+// from variables. They are never on record.
+type SecretValues struct {
+	Variables map[string]string `json:"variables,omitempty"`
+}
+
+func (s *SecretValues) variables() map[string]string { return s.Variables }
+
+// with has a verb take them from there, and from no environment of ours.
+func (s *SecretValues) with(ctx context.Context) context.Context {
+	return runtime.WithVariables(ctx, s.Variables)
+}
+
+// Bodies that are no type of package runtime.
+type (
+	createBody struct {
+		runtime.CreateRequest
+		SecretValues
+	}
+	restoreBody struct {
+		runtime.RestoreOptions
+		SecretValues
+	}
+	forkBody struct {
+		runtime.ForkOptions
+		SecretValues
+	}
+	startBody struct{ SecretValues }
+	killBody  struct {
+		Signal string `json:"signal"` // empty: KILL
+	}
+	stopBody struct {
+		Timeout *time.Duration `json:"timeout_ns"` // before it is killed; null: 10 s
+	}
+	exitBody struct {
+		Exit int `json:"exit"`
+	}
+	rulesBody struct {
+		Rules []string `json:"rules"`
+	}
+	pinBody struct {
+		Pinned bool `json:"pinned"`
+	}
+	tagBody struct {
+		Tag string `json:"tag"`
+	}
+	registryBody struct {
+		Reference string                  `json:"reference"`
+		Options   runtime.RegistryOptions `json:"options"`
+	}
+	pullBody struct {
+		Reference string             `json:"reference"`
+		Options   images.PullOptions `json:"options"`
+	}
+	pushBody struct {
+		To      string         `json:"to"`
+		Options source.Options `json:"options"`
+	}
+	nameBody struct {
+		Name string `json:"name"`
+	}
+	allBody struct {
+		All bool `json:"all"`
+	}
+	commitBody struct {
+		Ref     string                `json:"ref"`
+		To      string                `json:"to"`
+		Options runtime.CommitOptions `json:"options"`
+	}
+)
+
+// Page is a part of a list.
+type Page[T any] struct {
+	Items []T    `json:"items"`
+	Next  string `json:"next,omitempty"` // the cursor of what follows; empty: nothing does
+}
+
+// Bounds of a page.
+const (
+	usualPage = 1000
+	maxPage   = 10000
+)
+
+// page cuts what is asked for out of a list.
+func page[T any](r *http.Request, items []T, key func(T) string) (Page[T], error) {
+	q := r.URL.Query()
+	limit := usualPage
+	if s := q.Get("limit"); s != "" {
+		n, err := strconv.Atoi(s)
+		if err != nil || n < 1 || n > maxPage {
+			return Page[T]{}, fmt.Errorf("%w: limit %.20q: a number from 1 to %d", runtime.ErrInvalid, s, maxPage)
+		}
+		limit = n
+	}
+	if s := q.Get("cursor"); s != "" {
+		after, err := base64.RawURLEncoding.DecodeString(s)
+		i := slices.IndexFunc(items, func(v T) bool { return key(v) == string(after) })
+		if err != nil || i < 0 {
+			return Page[T]{}, fmt.Errorf("the cursor: what it stood at is %w any more: begin again", runtime.ErrNotFound)
+		}
+		items = items[i+1:]
+	}
+	p := Page[T]{Items: items}
+	if len(items) > limit {
+		p.Items = items[:limit]
+		p.Next = base64.RawURLEncoding.EncodeToString([]byte(key(items[limit-1])))
+	}
+	if p.Items == nil {
+		p.Items = []T{}
+	}
+	return p, nil
+}
+
+func isSet(q url.Values, name string) bool {
+	v, _ := strconv.ParseBool(q.Get(name)) // what is no bool is not true
+	return v
+}
+
+// noted settles the second try of a verb: an error that says it is done already
+// is what the first one left.
+func noted[I any](r *request[I], err error, done ...error) (None, error) {
+	for _, d := range done {
+		if r.again && errors.Is(err, d) {
+			return None{}, nil
+		}
+	}
+	return None{}, err
+}
+
+// unknown is the error of a second try of what must not be done twice.
+func unknown[I any](r *request[I]) error {
+	if !r.again {
+		return nil
+	}
+	return &runtime.Error{Err: fmt.Errorf("%w: the service was killed during the first try, and whether that was done is not known", runtime.ErrState), Hint: "Look, and use another key."}
+}
+
+func (h *Handler) routes() []route {
+	return slices.Concat(h.sandboxRoutes(), h.fileRoutes(), h.checkpointRoutes(), h.storeRoutes(), h.imageRoutes())
+}
+
+func (h *Handler) sandboxRoutes() []route {
+	svc := h.svc
+	sandboxID := func(sb runtime.Sandbox) string { return sb.ID }
+	return []route{
+		query(h, "/v1/info", "Tell which service this is", func(context.Context, *request[None]) (Info, error) { return h.opts.Info, nil }),
+		query(h, "/v1/sandboxes", "List sandboxes, newest first", func(ctx context.Context, r *request[None]) (Page[runtime.Sandbox], error) {
+			list, err := svc.Sandboxes(ctx)
+			if err != nil {
+				return Page[runtime.Sandbox]{}, err
+			}
+			return page(r.Request, list, sandboxID)
+		}, "limit", "cursor"),
+		verb(h, "/v1/sandboxes", "Make a sandbox", func(ctx context.Context, r *request[createBody]) (runtime.Sandbox, error) {
+			if r.again {
+				list, err := svc.Sandboxes(ctx)
+				for _, sb := range list {
+					if sb.Labels[LabelRequest] == r.key {
+						return sb, nil
+					}
+				}
+				if err != nil {
+					return runtime.Sandbox{}, err
+				}
+			}
+			r.label(&r.in.Spec.Labels)
+			if r.report != nil {
+				r.in.Pull.Progress = func(p images.Progress) { r.report(p) }
+			}
+			return svc.Create(r.in.with(ctx), r.in.CreateRequest)
+		}).withProgress(images.Progress{}),
+		query(h, "/v1/sandboxes/{sandbox}", "Describe a sandbox", func(ctx context.Context, r *request[None]) (runtime.Sandbox, error) {
+			return svc.Sandbox(ctx, r.ref)
+		}),
+		verb(h, "/v1/sandboxes/{sandbox}/start", "Start a sandbox", func(ctx context.Context, r *request[startBody]) (None, error) {
+			_, err := svc.Start(r.in.with(ctx), r.ref, nil)
+			return noted(r, err, runtime.ErrState)
+		}),
+		h.session("/v1/sandboxes/{sandbox}/start", "Start a sandbox with streams", h.startSession),
+		h.session("/v1/sandboxes/{sandbox}/attach", "Connect to the first process", h.attachSession),
+		h.session("/v1/sandboxes/{sandbox}/exec", "Run one more process with streams", h.execSession),
+		verb(h, "/v1/sandboxes/{sandbox}/exec", "Run one more process without streams", func(ctx context.Context, r *request[runtime.Process]) (exitBody, error) {
+			if err := unknown(r); err != nil {
+				return exitBody{}, err
+			}
+			exit, err := svc.Exec(ctx, r.ref, r.in, runtime.Streams{})
+			return exitBody{exit}, err
+		}),
+		query(h, "/v1/sandboxes/{sandbox}/wait", "Wait for the exit of the first process", func(ctx context.Context, r *request[None]) (exitBody, error) {
+			ctx, cancel := h.untilDrained(ctx)
+			defer cancel()
+			exit, err := svc.Wait(ctx, r.ref)
+			return exitBody{exit}, err
+		}),
+		h.logs(),
+		h.eventsRoute(),
+		verb(h, "/v1/sandboxes/{sandbox}/kill", "Send a signal", func(ctx context.Context, r *request[killBody]) (None, error) {
+			if err := unknown(r); err != nil {
+				return None{}, err
+			}
+			return None{}, svc.Kill(ctx, r.ref, r.in.Signal)
+		}),
+		verb(h, "/v1/sandboxes/{sandbox}/stop", "Stop a sandbox", func(ctx context.Context, r *request[stopBody]) (None, error) {
+			timeout := time.Duration(-1)
+			if r.in.Timeout != nil {
+				timeout = *r.in.Timeout
+			}
+			return None{}, svc.Stop(ctx, r.ref, timeout)
+		}),
+		verb(h, "/v1/sandboxes/{sandbox}/pause", "Freeze every process", func(ctx context.Context, r *request[None]) (None, error) {
+			return noted(r, svc.Pause(ctx, r.ref), runtime.ErrState)
+		}),
+		verb(h, "/v1/sandboxes/{sandbox}/unpause", "Thaw every process", func(ctx context.Context, r *request[None]) (None, error) {
+			return noted(r, svc.Unpause(ctx, r.ref), runtime.ErrState)
+		}),
+		verb(h, "/v1/sandboxes/{sandbox}/remove", "Remove a sandbox", func(ctx context.Context, r *request[runtime.RemoveOptions]) (None, error) {
+			return noted(r, svc.Remove(ctx, r.ref, r.in), runtime.ErrNotFound)
+		}),
+		verb(h, "/v1/sandboxes/{sandbox}/egress", "Change what a filtered sandbox may reach", func(ctx context.Context, r *request[runtime.EgressChange]) (rulesBody, error) {
+			rules, err := svc.UpdateEgress(ctx, r.ref, r.in)
+			return rulesBody{rules}, err
+		}),
+		verb(h, "/v1/sandboxes/{sandbox}/lifetime", "Change how long a sandbox may live", func(ctx context.Context, r *request[runtime.LifetimeChange]) (runtime.Sandbox, error) {
+			return svc.UpdateLifetime(ctx, r.ref, r.in)
+		}),
+		verb(h, "/v1/sandboxes/{sandbox}/apply", "Bring changes into the directory below, or take that back", func(ctx context.Context, r *request[runtime.ApplyOptions]) (runtime.Applied, error) {
+			if err := unknown(r); err != nil {
+				return runtime.Applied{}, err
+			}
+			return svc.Apply(ctx, r.ref, r.in)
+		}),
+	}
+}
+
+// logs are always events: what is output and what is an error stay apart.
+func (h *Handler) logs() route {
+	return route{method: http.MethodGet, path: "/v1/sandboxes/{sandbox}/logs", summary: "Tell what the first process printed", query: []string{"follow", "tail", "since", "timestamps"}, event: textType, serve: func(w http.ResponseWriter, r *http.Request) {
+		q := r.URL.Query()
+		opts := runtime.LogOptions{Follow: isSet(q, "follow"), Timestamps: isSet(q, "timestamps"), Tail: -1}
+		if s := q.Get("tail"); s != "" {
+			n, err := strconv.Atoi(s)
+			if err != nil {
+				writeProblem(w, fmt.Errorf("%w: tail %.20q", runtime.ErrInvalid, s))
+				return
+			}
+			opts.Tail = n
+		}
+		var err error
+		if opts.Since, err = since(q); err != nil {
+			writeProblem(w, err)
+			return
+		}
+		h.stream(w, r, func(ctx context.Context, e *events) error {
+			return h.svc.Logs(ctx, ref(r), opts, output{e, eventStdout}, output{e, eventStderr})
+		})
+	}}
+}
+
+func (h *Handler) eventsRoute() route {
+	return route{method: http.MethodGet, path: "/v1/sandboxes/{sandbox}/events", summary: "Tell what befell a sandbox", query: []string{"follow", "since", "type"}, event: eventType, serve: func(w http.ResponseWriter, r *http.Request) {
+		q := r.URL.Query()
+		at, err := since(q)
+		if err != nil {
+			writeProblem(w, err)
+			return
+		}
+		opts := runtime.EventOptions{Follow: isSet(q, "follow"), Since: at, Types: q["type"]}
+		h.stream(w, r, func(ctx context.Context, e *events) error {
+			return h.svc.Events(ctx, ref(r), opts, func(ev runtime.Event) error { return e.send(eventEvent, ev) })
+		})
+	}}
+}
+
+// since is the time that a query asks for; zero: none.
+func since(q url.Values) (time.Time, error) {
+	s := q.Get("since")
+	if s == "" {
+		return time.Time{}, nil
+	}
+	t, err := time.Parse(time.RFC3339Nano, s)
+	if err != nil {
+		return t, fmt.Errorf("%w: since %.50q is no RFC 3339 time", runtime.ErrInvalid, s)
+	}
+	return t, nil
+}
+
+func (h *Handler) fileRoutes() []route {
+	svc := h.svc
+	const archive = "/v1/sandboxes/{sandbox}/archive"
+	return []route{
+		h.download(archive, "Copy a path out, as a tar stream", tarStream, func(ctx context.Context, r *request[None], w io.Writer) error {
+			return svc.CopyFrom(ctx, r.ref, r.URL.Query().Get("path"), w)
+		}, "path"),
+		upload(h, http.MethodPut, archive, "Extract a tar stream into a directory", tarStream, func(ctx context.Context, r *request[None], in io.Reader) (None, error) {
+			return None{}, svc.CopyTo(ctx, r.ref, r.URL.Query().Get("path"), in)
+		}, "path"),
+		query(h, "/v1/sandboxes/{sandbox}/stat", "Tell what a path is", func(ctx context.Context, r *request[None]) (Stat, error) {
+			st, err := svc.Stat(ctx, r.ref, r.URL.Query().Get("path"))
+			return newStat(st), err
+		}, "path"),
+		h.download("/v1/checkpoints/{checkpoint}/export", "Write a checkpoint as one file", byteStream, func(ctx context.Context, r *request[None], w io.Writer) error {
+			q := r.URL.Query()
+			return svc.ExportCheckpoint(ctx, r.ref, w, runtime.ExportOptions{Compress: q.Get("compress"), Recipients: q["recipient"]})
+		}, "compress", "recipient"),
+		upload(h, http.MethodPost, "/v1/checkpoints/import", "Read a checkpoint from one file", byteStream, func(ctx context.Context, r *request[None], in io.Reader) (_ runtime.Checkpoint, err error) {
+			q := r.URL.Query()
+			opts := runtime.ImportOptions{Name: q.Get("name"), Image: q.Get("image"), Trust: isSet(q, "trust")}
+			path, done, err := identities(r.Request)
+			if err != nil {
+				return runtime.Checkpoint{}, err
+			}
+			defer func() { err = errors.Join(err, done()) }()
+			opts.Identities = path
+			return svc.ImportCheckpoint(ctx, in, opts)
+		}, "name", "image", "trust"),
+		upload(h, http.MethodPost, "/v1/images/import", "Make an image of a tar stream of a root filesystem", tarStream, func(ctx context.Context, r *request[None], in io.Reader) (runtime.Image, error) {
+			return svc.ImportImageFrom(ctx, r.URL.Query().Get("name"), in)
+		}, "name"),
+	}
+}
+
+func (h *Handler) checkpointRoutes() []route {
+	svc := h.svc
+	checkpointID := func(c runtime.Checkpoint) string { return c.ID }
+	return []route{
+		verb(h, "/v1/sandboxes/{sandbox}/checkpoints", "Take a checkpoint", func(ctx context.Context, r *request[runtime.CheckpointOptions]) (runtime.Checkpoint, error) {
+			if r.again {
+				list, err := svc.Checkpoints(ctx, runtime.CheckpointFilter{Labels: map[string]string{LabelRequest: r.key}})
+				if err != nil || len(list) > 0 {
+					return first(list), err
+				}
+			}
+			r.label(&r.in.Labels)
+			return svc.Checkpoint(ctx, r.ref, r.in)
+		}),
+		verb(h, "/v1/sandboxes/{sandbox}/restore", "Put a sandbox back to a checkpoint", func(ctx context.Context, r *request[restoreBody]) (runtime.Restored, error) {
+			if r.in.Undo { // done twice it is undone
+				if err := unknown(r); err != nil {
+					return runtime.Restored{}, err
+				}
+			}
+			if r.report != nil {
+				r.in.Pull.Progress = func(p images.Progress) { r.report(p) }
+			}
+			return svc.Restore(r.in.with(ctx), r.ref, r.in.RestoreOptions)
+		}).withProgress(images.Progress{}),
+		verb(h, "/v1/sandboxes/{sandbox}/plan", "Tell what a restore would change", func(ctx context.Context, r *request[runtime.RestoreOptions]) (runtime.RestorePlan, error) {
+			return svc.PlanRestore(ctx, r.ref, r.in)
+		}),
+		verb(h, "/v1/sandboxes/{sandbox}/fork", "Start new sandboxes from a checkpoint", func(ctx context.Context, r *request[forkBody]) ([]runtime.Forked, error) {
+			if err := unknown(r); err != nil {
+				return nil, err
+			}
+			r.label(&r.in.Labels)
+			return svc.Fork(r.in.with(ctx), r.ref, r.in.ForkOptions)
+		}),
+		query(h, "/v1/sandboxes/{sandbox}/history", "List a sandbox's checkpoints with how they descend, newest first", func(ctx context.Context, r *request[None]) (Page[runtime.HistoryEntry], error) {
+			list, err := svc.History(ctx, r.ref, runtime.HistoryOptions{All: isSet(r.URL.Query(), "all")})
+			if err != nil {
+				return Page[runtime.HistoryEntry]{}, err
+			}
+			return page(r.Request, list, func(e runtime.HistoryEntry) string { return e.ID })
+		}, "all", "limit", "cursor"),
+		verb(h, "/v1/diff", "Tell what differs between two states of a sandbox's files", func(ctx context.Context, r *request[runtime.DiffRequest]) (runtime.Diff, error) {
+			return svc.Diff(ctx, r.in)
+		}),
+		query(h, "/v1/checkpoints", "List checkpoints", func(ctx context.Context, r *request[None]) (Page[runtime.Checkpoint], error) {
+			q := r.URL.Query()
+			f := runtime.CheckpointFilter{Sandbox: q.Get("sandbox"), All: isSet(q, "all"), Trigger: q.Get("trigger"), Policy: q.Get("policy")}
+			for _, l := range q["label"] {
+				k, v, _ := strings.Cut(l, "=")
+				if f.Labels == nil {
+					f.Labels = map[string]string{}
+				}
+				f.Labels[k] = v
+			}
+			list, err := svc.Checkpoints(ctx, f)
+			if err != nil {
+				return Page[runtime.Checkpoint]{}, err
+			}
+			return page(r.Request, list, checkpointID)
+		}, "sandbox", "all", "trigger", "policy", "label", "limit", "cursor"),
+		query(h, "/v1/checkpoints/{checkpoint}", "Describe a checkpoint", func(ctx context.Context, r *request[None]) (runtime.Checkpoint, error) {
+			return svc.CheckpointInfo(ctx, r.ref)
+		}),
+		verb(h, "/v1/checkpoints/{checkpoint}/remove", "Remove a checkpoint", func(ctx context.Context, r *request[None]) (None, error) {
+			return noted(r, svc.RemoveCheckpoint(ctx, r.ref), runtime.ErrNotFound)
+		}),
+		verb(h, "/v1/checkpoints/{checkpoint}/verify", "Read all of a checkpoint again", func(ctx context.Context, r *request[None]) (None, error) {
+			return None{}, svc.VerifyCheckpoint(ctx, r.ref)
+		}),
+		verb(h, "/v1/checkpoints/{checkpoint}/pin", "Keep a checkpoint from prune, or give it up", func(ctx context.Context, r *request[pinBody]) (None, error) {
+			return None{}, svc.PinCheckpoint(ctx, r.ref, r.in.Pinned)
+		}),
+		verb(h, "/v1/checkpoints/{checkpoint}/tag", "Give a checkpoint one more name", func(ctx context.Context, r *request[tagBody]) (None, error) {
+			return None{}, svc.TagCheckpoint(ctx, r.ref, r.in.Tag)
+		}),
+		verb(h, "/v1/checkpoints/{checkpoint}/untag", "Take the tag of SANDBOX@TAG away", func(ctx context.Context, r *request[None]) (None, error) {
+			return noted(r, svc.UntagCheckpoint(ctx, r.ref), runtime.ErrNotFound)
+		}),
+		verb(h, "/v1/checkpoints/{checkpoint}/push", "Store a checkpoint in a registry", func(ctx context.Context, r *request[registryBody]) (runtime.Pushed, error) {
+			r.in.Options.Progress = counted(r)
+			return svc.PushCheckpoint(ctx, r.ref, r.in.Reference, r.in.Options)
+		}).withProgress(Progress{}),
+		verb(h, "/v1/checkpoints/pull", "Bring a checkpoint from a registry", func(ctx context.Context, r *request[registryBody]) (runtime.Checkpoint, error) {
+			r.in.Options.Progress = counted(r)
+			return svc.PullCheckpoint(ctx, r.in.Reference, r.in.Options)
+		}).withProgress(Progress{}),
+	}
+}
+
+func first[T any](list []T) (v T) {
+	if len(list) > 0 {
+		v = list[0]
+	}
+	return v
+}
+
+// counted is what a verb is to tell its progress; nil: nobody asked.
+func counted[I any](r *request[I]) runtime.Progress {
+	if r.report == nil {
+		return nil
+	}
+	return func(done, total int64) { r.report(Progress{done, total}) }
+}
+
+func (h *Handler) storeRoutes() []route {
+	svc := h.svc
+	return []route{
+		verb(h, "/v1/prune", "Remove the checkpoints that no rule keeps, and free space", func(ctx context.Context, r *request[runtime.PruneOptions]) (runtime.Pruned, error) {
+			r.in.Progress = counted(r)
+			return svc.Prune(ctx, r.in)
+		}).withProgress(Progress{}),
+		query(h, "/v1/usage", "Tell what space is used for", func(ctx context.Context, _ *request[None]) (runtime.Usage, error) {
+			return svc.Usage(ctx)
+		}),
+		verb(h, "/v1/verify", "Prove that checkpoints can be restored whole", func(ctx context.Context, r *request[runtime.VerifyOptions]) (runtime.VerifyReport, error) {
+			r.in.Progress = counted(r)
+			return svc.Verify(ctx, r.in)
+		}).withProgress(Progress{}),
+		verb(h, "/v1/reindex", "Rebuild the index of the store", func(ctx context.Context, _ *request[None]) (runtime.Reindexed, error) {
+			return svc.Reindex(ctx)
+		}),
+		verb(h, "/v1/recover", "Finish or undo what was interrupted", func(ctx context.Context, _ *request[None]) (runtime.Recovery, error) {
+			return svc.Recover(ctx)
+		}),
+	}
+}
+
+func (h *Handler) imageRoutes() []route {
+	svc := h.svc
+	pushed := func(report func(any)) func(source.Progress) {
+		if report == nil {
+			return nil
+		}
+		return func(p source.Progress) { report(p) }
+	}
+	return []route{
+		query(h, "/v1/images", "List images", func(ctx context.Context, r *request[None]) (Page[runtime.Image], error) {
+			list, err := svc.Images(ctx)
+			if err != nil {
+				return Page[runtime.Image]{}, err
+			}
+			return page(r.Request, list, func(im runtime.Image) string { return im.Name + "\n" + im.Digest })
+		}, "limit", "cursor"),
+		query(h, "/v1/images/{image}", "Describe an image", func(ctx context.Context, r *request[None]) (runtime.ImageDetails, error) {
+			return svc.InspectImage(ctx, r.ref)
+		}),
+		verb(h, "/v1/images/pull", "Get an image", func(ctx context.Context, r *request[pullBody]) (runtime.Image, error) {
+			if r.report != nil {
+				r.in.Options.Progress = func(p images.Progress) { r.report(p) }
+			}
+			return svc.PullImage(ctx, r.in.Reference, r.in.Options)
+		}).withProgress(images.Progress{}),
+		verb(h, "/v1/images/prune", "Remove images that nothing needs", func(ctx context.Context, r *request[allBody]) (runtime.PrunedImages, error) {
+			return svc.PruneImages(ctx, r.in.All)
+		}),
+		verb(h, "/v1/images/{image}/push", "Write an image to a registry", func(ctx context.Context, r *request[pushBody]) (runtime.PushedImage, error) {
+			r.in.Options.Progress = pushed(r.report)
+			return svc.PushImage(ctx, r.ref, r.in.To, r.in.Options)
+		}).withProgress(source.Progress{}),
+		verb(h, "/v1/images/{image}/tag", "Give an image one more name", func(ctx context.Context, r *request[nameBody]) (None, error) {
+			return None{}, svc.TagImage(ctx, r.ref, r.in.Name)
+		}),
+		verb(h, "/v1/images/{image}/remove", "Remove a name of an image", func(ctx context.Context, r *request[None]) (None, error) {
+			return noted(r, svc.RemoveImage(ctx, r.ref), runtime.ErrNotFound)
+		}),
+		verb(h, "/v1/images/{image}/verify", "Read an image's files again", func(ctx context.Context, r *request[None]) (runtime.Image, error) {
+			return svc.VerifyImage(ctx, r.ref)
+		}),
+		verb(h, "/v1/commit", "Make an image of a sandbox or a checkpoint", func(ctx context.Context, r *request[commitBody]) (runtime.Committed, error) {
+			r.in.Options.Source.Progress = pushed(r.report)
+			return svc.Commit(ctx, r.in.Ref, r.in.To, r.in.Options)
+		}).withProgress(source.Progress{}),
+	}
+}
+
+var (
+	textType  = reflect.TypeFor[Text]()
+	eventType = reflect.TypeFor[runtime.Event]()
+)

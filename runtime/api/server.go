@@ -1,0 +1,477 @@
+package api
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"crypto/sha256"
+	_ "embed"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"reflect"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// Bounds of what callers send.
+const (
+	maxBody    = 4 << 20  // of a JSON body
+	maxSecrets = 40 << 20 // of one that may have secrets in it
+	maxHeader  = 64 << 10
+)
+
+// Options modify New; the zero value works.
+type Options struct {
+	// Requests is a directory for what was done for idempotency keys; empty:
+	// keys are refused.
+	Requests string
+	Info     Info
+	Log      *slog.Logger // nil: slog.Default
+	// Before is called before each verb that may change something.
+	Before func(context.Context) error
+	// Stall is how long a caller may take none of a stream, or send none of it;
+	// 0: 10 minutes.
+	Stall time.Duration
+	// Body is how long a caller may take to send a JSON body; 0: 30 s.
+	Body time.Duration
+	// Linger is how long the exit code of an --rm sandbox is kept for a caller
+	// whose connection has ended; 0: 10 s.
+	Linger time.Duration
+}
+
+// Info tells which service answers.
+type Info struct {
+	Version string `json:"version"`
+	Root    string `json:"root"`
+	Backend string `json:"backend"` // of new sandboxes
+}
+
+// A Handler serves a Service.
+type Handler struct {
+	svc      runtime.Service
+	opts     Options
+	log      *slog.Logger
+	mux      *http.ServeMux
+	requests *requests
+	under    sync.WaitGroup // requests under way, sessions too
+
+	mu       sync.Mutex
+	running  map[string]context.CancelFunc // by the caller's uid and the request's name
+	draining chan struct{}                 // closed: no new verbs
+	end      context.Context               // ends what is under way
+	stop     context.CancelFunc
+}
+
+//go:embed openapi.json
+var openAPI []byte
+
+// New serves svc. Close ends what the handler has begun.
+func New(svc runtime.Service, opts Options) (*Handler, error) {
+	opts.Stall = cmp.Or(opts.Stall, 10*time.Minute)
+	opts.Body = cmp.Or(opts.Body, 30*time.Second)
+	opts.Linger = cmp.Or(opts.Linger, 10*time.Second)
+	h := &Handler{svc: svc, opts: opts, log: opts.Log, mux: http.NewServeMux(), running: map[string]context.CancelFunc{}, draining: make(chan struct{})}
+	h.end, h.stop = context.WithCancel(context.Background())
+	if h.log == nil {
+		h.log = slog.Default()
+	}
+	if opts.Requests != "" {
+		var err error
+		if h.requests, err = openRequests(opts.Requests); err != nil {
+			return nil, err
+		}
+	}
+	for _, r := range h.routes() {
+		h.mux.HandleFunc(r.method+" "+r.path, r.serve)
+	}
+	h.mux.HandleFunc("GET /openapi.json", func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "application/json")
+		_, _ = w.Write(openAPI) // whoever asked is gone
+	})
+	h.mux.HandleFunc("DELETE /v1/requests/{request}", h.cancel)
+	h.mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
+		writeProblem(w, fmt.Errorf("%s %.200s: %w", r.Method, r.URL.Path, runtime.ErrNotFound))
+	})
+	return h, nil
+}
+
+// ServeHTTP answers one request.
+func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	began := time.Now()
+	p := peerOf(r.Context())
+	seen := &statusWriter{ResponseWriter: w}
+	defer func() {
+		h.log.Info("request", "method", r.Method, "path", r.URL.Path, "status", cmp.Or(seen.status, http.StatusOK),
+			"uid", p.UID, "gid", p.GID, "pid", p.Pid, "ms", time.Since(began).Milliseconds())
+	}()
+	h.mu.Lock()
+	select {
+	case <-h.draining:
+		h.mu.Unlock()
+		writeProblem(seen, &runtime.Error{Op: "serve", Err: fmt.Errorf("%w: the service is about to end", runtime.ErrBusy), Hint: "Try again in a moment."})
+		return
+	default:
+		h.under.Add(1)
+	}
+	h.mu.Unlock()
+	defer h.under.Done()
+	if p.denied {
+		writeProblem(seen, &runtime.Error{Op: "serve", Err: fmt.Errorf("user %d is neither root nor in the group of the socket: %w", p.UID, runtime.ErrDenied)})
+		return
+	}
+	ctx, cancel := context.WithCancel(r.Context())
+	defer cancel()
+	defer context.AfterFunc(h.end, cancel)()
+	if id := r.Header.Get(headerRequest); id != "" && r.Method != http.MethodDelete {
+		defer h.name(p.UID, id, cancel)()
+	}
+	h.mux.ServeHTTP(seen, r.WithContext(ctx))
+}
+
+// Drain lets no more verbs in and waits for those under way; when ctx ends it
+// cancels them and waits for them to have undone what they began.
+func (h *Handler) Drain(ctx context.Context) {
+	h.mu.Lock()
+	select {
+	case <-h.draining:
+	default:
+		close(h.draining)
+	}
+	h.mu.Unlock()
+	done := make(chan struct{})
+	go func() { h.under.Wait(); close(done) }()
+	select {
+	case <-done:
+	case <-ctx.Done():
+	}
+	h.stop()
+	<-done
+}
+
+// name makes a request one that cancel finds, until the returned function is called.
+func (h *Handler) name(uid uint32, id string, cancel context.CancelFunc) func() {
+	key := fmt.Sprintf("%d %s", uid, id)
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.running[key] = cancel
+	return func() {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		delete(h.running, key)
+	}
+}
+
+// cancel ends a request as a Ctrl-C ends a command: it undoes what it began, and
+// then answers whoever waits for it.
+func (h *Handler) cancel(w http.ResponseWriter, r *http.Request) {
+	h.mu.Lock()
+	cancel, ok := h.running[fmt.Sprintf("%d %s", peerOf(r.Context()).UID, r.PathValue("request"))]
+	h.mu.Unlock()
+	if !ok {
+		writeProblem(w, fmt.Errorf("request %.100q: %w", r.PathValue("request"), runtime.ErrNotFound))
+		return
+	}
+	cancel()
+	w.WriteHeader(http.StatusNoContent)
+}
+
+// Headers of our own.
+const (
+	headerRequest = "Agentbox-Request" // a name for the request, to cancel it by
+	headerKey     = "Idempotency-Key"
+	headerReplay  = "Idempotency-Replayed"
+	headerIDs     = "Agentbox-Identities" // base64
+	trailerStatus = "Agentbox-Status"     // "ok", or a problem
+)
+
+// None is the body of a verb that takes or returns nothing.
+type None struct{}
+
+// A route is one verb.
+type route struct {
+	method, path, summary string
+	in, out               reflect.Type // nil: no JSON
+	event                 reflect.Type // of its progress, or of its stream
+	query                 []string
+	stream                string // media type of what is no JSON: "in", "out"
+	serve                 http.HandlerFunc
+}
+
+// A request is one call of a verb.
+type request[I any] struct {
+	*http.Request
+	ref    string // what the path names
+	in     I
+	key    string    // the idempotency key
+	again  bool      // it may have been done already, by a service that was killed
+	report func(any) // tells the caller how far it is; nil: it does not want to know
+}
+
+// label marks what was made for a key, so that a second try finds it.
+func (r *request[I]) label(labels *map[string]string) {
+	if r.key == "" {
+		return
+	}
+	if *labels == nil {
+		*labels = map[string]string{}
+	}
+	(*labels)[LabelRequest] = r.key
+}
+
+// LabelRequest is the label of sandboxes and checkpoints that were made for an
+// idempotency key.
+const LabelRequest = "agentbox.request"
+
+// query is a verb that changes nothing.
+func query[O any](h *Handler, path, summary string, do func(context.Context, *request[None]) (O, error), params ...string) route {
+	return route{method: http.MethodGet, path: path, summary: summary, out: reflect.TypeFor[O](), query: params, serve: func(w http.ResponseWriter, r *http.Request) {
+		out, err := do(r.Context(), &request[None]{Request: r, ref: ref(r)})
+		if err != nil {
+			writeProblem(w, err)
+			return
+		}
+		h.writeJSON(w, r, out)
+	}}
+}
+
+// verb is one that may change something.
+func verb[I, O any](h *Handler, path, summary string, do func(context.Context, *request[I]) (O, error)) route {
+	return route{method: http.MethodPost, path: path, summary: summary, in: reflect.TypeFor[I](), out: reflect.TypeFor[O](), serve: func(w http.ResponseWriter, r *http.Request) {
+		req := &request[I]{Request: r, ref: ref(r)}
+		data, err := h.body(r, w, &req.in)
+		if err != nil {
+			writeProblem(w, err)
+			return
+		}
+		if h.opts.Before != nil {
+			if err := h.opts.Before(r.Context()); err != nil {
+				writeProblem(w, err)
+				return
+			}
+		}
+		h.once(w, r, data, func(key string, again bool) (any, error) {
+			req.key, req.again = key, again
+			if !wantsEvents(r) {
+				return do(r.Context(), req)
+			}
+			events := h.events(w, r)
+			defer events.close()
+			req.report = events.progress
+			out, err := do(r.Context(), req)
+			events.end(out, err)
+			return out, errors.Join(err, errAnswered)
+		})
+	}}
+}
+
+// withProgress says what the progress of a route is.
+func (r route) withProgress(event any) route {
+	r.event = reflect.TypeOf(event)
+	return r
+}
+
+// errAnswered keeps once from answering: the stream has.
+var errAnswered = errors.New("answered")
+
+// once does a verb unless it was done for the same key before, and answers.
+func (h *Handler) once(w http.ResponseWriter, r *http.Request, body []byte, do func(key string, again bool) (any, error)) {
+	key := r.Header.Get(headerKey)
+	var rec *record
+	if key != "" {
+		if h.requests == nil {
+			writeProblem(w, fmt.Errorf("%w: this service remembers no %s", runtime.ErrUnsupported, headerKey))
+			return
+		}
+		sum := sha256.New()
+		fmt.Fprintf(sum, "%s %s\n", r.Method, r.URL.RequestURI())
+		sum.Write(body)
+		var err error
+		if rec, err = h.requests.begin(peerOf(r.Context()).UID, key, hex.EncodeToString(sum.Sum(nil))); err != nil {
+			writeProblem(w, err)
+			return
+		}
+		if rec.Done && rec.Body == nil {
+			writeProblem(w, fmt.Errorf("%w: it was done, but its answer was too large to be remembered", runtime.ErrState))
+			return
+		}
+		if rec.Done {
+			w.Header().Set(headerReplay, "true")
+			h.replay(w, r, rec.Body)
+			return
+		}
+	}
+	out, err := do(key, rec != nil && rec.again)
+	answered := errors.Is(err, errAnswered)
+	if err = unanswered(err); rec != nil {
+		if e := h.requests.finish(rec, out, err); e != nil {
+			h.log.Error("a request is not remembered", "err", e)
+		}
+	}
+	switch {
+	case answered:
+	case err != nil:
+		writeAProblem(w, problemWith(err, out))
+	default:
+		h.writeJSON(w, r, out)
+	}
+}
+
+// problemWith is the problem of a verb, with what it has done all the same.
+func problemWith(err error, out any) Problem {
+	p := problem(err)
+	if v := reflect.ValueOf(out); v.IsValid() && !v.IsZero() {
+		p.Partial, _ = json.Marshal(out) // what cannot be told is left out
+	}
+	return p
+}
+
+// unanswered is err without errAnswered.
+func unanswered(err error) error {
+	many, ok := err.(interface{ Unwrap() []error })
+	if !ok || !errors.Is(err, errAnswered) {
+		return err
+	}
+	for _, e := range many.Unwrap() {
+		if e != errAnswered {
+			return e
+		}
+	}
+	return nil
+}
+
+// replay answers with what is remembered.
+func (h *Handler) replay(w http.ResponseWriter, r *http.Request, body json.RawMessage) {
+	if wantsEvents(r) {
+		events := h.events(w, r)
+		defer events.close()
+		events.end(body, nil)
+		return
+	}
+	h.writeJSON(w, r, body)
+}
+
+// ref is what the path of a request names.
+func ref(r *http.Request) string {
+	for _, name := range []string{"sandbox", "checkpoint", "image"} {
+		if v := r.PathValue(name); v != "" {
+			return v
+		}
+	}
+	return ""
+}
+
+// body reads a JSON body. A member that is not known is an error: it could be
+// what makes the verb do less.
+func (h *Handler) body(r *http.Request, w http.ResponseWriter, into any) ([]byte, error) {
+	limit := int64(maxBody)
+	if _, ok := into.(interface{ variables() map[string]string }); ok {
+		limit = maxSecrets
+	}
+	ctl := http.NewResponseController(w)
+	_ = ctl.SetReadDeadline(time.Now().Add(h.opts.Body)) // in tests there is no connection
+	data, err := io.ReadAll(http.MaxBytesReader(w, r.Body, limit))
+	_ = ctl.SetReadDeadline(time.Time{})
+	if err != nil {
+		return nil, fmt.Errorf("%w: body: %v", runtime.ErrInvalid, err)
+	}
+	if len(bytes.TrimSpace(data)) == 0 {
+		return nil, nil
+	}
+	dec := json.NewDecoder(bytes.NewReader(data))
+	dec.DisallowUnknownFields()
+	if err := dec.Decode(into); err != nil {
+		return nil, fmt.Errorf("%w: body: %v", runtime.ErrInvalid, err)
+	}
+	if _, err := dec.Token(); err != io.EOF {
+		return nil, fmt.Errorf("%w: body: there is something behind the JSON", runtime.ErrInvalid)
+	}
+	return data, nil
+}
+
+// writeJSON answers with a value; its digest is the ETag.
+func (h *Handler) writeJSON(w http.ResponseWriter, r *http.Request, v any) {
+	data, err := json.Marshal(v)
+	if err != nil {
+		writeProblem(w, err)
+		return
+	}
+	w.Header().Set("Content-Type", "application/json")
+	if r.Method == http.MethodGet {
+		sum := sha256.Sum256(data)
+		tag := `"` + hex.EncodeToString(sum[:16]) + `"`
+		w.Header().Set("ETag", tag)
+		if strings.Contains(r.Header.Get("If-None-Match"), tag) {
+			w.WriteHeader(http.StatusNotModified)
+			return
+		}
+	}
+	out := h.writer(w)
+	_, _ = out.Write(append(data, '\n')) // whoever asked is gone
+}
+
+func writeProblem(w http.ResponseWriter, err error) { writeAProblem(w, problem(err)) }
+
+func writeAProblem(w http.ResponseWriter, p Problem) {
+	data, err := json.Marshal(p)
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusInternalServerError)
+		return
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(p.Status)
+	_, _ = w.Write(append(data, '\n')) // whoever asked is gone
+}
+
+// statusWriter remembers the status for the log.
+type statusWriter struct {
+	http.ResponseWriter
+	status int
+}
+
+func (s *statusWriter) WriteHeader(status int) {
+	s.status = status
+	s.ResponseWriter.WriteHeader(status)
+}
+
+// Unwrap lets http.ResponseController and websocket.Accept at the connection.
+func (s *statusWriter) Unwrap() http.ResponseWriter { return s.ResponseWriter }
+
+// writer bounds how long the caller may take none of what is written.
+func (h *Handler) writer(w http.ResponseWriter) io.Writer {
+	return stallWriter{w, http.NewResponseController(w), h.opts.Stall}
+}
+
+type stallWriter struct {
+	w   io.Writer
+	ctl *http.ResponseController
+	max time.Duration
+}
+
+func (s stallWriter) Write(p []byte) (int, error) {
+	_ = s.ctl.SetWriteDeadline(time.Now().Add(s.max)) // in tests there is no connection
+	n, err := s.w.Write(p)
+	_ = s.ctl.SetWriteDeadline(time.Time{})
+	return n, err
+}
+
+// stallReader bounds how long the caller may send none of what is read.
+type stallReader struct {
+	r   io.Reader
+	ctl *http.ResponseController
+	max time.Duration
+}
+
+func (s stallReader) Read(p []byte) (int, error) {
+	_ = s.ctl.SetReadDeadline(time.Now().Add(s.max))
+	n, err := s.r.Read(p)
+	_ = s.ctl.SetReadDeadline(time.Time{})
+	return n, err
+}
