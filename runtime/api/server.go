@@ -378,10 +378,12 @@ func (h *Handler) body(r *http.Request, w http.ResponseWriter, into any) ([]byte
 	ctl := http.NewResponseController(w)
 	_ = ctl.SetReadDeadline(time.Now().Add(h.opts.Body)) // in tests there is no connection
 	data, err := io.ReadAll(http.MaxBytesReader(w, r.Body, limit))
-	_ = ctl.SetReadDeadline(time.Time{})
 	if err != nil {
+		// What is yet to come is not waited for.
+		w.Header().Set("Connection", "close")
 		return nil, fmt.Errorf("%w: body: %v", runtime.ErrInvalid, err)
 	}
+	_ = ctl.SetReadDeadline(time.Time{})
 	if len(bytes.TrimSpace(data)) == 0 {
 		return nil, nil
 	}
@@ -472,6 +474,8 @@ type stallReader struct {
 func (s stallReader) Read(p []byte) (int, error) {
 	_ = s.ctl.SetReadDeadline(time.Now().Add(s.max))
 	n, err := s.r.Read(p)
-	_ = s.ctl.SetReadDeadline(time.Time{})
+	if err == nil || err == io.EOF {
+		_ = s.ctl.SetReadDeadline(time.Time{})
+	}
 	return n, err
 }

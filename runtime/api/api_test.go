@@ -1,0 +1,590 @@
+package api
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	goruntime "runtime"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+	"unsafe"
+
+	"go.uber.org/goleak"
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// service answers what a test has it answer; the engine itself is behind the API
+// in the tests of package test.
+type service struct {
+	runtime.Service
+	sandboxes  func(context.Context) ([]runtime.Sandbox, error)
+	checkpoint func(context.Context, string, runtime.CheckpointOptions) (runtime.Checkpoint, error)
+	copyFrom   func(context.Context, io.Writer) error
+	copyTo     func(context.Context, io.Reader) error
+	exec       func(context.Context, runtime.Process, runtime.Streams) (int, error)
+	logs       func(context.Context, io.Writer, io.Writer) error
+	recover    func() (runtime.Recovery, error)
+}
+
+func (s *service) Sandboxes(ctx context.Context) ([]runtime.Sandbox, error) { return s.sandboxes(ctx) }
+func (s *service) Checkpoint(ctx context.Context, ref string, o runtime.CheckpointOptions) (runtime.Checkpoint, error) {
+	return s.checkpoint(ctx, ref, o)
+}
+func (s *service) CopyFrom(ctx context.Context, _, _ string, w io.Writer) error {
+	return s.copyFrom(ctx, w)
+}
+func (s *service) CopyTo(ctx context.Context, _, _ string, r io.Reader) error {
+	return s.copyTo(ctx, r)
+}
+func (s *service) Exec(ctx context.Context, _ string, p runtime.Process, streams runtime.Streams) (int, error) {
+	return s.exec(ctx, p, streams)
+}
+func (s *service) Logs(ctx context.Context, _ string, _ runtime.LogOptions, out, err io.Writer) error {
+	return s.logs(ctx, out, err)
+}
+func (s *service) Recover(context.Context) (runtime.Recovery, error) { return s.recover() }
+
+// serving runs a service on a socket and returns that; the end of the test drains it.
+func serving(t *testing.T, svc runtime.Service, opts Options) (socket string) {
+	t.Helper()
+	t.Cleanup(func() { goleak.VerifyNone(t) })
+	dir, err := os.MkdirTemp("", "api")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	socket = filepath.Join(dir, SocketName)
+	l, err := Listen(socket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	opts.Log = slog.New(slog.NewTextHandler(io.Discard, nil))
+	if opts.Requests == "" {
+		opts.Requests = filepath.Join(dir, "requests")
+	}
+	h, err := New(svc, opts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- Serve(ctx, l, h) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+	return socket
+}
+
+func client(t *testing.T, socket string) *Client {
+	c := Dial(socket)
+	t.Cleanup(func() { c.Close() })
+	return c
+}
+
+func TestErrors(t *testing.T) {
+	var fails error
+	svc := &service{checkpoint: func(context.Context, string, runtime.CheckpointOptions) (runtime.Checkpoint, error) {
+		return runtime.Checkpoint{}, fails
+	}}
+	c := client(t, serving(t, svc, Options{}))
+	inner := &fault.Error{Hint: "Do that.", Err: fmt.Errorf("deep: %w", errors.Join(fault.ErrBusy, fault.ErrState))}
+	for _, err := range []error{
+		fault.ErrNotFound, fault.ErrExists, fault.ErrState, fault.ErrDenied, fault.ErrUnsupported, fault.ErrCorrupt, fault.ErrBusy, fault.ErrInvalid,
+		errors.New("of no kind"),
+		&fault.Error{Op: "checkpoint", ID: "c", Hint: "Do this.", Err: inner},
+		fmt.Errorf("around: %w", inner),
+		&fault.Error{Op: "exec", ID: "c", Err: &runtime.ExecError{Command: "x", Code: 127, Err: errors.New("no x")}},
+	} {
+		fails = err
+		_, got := c.Checkpoint(t.Context(), "c", runtime.CheckpointOptions{})
+		if got == nil || got.Error() != err.Error() || fmt.Sprint(fault.Hint(got)) != fmt.Sprint(fault.Hint(err)) {
+			t.Errorf("%v %q, want %v %q", got, fault.Hint(got), err, fault.Hint(err))
+		}
+		for _, s := range codes {
+			if errors.Is(got, s.err) != errors.Is(err, s.err) {
+				t.Errorf("%v: errors.Is(%v) is %v", err, s.err, errors.Is(got, s.err))
+			}
+		}
+		if fmt.Sprint(codesOf(got)) != fmt.Sprint(codesOf(err)) {
+			t.Errorf("%v: %v in another order: %v", err, codesOf(err), codesOf(got))
+		}
+		var own, exec = new(runtime.Error), new(runtime.ExecError)
+		if want, ok := err.(*runtime.Error); ok && (!errors.As(got, &own) || own.Op != want.Op || own.ID != want.ID || own.Hint != want.Hint) {
+			t.Errorf("%#v, want %#v", got, err)
+		}
+		if errors.As(err, &exec) && (!errors.As(got, &exec) || exec.Code != 127 || exec.Command != "x") {
+			t.Errorf("%#v", got)
+		}
+	}
+}
+
+func TestPartial(t *testing.T) {
+	svc := &service{recover: func() (runtime.Recovery, error) {
+		return runtime.Recovery{Actions: []string{"did this"}}, fault.ErrBusy
+	}}
+	c := client(t, serving(t, svc, Options{}))
+	if got, err := c.Recover(t.Context()); !errors.Is(err, fault.ErrBusy) || len(got.Actions) != 1 {
+		t.Error(got, err)
+	}
+}
+
+func TestPages(t *testing.T) {
+	var list []runtime.Sandbox
+	for i := range 2*usualPage + 1 {
+		list = append(list, runtime.Sandbox{ID: fmt.Sprint(i)})
+	}
+	svc := &service{sandboxes: func(context.Context) ([]runtime.Sandbox, error) { return list, nil }}
+	c := client(t, serving(t, svc, Options{}))
+	got, err := c.Sandboxes(t.Context())
+	if err != nil || len(got) != len(list) || got[len(got)-1].ID != list[len(list)-1].ID {
+		t.Error(len(got), err)
+	}
+	if _, err := get[Page[runtime.Sandbox]](t.Context(), c, at("sandboxes"), map[string][]string{"limit": {"x"}}); !errors.Is(err, fault.ErrInvalid) {
+		t.Error(err)
+	}
+	resp, err := c.exchange(t.Context(), http.MethodGet, at("sandboxes"), nil, nil, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp.Body.Close()
+	_, err = c.exchange(t.Context(), http.MethodGet, at("sandboxes"), nil, nil, http.Header{"If-None-Match": {resp.Header.Get("ETag")}})
+	if err == nil || !strings.Contains(err.Error(), "304") {
+		t.Error(err)
+	}
+}
+
+// A verb is cancelled by its caller's context, and waited for.
+func TestCancel(t *testing.T) {
+	begun, undone := make(chan struct{}), false
+	svc := &service{checkpoint: func(ctx context.Context, _ string, _ runtime.CheckpointOptions) (runtime.Checkpoint, error) {
+		close(begun)
+		<-ctx.Done()
+		time.Sleep(20 * time.Millisecond) // it undoes something
+		undone = true
+		return runtime.Checkpoint{}, ctx.Err()
+	}}
+	c := client(t, serving(t, svc, Options{}))
+	ctx, cancel := context.WithCancel(t.Context())
+	go func() { <-begun; cancel() }()
+	if _, err := c.Checkpoint(ctx, "c", runtime.CheckpointOptions{}); !errors.Is(err, context.Canceled) || !undone {
+		t.Error(err, undone)
+	}
+}
+
+func TestKeys(t *testing.T) {
+	dir := t.TempDir()
+	times := 0
+	var fails error
+	made := []runtime.Checkpoint{}
+	svc := &service{checkpoint: func(_ context.Context, _ string, o runtime.CheckpointOptions) (runtime.Checkpoint, error) {
+		times++
+		if fails != nil {
+			return runtime.Checkpoint{}, fails
+		}
+		made = append(made, runtime.Checkpoint{ID: fmt.Sprint(times), Labels: o.Labels})
+		return made[len(made)-1], nil
+	}}
+	c := client(t, serving(t, svc, Options{Requests: dir}))
+	take := func(key, name string) (runtime.Checkpoint, error) {
+		return c.Checkpoint(WithKey(t.Context(), key), "c", runtime.CheckpointOptions{Name: name})
+	}
+	first, err := take("k", "a")
+	if err != nil || first.Labels[LabelRequest] != "k" {
+		t.Fatal(first, err)
+	}
+	if again, err := take("k", "a"); err != nil || again.ID != first.ID || times != 1 {
+		t.Error(again, err, times)
+	}
+	if _, err := take("k", "b"); !errors.Is(err, fault.ErrInvalid) {
+		t.Error(err)
+	}
+	// What failed has done nothing, and may be tried again.
+	fails = fault.ErrBusy
+	if _, err := take("l", "a"); !errors.Is(err, fault.ErrBusy) {
+		t.Error(err)
+	}
+	fails = nil
+	if _, err := take("l", "a"); err != nil {
+		t.Error(err)
+	}
+	if _, err := take(strings.Repeat("k", maxKey+1), "a"); !errors.Is(err, fault.ErrInvalid) {
+		t.Error(err)
+	}
+	// A record without an answer was left by a service that was killed.
+	s, err := openRequests(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if rec, err := s.begin(0, "m", "digest"); err != nil || rec.again {
+		t.Fatal(rec, err)
+	}
+	if _, err := s.begin(0, "m", "digest"); !errors.Is(err, fault.ErrBusy) {
+		t.Error(err)
+	}
+	if s, err = openRequests(dir); err != nil {
+		t.Fatal(err)
+	}
+	if rec, err := s.begin(0, "m", "digest"); err != nil || !rec.again {
+		t.Error(rec, err)
+	}
+	if rec, err := s.begin(1, "m", "other"); err != nil || rec.again { // another user's
+		t.Error(rec, err)
+	}
+}
+
+// What is too slow, too large or makes no sense is refused, and ends.
+func TestBadRequests(t *testing.T) {
+	svc := &service{checkpoint: func(context.Context, string, runtime.CheckpointOptions) (runtime.Checkpoint, error) {
+		return runtime.Checkpoint{}, nil
+	}}
+	socket := serving(t, svc, Options{Body: 100 * time.Millisecond})
+	say := func(text string) string {
+		t.Helper()
+		conn, err := net.Dial("unix", socket)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		if err := conn.SetDeadline(time.Now().Add(time.Minute)); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := io.WriteString(conn, text); err != nil && !errors.Is(err, syscall.EPIPE) {
+			t.Fatal(err)
+		}
+		line, err := bufio.NewReader(conn).ReadString('\n')
+		if err != nil {
+			t.Fatalf("%.50q: %v", text, err)
+		}
+		return line
+	}
+	const post = "POST /v1/sandboxes/c/checkpoints HTTP/1.1\r\nHost: x\r\n"
+	for text, want := range map[string]string{
+		post + "Content-Length: 2\r\n\r\n{}":                                          " 200 ",
+		post + "Content-Length: 100\r\n\r\n{":                                         " 400 ", // never sends the rest
+		post + "Content-Length: 8\r\n\r\n{\"x\":1}\n":                                 " 400 ",
+		post + "Content-Length: 4\r\n\r\n{} {":                                        " 400 ",
+		post + "Content-Length: 5000000\r\n\r\n" + strings.Repeat(" ", 4<<20+1):       " 400 ",
+		"GET /v1/sandboxes HTTP/1.1\r\nHost: x\r\nX: " + strings.Repeat("x", 100<<10): " 431 ",
+		"nonsense\r\n\r\n":                                  " 400 ",
+		"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n":               " 404 ",
+		"PUT /v1/sandboxes HTTP/1.1\r\nHost: x\r\n\r\n":     " 404 ",
+		"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n":     " 200 ",
+		"DELETE /v1/requests/x HTTP/1.1\r\nHost: x\r\n\r\n": " 404 ",
+	} {
+		if got := say(text); !strings.Contains(got, want) {
+			t.Errorf("%.80q: %q, want %s", text, got, want)
+		}
+	}
+}
+
+// A stream that was cut is never taken for a whole one.
+func TestStreams(t *testing.T) {
+	piece := bytes.Repeat([]byte("x"), 100<<10)
+	svc := &service{}
+	socket := serving(t, svc, Options{})
+	c := client(t, socket)
+	for _, fails := range []error{nil, fault.ErrCorrupt} {
+		for _, data := range [][]byte{nil, piece} {
+			svc.copyFrom = func(_ context.Context, w io.Writer) error { _, err := w.Write(data); return errors.Join(err, fails) }
+			var got bytes.Buffer
+			if err := c.CopyFrom(t.Context(), "c", "/", &got); !errors.Is(err, fails) || !bytes.Equal(got.Bytes(), data) {
+				t.Errorf("%d bytes: %v, want %v", got.Len(), err, fails)
+			}
+			// Who takes no trailers sees the connection cut.
+			resp, err := c.http.Get("http://agentbox/v1/sandboxes/c/archive?path=/")
+			if err == nil && len(data) > 0 {
+				_, err = io.Copy(io.Discard, resp.Body)
+				resp.Body.Close()
+				if (err != nil) != (fails != nil) {
+					t.Errorf("without trailers: %v, want %v", err, fails)
+				}
+			} else if err == nil {
+				resp.Body.Close()
+			}
+		}
+	}
+	// The error of an upload arrives though the caller has more to send.
+	svc.copyTo = func(_ context.Context, r io.Reader) error {
+		_, _ = r.Read(make([]byte, 10))
+		return fault.ErrDenied
+	}
+	if err := c.CopyTo(t.Context(), "c", "/", io.LimitReader(zeros{}, 8<<20)); !errors.Is(err, fault.ErrDenied) {
+		t.Error(err)
+	}
+	// And the caller's own is the one that is told; the service sees no end.
+	ended := make(chan error, 1)
+	svc.copyTo = func(_ context.Context, r io.Reader) error {
+		_, err := io.Copy(io.Discard, r)
+		ended <- err
+		return err
+	}
+	own := errors.New("my disk")
+	if err := c.CopyTo(t.Context(), "c", "/", io.MultiReader(bytes.NewReader(piece), failing{own})); !errors.Is(err, own) {
+		t.Error(err)
+	}
+	if err := <-ended; err == nil {
+		t.Error("a stream that was cut was taken for a whole one")
+	}
+	var out, errs bytes.Buffer
+	svc.logs = func(_ context.Context, stdout, stderr io.Writer) error {
+		fmt.Fprint(stdout, "a\xff\nb")
+		fmt.Fprint(stderr, "c\n")
+		return fault.ErrBusy
+	}
+	if err := c.Logs(t.Context(), "c", runtime.LogOptions{}, &out, &errs); !errors.Is(err, fault.ErrBusy) || out.String() != "a\xff\nb" || errs.String() != "c\n" {
+		t.Errorf("%q %q %v", &out, &errs, err)
+	}
+	if _, err := readEvents(strings.NewReader("event: stdout\ndata: {}\n\n"), func(string, []byte) error { return nil }); !errors.Is(err, io.ErrUnexpectedEOF) {
+		t.Error(err)
+	}
+}
+
+type zeros struct{}
+
+func (zeros) Read(p []byte) (int, error) { clear(p); return len(p), nil }
+
+type failing struct{ err error }
+
+func (f failing) Read([]byte) (int, error) { return 0, f.err }
+
+func TestSession(t *testing.T) {
+	svc := &service{}
+	c := client(t, serving(t, svc, Options{}))
+	// More than the window, both ways at once.
+	svc.exec = func(_ context.Context, p runtime.Process, s runtime.Streams) (int, error) {
+		n, err := io.Copy(s.Stdout, s.Stdin)
+		fmt.Fprint(s.Stderr, n, p.Args)
+		return 7, err
+	}
+	in := bytes.Repeat([]byte("0123456789"), Window/5)
+	var out, errs bytes.Buffer
+	exit, err := c.Exec(t.Context(), "c", runtime.Process{Args: []string{"x"}}, runtime.Streams{Stdin: bytes.NewReader(in), Stdout: &out, Stderr: &errs})
+	if err != nil || exit != 7 || !bytes.Equal(out.Bytes(), in) || errs.String() != fmt.Sprint(len(in), []string{"x"}) {
+		t.Error(exit, err, out.Len(), errs.String())
+	}
+	// Sizes, and detaching.
+	svc.exec = func(_ context.Context, _ runtime.Process, s runtime.Streams) (int, error) {
+		if size := <-s.Resize; size != (runtime.Size{Width: 80, Height: 24}) || string(s.DetachKeys) != "\x10" {
+			return 0, fmt.Errorf("%v %q", size, s.DetachKeys)
+		}
+		return 0, runtime.ErrDetached
+	}
+	sizes := make(chan runtime.Size, 1)
+	sizes <- runtime.Size{Width: 80, Height: 24}
+	if _, err := c.Exec(t.Context(), "c", runtime.Process{Args: []string{"x"}}, runtime.Streams{Resize: sizes, DetachKeys: []byte{16}}); err != runtime.ErrDetached {
+		t.Error(err)
+	}
+	// A caller that goes away ends it.
+	ended := make(chan struct{})
+	ctx, cancel := context.WithCancel(t.Context())
+	svc.exec = func(inner context.Context, _ runtime.Process, s runtime.Streams) (int, error) {
+		defer close(ended)
+		cancel()
+		<-inner.Done()
+		return 0, inner.Err()
+	}
+	if _, err := c.Exec(ctx, "c", runtime.Process{Args: []string{"x"}}, runtime.Streams{}); !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+	<-ended
+}
+
+// Who is neither root nor in the socket's group is refused, though it reaches
+// the socket.
+func TestPeer(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Fatal("this test needs root")
+	}
+	svc := &service{sandboxes: func(context.Context) ([]runtime.Sandbox, error) { return nil, nil }}
+	socket := serving(t, svc, Options{})
+	if info, err := os.Stat(socket); err != nil || info.Mode().Perm() != 0o660 {
+		t.Fatal(info, err)
+	}
+	if err := errors.Join(os.Chmod(socket, 0o666), os.Chmod(filepath.Dir(socket), 0o755)); err != nil {
+		t.Fatal(err)
+	}
+	for _, tc := range []struct {
+		uid, gid int
+		groups   []uint32
+		want     string
+	}{
+		{0, 0, nil, "200"},
+		{65534, 65534, nil, "403"},
+		{65534, 65534, []uint32{1, 0}, "200"}, // the socket's group is root's here
+	} {
+		conn, err := dialAs(socket, tc.uid, tc.gid, tc.groups)
+		if err != nil {
+			t.Fatal(err)
+		}
+		fmt.Fprint(conn, "GET /v1/sandboxes HTTP/1.1\r\nHost: x\r\n\r\n")
+		line, err := bufio.NewReader(conn).ReadString('\n')
+		if conn.Close(); err != nil || !strings.Contains(line, tc.want) {
+			t.Errorf("%+v: %s %v", tc, line, err)
+		}
+	}
+}
+
+// dialAs connects as somebody else: a thread of its own does, and ends.
+func dialAs(socket string, uid, gid int, groups []uint32) (conn net.Conn, err error) {
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		goruntime.LockOSThread()
+		groups = append(groups, 0)
+		for _, call := range [][3]uintptr{
+			{unix.SYS_SETGROUPS, uintptr(len(groups) - 1), uintptr(unsafe.Pointer(&groups[0]))},
+			{unix.SYS_SETRESGID, uintptr(gid), uintptr(gid)},
+			{unix.SYS_SETRESUID, uintptr(uid), uintptr(uid)},
+		} {
+			if _, _, errno := unix.RawSyscall(call[0], call[1], call[2], call[2]); errno != 0 {
+				err = errno
+				return
+			}
+		}
+		conn, err = net.Dial("unix", socket)
+	}()
+	<-done
+	return conn, err
+}
+
+// Connections that stand idle keep others waiting, not for ever out.
+func TestSocket(t *testing.T) {
+	svc := &service{sandboxes: func(context.Context) ([]runtime.Sandbox, error) { return nil, nil }}
+	socket := serving(t, svc, Options{})
+	if l, err := Listen(socket); !errors.Is(err, fault.ErrExists) {
+		t.Error(l, err)
+	}
+	stale := filepath.Join(filepath.Dir(socket), "stale")
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: stale, Net: "unix"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.SetUnlinkOnClose(false)
+	l.Close()
+	again, err := Listen(stale)
+	if err != nil {
+		t.Fatal(err)
+	}
+	again.Close()
+	if err := os.WriteFile(stale, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Listen(stale); !errors.Is(err, fault.ErrExists) {
+		t.Error(err)
+	}
+	// One place: the second connection is accepted when the first has gone.
+	inner, err := Listen(filepath.Join(filepath.Dir(socket), "few"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	few := newLimited(inner, 1)
+	defer few.Close()
+	var clients []net.Conn
+	for range 2 {
+		c, err := net.Dial("unix", inner.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		clients = append(clients, c)
+	}
+	first, err := few.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	second := make(chan net.Conn, 1)
+	go func() { c, _ := few.Accept(); second <- c }()
+	select {
+	case <-second:
+		t.Error("more connections than there may be")
+	case <-time.After(20 * time.Millisecond):
+	}
+	first.Close()
+	(<-second).Close()
+}
+
+// The end of a service lets verbs end, and what follows something at once.
+func TestDrain(t *testing.T) {
+	following := make(chan struct{})
+	working, finish := make(chan struct{}), make(chan struct{})
+	svc := &service{
+		logs: func(ctx context.Context, _, _ io.Writer) error { close(following); <-ctx.Done(); return ctx.Err() },
+		checkpoint: func(context.Context, string, runtime.CheckpointOptions) (runtime.Checkpoint, error) {
+			close(working)
+			<-finish
+			return runtime.Checkpoint{ID: "done"}, nil
+		},
+	}
+	h, err := New(svc, Options{Log: slog.New(slog.NewTextHandler(io.Discard, nil))})
+	if err != nil {
+		t.Fatal(err)
+	}
+	socket := filepath.Join(t.TempDir(), "s")
+	l, err := Listen(socket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() { ended <- Serve(ctx, l, h) }()
+	c := client(t, socket)
+	var all sync.WaitGroup
+	all.Go(func() {
+		if err := c.Logs(t.Context(), "c", runtime.LogOptions{Follow: true}, nil, nil); !errors.Is(err, context.Canceled) {
+			t.Error(err)
+		}
+	})
+	all.Go(func() {
+		if got, err := c.Checkpoint(t.Context(), "c", runtime.CheckpointOptions{}); err != nil || got.ID != "done" {
+			t.Error(got, err)
+		}
+	})
+	<-following
+	<-working
+	cancel()
+	<-h.draining
+	rec := &recorder{header: http.Header{}}
+	h.ServeHTTP(rec, mustRequest("GET", "http://x/v1/sandboxes"))
+	if rec.status != http.StatusLocked {
+		t.Error(rec.status)
+	}
+	close(finish)
+	all.Wait()
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+}
+
+type recorder struct {
+	header http.Header
+	status int
+}
+
+func (r *recorder) Header() http.Header         { return r.header }
+func (r *recorder) WriteHeader(status int)      { r.status = status }
+func (r *recorder) Write(p []byte) (int, error) { return len(p), nil }
+
+func mustRequest(method, url string) *http.Request {
+	r, err := http.NewRequest(method, url, nil)
+	if err != nil {
+		panic(err)
+	}
+	return r
+}
