@@ -18,6 +18,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -50,7 +51,7 @@ func TestEngine(t *testing.T) {
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %v\n%s", build, err, out)
 	}
-	testscript.Run(t, testscript.Params{
+	engine := testscript.Params{
 		Dir:                 "testdata/engine",
 		RequireExplicitExec: true,
 		Cmds:                scriptCommands,
@@ -77,7 +78,61 @@ func TestEngine(t *testing.T) {
 			env.Defer(func() { sweep(filepath.Join(bin, "agentbox"), root) })
 			return nil
 		},
+	}
+	testscript.Run(t, engine)
+	// What is said and done through a service is the same.
+	t.Run("service", func(t *testing.T) {
+		through, setup := engine, engine.Setup
+		through.Dir = ""
+		for _, name := range throughService {
+			through.Files = append(through.Files, filepath.Join(engine.Dir, name+".txtar"))
+		}
+		through.Setup = func(env *testscript.Env) error {
+			if err := setup(env); err != nil {
+				return err
+			}
+			return serve(env, filepath.Join(bin, "agentbox"))
+		}
+		testscript.Run(t, through)
 	})
+}
+
+// throughService are the scripts that the service runs, too: every kind of stream
+// and of error.
+var throughService = []string{"cp", "errors", "exec", "logs", "portable", "signals"}
+
+// serve runs the service of a script, and has commands use it.
+func serve(env *testscript.Env, agentbox string) error {
+	ready, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: filepath.Join(env.WorkDir, "ready"), Net: "unixgram"})
+	if err != nil {
+		return err
+	}
+	defer ready.Close()
+	cmd := exec.Command(agentbox, "serve")
+	cmd.Env = append(slices.Clone(env.Vars), "NOTIFY_SOCKET="+ready.LocalAddr().String())
+	log, err := os.Create(filepath.Join(env.WorkDir, "serve.log"))
+	if err != nil {
+		return err
+	}
+	defer log.Close()
+	cmd.Stderr = log
+	if err := cmd.Start(); err != nil {
+		return err
+	}
+	env.Defer(func() {
+		_ = cmd.Process.Signal(syscall.SIGTERM)
+		if err := cmd.Wait(); err != nil {
+			env.T().Fatal("serve: ", err)
+		}
+	})
+	if err := ready.SetReadDeadline(time.Now().Add(time.Minute)); err != nil {
+		return err
+	}
+	if _, err := ready.Read(make([]byte, 100)); err != nil {
+		return fmt.Errorf("the service does not get ready: %w", err)
+	}
+	env.Setenv("AGENTBOX_HOST", "unix://"+filepath.Join(env.Getenv("AGENTBOX_ROOT"), "run", "agentbox.sock"))
+	return nil
 }
 
 // registries runs two: $REGISTRY, where names lie that have none, and $CLOSED,
@@ -259,7 +314,7 @@ func leftovers(root string) (left []string) {
 		"watch":              nil,
 		"checkpoints":        {"failed"},
 		"checkpoints/failed": nil,
-		"run":                {"runc", "exits", "tmp", "restore", "paused", "lock", "userns.json"},
+		"run":                {"runc", "exits", "tmp", "restore", "paused", "lock", "userns.json", "agentbox.sock", "agentbox.sock.lock", "requests"},
 		"run/lock":           nil,
 		"run/paused":         nil,
 		"run/restore":        nil,

@@ -145,6 +145,14 @@ func TestPartial(t *testing.T) {
 	}
 }
 
+func TestEncode(t *testing.T) {
+	for s, ok := range map[string]bool{"a": true, "\xff": false, "\ufffd": true, `\ufffd`: true, `\` + "\xff": false, `\\ufffd`: true} {
+		if _, err := encode([]string{s}); (err == nil) != ok || err != nil && !errors.Is(err, fault.ErrInvalid) {
+			t.Errorf("%q: %v", s, err)
+		}
+	}
+}
+
 func TestPages(t *testing.T) {
 	var list []runtime.Sandbox
 	for i := range 2*usualPage + 1 {

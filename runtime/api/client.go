@@ -188,7 +188,7 @@ func all[T any](ctx context.Context, c *Client, route string, q url.Values) ([]T
 
 // do has a verb done. With each it is told the progress.
 func do[O any](ctx context.Context, c *Client, route string, in any, each func([]byte) error) (out O, err error) {
-	data, err := json.Marshal(in)
+	data, err := encode(in)
 	if err != nil {
 		return out, err
 	}
@@ -227,6 +227,25 @@ func do[O any](ctx context.Context, c *Client, route string, in any, each func([
 		err = context.Cause(ctx)
 	}
 	return out, err
+}
+
+// encode is the JSON of v, which can hold no text that is not UTF-8.
+func encode(v any) ([]byte, error) {
+	data, err := json.Marshal(v)
+	for rest := data; err == nil; {
+		// json.Marshal replaces such bytes by this escape, and writes the rune
+		// itself where the text has that.
+		i := bytes.Index(rest, []byte(`\ufffd`))
+		if i < 0 {
+			break
+		}
+		before := rest[:i]
+		if (len(before)-len(bytes.TrimRight(before, `\`)))%2 == 0 {
+			return nil, &runtime.Error{Err: fmt.Errorf("%w: what was asked for is not valid UTF-8", runtime.ErrInvalid)}
+		}
+		rest = rest[i+len(`\ufffd`):]
+	}
+	return data, err
 }
 
 // cancelWith cancels a named request when ctx ends, as a Ctrl-C would there; a

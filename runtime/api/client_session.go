@@ -82,6 +82,9 @@ type session struct {
 
 // dial opens a session, which then runs until its last message, or ctx ends.
 func (c *Client) dial(ctx context.Context, route string, streams runtime.Streams, open Open) (*session, error) {
+	if _, err := encode(open); err != nil {
+		return nil, err
+	}
 	conn, resp, err := websocket.Dial(ctx, "ws://agentbox"+route, &websocket.DialOptions{
 		HTTPClient: c.http, Subprotocols: []string{subprotocol}, CompressionMode: websocket.CompressionDisabled,
 	})
