@@ -15,6 +15,7 @@ import (
 	goruntime "runtime"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -306,11 +307,20 @@ func TestBadRequests(t *testing.T) {
 func TestStreams(t *testing.T) {
 	piece := bytes.Repeat([]byte("x"), 100<<10)
 	svc := &service{}
-	socket := serving(t, svc, Options{})
-	c := client(t, socket)
+	c := client(t, serving(t, svc, Options{}))
+	type result struct {
+		data []byte
+		err  error
+	}
+	var next atomic.Value
+	svc.copyFrom = func(_ context.Context, w io.Writer) error {
+		r := next.Load().(result)
+		_, err := w.Write(r.data)
+		return errors.Join(err, r.err)
+	}
 	for _, fails := range []error{nil, fault.ErrCorrupt} {
 		for _, data := range [][]byte{nil, piece} {
-			svc.copyFrom = func(_ context.Context, w io.Writer) error { _, err := w.Write(data); return errors.Join(err, fails) }
+			next.Store(result{data, fails})
 			var got bytes.Buffer
 			if err := c.CopyFrom(t.Context(), "c", "/", &got); !errors.Is(err, fails) || !bytes.Equal(got.Bytes(), data) {
 				t.Errorf("%d bytes: %v, want %v", got.Len(), err, fails)
