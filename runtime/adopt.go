@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"strings"
 
-	"github.com/agentbox/agentbox/runtime/eventlog"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -106,7 +105,7 @@ func (e *Engine) adopt(ctx context.Context, backend, ref string) (store.Sandbox,
 			now, e2 := host.Adopt(ctx, old.ID)
 			switch {
 			case errors.Is(e2, ErrNotFound):
-				err = errors.Join(eventlog.Remove(e.eventsDir(), old.ID), e.store.DeleteSandbox(ctx, old.ID), e.store.PutSandbox(ctx, row))
+				err = errors.Join(e.dropEvents(old.ID), e.store.DeleteSandbox(ctx, old.ID), e.store.PutSandbox(ctx, row))
 			case e2 == nil && now.ID == old.ID && backend+"://"+now.Name != old.Name:
 				// Renamed since, and its old name given to this one.
 				old.Name = backend + "://" + now.Name

@@ -245,8 +245,15 @@ func (e *Engine) forgetEvents(rows []store.Sandbox) error {
 	for _, entry := range list {
 		id, _, _ := strings.Cut(entry.Name(), ".")
 		if !slices.ContainsFunc(rows, func(sb store.Sandbox) bool { return sb.ID == id }) {
-			errs = append(errs, eventlog.Remove(e.eventsDir(), id))
+			errs = append(errs, e.dropEvents(id))
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// dropEvents removes those of a sandbox.
+func (e *Engine) dropEvents(id string) error {
+	err := eventlog.Remove(e.eventsDir(), id)
+	_ = os.Remove(e.eventsDir()) // stays while there are others
+	return err
 }

@@ -16,7 +16,6 @@ import (
 	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/undo"
-	"github.com/agentbox/agentbox/runtime/eventlog"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -483,7 +482,7 @@ func (e *Engine) settle(ctx context.Context, host Host, id string) (did string, 
 	if s.Adopted {
 		if errors.Is(err, ErrNotFound) {
 			did = fmt.Sprintf("forgot %s, whose container is gone; its checkpoints stay", sb.Name)
-			return did, errors.Join(os.RemoveAll(filepath.Join(e.run, id)), eventlog.Remove(e.eventsDir(), id), e.store.DeleteSandbox(ctx, id))
+			return did, errors.Join(os.RemoveAll(filepath.Join(e.run, id)), e.dropEvents(id), e.store.DeleteSandbox(ctx, id))
 		}
 		return "", err // its engine sees to the rest
 	}

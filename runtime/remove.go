@@ -11,7 +11,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
-	"github.com/agentbox/agentbox/runtime/eventlog"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -81,7 +80,7 @@ func (e *Engine) finishRemove(ctx context.Context, host Host, id string, checkpo
 	if err := os.RemoveAll(filepath.Join(e.run, id)); err != nil {
 		return err
 	}
-	if err := errors.Join(e.noteHit(id, nil), e.unmark(id), eventlog.Remove(e.eventsDir(), id)); err != nil {
+	if err := errors.Join(e.noteHit(id, nil), e.unmark(id), e.dropEvents(id)); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("remove.after-backend"); err != nil {

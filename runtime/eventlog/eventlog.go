@@ -27,7 +27,7 @@ func older(dir, id string) string { return filepath.Join(dir, id+".1.jsonl") }
 func Append(dir, id string, line []byte) error {
 	for {
 		f, err := os.OpenFile(Path(dir, id), os.O_WRONLY|os.O_APPEND|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
-		if errors.Is(err, fs.ErrNotExist) { // it is the first event of all
+		if errors.Is(err, fs.ErrNotExist) { // it may have gone with the last file
 			if err = os.MkdirAll(dir, 0o700); err == nil {
 				continue
 			}
