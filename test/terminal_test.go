@@ -97,7 +97,9 @@ func TestTerminal(t *testing.T) {
 		m.enter("echo size: $(stty size)\r")
 		return strings.Contains(m.screen(), "size: 20 70")
 	})
-	m.enter("echo rea''dy; sleep 1000\r")
+	// Said by who is to be interrupted: a Ctrl-C that comes while the shell starts
+	// it is nobody's.
+	m.enter("sh -c \"echo rea''dy; exec sleep 1000\"\r")
 	m.shows("ready")
 	m.enter("\x03")
 	m.enter("echo still he''re $?\r")
@@ -128,7 +130,7 @@ func TestTerminal(t *testing.T) {
 		m.enter("echo size: $(stty size)\r")
 		return strings.Contains(m.screen(), "size: 25 90")
 	})
-	m.enter("echo on''ce more; sleep 1000\r")
+	m.enter("sh -c \"echo on''ce more; exec sleep 1000\"\r")
 	m.shows("once more")
 	m.enter("\x03")
 	m.enter("echo interr''upted\r")
