@@ -3,14 +3,11 @@ package overlay
 import (
 	"bytes"
 	"context"
-	"errors"
 	"fmt"
-	"hash/crc32"
 	"io"
 	"iter"
 	"os"
 	"path/filepath"
-	"reflect"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -19,7 +16,6 @@ import (
 	"golang.org/x/sys/unix"
 	"pgregory.net/rapid"
 
-	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/thorough"
 )
 
@@ -52,135 +48,6 @@ func (s *dirSource) Data(_ context.Context, e Entry) (io.ReadCloser, error) {
 
 func digested(dir string) iter.Seq2[Entry, error] {
 	return DirEntries(context.Background(), dir, WalkOptions{Digest: true})
-}
-
-// plan is PlanUpdate of any two sequences.
-func plan(ctx context.Context, have, want iter.Seq2[Entry, error]) (*Update, error) {
-	file := filepath.Join(os.TempDir(), fmt.Sprintf("overlay-test-%d", os.Getpid()))
-	return planBy(ctx, file, func(p *planner) error { return p.merge(have, want) })
-}
-
-// inOrder is all that an update does something about.
-func inOrder(t tb, u *Update) (list []*updateChange) {
-	t.Helper()
-	must(t, u.all(func(_ int, c *updateChange) error { list = append(list, c); return nil }))
-	return list
-}
-
-// planDirs plans in every way there is, which must be one plan.
-func planDirs(t tb, dir, want string) *Update {
-	t.Helper()
-	u, err := plan(context.Background(), digested(dir), digested(want))
-	must(t, err)
-	memory := dir + ".memory"
-	defer os.Remove(memory)
-	_, err = Collect(context.Background(), dir, memory, nil, CollectOptions{})
-	must(t, err)
-	defer func(n int) { spillAt = n }(spillAt)
-	spillAt = 1000
-	second, err := PlanUpdate(context.Background(), memory, digested(want))
-	must(t, err)
-	third, err := PlanUpdateTree(context.Background(), memory, bytes.NewReader(treeOf(t, want)))
-	must(t, err)
-	fourth := planPieces(t, memory, treeOf(t, want))
-	fifth := u
-	if sameDevice(t, dir, want) { // a memory of the one is good for the other
-		fifth = planKnown(t, dir, want)
-	}
-	t.Cleanup(func() { must(t, errors.Join(u.Close(), second.Close(), third.Close(), fourth.Close(), fifth.Close())) })
-	for name, v := range map[string]*Update{"PlanUpdate": second, "PlanUpdateTree": third, "PlanUpdatePieces": fourth, "PlanUpdateKnown": fifth} {
-		if !reflect.DeepEqual(inOrder(t, u), inOrder(t, v)) || !reflect.DeepEqual(u.times, v.times) || u.Bytes() != v.Bytes() {
-			t.Fatalf("%s has another plan: %q, want %q", name, kinds(t, v), kinds(t, u))
-		}
-	}
-	if second.changes.file != nil {
-		return second
-	}
-	return u
-}
-
-// planPieces plans with both lists in pieces of a few lines.
-func planPieces(t tb, memory string, tree []byte) *Update {
-	t.Helper()
-	var have []byte
-	must(t, CollectionLines(memory, func(l Line) error { have = append(append(have, l.JSON...), '\n'); return nil }))
-	has, _ := inFewLines(have)
-	wants, parts := inFewLines(tree)
-	u, err := PlanUpdatePieces(context.Background(), memory, has, wants, func(from, to int) (io.ReadCloser, error) {
-		for _, p := range wants[from:to] {
-			if slices.Contains(has, p) {
-				t.Fatalf("a piece that both have is read")
-			}
-		}
-		return io.NopCloser(bytes.NewReader(bytes.Join(parts[from:to], nil))), nil
-	})
-	must(t, err)
-	return u
-}
-
-// inFewLines cuts a list into pieces.
-func inFewLines(list []byte) (pieces []Piece, parts [][]byte) {
-	var part []byte
-	for line := range bytes.Lines(list) {
-		part = append(part, line...)
-		if crc32.ChecksumIEEE(line)%3 == 0 {
-			parts, part = append(parts, part), nil
-		}
-	}
-	if len(part) > 0 {
-		parts = append(parts, part)
-	}
-	for _, p := range parts {
-		pieces = append(pieces, Piece{Digest: digestOf(p), Len: int64(len(p))})
-	}
-	return pieces, parts
-}
-
-// planKnown plans with a memory of what is wanted, of which another piece than
-// what was recorded is refused.
-func planKnown(t tb, dir, want string) *Update {
-	t.Helper()
-	known := want + ".known"
-	_, err := Collect(context.Background(), want, known, nil, CollectOptions{})
-	must(t, err)
-	defer os.Remove(known)
-	pieces, _ := inFewLines(treeOf(t, want))
-	u, err := PlanUpdateKnown(context.Background(), dir, known, nil)
-	must(t, err)
-	other := slices.Clone(pieces)
-	other[len(other)-1].Digest = digestOf([]byte("another"))
-	for i, list := range [][]Piece{pieces, other, pieces[:len(pieces)-1], append(slices.Clone(pieces), pieces[0])} {
-		if same, err := ProveKnown(known, list); same != (i == 0) || err != nil {
-			t.Fatalf("list %d is what is known: %v, %v", i, same, err)
-		}
-	}
-	whole, err := os.ReadFile(known)
-	must(t, err)
-	whole[memoryHeader+8] ^= 1 // an inode's number
-	must(t, os.WriteFile(known, whole, 0o600))
-	if _, err := ProveKnown(known, pieces); !errors.Is(err, fault.ErrCorrupt) {
-		t.Fatalf("a damaged memory: %v", err)
-	}
-	return u
-}
-
-func sameDevice(t tb, a, b string) bool {
-	t.Helper()
-	var st [2]unix.Stat_t
-	must(t, errors.Join(unix.Stat(a, &st[0]), unix.Stat(b, &st[1])))
-	return st[0].Dev == st[1].Dev
-}
-
-func treeOf(t tb, dir string) []byte {
-	t.Helper()
-	var tree bytes.Buffer
-	tw := NewTreeWriter(&tree)
-	for e, err := range digested(dir) {
-		must(t, err)
-		must(t, tw.Write(e))
-	}
-	must(t, tw.Close())
-	return tree.Bytes()
 }
 
 // update makes dir what want is, and proves it.
@@ -548,56 +415,6 @@ func TestUpdateDeep(t *testing.T) {
 		must(t, u.Apply(t.Context(), dir, dir+".stage"))
 		if u := planDirs(t, dir, to); !u.Empty() {
 			t.Error(u.Len())
-		}
-	}
-}
-
-// TestPlanRefuses has trees that cannot be.
-func TestPlanRefuses(t *testing.T) {
-	root := Entry{Path: ".", Type: TypeDir}
-	digest := digestOf(nil)
-	file := func(p string) Entry { return Entry{Path: p, Type: TypeFile, Digest: digest} }
-	link := func(p, to string) Entry { return Entry{Path: p, Type: TypeFile, Hardlink: to} }
-	own := errors.New("own")
-	for name, c := range map[string]struct {
-		have, want []Entry
-		err        error
-	}{
-		"nothing wanted":       {[]Entry{root}, nil, fault.ErrInvalid},
-		"nothing there":        {nil, []Entry{root}, fault.ErrInvalid},
-		"out of order":         {[]Entry{root}, []Entry{root, file("b"), file("a")}, fault.ErrCorrupt},
-		"no parent":            {[]Entry{root}, []Entry{root, file("a/b")}, fault.ErrCorrupt},
-		"have out of order":    {[]Entry{root, file("b"), file("a")}, []Entry{root}, fault.ErrCorrupt},
-		"up":                   {[]Entry{root}, []Entry{root, file("..")}, fault.ErrInvalid},
-		"no digest":            {[]Entry{root}, []Entry{root, {Path: "a", Type: TypeFile}}, fault.ErrInvalid},
-		"link to a link":       {[]Entry{root}, []Entry{root, file("a"), link("b", "a"), link("c", "b")}, fault.ErrInvalid},
-		"link to another type": {[]Entry{root}, []Entry{root, {Path: "a", Type: TypeFifo}, link("b", "a")}, fault.ErrInvalid},
-		"link to what goes":    {[]Entry{root, file("a")}, []Entry{root, link("b", "a")}, fault.ErrInvalid},
-	} {
-		t.Run(name, func(t *testing.T) {
-			if _, err := plan(t.Context(), seqOf(c.have), seqOf(c.want)); !errors.Is(err, c.err) {
-				t.Errorf("want %v, got %v", c.err, err)
-			}
-		})
-	}
-	bad := func(yield func(Entry, error) bool) { _ = yield(root, nil) && yield(Entry{}, own) }
-	if _, err := plan(t.Context(), bad, seqOf([]Entry{root})); !errors.Is(err, own) {
-		t.Error(err)
-	}
-	if _, err := plan(t.Context(), seqOf([]Entry{root}), bad); !errors.Is(err, own) {
-		t.Error(err)
-	}
-	if _, err := plan(t.Context(), seqOf([]Entry{root, file("a")}), bad); !errors.Is(err, own) {
-		t.Error(err)
-	}
-}
-
-func seqOf(list []Entry) iter.Seq2[Entry, error] {
-	return func(yield func(Entry, error) bool) {
-		for _, e := range list {
-			if !yield(e, nil) {
-				return
-			}
 		}
 	}
 }
