@@ -7,6 +7,7 @@ is 0. Run it through `make bench`, as root.
 """
 
 import argparse
+import contextlib
 import glob
 import hashlib
 import io
@@ -14,9 +15,13 @@ import json
 import os
 import random
 import shutil
+import socket
+import subprocess
 import sys
 import tarfile
 import tempfile
+import time
+from http import client
 
 from bench_tools import AGENTBOX, HERE, Table, filesystem, run, settle, took, wait_for
 
@@ -59,7 +64,8 @@ IDLE = ["sleep", "infinity"]
 class Agentbox:
     def __init__(self, work, rootfs):
         self.root = os.path.join(work, "ab")
-        self.env = dict(os.environ, AGENTBOX_ROOT=self.root, AGENTBOX_BACKEND="oci")
+        # Commands are to be measured whole, not as clients of the service.
+        self.env = dict(os.environ, AGENTBOX_ROOT=self.root, AGENTBOX_BACKEND="oci", AGENTBOX_HOST="none")
         self.call("image", "import", "bench", rootfs)
 
     def call(self, *args, **kw):
@@ -81,6 +87,30 @@ class Agentbox:
 
     def restore(self, name, checkpoint):
         return self.took("restore", "--no-undo", "--format", "json", name, checkpoint)
+
+    @contextlib.contextmanager
+    def service(self):
+        """`agentbox serve`, and what posts a body to it; the answer comes with the seconds that it took."""
+        process = subprocess.Popen([AGENTBOX, "serve"], env=self.env, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            wait_for(lambda: os.path.exists(self.root + "/run/agentbox.sock"), what="the service listens")
+            yield self.post
+        finally:
+            process.terminate()
+            process.wait()
+
+    def post(self, path, body):
+        start = time.monotonic()
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(self.root + "/run/agentbox.sock")
+            http = client.HTTPConnection("agentbox")
+            http.sock = connection
+            http.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            answer = http.getresponse()
+            content = json.loads(answer.read())
+        if answer.status != 200:
+            sys.exit(f"bench: {path}: {content}")
+        return time.monotonic() - start, content
 
     def stored(self):
         """Bytes of packs and manifests."""
@@ -145,6 +175,13 @@ def files(t, ab, work, rounds):
         add("restore", took_)
         add("restore files", re["files_ns"] / 1e9)
         add("restore empty", ab.restore("empty", base["empty"])[0])
+
+        edit_stopped(ab, work, rounds + i)
+        with ab.service() as post:
+            settle(work)
+            took_, re = post("/v1/sandboxes/still/restore", {"checkpoint": base["still"], "no_undo": True})
+        assert re["changed"] >= CHANGED, re
+        add("restore request", took_)
         settle(work)
         add("clear and extract", took("sh", "-c", f"rm -rf {plain} && mkdir {plain} && tar -xf {tar} -C {plain}"))
         add("synced", took("sync", "-f", plain))
@@ -166,6 +203,7 @@ def files(t, ab, work, rounds):
 
     t.head(f"restore --no-undo after {CHANGED} of them changed")
     mine, fixed = t.time("stopped sandbox, whole", got["restore"]), t.time("of which without any files", got["restore empty"])
+    request = t.time("stopped sandbox, by a request to the service", got["restore request"])
     t.time("running sandbox, whole", got["restore running"])
     t.time("of which without any files ", got["restore bare"])
     t.time("running sandbox, down", got["down"])
@@ -173,6 +211,8 @@ def files(t, ab, work, rounds):
     extract, synced = t.time("rm -rf and tar -xf of the same", got["clear and extract"]), t.time("and sync -f, as a restore does", got["synced"])
     t.ratio("rm and tar / stopped, whole", extract / mine, 10)
     t.ratio("rm, tar and sync / stopped, whole", (extract + synced) / mine, 10)
+    t.ratio("rm and tar / by a request", extract / request, 10)
+    t.ratio("rm, tar and sync / by a request", (extract + synced) / request, 10)
     part = t.time("stopped sandbox, the files' part (files_ns)", got["restore files"])
     t.ratio("rm and tar / the files' part", extract / part, 10)
     t.ratio("rm, tar and sync / the files' part", (extract + synced) / part, 10)
