@@ -26,6 +26,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"os/signal"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -216,9 +217,20 @@ func (w wrapper) stagedUnder(args []string) (string, bool) {
 // become replaces this process by the real runtime. It returns only on failure.
 func (w wrapper) become(args []string) int {
 	env := append(host.Environ(), envGuard+"="+strconv.Itoa(os.Getpid()))
+	heed()
 	err := syscall.Exec(w.real, append([]string{w.real}, args...), env)
 	fmt.Fprintf(os.Stderr, "agentbox-runtime: exec %s: %v\n", w.real, err)
 	return 126
+}
+
+// heed has what comes of this process not ignore the signals that a caller under
+// nohup ignores: an exec resets those that are caught, and only those.
+func heed() {
+	for _, sig := range []os.Signal{syscall.SIGHUP, syscall.SIGINT} {
+		if signal.Ignored(sig) {
+			signal.Notify(make(chan os.Signal, 1), sig)
+		}
+	}
 }
 
 func realRuntime() (string, error) {
