@@ -24,20 +24,38 @@ func LargestID(lower string) (uint32, error) {
 	} else if !errors.Is(err, fs.ErrNotExist) {
 		return 0, err
 	}
+	root, err := os.OpenRoot(lower)
+	if err != nil {
+		return 0, fmt.Errorf("look at the owners in an image: %w", err)
+	}
+	defer root.Close()
 	var largest uint32
-	if err := filepath.WalkDir(lower, func(path string, d fs.DirEntry, err error) error {
-		if err != nil {
-			return err
-		}
-		fi, err := d.Info()
-		if err != nil {
-			return err
-		}
+	add := func(fi fs.FileInfo) {
 		st := fi.Sys().(*syscall.Stat_t)
 		largest = max(largest, st.Uid, st.Gid)
-		return nil
-	}); err != nil {
-		return 0, fmt.Errorf("look at the owners in an image: %w", err)
+	}
+	// Beneath a root: paths may be longer than the kernel takes in one piece.
+	for dirs := []string{"."}; len(dirs) > 0; {
+		dir := dirs[len(dirs)-1]
+		dirs = dirs[:len(dirs)-1]
+		f, err := root.Open(dir)
+		if err != nil {
+			return 0, fmt.Errorf("look at the owners in an image: %w", err)
+		}
+		self, err := f.Stat()
+		var list []fs.FileInfo
+		if err == nil {
+			add(self)
+			list, err = f.Readdir(-1)
+		}
+		if err = errors.Join(err, f.Close()); err != nil {
+			return 0, fmt.Errorf("look at the owners in an image: %w", err)
+		}
+		for _, fi := range list {
+			if add(fi); fi.IsDir() {
+				dirs = append(dirs, dir+"/"+fi.Name())
+			}
+		}
 	}
 	return largest, keep(kept, fmt.Sprintln(largest))
 }

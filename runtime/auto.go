@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"strings"
 	"time"
+	"unicode"
 
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -60,7 +61,7 @@ func clipLabel(s string) string {
 		s = s[:most]
 	}
 	return strings.Map(func(r rune) rune {
-		if r < ' ' || r == 0x7f || r == '\uFFFD' {
+		if !unicode.IsPrint(r) || r == '\uFFFD' {
 			return ' '
 		}
 		return r

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"time"
+	"unicode"
 
 	"golang.org/x/sys/unix"
 
@@ -74,9 +75,9 @@ func (e *Engine) Events(ctx context.Context, ref string, opts EventOptions, each
 	if err != nil {
 		return err
 	}
-	logs := []*eventlog.Reader{eventlog.NewReader(e.eventsDir(), sb.ID)}
+	logs := []eventSource{{Reader: eventlog.NewReader(e.eventsDir(), sb.ID), sandbox: sb.ID}}
 	if filter, ok := sb.host.Backend.(EgressFilter); ok {
-		logs = append(logs, eventlog.NewReader(filter.EgressLog(), sb.ID))
+		logs = append(logs, eventSource{eventlog.NewReader(filter.EgressLog(), sb.ID), sb.ID, EventDenied})
 	}
 	defer func() {
 		for _, l := range logs {
@@ -117,14 +118,41 @@ func (e *Engine) Events(ctx context.Context, ref string, opts EventOptions, each
 	}
 }
 
+// eventSource is a log of one sandbox's events.
+type eventSource struct {
+	*eventlog.Reader
+	sandbox string
+	only    string // the type that all are of. Who writes them is confined, and may be in a hostile hand
+}
+
+func (s eventSource) event(line []byte) (Event, error) {
+	var ev Event
+	if err := json.Unmarshal(line, &ev); err != nil {
+		return Event{}, err
+	}
+	if s.only != "" {
+		ev = Event{Time: ev.Time, Type: s.only, Protocol: ev.Protocol, Name: ev.Name, Address: ev.Address, Reason: ev.Reason, Missed: ev.Missed}
+	}
+	for _, text := range []*string{&ev.Protocol, &ev.Name, &ev.Address, &ev.Reason} {
+		*text = strings.Map(func(r rune) rune {
+			if !unicode.IsPrint(r) {
+				return '?'
+			}
+			return r
+		}, *text)
+	}
+	ev.Sandbox = s.sandbox
+	return ev, nil
+}
+
 // readEvents hands what is new in logs to each, by its time.
-func readEvents(logs []*eventlog.Reader, opts EventOptions, each func(Event) error) error {
+func readEvents(logs []eventSource, opts EventOptions, each func(Event) error) error {
 	var list []Event
 	for _, l := range logs {
 		err := l.Read(func(line []byte) error {
-			ev := Event{Type: EventDenied} // which those of the egress filter do not say
-			if json.Unmarshal(line, &ev) != nil {
-				return nil // cut off by a crash
+			ev, err := l.event(line)
+			if err != nil {
+				return nil // no event
 			}
 			if !ev.Time.Before(opts.Since) && (len(opts.Types) == 0 || slices.Contains(opts.Types, ev.Type)) {
 				list = append(list, ev)
@@ -199,8 +227,20 @@ func (e *Engine) noteHits(ctx context.Context, sb store.Sandbox, c Container) er
 	}
 	defer lock.Unlock()
 	noted := map[string]int64{}
+	// What is kept apart says what the log, which is bounded, may have lost, and the
+	// log what was noted right before a crash.
+	kept, err := e.countsOf(sb.ID)
+	if err != nil {
+		return err
+	}
+	if kept.Started.Equal(c.Started) {
+		if h.OOMKills <= kept.OOM && h.Pids <= kept.Pids {
+			return nil
+		}
+		noted[EventOOM], noted[EventPids] = kept.OOM, kept.Pids
+	}
 	log := eventlog.NewReader(e.eventsDir(), sb.ID)
-	err = readEvents([]*eventlog.Reader{log}, EventOptions{}, func(ev Event) error {
+	err = readEvents([]eventSource{{Reader: log, sandbox: sb.ID}}, EventOptions{}, func(ev Event) error {
 		if ev.Started.Equal(c.Started) {
 			noted[ev.Type] = max(noted[ev.Type], ev.Total)
 		}
@@ -224,7 +264,38 @@ func (e *Engine) noteHits(ctx context.Context, sb store.Sandbox, c Container) er
 	if !c.OOMAt.IsZero() && noted[EventOOM] == 0 && h.OOMKills > 0 {
 		err = add(EventOOM, 1, s.Resources.Memory, c.OOMAt)
 	}
-	return errors.Join(err, add(EventOOM, h.OOMKills, s.Resources.Memory, now), add(EventPids, h.Pids, s.Resources.Pids, now))
+	err = errors.Join(err, add(EventOOM, h.OOMKills, s.Resources.Memory, now), add(EventPids, h.Pids, s.Resources.Pids, now))
+	return errors.Join(err, e.keepCounts(sb.ID, counts{c.Started.UTC(), noted[EventOOM], noted[EventPids]}))
+}
+
+// counts are what was noted of what the kernel counts of a start.
+type counts struct {
+	Started time.Time `json:"started"`
+	OOM     int64     `json:"oom"`
+	Pids    int64     `json:"pids"`
+}
+
+func (e *Engine) countsPath(id string) string { return filepath.Join(e.eventsDir(), id+".counts") }
+
+func (e *Engine) countsOf(id string) (counts, error) {
+	var c counts
+	data, err := os.ReadFile(e.countsPath(id))
+	if err == nil && json.Unmarshal(data, &c) != nil {
+		c = counts{} // a power loss cut it off: the log has them
+	}
+	return c, ignoreMissing(err)
+}
+
+func (e *Engine) keepCounts(id string, c counts) error {
+	data, err := json.Marshal(c)
+	if err != nil {
+		return err
+	}
+	path := e.countsPath(id)
+	if err := os.WriteFile(path+".new", data, 0o600); err != nil {
+		return errors.Join(ignoreMissing(err), ignoreMissing(os.Remove(path+".new"))) // with its directory it went with its sandbox
+	}
+	return os.Rename(path+".new", path)
 }
 
 // keepHits is noteHits for a verb that goes on whatever comes of it.
@@ -254,6 +325,9 @@ func (e *Engine) forgetEvents(rows []store.Sandbox) error {
 // dropEvents removes those of a sandbox.
 func (e *Engine) dropEvents(id string) error {
 	err := eventlog.Remove(e.eventsDir(), id)
+	for _, name := range []string{e.countsPath(id), e.countsPath(id) + ".new"} {
+		err = errors.Join(err, ignoreMissing(os.Remove(name)))
+	}
 	_ = os.Remove(e.eventsDir()) // stays while there are others
 	return err
 }

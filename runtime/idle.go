@@ -52,6 +52,7 @@ func (i *idling) look(e *Engine, c Container, id string, limit time.Duration) (q
 	case last.pid != c.Pid: // a look at a new start
 		i.quiet = 0
 	case c.Status == Paused: // this time does not count
+	case span > 2*window: // nor one in which nobody looked, as of a host that was suspended
 	case float64(used-last.used) >= IdleShare*float64(span) || !i.touch.Equal(last.touch):
 		i.quiet = 0
 	default:

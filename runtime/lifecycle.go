@@ -408,14 +408,14 @@ func (e *Engine) Exec(ctx context.Context, ref string, p Process, streams Stream
 	if err := mayBe(sb.Sandbox, p.User); err != nil {
 		return 0, fail("exec", ref, err)
 	}
-	if err := e.beforeExec(ctx, sb.Sandbox, p); err != nil {
-		return 0, fail("exec", ref, err)
-	}
 	done, err := e.inUseBy(sb.Sandbox)
 	if err != nil {
 		return 0, fail("exec", ref, err)
 	}
 	defer done()
+	if err := e.beforeExec(ctx, sb.Sandbox, p); err != nil {
+		return 0, fail("exec", ref, err)
+	}
 	exit, err := sb.host.Exec(ctx, sb.ID, p, streams)
 	// A checkpoint may freeze the sandbox between our look and the runtime's,
 	// which then refuses. Input may be gone by then, and cannot be sent twice.

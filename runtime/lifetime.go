@@ -196,7 +196,8 @@ func (e *Engine) expire(ctx context.Context, id string) (done bool, err error) {
 
 // stopIdle stops a sandbox in which nothing has gone on. One that was to be
 // removed with its exit stays: nobody has said that it is done.
-func (e *Engine) stopIdle(ctx context.Context, id string, quiet time.Duration) (done bool, err error) {
+// touched is when it was last used, as far as was known when that was found.
+func (e *Engine) stopIdle(ctx context.Context, id string, quiet time.Duration, touched time.Time) (done bool, err error) {
 	sb, s, c, err := e.overdue(ctx, id)
 	if errors.Is(err, ErrNotFound) {
 		return true, nil
@@ -205,6 +206,9 @@ func (e *Engine) stopIdle(ctx context.Context, id string, quiet time.Duration) (
 		return false, err
 	}
 	defer sb.lock.Unlock()
+	if !e.lastUse(id).Equal(touched) {
+		return false, nil
+	}
 	if busy, err := e.inUse(c, id); err != nil || busy || c.Status != Running || s.Lifetime.Idle == 0 || quiet < s.Lifetime.Idle {
 		return false, err
 	}

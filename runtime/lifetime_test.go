@@ -135,6 +135,26 @@ func TestReviveWatches(t *testing.T) {
 	}
 }
 
+// A clock that was set back hides no watch that was killed.
+func TestReviveWatchesClockSetBack(t *testing.T) {
+	r := newRig(t, nil)
+	sb := r.createShort(t, "box", runtime.Spec{Lifetime: runtime.Lifetime{TTL: time.Hour}}, nil)
+	if _, err := r.Start(ctx, "box", nil); err != nil {
+		t.Fatal(err)
+	}
+	r.age(t, "box", 2*time.Hour)
+	ahead := time.Now().Add(time.Hour)
+	if err := os.Chtimes(filepath.Join(r.root, "watch", sb.ID), ahead, ahead); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.ReviveWatches(ctx); err != nil {
+		t.Fatal(err)
+	}
+	if now, err := r.Sandbox(ctx, "box"); err != nil || now.Status != runtime.Exited || !now.Expired {
+		t.Errorf("%s, expired %v, %v", now.Status, now.Expired, err)
+	}
+}
+
 // What a checkpoint is at work on is not stopped before that is done, and what
 // was left half-way is for Recover first.
 func TestExpiryWaits(t *testing.T) {

@@ -120,13 +120,14 @@ func (w *filesLimit) kill(ctx context.Context, used int64) error {
 		return err
 	}
 	defer sb.lock.Unlock()
-	now := time.Now()
-	if err := w.e.noteHit(w.id, &StorageHit{Time: now, Used: used, Limit: w.limit}); err != nil {
-		return err
-	}
-	if err := w.e.note(w.id, Event{Time: now, Type: EventStorage, Used: used, Limit: w.limit}); err != nil {
+	// What it was killed for is noted after it: it may have left no room for that.
+	if err := sb.host.Kill(ctx, w.id, "KILL"); err != nil {
 		return err
 	}
 	w.e.log.Warn("killed: its files take more than it was given", "sandbox", w.id, "limit", w.limit, "used", used)
-	return sb.host.Kill(ctx, w.id, "KILL")
+	now := time.Now()
+	return errors.Join(
+		w.e.noteHit(w.id, &StorageHit{Time: now, Used: used, Limit: w.limit}),
+		w.e.note(w.id, Event{Time: now, Type: EventStorage, Used: used, Limit: w.limit}),
+	)
 }

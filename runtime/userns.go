@@ -67,7 +67,10 @@ func (e *Engine) keepIDs(ctx context.Context, s *Spec, host Host, lower []string
 		return nil
 	}
 	why := "backend " + s.Backend + " has no user namespaces"
-	if mapper, ok := host.Backend.(IDMapper); ok {
+	if mapper, ok := host.Backend.(IDMapper); !ours(*s.IDs) {
+		// It comes from elsewhere, and could name the users of this host.
+		why = fmt.Sprintf("%d ids from %d on are no range of sandboxes", s.IDs.Size, s.IDs.Base)
+	} else if ok {
 		var err error
 		if why, err = mapper.MayMap(ctx, *s, lower, *s.IDs); why == "" || err != nil {
 			return err
@@ -139,6 +142,11 @@ func contradiction(s Spec) string {
 	return ""
 }
 
+// ours tells whether freeIDs could have found a range.
+func ours(m idmap.Map) bool {
+	return m.Size == rangeSize && m.Base >= firstID && (m.Base-firstID)%rangeSize == 0 && (m.Base-firstID)/rangeSize < ranges
+}
+
 // freeIDs finds a range.
 func (e *Engine) freeIDs(ctx context.Context, id string, mapper IDMapper) (idmap.Map, error) {
 	all, err := e.store.Sandboxes(ctx)
@@ -152,7 +160,7 @@ func (e *Engine) freeIDs(ctx context.Context, id string, mapper IDMapper) (idmap
 			return idmap.Map{}, err
 		}
 		if other != nil {
-			taken[other.Base] = true
+			taken[other.Base] = true // all lie on one grid
 		}
 	}
 	elsewhere, err := mapper.IDsElsewhere()

@@ -98,8 +98,12 @@ func (e *Engine) ReviveWatches(ctx context.Context) error {
 	var errs []error
 	for _, entry := range list {
 		info, err := entry.Info()
-		if err != nil || time.Since(info.ModTime()) < watchStart {
-			continue // it has just ended, or starts
+		if err != nil {
+			continue // it has just ended
+		}
+		// One further ahead is from before the clock was set back.
+		if old := time.Since(info.ModTime()); old < watchStart && old >= -latest {
+			continue // it starts, or is to be looked at later
 		}
 		alive, err := held(filepath.Join(e.marks(), entry.Name()))
 		if err == nil && !alive {
@@ -164,7 +168,7 @@ func (e *Engine) revive(ctx context.Context, id string) error {
 		return nil
 	case s.AutoRemove && s.Lifetime.TTL > 0 && !sb.Kept:
 		// The host has ended it, and nobody has removed it. Then its time does.
-		return e.touch(sb.ID, s.Lifetime.expires(), false)
+		return e.touch(sb.ID, time.Now().Add(min(latest, s.Lifetime.left())), false)
 	}
 	return e.unmark(sb.ID)
 }
@@ -283,7 +287,7 @@ func (w *watching) look(ctx context.Context) (done bool, wait time.Duration, err
 			return false, wait, err
 		}
 		if quiet >= s.Lifetime.Idle {
-			return w.end(ctx, func(ctx context.Context, id string) (bool, error) { return e.stopIdle(ctx, id, quiet) })
+			return w.end(ctx, func(ctx context.Context, id string) (bool, error) { return e.stopIdle(ctx, id, quiet, w.idle.touch) })
 		}
 	}
 	return false, wait, nil

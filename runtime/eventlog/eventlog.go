@@ -5,6 +5,7 @@ package eventlog
 
 import (
 	"bufio"
+	"bytes"
 	"errors"
 	"io"
 	"io/fs"
@@ -26,7 +27,7 @@ func older(dir, id string) string { return filepath.Join(dir, id+".1.jsonl") }
 // Append adds one line, which ends with its newline.
 func Append(dir, id string, line []byte) error {
 	for {
-		f, err := os.OpenFile(Path(dir, id), os.O_WRONLY|os.O_APPEND|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+		f, err := os.OpenFile(Path(dir, id), os.O_RDWR|os.O_APPEND|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
 		if errors.Is(err, fs.ErrNotExist) { // it may have gone with the last file
 			if err = os.MkdirAll(dir, 0o700); err == nil {
 				continue
@@ -61,8 +62,34 @@ func appendTo(f *os.File, dir, id string, line []byte) (again bool, err error) {
 	if mine.Size() > 0 && mine.Size()+int64(len(line)) > limit {
 		return true, os.Rename(Path(dir, id), older(dir, id))
 	}
-	_, err = f.Write(line)
+	// What a full disk or a kill has cut off is no line, nor part of the next.
+	whole, err := end(f, mine.Size())
+	if err == nil && whole < mine.Size() {
+		err = f.Truncate(whole)
+	}
+	if err != nil {
+		return false, err
+	}
+	if _, err = f.Write(line); err != nil {
+		err = errors.Join(err, f.Truncate(whole))
+	}
 	return false, err
+}
+
+// end is where the last whole line of a file ends.
+func end(f *os.File, size int64) (int64, error) {
+	buf := make([]byte, 4096)
+	for size > 0 {
+		part := buf[:min(size, int64(len(buf)))]
+		if _, err := f.ReadAt(part, size-int64(len(part))); err != nil {
+			return 0, err
+		}
+		if i := bytes.LastIndexByte(part, '\n'); i >= 0 {
+			return size - int64(len(part)) + int64(i) + 1, nil
+		}
+		size -= int64(len(part))
+	}
+	return 0, nil
 }
 
 func ignore(err, what error) error {

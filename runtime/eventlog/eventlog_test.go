@@ -111,3 +111,24 @@ func TestCutOff(t *testing.T) {
 		t.Errorf("%q, %v", got.String(), err)
 	}
 }
+
+// What a full disk or a kill has cut off takes no later event with it.
+func TestAppendAfterACut(t *testing.T) {
+	dir := t.TempDir()
+	long := strings.Repeat("x", 3*4096)
+	for _, was := range []string{"tw", "one\ntw", "one\n" + long, long} {
+		if err := os.WriteFile(Path(dir, "a"), []byte(was), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := Append(dir, "a", []byte("three\n")); err != nil {
+			t.Fatal(err)
+		}
+		want := "three\n"
+		if strings.HasPrefix(was, "one\n") {
+			want = "one\n" + want
+		}
+		if got, err := os.ReadFile(Path(dir, "a")); string(got) != want || err != nil {
+			t.Errorf("after %.10q: %q, %v", was, got, err)
+		}
+	}
+}
