@@ -129,10 +129,13 @@ func (r *ruleset) answers(rule func(...[]expr.Any)) {
 	}, verdict(expr.VerdictAccept))
 }
 
+// udpChain has a rule for each of the sandboxes' that lets UDP out, if there are any.
+const udpChain = "udp"
+
 // datagrams lets out what the rules about addresses let out of UDP. It goes to
 // no bridge of ours; those of other roots see to that themselves.
 func (r *ruleset) datagrams(rule func(...[]expr.Any)) {
-	t := r.c.AddChain(&nftables.Chain{Name: "udp", Table: r.t})
+	t := r.c.AddChain(&nftables.Chain{Name: udpChain, Table: r.t})
 	rule(r.fromFiltered(), protocol(unix.IPPROTO_UDP), r.to(true), []expr.Any{&expr.Verdict{Kind: expr.VerdictJump, Chain: t.Name}})
 	for _, d := range r.filter.udp {
 		all := append(address(12, 32), cmpEq(d.from))

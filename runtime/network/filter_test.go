@@ -340,17 +340,29 @@ func TestFilterOutlives(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	nft.DelTable(&nftables.Table{Name: w.m.table, Family: nftables.TableFamilyIPv4})
-	if err := nft.Flush(); err != nil {
-		t.Fatal(err)
-	}
-	for end := time.Now().Add(10 * time.Second); ; time.Sleep(20 * time.Millisecond) {
-		if _, err := c.https(secure, "good.example"); err == nil || time.Now().After(end) {
-			break
+	table := &nftables.Table{Name: w.m.table, Family: nftables.TableFamilyIPv4}
+	for what, flush := range map[string]func(){
+		"the table deleted": func() { nft.DelTable(table) },
+		"the rules deleted": func() { nft.FlushTable(table) }, // its sets stay
+		"a chain emptied":   func() { nft.FlushChain(&nftables.Chain{Name: "lead", Table: table}) },
+	} {
+		flush()
+		if err := nft.Flush(); err != nil {
+			t.Fatal(what, err)
 		}
+		for end := time.Now().Add(10 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+			if _, err := c.https(secure, "good.example"); err == nil || time.Now().After(end) {
+				break
+			}
+		}
+		works("after a flush: " + what)
+		for end := time.Now().Add(10 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+			if err := (&server{m: w.m}).complete(nft); err == nil || time.Now().After(end) {
+				break
+			}
+		}
+		mustNotReach(t, c.Path, "tcp4", c.Gateway.String()+":8080")
 	}
-	works("after a flush")
-	mustNotReach(t, c.Path, "tcp4", c.Gateway.String()+":8080")
 
 	// Cut off for a restore, and connected.
 	if err := w.m.Isolate(t.Context(), "a"); err != nil {

@@ -43,6 +43,10 @@ func (m *Manager) confine() error {
 	if _, _, errno := psx.Syscall3(unix.SYS_CAPSET, uintptr(unsafe.Pointer(head)), uintptr(unsafe.Pointer(none)), 0); errno != 0 {
 		return fmt.Errorf("give up capabilities: %w", errno)
 	}
+	// Last, since to have all threads do the same takes calls that it refuses.
+	if err := forbid(); err != nil {
+		return fmt.Errorf("seccomp: %w", err)
+	}
 	return nil
 }
 

@@ -3,6 +3,7 @@ package network
 import (
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -27,8 +28,15 @@ func tryAll(m *Manager) error {
 	if err := os.Remove(filepath.Join(m.root, "state.db")); !errors.Is(err, unix.EACCES) {
 		return fmt.Errorf("remove: %v", err)
 	}
-	if err := exec.Command("/bin/true").Run(); !errors.Is(err, unix.EACCES) {
+	if err := unix.Exec("/bin/true", []string{"true"}, nil); !errors.Is(err, unix.EPERM) {
 		return fmt.Errorf("start a program: %v", err)
+	}
+	// Services of the host, which Landlock does not guard.
+	if c, err := net.Dial("unix", filepath.Join(m.root, "service")); !errors.Is(err, unix.EPERM) {
+		return fmt.Errorf("reach a service: %v, %v", c, err)
+	}
+	if l, err := net.Listen("tcp4", "127.0.0.1:0"); err != nil || l.Close() != nil {
+		return err
 	}
 	if err := unix.Kill(os.Getppid(), 0); !errors.Is(err, unix.EPERM) && abi() >= 6 {
 		return fmt.Errorf("send a signal: %v", err)
@@ -62,7 +70,7 @@ func TestWorkerIsConfined(t *testing.T) {
 		if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ESRCH) {
 			continue // it has ended
 		}
-		for _, line := range []string{"CapPrm:\t0000000000000000\n", "CapEff:\t0000000000000000\n", "NoNewPrivs:\t1\n"} {
+		for _, line := range []string{"CapPrm:\t0000000000000000\n", "CapEff:\t0000000000000000\n", "NoNewPrivs:\t1\n", "Seccomp:\t2\n"} {
 			if err != nil || !strings.Contains(string(status), line) {
 				t.Errorf("%v, no %q in\n%s", err, line, status)
 			}
@@ -74,6 +82,11 @@ func TestWorkerIsConfined(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(w.m.root, "state.db"), []byte("secret"), 0o600); err != nil {
 		t.Fatal(err)
 	}
+	service, err := net.Listen("unix", filepath.Join(w.m.root, "service"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer service.Close()
 	cmd := exec.Command("/proc/self/exe")
 	cmd.Env = append(os.Environ(), roleEnv+"=confined "+w.m.root)
 	if out, err := cmd.CombinedOutput(); err != nil {

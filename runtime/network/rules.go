@@ -232,6 +232,9 @@ func (r *ruleset) transact(fresh bool) error {
 	return r.c.Flush()
 }
 
+// chains are how many transact makes, but for the chain udp; each has rules.
+const chains = 7
+
 func (r *ruleset) chain(name string, kind nftables.ChainType, hook *nftables.ChainHook, prio *nftables.ChainPriority) func(...[]expr.Any) {
 	accept := nftables.ChainPolicyAccept
 	ch := r.c.AddChain(&nftables.Chain{Name: name, Table: r.t, Type: kind, Hooknum: hook, Priority: prio, Policy: &accept})

@@ -66,6 +66,7 @@ func (m *Manager) Serve(ctx context.Context) error {
 		return err
 	}
 	defer l.Close()
+	moreFiles()
 	s := &server{m: m, worker: &worker{}}
 	s.worker.moved = func(gates map[netip.Addr]egress.Ports) {
 		if err := s.move(ctx, gates); err != nil {
@@ -80,11 +81,32 @@ func (m *Manager) Serve(ctx context.Context) error {
 		if errors.Is(err, net.ErrClosed) {
 			return nil
 		}
+		if errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) || errors.Is(err, unix.ENOMEM) || errors.Is(err, unix.ENOBUFS) || errors.Is(err, unix.ECONNABORTED) {
+			slog.Warn("a verb cannot be heard for now", "error", err)
+			time.Sleep(deniedEvery)
+			continue
+		}
 		if err != nil {
 			return err
 		}
 		if s.serve(c) {
 			return nil
+		}
+	}
+}
+
+// moreFiles has the worker open as many files as it may need, whatever limit
+// whoever started us had.
+func moreFiles() {
+	var now syscall.Rlimit
+	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &now); err != nil {
+		return
+	}
+	want := syscall.Rlimit{Cur: max(now.Max, egress.Files), Max: max(now.Max, egress.Files)}
+	if syscall.Setrlimit(syscall.RLIMIT_NOFILE, &want) != nil {
+		want = syscall.Rlimit{Cur: now.Max, Max: now.Max} // the proxy bounds itself by it
+		if err := syscall.Setrlimit(syscall.RLIMIT_NOFILE, &want); err != nil {
+			slog.Warn("the proxy may open few files", "error", err, "limit", now.Cur)
 		}
 	}
 }
@@ -293,6 +315,9 @@ func (s *server) readDenied(seen map[string]bool) (map[string]bool, error) {
 		return nil, err
 	}
 	found, err := c.GetSetElements(set)
+	if err == nil {
+		err = s.complete(c)
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -309,6 +334,34 @@ func (s *server) readDenied(seen map[string]bool) (map[string]bool, error) {
 		s.Denied(from, protocolName(e.Key[8]), netip.AddrPortFrom(to, binary.BigEndian.Uint16(e.Key[12:14])))
 	}
 	return now, nil
+}
+
+// errFlushed are chains that somebody has emptied or removed.
+var errFlushed = errors.New("rules are missing")
+
+// complete sees whether every chain is there and has rules.
+func (s *server) complete(c *nftables.Conn) error {
+	all, err := c.ListChainsOfTableFamily(nftables.TableFamilyIPv4)
+	if err != nil {
+		return err
+	}
+	full := 0
+	for _, chain := range all {
+		if chain.Table.Name != s.m.table || chain.Name == udpChain {
+			continue
+		}
+		rules, err := c.GetRules(chain.Table, chain)
+		if err != nil {
+			return err
+		}
+		if len(rules) > 0 {
+			full++
+		}
+	}
+	if full < chains {
+		return errFlushed
+	}
+	return nil
 }
 
 func protocolName(p byte) string {

@@ -124,17 +124,22 @@ func (w *worker) await(cmd *exec.Cmd, ended chan struct{}) {
 		w.failed = 1
 	}
 	slog.Warn("the proxy died and is started again", "error", err, "times", w.failed)
-	if w.failed > 1 { // the first time it is nobody's habit
-		pause := min(100*time.Millisecond<<min(w.failed, 10), workerPause)
-		w.mu.Unlock()
-		time.Sleep(pause)
-		w.mu.Lock()
-	}
-	if w.closed || w.cmd != nil {
-		return
-	}
-	if err := w.start(); err != nil {
-		slog.Warn("start the proxy again", "error", err)
+	for {
+		if w.failed > 1 { // the first time it is nobody's habit
+			pause := min(100*time.Millisecond<<min(w.failed, 10), workerPause)
+			w.mu.Unlock()
+			time.Sleep(pause)
+			w.mu.Lock()
+		}
+		if w.closed || w.cmd != nil {
+			return
+		}
+		err := w.start()
+		if err == nil || w.cmd != nil { // whose own await sees to it
+			return
+		}
+		w.failed++
+		slog.Warn("start the proxy again", "error", err, "times", w.failed)
 	}
 }
 

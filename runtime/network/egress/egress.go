@@ -33,6 +33,7 @@ import (
 	"runtime/debug"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 )
 
@@ -46,6 +47,24 @@ const (
 	totalLimit = 4096 // open connections of all sandboxes
 	saidLimit  = 1000 // lines in the log
 )
+
+// Files are how many a Server may have open: three for each connection, since a
+// new one may be tried to several addresses. Where it may have fewer, it serves
+// fewer connections.
+const Files = 3*totalLimit + spareFiles
+
+const spareFiles = 256 // for what is no connection
+
+// limits are how many connections there can be.
+func limits() (total, each int) {
+	var files syscall.Rlimit
+	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &files); err != nil {
+		return totalLimit, connLimit
+	}
+	have := int(min(files.Cur, Files))
+	total = max(have-min(spareFiles, have/4), 12) / 3
+	return total, min(connLimit, max(total/4, 1))
+}
 
 const (
 	peekTime    = 10 * time.Second       // for a connection to say where it leads
@@ -89,6 +108,7 @@ type Server struct {
 	peek     time.Duration // peekTime
 	silent   time.Duration // silentTime
 	total    chan struct{}
+	each     int          // connections of one sandbox
 	said     atomic.Int64 // complaints, which sandboxes can bring about
 
 	mu    sync.Mutex
@@ -98,13 +118,14 @@ type Server struct {
 
 // New makes a Server that serves nobody yet.
 func New(o Options) *Server {
+	total, each := limits()
 	s := &Server{
 		events: o.Events, log: o.Log,
 		// Go's own: it asks the servers of the host's resolv.conf.
 		resolver: &net.Resolver{PreferGo: true},
 		names:    cache{names: map[string]*found{}},
 		peek:     peekTime, silent: silentTime,
-		total: make(chan struct{}, totalLimit),
+		total: make(chan struct{}, total), each: each,
 		boxes: map[netip.Addr]*box{}, gates: map[netip.Addr]*gate{},
 	}
 	if s.log == nil {
@@ -236,10 +257,10 @@ type flow struct {
 func (f *flow) led() bool { return f.name != "" || f.out != nil }
 
 // begin counts a connection; false is one too many.
-func (b *box) begin(f *flow) bool {
+func (b *box) begin(f *flow, limit int) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if len(b.flows) >= connLimit {
+	if len(b.flows) >= limit {
 		return false
 	}
 	b.flows[f] = true
@@ -439,8 +460,8 @@ func (s *Server) take(c net.Conn, serve func(context.Context, *box, *flow)) {
 		s.deny(b, Event{Protocol: "tcp", Address: addrPort(f.to), Reason: "all sandboxes together have too many connections"})
 		return
 	}
-	if !b.begin(f) {
-		s.deny(b, Event{Protocol: "tcp", Address: addrPort(f.to), Reason: fmt.Sprintf("the sandbox has %d connections, which is the limit", connLimit)})
+	if !b.begin(f, s.each) {
+		s.deny(b, Event{Protocol: "tcp", Address: addrPort(f.to), Reason: fmt.Sprintf("the sandbox has %d connections, which is the limit", s.each)})
 		return
 	}
 	defer b.end(f)

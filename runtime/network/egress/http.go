@@ -61,15 +61,18 @@ func (s *Server) http(ctx context.Context, b *box, f *flow, in *bufio.Reader) {
 				e.Reason = "no rule allows the address, and the request names no host"
 			case port != 0 && port != f.to.Port():
 				e.Reason = "the request is for another port than the connection"
-			case !b.rules.Load().Name(name, f.to.Port()):
-				e.Reason = "no rule allows the name on this port"
+			}
+			if e.Reason == "" {
+				// Noted before it is judged: by rules that come in between it is cut.
+				if b.lead(f, name); !b.rules.Load().Name(name, f.to.Port()) {
+					e.Reason = "no rule allows the name on this port"
+				}
 			}
 			if e.Reason != "" {
 				s.deny(b, e)
 				refuse(w, http.StatusForbidden, e.Reason)
 				return
 			}
-			b.lead(f, name)
 			// What follows an upgrade is not looked at, and HTTP/2 would name
 			// another host in each request.
 			if h2 := r.Header["Upgrade"]; len(h2) > 0 && !strings.EqualFold(h2[0], "websocket") {
