@@ -73,6 +73,8 @@ type filesLimit struct {
 	free int64 // what the filesystem had left then
 	at   time.Time
 	took time.Duration
+
+	killed int // the first process of the start that was killed
 }
 
 const (
@@ -87,6 +89,9 @@ const (
 // look looks once, and says when to look again.
 func (w *filesLimit) look(ctx context.Context, c Container, limit int64) (time.Duration, error) {
 	w.limit = limit
+	if w.killed != 0 && w.killed == c.Pid {
+		return soonest, nil // about to end
+	}
 	var st unix.Statfs_t
 	if err := unix.Statfs(c.Upper, &st); err != nil {
 		return late, &fs.PathError{Op: "statfs", Path: c.Upper, Err: err}
@@ -106,7 +111,7 @@ func (w *filesLimit) look(ctx context.Context, c Container, limit int64) (time.D
 		}
 		w.used, w.free, w.at, w.took = used, free, start, time.Since(start)
 		if left = w.limit - used; left < 0 {
-			return soonest, w.kill(ctx, used)
+			return soonest, w.kill(ctx, c, used)
 		}
 	}
 	return min(max(time.Duration(float64(left)/2/fastest*float64(time.Second)), soonest, w.took), late), nil
@@ -114,7 +119,7 @@ func (w *filesLimit) look(ctx context.Context, c Container, limit int64) (time.D
 
 // kill ends a sandbox. Not while another verb is at work on it: a dump would
 // not survive that, and what is frozen writes nothing.
-func (w *filesLimit) kill(ctx context.Context, used int64) error {
+func (w *filesLimit) kill(ctx context.Context, c Container, used int64) error {
 	sb, err := w.e.acquire(ctx, w.id, opWatch, lockWait)
 	if err != nil {
 		return err
@@ -124,6 +129,7 @@ func (w *filesLimit) kill(ctx context.Context, used int64) error {
 	if err := sb.host.Kill(ctx, w.id, "KILL"); err != nil {
 		return err
 	}
+	w.killed = c.Pid
 	w.e.log.Warn("killed: its files take more than it was given", "sandbox", w.id, "limit", w.limit, "used", used)
 	now := time.Now()
 	return errors.Join(
