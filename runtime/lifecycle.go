@@ -38,7 +38,7 @@ func (e *Engine) Create(ctx context.Context, req CreateRequest) (_ Sandbox, err 
 		return Sandbox{}, err
 	}
 	if req.Policy == nil {
-		if req.Policy, err = e.policies.Find(policy.Default); err != nil {
+		if req.Policy, err = e.policies.Find(cmp.Or(req.PolicyName, policy.Default)); err != nil {
 			return Sandbox{}, err
 		}
 	}

@@ -45,6 +45,11 @@ type Service interface {
 	// CheckpointInfo returns one, by id, id prefix, or SANDBOX@NAME; a bare name works when it is unique.
 	CheckpointInfo(ctx context.Context, checkpoint string) (Checkpoint, error)
 	RemoveCheckpoint(ctx context.Context, checkpoint string) error
+	// RemoveCheckpoints removes all that match, in every state, but for pinned ones.
+	// Trigger and Labels need a Policy or a Sandbox that they are looked for in, and
+	// something has to be named. One that cannot be removed does not keep the others;
+	// what was removed is told with the error, too.
+	RemoveCheckpoints(ctx context.Context, filter CheckpointFilter) (RemovedCheckpoints, error)
 	// VerifyCheckpoint rereads all of it; a mismatch is ErrCorrupt.
 	VerifyCheckpoint(ctx context.Context, checkpoint string) error
 	// Diff tells what changed in a sandbox's files between two states.
@@ -86,8 +91,10 @@ type CreateRequest struct {
 	Entrypoint []string           `json:"entrypoint"` // nil: the image's
 	Pull       images.PullOptions `json:"pull"`
 
-	// Policy decides; nil: the one named default.
-	Policy *policy.Policy `json:"policy"`
+	// Policy decides; nil: the one that this host has under PolicyName, or else
+	// under the name default.
+	Policy     *policy.Policy `json:"policy"`
+	PolicyName string         `json:"policy_name"`
 	// What is asked for beside Spec.Security, in Docker's words; the policy
 	// turns it into that.
 	CapAdd     []string `json:"cap_add"`
@@ -194,11 +201,14 @@ type CheckpointOptions struct {
 // RestoreOptions modify Restore.
 type RestoreOptions struct {
 	Checkpoint string `json:"checkpoint"` // empty: the newest ready one that is no undo checkpoint
-	FilesOnly  bool   `json:"files_only"` // leave the processes of a full checkpoint out
-	Verify     bool   `json:"verify"`     // read every file again and prove it against the manifest before it runs again
-	Undo       bool   `json:"undo"`       // to the state that the last restore replaced
-	NoUndo     bool   `json:"no_undo"`    // keep no undo checkpoint of the present state
-	Salvage    bool   `json:"salvage"`    // restore what is intact of a damaged checkpoint
+	// Trigger and Labels narrow down which is the newest; not with Checkpoint or Undo.
+	Trigger   string            `json:"trigger"`
+	Labels    map[string]string `json:"labels"`
+	FilesOnly bool              `json:"files_only"` // leave the processes of a full checkpoint out
+	Verify    bool              `json:"verify"`     // read every file again and prove it against the manifest before it runs again
+	Undo      bool              `json:"undo"`       // to the state that the last restore replaced
+	NoUndo    bool              `json:"no_undo"`    // keep no undo checkpoint of the present state
+	Salvage   bool              `json:"salvage"`    // restore what is intact of a damaged checkpoint
 	// Secrets say where secrets come from: for good if the sandbox is made
 	// again, else for this start.
 	Secrets []Secret `json:"secrets"`
@@ -232,6 +242,12 @@ type CheckpointFilter struct {
 	Labels  map[string]string `json:"labels"`
 	Trigger string            `json:"trigger"`
 	Policy  string            `json:"policy"` // the name of the policy that their sandbox was made under
+}
+
+// RemovedCheckpoints reports RemoveCheckpoints.
+type RemovedCheckpoints struct {
+	Removed []string `json:"removed"` // ids, newest first
+	Pinned  []string `json:"pinned"`  // ids of those that matched and stay
 }
 
 // RemoveOptions modify Remove.

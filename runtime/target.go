@@ -14,7 +14,10 @@ import (
 // sandbox. One that was removed is made again in the course of the restore.
 func (e *Engine) target(ctx context.Context, ref string, opts RestoreOptions) (*restoration, error) {
 	r := &restoration{verify: opts.Verify, pull: opts.Pull, given: opts.Secrets, data: restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly, Salvage: opts.Salvage, NoUndo: opts.NoUndo}}
-	var err error
+	err := e.match(ctx, ref, &opts)
+	if err != nil {
+		return nil, err
+	}
 	if r.sb, err = e.acquire(ctx, ref, "restore", lockWait); errors.Is(err, ErrNotFound) {
 		return r, e.recreate(ctx, r, ref, opts.Checkpoint, opts.Undo, err)
 	}

@@ -318,6 +318,11 @@ func (f *fakeService) RemoveCheckpoint(_ context.Context, ref string) error {
 	return f.call("RemoveCheckpoint", ref)
 }
 
+func (f *fakeService) RemoveCheckpoints(_ context.Context, filter runtime.CheckpointFilter) (runtime.RemovedCheckpoints, error) {
+	f.filter = filter
+	return runtime.RemovedCheckpoints{Removed: []string{"c1"}, Pinned: []string{"c2"}}, f.call("RemoveCheckpoints")
+}
+
 func (f *fakeService) VerifyCheckpoint(_ context.Context, ref string) error {
 	return f.call("VerifyCheckpoint", ref)
 }

@@ -18,6 +18,8 @@ type restoreOptions struct {
 	NoUndo    bool
 	DryRun    bool
 	Salvage   bool
+	Trigger   string
+	Labels    []string
 	Format    string
 	secrets   secretOptions
 	pull      pullPolicyOptions
@@ -30,6 +32,8 @@ func (o *restoreOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVar(&o.NoUndo, "no-undo", false, "keep no undo checkpoint of the present state")
 	fl.BoolVar(&o.DryRun, "dry-run", false, "only show what would change")
 	fl.BoolVar(&o.Salvage, "salvage", false, "of a damaged checkpoint, restore what is intact and list the rest")
+	fl.StringVar(&o.Trigger, "trigger", "", "without CHECKPOINT: the newest ready one that this `NAME` asked for")
+	fl.VarP(list(&o.Labels), "label", "l", "without CHECKPOINT: the newest ready one with this label `KEY=VALUE`")
 	o.secrets.addFlags(fl)
 	o.pull.addMissing(fl)
 	o.Format = "name"
@@ -69,6 +73,7 @@ exchange, proof, sync), warnings.`,
 		Example: `  agentbox restore c
   agentbox restore --verify c before-upgrade
   agentbox restore c 3f2a
+  agentbox restore --trigger tool:apt c
   agentbox restore --dry-run c before-upgrade
   agentbox restore --undo c
   agentbox restore --format json c | jq .down_ns`,
@@ -80,7 +85,11 @@ exchange, proof, sync), warnings.`,
 			if err != nil {
 				return err
 			}
-			ro := runtime.RestoreOptions{Secrets: secrets, FilesOnly: opts.FilesOnly, Verify: opts.Verify, Undo: opts.Undo, NoUndo: opts.NoUndo, Salvage: opts.Salvage, Pull: opts.pull.options()}
+			labels, err := parseLabels("--label", opts.Labels)
+			if err != nil {
+				return err
+			}
+			ro := runtime.RestoreOptions{Trigger: opts.Trigger, Labels: labels, Secrets: secrets, FilesOnly: opts.FilesOnly, Verify: opts.Verify, Undo: opts.Undo, NoUndo: opts.NoUndo, Salvage: opts.Salvage, Pull: opts.pull.options()}
 			if len(args) > 1 {
 				if args[1] == "" {
 					return usageErrorf("CHECKPOINT is empty; leave it out for the newest one")

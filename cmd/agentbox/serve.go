@@ -18,6 +18,7 @@ import (
 
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/api"
+	"github.com/agentbox/agentbox/runtime/doctor"
 )
 
 // hostVariable names the service that commands use.
@@ -101,7 +102,8 @@ func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.S
 	if err != nil {
 		return &runtime.Error{Op: "serve", Err: err}
 	}
-	opts := api.Options{Requests: filepath.Join(run, "requests"), Info: api.Info{Version: version, Root: root, Backend: g.Backend}}
+	opts := api.Options{Requests: filepath.Join(run, "requests"), Info: api.Info{Version: version, Root: root, Backend: g.Backend},
+		Examine: func(ctx context.Context) doctor.Report { return a.examine(ctx, g) }}
 	if r, ok := svc.(recoverer); ok {
 		opts.Before = func(ctx context.Context) error {
 			if _, err := r.RecoverInterrupted(ctx); err != nil {

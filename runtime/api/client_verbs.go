@@ -277,6 +277,11 @@ func (c *Client) RemoveCheckpoint(ctx context.Context, checkpoint string) error 
 	return none(ctx, c, at("checkpoints", checkpoint, "remove"), None{})
 }
 
+// RemoveCheckpoints removes those that match.
+func (c *Client) RemoveCheckpoints(ctx context.Context, f runtime.CheckpointFilter) (runtime.RemovedCheckpoints, error) {
+	return do[runtime.RemovedCheckpoints](ctx, c, at("checkpoints", "remove"), f, nil)
+}
+
 // VerifyCheckpoint rereads all of it.
 func (c *Client) VerifyCheckpoint(ctx context.Context, checkpoint string) error {
 	return none(ctx, c, at("checkpoints", checkpoint, "verify"), None{})

@@ -17,6 +17,7 @@ import (
 	"github.com/agentbox/agentbox/images"
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/doctor"
 )
 
 // SecretValues are what the caller's environment has of the secrets that come
@@ -165,6 +166,9 @@ func (h *Handler) sandboxRoutes() []route {
 	sandboxID := func(sb runtime.Sandbox) string { return sb.ID }
 	return []route{
 		query(h, "/v1/info", "Tell which service this is", func(context.Context, *request[None]) (Info, error) { return h.opts.Info, nil }),
+		query(h, "/v1/ready", "Tell whether this host can checkpoint, and if not, why", func(ctx context.Context, _ *request[None]) (doctor.Report, error) {
+			return h.examine(ctx)
+		}),
 		query(h, "/v1/sandboxes", "List sandboxes, newest first", func(ctx context.Context, r *request[None]) (Page[runtime.Sandbox], error) {
 			list, err := svc.Sandboxes(ctx)
 			if err != nil {
@@ -406,6 +410,9 @@ func (h *Handler) checkpointRoutes() []route {
 		}),
 		verb(h, "/v1/checkpoints/{checkpoint}/remove", "Remove a checkpoint", func(ctx context.Context, r *request[None]) (None, error) {
 			return noted(r, svc.RemoveCheckpoint(ctx, r.ref), runtime.ErrNotFound)
+		}),
+		verb(h, "/v1/checkpoints/remove", "Remove the checkpoints that match a filter, in every state", func(ctx context.Context, r *request[runtime.CheckpointFilter]) (runtime.RemovedCheckpoints, error) {
+			return svc.RemoveCheckpoints(ctx, r.in)
 		}),
 		verb(h, "/v1/checkpoints/{checkpoint}/verify", "Read all of a checkpoint again", func(ctx context.Context, r *request[None]) (None, error) {
 			return None{}, svc.VerifyCheckpoint(ctx, r.ref)

@@ -19,6 +19,7 @@ import (
 	"time"
 
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/doctor"
 )
 
 // Bounds of what callers send.
@@ -34,7 +35,9 @@ type Options struct {
 	// keys are refused.
 	Requests string
 	Info     Info
-	Log      *slog.Logger // nil: slog.Default
+	// Examine tells what this host can do; nil: nobody knows.
+	Examine func(context.Context) doctor.Report
+	Log     *slog.Logger // nil: slog.Default
 	// Before is called before each verb that may change something.
 	Before func(context.Context) error
 	// Stall is how long a caller may take none of a stream, or send none of it;
@@ -62,6 +65,7 @@ type Handler struct {
 	mux      *http.ServeMux
 	requests *requests
 	under    sync.WaitGroup // requests under way, sessions too
+	health   health
 
 	mu       sync.Mutex
 	running  map[string]context.CancelFunc // by the caller's uid and the request's name

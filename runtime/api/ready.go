@@ -1,0 +1,45 @@
+package api
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/doctor"
+)
+
+// healthFor is how long what was found of the host is good: looking runs
+// programs, and probes ask often.
+const healthFor = 10 * time.Second
+
+// health is what was last found of the host.
+type health struct {
+	mu     sync.Mutex
+	report doctor.Report
+	at     time.Time
+}
+
+// examine looks at the host, once for all who ask meanwhile.
+func (h *Handler) examine(ctx context.Context) (doctor.Report, error) {
+	if h.opts.Examine == nil {
+		return doctor.Report{}, fmt.Errorf("%w: this service cannot look at its host", runtime.ErrUnsupported)
+	}
+	h.health.mu.Lock()
+	defer h.health.mu.Unlock()
+	if h.health.at.IsZero() || time.Since(h.health.at) > healthFor {
+		report := h.opts.Examine(ctx)
+		if err := ctx.Err(); err != nil { // what was cut short tells nothing
+			return report, err
+		}
+		h.health.report, h.health.at = report, time.Now()
+	}
+	return h.health.report, nil
+}
+
+// Ready tells whether the service's host can run, checkpoint and restore
+// sandboxes, and if not, why.
+func (c *Client) Ready(ctx context.Context) (doctor.Report, error) {
+	return get[doctor.Report](ctx, c, at("ready"), nil)
+}

@@ -1,0 +1,63 @@
+package runtime
+
+import (
+	"context"
+	"errors"
+	"fmt"
+)
+
+// RemoveCheckpoints deletes the checkpoints that match a filter; see Service.
+func (e *Engine) RemoveCheckpoints(ctx context.Context, filter CheckpointFilter) (out RemovedCheckpoints, err error) {
+	defer func() { err = fail("checkpoint rm", filter.Sandbox, err) }()
+	out = RemovedCheckpoints{Removed: []string{}, Pinned: []string{}}
+	switch {
+	case filter.Policy != "" || filter.Sandbox != "":
+	case filter.Trigger != "" || len(filter.Labels) > 0:
+		return out, hint(fmt.Errorf("%w: triggers and labels alone may be anybody's", ErrInvalid), "Name the policy, or the sandbox, whose checkpoints are to go.")
+	default:
+		return out, fmt.Errorf("%w: nothing says which checkpoints are to go", ErrInvalid)
+	}
+	filter.All = true
+	list, err := e.Checkpoints(ctx, filter)
+	if err != nil {
+		return out, err
+	}
+	var failed []error
+	for _, c := range list {
+		if c.Pinned {
+			out.Pinned = append(out.Pinned, c.ID)
+			continue
+		}
+		err := e.RemoveCheckpoint(ctx, c.ID)
+		if ctx.Err() != nil {
+			return out, errors.Join(append(failed, err)...)
+		}
+		switch {
+		case err == nil:
+			out.Removed = append(out.Removed, c.ID)
+		case !errors.Is(err, ErrNotFound): // somebody else was faster
+			failed = append(failed, err)
+		}
+	}
+	return out, errors.Join(failed...)
+}
+
+// match resolves what RestoreOptions say of the checkpoint by its trigger and
+// labels: it is the newest ready one that has them.
+func (e *Engine) match(ctx context.Context, sandbox string, opts *RestoreOptions) error {
+	if opts.Trigger == "" && len(opts.Labels) == 0 {
+		return nil
+	}
+	if opts.Checkpoint != "" || opts.Undo {
+		return fmt.Errorf("%w: which checkpoint it is is said already: no trigger and no labels", ErrInvalid)
+	}
+	list, err := e.Checkpoints(ctx, CheckpointFilter{Sandbox: sandbox, Trigger: opts.Trigger, Labels: opts.Labels})
+	if err != nil {
+		return err
+	}
+	if len(list) == 0 {
+		return fmt.Errorf("no ready checkpoint has this trigger and these labels: %w", ErrNotFound)
+	}
+	opts.Checkpoint = list[0].ID
+	return nil
+}
