@@ -26,7 +26,7 @@ NEEDED=(
 	apt-ftparchive:apt-utils shellcheck:shellcheck
 )
 # The engines. Debian 13 has the client of Docker in a package of its own.
-ENGINES=(dockerd:docker.io docker:docker-cli containerd:containerd docker-compose:docker-compose podman:podman)
+ENGINES=(dockerd:docker.io docker:docker-cli containerd:containerd docker-compose:docker-compose podman:podman systemd-analyze:systemd)
 # A registry, and judges of images.
 IMAGES=(docker-registry:docker-registry skopeo:skopeo umoci:umoci)
 BENCH=(crun:crun restic:restic)

@@ -58,7 +58,7 @@ Started by systemd it takes its socket from there, and tells when it is ready.`,
 				return err
 			}
 			if !cmd.Flags().Changed("log-level") { // who asks for what is worth a line
-				slog.SetDefault(slog.New(slog.NewTextHandler(a.stderr, nil)))
+				slog.SetDefault(a.logger())
 			}
 			return a.engine(cmd.Context(), func(svc runtime.Service) error {
 				return a.serve(cmd.Context(), g, socket, svc)
@@ -99,6 +99,9 @@ type recoverer interface {
 func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.Service) error {
 	root, run := g.dirs()
 	l, err := listener(socket)
+	if err == nil && socket == g.socket() {
+		err = reachable(root, run)
+	}
 	if err != nil {
 		return &runtime.Error{Op: "serve", Err: err}
 	}
@@ -148,6 +151,25 @@ func listener(socket string) (*net.UnixListener, error) {
 	}
 	l.SetUnlinkOnClose(false) // it is systemd's
 	return l, nil
+}
+
+// reachable lets the group of the socket get to it through the directories that
+// are agentbox's own, which nobody but root may list.
+func reachable(root, run string) error {
+	dirs := []string{run}
+	if strings.HasPrefix(run, root+"/") {
+		dirs = append(dirs, root)
+	}
+	for _, dir := range dirs {
+		info, err := os.Stat(dir)
+		if err == nil && info.Mode().Perm()&0o011 != 0o011 {
+			err = os.Chmod(dir, info.Mode().Perm()|0o011)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // notify tells systemd how the service is, where systemd has started it.

@@ -71,10 +71,12 @@ func wrapperPath() (string, error) {
 func newSetupCommand(a *app) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "setup ENGINE",
-		Short: "Register agentbox's runtime with Docker, containerd or Podman",
-		Long: `Setup registers agentbox-runtime with an engine on this host. Containers that the engine
-starts with it can then be checkpointed, and restored by the engine's ordinary start,
-without any checkpoint support of the engine's own. All else about them is as with runc.
+		Short: "Register agentbox with Docker, containerd, Podman or systemd",
+		Long: `Setup systemd has systemd run the service (agentbox serve).
+
+For the others setup registers agentbox-runtime with an engine on this host. Containers that
+the engine starts with it can then be checkpointed, and restored by the engine's ordinary
+start, without any checkpoint support of the engine's own. All else about them is as with runc.
 
 The engine's configuration is changed as a text: what is not agentbox's keeps its place
 and form. The change is shown as a diff, checked before it is written, and the old file is
@@ -86,7 +88,7 @@ backed up beside the new one. --dry-run only shows it, --remove takes it out aga
 		Args:        cobra.ArbitraryArgs,
 		RunE:        helpOrUnknown,
 	}
-	cmd.AddCommand(newSetupDockerCommand(a), newSetupContainerdCommand(a), newSetupPodmanCommand(a))
+	cmd.AddCommand(newSetupDockerCommand(a), newSetupContainerdCommand(a), newSetupPodmanCommand(a), newSetupSystemdCommand(a))
 	return cmd
 }
 

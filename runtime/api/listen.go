@@ -86,6 +86,11 @@ type peer struct {
 	denied   bool
 }
 
+// attrs are what the log says of a peer.
+func (p peer) attrs() []any {
+	return []any{"client_uid", p.UID, "client_gid", p.GID, "client_pid", p.Pid}
+}
+
 type peerKey struct{}
 
 // peerOf is the peer of a request; of one that came by no socket, nobody's.

@@ -113,8 +113,16 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	p := peerOf(r.Context())
 	seen := &statusWriter{ResponseWriter: w}
 	defer func() {
-		h.log.Info("request", "method", r.Method, "path", r.URL.Path, "status", cmp.Or(seen.status, http.StatusOK),
-			"uid", p.UID, "gid", p.GID, "pid", p.Pid, "ms", time.Since(began).Milliseconds())
+		attrs := []any{"method", r.Method, "path", r.URL.Path, "status", cmp.Or(seen.status, http.StatusOK)}
+		if r.Pattern != "" {
+			attrs = append(attrs, "verb", verbOf(r.Pattern))
+		}
+		for _, name := range []string{"sandbox", "checkpoint", "image"} {
+			if v := r.PathValue(name); v != "" {
+				attrs = append(attrs, name, v)
+			}
+		}
+		h.log.Info("request", append(append(attrs, p.attrs()...), "ms", time.Since(began).Milliseconds())...)
 	}()
 	h.mu.Lock()
 	select {
@@ -137,7 +145,24 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if id := r.Header.Get(headerRequest); id != "" && r.Method != http.MethodDelete {
 		defer h.name(p.UID, id, cancel)()
 	}
-	h.mux.ServeHTTP(seen, r.WithContext(ctx))
+	r = r.WithContext(ctx) // whose Pattern the log wants
+	h.mux.ServeHTTP(seen, r)
+}
+
+// verbOf is the verb of a route, in few words: "sandboxes restore", "checkpoints",
+// "get sandboxes".
+func verbOf(pattern string) string {
+	method, path, _ := strings.Cut(pattern, " ")
+	var words []string
+	if method != http.MethodPost {
+		words = append(words, strings.ToLower(method))
+	}
+	for _, part := range strings.Split(strings.TrimPrefix(path, "/v1"), "/") {
+		if part != "" && part[0] != '{' {
+			words = append(words, part)
+		}
+	}
+	return strings.Join(words, " ")
 }
 
 // Drain lets no more verbs in and waits for those under way; when ctx ends it
