@@ -29,7 +29,7 @@ import (
 func (b *box) serve(env ...string) (*exec.Cmd, string) {
 	b.Helper()
 	socket := filepath.Join(b.root, "run", api.SocketName)
-	cmd := b.command(context.Background(), "serve")
+	cmd := b.command(context.Background(), append([]string{"serve"}, b.serveArgs...)...)
 	cmd.Env = append(cmd.Env, env...)
 	notify, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: filepath.Join(b.root, "notify"), Net: "unixgram"})
 	if err != nil {

@@ -77,6 +77,8 @@ type box struct {
 	shared bool
 	env    []string // added to every command's environment
 
+	serveArgs []string // flags of its service
+
 	mu     sync.Mutex
 	names  []string          // sandboxes to remove at the end, on a shared root
 	uppers map[string]string // upperdirs that inspect told, by sandbox

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -30,7 +31,10 @@ const noService = "none"
 // answerTime is how long a service may take to say that it is there.
 const answerTime = 10 * time.Second
 
-type serveOptions struct{ Listen string }
+type serveOptions struct {
+	Listen []string
+	TLS    api.TLSFiles
+}
 
 func newServeCommand(a *app) *cobra.Command {
 	var opts serveOptions
@@ -42,10 +46,15 @@ where there is such a group); OpenAPI is at /openapi.json. Whoever may use the s
 on this host whatever root can. While it runs, all other commands use it, unless --backend
 says otherwise; AGENTBOX_HOST=unix://PATH names a socket, AGENTBOX_HOST=none uses none.
 
+--listen tcp://HOST:PORT adds TCP, by TLS 1.3 only, for whoever has a certificate of
+--tls-client-ca; its subject is in the log. Callers set AGENTBOX_HOST=tcp://HOST:PORT, and
+AGENTBOX_TLS_CERT, AGENTBOX_TLS_KEY and AGENTBOX_TLS_CA to their files.
+
 SIGTERM ends it: no new verbs begin, those under way have 30 s to end. Sandboxes go on.
 Started by systemd it takes its socket from there, and tells when it is ready.`,
 		Example: `  agentbox serve &
-  curl --unix-socket /run/agentbox/agentbox.sock http://agentbox/v1/sandboxes`,
+  curl --unix-socket /run/agentbox/agentbox.sock http://agentbox/v1/sandboxes
+  agentbox serve --listen tcp://10.0.0.1:8443 --tls-cert host.pem --tls-key host.key --tls-client-ca ca.pem`,
 		Annotations: exits(exitUsage, exitState, exitDenied),
 		Args:        args(0, 0),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -53,7 +62,7 @@ Started by systemd it takes its socket from there, and tells when it is ready.`,
 			if err != nil {
 				return err
 			}
-			socket, err := opts.socket(g)
+			socket, tcp, err := opts.places(g)
 			if err != nil {
 				return err
 			}
@@ -61,19 +70,60 @@ Started by systemd it takes its socket from there, and tells when it is ready.`,
 				slog.SetDefault(a.logger())
 			}
 			return a.engine(cmd.Context(), func(svc runtime.Service) error {
-				return a.serve(cmd.Context(), g, socket, svc)
+				var more []net.Listener
+				if tcp != "" {
+					l, err := api.ListenTLS(tcp, opts.TLS)
+					if err != nil {
+						return &runtime.Error{Op: "serve", ID: "tcp://" + tcp, Err: err}
+					}
+					more = append(more, l)
+				}
+				return a.serve(cmd.Context(), g, socket, svc, more)
 			})
 		},
 	}
-	cmd.Flags().StringVar(&opts.Listen, "listen", "", "`unix://PATH` of the socket; default: agentbox.sock in /run/agentbox, or in run of --root")
+	fl := cmd.Flags()
+	fl.Var(list(&opts.Listen), "listen", "`unix://PATH` of the socket (default: agentbox.sock in /run/agentbox, or in run of --root), or tcp://HOST:PORT beside it")
+	fl.StringVar(&opts.TLS.Cert, "tls-cert", "", "for TCP: `FILE` with the certificate of this service, in PEM")
+	fl.StringVar(&opts.TLS.Key, "tls-key", "", "for TCP: `FILE` with its key")
+	fl.StringVar(&opts.TLS.CA, "tls-client-ca", "", "for TCP: `FILE` with the authority that signs callers' certificates")
+	completeFlags(cmd)
 	return cmd
 }
 
-func (o *serveOptions) socket(g globals) (string, error) {
-	if o.Listen == "" {
-		return g.socket(), nil
+// places are where to listen; tcp may be empty.
+func (o *serveOptions) places(g globals) (socket, tcp string, err error) {
+	for _, s := range o.Listen {
+		into, read := &socket, socketPath
+		if strings.HasPrefix(s, tcpScheme) {
+			into, read = &tcp, tcpAddress
+		}
+		if *into != "" {
+			return "", "", usageErrorf("--listen %q: there can be one socket, and one address of TCP", s)
+		}
+		if *into, err = read("--listen", s); err != nil {
+			return "", "", err
+		}
 	}
-	return socketPath("--listen", o.Listen)
+	switch files := o.TLS; {
+	case tcp != "" && (files.Cert == "" || files.Key == "" || files.CA == ""):
+		return "", "", usageErrorf("TCP is served by mutual TLS only: give --tls-cert, --tls-key and --tls-client-ca")
+	case tcp == "" && files != api.TLSFiles{}:
+		return "", "", usageErrorf("--tls-cert, --tls-key and --tls-client-ca go with --listen tcp://HOST:PORT")
+	}
+	return cmp.Or(socket, g.socket()), tcp, nil
+}
+
+const tcpScheme = "tcp://"
+
+// tcpAddress reads tcp://HOST:PORT.
+func tcpAddress(what, s string) (string, error) {
+	address := strings.TrimPrefix(s, tcpScheme)
+	host, port, err := net.SplitHostPort(address)
+	if err != nil || host == "" || port == "" || strings.Contains(address, "/") {
+		return "", usageErrorf("%s %q: write tcp://HOST:PORT", what, s)
+	}
+	return address, nil
 }
 
 // socket is where the service of a root listens.
@@ -86,7 +136,7 @@ func (g globals) socket() string {
 func socketPath(what, s string) (string, error) {
 	p, ok := strings.CutPrefix(s, "unix://")
 	if !ok || !path.IsAbs(p) {
-		return "", usageErrorf("%s %q: write unix:///PATH", what, s)
+		return "", usageErrorf("%s %q: write unix:///PATH or tcp://HOST:PORT", what, s)
 	}
 	return p, nil
 }
@@ -96,7 +146,15 @@ type recoverer interface {
 	RecoverInterrupted(ctx context.Context) (runtime.Recovery, error)
 }
 
-func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.Service) error {
+func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.Service, more []net.Listener) (err error) {
+	served := false
+	defer func() {
+		for _, l := range more {
+			if !served {
+				err = errors.Join(err, l.Close())
+			}
+		}
+	}()
 	root, run := g.dirs()
 	l, err := listener(socket)
 	if err == nil && socket == g.socket() {
@@ -123,9 +181,13 @@ func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.S
 	stop := watchdog()
 	defer stop()
 	slog.Info("serving", "socket", l.Addr().String(), "root", root)
+	for _, l := range more {
+		slog.Info("serving", "tcp", l.Addr().String())
+	}
 	notify(daemon.SdNotifyReady)
 	context.AfterFunc(ctx, func() { notify(daemon.SdNotifyStopping) })
-	err = api.Serve(ctx, l, h)
+	served = true
+	err = api.Serve(ctx, l, h, more...)
 	var sig signalError
 	if err == nil && errors.As(context.Cause(ctx), &sig) {
 		return nil // that is how it ends
@@ -205,10 +267,20 @@ func watchdog() (stop func()) {
 // engine. insist: the user named it, so that nothing else will do.
 func connect(ctx context.Context, g globals) (svc *api.Client, insist bool, err error) {
 	socket := g.socket()
+	var c *api.Client
 	host := os.Getenv(hostVariable)
 	switch {
 	case host == noService:
 		return nil, false, nil
+	case strings.HasPrefix(host, tcpScheme) && !g.rootFlag:
+		insist = true
+		address, err := tcpAddress(hostVariable, host)
+		if err == nil {
+			c, err = api.DialTLS(address, api.TLSFiles{Cert: os.Getenv("AGENTBOX_TLS_CERT"), Key: os.Getenv("AGENTBOX_TLS_KEY"), CA: os.Getenv("AGENTBOX_TLS_CA")})
+		}
+		if err != nil {
+			return nil, true, &runtime.Error{Op: "service " + host, Err: err, Hint: "AGENTBOX_TLS_CERT, AGENTBOX_TLS_KEY and AGENTBOX_TLS_CA name the files."}
+		}
 	case host != "" && !g.rootFlag:
 		if socket, err = socketPath(hostVariable, host); err != nil {
 			return nil, true, err
@@ -218,7 +290,9 @@ func connect(ctx context.Context, g globals) (svc *api.Client, insist bool, err 
 	if _, err := os.Lstat(socket); err != nil && !insist {
 		return nil, false, nil
 	}
-	c := api.Dial(socket)
+	if c == nil {
+		c = api.Dial(socket)
+	}
 	soon, cancel := context.WithTimeout(ctx, answerTime)
 	info, err := c.Info(soon)
 	cancel()

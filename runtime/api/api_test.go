@@ -237,19 +237,19 @@ func TestKeys(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if rec, err := s.begin(0, "m", "digest"); err != nil || rec.again {
+	if rec, err := s.begin("0", "m", "digest"); err != nil || rec.again {
 		t.Fatal(rec, err)
 	}
-	if _, err := s.begin(0, "m", "digest"); !errors.Is(err, fault.ErrBusy) {
+	if _, err := s.begin("0", "m", "digest"); !errors.Is(err, fault.ErrBusy) {
 		t.Error(err)
 	}
 	if s, err = openRequests(dir); err != nil {
 		t.Fatal(err)
 	}
-	if rec, err := s.begin(0, "m", "digest"); err != nil || !rec.again {
+	if rec, err := s.begin("0", "m", "digest"); err != nil || !rec.again {
 		t.Error(rec, err)
 	}
-	if rec, err := s.begin(1, "m", "other"); err != nil || rec.again { // another user's
+	if rec, err := s.begin("1", "m", "other"); err != nil || rec.again { // another user's
 		t.Error(rec, err)
 	}
 }

@@ -22,7 +22,7 @@ import (
 // Client is the Service at the other end of a socket. A context that ends cancels
 // the verb there, which undoes what it began, and is waited for.
 type Client struct {
-	socket string
+	where  string // for errors
 	http   *http.Client
 	lookup func(string) (string, bool) // the environment of secrets
 }
@@ -38,13 +38,17 @@ const cancelWait = 2 * time.Minute
 
 // Dial returns a client of the service at a socket, which it does not speak to yet.
 func Dial(socket string) *Client {
+	return dial(socket, func(ctx context.Context) (net.Conn, error) {
+		return (&net.Dialer{Timeout: 10 * time.Second}).DialContext(ctx, "unix", socket)
+	})
+}
+
+func dial(where string, connect func(context.Context) (net.Conn, error)) *Client {
 	t := &http.Transport{
-		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-			return (&net.Dialer{Timeout: 10 * time.Second}).DialContext(ctx, "unix", socket)
-		},
+		DialContext:        func(ctx context.Context, _, _ string) (net.Conn, error) { return connect(ctx) },
 		DisableCompression: true, IdleConnTimeout: time.Minute, MaxResponseHeaderBytes: 1 << 20,
 	}
-	return &Client{socket: socket, http: &http.Client{Transport: t}, lookup: os.LookupEnv}
+	return &Client{where: where, http: &http.Client{Transport: t}, lookup: os.LookupEnv}
 }
 
 // Close ends the connections that are idle.
@@ -118,7 +122,7 @@ func (c *Client) unanswered(ctx context.Context, err error) error {
 	if errors.As(err, &u) {
 		err = u.Err
 	}
-	return &runtime.Error{Op: "service " + c.socket, Err: noEOF(err),
+	return &runtime.Error{Op: "service " + c.where, Err: noEOF(err),
 		Hint: "If it was at work, what was asked for may have been done or not: look before you ask again."}
 }
 

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"log/slog"
 	"net"
 	"net/http"
 	"os"
@@ -12,7 +13,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strconv"
-	"sync"
 	"syscall"
 	"time"
 	"unsafe"
@@ -83,33 +83,74 @@ func Listen(path string) (*net.UnixListener, error) {
 type peer struct {
 	UID, GID uint32
 	Pid      int32
+	Subject  string // of its certificate: it came by TLS, and the rest is not known
+	Address  string
 	denied   bool
 }
 
 // attrs are what the log says of a peer.
 func (p peer) attrs() []any {
+	if p.Address != "" {
+		return []any{"client", p.Subject, "client_address", p.Address}
+	}
 	return []any{"client_uid", p.UID, "client_gid", p.GID, "client_pid", p.Pid}
+}
+
+// identity tells callers apart: no two have the same requests and keys.
+func (p peer) identity() string {
+	if p.Address != "" {
+		return "tls " + strconv.Quote(p.Subject)
+	}
+	return strconv.FormatUint(uint64(p.UID), 10)
+}
+
+func (p peer) String() string {
+	switch {
+	case p.Address == "":
+		return fmt.Sprintf("user %d is neither root nor in the group of the socket", p.UID)
+	case p.Subject == "":
+		return "the certificate has no subject"
+	}
+	return p.Subject
 }
 
 type peerKey struct{}
 
 // peerOf is the peer of a request; of one that came by no socket, nobody's.
-func peerOf(ctx context.Context) peer {
-	p, _ := ctx.Value(peerKey{}).(peer)
+func peerOf(r *http.Request) peer {
+	if r.TLS != nil { // with a certificate, or there would be no request
+		p := peer{Address: r.RemoteAddr, denied: true}
+		if certs := r.TLS.PeerCertificates; len(certs) > 0 {
+			p.Subject = certs[0].Subject.String()
+			p.denied = p.Subject == ""
+		}
+		return p
+	}
+	p, _ := r.Context().Value(peerKey{}).(peer)
 	return p
 }
 
 // Serve answers on l until ctx ends, and then drains. Callers are root and the
-// members of the socket's group.
-func Serve(ctx context.Context, l *net.UnixListener, h *Handler) error {
+// members of the socket's group; and of those that ListenTLS made, whoever has a
+// certificate.
+func Serve(ctx context.Context, l *net.UnixListener, h *Handler, more ...net.Listener) error {
 	gid, err := groupOf(l)
 	if err != nil {
+		for _, l := range more {
+			err = errors.Join(err, l.Close())
+		}
 		return errors.Join(err, l.Close())
 	}
+	quiet := &quiet{since: map[net.Conn]time.Time{}}
 	srv := &http.Server{
+		ErrorLog: slog.NewLogLogger(h.log.Handler(), slog.LevelWarn), ConnState: quiet.note,
 		Handler: h, ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: maxHeader,
 		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
-			p, err := peerAt(c.(*conn).UnixConn, gid)
+			own, ok := c.(*conn)
+			if !ok { // by TLS, which has yet to say who that is
+				return ctx
+			}
+			p, err := peerAt(own.Conn.(*net.UnixConn), gid)
 			if err != nil {
 				h.log.Error("who is there is not known", "err", err)
 				p.denied = true
@@ -117,11 +158,24 @@ func Serve(ctx context.Context, l *net.UnixListener, h *Handler) error {
 			return context.WithValue(ctx, peerKey{}, p)
 		},
 	}
-	served := make(chan error, 1)
-	go func() { served <- srv.Serve(newLimited(l, maxConns)) }()
+	served := make(chan error, 1+len(more))
+	listeners := []net.Listener{newLimited(l, maxConns, quiet)}
+	for _, m := range more {
+		if t, ok := m.(*secured); ok {
+			t.limit(quiet)
+		}
+		listeners = append(listeners, m)
+	}
+	for _, l := range listeners {
+		go func() { served <- srv.Serve(l) }()
+	}
 	select {
 	case err := <-served:
 		h.stop()
+		err = errors.Join(err, srv.Close())
+		for range more {
+			<-served
+		}
 		return err
 	case <-ctx.Done():
 	}
@@ -138,7 +192,9 @@ func Serve(ctx context.Context, l *net.UnixListener, h *Handler) error {
 	case <-time.After(time.Second):
 		err = errors.Join(srv.Close(), <-down)
 	}
-	<-served
+	for range 1 + len(more) {
+		<-served
+	}
 	return err
 }
 
@@ -192,46 +248,4 @@ func peerGroups(fd uintptr) ([]uint32, error) {
 			return nil, errno
 		}
 	}
-}
-
-// limited accepts so many connections at a time.
-type limited struct {
-	*net.UnixListener
-	free chan struct{}
-	done chan struct{}
-	once sync.Once
-}
-
-func newLimited(l *net.UnixListener, n int) *limited {
-	return &limited{UnixListener: l, free: make(chan struct{}, n), done: make(chan struct{})}
-}
-
-func (l *limited) Accept() (net.Conn, error) {
-	select {
-	case l.free <- struct{}{}:
-	case <-l.done:
-		return nil, net.ErrClosed
-	}
-	c, err := l.AcceptUnix()
-	if err != nil {
-		<-l.free
-		return nil, err
-	}
-	return &conn{UnixConn: c, free: sync.OnceFunc(func() { <-l.free })}, nil
-}
-
-func (l *limited) Close() error {
-	l.once.Do(func() { close(l.done) })
-	return l.UnixListener.Close()
-}
-
-// conn is a connection that makes room for another one when it is closed.
-type conn struct {
-	*net.UnixConn
-	free func()
-}
-
-func (c *conn) Close() error {
-	defer c.free()
-	return c.UnixConn.Close()
 }

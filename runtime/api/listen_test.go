@@ -112,7 +112,7 @@ func TestSocket(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	few := newLimited(inner, 1)
+	few := newLimited(inner, 1, nil)
 	defer few.Close()
 	var clients []net.Conn
 	for range 2 {

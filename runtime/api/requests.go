@@ -59,11 +59,11 @@ func openRequests(dir string) (*requests, error) {
 }
 
 // begin finds what is known of a key, and puts on record that it is being worked on.
-func (s *requests) begin(uid uint32, key, digest string) (*record, error) {
+func (s *requests) begin(caller, key, digest string) (*record, error) {
 	if len(key) > maxKey || !utf8.ValidString(key) || strings.ContainsFunc(key, unicode.IsControl) {
 		return nil, fmt.Errorf("%w: %s: a key has 1 to %d bytes of text", runtime.ErrInvalid, headerKey, maxKey)
 	}
-	sum := sha256.Sum256(fmt.Appendf(nil, "%d %s", uid, key))
+	sum := sha256.Sum256([]byte(caller + " " + key))
 	file := hex.EncodeToString(sum[:]) + ".json"
 	s.mu.Lock()
 	defer s.mu.Unlock()

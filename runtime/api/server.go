@@ -68,7 +68,7 @@ type Handler struct {
 	health   health
 
 	mu       sync.Mutex
-	running  map[string]context.CancelFunc // by the caller's uid and the request's name
+	running  map[string]context.CancelFunc // by the caller and the request's name
 	draining chan struct{}                 // closed: no new verbs
 	end      context.Context               // ends what is under way
 	stop     context.CancelFunc
@@ -110,7 +110,7 @@ func New(svc runtime.Service, opts Options) (*Handler, error) {
 // ServeHTTP answers one request.
 func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	began := time.Now()
-	p := peerOf(r.Context())
+	p := peerOf(r)
 	seen := &statusWriter{ResponseWriter: w}
 	defer func() {
 		attrs := []any{"method", r.Method, "path", r.URL.Path, "status", cmp.Or(seen.status, http.StatusOK)}
@@ -136,14 +136,14 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	h.mu.Unlock()
 	defer h.under.Done()
 	if p.denied {
-		writeProblem(seen, &runtime.Error{Op: "serve", Err: fmt.Errorf("user %d is neither root nor in the group of the socket: %w", p.UID, runtime.ErrDenied)})
+		writeProblem(seen, &runtime.Error{Op: "serve", Err: fmt.Errorf("%s: %w", p, runtime.ErrDenied)})
 		return
 	}
 	ctx, cancel := context.WithCancel(r.Context())
 	defer cancel()
 	defer context.AfterFunc(h.end, cancel)()
 	if id := r.Header.Get(headerRequest); id != "" && r.Method != http.MethodDelete {
-		defer h.name(p.UID, id, cancel)()
+		defer h.name(p, id, cancel)()
 	}
 	r = r.WithContext(ctx) // whose Pattern the log wants
 	h.mux.ServeHTTP(seen, r)
@@ -186,8 +186,8 @@ func (h *Handler) Drain(ctx context.Context) {
 }
 
 // name makes a request one that cancel finds, until the returned function is called.
-func (h *Handler) name(uid uint32, id string, cancel context.CancelFunc) func() {
-	key := fmt.Sprintf("%d %s", uid, id)
+func (h *Handler) name(p peer, id string, cancel context.CancelFunc) func() {
+	key := p.identity() + " " + id
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.running[key] = cancel
@@ -202,7 +202,7 @@ func (h *Handler) name(uid uint32, id string, cancel context.CancelFunc) func() 
 // then answers whoever waits for it.
 func (h *Handler) cancel(w http.ResponseWriter, r *http.Request) {
 	h.mu.Lock()
-	cancel, ok := h.running[fmt.Sprintf("%d %s", peerOf(r.Context()).UID, r.PathValue("request"))]
+	cancel, ok := h.running[peerOf(r).identity()+" "+r.PathValue("request")]
 	h.mu.Unlock()
 	if !ok {
 		writeProblem(w, fmt.Errorf("request %.100q: %w", r.PathValue("request"), runtime.ErrNotFound))
@@ -323,7 +323,7 @@ func (h *Handler) once(w http.ResponseWriter, r *http.Request, body []byte, do f
 		fmt.Fprintf(sum, "%s %s\n", r.Method, r.URL.RequestURI())
 		sum.Write(body)
 		var err error
-		if rec, err = h.requests.begin(peerOf(r.Context()).UID, key, hex.EncodeToString(sum.Sum(nil))); err != nil {
+		if rec, err = h.requests.begin(peerOf(r).identity(), key, hex.EncodeToString(sum.Sum(nil))); err != nil {
 			writeProblem(w, err)
 			return
 		}
