@@ -71,6 +71,7 @@ var allowed = map[string][]string{
 	"runtime/podman":              {"criu", "criu/host", "criu/stage", "internal/fault", "internal/lazy", "runtime", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams"},
 	"runtime/portable":            {"internal/failpoint", "internal/fault", "internal/lazy", "overlay", "policy"},
 	"runtime/registry":            {"internal/failpoint", "internal/fault", "internal/remote", "runtime/store/pack"},
+	"runtime/session":             {"runtime"},
 	"runtime/store":               {"internal/failpoint", "internal/fault", "overlay", "runtime/store/pack"},
 	"runtime/store/pack":          {"internal/failpoint", "internal/fault"},
 	"runtime/volume":              {"criu/stage", "internal/failpoint", "internal/fault", "internal/lazy", "overlay", "policy", "runtime", "runtime/internal/kernel", "runtime/internal/record"},
