@@ -218,6 +218,9 @@ func (e *Engine) prepare(ctx context.Context, sb *locked, c Container, opts Chec
 	for i := range k.parts.Volumes {
 		k.trees = append(k.trees, tree{Dir: c.Volumes[i].Path, Number: 1 + i})
 	}
+	if k.parts.Effect, err = e.store.NewestEffect(ctx, sb.ID); err != nil {
+		return nil, err
+	}
 	k.parts.Status = string(c.Status)
 	k.parts.TCP = opts.TCP
 	k.parts.Warnings = k.row.Warnings

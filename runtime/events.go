@@ -27,10 +27,11 @@ const (
 	EventStorage = "storage-limit" // it was killed for what its files take
 	EventExpired = "expired"       // it was stopped because its time was over
 	EventIdle    = "idle"          // it was stopped because nothing went on in it
+	EventEffect  = "effect"        // the undo command of an effect was run
 )
 
 // EventTypes are all there are.
-var EventTypes = []string{EventDenied, EventOOM, EventPids, EventStorage, EventExpired, EventIdle}
+var EventTypes = []string{EventDenied, EventOOM, EventPids, EventStorage, EventExpired, EventIdle, EventEffect}
 
 // Event is something that befell a sandbox without its owner's doing: the
 // documented JSON of `agentbox events`; it only ever grows. The limits that the
@@ -47,6 +48,10 @@ type Event struct {
 	Address  string `json:"address,omitempty"`
 	Reason   string `json:"reason,omitempty"`
 	Missed   int    `json:"missed,omitempty"`
+
+	// Of effect; with Name, its label, and Reason, its status and why.
+	Effect     string `json:"effect,omitempty"`     // its id
+	Checkpoint string `json:"checkpoint,omitempty"` // that was being restored
 
 	Count   int64     `json:"count,omitempty"`    // oom, pids-limit: how many since the event of the type before it
 	Total   int64     `json:"total,omitempty"`    // oom, pids-limit: how many since Started

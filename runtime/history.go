@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/agentbox/agentbox/runtime/store"
@@ -19,7 +20,8 @@ type HistoryEntry struct {
 	// ParentDeleted: the checkpoint that the sandbox was at then is gone;
 	// Parent is the nearest before it that is not.
 	ParentDeleted bool         `json:"parent_deleted"`
-	Forks         []ForkedInto `json:"forks"` // sandboxes that were forked from here, by name
+	Forks         []ForkedInto `json:"forks"`             // sandboxes that were forked from here, by name
+	Effects       []Effect     `json:"effects,omitempty"` // what was done outside of the sandbox while it was at this one, newest first
 }
 
 // ForkedInto is a fork in the history of its origin. It may have been
@@ -73,6 +75,15 @@ func (e *Engine) History(ctx context.Context, ref string, opts HistoryOptions) (
 				return nil, err
 			}
 			e.log.Warn("checkpoint cannot be read", "checkpoint", row.ID, "err", err)
+		}
+	}
+	ledger, err := e.ledger(ctx, sb.ID)
+	if err != nil {
+		return nil, err
+	}
+	for _, f := range slices.Backward(ledger) {
+		if i, ok := at[f.Head]; ok {
+			list[i].Effects = append(list[i].Effects, f)
 		}
 	}
 	for _, c := range list {

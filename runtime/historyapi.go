@@ -81,6 +81,8 @@ type RestorePlan struct {
 	Begins      []PlanProcess `json:"begins"`    // processes of the checkpoint that will go on
 	Effects     []string      `json:"effects"`   // all else, a sentence each
 	Recreates   bool          `json:"recreates"` // the sandbox was removed and will be made again
+	// Compensates are the effects whose undo commands will be run, in that order.
+	Compensates []Effect `json:"compensates"`
 }
 
 // PlanProcess is one process, numbered as in the sandbox.

@@ -4,21 +4,12 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
-	"os/exec"
-	"path/filepath"
-	goruntime "runtime"
-	"strings"
-	"syscall"
 	"time"
 
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime/store"
 )
-
-// maxHookOutput is how much is kept of what a hook prints.
-const maxHookOutput = 1 << 10
 
 // HookFacts is what a hook reads at its standard input: the documented JSON of
 // hooks; it only ever grows.
@@ -120,69 +111,32 @@ func (h *hooks) run(ctx context.Context, point string, hook policy.Hook) error {
 	failed := func(err error) error {
 		return fmt.Errorf("hook %s: %s: %w", point, hook.Run[0], err)
 	}
-	// Looked at each time: it may have been exchanged since the policy was read.
-	program, err := policy.Trusted(hook.Run[0])
-	if err != nil {
-		return failed(err)
-	}
 	facts := h.facts
 	facts.Hook = point
 	input, err := json.Marshal(facts)
 	if err != nil {
 		return failed(err)
 	}
-	ctx, cancel := context.WithTimeout(ctx, hook.Timeout)
-	defer cancel()
-	var output head
-	cmd := exec.CommandContext(ctx, program, hook.Run[1:]...)
-	cmd.Args[0], cmd.Dir, cmd.Env = hook.Run[0], "/", h.environ(facts)
-	cmd.Stdin, cmd.Stdout, cmd.Stderr = bytes.NewReader(append(input, '\n')), &output, &output
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Pdeathsig: syscall.SIGKILL}
-	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
-	cmd.WaitDelay = time.Second
-	// The signal comes when the thread ends that started it.
-	goruntime.LockOSThread()
-	defer goruntime.UnlockOSThread()
 	began := time.Now()
-	err = cmd.Run()
-	h.e.log.Debug("hook", "sandbox", facts.Sandbox.ID, "hook", point, "program", program, "took", time.Since(began), "err", err)
-	switch {
-	case err == nil, errors.Is(err, exec.ErrWaitDelay): // what it left behind has its output
-		return nil
-	case errors.Is(ctx.Err(), context.DeadlineExceeded):
-		err = fmt.Errorf("it did not end within %s, and was killed", hook.Timeout)
-	case ctx.Err() != nil:
-		err = context.Cause(ctx)
+	said, err := hostRun(ctx, hook.Run, h.environ(facts), append(input, '\n'), hook.Timeout)
+	h.e.log.Debug("hook", "sandbox", facts.Sandbox.ID, "hook", point, "program", hook.Run[0], "took", time.Since(began), "err", err)
+	if err != nil {
+		return failed(saying(err, said))
 	}
-	if said := strings.TrimSpace(clipLabel(string(output.kept))); said != "" {
-		err = fmt.Errorf("%w: %s", err, said)
-	}
-	return failed(err)
+	return nil
 }
 
-// environ is all that a hook has in its environment.
+// environ is all that a hook has in its environment, beside a PATH.
 func (h *hooks) environ(facts HookFacts) []string {
 	env := []string{
-		"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
 		"AGENTBOX_HOOK=" + facts.Hook,
 		"AGENTBOX_VERB=" + facts.Verb,
 		"AGENTBOX_SANDBOX=" + facts.Sandbox.ID,
 		"AGENTBOX_SANDBOX_NAME=" + facts.Sandbox.Name,
 	}
-	if root := h.e.store.Root(); h.e.run == filepath.Join(root, "run") {
-		env = append(env, "AGENTBOX_ROOT="+root) // for the agentbox that it may call
-	}
+	env = append(env, h.e.rootEnv()...)
 	if c := facts.Checkpoint; c != nil && c.ID != "" {
 		env = append(env, "AGENTBOX_CHECKPOINT="+c.ID)
 	}
 	return env
-}
-
-// head keeps the first bytes that are written to it. It is no bytes.Buffer, which
-// would read all that there is.
-type head struct{ kept []byte }
-
-func (h *head) Write(p []byte) (int, error) {
-	h.kept = append(h.kept, p[:min(len(p), maxHookOutput-len(h.kept))]...)
-	return len(p), nil
 }

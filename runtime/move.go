@@ -255,7 +255,7 @@ func (e *Engine) imported(ctx context.Context, facts portable.Facts, opts Import
 			return row, parts, nil, err
 		}
 		row, err = e.incoming(ctx, m, opts)
-		parts = store.Manifest{Versions: m.Versions, TCP: m.TCP, Status: m.Status, Warnings: m.Warnings, Managed: m.Managed}
+		parts = store.Manifest{Versions: m.Versions, TCP: m.TCP, Status: m.Status, Warnings: m.Warnings, Managed: m.Managed, Effect: m.Effect}
 		for _, v := range m.Volumes {
 			parts.Volumes = append(parts.Volumes, store.Volume{Name: v.Name})
 		}

@@ -29,7 +29,7 @@ func (e *Engine) PlanRestore(ctx context.Context, ref string, opts RestoreOption
 	}
 	out = RestorePlan{
 		Sandbox: r.sb.ID, SandboxName: r.sb.Name, Checkpoint: checkpointView(r.row), Recreates: r.data.Recreated,
-		Changes: []Change{}, Ends: []PlanProcess{}, Begins: []PlanProcess{}, Effects: []string{},
+		Changes: []Change{}, Ends: []PlanProcess{}, Begins: []PlanProcess{}, Effects: []string{}, Compensates: []Effect{},
 	}
 	if r.reader, err = e.store.OpenCheckpoint(ctx, r.row.ID); err != nil {
 		return out, err
@@ -40,6 +40,9 @@ func (e *Engine) PlanRestore(ctx context.Context, ref string, opts RestoreOption
 		for _, p := range manifest.Processes.List {
 			out.Begins = append(out.Begins, PlanProcess{p.Pid, p.Command})
 		}
+	}
+	if err := e.planEffects(ctx, r, &out); err != nil {
+		return out, err
 	}
 	if r.data.Recreated {
 		out.Effects = append(out.Effects, fmt.Sprintf("The sandbox is made again, with id %s.", short(r.sb.ID)))
@@ -142,4 +145,20 @@ func (p *RestorePlan) effects(r *restoration) {
 	for _, w := range r.row.Warnings {
 		say("Not restored: %s.", w)
 	}
+}
+
+// planEffects tells what a restore would compensate.
+func (e *Engine) planEffects(ctx context.Context, r *restoration, p *RestorePlan) error {
+	due, gone, err := e.dueEffects(ctx, r)
+	if gone > 0 {
+		p.Effects = append(p.Effects, fmt.Sprintf("Compensated since this checkpoint, and not applied again: %s.", effects(gone)))
+	}
+	switch {
+	case err != nil || len(due) == 0:
+	case r.noEffects:
+		p.Effects = append(p.Effects, fmt.Sprintf("Not compensated, by --no-effects: %s.", effects(len(due))))
+	default:
+		p.Compensates = due
+	}
+	return err
 }

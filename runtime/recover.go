@@ -98,7 +98,13 @@ func (e *Engine) finish(ctx context.Context, in store.Intent) (did string, err e
 	case opCheckpoint:
 		did, err = e.finishCheckpoint(ctx, in, host)
 	case opRestore:
-		did, err = e.finishRestore(ctx, in, host, lock)
+		var unsure string
+		if unsure, err = e.unsureEffects(ctx, in.Sandbox); err == nil {
+			did, err = e.finishRestore(ctx, in, host, lock)
+		}
+		if did != "" {
+			did += unsure
+		}
 	case opCommit:
 		did, err = e.finishCommit(ctx, in)
 	case opApply:

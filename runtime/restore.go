@@ -82,6 +82,9 @@ func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (
 	}
 	defer unlock()
 	if err := e.perform(ctx, r); err != nil {
+		if text := compensatedText(r.compensated); text != "" {
+			err = hint(err, text)
+		}
 		return Restored{}, e.explainFull(r, err)
 	}
 	e.every(r.spec)
@@ -89,7 +92,7 @@ func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (
 	e.log.Info("restored", "sandbox", r.sb.ID, "checkpoint", r.row.ID, "down", r.down, "changed", r.changed)
 	out := Restored{
 		Checkpoint: checkpointView(r.row), Recreated: r.data.Recreated, Verified: opts.Verify, Down: r.down, Files: r.files, Warnings: r.warnings,
-		Undo: r.undone, Changed: r.changed, Lost: slices.Sorted(maps.Keys(r.lost)),
+		Undo: r.undone, Changed: r.changed, Lost: slices.Sorted(maps.Keys(r.lost)), Compensated: r.compensated,
 	}
 	// It is done: a caller who goes away now does not make it a failure.
 	out.Sandbox, err = e.Sandbox(context.WithoutCancel(ctx), r.sb.ID)
@@ -118,27 +121,30 @@ func (e *Engine) perform(ctx context.Context, r *restoration) error {
 
 // restoration is one restore under way.
 type restoration struct {
-	sb       *locked
-	row      store.Checkpoint
-	spec     Spec
-	c        Container
-	reader   *store.Reader
-	verify   bool
-	orphan   bool               // there is a record of the sandbox, and no container
-	pull     images.PullOptions // for a sandbox that is made again
-	data     restoring
-	present  *making // the undo checkpoint
-	updates  []*overlay.Update
-	again    bool            // somebody else started it since it was looked at
-	idle     bool            // it has had no process since it was looked at
-	together bool            // the upperdir is on the filesystem of the store
-	past     bool            // nobody needs the way back any more
-	images   string          // where the process images are laid out
-	lost     map[string]bool // paths of the upperdir that cannot be restored
-	fork     *forking
-	warnings []string
-	given    []Secret     // where secrets come from, if not from where they did
-	secrets  []SecretFile // what the start puts into the sandbox
+	sb          *locked
+	row         store.Checkpoint
+	spec        Spec
+	c           Container
+	reader      *store.Reader
+	verify      bool
+	orphan      bool               // there is a record of the sandbox, and no container
+	pull        images.PullOptions // for a sandbox that is made again
+	data        restoring
+	present     *making // the undo checkpoint
+	updates     []*overlay.Update
+	again       bool            // somebody else started it since it was looked at
+	idle        bool            // it has had no process since it was looked at
+	together    bool            // the upperdir is on the filesystem of the store
+	past        bool            // nobody needs the way back any more
+	images      string          // where the process images are laid out
+	lost        map[string]bool // paths of the upperdir that cannot be restored
+	fork        *forking
+	warnings    []string
+	noEffects   bool     // effects are left alone
+	compensated []Effect // those whose undo commands were run, with what came of them
+
+	given   []Secret     // where secrets come from, if not from where they did
+	secrets []SecretFile // what the start puts into the sandbox
 
 	began   time.Time     // its work on the files
 	files   time.Duration // what that took
@@ -197,6 +203,9 @@ func (e *Engine) restore(ctx context.Context, seq int64, r *restoration) (err er
 		return err
 	}
 	if err := r.checkMounted(ctx); err != nil {
+		return err
+	}
+	if err := e.compensate(ctx, r); err != nil {
 		return err
 	}
 	if err := e.beginSwap(ctx, seq, r); err != nil {

@@ -62,6 +62,7 @@ type Service interface {
 	Apply(ctx context.Context, sandbox string, opts ApplyOptions) (Applied, error)
 
 	CheckpointService
+	EffectService
 	ImageService
 	EgressService
 	// Events hands what befell a sandbox, oldest first, to each; when following,
@@ -209,6 +210,7 @@ type RestoreOptions struct {
 	Undo      bool              `json:"undo"`       // to the state that the last restore replaced
 	NoUndo    bool              `json:"no_undo"`    // keep no undo checkpoint of the present state
 	Salvage   bool              `json:"salvage"`    // restore what is intact of a damaged checkpoint
+	NoEffects bool              `json:"no_effects"` // compensate none of what came after it; see Effect
 	// Secrets say where secrets come from: for good if the sandbox is made
 	// again, else for this start.
 	Secrets []Secret `json:"secrets"`
@@ -232,6 +234,10 @@ type Restored struct {
 	Down       time.Duration `json:"down_ns"`        // from the old processes' end to the new ones' first step
 	Files      time.Duration `json:"files_ns"`       // the files' part: undo checkpoint, comparison, exchange, proof, sync
 	Warnings   []string      `json:"warnings,omitempty"`
+
+	// Compensated are the effects whose undo commands were run, in that order;
+	// their status says what came of it.
+	Compensated []Effect `json:"compensated,omitempty"`
 }
 
 // CheckpointFilter selects checkpoints; the zero value selects all ready ones

@@ -34,6 +34,8 @@ var scenesOf = map[string][]string{
 	"restore.after-start":       {"restore", "recreate"},
 	"restore.aside.":            {"restore aside"},
 	"restore.aside.back":        {"failing restore aside"},
+	"effect.":                   {"restore effects"},
+	"effect.add.":               {"effect add"},
 	"fork.":                     {"fork"},
 	"overlay.update.":           {"restore", "restore aside"},
 	"overlay.update.end":        {"restore aside", "restore"},
@@ -105,6 +107,8 @@ var scenes = []scene{
 	{name: "restore aside", prepare: stopped, verb: words("restore --no-undo s base"), check: (*sweep).checkAside},
 	{name: "failing restore aside", prepare: stopped, env: "restore.after-proof=error", verb: words("restore --no-undo s base"), check: (*sweep).checkAside},
 	{name: "undo", prepare: func(s *sweep) { s.ok("restore", "s", "base"); s.before = s.inspect("s") }, verb: words("restore --undo s"), check: (*sweep).checkUndone},
+	{name: "effect add", verb: words("effect add s -- true"), check: (*sweep).checkEffectAdded},
+	{name: "restore effects", prepare: compensable, verb: words("restore s base"), check: (*sweep).checkCompensated},
 	{name: "fork", verb: words("fork -n 2 --name f s@base"), check: (*sweep).checkForks},
 	{name: "prune", prepare: wasted, verb: words("prune -f --keep-last 1"), check: (*sweep).checkPruned},
 	{name: "export", prepare: func(s *sweep) { s.dir = s.T.TempDir() }, verb: func(s *sweep) []string { return []string{"checkpoint", "export", "s@base", s.dir + "/x.tar.zst"} }, check: (*sweep).checkExported},
@@ -181,4 +185,12 @@ func exported(s *sweep) {
 	s.ok("checkpoint", "export", id, s.dir+"/x.tar.zst")
 	s.ok("checkpoint", "rm", id)
 	s.ok("prune", "-f")
+}
+
+// compensable is a sandbox with two effects; their undo commands leave traces.
+func compensable(s *sweep) {
+	s.dir = s.T.TempDir()
+	for _, name := range []string{"one", "two"} {
+		s.ok("effect", "add", "--label", name, "s", "--", "sh", "-c", "echo "+name+" >> "+s.dir+"/log")
+	}
 }

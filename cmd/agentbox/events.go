@@ -59,6 +59,7 @@ to be said of that. The newest 1 to 2 MiB are kept until the sandbox is removed.
   storage-limit  it was killed for what its files take (--storage-size)
   expired        it was stopped because its time was over (--ttl)
   idle           it was stopped because nothing went on in it (--idle)
+  effect         the undo command of an effect was run (agentbox effect): its id, what came of it
 
 The kernel counts oom and pids-limit. What nobody looked at when it happened is one event,
 with how many there were (count, of total since the start), of the time at which it was seen.`,
@@ -122,6 +123,12 @@ func eventText(e runtime.Event) string {
 		return fmt.Sprintf("killed: its files take %s%s", units.BytesSize(float64(e.Used)), limit(units.BytesSize(float64(e.Limit))))
 	case runtime.EventExpired:
 		return fmt.Sprintf("stopped: its time of %v was over", time.Duration(e.After))
+	case runtime.EventEffect:
+		name := shortID(e.Effect)
+		if e.Name != "" {
+			name += " (" + e.Name + ")"
+		}
+		return printable(oneLine(name + ": " + e.Reason))
 	case runtime.EventIdle:
 		return fmt.Sprintf("stopped: nothing went on for %v", time.Duration(e.After).Round(time.Second/10))
 	}

@@ -13,6 +13,8 @@ import (
 
 // What the fake answers to the verbs of history, and what it was asked.
 type fakeHistory struct {
+	effects    []runtime.Effect
+	effectReq  runtime.EffectRequest
 	forkOpts   runtime.ForkOptions
 	forks      []runtime.Forked
 	plan       runtime.RestorePlan
@@ -150,4 +152,17 @@ func history() *fakeService {
 
 func damaged(c runtime.Checkpoint) runtime.Damaged {
 	return runtime.Damaged{Checkpoint: c, What: []string{fmt.Sprintf("usr/lib/x\n: piece %s", "blake3:00")}}
+}
+
+func (f *fakeService) AddEffect(_ context.Context, ref string, req runtime.EffectRequest) (runtime.Effect, error) {
+	f.effectReq = req
+	return runtime.Effect{ID: "3f2a3f2a3f2a3f2a3f2a3f2a3f2a3f2a", Command: req.Command, Status: runtime.EffectOutstanding}, f.simple("AddEffect", ref)
+}
+
+func (f *fakeService) Effects(_ context.Context, ref string, all bool) ([]runtime.Effect, error) {
+	return f.effects, f.fail["Effects"]
+}
+
+func (f *fakeService) RemoveEffect(_ context.Context, ref, effect string) error {
+	return f.call("RemoveEffect", ref, effect)
 }

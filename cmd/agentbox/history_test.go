@@ -129,7 +129,7 @@ effects:
 	}
 	f.plan.Ends = nil
 	keys, p := keysOf(t, try(t, f, "", "restore", "--dry-run", "--format", "json", "run"), 0)
-	want := []string{"added", "begins", "bytes", "changes", "checkpoint", "deleted", "effects", "ends", "modified", "recreates", "sandbox", "sandbox_name"}
+	want := []string{"added", "begins", "bytes", "changes", "checkpoint", "compensates", "deleted", "effects", "ends", "modified", "recreates", "sandbox", "sandbox_name"}
 	if d := cmp.Diff(want, keys); d != "" || fmt.Sprint(p["ends"]) != "[]" || p["added"] != 2.0 {
 		t.Error(d, p)
 	}

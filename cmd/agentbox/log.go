@@ -150,6 +150,9 @@ func runLog(ctx context.Context, opts logOptions, sandbox string, svc runtime.Se
 			}
 			below[rows] = g.lines() + "  forked into " + strings.Join(names, ", ")
 		}
+		for _, f := range c.Effects {
+			below[rows] = strings.TrimPrefix(below[rows]+"\n"+g.lines()+"  "+printable(effectText(f)), "\n")
+		}
 	}
 	if err := t.flush(); err != nil {
 		return err

@@ -20,6 +20,7 @@ type restoreOptions struct {
 	Salvage   bool
 	Trigger   string
 	Labels    []string
+	NoEffects bool
 	Format    string
 	secrets   secretOptions
 	pull      pullPolicyOptions
@@ -34,6 +35,7 @@ func (o *restoreOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVar(&o.Salvage, "salvage", false, "of a damaged checkpoint, restore what is intact and list the rest")
 	fl.StringVar(&o.Trigger, "trigger", "", "without CHECKPOINT: the newest ready one that this `NAME` asked for")
 	fl.VarP(list(&o.Labels), "label", "l", "without CHECKPOINT: the newest ready one with this label `KEY=VALUE`")
+	fl.BoolVar(&o.NoEffects, "no-effects", false, "run no undo commands of effects; they stay on the ledger")
 	o.secrets.addFlags(fl)
 	o.pull.addMissing(fl)
 	o.Format = "name"
@@ -57,11 +59,15 @@ said again (--secret); for one that is there, --secret counts for this start.
 Before that the present state is kept as an undo checkpoint, unless --no-undo is given;
 --undo puts it back, and can itself be undone by another --undo.
 
+What the sandbox did outside of itself since the checkpoint and has an undo command for (see
+'agentbox effect') is compensated first, while it is frozen, the last one first. It is not rolled
+back, and --undo does not apply it again. --no-effects leaves it alone.
+
 --dry-run changes nothing and shows what would change: the files, as 'agentbox diff --stat'
 does, the processes that would end and those that would go on, and other effects. With
 --format json it prints one object: sandbox, sandbox_name, checkpoint, changes (as those of
 'agentbox diff'), added, deleted, modified, bytes (of file data to write), ends and begins
-(pid, command), effects, recreates.
+(pid, command), effects, recreates, compensates (as those of 'agentbox effect ls').
 
 A damaged checkpoint is refused. --salvage restores what is intact of it, lists on stderr
 what is lost, and ends with 6.
@@ -69,7 +75,7 @@ what is lost, and ends with 6.
 It prints the sandbox's name; with --format json one object: sandbox, checkpoint, recreated,
 verified, undo (the id of the undo checkpoint), changed (how many paths), lost, down_ns
 (how long it had no processes), files_ns (what the files took: undo checkpoint, comparison,
-exchange, proof, sync), warnings.`,
+exchange, proof, sync), compensated (effects whose undo commands were run), warnings.`,
 		Example: `  agentbox restore c
   agentbox restore --verify c before-upgrade
   agentbox restore c 3f2a
@@ -89,7 +95,7 @@ exchange, proof, sync), warnings.`,
 			if err != nil {
 				return err
 			}
-			ro := runtime.RestoreOptions{Trigger: opts.Trigger, Labels: labels, Secrets: secrets, FilesOnly: opts.FilesOnly, Verify: opts.Verify, Undo: opts.Undo, NoUndo: opts.NoUndo, Salvage: opts.Salvage, Pull: opts.pull.options()}
+			ro := runtime.RestoreOptions{Trigger: opts.Trigger, Labels: labels, Secrets: secrets, FilesOnly: opts.FilesOnly, Verify: opts.Verify, Undo: opts.Undo, NoUndo: opts.NoUndo, Salvage: opts.Salvage, NoEffects: opts.NoEffects, Pull: opts.pull.options()}
 			if len(args) > 1 {
 				if args[1] == "" {
 					return usageErrorf("CHECKPOINT is empty; leave it out for the newest one")
@@ -118,6 +124,11 @@ func runRestore(ctx context.Context, opts runtime.RestoreOptions, format, sandbo
 	r, err := svc.Restore(ctx, sandbox, opts)
 	if err != nil {
 		return err
+	}
+	for _, f := range r.Compensated {
+		if f.Status == runtime.EffectCompensated { // the others are warnings
+			fmt.Fprintln(stderr, printable(effectText(f)))
+		}
 	}
 	warn(stderr, r.Warnings)
 	if isTerminalWriter(stderr) {
@@ -155,6 +166,9 @@ func restoreSummary(r runtime.Restored) string {
 	if r.Verified {
 		s += ", verified"
 	}
+	if n := compensatedCount(r); n > 0 {
+		s += ", " + countText(n, "effect") + " compensated"
+	}
 	if r.Recreated {
 		s += "; the sandbox was removed and has been made again"
 	}
@@ -162,4 +176,13 @@ func restoreSummary(r runtime.Restored) string {
 		s += "\nundo with: agentbox restore " + r.Sandbox.Name + " --undo"
 	}
 	return s
+}
+
+func compensatedCount(r runtime.Restored) (n int64) {
+	for _, f := range r.Compensated {
+		if f.Status == runtime.EffectCompensated {
+			n++
+		}
+	}
+	return n
 }

@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"strings"
 
 	"github.com/agentbox/agentbox/runtime"
 )
@@ -19,6 +20,7 @@ func runRestorePlan(ctx context.Context, opts runtime.RestoreOptions, format, sa
 	if format == formatJSON {
 		p.Checkpoint = documentedCheckpoint(p.Checkpoint)
 		p.Changes, p.Ends, p.Begins, p.Effects = notNull(p.Changes), notNull(p.Ends), notNull(p.Begins), notNull(p.Effects)
+		p.Compensates = notNull(p.Compensates)
 		err = printJSON(out, p)
 	} else {
 		err = printRestorePlan(out, p)
@@ -56,6 +58,16 @@ func printRestorePlan(out io.Writer, p runtime.RestorePlan) error {
 		fmt.Fprintf(out, "\n%s:\n", part.title)
 		for _, proc := range part.list {
 			fmt.Fprintf(out, "%7d  %s\n", proc.Pid, oneLine(proc.Command))
+		}
+	}
+	if len(p.Compensates) > 0 {
+		fmt.Fprint(out, "\ncompensated first, in this order:\n")
+		for _, f := range p.Compensates {
+			group := ""
+			if f.Group != "" {
+				group = " [" + f.Group + "]"
+			}
+			fmt.Fprintf(out, "  %s%s: %s (on failure: %s)\n", printable(effectText(f)), printable(group), oneLine(strings.Join(f.Command, " ")), f.OnFailure)
 		}
 	}
 	if len(p.Effects) > 0 {

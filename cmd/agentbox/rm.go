@@ -29,7 +29,8 @@ func newRmCommand(a *app) *cobra.Command {
 		Short:   "Remove sandboxes",
 		Long: `Rm removes sandboxes with all they hold on the host and prints their names. Their
 checkpoints stay unless --checkpoints is given: 'agentbox restore NAME' makes the
-sandbox again.`,
+sandbox again. What they did outside of themselves and was not compensated (see 'agentbox
+effect') is told.`,
 		Example: `  agentbox rm c
   agentbox rm -f --checkpoints c d`,
 		Annotations:       exits(exitUsage, exitNotFound, exitState, exitBusy, exitDenied),
@@ -37,7 +38,7 @@ sandbox again.`,
 		ValidArgsFunction: a.completeSandboxes(nil),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return a.service(cmd.Context(), func(svc runtime.Service) error {
-				return runRm(cmd.Context(), opts, args, svc, a.stdout)
+				return runRm(cmd.Context(), opts, args, svc, a.stdout, a.stderr)
 			})
 		},
 	}
@@ -45,11 +46,13 @@ sandbox again.`,
 	return cmd
 }
 
-func runRm(ctx context.Context, opts rmOptions, sandboxes []string, svc runtime.Service, out io.Writer) error {
+func runRm(ctx context.Context, opts rmOptions, sandboxes []string, svc runtime.Service, out, stderr io.Writer) error {
 	return each(ctx, sandboxes, func(name string) error {
+		left := warnOutstanding(ctx, name, opts.Checkpoints, svc)
 		if err := svc.Remove(ctx, name, runtime.RemoveOptions{Force: opts.Force, Checkpoints: opts.Checkpoints}); err != nil {
 			return err
 		}
+		warn(stderr, left)
 		_, err := fmt.Fprintln(out, name)
 		return err
 	})

@@ -46,7 +46,7 @@ const maxManifest = 64 << 20
 // the digest of that form is the checkpoint's identity.
 //
 // Whoever commits fills in Processes.Count and List, Versions, TCP, Status,
-// Warnings, Managed and the names of Volumes; the store fills in the rest.
+// Warnings, Managed, Effect and the names of Volumes; the store fills in the rest.
 type Manifest struct {
 	Version     int               `json:"version"`
 	ID          string            `json:"id"`
@@ -73,6 +73,10 @@ type Manifest struct {
 
 	// Volumes are those of the engine that were taken along.
 	Volumes []Volume `json:"volumes,omitempty"`
+
+	// Effect is the newest entry that the ledger of the sandbox had; empty: none.
+	// Later ones are what a restore to here compensates.
+	Effect string `json:"effect,omitempty"`
 }
 
 // Volume is a named volume of the engine with what was in it.
@@ -313,6 +317,11 @@ func (m *Manifest) check() error {
 	}
 	if m.Parent != "" {
 		if err := checkID("parent", m.Parent); err != nil {
+			return err
+		}
+	}
+	if m.Effect != "" {
+		if err := checkID("effect", m.Effect); err != nil {
 			return err
 		}
 	}

@@ -186,7 +186,8 @@ func (s *Store) DeleteSandbox(ctx context.Context, id string) error {
 				return err
 			}
 		}
-		return nil
+		_, err := tx.ExecContext(ctx, forgetEffects)
+		return err
 	})
 	if err == nil {
 		s.dropMemory(id)

@@ -100,6 +100,17 @@ var migrations = []string{
 	ALTER TABLE checkpoints ADD COLUMN pulled INTEGER NOT NULL DEFAULT 0;
 	UPDATE sandboxes SET head = '' WHERE head IN (SELECT id FROM checkpoints);
 	UPDATE checkpoints SET status = 'failed', error = 'made by an older format', digest = '', bytes = 0 WHERE status <> 'failed';`,
+	// What sandboxes did outside of themselves.
+	`CREATE TABLE effects (
+		seq INTEGER PRIMARY KEY AUTOINCREMENT,
+		id TEXT NOT NULL UNIQUE,
+		sandbox_id TEXT NOT NULL,
+		head TEXT NOT NULL,
+		status TEXT NOT NULL,
+		created INTEGER NOT NULL,
+		data TEXT NOT NULL
+	) STRICT;
+	CREATE INDEX effect_sandboxes ON effects (sandbox_id, seq);`,
 }
 
 func (s *Store) migrate(ctx context.Context) error {
