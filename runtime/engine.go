@@ -362,7 +362,7 @@ func (e *Engine) view(ctx context.Context, sb store.Sandbox) (Sandbox, Container
 		ID: sb.ID, Name: sb.Name, Status: c.Status, Pid: c.Pid, ExitCode: c.ExitCode,
 		Upperdir: c.Upper, Image: sb.Image, ImageDigest: sb.ImageDigest, Backend: sb.Backend,
 		Head: sb.Head, Attempt: sb.Attempt, Created: sb.Created, Started: c.Started, Finished: c.Finished,
-		Labels: labels, Address: c.Address, Kept: sb.Kept, OOMKilled: c.OOMKilled, Spec: s,
+		Labels: labels, Address: c.Address, Kept: sb.Kept, Held: sb.Held, OOMKilled: c.OOMKilled, Spec: s,
 		Expires: s.Lifetime.expires(), Expired: s.Lifetime.expired(),
 	}, c, err
 }

@@ -28,10 +28,12 @@ const (
 	EventExpired = "expired"       // it was stopped because its time was over
 	EventIdle    = "idle"          // it was stopped because nothing went on in it
 	EventEffect  = "effect"        // the undo command of an effect was run
+	EventRestore = "restore"       // a try to restore it failed
+	EventHeld    = "held"          // no try did better: nobody may use it
 )
 
 // EventTypes are all there are.
-var EventTypes = []string{EventDenied, EventOOM, EventPids, EventStorage, EventExpired, EventIdle, EventEffect}
+var EventTypes = []string{EventDenied, EventOOM, EventPids, EventStorage, EventExpired, EventIdle, EventEffect, EventRestore, EventHeld}
 
 // Event is something that befell a sandbox without its owner's doing: the
 // documented JSON of `agentbox events`; it only ever grows. The limits that the
@@ -48,6 +50,9 @@ type Event struct {
 	Address  string `json:"address,omitempty"`
 	Reason   string `json:"reason,omitempty"`
 	Missed   int    `json:"missed,omitempty"`
+
+	// Of restore: which strategy was tried; Reason is what became of it.
+	Strategy string `json:"strategy,omitempty"`
 
 	// Of effect; with Name, its label, and Reason, its status and why.
 	Effect     string `json:"effect,omitempty"`     // its id

@@ -11,8 +11,11 @@ import (
 )
 
 // onRoot runs fn on a sandbox's root filesystem.
-func (e *Engine) onRoot(ctx context.Context, ref string, fn func(root string, ids *idmap.Map) error) error {
+func (e *Engine) onRoot(ctx context.Context, ref string, write bool, fn func(root string, ids *idmap.Map) error) error {
 	sb, err := e.locate(ctx, ref)
+	if err == nil && write {
+		err = mayUse(sb.Sandbox)
+	}
 	if err != nil {
 		return fail("cp", ref, err)
 	}
@@ -25,17 +28,20 @@ func (e *Engine) onRoot(ctx context.Context, ref string, fn func(root string, id
 
 // CopyFrom writes a path of the sandbox as a tar stream.
 func (e *Engine) CopyFrom(ctx context.Context, ref, path string, w io.Writer) error {
-	return e.onRoot(ctx, ref, func(root string, ids *idmap.Map) error { return copy.From(ctx, root, ids, path, w) })
+	return e.onRoot(ctx, ref, false, func(root string, ids *idmap.Map) error { return copy.From(ctx, root, ids, path, w) })
 }
 
 // CopyTo extracts a tar stream into a directory of the sandbox.
 func (e *Engine) CopyTo(ctx context.Context, ref, path string, r io.Reader) error {
-	return e.onRoot(ctx, ref, func(root string, ids *idmap.Map) error { return copy.To(ctx, root, ids, path, r) })
+	return e.onRoot(ctx, ref, true, func(root string, ids *idmap.Map) error { return copy.To(ctx, root, ids, path, r) })
 }
 
 // Files runs fn on the sandbox's root filesystem.
 func (e *Engine) Files(ctx context.Context, ref string, fn func(*policy.Jail) error) error {
 	sb, err := e.locate(ctx, ref)
+	if err == nil {
+		err = mayUse(sb.Sandbox)
+	}
 	if err != nil {
 		return fail("open", ref, err)
 	}
@@ -55,7 +61,7 @@ func (e *Engine) Files(ctx context.Context, ref string, fn func(*policy.Jail) er
 
 // Stat tells what a path in the sandbox is.
 func (e *Engine) Stat(ctx context.Context, ref, path string) (out PathStat, err error) {
-	err = e.onRoot(ctx, ref, func(root string, _ *idmap.Map) error {
+	err = e.onRoot(ctx, ref, false, func(root string, _ *idmap.Map) error {
 		st, err := copy.StatPath(root, path)
 		out = PathStat(st)
 		return err

@@ -20,6 +20,11 @@ type HookFacts struct {
 	Sandbox    HookSandbox     `json:"sandbox"`
 	Checkpoint *HookCheckpoint `json:"checkpoint,omitempty"`
 	Error      string          `json:"error,omitempty"` // of a verb that failed
+
+	// Of a restore that failed with a strategy: what was tried, and that the
+	// sandbox was stopped safely.
+	Attempts []RestoreAttempt `json:"attempts,omitempty"`
+	Held     bool             `json:"held,omitempty"`
 }
 
 // HookSandbox is a sandbox as hooks are told of it.

@@ -70,7 +70,7 @@ func hostRun(ctx context.Context, argv, env []string, stdin []byte, timeout time
 
 // saying adds what a program printed to its error.
 func saying(err error, said string) error {
-	if said = strings.TrimSpace(clipLabel(said)); said != "" {
+	if said = strings.TrimSpace(clipLabel(said)); said != "" && err != nil {
 		err = fmt.Errorf("%w: %s", err, said)
 	}
 	return err

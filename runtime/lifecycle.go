@@ -285,7 +285,7 @@ func (e *Engine) Start(ctx context.Context, ref string, streams *Streams) (wait 
 	if c.Status == Running || c.Status == Paused {
 		return nil, fmt.Errorf("%w: it is %s", ErrState, c.Status)
 	}
-	if err := errors.Join(mayStart(s), mayMount(s)); err != nil {
+	if err := errors.Join(mayUse(sb.Sandbox), mayStart(s), mayMount(s)); err != nil {
 		return nil, err
 	}
 	e.keepHits(ctx, sb.Sandbox, c)
@@ -363,6 +363,9 @@ func (e *Engine) inState(ctx context.Context, ref string, states ...Status) (loc
 // moment is waited for: its callers must not notice checkpoints.
 func (e *Engine) running(ctx context.Context, ref, verb string) (located, error) {
 	sb, c, err := e.inState(ctx, ref, Running, Paused)
+	if err == nil {
+		err = mayUse(sb.Sandbox)
+	}
 	if err != nil || c.Status == Running {
 		return sb, err
 	}
@@ -513,6 +516,9 @@ func (e *Engine) freeze(ctx context.Context, ref string, from Status) error {
 		return err
 	}
 	_, _, err = e.inState(ctx, sb.ID, from)
+	if err == nil && from == Paused {
+		err = mayUse(sb.Sandbox)
+	}
 	if err == nil {
 		if from == Running {
 			err = sb.host.Pause(ctx, sb.ID)

@@ -7,6 +7,8 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
+	"strings"
 
 	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/images"
@@ -18,7 +20,11 @@ import (
 // that runs is taken as it is found.
 func (e *Engine) PlanRestore(ctx context.Context, ref string, opts RestoreOptions) (out RestorePlan, err error) {
 	defer func() { err = fail("restore", ref, err) }()
+	if err := opts.check(); err != nil {
+		return out, err
+	}
 	opts.Pull.Policy = images.PullNever
+	opts.FilesOnly = opts.FilesOnly || opts.Strategy == StrategyFiles
 	r, err := e.target(ctx, ref, opts)
 	if err != nil {
 		return out, err
@@ -40,6 +46,17 @@ func (e *Engine) PlanRestore(ctx context.Context, ref string, opts RestoreOption
 		for _, p := range manifest.Processes.List {
 			out.Begins = append(out.Begins, PlanProcess{p.Pid, p.Command})
 		}
+	}
+	if opts.Strategy != "" {
+		ways, err := opts.ways(r.row.Kind)
+		if err != nil {
+			return out, err
+		}
+		var names []string
+		for _, w := range ways {
+			names = append(names, w.strategy)
+		}
+		out.Effects = append(out.Effects, fmt.Sprintf("It is tried in this order: %s.", strings.Join(slices.Compact(names), ", ")))
 	}
 	if err := e.planEffects(ctx, r, &out); err != nil {
 		return out, err

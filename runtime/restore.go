@@ -49,29 +49,79 @@ type restoring struct {
 // checkpoint itself; all that is needed is read, proven and laid out beside the
 // files; then the sandbox is stopped, what differs is exchanged by renames, and it
 // is started. When that fails the files are put back.
-func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (_ Restored, err error) {
+func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (out Restored, err error) {
 	defer func() { err = fail("restore", ref, err) }()
 	if opts.Undo && opts.Checkpoint != "" {
 		return Restored{}, fmt.Errorf("%w: an undo has its checkpoint already", ErrInvalid)
 	}
-	r, err := e.target(ctx, ref, opts)
+	if err := opts.check(); err != nil {
+		return Restored{}, err
+	}
+	t := &trying{opts: opts}
+	if opts.Strategy == "" {
+		out, err = e.try(ctx, ref, t)
+	} else {
+		out, err = e.escalate(ctx, ref, t)
+	}
+	if err == nil {
+		return out, nil
+	}
+	if t.h != nil {
+		t.h.facts.Attempts = t.attempts
+		t.h.failed(ctx, err)
+	}
+	return Restored{}, errors.Join(err, e.alert(ctx, t, err))
+}
+
+// trying is a restore with all that it takes: one try, or several in different ways.
+type trying struct {
+	opts     RestoreOptions
+	way      string // this try's; see Strategies. Empty: as the checkpoint is
+	attempts []RestoreAttempt
+	h        *hooks       // of all tries, once it is known whose
+	r        *restoration // the last try, once it is known of what
+	begun    bool         // nothing has refused it
+	kept     string       // id of the undo checkpoint of a try that failed, or that was to make the sandbox again
+	pinned   bool         // and we have pinned it
+	held     bool         // the sandbox is, as nothing has brought it back
+}
+
+// try restores once.
+func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ Restored, err error) {
+	r, err := e.target(ctx, ref, t.opts)
 	if err != nil {
 		return Restored{}, err
 	}
+	t.r = r
 	defer e.tidy(ctx) // once the sandbox is not held any more
 	// forgetOrphan takes another lock.
 	defer func() { r.sb.lock.Unlock() }()
-	if err := r.possible(); err != nil {
-		return Restored{}, err
+	if t.way == "" {
+		if err := r.possible(); err != nil {
+			return Restored{}, err
+		}
 	}
-	h, err := e.hooksOf("restore", r.spec)
-	if err != nil {
-		return Restored{}, err
+	if t.h == nil {
+		h, err := e.hooksOf("restore", r.spec)
+		if err != nil {
+			return Restored{}, err
+		}
+		h.of(r.row)
+		t.h = h
+		if err := h.before(ctx, policy.BeforeRestore); err != nil {
+			return Restored{}, err
+		}
 	}
-	defer func() { h.failed(ctx, err) }()
-	h.of(r.row)
-	if err := h.before(ctx, policy.BeforeRestore); err != nil {
-		return Restored{}, err
+	t.begun = true
+	if t.way != "" {
+		if err := r.possible(); err != nil {
+			return Restored{}, err
+		}
+	}
+	if t.way == StrategyRecreate && !r.data.Recreated {
+		if err := e.clearAway(ctx, r, t); err != nil {
+			return Restored{}, err
+		}
 	}
 	if err := e.forgetOrphan(ctx, r); err != nil {
 		return Restored{}, err
@@ -91,12 +141,15 @@ func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (
 	e.enforce(r.spec)
 	e.log.Info("restored", "sandbox", r.sb.ID, "checkpoint", r.row.ID, "down", r.down, "changed", r.changed)
 	out := Restored{
-		Checkpoint: checkpointView(r.row), Recreated: r.data.Recreated, Verified: opts.Verify, Down: r.down, Files: r.files, Warnings: r.warnings,
+		Checkpoint: checkpointView(r.row), Recreated: r.data.Recreated, Verified: t.opts.Verify, Down: r.down, Files: r.files, Warnings: r.warnings,
 		Undo: r.undone, Changed: r.changed, Lost: slices.Sorted(maps.Keys(r.lost)), Compensated: r.compensated,
+	}
+	if err := e.forgetKept(ctx, t, &out); err != nil {
+		out.Warnings = append(slices.Clone(out.Warnings), err.Error())
 	}
 	// It is done: a caller who goes away now does not make it a failure.
 	out.Sandbox, err = e.Sandbox(context.WithoutCancel(ctx), r.sb.ID)
-	out.Warnings = slices.Concat(out.Warnings, h.after(ctx, policy.AfterRestore))
+	out.Warnings = slices.Concat(out.Warnings, t.h.after(ctx, policy.AfterRestore))
 	return out, err
 }
 

@@ -68,6 +68,9 @@ type Service interface {
 	// Events hands what befell a sandbox, oldest first, to each; when following,
 	// until ctx ends or the sandbox is removed.
 	Events(ctx context.Context, sandbox string, opts EventOptions, each func(Event) error) error
+	// ReleaseHold lets a sandbox be used again that a restore has stopped safely,
+	// because nothing had brought it back. It stays paused, or stopped.
+	ReleaseHold(ctx context.Context, sandbox string) error
 	// UpdateLifetime changes how long a sandbox may live, from now on, or be
 	// idle. One that has expired can then be started again.
 	UpdateLifetime(ctx context.Context, sandbox string, change LifetimeChange) (Sandbox, error)
@@ -127,6 +130,7 @@ type Sandbox struct {
 	OOMKilled   bool              `json:"oom_killed,omitempty"` // of an exited one: the kernel killed a process of it for memory
 	Limits      *LimitHits        `json:"limit_hits,omitempty"` // by Service.Sandbox only
 	Kept        bool              `json:"kept,omitempty"`       // an --rm sandbox that stays when it exits, because a restore of it failed
+	Held        string            `json:"held,omitempty"`       // why nobody may use it: a restore of it failed; see Service.ReleaseHold
 	Spec        Spec              `json:"spec"`
 }
 
@@ -211,6 +215,16 @@ type RestoreOptions struct {
 	NoUndo    bool              `json:"no_undo"`    // keep no undo checkpoint of the present state
 	Salvage   bool              `json:"salvage"`    // restore what is intact of a damaged checkpoint
 	NoEffects bool              `json:"no_effects"` // compensate none of what came after it; see Effect
+
+	// Strategy is one of Strategies; empty: once, as the checkpoint is.
+	Strategy string `json:"strategy"`
+	// Alert is told when the restore fails for good: the absolute path of a
+	// program of the host, which root runs, or an http or https URL.
+	Alert string `json:"alert"`
+	// AlertSecret is a file of the host, root's alone, with the key that
+	// signs what is posted to the URL.
+	AlertSecret string `json:"alert_secret"`
+
 	// Secrets say where secrets come from: for good if the sandbox is made
 	// again, else for this start.
 	Secrets []Secret `json:"secrets"`
@@ -234,6 +248,13 @@ type Restored struct {
 	Down       time.Duration `json:"down_ns"`        // from the old processes' end to the new ones' first step
 	Files      time.Duration `json:"files_ns"`       // the files' part: undo checkpoint, comparison, exchange, proof, sync
 	Warnings   []string      `json:"warnings,omitempty"`
+
+	// Of a restore with a strategy: which one it came to, what was tried before,
+	// and that the processes of the checkpoint could not be restored: the
+	// command was started afresh.
+	Strategy string           `json:"strategy,omitempty"`
+	Attempts []RestoreAttempt `json:"attempts,omitempty"`
+	Degraded bool             `json:"degraded,omitempty"`
 
 	// Compensated are the effects whose undo commands were run, in that order;
 	// their status says what came of it.

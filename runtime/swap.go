@@ -267,6 +267,11 @@ func (e *Engine) restored(ctx context.Context, r *restoration) error {
 	if err := e.store.SetHead(ctx, r.sb.ID, r.row.ID, r.data.Attempt); err != nil {
 		return err
 	}
+	if r.sb.Held != "" {
+		if err := e.store.Hold(ctx, r.sb.ID, ""); err != nil {
+			return err
+		}
+	}
 	if err := failpoint.Hit("restore.after-head"); err != nil {
 		return err
 	}

@@ -329,6 +329,7 @@ type sandbox struct {
 	ImageDigest string            `json:"image_digest"`
 	Backend     string            `json:"backend"`
 	Head        string            `json:"head"`
+	Held        string            `json:"held"`
 	Labels      map[string]string `json:"labels"`
 }
 

@@ -60,6 +60,8 @@ to be said of that. The newest 1 to 2 MiB are kept until the sandbox is removed.
   expired        it was stopped because its time was over (--ttl)
   idle           it was stopped because nothing went on in it (--idle)
   effect         the undo command of an effect was run (agentbox effect): its id, what came of it
+  restore        a try of 'agentbox restore --strategy' failed: which one, why, and what was done then
+  held           none did better: frozen or stopped, nobody may use it (agentbox release)
 
 The kernel counts oom and pids-limit. What nobody looked at when it happened is one event,
 with how many there were (count, of total since the start), of the time at which it was seen.`,
@@ -123,6 +125,10 @@ func eventText(e runtime.Event) string {
 		return fmt.Sprintf("killed: its files take %s%s", units.BytesSize(float64(e.Used)), limit(units.BytesSize(float64(e.Limit))))
 	case runtime.EventExpired:
 		return fmt.Sprintf("stopped: its time of %v was over", time.Duration(e.After))
+	case runtime.EventRestore:
+		return printable(oneLine("to checkpoint " + shortID(e.Checkpoint) + " by " + e.Strategy + " failed: " + e.Reason))
+	case runtime.EventHeld:
+		return printable(oneLine(e.Reason))
 	case runtime.EventEffect:
 		name := shortID(e.Effect)
 		if e.Name != "" {

@@ -166,3 +166,7 @@ func (f *fakeService) Effects(_ context.Context, ref string, all bool) ([]runtim
 func (f *fakeService) RemoveEffect(_ context.Context, ref, effect string) error {
 	return f.call("RemoveEffect", ref, effect)
 }
+
+func (f *fakeService) ReleaseHold(_ context.Context, ref string) error {
+	return f.simple("ReleaseHold", ref)
+}

@@ -135,6 +135,8 @@ func statusText(now time.Time, sb runtime.Sandbox) string {
 
 func expiryText(now time.Time, sb runtime.Sandbox) string {
 	switch {
+	case sb.Held != "":
+		return ", held"
 	case sb.Expired:
 		return ", expired"
 	case sb.Expires.IsZero():

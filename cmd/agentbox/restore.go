@@ -21,6 +21,9 @@ type restoreOptions struct {
 	Trigger   string
 	Labels    []string
 	NoEffects bool
+	Strategy  string
+	Alert     string
+	AlertKey  string
 	Format    string
 	secrets   secretOptions
 	pull      pullPolicyOptions
@@ -36,6 +39,9 @@ func (o *restoreOptions) addFlags(fl *pflag.FlagSet) {
 	fl.StringVar(&o.Trigger, "trigger", "", "without CHECKPOINT: the newest ready one that this `NAME` asked for")
 	fl.VarP(list(&o.Labels), "label", "l", "without CHECKPOINT: the newest ready one with this label `KEY=VALUE`")
 	fl.BoolVar(&o.NoEffects, "no-effects", false, "run no undo commands of effects; they stay on the ledger")
+	fl.Var(choice(&o.Strategy, runtime.Strategies...), "strategy", "how to restore, and what to do when that fails: `STRATEGY` is auto, files, full or recreate (default: once, as the checkpoint is)")
+	fl.StringVar(&o.Alert, "alert", "", "when it fails for good, run `PROGRAM` (an absolute path), or post to an http or https URL")
+	fl.StringVar(&o.AlertKey, "alert-secret", "", "sign what is posted with the key in `FILE`, which is root's alone")
 	o.secrets.addFlags(fl)
 	o.pull.addMissing(fl)
 	o.Format = "name"
@@ -63,6 +69,19 @@ What the sandbox did outside of itself since the checkpoint and has an undo comm
 'agentbox effect') is compensated first, while it is frozen, the last one first. It is not rolled
 back, and --undo does not apply it again. --no-effects leaves it alone.
 
+--strategy says how it is done. files: without processes; full: with them; recreate: the sandbox
+is removed and made again from the checkpoint's spec, with its id. Each is tried up to 3 times if
+its error may pass. auto goes from one to the next: full, files and recreate for a full
+checkpoint, files and recreate for another. That a full checkpoint came back as files only, the
+command started afresh, is a warning (degraded in the JSON), and ends with 0. When nothing has brought the
+sandbox back, it is frozen or stopped and held: 'agentbox exec', start, unpause and cp into it are
+refused until it is restored or released (agentbox release). Without --strategy it is tried once,
+and a sandbox whose restore failed is stopped with the files it had.
+
+--alert is told what a failed restore was about, as hooks are: a program of root's at its standard
+input, a URL as the body of a POST, within 10 s and without following redirects. With --alert-secret
+the header Agentbox-Signature is "t=SECONDS,v1=HEX", HMAC-SHA256 over SECONDS, a dot and the body.
+
 --dry-run changes nothing and shows what would change: the files, as 'agentbox diff --stat'
 does, the processes that would end and those that would go on, and other effects. With
 --format json it prints one object: sandbox, sandbox_name, checkpoint, changes (as those of
@@ -75,7 +94,8 @@ what is lost, and ends with 6.
 It prints the sandbox's name; with --format json one object: sandbox, checkpoint, recreated,
 verified, undo (the id of the undo checkpoint), changed (how many paths), lost, down_ns
 (how long it had no processes), files_ns (what the files took: undo checkpoint, comparison,
-exchange, proof, sync), compensated (effects whose undo commands were run), warnings.`,
+exchange, proof, sync), compensated (effects whose undo commands were run), strategy,
+attempts (strategy, try, error, next, took_ns) and degraded with --strategy, warnings.`,
 		Example: `  agentbox restore c
   agentbox restore --verify c before-upgrade
   agentbox restore c 3f2a
@@ -95,7 +115,7 @@ exchange, proof, sync), compensated (effects whose undo commands were run), warn
 			if err != nil {
 				return err
 			}
-			ro := runtime.RestoreOptions{Trigger: opts.Trigger, Labels: labels, Secrets: secrets, FilesOnly: opts.FilesOnly, Verify: opts.Verify, Undo: opts.Undo, NoUndo: opts.NoUndo, Salvage: opts.Salvage, NoEffects: opts.NoEffects, Pull: opts.pull.options()}
+			ro := runtime.RestoreOptions{Trigger: opts.Trigger, Labels: labels, Secrets: secrets, FilesOnly: opts.FilesOnly, Verify: opts.Verify, Undo: opts.Undo, NoUndo: opts.NoUndo, Salvage: opts.Salvage, NoEffects: opts.NoEffects, Strategy: opts.Strategy, Alert: opts.Alert, AlertSecret: opts.AlertKey, Pull: opts.pull.options()}
 			if len(args) > 1 {
 				if args[1] == "" {
 					return usageErrorf("CHECKPOINT is empty; leave it out for the newest one")
@@ -130,6 +150,9 @@ func runRestore(ctx context.Context, opts runtime.RestoreOptions, format, sandbo
 			fmt.Fprintln(stderr, printable(effectText(f)))
 		}
 	}
+	for _, t := range r.Attempts {
+		fmt.Fprintln(stderr, oneLine(fmt.Sprintf("tried %s (%d): %s; next: %s", t.Strategy, t.Try, t.Error, t.Next)))
+	}
 	warn(stderr, r.Warnings)
 	if isTerminalWriter(stderr) {
 		fmt.Fprintln(stderr, printable(restoreSummary(r)))
@@ -162,6 +185,9 @@ func restoreSummary(r runtime.Restored) string {
 	}
 	if r.Down > 0 {
 		s += ", down " + durationText(r.Down)
+	}
+	if r.Strategy != "" {
+		s += ", strategy " + r.Strategy
 	}
 	if r.Verified {
 		s += ", verified"

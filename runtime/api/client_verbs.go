@@ -149,6 +149,11 @@ func (c *Client) Events(ctx context.Context, sandbox string, opts runtime.EventO
 	})
 }
 
+// ReleaseHold lets a sandbox be used that a failed restore holds.
+func (c *Client) ReleaseHold(ctx context.Context, sandbox string) error {
+	return none(ctx, c, at("sandboxes", sandbox, "release"), None{})
+}
+
 // UpdateLifetime changes how long a sandbox may live.
 func (c *Client) UpdateLifetime(ctx context.Context, sandbox string, change runtime.LifetimeChange) (runtime.Sandbox, error) {
 	return do[runtime.Sandbox](ctx, c, at("sandboxes", sandbox, "lifetime"), change, nil)

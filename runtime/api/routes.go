@@ -238,6 +238,9 @@ func (h *Handler) sandboxRoutes() []route {
 		verb(h, "/v1/sandboxes/{sandbox}/unpause", "Thaw every process", func(ctx context.Context, r *request[None]) (None, error) {
 			return noted(r, svc.Unpause(ctx, r.ref), runtime.ErrState)
 		}),
+		verb(h, "/v1/sandboxes/{sandbox}/release", "Let a sandbox be used that a failed restore holds", func(ctx context.Context, r *request[None]) (None, error) {
+			return noted(r, svc.ReleaseHold(ctx, r.ref), runtime.ErrState)
+		}),
 		verb(h, "/v1/sandboxes/{sandbox}/remove", "Remove a sandbox", func(ctx context.Context, r *request[runtime.RemoveOptions]) (None, error) {
 			return noted(r, svc.Remove(ctx, r.ref, r.in), runtime.ErrNotFound)
 		}),

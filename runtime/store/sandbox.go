@@ -26,10 +26,11 @@ type Sandbox struct {
 	Attempt     int
 	Created     time.Time // zero: now
 	Labels      map[string]string
-	Kept        bool // stays when it exits, whatever its spec says; see Keep
+	Kept        bool   // stays when it exits, whatever its spec says; see Keep
+	Held        string // why nobody may use it; empty: everybody may; see Hold
 }
 
-const sandboxColumns = "id, name, backend, spec, image, image_digest, lower, head, attempt, created, labels, kept"
+const sandboxColumns = "id, name, backend, spec, image, image_digest, lower, head, attempt, created, labels, kept, held"
 
 // PutSandbox adds a sandbox. A name or an id that is taken is ErrExists.
 func (s *Store) PutSandbox(ctx context.Context, b Sandbox) error {
@@ -64,8 +65,8 @@ func (s *Store) PutSandbox(ctx context.Context, b Sandbox) error {
 		case !errors.Is(err, sql.ErrNoRows):
 			return err
 		}
-		_, err = tx.ExecContext(ctx, "INSERT INTO sandboxes ("+sandboxColumns+") VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
-			b.ID, b.Name, b.Backend, string(b.Spec), b.Image, b.ImageDigest, encode(b.Lower), b.Head, b.Attempt, b.Created.UnixNano(), encode(b.Labels), b.Kept)
+		_, err = tx.ExecContext(ctx, "INSERT INTO sandboxes ("+sandboxColumns+") VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",
+			b.ID, b.Name, b.Backend, string(b.Spec), b.Image, b.ImageDigest, encode(b.Lower), b.Head, b.Attempt, b.Created.UnixNano(), encode(b.Labels), b.Kept, b.Held)
 		return err
 	})
 }
@@ -114,7 +115,7 @@ func (s *Store) sandboxes(ctx context.Context, where string, args ...any) (list 
 		var b Sandbox
 		var spec, lower, labels string
 		var created int64
-		err := rows.Scan(&b.ID, &b.Name, &b.Backend, &spec, &b.Image, &b.ImageDigest, &lower, &b.Head, &b.Attempt, &created, &labels, &b.Kept)
+		err := rows.Scan(&b.ID, &b.Name, &b.Backend, &spec, &b.Image, &b.ImageDigest, &lower, &b.Head, &b.Attempt, &created, &labels, &b.Kept, &b.Held)
 		if err != nil {
 			return nil, dbError("read sandboxes", err)
 		}
@@ -170,6 +171,17 @@ func (s *Store) SetSpec(ctx context.Context, id string, spec json.RawMessage) er
 func (s *Store) Keep(ctx context.Context, id string, keep bool) error {
 	return s.release(ctx, "keep a sandbox", func(tx *sql.Tx) error {
 		_, err := tx.ExecContext(ctx, "UPDATE sandboxes SET kept = ? WHERE id = ?", keep, id)
+		return err
+	})
+}
+
+// Hold records why nobody may use a sandbox, or, empty, that everybody may.
+func (s *Store) Hold(ctx context.Context, id, why string) error {
+	if len(why) > maxError {
+		why = why[:maxError]
+	}
+	return s.release(ctx, "hold a sandbox", func(tx *sql.Tx) error {
+		_, err := tx.ExecContext(ctx, "UPDATE sandboxes SET held = ? WHERE id = ?", strings.ToValidUTF8(why, "\uFFFD"), id)
 		return err
 	})
 }

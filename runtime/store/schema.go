@@ -111,6 +111,8 @@ var migrations = []string{
 		data TEXT NOT NULL
 	) STRICT;
 	CREATE INDEX effect_sandboxes ON effects (sandbox_id, seq);`,
+	// Why nobody may use a sandbox; empty: everybody may.
+	`ALTER TABLE sandboxes ADD COLUMN held TEXT NOT NULL DEFAULT '';`,
 }
 
 func (s *Store) migrate(ctx context.Context) error {

@@ -1,0 +1,357 @@
+package runtime
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// The ways to restore. Auto goes from one to the next where one fails, in rising cost,
+// where what is lost counts as cost: full and files for a checkpoint with processes,
+// files for one without, and to make the sandbox again last, for that takes away what
+// one could still look at. When none does, it holds the sandbox.
+const (
+	StrategyAuto     = "auto"
+	StrategyFiles    = "files"    // the files; the command starts afresh
+	StrategyFull     = "full"     // and the processes
+	StrategyRecreate = "recreate" // what the checkpoint has, in a container made anew
+)
+
+// Strategies are all there are.
+var Strategies = []string{StrategyAuto, StrategyFiles, StrategyFull, StrategyRecreate}
+
+// strategyTries bounds how often one of them is tried, if its error may pass.
+const strategyTries = 3
+
+// strategyPause is how long is waited before the second try; then more.
+const strategyPause = 200 * time.Millisecond
+
+// RestoreAttempt is a try that failed.
+type RestoreAttempt struct {
+	Time     time.Time     `json:"time"`
+	Strategy string        `json:"strategy"`
+	Try      int           `json:"try"` // from 1 on, of this strategy
+	Error    string        `json:"error"`
+	Next     string        `json:"next"` // what was done then: the next strategy, "" for none
+	Took     time.Duration `json:"took_ns"`
+}
+
+// check refuses options that do not go together.
+func (o RestoreOptions) check() error {
+	if o.Strategy != "" && !slices.Contains(Strategies, o.Strategy) {
+		return fmt.Errorf("%w: strategy %q: choose %s", ErrInvalid, o.Strategy, strings.Join(Strategies, ", "))
+	}
+	if o.FilesOnly && o.Strategy == StrategyFull {
+		return fmt.Errorf("%w: the strategy full, and files only", ErrInvalid)
+	}
+	return o.checkAlert()
+}
+
+// way is one strategy for one checkpoint.
+type way struct {
+	strategy  string
+	filesOnly bool
+}
+
+// ways are what is tried for a checkpoint, in order.
+func (o RestoreOptions) ways(kind string) ([]way, error) {
+	full := kind == KindFull && !o.FilesOnly
+	switch {
+	case o.Strategy == StrategyFull && !full:
+		return nil, hint(fmt.Errorf("%w: the checkpoint has no processes", ErrState), "Restore its files with --strategy files.")
+	case o.Strategy != StrategyAuto:
+		return []way{{o.Strategy, !full || o.Strategy == StrategyFiles}}, nil
+	case full:
+		return []way{{StrategyFull, false}, {StrategyFiles, true}, {StrategyRecreate, false}, {StrategyRecreate, true}}, nil
+	}
+	return []way{{StrategyFiles, true}, {StrategyRecreate, true}}, nil
+}
+
+// escalate restores by a strategy: each way up to three times, then the next.
+func (e *Engine) escalate(ctx context.Context, ref string, t *trying) (Restored, error) {
+	opts := t.opts
+	r, err := e.target(ctx, ref, opts)
+	if err != nil {
+		return Restored{}, err
+	}
+	row, id := r.row, r.sb.ID
+	r.sb.lock.Unlock()
+	ways, err := opts.ways(row.Kind)
+	if err != nil {
+		return Restored{}, err
+	}
+	// From here on it is about this checkpoint, whatever tries make of the newest.
+	t.opts.Checkpoint, t.opts.Undo = row.ID, false
+	full := row.Kind == KindFull && !opts.FilesOnly
+	for i, w := range ways {
+		t.way, t.opts.FilesOnly = w.strategy, w.filesOnly && row.Kind == KindFull
+		for try := 1; ; try++ {
+			began := time.Now()
+			out, err := e.try(ctx, ref, t)
+			if err == nil {
+				out.Strategy, out.Attempts = t.way, t.attempts
+				if out.Degraded = full && w.filesOnly && opts.Strategy == StrategyAuto; out.Degraded {
+					out.Warnings = append(slices.Clone(out.Warnings), "the processes of the checkpoint could not be restored: its files are back, and the command was started afresh")
+				}
+				return out, nil
+			}
+			if !t.begun || ctx.Err() != nil || errors.Is(err, errCalledOff) {
+				return Restored{}, err
+			}
+			ref = id // a prefix of it may be nobody's any more
+			if err := e.afterTry(ctx, t); err != nil {
+				e.log.Warn("after a try to restore", "sandbox", id, "err", err)
+			}
+			again := try < strategyTries && mayPass(err)
+			a := RestoreAttempt{Time: began.UTC(), Strategy: t.way, Try: try, Error: err.Error(), Took: time.Since(began)}
+			if again {
+				a.Next = t.way
+			} else if i+1 < len(ways) {
+				a.Next = ways[i+1].strategy
+			}
+			t.attempts = append(t.attempts, a)
+			e.log.Info("a try to restore failed", "sandbox", id, "checkpoint", row.ID, "strategy", a.Strategy, "try", a.Try, "next", a.Next, "err", a.Error)
+			e.noteAttempt(id, row.ID, a)
+			if !again {
+				if i+1 == len(ways) && opts.Strategy != StrategyAuto {
+					return Restored{}, e.explainTries(ctx, err, t)
+				}
+				break
+			}
+			select {
+			case <-time.After(strategyPause << (2 * (try - 1))):
+			case <-ctx.Done():
+				return Restored{}, errors.Join(err, ctx.Err())
+			}
+		}
+	}
+	return Restored{}, e.safeStop(context.WithoutCancel(ctx), id, t)
+}
+
+// explainTries says of an error where the sandbox is then, and what it had.
+func (e *Engine) explainTries(ctx context.Context, err error, t *trying) error {
+	if _, gone := e.store.Sandbox(context.WithoutCancel(ctx), t.r.sb.ID); errors.Is(gone, ErrNotFound) {
+		err = hint(err, fmt.Sprintf("The sandbox was removed to be made again, and was not; try again with: agentbox restore %s %s", t.r.sb.Name, short(t.r.row.ID)))
+	}
+	if t.kept != "" {
+		err = hint(err, fmt.Sprintf("What it had before is checkpoint %s.", short(t.kept)))
+	}
+	return err
+}
+
+// mayPass tells whether the same may go well the next time.
+func mayPass(err error) bool {
+	for _, lasting := range []error{ErrNotFound, ErrExists, ErrState, ErrDenied, ErrUnsupported, ErrCorrupt, ErrInvalid, unix.ENOSPC, unix.EDQUOT, unix.EROFS, unix.EIO} {
+		if errors.Is(err, lasting) {
+			return false
+		}
+	}
+	return true
+}
+
+// afterTry brings a try that failed to its end: what it left in the journal is
+// done, and the undo checkpoint of what the first has ended is that of all.
+func (e *Engine) afterTry(ctx context.Context, t *trying) error {
+	ctx = context.WithoutCancel(ctx)
+	_, err := e.RecoverInterrupted(ctx)
+	if t.r == nil || t.kept != "" || t.r.undone == "" {
+		return err
+	}
+	row, e2 := e.store.Checkpoint(ctx, t.r.undone)
+	if e2 == nil && row.Status == store.Ready {
+		// Later tries find only what this one has put back.
+		t.kept, t.opts.NoUndo = row.ID, true
+	}
+	return err
+}
+
+func (e *Engine) noteAttempt(id, checkpoint string, a RestoreAttempt) {
+	then := "no other strategy is left"
+	switch a.Next {
+	case "":
+	case a.Strategy:
+		then = "once more"
+	default:
+		then = "next: " + a.Next
+	}
+	ev := Event{Time: a.Time, Type: EventRestore, Checkpoint: checkpoint, Strategy: a.Strategy, Reason: a.Error + "; " + then}
+	if err := e.note(id, ev); err != nil {
+		e.log.Warn("an event is not on record", "sandbox", id, "err", err)
+	}
+}
+
+// clearAway removes a sandbox, whose lock is held, so that it is made again. What
+// it has now is a checkpoint, which stays until the restore is done, and all that is
+// needed is proven, before anything goes.
+func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err error) {
+	if r.spec.Adopted {
+		return fmt.Errorf("%w: agentbox did not make it and cannot make it again", ErrUnsupported)
+	}
+	old := *r.sb
+	if err := failpoint.Hit("restore.recreate.before-proof"); err != nil {
+		return err
+	}
+	if err := e.store.VerifyCheckpoint(ctx, r.row.ID); err != nil {
+		return err
+	}
+	r.orphan = true // so that secrets come from where they do now
+	if err := e.again(ctx, r, ErrNotFound); err != nil {
+		return err
+	}
+	if err := mayStart(r.spec); err != nil {
+		return err
+	}
+	if r.reader, err = e.store.OpenCheckpoint(ctx, r.row.ID); err != nil {
+		return err
+	}
+	if err := errors.Join(e.compensate(ctx, r), r.reader.Close()); err != nil {
+		return err
+	}
+	if t.kept == "" {
+		row, err := e.keepStopped(ctx, &old)
+		if err != nil {
+			return fmt.Errorf("keep the present state: %w", err)
+		}
+		t.kept = row.ID
+	}
+	// It would go with the sandbox.
+	if row, err := e.store.Checkpoint(ctx, t.kept); err != nil || !row.Pinned {
+		if err := errors.Join(err, e.store.Pin(ctx, t.kept, true)); err != nil {
+			return err
+		}
+		t.pinned = true
+	}
+	if err := failpoint.Hit("restore.recreate.after-keep"); err != nil {
+		return err
+	}
+	t.opts.Secrets = r.spec.Secrets
+	if err := e.remove(context.WithoutCancel(ctx), &old, false); err != nil {
+		return err
+	}
+	for _, a := range t.attempts { // events go with a sandbox
+		e.noteAttempt(old.ID, r.row.ID, a)
+	}
+	r.orphan, r.c = false, Container{}
+	// The file of the lock went with the record.
+	r.sb.lock.Unlock()
+	lock, err := e.store.Lock(ctx, r.sb.ID, "restore", lockWait)
+	if err != nil {
+		return err
+	}
+	r.sb.lock = lock
+	return failpoint.Hit("restore.recreate.after-remove")
+}
+
+// keepStopped makes a checkpoint of what a sandbox has now, which stops with it.
+func (e *Engine) keepStopped(ctx context.Context, sb *locked) (store.Checkpoint, error) {
+	opts := CheckpointOptions{Trigger: TriggerUndo, TCP: TCPEstablished, Stop: true}
+	row, err := e.checkpointOf(ctx, sb, opts, "")
+	if err != nil && ctx.Err() == nil && !errors.Is(err, unix.ENOSPC) {
+		e.log.Warn("the undo checkpoint will have files only", "sandbox", sb.ID, "err", err)
+		opts.FilesOnly = true
+		row, err = e.checkpointOf(ctx, sb, opts, "")
+	}
+	return row, err
+}
+
+// forgetKept has the undo checkpoint of the first try be that of a restore which
+// came to its end later.
+func (e *Engine) forgetKept(ctx context.Context, t *trying, out *Restored) error {
+	if t.kept == "" {
+		return nil
+	}
+	ctx = context.WithoutCancel(ctx)
+	var err error
+	if t.pinned {
+		err = e.store.Pin(ctx, t.kept, false)
+	}
+	t.r.data.Undo, t.r.data.NoUndo, out.Undo = t.kept, false, t.kept
+	return errors.Join(err, e.forgetUndos(ctx, t.r))
+}
+
+// safeStop holds a sandbox that nothing has brought back: it is frozen, nobody may
+// use it, and all that there is of it stays.
+func (e *Engine) safeStop(ctx context.Context, id string, t *trying) (err error) {
+	last := t.attempts[len(t.attempts)-1]
+	tried := make([]string, 0, len(t.attempts))
+	for _, a := range t.attempts {
+		tried = append(tried, fmt.Sprintf("%s: %s", a.Strategy, a.Error))
+	}
+	cause := fmt.Errorf("%w: no strategy has restored it: %s", ErrState, strings.Join(slices.Compact(tried), "; "))
+	sb, err := e.acquire(ctx, id, "restore", reapWait)
+	if errors.Is(err, ErrNotFound) {
+		text := "The sandbox could not be made again; its checkpoints are there (agentbox checkpoint ls " + t.r.sb.Name + ")"
+		if t.kept != "" {
+			text += ", and what it had last is one of them, " + short(t.kept)
+		}
+		return hint(cause, text+".")
+	}
+	if err != nil {
+		return errors.Join(cause, err)
+	}
+	defer sb.lock.Unlock()
+	if err := failpoint.Hit("restore.hold.before-mark"); err != nil {
+		return errors.Join(cause, err)
+	}
+	why := fmt.Sprintf("a restore to checkpoint %s failed: %s", short(t.r.row.ID), last.Error)
+	if err := e.store.Hold(ctx, id, why); err != nil {
+		return errors.Join(cause, err)
+	}
+	t.held = true
+	if err := failpoint.Hit("restore.hold.after-mark"); err != nil {
+		return errors.Join(cause, err)
+	}
+	state := "stopped"
+	c, err := sb.host.Inspect(ctx, id)
+	switch {
+	case err != nil:
+	case c.Status == Running:
+		err = sb.host.Pause(ctx, id)
+		fallthrough
+	case c.Status == Paused:
+		state = "frozen"
+	}
+	if err != nil {
+		return errors.Join(cause, fmt.Errorf("and it cannot be frozen: %w", err))
+	}
+	if err := e.note(id, Event{Time: time.Now(), Type: EventHeld, Checkpoint: t.r.row.ID, Reason: state + ": " + why}); err != nil {
+		e.log.Warn("an event is not on record", "sandbox", id, "err", err)
+	}
+	text := fmt.Sprintf("The sandbox is %s, with the files it had before, and nobody may use it. Restore it again, or let it be used as it is with: agentbox release %s", state, sb.Name)
+	if t.kept != "" {
+		text += fmt.Sprintf(". Its processes and files of before are checkpoint %s", short(t.kept))
+	}
+	return hint(cause, text)
+}
+
+// mayUse refuses what is held.
+func mayUse(sb store.Sandbox) error {
+	if sb.Held == "" {
+		return nil
+	}
+	return hint(fmt.Errorf("%w: it is held: %s", ErrState, sb.Held),
+		fmt.Sprintf("Restore it (agentbox restore %s), or let it be used as it is with: agentbox release %s", sb.Name, sb.Name))
+}
+
+// ReleaseHold lets a sandbox be used again.
+func (e *Engine) ReleaseHold(ctx context.Context, ref string) (err error) {
+	defer func() { err = fail("release", ref, err) }()
+	sb, err := e.acquire(ctx, ref, "release", lockWait)
+	if err != nil {
+		return err
+	}
+	defer sb.lock.Unlock()
+	if sb.Held == "" {
+		return fmt.Errorf("%w: it is not held", ErrState)
+	}
+	e.log.Info("released", "sandbox", sb.ID)
+	return e.store.Hold(ctx, sb.ID, "")
+}
