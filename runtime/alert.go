@@ -92,9 +92,9 @@ func alertKey(file string) ([]byte, error) {
 }
 
 // alert tells of a restore that failed for good. What was refused before anything was
-// tried is its caller's to know. The caller's end does not end it.
+// tried, or ended by its caller, is that one's to know.
 func (e *Engine) alert(ctx context.Context, t *trying, failed error) error {
-	if t.opts.Alert == "" || !t.begun || t.h == nil {
+	if t.opts.Alert == "" || !t.begun || ctx.Err() != nil {
 		return nil
 	}
 	facts := t.h.facts

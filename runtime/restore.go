@@ -57,7 +57,7 @@ func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (
 	if err := opts.check(); err != nil {
 		return Restored{}, err
 	}
-	t := &trying{opts: opts}
+	t := &trying{opts: opts, noUndo: opts.NoUndo}
 	if opts.Strategy == "" {
 		out, err = e.try(ctx, ref, t)
 	} else {
@@ -76,6 +76,7 @@ func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (
 // trying is a restore with all that it takes: one try, or several in different ways.
 type trying struct {
 	opts     RestoreOptions
+	noUndo   bool   // nobody wants an undo checkpoint when it is done
 	way      string // this try's; see Strategies. Empty: as the checkpoint is
 	attempts []RestoreAttempt
 	h        *hooks       // of all tries, once it is known whose

@@ -206,6 +206,7 @@ func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err 
 	if err := e.again(ctx, r, ErrNotFound); err != nil {
 		return err
 	}
+	r.sb.Attempt = old.Attempt // it is the same sandbox
 	if err := mayStart(r.spec); err != nil {
 		return err
 	}
@@ -272,6 +273,10 @@ func (e *Engine) forgetKept(ctx context.Context, t *trying, out *Restored) error
 	var err error
 	if t.pinned {
 		err = e.store.Pin(ctx, t.kept, false)
+	}
+	if t.noUndo {
+		out.Undo = ""
+		return errors.Join(err, e.store.RemoveCheckpoint(ctx, t.kept))
 	}
 	t.r.data.Undo, t.r.data.NoUndo, out.Undo = t.kept, false, t.kept
 	return errors.Join(err, e.forgetUndos(ctx, t.r))

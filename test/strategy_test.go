@@ -109,6 +109,12 @@ func TestStrategies(t *testing.T) {
 	}
 	b.reaches("s", b.count("s")+1)
 	back(got.Undo)
+	if said := b.ok("exec", "s", "sh", "-c", "tr '\\0' '\\n' < /proc/1/environ"); !strings.Contains(said, "AGENTBOX_SANDBOX="+id) {
+		t.Errorf("it is told: %s", said)
+	}
+	b.ok("restore", "--strategy", "recreate", "--no-undo", "s", "base")
+	equal(b, "undo checkpoints of --no-undo", len(b.undos("s")), 0) // that of before went with the sandbox
+	b.sh("s", "echo now > /marker")
 
 	// The processes cannot be restored: three times, then without. The undo checkpoint is the
 	// one that was taken before all that, with processes.

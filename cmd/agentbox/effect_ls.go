@@ -113,6 +113,9 @@ func warnOutstanding(ctx context.Context, sandbox string, checkpoints bool, svc 
 	if !checkpoints {
 		s += "; a restore of it, while it has checkpoints, still does"
 	}
+	if checkpoints {
+		s += ", and the ledger is gone with it"
+	}
 	for _, f := range list[:min(len(list), 10)] {
 		s += "\n  " + effectText(f)
 	}
