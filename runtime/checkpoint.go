@@ -157,6 +157,9 @@ func (e *Engine) prepare(ctx context.Context, sb *locked, c Container, opts Chec
 		Parent: sb.Head, Trigger: cmp.Or(opts.Trigger, "manual"), Created: time.Now(),
 		ImageDigest: sb.ImageDigest, Labels: opts.Labels, Spec: sb.Spec,
 	}
+	if k.row.Lease, err = e.leaseOf(ctx, sb.Sandbox, opts); err != nil {
+		return nil, err
+	}
 	if k.row.Spec, err = nameless(s, sb.Spec); err != nil {
 		return nil, err
 	}
@@ -544,6 +547,6 @@ func checkpointView(row store.Checkpoint) Checkpoint {
 		Status: row.Status, Error: row.Error, Parent: row.Parent, Trigger: row.Trigger, Policy: policyName(row.Spec), Created: row.Created,
 		Files: row.Files, Processes: row.Processes, Bytes: row.Bytes, Digest: row.Digest,
 		ImageDigest: row.ImageDigest, Labels: labels, Frozen: row.Frozen, Warnings: row.Warnings,
-		Added: row.Added, Unchanged: row.Unchanged, Pinned: row.Pinned, Tags: row.Tags, Damaged: row.Damaged,
+		Added: row.Added, Unchanged: row.Unchanged, Pinned: row.Pinned, Lease: row.Lease, Tags: row.Tags, Damaged: row.Damaged,
 	}
 }

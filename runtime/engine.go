@@ -21,6 +21,7 @@ import (
 	"log/slog"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/agentbox/agentbox/internal/undo"
@@ -58,9 +59,12 @@ type Engine struct {
 	log    *slog.Logger
 	auto   func(id string) error // see Options.Auto
 	watch  func(id string) error // see Options.Watch
+	keeper func() error          // see Options.Keeper
 	tidyAt int64
 
 	policies policy.Finder
+
+	keeps atomic.Bool // this process is the keeper of leases
 
 	mu    sync.Mutex
 	hosts map[string]Host   // those in use
@@ -92,6 +96,9 @@ type Options struct {
 	// and its lifetime (Engine.Watch), like Auto.
 	Watch func(id string) error
 
+	// Keeper starts the process that ends leases (Engine.KeepLeases), like Auto.
+	Keeper func() error
+
 	// Policies finds the policy of sandboxes for which nobody names one, and
 	// remembers which were used here.
 	Policies policy.Finder
@@ -103,7 +110,7 @@ func New(opts Options) *Engine {
 	if log == nil {
 		log = slog.Default()
 	}
-	return &Engine{run: opts.Run, store: opts.Store, first: opts.Backend, make: opts.Open, log: log, auto: opts.Auto, watch: opts.Watch, tidyAt: cmp.Or(opts.TidyAt, 256<<20), hosts: map[string]Host{}, kept: map[string]string{}, policies: opts.Policies}
+	return &Engine{run: opts.Run, store: opts.Store, first: opts.Backend, make: opts.Open, log: log, auto: opts.Auto, watch: opts.Watch, keeper: opts.Keeper, tidyAt: cmp.Or(opts.TidyAt, 256<<20), hosts: map[string]Host{}, kept: map[string]string{}, policies: opts.Policies}
 }
 
 // host returns a backend by its name.
@@ -362,7 +369,7 @@ func (e *Engine) view(ctx context.Context, sb store.Sandbox) (Sandbox, Container
 		ID: sb.ID, Name: sb.Name, Status: c.Status, Pid: c.Pid, ExitCode: c.ExitCode,
 		Upperdir: c.Upper, Image: sb.Image, ImageDigest: sb.ImageDigest, Backend: sb.Backend,
 		Head: sb.Head, Attempt: sb.Attempt, Created: sb.Created, Started: c.Started, Finished: c.Finished,
-		Labels: labels, Address: c.Address, Kept: sb.Kept, Held: sb.Held, OOMKilled: c.OOMKilled, Spec: s,
+		Labels: labels, Address: c.Address, Kept: sb.Kept, Held: sb.Held, Lease: sb.Lease, Group: sb.Group, OOMKilled: c.OOMKilled, Spec: s,
 		Expires: s.Lifetime.expires(), Expired: s.Lifetime.expired(),
 	}, c, err
 }

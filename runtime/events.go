@@ -29,11 +29,12 @@ const (
 	EventIdle    = "idle"          // it was stopped because nothing went on in it
 	EventEffect  = "effect"        // the undo command of an effect was run
 	EventRestore = "restore"       // a try to restore it failed
+	EventLease   = "lease"         // it is removed because its lease has ended
 	EventHeld    = "held"          // no try did better: nobody may use it
 )
 
 // EventTypes are all there are.
-var EventTypes = []string{EventDenied, EventOOM, EventPids, EventStorage, EventExpired, EventIdle, EventEffect, EventRestore, EventHeld}
+var EventTypes = []string{EventDenied, EventOOM, EventPids, EventStorage, EventExpired, EventIdle, EventEffect, EventRestore, EventHeld, EventLease}
 
 // Event is something that befell a sandbox without its owner's doing: the
 // documented JSON of `agentbox events`; it only ever grows. The limits that the
@@ -48,7 +49,7 @@ type Event struct {
 	Protocol string `json:"protocol,omitempty"`
 	Name     string `json:"name,omitempty"`
 	Address  string `json:"address,omitempty"`
-	Reason   string `json:"reason,omitempty"`
+	Reason   string `json:"reason,omitempty"` // of lease, too
 	Missed   int    `json:"missed,omitempty"`
 
 	// Of restore: which strategy was tried; Reason is what became of it.

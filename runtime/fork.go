@@ -165,7 +165,10 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 	}
 	box := store.Sandbox{
 		ID: s.ID, Name: s.Name, Backend: cmp.Or(s.Backend, e.first), Image: s.Image, ImageDigest: row.ImageDigest,
-		Lower: img.Lower, Attempt: 1, Created: time.Now(), Labels: s.Labels,
+		Lower: img.Lower, Attempt: 1, Created: time.Now(), Labels: s.Labels, Group: opts.Group,
+	}
+	if box.Lease, err = e.activeLease(ctx, opts.Lease); err != nil {
+		return Forked{}, err
 	}
 	lock, err := e.store.Lock(ctx, s.ID, "fork", lockWait)
 	if err != nil {

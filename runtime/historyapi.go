@@ -54,6 +54,8 @@ type ForkOptions struct {
 	Labels     map[string]string `json:"labels"`
 	NoStart    bool              `json:"no_start"` // leave them created
 	Secrets    []Secret          `json:"secrets"`  // where secrets come from, if not from where the origin's do
+	Lease      string            `json:"lease"`    // the lease that they are removed with; empty: none, whatever the origin has
+	Group      string            `json:"group"`    // a name that they share
 }
 
 // Forked reports one fork.

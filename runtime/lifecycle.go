@@ -76,7 +76,10 @@ func (e *Engine) Create(ctx context.Context, req CreateRequest) (_ Sandbox, err 
 	}
 	row := store.Sandbox{
 		ID: s.ID, Name: s.Name, Backend: e.first, Image: s.Image, ImageDigest: s.ImageDigest,
-		Lower: img.Lower, Attempt: 1, Created: time.Now(), Labels: s.Labels,
+		Lower: img.Lower, Attempt: 1, Created: time.Now(), Labels: s.Labels, Group: req.Group,
+	}
+	if row.Lease, err = e.activeLease(ctx, req.Lease); err != nil {
+		return Sandbox{}, err
 	}
 	lock, err := e.store.Lock(ctx, s.ID, "create", lockWait)
 	if err != nil {

@@ -59,11 +59,13 @@ func uptime() time.Duration {
 }
 
 // age is how long ago it was: exact within a boot, else as the clock has it.
-func (m Moment) age() time.Duration {
-	if m.Boot != "" && m.Boot == bootID() {
-		return uptime() - m.Up
+func (m Moment) age() time.Duration { return m.ageAt(thisMoment()) }
+
+func (m Moment) ageAt(now Moment) time.Duration {
+	if m.Boot != "" && m.Boot == now.Boot {
+		return now.Up - m.Up
 	}
-	return max(0, time.Since(m.Time))
+	return max(0, now.Time.Sub(m.Time))
 }
 
 func (l Lifetime) left() time.Duration { return l.TTL - l.Begun.age() }

@@ -422,6 +422,8 @@ func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, loc
 func (e *Engine) Recover(ctx context.Context) (Recovery, error) {
 	done, err := e.RecoverInterrupted(ctx)
 	errs := []error{err, e.ReviveWatches(ctx)}
+	freed, err := e.EndLeases(ctx)
+	done.Actions, errs = append(done.Actions, freed...), append(errs, err)
 	swept, err := e.store.Sweep(ctx)
 	done.Actions = append(done.Actions, swept...)
 	errs = append(errs, err, criu.SweepTemp())

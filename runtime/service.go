@@ -65,6 +65,7 @@ type Service interface {
 	EffectService
 	ImageService
 	EgressService
+	LeaseService
 	// Events hands what befell a sandbox, oldest first, to each; when following,
 	// until ctx ends or the sandbox is removed.
 	Events(ctx context.Context, sandbox string, opts EventOptions, each func(Event) error) error
@@ -105,6 +106,9 @@ type CreateRequest struct {
 	CapDrop    []string `json:"cap_drop"`
 	Privileged bool     `json:"privileged"`
 	UserNS     string   `json:"userns"` // UserNSAuto or UserNSHost; empty: the former, where that is possible
+
+	Lease string `json:"lease"` // the lease that it is removed with; empty: none
+	Group string `json:"group"` // a name that it shares with others; empty: none
 }
 
 // Sandbox is the documented JSON of `agentbox inspect`; it only ever grows.
@@ -131,6 +135,8 @@ type Sandbox struct {
 	Limits      *LimitHits        `json:"limit_hits,omitempty"` // by Service.Sandbox only
 	Kept        bool              `json:"kept,omitempty"`       // an --rm sandbox that stays when it exits, because a restore of it failed
 	Held        string            `json:"held,omitempty"`       // why nobody may use it: a restore of it failed; see Service.ReleaseHold
+	Lease       string            `json:"lease,omitempty"`      // id of the lease that it is removed with
+	Group       string            `json:"group,omitempty"`
 	Spec        Spec              `json:"spec"`
 }
 
@@ -175,6 +181,7 @@ type Checkpoint struct {
 	Added       int64             `json:"added"`     // bytes that it brought to the store
 	Unchanged   bool              `json:"unchanged"` // it brought none
 	Pinned      bool              `json:"pinned"`
+	Lease       string            `json:"lease,omitempty"` // id of the lease that it is removed with, unless it is pinned
 	Tags        []string          `json:"tags,omitempty"`
 	Damaged     string            `json:"damaged,omitempty"` // what the last Verify found; restored only with Salvage
 	Warnings    []string          `json:"warnings,omitempty"`
@@ -201,6 +208,10 @@ type CheckpointOptions struct {
 	TCP         string            `json:"tcp"`     // default TCPEstablished
 	Timeout     time.Duration     `json:"timeout_ns"`
 	Paranoid    bool              `json:"paranoid"` // read every file again, not only those that changed by their inode
+	// Lease has it removed with a lease. Temporary has it removed with the one
+	// that the sandbox belongs to.
+	Lease     string `json:"lease"`
+	Temporary bool   `json:"temporary"`
 }
 
 // RestoreOptions modify Restore.

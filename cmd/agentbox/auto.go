@@ -63,20 +63,23 @@ func newAutoCommand(a *app) *cobra.Command {
 // starter returns what starts the process of a hidden verb, auto or watch, for a
 // sandbox; self is this program.
 func (g globals) starter(self, verb string) func(id string) error {
-	return func(id string) error {
-		args := []string{"--backend", g.Backend, verb, id}
-		if g.Root != "" {
-			args = append([]string{"--root", g.Root}, args...)
-		}
-		cmd := exec.Command(self, args...)
-		cmd.Args[0] = "agentbox" // not a plugin of docker, whatever we are
-		cmd.Dir = "/"
-		cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
-		if err := cmd.Start(); err != nil {
-			return err
-		}
-		return cmd.Process.Release()
+	return func(id string) error { return g.startAside(self, verb, id) }
+}
+
+// startAside starts this program once more, as a process that outlives us.
+func (g globals) startAside(self string, args ...string) error {
+	args = append([]string{"--backend", g.Backend}, args...)
+	if g.Root != "" {
+		args = append([]string{"--root", g.Root}, args...)
 	}
+	cmd := exec.Command(self, args...)
+	cmd.Args[0] = "agentbox" // not a plugin of docker, whatever we are
+	cmd.Dir = "/"
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	if err := cmd.Start(); err != nil {
+		return err
+	}
+	return cmd.Process.Release()
 }
 
 // runAuto takes a checkpoint of a sandbox at each interval, until it has

@@ -24,6 +24,8 @@ type checkpointOptions struct {
 	TCP         string
 	Timeout     time.Duration
 	Paranoid    bool
+	Lease       string
+	Temporary   bool
 	Format      string
 }
 
@@ -40,6 +42,8 @@ func (o *checkpointOptions) addFlags(fl *pflag.FlagSet) {
 		"`MODE` for established connections: established (they live on), close, or refuse (fail)")
 	fl.DurationVar(&o.Timeout, "timeout", 0, "give up after this `DURATION`, e.g. 30s; the sandbox then runs on")
 	fl.BoolVar(&o.Paranoid, "paranoid", false, "read every file again instead of trusting unchanged times")
+	fl.BoolVar(&o.Temporary, "temporary", false, "remove it when the lease ends that the sandbox belongs to, unless it is pinned")
+	fl.StringVar(&o.Lease, "lease", "", "remove it when the `LEASE` ends, unless it is pinned")
 	addIDFormat(fl, &o.Format)
 }
 
@@ -47,11 +51,15 @@ func (o *checkpointOptions) parse() (runtime.CheckpointOptions, error) {
 	opts := runtime.CheckpointOptions{
 		Name: o.Name, FilesOnly: o.FilesOnly, Stop: o.Stop, Strict: o.Strict, WithVolumes: o.WithVolumes,
 		Trigger: o.Trigger, TCP: o.TCP, Timeout: o.Timeout, Paranoid: o.Paranoid,
+		Lease: o.Lease, Temporary: o.Temporary,
 	}
 	if o.Name != "" {
 		if err := checkName("--name", o.Name); err != nil {
 			return opts, err
 		}
+	}
+	if o.Temporary && o.Lease != "" {
+		return opts, usageErrorf("--temporary names the sandbox's lease, --lease another: give one of them")
 	}
 	if o.Timeout < 0 {
 		return opts, usageErrorf("--timeout %v: must not be negative", o.Timeout)

@@ -48,6 +48,8 @@ type createOptions struct {
 	TTL          string
 	Idle         string
 	Policy       string
+	Lease        string
+	Group        string
 	Privileged   bool
 	UserNS       string
 	CapAdd       []string
@@ -90,6 +92,8 @@ func (o *createOptions) addFlags(fl *pflag.FlagSet) {
 	fl.StringVar(&o.Every, "checkpoint-every", "", "take a checkpoint before each exec, or each `DURATION`: exec, or e.g. 5m")
 	fl.StringVar(&o.TTL, "ttl", "", "stop it `DURATION` after it was made, for good; with --rm remove it; default: the policy's, none")
 	fl.StringVar(&o.Idle, "idle", "", "stop it when nothing goes on in it for `DURATION`; default: the policy's, none")
+	fl.StringVar(&o.Lease, "lease", "", "remove it when the `LEASE` ends; see 'agentbox lease'")
+	fl.StringVar(&o.Group, "group", "", "make it one of the group `NAME`; see 'agentbox ps --filter group=NAME'")
 	fl.StringVar(&o.Policy, "policy", "", "what it may do: `NAME|FILE` of a policy (environment AGENTBOX_POLICY; default \"default\")")
 	fl.Var(list(&o.CapAdd), "cap-add", "give it the capability `NAME`, or ALL")
 	fl.Var(list(&o.CapDrop), "cap-drop", "take the capability `NAME` from it, or ALL")
@@ -113,6 +117,11 @@ func (o *createOptions) request(args []string) (runtime.CreateRequest, error) {
 	}
 	if o.Name != "" {
 		if err := checkName("--name", o.Name); err != nil {
+			return none, err
+		}
+	}
+	if o.Group != "" {
+		if err := checkName("--group", o.Group); err != nil {
 			return none, err
 		}
 	}
@@ -174,7 +183,7 @@ func (o *createOptions) request(args []string) (runtime.CreateRequest, error) {
 	if spec.Network.Mode == runtime.NetworkFiltered && o.NetworkGroup != "" {
 		return none, usageErrorf("--network-group needs --network bridge: sandboxes of a group reach each other past the filter")
 	}
-	req := runtime.CreateRequest{Spec: spec, Pull: o.pull.options(), CapAdd: o.CapAdd, CapDrop: o.CapDrop, Privileged: o.Privileged, UserNS: o.UserNS}
+	req := runtime.CreateRequest{Spec: spec, Pull: o.pull.options(), CapAdd: o.CapAdd, CapDrop: o.CapDrop, Privileged: o.Privileged, UserNS: o.UserNS, Lease: o.Lease, Group: o.Group}
 	if o.entrypointSet {
 		req.Entrypoint = []string{}
 		if o.Entrypoint != "" {

@@ -62,6 +62,7 @@ to be said of that. The newest 1 to 2 MiB are kept until the sandbox is removed.
   effect         the undo command of an effect was run (agentbox effect): its id, what came of it
   restore        a try of 'agentbox restore --strategy' failed: which one, why, and what was done then
   held           none did better: frozen or stopped, nobody may use it (agentbox release)
+  lease          it is removed because its lease has ended (--lease)
 
 The kernel counts oom and pids-limit. What nobody looked at when it happened is one event,
 with how many there were (count, of total since the start), of the time at which it was seen.`,
@@ -135,6 +136,8 @@ func eventText(e runtime.Event) string {
 			name += " (" + e.Name + ")"
 		}
 		return printable(oneLine(name + ": " + e.Reason))
+	case runtime.EventLease:
+		return fmt.Sprintf("removed with lease %s: %s", e.Name, e.Reason)
 	case runtime.EventIdle:
 		return fmt.Sprintf("stopped: nothing went on for %v", time.Duration(e.After).Round(time.Second/10))
 	}

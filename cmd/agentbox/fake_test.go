@@ -21,6 +21,7 @@ import (
 // exit codes. Its programs are functions.
 type fakeService struct {
 	fakeHistory
+	fakeLeases
 	mu          sync.Mutex
 	sandboxes   []runtime.Sandbox // newest first
 	checkpoints []runtime.Checkpoint

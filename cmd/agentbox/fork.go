@@ -22,6 +22,8 @@ type forkOptions struct {
 	NoStart   bool
 	Labels    []string
 	Secrets   secretOptions
+	Lease     string
+	Group     string
 	Quiet     bool
 	Format    string
 
@@ -35,13 +37,20 @@ func (o *forkOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVar(&o.NoStart, "no-start", false, "leave the forks created")
 	fl.VarP(list(&o.Labels), "label", "l", "set a label `KEY=VALUE` on each, besides those of the origin")
 	o.Secrets.addFlags(fl)
+	fl.StringVar(&o.Lease, "lease", "", "remove them when the `LEASE` ends; the origin's is not theirs")
+	fl.StringVar(&o.Group, "group", "", "make them some of the group `NAME`")
 	fl.BoolVarP(&o.Quiet, "quiet", "q", false, "print ids only")
 	addFormat(fl, &o.Format, formatTable, formatJSON)
 }
 
 // parse turns SANDBOX[@CHECKPOINT] and the flags into what Fork takes.
 func (o *forkOptions) parse(arg string) (sandbox string, opts runtime.ForkOptions, err error) {
-	opts = runtime.ForkOptions{FilesOnly: o.FilesOnly, NoStart: o.NoStart}
+	opts = runtime.ForkOptions{FilesOnly: o.FilesOnly, NoStart: o.NoStart, Lease: o.Lease, Group: o.Group}
+	if o.Group != "" {
+		if err := checkName("--group", o.Group); err != nil {
+			return "", opts, err
+		}
+	}
 	sandbox, opts.Checkpoint = splitState(arg)
 	switch {
 	case sandbox == "":

@@ -26,8 +26,9 @@ type globals struct {
 	rootFlag     bool // the root came by the flag
 	backendGiven bool // by the flag or the environment
 
-	// reaping is set for the command that a monitor runs after an exit: it
-	// must not go about other sandboxes' business.
+	// reaping is set for the command that a monitor runs after an exit, which
+	// must not go about other sandboxes' business, and for the keeper of leases,
+	// which sees to them itself.
 	reaping bool
 }
 
@@ -184,13 +185,13 @@ Ctrl-C makes a verb stop and undo what it began; a second Ctrl-C ends it at once
 		newRunCommand(a), newCreateCommand(a), newExecCommand(a), newPsCommand(a), newInspectCommand(a),
 		newLogsCommand(a), newAttachCommand(a), newStopCommand(a), newStartCommand(a), newRestartCommand(a),
 		newKillCommand(a), newPauseCommand(a), newUnpauseCommand(a), newWaitCommand(a), newRmCommand(a), newCpCommand(a), newMCPCommand(a),
-		newUpdateCommand(a), newEventsCommand(a), newReleaseCommand(a))
+		newUpdateCommand(a), newEventsCommand(a), newReleaseCommand(a), newLeaseCommand(a))
 	add(groupUndo, newCheckpointCommand(a), newRestoreCommand(a), newForkCommand(a), newLogCommand(a), newDiffCommand(a), newApplyCommand(a), newEffectCommand(a),
 		newVerifyCommand(a), newPruneCommand(a), newDfCommand(a), newStoreCommand(a))
 	add(groupImage, newImageCommand(a), newCommitCommand(a))
 	add(groupHost, newDoctorCommand(a), newSetupCommand(a), newRecoverCommand(a), newVersionCommand(a), newCompletionCommand(a), newServeCommand(a))
 	add(groupHost, newPolicyCommand(a), newDockerPluginCommand(a), newVolumeCommand(a))
-	cmd.AddCommand(newReapCommand(a), newMonitorCommand(), newEgressCommand(a), newAutoCommand(a), newWatchCommand(a), newManCommand())
+	cmd.AddCommand(newReapCommand(a), newMonitorCommand(), newEgressCommand(a), newAutoCommand(a), newWatchCommand(a), newKeepLeasesCommand(a), newManCommand())
 	wrapArgs(cmd)
 	return cmd
 }

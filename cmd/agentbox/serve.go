@@ -11,6 +11,7 @@ import (
 	"path"
 	"path/filepath"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/coreos/go-systemd/v22/activation"
@@ -173,6 +174,13 @@ func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.S
 			}
 			return nil
 		}
+	}
+	if k, ok := svc.(leaseEnder); ok {
+		var ender sync.WaitGroup
+		bound, cancel := context.WithCancel(ctx)
+		ender.Go(func() { endLeases(bound, k) })
+		defer ender.Wait()
+		defer cancel()
 	}
 	h, err := api.New(svc, opts)
 	if err != nil {

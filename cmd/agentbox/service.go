@@ -138,7 +138,7 @@ func openService(ctx context.Context, g globals) (_ runtime.Service, err error) 
 	if err != nil {
 		return nil, err
 	}
-	engine := runtime.New(runtime.Options{Run: run, Store: st, Backend: g.Backend, Auto: g.starter(self, "auto"), Watch: g.starter(self, "watch"), Policies: g.policies(), Open: func(name string) (runtime.Host, error) {
+	engine := runtime.New(runtime.Options{Run: run, Store: st, Backend: g.Backend, Auto: g.starter(self, "auto"), Watch: g.starter(self, "watch"), Keeper: func() error { return g.startAside(self, "keep-leases") }, Policies: g.policies(), Open: func(name string) (runtime.Host, error) {
 		open, ok := backends[name]
 		if !ok {
 			return runtime.Host{}, usageErrorf("unknown backend %q: choose %s", name, backendNames())
@@ -154,6 +154,9 @@ func openService(ctx context.Context, g globals) (_ runtime.Service, err error) 
 	}
 	if err := engine.ReviveWatches(ctx); err != nil {
 		slog.Error("limits of sandboxes may not be held; `agentbox recover` tries again", "err", err)
+	}
+	if _, err := engine.EndLeases(ctx); err != nil {
+		slog.Error("what belonged to a lease is not removed; `agentbox recover` tries again", "err", err)
 	}
 	return engine, nil
 }

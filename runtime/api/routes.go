@@ -158,7 +158,7 @@ func unknown[I any](r *request[I]) error {
 }
 
 func (h *Handler) routes() []route {
-	return slices.Concat(h.sandboxRoutes(), h.fileRoutes(), h.checkpointRoutes(), h.effectRoutes(), h.storeRoutes(), h.imageRoutes())
+	return slices.Concat(h.sandboxRoutes(), h.fileRoutes(), h.checkpointRoutes(), h.effectRoutes(), h.storeRoutes(), h.imageRoutes(), h.leaseRoutes())
 }
 
 func (h *Handler) sandboxRoutes() []route {

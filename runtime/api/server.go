@@ -389,7 +389,7 @@ func (h *Handler) replay(w http.ResponseWriter, r *http.Request, body json.RawMe
 
 // ref is what the path of a request names.
 func ref(r *http.Request) string {
-	for _, name := range []string{"sandbox", "checkpoint", "image"} {
+	for _, name := range []string{"sandbox", "checkpoint", "image", "lease"} {
 		if v := r.PathValue(name); v != "" {
 			return v
 		}

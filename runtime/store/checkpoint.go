@@ -39,6 +39,7 @@ type Checkpoint struct {
 	Unchanged   bool            // every piece was there already: it brought none
 	Damaged     string          // what the last verification found; empty: nothing
 	Pinned      bool
+	Lease       string   // id of the lease that it is removed with; empty: none
 	Tags        []string // sorted
 }
 
@@ -50,7 +51,7 @@ type Filter struct {
 	Trigger   string
 }
 
-const checkpointColumns = "id, name, sandbox_id, sandbox_name, kind, status, error, parent, trigger_name, created, files, processes, bytes, digest, image_digest, labels, frozen, warnings, spec, added, unchanged, damaged, pinned"
+const checkpointColumns = "id, name, sandbox_id, sandbox_name, kind, status, error, parent, trigger_name, created, files, processes, bytes, digest, image_digest, labels, frozen, warnings, spec, added, unchanged, damaged, pinned, lease"
 
 const checkpointTags = "(SELECT json_group_array(tag) FROM (SELECT tag FROM tags WHERE checkpoint_id = checkpoints.id ORDER BY tag))"
 
@@ -65,7 +66,7 @@ func (s *Store) checkpoints(ctx context.Context, where string, args ...any) (lis
 		var labels, warnings, spec, tags string
 		var created, frozen int64
 		err := rows.Scan(&c.ID, &c.Name, &c.SandboxID, &c.SandboxName, &c.Kind, &c.Status, &c.Error, &c.Parent, &c.Trigger, &created,
-			&c.Files, &c.Processes, &c.Bytes, &c.Digest, &c.ImageDigest, &labels, &frozen, &warnings, &spec, &c.Added, &c.Unchanged, &c.Damaged, &c.Pinned, &tags)
+			&c.Files, &c.Processes, &c.Bytes, &c.Digest, &c.ImageDigest, &labels, &frozen, &warnings, &spec, &c.Added, &c.Unchanged, &c.Damaged, &c.Pinned, &c.Lease, &tags)
 		if err != nil {
 			return nil, dbError("read checkpoints", err)
 		}

@@ -85,9 +85,12 @@ func (s *Store) BeginCheckpoint(ctx context.Context, c Checkpoint) (*Draft, erro
 		case !errors.Is(err, sql.ErrNoRows):
 			return err
 		}
-		_, err = tx.ExecContext(ctx, "INSERT INTO checkpoints ("+checkpointColumns+") VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+		if err := joinLease(ctx, tx, c.Lease); err != nil {
+			return err
+		}
+		_, err = tx.ExecContext(ctx, "INSERT INTO checkpoints ("+checkpointColumns+") VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
 			c.ID, c.Name, c.SandboxID, c.SandboxName, c.Kind, c.Status, c.Error, c.Parent, c.Trigger, c.Created.UnixNano(),
-			c.Files, c.Processes, c.Bytes, c.Digest, c.ImageDigest, encode(c.Labels), int64(c.Frozen), encode(c.Warnings), string(c.Spec), c.Added, c.Unchanged, c.Damaged, c.Pinned)
+			c.Files, c.Processes, c.Bytes, c.Digest, c.ImageDigest, encode(c.Labels), int64(c.Frozen), encode(c.Warnings), string(c.Spec), c.Added, c.Unchanged, c.Damaged, c.Pinned, c.Lease)
 		return err
 	})
 	if err != nil {

@@ -28,9 +28,11 @@ type Sandbox struct {
 	Labels      map[string]string
 	Kept        bool   // stays when it exits, whatever its spec says; see Keep
 	Held        string // why nobody may use it; empty: everybody may; see Hold
+	Lease       string // id of the lease that it belongs to; may be empty
+	Group       string // may be empty
 }
 
-const sandboxColumns = "id, name, backend, spec, image, image_digest, lower, head, attempt, created, labels, kept, held"
+const sandboxColumns = "id, name, backend, spec, image, image_digest, lower, head, attempt, created, labels, kept, held, lease, member_of"
 
 // PutSandbox adds a sandbox. A name or an id that is taken is ErrExists.
 func (s *Store) PutSandbox(ctx context.Context, b Sandbox) error {
@@ -47,6 +49,11 @@ func (s *Store) PutSandbox(ctx context.Context, b Sandbox) error {
 	}
 	if err := errors.Join(ValidLabels(b.Labels), validSpec(b.Spec)); err != nil {
 		return err
+	}
+	if b.Group != "" {
+		if err := plainName(b.Group); err != nil {
+			return fmt.Errorf("group: %w", err)
+		}
 	}
 	if b.Created.IsZero() {
 		b.Created = time.Now()
@@ -65,8 +72,11 @@ func (s *Store) PutSandbox(ctx context.Context, b Sandbox) error {
 		case !errors.Is(err, sql.ErrNoRows):
 			return err
 		}
-		_, err = tx.ExecContext(ctx, "INSERT INTO sandboxes ("+sandboxColumns+") VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",
-			b.ID, b.Name, b.Backend, string(b.Spec), b.Image, b.ImageDigest, encode(b.Lower), b.Head, b.Attempt, b.Created.UnixNano(), encode(b.Labels), b.Kept, b.Held)
+		if err := joinLease(ctx, tx, b.Lease); err != nil {
+			return err
+		}
+		_, err = tx.ExecContext(ctx, "INSERT INTO sandboxes ("+sandboxColumns+") VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+			b.ID, b.Name, b.Backend, string(b.Spec), b.Image, b.ImageDigest, encode(b.Lower), b.Head, b.Attempt, b.Created.UnixNano(), encode(b.Labels), b.Kept, b.Held, b.Lease, b.Group)
 		return err
 	})
 }
@@ -115,7 +125,7 @@ func (s *Store) sandboxes(ctx context.Context, where string, args ...any) (list 
 		var b Sandbox
 		var spec, lower, labels string
 		var created int64
-		err := rows.Scan(&b.ID, &b.Name, &b.Backend, &spec, &b.Image, &b.ImageDigest, &lower, &b.Head, &b.Attempt, &created, &labels, &b.Kept, &b.Held)
+		err := rows.Scan(&b.ID, &b.Name, &b.Backend, &spec, &b.Image, &b.ImageDigest, &lower, &b.Head, &b.Attempt, &created, &labels, &b.Kept, &b.Held, &b.Lease, &b.Group)
 		if err != nil {
 			return nil, dbError("read sandboxes", err)
 		}

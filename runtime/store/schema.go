@@ -113,6 +113,21 @@ var migrations = []string{
 	CREATE INDEX effect_sandboxes ON effects (sandbox_id, seq);`,
 	// Why nobody may use a sandbox; empty: everybody may.
 	`ALTER TABLE sandboxes ADD COLUMN held TEXT NOT NULL DEFAULT '';`,
+	// Leases and groups.
+	`CREATE TABLE leases (
+		seq INTEGER PRIMARY KEY AUTOINCREMENT,
+		id TEXT NOT NULL UNIQUE,
+		name TEXT NOT NULL,
+		state TEXT NOT NULL,
+		data TEXT NOT NULL,
+		created INTEGER NOT NULL
+	) STRICT;
+	CREATE UNIQUE INDEX lease_names ON leases (name) WHERE state <> 'ended' AND name <> '';
+	CREATE INDEX lease_states ON leases (state) WHERE state <> 'ended';
+	ALTER TABLE sandboxes ADD COLUMN lease TEXT NOT NULL DEFAULT '';
+	ALTER TABLE sandboxes ADD COLUMN member_of TEXT NOT NULL DEFAULT '';
+	ALTER TABLE checkpoints ADD COLUMN lease TEXT NOT NULL DEFAULT '';
+	CREATE INDEX checkpoint_leases ON checkpoints (lease) WHERE lease <> '';`,
 }
 
 func (s *Store) migrate(ctx context.Context) error {

@@ -288,18 +288,24 @@ func OpenRoot(path string) (*os.File, error) {
 	return os.OpenFile(path, unix.O_PATH|unix.O_DIRECTORY, 0)
 }
 
-// Started is when a process began, to some hundredths of a second; zero when it
-// has ended.
-func Started(pid int) time.Time {
+// StartTicks is when a process began: hundredths of a second since the host's
+// boot, on every Linux. With its pid it names the process, within one boot.
+func StartTicks(pid int) (int64, error) {
 	data, _, err := record.Read(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
-		return time.Time{}
+		return 0, fmt.Errorf("process %d: %w", pid, err)
 	}
 	fields := strings.Fields(string(data[bytes.LastIndexByte(data, ')')+1:]))
 	if len(fields) < 20 {
-		return time.Time{}
+		return 0, fmt.Errorf("process %d: /proc/%[1]d/stat makes no sense", pid)
 	}
-	ticks, err := strconv.ParseInt(fields[19], 10, 64) // since boot, in hundredths of a second on every Linux
+	return strconv.ParseInt(fields[19], 10, 64)
+}
+
+// Started is when a process began, to some hundredths of a second; zero when it
+// has ended.
+func Started(pid int) time.Time {
+	ticks, err := StartTicks(pid)
 	if err != nil {
 		return time.Time{}
 	}

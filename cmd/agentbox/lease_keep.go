@@ -1,0 +1,92 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"path/filepath"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// A leaseEnder removes what belongs to leases that have ended. Only a Service
+// that runs on this host is one.
+type leaseEnder interface {
+	EndLeases(ctx context.Context) (did []string, err error)
+	KeepLeases(ctx context.Context) error
+}
+
+// leasesEvery is how often the service looks after leases: the keeper does, and
+// the service that there is a keeper.
+const leasesEvery = 5 * time.Second
+
+func endLeases(ctx context.Context, svc leaseEnder) {
+	tick := time.NewTicker(leasesEvery)
+	defer tick.Stop()
+	for said := ""; ; {
+		_, err := svc.EndLeases(ctx)
+		if ctx.Err() != nil {
+			return
+		}
+		if err != nil && err.Error() != said { // once for each cause in a row
+			slog.Error("what belonged to a lease is not removed", "err", err)
+		}
+		if said = ""; err != nil {
+			said = err.Error()
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// newKeepLeasesCommand is the process that ends leases, one for a root; whoever
+// makes a lease starts it.
+func newKeepLeasesCommand(a *app) *cobra.Command {
+	return &cobra.Command{
+		Use:         "keep-leases",
+		Short:       "End leases that are not held any more (started with the first of them)",
+		Hidden:      true,
+		Annotations: exits(exitUsage, exitDenied),
+		Args:        args(0, 0),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			a.globals.reaping = true // what they left half-done KeepLeases sees to
+			g, err := a.globals.resolve()
+			if err != nil {
+				return err
+			}
+			ctx := cmd.Context()
+			return a.engine(ctx, func(svc runtime.Service) error {
+				k, ok := svc.(leaseEnder)
+				if !ok {
+					return fmt.Errorf("keep leases: %w", runtime.ErrUnsupported)
+				}
+				_, run := g.dirs()
+				for {
+					lock, err := lockOne(ctx, filepath.Join(run, "leases"), runtime.KeeperName)
+					if err != nil || lock == nil {
+						return err
+					}
+					slog.SetDefault(slog.New(slog.NewTextHandler(lock, nil)))
+					err = k.KeepLeases(ctx)
+					lock.unlock()
+					if err != nil {
+						return err
+					}
+					// A lease that was made in the moment before, by somebody
+					// who saw us there, is ours to keep.
+					list, err := svc.Leases(ctx, false)
+					if err != nil || len(list) == 0 {
+						return errors.Join(err, ctx.Err())
+					}
+				}
+			})
+		},
+	}
+}

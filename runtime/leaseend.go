@@ -1,0 +1,445 @@
+package runtime
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// A lease ends in two steps. First it is recorded as ending, with what belongs to
+// it: from there on it takes nothing more on, and stays so over a crash. Then that
+// is removed, by whoever comes by, until nothing is left. Each command comes by
+// (EndLeases), and so does the keeper, one process of a root that is there while
+// there are leases (KeepLeases): it waits for their owners' deaths.
+
+// lockLeases is held by whoever removes what belonged to leases.
+const lockLeases = "leases"
+
+// releaseWait bounds how long a release waits for what others do with members.
+const releaseWait = 2 * time.Minute
+
+// judge tells why a lease has ended, or, when it has not, how soon to look again.
+// What it depends on is given: the instants by all clocks, and whether a process
+// lives.
+func (l Lease) judge(now Moment, beat Beat, alive func(LeaseOwner) (bool, error)) (reason string, again time.Duration, err error) {
+	again = latest
+	switch o := l.Owner; o.Kind {
+	case OwnerPid, OwnerConnection:
+		what := fmt.Sprintf("its owner, process %d,", o.Pid)
+		if o.Kind == OwnerConnection {
+			what = "the service that its connection was to"
+		}
+		if o.Boot != now.Boot {
+			return what + " has ended with the host", 0, nil
+		}
+		is, err := alive(o)
+		if err != nil {
+			return "", again, err
+		}
+		if !is {
+			return what + " has ended", 0, nil
+		}
+	case OwnerHeartbeat:
+		silent := beat.Awake // of this boot, in which it was not renewed yet
+		if o.Beat.Boot == beat.Boot {
+			silent -= o.Beat.Awake
+		}
+		if silent >= o.Interval {
+			return fmt.Sprintf("it was not renewed within %v", o.Interval), 0, nil
+		}
+		again = min(again, o.Interval-silent)
+	}
+	if l.For > 0 {
+		left := l.For - l.Since.ageAt(now)
+		if left <= 0 {
+			return fmt.Sprintf("its deadline, after %v, has passed", l.For), 0, nil
+		}
+		again = min(again, left)
+	}
+	return "", again, nil
+}
+
+// endIfOver has a lease begin to end if it is not held any more.
+func (e *Engine) endIfOver(ctx context.Context, id string) error {
+	return e.beginEnd(ctx, id, func(l Lease) (string, error) {
+		reason, _, err := l.judge(thisMoment(), thisBeat(), LeaseOwner.alive)
+		return reason, err
+	})
+}
+
+// errHeld leaves a lease as it is.
+var errHeld = errors.New("held")
+
+// beginEnd records that a lease ends, if why says so, and what belongs to it.
+func (e *Engine) beginEnd(ctx context.Context, id string, why func(Lease) (string, error)) error {
+	m, err := e.store.LeaseMembers(ctx, id)
+	if err != nil {
+		return err
+	}
+	var l Lease
+	err = e.store.ChangeLease(ctx, id, false, func(row *store.Lease) (err error) {
+		if row.State != store.LeaseActive {
+			return errHeld
+		}
+		if l, err = decodeLease(*row); err != nil {
+			return err
+		}
+		if l.Reason, err = why(l); err == nil && l.Reason == "" {
+			err = errHeld
+		}
+		if err != nil {
+			return err
+		}
+		row.State, l.State, l.Over = store.LeaseEnding, store.LeaseEnding, time.Now().UTC()
+		l.list(m)
+		row.Data, err = l.encode()
+		return err
+	})
+	if errors.Is(err, errHeld) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	e.log.Info("lease ends", "lease", id, "name", l.Name, "reason", l.Reason)
+	if err := failpoint.Hit("lease.end.after-mark"); err != nil {
+		return err
+	}
+	// From here on nothing joins it. What has since we looked is to be told, too.
+	if m, err = e.store.LeaseMembers(ctx, id); err != nil {
+		return err
+	}
+	return e.store.ChangeLease(ctx, id, true, func(row *store.Lease) (err error) {
+		if row.State == store.LeaseEnding {
+			l.list(m)
+			row.Data, err = l.encode()
+		}
+		return err
+	})
+}
+
+// EndLeases ends those that are not held any more: it removes what belongs to
+// them. It is quick when there is nothing to do: every command calls it first.
+// What a verb is at work on is left to the next one that comes by.
+func (e *Engine) EndLeases(ctx context.Context) (did []string, err error) {
+	did, _, err = e.endLeases(ctx)
+	if err == nil || ctx.Err() == nil {
+		e.reviveKeeper(ctx)
+	}
+	return did, err
+}
+
+// endLeases is EndLeases; it returns those that have not ended.
+func (e *Engine) endLeases(ctx context.Context) (did []string, left []Lease, err error) {
+	rows, err := e.store.Leases(ctx, false)
+	if err != nil {
+		return nil, nil, fail("leases", "", err)
+	}
+	var errs []error
+	now, beat := thisMoment(), thisBeat()
+	for _, row := range rows {
+		l, err := decodeLease(row)
+		if err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		if l.State == store.LeaseActive {
+			reason, _, err := l.judge(now, beat, LeaseOwner.alive)
+			if err == nil && reason != "" {
+				err = e.endIfOver(ctx, l.ID) // which judges once more, with nobody renewing it meanwhile
+				if now, e2 := e.store.Lease(ctx, l.ID); err == nil && e2 == nil {
+					l.State = now.State
+				}
+			}
+			if err != nil {
+				errs = append(errs, fail("lease", cmp.Or(l.Name, short(l.ID)), err))
+			}
+		}
+		if l.State != store.LeaseEnding {
+			left = append(left, l)
+			continue
+		}
+		err = e.freeLease(ctx, l.ID, false)
+		switch {
+		case err == nil:
+			did = append(did, fmt.Sprintf("removed what belonged to lease %s", cmp.Or(l.Name, short(l.ID))))
+			continue
+		case !errors.Is(err, ErrBusy):
+			errs = append(errs, fail("lease", cmp.Or(l.Name, short(l.ID)), err))
+		}
+		left = append(left, l)
+	}
+	return did, left, errors.Join(errs...)
+}
+
+// freeLease removes what belongs to a lease that ends; wait is for what others
+// are at work on. What fails does not keep it from the rest.
+func (e *Engine) freeLease(ctx context.Context, id string, wait bool) error {
+	patience := time.Duration(0)
+	if wait {
+		patience = -1
+	}
+	lock, err := e.store.Lock(ctx, lockLeases, "lease", patience)
+	if err != nil {
+		return err
+	}
+	defer lock.Unlock()
+	deadline := time.Now().Add(releaseWait)
+	for {
+		err := e.freeMembers(ctx, id)
+		if !wait || !errors.Is(err, ErrBusy) || time.Now().After(deadline) {
+			return err
+		}
+		select {
+		case <-time.After(busyAgain):
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+}
+
+// busyAgain is after which time what a verb was at work on is tried again.
+const busyAgain = 100 * time.Millisecond
+
+func (e *Engine) freeMembers(ctx context.Context, id string) error {
+	row, err := e.store.Lease(ctx, id)
+	if errors.Is(err, ErrNotFound) || err == nil && row.State != store.LeaseEnding {
+		return nil // somebody was quicker, or it is held
+	}
+	if err != nil {
+		return err
+	}
+	l, err := decodeLease(row)
+	if err != nil {
+		return err
+	}
+	m, err := e.store.LeaseMembers(ctx, id)
+	if err != nil {
+		return err
+	}
+	if len(m.Sandboxes) > 0 {
+		if _, err := e.RecoverInterrupted(ctx); err != nil {
+			e.log.Error("recovery failed", "err", err) // it must not keep us from the others
+		}
+	}
+	var mu sync.Mutex
+	var errs []error
+	group := new(errgroup.Group)
+	group.SetLimit(4) // they wait for the kernel, not only for cores
+	for _, sb := range m.Sandboxes {
+		group.Go(func() error {
+			if err := e.freeSandbox(ctx, sb, l); err != nil {
+				e.notFreed(err, "sandbox", sb.ID, "lease", id)
+				mu.Lock()
+				defer mu.Unlock()
+				errs = append(errs, fmt.Errorf("sandbox %s: %w", sb.Name, err))
+			}
+			return nil
+		})
+	}
+	_ = group.Wait() // the errors are in errs
+	for _, c := range m.Checkpoints {
+		if err := e.freeCheckpoint(ctx, c, l); err != nil {
+			e.notFreed(err, "checkpoint", c.ID, "lease", id)
+			errs = append(errs, fmt.Errorf("checkpoint %s: %w", short(c.ID), err))
+		}
+	}
+	if len(errs) > 0 {
+		return errors.Join(errs...)
+	}
+	if err := failpoint.Hit("lease.end.after-members"); err != nil {
+		return err
+	}
+	err = e.store.ChangeLease(ctx, id, false, func(row *store.Lease) error {
+		row.State = store.LeaseEnded
+		return nil
+	})
+	if err == nil {
+		e.log.Info("lease ended", "lease", id, "name", l.Name, "reason", l.Reason, "sandboxes", len(l.Sandboxes), "checkpoints", len(l.Checkpoints))
+		defer e.tidy(ctx)
+		err = failpoint.Hit("lease.end.after-end")
+	}
+	return err
+}
+
+// notFreed logs what comes in between. What a verb is at work on is no failure.
+func (e *Engine) notFreed(err error, what ...any) {
+	if !errors.Is(err, ErrBusy) {
+		e.log.Error("not removed with its lease", append(what, "err", err)...)
+	}
+}
+
+func (e *Engine) freeSandbox(ctx context.Context, sb store.Sandbox, l Lease) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	if err := failpoint.Hit("lease.end.before-sandbox"); err != nil {
+		return err
+	}
+	// Whoever follows its events is told why it goes.
+	if err := e.note(sb.ID, Event{Time: time.Now(), Type: EventLease, Name: cmp.Or(l.Name, short(l.ID)), Reason: l.Reason}); err != nil {
+		e.log.Warn("its end is not told", "sandbox", sb.ID, "err", err)
+	}
+	err := e.Remove(ctx, sb.ID, RemoveOptions{Force: true})
+	if errors.Is(err, ErrNotFound) {
+		return nil
+	}
+	if err == nil {
+		e.log.Info("removed with its lease", "sandbox", sb.ID, "name", sb.Name, "lease", l.ID)
+	}
+	return err
+}
+
+// freeCheckpoint removes a checkpoint that nobody has pinned. One that is being
+// made is waited for, by whoever comes by next.
+func (e *Engine) freeCheckpoint(ctx context.Context, c store.Checkpoint, l Lease) error {
+	lock, err := e.lock(ctx, c.SandboxID, "checkpoint rm", lockWait)
+	if err != nil {
+		return err
+	}
+	defer lock.Unlock()
+	c, err = e.store.Checkpoint(ctx, c.ID)
+	if errors.Is(err, ErrNotFound) {
+		return nil
+	}
+	if err != nil || c.Pinned {
+		return err
+	}
+	if err := failpoint.Hit("lease.end.before-checkpoint"); err != nil {
+		return err
+	}
+	return e.store.RemoveCheckpoint(ctx, c.ID)
+}
+
+// keeperPath is the lock of the process that ends leases. To set its time has
+// that process look again.
+func (e *Engine) keeperPath() string { return filepath.Join(e.run, "leases", KeeperName) }
+
+// KeeperName is the name of that lock in RUN/leases.
+const KeeperName = "keeper"
+
+// wakeKeeper has the keeper look at what is new, and starts it where it is not.
+func (e *Engine) wakeKeeper() {
+	if e.keeper == nil {
+		return
+	}
+	now := time.Now()
+	_ = os.Chtimes(e.keeperPath(), now, now) // where there is none it is started
+	alive, err := held(e.keeperPath())
+	if err == nil && !alive {
+		err = e.keeper()
+	}
+	if err != nil {
+		e.log.Error("leases are ended only when a command comes by", "err", err)
+	}
+}
+
+// reviveKeeper starts a keeper that is missing.
+func (e *Engine) reviveKeeper(ctx context.Context) {
+	if e.keeper == nil || e.keeps.Load() {
+		return
+	}
+	rows, err := e.store.Leases(ctx, false)
+	if err == nil && len(rows) > 0 {
+		var alive bool
+		if alive, err = held(e.keeperPath()); err == nil && !alive {
+			err = e.keeper()
+		}
+	}
+	if err != nil && ctx.Err() == nil {
+		e.log.Error("leases are ended only when a command comes by", "err", err)
+	}
+}
+
+// KeepLeases ends leases as soon as they are not held any more, until there are
+// none. Its caller holds the keeper's lock.
+func (e *Engine) KeepLeases(ctx context.Context) error {
+	e.keeps.Store(true)
+	defer e.keeps.Store(false)
+	changed, err := kernel.Watch(e.keeperPath())
+	if err != nil {
+		return fail("keep leases", "", err)
+	}
+	defer changed.Close()
+	ended := make(chan struct{}, 1)
+	waiting := map[LeaseOwner]context.CancelFunc{}
+	defer func() {
+		for _, stop := range waiting {
+			stop()
+		}
+	}()
+	for {
+		_, left, err := e.endLeases(ctx)
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		if err == nil && len(left) == 0 {
+			return nil
+		}
+		wait := latest
+		now, beat := thisMoment(), thisBeat()
+		for _, l := range left {
+			again := busyAgain
+			if l.State == store.LeaseActive {
+				_, again, _ = l.judge(now, beat, func(o LeaseOwner) (bool, error) { return true, nil })
+				await(ctx, l.Owner, waiting, ended)
+			}
+			wait = min(wait, max(again, time.Millisecond))
+		}
+		if err != nil {
+			e.log.Warn("leases", "err", err)
+			wait = max(wait, time.Second)
+		}
+		for o, stop := range waiting {
+			if !slices.ContainsFunc(left, func(l Lease) bool { return l.Owner == o }) {
+				stop()
+				delete(waiting, o)
+			}
+		}
+		select {
+		case <-time.After(wait):
+		case <-changed.Events:
+		case <-ended:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+}
+
+// await tells when the process of an owner ends. One that cannot be waited for is
+// looked at now and then.
+func await(ctx context.Context, o LeaseOwner, waiting map[LeaseOwner]context.CancelFunc, ended chan<- struct{}) {
+	if o.Pid == 0 || waiting[o] != nil {
+		return
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	waiting[o] = cancel
+	go func() {
+		p, err := o.open()
+		if err != nil {
+			return
+		}
+		if p != nil {
+			err = p.Wait(ctx)
+			p.Close()
+		}
+		if err == nil {
+			select {
+			case ended <- struct{}{}:
+			default: // one is waiting already
+			}
+		}
+	}()
+}
