@@ -269,6 +269,7 @@ func (e *Engine) freeMembers(ctx context.Context, id string) error {
 	if err == nil {
 		e.log.Info("lease ended", "lease", id, "name", l.Name, "reason", l.Reason, "sandboxes", len(l.Sandboxes), "checkpoints", len(l.Checkpoints))
 		defer e.tidy(ctx)
+		e.nudgeKeeper() // there may be none left
 		err = failpoint.Hit("lease.end.after-end")
 	}
 	return err
@@ -330,13 +331,18 @@ func (e *Engine) keeperPath() string { return filepath.Join(e.run, "leases", Kee
 // KeeperName is the name of that lock in RUN/leases.
 const KeeperName = "keeper"
 
+// nudgeKeeper has the keeper look, where there is one.
+func (e *Engine) nudgeKeeper() {
+	now := time.Now()
+	_ = os.Chtimes(e.keeperPath(), now, now)
+}
+
 // wakeKeeper has the keeper look at what is new, and starts it where it is not.
 func (e *Engine) wakeKeeper() {
 	if e.keeper == nil {
 		return
 	}
-	now := time.Now()
-	_ = os.Chtimes(e.keeperPath(), now, now) // where there is none it is started
+	e.nudgeKeeper()
 	alive, err := held(e.keeperPath())
 	if err == nil && !alive {
 		err = e.keeper()

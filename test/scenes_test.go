@@ -43,6 +43,7 @@ var scenesOf = map[string][]string{
 	"overlay.update.end":        {"restore aside", "restore"},
 	"overlay.update.op":         {"restore", "undo", "restore aside"},
 	"remove.":                   {"rm", "rm --checkpoints"},
+	"lease.":                    {"lease release"},
 	"stop.":                     {"stop"},
 	"oci.create.":               {"run", "recreate"},
 	"oci.start.":                {"start", "restore"},
@@ -120,6 +121,7 @@ var scenes = []scene{
 	{name: "recreate", prepare: func(s *sweep) { s.ok("rm", "-f", "s") }, verb: words("restore s base"), check: (*sweep).checkBack},
 	{name: "rm", verb: words("rm -f s"), check: (*sweep).checkBack},
 	{name: "rm --checkpoints", verb: words("rm -f --checkpoints s"), check: (*sweep).checkBack},
+	{name: "lease release", prepare: leased, verb: words("lease release l"), check: (*sweep).checkFreed},
 	{name: "update", prepare: comer("--egress good.invalid busybox sleep 1000"), verb: words("update r --egress-add evil.invalid"), check: (*sweep).checkUpdated},
 	{name: "commit", verb: words("commit s i"), check: (*sweep).checkUnmoved},
 	{name: "image import", prepare: imported, verb: func(s *sweep) []string { return []string{"image", "import", "i", s.dir} }, check: (*sweep).checkUnmoved},
@@ -138,6 +140,13 @@ func stopped(s *sweep) {
 
 func comer(line string) func(*sweep) {
 	return func(s *sweep) { s.ok(append([]string{"run", "-d", "--name", "r"}, strings.Fields(line)...)...) }
+}
+
+// leased is "r" with a checkpoint, both of which go with a lease.
+func leased(s *sweep) {
+	s.ok("lease", "create", "--name", "l", "--for", "1h")
+	comer("--lease l --network none busybox sleep 1000")(s)
+	s.checkpoint("--temporary", "r")
 }
 
 // published is a sandbox with a published port that is free just now.

@@ -496,6 +496,28 @@ func (s *sweep) checkComer(r result) {
 	s.checkUnmoved(r)
 }
 
+// checkFreed: the lease has ended, and nothing of it is left. One whose end was not
+// begun is ended now.
+func (s *sweep) checkFreed(r result) {
+	s.Helper()
+	state := func() string {
+		return decode[[]struct{ State string }](s.box, s.ok("lease", "inspect", "l"))[0].State
+	}
+	if state() == "active" {
+		s.ok("lease", "release", "l")
+	}
+	equal(s.box, "the lease", state(), "ended")
+	if now, ok := s.find("r"); ok {
+		s.Errorf("r is left: %+v", now)
+	}
+	for _, ck := range s.checkpoints() {
+		if ck.ID != s.base {
+			s.Errorf("a checkpoint is left: %+v", ck)
+		}
+	}
+	s.checkUnmoved(r)
+}
+
 // checkUpdated: what "r" may reach is what it was or what it was to be, and the
 // network knows the same.
 func (s *sweep) checkUpdated(r result) {

@@ -18,7 +18,7 @@ const module = "github.com/agentbox/agentbox/"
 // directly. What is not listed may import nothing of ours.
 var allowed = map[string][]string{
 	"cmd/agentbox": {"internal/copy", "internal/fault", "internal/gclater", "internal/lazy", "internal/setup", "images", "images/source", "policy", "runtime", "runtime/api", "runtime/containerd", "runtime/docker", "runtime/dockerplugin",
-		"runtime/dockerplugin/authz", "runtime/dockerplugin/volume", "runtime/doctor", "runtime/mcp", "runtime/oci", "runtime/podman", "runtime/store", "runtime/volume"},
+		"runtime/dockerplugin/authz", "runtime/dockerplugin/volume", "runtime/doctor", "runtime/group", "runtime/mcp", "runtime/oci", "runtime/podman", "runtime/store", "runtime/volume"},
 	"cmd/agentbox-runtime": {"criu/crlog", "criu/freezer", "criu/host", "criu/stage", "internal/failpoint", "internal/fault"},
 	"criu":                 {"criu/crlog", "criu/freezer", "criu/host", "internal/fault", "internal/failpoint"},
 	"criu/crlog":           {"internal/fault"},
@@ -64,6 +64,7 @@ var allowed = map[string][]string{
 	"runtime/internal/record":     {"internal/fault"},
 	"runtime/internal/userns":     {"criu/host", "internal/fault", "internal/idmap", "internal/lazy", "overlay"},
 	"runtime/internal/streams":    {"runtime", "runtime/internal/kernel", "runtime/internal/record"},
+	"runtime/group":               {"runtime"},
 	"runtime/mcp":                 {"internal/copy/tree", "internal/fault", "internal/idmap", "policy", "runtime", "runtime/internal/bundle", "runtime/internal/kernel"},
 	"runtime/network":             {"internal/failpoint", "internal/fault", "runtime", "runtime/eventlog", "runtime/network/egress"},
 	"runtime/network/egress":      {"policy", "runtime/eventlog"},

@@ -28,7 +28,7 @@ func (h *Handler) leaseRoutes() []route {
 			return page(r.Request, list, func(l runtime.Lease) string { return l.ID })
 		}, "all", "limit", "cursor"),
 		verb(h, "/v1/leases", "Make a lease", func(ctx context.Context, r *request[runtime.LeaseRequest]) (runtime.Lease, error) {
-			if err := errors.Join(unknown(r), ownedBy(ctx, &r.in.LeaseTerms)); err != nil {
+			if err := errors.Join(unknown(r), ownedBy(r.Request, &r.in.LeaseTerms)); err != nil {
 				return runtime.Lease{}, err
 			}
 			return svc.CreateLease(ctx, r.in)
@@ -54,7 +54,7 @@ func (h *Handler) leaseRoutes() []route {
 			return svc.RenewLease(ctx, r.ref, r.in.For)
 		}),
 		verb(h, "/v1/leases/{lease}/transfer", "Give a lease another owner and deadline", func(ctx context.Context, r *request[runtime.LeaseTerms]) (runtime.Lease, error) {
-			if err := ownedBy(ctx, &r.in); err != nil {
+			if err := ownedBy(r.Request, &r.in); err != nil {
 				return runtime.Lease{}, err
 			}
 			return svc.TransferLease(ctx, r.ref, r.in)
@@ -70,11 +70,11 @@ func (h *Handler) leaseRoutes() []route {
 }
 
 // ownedBy makes the caller's process the owner where none is named.
-func ownedBy(ctx context.Context, t *runtime.LeaseTerms) error {
+func ownedBy(r *http.Request, t *runtime.LeaseTerms) error {
 	if t.Owner != runtime.OwnerPid || t.Pid != 0 {
 		return nil
 	}
-	if t.Pid = int(peerOf(ctx).Pid); t.Pid == 0 {
+	if t.Pid = int(peerOf(r).Pid); t.Pid == 0 {
 		return fmt.Errorf("%w: your process cannot be seen from here: name a heartbeat, or hold the lease", runtime.ErrInvalid)
 	}
 	return nil

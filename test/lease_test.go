@@ -1,0 +1,197 @@
+package test
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/api"
+)
+
+// awaitSandboxes waits until a root has so many, and calls no command for that,
+// which would itself end leases.
+func (b *box) awaitSandboxes(n int) {
+	b.Helper()
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(20 * time.Millisecond) {
+		list, err := os.ReadDir(filepath.Join(b.root, "sandboxes"))
+		if err != nil && !os.IsNotExist(err) {
+			b.Fatal(err)
+		}
+		if len(list) == n {
+			return
+		}
+		if time.Now().After(deadline) {
+			b.Fatalf("there are %d sandboxes, not %d", len(list), n)
+		}
+	}
+}
+
+// keeper is the pid of the process that ends the leases of a root; 0: none.
+func (b *box) keeper() int {
+	b.Helper()
+	dirs, err := filepath.Glob("/proc/[0-9]*")
+	if err != nil {
+		b.Fatal(err)
+	}
+	for _, dir := range dirs {
+		args, _ := os.ReadFile(filepath.Join(dir, "cmdline")) // it may have ended
+		if text := string(args); strings.Contains(text, "\x00"+b.root+"\x00") && strings.HasSuffix(text, "\x00keep-leases\x00") {
+			pid, _ := strconv.Atoi(filepath.Base(dir))
+			return pid
+		}
+	}
+	return 0
+}
+
+func (b *box) awaitKeeper(there bool) {
+	b.Helper()
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(20 * time.Millisecond) {
+		if there == (b.keeper() != 0) {
+			return
+		}
+		if time.Now().After(deadline) {
+			b.Fatalf("a keeper is there: %v, want %v", !there, there)
+		}
+	}
+}
+
+// owner starts a process that holds a lease.
+func owner(t *testing.T) *exec.Cmd {
+	t.Helper()
+	cmd := exec.Command("sleep", "1000")
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _, _ = cmd.Process.Kill(), cmd.Wait() })
+	return cmd
+}
+
+// An owner that is killed takes its sandboxes along without anybody's calling a
+// command; where the keeper was killed, too, the next command sees to it.
+func TestLeaseOwnerKilled(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	for _, keeper := range []bool{true, false} {
+		who := owner(t)
+		l := b.ok("lease", "create", "--name", "l", "--pid", fmt.Sprint(who.Process.Pid))
+		b.start("c", "--lease", "l", "--rm", "--network", "none", "busybox", "sleep", "1000")
+		b.ok("checkpoint", "--temporary", "c")
+		b.awaitKeeper(true)
+		// One that was started beside it, and waits for its end, is killed, too.
+		for pid := b.keeper(); !keeper && pid != 0; pid = b.keeper() {
+			if err := syscall.Kill(pid, syscall.SIGKILL); err != nil && !errors.Is(err, syscall.ESRCH) {
+				t.Fatal(err)
+			}
+		}
+		if err := who.Process.Kill(); err != nil {
+			t.Fatal(err)
+		}
+		if keeper {
+			b.awaitSandboxes(0)
+		}
+		if got := b.ok("ps", "-aq"); got != "" {
+			t.Errorf("left: %s", got)
+		}
+		if got := b.checkpoints(); len(got) != 0 {
+			t.Errorf("left: %+v", got)
+		}
+		got := decode[[]runtime.Lease](b, b.ok("lease", "inspect", l))[0]
+		if got.State != "ended" || got.Reason != fmt.Sprintf("its owner, process %d, has ended", who.Process.Pid) || len(got.Sandboxes) != 1 || len(got.Checkpoints) != 1 {
+			t.Errorf("on record: %+v", got)
+		}
+		b.awaitKeeper(false) // nothing is left to keep
+	}
+}
+
+// A heartbeat that is missed, and a deadline.
+func TestLeaseTimes(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	b.ok("lease", "create", "--name", "beat", "--heartbeat", "5s")
+	b.ok("lease", "create", "--name", "dead", "--for", "5s")
+	b.start("a", "--lease", "beat", "--network", "none", "busybox", "sleep", "1000")
+	b.start("b", "--lease", "dead", "--network", "none", "busybox", "sleep", "1000")
+	for there := true; there; _, there = b.find("b") {
+		b.ok("lease", "renew", "beat")
+	}
+	if _, ok := b.find("a"); !ok {
+		t.Error("renewed, and removed all the same")
+	}
+	b.awaitSandboxes(0)
+	for name, want := range map[string]string{"beat": "it was not renewed within 5s", "dead": "its deadline, after 5s, has passed"} {
+		if got := decode[[]runtime.Lease](b, b.ok("lease", "inspect", name))[0]; got.Reason != want {
+			t.Errorf("%s: %q", name, got.Reason)
+		}
+	}
+	b.fails(4, "lease", "renew", "beat")
+	b.fails(4, "create", "--lease", "dead", "busybox", "true")
+}
+
+// A lease that a connection to the service holds ends with it: when it is cut, when
+// the caller returns, and when the service is killed.
+func TestLeaseOfConnection(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	cmd, socket := b.serve()
+	hold := func() net.Conn {
+		t.Helper()
+		conn, err := net.Dial("unix", socket)
+		if err != nil {
+			t.Fatal(err)
+		}
+		body := `{"name":"l"}`
+		fmt.Fprintf(conn, "POST /v1/leases/hold HTTP/1.1\r\nHost: agentbox\r\nAccept: text/event-stream\r\nContent-Length: %d\r\n\r\n%s", len(body), body)
+		r := bufio.NewReader(conn)
+		resp, err := http.ReadResponse(r, nil)
+		if err != nil || resp.StatusCode != 200 {
+			t.Fatal(resp, err)
+		}
+		line, err := bufio.NewReader(resp.Body).ReadString('\n')
+		if err != nil || line != "event: progress\n" {
+			t.Fatalf("%q, %v", line, err)
+		}
+		b.start("c", "--lease", "l", "--network", "none", "busybox", "sleep", "1000")
+		return conn
+	}
+	conn := hold()
+	if err := conn.Close(); err != nil {
+		t.Fatal(err)
+	}
+	b.awaitSandboxes(0)
+
+	svc := api.Dial(socket)
+	defer svc.Close()
+	err := svc.HoldLease(t.Context(), runtime.LeaseRequest{Name: "l"}, func(_ context.Context, l runtime.Lease) error {
+		b.start("c", "--lease", l.ID, "--network", "none", "busybox", "sleep", "1000")
+		return nil
+	})
+	if err != nil {
+		t.Error(err)
+	}
+	if got := b.ok("ps", "-aq"); got != "" {
+		t.Errorf("left when the caller has returned: %s", got)
+	}
+
+	conn = hold()
+	defer conn.Close()
+	if err := cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	_ = cmd.Wait() // it was killed
+	b.awaitSandboxes(0)
+	if got := decode[[]runtime.Lease](b, b.ok("lease", "inspect", "l"))[0]; got.State != "ended" || !strings.Contains(got.Reason, "the service") {
+		t.Errorf("%+v", got)
+	}
+}
