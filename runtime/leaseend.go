@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -391,8 +392,8 @@ func (e *Engine) KeepLeases(ctx context.Context) error {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		if err == nil && len(left) == 0 {
-			return nil
+		if _, gone := os.Lstat(e.keeperPath()); err == nil && len(left) == 0 || errors.Is(gone, fs.ErrNotExist) {
+			return nil // nothing is left, or somebody has removed the root
 		}
 		wait := latest
 		now, beat := thisMoment(), thisBeat()
