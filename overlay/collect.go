@@ -30,7 +30,7 @@ type CollectOptions struct {
 	// Known is the path of what an earlier Collect of this directory wrote. An
 	// entry of which inode, type, size, mode, owner, links, mtime and ctime are
 	// as recorded is not read; it is recorded again as it was. Empty, not there,
-	// damaged or of another format or filesystem: nothing is known.
+	// damaged, or of another format, filesystem or era of that: nothing is known.
 	Known string
 	// Trust says that Known was written by this process a moment ago: it is
 	// not checked for damage first.
@@ -215,7 +215,8 @@ func (c *collector) known() *memory {
 	if err != nil {
 		return nil
 	}
-	if m.major != c.scan.origin.major || m.minor != c.scan.origin.minor || !c.opts.Trust && m.verify() != nil {
+	at := &c.scan.origin
+	if m.major != at.major || m.minor != at.minor || m.era != eraOf(at.major, at.minor) || !c.opts.Trust && m.verify() != nil {
 		m.close()
 		return nil
 	}

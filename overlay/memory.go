@@ -22,15 +22,15 @@ import (
 // not made durable, and one that is hurt in any way is not used. All numbers are
 // little endian.
 //
-//	header   16 bytes that name the format, major and minor (uint32) of the filesystem
+//	header   16 bytes that name the format, major and minor (uint32) and era (32 bytes) of the filesystem
 //	records  see memoryRecord
 //	trailer  base, its length (uint32), number of records (uint64), BLAKE3 of header
 //	         and records (32 bytes), BLAKE3 of the trailer up to here (32 bytes)
 //
 // The base comes last so that another can be set without hashing it all again.
 const (
-	memoryMagic   = "agentbox memory1"
-	memoryHeader  = len(memoryMagic) + 8
+	memoryMagic   = "agentbox memory2"
+	memoryHeader  = len(memoryMagic) + 8 + len(era{})
 	memoryTrailer = 4 + 8 + 32 + 32 // without the base
 	maxBase       = 4 << 10
 )
@@ -66,7 +66,8 @@ const (
 
 // inodeKey is all that tells whether an inode is still what it was. The kernel
 // sets the change time with every change of content, attributes and names, and
-// nobody in a sandbox can set it back.
+// nobody in a sandbox can set it back. It says nothing of what has become of the
+// inode over a power cut: see era.
 //
 //	ino, size uint64; seconds of mtime and ctime int64; nanoseconds of both uint32;
 //	mode (with the type), links, uid, gid, major and minor of a device uint32
@@ -161,6 +162,8 @@ func newMemoryWriter(w io.Writer, major, minor uint32) *memoryWriter {
 	m.buf = append(m.buf, memoryMagic...)
 	m.buf = binary.LittleEndian.AppendUint32(m.buf, major)
 	m.buf = binary.LittleEndian.AppendUint32(m.buf, minor)
+	in := eraOf(major, minor)
+	m.buf = append(m.buf, in[:]...)
 	return m
 }
 
@@ -234,6 +237,7 @@ type memory struct {
 	f            *os.File
 	end          int64 // of the records
 	major, minor uint32
+	era          era
 }
 
 func damaged(format string, a ...any) error {
@@ -273,6 +277,7 @@ func (m *memory) begin() error {
 	}
 	m.major = binary.LittleEndian.Uint32(head[len(memoryMagic):])
 	m.minor = binary.LittleEndian.Uint32(head[len(memoryMagic)+4:])
+	m.era = era(head[len(memoryMagic)+8:])
 	tail := make([]byte, min(info.Size()-int64(memoryHeader), int64(memoryTrailer+maxBase)))
 	if _, err := m.f.ReadAt(tail, info.Size()-int64(len(tail))); err != nil {
 		return fmt.Errorf("memory: %w", err)

@@ -77,7 +77,7 @@ func TestMemoryDamage(t *testing.T) {
 		}
 	}
 	check("more behind it", append(bytes.Clone(good), 0))
-	check("another format", bytes.Replace(good, []byte("memory1"), []byte("memory2"), 1))
+	check("another format", bytes.Replace(good, []byte("memory2"), []byte("memory1"), 1))
 	if _, err := MemoryBase(base+"/none", true); !errors.Is(err, fault.ErrNotFound) {
 		t.Error(err)
 	}
@@ -156,5 +156,32 @@ func TestMemorySize(t *testing.T) {
 	}).AllocedBytesPerOp()
 	if allocated > 4<<20 {
 		t.Errorf("%d bytes for a record that is not there", allocated)
+	}
+}
+
+// TestMemoryOfAnotherEra changes a file and keeps its times, as a power cut may: only
+// within the boot, or the life of the disk, do times vouch for it.
+func TestMemoryOfAnotherEra(t *testing.T) {
+	base := t.TempDir()
+	src := base + "/src"
+	smallTree(t, src)
+	settle(t)
+	collectDir(t, src, base+"/first", nil, CollectOptions{})
+	read := func(out string) int64 {
+		t.Helper()
+		got, err := Collect(t.Context(), src, base+"/"+out, nil, CollectOptions{Known: base + "/first", Trust: true})
+		must(t, err)
+		return got.Read
+	}
+	if n := read("second"); n != 0 {
+		t.Errorf("%d files are read again in one boot", n)
+	}
+	defer func(was func() string) { bootID = was }(bootID)
+	bootID = func() string { return "another" }
+	if n := read("third"); n != 1 {
+		t.Errorf("%d files are read again after another boot, want 1", n)
+	}
+	if u, err := PlanUpdateKnown(t.Context(), src, base+"/first", nil); err == nil {
+		t.Errorf("an update is planned by it: %v", u.Close())
 	}
 }

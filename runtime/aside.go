@@ -109,7 +109,7 @@ func (e *Engine) layAside(ctx context.Context, r *restoration) (ok bool, err err
 // compare looks at a tree that stands still and compares it with the checkpoint.
 func (e *Engine) compare(ctx context.Context, r *restoration, t *tree) (*overlay.Update, error) {
 	t.seen = e.knownIf(ctx, r.sb.ID, *t, false)
-	if base, err := overlay.MemoryBase(t.seen, false); err == nil && base == r.row.ID {
+	if base, err := overlay.MemoryBase(t.seen, false); err == nil && base == r.row.ID && !r.verify {
 		// Most often it was at this very checkpoint when it was looked at last.
 		u, err := t.planKnown(ctx, r.reader)
 		if err == nil || ctx.Err() != nil {
@@ -120,7 +120,7 @@ func (e *Engine) compare(ctx context.Context, r *restoration, t *tree) (*overlay
 	if t.seen != "" {
 		t.seen = e.known(ctx, r.sb.ID, *t) // which proves it
 	}
-	if err := e.look(ctx, r.sb.ID, t, overlay.CollectOptions{}); err != nil {
+	if err := e.look(ctx, r.sb.ID, t, overlay.CollectOptions{Paranoid: r.verify}); err != nil {
 		return nil, err
 	}
 	return t.plan(ctx, r.reader, nil)

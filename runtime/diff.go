@@ -15,6 +15,8 @@ import (
 	"time"
 	"unicode/utf8"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -251,9 +253,26 @@ func (d *differ) side(ctx context.Context, i int, ref string, state *DiffState) 
 	side := overlay.Side{Tree: func() (io.ReadCloser, error) { return r.Tree(ctx, 0) }}
 	if row.SandboxID == d.sb.ID {
 		// Of another sandbox's file its age says nothing.
-		side.Taken = row.Created
+		var err error
+		if side.Taken, err = vouched(row); err != nil {
+			return side, err
+		}
 	}
 	return side, nil
+}
+
+// vouched returns from when on the times of files tell whether they have changed
+// since the checkpoint; zero: they do not. The data of a file can be older than
+// its times are once the host has lost its power.
+func vouched(row store.Checkpoint) (time.Time, error) {
+	var up unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &up); err != nil {
+		return time.Time{}, fmt.Errorf("clock: %w", err)
+	}
+	if row.Created.Before(time.Now().Add(-time.Duration(up.Nano()))) {
+		return time.Time{}, nil
+	}
+	return row.Created, nil
 }
 
 // checkpoint finds one of the sandbox's own, else one of another sandbox over

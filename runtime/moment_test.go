@@ -3,6 +3,10 @@ package runtime
 import (
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/runtime/store"
 )
 
 // The clock that people set counts only from one boot to another, and what it
@@ -32,5 +36,24 @@ func TestMoment(t *testing.T) {
 	}
 	if (Lifetime{Begun: Moment{}}).expired() || !(Lifetime{}).expires().IsZero() {
 		t.Error("what has no end expires")
+	}
+}
+
+// TestRebootForgets has files whose data are not what their times say, as after a
+// power cut: a checkpoint of an earlier boot does not believe the times.
+func TestRebootForgets(t *testing.T) {
+	var up unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &up); err != nil {
+		t.Fatal(err)
+	}
+	booted := time.Now().Add(-time.Duration(up.Nano()))
+	for _, test := range []struct {
+		created time.Time
+		vouched bool
+	}{{booted.Add(-time.Minute), false}, {booted.Add(time.Minute), true}} {
+		got, err := vouched(store.Checkpoint{Created: test.created})
+		if err != nil || got.IsZero() == test.vouched {
+			t.Errorf("created %v, booted %v: %v, %v", test.created, booted, got, err)
+		}
 	}
 }

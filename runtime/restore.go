@@ -303,10 +303,11 @@ func (e *Engine) layOut(ctx context.Context, seq int64, r *restoration, undo *un
 			// The dump of a full undo checkpoint has left traces that it does not
 			// have; what there is now decides.
 			if t.seen == "" || r.present.row.Kind == KindFull {
+				opts := overlay.CollectOptions{}
 				if t.seen == "" {
-					t.seen = e.known(ctx, r.sb.ID, *t)
+					t.seen, opts.Paranoid = e.known(ctx, r.sb.ID, *t), r.verify
 				}
-				if err := e.look(ctx, r.sb.ID, t, overlay.CollectOptions{}); err != nil {
+				if err := e.look(ctx, r.sb.ID, t, opts); err != nil {
 					return err
 				}
 			}
@@ -394,7 +395,7 @@ func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, und
 	}
 	// Processes that wait for their own end, as in a sandbox of which only
 	// the files are restored, are worth as much as any others.
-	opts := CheckpointOptions{Trigger: TriggerUndo, TCP: TCPEstablished, FilesOnly: r.data.NoUndo, WithVolumes: len(r.data.Trees) > 1}
+	opts := CheckpointOptions{Trigger: TriggerUndo, TCP: TCPEstablished, FilesOnly: r.data.NoUndo, WithVolumes: len(r.data.Trees) > 1, Paranoid: r.verify}
 	unlearnt := false
 	for {
 		k, err := e.prepare(ctx, r.sb, r.c, opts)

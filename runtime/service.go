@@ -221,7 +221,7 @@ type RestoreOptions struct {
 	Trigger   string            `json:"trigger"`
 	Labels    map[string]string `json:"labels"`
 	FilesOnly bool              `json:"files_only"` // leave the processes of a full checkpoint out
-	Verify    bool              `json:"verify"`     // read every file again and prove it against the manifest before it runs again
+	Verify    bool              `json:"verify"`     // read every file, whatever its times say, and prove it against the manifest before it runs again
 	Undo      bool              `json:"undo"`       // to the state that the last restore replaced
 	NoUndo    bool              `json:"no_undo"`    // keep no undo checkpoint of the present state
 	Salvage   bool              `json:"salvage"`    // restore what is intact of a damaged checkpoint

@@ -31,7 +31,7 @@ type restoreOptions struct {
 
 func (o *restoreOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVar(&o.FilesOnly, "files-only", false, "leave the processes of a full checkpoint out; the command starts afresh")
-	fl.BoolVar(&o.Verify, "verify", false, "prove the restored files against the checkpoint before anything runs")
+	fl.BoolVar(&o.Verify, "verify", false, "read every file, trusting no unchanged times, and prove them against the checkpoint before anything runs")
 	fl.BoolVar(&o.Undo, "undo", false, "take the last restore back: to the state that it replaced")
 	fl.BoolVar(&o.NoUndo, "no-undo", false, "keep no undo checkpoint of the present state")
 	fl.BoolVar(&o.DryRun, "dry-run", false, "only show what would change")
