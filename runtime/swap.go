@@ -136,7 +136,11 @@ func (r *restoration) stoodStill(ctx context.Context) (bool, error) {
 		return false, nil
 	}
 	now, err := r.sb.host.Inspect(ctx, r.sb.ID)
-	return now.Status == r.c.Status && now.Started.Equal(r.c.Started) && now.Finished.Equal(r.c.Finished), err
+	still := now.Status == r.c.Status && now.Started.Equal(r.c.Started)
+	if now.Started.IsZero() { // its engine does not remember
+		still = still && now.Finished.Equal(r.c.Finished)
+	}
+	return still, err
 }
 
 // startedAgain tells whether a sandbox that ran, and is stopped now, was started

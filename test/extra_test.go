@@ -125,6 +125,20 @@ func TestMonitorKilled(t *testing.T) {
 	equal(b, "status after stop", b.inspect("c").Status, "exited")
 	b.ok("start", "c")
 	b.reaches("c", 1)
+	// It ends, and nobody is there to see it.
+	kill()
+	pid := b.inspect("c").Pid
+	if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	b.noProcess(pid)
+	first, _ := b.find("c")
+	equal(b, "exit code that nobody knows", first.ExitCode, 255)
+	if again, _ := b.find("c"); first.Finished.IsZero() || !again.Finished.Equal(first.Finished) {
+		t.Errorf("it ended at %v, and then at %v", first.Finished, again.Finished)
+	}
+	b.ok("restore", "--no-undo", "c")
+	equal(b, "status after the restore", b.inspect("c").Status, "running")
 	kill()
 	b.ok("rm", "-f", "c")
 }

@@ -331,6 +331,7 @@ type sandbox struct {
 	Head        string            `json:"head"`
 	Held        string            `json:"held"`
 	Labels      map[string]string `json:"labels"`
+	Finished    time.Time         `json:"finished"`
 }
 
 // checkpoint is what `agentbox checkpoint inspect` documents.

@@ -131,6 +131,9 @@ func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decid
 	if err != nil {
 		return false, err
 	}
+	if _, seen := b.home.Exited(id, n); !seen && !v.exit.Finished.IsZero() {
+		v.exit = b.home.Unseen(id, n, v.exit)
+	}
 	return done(runtime.Exited)
 }
 

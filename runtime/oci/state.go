@@ -108,6 +108,10 @@ func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decid
 	if err != nil {
 		return false, err
 	}
+	if _, seen := b.exited(id, n); !seen && !v.exit.Finished.IsZero() {
+		v.run = run
+		v.exit = b.home.Unseen(id, n, b.withHits(id, *v))
+	}
 	return done(runtime.Exited)
 }
 

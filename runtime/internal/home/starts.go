@@ -119,6 +119,18 @@ func (h Home) Settle(id string, n int, exit Exit) error {
 	return record.WriteJSON(path, exit, true)
 }
 
+// Unseen is the end of start n of which no more than exit will ever be known: nobody
+// was there. Its first caller's word counts, and is given to all others.
+func (h Home) Unseen(id string, n int, exit Exit) Exit {
+	// Where it cannot be written down, as on a disk that is full, looking must
+	// not fail for that.
+	_ = h.Settle(id, n, exit)
+	if first, ok := h.Exited(id, n); ok {
+		return first
+	}
+	return exit
+}
+
 // drainWait is how long a monitor usually takes, at most, from the end of a
 // process to its record.
 const (
