@@ -15,8 +15,6 @@ import (
 	"time"
 	"unicode/utf8"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -253,10 +251,7 @@ func (d *differ) side(ctx context.Context, i int, ref string, state *DiffState) 
 	side := overlay.Side{Tree: func() (io.ReadCloser, error) { return r.Tree(ctx, 0) }}
 	if row.SandboxID == d.sb.ID {
 		// Of another sandbox's file its age says nothing.
-		var err error
-		if side.Taken, err = vouched(row); err != nil {
-			return side, err
-		}
+		side.Taken = vouched(row)
 	}
 	return side, nil
 }
@@ -264,15 +259,11 @@ func (d *differ) side(ctx context.Context, i int, ref string, state *DiffState) 
 // vouched returns from when on the times of files tell whether they have changed
 // since the checkpoint; zero: they do not. The data of a file can be older than
 // its times are once the host has lost its power.
-func vouched(row store.Checkpoint) (time.Time, error) {
-	var up unix.Timespec
-	if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &up); err != nil {
-		return time.Time{}, fmt.Errorf("clock: %w", err)
+func vouched(row store.Checkpoint) time.Time {
+	if row.Created.Before(time.Now().Add(-uptime())) {
+		return time.Time{}
 	}
-	if row.Created.Before(time.Now().Add(-time.Duration(up.Nano()))) {
-		return time.Time{}, nil
-	}
-	return row.Created, nil
+	return row.Created
 }
 
 // checkpoint finds one of the sandbox's own, else one of another sandbox over

@@ -116,10 +116,7 @@ func (e *Engine) PlanRestore(ctx context.Context, ref string, opts RestoreOption
 	if err != nil {
 		return out, err
 	}
-	then := overlay.Side{Tree: func() (io.ReadCloser, error) { return r.reader.Tree(ctx, 0) }}
-	if then.Taken, err = vouched(r.row); err != nil {
-		return out, err
-	}
+	then := overlay.Side{Tree: func() (io.ReadCloser, error) { return r.reader.Tree(ctx, 0) }, Taken: vouched(r.row)}
 	err = overlay.Diff(ctx, overlay.Side{Dir: r.c.Upper}, then, overlay.DiffOptions{Lower: lower}, func(c overlay.Change) error {
 		out.count(c)
 		return nil

@@ -377,7 +377,7 @@ func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, loc
 		return err
 	}
 	defer r.reader.Close()
-	if data.Phase == phaseProven && (r.c.Status == Running || r.c.Status == Paused) {
+	if data.Phase == phaseProven && r.hasRun() {
 		err := each(ctx, data.Trees, func(_ context.Context, t *tree) error { return syncfs(t.Dir) })
 		return errors.Join(err, forgetManaged(r.c.Managed), e.restored(ctx, r))
 	}
@@ -392,7 +392,7 @@ func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, loc
 	var undo undo.Stack
 	defer func() {
 		if err != nil && started {
-			if e2 := e.halt(ctx, r); e2 != nil {
+			if e2 := e.halt(ctx, in.Seq, r); e2 != nil {
 				err = fmt.Errorf("%w; and it cannot be stopped: %w (%w)", err, e2, errUnfinished)
 				return
 			}
@@ -408,6 +408,14 @@ func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, loc
 		return err
 	}
 	undo.Add(func(ctx context.Context) error { return e.putBack(ctx, r) })
+	now, err := host.Inspect(ctx, sb.ID)
+	if err != nil {
+		return err
+	}
+	r.before, r.data.Phase = now.Started, phaseSwap
+	if err := e.advance(ctx, in.Seq, r.data, true); err != nil {
+		return err
+	}
 	for i := range r.data.Trees {
 		t := &r.data.Trees[i]
 		if err := e.equalize(ctx, sb.ID, t, r.reader, r.lostOf(t)); err != nil {

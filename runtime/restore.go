@@ -43,6 +43,11 @@ type restoring struct {
 	Was       Status `json:"was"`  // before the verb
 	Undo      string `json:"undo"` // the checkpoint of what is replaced
 	NoUndo    bool   `json:"no_undo"`
+
+	// Of a proven one: when the sandbox was started last before its own start, and
+	// in which boot it was proven.
+	Started time.Time `json:"started,omitzero"`
+	Boot    string    `json:"boot,omitempty"`
 }
 
 // Restore puts a sandbox back to a checkpoint. What it replaces becomes a
@@ -187,6 +192,7 @@ type restoration struct {
 	present     *making // the undo checkpoint
 	updates     []*overlay.Update
 	again       bool            // somebody else started it since it was looked at
+	before      time.Time       // when it was started last, once it was stopped
 	idle        bool            // it has had no process since it was looked at
 	together    bool            // the upperdir is on the filesystem of the store
 	past        bool            // nobody needs the way back any more

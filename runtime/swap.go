@@ -45,7 +45,7 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 		if err != nil && started {
 			// While anything may run on the files that are in place, they must stay
 			// as they are.
-			if e2 := e.halt(ctx, r); e2 != nil {
+			if e2 := e.halt(ctx, seq, r); e2 != nil {
 				err = fmt.Errorf("%w; and it cannot be stopped: %w (%w)", err, e2, errUnfinished)
 				return
 			}
@@ -136,6 +136,7 @@ func (r *restoration) stoodStill(ctx context.Context) (bool, error) {
 		return false, nil
 	}
 	now, err := r.sb.host.Inspect(ctx, r.sb.ID)
+	r.before = now.Started
 	still := now.Status == r.c.Status && now.Started.Equal(r.c.Started)
 	if now.Started.IsZero() { // its engine does not remember
 		still = still && now.Finished.Equal(r.c.Finished)
@@ -152,6 +153,7 @@ func (r *restoration) startedAgain(ctx context.Context) (bool, error) {
 		return false, nil
 	}
 	now, err := r.sb.host.Inspect(ctx, r.sb.ID)
+	r.before = now.Started
 	return !now.Started.IsZero() && !now.Started.Equal(r.c.Started), err
 }
 
@@ -189,7 +191,7 @@ func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *u
 		if err := forgetManaged(r.c.Managed); err != nil {
 			return err
 		}
-		r.data.Phase = phaseProven
+		r.data.Phase, r.data.Started, r.data.Boot = phaseProven, r.before, bootID()
 		if err := e.advance(ctx, seq, r.data, true); err != nil {
 			return err
 		}
@@ -253,17 +255,34 @@ func (e *Engine) putBack(ctx context.Context, r *restoration) error {
 
 // halt stops a sandbox whose start has failed, so that the restore can be taken
 // back. When it cannot, nobody else may start it until Recover has finished.
-func (e *Engine) halt(ctx context.Context, r *restoration) error {
+func (e *Engine) halt(ctx context.Context, seq int64, r *restoration) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undo.Timeout)
 	defer cancel()
+	// That it was started does not mean any more that it is restored.
+	r.data.Phase = phaseSwap
+	if err := e.advance(ctx, seq, r.data, true); err != nil {
+		return err
+	}
 	err := r.sb.host.Stop(ctx, r.sb.ID, StopOptions{})
 	if errors.Is(err, ErrNotFound) {
 		return nil // somebody removed it
 	}
 	if err != nil {
-		err = errors.Join(err, stage.Hold(r.c.Stage.Run, r.c.Stage.ID))
+		r.data.Phase = phaseProven
+		err = errors.Join(err, e.advance(ctx, seq, r.data, true), stage.Hold(r.c.Stage.Run, r.c.Stage.ID))
 	}
 	return err
+}
+
+// hasRun tells whether the sandbox was started after the restore was proven, by
+// it or by whoever came next, though it may have ended since: what it has done
+// with its files is its own. What was not on the disk when the host went down
+// nobody has.
+func (r *restoration) hasRun() bool {
+	if r.c.Status == Running || r.c.Status == Paused {
+		return true
+	}
+	return r.data.Boot != "" && r.data.Boot == bootID() && !r.c.Started.IsZero() && !r.c.Started.Equal(r.data.Started)
 }
 
 // restored ends a restore whose sandbox is as it should be.

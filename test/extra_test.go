@@ -6,7 +6,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strconv"
-	"strings"
 	"sync"
 	"syscall"
 	"testing"
@@ -102,14 +101,12 @@ func TestMonitorKilled(t *testing.T) {
 	b.checkpoint("c")
 	b.sh("c", "echo two > /marker")
 	kill := func() {
-		for _, p := range processesOf(b.root) {
-			if strings.Contains(p, "conmon") {
-				pid, _ := strconv.Atoi(strings.TrimSuffix(strings.Fields(p)[1], ":"))
-				if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
-					t.Fatal(err)
-				}
-				b.noProcess(pid)
+		for _, p := range b.monitors() {
+			pid, _ := strconv.Atoi(p)
+			if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+				t.Fatal(err)
 			}
+			b.noProcess(pid)
 		}
 	}
 	kill()

@@ -1,8 +1,11 @@
 package test
 
 import (
+	"errors"
 	"path/filepath"
+	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 )
 
@@ -104,4 +107,57 @@ func TestNamesakes(t *testing.T) {
 	for _, ck := range cks {
 		b.ok("checkpoint", "rm", ck)
 	}
+}
+
+// TestWorkAfterRestoreIsKept has a restore killed right after its start, and the
+// sandbox end by itself before anybody looks: the restore is done, and what the
+// sandbox did since is its owner's.
+func TestWorkAfterRestoreIsKept(t *testing.T) {
+	for _, kind := range []string{"processes", "files"} {
+		t.Run(kind, func(t *testing.T) {
+			t.Parallel()
+			b := newBox(t)
+			b.start("s", "--network", "none", "busybox", "sh", "-c",
+				"trap go=1 USR1; echo run >> /work; until [ $go ]; do sleep 0.05; done; echo result >> /work")
+			work := filepath.Join(b.inspect("s").Upperdir, "work")
+			b.eventually("it runs", func() bool { return b.file("s", "work") == "run" })
+			flags := []string{"s"}
+			if kind == "files" {
+				flags = append(flags, "--files-only")
+			}
+			b.checkpoint(flags...)
+			r := b.try(failpoint("restore.after-start", "kill"), "restore", "s")
+			equal(b, "restore was killed", r.killed, true)
+			begun := "run"
+			if kind == "files" {
+				begun = "run\nrun" // it was started afresh
+			}
+			// Without a command of ours, which would recover it.
+			b.eventually("it has begun", func() bool { return b.read(work) == begun && len(b.monitors()) == 1 })
+			monitor := b.monitors()[0]
+			first, err := strconv.Atoi(b.read("/proc/" + monitor + "/task/" + monitor + "/children"))
+			if err := errors.Join(err, syscall.Kill(first, syscall.SIGUSR1)); err != nil {
+				t.Fatal(err)
+			}
+			b.eventually("it does its work", func() bool { return b.read(work) != begun })
+			b.eventually("it ends", func() bool { return len(b.monitors()) == 0 })
+			sb := b.inspect("s")
+			equal(b, "status", sb.Status, "exited")
+			equal(b, "exit code", sb.ExitCode, 0)
+			equal(b, "what it did", b.read(work), begun+"\nresult")
+			equal(b, "what else is to be recovered", b.ok("recover"), "nothing to recover")
+			b.ok("restore", "s")
+			equal(b, "there is a result after another restore", strings.Contains(b.read(work), "result"), false)
+		})
+	}
+}
+
+// monitors are the pids of those of a root's sandboxes.
+func (b *box) monitors() (pids []string) {
+	for _, p := range processesOf(b.root) {
+		if strings.Contains(p, "conmon") {
+			pids = append(pids, strings.TrimSuffix(strings.Fields(p)[1], ":"))
+		}
+	}
+	return pids
 }
