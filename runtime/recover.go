@@ -480,7 +480,7 @@ func (e *Engine) settle(ctx context.Context, host Host, id string) (did string, 
 	defer lock.Unlock()
 	sb, err := e.store.Sandbox(ctx, id)
 	if errors.Is(err, ErrNotFound) {
-		return fmt.Sprintf("freed what was left of sandbox %s", short(id)), host.Remove(ctx, id)
+		return e.leaveUnknown(ctx, host, id)
 	}
 	if err != nil {
 		return "", err

@@ -18,6 +18,9 @@ import (
 func (e *Engine) Remove(ctx context.Context, ref string, opts RemoveOptions) (err error) {
 	defer func() { err = fail("rm", ref, err) }()
 	sb, err := e.acquire(ctx, ref, "rm", lockWait)
+	if errors.Is(err, ErrNotFound) {
+		return e.removeUnknown(ctx, ref, opts, err)
+	}
 	if err != nil {
 		return err
 	}

@@ -2,6 +2,7 @@ package test
 
 import (
 	"errors"
+	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -160,4 +161,48 @@ func (b *box) monitors() (pids []string) {
 		}
 	}
 	return pids
+}
+
+// TestOldState puts back a state.db of long ago: what it does not know is somebody's.
+func TestOldState(t *testing.T) {
+	b := newBox(t)
+	b.start("old", "--network", "none", "busybox", "sleep", "infinity")
+	names := []string{"state.db", "state.db-wal", "state.db-shm"}
+	copied := t.TempDir()
+	copyAll := func(from, to string) {
+		t.Helper()
+		for _, name := range names {
+			data, err := os.ReadFile(filepath.Join(from, name))
+			if errors.Is(err, os.ErrNotExist) {
+				err = os.RemoveAll(filepath.Join(to, name))
+			} else if err == nil {
+				err = os.WriteFile(filepath.Join(to, name), data, 0o600)
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	copyAll(b.root, copied)
+	b.start("s", "--network", "none", "busybox", "sh", "-c", counter)
+	b.reaches("s", 2)
+	known := b.inspect("s")
+	now := t.TempDir()
+	copyAll(b.root, now)
+
+	copyAll(copied, b.root)
+	said := b.ok("recover")
+	if !strings.Contains(said, "left sandbox "+known.ID[:12]+" alone") || !strings.Contains(said, "agentbox rm -f "+known.ID) {
+		t.Errorf("recover: %s", said)
+	}
+	b.fails(4, "rm", known.ID)
+	copyAll(now, b.root)
+	equal(b, "pid, with the newer state back", b.inspect("s").Pid, known.Pid)
+	b.reaches("s", b.count("s")+1)
+
+	copyAll(copied, b.root)
+	b.ok("rm", "-f", known.ID)
+	b.noProcess(known.Pid)
+	equal(b, "what recover finds then", b.ok("recover"), "nothing to recover")
+	b.fails(3, "rm", "-f", known.ID)
 }

@@ -24,7 +24,9 @@ func newRecoverCommand(a *app) *cobra.Command {
 		Short: "Finish or undo what an interrupted command left",
 		Long: `Recover rolls verbs that were cut off (kill -9, a crash, no more space) forward or back,
 frees what belongs to no sandbox any more, and says what it did. Every command does the
-first part by itself when it finds the need.`,
+first part by itself when it finds the need.
+
+A sandbox that is whole and that state.db does not know is named, and left alone.`,
 		Example:     "  agentbox recover",
 		Annotations: exits(exitUsage, exitBusy, exitCorrupt, exitDenied),
 		Args:        args(0, 0),

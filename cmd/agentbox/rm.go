@@ -30,7 +30,10 @@ func newRmCommand(a *app) *cobra.Command {
 		Long: `Rm removes sandboxes with all they hold on the host and prints their names. Their
 checkpoints stay unless --checkpoints is given: 'agentbox restore NAME' makes the
 sandbox again. What they did outside of themselves and was not compensated (see 'agentbox
-effect') is told.`,
+effect') is told.
+
+A sandbox that state.db does not know, as when an older state.db was put back, is
+removed by its full id, with --force.`,
 		Example: `  agentbox rm c
   agentbox rm -f --checkpoints c d`,
 		Annotations:       exits(exitUsage, exitNotFound, exitState, exitBusy, exitDenied),

@@ -346,7 +346,7 @@ func dbError(what string, err error) error {
 	case sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED:
 		return fmt.Errorf("state.db, %s: another process holds it: %w", what, fault.ErrBusy)
 	case sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB:
-		return &fault.Error{Op: "state.db", ID: what, Hint: "Move state.db, state.db-wal and state.db-shm aside; checkpoint directories are not affected.",
+		return &fault.Error{Op: "state.db", ID: what, Hint: "Put back a copy of all three, state.db, state.db-wal and state.db-shm, or move them aside. Checkpoints are not affected. Sandboxes that a copy does not know go on and are left alone: agentbox recover names them.",
 			Err: fmt.Errorf("%w: %w", fault.ErrCorrupt, err)}
 	case sqlite3.SQLITE_FULL:
 		return fmt.Errorf("state.db, %s: %w", what, syscall.ENOSPC)

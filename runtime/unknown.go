@@ -1,0 +1,55 @@
+package runtime
+
+import (
+	"context"
+	"encoding/hex"
+	"errors"
+	"fmt"
+
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// A sandbox can be whole and yet not be in state.db: that may be an older one, put
+// back from a copy, or have lost its state.db-wal. It is somebody's work, and goes
+// only when it is named.
+
+// leaveUnknown frees what is left of a sandbox that is not in state.db, whose lock
+// is held. One that is whole it leaves alone, and says so.
+func (e *Engine) leaveUnknown(ctx context.Context, host Host, id string) (did string, err error) {
+	_, err = host.Inspect(ctx, id)
+	if errors.Is(err, ErrNotFound) {
+		return fmt.Sprintf("freed what was left of sandbox %s", short(id)), host.Remove(ctx, id)
+	}
+	if err != nil {
+		return "", err
+	}
+	return fmt.Sprintf("left sandbox %s alone, which state.db does not know: if state.db is an older one, put back the newer with its -wal; to remove the sandbox: agentbox rm -f %s", short(id), id), nil
+}
+
+// removeUnknown removes a sandbox that is not in state.db, by its full id.
+func (e *Engine) removeUnknown(ctx context.Context, id string, opts RemoveOptions, missing error) error {
+	if raw, err := hex.DecodeString(id); err != nil || len(raw) != 16 || opts.AtExit {
+		return missing
+	}
+	host, err := e.host(e.first)
+	if err != nil {
+		return missing
+	}
+	lock, err := e.store.Lock(ctx, id, "rm", lockWait)
+	if err != nil {
+		return err
+	}
+	defer lock.Unlock()
+	if _, err := e.store.Sandbox(ctx, id); !errors.Is(err, ErrNotFound) {
+		return errors.Join(missing, err)
+	}
+	if _, err := host.Inspect(ctx, id); errors.Is(err, ErrNotFound) {
+		return missing
+	} else if err != nil {
+		return err
+	}
+	if !opts.Force {
+		return hint(fmt.Errorf("%w: it is there, and state.db does not know it", ErrState), "Put back the state.db that knows it, or remove it with --force.")
+	}
+	return e.remove(ctx, &locked{store.Sandbox{ID: id, Backend: e.first}, host, lock}, opts.Checkpoints)
+}
