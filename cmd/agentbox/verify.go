@@ -51,6 +51,8 @@ disk should be read so now and then. It lists each checkpoint that is damaged wi
 is hurt in it, marks it, and ends with 6; restore refuses marked ones unless told to salvage
 what is intact. A mark that is no longer true is taken away.
 
+The image below a sandbox is in no checkpoint: 'agentbox image verify' proves its layers.
+
 With --format json it prints one object: checkpoints (how many), pieces, bytes, damaged
 (checkpoint, what), notes (damage that hurts no checkpoint).`
 	cmd.Annotations = exits(exitUsage, exitNotFound, exitState, exitCorrupt, exitDenied)
