@@ -59,6 +59,8 @@ type Origin struct {
 // that it stands before.
 type Finder struct {
 	Dirs []string
+	// Base, if there is one, finds the policies that a file narrows, instead.
+	Base func(name string) (*Policy, error)
 }
 
 // place is the n-th place that a policy may be found at; past the last one
@@ -217,7 +219,12 @@ func (f Finder) resolve(name, file string, data []byte, n, depth int) (*Policy, 
 	if depth == maxChain {
 		return nil, d.problems(wrong(at, "base: more than %d policies narrow each other, or one narrows itself", maxChain))
 	}
-	b, err := f.find(base, from, depth+1)
+	var b *Policy
+	if f.Base != nil && n < 0 {
+		b, err = f.Base(base)
+	} else {
+		b, err = f.find(base, from, depth+1)
+	}
 	if errors.Is(err, fault.ErrNotFound) && !isProblem(err) {
 		return nil, d.problems(wrong(at, "base: there is no policy %s", base))
 	}

@@ -459,6 +459,9 @@ func (e *Engine) Logs(ctx context.Context, ref string, opts LogOptions, stdout, 
 // Kill sends a signal to the sandbox's first process.
 func (e *Engine) Kill(ctx context.Context, ref, signal string) (err error) {
 	defer func() { err = fail("kill", ref, err) }()
+	if err := validSignal(cmp.Or(signal, "KILL")); err != nil {
+		return err
+	}
 	sb, c, err := e.inState(ctx, ref, Running, Paused)
 	if err != nil {
 		return err
@@ -468,6 +471,13 @@ func (e *Engine) Kill(ctx context.Context, ref, signal string) (err error) {
 		return e.stop(ctx, sb.ID, StopOptions{})
 	}
 	return sb.host.Kill(ctx, sb.ID, cmp.Or(signal, "KILL"))
+}
+
+func validSignal(name string) error {
+	if sig, err := signal.ParseSignal(name); err != nil || sig < 1 || sig > 64 {
+		return hint(fmt.Errorf("%w: unknown signal %.50q", ErrInvalid, name), "Write for example SIGTERM, TERM or 15.")
+	}
+	return nil
 }
 
 func isKill(signal string) bool {

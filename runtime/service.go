@@ -66,6 +66,7 @@ type Service interface {
 	ImageService
 	EgressService
 	LeaseService
+	PolicyService
 	// Events hands what befell a sandbox, oldest first, to each; when following,
 	// until ctx ends or the sandbox is removed.
 	Events(ctx context.Context, sandbox string, opts EventOptions, each func(Event) error) error

@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -104,6 +105,72 @@ func TestServiceKilled(t *testing.T) {
 			}
 			b.ok("restore", "c", "one")
 		})
+	}
+}
+
+// A watch that is killed is started again by a service that nobody asks for
+// anything, and does not stay as its zombie.
+func TestServiceRevives(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	cmd, socket := b.serve()
+	b.start("c", "--ttl", "4s", "--stop-signal", "KILL", "busybox", "sleep", "1000")
+	c := api.Dial(socket)
+	defer c.Close()
+	sb, err := c.Sandbox(t.Context(), "c")
+	if err != nil {
+		t.Fatal(err)
+	}
+	children := func() (list [][]string) { // state, command line
+		files, err := filepath.Glob("/proc/[0-9]*/stat")
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, f := range files {
+			data, _ := os.ReadFile(f) // it may have ended
+			_, rest, _ := strings.Cut(string(data), ") ")
+			if field := strings.Fields(rest); len(field) > 1 && field[1] == strconv.Itoa(cmd.Process.Pid) {
+				args, _ := os.ReadFile(filepath.Join(filepath.Dir(f), "cmdline"))
+				list = append(list, []string{field[0], strings.ReplaceAll(string(args), "\x00", " "), filepath.Base(filepath.Dir(f))})
+			}
+		}
+		return list
+	}
+	killed := false
+	for deadline := time.Now().Add(30 * time.Second); !killed; time.Sleep(10 * time.Millisecond) {
+		for _, child := range children() {
+			if strings.Contains(child[1], "watch "+sb.ID) {
+				pid, err := strconv.Atoi(child[2])
+				if err = errors.Join(err, syscall.Kill(pid, syscall.SIGKILL)); err != nil {
+					t.Fatal(err)
+				}
+				killed = true
+			}
+		}
+		if time.Now().After(deadline) {
+			t.Fatal("it has no watch")
+		}
+	}
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(100 * time.Millisecond) {
+		sb, err := c.Sandbox(t.Context(), "c")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if sb.Status == runtime.Exited {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("its time is over, and it is %s", sb.Status)
+		}
+	}
+	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+		list := children()
+		if !slices.ContainsFunc(list, func(child []string) bool { return child[0] == "Z" }) {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("the service has zombies: %q", list)
+		}
 	}
 }
 
@@ -237,6 +304,10 @@ func TestServiceContract(t *testing.T) {
 	check("GET", one+"/stat", "/v1/sandboxes/c/stat?path=/etc/passwd", "", 200)
 	check("POST", one+"/checkpoints", "/v1/sandboxes/c/checkpoints", `{"name":"one"}`, 200)
 	check("POST", one+"/checkpoints", "/v1/sandboxes/c/checkpoints", `{"name":"one"}`, 409)
+	check("POST", one+"/kill", "/v1/sandboxes/c/kill", `{"signal":"NOPE"}`, 400)
+	check("GET", "/v1/policies", "/v1/policies", "", 200)
+	check("GET", "/v1/policies/{policy}", "/v1/policies/strict", "", 200)
+	check("GET", "/v1/policies/{policy}", "/v1/policies/nope", "", 404)
 	check("POST", one+"/plan", "/v1/sandboxes/c/plan", `{}`, 200)
 	check("POST", one+"/restore", "/v1/sandboxes/c/restore", `{}`, 200)
 	check("POST", one+"/effects", "/v1/sandboxes/c/effects", `{"command":["true"],"label":"l"}`, 200)

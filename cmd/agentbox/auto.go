@@ -79,7 +79,8 @@ func (g globals) startAside(self string, args ...string) error {
 	if err := cmd.Start(); err != nil {
 		return err
 	}
-	return cmd.Process.Release()
+	go func() { _ = cmd.Wait() }() // a service would have its zombie; how it ended is in its log
+	return nil
 }
 
 // runAuto takes a checkpoint of a sandbox at each interval, until it has

@@ -194,7 +194,7 @@ func (o *createOptions) request(args []string) (runtime.CreateRequest, error) {
 }
 
 // admitted is request with the policy that is to decide over it.
-func (o *createOptions) admitted(a *app, args []string) (runtime.CreateRequest, error) {
+func (o *createOptions) admitted(ctx context.Context, a *app, args []string) (runtime.CreateRequest, error) {
 	req, err := o.request(args)
 	if err != nil {
 		return req, err
@@ -203,11 +203,7 @@ func (o *createOptions) admitted(a *app, args []string) (runtime.CreateRequest, 
 	if name == "" {
 		return req, nil // the service knows
 	}
-	find, err := a.policies()
-	if err != nil {
-		return req, err
-	}
-	req.Policy, err = findPolicy(find, name)
+	req.Policy, err = a.policy(ctx, name)
 	return req, err
 }
 
@@ -299,7 +295,7 @@ func newCreateCommand(a *app) *cobra.Command {
 		ValidArgsFunction: a.completeImage,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			opts.entrypointSet = cmd.Flags().Changed("entrypoint")
-			req, err := opts.admitted(a, args)
+			req, err := opts.admitted(cmd.Context(), a, args)
 			if err != nil {
 				return err
 			}

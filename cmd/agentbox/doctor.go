@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"fmt"
 	"io"
 	"strings"
@@ -23,7 +24,8 @@ func newDoctorCommand(a *app) *cobra.Command {
 		Use:   "doctor [flags]",
 		Short: "Check whether this host can checkpoint and restore",
 		Long: `Doctor checks everything agentbox needs of this host, one line each, with the remedy for
-what is missing. It ends with 1 if sandboxes cannot be run, checkpointed and restored here.`,
+what is missing; where the service runs, it is the service that checks. It ends with 1 if
+sandboxes cannot be run, checkpointed and restored here.`,
 		Example: `  agentbox doctor
   agentbox doctor --format json | jq -r '.checks[] | select(.status != "ok") | .remedy'`,
 		Annotations: exits(exitUsage),
@@ -33,12 +35,36 @@ what is missing. It ends with 1 if sandboxes cannot be run, checkpointed and res
 			if err != nil {
 				return err
 			}
-			return runDoctor(opts, a.examine(cmd.Context(), g), a.stdout)
+			report, err := a.doctor(cmd.Context(), g)
+			if err != nil {
+				return err
+			}
+			return runDoctor(opts, report, a.stdout)
 		},
 	}
 	opts.addFlags(cmd.Flags())
 	completeFlags(cmd)
 	return cmd
+}
+
+// doctor has the service examine the host when there is one: what this process may
+// and finds does not matter then.
+func (a *app) doctor(ctx context.Context, g globals) (doctor.Report, error) {
+	if a.connect == nil {
+		return a.examine(ctx, g), nil
+	}
+	svc, _, err := a.connect(ctx, g)
+	if err != nil {
+		return doctor.Report{}, err
+	}
+	if svc == nil {
+		return a.examine(ctx, g), nil
+	}
+	report, err := svc.Ready(ctx)
+	if cerr := svc.Close(); err == nil {
+		err = cerr
+	}
+	return report, err
 }
 
 func runDoctor(opts doctorOptions, report doctor.Report, out io.Writer) error {

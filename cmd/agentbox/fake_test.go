@@ -55,6 +55,14 @@ func newFake() *fakeService {
 	return &fakeService{fail: map[string]error{}, signals: make(chan string, 16), exits: map[string]chan int{}}
 }
 
+func (f *fakeService) Policies(context.Context) ([]runtime.PolicyEntry, error) {
+	return nil, f.call("Policies")
+}
+
+func (f *fakeService) Policy(_ context.Context, name string) (*policy.Policy, error) {
+	return nil, f.call("Policy", name)
+}
+
 func (f *fakeService) UpdateEgress(_ context.Context, sandbox string, change runtime.EgressChange) ([]string, error) {
 	return append([]string{"pypi.org 443"}, change.Add...), f.call("UpdateEgress", sandbox, change.Add, change.Remove)
 }

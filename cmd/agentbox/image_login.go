@@ -29,7 +29,8 @@ func newImageLoginCommand(a *app) *cobra.Command {
 		Short: "Keep the credentials for a registry",
 		Long: `Login asks a registry (HOST[:PORT]; default: Docker Hub) whether it takes a user and a password,
 and keeps them where 'docker login' would: in the configuration file of Docker, or with the
-credential helper that it names. Without --password-stdin it asks for them on the terminal.`,
+credential helper that it names. They are for this user's commands: the service has those of
+its own user, root. Without --password-stdin it asks for them on the terminal.`,
 		Example: `  agentbox image login registry.example.com
   agentbox image login -u ci --password-stdin registry.example.com < token`,
 		Annotations:       exits(exitUsage, exitDenied),
@@ -90,7 +91,9 @@ func runImageLogin(ctx context.Context, registry string, opts imageLoginOptions,
 	if err != nil {
 		return &runtime.Error{Op: "image login", ID: registry, Err: err}
 	}
-	_, err = fmt.Fprintf(stdout, "Logged in; kept in %s\n", where)
+	if _, err = fmt.Fprintf(stdout, "Logged in; kept in %s\n", where); err == nil && os.Geteuid() != 0 {
+		_, err = fmt.Fprintln(stderr, "note: the service pulls and pushes with its own user's credentials, not with these: for those log in as root")
+	}
 	return err
 }
 

@@ -2,10 +2,10 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"fmt"
 	"io"
 	"maps"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -25,16 +25,67 @@ func (g globals) policies() policy.Finder {
 	return policy.Finder{Dirs: []string{filepath.Join(root, "policies"), hostPolicies}}
 }
 
-func (a *app) policies() (policy.Finder, error) {
+// policies are those of the service of this host when there is one: it may be
+// that only it can read them.
+type policies interface {
+	List() ([]runtime.PolicyEntry, error)
+	Find(name string) (*policy.Policy, error)
+	Load(file string) (*policy.Policy, error)
+}
+
+// ownPolicies are those that this process finds.
+type ownPolicies struct{ policy.Finder }
+
+func (p ownPolicies) List() ([]runtime.PolicyEntry, error) { return runtime.ListPolicies(p.Finder) }
+
+// servicePolicies are those of a service. Files are this process's, and what they
+// narrow is the service's.
+type servicePolicies struct {
+	ctx context.Context
+	svc runtime.PolicyService
+}
+
+func (p servicePolicies) List() ([]runtime.PolicyEntry, error) { return p.svc.Policies(p.ctx) }
+func (p servicePolicies) Find(name string) (*policy.Policy, error) {
+	return p.svc.Policy(p.ctx, name)
+}
+func (p servicePolicies) Load(file string) (*policy.Policy, error) {
+	return policy.Finder{Base: p.Find}.Load(file)
+}
+
+// policies runs fn with those of this host.
+func (a *app) policies(ctx context.Context, fn func(policies) error) error {
 	g, err := a.globals.resolve()
 	if err != nil {
-		return policy.Finder{}, err
+		return err
 	}
-	return g.policies(), nil
+	if a.connect != nil {
+		svc, _, err := a.connect(ctx, g)
+		if err != nil {
+			return err
+		}
+		if svc != nil {
+			err := fn(servicePolicies{ctx, svc})
+			if cerr := svc.Close(); err == nil {
+				err = cerr
+			}
+			return err
+		}
+	}
+	return fn(ownPolicies{g.policies()})
+}
+
+// policy finds one.
+func (a *app) policy(ctx context.Context, name string) (p *policy.Policy, err error) {
+	err = a.policies(ctx, func(find policies) error {
+		p, err = findPolicy(find, name)
+		return err
+	})
+	return p, err
 }
 
 // findPolicy resolves NAME|FILE: what could be a name is one.
-func findPolicy(find policy.Finder, name string) (*policy.Policy, error) {
+func findPolicy(find policies, name string) (*policy.Policy, error) {
 	if strings.Contains(name, "/") || strings.HasSuffix(name, ".yaml") || strings.HasSuffix(name, ".yml") {
 		return find.Load(name)
 	}
@@ -76,11 +127,7 @@ error (what is wrong with it; empty: nothing).`,
 		Args:              args(0, 0),
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			find, err := a.policies()
-			if err != nil {
-				return err
-			}
-			return runPolicyLs(find, format, a.stdout)
+			return a.policies(cmd.Context(), func(find policies) error { return runPolicyLs(find, format, a.stdout) })
 		},
 	}
 	addFormat(cmd.Flags(), &format, formatTable, formatJSON)
@@ -88,28 +135,10 @@ error (what is wrong with it; empty: nothing).`,
 	return cmd
 }
 
-func runPolicyLs(find policy.Finder, format string, out io.Writer) error {
-	names, err := find.List()
+func runPolicyLs(find policies, format string, out io.Writer) error {
+	list, err := find.List()
 	if err != nil {
 		return err
-	}
-	type entry struct {
-		Name        string   `json:"name"`
-		Base        []string `json:"base"`
-		File        string   `json:"file"`
-		Description string   `json:"description"`
-		Digest      string   `json:"digest"`
-		Error       string   `json:"error"`
-	}
-	list := []entry{}
-	for _, name := range names {
-		e := entry{Name: name, Base: []string{}}
-		if p, err := find.Find(name); err != nil {
-			e.Error = err.Error()
-		} else {
-			e.Base, e.File, e.Description, e.Digest = notNull(p.Base), p.File, p.Description, p.Rules.Digest()
-		}
-		list = append(list, e)
 	}
 	if format == formatJSON {
 		return printJSON(out, list)
@@ -139,11 +168,7 @@ digest, rules (the same in JSON).`,
 		Args:              args(1, 1),
 		ValidArgsFunction: a.completeOnePolicy,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			find, err := a.policies()
-			if err != nil {
-				return err
-			}
-			p, err := findPolicy(find, args[0])
+			p, err := a.policy(cmd.Context(), args[0])
 			if err != nil {
 				return err
 			}
@@ -190,20 +215,18 @@ keys, impossible values, what is not supported yet, and what is wider than the b
 		Annotations: exits(exitUsage, exitNotFound, exitDenied, exitUnsupported),
 		Args:        args(1, -1),
 		ValidArgsFunction: func(cmd *cobra.Command, given []string, _ string) ([]string, cobra.ShellCompDirective) {
-			return a.policyNames(given), cobra.ShellCompDirectiveDefault
+			return a.policyNames(cmd.Context(), given), cobra.ShellCompDirectiveDefault
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
-			find, err := a.policies()
-			if err != nil {
-				return err
-			}
-			return each(cmd.Context(), args, func(name string) error {
-				p, err := findPolicy(find, name)
-				if err != nil {
+			return a.policies(cmd.Context(), func(find policies) error {
+				return each(cmd.Context(), args, func(name string) error {
+					p, err := findPolicy(find, name)
+					if err != nil {
+						return err
+					}
+					_, err = fmt.Fprintf(a.stdout, "%s: good, %s\n", name, p.Rules.Digest())
 					return err
-				}
-				_, err = fmt.Fprintf(a.stdout, "%s: good, %s\n", name, p.Rules.Digest())
-				return err
+				})
 			})
 		},
 	}
@@ -244,14 +267,10 @@ known here. With --format json it prints an array of objects: verdict, what, rul
 		Args:              args(1, 2),
 		ValidArgsFunction: a.completeOnePolicy,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			find, err := a.policies()
-			if err != nil {
-				return err
-			}
 			if opts.Policy != "" {
 				return usageErrorf("the policy is the first argument, not --policy")
 			}
-			p, err := findPolicy(find, args[0])
+			p, err := a.policy(cmd.Context(), args[0])
 			if err != nil {
 				return err
 			}
@@ -305,25 +324,16 @@ func runPolicyExplain(findings []policy.Finding, format string, out io.Writer) e
 }
 
 // policyNames completes the names of policies that are not given yet.
-func (a *app) policyNames(given []string) (names []string) {
-	find, err := a.policies()
-	if err != nil {
-		return nil
-	}
-	list, err := find.List()
-	if err != nil && !os.IsPermission(err) {
-		return nil
-	}
-	for _, name := range list {
-		if slices.Contains(given, name) {
-			continue
+func (a *app) policyNames(ctx context.Context, given []string) (names []string) {
+	_ = a.policies(ctx, func(find policies) error { // there is nobody to tell
+		list, err := find.List()
+		for _, p := range list {
+			if !slices.Contains(given, p.Name) {
+				names = append(names, cobra.CompletionWithDesc(p.Name, p.Description))
+			}
 		}
-		text := ""
-		if p, err := find.Find(name); err == nil {
-			text = p.Description
-		}
-		names = append(names, cobra.CompletionWithDesc(name, text))
-	}
+		return err
+	})
 	return names
 }
 
@@ -331,13 +341,13 @@ func (a *app) completeOnePolicy(cmd *cobra.Command, args []string, _ string) ([]
 	if len(args) > 0 {
 		return nil, noFiles
 	}
-	return a.policyNames(nil), cobra.ShellCompDirectiveDefault
+	return a.policyNames(cmd.Context(), nil), cobra.ShellCompDirectiveDefault
 }
 
 // completePolicyFlag registers the names of policies for --policy.
 func (a *app) completePolicyFlag(cmd *cobra.Command) {
 	// It fails only for a flag registered twice.
-	_ = cmd.RegisterFlagCompletionFunc("policy", func(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
-		return a.policyNames(nil), cobra.ShellCompDirectiveDefault
+	_ = cmd.RegisterFlagCompletionFunc("policy", func(cmd *cobra.Command, _ []string, _ string) ([]string, cobra.ShellCompDirective) {
+		return a.policyNames(cmd.Context(), nil), cobra.ShellCompDirectiveDefault
 	})
 }

@@ -54,7 +54,7 @@ AGENTBOX_ATTEMPT in its environment.`,
 		ValidArgsFunction: a.completeImage,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			opts.entrypointSet = cmd.Flags().Changed("entrypoint")
-			req, err := opts.admitted(a, args)
+			req, err := opts.admitted(cmd.Context(), a, args)
 			if err != nil {
 				return err
 			}

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"net"
 	"os"
@@ -12,6 +13,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/coreos/go-systemd/v22/activation"
@@ -30,7 +32,7 @@ const hostVariable = "AGENTBOX_HOST"
 const noService = "none"
 
 // answerTime is how long a service may take to say that it is there.
-const answerTime = 10 * time.Second
+const answerTime = 3 * time.Second
 
 type serveOptions struct {
 	Listen []string
@@ -142,9 +144,43 @@ func socketPath(what, s string) (string, error) {
 	return p, nil
 }
 
-// recoverer is a Service that finds what killed processes have left.
+// recoverer is a Service that finds what killed processes have left, as every
+// embedded engine does when it is opened.
 type recoverer interface {
 	RecoverInterrupted(ctx context.Context) (runtime.Recovery, error)
+	ReviveWatches(ctx context.Context) error
+}
+
+// reviveEvery is how long a sandbox whose watch was killed may go without one.
+const reviveEvery = 5 * time.Second
+
+// revive sees to it that limits are held, whether or not somebody asks for
+// something: other commands leave that to the service.
+func revive(ctx context.Context, r recoverer) (stop func()) {
+	ctx, cancel := context.WithCancel(ctx)
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		tick := time.NewTicker(reviveEvery)
+		defer tick.Stop()
+		said := ""
+		for {
+			select {
+			case <-tick.C:
+			case <-ctx.Done():
+				return
+			}
+			text := ""
+			if err := r.ReviveWatches(ctx); err != nil && ctx.Err() == nil {
+				text = err.Error()
+			}
+			if text != "" && text != said {
+				slog.Error("limits of sandboxes may not be held", "err", text)
+			}
+			said = text
+		}
+	}()
+	return func() { cancel(); <-done }
 }
 
 func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.Service, more []net.Listener) (err error) {
@@ -168,12 +204,10 @@ func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.S
 		Examine: func(ctx context.Context) doctor.Report { return a.examine(ctx, g) }}
 	if r, ok := svc.(recoverer); ok {
 		opts.Before = func(ctx context.Context) error {
-			if _, err := r.RecoverInterrupted(ctx); err != nil {
-				// It must not keep callers from other sandboxes, or from looking.
-				slog.Error("recovery failed", "err", err)
-			}
-			return nil
+			_, err := r.RecoverInterrupted(ctx)
+			return errors.Join(err, r.ReviveWatches(ctx))
 		}
+		defer revive(ctx, r)()
 	}
 	if k, ok := svc.(leaseEnder); ok {
 		var ender sync.WaitGroup
@@ -186,7 +220,7 @@ func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.S
 	if err != nil {
 		return errors.Join(err, l.Close())
 	}
-	stop := watchdog()
+	stop := watchdog(h)
 	defer stop()
 	slog.Info("serving", "socket", l.Addr().String(), "root", root)
 	for _, l := range more {
@@ -249,8 +283,8 @@ func notify(state string) {
 	}
 }
 
-// watchdog tells systemd that the service is alive, as often as it asked for.
-func watchdog() (stop func()) {
+// watchdog tells systemd that the service answers, as often as it asked for.
+func watchdog(h *api.Handler) (stop func()) {
 	every, err := daemon.SdWatchdogEnabled(false)
 	if err != nil || every == 0 {
 		return func() {}
@@ -262,6 +296,10 @@ func watchdog() (stop func()) {
 		for {
 			select {
 			case <-tick.C:
+				if err := h.Alive(context.Background()); err != nil {
+					slog.Error("watchdog", "err", err)
+					continue
+				}
 				notify(daemon.SdNotifyWatchdog)
 			case <-done:
 				return
@@ -305,7 +343,7 @@ func connect(ctx context.Context, g globals) (svc *api.Client, insist bool, err 
 	info, err := c.Info(soon)
 	cancel()
 	if err == nil && g.backendGiven && info.Backend != g.Backend {
-		if !insist {
+		if !insist && os.Geteuid() == 0 {
 			return nil, false, c.Close()
 		}
 		err = usageErrorf("the service makes sandboxes with the backend %s, not %s", info.Backend, g.Backend)
@@ -313,9 +351,17 @@ func connect(ctx context.Context, g globals) (svc *api.Client, insist bool, err 
 	if err == nil {
 		return c, insist, nil
 	}
+	if errors.Is(err, context.DeadlineExceeded) && ctx.Err() == nil {
+		err = &runtime.Error{Op: "service " + socket, Err: fmt.Errorf("it does not answer within %s", answerTime),
+			Hint: "It is stopped, or has more to do than it can: look at its log, and end it if need be."}
+	}
 	err = errors.Join(err, c.Close())
-	if insist || (errors.Is(err, runtime.ErrDenied) && os.Geteuid() != 0) {
+	if insist || os.Geteuid() != 0 || ctx.Err() != nil {
 		return nil, true, err
 	}
-	return nil, false, nil // nobody is there any more
+	// Root can do without. One that is gone, or about to be, is nothing to tell.
+	if !errors.Is(err, syscall.ECONNREFUSED) && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, runtime.ErrBusy) {
+		slog.Warn("this command does without the service, which does not answer", "err", err)
+	}
+	return nil, false, nil
 }

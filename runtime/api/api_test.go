@@ -35,6 +35,12 @@ type service struct {
 	exec       func(context.Context, runtime.Process, runtime.Streams) (int, error)
 	logs       func(context.Context, io.Writer, io.Writer) error
 	recover    func() (runtime.Recovery, error)
+
+	checkpoints func(runtime.CheckpointFilter) ([]runtime.Checkpoint, error)
+	create      func(runtime.CreateRequest) (runtime.Sandbox, error)
+	fork        func(runtime.ForkOptions) ([]runtime.Forked, error)
+	pause       func() error
+	sandbox     func() (runtime.Sandbox, error)
 }
 
 func (s *service) Sandboxes(ctx context.Context) ([]runtime.Sandbox, error) { return s.sandboxes(ctx) }
@@ -54,6 +60,17 @@ func (s *service) Logs(ctx context.Context, _ string, _ runtime.LogOptions, out,
 	return s.logs(ctx, out, err)
 }
 func (s *service) Recover(context.Context) (runtime.Recovery, error) { return s.recover() }
+func (s *service) Checkpoints(_ context.Context, f runtime.CheckpointFilter) ([]runtime.Checkpoint, error) {
+	return s.checkpoints(f)
+}
+func (s *service) Create(_ context.Context, r runtime.CreateRequest) (runtime.Sandbox, error) {
+	return s.create(r)
+}
+func (s *service) Fork(_ context.Context, _ string, o runtime.ForkOptions) ([]runtime.Forked, error) {
+	return s.fork(o)
+}
+func (s *service) Pause(context.Context, string) error                      { return s.pause() }
+func (s *service) Sandbox(context.Context, string) (runtime.Sandbox, error) { return s.sandbox() }
 
 // serving runs a service on a socket and returns that; the end of the test drains it.
 func serving(t *testing.T, svc runtime.Service, opts Options) (socket string) {
@@ -193,67 +210,6 @@ func TestCancel(t *testing.T) {
 	}
 }
 
-func TestKeys(t *testing.T) {
-	dir := t.TempDir()
-	times := 0
-	var fails error
-	made := []runtime.Checkpoint{}
-	svc := &service{checkpoint: func(_ context.Context, _ string, o runtime.CheckpointOptions) (runtime.Checkpoint, error) {
-		times++
-		if fails != nil {
-			return runtime.Checkpoint{}, fails
-		}
-		made = append(made, runtime.Checkpoint{ID: fmt.Sprint(times), Labels: o.Labels})
-		return made[len(made)-1], nil
-	}}
-	c := client(t, serving(t, svc, Options{Requests: dir}))
-	take := func(key, name string) (runtime.Checkpoint, error) {
-		return c.Checkpoint(WithKey(t.Context(), key), "c", runtime.CheckpointOptions{Name: name})
-	}
-	first, err := take("k", "a")
-	if err != nil || first.Labels[LabelRequest] != "k" {
-		t.Fatal(first, err)
-	}
-	if again, err := take("k", "a"); err != nil || again.ID != first.ID || times != 1 {
-		t.Error(again, err, times)
-	}
-	if _, err := take("k", "b"); !errors.Is(err, fault.ErrInvalid) {
-		t.Error(err)
-	}
-	// What failed has done nothing, and may be tried again.
-	fails = fault.ErrBusy
-	if _, err := take("l", "a"); !errors.Is(err, fault.ErrBusy) {
-		t.Error(err)
-	}
-	fails = nil
-	if _, err := take("l", "a"); err != nil {
-		t.Error(err)
-	}
-	if _, err := take(strings.Repeat("k", maxKey+1), "a"); !errors.Is(err, fault.ErrInvalid) {
-		t.Error(err)
-	}
-	// A record without an answer was left by a service that was killed.
-	s, err := openRequests(dir)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if rec, err := s.begin("0", "m", "digest"); err != nil || rec.again {
-		t.Fatal(rec, err)
-	}
-	if _, err := s.begin("0", "m", "digest"); !errors.Is(err, fault.ErrBusy) {
-		t.Error(err)
-	}
-	if s, err = openRequests(dir); err != nil {
-		t.Fatal(err)
-	}
-	if rec, err := s.begin("0", "m", "digest"); err != nil || !rec.again {
-		t.Error(rec, err)
-	}
-	if rec, err := s.begin("1", "m", "other"); err != nil || rec.again { // another user's
-		t.Error(rec, err)
-	}
-}
-
 // What is too slow, too large or makes no sense is refused, and ends.
 func TestBadRequests(t *testing.T) {
 	svc := &service{checkpoint: func(context.Context, string, runtime.CheckpointOptions) (runtime.Checkpoint, error) {
@@ -279,19 +235,31 @@ func TestBadRequests(t *testing.T) {
 		}
 		return line
 	}
-	const post = "POST /v1/sandboxes/c/checkpoints HTTP/1.1\r\nHost: x\r\n"
+	const post = "POST /v1/sandboxes/c/checkpoints HTTP/1.1\r\nHost: agentbox\r\n"
 	for text, want := range map[string]string{
-		post + "Content-Length: 2\r\n\r\n{}":                                          " 200 ",
-		post + "Content-Length: 100\r\n\r\n{":                                         " 400 ", // never sends the rest
-		post + "Content-Length: 8\r\n\r\n{\"x\":1}\n":                                 " 400 ",
-		post + "Content-Length: 4\r\n\r\n{} {":                                        " 400 ",
-		post + "Content-Length: 5000000\r\n\r\n" + strings.Repeat(" ", 4<<20+1):       " 400 ",
-		"GET /v1/sandboxes HTTP/1.1\r\nHost: x\r\nX: " + strings.Repeat("x", 100<<10): " 431 ",
-		"nonsense\r\n\r\n":                                  " 400 ",
-		"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n":               " 404 ",
-		"PUT /v1/sandboxes HTTP/1.1\r\nHost: x\r\n\r\n":     " 404 ",
-		"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n":     " 200 ",
-		"DELETE /v1/requests/x HTTP/1.1\r\nHost: x\r\n\r\n": " 404 ",
+		post + "Content-Length: 2\r\n\r\n{}":                                                 " 200 ",
+		post + "Content-Length: 100\r\n\r\n{":                                                " 400 ", // never sends the rest
+		post + "Content-Length: 8\r\n\r\n{\"x\":1}\n":                                        " 400 ",
+		post + "Content-Length: 4\r\n\r\n{} {":                                               " 400 ",
+		post + "Content-Length: 5000000\r\n\r\n" + strings.Repeat(" ", 4<<20+1):              " 400 ",
+		"GET /v1/sandboxes HTTP/1.1\r\nHost: agentbox\r\nX: " + strings.Repeat("x", 100<<10): " 431 ",
+		"nonsense\r\n\r\n":                                                           " 400 ",
+		"GET /v2 HTTP/1.1\r\nHost: agentbox\r\n\r\n":                                 " 404 ",
+		"PUT /v1/sandboxes HTTP/1.1\r\nHost: agentbox\r\n\r\n":                       " 404 ",
+		"GET /openapi.json HTTP/1.1\r\nHost: agentbox\r\n\r\n":                       " 200 ",
+		"DELETE /v1/requests/x HTTP/1.1\r\nHost: agentbox\r\n\r\n":                   " 404 ",
+		post + "Content-Length: 23\r\n\r\n{\"name\":\"b\",\"name\":\"a\"}":           " 400 ",
+		post + "Content-Length: 12\r\n\r\n{\"Name\":\"b\"}":                          " 400 ",
+		post + "Content-Length: 31\r\n\r\n{\"labels\":{\"a\":\"1\",\"A\":\"2\"}}   ": " 200 ", // these are names
+		post + "Content-Length: 31\r\n\r\n{\"labels\":{\"a\":\"1\",\"a\":\"2\"}}   ": " 400 ",
+		// A page at a name that leads here.
+		"GET /v1/info HTTP/1.1\r\nHost: evil.example\r\n\r\n":          " 403 ",
+		"GET /v1/info HTTP/1.1\r\nHost: agentbox.evil.example\r\n\r\n": " 403 ",
+		"GET /v1/info HTTP/1.1\r\nHost: 8.8.8.8\r\n\r\n":               " 403 ",
+		"GET /v1/sandboxes/c/exec HTTP/1.1\r\nHost: evil.example\r\nOrigin: http://evil.example\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n": " 403 ",
+		"GET /v1/info HTTP/1.1\r\nHost: localhost:80\r\n\r\n": " 200 ",
+		"GET /v1/info HTTP/1.1\r\nHost: [::1]:80\r\n\r\n":     " 200 ",
+		"GET /v1/info HTTP/1.0\r\n\r\n":                       " 200 ",
 	} {
 		if got := say(text); !strings.Contains(got, want) {
 			t.Errorf("%.80q: %q, want %s", text, got, want)

@@ -29,7 +29,7 @@ const (
 func (h *Handler) download(path, summary, media string, do func(context.Context, *request[None], io.Writer) error, params ...string) route {
 	return route{method: http.MethodGet, path: path, summary: summary, query: params, stream: media, serve: func(w http.ResponseWriter, r *http.Request) {
 		trailers := strings.Contains(r.Header.Get("TE"), "trailers")
-		out := &lateWriter{w: h.writer(w), first: func() {
+		out := &lateWriter{w: h.writer(w), ctx: r.Context(), first: func() {
 			w.Header().Set("Content-Type", media)
 			if trailers {
 				w.Header().Set("Trailer", trailerStatus)
@@ -48,9 +48,10 @@ func (h *Handler) download(path, summary, media string, do func(context.Context,
 	}}
 }
 
-// lateWriter calls first before the first byte.
+// lateWriter calls first before the first byte, and takes none when ctx has ended.
 type lateWriter struct {
 	w     io.Writer
+	ctx   context.Context
 	first func()
 	begun bool
 }
@@ -63,6 +64,9 @@ func (l *lateWriter) begin() {
 }
 
 func (l *lateWriter) Write(p []byte) (int, error) {
+	if err := l.ctx.Err(); err != nil {
+		return 0, err
+	}
 	l.begin()
 	return l.w.Write(p)
 }
@@ -105,27 +109,20 @@ func upload[O any](h *Handler, method, path, summary, media string, do func(cont
 			writeProblem(w, fmt.Errorf("%w: %s with a stream", runtime.ErrUnsupported, headerKey))
 			return
 		}
-		if h.opts.Before != nil {
-			if err := h.opts.Before(r.Context()); err != nil {
-				writeProblem(w, err)
-				return
-			}
-		}
+		_ = h.before(r.Context()) // it has logged
 		ctl := http.NewResponseController(w)
-		// The answer may come before all is read: the verb failed.
-		_ = ctl.EnableFullDuplex()
-		in := stallReader{r.Body, ctl, h.opts.Stall}
+		in := stallReader{r.Body, ctl, h.opts.Stall, h.end}
 		ctx, cancel := context.WithCancel(r.Context())
 		defer cancel()
 		out, err := do(ctx, &request[None]{Request: r, ref: ref(r)}, in)
 		if err != nil {
+			w.Header().Set("Connection", "close") // what comes yet may be endless
 			writeProblem(w, err)
 		} else {
 			h.writeJSON(w, r, out)
 		}
-		// A caller that is cut off while it sends may not come to read the answer.
 		_ = ctl.Flush()
-		_, _ = io.Copy(io.Discard, in)
+		in.discard()
 	}}
 }
 

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"net"
 	"net/http"
 	"net/url"
@@ -121,6 +122,14 @@ func (c *Client) unanswered(ctx context.Context, err error) error {
 	var u *url.Error
 	if errors.As(err, &u) {
 		err = u.Err
+	}
+	var dial *net.OpError
+	if errors.As(err, &dial) && dial.Op == "dial" { // nothing was asked for
+		err, hint := dial.Err, "Is it running? 'agentbox serve' runs it."
+		if errors.Is(err, fs.ErrPermission) {
+			err, hint = fmt.Errorf("%w: %w", runtime.ErrDenied, err), "It serves root and the members of its socket's group."
+		}
+		return &runtime.Error{Op: "service " + c.where, Err: err, Hint: hint}
 	}
 	return &runtime.Error{Op: "service " + c.where, Err: noEOF(err),
 		Hint: "If it was at work, what was asked for may have been done or not: look before you ask again."}

@@ -15,6 +15,7 @@ import (
 
 	"github.com/agentbox/agentbox/images"
 	"github.com/agentbox/agentbox/images/source"
+	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -470,4 +471,14 @@ func (c *Client) Commit(ctx context.Context, ref, to string, opts runtime.Commit
 		return runtime.Committed{}, err
 	}
 	return do[runtime.Committed](ctx, c, at("commit"), commitBody{ref, to, opts}, decoded(opts.Source.Progress))
+}
+
+// Policies lists the policies that names stand for.
+func (c *Client) Policies(ctx context.Context) ([]runtime.PolicyEntry, error) {
+	return all[runtime.PolicyEntry](ctx, c, at("policies"), nil)
+}
+
+// Policy resolves the name of one.
+func (c *Client) Policy(ctx context.Context, name string) (*policy.Policy, error) {
+	return get[*policy.Policy](ctx, c, at("policies", name), nil)
 }

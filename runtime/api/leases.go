@@ -35,7 +35,7 @@ func (h *Handler) leaseRoutes() []route {
 			return svc.CreateLease(ctx, r.in)
 		}),
 		verb(h, "/v1/leases/hold", "Make a lease that the connection holds; needs Accept: text/event-stream", func(ctx context.Context, r *request[runtime.LeaseRequest]) (None, error) {
-			if r.report == nil || r.key != "" {
+			if r.report == nil || r.rec != nil {
 				return None{}, fmt.Errorf("%w: to hold a lease takes Accept: %s and no %s", runtime.ErrInvalid, eventStream, headerKey)
 			}
 			// What is held as long as the connection lasts must not keep the
@@ -62,7 +62,7 @@ func (h *Handler) leaseRoutes() []route {
 		}),
 		verb(h, "/v1/leases/{lease}/release", "End a lease", func(ctx context.Context, r *request[None]) (runtime.Lease, error) {
 			l, err := svc.ReleaseLease(ctx, r.ref)
-			if r.again && errors.Is(err, runtime.ErrState) {
+			if r.again() && errors.Is(err, runtime.ErrState) {
 				return svc.Lease(ctx, r.ref)
 			}
 			return l, err

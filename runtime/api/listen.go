@@ -31,9 +31,6 @@ const SocketGroup = "agentbox"
 // maxConns bounds the connections that are served at a time; more wait.
 const maxConns = 512
 
-// drainTime is how long what is under way may take when the service is to end.
-const drainTime = 30 * time.Second
-
 // Listen makes the socket: what a service that is gone has left there is
 // replaced, one that answers is an error.
 func Listen(path string) (*net.UnixListener, error) {
@@ -180,7 +177,7 @@ func Serve(ctx context.Context, l *net.UnixListener, h *Handler, more ...net.Lis
 	case <-ctx.Done():
 	}
 	h.log.Info("draining")
-	bound, cancel := context.WithTimeout(context.WithoutCancel(ctx), drainTime)
+	bound, cancel := context.WithTimeout(context.WithoutCancel(ctx), h.opts.Drain)
 	defer cancel()
 	// The listener goes first, then connections as they become idle.
 	down := make(chan error, 1)
@@ -228,7 +225,9 @@ func peerAt(c *net.UnixConn, group uint32) (p peer, err error) {
 	if err = errors.Join(err, inner); err != nil {
 		return p, err
 	}
-	p.denied = p.UID != 0 && p.GID != group && !slices.Contains(groups, group)
+	// The socket is root's group's where there is no group for it: to be in that
+	// gives nobody root's rights.
+	p.denied = p.UID != 0 && (group == 0 || p.GID != group && !slices.Contains(groups, group))
 	return p, nil
 }
 

@@ -30,28 +30,54 @@ func TestPeer(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Fatal("this test needs root")
 	}
+	const group = 12345
 	svc := &service{sandboxes: func(context.Context) ([]runtime.Sandbox, error) { return nil, nil }}
-	socket := serving(t, svc, Options{})
-	if info, err := os.Stat(socket); err != nil || info.Mode().Perm() != 0o660 {
-		t.Fatal(info, err)
-	}
-	if err := errors.Join(os.Chmod(socket, 0o666), os.Chmod(filepath.Dir(socket), 0o755)); err != nil {
+	h, err := New(svc, Options{Log: silent})
+	if err != nil {
 		t.Fatal(err)
+	}
+	dir, err := os.MkdirTemp("", "api")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer os.RemoveAll(dir)
+	sockets := map[int]string{}
+	for _, gid := range []int{0, group} {
+		sockets[gid] = filepath.Join(dir, fmt.Sprint(gid))
+		l, err := Listen(sockets[gid])
+		if err != nil {
+			t.Fatal(err)
+		}
+		if info, err := os.Stat(sockets[gid]); err != nil || info.Mode().Perm() != 0o660 {
+			t.Fatal(info, err)
+		}
+		if err := errors.Join(os.Lchown(sockets[gid], 0, gid), os.Chmod(sockets[gid], 0o666), os.Chmod(dir, 0o755)); err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan error, 1)
+		go func() { ended <- Serve(ctx, l, h) }()
+		defer func() { cancel(); <-ended }()
 	}
 	for _, tc := range []struct {
 		uid, gid int
 		groups   []uint32
+		socket   int
 		want     string
 	}{
-		{0, 0, nil, "200"},
-		{65534, 65534, nil, "403"},
-		{65534, 65534, []uint32{1, 0}, "200"}, // the socket's group is root's here
+		{0, 0, nil, group, "200"},
+		{65534, 65534, nil, group, "403"},
+		{65534, 65534, []uint32{1, group}, group, "200"},
+		{65534, group, nil, group, "200"},
+		{0, 0, nil, 0, "200"},
+		{65534, 0, []uint32{1, 0}, 0, "403"}, // root's group is no group for it
 	} {
+		socket := sockets[tc.socket]
 		conn, err := dialAs(socket, tc.uid, tc.gid, tc.groups)
 		if err != nil {
 			t.Fatal(err)
 		}
-		fmt.Fprint(conn, "GET /v1/sandboxes HTTP/1.1\r\nHost: x\r\n\r\n")
+		fmt.Fprint(conn, "GET /v1/sandboxes HTTP/1.1\r\nHost: agentbox\r\n\r\n")
 		line, err := bufio.NewReader(conn).ReadString('\n')
 		if conn.Close(); err != nil || !strings.Contains(line, tc.want) {
 			t.Errorf("%+v: %s %v", tc, line, err)
@@ -179,7 +205,7 @@ func TestDrain(t *testing.T) {
 	cancel()
 	<-h.draining
 	rec := &recorder{header: http.Header{}}
-	h.ServeHTTP(rec, mustRequest("GET", "http://x/v1/sandboxes"))
+	h.ServeHTTP(rec, mustRequest("GET", "http://agentbox/v1/sandboxes"))
 	if rec.status != http.StatusLocked {
 		t.Error(rec.status)
 	}

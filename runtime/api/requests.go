@@ -2,12 +2,14 @@ package api
 
 import (
 	"cmp"
+	"crypto/rand"
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"slices"
@@ -25,37 +27,43 @@ const (
 	maxKey      = 128
 	keepRecords = 4096
 	keepFor     = 24 * time.Hour
-	sweepEvery  = 256     // requests
-	maxAnswer   = 1 << 20 // of an answer that is remembered
+	keepBytes   = 32 << 20 // of all records
+	sweepEvery  = 256      // requests
+	maxAnswer   = 1 << 20  // of an answer that is remembered
 )
 
 // requests remembers, a file for each key, what was done for whom: that it was
 // begun before the verb begins, its answer when it succeeds. A verb that fails
-// has done nothing, and is forgotten. So a file without an answer that nobody is
-// at was left by a service that was killed: the verb may or may not have been done.
+// has done nothing, and is forgotten, unless it says that it has done something.
+// So a file without an answer that nobody is at is that of a verb that may or may
+// not have been done: the service was killed, or the verb failed halfway.
 type requests struct {
 	dir string
+	log *slog.Logger
 
 	mu    sync.Mutex
 	live  map[string]bool
 	begun int
+	bytes int64 // of the records, or more
 }
 
 // record is what one file holds.
 type record struct {
 	Request string          `json:"request"` // digest of method, path and body
+	Nonce   string          `json:"nonce"`   // of all tries of one request, and of no other
 	Done    bool            `json:"done"`
 	Body    json.RawMessage `json:"body,omitempty"`
 
 	file  string
-	again bool
+	again bool // it may have been done already
+	keep  bool // though it fails: it may have been done, or a part of it
 }
 
-func openRequests(dir string) (*requests, error) {
+func openRequests(dir string, log *slog.Logger) (*requests, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, err
 	}
-	return &requests{dir: dir, live: map[string]bool{}}, nil
+	return &requests{dir: dir, log: log, live: map[string]bool{}}, nil
 }
 
 // begin finds what is known of a key, and puts on record that it is being worked on.
@@ -70,28 +78,23 @@ func (s *requests) begin(caller, key, digest string) (*record, error) {
 	if s.live[file] {
 		return nil, fmt.Errorf("%w: the request with the %s %q is still under way", runtime.ErrBusy, headerKey, key)
 	}
-	if s.begun%sweepEvery == 0 {
-		if err := s.sweep(); err != nil {
-			return nil, err
+	if s.begun%sweepEvery == 0 || s.bytes > keepBytes {
+		if err := s.sweep(); err != nil { // the next one tries again
+			s.log.Error("what is remembered of requests is not cleared up", "err", err)
 		}
 	}
 	s.begun++
-	rec := &record{Request: digest, file: file}
-	data, err := os.ReadFile(filepath.Join(s.dir, file))
+	rec, err := s.read(file)
 	switch {
-	case errors.Is(err, fs.ErrNotExist):
 	case err != nil:
-		return nil, err
+		return nil, fmt.Errorf("what is remembered for the %s: %w", headerKey, err)
+	case rec == nil:
+		rec = &record{Request: digest, Nonce: rand.Text(), file: file}
+	case rec.Request != digest:
+		return nil, fmt.Errorf("%w: the %s %q was used for another request", runtime.ErrInvalid, headerKey, key)
+	case rec.Done:
+		return rec, nil
 	default:
-		if err := json.Unmarshal(data, rec); err != nil {
-			return nil, fmt.Errorf("what is remembered for the %s: %w: %w", headerKey, runtime.ErrCorrupt, err)
-		}
-		if rec.Request != digest {
-			return nil, fmt.Errorf("%w: the %s %q was used for another request", runtime.ErrInvalid, headerKey, key)
-		}
-		if rec.Done {
-			return rec, nil
-		}
 		rec.again = true
 	}
 	if err := s.write(rec); err != nil {
@@ -101,14 +104,37 @@ func (s *requests) begin(caller, key, digest string) (*record, error) {
 	return rec, nil
 }
 
-// finish remembers the answer, or forgets that there was a request.
+// read returns the record in a file; nil: there is none, or it is too old.
+func (s *requests) read(file string) (*record, error) {
+	path := filepath.Join(s.dir, file)
+	info, err := os.Stat(path)
+	if errors.Is(err, fs.ErrNotExist) || err == nil && time.Since(info.ModTime()) > keepFor {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return nil, err
+	}
+	rec := &record{file: file}
+	if err := json.Unmarshal(data, rec); err != nil || rec.Nonce == "" {
+		return nil, errors.Join(runtime.ErrCorrupt, err)
+	}
+	return rec, nil
+}
+
+// finish remembers the answer, or forgets that there was a request. In every
+// case nobody is at it any more.
 func (s *requests) finish(rec *record, out any, failed error) error {
-	defer func() {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		delete(s.live, rec.file)
-	}()
-	if failed != nil {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	defer delete(s.live, rec.file)
+	switch {
+	case failed != nil && rec.keep:
+		return nil
+	case failed != nil:
 		return os.Remove(filepath.Join(s.dir, rec.file))
 	}
 	var err error
@@ -142,10 +168,12 @@ func (s *requests) write(rec *record) error {
 	if err != nil {
 		return errors.Join(err, os.Remove(f.Name()))
 	}
+	s.bytes += int64(len(data))
 	return nil
 }
 
-// sweep forgets what is old, and the oldest of what is too much.
+// sweep forgets what is old, and the oldest of what is too much. Of answers it
+// leaves half of what there may be, so as not to be called for each.
 func (s *requests) sweep() error {
 	entries, err := os.ReadDir(s.dir)
 	if err != nil {
@@ -163,8 +191,10 @@ func (s *requests) sweep() error {
 		kept = append(kept, info)
 	}
 	slices.SortFunc(kept, func(a, b fs.FileInfo) int { return cmp.Compare(b.ModTime().UnixNano(), a.ModTime().UnixNano()) })
+	s.bytes = 0
 	for i, info := range kept {
-		if i < keepRecords && time.Since(info.ModTime()) < keepFor {
+		if i < keepRecords && s.bytes+info.Size() <= keepBytes/2 && time.Since(info.ModTime()) < keepFor {
+			s.bytes += info.Size()
 			continue
 		}
 		if err := os.Remove(filepath.Join(s.dir, info.Name())); err != nil && !errors.Is(err, fs.ErrNotExist) {

@@ -16,6 +16,7 @@ import (
 
 	"github.com/agentbox/agentbox/images"
 	"github.com/agentbox/agentbox/images/source"
+	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/doctor"
 )
@@ -138,25 +139,6 @@ func isSet(q url.Values, name string) bool {
 	return v
 }
 
-// noted settles the second try of a verb: an error that says it is done already
-// is what the first one left.
-func noted[I any](r *request[I], err error, done ...error) (None, error) {
-	for _, d := range done {
-		if r.again && errors.Is(err, d) {
-			return None{}, nil
-		}
-	}
-	return None{}, err
-}
-
-// unknown is the error of a second try of what must not be done twice.
-func unknown[I any](r *request[I]) error {
-	if !r.again {
-		return nil
-	}
-	return &runtime.Error{Err: fmt.Errorf("%w: the service was killed during the first try, and whether that was done is not known", runtime.ErrState), Hint: "Look, and use another key."}
-}
-
 func (h *Handler) routes() []route {
 	return slices.Concat(h.sandboxRoutes(), h.fileRoutes(), h.checkpointRoutes(), h.effectRoutes(), h.storeRoutes(), h.imageRoutes(), h.leaseRoutes())
 }
@@ -177,15 +159,15 @@ func (h *Handler) sandboxRoutes() []route {
 			return page(r.Request, list, sandboxID)
 		}, "limit", "cursor"),
 		verb(h, "/v1/sandboxes", "Make a sandbox", func(ctx context.Context, r *request[createBody]) (runtime.Sandbox, error) {
-			if r.again {
+			if r.again() {
 				list, err := svc.Sandboxes(ctx)
-				for _, sb := range list {
-					if sb.Labels[LabelRequest] == r.key {
+				for _, sb := range slices.Backward(list) { // forks have its labels, and are younger
+					if sb.Labels[LabelRequest] == r.rec.Nonce {
 						return sb, nil
 					}
 				}
 				if err != nil {
-					return runtime.Sandbox{}, err
+					return runtime.Sandbox{}, r.unsettled(err)
 				}
 			}
 			r.label(&r.in.Spec.Labels)
@@ -199,7 +181,7 @@ func (h *Handler) sandboxRoutes() []route {
 		}),
 		verb(h, "/v1/sandboxes/{sandbox}/start", "Start a sandbox", func(ctx context.Context, r *request[startBody]) (None, error) {
 			_, err := svc.Start(r.in.with(ctx), r.ref, nil)
-			return noted(r, err, runtime.ErrState)
+			return h.stood(ctx, r.ref, r.again(), runtime.Running, err)
 		}),
 		h.session("/v1/sandboxes/{sandbox}/start", "Start a sandbox with streams", h.startSession),
 		h.session("/v1/sandboxes/{sandbox}/attach", "Connect to the first process", h.attachSession),
@@ -233,10 +215,10 @@ func (h *Handler) sandboxRoutes() []route {
 			return None{}, svc.Stop(ctx, r.ref, timeout)
 		}),
 		verb(h, "/v1/sandboxes/{sandbox}/pause", "Freeze every process", func(ctx context.Context, r *request[None]) (None, error) {
-			return noted(r, svc.Pause(ctx, r.ref), runtime.ErrState)
+			return h.stood(ctx, r.ref, r.again(), runtime.Paused, svc.Pause(ctx, r.ref))
 		}),
 		verb(h, "/v1/sandboxes/{sandbox}/unpause", "Thaw every process", func(ctx context.Context, r *request[None]) (None, error) {
-			return noted(r, svc.Unpause(ctx, r.ref), runtime.ErrState)
+			return h.stood(ctx, r.ref, r.again(), runtime.Running, svc.Unpause(ctx, r.ref))
 		}),
 		verb(h, "/v1/sandboxes/{sandbox}/release", "Let a sandbox be used that a failed restore holds", func(ctx context.Context, r *request[None]) (None, error) {
 			return noted(r, svc.ReleaseHold(ctx, r.ref), runtime.ErrState)
@@ -352,10 +334,13 @@ func (h *Handler) checkpointRoutes() []route {
 	checkpointID := func(c runtime.Checkpoint) string { return c.ID }
 	return []route{
 		verb(h, "/v1/sandboxes/{sandbox}/checkpoints", "Take a checkpoint", func(ctx context.Context, r *request[runtime.CheckpointOptions]) (runtime.Checkpoint, error) {
-			if r.again {
-				list, err := svc.Checkpoints(ctx, runtime.CheckpointFilter{Labels: map[string]string{LabelRequest: r.key}})
-				if err != nil || len(list) > 0 {
-					return first(list), err
+			if r.again() {
+				list, err := svc.Checkpoints(ctx, runtime.CheckpointFilter{Sandbox: r.ref, Labels: map[string]string{LabelRequest: r.rec.Nonce}})
+				if len(list) > 0 {
+					return list[len(list)-1], nil
+				}
+				if err != nil && !errors.Is(err, runtime.ErrNotFound) {
+					return runtime.Checkpoint{}, r.unsettled(err)
 				}
 			}
 			r.label(&r.in.Labels)
@@ -380,7 +365,11 @@ func (h *Handler) checkpointRoutes() []route {
 				return nil, err
 			}
 			r.label(&r.in.Labels)
-			return svc.Fork(r.in.with(ctx), r.ref, r.in.ForkOptions)
+			forks, err := svc.Fork(r.in.with(ctx), r.ref, r.in.ForkOptions)
+			if len(forks) > 0 { // some were made, and stay
+				err = r.unsettled(err)
+			}
+			return forks, err
 		}),
 		query(h, "/v1/sandboxes/{sandbox}/history", "List a sandbox's checkpoints with how they descend, newest first", func(ctx context.Context, r *request[None]) (Page[runtime.HistoryEntry], error) {
 			list, err := svc.History(ctx, r.ref, runtime.HistoryOptions{All: isSet(r.URL.Query(), "all")})
@@ -440,13 +429,6 @@ func (h *Handler) checkpointRoutes() []route {
 	}
 }
 
-func first[T any](list []T) (v T) {
-	if len(list) > 0 {
-		v = list[0]
-	}
-	return v
-}
-
 // counted is what a verb is to tell its progress; nil: nobody asked.
 func counted[I any](r *request[I]) runtime.Progress {
 	if r.report == nil {
@@ -462,6 +444,16 @@ func (h *Handler) storeRoutes() []route {
 			r.in.Progress = counted(r)
 			return svc.Prune(ctx, r.in)
 		}).withProgress(Progress{}),
+		query(h, "/v1/policies", "List the policies that names stand for", func(ctx context.Context, r *request[None]) (Page[runtime.PolicyEntry], error) {
+			list, err := svc.Policies(ctx)
+			if err != nil {
+				return Page[runtime.PolicyEntry]{}, err
+			}
+			return page(r.Request, list, func(e runtime.PolicyEntry) string { return e.Name })
+		}, "limit", "cursor"),
+		query(h, "/v1/policies/{policy}", "Tell what a policy says, with all that it inherits", func(ctx context.Context, r *request[None]) (*policy.Policy, error) {
+			return svc.Policy(ctx, r.PathValue("policy"))
+		}),
 		query(h, "/v1/usage", "Tell what space is used for", func(ctx context.Context, _ *request[None]) (runtime.Usage, error) {
 			return svc.Usage(ctx)
 		}),

@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"net/http"
 	"reflect"
 	"strings"
@@ -38,11 +39,15 @@ type Options struct {
 	// Examine tells what this host can do; nil: nobody knows.
 	Examine func(context.Context) doctor.Report
 	Log     *slog.Logger // nil: slog.Default
-	// Before is called before each verb that may change something.
+	// Before puts what killed processes left in order, and is called before each
+	// verb that may change something.
 	Before func(context.Context) error
 	// Stall is how long a caller may take none of a stream, or send none of it;
 	// 0: 10 minutes.
 	Stall time.Duration
+	// Drain is how long what is under way may take when the service is to end,
+	// before it is cancelled; 0: 30 s.
+	Drain time.Duration
 	// Body is how long a caller may take to send a JSON body; 0: 30 s.
 	Body time.Duration
 	// Linger is how long the exit code of an --rm sandbox is kept for a caller
@@ -81,6 +86,7 @@ var openAPI []byte
 func New(svc runtime.Service, opts Options) (*Handler, error) {
 	opts.Stall = cmp.Or(opts.Stall, 10*time.Minute)
 	opts.Body = cmp.Or(opts.Body, 30*time.Second)
+	opts.Drain = cmp.Or(opts.Drain, 30*time.Second)
 	opts.Linger = cmp.Or(opts.Linger, 10*time.Second)
 	h := &Handler{svc: svc, opts: opts, log: opts.Log, mux: http.NewServeMux(), running: map[string]context.CancelFunc{}, draining: make(chan struct{})}
 	h.end, h.stop = context.WithCancel(context.Background())
@@ -89,7 +95,7 @@ func New(svc runtime.Service, opts Options) (*Handler, error) {
 	}
 	if opts.Requests != "" {
 		var err error
-		if h.requests, err = openRequests(opts.Requests); err != nil {
+		if h.requests, err = openRequests(opts.Requests, h.log); err != nil {
 			return nil, err
 		}
 	}
@@ -112,7 +118,14 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	began := time.Now()
 	p := peerOf(r)
 	seen := &statusWriter{ResponseWriter: w}
+	ctl := http.NewResponseController(w)
+	// Else net/http reads the rest of a body before it answers, for as long as
+	// that comes.
+	_ = ctl.EnableFullDuplex()
 	defer func() {
+		// What it still writes and reads of this request ends as well.
+		_ = ctl.SetWriteDeadline(time.Now().Add(h.opts.Stall))
+		_ = ctl.SetReadDeadline(time.Now().Add(min(h.opts.Stall, lastTime)))
 		attrs := []any{"method", r.Method, "path", r.URL.Path, "status", cmp.Or(seen.status, http.StatusOK)}
 		if r.Pattern != "" {
 			attrs = append(attrs, "verb", verbOf(r.Pattern))
@@ -124,27 +137,23 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		}
 		h.log.Info("request", append(append(attrs, p.attrs()...), "ms", time.Since(began).Milliseconds())...)
 	}()
-	h.mu.Lock()
-	select {
-	case <-h.draining:
-		h.mu.Unlock()
-		writeProblem(seen, &runtime.Error{Op: "serve", Err: fmt.Errorf("%w: the service is about to end", runtime.ErrBusy), Hint: "Try again in a moment."})
+	if err := admit(r, p); err != nil {
+		writeProblem(seen, err)
 		return
-	default:
-		h.under.Add(1)
 	}
-	h.mu.Unlock()
-	defer h.under.Done()
-	if p.denied {
-		writeProblem(seen, &runtime.Error{Op: "serve", Err: fmt.Errorf("%s: %w", p, runtime.ErrDenied)})
+	if r.Method == http.MethodDelete { // cancels, and is nothing to wait for
+		h.mux.ServeHTTP(seen, r)
 		return
 	}
 	ctx, cancel := context.WithCancel(r.Context())
 	defer cancel()
-	defer context.AfterFunc(h.end, cancel)()
-	if id := r.Header.Get(headerRequest); id != "" && r.Method != http.MethodDelete {
-		defer h.name(p, id, cancel)()
+	done, err := h.enter(p, r.Header.Get(headerRequest), cancel)
+	if err != nil {
+		writeProblem(seen, err)
+		return
 	}
+	defer done()
+	defer context.AfterFunc(h.end, cancel)()
 	r = r.WithContext(ctx) // whose Pattern the log wants
 	h.mux.ServeHTTP(seen, r)
 }
@@ -165,6 +174,84 @@ func verbOf(pattern string) string {
 	return strings.Join(words, " ")
 }
 
+// admit tells whether a request is served.
+func admit(r *http.Request, p peer) error {
+	if p.denied {
+		return &runtime.Error{Op: "serve", Err: fmt.Errorf("%s: %w", p, runtime.ErrDenied)}
+	}
+	if !expected(r) {
+		return &runtime.Error{Op: "serve", Err: fmt.Errorf("the host %.100q: %w", r.Host, runtime.ErrDenied),
+			Hint: "Ask for http://agentbox/: a web page that got here by a name of its own must not."}
+	}
+	return nil
+}
+
+// expected tells whether a request's host is one that callers of this service
+// have. A web page whose name leads here has another, and its browser takes the
+// service for the page's own. Over TLS the certificate has the name.
+func expected(r *http.Request) bool {
+	host := r.Host
+	if name, _, err := net.SplitHostPort(host); err == nil {
+		host = name
+	}
+	switch host = strings.Trim(host, "[]"); host {
+	case "", "agentbox", "localhost":
+		return true
+	}
+	local, _ := r.Context().Value(http.LocalAddrContextKey).(net.Addr)
+	tcp, _ := local.(*net.TCPAddr)
+	ip := net.ParseIP(host)
+	return r.TLS != nil || ip != nil && (ip.IsLoopback() || tcp != nil && tcp.IP.Equal(ip))
+}
+
+// enter makes a request one that Drain waits for, and, with a name, one that
+// cancel finds, until the returned function is called.
+func (h *Handler) enter(p peer, id string, cancel context.CancelFunc) (done func(), err error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	select {
+	case <-h.draining:
+		return nil, &runtime.Error{Op: "serve", Err: fmt.Errorf("%w: the service is about to end", runtime.ErrBusy), Hint: "Try again in a moment."}
+	default:
+	}
+	key := p.identity() + " " + id
+	if _, ok := h.running[key]; ok {
+		return nil, &runtime.Error{Op: "serve", Err: fmt.Errorf("a request of the name %.100q is under way: %w", id, runtime.ErrExists), Hint: "Give each one a name of its own."}
+	}
+	if id != "" {
+		h.running[key] = cancel
+	}
+	h.under.Add(1)
+	return func() {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		delete(h.running, key)
+		h.under.Done()
+	}, nil
+}
+
+// Alive answers a request of its own, and returns only when it can.
+func (h *Handler) Alive(ctx context.Context) error {
+	r, err := http.NewRequestWithContext(ctx, http.MethodGet, "/v1/info", nil)
+	if err != nil {
+		return err
+	}
+	func() { h.mu.Lock(); defer h.mu.Unlock() }() // every request takes it
+	w := &statusWriter{ResponseWriter: nowhere{}}
+	h.mux.ServeHTTP(w, r)
+	if w.status != 0 {
+		return fmt.Errorf("the service answers itself with status %d", w.status)
+	}
+	return nil
+}
+
+// nowhere is where what nobody reads is written.
+type nowhere struct{}
+
+func (nowhere) Header() http.Header         { return http.Header{} }
+func (nowhere) Write(p []byte) (int, error) { return len(p), nil }
+func (nowhere) WriteHeader(int)             {}
+
 // Drain lets no more verbs in and waits for those under way; when ctx ends it
 // cancels them and waits for them to have undone what they began.
 func (h *Handler) Drain(ctx context.Context) {
@@ -183,19 +270,6 @@ func (h *Handler) Drain(ctx context.Context) {
 	}
 	h.stop()
 	<-done
-}
-
-// name makes a request one that cancel finds, until the returned function is called.
-func (h *Handler) name(p peer, id string, cancel context.CancelFunc) func() {
-	key := p.identity() + " " + id
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	h.running[key] = cancel
-	return func() {
-		h.mu.Lock()
-		defer h.mu.Unlock()
-		delete(h.running, key)
-	}
 }
 
 // cancel ends a request as a Ctrl-C ends a command: it undoes what it began, and
@@ -234,31 +308,6 @@ type route struct {
 	serve                 http.HandlerFunc
 }
 
-// A request is one call of a verb.
-type request[I any] struct {
-	*http.Request
-	ref    string // what the path names
-	in     I
-	key    string    // the idempotency key
-	again  bool      // it may have been done already, by a service that was killed
-	report func(any) // tells the caller how far it is; nil: it does not want to know
-}
-
-// label marks what was made for a key, so that a second try finds it.
-func (r *request[I]) label(labels *map[string]string) {
-	if r.key == "" {
-		return
-	}
-	if *labels == nil {
-		*labels = map[string]string{}
-	}
-	(*labels)[LabelRequest] = r.key
-}
-
-// LabelRequest is the label of sandboxes and checkpoints that were made for an
-// idempotency key.
-const LabelRequest = "agentbox.request"
-
 // query is a verb that changes nothing.
 func query[O any](h *Handler, path, summary string, do func(context.Context, *request[None]) (O, error), params ...string) route {
 	return route{method: http.MethodGet, path: path, summary: summary, out: reflect.TypeFor[O](), query: params, serve: func(w http.ResponseWriter, r *http.Request) {
@@ -280,14 +329,12 @@ func verb[I, O any](h *Handler, path, summary string, do func(context.Context, *
 			writeProblem(w, err)
 			return
 		}
-		if h.opts.Before != nil {
-			if err := h.opts.Before(r.Context()); err != nil {
-				writeProblem(w, err)
-				return
+		h.once(w, r, data, func(rec *record) (any, error) {
+			req.rec = rec
+			if err := h.before(r.Context()); err != nil && req.again() {
+				// What the first try left may be neither whole nor gone.
+				return nil, req.unsettled(err)
 			}
-		}
-		h.once(w, r, data, func(key string, again bool) (any, error) {
-			req.key, req.again = key, again
 			if !wantsEvents(r) {
 				return do(r.Context(), req)
 			}
@@ -301,90 +348,23 @@ func verb[I, O any](h *Handler, path, summary string, do func(context.Context, *
 	}}
 }
 
+// before has what killed processes left put in order. What cannot be is logged:
+// it must not keep callers from other sandboxes.
+func (h *Handler) before(ctx context.Context) error {
+	if h.opts.Before == nil {
+		return nil
+	}
+	err := h.opts.Before(ctx)
+	if err != nil {
+		h.log.Error("recovery failed", "err", err)
+	}
+	return err
+}
+
 // withProgress says what the progress of a route is.
 func (r route) withProgress(event any) route {
 	r.event = reflect.TypeOf(event)
 	return r
-}
-
-// errAnswered keeps once from answering: the stream has.
-var errAnswered = errors.New("answered")
-
-// once does a verb unless it was done for the same key before, and answers.
-func (h *Handler) once(w http.ResponseWriter, r *http.Request, body []byte, do func(key string, again bool) (any, error)) {
-	key := r.Header.Get(headerKey)
-	var rec *record
-	if key != "" {
-		if h.requests == nil {
-			writeProblem(w, fmt.Errorf("%w: this service remembers no %s", runtime.ErrUnsupported, headerKey))
-			return
-		}
-		sum := sha256.New()
-		fmt.Fprintf(sum, "%s %s\n", r.Method, r.URL.RequestURI())
-		sum.Write(body)
-		var err error
-		if rec, err = h.requests.begin(peerOf(r).identity(), key, hex.EncodeToString(sum.Sum(nil))); err != nil {
-			writeProblem(w, err)
-			return
-		}
-		if rec.Done && rec.Body == nil {
-			writeProblem(w, fmt.Errorf("%w: it was done, but its answer was too large to be remembered", runtime.ErrState))
-			return
-		}
-		if rec.Done {
-			w.Header().Set(headerReplay, "true")
-			h.replay(w, r, rec.Body)
-			return
-		}
-	}
-	out, err := do(key, rec != nil && rec.again)
-	answered := errors.Is(err, errAnswered)
-	if err = unanswered(err); rec != nil {
-		if e := h.requests.finish(rec, out, err); e != nil {
-			h.log.Error("a request is not remembered", "err", e)
-		}
-	}
-	switch {
-	case answered:
-	case err != nil:
-		writeAProblem(w, problemWith(err, out))
-	default:
-		h.writeJSON(w, r, out)
-	}
-}
-
-// problemWith is the problem of a verb, with what it has done all the same.
-func problemWith(err error, out any) Problem {
-	p := problem(err)
-	if v := reflect.ValueOf(out); v.IsValid() && !v.IsZero() {
-		p.Partial, _ = json.Marshal(out) // what cannot be told is left out
-	}
-	return p
-}
-
-// unanswered is err without errAnswered.
-func unanswered(err error) error {
-	many, ok := err.(interface{ Unwrap() []error })
-	if !ok || !errors.Is(err, errAnswered) {
-		return err
-	}
-	for _, e := range many.Unwrap() {
-		if e != errAnswered {
-			return e
-		}
-	}
-	return nil
-}
-
-// replay answers with what is remembered.
-func (h *Handler) replay(w http.ResponseWriter, r *http.Request, body json.RawMessage) {
-	if wantsEvents(r) {
-		events := h.events(w, r)
-		defer events.close()
-		events.end(body, nil)
-		return
-	}
-	h.writeJSON(w, r, body)
 }
 
 // ref is what the path of a request names.
@@ -423,6 +403,9 @@ func (h *Handler) body(r *http.Request, w http.ResponseWriter, into any) ([]byte
 	}
 	if _, err := dec.Token(); err != io.EOF {
 		return nil, fmt.Errorf("%w: body: there is something behind the JSON", runtime.ErrInvalid)
+	}
+	if err := checkMembers(data, reflect.TypeOf(into)); err != nil {
+		return nil, fmt.Errorf("%w: body: %v", runtime.ErrInvalid, err)
 	}
 	return data, nil
 }
@@ -474,37 +457,3 @@ func (s *statusWriter) WriteHeader(status int) {
 
 // Unwrap lets http.ResponseController and websocket.Accept at the connection.
 func (s *statusWriter) Unwrap() http.ResponseWriter { return s.ResponseWriter }
-
-// writer bounds how long the caller may take none of what is written.
-func (h *Handler) writer(w http.ResponseWriter) io.Writer {
-	return stallWriter{w, http.NewResponseController(w), h.opts.Stall}
-}
-
-type stallWriter struct {
-	w   io.Writer
-	ctl *http.ResponseController
-	max time.Duration
-}
-
-func (s stallWriter) Write(p []byte) (int, error) {
-	_ = s.ctl.SetWriteDeadline(time.Now().Add(s.max)) // in tests there is no connection
-	n, err := s.w.Write(p)
-	_ = s.ctl.SetWriteDeadline(time.Time{})
-	return n, err
-}
-
-// stallReader bounds how long the caller may send none of what is read.
-type stallReader struct {
-	r   io.Reader
-	ctl *http.ResponseController
-	max time.Duration
-}
-
-func (s stallReader) Read(p []byte) (int, error) {
-	_ = s.ctl.SetReadDeadline(time.Now().Add(s.max))
-	n, err := s.r.Read(p)
-	if err == nil || err == io.EOF {
-		_ = s.ctl.SetReadDeadline(time.Time{})
-	}
-	return n, err
-}

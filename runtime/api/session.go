@@ -67,8 +67,9 @@ type Open struct {
 
 // A line is one side of a session.
 type line struct {
-	conn *websocket.Conn
-	mu   sync.Mutex
+	conn  *websocket.Conn
+	stall time.Duration // how long the other side may take none of a message; 0: for ever
+	mu    sync.Mutex
 }
 
 func (l *line) send(ctx context.Context, m Message) error {
@@ -82,7 +83,17 @@ func (l *line) send(ctx context.Context, m Message) error {
 func (l *line) write(ctx context.Context, kind websocket.MessageType, data []byte) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.conn.Write(ctx, kind, data)
+	if l.stall == 0 {
+		return l.conn.Write(ctx, kind, data)
+	}
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	// A message that ends halfway ends the line, and there is a last one to come.
+	bound, cancel := context.WithTimeout(context.WithoutCancel(ctx), l.stall)
+	defer cancel()
+	defer context.AfterFunc(ctx, func() { time.AfterFunc(lastTime, cancel) })()
+	return l.conn.Write(bound, kind, data)
 }
 
 // read returns the next message, or data.
@@ -177,28 +188,30 @@ type opened struct {
 // session is a verb that connects streams.
 func (h *Handler) session(path, summary string, do func(ctx context.Context, s opened) (Message, error)) route {
 	return route{method: http.MethodGet, path: path, summary: summary, event: reflect.TypeFor[Message](), serve: func(w http.ResponseWriter, r *http.Request) {
-		if h.opts.Before != nil {
-			if err := h.opts.Before(r.Context()); err != nil {
-				writeProblem(w, err)
-				return
-			}
-		}
+		_ = h.before(r.Context()) // it has logged
 		conn, err := websocket.Accept(w, r, &websocket.AcceptOptions{Subprotocols: []string{subprotocol}, CompressionMode: websocket.CompressionDisabled})
 		if err != nil {
 			return // it has answered
 		}
 		defer conn.CloseNow() //nolint:errcheck // after Close there is nothing to do
 		conn.SetReadLimit(maxMessage)
-		// The request's own context does not end with the connection any more.
+		// The request's own context does not end with the connection any more. When
+		// it ends, the line does not: a read that is given up would end that.
 		ctx, cancel := context.WithCancel(r.Context())
 		defer cancel()
-		l := &line{conn: conn}
-		m, err := h.converse(ctx, cancel, ref(r), l, do)
+		hearing, hush := context.WithCancel(context.WithoutCancel(ctx))
+		defer hush()
+		l := &line{conn: conn, stall: h.opts.Stall}
+		m, err := h.converse(ctx, hearing, cancel, ref(r), l, do)
 		if err != nil {
 			p := problem(err)
 			m = Message{Kind: msgProblem, Problem: &p}
 		}
-		last, stop := context.WithTimeout(context.WithoutCancel(ctx), h.opts.Body)
+		patience := h.opts.Body
+		if h.end.Err() != nil {
+			patience = min(patience, lastTime)
+		}
+		last, stop := context.WithTimeout(hearing, patience)
 		defer stop()
 		if err := l.send(last, m); err == nil {
 			_ = conn.Close(websocket.StatusNormalClosure, "")
@@ -207,9 +220,11 @@ func (h *Handler) session(path, summary string, do func(ctx context.Context, s o
 }
 
 // converse runs one session up to its last message.
-func (h *Handler) converse(ctx context.Context, cancel context.CancelFunc, ref string, l *line, do func(context.Context, opened) (Message, error)) (Message, error) {
-	soon, stop := context.WithTimeout(ctx, h.opts.Body)
+func (h *Handler) converse(ctx, hearing context.Context, cancel context.CancelFunc, ref string, l *line, do func(context.Context, opened) (Message, error)) (Message, error) {
+	soon, stop := context.WithTimeout(hearing, h.opts.Body)
+	unopened := context.AfterFunc(ctx, stop)
 	first, _, err := l.read(soon)
+	unopened()
 	stop()
 	if err != nil {
 		return Message{}, err
@@ -227,7 +242,7 @@ func (h *Handler) converse(ctx context.Context, cancel context.CancelFunc, ref s
 	go func() {
 		defer close(heard)
 		defer cancel() // the caller is gone
-		wrong = listen(ctx, l, in, sizes)
+		wrong = listen(hearing, l, in, sizes)
 		in.close(noEOF(cmpErr(wrong, io.EOF)))
 	}()
 	s := opened{ref: ref, open: *first.Open, started: func() error { return l.send(ctx, Message{Kind: msgStarted}) }}
