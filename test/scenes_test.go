@@ -22,6 +22,9 @@ type scene struct {
 // is tried in every scene of its longest entry; one that no entry knows is
 // tried in all of them, so that a new one cannot be forgotten.
 var scenesOf = map[string][]string{
+	"audit.":                    {"checkpoint", "restore", "exec", "rm"},
+	"audit.after-sync":          {"restore", "rm"},
+	"audit.before-end":          {"restore", "rm"},
 	"create.":                   {"run", "recreate"},
 	"start.":                    {"start", "run"},
 	"checkpoint.":               {"checkpoint"},

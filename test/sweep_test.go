@@ -245,6 +245,7 @@ func (s *sweep) perform(point string, sc scene) {
 	}
 	sc.check(s, r)
 	s.ok("verify", "--all", "--read-data")
+	s.ok("audit", "verify")
 	var rest []string
 	for _, ck := range s.checkpoints() {
 		if ck.Status == "pending" {

@@ -34,6 +34,7 @@ func newAutoCommand(a *app) *cobra.Command {
 		Annotations: exits(exitUsage, exitNotFound, exitDenied),
 		Args:        args(1, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
+			a.globals.by = "auto"
 			g, err := a.globals.resolve()
 			if err != nil {
 				return err

@@ -157,6 +157,7 @@ With --listen it serves HTTP at /mcp, to callers with the token, until it is sto
 				return err
 			}
 			mo.Log = slog.Default()
+			a.globals.by = "mcp"
 			return a.engine(cmd.Context(), func(svc runtime.Service) error {
 				return a.runMCP(cmd.Context(), opts, mo, svc)
 			})

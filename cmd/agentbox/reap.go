@@ -25,7 +25,7 @@ func newReapCommand(a *app) *cobra.Command {
 		Annotations: exits(exitUsage, exitNotFound, exitBusy, exitDenied),
 		Args:        args(1, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			a.globals.reaping = true
+			a.globals.reaping, a.globals.by = true, "reap"
 			return a.engine(cmd.Context(), func(svc runtime.Service) error {
 				return runReap(cmd.Context(), args[0], svc)
 			})

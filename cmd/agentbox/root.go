@@ -30,6 +30,10 @@ type globals struct {
 	// must not go about other sandboxes' business, and for the keeper of leases,
 	// which sees to them itself.
 	reaping bool
+
+	// by is which process of agentbox's own this is, for the audit log; empty: a
+	// command that somebody gave.
+	by string
 }
 
 func (g *globals) addFlags(fl *pflag.FlagSet) {
@@ -189,7 +193,7 @@ Ctrl-C makes a verb stop and undo what it began; a second Ctrl-C ends it at once
 	add(groupUndo, newCheckpointCommand(a), newRestoreCommand(a), newForkCommand(a), newLogCommand(a), newDiffCommand(a), newApplyCommand(a), newEffectCommand(a),
 		newVerifyCommand(a), newPruneCommand(a), newDfCommand(a), newStoreCommand(a))
 	add(groupImage, newImageCommand(a), newCommitCommand(a))
-	add(groupHost, newDoctorCommand(a), newSetupCommand(a), newRecoverCommand(a), newVersionCommand(a), newCompletionCommand(a), newServeCommand(a))
+	add(groupHost, newDoctorCommand(a), newSetupCommand(a), newRecoverCommand(a), newVersionCommand(a), newCompletionCommand(a), newServeCommand(a), newAuditCommand(a))
 	add(groupHost, newPolicyCommand(a), newDockerPluginCommand(a), newVolumeCommand(a))
 	cmd.AddCommand(newReapCommand(a), newMonitorCommand(), newEgressCommand(a), newAutoCommand(a), newWatchCommand(a), newKeepLeasesCommand(a), newManCommand())
 	wrapArgs(cmd)

@@ -61,6 +61,7 @@ Started by systemd it takes its socket from there, and tells when it is ready.`,
 		Annotations: exits(exitUsage, exitState, exitDenied),
 		Args:        args(0, 0),
 		RunE: func(cmd *cobra.Command, args []string) error {
+			a.globals.by = "service"
 			g, err := a.globals.resolve()
 			if err != nil {
 				return err

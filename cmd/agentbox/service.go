@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"log/slog"
@@ -13,6 +14,7 @@ import (
 	"github.com/agentbox/agentbox/images"
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/audit"
 	"github.com/agentbox/agentbox/runtime/containerd"
 	"github.com/agentbox/agentbox/runtime/docker"
 	"github.com/agentbox/agentbox/runtime/doctor"
@@ -145,20 +147,21 @@ func openService(ctx context.Context, g globals) (_ runtime.Service, err error) 
 		}
 		return open(place{root: root, run: run, self: self})
 	}})
+	svc := audit.New(engine, audit.Open(root), cmp.Or(g.by, "command"))
 	if g.reaping {
-		return engine, nil
+		return svc, nil
 	}
-	if _, err := engine.RecoverInterrupted(ctx); err != nil {
+	if _, err := svc.RecoverInterrupted(ctx); err != nil {
 		// It must not keep the user from other sandboxes, or from looking.
 		slog.Error("recovery failed; `agentbox recover` tries again", "err", err)
 	}
 	if err := engine.ReviveWatches(ctx); err != nil {
 		slog.Error("limits of sandboxes may not be held; `agentbox recover` tries again", "err", err)
 	}
-	if _, err := engine.EndLeases(ctx); err != nil {
+	if _, err := svc.EndLeases(ctx); err != nil {
 		slog.Error("what belonged to a lease is not removed; `agentbox recover` tries again", "err", err)
 	}
-	return engine, nil
+	return svc, nil
 }
 
 // examine checks the host for `agentbox doctor`.

@@ -26,6 +26,7 @@ func newWatchCommand(a *app) *cobra.Command {
 		Annotations: exits(exitUsage, exitNotFound, exitDenied),
 		Args:        args(1, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
+			a.globals.by = "watch"
 			g, err := a.globals.resolve()
 			if err != nil {
 				return err

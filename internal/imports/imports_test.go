@@ -17,7 +17,7 @@ const module = "github.com/agentbox/agentbox/"
 // allowed lists, per package, which packages of this module it may import
 // directly. What is not listed may import nothing of ours.
 var allowed = map[string][]string{
-	"cmd/agentbox": {"internal/copy", "internal/fault", "internal/gclater", "internal/lazy", "internal/setup", "images", "images/source", "policy", "runtime", "runtime/api", "runtime/containerd", "runtime/docker", "runtime/dockerplugin",
+	"cmd/agentbox": {"internal/copy", "internal/fault", "internal/gclater", "internal/lazy", "internal/setup", "images", "images/source", "policy", "runtime", "runtime/api", "runtime/audit", "runtime/containerd", "runtime/docker", "runtime/dockerplugin",
 		"runtime/dockerplugin/authz", "runtime/dockerplugin/volume", "runtime/doctor", "runtime/group", "runtime/mcp", "runtime/oci", "runtime/podman", "runtime/store", "runtime/volume"},
 	"cmd/agentbox-runtime": {"criu/crlog", "criu/freezer", "criu/host", "criu/stage", "internal/failpoint", "internal/fault"},
 	"criu":                 {"criu/crlog", "criu/freezer", "criu/host", "internal/fault", "internal/failpoint"},
@@ -49,6 +49,7 @@ var allowed = map[string][]string{
 	"runtime":              {"criu", "criu/stage", "images", "images/build", "images/source", "internal/copy", "internal/failpoint", "internal/lazy", "internal/fault", "internal/undo", "overlay", "policy", "runtime/eventlog", "runtime/network/egress", "runtime/portable", "runtime/registry", "runtime/store", "internal/idmap", "runtime/internal/kernel"},
 	"runtime/backendtest":  {"criu", "criu/stage", "overlay", "internal/fault", "runtime", "internal/idmap"},
 	"runtime/api":          {"images", "images/source", "internal/fault", "policy", "runtime", "runtime/doctor"},
+	"runtime/audit":        {"images", "images/source", "internal/failpoint", "internal/fault", "policy", "runtime"},
 	"runtime/containerd": {"criu", "criu/stage", "images", "images/source", "internal/copy/tree", "internal/failpoint", "internal/fault", "internal/lazy", "internal/undo", "overlay", "runtime",
 		"runtime/internal/bundle", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams", "runtime/network"},
 	"runtime/docker":              {"criu", "criu/host", "criu/stage", "images", "images/source", "internal/failpoint", "internal/fault", "internal/lazy", "internal/undo", "overlay", "policy", "runtime", "runtime/internal/bundle", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams", "runtime/network", "runtime/internal/apparmor"},

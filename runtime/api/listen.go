@@ -152,6 +152,7 @@ func Serve(ctx context.Context, l *net.UnixListener, h *Handler, more ...net.Lis
 				h.log.Error("who is there is not known", "err", err)
 				p.denied = true
 			}
+			ctx = runtime.WithCaller(ctx, runtime.Caller{UID: p.UID, GID: p.GID, Pid: int(p.Pid)})
 			return context.WithValue(ctx, peerKey{}, p)
 		},
 	}

@@ -50,6 +50,9 @@ func add[In any](s *Server, t tool, handle func(context.Context, In) (reply, err
 	}
 	sdk.AddTool(s.sdk, def, func(ctx context.Context, _ *sdk.CallToolRequest, in In) (*sdk.CallToolResult, any, error) {
 		s.log.Info("tool", "name", t.name)
+		if t.effect == reads {
+			ctx = runtime.Reading(ctx)
+		}
 		r, err := handle(ctx, in)
 		if err != nil {
 			s.log.Info("tool failed", "name", t.name, "err", err)

@@ -1,0 +1,358 @@
+package audit
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+const (
+	// maxSegment is how large a segment gets, in bytes. That much is set aside for
+	// it when it begins, so that a full disk is not what ends it.
+	maxSegment = 1 << 20
+	// maxLine bounds a record.
+	maxLine = 32 << 10
+	// lockWait is how long to wait for others that append, which takes them
+	// microseconds unless they were stopped.
+	lockWait = 10 * time.Second
+)
+
+// genesis is what the first record has as the hash before it.
+var genesis = strings.Repeat("0", 2*sha256.Size)
+
+// Phases of records.
+const (
+	Begin = "begin" // of a verb
+	End   = "end"   // of a verb
+	Note  = "note"  // of what is no verb of the service
+)
+
+// Who asked for a verb.
+type Who struct {
+	UID   uint32  `json:"uid"`
+	Pid   int     `json:"pid"`
+	Login *uint32 `json:"login,omitempty"` // the user who logged in, whoever they are now; the kernel's loginuid
+	By    string  `json:"by"`              // "command", "service", or which process of agentbox itself
+}
+
+// Range is a range of sequence numbers, both included.
+type Range struct {
+	From uint64 `json:"from"`
+	To   uint64 `json:"to"`
+}
+
+// Record is one line of the log; it only ever grows.
+type Record struct {
+	Seq   uint64    `json:"seq"`
+	Prev  string    `json:"prev"`
+	Time  time.Time `json:"time"`
+	Phase string    `json:"phase"`
+	Of    uint64    `json:"of,omitempty"` // end: the number of the begin
+	Verb  string    `json:"verb"`
+	Who   Who       `json:"who"`
+
+	Ref        string `json:"ref,omitempty"`     // the sandbox, checkpoint or image, as the caller named it
+	Sandbox    string `json:"sandbox,omitempty"` // its id
+	Name       string `json:"name,omitempty"`    // the sandbox's
+	Checkpoint string `json:"checkpoint,omitempty"`
+	To         string `json:"to,omitempty"` // push, tag, commit: the reference or the name
+
+	Program string   `json:"program,omitempty"` // exec: without its arguments, which may be secrets
+	Exit    *int     `json:"exit,omitempty"`    // exec
+	Signal  string   `json:"signal,omitempty"`  // kill
+	Made    []string `json:"made,omitempty"`    // fork: ids of sandboxes; prune: of the checkpoints that are gone
+	Undo    string   `json:"undo,omitempty"`    // restore: the checkpoint of what it has replaced
+	Effects []string `json:"effects,omitempty"` // restore: ids of the effects it compensated, and what came of it
+	Undid   *Range   `json:"undid,omitempty"`   // restore: what was done to the sandbox by these is undone
+	Outcome string   `json:"outcome,omitempty"` // end: "ok", or the code of the error
+	Text    []string `json:"text,omitempty"`    // recover: what it did
+
+	Torn    int    `json:"torn,omitempty"`    // bytes of a record before this one that a crash has cut short
+	Dropped *Range `json:"dropped,omitempty"` // audit prune: these are gone, by somebody's wish
+
+	Hash string `json:"-"` // at the end of the line
+}
+
+const hashMark = `,"hash":"`
+
+// seal returns the line of a record, and its hash.
+func seal(r Record) (line []byte, hash string, err error) {
+	body, err := json.Marshal(r)
+	if err != nil {
+		return nil, "", err
+	}
+	body = body[:len(body)-1]
+	sum := sha256.Sum256(body)
+	hash = hex.EncodeToString(sum[:])
+	line = append(body, hashMark+hash+"\"}\n"...)
+	if len(line) > maxLine {
+		return nil, "", fmt.Errorf("%w: a record of %d bytes", fault.ErrInvalid, len(line))
+	}
+	return line, hash, nil
+}
+
+// unseal reads a line, without its newline. whole: its hash is that of what it says.
+func unseal(line []byte) (r Record, whole bool, err error) {
+	at := len(line) - len(hashMark) - len(genesis) - len(`"}`)
+	if at < 1 || string(line[at:at+len(hashMark)]) != hashMark || !bytes.HasSuffix(line, []byte(`"}`)) {
+		return r, false, fmt.Errorf("no record: %w", fault.ErrCorrupt)
+	}
+	if err := json.Unmarshal(append(slices.Clone(line[:at]), '}'), &r); err != nil {
+		return r, false, fmt.Errorf("no record: %w: %v", fault.ErrCorrupt, err)
+	}
+	r.Hash = string(line[at+len(hashMark) : len(line)-len(`"}`)])
+	sum := sha256.Sum256(line[:at])
+	return r, r.Hash == hex.EncodeToString(sum[:]), nil
+}
+
+// A Log is the log below one root.
+type Log struct{ dir string }
+
+// Open returns the log of a root. It makes nothing before the first record.
+func Open(root string) *Log { return &Log{filepath.Join(root, "audit")} }
+
+// Dir is where the log is.
+func (l *Log) Dir() string { return l.dir }
+
+// Append adds a record: its number, time and hashes are filled in. What is
+// durable is on the disk when it returns, with all before it.
+func (l *Log) Append(r Record, durable bool) (seq uint64, err error) {
+	unlock, err := l.lock()
+	if err != nil {
+		return 0, err
+	}
+	f, at, err := l.appendTo(&r)
+	unlock()
+	if err != nil {
+		return 0, err
+	}
+	defer f.Close()
+	if err := failpoint.Hit("audit.after-append"); err != nil {
+		return 0, err
+	}
+	if !durable {
+		return at.seq, nil
+	}
+	// Not under the lock: those who wait for the disk at the same time wait once.
+	if err := unix.Fdatasync(int(f.Fd())); err != nil {
+		return 0, fmt.Errorf("%s: %w", f.Name(), err)
+	}
+	if err := failpoint.Hit("audit.after-sync"); err != nil {
+		return 0, err
+	}
+	return at.seq, l.advance(at)
+}
+
+// A place is one record's in the chain.
+type place struct {
+	seq  uint64
+	hash string
+}
+
+// appendTo writes a record at the end, and returns its segment.
+func (l *Log) appendTo(r *Record) (f *os.File, at place, err error) {
+	names, err := l.segments()
+	if err != nil {
+		return nil, at, err
+	}
+	last, size, torn := place{0, genesis}, int64(0), 0
+	for i := len(names) - 1; i >= 0; i-- {
+		var path = filepath.Join(l.dir, names[i])
+		var end place
+		n, cut := int64(0), 0
+		if end, n, cut, err = tail(path); err != nil {
+			return nil, at, &fault.Error{Err: fmt.Errorf("%s: %w", path, err),
+				Hint: "Look with: agentbox audit verify. To begin a new log, move " + l.dir + " elsewhere."}
+		}
+		torn += cut
+		if i == len(names)-1 {
+			size = n
+		}
+		if end.seq > 0 {
+			last = end
+			break
+		}
+		// Nothing but the beginning of a record: the segment before it goes on.
+	}
+	r.Seq, r.Prev, r.Time, r.Torn = last.seq+1, last.hash, time.Now().UTC(), torn
+	line, hash, err := seal(*r)
+	if err != nil {
+		return nil, at, err
+	}
+	name := segmentName(r.Seq)
+	if len(names) > 0 && (size == 0 || size+int64(len(line)) <= maxSegment) {
+		name = names[len(names)-1]
+	} else {
+		size = 0
+	}
+	path := filepath.Join(l.dir, name)
+	f, err = os.OpenFile(path, os.O_WRONLY|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+	if err != nil {
+		return nil, at, err
+	}
+	if torn > 0 {
+		err = f.Truncate(size)
+	}
+	if err == nil && size == 0 {
+		// Where a filesystem cannot do it, there is no room set aside.
+		_ = unix.Fallocate(int(f.Fd()), unix.FALLOC_FL_KEEP_SIZE, 0, maxSegment)
+		err = syncDir(l.dir)
+	}
+	if err == nil {
+		if _, err = f.WriteAt(line, size); err != nil {
+			err = errors.Join(err, f.Truncate(size)) // what is cut short is no record
+		}
+	}
+	if err != nil {
+		return nil, at, errors.Join(err, f.Close())
+	}
+	return f, place{r.Seq, hash}, nil
+}
+
+// tail finds the last record of a segment; seq 0: it has none. size is where it
+// ends, torn what is behind it.
+func tail(path string) (last place, size int64, torn int, err error) {
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW, 0)
+	if err != nil {
+		return last, 0, 0, err
+	}
+	defer f.Close()
+	info, err := f.Stat()
+	if err != nil {
+		return last, 0, 0, err
+	}
+	from := max(0, info.Size()-2*maxLine)
+	buf := make([]byte, info.Size()-from)
+	if _, err := f.ReadAt(buf, from); err != nil {
+		return last, 0, 0, err
+	}
+	end := bytes.LastIndexByte(buf, '\n')
+	torn = len(buf) - end - 1
+	size = info.Size() - int64(torn)
+	if end < 0 && from > 0 {
+		return last, 0, 0, fmt.Errorf("the last record: %w", fault.ErrCorrupt)
+	}
+	if end < 0 {
+		return last, 0, torn, nil
+	}
+	r, _, err := unseal(buf[bytes.LastIndexByte(buf[:end], '\n')+1 : end])
+	return place{r.Seq, r.Hash}, size, torn, err
+}
+
+// segmentName is that of the segment that begins with a record.
+func segmentName(seq uint64) string { return fmt.Sprintf("%020d.jsonl", seq) }
+
+func segmentSeq(name string) (uint64, bool) {
+	digits, ok := strings.CutSuffix(name, ".jsonl")
+	seq, err := strconv.ParseUint(digits, 10, 64)
+	return seq, ok && err == nil && len(digits) == 20
+}
+
+// segments lists them, the oldest first.
+func (l *Log) segments() ([]string, error) {
+	list, err := os.ReadDir(l.dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	var names []string
+	for _, e := range list {
+		if _, ok := segmentSeq(e.Name()); ok {
+			names = append(names, e.Name())
+		}
+	}
+	return names, err
+}
+
+// lock keeps others from appending. It makes the log where there is none.
+func (l *Log) lock() (unlock func(), err error) {
+	path := filepath.Join(l.dir, "lock")
+	f, err := os.OpenFile(path, os.O_RDWR|unix.O_NOFOLLOW, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		f, err = l.begin(path)
+	}
+	if err != nil {
+		return nil, err
+	}
+	for deadline := time.Now().Add(lockWait); ; time.Sleep(time.Millisecond) {
+		switch err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); {
+		case err == nil:
+			return func() { _ = f.Close() }, nil
+		case !errors.Is(err, unix.EWOULDBLOCK) && !errors.Is(err, unix.EINTR):
+			return nil, errors.Join(err, f.Close())
+		case time.Now().After(deadline):
+			return nil, errors.Join(fmt.Errorf("%w: somebody has been writing to %s for %v", fault.ErrBusy, l.dir, lockWait), f.Close())
+		}
+	}
+}
+
+// begin makes an empty log, its head first: that it is missing means something.
+func (l *Log) begin(lock string) (*os.File, error) {
+	if err := os.MkdirAll(l.dir, 0o700); err != nil {
+		return nil, err
+	}
+	head, err := os.OpenFile(filepath.Join(l.dir, "head"), os.O_WRONLY|os.O_CREATE|os.O_EXCL|unix.O_NOFOLLOW, 0o600)
+	if err == nil {
+		_, err = head.WriteString(headText(place{0, genesis}))
+		err = errors.Join(err, head.Sync(), head.Close(), syncDir(l.dir), syncDir(filepath.Dir(l.dir)))
+	}
+	if err != nil && !errors.Is(err, fs.ErrExist) {
+		return nil, err
+	}
+	return os.OpenFile(lock, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+}
+
+// headText has one length, so that it is written over in one piece.
+func headText(p place) string { return fmt.Sprintf("%020d %s\n", p.seq, p.hash) }
+
+// head is the last record that was known to be on the disk.
+func (l *Log) head() (p place, err error) {
+	data, err := os.ReadFile(filepath.Join(l.dir, "head"))
+	if err != nil {
+		return p, err
+	}
+	if _, err := fmt.Sscanf(string(data), "%d %s\n", &p.seq, &p.hash); err != nil || string(data) != headText(p) {
+		return p, fmt.Errorf("head: %w", fault.ErrCorrupt)
+	}
+	return p, nil
+}
+
+// advance notes that a record is on the disk.
+func (l *Log) advance(at place) error {
+	unlock, err := l.lock()
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if now, err := l.head(); err != nil || now.seq >= at.seq {
+		return nil // one that makes no sense stays: it is for verify to tell
+	}
+	f, err := os.OpenFile(filepath.Join(l.dir, "head"), os.O_WRONLY|unix.O_NOFOLLOW, 0)
+	if err != nil {
+		return err
+	}
+	_, err = f.WriteAt([]byte(headText(at)), 0)
+	return errors.Join(err, f.Close())
+}
+
+func syncDir(path string) error {
+	d, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	return errors.Join(d.Sync(), d.Close())
+}

@@ -1,0 +1,21 @@
+// Package audit keeps on record who did what to which sandbox.
+//
+// Service stands before the Engine: every verb that may change something leaves
+// one record before it begins and one with its outcome, and no verb of the
+// Engine is out of its reach: what it embeds has only those that change nothing.
+//
+// The records are in ROOT/audit: lines of JSON in segments, each named by the
+// sequence number of its first. A record has the hash of the one before it, and
+// its own: SHA-256, in hexadecimal, of its line up to (and without) `,"hash":`.
+// So what is changed, removed, inserted or put elsewhere is found; that the last
+// ones are gone is found by the file head, which has the number and the hash of
+// the last record that is known to be on the disk, or by a hash that somebody
+// has noted elsewhere. Whoever can write there can write all of it anew: only
+// such a note finds that.
+//
+// The first record of a verb survives this process, the second one, with all
+// before it, a power cut: it is on the disk before the caller is told. A verb
+// whose first record cannot be written does not begin, unless it is one that
+// frees space or stops something. A line that a crash has cut short has no
+// newline; the next record tells of it.
+package audit

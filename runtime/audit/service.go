@@ -1,0 +1,221 @@
+package audit
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"strconv"
+	"strings"
+	"unicode/utf8"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/policy"
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// Engine is what stands behind the log: the Service of this host, and what only
+// its own processes call.
+type Engine interface {
+	runtime.Local
+	Subject(ctx context.Context, ref string, checkpoint bool) runtime.Subject
+	RecoverInterrupted(ctx context.Context) (runtime.Recovery, error)
+	ReviveWatches(ctx context.Context) error
+	EndLeases(ctx context.Context) (did []string, err error)
+	KeepLeases(ctx context.Context) error
+	Reap(ctx context.Context, id string) error
+	Watch(ctx context.Context, id string) error
+	Release(id string)
+}
+
+// reads are the methods that are passed on without a record: they change
+// nothing, or see to it that what is on record already comes to its end. A new
+// method of the Engine is either here or in verbs.go, or this does not compile.
+type reads interface {
+	Wait(ctx context.Context, sandbox string) (exit int, err error)
+	Logs(ctx context.Context, sandbox string, opts runtime.LogOptions, stdout, stderr io.Writer) error
+	Sandbox(ctx context.Context, sandbox string) (runtime.Sandbox, error)
+	Sandboxes(ctx context.Context) ([]runtime.Sandbox, error)
+	CopyFrom(ctx context.Context, sandbox, path string, w io.Writer) error
+	Stat(ctx context.Context, sandbox, path string) (runtime.PathStat, error)
+	Checkpoints(ctx context.Context, filter runtime.CheckpointFilter) ([]runtime.Checkpoint, error)
+	CheckpointInfo(ctx context.Context, checkpoint string) (runtime.Checkpoint, error)
+	Diff(ctx context.Context, req runtime.DiffRequest) (runtime.Diff, error)
+	History(ctx context.Context, sandbox string, opts runtime.HistoryOptions) ([]runtime.HistoryEntry, error)
+	PlanRestore(ctx context.Context, sandbox string, opts runtime.RestoreOptions) (runtime.RestorePlan, error)
+	Usage(ctx context.Context) (runtime.Usage, error)
+	Images(ctx context.Context) ([]runtime.Image, error)
+	InspectImage(ctx context.Context, ref string) (runtime.ImageDetails, error)
+	Events(ctx context.Context, sandbox string, opts runtime.EventOptions, each func(runtime.Event) error) error
+
+	Effects(ctx context.Context, sandbox string, all bool) ([]runtime.Effect, error)
+	Lease(ctx context.Context, lease string) (runtime.Lease, error)
+	Leases(ctx context.Context, all bool) ([]runtime.Lease, error)
+	Policies(ctx context.Context) ([]runtime.PolicyEntry, error)
+	Policy(ctx context.Context, name string) (*policy.Policy, error)
+
+	Subject(ctx context.Context, ref string, checkpoint bool) runtime.Subject
+	ReviveWatches(ctx context.Context) error
+	KeepLeases(ctx context.Context) error       // what it removes is an event of the sandbox
+	Watch(ctx context.Context, id string) error // what it ends is an event of the sandbox
+	Release(id string)
+	Close() error
+}
+
+// Service is an Engine whose verbs are on record.
+type Service struct {
+	reads
+	next Engine
+	log  *Log
+	by   string
+}
+
+var _ Engine = (*Service)(nil)
+
+// New returns the Service before next. by says which process this is, for verbs
+// that nobody else has asked for: "command", "mcp", "auto".
+func New(next Engine, log *Log, by string) *Service {
+	return &Service{reads: next, next: next, log: log, by: by}
+}
+
+// frees are the verbs that go on without the log: on a full disk they are the
+// way out, and what runs amok must be stoppable.
+var frees = map[string]bool{"checkpoint rm": true, "image prune": true, "image rm": true, "kill": true, "pause": true, "prune": true, "lease release": true, "recover": true, "rm": true, "stop": true}
+
+// on is a record about a sandbox, of a checkpoint with at.
+func (s *Service) on(ctx context.Context, verb, ref string, at bool) Record {
+	r := Record{Verb: verb, Ref: clip(ref)}
+	r.about(s.next.Subject(ctx, ref, at))
+	return r
+}
+
+func (r *Record) about(sub runtime.Subject) {
+	r.Sandbox, r.Name, r.Checkpoint = sub.Sandbox, clip(sub.Name), sub.Checkpoint
+}
+
+// box notes which sandbox it turned out to be.
+func (r *Record) box(sb runtime.Sandbox) {
+	if sb.ID != "" {
+		r.Sandbox, r.Name = sb.ID, clip(sb.Name)
+	}
+}
+
+// at notes which checkpoint it turned out to be.
+func (r *Record) at(c runtime.Checkpoint) {
+	if c.ID != "" {
+		r.Checkpoint, r.Sandbox, r.Name = c.ID, c.Sandbox, clip(c.SandboxName)
+	}
+}
+
+// do has a verb done between its two records. do may add to the second one what
+// came of it.
+func (s *Service) do(ctx context.Context, r Record, do func(r *Record) error) error {
+	r.Phase, r.Who = Begin, s.who(ctx)
+	seq, err := s.log.Append(r, false)
+	if err == nil {
+		err = failpoint.Hit("audit.after-begin")
+	}
+	if err != nil && !frees[r.Verb] {
+		return &fault.Error{Op: r.Verb, ID: r.Ref, Err: fmt.Errorf("nothing was done, as it cannot be put on record: %w", err),
+			Hint: "Everything that may change something is noted in " + s.log.Dir() + " first."}
+	}
+	if err != nil {
+		slog.Error("this is not on record", "verb", r.Verb, "ref", r.Ref, "err", err)
+	}
+	done := r
+	done.Of = seq
+	err = do(&done)
+	done.Phase, done.Outcome = End, outcome(err)
+	e := failpoint.Hit("audit.before-end")
+	if e == nil {
+		_, e = s.log.Append(done, true)
+	}
+	if e != nil && !frees[r.Verb] {
+		e = fmt.Errorf("its end is not on record: %w", e)
+		if err == nil {
+			e = &fault.Error{Op: r.Verb, ID: r.Ref, Err: fmt.Errorf("it is done, but %w", e)}
+		}
+		return errors.Join(err, e)
+	}
+	if e != nil {
+		slog.Error("its end is not on record", "verb", r.Verb, "ref", r.Ref, "err", e)
+	}
+	return err
+}
+
+// made is do for a verb that returns something.
+func made[T any](ctx context.Context, s *Service, r Record, do func(r *Record) (T, error)) (out T, err error) {
+	err = s.do(ctx, r, func(r *Record) (err error) {
+		out, err = do(r)
+		return err
+	})
+	return out, err
+}
+
+// outcomes are the codes of errors, as the API has them.
+var outcomes = []struct {
+	err  error
+	code string
+}{
+	{fault.ErrNotFound, "not_found"}, {fault.ErrExists, "exists"}, {fault.ErrState, "state"}, {fault.ErrDenied, "denied"}, {fault.ErrUnsupported, "unsupported"},
+	{fault.ErrCorrupt, "corrupt"}, {fault.ErrBusy, "busy"}, {fault.ErrInvalid, "invalid"}, {runtime.ErrDetached, "detached"},
+	{context.Canceled, "canceled"}, {context.DeadlineExceeded, "deadline"},
+}
+
+// outcome is the code of an error: its text may have in it what is secret.
+func outcome(err error) string {
+	if err == nil {
+		return "ok"
+	}
+	for _, o := range outcomes {
+		if errors.Is(err, o.err) {
+			return o.code
+		}
+	}
+	return "internal"
+}
+
+// who asks for a verb.
+func (s *Service) who(ctx context.Context) Who {
+	if c, ok := runtime.CallerOf(ctx); ok {
+		return Who{UID: c.UID, Pid: c.Pid, Login: loginOf(c.Pid), By: "service"}
+	}
+	return Self(s.by)
+}
+
+// Self is this process.
+func Self(by string) Who {
+	return Who{UID: uint32(os.Getuid()), Pid: os.Getpid(), Login: loginOf(os.Getpid()), By: by}
+}
+
+// loginOf is the user who had logged in to what a process is part of; nil: nobody,
+// or the kernel does not say.
+func loginOf(pid int) *uint32 {
+	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/loginuid", pid))
+	if err != nil {
+		return nil
+	}
+	n, err := strconv.ParseUint(strings.TrimSpace(string(data)), 10, 32)
+	uid := uint32(n)
+	if err != nil || uid == ^uint32(0) {
+		return nil
+	}
+	return &uid
+}
+
+// maxText bounds what of a caller's is on record.
+const maxText = 256
+
+func clip(s string) string {
+	if len(s) <= maxText {
+		return s
+	}
+	n := maxText
+	for n > 0 && !utf8.RuneStart(s[n]) {
+		n--
+	}
+	return s[:n] + "…"
+}

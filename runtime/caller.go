@@ -1,0 +1,61 @@
+package runtime
+
+import (
+	"context"
+
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// Caller is who has a verb done for whom another process does it.
+type Caller struct {
+	UID uint32
+	GID uint32
+	Pid int
+}
+
+type callerKey struct{}
+
+// WithCaller tells the verbs that are called with the context who asks for them.
+// Without one it is this process.
+func WithCaller(ctx context.Context, c Caller) context.Context {
+	return context.WithValue(ctx, callerKey{}, c)
+}
+
+// CallerOf is who a verb is done for; false: this process itself.
+func CallerOf(ctx context.Context) (Caller, bool) {
+	c, ok := ctx.Value(callerKey{}).(Caller)
+	return c, ok
+}
+
+type readsKey struct{}
+
+// Reading promises that what is done with the context changes nothing in a sandbox.
+func Reading(ctx context.Context) context.Context {
+	return context.WithValue(ctx, readsKey{}, true)
+}
+
+// OnlyReads tells whether that was promised.
+func OnlyReads(ctx context.Context) bool { return ctx.Value(readsKey{}) != nil }
+
+// Subject is what a verb is about, as far as it is on record.
+type Subject struct {
+	Sandbox    string // its id
+	Name       string
+	Checkpoint string // its id
+}
+
+// Subject looks up what a sandbox or, with checkpoint, a checkpoint is that a
+// caller names. It asks no engine, and what is not known is left empty.
+func (e *Engine) Subject(ctx context.Context, ref string, checkpoint bool) Subject {
+	if !checkpoint {
+		if sb, err := e.store.Sandbox(ctx, ref); err == nil {
+			return Subject{Sandbox: sb.ID, Name: sb.Name}
+		}
+		return Subject{}
+	}
+	row, err := e.store.Checkpoint(ctx, ref)
+	if err != nil {
+		row = store.Checkpoint{}
+	}
+	return Subject{Sandbox: row.SandboxID, Name: row.SandboxName, Checkpoint: row.ID}
+}
