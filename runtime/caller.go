@@ -11,6 +11,10 @@ type Caller struct {
 	UID uint32
 	GID uint32
 	Pid int
+	// Of one on another host the subject of its certificate, and its address; the
+	// rest is not known then.
+	Client  string
+	Address string
 }
 
 type callerKey struct{}
@@ -42,6 +46,7 @@ type Subject struct {
 	Sandbox    string // its id
 	Name       string
 	Checkpoint string // its id
+	AutoRemove bool   // the sandbox is removed when it exits
 }
 
 // Subject looks up what a sandbox or, with checkpoint, a checkpoint is that a
@@ -49,7 +54,8 @@ type Subject struct {
 func (e *Engine) Subject(ctx context.Context, ref string, checkpoint bool) Subject {
 	if !checkpoint {
 		if sb, err := e.store.Sandbox(ctx, ref); err == nil {
-			return Subject{Sandbox: sb.ID, Name: sb.Name}
+			s, _ := spec(sb) // one that cannot be read asks for nothing
+			return Subject{Sandbox: sb.ID, Name: sb.Name, AutoRemove: s.AutoRemove}
 		}
 		return Subject{}
 	}

@@ -89,8 +89,11 @@ func runAuditLs(ctx context.Context, f audit.Filter, format string, log *audit.L
 }
 
 func whoText(w audit.Who) string {
-	s := fmt.Sprint(w.UID)
-	if w.Login != nil && *w.Login != w.UID {
+	if w.UID == nil {
+		return fmt.Sprintf("%s %s[%s]", w.Client, w.By, w.Address)
+	}
+	s := fmt.Sprint(*w.UID)
+	if w.Login != nil && *w.Login != *w.UID {
 		s += fmt.Sprintf(" (login %d)", *w.Login)
 	}
 	return fmt.Sprintf("%s %s[%d]", s, w.By, w.Pid)

@@ -36,6 +36,9 @@ func (h *Handler) download(path, summary, media string, do func(context.Context,
 			}
 		}}
 		err := do(r.Context(), &request[None]{Request: r, ref: ref(r)}, out)
+		if err != nil {
+			failedWith(w, problem(err).Code)
+		}
 		switch {
 		case err != nil && !out.begun:
 			writeProblem(w, err)

@@ -54,6 +54,7 @@ func wantsEvents(r *http.Request) bool { return strings.Contains(r.Header.Get("A
 // events writes server-sent events. Progress that the caller is too slow for is
 // left out: the verb does not wait.
 type events struct {
+	to      http.ResponseWriter
 	ctl     *http.ResponseController
 	w       io.Writer
 	waiting chan any
@@ -66,7 +67,7 @@ func (h *Handler) events(w http.ResponseWriter, r *http.Request) *events {
 	w.Header().Set("Content-Type", eventStream)
 	w.Header().Set("Cache-Control", "no-store")
 	w.WriteHeader(http.StatusOK)
-	e := &events{ctl: http.NewResponseController(w), w: h.writer(w), waiting: make(chan any, 256), done: make(chan struct{})}
+	e := &events{to: w, ctl: http.NewResponseController(w), w: h.writer(w), waiting: make(chan any, 256), done: make(chan struct{})}
 	_ = e.ctl.Flush()
 	go func() {
 		defer close(e.done)
@@ -105,6 +106,7 @@ func (e *events) close() { e.finish.Do(func() { close(e.waiting); <-e.done }) }
 func (e *events) end(out any, err error) {
 	e.close()
 	if err != nil {
+		failedWith(e.to, problem(err).Code)
 		_ = e.send(eventProblem, problemWith(err, out)) // whoever asked is gone
 		return
 	}
@@ -118,6 +120,7 @@ func (h *Handler) stream(w http.ResponseWriter, r *http.Request, do func(ctx con
 	ctx, cancel := h.untilDrained(r.Context())
 	defer cancel()
 	if err := do(ctx, e); err != nil {
+		failedWith(w, problem(err).Code)
 		_ = e.send(eventProblem, problem(err)) // whoever asked is gone
 		return
 	}

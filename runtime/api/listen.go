@@ -93,6 +93,11 @@ func (p peer) attrs() []any {
 	return []any{"client_uid", p.UID, "client_gid", p.GID, "client_pid", p.Pid}
 }
 
+// caller is who a verb is done for.
+func (p peer) caller() runtime.Caller {
+	return runtime.Caller{UID: p.UID, GID: p.GID, Pid: int(p.Pid), Client: p.Subject, Address: p.Address}
+}
+
 // identity tells callers apart: no two have the same requests and keys.
 func (p peer) identity() string {
 	if p.Address != "" {
@@ -152,7 +157,6 @@ func Serve(ctx context.Context, l *net.UnixListener, h *Handler, more ...net.Lis
 				h.log.Error("who is there is not known", "err", err)
 				p.denied = true
 			}
-			ctx = runtime.WithCaller(ctx, runtime.Caller{UID: p.UID, GID: p.GID, Pid: int(p.Pid)})
 			return context.WithValue(ctx, peerKey{}, p)
 		},
 	}

@@ -140,7 +140,7 @@ func isSet(q url.Values, name string) bool {
 }
 
 func (h *Handler) routes() []route {
-	return slices.Concat(h.sandboxRoutes(), h.fileRoutes(), h.checkpointRoutes(), h.effectRoutes(), h.storeRoutes(), h.imageRoutes(), h.leaseRoutes())
+	return slices.Concat(h.sandboxRoutes(), h.fileRoutes(), h.checkpointRoutes(), h.effectRoutes(), h.storeRoutes(), h.imageRoutes(), h.leaseRoutes(), h.healthRoutes())
 }
 
 func (h *Handler) sandboxRoutes() []route {
@@ -344,7 +344,11 @@ func (h *Handler) checkpointRoutes() []route {
 				}
 			}
 			r.label(&r.in.Labels)
-			return svc.Checkpoint(ctx, r.ref, r.in)
+			c, err := svc.Checkpoint(ctx, r.ref, r.in)
+			if err == nil {
+				h.opts.Metrics.checkpointed(c)
+			}
+			return c, err
 		}),
 		verb(h, "/v1/sandboxes/{sandbox}/restore", "Put a sandbox back to a checkpoint", func(ctx context.Context, r *request[restoreBody]) (runtime.Restored, error) {
 			if r.in.Undo { // done twice it is undone
@@ -355,7 +359,11 @@ func (h *Handler) checkpointRoutes() []route {
 			if r.report != nil {
 				r.in.Pull.Progress = func(p images.Progress) { r.report(p) }
 			}
-			return svc.Restore(r.in.with(ctx), r.ref, r.in.RestoreOptions)
+			out, err := svc.Restore(r.in.with(ctx), r.ref, r.in.RestoreOptions)
+			if err == nil {
+				h.opts.Metrics.restored(out)
+			}
+			return out, err
 		}).withProgress(images.Progress{}),
 		verb(h, "/v1/sandboxes/{sandbox}/plan", "Tell what a restore would change", func(ctx context.Context, r *request[runtime.RestoreOptions]) (runtime.RestorePlan, error) {
 			return svc.PlanRestore(ctx, r.ref, r.in)

@@ -53,6 +53,8 @@ type Options struct {
 	// Linger is how long the exit code of an --rm sandbox is kept for a caller
 	// whose connection has ended; 0: 10 s.
 	Linger time.Duration
+	// Metrics are counted there; nil: of the handler alone.
+	Metrics *Metrics
 }
 
 // Info tells which service answers.
@@ -68,6 +70,7 @@ type Handler struct {
 	opts     Options
 	log      *slog.Logger
 	mux      *http.ServeMux
+	verbs    map[string]bool // method and path of the routes
 	requests *requests
 	under    sync.WaitGroup // requests under way, sessions too
 	health   health
@@ -88,7 +91,10 @@ func New(svc runtime.Service, opts Options) (*Handler, error) {
 	opts.Body = cmp.Or(opts.Body, 30*time.Second)
 	opts.Drain = cmp.Or(opts.Drain, 30*time.Second)
 	opts.Linger = cmp.Or(opts.Linger, 10*time.Second)
-	h := &Handler{svc: svc, opts: opts, log: opts.Log, mux: http.NewServeMux(), running: map[string]context.CancelFunc{}, draining: make(chan struct{})}
+	h := &Handler{svc: svc, opts: opts, log: opts.Log, mux: http.NewServeMux(), verbs: map[string]bool{}, running: map[string]context.CancelFunc{}, draining: make(chan struct{})}
+	if h.opts.Metrics == nil {
+		h.opts.Metrics = &Metrics{}
+	}
 	h.end, h.stop = context.WithCancel(context.Background())
 	if h.log == nil {
 		h.log = slog.Default()
@@ -101,6 +107,7 @@ func New(svc runtime.Service, opts Options) (*Handler, error) {
 	}
 	for _, r := range h.routes() {
 		h.mux.HandleFunc(r.method+" "+r.path, r.serve)
+		h.verbs[r.method+" "+r.path] = true
 	}
 	h.mux.HandleFunc("GET /openapi.json", func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("Content-Type", "application/json")
@@ -126,6 +133,11 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		// What it still writes and reads of this request ends as well.
 		_ = ctl.SetWriteDeadline(time.Now().Add(h.opts.Stall))
 		_ = ctl.SetReadDeadline(time.Now().Add(min(h.opts.Stall, lastTime)))
+		verb := "other"
+		if h.verbs[r.Pattern] {
+			verb = verbOf(r.Pattern)
+		}
+		h.opts.Metrics.request(verb, cmp.Or(seen.code, "ok"), time.Since(began))
 		attrs := []any{"method", r.Method, "path", r.URL.Path, "status", cmp.Or(seen.status, http.StatusOK)}
 		if r.Pattern != "" {
 			attrs = append(attrs, "verb", verbOf(r.Pattern))
@@ -145,7 +157,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		h.mux.ServeHTTP(seen, r)
 		return
 	}
-	ctx, cancel := context.WithCancel(r.Context())
+	ctx, cancel := context.WithCancel(runtime.WithCaller(r.Context(), p.caller()))
 	defer cancel()
 	done, err := h.enter(p, r.Header.Get(headerRequest), cancel)
 	if err != nil {
@@ -439,6 +451,7 @@ func writeAProblem(w http.ResponseWriter, p Problem) {
 		http.Error(w, err.Error(), http.StatusInternalServerError)
 		return
 	}
+	failedWith(w, p.Code)
 	w.Header().Set("Content-Type", "application/problem+json")
 	w.WriteHeader(p.Status)
 	_, _ = w.Write(append(data, '\n')) // whoever asked is gone
@@ -448,6 +461,14 @@ func writeAProblem(w http.ResponseWriter, p Problem) {
 type statusWriter struct {
 	http.ResponseWriter
 	status int
+	code   string // of the error that it ended with
+}
+
+// failedWith notes for the metrics how a request ended.
+func failedWith(w http.ResponseWriter, code string) {
+	if s, ok := w.(*statusWriter); ok {
+		s.code = code
+	}
 }
 
 func (s *statusWriter) WriteHeader(status int) {

@@ -205,6 +205,7 @@ func (h *Handler) session(path, summary string, do func(ctx context.Context, s o
 		m, err := h.converse(ctx, hearing, cancel, ref(r), l, do)
 		if err != nil {
 			p := problem(err)
+			failedWith(w, p.Code)
 			m = Message{Kind: msgProblem, Problem: &p}
 		}
 		patience := h.opts.Body

@@ -306,7 +306,7 @@ func TestEveryVerb(t *testing.T) {
 			continue
 		}
 		e := after[len(after)-1]
-		if e.EndSeq == 0 || e.Verb == "" || (e.Outcome == "ok") != (failed == nil) || e.Who.UID != 1234 || e.Who.Pid != os.Getpid() || e.Who.By != "service" {
+		if e.EndSeq == 0 || e.Verb == "" || (e.Outcome == "ok") != (failed == nil) || e.Who.UID == nil || *e.Who.UID != 1234 || e.Who.Pid != os.Getpid() || e.Who.By != "service" {
 			t.Errorf("%s: %v leaves %+v", m.Name, failed, e)
 		}
 	}

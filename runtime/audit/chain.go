@@ -44,10 +44,13 @@ const (
 
 // Who asked for a verb.
 type Who struct {
-	UID   uint32  `json:"uid"`
-	Pid   int     `json:"pid"`
+	UID   *uint32 `json:"uid,omitempty"`
+	Pid   int     `json:"pid,omitempty"`
 	Login *uint32 `json:"login,omitempty"` // the user who logged in, whoever they are now; the kernel's loginuid
-	By    string  `json:"by"`              // "command", "service", or which process of agentbox itself
+	// Of one on another host the subject of its certificate, and its address.
+	Client  string `json:"client,omitempty"`
+	Address string `json:"address,omitempty"`
+	By      string `json:"by"` // "command", "service", or which process of agentbox itself
 }
 
 // Range is a range of sequence numbers, both included.

@@ -181,14 +181,18 @@ func outcome(err error) string {
 // who asks for a verb.
 func (s *Service) who(ctx context.Context) Who {
 	if c, ok := runtime.CallerOf(ctx); ok {
-		return Who{UID: c.UID, Pid: c.Pid, Login: loginOf(c.Pid), By: "service"}
+		if c.Address != "" {
+			return Who{Client: clip(c.Client), Address: c.Address, By: "service"}
+		}
+		return Who{UID: &c.UID, Pid: c.Pid, Login: loginOf(c.Pid), By: "service"}
 	}
 	return Self(s.by)
 }
 
 // Self is this process.
 func Self(by string) Who {
-	return Who{UID: uint32(os.Getuid()), Pid: os.Getpid(), Login: loginOf(os.Getpid()), By: by}
+	uid := uint32(os.Getuid())
+	return Who{UID: &uid, Pid: os.Getpid(), Login: loginOf(os.Getpid()), By: by}
 }
 
 // loginOf is the user who had logged in to what a process is part of; nil: nobody,

@@ -302,12 +302,13 @@ func (s *Service) Recover(ctx context.Context) (runtime.Recovery, error) {
 // Reap tears down what has exited. It is on record when it has removed a sandbox:
 // one that was started with --rm.
 func (s *Service) Reap(ctx context.Context, id string) error {
-	r := s.on(ctx, "rm", id, false)
+	was := s.next.Subject(ctx, id, false)
 	err := s.next.Reap(ctx, id)
-	if r.Sandbox == "" || s.next.Subject(ctx, id, false).Sandbox != "" {
+	if !was.AutoRemove || s.next.Subject(ctx, id, false).Sandbox != "" {
 		return err
 	}
-	r.Phase, r.Who, r.Outcome = Note, s.who(ctx), outcome(err)
+	r := Record{Phase: Note, Verb: "rm", Who: s.who(ctx), Outcome: outcome(err)}
+	r.about(was)
 	_, e := s.log.Append(r, true)
 	return errors.Join(err, e)
 }
