@@ -15,7 +15,7 @@ export GOFLAGS += -buildvcs=false
 # A shell that was open before Go was installed does not have it on its PATH.
 export PATH := $(PATH):/usr/local/go/bin:/usr/local/sbin:/usr/sbin:/sbin
 
-.PHONY: all build install deps test-deps demo test test-long lint bench man clean
+.PHONY: all build install deps test-deps demo test test-long test-vm lint bench man clean
 
 all: build
 
@@ -56,6 +56,12 @@ test: test-deps build
 # The same, each failpoint in every verb that comes by it; takes about twice as long.
 test-long: export AGENTBOX_LONG = 1
 test-long: test
+
+# In a Debian 13 with systemd, cgroup v2 and all capabilities; see docs/testing.md.
+#   make test-vm SUITES='runtime/oci overlay' VMFLAGS='-run Limit -v'
+test-vm:
+	$(GO) build -o bin/test-vm ./test/vm
+	bin/test-vm $(VMFLAGS) $(SUITES)
 
 lint: test-deps
 	test -z "$$(gofmt -l .)"

@@ -3,7 +3,8 @@
 # or Ubuntu release, minimal, with what an agent works with. Prints the path of
 # the tarball. It is made once and then kept in the cache.
 #
-# usage: debian-image.sh [--help]
+# usage: debian-image.sh [SUITE MIRROR] [--help]
+#   SUITE MIRROR     another release of Debian, and where to get it
 #   AGENTBOX_CACHE   where the tarball is kept (default /var/cache/agentbox)
 set -euo pipefail
 
@@ -15,6 +16,9 @@ case "${1:-}" in
 	sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"
 	exit 0
 	;;
+[a-z]*)
+	[ $# = 2 ] || { echo "debian-image.sh: a suite needs its mirror; see --help" >&2; exit 2; }
+	;;
 *)
 	echo "debian-image.sh: unknown argument $1; see --help" >&2
 	exit 2
@@ -23,7 +27,7 @@ esac
 
 # shellcheck source=/dev/null
 . /etc/os-release
-suite=${VERSION_CODENAME:?this needs a Debian or Ubuntu release}
+suite=${1:-${VERSION_CODENAME:?this needs a Debian or Ubuntu release}}
 cache=${AGENTBOX_CACHE:-/var/cache/agentbox}
 out=$cache/$suite-$(printf '%s' "$packages" | cksum | cut -d' ' -f1).tar
 if [ -s "$out" ]; then
@@ -34,10 +38,10 @@ fi
 # The mirror that this host's own packages come from, whatever form its
 # sources are in.
 components=main
-[ "$ID" = ubuntu ] && components=main,universe
+[ "$ID" = ubuntu ] && [ $# = 0 ] && components=main,universe
 # shellcheck disable=SC2016 # the placeholders are apt's
-mirror=$(apt-get indextargets --format '$(REPO_URI) $(RELEASE) $(COMPONENT)' 'Created-By: Packages' |
-	awk -v s="$suite" '$2 == s && $3 == "main" { print $1; exit }')
+mirror=${2:-$(apt-get indextargets --format '$(REPO_URI) $(RELEASE) $(COMPONENT)' 'Created-By: Packages' |
+	awk -v s="$suite" '$2 == s && $3 == "main" { print $1; exit }')}
 if [ -z "$mirror" ]; then
 	echo "debian-image.sh: apt has no package lists of $suite; run apt-get update" >&2
 	exit 1

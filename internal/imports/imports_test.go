@@ -81,6 +81,7 @@ var allowed = map[string][]string{
 	"test":                        {},
 	"test/containerd":             {},
 	"test/docker":                 {},
+	"test/vm":                     {},
 }
 
 func TestImportDirection(t *testing.T) {

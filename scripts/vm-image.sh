@@ -1,0 +1,169 @@
+#!/usr/bin/env bash
+# Makes what `make test-vm` boots: the disk of a Debian 13 with systemd and the
+# engines, its kernel, and QEMU of Debian 13 where this host has none that is new
+# enough. Prints the directory with disk.img, vmlinuz and initrd; QEMU is in
+# qemu-trixie beside it. All of it is made once and then kept in the cache, under
+# the hash of what it was made by.
+#
+# usage: vm-image.sh [--qemu] [--help]
+#   --qemu           Debian 13's QEMU, too
+#   AGENTBOX_CACHE   where it is kept (default /var/cache/agentbox)
+set -euo pipefail
+
+suite=trixie
+mirror=${AGENTBOX_VM_MIRROR:-http://deb.debian.org/debian}
+disk=12G           # of the machine; the file has what is in it only
+need_mb=6000       # while it is made: packages, the tree of files, the disk
+need_qemu_mb=1000
+limit=1800         # seconds that one mmdebstrap may take
+
+here=$(cd "$(dirname "$0")" && pwd)
+guest=(
+	linux-image-cloud-amd64 systemd-sysv udev dbus kmod apparmor apparmor-utils
+	runc crun conmon criu podman netavark aardvark-dns passt uidmap docker.io docker-cli docker-compose containerd containernetworking-plugins
+	docker-registry skopeo umoci mmdebstrap debian-archive-keyring apt-utils ca-certificates busybox-static
+	nftables iptables iproute2 iputils-ping python3 git tmux curl procps psmisc attr acl xz-utils zstd file
+	e2fsprogs xfsprogs quota fuse3 strace openssl nginx-light
+)
+
+want_qemu=false
+while (($#)); do
+	case $1 in
+	--qemu) want_qemu=true ;;
+	--help | -h)
+		sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"
+		exit 0
+		;;
+	*)
+		echo "vm-image.sh: unknown argument $1; see --help" >&2
+		exit 2
+		;;
+	esac
+	shift
+done
+
+die() {
+	echo "vm-image.sh: $*" >&2
+	exit 1
+}
+
+cache=${AGENTBOX_CACHE:-/var/cache/agentbox}/vm
+key=$(cat "$0" "$here/debian-image.sh" | sha256sum | cut -c1-12)
+out=$cache/$suite-$key
+qemu=$cache/qemu-$suite
+
+missing_mb() {
+	local need=0
+	[[ -s $out/disk.img ]] || need=$((need + need_mb))
+	if $want_qemu && [[ ! -d $qemu ]]; then need=$((need + need_qemu_mb)); fi
+	echo "$need"
+}
+
+if (($(missing_mb) == 0)); then
+	echo "$out"
+	exit
+fi
+((EUID == 0)) || die "run this as root: it makes file systems"
+for tool in mmdebstrap mke2fs; do
+	command -v "$tool" >/dev/null || die "this needs $tool: apt-get install mmdebstrap e2fsprogs"
+done
+mkdir -p "$cache" && chmod 0700 "$cache"
+# One at a time: two that start together share the result.
+exec 9>"$cache/lock"
+flock 9
+# What one that was killed has begun is nobody's now.
+rm -rf -- "$cache"/tmp.*
+free=$(df --output=avail -BM "$cache" | tail -n 1 | tr -dc 0-9)
+((free >= $(missing_mb))) ||
+	die "$cache has $free MB free and this needs $(missing_mb) MB while it works (2000 MB are kept); AGENTBOX_CACHE puts it elsewhere"
+
+work=$(mktemp -d "$cache/tmp.XXXXXX")
+chmod 0755 "$work" # apt downloads as the user _apt
+trap 'rm -rf --one-file-system -- "$work"' EXIT
+
+# bounded COMMAND...: ended after a time, and with this script.
+child=''
+bounded() {
+	timeout "$limit" "$@" 9>&- &
+	child=$!
+	wait "$child"
+	child=''
+}
+stop() {
+	[[ -z $child ]] || kill -TERM "$child" 2>/dev/null && wait "$child"
+	exit "$1"
+}
+trap 'stop 130' INT
+trap 'stop 143' TERM HUP
+
+# root DIR PACKAGES OPTION...: a root filesystem.
+root() {
+	local dir=$1 packages=$2
+	shift 2
+	bounded mmdebstrap --variant=minbase --format=directory --include="$packages" \
+		--aptopt='APT::Install-Recommends "false"' --aptopt='Acquire::Retries "3"' --dpkgopt='path-exclude=/usr/share/doc/*' \
+		--dpkgopt='path-exclude=/usr/share/locale/*' --dpkgopt='path-exclude=/usr/share/man/*' \
+		"$@" "$suite" "$dir" "$mirror" >"$work/log" 2>&1 || {
+		tail -n 30 "$work/log" >&2
+		die "mmdebstrap failed or took more than $limit s; is $mirror reachable?"
+	}
+}
+
+# Qemu, which is large, does not change with what is in the machine.
+if $want_qemu && [[ ! -d $qemu ]]; then
+	echo "fetching Debian 13's QEMU (two minutes)" >&2
+	root "$work/qemu" qemu-system-x86,seabios
+	sync -f "$work"
+	mv "$work/qemu" "$qemu"
+fi
+
+if [[ ! -s $out/disk.img ]]; then
+	echo "making the disk of a Debian 13 (four minutes)" >&2
+	# The unit runs what the second disk has; everything that tests start themselves stays off, and so do AppArmor's
+	# profiles of programs that are not here, which an emulated machine takes a minute to load.
+	cat >"$work/agentbox-vm.service" <<-'UNIT'
+		[Unit]
+		Description=Does what the host asks for
+		After=multi-user.target systemd-modules-load.service
+		[Service]
+		Type=exec
+		ExecStartPre=/bin/mkdir -p /payload /work
+		ExecStartPre=/bin/mount -o ro LABEL=payload /payload
+		ExecStartPre=/bin/mount -o prjquota LABEL=work /work
+		ExecStartPre=/bin/sh -c 'mkdir -m 1777 -p /work/tmp && mount --bind /work/tmp /tmp'
+		ExecStart=/payload/vm guest /dev/virtio-ports/agentbox
+		Environment=HOME=/root
+		StandardOutput=journal+console
+		StandardError=journal+console
+		Delegate=yes
+		TasksMax=infinity
+		LimitNOFILE=65536
+		[Install]
+		WantedBy=basic.target
+	UNIT
+	# What debian-image.sh would make in the machine, which has no network.
+	AGENTBOX_CACHE=$work/sandboxes bounded "$here/debian-image.sh" "$suite" "$mirror" >/dev/null
+	# shellcheck disable=SC2016 # $1 is the hooks'
+	root "$work/root" "$(IFS=, && echo "${guest[*]}")" \
+		--customize-hook='find "$1/etc/apparmor.d" -maxdepth 1 -type f -delete' \
+		--customize-hook="cp '$work/agentbox-vm.service' \"\$1/etc/systemd/system/\"" \
+		--customize-hook='chroot "$1" systemctl enable agentbox-vm.service' \
+		--customize-hook='chroot "$1" systemctl mask docker.service docker.socket containerd.service docker-registry.service podman.service podman.socket podman-restart.service nginx.service tmp.mount getty@tty1.service serial-getty@ttyS0.service apt-daily.timer apt-daily-upgrade.timer e2scrub_reap.service fstrim.timer dpkg-db-backup.timer systemd-networkd.service' \
+		--customize-hook='echo agentbox-vm >"$1/etc/hostname"; printf "127.0.0.1 localhost agentbox-vm\n::1 localhost\n" >"$1/etc/hosts"; rm -f "$1/etc/resolv.conf"; : >"$1/etc/resolv.conf"'
+	install -d -m 0700 "$work/root/var/cache/agentbox"
+	mv "$work"/sandboxes/*.tar "$work/root/var/cache/agentbox/"
+	cp -L "$work"/root/boot/vmlinuz-* "$work/vmlinuz"
+	cp -L "$work"/root/boot/initrd.img-* "$work/initrd"
+	rm -f "$work"/root/boot/initrd.img-*
+	mke2fs -q -t ext4 -L root -E lazy_itable_init=1,lazy_journal_init=1,root_owner=0:0 -d "$work/root" "$work/disk.img" "$disk" >"$work/log" 2>&1 || {
+		cat "$work/log" >&2
+		die "mke2fs failed"
+	}
+	sync -f "$work"
+	mkdir "$work/$suite-$key"
+	mv "$work"/{vmlinuz,initrd,disk.img} "$work/$suite-$key/"
+	# Others are of packages or scripts that were changed since.
+	find "$cache" -mindepth 1 -maxdepth 1 -name "$suite-*" -exec rm -rf -- {} +
+	mv "$work/$suite-$key" "$out"
+fi
+echo "$out"

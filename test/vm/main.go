@@ -1,0 +1,240 @@
+// Command vm runs the tests in a virtual machine: a Debian 13 with systemd,
+// cgroup v2, AppArmor and every capability, as users have it and as few build
+// machines do. It is what `make test-vm` runs.
+//
+// The host makes the machine's disk (scripts/vm-image.sh), compiles the test
+// binaries, puts them with the sources they read on a second disk, boots QEMU,
+// and has the guest run one suite after the other over a port of virtio-serial.
+// What comes back is ordinary output of tests, and lies under bin/vm as
+// test2json's events; the machine ends with this program, however that ends.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	goruntime "runtime"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// QEMU is to end with the thread that started it: the main one, which ends last.
+func init() { goruntime.LockOSThread() }
+
+type options struct {
+	suites  []string
+	run     string
+	list    bool
+	verbose bool
+	long    bool
+	accel   string
+	cpus    int
+	memory  int
+	command string
+	timeout time.Duration
+}
+
+func main() {
+	err := func() error {
+		if filepath.Base(os.Args[0]) == "go" {
+			return goCommand(os.Args[1:])
+		}
+		if len(os.Args) == 3 && os.Args[1] == "guest" {
+			return guest(os.Args[2])
+		}
+		ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
+		defer stop()
+		return host(ctx, os.Args[1:])
+	}()
+	if errors.Is(err, flag.ErrHelp) {
+		os.Exit(2)
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "test-vm:", err)
+		os.Exit(1)
+	}
+}
+
+func parse(args []string) (o options, err error) {
+	f := flag.NewFlagSet("vm", flag.ContinueOnError)
+	f.Usage = func() {
+		fmt.Fprintf(f.Output(), "usage: go run ./test/vm [flags] [suite ...]\n\nRuns suites of tests in a Debian 13 machine; all, if none is named.\n\n")
+		f.PrintDefaults()
+	}
+	f.StringVar(&o.run, "run", "", "only tests that match this `regexp`")
+	f.BoolVar(&o.list, "list", false, "list the suites and end")
+	f.BoolVar(&o.verbose, "v", false, "the output of all tests as it comes, not only of those that fail")
+	f.BoolVar(&o.long, "long", false, "all that can be tried, as make test-long")
+	f.StringVar(&o.accel, "accel", "auto", "`auto`, kvm or tcg (emulated)")
+	f.IntVar(&o.cpus, "cpus", 2, "CPUs of the machine")
+	f.IntVar(&o.memory, "memory", 4096, "its memory in `MB`")
+	f.DurationVar(&o.timeout, "timeout", 30*time.Minute, "the most that one suite may take")
+	f.StringVar(&o.command, "command", "", "instead of suites, run this `shell command` in the machine")
+	if err := f.Parse(args); err != nil {
+		return o, err
+	}
+	o.suites = f.Args()
+	return o, nil
+}
+
+func host(ctx context.Context, args []string) error {
+	o, err := parse(args)
+	if err != nil {
+		return err
+	}
+	list, err := chosen(o.suites)
+	if err != nil {
+		return err
+	}
+	if o.list {
+		for _, s := range list {
+			fmt.Println(s.pkg)
+		}
+		return nil
+	}
+	if o.command != "" && len(o.suites) == 0 {
+		list = nil
+	}
+	results, err := filepath.Abs("bin/vm")
+	if err != nil {
+		return err
+	}
+	if _, err := os.Stat("go.mod"); err != nil {
+		return errors.New("run this at the top of the tree")
+	}
+	if err := os.MkdirAll(results, 0o755); err != nil {
+		return err
+	}
+	q, lacks := hostQEMU(ctx)
+	images, err := makeImages(ctx, q == nil)
+	if err != nil {
+		return err
+	}
+	if q == nil {
+		fmt.Fprintf(os.Stderr, "%s: Debian 13's is used\n", lacks)
+		q = debianQEMU(filepath.Join(filepath.Dir(images), "qemu-trixie"))
+	}
+	switch o.accel {
+	case "auto":
+		fmt.Fprintln(os.Stderr, q.pickAccel(ctx, filepath.Join(images, "vmlinuz")))
+	case "kvm":
+		q.accel = kvm
+	case "tcg":
+		q.accel = tcg
+	default:
+		return fmt.Errorf("--accel is auto, kvm or tcg, not %q", o.accel)
+	}
+	dir, done, err := scratch(filepath.Dir(images))
+	if err != nil {
+		return err
+	}
+	defer done()
+	if err := makeDisks(ctx, dir, list); err != nil {
+		return err
+	}
+	bound := 10 * time.Minute
+	if q.accel[1] == "kvm" {
+		bound = 2 * time.Minute
+	}
+	fmt.Fprintf(os.Stderr, "booting (the bound is %v)\n", bound)
+	begun := time.Now()
+	m, facts, err := boot(ctx, q, machineOptions{
+		Images: images, Dir: dir, Console: filepath.Join(results, "console.log"), CPUs: o.cpus, Memory: o.memory, Boot: bound,
+	})
+	if err != nil {
+		return err
+	}
+	defer m.off()
+	fmt.Fprintf(os.Stderr, "up after %.0f s\n", time.Since(begun).Seconds())
+	if o.command != "" {
+		code, err := m.run(ctx, request{Args: []string{"sh", "-c", o.command}, Env: environment(o), Dir: "/root", Seconds: int(o.timeout.Seconds())}, os.Stdout)
+		if err == nil && code != 0 {
+			err = fmt.Errorf("the command ended with %d", code)
+		}
+		return err
+	}
+	var all []result
+	for _, s := range list {
+		r := m.runSuite(ctx, s, o, results)
+		fmt.Println(r)
+		all = append(all, r)
+		if r.err != nil && !alive(m) {
+			break
+		}
+	}
+	if !summary(os.Stdout, all, facts) || len(all) < len(list) {
+		for _, r := range all {
+			if r.err != nil {
+				return fmt.Errorf("%s: %w", r.suite.pkg, r.err)
+			}
+		}
+		return fmt.Errorf("tests failed; all output is in %s", results)
+	}
+	return nil
+}
+
+func alive(m *machine) bool {
+	select {
+	case <-m.ended:
+		return false
+	default:
+		return true
+	}
+}
+
+// environment is what tests and commands in the guest have.
+func environment(o options) []string {
+	env := []string{"HOME=/root", "PATH=/payload/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+	if o.long {
+		env = append(env, "AGENTBOX_LONG=1")
+	}
+	return env
+}
+
+// runSuite runs one suite in the guest; its events go to a file of results.
+func (m *machine) runSuite(ctx context.Context, s suite, o options, results string) result {
+	r := result{suite: s}
+	begun := time.Now()
+	args := []string{filepath.Join(payload, "tests", s.pkg), "-test.v=test2json", "-test.timeout=" + o.timeout.String()}
+	if o.run != "" {
+		args = append(args, "-test.run="+o.run)
+	}
+	args = append(args, s.args...)
+	convert := exec.CommandContext(ctx, "go", "tool", "test2json", "-t", "-p", modulePath+"/"+s.pkg)
+	in, err := convert.StdinPipe()
+	if err != nil {
+		r.err = err
+		return r
+	}
+	events, err := convert.StdoutPipe()
+	if err != nil {
+		r.err = err
+		return r
+	}
+	kept, err := os.Create(filepath.Join(results, strings.ReplaceAll(s.pkg, "/", "-")+".json"))
+	if err != nil {
+		r.err = err
+		return r
+	}
+	defer kept.Close()
+	if r.err = convert.Start(); r.err != nil {
+		return r
+	}
+	tallied := make(chan error)
+	go func() { tallied <- r.tally(io.TeeReader(events, kept), os.Stdout, o.verbose) }()
+	code, err := m.run(ctx, request{Args: args, Env: environment(o), Dir: filepath.Join(payload, "src", s.pkg), Seconds: int(o.timeout.Seconds()) + 30}, in)
+	_ = in.Close()
+	r.err = errors.Join(err, <-tallied, convert.Wait())
+	r.took = time.Since(begun)
+	if code != 0 && r.failed == 0 && r.err == nil {
+		r.err = fmt.Errorf("it ended with %d", code)
+	}
+	return r
+}

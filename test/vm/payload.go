@@ -1,0 +1,166 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// workMB is how much the guest may write, workNow how much of it has to be free here.
+const workMB, workNowMB = 16 << 10, 4 << 10
+
+// makeImages has scripts/vm-image.sh make what it boots from, and returns its directory.
+func makeImages(ctx context.Context, qemu bool) (string, error) {
+	args := []string{}
+	if qemu {
+		args = append(args, "--qemu")
+	}
+	cmd := exec.CommandContext(ctx, "scripts/vm-image.sh", args...)
+	cmd.Stderr = os.Stderr
+	// It clears up what it has begun.
+	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGTERM) }
+	cmd.WaitDelay = time.Minute
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGTERM}
+	out, err := cmd.Output()
+	if ctx.Err() != nil {
+		return "", errors.New("interrupted while the image was made; nothing of it is kept")
+	}
+	if err != nil {
+		return "", fmt.Errorf("scripts/vm-image.sh: %w", err)
+	}
+	return strings.TrimSpace(string(out)), nil
+}
+
+// scratch makes a directory for the files of one run, and removes those of runs
+// that were killed.
+func scratch(in string) (dir string, done func(), err error) {
+	old, err := filepath.Glob(filepath.Join(in, "run.*"))
+	if err != nil {
+		return "", nil, err
+	}
+	for _, d := range old {
+		if f, err := os.Open(d); err == nil {
+			if syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) == nil {
+				_ = os.RemoveAll(d)
+			}
+			_ = f.Close()
+		}
+	}
+	if dir, err = os.MkdirTemp(in, "run."); err != nil {
+		return "", nil, err
+	}
+	f, err := os.Open(dir)
+	if err == nil {
+		err = syscall.Flock(int(f.Fd()), syscall.LOCK_EX)
+	}
+	if err != nil {
+		return "", nil, errors.Join(err, os.RemoveAll(dir))
+	}
+	return dir, func() { _, _ = os.RemoveAll(dir), f.Close() }, nil
+}
+
+// makeDisks makes, in dir, the disk with what the guest runs and the one it
+// works on.
+func makeDisks(ctx context.Context, dir string, list []suite) error {
+	var free syscall.Statfs_t
+	if err := syscall.Statfs(dir, &free); err != nil {
+		return err
+	}
+	if mb := free.Bavail * uint64(free.Bsize) >> 20; mb < workNowMB {
+		return fmt.Errorf("%s has %d MB free and the machine needs %d; AGENTBOX_CACHE puts it elsewhere", dir, mb, workNowMB)
+	}
+	root := filepath.Join(dir, "payload")
+	fmt.Fprintln(os.Stderr, "compiling")
+	if err := errors.Join(os.MkdirAll(filepath.Join(root, "bin"), 0o755), os.MkdirAll(filepath.Join(root, "src"), 0o755)); err != nil {
+		return err
+	}
+	if err := compile(ctx, root, list); err != nil {
+		return err
+	}
+	// Tests ask for go by its name; what answers is this program.
+	if err := os.Symlink("../vm", filepath.Join(root, "bin", "go")); err != nil {
+		return err
+	}
+	for _, name := range []string{"agentbox", "agentbox-runtime"} {
+		if err := os.Symlink("../built/cmd/"+name, filepath.Join(root, "bin", name)); err != nil {
+			return err
+		}
+	}
+	if err := sources(ctx, filepath.Join(root, "src")); err != nil {
+		return err
+	}
+	if err := disk(ctx, filepath.Join(dir, "payload.img"), "payload", 0, "-d", root); err != nil {
+		return err
+	}
+	if err := os.RemoveAll(root); err != nil {
+		return err
+	}
+	return disk(ctx, filepath.Join(dir, "work.img"), "work", workMB, "-O", "quota,project", "-E", "quotatype=prjquota,lazy_itable_init=1,lazy_journal_init=1")
+}
+
+// compile makes this program, the programs that tests build, and the tests.
+func compile(ctx context.Context, root string, list []suite) error {
+	if err := run(ctx, "go", "build", "-ldflags", "-s -w", "-o", filepath.Join(root, "vm"), "./test/vm"); err != nil {
+		return err
+	}
+	for tags, packages := range builds {
+		for _, p := range packages {
+			if err := run(ctx, "go", "build", "-tags", tags, "-ldflags", "-s -w", "-o", filepath.Join(root, "built", tags, p), "./"+p); err != nil {
+				return err
+			}
+		}
+	}
+	for _, s := range list {
+		if err := run(ctx, "go", "test", "-c", "-vet=off", "-tags", "failpoint", "-ldflags", "-s -w", "-o", filepath.Join(root, "tests", s.pkg), "./"+s.pkg); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// sources copies the tree as git has it, with what is new in it.
+func sources(ctx context.Context, to string) error {
+	return run(ctx, "sh", "-c", `git ls-files -z -co --exclude-standard --deduplicate | xargs -0 sh -c 'for f; do [ -f "$f" ] && printf "%s\0" "$f"; done' - | tar -c --null -T - | tar -x -C "$1"`, "-", to)
+}
+
+// disk makes a disk with a filesystem; without a size, one that is as large as
+// what is put on it.
+func disk(ctx context.Context, path, label string, mb int, opts ...string) error {
+	size := fmt.Sprint(mb, "M")
+	if mb == 0 {
+		out, err := exec.CommandContext(ctx, "du", "-sm", "--apparent-size", opts[len(opts)-1]).Output()
+		if err != nil {
+			return err
+		}
+		var used int
+		if _, err := fmt.Sscan(string(out), &used); err != nil {
+			return err
+		}
+		size = fmt.Sprint(used*5/4+64, "M")
+	}
+	args := append([]string{"-q", "-F", "-t", "ext4", "-L", label}, opts...)
+	return run(ctx, "mke2fs", append(args, path, size)...)
+}
+
+// run runs a program of the host's, whose output is told only if it fails.
+func run(ctx context.Context, name string, args ...string) error {
+	cmd := exec.CommandContext(ctx, name, args...)
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	var out bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &out
+	if err := cmd.Run(); err != nil {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		return fmt.Errorf("%s %s: %w\n%s", name, strings.Join(args[:min(len(args), 4)], " "), err, out.String())
+	}
+	return nil
+}

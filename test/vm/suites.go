@@ -1,0 +1,167 @@
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"time"
+)
+
+const modulePath = "github.com/agentbox/agentbox"
+
+// suite is the tests of a package.
+type suite struct {
+	pkg  string
+	args []string // more of its command line
+}
+
+// suites are all that is worth a machine of its own, the most telling first:
+// what depends on the kernel, cgroups, systemd, and versions of programs.
+var suites = []suite{
+	{pkg: "runtime/oci"},
+	{pkg: "criu/freezer"},
+	{pkg: "criu"},
+	{pkg: "cmd/agentbox-runtime"},
+	{pkg: "test"},
+	{pkg: "overlay"},
+	{pkg: "runtime/internal/kernel"},
+	{pkg: "runtime/internal/apparmor"},
+	{pkg: "runtime/doctor"},
+	{pkg: "runtime/network"},
+	{pkg: "runtime/network/egress"},
+	{pkg: "policy"},
+	{pkg: "runtime/store"},
+	{pkg: "runtime/volume"},
+	{pkg: "runtime"},
+	{pkg: "cmd/agentbox"},
+	{pkg: "runtime/docker"},
+	{pkg: "test/docker"},
+	{pkg: "runtime/dockerplugin"},
+	{pkg: "runtime/containerd"},
+	{pkg: "test/containerd"},
+	{pkg: "runtime/podman"},
+	{pkg: "internal/setup"},
+}
+
+// builds are the programs that tests build, by the tags they do it with.
+var builds = map[string][]string{
+	"":          {"cmd/agentbox", "cmd/agentbox-runtime", "test/testdata/steady", "test/testdata/echo", "test/testdata/escape"},
+	"failpoint": {"cmd/agentbox", "cmd/agentbox-runtime"},
+}
+
+// chosen returns the suites of some names, in the order of suites.
+func chosen(names []string) ([]suite, error) {
+	if len(names) == 0 {
+		return suites, nil
+	}
+	var list []suite
+	for _, s := range suites {
+		if slices.Contains(names, s.pkg) {
+			list = append(list, s)
+		}
+	}
+	for _, n := range names {
+		if !slices.ContainsFunc(suites, func(s suite) bool { return s.pkg == n }) {
+			return nil, fmt.Errorf("there is no suite %q; --list shows all", n)
+		}
+	}
+	return list, nil
+}
+
+// result is what came of a suite.
+type result struct {
+	suite                   suite
+	passed, failed, skipped int
+	took                    time.Duration
+	err                     error // it could not be run to its end
+	failures                []string
+}
+
+func (r result) ok() bool { return r.err == nil && r.failed == 0 }
+
+func (r result) String() string {
+	word := "ok  "
+	if !r.ok() {
+		word = "FAIL"
+	}
+	s := fmt.Sprintf("%s  %-26s %4d passed %4d failed %4d skipped %8.1fs", word, r.suite.pkg, r.passed, r.failed, r.skipped, r.took.Seconds())
+	if r.err != nil {
+		first, _, _ := strings.Cut(r.err.Error(), "\n")
+		s += "  " + first
+	}
+	return s
+}
+
+// event is one of test2json's.
+type event struct {
+	Action, Test, Output string
+}
+
+// tally reads the events of a suite and counts its top-level tests. The output
+// of those that failed goes to show, or everything as it comes.
+func (r *result) tally(events io.Reader, show io.Writer, all bool) error {
+	output := map[string]*bytes.Buffer{}
+	for dec := json.NewDecoder(events); ; {
+		var e event
+		if err := dec.Decode(&e); err == io.EOF {
+			return nil
+		} else if err != nil {
+			return err
+		}
+		top, sub, _ := strings.Cut(e.Test, "/")
+		switch {
+		case e.Action == "output":
+			if output[top] == nil {
+				output[top] = new(bytes.Buffer)
+			}
+			if all {
+				_, _ = io.WriteString(show, e.Output)
+			} else {
+				output[top].WriteString(e.Output)
+			}
+			continue
+		case e.Test == "" || sub != "":
+			if e.Test == "" && e.Action == "fail" && r.failed == 0 {
+				// Not a test's failure: the whole ended badly.
+				r.failed++
+				r.failures = append(r.failures, "(the suite)")
+				r.show(show, output[""])
+			}
+			continue
+		case e.Action == "pass":
+			r.passed++
+		case e.Action == "skip":
+			r.skipped++
+		case e.Action == "fail":
+			r.failed++
+			r.failures = append(r.failures, top)
+			r.show(show, output[top])
+		default:
+			continue
+		}
+		delete(output, top)
+	}
+}
+
+func (r *result) show(to io.Writer, output *bytes.Buffer) {
+	if output != nil {
+		_, _ = to.Write(output.Bytes())
+	}
+}
+
+// summary prints all results and reports whether all is well.
+func summary(w io.Writer, results []result, facts string) bool {
+	fmt.Fprintf(w, "\n%s\n\n", facts)
+	ok := true
+	for _, r := range results {
+		fmt.Fprintln(w, r)
+		for _, name := range r.failures {
+			fmt.Fprintln(w, "        ", name)
+		}
+		ok = ok && r.ok()
+	}
+	return ok && len(results) > 0
+}

@@ -1,0 +1,129 @@
+package main
+
+import (
+	"context"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+)
+
+// fakeQEMU is a program that is called as QEMU is.
+func fakeQEMU(t *testing.T, script string) (*emulator, machineOptions) {
+	t.Helper()
+	dir := t.TempDir()
+	path := filepath.Join(dir, "qemu")
+	if err := os.WriteFile(path, []byte("#!/bin/sh\n"+script), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	return &emulator{args: []string{path}}, machineOptions{Dir: dir, Console: filepath.Join(dir, "console"), Boot: 20 * time.Second, CPUs: 1, Memory: 64}
+}
+
+func TestBootFails(t *testing.T) {
+	for name, c := range map[string]struct {
+		script string
+		bound  time.Duration
+		listen bool
+		want   []string
+	}{
+		"QEMU ends":  {"echo no such machine >&2; exit 3", time.Minute, false, []string{"QEMU ended: exit status 3", "no such machine"}},
+		"a panic":    {"echo '[1.2] Kernel panic - not syncing: no init'; echo more; exec sleep 60", time.Minute, true, []string{"kernel panicked", "no init", "more"}},
+		"it hangs":   {"echo Loading; exec sleep 60", 300 * time.Millisecond, false, []string{"not up within 300ms", "Loading"}},
+		"it crashes": {"kill -SEGV $$", time.Minute, false, []string{"QEMU ended: signal: segmentation fault"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			q, opts := fakeQEMU(t, c.script)
+			opts.Boot = c.bound
+			if c.listen {
+				l, err := net.Listen("unix", filepath.Join(opts.Dir, "port"))
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer l.Close()
+			}
+			m, _, err := boot(t.Context(), q, opts)
+			if err == nil {
+				m.off()
+				t.Fatal("it booted")
+			}
+			for _, want := range c.want {
+				if !strings.Contains(err.Error(), want) {
+					t.Errorf("the error does not say %q: %v", want, err)
+				}
+			}
+			if out, err := exec.Command("pgrep", "-f", opts.Dir+"/qemu").Output(); err == nil {
+				t.Errorf("QEMU still runs: %s", out)
+			}
+		})
+	}
+}
+
+func TestCancelledBootEndsQEMU(t *testing.T) {
+	q, opts := fakeQEMU(t, "exec sleep 60")
+	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
+	defer cancel()
+	if _, _, err := boot(ctx, q, opts); err == nil || !strings.Contains(err.Error(), "deadline exceeded") {
+		t.Errorf("the error is %v", err)
+	}
+}
+
+func TestTally(t *testing.T) {
+	events := `{"Action":"output","Test":"TestA","Output":"fine\n"}
+{"Action":"pass","Test":"TestA/sub"}
+{"Action":"pass","Test":"TestA"}
+{"Action":"output","Test":"TestB/sub","Output":"not so\n"}
+{"Action":"fail","Test":"TestB/sub"}
+{"Action":"fail","Test":"TestB"}
+{"Action":"skip","Test":"TestC"}
+{"Action":"fail"}
+`
+	var shown strings.Builder
+	r := result{suite: suite{pkg: "p"}}
+	if err := r.tally(strings.NewReader(events), &shown, false); err != nil {
+		t.Fatal(err)
+	}
+	if r.passed != 1 || r.failed != 1 || r.skipped != 1 || r.ok() || strings.Join(r.failures, " ") != "TestB" {
+		t.Errorf("the result is %+v", r)
+	}
+	if shown.String() != "not so\n" {
+		t.Errorf("shown: %q", shown.String())
+	}
+	// One that ends without a test's failure, as by a leak found in the end.
+	r = result{}
+	if err := r.tally(strings.NewReader(`{"Action":"output","Output":"left behind\n"}`+"\n"+`{"Action":"fail"}`), &shown, false); err != nil || r.ok() {
+		t.Errorf("the result is %+v (%v)", r, err)
+	}
+}
+
+func TestPackageOf(t *testing.T) {
+	for _, c := range []struct{ here, name, want string }{
+		{"/payload/src/runtime/oci", "../../cmd/agentbox-runtime", "cmd/agentbox-runtime"},
+		{"/payload/src/cmd/agentbox", ".", "cmd/agentbox"},
+		{"/tmp/x", modulePath + "/cmd/agentbox", "cmd/agentbox"},
+	} {
+		if got, err := packageOf(c.here, c.name); err != nil || got != c.want {
+			t.Errorf("%s from %s is %q (%v)", c.name, c.here, got, err)
+		}
+	}
+	if got, err := packageOf("/payload/src", "../x"); err == nil {
+		t.Errorf("../x is %q", got)
+	}
+}
+
+func TestChosen(t *testing.T) {
+	list, err := chosen([]string{"overlay", "runtime/oci"})
+	if err != nil || len(list) != 2 || list[0].pkg != "runtime/oci" {
+		t.Errorf("chosen: %v (%v)", list, err)
+	}
+	if _, err := chosen([]string{"nothing"}); err == nil {
+		t.Error("a suite that is none is taken")
+	}
+	for _, s := range suites {
+		if _, err := os.Stat(filepath.Join("../..", s.pkg)); err != nil {
+			t.Errorf("suite %s: %v", s.pkg, err)
+		}
+	}
+}
