@@ -49,8 +49,14 @@ func main() {
 		if len(os.Args) == 3 && os.Args[1] == "guest" {
 			return guest(os.Args[2])
 		}
-		ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
-		defer stop()
+		ctx, cancel := context.WithCancelCause(context.Background())
+		defer cancel(nil)
+		signals := make(chan os.Signal, 1)
+		signal.Notify(signals, os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
+		go func() {
+			<-signals
+			cancel(errInterrupted)
+		}()
 		return host(ctx, os.Args[1:])
 	}()
 	if errors.Is(err, flag.ErrHelp) {

@@ -96,6 +96,9 @@ func (q *emulator) pickAccel(ctx context.Context, kernel string) string {
 	return "KVM works"
 }
 
+// errInterrupted is what ends a run that a signal ended.
+var errInterrupted = errors.New("interrupted; the machine is off")
+
 // machine is a guest that runs.
 type machine struct {
 	cmd     *exec.Cmd
@@ -242,6 +245,9 @@ func (m *machine) why(err error) error {
 			err = fmt.Errorf("%w: %s", err, said)
 		}
 	case <-time.After(200 * time.Millisecond):
+		if errors.Is(err, errInterrupted) {
+			return err
+		}
 	}
 	return fmt.Errorf("%w\nthe end of its console (all of it: %s):\n%s", err, m.console.path, m.console.tail())
 }

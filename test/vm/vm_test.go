@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"net"
 	"os"
 	"os/exec"
@@ -63,9 +64,9 @@ func TestBootFails(t *testing.T) {
 
 func TestCancelledBootEndsQEMU(t *testing.T) {
 	q, opts := fakeQEMU(t, "exec sleep 60")
-	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
-	defer cancel()
-	if _, _, err := boot(ctx, q, opts); err == nil || !strings.Contains(err.Error(), "deadline exceeded") {
+	ctx, cancel := context.WithCancelCause(t.Context())
+	time.AfterFunc(200*time.Millisecond, func() { cancel(errInterrupted) })
+	if _, _, err := boot(ctx, q, opts); !errors.Is(err, errInterrupted) || strings.Contains(err.Error(), "console") {
 		t.Errorf("the error is %v", err)
 	}
 }
