@@ -64,13 +64,16 @@ func (m Mount) mapped() (err error) {
 	}
 	mnt, err := unix.OpenTree(unix.AT_FDCWD, m.Target, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_SYMLINK_NOFOLLOW)
 	if err != nil {
-		return err
+		return fmt.Errorf("clone the overlay: %w", err)
 	}
 	defer unix.Close(mnt)
 	if err := Unmount(m.Target, UnmountOptions{Lazy: true}); err != nil {
 		return err
 	}
-	return unix.MoveMount(mnt, "", unix.AT_FDCWD, m.Target, unix.MOVE_MOUNT_F_EMPTY_PATH)
+	if err := unix.MoveMount(mnt, "", unix.AT_FDCWD, m.Target, unix.MOVE_MOUNT_F_EMPTY_PATH); err != nil {
+		return fmt.Errorf("attach the overlay again: %w", err)
+	}
+	return nil
 }
 
 // Bind mounts a directory or file, with what is mounted below it, on target,
@@ -121,7 +124,9 @@ func mapped(dir string, ns int, flags uint) (fd int, err error) {
 			_ = unix.Close(fd)
 		}
 	}()
-	err = unix.MountSetattr(fd, "", unix.AT_EMPTY_PATH|flags, &unix.MountAttr{Attr_set: unix.MOUNT_ATTR_IDMAP, Userns_fd: uint64(ns)})
+	// Private, for under systemd all mounts are shared, and a clone is a peer of
+	// what it was made of: what is mounted on it would appear there, too.
+	err = unix.MountSetattr(fd, "", unix.AT_EMPTY_PATH|flags, &unix.MountAttr{Attr_set: unix.MOUNT_ATTR_IDMAP, Userns_fd: uint64(ns), Propagation: unix.MS_PRIVATE})
 	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOSYS) {
 		err = fmt.Errorf("%w: this kernel cannot map the ids of its filesystem", fault.ErrUnsupported)
 	}

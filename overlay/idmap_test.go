@@ -13,6 +13,38 @@ import (
 	"github.com/agentbox/agentbox/internal/idmap"
 )
 
+// Under systemd every mount is shared: what is mounted on a clone of one appears
+// on the one it was cloned from, unless it is kept from that.
+func TestMountMappedShared(t *testing.T) {
+	m := layers(t, "mapped", 2)
+	m.IDs = &idmap.Map{Base: 700_000, Size: 65536}
+	dir := filepath.Dir(m.Target)
+	must(t, unix.Mount(dir, dir, "", unix.MS_BIND, ""))
+	t.Cleanup(func() { must(t, Unmount(dir, UnmountOptions{Lazy: true})) })
+	must(t, unix.Mount("", dir, "", unix.MS_SHARED, ""))
+	must(t, os.Chmod(dir, 0o755))
+	mounted(t, m, m.Mount)
+	for _, d := range append(m.Lower, m.Upper, m.Work) {
+		if on, err := Mounted(d); on || err != nil {
+			t.Errorf("something is mounted on %s (%v)", filepath.Base(d), err)
+		}
+	}
+	if _, err := os.Stat(filepath.Join(m.Target, "top")); err != nil {
+		t.Error(err)
+	}
+	mounts, err := os.ReadFile("/proc/self/mountinfo")
+	must(t, err)
+	var here []string
+	for line := range strings.Lines(string(mounts)) {
+		if strings.HasPrefix(strings.Fields(line)[4], dir) {
+			here = append(here, line)
+		}
+	}
+	if len(here) != 2 {
+		t.Errorf("%d mounts, want the directory and the overlay:\n%s", len(here), here)
+	}
+}
+
 // In a mounted tree with mapped ids files belong to ids of the host that nobody
 // has; on disk they belong to those of the tree.
 func TestMountMapped(t *testing.T) {

@@ -58,7 +58,9 @@ func (m Mount) Mount() error {
 func (m Mount) mount() error {
 	err := m.fsmount()
 	if errors.Is(err, unix.ENOSYS) || errors.Is(err, errOldMount) {
-		err = m.classic()
+		if err = m.classic(); err != nil {
+			err = fmt.Errorf("by mount(2): %w", err)
+		}
 	}
 	if errors.Is(err, unix.ENODEV) {
 		err = fmt.Errorf("%w: this kernel has no overlay filesystem (modprobe overlay)", fault.ErrUnsupported)
@@ -154,7 +156,7 @@ func (m Mount) fsmount() (err error) {
 		return err
 	}
 	if err := unix.FsconfigCreate(fs); err != nil {
-		return err
+		return fmt.Errorf("make the overlay: %w", err)
 	}
 	flags := 0
 	if m.ReadOnly {
@@ -165,7 +167,10 @@ func (m Mount) fsmount() (err error) {
 		return err
 	}
 	defer unix.Close(mnt)
-	return unix.MoveMount(mnt, "", unix.AT_FDCWD, m.Target, unix.MOVE_MOUNT_F_EMPTY_PATH)
+	if err := unix.MoveMount(mnt, "", unix.AT_FDCWD, m.Target, unix.MOVE_MOUNT_F_EMPTY_PATH); err != nil {
+		return fmt.Errorf("attach the overlay: %w", err)
+	}
+	return nil
 }
 
 func (m Mount) layers(set *layerSet) error {
@@ -174,16 +179,19 @@ func (m Mount) layers(set *layerSet) error {
 			if err == unix.EINVAL {
 				return errOldMount // lowerdir+ came with Linux 6.7
 			}
-			return err
+			return fmt.Errorf("layer %s: %w", dir, err)
 		}
 	}
 	if m.Upper == "" {
 		return nil
 	}
 	if err := set.add("upperdir", m.Upper); err != nil {
-		return err
+		return fmt.Errorf("upper directory %s: %w", m.Upper, err)
 	}
-	return set.add("workdir", m.Work)
+	if err := set.add("workdir", m.Work); err != nil {
+		return fmt.Errorf("work directory %s: %w", m.Work, err)
+	}
+	return nil
 }
 
 // layerSet hands layers to a filesystem context. fsconfig takes at most 255
