@@ -19,10 +19,6 @@ import (
 	"github.com/agentbox/agentbox/runtime/doctor"
 )
 
-func (s *service) Checkpoints(context.Context, runtime.CheckpointFilter) ([]runtime.Checkpoint, error) {
-	return []runtime.Checkpoint{{Status: runtime.CheckpointReady}, {Status: runtime.CheckpointFailed}}, nil
-}
-
 func fetched(t *testing.T, c *Client, path string) (*http.Response, []byte) {
 	t.Helper()
 	resp, err := c.http.Get("http://agentbox" + path)
@@ -47,6 +43,9 @@ func TestMetrics(t *testing.T) {
 		},
 		checkpoint: func(context.Context, string, runtime.CheckpointOptions) (runtime.Checkpoint, error) {
 			return runtime.Checkpoint{Frozen: 20 * time.Millisecond, Added: 1000}, fails
+		},
+		checkpoints: func(runtime.CheckpointFilter) ([]runtime.Checkpoint, error) {
+			return []runtime.Checkpoint{{Status: runtime.CheckpointReady}, {Status: runtime.CheckpointFailed}}, nil
 		},
 	}
 	c := client(t, serving(t, svc, Options{Metrics: m, Info: Info{Version: `v"1\` + "\n"}}))
