@@ -132,7 +132,7 @@ func TestServiceRestart(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer conn.Close()
-	fmt.Fprint(conn, "GET /v1/checkpoints/c@one HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+	fmt.Fprint(conn, "GET /v1/checkpoints/c@one HTTP/1.1\r\nHost: agentbox\r\nConnection: close\r\n\r\n")
 	u.up()
 	answer := make([]byte, 1<<16)
 	if n, err := conn.Read(answer); err != nil || !strings.Contains(string(answer[:n]), one) {

@@ -99,7 +99,7 @@ func TestSweepRestore(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if strings.Contains(string(mounts), root) || strings.Contains(string(mounts), ".criu.cgyard.") {
+	if strings.Contains(string(mounts), root) || strings.Contains(string(mounts), filepath.Dir(work)) {
 		t.Fatal("still mounted")
 	}
 }
