@@ -82,9 +82,10 @@ func (e *Engine) dueEffects(ctx context.Context, r *restoration) (due []Effect, 
 
 // compensate runs the undo commands of what came after the checkpoint.
 func (e *Engine) compensate(ctx context.Context, r *restoration) error {
-	if r.data.Fork {
-		return nil // it has done nothing yet
+	if r.data.Fork || r.settled {
+		return nil // it has done nothing yet, or they were run before it was cleared away
 	}
+	r.settled = true
 	due, gone, err := e.dueEffects(ctx, r)
 	if err != nil {
 		return err

@@ -31,11 +31,17 @@ const lockLeases = "leases"
 // releaseWait bounds how long a release waits for what others do with members.
 const releaseWait = 2 * time.Minute
 
+// errNoBoot: a boot that is not known is not another one.
+var errNoBoot = errors.New("which boot of the host this is cannot be told")
+
 // judge tells why a lease has ended, or, when it has not, how soon to look again.
 // What it depends on is given: the instants by all clocks, and whether a process
 // lives.
 func (l Lease) judge(now Moment, beat Beat, alive func(LeaseOwner) (bool, error)) (reason string, again time.Duration, err error) {
 	again = latest
+	if now.Boot == "" || beat.Boot == "" {
+		return "", again, errNoBoot
+	}
 	switch o := l.Owner; o.Kind {
 	case OwnerPid, OwnerConnection:
 		what := fmt.Sprintf("its owner, process %d,", o.Pid)

@@ -201,6 +201,7 @@ type restoration struct {
 	fork        *forking
 	warnings    []string
 	noEffects   bool     // effects are left alone
+	settled     bool     // undo commands were run
 	compensated []Effect // those whose undo commands were run, with what came of them
 
 	given   []Secret     // where secrets come from, if not from where they did

@@ -206,14 +206,7 @@ func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err 
 	if err := e.again(ctx, r, ErrNotFound); err != nil {
 		return err
 	}
-	r.sb.Attempt = old.Attempt // it is the same sandbox
 	if err := mayStart(r.spec); err != nil {
-		return err
-	}
-	if r.reader, err = e.store.OpenCheckpoint(ctx, r.row.ID); err != nil {
-		return err
-	}
-	if err := errors.Join(e.compensate(ctx, r), r.reader.Close()); err != nil {
 		return err
 	}
 	if t.kept == "" {
@@ -229,6 +222,12 @@ func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err 
 			return err
 		}
 		t.pinned = true
+	}
+	if r.reader, err = e.store.OpenCheckpoint(ctx, r.row.ID); err != nil {
+		return err
+	}
+	if err := errors.Join(e.compensate(ctx, r), r.reader.Close()); err != nil {
+		return err
 	}
 	if err := failpoint.Hit("restore.recreate.after-keep"); err != nil {
 		return err

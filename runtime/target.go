@@ -175,6 +175,9 @@ func (e *Engine) again(ctx context.Context, r *restoration, missing error) (err 
 	}
 	gone.Image, gone.Lower, gone.Labels = r.spec.Image, img.Lower, r.spec.Labels
 	gone.Attempt, gone.Created = 1, time.Now()
+	if old := r.sb.Sandbox; r.orphan { // it is the same sandbox
+		gone.Lease, gone.Group, gone.Kept, gone.Attempt = old.Lease, old.Group, old.Kept, max(old.Attempt, 1)
+	}
 	r.sb.Sandbox, r.sb.host, r.data.Recreated = gone, host, true
 	return nil
 }

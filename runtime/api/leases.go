@@ -72,7 +72,13 @@ func (h *Handler) leaseRoutes() []route {
 
 // ownedBy makes the caller's process the owner where none is named.
 func ownedBy(r *http.Request, t *runtime.LeaseTerms) error {
-	if t.Owner != runtime.OwnerPid || t.Pid != 0 {
+	if t.Owner != runtime.OwnerPid && t.Pid == 0 {
+		return nil
+	}
+	if peerOf(r).Address != "" {
+		return fmt.Errorf("%w: a process of another host cannot be seen from here: name a heartbeat, or hold the lease", runtime.ErrInvalid)
+	}
+	if t.Pid != 0 {
 		return nil
 	}
 	if t.Pid = int(peerOf(r).Pid); t.Pid == 0 {

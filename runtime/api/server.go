@@ -200,8 +200,12 @@ func admit(r *http.Request, p peer) error {
 
 // expected tells whether a request's host is one that callers of this service
 // have. A web page whose name leads here has another, and its browser takes the
-// service for the page's own. Over TLS the certificate has the name.
+// service for the page's own. Over TLS the certificate has the name; a browser that
+// has one as well may be any page's, and says so.
 func expected(r *http.Request) bool {
+	if r.TLS != nil {
+		return r.Header.Get("Origin") == ""
+	}
 	host := r.Host
 	if name, _, err := net.SplitHostPort(host); err == nil {
 		host = name
@@ -213,7 +217,7 @@ func expected(r *http.Request) bool {
 	local, _ := r.Context().Value(http.LocalAddrContextKey).(net.Addr)
 	tcp, _ := local.(*net.TCPAddr)
 	ip := net.ParseIP(host)
-	return r.TLS != nil || ip != nil && (ip.IsLoopback() || tcp != nil && tcp.IP.Equal(ip))
+	return ip != nil && (ip.IsLoopback() || tcp != nil && tcp.IP.Equal(ip))
 }
 
 // enter makes a request one that Drain waits for, and, with a name, one that

@@ -201,6 +201,11 @@ func (l *Log) appendTo(r *Record) (f *os.File, at place, err error) {
 	if len(names) > 0 && (size == 0 || size+int64(len(line)) <= maxSegment) {
 		name = names[len(names)-1]
 	} else {
+		if len(names) > 0 {
+			if err := finish(filepath.Join(l.dir, names[len(names)-1]), size); err != nil {
+				return nil, at, err
+			}
+		}
 		size = 0
 	}
 	path := filepath.Join(l.dir, name)
@@ -225,6 +230,16 @@ func (l *Log) appendTo(r *Record) (f *os.File, at place, err error) {
 		return nil, at, errors.Join(err, f.Close())
 	}
 	return f, place{r.Seq, hash}, nil
+}
+
+// finish ends a segment after its last record and makes it durable: what comes after it
+// is in another file, and must not outlast it.
+func finish(path string, size int64) error {
+	f, err := os.OpenFile(path, os.O_WRONLY|unix.O_NOFOLLOW, 0)
+	if err != nil {
+		return err
+	}
+	return errors.Join(f.Truncate(size), f.Sync(), f.Close())
 }
 
 // tail finds the last record of a segment; seq 0: it has none. size is where it

@@ -83,7 +83,7 @@ func New(next Engine, log *Log, by string) *Service {
 
 // frees are the verbs that go on without the log: on a full disk they are the
 // way out, and what runs amok must be stoppable.
-var frees = map[string]bool{"checkpoint rm": true, "image prune": true, "image rm": true, "kill": true, "pause": true, "prune": true, "lease release": true, "recover": true, "rm": true, "stop": true}
+var frees = map[string]bool{"checkpoint rm": true, "image prune": true, "image rm": true, "kill": true, "pause": true, "prune": true, "lease release": true, "lease renew": true, "lease transfer": true, "recover": true, "rm": true, "stop": true}
 
 // on is a record about a sandbox, of a checkpoint with at.
 func (s *Service) on(ctx context.Context, verb, ref string, at bool) Record {

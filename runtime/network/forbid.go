@@ -2,6 +2,7 @@ package network
 
 import (
 	"fmt"
+	"os"
 	"runtime"
 	"unsafe"
 
@@ -12,7 +13,7 @@ import (
 // forbidden are system calls that a proxy never makes and that lead to other
 // processes or deeper into the kernel.
 var forbidden = []uint32{
-	unix.SYS_EXECVE, unix.SYS_EXECVEAT, unix.SYS_KILL, unix.SYS_TKILL, unix.SYS_PIDFD_OPEN, unix.SYS_PIDFD_GETFD, unix.SYS_PIDFD_SEND_SIGNAL,
+	unix.SYS_EXECVE, unix.SYS_EXECVEAT, unix.SYS_KILL, unix.SYS_TKILL, unix.SYS_RT_SIGQUEUEINFO, unix.SYS_RT_TGSIGQUEUEINFO, unix.SYS_PIDFD_OPEN, unix.SYS_PIDFD_GETFD, unix.SYS_PIDFD_SEND_SIGNAL,
 	unix.SYS_PTRACE, unix.SYS_PROCESS_VM_READV, unix.SYS_PROCESS_VM_WRITEV, unix.SYS_PROCESS_MADVISE, unix.SYS_KCMP,
 	unix.SYS_IO_URING_SETUP, unix.SYS_BPF, unix.SYS_PERF_EVENT_OPEN, unix.SYS_USERFAULTFD, unix.SYS_KEYCTL, unix.SYS_ADD_KEY, unix.SYS_REQUEST_KEY,
 	unix.SYS_MOUNT, unix.SYS_UMOUNT2, unix.SYS_PIVOT_ROOT, unix.SYS_CHROOT, unix.SYS_UNSHARE, unix.SYS_SETNS,
@@ -50,6 +51,16 @@ func forbid() error {
 	}
 	for _, call := range forbidden {
 		program = append(program, bpf.JumpIf{Cond: bpf.JumpNotEqual, Val: call, SkipTrue: 1}, refuse)
+	}
+	// Signals to its own threads, and its own limits, are Go's business.
+	for call, self := range map[uint32]uint32{unix.SYS_TGKILL: uint32(os.Getpid()), unix.SYS_PRLIMIT64: 0} {
+		program = append(program,
+			bpf.JumpIf{Cond: bpf.JumpNotEqual, Val: call, SkipTrue: 4},
+			bpf.LoadAbsolute{Off: dataArg0, Size: 4},
+			bpf.JumpIf{Cond: bpf.JumpEqual, Val: self, SkipTrue: 1},
+			refuse,
+			allow,
+		)
 	}
 	program = append(program,
 		bpf.JumpIf{Cond: bpf.JumpEqual, Val: unix.SYS_SOCKET, SkipTrue: 2},
