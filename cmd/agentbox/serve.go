@@ -228,9 +228,13 @@ func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.S
 		slog.Info("serving", "tcp", l.Addr().String())
 	}
 	notify(daemon.SdNotifyReady)
-	context.AfterFunc(ctx, func() { notify(daemon.SdNotifyStopping) })
+	told := make(chan struct{})
+	context.AfterFunc(ctx, func() { defer close(told); notify(daemon.SdNotifyStopping) })
 	served = true
 	err = api.Serve(ctx, l, h, more...)
+	if ctx.Err() != nil {
+		<-told // or it could end before systemd knows that it was to
+	}
 	var sig signalError
 	if err == nil && errors.As(context.Cause(ctx), &sig) {
 		return nil // that is how it ends
