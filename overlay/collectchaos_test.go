@@ -369,6 +369,7 @@ func TestCollectMapped(t *testing.T) {
 			}
 			m[5000] = 3
 			unmap()
+			settle(t) // where the page was written back meanwhile, the kernel saw that write
 			if got := collectDir(t, src, mem+"/3", nil, CollectOptions{Known: mem + "/2"}); got.Same || got.Read != 1 {
 				t.Errorf("not seen after the mapping went: %+v", got)
 			}
