@@ -66,7 +66,13 @@ exec sleep 3600`
 		p.close()
 		_ = holder.Process.Kill()
 		_ = holder.Wait()
-		if err := os.RemoveAll(dir); err != nil {
+		// What Podman left to end by itself is killed with its namespace, and may
+		// write until then.
+		err := os.RemoveAll(dir)
+		for end := time.Now().Add(10 * time.Second); err != nil && time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
+			err = os.RemoveAll(dir)
+		}
+		if err != nil {
 			t.Error(err)
 		}
 	})
