@@ -81,17 +81,17 @@ func (e *Engine) dueEffects(ctx context.Context, r *restoration) (due []Effect, 
 }
 
 // compensate runs the undo commands of what came after the checkpoint.
-func (e *Engine) compensate(ctx context.Context, r *restoration) error {
+func (e *Engine) compensate(ctx context.Context, r *restoration) (err error) {
 	if r.data.Fork || r.settled {
-		return nil // it has done nothing yet, or they were run before it was cleared away
+		return nil // it has done nothing yet, or they were run by a try before
 	}
-	r.settled = true
+	defer func() { r.settled = err == nil }()
 	due, gone, err := e.dueEffects(ctx, r)
 	if err != nil {
 		return err
 	}
 	say := func(format string, args ...any) {
-		r.warnings = append(slices.Clone(r.warnings), fmt.Sprintf(format, args...))
+		r.told = append(r.told, fmt.Sprintf(format, args...))
 	}
 	if gone > 0 {
 		say("compensated since this checkpoint, and not applied again: %s", effects(gone))

@@ -90,6 +90,10 @@ type trying struct {
 	kept     string       // id of the undo checkpoint of a try that failed, or that was to make the sandbox again
 	pinned   bool         // and we have pinned it
 	held     bool         // the sandbox is, as nothing has brought it back
+
+	settled     bool     // undo commands were run
+	compensated []Effect // what came of them
+	told        []string // what is to be said of that
 }
 
 // try restores once.
@@ -98,7 +102,11 @@ func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ Restored, er
 	if err != nil {
 		return Restored{}, err
 	}
-	t.r = r
+	t.r, r.settled = r, t.settled
+	defer func() { // what a try that failed has compensated the next one reports
+		t.settled, t.told = r.settled, append(t.told, r.told...)
+		t.compensated = append(t.compensated, r.compensated...)
+	}()
 	defer e.tidy(ctx) // once the sandbox is not held any more
 	// forgetOrphan takes another lock.
 	defer func() { r.sb.lock.Unlock() }()
@@ -147,8 +155,8 @@ func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ Restored, er
 	e.enforce(r.spec)
 	e.log.Info("restored", "sandbox", r.sb.ID, "checkpoint", r.row.ID, "down", r.down, "changed", r.changed)
 	out := Restored{
-		Checkpoint: checkpointView(r.row), Recreated: r.data.Recreated, Verified: t.opts.Verify, Down: r.down, Files: r.files, Warnings: r.warnings,
-		Undo: r.undone, Changed: r.changed, Lost: slices.Sorted(maps.Keys(r.lost)), Compensated: r.compensated,
+		Checkpoint: checkpointView(r.row), Recreated: r.data.Recreated, Verified: t.opts.Verify, Down: r.down, Files: r.files, Warnings: slices.Concat(r.warnings, t.told, r.told),
+		Undo: r.undone, Changed: r.changed, Lost: slices.Sorted(maps.Keys(r.lost)), Compensated: slices.Concat(t.compensated, r.compensated),
 	}
 	if err := e.forgetKept(ctx, t, &out); err != nil {
 		out.Warnings = append(slices.Clone(out.Warnings), err.Error())
@@ -201,7 +209,8 @@ type restoration struct {
 	fork        *forking
 	warnings    []string
 	noEffects   bool     // effects are left alone
-	settled     bool     // undo commands were run
+	settled     bool     // undo commands were run, by this try or one before
+	told        []string // what is to be said of that
 	compensated []Effect // those whose undo commands were run, with what came of them
 
 	given   []Secret     // where secrets come from, if not from where they did

@@ -53,6 +53,9 @@ func (d *disk) do(args ...string) string {
 
 func (d *disk) unmount() {
 	d.Helper()
+	if exec.Command("mountpoint", "-q", d.at).Run() != nil {
+		return
+	}
 	// What has just ended may hold on to it for a moment.
 	for end := time.Now().Add(20 * time.Second); exec.Command("umount", d.at).Run() != nil; time.Sleep(20 * time.Millisecond) {
 		if time.Now().After(end) {
@@ -65,6 +68,12 @@ func (d *disk) detach() {
 	d.Helper()
 	d.unmount()
 	d.do("losetup", "-d", d.loop)
+	// It is freed once nothing looks at it any more.
+	for end := time.Now().Add(20 * time.Second); exec.Command("losetup", d.loop).Run() == nil; time.Sleep(20 * time.Millisecond) {
+		if time.Now().After(end) {
+			d.Fatalf("%s stays in use: %s", d.loop, d.do("losetup", "-a"))
+		}
+	}
 }
 
 // alter makes every block that is full of one letter full of another, and nobody
@@ -106,7 +115,10 @@ func (d *disk) comeBack(image string) {
 	d.Helper()
 	d.detach()
 	d.image = image
-	d.do("losetup", d.loop, image)
+	loop := d.loop
+	d.loop = ""
+	d.do("losetup", loop, image)
+	d.loop = loop
 	d.do("mount", d.loop, d.at)
 }
 

@@ -68,6 +68,10 @@ func oneInstant(b *box, name string, rounds int) {
 			return false
 		})
 	}
+	b.eventually("it has written its first number", func() bool {
+		info, err := os.Stat(filepath.Join(b.upperdir(name), "file"))
+		return err == nil && info.Size() == 8
+	})
 	grows("it counts")
 	for i := range rounds {
 		// An undo checkpoint is a checkpoint like the others.

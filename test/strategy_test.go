@@ -67,6 +67,7 @@ func TestStrategies(t *testing.T) {
 	type restored struct {
 		Strategy, Undo      string
 		Degraded, Recreated bool
+		Compensated         []effect
 		Attempts            []struct {
 			Strategy, Error, Next string
 			Try                   int
@@ -119,7 +120,13 @@ func TestStrategies(t *testing.T) {
 	// The processes cannot be restored: three times, then without. The undo checkpoint is the
 	// one that was taken before all that, with processes.
 	n = b.count("s")
+	log := filepath.Join(b.root, "log")
+	b.ok("effect", "add", "--label", "mail", "s", "--", "sh", "-c", "echo run >> "+log)
 	got, r := restore("restore.after-stage=error", "auto")
+	equal(b, "runs of the undo command", b.read(log), "run")
+	if len(got.Compensated) != 1 || got.Compensated[0].Label != "mail" || got.Compensated[0].Status != "compensated" {
+		t.Errorf("compensated: %+v", got.Compensated)
+	}
 	if got.Strategy != "files" || !got.Degraded || got.Recreated || len(got.Attempts) != 3 || got.Attempts[2].Next != "files" || got.Attempts[1].Try != 2 {
 		t.Errorf("%+v", got)
 	}

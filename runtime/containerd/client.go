@@ -83,6 +83,7 @@ func (c *client) unary(ctx context.Context, method string, req, reply any, cc *g
 		return err
 	}
 	cc.ResetConnectBackoff()
+	caller := ctx
 	if !lengthy(method) {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeout(ctx, callTimeout)
@@ -95,6 +96,13 @@ func (c *client) unary(ctx context.Context, method string, req, reply any, cc *g
 			return down
 		}
 		err = invoke(ctx, method, req, reply, cc, append(opts, grpc.WaitForReady(true))...)
+	}
+	if status.Code(err) == codes.DeadlineExceeded && caller.Err() == nil {
+		// It may have died between our look and the call, which then waited for
+		// another one.
+		if down := c.alive(); down != nil {
+			return down
+		}
 	}
 	return err
 }
