@@ -260,10 +260,14 @@ func (e *Engine) forget(ctx context.Context, row store.Checkpoint) error {
 	if err != nil && !errors.Is(err, ErrNotFound) {
 		return err
 	}
-	if sb.Head == row.ID && sb.ID != "" || now.Pinned || len(now.Tags) > 0 {
+	removed := false
+	if (sb.Head != row.ID || sb.ID == "") && len(now.Tags) == 0 {
+		removed, err = e.store.RemoveUnpinned(ctx, row.ID)
+	}
+	if err == nil && !removed {
 		return fmt.Errorf("%w: checkpoint %s has come into use meanwhile", ErrBusy, short(row.ID))
 	}
-	return e.store.RemoveCheckpoint(ctx, row.ID)
+	return err
 }
 
 // Usage tells where the space is.

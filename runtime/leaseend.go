@@ -318,17 +318,11 @@ func (e *Engine) freeCheckpoint(ctx context.Context, c store.Checkpoint, l Lease
 		return err
 	}
 	defer lock.Unlock()
-	c, err = e.store.Checkpoint(ctx, c.ID)
-	if errors.Is(err, ErrNotFound) {
-		return nil
-	}
-	if err != nil || c.Pinned {
-		return err
-	}
 	if err := failpoint.Hit("lease.end.before-checkpoint"); err != nil {
 		return err
 	}
-	return e.store.RemoveCheckpoint(ctx, c.ID)
+	_, err = e.store.RemoveUnpinned(ctx, c.ID)
+	return err
 }
 
 // keeperPath is the lock of the process that ends leases. To set its time has

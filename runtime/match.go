@@ -28,11 +28,13 @@ func (e *Engine) RemoveCheckpoints(ctx context.Context, filter CheckpointFilter)
 			out.Pinned = append(out.Pinned, c.ID)
 			continue
 		}
-		err := e.RemoveCheckpoint(ctx, c.ID)
+		removed, err := e.removeUnpinned(ctx, c)
 		if ctx.Err() != nil {
 			return out, errors.Join(append(failed, err)...)
 		}
 		switch {
+		case err == nil && !removed:
+			out.Pinned = append(out.Pinned, c.ID)
 		case err == nil:
 			out.Removed = append(out.Removed, c.ID)
 		case !errors.Is(err, ErrNotFound): // somebody else was faster
@@ -40,6 +42,20 @@ func (e *Engine) RemoveCheckpoints(ctx context.Context, filter CheckpointFilter)
 		}
 	}
 	return out, errors.Join(failed...)
+}
+
+func (e *Engine) removeUnpinned(ctx context.Context, c Checkpoint) (bool, error) {
+	lock, err := e.lock(ctx, c.Sandbox, "checkpoint rm", lockWait)
+	if err != nil {
+		return false, err
+	}
+	defer e.tidy(ctx)
+	defer lock.Unlock()
+	removed, err := e.store.RemoveUnpinned(ctx, c.ID)
+	if err == nil && !removed {
+		_, err = e.store.Checkpoint(ctx, c.ID) // or it is gone
+	}
+	return removed, err
 }
 
 // match resolves what RestoreOptions say of the checkpoint by its trigger and

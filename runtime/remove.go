@@ -98,7 +98,11 @@ func (e *Engine) finishRemove(ctx context.Context, host Host, id string, checkpo
 		if !checkpoints && (ck.Trigger != TriggerUndo || ck.Pinned || ck.Name != "" || len(ck.Tags) > 0) {
 			continue
 		}
-		if err := e.store.RemoveCheckpoint(ctx, ck.ID); err != nil {
+		remove := func() error { return e.store.RemoveCheckpoint(ctx, ck.ID) }
+		if !checkpoints {
+			remove = func() error { _, err := e.store.RemoveUnpinned(ctx, ck.ID); return err }
+		}
+		if err := remove(); err != nil {
 			return err
 		}
 	}

@@ -317,7 +317,8 @@ func (e *Engine) forgetUndos(ctx context.Context, r *restoration) error {
 		if r.data.NoUndo && row.ID != r.data.Undo {
 			continue // nothing has replaced it
 		}
-		err = errors.Join(err, e.store.RemoveCheckpoint(ctx, row.ID))
+		_, failed := e.store.RemoveUnpinned(ctx, row.ID)
+		err = errors.Join(err, failed)
 	}
 	if r.data.NoUndo {
 		r.undone = ""

@@ -25,24 +25,41 @@ const freshLock = time.Minute
 // pieces stay until they are reclaimed: who reads it meanwhile is not disturbed.
 // Idempotent, and after a crash Sweep, or another call, finishes it.
 func (s *Store) RemoveCheckpoint(ctx context.Context, id string) error {
+	_, err := s.remove(ctx, id, "")
+	return err
+}
+
+// RemoveUnpinned is RemoveCheckpoint for one that nobody has pinned by now, and
+// tells whether it was one: what the caller has read of it may be old.
+func (s *Store) RemoveUnpinned(ctx context.Context, id string) (bool, error) {
+	return s.remove(ctx, id, " AND (removing = 1 OR pinned = 0)")
+}
+
+func (s *Store) remove(ctx context.Context, id, and string) (removed bool, err error) {
 	if err := checkID("checkpoint", id); err != nil {
-		return err
+		return false, err
 	}
 	if err := failpoint.Hit("store.remove.before-mark"); err != nil {
-		return err
+		return false, err
 	}
 	// From here on it is not ready any more, so that nobody is offered a
 	// checkpoint whose files are on their way out.
-	err := s.release(ctx, "remove a checkpoint", func(tx *sql.Tx) error {
-		_, err := tx.ExecContext(ctx, "UPDATE checkpoints SET status = 'failed', error = 'its removal was interrupted', removing = 1 WHERE id = ?", id)
+	stays := false
+	err = s.release(ctx, "remove a checkpoint", func(tx *sql.Tx) error {
+		res, err := tx.ExecContext(ctx, "UPDATE checkpoints SET status = 'failed', error = 'its removal was interrupted', removing = 1 WHERE id = ?"+and, id)
+		if err != nil || and == "" {
+			return err
+		}
+		n, err := res.RowsAffected()
+		stays = n == 0
 		return err
 	})
-	if err != nil {
-		return err
+	if err != nil || stays {
+		return false, err
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoWait)
 	defer cancel()
-	return s.finishRemoval(ctx, id)
+	return true, s.finishRemoval(ctx, id)
 }
 
 // finishRemoval may run any number of times, in several processes at once.

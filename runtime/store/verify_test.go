@@ -294,11 +294,19 @@ func TestTags(t *testing.T) {
 	if c := must1(s.Checkpoint(ctx, list[0].ID)); !c.Pinned {
 		t.Error("not pinned")
 	}
+	if must1(s.RemoveUnpinned(ctx, list[0].ID)) || must1(s.Checkpoint(ctx, list[0].ID)).Status != Ready {
+		t.Error("a pinned checkpoint is removed")
+	}
 	must(t, s.Pin(ctx, list[0].ID, false))
 	if c := must1(s.Checkpoint(ctx, list[0].ID)); c.Pinned {
 		t.Error("still pinned")
 	}
-	wantErr(t, s.Pin(ctx, NewID(), true), fault.ErrNotFound)
+	if !must1(s.RemoveUnpinned(ctx, list[0].ID)) || must1(s.RemoveUnpinned(ctx, list[0].ID)) {
+		t.Error("a checkpoint that is not pinned is not removed, once")
+	}
+	_, err := s.Checkpoint(ctx, list[0].ID)
+	wantErr(t, err, fault.ErrNotFound)
+	wantErr(t, s.Pin(ctx, list[0].ID, true), fault.ErrNotFound)
 }
 
 // TestSurveyLongLines: an entry may be longer than a part of a list.
