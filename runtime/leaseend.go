@@ -198,14 +198,17 @@ func (e *Engine) freeLease(ctx context.Context, id string, wait bool) error {
 	if wait {
 		patience = -1
 	}
-	lock, err := e.store.Lock(ctx, lockLeases, "lease", patience)
-	if err != nil {
-		return err
+	once := func() error { // others end other leases between two tries
+		lock, err := e.store.Lock(ctx, lockLeases, "lease", patience)
+		if err != nil {
+			return err
+		}
+		defer lock.Unlock()
+		return e.freeMembers(ctx, id)
 	}
-	defer lock.Unlock()
 	deadline := time.Now().Add(releaseWait)
 	for {
-		err := e.freeMembers(ctx, id)
+		err := once()
 		if !wait || !errors.Is(err, ErrBusy) || time.Now().After(deadline) {
 			return err
 		}

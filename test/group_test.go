@@ -199,7 +199,9 @@ func TestGroupRun(t *testing.T) {
 	if got := b.ok("ps", "-a", "--format", "json", "--filter", "group=g"); got != "[]" {
 		t.Errorf("left: %s", got)
 	}
+	b.ok("lease", "create", "--name", "g", "--for", "1h")
 	b.fails(3, "group", "rm", "g")
+	b.ok("lease", "release", "g") // which that has left alone
 	// What is taken for the group goes with it, what was there stays.
 	if r := b.try(nil, "group", "run", "-n", "2", "--from", "c", "--", "true"); r.code != 0 || !strings.Contains(r.out, "2 passed, 0 failed") {
 		t.Error(r)

@@ -424,24 +424,25 @@ func Remove(ctx context.Context, svc runtime.Service, name string) error {
 		return err
 	}
 	var members []runtime.Sandbox
-	others := map[string]bool{} // leases that hold something else, too
+	ours := map[string]bool{}   // leases that hold members
+	others := map[string]bool{} // and those that hold something else, too
 	for _, sb := range all {
 		if sb.Group == name {
 			members = append(members, sb)
+			ours[sb.Lease] = true
 		} else if sb.Lease != "" {
 			others[sb.Lease] = true
 		}
 	}
+	if len(members) == 0 {
+		return fmt.Errorf("group %q: %w", name, runtime.ErrNotFound)
+	}
 	var errs []error
-	l, err := svc.Lease(ctx, name)
-	own := err == nil && l.Name == name && l.State != "ended" && !others[l.ID]
-	if own {
+	// Somebody else's lease may have the group's name.
+	if l, err := svc.Lease(ctx, name); err == nil && l.Name == name && l.State != "ended" && ours[l.ID] && !others[l.ID] {
 		if _, err := svc.ReleaseLease(ctx, l.ID); err != nil && !errors.Is(err, runtime.ErrState) {
 			errs = append(errs, err)
 		}
-	}
-	if len(members) == 0 && !own {
-		return fmt.Errorf("group %q: %w", name, runtime.ErrNotFound)
 	}
 	for _, sb := range members {
 		if err := ctx.Err(); err != nil {
