@@ -87,6 +87,12 @@ func TestServiceTCP(t *testing.T) {
 	if out, err := py.CombinedOutput(); err != nil || string(out) != "300000 oci\n" {
 		t.Errorf("%v: %s", err, out)
 	}
+	if out, code := far(env, "group", "run", "-n", "2", "--name", "g", "--keep-for", "1h", "--image", "busybox", "--", "true"); code != 0 || !strings.Contains(out, "2 passed, 0 failed") {
+		t.Errorf("%d: %s", code, out)
+	}
+	if out, code := far(env, "group", "rm", "g"); code != 0 {
+		t.Errorf("%d: %s", code, out)
+	}
 	for _, args := range [][]string{{"--listen", host}, {"--tls-cert", cert}, {"--listen", host, "--tls-cert", cert, "--tls-key", key}, {"--listen", "tcp://:1", "--tls-cert", cert, "--tls-key", key, "--tls-client-ca", cert}, {"--listen", "http://x"}} {
 		b.fails(2, append([]string{"serve"}, args...)...)
 	}

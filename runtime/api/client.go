@@ -58,6 +58,10 @@ func (c *Client) Close() error {
 	return nil
 }
 
+// Remote tells whether the service may be another host's, which sees no process of
+// this one.
+func (c *Client) Remote() bool { return strings.HasPrefix(c.where, "tcp://") }
+
 // keyOf is the context's key of WithKey.
 type keyOf struct{}
 

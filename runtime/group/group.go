@@ -178,10 +178,19 @@ func Run(ctx context.Context, svc runtime.Service, opts Options) (Report, error)
 		opts.Log = slog.Default()
 	}
 	g := &run{Options: opts, svc: svc, results: make([]Result, opts.Count)}
+	terms := runtime.LeaseTerms{Owner: runtime.OwnerPid}
+	if r, ok := svc.(interface{ Remote() bool }); ok && r.Remote() { // it cannot see our process
+		terms = runtime.LeaseTerms{Owner: runtime.OwnerHeartbeat, Interval: beatInterval}
+	}
 	var err error
-	g.lease, err = svc.CreateLease(ctx, runtime.LeaseRequest{Name: opts.Name, LeaseTerms: runtime.LeaseTerms{Owner: runtime.OwnerPid}})
+	g.lease, err = svc.CreateLease(ctx, runtime.LeaseRequest{Name: opts.Name, LeaseTerms: terms})
 	if err != nil {
 		return Report{}, err
+	}
+	ctx, stop := context.WithCancelCause(ctx)
+	defer stop(nil)
+	if terms.Owner == runtime.OwnerHeartbeat {
+		go g.renew(ctx, stop)
 	}
 	for i := range g.results {
 		g.results[i] = Result{Member: i + 1, Name: fmt.Sprintf("%s-%d", g.Name, i+1), Phase: PhaseMake, Outcome: Cancelled}
@@ -196,6 +205,31 @@ func Run(ctx context.Context, svc runtime.Service, opts Options) (Report, error)
 		}
 	}
 	return g.report(ctx, kept)
+}
+
+// beatInterval is how long a lease stays whose owner, on another host, is silent.
+const beatInterval = time.Minute
+
+// renew tells that we are alive, until ctx ends or the lease has.
+func (g *run) renew(ctx context.Context, stop context.CancelCauseFunc) {
+	id := g.lease.ID
+	tick := time.NewTicker(beatInterval / 6)
+	defer tick.Stop()
+	for {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return
+		}
+		_, err := g.svc.RenewLease(ctx, id, 0)
+		if errors.Is(err, runtime.ErrState) || errors.Is(err, runtime.ErrNotFound) {
+			stop(err)
+			return
+		}
+		if err != nil && ctx.Err() == nil {
+			g.Log.Warn("the lease of the group is not renewed", "group", g.Name, "err", err)
+		}
+	}
 }
 
 // perform does the work, and cleans up after those that are not kept. It tells
