@@ -115,7 +115,35 @@ func (u *unit) down() {
 func TestServiceRestart(t *testing.T) {
 	t.Parallel()
 	u := memoryBox(t).activate(0)
-	u.up()
+	if r := u.try([]string{"AGENTBOX_HOST=none"}, "lease", "create", "--name", "l", "--for", "1h"); r.code != 0 {
+		t.Fatal(r)
+	}
+	u.awaitKeeper(true)
+	if err := syscall.Kill(u.keeper(), syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	u.awaitKeeper(false)
+	u.up() // and with it another keeper, which must not keep its socket open
+	u.awaitKeeper(true)
+	raw, err := u.listen.SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var socket string
+	if err := raw.Control(func(fd uintptr) { socket, err = os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd)) }); err != nil || socket == "" {
+		t.Fatalf("%q, %v", socket, err)
+	}
+	keeps := fmt.Sprintf("/proc/%d/fd", u.keeper())
+	entries, err := os.ReadDir(keeps)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range entries {
+		if to, _ := os.Readlink(filepath.Join(keeps, e.Name())); to == socket {
+			t.Error("the keeper has the socket of the service")
+		}
+	}
+	u.ok("lease", "release", "l")
 	u.told("WATCHDOG=1")
 	u.told("WATCHDOG=1")
 	u.start("c", "--network", "none", "busybox", "sh", "-c", counter)

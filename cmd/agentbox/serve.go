@@ -11,6 +11,7 @@ import (
 	"os"
 	"path"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -62,6 +63,7 @@ Started by systemd it takes its socket from there, and tells when it is ready.`,
 		Args:        args(0, 0),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			a.globals.by = "service"
+			ownPassed()
 			g, err := a.globals.resolve()
 			if err != nil {
 				return err
@@ -240,6 +242,16 @@ func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.S
 		return nil // that is how it ends
 	}
 	return err
+}
+
+// ownPassed keeps the sockets that systemd passes from what we start: a keeper that
+// had one would have connections wait for it for good.
+func ownPassed() {
+	pid, _ := strconv.Atoi(os.Getenv("LISTEN_PID"))
+	n, _ := strconv.Atoi(os.Getenv("LISTEN_FDS"))
+	for fd := 3; pid == os.Getpid() && fd < 3+min(n, 16); fd++ {
+		syscall.CloseOnExec(fd)
+	}
 }
 
 // listener is the socket that systemd has made, or one of our own.
