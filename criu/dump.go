@@ -40,6 +40,9 @@ type DumpOptions struct {
 type DumpResult struct {
 	Processes []Process
 	Took      time.Duration
+	// Interrupted is why threads of the container, which lives on, may see
+	// EINTR from calls that nothing but the dump has interrupted.
+	Interrupted error
 }
 
 // DumpError is a dump that CRIU refused or that failed. The container is as
@@ -124,6 +127,10 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 	}
 	start := time.Now()
 	said, err := runDump(rt, opts, extra)
+	if err != nil || opts.LeaveRunning {
+		// One that failed has stopped the threads all the same.
+		res.Interrupted = rt.continueWaits(ctx, members)
+	}
 	res.Took = time.Since(start)
 	if err != nil {
 		return res, explainDump(rt, log, said, err)

@@ -435,7 +435,7 @@ func (e *Engine) capture(ctx context.Context, k *making, draft *store.Draft) err
 		return e.collect(ctx, k, draft, overlay.CollectOptions{Skip: print.skip, Fixed: print.known})
 	})
 	group.Go(func() (err error) {
-		k.parts.Processes, err = dump(ctx, k, draft)
+		k.parts.Processes, err = e.dump(ctx, k, draft)
 		if err == nil {
 			err = k.checkFresh(draft.CRIUDir())
 		}
@@ -448,7 +448,7 @@ func (e *Engine) capture(ctx context.Context, k *making, draft *store.Draft) err
 }
 
 // dump has CRIU write the processes' images.
-func dump(ctx context.Context, k *making, draft *store.Draft) (*store.Processes, error) {
+func (e *Engine) dump(ctx context.Context, k *making, draft *store.Draft) (*store.Processes, error) {
 	opts := criu.DumpOptions{
 		ImageDir: draft.CRIUDir(), WorkDir: filepath.Join(draft.Dir(), workDir), LeaveRunning: true,
 		Options: criu.Options{TCP: k.opts.TCP, EmptyNetwork: k.c.EmptyNetwork}, Hold: k.sb.lock.File(),
@@ -457,6 +457,9 @@ func dump(ctx context.Context, k *making, draft *store.Draft) (*store.Processes,
 		opts.Timeout = time.Until(deadline)
 	}
 	res, err := criu.Dump(ctx, k.c.Runtime, opts)
+	if res.Interrupted != nil && !errors.Is(res.Interrupted, ErrNotFound) {
+		e.log.Warn("system calls that waited may return EINTR", "sandbox", k.sb.ID, "err", res.Interrupted)
+	}
 	if err != nil {
 		return nil, err
 	}

@@ -345,6 +345,9 @@ func (e *Engine) resume(ctx context.Context, r *restoration) error {
 		if r.data.Fork {
 			was, manifest.TCP = Paused, TCPClose // the address is another
 		}
+		if err := criu.ContinueWaits(r.images); err != nil {
+			return err
+		}
 		if err := hand(r.spec.IDs, r.images); err != nil {
 			return err
 		}

@@ -1,0 +1,211 @@
+package freezer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	goruntime "runtime"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// trapLimit is how long Trap waits for a thread to stop.
+const trapLimit = time.Second
+
+// Trap calls fn for each of some threads of the frozen container, with it in a
+// stop of ptrace, where its registers can be read and set. Nothing of the
+// container's runs meanwhile, and it is frozen when Trap returns; on error it
+// may be thawed. Threads that have ended are left out. Should the caller die,
+// the kernel lets go of them.
+func (c Container) Trap(ctx context.Context, threads []int, fn func(tid int) error) error {
+	if is, err := c.Frozen(); err != nil || !is {
+		return errors.Join(err, fmt.Errorf("container %s is not frozen", c.ID))
+	}
+	var err error
+	onThread(func() {
+		if c.v2 { // stops in the freezer
+			err = errors.Join(c.trap(threads, fn), c.refreeze(ctx))
+			return
+		}
+		// v1 wakes nothing that is frozen, so it has to be thawed, and all that
+		// would run then be stopped before.
+		var all []int
+		if all, err = c.allThreads(); err == nil {
+			err = c.trapV1(ctx, all, threads, fn)
+		}
+	})
+	if err != nil {
+		return fmt.Errorf("container %s: %w", c.ID, err)
+	}
+	return nil
+}
+
+// onThread runs fn on a thread of its own, which ends with it: the kernel then
+// lets go of what it still traces.
+func onThread(fn func()) {
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		goruntime.LockOSThread()
+		if unix.Gettid() == unix.Getpid() { // which would not end
+			onThread(fn)
+			goruntime.UnlockOSThread()
+			return
+		}
+		fn()
+	}()
+	<-done
+}
+
+func (c Container) refreeze(ctx context.Context) error {
+	ctx, cancel := context.WithTimeoutCause(context.WithoutCancel(ctx), limit, errLimit)
+	defer cancel()
+	if c.v2 {
+		return c.freezeV2(ctx)
+	}
+	return c.freezeV1(ctx)
+}
+
+// trap stops threads one after the other.
+func (c Container) trap(threads []int, fn func(tid int) error) error {
+	for _, tid := range threads {
+		held, err := seize(tid)
+		if err != nil {
+			return err
+		}
+		if !held {
+			continue
+		}
+		if held, err = stops(tid); err != nil {
+			return err
+		}
+		if !held {
+			continue
+		}
+		if err := errors.Join(fn(tid), unix.PtraceDetach(tid)); err != nil && !gone(tid) {
+			return fmt.Errorf("thread %d: %w", tid, err)
+		}
+	}
+	return nil
+}
+
+// trapV1 stops all threads and calls fn for those wanted.
+func (c Container) trapV1(ctx context.Context, all, wanted []int, fn func(tid int) error) (err error) {
+	var held []int
+	for _, tid := range all {
+		ok, err := seize(tid)
+		if err != nil {
+			return err // the rest is still frozen, and goes with this thread
+		}
+		if ok {
+			held = append(held, tid)
+		}
+	}
+	if err := c.set(false); err != nil {
+		return err
+	}
+	stopped := map[int]bool{}
+	for _, tid := range held {
+		var ok bool
+		if ok, err = stops(tid); err != nil {
+			break
+		}
+		stopped[tid] = ok
+	}
+	for _, tid := range wanted {
+		if err == nil && stopped[tid] {
+			if e := fn(tid); e != nil && !gone(tid) {
+				err = fmt.Errorf("thread %d: %w", tid, e)
+			}
+		}
+	}
+	// Before anything is let go: it goes from one into the other.
+	err = errors.Join(err, c.set(true))
+	for tid, is := range stopped {
+		if is {
+			if e := unix.PtraceDetach(tid); e != nil && !gone(tid) {
+				err = errors.Join(err, fmt.Errorf("thread %d: %w", tid, e))
+			}
+		}
+	}
+	return errors.Join(err, c.refreeze(ctx))
+}
+
+// allThreads lists those of the container's cgroup of v1 and of cgroups in it.
+func (c Container) allThreads() (all []int, err error) {
+	err = filepath.WalkDir(c.dir, func(path string, d fs.DirEntry, err error) error {
+		if err != nil || d.Name() != "tasks" {
+			return err
+		}
+		data, err := os.ReadFile(path)
+		for _, f := range strings.Fields(string(data)) {
+			if tid, e := strconv.Atoi(f); e == nil && tid > 0 {
+				all = append(all, tid)
+			}
+		}
+		return err
+	})
+	return all, err
+}
+
+// seize makes this thread the tracer of another and has that stop. One that
+// has ended is false.
+func seize(tid int) (bool, error) {
+	if gone(tid) {
+		return false, nil
+	}
+	err := unix.PtraceSeize(tid)
+	if err == nil {
+		err = unix.PtraceInterrupt(tid)
+	}
+	switch {
+	case err == nil:
+		return true, nil
+	case gone(tid):
+		return false, nil
+	}
+	return false, fmt.Errorf("trace thread %d: %w", tid, err)
+}
+
+func gone(tid int) bool {
+	state, _, ok := process(tid)
+	return !ok || state == "Z" || state == "X"
+}
+
+// stops waits until a seized thread has stopped; one that ends is false.
+func stops(tid int) (bool, error) {
+	begun := time.Now()
+	for try := 0; ; try++ {
+		var status unix.WaitStatus
+		pid, err := unix.Wait4(tid, &status, unix.WALL|unix.WNOHANG, nil)
+		switch {
+		case err == unix.EINTR:
+			continue
+		case err == unix.ECHILD && gone(tid), err == nil && pid == tid && !status.Stopped():
+			return false, nil
+		case err != nil:
+			return false, fmt.Errorf("wait for thread %d: %w", tid, err)
+		case pid == tid && int(status)>>16 == unix.PTRACE_EVENT_STOP:
+			return true, nil
+		case pid == tid: // a signal comes first, and is to be had
+			if err := unix.PtraceCont(tid, int(status.StopSignal())); err != nil && !gone(tid) {
+				return false, fmt.Errorf("thread %d: %w", tid, err)
+			}
+			continue
+		}
+		switch { // it needs microseconds, and a processor
+		case try < 100:
+			_, _, _ = unix.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0)
+		case time.Since(begun) > trapLimit:
+			return false, fmt.Errorf("thread %d does not stop", tid)
+		default:
+			time.Sleep(100 * time.Microsecond)
+		}
+	}
+}
