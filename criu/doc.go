@@ -9,6 +9,7 @@
 // in a CRIU configuration file, which the bundle's annotation org.criu.config
 // names, or else the environment; all of them are in options.go. A restore is done by the OCI runtime
 // wrapper, cmd/agentbox-runtime, which finds it staged by package criu/stage.
+// Neither is to be seen by the calls that processes wait in: see waits.go.
 //
 // The package knows paths, pids and container ids, nothing of sandboxes.
 package criu

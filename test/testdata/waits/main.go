@@ -244,6 +244,9 @@ func main() {
 	fmt.Println("all have returned")
 	close(end)
 	ended.Wait()
+	for {
+		time.Sleep(time.Hour)
+	}
 }
 
 func one(name, who string) {

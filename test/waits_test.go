@@ -1,0 +1,87 @@
+package test
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+)
+
+// A checkpoint interrupts what processes wait in. They do not see it, neither
+// those that go on nor those that are restored or forked: no sleep ends early,
+// and none with EINTR but that which a signal's handler interrupts.
+func TestWaits(t *testing.T) {
+	t.Parallel()
+	const limit = 8 * time.Second
+	b := newBox(t)
+	b.ok("image", "import", "waits", programRoot(b.T, "waits"))
+	calls := []string{
+		"nanosleep", "nanosleep-no-rest", "clock_nanosleep", "clock_nanosleep-until", "select", "poll", "poll-fed",
+		"futex-until", "read-fed", "signal",
+	}
+	b.start("waits", append([]string{"--network", "none", "waits", "/waits", strconv.Itoa(int(limit / time.Second))}, calls...)...)
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("the log:\n%s", b.ok("logs", "waits"))
+		}
+	})
+	says := func(name, line string, times int) {
+		b.Helper()
+		b.eventually(fmt.Sprintf("%s says %q", name, line), func() bool { return strings.Count(b.ok("logs", name), line) == times })
+	}
+	// returned checks what the calls have returned of late.
+	returned := func(name string, others map[string]string) {
+		b.Helper()
+		log := b.ok("logs", name)
+		for _, call := range calls {
+			for _, who := range []string{"first", "other"} {
+				line, found := last(log, call+" "+who+" ")
+				result, ms, _ := strings.Cut(line, " ")
+				n, err := strconv.Atoi(ms)
+				if !found || err != nil {
+					b.Errorf("%s: %s of the %s thread: %q", name, call, who, line)
+					continue
+				}
+				want, early := "0", false
+				switch {
+				case others[call+" "+who] != "":
+					want, early = others[call+" "+who], true
+				case call == "signal":
+					want = "EINTR"
+				case call == "futex-until":
+					want = "ETIMEDOUT"
+				case strings.HasSuffix(call, "-fed"):
+					want = "1"
+				}
+				if took := time.Duration(n) * time.Millisecond; result != want || took < limit-limit/100 && !early {
+					b.Errorf("%s: %s of the %s thread returned %s after %v, want %s", name, call, who, result, took, want)
+				}
+			}
+		}
+	}
+	says("waits", "all have begun", 1)
+	one := b.checkpoint("waits")
+	says("waits", "all have returned", 1)
+	// Of the first thread of a process CRIU leaves nothing to go on by.
+	returned("waits", map[string]string{"poll first": "EINTR"})
+
+	b.ok("restore", "waits", one)
+	b.own("forked")
+	b.ok("fork", "--name", "forked", "waits@"+one)
+	says("waits", "all have returned", 2)
+	says("forked", "all have returned", 1)
+	for _, name := range []string{"waits", "forked"} {
+		returned(name, map[string]string{"poll first": "EINTR", "poll other": "EINTR"})
+	}
+}
+
+// last returns what the last line that begins with prefix goes on with.
+func last(text, prefix string) (line string, found bool) {
+	i := strings.LastIndex("\n"+text, "\n"+prefix)
+	if i < 0 {
+		return "", false
+	}
+	line, _, _ = strings.Cut(text[i+len(prefix):], "\n")
+	return line, true
+}
