@@ -3,6 +3,7 @@
 GO      ?= go
 PREFIX  ?= /usr/local
 DESTDIR ?=
+OUT     ?= bin
 VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
 # Not :=, as the version is git's to tell, which `deps` may have to install first.
 LDFLAGS = -s -w -X main.version=$(VERSION)
@@ -15,13 +16,13 @@ export GOFLAGS += -buildvcs=false
 # A shell that was open before Go was installed does not have it on its PATH.
 export PATH := $(PATH):/usr/local/go/bin:/usr/local/sbin:/usr/sbin:/sbin
 
-.PHONY: all build install deps test-deps demo test test-long test-vm lint bench man clean
+.PHONY: all build install deps test-deps demo test test-long test-vm test-fresh test-deb lint vulncheck bench man deb clean
 
 all: build
 
 build:
-	$(GO) build $(TRIM) -ldflags '$(LDFLAGS)' -o bin/agentbox ./cmd/agentbox
-	$(GO) build $(TRIM) -ldflags '$(LDFLAGS)' -o bin/agentbox-runtime ./cmd/agentbox-runtime
+	$(GO) build $(TRIM) -ldflags '$(LDFLAGS)' -o $(OUT)/agentbox ./cmd/agentbox
+	$(GO) build $(TRIM) -ldflags '$(LDFLAGS)' -o $(OUT)/agentbox-runtime ./cmd/agentbox-runtime
 
 install: build man
 	install -D -m 0755 bin/agentbox $(DESTDIR)$(PREFIX)/bin/agentbox
@@ -31,6 +32,7 @@ install: build man
 
 man: build
 	bin/agentbox man bin/man
+	cp dist/man/*.1 bin/man/
 
 deps:
 	scripts/install-deps.sh
@@ -67,6 +69,24 @@ lint: test-deps
 	test -z "$$(gofmt -l .)"
 	$(GO) vet -tags failpoint ./...
 	$(GO) run honnef.co/go/tools/cmd/staticcheck@v0.8.2 -tags failpoint ./...
+
+# Of what is really called. It needs the database of the Go project, and says so when that is out of reach.
+vulncheck: deps
+	scripts/vulncheck.sh
+
+# bin/deb/*.deb; ARCHES='amd64 arm64' for both.
+deb:
+	scripts/install-deps.sh --package
+	scripts/deb.sh $(ARCHES)
+
+# The README's commands in a Debian 12 and a Debian 13 that have nothing yet; see docs/testing.md.
+#   make test-fresh FRESHFLAGS="--suite trixie --command 'make demo'"
+test-fresh: deps
+	scripts/fresh.sh $(FRESHFLAGS)
+
+# The package, installed, upgraded, removed and purged there.
+test-deb: deb
+	scripts/test-deb.sh $(DEBFLAGS)
 
 bench: build
 	scripts/install-deps.sh --bench

@@ -6,6 +6,7 @@ toolchain go1.26.8
 
 require (
 	filippo.io/age v1.3.2
+	github.com/CycloneDX/cyclonedx-go v0.12.0
 	github.com/PlakarKorp/go-cdc-chunkers v1.1.0
 	github.com/aymanbagabas/go-udiff v0.4.1
 	github.com/checkpoint-restore/go-criu/v7 v7.2.0
@@ -27,6 +28,7 @@ require (
 	github.com/google/go-cmp v0.7.0
 	github.com/google/go-containerregistry v0.22.1
 	github.com/google/jsonschema-go v0.4.3
+	github.com/google/licensecheck v0.3.1
 	github.com/google/nftables v0.3.0
 	github.com/hanwen/go-fuse/v2 v2.12.1
 	github.com/klauspost/compress v1.20.3

@@ -5,10 +5,11 @@ set -euo pipefail
 
 usage() {
 	cat <<-'TEXT'
-		usage: install-deps.sh [--check] [--test] [--bench]
+		usage: install-deps.sh [--check] [--test] [--bench] [--package]
 
 		  --check   say what is missing and how to get it; change nothing (exit 1 if anything is missing)
 		  --test    also what the tests run: Docker with compose, containerd, Podman, a registry, skopeo and umoci
+		  --package also what makes and judges the Debian package: lintian
 		  --bench   also what the benchmarks compare with: all of that, crun and restic
 		  --help    this text
 	TEXT
@@ -30,6 +31,7 @@ ENGINES=(dockerd:docker.io docker:docker-cli containerd:containerd docker-compos
 # A registry, and judges of images.
 IMAGES=(docker-registry:docker-registry skopeo:skopeo umoci:umoci)
 BENCH=(crun:crun restic:restic)
+PACKAGE=(lintian:lintian)
 
 # To build CRIU, when the distribution's does not work here.
 CRIU_BUILD=(
@@ -350,6 +352,7 @@ main() {
 		--check) mode=check ;;
 		--test) NEEDED+=("${ENGINES[@]}" "${IMAGES[@]}") ;;
 		--bench) NEEDED+=("${ENGINES[@]}" "${IMAGES[@]}" "${BENCH[@]}") ;;
+		--package) NEEDED+=("${PACKAGE[@]}") ;;
 		--help | -h) usage && exit ;;
 		*) printf 'install-deps.sh: unknown option: %s\n' "$1" >&2 && usage >&2 && exit 2 ;;
 		esac
