@@ -81,11 +81,13 @@ deb:
 
 # The README's commands in a Debian 12 and a Debian 13 that have nothing yet; see docs/testing.md.
 #   make test-fresh FRESHFLAGS="--suite trixie --command 'make demo'"
-test-fresh: deps
+test-fresh:
+	scripts/install-deps.sh --fresh
 	scripts/fresh.sh $(FRESHFLAGS)
 
-# The package, installed, upgraded, removed and purged there.
-test-deb: deb
+# The package: the same bytes from another directory; installed there, upgraded, removed and purged.
+test-deb:
+	scripts/install-deps.sh --package --fresh
 	scripts/test-deb.sh $(DEBFLAGS)
 
 bench: build

@@ -5,12 +5,13 @@ set -euo pipefail
 
 usage() {
 	cat <<-'TEXT'
-		usage: install-deps.sh [--check] [--test] [--bench] [--package]
+		usage: install-deps.sh [--check] [--test] [--bench] [--package] [--fresh]
 
 		  --check   say what is missing and how to get it; change nothing (exit 1 if anything is missing)
 		  --test    also what the tests run: Docker with compose, containerd, Podman, a registry, skopeo and umoci
 		  --package also what makes and judges the Debian package: lintian
 		  --bench   also what the benchmarks compare with: all of that, crun and restic
+		  --fresh   also what the tests in a fresh Debian enter it by: slirp4netns
 		  --help    this text
 	TEXT
 }
@@ -32,6 +33,7 @@ ENGINES=(dockerd:docker.io docker:docker-cli containerd:containerd docker-compos
 IMAGES=(docker-registry:docker-registry skopeo:skopeo umoci:umoci)
 BENCH=(crun:crun restic:restic)
 PACKAGE=(lintian:lintian)
+FRESH=(slirp4netns:slirp4netns)
 
 # To build CRIU, when the distribution's does not work here.
 CRIU_BUILD=(
@@ -353,6 +355,7 @@ main() {
 		--test) NEEDED+=("${ENGINES[@]}" "${IMAGES[@]}") ;;
 		--bench) NEEDED+=("${ENGINES[@]}" "${IMAGES[@]}" "${BENCH[@]}") ;;
 		--package) NEEDED+=("${PACKAGE[@]}") ;;
+		--fresh) NEEDED+=("${FRESH[@]}") ;;
 		--help | -h) usage && exit ;;
 		*) printf 'install-deps.sh: unknown option: %s\n' "$1" >&2 && usage >&2 && exit 2 ;;
 		esac

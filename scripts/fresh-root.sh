@@ -1,0 +1,309 @@
+#!/usr/bin/env bash
+# Runs commands in a minimal Debian that has nothing of ours and nothing of this host: a root of its own, made by
+# mmdebstrap (and make), in mount, pid, network, cgroup, uts and ipc namespaces of its own. Of the host it has the
+# kernel, /dev, and the way to the network: Debian's mirror, proxies, certificates, Go's proxy settings.
+# It ends at the first command that fails, with 1. What the commands started is gone when this script is, however it ends.
+#
+# usage: fresh-root.sh [OPTION...] SUITE COMMAND...
+#   --tree              the tree, as git has it (HEAD), at /root/agentbox, where commands are run then
+#   --file FILE:PATH    a file of the host at PATH; as often as you like
+#   --mirror URL        Debian's mirror (default: this host's)
+#   --report FILE       add a line of a table per command: suite, command, result, minutes, megabytes on the disk
+#   AGENTBOX_CACHE      where roots are made and kept (default /var/cache/agentbox)
+set -euo pipefail
+
+need_mb=8000 # for all that the README's commands make
+
+die() {
+	echo "fresh-root.sh: $*" >&2
+	exit 1
+}
+
+# ---- clearing up: a process of its own, that waits until the script has ended ------------------------------------
+
+# hierarchies lists where the host has cgroups mounted.
+hierarchies() { awk '{ for (i = 7; $i != "-"; i++); if ($(i+1) ~ /^cgroup2?$/) print $5 }' /proc/self/mountinfo; }
+
+clear_up() { # DIR CGROUP
+	local mount pid tries=0 left
+	cat >/dev/null # ends when nobody can write any more
+	while ((tries++ < 300)); do
+		left=''
+		for mount in $(hierarchies); do
+			[[ -d $mount/$2 ]] || continue
+			for pid in $(find "$mount/$2" -name cgroup.procs -exec cat {} + 2>/dev/null | sort -u); do
+				left+=" $pid"
+				kill -KILL "$pid" 2>/dev/null || true
+			done
+		done
+		[[ -n $left ]] || break
+		sleep 0.1
+	done
+	for mount in $(hierarchies); do
+		[[ ! -d $mount/$2 ]] || find "$mount/$2" -depth -type d -exec rmdir {} + || true
+	done
+	rm -rf --one-file-system -- "$1"
+}
+
+# ---- inside: what makes the namespaces a machine -------------------------------------------------------------------
+
+inside() { # ROOT COMMAND...
+	local root=$1 mount kind options
+	shift
+	mount --make-rprivate /
+	mount --bind "$root" "$root"
+	mount --make-private "$root"
+	mount -t proc proc "$root/proc"
+	mount -t sysfs sysfs "$root/sys"
+	mount --bind /dev "$root/dev"
+	mount -t devpts -o newinstance,ptmxmode=0666,mode=0620,gid=5 devpts "$root/dev/pts"
+	[[ -L /dev/ptmx ]] || mount --bind "$root/dev/pts/ptmx" "$root/dev/ptmx"
+	mount -t tmpfs -o nosuid,nodev shm "$root/dev/shm"
+	mount -t tmpfs -o mode=0755,nosuid,nodev run "$root/run"
+	mkdir -p "$root/run/lock"
+	if [[ -d /lib/modules ]]; then # the kernel's
+		mkdir -p "$root/lib/modules"
+		mount --bind -o ro /lib/modules "$root/lib/modules"
+	fi
+	# Cgroups as on the host, from the run's own one on.
+	while read -r mount kind options; do
+		if [[ $mount == /sys/fs/cgroup ]]; then
+			mount -t "$kind" -o "$options" "$kind" "$root$mount"
+		else
+			mkdir -p "$root$mount"
+			mount -t "$kind" -o "$options" "$kind" "$root$mount"
+		fi
+		if [[ $kind == cgroup2 && $mount == /sys/fs/cgroup ]]; then # else no controller could be turned on below
+			mkdir "$root$mount/init"
+			echo 0 >"$root$mount/init/cgroup.procs"
+		fi
+	done < <(awk '{ for (i = 7; $i != "-"; i++); if ($5 == "/sys/fs/cgroup" || $(i+1) ~ /^cgroup2?$/) print $5, $(i+1), $(i+3) }' /proc/self/mountinfo |
+		sed 's/\(^\|[ ,]\)rw,\?/\1/; s/,seclabel//; s/ $/ rw/')
+	find /sys/fs/cgroup -maxdepth 1 -type l -exec cp -P {} "$root/sys/fs/cgroup/" \;
+	ip link set lo up
+	hostname fresh
+	read -r _ <"$root/ready" # the network is there
+	rm "$root/ready"
+	cd "$root"
+	mkdir -p mnt
+	pivot_root . mnt
+	umount -l /mnt
+	mount --make-rshared / # as systemd has it
+	# shellcheck disable=SC2016 # for the shell in the root
+	exec chroot . /usr/bin/env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root USER=root LOGNAME=root \
+		TERM=dumb LANG=C.UTF-8 "${pass[@]}" /bin/bash -c '
+		cd /root/agentbox 2>/dev/null || cd /root
+		disk() { du -smx / 2>/dev/null | cut -f1; }
+		had=$(disk)
+		for command; do
+			printf "\n==> %s\n" "$command"
+			start=$SECONDS status=0
+			bash -c "$command" 3>&- </dev/null || status=$?
+			has=$(disk) took=$((SECONDS - start))
+			((status)) && result="failed ($status)" || result=ok
+			printf "| %s | %d.%d | %+d |\n" "$result" $((took / 60)) $((took % 60 / 6)) $((has - had)) >&3
+			printf "==> %s: %s, %d s, %+d MB\n" "$command" "$result" $took $((has - had))
+			had=$has
+			((status == 0)) || exit 1
+		done
+	' fresh "$@"
+}
+
+# ---- the root --------------------------------------------------------------------------------------------------------
+
+# The apt settings that lead to the mirror.
+apt_settings() {
+	apt-config dump 2>/dev/null | grep -E '^Acquire::((https?|ftp)::Proxy|Check-Valid-Until|Check-Date|Retries)' || true
+}
+
+debian_mirror() {
+	# shellcheck disable=SC2016 # the placeholder is apt's
+	apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Origin: Debian' 'Label: Debian' 'Component: main' 2>/dev/null |
+		head -n 1 | grep . || echo http://deb.debian.org/debian
+}
+
+# root_tar SUITE: a root as a tar file, made once.
+root_tar() {
+	local out options=() line
+	while read -r line; do
+		[[ -z $line ]] || options+=(--aptopt="$line")
+	done < <(apt_settings)
+	out=$cache/fresh/$1-$(printf '%s\n' "$mirror" "${options[@]}" | cksum | cut -d' ' -f1).tar
+	if [[ ! -s $out ]]; then
+		echo "making a minimal $1 (a minute)" >&2
+		rm -f "$cache"/fresh/tmp.*
+		mmdebstrap --variant=minbase --include=make --format=tar "${options[@]}" "$1" "$cache/fresh/tmp.tar" "$mirror" >"$cache/fresh/tmp.log" 2>&1 || {
+			tail -n 30 "$cache/fresh/tmp.log" >&2
+			die "mmdebstrap failed; is $mirror reachable?"
+		}
+		mv "$cache/fresh/tmp.tar" "$out"
+		rm -f "$cache/fresh/tmp.log"
+	fi
+	echo "$out"
+}
+
+# Authorities that this host trusts and Debian does not, such as that of a proxy: the package takes them when it comes.
+own_authorities() { # DIR
+	local bundle=${SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}
+	[[ -s $bundle ]] || return 0
+	mkdir -p "$1"
+	awk -v dir="$1" '
+		FNR == 1 { part++ }
+		/BEGIN CERTIFICATE/ { body = ""; in_one = 1 }
+		in_one { body = body $0 "\n" }
+		/END CERTIFICATE/ {
+			in_one = 0
+			if (FILENAME != ARGV[ARGC-1]) known[body] = 1
+			else if (!(body in known)) { f = dir "/host-" ++n ".crt"; printf "%s", body > f; close(f) }
+		}' /usr/share/ca-certificates/*/*.crt "$bundle"
+}
+
+# environment fills pass with how this host gets to the network. A proxy on its loopback is at the gateway.
+environment() {
+	local name
+	for name in http_proxy https_proxy ftp_proxy all_proxy no_proxy HTTP_PROXY HTTPS_PROXY FTP_PROXY ALL_PROXY NO_PROXY \
+		GOPROXY GOSUMDB GONOSUMDB GONOPROXY GOPRIVATE GOINSECURE; do
+		local value=${!name:-}
+		if [[ -z $value && $name == GO* ]]; then
+			value=$(cd / && go env "$name" 2>/dev/null) || true
+		fi
+		[[ -z $value ]] || pass+=("$name=$(sed -E 's#(://([^@/]*@)?)(127\.0\.0\.1|localhost|\[::1\])#\110.0.2.2#g' <<<"$value")")
+	done
+}
+
+# ---- main ------------------------------------------------------------------------------------------------------------
+
+pass=()
+if [[ ${1:-} == --clear-up ]]; then
+	trap '' HUP INT TERM
+	clear_up "$2" "$3"
+	exit
+fi
+if [[ ${1:-} == --inside ]]; then
+	mapfile -d '' -t pass <"$2/pass"
+	rm "$2/pass"
+	shift
+	inside "$@"
+fi
+
+tree=false files=() mirror='' report=/dev/null
+while (($#)); do
+	case $1 in
+	--tree) tree=true ;;
+	--file) files+=("${2:?}") && shift ;;
+	--mirror) mirror=${2:?} && shift ;;
+	--report) report=${2:?} && shift ;;
+	--help | -h)
+		sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"
+		exit 0
+		;;
+	-*)
+		echo "fresh-root.sh: unknown option $1; see --help" >&2
+		exit 2
+		;;
+	*) break ;;
+	esac
+	shift
+done
+(($# >= 2)) || { echo "usage: fresh-root.sh [OPTION...] SUITE COMMAND...; see --help" >&2 && exit 2; }
+suite=$1
+shift
+((EUID == 0)) || die "run this as root: it makes namespaces"
+for tool in mmdebstrap slirp4netns unshare pivot_root ip git; do
+	command -v "$tool" >/dev/null || die "this needs $tool; scripts/install-deps.sh --fresh installs it"
+done
+here=$(cd "$(dirname "$0")/.." && pwd)
+self=$here/scripts/fresh-root.sh
+mirror=${mirror:-$(debian_mirror)}
+cache=${AGENTBOX_CACHE:-/var/cache/agentbox}
+mkdir -p "$cache/fresh"
+chmod 0700 "$cache"
+free=$(df --output=avail -BM "$cache" | tail -n 1 | tr -dc 0-9)
+((free >= need_mb)) || die "$cache has $free MB free, and this needs up to $need_mb MB; AGENTBOX_CACHE puts it elsewhere"
+# One root at a time is made; two that start together share it.
+exec 9>"$cache/fresh/lock"
+flock 9
+tar=$(root_tar "$suite" 9>&-)
+exec 9>&-
+
+dir=$(mktemp -d "$cache/fresh/run.XXXXXX")
+cgroup=agentbox-fresh.${dir##*.}
+mkfifo "$dir/alive"
+# In a session of its own: a Ctrl-C is not for it, and it outlives this script, which it waits for.
+setsid "$self" --clear-up "$dir" "$cgroup" <"$dir/alive" >/dev/null 2>&1 &
+cleaner=$!
+exec 8>"$dir/alive"
+# shellcheck disable=SC2317 # called by the trap
+finish() {
+	local status=$?
+	trap - EXIT
+	exec 8>&-
+	wait "$cleaner" || true
+	exit "$status"
+}
+trap finish EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM HUP
+
+root=$dir/root
+mkdir -m 0755 "$root"
+tar -C "$root" --numeric-owner --xattrs --xattrs-include='*' -xpf "$tar" 8>&-
+printf 'nameserver 10.0.2.3\n' >"$root/etc/resolv.conf"
+printf '127.0.0.1 localhost fresh\n::1 localhost\n' >"$root/etc/hosts"
+own_authorities "$root/usr/local/share/ca-certificates" 8>&-
+if $tree; then
+	git -c safe.directory="$here" clone --quiet --no-hardlinks "$here" "$root/root/agentbox" 8>&-
+	git -C "$root/root/agentbox" remote remove origin 8>&-
+fi
+for file in "${files[@]}"; do
+	install -D -m 0644 "${file%%:*}" "$root${file#*:}"
+done
+environment 8>&-
+printf '%s\0' "${pass[@]}" >"$root/pass"
+mkfifo "$root/ready"
+
+# enter joins the run's own cgroups, which are all that the cleaner goes by.
+enter() {
+	local mount
+	for mount in $(hierarchies); do
+		mkdir -p "$mount/$cgroup"
+		if [[ -e $mount/cpuset.cpus && -e $mount/$cgroup/cpuset.mems ]]; then
+			cat "$mount/cpuset.cpus" >"$mount/$cgroup/cpuset.cpus"
+			cat "$mount/cpuset.mems" >"$mount/$cgroup/cpuset.mems"
+		fi
+		echo "$BASHPID" >"$mount/$cgroup/cgroup.procs"
+	done
+}
+
+# network gives the namespaces of what waits at root/ready a network through this host's sockets.
+network() {
+	local pid i
+	for ((i = 0; i < 300; i++)); do
+		# The first process in the namespaces is the only child of unshare.
+		pid=$(tr -d ' ' 2>/dev/null <"/proc/$1/task/$1/children") || true
+		if [[ -n $pid && $(readlink "/proc/$pid/ns/net") != "$(readlink /proc/self/ns/net)" ]]; then
+			slirp4netns --configure --mtu=65520 --ready-fd=5 "$pid" tap0 5> >(read -r -n 1 _ && echo ready >"$root/ready") >/dev/null 2>"$dir/slirp"
+			return
+		fi
+		sleep 0.1
+	done
+}
+
+mapfile -t rows < <(for command in "$@"; do echo "| $suite | \`$command\` "; done)
+status=0
+(
+	exec 8>&-
+	enter
+	# It ends with what it serves.
+	unshare --mount --pid --fork --kill-child --uts --ipc --net --cgroup --propagation private "$self" --inside "$root" "$@" 3>"$dir/results" </dev/null &
+	child=$!
+	network "$child" 3>&- &
+	wait "$child"
+) & # waited for, so that a signal is handled at once
+wait $! || status=$?
+i=0
+while read -r result; do
+	echo "${rows[i]}$result" >>"$report"
+	((++i))
+done <"$dir/results" || true
+exit "$status"
