@@ -89,8 +89,9 @@ inside() { # ROOT COMMAND...
 	pivot_root . mnt
 	umount -l /mnt
 	mount --make-rshared / # as systemd has it
+	# A shell's background job ignores signals, and nothing here may inherit that.
 	# shellcheck disable=SC2016 # for the shell in the root
-	exec chroot . /usr/bin/env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root USER=root LOGNAME=root \
+	exec chroot . /usr/bin/env --default-signal -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root USER=root LOGNAME=root \
 		TERM=dumb LANG=C.UTF-8 "${pass[@]}" /bin/bash -c '
 		cd /root/agentbox 2>/dev/null || cd /root
 		disk() { du -smx / 2>/dev/null | cut -f1; }
