@@ -65,14 +65,14 @@ steps=(
 	'set -e; getent group agentbox; stat -c "%a %U" /run/agentbox | grep "711 root"
 		ls -l /etc/systemd/system/sockets.target.wants/agentbox.socket /etc/systemd/system/multi-user.target.wants/agentbox.service'
 	'agentbox run -d --name c busybox sh -c "i=0; while :; do i=\$((i+1)); echo \$i > /count; sleep 0.2; done"; sleep 1; agentbox inspect c | grep -w pid >/root/pid; cat /root/pid'
-	'set -e; dpkg -i /root/new.deb 2>&1; ! agentbox version | grep 0.0~0; agentbox inspect c | grep -w pid | diff /root/pid -
+	'set -e; dpkg -i /root/new.deb 2>&1; if agentbox version | grep 0.0~0; then exit 1; fi; agentbox inspect c | grep -w pid | diff /root/pid -
 		a=$(agentbox exec c cat /count); sleep 1; b=$(agentbox exec c cat /count); echo "the sandbox goes on: $a, then $b"; [ "$b" -gt "$a" ]
 		agentbox checkpoint c --name kept --files-only; agentbox exec c sh -c "echo lost >/kept"; agentbox restore c kept; agentbox exec c test ! -e /kept; agentbox ps -a'
-	'set -e; apt-get remove -q -y agentbox 2>&1 | tee /root/said; grep "sandboxes are left" /root/said; test -d /var/lib/agentbox; ! command -v agentbox; test ! -e /usr/lib/systemd/system/agentbox.socket'
+	'set -e; apt-get remove -q -y agentbox 2>&1 | tee /root/said; grep "sandboxes are left" /root/said; test -d /var/lib/agentbox; if command -v agentbox; then exit 1; fi; test ! -e /usr/lib/systemd/system/agentbox.socket'
 	'set -e; if dpkg --purge agentbox 2>&1; then echo "purged under a sandbox"; exit 1; fi; test -n "$(ls /var/lib/agentbox)"'
 	'set -e; dpkg -i /root/new.deb 2>&1; agentbox ps -a; agentbox exec c true; agentbox checkpoint ls c | grep kept; agentbox rm -f c; agentbox prune; apt-get purge -q -y agentbox 2>&1'
-	'set -e; test ! -e /var/lib/agentbox; test ! -e /run/agentbox; ! dpkg-query -W agentbox 2>/dev/null | grep . ; ! grep agentbox /proc/self/mountinfo
-		echo "what remains:"; find / -xdev -iname "*agentbox*" -not -path "/proc/*" | tee /root/remains; ! grep -v "^/var/\(cache/apt\|log\)/" /root/remains; getent group agentbox'
+	'set -e; test ! -e /var/lib/agentbox; test ! -e /run/agentbox; if dpkg-query -W agentbox 2>/dev/null || cut -d" " -f5 /proc/self/mountinfo | grep agentbox; then exit 1; fi
+		echo "what remains:"; find / -xdev -iname "*agentbox*" -not -path "/proc/*" | tee /root/remains; if grep -v "^/var/\(cache/apt\|log\)/" /root/remains; then exit 1; fi; getent group agentbox'
 )
 mkdir -p bin/fresh
 status=0
