@@ -16,7 +16,7 @@ export GOFLAGS += -buildvcs=false
 # A shell that was open before Go was installed does not have it on its PATH.
 export PATH := $(PATH):/usr/local/go/bin:/usr/local/sbin:/usr/sbin:/sbin
 
-.PHONY: all build install deps test-deps demo test test-long test-vm test-fresh test-deb lint vulncheck bench man deb clean
+.PHONY: all build install deps test-deps demo test test-long soak test-vm test-fresh test-deb lint vulncheck bench man deb clean
 
 all: build
 
@@ -64,6 +64,12 @@ test-long: test
 test-vm:
 	$(GO) build -o bin/test-vm ./test/vm
 	bin/test-vm $(VMFLAGS) $(SUITES)
+
+# Load and faults for SOAK=10m: 200 sandboxes, 32 clients that are killed at random. Its
+# figures, which docs/reliability.md has, are printed, and written to SOAK_TABLE.
+SOAK ?= 10m
+soak: test-deps build
+	SOAK=$(SOAK) $(GO) test -vet=off -tags 'failpoint soak' -run '^TestSoak$$' -v -timeout 2h ./test
 
 lint: test-deps
 	test -z "$$(gofmt -l .)"

@@ -3,6 +3,7 @@ package runtime
 import (
 	"context"
 	"fmt"
+	"path/filepath"
 	"strings"
 	"time"
 	"unicode"
@@ -68,9 +69,15 @@ func clipLabel(s string) string {
 	}, s)
 }
 
+// interval tells whether a sandbox asks for checkpoints at intervals.
+func interval(s Spec) bool { return s.CheckpointEvery != "" && s.CheckpointEvery != EveryExec }
+
+// autoPath is the lock of the process that takes them.
+func (e *Engine) autoPath(id string) string { return filepath.Join(e.run, "auto", id) }
+
 // every has checkpoints taken at intervals, if the sandbox asks for it.
 func (e *Engine) every(s Spec) {
-	if s.CheckpointEvery == "" || s.CheckpointEvery == EveryExec || e.auto == nil {
+	if !interval(s) || e.auto == nil {
 		return
 	}
 	if err := e.auto(s.ID); err != nil {

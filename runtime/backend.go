@@ -236,6 +236,9 @@ type Properties struct {
 	FilesOnly bool
 	// Filters: it has network mode filtered, and is an EgressFilter.
 	Filters bool
+	// Restarts: what it runs comes back as Spec.Restart says. Elsewhere the engine
+	// has rules of its own for that.
+	Restarts bool
 }
 
 // IDMapper is a Backend whose sandboxes can have user namespaces.

@@ -341,7 +341,9 @@ func (e *Engine) goOn(ctx context.Context, k *making, row *store.Checkpoint) err
 	}
 	if k.opts.Stop {
 		// Then it is the engine's namespace again, if it is there at all.
-		err = errors.Join(k.sb.host.Stop(ctx, k.sb.ID, StopOptions{Silent: true}), k.cut.End())
+		if err = e.meant(k.sb.Sandbox); err == nil {
+			err = errors.Join(k.sb.host.Stop(ctx, k.sb.ID, StopOptions{Silent: true}), k.cut.End())
+		}
 		if err != nil {
 			// Its engine failed us; nothing is left frozen for that.
 			err = hint(errors.Join(err, e.thaw(ctx, k)), fmt.Sprintf("Checkpoint %s is ready; stop the sandbox with: agentbox stop %s", short(row.ID), k.sb.Name))

@@ -66,9 +66,13 @@ type Engine struct {
 
 	keeps atomic.Bool // this process is the keeper of leases
 
-	mu    sync.Mutex
-	hosts map[string]Host   // those in use
-	kept  map[string]string // variables taken out of the environment; see variable
+	told sync.Map // ids of sandboxes that the log says are not on record
+
+	mu       sync.Mutex
+	under    map[int64]bool    // intents under way in this process
+	watching string            // the sandbox that this process is the watch of
+	hosts    map[string]Host   // those in use
+	kept     map[string]string // variables taken out of the environment; see variable
 	// Locks that say "my caller waits for this sandbox's exit code"; see hold.
 	holds map[string]*store.Lock
 }
@@ -110,7 +114,7 @@ func New(opts Options) *Engine {
 	if log == nil {
 		log = slog.Default()
 	}
-	return &Engine{run: opts.Run, store: opts.Store, first: opts.Backend, make: opts.Open, log: log, auto: opts.Auto, watch: opts.Watch, keeper: opts.Keeper, tidyAt: cmp.Or(opts.TidyAt, 256<<20), hosts: map[string]Host{}, kept: map[string]string{}, policies: opts.Policies}
+	return &Engine{run: opts.Run, store: opts.Store, first: opts.Backend, make: opts.Open, log: log, auto: opts.Auto, watch: opts.Watch, keeper: opts.Keeper, tidyAt: cmp.Or(opts.TidyAt, 256<<20), hosts: map[string]Host{}, under: map[int64]bool{}, kept: map[string]string{}, policies: opts.Policies}
 }
 
 // host returns a backend by its name.
@@ -271,16 +275,42 @@ func (e *Engine) intent(ctx context.Context, in store.Intent, data any, fn func(
 	if in.Data, err = json.Marshal(data); err != nil {
 		return err
 	}
-	seq, err := e.store.Begin(ctx, in)
+	seq, end, err := e.begin(ctx, in)
 	if err != nil {
 		return err
 	}
+	defer end()
 	if err = fn(seq); errors.Is(err, errUnfinished) {
 		return err
 	}
 	done, cancel := context.WithTimeout(context.WithoutCancel(ctx), undo.Timeout)
 	defer cancel()
 	return errors.Join(err, e.store.Done(done, seq))
+}
+
+// begin records an intent that is under way here until end: nobody in this
+// process needs to find out whether it was left behind. In a service that is
+// every other verb, before each of its own.
+func (e *Engine) begin(ctx context.Context, in store.Intent) (seq int64, end func(), err error) {
+	if seq, err = e.store.Begin(ctx, in); err != nil {
+		return 0, nil, err
+	}
+	// Who has seen it before this line finds its lock taken.
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.under[seq] = true
+	return seq, func() {
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		delete(e.under, seq)
+	}, nil
+}
+
+// underWay tells whether this very process works on an intent.
+func (e *Engine) underWay(seq int64) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.under[seq]
 }
 
 // advance records how far an intent has come; lazy is as in store.Intent.
@@ -361,6 +391,14 @@ func (e *Engine) view(ctx context.Context, sb store.Sandbox) (Sandbox, Container
 	if labels == nil {
 		labels = map[string]string{}
 	}
+	var again *Restarts
+	if s.Restart.comesBack() {
+		st, err := e.restartsOf(sb.ID)
+		if err != nil {
+			return Sandbox{}, c, err
+		}
+		again = &st.Restarts
+	}
 	host, err := e.host(sb.Backend)
 	if err == nil {
 		c, err = host.Inspect(ctx, sb.ID)
@@ -370,6 +408,6 @@ func (e *Engine) view(ctx context.Context, sb store.Sandbox) (Sandbox, Container
 		Upperdir: c.Upper, Image: sb.Image, ImageDigest: sb.ImageDigest, Backend: sb.Backend,
 		Head: sb.Head, Attempt: sb.Attempt, Created: sb.Created, Started: c.Started, Finished: c.Finished,
 		Labels: labels, Address: c.Address, Kept: sb.Kept, Held: sb.Held, Lease: sb.Lease, Group: sb.Group, OOMKilled: c.OOMKilled, Spec: s,
-		Expires: s.Lifetime.expires(), Expired: s.Lifetime.expired(),
+		Expires: s.Lifetime.expires(), Expired: s.Lifetime.expired(), Restarts: again,
 	}, c, err
 }

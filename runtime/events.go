@@ -31,10 +31,14 @@ const (
 	EventRestore = "restore"       // a try to restore it failed
 	EventLease   = "lease"         // it is removed because its lease has ended
 	EventHeld    = "held"          // no try did better: nobody may use it
+
+	EventReconciled = "reconciled" // it had ended without anybody seeing to it
+	EventRestarted  = "restarted"  // it was started again, as its restart policy says
+	EventGivenUp    = "given-up"   // it is not started again, though it has failed
 )
 
 // EventTypes are all there are.
-var EventTypes = []string{EventDenied, EventOOM, EventPids, EventStorage, EventExpired, EventIdle, EventEffect, EventRestore, EventHeld, EventLease}
+var EventTypes = []string{EventDenied, EventOOM, EventPids, EventStorage, EventExpired, EventIdle, EventEffect, EventRestore, EventHeld, EventLease, EventReconciled, EventRestarted, EventGivenUp}
 
 // Event is something that befell a sandbox without its owner's doing: the
 // documented JSON of `agentbox events`; it only ever grows. The limits that the
@@ -59,12 +63,13 @@ type Event struct {
 	Effect     string `json:"effect,omitempty"`     // its id
 	Checkpoint string `json:"checkpoint,omitempty"` // that was being restored
 
-	Count   int64     `json:"count,omitempty"`    // oom, pids-limit: how many since the event of the type before it
+	Count   int64     `json:"count,omitempty"`    // oom, pids-limit: how many since the event of the type before it; restarted: how often since its owner started it
 	Total   int64     `json:"total,omitempty"`    // oom, pids-limit: how many since Started
 	Started time.Time `json:"started,omitzero"`   // oom, pids-limit: when it was started
 	Used    int64     `json:"used,omitempty"`     // storage-limit: bytes that its files took, at least
 	Limit   int64     `json:"limit,omitempty"`    // bytes (oom, storage-limit) or processes (pids-limit)
 	After   int64     `json:"after_ns,omitempty"` // expired: its ttl; idle: for how long nothing had gone on
+	Exit    *int      `json:"exit,omitempty"`     // reconciled, restarted, given-up: the exit code that it had ended with
 }
 
 // EventOptions choose what Events returns.
@@ -318,7 +323,7 @@ func (e *Engine) keepHits(ctx context.Context, sb store.Sandbox, c Container) {
 
 // forgetEvents removes those of sandboxes that are gone: who noted one in the
 // moment of the removal was too late.
-func (e *Engine) forgetEvents(rows []store.Sandbox) error {
+func (e *Engine) forgetEvents(ctx context.Context, but map[string]bool) error {
 	list, err := os.ReadDir(e.eventsDir())
 	if err != nil {
 		return ignoreMissing(err)
@@ -326,8 +331,13 @@ func (e *Engine) forgetEvents(rows []store.Sandbox) error {
 	var errs []error
 	for _, entry := range list {
 		id, _, _ := strings.Cut(entry.Name(), ".")
-		if !slices.ContainsFunc(rows, func(sb store.Sandbox) bool { return sb.ID == id }) {
+		if but[id] {
+			continue
+		}
+		if _, err := e.store.Sandbox(ctx, id); errors.Is(err, ErrNotFound) {
 			errs = append(errs, e.dropEvents(id))
+		} else if err != nil {
+			errs = append(errs, err)
 		}
 	}
 	return errors.Join(errs...)

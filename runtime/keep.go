@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -111,6 +112,25 @@ func (e *Engine) tidy(ctx context.Context) {
 		return
 	}
 	e.log.Info("freed the space of removed checkpoints", "bytes", got.Freed)
+}
+
+// retainQuietly is Prune by the policies, in the background: at most so many bytes
+// a second are copied, nobody waits for it, and without anything to free it
+// reads nothing but records.
+func (e *Engine) retainQuietly(ctx context.Context, rate int64) (out Pruned, err error) {
+	if err := errors.Join(e.keepByPolicy(ctx, "", &out), e.forgetFailures(ctx, "", false, &out)); err != nil {
+		return out, err
+	}
+	n, err := e.store.Removed(ctx)
+	if err != nil || n == 0 {
+		return out, err
+	}
+	if err := failpoint.Hit("prune.before-reclaim"); err != nil {
+		return out, err
+	}
+	got, err := e.store.Reclaim(ctx, store.ReclaimOptions{Rate: rate, Yield: true})
+	out.Freed, out.Packs, out.Before, out.After = got.Freed, got.Deleted+got.Rewritten, got.Before, got.After
+	return out, err
 }
 
 // estimate adds to a dry run what the checkpoints would free that are still there.

@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 	"time"
 	"unicode/utf8"
 
@@ -60,7 +61,7 @@ func (e *Engine) Create(ctx context.Context, req CreateRequest) (_ Sandbox, err 
 	if err != nil {
 		return Sandbox{}, err
 	}
-	if err := checkFilter(s, host); err != nil {
+	if err := errors.Join(checkFilter(s, host), checkRestart(s, host.Properties())); err != nil {
 		return Sandbox{}, err
 	}
 	name = s.Name
@@ -276,6 +277,11 @@ func (e *Engine) Start(ctx context.Context, ref string, streams *Streams) (wait 
 	if err != nil {
 		return nil, err
 	}
+	return e.start(ctx, sb, streams)
+}
+
+// start is Start of a sandbox whose lock it takes over.
+func (e *Engine) start(ctx context.Context, sb *locked, streams *Streams) (wait func() error, err error) {
 	defer sb.lock.Unlock()
 	s, err := spec(sb.Sandbox)
 	if err != nil {
@@ -470,6 +476,11 @@ func (e *Engine) Kill(ctx context.Context, ref, signal string) (err error) {
 		// A frozen process dies only once it thaws; Stop sees to both.
 		return e.stop(ctx, sb.ID, StopOptions{})
 	}
+	if ends(signal, sb.Sandbox) {
+		if err := e.meant(sb.Sandbox); err != nil {
+			return err
+		}
+	}
 	return sb.host.Kill(ctx, sb.ID, cmp.Or(signal, "KILL"))
 }
 
@@ -478,6 +489,20 @@ func validSignal(name string) error {
 		return hint(fmt.Errorf("%w: unknown signal %.50q", ErrInvalid, name), "Write for example SIGTERM, TERM or 15.")
 	}
 	return nil
+}
+
+// ends tells whether a signal is one by which people end a sandbox.
+func ends(name string, sb store.Sandbox) bool {
+	sig, err := signal.ParseSignal(cmp.Or(name, "KILL"))
+	if err != nil {
+		return false // its engine says so
+	}
+	s, err := spec(sb)
+	if err != nil {
+		return false
+	}
+	own, err := signal.ParseSignal(cmp.Or(s.StopSignal, "TERM"))
+	return err == nil && sig == own || slices.Contains([]syscall.Signal{syscall.SIGKILL, syscall.SIGTERM, syscall.SIGINT, syscall.SIGQUIT}, sig)
 }
 
 func isKill(signal string) bool {
@@ -501,7 +526,9 @@ func (e *Engine) stop(ctx context.Context, ref string, opts StopOptions) error {
 	if err != nil {
 		return err
 	}
-	err = failpoint.Hit("stop.before-backend")
+	if err = e.meant(sb.Sandbox); err == nil {
+		err = failpoint.Hit("stop.before-backend")
+	}
 	if err == nil {
 		err = sb.host.Stop(ctx, sb.ID, opts)
 	}

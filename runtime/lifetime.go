@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/policy"
+	"github.com/agentbox/agentbox/runtime/store"
 )
 
 // Lifetime bounds how long a sandbox lives; zero means no bound.
@@ -108,6 +109,8 @@ func mayStart(s Spec) error {
 type LifetimeChange struct {
 	TTL  *time.Duration `json:"ttl_ns,omitempty"`
 	Idle *time.Duration `json:"idle_ns,omitempty"`
+
+	Restart *Restart `json:"restart,omitempty"`
 }
 
 // UpdateLifetime changes how long a sandbox lives, from now on.
@@ -131,7 +134,10 @@ func (e *Engine) UpdateLifetime(ctx context.Context, ref string, change Lifetime
 	if change.Idle != nil {
 		s.Lifetime.Idle = *change.Idle
 	}
-	if err := checkLifetime(s.Lifetime); err != nil {
+	if change.Restart != nil {
+		s.Restart = *change.Restart
+	}
+	if err := errors.Join(checkLifetime(s.Lifetime), checkRestart(s, sb.host.Properties())); err != nil {
 		return Sandbox{}, err
 	}
 	p, err := recorded(s)
@@ -160,6 +166,15 @@ func (e *Engine) UpdateLifetime(ctx context.Context, ref string, change Lifetime
 	if err := e.store.SetSpec(ctx, sb.ID, data); err != nil {
 		return Sandbox{}, err
 	}
+	if change.Restart != nil {
+		err := e.begun(s)
+		if err == nil && !live { // it is its owner who starts it
+			err = e.meant(store.Sandbox{ID: sb.ID, Spec: data})
+		}
+		if err != nil {
+			return Sandbox{}, err
+		}
+	}
 	if live {
 		e.watchOver(s)
 	}
@@ -183,6 +198,9 @@ func (e *Engine) expire(ctx context.Context, id string) (done bool, err error) {
 	}
 	if c.Status == Running || c.Status == Paused {
 		e.log.Info("stopped: its time is over", "sandbox", id, "ttl", s.Lifetime.TTL)
+		if err := e.meant(sb.Sandbox); err != nil {
+			return false, err
+		}
 		if err := sb.host.Stop(ctx, id, StopOptions{Timeout: stopTimeout}); err != nil {
 			return false, err
 		}
@@ -220,6 +238,9 @@ func (e *Engine) stopIdle(ctx context.Context, id string, quiet time.Duration, t
 		}
 	}
 	e.log.Info("stopped: idle", "sandbox", id, "idle", quiet)
+	if err := e.meant(sb.Sandbox); err != nil {
+		return false, err
+	}
 	if err := sb.host.Stop(ctx, id, StopOptions{Timeout: stopTimeout}); err != nil {
 		return false, err
 	}

@@ -5,10 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
-	"os"
-	"path/filepath"
-	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -47,6 +43,9 @@ func (e *Engine) RecoverInterrupted(ctx context.Context) (Recovery, error) {
 	}
 	var errs []error
 	for _, in := range intents {
+		if e.underWay(in.Seq) {
+			continue
+		}
 		did, err := e.finish(ctx, in)
 		if did != "" {
 			done.Actions = append(done.Actions, did)
@@ -404,6 +403,9 @@ func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, loc
 	}
 	undo.Add(func(context.Context) error { return stage.Clear(r.c.Stage.Run, r.c.Stage.ID) })
 	e.keepHits(ctx, sb, r.c)
+	if err := e.staysDown(r.spec); err != nil {
+		return err
+	}
 	if err := host.Stop(ctx, sb.ID, StopOptions{Silent: true}); err != nil {
 		return err
 	}
@@ -423,91 +425,4 @@ func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, loc
 		}
 	}
 	return e.bringUp(ctx, in.Seq, r, &undo, &started, gone)
-}
-
-// Recover does what RecoverInterrupted does, and then compares what the
-// backend holds with what is recorded and frees what has no owner.
-func (e *Engine) Recover(ctx context.Context) (Recovery, error) {
-	done, err := e.RecoverInterrupted(ctx)
-	errs := []error{err, e.ReviveWatches(ctx)}
-	freed, err := e.EndLeases(ctx)
-	done.Actions, errs = append(done.Actions, freed...), append(errs, err)
-	swept, err := e.store.Sweep(ctx)
-	done.Actions = append(done.Actions, swept...)
-	errs = append(errs, err, criu.SweepTemp())
-	rows, err := e.store.Sandboxes(ctx)
-	if errs = append(errs, err); err == nil {
-		errs = append(errs, e.forgetEvents(rows))
-	}
-	used := map[string]bool{e.first: true}
-	for _, sb := range rows {
-		used[sb.Backend] = true
-	}
-	for _, name := range slices.Sorted(maps.Keys(used)) {
-		host, err := e.host(name)
-		if err != nil {
-			errs = append(errs, fmt.Errorf("backend %s: %w", name, err))
-			continue
-		}
-		ids, err := host.List(ctx)
-		errs = append(errs, err)
-		for _, sb := range rows {
-			if sb.Backend == name && !slices.Contains(ids, sb.ID) {
-				ids = append(ids, sb.ID) // adopted
-			}
-		}
-		for _, id := range ids {
-			did, err := e.settle(ctx, host, id)
-			if did != "" {
-				done.Actions = append(done.Actions, did)
-			}
-			errs = append(errs, err)
-		}
-	}
-	return done, fail("recover", "", errors.Join(errs...))
-}
-
-// settle frees what one container holds without need. One that a verb works
-// on is left alone.
-func (e *Engine) settle(ctx context.Context, host Host, id string) (did string, err error) {
-	lock, err := e.store.Lock(ctx, id, "recover", 0)
-	if errors.Is(err, ErrBusy) {
-		return "", nil
-	}
-	if err != nil {
-		return "", err
-	}
-	defer lock.Unlock()
-	sb, err := e.store.Sandbox(ctx, id)
-	if errors.Is(err, ErrNotFound) {
-		return e.leaveUnknown(ctx, host, id)
-	}
-	if err != nil {
-		return "", err
-	}
-	s, err := spec(sb)
-	if err != nil {
-		return "", err
-	}
-	// Backends share our run directory, and one may take for its own what a
-	// restore has left there for another's sandbox.
-	if host, err = e.host(sb.Backend); err != nil {
-		return "", err
-	}
-	c, err := host.Inspect(ctx, id)
-	if s.Adopted {
-		if errors.Is(err, ErrNotFound) {
-			did = fmt.Sprintf("forgot %s, whose container is gone; its checkpoints stay", sb.Name)
-			return did, errors.Join(os.RemoveAll(filepath.Join(e.run, id)), e.dropEvents(id), e.store.DeleteSandbox(ctx, id))
-		}
-		return "", err // its engine sees to the rest
-	}
-	if errors.Is(err, ErrNotFound) {
-		// Removed through its engine. What else it had goes, too.
-		return fmt.Sprintf("removed sandbox %s, whose container is gone; its checkpoints stay", sb.Name), e.finishRemove(ctx, host, id, false)
-	}
-	if err != nil || c.Status == Running || c.Status == Paused {
-		return "", err
-	}
-	return "", host.Stop(ctx, id, StopOptions{})
 }

@@ -54,17 +54,18 @@ func (e *Engine) remove(ctx context.Context, sb *locked, checkpoints bool) error
 	if err != nil {
 		return err
 	}
-	seq, err := e.store.Begin(ctx, store.Intent{Op: opRemove, Sandbox: sb.ID, Data: data})
+	seq, end, err := e.begin(ctx, store.Intent{Op: opRemove, Sandbox: sb.ID, Data: data})
 	if errors.Is(err, unix.ENOSPC) {
 		// What fills the disk may be the sandbox's. Broken off, this can be
 		// done again without being on record.
 		if err = sb.host.Remove(ctx, sb.ID); err == nil {
-			seq, err = e.store.Begin(ctx, store.Intent{Op: opRemove, Sandbox: sb.ID, Data: data})
+			seq, end, err = e.begin(ctx, store.Intent{Op: opRemove, Sandbox: sb.ID, Data: data})
 		}
 	}
 	if err != nil {
 		return err
 	}
+	defer end()
 	if err := e.finishRemove(ctx, sb.host, sb.ID, checkpoints); err != nil {
 		return err // the intent stays: Recover tries again
 	}
@@ -83,7 +84,7 @@ func (e *Engine) finishRemove(ctx context.Context, host Host, id string, checkpo
 	if err := os.RemoveAll(filepath.Join(e.run, id)); err != nil {
 		return err
 	}
-	if err := errors.Join(e.noteHit(id, nil), e.unmark(id), e.dropEvents(id)); err != nil {
+	if err := errors.Join(e.noteHit(id, nil), e.unmark(id), e.dropEvents(id), e.forgetRestarts(id)); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("remove.after-backend"); err != nil {

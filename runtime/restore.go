@@ -151,8 +151,12 @@ func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ Restored, er
 		}
 		return Restored{}, e.explainFull(r, err)
 	}
-	e.every(r.spec)
-	e.enforce(r.spec)
+	if r.starts() {
+		e.every(r.spec)
+		e.enforce(r.spec)
+	} else if err := e.staysDown(r.spec); err != nil {
+		e.log.Warn("its restart policy may start it", "sandbox", r.sb.ID, "err", err)
+	}
 	e.log.Info("restored", "sandbox", r.sb.ID, "checkpoint", r.row.ID, "down", r.down, "changed", r.changed)
 	out := Restored{
 		Checkpoint: checkpointView(r.row), Recreated: r.data.Recreated, Verified: t.opts.Verify, Down: r.down, Files: r.files, Warnings: slices.Concat(r.warnings, t.told, r.told),

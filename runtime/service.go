@@ -74,11 +74,13 @@ type Service interface {
 	// because nothing had brought it back. It stays paused, or stopped.
 	ReleaseHold(ctx context.Context, sandbox string) error
 	// UpdateLifetime changes how long a sandbox may live, from now on, or be
-	// idle. One that has expired can then be started again.
+	// idle, and whether it comes back when it has ended. One that has expired can
+	// then be started again.
 	UpdateLifetime(ctx context.Context, sandbox string, change LifetimeChange) (Sandbox, error)
 
-	// Recover rolls interrupted verbs forward or back and frees what has no owner.
-	Recover(ctx context.Context) (Recovery, error)
+	// Reconcile rolls interrupted verbs forward or back, and compares what is
+	// recorded with what there is: it repairs the one and frees the other.
+	Reconcile(ctx context.Context) (ReconcileReport, error)
 	Close() error
 }
 
@@ -134,6 +136,7 @@ type Sandbox struct {
 	Expired     bool              `json:"expired,omitempty"`    // that time is over, and it cannot be started
 	OOMKilled   bool              `json:"oom_killed,omitempty"` // of an exited one: the kernel killed a process of it for memory
 	Limits      *LimitHits        `json:"limit_hits,omitempty"` // by Service.Sandbox only
+	Restarts    *Restarts         `json:"restarts,omitempty"`   // of one with a restart policy
 	Kept        bool              `json:"kept,omitempty"`       // an --rm sandbox that stays when it exits, because a restore of it failed
 	Held        string            `json:"held,omitempty"`       // why nobody may use it: a restore of it failed; see Service.ReleaseHold
 	Lease       string            `json:"lease,omitempty"`      // id of the lease that it is removed with
@@ -243,6 +246,8 @@ type RestoreOptions struct {
 	// Pull says how to get the image of a sandbox that is made again, when it
 	// is not here.
 	Pull images.PullOptions `json:"pull"`
+
+	held *locked // the sandbox, whose lock Restore takes over; nil: it takes it itself
 }
 
 // TriggerUndo is the trigger of the checkpoints that Restore takes by itself.
@@ -305,7 +310,7 @@ type PathStat struct {
 	Dir  bool   `json:"dir"`
 }
 
-// Recovery reports what Recover did, one sentence per deed.
+// Recovery reports what RecoverInterrupted did, one sentence per deed.
 type Recovery struct {
 	Actions []string `json:"actions"`
 }

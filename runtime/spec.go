@@ -47,6 +47,9 @@ type Spec struct {
 	// Lifetime bounds how long it lives.
 	Lifetime Lifetime `json:"lifetime,omitzero"`
 
+	// Restart says whether it comes back when it has ended.
+	Restart Restart `json:"restart,omitzero"`
+
 	// Policy is the one that the sandbox was made under; nil in the specs of
 	// older versions, and of containers that somebody else made.
 	Policy *Policy `json:"policy,omitempty"`

@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime/store"
 )
 
 // StorageHit is that a sandbox was killed because its files took more than it
@@ -74,7 +75,8 @@ type filesLimit struct {
 	at   time.Time
 	took time.Duration
 
-	killed int // the first process of the start that was killed
+	killed int  // the first process of the start that was killed
+	unsaid bool // it was killed, and that it is to stay down is not on record yet
 }
 
 const (
@@ -117,6 +119,13 @@ func (w *filesLimit) look(ctx context.Context, c Container, limit int64) (time.D
 	return min(max(time.Duration(float64(left)/2/fastest*float64(time.Second)), soonest, w.took), late), nil
 }
 
+// stayDown keeps it from being restarted: it would have as many files.
+func (w *filesLimit) stayDown(sb store.Sandbox) error {
+	err := w.e.meant(sb)
+	w.unsaid = err != nil
+	return err
+}
+
 // kill ends a sandbox. Not while another verb is at work on it: a dump would
 // not survive that, and what is frozen writes nothing.
 func (w *filesLimit) kill(ctx context.Context, c Container, used int64) error {
@@ -133,6 +142,7 @@ func (w *filesLimit) kill(ctx context.Context, c Container, used int64) error {
 	w.e.log.Warn("killed: its files take more than it was given", "sandbox", w.id, "limit", w.limit, "used", used)
 	now := time.Now()
 	return errors.Join(
+		w.stayDown(sb.Sandbox),
 		w.e.noteHit(w.id, &StorageHit{Time: now, Used: used, Limit: w.limit}),
 		w.e.note(w.id, Event{Time: now, Type: EventStorage, Used: used, Limit: w.limit}),
 	)

@@ -356,6 +356,11 @@ func (e *Engine) ReleaseHold(ctx context.Context, ref string) (err error) {
 	if sb.Held == "" {
 		return fmt.Errorf("%w: it is not held", ErrState)
 	}
+	if c, err := sb.host.Inspect(ctx, sb.ID); err != nil || c.Status != Running && c.Status != Paused {
+		if err := e.meant(sb.Sandbox); err != nil { // its restart policy does not start it
+			return err
+		}
+	}
 	e.log.Info("released", "sandbox", sb.ID)
 	return e.store.Hold(ctx, sb.ID, "")
 }

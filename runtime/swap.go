@@ -31,6 +31,7 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 			err = fmt.Errorf("%w: it was removed while it was being restored", ErrState)
 		case e2 != nil:
 		case now.Status == Running || now.Status == Paused:
+			err = errors.Join(err, e.begun(r.spec)) // its restart policy holds on
 			err = hint(err, "The sandbox could not be stopped and goes on, with the files it had before.")
 		case r.present != nil && r.present.row.Kind == KindFull && !r.data.NoUndo:
 			err = hint(err, "The sandbox is stopped, with the files it had before; bring its processes back with: agentbox restore --undo "+r.sb.Name+", or start it afresh with: agentbox start "+r.sb.Name)
@@ -83,6 +84,10 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 	}
 	touched = true
 	e.keepHits(ctx, r.sb.Sandbox, r.c) // the counters go with the processes
+	// Nobody but us starts it from here on, and its owner when this fails.
+	if err := e.staysDown(r.spec); err != nil {
+		return err
+	}
 	stopping := time.Now()
 	if err := r.sb.host.Stop(ctx, r.sb.ID, StopOptions{Silent: true}); err != nil {
 		return err

@@ -18,8 +18,10 @@ func (e *Engine) target(ctx context.Context, ref string, opts RestoreOptions) (*
 	if err != nil {
 		return nil, err
 	}
-	if r.sb, err = e.acquire(ctx, ref, "restore", lockWait); errors.Is(err, ErrNotFound) {
-		return r, e.recreate(ctx, r, ref, opts.Checkpoint, opts.Undo, err)
+	if r.sb = opts.held; r.sb == nil {
+		if r.sb, err = e.acquire(ctx, ref, "restore", lockWait); errors.Is(err, ErrNotFound) {
+			return r, e.recreate(ctx, r, ref, opts.Checkpoint, opts.Undo, err)
+		}
 	}
 	if err == nil {
 		if err = e.certain(ctx, ref, r.sb.Sandbox); err != nil {

@@ -15,15 +15,15 @@ import (
 
 // leaveUnknown frees what is left of a sandbox that is not in state.db, whose lock
 // is held. One that is whole it leaves alone, and says so.
-func (e *Engine) leaveUnknown(ctx context.Context, host Host, id string) (did string, err error) {
+func (e *Engine) leaveUnknown(ctx context.Context, host Host, id string) (did string, whole bool, err error) {
 	_, err = host.Inspect(ctx, id)
 	if errors.Is(err, ErrNotFound) {
-		return fmt.Sprintf("freed what was left of sandbox %s", short(id)), host.Remove(ctx, id)
+		return fmt.Sprintf("freed what was left of sandbox %s", short(id)), false, host.Remove(ctx, id)
 	}
 	if err != nil {
-		return "", err
+		return "", false, err
 	}
-	return fmt.Sprintf("left sandbox %s alone, which state.db does not know: if state.db is an older one, put back the newer with its -wal; to remove the sandbox: agentbox rm -f %s", short(id), id), nil
+	return fmt.Sprintf("left sandbox %s alone, which state.db does not know: if state.db is an older one, put back the newer with its -wal; to remove the sandbox: agentbox rm -f %s", short(id), id), true, nil
 }
 
 // removeUnknown removes a sandbox that is not in state.db, by its full id.

@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
+	"github.com/agentbox/agentbox/runtime/store"
 )
 
 // A sandbox with a limit of its files or of its lifetime has a process beside it
@@ -22,13 +23,16 @@ func (e *Engine) marks() string { return filepath.Join(e.store.Root(), "watch") 
 
 // watched tells whether a sandbox needs that process.
 func watched(s Spec) bool {
-	return s.Resources.Storage > 0 || s.Lifetime.TTL > 0 || s.Lifetime.Idle > 0
+	return s.Resources.Storage > 0 || s.Lifetime.TTL > 0 || s.Lifetime.Idle > 0 || s.Restart.comesBack()
 }
 
 // enforce begins a start of a sandbox, whose limits are watched from here on.
 func (e *Engine) enforce(s Spec) {
 	if err := e.noteHit(s.ID, nil); err != nil {
 		e.log.Warn("that it was killed for its files is still on record", "sandbox", s.ID, "err", err)
+	}
+	if err := e.begun(s); err != nil {
+		e.log.Warn("how often it was restarted is not noted", "sandbox", s.ID, "err", err)
 	}
 	e.watchOver(s)
 }
@@ -39,7 +43,7 @@ func (e *Engine) watchOver(s Spec) {
 		return
 	}
 	err := e.mark(s)
-	if err == nil && watched(s) {
+	if err == nil && watched(s) && !e.watches(s.ID) {
 		err = e.watch(s.ID) // one that is there already may be about to end
 	}
 	if err != nil {
@@ -166,6 +170,11 @@ func (e *Engine) revive(ctx context.Context, id string) error {
 	case c.Status == Running || c.Status == Paused:
 		e.watchOver(s)
 		return nil
+	case s.Restart.comesBack():
+		if back, _, _, err := e.comesBack(ctx, sb, s, c); back || err != nil {
+			e.watchOver(s) // it does that
+			return err
+		}
 	case s.AutoRemove && s.Lifetime.TTL > 0 && !sb.Kept:
 		// The host has ended it, and nobody has removed it. Then its time does.
 		return e.touch(sb.ID, time.Now().Add(min(latest, s.Lifetime.left())), false)
@@ -176,10 +185,21 @@ func (e *Engine) revive(ctx context.Context, id string) error {
 // latest bounds the time between two looks of a watch.
 const latest = 10 * time.Second
 
+// watches tells whether this very process is the watch of a sandbox.
+func (e *Engine) watches(id string) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.watching == id
+}
+
 // Watch holds a sandbox to its limits: it kills it when its files take more than
-// it was given, and stops it when its time is over or nothing goes on in it. It
-// ends with the sandbox's processes.
+// it was given, stops it when its time is over or nothing goes on in it, and
+// starts it again as its restart policy says. It ends with the sandbox's
+// processes, when these do not come back.
 func (e *Engine) Watch(ctx context.Context, id string) error {
+	e.mu.Lock()
+	e.watching = id
+	e.mu.Unlock()
 	w := watching{e: e, id: id, storage: filesLimit{e: e, id: id}}
 	// The mark's time says that the spec is another.
 	var changed chan struct{}
@@ -247,8 +267,11 @@ func (w *watching) look(ctx context.Context) (done bool, wait time.Duration, err
 	if err != nil {
 		return false, time.Second, err
 	}
-	if c.Status != Running && c.Status != Paused || !watched(s) {
+	if !watched(s) {
 		return true, 0, nil
+	}
+	if c.Status != Running && c.Status != Paused {
+		return w.again(ctx, sb, s, c)
 	}
 	if w.ended == nil {
 		ended := make(chan struct{})
@@ -291,6 +314,31 @@ func (w *watching) look(ctx context.Context) (done bool, wait time.Duration, err
 		}
 	}
 	return false, wait, nil
+}
+
+// again starts a sandbox that has ended, if that is its policy.
+func (w *watching) again(ctx context.Context, sb store.Sandbox, s Spec, c Container) (done bool, wait time.Duration, err error) {
+	if w.storage.unsaid {
+		if err := w.storage.stayDown(sb); err != nil {
+			return false, time.Second, err
+		}
+	}
+	back, wait, _, err := w.e.comesBack(ctx, sb, s, c)
+	switch {
+	case err != nil:
+		return false, latest, err
+	case !back:
+		return true, 0, w.e.giveUp(s, c)
+	case wait > 0:
+		return false, min(wait, latest), nil
+	}
+	if _, err := w.e.RecoverInterrupted(ctx); err != nil {
+		return false, time.Second, err
+	}
+	if err := w.e.restart(ctx, w.id); err != nil && !errors.Is(err, ErrBusy) && !errors.Is(err, ErrNotFound) {
+		return false, time.Second, err
+	}
+	return false, firstRestart, nil
 }
 
 // end stops a sandbox. One that a verb is at work on is tried again.

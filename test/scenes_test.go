@@ -1,10 +1,13 @@
 package test
 
 import (
+	"fmt"
 	"net"
 	"os"
 	"path/filepath"
 	"strings"
+
+	"golang.org/x/sys/unix"
 )
 
 // A scene is a verb at which agentbox is broken. Every scene leaves the sandbox
@@ -68,6 +71,7 @@ var scenesOf = map[string][]string{
 	"store.pack.":               {"checkpoint", "prune"},
 	"store.abort.":              {"failing checkpoint"},
 	"store.sweep.":              {"recover renamed", "recover packed"},
+	"reconcile.":                {"recover ended"},
 	"store.remove.":             {"checkpoint rm", "prune"},
 	"store.reclaim.":            {"prune"},
 	"portable.export.":          {"export"},
@@ -84,6 +88,8 @@ var elsewhere = map[string]string{
 	"apply.":                       "../runtime/dockerplugin/volume/dockerd_test.go",
 	"containerd.":                  "containerd/containerd_test.go",
 	"docker.":                      "docker/sandbox_test.go",
+	"restart.":                     "restart_test.go",
+	"prune.":                       "reconcile_test.go",
 	"images.pull.":                 "../images/pull_test.go",
 	"portable.import.after-mounts": "../runtime/portable/failpoint_test.go", // of archives by Podman
 	"registry.":                    "../runtime/registry/failpoint_test.go",
@@ -108,6 +114,7 @@ var scenes = []scene{
 	{name: "failing checkpoint", env: "checkpoint.after-capture=error", verb: words("checkpoint --name new s"), check: (*sweep).checkUnmoved},
 	{name: "recover renamed", prepare: interrupted("store.commit.after-rename"), verb: words("recover"), check: (*sweep).checkUnmoved},
 	{name: "recover packed", prepare: interrupted("store.commit.after-pack"), verb: words("recover"), check: (*sweep).checkUnmoved},
+	{name: "recover ended", prepare: ended, verb: words("recover"), check: (*sweep).checkComer},
 	{name: "checkpoint rm", prepare: func(s *sweep) { s.checkpoint("--files-only", "--name", "new", "s") }, verb: words("checkpoint rm s@new"), check: (*sweep).checkUnmoved},
 	{name: "restore", verb: words("restore s base"), check: (*sweep).checkRestored},
 	{name: "restore aside", prepare: stopped, verb: words("restore --no-undo s base"), check: (*sweep).checkAside},
@@ -150,6 +157,20 @@ func leased(s *sweep) {
 	s.ok("lease", "create", "--name", "l", "--for", "1h")
 	comer("--lease l --network none busybox sleep 1000")(s)
 	s.checkpoint("--temporary", "r")
+}
+
+// ended is a sandbox that has ended, with its monitor.
+func ended(s *sweep) {
+	comer("--network bridge busybox sleep 1000")(s)
+	r := s.inspect("r")
+	for _, p := range processesOf(s.root) {
+		var pid int
+		if _, _ = fmt.Sscanf(p, "process %d", &pid); strings.Contains(p, "conmon") && strings.Contains(p, r.ID) {
+			_ = unix.Kill(pid, unix.SIGKILL)
+		}
+	}
+	_ = unix.Kill(r.Pid, unix.SIGKILL)
+	s.noProcess(r.Pid)
 }
 
 // published is a sandbox with a published port that is free just now.

@@ -46,6 +46,7 @@ type createOptions struct {
 	StopSignal   string
 	Every        string
 	TTL          string
+	Restart      restartOptions
 	Idle         string
 	Policy       string
 	Lease        string
@@ -94,6 +95,7 @@ func (o *createOptions) addFlags(fl *pflag.FlagSet) {
 	fl.StringVar(&o.Idle, "idle", "", "stop it when nothing goes on in it for `DURATION`; default: the policy's, none")
 	fl.StringVar(&o.Lease, "lease", "", "remove it when the `LEASE` ends; see 'agentbox lease'")
 	fl.StringVar(&o.Group, "group", "", "make it one of the group `NAME`; see 'agentbox ps --filter group=NAME'")
+	o.Restart.addFlags(fl, "start it again when it has ended by itself")
 	fl.StringVar(&o.Policy, "policy", "", "what it may do: `NAME|FILE` of a policy (environment AGENTBOX_POLICY; default \"default\")")
 	fl.Var(list(&o.CapAdd), "cap-add", "give it the capability `NAME`, or ALL")
 	fl.Var(list(&o.CapDrop), "cap-drop", "take the capability `NAME` from it, or ALL")
@@ -174,6 +176,14 @@ func (o *createOptions) request(args []string) (runtime.CreateRequest, error) {
 		if spec.Lifetime.Idle, err = parseLifetime("--idle", o.Idle); err != nil {
 			return none, err
 		}
+	}
+	if r, err := o.Restart.parse(); err != nil {
+		return none, err
+	} else if r != nil {
+		spec.Restart = *r
+	}
+	if o.Remove && spec.Restart.Policy != "" && spec.Restart.Policy != runtime.RestartNo {
+		return none, usageErrorf("--rm and --restart contradict each other: what is removed when it exits cannot come back")
 	}
 	if len(o.Egress) > 0 && o.Network == "" {
 		spec.Network.Mode = runtime.NetworkFiltered

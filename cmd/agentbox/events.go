@@ -63,6 +63,9 @@ to be said of that. The newest 1 to 2 MiB are kept until the sandbox is removed.
   restore        a try of 'agentbox restore --strategy' failed: which one, why, and what was done then
   held           none did better: frozen or stopped, nobody may use it (agentbox release)
   lease          it is removed because its lease has ended (--lease)
+  restarted      it had ended by itself and was started again (--restart)
+  given-up       it has failed as often as --restart on-failure:N lets it
+  reconciled     it had ended without anybody seeing to it, and recover, or the service, did
 
 The kernel counts oom and pids-limit. What nobody looked at when it happened is one event,
 with how many there were (count, of total since the start), of the time at which it was seen.`,
@@ -138,6 +141,15 @@ func eventText(e runtime.Event) string {
 		return printable(oneLine(name + ": " + e.Reason))
 	case runtime.EventLease:
 		return fmt.Sprintf("removed with lease %s: %s", e.Name, e.Reason)
+	case runtime.EventRestarted, runtime.EventGivenUp:
+		code := "?"
+		if e.Exit != nil {
+			code = fmt.Sprint(*e.Exit)
+		}
+		if e.Type == runtime.EventGivenUp {
+			return fmt.Sprintf("exit code %s, restarted %d times: not again", code, e.Total)
+		}
+		return fmt.Sprintf("after exit code %s, restart %d", code, e.Count)
 	case runtime.EventIdle:
 		return fmt.Sprintf("stopped: nothing went on for %v", time.Duration(e.After).Round(time.Second/10))
 	}

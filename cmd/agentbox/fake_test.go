@@ -368,8 +368,8 @@ func (f *fakeService) RemoveImage(_ context.Context, name string) error {
 	return f.call("RemoveImage", name)
 }
 
-func (f *fakeService) Recover(context.Context) (runtime.Recovery, error) {
-	return runtime.Recovery{}, f.call("Recover")
+func (f *fakeService) Reconcile(context.Context) (runtime.ReconcileReport, error) {
+	return runtime.ReconcileReport{}, f.call("Reconcile")
 }
 
 func (f *fakeService) Reap(_ context.Context, id string) error {

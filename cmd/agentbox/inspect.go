@@ -23,7 +23,8 @@ func newInspectCommand(a *app) *cobra.Command {
 number: id, name, status (created, running, paused, exited), pid (0 unless it runs),
 exit_code, upperdir, image, image_digest, backend, head (the checkpoint it was last at),
 attempt, created, started, finished, labels, address, spec; oom_killed and limit_hits once a limit has come into force; expires
-and expired with --ttl; lease (its id) and group, where it has them.
+and expired with --ttl; lease (its id) and group, where it has them; restarts with --restart
+(count, last_exit, last_end, stopped, given_up, error).
 spec.ids are the user ids on the host (base, size) of its user namespace; without them it has
 the host's, and spec.host_ids says why, unless that was asked for (--userns host).`,
 		Example: `  agentbox inspect c

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 	"path/filepath"
-	"time"
 
 	"github.com/spf13/cobra"
 
@@ -18,32 +17,6 @@ import (
 type leaseEnder interface {
 	EndLeases(ctx context.Context) (did []string, err error)
 	KeepLeases(ctx context.Context) error
-}
-
-// leasesEvery is how often the service looks after leases: the keeper does, and
-// the service that there is a keeper.
-const leasesEvery = 5 * time.Second
-
-func endLeases(ctx context.Context, svc leaseEnder) {
-	tick := time.NewTicker(leasesEvery)
-	defer tick.Stop()
-	for said := ""; ; {
-		_, err := svc.EndLeases(ctx)
-		if ctx.Err() != nil {
-			return
-		}
-		if err != nil && err.Error() != said { // once for each cause in a row
-			slog.Error("what belonged to a lease is not removed", "err", err)
-		}
-		if said = ""; err != nil {
-			said = err.Error()
-		}
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-			return
-		}
-	}
 }
 
 // newKeepLeasesCommand is the process that ends leases, one for a root; whoever

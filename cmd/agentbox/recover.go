@@ -23,11 +23,19 @@ func newRecoverCommand(a *app) *cobra.Command {
 		Use:   "recover [flags]",
 		Short: "Finish or undo what an interrupted command left",
 		Long: `Recover rolls verbs that were cut off (kill -9, a crash, no more space) forward or back,
-frees what belongs to no sandbox any more, and says what it did. Every command does the
-first part by itself when it finds the need.
+compares what is recorded with the kernel and the engines, and says what it did: sandboxes
+that have ended unseen get their end on record and lose what they held; containers, mounts,
+cgroups, links, rules, processes and files of sandboxes that are gone are freed; the processes
+that see to checkpoints at intervals, to limits and to restarts are started again; leases that
+are over end. What a command is at work on, and what is another root's, is left alone. So is a
+sandbox that is whole and that state.db does not know, which is named. Every command does the
+first part by itself when it finds the need; a service (agentbox serve) does all each minute.
 
-A sandbox that is whole and that state.db does not know is named, and left alone.`,
-		Example:     "  agentbox recover",
+With --format json it prints one object: actions (the sentences), findings (kind, sandbox,
+action, error), counts (findings by kind), failed, sandboxes (looked at), took_ns. Kinds are
+interrupted, lease, store, ended, gone, stray, unknown, watch, auto, monitor, staged and host.`,
+		Example: `  agentbox recover
+  agentbox recover --format json | jq .counts`,
 		Annotations: exits(exitUsage, exitBusy, exitCorrupt, exitDenied),
 		Args:        args(0, 0),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -43,10 +51,7 @@ A sandbox that is whole and that state.db does not know is named, and left alone
 
 func runRecover(ctx context.Context, opts recoverOptions, svc runtime.Service, out io.Writer) error {
 	// What was done before an error is worth knowing, too.
-	rec, err := svc.Recover(ctx)
-	if rec.Actions == nil {
-		rec.Actions = []string{}
-	}
+	rec, err := svc.Reconcile(ctx)
 	if opts.Format == formatJSON {
 		return both(err, printJSON(out, rec))
 	}

@@ -13,7 +13,6 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
-	"sync"
 	"syscall"
 	"time"
 
@@ -38,6 +37,7 @@ const answerTime = 3 * time.Second
 type serveOptions struct {
 	Listen []string
 	TLS    api.TLSFiles
+	upkeepOptions
 }
 
 func newServeCommand(a *app) *cobra.Command {
@@ -54,6 +54,9 @@ says otherwise; AGENTBOX_HOST=unix://PATH names a socket, AGENTBOX_HOST=none use
 --tls-client-ca; its subject is in the log. Callers set AGENTBOX_HOST=tcp://HOST:PORT, and
 AGENTBOX_TLS_CERT, AGENTBOX_TLS_KEY and AGENTBOX_TLS_CA to their files.
 
+By itself it does each minute what 'agentbox recover' does, and now and then what 'agentbox
+prune' does by the rules of the policies, within --prune-rate and in nobody's way.
+
 SIGTERM ends it: no new verbs begin, those under way have 30 s to end. Sandboxes go on.
 Started by systemd it takes its socket from there, and tells when it is ready.`,
 		Example: `  agentbox serve &
@@ -69,7 +72,7 @@ Started by systemd it takes its socket from there, and tells when it is ready.`,
 				return err
 			}
 			socket, tcp, err := opts.places(g)
-			if err != nil {
+			if err = errors.Join(err, opts.upkeepOptions.check()); err != nil {
 				return err
 			}
 			if !cmd.Flags().Changed("log-level") { // who asks for what is worth a line
@@ -84,7 +87,7 @@ Started by systemd it takes its socket from there, and tells when it is ready.`,
 					}
 					more = append(more, l)
 				}
-				return a.serve(cmd.Context(), g, socket, svc, more)
+				return a.serve(cmd.Context(), g, socket, svc, more, opts.upkeepOptions)
 			})
 		},
 	}
@@ -93,6 +96,7 @@ Started by systemd it takes its socket from there, and tells when it is ready.`,
 	fl.StringVar(&opts.TLS.Cert, "tls-cert", "", "for TCP: `FILE` with the certificate of this service, in PEM")
 	fl.StringVar(&opts.TLS.Key, "tls-key", "", "for TCP: `FILE` with its key")
 	fl.StringVar(&opts.TLS.CA, "tls-client-ca", "", "for TCP: `FILE` with the authority that signs callers' certificates")
+	opts.upkeepOptions.addFlags(fl)
 	completeFlags(cmd)
 	return cmd
 }
@@ -147,46 +151,7 @@ func socketPath(what, s string) (string, error) {
 	return p, nil
 }
 
-// recoverer is a Service that finds what killed processes have left, as every
-// embedded engine does when it is opened.
-type recoverer interface {
-	RecoverInterrupted(ctx context.Context) (runtime.Recovery, error)
-	ReviveWatches(ctx context.Context) error
-}
-
-// reviveEvery is how long a sandbox whose watch was killed may go without one.
-const reviveEvery = 5 * time.Second
-
-// revive sees to it that limits are held, whether or not somebody asks for
-// something: other commands leave that to the service.
-func revive(ctx context.Context, r recoverer) (stop func()) {
-	ctx, cancel := context.WithCancel(ctx)
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		tick := time.NewTicker(reviveEvery)
-		defer tick.Stop()
-		said := ""
-		for {
-			select {
-			case <-tick.C:
-			case <-ctx.Done():
-				return
-			}
-			text := ""
-			if err := r.ReviveWatches(ctx); err != nil && ctx.Err() == nil {
-				text = err.Error()
-			}
-			if text != "" && text != said {
-				slog.Error("limits of sandboxes may not be held", "err", text)
-			}
-			said = text
-		}
-	}()
-	return func() { cancel(); <-done }
-}
-
-func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.Service, more []net.Listener) (err error) {
+func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.Service, more []net.Listener, u upkeepOptions) (err error) {
 	served := false
 	defer func() {
 		for _, l := range more {
@@ -204,21 +169,14 @@ func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.S
 		return &runtime.Error{Op: "serve", Err: err}
 	}
 	opts := api.Options{Requests: filepath.Join(run, "requests"), Info: api.Info{Version: version, Root: root, Backend: g.Backend},
-		Examine: func(ctx context.Context) doctor.Report { return a.examine(ctx, g) }}
+		Examine: func(ctx context.Context) doctor.Report { return a.examine(ctx, g) }, Metrics: &api.Metrics{}}
 	if r, ok := svc.(recoverer); ok {
 		opts.Before = func(ctx context.Context) error {
 			_, err := r.RecoverInterrupted(ctx)
 			return errors.Join(err, r.ReviveWatches(ctx))
 		}
-		defer revive(ctx, r)()
 	}
-	if k, ok := svc.(leaseEnder); ok {
-		var ender sync.WaitGroup
-		bound, cancel := context.WithCancel(ctx)
-		ender.Go(func() { endLeases(bound, k) })
-		defer ender.Wait()
-		defer cancel()
-	}
+	defer u.tend(ctx, svc, opts.Metrics)()
 	h, err := api.New(svc, opts)
 	if err != nil {
 		return errors.Join(err, l.Close())

@@ -4,6 +4,8 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"strconv"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -16,6 +18,40 @@ import (
 type updateOptions struct {
 	Egress    runtime.EgressChange
 	TTL, Idle string
+	Restart   restartOptions
+}
+
+// restartOptions are --restart and --restart-from.
+type restartOptions struct{ Policy, From string }
+
+func (o *restartOptions) addFlags(fl *pflag.FlagSet, what string) {
+	fl.StringVar(&o.Policy, "restart", "", what+", `POLICY`: no, on-failure[:N], always or unless-stopped")
+	fl.Var(choice(&o.From, runtime.RestartFromCommand, runtime.RestartFromHead), "restart-from", "with --restart, from its command, or from its newest checkpoint: `WHAT`, command or head")
+}
+
+// parse returns nil when nothing was said.
+func (o restartOptions) parse() (*runtime.Restart, error) {
+	if o.Policy == "" {
+		if o.From != "" {
+			return nil, usageErrorf("--restart-from needs --restart")
+		}
+		return nil, nil
+	}
+	name, times, counted := strings.Cut(o.Policy, ":")
+	r := &runtime.Restart{Policy: name, From: o.From}
+	switch name {
+	case runtime.RestartNo, runtime.RestartOnFailure, runtime.RestartAlways, runtime.RestartUnlessStopped:
+	default:
+		return nil, usageErrorf("--restart %q: must be no, on-failure[:N], always or unless-stopped", o.Policy)
+	}
+	if counted {
+		n, err := strconv.Atoi(times)
+		if err != nil || n < 1 || name != runtime.RestartOnFailure {
+			return nil, usageErrorf("--restart %q: a number from 1 on may follow on-failure, as in on-failure:3", o.Policy)
+		}
+		r.Retries = n
+	}
+	return r, nil
 }
 
 func (o *updateOptions) addFlags(fl *pflag.FlagSet) {
@@ -23,6 +59,7 @@ func (o *updateOptions) addFlags(fl *pflag.FlagSet) {
 	fl.Var(list(&o.Egress.Remove), "egress-rm", "take `RULE` away")
 	fl.StringVar(&o.TTL, "ttl", "", "let it live for `DURATION` from now on, e.g. 2h; none: without end")
 	fl.StringVar(&o.Idle, "idle", "", "stop it when nothing goes on in it for `DURATION`, e.g. 10m; none: never")
+	o.Restart.addFlags(fl, "from now on, start it again when it has ended by itself")
 }
 
 func (o *updateOptions) lifetime() (change runtime.LifetimeChange, err error) {
@@ -42,7 +79,8 @@ func (o *updateOptions) lifetime() (change runtime.LifetimeChange, err error) {
 		}
 		*f.to = &d
 	}
-	return change, nil
+	change.Restart, err = o.Restart.parse()
+	return change, err
 }
 
 // parseLifetime reads how long a sandbox is to live or be idle.
@@ -58,9 +96,12 @@ func newUpdateCommand(a *app) *cobra.Command {
 	var opts updateOptions
 	cmd := &cobra.Command{
 		Use:   "update [flags] SANDBOX",
-		Short: "Change how long a sandbox lives, or what a filtered one may reach",
+		Short: "Change how long a sandbox lives, whether it comes back, or what a filtered one may reach",
 		Long: `Update gives a sandbox more time, or less, from now on, and prints when it then expires.
 One that has expired can be started again with that.
+
+With --restart it is started again, or not any more, when it has ended by itself; what was
+stopped stays so until it is started.
 
 It changes the egress rules of a sandbox with --network filtered, at once if it runs, and
 prints those it then has. Connections that no rule allows any more end.
@@ -68,6 +109,7 @@ prints those it then has. Connections that no rule allows any more end.
 What was changed stays over stops, restores and upgrades; a fork has it from its checkpoint.
 Nothing can be had that the policy of the sandbox does not cover.`,
 		Example: `  agentbox update c --ttl 2h
+  agentbox update c --restart on-failure:3 --restart-from head
   agentbox update c --egress-add 'pypi.org 443' --egress-add 'files.pythonhosted.org 443'
   agentbox update c --egress-rm 'pypi.org 443'`,
 		Annotations:       exits(exitUsage, exitNotFound, exitState, exitBusy, exitDenied, exitUnsupported),
@@ -79,7 +121,7 @@ Nothing can be had that the policy of the sandbox does not cover.`,
 				return err
 			}
 			if len(opts.Egress.Add)+len(opts.Egress.Remove) == 0 && change == (runtime.LifetimeChange{}) {
-				return usageErrorf("nothing to change: say --ttl, --idle, --egress-add or --egress-rm")
+				return usageErrorf("nothing to change: say --ttl, --idle, --restart, --egress-add or --egress-rm")
 			}
 			return a.service(cmd.Context(), func(svc runtime.Service) error {
 				return runUpdate(cmd.Context(), opts.Egress, change, args[0], svc, a.stdout)

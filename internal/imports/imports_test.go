@@ -47,7 +47,7 @@ var allowed = map[string][]string{
 	"internal/undo":        {},
 	"overlay":              {"internal/fault", "internal/failpoint", "internal/idmap"},
 	"policy":               {"internal/fault", "internal/lazy"},
-	"runtime":              {"criu", "criu/stage", "images", "images/build", "images/source", "internal/copy", "internal/failpoint", "internal/lazy", "internal/fault", "internal/undo", "overlay", "policy", "runtime/eventlog", "runtime/network/egress", "runtime/portable", "runtime/registry", "runtime/store", "internal/idmap", "runtime/internal/kernel"},
+	"runtime":              {"criu", "criu/stage", "images", "images/build", "images/source", "internal/copy", "internal/failpoint", "internal/lazy", "internal/fault", "internal/undo", "overlay", "policy", "runtime/eventlog", "runtime/network/egress", "runtime/portable", "runtime/registry", "runtime/store", "internal/idmap", "runtime/internal/kernel", "runtime/internal/record"},
 	"runtime/backendtest":  {"criu", "criu/stage", "overlay", "internal/fault", "runtime", "internal/idmap"},
 	"runtime/api":          {"images", "images/source", "internal/fault", "policy", "runtime", "runtime/doctor"},
 	"runtime/audit":        {"images", "images/source", "internal/failpoint", "internal/fault", "policy", "runtime"},

@@ -34,7 +34,7 @@ type service struct {
 	copyTo     func(context.Context, io.Reader) error
 	exec       func(context.Context, runtime.Process, runtime.Streams) (int, error)
 	logs       func(context.Context, io.Writer, io.Writer) error
-	recover    func() (runtime.Recovery, error)
+	recover    func() (runtime.ReconcileReport, error)
 
 	checkpoints func(runtime.CheckpointFilter) ([]runtime.Checkpoint, error)
 	create      func(runtime.CreateRequest) (runtime.Sandbox, error)
@@ -59,7 +59,7 @@ func (s *service) Exec(ctx context.Context, _ string, p runtime.Process, streams
 func (s *service) Logs(ctx context.Context, _ string, _ runtime.LogOptions, out, err io.Writer) error {
 	return s.logs(ctx, out, err)
 }
-func (s *service) Recover(context.Context) (runtime.Recovery, error) { return s.recover() }
+func (s *service) Reconcile(context.Context) (runtime.ReconcileReport, error) { return s.recover() }
 func (s *service) Checkpoints(_ context.Context, f runtime.CheckpointFilter) ([]runtime.Checkpoint, error) {
 	return s.checkpoints(f)
 }
@@ -150,11 +150,11 @@ func TestErrors(t *testing.T) {
 }
 
 func TestPartial(t *testing.T) {
-	svc := &service{recover: func() (runtime.Recovery, error) {
-		return runtime.Recovery{Actions: []string{"did this"}}, fault.ErrBusy
+	svc := &service{recover: func() (runtime.ReconcileReport, error) {
+		return runtime.ReconcileReport{Actions: []string{"did this"}}, fault.ErrBusy
 	}}
 	c := client(t, serving(t, svc, Options{}))
-	if got, err := c.Recover(t.Context()); !errors.Is(err, fault.ErrBusy) || len(got.Actions) != 1 {
+	if got, err := c.Reconcile(t.Context()); !errors.Is(err, fault.ErrBusy) || len(got.Actions) != 1 {
 		t.Error(got, err)
 	}
 }

@@ -328,9 +328,9 @@ func (c *Client) Reindex(ctx context.Context) (runtime.Reindexed, error) {
 	return do[runtime.Reindexed](ctx, c, at("reindex"), None{}, nil)
 }
 
-// Recover finishes or undoes what was interrupted.
-func (c *Client) Recover(ctx context.Context) (runtime.Recovery, error) {
-	return do[runtime.Recovery](ctx, c, at("recover"), None{}, nil)
+// Reconcile finishes or undoes what was interrupted, and repairs what differs from its records.
+func (c *Client) Reconcile(ctx context.Context) (runtime.ReconcileReport, error) {
+	return do[runtime.ReconcileReport](ctx, c, at("recover"), None{}, nil)
 }
 
 // ExportCheckpoint writes an archive. Its progress is what has arrived.

@@ -51,7 +51,7 @@ func (h *histogram) add(d time.Duration) {
 	h.count++
 }
 
-// Leak counts what was found that belonged to no sandbox: a mount, a cgroup, ...
+// Leak counts what was found to differ from the records: a finding of a Reconcile.
 func (m *Metrics) Leak(kind string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -146,7 +146,7 @@ func (m *Metrics) write(w io.Writer, info Info, sandboxes map[runtime.Status]int
 	e.sample("agentbox_checkpoint_stored_bytes_total", float64(m.stored))
 	e.family("agentbox_restore_down_seconds", "histogram", "From the old processes' end to the new ones' first step.")
 	e.histogram("agentbox_restore_down_seconds", &m.down)
-	e.family("agentbox_leaks_found_total", "counter", "What was found that belonged to no sandbox, and freed.")
+	e.family("agentbox_leaks_found_total", "counter", "What the service found, at its comparisons, to differ from its records, by its kind.")
 	for _, kind := range slices.Sorted(maps.Keys(m.leaks)) {
 		e.sample("agentbox_leaks_found_total", float64(m.leaks[kind]), "kind", kind)
 	}

@@ -472,8 +472,8 @@ func (h *Handler) storeRoutes() []route {
 		verb(h, "/v1/reindex", "Rebuild the index of the store", func(ctx context.Context, _ *request[None]) (runtime.Reindexed, error) {
 			return svc.Reindex(ctx)
 		}),
-		verb(h, "/v1/recover", "Finish or undo what was interrupted", func(ctx context.Context, _ *request[None]) (runtime.Recovery, error) {
-			return svc.Recover(ctx)
+		verb(h, "/v1/recover", "Finish or undo what was interrupted, and compare what is recorded with what there is", func(ctx context.Context, _ *request[None]) (runtime.ReconcileReport, error) {
+			return svc.Reconcile(ctx)
 		}),
 	}
 }

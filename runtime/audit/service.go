@@ -28,6 +28,7 @@ type Engine interface {
 	KeepLeases(ctx context.Context) error
 	Reap(ctx context.Context, id string) error
 	Watch(ctx context.Context, id string) error
+	Upkeep(ctx context.Context, u runtime.Upkeep)
 	Release(id string)
 }
 

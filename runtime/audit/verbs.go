@@ -292,12 +292,48 @@ func (s *Service) ReleaseHold(ctx context.Context, sandbox string) error {
 	return s.do(ctx, s.on(ctx, "release hold", sandbox, false), func(*Record) error { return s.next.ReleaseHold(ctx, sandbox) })
 }
 
-func (s *Service) Recover(ctx context.Context) (runtime.Recovery, error) {
-	return made(ctx, s, Record{Verb: "recover"}, func(r *Record) (runtime.Recovery, error) {
-		out, err := s.next.Recover(ctx)
-		r.did(out)
+func (s *Service) Reconcile(ctx context.Context) (runtime.ReconcileReport, error) {
+	return made(ctx, s, Record{Verb: "recover"}, func(r *Record) (runtime.ReconcileReport, error) {
+		out, err := s.next.Reconcile(ctx)
+		r.did(out.Actions)
 		return out, err
 	})
+}
+
+// Upkeep is on record when it has done something.
+func (s *Service) Upkeep(ctx context.Context, u runtime.Upkeep) {
+	done := u.Reconciled
+	u.Reconciled = func(out runtime.ReconcileReport, err error) {
+		if did := out.Deeds(); len(did) > 0 {
+			s.note(ctx, "recover", did, err)
+		}
+		if done != nil {
+			done(out, err)
+		}
+	}
+	pruned := u.Pruned
+	u.Pruned = func(out runtime.Pruned, err error) {
+		var did []string
+		for _, c := range out.Removed {
+			did = append(did, "removed checkpoint "+c.Checkpoint.ID)
+		}
+		if len(did) > 0 {
+			s.note(ctx, "prune", did, err)
+		}
+		if pruned != nil {
+			pruned(out, err)
+		}
+	}
+	s.next.Upkeep(ctx, u)
+}
+
+// note puts on record what was done that nobody had asked for.
+func (s *Service) note(ctx context.Context, verb string, did []string, err error) {
+	r := Record{Phase: Note, Verb: verb, Who: s.who(ctx), Outcome: outcome(err)}
+	r.did(did)
+	if _, err := s.log.Append(r, true); err != nil {
+		slog.Error("this is not on record", "verb", verb, "err", err)
+	}
 }
 
 // Reap tears down what has exited. It is on record when it has removed a sandbox:
@@ -361,7 +397,7 @@ func (s *Service) EndLeases(ctx context.Context) (did []string, err error) {
 		return did, err
 	}
 	r := Record{Phase: Note, Verb: "lease end", Who: s.who(ctx), Outcome: outcome(err)}
-	r.did(runtime.Recovery{Actions: did})
+	r.did(did)
 	if _, e := s.log.Append(r, true); e != nil && err == nil {
 		err = e
 	}
@@ -376,15 +412,15 @@ func (s *Service) RecoverInterrupted(ctx context.Context) (runtime.Recovery, err
 		return out, err
 	}
 	r := Record{Phase: Note, Verb: "recover", Who: s.who(ctx), Outcome: outcome(err)}
-	r.did(out)
+	r.did(out.Actions)
 	if _, e := s.log.Append(r, true); e != nil && err == nil {
 		err = e
 	}
 	return out, err
 }
 
-func (r *Record) did(out runtime.Recovery) {
-	for _, a := range out.Actions {
+func (r *Record) did(actions []string) {
+	for _, a := range actions {
 		r.Text = some(r.Text, clip(a))
 	}
 }

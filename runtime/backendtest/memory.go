@@ -485,7 +485,9 @@ func (m *Memory) List(ctx context.Context) ([]string, error) {
 }
 
 // Properties implements runtime.Backend.
-func (m *Memory) Properties() runtime.Properties { return runtime.Properties{Name: "memory"} }
+func (m *Memory) Properties() runtime.Properties {
+	return runtime.Properties{Name: "memory", Restarts: true}
+}
 
 // logWriter is a first process's stdout or stderr.
 type logWriter struct {

@@ -122,7 +122,7 @@ func Open(opts Options) (*Backend, error) {
 
 // Properties are this backend's differences.
 func (b *Backend) Properties() runtime.Properties {
-	return runtime.Properties{Name: "oci", Filters: true}
+	return runtime.Properties{Name: "oci", Filters: true, Restarts: true}
 }
 
 // place is what a container's bundle is made of.

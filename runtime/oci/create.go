@@ -79,7 +79,10 @@ func (b *Backend) Remove(ctx context.Context, id string) error {
 		return nil // nothing of ours is called that
 	}
 	if !b.home.Traces(id) {
-		return b.net.Release(ctx, id) // an address may be all that is left
+		// Whoever deleted its files has not ended its processes.
+		if held, err := b.Held(ctx); err != nil || len(held[id]) == 0 {
+			return errors.Join(err, b.net.Release(ctx, id)) // an address may be all that is left
+		}
 	}
 	// The lock is on a directory; a container that has lost it gets it back
 	// for the purpose.

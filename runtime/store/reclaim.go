@@ -33,6 +33,11 @@ type ReclaimOptions struct {
 	Wait     time.Duration // at most, until nobody drafts or reads; 0: 30 s
 	// Progress is called now and then with bytes copied out of old packs. It may be nil.
 	Progress func(done, total int64)
+	// Rate bounds the bytes a second that are copied; 0: no bound.
+	Rate int64
+	// Yield never keeps newcomers out to have the store alone: it tries, within
+	// Wait, until it happens to be.
+	Yield bool
 }
 
 // Reclaimed tells what a Reclaim did or, with DryRun, would do. Sizes are in bytes.
@@ -147,6 +152,7 @@ type reclaim struct {
 	waste []uint32 // packs to be rewritten
 
 	copied, total int64
+	began         time.Time // the first copy
 }
 
 // survey marks what is needed, beside everybody else.
@@ -269,7 +275,7 @@ func (c *reclaim) drop(ctx context.Context) error {
 	if err := failpoint.Hit("store.reclaim.before-drop"); err != nil {
 		return err
 	}
-	l, err := c.s.alone(ctx, "reclaim", c.o.Wait)
+	l, err := c.alone(ctx)
 	if err != nil {
 		return err
 	}
@@ -383,7 +389,7 @@ func (c *reclaim) rewrite(ctx context.Context) error {
 	if err := failpoint.Hit("store.reclaim.before-switch"); err != nil {
 		return err
 	}
-	l, err := c.s.alone(ctx, "reclaim", c.o.Wait)
+	l, err := c.alone(ctx)
 	if err != nil {
 		return err
 	}
@@ -436,6 +442,9 @@ func (c *reclaim) copy(ctx context.Context, batch []uint32) (info pack.Info, num
 		return info, 0, err
 	}
 	defer func() { err = errors.Join(err, w.Abort()) }()
+	if c.began.IsZero() {
+		c.began = time.Now()
+	}
 	for _, p := range batch {
 		err := c.copyPack(ctx, w, p)
 		if errors.Is(err, fault.ErrCorrupt) || errors.Is(err, os.ErrNotExist) || unreadable(err) {
@@ -519,6 +528,9 @@ func (c *reclaim) copyPack(ctx context.Context, w *pack.Writer, p uint32) error 
 		}
 		if c.copied += int64(b.Stored) + pack.PieceOverhead; c.o.Progress != nil {
 			c.o.Progress(min(c.copied, c.total), c.total)
+		}
+		if err := c.pace(ctx); err != nil {
+			return err
 		}
 	}
 	return bad

@@ -153,11 +153,8 @@ func (s *Store) Sweep(ctx context.Context) ([]string, error) {
 
 	for _, r := range unready {
 		if r.status == "removing" {
-			err := s.finishRemoval(ctx, r.id)
-			if err == nil {
-				did = append(did, fmt.Sprintf("finished the removal of checkpoint %s.", r.id))
-			}
-			errs = append(errs, err)
+			said, err := s.goOnRemoving(ctx, r.id, r.sandbox)
+			did, errs = append(did, said...), append(errs, err)
 			continue
 		}
 		said, err := s.settle(ctx, r.id, r.sandbox, r.name)
@@ -259,6 +256,26 @@ func (s *Store) packsLeft(ctx context.Context) (bool, error) {
 	return len(stray) > 0, err
 }
 
+// goOnRemoving finishes a removal that was cut off.
+func (s *Store) goOnRemoving(ctx context.Context, id, sandbox string) (did []string, err error) {
+	l, err := s.flock(ctx, sandbox, "sweep", 0)
+	if errors.Is(err, fault.ErrBusy) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer l.Unlock()
+	// Whoever removes it may have ended that since it was listed.
+	if now, err := s.checkpoints(ctx, "WHERE id = ?", id); err != nil || len(now) == 0 {
+		return nil, err
+	}
+	if err := s.finishRemoval(ctx, id); err != nil {
+		return nil, err
+	}
+	return []string{fmt.Sprintf("finished the removal of checkpoint %s.", id)}, nil
+}
+
 // settle rolls a pending checkpoint forward if its files were published and
 // are whole, else back.
 func (s *Store) settle(ctx context.Context, id, sandbox, name string) (did []string, err error) {
@@ -270,6 +287,11 @@ func (s *Store) settle(ctx context.Context, id, sandbox, name string) (did []str
 		return nil, err
 	}
 	defer l.Unlock()
+	// Whoever made it may have ended it since it was listed.
+	now, err := s.checkpoints(ctx, "WHERE id = ?", id)
+	if err != nil || len(now) == 0 || now[0].Status != Pending {
+		return nil, err
+	}
 	ready, err := s.Settle(ctx, id)
 	switch {
 	case err != nil:

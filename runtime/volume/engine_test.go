@@ -157,7 +157,7 @@ func TestEngine(t *testing.T) {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
-	_, err = e.Recover(ctx)
+	_, err = e.Reconcile(ctx)
 	must(err)
 
 	// A volume made anew is another sandbox; the checkpoints of the old stay.

@@ -89,6 +89,12 @@ const Cgroups = "/agentbox"
 // along, and one root's clearing up must not end the other's processes.
 func (h Home) Cgroup(id string) string { return Cgroups + "/" + id + "-" + h.tag }
 
+// OfCgroup is the other way round: the sandbox of this root whose cgroup has a name.
+func (h Home) OfCgroup(name string) (id string, ok bool) {
+	id, ok = strings.CutSuffix(filepath.Base(name), "-"+h.tag)
+	return id, ok && IsID(id)
+}
+
 // Elsewhere tells whether theirs, which something of an engine is labelled with,
 // is another root than mine. A root that is not there any more is nobody's, and
 // was perhaps moved to where mine is.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -250,6 +251,23 @@ func subtree(dir string) []string {
 		return nil
 	})
 	return dirs
+}
+
+// Children lists the names of the cgroups in one, in whatever hierarchy.
+func (c Cgroups) Children(path string) []string {
+	seen := map[string]bool{}
+	for _, m := range c {
+		entries, err := os.ReadDir(filepath.Join(m.Path, path))
+		if err != nil {
+			continue // this one has none
+		}
+		for _, e := range entries {
+			if e.IsDir() {
+				seen[e.Name()] = true
+			}
+		}
+	}
+	return slices.Collect(maps.Keys(seen))
 }
 
 func members(dir string) []int {

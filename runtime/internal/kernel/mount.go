@@ -42,6 +42,17 @@ func UnmountBelow(dirs ...string) error {
 	return errors.Join(errs...)
 }
 
+// MountsBelow lists what is mounted below some directories.
+func MountsBelow(dirs ...string) (paths []string, err error) {
+	infos, err := mountinfo.GetMounts(func(i *mountinfo.Info) (skip, stop bool) {
+		return !slices.ContainsFunc(dirs, func(dir string) bool { return strings.HasPrefix(i.Mountpoint, dir+"/") }), false
+	})
+	for _, i := range infos {
+		paths = append(paths, i.Mountpoint)
+	}
+	return paths, err
+}
+
 // Unmount detaches a mount that is busy: a process of the host that stands in
 // it keeps it alive for itself, but it is out of our way.
 func Unmount(path string) error {

@@ -166,6 +166,15 @@ func PidFile(path string) (int, bool) {
 	return pid, err == nil && pid > 0
 }
 
+// Arguments are those of a process; one that has ended has none.
+func Arguments(pid int) []string {
+	data, _, err := record.Read(fmt.Sprintf("/proc/%d/cmdline", pid))
+	if err != nil {
+		return nil
+	}
+	return strings.Split(string(data), "\x00")
+}
+
 // Names tells whether an argument of a process is one of the paths or lies
 // below it.
 func Names(pid int, paths ...string) bool {

@@ -1,0 +1,101 @@
+package network
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/google/nftables"
+	"github.com/vishvananda/netlink"
+)
+
+// Plugged lists the sandboxes of this root of which there is a link.
+func (m *Manager) Plugged(context.Context) (ids []string, err error) {
+	h, err := openHost()
+	if err != nil {
+		return nil, fmt.Errorf("list networks: %w", err)
+	}
+	defer h.Close()
+	links, err := h.links()
+	if err != nil {
+		return nil, fmt.Errorf("list networks: %w", err)
+	}
+	for _, l := range links {
+		if id, ok := strings.CutPrefix(l.Attrs().Alias, m.alias("")); ok && validID(id) == nil {
+			ids = append(ids, id)
+		}
+	}
+	return ids, nil
+}
+
+// Tend removes bridges and rules of this root that no sandbox needs, and makes
+// the rules again if somebody has removed them under sandboxes that need them. It
+// returns a sentence for each deed.
+func (m *Manager) Tend(ctx context.Context) (did []string, err error) {
+	if _, err := os.Lstat(filepath.Join(m.root, "network.lock")); errors.Is(err, os.ErrNotExist) {
+		return nil, nil // there never was one
+	}
+	v, err := m.begin(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("tend networks: %w", err)
+	}
+	defer v.end()
+	links, err := v.host.links()
+	if err != nil {
+		return nil, fmt.Errorf("tend networks: %w", err)
+	}
+	var errs []error
+	for _, l := range links {
+		name := l.Attrs().Name
+		number, ours := strings.CutPrefix(name, m.bridge)
+		if _, isBridge := l.(*netlink.Bridge); !isBridge || !ours || number == "" || strings.Trim(number, "0123456789") != "" || v.state.bridge(name) != nil {
+			continue
+		}
+		if slices.ContainsFunc(links, func(port netlink.Link) bool { return port.Attrs().MasterIndex == l.Attrs().Index }) {
+			continue // whatever is on it, we did not record it
+		}
+		if err := v.host.deleteLink(name); err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		did = append(did, fmt.Sprintf("removed the bridge %s, which no sandbox has", name))
+	}
+	there, err := v.hasTable()
+	if err != nil {
+		return did, errors.Join(append(errs, err)...)
+	}
+	up := slices.ContainsFunc(slices.Collect(maps.Keys(v.state.Sandboxes)), func(id string) bool { return isNamespace(m.namespace(id)) })
+	switch {
+	case there && len(v.state.Bridges) == 0:
+		if err := v.dropRules(); err != nil {
+			errs = append(errs, err)
+			break
+		}
+		did = append(did, "removed the rules of the network, which no sandbox has")
+	case !there && up:
+		if err := v.applyRules(); err != nil {
+			errs = append(errs, err)
+			break
+		}
+		did = append(did, "made the rules of the network again, which somebody had removed")
+	}
+	return did, errors.Join(errs...)
+}
+
+// hasTable tells whether this root has a table of rules.
+func (v *verb) hasTable() (bool, error) {
+	c, err := v.openTables()
+	if err != nil {
+		return false, err
+	}
+	tables, err := dump(func() ([]*nftables.Table, error) { return c.ListTablesOfFamily(nftables.TableFamilyIPv4) })
+	if err != nil {
+		return false, nil // a kernel without nftables has none
+	}
+	return slices.ContainsFunc(tables, func(t *nftables.Table) bool { return t.Name == v.m.table }), nil
+}

@@ -1,0 +1,257 @@
+package runtime
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/runtime/internal/record"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// Restart policies, in Docker's words.
+const (
+	RestartNo            = "no"
+	RestartOnFailure     = "on-failure"     // when it ended by itself with another code than 0
+	RestartAlways        = "always"         // when it ended by itself, and after the host's next boot in any case
+	RestartUnlessStopped = "unless-stopped" // when it ended by itself, and after a boot unless its owner had stopped it
+)
+
+// What a restart begins with.
+const (
+	RestartFromCommand = "command"
+	RestartFromHead    = "head" // the newest checkpoint: its files, and its processes if it has any
+)
+
+// Restart says whether a sandbox comes back that has ended; the zero value: it
+// does not. What its owner, its time or its idleness has stopped does not count.
+type Restart struct {
+	Policy  string `json:"policy,omitempty"`
+	Retries int    `json:"retries,omitempty"` // on-failure: at most so often; 0: without end
+	From    string `json:"from,omitempty"`    // empty: RestartFromCommand
+}
+
+func (r Restart) comesBack() bool { return r.Policy != "" && r.Policy != RestartNo }
+
+// Restarts is how often a sandbox came back since its owner started it.
+type Restarts struct {
+	Count    int       `json:"count"`
+	LastExit int       `json:"last_exit"`          // the code with which it had ended before the last one
+	LastEnd  time.Time `json:"last_end,omitzero"`  // and when
+	Stopped  bool      `json:"stopped,omitempty"`  // its owner, or a limit of its lifetime, has stopped it
+	GivenUp  bool      `json:"given_up,omitempty"` // it has failed as often as it may
+	Error    string    `json:"error,omitempty"`    // why the last one did not succeed
+}
+
+// restarts is ROOT/restarts/ID, which outlives the host.
+type restarts struct {
+	Restarts
+	Row   int    `json:"row"`            // how many came fast after each other
+	Tried Moment `json:"tried,omitzero"` // the last one that failed
+	Boot  string `json:"boot,omitempty"` // in which it was last started
+	// Ours: a start that begins now is a restart, and not its owner's.
+	Ours bool `json:"ours,omitempty"`
+}
+
+const (
+	// The first restart comes so soon, each further one takes twice as long.
+	firstRestart, lastRestart = 100 * time.Millisecond, time.Minute
+	// steady is how long a sandbox has to run for the next to be a first one.
+	steady = 10 * time.Second
+)
+
+// checkRestart refuses what cannot be meant, or done.
+func checkRestart(s Spec, p Properties) error {
+	r := s.Restart
+	switch r.Policy {
+	case "", RestartNo, RestartAlways, RestartUnlessStopped, RestartOnFailure:
+	default:
+		return fmt.Errorf("%w: restart policy %.40q: choose no, on-failure, always or unless-stopped", ErrInvalid, r.Policy)
+	}
+	switch {
+	case r.From != "" && r.From != RestartFromCommand && r.From != RestartFromHead:
+		return fmt.Errorf("%w: restart from %.40q: choose command or head", ErrInvalid, r.From)
+	case r.Retries < 0 || r.Retries > 0 && r.Policy != RestartOnFailure:
+		return fmt.Errorf("%w: a number of restarts is for on-failure", ErrInvalid)
+	case !r.comesBack():
+		return nil
+	case s.AutoRemove:
+		return fmt.Errorf("%w: a sandbox that is removed when it exits cannot be restarted", ErrInvalid)
+	case !p.Restarts:
+		return hint(fmt.Errorf("%w: backend %s has no restart policies", ErrUnsupported, p.Name), "Make it with the backend oci; agentbox start starts it by hand.")
+	}
+	return nil
+}
+
+func (e *Engine) restartsDir() string           { return filepath.Join(e.store.Root(), "restarts") }
+func (e *Engine) restartsPath(id string) string { return filepath.Join(e.restartsDir(), id) }
+
+func (e *Engine) restartsOf(id string) (st restarts, err error) {
+	if err = record.ReadJSON(e.restartsPath(id), &st); errors.Is(err, fs.ErrNotExist) {
+		err = nil
+	}
+	return st, err
+}
+
+func (e *Engine) noteRestarts(id string, st restarts) error {
+	if err := os.MkdirAll(e.restartsDir(), 0o700); err != nil {
+		return err
+	}
+	return record.WriteJSON(e.restartsPath(id), st, true)
+}
+
+func (e *Engine) forgetRestarts(id string) error {
+	err := ignoreMissing(os.Remove(e.restartsPath(id)))
+	_ = os.Remove(e.restartsDir()) // stays while there are others
+	return err
+}
+
+// begun puts on record that a sandbox has come up, by its policy or by its owner,
+// who begins to count anew with that.
+func (e *Engine) begun(s Spec) error {
+	if !s.Restart.comesBack() {
+		return e.forgetRestarts(s.ID)
+	}
+	st, err := e.restartsOf(s.ID)
+	if err != nil {
+		return err
+	}
+	if !st.Ours {
+		st = restarts{}
+	}
+	st.Ours, st.Stopped, st.GivenUp, st.Error, st.Tried, st.Boot = false, false, false, "", Moment{}, bootID()
+	return e.noteRestarts(s.ID, st)
+}
+
+// meant puts on record, before the deed, that somebody wants a sandbox to end.
+func (e *Engine) meant(sb store.Sandbox) error {
+	s, err := spec(sb)
+	if err != nil {
+		return err
+	}
+	return e.staysDown(s)
+}
+
+// staysDown is meant of what has no row yet.
+func (e *Engine) staysDown(s Spec) error {
+	if !s.Restart.comesBack() {
+		return nil
+	}
+	st, err := e.restartsOf(s.ID)
+	if err != nil {
+		return err
+	}
+	st.Stopped = true
+	return e.noteRestarts(s.ID, st)
+}
+
+// comesBack tells whether a sandbox that has ended is to be started again, and
+// in how long. One that a restore has held never is, nor one whose lease is over.
+func (e *Engine) comesBack(ctx context.Context, sb store.Sandbox, s Spec, c Container) (back bool, wait time.Duration, st restarts, err error) {
+	if !s.Restart.comesBack() || c.Status != Exited || s.Lifetime.expired() || sb.Held != "" {
+		return false, 0, st, nil
+	}
+	if sb.Lease != "" {
+		if l, err := e.store.Lease(ctx, sb.Lease); errors.Is(err, ErrNotFound) || err == nil && l.State != store.LeaseActive {
+			return false, 0, st, nil
+		} else if err != nil {
+			return false, 0, st, err
+		}
+	}
+	if st, err = e.restartsOf(s.ID); err != nil {
+		return false, 0, st, err
+	}
+	rebooted := st.Boot != "" && st.Boot != bootID()
+	switch s.Restart.Policy {
+	case RestartAlways:
+		back = !st.Stopped || rebooted
+	case RestartUnlessStopped:
+		back = !st.Stopped
+	case RestartOnFailure: // the end of the host is no failure of its own
+		back = !st.Stopped && !rebooted && c.ExitCode != 0 && (s.Restart.Retries == 0 || st.Count < s.Restart.Retries)
+	}
+	if !back || rebooted && st.Tried == (Moment{}) {
+		return back, 0, st, nil
+	}
+	if st.Tried == (Moment{}) && c.Finished.Sub(c.Started) >= steady {
+		st.Row = 0
+	}
+	pause := lastRestart
+	if st.Row < 10 {
+		pause = min(firstRestart<<st.Row, lastRestart)
+	}
+	past := max(0, time.Since(c.Finished)) // a clock that was set back delays it no further
+	if st.Tried != (Moment{}) {
+		past = st.Tried.age()
+	}
+	return true, max(0, pause-past), st, nil
+}
+
+// restart starts a sandbox again, if that is still to be.
+func (e *Engine) restart(ctx context.Context, id string) (err error) {
+	defer func() { err = fail("restart", id, err) }()
+	sb, s, c, err := e.overdue(ctx, id)
+	if err != nil {
+		return err
+	}
+	back, wait, st, err := e.comesBack(ctx, sb.Sandbox, s, c)
+	if err != nil || !back || wait > 0 {
+		sb.lock.Unlock()
+		return err
+	}
+	st.Ours, st.Count, st.LastExit, st.LastEnd, st.Row = true, st.Count+1, c.ExitCode, c.Finished, st.Row+1
+	if err = e.noteRestarts(id, st); err == nil {
+		err = failpoint.Hit("restart.after-note")
+	}
+	if err != nil {
+		sb.lock.Unlock()
+		return err
+	}
+	if err := e.bringBack(ctx, sb, s); err != nil {
+		st.Ours, st.Error, st.Tried = false, err.Error(), thisMoment()
+		e.log.Error("not restarted; tried again", "sandbox", id, "count", st.Count, "err", err)
+		return e.noteRestarts(id, st)
+	}
+	e.log.Info("restarted", "sandbox", id, "exit", c.ExitCode, "count", st.Count)
+	return e.note(id, Event{Time: time.Now(), Type: EventRestarted, Exit: &c.ExitCode, Count: int64(st.Count)})
+}
+
+// bringBack starts a sandbox, whose lock it takes over, from where its policy says.
+func (e *Engine) bringBack(ctx context.Context, sb *locked, s Spec) error {
+	if s.Restart.From == RestartFromHead {
+		_, err := e.choose(ctx, sb.Sandbox, "", false)
+		if err == nil {
+			out, err := e.Restore(ctx, sb.ID, RestoreOptions{NoUndo: true, held: sb})
+			if err != nil || out.Sandbox.Status == Running || out.Sandbox.Status == Paused {
+				return err
+			}
+			_, err = e.Start(ctx, sb.ID, nil) // a checkpoint of one that did not run
+			return err
+		}
+		if !errors.Is(err, ErrNotFound) {
+			sb.lock.Unlock()
+			return err
+		}
+		// There is none yet.
+	}
+	_, err := e.start(ctx, sb, nil)
+	return err
+}
+
+// giveUp puts on record that a sandbox has failed as often as it may.
+func (e *Engine) giveUp(s Spec, c Container) error {
+	if s.Restart.Policy != RestartOnFailure || s.Restart.Retries == 0 || c.Status != Exited || c.ExitCode == 0 {
+		return nil
+	}
+	st, err := e.restartsOf(s.ID)
+	if err != nil || st.Stopped || st.GivenUp || st.Count < s.Restart.Retries {
+		return err
+	}
+	st.GivenUp = true
+	return errors.Join(e.noteRestarts(s.ID, st), e.note(s.ID, Event{Time: time.Now(), Type: EventGivenUp, Exit: &c.ExitCode, Total: int64(st.Count)}))
+}

@@ -1,0 +1,79 @@
+package runtime
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"time"
+)
+
+// Upkeep says what a service does by itself, beside its callers; zero: never.
+type Upkeep struct {
+	Reconcile time.Duration // compare the records with what there is so often, and at once
+	Prune     time.Duration // apply the retention rules of the policies so often
+	Rate      int64         // bytes a second that pruning may copy; 0: no bound
+
+	// They are told what came of each, if they are not nil.
+	Reconciled func(ReconcileReport, error)
+	Pruned     func(Pruned, error)
+}
+
+// upkeepTime bounds one Reconcile or one pruning: what is not done by then is
+// left for the next.
+const upkeepTime = 10 * time.Minute
+
+// Upkeep does what u says until ctx ends; then nothing of it is under way any
+// more. Errors are logged, and tried again the next time.
+func (e *Engine) Upkeep(ctx context.Context, u Upkeep) {
+	var all sync.WaitGroup
+	defer all.Wait()
+	all.Go(func() {
+		e.repeat(ctx, u.Reconcile, true, func(ctx context.Context) error {
+			report, err := e.Reconcile(ctx)
+			if u.Reconciled != nil {
+				u.Reconciled(report, err)
+			}
+			if len(report.Deeds()) > 0 || report.Failed > 0 {
+				e.log.Info("reconciled", "sandboxes", report.Sandboxes, "found", report.Counts, "failed", report.Failed, "took", report.Took)
+			}
+			return err
+		})
+	})
+	all.Go(func() {
+		e.repeat(ctx, u.Prune, false, func(ctx context.Context) error {
+			out, err := e.retainQuietly(ctx, u.Rate)
+			if u.Pruned != nil {
+				u.Pruned(out, err)
+			}
+			if len(out.Removed) > 0 || out.Freed > 0 {
+				e.log.Info("pruned", "checkpoints", len(out.Removed), "freed", out.Freed)
+			}
+			return err
+		})
+	})
+}
+
+// repeat calls fn at intervals, of which each begins when it has ended.
+func (e *Engine) repeat(ctx context.Context, every time.Duration, now bool, fn func(context.Context) error) {
+	if every <= 0 {
+		return
+	}
+	for {
+		if now {
+			soon, cancel := context.WithTimeout(ctx, upkeepTime)
+			err := fn(soon)
+			cancel()
+			if err != nil && ctx.Err() == nil && !errors.Is(err, ErrBusy) {
+				e.log.Error("upkeep", "err", err)
+			}
+		}
+		now = true
+		t := time.NewTimer(every)
+		select {
+		case <-t.C:
+		case <-ctx.Done():
+			t.Stop()
+			return
+		}
+	}
+}

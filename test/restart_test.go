@@ -1,0 +1,148 @@
+package test
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+func (b *box) restarts(name string) runtime.Restarts {
+	b.Helper()
+	list := decode[[]runtime.Sandbox](b, b.ok("inspect", name))
+	if len(list) != 1 || list[0].Restarts == nil {
+		b.Fatalf("inspect %s: %+v", name, list)
+	}
+	return *list[0].Restarts
+}
+
+func (b *box) crash(name string) {
+	b.Helper()
+	pid := b.inspect(name).Pid
+	if pid == 0 {
+		b.Fatalf("%s does not run", name)
+	}
+	if err := unix.Kill(pid, unix.SIGKILL); err != nil {
+		b.Fatal(err)
+	}
+	b.noProcess(pid)
+}
+
+func TestRestartPolicies(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	start := time.Now()
+	b.start("fails", "--network", "none", "--restart", "on-failure:3", "busybox", "sh", "-c", "echo x >> /starts; exit 7")
+	b.start("succeeds", "--network", "none", "--restart", "on-failure", "busybox", "sh", "-c", "echo x >> /starts; [ $(wc -l < /starts) -gt 1 ]")
+	b.start("always", "--network", "none", "--restart", "always", "busybox", "sh", "-c", counter)
+	b.start("never", "--network", "none", "--restart", "no", "busybox", "false")
+	b.eventually("it is given up", func() bool { return b.restarts("fails").GivenUp })
+	if took := time.Since(start); took < 600*time.Millisecond {
+		t.Errorf("three restarts within %v: they were to come after 0.1, 0.2 and 0.4 s", took)
+	}
+	got := b.restarts("fails")
+	if got.Count != 3 || got.LastExit != 7 || got.LastEnd.IsZero() {
+		t.Errorf("%+v", got)
+	}
+	equal(b, "starts", strings.Count(b.file("fails", "starts"), "x"), 4)
+	equal(b, "exit code", b.inspect("fails").ExitCode, 7)
+	if got := b.ok("events", "fails"); strings.Count(got, "restarted") != 4 || !strings.Contains(got, "given-up") { // three, and that it was so often
+		t.Errorf("events: %s", got)
+	}
+	b.eventually("it has succeeded", func() bool { return b.restarts("succeeds").Count == 1 && b.inspect("succeeds").Status == "exited" })
+	equal(b, "exit code of never", b.inspect("never").ExitCode, 1)
+
+	// Its owner's stop and kill are no crashes, and a start begins to count anew.
+	b.crash("always")
+	b.eventually("it comes back", func() bool { return b.restarts("always").Count == 1 && b.inspect("always").Status == "running" })
+	for _, verb := range [][]string{{"stop", "-t", "0"}, {"kill"}, {"kill", "-s", "TERM"}, {"checkpoint", "--stop"}} {
+		// The first process ignores what it has no handler for.
+		if len(verb) == 3 && verb[0] == "kill" {
+			b.ok("kill", "-s", "TERM", "always")
+			b.crash("always")
+		} else {
+			b.ok(append(verb, "always")...)
+		}
+		b.eventually("it has ended", func() bool { return b.inspect("always").Status == "exited" })
+		time.Sleep(2 * firstRestarts)
+		equal(b, fmt.Sprintf("status after %q", verb), b.inspect("always").Status, "exited")
+		equal(b, "stopped", b.restarts("always").Stopped, true)
+		b.ok("start", "always")
+		equal(b, "restarts after a start", b.restarts("always"), runtime.Restarts{})
+	}
+	b.ok("update", "--restart", "no", "always")
+	b.crash("always")
+	time.Sleep(2 * firstRestarts)
+	equal(b, "status after update --restart no", b.inspect("always").Status, "exited")
+	b.ok("update", "--restart", "always", "always")
+	time.Sleep(2 * firstRestarts)
+	equal(b, "status after update --restart always", b.inspect("always").Status, "exited")
+
+	for _, args := range [][]string{
+		{"run", "-d", "--rm", "--restart", "always", "busybox", "true"},
+		{"run", "-d", "--restart", "sometimes", "busybox", "true"},
+		{"run", "-d", "--restart", "always:3", "busybox", "true"},
+		{"run", "-d", "--restart", "on-failure:0", "busybox", "true"},
+		{"run", "-d", "--restart-from", "head", "busybox", "true"},
+	} {
+		b.fails(125, args...)
+	}
+}
+
+// firstRestarts is longer than the first restart of a sandbox takes to begin.
+const firstRestarts = 200 * time.Millisecond
+
+// TestRestartFromHead has a sandbox come back from its newest checkpoint, files
+// and processes, again and again; before there is one from its command.
+func TestRestartFromHead(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	b.start("s", "--network", "none", "--restart", "always", "--restart-from", "head", "busybox", "sh", "-c", counter)
+	b.reaches("s", 3)
+	b.crash("s")
+	b.eventually("it comes back", func() bool { return b.restarts("s").Count == 1 && b.inspect("s").Status == "running" })
+	b.reaches("s", 10)
+	b.sh("s", "echo kept > /work")
+	b.checkpoint("s")
+	at := b.count("s")
+	for n := range 2 {
+		b.sh("s", "echo lost > /work")
+		b.reaches("s", at+20)
+		b.crash("s")
+		b.eventually("it comes back", func() bool { return b.restarts("s").Count == 2+n && b.inspect("s").Status == "running" })
+		equal(b, "work", strings.TrimSpace(b.file("s", "work")), "kept")
+		if now := b.reaches("s", at); now > at+19 {
+			t.Errorf("it is at %d, the checkpoint was at %d", now, at)
+		}
+	}
+}
+
+// TestRestartKilled kills the process that restarts a sandbox, before it does and
+// while it does: a later command sees to it.
+func TestRestartKilled(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	for _, point := range []string{"restart.after-note", "oci.start.after-conmon"} {
+		b.own("s")
+		b.ok("create", "--name", "s", "--network", "none", "--restart", "always", "busybox", "sh", "-c", counter)
+		b.ok("start", "s")
+		for _, p := range processesOf(b.root) {
+			var pid int
+			if _, _ = fmt.Sscanf(p, "process %d", &pid); strings.Contains(p, " watch ") {
+				_ = unix.Kill(pid, unix.SIGKILL)
+				b.noProcess(pid)
+			}
+		}
+		b.crash("s")
+		time.Sleep(2100 * time.Millisecond) // a watch that may be on its way is waited for
+		b.try(failpoint(point, "kill"), "ps")
+		b.eventually("it was about to come back", func() bool { return b.restarts("s").Count > 0 })
+		time.Sleep(2100 * time.Millisecond)
+		b.eventually("it comes back", func() bool { return b.inspect("s").Status == "running" })
+		b.ok("rm", "-f", "s")
+	}
+}
