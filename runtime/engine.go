@@ -66,9 +66,8 @@ type Engine struct {
 
 	keeps atomic.Bool // this process is the keeper of leases
 
-	told sync.Map // ids of sandboxes that the log says are not on record
-
 	mu       sync.Mutex
+	last     reconciled        // what the last Reconcile has found
 	under    map[int64]bool    // intents under way in this process
 	watching string            // the sandbox that this process is the watch of
 	hosts    map[string]Host   // those in use

@@ -39,6 +39,8 @@ type Finding struct {
 	Sandbox string `json:"sandbox,omitempty"` // its id
 	Action  string `json:"action,omitempty"`  // what was done about it, in a sentence
 	Error   string `json:"error,omitempty"`   // why nothing could be
+	Left    bool   `json:"left,omitempty"`    // nothing was done: Action says what its owner can do
+	Again   bool   `json:"again,omitempty"`   // the Reconcile before, of this service, found it, too
 }
 
 // ReconcileReport is the documented JSON of `agentbox recover`; it only ever grows.
@@ -54,7 +56,7 @@ type ReconcileReport struct {
 // Deeds are the actions by which something was changed.
 func (r ReconcileReport) Deeds() (did []string) {
 	for _, f := range r.Findings {
-		if f.Action != "" && f.Kind != FoundUnknown {
+		if f.Action != "" && !f.Left {
 			did = append(did, f.Action)
 		}
 	}
@@ -66,8 +68,12 @@ func (r ReconcileReport) Deeds() (did []string) {
 type Holder interface {
 	// Held lists, by id, what there is, a word each: processes, mounts, cgroups,
 	// links, files of RUN, an end that is not on record. Containers of which
-	// nothing else is left are among them; those of other roots never are.
+	// nothing else is left are among them; those of other roots never are, nor
+	// those of other backends on the same root.
 	Held(ctx context.Context) (map[string][]string, error)
+	// Busy tells whether the backend is at work on a container by itself, under no
+	// lock of the Engine's: a copy out of one that is stopped has it mounted.
+	Busy(id string) bool
 	// Tend repairs or frees what belongs to no single container: bridges, rules,
 	// a proxy. It returns a sentence for each deed.
 	Tend(ctx context.Context) (did []string, err error)
@@ -81,10 +87,12 @@ const (
 	reconcileLock = "reconcile"
 	// settleTime bounds the work on one container.
 	settleTime = time.Minute
-	// endingTime is how long after an exit the monitor may be at work on it.
-	endingTime = 10 * time.Second
-	// monitorTime is how long a monitor may take to end when its container is gone.
-	monitorTime, monitorAgain = 5 * time.Second, 500 * time.Millisecond
+	// endingTime is how long after an exit the monitor may be at work on it,
+	// stuckTime how long it may when nobody waits for the answer.
+	endingTime, stuckTime = 10 * time.Second, 2 * time.Minute
+	// monitorTime is how long a monitor may take to end when its container is
+	// gone: it waits for its exit command, a process of ours, to find that out.
+	monitorTime, monitorAgain = 30 * time.Second, 250 * time.Millisecond
 	// stagedAge is from when on a staged restore without a sandbox is nobody's.
 	stagedAge = 10 * time.Minute
 )
@@ -99,28 +107,54 @@ type reconciling struct {
 	staged map[string]bool // names that staged restores of sandboxes may have
 	blind  bool            // an engine did not answer, or state.db lacks some: not all of these are known
 	alone  map[string]bool // ids of sandboxes that are whole and not on record
+	began  time.Time
+
+	// Nobody asked for it. Then what is only known by its absence is left: an
+	// engine that was given another data root, or a disk that was not mounted at
+	// boot, looks as if all its containers were gone.
+	unasked bool
+	// ending has since when, by uptime, monitors without work are seen.
+	ending map[string]time.Duration
+	said   map[Finding]bool
 }
 
-// found takes a finding into the report, and puts it on record with its sandbox.
+// reconciled is what an Engine remembers of its last Reconcile.
+type reconciled struct {
+	said   map[Finding]bool
+	ending map[string]time.Duration
+}
+
+// found takes a finding into the report, and into the log when it is news.
 func (r *reconciling) found(kind, id, action string, err error) {
-	f := Finding{Kind: kind, Sandbox: id, Action: action}
+	r.add(Finding{Kind: kind, Sandbox: id, Action: action}, err)
+}
+
+// leave is found of what only its owner can do something about.
+func (r *reconciling) leave(kind, id, advice string, err error) {
+	r.add(Finding{Kind: kind, Sandbox: id, Action: advice, Left: true}, err)
+}
+
+func (r *reconciling) add(f Finding, err error) {
 	if err != nil {
 		f.Error = err.Error()
 		r.report.Failed++
 		r.errs = append(r.errs, err)
-		r.e.log.Error("reconcile", "kind", kind, "sandbox", id, "err", err)
 	}
-	if action != "" {
-		r.report.Actions = append(r.report.Actions, action)
+	r.said[f] = true
+	if f.Again = r.e.lastReconciled().said[f]; !f.Again {
+		r.e.log.Warn("reconcile", "kind", f.Kind, "sandbox", f.Sandbox, "action", f.Action, "err", f.Error)
 	}
-	if _, said := r.e.told.Load(id); action != "" && !(kind == FoundUnknown && said) {
-		r.e.log.Warn("reconcile", "kind", kind, "sandbox", id, "action", action)
-	}
-	if kind == FoundUnknown {
-		r.e.told.Store(id, true) // once is enough for a log
+	if f.Action != "" {
+		r.report.Actions = append(r.report.Actions, f.Action)
 	}
 	r.report.Findings = append(r.report.Findings, f)
-	r.report.Counts[kind]++
+	r.report.Counts[f.Kind]++
+}
+
+func (e *Engine) lastReconciled() reconciled {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.last
 }
 
 // Reconcile compares what is recorded with the kernel and the engines, and
@@ -129,20 +163,36 @@ func (r *reconciling) found(kind, id, action string, err error) {
 // policies ask for. What a verb is at work on is left alone, as is whatever is not
 // provably this root's. It is cheap when all is well; one that is under way
 // already makes it ErrBusy.
-func (e *Engine) Reconcile(ctx context.Context) (_ ReconcileReport, err error) {
+func (e *Engine) Reconcile(ctx context.Context) (ReconcileReport, error) {
+	return e.reconcile(ctx, false)
+}
+
+func (e *Engine) reconcile(ctx context.Context, unasked bool) (_ ReconcileReport, err error) {
 	defer func() { err = fail("recover", "", err) }()
-	began := time.Now()
-	r := &reconciling{e: e, staged: map[string]bool{}, alone: map[string]bool{}, known: map[string]store.Sandbox{}, report: ReconcileReport{Actions: []string{}, Findings: []Finding{}, Counts: map[string]int{}}}
+	r := &reconciling{e: e, unasked: unasked, began: time.Now(), said: map[Finding]bool{}, ending: map[string]time.Duration{}, staged: map[string]bool{}, alone: map[string]bool{}, known: map[string]store.Sandbox{}, report: ReconcileReport{Actions: []string{}, Findings: []Finding{}, Counts: map[string]int{}}}
 	lock, err := e.store.Lock(ctx, reconcileLock, "recover", lockWait)
 	if err != nil {
 		return r.report, err
 	}
 	defer lock.Unlock()
+	defer func() {
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		if !unasked { // it waits for them
+			r.ending = e.last.ending
+		}
+		e.last = reconciled{r.said, r.ending}
+	}()
 	done, err := e.RecoverInterrupted(ctx)
 	for _, did := range done.Actions {
 		r.found(FoundInterrupted, "", did, nil)
 	}
-	r.errs = append(r.errs, err, e.ReviveWatches(ctx))
+	r.errs = append(r.errs, err)
+	revived, err := e.reviveWatches(ctx)
+	for id, did := range revived {
+		r.found(FoundWatch, id, did, nil)
+	}
+	r.errs = append(r.errs, err)
 	ended, err := e.EndLeases(ctx)
 	for _, did := range ended {
 		r.found(FoundLease, "", did, nil)
@@ -174,7 +224,7 @@ func (e *Engine) Reconcile(ctx context.Context) (_ ReconcileReport, err error) {
 		return r.report, err
 	}
 	r.errs = append(r.errs, r.run(ctx))
-	r.report.Took = time.Since(began)
+	r.report.Took = time.Since(r.began)
 	return r.report, errors.Join(r.errs...)
 }
 
@@ -221,15 +271,9 @@ func (r *reconciling) backend(ctx context.Context, name string) error {
 			if !attend || err != nil {
 				continue
 			}
-		} else if slices.Equal(held[id], []string{HeldMonitor}) && !slices.Contains(listed, id) {
-			lingering[id] = true // most likely it is about to end
-			continue
 		}
-		soon, cancel := context.WithTimeout(ctx, settleTime)
-		kind, did, err := r.settle(soon, host, id, held[id])
-		cancel()
-		if did != "" || err != nil {
-			r.found(kind, id, did, err)
+		if r.settle(ctx, host, id, held[id], false) {
+			lingering[id] = true
 		}
 	}
 	if holder == nil {
@@ -246,8 +290,11 @@ func (r *reconciling) backend(ctx context.Context, name string) error {
 }
 
 // linger frees monitors of containers that are gone, which had the time to end.
+// A removal does not wait for them: conmon ends when its exit command has found
+// that the sandbox is gone, or the lock taken by whoever removes it. Who asked is
+// not told of them before that time is over; the service looks the next time.
 func (r *reconciling) linger(ctx context.Context, host Host, holder Holder, ids map[string]bool) error {
-	for deadline := time.Now().Add(monitorTime); ; {
+	for deadline := time.Now().Add(monitorTime); !r.unasked && time.Now().Before(deadline); {
 		select {
 		case <-time.After(monitorAgain):
 		case <-ctx.Done():
@@ -257,24 +304,30 @@ func (r *reconciling) linger(ctx context.Context, host Host, holder Holder, ids 
 		if err != nil {
 			return err
 		}
-		for id := range ids {
-			if !slices.Equal(held[id], []string{HeldMonitor}) {
-				delete(ids, id)
-			}
-		}
+		maps.DeleteFunc(ids, func(id string, _ bool) bool { return !onlyMonitor(held[id]) })
 		if len(ids) == 0 {
 			return nil
 		}
-		if time.Now().After(deadline) {
-			break
-		}
 	}
 	for id := range ids {
-		if kind, did, err := r.settle(ctx, host, id, []string{HeldMonitor}); did != "" || err != nil {
-			r.found(kind, id, did, err)
+		if !r.unasked || r.lasts(id) {
+			r.settle(ctx, host, id, []string{HeldMonitor}, true)
 		}
 	}
 	return nil
+}
+
+func onlyMonitor(has []string) bool { return slices.Equal(has, []string{HeldMonitor}) }
+
+// lasts tells whether a monitor has had nothing left to do for longer than it may.
+func (r *reconciling) lasts(id string) bool {
+	now := uptime()
+	since, ok := r.e.lastReconciled().ending[id]
+	if !ok {
+		since = now
+	}
+	r.ending[id] = since
+	return now-since >= stuckTime
 }
 
 // look looks at a recorded sandbox, without its lock, and tells whether there is
@@ -297,7 +350,7 @@ func (r *reconciling) look(ctx context.Context, host Host, sb store.Sandbox, hol
 		if s.Adopted {
 			return false, nil // its engine sees to the rest
 		}
-		if back, _, _, err := r.e.comesBack(ctx, sb, s, c); err != nil {
+		if back, _, err := r.e.comesBack(ctx, sb, s, c); err != nil {
 			return false, err
 		} else if back {
 			if alive, err := held(filepath.Join(r.e.marks(), sb.ID)); err != nil {
@@ -307,8 +360,12 @@ func (r *reconciling) look(ctx context.Context, host Host, sb store.Sandbox, hol
 				return false, nil
 			}
 		}
-		if c.Status == Exited && time.Since(c.Finished) < endingTime && slices.Contains(has, HeldMonitor) {
-			return false, nil // its monitor is about to do it
+		if c.Status == Exited && slices.Contains(has, HeldMonitor) {
+			// Its monitor is about to do it, or waits for whoever reads its output
+			// or wants its exit code.
+			if r.unasked && !r.lasts(sb.ID) || !r.unasked && time.Since(c.Finished) < endingTime {
+				return false, nil
+			}
 		}
 		return !holds || len(has) > 0, nil
 	}
@@ -325,104 +382,158 @@ func (r *reconciling) look(ctx context.Context, host Host, sb store.Sandbox, hol
 	if holds && !slices.Contains(has, HeldMonitor) {
 		// It may have been started since the look at the kernel.
 		if now, err := host.Inspect(ctx, sb.ID); err == nil && now.Pid == c.Pid && time.Since(c.Started) > settleTime {
-			r.found(FoundMonitor, sb.ID, "", nil)
+			r.leave(FoundMonitor, sb.ID, fmt.Sprintf("left sandbox %s alone, which runs without the process that keeps its output and its exit code: to have them again: agentbox stop %s, agentbox start %s", sb.Name, sb.Name, sb.Name), nil)
 		}
 	}
 	return false, nil
 }
 
-// settle frees what one container holds without need. One that a verb works
-// on is left alone.
-func (r *reconciling) settle(ctx context.Context, host Host, id string, has []string) (kind, did string, err error) {
+// settle frees what one container holds without need. One that a verb works on is
+// left alone. late says that a monitor alone had the time to end; else settle
+// tells that there is no more than that of a sandbox that is gone.
+func (r *reconciling) settle(ctx context.Context, host Host, id string, has []string, late bool) (lingers bool) {
+	ctx, cancel := context.WithTimeout(ctx, settleTime)
+	defer cancel()
+	f, err := r.free(ctx, host, id, has, late)
+	if errors.Is(err, errLingers) {
+		return true
+	}
+	if f.Action != "" || err != nil {
+		f.Sandbox = id
+		r.add(f, err)
+	}
+	return false
+}
+
+// errLingers is that only the monitor of a sandbox is left, which is gone.
+var errLingers = errors.New("its monitor is about to end")
+
+// free is settle; what was done is in its finding.
+//
+// Whoever makes or removes anything of a sandbox, under whatever id, holds that
+// sandbox's lock from before its first trace (an intent, a row, a directory, a
+// cgroup, a link, what is staged) until its record and its container agree: a
+// create, a fork, a restore of one that was removed, an import, a removal, a
+// child of a killed verb that is still at work. So what is seen under that lock
+// is nobody's work in progress, but for four things that need none: a copy out of a
+// stopped sandbox (Holder.Busy), commands in one that runs (which is left
+// alone), the monitor and its exit command after a removal (errLingers), and
+// both after an exit (look).
+func (r *reconciling) free(ctx context.Context, host Host, id string, has []string, late bool) (f Finding, err error) {
 	e := r.e
+	f.Kind = FoundEnded
 	// As a reaper, for which other verbs wait.
 	lock, err := e.store.Lock(ctx, id, opReap, 0)
 	if errors.Is(err, ErrBusy) {
-		return "", "", nil
+		return f, nil
 	}
 	if err != nil {
-		return FoundEnded, "", err
+		return f, err
 	}
 	defer lock.Unlock()
 	if err := failpoint.Hit("reconcile.before-settle"); err != nil {
-		return FoundEnded, "", err
+		return f, err
 	}
 	// Others may have done it since the look.
 	holder, holds := host.Backend.(Holder)
+	if holds && holder.Busy(id) {
+		return f, nil
+	}
 	if holds && len(has) > 0 {
 		now, err := holder.Held(ctx)
 		if err != nil {
-			return FoundEnded, "", err
+			return f, err
 		}
-		monitor := []string{HeldMonitor}
-		if slices.Equal(now[id], monitor) && !slices.Equal(has, monitor) {
-			return "", "", nil // it ends by itself; should it not, the next look finds it
+		if onlyMonitor(now[id]) && !onlyMonitor(has) {
+			has = now[id]
+			if _, err := e.store.Sandbox(ctx, id); err == nil {
+				return f, nil // it ends by itself; should it not, the next look finds it
+			}
 		}
-		has = now[id]
+		if has = now[id]; holder.Busy(id) { // what it holds may be that verb's
+			return f, nil
+		}
 	}
 	sb, err := e.store.Sandbox(ctx, id)
 	if errors.Is(err, ErrNotFound) {
+		if onlyMonitor(has) && !late {
+			return f, errLingers
+		}
+		f.Kind = FoundStray
 		if ids, err := host.List(ctx); err != nil || len(has) == 0 && !slices.Contains(ids, id) {
-			return FoundStray, "", err
+			return f, err
 		}
 		return r.stray(ctx, host, id, has)
 	}
 	if err != nil {
-		return FoundEnded, "", err
+		return f, err
 	}
 	cut, err := e.interruptedIn(ctx, id)
 	if err != nil || cut { // that one could not be finished, which was said
-		return FoundEnded, "", err
+		return f, err
 	}
 	s, err := spec(sb)
 	if err != nil {
-		return FoundEnded, "", err
+		return f, err
 	}
 	// Backends share our run directory, and one may take for its own what a
 	// restore has left there for another's sandbox.
 	if host, err = e.host(sb.Backend); err != nil {
-		return FoundEnded, "", err
+		return f, err
 	}
 	c, err := host.Inspect(ctx, id)
-	if s.Adopted {
-		if errors.Is(err, ErrNotFound) {
-			did = fmt.Sprintf("forgot %s, whose container is gone; its checkpoints stay", sb.Name)
-			return FoundGone, did, errors.Join(os.RemoveAll(filepath.Join(e.run, id)), e.dropEvents(id), e.store.DeleteSandbox(ctx, id))
-		}
-		return FoundEnded, "", err // its engine sees to the rest
-	}
 	if errors.Is(err, ErrNotFound) {
-		// Removed through its engine. What else it had goes, too.
-		return FoundGone, fmt.Sprintf("removed sandbox %s, whose container is gone; its checkpoints stay", sb.Name), e.finishRemove(ctx, host, id, false)
+		return r.gone(ctx, host, sb, s)
 	}
-	if err != nil || c.Status == Running || c.Status == Paused {
-		return FoundEnded, "", err
+	if err != nil || s.Adopted || c.Status == Running || c.Status == Paused {
+		return f, err // its engine sees to what was adopted
 	}
 	e.keepHits(ctx, sb, c)
-	if err := host.Stop(ctx, id, StopOptions{}); err != nil || len(has) == 0 {
-		return FoundEnded, "", err
+	if err := host.Stop(ctx, id, StopOptions{}); errors.Is(err, ErrBusy) {
+		return f, nil // a copy out of it has just begun
+	} else if err != nil || len(has) == 0 {
+		return f, err
 	}
-	did = fmt.Sprintf("freed what sandbox %s held, which has not run%s", sb.Name, listed(has))
+	f.Action = fmt.Sprintf("freed what sandbox %s held, which has not run%s", sb.Name, listed(has))
 	if c.Status == Exited {
-		did = fmt.Sprintf("freed what sandbox %s held, which has ended with exit code %d%s", sb.Name, c.ExitCode, listed(has))
-		return FoundEnded, did, e.note(id, Event{Time: time.Now(), Type: EventReconciled, Exit: &c.ExitCode, Reason: did})
+		f.Action = fmt.Sprintf("freed what sandbox %s held, which has ended with exit code %d%s", sb.Name, c.ExitCode, listed(has))
+		return f, e.note(id, Event{Time: time.Now(), Type: EventReconciled, Exit: &c.ExitCode, Reason: f.Action})
 	}
-	return FoundEnded, did, nil
+	return f, nil
+}
+
+// gone sees to a sandbox whose container is not there any more: its engine
+// has removed it.
+func (r *reconciling) gone(ctx context.Context, host Host, sb store.Sandbox, s Spec) (f Finding, err error) {
+	f.Kind = FoundGone
+	switch {
+	case r.unasked:
+		f.Left = true
+		f.Action = fmt.Sprintf("left sandbox %s alone, of which backend %s has no container any more: if that is to be so, agentbox recover takes it off the records, with its undo checkpoints; other checkpoints stay", sb.Name, sb.Backend)
+	case s.Adopted:
+		f.Action = fmt.Sprintf("forgot %s, whose container is gone; its checkpoints stay", sb.Name)
+		err = errors.Join(os.RemoveAll(filepath.Join(r.e.run, sb.ID)), r.e.dropEvents(sb.ID), r.e.store.DeleteSandbox(ctx, sb.ID))
+	default:
+		// What else it had goes, too.
+		f.Action = fmt.Sprintf("removed sandbox %s, whose container is gone; its checkpoints stay", sb.Name)
+		err = r.e.finishRemove(ctx, host, sb.ID, false)
+	}
+	return f, err
 }
 
 // stray sees to what is there of a sandbox that is not in state.db.
-func (r *reconciling) stray(ctx context.Context, host Host, id string, has []string) (kind, did string, err error) {
+func (r *reconciling) stray(ctx context.Context, host Host, id string, has []string) (f Finding, err error) {
+	f.Kind = FoundStray
 	did, whole, err := r.e.leaveUnknown(ctx, host, id)
 	if whole || err != nil {
 		// One that cannot be looked at may be whole.
 		r.alone[id], r.blind = true, true // what is staged may be for it
-		return FoundUnknown, did, err
+		return Finding{Kind: FoundUnknown, Action: did, Left: true}, err
 	}
-	err = errors.Join(os.RemoveAll(filepath.Join(r.e.run, id)), r.e.forgetRestarts(id))
-	if err != nil {
-		return FoundStray, "", err
+	if err = errors.Join(os.RemoveAll(filepath.Join(r.e.run, id)), r.e.forgetRestarts(id)); err == nil {
+		f.Action = did + listed(has)
 	}
-	return FoundStray, did + listed(has), nil
+	return f, err
 }
 
 func listed(has []string) string {
@@ -445,9 +556,10 @@ func (r *reconciling) run(ctx context.Context) error {
 	for _, name := range names {
 		st, err := os.Stat(filepath.Join(r.e.run, "restore", name))
 		// Engines call containers by names of their own.
-		if err != nil || r.staged[name] || r.blind || time.Since(st.ModTime()) < stagedAge {
+		if err != nil || r.staged[name] || r.blind || r.began.Sub(st.ModTime()) < stagedAge {
 			continue
 		}
+		// Whoever stages has a row that is older, so that it would be in staged.
 		if err := stage.Clear(r.e.run, name); err != nil {
 			errs = append(errs, err)
 			continue
@@ -466,14 +578,24 @@ func (r *reconciling) run(ctx context.Context) error {
 			if _, known := r.known[id]; known || r.alone[id] || err != nil || time.Since(info.ModTime()) < settleTime {
 				continue
 			}
-			path := filepath.Join(dir, entry.Name())
-			if used, err := held(path); err != nil || used {
-				continue
-			}
-			if _, err := r.e.store.Sandbox(ctx, id); errors.Is(err, ErrNotFound) {
-				errs = append(errs, ignoreMissing(os.Remove(path)))
-			}
+			errs = append(errs, r.forget(ctx, id, filepath.Join(dir, entry.Name())))
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// forget removes a file of a sandbox that is gone.
+func (r *reconciling) forget(ctx context.Context, id, path string) error {
+	if used, err := held(path); err != nil || used {
+		return nil // a process of its, which is about to notice
+	}
+	lock, err := r.e.store.Lock(ctx, id, "recover", 0)
+	if err != nil {
+		return nil // it is no sandbox's, or one is being made that had that id
+	}
+	defer lock.Unlock()
+	if _, err := r.e.store.Sandbox(ctx, id); !errors.Is(err, ErrNotFound) {
+		return err
+	}
+	return ignoreMissing(os.Remove(path))
 }

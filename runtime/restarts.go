@@ -9,6 +9,8 @@ import (
 	"path/filepath"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 	"github.com/agentbox/agentbox/runtime/store"
@@ -91,9 +93,15 @@ func checkRestart(s Spec, p Properties) error {
 func (e *Engine) restartsDir() string           { return filepath.Join(e.store.Root(), "restarts") }
 func (e *Engine) restartsPath(id string) string { return filepath.Join(e.restartsDir(), id) }
 
+// restartsOf reads it. One that was cut short says that the sandbox was stopped:
+// only overwriting it in its place can have done that.
 func (e *Engine) restartsOf(id string) (st restarts, err error) {
-	if err = record.ReadJSON(e.restartsPath(id), &st); errors.Is(err, fs.ErrNotExist) {
-		err = nil
+	err = record.ReadJSON(e.restartsPath(id), &st)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return restarts{}, nil
+	case errors.Is(err, ErrCorrupt):
+		return restarts{Restarts: Restarts{Stopped: true, Error: "how often it was restarted is not known any more: start it with agentbox start"}}, nil
 	}
 	return st, err
 }
@@ -102,7 +110,19 @@ func (e *Engine) noteRestarts(id string, st restarts) error {
 	if err := os.MkdirAll(e.restartsDir(), 0o700); err != nil {
 		return err
 	}
-	return record.WriteJSON(e.restartsPath(id), st, true)
+	path := e.restartsPath(id)
+	err := record.WriteJSON(path, st, true)
+	if errors.Is(err, unix.ENOSPC) && st.Stopped {
+		// A full disk must not keep anybody from stopping a sandbox, nor bring it
+		// back: its block is there already, one byte of it is enough.
+		if f, e2 := os.OpenFile(path, os.O_WRONLY|unix.O_NOFOLLOW, 0); e2 == nil {
+			_, e2 = f.WriteAt([]byte("-"), 0)
+			if errors.Join(e2, f.Sync(), f.Close()) == nil {
+				err = nil
+			}
+		}
+	}
+	return err
 }
 
 func (e *Engine) forgetRestarts(id string) error {
@@ -151,60 +171,77 @@ func (e *Engine) staysDown(s Spec) error {
 }
 
 // comesBack tells whether a sandbox that has ended is to be started again, and
-// in how long. One that a restore has held never is, nor one whose lease is over.
-func (e *Engine) comesBack(ctx context.Context, sb store.Sandbox, s Spec, c Container) (back bool, wait time.Duration, st restarts, err error) {
+// what is known of its restarts. One that a restore has held never is, nor one whose lease is over.
+func (e *Engine) comesBack(ctx context.Context, sb store.Sandbox, s Spec, c Container) (back bool, st restarts, err error) {
 	if !s.Restart.comesBack() || c.Status != Exited || s.Lifetime.expired() || sb.Held != "" {
-		return false, 0, st, nil
+		return false, st, nil
 	}
 	if sb.Lease != "" {
 		if l, err := e.store.Lease(ctx, sb.Lease); errors.Is(err, ErrNotFound) || err == nil && l.State != store.LeaseActive {
-			return false, 0, st, nil
+			return false, st, nil
 		} else if err != nil {
-			return false, 0, st, err
+			return false, st, err
 		}
 	}
 	if st, err = e.restartsOf(s.ID); err != nil {
-		return false, 0, st, err
+		return false, st, err
 	}
-	rebooted := st.Boot != "" && st.Boot != bootID()
 	switch s.Restart.Policy {
 	case RestartAlways:
-		back = !st.Stopped || rebooted
+		back = !st.Stopped || st.rebooted()
 	case RestartUnlessStopped:
 		back = !st.Stopped
 	case RestartOnFailure: // the end of the host is no failure of its own
-		back = !st.Stopped && !rebooted && c.ExitCode != 0 && (s.Restart.Retries == 0 || st.Count < s.Restart.Retries)
+		back = !st.Stopped && !st.rebooted() && c.ExitCode != 0 && (s.Restart.Retries == 0 || st.Count < s.Restart.Retries)
 	}
-	if !back || rebooted && st.Tried == (Moment{}) {
-		return back, 0, st, nil
-	}
-	if st.Tried == (Moment{}) && c.Finished.Sub(c.Started) >= steady {
-		st.Row = 0
-	}
-	pause := lastRestart
-	if st.Row < 10 {
-		pause = min(firstRestart<<st.Row, lastRestart)
-	}
-	past := max(0, time.Since(c.Finished)) // a clock that was set back delays it no further
-	if st.Tried != (Moment{}) {
-		past = st.Tried.age()
-	}
-	return true, max(0, pause-past), st, nil
+	return back, st, nil
 }
 
-// restart starts a sandbox again, if that is still to be.
-func (e *Engine) restart(ctx context.Context, id string) (err error) {
+// rebooted tells whether the host was, since it was last started.
+func (st restarts) rebooted() bool { return st.Boot != "" && st.Boot != bootID() }
+
+// fast counts the restarts that came fast after each other, before the next one.
+func (st restarts) fast(c Container) int {
+	if st.Tried == (Moment{}) && c.Finished.Sub(c.Started) >= steady {
+		return 0
+	}
+	return st.Row
+}
+
+// pause is how long its next restart has still to wait. seen is how long, at
+// least, it has been over. The clock that people set may say that it was longer;
+// set back, it delays nothing.
+func (st restarts) pause(c Container, seen time.Duration) time.Duration {
+	tried := st.Tried != (Moment{})
+	if st.rebooted() && !tried {
+		return 0
+	}
+	pause := lastRestart
+	if row := st.fast(c); row < 10 {
+		pause = min(firstRestart<<row, lastRestart)
+	}
+	past := max(seen, time.Since(c.Finished))
+	if tried {
+		past = st.Tried.age()
+	}
+	return max(0, pause-past)
+}
+
+// restart starts a sandbox again that ended at a time, if that is still to be:
+// from here on its lock is held, and who has stopped, removed or started it
+// meanwhile has had it.
+func (e *Engine) restart(ctx context.Context, id string, finished time.Time) (err error) {
 	defer func() { err = fail("restart", id, err) }()
 	sb, s, c, err := e.overdue(ctx, id)
 	if err != nil {
 		return err
 	}
-	back, wait, st, err := e.comesBack(ctx, sb.Sandbox, s, c)
-	if err != nil || !back || wait > 0 {
+	back, st, err := e.comesBack(ctx, sb.Sandbox, s, c)
+	if err != nil || !back || !c.Finished.Equal(finished) {
 		sb.lock.Unlock()
 		return err
 	}
-	st.Ours, st.Count, st.LastExit, st.LastEnd, st.Row = true, st.Count+1, c.ExitCode, c.Finished, st.Row+1
+	st.Ours, st.Count, st.LastExit, st.LastEnd, st.Row = true, st.Count+1, c.ExitCode, c.Finished, st.fast(c)+1
 	if err = e.noteRestarts(id, st); err == nil {
 		err = failpoint.Hit("restart.after-note")
 	}

@@ -29,7 +29,7 @@ func (e *Engine) Upkeep(ctx context.Context, u Upkeep) {
 	defer all.Wait()
 	all.Go(func() {
 		e.repeat(ctx, u.Reconcile, true, func(ctx context.Context) error {
-			report, err := e.Reconcile(ctx)
+			report, err := e.reconcile(ctx, true)
 			if u.Reconciled != nil {
 				u.Reconciled(report, err)
 			}

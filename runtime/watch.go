@@ -3,6 +3,7 @@ package runtime
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -95,10 +96,17 @@ const watchStart = 2 * time.Second
 // ReviveWatches does what watches that were killed have missed, and starts them
 // again. It is quick when there is nothing to do: every command calls it first.
 func (e *Engine) ReviveWatches(ctx context.Context) error {
+	_, err := e.reviveWatches(ctx)
+	return err
+}
+
+// reviveWatches tells what was done, by the ids of sandboxes.
+func (e *Engine) reviveWatches(ctx context.Context) (did map[string]string, err error) {
 	list, err := os.ReadDir(e.marks())
 	if err != nil {
-		return fail("watch", "", ignoreMissing(err))
+		return nil, fail("watch", "", ignoreMissing(err))
 	}
+	did = map[string]string{}
 	var errs []error
 	for _, entry := range list {
 		info, err := entry.Info()
@@ -111,13 +119,16 @@ func (e *Engine) ReviveWatches(ctx context.Context) error {
 		}
 		alive, err := held(filepath.Join(e.marks(), entry.Name()))
 		if err == nil && !alive {
-			err = e.revive(ctx, entry.Name())
+			var said string
+			if said, err = e.revive(ctx, entry.Name()); said != "" {
+				did[entry.Name()] = said
+			}
 		}
 		if err != nil {
 			errs = append(errs, fail("watch", short(entry.Name()), err))
 		}
 	}
-	return errors.Join(errs...)
+	return did, errors.Join(errs...)
 }
 
 // held tells whether somebody holds a lock on a file.
@@ -134,52 +145,52 @@ func held(path string) (bool, error) {
 	return false, err
 }
 
-func (e *Engine) revive(ctx context.Context, id string) error {
+func (e *Engine) revive(ctx context.Context, id string) (did string, err error) {
 	sb, err := e.store.Sandbox(ctx, id)
 	if errors.Is(err, ErrNotFound) {
-		return e.unmark(id)
+		return "", e.unmark(id)
 	}
 	if err != nil {
-		return err
+		return "", err
 	}
 	s, err := spec(sb)
 	if err != nil {
-		return err
+		return "", err
 	}
 	if s.Lifetime.expired() {
 		done, err := e.expire(ctx, sb.ID)
 		if errors.Is(err, ErrBusy) {
-			return nil // whoever is at it is followed by another command
+			return "", nil // whoever is at it is followed by another command
 		}
 		if done && err == nil {
 			err = e.unmark(sb.ID)
 		}
-		return err
+		return "", err
 	}
 	host, err := e.host(sb.Backend)
 	if err != nil {
-		return err
+		return "", err
 	}
 	c, err := host.Inspect(ctx, sb.ID)
 	switch {
 	case errors.Is(err, ErrNotFound):
-		return e.unmark(sb.ID)
+		return "", e.unmark(sb.ID)
 	case err != nil:
 		// Its engine does not answer. Not every command is to wait for that.
-		return e.touch(sb.ID, time.Now().Add(latest), false)
+		return "", e.touch(sb.ID, time.Now().Add(latest), false)
 	case c.Status == Running || c.Status == Paused:
 		e.watchOver(s)
-		return nil
+		return fmt.Sprintf("sandbox %s is held to its limits again", sb.Name), nil
 	case s.Restart.comesBack():
-		if back, _, _, err := e.comesBack(ctx, sb, s, c); back || err != nil {
+		if back, _, err := e.comesBack(ctx, sb, s, c); back || err != nil {
 			e.watchOver(s) // it does that
-			return err
+			return fmt.Sprintf("sandbox %s is started again, as its restart policy says", sb.Name), err
 		}
 	case s.AutoRemove && s.Lifetime.TTL > 0 && !sb.Kept:
 		// The host has ended it, and nobody has removed it. Then its time does.
-		return e.touch(sb.ID, time.Now().Add(min(latest, s.Lifetime.left())), false)
+		return "", e.touch(sb.ID, time.Now().Add(min(latest, s.Lifetime.left())), false)
 	}
-	return e.unmark(sb.ID)
+	return "", e.unmark(sb.ID)
 }
 
 // latest bounds the time between two looks of a watch.
@@ -240,6 +251,8 @@ type watching struct {
 	noted   time.Duration // when what the kernel counts was last noted: uptime
 	storage filesLimit
 	idle    idling
+	over    time.Time     // when it ended, that is to be started again
+	seen    time.Duration // and when that was seen: uptime
 }
 
 // look looks once, and says when to look again.
@@ -323,20 +336,25 @@ func (w *watching) again(ctx context.Context, sb store.Sandbox, s Spec, c Contai
 			return false, time.Second, err
 		}
 	}
-	back, wait, _, err := w.e.comesBack(ctx, sb, s, c)
+	back, st, err := w.e.comesBack(ctx, sb, s, c)
 	switch {
 	case err != nil:
 		return false, latest, err
 	case !back:
 		return true, 0, w.e.giveUp(s, c)
-	case wait > 0:
+	}
+	// By a clock that nobody sets, unless another has looked on before us.
+	if w.over != c.Finished {
+		w.over, w.seen = c.Finished, uptime()
+	}
+	if wait = st.pause(c, uptime()-w.seen); wait > 0 {
 		return false, min(wait, latest), nil
 	}
 	if _, err := w.e.RecoverInterrupted(ctx); err != nil {
 		return false, time.Second, err
 	}
-	if err := w.e.restart(ctx, w.id); err != nil && !errors.Is(err, ErrBusy) && !errors.Is(err, ErrNotFound) {
-		return false, time.Second, err
+	if err := w.e.restart(ctx, w.id, c.Finished); err != nil && !errors.Is(err, ErrBusy) && !errors.Is(err, ErrNotFound) {
+		return false, latest, err
 	}
 	return false, firstRestart, nil
 }

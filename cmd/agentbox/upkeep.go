@@ -72,7 +72,9 @@ func (o *upkeepOptions) tend(ctx context.Context, svc runtime.Service, figures *
 		u := runtime.Upkeep{Reconcile: o.Reconcile, Prune: o.Prune, Rate: o.rate}
 		u.Reconciled = func(out runtime.ReconcileReport, _ error) {
 			for _, f := range out.Findings {
-				figures.Leak(f.Kind)
+				if !f.Again { // one that stays is one
+					figures.Leak(f.Kind)
+				}
 			}
 		}
 		all.Go(func() { k.Upkeep(ctx, u) })

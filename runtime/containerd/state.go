@@ -315,7 +315,7 @@ func (b *Backend) List(ctx context.Context) ([]string, error) {
 		return nil, err
 	}
 	ids = slices.DeleteFunc(ids, func(id string) bool {
-		if !home.IsID(id) {
+		if !home.IsID(id) || b.home.Elses(id) {
 			return true
 		}
 		c, err := b.load(id)

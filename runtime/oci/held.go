@@ -21,7 +21,7 @@ var _ runtime.Holder = (*Backend)(nil)
 func (b *Backend) Held(ctx context.Context) (map[string][]string, error) {
 	held := map[string][]string{}
 	add := func(id, what string) {
-		if home.IsID(id) && !slices.Contains(held[id], what) {
+		if home.IsID(id) && !slices.Contains(held[id], what) && !b.home.Elses(id) {
 			held[id] = append(held[id], what)
 		}
 	}
@@ -99,6 +99,9 @@ func (b *Backend) monitors(add func(id, what string)) error {
 	}
 	return nil
 }
+
+// Busy tells whether a container's lock is taken.
+func (b *Backend) Busy(id string) bool { return b.home.Busy(id) }
 
 // Tend repairs what all containers share.
 func (b *Backend) Tend(ctx context.Context) (did []string, err error) {

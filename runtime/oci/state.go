@@ -215,7 +215,7 @@ func (b *Backend) List(ctx context.Context) ([]string, error) {
 	if err != nil {
 		return nil, err
 	}
-	ids = slices.DeleteFunc(append(ids, names...), func(id string) bool { return !home.IsID(id) })
+	ids = slices.DeleteFunc(append(ids, names...), func(id string) bool { return !home.IsID(id) || b.home.Elses(id) })
 	slices.Sort(ids)
 	return slices.Compact(ids), nil
 }

@@ -26,6 +26,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -219,6 +220,30 @@ func (h Home) Lock(ctx context.Context, id string) (unlock func(), err error) {
 		return nil, err
 	}
 	return record.Lock(ctx, h.Dir(id), "container "+id)
+}
+
+// Busy tells whether a verb holds a sandbox's lock.
+func (h Home) Busy(id string) bool { return Check(id) == nil && record.Locked(h.Dir(id)) }
+
+// Elses tells whether a sandbox is of another backend on the same root. They share
+// networks and the names of cgroups, and what one of them does not know is not
+// nobody's for that.
+func (h Home) Elses(id string) bool {
+	if _, err := os.Lstat(h.Dir(id)); err == nil {
+		return false
+	}
+	parts, err := os.ReadDir(h.Base)
+	if err != nil {
+		return false
+	}
+	dirs := []string{h.Base}
+	for _, part := range parts {
+		dirs = append(dirs, filepath.Join(h.Base, part.Name()))
+	}
+	return slices.ContainsFunc(dirs, func(dir string) bool {
+		_, err := os.Lstat(filepath.Join(dir, "sandboxes", id))
+		return err == nil
+	})
 }
 
 // Claim makes a sandbox's directory, if need be, and takes its lock. left tells
