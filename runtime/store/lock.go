@@ -23,6 +23,8 @@ const (
 	// that what they have found in the index stays where it is; whoever takes
 	// pieces away holds it exclusively.
 	storeLock = "store"
+	// removalLock is held shared by whoever takes a checkpoint's directory away.
+	removalLock = ".removals"
 	storeWait = time.Minute // exclusive holders need moments
 )
 

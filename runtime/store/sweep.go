@@ -64,6 +64,11 @@ func (s *Store) remove(ctx context.Context, id, and string) (removed bool, err e
 
 // finishRemoval may run any number of times, in several processes at once.
 func (s *Store) finishRemoval(ctx context.Context, id string) error {
+	l, err := s.flockAs(ctx, removalLock, "remove a checkpoint", storeWait, unix.LOCK_SH)
+	if err != nil {
+		return err
+	}
+	defer l.Unlock()
 	if err := failpoint.Hit("store.remove.before-rename"); err != nil {
 		return err
 	}
@@ -89,7 +94,7 @@ func (s *Store) finishRemoval(ctx context.Context, id string) error {
 	if err := failpoint.Hit("store.remove.before-row"); err != nil {
 		return err
 	}
-	err := s.release(ctx, "remove a checkpoint", func(tx *sql.Tx) error {
+	err = s.release(ctx, "remove a checkpoint", func(tx *sql.Tx) error {
 		var parent string
 		err := tx.QueryRowContext(ctx, "SELECT parent FROM checkpoints WHERE id = ?", id).Scan(&parent)
 		if errors.Is(err, sql.ErrNoRows) {
@@ -160,12 +165,20 @@ func (s *Store) Sweep(ctx context.Context) ([]string, error) {
 		said, err := s.settle(ctx, r.id, r.sandbox, r.name)
 		did, errs = append(did, said...), append(errs, err)
 	}
+	// What is removed has no row any more that could tell whether somebody is
+	// still at it.
+	removals, err := s.flockAs(ctx, removalLock, "sweep", 0, unix.LOCK_EX)
+	if err != nil && !errors.Is(err, fault.ErrBusy) {
+		errs = append(errs, err)
+	}
 	for _, e := range entries {
-		id, tmp := strings.CutPrefix(e.Name(), removePrefix)
+		id, removed := strings.CutPrefix(e.Name(), removePrefix)
+		tmp := removed
 		if !tmp {
 			id, tmp = strings.CutPrefix(e.Name(), tmpPrefix)
 		}
 		switch {
+		case removed && removals == nil:
 		case !tmp && isID(e.Name()) && !known[e.Name()]:
 			// Never left by a crash of ours: state.db was lost or replaced.
 			foreign = true
@@ -181,6 +194,9 @@ func (s *Store) Sweep(ctx context.Context) ([]string, error) {
 			}
 			errs = append(errs, err)
 		}
+	}
+	if removals != nil {
+		removals.Unlock()
 	}
 	said, err := s.sweepPacks(ctx, foreign)
 	did, errs = append(did, said...), append(errs, err)
