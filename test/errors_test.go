@@ -1,7 +1,6 @@
 package test
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"os"
@@ -274,8 +273,12 @@ func (b *box) held(point string, args ...string) (release func() error) {
 	b.Helper()
 	cmd := b.command(context.Background(), args...)
 	cmd.Env = append(cmd.Env, failpoint(point, "stop")...)
-	var stderr bytes.Buffer
-	cmd.Stderr = &stderr
+	stderr, err := os.CreateTemp(b.TempDir(), "stderr") // not a pipe: a monitor would keep it open
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer stderr.Close()
+	cmd.Stderr = stderr
 	if err := cmd.Start(); err != nil {
 		b.Fatal(err)
 	}
@@ -287,7 +290,7 @@ func (b *box) held(point string, args ...string) (release func() error) {
 		}
 		if st.Code == 1 || st.Code == 2 { // CLD_EXITED, CLD_KILLED
 			_ = cmd.Wait()
-			b.Fatalf("agentbox %v never reached %s: %s", args, point, stderr.String())
+			b.Fatalf("agentbox %v never reached %s: %s", args, point, b.read(stderr.Name()))
 		}
 		return st.Signo != 0
 	})
@@ -296,7 +299,7 @@ func (b *box) held(point string, args ...string) (release func() error) {
 			return err
 		}
 		if err := cmd.Wait(); err != nil {
-			return errors.Join(err, errors.New(stderr.String()))
+			return errors.Join(err, errors.New(b.read(stderr.Name())))
 		}
 		return nil
 	}

@@ -2,6 +2,7 @@ package test
 
 import (
 	"fmt"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -144,5 +145,51 @@ func TestRestartKilled(t *testing.T) {
 		time.Sleep(2100 * time.Millisecond)
 		b.eventually("it comes back", func() bool { return b.inspect("s").Status == "running" })
 		b.ok("rm", "-f", "s")
+	}
+}
+
+// TestRestartWaiting has a sandbox that crashes at once wait for its next restart,
+// while its owner stops, restores, checkpoints and removes it: nothing comes back
+// that was to stay down, and nothing is left of it.
+func TestRestartWaiting(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	b.start("s", "--network", "none", "--restart", "always", "busybox", "sh", "-c", "echo x >> /starts; [ -e /stay ] && sleep 1000; exit 3")
+	id := b.inspect("s").ID
+	watches := func() int { return len(matching(processesOf(b.root), " watch "+id)) }
+	waits := func(n int) {
+		b.Helper()
+		b.eventually("it waits for its next restart", func() bool { return b.restarts("s").Count >= n && b.inspect("s").Status == "exited" })
+	}
+	waits(3)
+	b.ok("stop", "s")
+	b.eventually("nobody waits to start it", func() bool { return watches() == 0 })
+	count := b.restarts("s")
+	equal(b, "stopped", count.Stopped, true)
+	equal(b, "status", b.inspect("s").Status, "exited")
+	equal(b, "starts", strings.Count(b.file("s", "starts"), "x"), count.Count+1)
+
+	// A checkpoint takes nothing from its turn.
+	b.ok("start", "s")
+	waits(2)
+	b.eventually("a checkpoint is taken", func() bool { return b.try(nil, "checkpoint", "--files-only", "s").code == 0 })
+	waits(b.restarts("s").Count + 1)
+	// Nor does it come back by itself from what a restore and a stop have left.
+	b.ok("restore", "s")
+	b.ok("stop", "-t", "0", "s")
+	b.eventually("nobody waits to start it", func() bool { return watches() == 0 })
+	equal(b, "status", b.inspect("s").Status, "exited")
+	equal(b, "stopped", b.restarts("s").Stopped, true)
+	b.ok("start", "s")
+	waits(1)
+	b.ok("rm", "-f", "s")
+	b.eventually("nobody waits to start it", func() bool { return watches() == 0 })
+	if _, there := b.find("s"); there {
+		t.Error("it is there again")
+	}
+	for _, dir := range []string{"restarts", "watch"} {
+		if left, _ := filepath.Glob(filepath.Join(b.root, dir, id+"*")); len(left) > 0 {
+			t.Errorf("left over: %q", left)
+		}
 	}
 }

@@ -25,7 +25,7 @@ const (
 	storeLock = "store"
 	// removalLock is held shared by whoever takes a checkpoint's directory away.
 	removalLock = ".removals"
-	storeWait = time.Minute // exclusive holders need moments
+	storeWait   = time.Minute // exclusive holders need moments
 )
 
 // forkWindow is how long a lock may outlive its holder in a child that is
