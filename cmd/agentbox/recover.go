@@ -1,7 +1,9 @@
 package main
 
 import (
+	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"io"
 
@@ -20,8 +22,9 @@ func (o *recoverOptions) addFlags(fl *pflag.FlagSet) {
 func newRecoverCommand(a *app) *cobra.Command {
 	var opts recoverOptions
 	cmd := &cobra.Command{
-		Use:   "recover [flags]",
-		Short: "Finish or undo what an interrupted command left",
+		Use:     "recover [flags]",
+		Aliases: []string{"reconcile"},
+		Short:   "Finish or undo what an interrupted command left",
 		Long: `Recover rolls verbs that were cut off (kill -9, a crash, no more space) forward or back,
 compares what is recorded with the kernel and the engines, and says what it did: sandboxes
 that have ended unseen get their end on record and lose what they held; containers, mounts,
@@ -29,11 +32,20 @@ cgroups, links, rules, processes and files of sandboxes that are gone are freed;
 that see to checkpoints at intervals, to limits and to restarts are started again; leases that
 are over end. What a command is at work on, and what is another root's, is left alone. So is a
 sandbox that is whole and that state.db does not know, which is named. Every command does the
-first part by itself when it finds the need; a service (agentbox serve) does all each minute.
+first part by itself when it finds the need; a service (agentbox serve) does all each minute,
+but for sandboxes whose container is gone from its engine, or from its disk, which may only not
+be mounted: it names them, and recover, as somebody asked for it, takes them off the records.
 
 With --format json it prints one object: actions (the sentences), findings (kind, sandbox,
-action, error), counts (findings by kind), failed, sandboxes (looked at), took_ns. Kinds are
-interrupted, lease, store, ended, gone, stray, unknown, watch, auto, monitor, staged and host.`,
+action, error, left: nothing was done, again: the service found it the last time, too), counts
+(findings by kind), failed, sandboxes (looked at), took_ns. Kinds are
+
+  interrupted   a verb that was cut off             unknown   whole, but not on record
+  store         unfinished checkpoints and packs    watch     whoever holds it to its limits was dead
+  ended         it ended, and nobody saw to it      auto      whoever takes its checkpoints was dead
+  gone          its container is gone               monitor   whoever keeps its output is dead
+  stray         what is left of one that is gone    staged    a restore that nobody will start
+  lease         a lease that is over                host      rules, bridges, helpers of all`,
 		Example: `  agentbox recover
   agentbox recover --format json | jq .counts`,
 		Annotations: exits(exitUsage, exitBusy, exitCorrupt, exitDenied),
@@ -55,11 +67,15 @@ func runRecover(ctx context.Context, opts recoverOptions, svc runtime.Service, o
 	if opts.Format == formatJSON {
 		return both(err, printJSON(out, rec))
 	}
-	for _, action := range rec.Actions {
-		fmt.Fprintln(out, printable(action))
+	if len(rec.Findings) == 0 {
+		if err == nil {
+			_, err = fmt.Fprintln(out, "nothing to recover")
+		}
+		return err
 	}
-	if err == nil && len(rec.Actions) == 0 {
-		_, err = fmt.Fprintln(out, "nothing to recover")
+	t := newTable(out, "KIND", "SANDBOX", "WHAT")
+	for _, f := range rec.Findings {
+		t.row(f.Kind, cmp.Or(shortID(f.Sandbox), "-"), cmp.Or(f.Action, f.Error))
 	}
-	return err
+	return errors.Join(err, t.flush())
 }
