@@ -252,9 +252,9 @@ func (e *Engine) acquire(ctx context.Context, ref, verb string, wait time.Durati
 // now it waits for longer than for another verb.
 func (e *Engine) lock(ctx context.Context, id, verb string, wait time.Duration) (*store.Lock, error) {
 	lock, err := e.store.Lock(ctx, id, verb, wait)
-	if errors.Is(err, ErrBusy) && e.store.Holder(id) == opReap {
+	if by := e.store.Holder(id); errors.Is(err, ErrBusy) && (by == opReap || by == opWatch) {
 		// The end of the last run: unmounting can take as long as the disk takes
-		// for what was written.
+		// for what was written. Or its watch stops it, or starts it again.
 		lock, err = e.store.Lock(ctx, id, verb, reapWait)
 	}
 	if errors.Is(err, ErrBusy) && verb != opInterval && e.store.Holder(id) == opInterval {

@@ -68,6 +68,7 @@ func TestReconcileLeavesWorkAlone(t *testing.T) {
 			args = []string{"rm", "--checkpoints", name}
 		case "recreate":
 			b.start(name, "--network", "none", "busybox", "sh", "-c", counter)
+			b.reaches(name, 1)
 			b.checkpoint(name)
 			b.ok("rm", "-f", name)
 			b.eventually("nothing works for it", func() bool { return len(matching(processesOf(b.root), "conmon")) <= n })
