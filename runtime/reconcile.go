@@ -141,7 +141,7 @@ func (r *reconciling) add(f Finding, err error) {
 		r.errs = append(r.errs, err)
 	}
 	r.said[f] = true
-	if f.Again = r.e.lastReconciled().said[f]; !f.Again {
+	if f.Again = r.e.lastReconciled().said[f]; !f.Again && (r.unasked || err != nil) { // else whoever asked is told
 		r.e.log.Warn("reconcile", "kind", f.Kind, "sandbox", f.Sandbox, "action", f.Action, "err", f.Error)
 	}
 	if f.Action != "" {

@@ -2,12 +2,15 @@ package test
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
 	"syscall"
 	"testing"
+
+	"github.com/agentbox/agentbox/runtime"
 )
 
 // TestPausedExactly restores a sandbox that was checkpointed while paused: not
@@ -146,6 +149,9 @@ func TestWorkAfterRestoreIsKept(t *testing.T) {
 			equal(b, "status", sb.Status, "exited")
 			equal(b, "exit code", sb.ExitCode, 0)
 			equal(b, "what it did", b.read(work), begun+"\nresult")
+			// Its monitor left to us what it held, for it may have been the restore's.
+			report := decode[runtime.ReconcileReport](b, b.ok("recover", "--format", "json"))
+			equal(b, "what else is to be freed", fmt.Sprint(report.Counts), "map[ended:1]")
 			equal(b, "what else is to be recovered", b.ok("recover"), "nothing to recover")
 			b.ok("restore", "s")
 			equal(b, "there is a result after another restore", strings.Contains(b.read(work), "result"), false)
