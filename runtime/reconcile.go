@@ -583,19 +583,3 @@ func (r *reconciling) run(ctx context.Context) error {
 	}
 	return errors.Join(errs...)
 }
-
-// forget removes a file of a sandbox that is gone.
-func (r *reconciling) forget(ctx context.Context, id, path string) error {
-	if used, err := held(path); err != nil || used {
-		return nil // a process of its, which is about to notice
-	}
-	lock, err := r.e.store.Lock(ctx, id, "recover", 0)
-	if err != nil {
-		return nil // it is no sandbox's, or one is being made that had that id
-	}
-	defer lock.Unlock()
-	if _, err := r.e.store.Sandbox(ctx, id); !errors.Is(err, ErrNotFound) {
-		return err
-	}
-	return ignoreMissing(os.Remove(path))
-}

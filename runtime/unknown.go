@@ -5,6 +5,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"os"
 
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -52,4 +53,20 @@ func (e *Engine) removeUnknown(ctx context.Context, id string, opts RemoveOption
 		return hint(fmt.Errorf("%w: it is there, and state.db does not know it", ErrState), "Put back the state.db that knows it, or remove it with --force.")
 	}
 	return e.remove(ctx, &locked{store.Sandbox{ID: id, Backend: e.first}, host, lock}, opts.Checkpoints)
+}
+
+// forget removes a file of a sandbox that is gone.
+func (r *reconciling) forget(ctx context.Context, id, path string) error {
+	if used, err := held(path); err != nil || used {
+		return nil // a process of its, which is about to notice
+	}
+	lock, err := r.e.store.Lock(ctx, id, "recover", 0)
+	if err != nil {
+		return nil // it is no sandbox's, or one is being made that had that id
+	}
+	defer lock.Unlock()
+	if _, err := r.e.store.Sandbox(ctx, id); !errors.Is(err, ErrNotFound) {
+		return err
+	}
+	return ignoreMissing(os.Remove(path))
 }
