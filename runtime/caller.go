@@ -31,6 +31,23 @@ func CallerOf(ctx context.Context) (Caller, bool) {
 	return c, ok
 }
 
+type asideKey struct{}
+
+// WithAside has the verbs that are called with the context call aside before they
+// wait for somebody else, such as a program of the host, and what that returns when
+// they go on.
+func WithAside(ctx context.Context, aside func() (back func())) context.Context {
+	return context.WithValue(ctx, asideKey{}, aside)
+}
+
+// Aside is called by who waits for somebody else, and what it returns afterwards.
+func Aside(ctx context.Context) (back func()) {
+	if aside, ok := ctx.Value(asideKey{}).(func() func()); ok {
+		return aside()
+	}
+	return func() {}
+}
+
 type readsKey struct{}
 
 // Reading promises that what is done with the context changes nothing in a sandbox.

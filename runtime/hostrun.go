@@ -37,6 +37,8 @@ func hostRun(ctx context.Context, argv, env []string, stdin []byte, timeout time
 	if err != nil {
 		return "", err
 	}
+	// It may call agentbox again, which may have to wait for what we hold.
+	defer Aside(ctx)()
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 	var output head

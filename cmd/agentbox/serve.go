@@ -37,6 +37,7 @@ const answerTime = 3 * time.Second
 type serveOptions struct {
 	Listen []string
 	TLS    api.TLSFiles
+	Turns  int
 	upkeepOptions
 }
 
@@ -53,6 +54,9 @@ says otherwise; AGENTBOX_HOST=unix://PATH names a socket, AGENTBOX_HOST=none use
 --listen tcp://HOST:PORT adds TCP, by TLS 1.3 only, for whoever has a certificate of
 --tls-client-ca; its subject is in the log. Callers set AGENTBOX_HOST=tcp://HOST:PORT, and
 AGENTBOX_TLS_CERT, AGENTBOX_TLS_KEY and AGENTBOX_TLS_CA to their files.
+
+Verbs that make the host work (create, start, checkpoint, restore, fork, rm, verify, what reads or
+writes images and archives) take turns, --turns at a time; behind 256 that wait others are refused.
 
 By itself it does each minute what 'agentbox recover' does, and now and then what 'agentbox
 prune' does by the rules of the policies, within --prune-rate and in nobody's way.
@@ -87,7 +91,7 @@ Started by systemd it takes its socket from there, and tells when it is ready.`,
 					}
 					more = append(more, l)
 				}
-				return a.serve(cmd.Context(), g, socket, svc, more, opts.upkeepOptions)
+				return a.serve(cmd.Context(), g, socket, svc, more, opts)
 			})
 		},
 	}
@@ -96,6 +100,7 @@ Started by systemd it takes its socket from there, and tells when it is ready.`,
 	fl.StringVar(&opts.TLS.Cert, "tls-cert", "", "for TCP: `FILE` with the certificate of this service, in PEM")
 	fl.StringVar(&opts.TLS.Key, "tls-key", "", "for TCP: `FILE` with its key")
 	fl.StringVar(&opts.TLS.CA, "tls-client-ca", "", "for TCP: `FILE` with the authority that signs callers' certificates")
+	fl.IntVar(&opts.Turns, "turns", 0, "at most `N` heavy verbs (create, checkpoint, restore, rm and such) at work at a time, while others wait; 0: as many as there are processors, and at least 2")
 	opts.upkeepOptions.addFlags(fl)
 	completeFlags(cmd)
 	return cmd
@@ -103,6 +108,9 @@ Started by systemd it takes its socket from there, and tells when it is ready.`,
 
 // places are where to listen; tcp may be empty.
 func (o *serveOptions) places(g globals) (socket, tcp string, err error) {
+	if o.Turns < 0 {
+		return "", "", usageErrorf("--turns %d: a number from 1 on; 0: as many as there are processors", o.Turns)
+	}
 	for _, s := range o.Listen {
 		into, read := &socket, socketPath
 		if strings.HasPrefix(s, tcpScheme) {
@@ -151,7 +159,7 @@ func socketPath(what, s string) (string, error) {
 	return p, nil
 }
 
-func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.Service, more []net.Listener, u upkeepOptions) (err error) {
+func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.Service, more []net.Listener, o serveOptions) (err error) {
 	served := false
 	defer func() {
 		for _, l := range more {
@@ -168,7 +176,7 @@ func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.S
 	if err != nil {
 		return &runtime.Error{Op: "serve", Err: err}
 	}
-	opts := api.Options{Requests: filepath.Join(run, "requests"), Info: api.Info{Version: version, Root: root, Backend: g.Backend},
+	opts := api.Options{Turns: o.Turns, Requests: filepath.Join(run, "requests"), Info: api.Info{Version: version, Root: root, Backend: g.Backend},
 		Examine: func(ctx context.Context) doctor.Report { return a.examine(ctx, g) }, Metrics: &api.Metrics{}}
 	if r, ok := svc.(recoverer); ok {
 		opts.Before = func(ctx context.Context) error {
@@ -176,7 +184,7 @@ func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.S
 			return errors.Join(err, r.ReviveWatches(ctx))
 		}
 	}
-	defer u.tend(ctx, svc, opts.Metrics)()
+	defer o.tend(ctx, svc, opts.Metrics)()
 	h, err := api.New(svc, opts)
 	if err != nil {
 		return errors.Join(err, l.Close())

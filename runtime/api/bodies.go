@@ -27,7 +27,8 @@ const (
 // the first of them is a problem; later it is told in a trailer to callers that
 // take trailers, and to others by cutting the connection.
 func (h *Handler) download(path, summary, media string, do func(context.Context, *request[None], io.Writer) error, params ...string) route {
-	return route{method: http.MethodGet, path: path, summary: summary, query: params, stream: media, serve: func(w http.ResponseWriter, r *http.Request) {
+	heavy := new(bool)
+	return route{method: http.MethodGet, path: path, summary: summary, query: params, stream: media, heavy: heavy, serve: func(w http.ResponseWriter, r *http.Request) {
 		trailers := strings.Contains(r.Header.Get("TE"), "trailers")
 		out := &lateWriter{w: h.writer(w), ctx: r.Context(), first: func() {
 			w.Header().Set("Content-Type", media)
@@ -35,7 +36,12 @@ func (h *Handler) download(path, summary, media string, do func(context.Context,
 				w.Header().Set("Trailer", trailerStatus)
 			}
 		}}
-		err := do(r.Context(), &request[None]{Request: r, ref: ref(r)}, out)
+		ctx, done, err := h.inTurn(r.Context(), *heavy)
+		if err == nil {
+			defer done()
+			err = do(ctx, &request[None]{Request: r, ref: ref(r)}, asideWriter{out, ctx})
+			done()
+		}
 		if err != nil {
 			failedWith(w, problem(err).Code)
 		}
@@ -107,7 +113,8 @@ func decodeStatus(s string) error {
 
 // upload is a verb that takes a stream of bytes. Such a one is not repeated by key.
 func upload[O any](h *Handler, method, path, summary, media string, do func(context.Context, *request[None], io.Reader) (O, error), params ...string) route {
-	return route{method: method, path: path, summary: summary, query: params, stream: media, out: reflect.TypeFor[O](), serve: func(w http.ResponseWriter, r *http.Request) {
+	heavy := new(bool)
+	return route{method: method, path: path, summary: summary, query: params, stream: media, out: reflect.TypeFor[O](), heavy: heavy, serve: func(w http.ResponseWriter, r *http.Request) {
 		if r.Header.Get(headerKey) != "" {
 			writeProblem(w, fmt.Errorf("%w: %s with a stream", runtime.ErrUnsupported, headerKey))
 			return
@@ -117,7 +124,13 @@ func upload[O any](h *Handler, method, path, summary, media string, do func(cont
 		in := stallReader{r.Body, ctl, h.opts.Stall, h.end}
 		ctx, cancel := context.WithCancel(r.Context())
 		defer cancel()
-		out, err := do(ctx, &request[None]{Request: r, ref: ref(r)}, in)
+		var out O
+		ctx, done, err := h.inTurn(ctx, *heavy)
+		if err == nil {
+			defer done()
+			out, err = do(ctx, &request[None]{Request: r, ref: ref(r)}, asideReader{in, ctx})
+			done()
+		}
 		if err != nil {
 			w.Header().Set("Connection", "close") // what comes yet may be endless
 			writeProblem(w, err)

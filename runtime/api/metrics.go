@@ -30,6 +30,11 @@ type Metrics struct {
 	down   histogram
 	stored int64
 	leaks  map[string]int64
+
+	// Of the turns of heavy verbs.
+	atWork, inQueue int
+	turnedAway      int64
+	wait            histogram
 }
 
 type verbOutcome struct{ verb, outcome string }
@@ -85,6 +90,32 @@ func (m *Metrics) restored(r runtime.Restored) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.down.add(r.Down)
+}
+
+// taken counts a turn, and how long it was waited for.
+func (m *Metrics) taken(waited time.Duration) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.atWork++
+	m.wait.add(waited)
+}
+
+func (m *Metrics) given() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.atWork--
+}
+
+func (m *Metrics) queued(n int) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.inQueue += n
+}
+
+func (m *Metrics) refused() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.turnedAway++
 }
 
 // escaped is a label's value.
@@ -146,6 +177,13 @@ func (m *Metrics) write(w io.Writer, info Info, sandboxes map[runtime.Status]int
 	e.sample("agentbox_checkpoint_stored_bytes_total", float64(m.stored))
 	e.family("agentbox_restore_down_seconds", "histogram", "From the old processes' end to the new ones' first step.")
 	e.histogram("agentbox_restore_down_seconds", &m.down)
+	e.family("agentbox_heavy_verbs", "gauge", "Heavy verbs at work, and those that wait for their turn.")
+	e.sample("agentbox_heavy_verbs", float64(m.atWork), "state", "at work")
+	e.sample("agentbox_heavy_verbs", float64(m.inQueue), "state", "waiting")
+	e.family("agentbox_heavy_verbs_refused_total", "counter", "Heavy verbs that were refused, as too many waited.")
+	e.sample("agentbox_heavy_verbs_refused_total", float64(m.turnedAway))
+	e.family("agentbox_turn_wait_seconds", "histogram", "How long heavy verbs waited for their turn.")
+	e.histogram("agentbox_turn_wait_seconds", &m.wait)
 	e.family("agentbox_leaks_found_total", "counter", "What the service found, at its comparisons, to differ from its records, by its kind.")
 	for _, kind := range slices.Sorted(maps.Keys(m.leaks)) {
 		e.sample("agentbox_leaks_found_total", float64(m.leaks[kind]), "kind", kind)

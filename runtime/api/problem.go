@@ -6,6 +6,7 @@ import (
 	"errors"
 	"net/http"
 	"slices"
+	"time"
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
@@ -30,6 +31,8 @@ type Problem struct {
 
 	Command *CommandProblem `json:"command,omitempty"`
 	Partial json.RawMessage `json:"partial,omitempty"` // what was done before it went wrong
+
+	RetryAfter int `json:"retry_after,omitempty"` // of a service that has too much to do: in so many seconds
 }
 
 // CommandProblem is a command that could not be started.
@@ -70,6 +73,11 @@ func problem(err error) Problem {
 		if c.code == p.Code {
 			p.Status = c.status
 		}
+	}
+	var crowded *errCrowded
+	if errors.As(err, &crowded) {
+		p.Status, p.RetryAfter = http.StatusServiceUnavailable, int(crowded.after.Round(time.Second).Seconds())
+		err = crowded.error
 	}
 	p.Title = http.StatusText(p.Status)
 	if own, ok := err.(*fault.Error); ok {

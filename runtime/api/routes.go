@@ -175,14 +175,14 @@ func (h *Handler) sandboxRoutes() []route {
 				r.in.Pull.Progress = func(p images.Progress) { r.report(p) }
 			}
 			return svc.Create(r.in.with(ctx), r.in.CreateRequest)
-		}).withProgress(images.Progress{}),
+		}).heavily().withProgress(images.Progress{}),
 		query(h, "/v1/sandboxes/{sandbox}", "Describe a sandbox", func(ctx context.Context, r *request[None]) (runtime.Sandbox, error) {
 			return svc.Sandbox(ctx, r.ref)
 		}),
 		verb(h, "/v1/sandboxes/{sandbox}/start", "Start a sandbox", func(ctx context.Context, r *request[startBody]) (None, error) {
 			_, err := svc.Start(r.in.with(ctx), r.ref, nil)
 			return h.stood(ctx, r.ref, r.again(), runtime.Running, err)
-		}),
+		}).heavily(),
 		h.session("/v1/sandboxes/{sandbox}/start", "Start a sandbox with streams", h.startSession),
 		h.session("/v1/sandboxes/{sandbox}/attach", "Connect to the first process", h.attachSession),
 		h.session("/v1/sandboxes/{sandbox}/exec", "Run one more process with streams", h.execSession),
@@ -225,7 +225,7 @@ func (h *Handler) sandboxRoutes() []route {
 		}),
 		verb(h, "/v1/sandboxes/{sandbox}/remove", "Remove a sandbox", func(ctx context.Context, r *request[runtime.RemoveOptions]) (None, error) {
 			return noted(r, svc.Remove(ctx, r.ref, r.in), runtime.ErrNotFound)
-		}),
+		}).heavily(),
 		verb(h, "/v1/sandboxes/{sandbox}/egress", "Change what a filtered sandbox may reach", func(ctx context.Context, r *request[runtime.EgressChange]) (rulesBody, error) {
 			rules, err := svc.UpdateEgress(ctx, r.ref, r.in)
 			return rulesBody{rules}, err
@@ -238,7 +238,7 @@ func (h *Handler) sandboxRoutes() []route {
 				return runtime.Applied{}, err
 			}
 			return svc.Apply(ctx, r.ref, r.in)
-		}),
+		}).heavily(),
 	}
 }
 
@@ -311,7 +311,7 @@ func (h *Handler) fileRoutes() []route {
 		h.download("/v1/checkpoints/{checkpoint}/export", "Write a checkpoint as one file", byteStream, func(ctx context.Context, r *request[None], w io.Writer) error {
 			q := r.URL.Query()
 			return svc.ExportCheckpoint(ctx, r.ref, w, runtime.ExportOptions{Compress: q.Get("compress"), Recipients: q["recipient"]})
-		}, "compress", "recipient"),
+		}, "compress", "recipient").heavily(),
 		upload(h, http.MethodPost, "/v1/checkpoints/import", "Read a checkpoint from one file", byteStream, func(ctx context.Context, r *request[None], in io.Reader) (_ runtime.Checkpoint, err error) {
 			q := r.URL.Query()
 			opts := runtime.ImportOptions{Name: q.Get("name"), Image: q.Get("image"), Trust: isSet(q, "trust")}
@@ -322,10 +322,10 @@ func (h *Handler) fileRoutes() []route {
 			defer func() { err = errors.Join(err, done()) }()
 			opts.Identities = path
 			return svc.ImportCheckpoint(ctx, in, opts)
-		}, "name", "image", "trust"),
+		}, "name", "image", "trust").heavily(),
 		upload(h, http.MethodPost, "/v1/images/import", "Make an image of a tar stream of a root filesystem", tarStream, func(ctx context.Context, r *request[None], in io.Reader) (runtime.Image, error) {
 			return svc.ImportImageFrom(ctx, r.URL.Query().Get("name"), in)
-		}, "name"),
+		}, "name").heavily(),
 	}
 }
 
@@ -349,7 +349,7 @@ func (h *Handler) checkpointRoutes() []route {
 				h.opts.Metrics.checkpointed(c)
 			}
 			return c, err
-		}),
+		}).heavily(),
 		verb(h, "/v1/sandboxes/{sandbox}/restore", "Put a sandbox back to a checkpoint", func(ctx context.Context, r *request[restoreBody]) (runtime.Restored, error) {
 			if r.in.Undo { // done twice it is undone
 				if err := unknown(r); err != nil {
@@ -364,10 +364,10 @@ func (h *Handler) checkpointRoutes() []route {
 				h.opts.Metrics.restored(out)
 			}
 			return out, err
-		}).withProgress(images.Progress{}),
+		}).heavily().withProgress(images.Progress{}),
 		verb(h, "/v1/sandboxes/{sandbox}/plan", "Tell what a restore would change", func(ctx context.Context, r *request[runtime.RestoreOptions]) (runtime.RestorePlan, error) {
 			return svc.PlanRestore(ctx, r.ref, r.in)
-		}),
+		}).heavily(),
 		verb(h, "/v1/sandboxes/{sandbox}/fork", "Start new sandboxes from a checkpoint", func(ctx context.Context, r *request[forkBody]) ([]runtime.Forked, error) {
 			if err := unknown(r); err != nil {
 				return nil, err
@@ -378,7 +378,7 @@ func (h *Handler) checkpointRoutes() []route {
 				err = r.unsettled(err)
 			}
 			return forks, err
-		}),
+		}).heavily(),
 		query(h, "/v1/sandboxes/{sandbox}/history", "List a sandbox's checkpoints with how they descend, newest first", func(ctx context.Context, r *request[None]) (Page[runtime.HistoryEntry], error) {
 			list, err := svc.History(ctx, r.ref, runtime.HistoryOptions{All: isSet(r.URL.Query(), "all")})
 			if err != nil {
@@ -388,7 +388,7 @@ func (h *Handler) checkpointRoutes() []route {
 		}, "all", "limit", "cursor"),
 		verb(h, "/v1/diff", "Tell what differs between two states of a sandbox's files", func(ctx context.Context, r *request[runtime.DiffRequest]) (runtime.Diff, error) {
 			return svc.Diff(ctx, r.in)
-		}),
+		}).heavily(),
 		query(h, "/v1/checkpoints", "List checkpoints", func(ctx context.Context, r *request[None]) (Page[runtime.Checkpoint], error) {
 			q := r.URL.Query()
 			f := runtime.CheckpointFilter{Sandbox: q.Get("sandbox"), All: isSet(q, "all"), Trigger: q.Get("trigger"), Policy: q.Get("policy")}
@@ -416,7 +416,7 @@ func (h *Handler) checkpointRoutes() []route {
 		}),
 		verb(h, "/v1/checkpoints/{checkpoint}/verify", "Read all of a checkpoint again", func(ctx context.Context, r *request[None]) (None, error) {
 			return None{}, svc.VerifyCheckpoint(ctx, r.ref)
-		}),
+		}).heavily(),
 		verb(h, "/v1/checkpoints/{checkpoint}/pin", "Keep a checkpoint from prune, or give it up", func(ctx context.Context, r *request[pinBody]) (None, error) {
 			return None{}, svc.PinCheckpoint(ctx, r.ref, r.in.Pinned)
 		}),
@@ -429,11 +429,11 @@ func (h *Handler) checkpointRoutes() []route {
 		verb(h, "/v1/checkpoints/{checkpoint}/push", "Store a checkpoint in a registry", func(ctx context.Context, r *request[registryBody]) (runtime.Pushed, error) {
 			r.in.Options.Progress = counted(r)
 			return svc.PushCheckpoint(ctx, r.ref, r.in.Reference, r.in.Options)
-		}).withProgress(Progress{}),
+		}).heavily().withProgress(Progress{}),
 		verb(h, "/v1/checkpoints/pull", "Bring a checkpoint from a registry", func(ctx context.Context, r *request[registryBody]) (runtime.Checkpoint, error) {
 			r.in.Options.Progress = counted(r)
 			return svc.PullCheckpoint(ctx, r.in.Reference, r.in.Options)
-		}).withProgress(Progress{}),
+		}).heavily().withProgress(Progress{}),
 	}
 }
 
@@ -451,7 +451,7 @@ func (h *Handler) storeRoutes() []route {
 		verb(h, "/v1/prune", "Remove the checkpoints that no rule keeps, and free space", func(ctx context.Context, r *request[runtime.PruneOptions]) (runtime.Pruned, error) {
 			r.in.Progress = counted(r)
 			return svc.Prune(ctx, r.in)
-		}).withProgress(Progress{}),
+		}).heavily().withProgress(Progress{}),
 		query(h, "/v1/policies", "List the policies that names stand for", func(ctx context.Context, r *request[None]) (Page[runtime.PolicyEntry], error) {
 			list, err := svc.Policies(ctx)
 			if err != nil {
@@ -468,13 +468,13 @@ func (h *Handler) storeRoutes() []route {
 		verb(h, "/v1/verify", "Prove that checkpoints can be restored whole", func(ctx context.Context, r *request[runtime.VerifyOptions]) (runtime.VerifyReport, error) {
 			r.in.Progress = counted(r)
 			return svc.Verify(ctx, r.in)
-		}).withProgress(Progress{}),
+		}).heavily().withProgress(Progress{}),
 		verb(h, "/v1/reindex", "Rebuild the index of the store", func(ctx context.Context, _ *request[None]) (runtime.Reindexed, error) {
 			return svc.Reindex(ctx)
-		}),
+		}).heavily(),
 		verb(h, "/v1/recover", "Finish or undo what was interrupted, and compare what is recorded with what there is", func(ctx context.Context, _ *request[None]) (runtime.ReconcileReport, error) {
 			return svc.Reconcile(ctx)
-		}),
+		}).heavily(),
 	}
 }
 
@@ -502,14 +502,14 @@ func (h *Handler) imageRoutes() []route {
 				r.in.Options.Progress = func(p images.Progress) { r.report(p) }
 			}
 			return svc.PullImage(ctx, r.in.Reference, r.in.Options)
-		}).withProgress(images.Progress{}),
+		}).heavily().withProgress(images.Progress{}),
 		verb(h, "/v1/images/prune", "Remove images that nothing needs", func(ctx context.Context, r *request[allBody]) (runtime.PrunedImages, error) {
 			return svc.PruneImages(ctx, r.in.All)
-		}),
+		}).heavily(),
 		verb(h, "/v1/images/{image}/push", "Write an image to a registry", func(ctx context.Context, r *request[pushBody]) (runtime.PushedImage, error) {
 			r.in.Options.Progress = pushed(r.report)
 			return svc.PushImage(ctx, r.ref, r.in.To, r.in.Options)
-		}).withProgress(source.Progress{}),
+		}).heavily().withProgress(source.Progress{}),
 		verb(h, "/v1/images/{image}/tag", "Give an image one more name", func(ctx context.Context, r *request[nameBody]) (None, error) {
 			return None{}, svc.TagImage(ctx, r.ref, r.in.Name)
 		}),
@@ -518,11 +518,11 @@ func (h *Handler) imageRoutes() []route {
 		}),
 		verb(h, "/v1/images/{image}/verify", "Read an image's files again", func(ctx context.Context, r *request[None]) (runtime.Image, error) {
 			return svc.VerifyImage(ctx, r.ref)
-		}),
+		}).heavily(),
 		verb(h, "/v1/commit", "Make an image of a sandbox or a checkpoint", func(ctx context.Context, r *request[commitBody]) (runtime.Committed, error) {
 			r.in.Options.Source.Progress = pushed(r.report)
 			return svc.Commit(ctx, r.in.Ref, r.in.To, r.in.Options)
-		}).withProgress(source.Progress{}),
+		}).heavily().withProgress(source.Progress{}),
 	}
 }
 

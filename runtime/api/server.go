@@ -15,9 +15,13 @@ import (
 	"net"
 	"net/http"
 	"reflect"
+	goruntime "runtime"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
+
+	"golang.org/x/sync/semaphore"
 
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/doctor"
@@ -53,6 +57,14 @@ type Options struct {
 	// Linger is how long the exit code of an --rm sandbox is kept for a caller
 	// whose connection has ended; 0: 10 s.
 	Linger time.Duration
+	// Turns is how many heavy verbs are at work at a time, while others wait; 0: as
+	// many as there are processors, and at least 2.
+	Turns int
+	// Queue is how many wait for their turn before others are refused; 0: 256, half
+	// of the connections, so that those that only look still get in.
+	Queue int
+	// TurnTime is after how long somebody else has a turn too; 0: 10 s.
+	TurnTime time.Duration
 	// Metrics are counted there; nil: of the handler alone.
 	Metrics *Metrics
 }
@@ -72,6 +84,7 @@ type Handler struct {
 	mux      *http.ServeMux
 	verbs    map[string]bool // method and path of the routes
 	requests *requests
+	turns    *turns
 	under    sync.WaitGroup // requests under way, sessions too
 	health   health
 
@@ -91,10 +104,14 @@ func New(svc runtime.Service, opts Options) (*Handler, error) {
 	opts.Body = cmp.Or(opts.Body, 30*time.Second)
 	opts.Drain = cmp.Or(opts.Drain, 30*time.Second)
 	opts.Linger = cmp.Or(opts.Linger, 10*time.Second)
+	opts.Turns = cmp.Or(opts.Turns, max(2, goruntime.NumCPU()))
+	opts.Queue = cmp.Or(opts.Queue, maxConns/2)
+	opts.TurnTime = cmp.Or(opts.TurnTime, 10*time.Second)
 	h := &Handler{svc: svc, opts: opts, log: opts.Log, mux: http.NewServeMux(), verbs: map[string]bool{}, running: map[string]context.CancelFunc{}, draining: make(chan struct{})}
 	if h.opts.Metrics == nil {
 		h.opts.Metrics = &Metrics{}
 	}
+	h.turns = &turns{sem: semaphore.NewWeighted(int64(opts.Turns)), time: opts.TurnTime, room: opts.Queue, metrics: h.opts.Metrics, ending: h.draining, waiting: map[*turn]time.Time{}}
 	h.end, h.stop = context.WithCancel(context.Background())
 	if h.log == nil {
 		h.log = slog.Default()
@@ -227,7 +244,7 @@ func (h *Handler) enter(p peer, id string, cancel context.CancelFunc) (done func
 	defer h.mu.Unlock()
 	select {
 	case <-h.draining:
-		return nil, &runtime.Error{Op: "serve", Err: fmt.Errorf("%w: the service is about to end", runtime.ErrBusy), Hint: "Try again in a moment."}
+		return nil, errEnding()
 	default:
 	}
 	key := p.identity() + " " + id
@@ -321,13 +338,22 @@ type route struct {
 	event                 reflect.Type // of its progress, or of its stream
 	query                 []string
 	stream                string // media type of what is no JSON: "in", "out"
+	heavy                 *bool  // it takes turns with others
 	serve                 http.HandlerFunc
 }
 
 // query is a verb that changes nothing.
 func query[O any](h *Handler, path, summary string, do func(context.Context, *request[None]) (O, error), params ...string) route {
-	return route{method: http.MethodGet, path: path, summary: summary, out: reflect.TypeFor[O](), query: params, serve: func(w http.ResponseWriter, r *http.Request) {
-		out, err := do(r.Context(), &request[None]{Request: r, ref: ref(r)})
+	heavy := new(bool)
+	return route{method: http.MethodGet, path: path, summary: summary, out: reflect.TypeFor[O](), query: params, heavy: heavy, serve: func(w http.ResponseWriter, r *http.Request) {
+		ctx, done, err := h.inTurn(r.Context(), *heavy)
+		if err != nil {
+			writeProblem(w, err)
+			return
+		}
+		defer done()
+		out, err := do(ctx, &request[None]{Request: r, ref: ref(r)})
+		done() // the caller may be slow
 		if err != nil {
 			writeProblem(w, err)
 			return
@@ -338,7 +364,8 @@ func query[O any](h *Handler, path, summary string, do func(context.Context, *re
 
 // verb is one that may change something.
 func verb[I, O any](h *Handler, path, summary string, do func(context.Context, *request[I]) (O, error)) route {
-	return route{method: http.MethodPost, path: path, summary: summary, in: reflect.TypeFor[I](), out: reflect.TypeFor[O](), serve: func(w http.ResponseWriter, r *http.Request) {
+	heavy := new(bool)
+	return route{method: http.MethodPost, path: path, summary: summary, in: reflect.TypeFor[I](), out: reflect.TypeFor[O](), heavy: heavy, serve: func(w http.ResponseWriter, r *http.Request) {
 		req := &request[I]{Request: r, ref: ref(r)}
 		data, err := h.body(r, w, &req.in)
 		if err != nil {
@@ -347,17 +374,25 @@ func verb[I, O any](h *Handler, path, summary string, do func(context.Context, *
 		}
 		h.once(w, r, data, func(rec *record) (any, error) {
 			req.rec = rec
+			ctx, done, err := h.inTurn(r.Context(), *heavy)
+			if err != nil && req.again() {
+				return nil, req.unsettled(err)
+			}
+			if err != nil {
+				return nil, err
+			}
+			defer done()
 			if err := h.before(r.Context()); err != nil && req.again() {
 				// What the first try left may be neither whole nor gone.
 				return nil, req.unsettled(err)
 			}
 			if !wantsEvents(r) {
-				return do(r.Context(), req)
+				return do(ctx, req)
 			}
 			events := h.events(w, r)
 			defer events.close()
 			req.report = events.progress
-			out, err := do(r.Context(), req)
+			out, err := do(ctx, req)
 			events.end(out, err)
 			return out, errors.Join(err, errAnswered)
 		})
@@ -457,6 +492,9 @@ func writeAProblem(w http.ResponseWriter, p Problem) {
 	}
 	failedWith(w, p.Code)
 	w.Header().Set("Content-Type", "application/problem+json")
+	if p.RetryAfter > 0 {
+		w.Header().Set("Retry-After", strconv.Itoa(p.RetryAfter))
+	}
 	w.WriteHeader(p.Status)
 	_, _ = w.Write(append(data, '\n')) // whoever asked is gone
 }

@@ -311,7 +311,13 @@ func (h *Handler) startSession(ctx context.Context, s opened) (Message, error) {
 		// A caller that lives removes it when it has the exit code.
 		defer time.AfterFunc(h.opts.Linger, func() { rel.Release(sb.ID) })
 	}
-	wait, err := h.svc.Start(s.open.with(ctx), s.ref, &s.streams)
+	begun, done, err := h.inTurn(ctx, true)
+	if err != nil {
+		return Message{}, err
+	}
+	defer done()
+	wait, err := h.svc.Start(s.open.with(begun), s.ref, &s.streams)
+	done()
 	if err == nil {
 		err = s.started()
 	}

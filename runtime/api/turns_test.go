@@ -1,0 +1,243 @@
+package api
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// working is a service whose checkpoints last until they are told to end.
+type working struct {
+	service
+	at  chan string // the sandbox of one that is at work
+	end chan struct{}
+}
+
+func newWorking() *working {
+	w := &working{at: make(chan string), end: make(chan struct{})}
+	w.sandboxes = func(context.Context) ([]runtime.Sandbox, error) { return nil, nil }
+	w.checkpoints = func(runtime.CheckpointFilter) ([]runtime.Checkpoint, error) { return nil, nil }
+	w.exec = func(context.Context, runtime.Process, runtime.Streams) (int, error) { return 7, nil }
+	w.checkpoint = func(ctx context.Context, ref string, _ runtime.CheckpointOptions) (runtime.Checkpoint, error) {
+		w.at <- ref
+		select {
+		case <-w.end:
+		case <-ctx.Done():
+		}
+		return runtime.Checkpoint{ID: ref}, ctx.Err()
+	}
+	return w
+}
+
+// waiters waits until so many requests wait for their turn, by what /metrics says.
+func waiters(t *testing.T, c *Client, n int) {
+	t.Helper()
+	want := fmt.Sprintf(`agentbox_heavy_verbs{state="waiting"} %d`+"\n", n)
+	for end := time.Now().Add(20 * time.Second); ; {
+		_, data := fetched(t, c, "/metrics")
+		if bytes.Contains(data, []byte(want)) {
+			return
+		}
+		if time.Now().After(end) {
+			t.Fatalf("no %q in\n%s", want, data)
+		}
+	}
+}
+
+// Heavy verbs take turns, in the order in which they came; others do not wait for them.
+// Who does not want to wait any more has had nothing done, and is out of the queue; who
+// comes when it is full is told when to come again.
+func TestTurns(t *testing.T) {
+	w := newWorking()
+	c := client(t, serving(t, &w.service, Options{Turns: 1, Queue: 3}))
+	var all sync.WaitGroup
+	defer all.Wait()
+	began := func(ctx context.Context, name string) <-chan error {
+		ended := make(chan error, 1)
+		all.Go(func() {
+			_, err := c.Checkpoint(ctx, name, runtime.CheckpointOptions{})
+			ended <- err
+		})
+		return ended
+	}
+	first := began(t.Context(), "1")
+	if at := <-w.at; at != "1" {
+		t.Fatal(at)
+	}
+	second := began(t.Context(), "2")
+	waiters(t, c, 1)
+	ctx, cancel := context.WithCancel(t.Context())
+	third := began(ctx, "3")
+	waiters(t, c, 2)
+	fourth := began(t.Context(), "4")
+	waiters(t, c, 3)
+
+	resp, err := c.http.Post("http://agentbox/v1/sandboxes/5/checkpoints", "application/json", strings.NewReader("{}"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp.Body.Close()
+	if resp.StatusCode != http.StatusServiceUnavailable || resp.Header.Get("Retry-After") == "" || resp.Header.Get("Retry-After") == "0" {
+		t.Error(resp.StatusCode, resp.Header)
+	}
+	_, err = c.Checkpoint(t.Context(), "5", runtime.CheckpointOptions{})
+	if !errors.Is(err, fault.ErrBusy) || len(fault.Hint(err)) != 1 || !strings.Contains(err.Error(), "3 requests wait for their turn") {
+		t.Error(err, fault.Hint(err))
+	}
+	// What only looks, and what waits for others, has no need of a turn.
+	if _, err := c.Sandboxes(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if exit, err := c.Exec(t.Context(), "1", runtime.Process{}, runtime.Streams{}); exit != 7 || err != nil {
+		t.Error(exit, err)
+	}
+
+	cancel()
+	if err := <-third; !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+	waiters(t, c, 2)
+	{
+		w.end <- struct{}{}
+		if at := <-w.at; at != "2" {
+			t.Error(at)
+		}
+		if err := <-first; err != nil {
+			t.Error(err)
+		}
+	}
+	w.end <- struct{}{}
+	if at := <-w.at; at != "4" {
+		t.Error(at)
+	}
+	w.end <- struct{}{}
+	if err := errors.Join(<-second, <-fourth); err != nil {
+		t.Error(err)
+	}
+	_, data := fetched(t, c, "/metrics")
+	for _, want := range []string{`agentbox_heavy_verbs{state="at work"} 0`, "agentbox_heavy_verbs_refused_total 2", "agentbox_turn_wait_seconds_count 3"} {
+		if !bytes.Contains(data, []byte(want+"\n")) {
+			t.Errorf("no %q in\n%s", want, data)
+		}
+	}
+}
+
+// A verb that waits for a program of the host, which asks for verbs itself, keeps
+// nobody from them: not even where there is one turn.
+func TestTurnAside(t *testing.T) {
+	var c *Client
+	depth := 0
+	svc := &service{}
+	svc.checkpoint = func(ctx context.Context, ref string, _ runtime.CheckpointOptions) (runtime.Checkpoint, error) {
+		if depth++; depth == 5 {
+			return runtime.Checkpoint{ID: "deep"}, nil
+		}
+		defer runtime.Aside(ctx)()
+		return c.Checkpoint(ctx, ref, runtime.CheckpointOptions{})
+	}
+	c = client(t, serving(t, svc, Options{Turns: 1, TurnTime: time.Hour}))
+	for range 3 {
+		depth = 0
+		if got, err := c.Checkpoint(t.Context(), "c", runtime.CheckpointOptions{}); err != nil || got.ID != "deep" || depth != 5 {
+			t.Fatal(got, err, depth)
+		}
+	}
+}
+
+// A verb that goes on for long keeps its turn for so long only, and gives back no
+// turn that is another's when it ends.
+func TestTurnTime(t *testing.T) {
+	w := newWorking()
+	c := client(t, serving(t, &w.service, Options{Turns: 1, TurnTime: 20 * time.Millisecond}))
+	var all sync.WaitGroup
+	for i := range 4 {
+		all.Go(func() {
+			if _, err := c.Checkpoint(t.Context(), fmt.Sprint(i), runtime.CheckpointOptions{}); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	for range 4 {
+		<-w.at
+	}
+	for range 4 {
+		w.end <- struct{}{}
+	}
+	all.Wait()
+	waiters(t, c, 0)
+}
+
+// Who waits when the service is to end is refused, and what is at work ends.
+func TestTurnsDrain(t *testing.T) {
+	w := newWorking()
+	socket, end := ending(t, &w.service, Options{Turns: 1, Requests: t.TempDir()})
+	c := client(t, socket)
+	first, second := make(chan error, 1), make(chan error, 1)
+	go func() {
+		_, err := c.Checkpoint(t.Context(), "1", runtime.CheckpointOptions{})
+		first <- err
+	}()
+	<-w.at
+	go func() {
+		_, err := c.Checkpoint(t.Context(), "2", runtime.CheckpointOptions{})
+		second <- err
+	}()
+	waiters(t, c, 1)
+	var ended sync.WaitGroup
+	ended.Go(end)
+	if err := <-second; !errors.Is(err, fault.ErrBusy) || !strings.Contains(err.Error(), "about to end") {
+		t.Error(err)
+	}
+	w.end <- struct{}{}
+	if err := <-first; err != nil {
+		t.Error(err)
+	}
+	ended.Wait()
+}
+
+// The second try of what may have been done, which finds no turn, is not forgotten.
+func TestTurnsOfKilled(t *testing.T) {
+	w := newWorking()
+	forks := 0
+	w.sandbox = func() (runtime.Sandbox, error) { return runtime.Sandbox{}, nil }
+	w.fork = func(runtime.ForkOptions) ([]runtime.Forked, error) {
+		if forks++; forks == 1 {
+			panic(http.ErrAbortHandler)
+		}
+		return nil, nil
+	}
+	fork := func(ctx context.Context, c *Client) error {
+		_, err := c.Fork(WithKey(ctx, "k"), "c", runtime.ForkOptions{Count: 1})
+		return err
+	}
+	c := killed(t, &w.service, Options{Turns: 1, Queue: 1}, func(ctx context.Context, c *Client) { _ = fork(ctx, c) })
+	var all sync.WaitGroup
+	for i := range 2 {
+		all.Go(func() {
+			if _, err := c.Checkpoint(t.Context(), fmt.Sprint(i), runtime.CheckpointOptions{}); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	<-w.at
+	waiters(t, c, 1)
+	if err := fork(t.Context(), c); !errors.Is(err, fault.ErrBusy) {
+		t.Error(err)
+	}
+	w.end <- struct{}{}
+	<-w.at
+	w.end <- struct{}{}
+	all.Wait()
+	if err := fork(t.Context(), c); !errors.Is(err, fault.ErrState) || forks != 1 {
+		t.Error(err, forks)
+	}
+}
