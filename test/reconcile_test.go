@@ -275,7 +275,12 @@ func patient(ctx context.Context, fn func() error) (err error) {
 // cycle runs a sandbox, takes a checkpoint, changes it, restores it, proves it and
 // removes it with all that was made of it.
 func cycle(ctx context.Context, c *api.Client, name string) error {
-	sb, err := c.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{
+	return leasedCycle(ctx, c, name, "")
+}
+
+// leasedCycle is cycle of a sandbox that belongs to a lease.
+func leasedCycle(ctx context.Context, c *api.Client, name, lease string) error {
+	sb, err := c.Create(ctx, runtime.CreateRequest{Lease: lease, Spec: runtime.Spec{
 		Name: name, Image: "busybox", Args: []string{"sh", "-c", "echo one > /f; while :; do sleep 0.1; done"}, Network: runtime.Network{Mode: runtime.NetworkNone},
 	}})
 	if err != nil {
@@ -287,7 +292,10 @@ func cycle(ctx context.Context, c *api.Client, name string) error {
 	}{
 		{"start", func() error { _, err := c.Start(ctx, sb.ID, nil); return err }},
 		{"write", func() error { return command(ctx, c, sb.ID, "echo two > /f") }},
-		{"checkpoint", func() error { _, err := c.Checkpoint(ctx, sb.ID, runtime.CheckpointOptions{}); return err }},
+		{"checkpoint", func() error {
+			_, err := c.Checkpoint(ctx, sb.ID, runtime.CheckpointOptions{Temporary: lease != ""})
+			return err
+		}},
 		{"change", func() error { return command(ctx, c, sb.ID, "echo three > /f; echo new > /new") }},
 		{"restore", func() error { _, err := c.Restore(ctx, sb.ID, runtime.RestoreOptions{}); return err }},
 		{"proof", func() error { return command(ctx, c, sb.ID, `[ "$(cat /f)" = two ] && [ ! -e /new ]`) }},

@@ -70,6 +70,7 @@ type Backend struct {
 	net     *network.Manager
 	cgroups kernel.Cgroups
 	log     *slog.Logger
+	glances glances
 }
 
 var _ runtime.Backend = (*Backend)(nil)

@@ -152,9 +152,14 @@ func (b *Backend) runtimeOf(id string) criu.Runtime {
 
 // Inspect tells what is so now.
 func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, error) {
-	v, err := b.look(ctx, id)
-	if err != nil {
-		return runtime.Container{}, err
+	v, ok := b.glance(id)
+	if !ok {
+		var err error
+		began := time.Now()
+		if v, err = b.look(ctx, id); err != nil {
+			return runtime.Container{}, err
+		}
+		b.remember(id, v, began)
 	}
 	c := runtime.Container{
 		Status:  v.status,

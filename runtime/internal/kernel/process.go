@@ -139,7 +139,11 @@ func (p *Process) Either(ctx context.Context, fd int) error {
 
 // InCgroup tells whether the process is in a cgroup of that path, or below it, in any hierarchy.
 func (p *Process) InCgroup(path string) bool {
-	data, _, err := record.Read(fmt.Sprintf("/proc/%d/cgroup", p.Pid))
+	return inCgroup(p.Pid, path) && p.Alive()
+}
+
+func inCgroup(pid int, path string) bool {
+	data, _, err := record.Read(fmt.Sprintf("/proc/%d/cgroup", pid))
 	if err != nil {
 		return false
 	}
@@ -148,12 +152,22 @@ func (p *Process) InCgroup(path string) bool {
 		if at < 0 {
 			continue
 		}
-		rest := strings.TrimSpace(line[at+len(path):])
-		if (rest == "" || rest[0] == '/') && p.Alive() {
+		if rest := strings.TrimSpace(line[at+len(path):]); rest == "" || rest[0] == '/' {
 			return true
 		}
 	}
 	return false
+}
+
+// Member tells whether a process lives and is in a cgroup of that path, or below it,
+// as OpenMember does, for who wants to know no more.
+func Member(pid int, path string) bool {
+	fd, err := unix.PidfdOpen(pid, 0)
+	if err != nil {
+		return false
+	}
+	defer unix.Close(fd) //nolint:errcheck // nothing was written
+	return inCgroup(pid, path) && !readable(fd)
 }
 
 // PidFile reads a pid that a program left.

@@ -1,0 +1,75 @@
+package oci
+
+import (
+	"os"
+	"path/filepath"
+	"reflect"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// What is remembered of a container is what reading all of its files tells, and
+// whatever becomes of it, by this process or without it, is seen at once.
+func TestGlance(t *testing.T) {
+	t.Parallel()
+	x := newBox(t)
+	id := x.up(spec("sleep", "1000"))
+	remembered := func() {
+		t.Helper()
+		eventually(t, "the container is remembered", func() bool {
+			x.inspect(id)
+			_, ok := x.glance(id)
+			return ok
+		})
+	}
+	same := func(want runtime.Status) runtime.Container {
+		t.Helper()
+		got := x.inspect(id)
+		x.glances.mu.Lock()
+		clear(x.glances.byID)
+		x.glances.mu.Unlock()
+		if read := x.inspect(id); !reflect.DeepEqual(got, read) || got.Status != want {
+			t.Errorf("%+v, and read again %+v", got, read)
+		}
+		return got
+	}
+	x.inspect(id)
+	if _, ok := x.glance(id); ok {
+		t.Error("its files may still change unseen, and it is remembered")
+	}
+	remembered()
+	x.pause(id)
+	if _, ok := x.glance(id); !ok {
+		t.Error("it is not remembered while it is paused")
+	}
+	same(runtime.Paused)
+	remembered()
+	must(t, x.Unpause(t.Context(), id))
+	first := same(runtime.Running)
+
+	remembered()
+	must(t, os.WriteFile(filepath.Join(x.home.Start(id, 1), "oom"), nil, 0o600))
+	if c := same(runtime.Running); c.OOMAt.IsZero() {
+		t.Error("a note that came later is not seen")
+	}
+
+	// Killed by somebody else.
+	remembered()
+	must(t, unix.Kill(first.Pid, unix.SIGKILL))
+	eventually(t, "its end is seen", func() bool { return x.inspect(id).Status == runtime.Exited })
+	x.start(id)
+	if c := same(runtime.Running); c.Pid == first.Pid {
+		t.Errorf("%+v", c)
+	}
+	remembered()
+	must(t, x.Stop(t.Context(), id, runtime.StopOptions{Timeout: time.Millisecond}))
+	same(runtime.Exited)
+	must(t, x.Remove(t.Context(), id))
+	if _, err := x.Inspect(t.Context(), id); err == nil {
+		t.Error("it is removed, and there")
+	}
+}
