@@ -146,7 +146,7 @@ func Serve(ctx context.Context, l *net.UnixListener, h *Handler, more ...net.Lis
 	quiet := &quiet{since: map[net.Conn]time.Time{}}
 	srv := &http.Server{
 		ErrorLog: slog.NewLogLogger(h.log.Handler(), slog.LevelWarn), ConnState: quiet.note,
-		Handler: h, ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: maxHeader,
+		Handler: h, ReadHeaderTimeout: min(10*time.Second, h.opts.Body), IdleTimeout: 2 * time.Minute, MaxHeaderBytes: maxHeader,
 		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
 			own, ok := c.(*conn)
 			if !ok { // by TLS, which has yet to say who that is

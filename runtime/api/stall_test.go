@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -47,6 +48,40 @@ func ending(t *testing.T, svc runtime.Service, opts Options) (socket string, end
 		case <-time.After(4 * lastTime):
 			t.Error("the service does not end")
 		}
+	}
+}
+
+// A caller that sends its headers byte by byte, or half of them, is cut off, however
+// busy it looks.
+func TestSlowHeaders(t *testing.T) {
+	socket, end := ending(t, &service{}, Options{Body: 200 * time.Millisecond})
+	defer end()
+	for _, goesOn := range []bool{false, true} {
+		conn, err := net.Dial("unix", socket)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		if _, err := io.WriteString(conn, "GET /v1/info HTTP/1.1\r\nHost: agentbox\r\nX: "); err != nil {
+			t.Fatal(err)
+		}
+		dripped := make(chan struct{})
+		go func() {
+			defer close(dripped)
+			for goesOn {
+				if _, err := io.WriteString(conn, "x"); err != nil {
+					return
+				}
+				time.Sleep(10 * time.Millisecond)
+			}
+		}()
+		if err := conn.SetReadDeadline(time.Now().Add(20 * time.Second)); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := io.ReadAll(conn); err != nil && !errors.Is(err, syscall.ECONNRESET) {
+			t.Errorf("it is not cut off: %v", err)
+		}
+		<-dripped
 	}
 }
 
