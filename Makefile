@@ -69,7 +69,7 @@ test-vm:
 # figures, which docs/reliability.md has, are printed, and written to SOAK_TABLE.
 SOAK ?= 10m
 soak: test-deps build
-	SOAK=$(SOAK) $(GO) test -vet=off -tags 'failpoint soak' -run '^TestSoak$$' -v -timeout 2h ./test
+	SOAK=$(SOAK) $(GO) test -vet=off -tags 'failpoint soak' -run '^TestSoak$$' -v -timeout 30m ./test
 
 lint: test-deps
 	test -z "$$(gofmt -l .)"

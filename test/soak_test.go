@@ -169,7 +169,7 @@ func TestSoak(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, ck := range list2 {
-		if err := s.client.RemoveCheckpoint(t.Context(), ck.ID); err != nil {
+		if err := s.client.RemoveCheckpoint(t.Context(), ck.ID); err != nil && !errors.Is(err, runtime.ErrNotFound) { // leases remove theirs
 			t.Error(err)
 		}
 	}
