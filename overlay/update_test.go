@@ -57,7 +57,7 @@ func update(t tb, dir, want string) *Update {
 	check := checkedPlan(t, dir, want)
 	stage := dir + ".stage"
 	src := &dirSource{dir: want}
-	must(t, u.Stage(context.Background(), stage, src))
+	must(t, u.Stage(context.Background(), dir, stage, src))
 	must(t, u.Apply(context.Background(), dir, stage))
 	if _, err := os.Lstat(stage); !os.IsNotExist(err) {
 		t.Fatalf("the stage is still there: %v", err)
@@ -411,7 +411,7 @@ func TestUpdateDeep(t *testing.T) {
 		if u.Len() < maxDepth-1 {
 			t.Errorf("%d changes", u.Len())
 		}
-		must(t, u.Stage(t.Context(), dir+".stage", nil))
+		must(t, u.Stage(t.Context(), dir, dir+".stage", nil))
 		must(t, u.Apply(t.Context(), dir, dir+".stage"))
 		if u := planDirs(t, dir, to); !u.Empty() {
 			t.Error(u.Len())

@@ -338,12 +338,12 @@ func (a *updater) move(temp string, dir int, name string, c *updateChange) error
 		if a.aside {
 			flags = unix.RENAME_EXCHANGE
 		}
-		if err := unix.Renameat2(a.stage, temp, dir, name, flags); err != nil {
+		if err := a.rename(a.stage, temp, dir, name, flags); err != nil {
 			return pathError("rename", c.Path, err)
 		}
 		return nil
 	}
-	err := unix.Renameat2(a.stage, temp, dir, name, unix.RENAME_NOREPLACE)
+	err := a.rename(a.stage, temp, dir, name, unix.RENAME_NOREPLACE)
 	if err == unix.EINVAL || err == unix.ENOSYS { // a filesystem that cannot promise it
 		var st unix.Stat_t
 		if err = unix.Fstatat(dir, name, &st, unix.AT_SYMLINK_NOFOLLOW); err == nil {

@@ -57,7 +57,7 @@ func (u *Update) ApplyAside(ctx context.Context, dir, stage string) error {
 
 // moveAside takes a name out of the directory that the i-th change is about.
 func (a *updater) moveAside(i, dir int, name, path string) error {
-	if err := unix.Renameat2(dir, name, a.stage, asidePrefix+strconv.Itoa(i), unix.RENAME_NOREPLACE); err != nil {
+	if err := a.rename(dir, name, a.stage, asidePrefix+strconv.Itoa(i), unix.RENAME_NOREPLACE); err != nil {
 		return pathError("move aside", path, err)
 	}
 	return nil

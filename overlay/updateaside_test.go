@@ -27,7 +27,7 @@ func updateAside(t tb, ctx context.Context, dir, want string, src Source) {
 	if ok, err := u.Aside(all); !ok || err != nil {
 		t.Fatalf("Aside: %v, %v", ok, err)
 	}
-	must(t, u.Stage(ctx, stage, src))
+	must(t, u.Stage(ctx, dir, stage, src))
 	must(t, u.WriteBefore(before))
 	must(t, u.ApplyAside(ctx, dir, stage))
 }
@@ -62,7 +62,7 @@ func goBack(t tb, dir, want string) {
 	u, err := plan(ctx, digested(dir), was)
 	must(t, err)
 	if !u.Empty() {
-		must(t, u.Stage(ctx, stage, eitherSource{aside, &dirSource{dir: want}}))
+		must(t, u.Stage(ctx, dir, stage, eitherSource{aside, &dirSource{dir: want}}))
 		must(t, u.Apply(ctx, dir, stage))
 	}
 }

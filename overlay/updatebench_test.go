@@ -64,7 +64,7 @@ func BenchmarkUpdate(b *testing.B) {
 					b.Fatal(u.Len())
 				}
 				l.lap("plan")
-				must(b, u.Stage(b.Context(), dir+".stage", &dirSource{dir: want}))
+				must(b, u.Stage(b.Context(), dir, dir+".stage", &dirSource{dir: want}))
 				l.lap("stage")
 				must(b, u.Apply(b.Context(), dir, dir+".stage"))
 				l.lap("apply")
@@ -105,7 +105,7 @@ func BenchmarkUpdateFresh(b *testing.B) {
 				u, err := plan(b.Context(), digested(dir), TreeEntries(bytes.NewReader(tree)))
 				must(b, err)
 				l.lap("plan")
-				must(b, u.Stage(b.Context(), dir+".stage", &dirSource{dir: want}))
+				must(b, u.Stage(b.Context(), dir, dir+".stage", &dirSource{dir: want}))
 				l.lap("stage")
 				must(b, u.Apply(b.Context(), dir, dir+".stage"))
 				l.lap("apply")

@@ -107,7 +107,7 @@ func TestCheckNotices(t *testing.T) {
 			must(t, err)
 			u, err := PlanUpdate(context.Background(), known, digested(want))
 			must(t, err)
-			must(t, u.Stage(context.Background(), base+"/stage", &dirSource{dir: want}))
+			must(t, u.Stage(context.Background(), dir, base+"/stage", &dirSource{dir: want}))
 			must(t, u.Apply(context.Background(), dir, base+"/stage"))
 			must(t, change(dir))
 			if ok, err := u.Check(context.Background(), dir, known, base+"/out", nil, "", false); ok || err != nil {
@@ -146,7 +146,7 @@ func TestCheckKnown(t *testing.T) {
 			u, err := PlanUpdateKnown(ctx, dir, known, nil)
 			must(t, err)
 			defer u.Close()
-			must(t, u.Stage(ctx, base+"/stage", &dirSource{dir: want}))
+			must(t, u.Stage(ctx, dir, base+"/stage", &dirSource{dir: want}))
 			must(t, u.Apply(ctx, dir, base+"/stage"))
 			settle(t)
 			must(t, change(dir))

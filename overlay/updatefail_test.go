@@ -25,7 +25,7 @@ func TestUpdateFails(t *testing.T) {
 		must(t, os.Mkdir(dir, 0o755))
 		u := planDirs(t, dir, want)
 		t.Setenv("AGENTBOX_FAILPOINT", p+"=enospc")
-		err := u.Stage(t.Context(), dir+".stage", &dirSource{dir: want})
+		err := u.Stage(t.Context(), dir, dir+".stage", &dirSource{dir: want})
 		if err == nil {
 			err = u.Apply(t.Context(), dir, dir+".stage")
 		}

@@ -65,7 +65,7 @@ func TestUpdateChild(t *testing.T) {
 	}
 	u := planDirs(t, dir, want)
 	stage := dir + ".stage"
-	must(t, u.Stage(context.Background(), stage, src))
+	must(t, u.Stage(context.Background(), dir, stage, src))
 	must(t, u.Apply(fuseContext{context.Background(), f}, dir, stage))
 }
 

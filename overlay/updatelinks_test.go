@@ -102,7 +102,7 @@ func TestUpdateMadeUpLink(t *testing.T) {
 		u, err := plan(t.Context(), digested(dir), seqOf([]Entry{root, {Path: "z", Type: TypeFile, Hardlink: to}}))
 		if err == nil {
 			before := peek(t, dir)
-			must(t, u.Stage(t.Context(), dir+".stage", nil))
+			must(t, u.Stage(t.Context(), dir, dir+".stage", nil))
 			err = u.Apply(t.Context(), dir, dir+".stage")
 			samePeek(t, "untouched", before, peek(t, dir))
 			must(t, os.RemoveAll(dir+".stage"))

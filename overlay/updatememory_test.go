@@ -35,7 +35,7 @@ func TestUpdateFreshMemory(t *testing.T) {
 	peak := watchMemory()
 	u, err := PlanUpdate(t.Context(), memory, want)
 	must(t, err)
-	must(t, u.Stage(t.Context(), dir+".stage", nil))
+	must(t, u.Stage(t.Context(), dir, dir+".stage", nil))
 	must(t, u.Apply(t.Context(), dir, dir+".stage"))
 	used := peak()
 	must(t, u.Close())

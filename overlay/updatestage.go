@@ -17,9 +17,10 @@ import (
 )
 
 // Stage reads from src all data that the update needs, proves it, and lays it
-// out in the new directory stage, which is on the filesystem of the directory to
-// be updated and beside it, not in it. When it returns nil, Apply needs src no
-// more. The directory to be updated is not looked at and may be in use.
+// out in the new directory stage, which is on the filesystem of dir, the directory to
+// be updated, and beside it, not in it. When it returns nil, Apply needs src no
+// more. What is in dir is not looked at and may be in use. The data counts for the
+// project of dir, if it has one.
 //
 // Nothing is durable: after a power cut nobody can tell how far Apply came, and
 // the directory is to be read again, all of it. Whoever applied an update waits
@@ -27,14 +28,14 @@ import (
 //
 // Data that is not what its entry says is ErrCorrupt, a stage that is there
 // already ErrExists. On any other error the caller deletes stage.
-func (u *Update) Stage(ctx context.Context, stage string, src Source) error {
-	if err := u.stage(ctx, stage, src); err != nil {
+func (u *Update) Stage(ctx context.Context, dir, stage string, src Source) error {
+	if err := u.stage(ctx, dir, stage, src); err != nil {
 		return fmt.Errorf("stage update: %w", err)
 	}
 	return nil
 }
 
-func (u *Update) stage(ctx context.Context, stage string, src Source) error {
+func (u *Update) stage(ctx context.Context, to, stage string, src Source) error {
 	if err := checkPrivilege(); err != nil {
 		return err
 	}
@@ -49,6 +50,13 @@ func (u *Update) stage(ctx context.Context, stage string, src Source) error {
 		return err
 	}
 	defer unix.Close(dir)
+	other, err := openDirectory(to)
+	if err == nil {
+		err = errors.Join(likeProject(dir, other), unix.Close(other))
+	}
+	if err != nil {
+		return err
+	}
 	index := u.changes.index
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)

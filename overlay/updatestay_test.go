@@ -63,7 +63,7 @@ func TestUpdateStays(t *testing.T) {
 			write(want+"/new", "new")
 			u := planDirs(t, dir, want)
 			stage := dir + ".stage"
-			must(t, u.Stage(t.Context(), stage, &dirSource{dir: want}))
+			must(t, u.Stage(t.Context(), dir, stage, &dirSource{dir: want}))
 			must(t, change(dir, outside))
 			before, inos := peek(t, outside), inodes(t, outside)
 			err := u.Apply(t.Context(), dir, stage)
@@ -110,12 +110,12 @@ func TestUpdateDamage(t *testing.T) {
 				must(t, os.WriteFile(want+"/f", bytes.Repeat([]byte("0123456789"), size/10+1)[:size], 0o644))
 				before := peek(t, dir)
 				u := planDirs(t, dir, want)
-				err := u.Stage(t.Context(), base+"/stage", &dirSource{dir: want, hurt: c.hurt})
+				err := u.Stage(t.Context(), dir, base+"/stage", &dirSource{dir: want, hurt: c.hurt})
 				if !errors.Is(err, c.want) || !strings.Contains(err.Error(), `"f"`) {
 					t.Errorf("want %v that names the file, got %v", c.want, err)
 				}
 				samePeek(t, "untouched", before, peek(t, dir))
-				if err := u.Stage(t.Context(), base+"/stage", &dirSource{dir: want}); !errors.Is(err, fault.ErrExists) {
+				if err := u.Stage(t.Context(), dir, base+"/stage", &dirSource{dir: want}); !errors.Is(err, fault.ErrExists) {
 					t.Error(err)
 				}
 			})
@@ -139,7 +139,7 @@ func TestUpdateNoSpace(t *testing.T) {
 	}
 	before := peek(t, dir)
 	u := planDirs(t, dir, want)
-	err := u.Stage(t.Context(), base+"/stage", &dirSource{dir: want})
+	err := u.Stage(t.Context(), dir, base+"/stage", &dirSource{dir: want})
 	if !errors.Is(err, unix.ENOSPC) {
 		t.Errorf("want ENOSPC, got %v", err)
 	}
@@ -164,7 +164,7 @@ func TestUpdateCancelled(t *testing.T) {
 		}
 		return r
 	}
-	if err := u.Stage(ctx, base+"/stage", src); !errors.Is(err, context.Canceled) {
+	if err := u.Stage(ctx, dir, base+"/stage", src); !errors.Is(err, context.Canceled) {
 		t.Error(err)
 	}
 	if n := src.calls.Load(); n > 30 {

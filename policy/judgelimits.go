@@ -71,6 +71,17 @@ func (p *Policy) MayLive(ttl, idle *time.Duration) error {
 	return Denials(j.findings)
 }
 
+// MayStore judges what the files of a sandbox that is there are to take; 0: any number of bytes.
+func (p *Policy) MayStore(size int64) error {
+	j := &judging{Policy: p}
+	if most := p.Rules.StorageSize.Max; size == 0 && most > 0 {
+		j.note(Denied, "no storage_size", "limits.storage_size.max", sizeText(most))
+	} else if size > 0 {
+		limit(j, "storage_size", &size, p.Rules.StorageSize, sizeText)
+	}
+	return Denials(j.findings)
+}
+
 func (j *judging) checkpoints() {
 	r := &j.Rules
 	if j.ask.Every == "" {

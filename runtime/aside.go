@@ -92,7 +92,7 @@ func (e *Engine) layAside(ctx context.Context, r *restoration) (ok bool, err err
 		return false, err
 	}
 	if r.changed = u.Len(); !u.Empty() {
-		if err := u.Stage(ctx, t.stage(), r.reader.Source()); err != nil {
+		if err := u.Stage(ctx, t.Dir, t.stage(), r.reader.Source()); err != nil {
 			return false, err
 		}
 	}
@@ -230,7 +230,7 @@ func (e *Engine) putAsideBack(ctx context.Context, r *restoration) (err error) {
 	}
 	defer func() { err = errors.Join(err, u.Close()) }()
 	if !u.Empty() {
-		if err := u.Stage(ctx, t.stage(), asideSource{kept, r.reader.Source()}); err != nil {
+		if err := u.Stage(ctx, t.Dir, t.stage(), asideSource{kept, r.reader.Source()}); err != nil {
 			return err
 		}
 		if err := u.Apply(ctx, t.Dir, t.stage()); err != nil {

@@ -266,6 +266,7 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 		if err := k.sb.host.Pause(ctx, k.sb.ID); err != nil {
 			return row, err
 		}
+		e.liftFiles(k.spec, k.c) // what is written from here on is ours
 	}
 	if err := failpoint.Hit("checkpoint.after-freeze"); err != nil {
 		return row, err
@@ -390,6 +391,7 @@ func (e *Engine) thaw(ctx context.Context, k *making) error {
 	if k.c.Status != Running || k.thawn {
 		return nil
 	}
+	e.holdFiles(k.spec, k.c)
 	err := k.sb.host.Unpause(ctx, k.sb.ID)
 	if err == nil {
 		k.thawn = true

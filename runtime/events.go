@@ -24,7 +24,7 @@ const (
 	EventDenied  = "denied"        // filtered, it tried to reach what no rule allows
 	EventOOM     = "oom"           // the kernel killed processes of it for memory
 	EventPids    = "pids-limit"    // processes or threads could not be made
-	EventStorage = "storage-limit" // it was killed for what its files take
+	EventStorage = "storage-limit" // its files take all they may: it was killed, or more is refused
 	EventExpired = "expired"       // it was stopped because its time was over
 	EventIdle    = "idle"          // it was stopped because nothing went on in it
 	EventEffect  = "effect"        // the undo command of an effect was run
@@ -67,6 +67,7 @@ type Event struct {
 	Total   int64     `json:"total,omitempty"`    // oom, pids-limit: how many since Started
 	Started time.Time `json:"started,omitzero"`   // oom, pids-limit: when it was started
 	Used    int64     `json:"used,omitempty"`     // storage-limit: bytes that its files took, at least
+	Refused bool      `json:"refused,omitempty"`  // storage-limit: the kernel refused more; else it was killed
 	Limit   int64     `json:"limit,omitempty"`    // bytes (oom, storage-limit) or processes (pids-limit)
 	After   int64     `json:"after_ns,omitempty"` // expired: its ttl; idle: for how long nothing had gone on
 	Exit    *int      `json:"exit,omitempty"`     // reconciled, restarted, given-up: the exit code that it had ended with

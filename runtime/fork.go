@@ -216,7 +216,7 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 		return Forked{}, err
 	}
 	e.every(s)
-	e.enforce(s)
+	e.enforce(s, r.c)
 	out := r.fork.receipt
 	out.Checkpoint, out.Took = checkpointView(row), time.Since(begun)
 	out.Sandbox, err = e.Sandbox(context.WithoutCancel(ctx), s.ID)

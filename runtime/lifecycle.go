@@ -324,6 +324,7 @@ func (e *Engine) start(ctx context.Context, sb *locked, streams *Streams) (wait 
 		if err := failpoint.Hit("start.before-backend"); err != nil {
 			return err
 		}
+		e.holdFiles(s, c)
 		wait, err = sb.host.Start(ctx, sb.ID, StartOptions{Streams: streams, Env: identity(s, sb.Attempt), Secrets: secrets})
 		if err != nil {
 			return err
@@ -336,7 +337,7 @@ func (e *Engine) start(ctx context.Context, sb *locked, streams *Streams) (wait 
 	}
 	e.log.Info("started", "sandbox", sb.ID)
 	e.every(s)
-	e.enforce(s)
+	e.enforce(s, c)
 	if wait == nil {
 		return nil, nil
 	}
@@ -555,14 +556,17 @@ func (e *Engine) freeze(ctx context.Context, ref string, from Status) error {
 	if err != nil {
 		return err
 	}
-	_, _, err = e.inState(ctx, sb.ID, from)
+	_, c, err := e.inState(ctx, sb.ID, from)
+	var s Spec
 	if err == nil && from == Paused {
-		err = mayUse(sb.Sandbox)
+		s, err = spec(sb.Sandbox)
+		err = errors.Join(err, mayUse(sb.Sandbox))
 	}
 	if err == nil {
 		if from == Running {
 			err = sb.host.Pause(ctx, sb.ID)
 		} else {
+			e.holdFiles(s, c)
 			err = sb.host.Unpause(ctx, sb.ID)
 		}
 	}

@@ -146,7 +146,7 @@ func (e *Engine) attend(ctx context.Context, id string, host Host) error {
 	c, err := host.Inspect(ctx, id)
 	if err == nil && (c.Status == Running || c.Status == Paused) {
 		e.every(s)
-		e.enforce(s)
+		e.enforce(s, c)
 	}
 	if errors.Is(err, ErrNotFound) {
 		return nil

@@ -153,7 +153,7 @@ func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ Restored, er
 	}
 	if r.starts() {
 		e.every(r.spec)
-		e.enforce(r.spec)
+		e.enforce(r.spec, r.c)
 	} else if err := e.staysDown(r.spec); err != nil {
 		e.log.Warn("its restart policy may start it", "sandbox", r.sb.ID, "err", err)
 	}
@@ -298,6 +298,9 @@ func (e *Engine) layOut(ctx context.Context, seq int64, r *restoration, undo *un
 	if err := failpoint.Hit("restore.before-layout"); err != nil {
 		return err
 	}
+	if r.c.Status != Running { // else when it stands still
+		e.liftFiles(r.spec, r.c)
+	}
 	if err := e.layOutImages(ctx, r); err != nil {
 		return err
 	}
@@ -360,7 +363,7 @@ func (r *restoration) layOutFiles(ctx context.Context) error {
 		if err := discard(t.stage()); err != nil {
 			return err
 		}
-		if err := u.Stage(ctx, t.stage(), r.reader.Source()); err != nil {
+		if err := u.Stage(ctx, t.Dir, t.stage(), r.reader.Source()); err != nil {
 			return err
 		}
 	}

@@ -77,6 +77,8 @@ type Service interface {
 	// idle, and whether it comes back when it has ended. One that has expired can
 	// then be started again.
 	UpdateLifetime(ctx context.Context, sandbox string, change LifetimeChange) (Sandbox, error)
+	// UpdateStorage changes what the files of a sandbox may take, at once if it runs.
+	UpdateStorage(ctx context.Context, sandbox string, change StorageChange) (Sandbox, error)
 
 	// Reconcile rolls interrupted verbs forward or back, and compares what is
 	// recorded with what there is: it repairs the one and frees the other.
@@ -149,7 +151,7 @@ type Sandbox struct {
 type LimitHits struct {
 	OOMKills int64       `json:"oom_kills,omitempty"` // processes that the kernel killed for memory
 	Pids     int64       `json:"pids,omitempty"`      // processes and threads that could not be made
-	Storage  *StorageHit `json:"storage,omitempty"`   // it was killed for what its files took
+	Storage  *StorageHit `json:"storage,omitempty"`   // its files took all they may
 }
 
 // Checkpoint kinds and states.

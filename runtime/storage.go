@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -15,19 +16,25 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// StorageHit is that a sandbox was killed because its files took more than it
-// was given.
+// Where its filesystem has project quotas the kernel holds a sandbox of the
+// backend oci to --storage-size: what is more it refuses. Elsewhere the watch kills
+// it. What stands still is held to nothing, so that agentbox can bring files back
+// beside those that are there: a limit is lifted once a sandbox is frozen, and set
+// before it goes on. The watch sets one that a killed verb has left lifted.
+
+// StorageHit is that the files of a sandbox took all that it was given.
 type StorageHit struct {
-	Time  time.Time `json:"time"`
-	Used  int64     `json:"used"` // at least
-	Limit int64     `json:"limit"`
+	Time    time.Time `json:"time"`
+	Used    int64     `json:"used"` // at least
+	Limit   int64     `json:"limit"`
+	Refused bool      `json:"refused,omitempty"` // the kernel refuses more, and it goes on; else it was killed
 }
 
-// hitPath is where it is noted that a sandbox was killed for its files.
+// hitPath is where it is noted that the files of a sandbox took all they may.
 func (e *Engine) hitPath(id string) string { return filepath.Join(e.run, "storage", id) }
 
-// storageHit is nil if the sandbox was not killed for its files since it was
-// last started.
+// storageHit is nil if the files of the sandbox have not taken all that it was
+// given since it was last started.
 func (e *Engine) storageHit(id string) (*StorageHit, error) {
 	data, err := os.ReadFile(e.hitPath(id))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -62,6 +69,85 @@ func (e *Engine) noteHit(id string, hit *StorageHit) error {
 	return os.Rename(path+".new", path)
 }
 
+// liftFiles lets a sandbox that stands still have any number of bytes.
+func (e *Engine) liftFiles(s Spec, c Container) {
+	if s.Resources.Storage > 0 {
+		s.Resources.Storage = 0
+		e.holdFiles(s, c)
+	}
+}
+
+// holdFiles has the kernel hold a sandbox to what its files may take, where it can.
+func (e *Engine) holdFiles(s Spec, c Container) {
+	if c.Upper == "" {
+		return
+	}
+	if _, err := overlay.LimitProject(c.Upper, s.Resources.Storage); err != nil {
+		e.log.Error("the kernel does not take the limit of its files", "sandbox", s.ID, "err", err)
+	}
+}
+
+// StorageChange is what UpdateStorage changes.
+type StorageChange struct {
+	Size int64 `json:"size"` // bytes that the files may take; 0: no limit
+}
+
+// UpdateStorage changes what the files of a sandbox may take, at once if it runs.
+func (e *Engine) UpdateStorage(ctx context.Context, ref string, change StorageChange) (_ Sandbox, err error) {
+	defer func() { err = fail("update", ref, err) }()
+	if change.Size < 0 {
+		return Sandbox{}, fmt.Errorf("%w: a limit is negative", ErrInvalid)
+	}
+	sb, err := e.acquire(ctx, ref, "update", lockWait)
+	if err != nil {
+		return Sandbox{}, err
+	}
+	defer sb.lock.Unlock()
+	s, err := spec(sb.Sandbox)
+	if err != nil {
+		return Sandbox{}, err
+	}
+	if s.Adopted {
+		return Sandbox{}, fmt.Errorf("%w: its engine decides what the container's files take", ErrUnsupported)
+	}
+	p, err := recorded(s)
+	if err != nil {
+		return Sandbox{}, err
+	}
+	if p != nil {
+		if err := p.MayStore(change.Size); err != nil {
+			return Sandbox{}, err
+		}
+	}
+	s.Resources.Storage = change.Size
+	data, err := json.Marshal(s)
+	if err != nil {
+		return Sandbox{}, err
+	}
+	c, err := sb.host.Inspect(ctx, sb.ID)
+	if err != nil {
+		return Sandbox{}, err
+	}
+	live := c.Status == Running || c.Status == Paused
+	if live { // a crash after the next steps leaves the mark, and so the limit, to the next command
+		if err := e.mark(s); err != nil {
+			return Sandbox{}, err
+		}
+	}
+	if change.Size == 0 { // while there is a watch to set it again
+		e.holdFiles(s, c)
+	}
+	if err := e.store.SetSpec(ctx, sb.ID, data); err != nil {
+		return Sandbox{}, err
+	}
+	if live {
+		e.holdFiles(s, c)
+		e.watchOver(s)
+	}
+	e.log.Info("storage limit changed", "sandbox", sb.ID, "size", change.Size)
+	return e.Sandbox(ctx, sb.ID)
+}
+
 // filesLimit is the watch over one sandbox's files. Adding up what they take
 // costs, so that is done when the filesystem has lost so much space that the
 // limit could be near, whoever took it, and now and then in any case.
@@ -76,6 +162,7 @@ type filesLimit struct {
 	took time.Duration
 
 	killed int  // the first process of the start that was killed
+	full   int  // the same of one that was refused more, until it has room again
 	unsaid bool // it was killed, and that it is to stay down is not on record yet
 }
 
@@ -89,8 +176,79 @@ const (
 )
 
 // look looks once, and says when to look again.
-func (w *filesLimit) look(ctx context.Context, c Container, limit int64) (time.Duration, error) {
-	w.limit = limit
+func (w *filesLimit) look(ctx context.Context, c Container, s Spec) (time.Duration, error) {
+	w.limit = s.Resources.Storage
+	project, ours, err := overlay.ProjectOf(c.Upper)
+	if err != nil {
+		return late, err
+	}
+	if !ours {
+		return w.count(ctx, c, w.limit)
+	}
+	wait, err := w.refused(ctx, c, project)
+	if s.IDs != nil || err != nil {
+		return wait, err
+	}
+	// Root without a user namespace can give its files another project. All that it
+	// may have in its own, blocks and files, is less than twice as much.
+	again, err := w.count(ctx, c, 2*w.limit+1<<20)
+	return min(wait, max(again, 5*soonest)), err
+}
+
+// refused notes that a sandbox which the kernel holds to its limit has come to it.
+func (w *filesLimit) refused(ctx context.Context, c Container, p overlay.Project) (time.Duration, error) {
+	if p.Limit != (w.limit+1023)>>10<<10 {
+		return w.set(ctx, c)
+	}
+	switch {
+	case !p.Full():
+		if p.Used < p.Limit-p.Limit/10 {
+			w.full = 0
+		}
+	case w.full != c.Pid:
+		w.full = c.Pid
+		now := time.Now()
+		return soonest, errors.Join(
+			w.e.noteHit(w.id, &StorageHit{Time: now, Used: p.Used, Limit: w.limit, Refused: true}),
+			w.e.note(w.id, Event{Time: now, Type: EventStorage, Used: p.Used, Limit: w.limit, Refused: true}),
+		)
+	}
+	return late, nil // nothing has to be kept from it
+}
+
+// set has the kernel hold a sandbox again that goes on without a limit, or with
+// another one. That of one that stands still is lifted on purpose.
+func (w *filesLimit) set(ctx context.Context, c Container) (time.Duration, error) {
+	if c.Status != Running {
+		return late, nil
+	}
+	sb, err := w.e.acquire(ctx, w.id, opWatch, lockWait)
+	if errors.Is(err, ErrBusy) {
+		return soonest, nil // whose verb sets it in the end
+	}
+	if err != nil {
+		return late, err
+	}
+	defer sb.lock.Unlock()
+	s, err := spec(sb.Sandbox)
+	if err != nil {
+		return late, err
+	}
+	if c, err = sb.host.Inspect(ctx, w.id); err != nil || c.Status != Running {
+		return late, err
+	}
+	_, err = overlay.LimitProject(c.Upper, s.Resources.Storage)
+	return soonest, err
+}
+
+// soon is after how long so many bytes could have been written, half of them.
+func soon(left int64) time.Duration {
+	return min(max(time.Duration(float64(left)/2/fastest*float64(time.Second)), soonest), late)
+}
+
+// count adds up what the files take, if that could be near most, and kills the
+// sandbox over it.
+func (w *filesLimit) count(ctx context.Context, c Container, most int64) (time.Duration, error) {
 	if w.killed != 0 && w.killed == c.Pid {
 		return soonest, nil // about to end
 	}
@@ -99,24 +257,24 @@ func (w *filesLimit) look(ctx context.Context, c Container, limit int64) (time.D
 		return late, &fs.PathError{Op: "statfs", Path: c.Upper, Err: err}
 	}
 	free := int64(st.Bfree) * st.Bsize
-	left := w.limit - w.used
+	left := most - w.used
 	old := time.Since(w.at)
 	if w.at.IsZero() || old > max(recount, 20*w.took) || w.free-free >= left/2 && old > 4*w.took {
 		start := time.Now()
-		used, err := overlay.Usage(ctx, c.Upper, w.limit)
+		used, err := overlay.Usage(ctx, c.Upper, most)
 		if errors.Is(err, overlay.ErrTooDeep) {
 			// They are looked at no further; no program needs them so deep.
-			used, err = w.limit+1, nil
+			used, err = most+1, nil
 		}
 		if err != nil {
 			return late, err
 		}
 		w.used, w.free, w.at, w.took = used, free, start, time.Since(start)
-		if left = w.limit - used; left < 0 {
+		if left = most - used; left < 0 {
 			return soonest, w.kill(ctx, c, used)
 		}
 	}
-	return min(max(time.Duration(float64(left)/2/fastest*float64(time.Second)), soonest, w.took), late), nil
+	return max(soon(left), min(w.took, late)), nil
 }
 
 // stayDown keeps it from being restarted: it would have as many files.

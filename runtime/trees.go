@@ -398,7 +398,7 @@ func (e *Engine) equalize(ctx context.Context, sandbox string, t *tree, r *store
 		return err
 	}
 	if !u.Empty() {
-		if err := u.Stage(ctx, t.stage(), r.Source()); err != nil {
+		if err := u.Stage(ctx, t.Dir, t.stage(), r.Source()); err != nil {
 			return errors.Join(err, t.unstage())
 		}
 		if err := t.apply(ctx, u); err != nil {

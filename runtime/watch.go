@@ -28,13 +28,14 @@ func watched(s Spec) bool {
 }
 
 // enforce begins a start of a sandbox, whose limits are watched from here on.
-func (e *Engine) enforce(s Spec) {
+func (e *Engine) enforce(s Spec, c Container) {
 	if err := e.noteHit(s.ID, nil); err != nil {
 		e.log.Warn("that it was killed for its files is still on record", "sandbox", s.ID, "err", err)
 	}
 	if err := e.begun(s); err != nil {
 		e.log.Warn("how often it was restarted is not noted", "sandbox", s.ID, "err", err)
 	}
+	e.holdFiles(s, c)
 	e.watchOver(s)
 }
 
@@ -204,9 +205,9 @@ func (e *Engine) watches(id string) bool {
 }
 
 // Watch holds a sandbox to its limits: it kills it when its files take more than
-// it was given, stops it when its time is over or nothing goes on in it, and
-// starts it again as its restart policy says. It ends with the sandbox's
-// processes, when these do not come back.
+// it was given and the kernel does not see to that, stops it when its time is over
+// or nothing goes on in it, and starts it again as its restart policy says. It
+// ends with the sandbox's processes, when these do not come back.
 func (e *Engine) Watch(ctx context.Context, id string) error {
 	e.mu.Lock()
 	e.watching = id
@@ -312,7 +313,7 @@ func (w *watching) look(ctx context.Context) (done bool, wait time.Duration, err
 		}
 	}
 	if s.Resources.Storage > 0 {
-		again, err := w.storage.look(ctx, c, s.Resources.Storage)
+		again, err := w.storage.look(ctx, c, s)
 		if wait = min(wait, again); err != nil {
 			return false, wait, err
 		}

@@ -56,7 +56,7 @@ to be said of that. The newest 1 to 2 MiB are kept until the sandbox is removed.
                  there were before this one, repeated at once or too many a second to write down
   oom            the kernel killed processes of it for memory
   pids-limit     processes or threads could not be made (--pids-limit)
-  storage-limit  it was killed for what its files take (--storage-size)
+  storage-limit  its files take all they may (--storage-size): more is refused, or it was killed
   expired        it was stopped because its time was over (--ttl)
   idle           it was stopped because nothing went on in it (--idle)
   effect         the undo command of an effect was run (agentbox effect): its id, what came of it
@@ -126,6 +126,9 @@ func eventText(e runtime.Event) string {
 	case runtime.EventPids:
 		return fmt.Sprintf("%d not made, %d since its start%s", e.Count, e.Total, limit(fmt.Sprint(e.Limit)))
 	case runtime.EventStorage:
+		if e.Refused {
+			return fmt.Sprintf("more is refused: its files take %s%s", units.BytesSize(float64(e.Used)), limit(units.BytesSize(float64(e.Limit))))
+		}
 		return fmt.Sprintf("killed: its files take %s%s", units.BytesSize(float64(e.Used)), limit(units.BytesSize(float64(e.Limit))))
 	case runtime.EventExpired:
 		return fmt.Sprintf("stopped: its time of %v was over", time.Duration(e.After))

@@ -94,6 +94,10 @@ func (f *fakeService) UpdateLifetime(_ context.Context, sandbox string, change r
 	return sb, f.call("UpdateLifetime", sandbox, text(change.TTL), text(change.Idle))
 }
 
+func (f *fakeService) UpdateStorage(_ context.Context, sandbox string, change runtime.StorageChange) (runtime.Sandbox, error) {
+	return runtime.Sandbox{}, f.call("UpdateStorage", sandbox, change.Size)
+}
+
 func (f *fakeService) call(method string, args ...any) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -18,6 +18,7 @@ import (
 type updateOptions struct {
 	Egress    runtime.EgressChange
 	TTL, Idle string
+	Storage   string
 	Restart   restartOptions
 }
 
@@ -58,6 +59,7 @@ func (o *updateOptions) addFlags(fl *pflag.FlagSet) {
 	fl.Var(list(&o.Egress.Add), "egress-add", "let it out to `RULE`, as 'agentbox run --egress' takes it")
 	fl.Var(list(&o.Egress.Remove), "egress-rm", "take `RULE` away")
 	fl.StringVar(&o.TTL, "ttl", "", "let it live for `DURATION` from now on, e.g. 2h; none: without end")
+	fl.StringVar(&o.Storage, "storage-size", "", "let its files take `SIZE`, e.g. 10g; none: without limit")
 	fl.StringVar(&o.Idle, "idle", "", "stop it when nothing goes on in it for `DURATION`, e.g. 10m; none: never")
 	o.Restart.addFlags(fl, "from now on, start it again when it has ended by itself")
 }
@@ -83,6 +85,18 @@ func (o *updateOptions) lifetime() (change runtime.LifetimeChange, err error) {
 	return change, err
 }
 
+// storage is nil if nothing is to change about it.
+func (o *updateOptions) storage() (*runtime.StorageChange, error) {
+	switch o.Storage {
+	case "":
+		return nil, nil
+	case "none":
+		return &runtime.StorageChange{}, nil
+	}
+	size, err := parseSize("--storage-size", o.Storage)
+	return &runtime.StorageChange{Size: size}, err
+}
+
 // parseLifetime reads how long a sandbox is to live or be idle.
 func parseLifetime(flag, s string) (time.Duration, error) {
 	d, err := policy.ParseDuration(s)
@@ -96,12 +110,15 @@ func newUpdateCommand(a *app) *cobra.Command {
 	var opts updateOptions
 	cmd := &cobra.Command{
 		Use:   "update [flags] SANDBOX",
-		Short: "Change how long a sandbox lives, whether it comes back, or what a filtered one may reach",
+		Short: "Change how long a sandbox lives, whether it comes back, what it may store or reach",
 		Long: `Update gives a sandbox more time, or less, from now on, and prints when it then expires.
 One that has expired can be started again with that.
 
 With --restart it is started again, or not any more, when it has ended by itself; what was
 stopped stays so until it is started.
+
+It gives its files more room, or less, at once if it runs. What they take already they
+keep; over the limit nothing is added, or, where only a watch holds it, it is killed.
 
 It changes the egress rules of a sandbox with --network filtered, at once if it runs, and
 prints those it then has. Connections that no rule allows any more end.
@@ -110,6 +127,7 @@ What was changed stays over stops, restores and upgrades; a fork has it from its
 Nothing can be had that the policy of the sandbox does not cover.`,
 		Example: `  agentbox update c --ttl 2h
   agentbox update c --restart on-failure:3 --restart-from head
+  agentbox update c --storage-size 20g
   agentbox update c --egress-add 'pypi.org 443' --egress-add 'files.pythonhosted.org 443'
   agentbox update c --egress-rm 'pypi.org 443'`,
 		Annotations:       exits(exitUsage, exitNotFound, exitState, exitBusy, exitDenied, exitUnsupported),
@@ -120,10 +138,19 @@ Nothing can be had that the policy of the sandbox does not cover.`,
 			if err != nil {
 				return err
 			}
-			if len(opts.Egress.Add)+len(opts.Egress.Remove) == 0 && change == (runtime.LifetimeChange{}) {
-				return usageErrorf("nothing to change: say --ttl, --idle, --restart, --egress-add or --egress-rm")
+			storage, err := opts.storage()
+			if err != nil {
+				return err
+			}
+			if len(opts.Egress.Add)+len(opts.Egress.Remove) == 0 && change == (runtime.LifetimeChange{}) && storage == nil {
+				return usageErrorf("nothing to change: say --ttl, --idle, --storage-size, --restart, --egress-add or --egress-rm")
 			}
 			return a.service(cmd.Context(), func(svc runtime.Service) error {
+				if storage != nil {
+					if _, err := svc.UpdateStorage(cmd.Context(), args[0], *storage); err != nil {
+						return err
+					}
+				}
 				return runUpdate(cmd.Context(), opts.Egress, change, args[0], svc, a.stdout)
 			})
 		},

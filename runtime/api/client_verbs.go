@@ -160,6 +160,11 @@ func (c *Client) UpdateLifetime(ctx context.Context, sandbox string, change runt
 	return do[runtime.Sandbox](ctx, c, at("sandboxes", sandbox, "lifetime"), change, nil)
 }
 
+// UpdateStorage changes what the files of a sandbox may take.
+func (c *Client) UpdateStorage(ctx context.Context, sandbox string, change runtime.StorageChange) (runtime.Sandbox, error) {
+	return do[runtime.Sandbox](ctx, c, at("sandboxes", sandbox, "storage"), change, nil)
+}
+
 // UpdateEgress changes what a sandbox may reach.
 func (c *Client) UpdateEgress(ctx context.Context, sandbox string, change runtime.EgressChange) ([]string, error) {
 	b, err := do[rulesBody](ctx, c, at("sandboxes", sandbox, "egress"), change, nil)

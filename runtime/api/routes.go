@@ -233,6 +233,9 @@ func (h *Handler) sandboxRoutes() []route {
 		verb(h, "/v1/sandboxes/{sandbox}/lifetime", "Change how long a sandbox may live", func(ctx context.Context, r *request[runtime.LifetimeChange]) (runtime.Sandbox, error) {
 			return svc.UpdateLifetime(ctx, r.ref, r.in)
 		}),
+		verb(h, "/v1/sandboxes/{sandbox}/storage", "Change what the files of a sandbox may take", func(ctx context.Context, r *request[runtime.StorageChange]) (runtime.Sandbox, error) {
+			return svc.UpdateStorage(ctx, r.ref, r.in)
+		}),
 		verb(h, "/v1/sandboxes/{sandbox}/apply", "Bring changes into the directory below, or take that back", func(ctx context.Context, r *request[runtime.ApplyOptions]) (runtime.Applied, error) {
 			if err := unknown(r); err != nil {
 				return runtime.Applied{}, err

@@ -269,6 +269,10 @@ func (s *Service) UpdateLifetime(ctx context.Context, sandbox string, change run
 	return made(ctx, s, s.on(ctx, "update", sandbox, false), func(*Record) (runtime.Sandbox, error) { return s.next.UpdateLifetime(ctx, sandbox, change) })
 }
 
+func (s *Service) UpdateStorage(ctx context.Context, sandbox string, change runtime.StorageChange) (runtime.Sandbox, error) {
+	return made(ctx, s, s.on(ctx, "update", sandbox, false), func(*Record) (runtime.Sandbox, error) { return s.next.UpdateStorage(ctx, sandbox, change) })
+}
+
 // AddEffect: an undo command's arguments are not on record, like those of exec.
 func (s *Service) AddEffect(ctx context.Context, sandbox string, req runtime.EffectRequest) (runtime.Effect, error) {
 	r := s.on(ctx, "effect add", sandbox, false)

@@ -63,6 +63,7 @@ func Examine(ctx context.Context, root string) Report {
 		one(forwarding),
 		one(func() Check { return userNamespaces(ctx, root) }),
 		one(func() Check { return disk(root) }),
+		one(func() Check { return quota(root) }),
 	}
 	results := make([][]Check, len(probes))
 	var wg sync.WaitGroup

@@ -37,7 +37,7 @@ func TestExamine(t *testing.T) {
 		}
 		seen[c.Name] = true
 	}
-	for _, name := range []string{"root", "kernel", "overlayfs", "userns", "cgroups", "capabilities", "protections", "runc", "crun", "conmon", "criu", "nat", "ip_forward", "disk", "agentbox-runtime"} {
+	for _, name := range []string{"root", "kernel", "overlayfs", "userns", "cgroups", "capabilities", "protections", "runc", "crun", "conmon", "criu", "nat", "ip_forward", "disk", "quota", "agentbox-runtime"} {
 		if !seen[name] {
 			t.Errorf("no check %s", name)
 		}

@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/criu/host"
+	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/internal/apparmor"
 	"github.com/agentbox/agentbox/runtime/internal/userns"
 )
@@ -283,6 +284,17 @@ func space(name, dir string, free, total, inodes, allInodes uint64) Check {
 		return warn(name, remedy, "only %d inodes free at %s", inodes, dir)
 	}
 	return ok(name, "%s", text)
+}
+
+// quota tells how --storage-size is held to.
+func quota(root string) Check {
+	const name = "quota"
+	dir := existing(root)
+	err := overlay.ProjectQuota(dir)
+	if err == nil {
+		return ok(name, "project quotas at %s: the kernel holds sandboxes to --storage-size", dir)
+	}
+	return ok(name, "none at %s: a watch holds sandboxes to --storage-size (%v)", dir, err)
 }
 
 // userNamespaces tells whether new sandboxes of the backend oci have user ids of

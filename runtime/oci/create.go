@@ -11,6 +11,7 @@ import (
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/undo"
+	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
 	"github.com/agentbox/agentbox/runtime/internal/home"
@@ -60,7 +61,16 @@ func (b *Backend) Create(ctx context.Context, spec runtime.Spec, lower []string)
 	if err != nil {
 		return err
 	}
-	if err := b.place(id).LayOut(spec, lower[0], b.home.Dir(id, "upper"), "work", "upper"); err != nil {
+	for _, name := range []string{"upper", "work"} {
+		if err := os.Mkdir(b.home.Dir(id, name), 0o700); err != nil {
+			return err
+		}
+	}
+	// Overlayfs makes files in the one and renames them into the other.
+	if _, err := overlay.GiveProject(b.home.Dir(id, "upper"), b.home.Dir(id, "work")); err != nil {
+		return err
+	}
+	if err := b.place(id).LayOut(spec, lower[0], b.home.Dir(id, "upper")); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("oci.create.after-dirs"); err != nil {
@@ -153,6 +163,10 @@ func (b *Backend) wipe(ctx context.Context, id string, strays bool) error {
 	}
 	// A mount that is left would let us delete what is not ours.
 	if err := kernel.UnmountBelow(b.home.RunDir(id), b.home.Dir(id)); err != nil {
+		return err
+	}
+	// Its number is free once no file and no limit has it.
+	if _, err := overlay.LimitProject(b.home.Dir(id, "upper"), 0); err != nil {
 		return err
 	}
 	return b.home.Empty(id)

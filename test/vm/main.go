@@ -197,7 +197,7 @@ func alive(m *machine) bool {
 
 // environment is what tests and commands in the guest have.
 func environment(o options) []string {
-	env := []string{"HOME=/root", "PATH=/payload/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+	env := []string{"AGENTBOX_VM=1", "HOME=/root", "PATH=/payload/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 	if o.long {
 		env = append(env, "AGENTBOX_LONG=1")
 	}

@@ -42,15 +42,14 @@ func (p Place) unmountRoot(ctx context.Context, log *slog.Logger) error {
 	}
 }
 
-// LayOut makes a sandbox's directories, and others beside them. The upperdir is
-// what the sandbox sees as the inode of /, so it takes after the top directory
-// of its image.
-func (p Place) LayOut(s runtime.Spec, top, upper string, others ...string) error {
+// LayOut makes a sandbox's directories. The upperdir, which is there, is what the
+// sandbox sees as the inode of /, so it takes after the top directory of its image.
+func (p Place) LayOut(s runtime.Spec, top, upper string) error {
 	var st unix.Stat_t
 	if err := unix.Stat(top, &st); err != nil {
 		return fmt.Errorf("lower directory %s: %w", top, err)
 	}
-	for _, name := range append([]string{"merged", "runs", "etc"}, others...) {
+	for _, name := range []string{"merged", "runs", "etc"} {
 		if err := os.Mkdir(filepath.Join(p.Dir, name), 0o700); err != nil {
 			return err
 		}

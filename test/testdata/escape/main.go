@@ -50,7 +50,47 @@ func main() {
 		exhaust()
 	case "rings":
 		rings()
+	case "project":
+		leaveProject(os.Args[2])
 	}
+}
+
+// leaveProject gives a file project 0, which has no limit, and takes the mark from
+// its directory by which what is made there has a project.
+func leaveProject(path string) {
+	const read, write, readFlags, writeFlags, inherit = 0x801c581f, 0x401c5820, 0x80086601, 0x40086602, 0x20000000
+	f, err := os.Open(path)
+	if err != nil {
+		say("open", err)
+		return
+	}
+	defer f.Close()
+	var attr [7]uint32 // struct fsxattr
+	ioctl := func(f *os.File, cmd uintptr, arg unsafe.Pointer) error {
+		if _, _, e := unix.Syscall(unix.SYS_IOCTL, f.Fd(), cmd, uintptr(arg)); e != 0 {
+			return e
+		}
+		return nil
+	}
+	if err := ioctl(f, read, unsafe.Pointer(&attr)); err != nil {
+		say("read the project", err)
+		return
+	}
+	attr[3] = 0
+	say("set the project", ioctl(f, write, unsafe.Pointer(&attr)))
+	dir, err := os.Open(filepath.Dir(path))
+	if err != nil {
+		say("open", err)
+		return
+	}
+	defer dir.Close()
+	var flags uint32
+	if err := ioctl(dir, readFlags, unsafe.Pointer(&flags)); err != nil {
+		say("read the flags", err)
+		return
+	}
+	flags &^= inherit
+	say("leave the project", ioctl(dir, writeFlags, unsafe.Pointer(&flags)))
 }
 
 // say prints one line of the report.
