@@ -76,6 +76,26 @@ func TestWaits(t *testing.T) {
 	}
 }
 
+// A process that has ended, and that nobody has waited for, comes back as it was.
+func TestZombie(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	b.start("z", "--network", "none", "busybox", "sh", "-c", "sleep 0 & exec sleep 1000")
+	zombies := func(name string) bool {
+		return strings.Contains(b.sh(name, "cat /proc/[0-9]*/stat"), "(sleep) Z ")
+	}
+	b.eventually("its child has ended", func() bool { return zombies("z") })
+	one := b.checkpoint("z")
+	b.ok("restore", "z", one)
+	b.own("f")
+	b.ok("fork", "--name", "f", "z@"+one)
+	for _, name := range []string{"z", "f"} {
+		if !zombies(name) {
+			t.Errorf("%s: what has ended is not there: %s", name, b.sh(name, "cat /proc/[0-9]*/stat"))
+		}
+	}
+}
+
 // last returns what the last line that begins with prefix goes on with.
 func last(text, prefix string) (line string, found bool) {
 	i := strings.LastIndex("\n"+text, "\n"+prefix)
