@@ -74,6 +74,8 @@ type Engine struct {
 	kept     map[string]string // variables taken out of the environment; see variable
 	// Locks that say "my caller waits for this sandbox's exit code"; see hold.
 	holds map[string]*store.Lock
+
+	counts fileCounts
 }
 
 var _ Local = (*Engine)(nil)

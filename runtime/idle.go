@@ -42,10 +42,11 @@ func (i *idling) look(e *Engine, c Container, id string, limit time.Duration) (q
 	if err != nil {
 		return 0, window, err
 	}
-	used, err := groups.UsedBy(c.Pid)
+	use, err := groups.UseOf(c.Pid)
 	if err != nil {
 		return 0, window, err
 	}
+	used := use.CPU
 	last := *i
 	i.pid, i.at, i.used, i.touch = c.Pid, now, used, e.lastUse(id)
 	switch {

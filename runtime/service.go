@@ -31,6 +31,9 @@ type Service interface {
 	Sandbox(ctx context.Context, sandbox string) (Sandbox, error)
 	// Sandboxes lists all of them, newest first.
 	Sandboxes(ctx context.Context) ([]Sandbox, error)
+	// Stats tells what they use, newest first, or as they are named. One that
+	// ends meanwhile is left out; one that is named and not there is ErrNotFound.
+	Stats(ctx context.Context, opts StatsOptions) ([]Stats, error)
 
 	// CopyFrom writes path as a tar stream, as `docker cp c:path -` does.
 	CopyFrom(ctx context.Context, sandbox, path string, w io.Writer) error

@@ -217,7 +217,7 @@ func (p *podmanBox) printed(name string) (numbers []int) {
 func TestPodman(t *testing.T) {
 	t.Parallel()
 	p := newPodman(t)
-	p.ok("podman", "run", "-d", "--runtime", "agentbox", "--name", "c", "-p", "18080:80", "-e", "MARK=1", "bb", "sh", "-c",
+	p.ok("podman", "run", "-d", "--runtime", "agentbox", "--name", "c", "-p", "18080:80", "-m", "200m", "--pids-limit", "99", "-e", "MARK=1", "bb", "sh", "-c",
 		"mkdir -p /work /www; echo precious > /work/file; echo served > /www/index.html; busybox httpd -h /www; "+counter)
 	p.reaches("c", 10)
 	served := func() string {
@@ -228,6 +228,9 @@ func TestPodman(t *testing.T) {
 	address := p.inspect("c", "{{.NetworkSettings.IPAddress}} {{.NetworkSettings.MacAddress}}")
 	p.ok("podman", "exec", "c", "sh", "-c", "echo 192.0.2.1 ours >> /etc/hosts")
 	first := p.ok("agentbox", "checkpoint", "podman://c", "--name", "first")
+	if out := p.ok("agentbox", "top", "--no-stream", "--format", "json", "podman://c"); !strings.Contains(out, `"memory_limit":209715200,"pids":`) || !strings.Contains(out, `"pids_limit":99,"disk":`) {
+		t.Errorf("agentbox top: %s", out)
+	}
 	low := p.reaches("c", p.count("c"))
 	p.reaches("c", low+20)
 	p.ok("agentbox", "checkpoint", "podman://c", "--name", "second")

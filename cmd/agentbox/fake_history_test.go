@@ -22,6 +22,7 @@ type fakeHistory struct {
 	pruneOpts  []runtime.PruneOptions
 	pruned     runtime.Pruned
 	usage      runtime.Usage
+	stats      func(runtime.StatsOptions) []runtime.Stats
 	verifyOpts []runtime.VerifyOptions
 	damaged    []runtime.Damaged
 	exportOpts runtime.ExportOptions
@@ -64,6 +65,11 @@ func (f *fakeService) Prune(_ context.Context, opts runtime.PruneOptions) (runti
 }
 
 func (f *fakeService) Usage(context.Context) (runtime.Usage, error) { return f.usage, f.call("Usage") }
+
+func (f *fakeService) Stats(ctx context.Context, opts runtime.StatsOptions) ([]runtime.Stats, error) {
+	err := f.call("Stats", opts.Sandboxes, opts.All, opts.Disk)
+	return f.stats(opts), err
+}
 
 func (f *fakeService) Verify(_ context.Context, opts runtime.VerifyOptions) (runtime.VerifyReport, error) {
 	opts.Progress = nil

@@ -264,6 +264,11 @@ func (c *Client) Diff(ctx context.Context, req runtime.DiffRequest) (runtime.Dif
 	return do[runtime.Diff](ctx, c, at("diff"), req, nil)
 }
 
+// Stats tells what sandboxes use.
+func (c *Client) Stats(ctx context.Context, opts runtime.StatsOptions) ([]runtime.Stats, error) {
+	return do[[]runtime.Stats](ctx, c, at("stats"), opts, nil)
+}
+
 // History lists a sandbox's checkpoints.
 func (c *Client) History(ctx context.Context, sandbox string, opts runtime.HistoryOptions) ([]runtime.HistoryEntry, error) {
 	return all[runtime.HistoryEntry](ctx, c, at("sandboxes", sandbox, "history"), url.Values{"all": {strconv.FormatBool(opts.All)}})

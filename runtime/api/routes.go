@@ -176,6 +176,9 @@ func (h *Handler) sandboxRoutes() []route {
 			}
 			return svc.Create(r.in.with(ctx), r.in.CreateRequest)
 		}).heavily().withProgress(images.Progress{}),
+		verb(h, "/v1/stats", "Tell what sandboxes use", func(ctx context.Context, r *request[runtime.StatsOptions]) ([]runtime.Stats, error) {
+			return svc.Stats(ctx, r.in)
+		}),
 		query(h, "/v1/sandboxes/{sandbox}", "Describe a sandbox", func(ctx context.Context, r *request[None]) (runtime.Sandbox, error) {
 			return svc.Sandbox(ctx, r.ref)
 		}),

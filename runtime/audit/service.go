@@ -48,6 +48,7 @@ type reads interface {
 	History(ctx context.Context, sandbox string, opts runtime.HistoryOptions) ([]runtime.HistoryEntry, error)
 	PlanRestore(ctx context.Context, sandbox string, opts runtime.RestoreOptions) (runtime.RestorePlan, error)
 	Usage(ctx context.Context) (runtime.Usage, error)
+	Stats(ctx context.Context, opts runtime.StatsOptions) ([]runtime.Stats, error)
 	Images(ctx context.Context) ([]runtime.Image, error)
 	InspectImage(ctx context.Context, ref string) (runtime.ImageDetails, error)
 	Events(ctx context.Context, sandbox string, opts runtime.EventOptions, each func(runtime.Event) error) error

@@ -119,6 +119,21 @@ next:
 	return kept, nil
 }
 
+// NewestCheckpoints tells, by sandbox, when the newest ready checkpoint was taken
+// that is no undo one.
+func (s *Store) NewestCheckpoints(ctx context.Context) (map[string]time.Time, error) {
+	newest := map[string]time.Time{}
+	err := s.query(ctx, `SELECT sandbox_id, max(created) FROM checkpoints
+		WHERE status = 'ready' AND trigger_name <> 'undo' GROUP BY sandbox_id`, nil, func(row *sql.Rows) error {
+		var id string
+		var at int64
+		err := row.Scan(&id, &at)
+		newest[id] = time.Unix(0, at).UTC()
+		return err
+	})
+	return newest, err
+}
+
 // Fork is a sandbox that began at a checkpoint of another.
 type Fork struct{ ID, Name string }
 

@@ -58,7 +58,10 @@ func (b *box) start(name string, options ...string) {
 }
 
 func ownSandbox(b *box) {
-	b.start("one")
+	b.start("one", "-m", "200m", "--pids-limit", "99")
+	if out := b.ok("top", "--no-stream", "--format", "json", "one"); !strings.Contains(out, `"memory_limit":209715200,"pids":`) || !strings.Contains(out, `"pids_limit":99,"disk":`) {
+		b.Errorf("agentbox top: %s", out)
+	}
 	s := b.inspect("one")
 	if s.Backend != "containerd" || b.task("agentbox", s.ID) != "RUNNING" {
 		b.Errorf("%+v; ctr: %q", s, b.task("agentbox", s.ID))

@@ -57,7 +57,7 @@ func TestDocker(t *testing.T) {
 }
 
 func shows(b *box) {
-	b.run("web", "-p", "127.0.0.1:18080:80", "bt", "sh", "-c",
+	b.run("web", "-p", "127.0.0.1:18080:80", "-m", "200m", "--pids-limit", "99", "bt", "sh", "-c",
 		"mkdir -p /work /www; echo precious > /work/file; echo up > /www/index.html; httpd -p 80 -h /www; "+counting)
 	get := func() string {
 		client := http.Client{Timeout: 10 * time.Second}
@@ -73,6 +73,9 @@ func shows(b *box) {
 	b.counts("web")
 	before := b.state("web", "{{json .NetworkSettings.Networks}}{{json .NetworkSettings.Ports}}")
 	at := b.saved("web", "one")
+	if out := b.ok("top", "--no-stream", "--format", "json", "docker://web"); !strings.Contains(out, `"memory_limit":209715200,"pids":3,"pids_limit":99,"disk":`) || !strings.Contains(out, `"cpu_percent":`) {
+		b.Errorf("agentbox top: %s", out)
+	}
 	b.Docker(b.T, "exec", "web", "rm", "-rf", "/work")
 	b.Docker(b.T, "exec", "web", "sh", "-c", "echo new > /new")
 	b.counts("web")

@@ -27,8 +27,9 @@ type Cgroups []Hierarchy
 type Hierarchy struct {
 	Path    string
 	V2      bool
-	Freezer bool // the one to freeze by
-	Systemd bool // v1: name=systemd, by which systemd finds a service's processes
+	Freezer bool     // the one to freeze by
+	Systemd bool     // v1: name=systemd, by which systemd finds a service's processes
+	options []string // of its mount; v1: the controllers are among them
 }
 
 // Hierarchies lists the hierarchies: one on a unified host, many under v1,
@@ -53,7 +54,7 @@ func Hierarchies() (Cgroups, error) {
 	v1freezer := false
 	for _, i := range infos {
 		opts := strings.Split(i.VFSOptions, ",")
-		m := Hierarchy{Path: i.Mountpoint, V2: i.FSType == "cgroup2"}
+		m := Hierarchy{Path: i.Mountpoint, V2: i.FSType == "cgroup2", options: opts}
 		m.Freezer = slices.Contains(opts, "freezer")
 		m.Systemd = slices.Contains(opts, "name=systemd")
 		v1freezer = v1freezer || m.Freezer

@@ -7,7 +7,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"time"
 )
 
 // Hits are how often the limits of a cgroup have come into force.
@@ -38,19 +37,6 @@ func (c Cgroups) HitsIn(path string) (h Hits) {
 		h.PidsMax = max(h.PidsMax, counter(filepath.Join(dir, "pids.events"), "max"))
 	}
 	return h
-}
-
-// UsedBy is the processor time that a process's cgroup has had since it was made.
-func (c Cgroups) UsedBy(pid int) (used time.Duration, err error) {
-	paths, err := groupsOf(pid)
-	for _, path := range paths {
-		for _, m := range c {
-			dir := filepath.Join(m.Path, path)
-			used = max(used, time.Duration(counter(filepath.Join(dir, "cpu.stat"), "usage_usec"))*time.Microsecond,
-				time.Duration(counter(filepath.Join(dir, "cpuacct.usage"), ""))) // v1, in ns
-		}
-	}
-	return used, err
 }
 
 // MembersWith lists the processes in a process's cgroups, itself included.
