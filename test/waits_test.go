@@ -90,6 +90,10 @@ func TestZombie(t *testing.T) {
 	b.own("f")
 	b.ok("fork", "--name", "f", "z@"+one)
 	for _, name := range []string{"z", "f"} {
+		now := b.inspect(name)
+		if groups := b.read(fmt.Sprintf("/proc/%d/cgroup", now.Pid)); !strings.Contains(groups, now.ID) {
+			t.Errorf("%s is in the cgroup of another: %s", name, groups)
+		}
 		if !zombies(name) {
 			t.Errorf("%s: what has ended is not there: %s", name, b.sh(name, "cat /proc/[0-9]*/stat"))
 		}

@@ -46,6 +46,9 @@ func (w wrapper) restore(c call, r stage.Restore) int {
 		return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
 	}
 
+	if err := ownCgroup(c, r); err != nil {
+		return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
+	}
 	args := append([]string{}, c.globals...)
 	args = append(args, "restore", "--detach", "--bundle", c.bundle(), "--image-path", r.Images, "--work-path", r.Work)
 	for _, f := range []string{"pid-file", "console-socket"} {
