@@ -85,6 +85,19 @@ func (r *rig) create(t testing.TB, name string) runtime.Sandbox {
 	return sb
 }
 
+// restarting makes a sandbox that comes back whenever it has ended.
+func (r *rig) restarting(t testing.TB, from string) runtime.Sandbox {
+	t.Helper()
+	sb, err := r.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{
+		Name: "s", Image: "base", Args: []string{"sleep", "1000"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+		Restart: runtime.Restart{Policy: runtime.RestartAlways, From: from},
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return sb
+}
+
 // contents reads all files below a directory.
 func contents(t testing.TB, dir string) map[string]string {
 	t.Helper()

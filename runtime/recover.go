@@ -246,6 +246,9 @@ func (e *Engine) finishCheckpoint(ctx context.Context, in store.Intent, host Hos
 		if err == nil {
 			err = e.store.SetHead(ctx, sb.ID, in.Checkpoint, sb.Attempt)
 		}
+		if err == nil && data.Stop {
+			err = e.meant(sb) // its restart policy does not start it again
+		}
 		if err != nil && !errors.Is(err, ErrNotFound) {
 			return did, err
 		}

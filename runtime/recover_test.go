@@ -109,3 +109,28 @@ func TestRecoverWatches(t *testing.T) {
 		t.Errorf("watches started: %q, want %q", r.watched, want)
 	}
 }
+
+// A checkpoint that was to stop its sandbox, and was killed when it was ready, is
+// its owner's stop: a restart policy does not bring it back.
+func TestRecoverCheckpointStop(t *testing.T) {
+	r := newRig(t, nil)
+	sb := r.restarting(t, runtime.RestartFromCommand)
+	row, err := r.Checkpoint(ctx, sb.ID, runtime.CheckpointOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.Start(ctx, sb.ID, nil); err != nil {
+		t.Fatal(err)
+	}
+	in := store.Intent{Op: "checkpoint", Sandbox: sb.ID, Checkpoint: row.ID, Data: []byte(`{"was": "running", "stop": true}`)}
+	if _, err := r.store.Begin(ctx, in); err != nil {
+		t.Fatal(err)
+	}
+	if done, err := r.RecoverInterrupted(ctx); err != nil || len(done.Actions) != 1 {
+		t.Fatalf("%+v, %v", done, err)
+	}
+	got, err := r.Sandbox(ctx, sb.ID)
+	if err != nil || got.Status != runtime.Exited || got.Restarts == nil || !got.Restarts.Stopped {
+		t.Errorf("%s, restarts: %+v, %v", got.Status, got.Restarts, err)
+	}
+}
