@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"maps"
 	"os"
 	"path/filepath"
@@ -29,6 +30,7 @@ type rig struct {
 	root    string
 	store   *store.Store
 	watched []string // sandboxes for which a watch was started
+	log     *onLog
 }
 
 func newRig(t testing.TB, wrap func(runtime.Backend) runtime.Backend) *rig {
@@ -66,8 +68,8 @@ func newRigAt(t testing.TB, root string, wrap func(runtime.Backend) runtime.Back
 	if wrap != nil {
 		b = wrap(b)
 	}
-	r := &rig{root: root, store: st}
-	r.Engine = runtime.New(runtime.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "memory",
+	r := &rig{root: root, store: st, log: &onLog{Handler: slog.Default().Handler()}}
+	r.Engine = runtime.New(runtime.Options{Log: slog.New(r.log), Run: filepath.Join(root, "run"), Store: st, Backend: "memory",
 		Watch: func(id string) error { r.watched = append(r.watched, id); return nil },
 		Open:  func(string) (runtime.Host, error) { return runtime.Host{Backend: b, Images: img}, nil }})
 	t.Cleanup(func() { r.Close() })

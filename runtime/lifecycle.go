@@ -478,6 +478,14 @@ func (e *Engine) Kill(ctx context.Context, ref, signal string) (err error) {
 		return e.stop(ctx, sb.ID, StopOptions{})
 	}
 	if ends(signal, sb.Sandbox) {
+		// Not in the midst of a restart, which would forget it again. What keeps the
+		// lock for longer, with the sandbox running, is none.
+		lock, err := e.store.Lock(ctx, sb.ID, "kill", lockWait)
+		if err == nil {
+			defer lock.Unlock()
+		} else if !errors.Is(err, ErrBusy) {
+			return err
+		}
 		if err := e.meant(sb.Sandbox); err != nil {
 			return err
 		}

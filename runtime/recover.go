@@ -406,7 +406,7 @@ func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, loc
 	}
 	undo.Add(func(context.Context) error { return stage.Clear(r.c.Stage.Run, r.c.Stage.ID) })
 	e.keepHits(ctx, sb, r.c)
-	if err := e.staysDown(r.spec); err != nil {
+	if err := e.staysDown(r.spec, true); err != nil {
 		return err
 	}
 	if err := host.Stop(ctx, sb.ID, StopOptions{Silent: true}); err != nil {

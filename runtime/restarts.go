@@ -56,7 +56,8 @@ type restarts struct {
 	Row   int    `json:"row"`            // how many came fast after each other
 	Tried Moment `json:"tried,omitzero"` // the last one that failed
 	Boot  string `json:"boot,omitempty"` // in which it was last started
-	// Ours: a start that begins now is a restart, and not its owner's.
+	// Ours: a start that begins now is a restart, and not its owner's, who has not
+	// had the sandbox since that began.
 	Ours bool `json:"ours,omitempty"`
 }
 
@@ -154,11 +155,12 @@ func (e *Engine) meant(sb store.Sandbox) error {
 	if err != nil {
 		return err
 	}
-	return e.staysDown(s)
+	return e.staysDown(s, false)
 }
 
-// staysDown is meant of what has no row yet.
-func (e *Engine) staysDown(s Spec) error {
+// staysDown puts on record that a sandbox that ends is not started again; ours: by
+// a restart that is under way, if one is. Its owner takes it from that.
+func (e *Engine) staysDown(s Spec, ours bool) error {
 	if !s.Restart.comesBack() {
 		return nil
 	}
@@ -166,7 +168,7 @@ func (e *Engine) staysDown(s Spec) error {
 	if err != nil {
 		return err
 	}
-	st.Stopped = true
+	st.Stopped, st.Ours = true, st.Ours && ours
 	return e.noteRestarts(s.ID, st)
 }
 
@@ -250,12 +252,32 @@ func (e *Engine) restart(ctx context.Context, id string, finished time.Time) (er
 		return err
 	}
 	if err := e.bringBack(ctx, sb, s); err != nil {
-		st.Ours, st.Error, st.Tried = false, err.Error(), thisMoment()
-		e.log.Error("not restarted; tried again", "sandbox", id, "count", st.Count, "err", err)
-		return e.noteRestarts(id, st)
+		e.log.Error("not restarted", "sandbox", id, "count", st.Count, "err", err)
+		return e.notRestarted(ctx, id, st.Stopped, err)
 	}
 	e.log.Info("restarted", "sandbox", id, "exit", c.ExitCode, "count", st.Count)
 	return e.note(id, Event{Time: time.Now(), Type: EventRestarted, Exit: &c.ExitCode, Count: int64(st.Count)})
+}
+
+// notRestarted puts on record why a restart has failed, for which the sandbox's lock
+// was let go. Whoever has had it since then has the last word. stopped is what was
+// on record before the restart, which may have been a restore, said so itself.
+func (e *Engine) notRestarted(ctx context.Context, id string, stopped bool, cause error) error {
+	ctx = context.WithoutCancel(ctx)
+	lock, err := e.lock(ctx, id, opWatch, lockWait)
+	if err != nil {
+		return err
+	}
+	defer lock.Unlock()
+	if _, err := e.store.Sandbox(ctx, id); err != nil {
+		return err // it was removed, and nothing is to be left of it
+	}
+	st, err := e.restartsOf(id)
+	if err != nil || !st.Ours {
+		return err
+	}
+	st.Ours, st.Stopped, st.Error, st.Tried = false, stopped, cause.Error(), thisMoment()
+	return e.noteRestarts(id, st)
 }
 
 // bringBack starts a sandbox, whose lock it takes over, from where its policy says.
@@ -267,8 +289,7 @@ func (e *Engine) bringBack(ctx context.Context, sb *locked, s Spec) error {
 			if err != nil || out.Sandbox.Status == Running || out.Sandbox.Status == Paused {
 				return err
 			}
-			_, err = e.Start(ctx, sb.ID, nil) // a checkpoint of one that did not run
-			return err
+			return e.startRestored(ctx, sb.ID) // a checkpoint of one that did not run
 		}
 		if !errors.Is(err, ErrNotFound) {
 			sb.lock.Unlock()
@@ -277,6 +298,25 @@ func (e *Engine) bringBack(ctx context.Context, sb *locked, s Spec) error {
 		// There is none yet.
 	}
 	_, err := e.start(ctx, sb, nil)
+	return err
+}
+
+// startRestored starts a sandbox that a restart has restored, unless its owner had
+// it meanwhile.
+func (e *Engine) startRestored(ctx context.Context, id string) error {
+	sb, err := e.acquire(ctx, id, opWatch, lockWait)
+	if err != nil {
+		return err
+	}
+	st, err := e.restartsOf(id)
+	if err == nil && !st.Ours {
+		err = fmt.Errorf("%w: it was stopped or started meanwhile", ErrState)
+	}
+	if err != nil {
+		sb.lock.Unlock()
+		return err
+	}
+	_, err = e.start(ctx, sb, nil)
 	return err
 }
 

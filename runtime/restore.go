@@ -154,7 +154,7 @@ func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ Restored, er
 	if r.starts() {
 		e.every(r.spec)
 		e.enforce(r.spec, r.c)
-	} else if err := e.staysDown(r.spec); err != nil {
+	} else if err := e.staysDown(r.spec, r.restart); err != nil {
 		e.log.Warn("its restart policy may start it", "sandbox", r.sb.ID, "err", err)
 	}
 	e.log.Info("restored", "sandbox", r.sb.ID, "checkpoint", r.row.ID, "down", r.down, "changed", r.changed)
@@ -212,6 +212,7 @@ type restoration struct {
 	lost        map[string]bool // paths of the upperdir that cannot be restored
 	fork        *forking
 	warnings    []string
+	restart     bool     // it is one, by the sandbox's restart policy
 	noEffects   bool     // effects are left alone
 	settled     bool     // undo commands were run, by this try or one before
 	told        []string // what is to be said of that

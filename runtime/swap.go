@@ -85,7 +85,7 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 	touched = true
 	e.keepHits(ctx, r.sb.Sandbox, r.c) // the counters go with the processes
 	// Nobody but us starts it from here on, and its owner when this fails.
-	if err := e.staysDown(r.spec); err != nil {
+	if err := e.staysDown(r.spec, r.restart); err != nil {
 		return err
 	}
 	stopping := time.Now()

@@ -1,0 +1,79 @@
+package runtime_test
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"testing"
+	"time"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// onLog calls fn once, when something is logged.
+type onLog struct {
+	slog.Handler
+	message string
+	fn      func()
+}
+
+func (h *onLog) Handle(ctx context.Context, r slog.Record) error {
+	if r.Message == h.message && h.fn != nil {
+		fn := h.fn
+		h.fn = nil
+		fn()
+	}
+	return h.Handler.Handle(ctx, r)
+}
+
+// refusing is a backend that starts nothing when it is told not to.
+type refusing struct {
+	runtime.Backend
+	refuse bool
+}
+
+func (b *refusing) Start(ctx context.Context, id string, opts runtime.StartOptions) (func() error, error) {
+	if b.refuse {
+		return nil, errors.New("no")
+	}
+	return b.Backend.Start(ctx, id, opts)
+}
+
+// A stop by its owner, between a restart that failed and the note of that, holds;
+// and without one the failure is on record, and the next restart comes.
+func TestStopAfterFailedRestart(t *testing.T) {
+	for _, stopped := range []bool{true, false} {
+		b := &refusing{}
+		r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })
+		sb := r.restarting(t, runtime.RestartFromCommand)
+		if _, err := r.Start(ctx, sb.ID, nil); err != nil {
+			t.Fatal(err)
+		}
+		if err := b.Stop(ctx, sb.ID, runtime.StopOptions{}); err != nil { // it ends by itself
+			t.Fatal(err)
+		}
+		b.refuse = true
+		watch, end := context.WithTimeout(ctx, 20*time.Second)
+		r.log.message, r.log.fn = "not restarted", func() {
+			if stopped {
+				if err := r.Stop(ctx, sb.ID, 0); err != nil {
+					t.Error(err)
+				}
+				return
+			}
+			r.log.fn = func() { // the second one
+				b.refuse = false
+				end()
+			}
+		}
+		err := r.Watch(watch, sb.ID)
+		if stopped && err != nil || !stopped && !errors.Is(err, context.Canceled) {
+			t.Fatalf("the watch: %v", err)
+		}
+		end()
+		got, err := r.Sandbox(ctx, sb.ID)
+		if err != nil || got.Restarts.Stopped != stopped || (got.Restarts.Error == "") != stopped || got.Status != runtime.Exited {
+			t.Errorf("stopped: %v: %s, %+v, %v", stopped, got.Status, got.Restarts, err)
+		}
+	}
+}
