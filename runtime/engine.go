@@ -251,18 +251,23 @@ func (e *Engine) acquire(ctx context.Context, ref, verb string, wait time.Durati
 }
 
 // lock takes the lock of a sandbox for a verb. What nobody has asked for just
-// now it waits for longer than for another verb.
+// now it waits for longer than for another verb, and has no turn meanwhile.
 func (e *Engine) lock(ctx context.Context, id, verb string, wait time.Duration) (*store.Lock, error) {
 	lock, err := e.store.Lock(ctx, id, verb, wait)
 	if by := e.store.Holder(id); errors.Is(err, ErrBusy) && (by == opReap || by == opWatch) {
 		// The end of the last run: unmounting can take as long as the disk takes
 		// for what was written. Or its watch stops it, or starts it again.
-		lock, err = e.store.Lock(ctx, id, verb, reapWait)
+		lock, err = e.lockAside(ctx, id, verb, reapWait)
 	}
 	if errors.Is(err, ErrBusy) && verb != opInterval && e.store.Holder(id) == opInterval {
-		lock, err = e.store.Lock(ctx, id, verb, autoWait)
+		lock, err = e.lockAside(ctx, id, verb, autoWait)
 	}
 	return lock, err
+}
+
+func (e *Engine) lockAside(ctx context.Context, id, verb string, wait time.Duration) (*store.Lock, error) {
+	defer Aside(ctx)()
+	return e.store.Lock(ctx, id, verb, wait)
 }
 
 // errUnfinished keeps an intent in the journal: what is left of the verb is for
