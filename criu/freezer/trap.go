@@ -174,7 +174,7 @@ func seize(tid int) (bool, error) {
 }
 
 func gone(tid int) bool {
-	state, _, ok := process(tid)
+	state, _, ok := thread(tid)
 	return !ok || state == "Z" || state == "X"
 }
 
