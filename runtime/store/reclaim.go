@@ -94,13 +94,18 @@ func (s *Store) Reclaim(ctx context.Context, o ReclaimOptions) (Reclaimed, error
 		c.did.After = c.did.Before - c.did.Freed
 		return c.did, nil
 	}
-	// Set to nothing first: what is removed from here on counts for the next.
-	if err := s.setRemoved(ctx); err != nil {
+	// What is removed from here on counts for the next, and all of it does when this
+	// one does not come to its end.
+	removed, err := s.Removed(ctx)
+	if err != nil {
 		return Reclaimed{}, err
 	}
 	err = c.drop(ctx)
 	for err == nil && len(c.waste) > 0 {
 		err = c.rewrite(ctx)
+	}
+	if err == nil {
+		err = s.forgetRemoved(ctx, removed)
 	}
 	if after, sizeErr := s.packBytes(ctx); sizeErr == nil {
 		c.did.After = after
@@ -116,9 +121,9 @@ func (s *Store) Removed(ctx context.Context) (n int64, err error) {
 	return n, cancelled(ctx, dbError("read the index", err))
 }
 
-func (s *Store) setRemoved(ctx context.Context) error {
+func (s *Store) forgetRemoved(ctx context.Context, n int64) error {
 	return s.write(ctx, "reclaim", func(tx *sql.Tx) error {
-		_, err := tx.ExecContext(ctx, "UPDATE removed SET bytes = 0")
+		_, err := tx.ExecContext(ctx, "UPDATE removed SET bytes = max(0, bytes - ?)", n)
 		return err
 	})
 }

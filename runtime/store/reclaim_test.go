@@ -265,8 +265,14 @@ func TestReclaimRefuses(t *testing.T) {
 	_, err = s.Reclaim(ctx, ReclaimOptions{MaxWaste: 1e-9, Wait: 20 * time.Millisecond})
 	wantErr(t, err, fault.ErrBusy)
 	must(t, r.Close())
+	if n := must1(s.Removed(ctx)); n == 0 {
+		t.Error("what could not be freed is forgotten")
+	}
 	if did := must1(s.Reclaim(ctx, ReclaimOptions{MaxWaste: 1e-9})); did.Freed == 0 {
 		t.Errorf("%+v", did)
+	}
+	if n := must1(s.Removed(ctx)); n != 0 {
+		t.Errorf("%d bytes are freed and still count", n)
 	}
 	same(t, s, list[1].ID, data[1])
 	same(t, s, list[2].ID, data[2])
