@@ -46,7 +46,7 @@ type Restarts struct {
 	LastExit int       `json:"last_exit"`          // the code with which it had ended before the last one
 	LastEnd  time.Time `json:"last_end,omitzero"`  // and when
 	Stopped  bool      `json:"stopped,omitempty"`  // its owner, or a limit of its lifetime, has stopped it
-	GivenUp  bool      `json:"given_up,omitempty"` // it has failed as often as it may
+	GivenUp  bool      `json:"given_up,omitempty"` // it has failed as often as it may, or an undo command has
 	Error    string    `json:"error,omitempty"`    // why the last one did not succeed
 }
 
@@ -277,7 +277,12 @@ func (e *Engine) notRestarted(ctx context.Context, id string, stopped bool, caus
 		return err
 	}
 	st.Ours, st.Stopped, st.Error, st.Tried = false, stopped, cause.Error(), thisMoment()
-	return e.noteRestarts(id, st)
+	if !errors.Is(cause, errCalledOff) {
+		return e.noteRestarts(id, st)
+	}
+	// An undo command that fails is not run again and again with nobody looking on.
+	st.Stopped, st.GivenUp = true, true
+	return errors.Join(e.noteRestarts(id, st), e.note(id, Event{Time: time.Now(), Type: EventGivenUp, Total: int64(st.Count), Reason: cause.Error()}))
 }
 
 // bringBack starts a sandbox, whose lock it takes over, from where its policy says.

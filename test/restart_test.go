@@ -193,3 +193,21 @@ func TestRestartWaiting(t *testing.T) {
 		}
 	}
 }
+
+// A restart from a checkpoint does not run an undo command that fails again and again.
+func TestRestartCalledOff(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	b.start("s", "--network", "none", "--restart", "always", "--restart-from", "head", "busybox", "sh", "-c", counter)
+	b.reaches("s", 3)
+	b.checkpoint("s")
+	log := filepath.Join(b.root, "log")
+	b.ok("effect", "add", "--label", "mail", "s", "--", "sh", "-c", "echo run >> "+log+"; exit 1")
+	b.crash("s")
+	b.eventually("it is given up", func() bool { return strings.Contains(b.ok("events", "--type", "given-up", "s"), "not restarted: ") })
+	equal(b, "status", b.inspect("s").Status, "exited")
+	b.ok("recover")
+	equal(b, "runs of the undo command", b.read(log), "run")
+	b.ok("start", "s")
+	b.reaches("s", 1)
+}

@@ -64,7 +64,7 @@ to be said of that. The newest 1 to 2 MiB are kept until the sandbox is removed.
   held           none did better: frozen or stopped, nobody may use it (agentbox release)
   lease          it is removed because its lease has ended (--lease)
   restarted      it had ended by itself and was started again (--restart)
-  given-up       it has failed as often as --restart on-failure:N lets it
+  given-up       it has failed as often as --restart on-failure:N lets it, or an undo command has
   reconciled     it had ended without anybody seeing to it, and recover, or the service, did
 
 The kernel counts oom and pids-limit. What nobody looked at when it happened is one event,
@@ -148,6 +148,9 @@ func eventText(e runtime.Event) string {
 		code := "?"
 		if e.Exit != nil {
 			code = fmt.Sprint(*e.Exit)
+		}
+		if e.Type == runtime.EventGivenUp && e.Reason != "" {
+			return printable(oneLine("not restarted: " + e.Reason))
 		}
 		if e.Type == runtime.EventGivenUp {
 			return fmt.Sprintf("exit code %s, restarted %d times: not again", code, e.Total)

@@ -79,7 +79,13 @@ func (s *Store) Reclaim(ctx context.Context, o ReclaimOptions) (Reclaimed, error
 	}
 	defer one.Unlock()
 	c := &reclaim{s: s, o: o, done: map[string]bool{}}
-	if err := c.survey(ctx); err != nil {
+	// What is removed from here on counts for the next, and all of it does when this
+	// one does not come to its end.
+	removed, err := s.Removed(ctx)
+	if err == nil {
+		err = c.survey(ctx)
+	}
+	if err != nil {
 		return Reclaimed{}, err
 	}
 	if o.DryRun {
@@ -93,12 +99,6 @@ func (s *Store) Reclaim(ctx context.Context, o ReclaimOptions) (Reclaimed, error
 		c.did.Deleted, c.did.Rewritten, c.did.Pieces = len(c.dead), len(c.waste), int64(len(c.rows()))
 		c.did.After = c.did.Before - c.did.Freed
 		return c.did, nil
-	}
-	// What is removed from here on counts for the next, and all of it does when this
-	// one does not come to its end.
-	removed, err := s.Removed(ctx)
-	if err != nil {
-		return Reclaimed{}, err
 	}
 	err = c.drop(ctx)
 	for err == nil && len(c.waste) > 0 {
