@@ -113,21 +113,32 @@ type LifetimeChange struct {
 	Restart *Restart `json:"restart,omitempty"`
 }
 
+// acquireOurs takes the lock of a sandbox that is to be updated, and returns its
+// spec and policy, which may be nil. Of one that is its engine's, the engine decides.
+func (e *Engine) acquireOurs(ctx context.Context, ref, what string) (sb *locked, s Spec, p *policy.Policy, err error) {
+	if sb, err = e.acquire(ctx, ref, "update", lockWait); err != nil {
+		return nil, Spec{}, nil, err
+	}
+	if s, err = spec(sb.Sandbox); err == nil && s.Adopted {
+		err = fmt.Errorf("%w: its engine decides %s", ErrUnsupported, what)
+	}
+	if err == nil {
+		p, err = recorded(s)
+	}
+	if err != nil {
+		sb.lock.Unlock()
+	}
+	return sb, s, p, err
+}
+
 // UpdateLifetime changes how long a sandbox lives, from now on.
 func (e *Engine) UpdateLifetime(ctx context.Context, ref string, change LifetimeChange) (_ Sandbox, err error) {
 	defer func() { err = fail("update", ref, err) }()
-	sb, err := e.acquire(ctx, ref, "update", lockWait)
+	sb, s, p, err := e.acquireOurs(ctx, ref, "how long the container lives")
 	if err != nil {
 		return Sandbox{}, err
 	}
 	defer sb.lock.Unlock()
-	s, err := spec(sb.Sandbox)
-	if err != nil {
-		return Sandbox{}, err
-	}
-	if s.Adopted {
-		return Sandbox{}, fmt.Errorf("%w: its engine decides how long the container lives", ErrUnsupported)
-	}
 	if change.TTL != nil {
 		s.Lifetime = livesFor(*change.TTL, s.Lifetime.Idle)
 	}
@@ -138,10 +149,6 @@ func (e *Engine) UpdateLifetime(ctx context.Context, ref string, change Lifetime
 		s.Restart = *change.Restart
 	}
 	if err := errors.Join(checkLifetime(s.Lifetime), checkRestart(s, sb.host.Properties())); err != nil {
-		return Sandbox{}, err
-	}
-	p, err := recorded(s)
-	if err != nil {
 		return Sandbox{}, err
 	}
 	if p != nil {

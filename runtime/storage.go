@@ -98,22 +98,11 @@ func (e *Engine) UpdateStorage(ctx context.Context, ref string, change StorageCh
 	if change.Size < 0 {
 		return Sandbox{}, fmt.Errorf("%w: a limit is negative", ErrInvalid)
 	}
-	sb, err := e.acquire(ctx, ref, "update", lockWait)
+	sb, s, p, err := e.acquireOurs(ctx, ref, "what the container's files take")
 	if err != nil {
 		return Sandbox{}, err
 	}
 	defer sb.lock.Unlock()
-	s, err := spec(sb.Sandbox)
-	if err != nil {
-		return Sandbox{}, err
-	}
-	if s.Adopted {
-		return Sandbox{}, fmt.Errorf("%w: its engine decides what the container's files take", ErrUnsupported)
-	}
-	p, err := recorded(s)
-	if err != nil {
-		return Sandbox{}, err
-	}
 	if p != nil {
 		if err := p.MayStore(change.Size); err != nil {
 			return Sandbox{}, err

@@ -3,6 +3,7 @@ package test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -349,6 +350,17 @@ func TestBusy(t *testing.T) {
 // small mounts an ext4 of some megabytes and returns a directory in it.
 func small(t *testing.T, megabytes int64) string {
 	t.Helper()
+	root, err := filesystem(t, megabytes, "loop", "mkfs.ext4", "-q", "-m", "0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return root
+}
+
+// filesystem mounts one of its own, of some megabytes, and returns a directory in
+// it; the error is why this host cannot make or mount such a one.
+func filesystem(t *testing.T, megabytes int64, options string, mkfs ...string) (root string, _ error) {
+	t.Helper()
 	dir, err := os.MkdirTemp("", "abfs")
 	if err != nil {
 		t.Fatal(err)
@@ -363,12 +375,13 @@ func small(t *testing.T, megabytes int64) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := errors.Join(f.Truncate(megabytes<<20), f.Close(), os.Mkdir(at, 0o700)); err != nil {
+	// Users of the sandbox's own range have to get to its root.
+	if err := errors.Join(f.Truncate(megabytes<<20), f.Close(), os.Chmod(dir, 0o711), os.Mkdir(at, 0o700)); err != nil {
 		t.Fatal(err)
 	}
-	for _, args := range [][]string{{"mkfs.ext4", "-q", "-m", "0", image}, {"mount", "-o", "loop", image, at}} {
+	for _, args := range [][]string{append(mkfs, image), {"mount", "-o", options, image, at}} {
 		if out, err := exec.Command(args[0], args[1:]...).CombinedOutput(); err != nil {
-			t.Fatalf("%q: %v: %s", args, err, out)
+			return "", fmt.Errorf("%q: %w: %s", args, err, out)
 		}
 	}
 	t.Cleanup(func() {
@@ -376,11 +389,11 @@ func small(t *testing.T, megabytes int64) string {
 			t.Errorf("umount: %v: %s", err, out)
 		}
 	})
-	root := filepath.Join(at, "r")
+	root = filepath.Join(at, "r")
 	if err := os.Mkdir(root, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	return root
+	return root, nil
 }
 
 // fill leaves about so many bytes free on a root's filesystem.

@@ -1,7 +1,6 @@
 package test
 
 import (
-	"errors"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -16,43 +15,16 @@ import (
 // empty: this kernel has none. That of `make test-vm` has to have them.
 func quotaDisk(t *testing.T, kind string) (root string) {
 	t.Helper()
-	dir, err := os.MkdirTemp("", "ab")
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := os.RemoveAll(dir); err != nil {
-			t.Error(err)
-		}
-	})
-	image, at := filepath.Join(dir, "image"), filepath.Join(dir, "m")
-	f, err := os.Create(image)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := errors.Join(f.Truncate(600<<20), f.Close(), os.Chmod(dir, 0o711), os.Mkdir(at, 0o700)); err != nil {
-		t.Fatal(err)
-	}
-	make := []string{"mkfs.xfs", "-q", image}
+	mkfs := []string{"mkfs.xfs", "-q"}
 	if kind == "ext4" {
-		make = []string{"mkfs.ext4", "-q", "-O", "quota,project", "-E", "quotatype=prjquota", image}
+		mkfs = []string{"mkfs.ext4", "-q", "-O", "quota,project", "-E", "quotatype=prjquota"}
 	}
-	for _, args := range [][]string{make, {"mount", "-o", "loop,prjquota", image, at}} {
-		if out, err := exec.Command(args[0], args[1:]...).CombinedOutput(); err != nil {
-			if os.Getenv("AGENTBOX_VM") == "" {
-				t.Logf("no project quotas here, see make test-vm: %q: %s", args, out)
-				return ""
-			}
-			t.Fatalf("%q: %v: %s", args, err, out)
+	root, err := filesystem(t, 600, "loop,prjquota", mkfs...)
+	if err != nil {
+		if os.Getenv("AGENTBOX_VM") == "" {
+			t.Logf("no project quotas here, see make test-vm: %v", err)
+			return ""
 		}
-	}
-	t.Cleanup(func() {
-		if out, err := exec.Command("umount", at).CombinedOutput(); err != nil {
-			t.Errorf("umount: %v: %s", err, out)
-		}
-	})
-	root = filepath.Join(at, "r")
-	if err := os.Mkdir(root, 0o700); err != nil {
 		t.Fatal(err)
 	}
 	return root
