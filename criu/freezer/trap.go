@@ -15,8 +15,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// trapLimit is how long Trap waits for a thread to stop.
-const trapLimit = time.Second
+// trapLimit is how long Trap waits for a thread to stop, which needs a processor.
+const trapLimit = limit
 
 // Trap calls fn for each of some threads of the frozen container, with it in a
 // stop of ptrace, where its registers can be read and set. Nothing of the
