@@ -212,7 +212,7 @@ func everyTool(a *agent) {
 	a.does(`next offset 40000 of 108894`, "job_output", args{"job": job, "offset": 10000})
 	a.does(`^20000\n\[job`, "job_output", args{"job": job, "offset": 108888})
 
-	job = regexp.MustCompile(`\d+`).FindString(a.does(`^job \d+ runs`, "run_command", args{"command": "echo begun; trap 'echo bye; exit 4' TERM; while :; do sleep 0.1; done", "background": true}))
+	job = regexp.MustCompile(`\d+`).FindString(a.does(`^job \d+ runs`, "run_command", args{"command": "trap 'echo bye; exit 4' TERM; echo begun; while :; do sleep 0.1; done", "background": true}))
 	a.does("", "run_command", args{"command": "until ps | grep -q 'sleep 0[.]1'; do :; done"})
 	a.does(`^begun\n\[job \d+: running`, "job_output", args{"job": job, "wait": 60})
 	a.does(`ended .*job_stop`, "job_stop", args{"job": job})
