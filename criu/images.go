@@ -38,8 +38,12 @@ const (
 	pageSize     = 4096
 )
 
-// taskStopped is CRIU's TASK_STOPPED.
-const taskStopped = 3
+// States of a process, CRIU's TASK_DEAD, TASK_STOPPED and TASK_ZOMBIE.
+const (
+	taskDead    = 2
+	taskStopped = 3
+	taskZombie  = 6
+)
 
 // Magic numbers that begin an image file: a common one, then its kind's.
 const (
@@ -76,7 +80,14 @@ func Processes(dir string) ([]Process, error) {
 				return err
 			}
 			list[i].Comm = e.GetTc().GetComm()
-			list[i].Stopped = e.GetTc().GetTaskState() == taskStopped
+			switch e.GetTc().GetTaskState() {
+			case taskStopped:
+				list[i].Stopped = true
+			case taskDead, taskZombie:
+				// For the thread of one that nobody has waited for CRIU writes whatever
+				// its memory happens to have there.
+				list[i].Threads = []int{list[i].Pid}
+			}
 			return nil
 		})
 		if err != nil {

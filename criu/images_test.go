@@ -7,8 +7,13 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"reflect"
 	"strings"
 	"testing"
+
+	criucore "github.com/checkpoint-restore/go-criu/v7/crit/images/criu-core"
+	"github.com/checkpoint-restore/go-criu/v7/crit/images/pstree"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/agentbox/agentbox/criu/criutest"
 	"github.com/agentbox/agentbox/internal/fault"
@@ -52,6 +57,50 @@ func TestImages(t *testing.T) {
 	}
 	if _, err := Processes(t.TempDir()); !errors.Is(err, fault.ErrCorrupt) {
 		t.Errorf("empty directory: %v", err)
+	}
+}
+
+// CRIU writes any number for the thread of a process that nobody has waited for,
+// as what it was built with left its memory.
+func TestThreadsOfZombie(t *testing.T) {
+	dir := t.TempDir()
+	write := func(name string, magic uint32, entries ...proto.Message) {
+		t.Helper()
+		file := binary.LittleEndian.AppendUint32(binary.LittleEndian.AppendUint32(nil, magicCommon), magic)
+		for _, e := range entries {
+			data, err := proto.Marshal(e)
+			if err != nil {
+				t.Fatal(err)
+			}
+			file = append(binary.LittleEndian.AppendUint32(file, uint32(len(data))), data...)
+		}
+		if err := os.WriteFile(filepath.Join(dir, name), file, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	process := func(pid, ppid uint32, threads ...uint32) *pstree.PstreeEntry {
+		return &pstree.PstreeEntry{Pid: &pid, Ppid: &ppid, Pgid: &pid, Sid: &pid, Threads: threads}
+	}
+	core := func(state uint32) *criucore.CoreEntry {
+		none, no, mtype := uint32(0), uint64(0), criucore.CoreEntry_X86_64
+		return &criucore.CoreEntry{Mtype: &mtype, Tc: &criucore.TaskCoreEntry{
+			TaskState: &state, ExitCode: &none, Personality: &none, Flags: &none, BlkSigset: &no, Comm: proto.String("sleep"),
+		}}
+	}
+	write("pstree.img", magicPstree, process(1, 0, 1, 4), process(2, 1, 2760395952), process(3, 1, 0))
+	write("core-1.img", magicCore, core(1))
+	write("core-4.img", magicCore, core(1))
+	write("core-2.img", magicCore, core(taskDead))
+	write("core-3.img", magicCore, core(taskZombie))
+	list, err := Processes(dir)
+	want := []Process{
+		{Pid: 1, Comm: "sleep", Threads: []int{1, 4}}, {Pid: 2, Ppid: 1, Comm: "sleep", Threads: []int{2}}, {Pid: 3, Ppid: 1, Comm: "sleep", Threads: []int{3}},
+	}
+	if err != nil || !reflect.DeepEqual(list, want) {
+		t.Errorf("%+v, %v", list, err)
+	}
+	if err := ContinueWaits(dir); err != nil {
+		t.Error(err)
 	}
 }
 

@@ -132,8 +132,7 @@ func ContinueWaits(dir string) error {
 	}
 	for _, p := range list {
 		var shared *siginfo.SignalQueueEntry
-		// The thread of one that has ended, and that nobody has waited for, is number 0.
-		threads := append([]int{p.Pid}, slices.DeleteFunc(slices.Clone(p.Threads), func(t int) bool { return t == p.Pid || t == 0 })...)
+		threads := append([]int{p.Pid}, slices.DeleteFunc(slices.Clone(p.Threads), func(t int) bool { return t == p.Pid })...)
 		for _, t := range threads {
 			path := filepath.Join(dir, fmt.Sprintf("core-%d.img", t))
 			var core criucore.CoreEntry
