@@ -253,11 +253,13 @@ func (s *starting) begin(ctx context.Context) error {
 // letGo has the runtime let a container's command run, or its restored
 // processes go on. Where runc has made the container it does itself what
 // `runc start` does, and saves the start of two programs: the command waits to
-// write a byte to a fifo, and executing it closes its end.
+// write a byte to a fifo, and closes its end when it is executed or, since runc
+// 1.3.3, before. Until it is executed the first process is still the runtime's: CRIU
+// may not look into that from the sandbox's user namespace, and nobody wants it
+// in a checkpoint. So that is waited for.
 func (b *Backend) letGo(ctx context.Context, id string, n int) error {
 	state := filepath.Join(b.home.State, id)
-	_, err := os.Lstat(filepath.Join(state, "state.json")) // other runtimes have other files, and fifos that work otherwise
-	if err != nil || !b.home.Unborn(id) {
+	if !b.home.Unborn(id) {
 		return b.call(ctx, b.wrapper, "start", id)
 	}
 	p, ok := b.first(id, n)
@@ -265,6 +267,12 @@ func (b *Backend) letGo(ctx context.Context, id string, n int) error {
 		return fmt.Errorf("container %s ended before it was started: %w", id, fault.ErrState)
 	}
 	defer p.Close()
+	if _, err := os.Lstat(filepath.Join(state, "state.json")); err != nil { // other runtimes have other files, and fifos that work otherwise
+		if err := b.call(ctx, b.wrapper, "start", id); err != nil {
+			return err
+		}
+		return p.Executed(ctx)
+	}
 	// Non-blocking, or a process that has just ended would leave us waiting.
 	fd, err := unix.Open(filepath.Join(state, "exec.fifo"), unix.O_RDONLY|unix.O_NONBLOCK|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0)
 	if err != nil {
@@ -287,6 +295,9 @@ func (b *Backend) letGo(ctx context.Context, id string, n int) error {
 	}
 	if !waited {
 		return fmt.Errorf("container %s ended before it was started: %w", id, fault.ErrState)
+	}
+	if err := p.Executed(ctx); err != nil {
+		return err
 	}
 	return os.Remove(filepath.Join(state, "exec.fifo"))
 }

@@ -137,6 +137,41 @@ func (p *Process) Either(ctx context.Context, fd int) error {
 	}
 }
 
+// forkNoExec is the kernel's PF_FORKNOEXEC: it was forked, and has executed nothing since.
+const forkNoExec = 0x40
+
+// Executed waits until a process that was forked, as the first one of a container
+// by its runtime, has executed a program, or has ended. One that CRIU has
+// restored never does.
+func (p *Process) Executed(ctx context.Context) error {
+	for pause := 100 * time.Microsecond; p.Alive(); pause = min(2*pause, 10*time.Millisecond) {
+		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.Pid))
+		if err != nil {
+			break // it has ended since
+		}
+		// Its name stands in brackets and may hold anything.
+		f := bytes.Fields(stat[bytes.LastIndexByte(stat, ')')+1:])
+		if len(f) < 7 {
+			return fmt.Errorf("process %d: %q tells no flags: %w", p.Pid, stat, fault.ErrUnsupported)
+		}
+		flags, err := strconv.ParseUint(string(f[6]), 10, 64)
+		if err != nil {
+			return fmt.Errorf("flags of process %d: %w", p.Pid, err)
+		}
+		if flags&forkNoExec == 0 {
+			return nil
+		}
+		t := time.NewTimer(pause) // nothing tells of an exec but a tracer
+		select {
+		case <-t.C:
+		case <-ctx.Done():
+			t.Stop()
+			return context.Cause(ctx)
+		}
+	}
+	return nil
+}
+
 // InCgroup tells whether the process is in a cgroup of that path, or below it, in any hierarchy.
 func (p *Process) InCgroup(path string) bool {
 	return inCgroup(p.Pid, path) && p.Alive()

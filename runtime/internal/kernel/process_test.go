@@ -1,0 +1,65 @@
+package kernel
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"strings"
+	"testing"
+	"time"
+)
+
+// A shell that was forked, and executes something only when it is told to, is like
+// the first process of a container that its runtime has made.
+func TestExecuted(t *testing.T) {
+	wait, tell, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer tell.Close()
+	cmd := exec.Command("sh", "-c", "(read what <&3; exec $what) & echo $!; wait")
+	cmd.ExtraFiles = []*os.File{wait}
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = cmd.Wait() }()
+	wait.Close()
+	var pid int
+	if _, err := fmt.Fscan(bufio.NewReader(out), &pid); err != nil {
+		t.Fatal(err)
+	}
+	p, err := OpenProcess(pid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.Close()
+	defer p.Kill(9)
+
+	soon, cancel := context.WithTimeout(t.Context(), 30*time.Millisecond)
+	defer cancel()
+	if err := p.Executed(soon); !errors.Is(err, context.DeadlineExceeded) {
+		t.Fatalf("it has executed nothing yet: %v", err)
+	}
+	if _, err := tell.WriteString("sleep 1000\n"); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.Executed(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", pid)); err != nil || !strings.HasSuffix(exe, "/sleep") && !strings.HasSuffix(exe, "/coreutils") {
+		t.Errorf("waited for until it was %q, %v", exe, err)
+	}
+	if err := p.Kill(9); err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(p.Wait(t.Context()), p.Executed(t.Context())); err != nil {
+		t.Errorf("of one that has ended: %v", err)
+	}
+}
