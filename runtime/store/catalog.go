@@ -51,7 +51,7 @@ func (c *catalog) find(id pack.ID) (uint32, bool) {
 func (s *Store) loadCatalog(ctx context.Context) (*catalog, error) {
 	c := &catalog{}
 	var n int
-	err := s.db.QueryRowContext(ctx, "SELECT count(*) FROM blobs").Scan(&n)
+	err := s.read.QueryRowContext(ctx, "SELECT count(*) FROM blobs").Scan(&n)
 	if err != nil {
 		return nil, cancelled(ctx, dbError("read the index", err))
 	}
@@ -125,7 +125,7 @@ func (s *Store) loadCatalog(ctx context.Context) (*catalog, error) {
 // query calls fn for each row. fn must not ask the database.
 func (s *Store) query(ctx context.Context, q string, args []any, fn func(*sql.Rows) error) error {
 	const what = "read the index"
-	rows, err := s.db.QueryContext(ctx, q, args...)
+	rows, err := s.read.QueryContext(ctx, q, args...)
 	if err != nil {
 		return cancelled(ctx, dbError(what, err))
 	}

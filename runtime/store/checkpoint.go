@@ -56,7 +56,7 @@ const checkpointColumns = "id, name, sandbox_id, sandbox_name, kind, status, err
 const checkpointTags = "(SELECT json_group_array(tag) FROM (SELECT tag FROM tags WHERE checkpoint_id = checkpoints.id ORDER BY tag))"
 
 func (s *Store) checkpoints(ctx context.Context, where string, args ...any) (list []Checkpoint, err error) {
-	rows, err := s.db.QueryContext(ctx, "SELECT "+checkpointColumns+", "+checkpointTags+" FROM checkpoints "+where, args...)
+	rows, err := s.read.QueryContext(ctx, "SELECT "+checkpointColumns+", "+checkpointTags+" FROM checkpoints "+where, args...)
 	if err != nil {
 		return nil, cancelled(ctx, dbError("read checkpoints", err))
 	}

@@ -56,7 +56,7 @@ func (s *Store) SetEffect(ctx context.Context, id, status string, data json.RawM
 
 // Effects lists the ledger of a sandbox, oldest first.
 func (s *Store) Effects(ctx context.Context, sandbox string) (list []Effect, err error) {
-	rows, err := s.db.QueryContext(ctx, "SELECT seq, id, sandbox_id, head, status, created, data FROM effects WHERE sandbox_id = ? ORDER BY seq", sandbox)
+	rows, err := s.read.QueryContext(ctx, "SELECT seq, id, sandbox_id, head, status, created, data FROM effects WHERE sandbox_id = ? ORDER BY seq", sandbox)
 	if err != nil {
 		return nil, cancelled(ctx, dbError("read effects", err))
 	}
@@ -80,7 +80,7 @@ func (s *Store) Effects(ctx context.Context, sandbox string) (list []Effect, err
 // NewestEffect is the id of the newest entry in the ledger of a sandbox; empty:
 // there is none.
 func (s *Store) NewestEffect(ctx context.Context, sandbox string) (id string, err error) {
-	err = s.db.QueryRowContext(ctx, "SELECT id FROM effects WHERE sandbox_id = ? ORDER BY seq DESC LIMIT 1", sandbox).Scan(&id)
+	err = s.read.QueryRowContext(ctx, "SELECT id FROM effects WHERE sandbox_id = ? ORDER BY seq DESC LIMIT 1", sandbox).Scan(&id)
 	if errors.Is(err, sql.ErrNoRows) {
 		return "", nil
 	}

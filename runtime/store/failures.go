@@ -18,7 +18,7 @@ func (s *Store) Failures(ctx context.Context, sandbox string, before time.Time, 
 // pruneFailures bounds how many records of failures there are.
 func (s *Store) pruneFailures(ctx context.Context) error {
 	var n int
-	err := s.db.QueryRowContext(ctx, "SELECT count(*) FROM checkpoints WHERE status = 'failed'").Scan(&n)
+	err := s.read.QueryRowContext(ctx, "SELECT count(*) FROM checkpoints WHERE status = 'failed'").Scan(&n)
 	if err != nil || n <= keptRows {
 		return dbError("sweep", err)
 	}

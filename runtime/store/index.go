@@ -36,7 +36,7 @@ const (
 
 // prepare compiles the query that is asked once per piece.
 func (s *Store) prepare(ctx context.Context) (err error) {
-	s.find, err = s.db.PrepareContext(ctx, "SELECT "+findColumns+" FROM blobs WHERE id = ?")
+	s.find, err = s.read.PrepareContext(ctx, "SELECT "+findColumns+" FROM blobs WHERE id = ?")
 	return cancelled(ctx, dbError("open", err))
 }
 
@@ -81,7 +81,7 @@ func (s *Store) locatePart(ctx context.Context, ids []pack.ID, fn func(place) er
 		args[i] = ids[i][:]
 	}
 	q := "SELECT " + findColumns + " FROM blobs WHERE id IN (?" + strings.Repeat(",?", len(ids)-1) + ")"
-	rows, err := s.db.QueryContext(ctx, q, args...)
+	rows, err := s.read.QueryContext(ctx, q, args...)
 	if err != nil {
 		return err
 	}
@@ -106,7 +106,7 @@ type packRow struct {
 }
 
 func (s *Store) packRow(ctx context.Context, num int64) (p packRow, err error) {
-	err = s.db.QueryRowContext(ctx, "SELECT num, name, bytes FROM packs WHERE num = ?", num).Scan(&p.num, &p.name, &p.bytes)
+	err = s.read.QueryRowContext(ctx, "SELECT num, name, bytes FROM packs WHERE num = ?", num).Scan(&p.num, &p.name, &p.bytes)
 	if errors.Is(err, sql.ErrNoRows) {
 		return packRow{}, fmt.Errorf("the index names a pack, %d, that it does not have: %w", num, fault.ErrCorrupt)
 	}
@@ -224,7 +224,7 @@ func (s *Store) strayPacks(ctx context.Context) (stray []string, err error) {
 		return nil, err
 	}
 	known := map[string]bool{}
-	rows, err := s.db.QueryContext(ctx, "SELECT name FROM packs")
+	rows, err := s.read.QueryContext(ctx, "SELECT name FROM packs")
 	if err != nil {
 		return nil, cancelled(ctx, dbError("list packs", err))
 	}

@@ -101,7 +101,7 @@ func (s *Store) Done(ctx context.Context, seq int64) error {
 // Intents lists what is under way or was interrupted, oldest first. Whether
 // its process still works on it is told by the sandbox's lock.
 func (s *Store) Intents(ctx context.Context) (list []Intent, err error) {
-	rows, err := s.db.QueryContext(ctx, "SELECT seq, op, sandbox, checkpoint, data, pid, started FROM journal ORDER BY seq")
+	rows, err := s.read.QueryContext(ctx, "SELECT seq, op, sandbox, checkpoint, data, pid, started FROM journal ORDER BY seq")
 	if err != nil {
 		return nil, cancelled(ctx, dbError("read the journal", err))
 	}

@@ -103,7 +103,7 @@ func (s *Store) Leases(ctx context.Context, all bool) ([]Lease, error) {
 }
 
 func (s *Store) leases(ctx context.Context, where string, args ...any) (list []Lease, err error) {
-	rows, err := s.db.QueryContext(ctx, "SELECT "+leaseColumns+" FROM leases "+where, args...)
+	rows, err := s.read.QueryContext(ctx, "SELECT "+leaseColumns+" FROM leases "+where, args...)
 	if err != nil {
 		return nil, cancelled(ctx, dbError("read leases", err))
 	}

@@ -208,7 +208,7 @@ func readHolder(path string) (h holder) {
 // busy tells who holds the lock.
 func (s *Store) busy(ctx context.Context, id, path string) error {
 	what := "sandbox " + id
-	if isID(id) && s.db != nil {
+	if isID(id) && s.read != nil {
 		if b, err := s.Sandbox(ctx, id); err == nil {
 			what = "sandbox " + b.Name
 		}

@@ -211,7 +211,7 @@ func (d *Draft) knownPages(ctx context.Context) (known, error) {
 		return known{}, nil
 	}
 	var pulled bool
-	err := d.s.db.QueryRowContext(ctx, "SELECT pulled OR damaged <> '' FROM checkpoints WHERE id = ? AND status = 'ready'", d.row.Parent).Scan(&pulled)
+	err := d.s.read.QueryRowContext(ctx, "SELECT pulled OR damaged <> '' FROM checkpoints WHERE id = ? AND status = 'ready'", d.row.Parent).Scan(&pulled)
 	if errors.Is(err, sql.ErrNoRows) || pulled {
 		return known{}, nil
 	}

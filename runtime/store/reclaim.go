@@ -117,7 +117,7 @@ func (s *Store) Reclaim(ctx context.Context, o ReclaimOptions) (Reclaimed, error
 // Removed returns how many bytes the checkpoints had brought that were removed
 // since the last Reclaim: at most so much of what the packs have can be waste.
 func (s *Store) Removed(ctx context.Context) (n int64, err error) {
-	err = s.db.QueryRowContext(ctx, "SELECT bytes FROM removed").Scan(&n)
+	err = s.read.QueryRowContext(ctx, "SELECT bytes FROM removed").Scan(&n)
 	return n, cancelled(ctx, dbError("read the index", err))
 }
 
@@ -139,7 +139,7 @@ func (s *Store) rearrange(ctx context.Context, wait time.Duration) (*Lock, error
 }
 
 func (s *Store) packBytes(ctx context.Context) (n int64, err error) {
-	err = s.db.QueryRowContext(ctx, "SELECT coalesce(sum(bytes), 0) FROM packs").Scan(&n)
+	err = s.read.QueryRowContext(ctx, "SELECT coalesce(sum(bytes), 0) FROM packs").Scan(&n)
 	return n, cancelled(ctx, dbError("read the index", err))
 }
 

@@ -116,7 +116,7 @@ func (s *Store) Sandboxes(ctx context.Context) ([]Sandbox, error) {
 }
 
 func (s *Store) sandboxes(ctx context.Context, where string, args ...any) (list []Sandbox, err error) {
-	rows, err := s.db.QueryContext(ctx, "SELECT "+sandboxColumns+" FROM sandboxes "+where, args...)
+	rows, err := s.read.QueryContext(ctx, "SELECT "+sandboxColumns+" FROM sandboxes "+where, args...)
 	if err != nil {
 		return nil, cancelled(ctx, dbError("read sandboxes", err))
 	}

@@ -62,7 +62,8 @@ const (
 // goroutines and by processes.
 type Store struct {
 	root string
-	db   *sql.DB
+	db   *sql.DB  // the one connection that writes
+	read *sql.DB  // those of all reading outside of a transaction
 	file *os.File // state.db; see Close
 	// level is the connection's synchronous; see atLevel.
 	level string
@@ -124,7 +125,7 @@ func (s *Store) Close() (err error) {
 		// Without the lock all is as it should be, but later.
 		_ = unix.FcntlFlock(s.file.Fd(), unix.F_OFD_SETLK, &unix.Flock_t{Type: unix.F_RDLCK, Start: sharedFirst, Len: sharedSize})
 	}
-	if err := s.db.Close(); err != nil {
+	if err := errors.Join(s.read.Close(), s.db.Close()); err != nil {
 		return dbError("close", err)
 	}
 	return nil
@@ -208,14 +209,9 @@ func (s *Store) openDB(ctx context.Context) (err error) {
 	if _, err := sqlite.OFDLocking(true); err != nil && !errors.Is(err, sqlite.ErrOFDLockingUnavailable) {
 		return err
 	}
-	q := url.Values{
-		"_txlock": {"immediate"},
-		"_pragma": {fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()), "journal_mode(WAL)", "synchronous(FULL)", "trusted_schema(OFF)"},
-	}
-	u := url.URL{Scheme: "file", Path: s.dbPath(), RawQuery: q.Encode()}
-	db, err := sql.Open("sqlite", u.String())
+	db, err := s.connect("immediate", "journal_mode(WAL)", "synchronous(FULL)")
 	if err != nil {
-		return dbError("open", err)
+		return err
 	}
 	defer func() {
 		if err != nil {
@@ -229,7 +225,32 @@ func (s *Store) openDB(ctx context.Context) (err error) {
 	if err := s.migrate(ctx); err != nil {
 		return err
 	}
+	// In WAL mode nobody who reads waits for who writes, whose connection is taken for
+	// as long as the disk takes, and each query sees all that was committed
+	// before it. Up to four, so that a long one keeps no list waiting.
+	read, err := s.connect("deferred", "query_only(ON)")
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			_ = read.Close()
+		}
+	}()
+	read.SetMaxOpenConns(4)
+	s.read = read
 	return s.prepare(ctx)
+}
+
+// connect prepares connections to state.db, which are made when they are first needed.
+func (s *Store) connect(lock string, pragmas ...string) (*sql.DB, error) {
+	q := url.Values{
+		"_txlock": {lock},
+		"_pragma": append([]string{fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()), "trusted_schema(OFF)"}, pragmas...),
+	}
+	u := url.URL{Scheme: "file", Path: s.dbPath(), RawQuery: q.Encode()}
+	db, err := sql.Open("sqlite", u.String())
+	return db, dbError("open", err)
 }
 
 // write runs fn in a transaction that holds SQLite's write lock from its start.

@@ -494,3 +494,51 @@ func TestWriteIsDurable(t *testing.T) {
 		t.Errorf("after one that was cancelled synchronous is %d", is)
 	}
 }
+
+// Whoever reads waits for nobody who writes, and sees what was committed before.
+func TestReadBesideWrite(t *testing.T) {
+	s := open(t, t.TempDir())
+	b := put(t, s, "one")
+	writes, end := make(chan struct{}), make(chan struct{})
+	written := make(chan error, 1)
+	go func() {
+		written <- s.write(context.Background(), "test", func(tx *sql.Tx) error {
+			if _, err := tx.Exec("UPDATE sandboxes SET head = 'new'"); err != nil {
+				return err
+			}
+			close(writes)
+			<-end
+			return nil
+		})
+	}()
+	<-writes
+	soon, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	look := func(head string) {
+		t.Helper()
+		list, err := s.Sandboxes(soon)
+		if err != nil || len(list) != 1 || list[0].Head != head {
+			t.Errorf("want one at %q: %+v, %v", head, list, err)
+		}
+		one, err := s.Sandbox(soon, b.ID)
+		if err != nil || one.Head != head {
+			t.Errorf("want it at %q: %+v, %v", head, one, err)
+		}
+	}
+	look(b.Head)
+	close(end)
+	must(t, <-written)
+	// By every connection that reads: what is committed is seen from then on.
+	for i := range 100 {
+		head := fmt.Sprint(i)
+		must(t, s.SetHead(t.Context(), b.ID, head, 1))
+		var all sync.WaitGroup
+		for range 4 {
+			all.Go(func() { look(head) })
+		}
+		all.Wait()
+	}
+	if _, err := s.read.Exec("DELETE FROM sandboxes"); err == nil {
+		t.Error("a connection that reads has written")
+	}
+}

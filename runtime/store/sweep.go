@@ -137,7 +137,7 @@ func (s *Store) Sweep(ctx context.Context) ([]string, error) {
 	var unready []row
 	known := map[string]bool{}
 	foreign := false // there is a checkpoint that state.db does not know
-	rows, err := s.db.QueryContext(ctx, "SELECT id, sandbox_id, sandbox_name, CASE WHEN removing THEN 'removing' ELSE status END FROM checkpoints")
+	rows, err := s.read.QueryContext(ctx, "SELECT id, sandbox_id, sandbox_name, CASE WHEN removing THEN 'removing' ELSE status END FROM checkpoints")
 	if err != nil {
 		return nil, cancelled(ctx, dbError("sweep", err))
 	}
