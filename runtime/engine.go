@@ -360,20 +360,38 @@ func (e *Engine) Sandbox(ctx context.Context, ref string) (Sandbox, error) {
 	return out, fail("inspect", ref, err)
 }
 
+// viewsAtOnce is how many sandboxes a list looks at at a time.
+const viewsAtOnce = 4
+
 // Sandboxes lists all sandboxes, newest first.
 func (e *Engine) Sandboxes(ctx context.Context) ([]Sandbox, error) {
 	rows, err := e.store.Sandboxes(ctx)
 	if err != nil {
 		return nil, fail("ps", "", err)
 	}
-	list := make([]Sandbox, 0, len(rows))
-	for _, sb := range rows {
-		out, _, err := e.view(ctx, sb)
+	// A few side by side: of each the kernel, or its engine, is asked.
+	views, errs := make([]Sandbox, len(rows)), make([]error, len(rows))
+	var next atomic.Int64
+	var all sync.WaitGroup
+	for range min(viewsAtOnce, len(rows)) {
+		all.Go(func() {
+			for i := int(next.Add(1)) - 1; i < len(rows) && ctx.Err() == nil; i = int(next.Add(1)) - 1 {
+				views[i], _, errs[i] = e.view(ctx, rows[i])
+			}
+		})
+	}
+	all.Wait()
+	if ctx.Err() != nil {
+		return nil, fail("ps", "", context.Cause(ctx))
+	}
+	list := views[:0]
+	for i, sb := range rows {
+		out, err := views[i], errs[i]
 		if errors.Is(err, ErrNotFound) {
 			// Removed since we read the row, or not made yet.
 			continue
 		}
-		if errors.Is(err, ErrCorrupt) || ctx.Err() != nil {
+		if errors.Is(err, ErrCorrupt) {
 			return nil, fail("ps", sb.Name, err)
 		}
 		if err != nil {

@@ -8,21 +8,21 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/runtime"
-	"github.com/agentbox/agentbox/runtime/internal/kernel"
 )
 
 // A list of sandboxes asks for the state of each, and of most of them nothing has
 // changed since the last time: they run. What was found out of one that runs holds as
 // long as the files that say so are the same, which three looks at the kernel's inodes
-// tell, and its first process is still there; whether it is frozen is asked each time.
-// So a list costs a third of what reading all of these files again would.
+// tell, and its first process, which is held on to, lives; whether it is frozen is asked
+// each time. So a list costs a fraction of what reading all of these files again would.
 
 // settled is how long a file has to have been as it is: its time may be as coarse as
 // the kernel's clock, and a change right after another one not be seen by it.
 const settled = 2 * time.Second
 
-// maxGlances bounds what is remembered, also of sandboxes that others have removed.
-const maxGlances = 4096
+// maxGlances bounds what is remembered, also of sandboxes that others have removed: each
+// takes a descriptor.
+const maxGlances = 1024
 
 type glances struct {
 	mu   sync.Mutex
@@ -31,7 +31,8 @@ type glances struct {
 
 // glance is what was found out of a sandbox that runs.
 type glance struct {
-	files [3]inode // its record, its starts, and the start that runs
+	paths [3]string // of its record, its starts, and the start that runs
+	files [3]inode
 	view  view
 }
 
@@ -55,9 +56,13 @@ func inodeOf(path string) (in inode, ok bool) {
 	}
 }
 
-// files are those that say that a start runs.
-func (b *Backend) files(id string, n int) (list [3]inode, ok bool) {
-	for i, path := range []string{b.home.Dir(id, "container.json"), b.home.Dir(id, "runs"), b.home.Start(id, n)} {
+// paths are those of the files that say that a start runs.
+func (b *Backend) paths(id string, n int) [3]string {
+	return [3]string{b.home.Dir(id, "container.json"), b.home.Dir(id, "runs"), b.home.Start(id, n)}
+}
+
+func inodesOf(paths [3]string) (list [3]inode, ok bool) {
+	for i, path := range paths {
 		if list[i], ok = inodeOf(path); !ok {
 			return list, false
 		}
@@ -73,10 +78,9 @@ func (b *Backend) glance(id string) (view, bool) {
 	if !ok {
 		return view{}, false
 	}
-	if files, ok := b.files(id, g.view.run.Number); !ok || files != g.files || !kernel.Member(g.view.pid, b.home.Cgroup(id)) {
-		b.glances.mu.Lock()
-		delete(b.glances.byID, id)
-		b.glances.mu.Unlock()
+	// Should another look have let go of the process meanwhile, it does not count as alive.
+	if files, ok := inodesOf(g.paths); !ok || files != g.files || !g.view.first.Alive() {
+		b.forget(id, g)
 		return view{}, false
 	}
 	v := g.view
@@ -88,22 +92,43 @@ func (b *Backend) glance(id string) (view, bool) {
 	return v, true
 }
 
-// remember keeps what look has found out since began, if it will be of use.
-func (b *Backend) remember(id string, v view, began time.Time) {
-	if !v.live() || !v.noted || len(v.dirty) > 0 || v.run.Number == 0 {
-		return
+// forget lets go of what is remembered of a sandbox, if that is still this.
+func (b *Backend) forget(id string, g glance) {
+	b.glances.mu.Lock()
+	defer b.glances.mu.Unlock()
+	if now, ok := b.glances.byID[id]; ok && now.view.first == g.view.first {
+		g.view.letGo()
+		delete(b.glances.byID, id)
 	}
-	files, ok := b.files(id, v.run.Number)
+}
+
+// remember keeps what hold has found out since began, if it will be of use.
+func (b *Backend) remember(id string, v view, began time.Time) bool {
+	if v.first == nil || !v.noted || len(v.dirty) > 0 || v.run.Number == 0 {
+		return false
+	}
+	paths := b.paths(id, v.run.Number)
+	files, ok := inodesOf(paths)
 	if !ok || slices.ContainsFunc(files[:], func(in inode) bool {
 		// What has changed since before the look, or so lately that more may follow unseen.
 		return began.Sub(time.Unix(in.ctime.Unix())) < settled
 	}) {
-		return
+		return false
 	}
 	b.glances.mu.Lock()
 	defer b.glances.mu.Unlock()
-	if b.glances.byID == nil || len(b.glances.byID) >= maxGlances {
+	if b.glances.byID == nil {
 		b.glances.byID = map[string]glance{}
 	}
-	b.glances.byID[id] = glance{files, v}
+	old, ok := b.glances.byID[id]
+	if !ok && len(b.glances.byID) >= maxGlances {
+		for id, g := range b.glances.byID { // any of them
+			g.view.letGo()
+			delete(b.glances.byID, id)
+			break
+		}
+	}
+	old.view.letGo()
+	b.glances.byID[id] = glance{paths, files, v}
+	return true
 }

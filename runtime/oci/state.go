@@ -14,6 +14,7 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/home"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
@@ -26,13 +27,28 @@ type view struct {
 	start  time.Time
 	noted  bool // that it was started; else agentbox was killed before it could
 	pid    int
-	dirty  []int // starts that were cut off half-way: to be cleared away
+	dirty  []int           // starts that were cut off half-way: to be cleared away
+	first  *kernel.Process // its first process, of what hold returns
 }
 
 func (v view) live() bool { return v.status == runtime.Running || v.status == runtime.Paused }
 
 // look finds out a container's state.
 func (b *Backend) look(ctx context.Context, id string) (view, error) {
+	v, err := b.hold(ctx, id)
+	v.letGo()
+	return v, err
+}
+
+func (v *view) letGo() {
+	if v.first != nil {
+		v.first.Close()
+		v.first = nil
+	}
+}
+
+// hold is look, of a container that lives with its first process, for letGo.
+func (b *Backend) hold(ctx context.Context, id string) (view, error) {
 	rec, err := b.load(id)
 	if err != nil {
 		return view{}, err
@@ -82,14 +98,14 @@ func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decid
 	}
 	p, ok := b.first(id, n)
 	if ok {
-		defer p.Close()
 		frozen := b.cgroups.Frozen(b.home.Cgroup(id))
 		if b.home.Unborn(id) || !started && frozen {
 			// runc has made it, or the wrapper has restored it, but no one
 			// has started it yet.
+			p.Close()
 			return false, nil
 		}
-		v.pid = p.Pid
+		v.pid, v.first = p.Pid, p
 		if frozen {
 			return done(runtime.Paused)
 		}
@@ -156,10 +172,13 @@ func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, er
 	if !ok {
 		var err error
 		began := time.Now()
-		if v, err = b.look(ctx, id); err != nil {
+		if v, err = b.hold(ctx, id); err != nil {
+			v.letGo()
 			return runtime.Container{}, err
 		}
-		b.remember(id, v, began)
+		if !b.remember(id, v, began) {
+			v.letGo()
+		}
 	}
 	c := runtime.Container{
 		Status:  v.status,

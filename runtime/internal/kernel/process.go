@@ -194,17 +194,6 @@ func inCgroup(pid int, path string) bool {
 	return false
 }
 
-// Member tells whether a process lives and is in a cgroup of that path, or below it,
-// as OpenMember does, for who wants to know no more.
-func Member(pid int, path string) bool {
-	fd, err := unix.PidfdOpen(pid, 0)
-	if err != nil {
-		return false
-	}
-	defer unix.Close(fd) //nolint:errcheck // nothing was written
-	return inCgroup(pid, path) && !readable(fd)
-}
-
 // PidFile reads a pid that a program left.
 func PidFile(path string) (int, bool) {
 	data, _, err := record.Read(path)
