@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
 )
 
 // onLog calls fn once, when something is logged.
@@ -75,5 +76,64 @@ func TestStopAfterFailedRestart(t *testing.T) {
 		if err != nil || got.Restarts.Stopped != stopped || (got.Restarts.Error == "") != stopped || got.Status != runtime.Exited {
 			t.Errorf("stopped: %v: %s, %+v, %v", stopped, got.Status, got.Restarts, err)
 		}
+	}
+}
+
+// failed is a backend whose sandboxes always end with 1.
+type failed struct{ runtime.Backend }
+
+func (b *failed) Inspect(ctx context.Context, id string) (runtime.Container, error) {
+	c, err := b.Backend.Inspect(ctx, id)
+	if c.Status == runtime.Exited {
+		c.ExitCode = 1
+	}
+	return c, err
+}
+
+// That a sandbox has failed as often as it may is put on record when nobody else is at
+// work on it: a start that is under way would lose what it has noted.
+func TestGiveUpWaitsForLock(t *testing.T) {
+	b := &failed{}
+	r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })
+	sb, err := r.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{
+		Name: "s", Image: "base", Args: []string{"false"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+		Restart: runtime.Restart{Policy: runtime.RestartOnFailure, Retries: 1},
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.Start(ctx, sb.ID, nil); err != nil {
+		t.Fatal(err)
+	}
+	ends := func() {
+		if err := b.Stop(ctx, sb.ID, runtime.StopOptions{}); err != nil {
+			t.Error(err)
+		}
+	}
+	ends()
+	watch, end := context.WithCancel(ctx)
+	defer end()
+	var lock *store.Lock
+	r.log.message, r.log.fn = "restarted", func() {
+		ends()
+		if lock, err = r.store.Lock(ctx, sb.ID, "start", 0); err != nil {
+			t.Error(err)
+		}
+		// Longer than the watch waits for a lock.
+		time.AfterFunc(1200*time.Millisecond, end)
+	}
+	if err := r.Watch(watch, sb.ID); !errors.Is(err, context.Canceled) {
+		t.Errorf("the watch has ended: %v", err)
+	}
+	got, err := r.Sandbox(ctx, sb.ID)
+	if err != nil || got.Restarts.GivenUp || got.Restarts.Count != 1 {
+		t.Errorf("while another has it: %+v, %v", got.Restarts, err)
+	}
+	lock.Unlock()
+	if err := r.Watch(ctx, sb.ID); err != nil {
+		t.Error(err)
+	}
+	if got, err = r.Sandbox(ctx, sb.ID); err != nil || !got.Restarts.GivenUp {
+		t.Errorf("it has failed as often as it may: %+v, %v", got.Restarts, err)
 	}
 }

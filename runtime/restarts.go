@@ -325,11 +325,27 @@ func (e *Engine) startRestored(ctx context.Context, id string) error {
 	return err
 }
 
-// giveUp puts on record that a sandbox has failed as often as it may.
-func (e *Engine) giveUp(s Spec, c Container) error {
-	if s.Restart.Policy != RestartOnFailure || s.Restart.Retries == 0 || c.Status != Exited || c.ExitCode == 0 {
-		return nil
+// limits tells whether how a sandbox has ended counts for how often it may fail.
+func (r Restart) limits(c Container) bool {
+	return r.Policy == RestartOnFailure && r.Retries > 0 && c.Status == Exited && c.ExitCode != 0
+}
+
+// whileOver calls fn with the lock of a sandbox that ended at a time, if nobody has started it
+// since. same is false when somebody has, or fn was not called for an error.
+func (e *Engine) whileOver(ctx context.Context, id string, finished time.Time, fn func(*locked) error) (same bool, err error) {
+	sb, _, c, err := e.overdue(ctx, id)
+	if err != nil {
+		return false, err
 	}
+	defer sb.lock.Unlock()
+	if c.Status != Exited || !c.Finished.Equal(finished) {
+		return false, nil
+	}
+	return true, fn(sb)
+}
+
+// giveUp puts on record that a sandbox, whose lock is held, has failed as often as it may.
+func (e *Engine) giveUp(s Spec, c Container) error {
 	st, err := e.restartsOf(s.ID)
 	if err != nil || st.Stopped || st.GivenUp || st.Count < s.Restart.Retries {
 		return err

@@ -333,16 +333,24 @@ func (w *watching) look(ctx context.Context) (done bool, wait time.Duration, err
 // again starts a sandbox that has ended, if that is its policy.
 func (w *watching) again(ctx context.Context, sb store.Sandbox, s Spec, c Container) (done bool, wait time.Duration, err error) {
 	if w.storage.unsaid {
-		if err := w.storage.stayDown(sb); err != nil {
-			return false, time.Second, err
+		same, err := w.e.whileOver(ctx, w.id, c.Finished, func(sb *locked) error { return w.storage.stayDown(sb.Sandbox) })
+		if !same || err != nil {
+			w.storage.unsaid = w.storage.unsaid && err != nil
+			return w.later(err)
 		}
 	}
 	back, st, err := w.e.comesBack(ctx, sb, s, c)
 	switch {
 	case err != nil:
 		return false, latest, err
+	case !back && s.Restart.limits(c):
+		same, err := w.e.whileOver(ctx, w.id, c.Finished, func(*locked) error { return w.e.giveUp(s, c) })
+		if !same {
+			return w.later(err)
+		}
+		return true, 0, err
 	case !back:
-		return true, 0, w.e.giveUp(s, c)
+		return true, 0, nil
 	}
 	// By a clock that nobody sets, unless another has looked on before us.
 	if w.over != c.Finished {
@@ -358,6 +366,14 @@ func (w *watching) again(ctx context.Context, sb store.Sandbox, s Spec, c Contai
 		return false, latest, err
 	}
 	return false, firstRestart, nil
+}
+
+// later has the watch look again: whoever has the sandbox, or had it since, has the last word.
+func (w *watching) later(err error) (done bool, wait time.Duration, _ error) {
+	if errors.Is(err, ErrBusy) || errors.Is(err, ErrNotFound) {
+		err = nil
+	}
+	return false, time.Second, err
 }
 
 // end stops a sandbox. One that a verb is at work on is tried again.
