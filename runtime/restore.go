@@ -56,10 +56,10 @@ type restoring struct {
 // is started. When that fails the files are put back.
 func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (out Restored, err error) {
 	defer func() { err = fail("restore", ref, err) }()
-	if opts.Undo && opts.Checkpoint != "" {
-		return Restored{}, fmt.Errorf("%w: an undo has its checkpoint already", ErrInvalid)
-	}
 	if err := opts.check(); err != nil {
+		if opts.held != nil {
+			opts.held.lock.Unlock()
+		}
 		return Restored{}, err
 	}
 	t := &trying{opts: opts, noUndo: opts.NoUndo}

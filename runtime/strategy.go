@@ -46,6 +46,9 @@ type RestoreAttempt struct {
 
 // check refuses options that do not go together.
 func (o RestoreOptions) check() error {
+	if o.Undo && o.Checkpoint != "" {
+		return fmt.Errorf("%w: an undo has its checkpoint already", ErrInvalid)
+	}
 	if o.Strategy != "" && !slices.Contains(Strategies, o.Strategy) {
 		return fmt.Errorf("%w: strategy %q: choose %s", ErrInvalid, o.Strategy, strings.Join(Strategies, ", "))
 	}

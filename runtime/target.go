@@ -14,11 +14,15 @@ import (
 // sandbox. One that was removed is made again in the course of the restore.
 func (e *Engine) target(ctx context.Context, ref string, opts RestoreOptions) (*restoration, error) {
 	r := &restoration{restart: opts.held != nil, verify: opts.Verify, pull: opts.Pull, noEffects: opts.NoEffects, given: opts.Secrets, data: restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly, Salvage: opts.Salvage, NoUndo: opts.NoUndo}}
+	r.sb = opts.held
 	err := e.match(ctx, ref, &opts)
 	if err != nil {
+		if r.sb != nil {
+			r.sb.lock.Unlock()
+		}
 		return nil, err
 	}
-	if r.sb = opts.held; r.sb == nil {
+	if r.sb == nil {
 		if r.sb, err = e.acquire(ctx, ref, "restore", lockWait); errors.Is(err, ErrNotFound) {
 			return r, e.recreate(ctx, r, ref, opts.Checkpoint, opts.Undo, err)
 		}

@@ -63,7 +63,11 @@ func (e *Engine) repeat(ctx context.Context, every time.Duration, now bool, fn f
 			soon, cancel := context.WithTimeout(ctx, upkeepTime)
 			err := fn(soon)
 			cancel()
-			if err != nil && ctx.Err() == nil && !errors.Is(err, ErrBusy) {
+			switch {
+			case err == nil || ctx.Err() != nil:
+			case errors.Is(err, ErrBusy): // nothing is wrong, unless it stays so
+				e.log.Info("upkeep waits for the next time", "err", err)
+			default:
 				e.log.Error("upkeep", "err", err)
 			}
 		}
