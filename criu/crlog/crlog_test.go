@@ -13,6 +13,7 @@ var known = map[string][2]string{ // file: code, words of the reason
 	"dump-bpf":           {"unsupported-file", "file descriptor 3 is a bpf-map file"},
 	"dump-enospc":        {"no-space", "no space left"},
 	"dump-ghost":         {"ghost-limit", "/big (314572800 bytes)"},
+	"dump-hidden":        {"hidden", "first process, 13468, hides"},
 	"dump-hostfile":      {"foreign-file", "file descriptor 1 is open on /srv/c1/hostout"},
 	"dump-inotify":       {"inotify", "watches a file"},
 	"dump-iouring":       {"io-uring", "io_uring"},
