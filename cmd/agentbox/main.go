@@ -43,6 +43,8 @@ type app struct {
 	examine        func(context.Context, globals) doctor.Report
 	now            func() time.Time
 	asPlugin       bool // the docker command started this program (plugin.go)
+	asked          bool // a Service was asked for something
+	endTrace       func(exit int, err error)
 }
 
 func newApp() *app {
@@ -65,5 +67,9 @@ func (a *app) main(args []string) int {
 	}
 	root.SetArgs(args)
 	cmd, err := root.ExecuteContextC(ctx)
-	return report(a.stderr, cmd, err, s.caught())
+	code := report(a.stderr, cmd, err, s.caught())
+	if a.endTrace != nil {
+		a.endTrace(code, err)
+	}
+	return code
 }

@@ -15,6 +15,7 @@ import (
 
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/api"
+	"github.com/agentbox/agentbox/runtime/traces"
 )
 
 // globals are the flags that every command has.
@@ -34,6 +35,8 @@ type globals struct {
 	// by is which process of agentbox's own this is, for the audit log; empty: a
 	// command that somebody gave.
 	by string
+
+	traces *traces.Traces // nil: nobody asked for any
 }
 
 func (g *globals) addFlags(fl *pflag.FlagSet) {
@@ -77,6 +80,7 @@ type opener func(context.Context, globals) (runtime.Service, error)
 // service runs fn with the service of this host when there is one, else with
 // the embedded engine.
 func (a *app) service(ctx context.Context, fn func(runtime.Service) error) error {
+	a.asked = true
 	if a.connect == nil {
 		return a.engine(ctx, fn)
 	}
@@ -152,12 +156,13 @@ Ctrl-C makes a verb stop and undo what it began; a second Ctrl-C ends it at once
 		Annotations:   exits(exitUsage, exitNotFound, exitState, exitBusy, exitCorrupt, exitDenied, exitUnsupported, exitCommand, exitSignal),
 		Args:          cobra.ArbitraryArgs,
 		RunE:          helpOrUnknown,
-		PersistentPreRunE: func(*cobra.Command, []string) error {
+		PersistentPreRunE: func(cmd *cobra.Command, _ []string) error {
 			var level slog.Level
 			if err := level.UnmarshalText([]byte(a.globals.LogLevel)); err != nil {
 				return usageErrorf("--log-level: %v", err)
 			}
 			slog.SetDefault(slog.New(slog.NewTextHandler(a.stderr, &slog.HandlerOptions{Level: level})))
+			a.beginTrace(cmd)
 			return nil
 		},
 		CompletionOptions: cobra.CompletionOptions{DisableDefaultCmd: true},

@@ -61,6 +61,9 @@ writes images and archives) take turns, --turns at a time; behind 256 that wait 
 By itself it does each minute what 'agentbox recover' does, and now and then what 'agentbox
 prune' does by the rules of the policies, within --prune-rate and in nobody's way.
 
+/metrics is for Prometheus. With OTEL_EXPORTER_OTLP_ENDPOINT=http://HOST:PORT each verb is a span
+for OpenTelemetry, as part of its caller's trace; commands know the same variables.
+
 SIGTERM ends it: no new verbs begin, those under way have 30 s to end. Sandboxes go on.
 Started by systemd it takes its socket from there, and tells when it is ready.`,
 		Example: `  agentbox serve &
@@ -177,7 +180,7 @@ func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.S
 		return &runtime.Error{Op: "serve", Err: err}
 	}
 	opts := api.Options{Turns: o.Turns, Requests: filepath.Join(run, "requests"), Info: api.Info{Version: version, Root: root, Backend: g.Backend},
-		Examine: func(ctx context.Context) doctor.Report { return a.examine(ctx, g) }, Metrics: &api.Metrics{}}
+		Examine: func(ctx context.Context) doctor.Report { return a.examine(ctx, g) }, Metrics: &api.Metrics{}, Tracer: g.traces.Tracer()}
 	if r, ok := svc.(recoverer); ok {
 		opts.Before = func(ctx context.Context) error {
 			_, err := r.RecoverInterrupted(ctx)

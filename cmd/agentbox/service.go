@@ -147,7 +147,7 @@ func openService(ctx context.Context, g globals) (_ runtime.Service, err error) 
 		}
 		return open(place{root: root, run: run, self: self})
 	}})
-	svc := audit.New(engine, audit.Open(root), cmp.Or(g.by, "command"))
+	svc := g.traces.Around(audit.New(engine, audit.Open(root), cmp.Or(g.by, "command")))
 	if g.reaping {
 		return svc, nil
 	}

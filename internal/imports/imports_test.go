@@ -18,7 +18,7 @@ const module = "github.com/agentbox/agentbox/"
 // directly. What is not listed may import nothing of ours.
 var allowed = map[string][]string{
 	"cmd/agentbox": {"internal/copy", "internal/fault", "internal/gclater", "internal/lazy", "internal/setup", "images", "images/source", "policy", "runtime", "runtime/api", "runtime/audit", "runtime/containerd", "runtime/docker", "runtime/dockerplugin",
-		"runtime/dockerplugin/authz", "runtime/dockerplugin/volume", "runtime/doctor", "runtime/group", "runtime/mcp", "runtime/oci", "runtime/podman", "runtime/store", "runtime/volume"},
+		"runtime/dockerplugin/authz", "runtime/dockerplugin/volume", "runtime/doctor", "runtime/group", "runtime/mcp", "runtime/oci", "runtime/podman", "runtime/store", "runtime/traces", "runtime/volume"},
 	"cmd/agentbox-runtime": {"criu/crlog", "criu/freezer", "criu/host", "criu/stage", "internal/failpoint", "internal/fault"},
 	"criu":                 {"criu/crlog", "criu/freezer", "criu/host", "internal/fault", "internal/failpoint"},
 	"criu/crlog":           {"internal/fault"},
@@ -78,6 +78,8 @@ var allowed = map[string][]string{
 	"runtime/store":               {"internal/failpoint", "internal/fault", "overlay", "runtime/store/pack"},
 	"runtime/store/pack":          {"internal/failpoint", "internal/fault"},
 	"runtime/volume":              {"criu/stage", "internal/failpoint", "internal/fault", "internal/lazy", "overlay", "policy", "runtime", "runtime/internal/kernel", "runtime/internal/record"},
+	"runtime/traces":              {"images", "images/source", "internal/fault", "policy", "runtime", "runtime/audit"},
+	"runtime/traces/tracestest":   {},
 	"internal/remote/remotetest":  {},
 	"test":                        {},
 	"test/containerd":             {},

@@ -21,7 +21,8 @@ import (
 )
 
 // Client is the Service at the other end of a socket. A context that ends cancels
-// the verb there, which undoes what it began, and is waited for.
+// the verb there, which undoes what it began, and is waited for. An OpenTelemetry
+// span that it has is the parent of what the service does.
 type Client struct {
 	where  string // for errors
 	http   *http.Client
@@ -107,6 +108,7 @@ func (c *Client) exchange(ctx context.Context, method, route string, q url.Value
 	for k, v := range header {
 		req.Header[k] = v
 	}
+	passTrace(ctx, req.Header)
 	resp, err := c.http.Do(req)
 	if err != nil {
 		return nil, c.unanswered(ctx, err)

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net/http"
 	"sync"
 
 	"github.com/coder/websocket"
@@ -85,8 +86,10 @@ func (c *Client) dial(ctx context.Context, route string, streams runtime.Streams
 	if _, err := encode(open); err != nil {
 		return nil, err
 	}
+	header := http.Header{}
+	passTrace(ctx, header)
 	conn, resp, err := websocket.Dial(ctx, "ws://agentbox"+route, &websocket.DialOptions{
-		HTTPClient: c.http, Subprotocols: []string{subprotocol}, CompressionMode: websocket.CompressionDisabled,
+		HTTPClient: c.http, HTTPHeader: header, Subprotocols: []string{subprotocol}, CompressionMode: websocket.CompressionDisabled,
 	})
 	if err != nil {
 		if resp != nil && resp.Header.Get("Content-Type") == "application/problem+json" {

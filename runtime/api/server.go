@@ -21,6 +21,7 @@ import (
 	"sync"
 	"time"
 
+	"go.opentelemetry.io/otel/trace"
 	"golang.org/x/sync/semaphore"
 
 	"github.com/agentbox/agentbox/runtime"
@@ -67,6 +68,9 @@ type Options struct {
 	TurnTime time.Duration
 	// Metrics are counted there; nil: of the handler alone.
 	Metrics *Metrics
+	// Tracer makes a span of each request of a verb, as part of its caller's trace;
+	// nil: there are none.
+	Tracer trace.Tracer
 }
 
 // Info tells which service answers.
@@ -183,6 +187,8 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	defer done()
 	defer context.AfterFunc(h.end, cancel)()
+	ctx, traced := h.traced(ctx, r)
+	defer func() { traced(seen) }()
 	r = r.WithContext(ctx) // whose Pattern the log wants
 	h.mux.ServeHTTP(seen, r)
 }

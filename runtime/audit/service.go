@@ -130,7 +130,7 @@ func (s *Service) do(ctx context.Context, r Record, do func(r *Record) error) er
 	done := r
 	done.Of = seq
 	err = do(&done)
-	done.Phase, done.Outcome = End, outcome(err)
+	done.Phase, done.Outcome = End, Outcome(err)
 	e := failpoint.Hit("audit.before-end")
 	if e == nil {
 		_, e = s.log.Append(done, true)
@@ -167,8 +167,8 @@ var outcomes = []struct {
 	{context.Canceled, "canceled"}, {context.DeadlineExceeded, "deadline"},
 }
 
-// outcome is the code of an error: its text may have in it what is secret.
-func outcome(err error) string {
+// Outcome is the code of an error: its text may have in it what is secret.
+func Outcome(err error) string {
 	if err == nil {
 		return "ok"
 	}

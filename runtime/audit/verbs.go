@@ -333,7 +333,7 @@ func (s *Service) Upkeep(ctx context.Context, u runtime.Upkeep) {
 
 // note puts on record what was done that nobody had asked for.
 func (s *Service) note(ctx context.Context, verb string, did []string, err error) {
-	r := Record{Phase: Note, Verb: verb, Who: s.who(ctx), Outcome: outcome(err)}
+	r := Record{Phase: Note, Verb: verb, Who: s.who(ctx), Outcome: Outcome(err)}
 	r.did(did)
 	if _, err := s.log.Append(r, true); err != nil {
 		slog.Error("this is not on record", "verb", verb, "err", err)
@@ -348,7 +348,7 @@ func (s *Service) Reap(ctx context.Context, id string) error {
 	if !was.AutoRemove || s.next.Subject(ctx, id, false).Sandbox != "" {
 		return err
 	}
-	r := Record{Phase: Note, Verb: "rm", Who: s.who(ctx), Outcome: outcome(err)}
+	r := Record{Phase: Note, Verb: "rm", Who: s.who(ctx), Outcome: Outcome(err)}
 	r.about(was)
 	_, e := s.log.Append(r, true)
 	return errors.Join(err, e)
@@ -400,7 +400,7 @@ func (s *Service) EndLeases(ctx context.Context) (did []string, err error) {
 	if len(did) == 0 {
 		return did, err
 	}
-	r := Record{Phase: Note, Verb: "lease end", Who: s.who(ctx), Outcome: outcome(err)}
+	r := Record{Phase: Note, Verb: "lease end", Who: s.who(ctx), Outcome: Outcome(err)}
 	r.did(did)
 	if _, e := s.log.Append(r, true); e != nil && err == nil {
 		err = e
@@ -415,7 +415,7 @@ func (s *Service) RecoverInterrupted(ctx context.Context) (runtime.Recovery, err
 	if len(out.Actions) == 0 {
 		return out, err
 	}
-	r := Record{Phase: Note, Verb: "recover", Who: s.who(ctx), Outcome: outcome(err)}
+	r := Record{Phase: Note, Verb: "recover", Who: s.who(ctx), Outcome: Outcome(err)}
 	r.did(out.Actions)
 	if _, e := s.log.Append(r, true); e != nil && err == nil {
 		err = e

@@ -1,0 +1,61 @@
+package main
+
+import (
+	"errors"
+	"log/slog"
+
+	"github.com/spf13/cobra"
+
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/audit"
+	"github.com/agentbox/agentbox/runtime/traces"
+)
+
+// beginTrace begins the span of a command line, as part of the trace that the
+// environment names, where the environment asks for traces. What is wrong with that
+// must not keep anybody from a verb.
+func (a *app) beginTrace(cmd *cobra.Command) {
+	if cmd.Hidden { // what agentbox does by itself, and the shell's completion
+		return
+	}
+	serves := cmd.Name() == "serve"
+	if !serves { // whose callers have traces of their own
+		cmd.SetContext(traces.Parent(cmd.Context()))
+	}
+	lasting := serves || cmd.Name() == "mcp"
+	t, err := traces.Open(traces.Options{Version: version, Lasting: lasting})
+	if err != nil {
+		slog.Warn("there are no traces", "err", err, "hint", fault.Hint(err))
+	}
+	if t == nil {
+		return
+	}
+	a.globals.traces = t
+	a.endTrace = func(int, error) { t.Close() }
+	if lasting {
+		return
+	}
+	ctx, end := t.Command(cmd.Context(), cmd.CommandPath())
+	cmd.SetContext(ctx)
+	a.endTrace = func(exit int, err error) {
+		if a.asked { // else it was nothing to measure
+			end(exit, traceCode(err))
+		}
+		t.Close()
+	}
+}
+
+// traceCode is the code of a command's error; a command of a sandbox that ended with
+// one of its own is no error.
+func traceCode(err error) string {
+	var status exitStatus
+	var usage *usageError
+	switch {
+	case err == nil, errors.As(err, &status):
+		return ""
+	case errors.As(err, &usage):
+		return audit.Outcome(runtime.ErrInvalid)
+	}
+	return audit.Outcome(err)
+}

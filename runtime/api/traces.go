@@ -1,0 +1,50 @@
+package api
+
+import (
+	"cmp"
+	"context"
+	"net/http"
+	"strings"
+
+	"go.opentelemetry.io/otel/attribute"
+	otelcodes "go.opentelemetry.io/otel/codes"
+	"go.opentelemetry.io/otel/propagation"
+	"go.opentelemetry.io/otel/trace"
+)
+
+// Traces go on across a connection by W3C trace context: the headers traceparent and
+// tracestate. Baggage does not travel: nothing here reads it.
+var traceContext propagation.TraceContext
+
+// passTrace writes the trace that ctx is part of, if any, into a request's header.
+func passTrace(ctx context.Context, header http.Header) {
+	traceContext.Inject(ctx, propagation.HeaderCarrier(header))
+}
+
+// traced begins the span of a request, if there is to be one. It has the route, not
+// the path, and no query: these may have in them what is nobody else's.
+func (h *Handler) traced(ctx context.Context, r *http.Request) (_ context.Context, end func(*statusWriter)) {
+	none := func(*statusWriter) {}
+	if h.opts.Tracer == nil {
+		return ctx, none
+	}
+	_, pattern := h.mux.Handler(r)
+	_, route, _ := strings.Cut(pattern, " ")
+	if !h.verbs[pattern] || !strings.HasPrefix(route, "/v1/") {
+		return ctx, none
+	}
+	ctx = traceContext.Extract(ctx, propagation.HeaderCarrier(r.Header))
+	ctx, span := h.opts.Tracer.Start(ctx, pattern, trace.WithSpanKind(trace.SpanKindServer),
+		trace.WithAttributes(attribute.String("http.request.method", r.Method), attribute.String("http.route", route)))
+	return ctx, func(w *statusWriter) {
+		status := cmp.Or(w.status, http.StatusOK)
+		span.SetAttributes(attribute.Int("http.response.status_code", status))
+		if w.code != "" {
+			span.SetAttributes(attribute.String("error.type", w.code))
+		}
+		if status >= 500 { // what the caller did wrong is an error of the caller's span
+			span.SetStatus(otelcodes.Error, w.code)
+		}
+		span.End()
+	}
+}

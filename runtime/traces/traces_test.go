@@ -1,0 +1,374 @@
+package traces
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	sdk "go.opentelemetry.io/otel/sdk/trace"
+	"go.opentelemetry.io/otel/trace"
+
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/audit"
+	"github.com/agentbox/agentbox/runtime/store"
+	"github.com/agentbox/agentbox/runtime/traces/tracestest"
+)
+
+// engine is the real one, over a store without sandboxes.
+func engine(t *testing.T) audit.Engine {
+	t.Helper()
+	root := t.TempDir()
+	st, err := store.Open(t.Context(), root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	e := runtime.New(runtime.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "oci", Open: func(string) (runtime.Host, error) {
+		return runtime.Host{}, fmt.Errorf("no engine: %w", runtime.ErrUnsupported)
+	}})
+	t.Cleanup(func() { e.Close() })
+	return audit.New(e, audit.Open(root), "test")
+}
+
+// environment sets the variables, and no others of OpenTelemetry.
+func environment(t *testing.T, pairs ...string) {
+	t.Helper()
+	for _, name := range []string{"OTEL_SDK_DISABLED", exporterVar, prefix + "ENDPOINT", prefix + "TRACES_ENDPOINT", prefix + "PROTOCOL", prefix + "TRACES_PROTOCOL", prefix + "HEADERS", "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES", "OTEL_TRACES_SAMPLER", "TRACEPARENT"} {
+		t.Setenv(name, "")
+	}
+	for _, p := range pairs {
+		name, v, _ := strings.Cut(p, "=")
+		t.Setenv(name, v)
+	}
+}
+
+func opened(t *testing.T, o Options) *Traces {
+	t.Helper()
+	tr, err := Open(o)
+	if err != nil || tr == nil {
+		t.Fatal(tr, err)
+	}
+	t.Cleanup(tr.Close)
+	return tr
+}
+
+// logged is the log from now on.
+func logged(t *testing.T) *bytes.Buffer {
+	t.Helper()
+	var log bytes.Buffer
+	old := slog.Default()
+	slog.SetDefault(slog.New(slog.NewTextHandler(&log, nil)))
+	t.Cleanup(func() { slog.SetDefault(old) })
+	return &log
+}
+
+// The environment says whether there are traces; nothing else starts any.
+func TestWanted(t *testing.T) {
+	const at = prefix + "ENDPOINT=http://127.0.0.1:4318"
+	for _, c := range []struct {
+		env  []string
+		want bool
+		err  error
+	}{
+		{nil, false, nil},
+		{[]string{"OTEL_SERVICE_NAME=x", "TRACEPARENT=00-1-1-01"}, false, nil},
+		{[]string{at}, true, nil},
+		{[]string{prefix + "TRACES_ENDPOINT=https://collector.example/otlp"}, true, nil},
+		{[]string{exporterVar + "=otlp"}, true, nil},
+		{[]string{at, exporterVar + "=none"}, false, nil},
+		{[]string{at, "OTEL_SDK_DISABLED=true"}, false, nil},
+		{[]string{at, "OTEL_SDK_DISABLED=TRUE"}, false, nil},
+		{[]string{at, "OTEL_SDK_DISABLED=no"}, true, nil},
+		{[]string{at, exporterVar + "=jaeger"}, false, fault.ErrUnsupported},
+		{[]string{at, prefix + "PROTOCOL=grpc"}, false, fault.ErrUnsupported},
+		{[]string{at, prefix + "PROTOCOL=grpc", prefix + "TRACES_PROTOCOL=http/protobuf"}, true, nil},
+		{[]string{prefix + "ENDPOINT=127.0.0.1:4318"}, false, fault.ErrInvalid},
+		{[]string{prefix + "ENDPOINT=localhost:4318"}, false, fault.ErrInvalid},
+		{[]string{prefix + "ENDPOINT=http://"}, false, fault.ErrInvalid},
+		{[]string{prefix + "ENDPOINT=file:///etc/passwd"}, false, fault.ErrInvalid},
+		{[]string{prefix + "ENDPOINT=http://user:hunter2\x7f@c"}, false, fault.ErrInvalid},
+	} {
+		t.Run(strings.Join(c.env, " "), func(t *testing.T) {
+			environment(t, c.env...)
+			tr, err := Open(Options{})
+			if (tr != nil) != c.want || !errors.Is(err, c.err) || err != nil && len(fault.Hint(err)) == 0 {
+				t.Errorf("%v: %v", tr != nil, err)
+			}
+			if err != nil && strings.Contains(err.Error(), "hunter2") {
+				t.Error(err)
+			}
+			if tr != nil {
+				tr.Close() // nothing was recorded: nobody is asked
+			}
+		})
+	}
+	var none *Traces
+	none.Close()
+	if none.Tracer() != nil || none.Around(nil) != nil {
+		t.Error("no traces do something")
+	}
+}
+
+// call calls a method of the Service with whatever.
+func call(t *testing.T, svc audit.Engine, ctx context.Context, m reflect.Method) error {
+	t.Helper()
+	args := []reflect.Value{reflect.ValueOf(ctx)}
+	for j := 1; j < m.Type.NumIn(); j++ {
+		switch in := m.Type.In(j); {
+		case in == reflect.TypeFor[io.Reader]():
+			args = append(args, reflect.ValueOf(strings.NewReader("")))
+		case in == reflect.TypeFor[io.Writer]():
+			args = append(args, reflect.ValueOf(io.Discard))
+		case in == reflect.TypeFor[time.Duration]():
+			args = append(args, reflect.ValueOf(time.Hour))
+		case in.Kind() == reflect.Func:
+			args = append(args, reflect.MakeFunc(in, func([]reflect.Value) []reflect.Value { return []reflect.Value{reflect.Zero(in.Out(0))} }))
+		case in.Kind() == reflect.String:
+			args = append(args, reflect.ValueOf("none-such"))
+		default:
+			args = append(args, reflect.Zero(in))
+		}
+	}
+	outs := reflect.ValueOf(svc).MethodByName(m.Name).Call(args)
+	err, _ := outs[len(outs)-1].Interface().(error)
+	return err
+}
+
+// Every verb is one span, with the code of its error; one that only looks is one
+// where there is a trace that it is part of.
+func TestEveryVerb(t *testing.T) {
+	c := tracestest.New(t)
+	environment(t, prefix+"ENDPOINT="+c.URL, prefix+"HEADERS=authorization=Bearer%20token-12345", "OTEL_SERVICE_NAME=box", "OTEL_RESOURCE_ATTRIBUTES=team=core,deployment.environment=test")
+	tr := opened(t, Options{Version: "v9"})
+	svc := tr.Around(engine(t))
+	ctx, end := tr.Command(t.Context(), "agentbox test")
+	type seen struct {
+		method string
+		err    error
+	}
+	var want []seen
+	for i := range reflect.TypeFor[runtime.Local]().NumMethod() {
+		m := reflect.TypeFor[runtime.Local]().Method(i)
+		if m.Name == "Close" {
+			continue
+		}
+		want = append(want, seen{m.Name, call(t, svc, ctx, m)})
+	}
+	end(3, "not_found")
+	tr.Close()
+	spans := c.Spans()
+	if len(want) < 60 || len(spans) != len(want)+1 {
+		t.Fatalf("%d verbs, %d spans", len(want), len(spans))
+	}
+	root := c.One(t, "agentbox test")
+	if root.Parent != "" || root.Error != "not_found" || root.Attrs["process.exit.code"] != int64(3) {
+		t.Errorf("%+v", root)
+	}
+	for i, s := range spans[:len(want)] {
+		m := want[i]
+		code := audit.Outcome(m.err)
+		if code == "ok" {
+			code = ""
+		}
+		if s.Trace != root.Trace || s.Parent != root.ID || s.Error != code || !strings.HasPrefix(s.Name, "agentbox.") || strings.Contains(s.Name, " ") ||
+			s.Resource["service.name"] != "box" || s.Resource["service.version"] != "v9" || s.Resource["team"] != "core" {
+			t.Errorf("%s ends with %v: %+v", m.method, m.err, s)
+		}
+		if code != "" && s.Attrs["error.type"] != code {
+			t.Errorf("%s: %+v", m.method, s)
+		}
+	}
+	for _, h := range c.Headers("Authorization") {
+		if h != "Bearer token-12345" {
+			t.Errorf("the header is %q", h)
+		}
+	}
+	if c.Contains("token-12345") {
+		t.Error("a header is in a span")
+	}
+}
+
+// What only looks begins no trace; what changes something does.
+func TestOnlyLooks(t *testing.T) {
+	c := tracestest.New(t)
+	environment(t, prefix+"ENDPOINT="+c.URL)
+	tr := opened(t, Options{})
+	svc := tr.Around(engine(t))
+	_, _ = svc.Sandboxes(t.Context())
+	_, _ = svc.Sandbox(t.Context(), "c")
+	_ = svc.Files(runtime.Reading(t.Context()), "c", nil)
+	_ = svc.Pause(t.Context(), "c")
+	tr.Close()
+	if list := c.Spans(); len(list) != 1 {
+		t.Fatalf("%+v", list)
+	}
+	if s := c.One(t, "agentbox.pause"); s.Parent != "" || s.Error != "not_found" || s.Attrs["agentbox.ref"] != "c" {
+		t.Errorf("%+v", s)
+	}
+}
+
+// No arguments, environments, contents or texts of errors.
+func TestNoSecrets(t *testing.T) {
+	c := tracestest.New(t)
+	environment(t, prefix+"ENDPOINT="+c.URL)
+	tr := opened(t, Options{})
+	svc := tr.Around(engine(t))
+	secret := "hunter" + "2"
+	env := []string{"P=" + secret}
+	_, _ = svc.Exec(t.Context(), "c", runtime.Process{Args: []string{"login", secret}, Env: env}, runtime.Streams{})
+	_, _ = svc.Create(t.Context(), runtime.CreateRequest{Spec: runtime.Spec{Image: "i", Args: []string{secret}, Env: env, Labels: map[string]string{"l": secret}}})
+	_, _ = svc.AddEffect(t.Context(), "c", runtime.EffectRequest{Command: []string{"undo", secret}})
+	_ = svc.CopyTo(t.Context(), "c", "/x", strings.NewReader(secret))
+	_, _ = svc.Restore(t.Context(), "c", runtime.RestoreOptions{AlertSecret: "/" + secret, Alert: "https://u:" + secret + "@h/"})
+	_ = svc.TagCheckpoint(t.Context(), strings.Repeat("x", 10_000), "t")
+	_ = svc.Pause(t.Context(), "not \xff UTF-8")
+	tr.Close()
+	if n := len(c.Spans()); n != 7 || c.Contains(secret) || c.Contains("login") || c.Contains(strings.Repeat("x", 300)) {
+		t.Errorf("%d spans: %+v", n, c.Spans())
+	}
+}
+
+// A caller's sampling holds, and so does the sampler that the environment names.
+func TestSampling(t *testing.T) {
+	for _, c := range []struct {
+		env  []string
+		want int
+	}{
+		{[]string{"TRACEPARENT=00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}, 1},
+		{[]string{"TRACEPARENT=00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"}, 0},
+		{[]string{"TRACEPARENT=nonsense"}, 1},
+		{[]string{"OTEL_TRACES_SAMPLER=always_off"}, 0},
+		{[]string{"OTEL_TRACES_SAMPLER=traceidratio", "OTEL_TRACES_SAMPLER_ARG=0"}, 0},
+	} {
+		t.Run(strings.Join(c.env, " "), func(t *testing.T) {
+			col := tracestest.New(t)
+			environment(t, append(c.env, prefix+"ENDPOINT="+col.URL)...)
+			tr := opened(t, Options{})
+			_, end := tr.Command(Parent(t.Context()), "agentbox test")
+			end(0, "")
+			tr.Close()
+			list := col.Spans()
+			if len(list) != c.want {
+				t.Fatalf("%+v", list)
+			}
+			if strings.HasSuffix(c.env[0], "-01") && (list[0].Trace != "0af7651916cd43dd8448eb211c80319c" || list[0].Parent != "b7ad6b7169203331") {
+				t.Errorf("%+v", list[0])
+			}
+		})
+	}
+	environment(t)
+	if Parent(t.Context()) != t.Context() {
+		t.Error("without TRACEPARENT there is a trace")
+	}
+}
+
+// A collector that is gone, refuses, or does not answer, is told once, without what
+// the headers have in them, and keeps nobody waiting.
+func TestNoCollector(t *testing.T) {
+	closed, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := closed.Close(); err != nil {
+		t.Fatal(err)
+	}
+	silent, err := net.Listen("tcp", "127.0.0.1:0") // the kernel accepts, and nobody reads
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer silent.Close()
+	refuses := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		http.Error(w, "bad key "+r.Header.Get("X-Key"), http.StatusUnauthorized)
+	}))
+	defer refuses.Close()
+	for name, at := range map[string]string{"gone": "http://" + closed.Addr().String(), "silent": "http://" + silent.Addr().String(), "refuses": refuses.URL} {
+		for _, lasting := range []bool{false, true} {
+			t.Run(fmt.Sprint(name, " lasting=", lasting), func(t *testing.T) {
+				environment(t, prefix+"ENDPOINT="+at, prefix+"HEADERS=x-key=swordfish-1")
+				log := logged(t)
+				tr := opened(t, Options{Lasting: lasting})
+				svc := tr.Around(engine(t))
+				began := time.Now()
+				ctx, end := tr.Command(t.Context(), "agentbox test")
+				for range 5000 { // more than are kept
+					_, _ = svc.Lease(ctx, "l")
+				}
+				end(0, "")
+				closing := time.Now()
+				tr.Close()
+				if took := time.Since(closing); took > FlushTime+time.Second {
+					t.Errorf("the end takes %v", took)
+				}
+				t.Logf("5000 verbs in %v", closing.Sub(began))
+				text := log.String()
+				if strings.Count(text, "traces are not sent") != 1 || strings.Count(text, "\n") != 1 || strings.Contains(text, "swordfish") {
+					t.Errorf("the log: %s", text)
+				}
+				if name == "refuses" && !strings.Contains(text, "bad key ***") {
+					t.Errorf("the log: %s", text)
+				}
+			})
+		}
+	}
+}
+
+// nothing is where spans go that nobody wants.
+type nothing struct{ sdk.SpanExporter }
+
+func (nothing) ExportSpans(context.Context, []sdk.ReadOnlySpan) error { return nil }
+
+// What failed is said again when it has worked in between.
+func TestSaidOnce(t *testing.T) {
+	log := logged(t)
+	s := &sender{redact: []string{"secret"}}
+	s.failed(errors.New("a secret"))
+	s.failed(errors.New("b"))
+	if text := log.String(); strings.Count(text, "\n") != 1 || !strings.Contains(text, `"a ***"`) {
+		t.Error(text)
+	}
+	s.SpanExporter = nothing{}
+	if err := s.ExportSpans(t.Context(), nil); err != nil || s.failing || !strings.Contains(log.String(), "sent again") {
+		t.Error(err, log)
+	}
+}
+
+// What a verb costs with traces, and without.
+func BenchmarkVerb(b *testing.B) {
+	for _, on := range []bool{false, true} {
+		b.Run(fmt.Sprint("traces=", on), func(b *testing.B) {
+			c := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
+			defer c.Close()
+			b.Setenv(prefix+"ENDPOINT", c.URL)
+			var tr *Traces
+			if on {
+				var err error
+				if tr, err = Open(Options{}); err != nil {
+					b.Fatal(err)
+				}
+				defer tr.Close()
+			}
+			svc := tr.Around(idle{})
+			ctx := trace.ContextWithSpanContext(b.Context(), trace.NewSpanContext(trace.SpanContextConfig{TraceID: trace.TraceID{1}, SpanID: trace.SpanID{1}, TraceFlags: trace.FlagsSampled}))
+			for b.Loop() {
+				_, _ = svc.Sandbox(ctx, "c")
+			}
+		})
+	}
+}
+
+// idle is an Engine that has nothing to do.
+type idle struct{ audit.Engine }
+
+func (idle) Sandbox(context.Context, string) (runtime.Sandbox, error) { return runtime.Sandbox{}, nil }
+func (idle) Subject(context.Context, string, bool) runtime.Subject    { return runtime.Subject{} }
