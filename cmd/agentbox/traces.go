@@ -3,6 +3,7 @@ package main
 import (
 	"errors"
 	"log/slog"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -26,7 +27,7 @@ func (a *app) beginTrace(cmd *cobra.Command) {
 	lasting := serves || cmd.Name() == "mcp"
 	t, err := traces.Open(traces.Options{Version: version, Lasting: lasting})
 	if err != nil {
-		slog.Warn("there are no traces", "err", err, "hint", fault.Hint(err))
+		slog.Warn("there are no traces", "err", err, "hint", strings.Join(fault.Hint(err), " "))
 	}
 	if t == nil {
 		return

@@ -90,10 +90,10 @@ func Open(o Options) (*Traces, error) {
 		return nil, err
 	}
 	out := &sender{redact: headerValues()}
-	// Both are the SDK's own, for all of a process: what it makes of its variables, and
-	// what it drops.
-	otel.SetErrorHandler(otel.ErrorHandlerFunc(out.failed))
-	otel.SetLogger(logr.FromSlogHandler(slog.Default().Handler()))
+	// Both are for all of a process, and tell what the SDK makes of its variables.
+	odd := func(err error) { slog.Warn("traces are not all that the environment asks for", "err", out.text(err)) }
+	otel.SetErrorHandler(otel.ErrorHandlerFunc(odd))
+	otel.SetLogger(logr.New(quiet{odd}))
 	opts := []otlptracehttp.Option{otlptracehttp.WithMaxResponseSize(64 << 10)}
 	if !o.Lasting {
 		opts = append(opts, otlptracehttp.WithRetry(otlptracehttp.RetryConfig{Enabled: false}))
@@ -107,7 +107,7 @@ func Open(o Options) (*Traces, error) {
 	about, err := resource.New(ctx, resource.WithTelemetrySDK(), resource.WithAttributes(
 		attribute.String("service.name", "agentbox"), attribute.String("service.version", cmp.Or(o.Version, "dev")), attribute.String("host.name", host)), resource.WithFromEnv())
 	if err != nil {
-		slog.Warn("what traces say of this process is not all there", "err", out.text(err))
+		odd(err)
 	}
 	t := &Traces{out: out, provider: sdk.NewTracerProvider(sdk.WithResource(about), sdk.WithBatcher(out))}
 	t.tracer = t.provider.Tracer("github.com/agentbox/agentbox")
@@ -170,6 +170,17 @@ func fail(span trace.Span, code string) {
 		span.SetAttributes(attribute.String("error.type", code))
 	}
 }
+
+// quiet is the SDK's log without the values that are wrong, which may be of headers.
+type quiet struct{ odd func(error) }
+
+func (quiet) Init(logr.RuntimeInfo)            {}
+func (quiet) Enabled(int) bool                 { return false } // errors come all the same
+func (quiet) Info(int, string, ...any)         {}
+func (q quiet) WithValues(...any) logr.LogSink { return q }
+func (q quiet) WithName(string) logr.LogSink   { return q }
+
+func (q quiet) Error(err error, what string, _ ...any) { q.odd(fmt.Errorf("%s: %w", what, err)) }
 
 // A sender hands spans on and says once what fails, until it works again.
 type sender struct {

@@ -16,6 +16,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/docker/docker/api/types/container"
+	"github.com/docker/docker/client"
 	sdk "go.opentelemetry.io/otel/sdk/trace"
 	"go.opentelemetry.io/otel/trace"
 
@@ -328,6 +330,26 @@ type nothing struct{ sdk.SpanExporter }
 
 func (nothing) ExportSpans(context.Context, []sdk.ReadOnlySpan) error { return nil }
 
+// Variables that make no sense are told, without what is in headers; the others hold.
+func TestOddVariables(t *testing.T) {
+	c := tracestest.New(t)
+	environment(t, prefix+"ENDPOINT="+c.URL, prefix+"HEADERS=Bearer swordfish,x%zz=swordfish,y=sword%zzfish", prefix+"TIMEOUT=soon", "OTEL_TRACES_SAMPLER=swirl", "OTEL_RESOURCE_ATTRIBUTES=team")
+	log := logged(t)
+	tr := opened(t, Options{})
+	_, end := tr.Command(t.Context(), "agentbox test")
+	end(0, "")
+	tr.Close()
+	text := log.String()
+	for _, want := range []string{"parse headers", "parse duration", "swirl", "team"} {
+		if !strings.Contains(text, want) {
+			t.Errorf("the log does not tell of %q: %s", want, text)
+		}
+	}
+	if strings.Contains(text, "fish") || strings.Contains(text, "not sent") || len(c.Spans()) != 1 {
+		t.Errorf("%d spans: %s", len(c.Spans()), text)
+	}
+}
+
 // What failed is said again when it has worked in between.
 func TestSaidOnce(t *testing.T) {
 	log := logged(t)
@@ -340,6 +362,28 @@ func TestSaidOnce(t *testing.T) {
 	s.SpanExporter = nothing{}
 	if err := s.ExportSpans(t.Context(), nil); err != nil || s.failing || !strings.Contains(log.String(), "sent again") {
 		t.Error(err, log)
+	}
+}
+
+// Docker's client makes a span of each of its calls below ours, with nothing of what it
+// sends in it.
+func TestDocker(t *testing.T) {
+	c := tracestest.New(t)
+	environment(t, prefix+"ENDPOINT="+c.URL)
+	tr := opened(t, Options{})
+	daemon := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { _, _ = io.WriteString(w, `{"Id":"x"}`) }))
+	defer daemon.Close()
+	d, err := client.NewClientWithOpts(client.WithHost("tcp://"+daemon.Listener.Addr().String()), client.WithVersion("1.41"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Close()
+	ctx, end := tr.Command(t.Context(), "agentbox test")
+	_, err = d.ContainerCreate(ctx, &container.Config{Env: []string{"P=hunter2"}, Cmd: []string{"hunter2"}}, nil, nil, nil, "name")
+	end(0, "")
+	tr.Close()
+	if s := c.One(t, "POST /v1.41/containers/create"); err != nil || s.Parent != c.One(t, "agentbox test").ID || c.Contains("hunter2") {
+		t.Errorf("%+v: %v", s, err)
 	}
 }
 
