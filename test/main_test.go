@@ -33,9 +33,9 @@ func TestMain(m *testing.M) {
 			fmt.Fprintln(os.Stderr, "the end-to-end tests need root: they run containers")
 			return 1
 		}
-		// The sweeps wait more than they compute.
+		// The sweeps wait more than they compute, but for where computing is slow.
 		flag.Parse()
-		err := flag.Set("test.parallel", "6")
+		err := flag.Set("test.parallel", fmt.Sprint(max(2, 6/patience.Nanoseconds())))
 		if err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			return 1
@@ -228,7 +228,16 @@ func (r result) String() string {
 }
 
 // commandTimeout bounds one command, so that one that hangs fails by its name.
-const commandTimeout = 5 * time.Minute
+var commandTimeout = 5 * time.Minute * patience
+
+// patience is how many times longer than elsewhere what only bounds a test may
+// take: the machine of `make test-vm` may be emulated, and its host busy.
+var patience = func() time.Duration {
+	if os.Getenv("AGENTBOX_VM") != "" {
+		return 6
+	}
+	return 1
+}()
 
 func (b *box) command(ctx context.Context, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, filepath.Join(bin, "agentbox"), append([]string{"--root", b.root}, args...)...)
@@ -429,9 +438,9 @@ func (b *box) read(path string) string {
 // eventually polls for what nothing announces.
 func (b *box) eventually(what string, ok func() bool) {
 	b.Helper()
-	for deadline := time.Now().Add(2 * time.Minute); !ok(); time.Sleep(10 * time.Millisecond) {
+	for deadline := time.Now().Add(2 * time.Minute * patience); !ok(); time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(deadline) {
-			b.Fatalf("still not so after two minutes: %s", what)
+			b.Fatalf("still not so after %v: %s", 2*time.Minute*patience, what)
 		}
 	}
 }

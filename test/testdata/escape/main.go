@@ -369,11 +369,12 @@ func swap(a, b string) {
 }
 
 // watchRuntime waits for programs of the host that come into the sandbox and
-// tries to open them for writing, once they do not run any more. It never writes.
+// tries to open them for writing, once they do not run any more. It never writes,
+// and goes on until it is ended.
 func watchRuntime() {
 	own, _ := os.Readlink("/proc/self/exe")
 	seen := map[string]bool{}
-	for end := time.Now().Add(time.Minute); time.Now().Before(end); {
+	for {
 		dirs, _ := os.ReadDir("/proc")
 		for _, d := range dirs {
 			exe := "/proc/" + d.Name() + "/exe"
