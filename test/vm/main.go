@@ -10,6 +10,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"flag"
@@ -20,6 +21,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	goruntime "runtime"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -39,6 +41,7 @@ type options struct {
 	memory  int
 	command string
 	timeout time.Duration
+	cuts    int
 }
 
 func main() {
@@ -82,6 +85,7 @@ func parse(args []string) (o options, err error) {
 	f.IntVar(&o.cpus, "cpus", 2, "CPUs of the machine")
 	f.IntVar(&o.memory, "memory", 4096, "its memory in `MB`")
 	f.DurationVar(&o.timeout, "timeout", 30*time.Minute, "the most that one suite may take")
+	f.IntVar(&o.cuts, "cuts", 3, "how many times the suite test/systemd cuts the power, each followed by a boot")
 	f.StringVar(&o.command, "command", "", "instead of suites, run this `shell command` in the machine")
 	if err := f.Parse(args); err != nil {
 		return o, err
@@ -149,30 +153,16 @@ func host(ctx context.Context, args []string) error {
 	if q.accel[1] == "kvm" {
 		bound = 2 * time.Minute
 	}
-	fmt.Fprintf(os.Stderr, "booting (the bound is %v)\n", bound)
-	begun := time.Now()
-	m, facts, err := boot(ctx, q, machineOptions{
-		Images: images, Dir: dir, Console: filepath.Join(results, "console.log"), CPUs: o.cpus, Memory: o.memory, Boot: bound,
-	})
-	if err != nil {
+	opts := machineOptions{Images: images, Dir: dir, Console: filepath.Join(results, "console.log"), CPUs: o.cpus, Memory: o.memory, Boot: bound}
+	all, facts, err := runSuites(ctx, q, opts, list, o, results)
+	if err != nil || o.command != "" {
 		return err
 	}
-	defer m.off()
-	fmt.Fprintf(os.Stderr, "up after %.0f s\n", time.Since(begun).Seconds())
-	if o.command != "" {
-		code, err := m.run(ctx, request{Args: []string{"sh", "-c", o.command}, Env: environment(o), Dir: "/root", Seconds: int(o.timeout.Seconds())}, os.Stdout)
-		if err == nil && code != 0 {
-			err = fmt.Errorf("the command ended with %d", code)
-		}
-		return err
-	}
-	var all []result
 	for _, s := range list {
-		r := m.runSuite(ctx, s, o, results)
-		fmt.Println(r)
-		all = append(all, r)
-		if r.err != nil && !alive(m) {
-			break
+		if s.boots && ctx.Err() == nil {
+			r := runBoots(ctx, q, opts, s, o, results)
+			fmt.Println(r)
+			all, facts = append(all, r), cmp.Or(facts, r.facts)
 		}
 	}
 	if !summary(os.Stdout, all, facts) || len(all) < len(list) {
@@ -184,6 +174,39 @@ func host(ctx context.Context, args []string) error {
 		return fmt.Errorf("tests failed; all output is in %s", results)
 	}
 	return nil
+}
+
+// runSuites runs, in one machine, the command or all suites that need none of
+// their own.
+func runSuites(ctx context.Context, q *emulator, opts machineOptions, list []suite, o options, results string) (all []result, facts string, err error) {
+	list = slices.DeleteFunc(slices.Clone(list), func(s suite) bool { return s.boots })
+	if len(list) == 0 && o.command == "" {
+		return nil, "", nil
+	}
+	fmt.Fprintf(os.Stderr, "booting (the bound is %v)\n", opts.Boot)
+	begun := time.Now()
+	m, facts, err := boot(ctx, q, opts)
+	if err != nil {
+		return nil, "", err
+	}
+	defer m.off()
+	fmt.Fprintf(os.Stderr, "up after %.0f s\n", time.Since(begun).Seconds())
+	if o.command != "" {
+		code, err := m.run(ctx, request{Args: []string{"sh", "-c", o.command}, Env: environment(o), Dir: "/root", Seconds: int(o.timeout.Seconds())}, os.Stdout)
+		if err == nil && code != 0 {
+			err = fmt.Errorf("the command ended with %d", code)
+		}
+		return nil, facts, err
+	}
+	for _, s := range list {
+		r := m.runSuite(ctx, s, o, results)
+		fmt.Println(r)
+		all = append(all, r)
+		if r.err != nil && !alive(m) {
+			break
+		}
+	}
+	return all, facts, nil
 }
 
 func alive(m *machine) bool {
@@ -204,43 +227,56 @@ func environment(o options) []string {
 	return env
 }
 
+// eventsOf is where the events of a suite are kept.
+func eventsOf(results string, s suite) string {
+	return filepath.Join(results, strings.ReplaceAll(s.pkg, "/", "-")+".json")
+}
+
 // runSuite runs one suite in the guest; its events go to a file of results.
 func (m *machine) runSuite(ctx context.Context, s suite, o options, results string) result {
 	r := result{suite: s}
 	begun := time.Now()
+	kept, err := os.Create(eventsOf(results, s))
+	if err != nil {
+		r.err = err
+		return r
+	}
+	defer kept.Close()
+	m.runTests(ctx, &r, o.run, nil, o, kept)
+	r.took = time.Since(begun)
+	return r
+}
+
+// runTests runs tests of a suite in the guest, adds what came of them to a result, and
+// their events to what is kept.
+func (m *machine) runTests(ctx context.Context, r *result, which string, env []string, o options, kept io.Writer) {
+	s := r.suite
 	args := []string{filepath.Join(payload, "tests", s.pkg), "-test.v=test2json", "-test.timeout=" + o.timeout.String()}
-	if o.run != "" {
-		args = append(args, "-test.run="+o.run)
+	if which != "" {
+		args = append(args, "-test.run="+which)
 	}
 	args = append(args, s.args...)
 	convert := exec.CommandContext(ctx, "go", "tool", "test2json", "-t", "-p", modulePath+"/"+s.pkg)
 	in, err := convert.StdinPipe()
 	if err != nil {
 		r.err = err
-		return r
+		return
 	}
 	events, err := convert.StdoutPipe()
 	if err != nil {
 		r.err = err
-		return r
+		return
 	}
-	kept, err := os.Create(filepath.Join(results, strings.ReplaceAll(s.pkg, "/", "-")+".json"))
-	if err != nil {
-		r.err = err
-		return r
-	}
-	defer kept.Close()
 	if r.err = convert.Start(); r.err != nil {
-		return r
+		return
 	}
+	failed := r.failed
 	tallied := make(chan error)
 	go func() { tallied <- r.tally(io.TeeReader(events, kept), os.Stdout, o.verbose) }()
-	code, err := m.run(ctx, request{Args: args, Env: environment(o), Dir: filepath.Join(payload, "src", s.pkg), Seconds: int(o.timeout.Seconds()) + 30}, in)
+	code, err := m.run(ctx, request{Args: args, Env: append(environment(o), env...), Dir: filepath.Join(payload, "src", s.pkg), Seconds: int(o.timeout.Seconds()) + 30}, in)
 	_ = in.Close()
 	r.err = errors.Join(err, <-tallied, convert.Wait())
-	r.took = time.Since(begun)
-	if code != 0 && r.failed == 0 && r.err == nil {
+	if code != 0 && r.failed == failed && r.err == nil {
 		r.err = fmt.Errorf("it ended with %d", code)
 	}
-	return r
 }

@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -93,6 +94,11 @@ func makeDisks(ctx context.Context, dir string, list []suite) error {
 			return err
 		}
 	}
+	if slices.ContainsFunc(list, func(s suite) bool { return s.boots }) {
+		if err := debPackage(ctx, filepath.Join(root, "agentbox.deb")); err != nil {
+			return err
+		}
+	}
 	if err := sources(ctx, filepath.Join(root, "src")); err != nil {
 		return err
 	}
@@ -118,11 +124,23 @@ func compile(ctx context.Context, root string, list []suite) error {
 		}
 	}
 	for _, s := range list {
-		if err := run(ctx, "go", "test", "-c", "-vet=off", "-tags", "failpoint", "-ldflags", "-s -w", "-o", filepath.Join(root, "tests", s.pkg), "./"+s.pkg); err != nil {
+		if err := run(ctx, "go", "test", "-c", "-vet=off", "-tags", "failpoint vm", "-ldflags", "-s -w", "-o", filepath.Join(root, "tests", s.pkg), "./"+s.pkg); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// debPackage makes the package that a suite installs.
+func debPackage(ctx context.Context, to string) error {
+	const version = "0.0~vm"
+	fmt.Fprintln(os.Stderr, "making the package")
+	if err := run(ctx, "env", "DEB_VERSION="+version, "scripts/deb.sh", "amd64"); err != nil {
+		return err
+	}
+	name := filepath.Join("bin/deb", "agentbox_"+version+"_amd64")
+	// Not a rename: the cache may be another filesystem.
+	return errors.Join(copyFile(name+".deb", to), os.Remove(name+".deb"), os.Remove(name+".cdx.json"))
 }
 
 // sources copies the tree as git has it, with what is new in it.

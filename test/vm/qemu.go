@@ -113,23 +113,30 @@ type machine struct {
 type machineOptions struct {
 	Images  string // directory with disk.img, vmlinuz and initrd
 	Dir     string // for its own files: payload.img, work.img, what it writes
+	Disk    string // in QEMU's format, above disk.img; empty: what is written to that is thrown away
 	Console string // path of the log
 	CPUs    int
 	Memory  int // MB
 	Boot    time.Duration
 }
 
-// boot starts a guest and returns once it is ready for commands. Its disks stay
-// as they were; what it changes goes with it. ctx ends it.
+// boot starts a guest and returns once it is ready for commands. What it changes
+// goes with it, but for a Disk of its own. ctx ends it.
 func boot(ctx context.Context, q *emulator, opts machineOptions) (_ *machine, ready string, err error) {
 	sock := filepath.Join(opts.Dir, "port")
+	root := "if=virtio,format=raw,cache=unsafe,snapshot=on,file=" + filepath.Join(opts.Images, "disk.img")
+	if opts.Disk != "" {
+		// Unsafe is what this host's end would make of it. The guest's flushes do put
+		// in order what QEMU's end leaves; see overlay.
+		root = "if=virtio,format=qcow2,cache=unsafe,file=" + opts.Disk
+	}
 	args := append(append([]string{}, q.args[1:]...), q.accel...)
 	args = append(args, "-machine", "q35", "-smp", strconv.Itoa(opts.CPUs), "-m", strconv.Itoa(opts.Memory),
 		"-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-nic", "none",
 		"-kernel", filepath.Join(opts.Images, "vmlinuz"), "-initrd", filepath.Join(opts.Images, "initrd"),
 		"-append", "root=LABEL=root rw console=ttyS0 panic=-1 quiet systemd.show_status=0 mitigations=off apparmor=1 security=apparmor",
 		"-serial", "stdio",
-		"-drive", "if=virtio,format=raw,cache=unsafe,snapshot=on,file="+filepath.Join(opts.Images, "disk.img"),
+		"-drive", root,
 		"-drive", "if=virtio,format=raw,readonly=on,file="+filepath.Join(opts.Dir, "payload.img"),
 		"-drive", "if=virtio,format=raw,cache=unsafe,discard=unmap,file="+filepath.Join(opts.Dir, "work.img"),
 		"-object", "rng-random,id=rng,filename=/dev/urandom", "-device", "virtio-rng-pci,rng=rng",

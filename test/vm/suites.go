@@ -16,6 +16,9 @@ const modulePath = "github.com/agentbox/agentbox"
 type suite struct {
 	pkg  string
 	args []string // more of its command line
+	// boots: it has machines of its own, whose disk lasts, and of agentbox what the
+	// package brings.
+	boots bool
 }
 
 // suites are all that is worth a machine of its own, the most telling first:
@@ -26,6 +29,7 @@ var suites = []suite{
 	{pkg: "criu"},
 	{pkg: "cmd/agentbox-runtime"},
 	{pkg: "test"},
+	{pkg: "test/systemd", boots: true},
 	{pkg: "overlay"},
 	{pkg: "runtime/internal/kernel"},
 	{pkg: "runtime/internal/apparmor"},
@@ -77,6 +81,7 @@ type result struct {
 	passed, failed, skipped int
 	took                    time.Duration
 	err                     error // it could not be run to its end
+	facts                   string
 	failures                []string
 }
 

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"net"
 	"os"
@@ -96,6 +97,59 @@ func TestTally(t *testing.T) {
 	r = result{}
 	if err := r.tally(strings.NewReader(`{"Action":"output","Output":"left behind\n"}`+"\n"+`{"Action":"fail"}`), &shown, false); err != nil || r.ok() {
 		t.Errorf("the result is %+v (%v)", r, err)
+	}
+}
+
+// What is ready is believed when its line is whole, and not once it is to go.
+func TestWorkSays(t *testing.T) {
+	w := newWork()
+	w.begin("restore")
+	for _, part := range []string{"work: begins checkpoint w0\nwork: rea", "dy a x\nnoise\nwork: ready b y\nwork: goes a\n", "work: begins restore w0\nwork: ready c"} {
+		if _, err := w.Write([]byte(part)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if len(w.ready) != 1 || w.ready[0] != "b y" || w.now["w0"] != "restore" || w.longest["checkpoint"] == 0 || w.failed != "" {
+		t.Errorf("%+v", w)
+	}
+	select {
+	case <-w.reached:
+	default:
+		t.Error("the restore has begun, and nobody was told")
+	}
+	w.begin("prune")
+	_, _ = w.Write([]byte("work: failed w0: no space\n"))
+	<-w.reached
+	if w.failed == "" || len(w.ready) != 1 {
+		t.Errorf("%+v", w)
+	}
+}
+
+// An overlay is of the size of what is below it, and names it.
+func TestOverlay(t *testing.T) {
+	below, over := filepath.Join(t.TempDir(), "disk.img"), filepath.Join(t.TempDir(), "over")
+	if err := os.WriteFile(below, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Truncate(below, 12<<30); err != nil {
+		t.Fatal(err)
+	}
+	if err := overlay(over, below); err != nil {
+		t.Fatal(err)
+	}
+	data, err := os.ReadFile(over)
+	if err != nil {
+		t.Fatal(err)
+	}
+	at, size := binary.BigEndian.Uint64(data[8:]), binary.BigEndian.Uint32(data[16:])
+	if string(data[:4]) != "QFI\xfb" || string(data[at:at+uint64(size)]) != below || binary.BigEndian.Uint64(data[24:]) != 12<<30 {
+		t.Errorf("its header is %q", data[:200])
+	}
+	if err := os.Truncate(below, 5<<40); err != nil {
+		t.Fatal(err)
+	}
+	if err := overlay(over, below); err == nil {
+		t.Error("a disk larger than the tables is taken")
 	}
 }
 

@@ -1,0 +1,285 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"sync"
+	"time"
+)
+
+// machines boots machines that share a disk: what one of them has written the
+// next one finds, as far as it had reached the disk.
+type machines struct {
+	q      *emulator
+	opts   machineOptions
+	o      options
+	suite  suite
+	kept   io.Writer // its events
+	result result
+}
+
+// runBoots runs a suite that reboots its machine and cuts its power: the tests
+// are the suite's, their order and what comes between is here.
+func runBoots(ctx context.Context, q *emulator, opts machineOptions, s suite, o options, results string) (r result) {
+	b := &machines{q: q, opts: opts, o: o, suite: s, result: result{suite: s}}
+	begun := time.Now()
+	defer func() { r.took = time.Since(begun) }()
+	kept, err := os.Create(eventsOf(results, s))
+	if err != nil {
+		b.result.err = err
+		return b.result
+	}
+	defer kept.Close()
+	b.kept = kept
+	b.opts.Disk = filepath.Join(opts.Dir, "disk.qcow2")
+	if err = overlay(b.opts.Disk, filepath.Join(opts.Images, "disk.img")); err == nil {
+		err = b.parts(ctx)
+	}
+	b.result.err = errors.Join(b.result.err, err)
+	return b.result
+}
+
+// parts runs those that are asked for, in one machine after the other.
+func (b *machines) parts(ctx context.Context) error {
+	asked, err := regexp.Compile(b.o.run)
+	if err != nil {
+		return err
+	}
+	m, err := b.up(ctx)
+	defer func() {
+		if m != nil {
+			m.off()
+		}
+	}()
+	if err != nil {
+		return err
+	}
+	// Without the package there is nothing to try.
+	if !b.tests(ctx, m, "TestInstall") {
+		return nil
+	}
+	if asked.MatchString("TestService") {
+		b.tests(ctx, m, "TestService")
+	}
+	if asked.MatchString("TestReboot") && b.tests(ctx, m, "TestBeforeReboot") {
+		if err := m.reboot(ctx, b.opts.Boot); err != nil {
+			return err
+		}
+		m.off()
+		if m, err = b.up(ctx); err != nil {
+			return err
+		}
+		b.tests(ctx, m, "TestAfterReboot")
+	}
+	if !asked.MatchString("TestPowerCut") {
+		return nil
+	}
+	for w, n := newWork(), 1; n <= b.o.cuts && b.result.ok(); n++ {
+		said, err := b.cut(ctx, m, w, []string{"checkpoint", "restore", "prune"}[n%3])
+		m.off()
+		if err != nil {
+			return fmt.Errorf("before cut %d of %d: %w", n, b.o.cuts, err)
+		}
+		fmt.Printf("cut %d of %d: %s; %d checkpoints were ready\n", n, b.o.cuts, said, len(w.ready))
+		if m, err = b.up(ctx); err != nil {
+			return fmt.Errorf("after cut %d of %d: %w", n, b.o.cuts, err)
+		}
+		b.tests(ctx, m, "TestAfterCut", "READY="+strings.Join(w.ready, "\n"))
+	}
+	return nil
+}
+
+// up boots a machine on the disk.
+func (b *machines) up(ctx context.Context) (*machine, error) {
+	begun := time.Now()
+	m, facts, err := boot(ctx, b.q, b.opts)
+	if err == nil {
+		b.result.facts = facts
+		fmt.Fprintf(os.Stderr, "up after %.0f s\n", time.Since(begun).Seconds())
+	}
+	return m, err
+}
+
+// tests runs one test of the suite, and tells whether it passed.
+func (b *machines) tests(ctx context.Context, m *machine, name string, env ...string) bool {
+	failed := b.result.failed
+	begun := time.Now()
+	m.runTests(ctx, &b.result, "^"+name+"$", env, b.o, b.kept)
+	word := "passed"
+	if b.result.failed > failed || b.result.err != nil {
+		word = "FAILED"
+	}
+	fmt.Printf("%s %s, %.0f s\n", name, word, time.Since(begun).Seconds())
+	return word == "passed"
+}
+
+// reboot has a machine end itself in order, as for a reboot.
+func (m *machine) reboot(ctx context.Context, bound time.Duration) error {
+	if _, err := m.run(ctx, request{Args: []string{"systemctl", "--no-block", "reboot"}, Dir: "/", Seconds: 60}, io.Discard); err != nil && alive(m) {
+		return err
+	}
+	ctx, cancel := context.WithTimeoutCause(ctx, bound, fmt.Errorf("the guest did not end within %v", bound))
+	defer cancel()
+	select {
+	case <-m.ended:
+		return nil
+	case <-ctx.Done():
+		return m.why(context.Cause(ctx))
+	}
+}
+
+// cut lets a machine work, and takes its power away in the middle of a verb. It
+// returns when that was.
+func (b *machines) cut(ctx context.Context, m *machine, w *work, verb string) (string, error) {
+	w.begin(verb)
+	ended := make(chan error, 1)
+	go func() {
+		_, err := m.run(ctx, request{Args: []string{filepath.Join(payload, "tests", b.suite.pkg), "-test.run=^TestWork$"}, Env: environment(b.o),
+			Dir: filepath.Join(payload, "src", b.suite.pkg), Seconds: int(b.o.timeout.Seconds())}, w)
+		ended <- err
+	}()
+	select {
+	case <-w.reached:
+	case err := <-ended:
+		return "", fmt.Errorf("the work ended by itself: %w\n%s", err, w.said.String())
+	}
+	into := time.Duration(rand.Int64N(int64(w.usual(verb))))
+	select {
+	case <-time.After(into):
+	case err := <-ended:
+		return "", fmt.Errorf("the work ended by itself: %w\n%s", err, w.said.String())
+	}
+	m.off()
+	<-ended // with it, nothing more is heard
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.failed != "" {
+		return "", errors.New(w.failed)
+	}
+	return fmt.Sprintf("%.1f s into a %s, at work were %q", into.Seconds(), verb, w.now), nil
+}
+
+// work is what TestWork says of itself.
+type work struct {
+	mu      sync.Mutex
+	said    bytes.Buffer
+	line    []byte
+	ready   []string // "ID MARK" of what has to be there, newest last
+	now     map[string]string
+	since   map[string]time.Time
+	longest map[string]time.Duration // of a verb
+	await   string
+	reached chan struct{} // closed when the verb that is awaited has begun
+	failed  string
+}
+
+func newWork() *work { return &work{longest: map[string]time.Duration{}} }
+
+func (w *work) begin(verb string) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.now, w.since, w.await, w.reached, w.line = map[string]string{}, map[string]time.Time{}, verb, make(chan struct{}), nil
+	w.said.Reset()
+}
+
+// usual is how long a verb takes at most, as far as is known.
+func (w *work) usual(verb string) time.Duration {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return max(w.longest[verb], 500*time.Millisecond)
+}
+
+func (w *work) Write(p []byte) (int, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.said.Write(p)
+	w.line = append(w.line, p...)
+	for {
+		line, rest, whole := bytes.Cut(w.line, []byte("\n"))
+		if !whole {
+			return len(p), nil
+		}
+		w.line = rest
+		if text, ok := strings.CutPrefix(string(line), "work: "); ok {
+			w.take(strings.Fields(text), text)
+		}
+	}
+}
+
+func (w *work) take(f []string, text string) {
+	switch {
+	case f[0] == "begins" && len(f) == 3: // VERB SANDBOX
+		verb, name := f[1], f[2]
+		if was, ok := w.now[name]; ok {
+			w.longest[was] = max(w.longest[was], time.Since(w.since[name]))
+		}
+		w.now[name], w.since[name] = verb, time.Now()
+		if verb == w.await && len(w.ready) > 0 {
+			w.await = ""
+			close(w.reached)
+		}
+	case f[0] == "ready" && len(f) == 3: // ID MARK
+		w.ready = append(w.ready, f[1]+" "+f[2])
+	case f[0] == "goes" && len(f) == 2: // ID
+		for i, r := range w.ready {
+			if strings.HasPrefix(r, f[1]+" ") {
+				w.ready = append(w.ready[:i:i], w.ready[i+1:]...)
+				break
+			}
+		}
+	default:
+		w.failed = text
+		if w.await != "" {
+			w.await = ""
+			close(w.reached)
+		}
+	}
+}
+
+// overlay makes a disk in QEMU's format that holds what is written to it, above
+// another one. QEMU keeps in memory where what was written lies, until the guest
+// flushes: when QEMU is killed much of what was not flushed is gone, later writes
+// sometimes before earlier ones, as with the cache of a real disk.
+func overlay(path, below string) error {
+	below, err := filepath.Abs(below)
+	if err != nil {
+		return err
+	}
+	info, err := os.Stat(below)
+	if err != nil {
+		return err
+	}
+	const bits, cluster = 16, 1 << 16
+	const tables, counts, level1 = 1 * cluster, 2 * cluster, 3 * cluster // after the header
+	entries := (info.Size() + cluster*cluster/8 - 1) / (cluster * cluster / 8)
+	if entries > cluster/8 {
+		return fmt.Errorf("%s is too large for this", below)
+	}
+	var head bytes.Buffer
+	extension := []uint32{0xe2792aca, 3, 0x72617700, 0, 0, 0} // the format of what is below: "raw"; the end
+	name := 104 + 4*len(extension)
+	for _, field := range []any{[]byte("QFI\xfb"), uint32(3), uint64(name), uint32(len(below)), uint32(bits), uint64(info.Size()), uint32(0),
+		uint32(entries), uint64(level1), uint64(tables), uint32(1), uint32(0), uint64(0), uint64(0), uint64(0), uint64(0), uint32(4), uint32(104), extension, []byte(below)} {
+		if err := binary.Write(&head, binary.BigEndian, field); err != nil {
+			return err
+		}
+	}
+	image := make([]byte, 4*cluster)
+	if copy(image[:cluster], head.Bytes()) < head.Len() {
+		return fmt.Errorf("%s has too long a name", below)
+	}
+	binary.BigEndian.PutUint64(image[tables:], counts)
+	for i := range 4 { // these clusters are used
+		binary.BigEndian.PutUint16(image[counts+2*i:], 1)
+	}
+	return os.WriteFile(path, image, 0o600)
+}
