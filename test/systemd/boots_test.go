@@ -66,7 +66,7 @@ func TestAfterReboot(t *testing.T) {
 	if err != nil || json.Unmarshal(data, &note) != nil {
 		t.Fatalf("what was before: %v, %s", err, data)
 	}
-	equal(t, "a clean end of the machine before", sh(t, "journalctl -b -1 -u agentbox --no-pager | grep -c 'Stopped agentbox.service'"), "1")
+	equal(t, "a clean end of the machine before", sh(t, "journalctl -b -1 -u agentbox --no-pager | tail -n 3 | grep -c 'Stopped agentbox.service'"), "1")
 	serves(t, "0") // multi-user.target has brought it up
 	for _, name := range []string{"always", "head"} {
 		eventually(t, name+" is back", func() bool { return inspect(t, name).Status == "running" })
@@ -155,7 +155,7 @@ func work(name string, say func(string, ...any)) error {
 		if err != nil {
 			return err
 		}
-		say("ready %s %s", id, mark)
+		say("ready %s %s %s", id, mark, name)
 		mine = append(mine, id)
 		if n%2 == 0 {
 			say("begins restore %s", name)
@@ -180,7 +180,8 @@ func work(name string, say func(string, ...any)) error {
 }
 
 // TestAfterCut proves, after the boot that follows a cut, that all is there that the
-// host was told is ready: READY has "ID MARK", a line each.
+// host was told is ready: READY has "ID MARK SANDBOX", a
+// line each.
 func TestAfterCut(t *testing.T) {
 	serves(t, "0")
 	agentbox(t, "recover")
@@ -211,8 +212,9 @@ func TestAfterCut(t *testing.T) {
 	}
 	// The newest one comes back, whole.
 	if len(ready) > 0 {
-		id, mark, _ := strings.Cut(ready[len(ready)-1], " ")
-		agentbox(t, "fork", "--name", "proof", "--files-only", id)
+		f := strings.Fields(ready[len(ready)-1])
+		id, mark, name := f[0], f[1], f[2]
+		agentbox(t, "fork", "--name", "proof", "--files-only", name+"@"+id)
 		equal(t, "the mark in the newest checkpoint", agentbox(t, "exec", "proof", "cat", "/mark"), mark)
 		agentbox(t, "exec", "proof", "sh", "-c", "sha256sum -c /sum && test -e /d/"+mark)
 		agentbox(t, "rm", "-f", "proof")

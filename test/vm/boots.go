@@ -83,7 +83,7 @@ func (b *machines) parts(ctx context.Context) error {
 	if !asked.MatchString("TestPowerCut") {
 		return nil
 	}
-	for w, n := newWork(), 1; n <= b.o.cuts && b.result.ok(); n++ {
+	for w, n, well := newWork(), 1, true; n <= b.o.cuts && well; n++ {
 		said, err := b.cut(ctx, m, w, []string{"checkpoint", "restore", "prune"}[n%3])
 		m.off()
 		if err != nil {
@@ -93,7 +93,7 @@ func (b *machines) parts(ctx context.Context) error {
 		if m, err = b.up(ctx); err != nil {
 			return fmt.Errorf("after cut %d of %d: %w", n, b.o.cuts, err)
 		}
-		b.tests(ctx, m, "TestAfterCut", "READY="+strings.Join(w.ready, "\n"))
+		well = b.tests(ctx, m, "TestAfterCut", "READY="+strings.Join(w.ready, "\n"))
 	}
 	return nil
 }
@@ -173,7 +173,7 @@ type work struct {
 	mu      sync.Mutex
 	said    bytes.Buffer
 	line    []byte
-	ready   []string // "ID MARK" of what has to be there, newest last
+	ready   []string // "ID MARK SANDBOX" of what has to be there, newest last
 	now     map[string]string
 	since   map[string]time.Time
 	longest map[string]time.Duration // of a verb
@@ -227,8 +227,8 @@ func (w *work) take(f []string, text string) {
 			w.await = ""
 			close(w.reached)
 		}
-	case f[0] == "ready" && len(f) == 3: // ID MARK
-		w.ready = append(w.ready, f[1]+" "+f[2])
+	case f[0] == "ready" && len(f) == 4: // ID MARK SANDBOX
+		w.ready = append(w.ready, strings.Join(f[1:], " "))
 	case f[0] == "goes" && len(f) == 2: // ID
 		for i, r := range w.ready {
 			if strings.HasPrefix(r, f[1]+" ") {

@@ -104,12 +104,12 @@ func TestTally(t *testing.T) {
 func TestWorkSays(t *testing.T) {
 	w := newWork()
 	w.begin("restore")
-	for _, part := range []string{"work: begins checkpoint w0\nwork: rea", "dy a x\nnoise\nwork: ready b y\nwork: goes a\n", "work: begins restore w0\nwork: ready c"} {
+	for _, part := range []string{"work: begins checkpoint w0\nwork: rea", "dy a x s\nnoise\nwork: ready b y s\nwork: goes a\n", "work: begins restore w0\nwork: ready c"} {
 		if _, err := w.Write([]byte(part)); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if len(w.ready) != 1 || w.ready[0] != "b y" || w.now["w0"] != "restore" || w.longest["checkpoint"] == 0 || w.failed != "" {
+	if len(w.ready) != 1 || w.ready[0] != "b y s" || w.now["w0"] != "restore" || w.longest["checkpoint"] == 0 || w.failed != "" {
 		t.Errorf("%+v", w)
 	}
 	select {
