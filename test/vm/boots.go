@@ -152,7 +152,7 @@ func (b *machines) cut(ctx context.Context, m *machine, w *work, verb string) (s
 	case err := <-ended:
 		return "", fmt.Errorf("the work ended by itself: %w\n%s", err, w.said.String())
 	}
-	into := time.Duration(rand.Int64N(int64(w.usual(verb))))
+	into := time.Duration(rand.Int64N(int64(w.takes(verb))))
 	select {
 	case <-time.After(into):
 	case err := <-ended:
@@ -176,13 +176,13 @@ type work struct {
 	ready   []string // "ID MARK SANDBOX" of what has to be there, newest last
 	now     map[string]string
 	since   map[string]time.Time
-	longest map[string]time.Duration // of a verb
+	least   map[string]time.Duration // that a verb has taken
 	await   string
 	reached chan struct{} // closed when the verb that is awaited has begun
 	failed  string
 }
 
-func newWork() *work { return &work{longest: map[string]time.Duration{}} }
+func newWork() *work { return &work{least: map[string]time.Duration{}} }
 
 func (w *work) begin(verb string) {
 	w.mu.Lock()
@@ -191,11 +191,12 @@ func (w *work) begin(verb string) {
 	w.said.Reset()
 }
 
-// usual is how long a verb takes at most, as far as is known.
-func (w *work) usual(verb string) time.Duration {
+// takes is how long a verb takes at least, as far as is known: a cut within that
+// is one in the middle of it.
+func (w *work) takes(verb string) time.Duration {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return max(w.longest[verb], 500*time.Millisecond)
+	return max(w.least[verb], 500*time.Millisecond)
 }
 
 func (w *work) Write(p []byte) (int, error) {
@@ -220,7 +221,9 @@ func (w *work) take(f []string, text string) {
 	case f[0] == "begins" && len(f) == 3: // VERB SANDBOX
 		verb, name := f[1], f[2]
 		if was, ok := w.now[name]; ok {
-			w.longest[was] = max(w.longest[was], time.Since(w.since[name]))
+			if took := time.Since(w.since[name]); w.least[was] == 0 || took < w.least[was] {
+				w.least[was] = took
+			}
 		}
 		w.now[name], w.since[name] = verb, time.Now()
 		if verb == w.await && len(w.ready) > 0 {

@@ -109,7 +109,7 @@ func TestWorkSays(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if len(w.ready) != 1 || w.ready[0] != "b y s" || w.now["w0"] != "restore" || w.longest["checkpoint"] == 0 || w.failed != "" {
+	if len(w.ready) != 1 || w.ready[0] != "b y s" || w.now["w0"] != "restore" || w.least["checkpoint"] == 0 || w.failed != "" {
 		t.Errorf("%+v", w)
 	}
 	select {
