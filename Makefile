@@ -52,6 +52,7 @@ demo: deps build
 test: TRIM =
 test: test-deps build
 	$(GO) vet -tags failpoint ./...
+	$(GO) vet -tags 'failpoint soak vm' ./test ./test/systemd
 	test -z "$$(gofmt -l .)"
 	scripts/failures.sh $(GO) test -vet=off -tags failpoint -p 3 -timeout 25m ./test ./test/docker ./...
 
