@@ -19,6 +19,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -296,8 +297,11 @@ func (e *Engine) intent(ctx context.Context, in store.Intent, data any, fn func(
 
 // begin records an intent that is under way here until end: nobody in this
 // process needs to find out whether it was left behind. In a service that is
-// every other verb, before each of its own.
+// every other verb, before each of its own. Its caller holds the sandbox's lock.
 func (e *Engine) begin(ctx context.Context, in store.Intent) (seq int64, end func(), err error) {
+	if err := e.nothingLeft(ctx, in); err != nil {
+		return 0, nil, err
+	}
 	if seq, err = e.store.Begin(ctx, in); err != nil {
 		return 0, nil, err
 	}
@@ -310,6 +314,25 @@ func (e *Engine) begin(ctx context.Context, in store.Intent) (seq int64, end fun
 		defer e.mu.Unlock()
 		delete(e.under, seq)
 	}, nil
+}
+
+// nothingLeft refuses a verb on a sandbox in which an earlier one was interrupted, and
+// could not be brought to its end before this: done later, it would undo what this does.
+func (e *Engine) nothingLeft(ctx context.Context, in store.Intent) error {
+	if in.Op == opRemove { // after which all that is left is moot
+		return nil
+	}
+	left, err := e.leftIn(ctx, in.Sandbox)
+	if len(left) > 0 {
+		return fmt.Errorf("%w: its last %s was interrupted and is not finished; `agentbox recover` finishes it, or says why it cannot", ErrState, left[0].Op)
+	}
+	return err
+}
+
+// leftIn lists what was begun in a sandbox and is not under way here.
+func (e *Engine) leftIn(ctx context.Context, id string) ([]store.Intent, error) {
+	intents, err := e.store.Intents(ctx)
+	return slices.DeleteFunc(intents, func(in store.Intent) bool { return in.Sandbox != id || e.underWay(in.Seq) }), err
 }
 
 // underWay tells whether this very process works on an intent.

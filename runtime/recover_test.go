@@ -134,3 +134,73 @@ func TestRecoverCheckpointStop(t *testing.T) {
 		t.Errorf("%s, restarts: %+v, %v", got.Status, got.Restarts, err)
 	}
 }
+
+// gone is a backend whose engine does not answer.
+type gone struct {
+	runtime.Backend
+	is bool
+}
+
+func (b *gone) Stop(ctx context.Context, id string, o runtime.StopOptions) error {
+	if b.is {
+		return errors.New("the engine is gone")
+	}
+	return b.Backend.Stop(ctx, id, o)
+}
+
+// What could not be recovered is recovered before anything else is done, never over it.
+func TestUnrecoveredRefuses(t *testing.T) {
+	b := &gone{}
+	r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })
+	sb := r.create(t, "box")
+	file := filepath.Join(sb.Upperdir, "file")
+	var list []runtime.Checkpoint
+	for _, text := range []string{"one", "two"} {
+		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		row, err := r.Checkpoint(ctx, sb.ID, runtime.CheckpointOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		list = append(list, row)
+	}
+	if _, err := r.store.Begin(ctx, store.Intent{Op: "start", Sandbox: sb.ID}); err != nil {
+		t.Fatal(err)
+	}
+	b.is = true
+	if _, err := r.RecoverInterrupted(ctx); err == nil {
+		t.Error("it was recovered without its engine")
+	}
+	b.is = false
+	_, err := r.Restore(ctx, sb.ID, runtime.RestoreOptions{Checkpoint: list[0].ID, NoUndo: true})
+	if !errors.Is(err, runtime.ErrState) {
+		t.Errorf("restore: %v", err)
+	}
+	if got, err := os.ReadFile(file); err != nil || string(got) != "two" {
+		t.Errorf("%q, %v", got, err)
+	}
+	if _, err := r.Checkpoint(ctx, sb.ID, runtime.CheckpointOptions{}); !errors.Is(err, runtime.ErrState) {
+		t.Errorf("checkpoint: %v", err)
+	}
+	if _, err := r.RecoverInterrupted(ctx); err != nil {
+		t.Fatal(err)
+	}
+
+	// It can be removed at any time, and what was begun in it is then moot.
+	if _, err := r.store.Begin(ctx, store.Intent{Op: "start", Sandbox: sb.ID}); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Remove(ctx, sb.ID, runtime.RemoveOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	if left, err := r.store.Intents(ctx); err != nil || len(left) > 0 {
+		t.Errorf("left in the journal: %+v, %v", left, err)
+	}
+	if _, err := r.Restore(ctx, sb.ID, runtime.RestoreOptions{Checkpoint: list[0].ID, NoUndo: true}); err != nil {
+		t.Error(err)
+	}
+	if got, err := os.ReadFile(file); err != nil || string(got) != "one" {
+		t.Errorf("%q, %v", got, err)
+	}
+}

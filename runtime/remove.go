@@ -110,10 +110,24 @@ func (e *Engine) finishRemove(ctx context.Context, host Host, id string, checkpo
 	if err := failpoint.Hit("remove.after-checkpoints"); err != nil {
 		return err
 	}
+	left, err := e.leftIn(ctx, id) // while the lock keeps others from beginning anything
+	if err != nil {
+		return err
+	}
 	if err := e.store.DeleteSandbox(ctx, id); err != nil {
 		return err
 	}
-	return failpoint.Hit("remove.after-row")
+	if err := failpoint.Hit("remove.after-row"); err != nil {
+		return err
+	}
+	// What was begun in it is moot, and one that is made again of its checkpoint has
+	// the same id.
+	for _, in := range left {
+		if in.Op != opRemove {
+			err = errors.Join(err, e.store.Done(ctx, in.Seq))
+		}
+	}
+	return err
 }
 
 // Reap frees what an exited sandbox still holds, and the sandbox itself when
