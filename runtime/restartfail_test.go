@@ -137,3 +137,40 @@ func TestGiveUpWaitsForLock(t *testing.T) {
 		t.Errorf("it has failed as often as it may: %+v, %v", got.Restarts, err)
 	}
 }
+
+// A verb that was cut off when a sandbox had failed as often as it may keeps its watch
+// neither from putting that on record nor from ending.
+func TestGiveUpRecovers(t *testing.T) {
+	b := &failed{}
+	r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })
+	sb, err := r.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{
+		Name: "s", Image: "base", Args: []string{"false"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+		Restart: runtime.Restart{Policy: runtime.RestartOnFailure, Retries: 1},
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.Start(ctx, sb.ID, nil); err != nil {
+		t.Fatal(err)
+	}
+	ends := func() {
+		if err := b.Stop(ctx, sb.ID, runtime.StopOptions{}); err != nil {
+			t.Error(err)
+		}
+	}
+	ends()
+	r.log.message, r.log.fn = "restarted", func() {
+		ends()
+		if _, err := r.store.Begin(ctx, store.Intent{Op: "start", Sandbox: sb.ID}); err != nil {
+			t.Error(err)
+		}
+	}
+	soon, cancel := context.WithTimeout(ctx, 30*time.Second)
+	defer cancel()
+	if err := r.Watch(soon, sb.ID); err != nil {
+		t.Errorf("the watch: %v", err)
+	}
+	if got, err := r.Sandbox(ctx, sb.ID); err != nil || !got.Restarts.GivenUp {
+		t.Errorf("it has failed as often as it may: %+v, %v", got.Restarts, err)
+	}
+}

@@ -331,8 +331,12 @@ func (r Restart) limits(c Container) bool {
 }
 
 // whileOver calls fn with the lock of a sandbox that ended at a time, if nobody has started it
-// since. same is false when somebody has, or fn was not called for an error.
+// since. same is false when somebody has, or fn was not called for an error. A verb
+// that was cut off is brought to its end first.
 func (e *Engine) whileOver(ctx context.Context, id string, finished time.Time, fn func(*locked) error) (same bool, err error) {
+	if _, err := e.RecoverInterrupted(ctx); err != nil {
+		return false, err
+	}
 	sb, _, c, err := e.overdue(ctx, id)
 	if err != nil {
 		return false, err

@@ -370,10 +370,10 @@ func (w *watching) again(ctx context.Context, sb store.Sandbox, s Spec, c Contai
 
 // later has the watch look again: whoever has the sandbox, or had it since, has the last word.
 func (w *watching) later(err error) (done bool, wait time.Duration, _ error) {
-	if errors.Is(err, ErrBusy) || errors.Is(err, ErrNotFound) {
-		err = nil
+	if err != nil && !errors.Is(err, ErrBusy) && !errors.Is(err, ErrNotFound) {
+		return false, latest, err
 	}
-	return false, time.Second, err
+	return false, time.Second, nil
 }
 
 // end stops a sandbox. One that a verb is at work on is tried again.

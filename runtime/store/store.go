@@ -131,6 +131,14 @@ func (s *Store) Close() (err error) {
 	return nil
 }
 
+const (
+	// readers is how many connections read.
+	readers = 4
+	// walSize is what a WAL is cut to, in bytes, when it begins anew; it grows while
+	// readers follow each other without a gap.
+	walSize = 4 << 20
+)
+
 // The bytes of state.db that users of it lock; see "File locking" in SQLite's os.h.
 const (
 	sharedFirst = 0x40000000 + 2
@@ -209,7 +217,7 @@ func (s *Store) openDB(ctx context.Context) (err error) {
 	if _, err := sqlite.OFDLocking(true); err != nil && !errors.Is(err, sqlite.ErrOFDLockingUnavailable) {
 		return err
 	}
-	db, err := s.connect("immediate", "journal_mode(WAL)", "synchronous(FULL)")
+	db, err := s.connect("immediate", "journal_mode(WAL)", "synchronous(FULL)", fmt.Sprintf("journal_size_limit(%d)", walSize))
 	if err != nil {
 		return err
 	}
@@ -227,7 +235,7 @@ func (s *Store) openDB(ctx context.Context) (err error) {
 	}
 	// In WAL mode nobody who reads waits for who writes, whose connection is taken for
 	// as long as the disk takes, and each query sees all that was committed
-	// before it. Up to four, so that a long one keeps no list waiting.
+	// before it. There are some, so that a long one keeps no list waiting.
 	read, err := s.connect("deferred", "query_only(ON)")
 	if err != nil {
 		return err
@@ -237,7 +245,8 @@ func (s *Store) openDB(ctx context.Context) (err error) {
 			_ = read.Close()
 		}
 	}()
-	read.SetMaxOpenConns(4)
+	read.SetMaxOpenConns(readers)
+	read.SetMaxIdleConns(readers)
 	s.read = read
 	return s.prepare(ctx)
 }
