@@ -21,8 +21,23 @@ func passTrace(ctx context.Context, header http.Header) {
 	traceContext.Inject(ctx, propagation.HeaderCarrier(header))
 }
 
-// traced begins the span of a request, if there is to be one. It has the route, not
-// the path, and no query: these may have in them what is nobody else's.
+// looksBy are the routes that only look, though they are asked with POST. A heartbeat
+// counts as one.
+var looksBy = map[string]bool{
+	"/v1/diff": true, "/v1/stats": true, "/v1/sandboxes/{sandbox}/plan": true, "/v1/leases/{lease}/renew": true,
+}
+
+// looks tells whether a request only looks. One that becomes a session, such as that
+// of exec, does more.
+func looks(r *http.Request, route string) bool {
+	reads := r.Method == http.MethodGet || r.Method == http.MethodHead
+	return reads && r.Header.Get("Upgrade") == "" || looksBy[route]
+}
+
+// traced begins the span of a request, if there is to be one: what only looks begins
+// no trace, and which service this is, as clients ask before all else, is in none. It
+// has the route, not the path, and no query: these may have in them what is nobody
+// else's.
 func (h *Handler) traced(ctx context.Context, r *http.Request) (_ context.Context, end func(*statusWriter)) {
 	none := func(*statusWriter) {}
 	if h.opts.Tracer == nil {
@@ -30,10 +45,13 @@ func (h *Handler) traced(ctx context.Context, r *http.Request) (_ context.Contex
 	}
 	_, pattern := h.mux.Handler(r)
 	_, route, _ := strings.Cut(pattern, " ")
-	if !h.verbs[pattern] || !strings.HasPrefix(route, "/v1/") {
+	if !h.verbs[pattern] || !strings.HasPrefix(route, "/v1/") || route == "/v1/info" {
 		return ctx, none
 	}
 	ctx = traceContext.Extract(ctx, propagation.HeaderCarrier(r.Header))
+	if looks(r, route) && !trace.SpanContextFromContext(ctx).IsValid() {
+		return ctx, none
+	}
 	ctx, span := h.opts.Tracer.Start(ctx, pattern, trace.WithSpanKind(trace.SpanKindServer),
 		trace.WithAttributes(attribute.String("http.request.method", r.Method), attribute.String("http.route", route)))
 	return ctx, func(w *statusWriter) {
