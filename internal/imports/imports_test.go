@@ -78,7 +78,7 @@ var allowed = map[string][]string{
 	"runtime/store":               {"internal/failpoint", "internal/fault", "overlay", "runtime/store/pack"},
 	"runtime/store/pack":          {"internal/failpoint", "internal/fault"},
 	"runtime/volume":              {"criu/stage", "internal/failpoint", "internal/fault", "internal/lazy", "overlay", "policy", "runtime", "runtime/internal/kernel", "runtime/internal/record"},
-	"runtime/traces":              {"images", "images/source", "internal/fault", "policy", "runtime", "runtime/audit"},
+	"runtime/traces":              {"images", "images/source", "internal/fault", "internal/lazy", "policy", "runtime", "runtime/audit"},
 	"runtime/traces/tracestest":   {},
 	"internal/remote/remotetest":  {},
 	"test":                        {},

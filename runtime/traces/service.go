@@ -10,6 +10,7 @@ import (
 	"go.opentelemetry.io/otel/attribute"
 	"go.opentelemetry.io/otel/trace"
 
+	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/audit"
 )
@@ -40,7 +41,7 @@ var _ audit.Engine = (*Service)(nil)
 
 // Names of attributes.
 const (
-	attrRef     = attribute.Key("agentbox.ref") // the sandbox, checkpoint or image as the caller named it
+	attrRef     = attribute.Key("agentbox.ref") // the sandbox, checkpoint or image as the caller named it, if that is the form of a name
 	attrID      = attribute.Key("agentbox.sandbox.id")
 	attrName    = attribute.Key("agentbox.sandbox.name")
 	attrBackend = attribute.Key("agentbox.backend")
@@ -77,11 +78,22 @@ func sandbox(ref string) target    { return target{ref, 's'} }
 func checkpoint(ref string) target { return target{ref, 'c'} }
 func named(ref string) target      { return target{ref: ref} }
 
+var (
+	imageRule  = lazy.Regexp(`^[\w./:+~-]+(@sha256:[0-9a-f]{64})?$`)
+	taggedRule = lazy.Regexp(`^[\w.-]+@[\w.-]+$`)
+)
+
+// plain tells whether the ref has the form of one. What is typed in its place may be
+// a URL with a password or a token, which no reference has.
+func (t target) plain() bool {
+	return imageRule().MatchString(t.ref) || t.kind != 0 && taggedRule().MatchString(t.ref)
+}
+
 // made is a verb with its span, which do may tell more about.
 func made[T any](ctx context.Context, s *Service, verb string, on target, do func(context.Context, trace.Span) (T, error)) (T, error) {
 	ctx, span := s.tracer.Start(ctx, "agentbox."+strings.ReplaceAll(verb, " ", "."))
 	defer span.End()
-	if on.ref != "" {
+	if on.plain() {
 		span.SetAttributes(attrRef.String(clip(on.ref)))
 	}
 	if on.ref != "" && on.kind != 0 && span.IsRecording() {
@@ -142,7 +154,10 @@ func taken(span trace.Span, c runtime.Checkpoint) {
 		return
 	}
 	box(span, c.Sandbox, c.SandboxName, "")
-	span.SetAttributes(attrCheckpoint.String(c.ID), attrKind.String(c.Kind), attrTrigger.String(clip(c.Trigger)), attrBytes.Int64(c.Bytes))
+	span.SetAttributes(attrCheckpoint.String(c.ID), attrKind.String(c.Kind), attrBytes.Int64(c.Bytes))
+	if (target{ref: c.Trigger}).plain() { // it is the caller's, too
+		span.SetAttributes(attrTrigger.String(clip(c.Trigger)))
+	}
 }
 
 func ms(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/http"
 	"net/url"
 	"os"
 	"strings"
@@ -94,7 +95,8 @@ func Open(o Options) (*Traces, error) {
 	odd := func(err error) { slog.Warn("traces are not all that the environment asks for", "err", out.text(err)) }
 	otel.SetErrorHandler(otel.ErrorHandlerFunc(odd))
 	otel.SetLogger(logr.New(quiet{odd}))
-	opts := []otlptracehttp.Option{otlptracehttp.WithMaxResponseSize(64 << 10)}
+	// A client of our own would take no certificates and no timeout from the environment.
+	opts := []otlptracehttp.Option{otlptracehttp.WithMaxResponseSize(64 << 10), otlptracehttp.WithProxy(proxy)}
 	if !o.Lasting {
 		opts = append(opts, otlptracehttp.WithRetry(otlptracehttp.RetryConfig{Enabled: false}))
 	}
@@ -112,6 +114,16 @@ func Open(o Options) (*Traces, error) {
 	t := &Traces{out: out, provider: sdk.NewTracerProvider(sdk.WithResource(about), sdk.WithBatcher(out))}
 	t.tracer = t.provider.Tracer("github.com/agentbox/agentbox")
 	return t, nil
+}
+
+// proxy is that of the environment for what goes to the collector, and nothing for
+// what a redirect leads to: the headers that are for the collector would go along,
+// keys with them.
+func proxy(r *http.Request) (*url.URL, error) {
+	if r.Response != nil {
+		return nil, errors.New("the collector redirects, which is not followed: name the address that it leads to")
+	}
+	return http.ProxyFromEnvironment(r)
 }
 
 // Tracer makes spans; nil: there are to be none.

@@ -3,6 +3,7 @@ package traces
 import (
 	"bytes"
 	"context"
+	"encoding/pem"
 	"errors"
 	"fmt"
 	"io"
@@ -10,14 +11,14 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"path/filepath"
 	"reflect"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
-	"github.com/docker/docker/api/types/container"
-	"github.com/docker/docker/client"
 	sdk "go.opentelemetry.io/otel/sdk/trace"
 	"go.opentelemetry.io/otel/trace"
 
@@ -122,8 +123,8 @@ func TestWanted(t *testing.T) {
 	}
 }
 
-// call calls a method of the Service with whatever.
-func call(t *testing.T, svc audit.Engine, ctx context.Context, m reflect.Method) error {
+// call calls a method of the Service with whatever, and text.
+func call(t *testing.T, svc audit.Engine, ctx context.Context, m reflect.Method, text string) error {
 	t.Helper()
 	args := []reflect.Value{reflect.ValueOf(ctx)}
 	for j := 1; j < m.Type.NumIn(); j++ {
@@ -137,7 +138,7 @@ func call(t *testing.T, svc audit.Engine, ctx context.Context, m reflect.Method)
 		case in.Kind() == reflect.Func:
 			args = append(args, reflect.MakeFunc(in, func([]reflect.Value) []reflect.Value { return []reflect.Value{reflect.Zero(in.Out(0))} }))
 		case in.Kind() == reflect.String:
-			args = append(args, reflect.ValueOf("none-such"))
+			args = append(args, reflect.ValueOf(text))
 		default:
 			args = append(args, reflect.Zero(in))
 		}
@@ -165,7 +166,7 @@ func TestEveryVerb(t *testing.T) {
 		if m.Name == "Close" {
 			continue
 		}
-		want = append(want, seen{m.Name, call(t, svc, ctx, m)})
+		want = append(want, seen{m.Name, call(t, svc, ctx, m, "none-such")})
 	}
 	end(3, "not_found")
 	tr.Close()
@@ -365,25 +366,94 @@ func TestSaidOnce(t *testing.T) {
 	}
 }
 
-// Docker's client makes a span of each of its calls below ours, with nothing of what it
-// sends in it.
-func TestDocker(t *testing.T) {
+// Who sends the collector's spans on elsewhere gets neither those nor the headers; the
+// certificate is that of the environment all the same.
+func TestRedirects(t *testing.T) {
+	for _, scheme := range []string{"http", "https"} {
+		for _, code := range []int{http.StatusFound, http.StatusTemporaryRedirect} {
+			t.Run(fmt.Sprint(scheme, " ", code), func(t *testing.T) {
+				serve := httptest.NewServer
+				if scheme == "https" {
+					serve = httptest.NewTLSServer
+				}
+				var asked, elsewhere atomic.Int64
+				other := serve(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { elsewhere.Add(1) }))
+				defer other.Close()
+				first := serve(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+					asked.Add(1)
+					http.Redirect(w, r, other.URL+"/v1/traces", code)
+				}))
+				defer first.Close()
+				env := []string{prefix + "ENDPOINT=" + first.URL, prefix + "HEADERS=x-api-key=swordfish-1"}
+				if scheme == "https" {
+					file := filepath.Join(t.TempDir(), "ca.pem")
+					if err := os.WriteFile(file, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: first.Certificate().Raw}), 0o600); err != nil {
+						t.Fatal(err)
+					}
+					env = append(env, prefix+"CERTIFICATE="+file)
+				}
+				environment(t, env...)
+				log := logged(t)
+				tr := opened(t, Options{})
+				_, end := tr.Command(t.Context(), "agentbox test")
+				end(0, "")
+				tr.Close()
+				if text := log.String(); asked.Load() != 1 || elsewhere.Load() != 0 || strings.Count(text, "\n") != 1 || !strings.Contains(text, "redirects, which is not followed") || strings.Contains(text, "swordfish") {
+					t.Errorf("%d asked, %d elsewhere: %s", asked.Load(), elsewhere.Load(), text)
+				}
+			})
+		}
+	}
+}
+
+// What has not the form of a name is not written down: it may be a URL with a password.
+func TestRefs(t *testing.T) {
+	digest := "@sha256:" + strings.Repeat("0a", 32)
+	for _, c := range []struct {
+		target
+		want bool
+	}{
+		{sandbox(""), false},
+		{sandbox("c"), true},
+		{sandbox("docker://web_1"), true},
+		{checkpoint("c@before-2"), true},
+		{checkpoint("0af7651916cd"), true},
+		{named("debian:12"), true},
+		{named("docker://localhost:5000/a/b:c"), true},
+		{named("r.example/x:1" + digest), true},
+		{named("oci:/srv/images:x"), true},
+		{named("https://user:PASSW0RD@host/x"), false},
+		{named("PASSW0RD@host"), false},
+		{named("user:PASSW0RD@host/x" + digest), false},
+		{named("bootstrap:debian/trixie?mirror=http://user:PASSW0RD@host/debian"), false},
+		{named("host/x?token=PASSW0RD"), false},
+		{named("host/x#PASSW0RD"), false},
+		{named("user%3APASSW0RD%40host"), false},
+		{named("a\nPASSW0RD"), false},
+		{sandbox("https://PASSW0RD@host/x"), false},
+		{sandbox("https://PASSW0RD@host"), false},
+		{checkpoint("user:PASSW0RD@host"), false},
+	} {
+		if got := c.plain(); got != c.want {
+			t.Errorf("%q: %v", c.ref, got)
+		}
+	}
 	c := tracestest.New(t)
 	environment(t, prefix+"ENDPOINT="+c.URL)
 	tr := opened(t, Options{})
-	daemon := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { _, _ = io.WriteString(w, `{"Id":"x"}`) }))
-	defer daemon.Close()
-	d, err := client.NewClientWithOpts(client.WithHost("tcp://"+daemon.Listener.Addr().String()), client.WithVersion("1.41"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer d.Close()
+	svc := tr.Around(engine(t))
 	ctx, end := tr.Command(t.Context(), "agentbox test")
-	_, err = d.ContainerCreate(ctx, &container.Config{Env: []string{"P=hunter2"}, Cmd: []string{"hunter2"}}, nil, nil, nil, "name")
+	for i := range reflect.TypeFor[runtime.Local]().NumMethod() {
+		if m := reflect.TypeFor[runtime.Local]().Method(i); m.Name != "Close" {
+			_ = call(t, svc, ctx, m, "https://user:PASSW0RD@host/x")
+		}
+	}
+	_, _ = svc.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{Name: "PASSW0RD@h", Image: "https://user:PASSW0RD@host/x"}})
+	_, _ = svc.CreateLease(ctx, runtime.LeaseRequest{Name: "https://user:PASSW0RD@host/x"})
 	end(0, "")
 	tr.Close()
-	if s := c.One(t, "POST /v1.41/containers/create"); err != nil || s.Parent != c.One(t, "agentbox test").ID || c.Contains("hunter2") {
-		t.Errorf("%+v: %v", s, err)
+	if n := len(c.Spans()); n < 60 || c.Contains("PASSW0RD") {
+		t.Errorf("%d spans: %+v", n, c.Spans())
 	}
 }
 
