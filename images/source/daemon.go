@@ -12,6 +12,7 @@ import (
 
 	"github.com/containerd/errdefs"
 	"github.com/docker/docker/client"
+	"go.opentelemetry.io/otel/trace/noop"
 
 	"github.com/agentbox/agentbox/internal/fault"
 )
@@ -39,7 +40,7 @@ func openDaemon(ctx context.Context, ref Reference, opts Options) (*image, error
 }
 
 func dockerClient() (*client.Client, error) {
-	c, err := client.NewClientWithOpts(client.FromEnv, client.WithAPIVersionNegotiation())
+	c, err := client.NewClientWithOpts(client.FromEnv, client.WithAPIVersionNegotiation(), client.WithTraceProvider(noop.NewTracerProvider()))
 	if err != nil {
 		return nil, fmt.Errorf("the Docker daemon: %w: %w", fault.ErrInvalid, err)
 	}

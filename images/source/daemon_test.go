@@ -1,9 +1,12 @@
 package source
 
 import (
+	"context"
 	"os/exec"
 	"strings"
 	"testing"
+
+	"github.com/agentbox/agentbox/runtime/traces/tracestest"
 )
 
 // Of a program that talks on and on only the end is kept.
@@ -17,4 +20,19 @@ func TestTail(t *testing.T) {
 	if n := said.kept.Len(); n > 16<<10 || !strings.HasSuffix(said.said(), "the end") {
 		t.Errorf("%d bytes are kept, ending in %q", n, said.said())
 	}
+}
+
+// What is asked of the daemon is in no span.
+func TestNoSpans(t *testing.T) {
+	tracestest.Quiet(t, func(ctx context.Context, host string) {
+		t.Setenv("DOCKER_HOST", host)
+		c, err := dockerClient()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		if _, err := c.ImageSave(ctx, []string{"i"}); err == nil {
+			t.Error("a daemon that answers with nothing is one")
+		}
+	})
 }

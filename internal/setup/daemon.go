@@ -18,6 +18,7 @@ import (
 	"github.com/containerd/errdefs"
 	"github.com/docker/docker/api/types/container"
 	"github.com/docker/docker/client"
+	"go.opentelemetry.io/otel/trace/noop"
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
@@ -285,7 +286,7 @@ func (d *daemon) reload(ctx context.Context) error {
 }
 
 func (d *daemon) client() (*client.Client, error) {
-	return client.NewClientWithOpts(client.WithHost(d.host), client.WithAPIVersionNegotiation())
+	return client.NewClientWithOpts(client.WithHost(d.host), client.WithAPIVersionNegotiation(), client.WithTraceProvider(noop.NewTracerProvider()))
 }
 
 // registered is what the daemon says of its runtimes.

@@ -35,6 +35,7 @@ import (
 
 	"github.com/docker/docker/api/types/system"
 	"github.com/docker/docker/client"
+	"go.opentelemetry.io/otel/trace/noop"
 
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/fault"
@@ -132,7 +133,7 @@ func Open(opts Options) (*Backend, error) {
 		}
 	}
 	b.root, b.run = opts.Root, opts.Run
-	if b.api, err = client.NewClientWithOpts(client.WithHost(b.host), client.WithVersionFromEnv(), client.WithAPIVersionNegotiation()); err != nil {
+	if b.api, err = client.NewClientWithOpts(client.WithHost(b.host), client.WithVersionFromEnv(), client.WithAPIVersionNegotiation(), client.WithTraceProvider(noop.NewTracerProvider())); err != nil {
 		return nil, fmt.Errorf("%w: %w", fault.ErrInvalid, err)
 	}
 	return b, nil

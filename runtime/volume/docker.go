@@ -10,6 +10,7 @@ import (
 	"github.com/docker/docker/api/types/container"
 	"github.com/docker/docker/api/types/filters"
 	"github.com/docker/docker/client"
+	"go.opentelemetry.io/otel/trace/noop"
 
 	"github.com/agentbox/agentbox/internal/fault"
 )
@@ -45,7 +46,7 @@ type docker struct{ api *client.Client }
 // Docker returns the Engine on the Docker daemon that DOCKER_HOST names, or the
 // default one. It asks the daemon nothing yet.
 func Docker() (Engine, error) {
-	api, err := client.NewClientWithOpts(client.FromEnv, client.WithAPIVersionNegotiation())
+	api, err := client.NewClientWithOpts(client.FromEnv, client.WithAPIVersionNegotiation(), client.WithTraceProvider(noop.NewTracerProvider()))
 	if err != nil {
 		return nil, fmt.Errorf("docker client: %w: %w", fault.ErrInvalid, err)
 	}
