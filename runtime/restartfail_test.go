@@ -90,11 +90,11 @@ func (b *failed) Inspect(ctx context.Context, id string) (runtime.Container, err
 	return c, err
 }
 
-// That a sandbox has failed as often as it may is put on record when nobody else is at
-// work on it: a start that is under way would lose what it has noted.
-func TestGiveUpWaitsForLock(t *testing.T) {
+// failing has a sandbox that may fail once more, and has failed; ends has it fail.
+func failing(t *testing.T) (r *rig, sb runtime.Sandbox, ends func()) {
+	t.Helper()
 	b := &failed{}
-	r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })
+	r = newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })
 	sb, err := r.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{
 		Name: "s", Image: "base", Args: []string{"false"}, Network: runtime.Network{Mode: runtime.NetworkNone},
 		Restart: runtime.Restart{Policy: runtime.RestartOnFailure, Retries: 1},
@@ -105,17 +105,25 @@ func TestGiveUpWaitsForLock(t *testing.T) {
 	if _, err := r.Start(ctx, sb.ID, nil); err != nil {
 		t.Fatal(err)
 	}
-	ends := func() {
+	ends = func() {
 		if err := b.Stop(ctx, sb.ID, runtime.StopOptions{}); err != nil {
 			t.Error(err)
 		}
 	}
 	ends()
+	return r, sb, ends
+}
+
+// That a sandbox has failed as often as it may is put on record when nobody else is at
+// work on it: a start that is under way would lose what it has noted.
+func TestGiveUpWaitsForLock(t *testing.T) {
+	r, sb, ends := failing(t)
 	watch, end := context.WithCancel(ctx)
 	defer end()
 	var lock *store.Lock
 	r.log.message, r.log.fn = "restarted", func() {
 		ends()
+		var err error
 		if lock, err = r.store.Lock(ctx, sb.ID, "start", 0); err != nil {
 			t.Error(err)
 		}
@@ -141,24 +149,7 @@ func TestGiveUpWaitsForLock(t *testing.T) {
 // A verb that was cut off when a sandbox had failed as often as it may keeps its watch
 // neither from putting that on record nor from ending.
 func TestGiveUpRecovers(t *testing.T) {
-	b := &failed{}
-	r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })
-	sb, err := r.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{
-		Name: "s", Image: "base", Args: []string{"false"}, Network: runtime.Network{Mode: runtime.NetworkNone},
-		Restart: runtime.Restart{Policy: runtime.RestartOnFailure, Retries: 1},
-	}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, err := r.Start(ctx, sb.ID, nil); err != nil {
-		t.Fatal(err)
-	}
-	ends := func() {
-		if err := b.Stop(ctx, sb.ID, runtime.StopOptions{}); err != nil {
-			t.Error(err)
-		}
-	}
-	ends()
+	r, sb, ends := failing(t)
 	r.log.message, r.log.fn = "restarted", func() {
 		ends()
 		if _, err := r.store.Begin(ctx, store.Intent{Op: "start", Sandbox: sb.ID}); err != nil {
