@@ -50,7 +50,7 @@ var allowed = map[string][]string{
 	"runtime":              {"criu", "criu/stage", "images", "images/build", "images/source", "internal/copy", "internal/failpoint", "internal/lazy", "internal/fault", "internal/undo", "overlay", "policy", "runtime/eventlog", "runtime/network/egress", "runtime/portable", "runtime/registry", "runtime/store", "internal/idmap", "runtime/internal/kernel", "runtime/internal/record"},
 	"runtime/backendtest":  {"criu", "criu/stage", "overlay", "internal/fault", "runtime", "internal/idmap"},
 	"runtime/api":          {"images", "images/source", "internal/fault", "policy", "runtime", "runtime/doctor"},
-	"runtime/audit":        {"images", "images/source", "internal/failpoint", "internal/fault", "policy", "runtime"},
+	"runtime/audit":        {"images", "images/source", "internal/failpoint", "internal/fault", "internal/lazy", "policy", "runtime"},
 	"runtime/containerd": {"criu", "criu/stage", "images", "images/source", "internal/copy/tree", "internal/failpoint", "internal/fault", "internal/lazy", "internal/undo", "overlay", "runtime",
 		"runtime/internal/bundle", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams", "runtime/network"},
 	"runtime/docker":              {"criu", "criu/host", "criu/stage", "images", "images/source", "internal/failpoint", "internal/fault", "internal/lazy", "internal/undo", "overlay", "policy", "runtime", "runtime/internal/bundle", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams", "runtime/network", "runtime/internal/apparmor"},

@@ -196,6 +196,23 @@ func TestTorn(t *testing.T) {
 	}
 }
 
+func TestClip(t *testing.T) {
+	long := strings.Repeat("é", 200)
+	for in, want := range map[string]string{
+		"busybox:1@sha256:ab":               "busybox:1@sha256:ab",
+		"https://user:secret@127.0.0.1:1/x": "https://…@127.0.0.1:1/x",
+		"https://token@h/x and ftp://a:b@h": "https://…@h/x and ftp://…@h",
+		"oci-archive:/a@b":                  "oci-archive:/a@b",
+		"http://h/x@y":                      "http://h/x@y",
+		"https://" + long + ":secret@h":     "https://…@h",
+		long:                                long[:256] + "…",
+	} {
+		if got := Clip(in); got != want {
+			t.Errorf("%s: %s, want %s", in, got, want)
+		}
+	}
+}
+
 // Many processes write one chain, over several segments; old ones are pruned,
 // which is on record; without that record it is a finding.
 func TestProcesses(t *testing.T) {

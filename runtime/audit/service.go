@@ -13,6 +13,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 )
@@ -89,26 +90,26 @@ var frees = map[string]bool{"checkpoint rm": true, "image prune": true, "image r
 
 // on is a record about a sandbox, of a checkpoint with at.
 func (s *Service) on(ctx context.Context, verb, ref string, at bool) Record {
-	r := Record{Verb: verb, Ref: clip(ref)}
+	r := Record{Verb: verb, Ref: Clip(ref)}
 	r.about(s.next.Subject(ctx, ref, at))
 	return r
 }
 
 func (r *Record) about(sub runtime.Subject) {
-	r.Sandbox, r.Name, r.Checkpoint = sub.Sandbox, clip(sub.Name), sub.Checkpoint
+	r.Sandbox, r.Name, r.Checkpoint = sub.Sandbox, Clip(sub.Name), sub.Checkpoint
 }
 
 // box notes which sandbox it turned out to be.
 func (r *Record) box(sb runtime.Sandbox) {
 	if sb.ID != "" {
-		r.Sandbox, r.Name = sb.ID, clip(sb.Name)
+		r.Sandbox, r.Name = sb.ID, Clip(sb.Name)
 	}
 }
 
 // at notes which checkpoint it turned out to be.
 func (r *Record) at(c runtime.Checkpoint) {
 	if c.ID != "" {
-		r.Checkpoint, r.Sandbox, r.Name = c.ID, c.Sandbox, clip(c.SandboxName)
+		r.Checkpoint, r.Sandbox, r.Name = c.ID, c.Sandbox, Clip(c.SandboxName)
 	}
 }
 
@@ -184,7 +185,7 @@ func Outcome(err error) string {
 func (s *Service) who(ctx context.Context) Who {
 	if c, ok := runtime.CallerOf(ctx); ok {
 		if c.Address != "" {
-			return Who{Client: clip(c.Client), Address: c.Address, By: "service"}
+			return Who{Client: Clip(c.Client), Address: c.Address, By: "service"}
 		}
 		return Who{UID: &c.UID, Pid: c.Pid, Login: loginOf(c.Pid), By: "service"}
 	}
@@ -215,7 +216,14 @@ func loginOf(pid int) *uint32 {
 // maxText bounds what of a caller's is on record.
 const maxText = 256
 
-func clip(s string) string {
+// userinfo is that of a URL typed where a name belongs, which may be a password.
+var userinfo = lazy.Regexp(`://[^/@\s]*@`)
+
+// Clip bounds what of a caller's text goes on record, and takes the password of a URL out of it.
+func Clip(s string) string {
+	if strings.Contains(s, "://") {
+		s = userinfo().ReplaceAllString(s, "://…@")
+	}
 	if len(s) <= maxText {
 		return s
 	}

@@ -16,7 +16,7 @@ import (
 // Every verb that may change something, each as its command is called.
 
 func (s *Service) Create(ctx context.Context, req runtime.CreateRequest) (runtime.Sandbox, error) {
-	return made(ctx, s, Record{Verb: "create", Ref: clip(req.Spec.Image), Name: clip(req.Spec.Name)}, func(r *Record) (runtime.Sandbox, error) {
+	return made(ctx, s, Record{Verb: "create", Ref: Clip(req.Spec.Image), Name: Clip(req.Spec.Name)}, func(r *Record) (runtime.Sandbox, error) {
 		sb, err := s.next.Create(ctx, req)
 		r.box(sb)
 		return sb, err
@@ -34,7 +34,7 @@ func (s *Service) Attach(ctx context.Context, sandbox string, streams runtime.St
 func (s *Service) Exec(ctx context.Context, sandbox string, p runtime.Process, streams runtime.Streams) (int, error) {
 	r := s.on(ctx, "exec", sandbox, false)
 	if len(p.Args) > 0 {
-		r.Program = clip(p.Args[0])
+		r.Program = Clip(p.Args[0])
 	}
 	return made(ctx, s, r, func(r *Record) (int, error) {
 		exit, err := s.next.Exec(ctx, sandbox, p, streams)
@@ -47,7 +47,7 @@ func (s *Service) Exec(ctx context.Context, sandbox string, p runtime.Process, s
 
 func (s *Service) Kill(ctx context.Context, sandbox, signal string) error {
 	r := s.on(ctx, "kill", sandbox, false)
-	r.Signal = clip(signal)
+	r.Signal = Clip(signal)
 	return s.do(ctx, r, func(*Record) error { return s.next.Kill(ctx, sandbox, signal) })
 }
 
@@ -69,7 +69,7 @@ func (s *Service) Remove(ctx context.Context, sandbox string, opts runtime.Remov
 
 func (s *Service) CopyTo(ctx context.Context, sandbox, path string, in io.Reader) error {
 	r := s.on(ctx, "cp", sandbox, false)
-	r.To = clip(path)
+	r.To = Clip(path)
 	return s.do(ctx, r, func(*Record) error { return s.next.CopyTo(ctx, sandbox, path, in) })
 }
 
@@ -156,7 +156,7 @@ func (s *Service) PinCheckpoint(ctx context.Context, checkpoint string, pinned b
 
 func (s *Service) TagCheckpoint(ctx context.Context, checkpoint, tag string) error {
 	r := s.on(ctx, "checkpoint tag", checkpoint, true)
-	r.To = clip(tag)
+	r.To = Clip(tag)
 	return s.do(ctx, r, func(*Record) error { return s.next.TagCheckpoint(ctx, checkpoint, tag) })
 }
 
@@ -196,7 +196,7 @@ func (s *Service) ExportCheckpoint(ctx context.Context, checkpoint string, w io.
 }
 
 func (s *Service) ImportCheckpoint(ctx context.Context, in io.Reader, opts runtime.ImportOptions) (runtime.Checkpoint, error) {
-	return made(ctx, s, Record{Verb: "checkpoint import", Name: clip(opts.Name)}, func(r *Record) (runtime.Checkpoint, error) {
+	return made(ctx, s, Record{Verb: "checkpoint import", Name: Clip(opts.Name)}, func(r *Record) (runtime.Checkpoint, error) {
 		c, err := s.next.ImportCheckpoint(ctx, in, opts)
 		r.at(c)
 		return c, err
@@ -205,12 +205,12 @@ func (s *Service) ImportCheckpoint(ctx context.Context, in io.Reader, opts runti
 
 func (s *Service) PushCheckpoint(ctx context.Context, checkpoint, reference string, opts runtime.RegistryOptions) (runtime.Pushed, error) {
 	r := s.on(ctx, "checkpoint push", checkpoint, true)
-	r.To = clip(reference)
+	r.To = Clip(reference)
 	return made(ctx, s, r, func(*Record) (runtime.Pushed, error) { return s.next.PushCheckpoint(ctx, checkpoint, reference, opts) })
 }
 
 func (s *Service) PullCheckpoint(ctx context.Context, reference string, opts runtime.RegistryOptions) (runtime.Checkpoint, error) {
-	return made(ctx, s, Record{Verb: "checkpoint pull", Ref: clip(reference)}, func(r *Record) (runtime.Checkpoint, error) {
+	return made(ctx, s, Record{Verb: "checkpoint pull", Ref: Clip(reference)}, func(r *Record) (runtime.Checkpoint, error) {
 		c, err := s.next.PullCheckpoint(ctx, reference, opts)
 		r.at(c)
 		return c, err
@@ -218,27 +218,27 @@ func (s *Service) PullCheckpoint(ctx context.Context, reference string, opts run
 }
 
 func (s *Service) PullImage(ctx context.Context, ref string, opts images.PullOptions) (runtime.Image, error) {
-	return made(ctx, s, Record{Verb: "image pull", Ref: clip(ref)}, func(*Record) (runtime.Image, error) { return s.next.PullImage(ctx, ref, opts) })
+	return made(ctx, s, Record{Verb: "image pull", Ref: Clip(ref)}, func(*Record) (runtime.Image, error) { return s.next.PullImage(ctx, ref, opts) })
 }
 
 func (s *Service) PushImage(ctx context.Context, ref, to string, opts source.Options) (runtime.PushedImage, error) {
-	return made(ctx, s, Record{Verb: "image push", Ref: clip(ref), To: clip(to)}, func(*Record) (runtime.PushedImage, error) { return s.next.PushImage(ctx, ref, to, opts) })
+	return made(ctx, s, Record{Verb: "image push", Ref: Clip(ref), To: Clip(to)}, func(*Record) (runtime.PushedImage, error) { return s.next.PushImage(ctx, ref, to, opts) })
 }
 
 func (s *Service) ImportImage(ctx context.Context, name, source string) (runtime.Image, error) {
-	return made(ctx, s, Record{Verb: "image import", Ref: clip(source), To: clip(name)}, func(*Record) (runtime.Image, error) { return s.next.ImportImage(ctx, name, source) })
+	return made(ctx, s, Record{Verb: "image import", Ref: Clip(source), To: Clip(name)}, func(*Record) (runtime.Image, error) { return s.next.ImportImage(ctx, name, source) })
 }
 
 func (s *Service) ImportImageFrom(ctx context.Context, name string, in io.Reader) (runtime.Image, error) {
-	return made(ctx, s, Record{Verb: "image import", To: clip(name)}, func(*Record) (runtime.Image, error) { return s.next.ImportImageFrom(ctx, name, in) })
+	return made(ctx, s, Record{Verb: "image import", To: Clip(name)}, func(*Record) (runtime.Image, error) { return s.next.ImportImageFrom(ctx, name, in) })
 }
 
 func (s *Service) TagImage(ctx context.Context, ref, name string) error {
-	return s.do(ctx, Record{Verb: "image tag", Ref: clip(ref), To: clip(name)}, func(*Record) error { return s.next.TagImage(ctx, ref, name) })
+	return s.do(ctx, Record{Verb: "image tag", Ref: Clip(ref), To: Clip(name)}, func(*Record) error { return s.next.TagImage(ctx, ref, name) })
 }
 
 func (s *Service) RemoveImage(ctx context.Context, name string) error {
-	return s.do(ctx, Record{Verb: "image rm", Ref: clip(name)}, func(*Record) error { return s.next.RemoveImage(ctx, name) })
+	return s.do(ctx, Record{Verb: "image rm", Ref: Clip(name)}, func(*Record) error { return s.next.RemoveImage(ctx, name) })
 }
 
 func (s *Service) PruneImages(ctx context.Context, all bool) (runtime.PrunedImages, error) {
@@ -246,16 +246,16 @@ func (s *Service) PruneImages(ctx context.Context, all bool) (runtime.PrunedImag
 }
 
 func (s *Service) VerifyImage(ctx context.Context, ref string) (runtime.Image, error) {
-	return made(ctx, s, Record{Verb: "image verify", Ref: clip(ref)}, func(*Record) (runtime.Image, error) { return s.next.VerifyImage(ctx, ref) })
+	return made(ctx, s, Record{Verb: "image verify", Ref: Clip(ref)}, func(*Record) (runtime.Image, error) { return s.next.VerifyImage(ctx, ref) })
 }
 
 func (s *Service) Commit(ctx context.Context, ref, to string, opts runtime.CommitOptions) (runtime.Committed, error) {
 	r := s.on(ctx, "commit", ref, false)
-	r.To = clip(to)
+	r.To = Clip(to)
 	return made(ctx, s, r, func(r *Record) (runtime.Committed, error) {
 		c, err := s.next.Commit(ctx, ref, to, opts)
 		if err == nil {
-			r.Sandbox, r.Name, r.Checkpoint = c.Sandbox, clip(c.SandboxName), c.Checkpoint
+			r.Sandbox, r.Name, r.Checkpoint = c.Sandbox, Clip(c.SandboxName), c.Checkpoint
 		}
 		return c, err
 	})
@@ -277,7 +277,7 @@ func (s *Service) UpdateStorage(ctx context.Context, sandbox string, change runt
 func (s *Service) AddEffect(ctx context.Context, sandbox string, req runtime.EffectRequest) (runtime.Effect, error) {
 	r := s.on(ctx, "effect add", sandbox, false)
 	if len(req.Command) > 0 {
-		r.Program = clip(req.Command[0])
+		r.Program = Clip(req.Command[0])
 	}
 	return made(ctx, s, r, func(r *Record) (runtime.Effect, error) {
 		f, err := s.next.AddEffect(ctx, sandbox, req)
@@ -288,7 +288,7 @@ func (s *Service) AddEffect(ctx context.Context, sandbox string, req runtime.Eff
 
 func (s *Service) RemoveEffect(ctx context.Context, sandbox, effect string) error {
 	r := s.on(ctx, "effect rm", sandbox, false)
-	r.To = clip(effect)
+	r.To = Clip(effect)
 	return s.do(ctx, r, func(*Record) error { return s.next.RemoveEffect(ctx, sandbox, effect) })
 }
 
@@ -355,7 +355,7 @@ func (s *Service) Reap(ctx context.Context, id string) error {
 }
 
 func (s *Service) CreateLease(ctx context.Context, req runtime.LeaseRequest) (runtime.Lease, error) {
-	return made(ctx, s, Record{Verb: "lease create", Ref: clip(req.Name)}, func(r *Record) (runtime.Lease, error) {
+	return made(ctx, s, Record{Verb: "lease create", Ref: Clip(req.Name)}, func(r *Record) (runtime.Lease, error) {
 		l, err := s.next.CreateLease(ctx, req)
 		r.To = l.ID
 		return l, err
@@ -363,7 +363,7 @@ func (s *Service) CreateLease(ctx context.Context, req runtime.LeaseRequest) (ru
 }
 
 func (s *Service) HoldLease(ctx context.Context, req runtime.LeaseRequest, fn func(context.Context, runtime.Lease) error) error {
-	return s.do(ctx, Record{Verb: "lease hold", Ref: clip(req.Name)}, func(r *Record) error {
+	return s.do(ctx, Record{Verb: "lease hold", Ref: Clip(req.Name)}, func(r *Record) error {
 		return s.next.HoldLease(ctx, req, func(ctx context.Context, l runtime.Lease) error {
 			r.To = l.ID
 			return fn(ctx, l)
@@ -377,19 +377,19 @@ func (s *Service) RenewLease(ctx context.Context, lease string, deadline time.Du
 	if deadline == 0 {
 		return s.next.RenewLease(ctx, lease, 0)
 	}
-	return made(ctx, s, Record{Verb: "lease renew", Ref: clip(lease)}, func(r *Record) (runtime.Lease, error) {
+	return made(ctx, s, Record{Verb: "lease renew", Ref: Clip(lease)}, func(r *Record) (runtime.Lease, error) {
 		return s.next.RenewLease(ctx, lease, deadline)
 	})
 }
 
 func (s *Service) TransferLease(ctx context.Context, lease string, terms runtime.LeaseTerms) (runtime.Lease, error) {
-	return made(ctx, s, Record{Verb: "lease transfer", Ref: clip(lease)}, func(r *Record) (runtime.Lease, error) {
+	return made(ctx, s, Record{Verb: "lease transfer", Ref: Clip(lease)}, func(r *Record) (runtime.Lease, error) {
 		return s.next.TransferLease(ctx, lease, terms)
 	})
 }
 
 func (s *Service) ReleaseLease(ctx context.Context, lease string) (runtime.Lease, error) {
-	return made(ctx, s, Record{Verb: "lease release", Ref: clip(lease)}, func(r *Record) (runtime.Lease, error) {
+	return made(ctx, s, Record{Verb: "lease release", Ref: Clip(lease)}, func(r *Record) (runtime.Lease, error) {
 		return s.next.ReleaseLease(ctx, lease)
 	})
 }
@@ -425,7 +425,7 @@ func (s *Service) RecoverInterrupted(ctx context.Context) (runtime.Recovery, err
 
 func (r *Record) did(actions []string) {
 	for _, a := range actions {
-		r.Text = some(r.Text, clip(a))
+		r.Text = some(r.Text, Clip(a))
 	}
 }
 

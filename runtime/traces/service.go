@@ -5,7 +5,6 @@ import (
 	"errors"
 	"strings"
 	"time"
-	"unicode/utf8"
 
 	"go.opentelemetry.io/otel/attribute"
 	"go.opentelemetry.io/otel/trace"
@@ -162,19 +161,7 @@ func taken(span trace.Span, c runtime.Checkpoint) {
 
 func ms(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }
 
-// maxText bounds what of a caller's is in a span.
-const maxText = 256
-
-func clip(s string) string {
-	if len(s) > maxText {
-		n := maxText
-		for n > 0 && !utf8.RuneStart(s[n]) {
-			n--
-		}
-		s = s[:n] + "…"
-	}
-	return strings.ToValidUTF8(s, "\uFFFD")
-}
+func clip(s string) string { return strings.ToValidUTF8(audit.Clip(s), "\uFFFD") }
 
 // maxSome bounds the lists of a span.
 const maxSome = 64
