@@ -168,7 +168,7 @@ func (o LeaseOwner) alive() (bool, error) {
 // open pins the owner's process; nil: it has ended.
 func (o LeaseOwner) open() (*kernel.Process, error) {
 	p, err := kernel.OpenProcess(o.Pid)
-	if errors.Is(err, unix.ESRCH) || errors.Is(err, unix.EINVAL) { // EINVAL: a thread has the number now
+	if kernel.Gone(err) {
 		return nil, nil
 	}
 	if err != nil {
@@ -179,7 +179,7 @@ func (o LeaseOwner) open() (*kernel.Process, error) {
 		return p, nil
 	}
 	p.Close()
-	if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ESRCH) {
+	if kernel.Gone(err) {
 		err = nil
 	}
 	return nil, err

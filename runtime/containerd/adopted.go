@@ -94,7 +94,7 @@ func (a *adoptee) look(ctx context.Context) (view, error) {
 	case task.Status_STOPPED:
 		v.status, v.exit = runtime.Exited, home.Exit{Code: int(t.ExitStatus), Finished: t.ExitedAt.AsTime()}
 	case task.Status_RUNNING, task.Status_PAUSED, task.Status_PAUSING:
-		a.live(&v, int(t.Pid))
+		return v, a.live(&v, int(t.Pid))
 	}
 	return v, nil
 }
@@ -114,26 +114,34 @@ func (a *adoptee) lookAlone(ctx context.Context, v view) (view, error) {
 		return v, err
 	}
 	if state.Status == "running" || state.Status == "paused" {
-		a.live(&v, state.Pid)
+		return v, a.live(&v, state.Pid)
 	}
 	return v, nil
 }
 
 // live fills in what is so of a container whose first process is pid.
-func (a *adoptee) live(v *view, pid int) {
+func (a *adoptee) live(v *view, pid int) error {
 	v.status, v.pid, v.start = runtime.Running, pid, kernel.Started(pid)
 	// The kernel's word, not the shim's: others may have frozen it.
-	if a.b.cgroups.FrozenProcess(pid) {
+	frozen, err := a.b.cgroups.FrozenProcess(pid)
+	if err != nil {
+		return err
+	}
+	if frozen {
 		v.status = runtime.Paused
 	}
 	runs, err := a.b.home.Starts(a.Spec.ID)
 	if err != nil || len(runs) == 0 {
-		return
+		return err
 	}
 	run := runRecord{Number: runs[0]}
-	if record.ReadJSON(a.b.home.Start(a.Spec.ID, run.Number, "run.json"), &run) == nil && run.Pid == pid {
+	if err := a.b.home.ReadRun(a.Spec.ID, run.Number, &run); err != nil {
+		return err
+	}
+	if run.Pid == pid {
 		v.run = run
 	}
+	return nil
 }
 
 // runtime is the OCI runtime's view of it.
@@ -281,6 +289,9 @@ func (a *adoptee) end(ctx context.Context, v view, opts runtime.StopOptions) (ex
 		return exit, err
 	}
 	p, err := kernel.OpenProcess(v.pid)
+	if err != nil && !kernel.Gone(err) {
+		return exit, err
+	}
 	if err != nil {
 		return exit, fmt.Errorf("container %s has just ended: %w", a.Spec.Name, fault.ErrState)
 	}
@@ -303,10 +314,15 @@ func (a *adoptee) end(ctx context.Context, v view, opts runtime.StopOptions) (ex
 			return exit, plain(err)
 		}
 		for _, one := range list.Processes {
-			if q, err := kernel.OpenProcess(int(one.Pid)); err == nil {
-				_ = q.Kill(unix.SIGKILL)
-				q.Close()
+			q, err := kernel.OpenProcess(int(one.Pid))
+			if kernel.Gone(err) {
+				continue
 			}
+			if err != nil {
+				return exit, err
+			}
+			_ = q.Kill(unix.SIGKILL)
+			q.Close()
 		}
 		if err := a.runtime().Resume(ctx); err != nil && p.Alive() {
 			return exit, err

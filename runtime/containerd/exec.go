@@ -75,6 +75,9 @@ type session struct {
 // process makes the process section for the runtime.
 func (s *session) process(ctx context.Context) (*specs.Process, error) {
 	first, err := kernel.OpenProcess(s.view.pid)
+	if err != nil && !kernel.Gone(err) {
+		return nil, err
+	}
 	if err != nil {
 		return nil, fmt.Errorf("container %s has ended: %w", s.view.Spec.ID, fault.ErrState)
 	}
@@ -282,7 +285,11 @@ func (b *Backend) sweepExecs(id string) {
 		return
 	}
 	for _, e := range entries {
-		if st, err := e.Info(); err == nil && time.Since(st.ModTime()) > fresh && !monitored(b.home.RunDir(id, "exec", e.Name())) {
+		st, err := e.Info()
+		if err != nil || time.Since(st.ModTime()) <= fresh {
+			continue
+		}
+		if used, err := monitored(b.home.RunDir(id, "exec", e.Name())); err == nil && !used {
 			// Only names: the shim holds the fifos open for as long as it needs them.
 			_ = os.RemoveAll(b.home.RunDir(id, "exec", e.Name()))
 		}

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"log/slog"
 	"net"
 	"os"
@@ -118,7 +119,10 @@ func (m *monitor) run(ctx context.Context, fresh bool) (err error) {
 		}
 	}
 	m.hub.started()
-	exit := m.awaitExit(ctx)
+	exit, err := m.awaitExit(ctx)
+	if err != nil {
+		return err // whoever looks next starts another monitor
+	}
 	m.hub.ended()
 	if err := record.WriteJSON(filepath.Join(m.Run, "exit.json"), exit, true); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
@@ -204,13 +208,20 @@ func (m *monitor) closeInput(ctx context.Context) {
 }
 
 // awaitExit returns how the container ended, once it has.
-func (m *monitor) awaitExit(ctx context.Context) home.Exit {
+func (m *monitor) awaitExit(ctx context.Context) (home.Exit, error) {
+	unknown := func() home.Exit { return home.Exit{Code: home.Unknown, Finished: time.Now()} }
 	run, err := m.readRun()
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, fault.ErrCorrupt) {
+		return unknown(), nil
+	}
 	if err != nil {
-		return home.Exit{Code: home.Unknown, Finished: time.Now()}
+		return home.Exit{}, err
 	}
 	p, err := kernel.OpenProcess(run.Pid)
-	if err == nil {
+	if err != nil && !kernel.Gone(err) {
+		return home.Exit{}, err
+	}
+	if p != nil {
 		defer p.Close()
 	}
 	var hits func() kernel.Hits
@@ -225,7 +236,7 @@ func (m *monitor) awaitExit(ctx context.Context) home.Exit {
 				exit.Hits = hits()
 			}
 			exit.OOM = exit.Hits.OOMKills > 0
-			return exit
+			return exit, nil
 		}
 		if p != nil && p.Alive() {
 			// The shim is gone, or its socket is; containerd ends the
@@ -234,9 +245,9 @@ func (m *monitor) awaitExit(ctx context.Context) home.Exit {
 			continue
 		}
 		if exit, ok := m.askDaemon(ctx); ok {
-			return exit
+			return exit, nil
 		}
-		return home.Exit{Code: home.Unknown, Finished: time.Now()}
+		return unknown(), nil
 	}
 }
 
@@ -435,11 +446,11 @@ func (b *Backend) rewatch(ctx context.Context, c container, n int) error {
 	}
 	defer w.close()
 	if err := w.await(ctx, dir); err != nil {
-		if monitored(dir) {
-			return nil // another one was faster
+		if other, merr := monitored(dir); other || merr != nil {
+			return merr // another one was faster
 		}
-		if _, done := b.home.Exited(c.Spec.ID, n); done {
-			return nil
+		if _, done, rerr := b.home.Exited(c.Spec.ID, n); done || rerr != nil {
+			return rerr
 		}
 		return err
 	}

@@ -2,6 +2,7 @@ package containerd
 
 import (
 	"errors"
+	"io/fs"
 	"os"
 	"path/filepath"
 
@@ -60,12 +61,15 @@ func takeMonitor(bundle string) (*os.File, error) {
 }
 
 // monitored tells whether the run in a bundle has a monitor.
-func monitored(bundle string) bool {
+func monitored(bundle string) (bool, error) {
 	f, err := os.OpenFile(filepath.Join(bundle, monitorLock), os.O_RDWR, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
 	if err != nil {
-		return false
+		return false, err
 	}
 	defer f.Close()
 	// Shared, so that two who ask at once do not take each other for one.
-	return errors.Is(unix.Flock(int(f.Fd()), unix.LOCK_SH|unix.LOCK_NB), unix.EWOULDBLOCK)
+	return errors.Is(unix.Flock(int(f.Fd()), unix.LOCK_SH|unix.LOCK_NB), unix.EWOULDBLOCK), nil
 }

@@ -17,7 +17,6 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/home"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
-	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
 // view is what is so of a container at one moment.
@@ -74,7 +73,9 @@ func (b *Backend) present(ctx context.Context, c container) error {
 func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decided bool, err error) {
 	run := runRecord{Number: n, Bundle: b.home.Bundle(id, n)}
 	// One that a power loss cut short reads as empty, and is over anyway.
-	_ = record.ReadJSON(b.home.Start(id, n, "run.json"), &run)
+	if err := b.home.ReadRun(id, n, &run); err != nil {
+		return false, err
+	}
 	start, started := b.home.Started(id, n)
 	done := func(status runtime.Status) (bool, error) {
 		if !started {
@@ -90,21 +91,33 @@ func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decid
 		v.status, v.run, v.start, v.noted = status, run, start, started
 		return true, nil
 	}
-	if exit, ok := b.home.Exited(id, n); ok {
+	if exit, ok, err := b.home.Exited(id, n); err != nil {
+		return false, err
+	} else if ok {
 		v.exit = exit
 		return done(runtime.Exited)
 	}
-	p, ok := b.first(id, run)
-	if ok {
+	p, err := b.first(id, run)
+	if err != nil {
+		return false, err
+	}
+	if p != nil {
 		defer p.Close()
-		frozen := b.cgroups.Frozen(b.home.Cgroup(id))
+		frozen, err := b.cgroups.Frozen(b.home.Cgroup(id))
+		if err != nil {
+			return false, err
+		}
 		if b.home.Unborn(id) || !started && frozen {
 			// runc has made it, or the wrapper has restored it, but no one
 			// has started it yet.
 			return false, nil
 		}
 		v.pid = p.Pid
-		if !monitored(run.Bundle) {
+		watched, err := monitored(run.Bundle)
+		if err != nil {
+			return false, err
+		}
+		if !watched {
 			if err := b.rewatch(ctx, v.container, n); err != nil {
 				b.log.Warn("no monitor", "sandbox", id, "err", err)
 			}
@@ -131,7 +144,11 @@ func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decid
 	if err != nil {
 		return false, err
 	}
-	if _, seen := b.home.Exited(id, n); !seen && !v.exit.Finished.IsZero() {
+	_, seen, err := b.home.Exited(id, n)
+	if err != nil {
+		return false, err
+	}
+	if !seen && !v.exit.Finished.IsZero() {
 		v.exit = b.home.Unseen(id, n, v.exit)
 	}
 	return done(runtime.Exited)
@@ -148,9 +165,14 @@ func (b *Backend) unnoted(ctx context.Context, id string, run runRecord) (home.E
 	if run.Pid == 0 {
 		return home.Exit{}, nil
 	}
-	for end := time.Now().Add(notedSoon); time.Now().Before(end) && monitored(run.Bundle); {
-		if exit, ok := b.home.Exited(id, run.Number); ok {
-			return exit, nil
+	for end := time.Now().Add(notedSoon); time.Now().Before(end); {
+		if watched, err := monitored(run.Bundle); err != nil {
+			return home.Exit{}, err
+		} else if !watched {
+			break
+		}
+		if exit, ok, err := b.home.Exited(id, run.Number); ok || err != nil {
+			return exit, err
 		}
 		select {
 		case <-ctx.Done():
@@ -158,14 +180,14 @@ func (b *Backend) unnoted(ctx context.Context, id string, run runRecord) (home.E
 		case <-time.After(5 * time.Millisecond):
 		}
 	}
-	exit, _ := b.home.Exited(id, run.Number)
-	return exit, nil
+	exit, _, err := b.home.Exited(id, run.Number)
+	return exit, err
 }
 
-// first returns the first process of a run, if it lives; close it.
-func (b *Backend) first(id string, run runRecord) (*kernel.Process, bool) {
+// first returns the first process of a run, to be closed; nil when it has ended.
+func (b *Backend) first(id string, run runRecord) (*kernel.Process, error) {
 	if run.Pid == 0 {
-		return nil, false
+		return nil, nil
 	}
 	return kernel.OpenMember(run.Pid, b.home.Cgroup(id))
 }
@@ -175,8 +197,11 @@ func (b *Backend) first(id string, run runRecord) (*kernel.Process, bool) {
 // attached sockets. A monitor that is gone is started again.
 func (b *Backend) awaitExit(ctx context.Context, c container, run runRecord) (home.Exit, error) {
 	id := c.Spec.ID
-	first, _ := b.first(id, run)
-	exited := func() (home.Exit, bool) { return b.home.Exited(id, run.Number) }
+	first, err := b.first(id, run)
+	if err != nil {
+		return home.Exit{}, err
+	}
+	exited := func() (home.Exit, bool, error) { return b.home.Exited(id, run.Number) }
 	return b.home.Await(ctx, id, run.Number, first, exited, func(ctx context.Context) error { return b.keepWatched(ctx, c, run) })
 }
 
@@ -187,7 +212,11 @@ func (b *Backend) keepWatched(ctx context.Context, c container, run runRecord) e
 	again := time.NewTicker(time.Second) // nothing tells of a monitor's death
 	defer again.Stop()
 	for tries := 0; ; {
-		if monitored(run.Bundle) {
+		watched, err := monitored(run.Bundle)
+		if err != nil {
+			return err
+		}
+		if watched {
 			select {
 			case <-again.C:
 				continue
@@ -195,8 +224,8 @@ func (b *Backend) keepWatched(ctx context.Context, c container, run runRecord) e
 				return ctx.Err()
 			}
 		}
-		if _, ok := b.home.Exited(id, run.Number); ok {
-			return nil
+		if _, ok, err := b.home.Exited(id, run.Number); ok || err != nil {
+			return err
 		}
 		if _, err := os.Stat(b.home.Start(id, run.Number)); errors.Is(err, fs.ErrNotExist) {
 			return nil
@@ -204,7 +233,7 @@ func (b *Backend) keepWatched(ctx context.Context, c container, run runRecord) e
 		if tries++; tries > 3 {
 			return nil
 		}
-		err := b.rewatch(ctx, c, run.Number)
+		err = b.rewatch(ctx, c, run.Number)
 		if err == nil {
 			continue
 		}

@@ -60,6 +60,9 @@ func (b *Backend) Kill(ctx context.Context, id, name string) error {
 		return fmt.Errorf("%w: signal %q", fault.ErrInvalid, name)
 	}
 	p, err := kernel.OpenProcess(v.pid)
+	if err != nil && !kernel.Gone(err) {
+		return err
+	}
 	if err != nil {
 		return fmt.Errorf("container %s has ended: %w", id, fault.ErrState)
 	}
@@ -147,6 +150,9 @@ func (b *Backend) end(ctx context.Context, v view, opts runtime.StopOptions) (ex
 		}
 	}
 	p, err := kernel.OpenProcess(v.pid)
+	if err != nil && !kernel.Gone(err) {
+		return exit, err
+	}
 	if err != nil { // it has just ended
 		return b.ended(ctx, v, false)
 	}

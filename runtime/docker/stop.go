@@ -17,6 +17,7 @@ import (
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
@@ -174,8 +175,12 @@ func killFrozen(c box) error {
 	var errs []error
 	for _, pid := range pids {
 		fd, err := unix.PidfdOpen(pid, 0)
+		if kernel.Gone(err) {
+			continue
+		}
 		if err != nil {
-			continue // it has ended
+			errs = append(errs, fmt.Errorf("kill process %d: %w", pid, err))
+			continue
 		}
 		// The pid may have become another's before it was opened.
 		if holds(pid, c.ID) {

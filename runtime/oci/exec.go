@@ -66,8 +66,11 @@ type session struct {
 // writeProcess writes the process section for the runtime.
 func (s *session) writeProcess() error {
 	spec := s.view.Spec
-	first, ok := s.b.first(spec.ID, s.view.run.Number)
-	if !ok {
+	first, err := s.b.first(spec.ID, s.view.run.Number)
+	if err != nil {
+		return err
+	}
+	if first == nil {
 		return fmt.Errorf("container %s has ended: %w", spec.ID, fault.ErrState)
 	}
 	defer first.Close()
@@ -161,14 +164,14 @@ func (s *session) run(ctx context.Context) (exit int, err error) {
 // abort kills what was started. Before there is a process, that is conmon,
 // with which the runtime's call ends.
 func (s *session) abort() {
-	if pid, ok := kernel.PidFile(filepath.Join(s.dir, "pid")); ok {
-		if p, ok := kernel.OpenMember(pid, s.b.home.Cgroup(s.view.Spec.ID)); ok {
+	if pid, _ := kernel.PidFile(filepath.Join(s.dir, "pid")); pid != 0 {
+		if p, _ := kernel.OpenMember(pid, s.b.home.Cgroup(s.view.Spec.ID)); p != nil {
 			_ = p.Kill(unix.SIGKILL)
 			p.Close()
 			return
 		}
 	}
-	if p, ok := monitor(s.dir); ok {
+	if p, _ := monitor(s.dir); p != nil {
 		_ = p.Kill(unix.SIGKILL)
 		p.Close()
 	}
@@ -195,8 +198,11 @@ func (b *Backend) sweepExecs(id string) {
 	}
 	for _, e := range entries {
 		dir := b.home.RunDir(id, "exec", e.Name())
-		if p, ok := monitor(dir); ok {
+		p, err := monitor(dir)
+		if p != nil {
 			p.Close()
+		}
+		if p != nil || err != nil {
 			continue
 		}
 		if st, err := e.Info(); err == nil && time.Since(st.ModTime()) > fresh {

@@ -21,8 +21,15 @@ import (
 const settled = 2 * time.Second
 
 // maxGlances bounds what is remembered, also of sandboxes that others have removed: each
-// takes a descriptor.
-const maxGlances = 1024
+// takes a descriptor, and most are for others.
+func maxGlances() int {
+	const most = 1024
+	var limit unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+		return 0
+	}
+	return int(min(limit.Cur/4, most))
+}
 
 type glances struct {
 	mu   sync.Mutex
@@ -80,26 +87,29 @@ func (b *Backend) glance(id string) (view, bool) {
 	}
 	// Should another look have let go of the process meanwhile, it does not count as alive.
 	if files, ok := inodesOf(g.paths); !ok || files != g.files || !g.view.first.Alive() {
-		b.forget(id, g)
+		b.forget(id)
 		return view{}, false
+	}
+	frozen, err := b.cgroups.Frozen(b.home.Cgroup(id))
+	if err != nil {
+		return view{}, false // the look fails of it, too, and says so
 	}
 	v := g.view
 	v.Lower = slices.Clone(v.Lower)
 	v.status = runtime.Running
-	if b.cgroups.Frozen(b.home.Cgroup(id)) {
+	if frozen {
 		v.status = runtime.Paused
 	}
 	return v, true
 }
 
-// forget lets go of what is remembered of a sandbox, if that is still this.
-func (b *Backend) forget(id string, g glance) {
+// forget lets go of what is remembered of a sandbox.
+func (b *Backend) forget(id string) {
 	b.glances.mu.Lock()
 	defer b.glances.mu.Unlock()
-	if now, ok := b.glances.byID[id]; ok && now.view.first == g.view.first {
-		g.view.letGo()
-		delete(b.glances.byID, id)
-	}
+	g := b.glances.byID[id]
+	g.view.letGo()
+	delete(b.glances.byID, id)
 }
 
 // remember keeps what hold has found out since began, if it will be of use.
@@ -121,7 +131,11 @@ func (b *Backend) remember(id string, v view, began time.Time) bool {
 		b.glances.byID = map[string]glance{}
 	}
 	old, ok := b.glances.byID[id]
-	if !ok && len(b.glances.byID) >= maxGlances {
+	most := maxGlances()
+	if most == 0 {
+		return false
+	}
+	if !ok && len(b.glances.byID) >= most {
 		for id, g := range b.glances.byID { // any of them
 			g.view.letGo()
 			delete(b.glances.byID, id)

@@ -67,6 +67,11 @@ func TestGlance(t *testing.T) {
 	}
 	remembered()
 	must(t, x.Stop(t.Context(), id, runtime.StopOptions{Timeout: time.Millisecond}))
+	x.glances.mu.Lock()
+	if _, ok := x.glances.byID[id]; ok {
+		t.Error("it is stopped, and its process held on to")
+	}
+	x.glances.mu.Unlock()
 	same(runtime.Exited)
 	must(t, x.Remove(t.Context(), id))
 	if _, err := x.Inspect(t.Context(), id); err == nil {

@@ -273,7 +273,7 @@ func (x *box) search() []string {
 		left = append(left, err.Error())
 	}
 	for _, pid := range pids {
-		if pid != os.Getpid() && kernel.Names(pid, x.home.Run) {
+		if ours, err := kernel.Names(pid, x.home.Run); pid != os.Getpid() && (ours || err != nil) {
 			data, _, _ := record.Read(fmt.Sprintf("/proc/%d/cmdline", pid))
 			left = append(left, fmt.Sprintf("process %d %q", pid, data))
 		}

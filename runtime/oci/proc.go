@@ -14,30 +14,34 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 )
 
-// first returns the first process of run n, if it lives; close it.
-func (b *Backend) first(id string, n int) (*kernel.Process, bool) {
-	pid, ok := kernel.PidFile(b.home.Bundle(id, n, "pid"))
-	if !ok {
-		return nil, false
+// first returns the first process of run n, to be closed; nil when it has ended.
+func (b *Backend) first(id string, n int) (*kernel.Process, error) {
+	pid, err := kernel.PidFile(b.home.Bundle(id, n, "pid"))
+	if pid == 0 {
+		return nil, err
 	}
 	return kernel.OpenMember(pid, b.home.Cgroup(id))
 }
 
-// monitor returns the conmon that left its pid in a bundle, if it lives.
-func monitor(bundle string) (*kernel.Process, bool) {
-	pid, ok := kernel.PidFile(filepath.Join(bundle, "conmon.pid"))
-	if !ok {
-		return nil, false
+// monitor returns the conmon that left its pid in a bundle, to be closed; nil when
+// it has ended.
+func monitor(bundle string) (*kernel.Process, error) {
+	pid, err := kernel.PidFile(filepath.Join(bundle, "conmon.pid"))
+	if pid == 0 {
+		return nil, err
 	}
 	p, err := kernel.OpenProcess(pid)
+	if kernel.Gone(err) {
+		return nil, nil
+	}
 	if err != nil {
-		return nil, false
+		return nil, err
 	}
-	if !kernel.Names(pid, bundle) || !p.Alive() {
+	if ours, err := kernel.Names(pid, bundle); err != nil || !ours || !p.Alive() {
 		p.Close()
-		return nil, false
+		return nil, err
 	}
-	return p, true
+	return p, nil
 }
 
 // isEngine tells whether a process is one of the programs that work for us,
@@ -63,8 +67,15 @@ func isEngine(pid int) bool {
 func (b *Backend) killStrays(ctx context.Context, id string) error {
 	spared := kernel.Ancestors()
 	bundles, execs := b.home.RunDir(id, "bundle"), b.home.RunDir(id, "exec")
-	ours := func(pid int) bool { return !spared[pid] && kernel.Names(pid, bundles, execs) && isEngine(pid) }
 	var errs []error
+	names := func(pid int, paths ...string) bool {
+		is, err := kernel.Names(pid, paths...)
+		if err != nil {
+			errs = append(errs, err)
+		}
+		return is
+	}
+	ours := func(pid int) bool { return !spared[pid] && names(pid, bundles, execs) && isEngine(pid) }
 	// Again until none is found, twice: a killed one may just have started
 	// another, and one that forks and ends, as conmon does, while the list of
 	// processes is read has its child missed.
@@ -82,6 +93,9 @@ func (b *Backend) killStrays(ctx context.Context, id string) error {
 			}
 			p, err := kernel.OpenProcess(pid)
 			if err != nil {
+				if !kernel.Gone(err) {
+					errs = append(errs, err)
+				}
 				continue
 			}
 			if !ours(pid) {
@@ -91,7 +105,7 @@ func (b *Backend) killStrays(ctx context.Context, id string) error {
 			found = append(found, p)
 			// Conmon's other children are the container's processes, which
 			// the cgroup tells better, and its exit command.
-			if kernel.Names(pid, b.conmon) {
+			if names(pid, b.conmon) {
 				continue
 			}
 			if parents == nil {

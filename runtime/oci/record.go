@@ -1,6 +1,8 @@
 package oci
 
 import (
+	"errors"
+	"io/fs"
 	"os"
 	"strconv"
 	"strings"
@@ -35,19 +37,22 @@ func (b *Backend) load(id string) (rec container, err error) {
 
 // exited returns how run n ended, if that is known already: from our own
 // record, else from the file conmon wrote.
-func (b *Backend) exited(id string, n int) (home.Exit, bool) {
-	if exit, ok := b.home.Exited(id, n); ok {
-		return exit, true
+func (b *Backend) exited(id string, n int) (home.Exit, bool, error) {
+	if exit, ok, err := b.home.Exited(id, n); ok || err != nil {
+		return exit, ok, err
 	}
 	data, at, err := record.Read(b.home.Start(id, n, "exit"))
+	if errors.Is(err, fs.ErrNotExist) {
+		return home.Exit{}, false, nil
+	}
 	if err != nil {
-		return home.Exit{}, false
+		return home.Exit{}, false, err
 	}
 	code, err := strconv.Atoi(strings.TrimSpace(string(data)))
 	if err != nil || code < 0 {
 		code = home.Unknown
 	}
-	return home.Exit{Code: code, Finished: at, OOM: !b.oomAt(id, n).IsZero()}, true
+	return home.Exit{Code: code, Finished: at, OOM: !b.oomAt(id, n).IsZero()}, true, nil
 }
 
 // oomAt is when the kernel first killed a process for memory in run n, which
@@ -64,7 +69,7 @@ func (b *Backend) oomAt(id string, n int) time.Time {
 // into force. Until that is on record it is the cgroups that know, which stay
 // as they are when the last process has ended.
 func (b *Backend) withHits(id string, v view) home.Exit {
-	if exit, ok := b.home.Exited(id, v.run.Number); ok {
+	if exit, ok, _ := b.home.Exited(id, v.run.Number); ok {
 		return exit
 	}
 	exit := v.exit

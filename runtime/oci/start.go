@@ -262,8 +262,11 @@ func (b *Backend) letGo(ctx context.Context, id string, n int) error {
 	if !b.home.Unborn(id) {
 		return b.call(ctx, b.wrapper, "start", id)
 	}
-	p, ok := b.first(id, n)
-	if !ok {
+	p, err := b.first(id, n)
+	if err != nil {
+		return err
+	}
+	if p == nil {
 		return fmt.Errorf("container %s ended before it was started: %w", id, fault.ErrState)
 	}
 	defer p.Close()

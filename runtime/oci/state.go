@@ -15,7 +15,6 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/home"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
-	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
 // view is what is so of a container at one moment.
@@ -73,7 +72,9 @@ func (b *Backend) hold(ctx context.Context, id string) (view, error) {
 func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decided bool, err error) {
 	run := runRecord{Number: n, Bundle: b.home.Bundle(id, n)}
 	// One that a power loss cut short reads as empty, and is over anyway.
-	_ = record.ReadJSON(b.home.Start(id, n, "run.json"), &run)
+	if err := b.home.ReadRun(id, n, &run); err != nil {
+		return false, err
+	}
 	start, started := b.home.Started(id, n)
 	done := func(status runtime.Status) (bool, error) {
 		if !started {
@@ -89,16 +90,25 @@ func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decid
 		v.status, v.run, v.start, v.noted = status, run, start, started
 		return true, nil
 	}
-	if exit, ok := b.exited(id, n); ok {
+	if exit, ok, err := b.exited(id, n); err != nil {
+		return false, err
+	} else if ok {
 		if !started && !b.born(id) {
 			return false, nil
 		}
 		v.exit = exit
 		return done(runtime.Exited)
 	}
-	p, ok := b.first(id, n)
-	if ok {
-		frozen := b.cgroups.Frozen(b.home.Cgroup(id))
+	p, err := b.first(id, n)
+	if err != nil {
+		return false, err
+	}
+	if p != nil {
+		frozen, err := b.cgroups.Frozen(b.home.Cgroup(id))
+		if err != nil {
+			p.Close()
+			return false, err
+		}
 		if b.home.Unborn(id) || !started && frozen {
 			// runc has made it, or the wrapper has restored it, but no one
 			// has started it yet.
@@ -124,7 +134,11 @@ func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decid
 	if err != nil {
 		return false, err
 	}
-	if _, seen := b.exited(id, n); !seen && !v.exit.Finished.IsZero() {
+	_, seen, err := b.exited(id, n)
+	if err != nil {
+		return false, err
+	}
+	if !seen && !v.exit.Finished.IsZero() {
 		v.run = run
 		v.exit = b.home.Unseen(id, n, b.withHits(id, *v))
 	}
@@ -141,25 +155,32 @@ func (b *Backend) born(id string) bool {
 // file counts, since conmon writes it once all output is in the log and on the
 // attached sockets. If conmon itself is gone, the end of the process counts.
 func (b *Backend) awaitExit(ctx context.Context, id string, run runRecord) (home.Exit, error) {
-	first, _ := b.first(id, run.Number)
-	exited := func() (home.Exit, bool) { return b.exited(id, run.Number) }
+	first, err := b.first(id, run.Number)
+	if err != nil {
+		return home.Exit{}, err
+	}
+	exited := func() (home.Exit, bool, error) { return b.exited(id, run.Number) }
 	return b.home.Await(ctx, id, run.Number, first, exited, func(ctx context.Context) error { return b.awaitEnd(ctx, id, run) })
 }
 
 // awaitEnd returns nil when neither conmon nor the first process of a run is
 // left.
 func (b *Backend) awaitEnd(ctx context.Context, id string, run runRecord) error {
-	if p, ok := monitor(run.Bundle); ok {
+	p, err := monitor(run.Bundle)
+	if err != nil {
+		return err
+	}
+	if p != nil {
 		defer p.Close()
 		if err := p.Wait(ctx); err != nil {
 			return err
 		}
 	}
-	if p, ok := b.first(id, run.Number); ok {
+	if p, err = b.first(id, run.Number); p != nil {
 		defer p.Close()
 		return p.Wait(ctx)
 	}
-	return nil
+	return err
 }
 
 func (b *Backend) runtimeOf(id string) criu.Runtime {

@@ -121,8 +121,11 @@ func (b *Backend) end(ctx context.Context, v view, opts runtime.StopOptions) (ex
 			return exit, err
 		}
 	}
-	p, ok := b.first(id, v.run.Number)
-	if !ok { // it has just ended
+	p, err := b.first(id, v.run.Number)
+	if err != nil {
+		return exit, err
+	}
+	if p == nil { // it has just ended
 		return b.ended(ctx, v, false)
 	}
 	defer p.Close()
@@ -180,6 +183,7 @@ func (b *Backend) settle(ctx context.Context, v view) error {
 // fails does not keep the others from being done. Strays are looked for when
 // something went wrong before.
 func (b *Backend) release(ctx context.Context, id string, strays bool) error {
+	b.forget(id)
 	var errs []error
 	step := func(name string, err error) {
 		if err == nil {

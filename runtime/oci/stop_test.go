@@ -64,9 +64,9 @@ func TestMonitorKilled(t *testing.T) {
 	id := x.up(sh(counting))
 	v, err := x.look(t.Context(), id)
 	must(t, err)
-	m, ok := monitor(v.run.Bundle)
-	if !ok {
-		t.Fatal("no conmon")
+	m, err := monitor(v.run.Bundle)
+	if m == nil {
+		t.Fatal("no conmon", err)
 	}
 	waited := make(chan int, 1)
 	go func() {
@@ -282,9 +282,8 @@ func TestRemoveHalfMade(t *testing.T) {
 	}
 	must(t, x.Remove(ctx, a))
 	must(t, x.Remove(ctx, b))
-	if m, ok := monitor(v.run.Bundle); ok {
-		m.Close()
-		t.Error("conmon is left")
+	if m, err := monitor(v.run.Bundle); m != nil || err != nil {
+		t.Error("conmon is left", err)
 	}
 	x.gone(b)
 	// The id is free again, also for a Create over a killed one's remains.

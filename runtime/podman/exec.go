@@ -269,6 +269,9 @@ func (b *Backend) Mount(ctx context.Context, id string, fn func(root string) err
 	if c.live() {
 		// With all that is mounted in it.
 		p, err := kernel.OpenProcess(c.State.Pid)
+		if err != nil && !kernel.Gone(err) {
+			return err
+		}
 		if err != nil {
 			return fmt.Errorf("container %s has ended: %w", c.Name, fault.ErrState)
 		}

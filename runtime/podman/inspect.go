@@ -141,8 +141,8 @@ func (b *Backend) told(ctx context.Context, ref string) (container, error) {
 		return container{}, fmt.Errorf("podman inspect of %s told of %d containers: %w", ref, len(all), fault.ErrUnsupported)
 	}
 	c := all[0]
-	c.status = c.state()
-	return c, nil
+	c.status, err = c.state()
+	return c, err
 }
 
 // thoughtLive tells whether Podman believes that it has processes.
@@ -156,33 +156,38 @@ func (c container) thoughtLive() bool {
 
 // state corrects what Podman believes, which it has from whoever came last, by
 // what the kernel knows.
-func (c container) state() runtime.Status {
+func (c container) state() (runtime.Status, error) {
 	switch c.State.Status {
 	case "created", "configured":
-		return runtime.Created
+		return runtime.Created, nil
 	}
-	if !c.thoughtLive() {
-		return runtime.Exited
+	if !c.thoughtLive() || c.State.Pid == 0 {
+		return runtime.Exited, nil
 	}
 	p, err := kernel.OpenProcess(c.State.Pid)
-	if c.State.Pid == 0 || err != nil {
-		return runtime.Exited
+	if kernel.Gone(err) {
+		return runtime.Exited, nil
+	}
+	if err != nil {
+		return "", err
 	}
 	defer p.Close()
 	if !p.Alive() {
-		return runtime.Exited
+		return runtime.Exited, nil
 	}
 	if c.State.Status == "initialized" {
-		return runtime.Created
+		return runtime.Created, nil
 	}
 	frozen := c.State.Status == "paused"
 	if groups, err := kernel.Hierarchies(); err == nil && c.State.CgroupPath != "" {
-		frozen = groups.Frozen(c.State.CgroupPath)
+		if frozen, err = groups.Frozen(c.State.CgroupPath); err != nil {
+			return "", err
+		}
 	}
 	if frozen {
-		return runtime.Paused
+		return runtime.Paused, nil
 	}
-	return runtime.Running
+	return runtime.Running, nil
 }
 
 // Inspect tells what is so now.

@@ -36,8 +36,11 @@ func (b *Backend) Logs(ctx context.Context, id string, opts runtime.LogOptions, 
 	return streams.Follow(ctx, log.Path, opts, stdout, stderr, func(ctx context.Context) error {
 		// Until the monitor is gone, who writes it.
 		p, err := kernel.OpenProcess(c.State.ConmonPid)
-		if err != nil {
+		if kernel.Gone(err) {
 			return nil
+		}
+		if err != nil {
+			return err
 		}
 		defer p.Close()
 		return p.Wait(ctx)

@@ -106,8 +106,11 @@ func (b *Backend) settle(ctx context.Context, c container) error {
 // awaitEnd waits for the first process to end.
 func (c container) awaitEnd(ctx context.Context, limit time.Duration) error {
 	p, err := kernel.OpenProcess(c.State.Pid)
-	if err != nil {
+	if kernel.Gone(err) {
 		return nil
+	}
+	if err != nil {
+		return err
 	}
 	defer p.Close()
 	if err := p.WaitFor(ctx, limit); ctx.Err() != nil {
@@ -130,7 +133,11 @@ func (b *Backend) killFrozen(ctx context.Context, c container) error {
 		if pid == c.State.Pid {
 			continue
 		}
-		if p, ok := kernel.OpenMember(pid, c.State.CgroupPath); ok {
+		p, err := kernel.OpenMember(pid, c.State.CgroupPath)
+		if err != nil {
+			return fmt.Errorf("container %s: %w", c.Name, err)
+		}
+		if p != nil {
 			_ = p.Kill(unix.SIGKILL)
 			p.Close()
 		}
@@ -182,8 +189,11 @@ func (c container) isolate() error {
 		return nil
 	}
 	p, err := kernel.OpenProcess(c.State.Pid)
-	if err != nil {
+	if kernel.Gone(err) {
 		return nil
+	}
+	if err != nil {
+		return err
 	}
 	defer p.Close()
 	err = func() error {

@@ -89,6 +89,9 @@ func (p Place) OnStopped(ctx context.Context, log *slog.Logger, m overlay.Mount,
 // OnLive runs fn on the root filesystem that a process sees.
 func OnLive(pid int, fn func(root string) error) error {
 	p, err := kernel.OpenProcess(pid)
+	if err != nil && !kernel.Gone(err) {
+		return err
+	}
 	if err != nil {
 		return fmt.Errorf("it has ended: %w", fault.ErrState)
 	}

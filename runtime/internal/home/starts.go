@@ -104,10 +104,24 @@ type Exit struct {
 const Unknown = 255
 
 // Exited returns how start n ended, if that is on record.
-func (h Home) Exited(id string, n int) (Exit, bool) {
-	var exit Exit
-	err := record.ReadJSON(h.Start(id, n, "exit.json"), &exit)
-	return exit, err == nil
+func (h Home) Exited(id string, n int) (exit Exit, ok bool, err error) {
+	ok, err = readWhole(h.Start(id, n, "exit.json"), &exit)
+	return exit, ok, err
+}
+
+// ReadRun reads what a backend has noted of start n, if it has.
+func (h Home) ReadRun(id string, n int, run any) error {
+	_, err := readWhole(h.Start(id, n, "run.json"), run)
+	return err
+}
+
+// readWhole reads a record, if it is there. One that a power loss cut short is not.
+func readWhole(path string, v any) (ok bool, err error) {
+	err = record.ReadJSON(path, v)
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, fault.ErrCorrupt) {
+		return false, nil
+	}
+	return err == nil, err
 }
 
 // Settle puts on record how start n ended, if it is not.
@@ -125,7 +139,7 @@ func (h Home) Unseen(id string, n int, exit Exit) Exit {
 	// Where it cannot be written down, as on a disk that is full, looking must
 	// not fail for that.
 	_ = h.Settle(id, n, exit)
-	if first, ok := h.Exited(id, n); ok {
+	if first, ok, _ := h.Exited(id, n); ok {
 		return first
 	}
 	return exit
@@ -142,7 +156,7 @@ const (
 // which is nil when it has ended, and for that end to be known to exited. The
 // monitor tells it, once all output is in the log and on the attached sockets;
 // when orphaned returns, there is none any more, and the end is unknown.
-func (h Home) Await(ctx context.Context, id string, n int, first *kernel.Process, exited func() (Exit, bool), orphaned func(context.Context) error) (Exit, error) {
+func (h Home) Await(ctx context.Context, id string, n int, first *kernel.Process, exited func() (Exit, bool, error), orphaned func(context.Context) error) (Exit, error) {
 	if first != nil {
 		err := first.Wait(ctx)
 		first.Close()
@@ -153,8 +167,8 @@ func (h Home) Await(ctx context.Context, id string, n int, first *kernel.Process
 	// The file is there a moment later. It is not watched for at once, because
 	// the kernel takes some 10 ms to take an inotify apart.
 	for end := time.Now().Add(drainWait); time.Now().Before(end); time.Sleep(drainPoll) {
-		if exit, ok := exited(); ok {
-			return exit, nil
+		if exit, ok, err := exited(); ok || err != nil {
+			return exit, err
 		}
 	}
 	w, err := kernel.Watch(h.Start(id, n))
@@ -170,8 +184,8 @@ func (h Home) Await(ctx context.Context, id string, n int, first *kernel.Process
 	orphan := make(chan error, 1)
 	go func() { orphan <- orphaned(ctx) }()
 	for over := false; ; {
-		if exit, ok := exited(); ok {
-			return exit, nil
+		if exit, ok, err := exited(); ok || err != nil {
+			return exit, err
 		}
 		if _, err := os.Stat(h.Start(id, n)); errors.Is(err, fs.ErrNotExist) {
 			return h.Buried(id)

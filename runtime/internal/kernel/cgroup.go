@@ -77,7 +77,7 @@ func (c Cgroups) Unified() bool {
 // Frozen tells whether a container's processes were told to stand still. Most of
 // them do, then, and only Thaw lets them go on, even when there is one that
 // cannot be frozen yet (FREEZING under v1), or has come in since.
-func (c Cgroups) Frozen(path string) bool {
+func (c Cgroups) Frozen(path string) (bool, error) {
 	for _, m := range c {
 		if !m.Freezer {
 			continue
@@ -87,18 +87,24 @@ func (c Cgroups) Frozen(path string) bool {
 			file, runs = "cgroup.freeze", "0"
 		}
 		data, _, err := record.Read(filepath.Join(m.Path, path, file))
-		if err == nil && strings.TrimSpace(string(data)) != runs {
-			return true
+		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV) {
+			continue // the cgroup is gone
+		}
+		if err != nil {
+			return false, err
+		}
+		if strings.TrimSpace(string(data)) != runs {
+			return true, nil
 		}
 	}
-	return false
+	return false, nil
 }
 
 // FrozenProcess tells whether the cgroup that a process is in stands still.
-func (c Cgroups) FrozenProcess(pid int) bool {
+func (c Cgroups) FrozenProcess(pid int) (bool, error) {
 	data, _, err := record.Read(fmt.Sprintf("/proc/%d/cgroup", pid))
 	if err != nil {
-		return false
+		return false, notGone(err)
 	}
 	for line := range strings.Lines(string(data)) {
 		f := strings.SplitN(strings.TrimSpace(line), ":", 3) // hierarchy:controllers:path
@@ -106,12 +112,14 @@ func (c Cgroups) FrozenProcess(pid int) bool {
 			continue
 		}
 		for _, m := range c {
-			if m.Freezer && (m.V2 && f[1] == "" || !m.V2 && slices.Contains(strings.Split(f[1], ","), "freezer")) && (Cgroups{m}).Frozen(f[2]) {
-				return true
+			if m.Freezer && (m.V2 && f[1] == "" || !m.V2 && slices.Contains(strings.Split(f[1], ","), "freezer")) {
+				if frozen, err := (Cgroups{m}).Frozen(f[2]); err != nil || frozen {
+					return frozen, err
+				}
 			}
 		}
 	}
-	return false
+	return false, nil
 }
 
 // Thaw lets a container's processes go on.
@@ -139,28 +147,30 @@ func (c Cgroups) Thaw(path string) error {
 // how many processes it found.
 func (c Cgroups) KillAll(path string) (int, error) {
 	seen := map[int]bool{}
+	var errs []error
 	for _, m := range c {
 		for _, dir := range subtree(filepath.Join(m.Path, path)) {
-			for _, pid := range members(dir) {
+			pids, err := members(dir)
+			if err != nil {
+				errs = append(errs, err)
+			}
+			for _, pid := range pids {
 				seen[pid] = true
 			}
 		}
 	}
-	var errs []error
 	for pid := range seen {
 		// The pid cannot have been reused for another's process as long as it
 		// is listed in a cgroup that is ours alone; between the list and the
 		// pidfd it can, so it is looked up again.
-		p, err := OpenProcess(pid)
+		p, err := OpenMember(pid, path)
+		if p != nil {
+			err = p.Kill(unix.SIGKILL)
+			p.Close()
+		}
 		if err != nil {
-			continue
+			errs = append(errs, err)
 		}
-		if p.InCgroup(path) {
-			if err := p.Kill(unix.SIGKILL); err != nil {
-				errs = append(errs, err)
-			}
-		}
-		p.Close()
 	}
 	return len(seen), errors.Join(append(errs, c.Thaw(path))...)
 }
@@ -271,10 +281,13 @@ func (c Cgroups) Children(path string) []string {
 	return slices.Collect(maps.Keys(seen))
 }
 
-func members(dir string) []int {
+func members(dir string) ([]int, error) {
 	data, _, err := record.Read(filepath.Join(dir, "cgroup.procs"))
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV) || errors.Is(err, unix.EOPNOTSUPP) {
+		return nil, nil // it is gone, or threaded
+	}
 	if err != nil {
-		return nil
+		return nil, err
 	}
 	var pids []int
 	for _, field := range strings.Fields(string(data)) {
@@ -282,7 +295,7 @@ func members(dir string) []int {
 			pids = append(pids, pid)
 		}
 	}
-	return pids
+	return pids, nil
 }
 
 // monitors makes the cgroup of all monitors in one hierarchy. They have one of

@@ -1,6 +1,7 @@
 package kernel
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -43,15 +44,17 @@ func (c Cgroups) HitsIn(path string) (h Hits) {
 func (c Cgroups) MembersWith(pid int) ([]int, error) {
 	paths, err := groupsOf(pid)
 	var all []int
+	errs := []error{err}
 	for _, path := range paths {
 		for _, m := range c {
 			for _, dir := range subtree(filepath.Join(m.Path, path)) {
-				all = append(all, members(dir)...)
+				pids, err := members(dir)
+				all, errs = append(all, pids...), append(errs, err)
 			}
 		}
 	}
 	slices.Sort(all)
-	return slices.Compact(all), err
+	return slices.Compact(all), errors.Join(errs...)
 }
 
 // groupsOf lists the cgroups of a process, which has the same path in most

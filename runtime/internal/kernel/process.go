@@ -8,6 +8,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"strconv"
 	"strings"
@@ -35,17 +36,32 @@ func OpenProcess(pid int) (*Process, error) {
 	return &Process{pid, os.NewFile(uintptr(fd), "pidfd")}, nil
 }
 
-// OpenMember is OpenProcess for one in a cgroup of that path.
-func OpenMember(pid int, path string) (*Process, bool) {
+// Gone tells of an error whether it proves that a process, or the file that names it,
+// is not there. Any other, as where descriptors have run out, proves nothing.
+func Gone(err error) bool {
+	// EINVAL: a thread has the number now, or what had it has just been reaped.
+	return errors.Is(err, unix.ESRCH) || errors.Is(err, unix.EINVAL) || errors.Is(err, fs.ErrNotExist)
+}
+
+// notGone is an error, but for one that proves that a process is not there.
+func notGone(err error) error {
+	if Gone(err) {
+		return nil
+	}
+	return err
+}
+
+// OpenMember is OpenProcess for one in a cgroup of that path; nil when there is none.
+func OpenMember(pid int, path string) (*Process, error) {
 	p, err := OpenProcess(pid)
 	if err != nil {
-		return nil, false
+		return nil, notGone(err)
 	}
-	if !p.InCgroup(path) {
+	if in, err := p.InCgroup(path); err != nil || !in {
 		p.Close()
-		return nil, false
+		return nil, err
 	}
-	return p, true
+	return p, nil
 }
 
 // Close lets the process go.
@@ -173,14 +189,10 @@ func (p *Process) Executed(ctx context.Context) error {
 }
 
 // InCgroup tells whether the process is in a cgroup of that path, or below it, in any hierarchy.
-func (p *Process) InCgroup(path string) bool {
-	return inCgroup(p.Pid, path) && p.Alive()
-}
-
-func inCgroup(pid int, path string) bool {
-	data, _, err := record.Read(fmt.Sprintf("/proc/%d/cgroup", pid))
+func (p *Process) InCgroup(path string) (bool, error) {
+	data, _, err := record.Read(fmt.Sprintf("/proc/%d/cgroup", p.Pid))
 	if err != nil {
-		return false
+		return false, notGone(err)
 	}
 	for line := range strings.Lines(string(data)) {
 		at := strings.Index(line, path)
@@ -188,20 +200,23 @@ func inCgroup(pid int, path string) bool {
 			continue
 		}
 		if rest := strings.TrimSpace(line[at+len(path):]); rest == "" || rest[0] == '/' {
-			return true
+			return p.Alive(), nil
 		}
 	}
-	return false
+	return false, nil
 }
 
-// PidFile reads a pid that a program left.
-func PidFile(path string) (int, bool) {
+// PidFile reads a pid that a program left; 0 when it has left none.
+func PidFile(path string) (int, error) {
 	data, _, err := record.Read(path)
 	if err != nil {
-		return 0, false
+		return 0, notGone(err)
 	}
 	pid, err := strconv.Atoi(strings.TrimSpace(string(data)))
-	return pid, err == nil && pid > 0
+	if err != nil || pid < 0 {
+		return 0, nil // it was killed while it wrote
+	}
+	return pid, nil
 }
 
 // Arguments are those of a process; one that has ended has none.
@@ -215,20 +230,20 @@ func Arguments(pid int) []string {
 
 // Names tells whether an argument of a process is one of the paths or lies
 // below it.
-func Names(pid int, paths ...string) bool {
+func Names(pid int, paths ...string) (bool, error) {
 	data, _, err := record.Read(fmt.Sprintf("/proc/%d/cmdline", pid))
 	if err != nil {
-		return false
+		return false, notGone(err)
 	}
 	for arg := range bytes.SplitSeq(data, []byte{0}) {
 		for _, path := range paths {
 			rest, ok := strings.CutPrefix(string(arg), path)
 			if ok && (rest == "" || rest[0] == '/' || rest[0] == '.') {
-				return true
+				return true, nil
 			}
 		}
 	}
-	return false
+	return false, nil
 }
 
 // AllParents maps every process to its parent.
