@@ -231,8 +231,9 @@ func (h Home) Bury(id string, exit Exit) error {
 // Buried returns the exit of a sandbox that was removed not long ago.
 func (h Home) Buried(id string) (Exit, error) {
 	var exit Exit
-	if err := record.ReadJSON(h.tombstone(id), &exit); err != nil {
-		return exit, fmt.Errorf("container %s: %w", id, fault.ErrNotFound)
+	ok, err := readWhole(h.tombstone(id), &exit)
+	if err == nil && !ok {
+		err = fmt.Errorf("container %s: %w", id, fault.ErrNotFound)
 	}
-	return exit, nil
+	return exit, err
 }
