@@ -191,7 +191,12 @@ func TestLeaseOfConnection(t *testing.T) {
 	}
 	_ = cmd.Wait() // it was killed
 	b.awaitSandboxes(0)
-	if got := decode[[]runtime.Lease](b, b.ok("lease", "inspect", "l"))[0]; got.State != "ended" || !strings.Contains(got.Reason, "the service") {
+	var got runtime.Lease
+	b.eventually("its end is on record", func() bool {
+		got = decode[[]runtime.Lease](b, b.ok("lease", "inspect", "l"))[0]
+		return got.State == "ended"
+	})
+	if !strings.Contains(got.Reason, "the service") {
 		t.Errorf("%+v", got)
 	}
 }
