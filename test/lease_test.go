@@ -99,7 +99,9 @@ func TestLeaseOwnerKilled(t *testing.T) {
 			t.Fatal(err)
 		}
 		if keeper {
-			b.awaitSandboxes(0)
+			b.eventually("its end is on record", func() bool {
+				return decode[[]runtime.Lease](b, b.ok("lease", "inspect", l))[0].State == "ended"
+			})
 		}
 		if got := b.ok("ps", "-aq"); got != "" {
 			t.Errorf("left: %s", got)
