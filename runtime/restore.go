@@ -65,6 +65,9 @@ func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (
 	t := &trying{opts: opts, noUndo: opts.NoUndo}
 	if opts.Strategy == "" {
 		out, err = e.try(ctx, ref, t)
+		for more := 2; more > 0 && t.endedUnder(ctx, err); more-- {
+			out, err = e.try(ctx, ref, t)
+		}
 	} else {
 		out, err = e.escalate(ctx, ref, t)
 	}
@@ -94,6 +97,17 @@ type trying struct {
 	settled     bool     // undo commands were run
 	compensated []Effect // what came of them
 	told        []string // what is to be said of that
+}
+
+// endedUnder tells of a try that failed before it changed anything whether that was
+// since the sandbox ended by itself while it was looked at, as one that crashes again
+// and again does. Then it is as good as any that had ended before.
+func (t *trying) endedUnder(ctx context.Context, err error) bool {
+	if !errors.Is(err, ErrState) || t.opts.held != nil || t.r == nil || t.r.undone != "" || t.r.c.Status != Running && t.r.c.Status != Paused {
+		return false
+	}
+	now, err := t.r.sb.host.Inspect(ctx, t.r.sb.ID)
+	return err == nil && now.Status == Exited
 }
 
 // try restores once.
