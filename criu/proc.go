@@ -3,8 +3,10 @@ package criu
 import (
 	"bytes"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -70,18 +72,24 @@ func Members(initPid int) ([]int, error) {
 		return nil, fmt.Errorf("process %d: %w", initPid, fault.ErrNotFound)
 	}
 	depth := nsDepth(initPid)
-	all, err := hostPids()
-	if err != nil {
-		return nil, err
+	// Others may be in the namespace: it is the host's (--pid host), or another
+	// container has joined it.
+	group, among := cgroupOf(initPid), []int(nil)
+	if group != "" && !slices.Contains(strings.Split(group, "/"), "..") { // else it lies outside of our cgroup namespace
+		if among = groupPids(group); !slices.Contains(among, initPid) {
+			among = nil // its hierarchy is mounted elsewhere
+		}
+	}
+	if among == nil {
+		if among, err = hostPids(); err != nil {
+			return nil, err
+		}
+		if group != "" {
+			among = slices.DeleteFunc(among, func(p int) bool { return p != initPid && !within(cgroupOf(p), group) })
+		}
 	}
 	var members []int
-	group := cgroupOf(initPid)
-	for _, p := range all {
-		// Others may be in the namespace: it is the host's (--pid host), or another
-		// container has joined it.
-		if group != "" && p != initPid && !within(cgroupOf(p), group) {
-			continue
-		}
+	for _, p := range among {
 		link, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/pid", p))
 		if err != nil {
 			continue // it has ended
@@ -91,6 +99,31 @@ func Members(initPid int) ([]int, error) {
 		}
 	}
 	return members, nil
+}
+
+// groupPids lists the processes of a cgroup that cgroupOf has named, and of those
+// in it, sorted. To ask each process of the host for its cgroup would take as long as
+// there are processes, while the container may be standing still.
+func groupPids(group string) (pids []int) {
+	for _, hierarchy := range []string{"freezer", "unified", ""} { // the last is the unified one where there is no other
+		_ = filepath.WalkDir(filepath.Join("/sys/fs/cgroup", hierarchy, group), func(path string, d fs.DirEntry, err error) error {
+			if err != nil || !d.IsDir() {
+				return nil // gone, or a file
+			}
+			data, _ := os.ReadFile(filepath.Join(path, "cgroup.procs")) // a threaded one has none: they are its parent's
+			for _, field := range strings.Fields(string(data)) {
+				if p, err := strconv.Atoi(field); err == nil && p > 0 {
+					pids = append(pids, p)
+				}
+			}
+			return nil
+		})
+		if len(pids) > 0 {
+			break
+		}
+	}
+	slices.Sort(pids)
+	return slices.Compact(pids)
 }
 
 // cgroupOf returns the cgroup that a process is in, of the hierarchy of the

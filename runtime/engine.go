@@ -77,6 +77,7 @@ type Engine struct {
 	holds map[string]*store.Lock
 
 	counts fileCounts
+	listed specs
 }
 
 var _ Local = (*Engine)(nil)
@@ -394,12 +395,15 @@ func (e *Engine) Sandboxes(ctx context.Context) ([]Sandbox, error) {
 	}
 	// A few side by side: of each the kernel, or its engine, is asked.
 	views, errs := make([]Sandbox, len(rows)), make([]error, len(rows))
+	specs := e.listed.of(rows, errs)
 	var next atomic.Int64
 	var all sync.WaitGroup
 	for range min(viewsAtOnce, len(rows)) {
 		all.Go(func() {
 			for i := int(next.Add(1)) - 1; i < len(rows) && ctx.Err() == nil; i = int(next.Add(1)) - 1 {
-				views[i], _, errs[i] = e.view(ctx, rows[i])
+				if errs[i] == nil {
+					views[i], _, errs[i] = e.viewOf(ctx, rows[i], specs[i])
+				}
 			}
 		})
 	}
@@ -429,11 +433,14 @@ func (e *Engine) Sandboxes(ctx context.Context) ([]Sandbox, error) {
 
 // view joins what is stored with what is so.
 func (e *Engine) view(ctx context.Context, sb store.Sandbox) (Sandbox, Container, error) {
-	var c Container
 	s, err := spec(sb)
 	if err != nil {
-		return Sandbox{}, c, err
+		return Sandbox{}, Container{}, err
 	}
+	return e.viewOf(ctx, sb, s)
+}
+
+func (e *Engine) viewOf(ctx context.Context, sb store.Sandbox, s Spec) (_ Sandbox, c Container, err error) {
 	labels := sb.Labels
 	if labels == nil {
 		labels = map[string]string{}

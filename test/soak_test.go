@@ -335,7 +335,7 @@ func (s *soak) reconcileCost() time.Duration {
 
 // held is all that the host has of the root: mounts, cgroups, namespaces,
 // processes, records, files. What the store has of pieces and its own bookkeeping
-// is left to prune.
+// is left to prune, and the audit log to its owner.
 func (s *soak) held() map[string]bool {
 	set := map[string]bool{}
 	for _, list := range [][]string{mountsUnder(s.root), s.netLeft()} {
@@ -374,7 +374,7 @@ func (s *soak) held() map[string]bool {
 		switch {
 		case err != nil:
 			return nil
-		case rel == "packs" || rel == "run/requests" || rel == "run/exits" || rel == "locks" || d.IsDir() && d.Name() == "merged":
+		case rel == "packs" || rel == "run/requests" || rel == "run/exits" || rel == "locks" || rel == "audit" || d.IsDir() && d.Name() == "merged":
 			return fs.SkipDir
 		case strings.HasPrefix(rel, "state.db"):
 			return nil

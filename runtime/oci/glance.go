@@ -8,27 +8,28 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
 )
 
 // A list of sandboxes asks for the state of each, and of most of them nothing has
 // changed since the last time: they run. What was found out of one that runs holds as
 // long as the files that say so are the same, which three looks at the kernel's inodes
 // tell, and its first process, which is held on to, lives; whether it is frozen is asked
-// each time. So a list costs a fraction of what reading all of these files again would.
+// each time, of its cgroup, which is held on to as well. So a list costs a fraction of what reading all of these files again would.
 
 // settled is how long a file has to have been as it is: its time may be as coarse as
 // the kernel's clock, and a change right after another one not be seen by it.
 const settled = 2 * time.Second
 
 // maxGlances bounds what is remembered, also of sandboxes that others have removed: each
-// takes a descriptor, and most are for others.
+// takes two descriptors, and most are for others.
 func maxGlances() int {
 	const most = 1024
 	var limit unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
 		return 0
 	}
-	return int(min(limit.Cur/4, most))
+	return int(min(limit.Cur/8, most))
 }
 
 type glances struct {
@@ -41,6 +42,15 @@ type glance struct {
 	paths [3]string // of its record, its starts, and the start that runs
 	files [3]inode
 	view  view
+	cold  *kernel.Freezer
+}
+
+func (g *glance) letGo() {
+	g.view.letGo()
+	if g.cold != nil {
+		g.cold.Close()
+		g.cold = nil
+	}
 }
 
 // inode is what changes of a file when it does.
@@ -90,9 +100,10 @@ func (b *Backend) glance(id string) (view, bool) {
 		b.forget(id)
 		return view{}, false
 	}
-	frozen, err := b.cgroups.Frozen(b.home.Cgroup(id))
+	frozen, err := g.cold.Frozen()
 	if err != nil {
-		return view{}, false // the look fails of it, too, and says so
+		b.forget(id)
+		return view{}, false // the cgroup is gone, or the look fails of it, too, and says so
 	}
 	v := g.view
 	v.Lower = slices.Clone(v.Lower)
@@ -108,7 +119,7 @@ func (b *Backend) forget(id string) {
 	b.glances.mu.Lock()
 	defer b.glances.mu.Unlock()
 	g := b.glances.byID[id]
-	g.view.letGo()
+	g.letGo()
 	delete(b.glances.byID, id)
 }
 
@@ -125,6 +136,10 @@ func (b *Backend) remember(id string, v view, began time.Time) bool {
 	}) {
 		return false
 	}
+	cold, err := b.cgroups.Freezer(b.home.Cgroup(id))
+	if err != nil {
+		return false
+	}
 	b.glances.mu.Lock()
 	defer b.glances.mu.Unlock()
 	if b.glances.byID == nil {
@@ -133,16 +148,17 @@ func (b *Backend) remember(id string, v view, began time.Time) bool {
 	old, ok := b.glances.byID[id]
 	most := maxGlances()
 	if most == 0 {
+		cold.Close()
 		return false
 	}
 	if !ok && len(b.glances.byID) >= most {
 		for id, g := range b.glances.byID { // any of them
-			g.view.letGo()
+			g.letGo()
 			delete(b.glances.byID, id)
 			break
 		}
 	}
-	old.view.letGo()
-	b.glances.byID[id] = glance{paths, files, v}
+	old.letGo()
+	b.glances.byID[id] = glance{paths, files, v, cold}
 	return true
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"maps"
 	"os"
@@ -74,6 +75,15 @@ func (c Cgroups) Unified() bool {
 	return !slices.ContainsFunc(c, func(m Hierarchy) bool { return !m.V2 })
 }
 
+// frozenBy is the file of a cgroup that tells whether it was told to stand still, and
+// what is in it if not.
+func (m Hierarchy) frozenBy() (file, runs string) {
+	if m.V2 {
+		return "cgroup.freeze", "0"
+	}
+	return "freezer.state", "THAWED"
+}
+
 // Frozen tells whether a container's processes were told to stand still. Most of
 // them do, then, and only Thaw lets them go on, even when there is one that
 // cannot be frozen yet (FREEZING under v1), or has come in since.
@@ -82,10 +92,7 @@ func (c Cgroups) Frozen(path string) (bool, error) {
 		if !m.Freezer {
 			continue
 		}
-		file, runs := "freezer.state", "THAWED"
-		if m.V2 {
-			file, runs = "cgroup.freeze", "0"
-		}
+		file, runs := m.frozenBy()
 		data, _, err := record.Read(filepath.Join(m.Path, path, file))
 		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV) {
 			continue // the cgroup is gone
@@ -98,6 +105,53 @@ func (c Cgroups) Frozen(path string) (bool, error) {
 		}
 	}
 	return false, nil
+}
+
+// Freezer is the cgroup of a container, held on to so that Frozen can be asked again
+// and again for one call of the kernel each.
+type Freezer struct {
+	files []*os.File
+	runs  []string
+}
+
+// Freezer holds on to a container's cgroup, which has to be there.
+func (c Cgroups) Freezer(path string) (*Freezer, error) {
+	z := &Freezer{}
+	for _, m := range c {
+		if !m.Freezer {
+			continue
+		}
+		file, runs := m.frozenBy()
+		f, err := os.Open(filepath.Join(m.Path, path, file))
+		if err != nil {
+			z.Close()
+			return nil, err
+		}
+		z.files, z.runs = append(z.files, f), append(z.runs, runs)
+	}
+	return z, nil
+}
+
+// Frozen is that of Cgroups; of a cgroup that is gone, or after Close, it fails.
+func (z *Freezer) Frozen() (bool, error) {
+	for i, f := range z.files {
+		var buf [32]byte
+		n, err := f.ReadAt(buf[:], 0)
+		if err != nil && err != io.EOF {
+			return false, err
+		}
+		if strings.TrimSpace(string(buf[:n])) != z.runs[i] {
+			return true, nil
+		}
+	}
+	return false, nil
+}
+
+// Close lets go of it.
+func (z *Freezer) Close() {
+	for _, f := range z.files {
+		_ = f.Close() // nothing was written
+	}
 }
 
 // FrozenProcess tells whether the cgroup that a process is in stands still.
@@ -129,10 +183,7 @@ func (c Cgroups) Thaw(path string) error {
 		if !m.Freezer {
 			continue
 		}
-		file, value := "freezer.state", "THAWED"
-		if m.V2 {
-			file, value = "cgroup.freeze", "0"
-		}
+		file, value := m.frozenBy()
 		err := os.WriteFile(filepath.Join(m.Path, path, file), []byte(value), 0)
 		if err != nil && !errors.Is(err, fs.ErrNotExist) {
 			errs = append(errs, err)

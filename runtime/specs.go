@@ -1,0 +1,40 @@
+package runtime
+
+import (
+	"bytes"
+	"sync"
+
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// specs are those of the sandboxes that were listed last. A list needs all of them, to
+// decode them is a good part of what it costs, and they hardly ever change.
+type specs struct {
+	mu   sync.Mutex
+	byID map[string]decoded
+}
+
+type decoded struct {
+	text []byte
+	spec Spec
+}
+
+// of returns the specs of rows, which share what they point to with those of other
+// calls: they are for reading. Where one does not decode errs has why.
+func (s *specs) of(rows []store.Sandbox, errs []error) []Spec {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	list, now := make([]Spec, len(rows)), make(map[string]decoded, len(rows))
+	for i, row := range rows {
+		d, ok := s.byID[row.ID]
+		if !ok || !bytes.Equal(d.text, row.Spec) {
+			d.text = row.Spec
+			if d.spec, errs[i] = spec(row); errs[i] != nil {
+				continue
+			}
+		}
+		list[i], now[row.ID] = d.spec, d
+	}
+	s.byID = now // the others are gone
+	return list
+}
