@@ -25,6 +25,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/agentbox/agentbox/internal/ahead"
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime/store"
@@ -388,7 +389,12 @@ func (e *Engine) Sandbox(ctx context.Context, ref string) (Sandbox, error) {
 const viewsAtOnce = 4
 
 // Sandboxes lists all sandboxes, newest first.
-func (e *Engine) Sandboxes(ctx context.Context) ([]Sandbox, error) {
+func (e *Engine) Sandboxes(ctx context.Context) (list []Sandbox, err error) {
+	ahead.Do(func() { list, err = e.sandboxes(ctx) })
+	return list, err
+}
+
+func (e *Engine) sandboxes(ctx context.Context) ([]Sandbox, error) {
 	rows, err := e.store.Sandboxes(ctx)
 	if err != nil {
 		return nil, fail("ps", "", err)
@@ -400,11 +406,13 @@ func (e *Engine) Sandboxes(ctx context.Context) ([]Sandbox, error) {
 	var all sync.WaitGroup
 	for range min(viewsAtOnce, len(rows)) {
 		all.Go(func() {
-			for i := int(next.Add(1)) - 1; i < len(rows) && ctx.Err() == nil; i = int(next.Add(1)) - 1 {
-				if errs[i] == nil {
-					views[i], _, errs[i] = e.viewOf(ctx, rows[i], specs[i])
+			ahead.Do(func() {
+				for i := int(next.Add(1)) - 1; i < len(rows) && ctx.Err() == nil; i = int(next.Add(1)) - 1 {
+					if errs[i] == nil {
+						views[i], _, errs[i] = e.viewOf(ctx, rows[i], specs[i])
+					}
 				}
-			}
+			})
 		})
 	}
 	all.Wait()

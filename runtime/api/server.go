@@ -24,6 +24,7 @@ import (
 	"go.opentelemetry.io/otel/trace"
 	"golang.org/x/sync/semaphore"
 
+	"github.com/agentbox/agentbox/internal/ahead"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/doctor"
 )
@@ -469,7 +470,9 @@ func (h *Handler) body(r *http.Request, w http.ResponseWriter, into any) ([]byte
 
 // writeJSON answers with a value; its digest is the ETag.
 func (h *Handler) writeJSON(w http.ResponseWriter, r *http.Request, v any) {
-	data, err := json.Marshal(v)
+	var data []byte
+	var err error
+	ahead.Do(func() { data, err = json.Marshal(v) })
 	if err != nil {
 		writeProblem(w, err)
 		return
