@@ -183,17 +183,23 @@ def _tls():
     return context
 
 
+def _environment_trace():
+    parent = os.environ.get("TRACEPARENT")
+    return {"traceparent": parent, "tracestate": os.environ.get("TRACESTATE", "")} if parent else {}
+
+
 class Client:
     """The service at a host: unix:///PATH, or tcp://HOST:PORT; else AGENTBOX_HOST, else the usual socket.
 
     timeout is how long it may say nothing, in seconds; None: as long as it likes. retry is
-    for how long a verb is tried again whose connection was lost. A client may be used by
-    several threads.
+    for how long a verb is tried again whose connection was lost. trace returns the headers
+    that make a request part of a trace; else TRACEPARENT and TRACESTATE do. A client may
+    be used by several threads.
     """
 
-    def __init__(self, host=None, timeout=None, retry=30.0):
+    def __init__(self, host=None, timeout=None, retry=30.0, trace=None):
         self.host = host or os.environ.get("AGENTBOX_HOST") or DEFAULT_HOST
-        self.timeout, self.retry = timeout, retry
+        self.timeout, self.retry, self.trace = timeout, retry, trace or _environment_trace
         self.path, self.address, self.tls = "", None, None
         self._met = False  # it has answered before
         at = urllib.parse.urlsplit(self.host)
@@ -225,7 +231,7 @@ class Client:
                 lost.unsent = True
                 raise lost from err
             try:
-                conn.request(method, target, body=body, headers=headers or {})
+                conn.request(method, target, body=body, headers=dict(self.trace(), **(headers or {})))
             except (BrokenPipeError, ConnectionResetError):
                 pass  # it may have answered before it had read all
             response = conn.getresponse()
@@ -316,6 +322,10 @@ class Client:
     def sandboxes(self):
         """What is known of every sandbox, newest first."""
         return self._list("sandboxes")
+
+    def stats(self, *names, disk=False):
+        """What sandboxes use: those named, or all that run (docs/observability.md). disk counts their files, too."""
+        return self.post("stats", {"sandboxes": list(names), "all": False, "disk": disk})
 
     def create(self, image, args=None, name="", policy="", labels=None, env=None, network=None, **spec):
         """A new sandbox, not started. spec has further members of Spec (openapi.json).

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 import unittest
+import unittest.mock
 
 import agentbox
 
@@ -41,6 +42,18 @@ class TestService(unittest.TestCase):
                 return now
             self.assertLess(time.monotonic(), until, "the counter stands at %d" % now)
             time.sleep(0.02)
+
+    def test_stats(self):
+        with self.client.session() as session:
+            box = self.run_box(session)
+            idle = self.run_box(session)
+            idle.stop(0)
+            self.assertEqual([s["sandbox"] for s in self.client.stats()], [box.inspect()["id"]])
+            both = {s["name"]: s for s in self.client.stats(box.inspect()["name"], idle.inspect()["name"], disk=True)}
+            self.assertEqual(len(both), 2)
+            self.assertGreater(both[box.inspect()["name"]]["pids"], 0)
+            with self.assertRaises(agentbox.NotFound):
+                self.client.stats("nobody")
 
     def test_three_phases(self):
         self.assertTrue(self.client.ready(), self.client.ready())
@@ -229,6 +242,37 @@ class TestNobody(unittest.TestCase):
             with self.assertRaises(agentbox.Lost):
                 agentbox.Client("unix://%s/s" % directory).sandboxes()
             self.assertLess(time.monotonic() - began, 5)  # it was never there
+
+    def test_trace(self):
+        parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        with tempfile.TemporaryDirectory() as directory:
+            listener = socket.socket(socket.AF_UNIX)
+            self.addCleanup(listener.close)
+            listener.bind(directory + "/s")
+            listener.listen()
+            asked = []
+
+            def serve():
+                for _ in range(3):
+                    conn = listener.accept()[0]
+                    data = b""
+                    while b"\r\n\r\n" not in data:
+                        data += conn.recv(1 << 16)
+                    lines = [line.decode().lower().partition(": ") for line in data.split(b"\r\n")]
+                    asked.append({name: value for name, _, value in lines if name.startswith("trace")})
+                    conn.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+                    conn.close()
+
+            thread = threading.Thread(target=serve)
+            thread.start()
+            with unittest.mock.patch.dict(os.environ, {"TRACEPARENT": parent, "TRACESTATE": "a=b"}):
+                agentbox.Client("unix://%s/s" % directory).info()
+            with unittest.mock.patch.dict(os.environ):
+                os.environ.pop("TRACEPARENT", None)
+                agentbox.Client("unix://%s/s" % directory).info()
+                agentbox.Client("unix://%s/s" % directory, trace=lambda: {"traceparent": parent}).info()
+            thread.join()
+            self.assertEqual(asked, [{"traceparent": parent, "tracestate": "a=b"}, {}, {"traceparent": parent}])
 
     def test_cut(self):
         """An answer that is cut short is no answer, and a verb has the same key each time."""
