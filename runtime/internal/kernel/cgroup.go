@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/moby/sys/mountinfo"
@@ -36,8 +37,24 @@ type Hierarchy struct {
 // Hierarchies lists the hierarchies: one on a unified host, many under v1,
 // many and one without controllers on a hybrid one. Of one that is mounted again
 // elsewhere the first counts: CRIU mounts all of them for as long as a restore
-// takes, and what is written there later is written to a plain directory.
+// takes, and what is written there later is written to a plain directory. They are
+// looked for once: the mount table of a host with many sandboxes is long.
 func Hierarchies() (Cgroups, error) {
+	found.Lock()
+	defer found.Unlock()
+	var err error
+	if found.list == nil {
+		found.list, err = hierarchies()
+	}
+	return found.list, err
+}
+
+var found struct {
+	sync.Mutex
+	list Cgroups
+}
+
+func hierarchies() (Cgroups, error) {
 	type device struct{ major, minor int }
 	seen := map[device]bool{}
 	infos, err := mountinfo.GetMounts(func(i *mountinfo.Info) (skip, stop bool) {

@@ -18,7 +18,7 @@ func TestHierarchiesOfARestore(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Fatal("this test mounts cgroup filesystems: run it as root")
 	}
-	before, err := Hierarchies()
+	before, err := hierarchies()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -33,7 +33,7 @@ func TestHierarchiesOfARestore(t *testing.T) {
 		}
 		t.Cleanup(func() { _ = unix.Unmount(at, unix.MNT_DETACH) })
 	}
-	after, err := Hierarchies()
+	after, err := hierarchies()
 	if err != nil {
 		t.Fatal(err)
 	}
