@@ -62,6 +62,7 @@ type Engine struct {
 	auto   func(id string) error // see Options.Auto
 	watch  func(id string) error // see Options.Watch
 	keeper func() error          // see Options.Keeper
+	deeds  func(context.Context, *Deed, func() error) error
 	tidyAt int64
 
 	policies policy.Finder
@@ -107,6 +108,10 @@ type Options struct {
 	// Keeper starts the process that ends leases (Engine.KeepLeases), like Auto.
 	Keeper func() error
 
+	// Deeds puts on record what the Engine does by itself: before do, which does it,
+	// and after. It returns do's error, and may refuse to call it. Nil: nobody does.
+	Deeds func(ctx context.Context, d *Deed, do func() error) error
+
 	// Policies finds the policy of sandboxes for which nobody names one, and
 	// remembers which were used here.
 	Policies policy.Finder
@@ -118,7 +123,7 @@ func New(opts Options) *Engine {
 	if log == nil {
 		log = slog.Default()
 	}
-	return &Engine{run: opts.Run, store: opts.Store, first: opts.Backend, make: opts.Open, log: log, auto: opts.Auto, watch: opts.Watch, keeper: opts.Keeper, tidyAt: cmp.Or(opts.TidyAt, 256<<20), hosts: map[string]Host{}, under: map[int64]bool{}, kept: map[string]string{}, policies: opts.Policies}
+	return &Engine{run: opts.Run, store: opts.Store, first: opts.Backend, make: opts.Open, log: log, auto: opts.Auto, watch: opts.Watch, keeper: opts.Keeper, deeds: opts.Deeds, tidyAt: cmp.Or(opts.TidyAt, 256<<20), hosts: map[string]Host{}, under: map[int64]bool{}, kept: map[string]string{}, policies: opts.Policies}
 }
 
 // host returns a backend by its name.

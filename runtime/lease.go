@@ -400,7 +400,7 @@ func (e *Engine) ReleaseLease(ctx context.Context, ref string) (_ Lease, err err
 	if err := e.beginEnd(ctx, row.ID, func(Lease) (string, error) { return "it was released", nil }); err != nil {
 		return Lease{}, err
 	}
-	if err := e.freeLease(ctx, row.ID, true); err != nil {
+	if err := e.freeLease(ctx, row.ID, ""); err != nil {
 		return Lease{}, err
 	}
 	return e.Lease(ctx, row.ID)
@@ -481,5 +481,5 @@ func (e *Engine) HoldLease(ctx context.Context, req LeaseRequest, fn func(contex
 		}
 		return "it was released", nil
 	})
-	return errors.Join(err, end, e.freeLease(done, l.ID, true))
+	return errors.Join(err, end, e.freeLease(done, l.ID, ""))
 }

@@ -178,7 +178,7 @@ func (e *Engine) endLeases(ctx context.Context) (did []string, left []Lease, err
 			left = append(left, l)
 			continue
 		}
-		err = e.freeLease(ctx, l.ID, false)
+		err = e.freeLease(ctx, l.ID, ByKeeper)
 		switch {
 		case err == nil:
 			did = append(did, fmt.Sprintf("removed what belonged to lease %s", cmp.Or(l.Name, short(l.ID))))
@@ -191,10 +191,10 @@ func (e *Engine) endLeases(ctx context.Context) (did []string, left []Lease, err
 	return did, left, errors.Join(errs...)
 }
 
-// freeLease removes what belongs to a lease that ends; wait is for what others
-// are at work on. What fails does not keep it from the rest.
-func (e *Engine) freeLease(ctx context.Context, id string, wait bool) error {
-	patience := time.Duration(0)
+// freeLease removes what belongs to a lease that ends. What fails does not keep it
+// from the rest. by is as in Deed: a verb waits for what others are at work on.
+func (e *Engine) freeLease(ctx context.Context, id, by string) error {
+	patience, wait := time.Duration(0), by == ""
 	if wait {
 		patience = -1
 	}
@@ -204,7 +204,7 @@ func (e *Engine) freeLease(ctx context.Context, id string, wait bool) error {
 			return err
 		}
 		defer lock.Unlock()
-		return e.freeMembers(ctx, id)
+		return e.freeMembers(ctx, id, by)
 	}
 	deadline := time.Now().Add(releaseWait)
 	for {
@@ -223,7 +223,7 @@ func (e *Engine) freeLease(ctx context.Context, id string, wait bool) error {
 // busyAgain is after which time what a verb was at work on is tried again.
 const busyAgain = 100 * time.Millisecond
 
-func (e *Engine) freeMembers(ctx context.Context, id string) error {
+func (e *Engine) freeMembers(ctx context.Context, id, by string) error {
 	row, err := e.store.Lease(ctx, id)
 	if errors.Is(err, ErrNotFound) || err == nil && row.State != store.LeaseEnding {
 		return nil // somebody was quicker, or it is held
@@ -240,7 +240,7 @@ func (e *Engine) freeMembers(ctx context.Context, id string) error {
 		return err
 	}
 	if len(m.Sandboxes) > 0 {
-		if _, err := e.RecoverInterrupted(ctx); err != nil {
+		if err := e.recoverBy(ctx, by); err != nil {
 			e.log.Error("recovery failed", "err", err) // it must not keep us from the others
 		}
 	}
@@ -250,7 +250,7 @@ func (e *Engine) freeMembers(ctx context.Context, id string) error {
 	group.SetLimit(4) // they wait for the kernel, not only for cores
 	for _, sb := range m.Sandboxes {
 		group.Go(func() error {
-			if err := e.freeSandbox(ctx, sb, l); err != nil {
+			if err := e.freeSandbox(ctx, sb, l, by); err != nil {
 				e.notFreed(err, "sandbox", sb.ID, "lease", id)
 				mu.Lock()
 				defer mu.Unlock()
@@ -261,7 +261,7 @@ func (e *Engine) freeMembers(ctx context.Context, id string) error {
 	}
 	_ = group.Wait() // the errors are in errs
 	for _, c := range m.Checkpoints {
-		if err := e.freeCheckpoint(ctx, c, l); err != nil {
+		if err := e.freeCheckpoint(ctx, c, l, by); err != nil {
 			e.notFreed(err, "checkpoint", c.ID, "lease", id)
 			errs = append(errs, fmt.Errorf("checkpoint %s: %w", short(c.ID), err))
 		}
@@ -272,9 +272,15 @@ func (e *Engine) freeMembers(ctx context.Context, id string) error {
 	if err := failpoint.Hit("lease.end.after-members"); err != nil {
 		return err
 	}
-	err = e.store.ChangeLease(ctx, id, false, func(row *store.Lease) error {
-		row.State = store.LeaseEnded
-		return nil
+	var end *Deed // a verb that ends a lease is on record itself
+	if by != "" {
+		end = &Deed{Verb: "lease end", By: by, Why: l.Reason, Ref: l.Name, To: id}
+	}
+	err = e.deed(ctx, end, func() error {
+		return e.store.ChangeLease(ctx, id, false, func(row *store.Lease) error {
+			row.State = store.LeaseEnded
+			return nil
+		})
 	})
 	if err == nil {
 		e.log.Info("lease ended", "lease", id, "name", l.Name, "reason", l.Reason, "sandboxes", len(l.Sandboxes), "checkpoints", len(l.Checkpoints))
@@ -292,7 +298,7 @@ func (e *Engine) notFreed(err error, what ...any) {
 	}
 }
 
-func (e *Engine) freeSandbox(ctx context.Context, sb store.Sandbox, l Lease) error {
+func (e *Engine) freeSandbox(ctx context.Context, sb store.Sandbox, l Lease, by string) error {
 	if err := ctx.Err(); err != nil {
 		return err
 	}
@@ -303,7 +309,7 @@ func (e *Engine) freeSandbox(ctx context.Context, sb store.Sandbox, l Lease) err
 	if err := e.note(sb.ID, Event{Time: time.Now(), Type: EventLease, Name: cmp.Or(l.Name, short(l.ID)), Reason: l.Reason}); err != nil {
 		e.log.Warn("its end is not told", "sandbox", sb.ID, "err", err)
 	}
-	err := e.Remove(ctx, sb.ID, RemoveOptions{Force: true})
+	err := e.Remove(ctx, sb.ID, RemoveOptions{Force: true, deed: deedTo(sb, "rm", by, ofLease(l))})
 	if errors.Is(err, ErrNotFound) {
 		return nil
 	}
@@ -315,7 +321,7 @@ func (e *Engine) freeSandbox(ctx context.Context, sb store.Sandbox, l Lease) err
 
 // freeCheckpoint removes a checkpoint that nobody has pinned. One that is being
 // made is waited for, by whoever comes by next.
-func (e *Engine) freeCheckpoint(ctx context.Context, c store.Checkpoint, l Lease) error {
+func (e *Engine) freeCheckpoint(ctx context.Context, c store.Checkpoint, l Lease, by string) error {
 	lock, err := e.lock(ctx, c.SandboxID, "checkpoint rm", lockWait)
 	if err != nil {
 		return err
@@ -324,9 +330,24 @@ func (e *Engine) freeCheckpoint(ctx context.Context, c store.Checkpoint, l Lease
 	if err := failpoint.Hit("lease.end.before-checkpoint"); err != nil {
 		return err
 	}
-	_, err = e.store.RemoveUnpinned(ctx, c.ID)
+	var d *Deed
+	if !c.Pinned { // else it stays
+		d = &Deed{Verb: "checkpoint rm", By: by, Why: ofLease(l), Subject: Subject{Sandbox: c.SandboxID, Name: c.SandboxName, Checkpoint: c.ID}}
+	}
+	err = e.deed(ctx, d, func() error {
+		removed, err := e.store.RemoveUnpinned(ctx, c.ID)
+		if err == nil && !removed {
+			err = errPinned // since we looked
+		}
+		return err
+	})
+	if errors.Is(err, errPinned) {
+		err = nil
+	}
 	return err
 }
+
+var errPinned = fmt.Errorf("%w: it is pinned", ErrState)
 
 // keeperPath is the lock of the process that ends leases. To set its time has
 // that process look again.

@@ -203,12 +203,10 @@ func (e *Engine) expire(ctx context.Context, id string) (done bool, err error) {
 	if !s.Lifetime.expired() {
 		return false, nil // it was given more time
 	}
+	why := fmt.Sprintf("ttl: its time of %v is over", s.Lifetime.TTL)
 	if c.Status == Running || c.Status == Paused {
 		e.log.Info("stopped: its time is over", "sandbox", id, "ttl", s.Lifetime.TTL)
-		if err := e.meant(sb.Sandbox); err != nil {
-			return false, err
-		}
-		if err := sb.host.Stop(ctx, id, StopOptions{Timeout: stopTimeout}); err != nil {
+		if err := e.putDown(ctx, sb, why); err != nil {
 			return false, err
 		}
 		if err := e.note(id, Event{Time: time.Now(), Type: EventExpired, After: int64(s.Lifetime.TTL)}); err != nil {
@@ -216,9 +214,19 @@ func (e *Engine) expire(ctx context.Context, id string) (done bool, err error) {
 		}
 	}
 	if s.AutoRemove && !sb.Kept {
-		return true, e.remove(ctx, sb, false)
+		return true, e.deed(ctx, deedTo(sb.Sandbox, "rm", ByWatch, why), func() error { return e.remove(ctx, sb, false) })
 	}
 	return true, nil
+}
+
+// putDown stops a sandbox, whose lock is held, that is to stay so.
+func (e *Engine) putDown(ctx context.Context, sb *locked, why string) error {
+	return e.deed(ctx, deedTo(sb.Sandbox, "stop", ByWatch, why), func() error {
+		if err := e.meant(sb.Sandbox); err != nil {
+			return err
+		}
+		return sb.host.Stop(ctx, sb.ID, StopOptions{Timeout: stopTimeout})
+	})
 }
 
 // stopIdle stops a sandbox in which nothing has gone on. One that was to be
@@ -245,10 +253,7 @@ func (e *Engine) stopIdle(ctx context.Context, id string, quiet time.Duration, t
 		}
 	}
 	e.log.Info("stopped: idle", "sandbox", id, "idle", quiet)
-	if err := e.meant(sb.Sandbox); err != nil {
-		return false, err
-	}
-	if err := sb.host.Stop(ctx, id, StopOptions{Timeout: stopTimeout}); err != nil {
+	if err := e.putDown(ctx, sb, fmt.Sprintf("idle: nothing went on for %v", s.Lifetime.Idle)); err != nil {
 		return false, err
 	}
 	return true, e.note(id, Event{Time: time.Now(), Type: EventIdle, After: int64(quiet)})

@@ -240,6 +240,12 @@ func (e *Engine) makeRoom(ctx context.Context, sb store.Sandbox) {
 	}
 	if len(out.Removed) > 0 {
 		e.log.Info("checkpoints removed by policy", "sandbox", sb.ID, "policy", p.Name, "checkpoints", len(out.Removed))
+		d := deedTo(sb, "prune", "", "retention of policy "+p.Name)
+		d.Past = true
+		for _, p := range out.Removed {
+			d.Made = append(d.Made, p.Checkpoint.ID)
+		}
+		_ = e.deed(ctx, d, func() error { return err }) // which is logged
 		e.tidy(ctx)
 	}
 }

@@ -38,7 +38,7 @@ func (e *Engine) Remove(ctx context.Context, ref string, opts RemoveOptions) (er
 		return hint(fmt.Errorf("%w: it is %s", ErrState, c.Status), "Stop it first, or remove it with --force.")
 	}
 	defer e.release(sb.ID)
-	return e.remove(ctx, sb, opts.Checkpoints)
+	return e.deed(ctx, opts.deed, func() error { return e.remove(ctx, sb, opts.Checkpoints) })
 }
 
 // removal is the journal's data of a removal.

@@ -251,7 +251,7 @@ func (e *Engine) restart(ctx context.Context, id string, finished time.Time) (er
 		sb.lock.Unlock()
 		return err
 	}
-	if err := e.bringBack(ctx, sb, s); err != nil {
+	if err := e.bringBack(ctx, sb, s, fmt.Sprintf("restart policy %s: it had ended with exit code %d", s.Restart.Policy, c.ExitCode)); err != nil {
 		e.log.Error("not restarted", "sandbox", id, "count", st.Count, "err", err)
 		return e.notRestarted(ctx, id, st.Stopped, err)
 	}
@@ -286,15 +286,20 @@ func (e *Engine) notRestarted(ctx context.Context, id string, stopped bool, caus
 }
 
 // bringBack starts a sandbox, whose lock it takes over, from where its policy says.
-func (e *Engine) bringBack(ctx context.Context, sb *locked, s Spec) error {
+func (e *Engine) bringBack(ctx context.Context, sb *locked, s Spec, why string) error {
 	if s.Restart.From == RestartFromHead {
 		_, err := e.choose(ctx, sb.Sandbox, "", false)
 		if err == nil {
-			out, err := e.Restore(ctx, sb.ID, RestoreOptions{NoUndo: true, held: sb})
-			if err != nil || out.Sandbox.Status == Running || out.Sandbox.Status == Paused {
+			d := deedTo(sb.Sandbox, "restore", ByWatch, why)
+			err = e.deed(ctx, d, func() (err error) {
+				d.Restored, err = e.Restore(ctx, sb.ID, RestoreOptions{NoUndo: true, held: sb})
+				return err
+			})
+			sb.lock.Unlock() // where it has not come to that
+			if now := d.Restored.Sandbox.Status; err != nil || now == Running || now == Paused {
 				return err
 			}
-			return e.startRestored(ctx, sb.ID) // a checkpoint of one that did not run
+			return e.startRestored(ctx, sb.ID, why) // a checkpoint of one that did not run
 		}
 		if !errors.Is(err, ErrNotFound) {
 			sb.lock.Unlock()
@@ -302,13 +307,21 @@ func (e *Engine) bringBack(ctx context.Context, sb *locked, s Spec) error {
 		}
 		// There is none yet.
 	}
-	_, err := e.start(ctx, sb, nil)
-	return err
+	return e.startAgain(ctx, sb, why)
+}
+
+// startAgain starts a sandbox, whose lock it takes over, by its restart policy.
+func (e *Engine) startAgain(ctx context.Context, sb *locked, why string) error {
+	defer sb.lock.Unlock() // where it does not come to the start, which does that, too
+	return e.deed(ctx, deedTo(sb.Sandbox, "start", ByWatch, why), func() error {
+		_, err := e.start(ctx, sb, nil)
+		return err
+	})
 }
 
 // startRestored starts a sandbox that a restart has restored, unless its owner had
 // it meanwhile.
-func (e *Engine) startRestored(ctx context.Context, id string) error {
+func (e *Engine) startRestored(ctx context.Context, id, why string) error {
 	sb, err := e.acquire(ctx, id, opWatch, lockWait)
 	if err != nil {
 		return err
@@ -321,8 +334,7 @@ func (e *Engine) startRestored(ctx context.Context, id string) error {
 		sb.lock.Unlock()
 		return err
 	}
-	_, err = e.start(ctx, sb, nil)
-	return err
+	return e.startAgain(ctx, sb, why)
 }
 
 // limits tells whether how a sandbox has ended counts for how often it may fail.
@@ -334,7 +346,7 @@ func (r Restart) limits(c Container) bool {
 // since. same is false when somebody has, or fn was not called for an error. A verb
 // that was cut off is brought to its end first.
 func (e *Engine) whileOver(ctx context.Context, id string, finished time.Time, fn func(*locked) error) (same bool, err error) {
-	if _, err := e.RecoverInterrupted(ctx); err != nil {
+	if err := e.recoverBy(ctx, ByWatch); err != nil {
 		return false, err
 	}
 	sb, _, c, err := e.overdue(ctx, id)

@@ -304,6 +304,8 @@ type RemoveOptions struct {
 	Force       bool `json:"force"`       // kill it if it runs
 	AtExit      bool `json:"at_exit"`     // only if it is not kept: the end of an --rm sandbox
 	Checkpoints bool `json:"checkpoints"` // its checkpoints too
+
+	deed *Deed // nobody has asked for it
 }
 
 // PathStat describes one path in a sandbox.

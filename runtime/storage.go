@@ -282,7 +282,9 @@ func (w *filesLimit) kill(ctx context.Context, c Container, used int64) error {
 	}
 	defer sb.lock.Unlock()
 	// What it was killed for is noted after it: it may have left no room for that.
-	if err := sb.host.Kill(ctx, w.id, "KILL"); err != nil {
+	d := deedTo(sb.Sandbox, "kill", ByWatch, fmt.Sprintf("storage: its files take %d bytes, and may take %d", used, w.limit))
+	d.Signal = "KILL"
+	if err := w.e.deed(ctx, d, func() error { return sb.host.Kill(ctx, w.id, "KILL") }); err != nil {
 		return err
 	}
 	w.killed = c.Pid

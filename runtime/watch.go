@@ -359,7 +359,7 @@ func (w *watching) again(ctx context.Context, sb store.Sandbox, s Spec, c Contai
 	if wait = st.pause(c, uptime()-w.seen); wait > 0 {
 		return false, min(wait, latest), nil
 	}
-	if _, err := w.e.RecoverInterrupted(ctx); err != nil {
+	if err := w.e.recoverBy(ctx, ByWatch); err != nil {
 		return false, time.Second, err
 	}
 	if err := w.e.restart(ctx, w.id, c.Finished); err != nil && !errors.Is(err, ErrBusy) && !errors.Is(err, ErrNotFound) {
@@ -378,7 +378,7 @@ func (w *watching) later(err error) (done bool, wait time.Duration, _ error) {
 
 // end stops a sandbox. One that a verb is at work on is tried again.
 func (w *watching) end(ctx context.Context, stop func(context.Context, string) (bool, error)) (done bool, wait time.Duration, err error) {
-	if _, err := w.e.RecoverInterrupted(ctx); err != nil {
+	if err := w.e.recoverBy(ctx, ByWatch); err != nil {
 		return false, time.Second, err
 	}
 	done, err = stop(ctx, w.id)

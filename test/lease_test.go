@@ -172,6 +172,9 @@ func TestLeaseOfConnection(t *testing.T) {
 		t.Fatal(err)
 	}
 	b.awaitSandboxes(0)
+	b.eventually("its name is free", func() bool {
+		return decode[[]runtime.Lease](b, b.ok("lease", "inspect", "l"))[0].State == "ended"
+	})
 
 	svc := api.Dial(socket)
 	defer svc.Close()

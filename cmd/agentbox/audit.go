@@ -16,6 +16,8 @@ func newAuditCommand(a *app) *cobra.Command {
 outcome before its caller is told: who (user, process, who had logged in), what, to which
 sandbox, over which checkpoint. A restore's record names the ones that it has undone; nothing
 is ever taken out. Arguments of commands, environments and contents are never on record.
+What agentbox does by itself, such as to end a lease or to stop what has lived its time, is on
+record like the verb that does the same, with the reason.
 
 Each record has the hash of the one before it, so that verify finds what was changed, removed,
 inserted or moved. The log is in audit of the root. A verb whose first record cannot be

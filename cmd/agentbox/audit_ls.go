@@ -135,5 +135,8 @@ func auditText(e audit.Entry) string {
 		add("records %d-%d", e.Dropped.From, e.Dropped.To)
 	}
 	parts = append(parts, e.Text...)
+	if e.Why != "" {
+		add("%s", e.Why)
+	}
 	return strings.Join(parts, "; ")
 }

@@ -29,6 +29,7 @@ func newKeepLeasesCommand(a *app) *cobra.Command {
 		Annotations: exits(exitUsage, exitDenied),
 		Args:        args(0, 0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			a.globals.by = "keeper"
 			a.globals.reaping = true // what they left half-done KeepLeases sees to
 			g, err := a.globals.resolve()
 			if err != nil {

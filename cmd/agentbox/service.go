@@ -140,14 +140,15 @@ func openService(ctx context.Context, g globals) (_ runtime.Service, err error) 
 	if err != nil {
 		return nil, err
 	}
-	engine := runtime.New(runtime.Options{Run: run, Store: st, Backend: g.Backend, Auto: g.starter(self, "auto"), Watch: g.starter(self, "watch"), Keeper: func() error { return g.startAside(self, "keep-leases") }, Policies: g.policies(), Open: func(name string) (runtime.Host, error) {
+	log, by := audit.Open(root), cmp.Or(g.by, "command")
+	engine := runtime.New(runtime.Options{Deeds: log.Deeds(by), Run: run, Store: st, Backend: g.Backend, Auto: g.starter(self, "auto"), Watch: g.starter(self, "watch"), Keeper: func() error { return g.startAside(self, "keep-leases") }, Policies: g.policies(), Open: func(name string) (runtime.Host, error) {
 		open, ok := backends[name]
 		if !ok {
 			return runtime.Host{}, usageErrorf("unknown backend %q: choose %s", name, backendNames())
 		}
 		return open(place{root: root, run: run, self: self})
 	}})
-	svc := g.traces.Around(audit.New(engine, audit.Open(root), cmp.Or(g.by, "command")))
+	svc := g.traces.Around(audit.New(engine, log, by))
 	if g.reaping {
 		return svc, nil
 	}

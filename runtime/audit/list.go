@@ -91,7 +91,8 @@ func (l *Log) List(ctx context.Context, f Filter) ([]Entry, error) {
 }
 
 func (f Filter) selects(e Entry) bool {
-	of := f.Sandbox == "" || e.Name == f.Sandbox || len(f.Sandbox) >= 4 && strings.HasPrefix(e.Sandbox, f.Sandbox) || slices.Contains(e.Made, f.Sandbox)
+	is := func(id string) bool { return len(f.Sandbox) >= 4 && strings.HasPrefix(id, f.Sandbox) }
+	of := f.Sandbox == "" || e.Name == f.Sandbox || is(e.Sandbox) || slices.ContainsFunc(e.Made, is)
 	return of && !e.Time.Before(f.Since) && (f.Verb == "" || e.Verb == f.Verb) && (f.Outcome == "" || e.Outcome == f.Outcome)
 }
 

@@ -61,9 +61,11 @@ type reads interface {
 	Policy(ctx context.Context, name string) (*policy.Policy, error)
 
 	Subject(ctx context.Context, ref string, checkpoint bool) runtime.Subject
+	// What these do by themselves is on record by way of Deeds.
 	ReviveWatches(ctx context.Context) error
-	KeepLeases(ctx context.Context) error       // what it removes is an event of the sandbox
-	Watch(ctx context.Context, id string) error // what it ends is an event of the sandbox
+	EndLeases(ctx context.Context) (did []string, err error)
+	KeepLeases(ctx context.Context) error
+	Watch(ctx context.Context, id string) error
 	Release(id string)
 	Close() error
 }
@@ -86,7 +88,8 @@ func New(next Engine, log *Log, by string) *Service {
 
 // frees are the verbs that go on without the log: on a full disk they are the
 // way out, and what runs amok must be stoppable.
-var frees = map[string]bool{"checkpoint rm": true, "image prune": true, "image rm": true, "kill": true, "pause": true, "prune": true, "lease release": true, "lease renew": true, "lease transfer": true, "recover": true, "rm": true, "stop": true}
+var frees = map[string]bool{"checkpoint rm": true, "image prune": true, "image rm": true, "kill": true, "pause": true, "prune": true,
+	"lease end": true, "lease release": true, "lease renew": true, "lease transfer": true, "recover": true, "rm": true, "stop": true}
 
 // on is a record about a sandbox, of a checkpoint with at.
 func (s *Service) on(ctx context.Context, verb, ref string, at bool) Record {
@@ -113,17 +116,22 @@ func (r *Record) at(c runtime.Checkpoint) {
 	}
 }
 
-// do has a verb done between its two records. do may add to the second one what
-// came of it.
+// do is Do for who has called the verb.
 func (s *Service) do(ctx context.Context, r Record, do func(r *Record) error) error {
-	r.Phase, r.Who = Begin, s.who(ctx)
-	seq, err := s.log.Append(r, false)
+	return s.log.Do(s.who(ctx), r, do)
+}
+
+// Do has a verb done between its two records. do may add to the second one what
+// came of it.
+func (l *Log) Do(who Who, r Record, do func(r *Record) error) error {
+	r.Phase, r.Who = Begin, who
+	seq, err := l.Append(r, false)
 	if err == nil {
 		err = failpoint.Hit("audit.after-begin")
 	}
 	if err != nil && !frees[r.Verb] {
 		return &fault.Error{Op: r.Verb, ID: r.Ref, Err: fmt.Errorf("nothing was done, as it cannot be put on record: %w", err),
-			Hint: "Everything that may change something is noted in " + s.log.Dir() + " first."}
+			Hint: "Everything that may change something is noted in " + l.Dir() + " first."}
 	}
 	if err != nil {
 		slog.Error("this is not on record", "verb", r.Verb, "ref", r.Ref, "err", err)
@@ -134,7 +142,7 @@ func (s *Service) do(ctx context.Context, r Record, do func(r *Record) error) er
 	done.Phase, done.Outcome = End, Outcome(err)
 	e := failpoint.Hit("audit.before-end")
 	if e == nil {
-		_, e = s.log.Append(done, true)
+		_, e = l.Append(done, true)
 	}
 	if e != nil && !frees[r.Verb] {
 		e = fmt.Errorf("its end is not on record: %w", e)
@@ -182,14 +190,17 @@ func Outcome(err error) string {
 }
 
 // who asks for a verb.
-func (s *Service) who(ctx context.Context) Who {
+func (s *Service) who(ctx context.Context) Who { return whoAsks(ctx, s.by) }
+
+// whoAsks is whom this process does something for, or it itself.
+func whoAsks(ctx context.Context, by string) Who {
 	if c, ok := runtime.CallerOf(ctx); ok {
 		if c.Address != "" {
 			return Who{Client: Clip(c.Client), Address: c.Address, By: "service"}
 		}
 		return Who{UID: &c.UID, Pid: c.Pid, Login: loginOf(c.Pid), By: "service"}
 	}
-	return Self(s.by)
+	return Self(by)
 }
 
 // Self is this process.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"log/slog"
+	"slices"
 	"time"
 
 	"github.com/agentbox/agentbox/images"
@@ -92,20 +93,25 @@ func (s *Service) Checkpoint(ctx context.Context, sandbox string, opts runtime.C
 func (s *Service) Restore(ctx context.Context, sandbox string, opts runtime.RestoreOptions) (runtime.Restored, error) {
 	return made(ctx, s, s.on(ctx, "restore", sandbox, false), func(r *Record) (runtime.Restored, error) {
 		out, err := s.next.Restore(ctx, sandbox, opts)
-		r.at(out.Checkpoint)
-		r.box(out.Sandbox)
-		r.Undo = out.Undo
-		for _, f := range out.Compensated {
-			r.Effects = some(r.Effects, f.ID+" "+f.Status)
-		}
-		if out.Checkpoint.ID != "" {
-			var e error
-			if r.Undid, e = s.log.undone(r.Sandbox, out.Checkpoint.ID, out.Checkpoint.Created, r.Of); e != nil {
-				slog.Warn("the audit log does not say what this restore has undone", "sandbox", r.Sandbox, "err", e)
-			}
-		}
+		r.restored(s.log, out)
 		return out, err
 	})
+}
+
+// restored notes what came of a restore.
+func (r *Record) restored(l *Log, out runtime.Restored) {
+	r.at(out.Checkpoint)
+	r.box(out.Sandbox)
+	r.Undo = out.Undo
+	for _, f := range out.Compensated {
+		r.Effects = some(r.Effects, f.ID+" "+f.Status)
+	}
+	if out.Checkpoint.ID != "" {
+		var err error
+		if r.Undid, err = l.undone(r.Sandbox, out.Checkpoint.ID, out.Checkpoint.Created, r.Of); err != nil {
+			slog.Warn("the audit log does not say what this restore has undone", "sandbox", r.Sandbox, "err", err)
+		}
+	}
 }
 
 func (s *Service) RemoveCheckpoint(ctx context.Context, checkpoint string) error {
@@ -300,6 +306,7 @@ func (s *Service) Reconcile(ctx context.Context) (runtime.ReconcileReport, error
 	return made(ctx, s, Record{Verb: "recover"}, func(r *Record) (runtime.ReconcileReport, error) {
 		out, err := s.next.Reconcile(ctx)
 		r.did(out.Actions)
+		r.concerns(out)
 		return out, err
 	})
 }
@@ -309,7 +316,10 @@ func (s *Service) Upkeep(ctx context.Context, u runtime.Upkeep) {
 	done := u.Reconciled
 	u.Reconciled = func(out runtime.ReconcileReport, err error) {
 		if did := out.Deeds(); len(did) > 0 {
-			s.note(ctx, "recover", did, err)
+			r := Record{Verb: "recover"}
+			r.did(did)
+			r.concerns(out)
+			s.log.past(s.who(ctx), r, err, true)
 		}
 		if done != nil {
 			done(out, err)
@@ -317,12 +327,8 @@ func (s *Service) Upkeep(ctx context.Context, u runtime.Upkeep) {
 	}
 	pruned := u.Pruned
 	u.Pruned = func(out runtime.Pruned, err error) {
-		var did []string
-		for _, c := range out.Removed {
-			did = append(did, "removed checkpoint "+c.Checkpoint.ID)
-		}
-		if len(did) > 0 {
-			s.note(ctx, "prune", did, err)
+		for _, r := range removed(out) {
+			s.log.past(s.who(ctx), r, err, true)
 		}
 		if pruned != nil {
 			pruned(out, err)
@@ -331,13 +337,20 @@ func (s *Service) Upkeep(ctx context.Context, u runtime.Upkeep) {
 	s.next.Upkeep(ctx, u)
 }
 
-// note puts on record what was done that nobody had asked for.
-func (s *Service) note(ctx context.Context, verb string, did []string, err error) {
-	r := Record{Phase: Note, Verb: verb, Who: s.who(ctx), Outcome: Outcome(err)}
-	r.did(did)
-	if _, err := s.log.Append(r, true); err != nil {
-		slog.Error("this is not on record", "verb", verb, "err", err)
+// removed is a record for each sandbox of which checkpoints were removed.
+func removed(out runtime.Pruned) (list []Record) {
+	at := map[string]int{}
+	for _, p := range out.Removed {
+		c := p.Checkpoint
+		i, ok := at[c.Sandbox]
+		if !ok {
+			i = len(list)
+			at[c.Sandbox] = i
+			list = append(list, Record{Verb: "prune", Sandbox: c.Sandbox, Name: Clip(c.SandboxName), Why: "retention"})
+		}
+		list[i].Made = some(list[i].Made, c.ID)
 	}
+	return list
 }
 
 // Reap tears down what has exited. It is on record when it has removed a sandbox:
@@ -394,20 +407,6 @@ func (s *Service) ReleaseLease(ctx context.Context, lease string) (runtime.Lease
 	})
 }
 
-// EndLeases is on record when it has removed something.
-func (s *Service) EndLeases(ctx context.Context) (did []string, err error) {
-	did, err = s.next.EndLeases(ctx)
-	if len(did) == 0 {
-		return did, err
-	}
-	r := Record{Phase: Note, Verb: "lease end", Who: s.who(ctx), Outcome: Outcome(err)}
-	r.did(did)
-	if _, e := s.log.Append(r, true); e != nil && err == nil {
-		err = e
-	}
-	return did, err
-}
-
 // RecoverInterrupted is called before every verb: it is on record when it has
 // found something to do.
 func (s *Service) RecoverInterrupted(ctx context.Context) (runtime.Recovery, error) {
@@ -426,6 +425,15 @@ func (s *Service) RecoverInterrupted(ctx context.Context) (runtime.Recovery, err
 func (r *Record) did(actions []string) {
 	for _, a := range actions {
 		r.Text = some(r.Text, Clip(a))
+	}
+}
+
+// concerns notes which sandboxes something was done about, so that they are found.
+func (r *Record) concerns(out runtime.ReconcileReport) {
+	for _, f := range out.Findings {
+		if f.Sandbox != "" && f.Action != "" && !f.Left && !slices.Contains(r.Made, f.Sandbox) {
+			r.Made = some(r.Made, f.Sandbox)
+		}
 	}
 }
 

@@ -1,0 +1,82 @@
+package audit
+
+import (
+	"context"
+	"log/slog"
+	"sync"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// deeds puts on record what an Engine does by itself.
+type deeds struct {
+	log *Log
+	by  string
+
+	mu     sync.Mutex
+	failed map[string]string // outcomes of those that are tried again, each second perhaps
+}
+
+// Deeds is what an Engine does things of its own by (runtime.Options.Deeds). by is
+// as in New, for what belongs to a verb.
+func (l *Log) Deeds(by string) func(context.Context, *runtime.Deed, func() error) error {
+	d := &deeds{log: l, by: by, failed: map[string]string{}}
+	return d.do
+}
+
+func (d *deeds) do(ctx context.Context, deed *runtime.Deed, do func() error) error {
+	r := Record{Verb: deed.Verb, Ref: Clip(deed.Ref), To: deed.To, Signal: deed.Signal, Why: Clip(deed.Why)}
+	r.about(deed.Subject)
+	for _, id := range deed.Made {
+		r.Made = some(r.Made, id)
+	}
+	r.did(deed.Did)
+	by := Self(deed.By)
+	if deed.By == "" {
+		by = whoAsks(ctx, d.by)
+	}
+	key := r.Verb + " " + r.Sandbox + " " + r.Checkpoint + " " + r.To
+	if was := d.last(key); deed.Past || was != "" {
+		// That it is tried once more is no news. What comes of it may be.
+		err := do()
+		if d.came(key, err) != was {
+			d.log.past(by, r, err, deed.By != "") // else the end of the verb takes it along
+		}
+		return err
+	}
+	return d.log.Do(by, r, func(r *Record) error {
+		err := do()
+		if frees[r.Verb] { // which is tried until it succeeds
+			d.came(key, err)
+		}
+		r.restored(d.log, deed.Restored)
+		return err
+	})
+}
+
+// last is with which outcome something has failed before; empty: it has not.
+func (d *deeds) last(key string) string {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.failed[key]
+}
+
+// came notes the outcome of something.
+func (d *deeds) came(key string, err error) (outcome string) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	outcome = Outcome(err)
+	delete(d.failed, key)
+	if err != nil {
+		d.failed[key] = outcome
+	}
+	return outcome
+}
+
+// past puts on record what is done already; durable is as in Append.
+func (l *Log) past(by Who, r Record, err error, durable bool) {
+	r.Phase, r.Who, r.Outcome = Note, by, Outcome(err)
+	if _, err := l.Append(r, durable); err != nil {
+		slog.Error("this is not on record", "verb", r.Verb, "sandbox", r.Sandbox, "err", err)
+	}
+}

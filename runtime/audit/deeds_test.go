@@ -1,0 +1,422 @@
+package audit
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"runtime/debug"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/policy"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/backendtest"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// failing is a backend that removes and starts nothing while it has an error.
+type failing struct {
+	runtime.Backend
+	err error
+}
+
+func (b *failing) Start(ctx context.Context, id string, opts runtime.StartOptions) (func() error, error) {
+	if b.err != nil {
+		return nil, b.err
+	}
+	return b.Backend.Start(ctx, id, opts)
+}
+
+func (b *failing) Remove(ctx context.Context, id string) error {
+	if b.err != nil {
+		return b.err
+	}
+	return b.Backend.Remove(ctx, id)
+}
+
+// host is an engine over the backend in memory, behind a log.
+type host struct {
+	*testing.T
+	*Service
+	backend *failing
+	store   *store.Store
+	engine  *runtime.Engine
+	root    string
+	seen    uint64 // the last record that was looked at
+}
+
+func newHost(t *testing.T) *host {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Fatal("this test needs root: it keeps owners and xattrs")
+	}
+	root, err := os.MkdirTemp("/dev/shm", "audit")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(root) })
+	st, err := store.Open(t.Context(), root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	img, err := images.Open(root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	tree := filepath.Join(root, "tree", "bin")
+	if err := os.MkdirAll(tree, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := img.Import(t.Context(), "base", filepath.Dir(tree)); err != nil {
+		t.Fatal(err)
+	}
+	h := &host{T: t, store: st, root: root, backend: &failing{Backend: backendtest.NewMemory(filepath.Join(root, "memory"))}}
+	log := Open(root)
+	h.engine = runtime.New(runtime.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "memory", Deeds: log.Deeds("test"),
+		Watch: func(string) error { return nil },
+		Open:  func(string) (runtime.Host, error) { return runtime.Host{Backend: h.backend, Images: img}, nil }})
+	h.Service = New(h.engine, log, "test")
+	t.Cleanup(func() { h.Service.Close() })
+	return h
+}
+
+// withoutLog does something while nothing can be written to the log.
+func (h *host) withoutLog(do func()) {
+	h.Helper()
+	h.must(errors.Join(os.Rename(h.log.dir, h.log.dir+".aside"), os.WriteFile(h.log.dir, nil, 0o600)))
+	do()
+	h.must(errors.Join(os.Remove(h.log.dir), os.Rename(h.log.dir+".aside", h.log.dir)))
+}
+
+func (h *host) must(err error) {
+	h.Helper()
+	if err != nil {
+		h.Fatal(err)
+	}
+}
+
+func (h *host) create(req runtime.CreateRequest) runtime.Sandbox {
+	h.Helper()
+	req.Spec.Image, req.Spec.Args, req.Spec.Network.Mode = "base", []string{"sleep", "1000"}, runtime.NetworkNone
+	sb, err := h.Create(h.Context(), req)
+	h.must(err)
+	return sb
+}
+
+func (h *host) start(sandbox string) {
+	h.Helper()
+	_, err := h.Start(h.Context(), sandbox, nil)
+	h.must(err)
+}
+
+// run is create and start.
+func (h *host) run(req runtime.CreateRequest) runtime.Sandbox {
+	h.Helper()
+	sb := h.create(req)
+	h.start(sb.ID)
+	return sb
+}
+
+func (h *host) checkpoint(sandbox string, opts runtime.CheckpointOptions) runtime.Checkpoint {
+	h.Helper()
+	c, err := h.Checkpoint(h.Context(), sandbox, opts)
+	h.must(err)
+	return c
+}
+
+// news are the entries since the last look.
+func (h *host) news() (list []Entry) {
+	h.Helper()
+	all, err := h.log.List(h.Context(), Filter{})
+	h.must(err)
+	was := h.seen
+	for _, e := range all {
+		if e.Seq > was {
+			list = append(list, e)
+		}
+		h.seen = max(h.seen, e.Seq, e.EndSeq)
+	}
+	return list
+}
+
+// text is what an entry says, its kind first.
+func (h *host) text(e Entry) string {
+	kind := "verb"
+	if e.EndSeq == 0 && e.Outcome != Unfinished {
+		kind = "note"
+	}
+	for _, s := range []string{e.Who.By, e.Verb, e.Name, e.Outcome, e.Why} {
+		kind += " | " + s
+	}
+	if e.Who.By != "service" && (e.Who.Pid != os.Getpid() || e.Who.UID == nil) {
+		h.Errorf("who: %+v", e.Who)
+	}
+	if e.Name != "" && len(e.Sandbox) != 32 {
+		h.Errorf("%s: the sandbox is %q", kind, e.Sandbox)
+	}
+	return kind
+}
+
+func (h *host) expect(list []Entry, want ...string) {
+	h.Helper()
+	var got []string
+	for _, e := range list {
+		got = append(got, h.text(e))
+	}
+	if !slices.Equal(got, want) {
+		h.Errorf("on record is\n%s\nand not\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
+	}
+	if r := verify(h.T, h.log, ""); !r.OK || len(r.Notes) > 0 {
+		h.Errorf("verify: %+v", r)
+	}
+}
+
+// over lets the deadline of a lease be one that has passed.
+func (h *host) over(lease string) {
+	h.Helper()
+	h.must(h.store.ChangeLease(h.Context(), lease, false, func(row *store.Lease) (err error) {
+		var l runtime.Lease
+		if err := json.Unmarshal(row.Data, &l); err != nil {
+			return err
+		}
+		l.For, l.Since = time.Minute, runtime.Moment{Time: time.Now().Add(-time.Hour), Boot: "another"}
+		row.Data, err = json.Marshal(l)
+		return err
+	}))
+}
+
+func (h *host) lease(name string) runtime.Lease {
+	h.Helper()
+	l, err := h.CreateLease(h.Context(), runtime.LeaseRequest{Name: name, LeaseTerms: runtime.LeaseTerms{For: time.Hour}})
+	h.must(err)
+	return l
+}
+
+// What goes with a lease is on record with the lease, whoever comes by; with one that
+// is released it is the caller's.
+func TestDeedsOfLease(t *testing.T) {
+	h := newHost(t)
+	l := h.lease("l")
+	sb := h.run(runtime.CreateRequest{Lease: "l", Spec: runtime.Spec{Name: "a"}})
+	other := h.create(runtime.CreateRequest{Spec: runtime.Spec{Name: "b"}})
+	gone := h.checkpoint("b", runtime.CheckpointOptions{Lease: "l"})
+	pinned := h.checkpoint("b", runtime.CheckpointOptions{Lease: "l"})
+	h.must(h.PinCheckpoint(t.Context(), pinned.ID, true))
+	h.over(l.ID)
+	h.news()
+	// Not whoever's call it happens in.
+	ctx := runtime.WithCaller(t.Context(), runtime.Caller{UID: 1234, Pid: 1})
+	_, err := h.EndLeases(ctx)
+	h.must(err)
+	why := "lease " + l.ID[:12] + " (l): its deadline, after 1m0s, has passed"
+	list := h.news()
+	h.expect(list, "verb | keeper | rm | a | ok | "+why, "verb | keeper | checkpoint rm | b | ok | "+why, "verb | keeper | lease end |  | ok | its deadline, after 1m0s, has passed")
+	if len(list) != 3 || list[0].Sandbox != sb.ID || list[1].Sandbox != other.ID || list[1].Checkpoint != gone.ID || list[2].To != l.ID || list[2].Ref != "l" {
+		t.Errorf("%+v", list)
+	}
+	for filter, n := range map[Filter]int{{Sandbox: "a", Verb: "rm"}: 1, {Sandbox: sb.ID[:8], Verb: "rm"}: 1, {Verb: "lease end"}: 1, {Verb: "rm", Since: time.Now()}: 0} {
+		if got, err := h.log.List(t.Context(), filter); err != nil || len(got) != n {
+			t.Errorf("%+v: %+v, %v", filter, got, err)
+		}
+	}
+
+	l = h.lease("")
+	h.run(runtime.CreateRequest{Lease: l.ID, Spec: runtime.Spec{Name: "c"}})
+	h.news()
+	_, err = h.ReleaseLease(ctx, l.ID)
+	h.must(err)
+	list = h.news()
+	h.expect(list, "verb | service | lease release |  | ok | ", "verb | service | rm | c | ok | lease "+l.ID[:12]+": it was released")
+	if len(list) != 2 || *list[1].Who.UID != 1234 {
+		t.Errorf("%+v", list)
+	}
+
+	l = h.lease("")
+	h.run(runtime.CreateRequest{Lease: l.ID, Spec: runtime.Spec{Name: "d"}})
+	h.over(l.ID)
+	h.news()
+	h.withoutLog(func() {
+		_, err := h.EndLeases(ctx)
+		h.must(err)
+	})
+	h.expect(h.news())
+	if l, err = h.Lease(ctx, l.ID); err != nil || l.State != store.LeaseEnded {
+		t.Errorf("without the log: %+v, %v", l, err)
+	}
+}
+
+// A removal that fails is tried again all the time, which is on record once, and so is
+// that it has succeeded.
+func TestDeedsTriedAgain(t *testing.T) {
+	h := newHost(t)
+	l := h.lease("l")
+	h.run(runtime.CreateRequest{Lease: "l", Spec: runtime.Spec{Name: "a"}})
+	h.over(l.ID)
+	h.news()
+	h.backend.err = errors.New("no")
+	for range 3 {
+		if _, err := h.EndLeases(t.Context()); err == nil {
+			t.Fatal("it is removed")
+		}
+	}
+	why := "lease " + l.ID[:12] + " (l): its deadline, after 1m0s, has passed"
+	h.expect(h.news(), "verb | keeper | rm | a | internal | "+why, "note | keeper | recover |  | internal | ")
+	h.backend.err = nil
+	_, err := h.EndLeases(t.Context())
+	h.must(err)
+	h.expect(h.news(), "note | keeper | recover |  | ok | ", "verb | keeper | lease end |  | ok | its deadline, after 1m0s, has passed")
+}
+
+// age makes a sandbox one that was made so long ago, before the last boot.
+func (h *host) age(sb runtime.Sandbox, by time.Duration) {
+	h.Helper()
+	row, err := h.store.Sandbox(h.Context(), sb.ID)
+	h.must(err)
+	var s runtime.Spec
+	h.must(json.Unmarshal(row.Spec, &s))
+	s.Lifetime.Begun = runtime.Moment{Time: time.Now().Add(-by), Boot: "another"}
+	data, err := json.Marshal(s)
+	h.must(err)
+	h.must(h.store.SetSpec(h.Context(), sb.ID, data))
+	old := time.Now().Add(-time.Hour)
+	h.must(os.Chtimes(filepath.Join(h.root, "watch", sb.ID), old, old))
+}
+
+// Whose time is over is stopped, and removed if it is to go with that, by the watch,
+// whichever process does what that has missed; without the log, too.
+func TestDeedsOfTTL(t *testing.T) {
+	h := newHost(t)
+	for i, name := range []string{"a", "b", "c"} {
+		sb := h.run(runtime.CreateRequest{Spec: runtime.Spec{Name: name, AutoRemove: name == "b", Lifetime: runtime.Lifetime{TTL: time.Hour}}})
+		h.age(sb, 2*time.Hour)
+		h.news()
+		do := func() { h.must(h.ReviveWatches(t.Context())) }
+		if name == "c" {
+			h.withoutLog(do)
+		} else {
+			do()
+		}
+		if now, err := h.Sandbox(t.Context(), name); name == "b" && !errors.Is(err, runtime.ErrNotFound) || name != "b" && (err != nil || now.Status != runtime.Exited) {
+			t.Errorf("%s is %s: %v", name, now.Status, err)
+		}
+		tail := fmt.Sprintf(" | %s | ok | ttl: its time of 1h0m0s is over", name)
+		h.expect(h.news(), [][]string{{"verb | watch | stop" + tail}, {"verb | watch | stop" + tail, "verb | watch | rm" + tail}, nil}[i]...)
+	}
+}
+
+// A restart by policy is a start, or a restore that says what it has undone. It waits
+// for the log.
+func TestDeedsOfRestart(t *testing.T) {
+	h := newHost(t)
+	defer debug.SetGCPercent(debug.SetGCPercent(-1)) // it would give up locks that are forgotten
+	// restart has a watch look on until something is so.
+	restart := func(sb runtime.Sandbox, so func() bool) {
+		t.Helper()
+		h.must(h.backend.Stop(t.Context(), sb.ID, runtime.StopOptions{})) // it ends by itself
+		ctx, end := context.WithTimeout(t.Context(), 20*time.Second)
+		defer end()
+		var looks sync.WaitGroup
+		defer looks.Wait()
+		looks.Go(func() {
+			for ctx.Err() == nil && !so() {
+				time.Sleep(time.Millisecond)
+			}
+			end()
+		})
+		if err := h.Watch(ctx, sb.ID); !errors.Is(err, context.Canceled) {
+			t.Fatal(err)
+		}
+	}
+	// started tells whether the end of a start by the watch is on record.
+	started := func(sb runtime.Sandbox, outcome string) func() bool {
+		return func() bool {
+			list, err := h.log.List(t.Context(), Filter{Sandbox: sb.ID, Verb: "start", Outcome: outcome})
+			return err == nil && slices.ContainsFunc(list, func(e Entry) bool { return e.Who.By == "watch" })
+		}
+	}
+	why := "restart policy always: it had ended with exit code 137"
+	a := h.run(runtime.CreateRequest{Spec: runtime.Spec{Name: "a", Restart: runtime.Restart{Policy: runtime.RestartAlways}}})
+	h.news()
+	restart(a, started(a, "ok"))
+	h.expect(h.news(), "verb | watch | start | a | ok | "+why)
+
+	b := h.create(runtime.CreateRequest{Spec: runtime.Spec{Name: "b", Restart: runtime.Restart{Policy: runtime.RestartAlways, From: runtime.RestartFromHead}}})
+	ck := h.checkpoint("b", runtime.CheckpointOptions{})
+	h.start("b")
+	h.news()
+	restart(b, started(b, "ok"))
+	list := h.news()
+	if len(list) == 0 || list[0].Undid == nil || list[0].Checkpoint != ck.ID || list[0].Sandbox != b.ID {
+		t.Fatalf("%+v", list)
+	}
+	h.expect(list, "verb | watch | restore | b | ok | "+why, "verb | watch | start | b | ok | "+why) // it did not run then
+	if got, err := h.log.List(t.Context(), Filter{Sandbox: "b", Verb: "start"}); err != nil || len(got) != 2 || got[0].UndoneBy != list[0].Seq {
+		t.Errorf("what it has undone: %+v, %v", got, err)
+	}
+
+	c := h.run(runtime.CreateRequest{Spec: runtime.Spec{Name: "c", Restart: runtime.Restart{Policy: runtime.RestartAlways}}})
+	h.withoutLog(func() {
+		restart(c, func() bool {
+			now, err := h.Sandbox(t.Context(), "c")
+			return err == nil && now.Restarts.Error != ""
+		})
+	})
+	if now, err := h.Sandbox(t.Context(), "c"); err != nil || now.Status != runtime.Exited || !strings.Contains(now.Restarts.Error, "nothing was done, as it cannot be put on record") {
+		t.Errorf("without the log: %s, %+v, %v", now.Status, now.Restarts, err)
+	}
+	// One that fails is no freeing: each try is on record.
+	h.news()
+	h.backend.err = errors.New("no")
+	restart(c, started(c, "internal"))
+	h.backend.err = nil
+	restart(c, started(c, "ok"))
+	h.expect(h.news(), "verb | watch | start | c | internal | "+why, "verb | watch | start | c | ok | "+why)
+}
+
+// What a checkpoint removes by the sandbox's policy is on record with it.
+func TestDeedsOfPolicy(t *testing.T) {
+	h := newHost(t)
+	p, err := (policy.Finder{}).Resolve("p", []byte("images: {references: ['*']}\ncheckpoints: {keep_last: 1}\n"))
+	h.must(err)
+	h.create(runtime.CreateRequest{Policy: p, Spec: runtime.Spec{Name: "a"}})
+	first := h.checkpoint("a", runtime.CheckpointOptions{})
+	h.news()
+	h.checkpoint("a", runtime.CheckpointOptions{})
+	list := h.news()
+	h.expect(list, "verb | test | checkpoint | a | ok | ", "note | test | prune | a | ok | retention of policy p")
+	if len(list) != 2 || !slices.Equal(list[1].Made, []string{first.ID}) {
+		t.Errorf("%+v", list)
+	}
+}
+
+// What the service prunes and finds by itself is found by the sandbox.
+func TestDeedsOfUpkeep(t *testing.T) {
+	of := func(sandbox, name, id string) runtime.PrunedCheckpoint {
+		return runtime.PrunedCheckpoint{Checkpoint: runtime.Checkpoint{ID: id, Sandbox: sandbox, SandboxName: name}}
+	}
+	list := removed(runtime.Pruned{Removed: []runtime.PrunedCheckpoint{of("aaaa", "a", "1"), of("bbbb", "b", "2"), of("aaaa", "a", "3")}})
+	if len(list) != 2 || list[0].Name != "a" || list[0].Sandbox != "aaaa" || !slices.Equal(list[0].Made, []string{"1", "3"}) || !slices.Equal(list[1].Made, []string{"2"}) {
+		t.Errorf("%+v", list)
+	}
+	l := Open(t.TempDir())
+	for _, r := range list {
+		l.past(Self("service"), r, nil, true)
+	}
+	r := Record{Verb: "recover"}
+	r.concerns(runtime.ReconcileReport{Findings: []runtime.Finding{
+		{Sandbox: "aaaa", Action: "freed"}, {Sandbox: "aaaa", Action: "freed more"}, {Sandbox: "bbbb", Action: "left", Left: true}, {Sandbox: "cccc", Error: "not freed"}, {Action: "freed a rule"},
+	}})
+	l.past(Self("service"), r, nil, true)
+	for filter, want := range map[Filter]int{{Sandbox: "a"}: 1, {Sandbox: "aaaa"}: 2, {Sandbox: "bbbb"}: 1, {Sandbox: "cccc"}: 0, {Verb: "prune"}: 2} {
+		if got, err := l.List(t.Context(), filter); err != nil || len(got) != want {
+			t.Errorf("%+v: %+v, %v; want %d", filter, got, err, want)
+		}
+	}
+}
