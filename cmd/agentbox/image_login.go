@@ -14,6 +14,7 @@ import (
 
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/audit"
 )
 
 type imageLoginOptions struct {
@@ -47,7 +48,7 @@ its own user, root. Without --password-stdin it asks for them on the terminal.`,
 			if !opts.Stdin && !isTerminal(a.stdin) {
 				return usageErrorf("stdin is no terminal to ask for a password on: give --username and --password-stdin")
 			}
-			return runImageLogin(cmd.Context(), registry, opts, a.stdin, a.stdout, a.stderr)
+			return a.runImageLogin(cmd.Context(), registry, opts)
 		},
 	}
 	fl := cmd.Flags()
@@ -61,7 +62,8 @@ its own user, root. Without --password-stdin it asks for them on the terminal.`,
 // maxPassword bounds what is read of stdin.
 const maxPassword = 1 << 20
 
-func runImageLogin(ctx context.Context, registry string, opts imageLoginOptions, stdin *os.File, stdout, stderr io.Writer) error {
+func (a *app) runImageLogin(ctx context.Context, registry string, opts imageLoginOptions) error {
+	stdin, stderr := a.stdin, a.stderr
 	user := opts.User
 	var password string
 	if opts.Stdin {
@@ -87,11 +89,15 @@ func runImageLogin(ctx context.Context, registry string, opts imageLoginOptions,
 		}
 		password = string(b)
 	}
-	where, err := source.Login(ctx, registry, user, password, opts.source())
+	var where string
+	err := a.onRecord(audit.Record{Verb: "image login", Ref: audit.Clip(registry)}, func(*audit.Record) (err error) {
+		where, err = source.Login(ctx, registry, user, password, opts.source())
+		return err
+	})
 	if err != nil {
 		return &runtime.Error{Op: "image login", ID: registry, Err: err}
 	}
-	if _, err = fmt.Fprintf(stdout, "Logged in; kept in %s\n", where); err == nil && os.Geteuid() != 0 {
+	if _, err = fmt.Fprintf(a.stdout, "Logged in; kept in %s\n", where); err == nil && os.Geteuid() != 0 {
 		_, err = fmt.Fprintln(stderr, "note: the service pulls and pushes with its own user's credentials, not with these: for those log in as root")
 	}
 	return err
@@ -112,7 +118,10 @@ func newImageLogoutCommand(a *app) *cobra.Command {
 			if len(args) > 0 {
 				registry = args[0]
 			}
-			if err := source.Logout(cmd.Context(), registry, source.Options{AuthFile: authFile}); err != nil {
+			err := a.onRecord(audit.Record{Verb: "image logout", Ref: audit.Clip(registry)}, func(*audit.Record) error {
+				return source.Logout(cmd.Context(), registry, source.Options{AuthFile: authFile})
+			})
+			if err != nil {
 				return &runtime.Error{Op: "image logout", ID: registry, Err: err}
 			}
 			return nil

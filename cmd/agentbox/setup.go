@@ -14,6 +14,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/setup"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/audit"
 )
 
 // setupOptions are common to all engines.
@@ -136,12 +137,13 @@ that its last own runtime went only when it is restarted.`,
 			if err != nil {
 				return err
 			}
-			r, err := setup.Docker(cmd.Context(), setup.DockerOptions{
-				Options: common.Options, Default: opts.Default,
-				Pidfile: opts.Pidfile, Host: opts.Host,
-				Self: self, Plugins: opts.Dirs, NoPlugin: opts.NoPlugin,
+			return a.setUp("docker", opts.setupOptions, func() (setup.Result, error) {
+				return setup.Docker(cmd.Context(), setup.DockerOptions{
+					Options: common.Options, Default: opts.Default,
+					Pidfile: opts.Pidfile, Host: opts.Host,
+					Self: self, Plugins: opts.Dirs, NoPlugin: opts.NoPlugin,
+				})
 			})
-			return a.setUp(opts.Format, r, err)
 		},
 	}
 	fl := cmd.Flags()
@@ -177,8 +179,9 @@ containerd backend name the runtime themselves.`,
 			if err != nil {
 				return err
 			}
-			r, err := setup.Containerd(cmd.Context(), setup.ContainerdOptions{Options: common.Options, Restart: restart})
-			return a.setUp(opts.Format, r, err)
+			return a.setUp("containerd", opts, func() (setup.Result, error) {
+				return setup.Containerd(cmd.Context(), setup.ContainerdOptions{Options: common.Options, Restart: restart})
+			})
 		},
 	}
 	opts.addFlags(cmd.Flags(), setup.ContainerdConfig)
@@ -204,8 +207,7 @@ checkpointed and restored.`,
 			if err != nil {
 				return err
 			}
-			r, err := setup.Podman(cmd.Context(), common.Options)
-			return a.setUp(opts.Format, r, err)
+			return a.setUp("podman", opts, func() (setup.Result, error) { return setup.Podman(cmd.Context(), common.Options) })
 		},
 	}
 	opts.addFlags(cmd.Flags(), setup.PodmanConfig)
@@ -215,7 +217,18 @@ checkpointed and restored.`,
 
 // setUp prints what was done, or turns the error into one that says which
 // engine was being set up.
-func (a *app) setUp(format string, r setup.Result, err error) error {
+func (a *app) setUp(engine string, opts setupOptions, do func() (setup.Result, error)) error {
+	var r setup.Result
+	err := a.setupOnRecord(engine, opts.DryRun, func() (did string, err error) {
+		if r, err = do(); err != nil || !r.Changed {
+			return "", err
+		}
+		file, err := filepath.Abs(r.Config)
+		if r.Removed {
+			return "took runtime " + r.Name + " out of " + file, err
+		}
+		return "registered runtime " + r.Name + " in " + file, err
+	})
 	if err != nil {
 		if errors.Is(err, fs.ErrPermission) {
 			err = fmt.Errorf("%w: %w", err, runtime.ErrDenied)
@@ -223,12 +236,27 @@ func (a *app) setUp(format string, r setup.Result, err error) error {
 		for _, note := range r.Notes {
 			fmt.Fprintf(a.stderr, "note: %s\n", printable(note))
 		}
-		return &runtime.Error{Op: "setup", ID: r.Engine, Err: err}
+		return &runtime.Error{Op: "setup", ID: engine, Err: err}
 	}
-	if format == formatJSON {
+	if opts.Format == formatJSON {
 		return printJSON(a.stdout, r)
 	}
 	return printSetup(a.stdout, r)
+}
+
+// setupOnRecord puts on record what do changes of this host, in a sentence.
+func (a *app) setupOnRecord(what string, dry bool, do func() (did string, err error)) error {
+	if dry {
+		_, err := do()
+		return err
+	}
+	return a.onRecord(audit.Record{Verb: "setup " + what}, func(r *audit.Record) error {
+		did, err := do()
+		if did != "" {
+			r.Text = []string{audit.Clip(did)}
+		}
+		return err
+	})
 }
 
 func printSetup(out io.Writer, r setup.Result) error {

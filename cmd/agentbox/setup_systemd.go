@@ -51,7 +51,17 @@ With --destdir files are written below a directory, for packages and images, and
 			if err != nil {
 				return err
 			}
-			r, err := setup.Systemd(cmd.Context(), opts)
+			var r setup.SystemdResult
+			// What is written below a directory is not of this host.
+			err = a.setupOnRecord("systemd", opts.DryRun || opts.Dest != "", func() (did string, err error) {
+				if r, err = setup.Systemd(cmd.Context(), opts); err != nil || !r.Changed {
+					return "", err
+				}
+				if r.Removed {
+					return "took the units out", nil
+				}
+				return "installed the units", nil
+			})
 			if err != nil {
 				if errors.Is(err, fs.ErrPermission) {
 					err = fmt.Errorf("%w: %w", err, runtime.ErrDenied)

@@ -1,9 +1,13 @@
 package main
 
 import (
+	"errors"
 	"os"
+	"slices"
 	"strings"
 	"testing"
+
+	"github.com/agentbox/agentbox/runtime/audit"
 )
 
 // TestVolume has the verbs on volumes, over a root of its own.
@@ -35,4 +39,32 @@ func TestVolume(t *testing.T) {
 	box("volume", "inspect", "no").want(t, exitNotFound, "[]\n", "not found")
 	box("volume", "rm", "ws").want(t, 0, "ws\n")
 	box("volume", "rm", "ws").want(t, exitNotFound, "", "not found")
+
+	// Found by its name as that of a sandbox.
+	var got []string
+	list, err := audit.Open(root).List(t.Context(), audit.Filter{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range list {
+		got = append(got, e.Who.By+" "+e.Verb+" "+e.Ref+" "+e.Name+" "+e.Outcome)
+		if e.EndSeq == 0 || (e.Name == "volume://ws") != (len(e.Sandbox) == 32) {
+			t.Errorf("%+v", e)
+		}
+	}
+	want := []string{"command volume create ws volume://ws ok", "command volume create ws volume://ws ok", "command volume create ws  exists", "command volume create own  denied",
+		"command volume create own  not_found", "command volume create ../x  invalid", "command volume rm ws volume://ws ok"}
+	if !slices.Equal(got, want) {
+		t.Errorf("on record is\n%s\nand not\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
+	}
+	// Without the log one is removed, and none is made.
+	box("volume", "create", "ws").want(t, 0, "ws\n")
+	if err := errors.Join(os.RemoveAll(root+"/audit"), os.WriteFile(root+"/audit", nil, 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	box("volume", "create", "more").want(t, exitFailure, "", "nothing was done, as it cannot be put on record")
+	if r := box("volume", "rm", "ws"); r.code != 0 || !strings.Contains(r.stderr, "this is not on record") {
+		t.Errorf("%+v", r)
+	}
+	box("volume", "ls", "-q").want(t, 0, "")
 }

@@ -88,8 +88,8 @@ func New(next Engine, log *Log, by string) *Service {
 
 // frees are the verbs that go on without the log: on a full disk they are the
 // way out, and what runs amok must be stoppable.
-var frees = map[string]bool{"checkpoint rm": true, "image prune": true, "image rm": true, "kill": true, "pause": true, "prune": true,
-	"lease end": true, "lease release": true, "lease renew": true, "lease transfer": true, "recover": true, "rm": true, "stop": true}
+var frees = map[string]bool{"checkpoint rm": true, "image logout": true, "image prune": true, "image rm": true, "kill": true, "pause": true, "prune": true,
+	"lease end": true, "lease release": true, "lease renew": true, "lease transfer": true, "recover": true, "rm": true, "stop": true, "volume rm": true}
 
 // on is a record about a sandbox, of a checkpoint with at.
 func (s *Service) on(ctx context.Context, verb, ref string, at bool) Record {

@@ -210,6 +210,12 @@ func TestDocker(t *testing.T) {
 		t.Errorf("a volume that agentbox made: %q", out)
 	}
 	h.must("volume", "rm", "own")
+	if out := h.must("audit", "ls", "--sandbox", "volume://own"); !strings.Contains(out, " command[") || strings.Count(out, "   ok") != 2 {
+		t.Errorf("on record of a volume that agentbox made: %s", out)
+	}
+	if out := h.must("audit", "ls", "--sandbox", "volume://ws", "--verb", "volume create", "--outcome", "ok"); !strings.Contains(out, fmt.Sprintf(" docker-plugin[%d] ", h.plugin.Process.Pid)) {
+		t.Errorf("on record of a volume that Docker made: %s", out)
+	}
 
 	// Two containers on one volume, checkpoints under load: each is of one
 	// instant, in which b lacks at most the last line of a.
