@@ -63,7 +63,6 @@ type Subject struct {
 	Sandbox    string // its id
 	Name       string
 	Checkpoint string // its id
-	AutoRemove bool   // the sandbox is removed when it exits
 }
 
 // Subject looks up what a sandbox or, with checkpoint, a checkpoint is that a
@@ -71,8 +70,7 @@ type Subject struct {
 func (e *Engine) Subject(ctx context.Context, ref string, checkpoint bool) Subject {
 	if !checkpoint {
 		if sb, err := e.store.Sandbox(ctx, ref); err == nil {
-			s, _ := spec(sb) // one that cannot be read asks for nothing
-			return Subject{Sandbox: sb.ID, Name: sb.Name, AutoRemove: s.AutoRemove}
+			return Subject{Sandbox: sb.ID, Name: sb.Name}
 		}
 		return Subject{}
 	}

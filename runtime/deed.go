@@ -11,6 +11,7 @@ import (
 // do it.
 const (
 	ByKeeper = "keeper" // of leases: removes what belonged to those that have ended
+	ByReap   = "reap"   // frees what has ended, called by its monitor
 	ByWatch  = "watch"  // of sandboxes: holds them to their limits, starts them again
 )
 

@@ -160,7 +160,8 @@ func (e *Engine) Reap(ctx context.Context, id string) (err error) {
 		return err
 	}
 	if s.AutoRemove && !sb.Kept {
-		return e.remove(ctx, sb, false)
+		d := deedTo(sb.Sandbox, "rm", ByReap, "rm: it has ended, and was to go with that")
+		return e.deed(ctx, d, func() error { return e.remove(ctx, sb, false) })
 	}
 	e.keepHits(ctx, sb.Sandbox, c)
 	return sb.host.Stop(ctx, id, StopOptions{})

@@ -91,6 +91,12 @@ func TestAuditOfItself(t *testing.T) {
 	expect(b.alone("watch", "--verb", "start", "--sandbox", "r"), b.inspect("r").ID, "ok", "restart policy on-failure: it had ended with exit code 3")
 	end = b.alone("watch", "--verb", "stop", "--sandbox", "rm")
 	expect(b.alone("watch", "--verb", "rm", "--sandbox", "rm"), end.Sandbox, "ok", "ttl: ")
+	b.start("e", "--rm", "--network", "none", "busybox", "sleep", "0.1")
+	ended := b.alone("reap", "--verb", "rm", "--sandbox", "e")
+	expect(ended, ended.Sandbox, "ok", "rm: it has ended")
+	b.start("f", "--rm", "--network", "none", "busybox", "sleep", "1000")
+	b.ok("rm", "-f", "f")
+	b.alone("command", "--verb", "rm", "--sandbox", "f")
 
 	// What a restart from the head undoes is marked.
 	b.start("h", "--restart", "always", "--restart-from", "head", "--network", "none", "busybox", "sh", "-c", counter)
@@ -125,6 +131,10 @@ func TestAuditOfItself(t *testing.T) {
 	gone = b.alone("service", "--verb", "rm", "--sandbox", "held")
 	expect(gone, gone.Sandbox, "ok", why)
 	equal(b, "the caller", gone.Who.Pid, os.Getpid())
+
+	for _, name := range []string{"c", "rm", "e", "f", "held"} { // by nobody else, who only found it gone
+		equal(b, "removals of "+name, len(b.audited("--verb", "rm", "--sandbox", name)), 1)
+	}
 }
 
 // TestAuditOfItselfKilled kills what agentbox does by itself in its midst: it is on

@@ -65,6 +65,7 @@ type reads interface {
 	ReviveWatches(ctx context.Context) error
 	EndLeases(ctx context.Context) (did []string, err error)
 	KeepLeases(ctx context.Context) error
+	Reap(ctx context.Context, id string) error
 	Watch(ctx context.Context, id string) error
 	Release(id string)
 	Close() error

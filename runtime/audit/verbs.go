@@ -2,7 +2,6 @@ package audit
 
 import (
 	"context"
-	"errors"
 	"io"
 	"log/slog"
 	"slices"
@@ -351,20 +350,6 @@ func removed(out runtime.Pruned) (list []Record) {
 		list[i].Made = some(list[i].Made, c.ID)
 	}
 	return list
-}
-
-// Reap tears down what has exited. It is on record when it has removed a sandbox:
-// one that was started with --rm.
-func (s *Service) Reap(ctx context.Context, id string) error {
-	was := s.next.Subject(ctx, id, false)
-	err := s.next.Reap(ctx, id)
-	if !was.AutoRemove || s.next.Subject(ctx, id, false).Sandbox != "" {
-		return err
-	}
-	r := Record{Phase: Note, Verb: "rm", Who: s.who(ctx), Outcome: Outcome(err)}
-	r.about(was)
-	_, e := s.log.Append(r, true)
-	return errors.Join(err, e)
 }
 
 func (s *Service) CreateLease(ctx context.Context, req runtime.LeaseRequest) (runtime.Lease, error) {
