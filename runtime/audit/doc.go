@@ -4,6 +4,9 @@
 // one record before it begins and one with its outcome, and no verb of the
 // Engine is out of its reach: what it embeds has only those that change nothing.
 //
+// What the Engine does by itself, such as to end a lease, it does by way of Log.Deeds,
+// which leaves the same two records.
+//
 // The records are in ROOT/audit: lines of JSON in segments, each named by the
 // sequence number of its first. A record has the hash of the one before it, and
 // its own: SHA-256, in hexadecimal, of its line up to (and without) `,"hash":`.
