@@ -5,13 +5,20 @@
 # qemu-trixie beside it. All of it is made once and then kept in the cache, under
 # the hash of what it was made by.
 #
-# usage: vm-image.sh [--qemu] [--help]
+# usage: vm-image.sh [--image NAME] [--qemu] [--help]
+#   --image NAME     trixie: all as Debian 13 has it (the default);
+#                    docker28: the same with Docker Engine 28, its client, containerd and runc of Debian sid
 #   --qemu           Debian 13's QEMU, too
 #   AGENTBOX_CACHE   where it is kept (default /var/cache/agentbox)
+#   AGENTBOX_VM_MIRROR
+#                    where Debian 13 comes from (default http://deb.debian.org/debian)
+#   AGENTBOX_VM_SID  where sid comes from (default: the same), as in a line of sources.list:
+#                    '[check-valid-until=no] URL' takes a snapshot, or a mirror that is behind
 set -euo pipefail
 
 suite=trixie
 mirror=${AGENTBOX_VM_MIRROR:-http://deb.debian.org/debian}
+sid=${AGENTBOX_VM_SID:-$mirror}
 disk=12G           # of the machine; the file has what is in it only
 need_mb=6000       # while it is made: packages, the tree of files, the disk
 need_qemu_mb=1000
@@ -26,10 +33,25 @@ guest=(
 	e2fsprogs xfsprogs quota fuse3 strace openssl nginx-light
 )
 
+# What the image docker28 has of sid. What these depend on comes from there only where Debian 13's is too old.
+of_sid=(docker.io docker-cli containerd runc)
+
+image=$suite
 want_qemu=false
 while (($#)); do
 	case $1 in
 	--qemu) want_qemu=true ;;
+	--image)
+		image=${2:-}
+		case $image in
+		trixie | docker28) ;;
+		*)
+			echo "vm-image.sh: there is no image \"$image\"; see --help" >&2
+			exit 2
+			;;
+		esac
+		shift
+		;;
 	--help | -h)
 		sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"
 		exit 0
@@ -49,7 +71,7 @@ die() {
 
 cache=${AGENTBOX_CACHE:-/var/cache/agentbox}/vm
 key=$(cat "$0" "$here/debian-image.sh" | sha256sum | cut -c1-12)
-out=$cache/$suite-$key
+out=$cache/$image-$key
 qemu=$cache/qemu-$suite
 
 missing_mb() {
@@ -86,8 +108,10 @@ child=''
 bounded() {
 	timeout "$limit" "$@" 9>&- &
 	child=$!
-	wait "$child"
+	local ended=0
+	wait "$child" || ended=$?
 	child=''
+	return "$ended"
 }
 stop() {
 	[[ -z $child ]] || kill -TERM "$child" 2>/dev/null && wait "$child"
@@ -100,10 +124,15 @@ trap 'stop 143' TERM HUP
 root() {
 	local dir=$1 packages=$2
 	shift 2
+	local sources=("$mirror")
+	if [[ -s $dir.sid ]]; then
+		sources+=("deb $sid sid main")
+		set -- "$@" --setup-hook="mkdir -p \"\$1/etc/apt/preferences.d\"" --setup-hook="cp '$dir.sid' \"\$1/etc/apt/preferences.d/sid\""
+	fi
 	bounded mmdebstrap --variant=minbase --format=directory --include="$packages" \
 		--aptopt='APT::Install-Recommends "false"' --aptopt='Acquire::Retries "3"' --dpkgopt='path-exclude=/usr/share/doc/*' \
 		--dpkgopt='path-exclude=/usr/share/locale/*' --dpkgopt='path-exclude=/usr/share/man/*' \
-		"$@" "$suite" "$dir" "$mirror" >"$work/log" 2>&1 || {
+		"$@" "$suite" "$dir" "${sources[@]}" >"$work/log" 2>&1 || {
 		tail -n 30 "$work/log" >&2
 		die "mmdebstrap failed or took more than $limit s; is $mirror reachable?"
 	}
@@ -118,7 +147,10 @@ if $want_qemu && [[ ! -d $qemu ]]; then
 fi
 
 if [[ ! -s $out/disk.img ]]; then
-	echo "making the disk of a Debian 13 (four minutes)" >&2
+	echo "making the disk $image of a Debian 13 (four minutes)" >&2
+	if [[ $image = docker28 ]]; then
+		printf 'Package: %s\nPin: release n=sid\nPin-Priority: %s\n\n' '*' 100 "${of_sid[*]}" 990 >"$work/root.sid"
+	fi
 	# The unit runs what the second disk has; everything that tests start themselves stays off, and so do AppArmor's
 	# profiles of programs that are not here, which an emulated machine takes a minute to load.
 	cat >"$work/agentbox-vm.service" <<-'UNIT'
@@ -150,6 +182,12 @@ if [[ ! -s $out/disk.img ]]; then
 		--customize-hook='chroot "$1" systemctl enable agentbox-vm.service' \
 		--customize-hook='chroot "$1" systemctl mask docker.service docker.socket containerd.service docker-registry.service podman.service podman.socket podman-restart.service nginx.service tmp.mount getty@tty1.service serial-getty@ttyS0.service apt-daily.timer apt-daily-upgrade.timer e2scrub_reap.service fstrim.timer dpkg-db-backup.timer systemd-networkd.service' \
 		--customize-hook='echo agentbox-vm >"$1/etc/hostname"; printf "127.0.0.1 localhost agentbox-vm\n::1 localhost\n" >"$1/etc/hosts"; rm -f "$1/etc/resolv.conf"; : >"$1/etc/resolv.conf"'
+	if [[ $image = docker28 ]]; then
+		# Sid goes on; an image that has something else than its name says proves nothing.
+		has=$(dpkg-query --root="$work/root" -W -f='${Version}' docker.io) || die "docker.io was not installed"
+		[[ $has = 28.* ]] || die "$sid has Docker Engine $has by now, and the image docker28 is of 28: name a snapshot of sid that has it in AGENTBOX_VM_SID"
+		dpkg-query --root="$work/root" -W -f='of sid: ${Package} ${Version}\n' "${of_sid[@]}" >&2
+	fi
 	install -d -m 0700 "$work/root/var/cache/agentbox"
 	mv "$work"/sandboxes/*.tar "$work/root/var/cache/agentbox/"
 	cp -L "$work"/root/boot/vmlinuz-* "$work/vmlinuz"
@@ -160,10 +198,10 @@ if [[ ! -s $out/disk.img ]]; then
 		die "mke2fs failed"
 	}
 	sync -f "$work"
-	mkdir "$work/$suite-$key"
-	mv "$work"/{vmlinuz,initrd,disk.img} "$work/$suite-$key/"
-	# Others are of packages or scripts that were changed since.
-	find "$cache" -mindepth 1 -maxdepth 1 -name "$suite-*" -exec rm -rf -- {} +
-	mv "$work/$suite-$key" "$out"
+	mkdir "$work/$image-$key"
+	mv "$work"/{vmlinuz,initrd,disk.img} "$work/$image-$key/"
+	# Others of this name are of packages or scripts that were changed since.
+	find "$cache" -mindepth 1 -maxdepth 1 -name "$image-*" -exec rm -rf -- {} +
+	mv "$work/$image-$key" "$out"
 fi
 echo "$out"

@@ -32,6 +32,7 @@ func init() { goruntime.LockOSThread() }
 
 type options struct {
 	suites  []string
+	image   string
 	run     string
 	list    bool
 	verbose bool
@@ -77,8 +78,9 @@ func parse(args []string) (o options, err error) {
 		fmt.Fprintf(f.Output(), "usage: go run ./test/vm [flags] [suite ...]\n\nRuns suites of tests in a Debian 13 machine; all, if none is named.\n\n")
 		f.PrintDefaults()
 	}
+	f.StringVar(&o.image, "image", images[0].name, "the `name` of what it boots: "+imageNames())
 	f.StringVar(&o.run, "run", "", "only tests that match this `regexp`")
-	f.BoolVar(&o.list, "list", false, "list the suites and end")
+	f.BoolVar(&o.list, "list", false, "list the suites and the images, and end")
 	f.BoolVar(&o.verbose, "v", false, "the output of all tests as it comes, not only of those that fail")
 	f.BoolVar(&o.long, "long", false, "all that can be tried, as make test-long")
 	f.StringVar(&o.accel, "accel", "auto", "`auto`, kvm or tcg (emulated)")
@@ -91,6 +93,9 @@ func parse(args []string) (o options, err error) {
 		return o, err
 	}
 	o.suites = f.Args()
+	if !slices.ContainsFunc(images, func(i image) bool { return i.name == o.image }) {
+		return o, fmt.Errorf("there is no image %q, but %s", o.image, imageNames())
+	}
 	return o, nil
 }
 
@@ -106,6 +111,10 @@ func host(ctx context.Context, args []string) error {
 	if o.list {
 		for _, s := range list {
 			fmt.Println(s.pkg)
+		}
+		fmt.Println()
+		for _, i := range images {
+			fmt.Printf("-image %-10s %s\n", i.name, i.has)
 		}
 		return nil
 	}
@@ -123,17 +132,17 @@ func host(ctx context.Context, args []string) error {
 		return err
 	}
 	q, lacks := hostQEMU(ctx)
-	images, err := makeImages(ctx, q == nil)
+	boots, err := makeImages(ctx, o.image, q == nil)
 	if err != nil {
 		return err
 	}
 	if q == nil {
 		fmt.Fprintf(os.Stderr, "%s: Debian 13's is used\n", lacks)
-		q = debianQEMU(filepath.Join(filepath.Dir(images), "qemu-trixie"))
+		q = debianQEMU(filepath.Join(filepath.Dir(boots), "qemu-trixie"))
 	}
 	switch o.accel {
 	case "auto":
-		fmt.Fprintln(os.Stderr, q.pickAccel(ctx, filepath.Join(images, "vmlinuz")))
+		fmt.Fprintln(os.Stderr, q.pickAccel(ctx, filepath.Join(boots, "vmlinuz")))
 	case "kvm":
 		q.accel = kvm
 	case "tcg":
@@ -141,7 +150,7 @@ func host(ctx context.Context, args []string) error {
 	default:
 		return fmt.Errorf("--accel is auto, kvm or tcg, not %q", o.accel)
 	}
-	dir, done, err := scratch(filepath.Dir(images))
+	dir, done, err := scratch(filepath.Dir(boots))
 	if err != nil {
 		return err
 	}
@@ -153,7 +162,7 @@ func host(ctx context.Context, args []string) error {
 	if q.accel[1] == "kvm" {
 		bound = 2 * time.Minute
 	}
-	opts := machineOptions{Images: images, Dir: dir, Console: filepath.Join(results, "console.log"), CPUs: o.cpus, Memory: o.memory, Boot: bound}
+	opts := machineOptions{Images: boots, Dir: dir, Console: filepath.Join(results, "console.log"), CPUs: o.cpus, Memory: o.memory, Boot: bound}
 	all, facts, err := runSuites(ctx, q, opts, list, o, results)
 	if err != nil || o.command != "" {
 		return err

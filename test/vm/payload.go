@@ -17,9 +17,26 @@ import (
 // workMB is how much the guest may write, workNow how much of it has to be free here.
 const workMB, workNowMB = 16 << 10, 4 << 10
 
+// image is what a machine boots, as scripts/vm-image.sh makes it.
+type image struct{ name, has string }
+
+// images are all there are, the usual one first.
+var images = []image{
+	{"trixie", "Debian 13"},
+	{"docker28", "Debian 13 with Docker Engine 28, containerd and runc of Debian sid"},
+}
+
+func imageNames() string {
+	var names []string
+	for _, i := range images {
+		names = append(names, fmt.Sprintf("%s (%s)", i.name, i.has))
+	}
+	return strings.Join(names, " or ")
+}
+
 // makeImages has scripts/vm-image.sh make what it boots from, and returns its directory.
-func makeImages(ctx context.Context, qemu bool) (string, error) {
-	args := []string{}
+func makeImages(ctx context.Context, name string, qemu bool) (string, error) {
+	args := []string{"--image", name}
 	if qemu {
 		args = append(args, "--qemu")
 	}

@@ -168,6 +168,20 @@ func TestPackageOf(t *testing.T) {
 	}
 }
 
+func TestImageFlag(t *testing.T) {
+	for _, i := range images {
+		if o, err := parse([]string{"-image", i.name, "overlay"}); err != nil || o.image != i.name || len(o.suites) != 1 {
+			t.Errorf("-image %s: %+v (%v)", i.name, o, err)
+		}
+	}
+	if o, err := parse(nil); err != nil || o.image != "trixie" {
+		t.Errorf("without the flag: %+v (%v)", o, err)
+	}
+	if _, err := parse([]string{"-image", "nothing"}); err == nil || !strings.Contains(err.Error(), "docker28") {
+		t.Errorf("an image that is none: %v", err)
+	}
+}
+
 func TestChosen(t *testing.T) {
 	list, err := chosen([]string{"overlay", "runtime/oci"})
 	if err != nil || len(list) != 2 || list[0].pkg != "runtime/oci" {
