@@ -21,6 +21,7 @@ type daemon struct {
 	command func(t testing.TB) *exec.Cmd
 	answers func() bool
 	cmd     *exec.Cmd
+	ended   chan struct{} // closed when it has ended and was waited for
 }
 
 // Start starts the daemon and returns when it answers.
@@ -38,13 +39,16 @@ func (d *daemon) Start(t testing.TB) {
 	if err := d.cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	ended := make(chan error, 1)
-	cmd := d.cmd
-	go func() { ended <- cmd.Wait() }()
+	cmd, ended := d.cmd, make(chan struct{})
+	d.ended = ended
+	go func() {
+		_ = cmd.Wait()
+		close(ended)
+	}()
 	for deadline := time.Now().Add(time.Minute); !d.answers(); {
 		select {
-		case err := <-ended:
-			t.Fatalf("%s ended: %v\n%s", d.name, err, d.Log())
+		case <-ended:
+			t.Fatalf("%s ended: %v\n%s", d.name, cmd.ProcessState, d.Log())
 		case <-time.After(20 * time.Millisecond):
 		}
 		if time.Now().After(deadline) {
@@ -62,8 +66,13 @@ func (d *daemon) Kill(t testing.TB) {
 	if err := d.cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		t.Fatal(err)
 	}
-	pid := d.Pid()
-	until(t, "the daemon is gone", time.Minute, func() bool { return !alive(pid) })
+	// Not before it was waited for: for the next one's look at the pid file a
+	// zombie is alive.
+	select {
+	case <-d.ended:
+	case <-time.After(time.Minute):
+		t.Fatalf("%s, killed, does not end", d.name)
+	}
 }
 
 // Restart kills the daemon and starts it again.

@@ -244,13 +244,3 @@ func program(t testing.TB, name, pkg string) string {
 	t.Fatalf("this test needs %s: install the package %s", name, pkg)
 	return ""
 }
-
-// until polls for what nothing announces.
-func until(t testing.TB, what string, limit time.Duration, ok func() bool) {
-	t.Helper()
-	for deadline := time.Now().Add(limit); !ok(); time.Sleep(20 * time.Millisecond) {
-		if time.Now().After(deadline) {
-			t.Fatalf("still not so after %v: %s", limit, what)
-		}
-	}
-}
