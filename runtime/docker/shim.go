@@ -2,6 +2,7 @@ package docker
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net"
@@ -11,14 +12,16 @@ import (
 
 	task "github.com/containerd/containerd/api/runtime/task/v2"
 	"github.com/containerd/ttrpc"
+	"google.golang.org/protobuf/types/known/emptypb"
 
 	"github.com/agentbox/agentbox/criu"
 )
 
 // handle is all it takes to thaw a container without the daemon.
 type handle struct {
-	ID      string       `json:"id"`   // ours
-	Shim    string       `json:"shim"` // the socket of its shim
+	ID      string       `json:"id"`                // ours
+	Shim    string       `json:"shim"`              // the socket of its shim
+	Version int          `json:"version,omitempty"` // of what its shim speaks; 0: 2
 	Runtime criu.Runtime `json:"runtime"`
 }
 
@@ -26,10 +29,23 @@ func (b *Backend) handleOf(c box) handle {
 	rt, _ := b.ociRuntime(c)
 	h := handle{Runtime: rt}
 	if dir, err := bundleDir(c); err == nil {
-		address, _ := os.ReadFile(filepath.Join(dir, "address"))
-		h.Shim = strings.TrimPrefix(strings.TrimSpace(string(address)), "unix://")
+		h.Shim, h.Version = shimSocket(dir)
 	}
 	return h
+}
+
+// shimSocket is where a shim answers, and which version of its service does. Of
+// containerd 2 the bundle has no file with the bare address any more.
+func shimSocket(bundle string) (path string, version int) {
+	var told struct {
+		Address, Protocol string
+		Version           int
+	}
+	if data, err := os.ReadFile(filepath.Join(bundle, "bootstrap.json")); err == nil && json.Unmarshal(data, &told) == nil && told.Protocol == "ttrpc" {
+		return strings.TrimPrefix(told.Address, "unix://"), told.Version
+	}
+	address, _ := os.ReadFile(filepath.Join(bundle, "address"))
+	return strings.TrimPrefix(strings.TrimSpace(string(address)), "unix://"), 2
 }
 
 // thaw has the shim thaw the container: what the shim does not know of, the
@@ -58,7 +74,9 @@ func (h handle) ask(ctx context.Context) error {
 	}
 	client := ttrpc.NewClient(conn)
 	defer client.Close()
-	if _, err := task.NewTaskClient(client).Resume(ctx, &task.ResumeRequest{ID: h.Runtime.ID}); err != nil {
+	// The messages are the same in all versions.
+	service := fmt.Sprintf("containerd.task.v%d.Task", max(h.Version, 2))
+	if err := client.Call(ctx, service, "Resume", &task.ResumeRequest{ID: h.Runtime.ID}, new(emptypb.Empty)); err != nil {
 		return fmt.Errorf("shim: %w", err)
 	}
 	return nil
