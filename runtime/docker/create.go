@@ -93,8 +93,10 @@ func (b *Backend) Create(ctx context.Context, s runtime.Spec, lower []string) (e
 				return err
 			}
 			hostConfig.NetworkMode = container.NetworkMode(at.network)
-			//lint:ignore SA1019 daemons older than API 1.44 know no MAC per network
-			config.MacAddress = at.mac
+			if !perNetworkMAC(b.api.ClientVersion()) {
+				//lint:ignore SA1019 daemons older than API 1.44 know no MAC per network, and later ones warn of this
+				config.MacAddress = at.mac
+			}
 			return b.make(ctx, s, config, hostConfig, at.endpoint(b.api.ClientVersion()))
 		})
 	} else {

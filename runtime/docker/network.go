@@ -35,7 +35,7 @@ type seat struct {
 // endpoint asks for the seat, in the words of an API version.
 func (s seat) endpoint(api string) *network.NetworkingConfig {
 	e := &network.EndpointSettings{IPAMConfig: &network.EndpointIPAMConfig{IPv4Address: s.address.String()}}
-	if !versions.LessThan(api, "1.44") {
+	if perNetworkMAC(api) {
 		e.MacAddress = s.mac
 	}
 	return &network.NetworkingConfig{EndpointsConfig: map[string]*network.EndpointSettings{s.network: e}}
@@ -94,6 +94,8 @@ func (b *Backend) joinNetwork(ctx context.Context, group string) (seat, error) {
 	}
 	return seat{}, hint(fmt.Errorf("docker network %s: %w: every address of %s is taken", name, fault.ErrBusy, subnet), "Remove sandboxes that are not needed any more, or use another --network group.")
 }
+
+func perNetworkMAC(api string) bool { return !versions.LessThan(api, "1.44") }
 
 func fixed(e *network.EndpointSettings) string {
 	if e.IPAMConfig == nil {
