@@ -63,15 +63,20 @@ func (e *Engine) Commit(ctx context.Context, ref, to string, opts CommitOptions)
 	if err != nil {
 		return out, err
 	}
-	if out.Reference, out.Manifest, err = e.put(ctx, from, dest, img, opts.Source); err != nil {
+	made, manifest, err := e.put(ctx, from, dest, img, opts.Source)
+	if err != nil {
 		return out, err
 	}
+	out.Reference, out.Manifest = made.Name, manifest
 	id, err := img.ConfigName()
 	if err != nil {
 		return out, err
 	}
 	diffID, _ := layer.DiffID()
 	out.Digest, out.Layer, out.LayerBytes = id.String(), diffID.String(), layer.Bytes()
+	if dest.here {
+		out.Digest = made.Digest // whoever keeps it says what its id is
+	}
 	out.LayerSize, _ = layer.Size()
 	out.Notes = slices.Concat([]string{}, row.Warnings, wrote.Notes)
 	if row.Trigger != triggerCommit {

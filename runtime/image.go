@@ -110,7 +110,8 @@ func (e *Engine) PushImage(ctx context.Context, ref, to string, opts source.Opti
 	if err != nil {
 		return out, err
 	}
-	out.Reference, out.Digest, err = e.put(ctx, from, dest, v1, opts)
+	made, digest, err := e.put(ctx, from, dest, v1, opts)
+	out.Reference, out.Digest = made.Name, digest
 	return out, err
 }
 
@@ -150,19 +151,19 @@ func (e *Engine) destination(to string, opts source.Options) (destination, error
 
 // put writes an image to its destination, and tells how it is called there and
 // the digest of its manifest, if it has one.
-func (e *Engine) put(ctx context.Context, here Images, to destination, img v1.Image, opts source.Options) (name, manifest string, err error) {
+func (e *Engine) put(ctx context.Context, here Images, to destination, img v1.Image, opts source.Options) (made images.Image, manifest string, err error) {
 	if to.here {
-		got, err := here.Add(ctx, to.name, img)
-		return got.Name, "", err
+		made, err = here.Add(ctx, to.name, img)
+		return made, "", err
 	}
 	scratch, err := e.store.Scratch()
 	if err != nil {
-		return "", "", err
+		return made, "", err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(scratch)) }()
 	opts.Scratch = scratch
 	manifest, err = source.Write(ctx, to.ref, img, opts)
-	return to.ref.Familiar(), manifest, err
+	return images.Image{Name: to.ref.Familiar()}, manifest, err
 }
 
 // TagImage gives an image one more name.

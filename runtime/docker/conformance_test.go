@@ -33,6 +33,7 @@ func TestMain(m *testing.M) { os.Exit(enginetest.Main(m)) }
 type engine struct {
 	*enginetest.Dockerd
 	digest string
+	store  bool // its images are containerd's
 }
 
 const imageName = "bt"
@@ -41,7 +42,7 @@ func start(t *testing.T, config map[string]any) *engine {
 	t.Helper()
 	wrapper := filepath.Join(enginetest.Build(t, "", "agentbox-runtime"), "agentbox-runtime")
 	d := enginetest.StartDockerd(t, enginetest.DockerdOptions{Wrapper: wrapper, Config: config})
-	return &engine{d, d.Import(t, imageName, backendtest.BusyboxLower(t)[0])}
+	return &engine{d, d.Import(t, imageName, backendtest.BusyboxLower(t)[0]), config["features"] != nil}
 }
 
 func (e *engine) open(t *testing.T, root string) *docker.Backend {
@@ -55,7 +56,15 @@ func (e *engine) open(t *testing.T, root string) *docker.Backend {
 
 // TestConformance needs root, docker.io, criu and a static busybox.
 func TestConformance(t *testing.T) {
-	e := start(t, nil)
+	conforms(t, start(t, nil))
+}
+
+// TestConformanceImageStore needs what TestConformance does, and Docker Engine 27.
+func TestConformanceImageStore(t *testing.T) {
+	conforms(t, start(t, enginetest.ImageStore(t)))
+}
+
+func conforms(t *testing.T, e *engine) {
 	backendtest.Run(t, backendtest.Factory{
 		Lower:   backendtest.BusyboxLower,
 		Image:   func(*testing.T) (string, string) { return imageName, e.digest },
@@ -161,7 +170,15 @@ func (e *engine) leaks(t *testing.T, ids []string) (found []string) {
 
 // TestImages needs what TestConformance does.
 func TestImages(t *testing.T) {
-	e := start(t, nil)
+	imagesOf(t, start(t, nil))
+}
+
+// TestImagesImageStore needs what TestConformanceImageStore does.
+func TestImagesImageStore(t *testing.T) {
+	imagesOf(t, start(t, enginetest.ImageStore(t)))
+}
+
+func imagesOf(t *testing.T, e *engine) {
 	b := e.open(t, enginetest.Dir(t))
 	ctx := t.Context()
 	img, err := b.Images().Resolve(ctx, imageName)
@@ -258,7 +275,9 @@ func travels(t *testing.T, e *engine, i docker.Images) {
 	}
 	stages := map[images.Stage]bool{}
 	got, err := i.Pull(ctx, ref, images.PullOptions{Progress: func(p images.Progress) { stages[p.Stage] = true }})
-	if err != nil || len(got.RepoDigests) != 1 || got.Digest != added.Digest || !stages[images.StageDone] {
+	// What Add writes has no manifest; containerd makes one, and goes by that.
+	same := got.Digest == added.Digest || e.store && slices.Equal(got.Layers, added.Layers)
+	if err != nil || len(got.RepoDigests) != 1 || !same || !stages[images.StageDone] {
 		t.Fatalf("Pull: %+v, %v, %v", got, stages, err)
 	}
 	if err := i.Tag(ctx, ref, "tagged:2"); err != nil {
@@ -269,7 +288,7 @@ func travels(t *testing.T, e *engine, i docker.Images) {
 		t.Errorf("Inspect: %+v, %v", d, err)
 	}
 	removed, freed, err := i.Prune(ctx, true, func(digest string) bool { return digest == e.digest })
-	if err != nil || len(removed) != 1 || removed[0].Digest != added.Digest || freed == 0 {
+	if err != nil || len(removed) != 1 || removed[0].Digest != got.Digest || freed == 0 {
 		t.Errorf("Prune: %+v, %d, %v", removed, freed, err)
 	}
 }

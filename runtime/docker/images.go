@@ -246,35 +246,48 @@ func saved(head []byte) bool {
 
 // load takes an archive of `docker save` and gives the image in it the name.
 func (i Images) load(ctx context.Context, name string, r io.Reader) (images.Image, error) {
-	resp, err := i.b.api.ImageLoad(ctx, r)
+	loaded, err := i.loaded(ctx, r)
 	if err != nil {
-		return images.Image{}, i.b.explain(ctx, err)
-	}
-	defer resp.Body.Close()
-	loaded := ""
-	for dec := json.NewDecoder(resp.Body); ; {
-		var m jsonmessage.JSONMessage
-		if err := dec.Decode(&m); errors.Is(err, io.EOF) {
-			break
-		} else if err != nil {
-			return images.Image{}, err
-		}
-		if m.Error != nil {
-			return images.Image{}, fmt.Errorf("load %s: %w: %w", name, fault.ErrInvalid, m.Error)
-		}
-		for _, said := range []string{"Loaded image: ", "Loaded image ID: "} {
-			if ref, ok := strings.CutPrefix(m.Stream, said); ok && loaded == "" {
-				loaded = strings.TrimSpace(ref)
-			}
-		}
-	}
-	if loaded == "" {
-		return images.Image{}, fmt.Errorf("load %s: %w: there is no image in it", name, fault.ErrInvalid)
+		return images.Image{}, fmt.Errorf("load %s: %w", name, err)
 	}
 	if err := i.b.api.ImageTag(ctx, loaded, name); err != nil {
 		return images.Image{}, i.b.explain(ctx, err)
 	}
 	return i.Resolve(ctx, name)
+}
+
+// loaded has the daemon load an archive of `docker save`, and returns how it
+// calls the first image in it: what an image's id is depends on its storage.
+func (i Images) loaded(ctx context.Context, r io.Reader) (ref string, err error) {
+	resp, err := i.b.api.ImageLoad(ctx, r)
+	if err != nil {
+		return "", i.b.explain(ctx, err)
+	}
+	defer resp.Body.Close()
+	for dec := json.NewDecoder(resp.Body); ; {
+		var m jsonmessage.JSONMessage
+		if err := dec.Decode(&m); errors.Is(err, io.EOF) {
+			break
+		} else if err != nil {
+			return "", err
+		}
+		if m.Error != nil {
+			return "", fmt.Errorf("%w: %w", fault.ErrInvalid, m.Error)
+		}
+		// It has the image by then, and nothing can be run of it.
+		if strings.HasPrefix(m.Stream, "Error unpacking image") {
+			return "", fmt.Errorf("%w: %s", fault.ErrInvalid, strings.TrimSpace(m.Stream))
+		}
+		for _, said := range []string{"Loaded image: ", "Loaded image ID: "} {
+			if is, ok := strings.CutPrefix(m.Stream, said); ok && ref == "" {
+				ref = strings.TrimSpace(is)
+			}
+		}
+	}
+	if ref == "" {
+		return "", fmt.Errorf("%w: there is no image in it", fault.ErrInvalid)
+	}
+	return ref, nil
 }
 
 // Remove takes a name from an image, and the image with its last name.

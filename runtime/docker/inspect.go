@@ -62,7 +62,7 @@ func (b *Backend) describe(ctx context.Context, c box) (runtime.Container, error
 		}
 	}
 	var err error
-	if out.Upper, out.Lower, err = b.layers(c); err != nil {
+	if out.Upper, out.Lower, err = b.layers(ctx, c); err != nil {
 		return out, err
 	}
 	if out.Volumes, err = b.volumes(ctx, c); err != nil {
@@ -75,9 +75,10 @@ func (b *Backend) describe(ctx context.Context, c box) (runtime.Container, error
 }
 
 // layers finds a container's directories. Under the daemon's own storage
-// drivers it tells; with containerd's image store only the mount table does,
-// and what it said is kept for when the container is stopped.
-func (b *Backend) layers(c box) (upper string, lower []string, err error) {
+// drivers it tells; with containerd's image store the mount table does, and
+// what it said is kept for when the container is stopped. Before the first
+// start containerd itself is asked.
+func (b *Backend) layers(ctx context.Context, c box) (upper string, lower []string, err error) {
 	driver := c.GraphDriver.Name
 	if driver == "" {
 		driver = c.Driver
@@ -101,8 +102,12 @@ func (b *Backend) layers(c box) (upper string, lower []string, err error) {
 	if kept, ok := b.keptLayers(c); ok {
 		return kept.Upper, kept.Lower, nil
 	}
-	return "", nil, hint(fmt.Errorf("%w: the daemon keeps the directories of container %s to itself while it is stopped (containerd's image store)", fault.ErrUnsupported, strings.TrimPrefix(c.Name, "/")),
-		"Start it once: agentbox finds them in the mount table and remembers them.")
+	if upper, lower, err = b.snapshotLayers(ctx, driver, c.ID); err != nil {
+		return "", nil, hint(fmt.Errorf("%w: the daemon keeps the directories of container %s to itself while it is stopped (containerd's image store): %w", fault.ErrUnsupported, strings.TrimPrefix(c.Name, "/"), err),
+			"Start it once: agentbox finds them in the mount table and remembers them.")
+	}
+	b.keepLayers(c, layerDirs{upper, lower})
+	return upper, lower, nil
 }
 
 type layerDirs struct {

@@ -33,7 +33,7 @@ func (b *Backend) Mount(ctx context.Context, id string, fn func(root string) err
 		}
 		return fn(fmt.Sprintf("/proc/self/fd/%d", root.Fd()))
 	}
-	upper, lower, err := b.layers(c)
+	upper, lower, err := b.layers(ctx, c)
 	if err != nil {
 		return err
 	}

@@ -37,7 +37,11 @@ func (i Images) V1(ctx context.Context, digest string) (v1.Image, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &download{b: i.b, id: got.ID}
+	info, err := i.b.info(ctx, false)
+	if err != nil {
+		return nil, err
+	}
+	s := &download{b: i.b, id: got.ID, store: imageStore(info)}
 	s.once = sync.OnceValues(func() (v1.Image, error) { return s.save(ctx) })
 	img := &daemonImage{download: s, cfg: cfg}
 	for _, d := range cfg.RootFS.DiffIDs {
@@ -85,9 +89,10 @@ func configFile(got image.InspectResponse, steps []image.HistoryResponseItem) (*
 
 // download is what `docker save` gives of an image.
 type download struct {
-	b    *Backend
-	id   string
-	once func() (v1.Image, error)
+	b     *Backend
+	id    string
+	store bool // the id is the digest of its manifest, not of its configuration
+	once  func() (v1.Image, error)
 }
 
 func (s *download) save(ctx context.Context) (v1.Image, error) {
@@ -120,13 +125,18 @@ type daemonImage struct {
 
 func (i *daemonImage) Layers() ([]v1.Layer, error)         { return i.layers, nil }
 func (i *daemonImage) ConfigFile() (*v1.ConfigFile, error) { return i.cfg.DeepCopy(), nil }
-func (i *daemonImage) ConfigName() (v1.Hash, error)        { return v1.NewHash(i.id) }
 func (i *daemonImage) MediaType() (types.MediaType, error) { return types.DockerManifestSchema2, nil }
 func (i *daemonImage) Size() (int64, error)                { return partial.Size(i) }
 func (i *daemonImage) Digest() (v1.Hash, error)            { return partial.Digest(i) }
 func (i *daemonImage) RawManifest() ([]byte, error)        { return partial.RawManifest(i) }
 func (i *daemonImage) Manifest() (*v1.Manifest, error)     { return full(i, v1.Image.Manifest) }
 func (i *daemonImage) RawConfigFile() ([]byte, error)      { return full(i, v1.Image.RawConfigFile) }
+func (i *daemonImage) ConfigName() (v1.Hash, error) {
+	if i.store {
+		return full(i, v1.Image.ConfigName)
+	}
+	return v1.NewHash(i.id)
+}
 func (i *daemonImage) LayerByDigest(h v1.Hash) (v1.Layer, error) {
 	return i.by(h, v1.Image.LayerByDigest)
 }
@@ -180,33 +190,30 @@ func layerOf[T any](l *daemonLayer, ask func(v1.Layer) (T, error)) (none T, err 
 func (i Images) Add(ctx context.Context, name string, img v1.Image) (images.Image, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	id, err := img.ConfigName()
+	info, err := i.b.info(ctx, false)
 	if err != nil {
 		return images.Image{}, err
 	}
 	r, w := io.Pipe()
 	defer r.Close()
-	go func() { w.CloseWithError(writeArchive(w, img)) }()
-	resp, err := i.b.api.ImageLoad(ctx, r)
+	// Containerd takes no archive with gaps.
+	go func() { w.CloseWithError(writeArchive(w, img, imageStore(info))) }()
+	id, err := i.loaded(ctx, r)
 	if err != nil {
-		return images.Image{}, i.b.explain(ctx, err)
-	}
-	defer resp.Body.Close()
-	if err := i.follow(ctx, resp.Body, nil); err != nil {
 		return images.Image{}, fmt.Errorf("load the image into the Docker daemon: %w", err)
 	}
 	if name == "" {
-		return i.ResolveDigest(ctx, id.String())
+		return i.ResolveDigest(ctx, id)
 	}
-	if err := i.Tag(ctx, id.String(), name); err != nil {
+	if err := i.Tag(ctx, id, name); err != nil {
 		return images.Image{}, err
 	}
 	return i.Resolve(ctx, name)
 }
 
-// writeArchive writes an image as `docker save` does, without the layers that
-// the daemon has.
-func writeArchive(w io.Writer, img v1.Image) error {
+// writeArchive writes an image as `docker save` does; unless it is to be whole,
+// without the layers that the daemon has.
+func writeArchive(w io.Writer, img v1.Image, whole bool) error {
 	config, err := img.RawConfigFile()
 	if err != nil {
 		return err
@@ -227,7 +234,7 @@ func writeArchive(w io.Writer, img v1.Image) error {
 	for n, l := range layers {
 		name := fmt.Sprintf("layer-%d.tar.gz", n)
 		list = append(list, name)
-		if _, there := l.(*daemonLayer); there {
+		if _, there := l.(*daemonLayer); there && !whole {
 			continue
 		}
 		size, err := l.Size()

@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -112,13 +113,10 @@ func shows(b *box) {
 	b.counts("web")
 }
 
-// strip takes what is new at every start out of a network's description.
+// strip takes what is new at every start out of a network's description: of
+// Docker Engine 28, the MAC, too.
 func strip(s string) string {
-	i := strings.Index(s, `"EndpointID":"`)
-	if i < 0 {
-		return s
-	}
-	return s[:i] + s[i+len(`"EndpointID":"`)+64:]
+	return regexp.MustCompile(`"(EndpointID|MacAddress)":"[0-9a-f:]*"`).ReplaceAllString(s, "")
 }
 
 // elsewhere restores with another run directory than the daemon's: the wrapper
@@ -220,7 +218,7 @@ func talk(conn net.Conn) *peer {
 
 func connections(b *box) {
 	b.run("srv", "bt", "nc", "-ll", "-p", "5000", "-e", "/bin/cat")
-	address := b.state("srv", "{{.NetworkSettings.IPAddress}}")
+	address := b.state("srv", "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}")
 	var peers []*peer
 	for range 8 {
 		var conn net.Conn

@@ -207,7 +207,20 @@ func (b *box) counter(name string, options ...string) {
 // upper is a path in a container's upperdir.
 func (b *box) upper(name, path string) string {
 	b.Helper()
-	return filepath.Join(b.state(name, "{{.GraphDriver.Data.UpperDir}}"), path)
+	id, dir, told := strings.Cut(b.state(name, `{{.Id}} {{with .GraphDriver}}{{with .Data}}{{.UpperDir}}{{end}}{{end}}`), " ")
+	if !told || dir == "" {
+		// With containerd's image store the daemon does not tell.
+		mount := b.Containerd.Ctr(b.T, "-n", "moby", "snapshots", "--snapshotter", "overlayfs", "mounts", "/x", id)
+		for _, o := range strings.FieldsFunc(mount, func(r rune) bool { return r == ',' || r == ' ' }) {
+			if at, ok := strings.CutPrefix(o, "upperdir="); ok {
+				dir = at
+			}
+		}
+	}
+	if !filepath.IsAbs(dir) {
+		b.Fatalf("the upperdir of %s is %q", name, dir)
+	}
+	return filepath.Join(dir, path)
 }
 
 func (b *box) count(name string) int {

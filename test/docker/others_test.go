@@ -58,7 +58,7 @@ func daemonInStop(b *box) {
 	if out := b.Docker(b.T, "exec", "cc", "ip", "route"); !strings.Contains(out, "default via") {
 		b.Errorf("its routes are gone: %q", out)
 	}
-	gateway := b.state("cc", "{{.NetworkSettings.Gateway}}")
+	gateway := b.state("cc", "{{range .NetworkSettings.Networks}}{{.Gateway}}{{end}}")
 	b.Docker(b.T, "exec", "cc", "ping", "-c", "1", "-W", "5", gateway)
 	b.ok("restore", "docker://cc", "a")
 	b.counts("cc")
