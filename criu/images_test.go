@@ -4,7 +4,9 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"io/fs"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"reflect"
@@ -12,7 +14,11 @@ import (
 	"testing"
 
 	criucore "github.com/checkpoint-restore/go-criu/v7/crit/images/criu-core"
+	"github.com/checkpoint-restore/go-criu/v7/crit/images/fdinfo"
+	"github.com/checkpoint-restore/go-criu/v7/crit/images/fown"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/pstree"
+	sk_inet "github.com/checkpoint-restore/go-criu/v7/crit/images/sk-inet"
+	sk_opts "github.com/checkpoint-restore/go-criu/v7/crit/images/sk-opts"
 	"google.golang.org/protobuf/proto"
 
 	"github.com/agentbox/agentbox/criu/criutest"
@@ -204,5 +210,55 @@ mkdir /tmp/in /tmp/left; (cd /tmp/in; exec sleep 1000) & (cd /tmp/left; rmdir /t
 				t.Errorf("%s of %s: %v", name, image, err)
 			}
 		}
+	}
+}
+
+// The addresses of sockets are told as they are, those that every network has
+// and those of connections that are closed aside.
+func TestAddresses(t *testing.T) {
+	dir := t.TempDir()
+	socket := func(family, proto, state uint32, address ...byte) proto.Message {
+		var words []uint32
+		for ; len(address) > 0; address = address[4:] {
+			words = append(words, binary.LittleEndian.Uint32(address))
+		}
+		word := func(n uint32) *uint32 { return &n }
+		return &fdinfo.FileEntry{Type: fdinfo.FdTypes_INETSK.Enum(), Id: word(1), Isk: &sk_inet.InetSkEntry{
+			Id: word(1), Ino: word(1), Family: &family, Type: word(1), Proto: &proto, State: &state, SrcPort: word(80), DstPort: word(0), Flags: word(0), Backlog: word(0),
+			SrcAddr: words, Fown: &fown.FownEntry{Uid: word(0), Euid: word(0), Signum: word(0), PidType: word(0), Pid: word(0)}, Opts: &sk_opts.SkOptsEntry{SoSndbuf: word(0), SoRcvbuf: word(0), SoSndTmoSec: new(uint64), SoSndTmoUsec: new(uint64), SoRcvTmoSec: new(uint64), SoRcvTmoUsec: new(uint64)}}}
+	}
+	mapped := netip.MustParseAddr("::ffff:192.0.2.3").As16()
+	six := netip.MustParseAddr("2001:db8::1").As16()
+	local := netip.MustParseAddr("fe80::1").As16()
+	var file []byte
+	for _, word := range []uint32{magicCommon, magicFiles} {
+		file = binary.LittleEndian.AppendUint32(file, word)
+	}
+	for _, m := range []proto.Message{
+		socket(2, 6, 10, 0, 0, 0, 0), socket(2, 6, 10, 127, 0, 0, 1), socket(2, 6, tcpListen, 192, 0, 2, 1), socket(2, 6, 1, 192, 0, 2, 2), socket(2, 6, 1, 192, 0, 2, 1),
+		socket(10, 6, 1, mapped[:]...), socket(10, 17, 7, six[:]...), socket(10, 17, 7, local[:]...), &fdinfo.FileEntry{Type: fdinfo.FdTypes_REG.Enum(), Id: new(uint32)},
+	} {
+		data, err := proto.MarshalOptions{AllowPartial: true}.Marshal(m)
+		if err != nil {
+			t.Fatal(err)
+		}
+		file = append(binary.LittleEndian.AppendUint32(file, uint32(len(data))), data...)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "files.img"), file, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for tcp, want := range map[string]string{"": "[192.0.2.1 192.0.2.2 192.0.2.3 2001:db8::1]", TCPClose: "[192.0.2.1 2001:db8::1]"} {
+		if got, err := Addresses(dir, tcp); err != nil || fmt.Sprint(got) != want {
+			t.Errorf("with %q: %v, %v; want %s", tcp, got, err, want)
+		}
+	}
+	if got, err := Addresses(t.TempDir(), ""); err != nil || got != nil {
+		t.Errorf("of no files: %v, %v", got, err)
+	}
+	if err := os.Truncate(filepath.Join(dir, "files.img"), 11); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Addresses(dir, ""); !errors.Is(err, fault.ErrCorrupt) {
+		t.Errorf("cut off: %v", err)
 	}
 }

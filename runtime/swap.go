@@ -362,6 +362,12 @@ func (e *Engine) resume(ctx context.Context, r *restoration) error {
 			return err
 		}
 		staged := stage.Restore{Images: r.images, Work: work, Flags: options.RuntimeFlags(), Config: config, Paused: was == Paused}
+		if r.c.EmptyNetwork {
+			var err error
+			if staged.Addresses, err = criu.Addresses(r.images, manifest.TCP); err != nil {
+				return err
+			}
+		}
 		for _, p := range manifest.Processes.List {
 			if p.Stopped {
 				staged.Stopped = append(staged.Stopped, p.Pid)

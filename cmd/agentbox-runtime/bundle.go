@@ -22,14 +22,15 @@ const criuConfig = "org.criu.config"
 type changes struct {
 	env     []string // variables of its process
 	config  string   // CRIU's configuration file; empty: what is named already
-	cut     bool     // the hook of withCut
+	cut     bool     // the hook of link.go
+	standIn []string // the hook of standin.go, if the bundle's network namespace is a new one; nil: none
 	resolve bool     // sources of bind mounts that are symlinks
 }
 
 // edit makes changes to a bundle. All else in its config.json keeps its meaning:
 // what is not to be changed is never decoded.
 func edit(bundle string, to changes) error {
-	if len(to.env) == 0 && to.config == "" && !to.cut && !to.resolve {
+	if len(to.env) == 0 && to.config == "" && !to.cut && to.standIn == nil && !to.resolve {
 		return nil
 	}
 	path := filepath.Join(bundle, "config.json")
@@ -53,8 +54,15 @@ func edit(bundle string, to changes) error {
 			return err
 		})
 	}
-	if err == nil && to.cut {
-		err = spec.within("hooks", withCut)
+	var calls [][]string
+	if to.cut {
+		calls = append(calls, []string{cutVerb})
+	}
+	if to.standIn != nil && newNetwork(spec["linux"]) {
+		calls = append(calls, append([]string{standInVerb}, to.standIn...))
+	}
+	if err == nil && len(calls) > 0 {
+		err = spec.within("hooks", func(hooks object) error { return withHooks(hooks, calls) })
 	}
 	if raw, ok := spec["mounts"]; ok && err == nil && to.resolve {
 		spec["mounts"], err = resolved(raw)

@@ -32,8 +32,17 @@ func cuts(r stage.Restore) bool {
 	return slices.Contains(r.Flags, "--empty-ns") && slices.Contains(r.Flags, "--tcp-established")
 }
 
-// withCut adds the hook to a bundle's.
-func withCut(hooks object) error {
+// newNetwork tells whether a bundle asks for a network namespace of its own.
+func newNetwork(linux json.RawMessage) bool {
+	var spec struct {
+		Namespaces []struct{ Type, Path string }
+	}
+	_ = json.Unmarshal(linux, &spec) // the runtime says what is wrong with it
+	return slices.ContainsFunc(spec.Namespaces, func(n struct{ Type, Path string }) bool { return n.Type == "network" && n.Path == "" })
+}
+
+// withHooks adds calls of this program to a bundle's hooks.
+func withHooks(hooks object, calls [][]string) error {
 	self, err := os.Executable()
 	if err != nil {
 		return err
@@ -44,37 +53,46 @@ func withCut(hooks object) error {
 			return fmt.Errorf("createRuntime: %w", err)
 		}
 	}
-	hook, err := marshal(struct {
-		Path string   `json:"path"`
-		Args []string `json:"args"`
-	}{self, []string{self, cutVerb}})
-	if err != nil {
-		return err
+	for _, args := range calls {
+		hook, err := marshal(struct {
+			Path string   `json:"path"`
+			Args []string `json:"args"`
+		}{self, append([]string{self}, args...)})
+		if err != nil {
+			return err
+		}
+		list = append(list, hook)
 	}
-	hooks["createRuntime"], err = marshal(append(list, hook))
+	hooks["createRuntime"], err = marshal(list)
 	return err
 }
 
-// cut is the hook: it reads the container's state, as hooks do.
-func cut(in io.Reader) int {
+// hook reads the container's state, as hooks do, and does its work on the
+// container's first process.
+func hook(in io.Reader, what string, work func(pid int) error) int {
 	var state struct {
 		Pid int `json:"pid"`
 	}
 	err := json.NewDecoder(io.LimitReader(in, 1<<20)).Decode(&state)
 	if err == nil {
-		err = setPeers(state.Pid, false)
+		err = work(state.Pid)
 	}
 	if err != nil {
-		fmt.Fprintln(os.Stderr, "agentbox-runtime: hold the network still:", err)
+		fmt.Fprintf(os.Stderr, "agentbox-runtime: %s: %v\n", what, err)
 		return 1
 	}
 	return 0
 }
 
+func cut(in io.Reader) int {
+	return hook(in, "hold the network still", func(pid int) error { return setPeers(pid, false) })
+}
+
 // setPeers sets the host's ends of the veth pairs of a process's network
 // namespace up or down.
 func setPeers(pid int, up bool) error {
-	inside, err := linksOf(fmt.Sprintf("/proc/%d/ns/net", pid))
+	var inside []link
+	err := inNetwork(pid, func() (err error) { inside, err = links(); return err })
 	if err != nil {
 		return err
 	}
@@ -102,11 +120,11 @@ type link struct {
 	veth        bool
 }
 
-// linksOf lists the devices of another network namespace.
-func linksOf(ns string) (list []link, err error) {
-	f, err := os.Open(ns)
+// inNetwork runs fn in the network namespace of a process.
+func inNetwork(pid int, fn func() error) error {
+	f, err := os.Open(fmt.Sprintf("/proc/%d/ns/net", pid))
 	if err != nil {
-		return nil, err
+		return err
 	}
 	defer f.Close()
 	done := make(chan error)
@@ -114,12 +132,11 @@ func linksOf(ns string) (list []link, err error) {
 		goruntime.LockOSThread() // without Unlock: the thread ends with the goroutine
 		err := unix.Setns(int(f.Fd()), unix.CLONE_NEWNET)
 		if err == nil {
-			list, err = links()
+			err = fn()
 		}
 		done <- err
 	}()
-	err = <-done
-	return list, err
+	return <-done
 }
 
 // links lists the devices of this thread's network namespace.
@@ -175,6 +192,26 @@ func kind(info []byte) string {
 }
 
 func setLink(name string, up bool) error {
+	return withFlags(name, func(fd int, req *unix.Ifreq) error {
+		flags := req.Uint16() &^ unix.IFF_UP
+		if up {
+			flags |= unix.IFF_UP
+		}
+		req.SetUint16(flags)
+		return unix.IoctlIfreq(fd, unix.SIOCSIFFLAGS, req)
+	})
+}
+
+func isUp(name string) (up bool, err error) {
+	err = withFlags(name, func(_ int, req *unix.Ifreq) error {
+		up = req.Uint16()&unix.IFF_UP != 0
+		return nil
+	})
+	return up, err
+}
+
+// withFlags passes a network device's flags to fn.
+func withFlags(name string, fn func(fd int, req *unix.Ifreq) error) error {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return err
@@ -185,12 +222,7 @@ func setLink(name string, up bool) error {
 		err = unix.IoctlIfreq(fd, unix.SIOCGIFFLAGS, req)
 	}
 	if err == nil {
-		flags := req.Uint16() &^ unix.IFF_UP
-		if up {
-			flags |= unix.IFF_UP
-		}
-		req.SetUint16(flags)
-		err = unix.IoctlIfreq(fd, unix.SIOCSIFFLAGS, req)
+		err = fn(fd, req)
 	}
 	if err != nil {
 		return fmt.Errorf("network device %s: %w", name, err)

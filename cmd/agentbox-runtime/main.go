@@ -53,6 +53,9 @@ func run(args []string) int {
 	if len(args) == 1 && args[0] == cutVerb {
 		return cut(os.Stdin)
 	}
+	if len(args) > 0 && args[0] == standInVerb {
+		return standIn(os.Stdin, args[1:])
+	}
 	if len(args) == 2 && args[0] == fillVerb {
 		return fill(os.Stdin, args[1])
 	}
@@ -84,6 +87,20 @@ func run(args []string) int {
 			return w.fail(c, fmt.Errorf("container %s has a restore or start staged: it takes `create` and `start`, not `run`", c.id))
 		}
 	case "start":
+		// Docker writes them after `create`, too, since version 28.
+		files, err := stage.TakeFiles(w.dir, c.slot)
+		if !errors.Is(err, fault.ErrCorrupt) {
+			err = nil
+		}
+		for _, f := range files {
+			if theirs, e := os.ReadFile(f.Path); e == nil && f.Host != "" {
+				f.Data = withOwn(f.Data, theirs, f.Host)
+			}
+			err = errors.Join(err, overwrite(f))
+		}
+		if err != nil {
+			return w.fail(c, fmt.Errorf("start of %s: %w", c.id, err))
+		}
 		if err := stage.ArmReap(w.dir, c.slot); err != nil {
 			fmt.Fprintln(os.Stderr, "agentbox-runtime:", err)
 		}
@@ -100,6 +117,9 @@ func run(args []string) int {
 		stage.TakePaused(w.dir, c.slot)
 	case "delete":
 		stage.TakePaused(w.dir, c.slot)
+		if err := stage.DropFiles(w.dir, c.slot); err != nil {
+			fmt.Fprintln(os.Stderr, "agentbox-runtime:", err)
+		}
 		if w.known(c.slot) {
 			return w.delete(c, args)
 		}
@@ -131,7 +151,7 @@ func (w wrapper) create(c call, args []string) int {
 			return w.fail(c, fmt.Errorf("start of %s: a container of that name exists", c.id))
 		}
 	}
-	change := changes{env: s.Env, config: r.Config, cut: restore && cuts(r), resolve: restore}
+	change := changes{env: s.Env, config: r.Config, cut: restore && cuts(r), standIn: addresses(r), resolve: restore}
 	if err := w.prepare(c, s.Files, change); err != nil {
 		return w.fail(c, fmt.Errorf("start of %s: %w", c.id, err))
 	}

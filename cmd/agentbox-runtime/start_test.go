@@ -37,6 +37,22 @@ func managedBox(t *testing.T) (b *box, managed string) {
 	return b, managed
 }
 
+// startOver does what an engine does that writes its file between the two calls,
+// as Docker does since version 28.
+func (b *box) startOver(t *testing.T, managed string) {
+	t.Helper()
+	for _, args := range [][]string{{"create", "--bundle", b.Bundle, b.ID}, {"start", b.ID}} {
+		if err := b.Cmd(nil, args...).Run(); err != nil {
+			t.Fatalf("%s: %v", args[0], err)
+		}
+		if args[0] == "create" {
+			if err := os.WriteFile(managed, []byte("the engine's, after create"), 0o644); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+}
+
 func (b *box) read(t *testing.T, name string) string {
 	t.Helper()
 	data, err := os.ReadFile(filepath.Join(b.Files, name))
@@ -62,7 +78,7 @@ func TestStart(t *testing.T) {
 	if err := stage.PutStart(b.run, b.ID, s); err != nil {
 		t.Fatal(err)
 	}
-	b.Start(nil)
+	b.startOver(t, managed)
 	b.Until("it counts", func() bool { return b.Count() > 1 })
 	if got := b.read(t, "who"); got != `it's <me> & "you"` {
 		t.Errorf("WHO=%s", got)
@@ -178,7 +194,7 @@ func TestStartOfARestore(t *testing.T) {
 		t.Fatal(err)
 	}
 	at := b.Count()
-	b.Start(nil)
+	b.startOver(t, managed)
 	b.Until("it counts on", func() bool { return b.Count() > at })
 	if out, err := b.Do("exec", b.ID, "cat", "/managed"); err != nil || out != "the dump's" {
 		t.Errorf("the managed file in the restored one: %q, %v", out, err)
@@ -284,6 +300,71 @@ func TestEditKeeps(t *testing.T) {
 }
 
 // Files are written in place, and only files.
+// The hooks of a restore come after the engine's; the stand-in is for a network
+// that is made only then.
+func TestEditHooks(t *testing.T) {
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		path string
+		to   changes
+		want []string
+	}{
+		{"", changes{cut: true, standIn: []string{"192.0.2.1"}}, []string{"/theirs", cutVerb, standInVerb + " 192.0.2.1"}},
+		{"/run/netns/x", changes{cut: true, standIn: []string{"192.0.2.1"}}, []string{"/theirs", cutVerb}},
+		{"", changes{standIn: []string{}}, []string{"/theirs", standInVerb}},
+		{"", changes{resolve: true}, []string{"/theirs"}},
+	} {
+		dir := t.TempDir()
+		text := `{"hooks": {"createRuntime": [{"path": "/theirs"}]}, "linux": {"namespaces": [{"type": "pid"}, {"type": "network", "path": "` + c.path + `"}]}}`
+		if err := os.WriteFile(filepath.Join(dir, "config.json"), []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := edit(dir, c.to); err != nil {
+			t.Fatal(err)
+		}
+		data, err := os.ReadFile(filepath.Join(dir, "config.json"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		var spec specs.Spec
+		if err := json.Unmarshal(data, &spec); err != nil {
+			t.Fatal(err)
+		}
+		var got []string
+		for _, h := range spec.Hooks.CreateRuntime {
+			if h.Path == self && len(h.Args) > 1 && h.Args[0] == self {
+				got = append(got, strings.Join(h.Args[1:], " "))
+			} else {
+				got = append(got, h.Path)
+			}
+		}
+		if !reflect.DeepEqual(got, c.want) {
+			t.Errorf("%+v with the network %q: %q, want %q", c.to, c.path, got, c.want)
+		}
+	}
+}
+
+func TestWithOwn(t *testing.T) {
+	const base, own = "127.0.0.1\tlocalhost\n10.1.2.3\tpeer\n", "172.17.0.2\tbox\n"
+	for _, c := range []struct{ kept, engines, want string }{
+		{base, base + own, base + own},
+		{base + "10.9.9.9 first\n", base + own, base + own + "10.9.9.9 first\n"},
+		{base + own + "10.9.9.9 first\n", base + own, base + own + "10.9.9.9 first\n"},
+		{base + own, base + own, base + own},
+		{"10.9.9.9 only", base + own, own + "10.9.9.9 only"}, // what was taken out stays out
+		{"", base + own, own},
+		{base, "", base},
+		{base, base + "172.17.0.3\tboxes\n", base},
+	} {
+		if got := string(withOwn([]byte(c.kept), []byte(c.engines), "box")); got != c.want {
+			t.Errorf("%q with the lines of %q is %q, want %q", c.kept, c.engines, got, c.want)
+		}
+	}
+}
+
 func TestOverwrite(t *testing.T) {
 	dir := t.TempDir()
 	victim, link, pipe := filepath.Join(dir, "victim"), filepath.Join(dir, "link"), filepath.Join(dir, "pipe")

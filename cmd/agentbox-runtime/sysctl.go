@@ -7,12 +7,9 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	goruntime "runtime"
 	"slices"
 	"strconv"
 	"strings"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/criu/stage"
 )
@@ -29,6 +26,9 @@ func (w wrapper) settle(c call, r stage.Restore) error {
 	}
 	pid, err := strconv.Atoi(strings.TrimSpace(string(text)))
 	if err != nil {
+		return err
+	}
+	if err := endStandIn(pid); err != nil {
 		return err
 	}
 	if err := w.settings(c, pid); err != nil {
@@ -69,24 +69,13 @@ func (w wrapper) settings(c call, pid int) error {
 	if len(files) == 0 {
 		return nil
 	}
-	ns, err := os.Open(fmt.Sprintf("/proc/%d/ns/net", pid))
-	if err != nil {
-		return err
-	}
-	defer ns.Close()
-	done := make(chan error)
-	go func() {
-		goruntime.LockOSThread() // without Unlock: the thread ends with the goroutine
-		err := unix.Setns(int(ns.Fd()), unix.CLONE_NEWNET)
+	return inNetwork(pid, func() error {
 		for path, value := range files {
-			if err != nil {
-				break
-			}
-			if err = os.WriteFile(path, []byte(value), 0); errors.Is(err, fs.ErrNotExist) {
-				err = nil // this kernel has no such setting, and the container did without it
+			// One that this kernel does not have the container did without.
+			if err := os.WriteFile(path, []byte(value), 0); err != nil && !errors.Is(err, fs.ErrNotExist) {
+				return err
 			}
 		}
-		done <- err
-	}()
-	return <-done
+		return nil
+	})
 }

@@ -18,6 +18,7 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"syscall"
@@ -32,6 +33,9 @@ type Restore struct {
 	Work   string   `json:"work"`             // where CRIU leaves restore.log; made when missing
 	Flags  []string `json:"flags,omitempty"`  // for `runc restore`, e.g. --tcp-established
 	Config string   `json:"config,omitempty"` // CRIU configuration file; empty: what the bundle's annotation names
+	// Addresses are those that restored sockets are bound to. Some engines fill
+	// the network namespace only after `create`.
+	Addresses []netip.Addr `json:"addresses,omitempty"`
 	// Paused: it was checkpointed while paused. CRIU leaves its processes
 	// stopped (the configuration says so), the wrapper freezes them and ends
 	// the stop, except for those in Stopped, and `start` leaves them frozen.

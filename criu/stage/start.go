@@ -16,14 +16,16 @@ import (
 // itself, be it a restore or not.
 //
 // Env and Files hold for one `create`, which uses them up; when it restores
-// and fails they stay, as the staged restore does. Reap is kept until the
+// and fails they stay, as the staged restore does. The Files are written a
+// second time by the `start` that follows it. Reap is kept until the
 // `delete` of the container that was then started, whatever is staged or
 // cleared meanwhile; a container that was created and never started is not
 // reaped.
 type Start struct {
 	Env []string `json:"env,omitempty"` // KEY=value: set, or replaced, in the first process's environment
 	// Files are what the engine binds over the root filesystem and may have
-	// written anew just before: they are overwritten in place.
+	// written anew just before `create`, or between that and `start`: they are
+	// overwritten in place.
 	Files []File `json:"files,omitempty"`
 	// Reap is a command, begun once the container is deleted and left to itself.
 	Reap []string `json:"reap,omitempty"`
@@ -36,6 +38,9 @@ type File struct {
 	UID  uint32 `json:"uid"`
 	GID  uint32 `json:"gid"`
 	Data []byte `json:"data"`
+	// Host is set for a hosts file that is the engine's to begin with: the lines
+	// that the engine has written for this name by `start` are added to Data.
+	Host string `json:"host,omitempty"`
 }
 
 const (
@@ -98,8 +103,11 @@ func ClearStart(run, id string) error {
 }
 
 // UseStart turns the staged start of id, whose container is being created,
-// into the Reap that its end owes.
+// into the Files that its `start` writes again and the Reap that its end owes.
 func UseStart(run, id string, s Start) error {
+	if err := keepFiles(run, id, s.Files); err != nil {
+		return err
+	}
 	if len(s.Reap) == 0 {
 		return errors.Join(Disarm(run, id), ClearStart(run, id))
 	}
@@ -124,6 +132,62 @@ func UseStart(run, id string, s Start) error {
 		return fmt.Errorf("keep what reaps %s: %w", id, err)
 	}
 	return ClearStart(run, id)
+}
+
+func keepFiles(run, id string, files []File) error {
+	if len(files) == 0 {
+		return DropFiles(run, id)
+	}
+	path, err := filesOf(run, id)
+	if err != nil {
+		return err
+	}
+	data, err := json.Marshal(Start{Files: files})
+	if err == nil {
+		err = os.MkdirAll(filepath.Dir(path), 0o700)
+	}
+	if err == nil {
+		err = publish(filepath.Dir(path), id, data)
+	}
+	if err != nil {
+		return fmt.Errorf("keep files of %s: %w", id, err)
+	}
+	return nil
+}
+
+// TakeFiles returns the Files of the start that a `create` has used; they are
+// gone then. None is no error.
+func TakeFiles(run, id string) ([]File, error) {
+	path, err := filesOf(run, id)
+	if err != nil {
+		return nil, err
+	}
+	s, err := readStart(path)
+	if errors.Is(err, fault.ErrNotFound) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("files of %s: %w", id, err)
+	}
+	return s.Files, DropFiles(run, id)
+}
+
+// DropFiles forgets them. Idempotent; what cannot be looked at is none.
+func DropFiles(run, id string) error {
+	path, err := filesOf(run, id)
+	if _, none := os.Lstat(path); err == nil && none == nil {
+		err = remove(path)
+	}
+	if err != nil {
+		return fmt.Errorf("files of %s: %w", id, err)
+	}
+	return nil
+}
+
+// filesOf is apart from what is staged, which is cleared meanwhile.
+func filesOf(run, id string) (string, error) {
+	_, err := place(run, id)
+	return filepath.Join(run, "files", id), err
 }
 
 // ArmReap makes the Reap of a container that is about to be started due when

@@ -41,6 +41,21 @@ func TestLifeOfAStart(t *testing.T) {
 	if !Armed(run, "c") {
 		t.Error("not armed")
 	}
+	// Clearing what is staged leaves alone what its `start` is to write.
+	if err := Clear(run, "c"); err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range [][]File{want.Files, nil} {
+		if files, err := TakeFiles(run, "c"); err != nil || !reflect.DeepEqual(files, want) {
+			t.Fatalf("TakeFiles = %+v, %v; want %+v", files, err, want)
+		}
+	}
+	if err := errors.Join(UseStart(run, "c", want), UseStart(run, "c", Start{Reap: want.Reap})); err != nil {
+		t.Fatal(err)
+	}
+	if files, err := TakeFiles(run, "c"); err != nil || files != nil {
+		t.Fatalf("files of an earlier create: %+v, %v", files, err)
+	}
 	// Deleted without having been started: nothing is owed.
 	if reap, err := TakeReap(run, "c"); err != nil || reap != nil || Armed(run, "c") {
 		t.Fatalf("TakeReap before the start = %q, %v", reap, err)

@@ -153,7 +153,7 @@ func (e *engine) leaks(t *testing.T, ids []string) (found []string) {
 	for _, v := range volumes.Volumes {
 		found = append(found, "volume "+v.Name)
 	}
-	for _, dir := range []string{filepath.Join(e.StageRun, "restore"), filepath.Join(e.StageRun, "reap", "made"), filepath.Join(e.StageRun, "reap", "due"), filepath.Join(e.Root, "containers")} {
+	for _, dir := range []string{filepath.Join(e.StageRun, "restore"), filepath.Join(e.StageRun, "files"), filepath.Join(e.StageRun, "reap", "made"), filepath.Join(e.StageRun, "reap", "due"), filepath.Join(e.Root, "containers")} {
 		entries, _ := os.ReadDir(dir)
 		for _, x := range entries {
 			found = append(found, "file "+filepath.Join(dir, x.Name()))

@@ -367,7 +367,7 @@ func (b *Backend) remove(ctx context.Context, c box) error {
 	if err := stage.Clear(b.stageRun, c.ID); err != nil {
 		return err
 	}
-	if err := stage.Disarm(b.stageRun, c.ID); err != nil {
+	if err := errors.Join(stage.Disarm(b.stageRun, c.ID), stage.DropFiles(b.stageRun, c.ID)); err != nil {
 		return err
 	}
 	return b.dropHandle(c.ID)

@@ -11,8 +11,9 @@
 //	STAGERUN/...                  what the OCI runtime is to do at the next start: package criu/stage
 //	<container's directory>/agentbox.json   which files of /etc the last start kept as the sandbox had them
 //
-// Every call goes to the daemon's API. Four things do not, because the API
-// has no word for them: the overlay's directories are used in place; a
+// Every call goes to the daemon's API. Five things do not, because the API
+// has no word for them: the overlay's directories are used in place; where they
+// are is asked of containerd, if the daemon keeps them there; a
 // checkpoint is made by the real OCI runtime, found through the container's
 // shim; the links of a container that has to vanish silently are taken down in
 // its network namespace; and what is frozen is thawed by the OCI runtime when

@@ -2,10 +2,13 @@ package docker
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"io"
 	"io/fs"
+	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -43,7 +46,7 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 	if err != nil {
 		return nil, err
 	}
-	_, lerr := stage.Load(b.stageRun, c.ID)
+	staged, lerr := stage.Load(b.stageRun, c.ID)
 	restores := !errors.Is(lerr, fault.ErrNotFound)
 	_, wrapped := b.ociRuntime(c)
 	var undo undo.Stack
@@ -100,7 +103,7 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 	if err := failpoint.Hit("docker.start.after-start"); err != nil {
 		return nil, err
 	}
-	if err := b.started(call, c, restores, kept); err != nil {
+	if err := b.started(call, c, restores, kept, staged.Addresses); err != nil {
 		return nil, err
 	}
 	if start.CheckpointID != "" {
@@ -172,8 +175,9 @@ func (b *Backend) quell(ctx context.Context, c box) error {
 	return b.end(ctx, now, runtime.StopOptions{})
 }
 
-// started does what is left when the processes run.
-func (b *Backend) started(ctx context.Context, c box, restores bool, kept []string) error {
+// started does what is left when the processes run. Restored sockets are at
+// some addresses.
+func (b *Backend) started(ctx context.Context, c box, restores bool, kept []string, sockets []netip.Addr) error {
 	if !restores && len(kept) == 0 && len(b.readNote(c).Kept) == 0 {
 		return nil
 	}
@@ -182,6 +186,9 @@ func (b *Backend) started(ctx context.Context, c box, restores bool, kept []stri
 		return nil // it removes itself
 	}
 	if err != nil {
+		return err
+	}
+	if err := keptAddresses(now, sockets); err != nil {
 		return err
 	}
 	n := b.readNote(now)
@@ -193,6 +200,30 @@ func (b *Backend) started(ctx context.Context, c box, restores bool, kept []stri
 		// Restored as it was, frozen; the daemon is to know.
 		if err := b.api.ContainerPause(ctx, c.ID); err != nil {
 			return b.explain(ctx, err)
+		}
+	}
+	return nil
+}
+
+// keptAddresses fails when the daemon has given a container other addresses than
+// its sockets have. Daemons before version 28 do that before the restore, which
+// then fails by itself.
+func keptAddresses(c box, sockets []netip.Addr) error {
+	if c.NetworkSettings == nil || !ownNetwork(c) || !c.live() {
+		return nil
+	}
+	var has []netip.Addr
+	for _, e := range c.NetworkSettings.Networks {
+		for _, text := range []string{e.IPAddress, e.GlobalIPv6Address} {
+			if a, err := netip.ParseAddr(text); err == nil {
+				has = append(has, a)
+			}
+		}
+	}
+	for _, a := range sockets {
+		if !slices.Contains(has, a) {
+			return hint(fmt.Errorf("%w: container %s: sockets of its processes are at %s, and the daemon has given it %v this time", fault.ErrUnsupported, c.ID, a, has),
+				"Give it a fixed address (docker run --ip, on a network with a subnet of its own), or restore the files alone.")
 		}
 	}
 	return nil
@@ -216,10 +247,25 @@ func (b *Backend) keep(c box, restores bool) (files []stage.File, kept []string,
 		if begin.IsZero() && !restores || !restores && !ours && !at.After(begin) {
 			continue
 		}
+		if !restores && !ours && unchanged(path, f.Data) {
+			continue
+		}
+		if target == "/etc/hosts" && !restores {
+			f.Host = c.Config.Hostname
+		}
 		files, kept = append(files, f), append(kept, target)
 	}
 	slices.Sort(kept)
 	return files, kept, nil
+}
+
+// unchanged tells whether a file is as the daemon has written it: beside
+// resolv.conf, which since version 28 is written after the start as the daemon
+// has it on record, lies the digest of what it wrote.
+func unchanged(path string, data []byte) bool {
+	digest, err := os.ReadFile(path + ".hash")
+	sum := sha256.Sum256(data)
+	return err == nil && strings.Contains(string(digest), hex.EncodeToString(sum[:]))
 }
 
 const maxManaged = 1 << 20

@@ -1,10 +1,13 @@
 package docker
 
 import (
+	"io"
+	"net"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 )
 
 // TestOthers is about what belongs to somebody else, or goes wrong for reasons
@@ -19,6 +22,7 @@ func TestOthers(t *testing.T) {
 		{"the daemon is gone when it is to stop one", daemonInStop},
 		{"a paused container has the volume", pausedUser},
 		{"a bind mount of a symlink", linkedSource},
+		{"the address is another's by now", addressTaken},
 	} {
 		t.Run(c.name, func(t *testing.T) { c.run(h.box(t)) })
 	}
@@ -83,6 +87,46 @@ func pausedUser(b *box) {
 	if out := b.Docker(b.T, "exec", "cc", "cat", "/data/file"); out != "kept" {
 		b.Errorf("the volume has %q", out)
 	}
+}
+
+// A connection ends at an address: where the daemon has given that to somebody
+// else, a restore fails, and says so, until it is free again.
+func addressTaken(b *box) {
+	address := func(name string) string {
+		return b.state(name, "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}")
+	}
+	b.run("cc", "bt", "nc", "-ll", "-p", "5000", "-e", "/bin/cat")
+	was := address("cc")
+	var conn net.Conn
+	b.eventually("it takes a connection", func() (ok bool) {
+		var err error
+		conn, err = net.DialTimeout("tcp", net.JoinHostPort(was, "5000"), 10*time.Second)
+		return err == nil
+	})
+	defer conn.Close()
+	says := func() {
+		b.Helper()
+		_ = conn.SetDeadline(time.Now().Add(time.Minute))
+		got := make([]byte, 4)
+		if _, err := conn.Write([]byte("word")); err != nil {
+			b.Fatal(err)
+		}
+		if _, err := io.ReadFull(conn, got); err != nil || string(got) != "word" {
+			b.Fatalf("it says %q, %v", got, err)
+		}
+	}
+	says()
+	b.ok("checkpoint", "--name", "a", "--stop", "docker://cc")
+	b.run("thief", "bt", "sleep", "1000")
+	if now := address("thief"); now != was {
+		b.Fatalf("the address %s was to be taken, the other has %s", was, now)
+	}
+	r := b.try(nil, "restore", "docker://cc", "a")
+	b.failed(r, was)
+	b.is("cc", "exited")
+	b.Docker(b.T, "rm", "-f", "thief")
+	b.ok("restore", "docker://cc", "a")
+	says()
 }
 
 func linkedSource(b *box) {
