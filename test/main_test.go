@@ -22,6 +22,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/agentbox/agentbox/internal/thorough"
 )
 
 // bin is where the binaries under test are.
@@ -230,14 +232,7 @@ func (r result) String() string {
 // commandTimeout bounds one command, so that one that hangs fails by its name.
 var commandTimeout = 5 * time.Minute * patience
 
-// patience is how many times longer than elsewhere what only bounds a test may
-// take: the machine of `make test-vm` may be emulated, and its host busy.
-var patience = func() time.Duration {
-	if os.Getenv("AGENTBOX_VM") != "" {
-		return 6
-	}
-	return 1
-}()
+var patience = thorough.Patience()
 
 func (b *box) command(ctx context.Context, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, filepath.Join(bin, "agentbox"), append([]string{"--root", b.root}, args...)...)

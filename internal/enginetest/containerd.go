@@ -72,7 +72,7 @@ func (d *Containerd) Ctr(t testing.TB, args ...string) string {
 
 // Try is Ctr for what may fail.
 func (d *Containerd) Try(args ...string) (string, error) {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, "ctr", append([]string{"--address", d.Address}, args...)...)
 	cmd.WaitDelay = time.Second

@@ -45,7 +45,7 @@ func (d *daemon) Start(t testing.TB) {
 		_ = cmd.Wait()
 		close(ended)
 	}()
-	for deadline := time.Now().Add(time.Minute); !d.answers(); {
+	for deadline := time.Now().Add(patience); !d.answers(); {
 		select {
 		case <-ended:
 			t.Fatalf("%s ended: %v\n%s", d.name, cmd.ProcessState, d.Log())
@@ -70,7 +70,7 @@ func (d *daemon) Kill(t testing.TB) {
 	// zombie is alive.
 	select {
 	case <-d.ended:
-	case <-time.After(time.Minute):
+	case <-time.After(patience):
 		t.Fatalf("%s, killed, does not end", d.name)
 	}
 }
@@ -100,7 +100,7 @@ func (d *daemon) close(t testing.TB, clear func()) {
 	clear()
 	_ = d.cmd.Process.Signal(unix.SIGTERM)
 	pid := d.Pid()
-	wait(time.Minute, func() bool { return !alive(pid) })
+	wait(patience, func() bool { return !alive(pid) })
 	if alive(pid) {
 		t.Errorf("%s does not end\n%s", d.name, d.Log())
 		_ = d.cmd.Process.Kill()
@@ -110,7 +110,7 @@ func (d *daemon) close(t testing.TB, clear func()) {
 		maps.DeleteFunc(found, func(pid int, cmdline string) bool { return pid == os.Getppid() || isTest(cmdline) })
 		return found
 	}
-	wait(time.Minute, func() bool { return len(left()) == 0 })
+	wait(patience, func() bool { return len(left()) == 0 })
 	for pid, cmdline := range left() {
 		t.Errorf("left behind by %s: process %d: %s", d.name, pid, cmdline)
 		_ = unix.Kill(pid, unix.SIGKILL)

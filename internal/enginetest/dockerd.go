@@ -76,6 +76,9 @@ func StartDockerd(t testing.TB, opts DockerdOptions) *Dockerd {
 		"storage-driver": "overlay2", "live-restore": true, "shutdown-timeout": 5,
 		"cgroup-parent": "/" + d.cgroup(),
 	}
+	if systemd() {
+		config["cgroup-parent"] = d.cgroup() + ".slice"
+	}
 	if opts.Wrapper != "" {
 		config["runtimes"] = map[string]any{"agentbox": map[string]any{"path": opts.Wrapper}}
 	}
@@ -130,7 +133,7 @@ func (d *Dockerd) Docker(t testing.TB, args ...string) string {
 
 // Try is Docker for what may fail.
 func (d *Dockerd) Try(args ...string) (string, error) {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, "docker", args...)
 	cmd.Env = append(os.Environ(), "DOCKER_HOST="+d.Host, "DOCKER_CONFIG="+d.Dir)
@@ -141,7 +144,7 @@ func (d *Dockerd) Try(args ...string) (string, error) {
 
 // Get asks the daemon itself, without a client's start: for what is asked often.
 func (d *Dockerd) Get(path string, into any) error {
-	client := http.Client{Timeout: time.Minute, Transport: &http.Transport{
+	client := http.Client{Timeout: patience, Transport: &http.Transport{
 		DisableKeepAlives: true, // the daemon may have been restarted by the next time
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 			return (&net.Dialer{}).DialContext(ctx, "unix", strings.TrimPrefix(d.Host, "unix://"))
@@ -193,6 +196,16 @@ func (d *Dockerd) end(t testing.TB) {
 // cgroup is the name of the one that has those of all containers in it.
 func (d *Dockerd) cgroup() string {
 	return filepath.Base(filepath.Dir(d.Dir)) + "-" + filepath.Base(d.Dir)
+}
+
+// systemd tells whether Docker leaves cgroups to systemd here, by its own default.
+func systemd() bool {
+	for _, path := range []string{"/sys/fs/cgroup/cgroup.controllers", "/run/systemd/system"} {
+		if _, err := os.Stat(path); err != nil {
+			return false
+		}
+	}
+	return true
 }
 
 func wait(limit time.Duration, ok func() bool) {

@@ -27,11 +27,16 @@ import (
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/thorough"
 )
 
 // baseEnv names, for the process in the namespaces, the directory that
 // everything of the engines lies in.
 const baseEnv = "AGENTBOX_ENGINETEST_BASE"
+
+// patience bounds what the engines do.
+var patience = time.Minute * thorough.Patience()
 
 // Main runs the tests of m in namespaces of their own and returns the exit code.
 func Main(m *testing.M) int {
@@ -106,7 +111,7 @@ func sweep(base string) error {
 			break
 		}
 		// A monitor ends a moment after what it watched; nothing announces it.
-		if time.Since(begun) < 10*time.Second {
+		if time.Since(begun) < patience/6 {
 			continue
 		}
 		if len(errs) == 0 {
@@ -117,7 +122,7 @@ func sweep(base string) error {
 		for pid := range left {
 			_ = unix.Kill(pid, unix.SIGKILL)
 		}
-		if time.Since(begun) > time.Minute {
+		if time.Since(begun) > patience {
 			errs = append(errs, errors.New("they do not end"))
 			break
 		}

@@ -35,7 +35,7 @@ var allowed = map[string][]string{
 	"internal/ahead":       {},
 	"internal/copy":        {"internal/copy/tree", "internal/fault", "policy", "internal/idmap"},
 	"internal/copy/tree":   {"internal/fault", "internal/idmap"},
-	"internal/enginetest":  {},
+	"internal/enginetest":  {"internal/thorough"},
 	"internal/failpoint":   {},
 	"internal/fault":       {},
 	"internal/gclater":     {},

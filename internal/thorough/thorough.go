@@ -1,5 +1,5 @@
 // Package thorough tells tests how much to try: `make test` has to end soon,
-// `make test-long` tries all that can be tried.
+// `make test-long` tries all that can be tried; and how long to wait.
 package thorough
 
 import (
@@ -7,10 +7,20 @@ import (
 	"os"
 	"strconv"
 	"testing"
+	"time"
 )
 
 // Asked tells whether all is to be tried that can be: `make test-long`.
 func Asked() bool { return os.Getenv("AGENTBOX_LONG") != "" }
+
+// Patience is how many times longer than elsewhere what only bounds a test may take:
+// the machine of `make test-vm` may be emulated, and its host busy.
+func Patience() time.Duration {
+	if os.Getenv("AGENTBOX_VM") != "" {
+		return 6
+	}
+	return 1
+}
 
 // Checks has rapid.Check go n rounds for the rest of a test, for properties of
 // which a round is dear; not if all is to be tried, nor if the command line says
