@@ -122,7 +122,7 @@ func addressTaken(b *box) {
 		b.Fatalf("the address %s was to be taken, the other has %s", was, now)
 	}
 	r := b.try(nil, "restore", "docker://cc", "a")
-	b.failed(r, was)
+	b.failed(r, "address")
 	b.is("cc", "exited")
 	b.Docker(b.T, "rm", "-f", "thief")
 	b.ok("restore", "docker://cc", "a")
