@@ -24,20 +24,25 @@ type DockerdOptions struct {
 	Env     []string       // more of the daemon's environment
 }
 
-// ImageStore is what a daemon.json says for containerd's image store, the default
-// of Docker Engine 29. The test is skipped where it was an experiment yet, and
-// where the daemon does not tell its containerd.
-func ImageStore(t testing.TB) map[string]any {
+// DockerMajor is the first number of the Docker daemon's version.
+func DockerMajor(t testing.TB) (major int) {
 	t.Helper()
 	out, err := exec.Command(program(t, "dockerd", "docker.io"), "--version").Output()
 	if err != nil {
 		t.Fatal(err)
 	}
-	var major int
 	if _, err := fmt.Sscanf(string(out), "Docker version %d.", &major); err != nil {
 		t.Fatalf("dockerd --version: %q: %v", out, err)
 	}
-	if major < 27 {
+	return major
+}
+
+// ImageStore is what a daemon.json says for containerd's image store, the default
+// of Docker Engine 29. The test is skipped where it was an experiment yet, and
+// where the daemon does not tell its containerd.
+func ImageStore(t testing.TB) map[string]any {
+	t.Helper()
+	if major := DockerMajor(t); major < 27 {
 		t.Skipf("containerd's image store is for Docker Engine 27 and later; this is %d", major)
 	}
 	return map[string]any{"features": map[string]any{"containerd-snapshotter": true}, "storage-driver": nil}

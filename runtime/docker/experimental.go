@@ -4,10 +4,13 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 
+	"github.com/docker/docker/api/types/system"
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/criu/stage"
@@ -17,6 +20,30 @@ import (
 // A container under plain runc is restored by the daemon's own means, if they
 // are switched on (experimental). The daemon takes images from the container's
 // own checkpoints/ only.
+
+// restoresItself tells whether the daemon restores a container by its own means,
+// and why not. Since version 28 it fills the network namespace of a process that
+// there is not yet in the course of its restore.
+func restoresItself(info *system.Info, c box) (why string) {
+	switch {
+	case !info.ExperimentalBuild:
+		return "the daemon's experimental restore is off"
+	case ownNetwork(c) && major(info.ServerVersion) >= 28:
+		return "the daemon's experimental restore, since version 28, works with the host's network only"
+	}
+	return ""
+}
+
+// major is the first number of a daemon's version. One that has none is of a
+// developer's, and the newest.
+func major(version string) int {
+	first, _, _ := strings.Cut(version, ".")
+	n, err := strconv.Atoi(first)
+	if err != nil {
+		return math.MaxInt
+	}
+	return n
+}
 
 const checkpointPrefix = "agentbox-"
 

@@ -377,10 +377,13 @@ func (b *Backend) restorable(ctx context.Context, c box, wrapped bool) (why, rem
 	case remapped(info) && !c.HostConfig.UsernsMode.IsHost():
 		return fmt.Sprintf("the daemon remaps the users of container %s (userns-remap), and CRIU cannot read the images as the remapped root", name),
 			"Run it with --userns host, or restore the files alone.", nil
-	case wrapped, info.ExperimentalBuild:
+	case wrapped:
 		return "", "", nil
 	}
-	return fmt.Sprintf("container %s runs under the OCI runtime %s, which restores nothing, and the daemon's experimental restore is off", name, cmp.Or(c.HostConfig.Runtime, "runc")),
+	if why = restoresItself(info, c); why == "" {
+		return "", "", nil
+	}
+	return fmt.Sprintf("container %s runs under the OCI runtime %s, which restores nothing, and %s", name, cmp.Or(c.HostConfig.Runtime, "runc"), why),
 		b.again(info, c), nil
 }
 

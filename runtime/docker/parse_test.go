@@ -5,6 +5,9 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/docker/docker/api/types/container"
+	"github.com/docker/docker/api/types/system"
+
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -47,6 +50,28 @@ func TestCommandError(t *testing.T) {
 		}
 		if code != want {
 			t.Errorf("%s: %d (%v), want %d", msg, code, err, want)
+		}
+	}
+}
+
+func TestRestoresItself(t *testing.T) {
+	of := func(network string) (c box) {
+		c.ContainerJSONBase = &container.ContainerJSONBase{HostConfig: &container.HostConfig{NetworkMode: container.NetworkMode(network)}}
+		return c
+	}
+	for _, c := range []struct {
+		version      string
+		experimental bool
+		network      string
+		does         bool
+	}{
+		{"20.10.24+dfsg1", true, "bridge", true}, {"20.10.24+dfsg1", false, "bridge", false}, {"27.5.1", true, "none", true},
+		{"28.5.2+dfsg4", true, "bridge", false}, {"28.5.2+dfsg4", true, "none", false}, {"29.0.0", true, "own", false}, {"dev", true, "bridge", false},
+		{"28.5.2+dfsg4", true, "host", true}, {"28.5.2+dfsg4", false, "host", false},
+	} {
+		why := restoresItself(&system.Info{ServerVersion: c.version, ExperimentalBuild: c.experimental}, of(c.network))
+		if does := why == ""; does != c.does {
+			t.Errorf("%+v: %q", c, why)
 		}
 	}
 }

@@ -70,8 +70,8 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 			return nil, err
 		}
 		undo.Add(func(context.Context) error { return stage.ClearStart(b.stageRun, c.ID) })
-	case restores && !info.ExperimentalBuild:
-		return nil, fmt.Errorf("container %s runs under the OCI runtime %s, which restores nothing: %w", id, c.HostConfig.Runtime, fault.ErrUnsupported)
+	case restores && restoresItself(info, c) != "":
+		return nil, fmt.Errorf("container %s runs under the OCI runtime %s, which restores nothing, and %s: %w", id, c.HostConfig.Runtime, restoresItself(info, c), fault.ErrUnsupported)
 	case restores:
 		if start.CheckpointID, err = b.layOutCheckpoint(c); err != nil {
 			return nil, err

@@ -196,9 +196,22 @@ func killedAnywhere(b *box) {
 // features on.
 func TestExperimental(t *testing.T) {
 	h := newHost(t, map[string]any{"experimental": true})
+	network := "bridge"
+	if enginetest.DockerMajor(t) >= 28 {
+		network = "host"
+		t.Run("plain runc with a network of its own", func(t *testing.T) {
+			b := h.box(t)
+			b.Docker(t, "run", "-d", "--name", "plain", "bt", "sh", "-c", counting)
+			b.counts("plain")
+			b.ok("checkpoint", "docker://plain", "--name", "x")
+			b.fails("since version 28|--runtime agentbox|--files-only", "restore", "docker://plain", "x")
+			b.is("plain", "running")
+			b.counts("plain")
+		})
+	}
 	t.Run("plain runc", func(t *testing.T) {
 		b := h.box(t)
-		b.Docker(t, "run", "-d", "--name", "plain", "bt", "sh", "-c", counting)
+		b.Docker(t, "run", "-d", "--name", "plain", "--network", network, "bt", "sh", "-c", counting)
 		b.counts("plain")
 		saved := b.saved("plain", "x")
 		b.counts("plain")
