@@ -31,9 +31,6 @@ const hostVariable = "AGENTBOX_HOST"
 // noService, as its value, has them use the embedded engine.
 const noService = "none"
 
-// answerTime is how long a service may take to say that it is there.
-const answerTime = 3 * time.Second
-
 type serveOptions struct {
 	Listen []string
 	TLS    api.TLSFiles
@@ -305,7 +302,7 @@ func connect(ctx context.Context, g globals) (svc *api.Client, insist bool, err 
 	case host == noService:
 		return nil, false, nil
 	case strings.HasPrefix(host, tcpScheme) && !g.rootFlag:
-		insist = true
+		socket, insist = host, true
 		address, err := tcpAddress(hostVariable, host)
 		if err == nil {
 			c, err = api.DialTLS(address, api.TLSFiles{Cert: os.Getenv("AGENTBOX_TLS_CERT"), Key: os.Getenv("AGENTBOX_TLS_KEY"), CA: os.Getenv("AGENTBOX_TLS_CA")})
@@ -325,9 +322,7 @@ func connect(ctx context.Context, g globals) (svc *api.Client, insist bool, err 
 	if c == nil {
 		c = api.Dial(socket)
 	}
-	soon, cancel := context.WithTimeout(ctx, answerTime)
-	info, err := c.Info(soon)
-	cancel()
+	info, err := ask(ctx, c.Info, func(ctx context.Context) bool { return starting(ctx, socket) })
 	if err == nil && g.backendGiven && info.Backend != g.Backend {
 		if !insist && os.Geteuid() == 0 {
 			return nil, false, c.Close()
@@ -337,8 +332,8 @@ func connect(ctx context.Context, g globals) (svc *api.Client, insist bool, err 
 	if err == nil {
 		return c, insist, nil
 	}
-	if errors.Is(err, context.DeadlineExceeded) && ctx.Err() == nil {
-		err = &runtime.Error{Op: "service " + socket, Err: fmt.Errorf("it does not answer within %s", answerTime),
+	if errors.Is(err, errSilent) {
+		err = &runtime.Error{Op: "service " + socket, Err: err,
 			Hint: "It is stopped, or has more to do than it can: look at its log, and end it if need be."}
 	}
 	err = errors.Join(err, c.Close())

@@ -19,7 +19,7 @@ func TestService(t *testing.T) {
 		run  func(*testing.T)
 	}{
 		{"Activation", activation}, {"Verbs", verbs}, {"Journal", journal}, {"Confined", confined},
-		{"Restart", restart}, {"Killed", killed}, {"Watchdog", watchdog}, {"Drain", drain}, {"Leaks", leaks},
+		{"Restart", restart}, {"Killed", killed}, {"Watchdog", watchdog}, {"Drain", drain}, {"Slow start", slowStart}, {"Doctor", healthy}, {"Leaks", leaks},
 	} {
 		if !t.Run(step.name, step.run) {
 			t.Fatalf("%s: what comes after it is not tried\n%s", step.name, sh(t, "systemctl status agentbox --no-pager -l -n 40 || true"))
@@ -165,3 +165,20 @@ func drain(t *testing.T) {
 	serves(t, pid)
 	agentbox(t, "rm", "-f", "--checkpoints", "c")
 }
+
+// A command waits for a service that systemd is starting, however long that takes.
+func slowStart(t *testing.T) {
+	const dir = "/run/systemd/system/agentbox.service.d"
+	sh(t, "mkdir -p "+dir+"; printf '[Service]\nExecStartPre=/bin/sleep 20\n' >"+dir+"/slow.conf; systemctl daemon-reload; systemctl stop agentbox.service")
+	defer sh(t, "rm -r "+dir+"; systemctl daemon-reload")
+	out, err := exec.Command(program, "inspect", "waited").CombinedOutput()
+	if err == nil || strings.Count(string(out), "waiting for the service, which systemd is starting") != 1 || strings.Contains(string(out), "does without") {
+		t.Errorf("%v: %s", err, out)
+	}
+	eventually(t, "it was the service that answered", func() bool {
+		return strings.Contains(sh(t, "journalctl -b -u agentbox SANDBOX=waited STATUS=404 -o json --no-pager || true"), `"VERB":"get sandboxes"`)
+	})
+}
+
+// The service's own host can do everything.
+func healthy(t *testing.T) { agentbox(t, "doctor") }
