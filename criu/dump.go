@@ -217,7 +217,7 @@ func explainDump(rt Runtime, log, said string, err error) error {
 			cause = fmt.Errorf("%w: %w", cause, fault.ErrUnsupported)
 		}
 		if strings.Contains(msg, "executable file not found") || strings.Contains(msg, "version check failed") {
-			why = Diagnosis{Code: "no-criu", Reason: "the OCI runtime cannot run CRIU: " + msg, Hint: "Install CRIU; scripts/install-deps.sh does."}
+			why = Diagnosis{Code: "no-criu", Reason: "the OCI runtime cannot run CRIU: " + msg, Hint: "Install CRIU; `agentbox doctor` says how."}
 			cause = fmt.Errorf("%w: %w", cause, fault.ErrUnsupported)
 		}
 	}

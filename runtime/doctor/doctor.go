@@ -11,6 +11,8 @@ package doctor
 import (
 	"context"
 	"fmt"
+	"os"
+	"path/filepath"
 	"sync"
 	"time"
 )
@@ -40,7 +42,9 @@ type Report struct {
 }
 
 // limit bounds all checks together, so that a hanging program cannot hang the doctor.
-const limit = 10 * time.Second
+// They run at the same time and take a second; what is merely slow, as an emulated
+// machine with much else to do, is not to be taken for what does not work.
+const limit = time.Minute
 
 // Examine checks the host for an installation whose state is below root.
 // Cancelling ctx makes the checks that still run fail.
@@ -99,4 +103,27 @@ func fail(name, remedy, format string, args ...any) Check {
 	return Check{Name: name, Status: Fail, Detail: fmt.Sprintf(format, args...), Remedy: remedy}
 }
 
-const installDeps = "Run scripts/install-deps.sh."
+// install is the remedy for a program that is missing or does not work. Whoever has
+// agentbox as a package does not have the script that knows more.
+func install(pkg string) string {
+	if script := depsScript(self()); script != "" {
+		return "Run " + script + "."
+	}
+	return fmt.Sprintf("Install %s (Debian, Ubuntu: apt-get install %[1]s).", pkg)
+}
+
+// self is the path of this program; empty: it does not tell.
+func self() string {
+	path, _ := os.Executable()
+	return path
+}
+
+// depsScript is scripts/install-deps.sh of the tree in whose bin a program is; empty:
+// it is in none.
+func depsScript(program string) string {
+	path := filepath.Join(filepath.Dir(filepath.Dir(program)), "scripts", "install-deps.sh")
+	if !executable(path) {
+		return ""
+	}
+	return path
+}

@@ -79,6 +79,48 @@ func TestNothingInstalled(t *testing.T) {
 	}
 }
 
+// What is slow is not said to be broken: nobody is to install it anew for that.
+func TestSlow(t *testing.T) {
+	dir := t.TempDir()
+	for _, p := range []string{"runc", "conmon", "criu", "crun"} {
+		if err := os.WriteFile(filepath.Join(dir, p), []byte("#!/bin/sh\nexec sleep 100\n"), 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	t.Setenv("PATH", dir+":"+os.Getenv("PATH"))
+	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+	defer cancel()
+	for _, c := range []Check{runc(ctx), conmon(ctx), crun(ctx), criuChecks(ctx)[0]} {
+		if c.Status == OK || !strings.Contains(c.Detail, dir+"/"+c.Name) || !strings.Contains(c.Detail, "did not end in time") || !strings.Contains(c.Remedy, "Try again") {
+			t.Errorf("%+v", c)
+		}
+	}
+}
+
+// The remedy names what the user has: the script of a tree, else the package.
+func TestRemedy(t *testing.T) {
+	if got := install("runc"); got != "Install runc (Debian, Ubuntu: apt-get install runc)." {
+		t.Errorf("for runc: %s", got)
+	}
+	if got := newerCriu(); !strings.Contains(got, "https://criu.org/Installation") {
+		t.Errorf("for CRIU: %s", got)
+	}
+	tree := t.TempDir()
+	script, program := filepath.Join(tree, "scripts", "install-deps.sh"), filepath.Join(tree, "bin", "agentbox")
+	if got := depsScript(program); got != "" {
+		t.Errorf("a script that is not there: %s", got)
+	}
+	if err := os.Mkdir(filepath.Dir(script), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(script, nil, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if got := depsScript(program); got != script {
+		t.Errorf("the script of the tree is %q", got)
+	}
+}
+
 func TestOldRunc(t *testing.T) {
 	dir := t.TempDir()
 	t.Setenv("PATH", dir+":/usr/local/sbin")

@@ -21,7 +21,19 @@ func say(ctx context.Context, path string, args ...string) (string, error) {
 	cmd.WaitDelay = time.Second
 	cmd.Env = host.Environ()
 	out, err := cmd.CombinedOutput()
+	if err != nil && ctx.Err() != nil {
+		err = ctx.Err() // not that it was killed, for that
+	}
 	return strings.TrimSpace(string(out)), err
+}
+
+// broken is a program that fails, and how; or what is to be known of one that may
+// only be slow.
+func broken(name, remedy, path string, err error, said string) Check {
+	if errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled) {
+		return fail(name, "Try again when this machine has less to do; if it stays so, the program hangs.", "%s did not end in time", path)
+	}
+	return fail(name, remedy, "%s", strings.TrimSuffix(fmt.Sprintf("%s: %v: %s", path, err, firstLine(said)), ": "))
 }
 
 func firstLine(s string) string {
@@ -33,15 +45,18 @@ func runc(ctx context.Context) Check {
 	const name = "runc"
 	path, err := host.Find("runc", nil)
 	if err != nil {
-		return fail(name, installDeps, "not installed")
+		return fail(name, install("runc"), "not installed")
 	}
 	version, err := say(ctx, path, "--version")
 	if err != nil {
-		return fail(name, installDeps, "%s --version: %v: %s", path, err, firstLine(version))
+		return broken(name, install("runc"), path+" --version", err, version)
 	}
 	help, err := say(ctx, path, "checkpoint", "--help")
+	if ctx.Err() != nil {
+		return broken(name, "", path+" checkpoint --help", err, help)
+	}
 	if err != nil || !strings.Contains(help, "--leave-running") {
-		return fail(name, installDeps, "%s (%s) has no checkpoint command", path, firstLine(version))
+		return fail(name, install("runc"), "%s (%s) has no checkpoint command", path, firstLine(version))
 	}
 	var lacks []string
 	for _, f := range []string{"tcp-established", "file-locks", "lazy-pages", "pre-dump"} {
@@ -64,7 +79,9 @@ func crun(ctx context.Context) Check {
 	}
 	version, err := say(ctx, path, "--version")
 	if err != nil {
-		return warn(name, "Reinstall or remove crun; runc is used.", "%s --version: %v", path, err)
+		c := broken(name, "Reinstall or remove crun; runc is used.", path+" --version", err, version)
+		c.Status = Warn
+		return c
 	}
 	if !strings.Contains(version, "+CRIU") {
 		return ok(name, "%s (%s) is built without CRIU; runc is used", firstLine(version), path)
@@ -82,7 +99,7 @@ func wrapper() Check {
 	if path, err := host.Find(program, nil); err == nil {
 		return ok(name, "%s", path)
 	}
-	return fail(name, "Run make build or make install.", "the runtime wrapper is neither beside agentbox nor in PATH: nothing can be restored")
+	return fail(name, "Install agentbox whole: agentbox-runtime belongs beside it (from source: make build).", "the runtime wrapper is neither beside agentbox nor in PATH: nothing can be restored")
 }
 
 func executable(path string) bool {
@@ -94,11 +111,11 @@ func conmon(ctx context.Context) Check {
 	const name = "conmon"
 	path, err := host.Find("conmon", nil)
 	if err != nil {
-		return fail(name, installDeps, "not installed")
+		return fail(name, install("conmon"), "not installed")
 	}
 	out, err := say(ctx, path, "--version")
 	if err != nil {
-		return fail(name, installDeps, "%s --version: %v: %s", path, err, firstLine(out))
+		return broken(name, install("conmon"), path+" --version", err, out)
 	}
 	return ok(name, "%s (%s)", strings.TrimPrefix(firstLine(out), "conmon "), path)
 }
@@ -108,23 +125,32 @@ func criuChecks(ctx context.Context) []Check {
 	f, err := criu.Check(ctx)
 	switch {
 	case errors.Is(err, fault.ErrNotFound):
-		return []Check{fail("criu", installDeps, "not installed: only files can be checkpointed")}
+		return []Check{fail("criu", install("criu"), "not installed: only files can be checkpointed")}
 	case err != nil:
-		return []Check{fail("criu", installDeps, "%v", err)}
+		return []Check{broken("criu", newerCriu(), f.Path, err, "")}
 	}
 	return judgeCriu(f, func() bool { _, err := host.Find("iptables-restore", nil); return err == nil })
+}
+
+// newerCriu is the remedy for a CRIU that does not do on this kernel, which is mostly
+// too old for it. The distribution has no other then.
+func newerCriu() string {
+	if script := depsScript(self()); script != "" {
+		return "Run " + script + ", which builds one that works."
+	}
+	return "Install CRIU 4.2 or newer: of a later release of the distribution, or built from source (https://criu.org/Installation)."
 }
 
 func judgeCriu(f criu.Features, haveIptables func() bool) []Check {
 	what := fmt.Sprintf("version %s (%s)", f.VersionString(), f.Path)
 	if !f.Works {
-		return []Check{fail("criu", "Run scripts/install-deps.sh, which builds one that works.", "%s: `criu check` says: %s", what, f.Problem)}
+		return []Check{fail("criu", newerCriu(), "%s: `criu check` says: %s", what, f.Problem)}
 	}
 	checks := []Check{ok("criu", "%s, `criu check` passes", what)}
 	if f.InetSockets {
 		checks = append(checks, ok("sockets", "CRIU can dump TCP and UDP sockets on this kernel"))
 	} else {
-		checks = append(checks, fail("sockets", "Install CRIU 4.2 or newer (scripts/install-deps.sh builds one).",
+		checks = append(checks, fail("sockets", newerCriu(),
 			"CRIU %s cannot dump any TCP or UDP socket on Linux %s", f.VersionString(), f.KernelString))
 	}
 	switch {

@@ -304,7 +304,7 @@ func userNamespaces(ctx context.Context, root string) Check {
 	no := "new sandboxes have the host's user ids: %s"
 	binary, err := host.Find("runc", nil)
 	if err != nil {
-		return warn(name, installDeps, no, "runc is not installed")
+		return warn(name, install("runc"), no, "runc is not installed")
 	}
 	at := existing(root)
 	dir, err := os.MkdirTemp(at, ".doctor-")
