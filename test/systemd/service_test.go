@@ -50,8 +50,8 @@ func verbs(t *testing.T) {
 	c := inspect(t, "c")
 	c.goesOn(t)
 	equal(t, "exec", agentbox(t, "exec", "c", "sh", "-c", "echo kept >/file; cat /file"), "kept")
+	n, nonce := c.count(), c.file("nonce") // it counts on once the checkpoint is taken
 	agentbox(t, "checkpoint", "--name", "one", "c")
-	n, nonce := c.count(), c.file("nonce")
 	agentbox(t, "exec", "c", "sh", "-c", "echo lost >/file; echo lost >/more")
 	agentbox(t, "restore", "c", "one")
 	c = inspect(t, "c")
@@ -64,7 +64,7 @@ func verbs(t *testing.T) {
 	equal(t, "the life of the fork's process", f.file("nonce"), nonce)
 	f.goesOn(t)
 	if got := f.count(); got <= n {
-		t.Errorf("the fork counts %d, its checkpoint was at %d", got, n)
+		t.Errorf("the fork counts %d, and was at %d before its checkpoint", got, n)
 	}
 	equal(t, "exec in the fork", agentbox(t, "exec", "f", "cat", "/file"), "kept")
 	agentbox(t, "rm", "-f", "f")
