@@ -3,12 +3,17 @@
 # or Ubuntu release, minimal, with what an agent works with. Prints the path of
 # the tarball. It is made once and then kept in the cache.
 #
-# usage: debian-image.sh [SUITE MIRROR] [--help]
+# usage: debian-image.sh [--servers] [SUITE MIRROR] [--help]
+#   --servers        another one: with PostgreSQL and nginx, whose processes are of several users
 #   SUITE MIRROR     another release of Debian, and where to get it
 #   AGENTBOX_CACHE   where the tarball is kept (default /var/cache/agentbox)
 set -euo pipefail
 
 packages=python3,git,redis-server,tmux,procps,iproute2,apt-utils,libeatmydata1
+if [ "${1:-}" = --servers ]; then
+	packages=postgresql,nginx-light,curl,procps
+	shift
+fi
 
 case "${1:-}" in
 "") ;;

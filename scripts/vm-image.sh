@@ -28,7 +28,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 guest=(
 	linux-image-cloud-amd64 systemd-sysv udev dbus kmod apparmor apparmor-utils
 	runc crun conmon criu podman netavark aardvark-dns passt uidmap docker.io docker-cli docker-compose containerd containernetworking-plugins
-	docker-registry skopeo umoci mmdebstrap debian-archive-keyring apt-utils ca-certificates busybox-static
+	docker-registry skopeo umoci checkpointctl mmdebstrap debian-archive-keyring apt-utils ca-certificates busybox-static
 	nftables iptables iproute2 iputils-ping python3 git tmux curl procps psmisc attr acl xz-utils zstd file
 	e2fsprogs xfsprogs quota fuse3 strace openssl nginx-light
 )
@@ -147,7 +147,7 @@ if $want_qemu && [[ ! -d $qemu ]]; then
 fi
 
 if [[ ! -s $out/disk.img ]]; then
-	echo "making the disk $image of a Debian 13 (four minutes)" >&2
+	echo "making the disk $image of a Debian 13 (five minutes)" >&2
 	if [[ $image = docker28 ]]; then
 		printf 'Package: %s\nPin: release n=sid\nPin-Priority: %s\n\n' '*' 100 "${of_sid[*]}" 990 >"$work/root.sid"
 	fi
@@ -175,6 +175,7 @@ if [[ ! -s $out/disk.img ]]; then
 	UNIT
 	# What debian-image.sh would make in the machine, which has no network.
 	AGENTBOX_CACHE=$work/sandboxes bounded "$here/debian-image.sh" "$suite" "$mirror" >/dev/null
+	AGENTBOX_CACHE=$work/sandboxes bounded "$here/debian-image.sh" --servers "$suite" "$mirror" >/dev/null
 	# shellcheck disable=SC2016 # $1 is the hooks'
 	root "$work/root" "$(IFS=, && echo "${guest[*]}")" \
 		--customize-hook='find "$1/etc/apparmor.d" -maxdepth 1 -type f -delete' \
