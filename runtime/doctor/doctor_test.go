@@ -173,11 +173,18 @@ func TestJudgeCriu(t *testing.T) {
 	}
 	for want, f := range map[string]criu.Features{
 		"criu=fail": {Problem: "no"},
-		"criu=ok sockets=fail network-lock=warn lazy-pages=warn dirty-tracking=warn": {Works: true},
-		"criu=ok sockets=ok network-lock=ok lazy-pages=ok dirty-tracking=ok":         {Works: true, InetSockets: true, Nftables: true, LazyPages: true, DirtyTrack: true},
+		"criu=ok sockets=fail network-lock=warn lazy-pages=ok dirty-tracking=ok": {Works: true},
+		"criu=ok sockets=ok network-lock=ok lazy-pages=ok dirty-tracking=ok":     {Works: true, InetSockets: true, Nftables: true, LazyPages: true, DirtyTrack: true},
 	} {
 		if got := statuses(f, false); got != want {
 			t.Errorf("%+v: %s, want %s", f, got, want)
+		}
+	}
+	for _, has := range []bool{true, false} {
+		for _, c := range judgeCriu(criu.Features{Works: true, LazyPages: has, DirtyTrack: has, Nftables: true}, nil)[3:] {
+			if strings.Contains(c.Detail, "cannot") == has || !strings.Contains(c.Detail, "does not make use of it") {
+				t.Errorf("%v: %+v", has, c)
+			}
 		}
 	}
 	if got := statuses(criu.Features{Works: true, InetSockets: true}, true); !strings.Contains(got, "network-lock=ok") {
