@@ -166,18 +166,25 @@ func drain(t *testing.T) {
 	agentbox(t, "rm", "-f", "--checkpoints", "c")
 }
 
-// A command waits for a service that systemd is starting, however long that takes.
+// A command waits for a service that systemd is starting, however long that takes: by
+// itself, or since it comes after another unit, as in a boot.
 func slowStart(t *testing.T) {
-	const dir = "/run/systemd/system/agentbox.service.d"
-	sh(t, "mkdir -p "+dir+"; printf '[Service]\nExecStartPre=/bin/sleep 20\n' >"+dir+"/slow.conf; systemctl daemon-reload; systemctl stop agentbox.service")
-	defer sh(t, "rm -r "+dir+"; systemctl daemon-reload")
-	out, err := exec.Command(program, "inspect", "waited").CombinedOutput()
-	if err == nil || strings.Count(string(out), "waiting for the service, which systemd is starting") != 1 || strings.Contains(string(out), "does without") {
-		t.Errorf("%v: %s", err, out)
+	const units = "/run/systemd/system"
+	defer sh(t, "cd "+units+"; rm -rf agentbox.service.d slow.service; systemctl daemon-reload")
+	for name, script := range map[string]string{
+		"itself": "printf '[Service]\nExecStartPre=/bin/sleep 20\n' >agentbox.service.d/slow.conf",
+		"another": "printf '[Unit]\nWants=slow.service\nAfter=slow.service\n' >agentbox.service.d/slow.conf; " +
+			"printf '[Service]\nType=oneshot\nExecStart=/bin/sleep 20\n' >slow.service",
+	} {
+		sh(t, "cd "+units+"; mkdir -p agentbox.service.d; "+script+"; systemctl daemon-reload; systemctl stop agentbox.service")
+		out, err := exec.Command(program, "inspect", "waited-"+name).CombinedOutput()
+		if err == nil || strings.Count(string(out), "waiting for the service, which systemd is starting") != 1 || strings.Contains(string(out), "does without") {
+			t.Errorf("%s: %v: %s", name, err, out)
+		}
+		eventually(t, "it was the service that answered", func() bool {
+			return strings.Contains(sh(t, "journalctl -b -u agentbox SANDBOX=waited-"+name+" STATUS=404 -o json --no-pager || true"), `"VERB":"get sandboxes"`)
+		})
 	}
-	eventually(t, "it was the service that answered", func() bool {
-		return strings.Contains(sh(t, "journalctl -b -u agentbox SANDBOX=waited STATUS=404 -o json --no-pager || true"), `"VERB":"get sandboxes"`)
-	})
 }
 
 // The service's own host can do everything.
