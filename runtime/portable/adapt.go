@@ -144,7 +144,7 @@ func adaptMounts(root *os.Root, name string, shm *os.File, used map[int32]bool) 
 		}
 		target := e.GetMountpoint()
 		drop := dropped(target) || e.GetFstype() == uint32(mnt.Fstype_CGROUP) ||
-			target == "/sys/fs/cgroup" && e.GetFstype() == uint32(mnt.Fstype_TMPFS)
+			target == "/sys/fs/cgroup" && slices.Contains([]uint32{uint32(mnt.Fstype_TMPFS), uint32(mnt.Fstype_CGROUP2)}, e.GetFstype())
 		switch {
 		case drop && used[int32(e.GetMntId())]:
 			notes = append(notes, fmt.Sprintf("A process has a file of %s open, which a sandbox does not have: it cannot be restored.", target))

@@ -450,6 +450,17 @@ func TestForgedImages(t *testing.T) {
 			t.Errorf("%s, trusted: %v", name, err)
 		}
 	}
+	// The container's own, where its host has cgroup v2: a sandbox does without.
+	unified := part{name: "checkpoint/mountpoints-9.img", data: image(magicMounts, root, mount(mnt.Fstype_CGROUP2, "/sys/fs/cgroup", "cgroup", unix.MS_RDONLY))}
+	m, _, _ := imported(t, tarOf(t, foreignParts(unified)...), OpenOptions{}, ImportOptions{})
+	must(t, entriesOf("mountpoints-9.img", m.images["mountpoints-9.img"], magicMounts, func(data []byte) error {
+		e := &mnt.MntEntry{}
+		must(t, proto.Unmarshal(data, e))
+		if e.GetMountpoint() != "/" {
+			t.Errorf("%s is still mounted", e.GetMountpoint())
+		}
+		return nil
+	}))
 	cut := image(magicCore, core)
 	if _, _, _, err := importBytes(t, tarOf(t, foreignParts(part{name: "checkpoint/core-1.img", data: cut[:len(cut)-1]})...), OpenOptions{}, ImportOptions{}); !errors.Is(err, fault.ErrCorrupt) {
 		t.Errorf("a cut image: %v", err)
