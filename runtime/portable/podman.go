@@ -134,8 +134,11 @@ func podmanConfig(m *manifest, c Checkpoint) (*container, *specs.Spec, error) {
 	if name == "" {
 		name = imageName(s.Image)
 	}
+	if digest, found := strings.CutPrefix(m.ImageDigest, "sha256:"); id == "" && found && hexID().MatchString(digest) {
+		id = digest // it is of the configuration, and that is what Podman calls an image by, too
+	}
 	if id == "" {
-		// Podman hands it to its storage, which takes a name for it too.
+		// Podman hands it to its storage, which before Podman 5 took a name for it, too.
 		id = name
 	}
 	spec := podmanSpec(m, s)

@@ -177,7 +177,7 @@ func TestPodmanRestoresOurs(t *testing.T) {
 		}
 		return list, err
 	}
-	archive := exported(t, Checkpoint{Manifest: m.manifest(t), Data: m, Lower: lower}, Options{})
+	archive := exported(t, Checkpoint{Manifest: m.manifest(t), Data: m, Lower: lower, ImageID: p.sh("podman image inspect --format '{{.Id}}' bb")}, Options{})
 	must(t, os.WriteFile(filepath.Join(p.dir, "ours.tar.zst"), archive, 0o600))
 
 	out, err := p.try(`podman container restore --import ours.tar.zst`)

@@ -102,7 +102,8 @@ type Checkpoint struct {
 	// no directory. It tells Podman what an opaque directory hides. May be nil.
 	Lower func(path string) ([]LowerEntry, error)
 	// ImageName and ImageID are what Podman calls the image. Empty: by the name
-	// in the spec, "localhost/" before it when it names no registry.
+	// in the spec, "localhost/" before it when it names no registry, and by the digest
+	// in the manifest, which is that of its configuration.
 	ImageName, ImageID string
 }
 
