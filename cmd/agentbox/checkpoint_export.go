@@ -38,7 +38,8 @@ func newCheckpointExportCommand(a *app) *cobra.Command {
 each time; - is stdout. FILE appears when it is complete, readable by its owner only: a
 checkpoint holds the memory of processes, and with it their secrets. With --recipient it is
 encrypted with age, and only those can read it. Podman restores processes of sandboxes with the host's
-user ids only (run --userns host).`,
+user ids only (run --userns host), and has to have the image under the same name and by the same
+digest: pulled from the same place, or brought by podman save and 'agentbox image pull oci-archive:FILE'.`,
 		Example: `  agentbox checkpoint export c@before-upgrade c.tar.zst
   agentbox checkpoint export c@before-upgrade - | ssh host agentbox checkpoint import -
   agentbox checkpoint export --compress gzip -o c.tar.gz 3f2a && podman container restore --import c.tar.gz

@@ -47,6 +47,7 @@ var suites = []suite{
 	{pkg: "runtime/containerd"},
 	{pkg: "test/containerd"},
 	{pkg: "runtime/podman"},
+	{pkg: "runtime/portable"},
 	{pkg: "internal/setup"},
 }
 
