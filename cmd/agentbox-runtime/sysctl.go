@@ -28,7 +28,10 @@ func (w wrapper) settle(c call, r stage.Restore) error {
 	if err != nil {
 		return err
 	}
-	if err := endStandIn(pid); err != nil {
+	switch err := endStandIn(pid); {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil // its first process has ended already, and with it the namespace
+	case err != nil:
 		return err
 	}
 	if err := w.settings(c, pid); err != nil {
