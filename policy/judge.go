@@ -283,6 +283,14 @@ func (p *Policy) Mounts(mounts []Mount) error {
 	return Denials(j.findings)
 }
 
+// HostFile judges a file of the host, by its real path, that a restore may write:
+// as the source of a writable mount.
+func (p *Policy) HostFile(real string) error {
+	j := &judging{Policy: p}
+	j.mount("host file "+real, real, false)
+	return Denials(j.findings)
+}
+
 // User judges whom a command is to run as.
 func (p *Policy) User(user string) error {
 	j := &judging{Policy: p, ask: Request{User: user}}

@@ -51,7 +51,7 @@ func (t tree) keepStage() error {
 // layAside lays a restore out whose way back is what it replaces, if it is one
 // for that. When it is not, nothing has changed.
 func (e *Engine) layAside(ctx context.Context, r *restoration) (ok bool, err error) {
-	if !r.data.NoUndo || r.data.Undo == "" || r.data.Salvage || len(r.data.Trees) != 1 ||
+	if !r.data.NoUndo || r.data.Undo == "" || r.data.Salvage || len(r.data.Trees) != 1 || len(r.data.HostFiles) > 0 ||
 		r.c.Status != Created && r.c.Status != Exited || r.sb.host.Properties().FilesOnly {
 		return false, nil
 	}

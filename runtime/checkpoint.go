@@ -14,6 +14,7 @@ import (
 
 	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/hostfile"
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/policy"
@@ -62,6 +63,9 @@ func (e *Engine) Checkpoint(ctx context.Context, ref string, opts CheckpointOpti
 	}
 	s, err := spec(sb.Sandbox)
 	if err != nil {
+		return Checkpoint{}, err
+	}
+	if opts.Attach, err = e.attachable(s, opts.Attach); err != nil {
 		return Checkpoint{}, err
 	}
 	h, err := e.hooksOf("checkpoint", s)
@@ -130,6 +134,8 @@ type making struct {
 	aside  bool                  // it will be removed again
 	beside func(context.Context) // what can be done while it is committed
 	like   []overlay.Piece       // of the list of files in a checkpoint that is open and likely to be much like this one
+
+	taken []*hostfile.Taken // the files of the host that go with it
 
 	unlearnt bool // what was known of the files was wrong, and is forgotten
 }
@@ -256,6 +262,9 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 	if err := e.approach(ctx, k, draft); err != nil {
 		return row, err
 	}
+	if err := k.takeAttached(ctx, draft); err != nil {
+		return row, err
+	}
 	frozen := time.Now()
 	if k.c.Status == Running {
 		// Added first: a pause that failed half-way must be undone too.
@@ -297,6 +306,9 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 		}
 	}
 	stood := time.Since(frozen)
+	if err := k.fileAttached(ctx, draft); err != nil {
+		return row, err
+	}
 	if err := e.file(ctx, k, draft); err != nil {
 		return row, err
 	}
@@ -424,7 +436,7 @@ const workDir = "work"
 // capture reads processes and files side by side: both only read, and the
 // sandbox stands still.
 func (e *Engine) capture(ctx context.Context, k *making, draft *store.Draft) error {
-	if err := k.takeManaged(); err != nil {
+	if err := errors.Join(k.takeManaged(), k.takeAttached(ctx, draft)); err != nil {
 		return err
 	}
 	if k.row.Kind == KindFiles {
@@ -545,6 +557,12 @@ func (e *Engine) VerifyCheckpoint(ctx context.Context, ref string) error {
 }
 
 func checkpointView(row store.Checkpoint) Checkpoint {
+	var attached []AttachedFile
+	if row.Attached != nil {
+		for _, f := range row.Attached.Paths {
+			attached = append(attached, AttachedFile(f))
+		}
+	}
 	labels := row.Labels
 	if labels == nil {
 		labels = map[string]string{}
@@ -554,6 +572,6 @@ func checkpointView(row store.Checkpoint) Checkpoint {
 		Status: row.Status, Error: row.Error, Parent: row.Parent, Trigger: row.Trigger, Policy: policyName(row.Spec), Created: row.Created,
 		Files: row.Files, Processes: row.Processes, Bytes: row.Bytes, Digest: row.Digest,
 		ImageDigest: row.ImageDigest, Labels: labels, Frozen: row.Frozen, Warnings: row.Warnings,
-		Added: row.Added, Unchanged: row.Unchanged, Pinned: row.Pinned, Lease: row.Lease, Tags: row.Tags, Damaged: row.Damaged,
+		Added: row.Added, Unchanged: row.Unchanged, Pinned: row.Pinned, Lease: row.Lease, Tags: row.Tags, Damaged: row.Damaged, Attached: attached,
 	}
 }

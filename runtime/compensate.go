@@ -20,8 +20,8 @@ import (
 // with agentbox, only OnFailureRetry, whose commands may be run more than once, runs
 // it again.
 
-// errCalledOff is in the error of a restore that an effect has called off: no other
-// way would do better. It says nothing itself.
+// errCalledOff is in the error of a restore that an effect, or a file of the host, has
+// called off: no other way would do better. It says nothing itself.
 var errCalledOff = errors.New("")
 
 // past lists the effects that came after a checkpoint and are outstanding, in the

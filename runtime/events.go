@@ -35,10 +35,11 @@ const (
 	EventReconciled = "reconciled" // it had ended without anybody seeing to it
 	EventRestarted  = "restarted"  // it was started again, as its restart policy says
 	EventGivenUp    = "given-up"   // it is not started again, though it has failed
+	EventHostFiles  = "host-files" // restarted from a checkpoint, whose files of the host are left as they are
 )
 
 // EventTypes are all there are.
-var EventTypes = []string{EventDenied, EventOOM, EventPids, EventStorage, EventExpired, EventIdle, EventEffect, EventRestore, EventHeld, EventLease, EventReconciled, EventRestarted, EventGivenUp}
+var EventTypes = []string{EventDenied, EventOOM, EventPids, EventStorage, EventExpired, EventIdle, EventEffect, EventRestore, EventHeld, EventLease, EventReconciled, EventRestarted, EventGivenUp, EventHostFiles}
 
 // Event is something that befell a sandbox without its owner's doing: the
 // documented JSON of `agentbox events`; it only ever grows. The limits that the

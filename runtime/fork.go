@@ -192,6 +192,9 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 			r.fork.receipt.Shared = append(r.fork.receipt.Shared, fmt.Sprintf("%s is %s, for the origin and all its forks", m.Target, m.Source))
 		}
 	}
+	if row.Attached != nil {
+		r.fork.receipt.Shared = append(r.fork.receipt.Shared, fmt.Sprintf("host files of the checkpoint (%d) are left as they are", len(row.Attached.Paths)))
+	}
 	for _, secret := range s.Secrets {
 		r.fork.receipt.Shared = append(r.fork.receipt.Shared, "secret "+secret.Name)
 	}

@@ -85,6 +85,8 @@ type RestorePlan struct {
 	Recreates   bool          `json:"recreates"` // the sandbox was removed and will be made again
 	// Compensates are the effects whose undo commands will be run, in that order.
 	Compensates []Effect `json:"compensates"`
+	// Attached are the files of the host that belong to the checkpoint.
+	Attached []RestoredFile `json:"attached,omitempty"`
 }
 
 // PlanProcess is one process, numbered as in the sandbox.

@@ -259,6 +259,9 @@ func (e *Engine) imported(ctx context.Context, facts portable.Facts, opts Import
 		for _, v := range m.Volumes {
 			parts.Volumes = append(parts.Volumes, store.Volume{Name: v.Name})
 		}
+		if m.Attached != nil {
+			parts.Attached = &store.Attached{Foreign: true, Paths: m.Attached.Paths}
+		}
 		if m.Processes != nil {
 			parts.Processes = &store.Processes{Count: m.Processes.Count, List: m.Processes.List}
 		}
@@ -432,6 +435,7 @@ func (e *Engine) PullCheckpoint(ctx context.Context, reference string, opts Regi
 		if lock, err = e.store.Lock(ctx, row.SandboxID, "checkpoint pull", lockWait); err != nil {
 			return nil, err
 		}
+		row.Pulled = true
 		if draft, err = e.store.BeginCheckpoint(ctx, row); err != nil {
 			return nil, err
 		}

@@ -61,6 +61,12 @@ func (e *Engine) PlanRestore(ctx context.Context, ref string, opts RestoreOption
 	if err := e.planEffects(ctx, r, &out); err != nil {
 		return out, err
 	}
+	if out.Attached, err = e.lookHosts(ctx, r, -1); err != nil {
+		return out, err
+	}
+	if len(out.Attached) > 0 && r.hostsLeft() != "" {
+		out.Effects = append(out.Effects, fmt.Sprintf("Not put back: %s.", r.hostsLeftText()))
+	}
 	if r.data.Recreated {
 		out.Effects = append(out.Effects, fmt.Sprintf("The sandbox is made again, with id %s.", short(r.sb.ID)))
 		for entry, err := range wanted(ctx, r.reader, tree{}, nil) {

@@ -290,6 +290,9 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 	if err != nil {
 		return "", err
 	}
+	if data.Phase == phaseHosts {
+		return e.finishHosts(ctx, in, host, lock, data)
+	}
 	c, err := host.Inspect(ctx, in.Sandbox)
 	if err != nil && !errors.Is(err, ErrNotFound) {
 		return "", err
@@ -326,7 +329,7 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 		return did, e.takeBack(ctx, in, host, data)
 	}
 	did := fmt.Sprintf("finished the restore of sandbox %s to checkpoint %s", short(in.Sandbox), short(in.Checkpoint))
-	err = e.finishSwap(ctx, in, host, lock, data)
+	told, err := e.finishSwap(ctx, in, host, lock, data)
 	if errors.Is(err, errUnfinished) {
 		return "", err // its engine fails us; the intent stays
 	}
@@ -339,10 +342,13 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 		if len(data.Trees) > 0 && data.Trees[0].Aside {
 			did += "; what it had replaced lies in " + data.Trees[0].aside()
 		}
+		if n := len(data.HostFiles); n > 0 {
+			did += fmt.Sprintf("; its host files (%d) are as they were", n)
+		}
 		r := restoration{data: data, images: e.store.StagedImages(in.Sandbox)}
 		return did, errors.Join(r.discard(), e.store.Keep(ctx, in.Sandbox, true))
 	}
-	return did, nil
+	return did + told, nil
 }
 
 // takeBack undoes a restore that had not touched the sandbox but for freezing it.
@@ -362,13 +368,20 @@ func (e *Engine) takeBack(ctx context.Context, in store.Intent, host Host, data 
 	return errors.Join(err, r.discard())
 }
 
-// finishSwap goes on with a restore from where it was killed.
-func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, lock *store.Lock, data restoring) (err error) {
+// finishSwap goes on with a restore from where it was killed, and tells what there is to
+// say of its host files.
+func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, lock *store.Lock, data restoring) (told string, err error) {
 	sb, err := e.store.Sandbox(ctx, in.Sandbox)
 	if err != nil {
-		return err
+		return "", err
 	}
-	r := &restoration{sb: &locked{sb, host, lock}, data: data}
+	r := &restoration{sb: &locked{sb, host, lock}, data: data, resumed: true}
+	err = e.finishSwapOf(ctx, in, host, r)
+	return r.hostsTold, err
+}
+
+func (e *Engine) finishSwapOf(ctx context.Context, in store.Intent, host Host, r *restoration) (err error) {
+	sb, data := r.sb.Sandbox, r.data
 	if r.spec, err = spec(sb); err != nil {
 		return err
 	}
@@ -381,13 +394,10 @@ func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, loc
 	defer r.reader.Close()
 	if data.Phase == phaseProven && r.hasRun() {
 		err := each(ctx, data.Trees, func(_ context.Context, t *tree) error { return syncfs(t.Dir) })
-		return errors.Join(err, forgetManaged(r.c.Managed), e.restored(ctx, r))
+		return errors.Join(err, forgetManaged(r.c.Managed), e.restored(ctx, in.Seq, r))
 	}
 	if row, err := e.store.Checkpoint(ctx, data.Undo); err == nil && row.Status == store.Ready {
 		r.undone = row.ID
-	}
-	if err := errors.Join(e.findLost(ctx, r), e.layOutImages(ctx, r)); err != nil {
-		return err
 	}
 	gone := time.Now()
 	started := false
@@ -401,6 +411,9 @@ func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, loc
 		}
 		undo.Run(ctx, &err)
 	}()
+	if err := errors.Join(e.findLost(ctx, r), e.layOutImages(ctx, r)); err != nil {
+		return err
+	}
 	if err := stage.Hold(r.c.Stage.Run, r.c.Stage.ID); err != nil {
 		return err
 	}

@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"maps"
 	"os"
 	"slices"
@@ -24,11 +23,13 @@ import (
 
 // How far a restore has come. Until it swaps, Recover takes it back; from then
 // on the old processes may be gone and Recover finishes it. Once the files are
-// proven to be the checkpoint's, a sandbox that runs is a restored one.
+// proven to be the checkpoint's, a sandbox that runs is a restored one. When it puts files
+// of the host back the sandbox is restored, and is not touched any more.
 const (
 	phasePrepare = "prepare"
 	phaseSwap    = "swap"
 	phaseProven  = "proven"
+	phaseHosts   = "hosts"
 )
 
 // restoring is the journal's data of a restore.
@@ -43,6 +44,9 @@ type restoring struct {
 	Was       Status `json:"was"`  // before the verb
 	Undo      string `json:"undo"` // the checkpoint of what is replaced
 	NoUndo    bool   `json:"no_undo"`
+
+	HostFiles []string `json:"host_files,omitempty"` // attached files that are put back
+	HostUndo  string   `json:"host_undo,omitempty"`  // the checkpoint that has what they were, if not Undo
 
 	// Of a proven one: when the sandbox was started last before its own start, and
 	// in which boot it was proven.
@@ -103,7 +107,7 @@ type trying struct {
 // since the sandbox ended by itself while it was looked at, as one that crashes again
 // and again does. Then it is as good as any that had ended before.
 func (t *trying) endedUnder(ctx context.Context, err error) bool {
-	if !errors.Is(err, ErrState) || t.opts.held != nil || t.r == nil || t.r.undone != "" || t.r.c.Status != Running && t.r.c.Status != Paused {
+	if !errors.Is(err, ErrState) || errors.Is(err, errCalledOff) || t.opts.held != nil || t.r == nil || t.r.undone != "" || t.r.c.Status != Running && t.r.c.Status != Paused {
 		return false
 	}
 	now, err := t.r.sb.host.Inspect(ctx, t.r.sb.ID)
@@ -116,7 +120,10 @@ func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ Restored, er
 	if err != nil {
 		return Restored{}, err
 	}
-	t.r, r.settled = r, t.settled
+	t.r, r.settled, r.commanded = r, t.settled, len(t.compensated) > 0
+	if t.way == StrategyRecreate {
+		r.data.HostUndo = t.kept
+	}
 	defer func() { // what a try that failed has compensated the next one reports
 		t.settled, t.told = r.settled, append(t.told, r.told...)
 		t.compensated = append(t.compensated, r.compensated...)
@@ -146,8 +153,14 @@ func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ Restored, er
 			return Restored{}, err
 		}
 	}
-	if t.way == StrategyRecreate && !r.data.Recreated {
+	switch {
+	case t.way == StrategyRecreate && !r.data.Recreated:
 		if err := e.clearAway(ctx, r, t); err != nil {
+			return Restored{}, err
+		}
+		r.data.HostUndo = t.kept
+	case r.data.Recreated && r.data.HostUndo == "": // else it was there until this restore removed it
+		if _, err := e.proveHosts(ctx, r); err != nil {
 			return Restored{}, err
 		}
 	}
@@ -160,6 +173,7 @@ func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ Restored, er
 	}
 	defer unlock()
 	if err := e.perform(ctx, r); err != nil {
+		err = errors.Join(r.hostErr, err)
 		if text := compensatedText(r.compensated); text != "" {
 			err = hint(err, text)
 		}
@@ -171,12 +185,25 @@ func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ Restored, er
 	} else if err := e.staysDown(r.spec, r.restart); err != nil {
 		e.log.Warn("its restart policy may start it", "sandbox", r.sb.ID, "err", err)
 	}
+	if r.restart && r.row.Attached != nil { // nobody reads its warnings
+		if err := e.note(r.sb.ID, Event{Time: time.Now(), Type: EventHostFiles, Checkpoint: r.row.ID, Reason: r.hostsLeftText()}); err != nil {
+			e.log.Warn("an event is not on record", "sandbox", r.sb.ID, "err", err)
+		}
+	}
 	e.log.Info("restored", "sandbox", r.sb.ID, "checkpoint", r.row.ID, "down", r.down, "changed", r.changed)
 	out := Restored{
 		Checkpoint: checkpointView(r.row), Recreated: r.data.Recreated, Verified: t.opts.Verify, Down: r.down, Files: r.files, Warnings: slices.Concat(r.warnings, t.told, r.told),
-		Undo: r.undone, Changed: r.changed, Lost: slices.Sorted(maps.Keys(r.lost)), Compensated: slices.Concat(t.compensated, r.compensated),
+		Attached: r.hostReport(), Undo: r.undone, Changed: r.changed, Lost: slices.Sorted(maps.Keys(r.lost)), Compensated: slices.Concat(t.compensated, r.compensated),
 	}
-	if err := e.forgetKept(ctx, t, &out); err != nil {
+	err = e.forgetKept(ctx, t, &out)
+	if r.hostErr != nil {
+		err = errors.Join(r.hostErr, err)
+		if text := compensatedText(out.Compensated); text != "" {
+			err = hint(err, text)
+		}
+		return Restored{}, err
+	}
+	if err != nil {
 		out.Warnings = append(slices.Clone(out.Warnings), err.Error())
 	}
 	// It is done: a caller who goes away now does not make it a failure.
@@ -192,7 +219,12 @@ func (e *Engine) perform(ctx context.Context, r *restoration) error {
 		var undo undo.Stack
 		defer func() { undo.Run(ctx, &err) }()
 		if r.data.Recreated || r.data.Fork {
-			undo.Add(func(ctx context.Context) error { return e.finishRemove(ctx, r.sb.host, r.sb.ID, false) })
+			undo.Add(func(ctx context.Context) error {
+				if r.data.Phase == phaseHosts {
+					return nil // it is restored
+				}
+				return e.finishRemove(ctx, r.sb.host, r.sb.ID, false)
+			})
 			if err := e.create(ctx, r.spec, r.sb.Sandbox); err != nil {
 				return err
 			}
@@ -225,10 +257,18 @@ type restoration struct {
 	images      string          // where the process images are laid out
 	lost        map[string]bool // paths of the upperdir that cannot be restored
 	fork        *forking
+	attached    bool       // attached files are put back wherever they come from
+	noAttached  bool       // or left alone
+	hosts       *hostFiles // on their way back; nil: none
+	hostErr     error      // why they are not, though the sandbox is restored
+	hostsTold   string     // what Recover is to say of them
+	resumed     bool       // it goes on with a restore that was killed
+	stranded    bool       // some of them are not as they were, and the checkpoint that has that is pinned
 	warnings    []string
 	restart     bool     // it is one, by the sandbox's restart policy
 	noEffects   bool     // effects are left alone
 	settled     bool     // undo commands were run, by this try or one before
+	commanded   bool     // some were by one before
 	told        []string // what is to be said of that
 	compensated []Effect // those whose undo commands were run, with what came of them
 
@@ -279,6 +319,8 @@ func (e *Engine) restore(ctx context.Context, seq int64, r *restoration) (err er
 		r.data.Undo = newID()
 	}
 	r.warnings = r.row.Warnings
+	r.planHosts()
+	defer e.closeHosts(r)
 	if err := errors.Join(r.plan(), r.checkTools()); err != nil {
 		return err
 	}
@@ -322,6 +364,9 @@ func (e *Engine) layOut(ctx context.Context, seq int64, r *restoration, undo *un
 	if err := e.findLost(ctx, r); err != nil {
 		return err
 	}
+	if err := e.layHosts(ctx, r); err != nil {
+		return err
+	}
 	r.began = time.Now()
 	aside, err := e.layAside(ctx, r)
 	if err != nil {
@@ -332,7 +377,11 @@ func (e *Engine) layOut(ctx context.Context, seq int64, r *restoration, undo *un
 			return err
 		}
 	}
-	if err := failpoint.Hit("restore.after-undo"); err != nil {
+	err = e.recallHosts(ctx, r)
+	if err != nil && r.data.Recreated {
+		r.hosts.err, err = err, nil // as in layHosts
+	}
+	if err := errors.Join(err, failpoint.Hit("restore.after-undo")); err != nil {
 		return err
 	}
 	if r.updates == nil {
@@ -433,7 +482,7 @@ func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, und
 	}
 	// Processes that wait for their own end, as in a sandbox of which only
 	// the files are restored, are worth as much as any others.
-	opts := CheckpointOptions{Trigger: TriggerUndo, TCP: TCPEstablished, FilesOnly: r.data.NoUndo, WithVolumes: len(r.data.Trees) > 1, Paranoid: r.verify}
+	opts := CheckpointOptions{Trigger: TriggerUndo, TCP: TCPEstablished, FilesOnly: r.data.NoUndo, WithVolumes: len(r.data.Trees) > 1, Paranoid: r.verify, Attach: r.hostPaths()}
 	unlearnt := false
 	for {
 		k, err := e.prepare(ctx, r.sb, r.c, opts)
@@ -457,7 +506,7 @@ func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, und
 			}
 		}
 		row, err := e.record(ctx, k)
-		if err != nil && !opts.FilesOnly && ctx.Err() == nil && !errors.Is(err, unix.ENOSPC) {
+		if err != nil && !opts.FilesOnly && ctx.Err() == nil && !errors.Is(err, unix.ENOSPC) && !errors.Is(err, errCalledOff) {
 			// What cannot be dumped can still be put back as files.
 			e.log.Warn("the undo checkpoint will have files only", "sandbox", r.sb.ID, "err", err)
 			r.warnings = append(slices.Clone(r.warnings), fmt.Sprintf("the undo checkpoint has files only: %v", err))
@@ -475,6 +524,9 @@ func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, und
 				return err
 			}
 			continue
+		}
+		if errors.Is(err, errCalledOff) {
+			return r.hostTrouble(fmt.Errorf("keep the present state: %w", err))
 		}
 		if err != nil {
 			return fmt.Errorf("keep the present state: %w", err)
@@ -496,42 +548,6 @@ func (r *restoration) take(k *making) {
 			}
 		}
 	}
-}
-
-// findLost reads all files of a damaged checkpoint, to know which of them can
-// be restored.
-func (e *Engine) findLost(ctx context.Context, r *restoration) error {
-	if !r.data.Salvage {
-		return nil
-	}
-	r.lost = map[string]bool{}
-	for entry, err := range wanted(ctx, r.reader, tree{}, nil) {
-		if err != nil {
-			return err
-		}
-		if entry.Type != overlay.TypeFile || entry.Size == 0 {
-			continue
-		}
-		if entry.Hardlink != "" {
-			if r.lost[entry.Hardlink] {
-				r.lost[entry.Path] = true
-			}
-			continue
-		}
-		data, err := r.reader.Source().Data(ctx, entry)
-		if err == nil {
-			_, err = io.Copy(io.Discard, data)
-			err = errors.Join(err, data.Close())
-		}
-		if errors.Is(err, ErrCorrupt) {
-			r.lost[entry.Path] = true
-			continue
-		}
-		if err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 // lockSlot keeps agentboxes with another root, which may have taken on the same

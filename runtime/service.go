@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/internal/hostfile"
 	"github.com/agentbox/agentbox/policy"
 )
 
@@ -194,6 +195,31 @@ type Checkpoint struct {
 	Tags        []string          `json:"tags,omitempty"`
 	Damaged     string            `json:"damaged,omitempty"` // what the last Verify found; restored only with Salvage
 	Warnings    []string          `json:"warnings,omitempty"`
+	Attached    []AttachedFile    `json:"attached,omitempty"` // files of the host that belong to it
+}
+
+// AttachedFile is a file of the host that belongs to a checkpoint.
+type AttachedFile struct {
+	Path   string `json:"path"`
+	Size   int64  `json:"size"`             // bytes
+	Absent bool   `json:"absent,omitempty"` // there was no such file: a restore removes it
+}
+
+// What a restore does with an attached file.
+const (
+	AttachedPut     = hostfile.Written // made what the checkpoint has
+	AttachedRemoved = hostfile.Removed
+	AttachedSame    = hostfile.Same // it was so already
+	AttachedLeft    = "left"        // left alone; a warning says why
+)
+
+// ByNoAttached is why a restore with NoAttached leaves attached files alone, in its warning.
+const ByNoAttached = "by --no-attached"
+
+// RestoredFile is an attached file with what a restore does with it.
+type RestoredFile struct {
+	Path   string `json:"path"`
+	Action string `json:"action"`
 }
 
 // TCP choices: what happens to established connections.
@@ -221,6 +247,9 @@ type CheckpointOptions struct {
 	// that the sandbox belongs to.
 	Lease     string `json:"lease"`
 	Temporary bool   `json:"temporary"`
+	// Attach are absolute paths of regular files of the host that belong to the
+	// checkpoint, or of ones that are not there: a restore puts them back, too.
+	Attach []string `json:"attach"`
 }
 
 // RestoreOptions modify Restore.
@@ -235,6 +264,12 @@ type RestoreOptions struct {
 	NoUndo    bool              `json:"no_undo"`    // keep no undo checkpoint of the present state
 	Salvage   bool              `json:"salvage"`    // restore what is intact of a damaged checkpoint
 	NoEffects bool              `json:"no_effects"` // compensate none of what came after it; see Effect
+
+	// NoAttached leaves the files of the host alone that belong to the checkpoint.
+	// Attached puts them back also where that is not done unasked: of a checkpoint
+	// that was imported or pulled, and of a sandbox that was removed.
+	NoAttached bool `json:"no_attached"`
+	Attached   bool `json:"attached"`
 
 	// Strategy is one of Strategies; empty: once, as the checkpoint is.
 	Strategy string `json:"strategy"`
@@ -270,6 +305,8 @@ type Restored struct {
 	Down       time.Duration `json:"down_ns"`        // from the old processes' end to the new ones' first step
 	Files      time.Duration `json:"files_ns"`       // the files' part: undo checkpoint, comparison, exchange, proof, sync
 	Warnings   []string      `json:"warnings,omitempty"`
+	// Attached are the files of the host that belong to the checkpoint.
+	Attached []RestoredFile `json:"attached,omitempty"`
 
 	// Of a restore with a strategy: which one it came to, what was tried before,
 	// and that the processes of the checkpoint could not be restored: the

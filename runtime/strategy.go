@@ -55,6 +55,9 @@ func (o RestoreOptions) check() error {
 	if o.FilesOnly && o.Strategy == StrategyFull {
 		return fmt.Errorf("%w: the strategy full, and files only", ErrInvalid)
 	}
+	if o.Attached && o.NoAttached {
+		return fmt.Errorf("%w: attached files, and none", ErrInvalid)
+	}
 	return o.checkAlert()
 }
 
@@ -106,7 +109,10 @@ func (e *Engine) escalate(ctx context.Context, ref string, t *trying) (Restored,
 				}
 				return out, nil
 			}
-			if !t.begun || ctx.Err() != nil || errors.Is(err, errCalledOff) {
+			if errors.Is(err, errCalledOff) && t.begun {
+				return Restored{}, e.explainTries(ctx, err, t)
+			}
+			if !t.begun || ctx.Err() != nil {
 				return Restored{}, err
 			}
 			ref = id // a prefix of it may be nobody's any more
@@ -205,6 +211,10 @@ func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err 
 	if err := e.store.VerifyCheckpoint(ctx, r.row.ID); err != nil {
 		return err
 	}
+	attach, err := e.proveHosts(ctx, r)
+	if err != nil {
+		return err
+	}
 	r.orphan = true // so that secrets come from where they do now
 	if err := e.again(ctx, r, ErrNotFound); err != nil {
 		return err
@@ -213,7 +223,10 @@ func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err 
 		return err
 	}
 	if t.kept == "" {
-		row, err := e.keepStopped(ctx, &old)
+		row, err := e.keepStopped(ctx, &old, attach)
+		if errors.Is(err, errCalledOff) {
+			return r.hostTrouble(fmt.Errorf("keep the present state: %w", err))
+		}
 		if err != nil {
 			return fmt.Errorf("keep the present state: %w", err)
 		}
@@ -254,10 +267,10 @@ func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err 
 }
 
 // keepStopped makes a checkpoint of what a sandbox has now, which stops with it.
-func (e *Engine) keepStopped(ctx context.Context, sb *locked) (store.Checkpoint, error) {
-	opts := CheckpointOptions{Trigger: TriggerUndo, TCP: TCPEstablished, Stop: true}
+func (e *Engine) keepStopped(ctx context.Context, sb *locked, attach []string) (store.Checkpoint, error) {
+	opts := CheckpointOptions{Trigger: TriggerUndo, TCP: TCPEstablished, Stop: true, Attach: attach}
 	row, err := e.checkpointOf(ctx, sb, opts, "")
-	if err != nil && ctx.Err() == nil && !errors.Is(err, unix.ENOSPC) {
+	if err != nil && ctx.Err() == nil && !errors.Is(err, unix.ENOSPC) && !errors.Is(err, errCalledOff) {
 		e.log.Warn("the undo checkpoint will have files only", "sandbox", sb.ID, "err", err)
 		opts.FilesOnly = true
 		row, err = e.checkpointOf(ctx, sb, opts, "")
@@ -272,13 +285,18 @@ func (e *Engine) forgetKept(ctx context.Context, t *trying, out *Restored) error
 		return nil
 	}
 	ctx = context.WithoutCancel(ctx)
+	if t.r.stranded && t.kept == t.r.hostUndo() {
+		return nil // it has what host files were
+	}
 	var err error
 	if t.pinned {
 		err = e.store.Pin(ctx, t.kept, false)
 	}
 	if t.noUndo {
-		out.Undo = ""
-		return errors.Join(err, e.store.RemoveCheckpoint(ctx, t.kept))
+		kept := t.kept
+		out.Undo, t.kept = "", ""
+		_, failed := e.store.RemoveUnpinned(ctx, kept)
+		return errors.Join(err, failed)
 	}
 	t.r.data.Undo, t.r.data.NoUndo, out.Undo = t.kept, false, t.kept
 	return errors.Join(err, e.forgetUndos(ctx, t.r))

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"time"
@@ -12,6 +13,7 @@ import (
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/undo"
+	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -162,6 +164,42 @@ func (r *restoration) startedAgain(ctx context.Context) (bool, error) {
 	return !now.Started.IsZero() && !now.Started.Equal(r.c.Started), err
 }
 
+// findLost reads all files of a damaged checkpoint, to know which of them can
+// be restored.
+func (e *Engine) findLost(ctx context.Context, r *restoration) error {
+	if !r.data.Salvage {
+		return nil
+	}
+	r.lost = map[string]bool{}
+	for entry, err := range wanted(ctx, r.reader, tree{}, nil) {
+		if err != nil {
+			return err
+		}
+		if entry.Type != overlay.TypeFile || entry.Size == 0 {
+			continue
+		}
+		if entry.Hardlink != "" {
+			if r.lost[entry.Hardlink] {
+				r.lost[entry.Path] = true
+			}
+			continue
+		}
+		data, err := r.reader.Source().Data(ctx, entry)
+		if err == nil {
+			_, err = io.Copy(io.Discard, data)
+			err = errors.Join(err, data.Close())
+		}
+		if errors.Is(err, ErrCorrupt) {
+			r.lost[entry.Path] = true
+			continue
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // lostOf lists what is damaged of a tree.
 func (r *restoration) lostOf(t *tree) map[string]bool {
 	if t.Number > 0 {
@@ -231,7 +269,7 @@ func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *u
 	}
 	undo.Release()
 	*started = false
-	if err := errors.Join(forgetManaged(r.c.Managed), e.restored(ctx, r)); err != nil {
+	if err := errors.Join(forgetManaged(r.c.Managed), e.restored(ctx, seq, r)); err != nil {
 		return fmt.Errorf("the sandbox is restored, but: %w (%w)", err, errUnfinished)
 	}
 	return nil
@@ -290,8 +328,9 @@ func (r *restoration) hasRun() bool {
 	return r.data.Boot != "" && r.data.Boot == bootID() && !r.c.Started.IsZero() && !r.c.Started.Equal(r.data.Started)
 }
 
-// restored ends a restore whose sandbox is as it should be.
-func (e *Engine) restored(ctx context.Context, r *restoration) error {
+// restored ends a restore whose sandbox is as it should be. Then come the files of the
+// host, as what goes wrong with them does not make it another sandbox.
+func (e *Engine) restored(ctx context.Context, seq int64, r *restoration) error {
 	if err := e.store.SetHead(ctx, r.sb.ID, r.row.ID, r.data.Attempt); err != nil {
 		return err
 	}
@@ -303,6 +342,27 @@ func (e *Engine) restored(ctx context.Context, r *restoration) error {
 	if err := failpoint.Hit("restore.after-head"); err != nil {
 		return err
 	}
+	if len(r.data.HostFiles) > 0 {
+		r.data.Phase = phaseHosts
+		if err := e.advance(ctx, seq, r.data, false); err != nil {
+			return err
+		}
+		if r.resumed {
+			r.hostsTold = e.resumeHosts(ctx, r)
+		} else {
+			e.putHosts(ctx, r)
+		}
+	}
+	err := e.forgetWay(ctx, r)
+	if r.hostErr != nil {
+		// Recover would put them after all.
+		r.hostErr, err = errors.Join(r.hostErr, err), nil
+	}
+	return err
+}
+
+// forgetWay removes what only a restore that is not done yet needs.
+func (e *Engine) forgetWay(ctx context.Context, r *restoration) error {
 	r.past = true
 	if r.images == "" {
 		r.images = e.store.StagedImages(r.sb.ID)

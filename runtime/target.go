@@ -13,7 +13,7 @@ import (
 // target finds the sandbox and the checkpoint to restore, and locks the
 // sandbox. One that was removed is made again in the course of the restore.
 func (e *Engine) target(ctx context.Context, ref string, opts RestoreOptions) (*restoration, error) {
-	r := &restoration{restart: opts.held != nil, verify: opts.Verify, pull: opts.Pull, noEffects: opts.NoEffects, given: opts.Secrets, data: restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly, Salvage: opts.Salvage, NoUndo: opts.NoUndo}}
+	r := &restoration{restart: opts.held != nil, verify: opts.Verify, pull: opts.Pull, noEffects: opts.NoEffects, attached: opts.Attached, noAttached: opts.NoAttached, given: opts.Secrets, data: restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly, Salvage: opts.Salvage, NoUndo: opts.NoUndo}}
 	r.sb = opts.held
 	err := e.match(ctx, ref, &opts)
 	if err != nil {

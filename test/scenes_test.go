@@ -41,6 +41,7 @@ var scenesOf = map[string][]string{
 	"restore.aside.":            {"restore aside"},
 	"restore.recreate.":         {"restore recreate"},
 	"restore.hold.":             {"restore in vain"},
+	"restore.attached.":         {"restore attached", "restore attached --no-undo"},
 	"restore.aside.back":        {"failing restore aside"},
 	"effect.":                   {"restore effects"},
 	"effect.add.":               {"effect add"},
@@ -85,17 +86,18 @@ var scenesOf = map[string][]string{
 // elsewhere are the beginnings of the failpoints that no sandbox of the backend
 // oci passes, and the tests that break agentbox at each of them.
 var elsewhere = map[string]string{
-	"apply.":                       "../runtime/dockerplugin/volume/dockerd_test.go",
-	"containerd.":                  "containerd/containerd_test.go",
-	"docker.":                      "docker/sandbox_test.go",
-	"restart.":                     "restart_test.go",
-	"prune.":                       "reconcile_test.go",
-	"images.pull.":                 "../images/pull_test.go",
-	"portable.import.after-mounts": "../runtime/portable/failpoint_test.go", // of archives by Podman
-	"registry.":                    "../runtime/registry/failpoint_test.go",
-	"store.reindex.":               "../runtime/store/rearrange_failpoint_test.go",
-	"volume.":                      "../runtime/volume/failpoint_test.go",
-	"volume.pause.":                "../runtime/dockerplugin/volume/dockerd_test.go",
+	"apply.":                         "../runtime/dockerplugin/volume/dockerd_test.go",
+	"containerd.":                    "containerd/containerd_test.go",
+	"docker.":                        "docker/sandbox_test.go",
+	"restart.":                       "restart_test.go",
+	"restore.attached.before-return": "attached_test.go",
+	"prune.":                         "reconcile_test.go",
+	"images.pull.":                   "../images/pull_test.go",
+	"portable.import.after-mounts":   "../runtime/portable/failpoint_test.go", // of archives by Podman
+	"registry.":                      "../runtime/registry/failpoint_test.go",
+	"store.reindex.":                 "../runtime/store/rearrange_failpoint_test.go",
+	"volume.":                        "../runtime/volume/failpoint_test.go",
+	"volume.pause.":                  "../runtime/dockerplugin/volume/dockerd_test.go",
 }
 
 var scenes = []scene{
@@ -123,6 +125,8 @@ var scenes = []scene{
 	{name: "effect add", verb: words("effect add s -- true"), check: (*sweep).checkEffectAdded},
 	{name: "restore recreate", verb: words("restore --strategy recreate s base"), check: (*sweep).checkRecreated},
 	{name: "restore in vain", env: "restore.after-proof=error,restore.recreate.after-keep=error", verb: words("restore --strategy auto s base"), check: (*sweep).checkHeld},
+	{name: "restore attached", prepare: attached, verb: words("restore s attached"), check: (*sweep).checkAttached},
+	{name: "restore attached --no-undo", prepare: attached, verb: words("restore --no-undo s attached"), check: (*sweep).checkAttached},
 	{name: "restore effects", prepare: compensable, verb: words("restore s base"), check: (*sweep).checkCompensated},
 	{name: "fork", verb: words("fork -n 2 --name f s@base"), check: (*sweep).checkForks},
 	{name: "prune", prepare: wasted, verb: words("prune -f --keep-last 1"), check: (*sweep).checkPruned},
@@ -222,6 +226,34 @@ func exported(s *sweep) {
 	s.ok("checkpoint", "export", id, s.dir+"/x.tar.zst")
 	s.ok("checkpoint", "rm", id)
 	s.ok("prune", "-f")
+}
+
+// hostFiles are three files of the host, of which a checkpoint has others, or none.
+var hostFiles = map[string][2]string{"a": {"then", "now"}, "b": {"then", ""}, "c": {"", "now"}}
+
+// attached is a sandbox with a checkpoint that has host files, and all else now.
+func attached(s *sweep) {
+	s.dir = s.T.TempDir()
+	args := []string{"--name", "attached"}
+	write := func(i int) {
+		for name, text := range hostFiles {
+			path := filepath.Join(s.dir, name)
+			_ = os.Remove(path)
+			if err := os.WriteFile(path, []byte(text[i]), 0o640); text[i] != "" && err != nil {
+				s.Fatal(err)
+			}
+			if text[i] == "" {
+				_ = os.Remove(path)
+			}
+			if i == 0 {
+				args = append(args, "--attach", path)
+			}
+		}
+	}
+	write(0)
+	s.checkpoint(append(args, "s")...)
+	write(1)
+	s.sh("s", "echo later > /marker")
 }
 
 // compensable is a sandbox with two effects; their undo commands leave traces.

@@ -86,6 +86,25 @@ func (s *sweep) checkAside(r result) {
 	s.counts()
 }
 
+// checkAttached: "s" is where it was, and so are all host files, or it is at the checkpoint
+// and so are they, unless the restore has said that they are as they were; nothing lies beside them.
+func (s *sweep) checkAttached(r result) {
+	s.Helper()
+	at := 1
+	if s.file("s", "marker") == s.token && !strings.Contains(r.err, "but its host files are as they were") {
+		at = 0
+	}
+	for name, text := range hostFiles {
+		got, _ := os.ReadFile(filepath.Join(s.dir, name))
+		equal(s.box, "host file "+name, string(got), text[at])
+	}
+	list, err := os.ReadDir(s.dir)
+	if err != nil || len(list) != 2 {
+		s.Errorf("left beside the host files: %v, %v", list, err)
+	}
+	s.checkEither(r, "later", s.token)
+}
+
 func (s *sweep) checkEither(r result, from, to string) {
 	s.Helper()
 	now := s.inspect("s")

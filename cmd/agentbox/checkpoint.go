@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"path/filepath"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -26,6 +27,7 @@ type checkpointOptions struct {
 	Paranoid    bool
 	Lease       string
 	Temporary   bool
+	Attach      []string
 	Format      string
 }
 
@@ -35,6 +37,7 @@ func (o *checkpointOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVar(&o.Stop, "stop", false, "stop the sandbox once the checkpoint is safe")
 	fl.BoolVar(&o.Strict, "strict", false, "refuse when a process would be left out")
 	fl.BoolVar(&o.WithVolumes, "with-volumes", false, "take the engine's local volumes along; a restore then puts them back, too")
+	fl.Var(list(&o.Attach), "attach", "a `FILE` of the host that belongs to it, there or not; a restore then puts it back, or removes it, too (can be given up to 32 times)")
 	fl.VarP(list(&o.Labels), "label", "l", "set a label `KEY=VALUE`")
 	fl.StringVar(&o.Trigger, "trigger", "", "`NAME` of what asked for it (default manual)")
 	o.TCP = runtime.TCPEstablished
@@ -64,6 +67,16 @@ func (o *checkpointOptions) parse() (runtime.CheckpointOptions, error) {
 	if o.Timeout < 0 {
 		return opts, usageErrorf("--timeout %v: must not be negative", o.Timeout)
 	}
+	for _, file := range o.Attach {
+		if file == "" {
+			return opts, usageErrorf("--attach is empty: give it a file of the host")
+		}
+		path, err := filepath.Abs(file)
+		if err != nil {
+			return opts, err
+		}
+		opts.Attach = append(opts.Attach, path)
+	}
 	var err error
 	opts.Labels, err = parseLabels("--label", o.Labels)
 	return opts, err
@@ -92,10 +105,16 @@ fails the sandbox goes on as before and no checkpoint is listed. Only what the s
 have yet is added to it; a checkpoint that adds nothing says unchanged.
 
 It prints the checkpoint's id. A stopped sandbox gets a files-only checkpoint. Bind
-mounts are not part of it, and volumes only with --with-volumes.`,
+mounts are not part of it, and volumes only with --with-volumes.
+
+--attach takes files of the host along that belong to this state, such as a Terraform state or a
+compose file: regular files of up to 64 MiB, with owner, mode, times and attributes, read while the sandbox
+stands still. A restore puts them back; see 'agentbox restore'. The sandbox's policy has to allow
+their paths as writable bind mounts.`,
 		Example: `  agentbox checkpoint c
   agentbox checkpoint --name before-upgrade --label turn=12 --trigger tool:apt c
   agentbox checkpoint --stop --timeout 30s c
+  agentbox checkpoint --attach infra/terraform.tfstate --attach infra/plan.out c
   id=$(agentbox checkpoint c) && agentbox restore c $id
   agentbox checkpoint ls c`,
 		Annotations:       exits(exitUsage, exitNotFound, exitState, exitBusy, exitDenied, exitUnsupported),
@@ -143,6 +162,9 @@ func checkpointSummary(c runtime.Checkpoint) string {
 	s := fmt.Sprintf("checkpoint %s of %s: %s, %s", shorten(c.ID, 13), c.SandboxName, c.Kind, countText(c.Files, "file"))
 	if c.Kind == runtime.KindFull {
 		s += ", " + countText(int64(c.Processes), "process")
+	}
+	if n := len(c.Attached); n > 0 {
+		s += ", " + countText(int64(n), "host file")
 	}
 	s += ", " + sizeText(c.Bytes)
 	if c.Unchanged {

@@ -25,7 +25,8 @@ func newCheckpointInspectCommand(a *app) *cobra.Command {
 number: id, name, sandbox, sandbox_name, kind (files, full), status (pending, ready,
 failed), error, parent, trigger, policy, created, files, processes, bytes, digest, image_digest,
 labels, frozen_ns, added (bytes it brought to the store), unchanged (it brought none), pinned,
-tags, damaged (what the last verify found), warnings.`,
+tags, damaged (what the last verify found), warnings, attached (host files: path, size in bytes,
+absent).`,
 		Example: `  agentbox checkpoint inspect 3f2a
   agentbox checkpoint inspect c@before-upgrade | jq -r '.[0].digest'`,
 		Annotations:       exits(exitUsage, exitNotFound, exitDenied),

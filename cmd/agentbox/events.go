@@ -64,6 +64,7 @@ to be said of that. The newest 1 to 2 MiB are kept until the sandbox is removed.
   held           none did better: frozen or stopped, nobody may use it (agentbox release)
   lease          it is removed because its lease has ended (--lease)
   restarted      it had ended by itself and was started again (--restart)
+  host-files     restarted from a checkpoint (--restart-from head), it left the host files of that as they are
   given-up       it has failed as often as --restart on-failure:N lets it, or an undo command has
   reconciled     it had ended without anybody seeing to it, and recover, or the service, did
 

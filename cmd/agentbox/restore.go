@@ -21,6 +21,8 @@ type restoreOptions struct {
 	Trigger   string
 	Labels    []string
 	NoEffects bool
+	Attached  bool
+	NoAttach  bool
 	Strategy  string
 	Alert     string
 	AlertKey  string
@@ -39,6 +41,8 @@ func (o *restoreOptions) addFlags(fl *pflag.FlagSet) {
 	fl.StringVar(&o.Trigger, "trigger", "", "without CHECKPOINT: the newest ready one that this `NAME` asked for")
 	fl.VarP(list(&o.Labels), "label", "l", "without CHECKPOINT: the newest ready one with this label `KEY=VALUE`")
 	fl.BoolVar(&o.NoEffects, "no-effects", false, "run no undo commands of effects; they stay on the ledger")
+	fl.BoolVar(&o.NoAttach, "no-attached", false, "leave the host files alone that belong to the checkpoint")
+	fl.BoolVar(&o.Attached, "attached", false, "put host files back, too, of a checkpoint that was imported or pulled, or whose sandbox was removed")
 	fl.Var(choice(&o.Strategy, runtime.Strategies...), "strategy", "how to restore, and what to do when that fails: `STRATEGY` is auto, files, full or recreate (default: once, as the checkpoint is)")
 	fl.StringVar(&o.Alert, "alert", "", "when it fails for good, run `PROGRAM` (an absolute path), or post to an http or https URL")
 	fl.StringVar(&o.AlertKey, "alert-secret", "", "sign what is posted with the key in `FILE`, which is root's alone")
@@ -69,6 +73,14 @@ What the sandbox did outside of itself since the checkpoint and has an undo comm
 'agentbox effect') is compensated first, while it is frozen, the last one first. It is not rolled
 back, and --undo does not apply it again. --no-effects leaves it alone.
 
+Files of the host that belong to the checkpoint ('agentbox checkpoint --attach') are looked at
+before anything ends: one that is neither a regular file nor absent, or cannot be written, refuses
+the restore. They are put back once the sandbox is restored, all of them or none; --undo brings
+back what they were. When one cannot be put after all, as somebody has changed it meanwhile, the
+restore fails, and says that the sandbox is restored and its host files are as they were. Of a
+checkpoint from elsewhere, and of a removed sandbox, they are left alone, with a warning, unless
+--attached is given.
+
 --strategy says how it is done. files: without processes; full: with them; recreate: the sandbox
 is removed and made again from the checkpoint's spec, with its id. Each is tried up to 3 times if
 its error may pass. auto goes from one to the next: full, files and recreate for a full
@@ -86,7 +98,7 @@ the header Agentbox-Signature is "t=SECONDS,v1=HEX", HMAC-SHA256 over SECONDS, a
 does, the processes that would end and those that would go on, and other effects. With
 --format json it prints one object: sandbox, sandbox_name, checkpoint, changes (as those of
 'agentbox diff'), added, deleted, modified, bytes (of file data to write), ends and begins
-(pid, command), effects, recreates, compensates (as those of 'agentbox effect ls').
+(pid, command), effects, recreates, compensates (as those of 'agentbox effect ls'), attached.
 
 A damaged checkpoint is refused. --salvage restores what is intact of it, lists on stderr
 what is lost, and ends with 6.
@@ -94,7 +106,8 @@ what is lost, and ends with 6.
 It prints the sandbox's name; with --format json one object: sandbox, checkpoint, recreated,
 verified, undo (the id of the undo checkpoint), changed (how many paths), lost, down_ns
 (how long it had no processes), files_ns (what the files took: undo checkpoint, comparison,
-exchange, proof, sync), compensated (effects whose undo commands were run), strategy,
+exchange, proof, sync), compensated (effects whose undo commands were run), attached (host files:
+path, and action, one of put, removed, same and left), strategy,
 attempts (strategy, try, error, next, took_ns) and degraded with --strategy, warnings.`,
 		Example: `  agentbox restore c
   agentbox restore --verify c before-upgrade
@@ -115,7 +128,10 @@ attempts (strategy, try, error, next, took_ns) and degraded with --strategy, war
 			if err != nil {
 				return err
 			}
-			ro := runtime.RestoreOptions{Trigger: opts.Trigger, Labels: labels, Secrets: secrets, FilesOnly: opts.FilesOnly, Verify: opts.Verify, Undo: opts.Undo, NoUndo: opts.NoUndo, Salvage: opts.Salvage, NoEffects: opts.NoEffects, Strategy: opts.Strategy, Alert: opts.Alert, AlertSecret: opts.AlertKey, Pull: opts.pull.options()}
+			ro := runtime.RestoreOptions{Trigger: opts.Trigger, Labels: labels, Secrets: secrets, FilesOnly: opts.FilesOnly, Verify: opts.Verify, Undo: opts.Undo, NoUndo: opts.NoUndo, Salvage: opts.Salvage, NoEffects: opts.NoEffects, Attached: opts.Attached, NoAttached: opts.NoAttach, Strategy: opts.Strategy, Alert: opts.Alert, AlertSecret: opts.AlertKey, Pull: opts.pull.options()}
+			if opts.Attached && opts.NoAttach {
+				return usageErrorf("--attached and --no-attached exclude each other")
+			}
 			if len(args) > 1 {
 				if args[1] == "" {
 					return usageErrorf("CHECKPOINT is empty; leave it out for the newest one")
@@ -194,6 +210,9 @@ func restoreSummary(r runtime.Restored) string {
 	}
 	if n := compensatedCount(r); n > 0 {
 		s += ", " + countText(n, "effect") + " compensated"
+	}
+	if n := len(r.Attached); n > 0 && r.Attached[0].Action != runtime.AttachedLeft {
+		s += ", " + countText(int64(n), "host file")
 	}
 	if r.Recreated {
 		s += "; the sandbox was removed and has been made again"

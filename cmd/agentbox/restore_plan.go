@@ -31,6 +31,8 @@ func runRestorePlan(ctx context.Context, opts runtime.RestoreOptions, format, sa
 	return out.Flush()
 }
 
+var attachedText = map[string]string{runtime.AttachedPut: "write", runtime.AttachedRemoved: "remove", runtime.AttachedSame: "same", runtime.AttachedLeft: "leave"}
+
 func printRestorePlan(out io.Writer, p runtime.RestorePlan) error {
 	c := p.Checkpoint
 	s := fmt.Sprintf("%s would go back to checkpoint %s", p.SandboxName, shortID(c.ID))
@@ -68,6 +70,12 @@ func printRestorePlan(out io.Writer, p runtime.RestorePlan) error {
 				group = " [" + f.Group + "]"
 			}
 			fmt.Fprintf(out, "  %s%s: %s (on failure: %s)\n", printable(effectText(f)), printable(group), oneLine(strings.Join(f.Command, " ")), f.OnFailure)
+		}
+	}
+	if len(p.Attached) > 0 {
+		fmt.Fprint(out, "\nhost files, once the sandbox is restored:\n")
+		for _, f := range p.Attached {
+			fmt.Fprintf(out, "  %-7s  %s\n", attachedText[f.Action], oneLine(f.Path))
 		}
 	}
 	if len(p.Effects) > 0 {

@@ -75,16 +75,17 @@ type Record struct {
 	Checkpoint string `json:"checkpoint,omitempty"`
 	To         string `json:"to,omitempty"` // push, tag, commit: the reference or the name
 
-	Program string   `json:"program,omitempty"` // exec: without its arguments, which may be secrets
-	Exit    *int     `json:"exit,omitempty"`    // exec
-	Signal  string   `json:"signal,omitempty"`  // kill
-	Made    []string `json:"made,omitempty"`    // fork: ids of sandboxes; prune: of the checkpoints that are gone; recover: of the sandboxes it found
-	Undo    string   `json:"undo,omitempty"`    // restore: the checkpoint of what it has replaced
-	Effects []string `json:"effects,omitempty"` // restore: ids of the effects it compensated, and what came of it
-	Undid   *Range   `json:"undid,omitempty"`   // restore: what was done to the sandbox by these is undone
-	Outcome string   `json:"outcome,omitempty"` // end: "ok", or the code of the error
-	Text    []string `json:"text,omitempty"`    // recover: what it did
-	Why     string   `json:"why,omitempty"`     // of what agentbox does by itself: the lease, the limit, the policy
+	Program  string   `json:"program,omitempty"`  // exec: without its arguments, which may be secrets
+	Exit     *int     `json:"exit,omitempty"`     // exec
+	Signal   string   `json:"signal,omitempty"`   // kill
+	Made     []string `json:"made,omitempty"`     // fork: ids of sandboxes; prune: of the checkpoints that are gone; recover: of the sandboxes it found
+	Undo     string   `json:"undo,omitempty"`     // restore: the checkpoint of what it has replaced
+	Attached []string `json:"attached,omitempty"` // checkpoint: host files that belong to it; restore: those that it has put back, or removed
+	Effects  []string `json:"effects,omitempty"`  // restore: ids of the effects it compensated, and what came of it
+	Undid    *Range   `json:"undid,omitempty"`    // restore: what was done to the sandbox by these is undone
+	Outcome  string   `json:"outcome,omitempty"`  // end: "ok", or the code of the error
+	Text     []string `json:"text,omitempty"`     // recover: what it did
+	Why      string   `json:"why,omitempty"`      // of what agentbox does by itself: the lease, the limit, the policy
 
 	Torn    int    `json:"torn,omitempty"`    // bytes of a record before this one that a crash has cut short
 	Dropped *Range `json:"dropped,omitempty"` // audit prune: these are gone, by somebody's wish

@@ -85,6 +85,9 @@ func (s *Service) Checkpoint(ctx context.Context, sandbox string, opts runtime.C
 	return made(ctx, s, s.on(ctx, "checkpoint", sandbox, false), func(r *Record) (runtime.Checkpoint, error) {
 		c, err := s.next.Checkpoint(ctx, sandbox, opts)
 		r.at(c)
+		for _, f := range c.Attached {
+			r.Attached = some(r.Attached, f.Path)
+		}
 		return c, err
 	})
 }
@@ -104,6 +107,11 @@ func (r *Record) restored(l *Log, out runtime.Restored) {
 	r.Undo = out.Undo
 	for _, f := range out.Compensated {
 		r.Effects = some(r.Effects, f.ID+" "+f.Status)
+	}
+	for _, f := range out.Attached {
+		if f.Action == runtime.AttachedPut || f.Action == runtime.AttachedRemoved {
+			r.Attached = some(r.Attached, f.Path+" "+f.Action)
+		}
 	}
 	if out.Checkpoint.ID != "" {
 		var err error

@@ -79,7 +79,8 @@ type restoreArgs struct {
 }
 
 func (s *Server) restore(ctx context.Context, b *box, in restoreArgs) (_ reply, err error) {
-	opts := runtime.RestoreOptions{FilesOnly: in.FilesOnly, Undo: in.Undo}
+	// Files of the host are its owner's to put back, not an agent's.
+	opts := runtime.RestoreOptions{FilesOnly: in.FilesOnly, Undo: in.Undo, NoAttached: true}
 	if in.Checkpoint != "" {
 		if in.Undo {
 			return reply{}, fmt.Errorf("%w: undo names no checkpoint", runtime.ErrInvalid)
@@ -98,6 +99,9 @@ func (s *Server) restore(ctx context.Context, b *box, in restoreArgs) (_ reply, 
 	text := fmt.Sprintf("sandbox %s is at checkpoint %s again; %d paths were changed back; this is attempt %d", b.name, describeCheckpoint(r.Checkpoint), r.Changed, r.Sandbox.Attempt)
 	if r.Undo != "" {
 		text += "; restore with undo takes it back"
+	}
+	for i, w := range r.Warnings { // nobody gave the flag
+		r.Warnings[i] = strings.ReplaceAll(w, runtime.ByNoAttached, "an agent does not put files of the host back")
 	}
 	return reply{text: text, note: warnings(r.Warnings)}, nil
 }

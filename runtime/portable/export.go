@@ -36,6 +36,10 @@ const (
 	volumesDir  = "volumes"
 	imagesDir   = "checkpoint"
 
+	// attachedName has the files of the host that belong to a checkpoint; other
+	// readers leave it alone.
+	attachedName = "agentbox/attached.tar"
+
 	versionText = "agentbox checkpoint archive, version 1\n"
 )
 

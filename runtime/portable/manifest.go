@@ -26,6 +26,9 @@ type manifest struct {
 		Name  string `json:"name"`
 		Files tree   `json:"files"`
 	} `json:"volumes"`
+	Attached *struct {
+		Files tree `json:"files"`
+	} `json:"attached"`
 	Processes *struct {
 		Images []image `json:"images"`
 	} `json:"processes"`
@@ -94,11 +97,20 @@ func parseManifest(data []byte) (*manifest, error) {
 }
 
 // trees is how many there are, the files' included.
-func (m *manifest) trees() int { return 1 + len(m.Volumes) }
+func (m *manifest) trees() int {
+	n := 1 + len(m.Volumes)
+	if m.Attached != nil {
+		n++
+	}
+	return n
+}
 
 func (m *manifest) tree(i int) *tree {
 	if i == 0 {
 		return &m.Files[0]
+	}
+	if i > len(m.Volumes) {
+		return &m.Attached.Files
 	}
 	return &m.Volumes[i-1].Files
 }
@@ -107,6 +119,9 @@ func (m *manifest) tree(i int) *tree {
 func (m *manifest) archive(i int) string {
 	if i == 0 {
 		return rootfsName
+	}
+	if i > len(m.Volumes) {
+		return attachedName
 	}
 	return volumesDir + "/" + m.Volumes[i-1].Name + ".tar"
 }

@@ -39,8 +39,10 @@ type Checkpoint struct {
 	Unchanged   bool            // every piece was there already: it brought none
 	Damaged     string          // what the last verification found; empty: nothing
 	Pinned      bool
-	Lease       string   // id of the lease that it is removed with; empty: none
-	Tags        []string // sorted
+	Lease       string    // id of the lease that it is removed with; empty: none
+	Tags        []string  // sorted
+	Pulled      bool      // the manifest was made elsewhere, or nobody knows where
+	Attached    *Attached // of the host, without their tree; nil: none
 }
 
 // Filter selects checkpoints; the zero value selects all ready ones.
@@ -56,17 +58,17 @@ const checkpointColumns = "id, name, sandbox_id, sandbox_name, kind, status, err
 const checkpointTags = "(SELECT json_group_array(tag) FROM (SELECT tag FROM tags WHERE checkpoint_id = checkpoints.id ORDER BY tag))"
 
 func (s *Store) checkpoints(ctx context.Context, where string, args ...any) (list []Checkpoint, err error) {
-	rows, err := s.read.QueryContext(ctx, "SELECT "+checkpointColumns+", "+checkpointTags+" FROM checkpoints "+where, args...)
+	rows, err := s.read.QueryContext(ctx, "SELECT "+checkpointColumns+", "+checkpointTags+", pulled, attached FROM checkpoints "+where, args...)
 	if err != nil {
 		return nil, cancelled(ctx, dbError("read checkpoints", err))
 	}
 	defer rows.Close()
 	for rows.Next() {
 		var c Checkpoint
-		var labels, warnings, spec, tags string
+		var labels, warnings, spec, tags, attached string
 		var created, frozen int64
 		err := rows.Scan(&c.ID, &c.Name, &c.SandboxID, &c.SandboxName, &c.Kind, &c.Status, &c.Error, &c.Parent, &c.Trigger, &created,
-			&c.Files, &c.Processes, &c.Bytes, &c.Digest, &c.ImageDigest, &labels, &frozen, &warnings, &spec, &c.Added, &c.Unchanged, &c.Damaged, &c.Pinned, &c.Lease, &tags)
+			&c.Files, &c.Processes, &c.Bytes, &c.Digest, &c.ImageDigest, &labels, &frozen, &warnings, &spec, &c.Added, &c.Unchanged, &c.Damaged, &c.Pinned, &c.Lease, &tags, &c.Pulled, &attached)
 		if err != nil {
 			return nil, dbError("read checkpoints", err)
 		}
@@ -75,6 +77,11 @@ func (s *Store) checkpoints(ctx context.Context, where string, args ...any) (lis
 		c.Spec = raw(spec)
 		if err := errors.Join(json.Unmarshal([]byte(labels), &c.Labels), json.Unmarshal([]byte(warnings), &c.Warnings), json.Unmarshal([]byte(tags), &c.Tags)); err != nil {
 			return nil, fmt.Errorf("record of checkpoint %s: %w: %w", c.ID, fault.ErrCorrupt, err)
+		}
+		if attached != "" {
+			if err := json.Unmarshal([]byte(attached), &c.Attached); err != nil {
+				return nil, fmt.Errorf("record of checkpoint %s: %w: %w", c.ID, fault.ErrCorrupt, err)
+			}
 		}
 		if c.Labels == nil {
 			c.Labels = map[string]string{}
@@ -290,6 +297,22 @@ type published struct {
 	pulled   bool        // the manifest was made elsewhere
 }
 
+// brief is without the tree, as a record has it.
+func (a *Attached) brief() *Attached {
+	if a == nil {
+		return nil
+	}
+	return &Attached{Foreign: a.Foreign, Paths: a.Paths}
+}
+
+// record is that as text; empty: there are none.
+func (a *Attached) record() string {
+	if a == nil {
+		return ""
+	}
+	return encode(a.brief())
+}
+
 // setReady records the pieces of a published checkpoint and makes it visible,
 // in one step. A row that is not pending any more (somebody removed it) is ErrState.
 func (s *Store) setReady(ctx context.Context, id string, p published) error {
@@ -327,7 +350,7 @@ func (s *Store) setReady(ctx context.Context, id string, p published) error {
 			return err
 		}
 		_, err = tx.ExecContext(ctx, `UPDATE checkpoints SET status = 'ready', error = '', digest = ?, bytes = ?, files = ?, processes = ?, warnings = ?,
-			added = ?, unchanged = ?, pulled = ? WHERE id = ?`, p.digest, p.bytes, m.Files[0].Entries, processes, encode(m.Warnings), added, added == 0, p.pulled, id)
+			added = ?, unchanged = ?, pulled = pulled OR ?, attached = ? WHERE id = ?`, p.digest, p.bytes, m.Files[0].Entries, processes, encode(m.Warnings), added, added == 0, p.pulled, m.Attached.record(), id)
 		return err
 	})
 }

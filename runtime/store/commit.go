@@ -25,8 +25,8 @@ const recordWait = 10 * time.Minute
 const publishDir = "publish"
 
 // Commit publishes the draft: when it returns nil, the checkpoint is on the
-// disk, whole, and ready. Tree 0 and one for each of m.Volumes must have been
-// put, for a full checkpoint the images as well. A piece that they name and that
+// disk, whole, and ready. Tree 0, one for each of m.Volumes and one for m.Attached
+// must have been put, for a full checkpoint the images as well. A piece that they name and that
 // neither Sink was given nor the store has is ErrCorrupt: what the caller knew
 // of the files is not true. On an error nothing is published, and Abort is still
 // to be called. A context that ends before the rename stops it; later it does
@@ -127,10 +127,14 @@ func (d *Draft) alive(ctx context.Context) error {
 
 // fill completes the manifest with what is in the draft and its record.
 func (d *Draft) fill(m *Manifest) error {
-	if len(d.trees) != 1+len(m.Volumes) {
-		return fmt.Errorf("checkpoint %s has %d trees, %d are needed: %w", d.row.ID, len(d.trees), 1+len(m.Volumes), fault.ErrInvalid)
-	}
 	m.Files, m.Volumes = make([]Tree, 1), slices.Clone(m.Volumes)
+	if m.Attached != nil {
+		own := *m.Attached
+		m.Attached = &own
+	}
+	if need := len(m.trees()); len(d.trees) != need {
+		return fmt.Errorf("checkpoint %s has %d trees, %d are needed: %w", d.row.ID, len(d.trees), need, fault.ErrInvalid)
+	}
 	for n, t := range m.trees() {
 		put, ok := d.trees[n]
 		if !ok {
@@ -154,7 +158,7 @@ func (d *Draft) fill(m *Manifest) error {
 		m.Processes = nil
 	}
 	c := d.row
-	m.Version, m.ID, m.Name, m.Kind = Version, c.ID, c.Name, c.Kind
+	m.Version, m.ID, m.Name, m.Kind = m.version(), c.ID, c.Name, c.Kind
 	m.SandboxID, m.SandboxName, m.Spec, m.ImageDigest = c.SandboxID, c.SandboxName, c.Spec, c.ImageDigest
 	m.Parent, m.Created, m.Labels, m.Trigger = c.Parent, c.Created, c.Labels, c.Trigger
 	if m.Warnings == nil {
@@ -247,7 +251,7 @@ func (d *Draft) publish(ctx context.Context, m Manifest, data []byte, need []pac
 	d.lock.Unlock()
 	c := d.row
 	c.Status, c.Digest, c.Bytes = Ready, p.digest, p.bytes
-	c.Files, c.Warnings = m.Files[0].Entries, m.Warnings
+	c.Files, c.Warnings, c.Attached, c.Pulled = m.Files[0].Entries, m.Warnings, m.Attached.brief(), c.Pulled || pulled
 	c.Added, c.Unchanged = info.Bytes, info.Bytes == 0
 	if m.Processes != nil {
 		c.Processes = m.Processes.Count

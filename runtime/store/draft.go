@@ -52,7 +52,8 @@ type Draft struct {
 // caller holds the sandbox's lock until the draft's end: that is how Sweep
 // tells a checkpoint under way from an abandoned one. A name that a ready
 // checkpoint of the sandbox has is ErrExists. While space is being reclaimed it
-// waits, for a minute at most; then it is ErrBusy.
+// waits, for a minute at most; then it is ErrBusy. Of one that was made elsewhere
+// c.Pulled is set: whoever completes it after a crash could not tell.
 func (s *Store) BeginCheckpoint(ctx context.Context, c Checkpoint) (*Draft, error) {
 	if c.ID == "" {
 		c.ID = NewID()
@@ -88,9 +89,9 @@ func (s *Store) BeginCheckpoint(ctx context.Context, c Checkpoint) (*Draft, erro
 		if err := joinLease(ctx, tx, c.Lease); err != nil {
 			return err
 		}
-		_, err = tx.ExecContext(ctx, "INSERT INTO checkpoints ("+checkpointColumns+") VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+		_, err = tx.ExecContext(ctx, "INSERT INTO checkpoints ("+checkpointColumns+", pulled) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
 			c.ID, c.Name, c.SandboxID, c.SandboxName, c.Kind, c.Status, c.Error, c.Parent, c.Trigger, c.Created.UnixNano(),
-			c.Files, c.Processes, c.Bytes, c.Digest, c.ImageDigest, encode(c.Labels), int64(c.Frozen), encode(c.Warnings), string(c.Spec), c.Added, c.Unchanged, c.Damaged, c.Pinned, c.Lease)
+			c.Files, c.Processes, c.Bytes, c.Digest, c.ImageDigest, encode(c.Labels), int64(c.Frozen), encode(c.Warnings), string(c.Spec), c.Added, c.Unchanged, c.Damaged, c.Pinned, c.Lease, c.Pulled)
 		return err
 	})
 	if err != nil {

@@ -390,12 +390,40 @@ func TestManifest(t *testing.T) {
 		_, err := ParseManifest(bytes.Replace(data, []byte(from), []byte(to), 1))
 		wantErr(t, err, fault.ErrCorrupt)
 	}
-	_, err = ParseManifest(bytes.Replace(data, []byte(`"version":2`), []byte(`"version":3`), 1))
+	_, err = ParseManifest(bytes.Replace(data, []byte(`"version":2`), []byte(`"version":4`), 1))
 	wantErr(t, err, fault.ErrUnsupported)
+	_, err = ParseManifest(bytes.Replace(data, []byte(`"version":2`), []byte(`"version":3`), 1)) // it has no host files
+	wantErr(t, err, fault.ErrCorrupt)
 	_, err = ParseManifest(bytes.Replace(data, []byte(`"version":2`), []byte(`"version":1`), 1))
 	wantErr(t, err, fault.ErrCorrupt)
 	for _, bad := range [][]byte{nil, []byte("{}"), []byte("null"), append(slices.Clone(data), '\n'), data[:len(data)-1]} {
 		_, err := ParseManifest(bad)
+		wantErr(t, err, fault.ErrCorrupt)
+	}
+}
+
+func TestManifestAttached(t *testing.T) {
+	id, digest := strings.Repeat("a", 32), digestPrefix+strings.Repeat("0", 64)
+	tree := Tree{Entries: 1, Bytes: 2, Digest: digest, Pieces: Pieces{{Digest: digest, Len: 2}}}
+	parse := func(paths ...AttachedFile) (Manifest, error) {
+		m := Manifest{Version: VersionAttached, ID: id, SandboxID: id, Kind: KindFiles, Files: []Tree{tree}, Attached: &Attached{Paths: paths, Files: tree}}
+		data, err := m.Encode()
+		must(t, err)
+		return ParseManifest(data)
+	}
+	good := AttachedFile{Path: "/srv/a b", Size: 7}
+	m, err := parse(good, AttachedFile{Path: "/x", Absent: true})
+	must(t, err)
+	if len(m.Attached.Paths) != 2 || m.Attached.Paths[0] != good || m.AttachedTree() != 1 || len(m.trees()) != 2 {
+		t.Errorf("%+v", m.Attached)
+	}
+	many := make([]AttachedFile, MaxAttachedFiles+1)
+	for i := range many {
+		many[i].Path = fmt.Sprint("/", i)
+	}
+	for _, bad := range [][]AttachedFile{nil, many, {good, good}, {{Path: "a"}}, {{Path: "/"}}, {{Path: "/a/../b"}}, {{Path: "/a/"}}, {{Path: "/a\x00"}}, {{Path: "/" + strings.Repeat("a", 4096)}},
+		{{Path: "/a", Size: -1}}, {{Path: "/a", Size: MaxAttached + 1}}, {{Path: "/a", Size: 1, Absent: true}}} {
+		_, err := parse(bad...)
 		wantErr(t, err, fault.ErrCorrupt)
 	}
 }

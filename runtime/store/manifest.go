@@ -8,7 +8,9 @@ import (
 	"fmt"
 	"io"
 	"path"
+	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/zeebo/blake3"
@@ -18,8 +20,13 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// Version is the manifest version that this package writes.
-const Version = 2
+// Version is the manifest version that this package writes; VersionAttached that of
+// one with files of the host, which agentboxes who know none of them must not take for
+// one without.
+const (
+	Version         = 2
+	VersionAttached = 3
+)
 
 // Kinds and states, as in the records.
 const (
@@ -46,7 +53,8 @@ const maxManifest = 64 << 20
 // the digest of that form is the checkpoint's identity.
 //
 // Whoever commits fills in Processes.Count and List, Versions, TCP, Status,
-// Warnings, Managed, Effect and the names of Volumes; the store fills in the rest.
+// Warnings, Managed, Effect, the names of Volumes and Attached but for its tree; the
+// store fills in the rest.
 type Manifest struct {
 	Version     int               `json:"version"`
 	ID          string            `json:"id"`
@@ -77,6 +85,25 @@ type Manifest struct {
 	// Effect is the newest entry that the ledger of the sandbox had; empty: none.
 	// Later ones are what a restore to here compensates.
 	Effect string `json:"effect,omitempty"`
+
+	// Attached are files of the host that belong to the checkpoint; nil: none.
+	Attached *Attached `json:"attached,omitempty"`
+}
+
+// Attached are files of the host. The tree, the last of all, has the i-th of them,
+// if it was there, under the name i.
+type Attached struct {
+	// Foreign: the checkpoint was brought in, and somebody elsewhere has named the paths.
+	Foreign bool           `json:"foreign,omitempty"`
+	Paths   []AttachedFile `json:"paths"`
+	Files   Tree           `json:"files"`
+}
+
+// AttachedFile is one of them.
+type AttachedFile struct {
+	Path   string `json:"path"` // absolute, without a symlink in it
+	Size   int64  `json:"size"`
+	Absent bool   `json:"absent,omitempty"` // there was no such file
 }
 
 // Volume is a named volume of the engine with what was in it.
@@ -144,7 +171,31 @@ func (m *Manifest) trees() []*Tree {
 	for i := range m.Volumes {
 		list = append(list, &m.Volumes[i].Files)
 	}
+	if m.Attached != nil {
+		list = append(list, &m.Attached.Files)
+	}
 	return list
+}
+
+// AttachedTree is the number of the tree of Attached.
+func (m *Manifest) AttachedTree() int { return len(m.Files) + len(m.Volumes) }
+
+// place names a tree for people, before a path in it.
+func (m *Manifest) place(n int) string {
+	switch {
+	case n == 0:
+		return ""
+	case n == m.AttachedTree():
+		return "attached:"
+	}
+	return m.Volumes[n-1].Name + ":"
+}
+
+func (m *Manifest) version() int {
+	if m.Attached != nil {
+		return VersionAttached
+	}
+	return Version
 }
 
 // Managed is a small file that is in the manifest itself.
@@ -155,8 +206,11 @@ type Managed struct {
 	Data []byte `json:"data"` // base64
 }
 
-// Bounds for managed files and volumes.
+// Bounds for managed files, volumes and files of the host.
 const (
+	MaxAttachedFiles = 32
+	MaxAttached      = 64 << 20 // bytes of one
+
 	maxVolumes      = 64
 	MaxManaged      = 1 << 20 // bytes of one
 	maxManagedFiles = 16
@@ -281,11 +335,11 @@ func ParseManifest(data []byte) (Manifest, error) {
 	if err := json.Unmarshal(data, &v); err != nil {
 		return bad("%w", err)
 	}
-	if v.Version > Version {
+	if v.Version > VersionAttached {
 		return Manifest{}, &fault.Error{Op: "read", ID: ManifestName, Hint: "Use the agentbox that made the checkpoint.",
-			Err: fmt.Errorf("version %d, this agentbox knows %d: %w", v.Version, Version, fault.ErrUnsupported)}
+			Err: fmt.Errorf("version %d, this agentbox knows %d: %w", v.Version, VersionAttached, fault.ErrUnsupported)}
 	}
-	if v.Version != Version {
+	if v.Version < Version {
 		return bad("version %d", v.Version)
 	}
 	var m Manifest
@@ -294,6 +348,9 @@ func ParseManifest(data []byte) (Manifest, error) {
 	}
 	if err := m.check(); err != nil {
 		return bad("%v", err) // not the caller's invalid argument
+	}
+	if m.Version != m.version() {
+		return bad("version %d", m.Version)
 	}
 	again, err := m.Encode()
 	if err != nil {
@@ -336,6 +393,9 @@ func (m *Manifest) check() error {
 			return fmt.Errorf("volume %d: name %.64q", i, v.Name)
 		}
 	}
+	if err := m.Attached.check(); err != nil {
+		return err
+	}
 	for i, t := range m.trees() {
 		if err := t.check(); err != nil {
 			return fmt.Errorf("tree %d: %w", i, err)
@@ -370,6 +430,30 @@ func (m *Manifest) check() error {
 			return fmt.Errorf("%s: %w", im.Name, err)
 		}
 		last = im.Name
+	}
+	return nil
+}
+
+func (a *Attached) check() error {
+	if a == nil {
+		return nil
+	}
+	if len(a.Paths) == 0 || len(a.Paths) > MaxAttachedFiles {
+		return fmt.Errorf("%d attached files", len(a.Paths))
+	}
+	if a.Files.Entries > MaxAttachedFiles+1 {
+		return fmt.Errorf("%d entries of attached files", a.Files.Entries)
+	}
+	for i, f := range a.Paths {
+		if !path.IsAbs(f.Path) || path.Clean(f.Path) != f.Path || f.Path == "/" || len(f.Path) > 4096 || strings.ContainsRune(f.Path, 0) {
+			return fmt.Errorf("attached file %.300q is not a clean absolute path", f.Path)
+		}
+		if f.Size < 0 || f.Size > MaxAttached || f.Absent && f.Size > 0 {
+			return fmt.Errorf("attached file %.300q: length %d", f.Path, f.Size)
+		}
+		if slices.ContainsFunc(a.Paths[:i], func(o AttachedFile) bool { return o.Path == f.Path }) {
+			return fmt.Errorf("attached file %.300q comes twice", f.Path)
+		}
 	}
 	return nil
 }

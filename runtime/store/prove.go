@@ -182,10 +182,7 @@ func (r *Reader) name(ctx context.Context, bad map[pack.ID]error, report func(wh
 		if why(t.Pieces) != nil { // which was reported when it was read, as for recipes
 			continue
 		}
-		where := ""
-		if n > 0 {
-			where = r.manifest.Volumes[n-1].Name + ":"
-		}
+		where := r.manifest.place(n)
 		err := r.entries(ctx, n, func(e overlay.Entry) error {
 			if dataBytes(&e) == 0 {
 				return nil

@@ -128,7 +128,7 @@ func (d *Draft) PutPiece(ctx context.Context, digest string, raw []byte) error {
 }
 
 // PutTree stores the n-th list of entries: 0 is that of the upperdir, 1+i that
-// of the i-th volume. each calls its argument for every entry, in the order of
+// of the i-th volume, the last that of Manifest.Attached. each calls its argument for every entry, in the order of
 // overlay.ComparePaths. The data of each file must have been given to Sink, or
 // be in the store already; Commit proves it. A list is put once.
 func (d *Draft) PutTree(ctx context.Context, n int, each func(fn func(overlay.Entry) error) error) error {
@@ -155,7 +155,7 @@ func (d *Draft) PutCollection(ctx context.Context, n int, path string, like []ov
 }
 
 func (d *Draft) putTree(ctx context.Context, n int, write func(*treeWriter) error) error {
-	if n < 0 || n > maxVolumes {
+	if n < 0 || n > 1+maxVolumes {
 		return fmt.Errorf("tree %d: %w", n, fault.ErrInvalid)
 	}
 	d.mu.Lock()

@@ -341,9 +341,9 @@ func (x *reindex) checkpoint(ctx context.Context, v *survey, r *Reader, there ma
 			return err
 		}
 		// Where it was made is not known, so its table of pages is not believed.
-		_, err = tx.ExecContext(ctx, "INSERT INTO checkpoints ("+checkpointColumns+", pulled) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,1)",
+		_, err = tx.ExecContext(ctx, "INSERT INTO checkpoints ("+checkpointColumns+", pulled, attached) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,1,?)",
 			c.ID, c.Name, c.SandboxID, c.SandboxName, c.Kind, c.Status, c.Error, c.Parent, c.Trigger, c.Created.UnixNano(),
-			c.Files, c.Processes, c.Bytes, c.Digest, c.ImageDigest, encode(c.Labels), int64(c.Frozen), encode(c.Warnings), string(c.Spec), c.Added, c.Unchanged, c.Damaged, c.Pinned, c.Lease)
+			c.Files, c.Processes, c.Bytes, c.Digest, c.ImageDigest, encode(c.Labels), int64(c.Frozen), encode(c.Warnings), string(c.Spec), c.Added, c.Unchanged, c.Damaged, c.Pinned, c.Lease, m.Attached.record())
 		return err
 	})
 	if err == nil {

@@ -128,6 +128,8 @@ var migrations = []string{
 	ALTER TABLE sandboxes ADD COLUMN member_of TEXT NOT NULL DEFAULT '';
 	ALTER TABLE checkpoints ADD COLUMN lease TEXT NOT NULL DEFAULT '';
 	CREATE INDEX checkpoint_leases ON checkpoints (lease) WHERE lease <> '';`,
+	// Which files of the host belong to a checkpoint; empty: none.
+	`ALTER TABLE checkpoints ADD COLUMN attached TEXT NOT NULL DEFAULT '';`,
 }
 
 func (s *Store) migrate(ctx context.Context) error {
