@@ -61,13 +61,21 @@ if [ ! -s "$out" ]; then
 	tmp=$(mktemp "$cache/tmp.XXXXXX")
 	trap 'rm -f "$tmp" "$tmp.log"' EXIT
 	echo "making a $suite root filesystem (about a minute)" >&2
-	if ! mmdebstrap --variant=minbase --format=tar --include="$packages" --components="$components" \
-		--dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
-		--dpkgopt='path-exclude=/usr/share/man/*' "$suite" "$tmp" "$mirror" >"$tmp.log" 2>&1; then
+	# A mirror that is being renewed, or that stumbles once, is no reason to fail.
+	for try in 1 2 3; do
+		if mmdebstrap --variant=minbase --format=tar --include="$packages" --components="$components" \
+			--dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
+			--dpkgopt='path-exclude=/usr/share/man/*' "$suite" "$tmp" "$mirror" >"$tmp.log" 2>&1; then
+			break
+		fi
 		tail -n 30 "$tmp.log" >&2
-		echo "debian-image.sh: mmdebstrap failed" >&2
-		exit 1
-	fi
+		if [ "$try" = 3 ]; then
+			echo "debian-image.sh: mmdebstrap failed three times; its last lines are above" >&2
+			exit 1
+		fi
+		echo "debian-image.sh: mmdebstrap failed; trying again in $((try * 10)) s" >&2
+		sleep $((try * 10))
+	done
 	sync "$tmp"
 	mv "$tmp" "$out"
 fi

@@ -1,6 +1,7 @@
 package docker
 
 import (
+	"bytes"
 	"context"
 	"os"
 	"os/exec"
@@ -136,9 +137,11 @@ func TestCompose(t *testing.T) {
 // distro makes the image of a distribution with redis and python.
 func distro(b *box) {
 	b.Helper()
-	out, err := exec.Command("../../scripts/debian-image.sh").Output()
+	cmd, stderr := exec.Command("../../scripts/debian-image.sh"), &bytes.Buffer{}
+	cmd.Stderr = stderr
+	out, err := cmd.Output()
 	if err != nil {
-		b.Fatalf("debian-image.sh: %v", err)
+		b.Fatalf("debian-image.sh: %v: %s", err, stderr)
 	}
 	b.Docker(b.T, "import", strings.TrimSpace(string(out)), "distro")
 }
