@@ -5,7 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os"
 	"path/filepath"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -71,15 +74,36 @@ func (o *checkpointOptions) parse() (runtime.CheckpointOptions, error) {
 		if file == "" {
 			return opts, usageErrorf("--attach is empty: give it a file of the host")
 		}
-		path, err := filepath.Abs(file)
+		path, err := hostPath(file)
 		if err != nil {
-			return opts, err
+			return opts, usageErrorf("--attach %s: %v", oneLine(file), err)
 		}
 		opts.Attach = append(opts.Attach, path)
 	}
 	var err error
 	opts.Labels, err = parseLabels("--label", o.Labels)
 	return opts, err
+}
+
+// hostPath is where a path leads from here, as the kernel goes: what stands before a
+// "..", the working directory too, may be a symlink.
+func hostPath(path string) (string, error) {
+	if !slices.Contains(strings.Split(path, "/"), "..") {
+		return filepath.Abs(path)
+	}
+	dir, name := filepath.Split(path)
+	if name == "" || name == "." || name == ".." {
+		return "", errors.New("it names no file")
+	}
+	if !filepath.IsAbs(dir) {
+		here, err := os.Getwd()
+		if err != nil {
+			return "", err
+		}
+		dir = here + "/" + dir
+	}
+	dir, err := filepath.EvalSymlinks(dir)
+	return filepath.Join(dir, name), err
 }
 
 // newCheckpointCommand is the verb itself and holds those on checkpoints. The
