@@ -178,7 +178,7 @@ func (e *Engine) retain(ctx context.Context, sandbox string, rules policy.Retent
 	for _, sb := range boxes {
 		heads[sb.Head], alive[sb.ID] = true, true
 	}
-	undo := map[string]bool{} // sandboxes whose newest undo checkpoint was seen
+	undo := map[string]*store.Attached{} // what newer undo checkpoints of a sandbox have of the host
 	byID := map[string]store.Checkpoint{}
 	list := make([]policy.Kept, 0, len(rows))
 	for _, row := range rows {
@@ -191,10 +191,12 @@ func (e *Engine) retain(ctx context.Context, sandbox string, rules policy.Retent
 		}
 		if row.Trigger == TriggerUndo {
 			k.Group += " undo" // they are no part of the history that the rules are about
-			if alive[row.SandboxID] && !undo[row.SandboxID] {
-				k.Protected = append(k.Protected, "undo of the last restore")
+			if newer, seen := undo[row.SandboxID]; !seen || !newer.Covers(row.Attached) {
+				undo[row.SandboxID] = newer.And(row.Attached)
+				if alive[row.SandboxID] {
+					k.Protected = append(k.Protected, "undo of the last restore") // of the sandbox, or of host files
+				}
 			}
-			undo[row.SandboxID] = true
 		}
 		byID[row.ID] = row
 		list = append(list, k)

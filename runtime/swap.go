@@ -371,9 +371,16 @@ func (e *Engine) forgetWay(ctx context.Context, r *restoration) error {
 }
 
 // forgetUndos removes the undo checkpoints that a newer one has replaced. What
-// its owner gave a name, or the sandbox stands at, stays.
+// its owner gave a name, or the sandbox stands at, stays, as does one that alone has
+// what host files were: this restore may be of somebody who has no say over these.
 func (e *Engine) forgetUndos(ctx context.Context, r *restoration) error {
 	rows, err := e.store.Checkpoints(ctx, store.Filter{SandboxID: r.sb.ID, Trigger: TriggerUndo})
+	var kept *store.Attached
+	for _, row := range rows {
+		if row.ID == r.data.Undo {
+			kept = row.Attached
+		}
+	}
 	for _, row := range rows {
 		newest := row.ID == r.data.Undo && !r.data.NoUndo
 		if newest || row.ID == r.row.ID || row.Pinned || row.Name != "" || len(row.Tags) > 0 {
@@ -381,6 +388,9 @@ func (e *Engine) forgetUndos(ctx context.Context, r *restoration) error {
 		}
 		if r.data.NoUndo && row.ID != r.data.Undo {
 			continue // nothing has replaced it
+		}
+		if row.ID != r.data.Undo && !kept.Covers(row.Attached) {
+			continue
 		}
 		_, failed := e.store.RemoveUnpinned(ctx, row.ID)
 		err = errors.Join(err, failed)

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -295,6 +296,27 @@ type published struct {
 	packs    []pack.Info // that are not recorded yet
 	lost     []int64     // recorded packs that are gone
 	pulled   bool        // the manifest was made elsewhere
+}
+
+// Covers tells whether all files of b are among those of a; either may be nil.
+func (a *Attached) Covers(b *Attached) bool {
+	if a == nil || b == nil {
+		return b == nil
+	}
+	return !slices.ContainsFunc(b.Paths, func(f AttachedFile) bool {
+		return !slices.ContainsFunc(a.Paths, func(g AttachedFile) bool { return f.Path == g.Path })
+	})
+}
+
+// And is the files of both.
+func (a *Attached) And(b *Attached) *Attached {
+	if a == nil {
+		return b
+	}
+	if b == nil {
+		return a
+	}
+	return &Attached{Paths: slices.Concat(a.Paths, b.Paths)}
 }
 
 // brief is without the tree, as a record has it.
