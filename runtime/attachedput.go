@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"time"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/hostfile"
@@ -30,6 +31,14 @@ func (e *Engine) putHosts(ctx context.Context, r *restoration) {
 		text += ", or take the sandbox back with: agentbox restore --undo " + r.sb.Name
 	}
 	r.hostErr = hint(err, text)
+	e.noteHosts(r, err.Error()) // whoever called may have gone away
+}
+
+// noteHosts has it on record that host files are not what the checkpoint has.
+func (e *Engine) noteHosts(r *restoration, why string) {
+	if err := e.note(r.sb.ID, Event{Time: time.Now(), Type: EventHostFiles, Checkpoint: r.row.ID, Reason: why}); err != nil {
+		e.log.Warn("an event is not on record", "sandbox", r.sb.ID, "err", err)
+	}
 }
 
 // putAll puts one file after the other, when all of them have been looked at.
@@ -92,6 +101,7 @@ func (r *restoration) lookAgain(ctx context.Context, f *hostFile) error {
 func (r *restoration) returnHosts(ctx context.Context) (left []string) {
 	for _, f := range r.hosts.list {
 		if !f.put {
+			f.action = AttachedLeft
 			continue
 		}
 		err := errors.New("no checkpoint has what it was")
@@ -100,7 +110,9 @@ func (r *restoration) returnHosts(ctx context.Context) (left []string) {
 		}
 		if err != nil {
 			left = append(left, fmt.Sprintf("%s (%v)", f.path, err))
+			continue
 		}
+		f.action = AttachedLeft
 	}
 	return left
 }
@@ -162,8 +174,12 @@ func (e *Engine) resumeHosts(ctx context.Context, r *restoration) (told string) 
 	if len(left) == 0 {
 		return ""
 	}
-	return fmt.Sprintf("; host files that are left as they are: %[1]s; %[2]s; make them what checkpoint %[4]s has with 'agentbox restore --attached %[3]s %[4]s'",
+	told = fmt.Sprintf("host files that are left as they are: %[1]s; %[2]s; make them what checkpoint %[4]s has with 'agentbox restore --attached %[3]s %[4]s'",
 		strings.Join(left, "; "), e.keepHostUndo(ctx, r), r.sb.Name, short(r.row.ID))
+	if len(r.sb.Spec) > 0 { // it is there yet; the command that says it may be anybody's, or the service
+		e.noteHosts(r, told)
+	}
+	return "; " + told
 }
 
 func (e *Engine) resumeHost(ctx context.Context, r *restoration, f *hostFile) error {

@@ -35,7 +35,7 @@ const (
 	EventReconciled = "reconciled" // it had ended without anybody seeing to it
 	EventRestarted  = "restarted"  // it was started again, as its restart policy says
 	EventGivenUp    = "given-up"   // it is not started again, though it has failed
-	EventHostFiles  = "host-files" // restarted from a checkpoint, whose files of the host are left as they are
+	EventHostFiles  = "host-files" // a restore has left files of the host as they are, though nobody has asked for that
 )
 
 // EventTypes are all there are.

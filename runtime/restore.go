@@ -82,7 +82,7 @@ func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (
 		t.h.facts.Attempts = t.attempts
 		t.h.failed(ctx, err)
 	}
-	return Restored{}, errors.Join(err, e.alert(ctx, t, err))
+	return out, errors.Join(err, e.alert(ctx, t, err)) // of a sandbox that is restored, though its host files are not
 }
 
 // trying is a restore with all that it takes: one try, or several in different ways.
@@ -186,9 +186,7 @@ func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ Restored, er
 		e.log.Warn("its restart policy may start it", "sandbox", r.sb.ID, "err", err)
 	}
 	if r.restart && r.row.Attached != nil { // nobody reads its warnings
-		if err := e.note(r.sb.ID, Event{Time: time.Now(), Type: EventHostFiles, Checkpoint: r.row.ID, Reason: r.hostsLeftText()}); err != nil {
-			e.log.Warn("an event is not on record", "sandbox", r.sb.ID, "err", err)
-		}
+		e.noteHosts(r, r.hostsLeftText())
 	}
 	e.log.Info("restored", "sandbox", r.sb.ID, "checkpoint", r.row.ID, "down", r.down, "changed", r.changed)
 	out := Restored{
@@ -201,7 +199,9 @@ func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ Restored, er
 		if text := compensatedText(out.Compensated); text != "" {
 			err = hint(err, text)
 		}
-		return Restored{}, err
+		var missing error
+		out.Sandbox, missing = e.Sandbox(context.WithoutCancel(ctx), r.sb.ID)
+		return out, errors.Join(err, missing)
 	}
 	if err != nil {
 		out.Warnings = append(slices.Clone(out.Warnings), err.Error())

@@ -44,6 +44,8 @@ type Service interface {
 	Stat(ctx context.Context, sandbox, path string) (PathStat, error)
 
 	Checkpoint(ctx context.Context, sandbox string, opts CheckpointOptions) (Checkpoint, error)
+	// Restore puts a sandbox back. With an error, a Restored that names a checkpoint says
+	// that the sandbox is restored all the same, and only its host files are not.
 	Restore(ctx context.Context, sandbox string, opts RestoreOptions) (Restored, error)
 	Checkpoints(ctx context.Context, filter CheckpointFilter) ([]Checkpoint, error)
 	// CheckpointInfo returns one, by id, id prefix, or SANDBOX@NAME; a bare name works when it is unique.

@@ -110,7 +110,10 @@ func (e *Engine) escalate(ctx context.Context, ref string, t *trying) (Restored,
 				return out, nil
 			}
 			if errors.Is(err, errCalledOff) && t.begun {
-				return Restored{}, e.explainTries(ctx, err, t)
+				if out.Checkpoint.ID != "" { // but for its host files
+					out.Strategy, out.Attempts = t.way, t.attempts
+				}
+				return out, e.explainTries(ctx, err, t)
 			}
 			if !t.begun || ctx.Err() != nil {
 				return Restored{}, err

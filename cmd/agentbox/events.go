@@ -64,7 +64,8 @@ to be said of that. The newest 1 to 2 MiB are kept until the sandbox is removed.
   held           none did better: frozen or stopped, nobody may use it (agentbox release)
   lease          it is removed because its lease has ended (--lease)
   restarted      it had ended by itself and was started again (--restart)
-  host-files     restarted from a checkpoint (--restart-from head), it left the host files of that as they are
+  host-files     a restore could not put all host files of its checkpoint back, or one that was killed; or
+                 restarted from a checkpoint (--restart-from head) it left them alone
   given-up       it has failed as often as --restart on-failure:N lets it, or an undo command has
   reconciled     it had ended without anybody seeing to it, and recover, or the service, did
 

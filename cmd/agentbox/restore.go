@@ -159,6 +159,9 @@ attempts (strategy, try, error, next, took_ns) and degraded with --strategy, war
 func runRestore(ctx context.Context, opts runtime.RestoreOptions, format, sandbox string, svc runtime.Service, stdout, stderr io.Writer) error {
 	r, err := svc.Restore(ctx, sandbox, opts)
 	if err != nil {
+		// What there is to be said of a sandbox that is restored without its host files.
+		warn(stderr, r.Warnings)
+		tellLost(stderr, r.Lost)
 		return err
 	}
 	for _, f := range r.Compensated {
@@ -182,11 +185,15 @@ func runRestore(ctx context.Context, opts runtime.RestoreOptions, format, sandbo
 	if len(r.Lost) == 0 {
 		return err
 	}
-	for _, what := range r.Lost {
-		fmt.Fprintf(stderr, "lost: %s\n", oneLine(what))
-	}
+	tellLost(stderr, r.Lost)
 	return both(&runtime.Error{Op: "restore", ID: sandbox,
 		Err: fmt.Errorf("%s of checkpoint %s could not be restored: %w", countText(int64(len(r.Lost)), "path"), shortID(r.Checkpoint.ID), runtime.ErrCorrupt)}, err)
+}
+
+func tellLost(stderr io.Writer, lost []string) {
+	for _, what := range lost {
+		fmt.Fprintf(stderr, "lost: %s\n", oneLine(what))
+	}
 }
 
 func restoreSummary(r runtime.Restored) string {

@@ -114,7 +114,7 @@ func mark(all []*Entry) {
 				break
 			}
 		}
-		if e.Undid != nil && e.Outcome == "ok" {
+		if e.Undid != nil { // also where only its host files could not be put back
 			restores[e.Sandbox] = append(restores[e.Sandbox], e)
 		}
 	}
@@ -156,12 +156,11 @@ func (l *Log) undone(sandbox, checkpoint string, taken time.Time, before uint64)
 			if err != nil || r.Sandbox != sandbox || r.Seq >= before {
 				return true
 			}
-			made := r.Phase == End && r.Outcome == "ok"
 			switch {
-			case made && r.Verb == "restore" && r.Undo == checkpoint:
+			case r.Phase == End && r.Verb == "restore" && r.Undo == checkpoint:
 				from = r.Seq // what it did is undone, too
 				return false
-			case made && r.Verb == "checkpoint" && r.Checkpoint == checkpoint || r.Time.Before(taken):
+			case r.Phase == End && r.Outcome == "ok" && r.Verb == "checkpoint" && r.Checkpoint == checkpoint || r.Time.Before(taken):
 				return false
 			}
 			from = r.Seq
