@@ -54,6 +54,9 @@ func (e *Engine) attachable(s Spec, paths []string) ([]string, error) {
 		if err != nil {
 			return nil, hint(fmt.Errorf("attach %s: %w: its directory: %w", path, ErrInvalid, err), "The file may be missing, its directory may not.")
 		}
+		if !utf8.ValidString(real) { // a manifest could not have it
+			return nil, fmt.Errorf("%w: attach %s: it really is %q, which is not valid UTF-8", ErrInvalid, path, real)
+		}
 		if slices.Contains(list, real) {
 			return nil, fmt.Errorf("%w: attach %s: it is given twice", ErrInvalid, path)
 		}
@@ -76,11 +79,55 @@ func (e *Engine) mayAttach(s Spec, path string) error {
 			return fmt.Errorf("%w: %s is beneath %s, and cannot be attached", ErrInvalid, path, top)
 		}
 	}
+	// Such a mount is of the file, not of its name: the sandbox would go on with what
+	// was replaced, and what it writes to that would be nowhere.
+	if target, rest := mountedAt(s, path); target != "" && rest == "" {
+		return hint(fmt.Errorf("%w: %s is mounted by itself at %s: the sandbox would not see what is put back", ErrState, path, target),
+			"Mount the directory that it is in instead.")
+	}
 	p, err := recorded(s)
 	if err != nil || p == nil {
 		return err
 	}
 	return p.HostFile(path)
+}
+
+// mountedAt finds where a sandbox has a host file mounted: the target of that mount, empty
+// for none, and the way from there, empty for a mount of the file itself.
+func mountedAt(s Spec, path string) (target, rest string) {
+	for _, m := range s.Mounts {
+		if m.Type != "bind" {
+			continue
+		}
+		source, err := filepath.EvalSymlinks(m.Source)
+		if err != nil {
+			source = filepath.Clean(m.Source)
+		}
+		if source == path {
+			return m.Target, ""
+		}
+		if below, in := strings.CutPrefix(path, strings.TrimSuffix(source, "/")+"/"); in {
+			target, rest = m.Target, below
+		}
+	}
+	return target, rest
+}
+
+// lateHosts names the files that a sandbox which goes on has mounted: what it has read of
+// them before they were put was not what the checkpoint has.
+func (r *restoration) lateHosts(files []RestoredFile) (list []string) {
+	if !r.starts() {
+		return nil
+	}
+	for _, f := range files {
+		if f.Action != AttachedPut && f.Action != AttachedRemoved {
+			continue
+		}
+		if target, rest := mountedAt(r.spec, f.Path); target != "" {
+			list = append(list, fmt.Sprintf("host file %s is put once the sandbox goes on, which has it at %s and can have read it before that", f.Path, filepath.Join(target, rest)))
+		}
+	}
+	return list
 }
 
 // takeAttached reads the host files to attach into the draft: all of them while the

@@ -1,7 +1,9 @@
 package runtime_test
 
 import (
+	"errors"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -70,5 +72,77 @@ func TestAttachedLeftEvent(t *testing.T) {
 	h.must(h.Events(ctx, "box", runtime.EventOptions{Types: []string{runtime.EventHostFiles}}, func(e runtime.Event) error { events = append(events, e); return nil }))
 	if len(events) != 1 || !strings.Contains(events[0].Reason, h.paths[0]+" (") || !strings.Contains(events[0].Reason, "is pinned") {
 		t.Errorf("events: %+v", events)
+	}
+}
+
+// A file that is bind mounted by itself cannot be attached: the mount is of the file that a
+// restore replaces.
+func TestAttachMounted(t *testing.T) {
+	h := newHosts(t, nil, false)
+	dir := t.TempDir()
+	file := filepath.Join(dir, "f")
+	h.must(os.WriteFile(file, nil, 0o600), os.Symlink("f", filepath.Join(dir, "link")))
+	for name, source := range map[string]string{"itself": file, "linked": filepath.Join(dir, "link"), "beneath": dir} {
+		_, err := h.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{Name: name, Image: "base", Args: []string{"true"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+			Mounts: []runtime.Mount{{Type: "bind", Source: source, Target: "/w"}}}})
+		h.must(err)
+		_, err = h.Checkpoint(ctx, name, runtime.CheckpointOptions{Attach: []string{file}})
+		if source == dir {
+			h.must(err)
+		} else if !errors.Is(err, runtime.ErrState) || !strings.Contains(err.Error(), "mounted by itself at /w") || !strings.Contains(said(err), "Mount the directory") {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+// What a sandbox has mounted is put when it goes on already, which is said.
+func TestAttachedLate(t *testing.T) {
+	h := newHosts(t, nil, false)
+	dir := t.TempDir()
+	file := filepath.Join(dir, "in", "f")
+	h.must(os.Mkdir(filepath.Join(dir, "in"), 0o700), os.WriteFile(file, []byte("then"), 0o600))
+	_, err := h.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{Name: "late", Image: "base", Args: []string{"sleep", "1000"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+		Mounts: []runtime.Mount{{Type: "bind", Source: dir, Target: "/w"}}}})
+	h.must(err)
+	const says = "is put once the sandbox goes on, which has it at /w/in/f"
+	for _, started := range []bool{false, true} {
+		if started {
+			_, err := h.Start(ctx, "late", nil)
+			h.must(err)
+		}
+		_, err := h.Checkpoint(ctx, "late", runtime.CheckpointOptions{Attach: []string{file}, FilesOnly: true})
+		h.must(err)
+		for _, now := range []string{"now", "then"} { // then nothing is put
+			h.must(os.WriteFile(file, []byte(now), 0o600))
+			if now == "then" {
+				_, err := h.Restore(ctx, "late", runtime.RestoreOptions{})
+				h.must(err)
+			}
+			plan, err := h.PlanRestore(ctx, "late", runtime.RestoreOptions{})
+			h.must(err)
+			out, err := h.Restore(ctx, "late", runtime.RestoreOptions{})
+			h.must(err)
+			want := started && now == "now"
+			if planned, told := strings.Contains(strings.Join(plan.Effects, "\n"), says), strings.Contains(strings.Join(out.Warnings, "\n"), says); planned != want || told != want {
+				t.Errorf("started %v, %s: planned %v, told %v: %q, %q", started, now, planned, told, plan.Effects, out.Warnings)
+			}
+		}
+	}
+}
+
+// One that is not there is said to be so, for it may have been mistyped; and a name that
+// cannot be recorded is refused, also where it hides behind a symlink.
+func TestAttachMistyped(t *testing.T) {
+	h := newHosts(t, nil, false)
+	dir := t.TempDir()
+	odd := filepath.Join(dir, "\xff")
+	h.must(os.Mkdir(odd, 0o700), os.Symlink(odd, filepath.Join(dir, "link")))
+	c, err := h.Checkpoint(ctx, "box", runtime.CheckpointOptions{Attach: []string{filepath.Join(dir, "missing")}})
+	if h.must(err); !strings.Contains(strings.Join(c.Warnings, "\n"), "host file "+dir+"/missing is not there: a restore removes what is there then") {
+		t.Errorf("%q", c.Warnings)
+	}
+	_, err = h.Checkpoint(ctx, "box", runtime.CheckpointOptions{Attach: []string{filepath.Join(dir, "link", "f")}})
+	if !errors.Is(err, runtime.ErrInvalid) || !strings.Contains(err.Error(), "not valid UTF-8") {
+		t.Errorf("%v", err)
 	}
 }

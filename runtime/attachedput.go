@@ -19,6 +19,7 @@ import (
 func (e *Engine) putHosts(ctx context.Context, r *restoration) {
 	cause := e.putAll(ctx, r)
 	if cause == nil {
+		r.told = append(r.told, r.lateHosts(r.hostReport())...)
 		return
 	}
 	err := fmt.Errorf("the sandbox is restored, but its host files are as they were: %w%w", cause, errCalledOff)

@@ -84,6 +84,11 @@ func (e *Engine) Checkpoint(ctx context.Context, ref string, opts CheckpointOpti
 	e.log.Info("checkpoint ready", "sandbox", sb.ID, "checkpoint", row.ID, "kind", row.Kind, "bytes", row.Bytes, "frozen", row.Frozen)
 	h.of(row)
 	out := checkpointView(row)
+	for _, f := range out.Attached {
+		if f.Absent { // a path that was mistyped looks like this
+			out.Warnings = append(slices.Clone(out.Warnings), fmt.Sprintf("host file %s is not there: a restore removes what is there then", f.Path))
+		}
+	}
 	out.Warnings = slices.Concat(out.Warnings, h.after(ctx, policy.AfterCheckpoint))
 	return out, nil
 }

@@ -67,6 +67,9 @@ func (e *Engine) PlanRestore(ctx context.Context, ref string, opts RestoreOption
 	if len(out.Attached) > 0 && r.hostsLeft() != "" {
 		out.Effects = append(out.Effects, fmt.Sprintf("Not put back: %s.", r.hostsLeftText()))
 	}
+	for _, text := range r.lateHosts(out.Attached) {
+		out.Effects = append(out.Effects, strings.ToUpper(text[:1])+text[1:]+".")
+	}
 	if r.data.Recreated {
 		out.Effects = append(out.Effects, fmt.Sprintf("The sandbox is made again, with id %s.", short(r.sb.ID)))
 		for entry, err := range wanted(ctx, r.reader, tree{}, nil) {
