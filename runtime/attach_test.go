@@ -249,22 +249,67 @@ func (n *stuck) Lookup(ctx context.Context, name string, out *fuse.EntryOut) (*f
 	return n.LoopbackNode.Lookup(ctx, name, out)
 }
 
+// stuck makes a file on a filesystem that answers nothing while the gate is locked, and
+// tells where it is beneath that.
+func (h *hosts) stuck() (file, below string, gate *sync.RWMutex) {
+	h.t.Helper()
+	dir, at := h.t.TempDir(), h.t.TempDir()
+	h.must(os.WriteFile(filepath.Join(dir, "f"), []byte("x"), 0o600))
+	var st unix.Stat_t
+	h.must(unix.Stat(dir, &st))
+	gate = &sync.RWMutex{}
+	server, err := fusefs.Mount(at, &stuck{fusefs.LoopbackNode{RootData: &fusefs.LoopbackRoot{Path: dir, Dev: st.Dev}}, gate},
+		&fusefs.Options{MountOptions: fuse.MountOptions{DirectMountStrict: true}})
+	h.must(err)
+	h.t.Cleanup(func() { h.must(server.Unmount()) })
+	return filepath.Join(at, "f"), filepath.Join(dir, "f"), gate
+}
+
+// Recovery does not wait for ever for one that does not answer: every command begins with
+// it. The file is left and named, and not replaced once it answers; others are put.
+func TestAttachedStuck(t *testing.T) {
+	h := newHosts(t, nil, true)
+	runtime.ShortenHostAnswer(t, time.Second)
+	file, below, gate := h.stuck()
+	_, err := h.Checkpoint(ctx, "box", runtime.CheckpointOptions{Attach: []string{file, h.paths[0]}, FilesOnly: true})
+	h.must(err, os.WriteFile(below, []byte("now"), 0o600), os.WriteFile(h.paths[0], []byte("later"), 0o640))
+	h.leave("restore.after-head", runtime.RestoreOptions{})
+	gate.Lock()
+	told := make(chan string, 1)
+	go func() {
+		done, err := h.RecoverInterrupted(ctx)
+		told <- fmt.Sprint(done.Actions, err)
+	}()
+	select {
+	case got := <-told:
+		gate.Unlock()
+		if !strings.Contains(got, file+" (") || !strings.Contains(got, "has not answered for 1s") || strings.Contains(got, h.paths[0]) || !strings.Contains(got, "is pinned") {
+			t.Error(got)
+		}
+	case <-time.After(20 * time.Second):
+		gate.Unlock()
+		t.Fatalf("it waits for as long as that stands still: %s", <-told)
+	}
+	h.settled()
+	if text, err := os.ReadFile(h.paths[0]); string(text) != "state now" {
+		t.Errorf("the other one is %q, %v", text, err)
+	}
+	// That lets go of the directory once it is answered, which this waits for.
+	_, err = h.Restore(ctx, "box", runtime.RestoreOptions{NoUndo: true, Attached: true, Checkpoint: h.undos()[0].ID})
+	h.must(err)
+	if text, err := os.ReadFile(below); string(text) != "now" {
+		t.Errorf("it is %q, %v", text, err)
+	}
+}
+
 // A filesystem that does not answer while the sandbox stands still, because it is served
 // from within it, say, keeps it so no longer than the caller or the engine waits.
 func TestAttachStuck(t *testing.T) {
 	b := &freezer{}
 	h := newHosts(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b }, true)
-	below, at := t.TempDir(), t.TempDir()
-	h.must(os.WriteFile(filepath.Join(below, "f"), []byte("x"), 0o600))
-	var st unix.Stat_t
-	h.must(unix.Stat(below, &st))
-	gate := &sync.RWMutex{}
-	server, err := fusefs.Mount(at, &stuck{fusefs.LoopbackNode{RootData: &fusefs.LoopbackRoot{Path: below, Dev: st.Dev}}, gate},
-		&fusefs.Options{MountOptions: fuse.MountOptions{DirectMountStrict: true}})
-	h.must(err)
-	t.Cleanup(func() { h.must(server.Unmount()) })
-	opts := runtime.CheckpointOptions{Attach: []string{filepath.Join(at, "f")}, FilesOnly: true}
-	_, err = h.Checkpoint(ctx, "box", opts)
+	file, _, gate := h.stuck()
+	opts := runtime.CheckpointOptions{Attach: []string{file}, FilesOnly: true}
+	_, err := h.Checkpoint(ctx, "box", opts)
 	h.must(err)
 	var frozen time.Time
 	b.then = func() { frozen = time.Now(); gate.Lock() }

@@ -354,7 +354,12 @@ func states(ctx context.Context, reader *store.Reader) (map[string]hostfile.Stat
 		}
 		s := hostfile.State{Entry: entry}
 		if entry != nil {
-			s.Data = func(ctx context.Context) (io.ReadCloser, error) { return reader.Source().Data(ctx, *entry) }
+			s.Data = func(ctx context.Context) (io.ReadCloser, error) {
+				if ctx.Err() != nil { // the reader may be closed by then
+					return nil, context.Cause(ctx)
+				}
+				return reader.Source().Data(ctx, *entry)
+			}
 		}
 		out[f.Path] = s
 	}

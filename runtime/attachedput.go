@@ -146,7 +146,7 @@ func (e *Engine) resumeHosts(ctx context.Context, r *restoration) (told string) 
 	h, cause := &hostFiles{}, error(nil)
 	if r.reader == nil || r.row.Attached == nil {
 		cause = fmt.Errorf("checkpoint %s cannot be read", short(r.row.ID))
-	} else if h, cause = e.openHosts(ctx, r, recoverWait); cause == nil {
+	} else if h, cause = e.openAnswering(ctx, r); cause == nil {
 		r.hosts = h
 		if err := e.recallHosts(ctx, r); err != nil {
 			e.log.Warn("what host files were is not known", "sandbox", r.sb.ID, "checkpoint", r.hostUndo(), "err", err)
@@ -155,7 +155,19 @@ func (e *Engine) resumeHosts(ctx context.Context, r *restoration) (told string) 
 		}
 	}
 	r.hosts = h
-	defer e.closeHosts(r)
+	var stuck []<-chan error
+	defer func() {
+		if len(stuck) == 0 {
+			e.closeHosts(r)
+			return
+		}
+		go func() { // what stands in a system call still has them
+			for _, done := range stuck {
+				<-done
+			}
+			_ = h.close() // they were only read
+		}()
+	}()
 	var left []string
 	if cause = cmp.Or(cause, failpoint.Hit("restore.attached.before-put")); cause != nil {
 		left, h.list = append(left, fmt.Sprintf("%s (%v)", strings.Join(r.data.HostFiles, ", "), cause)), nil
@@ -166,7 +178,10 @@ func (e *Engine) resumeHosts(ctx context.Context, r *restoration) (told string) 
 			err = failpoint.Hit("restore.attached.between")
 		}
 		if err == nil {
-			err = e.resumeHost(ctx, r, f)
+			var done <-chan error
+			if done, err = answering(ctx, hostAnswer, func(ctx context.Context) error { return e.resumeHost(ctx, r, f) }); done != nil {
+				stuck = append(stuck, done)
+			}
 		}
 		if err != nil {
 			left = append(left, fmt.Sprintf("%s (%v)", f.path, err))
@@ -183,6 +198,48 @@ func (e *Engine) resumeHosts(ctx context.Context, r *restoration) (told string) 
 	return "; " + told
 }
 
+// hostAnswer is how long recovery, with which any command begins, waits for the
+// filesystem of one host file; a test makes it shorter.
+var hostAnswer = 20 * time.Second
+
+// answering runs what may stand in a system call for as long as a filesystem does not
+// answer, and waits no longer than that: then done is what it will end in. It hears of
+// that before it replaces anything.
+func answering(ctx context.Context, wait time.Duration, do func(context.Context) error) (done <-chan error, err error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, wait, fmt.Errorf("%w: its filesystem has not answered for %v", ErrBusy, wait))
+	defer cancel()
+	ends := make(chan error, 1)
+	go func() { ends <- do(ctx) }()
+	select {
+	case err := <-ends:
+		return nil, err
+	case <-ctx.Done():
+	}
+	select { // between two blocks it hears of that
+	case err := <-ends:
+		return nil, err
+	case <-time.After(time.Second):
+		return ends, context.Cause(ctx)
+	}
+}
+
+// openAnswering is openHosts for recovery.
+func (e *Engine) openAnswering(ctx context.Context, r *restoration) (*hostFiles, error) {
+	var h *hostFiles
+	done, err := answering(ctx, recoverWait+hostAnswer, func(ctx context.Context) (err error) {
+		h, err = e.openHosts(ctx, r, recoverWait)
+		return err
+	})
+	if done == nil {
+		return h, err
+	}
+	go func() {
+		<-done
+		_ = h.close() // they were only read
+	}()
+	return &hostFiles{}, err
+}
+
 func (e *Engine) resumeHost(ctx context.Context, r *restoration, f *hostFile) error {
 	if f.err != nil {
 		return f.err
@@ -191,7 +248,9 @@ func (e *Engine) resumeHost(ctx context.Context, r *restoration, f *hostFile) er
 		e.log.Warn("beside a host file", "path", f.path, "err", err)
 	}
 	if r.hosts.undo != nil {
-		_, err := f.at.Put(ctx, f.name, r.tempOf(f), f.want, &f.was, func() error { return failpoint.Hit("restore.attached.before-replace") })
+		_, err := f.at.Put(ctx, f.name, r.tempOf(f), f.want, &f.was, func() error {
+			return cmp.Or(failpoint.Hit("restore.attached.before-replace"), context.Cause(ctx)) // nobody waits for it any more
+		})
 		return err
 	}
 	is, err := f.at.Has(ctx, f.name, f.want)
