@@ -71,6 +71,8 @@ type Backend struct {
 	cgroups kernel.Cgroups
 	log     *slog.Logger
 	glances glances
+
+	execution time.Duration // what a start gives its command to be executed
 }
 
 var _ runtime.Backend = (*Backend)(nil)
@@ -79,9 +81,13 @@ var _ runtime.Backend = (*Backend)(nil)
 // milliseconds once its cause is there, such as conmon's exit file.
 const grace = 10 * time.Second
 
+// executionTime bounds the wait for a command to be executed. It may lie on a network,
+// and the host may be busy.
+const executionTime = time.Minute
+
 // Open checks that the programs are there and makes the directories.
 func Open(opts Options) (*Backend, error) {
-	b := &Backend{log: opts.Log}
+	b := &Backend{log: opts.Log, execution: executionTime}
 	if b.log == nil {
 		b.log = slog.Default()
 	}

@@ -19,6 +19,7 @@ import (
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/home"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 	"github.com/agentbox/agentbox/runtime/internal/streams"
 )
@@ -257,7 +258,7 @@ func (s *starting) begin(ctx context.Context) error {
 // 1.3.3, before. Until it is executed the first process is still the runtime's: CRIU
 // may not look into that from the sandbox's user namespace, and nobody wants it
 // in a checkpoint. So that is waited for.
-func (b *Backend) letGo(ctx context.Context, id string, n int) error {
+func (b *Backend) letGo(ctx context.Context, id string, n int) (err error) {
 	state := filepath.Join(b.home.State, id)
 	if !b.home.Unborn(id) {
 		return b.call(ctx, b.wrapper, "start", id)
@@ -270,6 +271,14 @@ func (b *Backend) letGo(ctx context.Context, id string, n int) error {
 		return fmt.Errorf("container %s ended before it was started: %w", id, fault.ErrState)
 	}
 	defer p.Close()
+	// What the command lies on may never answer.
+	ctx, cancel := context.WithTimeoutCause(ctx, b.execution, errUnexecuted)
+	defer cancel()
+	defer func() {
+		if err != nil && context.Cause(ctx) == errUnexecuted {
+			err = b.unexecuted(p)
+		}
+	}()
 	if _, err := os.Lstat(filepath.Join(state, "state.json")); err != nil { // other runtimes have other files, and fifos that work otherwise
 		if err := b.call(ctx, b.wrapper, "start", id); err != nil {
 			return err
@@ -303,6 +312,18 @@ func (b *Backend) letGo(ctx context.Context, id string, n int) error {
 		return err
 	}
 	return os.Remove(filepath.Join(state, "exec.fifo"))
+}
+
+// errUnexecuted is that a command was not executed in time.
+var errUnexecuted = errors.New("its command was not executed in time")
+
+// unexecuted says what a first process does that should have executed its command.
+func (b *Backend) unexecuted(p *kernel.Process) error {
+	err := fmt.Errorf("its command was not executed within %s: %w", b.execution, fault.ErrBusy)
+	if at := p.Waits(); at != "" {
+		err = fmt.Errorf("its command was not executed within %s, for which the kernel is in %s: %w", b.execution, at, fault.ErrBusy)
+	}
+	return &fault.Error{Err: err, Hint: "Look at what the command and its libraries lie on: a bind mount of a network or FUSE filesystem that does not answer, or a file that another program has a lease on. Start it again once that answers."}
 }
 
 // note puts on record that run n was started, and when.

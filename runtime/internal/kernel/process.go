@@ -144,7 +144,7 @@ func (p *Process) Either(ctx context.Context, fd int) error {
 		case cerr != nil:
 			return cerr
 		case ctx.Err() != nil:
-			return ctx.Err()
+			return context.Cause(ctx)
 		case n > 0:
 			return nil
 		case err != nil && err != unix.EINTR:
@@ -186,6 +186,16 @@ func (p *Process) Executed(ctx context.Context) error {
 		}
 	}
 	return nil
+}
+
+// Waits is the name of what the process waits for in the kernel; empty: for nothing, or
+// the kernel does not tell.
+func (p *Process) Waits() string {
+	data, _, err := record.Read(fmt.Sprintf("/proc/%d/wchan", p.Pid))
+	if at := strings.TrimSpace(string(data)); err == nil && at != "0" && p.Alive() {
+		return at
+	}
+	return ""
 }
 
 // InCgroup tells whether the process is in a cgroup of that path, or below it, in any hierarchy.
