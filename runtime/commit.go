@@ -148,7 +148,7 @@ func (e *Engine) finishCommit(ctx context.Context, in store.Intent) (string, err
 	if err == nil && ready {
 		err = e.store.RemoveCheckpoint(ctx, in.Checkpoint)
 	}
-	return fmt.Sprintf("took back the half-made commit of sandbox %s", short(in.Sandbox)), err
+	return unless(err, "took back the half-made commit of sandbox %s", short(in.Sandbox))
 }
 
 // upperdir lists the files of a checkpoint, as often as it is asked to.

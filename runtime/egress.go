@@ -172,5 +172,5 @@ func (e *Engine) finishUpdate(ctx context.Context, in store.Intent, host Host) (
 	if err != nil {
 		return "", err
 	}
-	return fmt.Sprintf("finished the change of the egress rules of sandbox %s", short(in.Sandbox)), e.setEgress(ctx, sb, filter, data.Egress)
+	return unless(e.setEgress(ctx, sb, filter, data.Egress), "finished the change of the egress rules of sandbox %s", short(in.Sandbox))
 }

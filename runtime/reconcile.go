@@ -518,6 +518,9 @@ func (r *reconciling) gone(ctx context.Context, host Host, sb store.Sandbox, s S
 		f.Action = fmt.Sprintf("removed sandbox %s, whose container is gone; its checkpoints stay", sb.Name)
 		err = r.e.finishRemove(ctx, host, sb.ID, false)
 	}
+	if err != nil {
+		f.Action = "" // not yet
+	}
 	return f, err
 }
 

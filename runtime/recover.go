@@ -111,9 +111,9 @@ func (e *Engine) finish(ctx context.Context, in store.Intent) (did string, err e
 	case opUpdate:
 		did, err = e.finishUpdate(ctx, in, host)
 	case opRemove:
-		var data removal
-		if data, err = decode[removal](in.Data); err == nil {
-			did, err = fmt.Sprintf("finished the removal of sandbox %s", short(in.Sandbox)), e.finishRemove(ctx, host, in.Sandbox, data.Checkpoints)
+		var checkpoints bool
+		if _, checkpoints, err = e.removals(ctx, in.Sandbox); err == nil {
+			did, err = unless(e.finishRemove(ctx, host, in.Sandbox, checkpoints), "finished the removal of sandbox %s", short(in.Sandbox))
 		}
 	default:
 		return "", fmt.Errorf("%w: the journal names a verb %q that this version does not know", ErrUnsupported, in.Op)
@@ -127,6 +127,14 @@ func (e *Engine) finish(ctx context.Context, in store.Intent) (did string, err e
 		}
 	}
 	return did, e.store.Done(ctx, in.Seq)
+}
+
+// unless is what was done, in a sentence, unless that has failed.
+func unless(err error, did string, args ...any) (string, error) {
+	if err != nil {
+		return "", err
+	}
+	return fmt.Sprintf(did, args...), nil
 }
 
 // attend starts the processes beside a sandbox that came up though its start was
@@ -196,11 +204,10 @@ func (e *Engine) hostOf(ctx context.Context, in store.Intent) (Host, error) {
 }
 
 func (e *Engine) finishCreate(ctx context.Context, in store.Intent, host Host) (string, error) {
-	did := fmt.Sprintf("took back the half-made sandbox %s", short(in.Sandbox))
 	if err := host.Remove(ctx, in.Sandbox); err != nil {
 		return "", err
 	}
-	return did, e.store.DeleteSandbox(ctx, in.Sandbox)
+	return unless(e.store.DeleteSandbox(ctx, in.Sandbox), "took back the half-made sandbox %s", short(in.Sandbox))
 }
 
 // finishStart keeps a sandbox that came up and clears away one that did not.
@@ -215,7 +222,7 @@ func (e *Engine) finishStart(ctx context.Context, in store.Intent, host Host) (s
 	if c.Status == Running || c.Status == Paused {
 		return fmt.Sprintf("sandbox %s had started", short(in.Sandbox)), nil
 	}
-	return fmt.Sprintf("took back the half-done start of sandbox %s", short(in.Sandbox)), host.Stop(ctx, in.Sandbox, StopOptions{})
+	return unless(host.Stop(ctx, in.Sandbox, StopOptions{}), "took back the half-done start of sandbox %s", short(in.Sandbox))
 }
 
 // finishCheckpoint thaws what the killed verb froze; the checkpoint itself is
@@ -309,7 +316,7 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 	}
 	if data.Fork {
 		// Its origin is untouched, and nobody has been told of it yet.
-		return fmt.Sprintf("took back the half-made fork %s", short(in.Sandbox)), e.finishRemove(ctx, host, in.Sandbox, false)
+		return unless(e.finishRemove(ctx, host, in.Sandbox, false), "took back the half-made fork %s", short(in.Sandbox))
 	}
 	untouched, err := data.untouched()
 	if err != nil {
@@ -319,14 +326,15 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 		data.Phase = phasePrepare
 	}
 	if data.Phase == phasePrepare {
-		did := fmt.Sprintf("took back the half-done restore of sandbox %s", short(in.Sandbox))
-		if data.Recreated {
-			return did, e.finishRemove(ctx, host, in.Sandbox, false)
-		}
-		if len(data.Trees) == 0 {
+		switch {
+		case data.Recreated:
+			err = e.finishRemove(ctx, host, in.Sandbox, false)
+		case len(data.Trees) == 0:
 			return "", nil
+		default:
+			err = e.takeBack(ctx, in, host, data)
 		}
-		return did, e.takeBack(ctx, in, host, data)
+		return unless(err, "took back the half-done restore of sandbox %s", short(in.Sandbox))
 	}
 	did := fmt.Sprintf("finished the restore of sandbox %s to checkpoint %s", short(in.Sandbox), short(in.Checkpoint))
 	told, err := e.finishSwap(ctx, in, host, lock, data)

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -50,6 +51,12 @@ type removal struct {
 // remove takes a sandbox away; its lock is held. Once begun it is always
 // finished, if need be by Recover.
 func (e *Engine) remove(ctx context.Context, sb *locked, checkpoints bool) error {
+	// One that has failed before is this one from now on.
+	left, all, err := e.removals(ctx, sb.ID)
+	if err != nil {
+		return err
+	}
+	checkpoints = checkpoints || all
 	data, err := json.Marshal(removal{checkpoints, sb.Backend})
 	if err != nil {
 		return err
@@ -66,11 +73,33 @@ func (e *Engine) remove(ctx context.Context, sb *locked, checkpoints bool) error
 		return err
 	}
 	defer end()
+	for _, in := range left {
+		if err := e.store.Done(ctx, in.Seq); err != nil {
+			return err
+		}
+	}
 	if err := e.finishRemove(ctx, sb.host, sb.ID, checkpoints); err != nil {
 		return err // the intent stays: Recover tries again
 	}
 	e.log.Info("removed", "sandbox", sb.ID)
 	return e.store.Done(context.WithoutCancel(ctx), seq)
+}
+
+// removals are those of a sandbox that were begun and are not under way here, and whether
+// one of them was to take its checkpoints along.
+func (e *Engine) removals(ctx context.Context, id string) (left []store.Intent, checkpoints bool, err error) {
+	if left, err = e.leftIn(ctx, id); err != nil {
+		return nil, false, err
+	}
+	left = slices.DeleteFunc(left, func(in store.Intent) bool { return in.Op != opRemove })
+	for _, in := range left {
+		data, err := decode[removal](in.Data)
+		if err != nil {
+			return nil, false, err
+		}
+		checkpoints = checkpoints || data.Checkpoints
+	}
+	return left, checkpoints, nil
 }
 
 func (e *Engine) finishRemove(ctx context.Context, host Host, id string, checkpoints bool) error {
@@ -123,9 +152,7 @@ func (e *Engine) finishRemove(ctx context.Context, host Host, id string, checkpo
 	// What was begun in it is moot, and one that is made again of its checkpoint has
 	// the same id.
 	for _, in := range left {
-		if in.Op != opRemove {
-			err = errors.Join(err, e.store.Done(ctx, in.Seq))
-		}
+		err = errors.Join(err, e.store.Done(ctx, in.Seq))
 	}
 	return err
 }

@@ -19,7 +19,8 @@ import (
 func (e *Engine) leaveUnknown(ctx context.Context, host Host, id string) (did string, whole bool, err error) {
 	_, err = host.Inspect(ctx, id)
 	if errors.Is(err, ErrNotFound) {
-		return fmt.Sprintf("freed what was left of sandbox %s", short(id)), false, host.Remove(ctx, id)
+		did, err = unless(host.Remove(ctx, id), "freed what was left of sandbox %s", short(id))
+		return did, false, err
 	}
 	if err != nil {
 		return "", false, err
