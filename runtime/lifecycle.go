@@ -282,6 +282,11 @@ func (e *Engine) Start(ctx context.Context, ref string, streams *Streams) (wait 
 
 // start is Start of a sandbox whose lock it takes over.
 func (e *Engine) start(ctx context.Context, sb *locked, streams *Streams) (wait func() error, err error) {
+	return e.launch(ctx, sb, streams, nil)
+}
+
+// launch is start, of one that is stopped before with stop, which may be nil.
+func (e *Engine) launch(ctx context.Context, sb *locked, streams *Streams, stop *StopOptions) (wait func() error, err error) {
 	defer sb.lock.Unlock()
 	s, err := spec(sb.Sandbox)
 	if err != nil {
@@ -291,8 +296,13 @@ func (e *Engine) start(ctx context.Context, sb *locked, streams *Streams) (wait 
 	if err != nil {
 		return nil, err
 	}
-	if c.Status == Running || c.Status == Paused {
+	if stop == nil && (c.Status == Running || c.Status == Paused) {
 		return nil, fmt.Errorf("%w: it is %s", ErrState, c.Status)
+	}
+	if stop != nil {
+		if err := hasMounts(s); err != nil {
+			return nil, err
+		}
 	}
 	if err := errors.Join(mayUse(sb.Sandbox), mayStart(s), mayMount(s)); err != nil {
 		return nil, err
@@ -321,6 +331,11 @@ func (e *Engine) start(ctx context.Context, sb *locked, streams *Streams) (wait 
 		}
 	}
 	err = e.intent(ctx, store.Intent{Op: opStart, Sandbox: sb.ID}, nil, func(int64) error {
+		if stop != nil { // with the intent on record, for which there may have been no room
+			if c, err = e.stopFor(ctx, sb, *stop); err != nil {
+				return err
+			}
+		}
 		if err := failpoint.Hit("start.before-backend"); err != nil {
 			return err
 		}
@@ -520,32 +535,6 @@ func isKill(signal string) bool {
 		return true
 	}
 	return false
-}
-
-// Stop ends the sandbox's processes. A stopped sandbox is left as it is.
-func (e *Engine) Stop(ctx context.Context, ref string, timeout time.Duration) error {
-	if timeout < 0 {
-		timeout = stopTimeout
-	}
-	return fail("stop", ref, e.stop(ctx, ref, StopOptions{Timeout: timeout}))
-}
-
-func (e *Engine) stop(ctx context.Context, ref string, opts StopOptions) error {
-	sb, err := e.acquire(ctx, ref, "stop", lockWait)
-	if err != nil {
-		return err
-	}
-	if err = e.meant(sb.Sandbox); err == nil {
-		err = failpoint.Hit("stop.before-backend")
-	}
-	if err == nil {
-		err = sb.host.Stop(ctx, sb.ID, opts)
-	}
-	if err == nil {
-		e.log.Info("stopped", "sandbox", sb.ID)
-	}
-	sb.lock.Unlock()
-	return err
 }
 
 // Pause freezes every process of a running sandbox.

@@ -26,6 +26,9 @@ type Service interface {
 	Kill(ctx context.Context, sandbox, signal string) error
 	// Stop asks with the stop signal and kills after timeout; negative means 10 s.
 	Stop(ctx context.Context, sandbox string, timeout time.Duration) error
+	// Restart is Stop and Start, of which nobody comes in between. One that could not
+	// start, for a secret that is missing perhaps, is not stopped.
+	Restart(ctx context.Context, sandbox string, timeout time.Duration) error
 	Pause(ctx context.Context, sandbox string) error
 	Unpause(ctx context.Context, sandbox string) error
 	Remove(ctx context.Context, sandbox string, opts RemoveOptions) error

@@ -500,6 +500,10 @@ class Sandbox:
         """Asks with the stop signal, and kills after timeout seconds, 10 unless told."""
         self._verb("stop", {} if timeout is None else {"timeout_ns": int(timeout * 1e9)})
 
+    def restart(self, timeout=None):
+        """Stops it as stop does, and starts it; one that could not start is not stopped."""
+        self._verb("restart", {} if timeout is None else {"timeout_ns": int(timeout * 1e9)})
+
     def pause(self):
         self._verb("pause")
 

@@ -240,6 +240,11 @@ func (f *fakeService) Stop(_ context.Context, ref string, timeout time.Duration)
 	return err
 }
 
+func (f *fakeService) Restart(_ context.Context, ref string, timeout time.Duration) error {
+	f.stopTimeout = timeout
+	return f.simple("Restart", ref)
+}
+
 func (f *fakeService) simple(method, ref string) error {
 	if err := f.call(method, ref); err != nil {
 		return err

@@ -16,7 +16,7 @@ func newRestartCommand(a *app) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:               "restart [flags] SANDBOX...",
 		Short:             "Stop sandboxes and start them again",
-		Long:              "Restart stops sandboxes as 'agentbox stop' does, starts their command afresh and prints their names.",
+		Long:              "Restart stops sandboxes as 'agentbox stop' does, starts their command afresh and prints their names. One that could not start, because a secret is missing perhaps, is not stopped.",
 		Example:           "  agentbox restart -t 1 c",
 		Annotations:       exits(exitUsage, exitNotFound, exitState, exitBusy, exitDenied, exitUnsupported),
 		Args:              args(1, -1),
@@ -38,11 +38,8 @@ func newRestartCommand(a *app) *cobra.Command {
 
 func runRestart(ctx context.Context, timeout time.Duration, sandboxes []string, svc runtime.Service, out io.Writer) error {
 	return each(ctx, sandboxes, func(name string) error {
-		if err := svc.Stop(ctx, name, timeout); err != nil {
-			return reword(err, "restart", name)
-		}
-		if _, err := svc.Start(ctx, name, nil); err != nil {
-			return reword(err, "restart", name)
+		if err := svc.Restart(ctx, name, timeout); err != nil {
+			return err
 		}
 		_, err := fmt.Fprintln(out, name)
 		return err

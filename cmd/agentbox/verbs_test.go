@@ -135,7 +135,7 @@ func TestManyArguments(t *testing.T) {
 		t.Errorf("%d sandboxes left", got)
 	}
 	for verb, want := range map[string]string{
-		"stop": "Stop", "start": "Start", "kill": "Kill", "pause": "Pause", "unpause": "Unpause",
+		"stop": "Stop", "start": "Start", "kill": "Kill", "pause": "Pause", "unpause": "Unpause", "restart": "Restart",
 	} {
 		f := boxes()
 		try(t, f, "", verb, "run", "nope", "end").want(t, exitNotFound, "run\nend\n", "find nope:")
@@ -144,7 +144,7 @@ func TestManyArguments(t *testing.T) {
 		}
 	}
 	f = boxes()
-	f.fail["Stop"] = runtime.ErrBusy
+	f.fail["Restart"] = runtime.ErrBusy
 	try(t, f, "", "restart", "run", "end").want(t, exitBusy, "", "busy")
 	try(t, boxes(), "", "wait", "end", "end").want(t, 0, "137\n137\n")
 	try(t, boxes(), "", "checkpoint", "rm", "x", "y").want(t, 0, "x\ny\n")

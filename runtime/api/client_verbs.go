@@ -181,6 +181,15 @@ func (c *Client) Stop(ctx context.Context, sandbox string, timeout time.Duration
 	return none(ctx, c, at("sandboxes", sandbox, "stop"), stopBody{&timeout})
 }
 
+// Restart stops a sandbox and starts it again.
+func (c *Client) Restart(ctx context.Context, sandbox string, timeout time.Duration) error {
+	v, err := c.valuesOf(ctx, sandbox, nil)
+	if err != nil {
+		return err
+	}
+	return none(ctx, c, at("sandboxes", sandbox, "restart"), restartBody{v, stopBody{&timeout}})
+}
+
 // Pause freezes every process of a running sandbox.
 func (c *Client) Pause(ctx context.Context, sandbox string) error {
 	return none(ctx, c, at("sandboxes", sandbox, "pause"), None{})

@@ -55,6 +55,10 @@ type (
 	stopBody struct {
 		Timeout *time.Duration `json:"timeout_ns"` // before it is killed; null: 10 s
 	}
+	restartBody struct {
+		SecretValues
+		stopBody
+	}
 	exitBody struct {
 		Exit int `json:"exit"`
 	}
@@ -91,6 +95,13 @@ type (
 		Options runtime.CommitOptions `json:"options"`
 	}
 )
+
+func (b stopBody) timeout() time.Duration {
+	if b.Timeout == nil {
+		return -1
+	}
+	return *b.Timeout
+}
 
 // Page is a part of a list.
 type Page[T any] struct {
@@ -211,12 +222,14 @@ func (h *Handler) sandboxRoutes() []route {
 			return None{}, svc.Kill(ctx, r.ref, r.in.Signal)
 		}),
 		verb(h, "/v1/sandboxes/{sandbox}/stop", "Stop a sandbox", func(ctx context.Context, r *request[stopBody]) (None, error) {
-			timeout := time.Duration(-1)
-			if r.in.Timeout != nil {
-				timeout = *r.in.Timeout
-			}
-			return None{}, svc.Stop(ctx, r.ref, timeout)
+			return None{}, svc.Stop(ctx, r.ref, r.in.timeout())
 		}),
+		verb(h, "/v1/sandboxes/{sandbox}/restart", "Stop a sandbox and start it again", func(ctx context.Context, r *request[restartBody]) (None, error) {
+			if err := unknown(r); err != nil {
+				return None{}, err
+			}
+			return None{}, svc.Restart(r.in.with(ctx), r.ref, r.in.timeout())
+		}).heavily(),
 		verb(h, "/v1/sandboxes/{sandbox}/pause", "Freeze every process", func(ctx context.Context, r *request[None]) (None, error) {
 			return h.stood(ctx, r.ref, r.again(), runtime.Paused, svc.Pause(ctx, r.ref))
 		}),

@@ -55,6 +55,10 @@ func (s *Service) Stop(ctx context.Context, sandbox string, timeout time.Duratio
 	return s.do(ctx, s.on(ctx, "stop", sandbox, false), func(*Record) error { return s.next.Stop(ctx, sandbox, timeout) })
 }
 
+func (s *Service) Restart(ctx context.Context, sandbox string, timeout time.Duration) error {
+	return s.do(ctx, s.on(ctx, "restart", sandbox, false), func(*Record) error { return s.next.Restart(ctx, sandbox, timeout) })
+}
+
 func (s *Service) Pause(ctx context.Context, sandbox string) error {
 	return s.do(ctx, s.on(ctx, "pause", sandbox, false), func(*Record) error { return s.next.Pause(ctx, sandbox) })
 }

@@ -50,6 +50,10 @@ func (s *Service) Stop(ctx context.Context, ref string, timeout time.Duration) e
 	return s.do(ctx, "stop", sandbox(ref), func(ctx context.Context, _ trace.Span) error { return s.next.Stop(ctx, ref, timeout) })
 }
 
+func (s *Service) Restart(ctx context.Context, ref string, timeout time.Duration) error {
+	return s.do(ctx, "restart", sandbox(ref), func(ctx context.Context, _ trace.Span) error { return s.next.Restart(ctx, ref, timeout) })
+}
+
 func (s *Service) Pause(ctx context.Context, ref string) error {
 	return s.do(ctx, "pause", sandbox(ref), func(ctx context.Context, _ trace.Span) error { return s.next.Pause(ctx, ref) })
 }
