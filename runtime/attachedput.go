@@ -98,11 +98,14 @@ func (r *restoration) lookAgain(ctx context.Context, f *hostFile) error {
 	return nil
 }
 
-// returnHosts makes what putAll has put what it was, and tells of what it could not.
+// returnHosts makes what putAll has put what it was, and tells of what it could not. What
+// has become of each file is its action then.
 func (r *restoration) returnHosts(ctx context.Context) (left []string) {
 	for _, f := range r.hosts.list {
 		if !f.put {
-			f.action = AttachedLeft
+			if f.action != AttachedSame {
+				f.action = AttachedLeft // what was to be done with it was not
+			}
 			continue
 		}
 		err := errors.New("no checkpoint has what it was")
@@ -113,7 +116,7 @@ func (r *restoration) returnHosts(ctx context.Context) (left []string) {
 			left = append(left, fmt.Sprintf("%s (%v)", f.path, err))
 			continue
 		}
-		f.action = AttachedLeft
+		f.action = AttachedReturned
 	}
 	return left
 }

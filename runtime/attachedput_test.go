@@ -94,8 +94,21 @@ func TestAttachedFails(t *testing.T) {
 		for i, opts := range []runtime.RestoreOptions{{}, {NoUndo: true}, {NoUndo: true}, {Strategy: runtime.StrategyAuto}, {Strategy: runtime.StrategyRecreate}, {Strategy: runtime.StrategyRecreate, NoUndo: true}} {
 			h := newHosts(t, nil, i != 2)
 			t.Setenv("AGENTBOX_FAILPOINT", broken+"=error")
-			_, err := h.Restore(ctx, "box", opts)
+			out, err := h.Restore(ctx, "box", opts)
 			t.Setenv("AGENTBOX_FAILPOINT", "")
+			if out.Checkpoint.ID != h.then.ID || out.Sandbox.Head != h.then.ID || len(out.Attached) == 0 || (out.Undo == "") != opts.NoUndo || out.Strategy != opts.Strategy && opts.Strategy != runtime.StrategyAuto {
+				t.Errorf("%s, %+v: it tells %+v", broken, opts, out)
+			}
+			for i, f := range out.Attached {
+				want := []string{runtime.AttachedLeft, runtime.AttachedSame}
+				switch {
+				case broken == "restore.attached.after-put", broken == "restore.attached.between" && i == 0:
+					want = []string{runtime.AttachedReturned, runtime.AttachedSame}
+				}
+				if !slices.Contains(want, f.Action) {
+					t.Errorf("%s, %+v: %s is %s, want %q", broken, opts, f.Path, f.Action, want)
+				}
+			}
 			if text := said(err); !strings.Contains(text, "the sandbox is restored, but its host files are as they were: ") || !strings.Contains(text, broken) ||
 				!strings.Contains(text, "agentbox restore --attached box "+h.then.ID[:12]) {
 				t.Errorf("%s, %+v: %s (tests need the tag failpoint)", broken, opts, text)
@@ -189,8 +202,11 @@ func TestAttachedStranded(t *testing.T) {
 	for _, opts := range []runtime.RestoreOptions{{}, {NoUndo: true}, {Strategy: runtime.StrategyRecreate}, {Strategy: runtime.StrategyRecreate, NoUndo: true}} {
 		h := newHosts(t, nil, true)
 		t.Setenv("AGENTBOX_FAILPOINT", "restore.attached.between=error,restore.attached.before-return=error")
-		_, err := h.Restore(ctx, "box", opts)
+		out, err := h.Restore(ctx, "box", opts)
 		t.Setenv("AGENTBOX_FAILPOINT", "")
+		if want := []string{runtime.AttachedPut, runtime.AttachedLeft, runtime.AttachedLeft}; !slices.Equal(actions(out.Attached), want) {
+			t.Errorf("%+v: it tells %+v, want %q", opts, out.Attached, want)
+		}
 		undos := h.undos()
 		if len(undos) != 1 || !undos[0].Pinned {
 			t.Fatalf("%+v: undo checkpoints: %+v (%v)", opts, undos, err)

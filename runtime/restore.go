@@ -82,7 +82,7 @@ func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (
 		t.h.facts.Attempts = t.attempts
 		t.h.failed(ctx, err)
 	}
-	return out, errors.Join(err, e.alert(ctx, t, err)) // of a sandbox that is restored, though its host files are not
+	return out, errors.Join(err, e.alert(ctx, t, err))
 }
 
 // trying is a restore with all that it takes: one try, or several in different ways.
@@ -199,9 +199,9 @@ func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ Restored, er
 		if text := compensatedText(out.Compensated); text != "" {
 			err = hint(err, text)
 		}
-		var missing error
-		out.Sandbox, missing = e.Sandbox(context.WithoutCancel(ctx), r.sb.ID)
-		return out, errors.Join(err, missing)
+		var looked error
+		out.Sandbox, looked = e.Sandbox(context.WithoutCancel(ctx), r.sb.ID)
+		return out, errors.Join(err, looked)
 	}
 	if err != nil {
 		out.Warnings = append(slices.Clone(out.Warnings), err.Error())

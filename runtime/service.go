@@ -215,7 +215,9 @@ const (
 	AttachedPut     = hostfile.Written // made what the checkpoint has
 	AttachedRemoved = hostfile.Removed
 	AttachedSame    = hostfile.Same // it was so already
-	AttachedLeft    = "left"        // left alone; a warning says why
+	AttachedLeft    = "left"        // left alone; a warning, or the restore's error, says why
+	// AttachedReturned was put, and made what it had been again, as another could not be put.
+	AttachedReturned = "returned"
 )
 
 // ByNoAttached is why a restore with NoAttached leaves attached files alone, in its warning.

@@ -102,17 +102,16 @@ func (e *Engine) escalate(ctx context.Context, ref string, t *trying) (Restored,
 		for try := 1; ; try++ {
 			began := time.Now()
 			out, err := e.try(ctx, ref, t)
-			if err == nil {
+			if err == nil || out.Checkpoint.ID != "" { // it is restored, but for its host files perhaps
 				out.Strategy, out.Attempts = t.way, t.attempts
 				if out.Degraded = full && w.filesOnly && opts.Strategy == StrategyAuto; out.Degraded {
 					out.Warnings = append(slices.Clone(out.Warnings), "the processes of the checkpoint could not be restored: its files are back, and the command was started afresh")
 				}
+			}
+			if err == nil {
 				return out, nil
 			}
 			if errors.Is(err, errCalledOff) && t.begun {
-				if out.Checkpoint.ID != "" { // but for its host files
-					out.Strategy, out.Attempts = t.way, t.attempts
-				}
 				return out, e.explainTries(ctx, err, t)
 			}
 			if !t.begun || ctx.Err() != nil {

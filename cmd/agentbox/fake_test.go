@@ -33,6 +33,8 @@ type fakeService struct {
 	reaped      []string
 	ckOpts      runtime.CheckpointOptions
 	reOpts      runtime.RestoreOptions
+	attached    []runtime.RestoredFile
+	hostErr     error // of a restore, but for which it is done
 	filter      runtime.CheckpointFilter
 	logOpts     runtime.LogOptions
 	since       time.Time // of Events
@@ -307,7 +309,7 @@ func (f *fakeService) Restore(_ context.Context, ref string, opts runtime.Restor
 	}
 	sb, _ := f.find(ref)
 	newest := slices.IndexFunc(f.checkpoints, func(c runtime.Checkpoint) bool { return c.Trigger != runtime.TriggerUndo })
-	return runtime.Restored{Sandbox: *sb, Checkpoint: f.checkpoints[newest], Verified: opts.Verify, Down: 120 * time.Millisecond, Lost: f.lost}, nil
+	return runtime.Restored{Sandbox: *sb, Checkpoint: f.checkpoints[newest], Verified: opts.Verify, Down: 120 * time.Millisecond, Lost: f.lost, Attached: f.attached}, f.hostErr
 }
 
 func (f *fakeService) Checkpoints(_ context.Context, filter runtime.CheckpointFilter) ([]runtime.Checkpoint, error) {

@@ -94,6 +94,14 @@ func TestRestoreUndo(t *testing.T) {
 	if fmt.Sprint(re["lost"]) == "[]" || re["lost"] == nil {
 		t.Error(re)
 	}
+	// One whose host files could not be put tells all the same what was done.
+	f.lost, f.attached, f.hostErr = nil, []runtime.RestoredFile{{Path: "/etc/plan", Action: runtime.AttachedReturned}}, &runtime.Error{Op: "restore", ID: "run", Err: fmt.Errorf("the sandbox is restored, but: %w", runtime.ErrState)}
+	try(t, f, "", "restore", "run").want(t, exitState, "", "the sandbox is restored, but: ")
+	_, re = keysOf(t, try(t, f, "", "restore", "--format", "json", "run"), exitState)
+	if got := fmt.Sprint(re["attached"]); got != "[map[action:returned path:/etc/plan]]" {
+		t.Errorf("it tells %s", got)
+	}
+	f.attached, f.hostErr = nil, nil
 	got := restoreSummary(runtime.Restored{Sandbox: f.sandboxes[1], Checkpoint: f.checkpoints[1], Undo: "9abc"})
 	if want := "run is back at checkpoint 3f2a3f2a3f2a… (before): full, 12 files, 3 processes\nundo with: agentbox restore run --undo"; got != want {
 		t.Errorf("%q, want %q", got, want)

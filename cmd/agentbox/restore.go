@@ -107,8 +107,9 @@ It prints the sandbox's name; with --format json one object: sandbox, checkpoint
 verified, undo (the id of the undo checkpoint), changed (how many paths), lost, down_ns
 (how long it had no processes), files_ns (what the files took: undo checkpoint, comparison,
 exchange, proof, sync), compensated (effects whose undo commands were run), attached (host files:
-path, and action, one of put, removed, same and left), strategy,
-attempts (strategy, try, error, next, took_ns) and degraded with --strategy, warnings.`,
+path, and action, one of put, removed, same, left and returned), strategy,
+attempts (strategy, try, error, next, took_ns) and degraded with --strategy, warnings. When only
+its host files could not be put back it prints that object, too, and fails.`,
 		Example: `  agentbox restore c
   agentbox restore --verify c before-upgrade
   agentbox restore c 3f2a
@@ -158,42 +159,38 @@ attempts (strategy, try, error, next, took_ns) and degraded with --strategy, war
 
 func runRestore(ctx context.Context, opts runtime.RestoreOptions, format, sandbox string, svc runtime.Service, stdout, stderr io.Writer) error {
 	r, err := svc.Restore(ctx, sandbox, opts)
-	if err != nil {
-		// What there is to be said of a sandbox that is restored without its host files.
-		warn(stderr, r.Warnings)
-		tellLost(stderr, r.Lost)
+	if err != nil && r.Checkpoint.ID == "" {
 		return err
 	}
-	for _, f := range r.Compensated {
-		if f.Status == runtime.EffectCompensated { // the others are warnings
-			fmt.Fprintln(stderr, printable(effectText(f)))
+	if err == nil { // else the error says what was compensated
+		for _, f := range r.Compensated {
+			if f.Status == runtime.EffectCompensated { // the others are warnings
+				fmt.Fprintln(stderr, printable(effectText(f)))
+			}
 		}
 	}
 	for _, t := range r.Attempts {
 		fmt.Fprintln(stderr, oneLine(fmt.Sprintf("tried %s (%d): %s; next: %s", t.Strategy, t.Try, t.Error, t.Next)))
 	}
 	warn(stderr, r.Warnings)
-	if isTerminalWriter(stderr) {
+	if err == nil && isTerminalWriter(stderr) {
 		fmt.Fprintln(stderr, printable(restoreSummary(r)))
 	}
-	if format == formatJSON {
+	switch {
+	case format == formatJSON:
 		r.Sandbox, r.Checkpoint = documented(r.Sandbox), documentedCheckpoint(r.Checkpoint)
-		err = printJSON(stdout, r)
-	} else {
+		err = both(err, printJSON(stdout, r)) // it is restored, but for its host files perhaps
+	case err == nil:
 		_, err = fmt.Fprintln(stdout, r.Sandbox.Name)
 	}
 	if len(r.Lost) == 0 {
 		return err
 	}
-	tellLost(stderr, r.Lost)
-	return both(&runtime.Error{Op: "restore", ID: sandbox,
-		Err: fmt.Errorf("%s of checkpoint %s could not be restored: %w", countText(int64(len(r.Lost)), "path"), shortID(r.Checkpoint.ID), runtime.ErrCorrupt)}, err)
-}
-
-func tellLost(stderr io.Writer, lost []string) {
-	for _, what := range lost {
+	for _, what := range r.Lost {
 		fmt.Fprintf(stderr, "lost: %s\n", oneLine(what))
 	}
+	return both(&runtime.Error{Op: "restore", ID: sandbox,
+		Err: fmt.Errorf("%s of checkpoint %s could not be restored: %w", countText(int64(len(r.Lost)), "path"), shortID(r.Checkpoint.ID), runtime.ErrCorrupt)}, err)
 }
 
 func restoreSummary(r runtime.Restored) string {
