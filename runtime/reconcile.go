@@ -101,6 +101,7 @@ const (
 type reconciling struct {
 	e      *Engine
 	report ReconcileReport
+	causes []error // of its findings' errors
 	errs   []error
 	rows   []store.Sandbox
 	known  map[string]store.Sandbox
@@ -147,7 +148,7 @@ func (r *reconciling) add(f Finding, err error) {
 	if f.Action != "" {
 		r.report.Actions = append(r.report.Actions, f.Action)
 	}
-	r.report.Findings = append(r.report.Findings, f)
+	r.report.Findings, r.causes = append(r.report.Findings, f), append(r.causes, err)
 	r.report.Counts[f.Kind]++
 }
 
@@ -183,7 +184,8 @@ func (e *Engine) reconcile(ctx context.Context, unasked bool) (_ ReconcileReport
 		}
 		e.last = reconciled{r.said, r.ending}
 	}()
-	done, err := e.RecoverInterrupted(ctx)
+	defer r.record(ctx)
+	done, err := e.recoverFor(ctx, Deed{Alone: unasked})
 	for _, did := range done.Actions {
 		r.found(FoundInterrupted, "", did, nil)
 	}

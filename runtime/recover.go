@@ -36,6 +36,11 @@ const recoverWait = 30 * time.Second
 // A verb whose process lives is left alone. It is quick when there is nothing
 // to do, so every command calls it first.
 func (e *Engine) RecoverInterrupted(ctx context.Context) (Recovery, error) {
+	return e.recoverFor(ctx, Deed{Alone: true})
+}
+
+// recoverFor is RecoverInterrupted; whose it is, on record, is as in as.
+func (e *Engine) recoverFor(ctx context.Context, as Deed) (Recovery, error) {
 	var done Recovery
 	intents, err := e.store.Intents(ctx)
 	if err != nil {
@@ -46,10 +51,15 @@ func (e *Engine) RecoverInterrupted(ctx context.Context) (Recovery, error) {
 		if e.underWay(in.Seq) {
 			continue
 		}
+		about := e.Subject(ctx, in.Sandbox, false) // of which nothing may be left afterwards
+		about.Sandbox = in.Sandbox
 		did, err := e.finish(ctx, in)
 		if did != "" {
 			done.Actions = append(done.Actions, did)
 			e.log.Warn("recovered", "sandbox", in.Sandbox, "verb", in.Op, "action", did)
+			d := as
+			d.Verb, d.Why, d.Subject, d.Did, d.Past = "recover", fmt.Sprintf("its %s was interrupted", in.Op), about, []string{did}, true
+			_ = e.deed(ctx, &d, func() error { return err })
 		}
 		if err != nil {
 			errs = append(errs, fmt.Errorf("%s of %s: %w", in.Op, short(in.Sandbox), err))

@@ -172,7 +172,7 @@ func mayPass(err error) bool {
 // done, and the undo checkpoint of what the first has ended is that of all.
 func (e *Engine) afterTry(ctx context.Context, t *trying) error {
 	ctx = context.WithoutCancel(ctx)
-	_, err := e.RecoverInterrupted(ctx)
+	_, err := e.recoverFor(ctx, Deed{})
 	if t.r == nil || t.kept != "" || t.r.undone == "" {
 		return err
 	}

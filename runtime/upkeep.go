@@ -13,9 +13,8 @@ type Upkeep struct {
 	Prune     time.Duration // apply the retention rules of the policies so often
 	Rate      int64         // bytes a second that pruning may copy; 0: no bound
 
-	// They are told what came of each, if they are not nil.
+	// Reconciled is told what came of each comparison, if it is not nil.
 	Reconciled func(ReconcileReport, error)
-	Pruned     func(Pruned, error)
 }
 
 // upkeepTime bounds one Reconcile or one pruning: what is not done by then is
@@ -42,9 +41,7 @@ func (e *Engine) Upkeep(ctx context.Context, u Upkeep) {
 	all.Go(func() {
 		e.repeat(ctx, u.Prune, false, func(ctx context.Context) error {
 			out, err := e.retainQuietly(ctx, u.Rate)
-			if u.Pruned != nil {
-				u.Pruned(out, err)
-			}
+			e.recordPruned(context.WithoutCancel(ctx), out, err)
 			if len(out.Removed) > 0 || out.Freed > 0 {
 				e.log.Info("pruned", "checkpoints", len(out.Removed), "freed", out.Freed)
 			}

@@ -10,17 +10,34 @@ import (
 
 // deeds puts on record what an Engine does by itself.
 type deeds struct {
-	log *Log
-	by  string
+	log   *Log
+	by    string
+	tries Tries
+}
 
+// Tries remembers what has failed and is tried again, each second perhaps.
+type Tries struct {
 	mu     sync.Mutex
-	failed map[string]string // outcomes of those that are tried again, each second perhaps
+	failed map[string]string // with which outcome
+}
+
+// Again tells of a deed that has ended whether it has failed just as the try before.
+func (t *Tries) Again(d *runtime.Deed, err error) bool {
+	if !d.Past && !frees[d.Verb] {
+		return false
+	}
+	was := t.last(keyOf(d))
+	return t.came(keyOf(d), err) == was && err != nil
+}
+
+func keyOf(d *runtime.Deed) string {
+	return d.Verb + " " + d.Sandbox + " " + d.Checkpoint + " " + d.To
 }
 
 // Deeds is what an Engine does things of its own by (runtime.Options.Deeds). by is
 // as in New, for what belongs to a verb.
 func (l *Log) Deeds(by string) func(context.Context, *runtime.Deed, func() error) error {
-	d := &deeds{log: l, by: by, failed: map[string]string{}}
+	d := &deeds{log: l, by: by}
 	return d.do
 }
 
@@ -35,19 +52,19 @@ func (d *deeds) do(ctx context.Context, deed *runtime.Deed, do func() error) err
 	if deed.By == "" {
 		by = whoAsks(ctx, d.by)
 	}
-	key := r.Verb + " " + r.Sandbox + " " + r.Checkpoint + " " + r.To
-	if was := d.last(key); deed.Past || was != "" {
+	key := keyOf(deed)
+	if was := d.tries.last(key); deed.Past || was != "" {
 		// That it is tried once more is no news. What comes of it may be.
 		err := do()
-		if d.came(key, err) != was {
-			d.log.past(by, r, err, deed.By != "") // else the end of the verb takes it along
+		if d.tries.came(key, err) != was {
+			d.log.past(by, r, err, deed.By != "" || deed.Alone)
 		}
 		return err
 	}
 	return d.log.Do(by, r, func(r *Record) error {
 		err := do()
 		if frees[r.Verb] { // which is tried until it succeeds
-			d.came(key, err)
+			d.tries.came(key, err)
 		}
 		r.restored(d.log, deed.Restored)
 		return err
@@ -55,20 +72,23 @@ func (d *deeds) do(ctx context.Context, deed *runtime.Deed, do func() error) err
 }
 
 // last is with which outcome something has failed before; empty: it has not.
-func (d *deeds) last(key string) string {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	return d.failed[key]
+func (t *Tries) last(key string) string {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.failed[key]
 }
 
 // came notes the outcome of something.
-func (d *deeds) came(key string, err error) (outcome string) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
+func (t *Tries) came(key string, err error) (outcome string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
 	outcome = Outcome(err)
-	delete(d.failed, key)
+	delete(t.failed, key)
 	if err != nil {
-		d.failed[key] = outcome
+		if t.failed == nil {
+			t.failed = map[string]string{}
+		}
+		t.failed[key] = outcome
 	}
 	return outcome
 }

@@ -271,7 +271,7 @@ func TestDeedsTriedAgain(t *testing.T) {
 	h.backend.err = nil
 	_, err := h.EndLeases(t.Context())
 	h.must(err)
-	h.expect(h.news(), "note | keeper | recover |  | ok | ", "verb | keeper | lease end |  | ok | its deadline, after 1m0s, has passed")
+	h.expect(h.news(), "note | keeper | recover | a | ok | its rm was interrupted", "verb | keeper | lease end |  | ok | its deadline, after 1m0s, has passed")
 }
 
 // age makes a sandbox one that was made so long ago, before the last boot.
@@ -396,27 +396,87 @@ func TestDeedsOfPolicy(t *testing.T) {
 	}
 }
 
-// What the service prunes and finds by itself is found by the sandbox.
+// byName sorts what is on record by the names of the sandboxes.
+func byName(list []Entry) []Entry {
+	slices.SortStableFunc(list, func(a, b Entry) int { return strings.Compare(a.Name, b.Name) })
+	return list
+}
+
+// What the service prunes and finds by itself is found by the sandbox: each thing has a
+// record of its own, up to a bound.
 func TestDeedsOfUpkeep(t *testing.T) {
-	of := func(sandbox, name, id string) runtime.PrunedCheckpoint {
-		return runtime.PrunedCheckpoint{Checkpoint: runtime.Checkpoint{ID: id, Sandbox: sandbox, SandboxName: name}}
-	}
-	list := removed(runtime.Pruned{Removed: []runtime.PrunedCheckpoint{of("aaaa", "a", "1"), of("bbbb", "b", "2"), of("aaaa", "a", "3")}})
-	if len(list) != 2 || list[0].Name != "a" || list[0].Sandbox != "aaaa" || !slices.Equal(list[0].Made, []string{"1", "3"}) || !slices.Equal(list[1].Made, []string{"2"}) {
-		t.Errorf("%+v", list)
-	}
-	l := Open(t.TempDir())
-	for _, r := range list {
-		l.past(Self("service"), r, nil, true)
-	}
-	r := Record{Verb: "recover"}
-	r.concerns(runtime.ReconcileReport{Findings: []runtime.Finding{
-		{Sandbox: "aaaa", Action: "freed"}, {Sandbox: "aaaa", Action: "freed more"}, {Sandbox: "bbbb", Action: "left", Left: true}, {Sandbox: "cccc", Error: "not freed"}, {Action: "freed a rule"},
-	}})
-	l.past(Self("service"), r, nil, true)
-	for filter, want := range map[Filter]int{{Sandbox: "a"}: 1, {Sandbox: "aaaa"}: 2, {Sandbox: "bbbb"}: 1, {Sandbox: "cccc"}: 0, {Verb: "prune"}: 2} {
-		if got, err := l.List(t.Context(), filter); err != nil || len(got) != want {
-			t.Errorf("%+v: %+v, %v; want %d", filter, got, err, want)
+	h := newHost(t)
+	// upkeep has a service do something by itself until so much is on record.
+	upkeep := func(u runtime.Upkeep, verb string, n int) {
+		t.Helper()
+		ctx, end := context.WithTimeout(t.Context(), 20*time.Second)
+		var all sync.WaitGroup
+		defer all.Wait()
+		defer end()
+		all.Go(func() { h.Upkeep(ctx, u) })
+		for got := 0; got < n; time.Sleep(time.Millisecond) {
+			list, err := h.log.List(ctx, Filter{Verb: verb})
+			h.must(err)
+			got = len(list)
 		}
 	}
+	retention, err := (policy.Finder{}).Resolve("p", []byte("images: {references: ['*']}\ncheckpoints: {keep_last: 1}\n"))
+	h.must(err)
+	for _, name := range []string{"a", "b"} {
+		sb := h.create(runtime.CreateRequest{Policy: retention, Spec: runtime.Spec{Name: name}})
+		c := h.checkpoint(sb.ID, runtime.CheckpointOptions{FilesOnly: true})
+		h.must(h.PinCheckpoint(t.Context(), c.ID, true))
+		h.checkpoint(sb.ID, runtime.CheckpointOptions{FilesOnly: true})
+		h.must(h.PinCheckpoint(t.Context(), c.ID, false))
+	}
+	h.news()
+	upkeep(runtime.Upkeep{Prune: time.Millisecond}, "prune", 2)
+	h.expect(byName(h.news()), "note | test | prune | a | ok | retention", "note | test | prune | b | ok | retention")
+
+	// Restores that nobody will start: more than have records of their own.
+	old := time.Now().Add(-time.Hour)
+	var want []string
+	for i := range 66 {
+		staged := filepath.Join(h.root, "run", "restore", fmt.Sprintf("none%02d", i))
+		h.must(os.MkdirAll(staged, 0o700))
+		h.must(os.Chtimes(staged, old, old))
+		want = append(want, "note | test | recover |  | ok | found: staged")
+	}
+	upkeep(runtime.Upkeep{Reconcile: time.Hour}, "recover", 65)
+	found := h.news()
+	h.expect(found, append(want[:64:64], "note | test | recover |  | ok | found: more than 64 things")...)
+	if last := found[len(found)-1]; len(last.Text) != 2 {
+		t.Errorf("%+v", last.Record)
+	}
+
+	// What is only known by its absence goes when somebody asks for it.
+	for _, name := range []string{"a", "b"} {
+		sb, err := h.Sandbox(t.Context(), name)
+		h.must(err)
+		h.must(h.backend.Remove(t.Context(), sb.ID))
+	}
+	h.news()
+	_, err = h.Reconcile(t.Context())
+	h.must(err)
+	list := byName(h.news())
+	h.expect(list, "verb | test | recover |  | ok | ", "note | test | recover | a | ok | found: gone", "note | test | recover | b | ok | found: gone")
+	for _, e := range list[1:] {
+		if len(e.Text) != 1 || !strings.Contains(e.Text[0], "removed sandbox "+e.Name+", ") {
+			t.Errorf("%+v", e.Record)
+		}
+	}
+}
+
+// A verb that was cut off is on record by its sandbox when it is brought to its end.
+func TestDeedsOfRecovery(t *testing.T) {
+	h := newHost(t)
+	sb := h.create(runtime.CreateRequest{Spec: runtime.Spec{Name: "a"}})
+	for range 2 {
+		_, err := h.store.Begin(t.Context(), store.Intent{Op: "rm", Sandbox: sb.ID, Data: []byte(`{"backend": "memory"}`)})
+		h.must(err)
+	}
+	h.news()
+	_, err := h.RecoverInterrupted(t.Context())
+	h.must(err)
+	h.expect(h.news(), "note | test | recover | a | ok | its rm was interrupted")
 }

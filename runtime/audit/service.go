@@ -62,6 +62,8 @@ type reads interface {
 
 	Subject(ctx context.Context, ref string, checkpoint bool) runtime.Subject
 	// What these do by themselves is on record by way of Deeds.
+	RecoverInterrupted(ctx context.Context) (runtime.Recovery, error)
+	Upkeep(ctx context.Context, u runtime.Upkeep)
 	ReviveWatches(ctx context.Context) error
 	EndLeases(ctx context.Context) (did []string, err error)
 	KeepLeases(ctx context.Context) error

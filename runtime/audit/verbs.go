@@ -322,48 +322,6 @@ func (s *Service) Reconcile(ctx context.Context) (runtime.ReconcileReport, error
 	})
 }
 
-// Upkeep is on record when it has done something.
-func (s *Service) Upkeep(ctx context.Context, u runtime.Upkeep) {
-	done := u.Reconciled
-	u.Reconciled = func(out runtime.ReconcileReport, err error) {
-		if did := out.Deeds(); len(did) > 0 {
-			r := Record{Verb: "recover"}
-			r.did(did)
-			r.concerns(out)
-			s.log.past(s.who(ctx), r, err, true)
-		}
-		if done != nil {
-			done(out, err)
-		}
-	}
-	pruned := u.Pruned
-	u.Pruned = func(out runtime.Pruned, err error) {
-		for _, r := range removed(out) {
-			s.log.past(s.who(ctx), r, err, true)
-		}
-		if pruned != nil {
-			pruned(out, err)
-		}
-	}
-	s.next.Upkeep(ctx, u)
-}
-
-// removed is a record for each sandbox of which checkpoints were removed.
-func removed(out runtime.Pruned) (list []Record) {
-	at := map[string]int{}
-	for _, p := range out.Removed {
-		c := p.Checkpoint
-		i, ok := at[c.Sandbox]
-		if !ok {
-			i = len(list)
-			at[c.Sandbox] = i
-			list = append(list, Record{Verb: "prune", Sandbox: c.Sandbox, Name: Clip(c.SandboxName), Why: "retention"})
-		}
-		list[i].Made = some(list[i].Made, c.ID)
-	}
-	return list
-}
-
 func (s *Service) CreateLease(ctx context.Context, req runtime.LeaseRequest) (runtime.Lease, error) {
 	return made(ctx, s, Record{Verb: "lease create", Ref: Clip(req.Name)}, func(r *Record) (runtime.Lease, error) {
 		l, err := s.next.CreateLease(ctx, req)
@@ -402,21 +360,6 @@ func (s *Service) ReleaseLease(ctx context.Context, lease string) (runtime.Lease
 	return made(ctx, s, Record{Verb: "lease release", Ref: Clip(lease)}, func(r *Record) (runtime.Lease, error) {
 		return s.next.ReleaseLease(ctx, lease)
 	})
-}
-
-// RecoverInterrupted is called before every verb: it is on record when it has
-// found something to do.
-func (s *Service) RecoverInterrupted(ctx context.Context) (runtime.Recovery, error) {
-	out, err := s.next.RecoverInterrupted(ctx)
-	if len(out.Actions) == 0 {
-		return out, err
-	}
-	r := Record{Phase: Note, Verb: "recover", Who: s.who(ctx), Outcome: Outcome(err)}
-	r.did(out.Actions)
-	if _, e := s.log.Append(r, true); e != nil && err == nil {
-		err = e
-	}
-	return out, err
 }
 
 func (r *Record) did(actions []string) {
