@@ -156,6 +156,40 @@ func TestTraces(t *testing.T) {
 	}
 }
 
+// What agentbox does by itself, in processes that nobody waits for, begins traces of its own.
+func TestTracesOfDeeds(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	c := tracestest.New(t)
+	env := append(collectAt(c.URL), "TRACEPARENT=00-"+fmt.Sprintf("%032x", 7)+"-b7ad6b7169203331-01")
+	if r := b.try(env, "run", "-d", "--name", "c", "--network", "none", "--ttl", "3s", "--stop-signal", "KILL", "--checkpoint-every", "1s", "busybox", "sleep", "1000"); r.code != 0 {
+		t.Fatal(r)
+	}
+	id := b.inspect("c").ID
+	// own finds a span of a deed, which is nobody's step.
+	own := func(name string) (found tracestest.Span) {
+		b.eventually(name, func() bool {
+			for _, s := range c.Spans() {
+				if s.Name == name {
+					found = s
+					return true
+				}
+			}
+			return false
+		})
+		if found.Parent != "" || found.Trace == fmt.Sprintf("%032x", 7) || found.Error != "" || found.Attrs["agentbox.sandbox.id"] != id || found.Attrs["agentbox.sandbox.name"] != "c" {
+			t.Errorf("%+v", found)
+		}
+		return found
+	}
+	if s := own("agentbox.checkpoint"); s.Attrs["agentbox.checkpoint.trigger"] != "interval" {
+		t.Errorf("%+v", s)
+	}
+	if s := own("agentbox.stop"); s.Attrs["agentbox.by"] != "watch" || s.Attrs["agentbox.why"] != "ttl: its time of 3s is over" {
+		t.Errorf("%+v", s)
+	}
+}
+
 // A collector that takes a connection and never answers, or is none at all, changes
 // nothing about a verb; it is said once, and the end of a process waits a moment.
 func TestTracesNowhere(t *testing.T) {

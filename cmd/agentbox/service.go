@@ -141,7 +141,7 @@ func openService(ctx context.Context, g globals) (_ runtime.Service, err error) 
 		return nil, err
 	}
 	log, by := audit.Open(root), cmp.Or(g.by, "command")
-	engine := runtime.New(runtime.Options{Deeds: log.Deeds(by), Run: run, Store: st, Backend: g.Backend, Auto: g.starter(self, "auto"), Watch: g.starter(self, "watch"), Keeper: func() error { return g.startAside(self, "keep-leases") }, Policies: g.policies(), Open: func(name string) (runtime.Host, error) {
+	engine := runtime.New(runtime.Options{Deeds: g.traces.Deeds(by, log.Deeds(by)), Run: run, Store: st, Backend: g.Backend, Auto: g.starter(self, "auto"), Watch: g.starter(self, "watch"), Keeper: func() error { return g.startAside(self, "keep-leases") }, Policies: g.policies(), Open: func(name string) (runtime.Host, error) {
 		open, ok := backends[name]
 		if !ok {
 			return runtime.Host{}, usageErrorf("unknown backend %q: choose %s", name, backendNames())

@@ -13,18 +13,22 @@ import (
 	"github.com/agentbox/agentbox/runtime/traces"
 )
 
+// aside are the commands of what agentbox does by itself. Each deed is a trace of its own.
+var aside = map[string]bool{"auto": true, "keep-leases": true, "reap": true, "watch": true}
+
 // beginTrace begins the span of a command line, as part of the trace that the
 // environment names, where the environment asks for traces. What is wrong with that
 // must not keep anybody from a verb.
 func (a *app) beginTrace(cmd *cobra.Command) {
-	if cmd.Hidden { // what agentbox does by itself, and the shell's completion
+	does := aside[cmd.Name()]
+	if cmd.Hidden && !does { // the shell's completion
 		return
 	}
 	serves := cmd.Name() == "serve"
-	if !serves { // whose callers have traces of their own
+	if !serves && !does { // whose callers have traces of their own, and which has none
 		cmd.SetContext(traces.Parent(cmd.Context()))
 	}
-	lasting := serves || cmd.Name() == "mcp"
+	lasting := serves || does && cmd.Name() != "reap" || cmd.Name() == "mcp"
 	t, err := traces.Open(traces.Options{Version: version, Lasting: lasting})
 	if err != nil {
 		slog.Warn("there are no traces", "err", err, "hint", strings.Join(fault.Hint(err), " "))

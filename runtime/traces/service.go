@@ -90,7 +90,7 @@ func (t target) plain() bool {
 
 // made is a verb with its span, which do may tell more about.
 func made[T any](ctx context.Context, s *Service, verb string, on target, do func(context.Context, trace.Span) (T, error)) (T, error) {
-	ctx, span := s.tracer.Start(ctx, "agentbox."+strings.ReplaceAll(verb, " ", "."))
+	ctx, span := s.tracer.Start(ctx, spanName(verb))
 	defer span.End()
 	if on.plain() {
 		span.SetAttributes(attrRef.String(clip(on.ref)))

@@ -92,11 +92,7 @@ func (s *Service) Checkpoint(ctx context.Context, ref string, opts runtime.Check
 func (s *Service) Restore(ctx context.Context, ref string, opts runtime.RestoreOptions) (runtime.Restored, error) {
 	return made(ctx, s, "restore", sandbox(ref), func(ctx context.Context, span trace.Span) (runtime.Restored, error) {
 		out, err := s.next.Restore(ctx, ref, opts)
-		taken(span, out.Checkpoint)
-		boxed(span, out.Sandbox)
-		if err == nil {
-			span.SetAttributes(attrDown.Float64(ms(out.Down)), attrFiles.Float64(ms(out.Files)), attrUndo.String(out.Undo), attrChanged.Int(out.Changed), attrStrategy.String(out.Strategy))
-		}
+		restored(span, out, err)
 		return out, err
 	})
 }

@@ -1,0 +1,77 @@
+package traces
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"testing"
+
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/traces/tracestest"
+)
+
+// What agentbox does by itself is a trace of its own, and what is a step of a verb part
+// of the verb's; what fails each second is one span until something else comes of it.
+func TestDeeds(t *testing.T) {
+	c := tracestest.New(t)
+	environment(t, prefix+"ENDPOINT="+c.URL)
+	tr := opened(t, Options{})
+	next := func(_ context.Context, _ *runtime.Deed, do func() error) error { return do() }
+	do := tr.Deeds("service", next)
+	ctx, end := tr.Command(t.Context(), "agentbox checkpoint")
+	about := runtime.Subject{Sandbox: "0123456789abcdef", Name: "box"}
+	removal := &runtime.Deed{Verb: "rm", By: runtime.ByKeeper, Why: "lease 1b9e: its deadline has passed", Subject: about}
+	failed := fmt.Errorf("a mount: %w", runtime.ErrBusy)
+	for _, err := range []error{failed, failed, failed, nil} {
+		if got := do(ctx, removal, func() error { return err }); !errors.Is(got, err) {
+			t.Errorf("%v, want %v", got, err)
+		}
+	}
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Error(err)
+		}
+	}
+	must(do(ctx, &runtime.Deed{Verb: "prune", Why: "retention of policy p", Subject: about, Made: []string{"1", "2"}, Past: true}, func() error { return nil }))
+	restore := &runtime.Deed{Verb: "restore", By: runtime.ByWatch, Why: "restart policy always", Subject: about}
+	must(do(ctx, restore, func() error {
+		restore.Restored = runtime.Restored{Checkpoint: runtime.Checkpoint{ID: "c1", Sandbox: about.Sandbox, SandboxName: about.Name}, Changed: 3}
+		return nil
+	}))
+	must(do(t.Context(), &runtime.Deed{Verb: "recover", Why: "found: gone", Subject: about, Did: []string{"freed it"}, Past: true, Alone: true}, func() error { return nil }))
+	end(0, "")
+	tr.Close()
+
+	verb := c.One(t, "agentbox checkpoint")
+	var removals []string
+	for _, s := range c.Spans() {
+		if s.Name == verb.Name {
+			continue
+		}
+		if s.Attrs["agentbox.sandbox.id"] != about.Sandbox || s.Attrs["agentbox.sandbox.name"] != about.Name || s.Attrs["agentbox.why"] == "" || s.Attrs["agentbox.by"] == nil {
+			t.Errorf("%+v", s)
+		}
+		if of := s.Trace == verb.Trace; of != (s.Name == "agentbox.prune") || of != (s.Parent == verb.ID) || !of && s.Parent != "" {
+			t.Errorf("it is part of another trace: %+v", s)
+		}
+		if s.Name == "agentbox.rm" {
+			removals = append(removals, fmt.Sprint(s.Error, s.Attrs["error.type"], s.Attrs["agentbox.by"], s.Attrs["agentbox.why"]))
+		}
+	}
+	if want := fmt.Sprintf("[busybusykeeper%[1]s <nil>keeper%[1]s]", removal.Why); fmt.Sprint(removals) != want {
+		t.Errorf("removals: %v, want %s", removals, want)
+	}
+	if s := c.One(t, "agentbox.prune"); s.Attrs["agentbox.by"] != "service" || s.Attrs["agentbox.count"] != int64(2) {
+		t.Errorf("%+v", s)
+	}
+	if s := c.One(t, "agentbox.restore"); s.Attrs["agentbox.checkpoint.id"] != "c1" || s.Attrs["agentbox.restore.changed"] != int64(3) {
+		t.Errorf("%+v", s)
+	}
+	if c.One(t, "agentbox.recover"); c.Contains("freed it") {
+		t.Error("what was done is in a span")
+	}
+	if (*Traces)(nil).Deeds("x", nil) != nil {
+		t.Error("no traces do something")
+	}
+}
