@@ -6,7 +6,6 @@ import (
 	"os"
 	"os/exec"
 	"strings"
-	"sync"
 	"syscall"
 	"time"
 
@@ -16,6 +15,7 @@ import (
 
 	"github.com/agentbox/agentbox/criu/host"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // Features is what CRIU can do on this host.
@@ -59,7 +59,7 @@ func Check(ctx context.Context) (Features, error) {
 	f.SysResource = hasCapability(unix.CAP_SYS_RESOURCE)
 	f.Nftables = hasNftables(path)
 
-	var wg sync.WaitGroup
+	var wg guard.WaitGroup
 	var versionErr error
 	wg.Go(func() {
 		var resp *rpc.CriuResp

@@ -6,6 +6,8 @@ import (
 	goruntime "runtime"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // SetHostname names the UTS namespace of a process. CRIU has restored the one
@@ -26,8 +28,7 @@ func SetHostname(pid int, name string) error {
 	if own.Ino == its.Ino && own.Dev == its.Dev {
 		return fmt.Errorf("process %d has the hostname of this host", pid)
 	}
-	done := make(chan error, 1)
-	go func() {
+	err = <-guard.Start(func() error {
 		// Not unlocked: the thread ends with the goroutine, and nothing else
 		// ever runs in that namespace.
 		goruntime.LockOSThread()
@@ -35,9 +36,9 @@ func SetHostname(pid int, name string) error {
 		if err == nil {
 			err = unix.Sethostname([]byte(name))
 		}
-		done <- err
-	}()
-	if err := <-done; err != nil {
+		return err
+	})
+	if err != nil {
 		return fmt.Errorf("set the hostname of process %d: %w", pid, err)
 	}
 	return nil

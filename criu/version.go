@@ -7,10 +7,10 @@ import (
 	"os/exec"
 	"strings"
 
-	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/criu/host"
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // Versions names what process images depend on, each in its own words.
@@ -30,7 +30,7 @@ func ToolVersions(ctx context.Context, rt Runtime) (v Versions, err error) {
 	if err != nil {
 		return v, err
 	}
-	var group errgroup.Group
+	var group guard.Group
 	ask := func(into *string, binary string) {
 		group.Go(func() error {
 			out, err := exec.CommandContext(ctx, binary, "--version").Output()

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // What lies in tmp begins with one of these.
@@ -65,12 +66,11 @@ func flockContext(ctx context.Context, f *os.File) error {
 	if err != nil {
 		return err
 	}
-	got := make(chan error, 1)
 	waiter := os.NewFile(uintptr(dup), f.Name())
-	go func() { // nothing ends a wait for a lock
+	got := guard.Start(func() error { // nothing ends a wait for a lock
 		err := flock(waiter, unix.LOCK_EX)
-		got <- errors.Join(err, waiter.Close())
-	}()
+		return errors.Join(err, waiter.Close())
+	})
 	select {
 	case err := <-got:
 		return err

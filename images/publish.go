@@ -8,6 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // publisher makes unpacked layers visible once they are on disk. What arrives
@@ -29,7 +30,7 @@ type unpacked struct {
 
 func (s *Store) publisher(ctx context.Context) *publisher {
 	p := &publisher{s: s, ctx: ctx, in: make(chan unpacked), done: make(chan struct{})}
-	go p.run()
+	guard.Go(p.run)
 	return p
 }
 
@@ -59,13 +60,13 @@ func (p *publisher) run() {
 				more = false
 			}
 		}
-		err := p.sync(u)
+		err := guard.Do(func() error { return p.sync(u) })
 		for _, u := range batch {
 			if err != nil {
 				u.result <- err
 				continue
 			}
-			u.result <- p.show(u)
+			u.result <- guard.Do(func() error { return p.show(u) })
 		}
 	}
 }

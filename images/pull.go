@@ -13,13 +13,13 @@ import (
 	"sync"
 	"time"
 
-	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/images/layer"
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // A blob may unpack to this many times its size, or to the floor if that is
@@ -270,7 +270,7 @@ func (s *Store) fetch(ctx context.Context, layers []source.Layer, opts PullOptio
 	}
 	pub := s.publisher(ctx)
 	defer pub.close()
-	group, ctx := errgroup.WithContext(ctx)
+	group, ctx := guard.WithContext(ctx)
 	group.SetLimit(cmp.Or(opts.Parallel, 3))
 	for _, l := range todo {
 		group.Go(func() error {

@@ -3,7 +3,6 @@ package overlay
 import (
 	"fmt"
 	goruntime "runtime"
-	"sync"
 	"sync/atomic"
 	"unsafe"
 
@@ -11,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // finish gives an open file or directory all but its content. The order is the
@@ -211,7 +211,7 @@ type writers struct {
 	work   chan *batch
 	queue  []*batch // sent, in order, not reported yet
 	cur    *batch
-	wg     sync.WaitGroup
+	wg     guard.WaitGroup
 	failed atomic.Bool // what comes after a failure is only closed
 }
 
@@ -245,7 +245,9 @@ func (w *writers) start() {
 	for range min(max(goruntime.GOMAXPROCS(0)-1, 1), 8) {
 		w.wg.Go(func() {
 			for b := range w.work {
-				b.err = w.write(b)
+				if b.err = guard.Do(func() error { return w.write(b) }); b.err != nil {
+					w.failed.Store(true)
+				}
 				close(b.done)
 			}
 		})
@@ -268,9 +270,6 @@ func (w *writers) write(b *batch) (err error) {
 		if cerr := unix.Close(j.fd); err == nil && cerr != nil {
 			err = pathError("close", j.entry.Path, cerr)
 		}
-	}
-	if err != nil {
-		w.failed.Store(true)
 	}
 	return err
 }

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // Sink takes the data of files in. It is called from several goroutines at a
@@ -229,7 +230,7 @@ func (c *collector) run(ctx context.Context, root *treeDir, known *memory) (err 
 	ordered := make(chan *stretch, 4*workers)
 	work := make(chan *stretch, 4*workers)
 	ctx, cancel := context.WithCancel(ctx)
-	var wg sync.WaitGroup
+	var wg guard.WaitGroup
 	defer wg.Wait()
 	l := &lister{c: c, ctx: ctx, ordered: ordered, work: work, free: make(chan *stretch, cap(ordered))}
 	if known != nil {
@@ -244,7 +245,9 @@ func (c *collector) run(ctx context.Context, root *treeDir, known *memory) (err 
 		wg.Go(func() {
 			r := newReaderOf(c)
 			for b := range work {
-				r.batch(ctx, b)
+				if err := guard.Do(func() error { r.batch(ctx, b); return nil }); err != nil {
+					b.items[0].err, b.plain = err, false // there is one: nothing panics over none
+				}
 				close(b.done)
 			}
 		})

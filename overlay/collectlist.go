@@ -7,6 +7,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // treeDir is a directory with its place in the tree.
@@ -137,7 +139,7 @@ var errEnded = errors.New("ended")
 func (l *lister) list(root *treeDir) {
 	l.b = l.fresh()
 	l.buf = make([]byte, 64<<10)
-	err := l.all(root)
+	err := guard.Do(func() error { return l.all(root) })
 	for _, f := range l.stack {
 		f.dir.release()
 	}

@@ -3,6 +3,8 @@ package overlay
 import (
 	"context"
 	"sync"
+
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // copyBuf is the unit in which larger files are moved.
@@ -31,11 +33,11 @@ func inPieces(size int64, fill, use func(p []byte) error) error {
 	}
 	full := make(chan piece, 2)
 	stop := make(chan struct{})
-	go func() {
+	guard.Go(func() {
 		defer close(full)
 		for left := size; left > 0; {
 			p := piece{buf: buffers.Get().(*[copyBuf]byte), n: int(min(left, copyBuf))}
-			p.err = fill(p.buf[:p.n])
+			p.err = guard.Do(func() error { return fill(p.buf[:p.n]) })
 			left -= int64(p.n)
 			select {
 			case full <- p:
@@ -46,7 +48,7 @@ func inPieces(size int64, fill, use func(p []byte) error) error {
 				return
 			}
 		}
-	}()
+	})
 	var err error
 	for p := range full {
 		if err == nil {

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 const (
@@ -88,7 +89,7 @@ func (s *scan) run(ctx context.Context, dir string, fn func(*item) error) (err e
 	s.work = make(chan *chunk, 2*workers)
 
 	ctx, cancel := context.WithCancel(ctx)
-	var wg sync.WaitGroup
+	var wg guard.WaitGroup
 	defer wg.Wait()
 	defer cancel()
 	wg.Go(func() {
@@ -100,7 +101,9 @@ func (s *scan) run(ctx context.Context, dir string, fn func(*item) error) (err e
 		wg.Go(func() {
 			buf := newScratch()
 			for c := range s.work {
-				s.read(ctx, c, buf)
+				if err := guard.Do(func() error { s.read(ctx, c, buf); return nil }); err != nil {
+					c.items[0].err = err // there is one: nothing panics over none
+				}
 				close(c.done)
 			}
 		})

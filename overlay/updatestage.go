@@ -7,13 +7,13 @@ import (
 	"io"
 	goruntime "runtime"
 	"strconv"
-	"sync"
 	"sync/atomic"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // Stage reads from src all data that the update needs, proves it, and lays it
@@ -61,7 +61,7 @@ func (u *Update) stage(ctx context.Context, to, stage string, src Source) error 
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	var next atomic.Int64
-	var wg sync.WaitGroup
+	var wg guard.WaitGroup
 	for range min(max(goruntime.GOMAXPROCS(0), 2), 8, u.files) {
 		wg.Go(func() {
 			small := make([]byte, smallFile)
@@ -73,7 +73,7 @@ func (u *Update) stage(ctx context.Context, to, stage string, src Source) error 
 				if index[i].do != doFile {
 					continue
 				}
-				if err := u.stageFile(ctx, dir, i, src, small); err != nil {
+				if err := guard.Do(func() error { return u.stageFile(ctx, dir, i, src, small) }); err != nil {
 					cancel(err)
 				}
 			}

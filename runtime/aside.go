@@ -9,10 +9,10 @@ import (
 	"path/filepath"
 	"strconv"
 
-	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -61,7 +61,7 @@ func (e *Engine) layAside(ctx context.Context, r *restoration) (ok bool, err err
 	}
 	// The files that are replaced are what is left after a power cut: before the first
 	// change beginSwap makes them durable, where it does not begin here.
-	var durable errgroup.Group
+	var durable guard.Group
 	if !r.together {
 		durable.Go(func() error { return syncfs(t.Dir) })
 	}
@@ -128,14 +128,13 @@ func (e *Engine) compare(ctx context.Context, r *restoration, t *tree) (*overlay
 
 // planKnown is plan for a tree of which exactly that is known what the checkpoint has.
 func (t *tree) planKnown(ctx context.Context, r *store.Reader) (*overlay.Update, error) {
-	proof := make(chan error, 1)
-	go func() {
+	proof := guard.Start(func() error {
 		same, err := overlay.ProveKnown(t.seen, r.TreePieces(t.Number))
 		if err == nil && !same {
 			err = fmt.Errorf("the checkpoint has another list than what is known: %w", ErrState)
 		}
-		proof <- err
-	}()
+		return err
+	})
 	u, err := overlay.PlanUpdateKnown(ctx, t.Dir, t.seen, store.Cutter{})
 	if err := errors.Join(<-proof, err); err != nil {
 		return nil, errors.Join(err, u.Close())
@@ -157,7 +156,7 @@ func (e *Engine) beginSwap(ctx context.Context, seq int64, r *restoration) (err 
 		// The disk is waited for once, for what was before, what lies beside it, and the record.
 		return errors.Join(e.advance(ctx, seq, r.data, true), syncfs(t.Dir))
 	}
-	var group errgroup.Group
+	var group guard.Group
 	for _, path := range []string{t.before(), t.aside(), filepath.Dir(t.aside())} {
 		group.Go(func() error { return fsync(path) })
 	}

@@ -18,6 +18,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/internal/hostfile"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/store"
@@ -161,12 +162,10 @@ func takeHost(ctx context.Context, path string, to overlay.Sink, before *hostfil
 		defer cancel()
 	}
 	var t *hostfile.Taken
-	done := make(chan error, 1)
-	go func() (err error) {
-		defer func() { done <- err }()
+	done := guard.Start(func() (err error) {
 		t, err = hostfile.Take(ctx, path, to, store.MaxAttached, before)
 		return err
-	}()
+	})
 	select {
 	case err := <-done:
 		return t, err

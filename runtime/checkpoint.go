@@ -7,13 +7,11 @@ import (
 	"fmt"
 	"path/filepath"
 	"slices"
-	"sync"
 	"time"
-
-	"golang.org/x/sync/errgroup"
 
 	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/internal/hostfile"
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/overlay"
@@ -320,7 +318,7 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 	if err := failpoint.Hit("checkpoint.before-commit"); err != nil {
 		return row, err
 	}
-	var beside sync.WaitGroup
+	var beside guard.WaitGroup
 	if k.beside != nil {
 		beside.Go(func() { k.beside(ctx) })
 	}
@@ -451,7 +449,7 @@ func (e *Engine) capture(ctx context.Context, k *making, draft *store.Draft) err
 	if err != nil {
 		return err
 	}
-	var group errgroup.Group // no shared context: a dump that began must end
+	var group guard.Group // no shared context: a dump that began must end
 	group.Go(func() error {
 		return e.collect(ctx, k, draft, overlay.CollectOptions{Skip: print.skip, Fixed: print.known})
 	})

@@ -26,6 +26,7 @@ import (
 	"time"
 
 	"github.com/agentbox/agentbox/internal/ahead"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime/store"
@@ -408,13 +409,16 @@ func (e *Engine) sandboxes(ctx context.Context) ([]Sandbox, error) {
 	views, errs := make([]Sandbox, len(rows)), make([]error, len(rows))
 	specs := e.listed.of(rows, errs)
 	var next atomic.Int64
-	var all sync.WaitGroup
+	var all guard.WaitGroup
 	for range min(viewsAtOnce, len(rows)) {
 		all.Go(func() {
 			ahead.Do(func() {
 				for i := int(next.Add(1)) - 1; i < len(rows) && ctx.Err() == nil; i = int(next.Add(1)) - 1 {
 					if errs[i] == nil {
-						views[i], _, errs[i] = e.viewOf(ctx, rows[i], specs[i])
+						errs[i] = guard.Do(func() (err error) {
+							views[i], _, err = e.viewOf(ctx, rows[i], specs[i])
+							return err
+						})
 					}
 				}
 			})
@@ -437,6 +441,9 @@ func (e *Engine) sandboxes(ctx context.Context) ([]Sandbox, error) {
 		if err != nil {
 			// Its engine does not answer; the others are none the worse.
 			e.log.Warn("state unknown", "sandbox", sb.Name, "err", err)
+			if out.ID == "" {
+				out = Sandbox{ID: sb.ID, Name: sb.Name, Image: sb.Image, ImageDigest: sb.ImageDigest, Backend: sb.Backend, Created: sb.Created, Labels: map[string]string{}}
+			}
 			out.Status = Unknown
 		}
 		list = append(list, out)

@@ -15,12 +15,11 @@ import (
 	"strings"
 	"time"
 
-	"golang.org/x/sync/errgroup"
-
 	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/images"
 	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -67,7 +66,7 @@ func (e *Engine) Fork(ctx context.Context, ref string, opts ForkOptions) (_ []Fo
 		return nil, err
 	}
 	list := make([]*Forked, opts.Count)
-	group := new(errgroup.Group)
+	group := new(guard.Group)
 	group.SetLimit(4) // they wait for the disk and the kernel, not only for cores
 	for i := range list {
 		group.Go(func() error {

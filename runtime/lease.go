@@ -7,11 +7,11 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/store"
@@ -449,7 +449,7 @@ func (e *Engine) HoldLease(ctx context.Context, req LeaseRequest, fn func(contex
 		return err
 	}
 	held, stop := context.WithCancelCause(ctx)
-	var watch sync.WaitGroup
+	var watch guard.WaitGroup
 	watch.Go(func() {
 		tick := time.NewTicker(followEvery)
 		defer tick.Stop()

@@ -12,9 +12,8 @@ import (
 	"sync"
 	"time"
 
-	"golang.org/x/sync/errgroup"
-
 	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -246,11 +245,11 @@ func (e *Engine) freeMembers(ctx context.Context, id, by string) error {
 	}
 	var mu sync.Mutex
 	var errs []error
-	group := new(errgroup.Group)
+	group := new(guard.Group)
 	group.SetLimit(4) // they wait for the kernel, not only for cores
 	for _, sb := range m.Sandboxes {
 		group.Go(func() error {
-			if err := e.freeSandbox(ctx, sb, l, by); err != nil {
+			if err := guard.Do(func() error { return e.freeSandbox(ctx, sb, l, by) }); err != nil {
 				e.notFreed(err, "sandbox", sb.ID, "lease", id)
 				mu.Lock()
 				defer mu.Unlock()
@@ -457,7 +456,7 @@ func await(ctx context.Context, o LeaseOwner, waiting map[LeaseOwner]context.Can
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	waiting[o] = cancel
-	go func() {
+	guard.Go(func() {
 		p, err := o.open()
 		if err != nil {
 			return
@@ -472,5 +471,5 @@ func await(ctx context.Context, o LeaseOwner, waiting map[LeaseOwner]context.Can
 			default: // one is waiting already
 			}
 		}
-	}()
+	})
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/store"
@@ -253,13 +254,12 @@ func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *u
 			return err
 		}
 	}
-	durable := make(chan error, 1)
-	go func() {
+	durable := guard.Start(func() error {
 		syncing := time.Now()
 		err := each(ctx, r.data.Trees, func(_ context.Context, t *tree) error { return syncfs(t.Dir) })
 		r.files += time.Since(syncing)
-		durable <- err
-	}()
+		return err
+	})
 	*started = true
 	err := e.resume(ctx, r)
 	r.down = time.Since(gone)

@@ -12,9 +12,8 @@ import (
 	"strconv"
 	"strings"
 
-	"golang.org/x/sync/errgroup"
-
 	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -59,7 +58,7 @@ func (t tree) apply(ctx context.Context, u *overlay.Update) error {
 
 // each does the same to every tree, side by side.
 func each(ctx context.Context, trees []tree, do func(context.Context, *tree) error) error {
-	group, ctx := errgroup.WithContext(ctx)
+	group, ctx := guard.WithContext(ctx)
 	group.SetLimit(2)
 	for i := range trees {
 		group.Go(func() error { return do(ctx, &trees[i]) })

@@ -3,8 +3,9 @@ package runtime
 import (
 	"context"
 	"errors"
-	"sync"
 	"time"
+
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // Upkeep says what a service does by itself, beside its callers; zero: never.
@@ -24,7 +25,7 @@ const upkeepTime = 10 * time.Minute
 // Upkeep does what u says until ctx ends; then nothing of it is under way any
 // more. Errors are logged, and tried again the next time.
 func (e *Engine) Upkeep(ctx context.Context, u Upkeep) {
-	var all sync.WaitGroup
+	var all guard.WaitGroup
 	defer all.Wait()
 	all.Go(func() {
 		e.repeat(ctx, u.Reconcile, true, func(ctx context.Context) error {
@@ -58,7 +59,7 @@ func (e *Engine) repeat(ctx context.Context, every time.Duration, now bool, fn f
 	for {
 		if now {
 			soon, cancel := context.WithTimeout(ctx, upkeepTime)
-			err := fn(soon)
+			err := guard.Do(func() error { return fn(soon) })
 			cancel()
 			switch {
 			case err == nil || ctx.Err() != nil:

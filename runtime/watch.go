@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -290,7 +291,7 @@ func (w *watching) look(ctx context.Context) (done bool, wait time.Duration, err
 	if w.ended == nil {
 		ended := make(chan struct{})
 		w.ended = ended
-		go func() {
+		guard.Go(func() {
 			defer close(ended)
 			if _, err := host.Wait(ctx, w.id); err != nil {
 				select { // whatever keeps it from waiting may last
@@ -298,7 +299,7 @@ func (w *watching) look(ctx context.Context) (done bool, wait time.Duration, err
 				case <-ctx.Done():
 				}
 			}
-		}()
+		})
 	}
 	if now := uptime(); now-w.noted >= time.Second { // the files may be looked at more often
 		e.keepHits(ctx, sb, c)

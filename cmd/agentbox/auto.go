@@ -13,6 +13,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 )
@@ -80,7 +81,7 @@ func (g globals) startAside(self string, args ...string) error {
 	if err := cmd.Start(); err != nil {
 		return err
 	}
-	go func() { _ = cmd.Wait() }() // a service would have its zombie; how it ended is in its log
+	guard.Start(cmd.Wait) // a service would have its zombie; how it ended is in its log
 	return nil
 }
 
@@ -89,12 +90,13 @@ func (g globals) startAside(self string, args ...string) error {
 // tried again at the next interval.
 func runAuto(ctx context.Context, svc runtime.Service, id string, every time.Duration) error {
 	log := slog.With("sandbox", id)
-	exited := make(chan error, 1)
-	await := func() {
-		_, err := svc.Wait(ctx, id)
-		exited <- err
+	await := func() <-chan error {
+		return guard.Start(func() error {
+			_, err := svc.Wait(ctx, id)
+			return err
+		})
 	}
-	go await()
+	exited := await()
 	tick := time.NewTicker(every)
 	defer tick.Stop()
 	said, times := "", 0
@@ -119,7 +121,7 @@ func runAuto(ctx context.Context, svc runtime.Service, id string, every time.Dur
 				case <-ctx.Done():
 				}
 			}
-			go await()
+			exited = await()
 			continue
 		case <-tick.C:
 		}

@@ -20,6 +20,7 @@ import (
 	"github.com/coreos/go-systemd/v22/daemon"
 	"github.com/spf13/cobra"
 
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/api"
 	"github.com/agentbox/agentbox/runtime/doctor"
@@ -273,13 +274,13 @@ func watchdog(h *api.Handler) (stop func()) {
 		return func() {}
 	}
 	done := make(chan struct{})
-	go func() {
+	guard.Go(func() {
 		tick := time.NewTicker(every / 2)
 		defer tick.Stop()
 		for {
 			select {
 			case <-tick.C:
-				if err := h.Alive(context.Background()); err != nil {
+				if err := guard.Do(func() error { return h.Alive(context.Background()) }); err != nil {
 					slog.Error("watchdog", "err", err)
 					continue
 				}
@@ -288,7 +289,7 @@ func watchdog(h *api.Handler) (stop func()) {
 				return
 			}
 		}
-	}()
+	})
 	return func() { close(done) }
 }
 

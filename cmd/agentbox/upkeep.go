@@ -3,12 +3,12 @@ package main
 import (
 	"context"
 	"log/slog"
-	"sync"
 	"time"
 
 	"github.com/docker/go-units"
 	"github.com/spf13/pflag"
 
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/api"
 )
@@ -56,7 +56,7 @@ const soonEvery = 5 * time.Second
 // for what is under way. Other commands leave it to the service.
 func (o *upkeepOptions) tend(ctx context.Context, svc runtime.Service, figures *api.Metrics) (stop func()) {
 	ctx, cancel := context.WithCancel(ctx)
-	var all sync.WaitGroup
+	var all guard.WaitGroup
 	if r, ok := svc.(recoverer); ok {
 		all.Go(func() { regularly(ctx, soonEvery, "limits of sandboxes may not be held", r.ReviveWatches) })
 	}
@@ -88,7 +88,7 @@ func regularly(ctx context.Context, every time.Duration, failed string, fn func(
 	defer tick.Stop()
 	for said := ""; ; {
 		text := ""
-		if err := fn(ctx); err != nil && ctx.Err() == nil {
+		if err := guard.Do(func() error { return fn(ctx) }); err != nil && ctx.Err() == nil {
 			text = err.Error()
 		}
 		if text != "" && text != said {

@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	goruntime "runtime"
+	"runtime/debug"
 	"strconv"
 	"strings"
 	"time"
@@ -50,8 +51,14 @@ func (c Container) Trap(ctx context.Context, threads []int, fn func(tid int) err
 // lets go of what it still traces.
 func onThread(fn func()) {
 	done := make(chan struct{})
+	var panicked any
 	go func() {
 		defer close(done)
+		defer func() {
+			if v := recover(); v != nil {
+				panicked = fmt.Sprintf("%v\n%s", v, debug.Stack())
+			}
+		}()
 		goruntime.LockOSThread()
 		if unix.Gettid() == unix.Getpid() { // which would not end
 			onThread(fn)
@@ -60,7 +67,9 @@ func onThread(fn func()) {
 		}
 		fn()
 	}()
-	<-done
+	if <-done; panicked != nil { // it is the caller's
+		panic(panicked)
+	}
 }
 
 func (c Container) refreeze(ctx context.Context) error {

@@ -3,6 +3,8 @@ package layer
 import (
 	"io"
 	"sync"
+
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 const (
@@ -35,7 +37,7 @@ func ReadAhead(r io.Reader, see func([]byte)) *Ahead {
 	for range blocks {
 		a.free <- nil // made when first used: most layers are small
 	}
-	go a.run(r, see)
+	guard.Go(func() { a.run(r, see) })
 	return a
 }
 
@@ -53,15 +55,17 @@ func (a *Ahead) run(r io.Reader, see func([]byte)) {
 			buf = make([]byte, blockSize)
 		}
 		n := 0
-		var err error
-		for n < len(buf) && err == nil {
-			var m int
-			m, err = r.Read(buf[n:])
-			n += m
-		}
-		if see != nil {
-			see(buf[:n])
-		}
+		err := guard.Do(func() (err error) {
+			for n < len(buf) && err == nil {
+				var m int
+				m, err = r.Read(buf[n:])
+				n += m
+			}
+			if see != nil {
+				see(buf[:n])
+			}
+			return err
+		})
 		select {
 		case a.full <- block{buf, n, err}:
 		case <-a.stop:

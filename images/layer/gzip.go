@@ -7,6 +7,8 @@ import (
 	"sync"
 
 	"github.com/klauspost/compress/gzip"
+
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // Compression names how Compress does it: as long as it is the same, equal
@@ -19,10 +21,10 @@ const member = 1 << 20
 func Compress(r io.Reader) io.ReadCloser {
 	pr, pw := io.Pipe()
 	done := make(chan struct{})
-	go func() {
+	guard.Go(func() {
 		defer close(done)
-		_ = pw.CloseWithError(compress(r, pw)) // never fails
-	}()
+		_ = pw.CloseWithError(guard.Do(func() error { return compress(r, pw) })) // never fails
+	})
 	return &compressor{pr, done}
 }
 
@@ -46,21 +48,29 @@ var gzips = sync.Pool{New: func() any {
 }}
 
 func compress(r io.Reader, w io.Writer) error {
-	type job chan []byte
+	type piece struct {
+		data []byte
+		err  error
+	}
+	type job chan piece
 	queue := make(chan job, runtime.GOMAXPROCS(0))
-	written := make(chan error, 1)
 	stop := make(chan struct{})
-	go func() {
+	written := guard.Start(func() error {
 		var err error
 		for j := range queue {
-			if b := <-j; err == nil {
-				if _, err = w.Write(b); err != nil {
-					close(stop)
-				}
+			p := <-j
+			if err != nil {
+				continue
+			}
+			if err = p.err; err == nil {
+				err = guard.Do(func() error { _, err := w.Write(p.data); return err })
+			}
+			if err != nil {
+				close(stop)
 			}
 		}
-		written <- err
-	}()
+		return err
+	})
 	var err error
 	for n := 0; err == nil; n++ {
 		buf := make([]byte, member)
@@ -75,15 +85,17 @@ func compress(r io.Reader, w io.Writer) error {
 			err = io.ErrClosedPipe
 			continue
 		}
-		go func() {
+		guard.Go(func() {
 			var out bytes.Buffer
-			z := gzips.Get().(*gzip.Writer)
-			defer gzips.Put(z)
-			z.Reset(&out)
-			_, _ = z.Write(buf[:k]) // to memory
-			_ = z.Close()
-			j <- out.Bytes()
-		}()
+			err := guard.Do(func() error {
+				z := gzips.Get().(*gzip.Writer)
+				defer gzips.Put(z)
+				z.Reset(&out)
+				_, _ = z.Write(buf[:k]) // to memory
+				return z.Close()
+			})
+			j <- piece{out.Bytes(), err}
+		})
 	}
 	close(queue)
 	if werr := <-written; werr != nil {

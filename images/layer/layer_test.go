@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 func TestMain(m *testing.M) {
@@ -370,4 +371,25 @@ func FuzzUnpack(f *testing.F) {
 			t.Errorf("outside: %v %v", list, err)
 		}
 	})
+}
+
+type defective struct{ left int }
+
+func (d *defective) Read(p []byte) (int, error) {
+	if d.left <= 0 {
+		panic("a defect")
+	}
+	n := min(len(p), d.left)
+	d.left -= n
+	return n, nil
+}
+
+// A panic of who is read is an error, not the end of the stream.
+func TestPanics(t *testing.T) {
+	for name, r := range map[string]io.Reader{"compress": Compress(&defective{3 << 20}), "ahead": ReadAhead(&defective{3 << 20}, nil)} {
+		_, err := io.Copy(io.Discard, r)
+		if p := (*guard.Panic)(nil); !errors.As(err, &p) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
 }

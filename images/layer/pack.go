@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // Pack gives the very stream again that the layer in dir was unpacked from. A
@@ -23,10 +24,10 @@ func Pack(ctx context.Context, dir *os.File) io.ReadCloser {
 	ctx, cancel := context.WithCancel(ctx)
 	r, w := io.Pipe()
 	done := make(chan struct{})
-	go func() {
+	guard.Go(func() {
 		defer close(done)
-		_ = w.CloseWithError(Write(ctx, dir, w)) // never fails
-	}()
+		_ = w.CloseWithError(guard.Do(func() error { return Write(ctx, dir, w) })) // never fails
+	})
 	return &packed{PipeReader: r, cancel: cancel, done: done}
 }
 

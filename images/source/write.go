@@ -18,9 +18,9 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/remote/transport"
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
 	"github.com/google/go-containerregistry/pkg/v1/types"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/internal/remote"
 )
 
@@ -70,7 +70,7 @@ func push(ctx context.Context, ref Reference, img v1.Image, opts Options) (v1.Ha
 	if err != nil {
 		return v1.Hash{}, err
 	}
-	g, within := errgroup.WithContext(ctx)
+	g, within := guard.WithContext(ctx)
 	g.SetLimit(atOnce)
 	for _, l := range blobs {
 		g.Go(func() error {

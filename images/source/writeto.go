@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // writeLayout adds an image to an OCI layout, which is made if it is not there.
@@ -180,11 +181,11 @@ type archive struct {
 func saving(ctx context.Context, ref Reference, img v1.Image, opts Options) *archive {
 	r, w := io.Pipe()
 	a := &archive{PipeReader: r, done: make(chan struct{})}
-	go func() {
+	guard.Go(func() {
 		defer close(a.done)
-		a.err = saveTo(ctx, w, ref, img, opts)
+		a.err = guard.Do(func() error { return saveTo(ctx, w, ref, img, opts) })
 		w.CloseWithError(a.err)
-	}()
+	})
 	return a
 }
 

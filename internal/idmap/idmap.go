@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // Map gives the user and group ids of a tree, 0 to Size-1, those of the host
@@ -127,25 +128,21 @@ func (m *Map) AsRoot(f func() error) error {
 	if m == nil {
 		return f()
 	}
-	done := make(chan error)
-	go func() {
+	return <-guard.Start(func() error {
 		runtime.LockOSThread() // without Unlock: the thread ends with the goroutine
-		done <- func() error {
-			caps := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
-			var sets [2]unix.CapUserData
-			if err := unix.Capget(&caps, &sets[0]); err != nil {
-				return err
-			}
-			for _, set := range []int{unix.SYS_SETFSGID, unix.SYS_SETFSUID} {
-				// They report the former id and no error.
-				_, _, _ = unix.RawSyscall(uintptr(set), uintptr(m.Base), 0, 0)
-			}
-			// The change of the user took those for files away.
-			if err := unix.Capset(&caps, &sets[0]); err != nil {
-				return err
-			}
-			return f()
-		}()
-	}()
-	return <-done
+		caps := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+		var sets [2]unix.CapUserData
+		if err := unix.Capget(&caps, &sets[0]); err != nil {
+			return err
+		}
+		for _, set := range []int{unix.SYS_SETFSGID, unix.SYS_SETFSUID} {
+			// They report the former id and no error.
+			_, _, _ = unix.RawSyscall(uintptr(set), uintptr(m.Base), 0, 0)
+		}
+		// The change of the user took those for files away.
+		if err := unix.Capset(&caps, &sets[0]); err != nil {
+			return err
+		}
+		return f()
+	})
 }

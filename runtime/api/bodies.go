@@ -39,7 +39,9 @@ func (h *Handler) download(path, summary, media string, do func(context.Context,
 		ctx, done, err := h.inTurn(r.Context(), *heavy)
 		if err == nil {
 			defer done()
-			err = do(ctx, &request[None]{Request: r, ref: ref(r)}, asideWriter{out, ctx})
+			_, _, err = kept(ctx, h, func() (None, error) {
+				return None{}, do(ctx, &request[None]{Request: r, ref: ref(r)}, asideWriter{out, ctx})
+			})
 			done()
 		}
 		if err != nil {
@@ -128,7 +130,9 @@ func upload[O any](h *Handler, method, path, summary, media string, do func(cont
 		ctx, done, err := h.inTurn(ctx, *heavy)
 		if err == nil {
 			defer done()
-			out, err = do(ctx, &request[None]{Request: r, ref: ref(r)}, asideReader{in, ctx})
+			out, _, err = kept(ctx, h, func() (O, error) {
+				return do(ctx, &request[None]{Request: r, ref: ref(r)}, asideReader{in, ctx})
+			})
 			done()
 		}
 		if err != nil {

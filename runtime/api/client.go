@@ -17,6 +17,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -272,7 +273,7 @@ func encode(v any) ([]byte, error) {
 func (c *Client) cancelWith(ctx context.Context, name string, cut func()) (stop func()) {
 	done := make(chan struct{})
 	ended := make(chan struct{})
-	go func() {
+	guard.Go(func() {
 		defer close(ended)
 		select {
 		case <-done:
@@ -292,7 +293,7 @@ func (c *Client) cancelWith(ctx context.Context, name string, cut func()) (stop 
 		case <-bound.Done():
 			cut()
 		}
-	}()
+	})
 	return func() { close(done); <-ended }
 }
 

@@ -10,6 +10,7 @@ import (
 
 	"github.com/coder/websocket"
 
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -105,12 +106,12 @@ func (c *Client) dial(ctx context.Context, route string, streams runtime.Streams
 	if err := s.l.send(ctx, Message{Kind: msgOpen, Open: &open}); err != nil {
 		return nil, errors.Join(c.unanswered(ctx, err), conn.CloseNow())
 	}
-	go s.run(ctx)
+	guard.Go(func() { s.run(ctx) })
 	if streams.Stdin != nil {
-		go s.feed(ctx)
+		guard.Go(func() { s.feed(ctx) })
 	}
 	if streams.Resize != nil {
-		go s.resize(ctx)
+		guard.Go(func() { s.resize(ctx) })
 	}
 	return s, nil
 }
@@ -124,7 +125,10 @@ func (s *session) end() (Message, error) {
 // run takes what the service sends.
 func (s *session) run(ctx context.Context) {
 	defer close(s.done)
-	s.last, s.err = s.hear(ctx)
+	s.err = guard.Do(func() (err error) {
+		s.last, err = s.hear(ctx)
+		return err
+	})
 	if s.err != nil && ctx.Err() != nil && !errors.Is(s.err, runtime.ErrDetached) {
 		s.err = context.Cause(ctx)
 	}

@@ -12,6 +12,7 @@ import (
 	"sync"
 	"unicode/utf8"
 
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -69,12 +70,12 @@ func (h *Handler) events(w http.ResponseWriter, r *http.Request) *events {
 	w.WriteHeader(http.StatusOK)
 	e := &events{to: w, ctl: http.NewResponseController(w), w: h.writer(w), waiting: make(chan any, 256), done: make(chan struct{})}
 	_ = e.ctl.Flush()
-	go func() {
+	guard.Go(func() {
 		defer close(e.done)
 		for v := range e.waiting {
-			_ = e.send(eventProgress, v) // whoever asked is gone
+			_ = guard.Do(func() error { return e.send(eventProgress, v) }) // whoever asked is gone
 		}
-	}()
+	})
 	return e
 }
 
@@ -119,7 +120,7 @@ func (h *Handler) stream(w http.ResponseWriter, r *http.Request, do func(ctx con
 	defer e.close()
 	ctx, cancel := h.untilDrained(r.Context())
 	defer cancel()
-	if err := do(ctx, e); err != nil {
+	if _, _, err := kept(ctx, h, func() (None, error) { return None{}, do(ctx, e) }); err != nil {
 		failedWith(w, problem(err).Code)
 		_ = e.send(eventProblem, problem(err)) // whoever asked is gone
 		return
@@ -130,13 +131,13 @@ func (h *Handler) stream(w http.ResponseWriter, r *http.Request, do func(ctx con
 // untilDrained is the context of what may never end by itself.
 func (h *Handler) untilDrained(ctx context.Context) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancel(ctx)
-	go func() {
+	guard.Go(func() {
 		select {
 		case <-h.draining:
 			cancel()
 		case <-ctx.Done():
 		}
-	}()
+	})
 	return ctx, cancel
 }
 

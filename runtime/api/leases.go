@@ -10,6 +10,7 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -100,17 +101,16 @@ var errHeldEnough = errors.New("held for long enough")
 func (c *Client) HoldLease(ctx context.Context, req runtime.LeaseRequest, fn func(context.Context, runtime.Lease) error) error {
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
-	var done chan error // of fn
+	var done <-chan error // of fn
 	_, err := do[None](ctx, c, at("leases", "hold"), req, func(data []byte) error {
 		var l runtime.Lease
 		if err := json.Unmarshal(data, &l); err != nil || done != nil {
 			return err
 		}
-		done = make(chan error, 1)
-		go func() {
-			done <- fn(ctx, l)
-			stop(errHeldEnough)
-		}()
+		done = guard.Start(func() error {
+			defer stop(errHeldEnough)
+			return fn(ctx, l)
+		})
 		return nil
 	})
 	if done == nil {

@@ -19,6 +19,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -169,7 +170,7 @@ func Serve(ctx context.Context, l *net.UnixListener, h *Handler, more ...net.Lis
 		listeners = append(listeners, m)
 	}
 	for _, l := range listeners {
-		go func() { served <- srv.Serve(l) }()
+		guard.Go(func() { served <- guard.Do(func() error { return srv.Serve(l) }) })
 	}
 	select {
 	case err := <-served:
@@ -185,8 +186,7 @@ func Serve(ctx context.Context, l *net.UnixListener, h *Handler, more ...net.Lis
 	bound, cancel := context.WithTimeout(context.WithoutCancel(ctx), h.opts.Drain)
 	defer cancel()
 	// The listener goes first, then connections as they become idle.
-	down := make(chan error, 1)
-	go func() { down <- srv.Shutdown(context.WithoutCancel(ctx)) }()
+	down := guard.Start(func() error { return srv.Shutdown(context.WithoutCancel(ctx)) })
 	h.Drain(bound)
 	// What is left are connections without a request.
 	select {

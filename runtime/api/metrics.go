@@ -16,6 +16,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -184,6 +185,8 @@ func (m *Metrics) write(w io.Writer, info Info, sandboxes map[runtime.Status]int
 	e.sample("agentbox_heavy_verbs_refused_total", float64(m.turnedAway))
 	e.family("agentbox_turn_wait_seconds", "histogram", "How long heavy verbs waited for their turn.")
 	e.histogram("agentbox_turn_wait_seconds", &m.wait)
+	e.family("agentbox_panics_total", "counter", "Defects of agentbox that have ended a piece of work of this process, with their stack in its log.")
+	e.sample("agentbox_panics_total", float64(guard.Count()))
 	e.family("agentbox_leaks_found_total", "counter", "What the service found, at its comparisons, to differ from its records, by its kind.")
 	for _, kind := range slices.Sorted(maps.Keys(m.leaks)) {
 		e.sample("agentbox_leaks_found_total", float64(m.leaks[kind]), "kind", kind)

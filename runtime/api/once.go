@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"reflect"
 
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -120,10 +121,13 @@ func (h *Handler) once(w http.ResponseWriter, r *http.Request, body []byte, do f
 	}
 	defer func() {
 		if p := recover(); p != nil {
+			if p != http.ErrAbortHandler {
+				p = guard.Caught(p)
+			}
 			if rec != nil {
 				rec.keep = true
 			}
-			settle(nil, fmt.Errorf("panic: %v", p))
+			settle(nil, fmt.Errorf("%v", p))
 			panic(p)
 		}
 	}()

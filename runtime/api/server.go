@@ -25,6 +25,7 @@ import (
 	"golang.org/x/sync/semaphore"
 
 	"github.com/agentbox/agentbox/internal/ahead"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/doctor"
 )
@@ -191,7 +192,44 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	ctx, traced := h.traced(ctx, r)
 	defer func() { traced(seen) }()
 	r = r.WithContext(ctx) // whose Pattern the log wants
-	h.mux.ServeHTTP(seen, r)
+	h.answer(seen, r)
+}
+
+// kept calls a verb. A panic in it is its own failure, and nobody else's; what that has left
+// is brought to its end, as if the verb had been killed.
+func kept[O any](ctx context.Context, h *Handler, do func() (O, error)) (out O, panicked bool, err error) {
+	err = guard.Do(func() (err error) {
+		out, err = do()
+		return err
+	})
+	if p := (*guard.Panic)(nil); errors.As(err, &p) {
+		goruntime.GC() // with which locks go that nobody can let go any more
+		_ = h.before(context.WithoutCancel(ctx))
+		return out, true, err
+	}
+	return out, false, err
+}
+
+// answer answers a request. A panic that is in no verb is told, too.
+func (h *Handler) answer(w *statusWriter, r *http.Request) {
+	defer func() {
+		v := recover()
+		if v == nil {
+			return
+		}
+		if v == http.ErrAbortHandler {
+			panic(v)
+		}
+		p := guard.Caught(v)
+		if w.status == 0 {
+			w.Header().Set("Connection", "close") // nobody knows what was read of it
+			writeProblem(w, p)
+			return
+		}
+		failedWith(w, problem(p).Code)
+		panic(http.ErrAbortHandler) // what was written is not whole
+	}()
+	h.mux.ServeHTTP(w, r)
 }
 
 // verbOf is the verb of a route, in few words: "sandboxes restore", "checkpoints",
@@ -303,7 +341,7 @@ func (h *Handler) Drain(ctx context.Context) {
 	}
 	h.mu.Unlock()
 	done := make(chan struct{})
-	go func() { h.under.Wait(); close(done) }()
+	guard.Go(func() { h.under.Wait(); close(done) })
 	select {
 	case <-done:
 	case <-ctx.Done():
@@ -394,12 +432,19 @@ func verb[I, O any](h *Handler, path, summary string, do func(context.Context, *
 				return nil, req.unsettled(err)
 			}
 			if !wantsEvents(r) {
-				return do(ctx, req)
+				out, panicked, err := kept(ctx, h, func() (O, error) { return do(ctx, req) })
+				if panicked {
+					_ = req.unsettled(err)
+				}
+				return out, err
 			}
 			events := h.events(w, r)
 			defer events.close()
 			req.report = events.progress
-			out, err := do(ctx, req)
+			out, panicked, err := kept(ctx, h, func() (O, error) { return do(ctx, req) })
+			if panicked {
+				_ = req.unsettled(err)
+			}
 			events.end(out, err)
 			return out, errors.Join(err, errAnswered)
 		})

@@ -13,6 +13,7 @@ import (
 
 	"github.com/coder/websocket"
 
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -202,7 +203,7 @@ func (h *Handler) session(path, summary string, do func(ctx context.Context, s o
 		hearing, hush := context.WithCancel(context.WithoutCancel(ctx))
 		defer hush()
 		l := &line{conn: conn, stall: h.opts.Stall}
-		m, err := h.converse(ctx, hearing, cancel, ref(r), l, do)
+		m, _, err := kept(ctx, h, func() (Message, error) { return h.converse(ctx, hearing, cancel, ref(r), l, do) })
 		if err != nil {
 			p := problem(err)
 			failedWith(w, p.Code)
@@ -240,12 +241,12 @@ func (h *Handler) converse(ctx, hearing context.Context, cancel context.CancelFu
 		sizes = make(chan runtime.Size, 1)
 	}
 	heard := make(chan struct{})
-	go func() {
+	guard.Go(func() {
 		defer close(heard)
 		defer cancel() // the caller is gone
-		wrong = listen(hearing, l, in, sizes)
+		wrong = guard.Do(func() error { return listen(hearing, l, in, sizes) })
 		in.close(noEOF(cmpErr(wrong, io.EOF)))
-	}()
+	})
 	s := opened{ref: ref, open: *first.Open, started: func() error { return l.send(ctx, Message{Kind: msgStarted}) }}
 	s.streams = runtime.Streams{DetachKeys: s.open.DetachKeys, Resize: sizes}
 	if s.open.Stdin {
@@ -309,7 +310,7 @@ func (h *Handler) startSession(ctx context.Context, s opened) (Message, error) {
 	}
 	if rel, ok := h.svc.(releaser); ok && sb.Spec.AutoRemove {
 		// A caller that lives removes it when it has the exit code.
-		defer time.AfterFunc(h.opts.Linger, func() { rel.Release(sb.ID) })
+		defer time.AfterFunc(h.opts.Linger, func() { _ = guard.Do(func() error { rel.Release(sb.ID); return nil }) })
 	}
 	begun, done, err := h.inTurn(ctx, true)
 	if err != nil {

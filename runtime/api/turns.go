@@ -9,6 +9,7 @@ import (
 
 	"golang.org/x/sync/semaphore"
 
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -80,13 +81,13 @@ func (t *turns) queue(ctx context.Context, own *turn) error {
 	}
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
-	go func() {
+	guard.Go(func() {
 		select {
 		case <-t.ending:
 			stop(errEnding())
 		case <-ctx.Done():
 		}
-	}()
+	})
 	err := t.sem.Acquire(ctx, 1)
 	t.mu.Lock()
 	delete(t.waiting, own)

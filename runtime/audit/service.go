@@ -13,6 +13,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
@@ -141,7 +142,7 @@ func (l *Log) Do(who Who, r Record, do func(r *Record) error) error {
 	}
 	done := r
 	done.Of = seq
-	err = do(&done)
+	err = guard.Do(func() error { return do(&done) })
 	done.Phase, done.Outcome = End, Outcome(err)
 	e := failpoint.Hit("audit.before-end")
 	if e == nil {

@@ -18,6 +18,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
@@ -176,15 +177,19 @@ func (s *session) run(ctx context.Context) (exit int, err error) {
 	ended := make(chan ending, 1)
 	waiting, cancel := context.WithCancel(in(ctx, s.ns))
 	defer cancel()
-	go func() {
-		code, err := s.wait(waiting)
+	guard.Go(func() {
+		var code int
+		err := guard.Do(func() (err error) {
+			code, err = s.wait(waiting)
+			return err
+		})
 		ended <- ending{code, err}
 		if err == nil {
 			h.ended()
 			h.flush(patience)
 		}
 		h.close()
-	}()
+	})
 	if err := a.Wait(); err != nil {
 		if errors.Is(err, runtime.ErrDetached) {
 			gone = true

@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime/internal/streams"
 )
 
@@ -125,21 +126,17 @@ func openHub(dir string, terminal, input, fresh bool) (h *hub, err error) {
 
 // pump begins to copy the output.
 func (h *hub) pump() {
-	var group sync.WaitGroup
+	var group guard.WaitGroup
 	for i, f := range h.out {
 		if f == nil {
 			continue
 		}
-		group.Add(1)
-		go func() {
-			defer group.Done()
-			h.copy(i, f)
-		}()
+		group.Go(func() { h.copy(i, f) })
 	}
-	go func() {
+	guard.Go(func() {
+		defer close(h.drained)
 		group.Wait()
-		close(h.drained)
-	}()
+	})
 }
 
 func (h *hub) copy(i int, f *os.File) {
@@ -267,8 +264,9 @@ func (h *hub) add(conn *net.UnixConn) {
 	h.callers[c] = true
 	h.mu.Unlock()
 	h.senders.Add(1)
-	go func() {
+	guard.Go(func() {
 		defer h.senders.Done()
+		defer h.drop(c)
 		c.send(func() bool {
 			select {
 			case <-h.finished:
@@ -277,9 +275,8 @@ func (h *hub) add(conn *net.UnixConn) {
 				return false
 			}
 		})
-		h.drop(c)
-	}()
-	go h.input(c)
+	})
+	guard.Go(func() { h.input(c) })
 }
 
 func (h *hub) drop(c *caller) {
@@ -300,7 +297,7 @@ func (h *hub) flush(limit time.Duration) {
 	}
 	h.mu.Unlock()
 	done := make(chan struct{})
-	go func() { h.senders.Wait(); close(done) }()
+	guard.Go(func() { h.senders.Wait(); close(done) })
 	select {
 	case <-done:
 	case <-time.After(limit):

@@ -24,6 +24,7 @@ import (
 	"github.com/agentbox/agentbox/images"
 	"github.com/agentbox/agentbox/internal/copy/tree"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // builtinLabel is on the image that agentbox made itself.
@@ -165,10 +166,12 @@ func (m Images) layer(ctx context.Context, dir string) (ocispec.Descriptor, erro
 	}
 	defer top.Close()
 	r, w := io.Pipe()
-	go func() {
-		_, err := tree.Pack(ctx, top, ".", w, tree.PackOptions{Name: ".", Xattr: func(name string) bool { return !tree.HostXattr(name) }})
-		_ = w.CloseWithError(err)
-	}()
+	guard.Go(func() {
+		_ = w.CloseWithError(guard.Do(func() error {
+			_, err := tree.Pack(ctx, top, ".", w, tree.PackOptions{Name: ".", Xattr: func(name string) bool { return !tree.HostXattr(name) }})
+			return err
+		}))
+	})
 	defer r.Close()
 	return m.blob(ctx, "agentbox-layer-"+filepath.Base(filepath.Dir(filepath.Dir(filepath.Dir(dir)))), ocispec.MediaTypeImageLayer, r, nil)
 }

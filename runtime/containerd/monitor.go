@@ -22,6 +22,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/home"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
@@ -102,7 +103,7 @@ func (m *monitor) run(ctx context.Context, fresh bool) (err error) {
 	}
 	defer l.Close()
 	m.hub.pump()
-	go func() {
+	guard.Go(func() {
 		for {
 			c, err := l.AcceptUnix()
 			if err != nil {
@@ -110,7 +111,7 @@ func (m *monitor) run(ctx context.Context, fresh bool) (err error) {
 			}
 			m.hub.add(c)
 		}
-	}()
+	})
 	ready()
 	if fresh {
 		goes, err := m.await(ctx)
@@ -362,12 +363,12 @@ func (b *Backend) watch(bundle string, o orders, fresh bool) (w *watcher, err er
 		w.close()
 		return nil, fmt.Errorf("start the monitor: %w", err)
 	}
-	go func() {
+	guard.Go(func() {
 		if err := b.cgroups.MoveTo(cmd.Process.Pid, monitors, born); err != nil {
 			b.log.Debug("the monitor stays in the caller's cgroup", "error", err)
 		}
-	}()
-	go func() { w.done <- cmd.Wait() }()
+	})
+	guard.Go(func() { w.done <- cmd.Wait() })
 	return w, nil
 }
 

@@ -20,6 +20,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/types"
 
 	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // V1 is an image of the daemon. Its layers are saved when one of them is first
@@ -197,7 +198,9 @@ func (i Images) Add(ctx context.Context, name string, img v1.Image) (images.Imag
 	r, w := io.Pipe()
 	defer r.Close()
 	// Containerd takes no archive with gaps.
-	go func() { w.CloseWithError(writeArchive(w, img, imageStore(info))) }()
+	guard.Go(func() {
+		w.CloseWithError(guard.Do(func() error { return writeArchive(w, img, imageStore(info)) }))
+	})
 	id, err := i.loaded(ctx, r)
 	if err != nil {
 		return images.Image{}, fmt.Errorf("load the image into the Docker daemon: %w", err)

@@ -13,8 +13,9 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"sync"
 	"time"
+
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // Status of a check.
@@ -70,7 +71,7 @@ func Examine(ctx context.Context, root string) Report {
 		one(func() Check { return quota(root) }),
 	}
 	results := make([][]Check, len(probes))
-	var wg sync.WaitGroup
+	var wg guard.WaitGroup
 	for i, probe := range probes {
 		wg.Go(func() { results[i] = probe() })
 	}

@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/criu/host"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/internal/apparmor"
 	"github.com/agentbox/agentbox/runtime/internal/userns"
@@ -215,17 +216,14 @@ func judge(name string, has func(int) bool) Check {
 // thread.
 func nat() Check {
 	const name, remedy = "nat", "Use a kernel with nf_tables and NAT (modprobe nf_tables nft_masq nft_chain_nat); sandboxes without --network bridge do without."
-	result := make(chan error, 1)
-	go func() {
+	err := <-guard.Start(func() error {
 		goruntime.LockOSThread() // and never unlocked: the thread is spent
 		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
-			result <- fmt.Errorf("network namespace: %w", err)
-			return
+			return fmt.Errorf("network namespace: %w", err)
 		}
 		conn, err := nftables.New()
 		if err != nil {
-			result <- err
-			return
+			return err
 		}
 		table := conn.AddTable(&nftables.Table{Family: nftables.TableFamilyIPv4, Name: "doctor"})
 		chain := conn.AddChain(&nftables.Chain{
@@ -233,9 +231,9 @@ func nat() Check {
 			Hooknum: nftables.ChainHookPostrouting, Priority: nftables.ChainPriorityNATSource,
 		})
 		conn.AddRule(&nftables.Rule{Table: table, Chain: chain, Exprs: []expr.Any{&expr.Masq{}}})
-		result <- conn.Flush()
-	}()
-	if err := <-result; err != nil {
+		return conn.Flush()
+	})
+	if err != nil {
 		return warn(name, remedy, "a NAT rule cannot be set: %v", err)
 	}
 	return ok(name, "nftables takes a masquerading rule")

@@ -19,8 +19,7 @@ import (
 	"sync"
 	"time"
 
-	"golang.org/x/sync/errgroup"
-
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -190,7 +189,7 @@ func Run(ctx context.Context, svc runtime.Service, opts Options) (Report, error)
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
 	if terms.Owner == runtime.OwnerHeartbeat {
-		go g.renew(ctx, stop)
+		guard.Go(func() { g.renew(ctx, stop) })
 	}
 	for i := range g.results {
 		g.results[i] = Result{Member: i + 1, Name: fmt.Sprintf("%s-%d", g.Name, i+1), Phase: PhaseMake, Outcome: Cancelled}
@@ -246,7 +245,7 @@ func (g *run) perform(parent context.Context) (kept bool) {
 		}
 		g.Fork.Checkpoint = c.ID
 	}
-	members := new(errgroup.Group)
+	members := new(guard.Group)
 	members.SetLimit(g.Parallel)
 	for i := range g.results {
 		members.Go(func() error {
@@ -256,7 +255,9 @@ func (g *run) perform(parent context.Context) (kept bool) {
 			return nil
 		})
 	}
-	_ = members.Wait() // errors are in g.work
+	if err := members.Wait(); err != nil { // other errors are in g.work
+		g.failed(nil, PhaseCleanup, err)
+	}
 	if g.Gather != nil && ctx.Err() == nil && (g.NoStop || len(g.work) == 0) {
 		if err := g.Gather(ctx, slices.Clone(g.results)); err != nil {
 			g.failed(nil, "gather", err)
@@ -277,38 +278,22 @@ func (g *run) perform(parent context.Context) (kept bool) {
 
 // each calls fn for all members that are still there.
 func (g *run) each(fn func(*Result)) {
-	group := new(errgroup.Group)
+	group := new(guard.Group)
 	group.SetLimit(g.Parallel)
 	for i := range g.results {
 		if r := &g.results[i]; r.Kept {
 			group.Go(func() error { fn(r); return nil })
 		}
 	}
-	_ = group.Wait() // errors are in g.cleanup
+	if err := group.Wait(); err != nil { // other errors are in g.cleanup
+		g.failed(nil, PhaseCleanup, err)
+	}
 }
 
 // member brings one through all of its phases.
 func (g *run) member(ctx context.Context, r *Result) {
 	begun := time.Now()
-	err := g.make(ctx, r)
-	m := Member{Number: r.Member, Name: r.Name, ID: r.ID, Env: []string{
-		"AGENTBOX_GROUP=" + g.Name, fmt.Sprintf("AGENTBOX_MEMBER=%d", r.Member), fmt.Sprintf("AGENTBOX_MEMBERS=%d", g.Count),
-	}}
-	if err == nil && g.Work != nil {
-		r.Phase = PhaseWork
-		err = g.Work(ctx, m)
-		var exit *ExitError
-		switch {
-		case errors.As(err, &exit):
-			r.Exit = &exit.Code
-		case err == nil:
-			r.Exit = new(int)
-		}
-	}
-	if err == nil && g.Score != nil {
-		r.Phase = PhaseScore
-		r.Score, err = g.Score(ctx, m)
-	}
+	err := guard.Do(func() error { return g.phases(ctx, r) })
 	r.Took = time.Since(begun)
 	switch {
 	case err == nil:
@@ -329,6 +314,30 @@ func (g *run) member(ctx context.Context, r *Result) {
 	if r.Kept = true; g.KeepFor == 0 || r.Outcome != Passed {
 		g.clean(ctx, r)
 	}
+}
+
+// phases are those of a member, until one fails.
+func (g *run) phases(ctx context.Context, r *Result) error {
+	err := g.make(ctx, r)
+	m := Member{Number: r.Member, Name: r.Name, ID: r.ID, Env: []string{
+		"AGENTBOX_GROUP=" + g.Name, fmt.Sprintf("AGENTBOX_MEMBER=%d", r.Member), fmt.Sprintf("AGENTBOX_MEMBERS=%d", g.Count),
+	}}
+	if err == nil && g.Work != nil {
+		r.Phase = PhaseWork
+		err = g.Work(ctx, m)
+		var exit *ExitError
+		switch {
+		case errors.As(err, &exit):
+			r.Exit = &exit.Code
+		case err == nil:
+			r.Exit = new(int)
+		}
+	}
+	if err == nil && g.Score != nil {
+		r.Phase = PhaseScore
+		r.Score, err = g.Score(ctx, m)
+	}
+	return err
 }
 
 // make makes a member. On error there is none.

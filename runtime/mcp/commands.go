@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -51,7 +52,7 @@ type jobs struct {
 	last  int
 	list  []*job
 	shut  bool
-	alive sync.WaitGroup
+	alive guard.WaitGroup
 }
 
 func (j *jobs) init() { j.ctx, j.end = context.WithCancel(context.Background()) }
@@ -215,9 +216,12 @@ func (s *Server) start(b *box, command, cwd string) (*job, error) {
 	js.alive.Go(func() {
 		defer close(j.done)
 		defer cancel()
-		j.exit, j.err = s.svc.Exec(ctx, b.id, runtime.Process{
-			Args: []string{"/bin/sh", "-c", command}, Workdir: cwd, Env: []string{markName + "=" + j.mark},
-		}, runtime.Streams{Stdout: &j.out, Stderr: &j.out})
+		j.err = guard.Do(func() (err error) {
+			j.exit, err = s.svc.Exec(ctx, b.id, runtime.Process{
+				Args: []string{"/bin/sh", "-c", command}, Workdir: cwd, Env: []string{markName + "=" + j.mark},
+			}, runtime.Streams{Stdout: &j.out, Stderr: &j.out})
+			return err
+		})
 		j.took = time.Since(j.begun)
 	})
 	return j, nil
@@ -291,7 +295,7 @@ func (s *Server) stopJobs(ctx context.Context, b *box) {
 	s.jobs.shut = s.jobs.shut || b == nil
 	list := slices.Clone(s.jobs.list)
 	s.jobs.mu.Unlock()
-	var wg sync.WaitGroup
+	var wg guard.WaitGroup
 	for _, j := range list {
 		if b == nil || j.box == b {
 			wg.Go(func() { s.end(ctx, j, "its sandbox was given up") })

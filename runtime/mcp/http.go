@@ -12,6 +12,8 @@ import (
 	"time"
 
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
+
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // Endpoint is the path of the server over HTTP.
@@ -57,8 +59,7 @@ func (s *Server) Handler(opts HTTPOptions) http.Handler {
 // ServeHTTP serves clients on l until ctx ends, which is no error.
 func (s *Server) ServeHTTP(ctx context.Context, l net.Listener, opts HTTPOptions) error {
 	server := &http.Server{Handler: s.Handler(opts), ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 64 << 10}
-	ended := make(chan error, 1)
-	go func() { ended <- server.Serve(l) }()
+	ended := guard.Start(func() error { return server.Serve(l) })
 	select {
 	case err := <-ended:
 		return err

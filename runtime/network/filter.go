@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/eventlog"
 	"github.com/agentbox/agentbox/runtime/network/egress"
@@ -250,7 +251,7 @@ func (m *Manager) startProxy(ctx context.Context) error {
 	if err := m.proxy.start(cmd); err != nil {
 		return err
 	}
-	go func() { _ = cmd.Wait() }() // it outlives us, or its log tells why not
+	guard.Start(cmd.Wait) // it outlives us, or its log tells why not
 	if err := theirs.Close(); err != nil {
 		return err
 	}

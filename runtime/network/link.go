@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // inside is the name of the veth's end in the sandbox.
@@ -328,7 +329,7 @@ func forgetFlows(a netip.Addr) {
 		return
 	}
 	_, _ = h.ConntrackDeleteFilters(netlink.ConntrackTable, unix.AF_INET, flowsOf(a))
-	go h.Close() // slow, as in (*verb).end
+	guard.Go(h.Close) // slow, as in (*verb).end
 }
 
 // flowsOf selects the flows that begin or, after translation, end at an address.

@@ -9,6 +9,8 @@ import (
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // threadNamespace is the network namespace of the calling thread.
@@ -26,21 +28,14 @@ func isNamespace(path string) bool {
 // can fail; so it is thrown away. The first thread cannot be: it would be
 // parked for good, and /proc/PID/ns/net would show where it was left.
 func onThread(f func() error) error {
-	done := make(chan error, 1)
-	var run func()
-	run = func() {
+	return <-guard.Start(func() error {
 		goruntime.LockOSThread() // without Unlock: the thread exits with the goroutine
 		if unix.Gettid() == unix.Getpid() {
-			wait := make(chan struct{})
-			go func() { defer close(wait); run() }() // on another one, since this one is locked
-			<-wait
-			goruntime.UnlockOSThread()
-			return
+			defer goruntime.UnlockOSThread()
+			return onThread(f) // on another one, since this one is locked
 		}
-		done <- f()
-	}
-	go run()
-	return <-done
+		return f()
+	})
 }
 
 // makeNamespace makes sure that id's namespace is there, with lo up: a new one,

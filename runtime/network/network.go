@@ -77,6 +77,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/network/egress"
 )
@@ -447,7 +448,7 @@ func (v *verb) release(id string) error {
 	// The next owner of the address must not get what was meant for this one.
 	// It takes as long as all the rest and depends on none of it.
 	forgotten := make(chan struct{})
-	go func() { defer close(forgotten); forgetFlows(lease.Address) }()
+	guard.Go(func() { defer close(forgotten); forgetFlows(lease.Address) })
 	defer func() { <-forgotten }()
 	// Links and namespace now, rules below, once for both.
 	errs := []error{v.host.deleteLink(v.m.veth(id)), dropNamespace(v.m.namespace(id))}

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/network/egress"
 )
@@ -268,7 +269,7 @@ func (v *verb) end() {
 	if v.tables != nil {
 		// Closing this socket waits, some 10 ms, until the kernel has freed
 		// what the last transaction removed. Nobody else has to wait for that.
-		go v.tables.CloseLasting()
+		guard.Start(v.tables.CloseLasting)
 	}
 }
 
@@ -288,16 +289,13 @@ func flock(ctx context.Context, path string, flag int) (*os.File, error) {
 	if !errors.Is(err, unix.EWOULDBLOCK) {
 		return nil, errors.Join(fmt.Errorf("lock %s: %w", path, err), f.Close())
 	}
-	locked := make(chan error, 1)
-	go func() {
+	locked := guard.Start(func() error {
 		for {
-			err := unix.Flock(int(f.Fd()), unix.LOCK_EX)
-			if err != unix.EINTR {
-				locked <- err
-				return
+			if err := unix.Flock(int(f.Fd()), unix.LOCK_EX); err != unix.EINTR {
+				return err
 			}
 		}
-	}()
+	})
 	select {
 	case err := <-locked:
 		if err != nil {
@@ -306,7 +304,7 @@ func flock(ctx context.Context, path string, flag int) (*os.File, error) {
 		return f, nil
 	case <-ctx.Done():
 		// flock(2) cannot be called off: let it have the lock, then drop it.
-		go func() { <-locked; f.Close() }()
+		guard.Go(func() { <-locked; f.Close() })
 		return nil, fmt.Errorf("lock %s: %w: %w", path, fault.ErrBusy, ctx.Err())
 	}
 }

@@ -17,6 +17,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
 	"github.com/agentbox/agentbox/runtime/internal/home"
 	"github.com/agentbox/agentbox/runtime/internal/record"
@@ -129,18 +130,18 @@ func (b *Backend) launch(l launch) (c *conmon, err error) {
 	if adopted {
 		close(c.adopted)
 	}
-	go func() {
+	guard.Go(func() {
+		if !adopted {
+			defer close(c.adopted)
+		}
 		// One that was born there is moved to where it is: that makes the
 		// kernel wait now for what the runtime, which is about to move the
 		// container's process, then finds done.
 		if err := b.cgroups.MoveTo(cmd.Process.Pid, monitors, adopted); err != nil {
 			b.log.Debug("conmon stays in the caller's cgroup", "error", err)
 		}
-		if !adopted {
-			close(c.adopted)
-		}
-	}()
-	go func() { c.done <- cmd.Wait() }()
+	})
+	guard.Go(func() { c.done <- cmd.Wait() })
 	return c, nil
 }
 

@@ -15,6 +15,7 @@ import (
 	"github.com/opencontainers/runtime-spec/specs-go"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/userns"
@@ -130,7 +131,7 @@ func (b *Backend) unmapBinds(id string) error {
 // filler waits for the hook and makes the network.
 type filler struct {
 	socket *net.UnixListener
-	ended  chan error
+	ended  <-chan error
 }
 
 // filler adds the hook to a bundle. The socket's directory is root's.
@@ -151,8 +152,8 @@ func (b *Backend) filler(ctx context.Context, s runtime.Spec, bundle *specs.Spec
 	}
 	socket.SetUnlinkOnClose(false)
 	bundle.Hooks = &specs.Hooks{CreateRuntime: []specs.Hook{{Path: b.wrapper, Args: []string{b.wrapper, fillVerb, path}}}}
-	f := &filler{socket: socket, ended: make(chan error, 1)}
-	go func() { f.ended <- f.serve(ctx, b, s) }()
+	f := &filler{socket: socket}
+	f.ended = guard.Start(func() error { return f.serve(ctx, b, s) })
 	return f, nil
 }
 

@@ -19,6 +19,7 @@ import (
 
 	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/internal/streams"
@@ -118,7 +119,7 @@ func (b *Backend) Exec(ctx context.Context, id string, p runtime.Process, ends r
 	switch {
 	case errors.Is(err, runtime.ErrDetached):
 		_ = cmd.Process.Kill() // podman's, which only watches
-		go func() { _ = cmd.Wait() }()
+		guard.Start(cmd.Wait)
 		return 0, err
 	case ctx.Err() != nil:
 		c.killMarked(token)
@@ -162,13 +163,12 @@ func pipes(ctx context.Context, cmd *exec.Cmd, ends runtime.Streams) (*tail, err
 		return last, err
 	}
 	if stdin != nil {
-		go func() { // until the next read returns, since a read cannot be called off
+		guard.Go(func() { // until the next read returns, since a read cannot be called off
+			defer stdin.Close()
 			_, _ = io.Copy(stdin, ends.Stdin)
-			_ = stdin.Close()
-		}()
+		})
 	}
-	done := make(chan error, 1)
-	go func() { done <- cmd.Wait() }()
+	done := guard.Start(cmd.Wait)
 	select {
 	case err := <-done:
 		return last, err
@@ -192,12 +192,12 @@ func terminal(ctx context.Context, cmd *exec.Cmd, ends runtime.Streams) (*tail, 
 	defer master.Close()
 	ended, detached, done := make(chan struct{}), make(chan struct{}), make(chan struct{})
 	defer close(done)
-	go func() { // until podman has closed its end, which is EIO
+	guard.Go(func() { // until podman has closed its end, which is EIO
+		defer close(ended)
 		_, _ = io.Copy(last, master)
-		close(ended)
-	}()
+	})
 	if ends.Stdin != nil {
-		go func() {
+		guard.Go(func() {
 			keys := streams.Detacher{Keys: ends.DetachKeys}
 			buf := make([]byte, 8<<10)
 			for {
@@ -215,10 +215,10 @@ func terminal(ctx context.Context, cmd *exec.Cmd, ends runtime.Streams) (*tail, 
 					return
 				}
 			}
-		}()
+		})
 	}
 	if ends.Resize != nil {
-		go func() {
+		guard.Go(func() {
 			for {
 				select {
 				case s, ok := <-ends.Resize:
@@ -230,7 +230,7 @@ func terminal(ctx context.Context, cmd *exec.Cmd, ends runtime.Streams) (*tail, 
 					return
 				}
 			}
-		}()
+		})
 	}
 	select {
 	case <-ended:

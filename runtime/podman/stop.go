@@ -19,6 +19,7 @@ import (
 	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 )
@@ -142,8 +143,7 @@ func (b *Backend) killFrozen(ctx context.Context, c container) error {
 			p.Close()
 		}
 	}
-	done := make(chan error, 1)
-	go func() { done <- b.do(ctx, "kill", "--signal", "KILL", c.id()) }()
+	done := guard.Start(func() error { return b.do(ctx, "kill", "--signal", "KILL", c.id()) })
 	// It waits for the end, which under cgroup v1 takes a thaw; most OCI
 	// runtimes do it themselves.
 	tick := time.NewTicker(20 * time.Millisecond) // a signal that is pending tells nobody

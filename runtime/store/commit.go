@@ -9,11 +9,11 @@ import (
 	"slices"
 	"time"
 
-	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
@@ -56,7 +56,7 @@ func (d *Draft) Commit(ctx context.Context, m Manifest) (Checkpoint, error) {
 		}
 	}
 	// The disk is waited for once, for both files at the same time.
-	var g errgroup.Group
+	var g guard.Group
 	var info pack.Info
 	g.Go(func() (err error) { info, err = d.finish(need); return err })
 	g.Go(func() error { return d.writeManifest(data) })

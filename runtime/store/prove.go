@@ -9,9 +9,8 @@ import (
 	"slices"
 	"sync"
 
-	"golang.org/x/sync/errgroup"
-
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
@@ -119,7 +118,7 @@ func (r *Reader) badPieces(ctx context.Context, ids []pack.ID, readData bool) (m
 		slices.SortFunc(places, func(a, b place) int {
 			return cmp.Or(cmp.Compare(a.pack, b.pack), cmp.Compare(a.blob.Off, b.blob.Off))
 		})
-		g, gctx := errgroup.WithContext(ctx)
+		g, gctx := guard.WithContext(ctx)
 		g.SetLimit(workers())
 		for group := range slices.Chunk(places, 64) {
 			g.Go(func() error {

@@ -13,10 +13,10 @@ import (
 	"strings"
 
 	"github.com/zeebo/blake3"
-	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
@@ -49,7 +49,7 @@ func (d *Draft) PutImages(ctx context.Context) error {
 	}
 	// Images of pages use all processors by themselves, and the memory that
 	// goes with it; they come one by one, the small ones beside them.
-	var g errgroup.Group
+	var g guard.Group
 	g.Go(func() error {
 		for i := range list {
 			if isPages(list[i].Name) {

@@ -10,9 +10,8 @@ import (
 	"path/filepath"
 	"slices"
 
-	"golang.org/x/sync/errgroup"
-
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
@@ -273,7 +272,7 @@ func (r *Reader) ExtractImages(ctx context.Context, dir string) (err error) {
 	}()
 	list := slices.Clone(r.manifest.Processes.Images)
 	slices.SortStableFunc(list, func(a, b Image) int { return int(max(-1, min(1, b.Bytes-a.Bytes))) })
-	g, gctx := errgroup.WithContext(ctx)
+	g, gctx := guard.WithContext(ctx)
 	g.SetLimit(workers())
 	for i := range list {
 		g.Go(func() error { return r.extract(gctx, dir, &list[i]) })

@@ -1,6 +1,7 @@
 package store
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -12,6 +13,7 @@ import (
 	"github.com/zeebo/blake3"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
@@ -34,7 +36,7 @@ type stream struct {
 	now   []byte             // what is left of the segment that is being read
 	queue chan chan [][]byte // nil: nobody reads ahead
 	done  [][]byte
-	work  sync.WaitGroup
+	work  guard.WaitGroup
 	mu    sync.Mutex
 	fail  error // of reading ahead
 	err   error // sticky
@@ -57,6 +59,19 @@ func newStream(ctx context.Context, p *pieces, what string, segs []pack.Segment,
 // ahead reads groups of segments side by side and hands them on in order.
 func (s *stream) ahead() {
 	defer close(s.queue)
+	s.failed(guard.Do(func() error { s.readAhead(); return nil }))
+}
+
+// failed keeps the first error of reading ahead.
+func (s *stream) failed(err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.fail == nil {
+		s.fail = err
+	}
+}
+
+func (s *stream) readAhead() {
 	room := make(chan struct{}, workers())
 	for len(s.rest) > 0 {
 		n, bytes := 0, uint32(0)
@@ -75,18 +90,19 @@ func (s *stream) ahead() {
 		s.work.Go(func() {
 			defer func() { <-room }()
 			list := make([][]byte, 0, len(group))
-			for i := range group {
-				b, err := s.segment(&group[i])
-				if err != nil {
-					s.mu.Lock()
-					if s.fail == nil {
-						s.fail = err
+			err := guard.Do(func() error {
+				for i := range group {
+					b, err := s.segment(&group[i])
+					if err != nil {
+						return err
 					}
-					s.mu.Unlock()
-					result <- nil
-					return
+					list = append(list, b)
 				}
-				list = append(list, b)
+				return nil
+			})
+			if err != nil {
+				s.failed(err)
+				list = nil
 			}
 			result <- list
 		})
@@ -120,7 +136,9 @@ func (s *stream) next() ([]byte, error) {
 			if err := s.ctx.Err(); err != nil {
 				return nil, context.Cause(s.ctx)
 			}
-			return nil, io.EOF
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			return nil, cmp.Or(s.fail, io.EOF)
 		}
 		if s.done = <-result; s.done == nil {
 			s.mu.Lock()

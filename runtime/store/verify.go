@@ -12,9 +12,8 @@ import (
 	"sync"
 	"syscall"
 
-	"golang.org/x/sync/errgroup"
-
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
@@ -300,7 +299,7 @@ func (v *verification) data(ctx context.Context, which bitset) error {
 		x, y := &cat.slots[a], &cat.slots[b]
 		return cmp.Or(cmp.Compare(x.pack, y.pack), cmp.Compare(x.off, y.off))
 	})
-	g, gctx := errgroup.WithContext(ctx)
+	g, gctx := guard.WithContext(ctx)
 	g.SetLimit(workers())
 	for group := range slices.Chunk(order, 64) {
 		if gctx.Err() != nil {

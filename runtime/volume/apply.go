@@ -14,6 +14,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/record"
@@ -390,11 +391,13 @@ func copyTree(ctx context.Context, from, to string) error {
 	if err != nil {
 		return err
 	}
-	captured := make(chan error, 1)
-	go func() {
-		_, err := overlay.Capture(ctx, from, w, overlay.CaptureOptions{})
-		captured <- errors.Join(err, w.Close())
-	}()
+	captured := guard.Start(func() error {
+		err := guard.Do(func() error {
+			_, err := overlay.Capture(ctx, from, w, overlay.CaptureOptions{})
+			return err
+		})
+		return errors.Join(err, w.Close())
+	})
 	_, err = overlay.Apply(ctx, r, to, overlay.ApplyOptions{})
 	_ = r.Close() // ends a capture that nobody reads any more
 	if e := <-captured; e != nil && (err == nil || !errors.Is(e, errPipe)) {

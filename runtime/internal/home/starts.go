@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
@@ -181,8 +182,7 @@ func (h Home) Await(ctx context.Context, id string, n int, first *kernel.Process
 	defer w.Close()
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	orphan := make(chan error, 1)
-	go func() { orphan <- orphaned(ctx) }()
+	orphan := guard.Start(func() error { return orphaned(ctx) })
 	for over := false; ; {
 		if exit, ok, err := exited(); ok || err != nil {
 			return exit, err

@@ -5,6 +5,8 @@ import (
 	"os"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // Watcher tells that something changed in some directories or files: not what,
@@ -28,7 +30,7 @@ func Watch(paths ...string) (*Watcher, error) {
 			return nil, fmt.Errorf("watch %s: %w", path, err)
 		}
 	}
-	go w.read()
+	guard.Go(w.read)
 	return w, nil
 }
 

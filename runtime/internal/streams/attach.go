@@ -19,6 +19,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -103,10 +104,16 @@ func (a *Attachment) AwaitSize() {
 
 // Serve begins to copy in both directions.
 func (a *Attachment) Serve() {
-	go func() { a.output <- a.conn.Output(a.streams.Stdout, a.streams.Stderr) }()
-	go a.copyInput()
+	guard.Go(func() {
+		a.output <- guard.Do(func() error { return a.conn.Output(a.streams.Stdout, a.streams.Stderr) })
+	})
+	guard.Go(func() {
+		if err := guard.Do(func() error { a.copyInput(); return nil }); err != nil {
+			a.input <- err
+		}
+	})
 	if a.terminal && a.streams.Resize != nil {
-		go func() {
+		guard.Go(func() {
 			for {
 				select {
 				case size, ok := <-a.streams.Resize:
@@ -118,7 +125,7 @@ func (a *Attachment) Serve() {
 					return
 				}
 			}
-		}()
+		})
 	}
 }
 

@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"time"
 
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/internal/record"
@@ -78,8 +79,7 @@ func Follow(ctx context.Context, path string, opts runtime.LogOptions, stdout, s
 	defer w.Close()
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	over := make(chan error, 1)
-	go func() { over <- ended(ctx) }()
+	over := guard.Start(func() error { return ended(ctx) })
 	if err := r.seekTail(opts.Tail); err != nil {
 		return err
 	}

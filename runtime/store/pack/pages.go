@@ -4,9 +4,10 @@ import (
 	"errors"
 	"io"
 	goruntime "runtime"
-	"sync"
 
 	"github.com/zeebo/blake3"
+
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 const (
@@ -58,6 +59,7 @@ type block struct {
 	data   []byte
 	hashes []PageHash // of the whole pages in data
 	err    error      // of the reader, after data
+	bad    error      // of who hashes
 	done   chan struct{}
 }
 
@@ -72,12 +74,18 @@ func hashPages(r io.Reader, use func(b *block) error) error {
 	todo := make(chan *block, n+2)
 	ordered := make(chan *block, n+2)
 	stop := make(chan struct{})
-	var g sync.WaitGroup
+	var g guard.WaitGroup
 	for range n {
 		g.Go(func() {
 			for b := range todo {
-				for p := b.data; len(p) >= PageSize; p = p[PageSize:] {
-					b.hashes = append(b.hashes, hashPage(p[:PageSize]))
+				err := guard.Do(func() error {
+					for p := b.data; len(p) >= PageSize; p = p[PageSize:] {
+						b.hashes = append(b.hashes, hashPage(p[:PageSize]))
+					}
+					return nil
+				})
+				if err != nil {
+					b.bad = err
 				}
 				close(b.done)
 			}
@@ -93,7 +101,11 @@ func hashPages(r io.Reader, use func(b *block) error) error {
 			case <-stop:
 				return
 			}
-			m, err := io.ReadFull(r, b.data[:cap(b.data)])
+			m := 0
+			err := guard.Do(func() (err error) {
+				m, err = io.ReadFull(r, b.data[:cap(b.data)])
+				return err
+			})
 			b.data, b.hashes, b.err, b.done = b.data[:m], b.hashes[:0], err, make(chan struct{})
 			todo <- b // has room for all blocks, as ordered has
 			ordered <- b
@@ -106,6 +118,9 @@ func hashPages(r io.Reader, use func(b *block) error) error {
 	defer close(stop)
 	for b := range ordered {
 		<-b.done
+		if b.bad != nil {
+			return b.bad
+		}
 		if err := use(b); err != nil {
 			return err
 		}

@@ -10,6 +10,7 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // shelf is a store in memory.
@@ -213,4 +214,25 @@ func TestRecipeIsCanonical(t *testing.T) {
 			}
 		}
 	})
+}
+
+// defective panics once so much was read.
+type defective struct{ left int }
+
+func (d *defective) Read(p []byte) (int, error) {
+	if d.left <= 0 {
+		panic("a defect")
+	}
+	n := min(len(p), d.left)
+	d.left -= n
+	return n, nil
+}
+
+// A panic of who is read ahead is an error, not the end of what there is.
+func TestCutPagesPanics(t *testing.T) {
+	s := &shelf{}
+	_, err := CutPages(&defective{left: 5 << 20}, nil, s.add)
+	if p := (*guard.Panic)(nil); !errors.As(err, &p) {
+		t.Error(err)
+	}
 }

@@ -21,6 +21,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // TempPrefix begins the names of packs that are being written.
@@ -46,7 +47,7 @@ type Writer struct {
 	dir   string
 	room  *semaphore.Weighted
 	queue chan job
-	work  sync.WaitGroup
+	work  guard.WaitGroup
 
 	adding sync.WaitGroup // who is between the check of ended and the queue
 
@@ -171,7 +172,9 @@ func (w *Writer) start() error {
 		w.work.Go(func() {
 			var room []byte
 			for j := range w.queue {
-				room = w.do(j, room)
+				if err := guard.Do(func() error { room = w.do(j, room); return nil }); err != nil {
+					w.fail(err)
+				}
 			}
 		})
 	}
@@ -181,6 +184,7 @@ func (w *Writer) start() error {
 // do stores one piece. It returns room for the next one's frame.
 func (w *Writer) do(j job, room []byte) []byte {
 	p := *j.raw
+	defer w.room.Release(int64(len(p)))
 	if !j.stored {
 		if room, j.blob.Packed = compress(w.enc, p, room); j.blob.Packed {
 			p = room
@@ -188,14 +192,21 @@ func (w *Writer) do(j job, room []byte) []byte {
 		j.blob.Stored = uint32(len(p))
 	}
 	err := w.put(&j.blob, p)
-	w.room.Release(int64(len(*j.raw)))
 	buffers.Put(j.raw)
 	w.mu.Lock()
+	w.blobs.list[j.n] = j.blob
+	w.mu.Unlock()
+	w.fail(err)
+	return room
+}
+
+// fail keeps the first error.
+func (w *Writer) fail(err error) {
+	w.mu.Lock()
 	defer w.mu.Unlock()
-	if w.blobs.list[j.n] = j.blob; w.err == nil {
+	if w.err == nil {
 		w.err = err
 	}
-	return room
 }
 
 func (w *Writer) put(b *Blob, p []byte) error {
