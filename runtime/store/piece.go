@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
@@ -86,7 +87,10 @@ func (p *pieces) read(ctx context.Context, id pack.ID) ([]byte, error) {
 		d := &decoded{id: id, ready: make(chan struct{})}
 		p.decoded[id] = p.recent.PushFront(d)
 		p.mu.Unlock()
-		d.data, d.err = p.load(ctx, id)
+		d.err = guard.Do(func() (err error) { // others wait for it
+			d.data, err = p.load(ctx, id)
+			return err
+		})
 		p.keep(d)
 		close(d.ready)
 		return d.data, d.err
