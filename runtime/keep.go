@@ -143,24 +143,13 @@ func (e *Engine) estimate(ctx context.Context, out *Pruned) error {
 	for _, p := range out.Removed {
 		gone[p.Checkpoint.ID] = true
 	}
-	rows, err := e.store.Checkpoints(ctx, store.Filter{})
-	if err != nil {
-		return err
-	}
-	var all, kept []string
-	for _, row := range rows {
-		if all = append(all, row.ID); !gone[row.ID] {
-			kept = append(kept, row.ID)
-		}
-	}
-	before, err := sizes.Of(all)
-	if err != nil {
-		return err
-	}
-	after, err := sizes.Of(kept)
-	out.Freed += before - after
-	out.After -= before - after
-	return err
+	// Those of that moment, and not of a later one: checkpoints come and go meanwhile.
+	all := sizes.IDs()
+	kept := slices.DeleteFunc(slices.Clone(all), func(id string) bool { return gone[id] })
+	free := sizes.Of(all) - sizes.Of(kept)
+	out.Freed += free
+	out.After -= free
+	return nil
 }
 
 // retain applies the rules and, unless it is a dry run, removes what they do
@@ -208,7 +197,7 @@ func (e *Engine) retain(ctx context.Context, sandbox string, rules policy.Retent
 				return 0, err
 			}
 		}
-		return sizes.Of(ids)
+		return sizes.Of(ids), nil
 	})
 	if err != nil {
 		return err

@@ -96,3 +96,49 @@ func TestFailuresGo(t *testing.T) {
 	}
 	check("removed by its id", left(), "one@after", "one@ready")
 }
+
+// TestPruneBesideCheckpoints has checkpoints come and go while others look what
+// prune would free, and while it goes by bytes: neither is kept from it.
+func TestPruneBesideCheckpoints(t *testing.T) {
+	r := newRig(t, nil)
+	r.create(t, "one")
+	r.create(t, "two")
+	for range 3 {
+		if _, err := r.Checkpoint(ctx, "one", runtime.CheckpointOptions{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	done, came := make(chan struct{}), make(chan error)
+	go func() {
+		for {
+			select {
+			case <-done:
+				close(came)
+				return
+			default:
+			}
+			c, err := r.Checkpoint(ctx, "two", runtime.CheckpointOptions{})
+			if err == nil {
+				err = r.RemoveCheckpoint(ctx, c.ID)
+			}
+			if err != nil {
+				came <- err
+				return
+			}
+		}
+	}()
+	for range 100 {
+		if _, err := r.Prune(ctx, runtime.PruneOptions{Sandbox: "one", KeepLast: 1, DryRun: true}); err != nil {
+			t.Error("keep the last:", err)
+			break
+		}
+		if _, err := r.Prune(ctx, runtime.PruneOptions{MaxBytes: 1 << 40, DryRun: true}); err != nil {
+			t.Error("by bytes:", err)
+			break
+		}
+	}
+	close(done)
+	if err := <-came; err != nil {
+		t.Error(err)
+	}
+}

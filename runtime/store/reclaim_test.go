@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"testing"
 	"time"
@@ -447,14 +448,19 @@ func TestUsage(t *testing.T) {
 		}
 	}
 	z := must1(s.Sizes(ctx))
-	if got := must1(z.Of([]string{list[1].ID, list[2].ID, list[1].ID}[:2])); got != both {
+	if got := z.Of([]string{list[1].ID, list[2].ID}); got != both {
 		t.Errorf("both need %d, want %d", got, both)
 	}
-	if got := must1(z.Of([]string{list[2].ID})); got != u.Checkpoints[0].Needs {
+	if got := z.Of([]string{list[2].ID}); got != u.Checkpoints[0].Needs {
 		t.Errorf("one needs %d, want %d", got, u.Checkpoints[0].Needs)
 	}
-	_, err := z.Of([]string{list[0].ID})
-	wantErr(t, err, fault.ErrNotFound)
+	// One that has gone meanwhile takes nothing, and keeps nobody from the others' sizes.
+	if got := z.Of([]string{list[0].ID, list[2].ID}); got != u.Checkpoints[0].Needs {
+		t.Errorf("with one that was removed, %d, want %d", got, u.Checkpoints[0].Needs)
+	}
+	if got, want := z.IDs(), []string{u.Checkpoints[0].Checkpoint.ID, u.Checkpoints[1].Checkpoint.ID}; !slices.Equal(got, want) {
+		t.Errorf("sizes of %v, want %v", got, want)
+	}
 	// Waste is what a reclaim frees, to the byte.
 	did := must1(s.Reclaim(ctx, ReclaimOptions{MaxWaste: 1e-9}))
 	// Packs that are put together save the frame of one.

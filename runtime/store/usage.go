@@ -115,15 +115,25 @@ func logical(m *Manifest) (n int64) {
 	return n
 }
 
+// IDs are those of the checkpoints whose sizes these are, newest first.
+func (z *Sizes) IDs() []string {
+	ids := make([]string, len(z.list))
+	for i, c := range z.list {
+		ids[i] = c.ID
+	}
+	return ids
+}
+
 // Of returns how many bytes a set of checkpoints needs at rest: what several
-// of them need counts once. An id that is not of a ready one is ErrNotFound.
-func (z *Sizes) Of(ids []string) (int64, error) {
+// of them need counts once. One that was not a ready one at that moment, as it
+// has come or gone since its caller looked, needs none.
+func (z *Sizes) Of(ids []string) int64 {
 	seen, groups := newBitset(z.v.size()), newBitset(len(z.v.groups))
 	var n int64
 	for _, id := range ids {
 		k, ok := z.at[id]
 		if !ok {
-			return 0, fmt.Errorf("checkpoint %q: %w", id, fault.ErrNotFound)
+			continue
 		}
 		if n += z.own[k]; z.unread[k] {
 			n += z.list[k].Bytes
@@ -137,7 +147,7 @@ func (z *Sizes) Of(ids []string) (int64, error) {
 		}
 		z.v.each(part, seen, func(i uint32) { n += z.v.stored(i) })
 	}
-	return n, nil
+	return n
 }
 
 // stored is what a piece takes in its pack; nothing, if it is in none.
