@@ -245,7 +245,7 @@ func TestBadRequests(t *testing.T) {
 		"GET /v1/sandboxes HTTP/1.1\r\nHost: agentbox\r\nX: " + strings.Repeat("x", 100<<10): " 431 ",
 		"nonsense\r\n\r\n":                                                           " 400 ",
 		"GET /v2 HTTP/1.1\r\nHost: agentbox\r\n\r\n":                                 " 404 ",
-		"PUT /v1/sandboxes HTTP/1.1\r\nHost: agentbox\r\n\r\n":                       " 404 ",
+		"PUT /v1/sandboxes HTTP/1.1\r\nHost: agentbox\r\n\r\n":                       " 405 ",
 		"GET /openapi.json HTTP/1.1\r\nHost: agentbox\r\n\r\n":                       " 200 ",
 		"DELETE /v1/requests/x HTTP/1.1\r\nHost: agentbox\r\n\r\n":                   " 404 ",
 		post + "Content-Length: 23\r\n\r\n{\"name\":\"b\",\"name\":\"a\"}":           " 400 ",

@@ -2,11 +2,13 @@ package api
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"flag"
 	"os"
 	"reflect"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -82,7 +84,11 @@ func document(t *testing.T) []byte {
 			op.Parameters = append(op.Parameters, &huma.Param{Name: m[1], In: "path", Required: true, Schema: &huma.Schema{Type: "string"}})
 		}
 		for _, q := range r.query {
-			op.Parameters = append(op.Parameters, &huma.Param{Name: q, In: "query", Schema: &huma.Schema{Type: "string"}})
+			schema := &huma.Schema{Type: cmp.Or(queryTypes[q], "string")}
+			if slices.Contains(queryLists, q) {
+				schema = &huma.Schema{Type: "array", Items: schema}
+			}
+			op.Parameters = append(op.Parameters, &huma.Param{Name: q, In: "query", Schema: schema})
 		}
 		ok := &huma.Response{Description: "It is done.", Content: map[string]*huma.MediaType{}}
 		session := r.event == reflect.TypeFor[Message]()

@@ -129,7 +129,7 @@ func New(svc runtime.Service, opts Options) (*Handler, error) {
 		}
 	}
 	for _, r := range h.routes() {
-		h.mux.HandleFunc(r.method+" "+r.path, r.serve)
+		h.mux.HandleFunc(r.method+" "+r.path, r.strictly())
 		h.verbs[r.method+" "+r.path] = true
 	}
 	h.mux.HandleFunc("GET /openapi.json", func(w http.ResponseWriter, _ *http.Request) {
@@ -137,9 +137,7 @@ func New(svc runtime.Service, opts Options) (*Handler, error) {
 		_, _ = w.Write(openAPI) // whoever asked is gone
 	})
 	h.mux.HandleFunc("DELETE /v1/requests/{request}", h.cancel)
-	h.mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
-		writeProblem(w, fmt.Errorf("%s %.200s: %w", r.Method, r.URL.Path, runtime.ErrNotFound))
-	})
+	h.mux.HandleFunc("/", h.nowhere)
 	return h, nil
 }
 
@@ -523,7 +521,7 @@ func (h *Handler) writeJSON(w http.ResponseWriter, r *http.Request, v any) {
 		return
 	}
 	w.Header().Set("Content-Type", "application/json")
-	if r.Method == http.MethodGet {
+	if r.Method == http.MethodGet || r.Method == http.MethodHead {
 		sum := sha256.Sum256(data)
 		tag := `"` + hex.EncodeToString(sum[:16]) + `"`
 		w.Header().Set("ETag", tag)
