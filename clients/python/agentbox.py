@@ -183,13 +183,19 @@ def _tls():
     return context
 
 
+def _usual_host():
+    # Where the command looks for it, too.
+    root = os.environ.get("AGENTBOX_ROOT")
+    return "unix://" + urllib.parse.quote(os.path.join(os.path.abspath(root), "run", "agentbox.sock")) if root else DEFAULT_HOST
+
+
 def _environment_trace():
     parent = os.environ.get("TRACEPARENT")
     return {"traceparent": parent, "tracestate": os.environ.get("TRACESTATE", "")} if parent else {}
 
 
 class Client:
-    """The service at a host: unix:///PATH, or tcp://HOST:PORT; else AGENTBOX_HOST, else the usual socket.
+    """The service at a host: unix:///PATH, or tcp://HOST:PORT; else AGENTBOX_HOST, else the socket of AGENTBOX_ROOT, else the usual one.
 
     timeout is how long it may say nothing, in seconds; None: as long as it likes. retry is
     for how long a verb is tried again whose connection was lost. trace returns the headers
@@ -198,7 +204,7 @@ class Client:
     """
 
     def __init__(self, host=None, timeout=None, retry=30.0, trace=None):
-        self.host = host or os.environ.get("AGENTBOX_HOST") or DEFAULT_HOST
+        self.host = host or os.environ.get("AGENTBOX_HOST") or _usual_host()
         self.timeout, self.retry, self.trace = timeout, retry, trace or _environment_trace
         self.path, self.address, self.tls = "", None, None
         self._met = False  # it has answered before

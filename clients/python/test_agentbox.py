@@ -242,6 +242,13 @@ class TestNobody(unittest.TestCase):
             with self.assertRaises(agentbox.Lost):
                 agentbox.Client("unix://%s/s" % directory).sandboxes()
             self.assertLess(time.monotonic() - began, 5)  # it was never there
+            # The service of a root is where the command finds it, too.
+            with unittest.mock.patch.dict(os.environ, {"AGENTBOX_ROOT": directory + "/a b"}):
+                self.assertEqual(agentbox.Client("unix:///s").path, "/s")
+                os.environ["AGENTBOX_HOST"] = "unix:///h"
+                self.assertEqual(agentbox.Client().path, "/h")
+                os.environ["AGENTBOX_HOST"] = ""
+                self.assertEqual(agentbox.Client().path, directory + "/a b/run/agentbox.sock")
 
     def test_trace(self):
         parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
