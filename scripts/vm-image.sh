@@ -3,7 +3,8 @@
 # engines, its kernel, and QEMU of Debian 13 where this host has none that is new
 # enough. Prints the directory with disk.img, vmlinuz and initrd; QEMU is in
 # qemu-trixie beside it. All of it is made once and then kept in the cache, under
-# the hash of what it was made by.
+# the hash of what it was made by. Of other hashes, as those of another tree, the image that
+# was used last and those that machines run from are kept, too.
 #
 # usage: vm-image.sh [--image NAME] [--qemu] [--help]
 #   --image NAME     trixie: all as Debian 13 has it (the default);
@@ -70,7 +71,7 @@ die() {
 }
 
 cache=${AGENTBOX_CACHE:-/var/cache/agentbox}/vm
-key=$(cat "$0" "$here/debian-image.sh" | sha256sum | cut -c1-12)
+key=$({ cat "$0" "$here/debian-image.sh" && printf '%s\n' "$mirror" "$sid"; } | sha256sum | cut -c1-12)
 out=$cache/$image-$key
 qemu=$cache/qemu-$suite
 
@@ -82,6 +83,7 @@ missing_mb() {
 }
 
 if (($(missing_mb) == 0)); then
+	touch "$out" # used now
 	echo "$out"
 	exit
 fi
@@ -94,19 +96,28 @@ mkdir -p "$cache" && chmod 0700 "$cache"
 exec 9>"$cache/lock"
 flock 9
 # What one that was killed has begun is nobody's now.
-rm -rf -- "$cache"/tmp.*
+rm -rf --one-file-system -- "$cache"/tmp.*
 free=$(df --output=avail -BM "$cache" | tail -n 1 | tr -dc 0-9)
 ((free >= $(missing_mb))) ||
 	die "$cache has $free MB free and this needs $(missing_mb) MB while it works (2000 MB are kept); AGENTBOX_CACHE puts it elsewhere"
 
 work=$(mktemp -d "$cache/tmp.XXXXXX")
 chmod 0755 "$work" # apt downloads as the user _apt
-trap 'rm -rf --one-file-system -- "$work"' EXIT
+# What was killed may still be ending.
+clear_up() {
+	local tries=0
+	until rm -rf --one-file-system -- "$work" 2>/dev/null; do
+		((++tries < 50)) || { rm -rf --one-file-system -- "$work" || true; break; }
+		sleep 0.1
+	done
+}
+trap clear_up EXIT
 
-# bounded COMMAND...: ended after a time, and with this script.
+# bounded COMMAND...: ended after a time, and with this script, however that ends. What it mounts is not the host's, and
+# gone with it: mmdebstrap mounts /proc and /sys in what the next run removes.
 child=''
 bounded() {
-	timeout "$limit" "$@" 9>&- &
+	setpriv --pdeathsig KILL unshare --mount --pid --fork --kill-child --mount-proc timeout "$limit" "$@" 7>&- 9>&- &
 	child=$!
 	local ended=0
 	wait "$child" || ended=$?
@@ -114,9 +125,14 @@ bounded() {
 	return "$ended"
 }
 stop() {
-	[[ -z $child ]] || kill -TERM "$child" 2>/dev/null && wait "$child"
+	if [[ -n $child ]]; then
+		kill -KILL "$child" 2>/dev/null || true
+		wait "$child" 2>/dev/null || true
+	fi
+	echo "vm-image.sh: interrupted; nothing of what it had begun is kept" >&7
 	exit "$1"
 }
+exec 7>&2 # what is interrupted may have its output elsewhere
 trap 'stop 130' INT
 trap 'stop 143' TERM HUP
 
@@ -129,7 +145,7 @@ root() {
 		sources+=("deb $sid sid main")
 		set -- "$@" --setup-hook="mkdir -p \"\$1/etc/apt/preferences.d\"" --setup-hook="cp '$dir.sid' \"\$1/etc/apt/preferences.d/sid\""
 	fi
-	bounded mmdebstrap --variant=minbase --format=directory --include="$packages" \
+	TMPDIR=$work bounded mmdebstrap --variant=minbase --format=directory --include="$packages" \
 		--aptopt='APT::Install-Recommends "false"' --aptopt='Acquire::Retries "3"' --dpkgopt='path-exclude=/usr/share/doc/*' \
 		--dpkgopt='path-exclude=/usr/share/locale/*' --dpkgopt='path-exclude=/usr/share/man/*' \
 		"$@" "$suite" "$dir" "${sources[@]}" >"$work/log" 2>&1 || {
@@ -174,8 +190,8 @@ if [[ ! -s $out/disk.img ]]; then
 		WantedBy=basic.target
 	UNIT
 	# What debian-image.sh would make in the machine, which has no network.
-	AGENTBOX_CACHE=$work/sandboxes bounded "$here/debian-image.sh" "$suite" "$mirror" >/dev/null
-	AGENTBOX_CACHE=$work/sandboxes bounded "$here/debian-image.sh" --servers "$suite" "$mirror" >/dev/null
+	AGENTBOX_CACHE=$work/sandboxes TMPDIR=$work bounded "$here/debian-image.sh" "$suite" "$mirror" >/dev/null
+	AGENTBOX_CACHE=$work/sandboxes TMPDIR=$work bounded "$here/debian-image.sh" --servers "$suite" "$mirror" >/dev/null
 	# shellcheck disable=SC2016 # $1 is the hooks'
 	root "$work/root" "$(IFS=, && echo "${guest[*]}")" \
 		--customize-hook='find "$1/etc/apparmor.d" -maxdepth 1 -type f -delete' \
@@ -201,8 +217,13 @@ if [[ ! -s $out/disk.img ]]; then
 	sync -f "$work"
 	mkdir "$work/$image-$key"
 	mv "$work"/{vmlinuz,initrd,disk.img} "$work/$image-$key/"
-	# Others of this name are of packages or scripts that were changed since.
-	find "$cache" -mindepth 1 -maxdepth 1 -name "$image-*" -exec rm -rf -- {} +
+	# Others of this name are of packages or scripts that were changed since, or of another tree that is at work, too.
+	mapfile -t others < <(ls -td -- "$cache/$image"-* 2>/dev/null)
+	for other in "${others[@]:1}"; do
+		exec 8<"$other"
+		! flock --nonblock 8 || rm -rf -- "$other" # test-vm has a lock on what it boots from
+		exec 8<&-
+	done
 	mv "$work/$image-$key" "$out"
 fi
 echo "$out"

@@ -50,10 +50,7 @@ func runBoots(ctx context.Context, q *emulator, opts machineOptions, s suite, o 
 
 // parts runs those that are asked for, in one machine after the other.
 func (b *machines) parts(ctx context.Context) error {
-	asked, err := regexp.Compile(b.o.run)
-	if err != nil {
-		return err
-	}
+	asked := regexp.MustCompile(b.o.run)
 	m, err := b.up(ctx)
 	defer func() {
 		if m != nil {

@@ -6,7 +6,9 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
+	"time"
 )
 
 // imageScript is a copy of scripts/vm-image.sh whose programs that fetch and
@@ -30,6 +32,7 @@ for a; do case $a in --setup-hook=*) (set -- "$HERE/hooked"; eval "${a#--setup-h
 for a; do case $a in */root | */qemu) dir=$a ;; */sandboxes/tmp.*) file=$a ;; esac; done
 [ -n "$dir" ] || { echo tar >"$file"; exit; }
 [ -z "$BROKEN" ] || { echo no such mirror; exit 100; }
+if [ -n "$HANGS" ]; then mkdir -p "$dir/proc" && mount -t proc proc "$dir/proc" && touch "$HERE/hangs"; exec sleep 600; fi
 mkdir -p "$dir/boot" "$dir/var/lib/dpkg/info" "$dir/var/lib/dpkg/updates"
 touch "$dir/boot/vmlinuz-6" "$dir/boot/initrd.img-6"
 for p in docker.io docker-cli containerd runc; do
@@ -51,10 +54,16 @@ func (s imageScript) program(name, script string) {
 	}
 }
 
+func (s imageScript) command(env string, args ...string) *exec.Cmd {
+	cmd := exec.Command(filepath.Join(s.dir, "vm-image.sh"), args...)
+	cmd.Env = append(os.Environ(), "PATH="+filepath.Join(s.dir, "bin")+":"+os.Getenv("PATH"), "HERE="+s.dir, "AGENTBOX_CACHE="+filepath.Join(s.dir, "cache"))
+	cmd.Env = append(cmd.Env, strings.Fields(env)...)
+	return cmd
+}
+
 // run returns what the script prints, and what it says.
 func (s imageScript) run(env string, args ...string) (out, said string, err error) {
-	cmd := exec.Command(filepath.Join(s.dir, "vm-image.sh"), args...)
-	cmd.Env = append(os.Environ(), "PATH="+filepath.Join(s.dir, "bin")+":"+os.Getenv("PATH"), "HERE="+s.dir, "AGENTBOX_CACHE="+filepath.Join(s.dir, "cache"), env)
+	cmd := s.command(env, args...)
 	var stderr strings.Builder
 	cmd.Stderr = &stderr
 	data, err := cmd.Output()
@@ -84,14 +93,15 @@ func (s imageScript) calls() string {
 // another script.
 func TestImages(t *testing.T) {
 	s := newImageScript(t)
-	usual := s.made("X=", "--image", "trixie")
+	const from = "AGENTBOX_VM_SID=http://sid.example"
+	usual := s.made(from, "--image", "trixie")
 	if c := s.calls(); strings.Contains(c, " sid ") || !strings.Contains(c, "linux-image-cloud-amd64") {
 		t.Errorf("trixie is made of %s", c)
 	}
-	if again := s.made("X="); again != usual || s.calls() != "" {
+	if again := s.made(from); again != usual || s.calls() != "" {
 		t.Errorf("without a name it is %s, not %s, or was made again", again, usual)
 	}
-	other := s.made("AGENTBOX_VM_SID=http://sid.example", "--image", "docker28")
+	other := s.made(from, "--image", "docker28")
 	if c := s.calls(); !strings.Contains(c, "\ndeb http://sid.example sid main\n") || !strings.Contains(c, "\nhttp://deb.debian.org/debian\n") {
 		t.Errorf("docker28 is made of %s", c)
 	}
@@ -103,27 +113,118 @@ func TestImages(t *testing.T) {
 		t.Errorf("the pins are %q (%v)", pins, err)
 	}
 	for _, i := range images {
-		s.made("FREE=0", "--image", i.name)
+		s.made("FREE=0 "+from, "--image", i.name)
 	}
 	if c := s.calls(); c != "" {
 		t.Errorf("what is there was made again: %s", c)
 	}
-	path := filepath.Join(s.dir, "vm-image.sh")
-	script, err := os.ReadFile(path)
-	if err == nil {
-		err = os.WriteFile(path, append(script, "# changed\n"...), 0o700)
+	sid := s.made("AGENTBOX_VM_SID=http://snapshot.example", "--image", "docker28")
+	if sid == other || s.calls() == "" {
+		t.Error("sid from another place makes no other image")
 	}
+}
+
+// The image of another tree stays, the last one and any that is at work: two trees would
+// make each other's anew for ever, and a machine that boots again would not find its disk.
+func TestImagesOfOtherTrees(t *testing.T) {
+	s := newImageScript(t)
+	path := filepath.Join(s.dir, "vm-image.sh")
+	original, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if now := s.made("X=", "--image", "docker28"); now == other {
-		t.Error("a changed script makes no other image")
+	used := time.Now().Add(-time.Hour)
+	tree := func(n int) string {
+		if err := os.WriteFile(path, fmt.Appendf(original, "# of tree %d\n", n), 0o700); err != nil {
+			t.Fatal(err)
+		}
+		dir := s.made("X=")
+		used = used.Add(time.Second)
+		if err := os.Chtimes(dir, used, used); err != nil {
+			t.Fatal(err)
+		}
+		return dir
 	}
-	if _, err := os.Stat(other); err == nil {
-		t.Error("the old image is still there")
+	usual := s.made("X=", "--image", "docker28")
+	a, b := tree(1), tree(2)
+	s.calls()
+	if tree(1) != a || tree(2) != b || s.calls() != "" {
+		t.Error("two trees make each other's image anew")
 	}
-	if _, err := os.Stat(usual); err != nil {
-		t.Errorf("the other image is gone: %v", err)
+	f, err := os.Open(a)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if err := syscall.Flock(int(f.Fd()), syscall.LOCK_SH); err != nil {
+		t.Fatal(err)
+	}
+	c := tree(3) // b was used after a
+	d := tree(4)
+	for dir, want := range map[string]bool{usual: true, a: true, b: false, c: true, d: true} {
+		if _, err := os.Stat(dir); (err == nil) != want {
+			t.Errorf("%s is there: %v, want %v", filepath.Base(dir), err == nil, want)
+		}
+	}
+}
+
+// However a build ends, nothing of it runs, and nothing of it is mounted on the host, where
+// it would be in the next one's way.
+func TestImageInterrupted(t *testing.T) {
+	for _, c := range []struct {
+		sig  syscall.Signal
+		said string
+	}{{syscall.SIGINT, "interrupted"}, {syscall.SIGTERM, "interrupted"}, {syscall.SIGKILL, ""}} {
+		t.Run(c.sig.String(), func(t *testing.T) {
+			s := newImageScript(t)
+			cmd := s.command("HANGS=1", "--qemu")
+			var said strings.Builder
+			cmd.Stderr = &said
+			cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+			if err := cmd.Start(); err != nil {
+				t.Fatal(err)
+			}
+			defer func() { _ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }()
+			eventually(t, "it mounts", func() bool { _, err := os.Stat(filepath.Join(s.dir, "hangs")); return err == nil })
+			if mounts, err := os.ReadFile("/proc/self/mountinfo"); err != nil || strings.Contains(string(mounts), s.dir) {
+				t.Errorf("it mounts on the host (%v)", err)
+				defer func() {
+					m, _ := filepath.Glob(filepath.Join(s.dir, "cache/vm/tmp.*/qemu/proc"))
+					_ = syscall.Unmount(strings.Join(m, ""), syscall.MNT_DETACH)
+				}()
+			}
+			_ = cmd.Process.Signal(c.sig)
+			if err := cmd.Wait(); err == nil {
+				t.Error("it ended well")
+			}
+			if !strings.Contains(said.String(), c.said) {
+				t.Errorf("it says %q", said.String())
+			}
+			eventually(t, "nothing runs", func() bool {
+				// The sleep has its place as its environment.
+				out, err := exec.Command("grep", "-lsaF", "HERE="+s.dir, "-r", "/proc", "--include=environ").Output()
+				return err != nil && len(out) == 0
+			})
+			if c.sig != syscall.SIGKILL {
+				left, _ := filepath.Glob(filepath.Join(s.dir, "cache/vm/tmp.*"))
+				if len(left) > 0 {
+					t.Errorf("left behind: %v", left)
+				}
+			}
+			s.made("X=", "--qemu")
+			if left, _ := filepath.Glob(filepath.Join(s.dir, "cache/vm/tmp.*")); len(left) > 0 {
+				t.Errorf("the next run leaves %v", left)
+			}
+		})
+	}
+}
+
+func eventually(t *testing.T, what string, holds func() bool) {
+	t.Helper()
+	for end := time.Now().Add(20 * time.Second); !holds(); time.Sleep(20 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("not so within 20 s: %s", what)
+		}
 	}
 }
 

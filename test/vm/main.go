@@ -20,6 +20,7 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"regexp"
 	goruntime "runtime"
 	"slices"
 	"strings"
@@ -96,6 +97,12 @@ func parse(args []string) (o options, err error) {
 	if !slices.ContainsFunc(images, func(i image) bool { return i.name == o.image }) {
 		return o, fmt.Errorf("there is no image %q, but %s", o.image, imageNames())
 	}
+	if !slices.Contains([]string{"auto", "kvm", "tcg"}, o.accel) {
+		return o, fmt.Errorf("--accel is auto, kvm or tcg, not %q", o.accel)
+	}
+	if _, err := regexp.Compile(o.run); err != nil {
+		return o, err
+	}
 	return o, nil
 }
 
@@ -132,10 +139,11 @@ func host(ctx context.Context, args []string) error {
 		return err
 	}
 	q, lacks := hostQEMU(ctx)
-	boots, err := makeImages(ctx, o.image, q == nil)
+	boots, unlock, err := makeImages(ctx, o.image, q == nil)
 	if err != nil {
 		return err
 	}
+	defer unlock()
 	if q == nil {
 		fmt.Fprintf(os.Stderr, "%s: Debian 13's is used\n", lacks)
 		q = debianQEMU(filepath.Join(filepath.Dir(boots), "qemu-trixie"))
@@ -147,8 +155,6 @@ func host(ctx context.Context, args []string) error {
 		q.accel = kvm
 	case "tcg":
 		q.accel = tcg
-	default:
-		return fmt.Errorf("--accel is auto, kvm or tcg, not %q", o.accel)
 	}
 	dir, done, err := scratch(filepath.Dir(boots))
 	if err != nil {

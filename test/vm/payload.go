@@ -34,8 +34,10 @@ func imageNames() string {
 	return strings.Join(names, " or ")
 }
 
-// makeImages has scripts/vm-image.sh make what it boots from, and returns its directory.
-func makeImages(ctx context.Context, name string, qemu bool) (string, error) {
+// makeImages has scripts/vm-image.sh make what it boots from, and returns its
+// directory, which nobody removes until it is unlocked: not for another tree's
+// image of that name either.
+func makeImages(ctx context.Context, name string, qemu bool) (dir string, unlock func(), err error) {
 	args := []string{"--image", name}
 	if qemu {
 		args = append(args, "--qemu")
@@ -48,12 +50,20 @@ func makeImages(ctx context.Context, name string, qemu bool) (string, error) {
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGTERM}
 	out, err := cmd.Output()
 	if ctx.Err() != nil {
-		return "", errors.New("interrupted while the image was made; nothing of it is kept")
+		return "", nil, errors.New("interrupted while the image was made; nothing of it is kept")
 	}
 	if err != nil {
-		return "", fmt.Errorf("scripts/vm-image.sh: %w", err)
+		return "", nil, fmt.Errorf("scripts/vm-image.sh: %w", err)
 	}
-	return strings.TrimSpace(string(out)), nil
+	dir = strings.TrimSpace(string(out))
+	f, err := os.Open(dir)
+	if err != nil {
+		return "", nil, err
+	}
+	if err := syscall.Flock(int(f.Fd()), syscall.LOCK_SH|syscall.LOCK_NB); err != nil {
+		return "", nil, errors.Join(fmt.Errorf("%s is being removed: begin again: %w", dir, err), f.Close())
+	}
+	return dir, func() { _ = f.Close() }, nil
 }
 
 // scratch makes a directory for the files of one run, and removes those of runs

@@ -177,8 +177,11 @@ func TestImageFlag(t *testing.T) {
 	if o, err := parse(nil); err != nil || o.image != "trixie" {
 		t.Errorf("without the flag: %+v (%v)", o, err)
 	}
-	if _, err := parse([]string{"-image", "nothing"}); err == nil || !strings.Contains(err.Error(), "docker28") {
-		t.Errorf("an image that is none: %v", err)
+	// What is no use is said before minutes go into an image.
+	for want, args := range map[string][]string{"docker28": {"-image", "nothing"}, "auto, kvm or tcg": {"-accel", "xen"}, "missing closing": {"-run", "("}} {
+		if _, err := parse(args); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%q: %v", args, err)
+		}
 	}
 }
 
