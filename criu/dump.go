@@ -26,8 +26,8 @@ func Diagnose(r io.Reader) Diagnosis { return crlog.Diagnose(r) }
 
 // DumpOptions say where a dump goes and what it does.
 type DumpOptions struct {
-	ImageDir     string // made when missing, 0700
-	WorkDir      string // takes dump.log and stats-dump; made when missing, 0700
+	ImageDir     string // made when missing, 0700; takes stats-dump, too
+	WorkDir      string // takes dump.log; made when missing, 0700
 	LeaveRunning bool   // the container lives on, paused; otherwise it is gone
 	Options
 	// Hold, when given, is kept open by the dumping processes: a flock on it
@@ -135,6 +135,9 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 	if err != nil {
 		return res, explainDump(rt, log, said, err)
 	}
+	if err := keepStats(opts); err != nil {
+		return res, fmt.Errorf("dump %s: %w", rt.ID, err)
+	}
 	// CRIU has been seen to report nothing of a full disk; what cannot be
 	// restored must not count as a checkpoint.
 	if err := CheckImages(opts.ImageDir); err != nil {
@@ -144,6 +147,23 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 		return res, &DumpError{Diagnosis: Diagnosis{Code: "image-damaged", Reason: err.Error()}, Log: log, Err: err}
 	}
 	return res, nil
+}
+
+// StatsName is what CRIU measured of a dump. It is no image, but what shows
+// checkpoints asks for it.
+const StatsName = "stats-dump"
+
+// keepStats puts it with the images; CRIU writes it beside its log.
+func keepStats(opts DumpOptions) error {
+	from := filepath.Join(opts.WorkDir, StatsName)
+	data, err := os.ReadFile(from)
+	if errors.Is(err, fs.ErrNotExist) { // no restore needs it
+		return nil
+	}
+	if err != nil || opts.WorkDir == opts.ImageDir {
+		return err
+	}
+	return errors.Join(os.WriteFile(filepath.Join(opts.ImageDir, StatsName), data, 0o600), os.Remove(from))
 }
 
 // extras are for a container whose bundle names no configuration file of CRIU.

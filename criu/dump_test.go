@@ -19,6 +19,8 @@ import (
 
 	"github.com/opencontainers/runtime-spec/specs-go"
 
+	"github.com/checkpoint-restore/go-criu/v7/stats"
+
 	"github.com/agentbox/agentbox/criu/criutest"
 	"github.com/agentbox/agentbox/internal/fault"
 )
@@ -46,6 +48,14 @@ func TestDumpAndRestore(t *testing.T) {
 	res, err := Dump(ctx, rt, DumpOptions{ImageDir: b.Images, WorkDir: b.Work, LeaveRunning: true})
 	if err != nil {
 		t.Fatal(err)
+	}
+	dir, err := os.Open(b.Images)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer dir.Close()
+	if st, err := stats.CriuGetDumpStats(dir); err != nil || st.GetPagesWritten() == 0 {
+		t.Errorf("what was measured: %v (%v)", st, err)
 	}
 	if res.Took <= 0 || len(res.Processes) != 3 {
 		t.Errorf("%+v", res)

@@ -2,10 +2,13 @@ package test
 
 import (
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
 	"testing"
+
+	"github.com/checkpoint-restore/go-criu/v7/stats"
 )
 
 // A checkpoint goes as a file to another root, where its sandbox goes on; the
@@ -21,6 +24,18 @@ func TestExportImport(t *testing.T) {
 	a.ok("checkpoint", "export", id, again)
 	first, second := readFile(t, file), readFile(t, again)
 	equal(a, "the second export is the same", first == second, true)
+	// Where Podman has it, and checkpointctl looks for it.
+	if out, err := exec.Command("tar", "-C", a.root, "--zstd", "-xf", file, "stats-dump").CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	root, err := os.Open(a.root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer root.Close()
+	if st, err := stats.CriuGetDumpStats(root); err != nil || st.GetPagesWritten() == 0 {
+		t.Errorf("what CRIU measured: %v (%v)", st, err)
+	}
 
 	b.ok("image", "ls") // makes the built-in image, which is the same everywhere
 	r := b.input([]byte(first), nil, "checkpoint", "import", "-")

@@ -35,6 +35,7 @@ const (
 	shmName     = "devshm-checkpoint.tar"
 	volumesDir  = "volumes"
 	imagesDir   = "checkpoint"
+	statsName   = "stats-dump" // what CRIU measured, among the images of a checkpoint
 
 	// attachedName has the files of the host that belong to a checkpoint; other
 	// readers leave it alone.
@@ -364,7 +365,16 @@ func (x *exporter) image(im image) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, r.Close()) }()
-	return x.stream(imagesDir+"/"+im.Name, im.Bytes, r, true)
+	return x.stream(im.member(), im.Bytes, r, true)
+}
+
+// member is where an image lies in an archive: what CRIU measured is above the
+// images, where checkpointctl looks for it.
+func (im image) member() string {
+	if im.Name == statsName {
+		return statsName
+	}
+	return imagesDir + "/" + im.Name
 }
 
 // measure counts what is written to it.

@@ -101,7 +101,7 @@ func known(name string) bool {
 
 // silent are members that say nothing that a checkpoint keeps.
 var silent = []string{
-	"", "artifacts", "stats-dump", "dump.log", "restore.log", "ctr.log", networkName, imagesDir, volumesDir,
+	"", "artifacts", statsName, "dump.log", "restore.log", "ctr.log", networkName, imagesDir, volumesDir,
 	"status.dump", "bind.mounts", "io.kubernetes.cri-o.LogPath",
 }
 

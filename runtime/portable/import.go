@@ -420,7 +420,7 @@ func (im *importer) ownImages() error {
 		return err
 	}
 	for _, want := range im.manifest.images() {
-		h, err := im.expect(imagesDir + "/" + want.Name)
+		h, err := im.expect(want.member())
 		if err != nil {
 			return err
 		}

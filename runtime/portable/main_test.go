@@ -291,6 +291,7 @@ func full(t testing.TB) (*memory, Checkpoint) {
 	m.put(t, volume)
 	m.images["inventory.img"] = []byte("inventory")
 	m.images["pages-1.img"] = bytes.Repeat([]byte("p\x00"), 100_000)
+	m.images["stats-dump"] = []byte("stats")
 	return m, Checkpoint{Manifest: m.manifest(t, "data"), Data: m}
 }
 

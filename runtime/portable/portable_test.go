@@ -68,7 +68,7 @@ func TestRoundTrip(t *testing.T) {
 				}
 			}
 			// "gone" and its other name are in deleted.files.
-			if res.Trees != 2 || res.Images != 2 || res.Deleted != 2 || len(res.Notes) > 0 {
+			if res.Trees != 2 || res.Images != 3 || res.Deleted != 2 || len(res.Notes) > 0 {
 				t.Errorf("%+v", res)
 			}
 			// It can be exported again, to the same bytes.
@@ -140,7 +140,7 @@ func TestLayout(t *testing.T) {
 	names, content := members(t, exported(t, c, Options{Compress: None}))
 	want := []string{
 		"agentbox/version", "agentbox/manifest.json", "agentbox/tree-0.jsonl", "agentbox/tree-1.jsonl", "config.dump", "spec.dump", "network.status",
-		"deleted.files", "rootfs-diff.tar", "volumes/data.tar", "checkpoint/", "checkpoint/inventory.img", "checkpoint/pages-1.img",
+		"deleted.files", "rootfs-diff.tar", "volumes/data.tar", "checkpoint/", "checkpoint/inventory.img", "checkpoint/pages-1.img", "stats-dump",
 	}
 	if d := cmp.Diff(want, names); d != "" {
 		t.Error(d)
