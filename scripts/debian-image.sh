@@ -58,12 +58,16 @@ chmod 0700 "$cache"
 exec 9>"$cache/lock"
 flock 9
 if [ ! -s "$out" ]; then
+	rm -rf --one-file-system "$cache"/tmp.* # what one that was killed had begun
 	tmp=$(mktemp "$cache/tmp.XXXXXX")
-	trap 'rm -f "$tmp" "$tmp.log"' EXIT
+	trap 'rm -rf --one-file-system "$tmp"*' EXIT
+	mkdir "$tmp.d"
+	export TMPDIR="$tmp.d"
 	echo "making a $suite root filesystem (about a minute)" >&2
 	# A mirror that is being renewed, or that stumbles once, is no reason to fail.
 	for try in 1 2 3; do
-		if mmdebstrap --variant=minbase --format=tar --include="$packages" --components="$components" \
+		# What it mounts is not the host's, and it ends with this script.
+		if setpriv --pdeathsig KILL unshare --mount --pid --fork --kill-child --mount-proc mmdebstrap --variant=minbase --format=tar --include="$packages" --components="$components" \
 			--dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
 			--dpkgopt='path-exclude=/usr/share/man/*' "$suite" "$tmp" "$mirror" >"$tmp.log" 2>&1; then
 			break

@@ -123,24 +123,25 @@ debian_mirror() {
 		head -n 1 | grep . || echo http://deb.debian.org/debian
 }
 
-# root_tar SUITE: a root as a tar file, made once.
+# root_tar SUITE: tar is a root as a tar file, made once. It ends with this script, which is its parent, and so does what
+# it mounts.
 root_tar() {
-	local out options=() line
+	local options=() line tmp=$cache/fresh/tmp
 	while read -r line; do
 		[[ -z $line ]] || options+=(--aptopt="$line")
 	done < <(apt_settings)
-	out=$cache/fresh/$1-$(printf '%s\n' "$mirror" "${options[@]}" | cksum | cut -d' ' -f1).tar
-	if [[ ! -s $out ]]; then
-		echo "making a minimal $1 (a minute)" >&2
-		rm -f "$cache"/fresh/tmp.*
-		mmdebstrap --variant=minbase --include=make --format=tar "${options[@]}" "$1" "$cache/fresh/tmp.tar" "$mirror" >"$cache/fresh/tmp.log" 2>&1 || {
-			tail -n 30 "$cache/fresh/tmp.log" >&2
-			die "mmdebstrap failed; is $mirror reachable?"
-		}
-		mv "$cache/fresh/tmp.tar" "$out"
-		rm -f "$cache/fresh/tmp.log"
-	fi
-	echo "$out"
+	tar=$cache/fresh/$1-$(printf '%s\n' "$mirror" "${options[@]}" | cksum | cut -d' ' -f1).tar
+	[[ ! -s $tar ]] || return 0
+	echo "making a minimal $1 (a minute)" >&2
+	rm -rf --one-file-system -- "$tmp"* # what one that was killed had begun
+	mkdir "$tmp.d"
+	TMPDIR=$tmp.d setpriv --pdeathsig KILL unshare --mount --pid --fork --kill-child --mount-proc \
+		mmdebstrap --variant=minbase --include=make --format=tar "${options[@]}" "$1" "$tmp.tar" "$mirror" >"$tmp.log" 2>&1 || {
+		tail -n 30 "$tmp.log" >&2
+		die "mmdebstrap failed; is $mirror reachable?"
+	}
+	mv "$tmp.tar" "$tar"
+	rm -rf --one-file-system -- "$tmp"*
 }
 
 # Authorities that this host trusts and Debian does not, such as that of a proxy: the package takes them when it comes.
@@ -224,7 +225,7 @@ free=$(df --output=avail -BM "$cache" | tail -n 1 | tr -dc 0-9)
 # One root at a time is made; two that start together share it.
 exec 9>"$cache/fresh/lock"
 flock 9
-tar=$(root_tar "$suite" 9>&-)
+root_tar "$suite" 9>&-
 exec 9>&-
 
 dir=$(mktemp -d "$cache/fresh/run.XXXXXX")

@@ -11,7 +11,7 @@ import (
 	"time"
 )
 
-// imageScript is a copy of scripts/vm-image.sh whose programs that fetch and
+// imageScript is a copy of scripts/vm-image.sh, and of others that make roots, whose programs that fetch and
 // write gigabytes are replaced: mmdebstrap makes a root of a few files.
 type imageScript struct {
 	*testing.T
@@ -21,7 +21,7 @@ type imageScript struct {
 func newImageScript(t *testing.T) imageScript {
 	t.Helper()
 	s := imageScript{t, t.TempDir()}
-	for _, name := range []string{"vm-image.sh", "debian-image.sh"} {
+	for _, name := range []string{"vm-image.sh", "debian-image.sh", "fresh-root.sh"} {
 		if err := copyFile(filepath.Join("../../scripts", name), filepath.Join(s.dir, name)); err != nil {
 			t.Fatal(err)
 		}
@@ -29,10 +29,14 @@ func newImageScript(t *testing.T) imageScript {
 	s.program("mmdebstrap", `
 printf '%s\n' "$@" >>"$HERE/called"
 for a; do case $a in --setup-hook=*) (set -- "$HERE/hooked"; eval "${a#--setup-hook=}") || exit 1 ;; esac; done
-for a; do case $a in */root | */qemu) dir=$a ;; */sandboxes/tmp.*) file=$a ;; esac; done
+for a; do case $a in */root | */qemu) dir=$a ;; */sandboxes/tmp.* | */cache/tmp.* | */fresh/tmp.tar) file=$a ;; esac; done
+if [ -n "$HANGS" ]; then
+	dir=${dir:-${TMPDIR:-$HERE}/root}
+	mkdir -p "$dir/proc" && mount -t proc proc "$dir/proc" && touch "$HERE/hangs"
+	exec sleep 600
+fi
 [ -n "$dir" ] || { echo tar >"$file"; exit; }
 [ -z "$BROKEN" ] || { echo no such mirror; exit 100; }
-if [ -n "$HANGS" ]; then mkdir -p "$dir/proc" && mount -t proc proc "$dir/proc" && touch "$HERE/hangs"; exec sleep 600; fi
 mkdir -p "$dir/boot" "$dir/var/lib/dpkg/info" "$dir/var/lib/dpkg/updates"
 touch "$dir/boot/vmlinuz-6" "$dir/boot/initrd.img-6"
 for p in docker.io docker-cli containerd runc; do
@@ -40,6 +44,7 @@ for p in docker.io docker-cli containerd runc; do
 done >"$dir/var/lib/dpkg/status"
 `)
 	s.program("mke2fs", `for last; do prev=$image image=$last; done; echo disk >"$prev"`)
+	s.program("slirp4netns", "exit 1")
 	s.program("df", `printf 'Avail\n%sM\n' "${FREE:-100000}"`)
 	return s
 }
@@ -54,8 +59,8 @@ func (s imageScript) program(name, script string) {
 	}
 }
 
-func (s imageScript) command(env string, args ...string) *exec.Cmd {
-	cmd := exec.Command(filepath.Join(s.dir, "vm-image.sh"), args...)
+func (s imageScript) command(env, script string, args ...string) *exec.Cmd {
+	cmd := exec.Command(filepath.Join(s.dir, script), args...)
 	cmd.Env = append(os.Environ(), "PATH="+filepath.Join(s.dir, "bin")+":"+os.Getenv("PATH"), "HERE="+s.dir, "AGENTBOX_CACHE="+filepath.Join(s.dir, "cache"))
 	cmd.Env = append(cmd.Env, strings.Fields(env)...)
 	return cmd
@@ -63,7 +68,7 @@ func (s imageScript) command(env string, args ...string) *exec.Cmd {
 
 // run returns what the script prints, and what it says.
 func (s imageScript) run(env string, args ...string) (out, said string, err error) {
-	cmd := s.command(env, args...)
+	cmd := s.command(env, "vm-image.sh", args...)
 	var stderr strings.Builder
 	cmd.Stderr = &stderr
 	data, err := cmd.Output()
@@ -168,54 +173,64 @@ func TestImagesOfOtherTrees(t *testing.T) {
 	}
 }
 
-// However a build ends, nothing of it runs, and nothing of it is mounted on the host, where
-// it would be in the next one's way.
-func TestImageInterrupted(t *testing.T) {
-	for _, c := range []struct {
-		sig  syscall.Signal
-		said string
-	}{{syscall.SIGINT, "interrupted"}, {syscall.SIGTERM, "interrupted"}, {syscall.SIGKILL, ""}} {
-		t.Run(c.sig.String(), func(t *testing.T) {
-			s := newImageScript(t)
-			cmd := s.command("HANGS=1", "--qemu")
-			var said strings.Builder
-			cmd.Stderr = &said
-			cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
-			if err := cmd.Start(); err != nil {
-				t.Fatal(err)
+// However the making of an image or a root ends, nothing of it runs, and nothing of it is
+// mounted on the host, where it would be in the next one's way.
+func TestInterrupted(t *testing.T) {
+	for _, script := range [][]string{{"vm-image.sh", "--qemu"}, {"debian-image.sh", "trixie", "http://mirror.example"}, {"fresh-root.sh", "--mirror", "http://mirror.example", "trixie", "true"}} {
+		for _, sig := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGKILL} {
+			if sig == syscall.SIGINT && script[0] != "vm-image.sh" {
+				continue // a terminal sends it to mmdebstrap, too, which they wait for
 			}
-			defer func() { _ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }()
-			eventually(t, "it mounts", func() bool { _, err := os.Stat(filepath.Join(s.dir, "hangs")); return err == nil })
-			if mounts, err := os.ReadFile("/proc/self/mountinfo"); err != nil || strings.Contains(string(mounts), s.dir) {
-				t.Errorf("it mounts on the host (%v)", err)
-				defer func() {
-					m, _ := filepath.Glob(filepath.Join(s.dir, "cache/vm/tmp.*/qemu/proc"))
-					_ = syscall.Unmount(strings.Join(m, ""), syscall.MNT_DETACH)
-				}()
-			}
-			_ = cmd.Process.Signal(c.sig)
-			if err := cmd.Wait(); err == nil {
-				t.Error("it ended well")
-			}
-			if !strings.Contains(said.String(), c.said) {
-				t.Errorf("it says %q", said.String())
-			}
-			eventually(t, "nothing runs", func() bool {
-				// The sleep has its place as its environment.
-				out, err := exec.Command("grep", "-lsaF", "HERE="+s.dir, "-r", "/proc", "--include=environ").Output()
-				return err != nil && len(out) == 0
-			})
-			if c.sig != syscall.SIGKILL {
-				left, _ := filepath.Glob(filepath.Join(s.dir, "cache/vm/tmp.*"))
-				if len(left) > 0 {
-					t.Errorf("left behind: %v", left)
-				}
-			}
-			s.made("X=", "--qemu")
-			if left, _ := filepath.Glob(filepath.Join(s.dir, "cache/vm/tmp.*")); len(left) > 0 {
-				t.Errorf("the next run leaves %v", left)
-			}
-		})
+			t.Run(script[0]+" "+sig.String(), func(t *testing.T) { newImageScript(t).interrupted(sig, script[0], script[1:]...) })
+		}
+	}
+}
+
+func (s imageScript) interrupted(sig syscall.Signal, script string, args ...string) {
+	cmd := s.command("HANGS=1", script, args...)
+	var said strings.Builder
+	cmd.Stderr = &said
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	if err := cmd.Start(); err != nil {
+		s.Fatal(err)
+	}
+	defer func() { _ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }()
+	eventually(s.T, "it mounts", func() bool { _, err := os.Stat(filepath.Join(s.dir, "hangs")); return err == nil })
+	mounts, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		s.Fatal(err)
+	}
+	for _, line := range strings.Split(string(mounts), "\n") {
+		if f := strings.Fields(line); len(f) > 4 && strings.HasPrefix(f[4], s.dir) {
+			s.Errorf("it mounts on the host: %s", f[4])
+			defer func() { _ = syscall.Unmount(f[4], syscall.MNT_DETACH) }()
+		}
+	}
+	_ = cmd.Process.Signal(sig)
+	if err := cmd.Wait(); err == nil {
+		s.Error("it ended well")
+	}
+	if script == "vm-image.sh" && sig != syscall.SIGKILL && !strings.Contains(said.String(), "interrupted") {
+		s.Errorf("it says %q", said.String())
+	}
+	eventually(s.T, "nothing runs", func() bool {
+		// The sleep has it in its environment.
+		out, _ := exec.Command("sh", "-c", `grep -lsaF "$1" /proc/[0-9]*/environ`, "-", "HERE="+s.dir).Output()
+		return len(out) == 0
+	})
+	left := func() []string {
+		list, _ := filepath.Glob(filepath.Join(s.dir, "cache/*/tmp*"))
+		more, _ := filepath.Glob(filepath.Join(s.dir, "cache/tmp*"))
+		return append(list, more...)
+	}
+	if script == "vm-image.sh" && sig != syscall.SIGKILL && len(left()) > 0 {
+		s.Errorf("left behind: %v", left())
+	}
+	if out, err := s.command("AGAIN=1", script, args...).CombinedOutput(); err != nil && script != "fresh-root.sh" {
+		s.Errorf("the next run: %v: %s", err, out)
+	}
+	if len(left()) > 0 {
+		s.Errorf("the next run leaves %v", left())
 	}
 }
 
