@@ -114,6 +114,11 @@ func Tree(ctx context.Context, ref Reference, opts Options) (_ io.ReadCloser, er
 	// It has to unmount and to clean up; and it waits for its children, which
 	// have to be told as a terminal would do it.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	if os.Geteuid() == 0 {
+		// It mounts /proc and /sys in what it makes: killed, it would leave them on the
+		// host. Without root it makes a namespace of its own.
+		cmd.SysProcAttr.Unshareflags = unix.CLONE_NEWNS
+	}
 	cmd.Cancel = func() error { return unix.Kill(-cmd.Process.Pid, unix.SIGTERM) }
 	cmd.WaitDelay = time.Minute
 	c, err := start(ctx, cmd)

@@ -12,6 +12,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 
 	"golang.org/x/sync/errgroup"
@@ -122,6 +123,30 @@ func TestBootstrap(t *testing.T) {
 	})
 	if _, err := Open(t.Context(), ref("tiny"), o); !errors.Is(err, fault.ErrInvalid) {
 		t.Error(err)
+	}
+}
+
+// What mmdebstrap mounts is gone with it, even when both are killed.
+func TestBootstrapMountsApart(t *testing.T) {
+	dir := t.TempDir()
+	fake := "#!/bin/sh\nmount -t tmpfs ours \"$HERE\" && readlink /proc/self/ns/mnt\n"
+	if err := os.WriteFile(filepath.Join(dir, "mmdebstrap"), []byte(fake), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("PATH", dir+":"+os.Getenv("PATH"))
+	t.Setenv("HERE", t.TempDir())
+	defer func() { _ = syscall.Unmount(os.Getenv("HERE"), syscall.MNT_DETACH) }()
+	r, err := Tree(t.Context(), mustParse(t, "bootstrap:debian/bookworm?mirror=http%3A%2F%2Fmirror.example"), fast(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	said, err := io.ReadAll(r)
+	if ours, _ := os.Readlink("/proc/self/ns/mnt"); err != nil || strings.TrimSpace(string(said)) == ours {
+		t.Errorf("it runs in %q (%v), and so does this", said, err)
+	}
+	if mounts, err := os.ReadFile("/proc/self/mountinfo"); err != nil || strings.Contains(string(mounts), os.Getenv("HERE")) {
+		t.Errorf("it mounts on the host (%v)", err)
 	}
 }
 
