@@ -49,6 +49,10 @@ func (w wrapper) restore(c call, r stage.Restore) int {
 	if err := ownCgroup(c, r); err != nil {
 		return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
 	}
+	profile, err := w.confine(c, r)
+	if err != nil {
+		return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
+	}
 	args := append([]string{}, c.globals...)
 	args = append(args, "restore", "--detach", "--bundle", c.bundle(), "--image-path", r.Images, "--work-path", r.Work)
 	for _, f := range []string{"pid-file", "console-socket"} {
@@ -75,7 +79,10 @@ func (w wrapper) restore(c call, r stage.Restore) int {
 	}
 	// The processes have been running since a moment ago. `create` promises
 	// that they do not. Those that have ended already cannot.
-	if err := freeze(c); err != nil && !errors.Is(err, fault.ErrState) {
+	if err = freeze(c); err == nil {
+		err = confined(c, profile)
+	}
+	if err != nil && !errors.Is(err, fault.ErrState) {
 		w.undo(c, r)
 		return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
 	}

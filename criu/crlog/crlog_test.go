@@ -37,6 +37,7 @@ var known = map[string][2]string{ // file: code, words of the reason
 	"restore-addrinuse":  {"address-in-use", "listened on is taken"},
 	"restore-badsize":    {"changed-file", "the file /bin/conn has 772842 bytes where the processes expect 772840"},
 	"restore-corrupt":    {"image-damaged", "the image core-1.img is cut off"},
+	"restore-lsm":        {"lsm", "another security module"},
 	"restore-missing":    {"missing-file", "the file /bin/conn that a process had open cannot be opened: No such file"},
 	"restore-missingimg": {"image-damaged", "damaged or incomplete"},
 	"restore-tcpflag":    {"tcp", "established TCP connections"},

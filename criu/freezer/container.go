@@ -119,6 +119,33 @@ func (c Container) Alive() bool {
 	return ok && start == c.start && state != "Z" && state != "X"
 }
 
+// Processes lists those in the container's cgroup and in cgroups within it. It
+// is all of them while the container is frozen.
+func (c Container) Processes() ([]int, error) {
+	pids, err := c.members("cgroup.procs")
+	if err != nil {
+		return nil, fmt.Errorf("container %s: %w", c.ID, err)
+	}
+	return pids, nil
+}
+
+// members reads a file of the container's cgroup and of cgroups in it.
+func (c Container) members(name string) (all []int, err error) {
+	err = filepath.WalkDir(c.dir, func(path string, d fs.DirEntry, err error) error {
+		if err != nil || d.Name() != name {
+			return err
+		}
+		data, err := os.ReadFile(path)
+		for _, f := range strings.Fields(string(data)) {
+			if id, e := strconv.Atoi(f); e == nil && id > 0 {
+				all = append(all, id)
+			}
+		}
+		return err
+	})
+	return all, err
+}
+
 // process reads the state of a process and when it started.
 func process(pid int) (state string, start uint64, ok bool) {
 	return readStat("/proc/" + strconv.Itoa(pid) + "/stat")

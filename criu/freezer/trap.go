@@ -4,13 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
-	"os"
-	"path/filepath"
 	goruntime "runtime"
 	"runtime/debug"
-	"strconv"
-	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -37,7 +32,7 @@ func (c Container) Trap(ctx context.Context, threads []int, fn func(tid int) err
 		// v1 wakes nothing that is frozen, so it has to be thawed, and all that
 		// would run then be stopped before.
 		var all []int
-		if all, err = c.allThreads(); err == nil {
+		if all, err = c.members("tasks"); err == nil {
 			err = c.trapV1(ctx, all, threads, fn)
 		}
 	})
@@ -144,23 +139,6 @@ func (c Container) trapV1(ctx context.Context, all, wanted []int, fn func(tid in
 		}
 	}
 	return errors.Join(err, c.refreeze(ctx))
-}
-
-// allThreads lists those of the container's cgroup of v1 and of cgroups in it.
-func (c Container) allThreads() (all []int, err error) {
-	err = filepath.WalkDir(c.dir, func(path string, d fs.DirEntry, err error) error {
-		if err != nil || d.Name() != "tasks" {
-			return err
-		}
-		data, err := os.ReadFile(path)
-		for _, f := range strings.Fields(string(data)) {
-			if tid, e := strconv.Atoi(f); e == nil && tid > 0 {
-				all = append(all, tid)
-			}
-		}
-		return err
-	})
-	return all, err
 }
 
 // seize makes this thread the tracer of another and has that stop. One that

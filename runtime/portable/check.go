@@ -6,6 +6,7 @@ import (
 	"os"
 	"path"
 	"slices"
+	"strings"
 
 	criucore "github.com/checkpoint-restore/go-criu/v7/crit/images/criu-core"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/mnt"
@@ -49,6 +50,16 @@ func checkImages(dir string) (err error) {
 			return err
 		}
 	}
+	// AppArmor policy for the kernel, and credentials as CRIU had them before
+	// 2.0, which nothing here looks at.
+	for _, pattern := range []string{"apparmor.img", "creds-*.img"} {
+		if names, err = imageNames(root, pattern); err != nil {
+			return err
+		}
+		if len(names) > 0 {
+			return denied("%s, which no engine's container has", names[0])
+		}
+	}
 	if names, err = imageNames(root, "core-*.img"); err != nil {
 		return err
 	}
@@ -58,7 +69,7 @@ func checkImages(dir string) (err error) {
 			if err := proto.Unmarshal(data, &e); err != nil {
 				return err
 			}
-			return checkCapabilities(name, &e)
+			return checkCredentials(name, &e)
 		})
 		if err != nil {
 			return err
@@ -121,8 +132,14 @@ func checkMounts(root *os.Root, name string) error {
 	return nil
 }
 
-func checkCapabilities(name string, e *criucore.CoreEntry) error {
+// States of a process that has ended, which has no credentials.
+const taskDead, taskZombie = 2, 6
+
+func checkCredentials(name string, e *criucore.CoreEntry) error {
 	c := e.GetThreadCore().GetCreds()
+	if state := e.GetTc().GetTaskState(); c == nil && state != taskDead && state != taskZombie {
+		return denied("%s has no credentials, so that it would have those of CRIU", name)
+	}
 	for _, set := range [][]uint32{c.GetCapInh(), c.GetCapPrm(), c.GetCapEff(), c.GetCapBnd()} {
 		for i, word := range set {
 			may := uint32(0)
@@ -133,6 +150,11 @@ func checkCapabilities(name string, e *criucore.CoreEntry) error {
 				return denied("%s has the capabilities %#x, which a container does not get", name, uint64(word&^may)<<(32*i))
 			}
 		}
+	}
+	// A restore gives processes the AppArmor profile of the sandbox, but for one
+	// that is a part of it, which may allow more.
+	if label := c.GetLsmProfile(); strings.Contains(label, "//") {
+		return denied("%s has the AppArmor profile %.80q, a part of one or several", name, label)
 	}
 	return nil
 }

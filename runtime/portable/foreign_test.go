@@ -433,7 +433,14 @@ func TestForgedImages(t *testing.T) {
 			Fsuid: proto.Uint32(0), Fsgid: proto.Uint32(0), Secbits: proto.Uint32(0), CapEff: []uint32{1 << unix.CAP_SYS_ADMIN, 0},
 		}},
 	}
+	bare := &criucore.CoreEntry{Mtype: core.Mtype, ThreadCore: &criucore.ThreadCoreEntry{FutexRla: proto.Uint64(0), FutexRlaLen: proto.Uint32(0)}}
+	child := proto.Clone(core).(*criucore.CoreEntry)
+	child.ThreadCore.Creds.CapEff, child.ThreadCore.Creds.LsmProfile = nil, proto.String("agentbox-default//more")
 	for name, p := range map[string]part{
+		"no credentials":     {name: "checkpoint/core-7.img", data: image(magicCore, bare)},
+		"old credentials":    {name: "checkpoint/creds-1.img", data: image(magicCore)},
+		"AppArmor policy":    {name: "checkpoint/apparmor.img", data: image(magicCore)},
+		"part of a profile":  {name: "checkpoint/core-7.img", data: image(magicCore, child)},
 		"a disk":             {name: "checkpoint/mountpoints-9.img", data: image(magicMounts, root, mount(mnt.Fstype_AUTO, "/mnt", "/dev/vda", 0))},
 		"two roots":          {name: "checkpoint/mountpoints-9.img", data: image(magicMounts, root, root)},
 		"no root":            {name: "checkpoint/mountpoints-9.img", data: image(magicMounts)},
