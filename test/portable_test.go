@@ -98,7 +98,7 @@ func TestExportToPodman(t *testing.T) {
 	}
 }
 
-// What Podman exported, agentbox goes on with.
+// What Podman exported, agentbox goes on with, confined as what it starts itself is.
 func TestImportFromPodman(t *testing.T) {
 	p := newPodman(t)
 	p.ok("agentbox", "image", "import", "bb", p.path("image.tar"))
@@ -121,5 +121,43 @@ func TestImportFromPodman(t *testing.T) {
 		t.Errorf("it goes on at %d, was at %d", first, low)
 	}
 	p.eventually("it counts on", func() bool { return now() > first })
+	p.confined("c", 1)
 	p.ok("agentbox", "rm", "-f", "--checkpoints", "c")
+
+	// Threads, which were dumped in no profile at all. Without the variable their program
+	// has a socket open that CRIU does not dump, and a file of its cgroup, which no sandbox has.
+	p.ok("cp", filepath.Join(programRoot(t, "echo"), "echo"), p.path("image/bin/echod"))
+	p.ok("tar", "-C", p.path("image"), "-cf", p.path("echo.tar"), ".")
+	p.ok("podman", "import", p.path("echo.tar"), "echo")
+	p.ok("agentbox", "image", "import", "echo", p.path("echo.tar"))
+	p.ok("podman", "run", "-d", "--name", "d", "--network", "none", "--security-opt", "apparmor=unconfined", "-e", "GODEBUG=multipathtcp=0,containermaxprocs=0", "echo", "/bin/echod", "127.0.0.1:7")
+	p.eventually("it listens", func() bool { return p.ok("podman", "logs", "d") == "ready" })
+	p.ok("podman", "container", "checkpoint", "--export", p.path("d.tar"), "--compress", "none", "d")
+	p.ok("podman", "rm", "-f", "d")
+	p.ok("agentbox", "checkpoint", "import", "--image", "echo", p.path("d.tar"))
+	p.ok("agentbox", "restore", "d")
+	p.confined("d", 3)
+	if got := p.ok("agentbox", "exec", "d", "cat", "/proc/1/comm"); got != "echod" {
+		t.Errorf("its first process is %q", got)
+	}
+	p.ok("agentbox", "rm", "-f", "--checkpoints", "d")
+}
+
+// confined looks for agentbox's AppArmor profile, where the host has AppArmor, in
+// the threads of a sandbox, of which there are so many at least.
+func (p *podmanBox) confined(name string, least int) {
+	p.Helper()
+	labels := p.ok("agentbox", "exec", name, "sh", "-c", "cat /proc/[0-9]*/task/*/attr/current 2>/dev/null; true")
+	if on, _ := os.ReadFile("/sys/module/apparmor/parameters/enabled"); !strings.HasPrefix(string(on), "Y") {
+		return
+	}
+	list := strings.Split(labels, "\n")
+	for _, l := range list {
+		if l != "agentbox-default (enforce)" {
+			p.Errorf("a thread of %s is in %q", name, l)
+		}
+	}
+	if len(list) < least+2 { // the command's own
+		p.Errorf("threads of %s: %q", name, list)
+	}
 }

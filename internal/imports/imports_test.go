@@ -57,7 +57,7 @@ var allowed = map[string][]string{
 	"runtime/audit":        {"images", "images/source", "internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "policy", "runtime"},
 	"runtime/containerd": {"criu", "criu/stage", "images", "images/source", "internal/copy/tree", "internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "internal/undo", "overlay", "runtime",
 		"runtime/internal/bundle", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams", "runtime/network"},
-	"runtime/docker":              {"criu", "criu/host", "criu/stage", "images", "images/source", "internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "internal/undo", "overlay", "policy", "runtime", "runtime/internal/bundle", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams", "runtime/network", "runtime/internal/apparmor"},
+	"runtime/docker":              {"criu", "criu/host", "criu/lsm", "criu/stage", "images", "images/source", "internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "internal/undo", "overlay", "policy", "runtime", "runtime/internal/bundle", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams", "runtime/network", "runtime/internal/apparmor"},
 	"runtime/dockerplugin":        {"internal/fault"},
 	"runtime/dockerplugin/authz":  {"internal/fault", "internal/lazy", "policy"},
 	"runtime/dockerplugin/volume": {"internal/fault", "runtime/volume"},

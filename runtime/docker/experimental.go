@@ -13,6 +13,7 @@ import (
 	"github.com/docker/docker/api/types/system"
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/criu/lsm"
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/fault"
 )
@@ -75,6 +76,12 @@ func (b *Backend) layOutCheckpoint(c box) (string, error) {
 			continue
 		}
 		if err := copyFile(filepath.Join(r.Images, e.Name()), filepath.Join(to, e.Name())); err != nil {
+			return "", errors.Join(err, os.RemoveAll(to))
+		}
+	}
+	// The daemon has said which since it first started the container.
+	if c.AppArmorProfile != "" || !lsm.AppArmor() {
+		if err := lsm.Set(to, c.AppArmorProfile); err != nil {
 			return "", errors.Join(err, os.RemoveAll(to))
 		}
 	}
