@@ -15,6 +15,7 @@ import (
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/fdinfo"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/mnt"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/netdev"
+	"github.com/checkpoint-restore/go-criu/v7/crit/images/regfile"
 	"github.com/klauspost/compress/gzip"
 	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/proto"
@@ -48,20 +49,23 @@ func dropped(target string) bool {
 // adaptImages makes the process images of another engine such as a dump of a
 // sandbox leaves them: /dev/shm is a tmpfs of the container's own, with what
 // devshm-checkpoint.tar has; the engine's own files in /run and the control
-// groups of v1 are not mounted; the network namespace is one from outside.
+// groups are not mounted, nor open; the network namespace is one from outside.
 func adaptImages(dir string, shm *os.File, f Facts) (notes []string, err error) {
 	root, err := os.OpenRoot(dir)
 	if err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, root.Close()) }()
-	used, err := usedMounts(root)
-	if err != nil {
-		return nil, err
-	}
 	names, err := imageNames(root, "mountpoints-*.img")
 	if err != nil {
 		return nil, err
+	}
+	if notes, err = withoutCgroups(root, names); err != nil {
+		return notes, err
+	}
+	used, err := usedMounts(root)
+	if err != nil {
+		return notes, err
 	}
 	for _, name := range names {
 		more, err := adaptMounts(root, name, shm, used)
@@ -77,6 +81,59 @@ func adaptImages(dir string, shm *os.File, f Facts) (notes []string, err error) 
 		return notes, nil
 	}
 	return notes, adaptNetwork(root)
+}
+
+// withoutCgroups gives processes /dev/null for the files of their cgroup that they
+// have open. Every program of Go, since 1.25, has that with the limit of its CPU
+// time, and goes by what it last read where there is nothing to read.
+func withoutCgroups(root *os.Root, mounts []string) (notes []string, err error) {
+	groups, dev := map[int32]bool{}, int32(-1)
+	for _, name := range mounts {
+		err := eachEntry(root, name, magicMounts, func(data []byte) error {
+			e := &mnt.MntEntry{}
+			if err := proto.Unmarshal(data, e); err != nil {
+				return err
+			}
+			switch kind := mnt.Fstype(e.GetFstype()); {
+			case kind == mnt.Fstype_CGROUP, kind == mnt.Fstype_CGROUP2:
+				groups[int32(e.GetMntId())] = true
+			case e.GetMountpoint() == "/dev":
+				dev = int32(e.GetMntId())
+			}
+			return nil
+		})
+		if err != nil {
+			return nil, err
+		}
+	}
+	if len(groups) == 0 || dev < 0 {
+		return nil, nil
+	}
+	var all []proto.Message
+	var which []string
+	err = eachEntry(root, "files.img", magicFiles, func(data []byte) error {
+		e := &fdinfo.FileEntry{}
+		if err := proto.Unmarshal(data, e); err != nil {
+			return err
+		}
+		if r := e.GetReg(); r != nil && groups[r.GetMntId()] && r.GetMode()&unix.S_IFMT == unix.S_IFREG {
+			if !slices.Contains(which, r.GetName()) {
+				which = append(which, r.GetName())
+			}
+			e.Reg = &regfile.RegFileEntry{
+				Id: r.Id, Flags: r.Flags, Pos: proto.Uint64(0), Fown: r.Fown, Name: proto.String("/dev/null"), MntId: proto.Int32(dev),
+				Mode: proto.Uint32(unix.S_IFCHR | 0o666),
+			}
+		}
+		all = append(all, e)
+		return nil
+	})
+	if err != nil || len(which) == 0 {
+		return nil, err
+	}
+	slices.Sort(which)
+	notes = []string{fmt.Sprintf("Processes have %q open, of their control group; restored, they have /dev/null there.", which)}
+	return notes, replaceImage(root, "files.img", magicFiles, all)
 }
 
 func imageNames(root *os.Root, pattern string) ([]string, error) {
