@@ -154,7 +154,7 @@ func TestRestoreConfined(t *testing.T) {
 	// And out of it, and in one that is not there.
 	b.setProfile(t, "agentbox-test-none")
 	putBack()
-	if err := b.restore(t); err == nil || !strings.Contains(err.Error(), "AppArmor profile") || b.Status() != "gone" {
+	if err := b.restore(t); err == nil || !strings.Contains(err.Error(), "the AppArmor profile agentbox-test-none is not loaded") || b.Status() != "gone" {
 		t.Errorf("a profile that is not loaded: %v; the container is %s", err, b.Status())
 	}
 	b.setProfile(t, lsm.Unconfined)

@@ -106,9 +106,6 @@ var table = [][4]string{
 		"CRIU cannot dump a System V IPC object", ""},
 
 	// Restores.
-	{"lsm", `can't write lsm profile`,
-		"the kernel does not let the processes into the AppArmor profile of their container",
-		"Load it (apparmor_parser -r FILE), and restore again."},
 	{"lsm", `mismatched lsm types`,
 		"the processes were dumped on a host with another security module than this one's", ""},
 	{"changed-file", `File (.*) has bad size (\d+) \(expect (\d+)\)`,

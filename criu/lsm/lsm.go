@@ -39,6 +39,30 @@ func AppArmor() bool {
 	return err == nil
 }
 
+// Loaded tells whether the kernel has an AppArmor profile, by what sysfs, which is
+// usually /sys, lists.
+func Loaded(sysfs, profile string) (bool, error) {
+	data, err := os.ReadFile(filepath.Join(sysfs, "kernel/security/apparmor/profiles"))
+	if err != nil {
+		return false, err
+	}
+	for line := range strings.Lines(string(data)) {
+		if name(line) == profile {
+			return true, nil
+		}
+	}
+	return false, nil
+}
+
+// name is the one in what the kernel says: NAME (MODE).
+func name(text string) string {
+	text = strings.Trim(text, "\x00\n")
+	if i := strings.LastIndex(text, " ("); i >= 0 { // a name may have spaces in it
+		return text[:i]
+	}
+	return text
+}
+
 func selinux() bool {
 	_, err := os.Stat(filepath.Join(sys, "fs/selinux/enforce"))
 	return err == nil
@@ -46,14 +70,19 @@ func selinux() bool {
 
 // Set has every thread of the images in dir restored into the profile; empty:
 // into none. A part of the profile (PROFILE//CHILD) that a thread was in stays. A
-// profile where there is no AppArmor is ErrUnsupported; images that
-// bring policy of their own are ErrDenied, those that make no sense ErrCorrupt.
+// profile where there is no AppArmor is ErrUnsupported, one that is not loaded
+// ErrNotFound; images that bring policy of their own are ErrDenied, those that make no sense ErrCorrupt.
 // Done twice it is done once.
 func Set(dir, profile string) error {
 	if profile == Unconfined {
 		profile = ""
 	}
 	switch {
+	case AppArmor() && profile != "":
+		// CRIU does not end when the kernel refuses a profile that it has not.
+		if has, err := Loaded(sys, profile); err == nil && !has {
+			return fmt.Errorf("the AppArmor profile %s is not loaded: %w", profile, fault.ErrNotFound)
+		}
 	case AppArmor():
 	case profile != "":
 		return fmt.Errorf("%w: the container is to have the AppArmor profile %s, and this kernel has no AppArmor", fault.ErrUnsupported, profile)
@@ -211,12 +240,7 @@ func check(thread, profile string) error {
 	if errors.Is(err, fs.ErrNotExist) {
 		data, err = os.ReadFile(filepath.Join(thread, "attr/current"))
 	}
-	text := strings.Trim(string(data), "\x00\n")
-	label := text
-	if i := strings.LastIndex(text, " ("); i >= 0 { // NAME (MODE), and a name may have spaces in it
-		label = text[:i]
-	}
-	if err == nil && Within(label, profile) {
+	if err == nil && Within(name(string(data)), profile) {
 		return nil
 	}
 	if ended(thread) {
@@ -225,7 +249,7 @@ func check(thread, profile string) error {
 	if err != nil {
 		return err
 	}
-	return fmt.Errorf("its AppArmor profile is %q, not %s: %w", text, profile, fault.ErrDenied)
+	return fmt.Errorf("its AppArmor profile is %q, not %s: %w", strings.Trim(string(data), "\x00\n"), profile, fault.ErrDenied)
 }
 
 // ended tells whether a thread runs no more; what it was restored as is no matter then.

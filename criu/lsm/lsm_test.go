@@ -85,7 +85,7 @@ func on(t testing.TB, modules ...string) {
 	sys = t.TempDir()
 	t.Cleanup(func() { sys = was })
 	for _, m := range modules {
-		write(t, filepath.Join(sys, map[string]string{"apparmor": "kernel/security/apparmor/profiles", "selinux": "fs/selinux/enforce"}[m]), "")
+		write(t, filepath.Join(sys, map[string]string{"apparmor": "kernel/security/apparmor/profiles", "selinux": "fs/selinux/enforce"}[m]), "box (enforce)\na b (complain)\n")
 	}
 }
 
@@ -213,6 +213,11 @@ func TestSetRefuses(t *testing.T) {
 	must(t, os.Symlink("elsewhere", dir+"/core-1.img"))
 	if err := Set(dir, ""); err == nil {
 		t.Error("it followed a link")
+	}
+	for _, other := range []string{"boxes", "a", "a b (complain)", "box//part"} {
+		if err := Set(t.TempDir(), other); !errors.Is(err, fault.ErrNotFound) {
+			t.Errorf("%s, which is not loaded: %v", other, err)
+		}
 	}
 	for _, host := range [][]string{nil, {"selinux"}} {
 		on(t, host...)

@@ -65,7 +65,7 @@ var allowed = map[string][]string{
 	"runtime/eventlog":            {},
 	"runtime/internal/bundle":     {"internal/fault", "internal/lazy", "overlay", "policy", "runtime", "runtime/internal/kernel", "runtime/internal/record", "runtime/network", "runtime/internal/apparmor"},
 	"runtime/internal/home":       {"internal/fault", "internal/guard", "internal/lazy", "runtime/internal/kernel", "runtime/internal/record"},
-	"runtime/internal/apparmor":   {"internal/fault"},
+	"runtime/internal/apparmor":   {"criu/lsm", "internal/fault"},
 	"runtime/internal/kernel":     {"internal/fault", "internal/guard", "runtime/internal/record"},
 	"runtime/internal/record":     {"internal/fault"},
 	"runtime/internal/userns":     {"criu/host", "internal/fault", "internal/idmap", "internal/lazy", "overlay"},

@@ -14,6 +14,7 @@ import (
 
 	"github.com/moby/profiles/apparmor"
 
+	"github.com/agentbox/agentbox/criu/lsm"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -61,7 +62,10 @@ func Profile(asked string) (string, error) {
 	if name == "" {
 		name = Default
 	}
-	has, err := loaded(name)
+	has, err := lsm.Loaded(sys, name)
+	if errors.Is(err, fs.ErrNotExist) {
+		err = nil
+	}
 	switch {
 	case err != nil || has:
 		return name, err
@@ -76,19 +80,4 @@ func Profile(asked string) (string, error) {
 		return "", fmt.Errorf("load the AppArmor profile %s: %w", Default, err)
 	}
 	return Default, nil
-}
-
-// loaded reads the kernel's list: NAME (MODE) on each line.
-func loaded(name string) (bool, error) {
-	data, err := os.ReadFile(filepath.Join(sys, "kernel/security/apparmor/profiles"))
-	if errors.Is(err, fs.ErrNotExist) {
-		return false, nil
-	}
-	for line := range strings.Lines(string(data)) {
-		// A name may have spaces in it.
-		if i := strings.LastIndex(line, " ("); i >= 0 && line[:i] == name {
-			return true, nil
-		}
-	}
-	return false, err
 }
