@@ -32,9 +32,10 @@ func newPodman(t *testing.T) *podmanBox {
 		t.Fatal(err)
 	}
 	p := &podmanBox{T: t, dir: dir}
+	// Its log is a file: in its namespaces there is no journal of the host's.
 	config := map[string]string{
 		"storage.conf": fmt.Sprintf("[storage]\ndriver = \"overlay\"\ngraphroot = %q\nrunroot = \"/run/containers/storage\"\n", p.path("storage")),
-		"containers.conf": "[containers]\ndefault_ulimits = [\"nofile=1024:1024\", \"nproc=1024:1024\"]\n[engine]\nevents_logger = \"file\"\ncgroup_manager = \"cgroupfs\"\nruntime = \"runc\"\n" +
+		"containers.conf": "[containers]\nlog_driver = \"k8s-file\"\ndefault_ulimits = [\"nofile=1024:1024\", \"nproc=1024:1024\"]\n[engine]\nevents_logger = \"file\"\ncgroup_manager = \"cgroupfs\"\nruntime = \"runc\"\n" +
 			fmt.Sprintf("[engine.runtimes]\nagentbox = [%q]\n", filepath.Join(bin, "agentbox-runtime")),
 	}
 	for name, text := range config {
