@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/internal/hostfile"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -164,12 +165,12 @@ func (e *Engine) resumeHosts(ctx context.Context, r *restoration) (told string) 
 			e.closeHosts(r)
 			return
 		}
-		go func() { // what stands in a system call still has them
+		guard.Go(func() { // what stands in a system call still has them
 			for _, done := range stuck {
 				<-done
 			}
 			_ = h.close() // they were only read
-		}()
+		})
 	}()
 	var left []string
 	if cause = cmp.Or(cause, failpoint.Hit("restore.attached.before-put")); cause != nil {
@@ -211,8 +212,7 @@ var hostAnswer = 20 * time.Second
 func answering(ctx context.Context, wait time.Duration, do func(context.Context) error) (done <-chan error, err error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, wait, fmt.Errorf("%w: its filesystem has not answered for %v", ErrBusy, wait))
 	defer cancel()
-	ends := make(chan error, 1)
-	go func() { ends <- do(ctx) }()
+	ends := guard.Start(func() error { return do(ctx) })
 	select {
 	case err := <-ends:
 		return nil, err
@@ -236,10 +236,10 @@ func (e *Engine) openAnswering(ctx context.Context, r *restoration) (*hostFiles,
 	if done == nil {
 		return h, err
 	}
-	go func() {
+	guard.Go(func() {
 		<-done
 		_ = h.close() // they were only read
-	}()
+	})
 	return &hostFiles{}, err
 }
 
