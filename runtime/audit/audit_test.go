@@ -445,7 +445,7 @@ func TestUndone(t *testing.T) {
 	}
 	early := verb(Record{Verb: "exec"})
 	verb(Record{Verb: "checkpoint", Checkpoint: "one"})
-	mid := verb(Record{Verb: "exec"})
+	mid := verb(Record{Verb: "restart"})
 	verb(Record{Verb: "checkpoint", Checkpoint: "two"})
 	late := verb(Record{Verb: "exec"})
 	undone := func() map[uint64]uint64 {

@@ -97,7 +97,7 @@ func (f Filter) selects(e Entry) bool {
 }
 
 // inside are the verbs whose effect is in the sandbox, where a restore undoes it.
-var inside = map[string]bool{"attach": true, "cp": true, "exec": true, "files": true, "kill": true, "pause": true, "restore": true, "start": true, "stop": true, "unpause": true}
+var inside = map[string]bool{"attach": true, "cp": true, "exec": true, "files": true, "kill": true, "pause": true, "restart": true, "restore": true, "start": true, "stop": true, "unpause": true}
 
 // mark tells of each entry which restore has undone it. A restore that was undone
 // itself has undone nothing.
