@@ -164,7 +164,7 @@ func (e *Engine) endLeases(ctx context.Context) (did []string, left []Lease, err
 		if l.State == store.LeaseActive {
 			reason, _, err := l.judge(now, beat, LeaseOwner.alive)
 			if err == nil && reason != "" {
-				err = e.endIfOver(ctx, l.ID) // which judges once more, with nobody renewing it meanwhile
+				err = guard.Do(func() error { return e.endIfOver(ctx, l.ID) }) // which judges once more, with nobody renewing it meanwhile
 				if now, e2 := e.store.Lease(ctx, l.ID); err == nil && e2 == nil {
 					l.State = now.State
 				}
@@ -177,7 +177,7 @@ func (e *Engine) endLeases(ctx context.Context) (did []string, left []Lease, err
 			left = append(left, l)
 			continue
 		}
-		err = e.freeLease(ctx, l.ID, ByKeeper)
+		err = guard.Do(func() error { return e.freeLease(ctx, l.ID, ByKeeper) })
 		switch {
 		case err == nil:
 			did = append(did, fmt.Sprintf("removed what belonged to lease %s", cmp.Or(l.Name, short(l.ID))))

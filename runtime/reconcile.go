@@ -14,6 +14,7 @@ import (
 	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -266,7 +267,11 @@ func (r *reconciling) backend(ctx context.Context, name string) error {
 			continue // backends share our run directory
 		}
 		if known {
-			attend, err := r.look(ctx, host, sb, holder != nil, held[id])
+			attend := false
+			err := guard.Do(func() (err error) {
+				attend, err = r.look(ctx, host, sb, holder != nil, held[id])
+				return err
+			})
 			if err != nil {
 				r.found(FoundEnded, id, "", fmt.Errorf("sandbox %s: %w", sb.Name, err))
 			}
@@ -396,7 +401,11 @@ func (r *reconciling) look(ctx context.Context, host Host, sb store.Sandbox, hol
 func (r *reconciling) settle(ctx context.Context, host Host, id string, has []string, late bool) (lingers bool) {
 	ctx, cancel := context.WithTimeout(ctx, settleTime)
 	defer cancel()
-	f, err := r.free(ctx, host, id, has, late)
+	f := Finding{Kind: FoundEnded}
+	err := guard.Do(func() (err error) {
+		f, err = r.free(ctx, host, id, has, late)
+		return err
+	})
 	if errors.Is(err, errLingers) {
 		return true
 	}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -53,7 +54,11 @@ func (e *Engine) recoverFor(ctx context.Context, as Deed) (Recovery, error) {
 		}
 		about := e.Subject(ctx, in.Sandbox, false) // of which nothing may be left afterwards
 		about.Sandbox = in.Sandbox
-		did, err := e.finish(ctx, in)
+		var did string
+		err := guard.Do(func() (err error) { // one that cannot be finished keeps nobody from the others
+			did, err = e.finish(ctx, in)
+			return err
+		})
 		if did != "" {
 			done.Actions = append(done.Actions, did)
 			e.log.Warn("recovered", "sandbox", in.Sandbox, "verb", in.Op, "action", did)

@@ -122,7 +122,11 @@ func (e *Engine) reviveWatches(ctx context.Context) (did map[string]string, err 
 		alive, err := held(filepath.Join(e.marks(), entry.Name()))
 		if err == nil && !alive {
 			var said string
-			if said, err = e.revive(ctx, entry.Name()); said != "" {
+			err = guard.Do(func() (err error) {
+				said, err = e.revive(ctx, entry.Name())
+				return err
+			})
+			if said != "" {
 				did[entry.Name()] = said
 			}
 		}

@@ -108,6 +108,69 @@ func TestServiceKilled(t *testing.T) {
 	}
 }
 
+// A panic in the middle of a verb is that verb's failure: the service lives, what the verb
+// had stopped goes on, and others are served meanwhile and afterwards.
+func TestServicePanics(t *testing.T) {
+	t.Parallel()
+	for at, verb := range map[string]func(context.Context, *api.Client) error{
+		"checkpoint.after-dump": func(ctx context.Context, c *api.Client) error {
+			_, err := c.Checkpoint(ctx, "c", runtime.CheckpointOptions{})
+			return err
+		},
+		"checkpoint.before-commit": func(ctx context.Context, c *api.Client) error {
+			_, err := c.Checkpoint(ctx, "c", runtime.CheckpointOptions{FilesOnly: true})
+			return err
+		},
+		"restore.after-layout": func(ctx context.Context, c *api.Client) error {
+			_, err := c.Restore(ctx, "c", runtime.RestoreOptions{})
+			return err
+		},
+		"restore.after-proof": func(ctx context.Context, c *api.Client) error {
+			_, err := c.Restore(ctx, "c", runtime.RestoreOptions{})
+			return err
+		},
+	} {
+		t.Run(at, func(t *testing.T) {
+			b := memoryBox(t)
+			b.start("c", "--network", "none", "busybox", "sleep", "1000")
+			b.start("other", "--network", "none", "busybox", "sleep", "1000")
+			b.ok("checkpoint", "--name", "one", "c")
+			cmd, socket := b.serve("AGENTBOX_FAILPOINT=" + at + "=panic")
+			c := api.Dial(socket)
+			defer c.Close()
+			if err := verb(t.Context(), c); err == nil || !strings.Contains(err.Error(), "panic: failpoint "+at) {
+				t.Errorf("it ends with %v", err)
+			}
+			if _, err := c.Exec(t.Context(), "other", runtime.Process{Args: []string{"true"}}, runtime.Streams{}); err != nil {
+				t.Errorf("another sandbox: %v", err)
+			}
+			sb, err := c.Sandbox(t.Context(), "c")
+			if err != nil || at != "restore.after-proof" && sb.Status != runtime.Running { // what was finished there panics once more
+				t.Errorf("%s: %v", sb.Status, err)
+			}
+			stopService(t, cmd)
+			_, _ = b.serve()
+			if sb, err = c.Sandbox(t.Context(), "c"); err != nil {
+				t.Fatal(err)
+			}
+			b.ok("restore", "c", "one")
+			b.ok("exec", "c", "true")
+			b.ok("audit", "verify")
+		})
+	}
+}
+
+// stopService has a service end as systemd does.
+func stopService(t *testing.T, cmd *exec.Cmd) {
+	t.Helper()
+	if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Wait(); err != nil {
+		t.Errorf("the service: %v", err)
+	}
+}
+
 // A watch that is killed is started again by a service that nobody asks for
 // anything, and does not stay as its zombie.
 func TestServiceRevives(t *testing.T) {

@@ -5,7 +5,7 @@
 // Binaries built with the tag "failpoint" obey AGENTBOX_FAILPOINT, a list of
 // NAME=ACTION separated by commas; all others compile the calls away. Actions:
 // "kill" (SIGKILL to this process), "stop" (SIGSTOP, until somebody sends
-// SIGCONT), "error" (Hit returns an error), "enospc" (Hit returns ENOSPC).
+// SIGCONT), "error" (Hit returns an error), "enospc" (Hit returns ENOSPC), "panic".
 package failpoint
 
 import (
@@ -34,6 +34,8 @@ func Hit(name string) error {
 			_ = syscall.Tgkill(os.Getpid(), syscall.Gettid(), syscall.SIGSTOP)
 			runtime.UnlockOSThread()
 			return nil
+		case "panic":
+			panic("failpoint " + name)
 		case "enospc":
 			return fmt.Errorf("failpoint %s: %w", name, syscall.ENOSPC)
 		default:

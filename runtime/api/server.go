@@ -455,7 +455,7 @@ func (h *Handler) before(ctx context.Context) error {
 	if h.opts.Before == nil {
 		return nil
 	}
-	err := h.opts.Before(ctx)
+	err := guard.Do(func() error { return h.opts.Before(ctx) })
 	if err != nil {
 		h.log.Error("recovery failed", "err", err)
 	}
