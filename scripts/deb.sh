@@ -7,6 +7,7 @@
 #   SOURCE_DATE_EPOCH   the time of all files (default: that of the commit)
 set -euo pipefail
 cd "$(dirname "$0")/.."
+umask 022 # directories are packed as they are made
 
 nfpm=github.com/goreleaser/nfpm/v2/cmd/nfpm@v2.45.2
 
@@ -126,8 +127,9 @@ for arch in "${arches[@]}"; do
 		cat "$work/log" >&2
 		die "nfpm failed"
 	}
+	# Nobody is to find a package that was refused.
+	lintian --allow-root --fail-on error,warning "$work/$name.deb" || die "lintian objects to $name.deb"
 	cp "$stage$doc/agentbox.cdx.json" "bin/deb/$name.cdx.json"
 	mv "$work/$name.deb" "bin/deb/$name.deb"
-	lintian --allow-root --fail-on error,warning "bin/deb/$name.deb" || die "lintian objects to bin/deb/$name.deb"
 	(cd bin/deb && sha256sum "$name.deb")
 done

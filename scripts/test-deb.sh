@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests the Debian package of the commit that is checked out: that it is built to the same bytes in another directory, and in a
+# Tests the Debian package of the commit that is checked out: that it is built to the same bytes in another directory and with another umask, and in a
 # minimal Debian 12 and 13 (see fresh-root.sh) that it is installed, upgraded under a live sandbox, removed and
 # purged as Debian's policy says. bin/fresh/deb-SUITE.log has all that was said.
 #
@@ -36,8 +36,11 @@ if $rebuild; then
 	DEB_VERSION=$old scripts/deb.sh
 	scripts/deb.sh
 	if [[ -z $(git -c safe.directory="$PWD" status --porcelain --untracked-files=no) ]]; then
-		git -c safe.directory="$PWD" clone --quiet --no-hardlinks . "$work/elsewhere/deeper"
-		"$work/elsewhere/deeper/scripts/deb.sh"
+		(
+			umask 077 # as an administrator may have it
+			git -c safe.directory="$PWD" clone --quiet --no-hardlinks . "$work/elsewhere/deeper"
+			"$work/elsewhere/deeper/scripts/deb.sh"
+		)
 		for file in "$work"/elsewhere/deeper/bin/deb/*; do
 			cmp "$file" "bin/deb/${file##*/}"
 			echo "the same bytes: ${file##*/}"
