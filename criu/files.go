@@ -37,12 +37,20 @@ const (
 	magicRemap = 0x59133954
 )
 
+// OpenFileImages are all of a dump's images that OpenFiles reads.
+var OpenFileImages = []string{filesImage, remapImage}
+
+const (
+	filesImage = "files.img"
+	remapImage = "remap-fpath.img"
+)
+
 // OpenFiles lists the files of a dump that have to be there when it is
 // restored. Those that were deleted are not among them: CRIU brings its own
 // copy, and names them in the image of remapped paths.
 func OpenFiles(dir string) ([]OpenFile, error) {
 	remapped := map[uint32]bool{}
-	err := optionalImage(dir, "remap-fpath.img", magicRemap, func(data []byte) error {
+	err := optionalImage(dir, remapImage, magicRemap, func(data []byte) error {
 		var e remap.RemapFilePathEntry
 		if err := proto.Unmarshal(data, &e); err != nil {
 			return err
@@ -54,7 +62,7 @@ func OpenFiles(dir string) ([]OpenFile, error) {
 		return nil, err
 	}
 	var list []OpenFile
-	err = optionalImage(dir, "files.img", magicFiles, func(data []byte) error {
+	err = optionalImage(dir, filesImage, magicFiles, func(data []byte) error {
 		var e fdinfo.FileEntry
 		if err := proto.Unmarshal(data, &e); err != nil {
 			return err

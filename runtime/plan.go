@@ -46,6 +46,12 @@ func (e *Engine) PlanRestore(ctx context.Context, ref string, opts RestoreOption
 		for _, p := range manifest.Processes.List {
 			out.Begins = append(out.Begins, PlanProcess{p.Pid, p.Command})
 		}
+		if err := errors.Join(r.checkTools(), e.planOpened(ctx, r)); err != nil {
+			if opts.Strategy != StrategyAuto {
+				return out, err
+			}
+			out.Effects = append(out.Effects, fmt.Sprintf("With its processes it cannot be restored now: %v.", err))
+		}
 	}
 	if opts.Strategy != "" {
 		ways, err := opts.ways(r.row.Kind)
@@ -135,6 +141,20 @@ func (e *Engine) PlanRestore(ctx context.Context, ref string, opts RestoreOption
 	}
 	out.effects(r)
 	return out, nil
+}
+
+// planOpened looks whether what processes of the checkpoint have open in bind
+// mounts is there yet, which Restore does with all of their images laid out.
+func (e *Engine) planOpened(ctx context.Context, r *restoration) (err error) {
+	dir, err := e.store.Scratch()
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	if err := r.reader.ExtractImages(ctx, filepath.Join(dir, "images"), criu.OpenFileImages...); err != nil {
+		return err
+	}
+	return r.checkOpened(filepath.Join(dir, "images"))
 }
 
 // count adds a change to a plan.

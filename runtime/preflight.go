@@ -72,13 +72,15 @@ func (r *restoration) checkTools() error {
 // out, and that what the processes of the checkpoint have open in them is as
 // CRIU will want it: nobody puts that back.
 func (r *restoration) checkMounted(ctx context.Context) error {
-	if err := r.checkTargets(ctx); err != nil {
+	if err := r.checkTargets(ctx); err != nil || !r.full() {
 		return err
 	}
-	if !r.full() {
-		return nil
-	}
-	files, err := criu.OpenFiles(r.images)
+	return r.checkOpened(r.images)
+}
+
+// checkOpened judges what processes have open by the images in a directory.
+func (r *restoration) checkOpened(images string) error {
+	files, err := criu.OpenFiles(images)
 	if err != nil {
 		return err
 	}

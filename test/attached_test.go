@@ -274,9 +274,19 @@ func TestAttachedOpen(t *testing.T) {
 	if said := b.fails(4, "restore", "s", "base"); !strings.Contains(said, "/w/f, which a process of the checkpoint has open") {
 		t.Error(said)
 	}
+	// Whoever looks first is told so first.
+	if said := b.fails(4, "restore", "--dry-run", "s", "base"); !strings.Contains(said, "/w/f, which a process of the checkpoint has open") {
+		t.Error(said)
+	}
+	if said := b.ok("restore", "--dry-run", "--strategy", "auto", "s", "base"); !strings.Contains(said, "With its processes it cannot be restored now: ") || !strings.Contains(said, "/w/f, which a process") {
+		t.Error(said)
+	}
 	equal(b, "status", b.inspect("s").Status, "running")
 	equal(b, "the file", readFile(t, file), "another length now")
+	b.ok("restore", "--dry-run", "--files-only", "s", "base")
 	b.ok("restore", "--files-only", "s", "base")
+	write(b, "then", file)
+	b.ok("restore", "--dry-run", "s", "base")
 	equal(b, "the file", readFile(t, file), "then")
 	equal(b, "the file inside", b.sh("s", "cat /w/f"), "then")
 }

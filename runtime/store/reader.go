@@ -256,9 +256,10 @@ func (r *Reader) recipe(ctx context.Context, im *Image) ([]pack.Segment, error) 
 	return pack.DecodeRecipe(data, im.Bytes)
 }
 
-// ExtractImages writes all process images, proven, as files 0600 into the new
-// directory dir, 0700. It is not durable. On an error dir is gone again.
-func (r *Reader) ExtractImages(ctx context.Context, dir string) (err error) {
+// ExtractImages writes process images, all or those of some names that there are,
+// proven, as files 0600 into the new directory dir, 0700. It is not durable. On an
+// error dir is gone again.
+func (r *Reader) ExtractImages(ctx context.Context, dir string, names ...string) (err error) {
 	if r.manifest.Processes == nil {
 		return fmt.Errorf("checkpoint %s has no process images: %w", r.manifest.ID, fault.ErrState)
 	}
@@ -271,6 +272,9 @@ func (r *Reader) ExtractImages(ctx context.Context, dir string) (err error) {
 		}
 	}()
 	list := slices.Clone(r.manifest.Processes.Images)
+	if len(names) > 0 {
+		list = slices.DeleteFunc(list, func(im Image) bool { return !slices.Contains(names, im.Name) })
+	}
 	slices.SortStableFunc(list, func(a, b Image) int { return int(max(-1, min(1, b.Bytes-a.Bytes))) })
 	g, gctx := guard.WithContext(ctx)
 	g.SetLimit(workers())
