@@ -215,7 +215,7 @@ func (e *Engine) prepare(ctx context.Context, sb *locked, c Container, opts Chec
 			return nil, err
 		}
 		for _, p := range strays {
-			k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("process %d (%s) is an attached exec session and not part of the checkpoint", p.Pid, p.Cmdline))
+			k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("process %d (%s) came in through an exec and is not part of the checkpoint", p.Pid, p.Cmdline))
 		}
 		if len(strays) > 0 && opts.Strict {
 			return nil, hint(fmt.Errorf("%w: %s", ErrState, k.row.Warnings[len(k.row.Warnings)-1]), "End the exec session, or leave --strict away to checkpoint without it.")

@@ -156,6 +156,7 @@ their paths as writable bind mounts.`,
 	}
 	opts.addFlags(cmd.Flags())
 	completeFlags(cmd)
+	a.completeLeaseFlag(cmd)
 	return cmd
 }
 

@@ -317,6 +317,7 @@ func newCreateCommand(a *app) *cobra.Command {
 	cmd.Flags().SetInterspersed(false)
 	opts.addFlags(cmd.Flags())
 	completeFlags(cmd)
+	a.completeLeaseFlag(cmd)
 	a.completePolicyFlag(cmd)
 	return cmd
 }

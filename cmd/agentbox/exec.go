@@ -40,9 +40,10 @@ func newExecCommand(a *app) *cobra.Command {
 		Short: "Run one more command in a running sandbox",
 		Long: `Exec runs COMMAND in a running sandbox and ends with its exit code.
 
-A command that exec still holds is not part of a checkpoint; what it left in the
-background is.`,
+COMMAND itself is in no checkpoint's processes as long as it runs, with --detach neither;
+what it left in the background is.`,
 		Example: `  agentbox exec c ls -l /
+  agentbox exec c sh -c 'agent >/agent.log 2>&1 &'    # to be restored with the sandbox
   agentbox exec -it c sh
   agentbox exec -w /src -e CI=1 -u nobody c make test
   tar c . | agentbox exec -i c tar x -C /src`,

@@ -126,6 +126,7 @@ checkpoint, reseeded, shared, took_ns.`,
 	}
 	opts.addFlags(cmd.Flags())
 	completeFlags(cmd)
+	a.completeLeaseFlag(cmd)
 	return cmd
 }
 

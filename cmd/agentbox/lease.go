@@ -307,3 +307,10 @@ func (a *app) completeLeases(cmd *cobra.Command, args []string, _ string) (names
 	})
 	return names, noFiles
 }
+
+// completeLeaseFlag completes --lease.
+func (a *app) completeLeaseFlag(cmd *cobra.Command) {
+	_ = cmd.RegisterFlagCompletionFunc("lease", func(cmd *cobra.Command, _ []string, s string) ([]string, cobra.ShellCompDirective) {
+		return a.completeLeases(cmd, nil, s)
+	})
+}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 	"time"
 
@@ -25,7 +26,7 @@ func (o *psOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVarP(&o.All, "all", "a", false, "created and exited ones too")
 	fl.BoolVarP(&o.Quiet, "quiet", "q", false, "ids only")
 	fl.BoolVar(&o.NoTrunc, "no-trunc", false, "whole ids and commands")
-	fl.Var(list(&o.Filters), "filter", "only those with `KEY=VALUE`: group=NAME, lease=LEASE, label=KEY[=VALUE], status=STATUS; all given have to match")
+	fl.Var(list(&o.Filters), "filter", "only those with `KEY=VALUE`: name=PART, id=PREFIX, group=NAME, lease=LEASE, label=KEY[=VALUE], status=STATUS; of one key but label any, of several keys all have to match")
 	addFormat(fl, &o.Format, formatTable, formatJSON)
 }
 
@@ -36,8 +37,10 @@ func newPsCommand(a *app) *cobra.Command {
 		Aliases: []string{"ls", "list"},
 		Short:   "List sandboxes",
 		Long: `Ps lists running and paused sandboxes, newest first, or all of them with --all.
+A --filter by status shows those of that status, exited ones too.
 With --format json it prints an array of what 'agentbox inspect' prints.`,
 		Example: `  agentbox ps -a
+  agentbox ps --filter status=exited --filter name=try7-
   agentbox rm -f $(agentbox ps -aq)
   agentbox ps -a --filter group=try7
   agentbox ps --format json | jq -r '.[].name'`,
@@ -66,6 +69,7 @@ func runPs(ctx context.Context, opts psOptions, svc runtime.Service, out io.Writ
 	if err != nil {
 		return err
 	}
+	opts.All = opts.All || slices.ContainsFunc(opts.Filters, func(f string) bool { return strings.HasPrefix(f, "status=") })
 	shown := []runtime.Sandbox{}
 	for _, sb := range all {
 		if !match(sb) {
@@ -98,38 +102,47 @@ func runPs(ctx context.Context, opts psOptions, svc runtime.Service, out io.Writ
 	return t.flush()
 }
 
-// psFilter reads KEY=VALUE each, all of which a sandbox has to match.
+// psFilter reads KEY=VALUE each. As with Docker, a sandbox has to match one of
+// those of each key, and every label.
 func psFilter(ctx context.Context, filters []string, svc runtime.Service) (func(runtime.Sandbox) bool, error) {
-	var all []func(runtime.Sandbox) bool
+	type test = func(runtime.Sandbox) bool
+	all := map[string][]test{} // any of each
 	for _, f := range filters {
 		key, value, _ := strings.Cut(f, "=")
 		if value == "" {
 			return nil, usageErrorf("--filter %q: write KEY=VALUE", f)
 		}
+		var ok test
 		switch key {
+		case "name":
+			ok = func(sb runtime.Sandbox) bool { return strings.Contains(sb.Name, value) }
+		case "id":
+			ok = func(sb runtime.Sandbox) bool { return strings.HasPrefix(sb.ID, value) }
 		case "group":
-			all = append(all, func(sb runtime.Sandbox) bool { return sb.Group == value })
+			ok = func(sb runtime.Sandbox) bool { return sb.Group == value }
 		case "status":
-			all = append(all, func(sb runtime.Sandbox) bool { return string(sb.Status) == value })
+			ok = func(sb runtime.Sandbox) bool { return string(sb.Status) == value }
 		case "label":
 			label, want, exact := strings.Cut(value, "=")
-			all = append(all, func(sb runtime.Sandbox) bool {
+			key = f
+			ok = func(sb runtime.Sandbox) bool {
 				have, ok := sb.Labels[label]
 				return ok && (!exact || have == want)
-			})
+			}
 		case "lease":
 			l, err := svc.Lease(ctx, value)
 			if err != nil {
 				return nil, err
 			}
-			all = append(all, func(sb runtime.Sandbox) bool { return sb.Lease == l.ID })
+			ok = func(sb runtime.Sandbox) bool { return sb.Lease == l.ID }
 		default:
-			return nil, usageErrorf("--filter %q: the keys are group, lease, label and status", f)
+			return nil, usageErrorf("--filter %q: the keys are name, id, group, lease, label and status", f)
 		}
+		all[key] = append(all[key], ok)
 	}
 	return func(sb runtime.Sandbox) bool {
-		for _, ok := range all {
-			if !ok(sb) {
+		for _, some := range all {
+			if !slices.ContainsFunc(some, func(ok test) bool { return ok(sb) }) {
 				return false
 			}
 		}

@@ -76,6 +76,7 @@ AGENTBOX_ATTEMPT in its environment.`,
 	cmd.Flags().SetInterspersed(false)
 	opts.addFlags(cmd.Flags())
 	completeFlags(cmd)
+	a.completeLeaseFlag(cmd)
 	a.completePolicyFlag(cmd)
 	return cmd
 }

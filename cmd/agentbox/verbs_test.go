@@ -516,21 +516,24 @@ func TestReapAndRecover(t *testing.T) {
 
 func TestComplete(t *testing.T) {
 	f := boxes()
+	f.lease = runtime.Lease{ID: "1ea5e000", Name: "sess", Owner: runtime.LeaseOwner{Kind: runtime.OwnerPid, Pid: 7}}
 	for args, want := range map[string]string{
-		"stop ":              "run\trunning\n",
-		"start ":             "new\tcreated\nend\texited\n",
-		"rm new ":            "run\trunning\nice\tpaused\nend\texited\n",
-		"exec ":              "run\trunning\n",
-		"exec run ":          "",
-		"restore ":           "new\tcreated\nrun\trunning\nice\tpaused\nend\texited\n",
-		"restore run ":       "before\tfull of run\n",
-		"checkpoint verify ": "new\tcreated\nrun\trunning\nice\tpaused\nend\texited\nrun@before\tfull of run\n",
-		"run ":               "busybox\n",
-		"image rm ":          "",
-		"run --network ":     "none\nhost\nbridge\nfiltered\n",
-		"checkpoint --tcp ":  "established\nclose\nrefuse\n",
-		"ps --format ":       "table\njson\n",
-		"completion ":        "bash\nzsh\nfish\npowershell\n",
+		"stop ":               "run\trunning\n",
+		"start ":              "new\tcreated\nend\texited\n",
+		"rm new ":             "run\trunning\nice\tpaused\nend\texited\n",
+		"exec ":               "run\trunning\n",
+		"exec run ":           "",
+		"restore ":            "new\tcreated\nrun\trunning\nice\tpaused\nend\texited\n",
+		"restore run ":        "before\tfull of run\n",
+		"checkpoint verify ":  "new\tcreated\nrun\trunning\nice\tpaused\nend\texited\nrun@before\tfull of run\n",
+		"run ":                "busybox\n",
+		"image rm ":           "",
+		"run --network ":      "none\nhost\nbridge\nfiltered\n",
+		"checkpoint --tcp ":   "established\nclose\nrefuse\n",
+		"ps --format ":        "table\njson\n",
+		"run --lease ":        "sess\tpid 7\n",
+		"checkpoint --lease ": "sess\tpid 7\n",
+		"completion ":         "bash\nzsh\nfish\npowershell\n",
 	} {
 		words := strings.Split(args, " ")
 		r := try(t, f, "", append([]string{"__complete"}, words...)...)
@@ -542,6 +545,36 @@ func TestComplete(t *testing.T) {
 	f.fail["Sandboxes"] = runtime.ErrBusy
 	if r := try(t, f, "", "__complete", "stop", ""); r.code != 0 {
 		t.Errorf("completion fails: %+v", r)
+	}
+}
+
+// TestPsFilter: of one key any, of several keys all, as with Docker, where a status
+// is shown without -a, too.
+func TestPsFilter(t *testing.T) {
+	for filters, want := range map[string]string{
+		"":                                    "run ice ",
+		"status=exited":                       "end ",
+		"status=exited status=created":        "new end ",
+		"name=n status=running status=exited": "run end ",
+		"name=n name=ic":                      "run ice ",
+		"name=nobody":                         "",
+	} {
+		args := []string{"ps", "--format", "json"}
+		for _, f := range strings.Fields(filters) {
+			args = append(args, "--filter", f)
+		}
+		r := try(t, boxes(), "", args...)
+		var list []runtime.Sandbox
+		if err := json.Unmarshal([]byte(r.stdout), &list); err != nil || r.code != 0 {
+			t.Fatalf("%q: %v %+v", filters, err, r)
+		}
+		got := ""
+		for _, sb := range list {
+			got += sb.Name + " "
+		}
+		if got != want {
+			t.Errorf("%q: %q, want %q", filters, got, want)
+		}
 	}
 }
 

@@ -236,5 +236,9 @@ func (r Report) Err() error {
 	if r.OK {
 		return nil
 	}
-	return fmt.Errorf("the audit log is %w: %d findings", fault.ErrCorrupt, len(r.Findings))
+	what := "findings"
+	if len(r.Findings) == 1 {
+		what = "finding"
+	}
+	return fmt.Errorf("the audit log is %w: %d %s", fault.ErrCorrupt, len(r.Findings), what)
 }
