@@ -146,7 +146,7 @@ func (e *Engine) estimate(ctx context.Context, out *Pruned) error {
 	// Those of that moment, and not of a later one: checkpoints come and go meanwhile.
 	all := sizes.IDs()
 	kept := slices.DeleteFunc(slices.Clone(all), func(id string) bool { return gone[id] })
-	free := sizes.Of(all) - sizes.Of(kept)
+	free := sizes.Packed(all) - sizes.Packed(kept)
 	out.Freed += free
 	out.After -= free
 	return nil

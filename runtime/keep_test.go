@@ -141,4 +141,22 @@ func TestPruneBesideCheckpoints(t *testing.T) {
 	if err := <-came; err != nil {
 		t.Error(err)
 	}
+	// What it would leave is what it leaves, but for the frames of packs.
+	opts := runtime.PruneOptions{KeepLast: 1, MaxWaste: 1e-9}
+	did, err := r.Prune(ctx, runtime.PruneOptions{MaxWaste: 1e-9})
+	if err != nil {
+		t.Fatal(err)
+	}
+	opts.DryRun = true
+	would, err := r.Prune(ctx, opts)
+	if err == nil {
+		opts.DryRun = false
+		did, err = r.Prune(ctx, opts)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(did.Removed) == 0 || would.Freed > did.Freed || would.After < did.After {
+		t.Errorf("%d removed; it would free %d and leave %d, and frees %d and leaves %d", len(did.Removed), would.Freed, would.After, did.Freed, did.After)
+	}
 }

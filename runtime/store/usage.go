@@ -128,6 +128,17 @@ func (z *Sizes) IDs() []string {
 // of them need counts once. One that was not a ready one at that moment, as it
 // has come or gone since its caller looked, needs none.
 func (z *Sizes) Of(ids []string) int64 {
+	n := z.Packed(ids)
+	for _, id := range ids {
+		if k, ok := z.at[id]; ok {
+			n += z.own[k]
+		}
+	}
+	return n
+}
+
+// Packed is that without the manifests, which are no part of Usage.Stored.
+func (z *Sizes) Packed(ids []string) int64 {
 	seen, groups := newBitset(z.v.size()), newBitset(len(z.v.groups))
 	var n int64
 	for _, id := range ids {
@@ -135,7 +146,7 @@ func (z *Sizes) Of(ids []string) int64 {
 		if !ok {
 			continue
 		}
-		if n += z.own[k]; z.unread[k] {
+		if z.unread[k] {
 			n += z.list[k].Bytes
 			continue
 		}
