@@ -24,22 +24,18 @@ func TestStrays(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { b.End(); _ = exec1.Wait() }()
-	var strays []Stray
-	b.Until("the session's three processes are seen", func() bool {
-		var err error
-		if strays, err = Strays(pid, nil); err != nil {
+	b.Until("the session's three processes are seen, with what they execute", func() bool {
+		strays, err := Strays(pid, nil)
+		if err != nil {
 			t.Fatal(err)
 		}
-		return len(strays) == 3
+		var lines []string
+		for _, s := range strays {
+			lines = append(lines, s.Cmdline)
+		}
+		slices.Sort(lines)
+		return slices.Equal(lines, []string{"sh -c sleep 1003 & sleep 1004; true", "sleep 1003", "sleep 1004"})
 	})
-	var lines []string
-	for _, s := range strays {
-		lines = append(lines, s.Cmdline)
-	}
-	slices.Sort(lines)
-	if !slices.Equal(lines, []string{"sh -c sleep 1003 & sleep 1004; true", "sleep 1003", "sleep 1004"}) {
-		t.Fatalf("%q", lines)
-	}
 	// The pids of its cgroup, given.
 	members, err := Members(pid)
 	if err != nil {

@@ -175,7 +175,7 @@ func TestExecSessions(t *testing.T) {
 		t.Errorf("want a refusal that names the session: %s", r)
 	}
 	r = b.try(nil, "checkpoint", "c")
-	if r.code != 0 || !strings.Contains(r.err, "exec session") || !strings.Contains(r.err, "sleep 999") {
+	if r.code != 0 || !strings.Contains(r.err, "came in through an exec") || !strings.Contains(r.err, "sleep 999") {
 		t.Errorf("want a warning that names the session: %s", r)
 	}
 	// What exec left in the background is no session: it is in the dump.
