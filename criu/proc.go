@@ -2,6 +2,7 @@ package criu
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"io/fs"
 	"os"
@@ -221,6 +222,7 @@ func hostPids() ([]int, error) {
 type procStat struct {
 	state byte
 	ppid  int
+	start uint64 // in clock ticks since boot
 }
 
 // readStat reads what is needed of /proc/PID/stat. The name in it may hold
@@ -232,11 +234,12 @@ func readStat(pid int) (procStat, error) {
 	}
 	i := bytes.LastIndexByte(data, ')')
 	f := bytes.Fields(data[i+1:])
-	if i < 0 || len(f) < 2 {
+	if i < 0 || len(f) < 20 {
 		return procStat{}, fmt.Errorf("process %d: stat makes no sense", pid)
 	}
 	ppid, err := strconv.Atoi(string(f[1]))
-	return procStat{f[0][0], ppid}, err
+	start, e := strconv.ParseUint(string(f[19]), 10, 64)
+	return procStat{f[0][0], ppid, start}, errors.Join(err, e)
 }
 
 // cmdline returns a process's command line, bounded and printable.
