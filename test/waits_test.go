@@ -13,7 +13,10 @@ import (
 // and none with EINTR but that which a signal's handler interrupts.
 func TestWaits(t *testing.T) {
 	t.Parallel()
-	const limit = 8 * time.Second
+	waits(t, 8*time.Second)
+}
+
+func waits(t *testing.T, limit time.Duration, flags ...string) {
 	b := newBox(t)
 	b.ok("image", "import", "waits", programRoot(b.T, "waits"))
 	calls := []string{
@@ -61,7 +64,7 @@ func TestWaits(t *testing.T) {
 		}
 	}
 	says("waits", "all have begun", 1)
-	one := b.checkpoint("waits")
+	one := b.checkpoint(append(flags, "waits")...)
 	says("waits", "all have returned", 1)
 	// Of the first thread of a process CRIU leaves nothing to go on by.
 	returned("waits", map[string]string{"poll first": "EINTR"})

@@ -130,6 +130,8 @@ var migrations = []string{
 	CREATE INDEX checkpoint_leases ON checkpoints (lease) WHERE lease <> '';`,
 	// Which files of the host belong to a checkpoint; empty: none.
 	`ALTER TABLE checkpoints ADD COLUMN attached TEXT NOT NULL DEFAULT '';`,
+	// How much of the memory was written before the sandbox was frozen for good.
+	`ALTER TABLE checkpoints ADD COLUMN ahead INTEGER NOT NULL DEFAULT 0;`,
 }
 
 func (s *Store) migrate(ctx context.Context) error {
