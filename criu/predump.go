@@ -14,6 +14,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/agentbox/agentbox/criu/host"
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // Ahead is memory of a container that was written while it ran.
@@ -52,10 +53,10 @@ func PreDump(ctx context.Context, rt Runtime, opts DumpOptions, letGo func() err
 	var said string
 	var failed error
 	ended := make(chan struct{})
-	go func() {
+	guard.Go(func() {
 		defer close(ended)
 		said, failed = d.wait()
-	}()
+	})
 	if !watch.await(letGoLine, ended) || func() bool { pid, _ := traced(members); return pid != 0 }() {
 		<-ended
 	}
@@ -111,7 +112,7 @@ func watchLog(path string) *logWatch {
 	if _, err := unix.InotifyAddWatch(fd, filepath.Dir(path), unix.IN_CREATE|unix.IN_MODIFY); err != nil {
 		return w
 	}
-	go func() {
+	guard.Go(func() {
 		buf := make([]byte, 64<<10)
 		for {
 			if _, err := w.changes.Read(buf); err != nil {
@@ -122,7 +123,7 @@ func watchLog(path string) *logWatch {
 			default:
 			}
 		}
-	}()
+	})
 	return w
 }
 
