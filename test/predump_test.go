@@ -1,10 +1,14 @@
 package test
 
 import (
+	"bytes"
 	"context"
+	"fmt"
+	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -96,11 +100,52 @@ func TestPreDump(t *testing.T) {
 	b.ok("unpause", "m")
 	b.fails(2, "checkpoint", "--pre-dump", "--files-only", "m")
 	if can {
+		b.spoiltAhead("m")
+		grows("m")
 		b.killedAhead("m", grows)
 	}
 	b.ok("stop", "-t", "0", "m")
 	if r := b.try(nil, "checkpoint", "--pre-dump", "m"); r.code != 0 || !strings.Contains(r.err, notAhead+": no processes") {
 		t.Error(r)
+	}
+}
+
+// spoiltAhead damages what was written ahead before it is used: the checkpoint is
+// taken again, without.
+func (b *box) spoiltAhead(name string) {
+	b.Helper()
+	cmd := b.command(context.Background(), "checkpoint", "--pre-dump", "--format", "json", name)
+	cmd.Env = append(cmd.Env, failpoint("checkpoint.before-freeze", "stop")...)
+	var out bytes.Buffer
+	cmd.Stdout = &out
+	if err := cmd.Start(); err != nil {
+		b.Fatal(err)
+	}
+	var pages []string
+	b.eventually("it is about to freeze", func() bool {
+		stat := b.read(fmt.Sprintf("/proc/%d/stat", cmd.Process.Pid))
+		pages, _ = filepath.Glob(filepath.Join(b.root, "checkpoints", "*", "ahead", "pages-*.img"))
+		return strings.Contains(stat, ") T ") && len(pages) > 0
+	})
+	for _, p := range pages {
+		if err := os.Truncate(p, 4096); err != nil {
+			b.Error(err)
+		}
+	}
+	ended := make(chan error)
+	go func() { ended <- cmd.Wait() }()
+	for {
+		select {
+		case err := <-ended:
+			ck := decode[runtime.Checkpoint](b, out.String())
+			if err != nil || ck.Ahead != 0 || len(ck.Warnings) != 1 || !strings.Contains(ck.Warnings[0], "written ahead could not be used") {
+				b.Errorf("%v: %+v", err, ck)
+			}
+			b.ok("restore", "--no-undo", name, ck.ID)
+			return
+		case <-time.After(100 * time.Millisecond): // it stops each time that it tries
+			_ = cmd.Process.Signal(syscall.SIGCONT)
+		}
 	}
 }
 
