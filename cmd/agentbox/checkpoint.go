@@ -49,7 +49,7 @@ func (o *checkpointOptions) addFlags(fl *pflag.FlagSet) {
 		"`MODE` for established connections: established (they live on), close, or refuse (fail)")
 	fl.DurationVar(&o.Timeout, "timeout", 0, "give up after this `DURATION`, e.g. 30s; the sandbox then runs on")
 	fl.BoolVar(&o.Paranoid, "paranoid", false, "read every file again instead of trusting unchanged times")
-	fl.BoolVar(&o.PreDump, "pre-dump", false, "write memory while the sandbox runs, and freeze it for what changed meanwhile")
+	fl.BoolVar(&o.PreDump, "pre-dump", false, "write memory while the sandbox runs, and freeze it for what changed meanwhile (experimental)")
 	fl.BoolVar(&o.Temporary, "temporary", false, "remove it when the lease ends that the sandbox belongs to, unless it is pinned")
 	fl.StringVar(&o.Lease, "lease", "", "remove it when the `LEASE` ends, unless it is pinned")
 	addIDFormat(fl, &o.Format)
@@ -136,9 +136,11 @@ have yet is added to it; a checkpoint that adds nothing says unchanged.
 It prints the checkpoint's id. A stopped sandbox gets a files-only checkpoint. Bind
 mounts are not part of it, and volumes only with --with-volumes.
 
---pre-dump is for a sandbox with much memory of which little changes at a time: it is frozen twice, shortly,
-and the memory is written in between; the time it was frozen is that of both. Of a huge page that has changed
-anywhere all 2 MB have. It takes more room and longer in all, and needs a kernel that tracks changes of memory (see 'agentbox doctor'); on another a warning says so,
+--pre-dump (experimental: how much it gains is not measured yet) is for a sandbox with much memory of which
+little changes at a time. It is frozen twice, shortly, and most of the memory is written in between; the time it
+was frozen is that of both. Of a huge page that has changed anywhere all 2 MB have. It takes more room and longer
+in all. In threads other than the first of a process, a sleep whose caller did not ask for the rest ends at once
+when it is restored. Where the kernel does not track changes of memory (see 'agentbox doctor') a warning says so,
 and the checkpoint is an ordinary one.
 
 --attach takes files of the host along that belong to this state, such as a Terraform state or a
