@@ -65,6 +65,7 @@ func TestPythonThreads(t *testing.T) {
 	b.eventually("the program is ready", func() bool { return b.file("py", "ready") != "" })
 	digest := decode[string](b, b.file("py", "ready"))
 	counts := func() []int { return decode[[]int](b, b.file("py", "counts")) }
+	b.eventually("the counts are there", func() bool { return b.file("py", "counts") != "" })
 	b.eventually("every thread counts", func() bool {
 		for _, n := range counts() {
 			if n < 5 {
