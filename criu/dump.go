@@ -34,9 +34,6 @@ type DumpOptions struct {
 	// outlives this process, so that nobody touches the container while an
 	// orphaned dump still runs.
 	Hold *os.File
-	// Ahead, when given, is what PreDump wrote of the container. Only what has
-	// changed since is dumped; Flatten then makes an ordinary dump of both.
-	Ahead *Ahead
 }
 
 // DumpResult reports a dump.
@@ -46,7 +43,6 @@ type DumpResult struct {
 	// Interrupted is why threads of the container, which lives on, may see
 	// EINTR from calls that nothing but the dump has interrupted.
 	Interrupted error
-	Alone       error // why DumpOptions.Ahead was not used; nil: it was, or there is none
 }
 
 // DumpError is a dump that CRIU refused or that failed. The container is as
@@ -76,15 +72,54 @@ func (e *DumpError) Unwrap() error { return e.Err }
 // paused. Errors of CRIU are *DumpError.
 func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error) {
 	var res DumpResult
-	members, extra, err := rt.ready(ctx, "dump", &opts)
+	for _, d := range []string{opts.ImageDir, opts.WorkDir} {
+		if !filepath.IsAbs(d) {
+			return res, fmt.Errorf("dump %s: directory %q is not absolute: %w", rt.ID, d, fault.ErrInvalid)
+		}
+		if err := os.MkdirAll(d, 0o700); err != nil {
+			return res, fmt.Errorf("dump %s: %w", rt.ID, err)
+		}
+	}
+	state, err := rt.State(ctx)
 	if err != nil {
 		return res, err
 	}
-	if opts.Ahead != nil {
-		var link string
-		if link, res.Alone = opts.Ahead.settle(opts.ImageDir); res.Alone == nil {
-			extra.flags = append(extra.flags, "--parent-path", link)
+	if state.Status != "paused" {
+		return res, fmt.Errorf("dump %s: it is %s, not paused: %w", rt.ID, state.Status, fault.ErrState)
+	}
+	members, err := Members(state.Pid)
+	if err != nil {
+		return res, err
+	}
+	// CRIU would try for all its timeout, 10 s, with everything standing still.
+	if pid, tracer := traced(members); pid != 0 {
+		return res, &DumpError{
+			Diagnosis: Diagnosis{
+				Code:   "traced",
+				Reason: fmt.Sprintf("process %d (%s) is being traced by process %d (%s), and a process can have one tracer only", pid, cmdline(pid), tracer, cmdline(tracer)),
+				Hint:   "Detach the debugger, strace or gdb, then try again.",
+			},
+			Err: fmt.Errorf("dump %s: process %d is traced: %w", rt.ID, pid, fault.ErrState),
 		}
+	}
+	if len(opts.ScanPaths) == 0 {
+		// Not fatal: CRIU may find the names itself, and says so when it cannot.
+		opts.ScanPaths, _ = watches(state.Pid, members)
+	}
+	var extra extras
+	config := state.Annotations[ConfigAnnotation]
+	if config == "" {
+		// The bundle is not ours.
+		config = filepath.Join(opts.WorkDir, "criu.conf")
+		extra.env = []string{configEnv + "=" + config}
+		extra.flags = overruled(rt.Binary)
+	}
+	if err := WriteConfig(config, opts.Options); err != nil {
+		return res, err
+	}
+	log := filepath.Join(opts.WorkDir, "dump.log")
+	if err := os.Remove(log); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return res, fmt.Errorf("dump %s: %w", rt.ID, err)
 	}
 	// The last moment at which giving up is free.
 	if err := ctx.Err(); err != nil {
@@ -92,7 +127,6 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 	}
 	start := time.Now()
 	said, err := runDump(rt, opts, extra)
-	log := filepath.Join(opts.WorkDir, dumpLog)
 	if err != nil || opts.LeaveRunning {
 		// One that failed has stopped the threads all the same.
 		res.Interrupted = rt.continueWaits(ctx, members)
@@ -101,9 +135,8 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 	if err != nil {
 		return res, explainDump(rt, log, said, err)
 	}
-	if err := keepStats(opts); err != nil {
-		return res, fmt.Errorf("dump %s: %w", rt.ID, err)
-	}
+	// CRIU writes it beside its log; no restore needs it.
+	_ = os.Rename(filepath.Join(opts.WorkDir, StatsName), filepath.Join(opts.ImageDir, StatsName))
 	// CRIU has been seen to report nothing of a full disk; what cannot be
 	// restored must not count as a checkpoint.
 	if err := CheckImages(opts.ImageDir); err != nil {
@@ -119,76 +152,7 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 // checkpoints asks for it.
 const StatsName = "stats-dump"
 
-// keepStats puts it with the images; CRIU writes it beside its log.
-func keepStats(opts DumpOptions) error {
-	from := filepath.Join(opts.WorkDir, StatsName)
-	data, err := os.ReadFile(from)
-	if errors.Is(err, fs.ErrNotExist) { // no restore needs it
-		return nil
-	}
-	if err != nil || opts.WorkDir == opts.ImageDir {
-		return err
-	}
-	return errors.Join(os.WriteFile(filepath.Join(opts.ImageDir, StatsName), data, 0o600), os.Remove(from))
-}
-
-// dumpLog is where runc has CRIU write its log, in the work directory.
-const dumpLog = "dump.log"
-
-// ready brings a paused container, and what is to be written, to where CRIU can
-// begin. It returns the container's processes.
-func (r Runtime) ready(ctx context.Context, verb string, opts *DumpOptions) (members []int, extra extras, err error) {
-	for _, d := range []string{opts.ImageDir, opts.WorkDir} {
-		if !filepath.IsAbs(d) {
-			return nil, extra, fmt.Errorf("%s %s: directory %q is not absolute: %w", verb, r.ID, d, fault.ErrInvalid)
-		}
-		if err := os.MkdirAll(d, 0o700); err != nil {
-			return nil, extra, fmt.Errorf("%s %s: %w", verb, r.ID, err)
-		}
-	}
-	state, err := r.State(ctx)
-	if err != nil {
-		return nil, extra, err
-	}
-	if state.Status != "paused" {
-		return nil, extra, fmt.Errorf("%s %s: it is %s, not paused: %w", verb, r.ID, state.Status, fault.ErrState)
-	}
-	if members, err = Members(state.Pid); err != nil {
-		return nil, extra, err
-	}
-	// CRIU would try for all its timeout, 10 s, with everything standing still.
-	if pid, tracer := traced(members); pid != 0 {
-		return nil, extra, &DumpError{
-			Diagnosis: Diagnosis{
-				Code:   "traced",
-				Reason: fmt.Sprintf("process %d (%s) is being traced by process %d (%s), and a process can have one tracer only", pid, cmdline(pid), tracer, cmdline(tracer)),
-				Hint:   "Detach the debugger, strace or gdb, then try again.",
-			},
-			Err: fmt.Errorf("%s %s: process %d is traced: %w", verb, r.ID, pid, fault.ErrState),
-		}
-	}
-	if len(opts.ScanPaths) == 0 {
-		// Not fatal: CRIU may find the names itself, and says so when it cannot.
-		opts.ScanPaths, _ = watches(state.Pid, members)
-	}
-	config := state.Annotations[ConfigAnnotation]
-	if config == "" {
-		// The bundle is not ours.
-		config = filepath.Join(opts.WorkDir, "criu.conf")
-		extra.env = []string{configEnv + "=" + config}
-		extra.flags = overruled(r.Binary)
-	}
-	if err := WriteConfig(config, opts.Options); err != nil {
-		return nil, extra, err
-	}
-	if err := os.Remove(filepath.Join(opts.WorkDir, dumpLog)); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return nil, extra, fmt.Errorf("%s %s: %w", verb, r.ID, err)
-	}
-	return members, extra, nil
-}
-
-// extras are for a container whose bundle names no configuration file of CRIU,
-// and flags of one kind of dump.
+// extras are for a container whose bundle names no configuration file of CRIU.
 type extras struct {
 	env   []string
 	flags []string
@@ -212,29 +176,15 @@ func overruled(binary string) []string {
 	return []string{flag}
 }
 
-// runDump runs `runc checkpoint` to its end.
+// runDump runs `runc checkpoint`, cut off from whatever may end this process:
+// its own session (no signals from the terminal), output to a file (no SIGPIPE).
 func runDump(rt Runtime, opts DumpOptions, extra extras) (said string, err error) {
-	d, err := startDump(rt, opts, extra)
+	out, err := os.CreateTemp(opts.WorkDir, "runtime-")
 	if err != nil {
 		return "", err
 	}
-	return d.wait()
-}
-
-// dumping is a `runc checkpoint` under way.
-type dumping struct {
-	cmd *exec.Cmd
-	out *os.File
-}
-
-// startDump begins `runc checkpoint`, cut off from whatever may end this process:
-// its own session (no signals from the terminal), output to a file (no SIGPIPE).
-// It has to be waited for.
-func startDump(rt Runtime, opts DumpOptions, extra extras) (*dumping, error) {
-	out, err := os.CreateTemp(opts.WorkDir, "runtime-")
-	if err != nil {
-		return nil, err
-	}
+	defer out.Close()
+	defer os.Remove(out.Name())
 	args := append(rt.globals(), "checkpoint", "--image-path", opts.ImageDir, "--work-path", opts.WorkDir)
 	if opts.LeaveRunning {
 		args = append(args, "--leave-running")
@@ -249,18 +199,9 @@ func startDump(rt Runtime, opts DumpOptions, extra extras) (*dumping, error) {
 		// inherits it as well.
 		cmd.ExtraFiles = append(make([]*os.File, 16), opts.Hold)
 	}
-	if err := cmd.Start(); err != nil {
-		return nil, errors.Join(err, out.Close(), os.Remove(out.Name()))
-	}
-	return &dumping{cmd, out}, nil
-}
-
-func (d *dumping) wait() (said string, err error) {
-	defer os.Remove(d.out.Name())
-	defer d.out.Close()
-	err = d.cmd.Wait()
+	err = cmd.Run()
 	text := make([]byte, 64<<10)
-	n, _ := d.out.ReadAt(text, 0)
+	n, _ := out.ReadAt(text, 0)
 	return string(text[:n]), err
 }
 

@@ -2,7 +2,6 @@ package criu
 
 import (
 	"bytes"
-	"errors"
 	"fmt"
 	"io/fs"
 	"os"
@@ -222,7 +221,6 @@ func hostPids() ([]int, error) {
 type procStat struct {
 	state byte
 	ppid  int
-	start uint64 // in clock ticks since boot
 }
 
 // readStat reads what is needed of /proc/PID/stat. The name in it may hold
@@ -234,12 +232,11 @@ func readStat(pid int) (procStat, error) {
 	}
 	i := bytes.LastIndexByte(data, ')')
 	f := bytes.Fields(data[i+1:])
-	if i < 0 || len(f) < 20 {
+	if i < 0 || len(f) < 2 {
 		return procStat{}, fmt.Errorf("process %d: stat makes no sense", pid)
 	}
 	ppid, err := strconv.Atoi(string(f[1]))
-	start, e := strconv.ParseUint(string(f[19]), 10, 64)
-	return procStat{f[0][0], ppid, start}, errors.Join(err, e)
+	return procStat{f[0][0], ppid}, err
 }
 
 // cmdline returns a process's command line, bounded and printable.

@@ -56,17 +56,13 @@ func (r Runtime) continueWaits(ctx context.Context, pids []int) error {
 		if err := unix.PtraceGetRegs(tid, &regs); err != nil {
 			return err
 		}
-		// A pre-dump leaves all but the first threads to the kernel, which would go on
-		// by restart_syscall: of that a dump could not tell what it was.
-		if regs.Cs != codeOf64 || regs.Rax != eintr && regs.Rax != restartBlock {
+		if regs.Cs != codeOf64 || regs.Rax != eintr {
 			return nil
 		}
 		w := wait{regs.Orig_rax, regs.Rdi, regs.Rsi, regs.Rdx, regs.R10}
-		result := w.result(first[tid] && regs.Rax == eintr, &regs.Orig_rax)
-		if result == 0 || result == regs.Rax {
+		if regs.Rax = w.result(first[tid], &regs.Orig_rax); regs.Rax == 0 {
 			return nil
 		}
-		regs.Rax = result
 		return unix.PtraceSetRegs(tid, &regs)
 	})
 }

@@ -103,12 +103,10 @@ func (e *Engine) checkpointOf(ctx context.Context, sb *locked, opts CheckpointOp
 		return row, err
 	}
 	defer unlock()
-	try := func(warnings ...string) (k *making, err error) {
+	try := func() (k *making, err error) {
 		if k, err = e.prepare(ctx, sb, c, opts); err != nil {
 			return k, err
 		}
-		k.row.Warnings = append(k.row.Warnings, warnings...)
-		k.parts.Warnings = k.row.Warnings
 		if aside != "" {
 			k.row.ID, k.aside = aside, true
 		}
@@ -116,11 +114,6 @@ func (e *Engine) checkpointOf(ctx context.Context, sb *locked, opts CheckpointOp
 		return k, err
 	}
 	k, err := try()
-	if k.behind(err) && ctx.Err() == nil {
-		e.log.Warn("taken again without what was written ahead", "sandbox", sb.ID, "err", err)
-		opts.PreDump = false
-		k, err = try(fmt.Sprintf("memory that was written ahead could not be used: %v", err) + ordinary)
-	}
 	if errors.Is(err, ErrCorrupt) && k != nil && k.unlearnt {
 		// Once more, with nothing believed of what was known.
 		_, err = try()
@@ -148,10 +141,6 @@ type making struct {
 	taken []*hostfile.Taken // the files of the host that go with it
 
 	unlearnt bool // what was known of the files was wrong, and is forgotten
-
-	pre     bool        // memory is to be written ahead
-	written *criu.Ahead // what was
-	early   int64       // bytes of memory that had not changed since they were
 }
 
 // prepare does all that needs no frozen sandbox.
@@ -237,7 +226,6 @@ func (e *Engine) prepare(ctx context.Context, sb *locked, c Container, opts Chec
 		}
 		k.parts.Versions = store.Versions(v)
 	}
-	k.canAhead(ctx)
 	k.trees = []tree{{Dir: c.Upper}}
 	for i := range k.parts.Volumes {
 		k.trees = append(k.trees, tree{Dir: c.Volumes[i].Path, Number: 1 + i})
@@ -280,20 +268,13 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 	if err := k.takeAttached(ctx, draft); err != nil {
 		return row, err
 	}
+	frozen := time.Now()
 	if k.c.Status == Running {
 		// Added first: a pause that failed half-way must be undone too.
 		undo.Add(func(ctx context.Context) error { return e.thaw(ctx, k) })
-	}
-	before, err := e.ahead(ctx, k, draft)
-	if err != nil {
-		return row, e.explain(ctx, k, err)
-	}
-	frozen := time.Now().Add(-before) // all the time that it stands still
-	if k.c.Status == Running {
 		if err := failpoint.Hit("checkpoint.before-freeze"); err != nil {
 			return row, err
 		}
-		k.thawn = false
 		if err := k.sb.host.Pause(ctx, k.sb.ID); err != nil {
 			return row, err
 		}
@@ -357,13 +338,12 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 	undo.Release()
 	ctx = context.WithoutCancel(ctx)
 	e.remember(k)
-	row.Ahead = k.early
 	if row.Frozen = stood; k.hold {
 		row.Frozen = time.Since(frozen)
 	}
 	// Whoever called still has a frozen sandbox to bring to its end: an error
 	// here, of what is only told or swept later, must not come in between.
-	if err := errors.Join(failpoint.Hit("checkpoint.after-ready"), draft.Close(), e.store.SetFrozen(ctx, row.ID, row.Frozen, row.Ahead)); err != nil {
+	if err := errors.Join(failpoint.Hit("checkpoint.after-ready"), draft.Close(), e.store.SetFrozen(ctx, row.ID, row.Frozen)); err != nil {
 		e.log.Warn("how long the sandbox stood is not recorded", "sandbox", k.sb.ID, "checkpoint", row.ID, "err", err)
 	}
 	return row, nil
@@ -453,6 +433,9 @@ func (e *Engine) explain(ctx context.Context, k *making, err error) error {
 	return err
 }
 
+// workDir is where in a draft CRIU keeps its log.
+const workDir = "work"
+
 // capture reads processes and files side by side: both only read, and the
 // sandbox stands still.
 func (e *Engine) capture(ctx context.Context, k *making, draft *store.Draft) error {
@@ -481,6 +464,29 @@ func (e *Engine) capture(ctx context.Context, k *making, draft *store.Draft) err
 		return err
 	}
 	return ctx.Err()
+}
+
+// dump has CRIU write the processes' images.
+func (e *Engine) dump(ctx context.Context, k *making, draft *store.Draft) (*store.Processes, error) {
+	opts := criu.DumpOptions{
+		ImageDir: draft.CRIUDir(), WorkDir: filepath.Join(draft.Dir(), workDir), LeaveRunning: true,
+		Options: criu.Options{TCP: k.opts.TCP, EmptyNetwork: k.c.EmptyNetwork}, Hold: k.sb.lock.File(),
+	}
+	if deadline, ok := ctx.Deadline(); ok {
+		opts.Timeout = time.Until(deadline)
+	}
+	res, err := criu.Dump(ctx, k.c.Runtime, opts)
+	if res.Interrupted != nil && !errors.Is(res.Interrupted, ErrNotFound) {
+		e.log.Warn("system calls that waited may return EINTR", "sandbox", k.sb.ID, "err", res.Interrupted)
+	}
+	if err != nil {
+		return nil, err
+	}
+	out := &store.Processes{Count: len(res.Processes)}
+	for _, p := range res.Processes {
+		out.List = append(out.List, store.Process{Pid: p.Pid, Parent: p.Ppid, Command: p.Comm, Stopped: p.Stopped})
+	}
+	return out, failpoint.Hit("checkpoint.after-dump")
 }
 
 // Checkpoints lists checkpoints, newest first.
@@ -569,6 +575,6 @@ func checkpointView(row store.Checkpoint) Checkpoint {
 		Status: row.Status, Error: row.Error, Parent: row.Parent, Trigger: row.Trigger, Policy: policyName(row.Spec), Created: row.Created,
 		Files: row.Files, Processes: row.Processes, Bytes: row.Bytes, Digest: row.Digest,
 		ImageDigest: row.ImageDigest, Labels: labels, Frozen: row.Frozen, Warnings: row.Warnings,
-		Added: row.Added, Unchanged: row.Unchanged, Pinned: row.Pinned, Lease: row.Lease, Tags: row.Tags, Damaged: row.Damaged, Attached: attached, Ahead: row.Ahead,
+		Added: row.Added, Unchanged: row.Unchanged, Pinned: row.Pinned, Lease: row.Lease, Tags: row.Tags, Damaged: row.Damaged, Attached: attached,
 	}
 }

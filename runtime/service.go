@@ -192,7 +192,7 @@ type Checkpoint struct {
 	Digest      string            `json:"digest"`    // of the manifest
 	ImageDigest string            `json:"image_digest"`
 	Labels      map[string]string `json:"labels"`
-	Frozen      time.Duration     `json:"frozen_ns"` // how long the sandbox stood still, all in all
+	Frozen      time.Duration     `json:"frozen_ns"` // how long the sandbox stood still
 	Added       int64             `json:"added"`     // bytes that it brought to the store
 	Unchanged   bool              `json:"unchanged"` // it brought none
 	Pinned      bool              `json:"pinned"`
@@ -201,7 +201,6 @@ type Checkpoint struct {
 	Damaged     string            `json:"damaged,omitempty"` // what the last Verify found; restored only with Salvage
 	Warnings    []string          `json:"warnings,omitempty"`
 	Attached    []AttachedFile    `json:"attached,omitempty"` // files of the host that belong to it
-	Ahead       int64             `json:"ahead,omitempty"`    // bytes of memory that were written while the sandbox ran, and had not changed when it was frozen
 }
 
 // AttachedFile is a file of the host that belongs to a checkpoint.
@@ -258,9 +257,6 @@ type CheckpointOptions struct {
 	// Attach are absolute paths of regular files of the host that belong to the
 	// checkpoint, or of ones that are not there: a restore puts them back, too.
 	Attach []string `json:"attach"`
-	// PreDump has memory written while the sandbox runs, which is then frozen for
-	// what changed meanwhile. Where the kernel cannot, a warning says so.
-	PreDump bool `json:"pre_dump"`
 }
 
 // RestoreOptions modify Restore.

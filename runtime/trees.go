@@ -153,9 +153,6 @@ func (e *Engine) file(ctx context.Context, k *making, draft *store.Draft) error 
 	if k.row.Kind != KindFull {
 		return nil
 	}
-	if err := k.flatten(ctx, draft); err != nil {
-		return err
-	}
 	return draft.PutImages(ctx)
 }
 

@@ -2,7 +2,6 @@ package test
 
 import (
 	"fmt"
-	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -14,20 +13,12 @@ import (
 // and none with EINTR but that which a signal's handler interrupts.
 func TestWaits(t *testing.T) {
 	t.Parallel()
-	waits(t, 8*time.Second)
-}
-
-func waits(t *testing.T, limit time.Duration, flags ...string) {
+	const limit = 8 * time.Second
 	b := newBox(t)
 	b.ok("image", "import", "waits", programRoot(b.T, "waits"))
 	calls := []string{
 		"nanosleep", "nanosleep-no-rest", "clock_nanosleep", "clock_nanosleep-until", "select", "poll", "poll-fed",
 		"futex-until", "read-fed", "signal",
-	}
-	if len(flags) > 0 {
-		// Stopped twice, poll has returned before it is dumped, and of a sleep without a
-		// place for the rest, as in signal, nobody knows any more what it was.
-		calls = slices.DeleteFunc(calls, func(c string) bool { return c == "poll" || c == "nanosleep-no-rest" || c == "signal" })
 	}
 	b.start("waits", append([]string{"--network", "none", "waits", "/waits", strconv.Itoa(int(limit / time.Second))}, calls...)...)
 	t.Cleanup(func() {
@@ -70,7 +61,7 @@ func waits(t *testing.T, limit time.Duration, flags ...string) {
 		}
 	}
 	says("waits", "all have begun", 1)
-	one := b.checkpoint(append(flags, "waits")...)
+	one := b.checkpoint("waits")
 	says("waits", "all have returned", 1)
 	// Of the first thread of a process CRIU leaves nothing to go on by.
 	returned("waits", map[string]string{"poll first": "EINTR"})

@@ -536,7 +536,7 @@ class Sandbox:
         """Takes a checkpoint, waits until it is ready, and returns its id.
 
         One that fails is on record as failed, and raised. keep: it outlives the session.
-        options are further members of CheckpointOptions (openapi.json), like files_only or pre_dump.
+        options are further members of CheckpointOptions (openapi.json), like files_only.
         """
         own = self.client._own(labels) if isinstance(self.client, Session) else dict(labels or {})
         options.update({"trigger": trigger, "name": name, "labels": own})

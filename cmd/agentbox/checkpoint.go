@@ -31,7 +31,6 @@ type checkpointOptions struct {
 	Lease       string
 	Temporary   bool
 	Attach      []string
-	PreDump     bool
 	Format      string
 }
 
@@ -49,7 +48,6 @@ func (o *checkpointOptions) addFlags(fl *pflag.FlagSet) {
 		"`MODE` for established connections: established (they live on), close, or refuse (fail)")
 	fl.DurationVar(&o.Timeout, "timeout", 0, "give up after this `DURATION`, e.g. 30s; the sandbox then runs on")
 	fl.BoolVar(&o.Paranoid, "paranoid", false, "read every file again instead of trusting unchanged times")
-	fl.BoolVar(&o.PreDump, "pre-dump", false, "write memory while the sandbox runs, and freeze it for what changed meanwhile (experimental)")
 	fl.BoolVar(&o.Temporary, "temporary", false, "remove it when the lease ends that the sandbox belongs to, unless it is pinned")
 	fl.StringVar(&o.Lease, "lease", "", "remove it when the `LEASE` ends, unless it is pinned")
 	addIDFormat(fl, &o.Format)
@@ -59,7 +57,7 @@ func (o *checkpointOptions) parse() (runtime.CheckpointOptions, error) {
 	opts := runtime.CheckpointOptions{
 		Name: o.Name, FilesOnly: o.FilesOnly, Stop: o.Stop, Strict: o.Strict, WithVolumes: o.WithVolumes,
 		Trigger: o.Trigger, TCP: o.TCP, Timeout: o.Timeout, Paranoid: o.Paranoid,
-		Lease: o.Lease, Temporary: o.Temporary, PreDump: o.PreDump,
+		Lease: o.Lease, Temporary: o.Temporary,
 	}
 	if o.Name != "" {
 		if err := checkName("--name", o.Name); err != nil {
@@ -68,9 +66,6 @@ func (o *checkpointOptions) parse() (runtime.CheckpointOptions, error) {
 	}
 	if o.Temporary && o.Lease != "" {
 		return opts, usageErrorf("--temporary names the sandbox's lease, --lease another: give one of them")
-	}
-	if o.PreDump && o.FilesOnly {
-		return opts, usageErrorf("--pre-dump is of the memory of processes, which --files-only leaves out: give one of them")
 	}
 	if o.Timeout < 0 {
 		return opts, usageErrorf("--timeout %v: must not be negative", o.Timeout)
@@ -136,13 +131,6 @@ have yet is added to it; a checkpoint that adds nothing says unchanged.
 It prints the checkpoint's id. A stopped sandbox gets a files-only checkpoint. Bind
 mounts are not part of it, and volumes only with --with-volumes.
 
---pre-dump (experimental: how much it gains is not measured yet) is for a sandbox with much memory of which
-little changes at a time. It is frozen twice, shortly, and most of the memory is written in between; the time it
-was frozen is that of both. Of a huge page that has changed anywhere all 2 MB have. It takes more room and longer
-in all. In threads other than the first of a process, a sleep whose caller did not ask for the rest ends at once
-when it is restored. Where the kernel does not track changes of memory (see 'agentbox doctor') a warning says so,
-and the checkpoint is an ordinary one.
-
 --attach takes files of the host along that belong to this state, such as a Terraform state or a
 compose file: regular files of up to 64 MiB, with owner, mode, times and attributes, read while the sandbox
 stands still. A restore puts them back; see 'agentbox restore'. The sandbox's policy has to allow
@@ -150,7 +138,6 @@ their paths as writable bind mounts.`,
 		Example: `  agentbox checkpoint c
   agentbox checkpoint --name before-upgrade --label turn=12 --trigger tool:apt c
   agentbox checkpoint --stop --timeout 30s c
-  agentbox checkpoint --pre-dump c
   agentbox checkpoint --attach infra/terraform.tfstate --attach infra/plan.out c
   id=$(agentbox checkpoint c) && agentbox restore c $id
   agentbox checkpoint ls c`,
@@ -212,9 +199,6 @@ func checkpointSummary(c runtime.Checkpoint) string {
 	}
 	if c.Frozen > 0 {
 		s += ", frozen " + durationText(c.Frozen)
-	}
-	if c.Ahead > 0 {
-		s += ", " + sizeText(c.Ahead) + " of memory written ahead"
 	}
 	return s
 }

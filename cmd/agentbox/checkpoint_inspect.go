@@ -26,7 +26,7 @@ number: id, name, sandbox, sandbox_name, kind (files, full), status (pending, re
 failed), error, parent, trigger, policy, created, files, processes, bytes, digest, image_digest,
 labels, frozen_ns, added (bytes it brought to the store), unchanged (it brought none), pinned,
 tags, damaged (what the last verify found), warnings, attached (host files: path, size in bytes,
-absent), ahead (bytes of memory that --pre-dump wrote while the sandbox ran, and that had not changed since).`,
+absent).`,
 		Example: `  agentbox checkpoint inspect 3f2a
   agentbox checkpoint inspect c@before-upgrade | jq -r '.[0].digest'`,
 		Annotations:       exits(exitUsage, exitNotFound, exitDenied),

@@ -56,11 +56,6 @@ func TestCheckpoint(t *testing.T) {
 	if d := cmp.Diff(want, f.ckOpts); d != "" {
 		t.Error(d)
 	}
-	try(t, f, "", "checkpoint", "--pre-dump", "run").want(t, 0, strings.Repeat("3f2a", 8)+"\n", "warning")
-	if !f.ckOpts.PreDump {
-		t.Error("--pre-dump is not asked for")
-	}
-	try(t, f, "", "checkpoint", "--pre-dump", "--files-only", "run").want(t, exitUsage, "", "--files-only")
 	// A flag's value is not taken for a subcommand, and create is for sandboxes called like one.
 	try(t, f, "", "checkpoint", "--name", "ls", "run").want(t, 0, strings.Repeat("3f2a", 8)+"\n", "warning")
 	f.sandboxes[1].Name = "ls"
@@ -69,10 +64,6 @@ func TestCheckpoint(t *testing.T) {
 	got := checkpointSummary(runtime.Checkpoint{ID: strings.Repeat("3f2a", 8), SandboxName: "c", Kind: "full", Files: 1, Processes: 3, Bytes: 1_200_000, Frozen: 84 * time.Millisecond})
 	if want := "checkpoint 3f2a3f2a3f2a… of c: full, 1 file, 3 processes, 1.2MB, 0B added, frozen 84 ms"; got != want {
 		t.Errorf("%q, want %q", got, want)
-	}
-	got = checkpointSummary(runtime.Checkpoint{ID: "3f2a", SandboxName: "c", Kind: "full", Files: 1, Processes: 1, Unchanged: true, Frozen: time.Millisecond, Ahead: 2_500_000})
-	if !strings.HasSuffix(got, ", frozen 1 ms, 2.5MB of memory written ahead") {
-		t.Error(got)
 	}
 	got = checkpointSummary(runtime.Checkpoint{ID: "3f2a", SandboxName: "c", Kind: "files", Files: 2, Bytes: 1_200_000, Unchanged: true})
 	if want := "checkpoint 3f2a of c: files, 2 files, 1.2MB, unchanged"; got != want {

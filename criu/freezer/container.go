@@ -16,6 +16,8 @@ import (
 	"strconv"
 	"strings"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -129,13 +131,21 @@ func (c Container) Processes() ([]int, error) {
 	return pids, nil
 }
 
-// members reads a file of the container's cgroup and of cgroups in it.
+// members reads a file of the container's cgroup and of cgroups in it. One of
+// those may go meanwhile, empty as it is then; and one that is threaded has no
+// list of processes: they are in that of the cgroup above.
 func (c Container) members(name string) (all []int, err error) {
 	err = filepath.WalkDir(c.dir, func(path string, d fs.DirEntry, err error) error {
+		if path != c.dir && errors.Is(err, fs.ErrNotExist) {
+			return nil
+		}
 		if err != nil || d.Name() != name {
 			return err
 		}
 		data, err := os.ReadFile(path)
+		if filepath.Dir(path) != c.dir && (errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV) || errors.Is(err, unix.EOPNOTSUPP)) {
+			return nil
+		}
 		for _, f := range strings.Fields(string(data)) {
 			if id, e := strconv.Atoi(f); e == nil && id > 0 {
 				all = append(all, id)

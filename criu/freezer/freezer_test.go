@@ -289,3 +289,46 @@ func TestOpen(t *testing.T) {
 		}
 	}
 }
+
+// The processes of a container are found while cgroups in it come and go, and
+// where one of those is threaded.
+func TestProcesses(t *testing.T) {
+	for version, hierarchy := range hierarchies(t) {
+		b := newBox(t, version, hierarchy, counts)
+		if version == "v2" {
+			threaded := filepath.Join(b.cgroup, "threaded")
+			must(t, os.Mkdir(threaded, 0o755))
+			defer os.Remove(threaded)
+			must(t, os.WriteFile(filepath.Join(threaded, "cgroup.type"), []byte("threaded"), 0))
+			if _, err := os.ReadFile(filepath.Join(threaded, "cgroup.procs")); !errors.Is(err, unix.EOPNOTSUPP) {
+				t.Fatalf("processes of a threaded cgroup: %v", err)
+			}
+		}
+		stop, stopped := make(chan struct{}), make(chan struct{})
+		go func() {
+			defer close(stopped)
+			sub := filepath.Join(b.cgroup, "sub")
+			for {
+				_ = os.Mkdir(sub, 0o755)
+				_ = os.Remove(sub)
+				select {
+				case <-stop:
+					return
+				default:
+				}
+			}
+		}()
+		c := b.open(t)
+		want, err := os.ReadFile(filepath.Join(b.cgroup, "cgroup.procs"))
+		must(t, err)
+		for range 2000 {
+			pids, err := c.Processes()
+			if got := strings.Fields(strings.Trim(fmt.Sprint(pids), "[]")); err != nil || strings.Join(got, " ") != strings.Join(strings.Fields(string(want)), " ") {
+				t.Errorf("%s: %v, %v; want %s", version, pids, err, want)
+				break
+			}
+		}
+		close(stop)
+		<-stopped
+	}
+}

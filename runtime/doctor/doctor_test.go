@@ -182,8 +182,7 @@ func TestJudgeCriu(t *testing.T) {
 	}
 	for _, has := range []bool{true, false} {
 		for _, c := range judgeCriu(criu.Features{Works: true, LazyPages: has, DirtyTrack: has, Nftables: true}, nil)[3:] {
-			says := map[string]string{"lazy-pages": "does not make use of it", "dirty-tracking": "`agentbox checkpoint --pre-dump`"}[c.Name]
-			if strings.Contains(c.Detail, "cannot") == has || !strings.Contains(c.Detail, says) {
+			if strings.Contains(c.Detail, "cannot") == has || !strings.Contains(c.Detail, "does not make use of it") {
 				t.Errorf("%v: %+v", has, c)
 			}
 		}

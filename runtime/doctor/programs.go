@@ -162,12 +162,16 @@ func judgeCriu(f criu.Features, haveIptables func() bool) []Check {
 		checks = append(checks, warn("network-lock", "Install iptables, or a CRIU with nftables support.",
 			"CRIU has neither nftables nor iptables: TCP connections cannot be checkpointed"))
 	}
-	// Nobody is to change a kernel for what agentbox does not use, or can do without.
-	can := map[bool]string{true: "can", false: "cannot"}
-	checks = append(checks, ok("lazy-pages", "CRIU %s load memory after a restore on this kernel; agentbox does not make use of it yet", can[f.LazyPages]))
-	then := "takes an ordinary checkpoint, and warns"
-	if f.DirtyTrack {
-		then = "freezes a sandbox for what changed meanwhile"
+	// Nobody is to change a kernel for what agentbox does not use.
+	for _, c := range []struct {
+		name, what string
+		has        bool
+	}{{"lazy-pages", "load memory after a restore", f.LazyPages}, {"dirty-tracking", "dump memory ahead and in increments", f.DirtyTrack}} {
+		word := "can"
+		if !c.has {
+			word = "cannot"
+		}
+		checks = append(checks, ok(c.name, "CRIU %s %s on this kernel; agentbox does not make use of it yet", word, c.what))
 	}
-	return append(checks, ok("dirty-tracking", "CRIU %s dump memory ahead on this kernel: `agentbox checkpoint --pre-dump` %s", can[f.DirtyTrack], then))
+	return checks
 }

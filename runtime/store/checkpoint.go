@@ -44,7 +44,6 @@ type Checkpoint struct {
 	Tags        []string  // sorted
 	Pulled      bool      // the manifest was made elsewhere, or nobody knows where
 	Attached    *Attached // of the host, without their tree; nil: none
-	Ahead       int64     // bytes of memory that were written before the sandbox was frozen for good
 }
 
 // Filter selects checkpoints; the zero value selects all ready ones.
@@ -60,7 +59,7 @@ const checkpointColumns = "id, name, sandbox_id, sandbox_name, kind, status, err
 const checkpointTags = "(SELECT json_group_array(tag) FROM (SELECT tag FROM tags WHERE checkpoint_id = checkpoints.id ORDER BY tag))"
 
 func (s *Store) checkpoints(ctx context.Context, where string, args ...any) (list []Checkpoint, err error) {
-	rows, err := s.read.QueryContext(ctx, "SELECT "+checkpointColumns+", "+checkpointTags+", pulled, attached, ahead FROM checkpoints "+where, args...)
+	rows, err := s.read.QueryContext(ctx, "SELECT "+checkpointColumns+", "+checkpointTags+", pulled, attached FROM checkpoints "+where, args...)
 	if err != nil {
 		return nil, cancelled(ctx, dbError("read checkpoints", err))
 	}
@@ -70,7 +69,7 @@ func (s *Store) checkpoints(ctx context.Context, where string, args ...any) (lis
 		var labels, warnings, spec, tags, attached string
 		var created, frozen int64
 		err := rows.Scan(&c.ID, &c.Name, &c.SandboxID, &c.SandboxName, &c.Kind, &c.Status, &c.Error, &c.Parent, &c.Trigger, &created,
-			&c.Files, &c.Processes, &c.Bytes, &c.Digest, &c.ImageDigest, &labels, &frozen, &warnings, &spec, &c.Added, &c.Unchanged, &c.Damaged, &c.Pinned, &c.Lease, &tags, &c.Pulled, &attached, &c.Ahead)
+			&c.Files, &c.Processes, &c.Bytes, &c.Digest, &c.ImageDigest, &labels, &frozen, &warnings, &spec, &c.Added, &c.Unchanged, &c.Damaged, &c.Pinned, &c.Lease, &tags, &c.Pulled, &attached)
 		if err != nil {
 			return nil, dbError("read checkpoints", err)
 		}
@@ -262,12 +261,11 @@ func only(ref string, list []Checkpoint) (Checkpoint, error) {
 	return Checkpoint{}, ambiguous("checkpoint", ref, which)
 }
 
-// SetFrozen records how long the sandbox stood still for a checkpoint, and how
-// much memory was written before, which
+// SetFrozen records how long the sandbox stood still for a checkpoint, which
 // is only known once it runs again, after Commit.
-func (s *Store) SetFrozen(ctx context.Context, id string, d time.Duration, ahead int64) error {
+func (s *Store) SetFrozen(ctx context.Context, id string, d time.Duration) error {
 	return s.lazily(ctx, "set frozen", func(tx *sql.Tx) error {
-		res, err := tx.ExecContext(ctx, "UPDATE checkpoints SET frozen = ?, ahead = ? WHERE id = ?", int64(d), ahead, id)
+		res, err := tx.ExecContext(ctx, "UPDATE checkpoints SET frozen = ? WHERE id = ?", int64(d), id)
 		if err != nil {
 			return err
 		}

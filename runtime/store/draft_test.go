@@ -96,11 +96,11 @@ func TestCommit(t *testing.T) {
 	if packed != 0 {
 		t.Errorf("the records say %d bytes more than there are", packed)
 	}
-	must(t, s.SetFrozen(ctx, must1(s.Checkpoint(ctx, "c@full-1")).ID, 5*time.Millisecond, 4096))
+	must(t, s.SetFrozen(ctx, must1(s.Checkpoint(ctx, "c@full-1")).ID, 5*time.Millisecond))
 	if got := must1(s.Checkpoint(ctx, "c@full-1")); got.Frozen != 5*time.Millisecond {
 		t.Error(got.Frozen)
 	}
-	wantErr(t, s.SetFrozen(ctx, NewID(), 1, 0), fault.ErrNotFound)
+	wantErr(t, s.SetFrozen(ctx, NewID(), 1), fault.ErrNotFound)
 }
 
 func must1[T any](v T, err error) T {

@@ -130,8 +130,9 @@ var migrations = []string{
 	CREATE INDEX checkpoint_leases ON checkpoints (lease) WHERE lease <> '';`,
 	// Which files of the host belong to a checkpoint; empty: none.
 	`ALTER TABLE checkpoints ADD COLUMN attached TEXT NOT NULL DEFAULT '';`,
-	// How much of the memory was written before the sandbox was frozen for good.
+	// Of memory written ahead, which nothing does any more.
 	`ALTER TABLE checkpoints ADD COLUMN ahead INTEGER NOT NULL DEFAULT 0;`,
+	`ALTER TABLE checkpoints DROP COLUMN ahead;`,
 }
 
 func (s *Store) migrate(ctx context.Context) error {

@@ -53,7 +53,7 @@ var suites = []suite{
 
 // builds are the programs that tests build, by the tags they do it with.
 var builds = map[string][]string{
-	"":          {"cmd/agentbox", "cmd/agentbox-runtime", "test/testdata/steady", "test/testdata/echo", "test/testdata/escape", "test/testdata/waits", "test/testdata/ahead"},
+	"":          {"cmd/agentbox", "cmd/agentbox-runtime", "test/testdata/steady", "test/testdata/echo", "test/testdata/escape", "test/testdata/waits"},
 	"failpoint": {"cmd/agentbox", "cmd/agentbox-runtime"},
 }
 
