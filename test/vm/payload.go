@@ -162,6 +162,9 @@ func compile(ctx context.Context, root string, list []suite) error {
 func debPackage(ctx context.Context, to string) error {
 	const version = "0.0~vm"
 	fmt.Fprintln(os.Stderr, "making the package")
+	if err := run(ctx, "scripts/install-deps.sh", "--package"); err != nil {
+		return err
+	}
 	if err := run(ctx, "env", "DEB_VERSION="+version, "scripts/deb.sh", "amd64"); err != nil {
 		return err
 	}
