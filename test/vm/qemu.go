@@ -120,9 +120,26 @@ type machineOptions struct {
 	Boot    time.Duration
 }
 
+// errCrashed is an emulator that ended by a fault of its own.
+var errCrashed = errors.New("QEMU crashed")
+
+// boots is how often a guest is booted when QEMU crashes under it, as emulation does
+// now and then: nothing was run in it yet.
+const boots = 3
+
 // boot starts a guest and returns once it is ready for commands. What it changes
 // goes with it, but for a Disk of its own. ctx ends it.
-func boot(ctx context.Context, q *emulator, opts machineOptions) (_ *machine, ready string, err error) {
+func boot(ctx context.Context, q *emulator, opts machineOptions) (m *machine, ready string, err error) {
+	for n := 1; ; n++ {
+		m, ready, err = bootOnce(ctx, q, opts)
+		if n == boots || !errors.Is(err, errCrashed) {
+			return m, ready, err
+		}
+		fmt.Fprintf(os.Stderr, "%v\nit is booted again\n", err)
+	}
+}
+
+func bootOnce(ctx context.Context, q *emulator, opts machineOptions) (_ *machine, ready string, err error) {
 	sock := filepath.Join(opts.Dir, "port")
 	root := "if=virtio,format=raw,cache=unsafe,snapshot=on,file=" + filepath.Join(opts.Images, "disk.img")
 	if opts.Disk != "" {
@@ -248,6 +265,9 @@ func (m *machine) why(err error) error {
 		err = errors.New("the guest's kernel panicked")
 	case <-m.ended:
 		err = fmt.Errorf("QEMU ended: %v", m.cmd.ProcessState)
+		if w, ok := m.cmd.ProcessState.Sys().(syscall.WaitStatus); ok && w.Signaled() && w.Signal() != syscall.SIGKILL && w.Signal() != syscall.SIGTERM {
+			err = fmt.Errorf("%w: %v", errCrashed, m.cmd.ProcessState)
+		}
 		if said := strings.TrimSpace(m.stderr.String()); said != "" {
 			err = fmt.Errorf("%w: %s", err, said)
 		}

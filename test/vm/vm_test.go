@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"net"
 	"os"
 	"os/exec"
@@ -34,7 +35,7 @@ func TestBootFails(t *testing.T) {
 		"QEMU ends":  {"echo no such machine >&2; exit 3", time.Minute, false, []string{"QEMU ended: exit status 3", "no such machine"}},
 		"a panic":    {"echo '[1.2] Kernel panic - not syncing: no init'; echo more; exec sleep 60", time.Minute, true, []string{"kernel panicked", "no init", "more"}},
 		"it hangs":   {"echo Loading; exec sleep 60", 300 * time.Millisecond, false, []string{"not up within 300ms", "Loading"}},
-		"it crashes": {"kill -SEGV $$", time.Minute, false, []string{"QEMU ended: signal: segmentation fault"}},
+		"it crashes": {"kill -SEGV $$", time.Minute, false, []string{"QEMU crashed: signal: segmentation fault"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			q, opts := fakeQEMU(t, c.script)
@@ -60,6 +61,20 @@ func TestBootFails(t *testing.T) {
 				t.Errorf("QEMU still runs: %s", out)
 			}
 		})
+	}
+}
+
+// A QEMU that crashes as it boots is started again, thrice in all.
+func TestBootAgain(t *testing.T) {
+	for crashes, want := range map[int]string{1: "QEMU ended: exit status 3", 3: "QEMU crashed: signal: aborted"} {
+		q, opts := fakeQEMU(t, fmt.Sprintf("cd ${0%%/*}; echo >>boots; [ $(wc -l <boots) -gt %d ] && exit 3; kill -ABRT $$", crashes))
+		_, _, err := boot(t.Context(), q, opts)
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("after %d crashes: %v, want %q", crashes, err, want)
+		}
+		if said, err := os.ReadFile(filepath.Join(opts.Dir, "boots")); err != nil || len(said) != min(crashes+1, boots) {
+			t.Errorf("after %d crashes it was started %d times, %v", crashes, len(said), err)
+		}
 	}
 }
 
