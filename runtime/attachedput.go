@@ -228,9 +228,12 @@ func answering(ctx context.Context, wait time.Duration, do func(context.Context)
 
 // openAnswering is openHosts for recovery.
 func (e *Engine) openAnswering(ctx context.Context, r *restoration) (*hostFiles, error) {
-	var h *hostFiles
-	done, err := answering(ctx, recoverWait+hostAnswer, func(ctx context.Context) (err error) {
-		h, err = e.openHosts(ctx, r, recoverWait)
+	h := &hostFiles{}
+	done, err := answering(ctx, recoverWait+hostAnswer, func(ctx context.Context) error {
+		opened, err := e.openHosts(ctx, r, recoverWait)
+		if opened != nil {
+			h = opened
+		}
 		return err
 	})
 	if done == nil {

@@ -319,6 +319,7 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 		return row, err
 	}
 	var beside guard.WaitGroup
+	defer beside.Wait() // whatever becomes of the commit
 	if k.beside != nil {
 		beside.Go(func() { k.beside(ctx) })
 	}

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -118,7 +119,12 @@ func (e *Engine) tidy(ctx context.Context) {
 // a second are copied, nobody waits for it, and without anything to free it
 // reads nothing but records.
 func (e *Engine) retainQuietly(ctx context.Context, rate int64) (out Pruned, err error) {
-	if err := errors.Join(e.keepByPolicy(ctx, "", &out), e.forgetFailures(ctx, "", false, &out)); err != nil {
+	err = guard.Do(func() error {
+		return errors.Join(e.keepByPolicy(ctx, "", &out), e.forgetFailures(ctx, "", false, &out))
+	})
+	// Before the space of them is freed, which may take minutes, and fail.
+	e.recordPruned(context.WithoutCancel(ctx), out, err)
+	if err != nil {
 		return out, err
 	}
 	n, err := e.store.Removed(ctx)
@@ -210,6 +216,9 @@ func (e *Engine) retain(ctx context.Context, sandbox string, rules policy.Retent
 		}
 		if !out.DryRun {
 			err := e.forget(ctx, byID[d.ID])
+			if errors.Is(err, ErrNotFound) {
+				continue // somebody else has removed it
+			}
 			if errors.Is(err, ErrBusy) {
 				// One that is worked with must not keep the others' space.
 				p.Reasons = append(slices.Clone(p.Reasons), "busy")
@@ -253,7 +262,7 @@ func (e *Engine) forgetFailures(ctx context.Context, sandbox string, superseded 
 }
 
 // forget removes a checkpoint for Prune. What has become a head, or was pinned,
-// since the rules were applied stays.
+// since the rules were applied stays; of one that is gone, it says so.
 func (e *Engine) forget(ctx context.Context, row store.Checkpoint) error {
 	lock, err := e.lock(ctx, row.SandboxID, "prune", lockWait)
 	if err != nil {
@@ -261,9 +270,6 @@ func (e *Engine) forget(ctx context.Context, row store.Checkpoint) error {
 	}
 	defer lock.Unlock()
 	now, err := e.store.Checkpoint(ctx, row.ID)
-	if errors.Is(err, ErrNotFound) {
-		return nil
-	}
 	if err != nil {
 		return err
 	}

@@ -296,10 +296,15 @@ func (e *Engine) launch(ctx context.Context, sb *locked, streams *Streams, stop 
 	if err != nil {
 		return nil, err
 	}
-	if stop == nil && (c.Status == Running || c.Status == Paused) {
+	live := c.Status == Running || c.Status == Paused
+	if stop == nil && live {
 		return nil, fmt.Errorf("%w: it is %s", ErrState, c.Status)
 	}
 	if stop != nil {
+		if live && c.AutoRemove {
+			return nil, hint(fmt.Errorf("%w: its engine removes it as soon as it stops (it was started with --rm), and a restart stops it", ErrState),
+				"Restart it by its engine, or start it again without --rm.")
+		}
 		if err := hasMounts(s); err != nil {
 			return nil, err
 		}
@@ -325,8 +330,10 @@ func (e *Engine) launch(ctx context.Context, sb *locked, streams *Streams, stop 
 			return nil, err
 		}
 	}
-	if sb.Kept {
-		if err := e.store.Keep(ctx, sb.ID, false); err != nil {
+	// One that goes when it ends must not go with a stop after which it did not start.
+	keep := stop != nil && live && s.AutoRemove
+	if keep != sb.Kept {
+		if err := e.store.Keep(ctx, sb.ID, keep); err != nil {
 			return nil, err
 		}
 	}
@@ -344,7 +351,13 @@ func (e *Engine) launch(ctx context.Context, sb *locked, streams *Streams, stop 
 		if err != nil {
 			return err
 		}
-		return failpoint.Hit("start.after-backend")
+		if err := failpoint.Hit("start.after-backend"); err != nil || !keep {
+			return err
+		}
+		if err := e.store.Keep(context.WithoutCancel(ctx), sb.ID, false); err != nil {
+			return fmt.Errorf("it has started, but would stay when it ends: %w", err)
+		}
+		return nil
 	})
 	if err != nil {
 		e.release(sb.ID)

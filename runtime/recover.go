@@ -235,7 +235,8 @@ func (e *Engine) finishStart(ctx context.Context, in store.Intent, host Host) (s
 		return "", err
 	}
 	if c.Status == Running || c.Status == Paused {
-		return fmt.Sprintf("sandbox %s had started", short(in.Sandbox)), nil
+		// A restart had it kept.
+		return unless(e.store.Keep(ctx, in.Sandbox, false), "sandbox %s had started", short(in.Sandbox))
 	}
 	return unless(host.Stop(ctx, in.Sandbox, StopOptions{}), "took back the half-done start of sandbox %s", short(in.Sandbox))
 }

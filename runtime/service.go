@@ -148,7 +148,7 @@ type Sandbox struct {
 	OOMKilled   bool              `json:"oom_killed,omitempty"` // of an exited one: the kernel killed a process of it for memory
 	Limits      *LimitHits        `json:"limit_hits,omitempty"` // by Service.Sandbox only
 	Restarts    *Restarts         `json:"restarts,omitempty"`   // of one with a restart policy
-	Kept        bool              `json:"kept,omitempty"`       // an --rm sandbox that stays when it exits, because a restore of it failed
+	Kept        bool              `json:"kept,omitempty"`       // an --rm sandbox that stays when it exits, because a restore or a restart of it failed
 	Held        string            `json:"held,omitempty"`       // why nobody may use it: a restore of it failed; see Service.ReleaseHold
 	Lease       string            `json:"lease,omitempty"`      // id of the lease that it is removed with
 	Group       string            `json:"group,omitempty"`

@@ -42,7 +42,6 @@ func (e *Engine) Upkeep(ctx context.Context, u Upkeep) {
 	all.Go(func() {
 		e.repeat(ctx, u.Prune, false, func(ctx context.Context) error {
 			out, err := e.retainQuietly(ctx, u.Rate)
-			e.recordPruned(context.WithoutCancel(ctx), out, err)
 			if len(out.Removed) > 0 || out.Freed > 0 {
 				e.log.Info("pruned", "checkpoints", len(out.Removed), "freed", out.Freed)
 			}

@@ -3,6 +3,7 @@ package audit
 import (
 	"context"
 	"log/slog"
+	"strings"
 	"sync"
 
 	"github.com/agentbox/agentbox/runtime"
@@ -21,9 +22,12 @@ type Tries struct {
 	failed map[string]string // with which outcome
 }
 
+// maxTries bounds what is remembered; then it is forgotten, and told once more.
+const maxTries = 1000
+
 // Again tells of a deed that has ended whether it has failed just as the try before.
 func (t *Tries) Again(d *runtime.Deed, err error) bool {
-	if !d.Past && !frees[d.Verb] {
+	if !d.Past && !frees[d.Verb] || len(d.Made) > 0 {
 		return false
 	}
 	was := t.last(keyOf(d))
@@ -31,7 +35,7 @@ func (t *Tries) Again(d *runtime.Deed, err error) bool {
 }
 
 func keyOf(d *runtime.Deed) string {
-	return d.Verb + " " + d.Sandbox + " " + d.Checkpoint + " " + d.To
+	return strings.Join(append([]string{d.Verb, d.Sandbox, d.Checkpoint, d.To}, d.Did...), " ")
 }
 
 // Deeds is what an Engine does things of its own by (runtime.Options.Deeds). by is
@@ -51,6 +55,11 @@ func (d *deeds) do(ctx context.Context, deed *runtime.Deed, do func() error) err
 	by := Self(deed.By)
 	if deed.By == "" {
 		by = whoAsks(ctx, d.by)
+	}
+	if deed.Past && len(deed.Made) > 0 { // it is none that was tried before
+		err := do()
+		d.log.past(by, r, err, deed.By != "" || deed.Alone)
+		return err
 	}
 	key := keyOf(deed)
 	if was := d.tries.last(key); deed.Past || was != "" {
@@ -85,7 +94,7 @@ func (t *Tries) came(key string, err error) (outcome string) {
 	outcome = Outcome(err)
 	delete(t.failed, key)
 	if err != nil {
-		if t.failed == nil {
+		if t.failed == nil || len(t.failed) >= maxTries {
 			t.failed = map[string]string{}
 		}
 		t.failed[key] = outcome

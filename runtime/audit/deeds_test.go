@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/backendtest"
@@ -433,6 +434,24 @@ func TestDeedsOfUpkeep(t *testing.T) {
 	upkeep(runtime.Upkeep{Prune: time.Millisecond}, "prune", 2)
 	h.expect(byName(h.news()), "note | test | prune | a | ok | retention", "note | test | prune | b | ok | retention")
 
+	// What it has removed is on record also when the space of it cannot be freed, each time.
+	t.Setenv("AGENTBOX_FAILPOINT", "prune.before-reclaim=error")
+	for n := range 3 {
+		sb, err := h.Sandbox(t.Context(), "a")
+		h.must(err)
+		h.must(h.PinCheckpoint(t.Context(), sb.Head, true))
+		h.checkpoint("a", runtime.CheckpointOptions{FilesOnly: true})
+		h.must(h.PinCheckpoint(t.Context(), sb.Head, false))
+		h.news()
+		upkeep(runtime.Upkeep{Prune: time.Millisecond}, "prune", 3+n)
+		list := h.news()
+		h.expect(list, "note | test | prune | a | ok | retention")
+		if !slices.Equal(list[0].Made, []string{sb.Head}) {
+			t.Errorf("%v, want %s", list[0].Made, sb.Head)
+		}
+	}
+	t.Setenv("AGENTBOX_FAILPOINT", "")
+
 	// Restores that nobody will start: more than have records of their own.
 	old := time.Now().Add(-time.Hour)
 	var want []string
@@ -479,4 +498,21 @@ func TestDeedsOfRecovery(t *testing.T) {
 	_, err := h.RecoverInterrupted(t.Context())
 	h.must(err)
 	h.expect(h.news(), "note | test | recover | a | ok | its rm was interrupted")
+}
+
+// What a verb that panics has left is brought to its end by the process that it was in,
+// which goes on.
+func TestPanicIsRecovered(t *testing.T) {
+	h := newHost(t)
+	sb := h.create(runtime.CreateRequest{Spec: runtime.Spec{Name: "a"}})
+	h.news()
+	t.Setenv("AGENTBOX_FAILPOINT", "start.after-backend=panic")
+	_, err := h.Start(t.Context(), sb.ID, nil)
+	if p := (*guard.Panic)(nil); !errors.As(err, &p) {
+		t.Fatal(err)
+	}
+	h.expect(h.news(), "verb | test | start | a | internal | ", "note | test | recover | a | ok | its start was interrupted")
+	if left, err := h.store.Intents(t.Context()); err != nil || len(left) > 0 {
+		t.Errorf("left in the journal: %+v, %v", left, err)
+	}
 }

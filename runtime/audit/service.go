@@ -7,6 +7,7 @@ import (
 	"io"
 	"log/slog"
 	"os"
+	goruntime "runtime"
 	"strconv"
 	"strings"
 	"unicode/utf8"
@@ -122,7 +123,16 @@ func (r *Record) at(c runtime.Checkpoint) {
 
 // do is Do for who has called the verb.
 func (s *Service) do(ctx context.Context, r Record, do func(r *Record) error) error {
-	return s.log.Do(s.who(ctx), r, do)
+	err := s.log.Do(s.who(ctx), r, do)
+	if p := (*guard.Panic)(nil); errors.As(err, &p) {
+		// The process goes on, so that nobody else would do it: what the verb has
+		// frozen must not stand still until the next command.
+		goruntime.GC() // with which locks go that nobody can let go any more
+		if _, e := s.next.RecoverInterrupted(context.WithoutCancel(ctx)); e != nil {
+			slog.Error("what a panic left is not brought to its end", "verb", r.Verb, "ref", r.Ref, "err", e)
+		}
+	}
+	return err
 }
 
 // Do has a verb done between its two records. do may add to the second one what

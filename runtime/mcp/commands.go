@@ -154,7 +154,12 @@ func (s *Server) runCommand(ctx context.Context, b *box, in runArgs) (reply, err
 	limit := time.Duration(timeout) * time.Second
 	if in.Background {
 		if in.Timeout > 0 {
-			time.AfterFunc(limit, func() { s.end(context.WithoutCancel(ctx), j, fmt.Sprintf("its timeout of %d s", timeout)) })
+			time.AfterFunc(limit, func() {
+				_ = guard.Do(func() error { // of which the log tells
+					s.end(context.WithoutCancel(ctx), j, fmt.Sprintf("its timeout of %d s", timeout))
+					return nil
+				})
+			})
 		}
 		return reply{text: fmt.Sprintf("job %s runs in the background; read what it prints with job_output", j.id)}, nil
 	}

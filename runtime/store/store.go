@@ -305,16 +305,21 @@ func transact(ctx context.Context, db interface {
 			}
 			return cancelled(ctx, err)
 		}
-		if err := fn(tx); err != nil {
-			_ = tx.Rollback() // fn's error is the one to tell
-			return cancelled(ctx, dbError(what, err))
-		}
-		if err := tx.Commit(); err != nil {
-			_ = tx.Rollback()
+		if err := within(tx, fn); err != nil {
 			return cancelled(ctx, dbError(what, err))
 		}
 		return nil
 	}
+}
+
+// within runs fn and commits. What fn panics with goes on once the transaction is
+// rolled back, for nobody could write any more while it is open.
+func within(tx *sql.Tx, fn func(*sql.Tx) error) error {
+	defer tx.Rollback() // which does nothing after the commit
+	if err := fn(tx); err != nil {
+		return err
+	}
+	return tx.Commit()
 }
 
 // release is write for what gives room back. On a full disk not even a

@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 var errorsIs = errors.Is
@@ -433,6 +434,28 @@ func TestWriterHeldUp(t *testing.T) {
 	go func() { done <- s.PutSandbox(context.Background(), sandbox("b")) }()
 	time.AfterFunc(busyTimeout+200*time.Millisecond, func() { _ = tx.Rollback() })
 	must(t, <-done)
+}
+
+// A panic in a transaction holds up nobody: it goes on, and nothing of it is written.
+func TestPanicInTransaction(t *testing.T) {
+	root := t.TempDir()
+	s, other := open(t, root), open(t, root)
+	err := guard.Do(func() error {
+		return s.write(context.Background(), "test", func(tx *sql.Tx) error {
+			if _, err := tx.Exec("DELETE FROM journal"); err != nil {
+				return err
+			}
+			panic("a defect")
+		})
+	})
+	if p := (*guard.Panic)(nil); !errors.As(err, &p) {
+		t.Fatal(err)
+	}
+	for i, s := range []*Store{s, other} {
+		if err := s.PutSandbox(t.Context(), Sandbox{ID: NewID(), Name: fmt.Sprint("box", i), Spec: []byte("{}")}); err != nil {
+			t.Error(err)
+		}
+	}
 }
 
 // A short WAL stays for the next one to open the database, a long one does not. Closing one

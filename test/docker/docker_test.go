@@ -474,6 +474,8 @@ func autoRemoved(b *box) {
 	b.is("ar", "running")
 	b.counts("ar")
 	b.fails("", "restore", "docker://ar", "x", "--files-only")
+	b.fails("--rm|Restart it by its engine", "restart", "docker://ar")
+	b.is("ar", "running")
 	b.counts("ar")
 }
 
