@@ -92,7 +92,8 @@ func (e *Engine) layAside(ctx context.Context, r *restoration) (ok bool, err err
 		return false, err
 	}
 	if r.changed = u.Len(); !u.Empty() {
-		if err := u.Stage(ctx, t.Dir, t.stage(), r.reader.Source()); err != nil {
+		r.sb.steps.begin(PhaseStaging, u.Bytes())
+		if err := u.Stage(ctx, t.Dir, t.stage(), r.sb.steps.source(PhaseStaging, r.reader.Source())); err != nil {
 			return false, err
 		}
 	}
@@ -108,6 +109,7 @@ func (e *Engine) layAside(ctx context.Context, r *restoration) (ok bool, err err
 
 // compare looks at a tree that stands still and compares it with the checkpoint.
 func (e *Engine) compare(ctx context.Context, r *restoration, t *tree) (*overlay.Update, error) {
+	r.sb.steps.begin(PhaseLooking, 0)
 	t.seen = e.knownIf(ctx, r.sb.ID, *t, false)
 	if base, err := overlay.MemoryBase(t.seen, false); err == nil && base == r.row.ID && !r.verify {
 		// Most often it was at this very checkpoint when it was looked at last.
@@ -135,7 +137,7 @@ func (t *tree) planKnown(ctx context.Context, r *store.Reader) (*overlay.Update,
 		}
 		return err
 	})
-	u, err := overlay.PlanUpdateKnown(ctx, t.Dir, t.seen, store.Cutter{})
+	u, err := overlay.PlanUpdateKnown(ctx, t.Dir, t.seen, t.steps.reading())
 	if err := errors.Join(<-proof, err); err != nil {
 		return nil, errors.Join(err, u.Close())
 	}

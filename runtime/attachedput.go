@@ -276,7 +276,7 @@ func (e *Engine) finishHosts(ctx context.Context, in store.Intent, host Host, lo
 	} else if err != nil {
 		return "", err
 	}
-	r := &restoration{sb: &locked{sb, host, lock}, data: data}
+	r := &restoration{sb: &locked{Sandbox: sb, host: host, lock: lock}, data: data}
 	if r.row, err = e.store.Checkpoint(ctx, in.Checkpoint); err == nil {
 		r.reader, err = e.store.OpenCheckpoint(ctx, in.Checkpoint)
 	}

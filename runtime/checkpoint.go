@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"path/filepath"
 	"slices"
+	"sync/atomic"
 	"time"
 
 	"github.com/agentbox/agentbox/criu"
@@ -30,6 +31,8 @@ type freezing struct {
 // it goes on as before and nothing new is listed as ready.
 func (e *Engine) Checkpoint(ctx context.Context, ref string, opts CheckpointOptions) (_ Checkpoint, err error) {
 	defer func() { err = fail("checkpoint", ref, err) }()
+	steps := follow(opts.Progress)
+	defer steps.end()
 	if opts.Name != "" {
 		if err := store.ValidName(opts.Name); err != nil {
 			return Checkpoint{}, err
@@ -54,6 +57,7 @@ func (e *Engine) Checkpoint(ctx context.Context, ref string, opts CheckpointOpti
 		}
 	}()
 	defer sb.lock.Unlock()
+	sb.steps = steps
 	if opts.Timeout > 0 {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeout(ctx, opts.Timeout)
@@ -262,6 +266,7 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 		return row, err
 	}
 	undo.Add(func(ctx context.Context) error { return draft.Abort(ctx, err, filepath.Join(workDir, "dump.log")) })
+	k.sb.steps.begin(PhaseFiles, 0)
 	if err := e.approach(ctx, k, draft); err != nil {
 		return row, err
 	}
@@ -318,6 +323,7 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 	if err := failpoint.Hit("checkpoint.before-commit"); err != nil {
 		return row, err
 	}
+	k.sb.steps.begin(PhaseSyncing, 0)
 	var beside guard.WaitGroup
 	defer beside.Wait() // whatever becomes of the commit
 	if k.beside != nil {
@@ -450,12 +456,18 @@ func (e *Engine) capture(ctx context.Context, k *making, draft *store.Draft) err
 	if err != nil {
 		return err
 	}
+	var read atomic.Bool
 	var group guard.Group // no shared context: a dump that began must end
 	group.Go(func() error {
+		defer read.Store(true)
 		return e.collect(ctx, k, draft, overlay.CollectOptions{Skip: print.skip, Fixed: print.known})
 	})
+	k.sb.steps.begin(PhaseProcesses, 0)
 	group.Go(func() (err error) {
 		k.parts.Processes, err = e.dump(ctx, k, draft)
+		if !read.Load() {
+			k.sb.steps.at(PhaseFiles)
+		}
 		if err == nil {
 			err = k.checkFresh(draft.CRIUDir())
 		}

@@ -234,6 +234,8 @@ type locked struct {
 	store.Sandbox
 	host Host
 	lock *store.Lock
+
+	steps *steps // of the verb; nil: nobody asks
 }
 
 // acquire finds a sandbox and takes its lock for a verb, waiting that long for
@@ -256,7 +258,7 @@ func (e *Engine) acquire(ctx context.Context, ref, verb string, wait time.Durati
 		lock.Unlock()
 		return nil, err
 	}
-	return &locked{sb, host, lock}, nil
+	return &locked{Sandbox: sb, host: host, lock: lock}, nil
 }
 
 // lock takes the lock of a sandbox for a verb. What nobody has asked for just

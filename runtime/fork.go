@@ -65,6 +65,11 @@ func (e *Engine) Fork(ctx context.Context, ref string, opts ForkOptions) (_ []Fo
 	if err != nil {
 		return nil, err
 	}
+	steps, err := e.forking(ctx, row, opts)
+	if err != nil {
+		return nil, err
+	}
+	defer steps.end()
 	list := make([]*Forked, opts.Count)
 	group := new(guard.Group)
 	group.SetLimit(4) // they wait for the disk and the kernel, not only for cores
@@ -77,7 +82,7 @@ func (e *Engine) Fork(ctx context.Context, ref string, opts ForkOptions) (_ []Fo
 			if len(opts.Names) > 0 {
 				name = opts.Names[i]
 			}
-			f, err := e.forkOne(ctx, row, name, opts)
+			f, err := e.forkOne(ctx, row, name, opts, steps)
 			if err == nil {
 				list[i] = &f
 			}
@@ -94,6 +99,28 @@ func (e *Engine) Fork(ctx context.Context, ref string, opts ForkOptions) (_ []Fo
 	return done, err
 }
 
+// forking follows what makes forks of a checkpoint, and says how much that is.
+func (e *Engine) forking(ctx context.Context, row store.Checkpoint, opts ForkOptions) (*steps, error) {
+	if opts.Progress == nil {
+		return nil, nil
+	}
+	reader, err := e.store.OpenCheckpoint(ctx, row.ID)
+	if err != nil {
+		return nil, err
+	}
+	m := reader.Manifest()
+	n := m.Files[0].Data
+	if row.Kind == KindFull && !opts.FilesOnly && !opts.NoStart {
+		n += imageBytes(m)
+	}
+	if err := reader.Close(); err != nil {
+		return nil, err
+	}
+	s := follow(opts.Progress)
+	s.all(PhaseForking, n*int64(opts.Count))
+	return s, nil
+}
+
 // forkFrom finds the checkpoint to fork, or takes one.
 func (e *Engine) forkFrom(ctx context.Context, ref string, opts ForkOptions) (row store.Checkpoint, err error) {
 	sb, gone, err := e.owner(ctx, ref)
@@ -101,7 +128,7 @@ func (e *Engine) forkFrom(ctx context.Context, ref string, opts ForkOptions) (ro
 		return row, err
 	}
 	if opts.Checkpoint == "" && !gone {
-		c, err := e.Checkpoint(ctx, sb.ID, CheckpointOptions{Trigger: "fork", FilesOnly: opts.FilesOnly})
+		c, err := e.Checkpoint(ctx, sb.ID, CheckpointOptions{Trigger: "fork", FilesOnly: opts.FilesOnly, Progress: opts.Progress})
 		if err != nil {
 			return row, err
 		}
@@ -114,7 +141,7 @@ func (e *Engine) forkFrom(ctx context.Context, ref string, opts ForkOptions) (ro
 	return row, r.checkDamage()
 }
 
-func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string, opts ForkOptions) (_ Forked, err error) {
+func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string, opts ForkOptions, steps *steps) (_ Forked, err error) {
 	begun := time.Now()
 	s, err := spec(store.Sandbox{ID: row.SandboxID, Spec: row.Spec})
 	if err != nil {
@@ -175,7 +202,7 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 	}
 	defer lock.Unlock()
 	r := &restoration{
-		sb: &locked{box, host, lock}, row: row, spec: s,
+		sb: &locked{Sandbox: box, host: host, lock: lock, steps: steps}, row: row, spec: s,
 		data: restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly || opts.NoStart, Fork: true},
 		fork: &forking{noStart: opts.NoStart},
 	}

@@ -56,6 +56,7 @@ type ForkOptions struct {
 	Secrets    []Secret          `json:"secrets"`  // where secrets come from, if not from where the origin's do
 	Lease      string            `json:"lease"`    // the lease that they are removed with; empty: none, whatever the origin has
 	Group      string            `json:"group"`    // a name that they share
+	Progress   Steps             `json:"-"`
 }
 
 // Forked reports one fork.

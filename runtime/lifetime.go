@@ -293,5 +293,5 @@ func (e *Engine) overdue(ctx context.Context, id string) (sb *locked, s Spec, c 
 		return nil, s, c, err
 	}
 	c, err = host.Inspect(ctx, id)
-	return &locked{row, host, lock}, s, c, err
+	return &locked{Sandbox: row, host: host, lock: lock}, s, c, err
 }

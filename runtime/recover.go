@@ -399,7 +399,7 @@ func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, loc
 	if err != nil {
 		return "", err
 	}
-	r := &restoration{sb: &locked{sb, host, lock}, data: data, resumed: true}
+	r := &restoration{sb: &locked{Sandbox: sb, host: host, lock: lock}, data: data, resumed: true}
 	err = e.finishSwapOf(ctx, in, host, r)
 	return r.hostsTold, err
 }

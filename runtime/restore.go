@@ -66,7 +66,8 @@ func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (
 		}
 		return Restored{}, err
 	}
-	t := &trying{opts: opts, noUndo: opts.NoUndo}
+	t := &trying{opts: opts, noUndo: opts.NoUndo, steps: follow(opts.Progress)}
+	defer t.steps.end()
 	if opts.Strategy == "" {
 		out, err = e.try(ctx, ref, t)
 		for more := 2; more > 0 && t.endedUnder(ctx, err); more-- {
@@ -88,6 +89,7 @@ func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (
 // trying is a restore with all that it takes: one try, or several in different ways.
 type trying struct {
 	opts     RestoreOptions
+	steps    *steps
 	noUndo   bool   // nobody wants an undo checkpoint when it is done
 	way      string // this try's; see Strategies. Empty: as the checkpoint is
 	attempts []RestoreAttempt
@@ -121,6 +123,7 @@ func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ Restored, er
 		return Restored{}, err
 	}
 	t.r, r.settled, r.commanded = r, t.settled, len(t.compensated) > 0
+	r.sb.steps = t.steps
 	if t.way == StrategyRecreate {
 		r.data.HostUndo = t.kept
 	}
@@ -385,6 +388,7 @@ func (e *Engine) layOut(ctx context.Context, seq int64, r *restoration, undo *un
 		return err
 	}
 	if r.updates == nil {
+		r.sb.steps.begin(PhaseLooking, 0)
 		for i := range r.data.Trees {
 			t := &r.data.Trees[i]
 			// The dump of a full undo checkpoint has left traces that it does not
@@ -414,6 +418,7 @@ func (r *restoration) layOutFiles(ctx context.Context) error {
 		errs = append(errs, u.Close())
 	}
 	r.updates, r.changed = make([]*overlay.Update, len(r.data.Trees)), 0
+	r.sb.steps.begin(PhaseStaging, 0)
 	for i := range r.data.Trees {
 		t := &r.data.Trees[i]
 		u, err := t.plan(ctx, r.reader, r.lost)
@@ -427,7 +432,8 @@ func (r *restoration) layOutFiles(ctx context.Context) error {
 		if err := discard(t.stage()); err != nil {
 			return err
 		}
-		if err := u.Stage(ctx, t.Dir, t.stage(), r.reader.Source()); err != nil {
+		r.sb.steps.more(PhaseStaging, u.Bytes())
+		if err := u.Stage(ctx, t.Dir, t.stage(), r.sb.steps.source(PhaseStaging, r.reader.Source())); err != nil {
 			return err
 		}
 	}
@@ -443,6 +449,8 @@ func (e *Engine) layOutImages(ctx context.Context, r *restoration) error {
 	if err := discard(r.images); err != nil {
 		return err
 	}
+	r.sb.steps.begin(PhaseImages, imageBytes(r.reader.Manifest()))
+	r.reader.CountImages(r.sb.steps.adder(PhaseImages))
 	err := r.reader.ExtractImages(ctx, r.images)
 	if errors.Is(err, ErrCorrupt) && r.data.Salvage {
 		r.data.FilesOnly = true

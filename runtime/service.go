@@ -257,6 +257,8 @@ type CheckpointOptions struct {
 	// Attach are absolute paths of regular files of the host that belong to the
 	// checkpoint, or of ones that are not there: a restore puts them back, too.
 	Attach []string `json:"attach"`
+
+	Progress Steps `json:"-"`
 }
 
 // RestoreOptions modify Restore.
@@ -293,6 +295,8 @@ type RestoreOptions struct {
 	// Pull says how to get the image of a sandbox that is made again, when it
 	// is not here.
 	Pull images.PullOptions `json:"pull"`
+
+	Progress Steps `json:"-"`
 
 	held *locked // the sandbox, whose lock Restore takes over; nil: it takes it itself
 }

@@ -91,6 +91,7 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 	if err := e.staysDown(r.spec, r.restart); err != nil {
 		return err
 	}
+	r.sb.steps.begin(PhaseStopping, 0)
 	stopping := time.Now()
 	if err := r.sb.host.Stop(ctx, r.sb.ID, StopOptions{Silent: true}); err != nil {
 		return err
@@ -115,6 +116,7 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 	}
 	undo.Add(func(ctx context.Context) error { return e.putBack(ctx, r) })
 	replaces = true
+	r.sb.steps.begin(PhasePutting, 0)
 	for i := range r.data.Trees {
 		t := &r.data.Trees[i]
 		if r.again {
@@ -172,6 +174,8 @@ func (e *Engine) findLost(ctx context.Context, r *restoration) error {
 		return nil
 	}
 	r.lost = map[string]bool{}
+	r.sb.steps.begin(PhaseLooking, 0)
+	source := r.sb.steps.source(PhaseLooking, r.reader.Source())
 	for entry, err := range wanted(ctx, r.reader, tree{}, nil) {
 		if err != nil {
 			return err
@@ -185,7 +189,7 @@ func (e *Engine) findLost(ctx context.Context, r *restoration) error {
 			}
 			continue
 		}
-		data, err := r.reader.Source().Data(ctx, entry)
+		data, err := source.Data(ctx, entry)
 		if err == nil {
 			_, err = io.Copy(io.Discard, data)
 			err = errors.Join(err, data.Close())
@@ -214,6 +218,7 @@ func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *u
 	if err := failpoint.Hit("restore.after-apply"); err != nil {
 		return err
 	}
+	r.sb.steps.begin(PhaseProving, 0)
 	for i := range r.data.Trees {
 		t := &r.data.Trees[i]
 		lost := r.lostOf(t)
@@ -261,8 +266,10 @@ func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *u
 		return err
 	})
 	*started = true
+	r.sb.steps.begin(PhaseStarting, 0)
 	err := e.resume(ctx, r)
 	r.down = time.Since(gone)
+	r.sb.steps.begin(PhaseSyncing, 0)
 	e.learn(r) // while the disk is waited for, for it need not last
 	if err = errors.Join(err, <-durable); err != nil {
 		return err
@@ -277,6 +284,7 @@ func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *u
 
 // putBack makes the files what they were before the restore.
 func (e *Engine) putBack(ctx context.Context, r *restoration) error {
+	r.sb.steps.begin(PhasePutting, 0)
 	if r.data.Trees[0].Aside {
 		return e.putAsideBack(ctx, r)
 	}
@@ -350,6 +358,7 @@ func (e *Engine) restored(ctx context.Context, seq int64, r *restoration) error 
 		if r.resumed {
 			r.hostsTold = e.resumeHosts(ctx, r)
 		} else {
+			r.sb.steps.begin(PhaseHostFiles, 0)
 			e.putHosts(ctx, r)
 		}
 	}

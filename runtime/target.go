@@ -133,7 +133,7 @@ func (e *Engine) recreate(ctx context.Context, r *restoration, name, ref string,
 	if err != nil {
 		return err
 	}
-	r.sb, r.row = &locked{store.Sandbox{ID: row.SandboxID, Name: row.SandboxName}, Host{}, lock}, row
+	r.sb, r.row = &locked{Sandbox: store.Sandbox{ID: row.SandboxID, Name: row.SandboxName}, lock: lock}, row
 	if err = e.again(ctx, r, missing); err == nil {
 		err = r.checkDamage()
 	}

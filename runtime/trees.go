@@ -27,6 +27,7 @@ type tree struct {
 
 	seen   string          // where the last collection of it is
 	pieces []overlay.Piece // of the list of what that has; nil: not known
+	steps  *steps
 	known  bool            // the last plan is of PlanUpdateKnown, with seen
 	learnt *overlay.Learnt // what is still to be written to seen
 }
@@ -102,7 +103,7 @@ func (e *Engine) approach(ctx context.Context, k *making, draft *store.Draft) er
 			return nil // it stands still anyway
 		}
 		out := filepath.Join(draft.Dir(), "early-"+strconv.Itoa(t.Number))
-		_, err := overlay.Collect(ctx, t.Dir, out, draft.Sink(), overlay.CollectOptions{
+		_, err := overlay.Collect(ctx, t.Dir, out, k.sb.steps.sink(PhaseFiles, draft.Sink()), overlay.CollectOptions{
 			Known: t.seen, Trust: true, Tolerant: true, Paranoid: k.opts.Paranoid,
 		})
 		if err != nil {
@@ -127,7 +128,7 @@ func (e *Engine) collect(ctx context.Context, k *making, draft *store.Draft, opt
 		}
 		now.Known, now.Trust, now.Base = t.seen, true, k.row.ID
 		now.Paranoid = k.opts.Paranoid && k.c.Status != Running
-		if _, err := overlay.Collect(ctx, t.Dir, out, draft.Sink(), now); err != nil {
+		if _, err := overlay.Collect(ctx, t.Dir, out, k.sb.steps.sink(PhaseFiles, draft.Sink()), now); err != nil {
 			if t.Number > 0 {
 				return fmt.Errorf("volume %s: %w", k.parts.Volumes[t.Number-1].Name, err)
 			}
@@ -140,6 +141,12 @@ func (e *Engine) collect(ctx context.Context, k *making, draft *store.Draft, opt
 
 // file gives what was captured to the store. The sandbox may run again.
 func (e *Engine) file(ctx context.Context, k *making, draft *store.Draft) error {
+	if k.row.Kind == KindFull {
+		k.sb.steps.begin(PhaseStoring, k.sb.steps.sizes(draft.CRIUDir()))
+		draft.CountImages(k.sb.steps.adder(PhaseStoring))
+	} else {
+		k.sb.steps.begin(PhaseStoring, 0)
+	}
 	for i := range k.trees {
 		t, like := &k.trees[i], k.like
 		if t.Number > 0 {
@@ -279,7 +286,7 @@ func (e *Engine) look(ctx context.Context, sandbox string, t *tree, opts overlay
 		return err
 	}
 	opts.Known, opts.Trust = t.seen, true
-	if _, err := overlay.Collect(ctx, t.Dir, out, store.Cutter{}, opts); err != nil {
+	if _, err := overlay.Collect(ctx, t.Dir, out, t.steps.reading(), opts); err != nil {
 		return err
 	}
 	t.seen, t.pieces = out, nil
@@ -328,7 +335,7 @@ func (e *Engine) prove(ctx context.Context, sandbox string, t *tree, r *store.Re
 // tells whether that was enough.
 func (e *Engine) proveUpdate(ctx context.Context, sandbox string, t *tree, u *overlay.Update, base string, all bool) (bool, error) {
 	if t.known {
-		got, err := u.CheckKnown(ctx, t.Dir, t.seen, store.Cutter{})
+		got, err := u.CheckKnown(ctx, t.Dir, t.seen, t.steps.reading())
 		t.learnt = got
 		return got != nil, err
 	}
@@ -339,7 +346,7 @@ func (e *Engine) proveUpdate(ctx context.Context, sandbox string, t *tree, u *ov
 	if err := remove(out); err != nil {
 		return false, err
 	}
-	ok, err := u.Check(ctx, t.Dir, t.seen, out, store.Cutter{}, base, all)
+	ok, err := u.Check(ctx, t.Dir, t.seen, out, t.steps.reading(), base, all)
 	if err != nil || !ok {
 		return false, err
 	}
@@ -397,7 +404,7 @@ func (e *Engine) equalize(ctx context.Context, sandbox string, t *tree, r *store
 		return err
 	}
 	if !u.Empty() {
-		if err := u.Stage(ctx, t.Dir, t.stage(), r.Source()); err != nil {
+		if err := u.Stage(ctx, t.Dir, t.stage(), t.steps.source(PhasePutting, r.Source())); err != nil {
 			return errors.Join(err, t.unstage())
 		}
 		if err := t.apply(ctx, u); err != nil {
@@ -413,7 +420,7 @@ func discard(dir string) error { return os.RemoveAll(dir) }
 
 // plan lists what the restore replaces.
 func (r *restoration) plan() error {
-	r.data.Trees = []tree{{Dir: r.c.Upper}}
+	r.data.Trees = []tree{{Dir: r.c.Upper, steps: r.sb.steps}}
 	for i, v := range r.reader.Manifest().Volumes {
 		at := slices.IndexFunc(r.c.Volumes, func(have Volume) bool { return have.Name == v.Name })
 		if at < 0 {
@@ -422,7 +429,7 @@ func (r *restoration) plan() error {
 		if err := r.c.Volumes[at].alone(); err != nil {
 			return err
 		}
-		r.data.Trees = append(r.data.Trees, tree{Dir: r.c.Volumes[at].Path, Number: i + 1})
+		r.data.Trees = append(r.data.Trees, tree{Dir: r.c.Volumes[at].Path, Number: i + 1, steps: r.sb.steps})
 	}
 	return nil
 }

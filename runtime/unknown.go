@@ -53,7 +53,7 @@ func (e *Engine) removeUnknown(ctx context.Context, id string, opts RemoveOption
 	if !opts.Force {
 		return hint(fmt.Errorf("%w: it is there, and state.db does not know it", ErrState), "Put back the state.db that knows it, or remove it with --force.")
 	}
-	return e.remove(ctx, &locked{store.Sandbox{ID: id, Backend: e.first}, host, lock}, opts.Checkpoints)
+	return e.remove(ctx, &locked{Sandbox: store.Sandbox{ID: id, Backend: e.first}, host: host, lock: lock}, opts.Checkpoints)
 }
 
 // forget removes a file of a sandbox that is gone.

@@ -161,7 +161,11 @@ their paths as writable bind mounts.`,
 }
 
 func runCheckpoint(ctx context.Context, opts runtime.CheckpointOptions, format, sandbox string, svc runtime.Service, stdout, stderr io.Writer) error {
+	update, end := watchSteps(stderr, "checkpoint")
+	defer end()
+	opts.Progress = update
 	c, err := svc.Checkpoint(ctx, sandbox, opts)
+	end()
 	if errors.Is(err, context.DeadlineExceeded) && ctx.Err() == nil {
 		if own, ok := err.(*runtime.Error); ok {
 			err = own.Err

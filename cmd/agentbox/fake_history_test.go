@@ -30,7 +30,28 @@ type fakeHistory struct {
 	regOpts    runtime.RegistryOptions
 }
 
-func (f *fakeService) Fork(_ context.Context, ref string, opts runtime.ForkOptions) ([]runtime.Forked, error) {
+// slowly tells how far a verb is, and goes on. With the name slow it is stuck there.
+func slowly(ctx context.Context, progress *runtime.Steps, name string) error {
+	fn := *progress
+	*progress = nil // like a struct of values only, to compare
+	if fn == nil {
+		return nil
+	}
+	fn(runtime.Step{Phase: runtime.PhaseFiles, Done: 1_500_000})
+	fn(runtime.Step{Phase: runtime.PhaseStoring, Done: 500_000, Total: 1_000_000})
+	fn(runtime.Step{Phase: "of \x1b another version"})
+	if name != "slow" {
+		return nil
+	}
+	fn(runtime.Step{Phase: runtime.PhaseProcesses})
+	<-ctx.Done()
+	return context.Cause(ctx)
+}
+
+func (f *fakeService) Fork(ctx context.Context, ref string, opts runtime.ForkOptions) ([]runtime.Forked, error) {
+	if err := slowly(ctx, &opts.Progress, opts.Checkpoint); err != nil {
+		return nil, err
+	}
 	f.forkOpts = opts
 	return f.forks, f.simple("Fork", ref)
 }

@@ -288,7 +288,10 @@ func (f *fakeService) Sandboxes(context.Context) ([]runtime.Sandbox, error) {
 	return f.sandboxes, f.call("Sandboxes")
 }
 
-func (f *fakeService) Checkpoint(_ context.Context, ref string, opts runtime.CheckpointOptions) (runtime.Checkpoint, error) {
+func (f *fakeService) Checkpoint(ctx context.Context, ref string, opts runtime.CheckpointOptions) (runtime.Checkpoint, error) {
+	if err := slowly(ctx, &opts.Progress, opts.Name); err != nil {
+		return runtime.Checkpoint{}, err
+	}
 	f.ckOpts = opts
 	if err := f.simple("Checkpoint", ref); err != nil {
 		return runtime.Checkpoint{}, err
@@ -302,7 +305,10 @@ func (f *fakeService) Checkpoint(_ context.Context, ref string, opts runtime.Che
 	return c, nil
 }
 
-func (f *fakeService) Restore(_ context.Context, ref string, opts runtime.RestoreOptions) (runtime.Restored, error) {
+func (f *fakeService) Restore(ctx context.Context, ref string, opts runtime.RestoreOptions) (runtime.Restored, error) {
+	if err := slowly(ctx, &opts.Progress, opts.Checkpoint); err != nil {
+		return runtime.Restored{}, err
+	}
 	f.reOpts = opts
 	if err := f.simple("Restore", ref); err != nil {
 		return runtime.Restored{}, err

@@ -120,7 +120,7 @@ checkpoint, reseeded, shared, took_ns.`,
 				return err
 			}
 			return a.service(cmd.Context(), func(svc runtime.Service) error {
-				return runFork(cmd.Context(), opts, sandbox, fo, svc, a.stdout)
+				return runFork(cmd.Context(), opts, sandbox, fo, svc, a.stdout, a.stderr)
 			})
 		},
 	}
@@ -130,8 +130,15 @@ checkpoint, reseeded, shared, took_ns.`,
 	return cmd
 }
 
-func runFork(ctx context.Context, opts forkOptions, sandbox string, fo runtime.ForkOptions, svc runtime.Service, out io.Writer) error {
+func runFork(ctx context.Context, opts forkOptions, sandbox string, fo runtime.ForkOptions, svc runtime.Service, out, stderr io.Writer) error {
+	if opts.Quiet {
+		stderr = io.Discard
+	}
+	update, end := watchSteps(stderr, "fork")
+	defer end()
+	fo.Progress = update
 	forks, err := svc.Fork(ctx, sandbox, fo)
+	end()
 	if err != nil && len(forks) == 0 {
 		return err
 	}

@@ -522,26 +522,3 @@ func TestHistoryOnTerminal(t *testing.T) {
 	p.expect("stdin is a terminal")
 	p.end(exitUsage)
 }
-
-func TestProgressLine(t *testing.T) {
-	p := &progress{what: "push"}
-	for _, c := range []struct {
-		done, total int64
-		took        time.Duration
-		want        string
-	}{
-		{0, 0, 0, "push: 0B"},
-		{2_000_000, 0, 2 * time.Second, "push: 2MB, 1MB/s"},
-		{1_500_000, 3_000_000, time.Second, "push:  50%  1.5MB of 3MB, 1.5MB/s"},
-		{4, 3, 0, "push: 100%  4B of 3B"},
-	} {
-		if got := p.line(c.done, c.total, c.took); got != c.want {
-			t.Errorf("%q, want %q", got, c.want)
-		}
-	}
-	if update, end := watch(&strings.Builder{}, "x"); update != nil {
-		t.Error("progress without a terminal")
-	} else {
-		end()
-	}
-}

@@ -158,7 +158,11 @@ its host files could not be put back it prints that object, too, and fails.`,
 }
 
 func runRestore(ctx context.Context, opts runtime.RestoreOptions, format, sandbox string, svc runtime.Service, stdout, stderr io.Writer) error {
+	update, end := watchSteps(stderr, "restore")
+	defer end()
+	opts.Progress = update
 	r, err := svc.Restore(ctx, sandbox, opts)
+	end()
 	if err != nil && r.Checkpoint.ID == "" {
 		return err
 	}

@@ -40,6 +40,7 @@ type service struct {
 	create      func(runtime.CreateRequest) (runtime.Sandbox, error)
 	fork        func(runtime.ForkOptions) ([]runtime.Forked, error)
 	pause       func() error
+	restore     func(context.Context, runtime.RestoreOptions) (runtime.Restored, error)
 	sandbox     func() (runtime.Sandbox, error)
 }
 
@@ -68,6 +69,9 @@ func (s *service) Create(_ context.Context, r runtime.CreateRequest) (runtime.Sa
 }
 func (s *service) Fork(_ context.Context, _ string, o runtime.ForkOptions) ([]runtime.Forked, error) {
 	return s.fork(o)
+}
+func (s *service) Restore(ctx context.Context, _ string, o runtime.RestoreOptions) (runtime.Restored, error) {
+	return s.restore(ctx, o)
 }
 func (s *service) Pause(context.Context, string) error                      { return s.pause() }
 func (s *service) Sandbox(context.Context, string) (runtime.Sandbox, error) { return s.sandbox() }

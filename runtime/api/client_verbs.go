@@ -234,7 +234,7 @@ func (c *Client) Stat(ctx context.Context, sandbox, path string) (runtime.PathSt
 
 // Checkpoint takes one.
 func (c *Client) Checkpoint(ctx context.Context, sandbox string, opts runtime.CheckpointOptions) (runtime.Checkpoint, error) {
-	return do[runtime.Checkpoint](ctx, c, at("sandboxes", sandbox, "checkpoints"), opts, nil)
+	return do[runtime.Checkpoint](ctx, c, at("sandboxes", sandbox, "checkpoints"), opts, decoded(opts.Progress))
 }
 
 // Restore puts a sandbox back.
@@ -246,7 +246,7 @@ func (c *Client) Restore(ctx context.Context, sandbox string, opts runtime.Resto
 	if err != nil {
 		return runtime.Restored{}, err
 	}
-	return do[runtime.Restored](ctx, c, at("sandboxes", sandbox, "restore"), restoreBody{opts, v}, pulled(opts.Pull.Progress))
+	return do[runtime.Restored](ctx, c, at("sandboxes", sandbox, "restore"), restoreBody{opts, v}, restored(opts))
 }
 
 // PlanRestore tells what Restore would change.
@@ -260,7 +260,7 @@ func (c *Client) Fork(ctx context.Context, sandbox string, opts runtime.ForkOpti
 	if err != nil {
 		return nil, err
 	}
-	return do[[]runtime.Forked](ctx, c, at("sandboxes", sandbox, "fork"), forkBody{opts, v}, nil)
+	return do[[]runtime.Forked](ctx, c, at("sandboxes", sandbox, "fork"), forkBody{opts, v}, decoded(opts.Progress))
 }
 
 // Apply brings what a sandbox changed into the directory below.

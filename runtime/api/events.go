@@ -12,6 +12,7 @@ import (
 	"sync"
 	"unicode/utf8"
 
+	"github.com/agentbox/agentbox/images"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 )
@@ -60,8 +61,10 @@ type events struct {
 	w       io.Writer
 	waiting chan any
 	done    chan struct{}
-	finish  sync.Once
 	mu      sync.Mutex
+
+	ending sync.Mutex // guards what follows
+	closed bool       // waiting is
 }
 
 func (h *Handler) events(w http.ResponseWriter, r *http.Request) *events {
@@ -79,7 +82,13 @@ func (h *Handler) events(w http.ResponseWriter, r *http.Request) *events {
 	return e
 }
 
+// progress may be called after the end: whoever reports need not be waited for.
 func (e *events) progress(v any) {
+	e.ending.Lock()
+	defer e.ending.Unlock()
+	if e.closed {
+		return
+	}
 	select {
 	case e.waiting <- v:
 	default:
@@ -101,7 +110,15 @@ func (e *events) send(name string, v any) error {
 }
 
 // close lets the progress out that waits.
-func (e *events) close() { e.finish.Do(func() { close(e.waiting); <-e.done }) }
+func (e *events) close() {
+	e.ending.Lock()
+	if !e.closed {
+		e.closed = true
+		close(e.waiting)
+	}
+	e.ending.Unlock()
+	<-e.done
+}
 
 // end is the last event of a verb.
 func (e *events) end(out any, err error) {
@@ -211,6 +228,31 @@ func progressOf(fn runtime.Progress) func([]byte) error {
 		}
 		return err
 	}
+}
+
+// RestoreProgress is how far a restore is: a layer of a pull, or a phase of its own.
+type RestoreProgress struct {
+	images.Progress               // without Phase: of a layer
+	Phase           runtime.Phase `json:"phase"` // with Done and Total as those of a Step
+}
+
+func restoring(s runtime.Step) RestoreProgress {
+	return RestoreProgress{images.Progress{Done: s.Done, Total: s.Total}, s.Phase}
+}
+
+// restored hands the progress of a restore to whom it is for.
+func restored(opts runtime.RestoreOptions) func([]byte) error {
+	if opts.Progress == nil && opts.Pull.Progress == nil {
+		return nil
+	}
+	return decoded(func(p RestoreProgress) {
+		switch {
+		case p.Phase == "" && opts.Pull.Progress != nil:
+			opts.Pull.Progress(p.Progress)
+		case p.Phase != "" && opts.Progress != nil:
+			opts.Progress(runtime.Step{Phase: p.Phase, Done: p.Done, Total: p.Total})
+		}
+	})
 }
 
 // Progress is how far a verb is, in bytes unless it says otherwise.

@@ -363,12 +363,13 @@ func (h *Handler) checkpointRoutes() []route {
 				}
 			}
 			r.label(&r.in.Labels)
+			r.in.Progress = stepped(r)
 			c, err := svc.Checkpoint(ctx, r.ref, r.in)
 			if err == nil {
 				h.opts.Metrics.checkpointed(c)
 			}
 			return c, err
-		}).heavily(),
+		}).heavily().withProgress(runtime.Step{}),
 		verb(h, "/v1/sandboxes/{sandbox}/restore", "Put a sandbox back to a checkpoint", func(ctx context.Context, r *request[restoreBody]) (runtime.Restored, error) {
 			if r.in.Undo { // done twice it is undone
 				if err := unknown(r); err != nil {
@@ -376,14 +377,15 @@ func (h *Handler) checkpointRoutes() []route {
 				}
 			}
 			if r.report != nil {
-				r.in.Pull.Progress = func(p images.Progress) { r.report(p) }
+				r.in.Pull.Progress = func(p images.Progress) { r.report(RestoreProgress{Progress: p}) }
+				r.in.Progress = func(s runtime.Step) { r.report(restoring(s)) }
 			}
 			out, err := svc.Restore(r.in.with(ctx), r.ref, r.in.RestoreOptions)
 			if err == nil {
 				h.opts.Metrics.restored(out)
 			}
 			return out, err
-		}).heavily().withProgress(images.Progress{}),
+		}).heavily().withProgress(RestoreProgress{}),
 		verb(h, "/v1/sandboxes/{sandbox}/plan", "Tell what a restore would change", func(ctx context.Context, r *request[runtime.RestoreOptions]) (runtime.RestorePlan, error) {
 			return svc.PlanRestore(ctx, r.ref, r.in)
 		}).heavily(),
@@ -392,12 +394,13 @@ func (h *Handler) checkpointRoutes() []route {
 				return nil, err
 			}
 			r.label(&r.in.Labels)
+			r.in.Progress = stepped(r)
 			forks, err := svc.Fork(r.in.with(ctx), r.ref, r.in.ForkOptions)
 			if len(forks) > 0 { // some were made, and stay
 				err = r.unsettled(err)
 			}
 			return forks, err
-		}).heavily(),
+		}).heavily().withProgress(runtime.Step{}),
 		query(h, "/v1/sandboxes/{sandbox}/history", "List a sandbox's checkpoints with how they descend, newest first", func(ctx context.Context, r *request[None]) (Page[runtime.HistoryEntry], error) {
 			list, err := svc.History(ctx, r.ref, runtime.HistoryOptions{All: isSet(r.URL.Query(), "all")})
 			if err != nil {
@@ -462,6 +465,14 @@ func counted[I any](r *request[I]) runtime.Progress {
 		return nil
 	}
 	return func(done, total int64) { r.report(Progress{done, total}) }
+}
+
+// stepped is counted for a verb of several phases.
+func stepped[I any](r *request[I]) runtime.Steps {
+	if r.report == nil {
+		return nil
+	}
+	return func(s runtime.Step) { r.report(s) }
 }
 
 func (h *Handler) storeRoutes() []route {

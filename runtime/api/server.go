@@ -443,6 +443,7 @@ func verb[I, O any](h *Handler, path, summary string, do func(context.Context, *
 			if panicked {
 				_ = req.unsettled(err)
 			}
+			done() // the caller may be slow
 			events.end(out, err)
 			return out, errors.Join(err, errAnswered)
 		})

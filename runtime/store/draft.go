@@ -32,12 +32,13 @@ const (
 // on nothing that the store has goes away. Sink and PutPiece are for concurrent
 // use, and the Put methods may run side by side.
 type Draft struct {
-	s    *Store
-	row  Checkpoint
-	dir  string
-	lock *Lock
-	x    *index
-	pack *pack.Writer
+	s     *Store
+	row   Checkpoint
+	dir   string
+	lock  *Lock
+	x     *index
+	pack  *pack.Writer
+	reads func(int64) // see CountImages; nil: nobody asks
 
 	mu     sync.Mutex // guards what follows
 	need   idSet

@@ -80,6 +80,26 @@ func (d *Draft) PutImages(ctx context.Context) error {
 	return nil
 }
 
+// CountImages has PutImages call add with how many bytes of the images it has read,
+// again and again, from two goroutines. It is called before that.
+func (d *Draft) CountImages(add func(n int64)) { d.reads = add }
+
+// counted counts what is read of an image.
+func (d *Draft) counted(r io.Reader) io.Reader {
+	if d.reads == nil {
+		return r
+	}
+	return io.TeeReader(r, counter(d.reads))
+}
+
+// counter is a writer that counts.
+type counter func(n int64)
+
+func (c counter) Write(p []byte) (int, error) {
+	c(int64(len(p)))
+	return len(p), nil
+}
+
 // isPages tells the images of memory pages, of which CRIU makes one for each
 // address space.
 func isPages(name string) bool {
@@ -120,7 +140,7 @@ func (d *Draft) putImage(ctx context.Context, dir *os.File, im *Image) (err erro
 	im.Bytes = info.Size()
 	var list []overlay.Piece
 	if im.Bytes > 0 {
-		im.Digest, list, err = cut(ctx, im.Bytes, f, func(raw []byte) (pack.ID, error) { return d.addNeeded(ctx, raw) })
+		im.Digest, list, err = cut(ctx, im.Bytes, d.counted(f), func(raw []byte) (pack.ID, error) { return d.addNeeded(ctx, raw) })
 	} else {
 		im.Digest = digestOf(nil)
 	}
@@ -153,7 +173,7 @@ func (d *Draft) putPages(ctx context.Context, dir *os.File, im *Image, old known
 		return nil
 	}
 	h := blake3.New()
-	pages, err := pack.CutPages(io.TeeReader(f, h), old.index, func(raw []byte) (pack.ID, error) { return d.addNeeded(ctx, raw) })
+	pages, err := pack.CutPages(io.TeeReader(d.counted(f), h), old.index, func(raw []byte) (pack.ID, error) { return d.addNeeded(ctx, raw) })
 	if err != nil {
 		return fmt.Errorf("process image %s: %w", im.Name, err)
 	}

@@ -31,6 +31,7 @@ type Reader struct {
 	size     int64 // of the manifest
 	surplus  string
 	pieces   *pieces
+	writes   func(int64) // see CountImages; nil: nobody asks
 }
 
 // OpenCheckpoint opens a ready checkpoint by its id and holds its manifest
@@ -284,6 +285,10 @@ func (r *Reader) ExtractImages(ctx context.Context, dir string, names ...string)
 	return g.Wait()
 }
 
+// CountImages has ExtractImages call add with how many bytes it has written, again
+// and again, from several goroutines. It is called before that.
+func (r *Reader) CountImages(add func(n int64)) { r.writes = add }
+
 func (r *Reader) extract(ctx context.Context, dir string, im *Image) (err error) {
 	f, err := os.OpenFile(filepath.Join(dir, im.Name), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
@@ -294,7 +299,11 @@ func (r *Reader) extract(ctx context.Context, dir string, im *Image) (err error)
 	if err != nil {
 		return err
 	}
-	_, err = s.WriteTo(f)
+	out := io.Writer(f)
+	if r.writes != nil {
+		out = io.MultiWriter(f, counter(r.writes))
+	}
+	_, err = s.WriteTo(out)
 	if closed := s.Close(); err == nil {
 		err = closed
 	}
