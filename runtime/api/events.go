@@ -230,14 +230,11 @@ func progressOf(fn runtime.Progress) func([]byte) error {
 	}
 }
 
-// RestoreProgress is how far a restore is: a layer of a pull, or a phase of its own.
+// RestoreProgress is how far a restore is: what is sent is a runtime.Step, or without
+// phase the images.Progress of a layer that is pulled.
 type RestoreProgress struct {
-	images.Progress               // without Phase: of a layer
-	Phase           runtime.Phase `json:"phase"` // with Done and Total as those of a Step
-}
-
-func restoring(s runtime.Step) RestoreProgress {
-	return RestoreProgress{images.Progress{Done: s.Done, Total: s.Total}, s.Phase}
+	images.Progress
+	Phase runtime.Phase `json:"phase"`
 }
 
 // restored hands the progress of a restore to whom it is for.

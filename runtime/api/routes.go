@@ -377,8 +377,8 @@ func (h *Handler) checkpointRoutes() []route {
 				}
 			}
 			if r.report != nil {
-				r.in.Pull.Progress = func(p images.Progress) { r.report(RestoreProgress{Progress: p}) }
-				r.in.Progress = func(s runtime.Step) { r.report(restoring(s)) }
+				r.in.Pull.Progress = func(p images.Progress) { r.report(p) }
+				r.in.Progress = stepped(r)
 			}
 			out, err := svc.Restore(r.in.with(ctx), r.ref, r.in.RestoreOptions)
 			if err == nil {
