@@ -376,7 +376,7 @@ func (s *soak) held() map[string]bool {
 			return nil
 		case rel == "packs" || rel == "run/requests" || rel == "run/exits" || rel == "locks" || rel == "audit" || d.IsDir() && d.Name() == "merged":
 			return fs.SkipDir
-		case strings.HasPrefix(rel, "state.db"):
+		case strings.HasPrefix(rel, "state.db") || strings.HasPrefix(rel, "audit."):
 			return nil
 		}
 		set["file "+rel] = true

@@ -28,7 +28,7 @@ func newAuditVerifyCommand(a *app) *cobra.Command {
 		Use:   "verify [flags]",
 		Short: "Prove that no record was changed, removed, inserted or moved",
 		Long: `Verify reads the whole log. It ends with 6 when a record is not as it was written, is missing,
-was inserted or stands elsewhere. Records that a crash has cut short, and verbs that were
+was inserted or stands elsewhere, also when the whole log is gone. Records that a crash has cut short, and verbs that were
 killed, are told as notes: the log is whole.
 
 Whoever is root can write the whole log anew. Only a head that was noted elsewhere shows that:

@@ -182,7 +182,7 @@ func (l *Log) appendTo(r *Record) (f *os.File, at place, err error) {
 		n, cut := int64(0), 0
 		if end, n, cut, err = tail(path); err != nil {
 			return nil, at, &fault.Error{Err: fmt.Errorf("%s: %w", path, err),
-				Hint: "Look with: agentbox audit verify. To begin a new log, move " + l.dir + " elsewhere."}
+				Hint: "Look with: agentbox audit verify. To begin a new log, move " + l.dir + " and " + l.anchorPath() + " elsewhere."}
 		}
 		torn += cut
 		if i == len(names)-1 {
@@ -193,6 +193,12 @@ func (l *Log) appendTo(r *Record) (f *os.File, at place, err error) {
 			break
 		}
 		// Nothing but the beginning of a record: the segment before it goes on.
+	}
+	// What was on the disk and is gone leaves a gap, which verify finds for ever after.
+	for _, known := range []func() (place, error){l.head, l.anchor} {
+		if at, err := known(); err == nil && at.seq > last.seq {
+			last = at
+		}
 	}
 	r.Seq, r.Prev, r.Time, r.Torn = last.seq+1, last.hash, time.Now().UTC(), torn
 	line, hash, err := seal(*r)
@@ -334,39 +340,6 @@ func (l *Log) begin(lock string) (*os.File, error) {
 		return nil, err
 	}
 	return os.OpenFile(lock, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
-}
-
-// headText has one length, so that it is written over in one piece.
-func headText(p place) string { return fmt.Sprintf("%020d %s\n", p.seq, p.hash) }
-
-// head is the last record that was known to be on the disk.
-func (l *Log) head() (p place, err error) {
-	data, err := os.ReadFile(filepath.Join(l.dir, "head"))
-	if err != nil {
-		return p, err
-	}
-	if _, err := fmt.Sscanf(string(data), "%d %s\n", &p.seq, &p.hash); err != nil || string(data) != headText(p) {
-		return p, fmt.Errorf("head: %w", fault.ErrCorrupt)
-	}
-	return p, nil
-}
-
-// advance notes that a record is on the disk.
-func (l *Log) advance(at place) error {
-	unlock, err := l.lock()
-	if err != nil {
-		return err
-	}
-	defer unlock()
-	if now, err := l.head(); err != nil || now.seq >= at.seq {
-		return nil // one that makes no sense stays: it is for verify to tell
-	}
-	f, err := os.OpenFile(filepath.Join(l.dir, "head"), os.O_WRONLY|unix.O_NOFOLLOW, 0)
-	if err != nil {
-		return err
-	}
-	_, err = f.WriteAt([]byte(headText(at)), 0)
-	return errors.Join(err, f.Close())
 }
 
 func syncDir(path string) error {

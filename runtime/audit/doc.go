@@ -13,8 +13,9 @@
 // So what is changed, removed, inserted or put elsewhere is found; that the last
 // ones are gone is found by the file head, which has the number and the hash of
 // the last record that is known to be on the disk, or by a hash that somebody
-// has noted elsewhere. Whoever can write there can write all of it anew: only
-// such a note finds that.
+// has noted elsewhere. The file ROOT/audit.head says the same, and stays when all of
+// ROOT/audit is gone: a log goes on from there, so that the gap is found ever after.
+// Whoever can write there can write all of it anew: only such a note finds that.
 //
 // The first record of a verb survives this process, the second one, with all
 // before it, a power cut: it is on the disk before the caller is told. A verb

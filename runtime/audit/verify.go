@@ -44,9 +44,8 @@ type verifying struct {
 	out     Report
 	last    place
 	expect  string
-	found   bool   // the expected hash
-	head    place  // as the file has it
-	anchor  bool   // that was met
+	found   bool // the expected hash
+	known   []knownPlace
 	before  *place // what the oldest record follows, when it is not the first
 	dropped bool   // a record tells that what is before the oldest is gone
 	open    map[uint64]string
@@ -59,14 +58,20 @@ func (l *Log) Verify(ctx context.Context, expect string) (Report, error) {
 	v := verifying{expect: expect, open: map[uint64]string{}, last: place{0, genesis}, out: Report{Findings: []Finding{}, Notes: []string{}}}
 	// Before the records: those that are on the disk by now are all there.
 	head, herr := l.head()
+	anchor, aerr := l.anchor()
 	names, err := l.segments()
 	if err != nil {
 		return v.out, err
 	}
-	if _, err := os.Lstat(l.dir); errors.Is(err, fs.ErrNotExist) {
-		herr = nil // nothing was ever done here, or all is gone
+	_, err = os.Lstat(l.dir)
+	gone := errors.Is(err, fs.ErrNotExist)
+	if gone {
+		herr = nil // it is found below, if there ever was a log
 	}
-	v.head = head
+	v.known = []knownPlace{{place: head}}
+	if anchor != head {
+		v.known = append(v.known, knownPlace{place: anchor})
+	}
 	for i, name := range names {
 		if err := v.segment(ctx, filepath.Join(l.dir, name), i == len(names)-1); err != nil {
 			return v.out, err
@@ -76,14 +81,24 @@ func (l *Log) Verify(ctx context.Context, expect string) (Report, error) {
 	if v.before != nil && !v.dropped {
 		v.find(Finding{Segment: names[0], Seq: v.before.seq + 1, What: fmt.Sprintf("the records up to %d are missing, and no record tells that they were pruned", v.before.seq)})
 	}
-	switch {
-	case herr != nil:
+	if herr != nil {
 		v.find(Finding{What: fmt.Sprintf("the file head, which has the number and hash of the last record on the disk: %v", herr)})
-	case head.seq > v.last.seq:
-		v.find(Finding{Seq: head.seq, What: fmt.Sprintf("the records %d to %d, which were on the disk, are missing at the end", v.last.seq+1, head.seq)})
-	case head.seq > 0 && !v.anchor && (v.before == nil || head.seq > v.before.seq):
-		v.find(Finding{Seq: head.seq, What: "another record than the one that was on the disk"})
 	}
+	switch {
+	case errors.Is(aerr, fs.ErrNotExist) && gone:
+		made, err := l.witnesses()
+		if err != nil {
+			return v.out, err
+		}
+		if made != "" {
+			v.find(Finding{What: fmt.Sprintf("%s is gone: there is no record at all, though there are %s, each of which was put on record", l.dir, made)})
+		}
+	case errors.Is(aerr, fs.ErrNotExist):
+		v.out.Notes = append(v.out.Notes, fmt.Sprintf("there is no %s, which would tell if all of the log were gone: removed, or of an agentbox that made none; the next verb makes it", l.anchorPath()))
+	case aerr != nil:
+		v.find(Finding{What: fmt.Sprintf("%s, which has the number and hash of the last record on the disk: %v", l.anchorPath(), aerr)})
+	}
+	v.ends(gone, l.dir)
 	if expect != "" && !v.found {
 		v.find(Finding{What: fmt.Sprintf("no record has the hash %.64s", expect)})
 	}
@@ -95,6 +110,34 @@ func (l *Log) Verify(ctx context.Context, expect string) (Report, error) {
 	}
 	v.out.OK = len(v.out.Findings) == 0
 	return v.out, nil
+}
+
+// A knownPlace is one that was on the disk.
+type knownPlace struct {
+	place
+	seen, met bool // a record of its number, and of its hash
+}
+
+func (k *knownPlace) meet(at place) {
+	k.seen = k.seen || at.seq == k.seq
+	k.met = k.met || at == k.place
+}
+
+// ends finds what is gone from the end, or is another one there. What is gone before
+// it is found as a gap.
+func (v *verifying) ends(gone bool, dir string) {
+	last := v.last.seq
+	for _, k := range v.known {
+		switch {
+		case k.seq > last && gone:
+			v.find(Finding{Seq: k.seq, What: fmt.Sprintf("%s is gone, and with it the records up to %d, which were on the disk", dir, k.seq)})
+		case k.seq > last:
+			v.find(Finding{Seq: k.seq, What: fmt.Sprintf("the records %d to %d, which were on the disk, are missing at the end", last+1, k.seq)})
+		case k.seen && !k.met:
+			v.find(Finding{Seq: k.seq, What: "another record than the one that was on the disk"})
+		}
+		last = max(last, k.seq)
+	}
 }
 
 func (v *verifying) find(f Finding) {
@@ -154,7 +197,9 @@ func (v *verifying) segment(ctx context.Context, path string, newest bool) error
 			v.last = place{r.Seq, r.Hash}
 		}
 		v.found = v.found || r.Hash == v.expect
-		v.anchor = v.anchor || place{r.Seq, r.Hash} == v.head
+		for i := range v.known {
+			v.known[i].meet(place{r.Seq, r.Hash})
+		}
 		if r.Torn > 0 {
 			v.out.Notes = append(v.out.Notes, fmt.Sprintf("before record %d a crash has cut one short", r.Seq))
 		}
