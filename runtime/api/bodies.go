@@ -100,7 +100,7 @@ func decodeStatus(s string) error {
 	case "ok":
 		return nil
 	case "":
-		return fmt.Errorf("the service went away before the end: %w", io.ErrUnexpectedEOF)
+		return &cutShort{io.ErrUnexpectedEOF}
 	}
 	text, err := url.QueryUnescape(s)
 	if err != nil {

@@ -17,6 +17,8 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 )
@@ -110,19 +112,20 @@ func (c *Client) exchange(ctx context.Context, method, route string, q url.Value
 		req.Header[k] = v
 	}
 	passTrace(ctx, req.Header)
+	what := asked(method, header)
 	resp, err := c.http.Do(req)
 	if err != nil {
-		return nil, c.unanswered(ctx, err)
+		return nil, c.unanswered(ctx, what, err)
 	}
 	if resp.StatusCode/100 == 2 {
 		return resp, nil
 	}
 	defer resp.Body.Close()
-	return nil, problemOf(resp)
+	return nil, c.cutOff(ctx, what, problemOf(resp))
 }
 
 // unanswered is the error of a request without an answer.
-func (c *Client) unanswered(ctx context.Context, err error) error {
+func (c *Client) unanswered(ctx context.Context, what asks, err error) error {
 	if e := ctx.Err(); e != nil {
 		return context.Cause(ctx)
 	}
@@ -138,15 +141,61 @@ func (c *Client) unanswered(ctx context.Context, err error) error {
 		}
 		return &runtime.Error{Op: "service " + c.where, Err: err, Hint: hint}
 	}
-	return &runtime.Error{Op: "service " + c.where, Err: noEOF(err),
-		Hint: "If it was at work, what was asked for may have been done or not: look before you ask again."}
+	err = noEOF(err)
+	if errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, io.EOF) || errors.Is(err, unix.ECONNRESET) || errors.Is(err, unix.EPIPE) {
+		err = fmt.Errorf("it ended, or was cut off, before all of its answer was there: %w", err)
+	}
+	return &runtime.Error{Op: "service " + c.where, Err: err, Hint: c.afterwards(what)}
+}
+
+// asks is what a request is for.
+type asks int
+
+const (
+	toChange asks = iota
+	toLook
+	toChangeOnce // it has an idempotency key
+)
+
+func asked(method string, header http.Header) asks {
+	switch {
+	case method == http.MethodGet:
+		return toLook
+	case header.Get(headerKey) != "":
+		return toChangeOnce
+	}
+	return toChange
+}
+
+// afterwards says what is known of a verb without an answer, and what to do.
+func (c *Client) afterwards(what asks) string {
+	there := ""
+	if c.Remote() {
+		there = " on its host"
+	}
+	why := "'journalctl -u agentbox'" + there + " tells why."
+	switch what {
+	case toLook:
+		return "Nothing was to be changed: ask again. " + why
+	case toChangeOnce:
+		return "It may have been done, or not: ask again with the same idempotency key, which does not do it twice. " + why
+	}
+	return "It may have been done, or not; what was begun is finished or taken back. Look with 'agentbox ps' and 'agentbox audit ls'" + there + " before you ask again; " + why
+}
+
+// cutOff is unanswered, where it is an answer that has no end; other errors stay.
+func (c *Client) cutOff(ctx context.Context, what asks, err error) error {
+	if cut := (*cutShort)(nil); errors.As(err, &cut) {
+		return c.unanswered(ctx, what, cut.err)
+	}
+	return err
 }
 
 // problemOf is the error that a response tells.
 func problemOf(resp *http.Response) error {
 	data, err := io.ReadAll(io.LimitReader(resp.Body, 16<<20))
 	if err != nil {
-		return err
+		return &cutShort{err}
 	}
 	var p Problem
 	if err := json.Unmarshal(data, &p); err != nil || p.Detail == "" {
@@ -172,13 +221,13 @@ func get[O any](ctx context.Context, c *Client, route string, q url.Values) (out
 		return out, err
 	}
 	defer resp.Body.Close()
-	return out, c.decode(ctx, resp.Body, &out)
+	return out, c.decode(ctx, toLook, resp.Body, &out)
 }
 
-func (c *Client) decode(ctx context.Context, r io.Reader, into any) error {
+func (c *Client) decode(ctx context.Context, what asks, r io.Reader, into any) error {
 	data, err := io.ReadAll(r)
 	if err != nil {
-		return c.unanswered(ctx, err)
+		return c.unanswered(ctx, what, err)
 	}
 	return json.Unmarshal(data, into)
 }
@@ -228,10 +277,11 @@ func do[O any](ctx context.Context, c *Client, route string, in any, each func([
 	if err == nil {
 		defer resp.Body.Close()
 		if each == nil {
-			return out, c.decode(held, resp.Body, &out)
+			return out, c.decode(held, asked(http.MethodPost, header), resp.Body, &out)
 		}
 		var last []byte
 		last, err = readEvents(resp.Body, func(_ string, data []byte) error { return each(data) })
+		err = c.cutOff(held, asked(http.MethodPost, header), err)
 		if len(last) > 0 {
 			err = errors.Join(err, json.Unmarshal(last, &out))
 		}
@@ -314,7 +364,7 @@ func (c *Client) follow(ctx context.Context, route string, q url.Values, each fu
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
-	return err
+	return c.cutOff(ctx, toLook, err)
 }
 
 // download writes a stream to w. One that was cut short is an error.
@@ -330,9 +380,9 @@ func (c *Client) download(ctx context.Context, route string, q url.Values, w io.
 		if wrote.err != nil {
 			return wrote.err
 		}
-		return c.unanswered(ctx, err)
+		return c.unanswered(ctx, toLook, err)
 	}
-	return decodeStatus(resp.Trailer.Get(trailerStatus))
+	return c.cutOff(ctx, toLook, decodeStatus(resp.Trailer.Get(trailerStatus)))
 }
 
 // wroteWriter tells the error of its writer from that of whoever writes to it.
@@ -359,7 +409,7 @@ func send[O any](ctx context.Context, c *Client, method, route string, q url.Val
 		return out, err
 	}
 	defer resp.Body.Close()
-	return out, c.decode(ctx, resp.Body, &out)
+	return out, c.decode(ctx, asked(method, header), resp.Body, &out)
 }
 
 // ownReader tells the error of its reader from that of the connection.

@@ -3,7 +3,6 @@ package api
 import (
 	"context"
 	"errors"
-	"fmt"
 	"io"
 	"net/http"
 	"sync"
@@ -94,9 +93,9 @@ func (c *Client) dial(ctx context.Context, route string, streams runtime.Streams
 	})
 	if err != nil {
 		if resp != nil && resp.Header.Get("Content-Type") == "application/problem+json" {
-			return nil, problemOf(resp)
+			return nil, c.cutOff(ctx, toChange, problemOf(resp))
 		}
-		return nil, c.unanswered(ctx, err)
+		return nil, c.unanswered(ctx, toChange, err)
 	}
 	conn.SetReadLimit(maxMessage)
 	s := &session{c: c, l: &line{conn: conn}, streams: streams, started: make(chan struct{}), done: make(chan struct{}), credit: Window}
@@ -104,7 +103,7 @@ func (c *Client) dial(ctx context.Context, route string, streams runtime.Streams
 	open.Stdin, open.Stdout, open.Stderr = streams.Stdin != nil, streams.Stdout != nil, streams.Stderr != nil
 	open.Resize, open.DetachKeys = streams.Resize != nil, streams.DetachKeys
 	if err := s.l.send(ctx, Message{Kind: msgOpen, Open: &open}); err != nil {
-		return nil, errors.Join(c.unanswered(ctx, err), conn.CloseNow())
+		return nil, errors.Join(c.unanswered(ctx, toChange, err), conn.CloseNow())
 	}
 	guard.Go(func() { s.run(ctx) })
 	if streams.Stdin != nil {
@@ -143,7 +142,7 @@ func (s *session) hear(ctx context.Context) (Message, error) {
 	for {
 		m, data, err := s.l.read(ctx)
 		if err != nil {
-			return m, s.c.unanswered(ctx, fmt.Errorf("the session was cut: %w", err))
+			return m, s.c.unanswered(ctx, toChange, err)
 		}
 		if len(data) > 0 {
 			var w io.Writer

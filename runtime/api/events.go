@@ -180,7 +180,7 @@ func readEvents(r io.Reader, each func(name string, data []byte) error) (last []
 	for {
 		line, err := lines.ReadBytes('\n')
 		if err != nil {
-			return nil, fmt.Errorf("the service went away before the end: %w", noEOF(err))
+			return nil, &cutShort{noEOF(err)}
 		}
 		line = line[:len(line)-1]
 		field, value, _ := bytes.Cut(line, []byte(": "))
@@ -206,6 +206,12 @@ func readEvents(r io.Reader, each func(name string, data []byte) error) (last []
 		}
 	}
 }
+
+// cutShort is the error of an answer that has no end.
+type cutShort struct{ err error }
+
+func (c *cutShort) Error() string { return c.err.Error() }
+func (c *cutShort) Unwrap() error { return c.err }
 
 // noEOF is an end of file where there must be none.
 func noEOF(err error) error {
