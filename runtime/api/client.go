@@ -13,6 +13,7 @@ import (
 	"net/http"
 	"net/url"
 	"os"
+	"path"
 	"strings"
 	"sync"
 	"time"
@@ -121,7 +122,42 @@ func (c *Client) exchange(ctx context.Context, method, route string, q url.Value
 		return resp, nil
 	}
 	defer resp.Body.Close()
-	return nil, c.cutOff(ctx, what, problemOf(resp))
+	return nil, c.refusal(ctx, what, resp)
+}
+
+// refusal is the error that a response tells.
+func (c *Client) refusal(ctx context.Context, what asks, resp *http.Response) error {
+	err := c.cutOff(ctx, what, problemOf(resp))
+	if code := resp.StatusCode; (code == http.StatusNotFound || code == http.StatusMethodNotAllowed) && nobodys(err, resp.Request) {
+		return c.unknown(ctx, resp.Request)
+	}
+	return err
+}
+
+// nobodys tells whether the error of a request is that its route is none of the
+// service's, and not that a verb has not found what it was to be about.
+func nobodys(err error, req *http.Request) bool {
+	var other *noProblem
+	var said *remote
+	if !errors.As(err, &said) {
+		return errors.As(err, &other)
+	}
+	route := nobodysRoute(req) + ": "
+	return strings.HasPrefix(said.text, route) || errors.Is(err, runtime.ErrInvalid) && strings.Contains(said.text, ": "+route)
+}
+
+// unknown is the error of a verb that the service lacks, as an older one does.
+func (c *Client) unknown(ctx context.Context, req *http.Request) error {
+	version := ""
+	if req.Method != http.MethodGet || req.URL.Path != at("info") {
+		ctx, cancel := context.WithTimeout(ctx, 3*time.Second)
+		defer cancel()
+		if i, err := c.Info(ctx); err == nil && i.Version != "" {
+			version = fmt.Sprintf(" (version %s)", i.Version)
+		}
+	}
+	return &runtime.Error{Op: "service " + c.where, Err: fmt.Errorf("%w: the service%s does not know %s (%s)", runtime.ErrUnsupported, version, path.Base(req.URL.Path), nobodysRoute(req)),
+		Hint: "It is of another version than its caller: have it be this one, and restart it ('systemctl restart agentbox'; sandboxes go on)."}
 }
 
 // unanswered is the error of a request without an answer.
@@ -199,13 +235,23 @@ func problemOf(resp *http.Response) error {
 	}
 	var p Problem
 	if err := json.Unmarshal(data, &p); err != nil || p.Detail == "" {
-		return fmt.Errorf("the service answers %s: %.200s", resp.Status, data)
+		return &noProblem{resp.Status, data}
 	}
 	err = p.Err()
 	if len(p.Partial) > 0 {
 		err = &partial{err, p.Partial}
 	}
 	return err
+}
+
+// noProblem is what is no error of the service's: of something else, or of another version.
+type noProblem struct {
+	status string
+	data   []byte
+}
+
+func (n *noProblem) Error() string {
+	return fmt.Sprintf("the service answers %s: %.200s", n.status, n.data)
 }
 
 // partial is an error with what was done all the same.

@@ -93,7 +93,7 @@ func (c *Client) dial(ctx context.Context, route string, streams runtime.Streams
 	})
 	if err != nil {
 		if resp != nil && resp.Header.Get("Content-Type") == "application/problem+json" {
-			return nil, c.cutOff(ctx, toChange, problemOf(resp))
+			return nil, c.refusal(ctx, toChange, resp)
 		}
 		return nil, c.unanswered(ctx, toChange, err)
 	}

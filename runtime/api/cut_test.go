@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"net/http"
@@ -104,4 +105,49 @@ func TestCutShort(t *testing.T) {
 			}
 		})
 	}
+}
+
+// An older service does not have the route of a newer verb: that is told as such,
+// and not as that the sandbox is not there.
+func TestUnknownVerb(t *testing.T) {
+	missing := &service{pause: func() error { return &fault.Error{Op: "pause", ID: "c", Err: fault.ErrNotFound} }}
+	c := client(t, serving(t, missing, Options{Info: Info{Version: "v0.9"}}))
+	again := func(ctx context.Context, c *Client) error {
+		return none(ctx, c, at("sandboxes", "a%b", "again"), None{})
+	}
+	other := func(ctx context.Context, c *Client) error { return none(ctx, c, at("info"), None{}) } // its method is another
+	foreign := dying(t, "HTTP/1.1 404 Not Found\r\nContent-Type: text/plain\r\nContent-Length: 9\r\n\r\nnot found")
+	for _, tc := range []struct {
+		c    *Client
+		ask  func(context.Context, *Client) error
+		want string
+	}{
+		{c, again, "the service (version v0.9) does not know again (POST /v1/sandboxes/a%b/again)"},
+		{c, other, "the service (version v0.9) does not know info (POST /v1/info)"},
+		{foreign, again, "the service does not know again (POST /v1/sandboxes/a%b/again)"},
+	} {
+		err := tc.ask(t.Context(), tc.c)
+		if !errors.Is(err, runtime.ErrUnsupported) || errors.Is(err, runtime.ErrNotFound) || !strings.HasSuffix(fmt.Sprint(err), tc.want) || !strings.Contains(fmt.Sprint(fault.Hint(err)), "restart it") {
+			t.Errorf("%v (%q), want %s", err, fault.Hint(err), tc.want)
+		}
+	}
+	// What a verb does not find stays that.
+	if err := c.Pause(t.Context(), "c"); !errors.Is(err, runtime.ErrNotFound) || errors.Is(err, runtime.ErrUnsupported) {
+		t.Error(err)
+	}
+	// An older one says it just so; nowhere must go on saying it.
+	if err := writtenBy(c, "GET", "/v1/nothing"); err != "GET /v1/nothing: not found" {
+		t.Errorf("%q", err)
+	}
+}
+
+// writtenBy is the detail of a service's problem.
+func writtenBy(c *Client, method, path string) string {
+	req, _ := http.NewRequest(method, "http://agentbox"+path, nil)
+	resp, err := c.http.Do(req)
+	if err != nil {
+		return err.Error()
+	}
+	defer resp.Body.Close()
+	return problemOf(resp).Error()
 }

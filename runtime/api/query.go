@@ -61,6 +61,10 @@ func (r route) checkQuery(raw string) error {
 	return nil
 }
 
+// nobodysRoute is how nowhere names a request; by it clients tell that a verb is not
+// known from that what it names is not there.
+func nobodysRoute(r *http.Request) string { return fmt.Sprintf("%.20s %.200s", r.Method, r.URL.Path) }
+
 // nowhere answers what no route takes: with the methods that the path has, if it
 // has any.
 func (h *Handler) nowhere(w http.ResponseWriter, r *http.Request) {
@@ -75,11 +79,11 @@ func (h *Handler) nowhere(w http.ResponseWriter, r *http.Request) {
 		}
 	}
 	if allowed == nil {
-		writeProblem(w, fmt.Errorf("%s %.200s: %w", r.Method, r.URL.Path, runtime.ErrNotFound))
+		writeProblem(w, fmt.Errorf("%s: %w", nobodysRoute(r), runtime.ErrNotFound))
 		return
 	}
 	w.Header().Set("Allow", strings.Join(allowed, ", "))
-	p := problem(fmt.Errorf("%w: %.20s %.200s: its methods are %s", runtime.ErrInvalid, r.Method, r.URL.Path, strings.Join(allowed, ", ")))
+	p := problem(fmt.Errorf("%w: %s: its methods are %s", runtime.ErrInvalid, nobodysRoute(r), strings.Join(allowed, ", ")))
 	p.Status, p.Title = http.StatusMethodNotAllowed, http.StatusText(http.StatusMethodNotAllowed)
 	if remove := r.URL.Path + "/remove"; r.Method == http.MethodDelete && takes(http.MethodPost, remove) {
 		p.Hints = []string{fmt.Sprintf("POST %.200s removes it.", remove)}
