@@ -139,7 +139,20 @@ type Usage struct {
 	Pieces      int64             `json:"pieces"`
 	Checkpoints []CheckpointUsage `json:"checkpoints"`
 	Sandboxes   []SandboxUsage    `json:"sandboxes"`
+	Disk        DiskUsage         `json:"disk"` // what all of it takes there, as du -x counts
 	Free        int64             `json:"free"` // on the filesystem
+}
+
+// DiskUsage is what files take on the disk: blocks, with directories, and each
+// file with several names once.
+type DiskUsage struct {
+	Total     int64 `json:"total"`     // all of the root: the next five
+	Packs     int64 `json:"packs"`     // of all checkpoints
+	Records   int64 `json:"records"`   // of checkpoints: manifests, what is known of failed ones
+	Sandboxes int64 `json:"sandboxes"` // and volumes: their own files, logs, specs
+	Images    int64 `json:"images"`
+	Rest      int64 `json:"rest"`      // state.db, audit log, events, caches, room set aside for a full disk
+	Elsewhere int64 `json:"elsewhere"` // files of sandboxes that an engine keeps outside of the root
 }
 
 // CheckpointUsage is the space of one checkpoint.

@@ -4,11 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
-	"path/filepath"
 	"slices"
 	"strings"
-	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -305,12 +302,17 @@ func (e *Engine) Usage(ctx context.Context) (out Usage, err error) {
 	if err != nil {
 		return out, err
 	}
+	uppers := map[string]int64{}
 	for _, sb := range boxes {
 		n, err := onDisk(ctx, sb.Upperdir)
 		if err != nil {
 			return out, err
 		}
 		out.Sandboxes = append(out.Sandboxes, SandboxUsage{sb.ID, sb.Name, n})
+		uppers[sb.Upperdir] = n
+	}
+	if out.Disk, err = rootOnDisk(ctx, out.Root, uppers); err != nil {
+		return out, err
 	}
 	var st unix.Statfs_t
 	if err := unix.Statfs(out.Root, &st); err != nil {
@@ -318,40 +320,6 @@ func (e *Engine) Usage(ctx context.Context) (out Usage, err error) {
 	}
 	out.Free = int64(st.Bavail) * int64(st.Bsize)
 	return out, nil
-}
-
-// onDisk adds up what a directory's files take on the disk, an inode with
-// several names once. What vanishes meanwhile does not count.
-func onDisk(ctx context.Context, dir string) (n int64, err error) {
-	if dir == "" {
-		return 0, nil
-	}
-	seen := map[uint64]bool{}
-	err = filepath.WalkDir(dir, func(_ string, d fs.DirEntry, err error) error {
-		if err == nil {
-			err = ctx.Err()
-		}
-		var info fs.FileInfo
-		if err == nil {
-			info, err = d.Info()
-		}
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil
-		}
-		if err != nil {
-			return err
-		}
-		st := info.Sys().(*syscall.Stat_t)
-		if st.Nlink > 1 && !d.IsDir() {
-			if seen[st.Ino] {
-				return nil
-			}
-			seen[st.Ino] = true
-		}
-		n += st.Blocks * 512
-		return nil
-	})
-	return n, err
 }
 
 // Verify proves checkpoints, and marks those that are damaged.

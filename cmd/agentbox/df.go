@@ -30,14 +30,19 @@ func newDfCommand(a *app) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "df [flags]",
 		Short: "Show what checkpoints and sandboxes take on the disk",
-		Long: `Df shows the space of the store and of the sandboxes' own files. RECLAIMABLE is what nothing
-needs: 'agentbox prune' frees it. With --verbose NEEDS is all that a checkpoint needs, shared
-with others or not, and UNIQUE what would be free if only this one were removed.
+		Long: `Df shows what is on the disk, as 'du -x' of the root counts it: blocks, and directories.
+Checkpoints are packs and manifests, Sandboxes their own files, logs and specs, and volumes, Other
+is state.db, the audit log, events, caches and the room that is set aside for a full disk. What
+an engine such as Docker keeps of its containers is in Sandboxes, though not in the root; its
+images are in none. RECLAIMABLE is what nothing needs: 'agentbox prune' frees it. With --verbose
+NEEDS is all that a checkpoint needs, its manifest and what it shares with others included, and
+UNIQUE what would be free if only this one were removed; both are sizes before they are rounded
+up to blocks.
 
 With --format json it prints one object, sizes in bytes: root, stored (all packs), raw (what
 is in them, unpacked), logical (what the checkpoints would need without the store), waste,
-packs, pieces, free (on the filesystem), checkpoints (checkpoint, needs, unique), sandboxes
-(id, name, upperdir).`,
+packs, pieces, disk (what is on it: total, packs, records, sandboxes, images, rest; elsewhere),
+free (on the filesystem), checkpoints (checkpoint, needs, unique), sandboxes (id, name, upperdir).`,
 		Example: `  agentbox df
   agentbox df -v
   agentbox df --format json | jq '.stored / .logical'`,
@@ -73,13 +78,20 @@ func runDf(ctx context.Context, opts dfOptions, svc runtime.Service, out io.Writ
 }
 
 func printUsage(u runtime.Usage, out io.Writer) error {
-	var files int64
-	for _, sb := range u.Sandboxes {
-		files += sb.Upperdir
+	d := u.Disk
+	if d.Total == 0 { // told by an older service
+		d.Packs = u.Stored
+		for _, sb := range u.Sandboxes {
+			d.Sandboxes += sb.Upperdir
+		}
 	}
 	t := newTable(out, "TYPE", "TOTAL", "SIZE", "RECLAIMABLE")
-	t.row("Checkpoints", strconv.Itoa(len(u.Checkpoints)), sizeText(u.Stored), part(u.Waste, u.Stored))
-	t.row("Sandboxes", strconv.Itoa(len(u.Sandboxes)), sizeText(files), "")
+	t.row("Checkpoints", strconv.Itoa(len(u.Checkpoints)), sizeText(d.Packs+d.Records), part(u.Waste, u.Stored))
+	t.row("Sandboxes", strconv.Itoa(len(u.Sandboxes)), sizeText(d.Sandboxes+d.Elsewhere), "")
+	if d.Total > 0 {
+		t.row("Images", "", sizeText(d.Images), "")
+		t.row("Other", "", sizeText(d.Rest), "")
+	}
 	if err := t.flush(); err != nil {
 		return err
 	}
@@ -91,7 +103,11 @@ func printUsage(u runtime.Usage, out io.Writer) error {
 		}
 		fmt.Fprintln(out, s)
 	}
-	_, err := fmt.Fprintf(out, "%s free at %s\n", sizeText(u.Free), oneLine(u.Root))
+	used := ""
+	if d.Total > 0 {
+		used = sizeText(d.Total) + " used, "
+	}
+	_, err := fmt.Fprintf(out, "%s%s free at %s\n", used, sizeText(u.Free), oneLine(u.Root))
 	return err
 }
 

@@ -173,7 +173,8 @@ func history() *fakeService {
 		Kept:    []runtime.PrunedCheckpoint{{Checkpoint: c, Reasons: []string{"pinned", "last 1"}}}}
 	f.usage = runtime.Usage{Root: "/var/lib/agentbox", Stored: 2_000_000, Raw: 5_000_000, Logical: 20_000_000, Waste: 500_000, Packs: 3, Pieces: 1234, Free: 10_000_000_000,
 		Checkpoints: []runtime.CheckpointUsage{{Checkpoint: undo, Needs: 1_500_000, Unique: 4096}, {Checkpoint: c, Needs: 1_000_000}},
-		Sandboxes:   []runtime.SandboxUsage{{ID: run.ID, Name: "run", Upperdir: 3_000_000}}}
+		Sandboxes:   []runtime.SandboxUsage{{ID: run.ID, Name: "run", Upperdir: 3_000_000}},
+		Disk:        runtime.DiskUsage{Total: 9_500_000, Packs: 2_100_000, Records: 300_000, Sandboxes: 3_100_000, Images: 3_000_000, Rest: 1_000_000, Elsewhere: 50_000}}
 	return f
 }
 

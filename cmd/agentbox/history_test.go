@@ -226,12 +226,14 @@ keep     3f2a3f2a3f2a   before   run       manual    3 seconds ago   1.23MB   pi
 
 func TestDf(t *testing.T) {
 	f := history()
-	short := `TYPE          TOTAL   SIZE   RECLAIMABLE
-Checkpoints   2       2MB    500kB (25%)
-Sandboxes     1       3MB    
+	short := `TYPE          TOTAL   SIZE     RECLAIMABLE
+Checkpoints   2       2.4MB    500kB (25%)
+Sandboxes     1       3.15MB   
+Images                3MB      
+Other                 1MB      
 
 1234 pieces in 3 packs; without the store the checkpoints would be 20MB, 10.0 times as much
-10GB free at /var/lib/agentbox
+9.5MB used, 10GB free at /var/lib/agentbox
 `
 	try(t, f, "", "df").want(t, 0, short)
 	try(t, f, "", "df", "-v").want(t, 0, short+`
@@ -247,9 +249,17 @@ ID             NAME   FILES
 b20000000000   run    3MB
 `)
 	keys, _ := keysOf(t, try(t, f, "", "df", "--format", "json"), 0)
-	if d := cmp.Diff([]string{"checkpoints", "free", "logical", "packs", "pieces", "raw", "root", "sandboxes", "stored", "waste"}, keys); d != "" {
+	if d := cmp.Diff([]string{"checkpoints", "disk", "free", "logical", "packs", "pieces", "raw", "root", "sandboxes", "stored", "waste"}, keys); d != "" {
 		t.Error(d)
 	}
+	f.usage.Disk = runtime.DiskUsage{} // of an older service
+	try(t, f, "", "df").want(t, 0, `TYPE          TOTAL   SIZE   RECLAIMABLE
+Checkpoints   2       2MB    500kB (25%)
+Sandboxes     1       3MB    
+
+1234 pieces in 3 packs; without the store the checkpoints would be 20MB, 10.0 times as much
+10GB free at /var/lib/agentbox
+`)
 	try(t, newFake(), "", "df").want(t, 0, "TYPE          TOTAL   SIZE   RECLAIMABLE\nCheckpoints   0       0B     0B\nSandboxes     0       0B     \n\n0B free at \n")
 }
 
