@@ -83,8 +83,11 @@ func alertKey(file string) ([]byte, error) {
 	if !info.Mode().IsRegular() || info.Mode().Perm()&0o077 != 0 {
 		return nil, hint(fmt.Errorf("%w: the alert's secret, %s, can be read by others than root", ErrDenied, file), "Run 'chmod 0600 "+file+"'.")
 	}
-	key, err := io.ReadAll(io.LimitReader(f, maxAlertSecret+1))
-	key = bytes.TrimRight(key, "\r\n")
+	key, err := io.ReadAll(io.LimitReader(f, maxAlertSecret+int64(len("\r\n"))+1))
+	// The end of line that an editor or echo has put there; a second one is of the key.
+	if line, ok := bytes.CutSuffix(key, []byte("\n")); ok {
+		key = bytes.TrimSuffix(line, []byte("\r"))
+	}
 	if err == nil && (len(key) < minAlertSecret || len(key) > maxAlertSecret) {
 		err = fmt.Errorf("%w: the alert's secret has to have %d to %d bytes", ErrInvalid, minAlertSecret, maxAlertSecret)
 	}

@@ -92,7 +92,8 @@ and a sandbox whose restore failed is stopped with the files it had.
 
 --alert is told what a failed restore was about, as hooks are: a program of root's at its standard
 input, a URL as the body of a POST, within 10 s and without following redirects. With --alert-secret
-the header Agentbox-Signature is "t=SECONDS,v1=HEX", HMAC-SHA256 over SECONDS, a dot and the body.
+the header Agentbox-Signature is "t=SECONDS,v1=HEX", HMAC-SHA256 over SECONDS, a dot and the body,
+by the key that is in the file, of 16 to 4096 bytes; one newline at its end is not of the key.
 
 --dry-run changes nothing and shows what would change: the files, as 'agentbox diff --stat'
 does, the processes that would end and those that would go on, and other effects. With
