@@ -67,7 +67,7 @@ Started by systemd it takes its socket from there, and tells when it is ready.`,
 		Example: `  agentbox serve &
   curl --unix-socket /run/agentbox/agentbox.sock http://agentbox/v1/sandboxes
   agentbox serve --listen tcp://10.0.0.1:8443 --tls-cert host.pem --tls-key host.key --tls-client-ca ca.pem`,
-		Annotations: exits(exitUsage, exitState, exitDenied),
+		Annotations: exits(exitUsage, exitState, exitDenied, exitUnsupported),
 		Args:        args(0, 0),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			a.globals.by = "service"
@@ -79,6 +79,10 @@ Started by systemd it takes its socket from there, and tells when it is ready.`,
 			socket, tcp, err := opts.places(g)
 			if err = errors.Join(err, opts.upkeepOptions.check()); err != nil {
 				return err
+			}
+			if adopting[g.Backend] {
+				return &runtime.Error{Op: "serve", Err: fmt.Errorf("%w: backend %s makes no sandboxes, which is what --backend is for", runtime.ErrUnsupported, g.Backend),
+					Hint: fmt.Sprintf("Serve without it: %s://NAME is served with any backend.", g.Backend)}
 			}
 			if !cmd.Flags().Changed("log-level") { // who asks for what is worth a line
 				slog.SetDefault(a.logger())

@@ -54,6 +54,10 @@ var backends = map[string]func(place) (runtime.Host, error){
 	"volume":     openVolume,
 }
 
+// adopting are those that make no sandboxes: they take on what is there, by
+// BACKEND://REF, whatever --backend says.
+var adopting = map[string]bool{"podman": true, "volume": true}
+
 func backendNames() string {
 	return strings.Join(slices.Sorted(maps.Keys(backends)), ", ")
 }
