@@ -133,3 +133,6 @@ for arch in "${arches[@]}"; do
 	mv "$work/$name.deb" "bin/deb/$name.deb"
 	(cd bin/deb && sha256sum "$name.deb")
 done
+for arch in "${arches[@]}"; do
+	[[ $arch != "$host" ]] || echo "to install it here: apt install ./bin/deb/agentbox_${version}_$arch.deb"
+done
