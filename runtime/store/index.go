@@ -116,6 +116,29 @@ func (s *Store) packRow(ctx context.Context, num int64) (p packRow, err error) {
 	return p, cancelled(ctx, dbError("find a pack", err))
 }
 
+// packRows is packRow for many at once, best sorted, without those that packRow
+// has an error for.
+func (s *Store) packRows(ctx context.Context, nums []int64, fn func(packRow) error) error {
+	for part := range slices.Chunk(nums, findBatch) {
+		args := make([]any, len(part))
+		for i, n := range part {
+			args[i] = n
+		}
+		q := "SELECT num, name, bytes FROM packs WHERE num IN (?" + strings.Repeat(",?", len(part)-1) + ")"
+		err := s.query(ctx, q, args, func(rows *sql.Rows) error {
+			var p packRow
+			if err := rows.Scan(&p.num, &p.name, &p.bytes); err != nil || !validPackName(p.name) {
+				return err
+			}
+			return fn(p)
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // validPackName holds a name against the form it must have before a path is
 // made of it.
 func validPackName(name string) bool { return len(name) == 64 && isHex(name) }
@@ -277,13 +300,30 @@ func (x *index) pack(ctx context.Context, num int64) (packRow, bool, error) {
 	if err != nil {
 		return packRow{}, false, err
 	}
+	err = x.look(row)
+	return row, x.whole[num], err
+}
+
+// know has pack answer for many from memory: one question of the database, and
+// not one for each of them.
+func (x *index) know(ctx context.Context, nums []int64) error {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	nums = slices.DeleteFunc(nums, func(n int64) bool { _, ok := x.packs[n]; return ok })
+	slices.Sort(nums)
+	return x.s.packRows(ctx, slices.Compact(nums), x.look)
+}
+
+// look sees whether the file of a pack is there in full length. The caller holds mu.
+func (x *index) look(row packRow) error {
+	path := pack.Path(x.s.packsDir(), row.name)
 	var st unix.Stat_t
-	err = unix.Lstat(pack.Path(x.s.packsDir(), row.name), &st)
+	err := unix.Lstat(path, &st)
 	if err != nil && !errors.Is(err, unix.ENOENT) && !errors.Is(err, unix.ENOTDIR) {
-		return packRow{}, false, &os.PathError{Op: "lstat", Path: pack.Path(x.s.packsDir(), row.name), Err: err}
+		return &os.PathError{Op: "lstat", Path: path, Err: err}
 	}
-	x.packs[num], x.whole[num] = row, err == nil && st.Mode&unix.S_IFMT == unix.S_IFREG && st.Size == row.bytes
-	return row, x.whole[num], nil
+	x.packs[row.num], x.whole[row.num] = row, err == nil && st.Mode&unix.S_IFMT == unix.S_IFREG && st.Size == row.bytes
+	return nil
 }
 
 // has tells whether a piece is in a pack that is whole, and not known to be
@@ -310,6 +350,13 @@ func (x *index) find(ctx context.Context, ids []pack.ID, fn func(place) error) (
 	for part := range slices.Chunk(ids, 16*findBatch) {
 		places := make([]place, 0, len(part))
 		if err := x.s.locateAll(ctx, part, func(p place) error { places = append(places, p); return nil }); err != nil {
+			return nil, err
+		}
+		nums := make([]int64, len(places))
+		for i := range places {
+			nums[i] = places[i].pack
+		}
+		if err := x.know(ctx, nums); err != nil {
 			return nil, err
 		}
 		there := make(map[pack.ID]bool, len(places))

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -240,6 +241,9 @@ func (d *Draft) weigh(ctx context.Context, need []pack.ID, old *ledgerReader, pa
 	}
 	if old == nil {
 		return n, nil
+	}
+	if err := d.x.know(ctx, slices.Collect(maps.Keys(packs))); err != nil {
+		return 0, err
 	}
 	for num := range packs {
 		if _, whole, err := d.x.pack(ctx, num); err != nil || !whole {
