@@ -90,7 +90,8 @@ func (j *judging) checkpoints() {
 		}
 		return
 	}
-	j.note(verdict(slices.Contains(r.Triggers, triggerOf(j.ask.Every))), "checkpoints every "+j.ask.Every, "checkpoints.triggers", listText(r.Triggers))
+	_, ok := r.allowsEvery(j.ask.Every)
+	j.note(verdict(ok), "checkpoints every "+j.ask.Every, "checkpoints.triggers", listText(r.Triggers))
 }
 
 func (j *judging) labels() {

@@ -23,6 +23,9 @@ type key struct {
 	// group: giving one of its keys replaces them all. What a policy says of
 	// mounts, for one, is all that can be mounted.
 	group string
+	// replaces is a group whose keys it takes away, as one of their own does.
+	replaces string
+
 	read  func(r *Rules, n *yaml.Node) []*Problem
 	value func(r *Rules) any // as in a file; nil: not said
 	copy  func(dst, src *Rules)
@@ -83,19 +86,25 @@ var keys = []key{
 
 	listOf("checkpoints.triggers", func(r *Rules) *[]string { return &r.Triggers }, parseTrigger, func(base *Rules, s string) bool { return slices.Contains(base.Triggers, s) }),
 	valueOf("checkpoints.every", func(r *Rules) *string { return &r.Every }, parseEvery, textOf),
-	valueOf("checkpoints.keep_last", func(r *Rules) *int { return &r.Retention.KeepLast }, parseKeep, intOf),
-	valueOf("checkpoints.keep_within", func(r *Rules) *time.Duration { return &r.Retention.KeepWithin }, parsePositive, ageOf),
-	valueOf("checkpoints.keep_hourly", func(r *Rules) *int { return &r.Retention.KeepHourly }, parseKeep, intOf),
-	valueOf("checkpoints.keep_daily", func(r *Rules) *int { return &r.Retention.KeepDaily }, parseKeep, intOf),
-	valueOf("checkpoints.keep_weekly", func(r *Rules) *int { return &r.Retention.KeepWeekly }, parseKeep, intOf),
-	atMost("checkpoints.max_bytes", func(r *Rules) *int64 { return &r.Retention.MaxBytes }, parseSize, sizeOf),
+	valueOf("checkpoints.keep_last", func(r *Rules) *int { return &r.Retention.KeepLast }, parseKeep, intOf).replacing("automatic"),
+	valueOf("checkpoints.keep_within", func(r *Rules) *time.Duration { return &r.Retention.KeepWithin }, parsePositive, ageOf).replacing("automatic"),
+	valueOf("checkpoints.keep_hourly", func(r *Rules) *int { return &r.Retention.KeepHourly }, parseKeep, intOf).replacing("automatic"),
+	valueOf("checkpoints.keep_daily", func(r *Rules) *int { return &r.Retention.KeepDaily }, parseKeep, intOf).replacing("automatic"),
+	valueOf("checkpoints.keep_weekly", func(r *Rules) *int { return &r.Retention.KeepWeekly }, parseKeep, intOf).replacing("automatic"),
+	atMost("checkpoints.max_bytes", func(r *Rules) *int64 { return &r.Retention.MaxBytes }, parseSize, sizeOf).replacing("automatic"),
+	valueOf("checkpoints.automatic.keep_last", func(r *Rules) *int { return &r.Automatic.KeepLast }, parseKeepSome, intOf).in("automatic"),
+	valueOf("checkpoints.automatic.keep_within", func(r *Rules) *time.Duration { return &r.Automatic.KeepWithin }, parsePositive, ageOf).in("automatic"),
+	valueOf("checkpoints.automatic.keep_hourly", func(r *Rules) *int { return &r.Automatic.KeepHourly }, parseKeepSome, intOf).in("automatic"),
+	valueOf("checkpoints.automatic.keep_daily", func(r *Rules) *int { return &r.Automatic.KeepDaily }, parseKeepSome, intOf).in("automatic"),
+	valueOf("checkpoints.automatic.keep_weekly", func(r *Rules) *int { return &r.Automatic.KeepWeekly }, parseKeepSome, intOf).in("automatic"),
 
 	listOf("labels", func(r *Rules) *[]string { return &r.Labels }, parseLabel, nil).needsAllOf(),
 
 	hooksAt(BeforeStart), hooksAt(BeforeCheckpoint), hooksAt(AfterCheckpoint), hooksAt(BeforeRestore), hooksAt(AfterRestore), hooksAt(OnFailure),
 }
 
-func (k key) in(group string) key { k.group = group; return k }
+func (k key) in(group string) key        { k.group = group; return k }
+func (k key) replacing(group string) key { k.replaces = group; return k }
 
 // listOf is a key with a list of texts. Each item of it has to be covered by
 // the base; a list in a file replaces the base's.
@@ -352,6 +361,16 @@ func parseKeep(s string) (int, error) {
 	return n, nil
 }
 
+// parseKeepSome is for rules that take the place of the base's: with a 0 one could
+// not tell what they say.
+func parseKeepSome(s string) (int, error) {
+	n, err := parseKeep(s)
+	if err == nil && n == 0 {
+		return 0, errors.New("0 is no rule; leave it out, or write -1, which keeps all")
+	}
+	return n, err
+}
+
 var ageRE = lazy.Regexp(`^(?:(\d{1,5})w)?(?:(\d{1,6})d)?(.*)$`)
 
 // ParseDuration reads Go's durations with weeks and days before them, as
@@ -408,18 +427,9 @@ func parseLifetime(s string) (time.Duration, error) {
 	return d, err
 }
 
-// MinEvery keeps checkpoints from following each other without a pause.
-const MinEvery = time.Second
-
 func parseEvery(s string) (string, error) {
-	if s == TriggerExec {
-		return s, nil
-	}
-	d, err := ParseDuration(s)
-	if err != nil || d < MinEvery {
-		return "", fmt.Errorf("%.40q: write exec, or a duration from %v on, for example 5m", s, MinEvery)
-	}
-	return d.String(), nil
+	e, err := ParseEvery(s)
+	return e.String(), err
 }
 
 func oneOf(s string, words ...string) (string, error) {

@@ -36,7 +36,7 @@ func drawPolicy(t *rapid.T, label string) string {
 	maybe("network: {%s}", one("modes: [none], default: none", "modes: [none, bridge]", "modes: [host, bridge], default: host", "modes: [none, filtered], default: none", "modes: [filtered], default: filtered, egress: [a.org, 10.0.0.0/8 1-99]", "modes: [filtered], default: filtered, egress: []", "groups: false", "publish: [1-100]", `publish: ["127.0.0.1:80"]`))
 	maybe("limits: {%s}", one("memory: {max: 1g}", "memory: {default: 512m}", "memory: {default: 64m, max: 2g}, pids: {max: 5}", "cpus: {max: 1}", "cpus: {default: 2}", "memory: {max: 1g}, swap: {max: 1g}", "memory: {default: 1g}, swap: {default: 1m}", "io: {default: 1m}, storage_size: {max: 1g}"))
 	maybe("lifetime: {%s}", one("ttl: 1h", "idle: 1m", "ttl: 2h, idle: 1h"))
-	maybe("checkpoints: {%s}", one("every: 5m", "triggers: [exec]", "triggers: [exec], every: exec", "triggers: []", "keep_last: 3", "max_bytes: 1g"))
+	maybe("checkpoints: {%s}", one("every: 5m", "triggers: [exec]", "triggers: [exec], every: exec", "triggers: []", "keep_last: 3", "max_bytes: 1g", "every: 'exec,5m'", "automatic: {keep_last: 3}", "automatic: {keep_daily: -1}, keep_last: 2"))
 	maybe("labels: [%s]", some("a", "b=x*"))
 	return b.String()
 }
@@ -79,7 +79,7 @@ func drawRequest(t *rapid.T) Request {
 		r.Idle = rapid.SampledFrom([]time.Duration{0, time.Minute, 3 * time.Hour}).Draw(t, "idle")
 	}
 	if ask("every") {
-		r.Every = rapid.SampledFrom([]string{"exec", "5m0s"}).Draw(t, "when")
+		r.Every = rapid.SampledFrom([]string{"exec", "5m0s", "exec,5m0s"}).Draw(t, "when")
 	}
 	if ask("labels") {
 		r.Labels = map[string]string{"a": ""}

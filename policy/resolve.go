@@ -265,11 +265,15 @@ func (d *document) inherit(p, base *Policy) {
 	}
 }
 
-// replaced is where another key of k's group is given, which takes what the
-// base says of k away.
+// replaced is where another key of k's group is given, or one that replaces the
+// group, which takes what the base says of k away.
 func (d *document) replaced(k key) *yaml.Node {
 	for _, other := range keys {
-		if n, ok := d.set[other.name]; ok && k.group != "" && other.group == k.group {
+		n, ok := d.set[other.name]
+		if !ok || k.group == "" {
+			continue
+		}
+		if other.group == k.group || other.replaces == k.group && other.value(&d.rules) != nil {
 			return n
 		}
 	}
@@ -367,8 +371,8 @@ func (d *document) impossible(base *Policy) (problems []*Problem) {
 	if !slices.Contains(r.Seccomp, SeccompDefault) {
 		bad("the profile default has to be among those allowed", "seccomp")
 	}
-	if r.Every != "" && !slices.Contains(r.Triggers, triggerOf(r.Every)) {
-		bad(fmt.Sprintf("checkpoints by %s are not among the triggers allowed", triggerOf(r.Every)), "checkpoints.every", "checkpoints.triggers")
+	if t, ok := r.allowsEvery(r.Every); !ok {
+		bad(fmt.Sprintf("checkpoints by %s are not among the triggers allowed", t), "checkpoints.every", "checkpoints.triggers")
 	}
 	if r.Swap != (Limit[int64]{}) && r.Memory == (Limit[int64]{}) {
 		bad("swap has a limit only where memory has one: give limits.memory.default or max", "limits.swap.max", "limits.swap.default")
@@ -395,13 +399,6 @@ func (d *document) impossible(base *Policy) (problems []*Problem) {
 		}
 	}
 	return problems
-}
-
-func triggerOf(every string) string {
-	if every == TriggerExec {
-		return TriggerExec
-	}
-	return TriggerInterval
 }
 
 // ParseCanonical reads what Canonical wrote: the policy of that name, as it was

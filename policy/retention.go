@@ -39,6 +39,8 @@ type Kept struct {
 	// Protected says why it has to stay whatever the rules say, e.g. "head",
 	// "tag good"; empty: it has not.
 	Protected []string
+	// Automatic says that it was taken without being asked for.
+	Automatic bool
 }
 
 // Decision is what becomes of a checkpoint, and because of what. A reason to
@@ -89,19 +91,15 @@ func (r Retention) hasRule() bool {
 // only when there is a MaxBytes. When even what has to stay is over the
 // bound, all else goes and that is not an error.
 func (r Retention) Apply(now time.Time, list []Kept, size func(ids []string) (int64, error)) ([]Decision, error) {
+	return r.apply(now, list, size, false)
+}
+
+// apply is Apply; asListed has KeepLast count in the order of list, and not by time.
+func (r Retention) apply(now time.Time, list []Kept, size func(ids []string) (int64, error), asListed bool) ([]Decision, error) {
 	if err := r.Validate(); err != nil {
 		return nil, err
 	}
-	// Newest first; ids decide between namesakes in time, so that the answer
-	// does not depend on the order of list.
-	order := make([]int, len(list))
-	for i := range order {
-		order[i] = i
-	}
-	slices.SortStableFunc(order, func(a, b int) int {
-		return cmp.Or(list[b].Created.Compare(list[a].Created), strings.Compare(list[b].ID, list[a].ID))
-	})
-
+	order := newestFirst(list)
 	out := make([]Decision, len(list))
 	groups := map[string][]int{}
 	for _, i := range order {
@@ -113,7 +111,7 @@ func (r Retention) Apply(now time.Time, list []Kept, size func(ids []string) (in
 		groups[list[i].Group] = append(groups[list[i].Group], i)
 	}
 	for _, members := range groups {
-		r.applyRules(now, list, members, out)
+		r.applyRules(now, list, members, out, asListed)
 	}
 	for i := range out {
 		out[i].Keep = len(out[i].Reasons) > 0
@@ -128,20 +126,82 @@ func (r Retention) Apply(now time.Time, list []Kept, size func(ids []string) (in
 	return out, r.applyBudget(list, order, out, size)
 }
 
+// newestFirst are the places of list; ids decide between namesakes in time, so
+// that the answer does not depend on the order of list.
+func newestFirst(list []Kept) []int {
+	order := make([]int, len(list))
+	for i := range order {
+		order[i] = i
+	}
+	slices.SortStableFunc(order, func(a, b int) int {
+		return cmp.Or(list[b].Created.Compare(list[a].Created), strings.Compare(list[b].ID, list[a].ID))
+	})
+	return order
+}
+
+// Keeping is all that a policy says of the checkpoints of its sandboxes.
+type Keeping struct {
+	All       Retention
+	Automatic Retention // if it has a rule, those that are Automatic go by it, and not by the rules of All
+}
+
+// Apply is Retention's. Where automatic checkpoints have rules of their own, they
+// are not counted by those of the others, and have to be listed newest first, as
+// they were taken: what a clock that was set back says of them makes none of the
+// last ones go. MaxBytes is of all together.
+func (k Keeping) Apply(now time.Time, list []Kept, size func(ids []string) (int64, error)) ([]Decision, error) {
+	if !k.Automatic.hasRule() {
+		return k.All.Apply(now, list, size)
+	}
+	var own, others []Kept
+	for _, c := range list {
+		if c.Automatic {
+			own = append(own, c)
+		} else {
+			others = append(others, c)
+		}
+	}
+	counted := k.All
+	counted.MaxBytes = 0
+	a, err := k.Automatic.apply(now, own, nil, true)
+	if err != nil {
+		return nil, err
+	}
+	b, err := counted.Apply(now, others, nil)
+	if err != nil {
+		return nil, err
+	}
+	decided := map[string]Decision{}
+	for _, d := range append(a, b...) {
+		decided[d.ID] = d
+	}
+	out, order := make([]Decision, len(list)), newestFirst(list)
+	for i := range list {
+		out[i] = decided[list[i].ID]
+	}
+	return out, k.All.applyBudget(list, order, out, size)
+}
+
 // applyRules adds the reasons of the counting rules to the members of one
 // group, which are sorted, newest first.
-func (r Retention) applyRules(now time.Time, list []Kept, members []int, out []Decision) {
+func (r Retention) applyRules(now time.Time, list []Kept, members []int, out []Decision, asListed bool) {
 	rules := []struct {
 		name  string
 		count int // left; -1: no end
-		slot  func(t time.Time, nth int) int
+		slot  func(t time.Time) int
 		taken int
 		last  int
 	}{
-		{name: "last", count: r.KeepLast, slot: func(_ time.Time, nth int) int { return nth }},
-		{name: "hourly", count: r.KeepHourly, slot: func(t time.Time, _ int) int { return day(t)*24 + t.Hour() }},
-		{name: "daily", count: r.KeepDaily, slot: func(t time.Time, _ int) int { return day(t) }},
-		{name: "weekly", count: r.KeepWeekly, slot: func(t time.Time, _ int) int { y, w := t.ISOWeek(); return y*100 + w }},
+		{name: "hourly", count: r.KeepHourly, slot: func(t time.Time) int { return day(t)*24 + t.Hour() }},
+		{name: "daily", count: r.KeepDaily, slot: day},
+		{name: "weekly", count: r.KeepWeekly, slot: func(t time.Time) int { y, w := t.ISOWeek(); return y*100 + w }},
+	}
+	nth, inOrder := make(map[int]int, len(members)), members
+	if asListed {
+		inOrder = slices.Sorted(slices.Values(members))
+	}
+	for n, i := range inOrder {
+		nth[i] = n
 	}
 	var newest time.Time // of those that are not in the future
 	for _, i := range members {
@@ -150,21 +210,24 @@ func (r Retention) applyRules(now time.Time, list []Kept, members []int, out []D
 			break
 		}
 	}
-	for nth, i := range members {
+	for n, i := range members {
 		t := list[i].Created.UTC()
 		d := &out[i]
 		// With all in the future newest is the year 1, and all are within.
 		if r.KeepWithin > 0 && t.After(newest.Add(-r.KeepWithin)) {
 			d.Reasons = append(d.Reasons, "within "+short(r.KeepWithin))
 		}
+		if r.KeepLast < 0 || nth[i] < r.KeepLast {
+			d.Reasons = append(d.Reasons, fmt.Sprintf("last %d", nth[i]+1))
+		}
 		for k := range rules {
 			rule := &rules[k]
 			if rule.count == 0 {
 				continue
 			}
-			slot := rule.slot(t, nth)
+			slot := rule.slot(t)
 			fresh := rule.taken == 0 || slot != rule.last
-			if !fresh && nth != len(members)-1 {
+			if !fresh && n != len(members)-1 {
 				continue
 			}
 			if fresh {
@@ -209,12 +272,15 @@ func (r Retention) applyBudget(list []Kept, order []int, out []Decision, size fu
 		total, err := size(ids)
 		return total <= r.MaxBytes, err
 	}
-	low, high := 0, len(may) // len(may) is the answer even when it does not fit
+	if ok, err := fits(0); ok || err != nil { // mostly
+		return measured(err)
+	}
+	low, high := min(1, len(may)), len(may) // len(may) is the answer even when it does not fit
 	for low < high {
 		mid := (low + high) / 2
 		ok, err := fits(mid)
 		if err != nil {
-			return fmt.Errorf("measure checkpoints: %w", err)
+			return measured(err)
 		}
 		if ok {
 			high = mid
@@ -224,6 +290,13 @@ func (r Retention) applyBudget(list []Kept, order []int, out []Decision, size fu
 	}
 	for _, i := range may[:low] {
 		out[i].Keep, out[i].Reasons = false, []string{reasonBudget}
+	}
+	return nil
+}
+
+func measured(err error) error {
+	if err != nil {
+		return fmt.Errorf("measure checkpoints: %w", err)
 	}
 	return nil
 }

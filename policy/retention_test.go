@@ -400,3 +400,64 @@ func TestRetentionNewer(t *testing.T) {
 		}
 	})
 }
+
+// TestKeeping: automatic checkpoints go by rules of their own, and no other is
+// counted, or goes, by them.
+func TestKeeping(t *testing.T) {
+	auto := func(when string) Kept { c := at(when); c.Automatic = true; return c }
+	list := []Kept{ // newest first, as they were taken
+		auto("2024-01-03 10:30"), at("2024-01-03 10:20"), auto("2024-01-03 10:10"), auto("2024-01-03 10:00"),
+		at("2024-01-02 10:00"), auto("2024-01-01 23:00"), auto("2024-01-01 22:00"), at("2024-01-01 10:00"),
+	}
+	pinned := slices.Clone(list)
+	pinned[6].Pinned = true
+	pinned[3].Protected = []string{"head"}
+	// The clock was two days ahead until it was set right.
+	ahead := []Kept{auto("2024-01-01 10:02"), auto("2024-01-01 10:01"), auto("2024-01-03 10:00"), auto("2024-01-03 09:59")}
+	for _, c := range []struct {
+		name string
+		k    Keeping
+		list []Kept
+		want []string
+	}{
+		{"without rules of their own they go by those of all", Keeping{All: Retention{KeepLast: 2}}, list,
+			[]string{"2024-01-03 10:30: last 1", "2024-01-03 10:20: last 2"}},
+		{"the others all stay", Keeping{Automatic: Retention{KeepLast: 2, KeepDaily: 2}}, list, []string{
+			"2024-01-03 10:30: last 1, daily 1", "2024-01-03 10:20: no rule", "2024-01-03 10:10: last 2",
+			"2024-01-02 10:00: no rule", "2024-01-01 23:00: daily 2", "2024-01-01 10:00: no rule"}},
+		{"or go by theirs", Keeping{All: Retention{KeepLast: 1}, Automatic: Retention{KeepLast: 1}}, list,
+			[]string{"2024-01-03 10:30: last 1", "2024-01-03 10:20: last 1"}},
+		{"-1 keeps all of them", Keeping{All: Retention{KeepLast: 1}, Automatic: Retention{KeepLast: -1}}, list, []string{
+			"2024-01-03 10:30: last 1", "2024-01-03 10:20: last 1", "2024-01-03 10:10: last 2", "2024-01-03 10:00: last 3",
+			"2024-01-01 23:00: last 4", "2024-01-01 22:00: last 5"}},
+		{"pins and heads stay", Keeping{Automatic: Retention{KeepLast: 1}}, pinned, []string{
+			"2024-01-03 10:30: last 1", "2024-01-03 10:20: no rule", "2024-01-03 10:00: head",
+			"2024-01-02 10:00: no rule", "2024-01-01 22:00: pinned", "2024-01-01 10:00: no rule"}},
+		{"the last ones are those taken last, whatever the clock said", Keeping{Automatic: Retention{KeepLast: 2}}, ahead,
+			[]string{"2024-01-01 10:02: last 1", "2024-01-01 10:01: last 2"}},
+		{"the bytes are of all, and the oldest go", Keeping{All: Retention{MaxBytes: 4}, Automatic: Retention{KeepLast: 3}}, list, []string{
+			"2024-01-03 10:30: last 1", "2024-01-03 10:20: no rule", "2024-01-03 10:10: last 2", "2024-01-03 10:00: last 3"}},
+	} {
+		got, err := c.k.Apply(late, c.list, func(ids []string) (int64, error) { return int64(len(ids)), nil })
+		if err != nil {
+			t.Fatal(err)
+		}
+		want := slices.Clone(c.want)
+		slices.Sort(want)
+		have := summary(c.list, got)
+		slices.Sort(have)
+		if d := cmp.Diff(want, have); d != "" {
+			t.Errorf("%s: -want +got:\n%s", c.name, d)
+		}
+		for i, d := range got {
+			if d.ID != c.list[i].ID || len(d.Reasons) == 0 {
+				t.Errorf("%s: decision %d is %+v", c.name, i, d)
+			}
+		}
+	}
+	for _, k := range []Keeping{{Automatic: Retention{KeepLast: -2}}, {All: Retention{KeepDaily: -2}, Automatic: Retention{KeepLast: 1}}} {
+		if _, err := k.Apply(late, list, nil); !errors.Is(err, fault.ErrInvalid) {
+			t.Errorf("%+v: %v", k, err)
+		}
+	}
+}

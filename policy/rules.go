@@ -52,6 +52,7 @@ type Rules struct {
 	Triggers  []string // what may have checkpoints taken by itself: TriggerExec, TriggerInterval
 	Every     string   // when they are taken when the caller does not say
 	Retention Retention
+	Automatic Retention // of those taken by itself, MaxBytes apart; with any rule it is they that count for these
 
 	Labels []string // KEY or KEY=PATTERN, each of which a sandbox must have
 
@@ -62,6 +63,9 @@ type Rules struct {
 var namespaces = []string{NamespaceOptional, NamespacePreferred, NamespaceRequired}
 
 func rankOf(namespace string) int { return max(slices.Index(namespaces, namespace), 0) }
+
+// Keeping is what they say of a sandbox's checkpoints.
+func (r *Rules) Keeping() Keeping { return Keeping{r.Retention, r.Automatic} }
 
 // NeedsNamespace tells whether a sandbox must have a user namespace.
 func (r *Rules) NeedsNamespace() bool { return r.Namespace == NamespaceRequired }

@@ -4,50 +4,56 @@ import (
 	"context"
 	"fmt"
 	"path/filepath"
+	"slices"
 	"strings"
-	"time"
 	"unicode"
 
+	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// EveryExec, as Spec.CheckpointEvery, asks for a checkpoint before each Exec.
-const EveryExec = "exec"
-
 // Triggers of the checkpoints that Spec.CheckpointEvery asks for.
 const (
-	TriggerExec     = "exec"
-	TriggerInterval = "interval"
+	TriggerExec     = policy.TriggerExec
+	TriggerInterval = policy.TriggerInterval
 )
 
 // opInterval is what a checkpoint at an interval holds the sandbox's lock for.
 const opInterval = "interval checkpoint"
 
-// minEvery keeps a sandbox from being frozen more than it runs.
-const minEvery = time.Second
+// every is when a sandbox's checkpoints are taken without being asked for.
+func every(s Spec) (policy.Every, error) {
+	e, err := policy.ParseEvery(s.CheckpointEvery)
+	if err != nil {
+		return e, fmt.Errorf("%w: a checkpoint every %w", ErrInvalid, err)
+	}
+	return e, nil
+}
 
-// checkEvery refuses a Spec.CheckpointEvery that means nothing.
-func checkEvery(every string) error {
-	if every == "" || every == EveryExec {
-		return nil
+// ownTrigger refuses a checkpoint by hand that would pass for one of those that
+// the sandbox's are taken by: those go by themselves.
+func ownTrigger(s Spec, opts CheckpointOptions) error {
+	e, err := every(s)
+	if err != nil || opts.Automatic || !slices.Contains(e.Triggers(), opts.Trigger) {
+		return err
 	}
-	d, err := time.ParseDuration(every)
-	if err != nil || d < minEvery {
-		return fmt.Errorf("%w: a checkpoint every %q: give %q or a time of at least %s, like 5m", ErrInvalid, every, EveryExec, minEvery)
-	}
-	return nil
+	return hint(fmt.Errorf("%w: trigger %q is that of the checkpoints which are taken of this sandbox by themselves", ErrInvalid, opts.Trigger),
+		"Choose another --trigger, or leave it away.")
 }
 
 // beforeExec takes the checkpoint that is to precede an exec. Without it the
 // exec is refused: the way back comes first.
 func (e *Engine) beforeExec(ctx context.Context, sb store.Sandbox, p Process) error {
 	s, err := spec(sb)
-	if err != nil || s.CheckpointEvery != EveryExec {
+	if err != nil {
+		return err
+	}
+	if on, err := every(s); err != nil || !on.Exec {
 		return err
 	}
 	_, err = e.Checkpoint(ctx, sb.ID, CheckpointOptions{
 		// The program alone: arguments can be secrets.
-		Trigger: TriggerExec, Labels: map[string]string{"exec": clipLabel(p.Args[0])},
+		Trigger: TriggerExec, Automatic: true, Labels: map[string]string{"exec": clipLabel(p.Args[0])},
 	})
 	if err != nil {
 		return fmt.Errorf("the checkpoint before it failed, so that nothing was run: %w", err)
@@ -69,8 +75,12 @@ func clipLabel(s string) string {
 	}, s)
 }
 
-// interval tells whether a sandbox asks for checkpoints at intervals.
-func interval(s Spec) bool { return s.CheckpointEvery != "" && s.CheckpointEvery != EveryExec }
+// interval tells whether a sandbox asks for checkpoints at intervals. Of what
+// cannot be read Create has said so.
+func interval(s Spec) bool {
+	e, err := every(s)
+	return err == nil && e.Interval > 0
+}
 
 // autoPath is the lock of the process that takes them.
 func (e *Engine) autoPath(id string) string { return filepath.Join(e.run, "auto", id) }

@@ -29,7 +29,7 @@ type freezing struct {
 // Checkpoint records a sandbox as it is at one instant. The sandbox is frozen
 // from before the first byte is read until the checkpoint is durable. On error
 // it goes on as before and nothing new is listed as ready.
-func (e *Engine) Checkpoint(ctx context.Context, ref string, opts CheckpointOptions) (_ Checkpoint, err error) {
+func (e *Engine) Checkpoint(ctx context.Context, ref string, opts CheckpointOptions) (out Checkpoint, err error) {
 	defer func() { err = fail("checkpoint", ref, err) }()
 	steps := follow(opts.Progress)
 	defer steps.end()
@@ -53,7 +53,7 @@ func (e *Engine) Checkpoint(ctx context.Context, ref string, opts CheckpointOpti
 	}
 	defer func() {
 		if err == nil {
-			e.makeRoom(ctx, sb.Sandbox) // once the sandbox is not held any more
+			e.makeRoom(ctx, sb.Sandbox, out) // once the sandbox is not held any more
 		}
 	}()
 	defer sb.lock.Unlock()
@@ -65,6 +65,9 @@ func (e *Engine) Checkpoint(ctx context.Context, ref string, opts CheckpointOpti
 	}
 	s, err := spec(sb.Sandbox)
 	if err != nil {
+		return Checkpoint{}, err
+	}
+	if err := ownTrigger(s, opts); err != nil {
 		return Checkpoint{}, err
 	}
 	if opts.Attach, err = e.attachable(s, opts.Attach); err != nil {
@@ -85,7 +88,7 @@ func (e *Engine) Checkpoint(ctx context.Context, ref string, opts CheckpointOpti
 	}
 	e.log.Info("checkpoint ready", "sandbox", sb.ID, "checkpoint", row.ID, "kind", row.Kind, "bytes", row.Bytes, "frozen", row.Frozen)
 	h.of(row)
-	out := checkpointView(row)
+	out = checkpointView(row)
 	for _, f := range out.Attached {
 		if f.Absent { // a path that was mistyped looks like this
 			out.Warnings = append(slices.Clone(out.Warnings), fmt.Sprintf("host file %s is not there: a restore removes what is there then", f.Path))

@@ -69,7 +69,7 @@ func (e *Engine) Prune(ctx context.Context, opts PruneOptions) (out Pruned, err 
 		sandbox = sb.ID
 	}
 	if rules != (policy.Retention{}) {
-		if err := e.retain(ctx, sandbox, rules, &out); err != nil {
+		if err := e.retain(ctx, store.Filter{SandboxID: sandbox}, retention{Keeping: policy.Keeping{All: rules}}, &out); err != nil {
 			return out, err
 		}
 	} else if err := e.keepByPolicy(ctx, sandbox, &out); err != nil {
@@ -155,26 +155,27 @@ func (e *Engine) estimate(ctx context.Context, out *Pruned) error {
 	return nil
 }
 
-// retain applies the rules and, unless it is a dry run, removes what they do
-// not keep.
-func (e *Engine) retain(ctx context.Context, sandbox string, rules policy.Retention, out *Pruned) error {
-	rows, err := e.store.Checkpoints(ctx, store.Filter{SandboxID: sandbox})
+// retain applies the rules to the checkpoints that a filter selects and, unless it
+// is a dry run, removes what they do not keep. Those of each sandbox that count
+// have to be among them.
+func (e *Engine) retain(ctx context.Context, f store.Filter, r retention, out *Pruned) error {
+	rows, err := e.store.Checkpoints(ctx, f)
 	if err != nil {
 		return err
 	}
-	boxes, err := e.store.Sandboxes(ctx)
+	at, err := e.store.Heads(ctx)
 	if err != nil {
 		return err
 	}
-	heads, alive := map[string]bool{}, map[string]bool{}
-	for _, sb := range boxes {
-		heads[sb.Head], alive[sb.ID] = true, true
+	heads := map[string]bool{}
+	for _, head := range at {
+		heads[head] = true
 	}
 	undo := map[string]*store.Attached{} // what newer undo checkpoints of a sandbox have of the host
 	byID := map[string]store.Checkpoint{}
 	list := make([]policy.Kept, 0, len(rows))
 	for _, row := range rows {
-		k := policy.Kept{ID: row.ID, Group: row.SandboxID, Created: row.Created, Pinned: row.Pinned}
+		k := policy.Kept{ID: row.ID, Group: row.SandboxID, Created: row.Created, Pinned: row.Pinned, Automatic: r.covers(row)}
 		if heads[row.ID] {
 			k.Protected = append(k.Protected, "head")
 		}
@@ -185,7 +186,7 @@ func (e *Engine) retain(ctx context.Context, sandbox string, rules policy.Retent
 			k.Group += " undo" // they are no part of the history that the rules are about
 			if newer, seen := undo[row.SandboxID]; !seen || !newer.Covers(row.Attached) {
 				undo[row.SandboxID] = newer.And(row.Attached)
-				if alive[row.SandboxID] {
+				if _, alive := at[row.SandboxID]; alive {
 					k.Protected = append(k.Protected, "undo of the last restore") // of the sandbox, or of host files
 				}
 			}
@@ -194,8 +195,16 @@ func (e *Engine) retain(ctx context.Context, sandbox string, rules policy.Retent
 		list = append(list, k)
 	}
 	var sizes *store.Sizes
-	decisions, err := rules.Apply(time.Now(), list, func(ids []string) (n int64, err error) {
+	decisions, err := r.Apply(time.Now(), list, func(ids []string) (n int64, err error) {
 		if sizes == nil {
+			// Most times all fits, and nothing has to be read to know it.
+			of := make([]store.Checkpoint, len(ids))
+			for i, id := range ids {
+				of[i] = byID[id]
+			}
+			if n, err := e.store.AtMost(ctx, of); err != nil || n <= r.All.MaxBytes {
+				return n, err
+			}
 			if sizes, err = e.store.Sizes(ctx); err != nil {
 				return 0, err
 			}

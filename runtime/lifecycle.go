@@ -207,7 +207,8 @@ func complete(req CreateRequest, img images.Image, backend string) (Spec, error)
 			return s, err
 		}
 	}
-	if err := errors.Join(checkEvery(s.CheckpointEvery), checkLifetime(s.Lifetime)); err != nil {
+	_, err := every(s)
+	if err := errors.Join(err, checkLifetime(s.Lifetime)); err != nil {
 		return s, err
 	}
 	r := s.Resources

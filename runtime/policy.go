@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/agentbox/agentbox/images"
@@ -175,6 +176,34 @@ func policyName(spec json.RawMessage) string {
 	return s.Policy.Name
 }
 
+// retention is what is kept of a sandbox's checkpoints.
+type retention struct {
+	policy.Keeping
+	policy    string
+	automatic []string // the triggers of those that are automatic
+}
+
+// kept is what a sandbox's policy says of its checkpoints.
+func kept(s Spec) (r retention, err error) {
+	p, err := recorded(s)
+	if err != nil || p == nil {
+		return r, err
+	}
+	e, err := every(s)
+	return retention{p.Rules.Keeping(), p.Name, e.Triggers()}, err
+}
+
+// any says whether there is anything that could remove a checkpoint.
+func (r retention) any() bool {
+	return r.All != (policy.Retention{}) || r.Automatic != (policy.Retention{}) && len(r.automatic) > 0
+}
+
+// covers says whether a checkpoint is one of those that were taken without being
+// asked for. What was given a name, or came from elsewhere, somebody wants.
+func (r retention) covers(c store.Checkpoint) bool {
+	return slices.Contains(r.automatic, c.Trigger) && c.Name == "" && !c.Pulled
+}
+
 // keepByPolicy removes the checkpoints of one sandbox, or of each, that the
 // policy does not keep under which it was made.
 func (e *Engine) keepByPolicy(ctx context.Context, sandbox string, out *Pruned) error {
@@ -205,14 +234,14 @@ func (e *Engine) keepByPolicy(ctx context.Context, sandbox string, out *Pruned) 
 		if err != nil {
 			return err
 		}
-		p, err := recorded(s)
+		r, err := kept(s)
 		if err != nil {
 			return err
 		}
-		if p == nil || p.Rules.Retention == (policy.Retention{}) {
+		if !r.any() {
 			continue
 		}
-		if err := e.retain(ctx, row.SandboxID, p.Rules.Retention, out); err != nil {
+		if err := e.retain(ctx, store.Filter{SandboxID: row.SandboxID}, r, out); err != nil {
 			return err
 		}
 	}
@@ -221,26 +250,30 @@ func (e *Engine) keepByPolicy(ctx context.Context, sandbox string, out *Pruned) 
 
 // makeRoom removes what a sandbox's policy does not keep beside the checkpoint
 // that was just taken. That one is there, whatever comes of it.
-func (e *Engine) makeRoom(ctx context.Context, sb store.Sandbox) {
+func (e *Engine) makeRoom(ctx context.Context, sb store.Sandbox, c Checkpoint) {
 	s, err := spec(sb)
 	if err != nil {
 		return // the checkpoint could not have been taken
 	}
 	var out Pruned
-	p, err := recorded(s)
-	if err == nil && (p == nil || p.Rules.Retention == (policy.Retention{})) {
-		return
+	r, err := kept(s)
+	f := store.Filter{SandboxID: sb.ID}
+	if err == nil && r.All == (policy.Retention{}) {
+		// Only the automatic ones are counted: no other is even looked at.
+		if f.Automatic = true; !r.any() || !slices.Contains(r.automatic, c.Trigger) {
+			return
+		}
 	}
 	ctx = context.WithoutCancel(ctx)
 	if err == nil {
-		err = e.retain(ctx, sb.ID, p.Rules.Retention, &out)
+		err = e.retain(ctx, f, r, &out)
 	}
 	if err != nil {
 		e.log.Warn("older checkpoints stay; `agentbox prune` removes them", "sandbox", sb.ID, "err", err)
 	}
 	if len(out.Removed) > 0 {
-		e.log.Info("checkpoints removed by policy", "sandbox", sb.ID, "policy", p.Name, "checkpoints", len(out.Removed))
-		d := deedTo(sb, "prune", "", "retention of policy "+p.Name)
+		e.log.Info("checkpoints removed by policy", "sandbox", sb.ID, "policy", r.policy, "checkpoints", len(out.Removed))
+		d := deedTo(sb, "prune", "", "retention of policy "+r.policy)
 		d.Past = true
 		for _, p := range out.Removed {
 			d.Made = append(d.Made, p.Checkpoint.ID)

@@ -257,6 +257,9 @@ type CheckpointOptions struct {
 	// Attach are absolute paths of regular files of the host that belong to the
 	// checkpoint, or of ones that are not there: a restore puts them back, too.
 	Attach []string `json:"attach"`
+	// Automatic is for the one that Spec.CheckpointEvery asks for: the Trigger of
+	// such a sandbox's is nobody else's.
+	Automatic bool `json:"-"`
 
 	Progress Steps `json:"-"`
 }

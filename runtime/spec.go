@@ -41,7 +41,8 @@ type Spec struct {
 	Labels      map[string]string `json:"labels,omitempty"`
 
 	// CheckpointEvery asks for checkpoints without being told to: "exec",
-	// before each Exec, or a time.Duration such as "5m0s".
+	// before each Exec, a time.Duration such as "5m0s", or both: "exec,5m0s". See
+	// policy.ParseEvery.
 	CheckpointEvery string `json:"checkpoint_every,omitempty"`
 
 	// Lifetime bounds how long it lives.

@@ -334,7 +334,8 @@ class Client:
         return self.post("stats", {"sandboxes": list(names), "all": False, "disk": disk})
 
     def create(self, image, args=None, name="", policy="", labels=None, env=None, network=None, **spec):
-        """A new sandbox, not started. spec has further members of Spec (openapi.json).
+        """A new sandbox, not started. spec has further members of Spec (openapi.json), such as
+        checkpoint_every: "exec", "10m", or "exec,10m" for both.
 
         network is "none", "host", "bridge", "filtered", or an object as in Spec; env a dict.
         """

@@ -18,15 +18,12 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// triggerInterval is the trigger of the checkpoints that auto takes.
-const triggerInterval = "interval"
-
 // autoHandover is how long a new auto waits for an old one: that may just be
 // ending, after a look at the sandbox as it was before it was started again.
 const autoHandover = 3 * time.Second
 
 // newAutoCommand is the process that takes a sandbox's checkpoints for
-// --checkpoint-every DURATION; the start of the sandbox starts it.
+// --checkpoint-every with a duration; the start of the sandbox starts it.
 func newAutoCommand(a *app) *cobra.Command {
 	return &cobra.Command{
 		Use:         "auto ID",
@@ -45,8 +42,8 @@ func newAutoCommand(a *app) *cobra.Command {
 				if err != nil {
 					return err
 				}
-				every, err := time.ParseDuration(sb.Spec.CheckpointEvery)
-				if err != nil || every < policy.MinEvery {
+				every, err := policy.ParseEvery(sb.Spec.CheckpointEvery)
+				if err != nil || every.Interval == 0 {
 					return fmt.Errorf("sandbox %s has no interval of checkpoints: %q: %w", sb.Name, sb.Spec.CheckpointEvery, runtime.ErrInvalid)
 				}
 				_, run := g.dirs()
@@ -56,7 +53,7 @@ func newAutoCommand(a *app) *cobra.Command {
 				}
 				defer lock.unlock()
 				slog.SetDefault(slog.New(slog.NewTextHandler(lock, nil)))
-				return runAuto(cmd.Context(), svc, sb.ID, every)
+				return runAuto(cmd.Context(), svc, sb.ID, every.Interval)
 			})
 		},
 	}
@@ -132,7 +129,7 @@ func runAuto(ctx context.Context, svc runtime.Service, id string, every time.Dur
 		if status == runtime.Paused {
 			continue // it stands still: nothing has changed since
 		}
-		_, err = svc.Checkpoint(ctx, id, runtime.CheckpointOptions{Trigger: triggerInterval})
+		_, err = svc.Checkpoint(ctx, id, runtime.CheckpointOptions{Trigger: runtime.TriggerInterval, Automatic: true})
 		// A tick that came meanwhile is dropped: where a checkpoint takes longer
 		// than the interval, the sandbox is to run, and others to have their turn.
 		tick.Reset(every)

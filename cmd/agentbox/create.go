@@ -90,7 +90,7 @@ func (o *createOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVar(&o.ReadOnly, "read-only", false, "mount the root filesystem read-only")
 	fl.BoolVar(&o.Init, "init", false, "run a small init that reaps zombies and passes signals on")
 	fl.StringVar(&o.Entrypoint, "entrypoint", "", "`COMMAND` in place of the image's entrypoint; empty: none")
-	fl.StringVar(&o.Every, "checkpoint-every", "", "take a checkpoint before each exec, or each `DURATION`: exec, or e.g. 5m")
+	fl.StringVar(&o.Every, everyFlag, "", "take a checkpoint before each exec (exec), at each duration (5m), or both (exec,5m): `exec|DURATION`; the policy says how many are kept (default: the last 100, 24 hourly, 7 daily)")
 	fl.StringVar(&o.TTL, "ttl", "", "stop it `DURATION` after it was made, for good; with --rm remove it; default: the policy's, none")
 	fl.StringVar(&o.Idle, "idle", "", "stop it when nothing goes on in it for `DURATION`; default: the policy's, none")
 	fl.StringVar(&o.Lease, "lease", "", "remove it when the `LEASE` ends; see 'agentbox lease'")

@@ -61,6 +61,8 @@ func completeFlags(cmd *cobra.Command) {
 		if c, ok := f.Value.(*choiceValue); ok {
 			// It fails only for a flag registered twice.
 			_ = cmd.RegisterFlagCompletionFunc(f.Name, cobra.FixedCompletions(c.words, cobra.ShellCompDirectiveNoFileComp))
+		} else if f.Name == everyFlag {
+			_ = cmd.RegisterFlagCompletionFunc(f.Name, cobra.FixedCompletions([]string{"exec", "10m", "exec,10m"}, cobra.ShellCompDirectiveNoFileComp))
 		}
 	})
 }

@@ -371,9 +371,11 @@ func TestHistoryUsage(t *testing.T) {
 		"prune --max-bytes 0":                     "not a size",
 		"checkpoint import":                       "FILE|- is missing",
 		"checkpoint push x":                       "REFERENCE is missing",
-		"create --checkpoint-every now busybox":   "write exec, or a duration",
-		"create --checkpoint-every 500ms busybox": "write exec, or a duration",
-		"create --checkpoint-every -5m busybox":   "write exec, or a duration",
+		"create --checkpoint-every now busybox":   "write exec, a duration",
+		"create --checkpoint-every 500ms busybox": "write exec, a duration",
+		"create --checkpoint-every -5m busybox":   "write exec, a duration",
+		"create --checkpoint-every 5m,1h busybox": "\"5m,1h\": write exec, a duration from 1s on, for example 5m, or both: exec,5m",
+		"create --checkpoint-every exec, busybox": "write exec, a duration",
 		"diff --patch --stat run":                 "exclude each other",
 		"diff --patch -z run":                     "--null is for",
 		"diff --color sometimes run":              "must be one of auto, always, never",
@@ -389,7 +391,7 @@ func TestHistoryUsage(t *testing.T) {
 }
 
 func TestCheckpointEvery(t *testing.T) {
-	for text, want := range map[string]string{"exec": "exec", "5m": "5m0s", "1s": "1s", "1d": "24h0m0s", "1w2d3h4m": "219h4m0s"} {
+	for text, want := range map[string]string{"exec": "exec", "5m": "5m0s", "1s": "1s", "1d": "24h0m0s", "1w2d3h4m": "219h4m0s", "exec,10m": "exec,10m0s", "1d,exec": "exec,24h0m0s"} {
 		f := newFake()
 		r := try(t, f, "", "create", "--checkpoint-every", text, "busybox")
 		if r.code != 0 || f.created[0].Spec.CheckpointEvery != want {

@@ -279,16 +279,15 @@ func parseSignal(flag, s string) (string, error) {
 	return s, nil
 }
 
+const everyFlag = "checkpoint-every"
+
 // parseEvery reads when checkpoints are taken by themselves.
 func parseEvery(s string) (string, error) {
-	if s == "exec" {
-		return s, nil
+	e, err := policy.ParseEvery(s)
+	if err != nil {
+		return "", usageErrorf("--checkpoint-every %w", err)
 	}
-	d, err := policy.ParseDuration(s)
-	if err != nil || d < policy.MinEvery {
-		return "", usageErrorf("--checkpoint-every %q: write exec, or a duration from %v on, for example 5m", s, policy.MinEvery)
-	}
-	return d.String(), nil
+	return e.String(), nil
 }
 
 var nameRE = lazy.Regexp(`^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}$`)

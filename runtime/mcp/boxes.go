@@ -21,9 +21,9 @@ import (
 // box is a sandbox that the session can reach.
 type box struct {
 	id, name, workdir, user string
-	every                   string     // its own Spec.CheckpointEvery
-	made                    bool       // by the session, which is its end
-	ids                     *idmap.Map // of its user namespace
+	every                   policy.Every // its own checkpoints
+	made                    bool         // by the session, which is its end
+	ids                     *idmap.Map   // of its user namespace
 
 	// files is held for writing while a checkpoint or a restore is at the
 	// files, so that those find no file half written by a tool.
@@ -36,7 +36,8 @@ func boxOf(sb runtime.Sandbox, made bool) *box {
 	if workdir == "" {
 		workdir = "/"
 	}
-	return &box{id: sb.ID, name: sb.Name, workdir: workdir, user: sb.Spec.User, every: sb.Spec.CheckpointEvery, made: made, ids: sb.Spec.IDs}
+	every, _ := policy.ParseEvery(sb.Spec.CheckpointEvery) // Create has judged it
+	return &box{id: sb.ID, name: sb.Name, workdir: workdir, user: sb.Spec.User, every: every, made: made, ids: sb.Spec.IDs}
 }
 
 // Target says which sandbox a call means.

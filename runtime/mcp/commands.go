@@ -138,7 +138,7 @@ func (s *Server) runCommand(ctx context.Context, b *box, in runArgs) (reply, err
 	if err != nil {
 		return reply{}, err
 	}
-	if b.every != runtime.EveryExec {
+	if !b.every.Exec {
 		if err := s.before(ctx, b, "run_command"); err != nil {
 			return reply{}, err
 		}

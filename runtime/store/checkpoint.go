@@ -52,6 +52,8 @@ type Filter struct {
 	All       bool              // pending and failed ones too
 	Labels    map[string]string // each must be there with this value
 	Trigger   string
+	// Automatic leaves those only that the triggers exec and interval have taken.
+	Automatic bool
 }
 
 const checkpointColumns = "id, name, sandbox_id, sandbox_name, kind, status, error, parent, trigger_name, created, files, processes, bytes, digest, image_digest, labels, frozen, warnings, spec, added, unchanged, damaged, pinned, lease"
@@ -106,6 +108,9 @@ func (s *Store) Checkpoints(ctx context.Context, f Filter) ([]Checkpoint, error)
 	}
 	if f.SandboxID != "" {
 		where, args = append(where, "sandbox_id = ?"), append(args, f.SandboxID)
+	}
+	if f.Automatic {
+		where = append(where, "trigger_name IN ('exec', 'interval')") // as the index on them has it
 	}
 	if f.Trigger != "" {
 		where, args = append(where, "trigger_name = ?"), append(args, f.Trigger)

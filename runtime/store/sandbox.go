@@ -145,6 +145,18 @@ func (s *Store) sandboxes(ctx context.Context, where string, args ...any) (list 
 	return list, nil
 }
 
+// Heads tells of each sandbox which checkpoint it is at; empty: none.
+func (s *Store) Heads(ctx context.Context) (map[string]string, error) {
+	heads := map[string]string{}
+	err := s.query(ctx, "SELECT id, head FROM sandboxes", nil, func(row *sql.Rows) error {
+		var id, head string
+		err := row.Scan(&id, &head)
+		heads[id] = head
+		return err
+	})
+	return heads, err
+}
+
 // SetHead records which checkpoint a sandbox is at and which attempt it is on. It
 // is durable with the end of the intent that it is part of.
 func (s *Store) SetHead(ctx context.Context, id, head string, attempt int) error {

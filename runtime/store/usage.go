@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
+	"path/filepath"
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime/store/pack"
@@ -135,6 +137,26 @@ func (z *Sizes) Of(ids []string) int64 {
 		}
 	}
 	return n
+}
+
+// AtMost is no less than what Sizes would say of these checkpoints, as they were
+// read, and costs next to nothing: what each of them needs added up, or all that
+// there is and their manifests.
+func (s *Store) AtMost(ctx context.Context, rows []Checkpoint) (int64, error) {
+	all, err := s.packBytes(ctx)
+	if err != nil {
+		return 0, err
+	}
+	var each int64
+	for _, c := range rows {
+		each += c.Bytes
+		if c.Damaged != "" {
+			all += c.Bytes // which counts, whatever is there
+		} else if info, err := os.Lstat(filepath.Join(s.published(c.ID), ManifestName)); err == nil {
+			all += info.Size()
+		}
+	}
+	return min(each, all), nil
 }
 
 // Packed is that without the manifests, which are no part of Usage.Stored.
