@@ -37,8 +37,8 @@ const strategyPause = 200 * time.Millisecond
 // RestoreAttempt is a try that failed.
 type RestoreAttempt struct {
 	Time     time.Time     `json:"time"`
-	Strategy string        `json:"strategy"`
-	Try      int           `json:"try"` // from 1 on, of this strategy
+	Strategy string        `json:"strategy"` // or "recreate-files": auto's second way to recreate, without processes
+	Try      int           `json:"try"`      // from 1 on, of this strategy
 	Error    string        `json:"error"`
 	Next     string        `json:"next"` // what was done then: the next strategy, "" for none
 	Took     time.Duration `json:"took_ns"`
@@ -65,6 +65,18 @@ func (o RestoreOptions) check() error {
 type way struct {
 	strategy  string
 	filesOnly bool
+}
+
+// recreateFiles names, among attempts, what auto tries last for a checkpoint with
+// processes: StrategyRecreate without them.
+const recreateFiles = "recreate-files"
+
+// name tells the ways for a checkpoint apart; full says that its processes are wanted.
+func (w way) name(full bool) string {
+	if full && w.filesOnly && w.strategy == StrategyRecreate {
+		return recreateFiles
+	}
+	return w.strategy
 }
 
 // ways are what is tried for a checkpoint, in order.
@@ -122,11 +134,11 @@ func (e *Engine) escalate(ctx context.Context, ref string, t *trying) (Restored,
 				e.log.Warn("after a try to restore", "sandbox", id, "err", err)
 			}
 			again := try < strategyTries && mayPass(err)
-			a := RestoreAttempt{Time: began.UTC(), Strategy: t.way, Try: try, Error: err.Error(), Took: time.Since(began)}
+			a := RestoreAttempt{Time: began.UTC(), Strategy: w.name(full), Try: try, Error: err.Error(), Took: time.Since(began)}
 			if again {
-				a.Next = t.way
+				a.Next = a.Strategy
 			} else if i+1 < len(ways) {
-				a.Next = ways[i+1].strategy
+				a.Next = ways[i+1].name(full)
 			}
 			t.attempts = append(t.attempts, a)
 			e.log.Info("a try to restore failed", "sandbox", id, "checkpoint", row.ID, "strategy", a.Strategy, "try", a.Try, "next", a.Next, "err", a.Error)

@@ -210,6 +210,11 @@ func TestSafeStop(t *testing.T) {
 	if a.Hook != "alert" || a.Verb != "restore" || !a.Held || a.Sandbox.Name != "s" || len(a.Attempts) < 3 || !strings.Contains(a.Error, "no strategy") {
 		t.Errorf("told: %+v", a)
 	}
+	for i, want := range []string{"full", "files", "recreate", "recreate-files"} {
+		if !slices.ContainsFunc(a.Attempts, func(x struct{ Strategy string }) bool { return x.Strategy == want }) {
+			t.Errorf("%s, way %d, is not among the attempts: %+v", want, i, a.Attempts)
+		}
+	}
 	if said := b.ok("ps", "-a"); !strings.Contains(said, ", held") {
 		t.Errorf("ps: %s", said)
 	}
