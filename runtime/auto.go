@@ -30,9 +30,13 @@ func every(s Spec) (policy.Every, error) {
 	return e, nil
 }
 
-// ownTrigger refuses a checkpoint by hand that would pass for one of those that
-// the sandbox's are taken by: those go by themselves.
+// ownTrigger refuses a checkpoint by hand that would pass for one of those which
+// agentbox takes by itself: those go by themselves.
 func ownTrigger(s Spec, opts CheckpointOptions) error {
+	if opts.Trigger == TriggerUndo {
+		return hint(fmt.Errorf("%w: trigger %q is that of what a restore replaces, which goes with the next restore", ErrInvalid, opts.Trigger),
+			"Choose another --trigger, or leave it away.")
+	}
 	e, err := every(s)
 	if err != nil || opts.Automatic || !slices.Contains(e.Triggers(), opts.Trigger) {
 		return err

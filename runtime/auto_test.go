@@ -243,6 +243,9 @@ func TestOwnTrigger(t *testing.T) {
 		r.take(t, "without", runtime.CheckpointOptions{Trigger: trigger})
 	}
 	r.take(t, "s", runtime.CheckpointOptions{Trigger: "mine"})
+	if _, err := r.Checkpoint(ctx, "without", runtime.CheckpointOptions{Trigger: runtime.TriggerUndo}); !errors.Is(err, runtime.ErrInvalid) {
+		t.Errorf("undo: %v", err)
+	}
 }
 
 // TestAtMost: what is known without reading anything is never less than the truth.

@@ -331,12 +331,20 @@ func (l *Log) begin(lock string) (*os.File, error) {
 	if err := os.MkdirAll(l.dir, 0o700); err != nil {
 		return nil, err
 	}
-	head, err := os.OpenFile(filepath.Join(l.dir, "head"), os.O_WRONLY|os.O_CREATE|os.O_EXCL|unix.O_NOFOLLOW, 0o600)
-	if err == nil {
-		_, err = head.WriteString(headText(place{0, genesis}))
-		err = errors.Join(err, head.Sync(), head.Close(), syncDir(l.dir), syncDir(filepath.Dir(l.dir)))
+	// Under another name until it is whole: one that is cut short is damage, to verify.
+	head, err := os.CreateTemp(l.dir, ".head-")
+	if err != nil {
+		return nil, err
 	}
-	if err != nil && !errors.Is(err, fs.ErrExist) {
+	defer os.Remove(head.Name())
+	_, err = head.WriteString(headText(place{0, genesis}))
+	if err = errors.Join(err, head.Sync(), head.Close()); err != nil {
+		return nil, err
+	}
+	if err := os.Link(head.Name(), filepath.Join(l.dir, "head")); err != nil && !errors.Is(err, fs.ErrExist) {
+		return nil, err
+	}
+	if err := errors.Join(syncDir(l.dir), syncDir(filepath.Dir(l.dir))); err != nil {
 		return nil, err
 	}
 	return os.OpenFile(lock, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
