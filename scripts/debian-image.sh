@@ -64,8 +64,8 @@ if [ ! -s "$out" ]; then
 	mkdir "$tmp.d"
 	export TMPDIR="$tmp.d"
 	echo "making a $suite root filesystem (about a minute)" >&2
-	# A mirror that is being renewed, or a name server that is away for a minute, is no reason to fail.
-	for try in 1 2 3 4 5; do
+	# A mirror that is being renewed, or that stumbles once, is no reason to fail.
+	for try in 1 2 3; do
 		# What it mounts is not the host's, and it ends with this script.
 		if setpriv --pdeathsig KILL unshare --mount --pid --fork --kill-child --mount-proc mmdebstrap --variant=minbase --format=tar --include="$packages" --components="$components" \
 			--dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
@@ -73,8 +73,8 @@ if [ ! -s "$out" ]; then
 			break
 		fi
 		tail -n 30 "$tmp.log" >&2
-		if [ "$try" = 5 ]; then
-			echo "debian-image.sh: mmdebstrap failed five times; its last lines are above" >&2
+		if [ "$try" = 3 ]; then
+			echo "debian-image.sh: mmdebstrap failed three times; its last lines are above" >&2
 			exit 1
 		fi
 		echo "debian-image.sh: mmdebstrap failed; trying again in $((try * 10)) s" >&2

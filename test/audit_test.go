@@ -60,7 +60,6 @@ func TestAuditOfItself(t *testing.T) {
 	b.start("c", "--lease", "l", "--network", "none", "busybox", "sleep", "1000")
 	id, ck := b.inspect("c").ID, b.checkpoint("--temporary", "c")
 	b.awaitKeeper(true)
-	keeper := b.keeper()
 	if err := who.Process.Kill(); err != nil {
 		t.Fatal(err)
 	}
@@ -73,7 +72,7 @@ func TestAuditOfItself(t *testing.T) {
 	why = fmt.Sprintf("lease %s (l): %s", l[:12], why)
 	gone := b.alone("keeper", "--verb", "rm", "--sandbox", "c")
 	expect(gone, id, "ok", why)
-	equal(b, "the keeper", gone.Who.Pid, keeper)
+	equal(b, "the keeper", gone.Who.Pid, end.Who.Pid)
 	lost := b.alone("keeper", "--verb", "checkpoint rm", "--sandbox", id[:8])
 	expect(lost, id, "ok", why)
 	equal(b, "the checkpoint", lost.Checkpoint, ck)

@@ -83,6 +83,12 @@ func outside() (code int, err error) {
 	return code, errors.Join(err, sweep(base))
 }
 
+// Outside is a command in the network that the tests were started in: theirs leads nowhere.
+func Outside(name string, args ...string) *exec.Cmd {
+	// The parent is who made the namespaces, and waits.
+	return exec.Command("nsenter", append([]string{fmt.Sprintf("--net=/proc/%d/ns/net", os.Getppid()), "--", name}, args...)...)
+}
+
 // enter makes the namespaces that this process was started in usable.
 func enter() error {
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {

@@ -137,7 +137,7 @@ func TestCompose(t *testing.T) {
 // distro makes the image of a distribution with redis and python.
 func distro(b *box) {
 	b.Helper()
-	cmd, stderr := exec.Command("../../scripts/debian-image.sh"), &bytes.Buffer{}
+	cmd, stderr := enginetest.Outside("../../scripts/debian-image.sh"), &bytes.Buffer{}
 	cmd.Stderr = stderr
 	out, err := cmd.Output()
 	if err != nil {
