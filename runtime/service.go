@@ -33,7 +33,8 @@ type Service interface {
 	Unpause(ctx context.Context, sandbox string) error
 	Remove(ctx context.Context, sandbox string, opts RemoveOptions) error
 	Sandbox(ctx context.Context, sandbox string) (Sandbox, error)
-	// Sandboxes lists all of them, newest first. Lists may share what their specs point to.
+	// Sandboxes lists all of them, newest first. Their specs have no rules of policies and no
+	// seccomp profiles, as Sandbox has them; lists may share what specs point to.
 	Sandboxes(ctx context.Context) ([]Sandbox, error)
 	// Stats tells what they use, newest first, or as they are named. One that
 	// ends meanwhile is left out; one that is named and not there is ErrNotFound.

@@ -132,16 +132,17 @@ type Security struct {
 	NoNewPrivileges bool     `json:"no_new_privileges,omitempty"`
 	NewPrivileges   bool     `json:"new_privileges,omitempty"`  // asked for; else a policy grants none
 	Seccomp         string   `json:"seccomp,omitempty"`         // "unconfined", or the digest of SeccompProfile; empty: the default profile
-	SeccompProfile  string   `json:"seccomp_profile,omitempty"` // the text of a file, as Docker has it
+	SeccompProfile  string   `json:"seccomp_profile,omitempty"` // the text of a file, as Docker has it; lists of sandboxes leave it out
 	AppArmor        string   `json:"apparmor,omitempty"`        // a profile, or "unconfined"; empty: the usual one, where the host has AppArmor
 	IOUring         bool     `json:"io_uring,omitempty"`        // else it looks as if the kernel had none
 }
 
 // Policy is what a sandbox may be, as it was when the sandbox was made.
 type Policy struct {
-	Name   string          `json:"name"`
-	Digest string          `json:"digest"` // of Rules, in their canonical form
-	Rules  json.RawMessage `json:"rules"`  // a policy file in JSON, nothing left to a base
+	Name   string `json:"name"`
+	Digest string `json:"digest"` // of Rules, in their canonical form
+	// Rules are a policy file in JSON, nothing left to a base. Lists of sandboxes leave them out.
+	Rules json.RawMessage `json:"rules,omitempty"`
 }
 
 // Status of a sandbox, in Docker's words.

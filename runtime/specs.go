@@ -19,8 +19,8 @@ type decoded struct {
 	spec Spec
 }
 
-// of returns the specs of rows, which share what they point to with those of other
-// calls: they are for reading. Where one does not decode errs has why.
+// of returns the specs of rows, as a list has them, which share what they point to with
+// those of other calls: they are for reading. Where one does not decode errs has why.
 func (s *specs) of(rows []store.Sandbox, errs []error) []Spec {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -32,9 +32,20 @@ func (s *specs) of(rows []store.Sandbox, errs []error) []Spec {
 			if d.spec, errs[i] = spec(row); errs[i] != nil {
 				continue
 			}
+			d.spec = d.spec.brief()
 		}
 		list[i], now[row.ID] = d.spec, d
 	}
 	s.byID = now // the others are gone
 	return list
+}
+
+// brief is the spec without its long texts, which are the same for most sandboxes and
+// would be the greater part of a list.
+func (s Spec) brief() Spec {
+	s.Security.SeccompProfile = ""
+	if s.Policy != nil {
+		s.Policy = &Policy{Name: s.Policy.Name, Digest: s.Policy.Digest}
+	}
+	return s
 }

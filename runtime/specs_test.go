@@ -31,4 +31,12 @@ func TestListedSpecs(t *testing.T) {
 	if got, errs = list(row("a", `{"name":"x","args":["2"]}`), row("c", `{"name":"z"}`)); got[0].Args[0] != "2" || got[1].Name != "z" || errs[1] != nil {
 		t.Errorf("it has changed: %+v, %v", got, errs)
 	}
+	text := `{"name":"x","security":{"seccomp":"sha256:1","seccomp_profile":"{}"},"policy":{"name":"p","digest":"sha256:2","rules":{"privileged":false}}}`
+	got, _ = list(row("a", text))
+	if s := got[0]; s.Policy.Name != "p" || s.Policy.Digest != "sha256:2" || s.Policy.Rules != nil || s.Security.Seccomp != "sha256:1" || s.Security.SeccompProfile != "" {
+		t.Errorf("a list has long texts, or lacks what is to be in it: %+v", s)
+	}
+	if whole, err := spec(row("a", text)); err != nil || string(whole.Policy.Rules) != `{"privileged":false}` || whole.Security.SeccompProfile != "{}" {
+		t.Errorf("one sandbox: %+v, %v", whole, err)
+	}
 }

@@ -44,7 +44,7 @@ func (b *box) serve(env ...string) (*exec.Cmd, string) {
 		b.Fatal(err)
 	}
 	defer log.Close()
-	cmd.Stdout, cmd.Stderr = log, log
+	cmd.Stdout, cmd.Stderr, cmd.SysProcAttr = log, log, b.serveAttr
 	if err := cmd.Start(); err != nil {
 		b.Fatal(err)
 	}

@@ -80,6 +80,7 @@ type box struct {
 	env    []string // added to every command's environment
 
 	serveArgs []string // flags of its service
+	serveAttr *syscall.SysProcAttr
 
 	mu     sync.Mutex
 	names  []string          // sandboxes to remove at the end, on a shared root

@@ -18,6 +18,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -96,6 +97,9 @@ func TestSoak(t *testing.T) {
 		t.Fatalf("SOAK=%q: %v", os.Getenv("SOAK"), err)
 	}
 	s := &soak{box: newBox(t), failed: map[string]int{}}
+	// In a session of its own, as under systemd, and so are clients, as those of different
+	// users are: the kernel shares the processors out by session.
+	s.serveAttr = &syscall.SysProcAttr{Setsid: true}
 	cmd, socket := s.serve()
 	s.service, s.client = cmd.Process.Pid, api.Dial(socket)
 	began := time.Now()
@@ -227,6 +231,7 @@ func (s *soak) keepClient(ctx context.Context, i int) {
 	for gen := 0; ctx.Err() == nil; gen++ {
 		cmd := exec.Command(os.Args[0], fmt.Sprintf("%d-%d", i, gen))
 		cmd.Env = append(os.Environ(), soakSocket+"="+filepath.Join(s.root, "run", api.SocketName), "GOMAXPROCS=1", "GOGC=50")
+		cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 		out, err := cmd.StdoutPipe()
 		if err == nil {
 			err = cmd.Start()

@@ -267,16 +267,21 @@ func get[O any](ctx context.Context, c *Client, route string, q url.Values) (out
 		return out, err
 	}
 	defer resp.Body.Close()
-	return out, c.decode(ctx, toLook, resp.Body, &out)
+	return out, c.decode(ctx, toLook, resp, &out)
 }
 
-func (c *Client) decode(ctx context.Context, what asks, r io.Reader, into any) error {
-	data, err := io.ReadAll(r)
-	if err != nil {
+func (c *Client) decode(ctx context.Context, what asks, resp *http.Response, into any) error {
+	var data bytes.Buffer
+	// In few reads: each may have to wait for a processor.
+	data.Grow(bytes.MinRead + int(min(max(resp.ContentLength, 0), maxAhead)))
+	if _, err := data.ReadFrom(resp.Body); err != nil {
 		return c.unanswered(ctx, what, err)
 	}
-	return json.Unmarshal(data, into)
+	return json.Unmarshal(data.Bytes(), into)
 }
+
+// maxAhead is what an answer is given room for on the word of its header, in bytes.
+const maxAhead = 4 << 20
 
 // all gets every page of a list. One whose cursor has gone meanwhile begins again.
 func all[T any](ctx context.Context, c *Client, route string, q url.Values) ([]T, error) {
@@ -323,7 +328,7 @@ func do[O any](ctx context.Context, c *Client, route string, in any, each func([
 	if err == nil {
 		defer resp.Body.Close()
 		if each == nil {
-			return out, c.decode(held, asked(http.MethodPost, header), resp.Body, &out)
+			return out, c.decode(held, asked(http.MethodPost, header), resp, &out)
 		}
 		var last []byte
 		last, err = readEvents(resp.Body, func(_ string, data []byte) error { return each(data) })
@@ -455,7 +460,7 @@ func send[O any](ctx context.Context, c *Client, method, route string, q url.Val
 		return out, err
 	}
 	defer resp.Body.Close()
-	return out, c.decode(ctx, asked(method, header), resp.Body, &out)
+	return out, c.decode(ctx, asked(method, header), resp, &out)
 }
 
 // ownReader tells the error of its reader from that of the connection.

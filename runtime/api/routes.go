@@ -162,7 +162,7 @@ func (h *Handler) sandboxRoutes() []route {
 		query(h, "/v1/ready", "Tell whether this host can checkpoint, and if not, why", func(ctx context.Context, _ *request[None]) (doctor.Report, error) {
 			return h.examine(ctx)
 		}),
-		query(h, "/v1/sandboxes", "List sandboxes, newest first", func(ctx context.Context, r *request[None]) (Page[runtime.Sandbox], error) {
+		query(h, "/v1/sandboxes", "List sandboxes, newest first, without the rules of policies and seccomp profiles", func(ctx context.Context, r *request[None]) (Page[runtime.Sandbox], error) {
 			list, err := svc.Sandboxes(ctx)
 			if err != nil {
 				return Page[runtime.Sandbox]{}, err
@@ -174,7 +174,7 @@ func (h *Handler) sandboxRoutes() []route {
 				list, err := svc.Sandboxes(ctx)
 				for _, sb := range slices.Backward(list) { // forks have its labels, and are younger
 					if sb.Labels[LabelRequest] == r.rec.Nonce {
-						return sb, nil
+						return svc.Sandbox(ctx, sb.ID)
 					}
 				}
 				if err != nil {

@@ -515,15 +515,20 @@ func (h *Handler) body(r *http.Request, w http.ResponseWriter, into any) ([]byte
 // writeJSON answers with a value; its digest is the ETag.
 func (h *Handler) writeJSON(w http.ResponseWriter, r *http.Request, v any) {
 	var data []byte
+	var sum [sha256.Size]byte
 	var err error
-	ahead.Do(func() { data, err = json.Marshal(v) })
+	look := r.Method == http.MethodGet || r.Method == http.MethodHead
+	ahead.Do(func() {
+		if data, err = json.Marshal(v); look {
+			sum = sha256.Sum256(data)
+		}
+	})
 	if err != nil {
 		writeProblem(w, err)
 		return
 	}
 	w.Header().Set("Content-Type", "application/json")
-	if r.Method == http.MethodGet || r.Method == http.MethodHead {
-		sum := sha256.Sum256(data)
+	if look {
 		tag := `"` + hex.EncodeToString(sum[:16]) + `"`
 		w.Header().Set("ETag", tag)
 		if strings.Contains(r.Header.Get("If-None-Match"), tag) {
@@ -531,8 +536,9 @@ func (h *Handler) writeJSON(w http.ResponseWriter, r *http.Request, v any) {
 			return
 		}
 	}
-	out := h.writer(w)
-	_, _ = out.Write(append(data, '\n')) // whoever asked is gone
+	data = append(data, '\n')
+	w.Header().Set("Content-Length", strconv.Itoa(len(data)))
+	_, _ = h.writer(w).Write(data) // whoever asked is gone
 }
 
 func writeProblem(w http.ResponseWriter, err error) { writeAProblem(w, problem(err)) }
