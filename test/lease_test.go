@@ -16,6 +16,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/api"
 )
@@ -97,6 +99,11 @@ func TestLeaseOwnerKilled(t *testing.T) {
 		}
 		if err := who.Process.Kill(); err != nil {
 			t.Fatal(err)
+		}
+		for err := error(unix.EINTR); err != nil; { // it is asked to end, and does so later
+			if err = unix.Waitid(unix.P_PID, who.Process.Pid, nil, unix.WEXITED|unix.WNOWAIT, nil); err != nil && err != unix.EINTR {
+				t.Fatal(err)
+			}
 		}
 		if keeper {
 			b.eventually("its end is on record", func() bool {
