@@ -85,6 +85,9 @@ func TestAttachedKilled(t *testing.T) {
 		"store.remove.before-mark", "store.remove.before-rename", "store.remove.before-row", "store.remove.before-tree", "store.journal.before-done"}
 	for _, stopped := range []bool{false, true} {
 		for _, flags := range [][]string{nil, {"--no-undo"}} {
+			if stopped != (flags != nil) && !thorough.Asked() {
+				continue
+			}
 			t.Run(fmt.Sprint("stopped ", stopped, flags), func(t *testing.T) {
 				b, one, two := withHosts(t)
 				name := "base"

@@ -119,6 +119,7 @@ func triedElsewhere(t *testing.T, name string) bool {
 // scene that comes by it, or in all if all is to be tried.
 func (s *sweep) over(t *testing.T, names []string) {
 	root := memoryBox(t)
+	root.uppers = map[string]string{}
 	s.fired = map[string][]string{}
 	known := map[string]scene{}
 	for _, sc := range scenes {
@@ -126,7 +127,7 @@ func (s *sweep) over(t *testing.T, names []string) {
 	}
 	for _, name := range names {
 		ok := t.Run(name, func(t *testing.T) {
-			s.box = &box{T: t, root: root.root}
+			s.box = &box{T: t, root: root.root, uppers: root.uppers}
 			for _, in := range scenesFor(name) {
 				if len(s.fired[name]) > 0 && !thorough.Asked() {
 					break
@@ -267,8 +268,8 @@ func (s *sweep) perform(point string, sc scene) {
 			s.ok("rm", "-f", "--checkpoints", "r")
 		}
 	}
-	// It is slow: once for every sixth point, or for each.
-	if s.action == "kill" && fired && len(s.fired[point]) == 1 && (s.n%6 == 0 || thorough.Asked()) {
+	// It is slow: once for every tenth point, or for each.
+	if s.action == "kill" && fired && len(s.fired[point]) == 1 && (s.n%10 == 0 || thorough.Asked()) {
 		s.cycle(what, now)
 	}
 	s.clean(what, now)
@@ -281,12 +282,13 @@ func (s *sweep) perform(point string, sc scene) {
 func (s *sweep) ready() {
 	s.Helper()
 	now, ok := s.find("s")
-	if ok && now.Status != "running" {
+	fresh := ok && now.Status == "running"
+	if ok && !fresh {
 		s.ok("start", "s")
 	}
 	if ok && !slices.ContainsFunc(s.checkpoints("s"), func(ck checkpoint) bool { return ck.ID == s.base }) {
 		s.ok("rm", "-f", "s")
-		ok = false
+		ok, fresh = false, false
 	}
 	if !ok {
 		s.start("s", "--network", "none", "busybox", "sh", "-c", counter)
@@ -297,17 +299,20 @@ func (s *sweep) ready() {
 	s.n++
 	s.token = fmt.Sprintf("token-%d", s.n)
 	s.sh("s", "echo "+s.token+" > /marker")
-	s.before = s.inspect("s")
+	if s.before = now; !fresh {
+		s.before = s.inspect("s")
+	}
 }
 
 // counts checks that "s" runs, and on.
-func (s *sweep) counts() {
+func (s *sweep) counts() (now sandbox) {
 	s.Helper()
-	now := s.inspect("s")
+	now = s.inspect("s")
 	equal(s.box, "status of s", now.Status, "running")
 	if now.Status == "running" {
 		s.reaches("s", s.count("s")+1)
 	}
+	return now
 }
 
 // cycle checks that a checkpoint and a restore still work.

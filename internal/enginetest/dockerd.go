@@ -76,8 +76,9 @@ func StartDockerd(t testing.TB, opts DockerdOptions) *Dockerd {
 		daemon: daemon{Dir: dir, name: "dockerd"}, Host: "unix://" + filepath.Join(dir, "s"), Root: filepath.Join(dir, "data"), ExecRoot: filepath.Join(dir, "x"),
 		StageRun: below.StageRun, Containerd: below, Config: filepath.Join(dir, "daemon.json"), env: opts.Env,
 	}
+	pidfile := filepath.Join(dir, "pid")
 	config := map[string]any{
-		"containerd": below.Address, "data-root": d.Root, "exec-root": d.ExecRoot, "pidfile": filepath.Join(dir, "pid"), "hosts": []string{d.Host},
+		"containerd": below.Address, "data-root": d.Root, "exec-root": d.ExecRoot, "pidfile": pidfile, "hosts": []string{d.Host},
 		"storage-driver": "overlay2", "live-restore": true, "shutdown-timeout": 5,
 		"cgroup-parent": "/" + d.cgroup(),
 	}
@@ -101,6 +102,8 @@ func StartDockerd(t testing.TB, opts DockerdOptions) *Dockerd {
 	}
 	d.answers = d.pings
 	d.command = func(t testing.TB) *exec.Cmd {
+		// What a killed daemon leaves may name another process by now, and the next would not start.
+		_ = os.Remove(pidfile)
 		cmd := exec.Command(program(t, "dockerd", "docker.io"), "--config-file", d.Config)
 		cmd.Env = append(append(os.Environ(), "AGENTBOX_RUN="+d.StageRun), d.env...)
 		return cmd
