@@ -45,7 +45,7 @@ demo: deps build
 	scripts/demo.sh
 
 # Failpoints are compiled in, so that tests can kill agentbox at named instants.
-# Four packages at a time, even on two cores: they wait for engines, too, and each
+# Three packages at a time, even on two cores: they wait for engines, too, and each
 # has its containers under a root or a daemon of its own. Those that take longest
 # begin first, so that none of them is what the others wait for in the end. The
 # build goes without -trimpath, or everything would be compiled once more for it.
