@@ -142,6 +142,37 @@ func TestKeyOfKilledCreate(t *testing.T) {
 	}
 }
 
+// What the first try has made is the answer, as it is described, not as lists have it.
+func TestKeyOfKilledCreateDone(t *testing.T) {
+	var boxes []runtime.Sandbox
+	made := func(r runtime.CreateRequest) (runtime.Sandbox, error) {
+		boxes = append(boxes, runtime.Sandbox{ID: fmt.Sprint(len(boxes)), Labels: r.Spec.Labels})
+		return boxes[len(boxes)-1], nil
+	}
+	svc := &service{
+		create:    made,
+		sandboxes: func(context.Context) ([]runtime.Sandbox, error) { return boxes, nil },
+		sandbox: func() (runtime.Sandbox, error) {
+			whole := boxes[0]
+			whole.Spec.Policy = &runtime.Policy{Name: "p", Rules: []byte(`{"privileged":false}`)}
+			return whole, nil
+		},
+	}
+	build := func(ctx context.Context, c *Client) (runtime.Sandbox, error) {
+		return c.Create(WithKey(ctx, "turn 1"), runtime.CreateRequest{})
+	}
+	c := killed(t, svc, Options{}, func(ctx context.Context, c *Client) {
+		svc.create = func(r runtime.CreateRequest) (runtime.Sandbox, error) {
+			_, _ = made(r)
+			panic(http.ErrAbortHandler)
+		}
+		_, _ = build(ctx, c)
+	})
+	if got, err := build(t.Context(), c); err != nil || got.ID != "0" || got.Spec.Policy == nil || string(got.Spec.Policy.Rules) != `{"privileged":false}` || len(boxes) != 1 {
+		t.Errorf("%+v, %v; %d were made", got, err, len(boxes))
+	}
+}
+
 // While what was interrupted cannot be finished or undone, a second try is not
 // done, and not forgotten.
 func TestKeyUnrecovered(t *testing.T) {
