@@ -60,9 +60,7 @@ func TestAuditOfItself(t *testing.T) {
 	b.start("c", "--lease", "l", "--network", "none", "busybox", "sleep", "1000")
 	id, ck := b.inspect("c").ID, b.checkpoint("--temporary", "c")
 	b.awaitKeeper(true)
-	if err := who.Process.Kill(); err != nil {
-		t.Fatal(err)
-	}
+	killOwner(t, who)
 	end := b.alone("keeper", "--verb", "lease end")
 	why := fmt.Sprintf("its owner, process %d, has ended", who.Process.Pid)
 	expect(end, "", "ok", why)
@@ -166,9 +164,7 @@ func TestAuditOfItselfKilled(t *testing.T) {
 	for pid := b.keeper(); pid != 0; pid = b.keeper() {
 		slay(pid)
 	}
-	if err := who.Process.Kill(); err != nil {
-		t.Fatal(err)
-	}
+	killOwner(t, who)
 	id := unfinished("remove.before-backend", "keeper", "--verb", "rm", "--sandbox", "c")
 	equal(b, "left", b.ok("ps", "-aq"), "")
 	if list := b.audited("--verb", "recover"); len(list) == 0 || !strings.Contains(strings.Join(list[0].Text, "\n"), id[:12]) {

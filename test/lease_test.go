@@ -80,6 +80,23 @@ func owner(t *testing.T) *exec.Cmd {
 	return cmd
 }
 
+// killOwner ends an owner, whom nobody waits for: it has ended when this returns.
+func killOwner(t *testing.T, who *exec.Cmd) {
+	t.Helper()
+	if err := who.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	for {
+		switch err := unix.Waitid(unix.P_PID, who.Process.Pid, nil, unix.WEXITED|unix.WNOWAIT, nil); err {
+		case nil:
+			return
+		case unix.EINTR:
+		default:
+			t.Fatal(err)
+		}
+	}
+}
+
 // An owner that is killed takes its sandboxes along without anybody's calling a
 // command; where the keeper was killed, too, the next command sees to it.
 func TestLeaseOwnerKilled(t *testing.T) {
@@ -97,14 +114,7 @@ func TestLeaseOwnerKilled(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		if err := who.Process.Kill(); err != nil {
-			t.Fatal(err)
-		}
-		for err := error(unix.EINTR); err != nil; { // it is asked to end, and does so later
-			if err = unix.Waitid(unix.P_PID, who.Process.Pid, nil, unix.WEXITED|unix.WNOWAIT, nil); err != nil && err != unix.EINTR {
-				t.Fatal(err)
-			}
-		}
+		killOwner(t, who)
 		if keeper {
 			b.eventually("its end is on record", func() bool {
 				return decode[[]runtime.Lease](b, b.ok("lease", "inspect", l))[0].State == "ended"

@@ -79,8 +79,8 @@ type box struct {
 	shared bool
 	env    []string // added to every command's environment
 
-	serveArgs []string // flags of its service
-	serveAttr *syscall.SysProcAttr
+	serveArgs []string             // flags of its service
+	serveAttr *syscall.SysProcAttr // how it is started
 
 	mu     sync.Mutex
 	names  []string          // sandboxes to remove at the end, on a shared root

@@ -11,6 +11,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	goruntime "runtime"
 	"slices"
@@ -121,7 +122,10 @@ func TestSoak(t *testing.T) {
 	cpu := s.reconcileCost()
 	before := s.held()
 
-	ctx, cancel := context.WithTimeout(t.Context(), limit)
+	// An interrupt ends it early: the service, in its own session, does not get it.
+	asked, stop := signal.NotifyContext(t.Context(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	ctx, cancel := context.WithTimeout(asked, limit)
 	defer cancel()
 	began = time.Now()
 	var all sync.WaitGroup
