@@ -7,52 +7,127 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
 
-// nice is that of the calling thread.
-func nice(t *testing.T) int {
-	n, err := unix.Getpriority(unix.PRIO_PROCESS, 0)
+// how is what a thread is scheduled by.
+func how(t *testing.T, thread int) unix.SchedAttr {
+	a, err := unix.SchedGetAttr(thread, 0)
 	if err != nil {
-		t.Fatal(err)
+		t.Error(err)
+		return unix.SchedAttr{}
 	}
-	return 20 - n
+	return unix.SchedAttr{Size: unix.SizeofSchedAttr, Policy: a.Policy, Flags: a.Flags & unix.SCHED_FLAG_RESET_ON_FORK, Nice: a.Nice, Priority: a.Priority}
+}
+
+// budgeted has a test with another budget, of so much.
+func budgeted(t *testing.T, b *budget) {
+	was := left
+	left = b
+	t.Cleanup(func() { left = was })
 }
 
 func TestDo(t *testing.T) {
-	var all sync.WaitGroup
-	for range 20 { // of which some are on threads that were ahead before
-		all.Go(func() {
-			Do(func() {
-				if n := nice(t); n != -by {
-					t.Errorf("in it the thread has %d", n)
-				}
-				var other sync.WaitGroup
-				other.Go(func() {
-					if n := nice(t); n != 0 {
-						t.Errorf("another goroutine has %d", n)
+	for name, c := range map[string]struct {
+		left *budget
+		in   unix.SchedAttr
+	}{
+		"before all":    {&budget{rest: time.Hour}, first},
+		"spent":         {&budget{rest: -time.Hour}, nicer},
+		"one processor": {&budget{rest: time.Hour, none: true}, nicer},
+	} {
+		t.Run(name, func(t *testing.T) {
+			budgeted(t, c.left)
+			var all sync.WaitGroup
+			for range 20 { // of which some are on threads that were ahead before
+				all.Go(func() {
+					Do(func() {
+						if a := how(t, 0); a != c.in {
+							t.Errorf("in it the thread has %+v", a)
+						}
+						var other sync.WaitGroup
+						other.Go(func() {
+							if a := how(t, 0); a != ordinary {
+								t.Errorf("another goroutine has %+v", a)
+							}
+						})
+						other.Wait()
+						nice, err := exec.Command("nice").Output()
+						if err != nil || string(nice) != "0\n" {
+							t.Errorf("a child has %s, %v", nice, err)
+						}
+					})
+					if a := how(t, 0); a != ordinary {
+						t.Errorf("after it the thread has %+v", a)
 					}
 				})
-				other.Wait()
-			})
-			if n := nice(t); n != 0 {
-				t.Errorf("after it the thread has %d", n)
+			}
+			all.Wait()
+			func() {
+				defer func() { _ = recover() }()
+				Do(func() { panic("of f") })
+			}()
+			if a := how(t, 0); a != ordinary {
+				t.Errorf("after a panic the thread has %+v", a)
+			}
+			for _, task := range tasks(t) {
+				if a, err := unix.SchedGetAttr(task, 0); err == nil && (a.Policy != unix.SCHED_NORMAL || a.Nice != 0) {
+					t.Errorf("thread %d has %+v", task, a)
+				}
 			}
 		})
 	}
-	all.Wait()
-	func() {
-		defer func() { _ = recover() }()
-		Do(func() { panic("of f") })
-	}()
-	if n := nice(t); n != 0 {
-		t.Errorf("after a panic the thread has %d", n)
-	}
-	for _, task := range tasks(t) {
-		if n, err := unix.Getpriority(unix.PRIO_PROCESS, task); err == nil && n != 20 {
-			t.Errorf("thread %d has %d", task, 20-n)
+}
+
+// What takes long is not before all others for as long as that.
+func TestLong(t *testing.T) {
+	budgeted(t, &budget{rest: time.Hour})
+	began := time.Now()
+	Do(func() {
+		for how(t, 0) == first && time.Since(began) < time.Minute {
 		}
+		if a := how(t, 0); a != nicer {
+			t.Errorf("after %v it has %+v", time.Since(began), a)
+		}
+	})
+	if a := how(t, 0); a != ordinary {
+		t.Errorf("after it the thread has %+v", a)
+	}
+	if spent := time.Hour - left.rest; spent < longest/4 || spent > time.Since(began) {
+		t.Errorf("it has cost %v", spent)
+	}
+	// The thread is another's long before the time that the first had is over.
+	Do(func() {})
+	time.Sleep(2 * longest)
+	for _, task := range tasks(t) {
+		if a, err := unix.SchedGetAttr(task, 0); err == nil && (a.Policy != unix.SCHED_NORMAL || a.Nice != 0) {
+			t.Errorf("thread %d has %+v", task, a)
+		}
+	}
+}
+
+func TestBudget(t *testing.T) {
+	b := budget{rest: most}
+	if !b.any() {
+		t.Error("none at first")
+	}
+	b.spend(most + time.Hour/share)
+	if b.any() {
+		t.Error("it is not spent")
+	}
+	b.seen = b.seen.Add(-time.Hour + time.Minute)
+	if b.any() {
+		t.Error("it was given too early")
+	}
+	b.seen = b.seen.Add(-2 * time.Minute)
+	if !b.any() {
+		t.Error("it does not come back")
+	}
+	b.seen = b.seen.Add(-24 * time.Hour)
+	if b.any(); b.rest != most {
+		t.Errorf("after a day there is %v", b.rest)
 	}
 }
 
@@ -60,8 +135,8 @@ func TestDo(t *testing.T) {
 func TestNice(t *testing.T) {
 	if os.Getenv("AHEAD") != "" {
 		Do(func() {
-			if n := nice(t); n != 5 {
-				t.Errorf("it has %d", n)
+			if a := how(t, 0); a.Policy != unix.SCHED_NORMAL || a.Nice != 5 {
+				t.Errorf("it has %+v", a)
 			}
 		})
 		return
