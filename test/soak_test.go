@@ -185,6 +185,9 @@ func TestSoak(t *testing.T) {
 	if err != nil {
 		t.Error(err)
 	}
+	for _, f := range report.Findings {
+		t.Logf("found by the last recover: %+v", f)
+	}
 	var leaks []string
 	s.eventually("all that the cycles made is gone, or named", func() bool {
 		leaks = newlyThere(before, s.held())
