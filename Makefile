@@ -16,7 +16,7 @@ export GOFLAGS += -buildvcs=false
 # A shell that was open before Go was installed does not have it on its PATH.
 export PATH := $(PATH):/usr/local/go/bin:/usr/local/sbin:/usr/sbin:/sbin
 
-.PHONY: all build install deps test-deps demo test test-long soak test-vm test-fresh test-deb lint vulncheck bench man deb clean
+.PHONY: all build install deps test-deps demo test test-long test-race soak test-vm test-fresh test-deb lint vulncheck bench man deb clean
 
 all: build
 
@@ -59,6 +59,10 @@ test: test-deps build
 # The same, each failpoint in every verb that comes by it; takes about twice as long.
 test-long: export AGENTBOX_LONG = 1
 test-long: test
+
+# The service and what it does side by side, under Go's race detector, which takes a C compiler.
+test-race: test-deps
+	CGO_ENABLED=1 $(GO) test -race -vet=off -tags failpoint -p 2 -timeout 25m ./runtime/api ./runtime/audit ./runtime ./internal/...
 
 # In a Debian 13 with systemd, cgroup v2 and all capabilities; see docs/testing.md.
 #   make test-vm SUITES='runtime/oci overlay' VMFLAGS='-run Limit -v'

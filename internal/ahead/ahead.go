@@ -59,10 +59,10 @@ func raise() (end func() error) {
 	if a, err := unix.SchedGetAttr(0, 0); err != nil || a.Policy != unix.SCHED_NORMAL || a.Nice != 0 {
 		return nil
 	}
-	lower := func() error { return unix.SchedSetAttr(0, &ordinary, 0) }
+	lower := func() error { return set(0, ordinary) }
 	began, err := used()
-	if err != nil || !left.any() || unix.SchedSetAttr(0, &first, 0) != nil {
-		if unix.SchedSetAttr(0, &nicer, 0) != nil {
+	if err != nil || !left.any() || set(0, first) != nil {
+		if set(0, nicer) != nil {
 			return nil
 		}
 		return lower
@@ -73,7 +73,7 @@ func raise() (end func() error) {
 		mu.Lock()
 		defer mu.Unlock()
 		if !ended {
-			_ = unix.SchedSetAttr(thread, &nicer, 0)
+			_ = set(thread, nicer)
 		}
 	})
 	return func() error {
@@ -87,6 +87,9 @@ func raise() (end func() error) {
 		return lower()
 	}
 }
+
+// set has a thread scheduled by a, a copy: the call writes to it.
+func set(thread int, a unix.SchedAttr) error { return unix.SchedSetAttr(thread, &a, 0) }
 
 // used is the processor time that the calling thread has had.
 func used() (time.Duration, error) {
