@@ -9,6 +9,7 @@ package test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -17,6 +18,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -28,6 +30,9 @@ import (
 
 // bin is where the binaries under test are.
 var bin string
+
+// race is 1 where agentbox is built with Go's race detector, which ends with 66 what has a race.
+var race = cmp.Or(os.Getenv("AGENTBOX_RACE"), "0")
 
 func TestMain(m *testing.M) {
 	os.Exit(func() int {
@@ -47,11 +52,13 @@ func TestMain(m *testing.M) {
 			return 1
 		}
 		defer os.RemoveAll(bin)
-		build := exec.Command("go", "build", "-tags", "failpoint", "-ldflags", "-s -w", "-o", bin, "../cmd/agentbox", "../cmd/agentbox-runtime")
-		build.Env = append(os.Environ(), "CGO_ENABLED=0")
-		if out, err := build.CombinedOutput(); err != nil {
-			fmt.Fprintf(os.Stderr, "build the binaries: %v\n%s", err, out)
-			return 1
+		for program, cgo := range map[string]string{"agentbox": race, "agentbox-runtime": "0"} { // the latter is in sandboxes, too
+			build := exec.Command("go", "build", "-tags", "failpoint", "-ldflags", "-s -w", "-race="+strconv.FormatBool(cgo == "1"), "-o", bin, "../cmd/"+program)
+			build.Env = append(os.Environ(), "CGO_ENABLED="+cgo)
+			if out, err := build.CombinedOutput(); err != nil {
+				fmt.Fprintf(os.Stderr, "build %s: %v\n%s", program, err, out)
+				return 1
+			}
 		}
 		before := hostState()
 		code := m.Run()

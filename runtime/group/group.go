@@ -189,7 +189,8 @@ func Run(ctx context.Context, svc runtime.Service, opts Options) (Report, error)
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
 	if terms.Owner == runtime.OwnerHeartbeat {
-		guard.Go(func() { g.renew(ctx, stop) })
+		id := g.lease.ID // the lease is another's once it is handed over
+		guard.Go(func() { g.renew(ctx, id, stop) })
 	}
 	for i := range g.results {
 		g.results[i] = Result{Member: i + 1, Name: fmt.Sprintf("%s-%d", g.Name, i+1), Phase: PhaseMake, Outcome: Cancelled}
@@ -210,8 +211,7 @@ func Run(ctx context.Context, svc runtime.Service, opts Options) (Report, error)
 const beatInterval = time.Minute
 
 // renew tells that we are alive, until ctx ends or the lease has.
-func (g *run) renew(ctx context.Context, stop context.CancelCauseFunc) {
-	id := g.lease.ID
+func (g *run) renew(ctx context.Context, id string, stop context.CancelCauseFunc) {
 	tick := time.NewTicker(beatInterval / 6)
 	defer tick.Stop()
 	for {
