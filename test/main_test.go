@@ -9,7 +9,6 @@ package test
 
 import (
 	"bytes"
-	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -18,7 +17,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strconv"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -31,8 +30,8 @@ import (
 // bin is where the binaries under test are.
 var bin string
 
-// race is 1 where agentbox is built with Go's race detector, which ends with 66 what has a race.
-var race = cmp.Or(os.Getenv("AGENTBOX_RACE"), "0")
+// race has agentbox built with Go's race detector, which ends with 66 what has a race.
+var race = os.Getenv("AGENTBOX_RACE") != ""
 
 func TestMain(m *testing.M) {
 	os.Exit(func() int {
@@ -52,9 +51,13 @@ func TestMain(m *testing.M) {
 			return 1
 		}
 		defer os.RemoveAll(bin)
-		for program, cgo := range map[string]string{"agentbox": race, "agentbox-runtime": "0"} { // the latter is in sandboxes, too
-			build := exec.Command("go", "build", "-tags", "failpoint", "-ldflags", "-s -w", "-race="+strconv.FormatBool(cgo == "1"), "-o", bin, "../cmd/"+program)
-			build.Env = append(os.Environ(), "CGO_ENABLED="+cgo)
+		for program, race := range map[string]bool{"agentbox": race, "agentbox-runtime": false} { // the latter is in sandboxes, too: static
+			build := exec.Command("go", "build", "-tags", "failpoint", "-ldflags", "-s -w", "-o", bin, "../cmd/"+program)
+			build.Env = append(os.Environ(), "CGO_ENABLED=0")
+			if race {
+				build.Args = slices.Insert(build.Args, 2, "-race")
+				build.Env = append(build.Env, "CGO_ENABLED=1")
+			}
 			if out, err := build.CombinedOutput(); err != nil {
 				fmt.Fprintf(os.Stderr, "build %s: %v\n%s", program, err, out)
 				return 1
