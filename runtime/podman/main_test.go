@@ -86,6 +86,10 @@ func prepare() error {
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
 		return err
 	}
+	manager, err := underSystemd()
+	if err != nil {
+		return err
+	}
 	// In memory, its storage and what the tests make, too: each command of
 	// Podman's waits for the disk several times.
 	for _, d := range []string{dir, "/run", "/var/lib/cni", "/var/lib/containers", "/etc/containers", "/etc/cni"} {
@@ -93,6 +97,11 @@ func prepare() error {
 			return err
 		}
 		if err := unix.Mount("tmpfs", d, "tmpfs", 0, ""); err != nil {
+			return err
+		}
+	}
+	for _, m := range manager {
+		if err := m.put(); err != nil {
 			return err
 		}
 	}
@@ -109,9 +118,13 @@ func prepare() error {
 	if out, err := build.CombinedOutput(); err != nil {
 		return fmt.Errorf("build agentbox-runtime: %w: %s", err, out)
 	}
+	engine := "events_logger = \"file\"\ncgroup_manager = \"cgroupfs\"\n"
+	if manager != nil {
+		engine = "" // as Podman has it there: logs and events in the journal, scopes for cgroups
+	}
 	files := map[string]string{
 		"storage.conf": fmt.Sprintf("[storage]\ndriver = \"overlay\"\ngraphroot = %q\nrunroot = \"/run/containers/storage\"\n", filepath.Join(dir, "r")),
-		"containers.conf": fmt.Sprintf("[containers]\ndefault_ulimits = [\"nofile=1024:1024\", \"nproc=1024:1024\"]\n[engine]\nevents_logger = \"file\"\ncgroup_manager = \"cgroupfs\"\n"+
+		"containers.conf": fmt.Sprintf("[containers]\ndefault_ulimits = [\"nofile=1024:1024\", \"nproc=1024:1024\"]\n[engine]\n"+engine+
 			"runtime = \"agentbox\"\n[engine.runtimes]\nagentbox = [%q]\n", wrapper),
 		"policy.json": `{"default":[{"type":"insecureAcceptAnything"}]}`,
 	}
@@ -131,6 +144,39 @@ func prepare() error {
 		os.Unsetenv(name)
 	}
 	return nil
+}
+
+// kept is a folder with its mounts, to be put where it was.
+type kept struct {
+	tree int // a detached copy of its mounts
+	path string
+}
+
+// underSystemd is what a machine's own Podman asks of systemd by: its sockets, and
+// the journal. It is nil where systemd does not run.
+func underSystemd() (list []kept, err error) {
+	if _, err := os.Stat("/run/systemd/system"); err != nil {
+		return nil, nil
+	}
+	for _, path := range []string{"/run/systemd", "/run/dbus", "/run/log"} {
+		tree, err := unix.OpenTree(unix.AT_FDCWD, path, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_RECURSIVE)
+		if errors.Is(err, os.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", path, err)
+		}
+		list = append(list, kept{tree, path})
+	}
+	return list, nil
+}
+
+func (k kept) put() error {
+	if err := os.MkdirAll(k.path, 0o755); err != nil {
+		return err
+	}
+	defer unix.Close(k.tree)
+	return unix.MoveMount(k.tree, "", unix.AT_FDCWD, k.path, unix.MOVE_MOUNT_F_EMPTY_PATH)
 }
 
 func must(t testing.TB, err error) {
