@@ -7,14 +7,8 @@ import (
 	"os"
 	"slices"
 
-	"github.com/google/nftables"
-	"github.com/google/nftables/expr"
-	"golang.org/x/sys/unix"
+	"github.com/agentbox/agentbox/criu/cut"
 )
-
-// cutTable is the nftables table that stands for a cut, in the namespace that
-// is cut off.
-const cutTable = "agentbox-cut"
 
 // A Cut keeps a network namespace from exchanging packets with anybody else.
 //
@@ -36,7 +30,7 @@ func CutOff(pid int) (*Cut, error) {
 		return nil, fmt.Errorf("network namespace of process %d: %w", pid, err)
 	}
 	c := &Cut{ns}
-	if err := c.begin(); err != nil {
+	if err := cut.Begin(ns); err != nil {
 		return nil, errors.Join(fmt.Errorf("cut process %d off its network: %w", pid, err), ns.Close())
 	}
 	return c, nil
@@ -55,49 +49,13 @@ func Reconnect(pid int) error {
 	return (&Cut{ns}).End()
 }
 
-func (c *Cut) begin() error {
-	conn, err := nftables.New(nftables.WithNetNSFd(int(c.ns.Fd())))
-	if err != nil {
-		return err
-	}
-	table := conn.AddTable(&nftables.Table{Name: cutTable, Family: nftables.TableFamilyINet})
-	for name, hook := range map[string]*nftables.ChainHook{"in": nftables.ChainHookInput, "out": nftables.ChainHookOutput} {
-		chain := conn.AddChain(&nftables.Chain{Name: name, Table: table, Type: nftables.ChainTypeFilter, Hooknum: hook, Priority: nftables.ChainPriorityRaw})
-		key := expr.MetaKeyIIFNAME
-		if name == "out" {
-			key = expr.MetaKeyOIFNAME
-		}
-		lo := make([]byte, unix.IFNAMSIZ)
-		copy(lo, "lo")
-		conn.AddRule(&nftables.Rule{Table: table, Chain: chain, Exprs: []expr.Any{
-			&expr.Meta{Key: key, Register: 1},
-			&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: lo},
-			&expr.Verdict{Kind: expr.VerdictDrop},
-		}})
-	}
-	return conn.Flush()
-}
-
 // End ends the cut. A nil one has ended.
 func (c *Cut) End() error {
 	if c == nil {
 		return nil
 	}
 	defer c.ns.Close()
-	conn, err := nftables.New(nftables.WithNetNSFd(int(c.ns.Fd())))
-	if err != nil {
-		return err
-	}
-	tables, err := conn.ListTablesOfFamily(nftables.TableFamilyINet)
-	if err != nil {
-		return err
-	}
-	at := slices.IndexFunc(tables, func(t *nftables.Table) bool { return t.Name == cutTable })
-	if at < 0 {
-		return nil
-	}
-	conn.DelTable(tables[at])
-	return conn.Flush()
+	return cut.End(c.ns)
 }
 
 // sharesNetwork tells whether processes outside a container are in its network

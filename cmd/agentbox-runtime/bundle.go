@@ -12,6 +12,7 @@ import (
 	"strings"
 	"syscall"
 
+	"github.com/agentbox/agentbox/criu/cut"
 	"github.com/agentbox/agentbox/criu/stage"
 )
 
@@ -22,7 +23,7 @@ const criuConfig = "org.criu.config"
 type changes struct {
 	env     []string // variables of its process
 	config  string   // CRIU's configuration file; empty: what is named already
-	cut     bool     // the hook of link.go
+	cut     bool     // a hook of link.go
 	standIn []string // the hook of standin.go, if the bundle's network namespace is a new one; nil: none
 	resolve bool     // sources of bind mounts that are symlinks
 }
@@ -54,15 +55,19 @@ func edit(bundle string, to changes) error {
 			return err
 		})
 	}
-	var calls [][]string
-	if to.cut {
-		calls = append(calls, []string{cutVerb})
+	var before, after [][]string
+	own := newNetwork(spec["linux"])
+	switch {
+	case to.cut && own && cut.Possible():
+		before = append(before, []string{cutVerb})
+	case to.cut:
+		after = append(after, []string{downVerb})
 	}
-	if to.standIn != nil && newNetwork(spec["linux"]) {
-		calls = append(calls, append([]string{standInVerb}, to.standIn...))
+	if to.standIn != nil && own {
+		after = append(after, append([]string{standInVerb}, to.standIn...))
 	}
-	if err == nil && len(calls) > 0 {
-		err = spec.within("hooks", func(hooks object) error { return withHooks(hooks, calls) })
+	if err == nil && len(before)+len(after) > 0 {
+		err = spec.within("hooks", func(hooks object) error { return withHooks(hooks, before, after) })
 	}
 	if raw, ok := spec["mounts"]; ok && err == nil && to.resolve {
 		spec["mounts"], err = resolved(raw)

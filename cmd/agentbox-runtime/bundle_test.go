@@ -64,8 +64,8 @@ func TestEditKeeps(t *testing.T) {
 }
 
 // Files are written in place, and only files.
-// The hooks of a restore come after the engine's; the stand-in is for a network
-// that is made only then.
+// A network that is to be made is cut off before the engine's hooks make it; one
+// that is there is held still, and a stand-in made, after them.
 func TestEditHooks(t *testing.T) {
 	self, err := os.Executable()
 	if err != nil {
@@ -76,13 +76,13 @@ func TestEditHooks(t *testing.T) {
 		to   changes
 		want []string
 	}{
-		{"", changes{cut: true, standIn: []string{"192.0.2.1"}}, []string{"/theirs", cutVerb, standInVerb + " 192.0.2.1"}},
-		{"/run/netns/x", changes{cut: true, standIn: []string{"192.0.2.1"}}, []string{"/theirs", cutVerb}},
-		{"", changes{standIn: []string{}}, []string{"/theirs", standInVerb}},
-		{"", changes{resolve: true}, []string{"/theirs"}},
+		{"", changes{cut: true, standIn: []string{"192.0.2.1"}}, []string{cutVerb, "/first", "/theirs", standInVerb + " 192.0.2.1"}},
+		{"/run/netns/x", changes{cut: true, standIn: []string{"192.0.2.1"}}, []string{"/first", "/theirs", downVerb}},
+		{"", changes{standIn: []string{}}, []string{"/first", "/theirs", standInVerb}},
+		{"", changes{resolve: true}, []string{"/first", "/theirs"}},
 	} {
 		dir := t.TempDir()
-		text := `{"hooks": {"createRuntime": [{"path": "/theirs"}]}, "linux": {"namespaces": [{"type": "pid"}, {"type": "network", "path": "` + c.path + `"}]}}`
+		text := `{"hooks": {"createRuntime": [{"path": "/theirs"}], "prestart": [{"path": "/first"}]}, "linux": {"namespaces": [{"type": "pid"}, {"type": "network", "path": "` + c.path + `"}]}}`
 		if err := os.WriteFile(filepath.Join(dir, "config.json"), []byte(text), 0o600); err != nil {
 			t.Fatal(err)
 		}
@@ -98,7 +98,8 @@ func TestEditHooks(t *testing.T) {
 			t.Fatal(err)
 		}
 		var got []string
-		for _, h := range spec.Hooks.CreateRuntime {
+		//lint:ignore SA1019 Docker has its own there
+		for _, h := range append(spec.Hooks.Prestart, spec.Hooks.CreateRuntime...) {
 			if h.Path == self && len(h.Args) > 1 && h.Args[0] == self {
 				got = append(got, strings.Join(h.Args[1:], " "))
 			} else {

@@ -14,18 +14,23 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/criu/cut"
 	"github.com/agentbox/agentbox/criu/stage"
 )
 
 // While a restore is under way the container's network is there before its
 // sockets are, and what a peer sends to a connection that is yet to be
-// restored is answered with a reset. So a hook, run after those by which the
-// engine fills the network namespace, takes the host's ends of the container's
-// veth pairs down, and they go up again when the sockets are there. Down at the
-// host's end leaves addresses and routes inside as they are.
+// restored is answered with a reset. So a hook, run before those by which the
+// engine fills the network namespace, cuts it off, and it is connected when the
+// sockets are there.
+//
+// Where the kernel has no nf_tables the hook is run after the engine's, and takes the
+// host's ends of the container's veth pairs down: what arrives between the two
+// hooks is answered with a reset. Down at the host's end leaves addresses and
+// routes inside as they are.
 
-// cutVerb is how the hook calls this program.
-const cutVerb = "agentbox-cut"
+// cutVerb and downVerb are how the hooks call this program.
+const cutVerb, downVerb = "agentbox-cut", "agentbox-down"
 
 // cuts tells whether a restore takes the hook.
 func cuts(r stage.Restore) bool {
@@ -41,30 +46,47 @@ func newNetwork(linux json.RawMessage) bool {
 	return slices.ContainsFunc(spec.Namespaces, func(n struct{ Type, Path string }) bool { return n.Type == "network" && n.Path == "" })
 }
 
-// withHooks adds calls of this program to a bundle's hooks.
-func withHooks(hooks object, calls [][]string) error {
+// withHooks adds calls of this program to a bundle's hooks: before all others
+// and, once the engine's have been run, after them.
+func withHooks(hooks object, before, after [][]string) error {
 	self, err := os.Executable()
 	if err != nil {
 		return err
 	}
-	var list []json.RawMessage
-	if raw, ok := hooks["createRuntime"]; ok {
-		if err := json.Unmarshal(raw, &list); err != nil {
-			return fmt.Errorf("createRuntime: %w", err)
+	of := func(calls [][]string) (list []json.RawMessage, err error) {
+		for _, args := range calls {
+			hook, err := marshal(struct {
+				Path string   `json:"path"`
+				Args []string `json:"args"`
+			}{self, append([]string{self}, args...)})
+			if err != nil {
+				return nil, err
+			}
+			list = append(list, hook)
 		}
+		return list, nil
 	}
-	for _, args := range calls {
-		hook, err := marshal(struct {
-			Path string   `json:"path"`
-			Args []string `json:"args"`
-		}{self, append([]string{self}, args...)})
-		if err != nil {
+	change := func(name string, calls [][]string, first bool) error {
+		var list []json.RawMessage
+		if raw, ok := hooks[name]; ok {
+			if err := json.Unmarshal(raw, &list); err != nil {
+				return fmt.Errorf("%s: %w", name, err)
+			}
+		}
+		ours, err := of(calls)
+		switch {
+		case err != nil || len(ours) == 0:
 			return err
+		case first:
+			list = append(ours, list...)
+		default:
+			list = append(list, ours...)
 		}
-		list = append(list, hook)
+		hooks[name], err = marshal(list)
+		return err
 	}
-	hooks["createRuntime"], err = marshal(list)
-	return err
+	// All of prestart come before the first of createRuntime.
+	return errors.Join(change("prestart", before, true), change("createRuntime", after, false))
 }
 
 // hook reads the container's state, as hooks do, and does its work on the
@@ -84,8 +106,24 @@ func hook(in io.Reader, what string, work func(pid int) error) int {
 	return 0
 }
 
-func cut(in io.Reader) int {
-	return hook(in, "hold the network still", func(pid int) error { return setPeers(pid, false) })
+const holdStill = "hold the network still"
+
+func cutOff(in io.Reader) int {
+	return hook(in, holdStill, func(pid int) error { return withNetwork(pid, cut.Begin) })
+}
+
+func down(in io.Reader) int {
+	return hook(in, holdStill, func(pid int) error { return setPeers(pid, false) })
+}
+
+// reconnect ends what either hook began.
+func reconnect(pid int) error {
+	if cut.Possible() {
+		if err := withNetwork(pid, cut.End); err != nil {
+			return err
+		}
+	}
+	return setPeers(pid, true)
 }
 
 // setPeers sets the host's ends of the veth pairs of a process's network
@@ -120,13 +158,22 @@ type link struct {
 	veth        bool
 }
 
-// inNetwork runs fn in the network namespace of a process.
-func inNetwork(pid int, fn func() error) error {
+// withNetwork calls fn with the network namespace of a process.
+func withNetwork(pid int, fn func(ns *os.File) error) error {
 	f, err := os.Open(fmt.Sprintf("/proc/%d/ns/net", pid))
 	if err != nil {
 		return err
 	}
 	defer f.Close()
+	return fn(f)
+}
+
+// inNetwork runs fn in the network namespace of a process.
+func inNetwork(pid int, fn func() error) error {
+	return withNetwork(pid, func(f *os.File) error { return within(f, fn) })
+}
+
+func within(f *os.File, fn func() error) error {
 	done := make(chan error)
 	go func() {
 		goruntime.LockOSThread() // without Unlock: the thread ends with the goroutine

@@ -51,7 +51,10 @@ func main() {
 
 func run(args []string) int {
 	if len(args) == 1 && args[0] == cutVerb {
-		return cut(os.Stdin)
+		return cutOff(os.Stdin)
+	}
+	if len(args) == 1 && args[0] == downVerb {
+		return down(os.Stdin)
 	}
 	if len(args) > 0 && args[0] == standInVerb {
 		return standIn(os.Stdin, args[1:])

@@ -40,7 +40,7 @@ func (w wrapper) settle(c call, r stage.Restore) error {
 	if !cuts(r) {
 		return nil
 	}
-	return setPeers(pid, true)
+	return reconnect(pid)
 }
 
 // settings writes the bundle's settings for the network namespace: CRIU left

@@ -19,10 +19,11 @@ const module = "github.com/agentbox/agentbox/"
 var allowed = map[string][]string{
 	"cmd/agentbox": {"internal/copy", "internal/fault", "internal/guard", "internal/gclater", "internal/lazy", "internal/setup", "images", "images/source", "policy", "runtime", "runtime/api", "runtime/audit", "runtime/containerd", "runtime/docker", "runtime/dockerplugin",
 		"runtime/dockerplugin/authz", "runtime/dockerplugin/volume", "runtime/doctor", "runtime/group", "runtime/mcp", "runtime/oci", "runtime/podman", "runtime/store", "runtime/traces", "runtime/volume"},
-	"cmd/agentbox-runtime": {"criu/crlog", "criu/freezer", "criu/host", "criu/lsm", "criu/stage", "internal/failpoint", "internal/fault"},
-	"criu":                 {"criu/crlog", "criu/freezer", "criu/host", "internal/fault", "internal/guard", "internal/failpoint"},
+	"cmd/agentbox-runtime": {"criu/crlog", "criu/cut", "criu/freezer", "criu/host", "criu/lsm", "criu/stage", "internal/failpoint", "internal/fault"},
+	"criu":                 {"criu/crlog", "criu/cut", "criu/freezer", "criu/host", "internal/fault", "internal/guard", "internal/failpoint"},
 	"criu/crlog":           {"internal/fault"},
 	"criu/criutest":        {"criu", "criu/host", "criu/stage"},
+	"criu/cut":             {},
 	"criu/freezer":         {"internal/fault"},
 	"criu/host":            {"internal/fault"},
 	"criu/lsm":             {"internal/fault"},

@@ -1,0 +1,68 @@
+// Package cut keeps a network namespace from exchanging packets with anybody
+// else, by a table of nftables in it. Its devices, addresses and routes stay as they
+// are, and so does what goes over lo.
+package cut
+
+import (
+	"os"
+	"slices"
+
+	"github.com/google/nftables"
+	"github.com/google/nftables/expr"
+	"golang.org/x/sys/unix"
+)
+
+// name is the table's.
+const name = "agentbox-cut"
+
+// Possible tells whether the kernel has nf_tables.
+func Possible() bool {
+	conn, err := nftables.New()
+	if err != nil {
+		return false
+	}
+	_, err = conn.ListTablesOfFamily(nftables.TableFamilyINet)
+	return err == nil
+}
+
+// Begin cuts a network namespace off; ns is its file.
+func Begin(ns *os.File) error {
+	conn, err := nftables.New(nftables.WithNetNSFd(int(ns.Fd())))
+	if err != nil {
+		return err
+	}
+	table := conn.AddTable(&nftables.Table{Name: name, Family: nftables.TableFamilyINet})
+	for name, hook := range map[string]*nftables.ChainHook{"in": nftables.ChainHookInput, "out": nftables.ChainHookOutput} {
+		chain := conn.AddChain(&nftables.Chain{Name: name, Table: table, Type: nftables.ChainTypeFilter, Hooknum: hook, Priority: nftables.ChainPriorityRaw})
+		key := expr.MetaKeyIIFNAME
+		if name == "out" {
+			key = expr.MetaKeyOIFNAME
+		}
+		lo := make([]byte, unix.IFNAMSIZ)
+		copy(lo, "lo")
+		conn.AddRule(&nftables.Rule{Table: table, Chain: chain, Exprs: []expr.Any{
+			&expr.Meta{Key: key, Register: 1},
+			&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: lo},
+			&expr.Verdict{Kind: expr.VerdictDrop},
+		}})
+	}
+	return conn.Flush()
+}
+
+// End ends the cut of a network namespace. Without one it does nothing.
+func End(ns *os.File) error {
+	conn, err := nftables.New(nftables.WithNetNSFd(int(ns.Fd())))
+	if err != nil {
+		return err
+	}
+	tables, err := conn.ListTablesOfFamily(nftables.TableFamilyINet)
+	if err != nil {
+		return err
+	}
+	at := slices.IndexFunc(tables, func(t *nftables.Table) bool { return t.Name == name })
+	if at < 0 {
+		return nil
+	}
+	conn.DelTable(tables[at])
+	return conn.Flush()
+}
