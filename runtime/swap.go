@@ -435,12 +435,14 @@ func (e *Engine) resume(ctx context.Context, r *restoration) error {
 		if err := hand(r.spec.IDs, r.images); err != nil {
 			return err
 		}
-		options := criu.Options{TCP: manifest.TCP, LeaveStopped: was == Paused, EmptyNetwork: r.c.EmptyNetwork}
+		// With a read-only root none runs before the wrapper has seen that it is.
+		held := was != Paused && r.spec.ReadOnly
+		options := criu.Options{TCP: manifest.TCP, LeaveStopped: held || was == Paused, EmptyNetwork: r.c.EmptyNetwork}
 		config := filepath.Join(e.run, r.sb.ID, "criu.conf")
 		if err := criu.WriteConfig(config, options); err != nil {
 			return err
 		}
-		staged := stage.Restore{Images: r.images, Work: work, Flags: options.RuntimeFlags(), Config: config, Paused: was == Paused}
+		staged := stage.Restore{Images: r.images, Work: work, Flags: options.RuntimeFlags(), Config: config, Paused: was == Paused, Held: held}
 		if r.c.EmptyNetwork {
 			var err error
 			if staged.Addresses, err = criu.Addresses(r.images, manifest.TCP); err != nil {

@@ -86,11 +86,15 @@ func (w wrapper) restore(c call, r stage.Restore) int {
 		w.undo(c, r)
 		return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
 	}
+	if err := readOnly(c); err != nil {
+		w.undo(c, r)
+		return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
+	}
 	if err := w.settle(c, r); err != nil {
 		w.undo(c, r)
 		return w.fail(c, fmt.Errorf("restore of %s: network: %w", c.id, err))
 	}
-	if r.Paused {
+	if r.Paused || r.Held {
 		if err := w.endStop(c, r.Stopped); err != nil {
 			w.undo(c, r)
 			return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))

@@ -20,11 +20,7 @@ func (w wrapper) settle(c call, r stage.Restore) error {
 	if !slices.Contains(r.Flags, "--empty-ns") {
 		return nil
 	}
-	text, err := os.ReadFile(c.flags["pid-file"])
-	if err != nil {
-		return err
-	}
-	pid, err := strconv.Atoi(strings.TrimSpace(string(text)))
+	pid, err := c.pid()
 	if err != nil {
 		return err
 	}
@@ -41,6 +37,15 @@ func (w wrapper) settle(c call, r stage.Restore) error {
 		return nil
 	}
 	return reconnect(pid)
+}
+
+// pid is the first process of a container that was just made.
+func (c call) pid() (int, error) {
+	text, err := os.ReadFile(c.flags["pid-file"])
+	if err != nil {
+		return 0, err
+	}
+	return strconv.Atoi(strings.TrimSpace(string(text)))
 }
 
 // settings writes the bundle's settings for the network namespace: CRIU left

@@ -39,7 +39,9 @@ type Restore struct {
 	// Paused: it was checkpointed while paused. CRIU leaves its processes
 	// stopped (the configuration says so), the wrapper freezes them and ends
 	// the stop, except for those in Stopped, and `start` leaves them frozen.
-	Paused  bool  `json:"paused,omitempty"`
+	Paused bool `json:"paused,omitempty"`
+	// Held: CRIU leaves its processes stopped, too, and they go on with `start`.
+	Held    bool  `json:"held,omitempty"`
 	Stopped []int `json:"stopped,omitempty"` // pids, in the container, of processes that a signal had stopped
 	// Timeout ends a restore that hangs; 0 means DefaultTimeout.
 	Timeout time.Duration `json:"timeout_ns,omitempty"`
