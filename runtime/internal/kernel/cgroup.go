@@ -87,9 +87,11 @@ func hierarchies() (Cgroups, error) {
 // dying bounds how long killed processes take to end.
 const dying = 10 * time.Second
 
-// Unified tells whether v2 has the controllers.
+// Unified tells whether v2 has the controllers. It is what is mounted where cgroups
+// are looked for: some programs add a hierarchy of v1, for net_cls or with no
+// controller at all.
 func (c Cgroups) Unified() bool {
-	return !slices.ContainsFunc(c, func(m Hierarchy) bool { return !m.V2 })
+	return slices.ContainsFunc(c, func(m Hierarchy) bool { return m.V2 && m.Path == "/sys/fs/cgroup" })
 }
 
 // frozenBy is the file of a cgroup that tells whether it was told to stand still, and
@@ -400,7 +402,8 @@ func (c Cgroups) StartIn(cmd *exec.Cmd, path string) (born bool, err error) {
 	}
 	// Not here: an older kernel, or a cgroup that takes no processes.
 	again := exec.Command(cmd.Path)
-	again.Args, again.Env, again.Dir, again.Stderr, again.ExtraFiles = cmd.Args, cmd.Env, cmd.Dir, cmd.Stderr, cmd.ExtraFiles
+	again.Args, again.Env, again.Dir, again.ExtraFiles = cmd.Args, cmd.Env, cmd.Dir, cmd.ExtraFiles
+	again.Stdin, again.Stdout, again.Stderr = cmd.Stdin, cmd.Stdout, cmd.Stderr
 	again.SysProcAttr = &plain
 	*cmd = *again
 	return false, cmd.Start()

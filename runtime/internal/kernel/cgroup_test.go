@@ -124,3 +124,19 @@ func must(t *testing.T, errs ...error) {
 		}
 	}
 }
+
+func TestUnified(t *testing.T) {
+	for _, c := range []struct {
+		list Cgroups
+		want bool
+	}{
+		{Cgroups{{Path: "/sys/fs/cgroup", V2: true}}, true},
+		{Cgroups{{Path: "/sys/fs/cgroup", V2: true}, {Path: "/sys/fs/cgroup/net_cls"}}, true},
+		{Cgroups{{Path: "/sys/fs/cgroup/memory"}, {Path: "/sys/fs/cgroup/unified", V2: true}}, false},
+		{Cgroups{{Path: "/sys/fs/cgroup/memory"}}, false},
+	} {
+		if got := c.list.Unified(); got != c.want {
+			t.Errorf("%+v: %v", c.list, got)
+		}
+	}
+}
