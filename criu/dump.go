@@ -34,6 +34,9 @@ type DumpOptions struct {
 	// outlives this process, so that nobody touches the container while an
 	// orphaned dump still runs.
 	Hold *os.File
+
+	// Start, when given, starts the OCI runtime, as cmd.Start does.
+	Start func(cmd *exec.Cmd) error
 }
 
 // DumpResult reports a dump.
@@ -199,7 +202,13 @@ func runDump(rt Runtime, opts DumpOptions, extra extras) (said string, err error
 		// inherits it as well.
 		cmd.ExtraFiles = append(make([]*os.File, 16), opts.Hold)
 	}
-	err = cmd.Run()
+	start := cmd.Start
+	if opts.Start != nil {
+		start = func() error { return opts.Start(cmd) }
+	}
+	if err = start(); err == nil {
+		err = cmd.Wait()
+	}
 	text := make([]byte, 64<<10)
 	n, _ := out.ReadAt(text, 0)
 	return string(text[:n]), err

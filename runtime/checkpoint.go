@@ -486,7 +486,7 @@ func (e *Engine) capture(ctx context.Context, k *making, draft *store.Draft) err
 func (e *Engine) dump(ctx context.Context, k *making, draft *store.Draft) (*store.Processes, error) {
 	opts := criu.DumpOptions{
 		ImageDir: draft.CRIUDir(), WorkDir: filepath.Join(draft.Dir(), workDir), LeaveRunning: true,
-		Options: criu.Options{TCP: k.opts.TCP, EmptyNetwork: k.c.EmptyNetwork}, Hold: k.sb.lock.File(),
+		Options: criu.Options{TCP: k.opts.TCP, EmptyNetwork: k.c.EmptyNetwork}, Hold: k.sb.lock.File(), Start: StartAside,
 	}
 	if deadline, ok := ctx.Deadline(); ok {
 		opts.Timeout = time.Until(deadline)

@@ -75,7 +75,7 @@ func (g globals) startAside(self string, args ...string) error {
 	cmd.Args[0] = "agentbox" // not a plugin of docker, whatever we are
 	cmd.Dir = "/"
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
-	if err := cmd.Start(); err != nil {
+	if err := runtime.StartAside(cmd); err != nil {
 		return err
 	}
 	guard.Start(cmd.Wait) // a service would have its zombie; how it ended is in its log
