@@ -87,7 +87,7 @@ func parse(args []string) (o options, err error) {
 	f.StringVar(&o.accel, "accel", "auto", "`auto`, kvm or tcg (emulated)")
 	f.IntVar(&o.cpus, "cpus", 2, "CPUs of the machine")
 	f.IntVar(&o.memory, "memory", 4096, "its memory in `MB`")
-	f.DurationVar(&o.timeout, "timeout", 30*time.Minute, "the most that one suite may take")
+	f.DurationVar(&o.timeout, "timeout", 0, "the most that one suite may take (default 30m, emulated 3h)")
 	f.IntVar(&o.cuts, "cuts", 3, "how many times the suite test/systemd cuts the power, each followed by a boot")
 	f.StringVar(&o.command, "command", "", "instead of suites, run this `shell command` in the machine")
 	if err := f.Parse(args); err != nil {
@@ -164,10 +164,11 @@ func host(ctx context.Context, args []string) error {
 	if err := makeDisks(ctx, dir, list); err != nil {
 		return err
 	}
-	bound := 10 * time.Minute
+	bound, usual := 10*time.Minute, 3*time.Hour
 	if q.accel[1] == "kvm" {
-		bound = 2 * time.Minute
+		bound, usual = 2*time.Minute, 30*time.Minute
 	}
+	o.timeout = cmp.Or(o.timeout, usual)
 	opts := machineOptions{Images: boots, Dir: dir, Console: filepath.Join(results, "console.log"), CPUs: o.cpus, Memory: o.memory, Boot: bound}
 	all, facts, err := runSuites(ctx, q, opts, list, o, results)
 	if err != nil || o.command != "" {
