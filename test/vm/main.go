@@ -181,13 +181,8 @@ func host(ctx context.Context, args []string) error {
 			all, facts = append(all, r), cmp.Or(facts, r.facts)
 		}
 	}
-	if !summary(os.Stdout, all, facts) || len(all) < len(list) {
-		for _, r := range all {
-			if r.err != nil {
-				return fmt.Errorf("%s: %w", r.suite.pkg, r.err)
-			}
-		}
-		return fmt.Errorf("tests failed; all output is in %s", results)
+	if err := verdict(os.Stdout, list, all, facts, o.run); err != nil {
+		return fmt.Errorf("%w; all output is in %s", err, results)
 	}
 	return nil
 }
@@ -250,24 +245,21 @@ func eventsOf(results string, s suite) string {
 
 // runSuite runs one suite in the guest; its events go to a file of results.
 func (m *machine) runSuite(ctx context.Context, s suite, o options, results string) result {
-	r := result{suite: s}
 	begun := time.Now()
 	kept, err := os.Create(eventsOf(results, s))
 	if err != nil {
-		r.err = err
-		return r
+		return result{suite: s, err: err}
 	}
 	defer kept.Close()
-	m.runTests(ctx, &r, o.run, nil, o, kept)
+	r := m.runTests(ctx, s, o.run, nil, o, kept)
 	r.took = time.Since(begun)
 	return r
 }
 
-// runTests runs tests of a suite in the guest, adds what came of them to a result, and
-// their events to what is kept.
-func (m *machine) runTests(ctx context.Context, r *result, which string, env []string, o options, kept io.Writer) {
-	s := r.suite
-	args := []string{filepath.Join(payload, "tests", s.pkg), "-test.v=test2json", "-test.timeout=" + o.timeout.String()}
+// runTests runs tests of a suite in the guest, and adds their events to what is kept.
+func (m *machine) runTests(ctx context.Context, s suite, which string, env []string, o options, kept io.Writer) (r result) {
+	r.suite = s
+	args := []string{filepath.Join(payload, "tests", s.pkg), "-test.v=test2json", "-test.paniconexit0", "-test.timeout=" + o.timeout.String()}
 	if which != "" {
 		args = append(args, "-test.run="+which)
 	}
@@ -276,23 +268,23 @@ func (m *machine) runTests(ctx context.Context, r *result, which string, env []s
 	in, err := convert.StdinPipe()
 	if err != nil {
 		r.err = err
-		return
+		return r
 	}
 	events, err := convert.StdoutPipe()
 	if err != nil {
 		r.err = err
-		return
+		return r
 	}
 	if r.err = convert.Start(); r.err != nil {
-		return
+		return r
 	}
-	failed := r.failed
 	tallied := make(chan error)
 	go func() { tallied <- r.tally(io.TeeReader(events, kept), os.Stdout, o.verbose) }()
 	code, err := m.run(ctx, request{Args: args, Env: append(environment(o), env...), Dir: filepath.Join(payload, "src", s.pkg), Seconds: int(o.timeout.Seconds()) + 30}, in)
 	_ = in.Close()
 	r.err = errors.Join(err, <-tallied, convert.Wait())
-	if code != 0 && r.failed == failed && r.err == nil {
+	if code != 0 && r.failed == 0 && r.err == nil {
 		r.err = fmt.Errorf("it ended with %d", code)
 	}
+	return r
 }

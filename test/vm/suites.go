@@ -2,7 +2,9 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"slices"
@@ -86,11 +88,60 @@ type result struct {
 	failures                []string
 }
 
-func (r result) ok() bool { return r.err == nil && r.failed == 0 }
+func (r result) ok() bool { return r.err == nil && r.failed == 0 && r.passed > 0 }
+
+// none is a suite of which nothing was run, which proves nothing.
+func (r result) none() bool { return r.err == nil && r.failed == 0 && r.passed == 0 }
+
+// add adds what came of one test of the suite, and tells whether it passed.
+func (r *result) add(name string, part result) bool {
+	if part.none() {
+		part.err = errors.New("it was not run")
+	}
+	if part.err != nil {
+		r.err = errors.Join(r.err, fmt.Errorf("%s: %w", name, part.err))
+	}
+	r.passed, r.failed, r.skipped = r.passed+part.passed, r.failed+part.failed, r.skipped+part.skipped
+	r.failures = append(r.failures, part.failures...)
+	return part.ok()
+}
+
+// topLevel is what of a -run is for names of top-level tests: of each alternative what
+// is before its first slash, as package testing splits it.
+func topLevel(run string) string {
+	var top strings.Builder
+	square, round, sub := 0, 0, false
+	for i := 0; i < len(run); i++ {
+		from := i
+		switch c := run[i]; {
+		case c == '\\' && i+1 < len(run):
+			i++
+		case c == '[':
+			square++
+		case c == ']':
+			square = max(square-1, 0)
+		case square > 0:
+		case c == '(':
+			round++
+		case c == ')':
+			round--
+		case c == '/' && round == 0:
+			sub = true
+		case c == '|' && round == 0:
+			sub = false
+		}
+		if !sub {
+			top.WriteString(run[from : i+1])
+		}
+	}
+	return top.String()
+}
 
 func (r result) String() string {
 	word := "ok  "
-	if !r.ok() {
+	if r.none() {
+		word = "NONE"
+	} else if !r.ok() {
 		word = "FAIL"
 	}
 	s := fmt.Sprintf("%s  %-26s %4d passed %4d failed %4d skipped %8.1fs", word, r.suite.pkg, r.passed, r.failed, r.skipped, r.took.Seconds())
@@ -158,16 +209,36 @@ func (r *result) show(to io.Writer, output *bytes.Buffer) {
 	}
 }
 
-// summary prints all results and reports whether all is well.
-func summary(w io.Writer, results []result, facts string) bool {
+// verdict prints the results of suites and returns why all is not well. With a -run
+// a suite may have nothing that it matches, but not all of them.
+func verdict(w io.Writer, list []suite, results []result, facts, run string) error {
 	fmt.Fprintf(w, "\n%s\n\n", facts)
-	ok := true
+	var lost, failed error
+	ran := false
 	for _, r := range results {
 		fmt.Fprintln(w, r)
 		for _, name := range r.failures {
 			fmt.Fprintln(w, "        ", name)
 		}
-		ok = ok && r.ok()
+		ran = ran || !r.none()
+		switch {
+		case r.err != nil && lost == nil:
+			lost = fmt.Errorf("%s: %w", r.suite.pkg, r.err)
+		case r.none() && run == "":
+			failed = cmp.Or(failed, fmt.Errorf("of %s nothing was run", r.suite.pkg))
+		case r.failed > 0:
+			failed = cmp.Or(failed, errors.New("tests failed"))
+		}
 	}
-	return ok && len(results) > 0
+	if missing := len(list) - len(results); missing > 0 {
+		for _, s := range list {
+			if !slices.ContainsFunc(results, func(r result) bool { return r.suite.pkg == s.pkg }) {
+				fmt.Fprintln(w, "not run:", s.pkg)
+			}
+		}
+		failed = cmp.Or(failed, fmt.Errorf("%d suites were not run", missing))
+	} else if !ran {
+		failed = cmp.Or(failed, fmt.Errorf("nothing was run: no test passed or failed that matches -run %q", run))
+	}
+	return cmp.Or(lost, failed)
 }

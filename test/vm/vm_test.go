@@ -115,6 +115,67 @@ func TestTally(t *testing.T) {
 	}
 }
 
+// What a part of a suite came to stays, whatever the next part comes to.
+func TestParts(t *testing.T) {
+	var r result
+	ended := errors.New("ended after 5 s")
+	for _, c := range []struct {
+		name string
+		part result
+		want bool
+	}{
+		{"TestInstall", result{passed: 1}, true},
+		{"TestService", result{err: ended}, false},
+		{"TestBeforeReboot", result{passed: 1}, true},
+		{"TestAfterReboot", result{skipped: 1}, false},
+	} {
+		if ok := r.add(c.name, c.part); ok != c.want {
+			t.Errorf("%s passed: %v", c.name, ok)
+		}
+	}
+	if !errors.Is(r.err, ended) || !strings.Contains(r.err.Error(), "TestService: ended") || !strings.Contains(r.err.Error(), "TestAfterReboot: it was not run") || r.ok() || r.passed != 2 {
+		t.Errorf("the suite is %+v", r)
+	}
+}
+
+func TestTopLevel(t *testing.T) {
+	for run, want := range map[string]string{"": "", "TestService/Restart": "TestService", "A/x|^B$/y/z|C": "A|^B$|C", "[/|]a/b": "[/|]a", "(A/|B)/c": "(A/|B)", `A\/b/c`: `A\/b`} {
+		if got := topLevel(run); got != want {
+			t.Errorf("%q: %q, want %q", run, got, want)
+		}
+	}
+}
+
+// What ran nothing proves nothing.
+func TestVerdict(t *testing.T) {
+	ok, none, lost := result{suite: suite{pkg: "a"}, passed: 1}, result{suite: suite{pkg: "b"}, skipped: 1}, result{suite: suite{pkg: "c"}, err: errors.New("QEMU ended")}
+	for _, c := range []struct {
+		run     string
+		results []result
+		want    string
+	}{
+		{"", []result{ok}, ""},
+		{"", []result{ok, none}, "of b nothing was run"},
+		{"TestX", []result{ok, none}, ""},
+		{"TestX", []result{none}, `nothing was run: no test passed or failed that matches -run "TestX"`},
+		{"TestX", []result{ok, {suite: suite{pkg: "b"}, failed: 1}}, "tests failed"},
+		{"", []result{ok, {failed: 1}, lost}, "c: QEMU ended"},
+	} {
+		var said strings.Builder
+		list := make([]suite, len(c.results))
+		if err := verdict(&said, list, c.results, "", c.run); err == nil && c.want != "" || err != nil && err.Error() != c.want {
+			t.Errorf("%q of %+v: %v, want %q", c.run, c.results, err, c.want)
+		}
+	}
+	var said strings.Builder
+	if err := verdict(&said, []suite{{pkg: "a"}, {pkg: "d"}}, []result{ok}, "", ""); err == nil || !strings.Contains(said.String(), "not run: d") {
+		t.Errorf("with one that was not begun: %v, %q", err, said.String())
+	}
+	if !strings.HasPrefix(none.String(), "NONE") {
+		t.Errorf("it is %s", none)
+	}
+}
+
 // What is ready is believed when its line is whole, and not once it is to go.
 func TestWorkSays(t *testing.T) {
 	w := newWork()
