@@ -12,6 +12,7 @@ package main
 import (
 	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
@@ -169,7 +170,11 @@ func host(ctx context.Context, args []string) error {
 		bound, usual = 2*time.Minute, 30*time.Minute
 	}
 	o.timeout = cmp.Or(o.timeout, usual)
-	opts := machineOptions{Images: boots, Dir: dir, Console: filepath.Join(results, "console.log"), CPUs: o.cpus, Memory: o.memory, Boot: bound}
+	console := filepath.Join(results, "console.log") // of all boots of this run
+	if err := os.WriteFile(console, nil, 0o644); err != nil {
+		return err
+	}
+	opts := machineOptions{Images: boots, Dir: dir, Console: console, CPUs: o.cpus, Memory: o.memory, Boot: bound}
 	all, facts, err := runSuites(ctx, q, opts, list, o, results)
 	if err != nil || o.command != "" {
 		return err
@@ -213,7 +218,7 @@ func runSuites(ctx context.Context, q *emulator, opts machineOptions, list []sui
 		r := m.runSuite(ctx, s, o, results)
 		fmt.Println(r)
 		all = append(all, r)
-		if r.err != nil && !alive(m) {
+		if ctx.Err() != nil || r.err != nil && !alive(m) {
 			break
 		}
 	}
@@ -264,7 +269,9 @@ func (m *machine) runTests(ctx context.Context, s suite, which string, env []str
 		args = append(args, "-test.run="+which)
 	}
 	args = append(args, s.args...)
-	convert := exec.CommandContext(ctx, "go", "tool", "test2json", "-t", "-p", modulePath+"/"+s.pkg)
+	// It ends with what it reads, and not by a Ctrl-C in the middle of a line.
+	convert := exec.Command("go", "tool", "test2json", "-t", "-p", modulePath+"/"+s.pkg)
+	convert.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	in, err := convert.StdinPipe()
 	if err != nil {
 		r.err = err
@@ -285,6 +292,12 @@ func (m *machine) runTests(ctx context.Context, s suite, which string, env []str
 	r.err = errors.Join(err, <-tallied, convert.Wait())
 	if code != 0 && r.failed == 0 && r.err == nil {
 		r.err = fmt.Errorf("it ended with %d", code)
+	}
+	if r.err != nil {
+		// Without it the events end as if more were to come.
+		enc := json.NewEncoder(kept)
+		r.err = errors.Join(r.err, enc.Encode(event{Action: "output", Package: modulePath + "/" + s.pkg, Output: r.err.Error() + "\n"}),
+			enc.Encode(event{Action: "fail", Package: modulePath + "/" + s.pkg}))
 	}
 	return r
 }

@@ -301,7 +301,10 @@ type console struct {
 }
 
 func newConsole(path string) (*console, error) {
-	f, err := os.Create(path)
+	f, err := os.OpenFile(path, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
+	if err == nil {
+		_, err = fmt.Fprintf(f, "==> a machine is booted, %s\n", time.Now().Format(time.DateTime))
+	}
 	return &console{path: path, f: f, panicked: make(chan struct{})}, err
 }
 

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -155,21 +156,34 @@ func (r result) String() string {
 // event is one of test2json's.
 type event struct {
 	Action, Test, Output string
+	Package              string `json:",omitempty"`
 }
 
 // tally reads the events of a suite and counts its top-level tests. The output
 // of those that failed goes to show, or everything as it comes.
 func (r *result) tally(events io.Reader, show io.Writer, all bool) error {
-	output := map[string]*bytes.Buffer{}
+	output, running := map[string]*bytes.Buffer{}, map[string]bool{}
+	var bound error
 	for dec := json.NewDecoder(events); ; {
 		var e event
 		if err := dec.Decode(&e); err == io.EOF {
-			return nil
+			for _, top := range slices.Sorted(maps.Keys(running)) {
+				r.failed++
+				r.failures = append(r.failures, top+" (it did not end)")
+				r.show(show, output[top])
+			}
+			return bound
 		} else if err != nil {
 			return err
 		}
+		if after, ok := strings.CutPrefix(e.Output, "panic: test timed out after "); ok {
+			bound = fmt.Errorf("ended after %s, which is its bound (-timeout)", strings.TrimSpace(after))
+		}
 		top, sub, _ := strings.Cut(e.Test, "/")
 		switch {
+		case e.Action == "run" && sub == "":
+			running[top] = true
+			continue
 		case e.Action == "output":
 			if output[top] == nil {
 				output[top] = new(bytes.Buffer)
@@ -181,7 +195,7 @@ func (r *result) tally(events io.Reader, show io.Writer, all bool) error {
 			}
 			continue
 		case e.Test == "" || sub != "":
-			if e.Test == "" && e.Action == "fail" && r.failed == 0 {
+			if e.Test == "" && e.Action == "fail" && r.failed == 0 && len(running) == 0 {
 				// Not a test's failure: the whole ended badly.
 				r.failed++
 				r.failures = append(r.failures, "(the suite)")
@@ -200,6 +214,7 @@ func (r *result) tally(events io.Reader, show io.Writer, all bool) error {
 			continue
 		}
 		delete(output, top)
+		delete(running, top)
 	}
 }
 

@@ -72,6 +72,9 @@ func TestBootAgain(t *testing.T) {
 		if err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("after %d crashes: %v, want %q", crashes, err, want)
 		}
+		if said, err := os.ReadFile(opts.Console); err != nil || strings.Count(string(said), "==> a machine is booted") != min(crashes+1, boots) {
+			t.Errorf("after %d crashes the console's log is %q, %v", crashes, said, err)
+		}
 		if said, err := os.ReadFile(filepath.Join(opts.Dir, "boots")); err != nil || len(said) != min(crashes+1, boots) {
 			t.Errorf("after %d crashes it was started %d times, %v", crashes, len(said), err)
 		}
@@ -112,6 +115,26 @@ func TestTally(t *testing.T) {
 	r = result{}
 	if err := r.tally(strings.NewReader(`{"Action":"output","Output":"left behind\n"}`+"\n"+`{"Action":"fail"}`), &shown, false); err != nil || r.ok() {
 		t.Errorf("the result is %+v (%v)", r, err)
+	}
+}
+
+// A test that does not end is shown with what it said, and its suite's bound is told.
+func TestTallyOfABound(t *testing.T) {
+	events := `{"Action":"run","Test":"TestA"}
+{"Action":"pass","Test":"TestA"}
+{"Action":"run","Test":"TestB"}
+{"Action":"run","Test":"TestB/sub"}
+{"Action":"output","Test":"TestB/sub","Output":"panic: test timed out after 5s\n"}
+{"Action":"output","Test":"TestB/sub","Output":"goroutine 7 [select]:\n"}
+{"Action":"fail"}
+`
+	var shown strings.Builder
+	r := result{suite: suite{pkg: "p"}}
+	if err := r.tally(strings.NewReader(events), &shown, false); err == nil || err.Error() != "ended after 5s, which is its bound (-timeout)" {
+		t.Errorf("the error is %v", err)
+	}
+	if r.passed != 1 || r.failed != 1 || fmt.Sprint(r.failures) != "[TestB (it did not end)]" || !strings.Contains(shown.String(), "goroutine 7") {
+		t.Errorf("the result is %+v, shown: %q", r, shown.String())
 	}
 }
 
