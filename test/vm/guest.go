@@ -34,6 +34,11 @@ type reply struct {
 	Err   string `json:"err,omitempty"`
 }
 
+// refused is why the guest did not run a command to its end. It takes the next one.
+type refused string
+
+func (r refused) Error() string { return string(r) }
+
 // payload is where the second disk is mounted in the guest.
 const payload = "/payload"
 

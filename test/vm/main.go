@@ -212,13 +212,20 @@ func runSuites(ctx context.Context, q *emulator, opts machineOptions, list []sui
 		if err == nil && code != 0 {
 			err = fmt.Errorf("the command ended with %d", code)
 		}
+		if err == nil || alive(m) {
+			err = errors.Join(err, m.diskFailed())
+		}
 		return nil, facts, err
 	}
 	for _, s := range list {
 		r := m.runSuite(ctx, s, o, results)
 		fmt.Println(r)
 		all = append(all, r)
-		if ctx.Err() != nil || r.err != nil && !alive(m) {
+		if ctx.Err() != nil {
+			break
+		}
+		if !alive(m) {
+			fmt.Fprintln(os.Stderr, "that machine is off: suites after this one are not run in it")
 			break
 		}
 	}
@@ -285,11 +292,29 @@ func (m *machine) runTests(ctx context.Context, s suite, which string, env []str
 	if r.err = convert.Start(); r.err != nil {
 		return r
 	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
 	tallied := make(chan error)
-	go func() { tallied <- r.tally(io.TeeReader(events, kept), os.Stdout, o.verbose) }()
+	go func() {
+		err := r.tally(io.TeeReader(events, kept), os.Stdout, o.verbose)
+		if unkept := err != nil && !errors.Is(err, errBound); unkept {
+			cancel(errUnkept) // nothing is run whose results nobody has
+			_, _ = io.Copy(io.Discard, events)
+		}
+		tallied <- err
+	}()
 	code, err := m.run(ctx, request{Args: args, Env: append(environment(o), env...), Dir: filepath.Join(payload, "src", s.pkg), Seconds: int(o.timeout.Seconds()) + 30}, in)
 	_ = in.Close()
-	r.err = errors.Join(err, <-tallied, convert.Wait())
+	r.err = errors.Join(<-tallied, err, convert.Wait())
+	_, ended := errors.AsType[refused](err)
+	lost := err != nil && !ended
+	if failed := m.diskFailed(); failed != nil && !lost { // else err tells
+		r.err, lost = errors.Join(r.err, failed), true
+	}
+	if lost {
+		// What it runs would be in the next suite's way, and its words in that one's.
+		m.off()
+	}
 	if code != 0 && r.failed == 0 && r.err == nil {
 		r.err = fmt.Errorf("it ended with %d", code)
 	}

@@ -94,15 +94,25 @@ func scratch(in string) (dir string, done func(), err error) {
 	return dir, func() { _, _ = os.RemoveAll(dir), f.Close() }, nil
 }
 
+func freeMB(dir string) (uint64, error) {
+	var free syscall.Statfs_t
+	err := syscall.Statfs(dir, &free)
+	return free.Bavail * uint64(free.Bsize) >> 20, err
+}
+
+func enough(dir string) error {
+	mb, err := freeMB(dir)
+	if err == nil && mb < workNowMB {
+		err = fmt.Errorf("%s has %d MB free and the machine needs %d; AGENTBOX_CACHE puts it elsewhere", dir, mb, workNowMB)
+	}
+	return err
+}
+
 // makeDisks makes, in dir, the disk with what the guest runs and the one it
 // works on.
 func makeDisks(ctx context.Context, dir string, list []suite) error {
-	var free syscall.Statfs_t
-	if err := syscall.Statfs(dir, &free); err != nil {
+	if err := enough(dir); err != nil {
 		return err
-	}
-	if mb := free.Bavail * uint64(free.Bsize) >> 20; mb < workNowMB {
-		return fmt.Errorf("%s has %d MB free and the machine needs %d; AGENTBOX_CACHE puts it elsewhere", dir, mb, workNowMB)
 	}
 	root := filepath.Join(dir, "payload")
 	fmt.Fprintln(os.Stderr, "compiling")
@@ -132,7 +142,8 @@ func makeDisks(ctx context.Context, dir string, list []suite) error {
 	if err := disk(ctx, filepath.Join(dir, "payload.img"), "payload", 0, "-d", root); err != nil {
 		return err
 	}
-	if err := os.RemoveAll(root); err != nil {
+	// What the machine needs is what is left now.
+	if err := errors.Join(os.RemoveAll(root), enough(dir)); err != nil {
 		return err
 	}
 	return disk(ctx, filepath.Join(dir, "work.img"), "work", workMB, "-O", "quota,project", "-E", "quotatype=prjquota,lazy_itable_init=1,lazy_journal_init=1")

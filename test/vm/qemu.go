@@ -102,6 +102,7 @@ var errInterrupted = errors.New("interrupted; the machine is off")
 // machine is a guest that runs.
 type machine struct {
 	cmd     *exec.Cmd
+	dir     string // of its disks
 	console *console
 	conn    net.Conn
 	in      *bufio.Reader
@@ -158,8 +159,15 @@ func bootOnce(ctx context.Context, q *emulator, opts machineOptions) (_ *machine
 		"-drive", "if=virtio,format=raw,cache=unsafe,discard=unmap,file="+filepath.Join(opts.Dir, "work.img"),
 		"-object", "rng-random,id=rng,filename=/dev/urandom", "-device", "virtio-rng-pci,rng=rng",
 		"-device", "virtio-serial", "-chardev", "socket,id=port,server=on,wait=off,path="+sock, "-device", "virtserialport,chardev=port,name=agentbox")
-	m := &machine{ended: make(chan struct{})}
+	m := &machine{dir: opts.Dir, ended: make(chan struct{})}
 	m.cmd = exec.Command(q.args[0], args...)
+	// What does not fit here is an error of the guest's disk: by default QEMU stops the
+	// guest, without a word.
+	for i, a := range m.cmd.Args {
+		if strings.HasPrefix(a, "if=virtio,") {
+			m.cmd.Args[i] += ",werror=report,rerror=report"
+		}
+	}
 	// Its snapshots of disks have no name, and are gone with it.
 	m.cmd.Env = append(append(os.Environ(), q.env...), "TMPDIR="+opts.Dir)
 	m.cmd.Stderr = &m.stderr
@@ -225,7 +233,7 @@ func (m *machine) run(ctx context.Context, req request, out io.Writer) (int, err
 			}
 		}
 		if r.Ended && r.Err != "" {
-			return 1, errors.New(r.Err)
+			return 1, refused(r.Err)
 		}
 		if r.Ended {
 			return r.Exit, nil
@@ -276,7 +284,19 @@ func (m *machine) why(err error) error {
 			return err
 		}
 	}
-	return fmt.Errorf("%w\nthe end of its console (all of it: %s):\n%s", err, m.console.path, m.console.tail())
+	return fmt.Errorf("%w\nthe end of its console (all of it: %s):\n%s", errors.Join(m.diskFailed(), err), m.console.path, m.console.tail())
+}
+
+// diskFailed is an error once this host could not read or write what the guest's disks
+// are made of: nothing that the guest comes to is to be believed.
+func (m *machine) diskFailed() error {
+	m.console.mu.Lock()
+	defer m.console.mu.Unlock()
+	if !m.console.ioError {
+		return nil
+	}
+	free, err := freeMB(m.dir)
+	return errors.Join(fmt.Errorf("this host failed the machine's disks, which are in %s, where %d MB are free; AGENTBOX_CACHE puts them elsewhere", m.dir, free), err)
 }
 
 // off ends the guest. Nothing of it is worth an orderly end: its disks go, too.
@@ -298,6 +318,8 @@ type console struct {
 	f    *os.File
 	last []byte
 	seen bool
+	// ioError: the guest's kernel has told of an error of a disk that is QEMU's.
+	ioError bool
 }
 
 func newConsole(path string) (*console, error) {
@@ -317,6 +339,7 @@ func (c *console) Write(p []byte) (int, error) {
 		c.seen = true
 		close(c.panicked)
 	}
+	c.ioError = c.ioError || bytes.Contains(c.last, []byte("I/O error, dev vd"))
 	return c.f.Write(p)
 }
 

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"io"
 	"net"
 	"os"
 	"path/filepath"
@@ -16,7 +17,7 @@ import (
 // fakeGuest is a machine whose guest is a function.
 func fakeGuest(t *testing.T, guest func(context.Context, *replies)) *machine {
 	t.Helper()
-	q, opts := fakeQEMU(t, "exec sleep 60")
+	q, opts := fakeQEMU(t, `echo "$@"; for f in ${0%/*}/failed; do until [ -e $f ]; do sleep 0.05; done; done; echo "I/O error, dev vdc, sector 8"; exec sleep 60`)
 	l, err := net.Listen("unix", filepath.Join(opts.Dir, "port"))
 	if err != nil {
 		t.Fatal(err)
@@ -42,6 +43,50 @@ func fakeGuest(t *testing.T, guest func(context.Context, *replies)) *machine {
 	}
 	t.Cleanup(m.off)
 	return m
+}
+
+// What this host cannot write, of the machine's disks or of the results, ends the suite
+// and the machine, and is named.
+func TestHostFull(t *testing.T) {
+	runs := func(ctx context.Context, out *replies) {
+		_, _ = out.Write([]byte(beginning + "\x16--- PASS: TestA (0.00s)\n"))
+		for range 40000 { // more than pipes hold
+			if _, err := out.Write([]byte("a line of something that is said\n")); err != nil {
+				return
+			}
+		}
+		_, _ = out.Write([]byte("\x16PASS\n"))
+		_ = out.send(reply{Ended: true})
+	}
+	t.Run("disks", func(t *testing.T) {
+		m := fakeGuest(t, runs)
+		eventually(t, "QEMU says how it was called", func() bool {
+			return strings.Count(m.console.tail(), "werror=report,rerror=report") == 3
+		})
+		if err := m.diskFailed(); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(m.dir, "failed"), nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		eventually(t, "the guest has an error", func() bool { return m.diskFailed() != nil })
+		r := m.runTests(t.Context(), suite{pkg: "p"}, "", nil, options{timeout: time.Minute}, io.Discard)
+		if r.passed != 1 || r.ok() || !strings.Contains(r.String(), "machine's disks, which are in "+m.dir) || alive(m) {
+			t.Errorf("the result is %s; alive: %v", r, alive(m))
+		}
+	})
+	t.Run("results", func(t *testing.T) {
+		m := fakeGuest(t, runs)
+		full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer full.Close()
+		r := m.runTests(t.Context(), suite{pkg: "p"}, "", nil, options{timeout: time.Minute}, full)
+		if r.ok() || !strings.Contains(r.String(), "no space left on device") || !errors.Is(r.err, errUnkept) || alive(m) {
+			t.Errorf("the result is %s; alive: %v", r, alive(m))
+		}
+	})
 }
 
 const beginning = "\x16=== RUN   TestA\nat work\n"

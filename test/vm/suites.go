@@ -159,6 +159,11 @@ type event struct {
 	Package              string `json:",omitempty"`
 }
 
+var (
+	errBound  = errors.New("which is its bound (-timeout)")
+	errUnkept = errors.New("the suite was ended: its results cannot be kept")
+)
+
 // tally reads the events of a suite and counts its top-level tests. The output
 // of those that failed goes to show, or everything as it comes.
 func (r *result) tally(events io.Reader, show io.Writer, all bool) error {
@@ -177,7 +182,7 @@ func (r *result) tally(events io.Reader, show io.Writer, all bool) error {
 			return err
 		}
 		if after, ok := strings.CutPrefix(e.Output, "panic: test timed out after "); ok {
-			bound = fmt.Errorf("ended after %s, which is its bound (-timeout)", strings.TrimSpace(after))
+			bound = fmt.Errorf("ended after %s, %w", strings.TrimSpace(after), errBound)
 		}
 		top, sub, _ := strings.Cut(e.Test, "/")
 		switch {
