@@ -75,9 +75,12 @@ key=$({ cat "$0" "$here/debian-image.sh" && printf '%s\n' "$mirror" "$sid"; } | 
 out=$cache/$image-$key
 qemu=$cache/qemu-$suite
 
+# whole: nothing is missing, as of what rm was removing when it was killed.
+whole() { [[ -s $out/disk.img && -e $out/vmlinuz && -e $out/initrd ]]; }
+
 missing_mb() {
 	local need=0
-	[[ -s $out/disk.img ]] || need=$((need + need_mb))
+	whole || need=$((need + need_mb))
 	if $want_qemu && [[ ! -d $qemu ]]; then need=$((need + need_qemu_mb)); fi
 	echo "$need"
 }
@@ -162,7 +165,7 @@ if $want_qemu && [[ ! -d $qemu ]]; then
 	mv "$work/qemu" "$qemu"
 fi
 
-if [[ ! -s $out/disk.img ]]; then
+if ! whole; then
 	echo "making the disk $image of a Debian 13 (five minutes)" >&2
 	if [[ $image = docker28 ]]; then
 		printf 'Package: %s\nPin: release n=sid\nPin-Priority: %s\n\n' '*' 100 "${of_sid[*]}" 990 >"$work/root.sid"
@@ -221,9 +224,11 @@ if [[ ! -s $out/disk.img ]]; then
 	mapfile -t others < <(ls -td -- "$cache/$image"-* 2>/dev/null)
 	for other in "${others[@]:1}"; do
 		exec 8<"$other"
-		! flock --nonblock 8 || rm -rf -- "$other" # test-vm has a lock on what it boots from
+		# Test-vm has a lock on what it boots from. What is being removed has no image's name any more.
+		! flock --nonblock 8 || mv -T -- "$other" "$work/old.${other##*/}"
 		exec 8<&-
 	done
-	mv "$work/$image-$key" "$out"
+	[[ ! -e $out ]] || mv -T -- "$out" "$work/broken"
+	mv -T -- "$work/$image-$key" "$out"
 fi
 echo "$out"

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -169,6 +170,56 @@ func TestImagesOfOtherTrees(t *testing.T) {
 	for dir, want := range map[string]bool{usual: true, a: true, b: false, c: true, d: true} {
 		if _, err := os.Stat(dir); (err == nil) != want {
 			t.Errorf("%s is there: %v, want %v", filepath.Base(dir), err == nil, want)
+		}
+	}
+}
+
+// An image of which something is missing is made anew, in its place.
+func TestHalfAnImage(t *testing.T) {
+	s := newImageScript(t)
+	dir := s.made("X=")
+	for _, name := range []string{"disk.img", "vmlinuz"} {
+		if err := os.Remove(filepath.Join(dir, name)); err != nil {
+			t.Fatal(err)
+		}
+		s.calls()
+		if again := s.made("X="); again != dir || s.calls() == "" {
+			t.Errorf("without %s: %s, want %s, made anew", name, again, dir)
+		}
+		if found, _ := filepath.Glob(filepath.Join(dir, "*")); len(found) != 3 {
+			t.Errorf("in it are %v", found)
+		}
+	}
+	if left, _ := filepath.Glob(filepath.Join(s.dir, "cache/vm/*")); len(left) != 2 {
+		t.Errorf("in the cache are %v", left)
+	}
+}
+
+// What was removed while one waited for its lock is not locked.
+func TestLocked(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "d")
+	for _, again := range []bool{false, true} {
+		if err := os.Mkdir(dir, 0o700); err != nil {
+			t.Fatal(err)
+		}
+		f, err := os.Open(dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer f.Close()
+		if err := locked(f, syscall.LOCK_EX); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Remove(dir); err != nil {
+			t.Fatal(err)
+		}
+		if again {
+			if err := os.Mkdir(dir, 0o700); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := locked(f, syscall.LOCK_EX); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("made again %v: %v", again, err)
 		}
 	}
 }

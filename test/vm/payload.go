@@ -60,10 +60,26 @@ func makeImages(ctx context.Context, name string, qemu bool) (dir string, unlock
 	if err != nil {
 		return "", nil, err
 	}
-	if err := syscall.Flock(int(f.Fd()), syscall.LOCK_SH|syscall.LOCK_NB); err != nil {
+	if err := locked(f, syscall.LOCK_SH|syscall.LOCK_NB); err != nil {
 		return "", nil, errors.Join(fmt.Errorf("%s is being removed: begin again: %w", dir, err), f.Close())
 	}
 	return dir, func() { _ = f.Close() }, nil
+}
+
+// locked locks a directory that is still there by its name once it is locked.
+func locked(f *os.File, how int) error {
+	if err := syscall.Flock(int(f.Fd()), how); err != nil {
+		return err
+	}
+	was, err := f.Stat()
+	if err != nil {
+		return err
+	}
+	is, err := os.Stat(f.Name())
+	if err == nil && !os.SameFile(was, is) {
+		err = fmt.Errorf("%s was replaced: %w", f.Name(), os.ErrNotExist)
+	}
+	return err
 }
 
 // scratch makes a directory for the files of one run, and removes those of runs
@@ -81,15 +97,20 @@ func scratch(in string) (dir string, done func(), err error) {
 			_ = f.Close()
 		}
 	}
-	if dir, err = os.MkdirTemp(in, "run."); err != nil {
-		return "", nil, err
-	}
-	f, err := os.Open(dir)
-	if err == nil {
-		err = syscall.Flock(int(f.Fd()), syscall.LOCK_EX)
-	}
-	if err != nil {
-		return "", nil, errors.Join(err, os.RemoveAll(dir))
+	var f *os.File
+	for {
+		if dir, err = os.MkdirTemp(in, "run."); err != nil {
+			return "", nil, err
+		}
+		if f, err = os.Open(dir); err == nil {
+			if err = locked(f, syscall.LOCK_EX); err == nil {
+				break
+			}
+			_ = f.Close()
+		}
+		if !errors.Is(err, os.ErrNotExist) { // else another run took it for one that was killed
+			return "", nil, errors.Join(err, os.RemoveAll(dir))
+		}
 	}
 	return dir, func() { _, _ = os.RemoveAll(dir), f.Close() }, nil
 }
