@@ -8,6 +8,7 @@
 #   --tree              the tree, as git has it (HEAD), at /root/agentbox, where commands are run then
 #   --file FILE:PATH    a file of the host at PATH; as often as you like
 #   --mirror URL        Debian's mirror (default: this host's)
+#   --limit SECONDS     the most that one command may take (default 7200)
 #   --report FILE       add a line of a table per command: suite, command, result, minutes, megabytes on the disk
 #   AGENTBOX_CACHE      where roots are made and kept (default /var/cache/agentbox)
 set -euo pipefail
@@ -47,9 +48,9 @@ clear_up() { # DIR CGROUP
 
 # ---- inside: what makes the namespaces a machine -------------------------------------------------------------------
 
-inside() { # ROOT COMMAND...
-	local root=$1 mount kind options
-	shift
+inside() { # ROOT SECONDS COMMAND...
+	local root=$1 limit=$2 mount kind options there
+	shift 2
 	mount --make-rprivate /
 	mount --bind "$root" "$root"
 	mount --make-private "$root"
@@ -82,7 +83,11 @@ inside() { # ROOT COMMAND...
 	find /sys/fs/cgroup -maxdepth 1 -type l -exec cp -P {} "$root/sys/fs/cgroup/" \;
 	ip link set lo up
 	hostname fresh
-	read -r _ <"$root/ready" # the network is there
+	read -r there <"$root/ready"
+	if [[ $there != ready ]]; then
+		cat "${root%/*}/slirp" >&2
+		die "slirp4netns made no network: what it says is above"
+	fi
 	rm "$root/ready"
 	cd "$root"
 	mkdir -p mnt
@@ -96,18 +101,21 @@ inside() { # ROOT COMMAND...
 		cd /root/agentbox 2>/dev/null || cd /root
 		disk() { du -smx / 2>/dev/null | cut -f1; }
 		had=$(disk)
+		limit=$1
+		shift
 		for command; do
 			printf "\n==> %s\n" "$command"
 			start=$SECONDS status=0
-			bash -c "$command" 3>&- </dev/null || status=$?
+			timeout --kill-after=60 "$limit" bash -c "$command" 3>&- </dev/null || status=$?
 			has=$(disk) took=$((SECONDS - start))
 			((status)) && result="failed ($status)" || result=ok
+			((status == 0 || took < limit)) || result="ended after $limit s, its bound"
 			printf "| %s | %d.%d | %+d |\n" "$result" $((took / 60)) $((took % 60 / 6)) $((has - had)) >&3
 			printf "==> %s: %s, %d s, %+d MB\n" "$command" "$result" $took $((has - had))
 			had=$has
 			((status == 0)) || exit 1
 		done
-	' fresh "$@"
+	' fresh "$limit" "$@"
 }
 
 # ---- the root --------------------------------------------------------------------------------------------------------
@@ -188,12 +196,13 @@ if [[ ${1:-} == --inside ]]; then
 	inside "$@"
 fi
 
-tree=false files=() mirror='' report=/dev/null
+tree=false files=() mirror='' report=/dev/null limit=7200
 while (($#)); do
 	case $1 in
 	--tree) tree=true ;;
 	--file) files+=("${2:?}") && shift ;;
 	--mirror) mirror=${2:?} && shift ;;
+	--limit) limit=${2:?} && shift ;;
 	--report) report=${2:?} && shift ;;
 	--help | -h)
 		sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"
@@ -210,6 +219,7 @@ done
 (($# >= 2)) || { echo "usage: fresh-root.sh [OPTION...] SUITE COMMAND...; see --help" >&2 && exit 2; }
 suite=$1
 shift
+[[ $limit =~ ^[1-9][0-9]*$ ]] || die "--limit is a number of seconds, not $limit"
 ((EUID == 0)) || die "run this as root: it makes namespaces"
 for tool in mmdebstrap slirp4netns unshare pivot_root ip git; do
 	command -v "$tool" >/dev/null || die "this needs $tool; scripts/install-deps.sh --fresh installs it"
@@ -284,11 +294,15 @@ network() {
 		# The first process in the namespaces is the only child of unshare.
 		pid=$(tr -d ' ' 2>/dev/null <"/proc/$1/task/$1/children") || true
 		if [[ -n $pid && $(readlink "/proc/$pid/ns/net") != "$(readlink /proc/self/ns/net)" ]]; then
-			slirp4netns --configure --mtu=65520 --ready-fd=5 "$pid" tap0 5> >(read -r -n 1 _ && echo ready >"$root/ready") >/dev/null 2>"$dir/slirp"
+			# Without a word the other end of the pipe closes when it ends.
+			slirp4netns --configure --mtu=65520 --ready-fd=5 "$pid" tap0 \
+				5> >(if read -r -t 60 -n 1 _; then echo ready; else echo none; fi >"$root/ready") >/dev/null 2>"$dir/slirp"
 			return
 		fi
 		sleep 0.1
 	done
+	echo "no namespaces within 30 s" >"$dir/slirp"
+	echo none >"$root/ready"
 }
 
 mapfile -t rows < <(for command in "$@"; do echo "| $suite | \`$command\` "; done)
@@ -297,7 +311,7 @@ status=0
 	exec 8>&-
 	enter
 	# It ends with what it serves.
-	unshare --mount --pid --fork --kill-child --uts --ipc --net --cgroup --propagation private "$self" --inside "$root" "$@" 3>"$dir/results" </dev/null &
+	unshare --mount --pid --fork --kill-child --uts --ipc --net --cgroup --propagation private "$self" --inside "$root" "$limit" "$@" 3>"$dir/results" </dev/null &
 	child=$!
 	network "$child" 3>&- &
 	wait "$child"

@@ -285,6 +285,38 @@ func (s imageScript) interrupted(sig syscall.Signal, script string, args ...stri
 	}
 }
 
+// A root whose network does not come up is not waited for: what slirp4netns said is told.
+func TestFreshWithoutNetwork(t *testing.T) {
+	s := newImageScript(t)
+	s.program("mmdebstrap", `for a; do case $a in */fresh/tmp.tar) file=$a ;; esac; done
+mkdir -p "$HERE/r/proc" "$HERE/r/sys" "$HERE/r/dev" "$HERE/r/run" "$HERE/r/etc" && tar -C "$HERE/r" -cf "$file" .`)
+	s.program("slirp4netns", `echo "no tap here" >&2; exit 1`)
+	// It calls itself by its place in the tree.
+	if err := os.Mkdir(filepath.Join(s.dir, "scripts"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Rename(filepath.Join(s.dir, "fresh-root.sh"), filepath.Join(s.dir, "scripts/fresh-root.sh")); err != nil {
+		t.Fatal(err)
+	}
+	cmd := s.command("X=", "scripts/fresh-root.sh", "--mirror", "http://mirror.example", "trixie", "true")
+	var said strings.Builder
+	cmd.Stdout, cmd.Stderr, cmd.WaitDelay = &said, &said, 5*time.Second
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	bound := time.AfterFunc(time.Minute, func() { _ = cmd.Process.Signal(syscall.SIGTERM) })
+	err := cmd.Wait()
+	if !bound.Stop() {
+		t.Error("it did not end by itself")
+	}
+	if err == nil || !strings.Contains(said.String(), "no tap here") || !strings.Contains(said.String(), "slirp4netns made no network") {
+		t.Errorf("it ended with %v and says %q", err, said.String())
+	}
+	if left, _ := filepath.Glob(filepath.Join(s.dir, "cache/fresh/run.*")); len(left) > 0 {
+		t.Errorf("left behind: %v", left)
+	}
+}
+
 func eventually(t *testing.T, what string, holds func() bool) {
 	t.Helper()
 	for end := time.Now().Add(20 * time.Second); !holds(); time.Sleep(20 * time.Millisecond) {
