@@ -31,6 +31,7 @@ install: build man
 	install -m 0644 bin/man/*.1 $(DESTDIR)$(PREFIX)/share/man/man1/
 
 man: build
+	rm -rf bin/man
 	bin/agentbox man bin/man
 	cp dist/man/*.1 bin/man/
 

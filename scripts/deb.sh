@@ -48,7 +48,7 @@ from_git() {
 	else
 		version=0.0~git$time.$hash
 	fi
-	[[ -z $(git status --porcelain --untracked-files=no) ]] || version+=+dirty
+	[[ -z $(git status --porcelain --untracked-files=all) ]] || version+=+dirty
 	echo "$version"
 }
 

@@ -35,7 +35,7 @@ if $rebuild; then
 	rm -f bin/deb/*_"$arch".deb
 	DEB_VERSION=$old scripts/deb.sh
 	scripts/deb.sh
-	if [[ -z $(git -c safe.directory="$PWD" status --porcelain --untracked-files=no) ]]; then
+	if [[ -z $(git -c safe.directory="$PWD" status --porcelain --untracked-files=all) ]]; then
 		(
 			umask 077 # as an administrator may have it
 			git -c safe.directory="$PWD" clone --quiet --no-hardlinks . "$work/elsewhere/deeper"
