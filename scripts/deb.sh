@@ -4,6 +4,7 @@
 #
 # usage: deb.sh [--help] [ARCH...]       amd64, arm64
 #   DEB_VERSION         the version (default: from git: 1.2.0 at tag v1.2.0, 1.2.0+git20260102030405.abcdef0 after it)
+#   DEB_OUT             where they are put (default: bin/deb)
 #   SOURCE_DATE_EPOCH   the time of all files (default: that of the commit)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -62,7 +63,8 @@ export SOURCE_DATE_EPOCH
 
 work=$(mktemp -d "${TMPDIR:-/tmp}/agentbox-deb.XXXXXX")
 trap 'rm -rf -- "$work"' EXIT
-mkdir -p bin/deb
+out=${DEB_OUT:-bin/deb}
+mkdir -p "$out"
 
 # changelog: CHANGELOG.md in Debian's form. What is not released yet is this version.
 changelog() {
@@ -129,10 +131,10 @@ for arch in "${arches[@]}"; do
 	}
 	# Nobody is to find a package that was refused.
 	lintian --allow-root --fail-on error,warning "$work/$name.deb" || die "lintian objects to $name.deb"
-	cp "$stage$doc/agentbox.cdx.json" "bin/deb/$name.cdx.json"
-	mv "$work/$name.deb" "bin/deb/$name.deb"
-	(cd bin/deb && sha256sum "$name.deb")
+	cp "$stage$doc/agentbox.cdx.json" "$out/$name.cdx.json"
+	mv "$work/$name.deb" "$out/$name.deb"
+	(cd "$out" && sha256sum "$name.deb")
 done
 for arch in "${arches[@]}"; do
-	[[ $arch != "$host" ]] || echo "to install it here: apt install ./bin/deb/agentbox_${version}_$arch.deb"
+	[[ $arch != "$host" ]] || echo "to install it here: apt install ${out/#bin/.\/bin}/agentbox_${version}_$arch.deb"
 done

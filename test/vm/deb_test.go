@@ -1,6 +1,8 @@
 package main
 
 import (
+	"context"
+	"errors"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -38,5 +40,30 @@ mkdir .git/stand-ins bin; printf '#!/bin/sh\nexit 1\n' >.git/stand-ins/make; chm
 	sh("mkdir docs; touch docs/new.md")
 	if v := version(); !strings.HasSuffix(strings.TrimSpace(v), "+dirty") {
 		t.Errorf("with a file that is in none: %s", v)
+	}
+}
+
+// What a run has begun ends with it, with all that it started.
+func TestRunEnds(t *testing.T) {
+	dir := t.TempDir()
+	ctx, cancel := context.WithCancelCause(t.Context())
+	go func() {
+		eventually(t, "it runs", func() bool { _, err := os.Stat(filepath.Join(dir, "pid")); return err == nil })
+		cancel(errInterrupted)
+	}()
+	err := run(ctx, "bash", "-c", `trap 'rm "$0/work"' EXIT; touch "$0/work"; sleep 300 & echo $! >"$0/new"; mv "$0/new" "$0/pid"; wait`, dir)
+	if !errors.Is(err, errInterrupted) {
+		t.Errorf("it ended with %v", err)
+	}
+	pid, err := os.ReadFile(filepath.Join(dir, "pid"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the sleep is gone", func() bool {
+		state, err := os.ReadFile("/proc/" + strings.TrimSpace(string(pid)) + "/stat")
+		return err != nil || strings.Contains(string(state), ") Z")
+	})
+	if _, err := os.Stat(filepath.Join(dir, "work")); err == nil {
+		t.Error("its file is left")
 	}
 }

@@ -44,10 +44,7 @@ func makeImages(ctx context.Context, name string, qemu bool) (dir string, unlock
 	}
 	cmd := exec.CommandContext(ctx, "scripts/vm-image.sh", args...)
 	cmd.Stderr = os.Stderr
-	// It clears up what it has begun.
-	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGTERM) }
-	cmd.WaitDelay = time.Minute
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGTERM}
+	clearsUp(cmd)
 	out, err := cmd.Output()
 	if ctx.Err() != nil {
 		return "", nil, errors.New("interrupted while the image was made; nothing of it is kept")
@@ -64,6 +61,13 @@ func makeImages(ctx context.Context, name string, qemu bool) (dir string, unlock
 		return "", nil, errors.Join(fmt.Errorf("%s is being removed: begin again: %w", dir, err), f.Close())
 	}
 	return dir, func() { _ = f.Close() }, nil
+}
+
+// clearsUp has a program and all that it starts end with ctx, and clear up first.
+func clearsUp(cmd *exec.Cmd) {
+	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGTERM) }
+	cmd.WaitDelay = time.Minute
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGTERM}
 }
 
 // locked locks a directory that is still there by its name once it is locked.
@@ -197,12 +201,15 @@ func debPackage(ctx context.Context, to string) error {
 	if err := run(ctx, "scripts/install-deps.sh", "--package"); err != nil {
 		return err
 	}
-	if err := run(ctx, "env", "DEB_VERSION="+version, "scripts/deb.sh", "amd64"); err != nil {
+	// All in the run's directory, which the next run removes if this one is killed.
+	dir := filepath.Join(filepath.Dir(filepath.Dir(to)), "deb")
+	if err := os.Mkdir(dir, 0o755); err != nil {
 		return err
 	}
-	name := filepath.Join("bin/deb", "agentbox_"+version+"_amd64")
-	// Not a rename: the cache may be another filesystem.
-	return errors.Join(copyFile(name+".deb", to), os.Remove(name+".deb"), os.Remove(name+".cdx.json"))
+	if err := run(ctx, "env", "DEB_VERSION="+version, "DEB_OUT="+dir, "TMPDIR="+dir, "scripts/deb.sh", "amd64"); err != nil {
+		return err
+	}
+	return errors.Join(os.Rename(filepath.Join(dir, "agentbox_"+version+"_amd64.deb"), to), os.RemoveAll(dir))
 }
 
 // sources copies the tree as git has it, with what is new in it.
@@ -233,7 +240,7 @@ func disk(ctx context.Context, path, label string, mb int, opts ...string) error
 func run(ctx context.Context, name string, args ...string) error {
 	cmd := exec.CommandContext(ctx, name, args...)
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	clearsUp(cmd)
 	var out bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &out
 	if err := cmd.Run(); err != nil {
