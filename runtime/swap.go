@@ -442,7 +442,7 @@ func (e *Engine) resume(ctx context.Context, r *restoration) error {
 		if err := criu.WriteConfig(config, options); err != nil {
 			return err
 		}
-		staged := stage.Restore{Images: r.images, Work: work, Flags: options.RuntimeFlags(), Config: config, Paused: was == Paused, Held: held}
+		staged := stage.Restore{Images: r.images, Work: work, Flags: options.RuntimeFlags(), Config: config, Paused: was == Paused, Held: held, Taken: manifest.Created}
 		if r.c.EmptyNetwork {
 			var err error
 			if staged.Addresses, err = criu.Addresses(r.images, manifest.TCP); err != nil {

@@ -332,6 +332,13 @@ func TestPodmanConnection(t *testing.T) {
 	}
 	p.eventually("it is connected", established)
 	p.ok("agentbox", "checkpoint", "podman://c")
+	address := p.inspect("c", "{{.NetworkSettings.IPAddress}}")
+	// A start of Podman's own gives it another address; the peer does not hear of it.
+	p.ok("nsenter", "-t", p.inspect("c", "{{.State.Pid}}"), "--net", "ip", "link", "set", "eth0", "down")
+	p.ok("podman", "restart", "-t", "0", "c")
+	if now := p.inspect("c", "{{.NetworkSettings.IPAddress}}"); now == address {
+		t.Fatalf("after a restart its address is %s again", now)
+	}
 	for range 2 {
 		p.ok("agentbox", "restore", "podman://c")
 	}

@@ -43,6 +43,9 @@ type Restore struct {
 	// Held: CRIU leaves its processes stopped, too, and they go on with `start`.
 	Held    bool  `json:"held,omitempty"`
 	Stopped []int `json:"stopped,omitempty"` // pids, in the container, of processes that a signal had stopped
+	// Taken is when the checkpoint was taken: the images' own times tell when they
+	// were laid out. Zero: nobody knows.
+	Taken time.Time `json:"taken,omitzero"`
 	// Timeout ends a restore that hangs; 0 means DefaultTimeout.
 	Timeout time.Duration `json:"timeout_ns,omitempty"`
 }

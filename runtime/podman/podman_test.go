@@ -258,3 +258,30 @@ func TestAddressesInTime(t *testing.T) {
 		}
 	}
 }
+
+// A restore asks for the address of its checkpoint, though the container has had
+// another since, and however old the files are that it restores from.
+func TestFixedAddress(t *testing.T) {
+	b := newBox(t, "bt", "sh", "-c", forever)
+	first := b.inspect()
+	taken := time.Now()
+	podman(t, "restart", "-t", "0", b.id)
+	if second := b.inspect(); second.Address == first.Address || second.Address == "" {
+		t.Fatalf("its address was %s and is %s", first.Address, second.Address)
+	}
+	must(t, b.Stop(b.ctx, b.id, runtime.StopOptions{}))
+	images := t.TempDir()
+	must(t, os.WriteFile(filepath.Join(images, "inventory.img"), nil, 0o600))
+	c, err := b.look(b.ctx, b.id)
+	must(t, err)
+	m, err := b.fixAddresses(b.ctx, c, b.remember(b.id), stage.Restore{Images: images, Work: images, Taken: taken})
+	must(t, err)
+	if len(m.Fixed) != 1 {
+		t.Errorf("fixed: %+v", m.Fixed)
+	}
+	_, err = b.Start(b.ctx, b.id, runtime.StartOptions{})
+	must(t, err)
+	if now := b.inspect().Address; now != first.Address {
+		t.Errorf("at the checkpoint its address was %s, and after it was fixed %s", first.Address, now)
+	}
+}

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"path/filepath"
 	"slices"
 	"time"
 
@@ -210,12 +209,7 @@ func overwrite(f stage.File) (err error) {
 // time of a dump: its processes are bound to them, and Podman gives new ones at
 // every start. They are the container's own from then on.
 func (b *Backend) fixAddresses(ctx context.Context, c container, m memory, r stage.Restore) (memory, error) {
-	// CRIU writes it while the processes stand still.
-	st, err := os.Stat(filepath.Join(r.Images, "inventory.img"))
-	if err != nil {
-		return m, fmt.Errorf("the images to restore from: %w", err)
-	}
-	for name, want := range m.at(st.ModTime()) {
+	for name, want := range m.at(r.Taken) {
 		network, connected := c.NetworkSettings.Networks[name]
 		if !connected || m.Fixed[name] == want {
 			continue
