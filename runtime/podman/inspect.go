@@ -180,7 +180,7 @@ func (c container) state() (runtime.Status, error) {
 	}
 	frozen := c.State.Status == "paused"
 	if groups, err := kernel.Hierarchies(); err == nil && c.State.CgroupPath != "" {
-		if frozen, err = groups.Frozen(c.State.CgroupPath); err != nil {
+		if frozen, err = c.frozen(groups); err != nil {
 			return "", err
 		}
 	}
@@ -188,6 +188,28 @@ func (c container) state() (runtime.Status, error) {
 		return runtime.Paused, nil
 	}
 	return runtime.Running, nil
+}
+
+// frozen tells whether the container's cgroup, or one in it that its first process is
+// in, was told to stand still.
+func (c container) frozen(groups kernel.Cgroups) (bool, error) {
+	chain, err := groups.Chain(c.State.Pid, c.State.CgroupPath)
+	for _, at := range chain {
+		frozen, err := groups.Frozen(at)
+		if frozen || err != nil {
+			return frozen, err
+		}
+	}
+	return false, err
+}
+
+// thaw lets go on what frozen finds.
+func (c container) thaw(groups kernel.Cgroups) error {
+	chain, err := groups.Chain(c.State.Pid, c.State.CgroupPath)
+	for _, at := range chain {
+		err = errors.Join(err, groups.Thaw(at))
+	}
+	return err
 }
 
 // Inspect tells what is so now.

@@ -155,7 +155,7 @@ func (b *Backend) killFrozen(ctx context.Context, c container) error {
 		case <-tick.C:
 			if killed(c.State.Pid) {
 				if groups, err := kernel.Hierarchies(); err == nil {
-					_ = groups.Thaw(c.State.CgroupPath)
+					_ = c.thaw(groups)
 				}
 			}
 		}
@@ -266,7 +266,7 @@ func (b *Backend) toggle(ctx context.Context, id, verb string, want runtime.Stat
 		if err != nil {
 			return err
 		}
-		return groups.Thaw(c.State.CgroupPath)
+		return c.thaw(groups)
 	}
 	err = b.do(ctx, verb, c.id())
 	if err == nil {
@@ -280,7 +280,7 @@ func (b *Backend) toggle(ctx context.Context, id, verb string, want runtime.Stat
 		return fmt.Errorf("container %s is %s: %w", c.Name, now.status, fault.ErrState)
 	}
 	if lerr == nil && want == runtime.Running {
-		if groups, gerr := kernel.Hierarchies(); gerr == nil && groups.Thaw(c.State.CgroupPath) == nil {
+		if groups, gerr := kernel.Hierarchies(); gerr == nil && c.thaw(groups) == nil {
 			return nil
 		}
 	}

@@ -9,6 +9,7 @@ import (
 	"maps"
 	"os"
 	"os/exec"
+	"path"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -173,6 +174,39 @@ func (z *Freezer) Close() {
 	}
 }
 
+// Chain lists the cgroups by which a process of a container may be frozen: its own
+// and those above it, up to the container's at path. An OCI runtime may put the
+// processes into one beneath that (crun with systemd does), and freeze that one. Of
+// a process that is gone, or elsewhere, it is path alone.
+func (c Cgroups) Chain(pid int, path string) ([]string, error) {
+	data, _, err := record.Read(fmt.Sprintf("/proc/%d/cgroup", pid))
+	if err := notGone(err); err != nil {
+		return nil, err
+	}
+	return c.chain(string(data), path), nil
+}
+
+func (c Cgroups) chain(groups, top string) (list []string) {
+	for line := range strings.Lines(groups) {
+		f := strings.SplitN(strings.TrimSpace(line), ":", 3) // hierarchy:controllers:path
+		if len(f) != 3 || !slices.ContainsFunc(c, func(m Hierarchy) bool { return m.freezes(f[1]) }) {
+			continue
+		}
+		for at := path.Clean(f[2]); strings.HasPrefix(at, top+"/"); at = path.Dir(at) {
+			if !slices.Contains(list, at) {
+				list = append(list, at)
+			}
+		}
+	}
+	return append(list, top)
+}
+
+// freezes tells whether it is the hierarchy to freeze by, given the controllers that
+// a line of /proc/PID/cgroup names.
+func (m Hierarchy) freezes(controllers string) bool {
+	return m.Freezer && (m.V2 && controllers == "" || !m.V2 && slices.Contains(strings.Split(controllers, ","), "freezer"))
+}
+
 // FrozenProcess tells whether the cgroup that a process is in stands still.
 func (c Cgroups) FrozenProcess(pid int) (bool, error) {
 	data, _, err := record.Read(fmt.Sprintf("/proc/%d/cgroup", pid))
@@ -185,7 +219,7 @@ func (c Cgroups) FrozenProcess(pid int) (bool, error) {
 			continue
 		}
 		for _, m := range c {
-			if m.Freezer && (m.V2 && f[1] == "" || !m.V2 && slices.Contains(strings.Split(f[1], ","), "freezer")) {
+			if m.freezes(f[1]) {
 				if frozen, err := (Cgroups{m}).Frozen(f[2]); err != nil || frozen {
 					return frozen, err
 				}

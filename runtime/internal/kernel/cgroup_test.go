@@ -5,6 +5,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -99,6 +100,28 @@ func TestHalfFrozen(t *testing.T) {
 		must(t, groups.Thaw(path))
 		if is() {
 			t.Error("it is frozen after it was thawed")
+		}
+	}
+}
+
+func TestChain(t *testing.T) {
+	v1 := Cgroups{{Path: "/1", Freezer: true}, {Path: "/2", V2: true}}
+	v2 := Cgroups{{Path: "/2", V2: true, Freezer: true}}
+	for _, c := range []struct {
+		groups    Cgroups
+		told, top string
+		want      []string
+	}{
+		{v2, "0::/m/s\n", "/m/s", []string{"/m/s"}},
+		{v2, "0::/m/s/container\n", "/m/s", []string{"/m/s/container", "/m/s"}},
+		{v2, "0::/m/s/container/init.scope\n", "/m/s", []string{"/m/s/container/init.scope", "/m/s/container", "/m/s"}},
+		{v2, "0::/m/other\n", "/m/s", []string{"/m/s"}},
+		{v2, "0::/m/sibling\n", "/m/s", []string{"/m/s"}},
+		{v2, "", "/m/s", []string{"/m/s"}},
+		{v1, "5:cpu,cpuacct:/m/s/cpu\n4:freezer:/m/s/in\n0::/m/s/v2\n", "/m/s", []string{"/m/s/in", "/m/s"}},
+	} {
+		if got := c.groups.chain(c.told, c.top); !slices.Equal(got, c.want) {
+			t.Errorf("in %q below %s: %q, want %q", c.told, c.top, got, c.want)
 		}
 	}
 }
