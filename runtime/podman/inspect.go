@@ -380,7 +380,24 @@ func (c container) obstacle(program string) (why, remedy string) {
 		return fmt.Sprintf("container %s runs under the OCI runtime %s, and only agentbox-runtime restores", c.Name, program),
 			fmt.Sprintf("Make it again under agentbox-runtime: podman run --runtime agentbox --name %s ... (once before: agentbox setup podman).", c.Name)
 	}
+	if c.sharesNetwork() {
+		// Its end could not be kept from the peers of its connections without
+		// cutting the others off, too.
+		return fmt.Sprintf("container %s has its network from another, as those of a pod do (%s), and its processes cannot be put back there", c.Name, c.HostConfig.NetworkMode),
+			"Make it again with a network of its own, outside the pod, or restore the files alone."
+	}
+	if mode := c.HostConfig.UsernsMode; mode != "" && mode != "host" {
+		return fmt.Sprintf("the users of container %s are not the host's (user namespace: %s), and CRIU cannot read the images as the remapped root", c.Name, mode),
+			"Make it again without --userns, --uidmap and --gidmap, or restore the files alone."
+	}
 	return "", ""
+}
+
+// sharesNetwork tells whether it was put into a network namespace that was there
+// before it and stays when it ends: another container's, as a pod's is, or one on the host.
+func (c container) sharesNetwork() bool {
+	kind, _, named := strings.Cut(c.HostConfig.NetworkMode, ":")
+	return named && (kind == "container" || kind == "ns")
 }
 
 // Adopt describes a container, found by name or id.

@@ -71,6 +71,9 @@ func (b *Backend) forget(id string) error {
 
 // noteAddresses remembers the addresses of a live container.
 func (b *Backend) noteAddresses(c container) error {
+	if c.sharesNetwork() { // it has none of its own
+		return nil
+	}
 	now := addresses{Since: c.State.StartedAt, Networks: map[string]address{}}
 	for name, n := range c.NetworkSettings.Networks {
 		if n.IPAddress != "" || n.GlobalIPv6Address != "" {

@@ -185,7 +185,7 @@ func killed(pid int) bool {
 // what the kernel says to peers when the processes end goes nowhere. One that
 // is not the container's alone is left as it is.
 func (c container) isolate() error {
-	if c.NetworkSettings.SandboxKey == "" || c.HostConfig.NetworkMode == "host" {
+	if c.sharesNetwork() || c.NetworkSettings.SandboxKey == "" || c.HostConfig.NetworkMode == "host" {
 		return nil
 	}
 	p, err := kernel.OpenProcess(c.State.Pid)
