@@ -2,6 +2,7 @@ package main
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -9,6 +10,7 @@ import (
 	"github.com/agentbox/agentbox/criu/freezer"
 	"github.com/agentbox/agentbox/criu/lsm"
 	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/internal/fault"
 )
 
 // confine has the processes of a restore confined as those are that the runtime
@@ -27,7 +29,16 @@ func (w wrapper) confine(c call, r stage.Restore) (profile string, err error) {
 	if err := json.Unmarshal(data, &spec); err != nil {
 		return "", fmt.Errorf("%s: %w", path, err)
 	}
-	return spec.Process.Profile, lsm.Set(r.Images, spec.Process.Profile)
+	return spec.Process.Profile, damaged(lsm.Set(r.Images, spec.Process.Profile))
+}
+
+// damaged says of images that make no sense here what is said of those that CRIU
+// makes no sense of.
+func damaged(err error) error {
+	if errors.Is(err, fault.ErrCorrupt) {
+		return fmt.Errorf("the images are damaged or incomplete. Verify the checkpoint. [%w]", err)
+	}
+	return err
 }
 
 // confined proves that all processes of a frozen container are, if any is left.

@@ -3,6 +3,7 @@ package main
 import (
 	"encoding/binary"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -18,6 +19,7 @@ import (
 	"github.com/agentbox/agentbox/criu/freezer"
 	"github.com/agentbox/agentbox/criu/lsm"
 	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/internal/fault"
 )
 
 // loadProfile gives the kernel a profile that allows all, for the test.
@@ -199,5 +201,16 @@ func rewrite(t *testing.T, name string, head int, m proto.Message, change func()
 	data = binary.LittleEndian.AppendUint32(data[:head], uint32(len(entry)))
 	if err := os.WriteFile(name, append(data, entry...), 0o600); err != nil {
 		t.Fatal(err)
+	}
+}
+
+// Whoever reads a damaged image first, the user is told the same.
+func TestConfineDamaged(t *testing.T) {
+	err := damaged(fmt.Errorf("image inventory.img: %w", fault.ErrCorrupt))
+	if err == nil || !strings.Contains(err.Error(), "the images are damaged") || !strings.Contains(err.Error(), "Verify the checkpoint") || !errors.Is(err, fault.ErrCorrupt) {
+		t.Errorf("%v", err)
+	}
+	if err := errors.New("other"); damaged(err) != err || damaged(nil) != nil {
+		t.Error("it changes other errors")
 	}
 }
