@@ -71,6 +71,7 @@ type container struct {
 		Env                        []string
 		Labels                     map[string]string
 		StopSignal                 any // a number, or since Podman 5 a name
+		CreateCommand              []string
 	}
 	HostConfig struct {
 		NetworkMode    string

@@ -274,7 +274,7 @@ func TestFixedAddress(t *testing.T) {
 	must(t, os.WriteFile(filepath.Join(images, "inventory.img"), nil, 0o600))
 	c, err := b.look(b.ctx, b.id)
 	must(t, err)
-	m, err := b.fixAddresses(b.ctx, c, b.remember(b.id), stage.Restore{Images: images, Work: images, Taken: taken})
+	m, _, err := b.fixAddresses(b.ctx, c, b.remember(b.id), stage.Restore{Images: images, Work: images, Taken: taken})
 	must(t, err)
 	if len(m.Fixed) != 1 {
 		t.Errorf("fixed: %+v", m.Fixed)
@@ -283,5 +283,28 @@ func TestFixedAddress(t *testing.T) {
 	must(t, err)
 	if now := b.inspect().Address; now != first.Address {
 		t.Errorf("at the checkpoint its address was %s, and after it was fixed %s", first.Address, now)
+	}
+}
+
+// After a restore that failed for its address the container starts with another.
+func TestAddressTaken(t *testing.T) {
+	b := newBox(t, "bt", "sh", "-c", forever)
+	first := b.inspect()
+	taken := time.Now()
+	must(t, b.Stop(b.ctx, b.id, runtime.StopOptions{}))
+	newBox(t, "--ip", first.Address, "bt", "sh", "-c", forever)
+	images := t.TempDir()
+	must(t, stage.Put(first.Stage.Run, first.Stage.ID, stage.Restore{Images: images, Work: images, Taken: taken}))
+	if _, err := b.Start(b.ctx, b.id, runtime.StartOptions{}); err == nil {
+		t.Error("it was restored with an address that is taken")
+	}
+	must(t, stage.Clear(first.Stage.Run, first.Stage.ID))
+	if m := b.remember(b.id); len(m.Fixed) > 0 {
+		t.Errorf("fixed: %+v", m.Fixed)
+	}
+	_, err := b.Start(b.ctx, b.id, runtime.StartOptions{})
+	must(t, err)
+	if now := b.inspect(); now.Status != runtime.Running || now.Address == first.Address {
+		t.Errorf("it is %s at %s", now.Status, now.Address)
 	}
 }

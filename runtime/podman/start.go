@@ -7,6 +7,7 @@ import (
 	"io"
 	"os"
 	"slices"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -38,6 +39,7 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 	m := b.remember(id)
 	restore, err := stage.Load(b.run, c.ID)
 	restores := err == nil
+	var fixed []string
 	switch {
 	case err != nil && !errors.Is(err, fault.ErrNotFound):
 		return nil, err
@@ -45,7 +47,13 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 		why, remedy := c.obstacle(program)
 		return nil, &fault.Error{Err: fmt.Errorf("%s: %w", why, fault.ErrUnsupported), Hint: remedy}
 	case restores:
-		if m, err = b.fixAddresses(ctx, c, m, restore); err != nil {
+		m, fixed, err = b.fixAddresses(ctx, c, m, restore)
+		defer func() {
+			if err != nil {
+				err = errors.Join(err, b.unfix(context.WithoutCancel(ctx), c, m, fixed))
+			}
+		}()
+		if err != nil {
 			return nil, err
 		}
 	}
@@ -207,43 +215,75 @@ func overwrite(f stage.File) (err error) {
 
 // fixAddresses has Podman give the container the addresses that it had at the
 // time of a dump: its processes are bound to them, and Podman gives new ones at
-// every start. They are the container's own from then on.
-func (b *Backend) fixAddresses(ctx context.Context, c container, m memory, r stage.Restore) (memory, error) {
+// every start. They are the container's own from then on, unless the start fails:
+// fixed are the networks of those to give up then.
+func (b *Backend) fixAddresses(ctx context.Context, c container, m memory, r stage.Restore) (_ memory, fixed []string, err error) {
 	for name, want := range m.at(r.Taken) {
-		network, connected := c.NetworkSettings.Networks[name]
-		if !connected || m.Fixed[name] == want {
+		if _, connected := c.NetworkSettings.Networks[name]; !connected || m.Fixed[name] == want {
 			continue
 		}
-		args := []string{"network", "connect"}
-		if want.IP != "" {
-			args = append(args, "--ip", want.IP)
-		}
-		if want.IP6 != "" {
-			args = append(args, "--ip6", want.IP6)
-		}
-		if want.MAC != "" {
-			args = append(args, "--mac-address", want.MAC)
-		}
-		for _, alias := range network.Aliases {
-			if alias != c.ID[:12] { // Podman's own
-				args = append(args, "--alias", alias)
-			}
-		}
-		if err := b.do(ctx, "network", "disconnect", name, c.id()); err != nil {
-			return m, fmt.Errorf("give the container its address %s back: %w", want.IP, err)
-		}
-		if err := b.do(context.WithoutCancel(ctx), append(args, name, c.id())...); err != nil {
-			err = errors.Join(err, b.do(context.WithoutCancel(ctx), "network", "connect", name, c.id()))
-			return m, fmt.Errorf("give the container its address %s back: %w", want.IP, err)
+		if err := b.reconnect(ctx, c, name, want); err != nil {
+			return m, fixed, fmt.Errorf("give the container its address %s back: %w", want.IP, err)
 		}
 		b.log.Info("address fixed", "sandbox", c.id(), "network", name, "address", want.IP)
+		// What its maker has asked for stays.
+		if !slices.ContainsFunc(c.Config.CreateCommand, func(arg string) bool {
+			return want.IP != "" && strings.Contains(arg, want.IP) || want.IP6 != "" && strings.Contains(arg, want.IP6)
+		}) {
+			fixed = append(fixed, name)
+		}
 		if m.Fixed == nil {
 			m.Fixed = map[string]address{}
 		}
 		m.Fixed[name] = want
 		if err := b.keep(c.id(), m); err != nil {
-			return m, err
+			return m, fixed, err
 		}
 	}
-	return m, nil
+	return m, fixed, nil
+}
+
+// unfix has Podman choose addresses again. One that somebody else has by now would
+// keep the container from any start.
+func (b *Backend) unfix(ctx context.Context, c container, m memory, fixed []string) (err error) {
+	for _, name := range fixed {
+		if rerr := b.reconnect(ctx, c, name, address{}); rerr != nil {
+			err = errors.Join(err, fmt.Errorf("take the address %s of the container back: %w", m.Fixed[name].IP, rerr))
+			continue
+		}
+		delete(m.Fixed, name)
+	}
+	if len(fixed) > 0 {
+		err = errors.Join(err, b.keep(c.id(), m))
+	}
+	return err
+}
+
+// reconnect connects a stopped container to its network again, with an address or,
+// at zero, with whatever Podman will give it.
+func (b *Backend) reconnect(ctx context.Context, c container, name string, with address) error {
+	args := []string{"network", "connect"}
+	flag := func(name, value string) {
+		if value != "" {
+			args = append(args, name, value)
+		}
+	}
+	for _, alias := range c.NetworkSettings.Networks[name].Aliases {
+		if alias != c.ID[:12] { // Podman's own
+			flag("--alias", alias)
+		}
+	}
+	plain := slices.Clip(append(slices.Clone(args), name, c.id()))
+	flag("--ip", with.IP)
+	flag("--ip6", with.IP6)
+	flag("--mac-address", with.MAC)
+	if err := b.do(ctx, "network", "disconnect", name, c.id()); err != nil {
+		return err
+	}
+	ctx = context.WithoutCancel(ctx)
+	err := b.do(ctx, append(args, name, c.id())...)
+	if err != nil && with != (address{}) {
+		err = errors.Join(err, b.do(ctx, plain...))
+	}
+	return err
 }
