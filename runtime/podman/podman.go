@@ -26,6 +26,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -41,9 +42,9 @@ import (
 type Options struct {
 	Root string // the memory is kept in Root/podman
 	// Run is where the OCI runtime wrapper looks for what is staged. Podman
-	// passes nothing of our environment on to it, so this is the place that
-	// the wrapper was made with, not one of our choice.
-	Run    string // default: stage.Run()
+	// passes some of its environment on to it and, by version, some not, so
+	// nothing of ours moves that.
+	Run    string // default: stage.DefaultRun
 	Podman string // the program; default: podman, looked for in PATH and the system's directories
 	Log    *slog.Logger
 }
@@ -61,7 +62,7 @@ func Open(opts Options) (*Backend, error) {
 		return nil, fmt.Errorf("root %q is not absolute: %w", opts.Root, fault.ErrInvalid)
 	}
 	return &Backend{
-		root: filepath.Join(opts.Root, "podman"), run: cmp.Or(opts.Run, stage.Run()), podman: opts.Podman,
+		root: filepath.Join(opts.Root, "podman"), run: cmp.Or(opts.Run, stage.DefaultRun), podman: opts.Podman,
 		log: cmp.Or(opts.Log, slog.Default()),
 	}, nil
 }
@@ -122,12 +123,12 @@ func (b *Backend) command(ctx context.Context, args ...string) (*exec.Cmd, error
 		}
 	}
 	cmd := exec.CommandContext(ctx, program, args...)
-	// Its containers must be here, where we are.
-	for _, kv := range host.Environ() {
-		if !strings.HasPrefix(kv, "CONTAINER_HOST=") && !strings.HasPrefix(kv, "CONTAINER_CONNECTION=") {
-			cmd.Env = append(cmd.Env, kv)
-		}
-	}
+	// Its containers must be here, where we are, and agentbox-runtime must be told
+	// the same at `create` as at all other calls, which come from others, too.
+	cmd.Env = slices.DeleteFunc(slices.Clone(host.Environ()), func(kv string) bool {
+		name, _, _ := strings.Cut(kv, "=")
+		return slices.Contains([]string{"CONTAINER_HOST", "CONTAINER_CONNECTION", stage.Env, "AGENTBOX_RUNTIME"}, name)
+	})
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	cmd.WaitDelay = grace
 	return cmd, nil

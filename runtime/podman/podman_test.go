@@ -308,3 +308,26 @@ func TestAddressTaken(t *testing.T) {
 		t.Errorf("it is %s at %s", now.Status, now.Address)
 	}
 }
+
+// What agentbox was told of places is not Podman's to hand to some calls of
+// agentbox-runtime and not to others.
+func TestEnvironment(t *testing.T) {
+	for _, name := range []string{stage.Env, "AGENTBOX_RUNTIME", "CONTAINER_HOST", "CONTAINER_CONNECTION", "KEPT"} {
+		t.Setenv(name, "/elsewhere")
+	}
+	b := newBackend(t)
+	if b.run != stage.DefaultRun {
+		t.Errorf("it stages in %s", b.run)
+	}
+	cmd, err := b.command(t.Context(), "version")
+	must(t, err)
+	var set []string
+	for _, kv := range cmd.Env {
+		if name, is := strings.CutSuffix(kv, "=/elsewhere"); is {
+			set = append(set, name)
+		}
+	}
+	if !slices.Equal(set, []string{"KEPT"}) {
+		t.Errorf("Podman is told %q", set)
+	}
+}
