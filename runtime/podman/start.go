@@ -246,6 +246,12 @@ func (b *Backend) fixAddresses(ctx context.Context, c container, m memory, r sta
 // unfix has Podman choose addresses again. One that somebody else has by now would
 // keep the container from any start.
 func (b *Backend) unfix(ctx context.Context, c container, m memory, fixed []string) (err error) {
+	if len(fixed) == 0 {
+		return nil
+	}
+	if now, lerr := b.look(ctx, c.id()); lerr != nil || now.live() {
+		return lerr // it was started after all, and is not to lose its network
+	}
 	for _, name := range fixed {
 		if rerr := b.reconnect(ctx, c, name, address{}); rerr != nil {
 			err = errors.Join(err, fmt.Errorf("take the address %s of the container back: %w", m.Fixed[name].IP, rerr))
@@ -253,10 +259,7 @@ func (b *Backend) unfix(ctx context.Context, c container, m memory, fixed []stri
 		}
 		delete(m.Fixed, name)
 	}
-	if len(fixed) > 0 {
-		err = errors.Join(err, b.keep(c.id(), m))
-	}
-	return err
+	return errors.Join(err, b.keep(c.id(), m))
 }
 
 // reconnect connects a stopped container to its network again, with an address or,
