@@ -106,6 +106,9 @@ func TestSteps(t *testing.T) {
 	if _, err := r.Start(ctx, "box", nil); err != nil {
 		t.Fatal(err)
 	}
+	if _, err := r.Wait(ctx, "box"); err != nil { // what is in memory cannot be frozen
+		t.Fatal(err)
+	}
 	log = &told{t: t}
 	if _, err := r.Restore(ctx, "box", runtime.RestoreOptions{Checkpoint: first.ID, Progress: log.step}); err != nil {
 		t.Fatal(err)
