@@ -65,12 +65,9 @@ func TestCounter(t *testing.T) {
 	low1 := b.reaches("c", 10)
 	one := b.checkpoint("c")
 	high1 := b.count("c")
-	low2 := b.reaches("c", 20)
+	low2 := b.reaches("c", high1+10) // apart, however slow the machine is
 	two := b.checkpoint("--name", "second", "c")
 	high2 := b.count("c")
-	if high1 >= low2 {
-		t.Fatalf("the checkpoints are not apart: %d to %d and %d to %d", low1, high1, low2, high2)
-	}
 	pid := b.inspect("c").Pid
 	b.reaches("c", high2+10)
 
