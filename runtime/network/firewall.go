@@ -2,6 +2,7 @@ package network
 
 import (
 	"bytes"
+	"cmp"
 	"errors"
 	"fmt"
 	"os"
@@ -16,8 +17,7 @@ import (
 
 // A packet is forwarded only if no table drops it; accepting it in ours does
 // not help against another one. Docker, and many a firewall, let the table
-// "ip filter" (that of iptables-nft) drop by default whatever it was not told
-// to accept. So it is told, in Docker's chain for this, DOCKER-USER, or else
+// "ip filter" (that of iptables-nft) refuse whatever it was not told to accept. So it is told, in Docker's chain for this, DOCKER-USER, or else
 // at the top of FORWARD:
 //
 //	to our bridges      accept; our own table has decided what may pass
@@ -28,59 +28,104 @@ import (
 // an iptables of the old kind (x_tables) and for other tables there is only a
 // warning.
 
-// openFirewall adds what is missing and returns what it could not do.
-func (v *verb) openFirewall() (warnings []string, err error) {
+// openFirewall adds what is missing, tells whether something was, and returns what it
+// could not do.
+func (v *verb) openFirewall() (added bool, warnings []string, err error) {
 	c, err := v.openTables()
 	if err != nil {
-		return nil, err
+		return false, nil, err
 	}
 	chains, err := c.ListChainsOfTableFamily(nftables.TableFamilyUnspecified)
 	if err != nil {
-		return nil, fmt.Errorf("list nftables chains: %w", err)
+		return false, nil, fmt.Errorf("list nftables chains: %w", err)
 	}
 	var user, forward *nftables.Chain
 	for _, ch := range chains {
-		drops := dropsAt(ch, nftables.ChainHookForward)
+		refuses := func(hook *nftables.ChainHook) bool {
+			if err != nil || ch.Hooknum == nil || *ch.Hooknum != *hook || ch.Table.Family != nftables.TableFamilyIPv4 && ch.Table.Family != nftables.TableFamilyINet {
+				return false
+			}
+			var refuses bool
+			refuses, err = refusesTheRest(c, ch)
+			return refuses
+		}
 		switch {
-		case v.state.filters() && dropsAt(ch, nftables.ChainHookInput) && (ch.Table.Family == nftables.TableFamilyIPv4 || ch.Table.Family == nftables.TableFamilyINet):
-			warnings = append(warnings, fmt.Sprintf("The nftables chain %s of table %s drops what is for the host by default; let it accept TCP and UDP from %s*, or filtered sandboxes reach nothing.",
-				ch.Name, ch.Table.Name, v.m.bridge))
+		case v.state.filters() && refuses(nftables.ChainHookInput):
+			warnings = append(warnings, fmt.Sprintf("The nftables chain %s of table %s drops what is for the host by default; let it accept TCP and UDP from %s*, or filtered sandboxes reach nothing.%s",
+				ch.Name, ch.Table.Name, v.m.bridge, v.trust(ch)))
 		case inFilter(ch) && ch.Name == "DOCKER-USER":
 			user = ch
+		case !refuses(nftables.ChainHookForward):
 		case inFilter(ch) && ch.Name == "FORWARD":
-			if drops {
-				forward = ch
-			}
-		case drops && (ch.Table.Family == nftables.TableFamilyIPv4 || ch.Table.Family == nftables.TableFamilyINet):
-			warnings = append(warnings, fmt.Sprintf("The nftables chain %s of table %s drops forwarded packets by default; let it accept those from and to %s*, or sandboxes reach nothing outside.",
-				ch.Name, ch.Table.Name, v.m.bridge))
+			forward = ch
+		default:
+			warnings = append(warnings, fmt.Sprintf("The nftables chain %s of table %s drops forwarded packets by default; let it accept those from and to %s*, or sandboxes reach nothing outside.%s",
+				ch.Name, ch.Table.Name, v.m.bridge, v.trust(ch)))
+		}
+		if err != nil {
+			return false, nil, err
 		}
 	}
 	if legacyFilter() {
 		warnings = append(warnings, fmt.Sprintf("A legacy iptables filter table is in use; if its FORWARD chain drops, sandboxes reach nothing outside until you run: iptables-legacy -I FORWARD -i %[1]s+ -j ACCEPT; iptables-legacy -I FORWARD -o %[1]s+ -j ACCEPT.",
 			v.m.bridge))
 	}
-	target := user
+	target := cmp.Or(user, forward)
 	if target == nil {
-		target = forward
+		return false, warnings, nil
 	}
-	if target == nil {
-		return warnings, nil
-	}
-	return warnings, v.permit(c, target)
+	added, err = v.permit(c, target)
+	return added, warnings, err
 }
 
-// dropsAt tells whether a chain drops by default what comes by a hook.
-func dropsAt(ch *nftables.Chain, hook *nftables.ChainHook) bool {
-	return ch.Hooknum != nil && *ch.Hooknum == *hook && ch.Policy != nil && *ch.Policy == nftables.ChainPolicyDrop
+// refusesTheRest tells whether a chain of a hook refuses what none of its rules decides:
+// by its policy, or by its last rule, as firewalld does.
+func refusesTheRest(c *nftables.Conn, ch *nftables.Chain) (bool, error) {
+	if ch.Policy != nil && *ch.Policy == nftables.ChainPolicyDrop {
+		return true, nil
+	}
+	rules, err := c.GetRules(ch.Table, ch)
+	if err != nil || len(rules) == 0 {
+		return false, ignoreGone(err)
+	}
+	for _, e := range rules[len(rules)-1].Exprs {
+		switch e := e.(type) {
+		case *expr.Counter, *expr.Log:
+		case *expr.Reject:
+			return true, nil
+		case *expr.Target: // iptables'
+			return e.Name == "REJECT", nil
+		case *expr.Verdict:
+			return e.Kind == expr.VerdictDrop, nil
+		default:
+			return false, nil
+		}
+	}
+	return false, nil
+}
+
+// ignoreGone: a table that goes while it is read is none of ours.
+func ignoreGone(err error) error {
+	if errors.Is(err, unix.ENOENT) {
+		return nil
+	}
+	return err
+}
+
+// trust is how the owner of a chain is told to accept what is ours, if that is known.
+func (v *verb) trust(ch *nftables.Chain) string {
+	if ch.Table.Name != "firewalld" {
+		return ""
+	}
+	return fmt.Sprintf(" With firewalld: firewall-cmd --permanent --zone=trusted --add-interface=%s+ && firewall-cmd --reload.", v.m.bridge)
 }
 
 func inFilter(ch *nftables.Chain) bool {
 	return ch.Table.Family == nftables.TableFamilyIPv4 && ch.Table.Name == "filter"
 }
 
-// permit makes our rules the first ones of the chain, once.
-func (v *verb) permit(c *nftables.Conn, ch *nftables.Chain) error {
+// permit makes our rules the first ones of the chain, once, and tells whether it had to.
+func (v *verb) permit(c *nftables.Conn, ch *nftables.Chain) (added bool, err error) {
 	want := []struct {
 		from, to string
 		verdict  expr.VerdictKind
@@ -92,14 +137,14 @@ func (v *verb) permit(c *nftables.Conn, ch *nftables.Chain) error {
 	}
 	have, err := v.permitted(c, ch)
 	if err != nil {
-		return err
+		return false, err
 	}
 	if len(have) == len(want) {
-		return nil
+		return false, nil
 	}
 	for _, r := range have {
 		if err := c.DelRule(r); err != nil {
-			return err
+			return false, err
 		}
 	}
 	for _, w := range want {
@@ -115,9 +160,9 @@ func (v *verb) permit(c *nftables.Conn, ch *nftables.Chain) error {
 		c.InsertRule(&nftables.Rule{Table: ch.Table, Chain: ch, Exprs: e, UserData: v.m.mark()})
 	}
 	if err := c.Flush(); err != nil {
-		return fmt.Errorf("let %s* through chain %s of table ip filter: %w", v.m.bridge, ch.Name, err)
+		return false, fmt.Errorf("let %s* through chain %s of table ip filter: %w", v.m.bridge, ch.Name, err)
 	}
-	return nil
+	return true, nil
 }
 
 // mark is the comment by which our rules are found again.

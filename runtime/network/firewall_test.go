@@ -6,36 +6,49 @@ import (
 
 	"github.com/google/nftables"
 	"github.com/google/nftables/expr"
+	"golang.org/x/sys/unix"
 )
 
-// A firewall that drops what it was not told to forward, as Docker's.
+// A firewall that refuses what it was not told to forward, as Docker's, by its policy or
+// by its last rule. One that is started or loaded again under sandboxes is told again.
 func TestFirewall(t *testing.T) {
-	for _, docker := range []bool{true, false} {
-		name := "FORWARD"
-		if docker {
-			name = "DOCKER-USER"
-		}
-		t.Run(name, func(t *testing.T) {
+	drop, accept := nftables.ChainPolicyDrop, nftables.ChainPolicyAccept
+	count := []expr.Any{&expr.Counter{}}
+	reject := []expr.Any{&expr.Counter{}, &expr.Reject{Type: unix.NFT_REJECT_ICMP_UNREACH, Code: 10}}
+	for _, try := range []struct {
+		name   string
+		policy nftables.ChainPolicy
+		docker bool
+		last   []expr.Any
+	}{
+		{"DOCKER-USER", drop, true, count},
+		{"FORWARD", drop, false, count},
+		{"FORWARD that rejects", accept, false, reject},
+	} {
+		t.Run(try.name, func(t *testing.T) {
 			c, err := nftables.New()
 			if err != nil {
 				t.Fatal(err)
 			}
-			drop := nftables.ChainPolicyDrop
 			filter := c.AddTable(&nftables.Table{Name: "filter", Family: nftables.TableFamilyIPv4})
 			forward := c.AddChain(&nftables.Chain{
 				Name: "FORWARD", Table: filter, Type: nftables.ChainTypeFilter,
-				Hooknum: nftables.ChainHookForward, Priority: nftables.ChainPriorityFilter, Policy: &drop,
+				Hooknum: nftables.ChainHookForward, Priority: nftables.ChainPriorityFilter, Policy: &try.policy,
 			})
-			chain, before := forward, 0
-			if docker {
+			chain := forward
+			if try.docker {
 				chain = c.AddChain(&nftables.Chain{Name: "DOCKER-USER", Table: filter})
 				c.AddRule(&nftables.Rule{Table: filter, Chain: forward, Exprs: []expr.Any{&expr.Verdict{Kind: expr.VerdictJump, Chain: "DOCKER-USER"}}})
 			}
-			before = 1
-			c.AddRule(&nftables.Rule{Table: filter, Chain: chain, Exprs: []expr.Any{&expr.Counter{}}})
-			if err := c.Flush(); err != nil {
-				t.Fatal(err)
+			load := func() { // as it is loaded from its configuration
+				t.Helper()
+				c.FlushChain(chain)
+				c.AddRule(&nftables.Rule{Table: filter, Chain: chain, Exprs: try.last})
+				if err := c.Flush(); err != nil {
+					t.Fatal(err)
+				}
 			}
+			load()
 			defer func() { c.DelTable(filter); _ = c.Flush() }()
 
 			w := open(t)
@@ -50,32 +63,57 @@ func TestFirewall(t *testing.T) {
 					t.Errorf("%d rules, error %v, want %d", len(rules), err, want)
 				}
 			}
-			count(before + 4)
+			count(1 + 4)
+			load()
+			count(1)
+			for _, want := range []string{"let the sandboxes through the host's firewall again", ""} {
+				if did, err := w.m.Tend(t.Context()); err != nil || strings.Join(did, ", ") != want {
+					t.Errorf("did %q, %v, want %q", did, err, want)
+				}
+				count(1 + 4)
+				mustReach(t, e.Path, "tcp4", internetAddress+":101", hostAddress)
+			}
 			w.release("a")
-			count(before + 4)
+			count(1 + 4)
 			w.release("b")
-			count(before)
+			count(1)
 		})
 	}
 }
 
 func TestFirewallWarning(t *testing.T) {
+	for _, table := range []string{"strict", "firewalld"} {
+		t.Run(table, func(t *testing.T) { testFirewallWarning(t, table) })
+	}
+}
+
+func testFirewallWarning(t *testing.T, name string) {
 	c, err := nftables.New()
 	if err != nil {
 		t.Fatal(err)
 	}
-	drop := nftables.ChainPolicyDrop
-	table := c.AddTable(&nftables.Table{Name: "strict", Family: nftables.TableFamilyINet})
-	c.AddChain(&nftables.Chain{
+	policy := nftables.ChainPolicyDrop
+	if name == "firewalld" {
+		policy = nftables.ChainPolicyAccept // and rejects by the last rule
+	}
+	table := c.AddTable(&nftables.Table{Name: name, Family: nftables.TableFamilyINet})
+	through := c.AddChain(&nftables.Chain{
 		Name: "through", Table: table, Type: nftables.ChainTypeFilter,
-		Hooknum: nftables.ChainHookForward, Priority: nftables.ChainPriorityFilter, Policy: &drop,
+		Hooknum: nftables.ChainHookForward, Priority: nftables.ChainPriorityFilter, Policy: &policy,
 	})
+	if name == "firewalld" {
+		c.AddRule(&nftables.Rule{Table: table, Chain: through, Exprs: []expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_ADMIN_PROHIBITED}}})
+	}
 	if err := c.Flush(); err != nil {
 		t.Fatal(err)
 	}
 	defer func() { c.DelTable(table); _ = c.Flush() }()
 	e := open(t).setup("a", bridged)
-	if s := strings.Join(e.Warnings, " "); !strings.Contains(s, "through") || !strings.Contains(s, "strict") {
+	s := strings.Join(e.Warnings, " ")
+	if !strings.Contains(s, "through") || !strings.Contains(s, name) {
 		t.Errorf("warnings %q name neither chain nor table", s)
+	}
+	if remedy := strings.Contains(s, "firewall-cmd "); remedy != (name == "firewalld") {
+		t.Errorf("warnings %q", s)
 	}
 }

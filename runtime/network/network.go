@@ -328,7 +328,7 @@ func (v *verb) join(ctx context.Context, id string, n runtime.Network, how setup
 	if err := v.applyRules(); err != nil {
 		return e, err
 	}
-	warnings, err := v.openFirewall()
+	_, warnings, err := v.openFirewall()
 	if err != nil {
 		return e, err
 	}

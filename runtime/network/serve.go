@@ -258,7 +258,7 @@ func (s *server) repair(ctx context.Context) error {
 	if err := v.applyRules(); err != nil {
 		return err
 	}
-	_, err = v.openFirewall() // what it warns of, the sandbox's start has said
+	_, _, err = v.openFirewall() // what it warns of, the sandbox's start has said
 	return err
 }
 

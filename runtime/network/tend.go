@@ -33,8 +33,8 @@ func (m *Manager) Plugged(context.Context) (ids []string, err error) {
 	return ids, nil
 }
 
-// Tend removes bridges and rules of this root that no sandbox needs, and makes
-// the rules again if somebody has removed them under sandboxes that need them. It
+// Tend removes bridges and rules of this root that no sandbox needs, and makes those
+// again that sandboxes need if somebody has removed them, or started a firewall. It
 // returns a sentence for each deed.
 func (m *Manager) Tend(ctx context.Context) (did []string, err error) {
 	if _, err := os.Lstat(filepath.Join(m.root, "network.lock")); errors.Is(err, os.ErrNotExist) {
@@ -83,6 +83,14 @@ func (m *Manager) Tend(ctx context.Context) (did []string, err error) {
 			break
 		}
 		did = append(did, "made the rules of the network again, which somebody had removed")
+	}
+	if up {
+		// Somebody may have started a firewall, or loaded it again.
+		added, _, err := v.openFirewall() // what it warns of, the sandbox's start has said
+		if added {
+			did = append(did, "let the sandboxes through the host's firewall again")
+		}
+		errs = append(errs, err)
 	}
 	return did, errors.Join(errs...)
 }
