@@ -180,7 +180,8 @@ const (
 // writeEtc writes the files that tell a container its name and its resolver.
 // One that was changed since we last wrote it is left alone: its content is the
 // sandbox's. So is any that is there when processes are restored, which may
-// have it open.
+// have it open, and a resolv.conf while the host, which may just have booted, has
+// no resolvers.
 func (p Place) writeEtc(s runtime.Spec, e network.Endpoint, restores bool) error {
 	dir := filepath.Join(p.Dir, "etc")
 	if err := os.MkdirAll(dir, 0o755); err != nil {
@@ -205,7 +206,7 @@ func (p Place) writeEtc(s runtime.Spec, e network.Endpoint, restores bool) error
 		}
 		same := there && bytes.Equal(have, want)
 		ours := slices.Contains(known, digest(name, have)) || name == "hosts" && ownHosts(s, have)
-		if there && !same && (restores || !ours) {
+		if there && !same && (restores || !ours || name == "resolv.conf" && len(e.Nameservers) == 0) {
 			continue
 		}
 		if id := digest(name, want); !slices.Contains(known, id) {
