@@ -231,6 +231,15 @@ func explainDump(rt Runtime, log, said string, err error) error {
 			}
 			cause = fmt.Errorf("%w: %w", cause, fault.ErrUnsupported)
 		}
+		if strings.Contains(msg, "libcriu") { // which crun loads when it first needs it
+			why = Diagnosis{
+				Code:   "no-criu",
+				Reason: fmt.Sprintf("the OCI runtime %s cannot load CRIU's library: %s", rt.Binary, msg),
+				Hint: "Install it (Debian, Ubuntu: apt-get install libcriu2; Fedora: dnf install criu-libs), run the container under runc or agentbox-runtime, " +
+					"or checkpoint its files alone (--files-only).",
+			}
+			cause = fmt.Errorf("%w: %w", cause, fault.ErrUnsupported)
+		}
 		if strings.Contains(msg, "executable file not found") || strings.Contains(msg, "version check failed") {
 			why = Diagnosis{Code: "no-criu", Reason: "the OCI runtime cannot run CRIU: " + msg, Hint: "Install CRIU; `agentbox doctor` says how."}
 			cause = fmt.Errorf("%w: %w", cause, fault.ErrUnsupported)
