@@ -468,6 +468,22 @@ func TestForgedImages(t *testing.T) {
 		}
 		return nil
 	}))
+	// A sandbox's own is taken as it is, and nothing else of the kind.
+	for _, try := range []struct {
+		mount *mnt.MntEntry
+		want  error
+	}{
+		{mount(mnt.Fstype_CGROUP2, "/sys/fs/cgroup", "cgroup", unix.MS_RDONLY|unix.MS_NOSUID), nil},
+		{mount(mnt.Fstype_CGROUP2, "/sys/fs/cgroup", "cgroup", unix.MS_NOSUID), fault.ErrDenied},
+		{mount(mnt.Fstype_CGROUP2, "/c", "cgroup", unix.MS_RDONLY), fault.ErrDenied},
+		{mount(mnt.Fstype_CGROUP, "/sys/fs/cgroup", "cgroup", unix.MS_RDONLY), fault.ErrDenied},
+	} {
+		dir := t.TempDir()
+		must(t, os.WriteFile(filepath.Join(dir, "mountpoints-9.img"), image(magicMounts, root, try.mount), 0o600))
+		if err := checkImages(dir); !errors.Is(err, try.want) {
+			t.Errorf("%v: %v, want %v", try.mount, err, try.want)
+		}
+	}
 	cut := image(magicCore, core)
 	if _, _, _, err := importBytes(t, tarOf(t, foreignParts(part{name: "checkpoint/core-1.img", data: cut[:len(cut)-1]})...), OpenOptions{}, ImportOptions{}); !errors.Is(err, fault.ErrCorrupt) {
 		t.Errorf("a cut image: %v", err)
