@@ -283,6 +283,10 @@ func TestInit(t *testing.T) {
 		out, _ := x.exec(id, "ps", "-o", "stat,comm")
 		return !strings.Contains(out, "Z") && !strings.Contains(out, "sleep 0.01")
 	})
+	// As a user namespace has to have it where the root's filesystem is so.
+	if out, _ := x.exec(id, "grep", bundle.InitPath, "/proc/self/mountinfo"); !strings.Contains(out, " ro,nosuid,nodev") {
+		t.Errorf("it is mounted %q", out)
+	}
 	if out, _ := x.exec(id, "cat", "/proc/1/cmdline"); !strings.HasPrefix(out, bundle.InitPath+"\x00--\x00sh") {
 		t.Errorf("process 1 is %q", out)
 	}

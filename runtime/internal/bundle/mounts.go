@@ -49,8 +49,10 @@ func (p Place) mounts(s runtime.Spec) ([]specs.Mount, error) {
 		})
 	}
 	if s.Init {
+		// Where our root is on a filesystem without them (/dev/shm, a hardened /var), a
+		// user namespace may not have them either.
 		list = append(list, specs.Mount{
-			Destination: InitPath, Type: "bind", Source: filepath.Join(p.Dir, "init"), Options: []string{"bind", "ro", "rprivate"},
+			Destination: InitPath, Type: "bind", Source: filepath.Join(p.Dir, "init"), Options: []string{"bind", "ro", "nosuid", "nodev", "rprivate"},
 		})
 	}
 	own, err := userMounts(s.Mounts)
