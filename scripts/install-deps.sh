@@ -31,6 +31,8 @@ NEEDED=(
 ENGINES=(dockerd:docker.io docker:docker-cli containerd:containerd docker-compose:docker-compose podman:podman systemd-analyze:systemd)
 # A registry, and judges of images.
 IMAGES=(docker-registry:docker-registry skopeo:skopeo umoci:umoci)
+# What the tests use besides, and a minimal root does not have.
+TOOLS=(patch:patch mkfs.ext4:e2fsprogs chattr:e2fsprogs)
 BENCH=(crun:crun restic:restic)
 PACKAGE=(lintian:lintian)
 FRESH=(slirp4netns:slirp4netns)
@@ -352,8 +354,8 @@ main() {
 	while (($#)); do
 		case $1 in
 		--check) mode=check ;;
-		--test) NEEDED+=("${ENGINES[@]}" "${IMAGES[@]}") ;;
-		--bench) NEEDED+=("${ENGINES[@]}" "${IMAGES[@]}" "${BENCH[@]}") ;;
+		--test) NEEDED+=("${ENGINES[@]}" "${IMAGES[@]}" "${TOOLS[@]}") ;;
+		--bench) NEEDED+=("${ENGINES[@]}" "${IMAGES[@]}" "${TOOLS[@]}" "${BENCH[@]}") ;;
 		--package) NEEDED+=("${PACKAGE[@]}") ;;
 		--fresh) NEEDED+=("${FRESH[@]}") ;;
 		--help | -h) usage && exit ;;
