@@ -171,26 +171,38 @@ func TestDumpWithoutCriu(t *testing.T) {
 	}
 }
 
-// crun without CRIU, as Debian has it.
+// crun without CRIU, as Debian 12 has it, and without CRIU's library, as newer ones are.
 func TestDumpByACrunWithout(t *testing.T) {
 	ctx := context.Background()
 	b, rt := start(t, criutest.Counter, nil)
+	real := rt.Binary
 	if err := rt.Pause(ctx); err != nil {
 		t.Fatal(err)
 	}
-	fake := filepath.Join(t.TempDir(), "crun")
-	script := fmt.Sprintf("#!/bin/sh\ncase \"$*\" in *checkpoint*) echo unknown command checkpoint >&2; exit 1;; esac\nexec %s \"$@\"\n", rt.Binary)
-	if err := os.WriteFile(fake, []byte(script), 0o755); err != nil {
-		t.Fatal(err)
-	}
-	rt.Binary = fake
-	_, err := Dump(ctx, rt, DumpOptions{ImageDir: b.Images, WorkDir: b.Work, LeaveRunning: true})
-	var de *DumpError
-	if !errors.As(err, &de) || de.Code != "no-criu" || !errors.Is(err, fault.ErrUnsupported) || !strings.Contains(de.Reason, "without") {
-		t.Fatalf("%v: %+v", err, de)
-	}
-	if b.Status() != "paused" {
-		t.Errorf("it is %s", b.Status())
+	for said, words := range map[string][]string{
+		"unknown command checkpoint":                               {"without", "runc"},
+		"2026-01-01T00:00:00.1Z: could not load `libcriu.so.2`":    {"library", "apt-get install libcriu2", "dnf install criu-libs", "runc", "--files-only"},
+		"could not load `libcriu.so.2`: `libcriu.so.2: no object`": {"library", "libcriu2", "criu-libs"},
+	} {
+		fake := filepath.Join(t.TempDir(), "crun")
+		script := fmt.Sprintf("#!/bin/sh\ncase \"$*\" in *checkpoint*) echo '%s' >&2; exit 1;; esac\nexec %s \"$@\"\n", said, real)
+		if err := os.WriteFile(fake, []byte(script), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		rt.Binary = fake
+		_, err := Dump(ctx, rt, DumpOptions{ImageDir: b.Images, WorkDir: b.Work, LeaveRunning: true})
+		var de *DumpError
+		if !errors.As(err, &de) || de.Code != "no-criu" || !errors.Is(err, fault.ErrUnsupported) {
+			t.Fatalf("%s: %v: %+v", said, err, de)
+		}
+		for _, w := range words {
+			if !strings.Contains(de.Reason+de.Hint, w) {
+				t.Errorf("%s: %q is not in %s: %s", said, w, de.Reason, de.Hint)
+			}
+		}
+		if b.Status() != "paused" {
+			t.Errorf("it is %s", b.Status())
+		}
 	}
 }
 
