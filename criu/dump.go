@@ -15,6 +15,7 @@ import (
 
 	"github.com/agentbox/agentbox/criu/crlog"
 	"github.com/agentbox/agentbox/criu/host"
+	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -130,6 +131,9 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 	}
 	start := time.Now()
 	said, err := runDump(rt, opts, extra)
+	if err == nil {
+		err = failpoint.Hit("checkpoint.before-waits")
+	}
 	if err != nil || opts.LeaveRunning {
 		// One that failed has stopped the threads all the same.
 		res.Interrupted = rt.continueWaits(ctx, members)
@@ -149,6 +153,17 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 		return res, &DumpError{Diagnosis: Diagnosis{Code: "image-damaged", Reason: err.Error()}, Log: log, Err: err}
 	}
 	return res, nil
+}
+
+// ContinueWaits does for a container that was dumped, and is still frozen, what a
+// Dump that was killed has not come to: threads whose calls it has interrupted make
+// them again. initPid is the container's first process. Done twice it is done once.
+func (r Runtime) ContinueWaits(ctx context.Context, initPid int) error {
+	members, err := Members(initPid)
+	if err != nil {
+		return err
+	}
+	return r.continueWaits(ctx, members)
 }
 
 // StatsName is what CRIU measured of a dump. It is no image, but what shows

@@ -492,9 +492,7 @@ func (e *Engine) dump(ctx context.Context, k *making, draft *store.Draft) (*stor
 		opts.Timeout = time.Until(deadline)
 	}
 	res, err := criu.Dump(ctx, k.c.Runtime, opts)
-	if res.Interrupted != nil && !errors.Is(res.Interrupted, ErrNotFound) {
-		e.log.Warn("system calls that waited may return EINTR", "sandbox", k.sb.ID, "err", res.Interrupted)
-	}
+	e.interruptedWaits(k.sb.ID, res.Interrupted)
 	if err != nil {
 		return nil, err
 	}

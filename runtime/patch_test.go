@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"maps"
 	"math/rand/v2"
 	"os"
 	"os/exec"
@@ -199,6 +200,20 @@ func same(t *testing.T, what, dir string, want fileSet) {
 	}
 }
 
+// reversesDeletedLinks tells whether this git makes a symlink again that a patch
+// deletes: 2.47 makes a file of it, of its own patches, too.
+func reversesDeletedLinks(t *testing.T) bool {
+	t.Helper()
+	dir := t.TempDir()
+	const deletes = "diff --git a/l b/l\ndeleted file mode 120000\n--- a/l\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n\\ No newline at end of file\n"
+	tool(t, dir, deletes, "git", "apply", "-R", "-")
+	fi, err := os.Lstat(filepath.Join(dir, "l"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return fi.Mode()&fs.ModeSymlink != 0
+}
+
 // git and patch make the new state out of the old one, and git the old one
 // out of the new.
 func TestPatchApplies(t *testing.T) {
@@ -252,7 +267,13 @@ func TestPatchApplies(t *testing.T) {
 	tool(t, dir, text, "git", "apply", "--whitespace=nowarn", "-")
 	same(t, "git apply", dir, next)
 	tool(t, dir, text, "git", "apply", "--whitespace=nowarn", "-R", "-")
-	same(t, "git apply -R", dir, old)
+	was := maps.Clone(old)
+	if !reversesDeletedLinks(t) {
+		for _, link := range []string{"link-gone", "to-file"} {
+			was[link] = strings.TrimPrefix(was[link], "-> ")
+		}
+	}
+	same(t, "git apply -R", dir, was)
 
 	// GNU patch 2.7 cannot turn a file into a symlink, nor read git's form of
 	// renames to a name with a space; a name with a line end it refuses.

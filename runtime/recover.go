@@ -250,7 +250,7 @@ func (e *Engine) finishCheckpoint(ctx context.Context, in store.Intent, host Hos
 	}
 	thawed := ""
 	if !data.Stop {
-		if thawed, err = letGo(ctx, host, in.Sandbox, data.Was, false); err != nil {
+		if thawed, err = e.letGo(ctx, host, in.Sandbox, data.Was, false); err != nil {
 			return "", err
 		}
 		data.Was = Unknown // who pauses it from here on wants it paused
@@ -280,14 +280,14 @@ func (e *Engine) finishCheckpoint(ctx context.Context, in store.Intent, host Hos
 		return did, host.Stop(ctx, in.Sandbox, StopOptions{Silent: true})
 	}
 	if data.Stop { // not before it was clear that it is not to end
-		thawed, err = letGo(ctx, host, in.Sandbox, data.Was, true)
+		thawed, err = e.letGo(ctx, host, in.Sandbox, data.Was, true)
 	}
 	return did + thawed, err
 }
 
 // letGo lets a sandbox go on that a killed verb has frozen, cut off its network
 // perhaps. It comes before all else: the rest may have to wait, or fail.
-func letGo(ctx context.Context, host Host, id string, was Status, cut bool) (did string, err error) {
+func (e *Engine) letGo(ctx context.Context, host Host, id string, was Status, cut bool) (did string, err error) {
 	c, err := host.Inspect(ctx, id)
 	if errors.Is(err, ErrNotFound) {
 		return "", nil
@@ -298,10 +298,20 @@ func letGo(ctx context.Context, host Host, id string, was Status, cut bool) (did
 	if cut && c.Pid != 0 {
 		err = criu.Reconnect(c.Pid)
 	}
+	if c.Status == Paused && c.Runtime.ID != "" {
+		e.interruptedWaits(id, c.Runtime.ContinueWaits(ctx, c.Pid))
+	}
 	if was == Running && c.Status == Paused {
 		did, err = " and thawed its sandbox", errors.Join(err, host.Unpause(ctx, id))
 	}
 	return did, err
+}
+
+// interruptedWaits tells why a sandbox, which goes on all the same, may see EINTR.
+func (e *Engine) interruptedWaits(id string, err error) {
+	if err != nil && !errors.Is(err, ErrNotFound) {
+		e.log.Warn("system calls that waited may return EINTR", "sandbox", id, "err", err)
+	}
 }
 
 // finishRestore takes back a restore that had not touched the sandbox yet and
@@ -377,7 +387,7 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 
 // takeBack undoes a restore that had not touched the sandbox but for freezing it.
 func (e *Engine) takeBack(ctx context.Context, in store.Intent, host Host, data restoring) error {
-	if _, err := letGo(ctx, host, in.Sandbox, data.Was, true); err != nil {
+	if _, err := e.letGo(ctx, host, in.Sandbox, data.Was, true); err != nil {
 		return err
 	}
 	data.Was = Unknown // who pauses it from here on wants it paused

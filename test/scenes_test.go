@@ -31,6 +31,7 @@ var scenesOf = map[string][]string{
 	"create.":                   {"run", "recreate"},
 	"start.":                    {"start", "run"},
 	"checkpoint.":               {"checkpoint"},
+	"checkpoint.before-waits":   {"checkpoint", "checkpoint --stop"},
 	"checkpoint.after-dump":     {"checkpoint", "checkpoint --stop", "restore"},
 	"checkpoint.after-commit":   {"checkpoint", "checkpoint --stop", "restore"},
 	"restore.":                  {"restore"},

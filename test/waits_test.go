@@ -20,7 +20,10 @@ func TestWaits(t *testing.T) {
 		"nanosleep", "nanosleep-no-rest", "clock_nanosleep", "clock_nanosleep-until", "select", "poll", "poll-fed",
 		"futex-until", "read-fed", "signal",
 	}
-	b.start("waits", append([]string{"--network", "none", "waits", "/waits", strconv.Itoa(int(limit / time.Second))}, calls...)...)
+	begin := func(name string) {
+		b.start(name, append([]string{"--network", "none", "waits", "/waits", strconv.Itoa(int(limit / time.Second))}, calls...)...)
+	}
+	begin("waits")
 	t.Cleanup(func() {
 		if t.Failed() {
 			t.Logf("the log:\n%s", b.ok("logs", "waits"))
@@ -62,9 +65,18 @@ func TestWaits(t *testing.T) {
 	}
 	says("waits", "all have begun", 1)
 	one := b.checkpoint("waits")
-	says("waits", "all have returned", 1)
-	// Of the first thread of a process CRIU leaves nothing to go on by.
-	returned("waits", map[string]string{"poll first": "EINTR"})
+	// Nor where the dump is done, and who asked for it is killed.
+	begin("killed")
+	says("killed", "all have begun", 1)
+	if r := b.try([]string{"AGENTBOX_FAILPOINT=checkpoint.before-waits=kill"}, "checkpoint", "killed"); !r.killed {
+		b.Errorf("not killed: %s", r)
+	}
+	b.ok("recover")
+	for _, name := range []string{"waits", "killed"} {
+		says(name, "all have returned", 1)
+		// Of the first thread of a process CRIU leaves nothing to go on by.
+		returned(name, map[string]string{"poll first": "EINTR"})
+	}
 
 	b.ok("restore", "waits", one)
 	b.own("forked")

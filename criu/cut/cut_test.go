@@ -46,9 +46,15 @@ func TestCut(t *testing.T) {
 	if !Possible() {
 		t.Fatal("this kernel has no nf_tables")
 	}
-	// Nobody listens: a reset is the answer.
-	if err := connect("192.0.2.2"); !errors.Is(err, unix.ECONNREFUSED) {
-		t.Fatalf("before: %v", err)
+	// Nobody listens: a reset is the answer, once the kernel has taken up the links.
+	for deadline := time.Now().Add(time.Minute); ; {
+		err := connect("192.0.2.2")
+		if errors.Is(err, unix.ECONNREFUSED) {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("before: %v", err)
+		}
 	}
 	must(t, Begin(inside))
 	if err := connect("192.0.2.2"); !errors.Is(err, unix.EAGAIN) {

@@ -15,8 +15,9 @@ import (
 
 // SweepTemp removes the directories that killed restores leave in /tmp, where
 // CRIU, wherever its working directory is, puts a container's mounts together.
-// They are empty: the mounts were in a namespace that is gone. While any CRIU
-// runs, one of them may be its own, and all are left for the next time.
+// Its mounts were in a namespace that is gone; the first of them, a tmpfs, is in
+// ours, too, where / is shared, as under systemd. While any CRIU runs, one of them
+// may be its own, and all are left for the next time.
 func SweepTemp() error { return sweepTemp("/tmp") }
 
 func sweepTemp(dir string) error {
@@ -41,11 +42,35 @@ func sweepTemp(dir string) error {
 		if sys, ok := st.Sys().(*syscall.Stat_t); !ok || !st.IsDir() || int(sys.Uid) != os.Geteuid() {
 			continue // anybody may make such a name there
 		}
-		if err := unix.Rmdir(path); err != nil && err != unix.ENOENT {
+		err = unix.Rmdir(path)
+		if err == unix.EBUSY {
+			if err = unmountTmpfs(path); err == nil {
+				err = unix.Rmdir(path)
+			}
+		}
+		if err != nil && err != unix.ENOENT {
 			errs = append(errs, fmt.Errorf("remove %s: %w", path, err))
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// unmountTmpfs leaves a mount of another kind alone: EBUSY.
+func unmountTmpfs(path string) error {
+	fd, err := unix.Open(path, unix.O_PATH|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return err
+	}
+	var st unix.Statfs_t
+	err = unix.Fstatfs(fd, &st)
+	_ = unix.Close(fd) // before the mount can go
+	switch {
+	case err != nil:
+		return err
+	case st.Type != unix.TMPFS_MAGIC:
+		return unix.EBUSY
+	}
+	return unix.Unmount(path, unix.UMOUNT_NOFOLLOW)
 }
 
 func criuRuns() (bool, error) {

@@ -1,11 +1,15 @@
 package host
 
 import (
+	"errors"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 func TestSweepTemp(t *testing.T) {
@@ -17,6 +21,23 @@ func TestSweepTemp(t *testing.T) {
 		}
 	}
 	if err := os.WriteFile(full, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	// What a CRIU that was killed has left where / is shared, and what it has not.
+	mounted, foreign := filepath.Join(dir, ".criu.mntns.mounted"), filepath.Join(dir, ".criu.mntns.foreign")
+	for path, mount := range map[string]func(string) error{
+		mounted: func(p string) error { return unix.Mount("none", p, "tmpfs", 0, "") },
+		foreign: func(p string) error { return unix.Mount(other, p, "", unix.MS_BIND, "") },
+	} {
+		if err := os.Mkdir(path, 0o777); err != nil {
+			t.Fatal(err)
+		}
+		if err := mount(path); err != nil {
+			t.Fatalf("this test must be run as root: %v", err)
+		}
+		t.Cleanup(func() { _ = unix.Unmount(path, unix.MNT_DETACH) })
+	}
+	if err := os.Mkdir(filepath.Join(mounted, "mnt-0000000001"), 0o700); err != nil {
 		t.Fatal(err)
 	}
 	sleep, err := exec.LookPath("sleep")
@@ -41,17 +62,24 @@ func TestSweepTemp(t *testing.T) {
 	_ = cmd.Wait()
 	// Others on this machine may run CRIU, too.
 	for end := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
-		if err := sweepTemp(dir); err != nil {
-			t.Fatal(err)
-		}
-		if _, err := os.Stat(left); os.IsNotExist(err) {
+		err := sweepTemp(dir)
+		if _, e := os.Stat(left); os.IsNotExist(e) {
+			if !errors.Is(err, unix.EBUSY) || !strings.Contains(err.Error(), foreign) || strings.Contains(err.Error(), mounted) {
+				t.Errorf("of a mount that is not CRIU's: %v", err)
+			}
 			break
+		}
+		if err != nil {
+			t.Fatal(err)
 		}
 		if time.Now().After(end) {
 			t.Fatal("it is left")
 		}
 	}
-	for _, kept := range []string{full, other} {
+	if _, err := os.Stat(mounted); !os.IsNotExist(err) {
+		t.Errorf("a tmpfs of CRIU's is left: %v", err)
+	}
+	for _, kept := range []string{full, other, foreign} {
 		if _, err := os.Stat(kept); err != nil {
 			t.Error(err)
 		}

@@ -248,6 +248,7 @@ func (s *dockerSetup) write(ctx context.Context) error {
 	}
 	known, err := validate(ctx, program, d.path)
 	if err != nil {
+		s.result.Changed = false
 		return &fault.Error{Hint: "Nothing was changed.", Err: in(s.file.path, err)}
 	}
 	if !known {

@@ -107,6 +107,7 @@ func (e *tomlEdit) write() error {
 	defer d.discard()
 	known, err := e.validate(d.path)
 	if err != nil {
+		e.result.Changed = false
 		return &fault.Error{Hint: "Nothing was changed.", Err: in(e.file.path, err)}
 	}
 	if !known {
