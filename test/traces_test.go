@@ -162,7 +162,7 @@ func TestTracesOfDeeds(t *testing.T) {
 	b := memoryBox(t)
 	c := tracestest.New(t)
 	env := append(collectAt(c.URL), "TRACEPARENT=00-"+fmt.Sprintf("%032x", 7)+"-b7ad6b7169203331-01")
-	if r := b.try(env, "run", "-d", "--name", "c", "--network", "none", "--ttl", "3s", "--stop-signal", "KILL", "--checkpoint-every", "1s", "busybox", "sleep", "1000"); r.code != 0 {
+	if r := b.try(env, "run", "-d", "--name", "c", "--network", "none", "--ttl", (3 * time.Second * patience).String(), "--stop-signal", "KILL", "--checkpoint-every", "1s", "busybox", "sleep", "1000"); r.code != 0 {
 		t.Fatal(r)
 	}
 	id := b.inspect("c").ID
