@@ -394,7 +394,7 @@ func (e *Engine) reviveKeeper(ctx context.Context) {
 }
 
 // KeepLeases ends leases as soon as they are not held any more, until there are
-// none. Its caller holds the keeper's lock.
+// none. Its caller holds the keeper's lock. ErrNotFound: somebody has removed the root.
 func (e *Engine) KeepLeases(ctx context.Context) error {
 	e.keeps.Store(true)
 	defer e.keeps.Store(false)
@@ -415,8 +415,11 @@ func (e *Engine) KeepLeases(ctx context.Context) error {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
+		if e.store.Gone() {
+			return fail("keep leases", "", ErrNotFound)
+		}
 		if _, gone := os.Lstat(e.keeperPath()); err == nil && len(left) == 0 || errors.Is(gone, fs.ErrNotExist) {
-			return nil // nothing is left, or somebody has removed the root
+			return nil // nothing is left, or the lock is not the one that others see
 		}
 		wait := latest
 		now, beat := thisMoment(), thisBeat()

@@ -222,3 +222,32 @@ func TestLeaseOfConnection(t *testing.T) {
 		t.Errorf("%+v", got)
 	}
 }
+
+// The keeper of a root that is removed, as by a purge, ends, and makes nothing of it again.
+func TestKeeperOfRemovedRoot(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	b.ok("lease", "create", "--for", "1h")
+	lock := "run/leases/keeper"
+	b.eventually("the keeper has begun", func() bool {
+		f, err := os.Open(filepath.Join(b.root, lock))
+		if err != nil {
+			return false
+		}
+		defer f.Close()
+		return errors.Is(unix.Flock(int(f.Fd()), unix.LOCK_SH|unix.LOCK_NB), unix.EWOULDBLOCK)
+	})
+	// All at once: what is seen in between would be a root that is not whole.
+	away := b.root + ".away"
+	if err := os.Rename(b.root, away); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(away) })
+	if err := os.Remove(filepath.Join(away, lock)); err != nil { // which wakes it
+		t.Fatal(err)
+	}
+	b.awaitKeeper(false)
+	if _, err := os.Lstat(b.root); err == nil {
+		t.Error("it has made its root again")
+	}
+}

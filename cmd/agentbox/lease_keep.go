@@ -50,6 +50,9 @@ func newKeepLeasesCommand(a *app) *cobra.Command {
 					slog.SetDefault(slog.New(slog.NewTextHandler(lock, nil)))
 					err = k.KeepLeases(ctx)
 					lock.unlock()
+					if errors.Is(err, runtime.ErrNotFound) {
+						return nil // with the root all leases are gone, though we still see them
+					}
 					if err != nil {
 						return err
 					}

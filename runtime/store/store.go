@@ -148,6 +148,13 @@ const (
 // Root is the directory that all lies in.
 func (s *Store) Root() string { return s.root }
 
+// Gone tells whether somebody has removed the root: what is read then is in files
+// that have no name any more.
+func (s *Store) Gone() bool {
+	_, err := os.Lstat(s.dbPath())
+	return errors.Is(err, fs.ErrNotExist)
+}
+
 func (s *Store) dbPath() string             { return filepath.Join(s.root, "state.db") }
 func (s *Store) locksDir() string           { return filepath.Join(s.root, "locks") }
 func (s *Store) checkpointsDir() string     { return filepath.Join(s.root, "checkpoints") }
