@@ -73,8 +73,10 @@ steps=(
 		agentbox checkpoint c --name kept --files-only; agentbox exec c sh -c "echo lost >/kept"; agentbox restore c kept; agentbox exec c test ! -e /kept; agentbox ps -a'
 	'set -e; apt-get remove -q -y agentbox 2>&1 | tee /root/said; grep "sandboxes are left" /root/said; test -d /var/lib/agentbox; if command -v agentbox; then exit 1; fi; test ! -e /usr/lib/systemd/system/agentbox.socket'
 	'set -e; if dpkg --purge agentbox 2>&1; then echo "purged under a sandbox"; exit 1; fi; test -n "$(ls /var/lib/agentbox)"'
-	'set -e; dpkg -i /root/new.deb 2>&1; agentbox ps -a; agentbox exec c true; agentbox checkpoint ls c | grep kept; agentbox rm -f c; agentbox prune; apt-get purge -q -y agentbox 2>&1'
-	'set -e; test ! -e /var/lib/agentbox; test ! -e /run/agentbox; if dpkg-query -W agentbox 2>/dev/null || cut -d" " -f5 /proc/self/mountinfo | grep agentbox; then exit 1; fi
+	'set -e; dpkg -i /root/new.deb 2>&1; agentbox ps -a; agentbox exec c true; agentbox checkpoint ls c | grep kept; agentbox rm -f c; agentbox prune; agentbox lease create --for 1h
+		agentbox run --name stopped busybox true; grep -l agentbox /sys/class/net/*/uevent; apt-get purge -q -y agentbox 2>&1'
+	'for i in $(seq 100); do [ -z "$(grep -lx agentbox /proc/*/comm 2>/dev/null)" ] && exit; sleep 0.2; done; grep -x agentbox /proc/*/comm; exit 1'
+	'set -e; test ! -e /var/lib/agentbox; test ! -e /run/agentbox; if grep agentbox /sys/class/net/*/uevent || find /sys/fs/cgroup -type d -name agentbox | grep .; then exit 1; fi; if dpkg-query -W agentbox 2>/dev/null || cut -d" " -f5 /proc/self/mountinfo | grep agentbox; then exit 1; fi
 		echo "what remains:"; find / -xdev -iname "*agentbox*" -not -path "/proc/*" | tee /root/remains; if grep -v "^/var/\(cache/apt\|log\)/" /root/remains; then exit 1; fi; getent group agentbox'
 )
 mkdir -p bin/fresh

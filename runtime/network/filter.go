@@ -88,7 +88,7 @@ func (v *verb) startFilter(ctx context.Context) error {
 			err = unix.ECONNREFUSED
 		}
 	}
-	if errors.Is(err, unix.ECONNREFUSED) || errors.Is(err, os.ErrNotExist) {
+	if noProxy(err) {
 		if err = m.startProxy(ctx); err == nil {
 			reply, err = m.tell(ctx, "update")
 		}
@@ -100,6 +100,11 @@ func (v *verb) startFilter(ctx context.Context) error {
 		return fmt.Errorf("the proxy of filtered sandboxes: %w", err)
 	}
 	return v.setGates(reply.Gates)
+}
+
+// noProxy tells whether a word was said to nobody.
+func noProxy(err error) bool {
+	return errors.Is(err, unix.ECONNREFUSED) || errors.Is(err, os.ErrNotExist)
 }
 
 // setGates records where the proxy listens.

@@ -95,6 +95,41 @@ func (m *Manager) Tend(ctx context.Context) (did []string, err error) {
 	return did, errors.Join(errs...)
 }
 
+// Leave takes off the host what is there for sandboxes that do not run: bridges,
+// rules, the process behind filtered ones. It keeps their addresses, and the next
+// start of one makes all of that again, as after a boot. While any of them has its
+// namespace it does nothing and returns false. It is idempotent.
+func (m *Manager) Leave(ctx context.Context) (left bool, err error) {
+	if _, err := os.Lstat(filepath.Join(m.root, "network.lock")); errors.Is(err, os.ErrNotExist) {
+		return true, nil // there never was one
+	}
+	v, err := m.begin(ctx)
+	if err != nil {
+		return false, fmt.Errorf("leave the host's network: %w", err)
+	}
+	defer v.end()
+	for id := range v.state.Sandboxes {
+		if isNamespace(m.namespace(id)) {
+			return false, nil
+		}
+	}
+	var errs []error
+	if _, err := os.Lstat(m.proxyDir()); err == nil {
+		ctx, cancel := context.WithTimeout(ctx, proxyWait)
+		defer cancel()
+		if _, err := m.tell(ctx, "end"); err != nil && !noProxy(err) {
+			errs = append(errs, fmt.Errorf("end the proxy of filtered sandboxes: %w", err))
+		}
+	}
+	for _, b := range v.state.Bridges {
+		errs = append(errs, v.host.deleteLink(b.Name))
+	}
+	if err := errors.Join(append(errs, v.dropRules())...); err != nil {
+		return false, fmt.Errorf("leave the host's network: %w", err)
+	}
+	return true, nil
+}
+
 // hasTable tells whether this root has a table of rules.
 func (v *verb) hasTable() (bool, error) {
 	c, err := v.openTables()

@@ -68,3 +68,17 @@ func ServeEgress(ctx context.Context, root, run string) error {
 	}
 	return net.Serve(ctx)
 }
+
+// LeaveNetwork takes off the host what a root has there of a network for sandboxes
+// that do not run. It returns false, and does nothing, while one does.
+func LeaveNetwork(ctx context.Context, root, run string) (left bool, err error) {
+	h, err := home.Open(root, run, "")
+	if err != nil {
+		return false, err
+	}
+	net, err := network.Open(h.Root, h.Run)
+	if err != nil {
+		return false, err
+	}
+	return net.Leave(ctx)
+}

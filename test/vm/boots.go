@@ -42,18 +42,43 @@ func runBoots(ctx context.Context, q *emulator, opts machineOptions, s suite, o 
 	defer kept.Close()
 	b.kept = kept
 	b.opts.Disk = filepath.Join(opts.Dir, "disk.qcow2")
-	if err = overlay(b.opts.Disk, filepath.Join(opts.Images, "disk.img")); err == nil {
-		err = b.parts(ctx)
+	asked := func(part string) bool { return asksFor(o.run, part) }
+	if asked("TestPackage") {
+		err = b.apart(ctx, "TestPackage")
+	}
+	if slices.ContainsFunc([]string{"TestInstall", "TestService", "TestReboot", "TestPowerCut"}, asked) {
+		err = errors.Join(err, b.parts(ctx, asked))
 	}
 	b.result.err = errors.Join(b.result.err, err)
 	return b.result
 }
 
-// parts runs those that are asked for, in one machine after the other.
-func (b *machines) parts(ctx context.Context) error {
-	asked := regexp.MustCompile(topLevel(b.o.run))
-	if !slices.ContainsFunc([]string{"TestInstall", "TestService", "TestReboot", "TestPowerCut"}, asked.MatchString) {
-		return nil
+// asksFor tells whether a -run asks for a part of a suite that reboots.
+func asksFor(run, part string) bool { return regexp.MustCompile(topLevel(run)).MatchString(part) }
+
+// fresh gives the machines that are booted from now on a disk with which nothing was done yet.
+func (b *machines) fresh() error {
+	return overlay(b.opts.Disk, filepath.Join(b.opts.Images, "disk.img"))
+}
+
+// apart runs a test in a machine that has nothing of the others, and leaves them nothing.
+func (b *machines) apart(ctx context.Context, name string) error {
+	if err := b.fresh(); err != nil {
+		return err
+	}
+	m, err := b.up(ctx)
+	if err != nil {
+		return err
+	}
+	defer m.off()
+	b.tests(ctx, m, name)
+	return nil
+}
+
+// parts runs those that are asked for and share a disk, in one machine after the other.
+func (b *machines) parts(ctx context.Context, asked func(string) bool) error {
+	if err := b.fresh(); err != nil {
+		return err
 	}
 	m, err := b.up(ctx)
 	defer func() {
@@ -68,10 +93,10 @@ func (b *machines) parts(ctx context.Context) error {
 	if !b.tests(ctx, m, "TestInstall") {
 		return nil
 	}
-	if asked.MatchString("TestService") {
+	if asked("TestService") {
 		b.tests(ctx, m, "TestService")
 	}
-	if asked.MatchString("TestReboot") && b.tests(ctx, m, "TestBeforeReboot") {
+	if asked("TestReboot") && b.tests(ctx, m, "TestBeforeReboot") {
 		if err := m.reboot(ctx, b.opts.Boot); err != nil {
 			return err
 		}
@@ -81,7 +106,7 @@ func (b *machines) parts(ctx context.Context) error {
 		}
 		b.tests(ctx, m, "TestAfterReboot")
 	}
-	if !asked.MatchString("TestPowerCut") {
+	if !asked("TestPowerCut") {
 		return nil
 	}
 	for w, n, well := newWork(), 1, true; n <= b.o.cuts && well; n++ {

@@ -162,7 +162,7 @@ func host(ctx context.Context, args []string) error {
 		return err
 	}
 	defer done()
-	if err := makeDisks(ctx, dir, list); err != nil {
+	if err := makeDisks(ctx, dir, list, o.run); err != nil {
 		return err
 	}
 	bound, usual := 10*time.Minute, 3*time.Hour

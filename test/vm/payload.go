@@ -134,8 +134,8 @@ func enough(dir string) error {
 }
 
 // makeDisks makes, in dir, the disk with what the guest runs and the one it
-// works on.
-func makeDisks(ctx context.Context, dir string, list []suite) error {
+// works on. which is the tests that are asked for.
+func makeDisks(ctx context.Context, dir string, list []suite, which string) error {
 	if err := enough(dir); err != nil {
 		return err
 	}
@@ -157,8 +157,17 @@ func makeDisks(ctx context.Context, dir string, list []suite) error {
 		}
 	}
 	if slices.ContainsFunc(list, func(s suite) bool { return s.boots }) {
-		if err := debPackage(ctx, filepath.Join(root, "agentbox.deb")); err != nil {
+		fmt.Fprintln(os.Stderr, "making the package")
+		if err := run(ctx, "scripts/install-deps.sh", "--package"); err != nil {
 			return err
+		}
+		if err := debPackage(ctx, "0.0~vm", filepath.Join(root, "agentbox.deb")); err != nil {
+			return err
+		}
+		if asksFor(which, "TestPackage") { // it upgrades this one to that
+			if err := debPackage(ctx, "0.0~0", filepath.Join(root, "older.deb")); err != nil {
+				return err
+			}
 		}
 	}
 	if err := sources(ctx, filepath.Join(root, "src")); err != nil {
@@ -194,13 +203,8 @@ func compile(ctx context.Context, root string, list []suite) error {
 	return nil
 }
 
-// debPackage makes the package that a suite installs.
-func debPackage(ctx context.Context, to string) error {
-	const version = "0.0~vm"
-	fmt.Fprintln(os.Stderr, "making the package")
-	if err := run(ctx, "scripts/install-deps.sh", "--package"); err != nil {
-		return err
-	}
+// debPackage makes a package of this tree that a suite installs.
+func debPackage(ctx context.Context, version, to string) error {
 	// All in the run's directory, which the next run removes if this one is killed.
 	dir := filepath.Join(filepath.Dir(filepath.Dir(to)), "deb")
 	if err := os.Mkdir(dir, 0o755); err != nil {
