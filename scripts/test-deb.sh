@@ -5,7 +5,7 @@
 #
 # usage: test-deb.sh [--suite SUITE]... [--no-rebuild] [--help]
 #   --suite        bookworm, trixie or another (default: both)
-#   --no-rebuild   take what is in bin/deb, and do not ask whether it is reproducible
+#   --no-rebuild   take what is in bin/deb, and do not ask whether it is reproducible; without it all has to be committed
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -32,22 +32,22 @@ old=0.0~0
 work=$(mktemp -d "${TMPDIR:-/tmp}/agentbox-test-deb.XXXXXX")
 trap 'rm -rf -- "$work"' EXIT
 if $rebuild; then
+	[[ -z $(git -c safe.directory="$PWD" status --porcelain --untracked-files=all) ]] || {
+		echo "test-deb.sh: not everything is committed, and only a commit can be built a second time: commit it first" >&2
+		exit 1
+	}
 	rm -f bin/deb/*_"$arch".deb
 	DEB_VERSION=$old scripts/deb.sh
 	scripts/deb.sh
-	if [[ -z $(git -c safe.directory="$PWD" status --porcelain --untracked-files=all) ]]; then
-		(
-			umask 077 # as an administrator may have it
-			git -c safe.directory="$PWD" clone --quiet --no-hardlinks . "$work/elsewhere/deeper"
-			"$work/elsewhere/deeper/scripts/deb.sh"
-		)
-		for file in "$work"/elsewhere/deeper/bin/deb/*; do
-			cmp "$file" "bin/deb/${file##*/}"
-			echo "the same bytes: ${file##*/}"
-		done
-	else
-		echo "test-deb.sh: not everything is committed: whether the package is reproducible is not asked" >&2
-	fi
+	(
+		umask 077 # as an administrator may have it
+		git -c safe.directory="$PWD" clone --quiet --no-hardlinks . "$work/elsewhere/deeper"
+		"$work/elsewhere/deeper/scripts/deb.sh"
+	)
+	for file in "$work"/elsewhere/deeper/bin/deb/*; do
+		cmp "$file" "bin/deb/${file##*/}"
+		echo "the same bytes: ${file##*/}"
+	done
 fi
 new=''
 for file in bin/deb/*_"$arch".deb; do
