@@ -109,6 +109,20 @@ func putManaged(files map[string]string, manifest store.Manifest, ids *idmap.Map
 	return nil
 }
 
+// unplaced tells of the managed files of the checkpoint that putManaged has no place for.
+func (r *restoration) unplaced() (list []string) {
+	manifest := r.reader.Manifest()
+	if r.data.Fork || Status(manifest.Status) == Created {
+		return nil
+	}
+	for _, path := range slices.Sorted(maps.Keys(manifest.Managed)) {
+		if r.c.Managed[path] == "" {
+			list = append(list, fmt.Sprintf("%s is not as in the checkpoint: backend %s does not tell where it has that file", path, r.sb.Backend))
+		}
+	}
+	return list
+}
+
 // keepManaged keeps a file that is about to be replaced. What is kept already
 // was kept by this restore before it was killed, and is older.
 func keepManaged(host string) error {

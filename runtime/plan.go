@@ -188,7 +188,7 @@ func (p *RestorePlan) effects(r *restoration) {
 	} else {
 		say("The present state becomes an undo checkpoint; bring it back with: agentbox restore --undo %s", r.sb.Name)
 	}
-	for _, w := range r.row.Warnings {
+	for _, w := range slices.Concat(r.row.Warnings, r.unplaced()) {
 		say("Not restored: %s.", w)
 	}
 }

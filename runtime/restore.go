@@ -321,7 +321,7 @@ func (e *Engine) restore(ctx context.Context, seq int64, r *restoration) (err er
 	if !r.data.Recreated && !r.data.Fork {
 		r.data.Undo = newID()
 	}
-	r.warnings = r.row.Warnings
+	r.warnings = slices.Concat(r.row.Warnings, r.unplaced())
 	r.planHosts()
 	defer e.closeHosts(r)
 	if err := errors.Join(r.plan(), r.checkTools()); err != nil {

@@ -253,6 +253,11 @@ func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *u
 		if err := putManaged(r.c.Managed, r.reader.Manifest(), r.spec.IDs); err != nil {
 			return err
 		}
+		if r.resumed || r.restart { // nobody reads its warnings
+			for _, text := range r.unplaced() {
+				e.log.Warn(text, "sandbox", r.sb.ID)
+			}
+		}
 	}
 	if r.fork != nil {
 		if err := e.reseed(ctx, r); err != nil {

@@ -221,7 +221,10 @@ func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, er
 	}
 	out := runtime.Container{
 		Status: c.status, Started: c.State.StartedAt, Address: c.address(),
-		Stage: stage.Slot{Run: b.run, ID: c.ID}, AutoRemove: c.HostConfig.AutoRemove, Managed: c.managed(), Fresh: c.fresh(),
+		Stage: stage.Slot{Run: b.run, ID: c.ID}, AutoRemove: c.HostConfig.AutoRemove, Managed: b.managed(c), Fresh: c.fresh(),
+	}
+	if err := b.noteManaged(c); err != nil {
+		b.log.Warn("where Podman has files of the container is not noted", "sandbox", id, "err", err)
 	}
 	switch c.status {
 	case runtime.Running, runtime.Paused:
@@ -267,20 +270,21 @@ func (c container) layers() (upper string, lower []string, err error) {
 }
 
 // managed are the files that Podman makes at every start and binds over the
-// root filesystem.
-func (c container) managed() map[string]string {
-	files := map[string]string{}
+// root filesystem; told is whether it tells of any.
+func (c container) managed() (files map[string]string, told bool) {
+	files = map[string]string{}
 	for target, source := range map[string]string{"/etc/hosts": c.HostsPath, "/etc/resolv.conf": c.ResolvConfPath, "/etc/hostname": c.HostnamePath} {
 		hidden := slices.ContainsFunc(c.Mounts, func(m mount) bool {
 			at := path.Clean(m.Destination)
 			return at == target || at == "/etc"
 		})
+		told = told || source != ""
 		// Of a container that shares another's they are that one's.
 		if source != "" && !hidden && strings.Contains(source, c.ID) {
 			files[target] = source
 		}
 	}
-	return files
+	return files, told
 }
 
 // fresh are the directories that Podman mounts empty at every start. Others may

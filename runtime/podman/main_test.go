@@ -92,7 +92,7 @@ func prepare() error {
 	}
 	// In memory, its storage and what the tests make, too: each command of
 	// Podman's waits for the disk several times.
-	for _, d := range []string{dir, "/run", "/var/lib/cni", "/var/lib/containers", "/etc/containers", "/etc/cni"} {
+	for _, d := range []string{dir, "/run", "/dev/shm", "/var/lib/cni", "/var/lib/containers", "/etc/containers", "/etc/cni"} {
 		if err := os.MkdirAll(d, 0o755); err != nil {
 			return err
 		}
@@ -206,6 +206,20 @@ func eventually(t testing.TB, what string, cond func() bool) {
 		if time.Now().After(end) {
 			t.Fatalf("gave up waiting until %s", what)
 		}
+	}
+}
+
+// reboot takes from Podman what a reboot does, once nothing of it runs: its mounts and
+// all that is in memory.
+func reboot(t *testing.T) {
+	t.Helper()
+	_ = unix.Unmount(filepath.Join(dir, "r", "overlay"), unix.MNT_DETACH)
+	netns, _ := filepath.Glob("/run/netns/*")
+	for _, f := range append(netns, "/run/netns") {
+		_ = unix.Unmount(f, unix.MNT_DETACH)
+	}
+	for _, gone := range []string{"/run/containers", "/run/libpod", "/run/runc", "/run/netns", "/run/agentbox", "/dev/shm/libpod_lock"} {
+		must(t, os.RemoveAll(gone))
 	}
 }
 

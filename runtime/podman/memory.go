@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"reflect"
@@ -21,6 +22,9 @@ type memory struct {
 	Addresses []addresses `json:"addresses,omitempty"`
 	// Fixed are the addresses that Podman has been told to give it.
 	Fixed map[string]address `json:"fixed,omitempty"`
+	// Managed are the managed files and where Podman has them on the host, which it
+	// tells from the container's first start until the host goes down.
+	Managed map[string]string `json:"managed,omitempty"`
 }
 
 // addresses are a container's in its networks, from a start on.
@@ -67,6 +71,36 @@ func (b *Backend) forget(id string) error {
 		return err
 	}
 	return nil
+}
+
+// managed are the managed files of a container. Podman forgets with a reboot where it
+// had them, though it will make them in the same place again.
+func (b *Backend) managed(c container) map[string]string {
+	files, told := c.managed()
+	if told {
+		return files
+	}
+	for target, source := range b.remember(c.id()).Managed {
+		// Podman makes the directory at its first command.
+		if info, err := os.Stat(filepath.Dir(source)); err == nil && info.IsDir() {
+			files[target] = source
+		}
+	}
+	return files
+}
+
+// noteManaged remembers where Podman has the managed files.
+func (b *Backend) noteManaged(c container) error {
+	files, told := c.managed()
+	if !told {
+		return nil
+	}
+	m := b.remember(c.id())
+	if maps.Equal(m.Managed, files) {
+		return nil
+	}
+	m.Managed = files
+	return b.keep(c.id(), m)
 }
 
 // noteAddresses remembers the addresses of a live container.

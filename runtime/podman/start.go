@@ -57,7 +57,7 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 			return nil, err
 		}
 	}
-	kept, files, err := c.changed(m, restores)
+	kept, files, err := c.changed(b.managed(c), m, restores)
 	if err != nil {
 		return nil, err
 	}
@@ -78,6 +78,9 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 	if err == nil {
 		m.Started, m.Env, m.Kept = now.State.StartedAt, opts.Env, kept
 		err = b.keep(id, m)
+	}
+	if err == nil {
+		err = b.noteManaged(now)
 	}
 	if err == nil && now.live() {
 		err = b.noteAddresses(now)
@@ -138,11 +141,11 @@ func (b *Backend) begin(ctx context.Context, c container, program string, s stag
 // changed are the managed files that the coming start is to leave as they are:
 // those that somebody, the sandbox or a restore, has changed since Podman made
 // them, and for a restore all, for its processes know them so.
-func (c container) changed(m memory, all bool) (paths []string, files []stage.File, err error) {
+func (c container) changed(managed map[string]string, m memory, all bool) (paths []string, files []stage.File, err error) {
 	if c.State.StartedAt.IsZero() {
 		return nil, nil, nil
 	}
-	for path, host := range c.managed() {
+	for path, host := range managed {
 		f, changed, err := readManaged(host)
 		if errors.Is(err, os.ErrNotExist) {
 			continue
