@@ -225,7 +225,7 @@ type Volume struct {
 	Name   string
 	Path   string   // its data on the host
 	Target string   // where it is in the container
-	Users  []string // other containers that run, not paused, with it
+	Users  []string // other containers that run with it, or are paused
 }
 
 // Properties tell what a backend does differently.

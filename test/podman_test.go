@@ -375,6 +375,53 @@ func TestPodmanConnection(t *testing.T) {
 	}
 }
 
+// What processes have open in a volume is proven before anything ends; a volume that
+// was taken along comes back with its container, if nobody else is in it.
+func TestPodmanVolumes(t *testing.T) {
+	t.Parallel()
+	p := newPodman(t)
+	p.ok("podman", "run", "-d", "--runtime", "agentbox", "--name", "c", "--network", "none", "-v", "ledger:/data", "-v", "/anonymous", "bb", "sh", "-c",
+		"echo kept > /data/open; exec 3< /data/open; "+counter)
+	p.reaches("c", 5)
+	if out, stderr, err := p.try("agentbox", "checkpoint", "podman://c", "--name", "without"); err != nil ||
+		!strings.Contains(out+stderr+p.ok("agentbox", "checkpoint", "inspect", "podman://c@without"), "/data is volume ledger and not part of the checkpoint") {
+		t.Errorf("without volumes: %v: %s", err, stderr)
+	}
+	p.ok("podman", "exec", "c", "sh", "-c", "echo more than there was > /data/open")
+	at := p.count("c")
+	p.refused([]string{"/data/open", "a process of the checkpoint has open", "and had 5 then"}, "agentbox", "restore", "podman://c", "without")
+	p.reaches("c", at+3)
+	p.ok("podman", "exec", "c", "sh", "-c", "echo kept > /data/open; echo stays > /data/f")
+	p.ok("agentbox", "restore", "podman://c", "without")
+	if got := p.ok("podman", "exec", "c", "cat", "/data/f", "/proc/1/fd/3"); got != "stays\nkept" {
+		t.Errorf("in a volume that is not part of the checkpoint: %q", got)
+	}
+
+	if _, stderr, err := p.try("agentbox", "checkpoint", "podman://c", "--name", "with", "--with-volumes"); err != nil || strings.Contains(stderr, "ledger") {
+		t.Errorf("with volumes: %v: %s", err, stderr)
+	}
+	p.ok("podman", "exec", "c", "sh", "-c", "echo lost, and long > /data/open; echo lost > /data/g; rm /data/f; echo lost > /anonymous/f")
+	p.ok("podman", "run", "-d", "--name", "other", "-v", "ledger:/d", "bb", "sleep", "1000")
+	at = p.count("c")
+	p.refused([]string{"volume ledger is in use by other", "Stop that first"}, "agentbox", "restore", "podman://c", "with")
+	p.refused([]string{"volume ledger is in use by other"}, "agentbox", "checkpoint", "podman://c", "--with-volumes")
+	p.reaches("c", at+3)
+	p.ok("podman", "rm", "-f", "-t", "0", "other")
+	for _, restore := range [][]string{{"restore", "podman://c", "with", "--verify"}, {"restore", "podman://c", "with", "--files-only"}} {
+		p.ok("agentbox", restore...)
+		if got := p.ok("podman", "exec", "c", "sh", "-c", "cat /data/*; ls /anonymous"); got != "stays\nkept" {
+			t.Errorf("after %q the volumes have %q", restore, got)
+		}
+		p.ok("podman", "exec", "c", "sh", "-c", "echo lost > /data/g; rm /data/f; echo lost > /anonymous/f")
+	}
+	// Another directory took no place of its: Podman's volume is the one that is told of.
+	if got, err := os.ReadFile(filepath.Join(p.ok("podman", "volume", "inspect", "--format", "{{.Mountpoint}}", "ledger"), "g")); err != nil || string(got) != "lost\n" {
+		t.Errorf("what the container wrote is for Podman %q, %v", got, err)
+	}
+	p.ok("podman", "rm", "-f", "-t", "0", "c")
+	p.ok("podman", "volume", "rm", "ledger")
+}
+
 // Whoever paused it finds it paused.
 func TestPodmanPaused(t *testing.T) {
 	t.Parallel()

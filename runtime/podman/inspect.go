@@ -91,8 +91,8 @@ type container struct {
 }
 
 type mount struct {
-	Type, Name, Source, Destination string
-	RW                              bool
+	Type, Name, Source, Destination, Driver, SubPath string
+	RW                                               bool
 }
 
 // live tells whether it has processes.
@@ -240,6 +240,9 @@ func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, er
 		}
 	}
 	if out.Upper, out.Lower, err = c.layers(); err != nil {
+		return out, err
+	}
+	if out.Volumes, err = b.volumes(ctx, c); err != nil {
 		return out, err
 	}
 	program, err := b.program(ctx, c)
