@@ -288,7 +288,8 @@ func TestFixedAddress(t *testing.T) {
 
 // After a restore that failed for its address the container starts with another.
 func TestAddressTaken(t *testing.T) {
-	b := newBox(t, "bt", "sh", "-c", forever)
+	const mac = "92:d0:c6:0a:29:33"
+	b := newBox(t, "--mac-address", mac, "bt", "sh", "-c", forever)
 	first := b.inspect()
 	taken := time.Now()
 	must(t, b.Stop(b.ctx, b.id, runtime.StopOptions{}))
@@ -306,6 +307,48 @@ func TestAddressTaken(t *testing.T) {
 	must(t, err)
 	if now := b.inspect(); now.Status != runtime.Running || now.Address == first.Address {
 		t.Errorf("it is %s at %s", now.Status, now.Address)
+	}
+	// What its maker has chosen stays.
+	c, err := b.look(b.ctx, b.id)
+	must(t, err)
+	if got := c.NetworkSettings.Networks["podman"].MacAddress; got != mac {
+		t.Errorf("its MAC address is %s", got)
+	}
+}
+
+func TestAskedAddress(t *testing.T) {
+	have := address{IP: "10.0.0.1", IP6: "fd00::1", MAC: "92:d0:c6:0a:29:33"}
+	ip, ip6, mac := address{IP: have.IP}, address{IP6: have.IP6}, address{MAC: have.MAC}
+	for command, want := range map[string]address{
+		"":                                     {},
+		"--ip 10.0.0.1":                        ip,
+		"--ip=10.0.0.1":                        ip,
+		"--ip 10.0.0.12":                       {},
+		"--ip=110.0.0.1":                       {},
+		"-e PEER=10.0.0.1 --label x=fd00::1":   {},
+		"--publish 10.0.0.1:80:80":             {},
+		"--dns 10.0.0.1 --add-host a:10.0.0.1": {},
+		"--ip6 fd00::1":                        ip6,
+		"--ip6=fd00:0:0::0001":                 ip6,
+		"--ip6 fd00::12":                       {},
+		"--ip fd00::1":                         {},
+		"--mac-address 92:D0:C6:0A:29:33":      mac,
+		"--network net:ip=10.0.0.1":            ip,
+		"--network=net:ip=10.0.0.12,ip=10.0.0.1,mac=92:d0:c6:0a:29:33": {IP: have.IP, MAC: have.MAC},
+		"--net net:alias=x,ip6=fd00::1,ip=10.0.0.1":                    {IP: have.IP, IP6: have.IP6},
+		"--network net:ip=10.0.0.12":                                   {},
+		"--network other --ip":                                         {},
+	} {
+		c := container{}
+		c.Config.CreateCommand = append([]string{"podman", "run"}, strings.Fields(command)...)
+		if got := c.asked(have); got != want {
+			t.Errorf("%s: %+v, want %+v", command, got, want)
+		}
+	}
+	c := container{}
+	c.Config.CreateCommand = []string{"podman", "run", "--ip=", "--ip6", "", "--mac-address="}
+	if got := c.asked(address{}); got != (address{}) {
+		t.Errorf("of nothing: %+v", got)
 	}
 }
 
