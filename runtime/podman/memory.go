@@ -10,6 +10,8 @@ import (
 	"reflect"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
@@ -56,14 +58,46 @@ func (b *Backend) remember(id string) (m memory) {
 }
 
 func (b *Backend) keep(id string, m memory) error {
+	return b.locked(func() error { return b.write(id, m) })
+}
+
+func (b *Backend) write(id string, m memory) error {
 	data, err := json.Marshal(m)
-	if err == nil {
-		err = os.MkdirAll(b.root, 0o700)
-	}
 	if err != nil {
 		return err
 	}
 	return record.Write(b.memoryFile(id), data, 0o600, true)
+}
+
+// note remembers a change that whoever looks at a container finds out; change tells
+// whether there is one. A start that is under way loses nothing of what it keeps.
+func (b *Backend) note(id string, change func(*memory) bool) error {
+	if m := b.remember(id); !change(&m) {
+		return nil
+	}
+	return b.locked(func() error {
+		m := b.remember(id)
+		if !change(&m) {
+			return nil
+		}
+		return b.write(id, m)
+	})
+}
+
+// locked runs f while nobody else changes what is remembered.
+func (b *Backend) locked(f func() error) error {
+	if err := os.MkdirAll(b.root, 0o700); err != nil {
+		return err
+	}
+	dir, err := os.Open(b.root)
+	if err != nil {
+		return err
+	}
+	defer dir.Close()
+	if err := unix.Flock(int(dir.Fd()), unix.LOCK_EX); err != nil {
+		return err
+	}
+	return f()
 }
 
 func (b *Backend) forget(id string) error {
@@ -92,15 +126,13 @@ func (b *Backend) managed(c container) map[string]string {
 // noteManaged remembers where Podman has the managed files.
 func (b *Backend) noteManaged(c container) error {
 	files, told := c.managed()
-	if !told {
-		return nil
-	}
-	m := b.remember(c.id())
-	if maps.Equal(m.Managed, files) {
-		return nil
-	}
-	m.Managed = files
-	return b.keep(c.id(), m)
+	return b.note(c.id(), func(m *memory) bool {
+		if !told || maps.Equal(m.Managed, files) {
+			return false
+		}
+		m.Managed = files
+		return true
+	})
 }
 
 // noteAddresses remembers the addresses of a live container.
@@ -114,24 +146,24 @@ func (b *Backend) noteAddresses(c container) error {
 			now.Networks[name] = address{IP: n.IPAddress, IP6: n.GlobalIPv6Address, MAC: n.MacAddress}
 		}
 	}
-	m := b.remember(c.id())
-	if n := len(m.Addresses); n > 0 {
-		last := &m.Addresses[n-1]
-		if reflect.DeepEqual(last.Networks, now.Networks) {
-			return nil
-		}
-		if last.Since.Equal(now.Since) { // connected to another one meanwhile
-			*last = now
-			return b.keep(c.id(), m)
-		}
-	} else if len(now.Networks) == 0 {
-		return nil
+	return b.note(c.id(), func(m *memory) bool { return m.add(now) })
+}
+
+// add adds addresses; false: it has them.
+func (m *memory) add(now addresses) bool {
+	n := len(m.Addresses)
+	if n == 0 && len(now.Networks) == 0 || n > 0 && reflect.DeepEqual(m.Addresses[n-1].Networks, now.Networks) {
+		return false
+	}
+	if n > 0 && m.Addresses[n-1].Since.Equal(now.Since) { // connected to another one meanwhile
+		m.Addresses[n-1] = now
+		return true
 	}
 	m.Addresses = append(m.Addresses, now)
 	if over := len(m.Addresses) - maxAddresses; over > 0 {
 		m.Addresses = m.Addresses[over:]
 	}
-	return b.keep(c.id(), m)
+	return true
 }
 
 // at returns the addresses that the container had at a time.
