@@ -3,6 +3,7 @@ package runtime
 import (
 	"context"
 	"io"
+	"strings"
 	"time"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
@@ -226,6 +227,11 @@ type Volume struct {
 	Path   string   // its data on the host
 	Target string   // where it is in the container
 	Users  []string // other containers that run with it, or are paused
+}
+
+// Has tells whether a path of the host is the volume's data, or lies in it.
+func (v Volume) Has(path string) bool {
+	return path == v.Path || strings.HasPrefix(path, v.Path+"/")
 }
 
 // Properties tell what a backend does differently.

@@ -128,15 +128,23 @@ func (b *Backend) find(ctx context.Context, ref string) (container, error) {
 	return c, err
 }
 
+// inspected is what Podman says of containers. One that it does not know fails all.
+func (b *Backend) inspected(ctx context.Context, refs ...string) (all []container, err error) {
+	out, err := b.ask(ctx, append([]string{"container", "inspect", "--"}, refs...)...)
+	if err != nil {
+		return nil, err
+	}
+	if err := json.Unmarshal(out, &all); err != nil {
+		return nil, fmt.Errorf("podman inspect: %w", err)
+	}
+	return all, nil
+}
+
 // told is what Podman says, corrected by what the kernel knows.
 func (b *Backend) told(ctx context.Context, ref string) (container, error) {
-	out, err := b.ask(ctx, "container", "inspect", "--", ref)
+	all, err := b.inspected(ctx, ref)
 	if err != nil {
 		return container{}, err
-	}
-	var all []container
-	if err := json.Unmarshal(out, &all); err != nil {
-		return container{}, fmt.Errorf("podman inspect: %w", err)
 	}
 	if len(all) != 1 || len(all[0].ID) < idLen || !home.IsID(all[0].id()) {
 		return container{}, fmt.Errorf("podman inspect of %s told of %d containers: %w", ref, len(all), fault.ErrUnsupported)

@@ -3,9 +3,11 @@ package podman
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"slices"
 
+	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -41,54 +43,64 @@ func (b *Backend) volumes(ctx context.Context, c container) (list []runtime.Volu
 			list = append(list, runtime.Volume{Name: v.Name, Path: v.Mountpoint, Target: c.Mounts[at].Destination})
 		}
 	}
-	users, err := b.users(ctx, c, list...)
-	if err != nil || len(users) == 0 {
-		return list, err
-	}
-	for i, v := range list {
-		if list[i].Users, err = b.users(ctx, c, v); err != nil {
-			return nil, err
-		}
-	}
-	return list, nil
+	return list, b.sharers(ctx, c, list)
 }
 
-// users are the other containers with processes that have one of the volumes, by name
-// or by the path of its data. A paused one is one, too: a restore puts another
-// directory in the place of the one that it would go on with.
-func (b *Backend) users(ctx context.Context, c container, of ...runtime.Volume) (names []string, err error) {
+// sharers notes in each volume who has it besides the container.
+func (b *Backend) sharers(ctx context.Context, c container, of []runtime.Volume) error {
 	if len(of) == 0 {
-		return nil, nil
+		return nil
 	}
-	args := []string{"ps", "--all", "--format", "json"}
-	for _, v := range of {
-		args = append(args, "--filter", "volume="+v.Name, "--filter", "volume="+v.Path)
+	others, err := b.others(ctx, c)
+	for i := range of {
+		for _, o := range others {
+			if slices.ContainsFunc(o.Mounts, func(m mount) bool { return m.Type == "volume" && m.Name == of[i].Name || of[i].Has(m.Source) }) {
+				of[i].Users = append(of[i].Users, o.Name)
+			}
+		}
 	}
-	out, err := b.ask(ctx, args...)
+	return err
+}
+
+// others are the other containers with processes, the paused ones included: a restore
+// puts another directory in the place of the one that they would go on with.
+// `podman ps` tells of mounts only where they are in the container, and since Podman 5
+// its filter does not find a directory of the host that is bound.
+func (b *Backend) others(ctx context.Context, c container) ([]container, error) {
+	out, err := b.ask(ctx, "ps", "--all", "--format", "json")
 	if err != nil {
 		return nil, err
 	}
 	var all []struct {
 		ID    string `json:"Id"`
-		Names []string
 		State string
 	}
 	if err := json.Unmarshal(out, &all); err != nil {
 		return nil, fmt.Errorf("podman ps: %w", err)
 	}
+	var ids []string
 	for _, u := range all {
 		switch u.State {
 		case "created", "configured", "exited", "stopped":
 			continue
 		}
-		if u.ID == c.ID {
-			continue
+		if u.ID != c.ID {
+			ids = append(ids, u.ID)
 		}
-		name := u.ID[:min(12, len(u.ID))]
-		if len(u.Names) > 0 {
-			name = u.Names[0]
-		}
-		names = append(names, name)
 	}
-	return names, nil
+	if len(ids) == 0 {
+		return nil, nil
+	}
+	list, err := b.inspected(ctx, ids...)
+	if !errors.Is(err, fault.ErrNotFound) {
+		return list, err
+	}
+	for _, id := range ids { // one of them was removed meanwhile
+		one, err := b.inspected(ctx, id)
+		if err != nil && !errors.Is(err, fault.ErrNotFound) {
+			return nil, err
+		}
+		list = append(list, one...)
+	}
+	return list, nil
 }

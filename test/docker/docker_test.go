@@ -518,7 +518,11 @@ func volumes(b *box) {
 	b.fails("ledger is in use by other", "restore", "docker://vol", "with")
 	b.fails("ledger is in use by other", "checkpoint", "docker://vol", "--with-volumes")
 	b.counts("vol")
+	b.run("bound", "-v", b.Docker(b.T, "volume", "inspect", "-f", "{{.Mountpoint}}", "ledger")+":/d", "bt", "sleep", "1000")
+	b.fails("ledger is in use by bound, other", "restore", "docker://vol", "with")
 	b.Docker(b.T, "rm", "-f", "other")
+	b.fails("ledger is in use by bound", "restore", "docker://vol", "with")
+	b.Docker(b.T, "rm", "-f", "bound")
 	b.ok("restore", "docker://vol", "with", "--verify")
 	b.counts("vol")
 	if out := b.Docker(b.T, "exec", "vol", "sh", "-c", "cat /data/*; ls /anonymous"); out != "kept" {
