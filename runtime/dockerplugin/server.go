@@ -20,6 +20,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -83,6 +84,7 @@ func Serve(ctx context.Context, l net.Listener, opts Options) error {
 		ReadHeaderTimeout: 10 * time.Second,
 		ErrorLog:          slog.NewLogLogger(slog.Default().Handler(), slog.LevelWarn),
 	}
+	endUnused(ctx, srv)
 	ended := make(chan error, 1)
 	go func() { ended <- srv.Serve(l) }()
 	select {
@@ -98,6 +100,28 @@ func Serve(ctx context.Context, l net.Listener, opts Options) error {
 	}
 	<-ended
 	return err
+}
+
+// endUnused closes, once ctx is done, the connections that have brought no
+// request: dockerd keeps some to spare, and Shutdown would wait for them.
+func endUnused(ctx context.Context, srv *http.Server) {
+	var unused sync.Map // of net.Conn
+	srv.ConnState = func(c net.Conn, s http.ConnState) {
+		if s != http.StateNew {
+			unused.Delete(c)
+			return
+		}
+		unused.Store(c, nil)
+		if ctx.Err() != nil {
+			c.Close()
+		}
+	}
+	srv.RegisterOnShutdown(func() {
+		unused.Range(func(c, _ any) bool {
+			c.(net.Conn).Close()
+			return true
+		})
+	})
 }
 
 // Listen makes the plugin's socket, mode 0600. The socket of a process that

@@ -189,6 +189,40 @@ func TestListenRefuses(t *testing.T) {
 	}
 }
 
+// A connection that never brought a request keeps no plugin from its end.
+func TestUnusedConnectionEnds(t *testing.T) {
+	socket := socketPath(t)
+	l, err := Listen(socket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	served := make(chan error, 1)
+	go func() { served <- Serve(ctx, l, Options{Authz: echo("authz")}) }()
+	var open []net.Conn
+	for range 2 {
+		c, err := net.Dial("unix", socket)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		open = append(open, c)
+	}
+	// Connections are accepted in turn: who is answered comes after them.
+	if _, body, err := call(socket, "POST", "/AuthZPlugin.X"); err != nil || body != "authz /AuthZPlugin.X" {
+		t.Fatalf("%s %v", body, err)
+	}
+	cancel()
+	if err := <-served; err != nil {
+		t.Error(err)
+	}
+	for _, c := range open {
+		if n, err := c.Read(make([]byte, 1)); err != io.EOF {
+			t.Errorf("read %d, %v", n, err)
+		}
+	}
+}
+
 // What a killed plugin leaves (its socket, its lock file, a half-made socket)
 // stands in nobody's way.
 func TestKilledPluginIsReplaced(t *testing.T) {

@@ -266,7 +266,7 @@ func TestDockerd(t *testing.T) {
 		}
 		_ = p.Process.Signal(syscall.SIGTERM)
 		if err := p.Wait(); err != nil {
-			t.Errorf("the plugin: %v", err)
+			t.Errorf("the plugin: %v\n%s", err, log.String())
 		}
 		p = nil
 	}
