@@ -38,6 +38,9 @@ func TestManagedWithoutPlace(t *testing.T) {
 	if _, err := r.Start(ctx, sb.ID, nil); err != nil {
 		t.Fatal(err)
 	}
+	if _, err := r.Wait(ctx, sb.ID); err != nil { // what is in memory cannot be frozen
+		t.Fatal(err)
+	}
 	put("then")
 	then, err := r.Checkpoint(ctx, sb.ID, runtime.CheckpointOptions{FilesOnly: true})
 	if err != nil {
