@@ -223,7 +223,7 @@ func testDumpWatches(t *testing.T, edit func(*specs.Spec)) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = unix.Unmount(root, unix.MNT_DETACH) })
-	build(t, filepath.Join(root, "bin", "watch"), watchProgram)
+	build(t, filepath.Join(root, "bin", "watch"), "watch")
 	rt := Runtime{b.Binary, b.State, b.ID}
 	b.Start(nil)
 	seen := func() bool { _, err := os.Stat(filepath.Join(root, "ready")); return err == nil }
@@ -292,35 +292,10 @@ func TestDumpTraced(t *testing.T) {
 	}
 }
 
-const watchProgram = `package main
-import ("os"; "syscall"; "bytes")
-func main() {
-	os.Mkdir("/some dir", 0755)
-	os.WriteFile("/some dir/file", nil, 0644)
-	fd, _ := syscall.InotifyInit()
-	syscall.InotifyAddWatch(fd, "/some dir", syscall.IN_CREATE)
-	syscall.InotifyAddWatch(fd, "/some dir/file", syscall.IN_MODIFY)
-	syscall.InotifyAddWatch(fd, "/bin/busybox", syscall.IN_MODIFY)
-	syscall.InotifyAddWatch(fd, "/", syscall.IN_MODIFY)
-	os.WriteFile("/ready", nil, 0644)
-	buf := make([]byte, 4096)
-	for {
-		n, err := syscall.Read(fd, buf)
-		if err != nil { continue }
-		f, _ := os.OpenFile("/events", os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0644)
-		f.Write(bytes.ReplaceAll(buf[16:n], []byte{0}, nil))
-		f.Close()
-	}
-}`
-
-// build compiles a static program for a container.
-func build(t *testing.T, path, source string) {
+// build compiles a program of testdata for a container.
+func build(t *testing.T, path, program string) {
 	t.Helper()
-	src := filepath.Join(t.TempDir(), "main.go")
-	if err := os.WriteFile(src, []byte(source), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	cmd := exec.Command("go", "build", "-o", path, src)
+	cmd := exec.Command("go", "build", "-o", path, "./testdata/"+program)
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
 	if out, err := cmd.CombinedOutput(); err != nil {
 		t.Fatalf("go build: %v: %s", err, out)

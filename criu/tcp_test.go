@@ -15,38 +15,6 @@ import (
 	"github.com/agentbox/agentbox/criu/criutest"
 )
 
-// pingProgram keeps a loopback connection busy and stores what came of it.
-const pingProgram = `package main
-import ("bufio"; "fmt"; "net"; "os"; "time")
-func main() {
-	l, err := net.Listen("tcp", "127.0.0.1:7777")
-	if err != nil { panic(err) }
-	go func() {
-		for {
-			c, err := l.Accept()
-			if err != nil { continue }
-			go func() {
-				for s := bufio.NewScanner(c); s.Scan(); { fmt.Fprintln(c, s.Text()) }
-			}()
-		}
-	}()
-	c, err := net.Dial("tcp", "127.0.0.1:7777")
-	if err != nil { panic(err) }
-	count, err := os.Create("/count")
-	if err != nil { panic(err) }
-	in := bufio.NewReader(c)
-	for i := 1; ; i++ {
-		fmt.Fprintln(c, i)
-		line, err := in.ReadString('\n')
-		if err != nil || line != fmt.Sprintln(i) {
-			os.WriteFile("/broken", []byte(fmt.Sprint(i, line, err)), 0644)
-			select {}
-		}
-		count.WriteAt(fmt.Appendf(nil, "%08d", i), 0) // of one size, however it is dumped
-		time.Sleep(20 * time.Millisecond)
-	}
-}`
-
 // netns makes a network namespace as an engine would: lo up, held by a mount.
 // Multipath TCP, with which Go programs listen by default, is off: CRIU cannot
 // dump it, and programs then use TCP.
@@ -84,7 +52,7 @@ func testDumpTCP(t *testing.T, edit func(*specs.Spec)) {
 			}
 		}
 	})
-	build(t, filepath.Join(b.Files, "bin", "ping"), pingProgram)
+	build(t, filepath.Join(b.Files, "bin", "ping"), "ping")
 	rt := Runtime{b.Binary, b.State, b.ID}
 	b.Start(nil)
 	broken := func() string { s, _ := os.ReadFile(filepath.Join(b.Files, "broken")); return string(s) }
