@@ -168,7 +168,7 @@ func (b *machines) cut(ctx context.Context, m *machine, w *work, verb string) (s
 	w.begin(verb)
 	ended := make(chan error, 1)
 	go func() {
-		_, err := m.run(ctx, request{Args: []string{filepath.Join(payload, "tests", b.suite.pkg), "-test.run=^TestWork$"}, Env: environment(b.o),
+		_, err := m.run(ctx, request{Args: []string{b.suite.binary(payload), "-test.run=^TestWork$"}, Env: environment(b.o),
 			Dir: filepath.Join(payload, "src", b.suite.pkg), Seconds: int(b.o.timeout.Seconds())}, w)
 		ended <- err
 	}()

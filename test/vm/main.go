@@ -24,7 +24,6 @@ import (
 	"regexp"
 	goruntime "runtime"
 	"slices"
-	"strings"
 	"syscall"
 	"time"
 )
@@ -252,7 +251,7 @@ func environment(o options) []string {
 
 // eventsOf is where the events of a suite are kept.
 func eventsOf(results string, s suite) string {
-	return filepath.Join(results, strings.ReplaceAll(s.pkg, "/", "-")+".json")
+	return filepath.Join(results, s.name()+".json")
 }
 
 // runSuite runs one suite in the guest; its events go to a file of results.
@@ -271,7 +270,7 @@ func (m *machine) runSuite(ctx context.Context, s suite, o options, results stri
 // runTests runs tests of a suite in the guest, and adds their events to what is kept.
 func (m *machine) runTests(ctx context.Context, s suite, which string, env []string, o options, kept io.Writer) (r result) {
 	r.suite = s
-	args := []string{filepath.Join(payload, "tests", s.pkg), "-test.v=test2json", "-test.paniconexit0", "-test.timeout=" + o.timeout.String()}
+	args := []string{s.binary(payload), "-test.v=test2json", "-test.paniconexit0", "-test.timeout=" + o.timeout.String()}
 	if which != "" {
 		args = append(args, "-test.run="+which)
 	}

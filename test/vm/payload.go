@@ -196,7 +196,7 @@ func compile(ctx context.Context, root string, list []suite) error {
 		}
 	}
 	for _, s := range list {
-		if err := run(ctx, "go", "test", "-c", "-vet=off", "-tags", "failpoint vm", "-ldflags", "-s -w", "-o", filepath.Join(root, "tests", s.pkg), "./"+s.pkg); err != nil {
+		if err := run(ctx, "go", "test", "-c", "-vet=off", "-tags", "failpoint vm", "-ldflags", "-s -w", "-o", s.binary(root), "./"+s.pkg); err != nil {
 			return err
 		}
 	}

@@ -134,3 +134,15 @@ func TestEventsEnd(t *testing.T) {
 		})
 	}
 }
+
+// All suites can be in one payload: none is where another's directory would be.
+func TestBinaries(t *testing.T) {
+	at := map[string]string{}
+	for _, s := range suites {
+		path := s.binary("/p")
+		if other, taken := at[path]; taken || filepath.Dir(path) != "/p/tests" {
+			t.Errorf("%s is at %s, as %q", s.pkg, path, other)
+		}
+		at[path] = s.pkg
+	}
+}

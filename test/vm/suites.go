@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"path/filepath"
 	"slices"
 	"strings"
 	"time"
@@ -23,6 +24,12 @@ type suite struct {
 	// package brings.
 	boots bool
 }
+
+// name is the suite's as that of a file. Packages have packages beneath them.
+func (s suite) name() string { return strings.ReplaceAll(s.pkg, "/", "-") }
+
+// binary is where its compiled tests are, in the payload that is at root.
+func (s suite) binary(root string) string { return filepath.Join(root, "tests", s.name()) }
 
 // suites are all that is worth a machine of its own, the most telling first:
 // what depends on the kernel, cgroups, systemd, and versions of programs.
