@@ -456,7 +456,6 @@ func (r *reconciling) free(ctx context.Context, host Host, id string, has []stri
 			return f, err
 		}
 		if onlyMonitor(now[id]) && !onlyMonitor(has) {
-			has = now[id]
 			if _, err := e.store.Sandbox(ctx, id); err == nil {
 				return f, nil // it ends by itself; should it not, the next look finds it
 			}

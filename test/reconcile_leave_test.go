@@ -1,6 +1,7 @@
 package test
 
 import (
+	"context"
 	"crypto/sha256"
 	"encoding/hex"
 	"fmt"
@@ -190,7 +191,7 @@ func TestReconcileUnasked(t *testing.T) {
 	}
 	b.serveArgs = []string{"--reconcile", "50ms"}
 	_, socket := b.serve()
-	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true, Dial: func(string, string) (net.Conn, error) { return net.Dial("unix", socket) }}}
+	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(context.Context, string, string) (net.Conn, error) { return net.Dial("unix", socket) }}}
 	figures := func() string {
 		resp, err := client.Get("http://agentbox/metrics")
 		if err != nil {

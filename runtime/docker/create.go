@@ -289,7 +289,9 @@ func syscallFilter(sec runtime.Security) (string, error) {
 		filter.DefaultAction, filter.DefaultErrnoRet, filter.Syscalls = specs.ActAllow, nil, nil
 	}
 	for _, call := range filter.Syscalls {
-		if call.Name != "" { // an older form
+		//lint:ignore SA1019 profiles may have the older form
+		if call.Name != "" {
+			//lint:ignore SA1019 as above
 			call.Name, call.Names = "", []string{call.Name}
 		}
 		call.Names = bundle.WithoutRings(call.Names)
