@@ -42,12 +42,8 @@ func (v *verb) openFirewall() (added bool, warnings []string, err error) {
 	var user, forward *nftables.Chain
 	for _, ch := range chains {
 		refuses := func(hook *nftables.ChainHook) bool {
-			if err != nil || ch.Hooknum == nil || *ch.Hooknum != *hook || ch.Table.Family != nftables.TableFamilyIPv4 && ch.Table.Family != nftables.TableFamilyINet {
-				return false
-			}
-			var refuses bool
-			refuses, err = refusesTheRest(c, ch)
-			return refuses
+			ours := ch.Table.Family == nftables.TableFamilyIPv4 || ch.Table.Family == nftables.TableFamilyINet
+			return ours && ch.Hooknum != nil && *ch.Hooknum == *hook && refusesTheRest(c, ch)
 		}
 		switch {
 		case v.state.filters() && refuses(nftables.ChainHookInput):
@@ -61,9 +57,6 @@ func (v *verb) openFirewall() (added bool, warnings []string, err error) {
 		default:
 			warnings = append(warnings, fmt.Sprintf("The nftables chain %s of table %s drops forwarded packets by default; let it accept those from and to %s*, or sandboxes reach nothing outside.%s",
 				ch.Name, ch.Table.Name, v.m.bridge, v.trust(ch)))
-		}
-		if err != nil {
-			return false, nil, err
 		}
 	}
 	if legacyFilter() {
@@ -79,37 +72,31 @@ func (v *verb) openFirewall() (added bool, warnings []string, err error) {
 }
 
 // refusesTheRest tells whether a chain of a hook refuses what none of its rules decides:
-// by its policy, or by its last rule, as firewalld does.
-func refusesTheRest(c *nftables.Conn, ch *nftables.Chain) (bool, error) {
+// by its policy, or by its last rule, as firewalld does. Of rules that cannot be read it
+// is not known, and nothing fails for it: the library does not know every rule that the
+// kernel has, and a table may go while it is read.
+func refusesTheRest(c *nftables.Conn, ch *nftables.Chain) bool {
 	if ch.Policy != nil && *ch.Policy == nftables.ChainPolicyDrop {
-		return true, nil
+		return true
 	}
 	rules, err := c.GetRules(ch.Table, ch)
 	if err != nil || len(rules) == 0 {
-		return false, ignoreGone(err)
+		return false
 	}
 	for _, e := range rules[len(rules)-1].Exprs {
 		switch e := e.(type) {
 		case *expr.Counter, *expr.Log:
 		case *expr.Reject:
-			return true, nil
+			return true
 		case *expr.Target: // iptables'
-			return e.Name == "REJECT", nil
+			return e.Name == "REJECT"
 		case *expr.Verdict:
-			return e.Kind == expr.VerdictDrop, nil
+			return e.Kind == expr.VerdictDrop
 		default:
-			return false, nil
+			return false
 		}
 	}
-	return false, nil
-}
-
-// ignoreGone: a table that goes while it is read is none of ours.
-func ignoreGone(err error) error {
-	if errors.Is(err, unix.ENOENT) {
-		return nil
-	}
-	return err
+	return false
 }
 
 // trust is how the owner of a chain is told to accept what is ours, if that is known.

@@ -1,6 +1,7 @@
 package network
 
 import (
+	"os/exec"
 	"strings"
 	"testing"
 
@@ -115,5 +116,32 @@ func testFirewallWarning(t *testing.T, name string) {
 	}
 	if remedy := strings.Contains(s, "firewall-cmd "); remedy != (name == "firewalld") {
 		t.Errorf("warnings %q", s)
+	}
+}
+
+// Rules of somebody else's that the library cannot read stand in nobody's way.
+func TestFirewallUnknownRule(t *testing.T) {
+	nft := exec.Command("nft", "-f", "-")
+	nft.Stdin = strings.NewReader(`table inet odd {
+		chain forward { type filter hook forward priority 0; policy accept; meta l4proto tcp ct original proto-dst 8080 accept; }
+	}`)
+	if out, err := nft.CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	c, err := nftables.New()
+	if err != nil {
+		t.Fatal(err)
+	}
+	table := &nftables.Table{Name: "odd", Family: nftables.TableFamilyINet}
+	defer func() { c.DelTable(table); _ = c.Flush() }()
+	if _, err := c.GetRules(table, &nftables.Chain{Name: "forward", Table: table}); err == nil {
+		t.Log("the library can read that rule by now")
+	}
+	w := open(t)
+	serve(t, internet, "tcp4", ":101")
+	e := w.setup("a", bridged)
+	mustReach(t, e.Path, "tcp4", internetAddress+":101", hostAddress)
+	if _, err := w.m.Tend(t.Context()); err != nil || len(e.Warnings) > 0 {
+		t.Errorf("%v, warnings %q", err, e.Warnings)
 	}
 }
