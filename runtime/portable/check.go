@@ -96,7 +96,9 @@ func checkMounts(root *os.Root, name string) error {
 		if !path.IsAbs(target) || path.Clean(target) != target {
 			return corrupt("%s: a mount at %.80q", name, target)
 		}
-		ro := (e.GetFlags()|e.GetSbFlags())&unix.MS_RDONLY != 0
+		// What the filesystem itself has (sb_flags) does not make the mount read-only:
+		// CRIU mounts by it, and then sets what the mount has.
+		ro := e.GetFlags()&unix.MS_RDONLY != 0
 		switch {
 		case target == "/":
 			roots++ // the runtime's

@@ -469,10 +469,17 @@ func TestForgedImages(t *testing.T) {
 		return nil
 	}))
 	// A sandbox's own is taken as it is, and nothing else of the kind.
+	filesystem := func(e *mnt.MntEntry) *mnt.MntEntry { // read-only as a whole, it says
+		e.SbFlags = proto.Uint32(unix.MS_RDONLY)
+		return e
+	}
 	for _, try := range []struct {
 		mount *mnt.MntEntry
 		want  error
 	}{
+		{filesystem(mount(mnt.Fstype_CGROUP2, "/sys/fs/cgroup", "cgroup", unix.MS_NOSUID)), fault.ErrDenied},
+		{filesystem(mount(mnt.Fstype_SYSFS, "/sys", "sysfs", 0)), fault.ErrDenied},
+		{filesystem(mount(mnt.Fstype_SYSFS, "/sys", "sysfs", unix.MS_RDONLY)), nil},
 		{mount(mnt.Fstype_CGROUP2, "/sys/fs/cgroup", "cgroup", unix.MS_RDONLY|unix.MS_NOSUID), nil},
 		{mount(mnt.Fstype_CGROUP2, "/sys/fs/cgroup", "cgroup", unix.MS_NOSUID), fault.ErrDenied},
 		{mount(mnt.Fstype_CGROUP2, "/c", "cgroup", unix.MS_RDONLY), fault.ErrDenied},
@@ -482,6 +489,14 @@ func TestForgedImages(t *testing.T) {
 		must(t, os.WriteFile(filepath.Join(dir, "mountpoints-9.img"), image(magicMounts, root, try.mount), 0o600))
 		if err := checkImages(dir); !errors.Is(err, try.want) {
 			t.Errorf("%v: %v, want %v", try.mount, err, try.want)
+		}
+	}
+	for flags, want := range map[uint32]error{unix.MS_RDONLY: nil, 0: fault.ErrDenied} {
+		dir := t.TempDir()
+		must(t, os.WriteFile(filepath.Join(dir, "mountpoints-9.img"), image(magicMounts, root,
+			mount(mnt.Fstype_PROC, "/proc", "proc", 0), filesystem(mount(mnt.Fstype_PROC, "/proc/sys", "proc", flags))), 0o600))
+		if err := checkImages(dir); !errors.Is(err, want) {
+			t.Errorf("/proc/sys with %#x: %v, want %v", flags, err, want)
 		}
 	}
 	cut := image(magicCore, core)
