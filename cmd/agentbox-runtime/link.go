@@ -118,10 +118,9 @@ func down(in io.Reader) int {
 
 // reconnect ends what either hook began.
 func reconnect(pid int) error {
-	if cut.Possible() {
-		if err := withNetwork(pid, cut.End); err != nil {
-			return err
-		}
+	// Where there could be none it may have no way to tell, either.
+	if err := withNetwork(pid, cut.End); err != nil && cut.Possible() {
+		return err
 	}
 	return setPeers(pid, true)
 }

@@ -4,7 +4,9 @@
 package cut
 
 import (
+	"errors"
 	"os"
+	goruntime "runtime"
 	"slices"
 
 	"github.com/google/nftables"
@@ -15,14 +17,24 @@ import (
 // name is the table's.
 const name = "agentbox-cut"
 
-// Possible tells whether the kernel has nf_tables.
+// Possible tells whether Begin can be done, by a trial in a network namespace that goes
+// with it: a kernel may have nf_tables without the family that a table of ours is of.
 func Possible() bool {
-	conn, err := nftables.New()
-	if err != nil {
-		return false
-	}
-	_, err = conn.ListTablesOfFamily(nftables.TableFamilyINet)
-	return err == nil
+	done := make(chan bool)
+	go func() {
+		// Its thread ends with it, and the namespace with that.
+		goruntime.LockOSThread()
+		if unix.Unshare(unix.CLONE_NEWNET) != nil {
+			done <- false
+			return
+		}
+		ns, err := os.Open("/proc/thread-self/ns/net")
+		if err == nil {
+			err = errors.Join(Begin(ns), ns.Close())
+		}
+		done <- err == nil
+	}()
+	return <-done
 }
 
 // Begin cuts a network namespace off; ns is its file.
