@@ -162,7 +162,8 @@ func TestTracesOfDeeds(t *testing.T) {
 	b := memoryBox(t)
 	c := tracestest.New(t)
 	env := append(collectAt(c.URL), "TRACEPARENT=00-"+fmt.Sprintf("%032x", 7)+"-b7ad6b7169203331-01")
-	if r := b.try(env, "run", "-d", "--name", "c", "--network", "none", "--ttl", (3 * time.Second * patience).String(), "--stop-signal", "KILL", "--checkpoint-every", "1s", "busybox", "sleep", "1000"); r.code != 0 {
+	ttl := 3 * time.Second * patience
+	if r := b.try(env, "run", "-d", "--name", "c", "--network", "none", "--ttl", ttl.String(), "--stop-signal", "KILL", "--checkpoint-every", "1s", "busybox", "sleep", "1000"); r.code != 0 {
 		t.Fatal(r)
 	}
 	id := b.inspect("c").ID
@@ -185,7 +186,7 @@ func TestTracesOfDeeds(t *testing.T) {
 	if s := own("agentbox.checkpoint"); s.Attrs["agentbox.checkpoint.trigger"] != "interval" {
 		t.Errorf("%+v", s)
 	}
-	if s := own("agentbox.stop"); s.Attrs["agentbox.by"] != "watch" || s.Attrs["agentbox.why"] != "ttl: its time of 3s is over" {
+	if s := own("agentbox.stop"); s.Attrs["agentbox.by"] != "watch" || s.Attrs["agentbox.why"] != fmt.Sprintf("ttl: its time of %v is over", ttl) {
 		t.Errorf("%+v", s)
 	}
 }
