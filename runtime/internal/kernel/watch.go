@@ -15,16 +15,17 @@ import (
 // Watcher tells that something changed in some directories or files: not what,
 // since its users look for themselves.
 type Watcher struct {
-	f      *os.File // nil: one that says so again and again
+	f      *os.File // nil: one that looks again and again
 	stop   func()
 	Events chan struct{}
 }
 
-// every is how often a Watcher that is told of nothing says that something changed.
+// every is how often a Watcher that is told of nothing looks.
 const every = 200 * time.Millisecond
 
 // Watch begins to watch; what changed before is not told. The kernel gives each
-// user 128 watchers, unless told otherwise; who gets none has to look again and again.
+// user 128 watchers, unless told otherwise; who gets none looks at files again and again,
+// and says so of directories each time.
 func Watch(paths ...string) (*Watcher, error) {
 	w, err := notified(paths)
 	if errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) || errors.Is(err, unix.ENOSPC) {
@@ -34,10 +35,13 @@ func Watch(paths ...string) (*Watcher, error) {
 }
 
 func repeated(paths []string) (*Watcher, error) {
+	p := polled{}
 	for _, path := range paths {
-		if _, err := os.Stat(path); err != nil {
+		now, err := sight(path)
+		if err != nil {
 			return nil, fmt.Errorf("watch %s: %w", path, err)
 		}
+		p.paths, p.last = append(p.paths, path), append(p.last, now)
 	}
 	w := &Watcher{Events: make(chan struct{}, 1)}
 	ctx, stop := context.WithCancel(context.Background())
@@ -50,11 +54,56 @@ func repeated(paths []string) (*Watcher, error) {
 			case <-ctx.Done():
 				return
 			case <-tick.C:
-				w.tell()
+				if p.changed() {
+					w.tell()
+				}
 			}
 		}
 	})
 	return w, nil
+}
+
+// polled is what is looked at, and how it was the last time.
+type polled struct {
+	paths []string
+	last  []seen
+	again bool
+}
+
+// seen is what tells that a file is another one than before, or has other content. What
+// changes in the files of a directory it does not tell.
+type seen struct {
+	dir          bool
+	ino          uint64
+	size         int64
+	mtime, ctime unix.Timespec
+}
+
+func sight(path string) (seen, error) {
+	var st unix.Stat_t
+	if err := unix.Stat(path, &st); err != nil {
+		return seen{}, err
+	}
+	return seen{st.Mode&unix.S_IFMT == unix.S_IFDIR, st.Ino, st.Size, st.Mtim, st.Ctim}, nil
+}
+
+// changed tells whether something may have changed since the last look. A file that has
+// is told twice: what comes in the same tick of the kernel's clock leaves its times alone.
+func (p *polled) changed() bool {
+	told := p.again
+	p.again = false
+	for i, path := range p.paths {
+		now, err := sight(path)
+		if err == nil && now.dir {
+			told = true
+			continue
+		}
+		if now != p.last[i] {
+			told, p.again = true, true
+		}
+		p.last[i] = now
+	}
+	return told
 }
 
 func notified(paths []string) (*Watcher, error) {
