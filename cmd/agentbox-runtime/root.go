@@ -51,6 +51,19 @@ func sealRoot(pid int) error {
 		return err
 	}
 	defer ns.Close()
+	// A container's is never ours: its first process has ended, and a process of the
+	// host has its number.
+	theirs, err := ns.Stat()
+	if err != nil {
+		return err
+	}
+	ours, err := os.Stat("/proc/thread-self/ns/mnt")
+	if err != nil {
+		return err
+	}
+	if os.SameFile(theirs, ours) {
+		return fs.ErrNotExist
+	}
 	done := make(chan error)
 	go func() {
 		goruntime.LockOSThread() // without Unlock: the thread ends with the goroutine

@@ -6,6 +6,7 @@ import (
 	"io/fs"
 	"os"
 	"os/exec"
+	goruntime "runtime"
 	"strings"
 	"syscall"
 	"testing"
@@ -60,5 +61,23 @@ func TestSealRoot(t *testing.T) {
 	}
 	if err := sealRoot(pid); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("of a process that has ended: %v", err)
+	}
+}
+
+// A number that a process of the host has by now is no container's.
+func TestSealRootSpares(t *testing.T) {
+	said := make(chan error)
+	go func() {
+		goruntime.LockOSThread() // without Unlock: the thread, and with it the namespace, ends with the goroutine
+		said <- func() error {
+			// A host of its own, should it not be spared.
+			if err := errors.Join(unix.Unshare(unix.CLONE_FS), unix.Unshare(unix.CLONE_NEWNS), unix.Mount("", "/", "", unix.MS_PRIVATE|unix.MS_REC, "")); err != nil {
+				t.Error(err)
+			}
+			return sealRoot(unix.Gettid())
+		}()
+	}()
+	if err := <-said; !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("a process of the host: %v", err)
 	}
 }
