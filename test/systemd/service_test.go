@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"slices"
 	"strings"
 	"testing"
 )
@@ -40,8 +41,19 @@ func TestInstall(t *testing.T) {
 // The first use of all starts the service.
 func activation(t *testing.T) {
 	agentbox(t, "ps")
-	serves(t, "0")
+	pid := serves(t, "0")
 	equal(t, "nobody has restarted it", unit(t, "NRestarts"), "0")
+	environ, err := os.ReadFile("/proc/" + pid + "/environ")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !slices.Contains(strings.Split(string(environ), "\x00"), "HOME=/root") {
+		t.Errorf("it does not find root's logins: its environment is %q", environ)
+	}
+	if mounts := sh(t, "systemctl show -p RequiresMountsFor --value agentbox.service"); !slices.Contains(strings.Fields(mounts), root) {
+		t.Errorf("what has to be mounted before it is %q, without %s", mounts, root)
+	}
+	equal(t, "how often it may fail", unit(t, "StartLimitIntervalUSec"), "0")
 }
 
 // Everything that the unit might take from sandboxes is there.
