@@ -6,7 +6,7 @@
 # usage: debian-image.sh [--servers] [SUITE MIRROR] [--help]
 #   --servers        another one: with PostgreSQL and nginx, whose processes are of several users
 #   SUITE MIRROR     another release of Debian, and where to get it
-#   AGENTBOX_CACHE   where the tarball is kept (default /var/cache/agentbox)
+#   AGENTBOX_CACHE   where the tarball is kept, in its directory roots (default /var/cache/agentbox)
 set -euo pipefail
 
 packages=python3,git,redis-server,tmux,procps,iproute2,apt-utils,libeatmydata1
@@ -33,7 +33,13 @@ esac
 # shellcheck source=/dev/null
 . /etc/os-release
 suite=${1:-${VERSION_CODENAME:?this needs a Debian or Ubuntu release}}
-cache=${AGENTBOX_CACHE:-/var/cache/agentbox}
+# The cache may be /tmp or /srv. What is swept, and what is taken for an image, is in a directory of our own.
+cache=${AGENTBOX_CACHE:-/var/cache/agentbox}/roots
+(umask 077 && mkdir -p "$cache")
+if [ -L "$cache" ] || [ ! -O "$cache" ] || [ -n "$(find "$cache" -maxdepth 0 -perm /022)" ]; then
+	echo "debian-image.sh: $cache has to be a directory, and no symlink, that is yours and that nobody else may write to; AGENTBOX_CACHE names another place" >&2
+	exit 1
+fi
 out=$cache/$suite-$(printf '%s' "$packages" | cksum | cut -d' ' -f1).tar
 if [ -s "$out" ]; then
 	echo "$out"
@@ -52,8 +58,6 @@ if [ -z "$mirror" ]; then
 	exit 1
 fi
 
-mkdir -p "$cache"
-chmod 0700 "$cache"
 # One at a time: two that start together share the result.
 exec 9>"$cache/lock"
 flock 9

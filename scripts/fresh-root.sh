@@ -10,7 +10,7 @@
 #   --mirror URL        Debian's mirror (default: this host's)
 #   --limit SECONDS     the most that one command may take (default 7200)
 #   --report FILE       add a line of a table per command: suite, command, result, minutes, megabytes on the disk
-#   AGENTBOX_CACHE      where roots are made and kept (default /var/cache/agentbox)
+#   AGENTBOX_CACHE      where roots are made and kept, in its directory fresh (default /var/cache/agentbox)
 set -euo pipefail
 
 need_mb=8000 # for all that the README's commands make
@@ -228,8 +228,11 @@ here=$(cd "$(dirname "$0")/.." && pwd)
 self=$here/scripts/fresh-root.sh
 mirror=${mirror:-$(debian_mirror)}
 cache=${AGENTBOX_CACHE:-/var/cache/agentbox}
-mkdir -p "$cache/fresh"
-chmod 0700 "$cache"
+# The cache may be /tmp or /srv. What is swept, and what is taken for a root, is in a directory of our own.
+(umask 077 && mkdir -p "$cache/fresh")
+if [[ -L $cache/fresh || ! -O $cache/fresh || -n $(find "$cache/fresh" -maxdepth 0 -perm /022) ]]; then
+	die "$cache/fresh has to be a directory, and no symlink, that is yours and that nobody else may write to; AGENTBOX_CACHE names another place"
+fi
 free=$(df --output=avail -BM "$cache" | tail -n 1 | tr -dc 0-9)
 ((free >= need_mb)) || die "$cache has $free MB free, and this needs up to $need_mb MB; AGENTBOX_CACHE puts it elsewhere"
 # One root at a time is made; two that start together share it.

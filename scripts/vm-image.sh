@@ -208,8 +208,8 @@ if ! whole; then
 		[[ $has = 28.* ]] || die "$sid has Docker Engine $has by now, and the image docker28 is of 28: name a snapshot of sid that has it in AGENTBOX_VM_SID"
 		dpkg-query --root="$work/root" -W -f='of sid: ${Package} ${Version}\n' "${of_sid[@]}" >&2
 	fi
-	install -d -m 0700 "$work/root/var/cache/agentbox"
-	mv "$work"/sandboxes/*.tar "$work/root/var/cache/agentbox/"
+	install -d -m 0700 "$work/root/var/cache/agentbox" "$work/root/var/cache/agentbox/roots"
+	mv "$work"/sandboxes/roots/*.tar "$work/root/var/cache/agentbox/roots/"
 	cp -L "$work"/root/boot/vmlinuz-* "$work/vmlinuz"
 	cp -L "$work"/root/boot/initrd.img-* "$work/initrd"
 	rm -f "$work"/root/boot/initrd.img-*

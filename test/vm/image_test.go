@@ -30,7 +30,7 @@ func newImageScript(t *testing.T) imageScript {
 	s.program("mmdebstrap", `
 printf '%s\n' "$@" >>"$HERE/called"
 for a; do case $a in --setup-hook=*) (set -- "$HERE/hooked"; eval "${a#--setup-hook=}") || exit 1 ;; esac; done
-for a; do case $a in */root | */qemu) dir=$a ;; */sandboxes/tmp.* | */cache/tmp.* | */fresh/tmp.tar) file=$a ;; esac; done
+for a; do case $a in */root | */qemu) dir=$a ;; */roots/tmp.* | */fresh/tmp.tar) file=$a ;; esac; done
 if [ -n "$HANGS" ]; then
 	dir=${dir:-${TMPDIR:-$HERE}/root}
 	mkdir -p "$dir/proc" && mount -t proc proc "$dir/proc" && touch "$HERE/hangs"
