@@ -40,7 +40,7 @@ class Agentbox:
 
     def __init__(self, work, rootfs):
         self.root = os.path.join(work, "ab")
-        self.env = dict(os.environ, AGENTBOX_ROOT=self.root, AGENTBOX_BACKEND="oci")
+        self.env = dict(os.environ, AGENTBOX_ROOT=self.root, AGENTBOX_BACKEND="oci", AGENTBOX_HOST="none")
         self.call("image", "import", "bench", rootfs)
 
     def close(self):
@@ -111,7 +111,7 @@ class AgentboxDocker(Agentbox):
     def __init__(self, work, daemon):
         self.daemon = daemon
         self.root = os.path.join(work, "abd")
-        self.env = dict(daemon.env, AGENTBOX_ROOT=self.root, AGENTBOX_BACKEND="docker")
+        self.env = dict(daemon.env, AGENTBOX_ROOT=self.root, AGENTBOX_BACKEND="docker", AGENTBOX_HOST="none")
 
 
 class Docker:

@@ -56,7 +56,7 @@ class Agentbox:
 
     def __init__(self, work):
         self.root = os.path.join(work, "ab")
-        self.env = dict(os.environ, AGENTBOX_ROOT=self.root, AGENTBOX_BACKEND="oci")
+        self.env = dict(os.environ, AGENTBOX_ROOT=self.root, AGENTBOX_BACKEND="oci", AGENTBOX_HOST="none")
 
     def pull(self, ref):
         return took(AGENTBOX, "image", "pull", ref, env=self.env)

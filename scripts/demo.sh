@@ -1,20 +1,40 @@
 #!/usr/bin/env bash
 # The main job, shown and proven: an agent works, is checkpointed, goes wrong
 # and dies; restore brings back its files and its memory. Everything lives in
-# a temporary root and is removed at the end.
+# a temporary root and is removed at the end; no service of this host has part in it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-AGENTBOX_ROOT=$(mktemp -d "${TMPDIR:-/tmp}/agentbox-demo.XXXXXX")
-export AGENTBOX_ROOT PATH="$PWD/bin:$PATH"
+AGENTBOX_ROOT=$(realpath -- "$(mktemp -d "${TMPDIR:-/tmp}/agentbox-demo.XXXXXX")") # as the mount table names it
+export AGENTBOX_ROOT AGENTBOX_HOST=none AGENTBOX_BACKEND=oci PATH="$PWD/bin:$PATH"
+unset AGENTBOX_POLICY
 port=${AGENTBOX_DEMO_PORT:-18473}
+made=false # a sandbox, in this root
+
+# removed: nothing is left of what the demo has made, however far it got.
+removed() {
+	local left
+	if "$made"; then
+		agentbox recover >/dev/null 2>&1 || true
+		left=$(agentbox ps -a -q) || return 1
+		[ -z "$left" ] || agentbox rm -f agent >/dev/null || return 1
+	fi
+	! grep -qF " $AGENTBOX_ROOT/" /proc/self/mountinfo
+}
 
 cleanup() {
 	status=$?
 	trap - EXIT
-	agentbox rm -f agent >/dev/null 2>&1 || true
-	agentbox recover >/dev/null 2>&1 || true
-	rm -rf "$AGENTBOX_ROOT"
+	if ! removed; then
+		cat >&2 <<-TEXT
+			demo: FAILED: its sandbox could not be removed, so all of it stays in $AGENTBOX_ROOT. To remove it:
+			  export AGENTBOX_HOST=none AGENTBOX_ROOT=$AGENTBOX_ROOT
+			  $PWD/bin/agentbox recover && $PWD/bin/agentbox rm -f agent
+			  grep -F " $AGENTBOX_ROOT/" /proc/self/mountinfo || rm -rf --one-file-system $AGENTBOX_ROOT
+		TEXT
+		exit 1
+	fi
+	rm -rf --one-file-system -- "$AGENTBOX_ROOT"
 	[ "$status" = 0 ] || echo "demo: FAILED" >&2
 	exit "$status"
 }
@@ -52,6 +72,7 @@ listing() {
 say "1. A sandbox over a Debian image"
 rootfs=$(scripts/debian-image.sh)
 show agentbox image import debian "$rootfs"
+made=true
 show agentbox run -d --name agent -w /work -p "127.0.0.1:$port:8000" -v "$PWD/scripts/demo-agent.py:/agent.py:ro" debian python3 /agent.py
 for _ in $(seq 200); do
 	turns=$(ask / 2>/dev/null | field turns 2>/dev/null) && [ "$turns" -ge 10 ] && break
