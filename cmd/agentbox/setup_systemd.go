@@ -108,6 +108,7 @@ func printSetupSystemd(out io.Writer, r setup.SystemdResult) error {
 		}
 	}
 	switch {
+	case r.Others:
 	case r.Told && r.Removed:
 		fmt.Fprintln(out, "the service is stopped")
 	case r.Told:

@@ -48,6 +48,7 @@ type SystemdResult struct {
 	Removed bool          `json:"removed"` // it was asked to remove
 	Told    bool          `json:"told"`    // systemd did what follows from it
 	Notes   []string      `json:"notes"`
+	Others  bool          `json:"others"` // units of the same names, such as a package's, serve now that setup's are removed
 }
 
 // SystemdFile is one file of it.
@@ -82,9 +83,8 @@ func Systemd(ctx context.Context, opts SystemdOptions) (SystemdResult, error) {
 		}
 	}
 	booted := opts.Dest == "" && runsSystemd()
-	if opts.Remove && booted && s.result.Changed {
-		// While its units are there.
-		if err := s.run(ctx, "systemctl", "disable", "--now", "agentbox.socket", "agentbox.service"); err != nil {
+	if opts.Remove && booted {
+		if err := s.disable(ctx); err != nil {
 			return s.result, err
 		}
 	}
@@ -101,7 +101,7 @@ func Systemd(ctx context.Context, opts SystemdOptions) (SystemdResult, error) {
 		}
 		s.result.Told = true
 	}
-	if opts.Remove && s.result.Changed && opts.Dest == "" {
+	if opts.Remove && s.result.Changed && opts.Dest == "" && !s.result.Others {
 		s.note("the group agentbox stays; sandboxes go on, and commands use the embedded engine")
 	}
 	return s.result, nil
@@ -110,6 +110,7 @@ func Systemd(ctx context.Context, opts SystemdOptions) (SystemdResult, error) {
 type systemdSetup struct {
 	SystemdOptions
 	files  []file
+	ours   []bool   // they hold what setup writes
 	texts  [][]byte // what they are to hold; nil: they are to go
 	result SystemdResult
 }
@@ -124,13 +125,29 @@ func runsSystemd() bool {
 	return err == nil && info.IsDir()
 }
 
+// isOdd tells what the path of a program in a unit cannot have.
+func isOdd(r rune) bool {
+	return unicode.IsSpace(r) || unicode.IsControl(r) || strings.ContainsRune(`"'\%$;`, r)
+}
+
+// isOurs tells whether data is a file of dist/systemd to the byte, whichever program it
+// starts: setup can write it again.
+func isOurs(text, data []byte) bool {
+	before, after, ok := bytes.Cut(text, []byte(systemd.Program+" "))
+	if !ok {
+		return bytes.Equal(data, text)
+	}
+	program, ok := bytes.CutPrefix(data, before)
+	if ok {
+		program, ok = bytes.CutSuffix(program, slices.Concat([]byte(" "), after))
+	}
+	return ok && filepath.IsAbs(string(program)) && !bytes.ContainsFunc(program, isOdd)
+}
+
 // checkProgram refuses what systemd could not start, or would read as something else.
 func (s *systemdSetup) checkProgram() error {
 	p := s.Program
-	odd := func(r rune) bool {
-		return unicode.IsSpace(r) || unicode.IsControl(r) || strings.ContainsRune(`"'\%$;`, r)
-	}
-	if !filepath.IsAbs(p) || strings.ContainsFunc(p, odd) {
+	if !filepath.IsAbs(p) || strings.ContainsFunc(p, isOdd) {
 		return fmt.Errorf("%q is no path that a unit can hold: %w", p, fault.ErrInvalid)
 	}
 	info, err := os.Stat(filepath.Join("/", s.Dest, p))
@@ -160,6 +177,7 @@ func (s *systemdSetup) read() error {
 				Err:  fmt.Errorf("%s is there, and agentbox has not made it: %w", now.path, fault.ErrExists),
 			}
 		}
+		s.ours = append(s.ours, isOurs(text, now.data))
 		text = bytes.ReplaceAll(text, []byte("ExecStart="+systemd.Program+" "), []byte("ExecStart="+s.Program+" "))
 		if s.Remove {
 			text = nil
@@ -229,14 +247,14 @@ func (s *systemdSetup) write() error {
 				return err
 			}
 			defer unlock()
-			if s.Remove {
-				return f.remove()
-			}
-			// What somebody else has written is kept; what setup has can be had again.
-			if f.exists && !bytes.HasPrefix(f.data, []byte(systemdMark)) {
+			// What somebody else has written or changed is kept; what setup has can be had again.
+			if !s.ours[i] {
 				if one.Backup, err = f.backup(s.Now()); err != nil {
 					return fmt.Errorf("backup: %w", err)
 				}
+			}
+			if s.Remove {
+				return f.remove()
 			}
 			return f.replace(s.texts[i])
 		}()
@@ -251,7 +269,10 @@ func (s *systemdSetup) write() error {
 // service that runs is restarted if its unit is another one.
 func (s *systemdSetup) tell(ctx context.Context) error {
 	if s.Remove {
-		return s.run(ctx, "systemctl", "daemon-reload")
+		if err := s.run(ctx, "systemctl", "daemon-reload"); err != nil {
+			return err
+		}
+		return s.handOver(ctx)
 	}
 	steps := [][]string{
 		{"systemd-sysusers", s.files[0].path},
@@ -268,6 +289,59 @@ func (s *systemdSetup) tell(ctx context.Context) error {
 			return err
 		}
 	}
+	return nil
+}
+
+// units are those whose files are there: units of the same names that lie elsewhere are
+// not setup's.
+func (s *systemdSetup) units() (names []string) {
+	for i, f := range systemdFiles {
+		if s.files[i].exists && filepath.Dir(f.path) == "/etc/systemd/system" {
+			names = append(names, f.name)
+		}
+	}
+	return names
+}
+
+// disable stops the service and its socket, while systemd still has their units.
+func (s *systemdSetup) disable(ctx context.Context) error {
+	units := s.units()
+	if len(units) == 0 {
+		return nil
+	}
+	return s.run(ctx, "systemctl", append([]string{"disable", "--now"}, units...)...)
+}
+
+// handOver has the units serve that setup's were before, which are a package's: what was
+// disabled and stopped went by the name.
+func (s *systemdSetup) handOver(ctx context.Context) error {
+	if len(s.units()) == 0 {
+		return nil
+	}
+	var names, paths []string
+	for _, name := range []string{"agentbox.socket", "agentbox.service"} {
+		out, err := command(ctx, "systemctl", "show", "-p", "FragmentPath", "--value", name).Output()
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		if path := strings.TrimSpace(string(out)); err == nil && path != "" {
+			names, paths = append(names, name), append(paths, path)
+		}
+	}
+	if len(names) == 0 {
+		return nil
+	}
+	for _, verb := range []string{"enable", "start"} {
+		if err := s.run(ctx, "systemctl", append([]string{verb}, names...)...); err != nil {
+			var f *fault.Error
+			if errors.As(err, &f) {
+				f.Hint = "Setup's units are removed. Mend it, and call 'systemctl enable --now " + strings.Join(names, " ") + "'."
+			}
+			return err
+		}
+	}
+	s.result.Others = true
+	s.note("these are used now, such as a package's: %s; they are enabled and run", strings.Join(paths, ", "))
 	return nil
 }
 

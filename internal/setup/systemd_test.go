@@ -1,6 +1,7 @@
 package setup
 
 import (
+	"bytes"
 	"errors"
 	"io/fs"
 	"os"
@@ -9,6 +10,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/agentbox/agentbox/dist/systemd"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -45,6 +47,40 @@ func TestSystemd(t *testing.T) {
 		t.Errorf("%v: %s", err, data)
 	}
 
+	// What somebody has changed of it is backed up, whether it is replaced or removed.
+	edited := append(data, "Environment=PROXY=http://proxy\n"...)
+	for _, remove := range []bool{false, true} {
+		if err := os.WriteFile(r.Files[3].Path, edited, 0o644); err != nil {
+			t.Fatal(err)
+		}
+		opts.Remove = remove
+		r := set(true)
+		f := r.Files[3]
+		if data, err := os.ReadFile(f.Backup); err != nil || !bytes.Equal(data, edited) {
+			t.Errorf("%+v: %s, %v", f, data, err)
+		}
+		for _, f := range r.Files[:3] {
+			if f.Backup != "" {
+				t.Errorf("%+v", f)
+			}
+		}
+	}
+	opts.Remove = false
+	set(true)
+	// The program may be any, and nothing else.
+	for line, want := range map[string]bool{
+		"ExecStart=/usr/bin/agentbox serve\n": true, "ExecStart=/x serve\n": true, "ExecStart=/x --root /y serve\n": false,
+		"ExecStart=/x serve --prune 0\n": false, "ExecStart=/x serve\nExecStop=/y serve\n": false, "ExecStart=x serve\n": false, "": false,
+	} {
+		text, err := systemd.Files.ReadFile("agentbox.service")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := isOurs(text, bytes.Replace(text, []byte("ExecStart=/usr/bin/agentbox serve\n"), []byte(line), 1)); got != want {
+			t.Errorf("with %q it is ours: %v", line, got)
+		}
+	}
+
 	// What somebody else has made stays, or is backed up.
 	const theirs = "[Service]\nExecStart=/bin/true\n"
 	unit := r.Files[3].Path
@@ -78,6 +114,44 @@ func TestSystemd(t *testing.T) {
 	}
 	if r, err := Systemd(t.Context(), SystemdOptions{Program: filepath.Join(dest, "nope"), DryRun: true}); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("%+v, %v", r, err)
+	}
+}
+
+// Only units of setup's own are disabled, and those of a package take over.
+func TestSystemdRemoved(t *testing.T) {
+	for name, c := range map[string]struct {
+		have   []string // whose units are there
+		show   string   // what systemd has for each name afterwards
+		want   string
+		others bool
+	}{
+		"all":                {[]string{"agentbox.socket", "agentbox.service"}, "", "disable --now agentbox.socket agentbox.service\ndaemon-reload\n", false},
+		"beside a package":   {[]string{"agentbox.socket", "agentbox.service"}, "/usr/lib/systemd/system/$5", "disable --now agentbox.socket agentbox.service\ndaemon-reload\nenable agentbox.socket agentbox.service\nstart agentbox.socket agentbox.service\n", true},
+		"one of them":        {[]string{"agentbox.service"}, "/usr/lib/systemd/system/$5", "disable --now agentbox.service\ndaemon-reload\nenable agentbox.socket agentbox.service\nstart agentbox.socket agentbox.service\n", true},
+		"only the package's": {nil, "/usr/lib/systemd/system/$5", "daemon-reload\n", false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			said := filepath.Join(dir, "said")
+			script := "#!/bin/sh\nif [ \"$1\" = show ]; then echo \"" + c.show + "\"; else echo \"$*\" >>" + said + "; fi\n"
+			if err := os.WriteFile(filepath.Join(dir, "systemctl"), []byte(script), 0o700); err != nil {
+				t.Fatal(err)
+			}
+			t.Setenv("PATH", dir+":"+os.Getenv("PATH"))
+			s := systemdSetup{SystemdOptions: SystemdOptions{Dest: dir, Remove: true}}
+			for _, name := range c.have {
+				path := filepath.Join(dir, "etc/systemd/system", name)
+				if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, []byte(systemdMark), 0o644)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if err := errors.Join(s.read(), s.disable(t.Context()), s.tell(t.Context())); err != nil {
+				t.Fatal(err)
+			}
+			if got, err := os.ReadFile(said); err != nil || string(got) != c.want || s.result.Others != c.others || (len(s.result.Notes) > 0) != c.others {
+				t.Errorf("%v: %q, want %q; %+v", err, got, c.want, s.result)
+			}
+		})
 	}
 }
 
