@@ -111,6 +111,9 @@ apt_get() {
 		apt-get -q -y --no-install-recommends -o DPkg::Lock::Timeout=$LOCK_TIMEOUT "$@"
 }
 
+# No package of this machine is removed for one that we would like: without docker-ce its containers would stop.
+apt_install() { apt_get install --no-remove "$@"; }
+
 candidate() { LC_ALL=C apt-cache policy "$1" | sed -n 's/^  Candidate: //p' | grep -v '^(none)$'; }
 
 # ---- what is there --------------------------------------------------------------------------------------------------
@@ -181,8 +184,11 @@ check() {
 install_packages() {
 	begin_changes
 	step "installing $*"
-	quietly apt_get install "$@" ||
-		die "apt could not install: $*. Cure what it says above (on Ubuntu, is 'universe' enabled?) and run this again."
+	quietly apt_install "$@" ||
+		die "apt could not install: $*. Cure what it says above (on Ubuntu, is 'universe' enabled?) and run this again." \
+			"Where it says that packages need to be removed, nothing was changed: others are here that do the same, such as" \
+			"docker-ce in the place of docker.io. Install the commands that are missing (--check names them) from where those" \
+			"come from, or remove those yourself."
 }
 
 # ---- Debian's archive, aside from the system's apt sources ----------------------------------------------------------
@@ -243,7 +249,7 @@ install_criu() {
 	if ! command -v criu >/dev/null && candidate criu >/dev/null; then
 		step "trying the distribution's criu ($(candidate criu))"
 		CRIU_ON_TRIAL=true
-		if quietly apt_get install criu && quietly criu_works criu; then
+		if quietly apt_install criu && quietly criu_works criu; then
 			CRIU_ON_TRIAL=false
 			return
 		fi
@@ -342,8 +348,8 @@ install_go_backport() {
 	codename=$(. /etc/os-release && [[ $ID == debian ]] && echo "$VERSION_CODENAME") ||
 		die "no Go 1.$GO_MINOR in this system's packages: install Go from https://go.dev/dl and run this again."
 	step "installing golang-go from $codename-backports"
-	if ! aside deb "$codename-backports" || ! quietly apt_get -c "$ASIDE" install -t "$codename-backports" golang-go; then
-		die "no Go 1.$GO_MINOR from $codename-backports: install Go from https://go.dev/dl and run this again."
+	if ! aside deb "$codename-backports" || ! quietly apt_install -c "$ASIDE" -t "$codename-backports" golang-go; then
+		die "no Go 1.$GO_MINOR from $codename-backports, at least none that leaves all packages in place: install Go from https://go.dev/dl and run this again."
 	fi
 }
 
