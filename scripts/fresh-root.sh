@@ -43,7 +43,23 @@ clear_up() { # DIR CGROUP
 	for mount in $(hierarchies); do
 		[[ ! -d $mount/$2 ]] || find "$mount/$2" -depth -type d -exec rmdir {} + || true
 	done
-	rm -rf --one-file-system -- "$1"
+	# What was killed may still be ending.
+	tries=0
+	until rm -rf --one-file-system -- "$1" 2>/dev/null; do
+		((++tries < 50)) || { rm -rf --one-file-system -- "$1" || true; break; }
+		sleep 0.1
+	done
+}
+
+# sweep clears up after runs that were killed together with what clears up after them, or that a crash of the host has
+# ended: nobody has their lock. Called by who may make a run, so that none of these is just being made.
+sweep() {
+	local run
+	for run in "$cache"/fresh/run.*; do
+		{ exec 6<"$run"; } 2>/dev/null || continue
+		! flock --nonblock 6 || clear_up "$run" "agentbox-fresh.${run##*.}" </dev/null
+		exec 6<&-
+	done
 }
 
 # ---- inside: what makes the namespaces a machine -------------------------------------------------------------------
@@ -135,19 +151,20 @@ debian_mirror() {
 # it mounts.
 root_tar() {
 	local options=() line tmp=$cache/fresh/tmp
+	rm -rf --one-file-system -- "$tmp"* # what one that was killed had begun
 	while read -r line; do
 		[[ -z $line ]] || options+=(--aptopt="$line")
 	done < <(apt_settings)
 	tar=$cache/fresh/$1-$(printf '%s\n' "$mirror" "${options[@]}" | cksum | cut -d' ' -f1).tar
 	[[ ! -s $tar ]] || return 0
 	echo "making a minimal $1 (a minute)" >&2
-	rm -rf --one-file-system -- "$tmp"* # what one that was killed had begun
 	mkdir "$tmp.d"
 	TMPDIR=$tmp.d setpriv --pdeathsig KILL unshare --mount --pid --fork --kill-child --mount-proc \
 		mmdebstrap --variant=minbase --include=make --format=tar "${options[@]}" "$1" "$tmp.tar" "$mirror" >"$tmp.log" 2>&1 || {
 		tail -n 30 "$tmp.log" >&2
 		die "mmdebstrap failed; is $mirror reachable?"
 	}
+	sync "$tmp.tar"
 	mv "$tmp.tar" "$tar"
 	rm -rf --one-file-system -- "$tmp"*
 }
@@ -233,15 +250,19 @@ cache=${AGENTBOX_CACHE:-/var/cache/agentbox}
 if [[ -L $cache/fresh || ! -O $cache/fresh || -n $(find "$cache/fresh" -maxdepth 0 -perm /022) ]]; then
 	die "$cache/fresh has to be a directory, and no symlink, that is yours and that nobody else may write to; AGENTBOX_CACHE names another place"
 fi
-free=$(df --output=avail -BM "$cache" | tail -n 1 | tr -dc 0-9)
-((free >= need_mb)) || die "$cache has $free MB free, and this needs up to $need_mb MB; AGENTBOX_CACHE puts it elsewhere"
 # One root at a time is made; two that start together share it.
 exec 9>"$cache/fresh/lock"
 flock 9
+sweep 9>&-
+free=$(df --output=avail -BM "$cache" | tail -n 1 | tr -dc 0-9)
+((free >= need_mb)) || die "$cache has $free MB free, and this needs up to $need_mb MB; AGENTBOX_CACHE puts it elsewhere"
 root_tar "$suite" 9>&-
-exec 9>&-
 
 dir=$(mktemp -d "$cache/fresh/run.XXXXXX")
+# This script has its lock, and so has what clears up after it. What runs in the root has not, which may outlive both.
+exec 7<"$dir"
+flock 7
+exec 9>&-
 cgroup=agentbox-fresh.${dir##*.}
 mkfifo "$dir/alive"
 # In a session of its own: a Ctrl-C is not for it, and it outlives this script, which it waits for.
@@ -262,18 +283,19 @@ trap 'exit 143' TERM HUP
 
 root=$dir/root
 mkdir -m 0755 "$root"
-tar -C "$root" --numeric-owner --xattrs --xattrs-include='*' -xpf "$tar" 8>&-
+# What fills it ends with this script, or it would write on beside what clears up.
+setpriv --pdeathsig KILL tar -C "$root" --numeric-owner --xattrs --xattrs-include='*' -xpf "$tar" 7<&- 8>&-
 printf 'nameserver 10.0.2.3\n' >"$root/etc/resolv.conf"
 printf '127.0.0.1 localhost fresh\n::1 localhost\n' >"$root/etc/hosts"
-own_authorities "$root/usr/local/share/ca-certificates" 8>&-
+own_authorities "$root/usr/local/share/ca-certificates" 7<&- 8>&-
 if $tree; then
-	git -c safe.directory="$here" clone --quiet --no-hardlinks "$here" "$root/root/agentbox" 8>&-
-	git -C "$root/root/agentbox" remote remove origin 8>&-
+	setpriv --pdeathsig KILL git -c safe.directory="$here" clone --quiet --no-hardlinks "$here" "$root/root/agentbox" 7<&- 8>&-
+	setpriv --pdeathsig KILL git -C "$root/root/agentbox" remote remove origin 7<&- 8>&-
 fi
 for file in "${files[@]}"; do
 	install -D -m 0644 "${file%%:*}" "$root${file#*:}"
 done
-environment 8>&-
+environment 7<&- 8>&-
 printf '%s\0' "${pass[@]}" >"$root/pass"
 mkfifo "$root/ready"
 
@@ -311,7 +333,7 @@ network() {
 mapfile -t rows < <(for command in "$@"; do echo "| $suite | \`$command\` "; done)
 status=0
 (
-	exec 8>&-
+	exec 7<&- 8>&-
 	enter
 	# It ends with what it serves.
 	unshare --mount --pid --fork --kill-child --uts --ipc --net --cgroup --propagation private "$self" --inside "$root" "$limit" "$@" 3>"$dir/results" </dev/null &
