@@ -9,6 +9,16 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 umask 022 # directories are packed as they are made
+export TZ=UTC LC_ALL=C.UTF-8
+
+# Of Go's settings only those that say where modules and toolchains come from and are kept; those that change the code are
+# the same for everybody. Neither the environment nor what `go env -w` has written adds any.
+for name in GOPROXY GOSUMDB GONOSUMDB GONOPROXY GOPRIVATE GOINSECURE GOAUTH GOVCS GOMODCACHE GOCACHE GOPATH GOTOOLCHAIN; do
+	value=$(go env "$name")
+	export "$name=$value"
+done
+unset GOOS GOARCH GODEBUG GOEXPERIMENT
+export GOENV=off GOWORK=off GOFLAGS=-buildvcs=false GOAMD64=v1 GOARM64=v8.0 GOFIPS140=off
 
 nfpm=github.com/goreleaser/nfpm/v2/cmd/nfpm@v2.45.2
 

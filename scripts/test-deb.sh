@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Tests the Debian package of the commit that is checked out: that it is built to the same bytes in another directory and with another umask, and in a
-# minimal Debian 12 and 13 (see fresh-root.sh) that it is installed, upgraded under a live sandbox, removed and
-# purged as Debian's policy says. bin/fresh/deb-SUITE.log has all that was said.
+# Tests the Debian package of the commit that is checked out: that it is built to the same bytes in another directory, with
+# another umask and time zone, and whatever Go's settings are, and in a minimal Debian 12 and 13 (see fresh-root.sh) that it
+# is installed, upgraded under a live sandbox, removed and purged as Debian's policy says.
+# bin/fresh/deb-SUITE.log has all that was said.
 #
 # usage: test-deb.sh [--suite SUITE]... [--no-rebuild] [--help]
 #   --suite        bookworm, trixie or another (default: both)
@@ -42,7 +43,7 @@ if $rebuild; then
 	(
 		umask 077 # as an administrator may have it
 		git -c safe.directory="$PWD" clone --quiet --no-hardlinks . "$work/elsewhere/deeper"
-		"$work/elsewhere/deeper/scripts/deb.sh"
+		TZ=XYZ-11 GOAMD64=v3 GOFLAGS=-tags=failpoint "$work/elsewhere/deeper/scripts/deb.sh"
 	)
 	for file in "$work"/elsewhere/deeper/bin/deb/*; do
 		cmp "$file" "bin/deb/${file##*/}"
