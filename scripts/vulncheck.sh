@@ -26,4 +26,10 @@ if ! curl -fsS --retry 2 --max-time 30 -o /dev/null "${db%/}/index/db.json"; the
 	echo "vulncheck.sh: NOT CHECKED: the database at $db is out of reach (GOVULNDB names another copy)" >&2
 	exit 8
 fi
-exec go run "$govulncheck" -db "$db" ./cmd/...
+work=$(mktemp -d "${TMPDIR:-/tmp}/agentbox-vulncheck.XXXXXX")
+trap 'rm -rf -- "$work"' EXIT
+# Built first: `go run` ends with 1 whatever the program ends with.
+GOBIN=$work go install "$govulncheck"
+status=0
+"$work/govulncheck" -db "$db" ./cmd/... || status=$?
+exit "$status"
