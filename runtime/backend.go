@@ -224,9 +224,8 @@ type Container struct {
 // Volume is a named volume of an engine.
 type Volume struct {
 	Name   string
-	Path   string   // its data on the host
-	Target string   // where it is in the container
-	Users  []string // other containers that run with it, or are paused
+	Path   string // its data on the host
+	Target string // where it is in the container
 }
 
 // Has tells whether a path of the host is the volume's data, or lies in it.
@@ -245,6 +244,16 @@ type Properties struct {
 	// Restarts: what it runs comes back as Spec.Restart says. Elsewhere the engine
 	// has rules of its own for that.
 	Restarts bool
+}
+
+// VolumeSharer is a Backend whose containers can have Container.Volumes.
+type VolumeSharer interface {
+	// VolumeUsers lists, by the names of volumes of a container, the other
+	// containers that run with one of them, or are paused: a restore puts another
+	// directory in the place of the one that they would go on with. It has to look
+	// at all containers, each of which can make it wait or fail, so that Inspect,
+	// which has to tell of one in any case, does without it.
+	VolumeUsers(ctx context.Context, id string, of []Volume) (map[string][]string, error)
 }
 
 // IDMapper is a Backend whose sandboxes can have user namespaces.

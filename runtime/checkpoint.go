@@ -198,7 +198,7 @@ func (e *Engine) prepare(ctx context.Context, sb *locked, c Container, opts Chec
 		}
 	}
 	if opts.WithVolumes {
-		if err := k.takeVolumes(); err != nil {
+		if err := k.takeVolumes(ctx); err != nil {
 			return nil, err
 		}
 	} else {

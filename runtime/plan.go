@@ -98,7 +98,7 @@ func (e *Engine) PlanRestore(ctx context.Context, ref string, opts RestoreOption
 			out.Ends = append(out.Ends, PlanProcess{p.Pid, p.Cmdline})
 		}
 	}
-	if err := r.plan(); err != nil {
+	if err := r.plan(ctx); err != nil {
 		return out, err
 	}
 	dir, err := e.store.Scratch()

@@ -324,7 +324,7 @@ func (e *Engine) restore(ctx context.Context, seq int64, r *restoration) (err er
 	r.warnings = slices.Concat(r.row.Warnings, r.unplaced())
 	r.planHosts()
 	defer e.closeHosts(r)
-	if err := errors.Join(r.plan(), r.checkTools()); err != nil {
+	if err := errors.Join(r.plan(ctx), r.checkTools()); err != nil {
 		return err
 	}
 	if err := e.advance(ctx, seq, r.data, true); err != nil {

@@ -70,7 +70,7 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 		}
 		return err
 	})
-	if err := errors.Join(failpoint.Hit("restore.before-stop"), e.checkAlone(ctx, r)); err != nil {
+	if err := errors.Join(failpoint.Hit("restore.before-stop"), r.checkAlone(ctx)); err != nil {
 		return err
 	}
 	// Between here and the start below nobody else may start it: with a
@@ -108,7 +108,7 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 	if err := failpoint.Hit("restore.after-stop"); err != nil {
 		return err
 	}
-	if err := e.checkAlone(ctx, r); err != nil {
+	if err := r.checkAlone(ctx); err != nil {
 		return err
 	}
 	if r.again, err = r.startedAgain(ctx); err != nil {

@@ -10,7 +10,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strconv"
-	"strings"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/guard"
@@ -419,58 +418,14 @@ func (e *Engine) equalize(ctx context.Context, sandbox string, t *tree, r *store
 func discard(dir string) error { return os.RemoveAll(dir) }
 
 // plan lists what the restore replaces.
-func (r *restoration) plan() error {
+func (r *restoration) plan(ctx context.Context) error {
 	r.data.Trees = []tree{{Dir: r.c.Upper, steps: r.sb.steps}}
 	for i, v := range r.reader.Manifest().Volumes {
 		at := slices.IndexFunc(r.c.Volumes, func(have Volume) bool { return have.Name == v.Name })
 		if at < 0 {
 			return hint(fmt.Errorf("%w: volume %s of the checkpoint is not the sandbox's any more", ErrState, v.Name), "Make it and the container again as they were.")
 		}
-		if err := r.c.Volumes[at].alone(); err != nil {
-			return err
-		}
 		r.data.Trees = append(r.data.Trees, tree{Dir: r.c.Volumes[at].Path, Number: i + 1, steps: r.sb.steps})
 	}
-	return nil
-}
-
-// checkAlone proves, at the last moment, that nobody has begun to use a volume
-// that is about to be changed.
-func (e *Engine) checkAlone(ctx context.Context, r *restoration) error {
-	if len(r.data.Trees) < 2 {
-		return nil
-	}
-	now, err := r.sb.host.Inspect(ctx, r.sb.ID)
-	if err != nil {
-		return err
-	}
-	for _, t := range r.data.Trees[1:] {
-		for _, v := range now.Volumes {
-			if v.Path == t.Dir {
-				if err := v.alone(); err != nil {
-					return err
-				}
-			}
-		}
-	}
-	return nil
-}
-
-// alone refuses a volume in which others could write at this moment.
-func (v Volume) alone() error {
-	if len(v.Users) == 0 {
-		return nil
-	}
-	return hint(fmt.Errorf("%w: volume %s is in use by %s, too", ErrState, v.Name, strings.Join(v.Users, ", ")), "Stop that first, or leave the volume out.")
-}
-
-// takeVolumes plans to take the volumes of a sandbox along.
-func (k *making) takeVolumes() error {
-	for _, v := range k.c.Volumes {
-		if err := v.alone(); err != nil {
-			return err
-		}
-		k.parts.Volumes = append(k.parts.Volumes, store.Volume{Name: v.Name})
-	}
-	return nil
+	return r.checkAlone(ctx)
 }

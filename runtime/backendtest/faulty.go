@@ -2,6 +2,7 @@ package backendtest
 
 import (
 	"context"
+	"fmt"
 	"io"
 	"maps"
 	"slices"
@@ -29,6 +30,8 @@ const (
 	Remove  Op = "Remove"
 	Mount   Op = "Mount"
 	List    Op = "List"
+
+	VolumeUsers Op = "VolumeUsers"
 )
 
 // Fault says how an operation fails. The zero value does nothing, but still
@@ -151,6 +154,19 @@ func (f *faulty) Remove(ctx context.Context, id string) error {
 
 func (f *faulty) Mount(ctx context.Context, id string, fn func(root string) error) error {
 	return f.do(Mount, id, func() error { return f.Backend.Mount(ctx, id, fn) })
+}
+
+// VolumeUsers implements runtime.VolumeSharer, as far as b does.
+func (f *faulty) VolumeUsers(ctx context.Context, id string, of []runtime.Volume) (users map[string][]string, err error) {
+	sharer, ok := f.Backend.(runtime.VolumeSharer)
+	if !ok {
+		return nil, fmt.Errorf("who has volumes: %w", runtime.ErrUnsupported)
+	}
+	err = f.do(VolumeUsers, id, func() (err error) { users, err = sharer.VolumeUsers(ctx, id, of); return err })
+	if err != nil {
+		return nil, err
+	}
+	return users, nil
 }
 
 func (f *faulty) List(ctx context.Context) (ids []string, err error) {

@@ -176,6 +176,22 @@ func (m *Memory) volumes(spec runtime.Spec) (list []runtime.Volume) {
 	return list
 }
 
+// VolumeUsers implements runtime.VolumeSharer.
+func (m *Memory) VolumeUsers(ctx context.Context, id string, of []runtime.Volume) (map[string][]string, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	users := map[string][]string{}
+	for _, other := range slices.Sorted(maps.Keys(m.boxes)) {
+		b := m.boxes[other]
+		for _, v := range m.volumes(b.spec) {
+			if other != id && b.status == runtime.Running && slices.ContainsFunc(of, func(have runtime.Volume) bool { return have.Name == v.Name }) {
+				users[v.Name] = append(users[v.Name], b.spec.Name)
+			}
+		}
+	}
+	return users, ctx.Err()
+}
+
 // Start implements runtime.Backend.
 func (m *Memory) Start(ctx context.Context, id string, opts runtime.StartOptions) (func() error, error) {
 	b, unlock, err := m.find(ctx, id)

@@ -6,12 +6,15 @@ import (
 	"slices"
 	"strings"
 
+	cerrdefs "github.com/containerd/errdefs"
 	"github.com/docker/docker/api/types/container"
 	"github.com/docker/docker/api/types/filters"
 	"github.com/docker/docker/api/types/mount"
 
 	"github.com/agentbox/agentbox/runtime"
 )
+
+var _ runtime.VolumeSharer = (*Backend)(nil)
 
 // volumes are those of a container whose data lies in a directory of the
 // daemon's and nowhere else, the anonymous ones included: of the driver local,
@@ -24,6 +27,9 @@ func (b *Backend) volumes(ctx context.Context, c box) ([]runtime.Volume, error) 
 			continue
 		}
 		v, err := b.api.VolumeInspect(ctx, m.Name)
+		if cerrdefs.IsNotFound(err) {
+			continue // that is no word on the container
+		}
 		if err != nil {
 			return nil, fmt.Errorf("volume %s: %w", m.Name, b.explain(ctx, err))
 		}
@@ -32,25 +38,26 @@ func (b *Backend) volumes(ctx context.Context, c box) ([]runtime.Volume, error) 
 		}
 		list = append(list, runtime.Volume{Name: m.Name, Path: m.Source, Target: m.Destination})
 	}
-	return list, b.sharers(ctx, c, list)
+	return list, nil
 }
 
-// sharers notes in each volume who has it besides the container, be it that it binds the
-// directory of its data. A paused one has it, too: a restore puts another directory in
-// the place of the one that it would go on with.
-func (b *Backend) sharers(ctx context.Context, c box, of []runtime.Volume) error {
-	if len(of) == 0 {
-		return nil
+// VolumeUsers lists who has volumes besides the container, be it that it binds the
+// directory of the data.
+func (b *Backend) VolumeUsers(ctx context.Context, id string, of []runtime.Volume) (map[string][]string, error) {
+	c, err := b.find(ctx, id)
+	if err != nil {
+		return nil, err
 	}
 	all, err := b.api.ContainerList(ctx, container.ListOptions{Filters: filters.NewArgs(
 		filters.Arg("status", "running"), filters.Arg("status", "paused"), filters.Arg("status", "restarting"))})
 	if err != nil {
-		return fmt.Errorf("who has the volumes: %w", b.explain(ctx, err))
+		return nil, b.explain(ctx, err)
 	}
-	for i := range of {
+	users := map[string][]string{}
+	for _, v := range of {
 		for _, u := range all {
 			has := func(m container.MountPoint) bool {
-				return m.Type == mount.TypeVolume && m.Name == of[i].Name || of[i].Has(m.Source)
+				return m.Type == mount.TypeVolume && m.Name == v.Name || v.Has(m.Source)
 			}
 			if u.ID == c.ID || !slices.ContainsFunc(u.Mounts, has) {
 				continue
@@ -59,8 +66,8 @@ func (b *Backend) sharers(ctx context.Context, c box, of []runtime.Volume) error
 			if len(u.Names) > 0 {
 				name = strings.TrimPrefix(u.Names[0], "/")
 			}
-			of[i].Users = append(of[i].Users, name)
+			users[v.Name] = append(users[v.Name], name)
 		}
 	}
-	return nil
+	return users, nil
 }

@@ -6,10 +6,13 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
 )
+
+var _ runtime.VolumeSharer = (*Backend)(nil)
 
 // volumes are those of a container whose data lies in a directory of Podman's and
 // nowhere else, the anonymous ones included: of the driver local, which mounts
@@ -43,30 +46,30 @@ func (b *Backend) volumes(ctx context.Context, c container) (list []runtime.Volu
 			list = append(list, runtime.Volume{Name: v.Name, Path: v.Mountpoint, Target: c.Mounts[at].Destination})
 		}
 	}
-	return list, b.sharers(ctx, c, list)
+	return list, nil
 }
 
-// sharers notes in each volume who has it besides the container.
-func (b *Backend) sharers(ctx context.Context, c container, of []runtime.Volume) error {
-	if len(of) == 0 {
-		return nil
+// VolumeUsers lists who has volumes besides the container.
+func (b *Backend) VolumeUsers(ctx context.Context, id string, of []runtime.Volume) (map[string][]string, error) {
+	others, err := b.others(ctx, id)
+	if err != nil {
+		return nil, err
 	}
-	others, err := b.others(ctx, c)
-	for i := range of {
+	users := map[string][]string{}
+	for _, v := range of {
 		for _, o := range others {
-			if slices.ContainsFunc(o.Mounts, func(m mount) bool { return m.Type == "volume" && m.Name == of[i].Name || of[i].Has(m.Source) }) {
-				of[i].Users = append(of[i].Users, o.Name)
+			if slices.ContainsFunc(o.Mounts, func(m mount) bool { return m.Type == "volume" && m.Name == v.Name || v.Has(m.Source) }) {
+				users[v.Name] = append(users[v.Name], o.Name)
 			}
 		}
 	}
-	return err
+	return users, nil
 }
 
-// others are the other containers with processes, the paused ones included: a restore
-// puts another directory in the place of the one that they would go on with.
-// `podman ps` tells of mounts only where they are in the container, and since Podman 5
+// others are the containers with processes, the paused ones included, but for the
+// sandbox's own. `podman ps` tells of mounts only where they are in the container, and since Podman 5
 // its filter does not find a directory of the host that is bound.
-func (b *Backend) others(ctx context.Context, c container) ([]container, error) {
+func (b *Backend) others(ctx context.Context, id string) ([]container, error) {
 	out, err := b.ask(ctx, "ps", "--all", "--format", "json")
 	if err != nil {
 		return nil, err
@@ -84,7 +87,7 @@ func (b *Backend) others(ctx context.Context, c container) ([]container, error) 
 		case "created", "configured", "exited", "stopped":
 			continue
 		}
-		if u.ID != c.ID {
+		if !strings.HasPrefix(u.ID, id) {
 			ids = append(ids, u.ID)
 		}
 	}
@@ -95,8 +98,8 @@ func (b *Backend) others(ctx context.Context, c container) ([]container, error) 
 	if !errors.Is(err, fault.ErrNotFound) {
 		return list, err
 	}
-	for _, id := range ids { // one of them was removed meanwhile
-		one, err := b.inspected(ctx, id)
+	for _, other := range ids { // one of them was removed meanwhile
+		one, err := b.inspected(ctx, other)
 		if err != nil && !errors.Is(err, fault.ErrNotFound) {
 			return nil, err
 		}

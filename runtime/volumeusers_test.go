@@ -1,0 +1,55 @@
+package runtime
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// sharing is a backend that tells who has volumes.
+type sharing struct {
+	Backend
+	users func(context.Context) (map[string][]string, error)
+}
+
+func (s sharing) VolumeUsers(ctx context.Context, _ string, _ []Volume) (map[string][]string, error) {
+	return s.users(ctx)
+}
+
+// Whoever has a volume is named; an engine that does not know, or never says, is not
+// taken for one that knows of nobody, and nothing that it says is word of the sandbox.
+func TestAlone(t *testing.T) {
+	ask := func(ctx context.Context, users func(context.Context) (map[string][]string, error)) error {
+		return alone(ctx, Host{Backend: sharing{users: users}}, "id", []Volume{{Name: "one"}, {Name: "two"}})
+	}
+	told := func(users map[string][]string, err error) error {
+		return ask(t.Context(), func(context.Context) (map[string][]string, error) { return users, err })
+	}
+	if err := told(map[string][]string{"other": {"x"}}, nil); err != nil {
+		t.Error(err)
+	}
+	if err := told(map[string][]string{"two": {"x", "y"}}, nil); !errors.Is(err, ErrState) || !strings.Contains(err.Error(), "two is in use by x, y") {
+		t.Errorf("of one that is in use: %v", err)
+	}
+	for _, is := range []error{ErrNotFound, ErrUnsupported, ErrState} {
+		if err := told(nil, is); err == nil || errors.Is(err, ErrNotFound) || is != ErrNotFound && !errors.Is(err, is) {
+			t.Errorf("%v became %v", is, err)
+		}
+	}
+	synctest.Test(t, func(t *testing.T) {
+		never := make(chan struct{})
+		defer close(never)
+		hangs := func(context.Context) (map[string][]string, error) { <-never; return nil, nil }
+		if err := ask(t.Context(), hangs); err == nil || !strings.Contains(err.Error(), "within 1m0s") {
+			t.Errorf("of an engine that does not answer: %v", err)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		if err := ask(ctx, hangs); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("when the caller went away: %v", err)
+		}
+	})
+}
