@@ -3,7 +3,6 @@ package runtime
 import (
 	"context"
 	"io"
-	"strings"
 	"time"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
@@ -226,11 +225,6 @@ type Volume struct {
 	Name   string
 	Path   string // its data on the host
 	Target string // where it is in the container
-}
-
-// Has tells whether a path of the host is the volume's data, or lies in it.
-func (v Volume) Has(path string) bool {
-	return path == v.Path || strings.HasPrefix(path, v.Path+"/")
 }
 
 // Properties tell what a backend does differently.

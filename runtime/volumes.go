@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"path/filepath"
 	"slices"
 	"strings"
 	"time"
@@ -16,6 +17,23 @@ import (
 // still for it, and nobody knows how long an engine is at work on its other
 // containers.
 const usersTime = time.Minute
+
+// ReachedBy tells whether a container with a mount of a path of the host has the
+// volume's data by it: all or a part of them or, if it may write there, a directory
+// that they are somewhere in.
+func (v Volume) ReachedBy(source string, writable bool) bool {
+	if source == "" { // a tmpfs, say
+		return false
+	}
+	// A source that is gone is only a name.
+	data, source := filepath.Clean(resolved(v.Path)), filepath.Clean(resolved(source))
+	return within(source, data) || writable && within(data, source)
+}
+
+// within tells whether a path is a directory, or below it.
+func within(path, dir string) bool {
+	return path == dir || strings.HasPrefix(path, strings.TrimSuffix(dir, "/")+"/")
+}
 
 // takeVolumes plans to take the volumes of a sandbox along.
 func (k *making) takeVolumes(ctx context.Context) error {

@@ -3,6 +3,8 @@ package runtime
 import (
 	"context"
 	"errors"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -17,6 +19,56 @@ type sharing struct {
 
 func (s sharing) VolumeUsers(ctx context.Context, _ string, _ []Volume) (map[string][]string, error) {
 	return s.users(ctx)
+}
+
+// Whoever has a volume by another way to its directory, or can write above it, has it too.
+func TestVolumeReachedBy(t *testing.T) {
+	root := t.TempDir()
+	data := filepath.Join(root, "volumes/one/data")
+	for _, dir := range []string{filepath.Join(data, "part"), filepath.Join(root, "volumes/one/database"), filepath.Join(root, "elsewhere")} {
+		if err := os.MkdirAll(dir, 0o700); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for name, to := range map[string]string{"link": data, "all": "volumes", "volumes/one/data/out": "../../../elsewhere"} {
+		if err := os.Symlink(to, filepath.Join(root, name)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, path := range []string{data, filepath.Join(root, "all/one/data")} {
+		v := Volume{Path: path}
+		for source, want := range map[string][2]bool{ // read-only, writable
+			"volumes/one/data":          {true, true},
+			"volumes/one/data/":         {true, true},
+			"volumes/one/data/part":     {true, true},
+			"link":                      {true, true},
+			"link/part":                 {true, true},
+			"all/one/data":              {true, true},
+			"volumes/one/data/gone":     {true, true}, // by its name alone
+			"volumes/one":               {false, true},
+			"volumes":                   {false, true},
+			"all":                       {false, true},
+			"":                          {false, true},
+			"volumes/one/database":      {false, false},
+			"volumes/one/dat":           {false, false},
+			"volumes/one/data/out":      {false, false},
+			"elsewhere":                 {false, false},
+			"volumes/one/data/part/../": {true, true},
+		} {
+			for i, writable := range []bool{false, true} {
+				if got := v.ReachedBy(root+"/"+source, writable); got != want[i] {
+					t.Errorf("%s is reached by %q (writable: %v): %v", path, source, writable, got)
+				}
+			}
+		}
+		if v.ReachedBy("", true) || !v.ReachedBy("/", true) || v.ReachedBy("/", false) {
+			t.Error("of nothing, or all")
+		}
+	}
+	gone := Volume{Path: root + "/gone/data"}
+	if !gone.ReachedBy(root+"/gone//data/", false) || gone.ReachedBy(root+"/gone/other", true) {
+		t.Error("of one that is gone")
+	}
 }
 
 // Whoever has a volume is named; an engine that does not know, or never says, is not

@@ -41,8 +41,7 @@ func (b *Backend) volumes(ctx context.Context, c box) ([]runtime.Volume, error) 
 	return list, nil
 }
 
-// VolumeUsers lists who has volumes besides the container, be it that it binds the
-// directory of the data.
+// VolumeUsers lists who has volumes besides the container.
 func (b *Backend) VolumeUsers(ctx context.Context, id string, of []runtime.Volume) (map[string][]string, error) {
 	c, err := b.find(ctx, id)
 	if err != nil {
@@ -57,7 +56,7 @@ func (b *Backend) VolumeUsers(ctx context.Context, id string, of []runtime.Volum
 	for _, v := range of {
 		for _, u := range all {
 			has := func(m container.MountPoint) bool {
-				return m.Type == mount.TypeVolume && m.Name == v.Name || v.Has(m.Source)
+				return m.Type == mount.TypeVolume && m.Name == v.Name || v.ReachedBy(m.Source, m.RW)
 			}
 			if u.ID == c.ID || !slices.ContainsFunc(u.Mounts, has) {
 				continue

@@ -58,7 +58,7 @@ func (b *Backend) VolumeUsers(ctx context.Context, id string, of []runtime.Volum
 	users := map[string][]string{}
 	for _, v := range of {
 		for _, o := range others {
-			if slices.ContainsFunc(o.Mounts, func(m mount) bool { return m.Type == "volume" && m.Name == v.Name || v.Has(m.Source) }) {
+			if slices.ContainsFunc(o.Mounts, func(m mount) bool { return m.Type == "volume" && m.Name == v.Name || v.ReachedBy(m.Source, m.RW) }) {
 				users[v.Name] = append(users[v.Name], o.Name)
 			}
 		}

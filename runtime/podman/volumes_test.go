@@ -37,6 +37,11 @@ func TestVolumes(t *testing.T) {
 	})
 	other := newBox(t, "--name", "other", "-v", "named:/d", "bt", "sh", "-c", forever)
 	bound := newBox(t, "--name", "bound", "-v", v.Path+":/d", "bt", "sh", "-c", forever)
+	link := filepath.Join(t.TempDir(), "link")
+	must(t, os.Symlink(v.Path, link))
+	linked := newBox(t, "--name", "linked", "-v", link+":/d", "bt", "sh", "-c", forever)
+	above := newBox(t, "--name", "above", "-v", filepath.Dir(v.Path)+":/d", "bt", "sh", "-c", forever)
+	newBox(t, "--name", "reader", "-v", filepath.Dir(v.Path)+":/d:ro", "bt", "sh", "-c", forever)
 	newBox(t, "--name", "stranger", "-v", "/data", "bt", "sh", "-c", forever)
 	is := func(want ...string) {
 		t.Helper()
@@ -48,6 +53,10 @@ func TestVolumes(t *testing.T) {
 		if len(users) > 1 || len(want) == 0 && len(users) > 0 {
 			t.Errorf("volumes are used so: %q", users)
 		}
+	}
+	is("above", "bound", "linked", "other")
+	for _, b := range []*box{linked, above} {
+		must(t, b.Stop(b.ctx, b.id, runtime.StopOptions{}))
 	}
 	is("bound", "other")
 	must(t, other.Pause(b.ctx, other.id))
