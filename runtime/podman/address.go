@@ -14,21 +14,22 @@ import (
 
 // fixAddresses has Podman give the container the addresses that it had at the
 // time of a dump: its processes are bound to them, and Podman gives new ones at
-// every start. They are the container's own from then on, unless the start fails:
-// fixed are the networks of those to give up then.
+// every start. They are the container's own from then on, until a start fails:
+// fixed are the networks of those to give up then, whenever they were fixed.
 func (b *Backend) fixAddresses(ctx context.Context, c container, m memory, r stage.Restore) (_ memory, fixed []string, err error) {
 	for name, want := range m.at(r.Taken) {
-		if _, connected := c.NetworkSettings.Networks[name]; !connected || m.Fixed[name] == want {
+		if _, connected := c.NetworkSettings.Networks[name]; !connected {
+			continue
+		}
+		if m.Fixed[name] == want {
+			fixed = c.giveUp(fixed, name, want)
 			continue
 		}
 		if err := b.reconnect(ctx, c, name, want); err != nil {
 			return m, fixed, fmt.Errorf("give the container its address %s back: %w", want.IP, err)
 		}
 		b.log.Info("address fixed", "sandbox", c.id(), "network", name, "address", want.IP)
-		// What its maker has asked for stays.
-		if own := c.asked(want); own.IP != want.IP || own.IP6 != want.IP6 {
-			fixed = append(fixed, name)
-		}
+		fixed = c.giveUp(fixed, name, want)
 		if m.Fixed == nil {
 			m.Fixed = map[string]address{}
 		}
@@ -38,6 +39,26 @@ func (b *Backend) fixAddresses(ctx context.Context, c container, m memory, r sta
 		}
 	}
 	return m, fixed, nil
+}
+
+// giveUp adds a network to those whose address is to be given up. What the container's
+// maker has asked for stays.
+func (c container) giveUp(fixed []string, name string, a address) []string {
+	if own := c.asked(a); own.IP == a.IP && own.IP6 == a.IP6 {
+		return fixed
+	}
+	return append(fixed, name)
+}
+
+// taken are the networks of those fixed addresses that a failed start complains of.
+func (c container) taken(m memory, err error) (fixed []string) {
+	for name, a := range m.Fixed {
+		_, connected := c.NetworkSettings.Networks[name]
+		if connected && (a.IP != "" && strings.Contains(err.Error(), a.IP) || a.IP6 != "" && strings.Contains(err.Error(), a.IP6)) {
+			fixed = c.giveUp(fixed, name, a)
+		}
+	}
+	return fixed
 }
 
 // unfix has Podman choose addresses again, all but what its maker has asked for. One

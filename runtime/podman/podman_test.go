@@ -316,6 +316,43 @@ func TestAddressTaken(t *testing.T) {
 	}
 }
 
+// An address that was fixed is given up when somebody else has it by a later start, be
+// that a restore or not.
+func TestFixedAddressTaken(t *testing.T) {
+	for _, restores := range []bool{true, false} {
+		b := newBox(t, "--network-alias", "nick", "bt", "sh", "-c", forever)
+		first := b.inspect()
+		taken := time.Now()
+		must(t, b.Stop(b.ctx, b.id, runtime.StopOptions{}))
+		images := t.TempDir()
+		restore := stage.Restore{Images: images, Work: images, Taken: taken}
+		c, err := b.look(b.ctx, b.id)
+		must(t, err)
+		_, _, err = b.fixAddresses(b.ctx, c, b.remember(b.id), restore)
+		must(t, err)
+		_, err = b.Start(b.ctx, b.id, runtime.StartOptions{})
+		must(t, err)
+		must(t, b.Stop(b.ctx, b.id, runtime.StopOptions{}))
+
+		newBox(t, "--ip", first.Address, "bt", "sh", "-c", forever)
+		if restores {
+			must(t, stage.Put(first.Stage.Run, first.Stage.ID, restore))
+		}
+		if _, err := b.Start(b.ctx, b.id, runtime.StartOptions{}); err == nil || !strings.Contains(err.Error(), first.Address) {
+			t.Errorf("it was started with an address that is taken: %v", err)
+		}
+		must(t, stage.Clear(first.Stage.Run, first.Stage.ID))
+		_, err = b.Start(b.ctx, b.id, runtime.StartOptions{})
+		must(t, err)
+		if now := b.inspect(); now.Status != runtime.Running || now.Address == first.Address || now.Address == "" {
+			t.Errorf("it is %s at %s", now.Status, now.Address)
+		}
+		if m := b.remember(b.id); len(m.Fixed) > 0 {
+			t.Errorf("fixed: %+v", m.Fixed)
+		}
+	}
+}
+
 func TestAskedAddress(t *testing.T) {
 	have := address{IP: "10.0.0.1", IP6: "fd00::1", MAC: "92:d0:c6:0a:29:33"}
 	ip, ip6, mac := address{IP: have.IP}, address{IP6: have.IP6}, address{MAC: have.MAC}

@@ -39,6 +39,14 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 	restore, err := stage.Load(b.run, c.ID)
 	restores := err == nil
 	var fixed []string
+	defer func() {
+		if err != nil && !restores {
+			fixed = c.taken(m, err)
+		}
+		if err != nil {
+			err = errors.Join(err, b.unfix(context.WithoutCancel(ctx), c, m, fixed))
+		}
+	}()
 	switch {
 	case err != nil && !errors.Is(err, fault.ErrNotFound):
 		return nil, err
@@ -46,13 +54,7 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 		why, remedy := c.obstacle(program)
 		return nil, &fault.Error{Err: fmt.Errorf("%s: %w", why, fault.ErrUnsupported), Hint: remedy}
 	case restores:
-		m, fixed, err = b.fixAddresses(ctx, c, m, restore)
-		defer func() {
-			if err != nil {
-				err = errors.Join(err, b.unfix(context.WithoutCancel(ctx), c, m, fixed))
-			}
-		}()
-		if err != nil {
+		if m, fixed, err = b.fixAddresses(ctx, c, m, restore); err != nil {
 			return nil, err
 		}
 	}
