@@ -90,6 +90,7 @@ var elsewhere = map[string]string{
 	"apply.":                         "../runtime/dockerplugin/volume/dockerd_test.go",
 	"containerd.":                    "containerd/containerd_test.go",
 	"docker.":                        "docker/sandbox_test.go",
+	"podman.":                        "../runtime/podman/address_test.go",
 	"restart.":                       "restart_test.go",
 	"restore.attached.before-return": "attached_test.go",
 	"prune.":                         "reconcile_test.go",

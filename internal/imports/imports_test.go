@@ -76,7 +76,7 @@ var allowed = map[string][]string{
 	"runtime/network":             {"internal/failpoint", "internal/fault", "internal/guard", "runtime", "runtime/eventlog", "runtime/network/egress"},
 	"runtime/network/egress":      {"policy", "runtime/eventlog"},
 	"runtime/oci":                 {"criu", "criu/stage", "internal/failpoint", "internal/fault", "internal/guard", "internal/undo", "overlay", "runtime", "runtime/internal/bundle", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams", "runtime/network", "internal/idmap", "runtime/internal/userns"},
-	"runtime/podman":              {"criu", "criu/host", "criu/stage", "internal/fault", "internal/guard", "internal/lazy", "runtime", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams"},
+	"runtime/podman":              {"criu", "criu/host", "criu/stage", "internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "runtime", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams"},
 	"runtime/portable":            {"internal/failpoint", "internal/fault", "internal/lazy", "overlay", "policy"},
 	"runtime/registry":            {"internal/failpoint", "internal/fault", "internal/remote", "runtime/store/pack"},
 	"runtime/session":             {"runtime"},

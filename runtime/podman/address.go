@@ -4,41 +4,36 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"net/netip"
 	"slices"
 	"strings"
 
 	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/fault"
 )
 
 // fixAddresses has Podman give the container the addresses that it had at the
 // time of a dump: its processes are bound to them, and Podman gives new ones at
 // every start. They are the container's own from then on, until a start fails:
 // fixed are the networks of those to give up then, whenever they were fixed.
-func (b *Backend) fixAddresses(ctx context.Context, c container, m memory, r stage.Restore) (_ memory, fixed []string, err error) {
+func (b *Backend) fixAddresses(ctx context.Context, c container, r stage.Restore) (fixed []string, err error) {
+	m := b.remember(c.id())
 	for name, want := range m.at(r.Taken) {
 		if _, connected := c.NetworkSettings.Networks[name]; !connected {
 			continue
 		}
-		if m.Fixed[name] == want {
-			fixed = c.giveUp(fixed, name, want)
-			continue
+		if m.Fixed[name] != want {
+			if err := b.reconnect(ctx, c, name, link{Address: want, Fixed: true}); err != nil {
+				return fixed, fmt.Errorf("give the container its address %s back: %w", want.IP, err)
+			}
+			b.log.Info("address fixed", "sandbox", c.id(), "network", name, "address", want.IP)
 		}
-		if err := b.reconnect(ctx, c, name, want); err != nil {
-			return m, fixed, fmt.Errorf("give the container its address %s back: %w", want.IP, err)
-		}
-		b.log.Info("address fixed", "sandbox", c.id(), "network", name, "address", want.IP)
 		fixed = c.giveUp(fixed, name, want)
-		if m.Fixed == nil {
-			m.Fixed = map[string]address{}
-		}
-		m.Fixed[name] = want
-		if err := b.keep(c.id(), m); err != nil {
-			return m, fixed, err
-		}
 	}
-	return m, fixed, nil
+	return fixed, nil
 }
 
 // giveUp adds a network to those whose address is to be given up. What the container's
@@ -63,50 +58,100 @@ func (c container) taken(m memory, err error) (fixed []string) {
 
 // unfix has Podman choose addresses again, all but what its maker has asked for. One
 // that somebody else has by now would keep the container from any start.
-func (b *Backend) unfix(ctx context.Context, c container, m memory, fixed []string) (err error) {
+func (b *Backend) unfix(ctx context.Context, id string, fixed []string) (err error) {
 	if len(fixed) == 0 {
 		return nil
 	}
-	if now, lerr := b.look(ctx, c.id()); lerr != nil || now.live() {
-		return lerr // it was started after all, and is not to lose its network
+	now, err := b.look(ctx, id)
+	if err != nil || now.live() {
+		return err // it was started after all, and is not to lose its network
 	}
+	m := b.remember(id)
 	for _, name := range fixed {
-		if rerr := b.reconnect(ctx, c, name, c.asked(m.Fixed[name])); rerr != nil {
+		if rerr := b.reconnect(ctx, now, name, link{Address: now.asked(m.Fixed[name])}); rerr != nil {
 			err = errors.Join(err, fmt.Errorf("take the address %s of the container back: %w", m.Fixed[name].IP, rerr))
-			continue
 		}
-		delete(m.Fixed, name)
 	}
-	return errors.Join(err, b.keep(c.id(), m))
+	return err
+}
+
+// mend connects the container to the networks that somebody took it off who was killed,
+// or failed, before it was connected again. Podman knows nothing of these any more.
+func (b *Backend) mend(ctx context.Context, c container) (container, error) {
+	apart := b.remember(c.id()).Apart
+	if len(apart) == 0 {
+		return c, nil
+	}
+	for _, name := range slices.Sorted(maps.Keys(apart)) {
+		// It may be connected, with which address nobody knows.
+		err := b.reconnect(ctx, c, name, apart[name])
+		if _, still := b.remember(c.id()).Apart[name]; err != nil && still {
+			return c, &fault.Error{
+				Err:  fmt.Errorf("connect container %s to its network %s again, which a start that was broken off took it off: %w", c.Name, name, err),
+				Hint: "If that network is gone, make it again: podman network create " + name,
+			}
+		}
+		b.log.Info("network connected again", "sandbox", c.id(), "network", name, "address", apart[name].Address.IP, "err", err)
+	}
+	return b.look(ctx, c.id())
 }
 
 // reconnect connects a stopped container to its network again, with an address or,
-// at zero, with whatever Podman will give it.
-func (b *Backend) reconnect(ctx context.Context, c container, name string, with address) error {
-	args := []string{"network", "connect"}
-	flag := func(name, value string) {
-		if value != "" {
-			args = append(args, name, value)
+// at zero, with whatever Podman will give it. That comes, too, when it cannot have the
+// address, which is an error. While it is disconnected what it takes is noted.
+func (b *Backend) reconnect(ctx context.Context, c container, name string, to link) error {
+	n, connected := c.NetworkSettings.Networks[name]
+	was, again := b.remember(c.id()).Apart[name]
+	for _, alias := range slices.Concat(n.Aliases, was.Aliases) {
+		if alias != c.ID[:12] && !slices.Contains(to.Aliases, alias) { // Podman's own
+			to.Aliases = append(to.Aliases, alias)
 		}
 	}
-	for _, alias := range c.NetworkSettings.Networks[name].Aliases {
-		if alias != c.ID[:12] { // Podman's own
-			flag("--alias", alias)
+	if err := b.note(c.id(), func(m *memory) bool { return m.part(name, to) }); err != nil {
+		return err
+	}
+	if connected {
+		if err := b.do(ctx, "network", "disconnect", name, c.id()); err != nil {
+			now, lerr := b.look(context.WithoutCancel(ctx), c.id())
+			if lerr != nil {
+				return errors.Join(err, lerr)
+			}
+			if _, still := now.NetworkSettings.Networks[name]; still {
+				if !again {
+					err = errors.Join(err, b.note(c.id(), func(m *memory) bool { delete(m.Apart, name); return true }))
+				}
+				return err
+			}
 		}
 	}
-	plain := slices.Clip(append(slices.Clone(args), name, c.id()))
-	flag("--ip", with.IP)
-	flag("--ip6", with.IP6)
-	flag("--mac-address", with.MAC)
-	if err := b.do(ctx, "network", "disconnect", name, c.id()); err != nil {
+	if err := failpoint.Hit("podman.connect.after-disconnect"); err != nil {
 		return err
 	}
 	ctx = context.WithoutCancel(ctx)
-	err := b.do(ctx, append(args, name, c.id())...)
-	if err != nil && with != (address{}) {
-		err = errors.Join(err, b.do(ctx, plain...))
+	err := b.do(ctx, to.connect(name, c.id())...)
+	if err != nil && to.Address != (address{}) {
+		to.Address, to.Fixed = address{}, false
+		if err2 := b.do(ctx, to.connect(name, c.id())...); err2 != nil {
+			return errors.Join(err, err2)
+		}
+	} else if err != nil {
+		return err
 	}
-	return err
+	return errors.Join(err, b.note(c.id(), func(m *memory) bool { m.join(name, to); return true }))
+}
+
+// connect is the command that makes a link.
+func (l link) connect(name, id string) []string {
+	args := []string{"network", "connect"}
+	for _, alias := range l.Aliases {
+		args = append(args, "--alias", alias)
+	}
+	for _, f := range [][2]string{{"--ip", l.Address.IP}, {"--ip6", l.Address.IP6}, {"--mac-address", l.Address.MAC}} {
+		if f[1] != "" {
+			args = append(args, f[0], f[1])
+		}
+	}
+	return append(args, name, id)
 }
 
 // asked is what of an address the command that made the container asks for.

@@ -24,6 +24,9 @@ type memory struct {
 	Addresses []addresses `json:"addresses,omitempty"`
 	// Fixed are the addresses that Podman has been told to give it.
 	Fixed map[string]address `json:"fixed,omitempty"`
+	// Apart are the networks that it is being connected to anew. While nobody is at it,
+	// somebody was killed, or failed, and it may be connected or not.
+	Apart map[string]link `json:"apart,omitempty"`
 	// Managed are the managed files and where Podman has them on the host, which it
 	// tells from the container's first start until the host goes down.
 	Managed map[string]string `json:"managed,omitempty"`
@@ -39,6 +42,38 @@ type address struct {
 	IP  string `json:"ip,omitempty"`
 	IP6 string `json:"ip6,omitempty"`
 	MAC string `json:"mac,omitempty"`
+}
+
+// link is how a container is to be connected to a network.
+type link struct {
+	Aliases []string `json:"aliases,omitempty"`
+	Address address  `json:"address"` // zero: Podman chooses
+	Fixed   bool     `json:"fixed,omitempty"`
+}
+
+// part notes what is about to be disconnected; false: it is noted.
+func (m *memory) part(name string, to link) bool {
+	if was, ok := m.Apart[name]; ok && reflect.DeepEqual(was, to) {
+		return false
+	}
+	if m.Apart == nil {
+		m.Apart = map[string]link{}
+	}
+	m.Apart[name] = to
+	return true
+}
+
+// join notes what is connected again.
+func (m *memory) join(name string, to link) {
+	delete(m.Apart, name)
+	delete(m.Fixed, name)
+	if !to.Fixed {
+		return
+	}
+	if m.Fixed == nil {
+		m.Fixed = map[string]address{}
+	}
+	m.Fixed[name] = to.Address
 }
 
 // maxAddresses bounds what is remembered; a restore to a time before that takes
@@ -57,10 +92,6 @@ func (b *Backend) remember(id string) (m memory) {
 	return m
 }
 
-func (b *Backend) keep(id string, m memory) error {
-	return b.locked(func() error { return b.write(id, m) })
-}
-
 func (b *Backend) write(id string, m memory) error {
 	data, err := json.Marshal(m)
 	if err != nil {
@@ -69,8 +100,8 @@ func (b *Backend) write(id string, m memory) error {
 	return record.Write(b.memoryFile(id), data, 0o600, true)
 }
 
-// note remembers a change that whoever looks at a container finds out; change tells
-// whether there is one. A start that is under way loses nothing of what it keeps.
+// note remembers a change; change tells whether there is one. What others note of the
+// container meanwhile is not lost by it.
 func (b *Backend) note(id string, change func(*memory) bool) error {
 	if m := b.remember(id); !change(&m) {
 		return nil

@@ -51,7 +51,10 @@ func TestManagedAfterReboot(t *testing.T) {
 		t.Errorf("managed of one that was never started: %v", c.Managed)
 	}
 	gone := container{ID: strings.Repeat("ab", 32)}
-	must(t, b.keep(gone.id(), memory{Managed: map[string]string{"/etc/hosts": t.TempDir() + "/gone/hosts"}}))
+	must(t, b.note(gone.id(), func(m *memory) bool {
+		m.Managed = map[string]string{"/etc/hosts": t.TempDir() + "/gone/hosts"}
+		return true
+	}))
 	if files := b.managed(gone); len(files) > 0 {
 		t.Errorf("managed where there is no directory: %v", files)
 	}

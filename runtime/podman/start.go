@@ -35,29 +35,33 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 	if err != nil {
 		return nil, err
 	}
-	m := b.remember(id)
 	restore, err := stage.Load(b.run, c.ID)
 	restores := err == nil
-	var fixed []string
-	defer func() {
-		if err != nil && !restores {
-			fixed = c.taken(m, err)
-		}
-		if err != nil {
-			err = errors.Join(err, b.unfix(context.WithoutCancel(ctx), c, m, fixed))
-		}
-	}()
 	switch {
 	case err != nil && !errors.Is(err, fault.ErrNotFound):
 		return nil, err
 	case restores && !wraps(program):
 		why, remedy := c.obstacle(program)
 		return nil, &fault.Error{Err: fmt.Errorf("%s: %w", why, fault.ErrUnsupported), Hint: remedy}
-	case restores:
-		if m, fixed, err = b.fixAddresses(ctx, c, m, restore); err != nil {
+	}
+	if c, err = b.mend(ctx, c); err != nil {
+		return nil, err
+	}
+	var fixed []string
+	defer func() {
+		if err != nil && !restores {
+			fixed = c.taken(b.remember(id), err)
+		}
+		if err != nil {
+			err = errors.Join(err, b.unfix(context.WithoutCancel(ctx), id, fixed))
+		}
+	}()
+	if restores {
+		if fixed, err = b.fixAddresses(ctx, c, restore); err != nil {
 			return nil, err
 		}
 	}
+	m := b.remember(id)
 	kept, files, err := c.changed(b.managed(c), m, restores)
 	if err != nil {
 		return nil, err
@@ -77,8 +81,10 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 	// It runs. What is not remembered now must not undo that.
 	now, err := b.look(context.WithoutCancel(ctx), id)
 	if err == nil {
-		m.Started, m.Env, m.Kept = now.State.StartedAt, opts.Env, kept
-		err = b.keep(id, m)
+		err = b.note(id, func(m *memory) bool {
+			m.Started, m.Env, m.Kept = now.State.StartedAt, opts.Env, kept
+			return true
+		})
 	}
 	if err == nil {
 		err = b.noteManaged(now)
