@@ -106,6 +106,10 @@ func (b *Backend) note(id string, change func(*memory) bool) error {
 	if m := b.remember(id); !change(&m) {
 		return nil
 	}
+	// ROOT is not ours to make: where it is gone, nothing is to be left.
+	if err := os.Mkdir(b.root, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+		return err
+	}
 	return b.locked(func() error {
 		m := b.remember(id)
 		if !change(&m) {
@@ -115,11 +119,24 @@ func (b *Backend) note(id string, change func(*memory) bool) error {
 	})
 }
 
+// noteSeen is note for what anybody finds out by looking at a container: somebody else
+// may remove that, or all of agentbox, meanwhile, after which there is nothing to note.
+func (b *Backend) noteSeen(c container, change func(*memory) bool) error {
+	err := b.note(c.id(), func(m *memory) bool { return !c.gone() && change(m) })
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return err
+}
+
+// gone tells whether Podman has removed it.
+func (c container) gone() bool {
+	_, err := os.Stat(c.StaticDir)
+	return c.StaticDir != "" && errors.Is(err, fs.ErrNotExist)
+}
+
 // locked runs f while nobody else changes what is remembered.
 func (b *Backend) locked(f func() error) error {
-	if err := os.MkdirAll(b.root, 0o700); err != nil {
-		return err
-	}
 	dir, err := os.Open(b.root)
 	if err != nil {
 		return err
@@ -131,11 +148,14 @@ func (b *Backend) locked(f func() error) error {
 	return f()
 }
 
+// forget forgets a container that is gone, which who looked at it before may still have
+// in hand.
 func (b *Backend) forget(id string) error {
-	if err := os.Remove(b.memoryFile(id)); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return err
+	err := b.locked(func() error { return os.Remove(b.memoryFile(id)) })
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
 	}
-	return nil
+	return err
 }
 
 // managed are the managed files of a container. Podman forgets with a reboot where it
@@ -157,7 +177,7 @@ func (b *Backend) managed(c container) map[string]string {
 // noteManaged remembers where Podman has the managed files.
 func (b *Backend) noteManaged(c container) error {
 	files, told := c.managed()
-	return b.note(c.id(), func(m *memory) bool {
+	return b.noteSeen(c, func(m *memory) bool {
 		if !told || maps.Equal(m.Managed, files) {
 			return false
 		}
@@ -177,7 +197,7 @@ func (b *Backend) noteAddresses(c container) error {
 			now.Networks[name] = address{IP: n.IPAddress, IP6: n.GlobalIPv6Address, MAC: n.MacAddress}
 		}
 	}
-	return b.note(c.id(), func(m *memory) bool { return m.add(now) })
+	return b.noteSeen(c, func(m *memory) bool { return m.add(now) })
 }
 
 // add adds addresses; false: it has them.

@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"os"
+	"path/filepath"
 	"sync"
 	"testing"
 	"time"
@@ -33,5 +35,37 @@ func TestNotesTogether(t *testing.T) {
 	}
 	if len(had) != n*each {
 		t.Errorf("%d addresses are remembered of %d: %v", len(had), n*each, had)
+	}
+}
+
+// What was found out about a container that is gone by now brings nothing back.
+func TestNotesOfGone(t *testing.T) {
+	b := newBox(t, "bt", "sh", "-c", forever)
+	c, err := b.look(b.ctx, b.id)
+	must(t, err)
+	c.State.Status = "running" // as somebody has it in hand
+	must(t, b.noteAddresses(c))
+	must(t, b.noteManaged(c))
+	if m := b.remember(b.id); len(m.Addresses) != 1 || len(m.Managed) != 3 {
+		t.Errorf("noted: %+v", m)
+	}
+	must(t, b.Remove(b.ctx, b.id))
+	must(t, b.noteAddresses(c))
+	must(t, b.noteManaged(c))
+	if left, err := os.ReadDir(b.root); err != nil || len(left) > 0 {
+		t.Errorf("left: %v, %v", left, err)
+	}
+	must(t, b.forget(b.id)) // again
+
+	// Nor does it make a root that was purged.
+	other := newBox(t, "bt", "sh", "-c", forever)
+	must(t, os.RemoveAll(filepath.Dir(other.root)))
+	other.inspect()
+	must(t, other.forget(other.id))
+	if _, err := os.Lstat(filepath.Dir(other.root)); !os.IsNotExist(err) {
+		t.Errorf("the root is there again: %v", err)
+	}
+	if err := other.note(other.id, func(*memory) bool { return true }); err == nil {
+		t.Error("what must be noted was not, and nobody told")
 	}
 }
