@@ -471,13 +471,7 @@ func (e *Engine) resume(ctx context.Context, r *restoration) error {
 		return err
 	}
 	_, err := r.sb.host.Start(ctx, r.sb.ID, StartOptions{Env: identity(r.spec, r.data.Attempt), Secrets: r.secrets})
-	if errors.Is(err, ErrState) && r.full() && stage.Used(place.Run, place.ID) {
-		err = nil // somebody else started it since we staged, and thereby restored it
-	}
-	if err == nil && r.full() && !stage.Used(place.Run, place.ID) {
-		err = hint(fmt.Errorf("%w: it was started afresh, because its engine does not look for restores in %s", ErrUnsupported, place.Run),
-			"Set AGENTBOX_RUN to what it is in the environment of the engine, or unset it in both, and restore it again.")
-	}
+	err = r.judge(ctx, err)
 	if err == nil && r.full() && r.spec.Adopted && !r.c.EmptyNetwork {
 		// The images of a namespace that is CRIU's to keep have the cut in
 		// them under which they were made.
@@ -493,4 +487,26 @@ func (e *Engine) resume(ctx context.Context, r *restoration) error {
 		return err
 	}
 	return failpoint.Hit("restore.after-start")
+}
+
+// judge is what the error of a start means for the restore that was staged for it.
+func (r *restoration) judge(ctx context.Context, err error) error {
+	if !r.full() {
+		return err
+	}
+	place := r.c.Stage
+	used := stage.Used(place.Run, place.ID)
+	if errors.Is(err, ErrState) && used {
+		// Somebody else may have started it since we staged, and thereby restored it.
+		// What was restored and is gone again has used it up as well.
+		now, e2 := r.sb.host.Inspect(ctx, r.sb.ID)
+		if e2 == nil && (now.Status == Running || now.Status == Paused) {
+			err = nil
+		}
+	}
+	if err == nil && !used {
+		err = hint(fmt.Errorf("%w: it was started afresh, because its engine does not look for restores in %s", ErrUnsupported, place.Run),
+			"Set AGENTBOX_RUN to what it is in the environment of the engine, or unset it in both, and restore it again.")
+	}
+	return err
 }
