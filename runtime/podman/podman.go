@@ -3,8 +3,9 @@
 //
 // It only adopts: containers are made by Podman. What Podman does not know of
 // them is remembered in ROOT/podman/ID.json (memory.go): the addresses they
-// had, so that processes find theirs after a restore, where their managed files
-// are, and which of these are not as Podman made them.
+// had, so that processes find theirs after a restore, the networks that they are
+// taken off for a moment, where their managed files are, and which of these are
+// not as Podman made them.
 //
 // A start goes podman -> conmon -> agentbox-runtime -> runc, and what is staged
 // for the container (package criu/stage) meets it in the third of these. A stop
