@@ -74,6 +74,10 @@ cache=${AGENTBOX_CACHE:-/var/cache/agentbox}/vm
 key=$({ cat "$0" "$here/debian-image.sh" && printf '%s\n' "$mirror" "$sid"; } | sha256sum | cut -c1-12)
 out=$cache/$image-$key
 qemu=$cache/qemu-$suite
+# The cache may be /tmp or /srv. What is swept, and what is booted, is in a directory of our own.
+if [[ -e $cache || -L $cache ]] && [[ -L $cache || ! -O $cache || -n $(find "$cache" -maxdepth 0 -perm /022) ]]; then
+	die "$cache has to be a directory, and no symlink, that is yours and that nobody else may write to; AGENTBOX_CACHE names another place"
+fi
 
 # whole: nothing is missing, as of what rm was removing when it was killed.
 whole() { [[ -s $out/disk.img && -e $out/vmlinuz && -e $out/initrd ]]; }
@@ -94,7 +98,7 @@ fi
 for tool in mmdebstrap mke2fs; do
 	command -v "$tool" >/dev/null || die "this needs $tool: apt-get install mmdebstrap e2fsprogs"
 done
-mkdir -p "$cache" && chmod 0700 "$cache"
+(umask 077 && mkdir -p "$cache")
 # One at a time: two that start together share the result.
 exec 9>"$cache/lock"
 flock 9
