@@ -4,7 +4,8 @@
 set -uo pipefail
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-"$@" 2>&1 | tee "$log"
+# A signal that is ignored here, as SIGHUP under nohup, would be ignored in sandboxes that tests send it to.
+env --default-signal "$@" 2>&1 | tee "$log"
 status=$?
 [ "$status" = 0 ] || awk '
 	/^ *--- (FAIL|PASS|SKIP)/ { failed = /FAIL/; left = 0 }
