@@ -89,6 +89,7 @@ func checkSyscalls(rule *seccomp.Syscall) error {
 	if rule == nil {
 		return errors.New("null")
 	}
+	//lint:ignore SA1019 profiles may have the older form
 	if (rule.Name == "") == (len(rule.Names) == 0) || slices.Contains(rule.Names, "") {
 		return errors.New("it needs either name or names")
 	}

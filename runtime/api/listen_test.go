@@ -140,14 +140,12 @@ func TestSocket(t *testing.T) {
 	}
 	few := newLimited(inner, 1, nil)
 	defer few.Close()
-	var clients []net.Conn
 	for range 2 {
 		c, err := net.Dial("unix", inner.Addr().String())
 		if err != nil {
 			t.Fatal(err)
 		}
 		defer c.Close()
-		clients = append(clients, c)
 	}
 	first, err := few.Accept()
 	if err != nil {
