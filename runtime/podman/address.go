@@ -49,11 +49,17 @@ func (c container) giveUp(fixed []string, name string, a address) []string {
 func (c container) taken(m memory, err error) (fixed []string) {
 	for name, a := range m.Fixed {
 		_, connected := c.NetworkSettings.Networks[name]
-		if connected && (a.IP != "" && strings.Contains(err.Error(), a.IP) || a.IP6 != "" && strings.Contains(err.Error(), a.IP6)) {
+		if connected && (names(err, a.IP) || names(err, a.IP6)) {
 			fixed = c.giveUp(fixed, name, a)
 		}
 	}
 	return fixed
+}
+
+// names tells whether an error has an address in its text, which is in no longer one.
+func names(err error, ip string) bool {
+	words := strings.FieldsFunc(err.Error(), func(r rune) bool { return !strings.ContainsRune("0123456789abcdefABCDEF.:", r) })
+	return slices.ContainsFunc(words, func(word string) bool { return sameIP(strings.TrimRight(word, ".:"), ip) })
 }
 
 // unfix has Podman choose addresses again, all but what its maker has asked for. One

@@ -1,6 +1,7 @@
 package podman
 
 import (
+	"errors"
 	"maps"
 	"os"
 	"path/filepath"
@@ -103,6 +104,27 @@ func TestFixedAddressTaken(t *testing.T) {
 		}
 		if m := b.remember(b.id); len(m.Fixed) > 0 {
 			t.Errorf("fixed: %+v", m.Fixed)
+		}
+	}
+}
+
+// An address is told from a longer one, however it is written.
+func TestErrorNames(t *testing.T) {
+	for text, want := range map[string]bool{
+		"IPAM error: requested ip address 10.0.0.1 is already allocated": true,
+		"address 10.0.0.1: taken":  true,
+		"10.0.0.1.":                true,
+		"address 10.0.0.12 is":     false,
+		"address 110.0.0.1 is":     false,
+		"requested fd00:0:0::0001": true,
+		"requested fd00::12":       false,
+		"no address":               false,
+	} {
+		if got := names(errors.New(text), "10.0.0.1") || names(errors.New(text), "fd00::1"); got != want {
+			t.Errorf("%q: %v", text, got)
+		}
+		if names(errors.New(text), "") {
+			t.Errorf("%q names nothing", text)
 		}
 	}
 }
