@@ -76,7 +76,7 @@ func (e *Engine) mayAttach(s Spec, path string) error {
 		if real, err := filepath.EvalSymlinks(top); err == nil {
 			top = real
 		}
-		if path == top || strings.HasPrefix(path, strings.TrimSuffix(top, "/")+"/") {
+		if within(path, top) {
 			return fmt.Errorf("%w: %s is beneath %s, and cannot be attached", ErrInvalid, path, top)
 		}
 	}

@@ -11,7 +11,6 @@ import (
 	"path"
 	"path/filepath"
 	"slices"
-	"strings"
 
 	"golang.org/x/sys/unix"
 
@@ -48,7 +47,7 @@ func checkSecrets(s Spec) error {
 		}
 	}
 	for _, m := range s.Mounts {
-		if at := path.Clean(m.Target); len(s.Secrets) > 0 && (at == SecretsDir || strings.HasPrefix(at, SecretsDir+"/")) {
+		if at := path.Clean(m.Target); len(s.Secrets) > 0 && within(at, SecretsDir) {
 			return fmt.Errorf("%w: %s is where the secrets are: nothing can be mounted at %s", ErrInvalid, SecretsDir, m.Target)
 		}
 	}
