@@ -30,11 +30,14 @@ type machines struct {
 
 // runBoots runs a suite that reboots its machine and cuts its power: the tests
 // are the suite's, their order and what comes between is here.
-func runBoots(ctx context.Context, q *emulator, opts machineOptions, s suite, o options, results string) (r result) {
+func runBoots(ctx context.Context, q *emulator, opts machineOptions, s suite, o options, rec record) (r result) {
 	b := &machines{q: q, opts: opts, o: o, suite: s, result: result{suite: s}}
 	begun := time.Now()
-	defer func() { r.took = time.Since(begun) }()
-	kept, err := os.Create(eventsOf(results, s))
+	defer func() {
+		r.took = time.Since(begun)
+		r = rec.end(r, r.facts)
+	}()
+	kept, err := rec.begin(s)
 	if err != nil {
 		b.result.err = err
 		return b.result

@@ -38,6 +38,7 @@ type options struct {
 	list    bool
 	verbose bool
 	long    bool
+	resume  bool
 	accel   string
 	cpus    int
 	memory  int
@@ -84,6 +85,7 @@ func parse(args []string) (o options, err error) {
 	f.BoolVar(&o.list, "list", false, "list the suites and the images, and end")
 	f.BoolVar(&o.verbose, "v", false, "the output of all tests as it comes, not only of those that fail")
 	f.BoolVar(&o.long, "long", false, "all that can be tried, as make test-long")
+	f.BoolVar(&o.resume, "resume", false, "go on with a run that was cut off: suites that have passed are not run again while all that they are made of is the same")
 	f.StringVar(&o.accel, "accel", "auto", "`auto`, kvm or tcg (emulated)")
 	f.IntVar(&o.cpus, "cpus", 2, "CPUs of the machine")
 	f.IntVar(&o.memory, "memory", 4096, "its memory in `MB`")
@@ -161,10 +163,23 @@ func host(ctx context.Context, args []string) error {
 		return err
 	}
 	defer done()
-	if err := makeDisks(ctx, dir, list, o.run); err != nil {
+	rec := record{dir: results}
+	// Who may take longer is no condition.
+	conditions := fmt.Sprint(filepath.Base(boots), q.accel, o.run, o.long, o.cpus, o.memory, o.cuts)
+	if rec.digests, err = makePayload(ctx, dir, list, o.run, conditions); err != nil {
 		return err
 	}
-	bound, usual := 10*time.Minute, 3*time.Hour
+	var before []result
+	todo := list
+	if o.resume {
+		before, todo = rec.split(list)
+	}
+	if len(todo) > 0 || o.command != "" {
+		if err := makeDisks(ctx, dir); err != nil {
+			return err
+		}
+	}
+	bound, usual := 4*time.Minute, 3*time.Hour // of each of its tries
 	if q.accel[1] == "kvm" {
 		bound, usual = 2*time.Minute, 30*time.Minute
 	}
@@ -174,16 +189,19 @@ func host(ctx context.Context, args []string) error {
 		return err
 	}
 	opts := machineOptions{Images: boots, Dir: dir, Console: console, CPUs: o.cpus, Memory: o.memory, Boot: bound}
-	all, facts, err := runSuites(ctx, q, opts, list, o, results)
+	all, facts, err := runSuites(ctx, q, opts, todo, o, rec)
 	if err != nil || o.command != "" {
 		return err
 	}
-	for _, s := range list {
+	for _, s := range todo {
 		if s.boots && ctx.Err() == nil {
-			r := runBoots(ctx, q, opts, s, o, results)
+			r := runBoots(ctx, q, opts, s, o, rec)
 			fmt.Println(r)
 			all, facts = append(all, r), cmp.Or(facts, r.facts)
 		}
+	}
+	for _, r := range before {
+		all, facts = append(all, r), cmp.Or(facts, r.facts)
 	}
 	if err := verdict(os.Stdout, list, all, facts, o.run); err != nil {
 		return fmt.Errorf("%w; all output is in %s", err, results)
@@ -193,7 +211,7 @@ func host(ctx context.Context, args []string) error {
 
 // runSuites runs, in one machine, the command or all suites that need none of
 // their own.
-func runSuites(ctx context.Context, q *emulator, opts machineOptions, list []suite, o options, results string) (all []result, facts string, err error) {
+func runSuites(ctx context.Context, q *emulator, opts machineOptions, list []suite, o options, rec record) (all []result, facts string, err error) {
 	list = slices.DeleteFunc(slices.Clone(list), func(s suite) bool { return s.boots })
 	if len(list) == 0 && o.command == "" {
 		return nil, "", nil
@@ -217,7 +235,7 @@ func runSuites(ctx context.Context, q *emulator, opts machineOptions, list []sui
 		return nil, facts, err
 	}
 	for _, s := range list {
-		r := m.runSuite(ctx, s, o, results)
+		r := m.runSuite(ctx, s, o, rec, facts)
 		fmt.Println(r)
 		all = append(all, r)
 		if ctx.Err() != nil {
@@ -249,22 +267,17 @@ func environment(o options) []string {
 	return env
 }
 
-// eventsOf is where the events of a suite are kept.
-func eventsOf(results string, s suite) string {
-	return filepath.Join(results, s.name()+".json")
-}
-
-// runSuite runs one suite in the guest; its events go to a file of results.
-func (m *machine) runSuite(ctx context.Context, s suite, o options, results string) result {
+// runSuite runs one suite in the guest, and keeps its events and that it has passed.
+func (m *machine) runSuite(ctx context.Context, s suite, o options, rec record, facts string) result {
 	begun := time.Now()
-	kept, err := os.Create(eventsOf(results, s))
+	kept, err := rec.begin(s)
 	if err != nil {
 		return result{suite: s, err: err}
 	}
 	defer kept.Close()
 	r := m.runTests(ctx, s, o.run, nil, o, kept)
 	r.took = time.Since(begun)
-	return r
+	return rec.end(r, facts)
 }
 
 // runTests runs tests of a suite in the guest, and adds their events to what is kept.

@@ -133,46 +133,56 @@ func enough(dir string) error {
 	return err
 }
 
-// makeDisks makes, in dir, the disk with what the guest runs and the one it
-// works on. which is the tests that are asked for.
-func makeDisks(ctx context.Context, dir string, list []suite, which string) error {
+// payloadIn is where, in a run's directory, what the guest runs is put together.
+func payloadIn(dir string) string { return filepath.Join(dir, "payload") }
+
+// makePayload puts together, in dir, what the guest runs, and returns a digest per
+// suite. which is the tests that are asked for.
+func makePayload(ctx context.Context, dir string, list []suite, which, conditions string) (map[string]string, error) {
 	if err := enough(dir); err != nil {
-		return err
+		return nil, err
 	}
-	root := filepath.Join(dir, "payload")
+	root := payloadIn(dir)
 	fmt.Fprintln(os.Stderr, "compiling")
 	if err := errors.Join(os.MkdirAll(filepath.Join(root, "bin"), 0o755), os.MkdirAll(filepath.Join(root, "src"), 0o755)); err != nil {
-		return err
+		return nil, err
 	}
 	if err := compile(ctx, root, list); err != nil {
-		return err
+		return nil, err
 	}
 	// Tests ask for go by its name; what answers is this program.
 	if err := os.Symlink("../vm", filepath.Join(root, "bin", "go")); err != nil {
-		return err
+		return nil, err
 	}
 	for _, name := range []string{"agentbox", "agentbox-runtime"} {
 		if err := os.Symlink("../built/cmd/"+name, filepath.Join(root, "bin", name)); err != nil {
-			return err
+			return nil, err
 		}
 	}
 	if slices.ContainsFunc(list, func(s suite) bool { return s.boots }) {
 		fmt.Fprintln(os.Stderr, "making the package")
 		if err := run(ctx, "scripts/install-deps.sh", "--package"); err != nil {
-			return err
+			return nil, err
 		}
 		if err := debPackage(ctx, "0.0~vm", filepath.Join(root, "agentbox.deb")); err != nil {
-			return err
+			return nil, err
 		}
 		if asksFor(which, "TestPackage") { // it upgrades this one to that
 			if err := debPackage(ctx, "0.0~0", filepath.Join(root, "older.deb")); err != nil {
-				return err
+				return nil, err
 			}
 		}
 	}
 	if err := sources(ctx, filepath.Join(root, "src")); err != nil {
-		return err
+		return nil, err
 	}
+	return digest(root, list, conditions)
+}
+
+// makeDisks makes, in dir, the disk with what was put together and the one that the
+// guest works on.
+func makeDisks(ctx context.Context, dir string) error {
+	root := payloadIn(dir)
 	if err := disk(ctx, filepath.Join(dir, "payload.img"), "payload", 0, "-d", root); err != nil {
 		return err
 	}
@@ -183,14 +193,15 @@ func makeDisks(ctx context.Context, dir string, list []suite, which string) erro
 	return disk(ctx, filepath.Join(dir, "work.img"), "work", workMB, "-O", "quota,project", "-E", "quotatype=prjquota,lazy_itable_init=1,lazy_journal_init=1")
 }
 
-// compile makes this program, the programs that tests build, and the tests.
+// compile makes this program, the programs that tests build, and the tests. Their commit
+// is not in them: of the same sources they are the same.
 func compile(ctx context.Context, root string, list []suite) error {
-	if err := run(ctx, "go", "build", "-ldflags", "-s -w", "-o", filepath.Join(root, "vm"), "./test/vm"); err != nil {
+	if err := run(ctx, "go", "build", "-buildvcs=false", "-ldflags", "-s -w", "-o", filepath.Join(root, "vm"), "./test/vm"); err != nil {
 		return err
 	}
 	for tags, packages := range builds {
 		for _, p := range packages {
-			if err := run(ctx, "go", "build", "-tags", tags, "-ldflags", "-s -w", "-o", filepath.Join(root, "built", tags, p), "./"+p); err != nil {
+			if err := run(ctx, "go", "build", "-buildvcs=false", "-tags", tags, "-ldflags", "-s -w", "-o", filepath.Join(root, "built", tags, p), "./"+p); err != nil {
 				return err
 			}
 		}

@@ -121,11 +121,18 @@ type machineOptions struct {
 	Boot    time.Duration
 }
 
-// errCrashed is an emulator that ended by a fault of its own.
-var errCrashed = errors.New("QEMU crashed")
+var (
+	// errCrashed is an emulator that ended by a fault of its own.
+	errCrashed = errors.New("QEMU crashed")
+	// errHangs is a guest that does not come up.
+	errHangs = errors.New("the guest was not up within")
+	// errDisks is a host at fault.
+	errDisks = errors.New("this host failed the machine's disks")
+)
 
-// boots is how often a guest is booted when QEMU crashes under it, as emulation does
-// now and then: nothing was run in it yet.
+// boots is how often a guest is booted when QEMU crashes under it or it hangs, as happens
+// now and then where it is emulated (the timer of a CPU never fires): nothing was run in
+// it yet.
 const boots = 3
 
 // boot starts a guest and returns once it is ready for commands. What it changes
@@ -133,7 +140,8 @@ const boots = 3
 func boot(ctx context.Context, q *emulator, opts machineOptions) (m *machine, ready string, err error) {
 	for n := 1; ; n++ {
 		m, ready, err = bootOnce(ctx, q, opts)
-		if n == boots || !errors.Is(err, errCrashed) {
+		again := (errors.Is(err, errCrashed) || errors.Is(err, errHangs)) && !errors.Is(err, errDisks)
+		if n == boots || !again {
 			return m, ready, err
 		}
 		fmt.Fprintf(os.Stderr, "%v\nit is booted again\n", err)
@@ -189,7 +197,7 @@ func bootOnce(ctx context.Context, q *emulator, opts machineOptions) (_ *machine
 			m.off()
 		}
 	}()
-	ctx, cancel := context.WithTimeoutCause(ctx, opts.Boot, fmt.Errorf("the guest was not up within %v", opts.Boot))
+	ctx, cancel := context.WithTimeoutCause(ctx, opts.Boot, fmt.Errorf("%w %v", errHangs, opts.Boot))
 	defer cancel()
 	for m.conn == nil {
 		if m.conn, err = net.Dial("unix", sock); err != nil {
@@ -296,7 +304,7 @@ func (m *machine) diskFailed() error {
 		return nil
 	}
 	free, err := freeMB(m.dir)
-	return errors.Join(fmt.Errorf("this host failed the machine's disks, which are in %s, where %d MB are free; AGENTBOX_CACHE puts them elsewhere", m.dir, free), err)
+	return errors.Join(fmt.Errorf("%w, which are in %s, where %d MB are free; AGENTBOX_CACHE puts them elsewhere", errDisks, m.dir, free), err)
 }
 
 // off ends the guest. Nothing of it is worth an orderly end: its disks go, too.

@@ -115,7 +115,7 @@ func TestEventsEnd(t *testing.T) {
 				time.AfterFunc(2*time.Second, func() { cancel(errInterrupted) })
 			}
 			dir := t.TempDir()
-			r := m.runSuite(ctx, suite{pkg: "p"}, options{timeout: time.Minute}, dir)
+			r := m.runSuite(ctx, suite{pkg: "p"}, options{timeout: time.Minute}, record{dir: dir}, "")
 			if r.err == nil || !strings.Contains(r.err.Error(), c.want) || strings.Join(r.failures, "") != "TestA (it did not end)" {
 				t.Errorf("the result is %+v", r)
 			}

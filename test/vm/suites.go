@@ -95,6 +95,7 @@ type result struct {
 	err                     error // it could not be run to its end
 	facts                   string
 	failures                []string
+	before                  time.Time // when it ended, if that was in an earlier run
 }
 
 func (r result) ok() bool { return r.err == nil && r.failed == 0 && r.passed > 0 }
@@ -154,6 +155,9 @@ func (r result) String() string {
 		word = "FAIL"
 	}
 	s := fmt.Sprintf("%s  %-26s %4d passed %4d failed %4d skipped %8.1fs", word, r.suite.pkg, r.passed, r.failed, r.skipped, r.took.Seconds())
+	if !r.before.IsZero() {
+		s += "  on " + r.before.Format("2006-01-02 15:04")
+	}
 	if r.err != nil {
 		first, _, _ := strings.Cut(r.err.Error(), "\n")
 		s += "  " + first

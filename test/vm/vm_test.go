@@ -64,19 +64,31 @@ func TestBootFails(t *testing.T) {
 	}
 }
 
-// A QEMU that crashes as it boots is started again, thrice in all.
+// A QEMU that crashes as it boots, or whose guest hangs, is started again, thrice in all.
 func TestBootAgain(t *testing.T) {
-	for crashes, want := range map[int]string{1: "QEMU ended: exit status 3", 3: "QEMU crashed: signal: aborted"} {
-		q, opts := fakeQEMU(t, fmt.Sprintf("cd ${0%%/*}; echo >>boots; [ $(wc -l <boots) -gt %d ] && exit 3; kill -ABRT $$", crashes))
+	for _, c := range []struct {
+		fault  string
+		faults int
+		boots  int
+		want   string
+	}{
+		{"kill -ABRT $$", 1, 2, "QEMU ended: exit status 3"},
+		{"kill -ABRT $$", 3, 3, "QEMU crashed: signal: aborted"},
+		{"exec sleep 60", 1, 2, "QEMU ended: exit status 3"},
+		{"exec sleep 60", 3, 3, "the guest was not up within 2s"},
+		{"echo 'I/O error, dev vda'; exec sleep 60", 3, 1, "this host failed the machine's disks"},
+	} {
+		q, opts := fakeQEMU(t, fmt.Sprintf("cd ${0%%/*}; echo >>boots; [ $(wc -l <boots) -gt %d ] && exit 3; %s", c.faults, c.fault))
+		opts.Boot = 2 * time.Second
 		_, _, err := boot(t.Context(), q, opts)
-		if err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("after %d crashes: %v, want %q", crashes, err, want)
+		if err == nil || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%d times %q: %v, want %q", c.faults, c.fault, err, c.want)
 		}
-		if said, err := os.ReadFile(opts.Console); err != nil || strings.Count(string(said), "==> a machine is booted") != min(crashes+1, boots) {
-			t.Errorf("after %d crashes the console's log is %q, %v", crashes, said, err)
+		if said, err := os.ReadFile(opts.Console); err != nil || strings.Count(string(said), "==> a machine is booted") != c.boots {
+			t.Errorf("%d times %q: the console's log is %q, %v", c.faults, c.fault, said, err)
 		}
-		if said, err := os.ReadFile(filepath.Join(opts.Dir, "boots")); err != nil || len(said) != min(crashes+1, boots) {
-			t.Errorf("after %d crashes it was started %d times, %v", crashes, len(said), err)
+		if said, err := os.ReadFile(filepath.Join(opts.Dir, "boots")); err != nil || len(said) != c.boots {
+			t.Errorf("%d times %q: it was started %d times, %v", c.faults, c.fault, len(said), err)
 		}
 	}
 }
