@@ -3,6 +3,7 @@ package network
 import (
 	"bytes"
 	"cmp"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"os"
@@ -12,6 +13,7 @@ import (
 	"github.com/google/nftables"
 	"github.com/google/nftables/expr"
 	"github.com/google/nftables/userdata"
+	mdl "github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 )
 
@@ -122,7 +124,7 @@ func (v *verb) permit(c *nftables.Conn, ch *nftables.Chain) (added bool, err err
 		{v.m.bridge, "docker", expr.VerdictReturn},
 		{"", v.m.bridge, expr.VerdictAccept},
 	}
-	have, err := v.permitted(c, ch)
+	have, err := v.permitted(ch)
 	if err != nil {
 		return false, err
 	}
@@ -157,16 +159,55 @@ func (m *Manager) mark() []byte {
 	return userdata.AppendString(nil, userdata.TypeComment, "agentbox "+m.tag)
 }
 
-func (v *verb) permitted(c *nftables.Conn, ch *nftables.Chain) ([]*nftables.Rule, error) {
-	rules, err := c.GetRules(ch.Table, ch)
+// permitted returns those of our rules that a chain has, by their handles. It is for that
+// only that the kernel is asked here: the library fails over a chain of which it does not
+// know one rule.
+func (v *verb) permitted(ch *nftables.Chain) (ours []*nftables.Rule, err error) {
+	attributes, err := mdl.MarshalAttributes([]mdl.Attribute{
+		{Type: unix.NFTA_RULE_TABLE, Data: append([]byte(ch.Table.Name), 0)},
+		{Type: unix.NFTA_RULE_CHAIN, Data: append([]byte(ch.Name), 0)},
+	})
+	if err != nil {
+		return nil, err
+	}
+	c, err := mdl.Dial(unix.NETLINK_NETFILTER, nil)
+	if err != nil {
+		return nil, fmt.Errorf("nftables: %w", err)
+	}
+	defer c.Close()
+	answers, err := c.Execute(mdl.Message{
+		Header: mdl.Header{Type: unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_GETRULE, Flags: mdl.Request | mdl.Dump},
+		Data:   append([]byte{byte(ch.Table.Family), unix.NFNETLINK_V0, 0, 0}, attributes...), // nfgenmsg
+	})
 	if err != nil {
 		return nil, fmt.Errorf("list the rules of %s: %w", ch.Name, err)
 	}
-	rules = slices.DeleteFunc(rules, func(r *nftables.Rule) bool { return !bytes.Equal(r.UserData, v.m.mark()) })
-	for _, r := range rules {
-		r.Table, r.Chain = ch.Table, ch
+	for _, a := range answers {
+		if len(a.Data) < 4 {
+			return nil, fmt.Errorf("list the rules of %s: a message of %d bytes", ch.Name, len(a.Data))
+		}
+		d, err := mdl.NewAttributeDecoder(a.Data[4:])
+		if err != nil {
+			return nil, fmt.Errorf("list the rules of %s: %w", ch.Name, err)
+		}
+		d.ByteOrder = binary.BigEndian
+		r := &nftables.Rule{Table: ch.Table, Chain: ch}
+		for d.Next() {
+			switch d.Type() {
+			case unix.NFTA_RULE_HANDLE:
+				r.Handle = d.Uint64()
+			case unix.NFTA_RULE_USERDATA:
+				r.UserData = d.Bytes()
+			}
+		}
+		if err := d.Err(); err != nil {
+			return nil, fmt.Errorf("list the rules of %s: %w", ch.Name, err)
+		}
+		if bytes.Equal(r.UserData, v.m.mark()) {
+			ours = append(ours, r)
+		}
 	}
-	return rules, nil
+	return ours, nil
 }
 
 // closeFirewall takes back what openFirewall added.
@@ -180,7 +221,7 @@ func (v *verb) closeFirewall(c *nftables.Conn) error {
 		if !inFilter(ch) || (ch.Name != "DOCKER-USER" && ch.Name != "FORWARD") {
 			continue
 		}
-		rules, err := v.permitted(c, ch)
+		rules, err := v.permitted(ch)
 		if err != nil {
 			return err
 		}

@@ -1,7 +1,9 @@
 package network
 
 import (
+	"fmt"
 	"os/exec"
+	"slices"
 	"strings"
 	"testing"
 
@@ -119,29 +121,52 @@ func testFirewallWarning(t *testing.T, name string) {
 	}
 }
 
-// Rules of somebody else's that the library cannot read stand in nobody's way.
+// Rules of somebody else's that the library cannot read stand in nobody's way, wherever they are.
 func TestFirewallUnknownRule(t *testing.T) {
-	nft := exec.Command("nft", "-f", "-")
-	nft.Stdin = strings.NewReader(`table inet odd {
-		chain forward { type filter hook forward priority 0; policy accept; meta l4proto tcp ct original proto-dst 8080 accept; }
-	}`)
-	if out, err := nft.CombinedOutput(); err != nil {
-		t.Fatalf("%v: %s", err, out)
-	}
-	c, err := nftables.New()
-	if err != nil {
-		t.Fatal(err)
-	}
-	table := &nftables.Table{Name: "odd", Family: nftables.TableFamilyINet}
-	defer func() { c.DelTable(table); _ = c.Flush() }()
-	if _, err := c.GetRules(table, &nftables.Chain{Name: "forward", Table: table}); err == nil {
-		t.Log("the library can read that rule by now")
-	}
-	w := open(t)
-	serve(t, internet, "tcp4", ":101")
-	e := w.setup("a", bridged)
-	mustReach(t, e.Path, "tcp4", internetAddress+":101", hostAddress)
-	if _, err := w.m.Tend(t.Context()); err != nil || len(e.Warnings) > 0 {
-		t.Errorf("%v, warnings %q", err, e.Warnings)
+	for _, at := range []struct{ name, family, table, chain, policy string }{
+		{"a table of its own", "inet", "odd", "forward", "accept"},
+		{"FORWARD", "ip", "filter", "FORWARD", "drop"},
+	} {
+		t.Run(at.name, func(t *testing.T) {
+			nft := exec.Command("nft", "-f", "-")
+			nft.Stdin = strings.NewReader(fmt.Sprintf(`table %s %s {
+				chain %s { type filter hook forward priority 0; policy %s; meta l4proto tcp ct original proto-dst 8080 accept; }
+			}`, at.family, at.table, at.chain, at.policy))
+			if out, err := nft.CombinedOutput(); err != nil {
+				t.Fatalf("%v: %s", err, out)
+			}
+			c, err := nftables.New()
+			if err != nil {
+				t.Fatal(err)
+			}
+			table := &nftables.Table{Name: at.table, Family: nftables.TableFamilyINet}
+			if at.family == "ip" {
+				table.Family = nftables.TableFamilyIPv4
+			}
+			defer func() { c.DelTable(table); _ = c.Flush() }()
+			if _, err := c.GetRules(table, &nftables.Chain{Name: at.chain, Table: table}); err == nil {
+				t.Log("the library can read that rule by now")
+			}
+			rules := func() []string {
+				t.Helper()
+				out, err := exec.Command("nft", "list", "chain", at.family, at.table, at.chain).Output()
+				if err != nil {
+					t.Fatal(err)
+				}
+				return strings.Split(string(out), "\n")
+			}
+			before := rules()
+			w := open(t)
+			serve(t, internet, "tcp4", ":101")
+			e := w.setup("a", bridged)
+			mustReach(t, e.Path, "tcp4", internetAddress+":101", hostAddress)
+			if did, err := w.m.Tend(t.Context()); err != nil || len(did) > 0 || len(e.Warnings) > 0 {
+				t.Errorf("did %q, %v, warnings %q", did, err, e.Warnings)
+			}
+			w.release("a")
+			if after := rules(); !slices.Equal(before, after) {
+				t.Errorf("left: %q, was %q", after, before)
+			}
+		})
 	}
 }
