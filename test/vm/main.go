@@ -164,9 +164,7 @@ func host(ctx context.Context, args []string) error {
 	}
 	defer done()
 	rec := record{dir: results}
-	// Who may take longer is no condition.
-	conditions := fmt.Sprint(filepath.Base(boots), q.accel, o.run, o.long, o.cpus, o.memory, o.cuts)
-	if rec.digests, err = makePayload(ctx, dir, list, o.run, conditions); err != nil {
+	if rec.digests, err = makePayload(ctx, dir, list, o, fmt.Sprint(filepath.Base(boots), q.accel)); err != nil {
 		return err
 	}
 	var before []result

@@ -137,8 +137,8 @@ func enough(dir string) error {
 func payloadIn(dir string) string { return filepath.Join(dir, "payload") }
 
 // makePayload puts together, in dir, what the guest runs, and returns a digest per
-// suite. which is the tests that are asked for.
-func makePayload(ctx context.Context, dir string, list []suite, which, conditions string) (map[string]string, error) {
+// suite; machine is what it is run in.
+func makePayload(ctx context.Context, dir string, list []suite, o options, machine string) (map[string]string, error) {
 	if err := enough(dir); err != nil {
 		return nil, err
 	}
@@ -167,7 +167,7 @@ func makePayload(ctx context.Context, dir string, list []suite, which, condition
 		if err := debPackage(ctx, "0.0~vm", filepath.Join(root, "agentbox.deb")); err != nil {
 			return nil, err
 		}
-		if asksFor(which, "TestPackage") { // it upgrades this one to that
+		if asksFor(o.run, "TestPackage") { // it upgrades this one to that
 			if err := debPackage(ctx, "0.0~0", filepath.Join(root, "older.deb")); err != nil {
 				return nil, err
 			}
@@ -176,7 +176,7 @@ func makePayload(ctx context.Context, dir string, list []suite, which, condition
 	if err := sources(ctx, filepath.Join(root, "src")); err != nil {
 		return nil, err
 	}
-	return digest(root, list, conditions)
+	return digest(root, list, machine, o)
 }
 
 // makeDisks makes, in dir, the disk with what was put together and the one that the

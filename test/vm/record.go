@@ -84,12 +84,12 @@ func (c record) split(list []suite) (before []result, todo []suite) {
 }
 
 // digest is, for each suite, that of all that its results depend on: the payload but for
-// other suites' tests, and conditions that the payload does not have in it. Sources of
+// other suites' tests, the machine, and the options that change what is run. Sources of
 // tests are left out: their binaries have them, and a test that looks for a word in one
 // comes to the same on any machine.
-func digest(root string, list []suite, conditions string) (map[string]string, error) {
+func digest(root string, list []suite, machine string, o options) (map[string]string, error) {
 	common, own := sha256.New(), map[string]string{}
-	fmt.Fprintf(common, "%q\n", conditions)
+	fmt.Fprintf(common, "%q %q %t %d %d\n", machine, o.run, o.long, o.cpus, o.memory)
 	err := filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
 		if err != nil || d.IsDir() {
 			return err
@@ -131,7 +131,7 @@ func digest(root string, list []suite, conditions string) (map[string]string, er
 		all := sha256.New()
 		fmt.Fprintf(all, "%x\n%s", common.Sum(nil), own["tests/"+s.name()])
 		if s.boots {
-			fmt.Fprint(all, own["agentbox.deb"], own["older.deb"])
+			fmt.Fprint(all, own["agentbox.deb"], own["older.deb"], o.cuts)
 		}
 		digests[s.pkg] = fmt.Sprintf("%x", all.Sum(nil))
 	}

@@ -20,22 +20,26 @@ func put(t *testing.T, path, what string) {
 func TestDigest(t *testing.T) {
 	a, b, boots := suite{pkg: "a"}, suite{pkg: "b/c"}, suite{pkg: "d", boots: true}
 	for name, c := range map[string]struct {
-		change     func(root string) error
-		conditions string
-		changed    []suite
+		change  func(root string) error
+		machine string
+		o       options
+		changed []suite
 	}{
-		"nothing":         {nil, "", nil},
-		"a program":       {func(root string) error { return os.WriteFile(root+"/built/agentbox", []byte("2"), 0o644) }, "", []suite{a, b, boots}},
-		"a source's name": {func(root string) error { return os.Rename(root+"/src/x", root+"/src/y") }, "", []suite{a, b, boots}},
-		"a source's mode": {func(root string) error { return os.Chmod(root+"/src/x", 0o755) }, "", []suite{a, b, boots}},
+		"nothing":         {nil, "", options{}, nil},
+		"a program":       {func(root string) error { return os.WriteFile(root+"/built/agentbox", []byte("2"), 0o644) }, "", options{}, []suite{a, b, boots}},
+		"a source's name": {func(root string) error { return os.Rename(root+"/src/x", root+"/src/y") }, "", options{}, []suite{a, b, boots}},
+		"a source's mode": {func(root string) error { return os.Chmod(root+"/src/x", 0o755) }, "", options{}, []suite{a, b, boots}},
 		"where a link points": {func(root string) error {
 			return errors.Join(os.Remove(root+"/bin/go"), os.Symlink("vm2", root+"/bin/go"))
-		}, "", []suite{a, b, boots}},
-		"a test's source":   {func(root string) error { return os.WriteFile(root+"/src/x_test.go", []byte("2"), 0o644) }, "", nil},
-		"its tests":         {func(root string) error { return os.WriteFile(b.binary(root), []byte("2"), 0o644) }, "", []suite{b}},
-		"the package":       {func(root string) error { return os.WriteFile(root+"/agentbox.deb", []byte("2"), 0o644) }, "", []suite{boots}},
-		"the older package": {func(root string) error { return os.Remove(root + "/older.deb") }, "", []suite{boots}},
-		"the image":         {nil, "trixie-2", []suite{a, b, boots}},
+		}, "", options{}, []suite{a, b, boots}},
+		"a test's source":     {func(root string) error { return os.WriteFile(root+"/src/x_test.go", []byte("2"), 0o644) }, "", options{}, nil},
+		"its tests":           {func(root string) error { return os.WriteFile(b.binary(root), []byte("2"), 0o644) }, "", options{}, []suite{b}},
+		"the package":         {func(root string) error { return os.WriteFile(root+"/agentbox.deb", []byte("2"), 0o644) }, "", options{}, []suite{boots}},
+		"the older package":   {func(root string) error { return os.Remove(root + "/older.deb") }, "", options{}, []suite{boots}},
+		"the image":           {nil, "trixie-2", options{}, []suite{a, b, boots}},
+		"the tests asked for": {nil, "", options{run: "TestX"}, []suite{a, b, boots}},
+		"the power cuts":      {nil, "", options{cuts: 20}, []suite{boots}},
+		"the bound":           {nil, "", options{timeout: time.Hour}, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			root, list := t.TempDir(), []suite{a, b, boots}
@@ -46,7 +50,7 @@ func TestDigest(t *testing.T) {
 			if err := os.Symlink("vm", root+"/bin/go"); err != nil {
 				t.Fatal(err)
 			}
-			was, err := digest(root, list, "")
+			was, err := digest(root, list, "", options{})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -55,7 +59,7 @@ func TestDigest(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			is, err := digest(root, list, c.conditions)
+			is, err := digest(root, list, c.machine, c.o)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -69,7 +73,7 @@ func TestDigest(t *testing.T) {
 				}
 			}
 			// A suite alone has the digest that it has beside others.
-			if alone, err := digest(root, list[1:2], c.conditions); err != nil || alone["b/c"] != is["b/c"] {
+			if alone, err := digest(root, list[1:2], c.machine, c.o); err != nil || alone["b/c"] != is["b/c"] {
 				t.Errorf("alone: %v (%v), want %q", alone, err, is["b/c"])
 			}
 		})
