@@ -30,7 +30,7 @@ guest=(
 	linux-image-cloud-amd64 systemd-sysv udev dbus kmod apparmor apparmor-utils
 	runc crun conmon criu podman netavark aardvark-dns passt uidmap docker.io docker-cli docker-compose containerd containernetworking-plugins
 	docker-registry skopeo umoci checkpointctl mmdebstrap debian-archive-keyring apt-utils ca-certificates busybox-static
-	nftables iptables iproute2 iputils-ping python3 git tmux curl procps psmisc attr acl xz-utils zstd file
+	nftables iptables iproute2 iputils-ping python3 git tmux curl procps psmisc attr acl xz-utils zstd file patch
 	e2fsprogs xfsprogs quota fuse3 strace openssl nginx-light
 )
 
@@ -157,6 +157,8 @@ root() {
 		--dpkgopt='path-exclude=/usr/share/locale/*' --dpkgopt='path-exclude=/usr/share/man/*' \
 		"$@" "$suite" "$dir" "${sources[@]}" >"$work/log" 2>&1 || {
 		tail -n 30 "$work/log" >&2
+		! grep -q 'Release file for .* is expired' "$work/log" ||
+			die "a mirror is behind, or a snapshot; of sid that is taken with AGENTBOX_VM_SID='[check-valid-until=no] URL'"
 		die "mmdebstrap failed or took more than $limit s; is $mirror reachable?"
 	}
 }

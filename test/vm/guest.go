@@ -177,6 +177,9 @@ func goCommand(args []string) error {
 		if into {
 			to = filepath.Join(out, filepath.Base(pkg))
 		}
+		if err := os.MkdirAll(filepath.Dir(to), 0o755); err != nil { // as go does
+			return err
+		}
 		if err := copyFile(filepath.Join(payload, "built", tags, pkg), to); err != nil {
 			return fmt.Errorf("%s with tags %q was not built for this machine (see builds in test/vm): %w", w, tags, err)
 		}
