@@ -37,6 +37,7 @@ if [ -n "$HANGS" ]; then
 	exec sleep 600
 fi
 [ -n "$dir" ] || { echo tar >"$file"; exit; }
+[ -z "$EXPIRED" ] || { echo 'E: Release file for http://sid.example/dists/sid/InRelease is expired (invalid since 18d). Updates will not be applied.'; exit 100; }
 [ -z "$BROKEN" ] || { echo no such mirror; exit 100; }
 mkdir -p "$dir/boot" "$dir/var/lib/dpkg/info" "$dir/var/lib/dpkg/updates"
 touch "$dir/boot/vmlinuz-6" "$dir/boot/initrd.img-6"
@@ -340,6 +341,7 @@ func TestImageRefused(t *testing.T) {
 		{"FREE=5999", []string{"--image", "docker28"}, false, "5999 MB free and this needs 6000 MB"},
 		{"FREE=6999", []string{"--image", "docker28", "--qemu"}, false, "6999 MB free and this needs 7000 MB"},
 		{"BROKEN=1", []string{"--image", "trixie"}, true, "no such mirror"},
+		{"EXPIRED=1", []string{"--image", "docker28"}, true, "AGENTBOX_VM_SID='[check-valid-until=no] URL'"},
 		{"ENGINE=29.1.0", []string{"--image", "docker28"}, true, "has Docker Engine 29.1.0+dfsg4-5 by now"},
 	} {
 		out, said, err := s.run(c.env, c.args...)
