@@ -159,9 +159,8 @@ func (m *Manager) mark() []byte {
 	return userdata.AppendString(nil, userdata.TypeComment, "agentbox "+m.tag)
 }
 
-// permitted returns those of our rules that a chain has, by their handles. It is for that
-// only that the kernel is asked here: the library fails over a chain of which it does not
-// know one rule.
+// permitted returns those of our rules that a chain has, with their handles and nothing
+// else. The library would read all rules of the chain, and fails if it does not know one.
 func (v *verb) permitted(ch *nftables.Chain) (ours []*nftables.Rule, err error) {
 	attributes, err := mdl.MarshalAttributes([]mdl.Attribute{
 		{Type: unix.NFTA_RULE_TABLE, Data: append([]byte(ch.Table.Name), 0)},

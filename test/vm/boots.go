@@ -45,6 +45,7 @@ func runBoots(ctx context.Context, q *emulator, opts machineOptions, s suite, o 
 	defer kept.Close()
 	b.kept = kept
 	b.opts.Disk = filepath.Join(opts.Dir, "disk.qcow2")
+	b.opts.Boot = boots * opts.Boot // in one try
 	asked := func(part string) bool { return asksFor(o.run, part) }
 	if asked("TestPackage") {
 		err = b.apart(ctx, "TestPackage")

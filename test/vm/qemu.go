@@ -132,7 +132,8 @@ var (
 
 // boots is how often a guest is booted when QEMU crashes under it or it hangs, as happens
 // now and then where it is emulated (the timer of a CPU never fires): nothing was run in
-// it yet.
+// it yet. One with a Disk of its own is not booted again when it hangs: that may be what
+// lies on the disk, agentbox's service among it.
 const boots = 3
 
 // boot starts a guest and returns once it is ready for commands. What it changes
@@ -140,7 +141,7 @@ const boots = 3
 func boot(ctx context.Context, q *emulator, opts machineOptions) (m *machine, ready string, err error) {
 	for n := 1; ; n++ {
 		m, ready, err = bootOnce(ctx, q, opts)
-		again := (errors.Is(err, errCrashed) || errors.Is(err, errHangs)) && !errors.Is(err, errDisks)
+		again := (errors.Is(err, errCrashed) || errors.Is(err, errHangs) && opts.Disk == "") && !errors.Is(err, errDisks)
 		if n == boots || !again {
 			return m, ready, err
 		}
