@@ -199,8 +199,9 @@ func host(ctx context.Context, args []string) error {
 		}
 	}
 	for _, r := range before {
-		all, facts = append(all, r), cmp.Or(facts, r.facts)
+		facts = cmp.Or(facts, r.facts)
 	}
+	all = append(before, all...)
 	if err := verdict(os.Stdout, list, all, facts, o.run); err != nil {
 		return fmt.Errorf("%w; all output is in %s", err, results)
 	}
