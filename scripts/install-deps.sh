@@ -125,6 +125,10 @@ missing_packages() {
 	for item in "$@"; do
 		command -v "${item%%:*}" >/dev/null || echo "${item#*:}"
 	done
+	# By netavark, as Debian 13 has it, Podman takes no container off a network of one's own without its partner.
+	if [[ " $* " == *" podman:podman "* && -x /usr/lib/podman/netavark && ! -x /usr/lib/podman/aardvark-dns ]]; then
+		echo aardvark-dns
+	fi
 	# A busybox that is to run in an empty root has to be the static one.
 	busybox=$(command -v busybox) && is_static "$busybox" || echo busybox-static
 	[[ -s /etc/ssl/certs/ca-certificates.crt ]] || echo ca-certificates
@@ -189,6 +193,19 @@ install_packages() {
 			"Where it says that packages need to be removed, nothing was changed: others are here that do the same, such as" \
 			"docker-ce in the place of docker.io. Install the commands that are missing (--check names them) from where those" \
 			"come from, or remove those yourself."
+}
+
+install_missing() {
+	local packages
+	mapfile -t packages < <(missing_packages "${NEEDED[@]}")
+	if ((${#packages[@]} == 0)); then
+		return
+	fi
+	begin_changes # whose lists tell what there is
+	if ! candidate docker-cli >/dev/null; then
+		mapfile -t packages < <(printf '%s\n' "${packages[@]/#docker-cli/docker.io}" | sort -u)
+	fi
+	install_packages "${packages[@]}"
 }
 
 # ---- Debian's archive, aside from the system's apt sources ----------------------------------------------------------
@@ -384,15 +401,8 @@ main() {
 	trap 'exit 130' INT
 	trap 'exit 143' TERM
 
-	local packages
-	mapfile -t packages < <(missing_packages "${NEEDED[@]}")
-	if ((${#packages[@]} > 0)); then
-		begin_changes # whose lists tell what there is
-		if ! candidate docker-cli >/dev/null; then
-			mapfile -t packages < <(printf '%s\n' "${packages[@]/#docker-cli/docker.io}" | sort -u)
-		fi
-		install_packages "${packages[@]}"
-	fi
+	install_missing
+	install_missing # what those that were installed want besides
 	go_is_enough || install_go
 	criu_works criu >/dev/null || install_criu # last, as it is what a strange kernel can make impossible
 
