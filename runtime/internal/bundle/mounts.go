@@ -3,6 +3,7 @@ package bundle
 import (
 	"bytes"
 	"crypto/sha256"
+	"debug/elf"
 	"errors"
 	"fmt"
 	"io"
@@ -314,6 +315,9 @@ func (p Place) copyInit() (err error) {
 		return err
 	}
 	defer src.Close()
+	if err := static(src); err != nil {
+		return err
+	}
 	dst, err := os.OpenFile(filepath.Join(p.Dir, "init"), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o755)
 	if err != nil {
 		return err
@@ -327,4 +331,19 @@ func (p Place) copyInit() (err error) {
 		return err
 	}
 	return dst.Sync()
+}
+
+// static refuses a program that wants a loader, which not every sandbox has.
+func static(f *os.File) error {
+	program, err := elf.NewFile(f)
+	if err != nil {
+		return fmt.Errorf("%s: %w", f.Name(), err)
+	}
+	for _, part := range program.Progs {
+		if part.Type == elf.PT_INTERP {
+			return &fault.Error{Err: fmt.Errorf("%w: %s is linked dynamically, so it cannot be the first process of a sandbox", fault.ErrUnsupported, f.Name()),
+				Hint: "Build it with CGO_ENABLED=0, as make build does; or do without --init."}
+		}
+	}
+	return nil
 }
