@@ -49,6 +49,7 @@ func TestEngine(t *testing.T) {
 	}
 	bin := t.TempDir()
 	build := exec.Command("go", "build", "-ldflags", "-s -w", "-o", bin, "../agentbox", "../agentbox-runtime")
+	build.Env = append(os.Environ(), "CGO_ENABLED=0") // it is the init of sandboxes, too
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %v\n%s", build, err, out)
 	}
@@ -173,6 +174,10 @@ func sweep(agentbox, root string) {
 	}
 	for _, id := range strings.Fields(run("ps", "-aq", "--no-trunc")) {
 		run("rm", "-f", "--checkpoints", id)
+	}
+	// What they had aside, which would make the root again, ends by itself.
+	for deadline := time.Now().Add(time.Minute); len(programsNaming(root)) > 0 && time.Now().Before(deadline); {
+		time.Sleep(20 * time.Millisecond)
 	}
 	if len(mountsBelow(root)) == 0 {
 		_ = os.RemoveAll(root)
@@ -365,12 +370,12 @@ func leftovers(root string) (left []string) {
 	return left
 }
 
-// programsNaming lists the command lines that root is part of.
+// programsNaming lists the command lines that root, or a path below it, is part of.
 func programsNaming(root string) (lines []string) {
 	files, _ := filepath.Glob("/proc/[0-9]*/cmdline")
 	for _, f := range files {
 		data, err := os.ReadFile(f)
-		if err == nil && strings.Contains(string(data), root+"/") {
+		if err == nil && (strings.Contains(string(data), root+"/") || strings.Contains(string(data), root+"\x00")) {
 			lines = append(lines, strings.ReplaceAll(string(data), "\x00", " "))
 		}
 	}
