@@ -16,8 +16,10 @@ import (
 	"strings"
 	"syscall"
 	"time"
+	"unicode"
 
 	"github.com/agentbox/agentbox/internal/guard"
+	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
 	"github.com/agentbox/agentbox/runtime/internal/home"
 	"github.com/agentbox/agentbox/runtime/internal/record"
@@ -202,23 +204,26 @@ func (c *conmon) read(ctx context.Context, f *os.File, r *bufio.Reader) (report,
 		return rep, c.failure(err)
 	}
 	// Conmon escapes most control characters, not all.
-	line = bytes.Map(func(r rune) rune {
-		if r < ' ' {
-			return ' '
-		}
-		return r
-	}, line)
+	line = bytes.Map(printable, line)
 	if err := json.Unmarshal(line, &rep); err != nil {
 		return rep, fmt.Errorf("report of conmon %q: %w", line, err)
 	}
 	return rep, nil
 }
 
+// printable leaves nothing that a terminal would obey.
+func printable(r rune) rune {
+	if unicode.IsControl(r) {
+		return ' '
+	}
+	return r
+}
+
 // failure explains why conmon hung up without a word.
 func (c *conmon) failure(err error) error {
 	said, _, _ := record.Read(filepath.Join(c.bundle, "conmon.log"))
-	if msg := lastRuntimeError(filepath.Join(c.bundle, "oci.log")); msg != "" {
-		said = append(said, msg...)
+	if msgs := c.runtimeErrors(); len(msgs) > 0 {
+		said = append(said, msgs[len(msgs)-1]...)
 	}
 	if text := strings.TrimSpace(string(said)); text != "" {
 		return fmt.Errorf("conmon failed: %s", text)
@@ -227,6 +232,21 @@ func (c *conmon) failure(err error) error {
 		return errors.New("conmon ended without a report")
 	}
 	return fmt.Errorf("read from conmon: %w", err)
+}
+
+// explain adds to an error of the runtime's what its log says besides: why a first
+// process died before it came to the command.
+func (c *conmon) explain(err error) error {
+	var command *runtime.ExecError
+	if errors.As(err, &command) {
+		return err
+	}
+	for _, msg := range c.runtimeErrors() {
+		if !strings.Contains(err.Error(), msg) {
+			err = fmt.Errorf("%w; %s", err, msg)
+		}
+	}
+	return err
 }
 
 // close hangs up. Conmon goes on with what it was told; one that was not told
@@ -243,20 +263,19 @@ func (c *conmon) close() {
 	}
 }
 
-// lastRuntimeError finds the last error in a runtime's JSON log.
-func lastRuntimeError(path string) string {
-	data, _, err := record.Read(path)
+// runtimeErrors finds the errors in the runtime's JSON log.
+func (c *conmon) runtimeErrors() (msgs []string) {
+	data, _, err := record.Read(filepath.Join(c.bundle, "oci.log"))
 	if err != nil {
-		return ""
+		return nil
 	}
-	last := ""
 	for line := range bytes.Lines(data) {
 		var entry struct{ Level, Msg string }
 		if json.Unmarshal(line, &entry) == nil && (entry.Level == "error" || entry.Level == "fatal") {
-			last = entry.Msg
+			msgs = append(msgs, strings.TrimSpace(strings.Map(printable, entry.Msg)))
 		}
 	}
-	return last
+	return msgs
 }
 
 // commandError turns a runtime's complaint into an error: an *ExecError when

@@ -212,7 +212,7 @@ func (s *starting) create(ctx context.Context) error {
 		if rep.Message == "" {
 			return s.conmon.failure(nil)
 		}
-		return commandError(s.view.Spec.Args, rep.Message)
+		return s.conmon.explain(commandError(s.view.Spec.Args, rep.Message))
 	}
 	return failpoint.Hit("oci.start.after-conmon")
 }

@@ -56,3 +56,33 @@ func TestCommandNotExecuted(t *testing.T) {
 	x.start(id)
 	must(t, x.Stop(t.Context(), id, runtime.StopOptions{}))
 }
+
+// A first process that dies before it is the command says why in the runtime's log
+// only; what that says is told, and nothing that a terminal would obey.
+func TestStartExplained(t *testing.T) {
+	x := newBox(t)
+	id := x.create(spec("true"))
+	real := x.wrapper
+	x.wrapper = filepath.Join(t.TempDir(), "runtime")
+	write(t, x.wrapper, `#!/bin/sh
+case " $* " in *" create "*) ;; *) exec `+real+` "$@";; esac
+while [ "$1" != --log ]; do shift; done
+cat >>"$2" <<'EOF'
+{"level":"warning","msg":"no matter"}
+{"level":"fatal","msg":"nsexec-1[7]: cannot\u001b[31m seal: Device or resource busy"}
+{"level":"error","msg":"runc create failed: read init-p: connection reset by peer"}
+EOF
+echo "runc create failed: read init-p: connection reset by peer" >&2
+exit 1
+`, 0o755)
+	_, err := x.Start(t.Context(), id, runtime.StartOptions{})
+	want := "runc create failed: read init-p: connection reset by peer; nsexec-1[7]: cannot [31m seal: Device or resource busy"
+	if err == nil || !strings.HasSuffix(err.Error(), want) {
+		t.Errorf("%v, want %s", err, want)
+	}
+	x.wrapper = real
+	x.start(id)
+	if exit, err := x.Wait(t.Context(), id); err != nil || exit != 0 {
+		t.Errorf("with the real one: %d, %v", exit, err)
+	}
+}
