@@ -139,8 +139,8 @@ for arch in "${arches[@]}"; do
 		cat "$work/log" >&2
 		die "nfpm failed"
 	}
-	# Nobody is to find a package that was refused.
-	lintian --allow-root --fail-on error,warning "$work/$name.deb" || die "lintian objects to $name.deb"
+	# Nobody is to find a package that was refused. lintian leaves a file behind where it works.
+	TMPDIR=$work lintian --allow-root --fail-on error,warning "$work/$name.deb" || die "lintian objects to $name.deb"
 	cp "$stage$doc/agentbox.cdx.json" "$out/$name.cdx.json"
 	mv "$work/$name.deb" "$out/$name.deb"
 	(cd "$out" && sha256sum "$name.deb")
