@@ -219,12 +219,15 @@ func printable(r rune) rune {
 	return r
 }
 
+// oneLine is a text as a log has it and as a terminal shows it.
+func oneLine(text string) string {
+	return strings.Join(strings.Fields(strings.Map(printable, text)), " ")
+}
+
 // failure explains why conmon hung up without a word.
 func (c *conmon) failure(err error) error {
 	said, _, _ := record.Read(filepath.Join(c.bundle, "conmon.log"))
-	if msgs := c.runtimeErrors(); len(msgs) > 0 {
-		said = append(said, msgs[len(msgs)-1]...)
-	}
+	said = append(said, strings.Join(c.runtimeErrors(), "; ")...)
 	if text := strings.TrimSpace(string(said)); text != "" {
 		return fmt.Errorf("conmon failed: %s", text)
 	}
@@ -242,7 +245,7 @@ func (c *conmon) explain(err error) error {
 		return err
 	}
 	for _, msg := range c.runtimeErrors() {
-		if !strings.Contains(err.Error(), msg) {
+		if !strings.Contains(oneLine(err.Error()), msg) {
 			err = fmt.Errorf("%w; %s", err, msg)
 		}
 	}
@@ -263,7 +266,7 @@ func (c *conmon) close() {
 	}
 }
 
-// runtimeErrors finds the errors in the runtime's JSON log.
+// runtimeErrors finds the errors in the runtime's JSON log, each on one line.
 func (c *conmon) runtimeErrors() (msgs []string) {
 	data, _, err := record.Read(filepath.Join(c.bundle, "oci.log"))
 	if err != nil {
@@ -272,7 +275,7 @@ func (c *conmon) runtimeErrors() (msgs []string) {
 	for line := range bytes.Lines(data) {
 		var entry struct{ Level, Msg string }
 		if json.Unmarshal(line, &entry) == nil && (entry.Level == "error" || entry.Level == "fatal") {
-			msgs = append(msgs, strings.TrimSpace(strings.Map(printable, entry.Msg)))
+			msgs = append(msgs, oneLine(entry.Msg))
 		}
 	}
 	return msgs

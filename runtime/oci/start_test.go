@@ -58,7 +58,7 @@ func TestCommandNotExecuted(t *testing.T) {
 }
 
 // A first process that dies before it is the command says why in the runtime's log
-// only; what that says is told, and nothing that a terminal would obey.
+// only; what that says is told, once, and nothing that a terminal would obey.
 func TestStartExplained(t *testing.T) {
 	x := newBox(t)
 	id := x.create(spec("true"))
@@ -70,15 +70,15 @@ while [ "$1" != --log ]; do shift; done
 cat >>"$2" <<'EOF'
 {"level":"warning","msg":"no matter"}
 {"level":"fatal","msg":"nsexec-1[7]: cannot\u001b[31m seal: Device or resource busy"}
-{"level":"error","msg":"runc create failed: read init-p: connection reset by peer"}
+{"level":"error","msg":"runc create failed: read init-p:\nconnection reset by peer"}
 EOF
-echo "runc create failed: read init-p: connection reset by peer" >&2
+printf 'runc create failed: read init-p:\nconnection reset by peer\n' >&2
 exit 1
 `, 0o755)
 	_, err := x.Start(t.Context(), id, runtime.StartOptions{})
-	want := "runc create failed: read init-p: connection reset by peer; nsexec-1[7]: cannot [31m seal: Device or resource busy"
-	if err == nil || !strings.HasSuffix(err.Error(), want) {
-		t.Errorf("%v, want %s", err, want)
+	want := "runc create failed: read init-p:\nconnection reset by peer; nsexec-1[7]: cannot [31m seal: Device or resource busy"
+	if err == nil || err.Error() != want {
+		t.Errorf("%q, want %q", err, want)
 	}
 	x.wrapper = real
 	x.start(id)
