@@ -115,6 +115,31 @@ func readJSON(path string, into any) error {
 	return nil
 }
 
+// Of returns the container whose first process is pid, which is in the container's cgroup.
+func Of(pid int) (Container, error) {
+	c := Container{ID: "of process " + strconv.Itoa(pid), Pid: pid}
+	data, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/cgroup")
+	if err != nil {
+		return c, err
+	}
+	var is bool
+	if _, c.start, is = process(pid); !is {
+		return c, fmt.Errorf("process %d: %w", pid, fault.ErrNotFound)
+	}
+	for line := range strings.Lines(string(data)) {
+		f := strings.SplitN(strings.TrimSpace(line), ":", 3) // hierarchy:controllers:path
+		switch {
+		case len(f) != 3:
+		case f[1] == "freezer":
+			c.dir, c.v2 = filepath.Join(cgroupRoot, "freezer", f[2]), false
+			return c, nil
+		case f[1] == "":
+			c.dir, c.v2 = filepath.Join(cgroupRoot, f[2]), true
+		}
+	}
+	return c, nil
+}
+
 // Alive tells whether the container's init is there and has not ended.
 func (c Container) Alive() bool {
 	state, start, ok := process(c.Pid)
@@ -185,4 +210,43 @@ func readStat(path string) (state string, start uint64, ok bool) {
 
 func (c Container) stopped() error {
 	return fmt.Errorf("container %s is stopped: %w", c.ID, fault.ErrState)
+}
+
+// Leave moves processes out of the hierarchy's cgroup that Freeze freezes, to where
+// another process is.
+func (c Container) Leave(to string, pids ...int) error {
+	data, err := os.ReadFile("/proc/" + to + "/cgroup")
+	if err != nil {
+		return err
+	}
+	group, found := "", false
+	for line := range strings.Lines(string(data)) {
+		f := strings.SplitN(strings.TrimSpace(line), ":", 3) // hierarchy:controllers:path
+		if len(f) == 3 && (c.v2 && f[1] == "" || !c.v2 && f[1] == "freezer") {
+			group, found = f[2], true
+		}
+	}
+	mount, err := mountOf(c.dir)
+	if err != nil || !found {
+		return errors.Join(err, fmt.Errorf("cgroup of process %s is not known", to))
+	}
+	for _, pid := range pids {
+		if err := os.WriteFile(filepath.Join(mount, group, "cgroup.procs"), []byte(strconv.Itoa(pid)), 0); err != nil {
+			return fmt.Errorf("move process %d out of container %s: %w", pid, c.ID, err)
+		}
+	}
+	return nil
+}
+
+// mountOf returns the mount that a directory of a cgroup hierarchy lies on.
+func mountOf(dir string) (string, error) {
+	var st unix.Stat_t
+	if err := unix.Stat(dir, &st); err != nil {
+		return "", err
+	}
+	for dev := st.Dev; ; dir = filepath.Dir(dir) {
+		if err := unix.Stat(filepath.Dir(dir), &st); err != nil || st.Dev != dev {
+			return dir, err
+		}
+	}
 }
