@@ -47,6 +47,7 @@ type DumpResult struct {
 	// Interrupted is why threads of the container, which lives on, may see
 	// EINTR from calls that nothing but the dump has interrupted.
 	Interrupted error
+	Warnings    []string // what a restore will not bring back
 }
 
 // DumpError is a dump that CRIU refused or that failed. The container is as
@@ -130,7 +131,15 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 		return res, fmt.Errorf("dump %s: %w", rt.ID, err)
 	}
 	start := time.Now()
+	record, err := recordOf(state.Pid, members)
+	if err != nil {
+		return res, fmt.Errorf("dump %s: %w", rt.ID, err)
+	}
+	res.Warnings = record.Lost()
 	said, err := runDump(rt, opts, extra)
+	if err == nil {
+		err = errors.Join(record.Write(opts.ImageDir), mendTimers(opts.ImageDir, record))
+	}
 	if err == nil {
 		err = failpoint.Hit("checkpoint.before-waits")
 	}

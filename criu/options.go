@@ -37,9 +37,6 @@ type Options struct {
 	TCP        string        // default TCPEstablished
 	GhostLimit int64         // bytes a deleted file that is still open may have; default DefaultGhostLimit
 	Timeout    time.Duration // for stopping all processes; default CRIU's, 10 s. It does not bound the dump itself
-	// LeaveStopped has a restore end with every process stopped, as by SIGSTOP,
-	// so that none runs on before it is frozen.
-	LeaveStopped bool
 	// EmptyNetwork leaves the contents of the network namespace out: whoever
 	// starts the container fills it.
 	EmptyNetwork bool
@@ -90,9 +87,6 @@ func (o Options) lines() ([]string, error) {
 	lines = append(lines, "file-locks",
 		"skip-in-flight", // a connection half-way through its handshake is dropped, and the client tries again
 		fmt.Sprintf("ghost-limit %d", limit))
-	if o.LeaveStopped {
-		lines = append(lines, "leave-stopped")
-	}
 	if o.Timeout > 0 {
 		seconds := int64((o.Timeout + time.Second - 1) / time.Second)
 		lines = append(lines, fmt.Sprintf("timeout %d", seconds))

@@ -7,9 +7,11 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"time"
 
 	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/criu/proof"
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/guard"
@@ -440,23 +442,16 @@ func (e *Engine) resume(ctx context.Context, r *restoration) error {
 		if err := hand(r.spec.IDs, r.images); err != nil {
 			return err
 		}
-		// With a read-only root none runs before the wrapper has seen that it is.
-		held := was != Paused && r.spec.ReadOnly
-		options := criu.Options{TCP: manifest.TCP, LeaveStopped: held || was == Paused, EmptyNetwork: r.c.EmptyNetwork}
+		options := criu.Options{TCP: manifest.TCP, EmptyNetwork: r.c.EmptyNetwork}
 		config := filepath.Join(e.run, r.sb.ID, "criu.conf")
 		if err := criu.WriteConfig(config, options); err != nil {
 			return err
 		}
-		staged := stage.Restore{Images: r.images, Work: work, Flags: options.RuntimeFlags(), Config: config, Paused: was == Paused, Held: held, Taken: manifest.Created}
+		staged := stage.Restore{Images: r.images, Work: work, Flags: options.RuntimeFlags(), Config: config, Paused: was == Paused, Taken: manifest.Created}
 		if r.c.EmptyNetwork {
 			var err error
 			if staged.Addresses, err = criu.Addresses(r.images, manifest.TCP); err != nil {
 				return err
-			}
-		}
-		for _, p := range manifest.Processes.List {
-			if p.Stopped {
-				staged.Stopped = append(staged.Stopped, p.Pid)
 			}
 		}
 		if err := stage.Put(place.Run, place.ID, staged); err != nil {
@@ -472,6 +467,9 @@ func (e *Engine) resume(ctx context.Context, r *restoration) error {
 	}
 	_, err := r.sb.host.Start(ctx, r.sb.ID, StartOptions{Env: identity(r.spec, r.data.Attempt), Secrets: r.secrets})
 	err = r.judge(ctx, err)
+	if err == nil && r.full() {
+		r.tellProof(filepath.Join(e.run, r.sb.ID, "restore"))
+	}
 	if err == nil && r.full() && r.spec.Adopted && !r.c.EmptyNetwork {
 		// The images of a namespace that is CRIU's to keep have the cut in
 		// them under which they were made.
@@ -487,6 +485,17 @@ func (e *Engine) resume(ctx context.Context, r *restoration) error {
 		return err
 	}
 	return failpoint.Hit("restore.after-start")
+}
+
+// tellProof warns of what restored processes have not as it was.
+func (r *restoration) tellProof(work string) {
+	report, err := proof.ReadReport(work)
+	if err != nil {
+		r.warnings = append(slices.Clone(r.warnings), fmt.Sprintf("the report of the restored processes cannot be read: %v", err))
+	}
+	for _, d := range report.Different {
+		r.warnings = append(slices.Clone(r.warnings), "restored "+d.String())
+	}
 }
 
 // judge is what the error of a start means for the restore that was staged for it.

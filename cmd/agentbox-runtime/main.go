@@ -50,6 +50,9 @@ func main() {
 }
 
 func run(args []string) int {
+	if action := os.Getenv(envAction); len(args) == 0 && action != "" {
+		return hold(action)
+	}
 	if len(args) == 1 && args[0] == cutVerb {
 		return cutOff(os.Stdin)
 	}

@@ -2,7 +2,6 @@ package main
 
 import (
 	"bytes"
-	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -11,7 +10,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -49,6 +47,9 @@ func (w wrapper) restore(c call, r stage.Restore) int {
 	if err := ownCgroup(c, r); err != nil {
 		return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
 	}
+	if err := holds(r.Config); err != nil {
+		return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
+	}
 	profile, err := w.confine(c, r)
 	if err != nil {
 		return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
@@ -77,10 +78,10 @@ func (w wrapper) restore(c call, r stage.Restore) int {
 		}
 		return w.fail(c, fmt.Errorf("restore of %s failed: %w", c.id, err))
 	}
-	// The processes have been running since a moment ago. `create` promises
-	// that they do not. Those that have ended already cannot.
-	if err = freeze(c); err == nil {
-		err = confined(c, profile)
+	// The action script has frozen them before any has run. Those that have ended
+	// already cannot be frozen.
+	if err = held(c); err == nil {
+		err = errors.Join(confined(c, profile), prove(c, r))
 	}
 	if err != nil && !errors.Is(err, fault.ErrState) {
 		w.undo(c, r)
@@ -94,25 +95,11 @@ func (w wrapper) restore(c call, r stage.Restore) int {
 		w.undo(c, r)
 		return w.fail(c, fmt.Errorf("restore of %s: network: %w", c.id, err))
 	}
-	if r.Paused || r.Held {
-		if err := w.endStop(c, r.Stopped); err != nil {
-			w.undo(c, r)
-			return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
-		}
-	}
 	if err := stage.MarkRestored(w.dir, c.slot); err != nil {
 		w.undo(c, r)
 		return w.fail(c, err)
 	}
 	return 0
-}
-
-func freeze(c call) error {
-	box, err := freezer.Open(c.root, c.id)
-	if err != nil {
-		return err
-	}
-	return box.Freeze(context.Background())
 }
 
 func thaw(c call) error {
@@ -132,54 +119,12 @@ func frozen(c call) bool {
 	return is && err == nil && box.Alive()
 }
 
-// endStop takes back the stop in which CRIU left the processes of a frozen
-// container: none of them runs before it thaws. Those that a signal had
-// stopped before the dump stay so.
-func (w wrapper) endStop(c call, stopped []int) error {
-	out, err := w.quiet(c, "ps", "--format", "json", c.id).Output()
-	if err != nil {
-		return fmt.Errorf("list its processes: %w", err)
-	}
-	var pids []int
-	if err := json.Unmarshal(out, &pids); err != nil {
-		return fmt.Errorf("list its processes: %w", err)
-	}
-	for _, pid := range pids {
-		inside, err := innerPid(pid)
-		if err != nil {
-			return err
-		}
-		if slices.Contains(stopped, inside) {
-			continue
-		}
-		if err := syscall.Kill(pid, syscall.SIGCONT); err != nil {
-			return fmt.Errorf("continue process %d: %w", pid, err)
-		}
-	}
-	return nil
-}
-
-// innerPid is a process's pid in the innermost namespace it is in.
-func innerPid(pid int) (int, error) {
-	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
-	if err != nil {
-		return 0, err
-	}
-	for line := range strings.Lines(string(status)) {
-		if ids, ok := strings.CutPrefix(line, "NSpid:"); ok {
-			fields := strings.Fields(ids)
-			return strconv.Atoi(fields[len(fields)-1])
-		}
-	}
-	return 0, fmt.Errorf("/proc/%d/status names no NSpid", pid)
-}
-
 // bounded runs the restore and kills it when it hangs or floods its log.
 func (w wrapper) bounded(c call, r stage.Restore, log string, args []string) error {
 	cmd := exec.Command(w.real, args...)
 	// The restored processes get these as theirs.
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
-	cmd.Env = host.Environ()
+	cmd.Env = append(host.Environ(), envHoldRoot+"="+c.root, envHoldID+"="+c.id, envHoldPid+"="+strconv.Itoa(os.Getpid()))
 	if err := cmd.Start(); err != nil {
 		return err
 	}

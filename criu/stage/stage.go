@@ -36,13 +36,8 @@ type Restore struct {
 	// Addresses are those that restored sockets are bound to. Some engines fill
 	// the network namespace only after `create`.
 	Addresses []netip.Addr `json:"addresses,omitempty"`
-	// Paused: it was checkpointed while paused. CRIU leaves its processes
-	// stopped (the configuration says so), the wrapper freezes them and ends
-	// the stop, except for those in Stopped, and `start` leaves them frozen.
+	// Paused: it was checkpointed while paused, and `start` leaves it frozen.
 	Paused bool `json:"paused,omitempty"`
-	// Held: CRIU leaves its processes stopped, too, and they go on with `start`.
-	Held    bool  `json:"held,omitempty"`
-	Stopped []int `json:"stopped,omitempty"` // pids, in the container, of processes that a signal had stopped
 	// Taken is when the checkpoint was taken: the images' own times tell when they
 	// were laid out. Zero: nobody knows.
 	Taken time.Time `json:"taken,omitzero"`

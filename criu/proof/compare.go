@@ -1,0 +1,156 @@
+package proof
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+)
+
+// Difference is what a restored process has, or is, that it had not, or was not.
+type Difference struct {
+	Pid  int    `json:"pid"`
+	What string `json:"what"` // a sentence without its subject: "file descriptor 5 is ..."
+	// Fatal: the process is another one, and must not run.
+	Fatal bool `json:"fatal,omitempty"`
+}
+
+func (d Difference) String() string { return fmt.Sprintf("process %d: %s", d.Pid, d.What) }
+
+// Compare names what is different in got from what is in want.
+func Compare(want, got Record) (list []Difference) {
+	for _, w := range want.Tasks {
+		at := slices.IndexFunc(got.Tasks, func(g Task) bool { return g.Pid == w.Pid })
+		switch {
+		case w.Zombie: // what CRIU makes of it may have been reaped
+		case at < 0 || got.Tasks[at].Zombie:
+			list = append(list, Difference{w.Pid, "it is gone", true})
+		default:
+			list = append(list, compareTask(w, got.Tasks[at])...)
+		}
+	}
+	for _, g := range got.Tasks {
+		if !slices.ContainsFunc(want.Tasks, func(w Task) bool { return g.Pid == w.Pid }) {
+			list = append(list, Difference{g.Pid, "it was not there", true})
+		}
+	}
+	return list
+}
+
+func compareTask(w, g Task) (list []Difference) {
+	differ := func(fatal bool, what string, want, got any) {
+		if want != got {
+			list = append(list, Difference{w.Pid, fmt.Sprintf("its %s is %q, and was %q", what, fmt.Sprint(got), fmt.Sprint(want)), fatal})
+		}
+	}
+	differ(true, "parent", w.Parent, g.Parent)
+	differ(true, "process group", w.Group, g.Group)
+	differ(true, "session", w.Session, g.Session)
+	differ(true, "set of ignored signals", w.Ignored, g.Ignored)
+	differ(true, "set of caught signals", w.Caught, g.Caught)
+	differ(true, "root directory", undeleted(w.Root), undeleted(g.Root))
+	differ(true, "working directory", undeleted(w.Cwd), undeleted(g.Cwd))
+	differ(true, "program", undeleted(w.Exe), undeleted(g.Exe))
+	differ(true, "umask", w.Umask, g.Umask)
+	differ(false, "oom_score_adj", w.OOM, g.OOM)
+	differ(false, "list of limits", strings.Join(w.Limits, "; "), strings.Join(g.Limits, "; "))
+	differ(true, "list of POSIX timers", strings.Join(w.Timers, "; "), strings.Join(g.Timers, "; "))
+	for _, wt := range w.Threads {
+		at := slices.IndexFunc(g.Threads, func(gt Thread) bool { return gt.Tid == wt.Tid })
+		if at < 0 {
+			list = append(list, Difference{w.Pid, fmt.Sprintf("its thread %d is gone", wt.Tid), true})
+			continue
+		}
+		gt := g.Threads[at]
+		of := func(what string) string { return fmt.Sprintf("%s of thread %d", what, wt.Tid) }
+		differ(false, of("name"), wt.Name, gt.Name)
+		differ(true, of("set of user ids"), wt.Uids, gt.Uids)
+		differ(true, of("set of group ids"), wt.Gids, gt.Gids)
+		differ(true, of("list of groups"), wt.Groups, gt.Groups)
+		differ(true, of("set of capabilities"), wt.Caps, gt.Caps)
+		differ(true, of("no_new_privs"), wt.NoPrivs, gt.NoPrivs)
+		differ(true, of("seccomp mode"), wt.Seccomp, gt.Seccomp)
+		if wt.Blocked != "" && gt.Blocked != "" {
+			differ(true, of("set of blocked signals"), wt.Blocked, gt.Blocked)
+		}
+		differ(false, of("set of processors"), wt.CPUs, gt.CPUs)
+		differ(false, of("timer slack"), wt.Slack, gt.Slack)
+		differ(false, of("scheduling policy"), wt.Policy, gt.Policy)
+		differ(false, of("priority"), wt.Priority, gt.Priority)
+		differ(false, of("nice value"), wt.Nice, gt.Nice)
+	}
+	if len(g.Threads) > len(w.Threads) {
+		list = append(list, Difference{w.Pid, fmt.Sprintf("it has %d threads, and had %d", len(g.Threads), len(w.Threads)), true})
+	}
+	return slices.Concat(list, compareFDs(w, g), compareLocks(w, g))
+}
+
+func compareFDs(w, g Task) (list []Difference) {
+	for _, wf := range w.FDs {
+		at := slices.IndexFunc(g.FDs, func(gf FD) bool { return gf.N == wf.N })
+		if at < 0 {
+			list = append(list, Difference{w.Pid, fmt.Sprintf("its file descriptor %d (%s) is gone", wf.N, wf.Target), true})
+			continue
+		}
+		gf := g.FDs[at]
+		differ := func(fatal bool, what string, want, got any) {
+			if want != got {
+				list = append(list, Difference{w.Pid, fmt.Sprintf("%s of its file descriptor %d (%s) is %q, and was %q", what, wf.N, wf.Target, fmt.Sprint(got), fmt.Sprint(want)), fatal})
+			}
+		}
+		differ(true, "the target", undeleted(wf.Target), undeleted(gf.Target))
+		differ(true, "the object", wf.Object, gf.Object)
+		differ(true, "the set of flags", fmt.Sprintf("%o", wf.Flags), fmt.Sprintf("%o", gf.Flags))
+		differ(true, "the position", wf.Pos, gf.Pos)
+		differ(false, "the owner", wf.Owner, gf.Owner)
+		differ(false, "the semaphore flag", wf.Semaphore, gf.Semaphore)
+		differ(true, "the count", wf.Count, gf.Count)
+		differ(true, "the signal mask", wf.Mask, gf.Mask)
+		differ(true, "the clock", wf.Clock, gf.Clock)
+	}
+	for _, gf := range g.FDs {
+		if !slices.ContainsFunc(w.FDs, func(wf FD) bool { return wf.N == gf.N }) {
+			list = append(list, Difference{w.Pid, fmt.Sprintf("its file descriptor %d (%s) was not there", gf.N, gf.Target), true})
+		}
+	}
+	return list
+}
+
+func compareLocks(w, g Task) (list []Difference) {
+	for _, l := range missing(w, g) {
+		list = append(list, Difference{w.Pid, "its " + l.String() + " is gone", true})
+	}
+	for _, l := range missing(g, w) {
+		list = append(list, Difference{w.Pid, "its " + l.String() + " was not there", true})
+	}
+	return list
+}
+
+// missing lists the locks that one has and the other has not.
+func missing(has, lacks Task) (list []Lock) {
+	for _, l := range has.Locks {
+		if !slices.ContainsFunc(lacks.Locks, func(o Lock) bool { return o.key() == l.key() }) {
+			list = append(list, l)
+		}
+	}
+	return list
+}
+
+func (l Lock) String() string {
+	kind, end := "read", "the end"
+	if l.Write {
+		kind = "write"
+	}
+	if l.End >= 0 {
+		end = fmt.Sprint(l.End)
+	}
+	return fmt.Sprintf("%s %s lock of %s from %d to %s", l.Kind, kind, l.Path, l.Start, end)
+}
+
+// undeleted returns a path whether or not its file has it still: CRIU gives a deleted
+// file a name of its own for a moment.
+func undeleted(path string) string {
+	if strings.HasSuffix(path, " (deleted)") {
+		return "(deleted)"
+	}
+	return path
+}
