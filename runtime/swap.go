@@ -220,18 +220,7 @@ func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *u
 	}
 	r.sb.steps.begin(PhaseProving, 0)
 	for i := range r.data.Trees {
-		t := &r.data.Trees[i]
-		lost := r.lostOf(t)
-		if i < len(r.updates) && !r.again && len(lost) == 0 && !r.verify {
-			ok, err := e.proveUpdate(ctx, r.sb.ID, t, r.updates[i], r.row.ID, !r.idle || t.Number > 0)
-			if err != nil {
-				return err
-			}
-			if ok {
-				continue
-			}
-		}
-		if err := e.prove(ctx, r.sb.ID, t, r.reader, lost, r.verify); err != nil {
+		if err := e.proveTree(ctx, r, i); err != nil {
 			return err
 		}
 	}
