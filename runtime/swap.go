@@ -405,7 +405,7 @@ func (e *Engine) forgetUndos(ctx context.Context, r *restoration) error {
 }
 
 // resume starts what ran at the checkpoint.
-func (e *Engine) resume(ctx context.Context, r *restoration) error {
+func (e *Engine) resume(ctx context.Context, r *restoration) (failed error) {
 	manifest := r.reader.Manifest()
 	was := Status(manifest.Status)
 	place := r.c.Stage
@@ -430,13 +430,23 @@ func (e *Engine) resume(ctx context.Context, r *restoration) error {
 			return err
 		}
 		// With a read-only root none runs before the wrapper has seen that it is.
-		held := was != Paused && r.spec.ReadOnly
+		times, remove, err := remapped(r.c.Upper, r.images)
+		if err != nil {
+			return err
+		}
+		defer func() {
+			if failed != nil {
+				failed = errors.Join(failed, remove())
+			}
+		}()
+		// Nor before the times of directories are put back.
+		held := was != Paused && (r.spec.ReadOnly || len(times) > 0)
 		options := criu.Options{TCP: manifest.TCP, LeaveStopped: held || was == Paused, EmptyNetwork: r.c.EmptyNetwork}
 		config := filepath.Join(e.run, r.sb.ID, "criu.conf")
 		if err := criu.WriteConfig(config, options); err != nil {
 			return err
 		}
-		staged := stage.Restore{Images: r.images, Work: work, Flags: options.RuntimeFlags(), Config: config, Paused: was == Paused, Held: held, Taken: manifest.Created}
+		staged := stage.Restore{Images: r.images, Work: work, Flags: options.RuntimeFlags(), Config: config, Paused: was == Paused, Held: held, Times: times, Taken: manifest.Created}
 		if r.c.EmptyNetwork {
 			var err error
 			if staged.Addresses, err = criu.Addresses(r.images, manifest.TCP); err != nil {

@@ -43,11 +43,21 @@ type Restore struct {
 	// Held: CRIU leaves its processes stopped, too, and they go on with `start`.
 	Held    bool  `json:"held,omitempty"`
 	Stopped []int `json:"stopped,omitempty"` // pids, in the container, of processes that a signal had stopped
+	// Times are those that directories had before the restore made and removed names in
+	// them. Given, Held has to be set, or Paused.
+	Times []DirTime `json:"times,omitempty"`
 	// Taken is when the checkpoint was taken: the images' own times tell when they
 	// were laid out. Zero: nobody knows.
 	Taken time.Time `json:"taken,omitzero"`
 	// Timeout ends a restore that hangs; 0 means DefaultTimeout.
 	Timeout time.Duration `json:"timeout_ns,omitempty"`
+}
+
+// DirTime is when a directory of a container was modified.
+type DirTime struct {
+	Path string `json:"path"`
+	Sec  int64  `json:"sec"`
+	Nsec int64  `json:"nsec"`
 }
 
 // Slot names the place of one container: RUN, and what the container's engine
