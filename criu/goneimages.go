@@ -44,9 +44,7 @@ func (g *goneFiles) complete(dir, upper string) error {
 			return err
 		}
 	}
-	if err := c.directories(); err != nil {
-		return err
-	}
+	c.places()
 	if !c.changed {
 		return nil
 	}
@@ -187,7 +185,7 @@ func (c *completer) remap(f *gone, id uint32) error {
 		}
 		if f.other == "" {
 			c.ghosts++
-			if err := f.write(filepath.Join(c.dir, fmt.Sprintf("ghost-file-%d.img", c.ghosts)), c.init); err != nil {
+			if err := f.write(filepath.Join(c.dir, fmt.Sprintf("ghost-file-%x.img", c.ghosts)), c.init); err != nil {
 				return err
 			}
 			f.ghost = c.ghosts
@@ -239,37 +237,61 @@ func (c *completer) nameLeft(f *gone) (name string) {
 	return name
 }
 
-// directories gives deleted directories names that are free: CRIU makes each anew by its
-// name, and another may have that by now.
-func (c *completer) directories() error {
+// places gives what CRIU makes by its name one that can be made. A directory has to be
+// free of its name, which another may have by now, where a file can be given another by
+// CRIU; and above either may be what is no directory any more.
+func (c *completer) places() {
 	named := map[string]uint32{}
+	byID := map[uint32]*regfile.RegFileEntry{}
+	for _, f := range c.files {
+		if f.GetReg() != nil {
+			byID[f.GetId()] = f.GetReg()
+		}
+	}
 	for _, r := range c.remaps {
-		if r.GetRemapType() != remap.RemapType_GHOST {
+		reg := byID[r.GetOrigId()]
+		if reg == nil || r.GetRemapType() == remap.RemapType_PROCFS {
 			continue
 		}
-		i := slices.IndexFunc(c.files, func(f *fdinfo.FileEntry) bool { return f.GetReg() != nil && f.GetId() == r.GetOrigId() })
-		if i < 0 {
-			continue
-		}
-		reg := c.files[i].GetReg()
-		if reg.GetMode()&unix.S_IFMT != unix.S_IFDIR {
-			continue
-		}
-		name := reg.GetName()
-		for n := 1; ; n++ {
+		base := c.reachable(reg.GetName())
+		name := base
+		for n := 1; reg.GetMode()&unix.S_IFMT == unix.S_IFDIR; n++ {
 			ghost, ok := named[name]
-			var st unix.Stat_t
-			if ok && ghost == r.GetRemapId() || !ok && unix.Lstat(fmt.Sprintf("/proc/%d/root%s", c.init, name), &st) != nil {
+			if ok && ghost == r.GetRemapId() || !ok && !c.there(name, nil) {
+				named[name] = r.GetRemapId()
 				break
 			}
-			name = fmt.Sprintf("%s.cr_link%d", reg.GetName(), n)
+			name = fmt.Sprintf("%s.cr_link%d", base, n)
 		}
-		named[name] = r.GetRemapId()
 		if name != reg.GetName() {
 			reg.Name, c.changed = proto.String(name), true
 		}
 	}
-	return nil
+}
+
+// there tells whether the sandbox has a path.
+func (c *completer) there(name string, st *unix.Stat_t) bool {
+	if st == nil {
+		st = &unix.Stat_t{}
+	}
+	return unix.Lstat(fmt.Sprintf("/proc/%d/root%s", c.init, name), st) == nil
+}
+
+// reachable leaves out of a path what is no directory, and all above the name from there on.
+func (c *completer) reachable(name string) string {
+	for i := 1; i < len(name); i++ {
+		var st unix.Stat_t
+		if name[i] != '/' {
+			continue
+		}
+		if !c.there(name[:i], &st) {
+			return name
+		}
+		if st.Mode&unix.S_IFMT != unix.S_IFDIR {
+			return path.Join(path.Dir(name[:i]), path.Base(name))
+		}
+	}
+	return name
 }
 
 // write makes a ghost: an image with all that the file is.
