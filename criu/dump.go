@@ -30,6 +30,7 @@ type DumpOptions struct {
 	ImageDir     string // made when missing, 0700; takes stats-dump, too
 	WorkDir      string // takes dump.log; made when missing, 0700
 	LeaveRunning bool   // the container lives on, paused; otherwise it is gone
+	Upper        string // the upperdir of its root filesystem; empty: it is none
 	Options
 	// Hold, when given, is kept open by the dumping processes: a flock on it
 	// outlives this process, so that nobody touches the container while an
@@ -111,6 +112,12 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 		// Not fatal: CRIU may find the names itself, and says so when it cannot.
 		opts.ScanPaths, _ = watches(state.Pid, members)
 	}
+	if opts.gone, err = findGone(state.Pid, members); err != nil {
+		return res, fmt.Errorf("dump %s: %w", rt.ID, err)
+	}
+	if err := opts.gone.within(opts.GhostLimit); err != nil {
+		return res, err
+	}
 	var extra extras
 	config := state.Annotations[ConfigAnnotation]
 	if config == "" {
@@ -157,6 +164,9 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 	// restored must not count as a checkpoint.
 	if err := CheckImages(opts.ImageDir); err != nil {
 		return res, &DumpError{Diagnosis: Diagnosis{Code: "image-damaged", Reason: err.Error()}, Log: log, Err: err}
+	}
+	if err := opts.gone.complete(opts.ImageDir, opts.Upper); err != nil {
+		return res, fmt.Errorf("dump %s: %w", rt.ID, err)
 	}
 	if res.Processes, err = Processes(opts.ImageDir); err != nil {
 		return res, &DumpError{Diagnosis: Diagnosis{Code: "image-damaged", Reason: err.Error()}, Log: log, Err: err}

@@ -4,6 +4,7 @@ import (
 	"debug/elf"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -41,6 +42,8 @@ type Options struct {
 	// starts the container fills it.
 	EmptyNetwork bool
 	ScanPaths    []string // files and directories of the container that inotify watches; see Watches
+
+	gone *goneFiles // of a dump
 }
 
 // DefaultGhostLimit is generous: browsers, databases and compilers keep large
@@ -66,9 +69,7 @@ func (o Options) RuntimeFlags() []string {
 
 // lines are the options in the words of CRIU's configuration file.
 //
-// Not among them, on purpose: link-remap (it links deleted files back during
-// the dump and unlinks them at its end, so that they are missing from the
-// files captured beside it and the image cannot be restored).
+// link-remap is among them only for a file on a tmpfs: see goneFiles.
 func (o Options) lines() ([]string, error) {
 	var lines []string
 	switch o.TCP {
@@ -96,6 +97,14 @@ func (o Options) lines() ([]string, error) {
 		// times: 0.1 s less of standing still. The image says which it was, so
 		// a restore needs no such line.
 		lines = append(lines, "network-lock nftables")
+	}
+	if o.gone != nil {
+		for _, name := range slices.Sorted(maps.Keys(o.gone.files)) {
+			lines = append(lines, "external "+name)
+		}
+		if o.gone.linked {
+			lines = append(lines, "link-remap")
+		}
 	}
 	for _, p := range o.ScanPaths {
 		if !filepath.IsAbs(p) || strings.ContainsAny(p, "\"\\\n\x00") {

@@ -22,10 +22,7 @@ import (
 // /proc, where it is 0 meanwhile, and restores a timer that never ticks again. So such
 // timers are asked for the time left when CRIU is done, and their images say that.
 
-const (
-	magicFdinfo = 0x56213732
-	magicIDs    = 0x54432030
-)
+const magicIDs = 0x54432030
 
 var idsName = regexp.MustCompile(`^ids-(\d+)\.img$`)
 

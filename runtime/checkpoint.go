@@ -485,7 +485,7 @@ func (e *Engine) capture(ctx context.Context, k *making, draft *store.Draft) err
 // dump has CRIU write the processes' images.
 func (e *Engine) dump(ctx context.Context, k *making, draft *store.Draft) (*store.Processes, error) {
 	opts := criu.DumpOptions{
-		ImageDir: draft.CRIUDir(), WorkDir: filepath.Join(draft.Dir(), workDir), LeaveRunning: true,
+		ImageDir: draft.CRIUDir(), WorkDir: filepath.Join(draft.Dir(), workDir), LeaveRunning: true, Upper: k.c.Upper,
 		Options: criu.Options{TCP: k.opts.TCP, EmptyNetwork: k.c.EmptyNetwork}, Hold: k.sb.lock.File(), Start: StartAside,
 	}
 	if deadline, ok := ctx.Deadline(); ok {

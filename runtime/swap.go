@@ -222,18 +222,7 @@ func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *u
 	}
 	r.sb.steps.begin(PhaseProving, 0)
 	for i := range r.data.Trees {
-		t := &r.data.Trees[i]
-		lost := r.lostOf(t)
-		if i < len(r.updates) && !r.again && len(lost) == 0 && !r.verify {
-			ok, err := e.proveUpdate(ctx, r.sb.ID, t, r.updates[i], r.row.ID, !r.idle || t.Number > 0)
-			if err != nil {
-				return err
-			}
-			if ok {
-				continue
-			}
-		}
-		if err := e.prove(ctx, r.sb.ID, t, r.reader, lost, r.verify); err != nil {
+		if err := e.proveTree(ctx, r, i); err != nil {
 			return err
 		}
 	}
@@ -418,7 +407,7 @@ func (e *Engine) forgetUndos(ctx context.Context, r *restoration) error {
 }
 
 // resume starts what ran at the checkpoint.
-func (e *Engine) resume(ctx context.Context, r *restoration) error {
+func (e *Engine) resume(ctx context.Context, r *restoration) (failed error) {
 	manifest := r.reader.Manifest()
 	was := Status(manifest.Status)
 	place := r.c.Stage
@@ -442,12 +431,21 @@ func (e *Engine) resume(ctx context.Context, r *restoration) error {
 		if err := hand(r.spec.IDs, r.images); err != nil {
 			return err
 		}
+		times, remove, err := remapped(r.c.Upper, r.images)
+		if err != nil {
+			return err
+		}
+		defer func() {
+			if failed != nil {
+				failed = errors.Join(failed, remove())
+			}
+		}()
 		options := criu.Options{TCP: manifest.TCP, EmptyNetwork: r.c.EmptyNetwork}
 		config := filepath.Join(e.run, r.sb.ID, "criu.conf")
 		if err := criu.WriteConfig(config, options); err != nil {
 			return err
 		}
-		staged := stage.Restore{Images: r.images, Work: work, Flags: options.RuntimeFlags(), Config: config, Paused: was == Paused, Taken: manifest.Created}
+		staged := stage.Restore{Images: r.images, Work: work, Flags: options.RuntimeFlags(), Config: config, Paused: was == Paused, Times: times, Taken: manifest.Created}
 		if r.c.EmptyNetwork {
 			var err error
 			if staged.Addresses, err = criu.Addresses(r.images, manifest.TCP); err != nil {

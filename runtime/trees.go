@@ -292,10 +292,23 @@ func (e *Engine) look(ctx context.Context, sandbox string, t *tree, opts overlay
 	return nil
 }
 
+// errDiffers: a tree is not as a checkpoint has it.
+var errDiffers = fmt.Errorf("%w: the files differ from the manifest", ErrCorrupt)
+
 // prove looks at a tree again, which is to be as a checkpoint has it, and makes
 // what it finds what is known. Files that did not change since they were seen
 // last are read only when paranoid.
 func (e *Engine) prove(ctx context.Context, sandbox string, t *tree, r *store.Reader, lost map[string]bool, paranoid bool) error {
+	err := e.differs(ctx, sandbox, t, r, lost, paranoid)
+	if err != nil || len(lost) > 0 {
+		return errors.Join(err, remove(t.seen), remove(e.store.MemoryPath(sandbox, t.Number)))
+	}
+	return e.proven(sandbox, t)
+}
+
+// differs looks at a tree again and compares it with a checkpoint; errDiffers: it is
+// another. What it has seen stays.
+func (e *Engine) differs(ctx context.Context, sandbox string, t *tree, r *store.Reader, lost map[string]bool, paranoid bool) error {
 	id := r.Manifest().ID
 	if err := e.look(ctx, sandbox, t, overlay.CollectOptions{Base: id, Paranoid: paranoid}); err != nil {
 		return err
@@ -321,12 +334,9 @@ func (e *Engine) prove(ctx context.Context, sandbox string, t *tree, r *store.Re
 		err = errors.Join(err, list.Close())
 	}
 	if err == nil && len(diffs) > 0 {
-		err = fmt.Errorf("%w: the files differ from the manifest: %v", ErrCorrupt, diffs[0])
+		err = fmt.Errorf("%w: %v", errDiffers, diffs[0])
 	}
-	if err != nil || len(lost) > 0 {
-		return errors.Join(err, remove(t.seen), remove(e.store.MemoryPath(sandbox, t.Number)))
-	}
-	return e.proven(sandbox, t)
+	return err
 }
 
 // proveUpdate is prove for a tree that was known when u was planned and which
@@ -389,28 +399,30 @@ func (e *Engine) unsee(sandbox string, t tree) error {
 
 // equalize makes a tree, which nobody uses and of which nothing is certain,
 // equal to a checkpoint, durably.
-func (e *Engine) equalize(ctx context.Context, sandbox string, t *tree, r *store.Reader, lost map[string]bool) (err error) {
+func (e *Engine) equalize(ctx context.Context, sandbox string, t *tree, r *store.Reader, lost map[string]bool) error {
 	t.seen = e.known(ctx, sandbox, *t)
 	if err := e.look(ctx, sandbox, t, overlay.CollectOptions{Paranoid: true}); err != nil {
 		return err
 	}
+	if err := t.change(ctx, r, lost); err != nil {
+		return err
+	}
+	return errors.Join(e.prove(ctx, sandbox, t, r, lost, false), syncfs(t.Dir))
+}
+
+// change makes of a tree, as it was seen last, what a checkpoint has.
+func (t *tree) change(ctx context.Context, r *store.Reader, lost map[string]bool) error {
 	u, err := t.plan(ctx, r, lost)
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, u.Close()) }()
-	if err := t.unstage(); err != nil {
-		return err
-	}
-	if !u.Empty() {
-		if err := u.Stage(ctx, t.Dir, t.stage(), t.steps.source(PhasePutting, r.Source())); err != nil {
-			return errors.Join(err, t.unstage())
+	if err = t.unstage(); err == nil && !u.Empty() {
+		if err = u.Stage(ctx, t.Dir, t.stage(), t.steps.source(PhasePutting, r.Source())); err == nil {
+			err = t.apply(ctx, u)
 		}
-		if err := t.apply(ctx, u); err != nil {
-			return errors.Join(err, t.unstage())
-		}
+		err = errors.Join(err, t.unstage())
 	}
-	return errors.Join(t.unstage(), e.prove(ctx, sandbox, t, r, lost, false), syncfs(t.Dir))
+	return errors.Join(err, u.Close())
 }
 
 // discard deletes what a restore has laid out. RemoveAll works beneath

@@ -91,6 +91,10 @@ func (w wrapper) restore(c call, r stage.Restore) int {
 		w.undo(c, r)
 		return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
 	}
+	if err := putTimes(c, r.Times); err != nil {
+		w.undo(c, r)
+		return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
+	}
 	if err := w.settle(c, r); err != nil {
 		w.undo(c, r)
 		return w.fail(c, fmt.Errorf("restore of %s: network: %w", c.id, err))

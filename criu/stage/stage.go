@@ -38,11 +38,21 @@ type Restore struct {
 	Addresses []netip.Addr `json:"addresses,omitempty"`
 	// Paused: it was checkpointed while paused, and `start` leaves it frozen.
 	Paused bool `json:"paused,omitempty"`
+	// Times are those that directories had before the restore made and removed names in
+	// them.
+	Times []DirTime `json:"times,omitempty"`
 	// Taken is when the checkpoint was taken: the images' own times tell when they
 	// were laid out. Zero: nobody knows.
 	Taken time.Time `json:"taken,omitzero"`
 	// Timeout ends a restore that hangs; 0 means DefaultTimeout.
 	Timeout time.Duration `json:"timeout_ns,omitempty"`
+}
+
+// DirTime is when a directory of a container was modified.
+type DirTime struct {
+	Path string `json:"path"`
+	Sec  int64  `json:"sec"`
+	Nsec int64  `json:"nsec"`
 }
 
 // Slot names the place of one container: RUN, and what the container's engine
