@@ -6,7 +6,9 @@
 // where the engine says `start`, thaws it. Every other call, and
 // every call for a container nobody staged anything for, becomes the real
 // runtime, with the arguments untouched: it is exec'ed in place of this
-// process.
+// process. For `exec` in a container that was restored it enters the container's time
+// namespace before (exec.go), and `create` and `exec` give the pipes they were started
+// with to the user in the container (stdio.go).
 //
 // A container that was paused when it was checkpointed comes back paused, and
 // its engine, which has just started it, does not know: the first `pause` of it
@@ -68,9 +70,15 @@ func run(args []string) int {
 		return 127
 	}
 	w := wrapper{real: real, dir: stage.Run()}
+	if len(args) > 3 && args[0] == insideVerb {
+		return w.inside(args[1:])
+	}
 	c, ok := parse(args)
 	if c.root == "" {
 		c.root = host.StateRoot(real)
+	}
+	if !ok && c.verb == "exec" {
+		c.id, ok = w.named(c, args)
 	}
 	if !ok {
 		if id, found := w.stagedUnder(args); found {
@@ -80,6 +88,9 @@ func run(args []string) int {
 	}
 	if !stage.Valid(c.id) {
 		return w.become(args)
+	}
+	if c.verb == "exec" {
+		return w.exec(c, args)
 	}
 	c.slot = w.slot(c)
 	switch c.verb {
@@ -154,6 +165,7 @@ func (w wrapper) create(c call, args []string) int {
 			return w.fail(c, fmt.Errorf("start of %s: a container of that name exists", c.id))
 		}
 	}
+	giveCreate(c)
 	change := changes{env: s.Env, config: r.Config, cut: restore && cuts(r), standIn: addresses(r), resolve: restore}
 	if err := w.prepare(c, s.Files, change); err != nil {
 		return w.fail(c, fmt.Errorf("start of %s: %w", c.id, err))
