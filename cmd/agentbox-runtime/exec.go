@@ -18,7 +18,7 @@ import (
 )
 
 // CRIU restores processes into a time namespace, whose monotonic clock goes on from
-// the dump. runc before 1.3 does not enter it for `exec`: what it starts has another
+// the dump. runc 1.1 does not enter it for `exec`: what it starts has another
 // clock than its siblings, and a checkpoint with both cannot be restored. So
 // the wrapper enters it for `exec`, and only for that.
 //
@@ -70,10 +70,8 @@ func (w wrapper) exec(c call, args []string) int {
 	if !state.outside(first) {
 		return w.become(args)
 	}
-	if err := enterTime(c, first, args); err != nil {
-		return w.fail(c, fmt.Errorf("exec in %s: it was restored and has a clock of its own, which it takes nsenter of util-linux 2.36 or newer to enter, or a runc 1.3 or newer. Install util-linux: %w", c.id, err))
-	}
-	return 0
+	err = enterTime(c, first, args)
+	return w.fail(c, fmt.Errorf("exec in %s: enter the time namespace that it was restored into: %w. Install util-linux 2.36 or newer, which has nsenter, or runc 1.3 or newer", c.id, err))
 }
 
 // readState reads what runc has noted of a container.
