@@ -52,17 +52,8 @@ func main() {
 }
 
 func run(args []string) int {
-	if len(args) == 1 && args[0] == cutVerb {
-		return cutOff(os.Stdin)
-	}
-	if len(args) == 1 && args[0] == downVerb {
-		return down(os.Stdin)
-	}
-	if len(args) > 0 && args[0] == standInVerb {
-		return standIn(os.Stdin, args[1:])
-	}
-	if len(args) == 2 && args[0] == fillVerb {
-		return fill(os.Stdin, args[1])
+	if code, ok := hooked(args); ok {
+		return code
 	}
 	real, err := realRuntime()
 	if err != nil {
@@ -139,6 +130,21 @@ func run(args []string) int {
 		}
 	}
 	return w.become(args)
+}
+
+// hooked does what the hooks call this program for, if these are their arguments.
+func hooked(args []string) (code int, ok bool) {
+	switch {
+	case len(args) == 1 && args[0] == cutVerb:
+		return cutOff(os.Stdin), true
+	case len(args) == 1 && args[0] == downVerb:
+		return down(os.Stdin), true
+	case len(args) > 0 && args[0] == standInVerb:
+		return standIn(os.Stdin, args[1:]), true
+	case len(args) == 2 && args[0] == fillVerb:
+		return fill(os.Stdin, args[1]), true
+	}
+	return 0, false
 }
 
 // create starts what is staged for a container, if anything is. State of ours
