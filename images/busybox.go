@@ -107,6 +107,9 @@ func fillBusybox(ctx context.Context, bin, root string) error {
 	if err := copyFile(bin, in("bin/busybox")); err != nil {
 		return err
 	}
+	if err := mendWget(ctx, in("bin/busybox")); err != nil {
+		return err
+	}
 	applets, err := applets(ctx, bin)
 	if err != nil {
 		return err
@@ -127,6 +130,47 @@ func fillBusybox(ctx context.Context, bin, root string) error {
 		}
 	}
 	return fixTimes(root)
+}
+
+// The options of wget, of which -T is a number ("+") to be put where the program has
+// nothing for it, and the beginning of what it is told of them besides.
+const wgetOptions, wgetNumber = "U:T:+t:n::\x00-1:", "+"
+
+// mendWget has wget take -T SECONDS. Debian builds busybox without the timeouts of
+// wget, whose code then means to ignore the option, and writes the number to address 0: the
+// program ends by a segmentation fault. Without the mark of a number it does ignore it. Its
+// shell takes its own wget before any in PATH, so that another program would be no help.
+func mendWget(ctx context.Context, bin string) error {
+	usage, _ := exec.CommandContext(ctx, bin, "wget", "--help").CombinedOutput()
+	if !bytes.Contains(usage, []byte("\t-O FILE")) || bytes.Contains(usage, []byte("\t-T ")) {
+		return nil // no wget, or one with timeouts
+	}
+	data, err := os.ReadFile(bin)
+	if err != nil {
+		return err
+	}
+	at := bytes.Index(data, []byte(wgetOptions))
+	if at < 0 || bytes.Count(data, []byte(wgetOptions)) != 1 {
+		return nil // an unknown one stays as the distribution has it
+	}
+	mark, rest := at+strings.Index(wgetOptions, wgetNumber), at+len(wgetOptions)
+	end := rest + bytes.IndexByte(data[rest:], 0)
+	if end < rest {
+		return nil
+	}
+	copy(data[mark:end], data[mark+1:end])
+	data[end-1] = 0
+
+	mended := bin + ".mended"
+	if err := errors.Join(os.WriteFile(mended, data, 0o755), os.Chmod(mended, 0o755)); err != nil {
+		return err
+	}
+	// Without a URL it ends by its usage.
+	var exit *exec.ExitError
+	if err := exec.CommandContext(ctx, mended, "wget", "-T", "1").Run(); !errors.As(err, &exit) || !exit.Exited() {
+		return errors.Join(ctx.Err(), os.Remove(mended))
+	}
+	return os.Rename(mended, bin)
 }
 
 // applets lists where the binary wants its links, relative to the root.

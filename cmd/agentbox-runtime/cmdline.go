@@ -9,8 +9,8 @@ type call struct {
 	log     string   // --log
 	logJSON bool     // --log-format json
 	verb    string
-	flags   map[string]string // the verb's flags: bundle, pid-file, console-socket, no-pivot
-	id      string            // the last argument
+	flags   map[string]string // the verb's flags: bundle, pid-file, console-socket, no-pivot, process
+	id      string            // the last argument; of exec, the one before the command
 	slot    string            // what package stage knows the container by; not of the command line
 }
 
@@ -32,6 +32,12 @@ var (
 		"bundle": true, "b": true, "console-socket": true, "pid-file": true, "pidfd-socket": true, "preserve-fds": true,
 		"config": true, "f": true, "no-mount-fallback": false, "no-pivot": false, "no-new-keyring": false, "no-subreaper": false, "keep": false,
 		"detach": false, "d": false,
+	}
+	execFlags = map[string]bool{
+		"process": true, "p": true, "pid-file": true, "console-socket": true, "pidfd-socket": true, "preserve-fds": true, "cwd": true,
+		"env": true, "e": true, "user": true, "u": true, "additional-gids": true, "g": true, "process-label": true, "apparmor": true,
+		"cap": true, "c": true, "cgroup": true, "tty": false, "t": false, "detach": false, "d": false, "no-new-privs": false,
+		"no-subreaper": false, "ignore-paused": false,
 	}
 	startFlags  = map[string]bool{} // of pause too
 	deleteFlags = map[string]bool{"force": false, "f": false, "regex": false, "r": false}
@@ -59,6 +65,8 @@ func parse(args []string) (call, bool) {
 	switch c.verb {
 	case "create", "run":
 		known = createFlags
+	case "exec":
+		known = execFlags
 	case "start", "pause":
 		known = startFlags
 	case "delete":
@@ -68,8 +76,11 @@ func parse(args []string) (call, bool) {
 	}
 	rest := args[i+1:]
 	i, ok = scan(rest, known, func(name, value string) {
-		if name == "b" {
+		switch {
+		case name == "b":
 			name = "bundle"
+		case name == "p" && c.verb == "exec":
+			name = "process"
 		}
 		c.flags[name] = value
 	})
@@ -81,7 +92,7 @@ func parse(args []string) (call, bool) {
 		i, ok = scan(rest, known, func(string, string) {})
 		rest = rest[i:]
 	}
-	return c, ok && len(rest) == 0
+	return c, ok && (len(rest) == 0 || c.verb == "exec")
 }
 
 // scan reads leading flags and returns the position of the first argument

@@ -25,8 +25,12 @@ func TestParse(t *testing.T) {
 		"--root /r --log /l --log-format=json create --no-mount-fallback --pidfd-socket /s --bundle /b c1": {
 			globals: []string{"--root", "/r", "--log", "/l", "--log-format=json"}, root: "/r", log: "/l", logJSON: true,
 			verb: "create", id: "c1", flags: map[string]string{"bundle": "/b", "no-mount-fallback": "true", "pidfd-socket": "/s"}},
-		"delete -- c1":                     {verb: "delete", id: "c1", flags: map[string]string{}},
-		"create --bundle= --pid-file=/p c": {verb: "create", id: "c", flags: map[string]string{"bundle": "", "pid-file": "/p"}},
+		"--root /r exec --process /p.json --detach --pid-file /p c1": {
+			globals: []string{"--root", "/r"}, root: "/r", verb: "exec", id: "c1", flags: map[string]string{"process": "/p.json", "detach": "true", "pid-file": "/p"}},
+		"exec -d -p /p.json --console-socket /s -t c1": {verb: "exec", id: "c1", flags: map[string]string{"process": "/p.json", "d": "true", "console-socket": "/s", "t": "true"}},
+		"exec -u 1:2 c1 create x -d":                   {verb: "exec", id: "c1", flags: map[string]string{"u": "1:2"}},
+		"delete -- c1":                                 {verb: "delete", id: "c1", flags: map[string]string{}},
+		"create --bundle= --pid-file=/p c":             {verb: "create", id: "c", flags: map[string]string{"bundle": "", "pid-file": "/p"}},
 	} {
 		got, ok := parse(strings.Fields(line))
 		if want.globals == nil {
@@ -37,7 +41,7 @@ func TestParse(t *testing.T) {
 		}
 	}
 	for _, line := range []string{
-		"", "--version", "--help", "list", "state c1", "exec c1 create x", "--unknown create c1", "create --unknown c1", "create",
+		"", "--version", "--help", "list", "state c1", "exec", "exec --unknown 1 c1 true", "--unknown create c1", "create --unknown c1", "create",
 		"create a b", "create a --bundle b", "start", "start a b", "delete", "delete a b", "--root", "create --bundle", "kill c1 KILL", "features",
 	} {
 		if got, ok := parse(strings.Fields(line)); ok {

@@ -6,7 +6,9 @@
 // where the engine says `start`, thaws it. Every other call, and
 // every call for a container nobody staged anything for, becomes the real
 // runtime, with the arguments untouched: it is exec'ed in place of this
-// process.
+// process. For `exec` in a container that was restored it enters the container's time
+// namespace before (exec.go), and `create` and `exec` give the pipes they were started
+// with to the user in the container (stdio.go).
 //
 // A container that was paused when it was checkpointed comes back paused, and
 // its engine, which has just started it, does not know: the first `pause` of it
@@ -53,17 +55,8 @@ func run(args []string) int {
 	if action := os.Getenv(envAction); len(args) == 0 && action != "" {
 		return hold(action)
 	}
-	if len(args) == 1 && args[0] == cutVerb {
-		return cutOff(os.Stdin)
-	}
-	if len(args) == 1 && args[0] == downVerb {
-		return down(os.Stdin)
-	}
-	if len(args) > 0 && args[0] == standInVerb {
-		return standIn(os.Stdin, args[1:])
-	}
-	if len(args) == 2 && args[0] == fillVerb {
-		return fill(os.Stdin, args[1])
+	if code, ok := hooked(args); ok {
+		return code
 	}
 	real, err := realRuntime()
 	if err != nil {
@@ -71,9 +64,15 @@ func run(args []string) int {
 		return 127
 	}
 	w := wrapper{real: real, dir: stage.Run()}
+	if len(args) > 3 && args[0] == insideVerb {
+		return w.inside(args[1:])
+	}
 	c, ok := parse(args)
 	if c.root == "" {
 		c.root = host.StateRoot(real)
+	}
+	if !ok && c.verb == "exec" {
+		c.id, ok = w.named(c, args)
 	}
 	if !ok {
 		if id, found := w.stagedUnder(args); found {
@@ -83,6 +82,9 @@ func run(args []string) int {
 	}
 	if !stage.Valid(c.id) {
 		return w.become(args)
+	}
+	if c.verb == "exec" {
+		return w.exec(c, args)
 	}
 	c.slot = w.slot(c)
 	switch c.verb {
@@ -133,6 +135,21 @@ func run(args []string) int {
 	return w.become(args)
 }
 
+// hooked does what the hooks call this program for, if these are their arguments.
+func hooked(args []string) (code int, ok bool) {
+	switch {
+	case len(args) == 1 && args[0] == cutVerb:
+		return cutOff(os.Stdin), true
+	case len(args) == 1 && args[0] == downVerb:
+		return down(os.Stdin), true
+	case len(args) > 0 && args[0] == standInVerb:
+		return standIn(os.Stdin, args[1:]), true
+	case len(args) == 2 && args[0] == fillVerb:
+		return fill(os.Stdin, args[1]), true
+	}
+	return 0, false
+}
+
 // create starts what is staged for a container, if anything is. State of ours
 // that is there and makes no sense fails it: somebody wants a restore, and a
 // fresh start is none. State that cannot even be looked at is none.
@@ -157,6 +174,7 @@ func (w wrapper) create(c call, args []string) int {
 			return w.fail(c, fmt.Errorf("start of %s: a container of that name exists", c.id))
 		}
 	}
+	giveCreate(c)
 	change := changes{env: s.Env, config: r.Config, cut: restore && cuts(r), standIn: addresses(r), resolve: restore}
 	if err := w.prepare(c, s.Files, change); err != nil {
 		return w.fail(c, fmt.Errorf("start of %s: %w", c.id, err))

@@ -85,7 +85,7 @@ func TestPassThrough(t *testing.T) {
 	for _, args := range [][]string{
 		{"--version"}, {"-v"}, {"--help"}, {}, {"features"}, {"--root", state, "list"}, {"--root", state, "list", "-q"},
 		{"--root", state, "state", "nosuch"}, {"--root", state, "start", "nosuch"}, {"--root", state, "delete", "nosuch"},
-		{"--root", state, "delete", "-f", "nosuch"}, {"--no-such-flag", "state", "x"}, {"no-such-command"}, {"--root", state, "create", "--no-such", "x"},
+		{"--root", state, "delete", "-f", "nosuch"}, {"--no-such-flag", "state", "x"}, {"no-such-command"}, {"exec"}, {"--root", state, "exec", "nosuch", "true"}, {"--root", state, "create", "--no-such", "x"},
 		{"--root", state, "create", "--bundle", "/nonexistent", "x"}, {"--root", state, "start", "../x"}, {"--root", state, "kill", "nosuch", "KILL"},
 		{"--root", state, "--log", "/dev/stderr", "--log-format", "json", "state", "nosuch"},
 	} {

@@ -121,6 +121,10 @@ func restoreGoesOn(e *bench) {
 		if out, exit := e.exec(id, "cat", "/count"); exit != 0 || out == "" {
 			e.Errorf("Exec in a restored container: %q, %d", out, exit)
 		}
+		out, exit := e.exec(id, sh("readlink /proc/1/ns/time; readlink /proc/self/ns/time")...)
+		if first, own, _ := strings.Cut(strings.TrimSpace(out), "\n"); exit != 0 || first == "" || first != own {
+			e.Errorf("time namespaces of a restored container and of Exec in it: %q, %d", out, exit)
+		}
 	}
 	if err := e.b.Stop(e.ctx, id, runtime.StopOptions{Timeout: patience}); err != nil {
 		e.Fatal(err)

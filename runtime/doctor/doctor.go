@@ -63,6 +63,7 @@ func Examine(ctx context.Context, root string) Report {
 		one(func() Check { return crun(ctx) }),
 		one(wrapper),
 		one(func() Check { return conmon(ctx) }),
+		one(func() Check { return nsenter(ctx) }),
 		func() []Check { return criuChecks(ctx) },
 		one(nat),
 		one(forwarding),

@@ -63,13 +63,13 @@ func TestNothingInstalled(t *testing.T) {
 	// The directories that are always searched have the real programs, so
 	// broken ones go before them.
 	dir := t.TempDir()
-	for _, p := range []string{"runc", "conmon", "criu", "crun"} {
+	for _, p := range []string{"runc", "conmon", "criu", "crun", "nsenter"} {
 		if err := os.WriteFile(filepath.Join(dir, p), []byte("#!/bin/sh\necho broken >&2\nexit 3\n"), 0o755); err != nil {
 			t.Fatal(err)
 		}
 	}
 	t.Setenv("PATH", dir+":/usr/local/sbin")
-	for _, c := range []Check{runc(ctx), conmon(ctx), criuChecks(ctx)[0]} {
+	for _, c := range []Check{runc(ctx), conmon(ctx), nsenter(ctx), criuChecks(ctx)[0]} {
 		if c.Status != Fail || c.Remedy == "" {
 			t.Errorf("%+v", c)
 		}
@@ -82,7 +82,7 @@ func TestNothingInstalled(t *testing.T) {
 // What is slow is not said to be broken: nobody is to install it anew for that.
 func TestSlow(t *testing.T) {
 	dir := t.TempDir()
-	for _, p := range []string{"runc", "conmon", "criu", "crun"} {
+	for _, p := range []string{"runc", "conmon", "criu", "crun", "nsenter"} {
 		if err := os.WriteFile(filepath.Join(dir, p), []byte("#!/bin/sh\nexec sleep 100\n"), 0o755); err != nil {
 			t.Fatal(err)
 		}
@@ -90,7 +90,7 @@ func TestSlow(t *testing.T) {
 	t.Setenv("PATH", dir+":"+os.Getenv("PATH"))
 	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 	defer cancel()
-	for _, c := range []Check{runc(ctx), conmon(ctx), crun(ctx), criuChecks(ctx)[0]} {
+	for _, c := range []Check{runc(ctx), conmon(ctx), crun(ctx), nsenter(ctx), criuChecks(ctx)[0]} {
 		if c.Status == OK || !strings.Contains(c.Detail, dir+"/"+c.Name) || !strings.Contains(c.Detail, "did not end in time") || !strings.Contains(c.Remedy, "Try again") {
 			t.Errorf("%+v", c)
 		}

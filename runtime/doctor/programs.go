@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -118,6 +119,23 @@ func conmon(ctx context.Context) Check {
 		return broken(name, install("conmon"), path+" --version", err, out)
 	}
 	return ok(name, "%s (%s)", strings.TrimPrefix(firstLine(out), "conmon "), path)
+}
+
+// nsenter is what brings a process into the time namespace of a restored sandbox, for a
+// runc before 1.3.
+func nsenter(ctx context.Context) Check {
+	const name, own = "nsenter", "/proc/self/ns/time"
+	if _, err := os.Stat(own); errors.Is(err, fs.ErrNotExist) {
+		return ok(name, "not needed: this kernel has no time namespaces")
+	}
+	path, err := host.Find(name, nil)
+	if err != nil {
+		return fail(name, install("util-linux"), "not installed: exec in a restored sandbox fails with a runc before 1.3")
+	}
+	if out, err := say(ctx, path, "--no-fork", "--time="+own, "--", "true"); err != nil {
+		return broken(name, install("util-linux"), path+" --time", err, out)
+	}
+	return ok(name, "%s enters time namespaces", path)
 }
 
 // criuChecks are all that CRIU tells, asked once.

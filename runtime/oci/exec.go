@@ -85,6 +85,16 @@ func (s *session) writeProcess() error {
 	return record.Write(filepath.Join(s.dir, "process.json"), data, 0o600, false)
 }
 
+// runtime is the program that executes the process: the wrapper where it has anything
+// to do. With a user namespace it gives the pipes to the user inside, and into a
+// restored sandbox it brings the process by the time namespace.
+func (s *session) runtime() string {
+	if s.view.Spec.IDs != nil && !s.p.Terminal || kernel.OtherClock(s.view.pid) {
+		return s.b.wrapper
+	}
+	return s.b.oci
+}
+
 // run starts conmon and sees the session through.
 func (s *session) run(ctx context.Context) (exit int, err error) {
 	args := []string{"-e", "--exec-process-spec", filepath.Join(s.dir, "process.json"), "-l", "none"}
@@ -102,7 +112,7 @@ func (s *session) run(ctx context.Context) (exit int, err error) {
 	}
 	c, err := s.b.launch(launch{
 		id: s.view.Spec.ID, session: filepath.Base(s.dir), bundle: s.dir, dir: s.dir,
-		runtime: s.b.oci, args: args, attach: !s.p.Detach,
+		runtime: s.runtime(), args: args, attach: !s.p.Detach,
 	})
 	if err != nil {
 		return 0, err

@@ -52,7 +52,7 @@ func isEngine(pid int) bool {
 	if err != nil {
 		return false
 	}
-	for _, program := range []string{"conmon", "runc", "crun", "criu", "agentbox"} {
+	for _, program := range []string{"conmon", "runc", "crun", "criu", "agentbox", "nsenter"} {
 		if strings.Contains(exe, program) {
 			return true
 		}

@@ -387,3 +387,14 @@ func Started(pid int) time.Time {
 	}
 	return time.Now().Add(time.Duration(ticks)*10*time.Millisecond - time.Duration(since.Nano()))
 }
+
+// OtherClock reports whether a process is in another time namespace than this one, as
+// restored ones are: monotonic clocks differ between the two.
+func OtherClock(pid int) bool {
+	theirs, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/time", pid))
+	if err != nil {
+		return false // it has ended, or the kernel has no time namespaces
+	}
+	ours, err := os.Readlink("/proc/self/ns/time")
+	return err == nil && theirs != ours
+}
