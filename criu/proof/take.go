@@ -174,9 +174,9 @@ func (t *taking) descriptors(pid int, task *Task) error {
 	return nil
 }
 
-// ignoredFlags are those of an open file that say how it was opened, and O_LARGEFILE,
-// which the kernel sets on its own account.
-const ignoredFlags = unix.O_CREAT | unix.O_EXCL | unix.O_NOCTTY | unix.O_TRUNC | 0o100000
+// keptFlags are those of an open file that say what can be done with it now. The others
+// say how it was opened.
+const keptFlags = unix.O_ACCMODE | unix.O_APPEND | unix.O_NONBLOCK | unix.O_SYNC | unix.O_ASYNC | unix.O_DIRECT | unix.O_NOATIME | unix.O_PATH | unix.O_CLOEXEC
 
 // info takes from the text of fdinfo. It returns the locks in it, the descriptors that
 // an epoll watches, and the kernel's number of an eventfd.
@@ -189,7 +189,7 @@ func (fd *FD) info(text string) (locks []string, watches []int, event string) {
 			fd.Pos, _ = strconv.ParseInt(v, 10, 64)
 		case "flags":
 			fd.Flags, _ = strconv.ParseUint(v, 8, 64)
-			fd.Flags &^= ignoredFlags
+			fd.Flags &= keptFlags
 		case "eventfd-semaphore":
 			fd.Semaphore = v == "1"
 		case "eventfd-count":
