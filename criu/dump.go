@@ -47,6 +47,7 @@ type DumpResult struct {
 	// Interrupted is why threads of the container, which lives on, may see
 	// EINTR from calls that nothing but the dump has interrupted.
 	Interrupted error
+	Warnings    []string // what a restore will not bring back
 }
 
 // DumpError is a dump that CRIU refused or that failed. The container is as
@@ -110,6 +111,9 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 		// Not fatal: CRIU may find the names itself, and says so when it cannot.
 		opts.ScanPaths, _ = watches(state.Pid, members)
 	}
+	// Not fatal, either: CRIU refuses what it has not been told of.
+	cut, _ := severed(state.Pid, members)
+	opts.severed = cut.inodes
 	var extra extras
 	config := state.Annotations[ConfigAnnotation]
 	if config == "" {
@@ -148,6 +152,13 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 	// restored must not count as a checkpoint.
 	if err := CheckImages(opts.ImageDir); err != nil {
 		return res, &DumpError{Diagnosis: Diagnosis{Code: "image-damaged", Reason: err.Error()}, Log: log, Err: err}
+	}
+	if err := cut.sever(opts.ImageDir); err != nil {
+		return res, &DumpError{Diagnosis: Diagnosis{Code: "unix-socket", Reason: err.Error()}, Log: log, Err: err}
+	}
+	res.Warnings = cut.warnings
+	if err := judged(opts.ImageDir, log); err != nil {
+		return res, err
 	}
 	if res.Processes, err = Processes(opts.ImageDir); err != nil {
 		return res, &DumpError{Diagnosis: Diagnosis{Code: "image-damaged", Reason: err.Error()}, Log: log, Err: err}

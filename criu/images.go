@@ -224,7 +224,11 @@ func readImage(path string, magic uint32, maxEntries int, fn func([]byte) error)
 		_, err := io.ReadFull(in, word[:])
 		return binary.LittleEndian.Uint32(word[:]), err
 	}
-	for _, want := range []uint32{magicCommon, magic} {
+	magics := []uint32{magicCommon, magic}
+	if magic == magicInventory {
+		magics = magics[1:] // it tells of what version the others are
+	}
+	for _, want := range magics {
 		got, err := next()
 		if err != nil {
 			return fail(err)

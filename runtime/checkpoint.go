@@ -496,6 +496,11 @@ func (e *Engine) dump(ctx context.Context, k *making, draft *store.Draft) (*stor
 	if err != nil {
 		return nil, err
 	}
+	if len(res.Warnings) > 0 && k.opts.Strict {
+		return nil, hint(fmt.Errorf("%w: %s", ErrState, res.Warnings[0]), "End that process, or leave --strict away to checkpoint without it.")
+	}
+	k.row.Warnings = append(k.row.Warnings, res.Warnings...)
+	k.parts.Warnings = k.row.Warnings
 	out := &store.Processes{Count: len(res.Processes)}
 	for _, p := range res.Processes {
 		out.List = append(out.List, store.Process{Pid: p.Pid, Parent: p.Ppid, Command: p.Comm, Stopped: p.Stopped})

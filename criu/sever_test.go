@@ -1,0 +1,103 @@
+package criu
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/opencontainers/runtime-spec/specs-go"
+)
+
+// Connections with a process that came in by an exec: the dump succeeds, they go on,
+// and after a restore they are closed, with what was sent still to be read.
+func TestDumpConnectedStray(t *testing.T) { eachBundle(t, testDumpConnectedStray) }
+
+func testDumpConnectedStray(t *testing.T, edit func(*specs.Spec)) {
+	ctx := context.Background()
+	talk := filepath.Join(t.TempDir(), "talk")
+	build(t, talk, "talk")
+	b, rt := start(t, []string{"sh", "-c", "while [ ! -e /start ]; do sleep 0.02; done; exec talk serve"}, edit)
+	at := func(name string) string { return filepath.Join(b.Files, name) }
+	there := func(name string) func() bool {
+		return func() bool { _, err := os.Stat(at(name)); return err == nil }
+	}
+	touch := func(name string) {
+		t.Helper()
+		if err := os.WriteFile(at(name), []byte("a note"), 0o666); err != nil {
+			t.Fatal(err)
+		}
+	}
+	install(t, b, talk, "talk")
+	touch("note")
+	touch("start")
+	b.Until("it listens", there("listening"))
+	if err := b.Cmd(nil, "exec", "--detach", b.ID, "talk", "call").Run(); err != nil {
+		t.Fatal(err)
+	}
+	b.Until("they are connected", there("ready"))
+	if err := rt.Pause(ctx); err != nil {
+		t.Fatal(err)
+	}
+	res, err := Dump(ctx, rt, DumpOptions{ImageDir: b.Images, WorkDir: b.Work, LeaveRunning: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(res.Processes) != 1 {
+		t.Errorf("%+v", res.Processes)
+	}
+	for _, name := range []string{"/s", "@a", "/q", "/fds", "/r", "/dg", "/late, which process", "/r2, which process", "process"} {
+		if !slices.ContainsFunc(res.Warnings, func(w string) bool {
+			return strings.HasPrefix(w, "the connection of process ") && strings.Contains(w, "(talk ") && strings.Contains(w, " to "+name+" ") && strings.HasSuffix(w, " is closed by a restore")
+		}) {
+			t.Errorf("nothing is said of %s: %q", name, res.Warnings)
+		}
+	}
+	if err := rt.Resume(ctx); err != nil {
+		t.Fatal(err)
+	}
+	touch("live")
+	b.Until("the caller has gone on", there("lived"))
+	b.End()
+	restore(t, b, rt, Options{})
+	touch("go")
+	b.Until("the server has looked", there("result"))
+	got, err := os.ReadFile(at("result"))
+	want := strings.Join([]string{
+		"flown: [a note] end", "flown: [] invalid argument",
+		"stream: [hello] end (broken pipe)", "abstract: [hidden] end (broken pipe)", "packets: [one two] end (broken pipe)", "files: [] end (broken pipe)",
+		"pair: [datagram] resource temporarily unavailable (transport endpoint is not connected)",
+		"dialed: [dialed] end (broken pipe)", "unaccepted: [] end (broken pipe)",
+		"datagram: [] resource temporarily unavailable (transport endpoint is not connected)", "",
+	}, "\n")
+	if err != nil || string(got) != want {
+		t.Errorf("%v\n%s\nwant\n%s", err, got, want)
+	}
+}
+
+// Only what strays alone hold is cut.
+func TestSeveranceOf(t *testing.T) {
+	server, caller := Stray{10, "server"}, Stray{20, "psql"}
+	inside, outside := map[uint32]Stray{1: server, 2: server, 3: server}, map[uint32]Stray{7: caller, 8: caller}
+	for _, c := range []struct {
+		name  string
+		socks []unixSocket
+		cut   []uint32
+		warns []string
+	}{
+		{"both inside", []unixSocket{{ino: 1, peer: 2}, {ino: 2, peer: 1}}, nil, nil},
+		{"elsewhere", []unixSocket{{ino: 1, peer: 99}}, nil, nil},
+		{"half", []unixSocket{{ino: 1, peer: 7, name: "/s"}, {ino: 7, peer: 1}}, []uint32{1}, []string{"the connection of process 20 (psql) to /s is closed by a restore"}},
+		{"a pair", []unixSocket{{ino: 1, peer: 7}, {ino: 7, peer: 1}}, []uint32{1}, []string{"the connection of process 20 (psql) to process 10 (server) is closed by a restore"}},
+		{"twice", []unixSocket{{ino: 1, peer: 7, name: "\x00ab\x00"}, {ino: 2, peer: 8, name: "\x00ab\x00"}}, []uint32{1, 2}, []string{"the connection of process 20 (psql) to @ab is closed by a restore"}},
+		{"in flight", []unixSocket{{ino: 50, peer: 7}}, []uint32{50}, []string{"the connection of process 20 (psql) with a socket that is on its way to another process is closed by a restore"}},
+		{"a stray's own", []unixSocket{{ino: 7, peer: 8}}, []uint32{7}, nil},
+	} {
+		got := severanceOf(c.socks, inside, outside)
+		if !slices.Equal(got.inodes, c.cut) || !slices.Equal(got.warnings, c.warns) {
+			t.Errorf("%s: %+v", c.name, got)
+		}
+	}
+}
