@@ -112,7 +112,7 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 		opts.ScanPaths, _ = watches(state.Pid, members)
 	}
 	// Not fatal, either: CRIU refuses what it has not been told of.
-	cut, _ := severed(state.Pid, members)
+	cut, _ := severed(state.Pid, members, opts.TCP)
 	opts.severed = cut.inodes
 	var extra extras
 	config := state.Annotations[ConfigAnnotation]

@@ -31,8 +31,9 @@ type severance struct {
 	warnings []string
 }
 
-// severed looks for such sockets in a frozen container.
-func severed(initPid int, members []int) (severance, error) {
+// severed looks for such sockets in a frozen container, and for TCP connections that are to
+// be dumped with one end.
+func severed(initPid int, members []int, tcp string) (severance, error) {
 	strays, err := Strays(initPid, members)
 	if err != nil || len(strays) == 0 {
 		return severance{}, err
@@ -66,7 +67,11 @@ func severed(initPid int, members []int) (severance, error) {
 		some, err := unixSockets(p)
 		list, errs = append(list, some...), append(errs, err)
 	}
-	return severanceOf(list, inside, outside), errors.Join(errs...)
+	s := severanceOf(list, inside, outside)
+	if tcp == "" || tcp == TCPEstablished {
+		s.warnings = append(s.warnings, strayTCP(initPid, inside, outside)...)
+	}
+	return s, errors.Join(errs...)
 }
 
 // severanceOf judges sockets by what holds them: processes of the dump (inside), or

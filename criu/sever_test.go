@@ -2,7 +2,9 @@ package criu
 
 import (
 	"context"
+	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -19,7 +21,16 @@ func testDumpConnectedStray(t *testing.T, edit func(*specs.Spec)) {
 	ctx := context.Background()
 	talk := filepath.Join(t.TempDir(), "talk")
 	build(t, talk, "talk")
-	b, rt := start(t, []string{"sh", "-c", "while [ ! -e /start ]; do sleep 0.02; done; exec talk serve"}, edit)
+	name := fmt.Sprintf("abtest-%d", os.Getpid())
+	ns := netns(t, name)
+	b, rt := start(t, []string{"sh", "-c", "while [ ! -e /start ]; do sleep 0.02; done; exec talk serve"}, func(s *specs.Spec) {
+		edit(s)
+		for i := range s.Linux.Namespaces {
+			if s.Linux.Namespaces[i].Type == specs.NetworkNamespace {
+				s.Linux.Namespaces[i].Path = ns
+			}
+		}
+	})
 	at := func(name string) string { return filepath.Join(b.Files, name) }
 	there := func(name string) func() bool {
 		return func() bool { _, err := os.Stat(at(name)); return err == nil }
@@ -48,12 +59,17 @@ func testDumpConnectedStray(t *testing.T, edit func(*specs.Spec)) {
 	if len(res.Processes) != 1 {
 		t.Errorf("%+v", res.Processes)
 	}
-	for _, name := range []string{"/s", "@a", "/q", "/fds", "/r", "/dg", "/late, which process", "/r2, which process", "process"} {
+	for _, sock := range []string{"/s", "@a", "/q", "/fds", "/r", "/dg", "/late, which process", "/r2, which process", "process"} {
 		if !slices.ContainsFunc(res.Warnings, func(w string) bool {
-			return strings.HasPrefix(w, "the connection of process ") && strings.Contains(w, "(talk ") && strings.Contains(w, " to "+name+" ") && strings.HasSuffix(w, " is closed by a restore")
+			return strings.HasPrefix(w, "the connection of process ") && strings.Contains(w, "(talk ") && strings.Contains(w, " to "+sock+" ") && strings.HasSuffix(w, " is closed by a restore")
 		}) {
-			t.Errorf("nothing is said of %s: %q", name, res.Warnings)
+			t.Errorf("nothing is said of %s: %q", sock, res.Warnings)
 		}
+	}
+	if !slices.ContainsFunc(res.Warnings, func(w string) bool {
+		return strings.HasPrefix(w, "the TCP connection of process ") && strings.HasSuffix(w, " with 127.0.0.1:7777 has no peer after a restore")
+	}) {
+		t.Errorf("nothing is said of the TCP connection: %q", res.Warnings)
 	}
 	if err := rt.Resume(ctx); err != nil {
 		t.Fatal(err)
@@ -61,6 +77,10 @@ func testDumpConnectedStray(t *testing.T, edit func(*specs.Spec)) {
 	touch("live")
 	b.Until("the caller has gone on", there("lived"))
 	b.End()
+	if out, err := exec.Command("ip", "netns", "del", name).CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	netns(t, name)
 	restore(t, b, rt, Options{})
 	touch("go")
 	b.Until("the server has looked", there("result"))
@@ -98,6 +118,19 @@ func TestSeveranceOf(t *testing.T) {
 		got := severanceOf(c.socks, inside, outside)
 		if !slices.Equal(got.inodes, c.cut) || !slices.Equal(got.warnings, c.warns) {
 			t.Errorf("%s: %+v", c.name, got)
+		}
+	}
+}
+
+func TestKernelAddress(t *testing.T) {
+	for text, want := range map[string]string{
+		"0100007F:1F40":                         "127.0.0.1:8000",
+		"0000000000000000FFFF00000100007F:0050": "127.0.0.1:80",
+		"00000000000000000000000001000000:0050": "[::1]:80",
+		"7F:1":                                  "",
+	} {
+		if got, ok := kernelAddress(text); ok != (want != "") || ok && got.String() != want {
+			t.Errorf("%s: %v, %v", text, got, ok)
 		}
 	}
 }

@@ -29,9 +29,13 @@ func main() {
 func serve() {
 	stream, abstract, packets, files := listen("/s", unix.SOCK_STREAM), listen("@a", unix.SOCK_STREAM), listen("/q", unix.SOCK_SEQPACKET), listen("/fds", unix.SOCK_STREAM)
 	listen("/late", unix.SOCK_STREAM)
+	tcp := must(unix.Socket(unix.AF_INET, unix.SOCK_STREAM, 0))
+	must(0, unix.Bind(tcp, &unix.SockaddrInet4{Port: 7777, Addr: [4]byte{127, 0, 0, 1}}))
+	must(0, unix.Listen(tcp, 5))
 	touch("/listening")
 	ends := map[string]int{"stream": accept(stream), "abstract": accept(abstract), "packets": accept(packets), "files": accept(files)}
 	ends["pair"] = receive(ends["files"])[0]
+	accept(tcp)
 	wait("/called")
 	ends["dialed"], ends["unaccepted"] = dial("/r", unix.SOCK_STREAM), dial("/r2", unix.SOCK_STREAM)
 	ends["datagram"] = dial("/dg", unix.SOCK_DGRAM)
@@ -74,6 +78,7 @@ func call() {
 	must(0, unix.Close(flown[1]))
 	send(flown[0], "in flight")
 	dial("/late", unix.SOCK_STREAM)
+	must(0, unix.Connect(must(unix.Socket(unix.AF_INET, unix.SOCK_STREAM, 0)), &unix.SockaddrInet4{Port: 7777, Addr: [4]byte{127, 0, 0, 1}}))
 	touch("/called")
 	send(accept(in), "dialed")
 	wait("/live")
