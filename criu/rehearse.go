@@ -16,7 +16,10 @@ import (
 	criucore "github.com/checkpoint-restore/go-criu/v7/crit/images/criu-core"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/fdinfo"
 	filelock "github.com/checkpoint-restore/go-criu/v7/crit/images/file-lock"
+	"github.com/checkpoint-restore/go-criu/v7/crit/images/memfd"
+	"github.com/checkpoint-restore/go-criu/v7/crit/images/mm"
 	remap "github.com/checkpoint-restore/go-criu/v7/crit/images/remap-file-path"
+	"github.com/checkpoint-restore/go-criu/v7/crit/images/vma"
 	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/proto"
 )
@@ -309,6 +312,11 @@ func (c *comparison) compareLocks() error {
 
 // compareMemory compares each page of the images with that of its process.
 func (c *comparison) compareMemory(ctx context.Context) error {
+	shared := map[uint32]bool{}
+	segments, err := c.segments()
+	if err != nil {
+		return err
+	}
 	for _, t := range c.order {
 		p, is := c.real[t.pid]
 		if t.dead || !is {
@@ -319,7 +327,10 @@ func (c *comparison) compareMemory(ctx context.Context) error {
 		}
 		own, err := c.ownAreas(t, p)
 		if err == nil {
-			err = c.compareProcess(ctx, t, p, own)
+			err = c.comparePages(ctx, fmt.Sprintf("pagemap-%d.img", t.pid), t, p, own, func(at uint64) (uint64, bool) { return at, true })
+		}
+		if err == nil {
+			err = c.compareShared(ctx, t, p, segments, shared)
 		}
 		if err != nil {
 			return fmt.Errorf("memory of %v: %w", t, err)
@@ -385,7 +396,72 @@ func stackOf(e *criucore.CoreEntry) uint64 {
 	return e.GetTiAarch64().GetGpregs().GetSp()
 }
 
-func (c *comparison) compareProcess(ctx context.Context, t *task, p int, own []area) error {
+// segments maps files of memory alone (memfd, and what processes share without a
+// file) to the ids that their pages go by.
+func (c *comparison) segments() (map[uint32]uint32, error) {
+	const magicMemfd = 0x48453499
+	inodes := map[uint64]uint32{}
+	err := optionalImage(c.dir, "memfd.img", magicMemfd, func(data []byte) error {
+		var e memfd.MemfdInodeEntry
+		err := proto.Unmarshal(data, &e)
+		inodes[e.GetInodeId()] = e.GetShmid()
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	segments := map[uint32]uint32{}
+	return segments, optionalImage(c.dir, filesImage, magicFiles, func(data []byte) error {
+		if kind, id, _ := typeAndID(data); kind == uint64(fdinfo.FdTypes_MEMFD) {
+			var e fdinfo.FileEntry
+			if err := proto.Unmarshal(data, &e); err != nil {
+				return err
+			}
+			if shmid, is := inodes[uint64(e.GetMemfd().GetInodeId())]; is {
+				segments[id] = shmid
+			}
+		}
+		return nil
+	})
+}
+
+// compareShared compares memory of segments, once each, where t has them mapped.
+func (c *comparison) compareShared(ctx context.Context, t *task, p int, segments map[uint32]uint32, done map[uint32]bool) error {
+	const fileShared = 1 << 7
+	var list []*vma.VmaEntry
+	err := c.read(fmt.Sprintf("mm-%d.img", t.pid), magicMm, 1, func(data []byte) error {
+		var e mm.MmEntry
+		err := proto.Unmarshal(data, &e)
+		list = e.GetVmas()
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	for _, v := range list {
+		shmid, is := segments[uint32(v.GetShmid())]
+		if !is || v.GetStatus()&fileShared == 0 || v.GetProt()&unix.PROT_READ == 0 || done[shmid] {
+			continue
+		}
+		image := fmt.Sprintf("pagemap-shmem-%d.img", shmid)
+		if _, err := os.Lstat(filepath.Join(c.dir, image)); errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		done[shmid] = true
+		err := c.comparePages(ctx, image, t, p, nil, func(offset uint64) (uint64, bool) {
+			at := v.GetStart() + offset - v.GetPgoff()
+			return at, offset >= v.GetPgoff() && at < v.GetEnd()
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// comparePages compares the pages of one page map; place tells where each is in the
+// process, if it is.
+func (c *comparison) comparePages(ctx context.Context, pagemap string, t *task, p int, own []area, place func(uint64) (uint64, bool)) error {
 	mem, err := os.Open(fmt.Sprintf("/proc/%d/mem", p))
 	if err != nil {
 		return err
@@ -395,7 +471,7 @@ func (c *comparison) compareProcess(ctx context.Context, t *task, p int, own []a
 	defer func() { pages.Close() }()
 	first := true
 	image, live := make([]byte, pageSize), make([]byte, pageSize)
-	return c.read(fmt.Sprintf("pagemap-%d.img", t.pid), magicPagemap, maxPagemap, func(data []byte) error {
+	return c.read(pagemap, magicPagemap, maxPagemap, func(data []byte) error {
 		if first {
 			first = false
 			id, _, _, err := descriptor(data) // of a head the first field is the id
@@ -411,16 +487,20 @@ func (c *comparison) compareProcess(ctx context.Context, t *task, p int, own []a
 		if err != nil || n == 0 {
 			return err
 		}
-		at, err := pageAddress(data)
+		key, err := pageAddress(data)
 		if err != nil {
 			return err
 		}
-		for ; n > 0; n, at = n-1, at+pageSize {
+		for ; n > 0; n, key = n-1, key+pageSize {
 			if err := ctx.Err(); err != nil {
 				return err
 			}
 			if _, err := io.ReadFull(pages, image); err != nil {
 				return err
+			}
+			at, mapped := place(key)
+			if !mapped {
+				continue
 			}
 			c.Pages++
 			if _, err := mem.ReadAt(live, int64(at)); err != nil {

@@ -69,17 +69,18 @@ func TestCompare(t *testing.T) {
 		}), "descriptor 55 of process 1 (sh) is not open"},
 		{"a lock", "filelocks.img", magicLocks, edited(func(e *filelock.FileLockEntry) { e.Start = proto.Int64(9) }), "does not hold its FLOCK lock"},
 		{"memory", "pages-1.img", 0, nil, "the memory of process 1 (sh) differs at 0x"},
+		{"shared memory", pagesWith(t, b.Images, "shared by all"), 0, nil, "(talk) differs at 0x"},
 	} {
 		dir := filepath.Join(t.TempDir(), "images")
 		if err := os.CopyFS(dir, os.DirFS(b.Images)); err != nil {
 			t.Fatal(err)
 		}
-		if c.edit != nil {
+		if c.magic != 0 {
 			rewrite(t, dir, c.file, c.magic, c.edit)
 		} else if data, err := os.ReadFile(filepath.Join(dir, c.file)); err != nil {
 			t.Fatal(err)
 		} else {
-			data[100] ^= 1
+			data[len("shared by")] ^= 1
 			if err := os.WriteFile(filepath.Join(dir, c.file), data, 0o600); err != nil {
 				t.Fatal(err)
 			}
@@ -111,6 +112,19 @@ func TestCompare(t *testing.T) {
 		got, err := Compare(ctx, b.Images, b.Pid())
 		return err == nil && strings.Contains(strings.Join(got.Differs, "\n"), fmt.Sprintf("process %d (", last))
 	})
+}
+
+// pagesWith returns the name of the image of pages that begins with a text.
+func pagesWith(t *testing.T, dir, text string) string {
+	t.Helper()
+	files, _ := filepath.Glob(filepath.Join(dir, "pages-*.img"))
+	for _, f := range files {
+		if data, err := os.ReadFile(f); err == nil && strings.HasPrefix(string(data), text) {
+			return filepath.Base(f)
+		}
+	}
+	t.Fatalf("no pages begin with %q", text)
+	return ""
 }
 
 // install puts a program into a container's /bin whole.
