@@ -170,9 +170,17 @@ func TestWriteConfig(t *testing.T) {
 }
 
 // restore brings a dumped container back with runc itself.
-func restore(t *testing.T, b *criutest.Box, rt Runtime, o Options) {
+func restore(t *testing.T, b *criutest.Box, rt Runtime, o Options, lines ...string) {
 	t.Helper()
 	if err := WriteConfig(b.Config, o); err != nil {
+		t.Fatal(err)
+	}
+	config, err := os.ReadFile(b.Config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	config = append(config, strings.Join(lines, "\n")...)
+	if err := os.WriteFile(b.Config, config, 0o600); err != nil {
 		t.Fatal(err)
 	}
 	args := append([]string{"restore", "--detach", "--bundle", b.Bundle, "--image-path", b.Images, "--work-path", b.Work}, o.RuntimeFlags()...)

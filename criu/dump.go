@@ -118,6 +118,9 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 	if err := opts.gone.within(opts.GhostLimit); err != nil {
 		return res, err
 	}
+	// Not fatal, either: CRIU refuses what it has not been told of.
+	cut, _ := severed(state.Pid, members, opts.TCP)
+	opts.severed = cut.inodes
 	var extra extras
 	config := state.Annotations[ConfigAnnotation]
 	if config == "" {
@@ -167,6 +170,13 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 	}
 	if err := opts.gone.complete(opts.ImageDir, opts.Upper); err != nil {
 		return res, fmt.Errorf("dump %s: %w", rt.ID, err)
+	}
+	if err := cut.sever(opts.ImageDir); err != nil {
+		return res, &DumpError{Diagnosis: Diagnosis{Code: "unix-socket", Reason: err.Error()}, Log: log, Err: err}
+	}
+	res.Warnings = append(res.Warnings, cut.warnings...)
+	if err := judged(opts.ImageDir, log); err != nil {
+		return res, err
 	}
 	if res.Processes, err = Processes(opts.ImageDir); err != nil {
 		return res, &DumpError{Diagnosis: Diagnosis{Code: "image-damaged", Reason: err.Error()}, Log: log, Err: err}

@@ -24,11 +24,6 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-const (
-	magicGhost  = 0x52583605
-	magicFdinfo = 0x56213732
-)
-
 // linkName begins the names that LinkBack makes. CRIU removes them once it has
 // restored from them.
 const linkName = ".agentbox-link."

@@ -51,6 +51,15 @@ const (
 	magicPstree  = 0x50273030
 	magicCore    = 0x55053847
 	magicPagemap = 0x56084025
+
+	magicInventory = 0x58313116
+	magicIDs       = 0x54432030
+	magicFdinfo    = 0x56213732
+	magicMm        = 0x57492820
+	magicFs        = 0x51403912
+	magicMnts      = 0x55563928
+	magicLocks     = 0x54323616
+	magicGhost     = 0x52583605
 )
 
 // Processes lists the processes of a dump, in the order of the images.
@@ -224,7 +233,11 @@ func readImage(path string, magic uint32, maxEntries int, fn func([]byte) error)
 		_, err := io.ReadFull(in, word[:])
 		return binary.LittleEndian.Uint32(word[:]), err
 	}
-	for _, want := range []uint32{magicCommon, magic} {
+	magics := []uint32{magicCommon, magic}
+	if magic == magicInventory {
+		magics = magics[1:] // it tells of what version the others are
+	}
+	for _, want := range magics {
 		got, err := next()
 		if err != nil {
 			return fail(err)

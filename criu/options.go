@@ -9,6 +9,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -43,7 +44,8 @@ type Options struct {
 	EmptyNetwork bool
 	ScanPaths    []string // files and directories of the container that inotify watches; see Watches
 
-	gone *goneFiles // of a dump
+	gone    *goneFiles // of a dump
+	severed []uint32   // unix sockets that a dump takes although their peers are not in it
 }
 
 // DefaultGhostLimit is generous: browsers, databases and compilers keep large
@@ -55,7 +57,7 @@ const DefaultGhostLimit = 1 << 30
 // File locks are always taken along; without it one lock fails the dump.
 // Not given, on purpose: --shell-job (a terminal that came through a console
 // socket is dumped without it), --ext-unix-sk (such an image often cannot be
-// restored; better the dump says so).
+// restored; better the dump says so, but for the sockets of severance).
 func (o Options) RuntimeFlags() []string {
 	flags := []string{"--file-locks"}
 	if o.TCP == "" || o.TCP == TCPEstablished {
@@ -105,6 +107,15 @@ func (o Options) lines() ([]string, error) {
 		if o.gone.linked {
 			lines = append(lines, "link-remap")
 		}
+	}
+	if len(o.severed) > 0 {
+		// Joined by =, for its value is optional. These alone are meant; but where our
+		// configuration is the last word it lets any datagram socket pass, see sever.
+		list := make([]string, len(o.severed))
+		for i, ino := range o.severed {
+			list[i] = strconv.FormatUint(uint64(ino), 10)
+		}
+		lines = append(lines, "ext-unix-sk="+strings.Join(list, ","))
 	}
 	for _, p := range o.ScanPaths {
 		if !filepath.IsAbs(p) || strings.ContainsAny(p, "\"\\\n\x00") {

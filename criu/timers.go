@@ -22,8 +22,6 @@ import (
 // /proc, where it is 0 meanwhile, and restores a timer that never ticks again. So such
 // timers are asked for the time left when CRIU is done, and their images say that.
 
-const magicIDs = 0x54432030
-
 var idsName = regexp.MustCompile(`^ids-(\d+)\.img$`)
 
 // mendTimers puts into the images of a dump what is left of timers whose tick fell into

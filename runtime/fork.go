@@ -31,6 +31,7 @@ const maxForks = 1000
 type forking struct {
 	receipt Forked
 	noStart bool
+	look    func(ctx context.Context, r *restoration) error // instead of letting it go on
 }
 
 // Fork makes new sandboxes of a checkpoint. Each is a sandbox of its own, with
@@ -82,7 +83,7 @@ func (e *Engine) Fork(ctx context.Context, ref string, opts ForkOptions) (_ []Fo
 			if len(opts.Names) > 0 {
 				name = opts.Names[i]
 			}
-			f, err := e.forkOne(ctx, row, name, opts, steps)
+			f, err := e.forkOne(ctx, row, name, opts, steps, nil)
 			if err == nil {
 				list[i] = &f
 			}
@@ -141,7 +142,10 @@ func (e *Engine) forkFrom(ctx context.Context, ref string, opts ForkOptions) (ro
 	return row, r.checkDamage()
 }
 
-func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string, opts ForkOptions, steps *steps) (_ Forked, err error) {
+// forkOne makes one fork. With look it is made without network and hooks, and handed to
+// look once its processes are restored and stand still, before the fork counts as made.
+func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string, opts ForkOptions, steps *steps,
+	look func(context.Context, *restoration) error) (_ Forked, err error) {
 	begun := time.Now()
 	s, err := spec(store.Sandbox{ID: row.SandboxID, Spec: row.Spec})
 	if err != nil {
@@ -160,6 +164,9 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 		s.Hostname = forkName(s.Hostname, s.ID)
 	}
 	s.Network.Ports = nil // the origin has them
+	if look != nil {
+		s.Network = Network{Mode: NetworkNone}
+	}
 	if len(opts.Labels) > 0 {
 		labels := maps.Clone(opts.Labels)
 		for k, v := range s.Labels {
@@ -204,7 +211,7 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 	r := &restoration{
 		sb: &locked{Sandbox: box, host: host, lock: lock, steps: steps}, row: row, spec: s,
 		data: restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly || opts.NoStart, Fork: true},
-		fork: &forking{noStart: opts.NoStart},
+		fork: &forking{noStart: opts.NoStart, look: look},
 	}
 	if err := checkSources(s); err != nil {
 		return Forked{}, err
@@ -233,6 +240,9 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 	h, err := e.hooksOf("fork", s)
 	if err != nil {
 		return Forked{}, err
+	}
+	if look != nil {
+		h = &hooks{e: e} // nothing of it runs
 	}
 	defer func() { h.failed(ctx, err) }()
 	h.of(row)
@@ -333,6 +343,9 @@ func reseedFile(jail *policy.Jail, name, id string) (done bool, err error) {
 // awaken gives the restored processes of a fork, which stand still, its own
 // hostname, and lets them go on.
 func (e *Engine) awaken(ctx context.Context, r *restoration) error {
+	if r.fork.look != nil {
+		return r.fork.look(ctx, r)
+	}
 	c, err := r.sb.host.Inspect(ctx, r.sb.ID)
 	if err != nil {
 		return err

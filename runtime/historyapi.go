@@ -171,8 +171,9 @@ type SandboxUsage struct {
 
 // VerifyOptions modify Verify.
 type VerifyOptions struct {
-	Checkpoints []string `json:"checkpoints"` // none: all
-	ReadData    bool     `json:"read_data"`   // read every byte, not only what is needed to know that all is there
+	Checkpoints []string `json:"checkpoints"`        // none: all
+	ReadData    bool     `json:"read_data"`          // read every byte, not only what is needed to know that all is there
+	Rehearse    bool     `json:"rehearse,omitempty"` // restore each, which are named and full, into a fork, and compare
 	Progress    Progress `json:"-"`
 }
 
@@ -182,7 +183,22 @@ type VerifyReport struct {
 	Pieces      int64     `json:"pieces"`
 	Bytes       int64     `json:"bytes"`
 	Damaged     []Damaged `json:"damaged"`
-	Notes       []string  `json:"notes"` // damage that hurts no checkpoint
+	// Whole ones that CRIU will not restore: the processes, not the files.
+	Unrestorable []Damaged   `json:"unrestorable"`
+	Notes        []string    `json:"notes"`               // damage that hurts no checkpoint
+	Rehearsed    []Rehearsal `json:"rehearsed,omitempty"` // where asked for
+}
+
+// Rehearsal is what came of a checkpoint that was restored to be compared.
+type Rehearsal struct {
+	Checkpoint  Checkpoint    `json:"checkpoint"`
+	Took        time.Duration `json:"took"`      // nanoseconds
+	Processes   int           `json:"processes"` // compared, as are the following
+	Threads     int           `json:"threads"`
+	Descriptors int           `json:"descriptors"` // open files
+	Locks       int           `json:"locks"`
+	Pages       int64         `json:"pages"`   // of memory
+	Differs     []string      `json:"differs"` // a sentence each; at most 101
 }
 
 // Damaged is one checkpoint that cannot be restored whole.

@@ -334,6 +334,9 @@ func (e *Engine) Usage(ctx context.Context) (out Usage, err error) {
 // Verify proves checkpoints, and marks those that are damaged.
 func (e *Engine) Verify(ctx context.Context, opts VerifyOptions) (out VerifyReport, err error) {
 	defer func() { err = fail("verify", strings.Join(opts.Checkpoints, " "), err) }()
+	if opts.Rehearse && len(opts.Checkpoints) == 0 {
+		return out, fmt.Errorf("%w: a rehearsal needs checkpoints", ErrInvalid)
+	}
 	var ids []string
 	for _, ref := range opts.Checkpoints {
 		row, err := e.checkpoint(ctx, ref)
@@ -343,12 +346,18 @@ func (e *Engine) Verify(ctx context.Context, opts VerifyOptions) (out VerifyRepo
 		ids = append(ids, row.ID)
 	}
 	got, err := e.store.VerifyAll(ctx, store.VerifyOptions{IDs: ids, ReadData: opts.ReadData, Progress: opts.Progress})
-	out = VerifyReport{Checkpoints: got.Checkpoints, Pieces: got.Pieces, Bytes: got.Bytes, Damaged: []Damaged{}, Notes: slices.Clone(got.Notes)}
+	out = VerifyReport{Checkpoints: got.Checkpoints, Pieces: got.Pieces, Bytes: got.Bytes, Damaged: []Damaged{}, Unrestorable: []Damaged{}, Notes: slices.Clone(got.Notes)}
 	if out.Notes == nil {
 		out.Notes = []string{}
 	}
 	for _, d := range got.Damaged {
 		out.Damaged = append(out.Damaged, Damaged{checkpointView(d.Checkpoint), d.What})
+	}
+	if err == nil {
+		out.Unrestorable, err = e.judgeAll(ctx, ids, got.Damaged)
+	}
+	if err == nil && opts.Rehearse && len(out.Damaged) == 0 {
+		out.Rehearsed, err = e.rehearseAll(ctx, ids)
 	}
 	return out, err
 }

@@ -495,6 +495,7 @@ func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, und
 	for {
 		k, err := e.prepare(ctx, r.sb, r.c, opts)
 		if err != nil && !opts.FilesOnly {
+			r.undoIsFiles(err)
 			opts.FilesOnly = true
 			continue
 		}
@@ -517,7 +518,7 @@ func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, und
 		if err != nil && !opts.FilesOnly && ctx.Err() == nil && !errors.Is(err, unix.ENOSPC) && !errors.Is(err, errCalledOff) {
 			// What cannot be dumped can still be put back as files.
 			e.log.Warn("the undo checkpoint will have files only", "sandbox", r.sb.ID, "err", err)
-			r.warnings = append(slices.Clone(r.warnings), fmt.Sprintf("the undo checkpoint has files only: %v", err))
+			r.undoIsFiles(err)
 			opts.FilesOnly, r.data.Undo = true, newID()
 			// Recover looks for the one that the journal names.
 			if err := e.advance(ctx, seq, r.data, true); err != nil {
@@ -545,6 +546,11 @@ func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, und
 		r.take(k)
 		return laid
 	}
+}
+
+// undoIsFiles warns that the processes that the restore ends are lost.
+func (r *restoration) undoIsFiles(why error) {
+	r.warnings = append(slices.Clone(r.warnings), fmt.Sprintf("the undo checkpoint has files only: %v; the processes that this restore has ended cannot be brought back", why))
 }
 
 // take takes over what a checkpoint has seen of the files.
