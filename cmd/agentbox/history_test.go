@@ -180,12 +180,13 @@ func TestVerify(t *testing.T) {
 	try(t, f, "", "verify", "nope", "before").want(t, exitNotFound, "1 checkpoint whole: 10 pieces, 1kB\n", "nope")
 	try(t, f, "", "verify", "nope").want(t, exitNotFound, "", "nope")
 	try(t, f, "", "verify", "--all", "run").want(t, exitUsage, "", "exclude each other")
+	try(t, f, "", "verify", "--rehearse").want(t, exitUsage, "", "needs the names of checkpoints")
 	f.checkpoints = f.checkpoints[:2]
 	f.damaged = []runtime.Damaged{damaged(ck)}
 	try(t, f, "", "verify").want(t, exitCorrupt, "damaged: 3f2a3f2a3f2a of run (before)\n  usr/lib/x : piece blake3:00\n1 checkpoint whole, 1 damaged: 10 pieces, 1kB\n",
 		"agentbox: verify: 1 of 2 checkpoints damaged: corrupt\n", "hint: 'agentbox restore --salvage")
 	keys, r := keysOf(t, try(t, f, "", "verify", "--format", "json"), exitCorrupt)
-	if d := cmp.Diff([]string{"bytes", "checkpoints", "damaged", "notes", "pieces"}, keys); d != "" || fmt.Sprint(r["notes"]) != "[]" {
+	if d := cmp.Diff([]string{"bytes", "checkpoints", "damaged", "notes", "pieces", "unrestorable"}, keys); d != "" || fmt.Sprint(r["notes"]) != "[]" {
 		t.Error(d, r)
 	}
 	f.fail["Verify"] = errors.New("broken disk")

@@ -9,6 +9,8 @@ import (
 	goruntime "runtime"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // peekDatagrams reads what waits in a UDP socket, and leaves it there.
@@ -138,14 +140,11 @@ func inNetwork(pid int, fn func() error) error {
 		return err
 	}
 	defer ns.Close()
-	done := make(chan error, 1)
-	go func() {
+	return <-guard.Start(func() error {
 		goruntime.LockOSThread() // for good: the thread ends with this
-		err := unix.Setns(int(ns.Fd()), unix.CLONE_NEWNET)
-		if err == nil {
-			err = fn()
+		if err := unix.Setns(int(ns.Fd()), unix.CLONE_NEWNET); err != nil {
+			return err
 		}
-		done <- err
-	}()
-	return <-done
+		return fn()
+	})
 }
