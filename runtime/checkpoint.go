@@ -26,9 +26,11 @@ type freezing struct {
 	Stop bool   `json:"stop"` // a committed checkpoint is followed by a stop
 }
 
-// Checkpoint records a sandbox as it is at one instant. The sandbox is frozen
-// from before the first byte is read until the checkpoint is durable. On error
-// it goes on as before and nothing new is listed as ready.
+// Checkpoint records a sandbox as it is at one instant. Files are read ahead;
+// then the sandbox is frozen until all that has changed since is read, too, and
+// with Stop until the checkpoint is durable. When Checkpoint returns without an
+// error the checkpoint is durable. On error the sandbox goes on as before and
+// nothing new is listed as ready.
 func (e *Engine) Checkpoint(ctx context.Context, ref string, opts CheckpointOptions) (out Checkpoint, err error) {
 	defer func() { err = fail("checkpoint", ref, err) }()
 	steps := follow(opts.Progress)
