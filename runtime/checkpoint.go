@@ -496,13 +496,22 @@ func (e *Engine) dump(ctx context.Context, k *making, draft *store.Draft) (*stor
 	res, err := criu.Dump(ctx, k.c.Runtime, opts)
 	e.interruptedWaits(k.sb.ID, res.Interrupted)
 	if err != nil {
-		return nil, err
+		return nil, e.logKept(draft, err)
 	}
 	out := &store.Processes{Count: len(res.Processes)}
 	for _, p := range res.Processes {
 		out.List = append(out.List, store.Process{Pid: p.Pid, Parent: p.Ppid, Command: p.Comm, Stopped: p.Stopped})
 	}
 	return out, failpoint.Hit("checkpoint.after-dump")
+}
+
+// logKept has the error of a dump name CRIU's log as the draft's end leaves it.
+func (e *Engine) logKept(draft *store.Draft, err error) error {
+	var failed *criu.DumpError
+	if errors.As(err, &failed) && failed.Log != "" {
+		failed.Log = draft.KeptLog(failed.Log)
+	}
+	return err
 }
 
 // Checkpoints lists checkpoints, newest first.

@@ -426,8 +426,8 @@ func (e *Engine) resume(ctx context.Context, r *restoration) error {
 	if err := e.arm(ctx, r); err != nil {
 		return err
 	}
+	work := filepath.Join(e.run, r.sb.ID, "restore")
 	if r.full() {
-		work := filepath.Join(e.run, r.sb.ID, "restore")
 		if err := os.MkdirAll(work, 0o700); err != nil {
 			return err
 		}
@@ -445,6 +445,9 @@ func (e *Engine) resume(ctx context.Context, r *restoration) error {
 		options := criu.Options{TCP: manifest.TCP, LeaveStopped: held || was == Paused, EmptyNetwork: r.c.EmptyNetwork}
 		config := filepath.Join(e.run, r.sb.ID, "criu.conf")
 		if err := criu.WriteConfig(config, options); err != nil {
+			return err
+		}
+		if err := criu.ClearRestoreFailure(work); err != nil {
 			return err
 		}
 		staged := stage.Restore{Images: r.images, Work: work, Flags: options.RuntimeFlags(), Config: config, Paused: was == Paused, Held: held, Taken: manifest.Created}
@@ -471,6 +474,9 @@ func (e *Engine) resume(ctx context.Context, r *restoration) error {
 		return err
 	}
 	_, err := r.sb.host.Start(ctx, r.sb.ID, StartOptions{Env: identity(r.spec, r.data.Attempt), Secrets: r.secrets})
+	if r.full() {
+		err = criu.RestoreFailure(work, err)
+	}
 	err = r.judge(ctx, err)
 	if err == nil && r.full() && r.spec.Adopted && !r.c.EmptyNetwork {
 		// The images of a namespace that is CRIU's to keep have the cut in
