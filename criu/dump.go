@@ -282,5 +282,8 @@ func explainDump(rt Runtime, log, said string, err error) error {
 			cause = fmt.Errorf("%w: %w", cause, fault.ErrUnsupported)
 		}
 	}
+	if why.Reason == "" && lerr == nil {
+		why.Reason = "CRIU failed, and its log names no error"
+	}
 	return &DumpError{Diagnosis: why, Log: log, Err: cause}
 }

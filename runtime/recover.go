@@ -371,7 +371,6 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 		// Tried once: then the sandbox stays stopped, with the files that it
 		// has, and its owner decides. Trying at every command would stop it
 		// again whenever it was started.
-		e.log.Error("restore not finished", "sandbox", in.Sandbox, "checkpoint", in.Checkpoint, "err", err)
 		did = fmt.Sprintf("could not finish the restore of sandbox %s to checkpoint %s: %v", short(in.Sandbox), short(in.Checkpoint), err)
 		if len(data.Trees) > 0 && data.Trees[0].Aside {
 			did += "; what it had replaced lies in " + data.Trees[0].aside()

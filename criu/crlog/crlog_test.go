@@ -79,7 +79,7 @@ func TestLines(t *testing.T) {
 		"(0) Error (criu/sk-unix.c:506): unix: Non-empty write queue on an in-flight socket 0x35e":                           {"unix-in-flight", "has not been accepted yet and has data"},
 		"(0) Error (criu/sk-unix.c:525): unix: Found a closed in-flight socket to 0x35e":                                     {"unix-in-flight", "has not been accepted yet"},
 		"(0) Error (criu/sk-inet.c:185): inet: In-flight connection (l) for 35e":                                             {"tcp-in-flight", "just being opened"},
-		"(0) Error (criu/sk-unix.c:874): unix: External socket is used. Consider using --ext-unix-sk option.":                 {"unix-socket", "outside the sandbox"},
+		"(0) Error (criu/sk-unix.c:874): unix: External socket is used. Consider using --ext-unix-sk option.":                {"unix-socket", "outside the sandbox"},
 		"(0) Error (criu/sk-unix.c:418): unix: Unix socket 12 without peer 13":                                               {"unix-socket", "not in the checkpoint"},
 		"(0) Error (criu/files-reg.c:1159): Can't link remap to /usr/lib/x.so: Invalid cross-device link":                    {"link-remap", "/usr/lib/x.so open"},
 		"(0) Error (criu/files-reg.c:1444): Unaccessible path opened 1:2, need 3:4":                                          {"replaced-file", "another file's now"},
