@@ -36,7 +36,7 @@ func (e *Engine) Checkpoint(ctx context.Context, ref string, opts CheckpointOpti
 	steps := follow(opts.Progress)
 	defer steps.end()
 	if opts.Name != "" {
-		if err := store.ValidName(opts.Name); err != nil {
+		if err := store.ValidCheckpointName(opts.Name); err != nil {
 			return Checkpoint{}, err
 		}
 	}

@@ -65,6 +65,11 @@ func (s *Store) BeginCheckpoint(ctx context.Context, c Checkpoint) (*Draft, erro
 	c.Created = c.Created.UTC().Round(0)
 	c.Status, c.Error, c.Digest = Pending, "", ""
 	c.Added, c.Unchanged, c.Damaged, c.Tags = 0, false, "", nil
+	if c.Name != "" {
+		if err := ValidCheckpointName(c.Name); err != nil {
+			return nil, err
+		}
+	}
 	if err := c.check(); err != nil {
 		return nil, err
 	}
