@@ -70,7 +70,9 @@ func (e *Engine) recoverFor(ctx context.Context, as Deed) (Recovery, error) {
 			errs = append(errs, fmt.Errorf("%s of %s: %w", in.Op, short(in.Sandbox), err))
 		}
 	}
-	return done, fail("recover", "", errors.Join(errs...))
+	did, err := e.freeUnstarted(ctx, as)
+	done.Actions = append(done.Actions, did...)
+	return done, fail("recover", "", errors.Join(append(errs, err)...))
 }
 
 // interrupted takes the lock of an intent's sandbox if nobody works on it. A
