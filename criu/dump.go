@@ -60,16 +60,38 @@ type DumpError struct {
 }
 
 func (e *DumpError) Error() string {
-	switch {
-	case e.Reason == "":
+	if e.Reason == "" {
 		return e.Err.Error()
-	case e.Line == "":
-		return e.Reason
 	}
-	return fmt.Sprintf("%s [CRIU: %s]", e.Reason, e.Line)
+	return e.Reason
 }
 
-func (e *DumpError) Unwrap() error { return e.Err }
+// Unwrap hands on the hint and the log, for fault.Hint and fault.Logs.
+func (e *DumpError) Unwrap() error { return &fault.Error{Hint: e.Hint, Log: e.Log, Err: e.Err} }
+
+// RestoreError is a restore that the OCI runtime wrapper could not do.
+type RestoreError struct {
+	crlog.Failure
+	Err error // what its caller made of it
+}
+
+func (e *RestoreError) Error() string { return e.Reason }
+
+// Unwrap hands on the hint and the log, for fault.Hint and fault.Logs.
+func (e *RestoreError) Unwrap() error { return &fault.Error{Hint: e.Hint, Log: e.Log, Err: e.Err} }
+
+// RestoreFailure is err, the failure of a start that was to restore, in the words
+// that the wrapper left in the restore's work directory; err itself when there are none.
+func RestoreFailure(work string, err error) error {
+	f, e := crlog.ReadFailure(work)
+	if err == nil || e != nil || f.Reason == "" {
+		return err
+	}
+	return &RestoreError{Failure: f, Err: err}
+}
+
+// ClearRestoreFailure forgets what an earlier restore has left in the work directory.
+func ClearRestoreFailure(work string) error { return crlog.ClearFailure(work) }
 
 // Dump writes the processes of a paused container to images.
 //
@@ -288,6 +310,9 @@ func explainDump(rt Runtime, log, said string, err error) error {
 			why = Diagnosis{Code: "no-criu", Reason: "the OCI runtime cannot run CRIU: " + msg, Hint: "Install CRIU; `agentbox doctor` says how."}
 			cause = fmt.Errorf("%w: %w", cause, fault.ErrUnsupported)
 		}
+	}
+	if why.Reason == "" && lerr == nil {
+		why.Reason = "CRIU failed, and its log names no error"
 	}
 	return &DumpError{Diagnosis: why, Log: log, Err: cause}
 }

@@ -54,7 +54,11 @@ func (e *Engine) checkpoint(ctx context.Context, ref string) (store.Checkpoint, 
 	row, err := e.store.Checkpoint(ctx, ref)
 	if at := strings.LastIndexByte(ref, '@'); errors.Is(err, ErrNotFound) && at > 0 {
 		if sb, e2 := e.find(ctx, ref[:at]); e2 == nil {
-			return e.store.Checkpoint(ctx, sb.ID+ref[at:])
+			row, err = e.store.Checkpoint(ctx, sb.ID+ref[at:])
+			if errors.Is(err, ErrNotFound) { // by the name that was given
+				err = hint(fmt.Errorf("sandbox %s has no checkpoint %q: %w", ref[:at], ref[at+1:], ErrNotFound),
+					"List what there is with: agentbox checkpoint ls "+ref[:at])
+			}
 		}
 	}
 	return row, err

@@ -26,15 +26,17 @@ type freezing struct {
 	Stop bool   `json:"stop"` // a committed checkpoint is followed by a stop
 }
 
-// Checkpoint records a sandbox as it is at one instant. The sandbox is frozen
-// from before the first byte is read until the checkpoint is durable. On error
-// it goes on as before and nothing new is listed as ready.
+// Checkpoint records a sandbox as it is at one instant. Files are read ahead;
+// then the sandbox is frozen until all that has changed since is read, too, and
+// with Stop until the checkpoint is durable. When Checkpoint returns without an
+// error the checkpoint is durable. On error the sandbox goes on as before and
+// nothing new is listed as ready.
 func (e *Engine) Checkpoint(ctx context.Context, ref string, opts CheckpointOptions) (out Checkpoint, err error) {
 	defer func() { err = fail("checkpoint", ref, err) }()
 	steps := follow(opts.Progress)
 	defer steps.end()
 	if opts.Name != "" {
-		if err := store.ValidName(opts.Name); err != nil {
+		if err := store.ValidCheckpointName(opts.Name); err != nil {
 			return Checkpoint{}, err
 		}
 	}
@@ -494,7 +496,7 @@ func (e *Engine) dump(ctx context.Context, k *making, draft *store.Draft) (*stor
 	res, err := criu.Dump(ctx, k.c.Runtime, opts)
 	e.interruptedWaits(k.sb.ID, res.Interrupted)
 	if err != nil {
-		return nil, err
+		return nil, e.logKept(draft, err)
 	}
 	if len(res.Warnings) > 0 && k.opts.Strict {
 		return nil, hint(fmt.Errorf("%w: %s", ErrState, res.Warnings[0]), "End that process, or leave --strict away to checkpoint without it.")
@@ -506,6 +508,15 @@ func (e *Engine) dump(ctx context.Context, k *making, draft *store.Draft) (*stor
 		out.List = append(out.List, store.Process{Pid: p.Pid, Parent: p.Ppid, Command: p.Comm, Stopped: p.Stopped})
 	}
 	return out, failpoint.Hit("checkpoint.after-dump")
+}
+
+// logKept has the error of a dump name CRIU's log as the draft's end leaves it.
+func (e *Engine) logKept(draft *store.Draft, err error) error {
+	var failed *criu.DumpError
+	if errors.As(err, &failed) && failed.Log != "" {
+		failed.Log = draft.KeptLog(failed.Log)
+	}
+	return err
 }
 
 // Checkpoints lists checkpoints, newest first.

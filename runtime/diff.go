@@ -15,6 +15,7 @@ import (
 	"time"
 	"unicode/utf8"
 
+	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -273,7 +274,12 @@ func (d *differ) checkpoint(ctx context.Context, ref string) (store.Checkpoint, 
 	if errors.Is(err, ErrNotFound) {
 		row, err = d.e.checkpoint(ctx, ref)
 	}
+	if err == nil {
+		err = notOwn(d.sb, ref, row)
+	}
 	switch {
+	case errors.Is(err, ErrNotFound) && len(fault.Hint(err)) > 0:
+		return row, err
 	case errors.Is(err, ErrNotFound):
 		return row, hint(err, "List what there is with: agentbox log "+d.sb.Name)
 	case err != nil:

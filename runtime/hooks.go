@@ -96,7 +96,7 @@ func (h *hooks) before(ctx context.Context, point string) error {
 func (h *hooks) after(ctx context.Context, point string) (warnings []string) {
 	for _, hook := range h.list[point] {
 		if err := h.run(context.WithoutCancel(ctx), point, hook); err != nil {
-			h.e.log.Warn("a hook failed", "sandbox", h.facts.Sandbox.ID, "err", err)
+			h.e.log.Info("a hook failed", "sandbox", h.facts.Sandbox.ID, "err", err)
 			warnings = append(warnings, err.Error())
 		}
 	}

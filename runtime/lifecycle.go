@@ -82,6 +82,9 @@ func (e *Engine) Create(ctx context.Context, req CreateRequest) (_ Sandbox, err 
 	if row.Lease, err = e.activeLease(ctx, req.Lease); err != nil {
 		return Sandbox{}, err
 	}
+	if row.Starter, err = starter(req); err != nil {
+		return Sandbox{}, err
+	}
 	lock, err := e.store.Lock(ctx, s.ID, "create", lockWait)
 	if err != nil {
 		return Sandbox{}, err
@@ -289,6 +292,7 @@ func (e *Engine) start(ctx context.Context, sb *locked, streams *Streams) (wait 
 // launch is start, of one that is stopped before with stop, which may be nil.
 func (e *Engine) launch(ctx context.Context, sb *locked, streams *Streams, stop *StopOptions) (wait func() error, err error) {
 	defer sb.lock.Unlock()
+	defer func() { e.started(ctx, sb.Sandbox, err) }()
 	s, err := spec(sb.Sandbox)
 	if err != nil {
 		return nil, err

@@ -70,7 +70,9 @@ func (e *Engine) recoverFor(ctx context.Context, as Deed) (Recovery, error) {
 			errs = append(errs, fmt.Errorf("%s of %s: %w", in.Op, short(in.Sandbox), err))
 		}
 	}
-	return done, fail("recover", "", errors.Join(errs...))
+	did, err := e.freeUnstarted(ctx, as)
+	done.Actions = append(done.Actions, did...)
+	return done, fail("recover", "", errors.Join(append(errs, err)...))
 }
 
 // interrupted takes the lock of an intent's sandbox if nobody works on it. A
@@ -371,7 +373,6 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 		// Tried once: then the sandbox stays stopped, with the files that it
 		// has, and its owner decides. Trying at every command would stop it
 		// again whenever it was started.
-		e.log.Error("restore not finished", "sandbox", in.Sandbox, "checkpoint", in.Checkpoint, "err", err)
 		did = fmt.Sprintf("could not finish the restore of sandbox %s to checkpoint %s: %v", short(in.Sandbox), short(in.Checkpoint), err)
 		if len(data.Trees) > 0 && data.Trees[0].Aside {
 			did += "; what it had replaced lies in " + data.Trees[0].aside()

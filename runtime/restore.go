@@ -517,7 +517,7 @@ func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, und
 		row, err := e.record(ctx, k)
 		if err != nil && !opts.FilesOnly && ctx.Err() == nil && !errors.Is(err, unix.ENOSPC) && !errors.Is(err, errCalledOff) {
 			// What cannot be dumped can still be put back as files.
-			e.log.Warn("the undo checkpoint will have files only", "sandbox", r.sb.ID, "err", err)
+			e.log.Info("the undo checkpoint will have files only", "sandbox", r.sb.ID, "err", err)
 			r.undoIsFiles(err)
 			opts.FilesOnly, r.data.Undo = true, newID()
 			// Recover looks for the one that the journal names.

@@ -124,6 +124,11 @@ type CreateRequest struct {
 
 	Lease string `json:"lease"` // the lease that it is removed with; empty: none
 	Group string `json:"group"` // a name that it shares with others; empty: none
+
+	// ToStart: the caller starts it next. If its process ends before that, the
+	// sandbox is removed. Caller is the process; 0: this one.
+	ToStart bool `json:"to_start,omitempty"`
+	Caller  int  `json:"-"`
 }
 
 // Sandbox is the documented JSON of `agentbox inspect`; it only ever grows.

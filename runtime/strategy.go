@@ -44,6 +44,21 @@ type RestoreAttempt struct {
 	Took     time.Duration `json:"took_ns"`
 }
 
+// FoldAttempts says what tries failed of, a line for those in a row that failed alike.
+func FoldAttempts(tries []RestoreAttempt) (lines []string) {
+	for i, n := 0, 0; i < len(tries); i += n {
+		t := tries[i]
+		for n = 1; i+n < len(tries) && tries[i+n].Strategy == t.Strategy && tries[i+n].Error == t.Error; n++ {
+		}
+		times := ""
+		if n > 1 {
+			times = fmt.Sprintf(" (%d times)", n)
+		}
+		lines = append(lines, fmt.Sprintf("%s%s: %s", t.Strategy, times, strings.Join(strings.Fields(t.Error), " ")))
+	}
+	return lines
+}
+
 // check refuses options that do not go together.
 func (o RestoreOptions) check() error {
 	if o.Undo && o.Checkpoint != "" {
@@ -320,11 +335,11 @@ func (e *Engine) forgetKept(ctx context.Context, t *trying, out *Restored) error
 // use it, and all that there is of it stays.
 func (e *Engine) safeStop(ctx context.Context, id string, t *trying) (err error) {
 	last := t.attempts[len(t.attempts)-1]
-	tried := make([]string, 0, len(t.attempts))
-	for _, a := range t.attempts {
-		tried = append(tried, fmt.Sprintf("%s: %s", a.Strategy, a.Error))
+	tried := ""
+	for _, a := range FoldAttempts(t.attempts) {
+		tried += "\n  " + a
 	}
-	cause := fmt.Errorf("%w: no strategy has restored it: %s", ErrState, strings.Join(slices.Compact(tried), "; "))
+	cause := fmt.Errorf("%w: no strategy has restored it:%s", ErrState, tried)
 	sb, err := e.acquire(ctx, id, "restore", reapWait)
 	if errors.Is(err, ErrNotFound) {
 		text := "The sandbox could not be made again; its checkpoints are there (agentbox checkpoint ls " + t.r.sb.Name + ")"

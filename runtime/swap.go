@@ -417,8 +417,8 @@ func (e *Engine) resume(ctx context.Context, r *restoration) (failed error) {
 	if err := e.arm(ctx, r); err != nil {
 		return err
 	}
+	work := filepath.Join(e.run, r.sb.ID, "restore")
 	if r.full() {
-		work := filepath.Join(e.run, r.sb.ID, "restore")
 		if err := os.MkdirAll(work, 0o700); err != nil {
 			return err
 		}
@@ -445,6 +445,9 @@ func (e *Engine) resume(ctx context.Context, r *restoration) (failed error) {
 		if err := criu.WriteConfig(config, options); err != nil {
 			return err
 		}
+		if err := criu.ClearRestoreFailure(work); err != nil {
+			return err
+		}
 		staged := stage.Restore{Images: r.images, Work: work, Flags: options.RuntimeFlags(), Config: config, Paused: was == Paused, Times: times, Taken: manifest.Created}
 		if r.c.EmptyNetwork {
 			var err error
@@ -464,9 +467,12 @@ func (e *Engine) resume(ctx context.Context, r *restoration) (failed error) {
 		return err
 	}
 	_, err := r.sb.host.Start(ctx, r.sb.ID, StartOptions{Env: identity(r.spec, r.data.Attempt), Secrets: r.secrets})
+	if r.full() {
+		err = criu.RestoreFailure(work, err)
+	}
 	err = r.judge(ctx, err)
 	if err == nil && r.full() {
-		r.tellProof(filepath.Join(e.run, r.sb.ID, "restore"))
+		r.tellProof(work)
 	}
 	if err == nil && r.full() && r.spec.Adopted && !r.c.EmptyNetwork {
 		// The images of a namespace that is CRIU's to keep have the cut in

@@ -5,8 +5,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
+	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -78,7 +80,14 @@ func (e *Engine) choose(ctx context.Context, sb store.Sandbox, ref string, undo 
 	if errors.Is(err, ErrNotFound) {
 		row, err = e.checkpoint(ctx, ref)
 	}
+	if err == nil {
+		if err := notOwn(sb, ref, row); err != nil {
+			return row, err
+		}
+	}
 	switch {
+	case errors.Is(err, ErrNotFound) && len(fault.Hint(err)) > 0: // which names the sandbox that was asked for
+		return row, err
 	case errors.Is(err, ErrNotFound):
 		return row, hint(err, "List what there is with: agentbox checkpoint ls "+sb.Name)
 	case err != nil:
@@ -88,11 +97,21 @@ func (e *Engine) choose(ctx context.Context, sb store.Sandbox, ref string, undo 
 			"Restore it under the name of its own sandbox, "+row.SandboxName+".")
 	case row.SandboxID != sb.ID:
 		return row, hint(fmt.Errorf("%w: checkpoint %s belongs to sandbox %s", ErrState, short(row.ID), row.SandboxName),
-			"Restore puts a sandbox back to a checkpoint of its own.")
+			"A sandbox is restored and forked from checkpoints of its own.")
 	case row.Status != CheckpointReady:
 		return row, fmt.Errorf("%w: checkpoint %s is %s: %s", ErrState, short(row.ID), row.Status, row.Error)
 	}
 	return row, nil
+}
+
+// notOwn refuses a bare name that only another sandbox has a checkpoint of: with a
+// sandbox given, it means one of that.
+func notOwn(sb store.Sandbox, ref string, row store.Checkpoint) error {
+	if row.SandboxID == sb.ID || strings.Contains(ref, "@") || strings.HasPrefix(row.ID, ref) {
+		return nil
+	}
+	return hint(fmt.Errorf("sandbox %s has no checkpoint %q: %w", sb.Name, ref, ErrNotFound),
+		fmt.Sprintf("Sandbox %[1]s has one: %[1]s@%[2]s. List those of %[3]s with: agentbox checkpoint ls %[3]s", row.SandboxName, ref, sb.Name))
 }
 
 // recreate plans to make a removed sandbox again from the spec of its
@@ -119,6 +138,9 @@ func (e *Engine) recreate(ctx context.Context, r *restoration, name, ref string,
 			return err
 		}
 		if row.SandboxName != name && row.SandboxID != name {
+			if err := notOwn(store.Sandbox{Name: name}, ref, row); err != nil {
+				return err
+			}
 			return hint(fmt.Errorf("%w: checkpoint %s belongs to sandbox %s", ErrState, short(row.ID), row.SandboxName),
 				"Restore puts a sandbox back to a checkpoint of its own.")
 		}

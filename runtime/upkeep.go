@@ -40,6 +40,12 @@ func (e *Engine) Upkeep(ctx context.Context, u Upkeep) {
 		})
 	})
 	all.Go(func() {
+		e.repeat(ctx, lookUnstarted, true, func(ctx context.Context) error {
+			_, err := e.freeUnstarted(ctx, Deed{Alone: true})
+			return err
+		})
+	})
+	all.Go(func() {
 		e.repeat(ctx, u.Prune, false, func(ctx context.Context) error {
 			out, err := e.retainQuietly(ctx, u.Rate)
 			if len(out.Removed) > 0 || out.Freed > 0 {

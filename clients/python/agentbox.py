@@ -54,11 +54,12 @@ class Error(Exception):
         self.op = problem.get("op", "")
         self.object = problem.get("object", "")
         self.hints = problem.get("hints") or []
+        self.log = problem.get("log", "")  # a file of the host that says more
         self.partial = problem.get("partial")  # what was done all the same
         self.command = problem.get("command")  # of a command that could not be started: {"command", "exit"}
 
     def __str__(self):
-        return "\n".join([self.detail] + ["hint: " + h for h in self.hints])
+        return "\n".join([self.detail] + ["hint: " + h for h in self.hints] + (["log: " + self.log] if self.log else []))
 
 
 class NotFound(Error):

@@ -40,19 +40,24 @@ func (w wrapper) restore(c call, r stage.Restore) int {
 		return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
 	}
 	log := filepath.Join(r.Work, "restore.log")
-	if err := os.Remove(log); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	for _, old := range []string{log, log + killedLog} {
+		if err := os.Remove(old); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
+		}
+	}
+	if err := crlog.ClearFailure(r.Work); err != nil {
 		return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
 	}
 
 	if err := ownCgroup(c, r); err != nil {
-		return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
+		return w.unrestored(c, r, reason(err))
 	}
 	if err := holds(r.Config); err != nil {
-		return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
+		return w.unrestored(c, r, reason(err))
 	}
 	profile, err := w.confine(c, r)
 	if err != nil {
-		return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
+		return w.unrestored(c, r, reason(err))
 	}
 	args := append([]string{}, c.globals...)
 	args = append(args, "restore", "--detach", "--bundle", c.bundle(), "--image-path", r.Images, "--work-path", r.Work)
@@ -67,43 +72,80 @@ func (w wrapper) restore(c call, r stage.Restore) int {
 	args = append(append(args, r.Flags...), c.id)
 
 	if err := w.bounded(c, r, log, args); err != nil {
-		why, _ := crlog.File(log)
+		why := explain(log, err)
 		w.undo(c, r)
-		if why.Reason != "" {
-			err = errors.New(why.Reason)
-			if why.Hint != "" {
-				err = fmt.Errorf("%s. %s", why.Reason, why.Hint)
-			}
-			err = fmt.Errorf("%w [CRIU: %s] (log: %s)", err, why.Line, log)
-		}
-		return w.fail(c, fmt.Errorf("restore of %s failed: %w", c.id, err))
+		return w.unrestored(c, r, why)
 	}
-	// The action script has frozen them before any has run. Those that have ended
-	// already cannot be frozen.
-	if err = held(c); err == nil {
+	if err := w.complete(c, r, profile); err != nil {
+		w.undo(c, r)
+		return w.unrestored(c, r, reason(err))
+	}
+	return 0
+}
+
+// complete makes of what CRIU has restored what the engine is promised. The action script
+// has frozen the processes before any has run; those that have ended cannot be.
+func (w wrapper) complete(c call, r stage.Restore, profile string) error {
+	err := held(c)
+	if err == nil {
 		err = errors.Join(confined(c, profile), prove(c, r))
 	}
 	if err != nil && !errors.Is(err, fault.ErrState) {
-		w.undo(c, r)
-		return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
+		return err
 	}
 	if err := readOnly(c); err != nil {
-		w.undo(c, r)
-		return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
+		return err
 	}
 	if err := putTimes(c, r.Times); err != nil {
-		w.undo(c, r)
-		return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
+		return err
 	}
 	if err := w.settle(c, r); err != nil {
-		w.undo(c, r)
-		return w.fail(c, fmt.Errorf("restore of %s: network: %w", c.id, err))
+		return fmt.Errorf("network: %w", err)
 	}
-	if err := stage.MarkRestored(w.dir, c.slot); err != nil {
-		w.undo(c, r)
-		return w.fail(c, err)
+	return stage.MarkRestored(w.dir, c.slot)
+}
+
+// killedLog is added to the name of the log of a CRIU that was killed.
+const killedLog = ".killed"
+
+// explain says why a restore failed: what CRIU's log tells, or why CRIU was killed.
+func explain(log string, err error) crlog.Failure {
+	if _, e := os.Lstat(log + killedLog); e == nil {
+		return crlog.Failure{
+			Diagnosis: crlog.Diagnosis{Code: "killed", Reason: err.Error(), Hint: "Try again; if it fails again, restore another checkpoint, or the files alone (--files-only)."},
+			Log:       log + killedLog,
+		}
 	}
-	return 0
+	why, e := crlog.File(log)
+	if e != nil { // CRIU was not reached, and the runtime has said why
+		return crlog.Failure{}
+	}
+	if why.Reason == "" {
+		why.Reason = fmt.Sprintf("CRIU failed and its log names no error (%v)", err)
+	}
+	return crlog.Failure{Diagnosis: why, Log: log}
+}
+
+func reason(err error) crlog.Failure {
+	return crlog.Failure{Diagnosis: crlog.Diagnosis{Code: crlog.Unknown, Reason: err.Error()}}
+}
+
+// unrestored says why a restore failed as fail does, and leaves it for the engine.
+func (w wrapper) unrestored(c call, r stage.Restore, why crlog.Failure) int {
+	if why.Reason == "" {
+		return w.fail(c, fmt.Errorf("restore of %s failed", c.id))
+	}
+	if err := why.Write(r.Work); err != nil {
+		fmt.Fprintln(os.Stderr, "agentbox-runtime:", err)
+	}
+	text := strings.TrimSuffix(why.Reason, ".")
+	if why.Hint != "" {
+		text += ". " + why.Hint
+	}
+	if why.Log != "" {
+		text += " (log: " + why.Log + ")"
+	}
+	return w.fail(c, fmt.Errorf("restore of %s failed: %s", c.id, text))
 }
 
 func thaw(c call) error {
@@ -148,7 +190,7 @@ func (w wrapper) bounded(c call, r stage.Restore, log string, args []string) err
 		case err := <-done:
 			return err
 		case <-deadline.C:
-			why = fmt.Errorf("it did not end within %v and was killed", timeout)
+			why = fmt.Errorf("the restore did not end within %v and was killed", timeout)
 		case <-look.C:
 			st, err := os.Stat(log)
 			if err != nil || st.Size() < maxLog {
@@ -162,8 +204,8 @@ func (w wrapper) bounded(c call, r stage.Restore, log string, args []string) err
 		if st, err := os.Stat(log); err == nil && st.Size() > keepLog {
 			_ = os.Truncate(log, keepLog)
 		}
-		_ = os.Rename(log, log+".killed")
-		return fmt.Errorf("%w (log: %s.killed)", why, log)
+		_ = os.Rename(log, log+killedLog)
+		return why
 	}
 }
 

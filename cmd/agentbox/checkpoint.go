@@ -123,10 +123,11 @@ func checkpointCommand(a *app, use string) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   use,
 		Short: "Take a checkpoint of a sandbox, or work with checkpoints",
-		Long: `Checkpoint freezes a sandbox, records its files and, when it runs, its processes, and lets
-it go on. The checkpoint is safe on disk before the sandbox moves again. When anything
-fails the sandbox goes on as before and no checkpoint is listed. Only what the store does not
-have yet is added to it; a checkpoint that adds nothing says unchanged.
+		Long: `Checkpoint freezes a sandbox, reads its files and, when it runs, its processes, and lets it
+go on. The checkpoint is safe on disk when the command ends; the sandbox may have moved on
+by then. With --stop it stands still until the checkpoint is safe on disk, and is stopped. When
+anything fails the sandbox goes on as before and no checkpoint is listed. Only what the store
+does not have yet is added to it; a checkpoint that adds nothing says unchanged.
 
 It prints the checkpoint's id. A stopped sandbox gets a files-only checkpoint. Bind
 mounts are not part of it, and volumes only with --with-volumes.

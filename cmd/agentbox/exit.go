@@ -196,6 +196,9 @@ func report(w io.Writer, cmd *cobra.Command, err error, caught os.Signal) int {
 		for _, h := range hints(cmd, e) {
 			fmt.Fprintf(w, "hint: %s\n", printable(h))
 		}
+		for _, file := range fault.Logs(e) {
+			fmt.Fprintf(w, "log: %s\n", printable(file))
+		}
 	}
 	if status != 0 {
 		return int(status)

@@ -174,8 +174,8 @@ func runRestore(ctx context.Context, opts runtime.RestoreOptions, format, sandbo
 			}
 		}
 	}
-	for _, t := range r.Attempts {
-		fmt.Fprintln(stderr, oneLine(fmt.Sprintf("tried %s (%d): %s; next: %s", t.Strategy, t.Try, t.Error, t.Next)))
+	for _, line := range runtime.FoldAttempts(r.Attempts) {
+		fmt.Fprintln(stderr, oneLine("tried "+line))
 	}
 	warn(stderr, r.Warnings)
 	if err == nil && isTerminalWriter(stderr) {

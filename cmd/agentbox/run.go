@@ -82,6 +82,7 @@ AGENTBOX_ATTEMPT in its environment.`,
 }
 
 func runDetached(ctx context.Context, req runtime.CreateRequest, svc runtime.Service, a *app) error {
+	req.ToStart = true
 	sb, err := createShown(ctx, req, svc, a.stderr)
 	if err != nil {
 		return reword(err, "run", req.Spec.Name)
@@ -94,6 +95,7 @@ func runDetached(ctx context.Context, req runtime.CreateRequest, svc runtime.Ser
 }
 
 func runForeground(ctx context.Context, req runtime.CreateRequest, svc runtime.Service, sess *session) error {
+	req.ToStart = true
 	sb, err := createShown(ctx, req, svc, sess.app.stderr)
 	if err != nil {
 		return reword(err, "run", req.Spec.Name)

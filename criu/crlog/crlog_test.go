@@ -25,7 +25,7 @@ var known = map[string][2]string{ // file: code, words of the reason
 	"dump-noiptables":    {"netfilter", "iptables-restore is missing"},
 	"dump-perf":          {"unsupported-file", "perf_event"},
 	"dump-pidns":         {"nested-namespace", "has a pid namespace of its own"},
-	"dump-ptrace":        {"traced", "process 30815 (bad) is being traced"},
+	"dump-ptrace":        {"unseizable", "process 30815 (bad) could not be stopped: it is ending, or a debugger"},
 	"dump-secret":        {"secretmem", "secret memory"},
 	"dump-sockopt":       {"criu-too-old", "too old for the kernel"},
 	"dump-tcp":           {"tcp", "established TCP connection"},
@@ -64,6 +64,41 @@ func TestRealLogs(t *testing.T) {
 		}
 		if d.Line == "" || !strings.Contains(strings.ReplaceAll(string(text), "\t", " "), d.Line) {
 			t.Errorf("%s: line %q is not one of the log", name, d.Line)
+		}
+	}
+}
+
+// Lines of CRIU's that no log in testdata has, and the words for them.
+func TestLines(t *testing.T) {
+	for line, want := range map[string][2]string{
+		"(0) Error (compel/src/lib/infect.c:261): Unseizable non-zombie 77 found, state D, err -1/4":                         {"vfork", "process 77 waits inside the kernel"},
+		"(0) Error (compel/src/lib/infect.c:261): Unseizable non-zombie 77 found, state S, err -1/10":                        {"unseizable", "process 77 could not be stopped"},
+		"(0) Error (criu/seize.c:952): Individually stopped threads not supported":                                           {"stopped-thread", "some threads"},
+		"(0) Error (criu/pstree.c:969): Can't restore sub-task in NS (cflags 80)":                                            {"other-namespace", "another time namespace"},
+		"(0) Error (criu/pstree.c:969): Can't restore sub-task in NS (cflags 4000000)":                                       {"other-namespace", "another namespace than"},
+		"(0) Error (criu/sk-unix.c:506): unix: Non-empty write queue on an in-flight socket 0x35e":                           {"unix-in-flight", "has not been accepted yet and has data"},
+		"(0) Error (criu/sk-unix.c:525): unix: Found a closed in-flight socket to 0x35e":                                     {"unix-in-flight", "has not been accepted yet"},
+		"(0) Error (criu/sk-inet.c:185): inet: In-flight connection (l) for 35e":                                             {"tcp-in-flight", "just being opened"},
+		"(0) Error (criu/sk-unix.c:874): unix: External socket is used. Consider using --ext-unix-sk option.":                {"unix-socket", "outside the sandbox"},
+		"(0) Error (criu/sk-unix.c:418): unix: Unix socket 12 without peer 13":                                               {"unix-socket", "not in the checkpoint"},
+		"(0) Error (criu/files-reg.c:1159): Can't link remap to /usr/lib/x.so: Invalid cross-device link":                    {"link-remap", "/usr/lib/x.so open"},
+		"(0) Error (criu/files-reg.c:1444): Unaccessible path opened 1:2, need 3:4":                                          {"replaced-file", "another file's now"},
+		"(0) Error (criu/file-lock.c:102): Unresolved lock found pid 5 ino 6":                                                {"file-locks", "locked by process 5"},
+		"(0) Error (criu/file-lock.c:647): Can not set posix lock!":                                                          {"file-locks", "posix lock"},
+		"(0) Error (criu/cr-dump.c:624): Failed obtaining futex robust list on 5":                                            {"robust-list", "robust mutexes of process 5"},
+		"(0) Error (criu/seize.c:335): zombie 8 (comm x) found while seizing\n(1) Error (a): inet: In-flight connection (l)": {"tcp-in-flight", "just"},
+	} {
+		if d := Diagnose(strings.NewReader(line + "\n")); d.Code != want[0] || !strings.Contains(d.Reason, want[1]) {
+			t.Errorf("%s\n\t%s: %q", line, d.Code, d.Reason)
+		}
+	}
+}
+
+// Every cause comes with what to do, in one sentence or a few.
+func TestTableIsWhole(t *testing.T) {
+	for _, r := range table {
+		if r[0] == "" || r[2] == "" || !strings.HasSuffix(r[3], ".") {
+			t.Errorf("%s: reason %q, hint %q", r[1], r[2], r[3])
 		}
 	}
 }
@@ -111,6 +146,29 @@ func TestHugeLogs(t *testing.T) {
 	d, err := File(path)
 	if err != nil || d.Code != "tcp" {
 		t.Fatalf("%+v, %v", d, err)
+	}
+}
+
+func TestFailure(t *testing.T) {
+	dir := t.TempDir()
+	if _, err := ReadFailure(dir); err == nil {
+		t.Error("a failure that is not there has no error")
+	}
+	want := Failure{Diagnosis{"tcp", "reason", "line", "hint."}, "/x/restore.log"}
+	if err := want.Write(dir); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := ReadFailure(dir); err != nil || got != want {
+		t.Errorf("%+v, %v", got, err)
+	}
+	if err := ClearFailure(dir); err != nil {
+		t.Fatal(err)
+	}
+	if err := ClearFailure(dir); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := ReadFailure(dir); err == nil {
+		t.Error("it is still there")
 	}
 }
 

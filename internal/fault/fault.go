@@ -6,7 +6,10 @@
 // library need not reach in here.
 package fault
 
-import "errors"
+import (
+	"errors"
+	"slices"
+)
 
 // The sentinels. Match them with errors.Is.
 var (
@@ -25,6 +28,7 @@ type Error struct {
 	Op   string // the verb, e.g. "checkpoint"; empty: Error only carries the hint
 	ID   string // the object as the user named it; may be empty
 	Hint string // the remedy, a full sentence; may be empty
+	Log  string // a file that says more, of another program; may be empty
 	Err  error  // the cause; wraps a sentinel where one fits
 }
 
@@ -41,20 +45,28 @@ func (e *Error) Error() string {
 
 func (e *Error) Unwrap() error { return e.Err }
 
-// Hint returns the remedies found in err's tree, outermost first.
-func Hint(err error) []string {
-	var hints []string
+// Hint returns the remedies found in err's tree, outermost first, each once.
+func Hint(err error) []string { return collect(err, func(e *Error) string { return e.Hint }) }
+
+// Logs returns the files found in err's tree that say more, outermost first, each once.
+func Logs(err error) []string { return collect(err, func(e *Error) string { return e.Log }) }
+
+func collect(err error, what func(*Error) string) (found []string) {
 	for err != nil {
-		if e, ok := err.(*Error); ok && e.Hint != "" {
-			hints = append(hints, e.Hint)
+		if e, ok := err.(*Error); ok && what(e) != "" && !slices.Contains(found, what(e)) {
+			found = append(found, what(e))
 		}
 		if many, ok := err.(interface{ Unwrap() []error }); ok {
 			for _, e := range many.Unwrap() {
-				hints = append(hints, Hint(e)...)
+				for _, text := range collect(e, what) {
+					if !slices.Contains(found, text) {
+						found = append(found, text)
+					}
+				}
 			}
-			return hints
+			return found
 		}
 		err = errors.Unwrap(err)
 	}
-	return hints
+	return found
 }

@@ -128,11 +128,12 @@ func TestErrors(t *testing.T) {
 		errors.New("of no kind"),
 		&fault.Error{Op: "checkpoint", ID: "c", Hint: "Do this.", Err: inner},
 		fmt.Errorf("around: %w", inner),
+		&fault.Error{Op: "checkpoint", ID: "c", Hint: "Do this.", Log: "/x/dump.log", Err: inner},
 		&fault.Error{Op: "exec", ID: "c", Err: &runtime.ExecError{Command: "x", Code: 127, Err: errors.New("no x")}},
 	} {
 		fails = err
 		_, got := c.Checkpoint(t.Context(), "c", runtime.CheckpointOptions{})
-		if got == nil || got.Error() != err.Error() || fmt.Sprint(fault.Hint(got)) != fmt.Sprint(fault.Hint(err)) {
+		if got == nil || got.Error() != err.Error() || fmt.Sprint(fault.Hint(got)) != fmt.Sprint(fault.Hint(err)) || fmt.Sprint(fault.Logs(got)) != fmt.Sprint(fault.Logs(err)) {
 			t.Errorf("%v %q, want %v %q", got, fault.Hint(got), err, fault.Hint(err))
 		}
 		for _, s := range codes {

@@ -22,12 +22,14 @@ type Problem struct {
 	Codes  []string `json:"codes,omitempty"`
 
 	// The typed error, if it is one: the verb, the object as the caller named it,
-	// the rest of the message, and remedies, the outermost first.
+	// the rest of the message, remedies, the outermost first, and a file of the host
+	// that says more.
 	Op     string   `json:"op,omitempty"`
 	Object string   `json:"object,omitempty"`
 	Cause  string   `json:"cause,omitempty"`
-	Hint   string   `json:"hint,omitempty"` // the typed error's own; also the first of Hints
+	Hint   string   `json:"hint,omitempty"` // the first of Hints
 	Hints  []string `json:"hints,omitempty"`
+	Log    string   `json:"log,omitempty"`
 
 	Command *CommandProblem `json:"command,omitempty"`
 	Partial json.RawMessage `json:"partial,omitempty"` // what was done before it went wrong
@@ -81,7 +83,13 @@ func problem(err error) Problem {
 	}
 	p.Title = http.StatusText(p.Status)
 	if own, ok := err.(*fault.Error); ok {
-		p.Op, p.Object, p.Hint, p.Cause = own.Op, own.ID, own.Hint, own.Err.Error()
+		p.Op, p.Object, p.Cause = own.Op, own.ID, own.Err.Error()
+	}
+	if len(p.Hints) > 0 {
+		p.Hint = p.Hints[0]
+	}
+	if logs := fault.Logs(err); len(logs) > 0 {
+		p.Log = logs[0]
 	}
 	var exec *runtime.ExecError
 	if errors.As(err, &exec) {
@@ -159,8 +167,8 @@ func (p Problem) Err() error {
 	for _, h := range slices.Backward(hints) {
 		err = &fault.Error{Hint: h, Err: err}
 	}
-	if p.Op != "" || p.Object != "" || p.Hint != "" {
-		err = &fault.Error{Op: p.Op, ID: p.Object, Hint: p.Hint, Err: err}
+	if p.Op != "" || p.Object != "" || p.Hint != "" || p.Log != "" {
+		err = &fault.Error{Op: p.Op, ID: p.Object, Hint: p.Hint, Log: p.Log, Err: err}
 	}
 	return err
 }

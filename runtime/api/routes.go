@@ -185,6 +185,11 @@ func (h *Handler) sandboxRoutes() []route {
 			if r.report != nil {
 				r.in.Pull.Progress = func(p images.Progress) { r.report(p) }
 			}
+			if r.in.ToStart {
+				// A caller that cannot be seen from here is not waited for.
+				r.in.Caller = int(peerOf(r.Request).Pid)
+				r.in.ToStart = r.in.Caller != 0
+			}
 			return svc.Create(r.in.with(ctx), r.in.CreateRequest)
 		}).heavily().withProgress(images.Progress{}),
 		verb(h, "/v1/stats", "Tell what sandboxes use", func(ctx context.Context, r *request[runtime.StatsOptions]) ([]runtime.Stats, error) {

@@ -245,7 +245,7 @@ func (c *conmon) explain(err error) error {
 		return err
 	}
 	for _, msg := range c.runtimeErrors() {
-		if !strings.Contains(oneLine(err.Error()), msg) {
+		if msg = plain(msg); !strings.Contains(oneLine(err.Error()), msg) {
 			err = fmt.Errorf("%w; %s", err, msg)
 		}
 	}
@@ -287,7 +287,18 @@ func commandError(args []string, msg string) error {
 	if err := bundle.CommandError(args, msg); err != nil {
 		return err
 	}
-	return errors.New(strings.TrimSpace(msg))
+	return errors.New("the OCI runtime could not start it: " + plain(msg))
+}
+
+// plain is what the runtime said without the words that it says of every failure.
+func plain(msg string) string {
+	msg = strings.TrimSpace(msg)
+	for _, frame := range []string{"runc create failed: ", "unable to start container process: ", "error during container init: "} {
+		if rest, ok := strings.CutPrefix(msg, frame); ok {
+			msg = rest
+		}
+	}
+	return msg
 }
 
 // callError is what the runtime said when it failed.

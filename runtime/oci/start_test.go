@@ -76,7 +76,7 @@ printf 'runc create failed: read init-p:\nconnection reset by peer\n' >&2
 exit 1
 `, 0o755)
 	_, err := x.Start(t.Context(), id, runtime.StartOptions{})
-	want := "runc create failed: read init-p:\nconnection reset by peer; nsexec-1[7]: cannot [31m seal: Device or resource busy"
+	want := "the OCI runtime could not start it: read init-p:\nconnection reset by peer; nsexec-1[7]: cannot [31m seal: Device or resource busy"
 	if err == nil || err.Error() != want {
 		t.Errorf("%q, want %q", err, want)
 	}

@@ -65,6 +65,11 @@ func (s *Store) BeginCheckpoint(ctx context.Context, c Checkpoint) (*Draft, erro
 	c.Created = c.Created.UTC().Round(0)
 	c.Status, c.Error, c.Digest = Pending, "", ""
 	c.Added, c.Unchanged, c.Damaged, c.Tags = 0, false, "", nil
+	if c.Name != "" {
+		if err := ValidCheckpointName(c.Name); err != nil {
+			return nil, err
+		}
+	}
 	if err := c.check(); err != nil {
 		return nil, err
 	}
@@ -234,7 +239,7 @@ func (d *Draft) readLogs(keep []string) map[string][]byte {
 	defer root.Close()
 	logs := map[string][]byte{}
 	for _, path := range keep {
-		name := strings.ReplaceAll(filepath.Clean(path), "/", "_")
+		name := keptName(path)
 		if len(logs) == keptLogs || !filepath.IsLocal(path) || !isPlain(name) {
 			continue
 		}
@@ -291,6 +296,17 @@ func (s *Store) pruneLogs() error {
 	}
 	return errors.Join(errs...)
 }
+
+// KeptLog is where Abort keeps a log that lies in the draft's directory now.
+func (d *Draft) KeptLog(path string) string {
+	rel, err := filepath.Rel(d.dir, path)
+	if err != nil {
+		return path
+	}
+	return filepath.Join(d.s.FailedDir(d.row.ID), keptName(rel))
+}
+
+func keptName(path string) string { return strings.ReplaceAll(filepath.Clean(path), "/", "_") }
 
 // FailedDir is where Abort keeps the logs of a failed checkpoint; it may not exist.
 func (s *Store) FailedDir(id string) string { return filepath.Join(s.failedDir(), id) }

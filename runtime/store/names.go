@@ -5,6 +5,7 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"fmt"
+	"slices"
 	"strings"
 	"unicode"
 	"unicode/utf8"
@@ -41,6 +42,19 @@ func ValidName(s string) error {
 		return fmt.Errorf("name %q has the form of an id; choose another: %w", s, fault.ErrInvalid)
 	}
 	return nil
+}
+
+// reserved means states and places where a checkpoint can be named, or may come to.
+var reserved = []string{"head", "image", "latest", "now", "undo"}
+
+// ValidCheckpointName reports whether a checkpoint can be given the name or tag s. Those
+// that have another from earlier versions keep it.
+func ValidCheckpointName(s string) error {
+	if slices.Contains(reserved, strings.ToLower(s)) {
+		return &fault.Error{Hint: "Choose another name; reserved are " + strings.Join(reserved, ", ") + ".",
+			Err: fmt.Errorf("%w: the name %q is reserved: it means a state of a sandbox, not a checkpoint", fault.ErrInvalid, s)}
+	}
+	return ValidName(s)
 }
 
 // validSandboxName allows, beside plain names, those of containers that somebody

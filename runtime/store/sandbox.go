@@ -26,13 +26,14 @@ type Sandbox struct {
 	Attempt     int
 	Created     time.Time // zero: now
 	Labels      map[string]string
+	Starter     string // who is to start it first; empty: nothing waits for that
 	Kept        bool   // stays when it exits, whatever its spec says; see Keep
 	Held        string // why nobody may use it; empty: everybody may; see Hold
 	Lease       string // id of the lease that it belongs to; may be empty
 	Group       string // may be empty
 }
 
-const sandboxColumns = "id, name, backend, spec, image, image_digest, lower, head, attempt, created, labels, kept, held, lease, member_of"
+const sandboxColumns = "id, name, backend, spec, image, image_digest, lower, head, attempt, created, labels, kept, held, lease, member_of, starter"
 
 // PutSandbox adds a sandbox. A name or an id that is taken is ErrExists.
 func (s *Store) PutSandbox(ctx context.Context, b Sandbox) error {
@@ -75,8 +76,8 @@ func (s *Store) PutSandbox(ctx context.Context, b Sandbox) error {
 		if err := joinLease(ctx, tx, b.Lease); err != nil {
 			return err
 		}
-		_, err = tx.ExecContext(ctx, "INSERT INTO sandboxes ("+sandboxColumns+") VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
-			b.ID, b.Name, b.Backend, string(b.Spec), b.Image, b.ImageDigest, encode(b.Lower), b.Head, b.Attempt, b.Created.UnixNano(), encode(b.Labels), b.Kept, b.Held, b.Lease, b.Group)
+		_, err = tx.ExecContext(ctx, "INSERT INTO sandboxes ("+sandboxColumns+") VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+			b.ID, b.Name, b.Backend, string(b.Spec), b.Image, b.ImageDigest, encode(b.Lower), b.Head, b.Attempt, b.Created.UnixNano(), encode(b.Labels), b.Kept, b.Held, b.Lease, b.Group, b.Starter)
 		return err
 	})
 }
@@ -115,6 +116,19 @@ func (s *Store) Sandboxes(ctx context.Context) ([]Sandbox, error) {
 	return s.sandboxes(ctx, "ORDER BY seq DESC")
 }
 
+// Unstarted lists those that their caller has yet to start, or has left so.
+func (s *Store) Unstarted(ctx context.Context) ([]Sandbox, error) {
+	return s.sandboxes(ctx, "WHERE starter <> '' ORDER BY seq")
+}
+
+// Started records that a sandbox has no starter any more.
+func (s *Store) Started(ctx context.Context, id string) error {
+	return s.release(ctx, "note a start", func(tx *sql.Tx) error {
+		_, err := tx.ExecContext(ctx, "UPDATE sandboxes SET starter = '' WHERE id = ?", id)
+		return err
+	})
+}
+
 func (s *Store) sandboxes(ctx context.Context, where string, args ...any) (list []Sandbox, err error) {
 	rows, err := s.read.QueryContext(ctx, "SELECT "+sandboxColumns+" FROM sandboxes "+where, args...)
 	if err != nil {
@@ -125,7 +139,7 @@ func (s *Store) sandboxes(ctx context.Context, where string, args ...any) (list 
 		var b Sandbox
 		var spec, lower, labels string
 		var created int64
-		err := rows.Scan(&b.ID, &b.Name, &b.Backend, &spec, &b.Image, &b.ImageDigest, &lower, &b.Head, &b.Attempt, &created, &labels, &b.Kept, &b.Held, &b.Lease, &b.Group)
+		err := rows.Scan(&b.ID, &b.Name, &b.Backend, &spec, &b.Image, &b.ImageDigest, &lower, &b.Head, &b.Attempt, &created, &labels, &b.Kept, &b.Held, &b.Lease, &b.Group, &b.Starter)
 		if err != nil {
 			return nil, dbError("read sandboxes", err)
 		}

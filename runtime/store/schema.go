@@ -135,6 +135,8 @@ var migrations = []string{
 	`ALTER TABLE checkpoints DROP COLUMN ahead;`,
 	// Those that are taken without being asked for are counted after each of them.
 	`CREATE INDEX checkpoint_automatic ON checkpoints (sandbox_id) WHERE trigger_name IN ('exec', 'interval');`,
+	// Which process has created a sandbox to start it next; empty: none.
+	`ALTER TABLE sandboxes ADD COLUMN starter TEXT NOT NULL DEFAULT '';`,
 }
 
 func (s *Store) migrate(ctx context.Context) error {

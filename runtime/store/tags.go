@@ -25,7 +25,7 @@ func (s *Store) Pin(ctx context.Context, id string, pinned bool) error {
 // respects. A tag that another checkpoint of the sandbox has moves. The name of
 // a checkpoint of the sandbox is ErrExists: references would not find the tag.
 func (s *Store) Tag(ctx context.Context, id, tag string) error {
-	if err := ValidName(tag); err != nil {
+	if err := ValidCheckpointName(tag); err != nil {
 		return err
 	}
 	return s.write(ctx, "tag a checkpoint", func(tx *sql.Tx) error {
