@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -10,6 +11,7 @@ import (
 	"strings"
 
 	"github.com/agentbox/agentbox/criu/freezer"
+	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -64,6 +66,35 @@ func held(c call) error {
 		err = errors.New("CRIU did not freeze the processes before it let them go")
 	}
 	return err
+}
+
+// ownConfig has a restore name a configuration file of CRIU that the wrapper may change:
+// one beside its log, with what the bundle's own has, where none was staged.
+func ownConfig(c call, r *stage.Restore) error {
+	if r.Config != "" {
+		return nil
+	}
+	data, err := os.ReadFile(filepath.Join(c.bundle(), "config.json"))
+	if err != nil {
+		return err
+	}
+	var spec struct {
+		Annotations map[string]string `json:"annotations"`
+	}
+	if err := json.Unmarshal(data, &spec); err != nil {
+		return fmt.Errorf("config.json: %w", err)
+	}
+	var lines []byte
+	if theirs := spec.Annotations[criuConfig]; theirs != "" {
+		if lines, err = os.ReadFile(theirs); err != nil {
+			return err
+		}
+	}
+	if err := os.MkdirAll(r.Work, 0o700); err != nil {
+		return err
+	}
+	r.Config = filepath.Join(r.Work, "criu.conf")
+	return os.WriteFile(r.Config, lines, 0o600)
 }
 
 // holds has CRIU call this program as its action script.

@@ -175,6 +175,11 @@ func (w wrapper) create(c call, args []string) int {
 		}
 	}
 	giveCreate(c)
+	if restore {
+		if err := ownConfig(c, &r); err != nil {
+			return w.fail(c, fmt.Errorf("restore of %s: %w", c.id, err))
+		}
+	}
 	change := changes{env: s.Env, config: r.Config, cut: restore && cuts(r), standIn: addresses(r), resolve: restore}
 	if err := w.prepare(c, s.Files, change); err != nil {
 		return w.fail(c, fmt.Errorf("start of %s: %w", c.id, err))

@@ -215,11 +215,7 @@ func TestPauseOfARestored(t *testing.T) {
 	b.Until("it counts", func() bool { return b.Count() >= 3 })
 	b.dump(t)
 	b.End()
-	config := filepath.Join(t.TempDir(), "criu.conf")
-	if err := os.WriteFile(config, []byte("leave-stopped\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	if err := stage.Put(b.run, b.ID, stage.Restore{Images: b.Images, Work: b.Work, Config: config, Paused: true}); err != nil {
+	if err := stage.Put(b.run, b.ID, stage.Restore{Images: b.Images, Work: b.Work, Paused: true}); err != nil {
 		t.Fatal(err)
 	}
 	b.Start(nil)
