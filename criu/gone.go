@@ -60,15 +60,16 @@ const deletedSuffix = " (deleted)"
 
 // goneFiles are those of a dump, by what CRIU calls them.
 type goneFiles struct {
-	init   int
-	files  map[string]*gone
-	linked bool // CRIU makes links itself: on a tmpfs, of which it takes the files along
+	init    int
+	members []int
+	files   map[string]*gone
+	linked  bool // CRIU makes links itself: on a tmpfs, of which it takes the files along
 }
 
 // findGone looks for them among frozen processes. Without any, most often, it costs a look
 // at the names of what they hold.
 func findGone(initPid int, members []int) (*goneFiles, error) {
-	g := &goneFiles{init: initPid, files: map[string]*gone{}}
+	g := &goneFiles{init: initPid, members: members, files: map[string]*gone{}}
 	known := map[inodeOn]*gone{}
 	root := fmt.Sprintf("/proc/%d/root", initPid)
 	for _, pid := range members {

@@ -39,6 +39,9 @@ func (g *goneFiles) complete(dir, upper string) error {
 			return err
 		}
 	}
+	if err := c.stale(); err != nil {
+		return err
+	}
 	c.places()
 	if !c.changed {
 		return nil
@@ -248,9 +251,10 @@ func (c *completer) places() {
 		if reg == nil || r.GetRemapType() == remap.RemapType_PROCFS {
 			continue
 		}
-		base := c.reachable(reg.GetName())
+		isDir := reg.GetMode()&unix.S_IFMT == unix.S_IFDIR
+		base := c.reachable(reg.GetName(), isDir)
 		name := base
-		for n := 1; reg.GetMode()&unix.S_IFMT == unix.S_IFDIR; n++ {
+		for n := 1; isDir; n++ {
 			ghost, ok := named[name]
 			if ok && ghost == r.GetRemapId() || !ok && !c.there(name, nil) {
 				named[name] = r.GetRemapId()
@@ -272,17 +276,19 @@ func (c *completer) there(name string, st *unix.Stat_t) bool {
 	return unix.Lstat(fmt.Sprintf("/proc/%d/root%s", c.init, name), st) == nil
 }
 
-// reachable leaves out of a path what is no directory, and all above the name from there on.
-func (c *completer) reachable(name string) string {
+// reachable leaves out of a path what is no directory, and all above the name from there on. CRIU
+// makes the directories that are gone; those above a directory it leaves behind.
+func (c *completer) reachable(name string, isDir bool) string {
 	for i := 1; i < len(name); i++ {
 		var st unix.Stat_t
 		if name[i] != '/' {
 			continue
 		}
-		if !c.there(name[:i], &st) {
+		there := c.there(name[:i], &st)
+		if !there && !isDir {
 			return name
 		}
-		if st.Mode&unix.S_IFMT != unix.S_IFDIR {
+		if !there || st.Mode&unix.S_IFMT != unix.S_IFDIR {
 			return path.Join(path.Dir(name[:i]), path.Base(name))
 		}
 	}
@@ -290,7 +296,19 @@ func (c *completer) reachable(name string) string {
 }
 
 // write makes a ghost: an image with all that the file is.
-func (f *gone) write(to string, initPid int) (err error) {
+func (f *gone) write(to string, initPid int) error {
+	return f.writeAs(to, initPid, func(out *os.File) error {
+		in, err := os.Open(f.held[0].proc)
+		if err != nil {
+			return err
+		}
+		defer in.Close()
+		return copyChunks(out, in, f.stat.Size)
+	})
+}
+
+// writeAs is write of a file whose data comes from elsewhere.
+func (f *gone) writeAs(to string, initPid int, data func(out *os.File) error) (err error) {
 	st := &f.stat
 	uid, err := inside(initPid, "uid_map", st.Uid)
 	if err != nil {
@@ -334,12 +352,7 @@ func (f *gone) write(to string, initPid int) (err error) {
 	if err := writeEntry(out, e); err != nil || e.Chunks == nil {
 		return err
 	}
-	in, err := os.Open(f.held[0].proc)
-	if err != nil {
-		return err
-	}
-	defer in.Close()
-	return copyChunks(out, in, st.Size)
+	return data(out)
 }
 
 func timeval(t unix.Timespec) *criutime.Timeval {
