@@ -52,6 +52,9 @@ func compareTask(w, g Task) (list []Difference) {
 	differ(true, "program", undeleted(w.Exe), undeleted(g.Exe))
 	differ(true, "umask", w.Umask, g.Umask)
 	differ(false, "oom_score_adj", w.OOM, g.OOM)
+	differ(false, "coredump_filter", w.Core, g.Core)
+	differ(false, "personality", w.Persona, g.Persona)
+	differ(false, "use of huge pages (PR_SET_THP_DISABLE)", w.THP, g.THP)
 	differ(false, "list of limits", strings.Join(w.Limits, "; "), strings.Join(g.Limits, "; "))
 	differ(true, "list of POSIX timers", strings.Join(w.Timers, "; "), strings.Join(g.Timers, "; "))
 	for _, wt := range w.Threads {
@@ -77,6 +80,7 @@ func compareTask(w, g Task) (list []Difference) {
 		differ(false, of("scheduling policy"), wt.Policy, gt.Policy)
 		differ(false, of("priority"), wt.Priority, gt.Priority)
 		differ(false, of("nice value"), wt.Nice, gt.Nice)
+		differ(false, of("I/O priority"), wt.IO, gt.IO)
 	}
 	if len(g.Threads) > len(w.Threads) {
 		list = append(list, Difference{w.Pid, fmt.Sprintf("it has %d threads, and had %d", len(g.Threads), len(w.Threads)), true})

@@ -67,6 +67,9 @@ func outside(w, g Task) (mended []string) {
 	if w.OOM != g.OOM {
 		did("oom_score_adj", os.WriteFile(fmt.Sprintf("/proc/%d/oom_score_adj", g.host), []byte(w.OOM), 0))
 	}
+	if w.Core != g.Core && w.Core != "" {
+		did("coredump_filter", os.WriteFile(fmt.Sprintf("/proc/%d/coredump_filter", g.host), []byte("0x"+w.Core), 0))
+	}
 	for _, wf := range w.FDs {
 		at := slices.IndexFunc(g.FDs, func(gf FD) bool { return gf.N == wf.N })
 		if at < 0 || wf.Owner == "" || g.FDs[at].Owner == wf.Owner || g.FDs[at].Target != wf.Target {
@@ -89,6 +92,15 @@ func outside(w, g Task) (mended []string) {
 				err = unix.SchedSetaffinity(gt.host, &set)
 			}
 			did("set of processors", err)
+		}
+		if wt.IO != gt.IO {
+			const whoThread = 1 // IOPRIO_WHO_PROCESS
+			_, _, errno := unix.Syscall(unix.SYS_IOPRIO_SET, whoThread, uintptr(gt.host), uintptr(wt.IO))
+			var err error
+			if errno != 0 {
+				err = errno
+			}
+			did("I/O priority", err)
 		}
 		if wt.Slack != gt.Slack && wt.Slack != "" {
 			did("timer slack", os.WriteFile(fmt.Sprintf("/proc/%d/timerslack_ns", gt.host), []byte(wt.Slack), 0))

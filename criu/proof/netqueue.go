@@ -44,12 +44,13 @@ type Connection struct {
 // maxQueued is how many bytes of all queues together a record has.
 const maxQueued = 16 << 20
 
-// sockets finds descriptors of sockets by their inodes.
+// socket is a descriptor of a process.
 type socket struct {
 	host, fd int
 	pid      int
 }
 
+// socketsOf finds sockets by their inodes.
 func socketsOf(r Record) map[string]socket {
 	found := map[string]socket{}
 	for _, t := range r.Tasks {
@@ -85,6 +86,7 @@ func (s socket) open() (int, error) {
 // first is the container's first process, by its pid on the host. Connections whose
 // bytes it can only read by accepting them it accepts, and makes them again.
 func TakeQueues(first int, r Record) (q Queues, err error) {
+	q.Lost = watchedEvents(r)
 	owners := socketsOf(r)
 	if len(owners) == 0 {
 		return q, nil
@@ -109,6 +111,26 @@ func TakeQueues(first int, r Record) (q Queues, err error) {
 		}
 	}
 	return q, q.takeBacklogs(first, owners, &room)
+}
+
+// watchedEvents names the watches of files of which events have not been read.
+func watchedEvents(r Record) (lost []string) {
+	for _, t := range r.Tasks {
+		for _, fd := range t.FDs {
+			if fd.Target != "anon_inode:inotify" && fd.Target != "anon_inode:[fanotify]" {
+				continue
+			}
+			n := 0
+			if own, err := (socket{t.host, fd.N, t.Pid}).open(); err == nil {
+				n, _ = unix.IoctlGetInt(own, unix.TIOCINQ)
+				_ = unix.Close(own)
+			}
+			if n > 0 {
+				lost = append(lost, fmt.Sprintf("%d bytes of events of watched files, which process %d has not read from descriptor %d, are not kept", n, t.Pid, fd.N))
+			}
+		}
+	}
+	return lost
 }
 
 // States of a TCP socket, the kernel's, as /proc has them.

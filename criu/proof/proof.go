@@ -57,6 +57,9 @@ type Task struct {
 	Ignored string   `json:"sigign,omitempty"`
 	Caught  string   `json:"sigcgt,omitempty"`
 	OOM     string   `json:"oom_score_adj,omitempty"`
+	Core    string   `json:"coredump_filter,omitempty"`
+	Persona string   `json:"personality,omitempty"`
+	THP     string   `json:"thp,omitempty"` // 0: PR_SET_THP_DISABLE
 	Limits  []string `json:"limits,omitempty"`
 	Timers  []string `json:"timers,omitempty"` // POSIX timers: id, signal, notification, clock
 	Threads []Thread `json:"threads,omitempty"`
@@ -82,6 +85,7 @@ type Thread struct {
 	Policy   string `json:"policy"`
 	Priority string `json:"priority"`
 	Nice     string `json:"nice"`
+	IO       int    `json:"ioprio,omitempty"` // class and data, as ioprio_set takes them
 
 	host int
 }

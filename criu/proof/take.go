@@ -71,7 +71,8 @@ func (t *taking) task(pid int, s status) (task Task, err error) {
 	for name, to := range map[string]*string{"cwd": &task.Cwd, "root": &task.Root, "exe": &task.Exe} {
 		*to, _ = os.Readlink(dir + name)
 	}
-	task.OOM = oneLine(dir + "oom_score_adj")
+	task.OOM, task.Core, task.Persona = oneLine(dir+"oom_score_adj"), oneLine(dir+"coredump_filter"), oneLine(dir+"personality")
+	task.THP = s["THP_enabled"]
 	if task.Limits, err = limits(dir + "limits"); err != nil {
 		return task, err
 	}
@@ -109,6 +110,10 @@ func (t *taking) threads(pid int, task *Task) error {
 		}
 		if th.Priority, th.Nice, th.Policy, err = scheduling(filepath.Join(dir, e.Name(), "stat")); err != nil {
 			return err
+		}
+		const whoThread = 1 // IOPRIO_WHO_PROCESS
+		if io, _, errno := unix.Syscall(unix.SYS_IOPRIO_GET, whoThread, uintptr(th.host), 0); errno == 0 {
+			th.IO = int(io)
 		}
 		task.Threads = append(task.Threads, th)
 	}
