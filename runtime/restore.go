@@ -495,7 +495,9 @@ func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, und
 	for {
 		k, err := e.prepare(ctx, r.sb, r.c, opts)
 		if err != nil && !opts.FilesOnly {
-			r.undoIsFiles(err)
+			if !errors.Is(err, ErrNotFound) { // else it has no process that could be lost
+				r.undoIsFiles(err)
+			}
 			opts.FilesOnly = true
 			continue
 		}
