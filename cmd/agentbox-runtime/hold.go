@@ -58,14 +58,16 @@ func held(c call) error {
 	if err != nil {
 		return err
 	}
-	is, err := box.Frozen()
+	is, err := box.Freezing()
 	switch {
 	case !box.Alive():
 		return fmt.Errorf("container %s has ended: %w", c.id, fault.ErrState)
-	case err == nil && !is:
-		err = errors.New("CRIU did not freeze the processes before it let them go")
+	case err != nil:
+		return err
+	case !is:
+		return errors.New("CRIU did not freeze the processes before it let them go")
 	}
-	return err
+	return box.Freeze(context.Background()) // they go from CRIU's stop into the freezer
 }
 
 // ownConfig has a restore name a configuration file of CRIU that the wrapper may change:

@@ -90,6 +90,20 @@ func (c Container) Frozen() (bool, error) {
 	return hasLine(data, want), nil
 }
 
+// Freezing reports whether no process of the container runs on in its program, though
+// some may be on their way into the freezer.
+func (c Container) Freezing() (bool, error) {
+	file := "freezer.self_freezing"
+	if c.v2 {
+		file = "cgroup.freeze"
+	}
+	data, err := os.ReadFile(filepath.Join(c.dir, file))
+	if err != nil {
+		return false, fmt.Errorf("container %s: %w", c.ID, err)
+	}
+	return hasLine(data, "1"), nil
+}
+
 func (c Container) set(frozen bool) error {
 	file, value := "freezer.state", "THAWED"
 	switch {

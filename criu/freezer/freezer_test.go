@@ -147,6 +147,13 @@ func isFrozen(t *testing.T, c freezer.Container) bool {
 	return is
 }
 
+func isFreezing(t *testing.T, c freezer.Container) bool {
+	t.Helper()
+	is, err := c.Freezing()
+	must(t, err)
+	return is
+}
+
 func TestFreeze(t *testing.T) {
 	ctx := context.Background()
 	for version, hierarchy := range hierarchies(t) {
@@ -160,13 +167,16 @@ func TestFreeze(t *testing.T) {
 				}
 				must(t, os.RemoveAll(b.file))
 				time.Sleep(2 * time.Millisecond) // it would write a hundred times
-				if _, err := os.Stat(b.file); err == nil || !isFrozen(t, c) {
+				if _, err := os.Stat(b.file); err == nil || !isFrozen(t, c) || !isFreezing(t, c) {
 					t.Fatal("it runs")
 				}
 				for range 2 { // and so is thawing one that runs
 					must(t, c.Thaw())
 				}
 				b.goesOn(t)
+				if isFreezing(t, c) {
+					t.Fatal("it is to freeze")
+				}
 			}
 			must(t, b.cmd.Process.Kill())
 			_ = b.cmd.Wait()
