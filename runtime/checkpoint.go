@@ -121,7 +121,7 @@ func (e *Engine) checkpointOf(ctx context.Context, sb *locked, opts CheckpointOp
 		return k, err
 	}
 	k, err := try()
-	for more := instantTries; more > 0 && e.passing(ctx, sb, err); more-- {
+	for more := instantTries; more > 0 && e.dumpAgain(ctx, sb, err); more-- {
 		k, err = try() // the sandbox has gone on since
 	}
 	if errors.Is(err, ErrCorrupt) && k != nil && k.unlearnt {

@@ -12,9 +12,9 @@ import (
 // cannot be dumped.
 const instantTries = 4
 
-// passing reports whether a dump that has failed is to be made again, with all that goes
+// dumpAgain reports whether a dump that has failed is to be made again, with all that goes
 // with it, because what it failed of is over in a moment.
-func (e *Engine) passing(ctx context.Context, sb *locked, err error) bool {
+func (e *Engine) dumpAgain(ctx context.Context, sb *locked, err error) bool {
 	if !criu.Passing(err) || ctx.Err() != nil {
 		return false
 	}
