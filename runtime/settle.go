@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/criu/stage"
 )
 
 // instantTries is how often a dump is made again that met an instant in which a process
@@ -45,4 +46,27 @@ func (e *Engine) pause(ctx context.Context, sb *locked, c Container) error {
 		return nil // it is paused, which is what was asked for
 	}
 	return errors.Join(err, sb.host.Unpause(context.WithoutCancel(ctx), sb.ID))
+}
+
+// timeLeft bounds the restore of processes by its caller's time; 0: that has no end.
+func (r *restoration) timeLeft() (time.Duration, error) {
+	if r.caller == nil {
+		return 0, nil
+	}
+	end, ok := r.caller.Deadline()
+	if err := r.caller.Err(); err != nil || !ok {
+		return 0, err
+	}
+	return max(time.Until(end), time.Second), nil
+}
+
+// callOff ends the restore of processes when its caller goes away, until the returned
+// function is called.
+func (r *restoration) callOff() (end func()) {
+	if r.caller == nil {
+		return func() {}
+	}
+	place := r.c.Stage
+	stop := context.AfterFunc(r.caller, func() { _ = stage.CallOff(place.Run, place.ID) })
+	return func() { stop() }
 }

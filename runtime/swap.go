@@ -416,7 +416,7 @@ func (e *Engine) forgetUndos(ctx context.Context, r *restoration) error {
 }
 
 // resume starts what ran at the checkpoint.
-func (e *Engine) resume(ctx context.Context, r *restoration) error {
+func (e *Engine) resume(ctx context.Context, r *restoration) (err error) {
 	manifest := r.reader.Manifest()
 	was := Status(manifest.Status)
 	place := r.c.Stage
@@ -459,10 +459,14 @@ func (e *Engine) resume(ctx context.Context, r *restoration) error {
 				staged.Stopped = append(staged.Stopped, p.Pid)
 			}
 		}
+		if staged.Timeout, err = r.timeLeft(); err != nil {
+			return err
+		}
 		if err := stage.Put(place.Run, place.ID, staged); err != nil {
 			return err
 		}
 		defer stage.Clear(place.Run, place.ID)
+		defer r.callOff()()
 		if err := failpoint.Hit("restore.after-stage"); err != nil {
 			return err
 		}
@@ -470,8 +474,10 @@ func (e *Engine) resume(ctx context.Context, r *restoration) error {
 	if err := stage.Release(place.Run, place.ID); err != nil {
 		return err
 	}
-	_, err := r.sb.host.Start(ctx, r.sb.ID, StartOptions{Env: identity(r.spec, r.data.Attempt), Secrets: r.secrets})
-	err = r.judge(ctx, err)
+	_, err = r.sb.host.Start(ctx, r.sb.ID, StartOptions{Env: identity(r.spec, r.data.Attempt), Secrets: r.secrets})
+	if err = r.judge(ctx, err); err != nil && r.caller != nil && r.caller.Err() != nil {
+		err = fmt.Errorf("%w: %w", context.Cause(r.caller), err)
+	}
 	if err == nil && r.full() && r.spec.Adopted && !r.c.EmptyNetwork {
 		// The images of a namespace that is CRIU's to keep have the cut in
 		// them under which they were made.
