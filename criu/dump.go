@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/agentbox/agentbox/criu/crlog"
+	"github.com/agentbox/agentbox/criu/freezer"
 	"github.com/agentbox/agentbox/criu/host"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
@@ -57,6 +58,8 @@ type DumpError struct {
 	Diagnosis
 	Log string // CRIU's log; empty when CRIU was not reached
 	Err error
+
+	waited bool // for an instant that does not pass
 }
 
 func (e *DumpError) Error() string {
@@ -95,9 +98,9 @@ func ClearRestoreFailure(work string) error { return crlog.ClearFailure(work) }
 
 // Dump writes the processes of a paused container to images.
 //
-// Once begun it runs to its end, whatever becomes of ctx: a CRIU that dies in
-// a dump takes the processes it has stopped with it. The container stays
-// paused. Errors of CRIU are *DumpError.
+// When ctx ends, or CRIU does not come forward, the dump is ended by what CRIU takes
+// for a failure of its own, for a CRIU that is killed may take the processes with it
+// that it works on; see bound.go. The container stays paused. Errors of CRIU are *DumpError.
 func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error) {
 	var res DumpResult
 	for _, d := range []string{opts.ImageDir, opts.WorkDir} {
@@ -119,16 +122,8 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 	if err != nil {
 		return res, err
 	}
-	// CRIU would try for all its timeout, 10 s, with everything standing still.
-	if pid, tracer := traced(members); pid != 0 {
-		return res, &DumpError{
-			Diagnosis: Diagnosis{
-				Code:   "traced",
-				Reason: fmt.Sprintf("process %d (%s) is being traced by process %d (%s), and a process can have one tracer only", pid, cmdline(pid), tracer, cmdline(tracer)),
-				Hint:   "Detach the debugger, strace or gdb, then try again.",
-			},
-			Err: fmt.Errorf("dump %s: process %d is traced: %w", rt.ID, pid, fault.ErrState),
-		}
+	if err := rt.ready(ctx, members); err != nil {
+		return res, err
 	}
 	if len(opts.ScanPaths) == 0 {
 		// Not fatal: CRIU may find the names itself, and says so when it cannot.
@@ -168,7 +163,11 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 		return res, fmt.Errorf("dump %s: %w", rt.ID, err)
 	}
 	res.Warnings = record.Lost()
-	said, err := runDump(rt, opts, extra)
+	said, err := runDump(ctx, rt, opts, extra)
+	var broken *brokenOff
+	if errors.As(err, &broken) && broken.killed {
+		broken.after = rt.survive(members, state.Pid)
+	}
 	if err == nil {
 		err = errors.Join(record.Write(opts.ImageDir), mendTimers(opts.ImageDir, record))
 	}
@@ -180,6 +179,9 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 		res.Interrupted = rt.continueWaits(ctx, members)
 	}
 	res.Took = time.Since(start)
+	if broken != nil {
+		return res, broken.explain(rt, log)
+	}
 	if err != nil {
 		return res, explainDump(rt, log, said, err)
 	}
@@ -247,7 +249,7 @@ func overruled(binary string) []string {
 
 // runDump runs `runc checkpoint`, cut off from whatever may end this process:
 // its own session (no signals from the terminal), output to a file (no SIGPIPE).
-func runDump(rt Runtime, opts DumpOptions, extra extras) (said string, err error) {
+func runDump(ctx context.Context, rt Runtime, opts DumpOptions, extra extras) (said string, err error) {
 	out, err := os.CreateTemp(opts.WorkDir, "runtime-")
 	if err != nil {
 		return "", err
@@ -273,7 +275,10 @@ func runDump(rt Runtime, opts DumpOptions, extra extras) (said string, err error
 		start = func() error { return opts.Start(cmd) }
 	}
 	if err = start(); err == nil {
-		err = cmd.Wait()
+		o := overseer{pid: cmd.Process.Pid, log: filepath.Join(opts.WorkDir, "dump.log"), images: opts.ImageDir}
+		o.box, err = freezer.Open(rt.stateRoot(), rt.ID)
+		o.known = err == nil
+		err = o.oversee(ctx, cmd.Wait)
 	}
 	text := make([]byte, 64<<10)
 	n, _ := out.ReadAt(text, 0)

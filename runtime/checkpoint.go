@@ -123,6 +123,9 @@ func (e *Engine) checkpointOf(ctx context.Context, sb *locked, opts CheckpointOp
 		return k, err
 	}
 	k, err := try()
+	for more := instantTries; more > 0 && e.dumpAgain(ctx, sb, err); more-- {
+		k, err = try() // the sandbox has gone on since
+	}
 	if errors.Is(err, ErrCorrupt) && k != nil && k.unlearnt {
 		// Once more, with nothing believed of what was known.
 		_, err = try()
@@ -286,6 +289,9 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 			return row, err
 		}
 		if err := k.sb.host.Pause(ctx, k.sb.ID); err != nil {
+			return row, err
+		}
+		if frozen, err = e.settle(ctx, k, frozen); err != nil {
 			return row, err
 		}
 		e.liftFiles(k.spec, k.c) // what is written from here on is ours

@@ -579,7 +579,7 @@ func (e *Engine) freeze(ctx context.Context, ref string, from Status) error {
 	}
 	if err == nil {
 		if from == Running {
-			err = sb.host.Pause(ctx, sb.ID)
+			err = e.pause(ctx, sb, c)
 		} else {
 			e.holdFiles(s, c)
 			err = sb.host.Unpause(ctx, sb.ID)

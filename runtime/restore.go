@@ -66,6 +66,11 @@ func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (
 		}
 		return Restored{}, err
 	}
+	if opts.Timeout > 0 {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, opts.Timeout)
+		defer cancel()
+	}
 	t := &trying{opts: opts, noUndo: opts.NoUndo, steps: follow(opts.Progress)}
 	defer t.steps.end()
 	if opts.Strategy == "" {
@@ -246,6 +251,7 @@ type restoration struct {
 	spec        Spec
 	c           Container
 	reader      *store.Reader
+	caller      context.Context // of the caller, which ends the restore of processes, too; nil: none
 	verify      bool
 	orphan      bool               // there is a record of the sandbox, and no container
 	pull        images.PullOptions // for a sandbox that is made again
@@ -347,7 +353,8 @@ func (e *Engine) restore(ctx context.Context, seq int64, r *restoration) (err er
 	}
 	undo.Release()
 	// The old processes end now: a caller who goes away must not stop us
-	// half-way.
+	// half-way. Only CRIU, which may hang, is ended with its time.
+	r.caller = ctx
 	return e.swap(context.WithoutCancel(ctx), seq, r)
 }
 

@@ -282,6 +282,8 @@ type RestoreOptions struct {
 	NoUndo    bool              `json:"no_undo"`    // keep no undo checkpoint of the present state
 	Salvage   bool              `json:"salvage"`    // restore what is intact of a damaged checkpoint
 	NoEffects bool              `json:"no_effects"` // compensate none of what came after it; see Effect
+	// Timeout ends the restore, that of its processes too; 0: it has the bounds of CRIU's part alone.
+	Timeout time.Duration `json:"timeout_ns"`
 
 	// NoAttached leaves the files of the host alone that belong to the checkpoint.
 	// Attached puts them back also where that is not done unasked: of a checkpoint

@@ -455,10 +455,14 @@ func (e *Engine) resume(ctx context.Context, r *restoration) (failed error) {
 				return err
 			}
 		}
+		if staged.Timeout, err = r.timeLeft(); err != nil {
+			return err
+		}
 		if err := stage.Put(place.Run, place.ID, staged); err != nil {
 			return err
 		}
 		defer stage.Clear(place.Run, place.ID)
+		defer r.callOff()()
 		if err := failpoint.Hit("restore.after-stage"); err != nil {
 			return err
 		}
@@ -470,7 +474,9 @@ func (e *Engine) resume(ctx context.Context, r *restoration) (failed error) {
 	if r.full() {
 		err = criu.RestoreFailure(work, err)
 	}
-	err = r.judge(ctx, err)
+	if err = r.judge(ctx, err); err != nil && r.caller != nil && r.caller.Err() != nil {
+		err = fmt.Errorf("%w: %w", context.Cause(r.caller), err)
+	}
 	if err == nil && r.full() {
 		r.tellProof(work)
 	}

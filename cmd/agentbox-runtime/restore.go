@@ -190,8 +190,12 @@ func (w wrapper) bounded(c call, r stage.Restore, log string, args []string) err
 		case err := <-done:
 			return err
 		case <-deadline.C:
-			why = fmt.Errorf("the restore did not end within %v and was killed", timeout)
+			why = fmt.Errorf("the restore did not end within %v and was killed; %s", timeout.Round(time.Second), stands(log))
 		case <-look.C:
+			if stage.CalledOff(w.dir, c.slot) {
+				why = fmt.Errorf("the restore was called off and killed; %s", stands(log))
+				break
+			}
 			st, err := os.Stat(log)
 			if err != nil || st.Size() < maxLog {
 				continue
@@ -207,6 +211,23 @@ func (w wrapper) bounded(c call, r stage.Restore, log string, args []string) err
 		_ = os.Rename(log, log+killedLog)
 		return why
 	}
+}
+
+// stands says how far a restore has come, by the last line of its log.
+func stands(log string) string {
+	f, err := os.Open(log)
+	if err != nil {
+		return "CRIU had not begun"
+	}
+	defer f.Close()
+	end := make([]byte, 4<<10)
+	st, err := f.Stat()
+	if err != nil {
+		return "its log cannot be read"
+	}
+	n, _ := f.ReadAt(end, max(0, st.Size()-int64(len(end))))
+	lines := strings.Split(strings.TrimSpace(string(end[:n])), "\n")
+	return fmt.Sprintf("CRIU stood at %q", strings.ToValidUTF8(lines[len(lines)-1], "?"))
 }
 
 // undo removes a half-restored container.

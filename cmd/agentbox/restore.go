@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"time"
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
@@ -24,6 +25,7 @@ type restoreOptions struct {
 	Attached  bool
 	NoAttach  bool
 	Strategy  string
+	Timeout   time.Duration
 	Alert     string
 	AlertKey  string
 	Format    string
@@ -44,6 +46,7 @@ func (o *restoreOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVar(&o.NoAttach, "no-attached", false, "leave the host files alone that belong to the checkpoint")
 	fl.BoolVar(&o.Attached, "attached", false, "put host files back, too, of a checkpoint that was imported or pulled, or whose sandbox was removed")
 	fl.Var(choice(&o.Strategy, runtime.Strategies...), "strategy", "how to restore, and what to do when that fails: `STRATEGY` is auto, files, full or recreate (default: once, as the checkpoint is)")
+	fl.DurationVar(&o.Timeout, "timeout", 0, "give up after this `DURATION`, e.g. 60s")
 	fl.StringVar(&o.Alert, "alert", "", "when it fails for good, run `PROGRAM` (an absolute path), or post to an http or https URL")
 	fl.StringVar(&o.AlertKey, "alert-secret", "", "sign what is posted with the key in `FILE`, which is root's alone")
 	o.secrets.addFlags(fl)
@@ -130,7 +133,10 @@ its host files could not be put back it prints that object, too, and fails.`,
 			if err != nil {
 				return err
 			}
-			ro := runtime.RestoreOptions{Trigger: opts.Trigger, Labels: labels, Secrets: secrets, FilesOnly: opts.FilesOnly, Verify: opts.Verify, Undo: opts.Undo, NoUndo: opts.NoUndo, Salvage: opts.Salvage, NoEffects: opts.NoEffects, Attached: opts.Attached, NoAttached: opts.NoAttach, Strategy: opts.Strategy, Alert: opts.Alert, AlertSecret: opts.AlertKey, Pull: opts.pull.options()}
+			if opts.Timeout < 0 {
+				return usageErrorf("--timeout %v: must not be negative", opts.Timeout)
+			}
+			ro := runtime.RestoreOptions{Trigger: opts.Trigger, Labels: labels, Secrets: secrets, FilesOnly: opts.FilesOnly, Verify: opts.Verify, Undo: opts.Undo, NoUndo: opts.NoUndo, Salvage: opts.Salvage, NoEffects: opts.NoEffects, Attached: opts.Attached, NoAttached: opts.NoAttach, Strategy: opts.Strategy, Timeout: opts.Timeout, Alert: opts.Alert, AlertSecret: opts.AlertKey, Pull: opts.pull.options()}
 			if opts.Attached && opts.NoAttach {
 				return usageErrorf("--attached and --no-attached exclude each other")
 			}

@@ -8,6 +8,7 @@ import (
 	"os"
 	goruntime "runtime"
 	"slices"
+	"strings"
 
 	"github.com/google/nftables"
 	"github.com/google/nftables/expr"
@@ -76,5 +77,26 @@ func End(ns *os.File) error {
 		return nil
 	}
 	conn.DelTable(tables[at])
+	return conn.Flush()
+}
+
+// lockPrefix begins the name of the table by which CRIU holds a network still.
+const lockPrefix = "CRIU-"
+
+// Unlock ends what a CRIU that was killed has left of its own hold on a network namespace.
+func Unlock(ns *os.File) error {
+	conn, err := nftables.New(nftables.WithNetNSFd(int(ns.Fd())))
+	if err != nil {
+		return err
+	}
+	tables, err := conn.ListTablesOfFamily(nftables.TableFamilyINet)
+	if err != nil {
+		return err
+	}
+	for _, t := range tables {
+		if strings.HasPrefix(t.Name, lockPrefix) {
+			conn.DelTable(t)
+		}
+	}
 	return conn.Flush()
 }

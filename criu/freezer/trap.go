@@ -31,10 +31,12 @@ func (c Container) Trap(ctx context.Context, threads []int, fn func(tid int) err
 		}
 		// v1 wakes nothing that is frozen, so it has to be thawed, and all that
 		// would run then be stopped before.
+		end := c.assist()
 		var all []int
 		if all, err = c.members("tasks"); err == nil {
 			err = c.trapV1(ctx, all, threads, fn)
 		}
+		err = errors.Join(err, end())
 	})
 	if err != nil {
 		return fmt.Errorf("container %s: %w", c.ID, err)
@@ -167,22 +169,27 @@ func gone(tid int) bool {
 
 // stops waits until a seized thread has stopped; one that ends is false.
 func stops(tid int) (bool, error) {
+	held, _, err := stopsBy(tid)
+	return held, err
+}
+
+// stopsBy is stops with the status of the stop.
+func stopsBy(tid int) (held bool, status unix.WaitStatus, err error) {
 	begun := time.Now()
 	for try := 0; ; try++ {
-		var status unix.WaitStatus
 		pid, err := unix.Wait4(tid, &status, unix.WALL|unix.WNOHANG, nil)
 		switch {
 		case err == unix.EINTR:
 			continue
 		case err == unix.ECHILD && gone(tid), err == nil && pid == tid && !status.Stopped():
-			return false, nil
+			return false, status, nil
 		case err != nil:
-			return false, fmt.Errorf("wait for thread %d: %w", tid, err)
+			return false, status, fmt.Errorf("wait for thread %d: %w", tid, err)
 		case pid == tid && int(status)>>16 == unix.PTRACE_EVENT_STOP:
-			return true, nil
+			return true, status, nil
 		case pid == tid: // a signal comes first, and is to be had
 			if err := unix.PtraceCont(tid, int(status.StopSignal())); err != nil && !gone(tid) {
-				return false, fmt.Errorf("thread %d: %w", tid, err)
+				return false, status, fmt.Errorf("thread %d: %w", tid, err)
 			}
 			continue
 		}
@@ -190,7 +197,7 @@ func stops(tid int) (bool, error) {
 		case try < 100:
 			_, _, _ = unix.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0)
 		case time.Since(begun) > trapLimit:
-			return false, fmt.Errorf("thread %d does not stop", tid)
+			return false, status, fmt.Errorf("thread %d does not stop", tid)
 		default:
 			time.Sleep(100 * time.Microsecond)
 		}

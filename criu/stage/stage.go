@@ -72,6 +72,8 @@ const (
 	restoredFile = "restored"
 	heldFile     = "held"
 	maxStaged    = 1 << 20 // bytes a staged restore may have
+
+	calledOffFile = "calledoff"
 )
 
 // Env names the environment variable that moves RUN.
@@ -268,6 +270,28 @@ func Held(run, id string) bool {
 
 // HeldBy names the file that is the Hold, for messages.
 func HeldBy(run, id string) string { return filepath.Join(run, "restore", id, heldFile) }
+
+// CallOff ends the restore of id that is under way, or about to be: it fails.
+func CallOff(run, id string) error {
+	dir, err := place(run, id)
+	if err == nil {
+		err = os.WriteFile(filepath.Join(dir, calledOffFile), nil, 0o600)
+	}
+	if err != nil {
+		return fmt.Errorf("call off the restore of %s: %w", id, err)
+	}
+	return nil
+}
+
+// CalledOff reports whether CallOff is in force.
+func CalledOff(run, id string) bool {
+	dir, err := place(run, id)
+	if err != nil {
+		return false
+	}
+	_, err = os.Lstat(filepath.Join(dir, calledOffFile))
+	return err == nil
+}
 
 // ClearRestored drops the mark and leaves what is staged. Idempotent.
 func ClearRestored(run, id string) error {
