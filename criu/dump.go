@@ -168,13 +168,11 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 	if errors.As(err, &broken) && broken.killed {
 		broken.after = rt.survive(members, state.Pid)
 	}
+	var ours error // of what follows CRIU
 	if err == nil {
-		err = errors.Join(record.Write(opts.ImageDir), mendTimers(opts.ImageDir, record))
+		ours = errors.Join(record.Write(opts.ImageDir), mendTimers(opts.ImageDir, record), failpoint.Hit("checkpoint.before-waits"))
 	}
-	if err == nil {
-		err = failpoint.Hit("checkpoint.before-waits")
-	}
-	if err != nil || opts.LeaveRunning {
+	if err != nil || ours != nil || opts.LeaveRunning {
 		// One that failed has stopped the threads all the same.
 		res.Interrupted = rt.continueWaits(ctx, members)
 	}
@@ -184,6 +182,9 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 	}
 	if err != nil {
 		return res, explainDump(rt, log, said, err)
+	}
+	if ours != nil {
+		return res, fmt.Errorf("dump %s: %w", rt.ID, ours)
 	}
 	// CRIU writes it beside its log; no restore needs it.
 	_ = os.Rename(filepath.Join(opts.WorkDir, StatsName), filepath.Join(opts.ImageDir, StatsName))

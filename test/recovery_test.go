@@ -48,7 +48,7 @@ func TestRestoreTriedOnce(t *testing.T) {
 	equal(b, "restore was killed", r.killed, true)
 	// Whatever recovery stages cannot be started.
 	r = b.try(failpoint("restore.after-stage", "error"), "ps")
-	if !strings.Contains(r.err, "restore not finished") {
+	if !strings.Contains(r.err, "could not finish the restore") {
 		t.Errorf("the recovery does not tell of its failure: %s", r)
 	}
 	equal(b, "status", b.inspect("s").Status, "exited")

@@ -93,6 +93,7 @@ var elsewhere = map[string]string{
 	"podman.":                        "../runtime/podman/address_test.go",
 	"restart.":                       "restart_test.go",
 	"restore.attached.before-return": "attached_test.go",
+	"restore.before-mend":            "mapped_test.go",
 	"prune.":                         "reconcile_test.go",
 	"images.pull.":                   "../images/pull_test.go",
 	"portable.import.after-mounts":   "../runtime/portable/failpoint_test.go", // of archives by Podman
