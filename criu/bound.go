@@ -109,7 +109,7 @@ func (o *overseer) breakOff(why error, done <-chan error) error {
 
 // explain is what a dump that was ended means for its caller.
 func (b *brokenOff) explain(rt Runtime, log string) error {
-	code, hint := "ended", "Give it longer with --timeout."
+	code, hint := "ended", "" // a caller whose time is up knows what to do
 	switch {
 	case errors.Is(b.why, errIdle) && !b.seized:
 		code, hint = codeInstant, "Try again."
@@ -280,11 +280,11 @@ func (o *overseer) stage() string {
 
 // where says how far CRIU has come.
 func (o *overseer) where() string {
-	text := "it was stopping the processes"
+	text := "CRIU was stopping the processes"
 	if stage := o.stage(); stage != "" {
-		text = "it was dumping " + stage
+		text = "CRIU was dumping " + stage
 	} else if o.find() == 0 {
-		text = "it was starting"
+		text = "CRIU was starting"
 	}
 	if asleep(o.pid) || o.criu != 0 && asleep(o.criu) {
 		text += ", and was itself stopped by a signal"

@@ -430,9 +430,10 @@ func (e *Engine) sandboxes(ctx context.Context) ([]Sandbox, error) {
 	if ctx.Err() != nil {
 		return nil, fail("ps", "", context.Cause(ctx))
 	}
-	list := views[:0]
+	list, work := views[:0], e.atWork(ctx)
 	for i, sb := range rows {
 		out, err := views[i], errs[i]
+		out.Work = work[sb.ID]
 		if errors.Is(err, ErrNotFound) {
 			// Removed since we read the row, or not made yet.
 			continue

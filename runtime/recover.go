@@ -82,7 +82,12 @@ func (e *Engine) interrupted(ctx context.Context, in store.Intent) (*store.Lock,
 	lock, err := e.store.Lock(ctx, in.Sandbox, "recover", 0)
 	if errors.Is(err, ErrBusy) && errors.Is(unix.Kill(in.Pid, 0), unix.ESRCH) {
 		// A child of the killed process is still at it.
-		return e.store.Lock(ctx, in.Sandbox, "recover", recoverWait)
+		lock, err := e.store.Lock(ctx, in.Sandbox, "recover", recoverWait)
+		if errors.Is(err, ErrBusy) && criu.EndHolders(e.store.LockPath(in.Sandbox)) {
+			e.log.Warn("dump ended that nothing waited for any more", "sandbox", in.Sandbox)
+			lock, err = e.store.Lock(ctx, in.Sandbox, "recover", recoverWait)
+		}
+		return lock, err
 	}
 	if errors.Is(err, ErrBusy) {
 		return nil, nil

@@ -19,6 +19,9 @@ import (
 func (e *Engine) Remove(ctx context.Context, ref string, opts RemoveOptions) (err error) {
 	defer func() { err = fail("rm", ref, err) }()
 	sb, err := e.acquire(ctx, ref, "rm", lockWait)
+	if opts.Force && errors.Is(err, ErrBusy) {
+		sb, err = e.breakIn(ctx, ref, err)
+	}
 	if errors.Is(err, ErrNotFound) {
 		return e.removeUnknown(ctx, ref, opts, err)
 	}

@@ -158,6 +158,7 @@ type Sandbox struct {
 	Held        string            `json:"held,omitempty"`       // why nobody may use it: a restore of it failed; see Service.ReleaseHold
 	Lease       string            `json:"lease,omitempty"`      // id of the lease that it is removed with
 	Group       string            `json:"group,omitempty"`
+	Work        *Work             `json:"work,omitempty"` // the checkpoint or restore that is under way, by Service.Sandboxes only
 	Spec        Spec              `json:"spec"`
 }
 

@@ -5,6 +5,8 @@ import (
 	"errors"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/criu/stage"
 )
@@ -69,4 +71,53 @@ func (r *restoration) callOff() (end func()) {
 	place := r.c.Stage
 	stop := context.AfterFunc(r.caller, func() { _ = stage.CallOff(place.Run, place.ID) })
 	return func() { stop() }
+}
+
+// breakWait is how long the end of a verb may take whose CRIU was killed.
+const breakWait = 30 * time.Second
+
+// breakIn takes the lock of a sandbox that is to be removed, whatever is done with it:
+// the CRIU of the verb that has the lock is killed, by which that verb fails.
+func (e *Engine) breakIn(ctx context.Context, ref string, busy error) (*locked, error) {
+	found, err := e.find(ctx, ref)
+	if err != nil {
+		return nil, err
+	}
+	host, err := e.host(found.Backend)
+	if err != nil {
+		return nil, err
+	}
+	ended := criu.EndHolders(e.store.LockPath(found.ID))
+	if e.store.Holder(found.ID) == opRestore {
+		if c, err := host.Inspect(ctx, found.ID); err == nil && c.Stage.ID != "" && stage.CallOff(c.Stage.Run, c.Stage.ID) == nil {
+			ended = true
+		}
+	}
+	if !ended {
+		return nil, busy
+	}
+	e.log.Warn("verb ended for a removal", "sandbox", found.ID, "verb", e.store.Holder(found.ID))
+	return e.acquire(ctx, ref, "rm", breakWait)
+}
+
+// Work is a verb that is at work on a sandbox.
+type Work struct {
+	Verb  string    `json:"verb"`
+	Since time.Time `json:"since"`
+}
+
+// atWork are the checkpoints and restores that are under way, by sandbox.
+func (e *Engine) atWork(ctx context.Context) map[string]*Work {
+	intents, err := e.store.Intents(ctx)
+	if err != nil {
+		return nil // the list is worth having without
+	}
+	work := map[string]*Work{}
+	for _, in := range intents {
+		if in.Op != opCheckpoint && in.Op != opRestore || errors.Is(unix.Kill(in.Pid, 0), unix.ESRCH) {
+			continue
+		}
+		work[in.Sandbox] = &Work{Verb: in.Op, Since: in.Started}
+	}
+	return work
 }

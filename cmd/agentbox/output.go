@@ -115,6 +115,13 @@ func ago(now, t time.Time) string {
 }
 
 func statusText(now time.Time, sb runtime.Sandbox) string {
+	if w := sb.Work; w != nil {
+		verb := "Checkpointing"
+		if w.Verb == "restore" {
+			verb = "Restoring"
+		}
+		return fmt.Sprintf("%s %d s", verb, int(max(0, now.Sub(w.Since)).Seconds())) + expiryText(now, sb)
+	}
 	up := "Up"
 	if !sb.Started.IsZero() {
 		up += " " + units.HumanDuration(max(0, now.Sub(sb.Started)))

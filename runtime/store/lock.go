@@ -182,6 +182,9 @@ func (s *Store) dropLocks(id string) {
 	}
 }
 
+// LockPath is the file of a lock.
+func (s *Store) LockPath(id string) string { return filepath.Join(s.locksDir(), id) }
+
 // Holder returns the verb for which a lock was last taken; it may have been let
 // go since. Empty: nobody knows.
 func (s *Store) Holder(id string) string {
