@@ -3,6 +3,8 @@ package criu
 import (
 	"slices"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/agentbox/agentbox/criu/proof"
 )
 
@@ -17,8 +19,22 @@ func recordOf(initPid int, members []int) (proof.Record, error) {
 		return slices.ContainsFunc(strays, func(s Stray) bool { return s.Pid == pid })
 	})
 	record, err := proof.Take(initPid, dumped)
-	if err == nil {
-		record.Queues, err = proof.TakeQueues(initPid, record)
+	if err != nil {
+		return record, err
 	}
-	return record, err
+	if record.Queues, err = proof.TakeQueues(initPid, record); err != nil {
+		return record, err
+	}
+	sockets, err := unixSockets(initPid)
+	if err != nil {
+		return record, err
+	}
+	senders := map[uint32]uint32{} // by the sockets that they send to
+	for _, s := range sockets {
+		if s.peer != 0 && (s.kind == unix.SOCK_DGRAM || s.kind == unix.SOCK_SEQPACKET) {
+			senders[s.peer] = s.ino
+		}
+	}
+	record.Queues.TakeMessages(record, senders)
+	return record, nil
 }

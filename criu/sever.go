@@ -233,6 +233,7 @@ func sockets(pid int) (list []uint32) {
 
 // unixSocket is a unix socket as the kernel knows it.
 type unixSocket struct {
+	kind      byte // SOCK_STREAM and its like
 	ino, peer uint32
 	name      string
 	waiting   []uint32 // sockets whose connections it has not accepted yet
@@ -283,7 +284,7 @@ func unixSockets(pid int) ([]unixSocket, error) {
 		if len(m.Data) < head {
 			continue
 		}
-		u := unixSocket{ino: binary.NativeEndian.Uint32(m.Data[4:])}
+		u := unixSocket{kind: m.Data[1], ino: binary.NativeEndian.Uint32(m.Data[4:])}
 		attrs, err := netlink.NewAttributeDecoder(m.Data[head:])
 		if err != nil {
 			return nil, fmt.Errorf("unix sockets of process %d: %w", pid, err)

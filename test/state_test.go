@@ -20,7 +20,7 @@ func TestState(t *testing.T) {
 	b.eventually("it holds all", func() bool { return b.try(nil, "exec", "s", "/state", "locks").code == 0 && b.there("s", "/ready") })
 	locks := strings.Join([]string{"plain write 100 28", "mapped-read read 7 0", "mapped-write write 100 28", "two-descriptors write 100 28", "flock true", "ofd write 100 28"}, "\n")
 	want := strings.Join([]string{
-		"eventfd read 1", "eventfd read 1", "pipe of 1000:1000",
+		"eventfd read 1", "eventfd read 1", `message "one" <nil>`, `message "" <nil>`, `message "three" <nil>`, "pipe of 1000:1000",
 		`accepted "asked before" <nil>`, `answered "answer" <nil>`, `accepted "and ended" <nil>`, "then EOF",
 		`datagram "one" from 127.0.0.1:7003 <nil>`, `datagram "" from 127.0.0.1:7003 <nil>`, `datagram "three" from 127.0.0.1:7003 <nil>`,
 		`datagram "one" from [::1]:7003 <nil>`, `datagram "" from [::1]:7003 <nil>`, `datagram "three" from [::1]:7003 <nil>`,

@@ -74,6 +74,10 @@ func main() {
 		}
 		datagrams = append(datagrams, to)
 	}
+	pair := must(unix.Socketpair(unix.AF_UNIX, unix.SOCK_DGRAM, 0))
+	for _, text := range []string{"one", "", "three"} {
+		check(unix.Send(pair[0], []byte(text), 0))
+	}
 	check(os.WriteFile("/ready", nil, 0o644))
 	for _, err := os.Stat("/go"); err != nil; _, err = os.Stat("/go") {
 		time.Sleep(10 * time.Millisecond)
@@ -85,6 +89,11 @@ func main() {
 	for _, fd := range []int{semaphore, twin} {
 		must(unix.Read(fd, word[:]))
 		say("eventfd read %d", binary.NativeEndian.Uint64(word[:]))
+	}
+	for range 3 {
+		buf := make([]byte, 100)
+		n, _, err := unix.Recvfrom(pair[1], buf, unix.MSG_DONTWAIT)
+		say("message %q %v", buf[:max(n, 0)], err)
 	}
 	var st unix.Stat_t
 	check(unix.Fstat(pipe[0], &st))
