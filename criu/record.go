@@ -35,6 +35,6 @@ func recordOf(initPid int, members []int) (proof.Record, error) {
 			senders[s.peer] = s.ino
 		}
 	}
-	record.Queues.TakeMessages(record, senders)
+	record.Queues.TakeMailboxes(record, senders)
 	return record, nil
 }

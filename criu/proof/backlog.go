@@ -29,9 +29,9 @@ func (q Queues) Put(first int, got Record) (lost []Difference) {
 			lost = append(lost, Difference{Pid: c.Pid, What: fmt.Sprintf("its connection from %s to %s, which is not accepted yet, is lost: %v", c.Client, c.Server, err)})
 		}
 	}
-	for _, m := range q.Messages {
-		if err := m.send(socket{hosts[m.Pid], m.FD, m.Pid}); err != nil {
-			lost = append(lost, Difference{Pid: m.Pid, What: fmt.Sprintf("a message that it sent by its socket %d, and that is not read yet, is lost: %v", m.FD, err)})
+	for _, m := range q.Mailboxes {
+		if err := m.fill(socket{hosts[m.Pid], m.FD, m.Pid}, socket{hosts[m.SenderPid], m.SenderFD, m.SenderPid}); err != nil {
+			lost = append(lost, Difference{Pid: m.Pid, What: fmt.Sprintf("of the messages that wait in its socket %d some are lost: %v", m.FD, err)})
 		}
 	}
 	if len(q.Datagrams) == 0 {

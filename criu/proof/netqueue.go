@@ -18,7 +18,7 @@ import (
 type Queues struct {
 	Datagrams   []Datagram   `json:"datagrams,omitempty"`
 	Connections []Connection `json:"connections,omitempty"`
-	Messages    []Message    `json:"messages,omitempty"`
+	Mailboxes   []Mailbox    `json:"mailboxes,omitempty"`
 	// Lost says, in a sentence each, what a restore does not bring back.
 	Lost []string `json:"-"`
 }
