@@ -16,6 +16,7 @@ import (
 	"github.com/agentbox/agentbox/criu/cut"
 	"github.com/agentbox/agentbox/criu/freezer"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // No dump is without a bound. One that does not come forward, or whose time is up, is
@@ -57,8 +58,7 @@ type overseer struct {
 // oversee waits for a dump, and ends it when ctx ends or it does not come forward: then
 // its error is *brokenOff. wait is what waits for the OCI runtime.
 func (o *overseer) oversee(ctx context.Context, wait func() error) error {
-	done := make(chan error, 1)
-	go func() { done <- wait() }()
+	done := guard.Start(wait)
 	o.seizes, o.since = true, time.Now()
 	looked := time.Time{}
 	for {

@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // failLimit is how long failWrite waits for a write.
@@ -16,13 +18,12 @@ const failLimit = time.Second
 // failWrite has the next write of a file in a directory that a process makes fail, as
 // on a disk that is broken. It reports whether there was one.
 func failWrite(pid int, dir string) (failed bool) {
-	done := make(chan bool)
-	go func() {
-		defer close(done)
+	err := <-guard.Start(func() error {
 		goruntime.LockOSThread() // and never unlocked: the thread ends, and with it all tracing
-		done <- failWriteOf(pid, dir)
-	}()
-	return <-done
+		failed = failWriteOf(pid, dir)
+		return nil
+	})
+	return failed && err == nil
 }
 
 func failWriteOf(pid int, dir string) bool {

@@ -110,6 +110,10 @@ func notOwn(sb store.Sandbox, ref string, row store.Checkpoint) error {
 	if row.SandboxID == sb.ID || strings.Contains(ref, "@") || strings.HasPrefix(row.ID, ref) {
 		return nil
 	}
+	if row.SandboxName == sb.Name {
+		return hint(fmt.Errorf("sandbox %s has no checkpoint %q: %w: %s belongs to an earlier sandbox of that name", sb.Name, ref, ErrNotFound, short(row.ID)),
+			"List those of "+sb.Name+" with: agentbox checkpoint ls "+sb.Name)
+	}
 	return hint(fmt.Errorf("sandbox %s has no checkpoint %q: %w", sb.Name, ref, ErrNotFound),
 		fmt.Sprintf("Sandbox %[1]s has one: %[1]s@%[2]s. List those of %[3]s with: agentbox checkpoint ls %[3]s", row.SandboxName, ref, sb.Name))
 }

@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // On cgroups of v1 a tracer cannot attach to a thread that a signal has stopped
@@ -158,7 +160,7 @@ func (c Container) Gather() error {
 // returned function is called.
 func (c Container) assist() (end func() error) {
 	self, quit, done := unix.Gettid(), make(chan struct{}), make(chan error, 1)
-	go func() {
+	guard.Go(func() {
 		var errs []error
 		for {
 			select {
@@ -171,7 +173,7 @@ func (c Container) assist() (end func() error) {
 				}
 			}
 		}
-	}()
+	})
 	return func() error { close(quit); return <-done }
 }
 
