@@ -20,6 +20,9 @@ func TestState(t *testing.T) {
 	b.eventually("it holds all", func() bool { return b.try(nil, "exec", "s", "/state", "locks").code == 0 && b.there("s", "/ready") })
 	locks := strings.Join([]string{"plain write 100 28", "mapped-read read 7 0", "mapped-write write 100 28", "two-descriptors write 100 28", "flock true", "ofd write 100 28"}, "\n")
 	want := strings.Join([]string{
+		"TCP_USER_TIMEOUT 12345 <nil>", "TCP_NOTSENT_LOWAT 4096 <nil>", "IP_TOS 16 <nil>", "SO_PRIORITY 3 <nil>", "TCP_DEFER_ACCEPT 7 <nil>", "TCP_FASTOPEN 5 <nil>",
+		"IP option 33 9 <nil>", "IP option 34 0 <nil>", "IP option 11 1 <nil>", "IP option 10 3 <nil>", `TCP_CONGESTION "reno" <nil>`,
+		"joined: address already in use", "joined: address already in use", "from its source: cannot assign requested address", "pending 0000008000000200",
 		"eventfd read 1", "eventfd read 1", `message "one" <nil>`, `message "" <nil>`, `message "three" <nil>`, "pipe of 1000:1000",
 		`accepted "asked before" <nil>`, `answered "answer" <nil>`, `accepted "and ended" <nil>`, "then EOF",
 		`datagram "one" from 127.0.0.1:7003 <nil>`, `datagram "" from 127.0.0.1:7003 <nil>`, `datagram "three" from 127.0.0.1:7003 <nil>`,

@@ -3,6 +3,7 @@ package proof
 import (
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 )
 
@@ -51,6 +52,9 @@ func compareTask(w, g Task) (list []Difference) {
 	differ(true, "working directory", undeleted(w.Cwd), undeleted(g.Cwd))
 	differ(true, "program", undeleted(w.Exe), undeleted(g.Exe))
 	differ(true, "umask", w.Umask, g.Umask)
+	if lost := signalsLost(w.Pending, g.Pending); lost != "" {
+		list = append(list, Difference{w.Pid, "signals that waited for it are gone: " + lost, false})
+	}
 	differ(false, "oom_score_adj", w.OOM, g.OOM)
 	differ(false, "coredump_filter", w.Core, g.Core)
 	differ(false, "personality", w.Persona, g.Persona)
@@ -75,6 +79,9 @@ func compareTask(w, g Task) (list []Difference) {
 		if wt.Blocked != "" && gt.Blocked != "" {
 			differ(true, of("set of blocked signals"), wt.Blocked, gt.Blocked)
 		}
+		if lost := signalsLost(wt.Pending, gt.Pending); lost != "" {
+			list = append(list, Difference{w.Pid, fmt.Sprintf("signals that waited for its thread %d are gone: %s", wt.Tid, lost), false})
+		}
 		differ(false, of("set of processors"), wt.CPUs, gt.CPUs)
 		differ(false, of("timer slack"), wt.Slack, gt.Slack)
 		differ(false, of("scheduling policy"), wt.Policy, gt.Policy)
@@ -86,6 +93,20 @@ func compareTask(w, g Task) (list []Difference) {
 		list = append(list, Difference{w.Pid, fmt.Sprintf("it has %d threads, and had %d", len(g.Threads), len(w.Threads)), true})
 	}
 	return slices.Concat(list, compareFDs(w, g), compareLocks(w, g))
+}
+
+// signalsLost lists, by their numbers, the signals of one mask that another lacks. A
+// restored process may have more: a timer that ran out, a child that stopped.
+func signalsLost(want, got string) string {
+	w, _ := strconv.ParseUint(want, 16, 64)
+	g, _ := strconv.ParseUint(got, 16, 64)
+	var list []string
+	for n := 1; n <= 64; n++ {
+		if bit := uint64(1) << (n - 1); w&^g&bit != 0 {
+			list = append(list, strconv.Itoa(n))
+		}
+	}
+	return strings.Join(list, ", ")
 }
 
 func compareFDs(w, g Task) (list []Difference) {
@@ -110,6 +131,7 @@ func compareFDs(w, g Task) (list []Difference) {
 		differ(true, "the count", wf.Count, gf.Count)
 		differ(true, "the signal mask", wf.Mask, gf.Mask)
 		differ(true, "the clock", wf.Clock, gf.Clock)
+		list = append(list, compareSockets(w.Pid, wf.N, wf.Socket, gf.Socket)...)
 	}
 	for _, gf := range g.FDs {
 		if !slices.ContainsFunc(w.FDs, func(wf FD) bool { return wf.N == gf.N }) {

@@ -26,6 +26,7 @@ func Mend(ctx context.Context, c freezer.Container, want, got Record) (mended []
 		}
 		g := got.Tasks[at]
 		mended = append(mended, outside(w, g)...)
+		mended = append(mended, mendSockets(w, g)...)
 		if len(g.Threads) == 0 {
 			continue
 		}

@@ -19,6 +19,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 
 	"github.com/agentbox/agentbox/internal/fault"
 )
@@ -54,6 +55,7 @@ type Task struct {
 	Root    string   `json:"root,omitempty"`
 	Exe     string   `json:"exe,omitempty"`
 	Umask   string   `json:"umask,omitempty"`
+	Pending string   `json:"shdpnd,omitempty"` // signals to the process
 	Ignored string   `json:"sigign,omitempty"`
 	Caught  string   `json:"sigcgt,omitempty"`
 	OOM     string   `json:"oom_score_adj,omitempty"`
@@ -80,6 +82,7 @@ type Thread struct {
 	NoPrivs  string `json:"no_new_privs"`
 	Seccomp  string `json:"seccomp"`
 	Blocked  string `json:"sigblk"`
+	Pending  string `json:"sigpnd,omitempty"`
 	CPUs     string `json:"cpus"`
 	Slack    string `json:"timer_slack,omitempty"` // ns
 	Policy   string `json:"policy"`
@@ -105,6 +108,16 @@ type FD struct {
 	Watched   bool   `json:"watched,omitempty"`   // by an epoll of its process
 	Mask      string `json:"mask,omitempty"`      // of a signalfd
 	Clock     string `json:"clock,omitempty"`     // of a timerfd
+	// Socket is of the first descriptor alone of those that have a socket.
+	Socket *Socket `json:"socket,omitempty"`
+}
+
+func (t Task) descriptor(n int) (FD, bool) {
+	at := slices.IndexFunc(t.FDs, func(fd FD) bool { return fd.N == n })
+	if at < 0 {
+		return FD{}, false
+	}
+	return t.FDs[at], true
 }
 
 // Lock is a lock of a file that a process holds.

@@ -37,6 +37,10 @@ func Take(first int, pids []int) (Record, error) {
 	}
 	pids = slices.DeleteFunc(slices.Clone(pids), func(pid int) bool { return t.inner[pid] == 0 })
 	slices.SortFunc(pids, func(a, b int) int { return t.inner[a] - t.inner[b] })
+	var err error
+	if t.groups, err = joined(first); err != nil {
+		return Record{}, err
+	}
 	r := Record{Version: version}
 	for _, pid := range pids {
 		task, err := t.task(pid, stats[pid])
@@ -54,11 +58,12 @@ type taking struct {
 	inner   map[int]int // pids in the container by those on the host
 	objects map[string]int
 	fds     int
+	groups  []Membership // of the container's network
 }
 
 func (t *taking) task(pid int, s status) (task Task, err error) {
 	parent, _ := strconv.Atoi(s["PPid"])
-	task = Task{host: pid, Pid: t.inner[pid], Parent: t.inner[parent], Ignored: s["SigIgn"], Caught: s["SigCgt"], Umask: s["Umask"]}
+	task = Task{host: pid, Pid: t.inner[pid], Parent: t.inner[parent], Ignored: s["SigIgn"], Caught: s["SigCgt"], Umask: s["Umask"], Pending: s["ShdPnd"]}
 	task.Group, _ = s.inner("NSpgid", t.depth)
 	task.Session, _ = s.inner("NSsid", t.depth)
 	switch s["State"][:1] {
@@ -101,7 +106,7 @@ func (t *taking) threads(pid int, task *Task) error {
 		th := Thread{
 			Tid: tid, Name: s["Name"], Uids: s["Uid"], Gids: s["Gid"], Groups: s["Groups"], NoPrivs: s["NoNewPrivs"],
 			Caps:    strings.Join([]string{s["CapInh"], s["CapPrm"], s["CapEff"], s["CapBnd"], s["CapAmb"]}, " "),
-			Seccomp: s["Seccomp"] + " " + s["Seccomp_filters"], Blocked: s["SigBlk"], CPUs: s["Cpus_allowed"],
+			Seccomp: s["Seccomp"] + " " + s["Seccomp_filters"], Blocked: s["SigBlk"], Pending: s["SigPnd"], CPUs: s["Cpus_allowed"],
 			Slack: oneLine("/proc/" + e.Name() + "/timerslack_ns"),
 		}
 		th.host, _ = strconv.Atoi(e.Name())
@@ -162,6 +167,11 @@ func (t *taking) descriptors(pid int, task *Task) error {
 		if object != "" {
 			if t.objects[object] == 0 {
 				t.objects[object] = len(t.objects) + 1
+				if fd.Target == "socket" {
+					if fd.Socket, err = t.socket(pid, n); err != nil {
+						return err
+					}
+				}
 			}
 			fd.Object = t.objects[object]
 		}
@@ -177,6 +187,19 @@ func (t *taking) descriptors(pid int, task *Task) error {
 	slices.SortFunc(task.FDs, func(a, b FD) int { return a.N - b.N })
 	slices.SortFunc(task.Locks, func(a, b Lock) int { return strings.Compare(a.key(), b.key()) })
 	return nil
+}
+
+// socket asks a socket for what setsockopt has told it; nil: the kernel does not let us.
+func (t *taking) socket(pid, n int) (*Socket, error) {
+	fd, err := socket{pid, n, t.inner[pid]}.open()
+	if errors.Is(err, unix.ENOSYS) || errors.Is(err, unix.EPERM) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer unix.Close(fd)
+	return &Socket{Options: takeOptions(fd), Groups: takeGroups(fd, t.groups)}, nil
 }
 
 // keptFlags are those of an open file that say what can be done with it now. The others

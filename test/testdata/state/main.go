@@ -78,6 +78,12 @@ func main() {
 	for _, text := range []string{"one", "", "three"} {
 		check(unix.Send(pair[0], []byte(text), 0))
 	}
+	told := sockets(client.(*net.TCPConn), listener.(*net.TCPListener))
+	var waiting unix.Sigset_t
+	waiting.Val[0] = 1<<(unix.SIGUSR1-1) | 1<<(40-1)
+	check(unix.PthreadSigmask(unix.SIG_BLOCK, &waiting, nil))
+	check(unix.Tgkill(unix.Getpid(), unix.Gettid(), unix.SIGUSR1))
+	check(unix.Tgkill(unix.Getpid(), unix.Gettid(), 40))
 	check(os.WriteFile("/ready", nil, 0o644))
 	for _, err := os.Stat("/go"); err != nil; _, err = os.Stat("/go") {
 		time.Sleep(10 * time.Millisecond)
@@ -85,6 +91,12 @@ func main() {
 
 	var report strings.Builder
 	say := func(format string, args ...any) { fmt.Fprintf(&report, format+"\n", args...) }
+	for _, line := range told() {
+		say("%s", line)
+	}
+	status := string(must(os.ReadFile("/proc/thread-self/status")))
+	_, pending, _ := strings.Cut(status, "SigPnd:\t")
+	say("pending %s", pending[:16])
 	var word [8]byte
 	for _, fd := range []int{semaphore, twin} {
 		must(unix.Read(fd, word[:]))
@@ -142,6 +154,66 @@ func main() {
 	check(os.WriteFile("/report.new", []byte(report.String()), 0o644))
 	check(os.Rename("/report.new", "/report"))
 	select {}
+}
+
+// sockets sets options that CRIU has no place for. What it returns reads them.
+func sockets(client *net.TCPConn, listener *net.TCPListener) (told func() []string) {
+	numbers := []struct {
+		name                 string
+		fd, level, option, n int
+	}{
+		{"TCP_USER_TIMEOUT", descriptor(client), unix.SOL_TCP, unix.TCP_USER_TIMEOUT, 12345},
+		{"TCP_NOTSENT_LOWAT", descriptor(client), unix.SOL_TCP, unix.TCP_NOTSENT_LOWAT, 4096},
+		{"IP_TOS", descriptor(client), unix.SOL_IP, unix.IP_TOS, 0x10},
+		{"SO_PRIORITY", descriptor(client), unix.SOL_SOCKET, unix.SO_PRIORITY, 3},
+		{"TCP_DEFER_ACCEPT", must(unix.Socket(unix.AF_INET, unix.SOCK_STREAM, 0)), unix.SOL_TCP, unix.TCP_DEFER_ACCEPT, 7},
+		{"TCP_FASTOPEN", descriptor(listener), unix.SOL_TCP, unix.TCP_FASTOPEN, 5},
+	}
+	udp := map[int]int{unix.AF_INET: 0, unix.AF_INET6: 0}
+	for domain := range udp {
+		fd := must(unix.Socket(domain, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0))
+		udp[domain] = fd
+		check(unix.Bind(fd, map[int]unix.Sockaddr{unix.AF_INET: &unix.SockaddrInet4{Port: 7010}, unix.AF_INET6: &unix.SockaddrInet6{Port: 7011}}[domain]))
+	}
+	for i, o := range []int{unix.IP_MULTICAST_TTL, unix.IP_MULTICAST_LOOP, unix.IP_RECVERR, unix.IP_MTU_DISCOVER} {
+		numbers = append(numbers, struct {
+			name                 string
+			fd, level, option, n int
+		}{fmt.Sprintf("IP option %d", o), udp[unix.AF_INET], unix.SOL_IP, o, []int{9, 0, 1, 3}[i]})
+	}
+	for _, o := range numbers {
+		check(unix.SetsockoptInt(o.fd, o.level, o.option, o.n))
+	}
+	check(unix.SetsockoptString(descriptor(client), unix.SOL_TCP, unix.TCP_CONGESTION, "reno"))
+	lo := must(net.InterfaceByName("lo"))
+	four := unix.IPMreqn{Multiaddr: [4]byte{239, 1, 2, 3}, Ifindex: int32(lo.Index)}
+	check(unix.SetsockoptIPMreqn(udp[unix.AF_INET], unix.SOL_IP, unix.IP_ADD_MEMBERSHIP, &four))
+	check(sourceGroup(udp[unix.AF_INET]))
+	six := unix.IPv6Mreq{Multiaddr: [16]byte{0xff, 0x12, 15: 9}, Interface: uint32(lo.Index)}
+	check(unix.SetsockoptIPv6Mreq(udp[unix.AF_INET6], unix.SOL_IPV6, unix.IPV6_JOIN_GROUP, &six))
+	return func() (list []string) {
+		for _, o := range numbers {
+			n, err := unix.GetsockoptInt(o.fd, o.level, o.option)
+			list = append(list, fmt.Sprintf("%s %d %v", o.name, n, err))
+		}
+		name, err := unix.GetsockoptString(descriptor(client), unix.SOL_TCP, unix.TCP_CONGESTION)
+		list = append(list, fmt.Sprintf("TCP_CONGESTION %q %v", name, err))
+		// A member cannot become one again, and sources are added to what is there.
+		return append(list,
+			fmt.Sprint("joined: ", unix.SetsockoptIPMreqn(udp[unix.AF_INET], unix.SOL_IP, unix.IP_ADD_MEMBERSHIP, &four)),
+			fmt.Sprint("joined: ", unix.SetsockoptIPv6Mreq(udp[unix.AF_INET6], unix.SOL_IPV6, unix.IPV6_JOIN_GROUP, &six)),
+			fmt.Sprint("from its source: ", sourceGroup(udp[unix.AF_INET])))
+	}
+}
+
+// sourceGroup joins 239.1.2.4 for what comes from 127.0.0.5 (struct ip_mreq_source).
+func sourceGroup(fd int) error {
+	return unix.SetsockoptString(fd, unix.SOL_IP, unix.IP_ADD_SOURCE_MEMBERSHIP, string([]byte{239, 1, 2, 4, 127, 0, 0, 1, 127, 0, 0, 5}))
+}
+
+func descriptor(c syscall.Conn) (n int) {
+	check(must(c.SyscallConn()).Control(func(fd uintptr) { n = int(fd) }))
+	return n
 }
 
 // lock takes locks of every kind.
