@@ -73,6 +73,7 @@ func TestLines(t *testing.T) {
 	for line, want := range map[string][2]string{
 		"(0) Error (compel/src/lib/infect.c:261): Unseizable non-zombie 77 found, state D, err -1/4":                         {"vfork", "process 77 waits inside the kernel"},
 		"(0) Error (compel/src/lib/infect.c:261): Unseizable non-zombie 77 found, state S, err -1/10":                        {"unseizable", "process 77 could not be stopped"},
+		"(0) Error (criu/pipes.c:490): The packetized mode for pipes is not supported yet":                                   {"packet-pipe", "keeps its messages apart"},
 		"(0) Error (criu/seize.c:952): Individually stopped threads not supported":                                           {"stopped-thread", "some threads"},
 		"(0) Error (criu/pstree.c:969): Can't restore sub-task in NS (cflags 80)":                                            {"other-namespace", "another time namespace"},
 		"(0) Error (criu/pstree.c:969): Can't restore sub-task in NS (cflags 4000000)":                                       {"other-namespace", "another namespace than"},
