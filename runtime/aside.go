@@ -131,7 +131,11 @@ func (e *Engine) compare(ctx context.Context, r *restoration, t *tree) (*overlay
 // planKnown is plan for a tree of which exactly that is known what the checkpoint has.
 func (t *tree) planKnown(ctx context.Context, r *store.Reader) (*overlay.Update, error) {
 	proof := guard.Start(func() error {
-		same, err := overlay.ProveKnown(t.seen, r.TreePieces(t.Number))
+		list, err := r.TreePieces(ctx, t.Number)
+		if err != nil {
+			return err
+		}
+		same, err := overlay.ProveKnown(t.seen, list)
 		if err == nil && !same {
 			err = fmt.Errorf("the checkpoint has another list than what is known: %w", ErrState)
 		}

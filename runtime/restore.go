@@ -513,7 +513,9 @@ func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, und
 		}
 		k.row.ID, k.hold = r.data.Undo, true
 		if r.row.Damaged == "" && !unlearnt {
-			k.like = r.reader.TreePieces(0)
+			if k.like, err = r.reader.TreePieces(ctx, 0); err != nil {
+				return err
+			}
 		}
 		var laid error
 		if k.row.Kind == KindFiles && len(k.trees) >= len(r.data.Trees) {

@@ -257,7 +257,11 @@ func (t *tree) plan(ctx context.Context, r *store.Reader, lost map[string]bool) 
 		return u, err
 	}
 	if t.pieces != nil {
-		u, err := overlay.PlanUpdatePieces(ctx, t.seen, t.pieces, r.TreePieces(t.Number), func(from, to int) (io.ReadCloser, error) {
+		list, err := r.TreePieces(ctx, t.Number)
+		if err != nil {
+			return nil, err
+		}
+		u, err := overlay.PlanUpdatePieces(ctx, t.seen, t.pieces, list, func(from, to int) (io.ReadCloser, error) {
 			return r.TreePart(ctx, t.Number, from, to)
 		})
 		if err == nil {

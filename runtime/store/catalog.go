@@ -282,12 +282,18 @@ func (v *survey) group(key pack.ID, members []uint32) uint32 {
 // tree goes through a list of files part by part. A part that begins a line and
 // ends one says the same in every list that it is in.
 func (v *survey) tree(ctx context.Context, r *Reader, t *Tree, n *needed, hurt func(error) error) (err error) {
-	if n.pieces, err = v.list(n.pieces, t.Pieces); err != nil {
+	list, err := readList(t, func(id pack.ID) ([]byte, error) { return v.read(ctx, r, id) })
+	if err != nil {
 		return hurt(err)
+	}
+	for _, part := range [][]overlay.Piece{list.lists, list.lines} {
+		if n.pieces, err = v.list(n.pieces, part); err != nil {
+			return hurt(err)
+		}
 	}
 	var carry []byte
 	torn := false // the part before could not be read: where this one begins is not known
-	for _, x := range t.Pieces {
+	for _, x := range list.lines {
 		id, _ := pack.ParseID(x.Digest) // list did
 		if g, ok := v.known[id]; ok && len(carry) == 0 {
 			n.groups, torn = append(n.groups, g), false

@@ -17,6 +17,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
@@ -43,9 +44,10 @@ type Draft struct {
 	mu     sync.Mutex // guards what follows
 	need   idSet
 	trees  map[int]Tree
-	images []Image // nil: there were none yet
-	put    string  // the pack, once it has its name
-	ended  bool    // by Commit or Abort
+	lines  map[int][]overlay.Piece // the pieces of their lines
+	images []Image                 // nil: there were none yet
+	put    string                  // the pack, once it has its name
+	ended  bool                    // by Commit or Abort
 	closed bool
 }
 
@@ -104,7 +106,7 @@ func (s *Store) BeginCheckpoint(ctx context.Context, c Checkpoint) (*Draft, erro
 		lock.Unlock()
 		return nil, err
 	}
-	d := &Draft{s: s, row: c, dir: s.draftDir(c.ID), lock: lock, x: newIndex(s), trees: map[int]Tree{}}
+	d := &Draft{s: s, row: c, dir: s.draftDir(c.ID), lock: lock, x: newIndex(s), trees: map[int]Tree{}, lines: map[int][]overlay.Piece{}}
 	d.pack, err = pack.Create(s.packsDir())
 	if err == nil {
 		err = failpoint.Hit("store.begin.before-dir")

@@ -390,8 +390,10 @@ func TestManifest(t *testing.T) {
 		_, err := ParseManifest(bytes.Replace(data, []byte(from), []byte(to), 1))
 		wantErr(t, err, fault.ErrCorrupt)
 	}
-	_, err = ParseManifest(bytes.Replace(data, []byte(`"version":2`), []byte(`"version":4`), 1))
+	_, err = ParseManifest(bytes.Replace(data, []byte(`"version":2`), []byte(`"version":5`), 1))
 	wantErr(t, err, fault.ErrUnsupported)
+	_, err = ParseManifest(bytes.Replace(data, []byte(`"version":2`), []byte(`"version":4`), 1)) // it has no deep list
+	wantErr(t, err, fault.ErrCorrupt)
 	_, err = ParseManifest(bytes.Replace(data, []byte(`"version":2`), []byte(`"version":3`), 1)) // it has no host files
 	wantErr(t, err, fault.ErrCorrupt)
 	_, err = ParseManifest(bytes.Replace(data, []byte(`"version":2`), []byte(`"version":1`), 1))

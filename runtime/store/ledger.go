@@ -73,8 +73,10 @@ type ledgerReader struct {
 	r    *bufio.Reader  // of all but the sum
 	sum  *blake3.Hasher // of what was read of the file
 	left int64
-	cur  []byte // the record that stands next; nil after the last
-	err  error
+	// total is how many records there are.
+	total int64
+	cur   []byte // the record that stands next; nil after the last
+	err   error
 }
 
 func openLedger(path string) (*ledgerReader, error) {
@@ -97,7 +99,8 @@ func openLedger(path string) (*ledgerReader, error) {
 	if err != nil || size < 0 || size%ledgerRecord != 0 || string(head) != ledgerMagic {
 		return nil, errors.Join(errLedger, f.Close())
 	}
-	l.left = size / ledgerRecord
+	l.total = size / ledgerRecord
+	l.left = l.total
 	l.next()
 	return l, nil
 }
@@ -200,9 +203,11 @@ func (d *Draft) stored(ctx context.Context, need []pack.ID) (int64, error) {
 // weigh is stored with what a ledger says, if there is one. It writes the next.
 func (d *Draft) weigh(ctx context.Context, need []pack.ID, old *ledgerReader, path string) (n int64, err error) {
 	out := createLedger(path + ledgerNew)
+	same := false // as the ledger that is there
 	if out != nil {
-		defer func() { out.end(path, err != nil) }()
+		defer func() { out.end(path, err != nil || same) }()
 	}
+	asked, found := 0, int64(0)
 	packs := map[int64]bool{} // of which the ledger says that they are there
 	var here []place
 	var ask []pack.ID
@@ -215,6 +220,7 @@ func (d *Draft) weigh(ctx context.Context, need []pack.ID, old *ledgerReader, pa
 			if old != nil {
 				if num, stored, ok := old.find(id); ok {
 					packs[num] = true
+					found++
 					here = append(here, place{pack: num, blob: pack.Blob{ID: id, Stored: stored}})
 					continue
 				}
@@ -222,6 +228,7 @@ func (d *Draft) weigh(ctx context.Context, need []pack.ID, old *ledgerReader, pa
 			ask = append(ask, id)
 		}
 		sorted := len(here)
+		asked += len(ask)
 		gone, err := d.x.sound(ctx, ask, func(p place) error { here = append(here, p); return nil })
 		if err != nil {
 			return 0, err
@@ -250,5 +257,9 @@ func (d *Draft) weigh(ctx context.Context, need []pack.ID, old *ledgerReader, pa
 			return 0, errors.Join(err, errLedger)
 		}
 	}
-	return n, old.finish()
+	if err := old.finish(); err != nil {
+		return 0, err
+	}
+	same = asked == 0 && found == old.total
+	return n, nil
 }

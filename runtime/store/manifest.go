@@ -20,12 +20,13 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// Version is the manifest version that this package writes; VersionAttached that of
-// one with files of the host, which agentboxes who know none of them must not take for
-// one without.
+// Version is the manifest version that this package writes as a rule. A manifest with
+// what older versions of this package do not know has a later one: VersionAttached
+// with files of the host, VersionDeep with a Tree whose Depth is not 0.
 const (
 	Version         = 2
 	VersionAttached = 3
+	VersionDeep     = 4
 )
 
 // Kinds and states, as in the records.
@@ -119,7 +120,10 @@ type Tree struct {
 	Data    int64  `json:"data"`   // bytes of file data
 	Bytes   int64  `json:"bytes"`  // of the lines
 	Digest  string `json:"digest"` // of the lines
-	Pieces  Pieces `json:"pieces"` // of the lines
+	Pieces  Pieces `json:"pieces"` // of the lines, or of the list that Depth says
+	// Depth is how many lists lie between Pieces and the lines: Pieces are those of a
+	// list of pieces (see putList), and so on, and those of the last list are the lines.
+	Depth int `json:"depth,omitempty"`
 }
 
 // Pieces is how a stream is cut, front to back. In JSON a piece is its digest
@@ -192,6 +196,9 @@ func (m *Manifest) place(n int) string {
 }
 
 func (m *Manifest) version() int {
+	if slices.ContainsFunc(m.trees(), func(t *Tree) bool { return t.Depth != 0 }) {
+		return VersionDeep
+	}
 	if m.Attached != nil {
 		return VersionAttached
 	}
@@ -335,9 +342,9 @@ func ParseManifest(data []byte) (Manifest, error) {
 	if err := json.Unmarshal(data, &v); err != nil {
 		return bad("%w", err)
 	}
-	if v.Version > VersionAttached {
+	if v.Version > VersionDeep {
 		return Manifest{}, &fault.Error{Op: "read", ID: ManifestName, Hint: "Use the agentbox that made the checkpoint.",
-			Err: fmt.Errorf("version %d, this agentbox knows %d: %w", v.Version, VersionAttached, fault.ErrUnsupported)}
+			Err: fmt.Errorf("version %d, this agentbox knows %d: %w", v.Version, VersionDeep, fault.ErrUnsupported)}
 	}
 	if v.Version < Version {
 		return bad("version %d", v.Version)
@@ -463,7 +470,14 @@ func (t *Tree) check() error {
 	if t.Entries <= 0 || t.Data < 0 || t.Entries > t.Bytes/2 {
 		return fmt.Errorf("%d entries, %d bytes of data", t.Entries, t.Data)
 	}
-	return checkStream(t.Digest, t.Bytes, t.Pieces)
+	if t.Depth == 0 {
+		return checkStream(t.Digest, t.Bytes, t.Pieces)
+	}
+	if t.Depth < 0 || t.Depth > maxDepth || len(t.Pieces) == 0 || len(t.Pieces) > maxTop {
+		return fmt.Errorf("%d pieces at depth %d", len(t.Pieces), t.Depth)
+	}
+	_, err := t.Pieces.bytes()
+	return errors.Join(err, checkDigest(t.Digest, t.Bytes))
 }
 
 func (im *Image) check() error {

@@ -177,12 +177,16 @@ func (r *Reader) name(ctx context.Context, bad map[pack.ID]error, report func(wh
 			report(fmt.Sprintf("%s: %v", what, err))
 		}
 	}
-	for n, t := range r.manifest.trees() {
-		if why(t.Pieces) != nil { // which was reported when it was read, as for recipes
+	for n := range r.manifest.trees() {
+		list, err := r.list(ctx, n)
+		if err != nil && !errors.Is(err, fault.ErrCorrupt) {
+			return err
+		}
+		if err != nil || why(list.lines) != nil { // which was reported when it was read, as for recipes
 			continue
 		}
 		where := r.manifest.place(n)
-		err := r.entries(ctx, n, func(e overlay.Entry) error {
+		err = r.entries(ctx, n, func(e overlay.Entry) error {
 			if dataBytes(&e) == 0 {
 				return nil
 			}

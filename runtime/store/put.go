@@ -151,7 +151,7 @@ func (d *Draft) PutCollection(ctx context.Context, n int, path string, like []ov
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return d.trees[n].Pieces, nil
+	return d.lines[n], nil
 }
 
 func (d *Draft) putTree(ctx context.Context, n int, write func(*treeWriter) error) error {
@@ -178,10 +178,14 @@ func (d *Draft) putTree(ctx context.Context, n int, write func(*treeWriter) erro
 		return fmt.Errorf("tree %d has no entries: %w", n, fault.ErrInvalid)
 	}
 	w.t.Digest = sum(w.hash)
+	lines, err := w.t.Pieces, error(nil)
+	if w.t.Pieces, w.t.Depth, err = d.putList(ctx, lines); err != nil {
+		return err
+	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.need.merge(&w.need)
-	d.trees[n] = w.t
+	d.trees[n], d.lines[n] = w.t, lines
 	return nil
 }
 

@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"sync"
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/guard"
@@ -32,6 +33,9 @@ type Reader struct {
 	surplus  string
 	pieces   *pieces
 	writes   func(int64) // see CountImages; nil: nobody asks
+
+	mu    sync.Mutex // guards what follows
+	lists map[int]treeList
 }
 
 // OpenCheckpoint opens a ready checkpoint by its id and holds its manifest
@@ -141,12 +145,12 @@ func (r *Reader) Digest() string { return r.digest }
 func (r *Reader) Tree(ctx context.Context, n int) (io.ReadCloser, error) { return r.tree(ctx, n) }
 
 func (r *Reader) tree(ctx context.Context, n int) (*proven, error) {
-	list := r.manifest.trees()
-	if n < 0 || n >= len(list) {
-		return nil, fmt.Errorf("tree %d of %d: %w", n, len(list), fault.ErrInvalid)
+	list, err := r.list(ctx, n)
+	if err != nil {
+		return nil, err
 	}
-	t := list[n]
-	segs, err := segments(t.Pieces)
+	t := r.manifest.trees()[n]
+	segs, err := segments(list.lines)
 	if err == nil {
 		err = r.pieces.foresee(ctx, segs)
 	}
@@ -157,18 +161,18 @@ func (r *Reader) tree(ctx context.Context, n int) (*proven, error) {
 }
 
 // TreePieces are the pieces of the n-th list of entries, front to back.
-func (r *Reader) TreePieces(n int) []overlay.Piece {
-	list := r.manifest.trees()
-	if n < 0 || n >= len(list) {
-		return nil
-	}
-	return list[n].Pieces
+func (r *Reader) TreePieces(ctx context.Context, n int) ([]overlay.Piece, error) {
+	list, err := r.list(ctx, n)
+	return list.lines, err
 }
 
 // TreePart streams some pieces, which follow each other, of the n-th list of
 // entries. Each of them is proven.
 func (r *Reader) TreePart(ctx context.Context, n, from, to int) (io.ReadCloser, error) {
-	list := r.TreePieces(n)
+	list, err := r.TreePieces(ctx, n)
+	if err != nil {
+		return nil, err
+	}
 	if from < 0 || to < from || to > len(list) {
 		return nil, fmt.Errorf("pieces %d to %d of tree %d: %w", from, to, n, fault.ErrInvalid)
 	}
@@ -367,11 +371,15 @@ func (r *Reader) needs(ctx context.Context) ([]pack.ID, error) {
 
 func (r *Reader) needsOfTree(ctx context.Context, n int, set *idSet) error {
 	t := r.manifest.trees()[n]
-	if err := addPieces(set, t.Pieces); err != nil {
+	list, err := r.list(ctx, n)
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(addPieces(set, list.lists), addPieces(set, list.lines)); err != nil {
 		return err
 	}
 	var entries, data int64
-	err := r.entries(ctx, n, func(e overlay.Entry) error {
+	err = r.entries(ctx, n, func(e overlay.Entry) error {
 		entries++
 		data += dataBytes(&e)
 		return addEntry(set, &e)

@@ -346,7 +346,7 @@ func TestSurveyLongLines(t *testing.T) {
 		if err != nil || len(damage) > 0 {
 			t.Fatal(err, damage)
 		}
-		if cuts := r.Manifest().Files[0].Pieces; len(cuts) < 12 {
+		if cuts := must1(r.TreePieces(ctx, 0)); len(cuts) < 12 {
 			t.Fatalf("%d parts are too few to show anything", len(cuts))
 		}
 		got := map[string]bool{}
