@@ -13,7 +13,6 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/agentbox/agentbox/criu/cut"
 	"github.com/agentbox/agentbox/criu/freezer"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/guard"
@@ -127,10 +126,8 @@ func (b *brokenOff) explain(rt Runtime, log string) error {
 // become of its processes.
 func (r Runtime) survive(members []int, initPid int) string {
 	text := ""
-	if ns, err := os.Open(fmt.Sprintf("/proc/%d/ns/net", initPid)); err == nil {
-		if err := errors.Join(cut.Unlock(ns), ns.Close()); err != nil {
-			text = fmt.Sprintf("; its hold on the network may last: %v", err)
-		}
+	if err := unlockNetwork(initPid); err != nil {
+		text = fmt.Sprintf("; its hold on the network may last: %v", err)
 	}
 	// What of CRIU's runs in them ends by itself, as long as they are not frozen.
 	var gone []string

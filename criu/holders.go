@@ -1,18 +1,81 @@
 package criu
 
 import (
+	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"strings"
+	"sync"
 	"syscall"
+	"time"
+
+	"github.com/agentbox/agentbox/criu/cut"
+	"github.com/agentbox/agentbox/criu/freezer"
+	"github.com/agentbox/agentbox/internal/guard"
 )
 
 // EndHolders kills the OCI runtimes and CRIUs that keep a file open which DumpOptions.Hold
 // was, and reports whether there were any. Processes that such a CRIU works on may end with it.
 func EndHolders(path string) (ended bool) {
+	for _, p := range holders(path) {
+		ended = syscall.Kill(p, syscall.SIGKILL) == nil || ended
+	}
+	return ended
+}
+
+// AssistHolders helps the CRIU that keeps such a file open, whose overseer was killed, over
+// stopped processes, until the returned function is called. initPid is the container's first process.
+func AssistHolders(path string, initPid int) (end func()) {
+	box, err := freezer.Of(initPid)
+	if err != nil {
+		return func() {} // it has ended
+	}
+	quit := make(chan struct{})
+	guard.Go(func() {
+		for {
+			for _, p := range holders(path) {
+				if comm(p) == "criu" {
+					_, _ = box.Unstick(p) // it stands then, until it is ended
+				}
+			}
+			select {
+			case <-quit:
+				return
+			case <-time.After(seldom):
+			}
+		}
+	})
+	return sync.OnceFunc(func() { close(quit) })
+}
+
+// Abandon takes back what a dump that was killed, and whose CRIU has ended, may have left of its
+// own: stopped threads outside of the container's cgroup, and CRIU's hold on the network.
+func (r Runtime) Abandon(initPid int) error {
+	c, err := freezer.Open(r.stateRoot(), r.ID)
+	if err == nil {
+		err = c.Gather()
+	}
+	return errors.Join(err, unlockNetwork(initPid))
+}
+
+// unlockNetwork ends the hold of a CRIU that was killed on the network of a process.
+func unlockNetwork(pid int) error {
+	ns, err := os.Open(fmt.Sprintf("/proc/%d/ns/net", pid))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	return errors.Join(cut.Unlock(ns), ns.Close())
+}
+
+// holders lists the OCI runtimes and CRIUs that keep a file open.
+func holders(path string) (list []int) {
 	all, err := hostPids()
 	if err != nil {
-		return false
+		return nil
 	}
 	for _, p := range all {
 		if name := comm(p); name != "criu" && !strings.HasPrefix(name, "runc") && name != "crun" && name != "exe" {
@@ -24,10 +87,10 @@ func EndHolders(path string) (ended bool) {
 		}
 		for _, fd := range fds {
 			if link, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%s", p, fd.Name())); err == nil && link == path && p != os.Getpid() {
-				ended = syscall.Kill(p, syscall.SIGKILL) == nil || ended
+				list = append(list, p)
 				break
 			}
 		}
 	}
-	return ended
+	return list
 }

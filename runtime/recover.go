@@ -82,6 +82,7 @@ func (e *Engine) interrupted(ctx context.Context, in store.Intent) (*store.Lock,
 	lock, err := e.store.Lock(ctx, in.Sandbox, "recover", 0)
 	if errors.Is(err, ErrBusy) && errors.Is(unix.Kill(in.Pid, 0), unix.ESRCH) {
 		// A child of the killed process is still at it.
+		defer e.assistDump(ctx, in)()
 		lock, err := e.store.Lock(ctx, in.Sandbox, "recover", recoverWait)
 		if errors.Is(err, ErrBusy) && criu.EndHolders(e.store.LockPath(in.Sandbox)) {
 			e.log.Warn("dump ended that nothing waited for any more", "sandbox", in.Sandbox)
@@ -93,6 +94,20 @@ func (e *Engine) interrupted(ctx context.Context, in store.Intent) (*store.Lock,
 		return nil, nil
 	}
 	return lock, err
+}
+
+// assistDump helps the dump of a verb that was killed over stopped processes, until the
+// returned function is called.
+func (e *Engine) assistDump(ctx context.Context, in store.Intent) (end func()) {
+	host, err := e.hostOf(ctx, in)
+	if err != nil {
+		return func() {}
+	}
+	c, err := host.Inspect(ctx, in.Sandbox)
+	if err != nil || c.Pid == 0 {
+		return func() {} // nothing is dumped any more
+	}
+	return criu.AssistHolders(e.store.LockPath(in.Sandbox), c.Pid)
 }
 
 // finish brings one interrupted verb to its end.
@@ -304,6 +319,9 @@ func (e *Engine) letGo(ctx context.Context, host Host, id string, was Status, cu
 	}
 	if cut && c.Pid != 0 {
 		err = criu.Reconnect(c.Pid)
+	}
+	if c.Runtime.ID != "" && c.Pid != 0 {
+		err = errors.Join(err, c.Runtime.Abandon(c.Pid))
 	}
 	if c.Status == Paused && c.Runtime.ID != "" {
 		e.interruptedWaits(id, c.Runtime.ContinueWaits(ctx, c.Pid))

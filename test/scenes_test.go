@@ -98,6 +98,7 @@ var elsewhere = map[string]string{
 	"images.pull.":                   "../images/pull_test.go",
 	"portable.import.after-mounts":   "../runtime/portable/failpoint_test.go", // of archives by Podman
 	"registry.":                      "../runtime/registry/failpoint_test.go",
+	"stopped.":                       "stopped_test.go",
 	"store.reindex.":                 "../runtime/store/rearrange_failpoint_test.go",
 	"volume.":                        "../runtime/volume/failpoint_test.go",
 	"volume.pause.":                  "../runtime/dockerplugin/volume/dockerd_test.go",

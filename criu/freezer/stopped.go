@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/guard"
 )
 
@@ -71,6 +72,9 @@ func (c Container) Unstick(tracer int) (bool, error) {
 	if seizing(tracer) != tid || !Stopped(tid) {
 		return false, nil // it takes a moment, but no help
 	}
+	if err := failpoint.Hit("stopped.unstick"); err != nil {
+		return false, err
+	}
 	back, err := c.takeOut(tid)
 	if err != nil || back == nil {
 		return false, err
@@ -92,8 +96,8 @@ func (c Container) takeOut(tid int) (back func() error, err error) {
 	if data, err := os.ReadFile(filepath.Join(above, "freezer.state")); err == nil && !hasLine(data, "THAWED") {
 		return nil, fmt.Errorf("stopped thread %d: the cgroup above that of its container is frozen, too", tid)
 	}
-	if err := moveTo(above, tid); err != nil {
-		return nil, err
+	if err := errors.Join(moveTo(above, tid), failpoint.Hit("stopped.out")); err != nil {
+		return nil, errors.Join(err, moveTo(home, tid))
 	}
 	return func() error { return moveTo(home, tid) }, nil
 }
@@ -127,8 +131,8 @@ func (c Container) home(tid int) (home string, err error) {
 	return home, err
 }
 
-// Gather brings back what a process that was killed has left outside of the container's
-// cgroup in the instant in which it had taken a stopped thread out.
+// Gather brings back the thread that a process which was killed has left outside of the
+// container's cgroup: it had taken it out because it was stopped.
 func (c Container) Gather() error {
 	if c.v2 || !c.Alive() {
 		return nil
@@ -146,7 +150,7 @@ func (c Container) Gather() error {
 	}
 	for _, field := range strings.Fields(string(data)) {
 		link, e := os.Readlink("/proc/" + field + "/ns/pid")
-		if tid, _ := strconv.Atoi(field); e == nil && link == ns && Stopped(tid) {
+		if tid, _ := strconv.Atoi(field); e == nil && link == ns {
 			err = errors.Join(err, moveTo(c.dir, tid))
 		}
 	}
