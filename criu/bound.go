@@ -13,6 +13,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/agentbox/agentbox/criu/crlog"
 	"github.com/agentbox/agentbox/criu/freezer"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/guard"
@@ -39,6 +40,9 @@ const (
 
 // errIdle is why a dump is ended that does not come forward.
 var errIdle = fmt.Errorf("%w: CRIU does not come forward", fault.ErrBusy)
+
+// errDied is why a dump has failed whose CRIU got a signal that ends it.
+var errDied = errors.New("CRIU was killed, by the kernel for lack of memory or by another process")
 
 // overseer watches one dump.
 type overseer struct {
@@ -67,6 +71,9 @@ func (o *overseer) oversee(ctx context.Context, wait func() error) error {
 		}
 		select {
 		case err := <-done:
+			if err != nil && o.vanished() {
+				return &brokenOff{why: errDied, where: o.where(), seized: o.stage() != "", killed: true}
+			}
 			return err
 		case <-ctx.Done():
 			return o.breakOff(context.Cause(ctx), done)
@@ -79,6 +86,9 @@ func (o *overseer) oversee(ctx context.Context, wait func() error) error {
 			continue
 		}
 		looked = time.Now()
+		if o.criu != 0 && died(o.criu) { // the OCI runtime may still wait for it
+			return &brokenOff{why: errDied, where: o.where(), seized: o.stage() != "", killed: true, left: o.kill(done)}
+		}
 		if why := o.idle(); why != nil {
 			return o.breakOff(why, done)
 		}
@@ -110,15 +120,18 @@ func (o *overseer) breakOff(why error, done <-chan error) error {
 func (b *brokenOff) explain(rt Runtime, log string) error {
 	code, hint := "ended", "" // a caller whose time is up knows what to do
 	switch {
+	case errors.Is(b.why, errDied):
+		code, hint = "killed", "Try again; dmesg tells whether the kernel has run out of memory."
 	case errors.Is(b.why, errIdle) && !b.seized:
 		code, hint = codeInstant, "Try again."
 	case errors.Is(b.why, errIdle):
 		hint = "Try again; " + log + " says what CRIU has done last."
 	}
 	text := b.why.Error() + ": " + b.where
-	if b.killed {
-		text += "; it had to be killed" + b.after
+	if b.killed && !errors.Is(b.why, errDied) {
+		text += "; it had to be killed"
 	}
+	text += b.after
 	return &DumpError{Diagnosis: Diagnosis{Code: code, Reason: text, Hint: hint}, Log: log, Err: fmt.Errorf("dump %s: %w", rt.ID, b)}
 }
 
@@ -205,6 +218,18 @@ func (o *overseer) begun() bool {
 	return strings.Contains(tail, "freezing ") || strings.Contains(tail, "freezer.state") || strings.Contains(tail, "Detected cgroup")
 }
 
+// died reports whether a signal has ended a process that its parent has not waited for yet.
+func died(pid int) bool {
+	st, err := readStat(pid)
+	return err == nil && st.state == 'Z' && st.code&0x7f != 0
+}
+
+// vanished reports whether a CRIU that failed has ended without a word of why.
+func (o *overseer) vanished() bool {
+	why, err := crlog.File(o.log)
+	return err == nil && why.Reason == ""
+}
+
 // asleep reports whether a signal has stopped a process.
 func asleep(pid int) bool {
 	st, err := readStat(pid)
@@ -280,7 +305,7 @@ func (o *overseer) where() string {
 	text := "CRIU was stopping the processes"
 	if stage := o.stage(); stage != "" {
 		text = "CRIU was dumping " + stage
-	} else if o.find() == 0 {
+	} else if !o.begun() {
 		text = "CRIU was starting"
 	}
 	if asleep(o.pid) || o.criu != 0 && asleep(o.criu) {

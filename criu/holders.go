@@ -25,7 +25,7 @@ func EndHolders(path string) (ended bool) {
 }
 
 // AssistHolders helps the CRIU that keeps such a file open, whose overseer was killed, over
-// stopped processes, until the returned function is called. initPid is the container's first process.
+// stopped processes, and over a stop of its own, until the returned function is called. initPid is the container's first process.
 func AssistHolders(path string, initPid int) (end func()) {
 	box, err := freezer.Of(initPid)
 	if err != nil {
@@ -35,6 +35,9 @@ func AssistHolders(path string, initPid int) (end func()) {
 	guard.Go(func() {
 		for {
 			for _, p := range holders(path) {
+				if asleep(p) {
+					_ = syscall.Kill(p, syscall.SIGCONT)
+				}
 				if comm(p) == "criu" {
 					_, _ = box.Unstick(p) // it stands then, until it is ended
 				}

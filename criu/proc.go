@@ -221,6 +221,7 @@ func hostPids() ([]int, error) {
 type procStat struct {
 	state byte
 	ppid  int
+	code  int // of a zombie, as wait has it
 }
 
 // readStat reads what is needed of /proc/PID/stat. The name in it may hold
@@ -236,7 +237,11 @@ func readStat(pid int) (procStat, error) {
 		return procStat{}, fmt.Errorf("process %d: stat makes no sense", pid)
 	}
 	ppid, err := strconv.Atoi(string(f[1]))
-	return procStat{f[0][0], ppid}, err
+	code := 0
+	if len(f) > 49 {
+		code, _ = strconv.Atoi(string(f[49]))
+	}
+	return procStat{f[0][0], ppid, code}, err
 }
 
 // cmdline returns a process's command line, bounded and printable.

@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -29,7 +30,9 @@ const (
 	// log a second; an honest one writes a few MB for a thousand processes.
 	maxLog    = 512 << 20
 	keepLog   = 1 << 20
-	lookAgain = time.Second
+	lookAgain = 50 * time.Millisecond
+	// killLimit is how long what was killed may take to end.
+	killLimit = 10 * time.Second
 )
 
 // restore does what the engine means by `create`: afterwards the container
@@ -108,12 +111,21 @@ func (w wrapper) complete(c call, r stage.Restore, profile string) error {
 // killedLog is added to the name of the log of a CRIU that was killed.
 const killedLog = ".killed"
 
+// cutShort is a restore that was ended, or whose CRIU was.
+type cutShort struct {
+	why string
+	log string // what CRIU had written; empty: nothing
+}
+
+func (c cutShort) Error() string { return c.why }
+
 // explain says why a restore failed: what CRIU's log tells, or why CRIU was killed.
 func explain(log string, err error) crlog.Failure {
-	if _, e := os.Lstat(log + killedLog); e == nil {
+	var cut cutShort
+	if errors.As(err, &cut) {
 		return crlog.Failure{
-			Diagnosis: crlog.Diagnosis{Code: "killed", Reason: err.Error(), Hint: "Try again; if it fails again, restore another checkpoint, or the files alone (--files-only)."},
-			Log:       log + killedLog,
+			Diagnosis: crlog.Diagnosis{Code: "killed", Reason: cut.why, Hint: "Try again; if it fails again, restore another checkpoint, or the files alone (--files-only)."},
+			Log:       cut.log,
 		}
 	}
 	why, e := crlog.File(log)
@@ -165,7 +177,9 @@ func frozen(c call) bool {
 	return is && err == nil && box.Alive()
 }
 
-// bounded runs the restore and kills it when it hangs or floods its log.
+// bounded runs the restore. It kills it when it hangs or floods its log, when it is called
+// off, and when its CRIU was killed: what that had restored by then may keep the runtime
+// waiting without end.
 func (w wrapper) bounded(c call, r stage.Restore, log string, args []string) error {
 	cmd := exec.Command(w.real, args...)
 	// The restored processes get these as theirs.
@@ -184,33 +198,55 @@ func (w wrapper) bounded(c call, r stage.Restore, log string, args []string) err
 	defer deadline.Stop()
 	look := time.NewTicker(lookAgain) // nothing tells of a file's growth
 	defer look.Stop()
+	s := sight{runtime: cmd.Process.Pid, id: c.id}
 	for {
-		var why error
+		why := ""
 		select {
 		case err := <-done:
-			return err
-		case <-deadline.C:
-			why = fmt.Errorf("the restore did not end within %v and was killed; %s", timeout.Round(time.Second), stands(log))
-		case <-look.C:
-			if stage.CalledOff(w.dir, c.slot) {
-				why = fmt.Errorf("the restore was called off and killed; %s", stands(log))
-				break
+			if err == nil {
+				return nil
 			}
+			s.clear()
+			if d, e := crlog.File(log); s.criu == 0 || e != nil || d.Reason != "" {
+				return err
+			}
+			return cutShort{"CRIU was killed; " + stands(log), setAside(log)}
+		case <-deadline.C:
+			why = fmt.Sprintf("the restore did not end within %v and was killed; %s", timeout.Round(time.Second), stands(log))
+		case <-look.C:
 			st, err := os.Stat(log)
-			if err != nil || st.Size() < maxLog {
+			switch {
+			case s.died():
+				why = "CRIU was killed, by the kernel for lack of memory or by another process; " + stands(log)
+			case stage.CalledOff(w.dir, c.slot):
+				why = "the restore was called off and killed; " + stands(log)
+			case err == nil && st.Size() >= maxLog:
+				why = "CRIU filled its log without end and was killed; the images are probably damaged"
+			default:
 				continue
 			}
-			why = fmt.Errorf("CRIU filled its log without end and was killed; the images are probably damaged")
 		}
 		killTree(cmd.Process.Pid)
-		<-done
-		// The beginning tells enough, and the errors that killing it made tell nothing.
-		if st, err := os.Stat(log); err == nil && st.Size() > keepLog {
-			_ = os.Truncate(log, keepLog)
+		s.clear()
+		select {
+		case <-done:
+		case <-time.After(killLimit): // it waits in the kernel
+			why += fmt.Sprintf("; process %d has not ended by that yet", cmd.Process.Pid)
 		}
-		_ = os.Rename(log, log+killedLog)
-		return why
+		return cutShort{why, setAside(log)}
 	}
+}
+
+// setAside gives the log of a CRIU that was killed another name. The beginning tells enough,
+// and the errors that killing it made tell nothing.
+func setAside(log string) string {
+	if st, err := os.Stat(log); err == nil && st.Size() > keepLog {
+		_ = os.Truncate(log, keepLog)
+	}
+	if err := os.Rename(log, log+killedLog); err != nil {
+		return ""
+	}
+	return log + killedLog
 }
 
 // stands says how far a restore has come, by the last line of its log.
@@ -238,7 +274,9 @@ func (w wrapper) undo(c call, r stage.Restore) {
 		fmt.Fprintln(os.Stderr, "agentbox-runtime:", err)
 		return
 	}
-	if out, err := w.quiet(c, "delete", "--force", c.id).CombinedOutput(); err != nil {
+	ctx, cancel := context.WithTimeout(context.Background(), 3*killLimit)
+	defer cancel()
+	if out, err := w.quiet(ctx, c, "delete", "--force", c.id).CombinedOutput(); err != nil {
 		fmt.Fprintf(os.Stderr, "agentbox-runtime: delete %s: %s\n", c.id, bytes.TrimSpace(out))
 	}
 	if err := host.SweepTemp(); err != nil {
@@ -318,9 +356,9 @@ func closeOnExec() error {
 
 // quiet runs another verb of the real runtime with the same globals, for our
 // own errands: the engine must not find their errors in its log.
-func (w wrapper) quiet(c call, args ...string) *exec.Cmd {
+func (w wrapper) quiet(ctx context.Context, c call, args ...string) *exec.Cmd {
 	global := append(append([]string{}, c.globals...), "--log", "/dev/stderr")
-	cmd := exec.Command(w.real, append(global, args...)...)
+	cmd := exec.CommandContext(ctx, w.real, append(global, args...)...)
 	cmd.Env = host.Environ()
 	return cmd
 }

@@ -36,7 +36,8 @@ func newPsCommand(a *app) *cobra.Command {
 		Use:     "ps [flags]",
 		Aliases: []string{"ls", "list"},
 		Short:   "List sandboxes",
-		Long: `Ps lists running and paused sandboxes, newest first, or all of them with --all.
+		Long: `Ps lists running and paused sandboxes and those being checkpointed or restored,
+newest first, or all of them with --all.
 A --filter by status shows those of that status, exited ones too.
 With --format json it prints an array of what 'agentbox inspect' prints.`,
 		Example: `  agentbox ps -a
@@ -75,7 +76,7 @@ func runPs(ctx context.Context, opts psOptions, svc runtime.Service, out io.Writ
 		if !match(sb) {
 			continue
 		}
-		if opts.All || sb.Status == runtime.Running || sb.Status == runtime.Paused {
+		if opts.All || sb.Status == runtime.Running || sb.Status == runtime.Paused || sb.Work != nil {
 			shown = append(shown, documented(sb))
 		}
 	}

@@ -1,0 +1,96 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// sight is what is seen of a restore under way.
+type sight struct {
+	runtime int    // the OCI runtime's process
+	id      string // of the container
+	criu    int
+	cgroups map[string]bool // of the container, that CRIU was put into
+}
+
+// died looks at the runtime's CRIU, and reports whether a signal has ended it.
+func (s *sight) died() bool {
+	if s.criu == 0 {
+		s.criu = criuBelow(s.runtime)
+	}
+	if s.criu == 0 {
+		return false
+	}
+	for _, dir := range cgroupsOf(s.criu) {
+		if strings.Contains(filepath.Base(dir), s.id) {
+			if s.cgroups == nil {
+				s.cgroups = map[string]bool{}
+			}
+			s.cgroups[dir] = true
+		}
+	}
+	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", s.criu))
+	f := strings.Fields(string(data[strings.LastIndexByte(string(data), ')')+1:]))
+	if err != nil || len(f) < 50 || f[0] != "Z" {
+		return false
+	}
+	code, err := strconv.Atoi(f[49]) // as wait has it; 0 for one that may not know
+	return err == nil && syscall.WaitStatus(code).Signaled()
+}
+
+// criuBelow finds the CRIU that a runtime has begun; 0: none.
+func criuBelow(runtime int) int {
+	for _, p := range tree(runtime)[1:] {
+		if name, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", p)); string(name) == "criu\n" {
+			return p
+		}
+	}
+	return 0
+}
+
+// clear kills what a restore that has failed has left in the container's cgroups, whose
+// parent may have ended, and removes those.
+func (s *sight) clear() {
+	for end := time.Now().Add(killLimit); len(s.cgroups) > 0 && time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
+		for dir := range s.cgroups {
+			if cleared(dir) {
+				delete(s.cgroups, dir)
+			}
+		}
+	}
+}
+
+// cleared kills what is in a cgroup and in those below, and reports whether they are gone.
+func cleared(dir string) bool {
+	var dirs []string
+	_ = filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
+		if err == nil && d.IsDir() {
+			dirs = append(dirs, path)
+		}
+		return nil // one may go meanwhile
+	})
+	for _, dir := range slices.Backward(dirs) {
+		procs, _ := os.ReadFile(filepath.Join(dir, "cgroup.procs"))
+		for _, field := range strings.Fields(string(procs)) {
+			if p, err := strconv.Atoi(field); err == nil && p > 0 {
+				_ = syscall.Kill(p, syscall.SIGKILL)
+			}
+		}
+		// Frozen they would not end.
+		if f, err := os.OpenFile(filepath.Join(dir, "freezer.state"), os.O_WRONLY, 0); err == nil {
+			_, _ = f.WriteString("THAWED")
+			_ = f.Close()
+		}
+		_ = os.Remove(dir)
+	}
+	_, err := os.Lstat(dir)
+	return errors.Is(err, fs.ErrNotExist)
+}
