@@ -4,7 +4,9 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 )
 
@@ -17,14 +19,20 @@ func (b *box) outsiders(name string) (list []string) {
 	if !ok {
 		return nil // of cgroups of v2, where no thread is ever taken out
 	}
-	tasks, _ := filepath.Glob("/proc/[0-9]*/task/[0-9]*")
-	for _, task := range tasks {
-		var p int
-		if _, err := fmt.Sscanf(filepath.Base(task), "%d", &p); err != nil || pidns(p) != ns {
-			continue
-		}
+	for _, task := range tasksOf(ns) {
 		if at, _ := freezerOf(b.read(task + "/cgroup")); !strings.HasPrefix(at, home) {
 			list = append(list, task+" in "+at)
+		}
+	}
+	return list
+}
+
+// tasksOf lists the threads in a pid namespace.
+func tasksOf(ns string) (list []string) {
+	tasks, _ := filepath.Glob("/proc/[0-9]*/task/[0-9]*")
+	for _, task := range tasks {
+		if tid, err := strconv.Atoi(filepath.Base(task)); err == nil && pidns(tid) == ns {
+			list = append(list, task)
 		}
 	}
 	return list
@@ -74,72 +82,85 @@ func TestStoppedKilled(t *testing.T) {
 	b.reaches("s", b.count("s")+1)
 }
 
-// stops begins four processes, each of four threads that count, which stop themselves in
-// each way there is, and counts in the first process.
-const stops = `
-import os, signal, threading, time
-def put(name, n):
-    with open(name + ".new", "w") as f:
-        f.write(str(n))
-    os.rename(name + ".new", name)
-def count(name):
-    n = 0
-    while True:
-        n += 1; put(name, n); time.sleep(0.02)
-for sig in (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU):
-    if os.fork() == 0:
-        os.setpgid(0, 0)
-        for i in range(3):
-            threading.Thread(target=count, args=("/n.%s.%d" % (sig.name, i),)).start()
-        os.kill(os.getpid(), sig)
-        count("/n.%s.3" % sig.name)
-count("/count")
-`
+// halted counts the threads of a sandbox's processes but the first that a signal has stopped,
+// and the others.
+func (b *box) halted(name string) (stopped, others int) {
+	b.Helper()
+	pid := b.inspect(name).Pid
+	for _, task := range tasksOf(pidns(pid)) {
+		status := b.read(task + "/status")
+		switch {
+		case status == "" || strings.Contains(status, fmt.Sprintf("\nTgid:\t%d\n", pid)):
+		case strings.Contains(status, "\nState:\tT"):
+			stopped++
+		default:
+			others++
+		}
+	}
+	return stopped, others
+}
 
 // TestStoppedInAllWays checkpoints and restores processes of several threads that a signal
 // has stopped: they stay so, and go on once they are told to.
 func TestStoppedInAllWays(t *testing.T) {
-	b := debianBox(t)
-	b.start("ways", "--network", "none", "debian", "python3", "-c", stops)
-	threads := func() int {
-		return strings.Count(b.sh("ways", "cat /proc/[0-9]*/task/*/stat 2>/dev/null || true"), ") T ")
+	t.Parallel()
+	b := memoryBox(t)
+	b.ok("image", "import", "stops", programRoot(t, "stops"))
+	b.start("s", "--network", "none", "stops", "/stops")
+	want := 0
+	b.eventually("all are stopped", func() bool {
+		stopped, others := b.halted("s")
+		want = stopped
+		return others == 0 && stopped >= 4*4
+	})
+	var names []string
+	for _, signal := range []syscall.Signal{syscall.SIGSTOP, syscall.SIGTSTP, syscall.SIGTTIN, syscall.SIGTTOU} {
+		for i := range 3 {
+			names = append(names, fmt.Sprintf("%d.%d", signal, i))
+		}
 	}
-	b.eventually("all are stopped", func() bool { return threads() == 16 })
-	b.reaches("ways", 3)
-	counts := func() string { return b.sh("ways", "cd /; for n in n.*; do echo $n $(cat $n); done") }
+	counts := func() (text string) {
+		for _, name := range names {
+			text += name + "=" + b.file("s", name) + " "
+		}
+		return text
+	}
 	before := counts()
 	same := func(when string) {
 		b.Helper()
-		b.goesOn("ways", when)
-		equal(b, "stopped threads "+when, threads(), 16)
+		b.goesOn("s", when)
+		stopped, others := b.halted("s")
+		equal(b, "stopped threads "+when, stopped, want)
+		equal(b, "others "+when, others, 0)
 		equal(b, "what they have counted "+when, counts(), before)
+		equal(b, "outside of the cgroup "+when, strings.Join(b.outsiders("s"), ", "), "")
 	}
-	one := b.checkpoint("ways")
+	same("at first")
+	one := b.checkpoint("s")
 	same("after the checkpoint")
-	equal(b, "outside of the cgroup", strings.Join(b.outsiders("ways"), ", "), "")
-	b.ok("restore", "ways", one)
+	b.ok("restore", "s", one)
 	same("after the restore")
-	two := b.checkpoint("ways") // of what was restored
-	b.ok("restore", "ways", two)
+	two := b.checkpoint("s") // of what was restored
+	b.ok("restore", "s", two)
 	same("after another")
-	b.sh("ways", `for p in /proc/[0-9]*; do grep -q "^State:.T" $p/status 2>/dev/null && kill -CONT ${p#/proc/}; done; true`)
-	b.eventually("none is stopped", func() bool { return threads() == 0 })
-	for _, sig := range []string{"SIGSTOP", "SIGTSTP", "SIGTTIN", "SIGTTOU"} {
-		for i := range 4 {
-			name := fmt.Sprintf("n.%s.%d", sig, i)
-			n := b.file("ways", name)
-			b.eventually(name+" goes on", func() bool { now := b.file("ways", name); return now != n && now != "" })
+	for _, task := range tasksOf(pidns(b.inspect("s").Pid)) {
+		if pid, err := strconv.Atoi(filepath.Base(task)); err == nil {
+			_ = syscall.Kill(pid, syscall.SIGCONT)
 		}
+	}
+	for _, name := range names {
+		n := b.file("s", name)
+		b.eventually(name+" counts on", func() bool { now := b.file("s", name); return now != n && now != "" })
 	}
 }
 
 // TestJobControl has a user stop a program by Ctrl-Z: it is a stopped job of the shell after a
 // checkpoint and a restore, and goes on by fg.
 func TestJobControl(t *testing.T) {
-	b := debianBox(t)
-	b.own("jobs")
-	m := b.terminal("run", "-it", "--name", "jobs", "--network", "none", "debian", "bash", "--norc", "-i")
-	m.enter("bash -c 'echo rea''dy; while read line; do echo got $line.; done'\r")
+	t.Parallel()
+	b := memoryBox(t)
+	m := b.terminal("run", "-it", "--name", "jobs", "--network", "none", "busybox", "sh", "-i")
+	m.enter("sh -c 'echo rea''dy; while read line; do echo got $line.; done'\r")
 	m.shows("ready")
 	m.enter("\x1a")
 	m.enter("jobs > /jobs; echo ta''ken\r")
