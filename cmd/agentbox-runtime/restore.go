@@ -207,7 +207,7 @@ func (w wrapper) bounded(c call, r stage.Restore, log string, args []string) err
 				return nil
 			}
 			s.clear()
-			if d, e := crlog.File(log); s.criu == 0 || e != nil || d.Reason != "" {
+			if d, e := crlog.File(log); s.criu == 0 || e != nil || d.Reason != "" || finished(log) {
 				return err
 			}
 			return cutShort{"CRIU was killed; " + stands(log), setAside(log)}
@@ -249,21 +249,36 @@ func setAside(log string) string {
 	return log + killedLog
 }
 
+// finished reports whether CRIU has done its part of a restore.
+func finished(log string) bool {
+	end, err := tail(log)
+	return err == nil && strings.Contains(end, "Restore finished successfully")
+}
+
 // stands says how far a restore has come, by the last line of its log.
 func stands(log string) string {
-	f, err := os.Open(log)
+	end, err := tail(log)
 	if err != nil {
 		return "CRIU had not begun"
+	}
+	lines := strings.Split(strings.TrimSpace(end), "\n")
+	return fmt.Sprintf("CRIU stood at %q", strings.ToValidUTF8(lines[len(lines)-1], "?"))
+}
+
+// tail returns the end of a log.
+func tail(log string) (string, error) {
+	f, err := os.Open(log)
+	if err != nil {
+		return "", err
 	}
 	defer f.Close()
 	end := make([]byte, 4<<10)
 	st, err := f.Stat()
 	if err != nil {
-		return "its log cannot be read"
+		return "", err
 	}
 	n, _ := f.ReadAt(end, max(0, st.Size()-int64(len(end))))
-	lines := strings.Split(strings.TrimSpace(string(end[:n])), "\n")
-	return fmt.Sprintf("CRIU stood at %q", strings.ToValidUTF8(lines[len(lines)-1], "?"))
+	return string(end[:n]), nil
 }
 
 // undo removes a half-restored container.
