@@ -161,6 +161,13 @@ An empty file is a policy: the safe default. The keys, with their defaults:
   annotations: []           keys, as sysctls
   log_drivers: []           besides none, json-file, local, journald
   network_drivers: []       besides bridge
+  networks:
+    subnets: []             that may be chosen, besides private ones that the host has no route for
+    ipam_drivers: []        besides default
+    options: []             KEY=VALUE or KEY=*, of networks and endpoints, besides harmless ones
+    config_from: false      the configuration of another network
+  priority: false           OomScoreAdj below 0, no OOM killer, real-time scheduling, ulimits nice and rtprio
+  image_urls: false         'docker import URL', which dockerd fetches from the host's network
   build: false              builds; they can use the host's network
   plugins: false            changes to engine plugins
   swarm: false              changes to swarm, services, nodes, secrets, configs

@@ -14,14 +14,18 @@ import (
 const maxDepth = 64
 
 // freeKeys are the objects whose keys users choose: "a" and "A" are two there.
-var freeKeys = []string{"annotations", "config", "driveropts", "endpointsconfig", "exposedports", "labels",
+var freeKeys = []string{"annotations", "auxiliaryaddresses", "config", "driveropts", "endpointsconfig", "exposedports", "labels",
 	"options", "portbindings", "storageopt", "sysctls", "tmpfs", "volumes"}
+
+// errUnknownField is wrapped by the error for a field that the judge does not know.
+var errUnknownField = errors.New("unknown field")
 
 // decode reads a body into v as the daemon does: encoding/json, the daemon's
 // own types, keys in any case. Where that leaves room for doubt it is an
 // error: nothing there, something after the value, a key given twice (decoders
-// differ in what they make of it), with strict a key that v does not know.
-func decode(body []byte, v any, strict bool) error {
+// differ in what they make of it), a field that the shape does not have (nil
+// has all).
+func decode(body []byte, v any, s *shape) error {
 	if len(bytes.TrimSpace(body)) == 0 {
 		return errors.New("dockerd did not send the body along, as it does for bodies over 1 MiB and those not declared as JSON")
 	}
@@ -29,14 +33,21 @@ func decode(body []byte, v any, strict bool) error {
 		return err
 	}
 	dec := json.NewDecoder(bytes.NewReader(body))
-	if strict {
-		dec.DisallowUnknownFields()
-	}
 	if err := dec.Decode(v); err != nil {
 		return fmt.Errorf("the body is not what the call takes: %s", strings.TrimPrefix(err.Error(), "json: "))
 	}
 	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
 		return errors.New("something follows the JSON value in the body")
+	}
+	if s == nil {
+		return nil
+	}
+	var all any
+	if err := json.Unmarshal(body, &all); err != nil {
+		return fmt.Errorf("the body is no JSON: %s", strings.TrimPrefix(err.Error(), "json: "))
+	}
+	if bad := s.unknownField(all, ""); bad != "" {
+		return fmt.Errorf("%w %s: the judge has not decided about it", errUnknownField, quote(bad))
 	}
 	return nil
 }

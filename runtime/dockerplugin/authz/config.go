@@ -1,9 +1,11 @@
 package authz
 
 import (
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 
 	"github.com/docker/docker/api/types/container"
 
@@ -15,12 +17,22 @@ var (
 	plainLogDrivers = []string{"", "none", "json-file", "local", "journald"}
 )
 
-// What every engine hides of /proc and /sys. A list in a call replaces the
-// engine's, and has to hold these at least.
+// What engines hide of /proc and /sys: everything that the newest does, since
+// a list in a call replaces the engine's own, and has to hold these at least.
 var (
-	maskedPaths   = []string{"/proc/acpi", "/proc/kcore", "/proc/keys", "/proc/latency_stats", "/proc/timer_list", "/proc/sched_debug", "/proc/scsi", "/sys/firmware"}
+	maskedPaths = []string{"/proc/acpi", "/proc/asound", "/proc/interrupts", "/proc/kcore", "/proc/keys", "/proc/latency_stats",
+		"/proc/sched_debug", "/proc/scsi", "/proc/timer_list", "/proc/timer_stats", "/sys/devices/virtual/powercap", "/sys/firmware"}
 	readonlyPaths = []string{"/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"}
 )
+
+// throttles are the masks that engines have for each processor of this host.
+var throttles = sync.OnceValue(func() []string {
+	found, _ := filepath.Glob("/sys/devices/system/cpu/cpu[0-9]*/thermal_throttle") // fails for bad patterns alone
+	return found
+})
+
+// greedyUlimits give a process the processor before all others of the host.
+var greedyUlimits = []string{"nice", "rtprio"}
 
 func (j *Judge) hostConfig(hc *container.HostConfig, f *findings) {
 	p := &j.policy
@@ -54,6 +66,9 @@ func (j *Judge) hostConfig(hc *container.HostConfig, f *findings) {
 		if !matchesAny(p.Annotations, key) {
 			f.add("annotation", "annotations", "%s is not allowed: annotations command the runtime on the host", quote(key))
 		}
+	}
+	if hc.OomScoreAdj < 0 && !p.Priority {
+		f.add("priority", "priority", "OomScoreAdj below 0 has the kernel kill the host's processes first")
 	}
 	j.resources(&hc.Resources, f)
 	j.mounts(hc, f)
@@ -121,7 +136,7 @@ func (j *Judge) securityOpt(hc *container.HostConfig, f *findings) {
 			f.add("security option", "security_opt", "%s is not allowed", quote(opt))
 		}
 	}
-	unmasked := hc.MaskedPaths != nil && missesOne(hc.MaskedPaths, maskedPaths) ||
+	unmasked := hc.MaskedPaths != nil && missesOne(hc.MaskedPaths, slices.Concat(maskedPaths, throttles())) ||
 		hc.ReadonlyPaths != nil && missesOne(hc.ReadonlyPaths, readonlyPaths)
 	if unmasked && !j.allowsOption("systempaths", "unconfined") {
 		f.add("security option", "security_opt", "systempaths=unconfined, or less of /proc and /sys hidden than usual, is not allowed")
@@ -166,6 +181,20 @@ func (j *Judge) resources(r *container.Resources, f *findings) {
 	}
 	if r.CgroupParent != "" && !slices.Contains(p.CgroupParents, r.CgroupParent) {
 		f.add("cgroup parent", "cgroup_parents", "%s is not allowed", quote(r.CgroupParent))
+	}
+	if p.Priority {
+		return
+	}
+	if r.CPURealtimePeriod != 0 || r.CPURealtimeRuntime != 0 {
+		f.add("priority", "priority", "real-time scheduling can take the processors from the host")
+	}
+	if r.OomKillDisable != nil && *r.OomKillDisable {
+		f.add("priority", "priority", "a container that the kernel does not kill when memory runs out can stop the host")
+	}
+	for _, u := range r.Ulimits {
+		if u != nil && slices.Contains(greedyUlimits, strings.ToLower(u.Name)) {
+			f.add("priority", "priority", "the ulimit %s is not allowed", quote(u.Name))
+		}
 	}
 }
 

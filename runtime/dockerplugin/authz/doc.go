@@ -8,8 +8,8 @@
 // answer is a Decision, which names the rule and the key of the policy that
 // would allow the call. What cannot be understood is refused: a body that was
 // not sent along (dockerd leaves out bodies over 1 MiB and those that are not
-// declared as JSON), keys given twice, keys that nobody knows, unknown calls.
-// Reading (GET, HEAD) is allowed.
+// declared as JSON), keys given twice, fields that are not listed in shape.go,
+// unknown calls. Reading (GET, HEAD) is allowed.
 //
 // # Host paths
 //
@@ -34,7 +34,8 @@
 // from another's. Read-only mounts are as deep as the engine makes them:
 // before Docker 25 file systems mounted below one stay writable. A build that
 // is allowed can use the host's network. The judge has to run in dockerd's
-// mount namespace and as root, or it resolves other paths than dockerd.
+// mount and network namespaces and as root, or it resolves other paths and
+// reads other routes than dockerd. docs/security.md has the list.
 //
 // # When the plugin is down
 //

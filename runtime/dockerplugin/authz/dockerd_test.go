@@ -302,8 +302,31 @@ func TestDockerd(t *testing.T) {
 	passes("", "cp", filepath.Join(d, "policy.yaml"), "c1:/p")
 	passes("", "rename", "c1", "c2")
 	passes("c2", "ps")
+	passes("", "commit", "-c", "ENV A=1", "c2", "box2")
+	passes("", "import", "-c", "CMD true", filepath.Join(d, "image.tar"), "box3")
+	passes("c2", "events", "--since", "1h", "--until", "0s")
+	passes("", "tag", "box2", "box4")
+	passes("", "rmi", "box2", "box4", "box3")
 	passes("", "network", "create", "n1")
-	passes("", "network", "rm", "n1")
+	passes("", "network", "create", "--subnet", "10.213.0.0/24", "--gateway", "10.213.0.1", "--ip-range", "10.213.0.128/25", "--aux-address", "a=10.213.0.2",
+		"-o", "com.docker.network.driver.mtu=1400", "--label", "a=b", "n2")
+	passes("10.213.0.", run("--network", "n2", "--ip", "10.213.0.9", "--network-alias", "web", "-p", "127.0.0.1:0:80", "--expose", "81", "--dns", "10.213.0.1",
+		"--add-host", "x:10.213.0.3", "--health-cmd", "true", "--ulimit", "nofile=100:200", "--ulimit", "core=0", "--shm-size", "32m", "--cpus", "1",
+		"--pids-limit", "50", "--oom-score-adj", "100", "--init=false", "--label", "com.docker.compose.project=p", "--stop-signal", "TERM", "-e", "A=1",
+		"--log-opt", "max-size=1m", "--hostname", "h", "--read-only", "--mount", "type=tmpfs,dst=/t,tmpfs-size=1m", "--mount", "type=volume,src=vol,dst=/v,volume-nocopy",
+		"box", "cat", "/etc/hosts")...)
+	passes("", "network", "connect", "--alias", "a", "n2", "c2")
+	passes("", "network", "disconnect", "n2", "c2")
+	refused("networks.subnets", "network", "create", "--subnet", "1.1.1.0/24", "n3")
+	refused("networks.subnets", "network", "create", "--subnet", "10.213.0.0/16", "n3")
+	refused("networks.options", "network", "create", "-o", "com.docker.network.bridge.name=docker0", "n3")
+	refused("networks.ipam_drivers", "network", "create", "--ipam-driver", "dhcp", "n3")
+	refused("networks.config_from", "network", "create", "--config-from", "n1", "n3")
+	refused("sysctls", "network", "connect", "--driver-opt", "com.docker.network.endpoint.sysctls=net.ipv4.conf.IFNAME.forwarding=1", "n1", "c2")
+	refused("priority", run("--oom-score-adj", "-500", "box", "true")...)
+	refused("priority", run("--ulimit", "rtprio=99", "box", "true")...)
+	refused("image_urls", "import", "http://127.0.0.1:1/x.tar", "x")
+	passes("", "network", "rm", "n1", "n2")
 	passes("v2", "volume", "create", "-o", "type=none", "-o", "o=bind", "-o", "device="+d+"/work/a", "v2")
 	passes("inside", run("-v", "v2:/w", "box", "cat", "/w/f")...)
 

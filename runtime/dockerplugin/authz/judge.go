@@ -1,7 +1,11 @@
 package authz
 
 import (
+	"bytes"
+	"errors"
 	"fmt"
+	"mime"
+	"net/netip"
 	"net/url"
 	"path"
 	"slices"
@@ -56,12 +60,14 @@ type Judge struct {
 	// The patterns of the policy as settled when the judge was made.
 	allow, readOnly, devices []string
 	writable                 []string // whatever containers may get read-write
+
+	routes func() ([]netip.Prefix, error) // hostRoutes
 }
 
 // NewJudge makes a judge of the policy; nil is the safe default. Symlinks in
 // the policy's paths are resolved here, once.
 func NewJudge(p *Policy, opts Options) *Judge {
-	j := &Judge{driver: opts.Driver}
+	j := &Judge{driver: opts.Driver, routes: hostRoutes}
 	if p != nil {
 		j.policy = *p
 	}
@@ -178,38 +184,38 @@ func (c *call) is(method, pattern string) bool {
 }
 
 // harmless are the calls that change things, but give nobody more of the host
-// than containers have that were judged already.
-var harmless = []struct{ method, pattern string }{
-	{"POST", "/auth"},
-	{"POST", "/build/cancel"},
-	{"POST", "/build/prune"},
-	{"POST", "/commit"},
-	{"POST", "/containers/prune"},
-	{"POST", "/containers/{}/attach"},
-	{"POST", "/containers/{}/copy"},
-	{"POST", "/containers/{}/kill"},
-	{"POST", "/containers/{}/pause"},
-	{"POST", "/containers/{}/rename"},
-	{"POST", "/containers/{}/resize"},
-	{"POST", "/containers/{}/restart"},
-	{"POST", "/containers/{}/stop"},
-	{"POST", "/containers/{}/unpause"},
-	{"POST", "/containers/{}/wait"},
-	{"PUT", "/containers/{}/archive"},
-	{"DELETE", "/containers/{}"},
-	{"POST", "/exec/{}/resize"},
-	{"POST", "/exec/{}/start"},
-	{"POST", "/images/create"},
-	{"POST", "/images/load"},
-	{"POST", "/images/prune"},
-	{"POST", "/images/{}/push"},
-	{"POST", "/images/{}/tag"},
-	{"DELETE", "/images/{}"},
-	{"POST", "/networks/prune"},
-	{"POST", "/networks/{}/disconnect"},
-	{"DELETE", "/networks/{}"},
-	{"POST", "/volumes/prune"},
-	{"DELETE", "/volumes/{}"},
+// than containers have that were judged already. body is the shape of what
+// they take as JSON; others take none, or a stream of another kind.
+var harmless = []struct{ method, pattern, body string }{
+	{"POST", "/auth", "auth"},
+	{"POST", "/build/cancel", ""},
+	{"POST", "/build/prune", ""},
+	{"POST", "/commit", "commit"},
+	{"POST", "/containers/prune", ""},
+	{"POST", "/containers/{}/attach", ""},
+	{"POST", "/containers/{}/copy", "copy"},
+	{"POST", "/containers/{}/kill", ""},
+	{"POST", "/containers/{}/pause", ""},
+	{"POST", "/containers/{}/rename", ""},
+	{"POST", "/containers/{}/resize", ""},
+	{"POST", "/containers/{}/restart", ""},
+	{"POST", "/containers/{}/stop", ""},
+	{"POST", "/containers/{}/unpause", ""},
+	{"POST", "/containers/{}/wait", ""},
+	{"PUT", "/containers/{}/archive", ""},
+	{"DELETE", "/containers/{}", ""},
+	{"POST", "/exec/{}/resize", ""},
+	{"POST", "/exec/{}/start", "exec start"},
+	{"POST", "/images/load", ""},
+	{"POST", "/images/prune", ""},
+	{"POST", "/images/{}/push", "auth"},
+	{"POST", "/images/{}/tag", ""},
+	{"DELETE", "/images/{}", ""},
+	{"POST", "/networks/prune", ""},
+	{"POST", "/networks/{}/disconnect", "disconnect"},
+	{"DELETE", "/networks/{}", ""},
+	{"POST", "/volumes/prune", ""},
+	{"DELETE", "/volumes/{}", ""},
 }
 
 // route finds what to judge in a call. The order matters: a name may hold
@@ -246,44 +252,65 @@ func (j *Judge) route(c *call, f *findings) {
 		j.exec(c, f)
 	case c.is("POST", "/containers/{}/update"):
 		var body container.UpdateConfig
-		if j.read(c, f, &body) {
+		if j.read(c, f, "update", &body) {
 			j.resources(&body.Resources, f)
 		}
+	case c.is("POST", "/images/create"):
+		j.pull(c, f)
 	case c.is("POST", "/volumes/create"):
 		var body volume.CreateOptions
-		if j.read(c, f, &body) {
+		if j.read(c, f, "volume", &body) {
 			j.volume(body.Driver, body.DriverOpts, f)
+			if body.ClusterVolumeSpec != nil && !j.policy.Swarm {
+				f.add("volume", "swarm", "a volume of the swarm is not allowed")
+			}
 		}
 	case c.is("POST", "/networks/create"):
 		j.network(c, f)
 	case c.is("POST", "/networks/{}/connect"):
-		if strings.EqualFold(c.parts[1], "host") {
-			j.hostNamespace("network", f)
-		}
+		j.connect(c, f)
 	default:
-		for _, h := range harmless {
-			if c.is(h.method, h.pattern) {
-				return
-			}
-		}
-		if j.policy.UnknownCalls != Allow {
-			f.add("unknown call", "unknown_calls", "%s %s is no call that the judge knows", quote(c.RequestMethod), quote(c.path))
-		}
+		j.other(c, f)
 	}
 }
 
-// read decodes the body; false means that the call is refused for it.
-func (j *Judge) read(c *call, f *findings, v any) bool {
-	return j.readAs(c, f, v, j.policy.UnknownFields != Allow)
+func (j *Judge) other(c *call, f *findings) {
+	for _, h := range harmless {
+		if c.is(h.method, h.pattern) {
+			j.rest(c, h.body, f)
+			return
+		}
+	}
+	if j.policy.UnknownCalls != Allow {
+		f.add("unknown call", "unknown_calls", "%s %s is no call that the judge knows", quote(c.RequestMethod), quote(c.path))
+	}
 }
 
-func (j *Judge) readAs(c *call, f *findings, v any, strict bool) bool {
-	err := decode(c.RequestBody, v, strict)
+// rest looks at the body of a call that needs none: whether it has fields that
+// the judge has not decided about.
+func (j *Judge) rest(c *call, shape string, f *findings) {
+	if shape == "" {
+		shape = "nothing"
+	}
+	if len(bytes.TrimSpace(c.RequestBody)) > 0 {
+		var any any
+		j.read(c, f, shape, &any)
+	}
+}
+
+// read decodes the body into v and holds it against the shape of that name;
+// false means that the call is refused for it.
+func (j *Judge) read(c *call, f *findings, name string, v any) bool {
+	s := shapes()[name]
+	if j.policy.UnknownFields == Allow {
+		s = nil
+	}
+	err := decode(c.RequestBody, v, s)
 	if err == nil {
 		return true
 	}
 	key := ""
-	if strings.Contains(err.Error(), "unknown field") {
+	if errors.Is(err, errUnknownField) {
 		key = "unknown_fields"
 	}
 	f.add("unreadable body", key, "%v", err)
@@ -294,44 +321,55 @@ func (j *Judge) readAs(c *call, f *findings, v any, strict bool) bool {
 // settings of HostConfig from the top level, if there was no HostConfig.
 type createBody struct {
 	*container.Config
-	HostConfig       *strictHostConfig
+	HostConfig       *container.HostConfig
 	NetworkingConfig *network.NetworkingConfig
-}
-
-// strictHostConfig keeps its text, to be read again with unknown keys refused.
-type strictHostConfig struct {
-	container.HostConfig
-	text []byte
-}
-
-func (h *strictHostConfig) UnmarshalJSON(text []byte) error {
-	h.text = slices.Clone(text)
-	return nil
 }
 
 func (j *Judge) create(c *call, f *findings) {
 	var body createBody
 	var legacy container.HostConfig
-	if !j.readAs(c, f, &body, false) || !j.readAs(c, f, &legacy, false) {
+	if !j.read(c, f, "create", &body) || !j.read(c, f, "create", &legacy) {
 		return
 	}
 	j.hostConfig(&legacy, f)
 	if body.HostConfig != nil {
-		inner := &call{Request: Request{RequestBody: body.HostConfig.text}}
-		if !j.read(inner, f, &body.HostConfig.HostConfig) {
-			return
-		}
-		j.hostConfig(&body.HostConfig.HostConfig, f)
+		j.hostConfig(body.HostConfig, f)
 	}
 	if body.Config != nil && len(body.Config.Volumes) > 0 {
 		j.volume("", nil, f)
 	}
 	if body.NetworkingConfig != nil {
-		for name := range body.NetworkingConfig.EndpointsConfig {
-			if strings.EqualFold(name, "host") {
-				j.hostNamespace("network", f)
+		for name, e := range body.NetworkingConfig.EndpointsConfig {
+			if f.full() {
+				return
 			}
+			j.endpoint(name, e, f)
 		}
+	}
+}
+
+// pull: the daemon fetches an image from any URL, as root and from the host's
+// network, where that is the source.
+func (j *Judge) pull(c *call, f *findings) {
+	j.form(c, f)
+	for _, src := range c.query["fromSrc"] {
+		if src != "" && src != "-" && !j.policy.ImageURLs {
+			f.add("image url", "image_urls", "the daemon would fetch %s from the host's network", quote(src))
+		}
+	}
+	j.rest(c, "", f)
+}
+
+// form refuses a body that would be taken for more of the query: dockerd does
+// not send it along.
+func (j *Judge) form(c *call, f *findings) {
+	kind, _ := header(c.RequestHeaders, "Content-Type")
+	if kind == "" {
+		return
+	}
+	media, _, err := mime.ParseMediaType(kind)
+	if err != nil || media == "application/x-www-form-urlencoded" || media == "multipart/form-data" {
+		f.add("unreadable body", "", "a body declared as %s can hold parameters that the judge is not shown", quote(kind))
 	}
 }
 
@@ -339,6 +377,7 @@ func (j *Judge) create(c *call, f *findings) {
 // reads it only if it is declared as something, so that the declaration tells
 // of a body that was not sent along.
 func (j *Judge) start(c *call, f *findings) {
+	j.form(c, f)
 	for _, dir := range c.query["checkpoint-dir"] {
 		j.hostPath(dir, false, "start a checkpoint from", f)
 	}
@@ -352,7 +391,7 @@ func (j *Judge) start(c *call, f *findings) {
 		return
 	}
 	var body container.HostConfig
-	if j.read(c, f, &body) {
+	if j.read(c, f, "start", &body) {
 		j.hostConfig(&body, f)
 	}
 }
@@ -368,7 +407,7 @@ func header(h map[string]string, name string) (string, bool) {
 
 func (j *Judge) exec(c *call, f *findings) {
 	var body container.ExecOptions
-	if j.read(c, f, &body) && body.Privileged && !j.policy.Privileged {
+	if j.read(c, f, "exec", &body) && body.Privileged && !j.policy.Privileged {
 		f.add("privileged", "privileged", "a privileged exec has the host's devices and every capability")
 	}
 }
@@ -389,7 +428,7 @@ func (j *Judge) checkpoint(c *call, f *findings) {
 		CheckpointID, CheckpointDir string
 		Exit                        bool
 	}
-	if !j.read(c, f, &body) {
+	if !j.read(c, f, "checkpoint", &body) {
 		return
 	}
 	if body.CheckpointDir != "" {
@@ -414,15 +453,5 @@ func (j *Judge) build(c *call, f *findings) {
 	}
 	for _, mode := range c.query["networkmode"] {
 		j.namespace("network", mode, f)
-	}
-}
-
-func (j *Judge) network(c *call, f *findings) {
-	var body struct{ Driver string }
-	if !j.readAs(c, f, &body, false) {
-		return
-	}
-	if body.Driver != "" && body.Driver != "bridge" && !slices.Contains(j.policy.NetworkDrivers, body.Driver) {
-		f.add("network driver", "network_drivers", "networks of the driver %s are not allowed", quote(body.Driver))
 	}
 }

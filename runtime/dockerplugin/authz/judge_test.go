@@ -3,8 +3,11 @@ package authz
 import (
 	"bytes"
 	"encoding/json"
+	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -74,6 +77,9 @@ cgroup_parents: [/x]
 annotations: [a.*]
 log_drivers: [syslog]
 network_drivers: [macvlan]
+networks: {subnets: [0.0.0.0/0, "::/0"], ipam_drivers: [dhcp], options: [com.docker.network.bridge.name=*, com.docker.network.bridge.gateway_mode_ipv4=routed, com.docker.network.host_ipv4=*, com.docker.network.endpoint.x=*], config_from: true}
+priority: true
+image_urls: true
 build: true
 plugins: true
 swarm: true
@@ -87,7 +93,18 @@ func judge(t *testing.T, yaml, top string) *Judge {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return NewJudge(p, Options{})
+	j := NewJudge(p, Options{})
+	j.routes = func() ([]netip.Prefix, error) { return []netip.Prefix{netip.MustParsePrefix("10.77.0.0/16")}, nil }
+	return j
+}
+
+// text fills in what a case depends on the machine for.
+func text(s, top string) []byte {
+	var masks []string
+	for _, m := range slices.Concat(maskedPaths, throttles()) {
+		masks = append(masks, strconv.Quote(m))
+	}
+	return []byte(strings.NewReplacer("TOP", top, "MASKS", strings.Join(masks, ",")).Replace(s))
 }
 
 // Each case is one call. key is what the refusal has to name, "ok" if the call
@@ -103,7 +120,7 @@ var cases = []struct{ name, method, uri, body, key string }{
 	{"default capability", "POST", "/containers/create", `{"HostConfig":{"CapDrop":["ALL"],"CapAdd":["CHOWN","cap_setuid"]}}`, "ok"},
 	{"tightened", "POST", "/containers/create", `{"HostConfig":{"SecurityOpt":["no-new-privileges","no-new-privileges:true","seccomp=builtin"]}}`, "ok"},
 	{"our runtime", "POST", "/containers/create", `{"HostConfig":{"Runtime":"agentbox"}}`, "ok"},
-	{"full masks", "POST", "/containers/create", `{"HostConfig":{"ReadonlyPaths":["/proc/bus","/proc/fs","/proc/irq","/proc/sys","/proc/sysrq-trigger"],"MaskedPaths":["/proc/acpi","/proc/kcore","/proc/keys","/proc/latency_stats","/proc/timer_list","/proc/sched_debug","/proc/scsi","/sys/firmware"]}}`, "ok"},
+	{"full masks", "POST", "/containers/create", `{"HostConfig":{"ReadonlyPaths":["/proc/bus","/proc/fs","/proc/irq","/proc/sys","/proc/sysrq-trigger"],"MaskedPaths":[MASKS]}}`, "ok"},
 	{"labels in two cases", "POST", "/containers/create", `{"Labels":{"a":"1","A":"2"}}`, "ok"},
 	{"allowed dir", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/work/a:/x"]}}`, "ok"},
 	{"allowed dir that does not exist", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/work/new:/x"]}}`, "ok"},
@@ -132,6 +149,13 @@ var cases = []struct{ name, method, uri, body, key string }{
 	{"bound volume of an allowed dir", "POST", "/volumes/create", `{"DriverOpts":{"type":"none","device":"TOP/work/a","o":"bind"}}`, "ok"},
 	{"our volume of an allowed dir", "POST", "/volumes/create", `{"Driver":"agentbox","DriverOpts":{"from":"TOP/ro/data"}}`, "ok"},
 	{"network", "POST", "/networks/create", `{"Name":"n","Driver":"bridge"}`, "ok"},
+	{"network of an own subnet", "POST", "/networks/create", `{"Name":"n","CheckDuplicate":true,"IPAM":{"Driver":"default","Options":null,"Config":[{"Subnet":"10.99.0.0/24","IPRange":"10.99.0.128/25","Gateway":"10.99.0.1","AuxiliaryAddresses":{"a":"10.99.0.2","A":"10.99.0.3"}},{"Subnet":"fd99::/64"}]},"Options":{"com.docker.network.driver.mtu":"1400","com.docker.network.bridge.gateway_mode_ipv4":"isolated"},"Labels":{}}`, "ok"},
+	{"connect", "POST", "/networks/n/connect", `{"Container":"x","EndpointConfig":{"IPAMConfig":{"IPv4Address":"10.99.0.9"},"Aliases":["a"],"DriverOpts":{"com.docker.network.endpoint.ifname":"eth7"}}}`, "ok"},
+	{"disconnect", "POST", "/networks/n/disconnect", `{"Container":"x","Force":true}`, "ok"},
+	{"login", "POST", "/auth", `{"username":"a","password":"b","serveraddress":"c"}`, "ok"},
+	{"import of a file", "POST", "/images/create?fromSrc=-&repo=x", ``, "ok"},
+	{"commit of a configuration", "POST", "/commit?container=x", `{"Env":["A=1"],"Labels":{"a":"b"}}`, "ok"},
+	{"health and ports", "POST", "/containers/create", `{"Healthcheck":{"Test":["NONE"],"Interval":1},"ExposedPorts":{"80/tcp":{}},"HostConfig":{"PortBindings":{"80/tcp":[{"HostIp":"","HostPort":"8080"}]},"OomScoreAdj":500,"OomKillDisable":false,"Ulimits":[{"Name":"nofile","Hard":9,"Soft":9},{"Name":"memlock","Hard":-1,"Soft":-1}]}}`, "ok"},
 	{"checkpoint", "POST", "/containers/x/checkpoints", `{"CheckpointID":"c1","Exit":true}`, "ok"},
 	{"a container called checkpoints", "POST", "/containers/checkpoints/stop", ``, "ok"},
 
@@ -176,12 +200,54 @@ var cases = []struct{ name, method, uri, body, key string }{
 	{"device rule", "POST", "/containers/create", `{"HostConfig":{"DeviceCgroupRules":["c 1:1 rwm"]}}`, "device_cgroup_rules"},
 	{"gpu", "POST", "/containers/create", `{"HostConfig":{"DeviceRequests":[{"Count":-1,"Capabilities":[["gpu"]]}]}}`, "device_requests"},
 	{"cdi", "POST", "/containers/create", `{"HostConfig":{"DeviceRequests":[{"Driver":"cdi","DeviceIDs":["x/y=z"]}]}}`, "device_requests"},
+	{"host network, id of the endpoint", "POST", "/containers/create", `{"NetworkingConfig":{"EndpointsConfig":{"n":{"NetworkID":"host"}}}}`, "host_namespaces"},
+	{"cgroup of another", "POST", "/containers/create", `{"HostConfig":{"Cgroup":"container:x"}}`, "join_containers"},
+	{"masks of an older engine", "POST", "/containers/create", `{"HostConfig":{"MaskedPaths":["/proc/acpi","/proc/kcore","/proc/keys","/proc/latency_stats","/proc/timer_list","/proc/sched_debug","/proc/scsi","/sys/firmware"]}}`, "security_opt"},
+	{"killed last", "POST", "/containers/create", `{"HostConfig":{"OomScoreAdj":-1}}`, "priority"},
+	{"not killed", "POST", "/containers/create", `{"HostConfig":{"OomKillDisable":true}}`, "priority"},
+	{"real time", "POST", "/containers/create", `{"HostConfig":{"CpuRealtimePeriod":1000000}}`, "priority"},
+	{"real time, update", "POST", "/containers/x/update", `{"CpuRealtimeRuntime":950000}`, "priority"},
+	{"rtprio", "POST", "/containers/create", `{"HostConfig":{"Ulimits":[{"Name":"rtprio","Hard":99,"Soft":99}]}}`, "priority"},
+	{"nice", "POST", "/containers/create", `{"HostConfig":{"Ulimits":[{"Name":"NICE","Hard":40,"Soft":40}]}}`, "priority"},
+	{"sysctl of an endpoint", "POST", "/networks/n/connect", `{"EndpointConfig":{"DriverOpts":{"com.docker.network.endpoint.sysctls":"net.ipv4.conf.IFNAME.forwarding=1"}}}`, "sysctls"},
+	{"sysctl of an endpoint, create", "POST", "/containers/create", `{"NetworkingConfig":{"EndpointsConfig":{"n":{"DriverOpts":{"com.docker.network.endpoint.sysctls":"net.ipv4.conf.IFNAME.forwarding=1"}}}}}`, "sysctls"},
+	{"option of an endpoint", "POST", "/networks/n/connect", `{"EndpointConfig":{"DriverOpts":{"com.docker.network.endpoint.x":"1"}}}`, "networks.options"},
+	{"public subnet", "POST", "/networks/create", `{"IPAM":{"Config":[{"Subnet":"1.1.1.0/24"}]}}`, "networks.subnets"},
+	{"everything as a subnet", "POST", "/networks/create", `{"IPAM":{"Config":[{"Subnet":"0.0.0.0/1"}]}}`, "networks.subnets"},
+	{"more than a pool", "POST", "/networks/create", `{"IPAM":{"Config":[{"Subnet":"10.0.0.0/7"}]}}`, "networks.subnets"},
+	{"a subnet that the host routes", "POST", "/networks/create", `{"IPAM":{"Config":[{"Subnet":"10.77.8.0/24"}]}}`, "networks.subnets"},
+	{"around one that the host routes", "POST", "/networks/create", `{"IPAM":{"Config":[{"Subnet":"10.64.0.0/10"}]}}`, "networks.subnets"},
+	{"link-local", "POST", "/networks/create", `{"IPAM":{"Config":[{"Subnet":"169.254.169.0/24"}]}}`, "networks.subnets"},
+	{"no subnet", "POST", "/networks/create", `{"IPAM":{"Config":[{"Subnet":"10.1.1.1"}]}}`, "-"},
+	{"mapped subnet", "POST", "/networks/create", `{"IPAM":{"Config":[{"Subnet":"::ffff:10.1.1.0/120"}]}}`, "-"},
+	{"gateway elsewhere", "POST", "/networks/create", `{"IPAM":{"Config":[{"Subnet":"10.99.0.0/24","Gateway":"1.1.1.1"}]}}`, "-"},
+	{"range elsewhere", "POST", "/networks/create", `{"IPAM":{"Config":[{"Subnet":"10.99.0.0/24","IPRange":"10.0.0.0/8"}]}}`, "-"},
+	{"gateway alone", "POST", "/networks/create", `{"IPAM":{"Config":[{"Gateway":"192.168.1.1"}]}}`, "-"},
+	{"ipam driver", "POST", "/networks/create", `{"IPAM":{"Driver":"dhcp","Options":{"a":"b"}}}`, "networks.ipam_drivers"},
+	{"bridge of the host", "POST", "/networks/create", `{"Options":{"com.docker.network.bridge.name":"br0"}}`, "networks.options"},
+	{"routed", "POST", "/networks/create", `{"Options":{"com.docker.network.bridge.gateway_mode_ipv4":"routed"}}`, "networks.options"},
+	{"source address", "POST", "/networks/create", `{"Options":{"com.docker.network.host_ipv4":"10.0.0.1"}}`, "networks.options"},
+	{"configuration of another", "POST", "/networks/create", `{"ConfigFrom":{"Network":"x"}}`, "networks.config_from"},
+	{"swarm's network", "POST", "/networks/create", `{"Scope":"swarm"}`, "swarm"},
+	{"ingress", "POST", "/networks/create", `{"Ingress":true}`, "swarm"},
+	{"cluster volume", "POST", "/volumes/create", `{"ClusterVolumeSpec":{"Group":"x"}}`, "swarm"},
+	{"import of a URL", "POST", "/images/create?fromSrc=http%3A%2F%2F169.254.169.254%2F", ``, "image_urls"},
+	{"import without a scheme", "POST", "/images/create?fromSrc=-&fromSrc=127.0.0.1:2375/x", ``, "image_urls"},
+	{"unknown field of a network", "POST", "/networks/create", `{"Name":"n","Portal":true}`, "unknown_fields"},
+	{"unknown field of an endpoint", "POST", "/networks/n/connect", `{"EndpointConfig":{"Portal":1}}`, "unknown_fields"},
+	{"unknown field at the top", "POST", "/containers/create", `{"Portal":1}`, "unknown_fields"},
+	{"unknown field of a mount", "POST", "/containers/create", `{"HostConfig":{"Mounts":[{"Type":"tmpfs","Target":"/x","TmpfsOptions":{"Portal":1}}]}}`, "unknown_fields"},
+	{"unknown field of a pull", "POST", "/images/create?fromImage=x", `{"Portal":1}`, "unknown_fields"},
+	{"unknown field of a commit", "POST", "/commit?container=x", `{"Portal":1}`, "unknown_fields"},
+	{"a body where none is taken", "POST", "/containers/x/stop", `{"t":1}`, "unknown_fields"},
+	{"an object for a name", "POST", "/commit", `{"Labels":{"a":{"b":1}}}`, "unknown_fields"},
 	{"update with devices", "POST", "/containers/x/update", `{"Devices":[{"PathOnHost":"/dev/zero"}]}`, "devices"},
 	{"update, cgroup parent", "POST", "/containers/x/update", `{"CgroupParent":"/x"}`, "cgroup_parents"},
 
 	// host mounts
 	{"root", "POST", "/containers/create", `{"HostConfig":{"Binds":["/:/host"]}}`, "mounts.docker_socket"},
 	{"etc", "POST", "/containers/create", `{"HostConfig":{"Binds":["/etc/ssl:/x:ro"]}}`, "mounts.allow"},
+	{"mounts below a read-only one", "POST", "/containers/create", `{"HostConfig":{"Mounts":[{"Type":"bind","Source":"TOP/ro/data","Target":"/x","ReadOnly":true,"BindOptions":{"ReadOnlyNonRecursive":true}}]}}`, "mounts.allow"},
 	{"etc by Mounts", "POST", "/containers/create", `{"HostConfig":{"Mounts":[{"Type":"bind","Source":"/etc/ssl","Target":"/x","ReadOnly":true}]}}`, "mounts.allow"},
 	{"beside", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/workers:/x"]}}`, "mounts.allow"},
 	{"above", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/work:/x"]}}`, "mounts.allow"},
@@ -291,7 +357,7 @@ func TestJudge(t *testing.T) {
 	j := judge(t, allowing, top)
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
-			r := Request{RequestMethod: c.method, RequestURI: strings.ReplaceAll(c.uri, "TOP", top), RequestBody: []byte(strings.ReplaceAll(c.body, "TOP", top))}
+			r := Request{RequestMethod: c.method, RequestURI: strings.ReplaceAll(c.uri, "TOP", top), RequestBody: text(c.body, top)}
 			d := j.Judge(r)
 			switch {
 			case c.key == "ok":
@@ -320,8 +386,7 @@ func TestJudgeAllowsAll(t *testing.T) {
 	top := tree(t)
 	j := judge(t, everything, top)
 	for _, c := range cases {
-		body := strings.ReplaceAll(c.body, "TOP", top)
-		d := j.Judge(Request{RequestMethod: c.method, RequestURI: c.uri, RequestBody: []byte(body)})
+		d := j.Judge(Request{RequestMethod: c.method, RequestURI: c.uri, RequestBody: text(c.body, top)})
 		if want := c.key != "-"; d.Allow != want {
 			t.Errorf("%s: %v: %s", c.name, d.Allow, d.Msg)
 		}
@@ -331,10 +396,9 @@ func TestJudgeAllowsAll(t *testing.T) {
 // The default opens nothing that a case with a key asks for.
 func TestJudgeDefault(t *testing.T) {
 	top := tree(t)
-	j := NewJudge(nil, Options{})
+	j := judge(t, "", top)
 	for _, c := range cases {
-		body := strings.ReplaceAll(c.body, "TOP", top)
-		d := j.Judge(Request{RequestMethod: c.method, RequestURI: c.uri, RequestBody: []byte(body)})
+		d := j.Judge(Request{RequestMethod: c.method, RequestURI: c.uri, RequestBody: text(c.body, top)})
 		if d.Allow && c.key != "ok" {
 			t.Errorf("%s passes", c.name)
 		}
@@ -351,6 +415,38 @@ func TestOldStartHidesItsBody(t *testing.T) {
 				t.Errorf("%s: %+v", uri, d)
 			}
 		}
+	}
+}
+
+// Parameters in a body that dockerd does not send along.
+func TestForms(t *testing.T) {
+	j := NewJudge(nil, Options{})
+	for kind, want := range map[string]bool{"": true, "text/plain": true, "application/x-tar": true, "application/json; charset=utf-8": true,
+		"application/x-www-form-urlencoded": false, "Application/X-WWW-Form-URLencoded; a=b": false, "multipart/form-data; boundary=x": false, "/": false} {
+		for _, uri := range []string{"/images/create?fromImage=x", "/containers/x/start"} {
+			d := j.Judge(Request{RequestMethod: "POST", RequestURI: uri, RequestHeaders: map[string]string{"Content-Type": kind}})
+			if d.Allow != want {
+				t.Errorf("%s as %q: %+v", uri, kind, d)
+			}
+		}
+	}
+}
+
+// The kernel's routes are read, those of other tables included.
+func TestHostRoutes(t *testing.T) {
+	routes, err := hostRoutes()
+	if err != nil {
+		t.Fatal(err)
+	}
+	loopback := netip.MustParsePrefix("127.0.0.0/8")
+	if !slices.ContainsFunc(routes, loopback.Overlaps) {
+		t.Errorf("no %s in %v", loopback, routes)
+	}
+	j := NewJudge(nil, Options{})
+	j.routes = func() ([]netip.Prefix, error) { return nil, os.ErrPermission }
+	d := j.Judge(Request{RequestMethod: "POST", RequestURI: "/networks/create", RequestBody: []byte(`{"IPAM":{"Config":[{"Subnet":"10.1.0.0/24"}]}}`)})
+	if d.Allow || d.Key != "networks.subnets" {
+		t.Errorf("allowed without the routes: %+v", d)
 	}
 }
 

@@ -96,7 +96,8 @@ func (j *Judge) mount(m mount.Mount, f *findings) {
 		if m.BindOptions != nil {
 			j.propagation([]string{string(m.BindOptions.Propagation)}, m.Source, f)
 		}
-		j.hostPath(m.Source, !m.ReadOnly, "mount", f)
+		write := !m.ReadOnly || m.BindOptions != nil && m.BindOptions.ReadOnlyNonRecursive // below which mounts stay writable
+		j.hostPath(m.Source, write, "mount", f)
 	case mount.TypeVolume:
 		if m.Source != "" && !volumeName().MatchString(m.Source) {
 			f.add("host mount", "", "%s is not the name of a volume", quote(m.Source))

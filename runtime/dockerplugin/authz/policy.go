@@ -3,6 +3,7 @@ package authz
 import (
 	"fmt"
 	"io"
+	"net/netip"
 	"os"
 	"path"
 	"slices"
@@ -40,6 +41,10 @@ type Policy struct {
 	Annotations    []string `yaml:"annotations"`     // keys, with * for any rest
 	LogDrivers     []string `yaml:"log_drivers"`     // besides none, json-file, local and journald
 	NetworkDrivers []string `yaml:"network_drivers"` // besides bridge
+	Networks       Networks `yaml:"networks"`
+
+	Priority  bool `yaml:"priority"`   // OomScoreAdj below 0, no OOM killer, real-time scheduling, ulimits nice and rtprio
+	ImageURLs bool `yaml:"image_urls"` // docker import of a URL, which dockerd fetches from the host's network
 
 	Build   bool `yaml:"build"`   // builds; BuildKit can use the host's network
 	Plugins bool `yaml:"plugins"` // calls that change engine plugins, which are root on the host
@@ -67,6 +72,14 @@ type Mounts struct {
 
 	Shared       bool `yaml:"shared"`       // mounts in the container appear on the host (shared, rshared)
 	Exchangeable bool `yaml:"exchangeable"` // accept paths that others could exchange later; see the package's text
+}
+
+// Networks is the part of a Policy about networks that calls make.
+type Networks struct {
+	Subnets     []string `yaml:"subnets"`      // that may be chosen, besides private ones that the host has no route for
+	IPAMDrivers []string `yaml:"ipam_drivers"` // besides default
+	Options     []string `yaml:"options"`      // of networks and endpoints, KEY=VALUE or KEY=*, besides harmless ones
+	ConfigFrom  bool     `yaml:"config_from"`  // the configuration of another network (config-only)
 }
 
 // Capabilities is the part of a Policy about what may be added to a container.
@@ -142,7 +155,11 @@ func checkValue(key, value string) string {
 		}
 	case "mounts.allow", "mounts.read_only", "mounts.guard", "devices":
 		return checkPattern(value)
-	case "security_opt":
+	case "networks.subnets":
+		if _, err := netip.ParsePrefix(value); err != nil {
+			return fmt.Sprintf("%q is no subnet", value)
+		}
+	case "security_opt", "networks.options":
 		if k, v, ok := strings.Cut(value, "="); !ok || k == "" || v == "" {
 			return fmt.Sprintf("%q is not KEY=VALUE", value)
 		}
