@@ -184,9 +184,14 @@ func TestJobControl(t *testing.T) {
 		m.shows("again")
 		jobs(when)
 		m.enter("fg\r")
+		m.shows("read line") // the shell has left the terminal to the job
 		m.enter("a word\r")
 		m.shows("got a word.")
 		m.enter("\x03")
+		b.eventually("a prompt after ctrl-c", func() bool { // the shell drops what was typed before it
+			_, after, _ := strings.Cut(m.screen(), "^C")
+			return strings.Contains(after, "/ # ")
+		})
 		m.enter("echo interr''upted $?\r")
 		m.shows("interrupted 130")
 		m.enter("\x10\x11")

@@ -24,7 +24,7 @@ var allowed = map[string][]string{
 	"criu/crlog":           {"internal/fault"},
 	"criu/criutest":        {"criu", "criu/host", "criu/stage"},
 	"criu/cut":             {},
-	"criu/freezer":         {"internal/fault", "internal/guard"},
+	"criu/freezer":         {"internal/failpoint", "internal/fault", "internal/guard"},
 	"criu/host":            {"internal/fault"},
 	"criu/lsm":             {"internal/fault"},
 	"criu/proof":           {"criu/freezer", "internal/fault", "internal/guard"},
