@@ -226,6 +226,7 @@ func TestBegins(t *testing.T) {
 		{[]string{"G", "ET / HTTP/1.1\r\n"}, kindHTTP, true},
 		{[]string{"AMQP\x00"}, kindOther, true},
 		{[]string{"GET /"}, kindOther, false},
+		{[]string{"GET", "  / HTTP/1.1\r\n"}, kindUnclear, true},
 	} {
 		s.peek = 20 * s.silent
 		ours, theirs := net.Pipe()
@@ -310,12 +311,86 @@ func TestCache(t *testing.T) {
 func TestLook(t *testing.T) {
 	for text, want := range map[string]kind{
 		"GET / HTTP/1.1\r\n": kindHTTP, "\r\n\r\nget /x HTTP/1.0\n": kindHTTP, "PRI * HTTP/2.0\r\n": kindHTTP,
-		"SSH-2.0-x\r\n": kindOther, "EHLO me\r\n": kindOther, "GET /": kindOther, "\x00\x00\x00\x08\x04\xd2\x16\x2f": kindOther,
-		"\x16\x03": kindTLS, "QUIT\n": kindOther, strings.Repeat("A", 9000): kindOther, "GET " + strings.Repeat("a", 9000): kindOther,
+		"M-SEARCH * HTTP/1.1\r\n": kindHTTP, "!x http://a.example/ HTTP/1.1\r\n": kindHTTP, "CONNECT a.example:443 HTTP/1.1\r\n": kindHTTP,
+		"GET /" + strings.Repeat("a", 9000) + " HTTP/1.1\r\n": kindHTTP,
+		"SSH-2.0-x\r\n": kindOther, "SSH-2.0-OpenSSH_9.2p1 Debian-2\r\n": kindOther, "EHLO me\r\n": kindOther, "USER a 0 * :A/B\r\n": kindOther,
+		"\x00\x00\x00\x08\x04\xd2\x16\x2f": kindOther, "*1\r\n$4\r\nPING\r\n": kindOther, "GET key\r\n": kindOther,
+		"0032git-upload-pack /project.git\x00host=a.example\x00": kindOther, `{"id":1}`: kindOther, "Content-Length: 9\r\n": kindOther,
+		"\x16\x03": kindTLS, "QUIT\n": kindOther, strings.Repeat("A", 9000): kindOther, "\xff\xfd\x01": kindOther, "\x15\x00\x00\x01\x05": kindOther,
+		"GET  / HTTP/1.1\r\n": kindUnclear, "GET\t/ HTTP/1.1\r\n": kindUnclear, "GET /\tHTTP/1.1\r\n": kindUnclear, "GET / HTTP/1.1 \r\n": kindHTTP,
+		"GET / http/1.1\r\n": kindUnclear, "GET /\r\n": kindUnclear, "GET /": kindUnclear, "GET / x\n": kindUnclear, "GET http://a.example/\n": kindUnclear,
+		"GET a b c HTTP/1.1\n": kindUnclear, "GET \x0b/ HTTP/1.1\n": kindUnclear, "x\rGET / HTTP/1.1\n": kindUnclear, " GET / HTTP/1.1\n": kindHTTP,
+		"GET " + strings.Repeat("a", helloLimit): kindUnclear, "GET " + strings.Repeat(" ", helloLimit): kindUnclear,
+		strings.Repeat("M", 65) + " / HTTP/1.1\r\n": kindUnclear, "\r\n\r\nSSH-2.0-x\r\n": kindUnclear,
+		"PROXY TCP4 192.0.2.1 192.0.2.2 1 80\r\nGET / HTTP/1.1\r\n": kindUnclear, "\r\n\r\n\x00\r\nQUIT\n": kindUnclear,
+		"\x80\x2e\x01\x03\x01\x00\x15": kindUnclear, "\x80\x2e\x01\x00\x02\x00\x15": kindUnclear,
+		"\x15\x03\x01\x00\x02\x01\x00": kindUnclear, "\x14\x03\x01\x00\x01\x01": kindUnclear,
 	} {
 		got, err := look(bufio.NewReaderSize(strings.NewReader(text), helloLimit))
 		if got != want {
-			t.Errorf("%.20q: %v, %v, want %v", text, got, err, want)
+			t.Errorf("%.40q: %v, %v, want %v", text, got, err, want)
+		}
+	}
+}
+
+// A server that takes what is no request for one is not talked to any further.
+func TestServerSpeaksHTTP(t *testing.T) {
+	for answer, want := range map[string]string{"HTTP/1.1 200 OK\r\n\r\n": "", "HT": "HT", "+OK HTTP/\r\n": "+OK HTTP/\r\n"} {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer l.Close()
+		dir := t.TempDir()
+		s := New(Options{Events: dir})
+		b := newBox(dir, "a")
+		r := rules(t, "good.example")
+		b.rules.Store(&r)
+		theirs, err := net.Dial("tcp", l.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer theirs.Close()
+		ours, err := l.Accept()
+		if err != nil {
+			t.Fatal(err)
+		}
+		f := &flow{conn: ours, to: netip.MustParseAddrPort(l.Addr().String())}
+		b.pin("good.example", []netip.Addr{f.to.Addr()})
+		b.lead(f, "good.example")
+		go func() {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			defer c.Close()
+			if _, err := io.ReadFull(c, make([]byte, 4)); err == nil {
+				_, _ = io.WriteString(c, answer)
+			}
+		}()
+		out, err := net.Dial("tcp", l.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			defer ours.Close()
+			s.relay(b, f, out, nil, bufio.NewReader(ours), &checks{answer: func(r *bufio.Reader) error { return s.answers(b, f, r) }})
+		}()
+		if _, err := io.WriteString(theirs, "odd\n"); err != nil {
+			t.Fatal(err)
+		}
+		got := make([]byte, 100)
+		n, _ := io.ReadFull(theirs, got)
+		if string(got[:n]) != want {
+			t.Errorf("%q came through of %q, want %q", got[:n], answer, want)
+		}
+		theirs.Close()
+		<-done
+		noted, err := os.ReadFile(eventlog.Path(dir, "a"))
+		if said := strings.Contains(string(noted), "the server speaks HTTP"); said != (want == "") {
+			t.Errorf("noted of %q: %q, %v", answer, noted, err)
 		}
 	}
 }

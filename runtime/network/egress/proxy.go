@@ -36,10 +36,15 @@ func (s *Server) proxy(ctx context.Context, b *box, f *flow) {
 		s.tls(ctx, b, f, in)
 	case kindHTTP:
 		s.http(ctx, b, f, in)
+	case kindUnclear:
+		s.deny(b, Event{Protocol: "tcp", Address: addrPort(f.to), Reason: unclear})
+		reset(f.conn)
 	default:
 		s.other(ctx, b, f, in)
 	}
 }
+
+const unclear = "it begins like HTTP or TLS, but in a form that says no name for certain"
 
 // begins waits for what a connection begins with. Where the other side may be
 // the one to begin, silence is an answer.
@@ -130,9 +135,9 @@ func (s *Server) direct(ctx context.Context, b *box, f *flow, in *bufio.Reader) 
 		s.relay(b, f, out, nil, f.conn, nil)
 		return
 	}
-	var check func() error
+	check := &checks{answer: func(r *bufio.Reader) error { return s.answers(b, f, r) }}
 	if in.Buffered() == 0 {
-		check = func() error { return s.late(b, f, in) }
+		check.words = func() error { return s.late(b, f, in) }
 	}
 	s.relay(b, f, out, nil, in, check)
 }
@@ -152,6 +157,21 @@ func (s *Server) late(b *box, f *flow, in *bufio.Reader) error {
 	return errors.New(e.Reason)
 }
 
+// answers looks at the first words of a server that was taken for one of another
+// protocol. If it speaks HTTP all the same, it has read a request that was not
+// judged, and is to read no further one.
+func (s *Server) answers(b *box, f *flow, out *bufio.Reader) error {
+	const version = "HTTP/"
+	for n := 1; n <= len(version); n++ {
+		if word, err := out.Peek(n); err != nil || string(word) != version[:n] {
+			return nil // copying will meet the error, too
+		}
+	}
+	e := Event{Protocol: "tcp", Name: f.name, Address: addrPort(f.to), Reason: "the server speaks HTTP, but what it was sent is no request"}
+	s.deny(b, e)
+	return errors.New(e.Reason)
+}
+
 // unreached records that a name which is allowed leads where it must not. That
 // a server is down is between it and the sandbox.
 func (s *Server) unreached(b *box, e Event, err error) {
@@ -161,9 +181,15 @@ func (s *Server) unreached(b *box, e Event, err error) {
 	}
 }
 
+// checks look at the first words of either side of a connection; an error ends it.
+type checks struct {
+	words  func() error // nil: they were looked at
+	answer func(*bufio.Reader) error
+}
+
 // relay moves bytes both ways until both are through: first those already
 // read, then what comes in. check is asked before the first byte goes out.
-func (s *Server) relay(b *box, f *flow, out net.Conn, first []byte, in io.Reader, check func() error) {
+func (s *Server) relay(b *box, f *flow, out net.Conn, first []byte, in io.Reader, check *checks) {
 	defer out.Close()
 	b.mu.Lock()
 	f.out = out
@@ -178,6 +204,18 @@ func (s *Server) relay(b *box, f *flow, out net.Conn, first []byte, in io.Reader
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
+		if check != nil {
+			r := bufio.NewReaderSize(out, 16)
+			err := check.answer(r)
+			if err == nil {
+				_, err = io.CopyN(f.conn, r, int64(r.Buffered()))
+			}
+			if err != nil {
+				reset(f.conn)
+				reset(out)
+				return
+			}
+		}
 		finish(f.conn, out)
 	}()
 	err := func() error {
@@ -186,8 +224,8 @@ func (s *Server) relay(b *box, f *flow, out net.Conn, first []byte, in io.Reader
 				return err
 			}
 		}
-		if check != nil {
-			if err := check(); err != nil {
+		if check != nil && check.words != nil {
+			if err := check.words(); err != nil {
 				return err
 			}
 		}
