@@ -138,8 +138,8 @@ func TestLeaseOwnerKilled(t *testing.T) {
 func TestLeaseTimes(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)
-	b.ok("lease", "create", "--name", "beat", "--heartbeat", "5s")
-	b.ok("lease", "create", "--name", "dead", "--for", "5s")
+	b.ok("lease", "create", "--name", "beat", "--heartbeat", "20s")
+	b.ok("lease", "create", "--name", "dead", "--for", "15s")
 	b.start("a", "--lease", "beat", "--network", "none", "busybox", "sleep", "1000")
 	b.start("b", "--lease", "dead", "--network", "none", "busybox", "sleep", "1000")
 	for there := true; there; _, there = b.find("b") {
@@ -149,7 +149,7 @@ func TestLeaseTimes(t *testing.T) {
 		t.Error("renewed, and removed all the same")
 	}
 	b.awaitSandboxes(0)
-	for name, want := range map[string]string{"beat": "it was not renewed within 5s", "dead": "its deadline, after 5s, has passed"} {
+	for name, want := range map[string]string{"beat": "it was not renewed within 20s", "dead": "its deadline, after 15s, has passed"} {
 		if got := decode[[]runtime.Lease](b, b.ok("lease", "inspect", name))[0]; got.Reason != want {
 			t.Errorf("%s: %q", name, got.Reason)
 		}
