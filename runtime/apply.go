@@ -14,6 +14,11 @@ type ApplyOptions struct {
 	DryRun bool `json:"dry_run"` // only tell what would be done
 	Undo   bool `json:"undo"`    // take the last Apply back
 	Force  bool `json:"force"`   // overwrite what others changed in the original meanwhile
+	// Owners takes over the owners that the sandbox gave. Without it what the
+	// original has keeps its owner, and what is new gets that of its directory.
+	Owners bool `json:"owners,omitempty"`
+	// Allow are the paths of files that may come with set-id bits or capabilities.
+	Allow []string `json:"allow,omitempty"`
 }
 
 // Applied is the documented JSON of `agentbox apply`; it only ever grows.
@@ -25,6 +30,16 @@ type Applied struct {
 	Undone      bool     `json:"undone"`    // the last apply was taken back
 	Changes     []Change `json:"changes"`   // A, M, D and T, by path; empty after an undo
 	Conflicts   []string `json:"conflicts"` // what others changed in the original since the sandbox did
+
+	Refused []Refusal `json:"refused"` // by a dry run; without it they are an error
+}
+
+// Refusal is one path that must not get into the original.
+type Refusal struct {
+	Path     string `json:"path"`
+	PathB64  string `json:"path_b64,omitempty"`
+	Reason   string `json:"reason"`
+	MayAllow bool   `json:"may_allow"` // by ApplyOptions.Allow
 }
 
 // Apply brings what a sandbox changed into the directory that it was laid over.

@@ -169,7 +169,7 @@ func (e *Engine) Diff(ctx context.Context, req DiffRequest) (_ Diff, err error) 
 		}
 	}
 	for _, c := range list {
-		out.Changes = append(out.Changes, changeView(c))
+		out.Changes = append(out.Changes, ChangeOf(c))
 	}
 	if extra := d.managedChanges(); len(extra) > 0 {
 		out.Changes = append(out.Changes, extra...)
@@ -353,7 +353,8 @@ func (d *differ) managedChanges() (list []Change) {
 	return list
 }
 
-func changeView(c overlay.Change) Change {
+// ChangeOf is one change in the form of the API.
+func ChangeOf(c overlay.Change) Change {
 	out := Change{Change: string(c.Kind), What: c.What, Old: fileState(c.Old), New: fileState(c.New)}
 	out.Path, out.PathB64 = nameView(c.Path)
 	if c.Kind == overlay.Renamed {

@@ -167,7 +167,7 @@ func (p *RestorePlan) count(c overlay.Change) {
 	default:
 		p.Modified++
 	}
-	p.Changes = append(p.Changes, changeView(c))
+	p.Changes = append(p.Changes, ChangeOf(c))
 }
 
 // effects tells what else a restore does.

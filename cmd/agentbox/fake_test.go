@@ -32,6 +32,7 @@ type fakeService struct {
 	execed      []runtime.Process
 	reaped      []string
 	ckOpts      runtime.CheckpointOptions
+	applied     runtime.Applied
 	reOpts      runtime.RestoreOptions
 	attached    []runtime.RestoredFile
 	hostErr     error // of a restore, but for which it is done
@@ -363,6 +364,9 @@ func (f *fakeService) History(_ context.Context, ref string, opts runtime.Histor
 }
 
 func (f *fakeService) Apply(_ context.Context, ref string, opts runtime.ApplyOptions) (runtime.Applied, error) {
+	if len(f.applied.Changes) > 0 {
+		return f.applied, f.call("Apply", ref, opts.DryRun, opts.Undo, opts.Force, "owners", opts.Allow)
+	}
 	return runtime.Applied{Sandbox: ref, Original: "/srv/repo", DryRun: opts.DryRun, Undone: opts.Undo,
 		Changes: []runtime.Change{{Path: "/a b", Change: "A", Type: "file"}, {Path: "/d", Change: "D", Type: "dir"}}}, f.call("Apply", ref, opts.DryRun, opts.Undo, opts.Force)
 }

@@ -2,7 +2,6 @@ package volume
 
 import (
 	"context"
-	"encoding/base64"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -10,7 +9,6 @@ import (
 	"path"
 	"strings"
 	"time"
-	"unicode/utf8"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
@@ -69,6 +67,7 @@ type txn struct {
 	rec  stored
 	head header
 	plan *plan
+	gate *gate
 
 	from    *root
 	scratch *root
@@ -100,7 +99,7 @@ func (b Backend) Apply(ctx context.Context, id string, opts runtime.ApplyOptions
 		return out, err
 	}
 	defer unlock()
-	out = runtime.Applied{Original: rec.From, DryRun: opts.DryRun, Undone: opts.Undo, Changes: []runtime.Change{}, Conflicts: []string{}}
+	out = runtime.Applied{Original: rec.From, DryRun: opts.DryRun, Undone: opts.Undo, Changes: []runtime.Change{}, Conflicts: []string{}, Refused: []runtime.Refusal{}}
 	if rec.From == "" {
 		return out, fmt.Errorf("volume %s: %w: it lies over no directory that could take its changes", rec.Name, fault.ErrUnsupported)
 	}
@@ -114,6 +113,7 @@ func (b Backend) Apply(ctx context.Context, id string, opts runtime.ApplyOptions
 	if t.from, err = openRoot(rec.From); err != nil {
 		return out, err
 	}
+	t.gate = newGate(t.from, opts)
 	if opts.Undo {
 		return out, t.undo(ctx, opts.Force)
 	}
@@ -122,13 +122,20 @@ func (b Backend) Apply(ctx context.Context, id string, opts runtime.ApplyOptions
 		return out, err
 	}
 	defer upper.Close()
-	if t.plan, err = newPlan(ctx, t.from, upper, b.path(rec.Name, "upper")); err != nil {
+	if t.plan, err = newPlan(ctx, t.from, upper, b.path(rec.Name, "upper"), t.gate); err != nil {
 		return out, err
 	}
+	out.Refused = append(out.Refused, t.gate.refused...)
 	for _, c := range t.plan.conflicts {
 		out.Conflicts = append(out.Conflicts, path.Join("/", c))
 	}
-	if out.Changes, err = changes(ctx, rec.From, b.path(rec.Name, "upper")); err != nil || opts.DryRun {
+	if out.Changes, err = changes(ctx, rec.From, b.path(rec.Name, "upper")); err != nil {
+		return out, err
+	}
+	if out.Changes = t.gate.show(out.Changes); opts.DryRun {
+		return out, nil
+	}
+	if err := t.gate.refusal(rec.From); err != nil {
 		return out, err
 	}
 	if n := len(out.Conflicts); n > 0 && !opts.Force {
@@ -149,16 +156,7 @@ func clip(list []string, n int) []string {
 func changes(ctx context.Context, from, upper string) ([]runtime.Change, error) {
 	list := []runtime.Change{}
 	err := overlay.Diff(ctx, overlay.Side{}, overlay.Side{Dir: upper}, overlay.DiffOptions{Lower: []string{from}}, func(c overlay.Change) error {
-		one := runtime.Change{Path: path.Join("/", c.Path), Change: string(c.Kind), What: c.What}
-		if !utf8.ValidString(one.Path) {
-			one.PathB64 = base64.StdEncoding.EncodeToString([]byte(one.Path))
-		}
-		if e := c.New; e != nil {
-			one.Type = string(e.Type)
-		} else {
-			one.Type = string(c.Old.Type)
-		}
-		list = append(list, one)
+		list = append(list, runtime.ChangeOf(c))
 		return nil
 	})
 	return list, err
@@ -296,6 +294,9 @@ func (t *txn) stage(ctx context.Context) error {
 		return err
 	}
 	defer staged.Close()
+	if err := t.gate.chown(staged); err != nil {
+		return err
+	}
 	for i := len(t.plan.fixes) - 1; i >= 0; i-- { // what is in a directory before it
 		if err := t.plan.fixes[i].do(staged); err != nil {
 			return err

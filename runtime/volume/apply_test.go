@@ -127,13 +127,33 @@ func TestApplyIsTheMergedView(t *testing.T) {
 				}))
 				merged := b.view(t)
 				equalLook(t, "the original before the apply", old, look(t, b.from))
-				dry, err := b.Apply(ctx, "ws", runtime.ApplyOptions{DryRun: true})
+				dry, err := b.Apply(ctx, "ws", runtime.ApplyOptions{DryRun: true, Owners: true})
 				must(t, err)
 				if len(dry.Conflicts) > 0 {
 					t.Fatalf("conflicts where nobody else was: %q", dry.Conflicts)
 				}
 				equalLook(t, "the original after a dry run", old, look(t, b.from))
-				_, err = b.Apply(ctx, "ws", runtime.ApplyOptions{})
+				var allow []string
+				if len(dry.Refused) > 0 {
+					if _, err := b.Apply(ctx, "ws", runtime.ApplyOptions{Owners: true}); !errors.Is(err, fault.ErrDenied) {
+						t.Fatalf("apply of %+v: %v", dry.Refused, err)
+					}
+					equalLook(t, "the original after a refused apply", old, look(t, b.from))
+					must(t, b.With(ctx, "ws", func(p string) error {
+						for _, r := range dry.Refused {
+							at := rawPath(runtime.Change{Path: r.Path, PathB64: r.PathB64})
+							if allow = append(allow, at); r.MayAllow {
+								continue
+							}
+							if err := os.Remove(filepath.Join(p, at)); err != nil {
+								return err
+							}
+						}
+						return nil
+					}))
+					merged = b.view(t)
+				}
+				_, err = b.Apply(ctx, "ws", runtime.ApplyOptions{Owners: true, Allow: allow})
 				must(t, err)
 				equalLook(t, "the original after the apply", merged, look(t, b.from))
 				equalLook(t, "the volume after the apply", merged, b.view(t))
@@ -141,7 +161,7 @@ func TestApplyIsTheMergedView(t *testing.T) {
 				must(t, err)
 				equalLook(t, "the original after the undo", undone(place, old), undone(place, look(t, b.from)))
 				equalLook(t, "the volume after the undo", merged, b.view(t))
-				_, err = b.Apply(ctx, "ws", runtime.ApplyOptions{Force: true})
+				_, err = b.Apply(ctx, "ws", runtime.ApplyOptions{Force: true, Owners: true, Allow: allow})
 				must(t, err)
 				equalLook(t, "the original after the second apply", merged, look(t, b.from))
 				if left, _ := filepath.Glob(b.from + "/.agentbox-*"); len(left) > 0 {
@@ -240,7 +260,7 @@ own keep/deep/same`)
 func TestApplyListsChanges(t *testing.T) {
 	b := newBench(t, "near")
 	b.scene(t)
-	out, err := b.Apply(context.Background(), "ws", runtime.ApplyOptions{DryRun: true})
+	out, err := b.Apply(context.Background(), "ws", runtime.ApplyOptions{DryRun: true, Owners: true})
 	must(t, err)
 	var got []string
 	for _, c := range out.Changes {
@@ -309,7 +329,7 @@ func TestApplyRefuses(t *testing.T) {
 			t.Errorf("apply over others' changes: %v", err)
 		}
 		equalLook(t, "original", old, look(t, b.from))
-		out, err := b.Apply(ctx, "ws", runtime.ApplyOptions{Force: true})
+		out, err := b.Apply(ctx, "ws", runtime.ApplyOptions{Force: true, Owners: true})
 		must(t, err)
 		if len(out.Conflicts) != 2 {
 			t.Errorf("conflicts %q", out.Conflicts)
@@ -354,6 +374,120 @@ func TestApplyRefuses(t *testing.T) {
 	})
 }
 
+// TestApplyOwners has root inside change files of a user's directory: they stay the
+// user's.
+func TestApplyOwners(t *testing.T) {
+	ctx := context.Background()
+	b := newBench(t, "near")
+	must(t, os.Mkdir(b.from+"/web", 0o755))
+	must(t, os.WriteFile(b.from+"/main.go", []byte("old"), 0o644))
+	must(t, os.WriteFile(b.from+"/chowned", []byte("same"), 0o644))
+	for p, owner := range map[string][2]int{"": {1000, 100}, "/web": {33, 34}, "/main.go": {1000, 1001}, "/chowned": {1000, 100}} {
+		must(t, os.Chown(b.from+p, owner[0], owner[1]))
+	}
+	b.create(t)
+	must(t, b.With(ctx, "ws", func(p string) error {
+		must(t, os.Remove(p+"/main.go"))
+		must(t, os.WriteFile(p+"/main.go", []byte("new"), 0o644))
+		must(t, os.MkdirAll(p+"/new/deep", 0o755))
+		must(t, os.WriteFile(p+"/new/deep/f", nil, 0o644))
+		must(t, os.Symlink("f", p+"/new/deep/l"))
+		must(t, os.WriteFile(p+"/web/page", nil, 0o644))
+		must(t, os.Chown(p+"/web", 0, 0))
+		must(t, os.Chown(p+"/chowned", 0, 0))
+		return os.Chown(p+"/new/deep/f", 65534, 65534)
+	}))
+	out, err := b.Apply(ctx, "ws", runtime.ApplyOptions{DryRun: true})
+	must(t, err)
+	want := map[string]string{".": "1000:100", "main.go": "1000:1001", "chowned": "1000:100", "web": "33:34", "web/page": "33:34", "new": "1000:100", "new/deep": "1000:100", "new/deep/f": "1000:100", "new/deep/l": "1000:100"}
+	for _, c := range out.Changes {
+		if c.Path == "/chowned" {
+			t.Errorf("listed, though nothing of it changes: %+v", c)
+		}
+		if c.New != nil {
+			if got := fmt.Sprintf("%d:%d", c.New.UID, c.New.GID); got != want[strings.TrimPrefix(c.Path, "/")] && c.Path != "/" {
+				t.Errorf("the dry run has %s owned by %s", c.Path, got)
+			}
+		}
+	}
+	_, err = b.Apply(ctx, "ws", runtime.ApplyOptions{})
+	must(t, err)
+	for p, want := range want {
+		var st unix.Stat_t
+		must(t, unix.Lstat(filepath.Join(b.from, p), &st))
+		if got := fmt.Sprintf("%d:%d", st.Uid, st.Gid); got != want {
+			t.Errorf("%s is owned by %s, want %s", p, got, want)
+		}
+	}
+	if data, _ := os.ReadFile(b.from + "/main.go"); string(data) != "new" {
+		t.Errorf("applied: %q", data)
+	}
+}
+
+// TestApplyPrivileged has what would give a program of the sandbox rights on the
+// host: none of it comes out unasked.
+func TestApplyPrivileged(t *testing.T) {
+	ctx := context.Background()
+	b := newBench(t, "near")
+	must(t, os.WriteFile(b.from+"/had", []byte("old"), 0o644))
+	must(t, os.Chmod(b.from+"/had", 0o755|os.ModeSetuid))
+	must(t, os.WriteFile(b.from+"/untouched", []byte("old"), 0o644))
+	must(t, os.Chmod(b.from+"/untouched", 0o755|os.ModeSetuid))
+	b.create(t)
+	capability := []byte{1, 0, 0, 2, 0x20, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+	must(t, b.With(ctx, "ws", func(p string) error {
+		for _, name := range []string{"had", "suid", "sgid", "caps", "d/in/suid"} {
+			must(t, os.MkdirAll(filepath.Dir(filepath.Join(p, name)), 0o755))
+			must(t, os.WriteFile(filepath.Join(p, name), []byte("evil"), 0o755))
+		}
+		must(t, unix.Chmod(p+"/had", 0o4755))
+		must(t, unix.Chmod(p+"/suid", 0o4755))
+		must(t, unix.Chmod(p+"/sgid", 0o2755))
+		must(t, unix.Chmod(p+"/d/in/suid", 0o4755))
+		must(t, unix.Setxattr(p+"/caps", capabilityXattr, capability, 0))
+		must(t, unix.Mknod(p+"/disk", unix.S_IFBLK|0o666, int(unix.Mkdev(8, 0))))
+		must(t, unix.Mknod(p+"/d/null", unix.S_IFCHR|0o666, int(unix.Mkdev(1, 3))))
+		return unix.Mkfifo(p+"/fifo", 0o644)
+	}))
+	old := look(t, b.from)
+	list := func(out runtime.Applied) string {
+		var s []string
+		for _, r := range out.Refused {
+			s = append(s, fmt.Sprintf("%s %v", r.Path, r.MayAllow))
+		}
+		return strings.Join(s, ", ")
+	}
+	out, err := b.Apply(ctx, "ws", runtime.ApplyOptions{DryRun: true})
+	must(t, err)
+	if got, want := list(out), "/caps true, /d/in/suid true, /d/null false, /disk false, /had true, /sgid true, /suid true"; got != want {
+		t.Errorf("refused: %s; want %s", got, want)
+	}
+	_, err = b.Apply(ctx, "ws", runtime.ApplyOptions{Force: true})
+	if !errors.Is(err, fault.ErrDenied) || !strings.Contains(err.Error(), "/disk: it is a device (block 8:0)") || !strings.Contains(err.Error(), "mode 4755") {
+		t.Errorf("apply: %v", err)
+	}
+	equalLook(t, "the original after a refused apply", old, look(t, b.from))
+	must(t, b.With(ctx, "ws", func(p string) error { return errors.Join(os.Remove(p+"/disk"), os.Remove(p+"/d/null")) }))
+	out, err = b.Apply(ctx, "ws", runtime.ApplyOptions{Allow: []string{"/suid", "caps", "/had", "/d/in/../in/suid"}, DryRun: true})
+	must(t, err)
+	if got := list(out); got != "/sgid true" {
+		t.Errorf("refused of what is named: %s", got)
+	}
+	_, err = b.Apply(ctx, "ws", runtime.ApplyOptions{Allow: []string{"/suid", "caps", "/had", "/d/in/suid", "/sgid"}})
+	must(t, err)
+	for name, want := range map[string]uint32{"suid": 0o4755, "had": 0o4755, "sgid": 0o2755, "d/in/suid": 0o4755, "caps": 0o755} {
+		var st unix.Stat_t
+		must(t, unix.Lstat(filepath.Join(b.from, name), &st))
+		if st.Mode&0o7777 != want {
+			t.Errorf("%s has mode %o, want %o", name, st.Mode&0o7777, want)
+		}
+	}
+	buf := make([]byte, 64)
+	if n, err := unix.Getxattr(b.from+"/caps", capabilityXattr, buf); err != nil || string(buf[:n]) != string(capability) {
+		t.Errorf("capabilities: %x, %v", buf[:max(n, 0)], err)
+	}
+}
+
 // TestApplyFollowsNoSymlink lets somebody exchange a directory of the original
 // for a symlink after the volume was made.
 func TestApplyFollowsNoSymlink(t *testing.T) {
@@ -367,7 +501,7 @@ func TestApplyFollowsNoSymlink(t *testing.T) {
 	must(t, b.With(ctx, "ws", func(p string) error { return os.WriteFile(p+"/d/f", []byte("changed"), 0o600) }))
 	must(t, os.RemoveAll(b.from+"/d"))
 	must(t, os.Symlink(outside, b.from+"/d"))
-	_, err := b.Apply(ctx, "ws", runtime.ApplyOptions{Force: true})
+	_, err := b.Apply(ctx, "ws", runtime.ApplyOptions{Force: true, Owners: true})
 	must(t, err)
 	if data, _ := os.ReadFile(outside + "/f"); string(data) != "outside" {
 		t.Errorf("outside of the original: %q", data)
@@ -410,7 +544,7 @@ func TestApplyUnderChange(t *testing.T) {
 	}()
 	applied := false
 	for range 20 {
-		_, err := b.Apply(ctx, "ws", runtime.ApplyOptions{Force: true})
+		_, err := b.Apply(ctx, "ws", runtime.ApplyOptions{Force: true, Owners: true})
 		if err == nil {
 			applied = true
 			break

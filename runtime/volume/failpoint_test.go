@@ -87,7 +87,7 @@ func TestApplyBroken(t *testing.T) {
 						must(t, err)
 						equalLook(t, "the original after an undo", undone(place, old), undone(place, look(t, b.from)))
 					} else {
-						_, err := b.Apply(ctx, "ws", runtime.ApplyOptions{})
+						_, err := b.Apply(ctx, "ws", runtime.ApplyOptions{Owners: true})
 						must(t, err)
 						equalLook(t, "the original after another apply", merged, look(t, b.from))
 					}
@@ -121,7 +121,7 @@ func TestUndoBroken(t *testing.T) {
 				t.Run(place+"/"+point+"/"+action, func(t *testing.T) {
 					b := newBench(t, place)
 					old, merged := b.scene(t)
-					_, err := b.Apply(ctx, "ws", runtime.ApplyOptions{})
+					_, err := b.Apply(ctx, "ws", runtime.ApplyOptions{Owners: true})
 					must(t, err)
 					_ = broken(t, b.root, "undo", point, action)
 					must(t, b.Sweep(ctx))

@@ -75,7 +75,7 @@ func play(role string) error {
 	b := Backend{v}
 	switch role {
 	case "apply":
-		_, err = b.Apply(ctx, "ws", runtime.ApplyOptions{Force: os.Getenv("VOLUME_TEST_FORCE") != ""})
+		_, err = b.Apply(ctx, "ws", runtime.ApplyOptions{Force: os.Getenv("VOLUME_TEST_FORCE") != "", Owners: true})
 	case "undo":
 		_, err = b.Apply(ctx, "ws", runtime.ApplyOptions{Undo: true})
 	case "settle":

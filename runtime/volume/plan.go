@@ -68,6 +68,7 @@ type fix struct {
 type planner struct {
 	plan
 	from, upper *root
+	gate        *gate
 	done        string // all below this path is taken care of
 	dirTimes    map[string]overlay.Time
 }
@@ -75,8 +76,8 @@ type planner struct {
 const whiteoutXattr = overlayXattr + "whiteout"
 
 // newPlan compares an upperdir with the directory below it.
-func newPlan(ctx context.Context, from, upper *root, upperPath string) (*plan, error) {
-	p := &planner{from: from, upper: upper, dirTimes: map[string]overlay.Time{}}
+func newPlan(ctx context.Context, from, upper *root, upperPath string, g *gate) (*plan, error) {
+	p := &planner{from: from, upper: upper, gate: g, dirTimes: map[string]overlay.Time{}}
 	if err := overlay.Walk(ctx, upperPath, overlay.WalkOptions{}, p.add); err != nil {
 		return nil, err
 	}
@@ -100,7 +101,10 @@ func (p *planner) add(e overlay.Entry) error {
 		p.dirTimes[e.Path] = e.Mtime
 	}
 	if p.done != "" && strings.HasPrefix(e.Path, p.done+"/") {
-		return nil
+		if white {
+			return nil
+		}
+		return p.gate.comes(e)
 	}
 	if e.Path == "." {
 		return p.merge(e)
@@ -124,6 +128,9 @@ func (p *planner) add(e overlay.Entry) error {
 		p.done = e.Path
 	}
 	if low == nil {
+		if err := p.gate.comes(e); err != nil {
+			return err
+		}
 		return p.op(opPut, e.Path, nil, false)
 	}
 	up, err := p.upper.stat(e.Path)
@@ -138,6 +145,9 @@ func (p *planner) add(e overlay.Entry) error {
 		if err != nil || same {
 			return err
 		}
+	}
+	if err := p.gate.comes(e); err != nil {
+		return err
 	}
 	return p.op(opSwap, e.Path, low, up.Mask&unix.STATX_BTIME != 0 && since(low, up.Btime))
 }
@@ -179,13 +189,17 @@ func (p *planner) merge(e overlay.Entry) error {
 	if err != nil {
 		return err
 	}
-	p.Dirs = append(p.Dirs, dirOp{Path: []byte(e.Path), Old: old, New: attrsOfEntry(e)})
+	to := attrsOfEntry(e)
+	if !p.gate.owners {
+		to.UID, to.GID = old.UID, old.GID
+	}
+	p.Dirs = append(p.Dirs, dirOp{Path: []byte(e.Path), Old: old, New: to})
 	return nil
 }
 
 // same tells whether a file that was copied up has not been changed after all.
 func (p *planner) same(e overlay.Entry, up, low *unix.Statx_t) (bool, error) {
-	if up.Nlink != 1 || low.Nlink != 1 || up.Mode != low.Mode || up.Uid != low.Uid || up.Gid != low.Gid || up.Size != low.Size ||
+	if up.Nlink != 1 || low.Nlink != 1 || up.Mode != low.Mode || p.gate.owners && (up.Uid != low.Uid || up.Gid != low.Gid) || up.Size != low.Size ||
 		up.Mtime.Sec != low.Mtime.Sec || up.Mtime.Nsec != low.Mtime.Nsec || up.Rdev_major != low.Rdev_major || up.Rdev_minor != low.Rdev_minor {
 		return false, nil
 	}
