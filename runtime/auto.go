@@ -16,6 +16,8 @@ import (
 const (
 	TriggerExec     = policy.TriggerExec
 	TriggerInterval = policy.TriggerInterval
+	TriggerTool     = "tool" // of agents: by itself, before a call that may change something
+	TriggerMCP      = "mcp"  // of agents: the checkpoint tool
 )
 
 // opInterval is what a checkpoint at an interval holds the sandbox's lock for.

@@ -190,7 +190,7 @@ func kept(s Spec) (r retention, err error) {
 		return r, err
 	}
 	e, err := every(s)
-	return retention{p.Rules.Keeping(), p.Name, e.Triggers()}, err
+	return retention{p.Rules.Keeping(), p.Name, append(e.Triggers(), TriggerTool, TriggerMCP)}, err
 }
 
 // any says whether there is anything that could remove a checkpoint.
@@ -198,10 +198,10 @@ func (r retention) any() bool {
 	return r.All != (policy.Retention{}) || r.Automatic != (policy.Retention{}) && len(r.automatic) > 0
 }
 
-// covers says whether a checkpoint is one of those that were taken without being
-// asked for. What was given a name, or came from elsewhere, somebody wants.
+// covers reports whether a checkpoint is one of those that were taken without being
+// asked for, or by an agent. What a user gave a name, or came from elsewhere, stays.
 func (r retention) covers(c store.Checkpoint) bool {
-	return slices.Contains(r.automatic, c.Trigger) && c.Name == "" && !c.Pulled
+	return slices.Contains(r.automatic, c.Trigger) && (c.Name == "" || c.Trigger == TriggerMCP) && !c.Pulled
 }
 
 // keepByPolicy removes the checkpoints of one sandbox, or of each, that the

@@ -390,6 +390,36 @@ func TestMCPBounds(t *testing.T) {
 	a.refuses(`1 to 3600`, "run_command", args{"command": "true", "timeout": 100000})
 }
 
+// An agent's checkpoints are bounded, those of earlier sessions among them, and no
+// others go for them.
+func TestMCPCheckpointsAreBounded(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	b.start("c", "busybox", "sleep", "1000")
+	own := b.checkpoint("c", "--files-only")
+	names := func() (list []string) {
+		for _, c := range b.checkpoints() {
+			list = append(list, c.Name)
+		}
+		slices.Reverse(list)
+		return list
+	}
+	a := b.agent("c", "--max-checkpoints", "3")
+	for _, name := range []string{"one", "two", "three"} {
+		a.does("checkpoint ", "checkpoint", args{"name": name, "files_only": true})
+	}
+	b.ok("checkpoint", "pin", "one")
+	a = b.agent("c", "--max-checkpoints", "2")
+	a.does("the 2 oldest checkpoints were removed", "checkpoint", args{"name": "four", "files_only": true})
+	equal(b, "what is left", strings.Join(names(), " "), " one four")
+	a.does("the 1 oldest", "checkpoint", args{"name": "five", "files_only": true})
+	equal(b, "what is left", strings.Join(names(), " "), " one five")
+	a = b.agent("c", "--max-checkpoint-bytes", "1", "--checkpoint-every", "tool")
+	a.does("", "run_command", args{"command": "true"})
+	equal(b, "what is left", strings.Join(names(), " "), " one ")
+	b.ok("checkpoint", "inspect", own)
+}
+
 // A hostile process inside swaps a directory for links that lead out of the
 // working directory, and out of the sandbox, as fast as it can.
 func TestMCPRace(t *testing.T) {

@@ -38,6 +38,8 @@ type mcpOptions struct {
 	AllowCreate  bool
 	Images       []string
 	MaxSandboxes int
+	MaxKept      int
+	MaxBytes     string
 	Keep         bool
 	create       createOptions // of which flags set a few
 }
@@ -60,6 +62,8 @@ func (o *mcpOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVar(&o.AllowCreate, "allow-create", false, "let the agent make sandboxes")
 	fl.Var(list(&o.Images), "image", "`IMAGE` that it may make them of, the first being the default; none: all")
 	fl.IntVar(&o.MaxSandboxes, "max-sandboxes", 8, "sandboxes and forks that it may have at a time")
+	fl.IntVar(&o.MaxKept, "max-checkpoints", 100, "keep this `NUMBER` of checkpoints that agents took of each sandbox; the oldest go")
+	fl.StringVar(&o.MaxBytes, "max-checkpoint-bytes", "20g", "keep as many of them as take this `SIZE`")
 	fl.BoolVar(&o.Keep, "keep", false, "keep the sandboxes and forks that it made when the session ends")
 	fl.StringVarP(&o.create.Memory, "memory", "m", "", "memory limit `SIZE` of those it makes")
 	fl.StringVar(&o.create.CPUs, "cpus", "", "limit to this `NUMBER` of cores of those it makes")
@@ -75,7 +79,11 @@ func (o *mcpOptions) addFlags(fl *pflag.FlagSet) {
 func (o *mcpOptions) parse(args []string) (mcp.Options, error) {
 	opts := mcp.Options{
 		ReadOnly: o.ReadOnly, NoRestore: o.NoRestore, CheckpointEvery: o.Every == everyTool, WholeSandbox: o.WholeSandbox,
-		Keep: o.Keep, MaxSandboxes: o.MaxSandboxes, Version: version,
+		Keep: o.Keep, MaxSandboxes: o.MaxSandboxes, MaxCheckpoints: o.MaxKept, Version: version,
+	}
+	var err error
+	if opts.MaxCheckpointBytes, err = parseSize("--max-checkpoint-bytes", o.MaxBytes); err != nil {
+		return opts, err
 	}
 	switch {
 	case len(args) == 1:
@@ -90,6 +98,10 @@ func (o *mcpOptions) parse(args []string) (mcp.Options, error) {
 		return opts, usageErrorf("--image needs --allow-create")
 	case o.MaxSandboxes < 1 || o.MaxSandboxes > maxForks:
 		return opts, usageErrorf("--max-sandboxes %d: must be from 1 to %d", o.MaxSandboxes, maxForks)
+	case o.MaxKept < 1:
+		return opts, usageErrorf("--max-checkpoints %d: must be 1 or more", o.MaxKept)
+	case opts.MaxCheckpointBytes < 1:
+		return opts, usageErrorf("--max-checkpoint-bytes %s: must be 1 or more", o.MaxBytes)
 	case o.Listen == "" && (o.TokenFile != "" || o.NoToken || o.AllowRemote || len(o.Origins) > 0):
 		return opts, usageErrorf("--token-file, --no-token, --allow-remote and --allow-origin need --listen")
 	case o.TokenFile != "" && o.NoToken:

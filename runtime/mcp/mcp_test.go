@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
 )
 
@@ -183,6 +184,37 @@ func TestOwner(t *testing.T) {
 	} {
 		if ownerAlive(owner) != alive {
 			t.Errorf("%s: alive is %v", owner, !alive)
+		}
+	}
+}
+
+func TestSurplus(t *testing.T) {
+	list := func(n int, bytes, added int64) (all []runtime.Checkpoint) {
+		for i := range n {
+			all = append(all, runtime.Checkpoint{ID: fmt.Sprint(i), Bytes: bytes, Added: added})
+		}
+		return all
+	}
+	pinned := list(4, 10, 1)
+	pinned[0].Pinned, pinned[1].Tags, pinned[2].Lease = true, []string{"good"}, "l"
+	for name, c := range map[string]struct {
+		all   []runtime.Checkpoint
+		most  int
+		bytes int64
+		want  string
+	}{
+		"within":       {list(3, 10, 1), 3, 12, ""},
+		"too many":     {list(5, 10, 1), 3, 100, "0 1"},
+		"too large":    {list(5, 10, 5), 9, 20, "0 1"},
+		"all but one":  {list(5, 10, 5), 9, 1, "0 1 2 3"},
+		"none to take": {pinned, 1, 1, ""},
+	} {
+		var got []string
+		for _, o := range surplus(c.all, c.all[len(c.all)-1].ID, c.most, c.bytes) {
+			got = append(got, o.ID)
+		}
+		if s := strings.Join(got, " "); s != c.want {
+			t.Errorf("%s: %q go, want %q", name, s, c.want)
 		}
 	}
 }

@@ -25,8 +25,12 @@ type Options struct {
 	WholeSandbox    bool // file tools may leave the working directory
 	Keep            bool // what the session made stays when it ends
 	MaxSandboxes    int  // that the session may have made at a time; 0: 8
-	Version         string
-	Log             *slog.Logger // nil: none
+	// MaxCheckpoints and MaxCheckpointBytes bound what agents have taken of each
+	// sandbox; the oldest go. 0: 100, and 20 GiB.
+	MaxCheckpoints     int
+	MaxCheckpointBytes int64
+	Version            string
+	Log                *slog.Logger // nil: none
 }
 
 // CreateOptions let the agent make sandboxes.
@@ -63,6 +67,8 @@ func New(ctx context.Context, svc runtime.Local, opts Options) (*Server, error) 
 		opts.Log = slog.New(slog.DiscardHandler)
 	}
 	opts.MaxSandboxes = cmp.Or(opts.MaxSandboxes, 8)
+	opts.MaxCheckpoints = cmp.Or(opts.MaxCheckpoints, 100)
+	opts.MaxCheckpointBytes = cmp.Or(opts.MaxCheckpointBytes, 20<<30)
 	s := &Server{opts: opts, svc: svc, log: opts.Log, owner: ownerNow()}
 	s.jobs.init()
 	attempt := 0

@@ -125,18 +125,15 @@ func (s *Server) before(ctx context.Context, b *box, tool string) error {
 	}
 	b.files.Lock()
 	defer b.files.Unlock()
-	_, err := s.svc.Checkpoint(ctx, b.id, runtime.CheckpointOptions{Trigger: TriggerTool, Labels: map[string]string{"tool": tool}})
+	c, err := s.svc.Checkpoint(ctx, b.id, runtime.CheckpointOptions{Trigger: runtime.TriggerTool, Labels: map[string]string{"tool": tool}})
+	if err == nil {
+		_, err = s.makeRoom(ctx, b, c.ID)
+	}
 	if err != nil {
 		return fmt.Errorf("the checkpoint before it failed, so that nothing was done: %w", err)
 	}
 	return nil
 }
-
-// Triggers of the checkpoints that the server takes.
-const (
-	TriggerTool = "tool" // by itself, before a call that may change something
-	TriggerMCP  = "mcp"  // the checkpoint tool
-)
 
 // cutText is the beginning of s, at most so many bytes, whole characters.
 func cutText(s string, most int) string {

@@ -45,11 +45,15 @@ type checkpointArgs struct {
 func (s *Server) checkpoint(ctx context.Context, b *box, in checkpointArgs) (reply, error) {
 	b.files.Lock()
 	defer b.files.Unlock()
-	c, err := s.svc.Checkpoint(ctx, b.id, runtime.CheckpointOptions{Name: in.Name, FilesOnly: in.FilesOnly, Trigger: TriggerMCP})
+	c, err := s.svc.Checkpoint(ctx, b.id, runtime.CheckpointOptions{Name: in.Name, FilesOnly: in.FilesOnly, Trigger: runtime.TriggerMCP})
 	if err != nil {
 		return reply{}, err
 	}
-	return reply{text: "checkpoint " + describeCheckpoint(c), note: warnings(c.Warnings)}, nil
+	note, err := s.makeRoom(ctx, b, c.ID)
+	if err != nil {
+		return reply{}, fmt.Errorf("checkpoint %s is taken, but older ones that have to go for it could not be removed: %w", c.ID, err)
+	}
+	return reply{text: "checkpoint " + describeCheckpoint(c), note: strings.TrimSpace(warnings(c.Warnings) + " " + note)}, nil
 }
 
 func describeCheckpoint(c runtime.Checkpoint) string {
