@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"io"
@@ -12,6 +13,7 @@ import (
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
+	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/runtime"
 )
@@ -125,7 +127,8 @@ func publish(file string, write func(io.Writer) error) error {
 		return errors.Join(write(f), f.Close())
 	}
 	dir := filepath.Dir(file)
-	f, err := os.CreateTemp(dir, "."+filepath.Base(file)+".tmp-*")
+	temp := filepath.Join(dir, "."+filepath.Base(file)+".tmp-"+strings.ToLower(rand.Text()))
+	f, nameless, err := unnamed(dir, temp)
 	if err != nil {
 		return notThere(err)
 	}
@@ -133,20 +136,40 @@ func publish(file string, write func(io.Writer) error) error {
 	if err == nil {
 		err = f.Sync()
 	}
+	if err == nil && nameless {
+		err = unix.Linkat(unix.AT_FDCWD, fmt.Sprintf("/proc/self/fd/%d", f.Fd()), unix.AT_FDCWD, temp, unix.AT_SYMLINK_FOLLOW)
+		nameless = err != nil
+	}
 	if e := f.Close(); err == nil {
 		err = e
 	}
 	if err == nil {
-		err = os.Rename(f.Name(), file)
+		err = os.Rename(temp, file)
 	}
 	if err != nil {
-		return errors.Join(err, os.Remove(f.Name()))
+		if !nameless {
+			err = errors.Join(err, os.Remove(temp))
+		}
+		return err
 	}
 	d, err := os.Open(dir)
 	if err != nil {
 		return err
 	}
 	return errors.Join(d.Sync(), d.Close())
+}
+
+// unnamed makes a file in a directory that goes with the process, however that
+// ends. Where the filesystem has no such thing it is named temp.
+func unnamed(dir, temp string) (f *os.File, nameless bool, err error) {
+	if f, err = os.OpenFile(dir, os.O_WRONLY|unix.O_TMPFILE, 0o600); err == nil {
+		return f, true, nil
+	}
+	if !errors.Is(err, unix.EOPNOTSUPP) && !errors.Is(err, unix.EISDIR) && !errors.Is(err, unix.EINVAL) {
+		return nil, false, err
+	}
+	f, err = os.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	return f, false, err
 }
 
 // notThere gives a missing file of the host the exit code of what is missing.
