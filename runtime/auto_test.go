@@ -205,18 +205,31 @@ func TestAutomaticRules(t *testing.T) {
 		{"exec", older, 3, 105},
 		{"exec", under("checkpoints: {every: 5m}"), 3, 101}, // the last 100, and the oldest
 		{"1h", nil, 3, 105},                                 // the trigger is somebody else's
+		{"", under("checkpoints: {automatic: {keep_last: 2}}"), 3, 2},
 	} {
 		sb := r.automatic(t, fmt.Sprint("s", i), c.every, c.p)
 		noon := time.Now().Truncate(time.Hour).Add(-48 * time.Hour)
 		for n := range 104 {
-			ck := r.take(t, sb.ID, runtime.CheckpointOptions{})
-			rows.taken(ck.ID, runtime.TriggerExec, noon.Add(time.Duration(n)*time.Second))
+			trigger := runtime.TriggerExec
+			if c.every == "" {
+				trigger = []string{runtime.TriggerMCP, runtime.TriggerTool}[n%2]
+			}
+			opts := runtime.CheckpointOptions{}
+			if trigger == runtime.TriggerMCP { // a name that an agent gives keeps nothing
+				opts.Name = fmt.Sprint("s", i, "-", n)
+			}
+			ck := r.take(t, sb.ID, opts)
+			rows.taken(ck.ID, trigger, noon.Add(time.Duration(n)*time.Second))
 		}
 		var manual []string
 		for range 3 {
 			manual = append(manual, r.take(t, sb.ID, runtime.CheckpointOptions{}).ID)
 		}
-		r.take(t, sb.ID, runtime.CheckpointOptions{Trigger: runtime.TriggerExec, Automatic: true})
+		last := runtime.CheckpointOptions{Trigger: runtime.TriggerExec, Automatic: true}
+		if c.every == "" {
+			last.Trigger = runtime.TriggerMCP
+		}
+		r.take(t, sb.ID, last)
 		got := [2]int{}
 		for _, id := range r.left(t, sb.ID, nil) {
 			if slices.Contains(manual, id) {

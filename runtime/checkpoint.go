@@ -49,6 +49,20 @@ func (e *Engine) Checkpoint(ctx context.Context, ref string, opts CheckpointOpti
 	if opts.Trigger == TriggerInterval {
 		verb = opInterval
 	}
+	if opts.Trigger != "" && !opts.Automatic {
+		// Before it waits for one of those checkpoints to end.
+		sb, err := e.find(ctx, ref)
+		if err != nil {
+			return Checkpoint{}, err
+		}
+		s, err := spec(sb)
+		if err == nil {
+			err = ownTrigger(s, opts)
+		}
+		if err != nil {
+			return Checkpoint{}, err
+		}
+	}
 	sb, err := e.acquire(ctx, ref, verb, lockWait)
 	if err != nil {
 		return Checkpoint{}, err
@@ -67,9 +81,6 @@ func (e *Engine) Checkpoint(ctx context.Context, ref string, opts CheckpointOpti
 	}
 	s, err := spec(sb.Sandbox)
 	if err != nil {
-		return Checkpoint{}, err
-	}
-	if err := ownTrigger(s, opts); err != nil {
 		return Checkpoint{}, err
 	}
 	if opts.Attach, err = e.attachable(s, opts.Attach); err != nil {

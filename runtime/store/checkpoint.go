@@ -52,7 +52,7 @@ type Filter struct {
 	All       bool              // pending and failed ones too
 	Labels    map[string]string // each must be there with this value
 	Trigger   string
-	// Automatic leaves those only that the triggers exec and interval have taken.
+	// Automatic leaves those only that are taken without being asked for, or by agents.
 	Automatic bool
 }
 
@@ -110,7 +110,7 @@ func (s *Store) Checkpoints(ctx context.Context, f Filter) ([]Checkpoint, error)
 		where, args = append(where, "sandbox_id = ?"), append(args, f.SandboxID)
 	}
 	if f.Automatic {
-		where = append(where, "trigger_name IN ('exec', 'interval')") // as the index on them has it
+		where = append(where, "trigger_name IN ('exec', 'interval', 'tool', 'mcp')") // as the index on them has it
 	}
 	if f.Trigger != "" {
 		where, args = append(where, "trigger_name = ?"), append(args, f.Trigger)

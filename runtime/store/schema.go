@@ -137,6 +137,9 @@ var migrations = []string{
 	`CREATE INDEX checkpoint_automatic ON checkpoints (sandbox_id) WHERE trigger_name IN ('exec', 'interval');`,
 	// Which process has created a sandbox to start it next; empty: none.
 	`ALTER TABLE sandboxes ADD COLUMN starter TEXT NOT NULL DEFAULT '';`,
+	// Those that agents take are counted as well.
+	`DROP INDEX checkpoint_automatic;
+	CREATE INDEX checkpoint_automatic ON checkpoints (sandbox_id) WHERE trigger_name IN ('exec', 'interval', 'tool', 'mcp');`,
 }
 
 func (s *Store) migrate(ctx context.Context) error {
