@@ -16,7 +16,7 @@ export GOFLAGS += -buildvcs=false
 # A shell that was open before Go was installed does not have it on its PATH.
 export PATH := $(PATH):/usr/local/go/bin:/usr/local/sbin:/usr/sbin:/sbin
 
-.PHONY: all build install deps test-deps demo test test-long test-race soak test-vm test-fresh test-deb lint vulncheck bench man deb clean
+.PHONY: all build install deps test-deps demo test test-long test-race soak test-vm test-fresh test-deb lint fuzz vulncheck bench man deb clean
 
 all: build
 
@@ -84,6 +84,11 @@ lint: test-deps
 	$(GO) vet -tags failpoint ./...
 	GOARCH=arm64 $(GO) vet ./...
 	$(GO) run honnef.co/go/tools/cmd/staticcheck@v0.8.2 -tags failpoint ./...
+
+# Every parser of what others wrote, one after the other.
+#   make fuzz FUZZTIME=10m FUZZ=FuzzManifest
+fuzz: test-deps
+	FUZZTIME=$(or $(FUZZTIME),90s) scripts/fuzz.sh '$(FUZZ)'
 
 # Of what is really called. It needs the database of the Go project, and says so when that is out of reach.
 vulncheck: deps
