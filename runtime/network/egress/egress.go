@@ -453,22 +453,37 @@ func (s *Server) take(c net.Conn, serve func(context.Context, *box, *flow)) {
 		s.complain("where a connection was for", "sandbox", b.id, "error", err)
 		return
 	}
-	select {
-	case s.total <- struct{}{}:
-		defer func() { <-s.total }()
-	default:
-		s.deny(b, Event{Protocol: "tcp", Address: addrPort(f.to), Reason: "all sandboxes together have too many connections"})
+	done, refused := s.admit(b, f)
+	if refused != "" {
+		s.deny(b, Event{Protocol: "tcp", Address: addrPort(f.to), Reason: refused})
 		return
 	}
-	if !b.begin(f, s.each) {
-		s.deny(b, Event{Protocol: "tcp", Address: addrPort(f.to), Reason: fmt.Sprintf("the sandbox has %d connections, which is the limit", s.each)})
-		return
-	}
-	defer b.end(f)
+	defer done()
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	defer s.survive(b)
 	serve(ctx, b, f)
+}
+
+// admit counts a connection until done is called, or says why it is one too many.
+// Half of all are for whoever comes first; of the others each sandbox has its share.
+func (s *Server) admit(b *box, f *flow) (done func(), refused string) {
+	limit, half := s.each, cap(s.total)/2
+	if len(s.total) >= half {
+		s.mu.Lock()
+		limit = min(limit, max(half/max(len(s.boxes), 1), 1))
+		s.mu.Unlock()
+	}
+	select {
+	case s.total <- struct{}{}:
+	default:
+		return nil, "all sandboxes together have too many connections"
+	}
+	if !b.begin(f, limit) {
+		<-s.total
+		return nil, fmt.Sprintf("the sandbox has %d connections, which is its limit now", limit)
+	}
+	return func() { b.end(f); <-s.total }, ""
 }
 
 // survive keeps what one sandbox sent from ending the others' connections.

@@ -395,6 +395,47 @@ func TestServerSpeaksHTTP(t *testing.T) {
 	}
 }
 
+// However many sandboxes take all the connections that they can get, one more gets some.
+func TestConnectionsAreShared(t *testing.T) {
+	const all, each = 400, 100
+	for hogs := range 40 {
+		s := New(Options{Events: t.TempDir()})
+		s.total, s.each = make(chan struct{}, all), each
+		open := func(b *box) (n int) {
+			for {
+				if _, refused := s.admit(b, &flow{}); refused != "" {
+					return n
+				}
+				n++
+			}
+		}
+		var boxes []*box
+		for i := range hogs + 1 {
+			b := newBox(s.events, fmt.Sprint(i))
+			boxes = append(boxes, b)
+			s.boxes[netip.AddrFrom4([4]byte{10, 0, 0, byte(i)})] = b
+		}
+		for _, b := range boxes[:hogs] {
+			if n := open(b); n > each {
+				t.Errorf("a sandbox has %d connections", n)
+			}
+		}
+		if n, least := open(boxes[hogs]), all/2/(hogs+1); n < min(least, each) {
+			t.Errorf("behind %d hogs there are %d connections, want %d", hogs, n, least)
+		}
+	}
+	s := New(Options{Events: t.TempDir()})
+	s.total, s.each = make(chan struct{}, 2), 1
+	b := newBox(s.events, "a")
+	for range 5 {
+		done, refused := s.admit(b, &flow{})
+		if refused != "" {
+			t.Fatal(refused)
+		}
+		done()
+	}
+}
+
 func TestCleanHost(t *testing.T) {
 	for host, want := range map[string]string{
 		"a.example": "a.example 0", "A.Example.:8080": "a.example 8080", "a.example:": " 0", "a.example:0": " 0", "192.0.2.1": " 0", "192.0.2.1:80": " 0",
