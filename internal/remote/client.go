@@ -71,6 +71,7 @@ type Client struct {
 // Transport makes connections and heeds HTTPS_PROXY.
 func Transport() *http.Transport {
 	t := remote.DefaultTransport.(*http.Transport).Clone()
+	t.DialContext = dial
 	t.ResponseHeaderTimeout = 5 * time.Minute // some registries copy a blob before they answer
 	t.MaxResponseHeaderBytes = 1 << 20
 	return t

@@ -7,8 +7,11 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
+	"syscall"
+	"time"
 
 	"github.com/agentbox/agentbox/internal/fault"
 )
@@ -46,7 +49,10 @@ func (g *guard) RoundTrip(req *http.Request) (*http.Response, error) {
 	var err error
 	if host != g.home {
 		rt, plain = g.elsewhere(req.URL.Host)
-		err = g.reachable(req, host)
+		var held *http.Request
+		if held, err = g.reachable(req, host); err == nil {
+			req = held
+		}
 	}
 	if err == nil && req.URL.Scheme != "https" && !plain && !loopback(host) {
 		err = errPlain
@@ -81,13 +87,40 @@ func loopback(host string) bool {
 	return host == "localhost" || err == nil && ip.Unmap().IsLoopback()
 }
 
-// reachable refuses hosts that are nearer to us than the registry is.
-func (g *guard) reachable(req *http.Request, host string) error {
-	d := g.distance(req, host, true)
-	if d == public || d < linkLocal && d <= g.distance(req, g.home, false) {
-		return nil
+// reachable refuses hosts that are nearer to us than the registry is. The request it
+// returns holds the connection to that, too: a name may lead elsewhere by then.
+func (g *guard) reachable(req *http.Request, host string) (*http.Request, error) {
+	most := min(max(g.distance(req, g.home, false), public), here)
+	if g.distance(req, host, true) > most {
+		return nil, errSentTo(host)
 	}
+	return req.WithContext(context.WithValue(req.Context(), bound{}, bound{host, most})), nil
+}
+
+func errSentTo(host string) error {
 	return fmt.Errorf("the registry sends us to %s: %w", host, fault.ErrDenied)
+}
+
+// bound is how near the addresses of a host may be. A context has it under bound{}.
+type bound struct {
+	host string
+	most distance
+}
+
+// dial connects, and holds the address to the bound of the context.
+func dial(ctx context.Context, network, addr string) (net.Conn, error) {
+	d := &net.Dialer{Timeout: 30 * time.Second, KeepAlive: 30 * time.Second}
+	host, _, err := net.SplitHostPort(addr)
+	if b, ok := ctx.Value(bound{}).(bound); ok && err == nil && host == b.host { // else it is a proxy's
+		d.ControlContext = func(_ context.Context, _, address string, _ syscall.RawConn) error {
+			to, err := netip.ParseAddrPort(address)
+			if err == nil && distanceOf(to.Addr()) > b.most {
+				err = errSentTo(host)
+			}
+			return err
+		}
+	}
+	return d.DialContext(ctx, network, addr)
 }
 
 // distance is how near a host is.
@@ -141,14 +174,35 @@ func addresses(req *http.Request, host string) []netip.Addr {
 }
 
 func distanceOf(ip netip.Addr) distance {
-	ip = ip.Unmap()
+	ip = within(ip)
 	switch {
 	case ip.IsLoopback():
 		return here
-	case ip.IsLinkLocalUnicast(), ip.IsUnspecified(), ip.IsMulticast():
+	case ip.IsLinkLocalUnicast(), ip.IsUnspecified(), ip.IsMulticast(), slices.Contains(metadata, ip):
 		return linkLocal
-	case ip.IsPrivate():
+	case ip.IsPrivate(), shared.Contains(ip):
 		return private
 	}
 	return public
+}
+
+var (
+	// metadata are addresses of clouds' metadata that are not link-local.
+	metadata = []netip.Addr{netip.MustParseAddr("100.100.100.200"), netip.MustParseAddr("168.63.129.16"), netip.MustParseAddr("192.0.0.192"), netip.MustParseAddr("fd00:ec2::254")}
+	// shared are the addresses behind providers' NAT.
+	shared = netip.MustParsePrefix("100.64.0.0/10")
+	nat64  = netip.MustParsePrefix("64:ff9b::/96")
+	sixTo4 = netip.MustParsePrefix("2002::/16")
+)
+
+// within is the IPv4 address that an IPv6 one stands for.
+func within(ip netip.Addr) netip.Addr {
+	b := ip.As16()
+	switch {
+	case nat64.Contains(ip):
+		return netip.AddrFrom4([4]byte(b[12:]))
+	case sixTo4.Contains(ip):
+		return netip.AddrFrom4([4]byte(b[2:6]))
+	}
+	return ip.Unmap()
 }
