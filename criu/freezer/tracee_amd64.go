@@ -113,29 +113,35 @@ func (t *Tracee) ID() int { return t.tid }
 
 // enter blocks all signals of the thread, and has its seccomp filters stand aside.
 func (t *Tracee) enter() error {
-	if t.touched {
-		return nil
-	}
-	if err := ptrace(ptraceGetSigmask, t.tid, 8, unsafe.Pointer(&t.mask)); err != nil {
-		return err
+	if !t.touched {
+		if err := ptrace(ptraceGetSigmask, t.tid, 8, unsafe.Pointer(&t.mask)); err != nil {
+			return err
+		}
+		err := unix.PtraceSetOptions(t.tid, unix.PTRACE_O_TRACESYSGOOD|optionSuspendSeccomp)
+		if errors.Is(err, unix.EPERM) || errors.Is(err, unix.EINVAL) {
+			err = unix.PtraceSetOptions(t.tid, unix.PTRACE_O_TRACESYSGOOD)
+		}
+		if err != nil {
+			return err
+		}
+		t.touched = true
 	}
 	all := ^uint64(0)
-	if err := ptrace(ptraceSetSigmask, t.tid, 8, unsafe.Pointer(&all)); err != nil {
-		return err
-	}
-	t.touched = true
-	err := unix.PtraceSetOptions(t.tid, unix.PTRACE_O_TRACESYSGOOD|optionSuspendSeccomp)
-	if errors.Is(err, unix.EPERM) || errors.Is(err, unix.EINVAL) {
-		err = unix.PtraceSetOptions(t.tid, unix.PTRACE_O_TRACESYSGOOD)
-	}
-	return err
+	return ptrace(ptraceSetSigmask, t.tid, 8, unsafe.Pointer(&all))
+}
+
+// back gives the thread its own registers and signals again. The kernel lets it go on with
+// those if its tracer dies.
+func (t *Tracee) back() error {
+	return errors.Join(unix.PtraceSetRegs(t.tid, &t.saved), ptrace(ptraceSetSigmask, t.tid, 8, unsafe.Pointer(&t.mask)))
 }
 
 // Call has the thread make a system call.
-func (t *Tracee) Call(nr uintptr, args ...uint64) (uint64, error) {
+func (t *Tracee) Call(nr uintptr, args ...uint64) (result uint64, err error) {
 	if err := t.enter(); err != nil {
 		return 0, err
 	}
+	defer func() { err = errors.Join(err, t.back()) }()
 	var a [6]uint64
 	copy(a[:], args)
 	regs := t.saved
@@ -155,8 +161,8 @@ func (t *Tracee) Call(nr uintptr, args ...uint64) (uint64, error) {
 	if err := unix.PtraceGetRegs(t.tid, &regs); err != nil {
 		return 0, err
 	}
-	if result := int64(regs.Rax); result < 0 && result > -4096 {
-		return 0, unix.Errno(-result)
+	if n := int64(regs.Rax); n < 0 && n > -4096 {
+		return 0, unix.Errno(-n)
 	}
 	return regs.Rax, nil
 }
@@ -197,6 +203,13 @@ func (t *Tracee) Page(data []byte) (uint64, error) {
 	return t.page, err
 }
 
+// Peek reads from the thread's memory.
+func (t *Tracee) Peek(at uint64, size int) ([]byte, error) {
+	data := make([]byte, size)
+	_, err := unix.PtracePeekData(t.tid, uintptr(at), data)
+	return data, err
+}
+
 // wait waits for the thread's next stop.
 func (t *Tracee) wait() (status unix.WaitStatus, err error) {
 	for begun := time.Now(); ; {
@@ -228,7 +241,7 @@ func (t *Tracee) leave() error {
 		_, err := t.Call(unix.SYS_MUNMAP, t.page, pageSize)
 		errs = append(errs, err)
 	}
-	errs = append(errs, unix.PtraceInterrupt(t.tid), unix.PtraceCont(t.tid, 0))
+	errs = append(errs, t.enter(), unix.PtraceInterrupt(t.tid), unix.PtraceCont(t.tid, 0))
 	for range 3 {
 		status, err := t.wait()
 		if err != nil || int(status)>>16 == unix.PTRACE_EVENT_STOP {
@@ -245,6 +258,5 @@ func (t *Tracee) leave() error {
 	if t.stop {
 		errs = append(errs, unix.Kill(t.tid, unix.SIGSTOP))
 	}
-	errs = append(errs, unix.PtraceSetRegs(t.tid, &t.saved), ptrace(ptraceSetSigmask, t.tid, 8, unsafe.Pointer(&t.mask)))
-	return errors.Join(errs...)
+	return errors.Join(append(errs, t.back())...)
 }

@@ -23,4 +23,7 @@ func (t *Tracee) Call(uintptr, ...uint64) (uint64, error) { return 0, errInject 
 // Page returns the address of a page of memory for arguments, which begins with data.
 func (t *Tracee) Page([]byte) (uint64, error) { return 0, errInject }
 
+// Peek reads from the thread's memory.
+func (t *Tracee) Peek(uint64, int) ([]byte, error) { return nil, errInject }
+
 func (t *Tracee) leave() error { return nil }

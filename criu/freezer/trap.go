@@ -6,6 +6,7 @@ import (
 	"fmt"
 	goruntime "runtime"
 	"runtime/debug"
+	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -103,6 +104,18 @@ func (c Container) trap(threads []int, fn func(tid int) error) error {
 
 // trapV1 stops all threads and calls fn for those wanted.
 func (c Container) trapV1(ctx context.Context, all, wanted []int, fn func(tid int) error) (err error) {
+	return c.stopAll(ctx, all, wanted, func(held []int) error {
+		for _, tid := range held {
+			if e := fn(tid); e != nil && !gone(tid) {
+				return fmt.Errorf("thread %d: %w", tid, e)
+			}
+		}
+		return nil
+	})
+}
+
+// stopAll stops all threads, by their tracer instead of the freezer, while fn is called with those wanted.
+func (c Container) stopAll(ctx context.Context, all, wanted []int, fn func(held []int) error) (err error) {
 	var held []int
 	for _, tid := range all {
 		ok, err := seize(tid)
@@ -124,12 +137,8 @@ func (c Container) trapV1(ctx context.Context, all, wanted []int, fn func(tid in
 		}
 		stopped[tid] = ok
 	}
-	for _, tid := range wanted {
-		if err == nil && stopped[tid] {
-			if e := fn(tid); e != nil && !gone(tid) {
-				err = fmt.Errorf("thread %d: %w", tid, e)
-			}
-		}
+	if err == nil {
+		err = fn(slices.DeleteFunc(slices.Clone(wanted), func(tid int) bool { return !stopped[tid] }))
 	}
 	// Before anything is let go: it goes from one into the other.
 	err = errors.Join(err, c.set(true))
