@@ -129,24 +129,36 @@ func (c Container) stopAll(ctx context.Context, all, wanted []int, fn func(held 
 	if err := c.set(false); err != nil {
 		return err
 	}
-	stopped := map[int]bool{}
+	stopped, halted := map[int]bool{}, map[int]bool{}
 	for _, tid := range held {
-		var ok bool
-		if ok, err = stops(tid); err != nil {
+		ok, status, e := stopsBy(tid)
+		if err = e; err != nil {
 			break
 		}
-		stopped[tid] = ok
+		stopped[tid], halted[tid] = ok, ok && status.StopSignal() != unix.SIGTRAP
 	}
 	if err == nil {
 		err = fn(slices.DeleteFunc(slices.Clone(wanted), func(tid int) bool { return !stopped[tid] }))
 	}
-	// Before anything is let go: it goes from one into the other.
+	detach := func(tid int) {
+		if e := unix.PtraceDetach(tid); e != nil && !gone(tid) {
+			err = errors.Join(err, fmt.Errorf("thread %d: %w", tid, e))
+		}
+	}
+	// What a signal has stopped goes back into that stop, in which it is frozen as it was.
+	for tid, is := range halted {
+		if is {
+			detach(tid)
+			for begun := time.Now(); !Stopped(tid) && !gone(tid) && time.Since(begun) < outLimit; {
+				time.Sleep(50 * time.Microsecond)
+			}
+		}
+	}
+	// Before anything else is let go: it goes from one into the other.
 	err = errors.Join(err, c.set(true))
 	for tid, is := range stopped {
-		if is {
-			if e := unix.PtraceDetach(tid); e != nil && !gone(tid) {
-				err = errors.Join(err, fmt.Errorf("thread %d: %w", tid, e))
-			}
+		if is && !halted[tid] {
+			detach(tid)
 		}
 	}
 	return errors.Join(err, c.refreeze(ctx))
