@@ -50,6 +50,8 @@ type DumpResult struct {
 	// EINTR from calls that nothing but the dump has interrupted.
 	Interrupted error
 	Warnings    []string // what a restore will not bring back
+	// Lost is what the container, which lives on, has lost by the dump. It is set on error, too.
+	Lost []string
 }
 
 // DumpError is a dump that CRIU refused or that failed. The container is as
@@ -101,8 +103,7 @@ func ClearRestoreFailure(work string) error { return crlog.ClearFailure(work) }
 // When ctx ends, or CRIU does not come forward, the dump is ended by what CRIU takes
 // for a failure of its own, for a CRIU that is killed may take the processes with it
 // that it works on; see bound.go. The container stays paused. Errors of CRIU are *DumpError.
-func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error) {
-	var res DumpResult
+func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (res DumpResult, err error) {
 	for _, d := range []string{opts.ImageDir, opts.WorkDir} {
 		if !filepath.IsAbs(d) {
 			return res, fmt.Errorf("dump %s: directory %q is not absolute: %w", rt.ID, d, fault.ErrInvalid)
@@ -135,6 +136,29 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 	if err := opts.gone.within(opts.GhostLimit); err != nil {
 		return res, err
 	}
+	if _, err := rt.PutBack(ctx); err != nil { // of a dump before
+		return res, fmt.Errorf("dump %s: %w", rt.ID, err)
+	}
+	record, err := recordOf(state.Pid, members)
+	if err != nil {
+		return res, fmt.Errorf("dump %s: %w", rt.ID, err)
+	}
+	held, left, err := rt.accept(ctx, &record, members)
+	defer func() {
+		if held == nil {
+			return
+		}
+		lost, e := rt.putBack(context.WithoutCancel(ctx), held)
+		if e != nil { // it goes on where it was
+			lost, e = rt.putBack(context.WithoutCancel(ctx), held)
+		}
+		if res.Lost = lost; e != nil {
+			res.Lost = append(res.Lost, fmt.Sprintf("connections that were not accepted yet are not put back: %v", e))
+		}
+	}()
+	if err != nil {
+		return res, fmt.Errorf("dump %s: %w", rt.ID, err)
+	}
 	// Not fatal, either: CRIU refuses what it has not been told of.
 	cut, _ := severed(state.Pid, members, opts.TCP)
 	opts.severed = cut.inodes
@@ -158,10 +182,6 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 		return res, fmt.Errorf("dump %s: %w", rt.ID, err)
 	}
 	start := time.Now()
-	record, err := recordOf(state.Pid, members)
-	if err != nil {
-		return res, fmt.Errorf("dump %s: %w", rt.ID, err)
-	}
 	res.Warnings = record.Lost()
 	said, err := runDump(ctx, rt, opts, extra)
 	var broken *brokenOff
@@ -181,7 +201,9 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (DumpResult, error)
 		return res, broken.explain(rt, log)
 	}
 	if err != nil {
-		return res, explainDump(rt, log, said, err)
+		err = explainDump(rt, log, said, err)
+		explainLeft(err, left)
+		return res, err
 	}
 	if ours != nil {
 		return res, fmt.Errorf("dump %s: %w", rt.ID, ours)

@@ -236,7 +236,9 @@ type unixSocket struct {
 	kind      byte // SOCK_STREAM and its like
 	ino, peer uint32
 	name      string
-	waiting   []uint32 // sockets whose connections it has not accepted yet
+	waiting   []uint32 // sockets whose connections it has not accepted yet; 0: one that is closed
+	sent      uint32   // memory of what its peer has not read
+	shut      byte     // 1: for reading, 2: for writing
 }
 
 // address is its name as programs write it: abstract ones begin with @.
@@ -257,7 +259,7 @@ func (u unixSocket) address() string {
 
 // unixSockets asks the kernel for those of a process's network namespace.
 func unixSockets(pid int) ([]unixSocket, error) {
-	const byFamily, showName, showPeer, showWaiting, head = 20, 1 << 0, 1 << 2, 1 << 3, 16
+	const byFamily, showName, showPeer, showWaiting, showQueues, head = 20, 1 << 0, 1 << 2, 1 << 3, 1 << 4, 16
 	ns, err := os.Open(fmt.Sprintf("/proc/%d/ns/net", pid))
 	if err != nil {
 		return nil, err
@@ -274,7 +276,7 @@ func unixSockets(pid int) ([]unixSocket, error) {
 	req := make([]byte, 24)
 	req[0] = unix.AF_UNIX
 	binary.NativeEndian.PutUint32(req[4:], ^uint32(0)) // in all states
-	binary.NativeEndian.PutUint32(req[12:], showName|showPeer|showWaiting)
+	binary.NativeEndian.PutUint32(req[12:], showName|showPeer|showWaiting|showQueues)
 	answers, err := conn.Execute(netlink.Message{Header: netlink.Header{Type: byFamily, Flags: netlink.Request | netlink.Dump}, Data: req})
 	if err != nil {
 		return nil, fmt.Errorf("unix sockets of process %d: %w", pid, err)
@@ -299,6 +301,12 @@ func unixSockets(pid int) ([]unixSocket, error) {
 				for ; len(data) >= 4; data = data[4:] {
 					u.waiting = append(u.waiting, binary.NativeEndian.Uint32(data))
 				}
+			case 4:
+				if len(data) >= 8 {
+					u.sent = binary.NativeEndian.Uint32(data[4:])
+				}
+			case 6:
+				u.shut = attrs.Uint8()
 			}
 		}
 		list = append(list, u)

@@ -512,9 +512,13 @@ func (e *Engine) dump(ctx context.Context, k *making, draft *store.Draft) (*stor
 	}
 	res, err := criu.Dump(ctx, k.c.Runtime, opts)
 	e.interruptedWaits(k.sb.ID, res.Interrupted)
+	for _, lost := range res.Lost {
+		e.log.Warn("lost by a checkpoint", "sandbox", k.sb.ID, "what", lost)
+	}
 	if err != nil {
 		return nil, e.logKept(draft, err)
 	}
+	res.Warnings = append(res.Warnings, res.Lost...)
 	if len(res.Warnings) > 0 && k.opts.Strict {
 		return nil, hint(fmt.Errorf("%w: %s", ErrState, res.Warnings[0]), "End that process, or leave --strict away to checkpoint without it.")
 	}

@@ -326,6 +326,13 @@ func (e *Engine) letGo(ctx context.Context, host Host, id string, was Status, cu
 	if c.Status == Paused && c.Runtime.ID != "" {
 		e.interruptedWaits(id, c.Runtime.ContinueWaits(ctx, c.Pid))
 	}
+	if c.Runtime.ID != "" && c.Pid != 0 {
+		lost, e2 := c.Runtime.PutBack(ctx)
+		for _, what := range lost {
+			e.log.Warn("lost by a checkpoint that was killed", "sandbox", id, "what", what)
+		}
+		err = errors.Join(err, e2)
+	}
 	if was == Running && c.Status == Paused {
 		did, err = " and thawed its sandbox", errors.Join(err, host.Unpause(ctx, id))
 	}

@@ -100,6 +100,7 @@ var elsewhere = map[string]string{
 	"registry.":                      "../runtime/registry/failpoint_test.go",
 	"stopped.":                       "stopped_test.go",
 	"store.reindex.":                 "../runtime/store/rearrange_failpoint_test.go",
+	"unaccepted.":                    "unaccepted_test.go",
 	"volume.":                        "../runtime/volume/failpoint_test.go",
 	"volume.pause.":                  "../runtime/dockerplugin/volume/dockerd_test.go",
 }

@@ -37,6 +37,15 @@ func prove(c call, r stage.Restore) error {
 	if err != nil {
 		return err
 	}
+	lost, err := want.Queues.Requeue(context.Background(), box, got)
+	if err != nil {
+		return err
+	}
+	if len(want.Queues.Unaccepted) > 0 {
+		if got, err = take(); err != nil {
+			return err
+		}
+	}
 	var report proof.Report
 	if report.Mended, err = proof.Mend(context.Background(), box, want, got); err != nil {
 		return err
@@ -46,7 +55,7 @@ func prove(c call, r stage.Restore) error {
 			return err
 		}
 	}
-	report.Different = proof.Compare(want, got)
+	report.Different = append(lost, proof.Compare(want, got)...)
 	if report.Fatal() == nil {
 		report.Different = append(report.Different, want.Queues.Put(box.Pid, got)...)
 	}

@@ -19,6 +19,7 @@ type Queues struct {
 	Datagrams   []Datagram   `json:"datagrams,omitempty"`
 	Connections []Connection `json:"connections,omitempty"`
 	Mailboxes   []Mailbox    `json:"mailboxes,omitempty"`
+	Unaccepted  []Unaccepted `json:"unaccepted,omitempty"`
 	// Lost says, in a sentence each, what a restore does not bring back.
 	Lost []string `json:"-"`
 }

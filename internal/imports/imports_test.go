@@ -27,7 +27,7 @@ var allowed = map[string][]string{
 	"criu/freezer":         {"internal/failpoint", "internal/fault", "internal/guard"},
 	"criu/host":            {"internal/fault"},
 	"criu/lsm":             {"internal/fault"},
-	"criu/proof":           {"criu/freezer", "internal/fault", "internal/guard"},
+	"criu/proof":           {"criu/freezer", "internal/failpoint", "internal/fault", "internal/guard"},
 	"criu/stage":           {"internal/fault"},
 	"dist/deb/linked":      {},
 	"dist/systemd":         {},

@@ -63,7 +63,7 @@ var suites = []suite{
 
 // builds are the programs that tests build, by the tags they do it with.
 var builds = map[string][]string{
-	"": {"cmd/agentbox", "cmd/agentbox-runtime", "test/testdata/steady", "test/testdata/echo", "test/testdata/escape", "test/testdata/waits", "test/testdata/stops", "test/testdata/state",
+	"": {"cmd/agentbox", "cmd/agentbox-runtime", "test/testdata/steady", "test/testdata/echo", "test/testdata/escape", "test/testdata/waits", "test/testdata/stops", "test/testdata/state", "test/testdata/unaccepted",
 		"criu/testdata/ping", "criu/testdata/watch", "criu/testdata/moves", "criu/testdata/talk"},
 	"failpoint": {"cmd/agentbox", "cmd/agentbox-runtime"},
 }

@@ -1,0 +1,676 @@
+package proof
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/criu/freezer"
+	"github.com/agentbox/agentbox/internal/failpoint"
+)
+
+// putting is a PutBack under way.
+type putting struct {
+	*Held
+	box    freezer.Container
+	pids   []int
+	places map[uint64][]place
+	own    map[*connection]int // descriptors of ours of accepted sockets
+}
+
+// PutBack puts connections into their backlogs again, in order, of a frozen container. lost
+// names those that cannot be. Done once more, after it was killed, it comes to the same end.
+//
+// New sockets connect first. With the container frozen again they get what the clients had
+// sent, so that a killed process leaves nothing half-sent to programs that run. Then they
+// take the place of the clients' sockets.
+func (h *Held) PutBack(ctx context.Context, box freezer.Container) (lost []string, err error) {
+	p := putting{Held: h, box: box}
+	if err := p.look(); err != nil {
+		return nil, err
+	}
+	p.own = h.underWay(p.places)
+	defer func() {
+		for _, fd := range p.own {
+			err = errors.Join(err, unix.Close(fd))
+		}
+	}()
+	for _, c := range h.List {
+		_, has := p.own[c]
+		if at := p.places[c.Accepted]; !c.Done && !has && c.Accepted != 0 && len(at) > 0 {
+			fd, err := at[0].open()
+			if err != nil {
+				return nil, err
+			}
+			p.own[c], has = fd, true
+		}
+		c.Done = c.Done || !has // it was not accepted yet, or its server has closed it
+	}
+	if err := p.connect(ctx); err != nil {
+		return nil, err
+	}
+	if err := errors.Join(p.look(), failpoint.Hit("unaccepted.connected")); err != nil {
+		return nil, err
+	}
+	for _, c := range h.List {
+		if c.Done || c.Lost != "" {
+			continue
+		}
+		if err := p.fill(c); err != nil {
+			c.Lost = err.Error()
+		}
+	}
+	if err := h.at("unaccepted.filled"); err != nil {
+		return nil, err
+	}
+	if err := p.replace(ctx); err != nil {
+		return nil, err
+	}
+	for _, c := range h.List {
+		if c.Lost != "" {
+			lost = append(lost, fmt.Sprintf("a connection to %s, which was not accepted yet, is lost: %s", c.Name, c.Lost))
+		}
+	}
+	return lost, h.Forget()
+}
+
+// Forget removes the journal.
+func (h *Held) Forget() error {
+	if h.path == "" {
+		return nil
+	}
+	if err := os.Remove(h.path); !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+func (p *putting) look() (err error) {
+	if p.pids, err = p.box.Processes(); err == nil {
+		p.places = placesOf(p.pids)
+	}
+	return err
+}
+
+// connecter is the process that connects for a client; 0: there is none.
+func (p *putting) connecter(c *connection) int {
+	candidates := []int{c.Connecter}
+	for _, inode := range []uint64{c.Client, c.Listener} {
+		if at := p.places[inode]; inode != 0 && len(at) > 0 {
+			candidates = append(candidates, at[0].Pid)
+		}
+	}
+	for _, pid := range candidates {
+		if slices.Contains(p.pids, pid) && threadOf(pid) != 0 {
+			return pid
+		}
+	}
+	return 0
+}
+
+// connect has the clients connect by new sockets.
+func (p *putting) connect(ctx context.Context) error {
+	type dial struct {
+		c    *connection
+		pid  int
+		to   address
+		kind int
+	}
+	var dials []dial
+	var threads []int
+	for _, c := range p.List {
+		if c.Done || c.Lost != "" {
+			continue
+		}
+		d := dial{c: c}
+		if at := p.places[c.Socket]; c.Socket != 0 && len(at) > 0 {
+			if p.connected(at[0]) {
+				continue
+			}
+			c.Connecter = at[0].Pid
+		} else {
+			c.Socket, c.Temps, c.Sent = 0, nil, 0
+		}
+		var err error
+		if d.pid = p.connecter(c); d.pid == 0 {
+			err = errors.New("the processes of it have ended")
+		} else if at := p.places[c.Listener]; len(at) == 0 {
+			err = errors.New("the listener is closed")
+		} else {
+			var l int
+			if l, err = at[0].open(); err == nil {
+				d.to, err = addressFor(l, at[0].Pid, d.pid)
+				_ = unix.Close(l)
+			}
+		}
+		if err == nil {
+			d.kind, err = unix.GetsockoptInt(p.own[c], unix.SOL_SOCKET, unix.SO_TYPE)
+		}
+		if err != nil {
+			c.Lost = err.Error()
+			continue
+		}
+		dials = append(dials, d)
+		if tid := threadOf(d.pid); !slices.Contains(threads, tid) {
+			threads = append(threads, tid)
+		}
+	}
+	return p.box.InjectTogether(ctx, threads, func(ts map[int]*freezer.Tracee) error {
+		for _, d := range dials {
+			if err := p.dial(ts[threadOf(d.pid)], d.c, d.pid, d.to, d.kind); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// connected reports whether a socket is.
+func (p *putting) connected(at place) bool {
+	fd, err := at.open()
+	if err != nil {
+		return false
+	}
+	defer unix.Close(fd)
+	_, err = unix.Getpeername(fd)
+	return err == nil
+}
+
+// dial has a process connect by a new socket, which is noted before that can be seen.
+func (p *putting) dial(t *freezer.Tracee, c *connection, pid int, to address, kind int) error {
+	if t == nil {
+		c.Lost = fmt.Sprintf("process %d has ended", pid)
+		return nil
+	}
+	if c.Socket == 0 {
+		made, err := t.Call(unix.SYS_SOCKET, unix.AF_UNIX, uint64(kind)|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+		if err != nil {
+			c.Lost = fmt.Sprintf("socket: %v", err)
+			return nil
+		}
+		at := place{pid, int(made)}
+		c.Socket, c.Connecter, c.Temps, c.Before = at.inode(), pid, []place{at}, -1
+		if err := p.at("unaccepted.socket"); err != nil {
+			return err
+		}
+	}
+	at, err := t.Page(to.raw)
+	if err == nil {
+		_, err = t.Call(unix.SYS_CONNECT, uint64(c.Temps[0].FD), at, uint64(len(to.raw)))
+	}
+	if errors.Is(err, unix.EAGAIN) {
+		err = errors.New("the backlog is full")
+	}
+	if err != nil {
+		c.Lost = fmt.Sprintf("connect: %v", err)
+		return nil
+	}
+	return failpoint.Hit("unaccepted.connect")
+}
+
+// fill makes a new socket what the client's was, and sends what the client had sent.
+func (p *putting) fill(c *connection) error {
+	at := p.places[c.Socket]
+	if len(at) == 0 {
+		return errors.New("its new socket has been closed")
+	}
+	fd, err := at[0].open()
+	if err != nil {
+		return err
+	}
+	defer unix.Close(fd)
+	if holders := p.places[c.Client]; c.Client != 0 && len(holders) > 0 {
+		old, err := holders[0].open()
+		if err != nil {
+			return err
+		}
+		err = copySocket(fd, old)
+		_ = unix.Close(old)
+		if err != nil {
+			return err
+		}
+	}
+	if c.Before >= 0 { // it was killed while it sent a piece
+		if now, err := unix.IoctlGetInt(fd, unix.SIOCOUTQ); err != nil || now != c.Before {
+			c.Sent += c.Piece
+		}
+		c.Before = -1
+	}
+	kind, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_TYPE)
+	if err != nil {
+		return err
+	}
+	list, err := p.waiting(c, kind)
+	defer func() {
+		for _, piece := range list {
+			for _, fd := range piece.fds {
+				_ = unix.Close(fd)
+			}
+		}
+	}()
+	if err != nil {
+		return err
+	}
+	restore, err := roomy(fd)
+	if err != nil {
+		return err
+	}
+	for _, piece := range list {
+		if err = p.send(c, fd, kind, piece); err != nil {
+			break
+		}
+	}
+	if err = errors.Join(err, restore()); err == nil && c.Shut != 0 {
+		err = unix.Shutdown(fd, c.Shut-1)
+	}
+	return err
+}
+
+// waiting is what the client has sent and the new socket has not got yet.
+func (p *putting) waiting(c *connection, kind int) (list []piece, err error) {
+	if kind == unix.SOCK_STREAM {
+		return pieces(p.own[c], kind, c.Sent)
+	}
+	if c.messages != nil {
+		for _, m := range c.messages {
+			list = append(list, piece{data: m})
+		}
+	} else {
+		list, err = pieces(p.own[c], kind, 0)
+		for _, at := range c.Empty {
+			list = slices.Insert(list, min(at, len(list)), piece{})
+		}
+	}
+	for n := min(c.Sent, len(list)); n > 0; n-- {
+		for _, fd := range list[0].fds {
+			_ = unix.Close(fd)
+		}
+		list = list[1:]
+	}
+	return list, err
+}
+
+// send sends a piece as the connecting process.
+func (p *putting) send(c *connection, fd, kind int, piece piece) (err error) {
+	if c.Before, err = unix.IoctlGetInt(fd, unix.SIOCOUTQ); err != nil {
+		return err
+	}
+	c.Piece = len(piece.data)
+	if kind != unix.SOCK_STREAM {
+		c.Piece = 1
+	}
+	if err := p.at("unaccepted.sending"); err != nil {
+		return err
+	}
+	var oob []byte
+	if s, err := readStatus(fmt.Sprintf("/proc/%d/status", c.Connecter)); err == nil {
+		number := func(key string) uint32 {
+			n, _ := strconv.ParseUint(strings.Fields(s[key] + " 0")[0], 10, 32)
+			return uint32(n)
+		}
+		oob = unix.UnixCredentials(&unix.Ucred{Pid: int32(c.Connecter), Uid: number("Uid"), Gid: number("Gid")})
+	}
+	if len(piece.fds) > 0 {
+		oob = append(oob, unix.UnixRights(piece.fds...)...)
+	}
+	if len(piece.data) == 0 {
+		oob = nil // with it package unix sends a byte
+	}
+	n, err := unix.SendmsgN(fd, piece.data, oob, nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
+	if err == nil && n != len(piece.data) {
+		err = fmt.Errorf("%d of %d bytes", n, len(piece.data))
+	}
+	if err != nil {
+		return fmt.Errorf("send: %w", err)
+	}
+	c.Sent, c.Before = c.Sent+c.Piece, -1
+	return p.at("unaccepted.sent")
+}
+
+// replace puts new sockets in the place of the clients' old ones, and closes what was accepted.
+func (p *putting) replace(ctx context.Context) error {
+	clients := map[uint64]bool{}
+	involved := map[int]bool{}
+	note := func(list []place) {
+		for _, at := range list {
+			involved[at.Pid] = true
+		}
+	}
+	for _, c := range p.List {
+		if c.Accepted != 0 {
+			note(p.places[c.Accepted])
+		}
+		note(c.Temps)
+		if c.Client != 0 {
+			clients[c.Client] = true
+			note(p.places[c.Client])
+		}
+	}
+	for _, c := range p.Carriers {
+		note(slices.Concat(p.places[c.Inodes[0]], p.places[c.Inodes[1]]))
+	}
+	var threads []int
+	for pid := range involved {
+		if tid := threadOf(pid); tid != 0 && slices.Contains(p.pids, pid) {
+			threads = append(threads, tid)
+		}
+	}
+	watches := watchesOf(p.pids, clients)
+	return p.box.InjectTogether(ctx, threads, func(ts map[int]*freezer.Tracee) error {
+		for _, c := range p.Carriers { // of a process that was killed
+			p.close(ts, slices.Concat(p.places[c.Inodes[0]], p.places[c.Inodes[1]]), 0)
+		}
+		p.Carriers = nil
+		for _, c := range p.List {
+			var kept []place
+			if !c.Done && c.Lost == "" && c.Client != 0 {
+				kept = p.places[c.Client]
+				if err := p.takeOver(ts, c, watches); errors.Is(err, errBroken) {
+					return err
+				} else if err != nil {
+					c.Lost = err.Error()
+				}
+				if err := p.at("unaccepted.replaced"); err != nil {
+					return err
+				}
+			}
+			p.close(ts, slices.DeleteFunc(slices.Clone(c.Temps), func(at place) bool { return slices.Contains(kept, at) }), c.Socket)
+			if c.Accepted != 0 {
+				p.close(ts, p.places[c.Accepted], c.Accepted)
+			}
+			c.Done = true
+			if err := p.at("unaccepted.closed"); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// close closes descriptors of processes that are of one socket; 0: of any.
+func (p *putting) close(ts map[int]*freezer.Tracee, list []place, inode uint64) {
+	for _, at := range list {
+		if t := ts[threadOf(at.Pid)]; t != nil && (inode == 0 || at.inode() == inode) {
+			_, _ = t.Call(unix.SYS_CLOSE, uint64(at.FD))
+		}
+	}
+}
+
+// errBroken is of a step at which a test breaks off.
+var errBroken = errors.New("broken off")
+
+// takeOver puts the new socket in the place of the client's old one in all processes.
+func (p *putting) takeOver(ts map[int]*freezer.Tracee, c *connection, watches []watch) error {
+	made := c.Temps[0]
+	sources := map[int]int{made.Pid: made.FD}
+	holders := p.places[c.Client]
+	for _, at := range holders {
+		t := ts[threadOf(at.Pid)]
+		if t == nil {
+			continue
+		}
+		source, has := sources[at.Pid]
+		if !has {
+			g, err := p.carry(t, at.Pid)
+			if err != nil {
+				return err
+			}
+			if source, err = g.takes(made.open, nil); err != nil {
+				return errors.Join(err, g.end())
+			}
+			sources[at.Pid] = source
+			c.Temps = append(c.Temps, place{at.Pid, source})
+			if err := errors.Join(g.end(), p.write()); err != nil {
+				return err
+			}
+			if err := failpoint.Hit("unaccepted.given"); err != nil {
+				return fmt.Errorf("%w: %w", errBroken, err)
+			}
+		}
+		flags := uint64(0)
+		if data, err := os.ReadFile(fmt.Sprintf("/proc/%d/fdinfo/%d", at.Pid, at.FD)); err == nil {
+			var fd FD
+			fd.info(string(data))
+			flags = fd.Flags & unix.O_CLOEXEC
+		}
+		if _, err := t.Call(unix.SYS_DUP3, uint64(source), uint64(at.FD), flags); err != nil {
+			return fmt.Errorf("dup: %w", err)
+		}
+	}
+	// The old one is closed by now, and by that no epoll watches it any more.
+	for _, w := range watches {
+		t := ts[threadOf(w.Pid)]
+		if w.inode != c.Client || t == nil || !slices.Contains(holders, w.place) {
+			continue
+		}
+		at, err := t.Page(w.event)
+		if err == nil {
+			_, err = t.Call(unix.SYS_EPOLL_CTL, uint64(w.epoll), unix.EPOLL_CTL_ADD, uint64(w.FD), at)
+		}
+		if err != nil && !errors.Is(err, unix.EEXIST) {
+			return fmt.Errorf("watch: %w", err)
+		}
+	}
+	return nil
+}
+
+// watch is that of an epoll for a descriptor.
+type watch struct {
+	place
+	epoll int
+	inode uint64
+	event []byte // as epoll_ctl takes it
+}
+
+// watchesOf finds the watches of some sockets.
+func watchesOf(pids []int, inodes map[uint64]bool) (list []watch) {
+	for _, pid := range pids {
+		dir := fmt.Sprintf("/proc/%d/", pid)
+		entries, _ := os.ReadDir(dir + "fd")
+		for _, e := range entries {
+			if to, err := os.Readlink(dir + "fd/" + e.Name()); err != nil || to != "anon_inode:[eventpoll]" {
+				continue
+			}
+			data, _ := os.ReadFile(dir + "fdinfo/" + e.Name())
+			for line := range strings.Lines(string(data)) {
+				// tfd: 8 events: 19 data: 8 pos:0 ino:1234 sdev:8
+				w := watch{place: place{Pid: pid}}
+				var events uint32
+				var word uint64
+				var pos int64
+				line = strings.ReplaceAll(line, ":", ": ")
+				if n, _ := fmt.Sscanf(strings.Join(strings.Fields(line), " "), "tfd: %d events: %x data: %x pos: %d ino: %x", &w.FD, &events, &word, &pos, &w.inode); n != 5 || !inodes[w.inode] {
+					continue
+				}
+				w.epoll, _ = strconv.Atoi(e.Name())
+				w.event = binary.NativeEndian.AppendUint64(binary.NativeEndian.AppendUint32(nil, events), word)
+				list = append(list, w)
+			}
+		}
+	}
+	return list
+}
+
+// piece is what one message has, or a part of a stream.
+type piece struct {
+	data []byte
+	fds  []int
+}
+
+// pieces reads what waits in a socket, from some byte of a stream on, and leaves it there.
+func pieces(fd, kind, from int) (list []piece, err error) {
+	was, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_PEEK_OFF)
+	if err != nil {
+		return nil, err
+	}
+	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_PEEK_OFF, from); err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_PEEK_OFF, was)) }()
+	buf, oob := make([]byte, 256<<10), make([]byte, 4096)
+	for room := maxQueued; ; {
+		n, used, flags, _, err := unix.Recvmsg(fd, buf, oob, unix.MSG_PEEK|unix.MSG_DONTWAIT|unix.MSG_CMSG_CLOEXEC)
+		if errors.Is(err, unix.EAGAIN) || err == nil && n == 0 && (kind == unix.SOCK_STREAM || ended(fd)) {
+			return list, nil
+		}
+		if err != nil {
+			return list, err
+		}
+		fds := rights(oob[:used])
+		if room -= n + 128; room < 0 || flags&(unix.MSG_TRUNC|unix.MSG_CTRUNC) != 0 {
+			return append(list, piece{fds: fds}), fmt.Errorf("more than %d bytes wait in it", maxQueued)
+		}
+		list = append(list, piece{bytes.Clone(buf[:n]), fds})
+	}
+}
+
+// roomy has a socket take more than it would, until restore is called.
+func roomy(fd int) (restore func() error, err error) {
+	size, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF)
+	if err == nil {
+		err = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, size*2)
+	}
+	return func() error { return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, size/2) }, err
+}
+
+// copySocket gives a socket the options, flags and owner of another.
+func copySocket(to, from int) error {
+	was, is := &Socket{Options: takeOptions(from)}, &Socket{Options: takeOptions(to)}
+	for _, o := range optionsOff(was, is) {
+		if value, err := hex.DecodeString(was.Options[o.name]); err == nil {
+			_ = o.set(to, value) // what it is not, a restore finds
+		}
+	}
+	for get, set := range map[int]int{unix.SO_SNDBUF: unix.SO_SNDBUFFORCE, unix.SO_RCVBUF: unix.SO_RCVBUFFORCE} {
+		size, err := unix.GetsockoptInt(from, unix.SOL_SOCKET, get)
+		if err == nil {
+			err = unix.SetsockoptInt(to, unix.SOL_SOCKET, set, size/2)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	var st unix.Stat_t
+	if err := unix.Fstat(from, &st); err != nil {
+		return err
+	}
+	flags, err := unix.FcntlInt(uintptr(from), unix.F_GETFL, 0)
+	if err == nil {
+		_, err = unix.FcntlInt(uintptr(to), unix.F_SETFL, flags)
+	}
+	return errors.Join(err, unix.Fchown(to, int(st.Uid), int(st.Gid)))
+}
+
+// address is where a client connects to. path is empty for an abstract name.
+type address struct {
+	raw  []byte
+	path string
+}
+
+// rawName is the name of a socket as connect takes it.
+func rawName(fd int) ([]byte, error) {
+	raw := make([]byte, 128)
+	size := uint32(len(raw))
+	_, _, errno := unix.Syscall(unix.SYS_GETSOCKNAME, uintptr(fd), uintptr(unsafe.Pointer(&raw[0])), uintptr(unsafe.Pointer(&size)))
+	if errno != 0 {
+		return nil, errno
+	}
+	return raw[:min(int(size), len(raw))], nil
+}
+
+// siocUnixFile opens the file that a unix socket is bound to, whatever its path is now.
+const siocUnixFile = 0x89e0
+
+// addressFor is the address of a listener as a process reaches it.
+func addressFor(listener, server, client int) (to address, err error) {
+	raw, err := rawName(listener)
+	if err != nil {
+		return to, err
+	}
+	if len(raw) <= 2 {
+		return to, errors.New("the listener has no name")
+	}
+	if raw[2] == 0 {
+		return address{raw: raw}, nil
+	}
+	name, _, _ := strings.Cut(string(raw[2:]), "\x00")
+	file, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(listener), siocUnixFile, 0)
+	if errno != 0 {
+		return to, fmt.Errorf("file of %s: %w", name, errno)
+	}
+	defer unix.Close(int(file))
+	var want unix.Stat_t
+	if err := unix.Fstat(int(file), &want); err != nil {
+		return to, err
+	}
+	shown, _ := os.Readlink(fmt.Sprintf("/proc/self/fd/%d", file))
+	cwd, _ := os.Readlink(fmt.Sprintf("/proc/%d/cwd", server))
+	for _, path := range []string{name, shown, filepath.Join(cwd, name)} {
+		if filepath.IsAbs(path) && len(path) < 108 && isAt(client, path, want) {
+			raw := binary.NativeEndian.AppendUint16(nil, unix.AF_UNIX)
+			return address{append(append(raw, path...), 0), path}, nil
+		}
+	}
+	return to, fmt.Errorf("process %d does not find %s by that name", client, name)
+}
+
+// isAt reports whether a process finds a file by a path.
+func isAt(pid int, path string, want unix.Stat_t) bool {
+	root, err := unix.Open(fmt.Sprintf("/proc/%d/root", pid), unix.O_PATH|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return false
+	}
+	defer unix.Close(root)
+	fd, err := unix.Openat2(root, path, &unix.OpenHow{Flags: unix.O_PATH | unix.O_CLOEXEC, Resolve: unix.RESOLVE_IN_ROOT})
+	if err != nil {
+		return false
+	}
+	defer unix.Close(fd)
+	var st unix.Stat_t
+	return unix.Fstat(fd, &st) == nil && st.Dev == want.Dev && st.Ino == want.Ino
+}
+
+// Requeue puts the connections of a record's backlogs back in restored processes, of which
+// got is a record, in a frozen container. It names those that are lost.
+func (q Queues) Requeue(ctx context.Context, box freezer.Container, got Record) (lost []Difference, err error) {
+	hosts := map[int]int{}
+	for _, t := range got.Tasks {
+		hosts[t.Pid] = t.host
+	}
+	h := &Held{}
+	for _, u := range q.Unaccepted {
+		inode := func(pid, fd int) uint64 { return place{hosts[pid], fd}.inode() }
+		c := &connection{
+			Server: hosts[u.Server], Listener: inode(u.Server, u.Listener), Accepted: inode(u.Server, u.Accepted),
+			Connecter: hosts[u.Connecter], Shut: u.Shut & (shutRead | shutWrite), Before: -1, messages: u.Messages, Name: fmt.Sprintf("socket %d of process %d", u.Listener, u.Server),
+		}
+		if u.Client != 0 {
+			c.Client = inode(u.Client, u.ClientFD)
+		}
+		if c.Accepted == 0 || c.Listener == 0 {
+			lost = append(lost, Difference{Pid: u.Server, What: "a connection to " + c.Name + ", which was not accepted yet, is not among its restored sockets"})
+			continue
+		}
+		h.List = append(h.List, c)
+	}
+	if len(h.List) == 0 {
+		return lost, nil
+	}
+	texts, err := h.PutBack(ctx, box)
+	for _, text := range texts {
+		lost = append(lost, Difference{Pid: 1, What: text})
+	}
+	return lost, err
+}
