@@ -276,17 +276,19 @@ func hasMPTCP() bool {
 // syscallFilter is bundle.SyscallFilter in the form that the daemon takes, which
 // decides itself what of it holds on its machine.
 func syscallFilter(sec runtime.Security) (string, error) {
-	filter := seccomp.DefaultProfile()
+	filter, isDefault := seccomp.DefaultProfile(), true
 	if sec.SeccompProfile != "" {
 		var err error
 		if filter, err = policy.ParseSeccomp(sec.SeccompProfile); err != nil || sec.IOUring {
 			return sec.SeccompProfile, err
 		}
+		isDefault = false
 	} else if sec.Seccomp == policy.SeccompUnconfined {
 		if sec.IOUring {
 			return sec.Seccomp, nil
 		}
 		filter.DefaultAction, filter.DefaultErrnoRet, filter.Syscalls = specs.ActAllow, nil, nil
+		isDefault = false
 	}
 	for _, call := range filter.Syscalls {
 		//lint:ignore SA1019 profiles may have the older form
@@ -295,9 +297,15 @@ func syscallFilter(sec runtime.Security) (string, error) {
 			call.Name, call.Names = "", []string{call.Name}
 		}
 		call.Names = bundle.WithoutRings(call.Names)
+		if isDefault {
+			call.Names = bundle.WithoutSecrets(call.Names)
+		}
 	}
 	filter.Syscalls = slices.DeleteFunc(filter.Syscalls, func(call *seccomp.Syscall) bool { return len(call.Names) == 0 })
 	filter.Syscalls = append(filter.Syscalls, &seccomp.Syscall{LinuxSyscall: bundle.RingRule(sec)})
+	if isDefault {
+		filter.Syscalls = append(filter.Syscalls, &seccomp.Syscall{LinuxSyscall: bundle.SecretRule()})
+	}
 	text, err := json.Marshal(filter)
 	return string(text), err
 }

@@ -210,6 +210,10 @@ func TestSyscallFilter(t *testing.T) {
 	if hits != 1 {
 		t.Errorf("%d rules for io_uring", hits)
 	}
+	secret := slices.DeleteFunc(slices.Clone(filter.Syscalls), func(call specs.LinuxSyscall) bool { return !slices.Contains(call.Names, "memfd_secret") })
+	if len(secret) != 1 || secret[0].Action != specs.ActErrno || secret[0].ErrnoRet == nil || *secret[0].ErrnoRet != 38 {
+		t.Errorf("memfd_secret: %+v", secret)
+	}
 	x := newBox(t)
 	id := x.up(spec("sleep", "1000"))
 	out, _ := x.exec(id, "grep", "Seccomp:", "/proc/self/status")

@@ -301,8 +301,8 @@ func SwapAccounting(c kernel.Cgroups) bool {
 	})
 }
 
-// SyscallFilter is Docker's default profile, or the sandbox's own, but for
-// RingRule. An unconfined sandbox has only that much of it.
+// SyscallFilter is Docker's default profile but for RingRule and SecretRule, or the
+// sandbox's own but for RingRule. An unconfined sandbox has only that much of it.
 func SyscallFilter(spec *specs.Spec, sec runtime.Security) (*specs.LinuxSeccomp, error) {
 	if sec.SeccompProfile != "" {
 		return ownFilter(spec, sec)
@@ -316,6 +316,8 @@ func SyscallFilter(spec *specs.Spec, sec runtime.Security) (*specs.LinuxSeccomp,
 			return nil, nil
 		}
 		filter.DefaultAction, filter.DefaultErrnoRet, filter.Syscalls = specs.ActAllow, nil, nil
+	} else {
+		replaceRules(filter, WithoutSecrets, SecretRule())
 	}
 	ruleRings(filter, sec)
 	return filter, nil
@@ -334,11 +336,17 @@ func ownFilter(spec *specs.Spec, sec runtime.Security) (*specs.LinuxSeccomp, err
 
 // ruleRings puts RingRule in the place of what a filter says of io_uring.
 func ruleRings(filter *specs.LinuxSeccomp, sec runtime.Security) {
+	replaceRules(filter, WithoutRings, RingRule(sec))
+}
+
+// replaceRules puts a rule in the place of what a filter says of the names that without
+// leaves out.
+func replaceRules(filter *specs.LinuxSeccomp, without func([]string) []string, rule specs.LinuxSyscall) {
 	for i := range filter.Syscalls {
-		filter.Syscalls[i].Names = WithoutRings(filter.Syscalls[i].Names)
+		filter.Syscalls[i].Names = without(filter.Syscalls[i].Names)
 	}
 	filter.Syscalls = slices.DeleteFunc(filter.Syscalls, func(call specs.LinuxSyscall) bool { return len(call.Names) == 0 })
-	filter.Syscalls = append(filter.Syscalls, RingRule(sec))
+	filter.Syscalls = append(filter.Syscalls, rule)
 }
 
 // rings are the calls of io_uring.
@@ -358,4 +366,19 @@ func RingRule(sec runtime.Security) specs.LinuxSyscall {
 	}
 	enosys := uint(unix.ENOSYS)
 	return specs.LinuxSyscall{Names: rings, Action: specs.ActErrno, ErrnoRet: &enosys}
+}
+
+// secrets is the call by which a process gets memory that nothing else can read, CRIU included.
+const secrets = "memfd_secret"
+
+// WithoutSecrets is names without memfd_secret.
+func WithoutSecrets(names []string) []string {
+	return slices.DeleteFunc(slices.Clone(names), func(name string) bool { return name == secrets })
+}
+
+// SecretRule is what Docker's profile says of memfd_secret here: as if the kernel had none,
+// as many kernels do not. A process that uses it makes every checkpoint of its sandbox fail.
+func SecretRule() specs.LinuxSyscall {
+	enosys := uint(unix.ENOSYS)
+	return specs.LinuxSyscall{Names: []string{secrets}, Action: specs.ActErrno, ErrnoRet: &enosys}
 }
