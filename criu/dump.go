@@ -136,9 +136,10 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (res DumpResult, er
 	if err := opts.gone.within(opts.GhostLimit); err != nil {
 		return res, err
 	}
-	if _, err := rt.PutBack(ctx); err != nil { // of a dump before
+	if res.Lost, err = rt.PutBack(ctx, true); err != nil { // of a dump before
 		return res, fmt.Errorf("dump %s: %w", rt.ID, err)
 	}
+	start := time.Now()
 	record, err := recordOf(state.Pid, members)
 	if err != nil {
 		return res, fmt.Errorf("dump %s: %w", rt.ID, err)
@@ -152,7 +153,7 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (res DumpResult, er
 		if e != nil { // it goes on where it was
 			lost, e = rt.putBack(context.WithoutCancel(ctx), held)
 		}
-		if res.Lost = lost; e != nil {
+		if res.Lost = append(res.Lost, lost...); e != nil {
 			res.Lost = append(res.Lost, fmt.Sprintf("connections that were not accepted yet are not put back: %v", e))
 		}
 	}()
@@ -181,7 +182,6 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (res DumpResult, er
 	if err := ctx.Err(); err != nil {
 		return res, fmt.Errorf("dump %s: %w", rt.ID, err)
 	}
-	start := time.Now()
 	res.Warnings = record.Lost()
 	said, err := runDump(ctx, rt, opts, extra)
 	var broken *brokenOff

@@ -9,6 +9,7 @@ import (
 
 	"github.com/agentbox/agentbox/criu/freezer"
 	"github.com/agentbox/agentbox/criu/proof"
+	"github.com/agentbox/agentbox/internal/fault"
 )
 
 // heldFile is the journal of connections that were accepted for a dump. It lies with the
@@ -97,6 +98,9 @@ func backlogs(members []int) (list []proof.Backlog, err error) {
 // cannot be is named.
 func (r Runtime) putBack(ctx context.Context, held *proof.Held) (lost []string, err error) {
 	c, err := freezer.Open(r.stateRoot(), r.ID)
+	if errors.Is(err, fault.ErrNotFound) || err == nil && !c.Alive() {
+		return nil, held.Forget() // it has ended
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -104,8 +108,9 @@ func (r Runtime) putBack(ctx context.Context, held *proof.Held) (lost []string, 
 }
 
 // PutBack brings to its end what a dump that was killed has done with connections which
-// nothing has accepted yet. The container is as frozen as it was. It names those that are lost.
-func (r Runtime) PutBack(ctx context.Context) (lost []string, err error) {
+// nothing has accepted yet, and names those that are lost. Such a dump may have left the
+// container thawed: if it was paused before, it is frozen again, and otherwise stays as it is.
+func (r Runtime) PutBack(ctx context.Context, paused bool) (lost []string, err error) {
 	held, err := proof.ReadHeld(r.heldPath())
 	if err != nil || held == nil {
 		return nil, err
@@ -113,6 +118,9 @@ func (r Runtime) PutBack(ctx context.Context) (lost []string, err error) {
 	c, err := freezer.Open(r.stateRoot(), r.ID)
 	if err != nil {
 		return nil, err
+	}
+	if !c.Alive() {
+		return nil, held.Forget()
 	}
 	frozen, err := c.Frozen()
 	if err != nil {
@@ -124,7 +132,7 @@ func (r Runtime) PutBack(ctx context.Context) (lost []string, err error) {
 		}
 	}
 	lost, err = held.PutBack(ctx, c)
-	if !frozen {
+	if !frozen && !paused {
 		err = errors.Join(err, c.Thaw())
 	}
 	return lost, err

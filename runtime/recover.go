@@ -327,7 +327,7 @@ func (e *Engine) letGo(ctx context.Context, host Host, id string, was Status, cu
 		e.interruptedWaits(id, c.Runtime.ContinueWaits(ctx, c.Pid))
 	}
 	if c.Runtime.ID != "" && c.Pid != 0 {
-		lost, e2 := c.Runtime.PutBack(ctx)
+		lost, e2 := c.Runtime.PutBack(ctx, was == Paused)
 		for _, what := range lost {
 			e.log.Warn("lost by a checkpoint that was killed", "sandbox", id, "what", what)
 		}

@@ -84,6 +84,25 @@ func TestUnaccepted(t *testing.T) {
 		equal(b, "status after "+point, b.inspect("s").Status, "running")
 		is("killed at "+point, "s")
 	}
+	// A paused sandbox stays paused, wherever its checkpoint was killed.
+	for _, point := range []string{"unaccepted.received", "unaccepted.filled"} {
+		b.ok("restore", "s", one)
+		b.ok("pause", "s")
+		b.try(failpoint(point, "kill"), "checkpoint", "s")
+		b.ok("recover")
+		equal(b, "status after "+point, b.inspect("s").Status, "paused")
+		b.ok("unpause", "s")
+		is("paused, and killed at "+point, "s")
+	}
+
+	// What cannot be put back now is said, and put back before the next checkpoint.
+	b.ok("restore", "s", one)
+	if r := b.try(failpoint("unaccepted.filled", "error"), "checkpoint", "s"); r.code != 0 || !strings.Contains(r.err, "are not put back") {
+		t.Errorf("a checkpoint that puts nothing back: %s", r)
+	}
+	b.checkpoint("s")
+	is("put back later", "s")
+
 	// A process that a signal has stopped makes these calls, too, and stays stopped.
 	b.ok("restore", "s", one)
 	check := func(err error) {
