@@ -9,6 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/criu/freezer"
+	"github.com/agentbox/agentbox/internal/failpoint"
 )
 
 // giver gives descriptors to a process, by a pair of sockets that it has for that.
@@ -44,7 +45,7 @@ func (h *Held) carry(t *freezer.Tracee, pid int, list ...int) (g *giver, err err
 		c.Inodes[i] = place{pid, g.fds[i]}.inode()
 	}
 	h.Carriers = append(h.Carriers, c)
-	if err := h.at("unaccepted.carrier"); err != nil {
+	if err := errors.Join(h.write(), failpoint.Hit("unaccepted.carrier")); err != nil {
 		return nil, err
 	}
 	g.out, err = place{pid, g.fds[1]}.open()

@@ -67,7 +67,7 @@ func (h *Held) PutBack(ctx context.Context, box freezer.Container) (lost []strin
 			c.Lost = err.Error()
 		}
 	}
-	if err := h.at("unaccepted.filled"); err != nil {
+	if err := errors.Join(h.write(), failpoint.Hit("unaccepted.filled")); err != nil {
 		return nil, err
 	}
 	if err := p.replace(ctx); err != nil {
@@ -197,7 +197,7 @@ func (p *putting) dial(t *freezer.Tracee, c *connection, pid int, to address, ki
 		}
 		at := place{pid, int(made)}
 		c.Socket, c.Connecter, c.Temps, c.Before = at.inode(), pid, []place{at}, -1
-		if err := p.at("unaccepted.socket"); err != nil {
+		if err := errors.Join(p.write(), failpoint.Hit("unaccepted.socket")); err != nil {
 			return err
 		}
 	}
@@ -306,7 +306,7 @@ func (p *putting) send(c *connection, fd, kind int, piece piece) (err error) {
 	if kind != unix.SOCK_STREAM {
 		c.Piece = 1
 	}
-	if err := p.at("unaccepted.sending"); err != nil {
+	if err := errors.Join(p.write(), failpoint.Hit("unaccepted.sending")); err != nil {
 		return err
 	}
 	var oob []byte
@@ -331,7 +331,7 @@ func (p *putting) send(c *connection, fd, kind int, piece piece) (err error) {
 		return fmt.Errorf("send: %w", err)
 	}
 	c.Sent, c.Before = c.Sent+c.Piece, -1
-	return p.at("unaccepted.sent")
+	return errors.Join(p.write(), failpoint.Hit("unaccepted.sent"))
 }
 
 // replace puts new sockets in the place of the clients' old ones, and closes what was accepted.
@@ -377,7 +377,7 @@ func (p *putting) replace(ctx context.Context) error {
 				} else if err != nil {
 					c.Lost = err.Error()
 				}
-				if err := p.at("unaccepted.replaced"); err != nil {
+				if err := errors.Join(p.write(), failpoint.Hit("unaccepted.replaced")); err != nil {
 					return err
 				}
 			}
@@ -386,7 +386,7 @@ func (p *putting) replace(ctx context.Context) error {
 				p.close(ts, p.places[c.Accepted], c.Accepted)
 			}
 			c.Done = true
-			if err := p.at("unaccepted.closed"); err != nil {
+			if err := errors.Join(p.write(), failpoint.Hit("unaccepted.closed")); err != nil {
 				return err
 			}
 		}

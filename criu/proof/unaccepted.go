@@ -161,9 +161,6 @@ func (h *Held) write() error {
 	return nil
 }
 
-// at writes the journal and is a point at which a test may break off.
-func (h *Held) at(point string) error { return errors.Join(h.write(), failpoint.Hit(point)) }
-
 // ReadHeld reads the journal that a killed process has left; nil: it has left none.
 func ReadHeld(path string) (*Held, error) {
 	data, err := os.ReadFile(path)
@@ -397,7 +394,7 @@ func (a *accepting) accept(q queue, ts map[int]*freezer.Tracee) error {
 			if messages, err = a.empty(c, own); err != nil {
 				return err
 			}
-			return h.at("unaccepted.accepted")
+			return errors.Join(h.write(), failpoint.Hit("unaccepted.accepted"))
 		})
 		if err != nil {
 			return err
