@@ -280,7 +280,7 @@ func (r *restoration) hostsLeft() string {
 		return ByNoAttached
 	case r.attached:
 		return ""
-	case a != nil && (a.Foreign || r.row.Pulled):
+	case a != nil && (a.Foreign || r.row.Foreign):
 		return "the checkpoint comes from elsewhere, and so do their paths; --attached puts them back all the same"
 	case r.data.Recreated && r.data.HostUndo == "":
 		return "the sandbox is made again, and no undo checkpoint would have what they are now; --attached puts them back all the same"

@@ -267,8 +267,8 @@ func TestAttachedElsewhere(t *testing.T) {
 	h.must(h.Remove(ctx, "box", runtime.RemoveOptions{Force: true}))
 	for name, why := range map[string]string{"copy": "comes from elsewhere", "box": "made again"} {
 		for _, again := range []string{"", why} {
-			plan, err := h.PlanRestore(ctx, name, runtime.RestoreOptions{})
-			out, e2 := h.Restore(ctx, name, runtime.RestoreOptions{})
+			plan, err := h.PlanRestore(ctx, name, runtime.RestoreOptions{Foreign: true})
+			out, e2 := h.Restore(ctx, name, runtime.RestoreOptions{Foreign: true})
 			h.must(err, e2)
 			left := name == "copy" || again == ""
 			if got := strings.Contains(fmt.Sprint(out.Warnings), why) && strings.Contains(fmt.Sprint(plan.Effects), why); got != left {
@@ -283,7 +283,7 @@ func TestAttachedElsewhere(t *testing.T) {
 			h.change()
 		}
 		h.must(h.Remove(ctx, name, runtime.RemoveOptions{Force: true}))
-		out, err := h.Restore(ctx, name, runtime.RestoreOptions{Attached: true})
+		out, err := h.Restore(ctx, name, runtime.RestoreOptions{Foreign: true, Attached: true})
 		h.must(err)
 		if h.sb = out.Sandbox; !out.Recreated {
 			t.Errorf("%s: %+v", name, out)
@@ -362,12 +362,12 @@ func TestAttachedPulled(t *testing.T) {
 	h.must(h.RemoveCheckpoint(ctx, h.then.ID))
 	_, err = h.PullCheckpoint(ctx, ref, opts)
 	h.must(err)
-	out, err := h.Restore(ctx, "box", runtime.RestoreOptions{})
+	out, err := h.Restore(ctx, "box", runtime.RestoreOptions{Foreign: true})
 	if h.must(err); !strings.Contains(fmt.Sprint(out.Warnings), "comes from elsewhere") || !slices.Equal(actions(out.Attached), []string{"left", "left", "left"}) {
 		t.Errorf("%+v", out)
 	}
 	h.are("now", "then")
-	_, err = h.Restore(ctx, "box", runtime.RestoreOptions{Attached: true})
+	_, err = h.Restore(ctx, "box", runtime.RestoreOptions{Foreign: true, Attached: true})
 	h.must(err)
 	h.are("then", "then")
 	_, err = h.Restore(ctx, "box", runtime.RestoreOptions{Undo: true}) // which was made here
@@ -403,7 +403,7 @@ func TestAttachedVersion(t *testing.T) {
 	}
 }
 
-// Without state.db the manifests tell of host files. Who has named them nobody knows then.
+// Without state.db the manifests tell of host files, and their files of where they were made.
 func TestAttachedReindex(t *testing.T) {
 	h := newHosts(t, nil, false)
 	h.must(h.Close())
@@ -418,7 +418,7 @@ func TestAttachedReindex(t *testing.T) {
 	_, err = st.Reindex(ctx)
 	h.must(err)
 	c, err := st.Checkpoint(ctx, h.then.ID)
-	if h.must(err); !c.Pulled || c.Attached == nil || len(c.Attached.Paths) != 3 || c.Attached.Paths[0].Path != h.paths[0] {
+	if h.must(err); c.Foreign || c.Attached == nil || len(c.Attached.Paths) != 3 || c.Attached.Paths[0].Path != h.paths[0] {
 		t.Errorf("%+v", c)
 	}
 	h.must(st.VerifyCheckpoint(ctx, c.ID))

@@ -550,7 +550,7 @@ func (e *Engine) Checkpoints(ctx context.Context, filter CheckpointFilter) (_ []
 			f.SandboxID = sb.ID
 		case errors.Is(err, ErrNotFound):
 			// A removed sandbox still has its checkpoints.
-			ck, e := e.newestOfGone(ctx, filter.Sandbox)
+			ck, e := e.newestOfGone(ctx, filter.Sandbox, false)
 			if e != nil {
 				return nil, err
 			}
@@ -621,11 +621,15 @@ func checkpointView(row store.Checkpoint) Checkpoint {
 	if labels == nil {
 		labels = map[string]string{}
 	}
-	return Checkpoint{
+	view := Checkpoint{
 		ID: row.ID, Name: row.Name, Sandbox: row.SandboxID, SandboxName: row.SandboxName, Kind: row.Kind,
 		Status: row.Status, Error: row.Error, Parent: row.Parent, Trigger: row.Trigger, Policy: policyName(row.Spec), Created: row.Created,
 		Files: row.Files, Processes: row.Processes, Bytes: row.Bytes, Digest: row.Digest,
 		ImageDigest: row.ImageDigest, Labels: labels, Frozen: row.Frozen, Warnings: row.Warnings,
-		Added: row.Added, Unchanged: row.Unchanged, Pinned: row.Pinned, Lease: row.Lease, Tags: row.Tags, Damaged: row.Damaged, Attached: attached,
+		Added: row.Added, Unchanged: row.Unchanged, Pinned: row.Pinned, Lease: row.Lease, Tags: row.Tags, Damaged: row.Damaged, Attached: attached, Foreign: row.Foreign,
 	}
+	if s, err := spec(store.Sandbox{ID: row.SandboxID, Spec: row.Spec}); row.Foreign && err == nil {
+		view.Command, view.Asks = s.Args, asks(s)
+	}
+	return view
 }

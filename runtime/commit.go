@@ -59,7 +59,11 @@ func (e *Engine) Commit(ctx context.Context, ref, to string, opts CommitOptions)
 	if created.IsZero() {
 		created = row.Created
 	}
-	img, err := build.New(base, layer, build.Options{Created: created, By: "agentbox commit", Author: opts.Author, Message: opts.Message, Changes: opts.Changes})
+	changes := opts.Changes
+	if row.Foreign {
+		changes = slices.Concat([]string{"LABEL " + LabelForeign + "=true"}, changes)
+	}
+	img, err := build.New(base, layer, build.Options{Created: created, By: "agentbox commit", Author: opts.Author, Message: opts.Message, Changes: changes})
 	if err != nil {
 		return out, err
 	}
@@ -85,6 +89,9 @@ func (e *Engine) Commit(ctx context.Context, ref, to string, opts CommitOptions)
 	e.log.Info("committed", "sandbox", row.SandboxID, "image", out.Reference, "digest", out.Digest)
 	return out, nil
 }
+
+// LabelForeign is the label of images that were made of a foreign checkpoint.
+const LabelForeign = "agentbox.foreign"
 
 // triggerCommit is the trigger of the checkpoint that Commit takes of a sandbox
 // and removes again.

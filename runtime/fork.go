@@ -62,6 +62,9 @@ func (e *Engine) Fork(ctx context.Context, ref string, opts ForkOptions) (_ []Fo
 			return nil, fmt.Errorf("sandbox %q: %w", name, ErrExists)
 		}
 	}
+	if opts.Count > 1 && len(opts.Grants.Ports) > 0 {
+		return nil, fmt.Errorf("%w: a port can be published by one fork only", ErrInvalid)
+	}
 	row, err := e.forkFrom(ctx, ref, opts)
 	if err != nil {
 		return nil, err
@@ -135,7 +138,7 @@ func (e *Engine) forkFrom(ctx context.Context, ref string, opts ForkOptions) (ro
 		}
 		return e.store.Checkpoint(ctx, c.ID)
 	}
-	if row, err = e.choose(ctx, sb, opts.Checkpoint, false); err != nil {
+	if row, err = e.choose(ctx, sb, opts.Checkpoint, false, opts.Foreign); err != nil {
 		return row, err
 	}
 	r := restoration{sb: &locked{Sandbox: sb}, row: row}
@@ -155,6 +158,11 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 		return Forked{}, hint(fmt.Errorf("%w: its container is its engine's, and agentbox cannot make another", ErrUnsupported),
 			"Run it as a sandbox of agentbox: agentbox --backend docker run ...")
 	}
+	full := row.Kind == KindFull && !opts.FilesOnly && !opts.NoStart
+	withheld, err := e.claim(&s, row, opts.Grants, full)
+	if err != nil {
+		return Forked{}, err
+	}
 	origin := s
 	s.ID = newID()
 	s.Name = cmp.Or(name, forkName(row.SandboxName, s.ID))
@@ -163,7 +171,7 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 	} else {
 		s.Hostname = forkName(s.Hostname, s.ID)
 	}
-	s.Network.Ports = nil // the origin has them
+	s.Network.Ports = opts.Grants.Ports // the origin has its own
 	if look != nil {
 		s.Network = Network{Mode: NetworkNone}
 	}
@@ -179,7 +187,7 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 	if s.Secrets, err = e.inherited(ctx, row, s, opts.Secrets); err != nil {
 		return Forked{}, err
 	}
-	if err := e.readmit(&s); err != nil {
+	if err := e.readmitOf(row, &s, opts.Grants, full); err != nil {
 		return Forked{}, err
 	}
 	host, err := e.host(cmp.Or(s.Backend, e.first))
@@ -193,7 +201,7 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 	if err != nil {
 		return Forked{}, err
 	}
-	if err := e.keepIDs(ctx, &s, host, img.Lower, row.Kind == KindFull && !opts.FilesOnly && !opts.NoStart); err != nil {
+	if err := e.keepIDs(ctx, &s, host, img.Lower, full, row.Foreign); err != nil {
 		return Forked{}, err
 	}
 	box := store.Sandbox{
@@ -217,7 +225,7 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 		return Forked{}, err
 	}
 	r.fork.receipt.Reseeded = []string{"id, name", "hostname", "network address and MAC", "AGENTBOX_SANDBOX, AGENTBOX_SANDBOX_NAME and AGENTBOX_ATTEMPT of new processes"}
-	if len(origin.Network.Ports) > 0 {
+	if len(origin.Network.Ports) > 0 && !row.Foreign {
 		r.fork.receipt.Shared = append(r.fork.receipt.Shared, "published ports stay with the origin; the fork has none")
 	}
 	for _, m := range s.Mounts {
@@ -257,7 +265,7 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 	e.every(s)
 	e.enforce(s, r.c)
 	out := r.fork.receipt
-	out.Checkpoint, out.Took = checkpointView(row), time.Since(begun)
+	out.Checkpoint, out.Took, out.Warnings = checkpointView(row), time.Since(begun), withheld
 	out.Sandbox, err = e.Sandbox(context.WithoutCancel(ctx), s.ID)
 	e.log.Info("forked", "sandbox", s.ID, "checkpoint", row.ID, "took", out.Took)
 	return out, err

@@ -100,7 +100,7 @@ func (e *Engine) certain(ctx context.Context, ref string, sb store.Sandbox) erro
 	if sb.ID == "" || ref == sb.ID || ref == sb.Name || strings.Contains(ref, "://") {
 		return nil
 	}
-	row, err := e.store.NewestOfName(ctx, ref)
+	row, err := e.store.NewestOfName(ctx, ref, false)
 	if errors.Is(err, ErrNotFound) {
 		return nil
 	}
@@ -117,7 +117,7 @@ func (e *Engine) owner(ctx context.Context, ref string) (sb store.Sandbox, gone 
 	if sb, err = e.find(ctx, ref); !errors.Is(err, ErrNotFound) {
 		return sb, false, errors.Join(err, e.certain(ctx, ref, sb))
 	}
-	row, err2 := e.newestOfGone(ctx, ref)
+	row, err2 := e.newestOfGone(ctx, ref, false)
 	if err2 != nil {
 		if errors.Is(err2, ErrNotFound) {
 			err2 = err

@@ -56,6 +56,8 @@ type ForkOptions struct {
 	Secrets    []Secret          `json:"secrets"`  // where secrets come from, if not from where the origin's do
 	Lease      string            `json:"lease"`    // the lease that they are removed with; empty: none, whatever the origin has
 	Group      string            `json:"group"`    // a name that they share
+	Foreign    bool              `json:"foreign"`  // without Checkpoint: the newest may be one from elsewhere, of a removed sandbox
+	Grants     Grants            `json:"grants"`   // what the spec of a foreign checkpoint is given
 	Progress   Steps             `json:"-"`
 }
 
@@ -68,6 +70,7 @@ type Forked struct {
 	Reseeded []string      `json:"reseeded"`
 	Shared   []string      `json:"shared"`
 	Took     time.Duration `json:"took_ns"`
+	Warnings []string      `json:"warnings,omitempty"`
 }
 
 // RestorePlan is the documented JSON of `agentbox restore --dry-run`.

@@ -71,9 +71,15 @@ func (e *Engine) match(ctx context.Context, sandbox string, opts *RestoreOptions
 	if err != nil {
 		return err
 	}
-	if len(list) == 0 {
-		return fmt.Errorf("no ready checkpoint has this trigger and these labels: %w", ErrNotFound)
+	for _, c := range list {
+		if opts.Foreign || !c.Foreign {
+			opts.Checkpoint = c.ID
+			return nil
+		}
 	}
-	opts.Checkpoint = list[0].ID
-	return nil
+	err = fmt.Errorf("no ready checkpoint has this trigger and these labels: %w", ErrNotFound)
+	if len(list) > 0 {
+		err = hint(err, foreignHint(sandbox))
+	}
+	return err
 }

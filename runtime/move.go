@@ -179,7 +179,7 @@ func (e *Engine) ImportCheckpoint(ctx context.Context, r io.Reader, opts ImportO
 			parts.Processes.List = append(parts.Processes.List, store.Process{Pid: p.Pid, Parent: p.Ppid, Command: p.Comm, Stopped: p.Stopped})
 		}
 	}
-	parts.Warnings = append(slices.Clone(parts.Warnings), got.Notes...)
+	parts.Warnings = got.Notes
 	done, err := draft.Commit(ctx, parts)
 	if err != nil {
 		return Checkpoint{}, err
@@ -243,6 +243,14 @@ func (e *Engine) have(ctx context.Context, row store.Checkpoint) (*Checkpoint, e
 	case there.SandboxID != row.SandboxID || there.SandboxName != row.SandboxName:
 		return nil, hint(fmt.Errorf("checkpoint %s: %w, as one of sandbox %s", short(row.ID), ErrExists, there.SandboxName), "Use that one.")
 	}
+	origin, err := e.store.Origin(row.ID)
+	if err != nil {
+		return nil, err
+	}
+	if row.Origin != there.Digest && row.Origin != origin {
+		return nil, hint(fmt.Errorf("checkpoint %s: %w, and is another one: its manifest has digest %s, this one has %s", short(row.ID), ErrExists, there.Digest, row.Origin),
+			"Bring this one in as one of another sandbox with --name, or remove that one first: agentbox checkpoint rm "+short(row.ID))
+	}
 	view := e.arrived(ctx, there)
 	return &view, nil
 }
@@ -255,7 +263,7 @@ func (e *Engine) imported(ctx context.Context, facts portable.Facts, opts Import
 			return row, parts, nil, err
 		}
 		row, err = e.incoming(ctx, m, opts)
-		parts = store.Manifest{Versions: m.Versions, TCP: m.TCP, Status: m.Status, Warnings: m.Warnings, Managed: m.Managed, Effect: m.Effect}
+		parts = store.Manifest{Created: m.Created, Versions: m.Versions, TCP: m.TCP, Status: m.Status, Managed: m.Managed, Effect: m.Effect}
 		for _, v := range m.Volumes {
 			parts.Volumes = append(parts.Volumes, store.Volume{Name: v.Name})
 		}
@@ -300,20 +308,24 @@ func (e *Engine) imported(ctx context.Context, facts portable.Facts, opts Import
 		s.Labels = nil
 	}
 	row = store.Checkpoint{
-		ID: newID(), SandboxID: s.ID, SandboxName: s.Name, Kind: KindFull, Trigger: "import", Created: cmp.Or(facts.Created, time.Now()),
+		ID: newID(), SandboxID: s.ID, SandboxName: s.Name, Kind: KindFull, Trigger: "import", Created: time.Now(), Foreign: true,
 		ImageDigest: img.Digest, Labels: map[string]string{"import.engine": facts.Engine},
 	}
 	row.Spec, err = json.Marshal(s)
-	parts = store.Manifest{Status: string(Running), TCP: TCPEstablished, Versions: store.Versions{Runtime: facts.Runtime}}
+	parts = store.Manifest{Created: facts.Created, Status: string(Running), TCP: TCPEstablished, Versions: store.Versions{Runtime: facts.Runtime}}
 	return row, parts, img.Lower, err
 }
 
 // incoming is the record of a checkpoint that another store has made. A parent
-// that is not here is none.
+// that is not here is none, and what the manifest warns of is its author's word.
 func (e *Engine) incoming(ctx context.Context, m store.Manifest, opts ImportOptions) (store.Checkpoint, error) {
 	row := store.Checkpoint{
-		ID: m.ID, Name: m.Name, SandboxID: m.SandboxID, SandboxName: m.SandboxName, Kind: m.Kind, Trigger: m.Trigger, Created: m.Created,
-		ImageDigest: m.ImageDigest, Labels: m.Labels, Spec: m.Spec, Warnings: m.Warnings, Parent: m.Parent,
+		ID: m.ID, Name: m.Name, SandboxID: m.SandboxID, SandboxName: m.SandboxName, Kind: m.Kind, Trigger: m.Trigger, Created: time.Now(),
+		ImageDigest: m.ImageDigest, Labels: m.Labels, Spec: m.Spec, Parent: m.Parent, Foreign: true,
+	}
+	var err error
+	if row.Origin, err = m.Digest(); err != nil {
+		return row, err
 	}
 	if row.Trigger == TriggerUndo {
 		row.Trigger = "import" // it is of another store's restore; ours would remove it
@@ -435,7 +447,6 @@ func (e *Engine) PullCheckpoint(ctx context.Context, reference string, opts Regi
 		if lock, err = e.store.Lock(ctx, row.SandboxID, "checkpoint pull", lockWait); err != nil {
 			return nil, err
 		}
-		row.Pulled = true
 		if draft, err = e.store.BeginCheckpoint(ctx, row); err != nil {
 			return nil, err
 		}

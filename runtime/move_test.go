@@ -101,7 +101,7 @@ func TestImportConflicts(t *testing.T) {
 			t.Errorf("under another name: %+v, %v", got, err)
 		}
 	}
-	if out, err := there.Restore(ctx, "copy", runtime.RestoreOptions{}); err != nil || out.Sandbox.Name != "copy" {
+	if out, err := there.Restore(ctx, "copy", runtime.RestoreOptions{Foreign: true}); err != nil || out.Sandbox.Name != "copy" {
 		t.Errorf("restored: %+v, %v", out, err)
 	}
 }

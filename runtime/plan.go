@@ -76,8 +76,23 @@ func (e *Engine) PlanRestore(ctx context.Context, ref string, opts RestoreOption
 	for _, text := range r.lateHosts(out.Attached) {
 		out.Effects = append(out.Effects, strings.ToUpper(text[:1])+text[1:]+".")
 	}
+	if opts.Strategy == StrategyRecreate && !r.data.Recreated {
+		var asked Spec
+		if asked, err = spec(store.Sandbox{ID: r.row.SandboxID, Spec: r.row.Spec}); err == nil {
+			r.caveats, err = e.claim(&asked, r.row, r.grants, r.full())
+		}
+		if err != nil {
+			return out, err
+		}
+	}
 	if r.data.Recreated {
 		out.Effects = append(out.Effects, fmt.Sprintf("The sandbox is made again, with id %s.", short(r.sb.ID)))
+		if r.row.Foreign {
+			out.Effects = append(out.Effects, fmt.Sprintf("The checkpoint comes from elsewhere. Its command: %s.", strings.Join(r.spec.Args, " ")))
+		}
+		for _, text := range r.caveats {
+			out.Effects = append(out.Effects, strings.ToUpper(text[:1])+text[1:]+".")
+		}
 		for entry, err := range wanted(ctx, r.reader, tree{}, nil) {
 			if err != nil {
 				return out, err
@@ -190,6 +205,9 @@ func (p *RestorePlan) effects(r *restoration) {
 	}
 	for _, w := range slices.Concat(r.row.Warnings, r.unplaced()) {
 		say("Not restored: %s.", w)
+	}
+	for _, text := range r.caveats {
+		say("%s.", strings.ToUpper(text[:1])+text[1:])
 	}
 }
 

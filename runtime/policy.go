@@ -117,18 +117,11 @@ func (e *Engine) readmit(s *Spec) error {
 			return err
 		}
 	}
-	ask := askFor(*s)
-	ask.Image = "" // it is pinned, and was judged by its name then
-	if ask.Network == NetworkFiltered && ask.Egress == nil {
-		ask.Egress = []string{} // that it had none was somebody's will
-	}
-	if s.IDs != nil {
-		ask.UserNS = UserNSAuto
-	} else if p.Rules.NeedsNamespace() {
+	if s.IDs == nil && p.Rules.NeedsNamespace() {
 		return p.NoNamespace("the checkpoint is of a sandbox that had them")
 	}
-	got, findings := p.Judge(ask)
-	if err := policy.Denials(findings); err != nil {
+	got, err := judged(*s, p, s.IDs != nil)
+	if err != nil {
 		if strange && s.Policy != nil {
 			err = hint(err, "The policy of the checkpoint, "+s.Policy.Name+", was never used here, so that the default one counts.")
 		}
@@ -136,6 +129,21 @@ func (e *Engine) readmit(s *Spec) error {
 	}
 	grant(s, p, got)
 	return nil
+}
+
+// judged is what a policy grants of the spec of a checkpoint. mapped says that the sandbox
+// gets a user namespace, where it can.
+func judged(s Spec, p *policy.Policy, mapped bool) (policy.Request, error) {
+	ask := askFor(s)
+	ask.Image = "" // it is pinned, and was judged by its name then
+	if ask.Network == NetworkFiltered && ask.Egress == nil {
+		ask.Egress = []string{} // that it had none was somebody's will
+	}
+	if mapped {
+		ask.UserNS = UserNSAuto
+	}
+	got, findings := p.Judge(ask)
+	return got, policy.Denials(findings)
 }
 
 // mayMount judges where the sources of a sandbox's mounts lead now, under the
@@ -201,7 +209,7 @@ func (r retention) any() bool {
 // covers reports whether a checkpoint is one of those that were taken without being
 // asked for, or by an agent. What a user gave a name, or came from elsewhere, stays.
 func (r retention) covers(c store.Checkpoint) bool {
-	return slices.Contains(r.automatic, c.Trigger) && (c.Name == "" || c.Trigger == TriggerMCP) && !c.Pulled
+	return slices.Contains(r.automatic, c.Trigger) && (c.Name == "" || c.Trigger == TriggerMCP) && !c.Foreign
 }
 
 // keepByPolicy removes the checkpoints of one sandbox, or of each, that the
@@ -222,11 +230,11 @@ func (e *Engine) keepByPolicy(ctx context.Context, sandbox string, out *Pruned) 
 	}
 	seen := map[string]bool{}
 	for _, row := range rows {
-		if seen[row.SandboxID] {
+		text, alive := specs[row.SandboxID]
+		if seen[row.SandboxID] || !alive && row.Foreign { // whose policy is its author's
 			continue
 		}
 		seen[row.SandboxID] = true
-		text, alive := specs[row.SandboxID]
 		if !alive {
 			text = row.Spec
 		}

@@ -288,7 +288,7 @@ func (e *Engine) notRestarted(ctx context.Context, id string, stopped bool, caus
 // bringBack starts a sandbox, whose lock it takes over, from where its policy says.
 func (e *Engine) bringBack(ctx context.Context, sb *locked, s Spec, why string) error {
 	if s.Restart.From == RestartFromHead {
-		_, err := e.choose(ctx, sb.Sandbox, "", false)
+		_, err := e.choose(ctx, sb.Sandbox, "", false, false)
 		if err == nil {
 			d := deedTo(sb.Sandbox, "restore", ByWatch, why)
 			err = e.deed(ctx, d, func() (err error) {

@@ -281,6 +281,9 @@ type restoration struct {
 	told        []string // what is to be said of that
 	compensated []Effect // those whose undo commands were run, with what came of them
 
+	grants  Grants   // what a foreign checkpoint's spec is given
+	caveats []string // what is to be said of that
+
 	given   []Secret     // where secrets come from, if not from where they did
 	secrets []SecretFile // what the start puts into the sandbox
 
@@ -327,7 +330,7 @@ func (e *Engine) restore(ctx context.Context, seq int64, r *restoration) (err er
 	if !r.data.Recreated && !r.data.Fork {
 		r.data.Undo = newID()
 	}
-	r.warnings = slices.Concat(r.row.Warnings, r.unplaced())
+	r.warnings = slices.Concat(r.row.Warnings, r.caveats, r.unplaced())
 	r.planHosts()
 	defer e.closeHosts(r)
 	if err := errors.Join(r.plan(ctx), r.checkTools()); err != nil {

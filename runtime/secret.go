@@ -225,6 +225,9 @@ func nameless(s Spec, stored json.RawMessage) (json.RawMessage, error) {
 // origin do, as long as that is there.
 func (e *Engine) inherited(ctx context.Context, row store.Checkpoint, s Spec, given []Secret) ([]Secret, error) {
 	var known Spec
+	if row.Foreign { // it names its origin itself
+		return sources(s, given, nil)
+	}
 	if origin, err := e.store.Sandbox(ctx, row.SandboxID); err == nil {
 		if known, err = spec(origin); err != nil {
 			return nil, err

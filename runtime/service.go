@@ -208,6 +208,13 @@ type Checkpoint struct {
 	Damaged     string            `json:"damaged,omitempty"` // what the last Verify found; restored only with Salvage
 	Warnings    []string          `json:"warnings,omitempty"`
 	Attached    []AttachedFile    `json:"attached,omitempty"` // files of the host that belong to it
+
+	// Foreign: it came from elsewhere, by an import or a pull, or where it was made is not
+	// known. Its spec is a wish then: Command is what would be run, and Asks what a
+	// restore or a fork gives it only where Grants say so. Created is when it came.
+	Foreign bool     `json:"foreign,omitempty"`
+	Command []string `json:"command,omitempty"`
+	Asks    []string `json:"asks,omitempty"`
 }
 
 // AttachedFile is a file of the host that belongs to a checkpoint.
@@ -300,6 +307,12 @@ type RestoreOptions struct {
 	// AlertSecret is a file of the host, root's alone, with the key that
 	// signs what is posted to the URL.
 	AlertSecret string `json:"alert_secret"`
+
+	// Foreign lets the newest be one that came from elsewhere.
+	Foreign bool `json:"foreign"`
+	// Grants are what the spec of a foreign checkpoint is given, where the sandbox is
+	// made of it.
+	Grants Grants `json:"grants"`
 
 	// Secrets say where secrets come from: for good if the sandbox is made
 	// again, else for this start.

@@ -15,7 +15,7 @@ import (
 // target finds the sandbox and the checkpoint to restore, and locks the
 // sandbox. One that was removed is made again in the course of the restore.
 func (e *Engine) target(ctx context.Context, ref string, opts RestoreOptions) (*restoration, error) {
-	r := &restoration{restart: opts.held != nil, verify: opts.Verify, pull: opts.Pull, noEffects: opts.NoEffects, attached: opts.Attached, noAttached: opts.NoAttached, given: opts.Secrets, data: restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly, Salvage: opts.Salvage, NoUndo: opts.NoUndo}}
+	r := &restoration{restart: opts.held != nil, verify: opts.Verify, pull: opts.Pull, noEffects: opts.NoEffects, attached: opts.Attached, noAttached: opts.NoAttached, given: opts.Secrets, grants: opts.Grants, data: restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly, Salvage: opts.Salvage, NoUndo: opts.NoUndo}}
 	r.sb = opts.held
 	err := e.match(ctx, ref, &opts)
 	if err != nil {
@@ -26,7 +26,7 @@ func (e *Engine) target(ctx context.Context, ref string, opts RestoreOptions) (*
 	}
 	if r.sb == nil {
 		if r.sb, err = e.acquire(ctx, ref, "restore", lockWait); errors.Is(err, ErrNotFound) {
-			return r, e.recreate(ctx, r, ref, opts.Checkpoint, opts.Undo, err)
+			return r, e.recreate(ctx, r, ref, opts, err)
 		}
 	}
 	if err == nil {
@@ -37,7 +37,7 @@ func (e *Engine) target(ctx context.Context, ref string, opts RestoreOptions) (*
 	if err != nil {
 		return nil, err
 	}
-	if r.row, err = e.choose(ctx, r.sb.Sandbox, opts.Checkpoint, opts.Undo); err == nil {
+	if r.row, err = e.choose(ctx, r.sb.Sandbox, opts.Checkpoint, opts.Undo, opts.Foreign); err == nil {
 		err = r.checkDamage()
 	}
 	if err == nil {
@@ -50,6 +50,8 @@ func (e *Engine) target(ctx context.Context, ref string, opts RestoreOptions) (*
 		// Its container was removed behind our back.
 		r.orphan = true
 		err = e.again(ctx, r, err)
+	} else if err == nil {
+		err = r.keepGiven(opts)
 	}
 	if err != nil {
 		r.sb.lock.Unlock()
@@ -58,18 +60,40 @@ func (e *Engine) target(ctx context.Context, ref string, opts RestoreOptions) (*
 	return r, nil
 }
 
+// keepGiven has a sandbox that is there keep what it was given, whatever checkpoint it is put back to.
+func (r *restoration) keepGiven(opts RestoreOptions) error {
+	again := opts.Strategy == StrategyRecreate || opts.Strategy == StrategyAuto
+	if !r.row.Foreign {
+		return opts.Grants.none(madeHere)
+	}
+	if !again {
+		r.caveats = []string{"the checkpoint comes from elsewhere, and what is in it gets all that the sandbox has"}
+		return opts.Grants.none("the sandbox is there, and keeps what it was given")
+	}
+	return nil
+}
+
 // choose finds the named checkpoint of a sandbox, or its newest ready one: of
-// those that a restore has made, or of the others.
-func (e *Engine) choose(ctx context.Context, sb store.Sandbox, ref string, undo bool) (row store.Checkpoint, err error) {
+// those that a restore has made, or of the others. A foreign one has to be named, or
+// asked for.
+func (e *Engine) choose(ctx context.Context, sb store.Sandbox, ref string, undo, foreign bool) (row store.Checkpoint, err error) {
 	if ref == "" {
 		rows, err := e.store.Checkpoints(ctx, store.Filter{SandboxID: sb.ID})
 		if err != nil {
 			return row, err
 		}
+		only := false
 		for _, row := range rows {
-			if (row.Trigger == TriggerUndo) == undo {
+			if (row.Trigger == TriggerUndo) != undo {
+				continue
+			}
+			if foreign || !row.Foreign {
 				return row, nil
 			}
+			only = true
+		}
+		if only && !undo {
+			return row, onlyForeign(sb.Name)
 		}
 		if undo {
 			return row, hint(fmt.Errorf("undo checkpoint of %s: %w", sb.Name, ErrNotFound), "A restore keeps what it replaces, unless it is told --no-undo.")
@@ -121,8 +145,9 @@ func notOwn(sb store.Sandbox, ref string, row store.Checkpoint) error {
 // recreate plans to make a removed sandbox again from the spec of its
 // checkpoint, with its old id, so that what its processes remember of
 // themselves stays true.
-func (e *Engine) recreate(ctx context.Context, r *restoration, name, ref string, undo bool, missing error) error {
-	row, err := e.newestOfGone(ctx, name)
+func (e *Engine) recreate(ctx context.Context, r *restoration, name string, opts RestoreOptions, missing error) error {
+	ref, undo := opts.Checkpoint, opts.Undo
+	row, err := e.newestOfGone(ctx, name, opts.Foreign)
 	if errors.Is(err, ErrNotFound) {
 		return missing
 	}
@@ -132,6 +157,9 @@ func (e *Engine) recreate(ctx context.Context, r *restoration, name, ref string,
 	if undo && ref == "" {
 		return hint(fmt.Errorf("undo checkpoint of %s: %w", name, ErrNotFound),
 			"The sandbox was removed, and what its last restore had replaced went with it; make it again with: agentbox restore "+name)
+	}
+	if ref == "" && row.Foreign && !opts.Foreign {
+		return onlyForeign(name)
 	}
 	if ref != "" {
 		// Of several removed sandboxes of one name it may be an older one's.
@@ -175,11 +203,14 @@ func (e *Engine) again(ctx context.Context, r *restoration, missing error) (err 
 	if r.spec, err = spec(gone); err != nil {
 		return err
 	}
+	if r.caveats, err = e.claim(&r.spec, r.row, r.grants, r.full()); err != nil {
+		return err
+	}
 	if r.spec.Adopted {
 		return hint(fmt.Errorf("its container is gone: %w", missing), "Agentbox did not make it and cannot make it again; its checkpoints are still there (agentbox checkpoint ls "+gone.Name+").")
 	}
 	var known Spec
-	if r.orphan {
+	if r.orphan && !r.row.Foreign {
 		if known, err = spec(r.sb.Sandbox); err != nil {
 			return err
 		}
@@ -187,7 +218,7 @@ func (e *Engine) again(ctx context.Context, r *restoration, missing error) (err 
 	if r.spec.Secrets, err = sources(r.spec, r.given, known.Secrets); err != nil {
 		return err
 	}
-	if err := e.readmit(&r.spec); err != nil {
+	if err := e.readmitOf(r.row, &r.spec, r.grants, r.full()); err != nil {
 		return err
 	}
 	gone.Backend = cmp.Or(r.spec.Backend, e.first)
@@ -202,7 +233,7 @@ func (e *Engine) again(ctx context.Context, r *restoration, missing error) (err 
 	if err != nil {
 		return err
 	}
-	if err := e.keepIDs(ctx, &r.spec, host, img.Lower, r.full()); err != nil {
+	if err := e.keepIDs(ctx, &r.spec, host, img.Lower, r.full(), r.row.Foreign); err != nil {
 		return err
 	}
 	gone.Image, gone.Lower, gone.Labels = r.spec.Image, img.Lower, r.spec.Labels
@@ -250,9 +281,9 @@ func damage(row store.Checkpoint) error {
 }
 
 // newestOfGone finds the newest checkpoint of a removed sandbox, by its name or
-// its id.
-func (e *Engine) newestOfGone(ctx context.Context, ref string) (store.Checkpoint, error) {
-	row, err := e.store.NewestOfName(ctx, ref)
+// its id. Unless foreign is set, one that is not foreign goes before one that is.
+func (e *Engine) newestOfGone(ctx context.Context, ref string, foreign bool) (store.Checkpoint, error) {
+	row, err := e.store.NewestOfName(ctx, ref, foreign)
 	if !errors.Is(err, ErrNotFound) {
 		return row, err
 	}
@@ -260,10 +291,20 @@ func (e *Engine) newestOfGone(ctx context.Context, ref string) (store.Checkpoint
 	if e2 != nil || len(rows) == 0 {
 		return row, cmp.Or(e2, err)
 	}
+	best := rows[0]
+	rank := func(c store.Checkpoint) (n int) {
+		if c.Trigger == TriggerUndo {
+			n = 1
+		}
+		if c.Foreign && !foreign {
+			n += 2
+		}
+		return n
+	}
 	for _, row := range rows {
-		if row.Trigger != TriggerUndo {
-			return row, nil
+		if rank(row) < rank(best) {
+			best = row
 		}
 	}
-	return rows[0], nil
+	return best, nil
 }

@@ -62,7 +62,17 @@ func (e *Engine) mapIDs(ctx context.Context, s *Spec, mode string, by *policy.Po
 
 // keepIDs sees whether a sandbox that is made of a checkpoint can have the ids of
 // that here. Its processes can have no others; its files alone can.
-func (e *Engine) keepIDs(ctx context.Context, s *Spec, host Host, lower []string, processes bool) error {
+//
+// The files alone of a foreign checkpoint get a range as those of a new sandbox do.
+func (e *Engine) keepIDs(ctx context.Context, s *Spec, host Host, lower []string, processes, foreign bool) error {
+	if foreign && !processes {
+		p, err := recorded(*s)
+		if err != nil {
+			return err
+		}
+		s.IDs, s.HostIDs = nil, ""
+		return e.mapIDs(ctx, s, "", p, host, lower)
+	}
 	if s.IDs == nil {
 		return nil
 	}
@@ -79,12 +89,17 @@ func (e *Engine) keepIDs(ctx context.Context, s *Spec, host Host, lower []string
 	if processes {
 		return hint(fmt.Errorf("%w: its processes have user ids of their own, which is not possible here: %s", ErrUnsupported, why), "Mend that, or take the files alone: --files-only.")
 	}
+	s.IDs, s.HostIDs = nil, ""
+	// Others will do.
+	if none, err := e.idsOf(ctx, s, host, lower); none == "" || err != nil {
+		return err
+	}
 	if p, err := recorded(*s); err != nil {
 		return err
 	} else if p != nil && p.Rules.NeedsNamespace() {
 		return p.NoNamespace(why)
 	}
-	s.IDs, s.HostIDs = nil, why
+	s.HostIDs = why
 	e.log.Info("it has the host's user ids", "sandbox", s.ID, "reason", why)
 	return nil
 }

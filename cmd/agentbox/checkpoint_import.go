@@ -36,9 +36,10 @@ func newCheckpointImportCommand(a *app) *cobra.Command {
 		Short: "Bring a checkpoint in from a file",
 		Long: `Import reads what 'agentbox checkpoint export' or 'podman container checkpoint --export' wrote,
 from FILE or with - from stdin, and prints the checkpoint's id. Its sandbox is not made yet:
-'agentbox restore NAME' does that. Nothing in the archive is trusted to import it. To restore
+'agentbox restore --foreign NAME' does that, and gives it nothing of the host unasked (see
+'agentbox restore --help'). An id that is here already has to be the same checkpoint. Nothing in the archive is trusted to import it. To restore
 its processes is to trust whoever made it: CRIU does as root what process images say.`,
-		Example: `  agentbox checkpoint import c.tar.zst && agentbox restore c
+		Example: `  agentbox checkpoint import c.tar.zst && agentbox restore --foreign c
   podman container checkpoint --export web.tar web && agentbox checkpoint import --name web web.tar
   agentbox checkpoint import --identity key.txt c.age`,
 		Annotations: exits(exitUsage, exitNotFound, exitState, exitCorrupt, exitDenied, exitUnsupported),
@@ -102,7 +103,7 @@ func runCheckpointImport(ctx context.Context, opts checkpointImportOptions, file
 func printArrived(format string, c runtime.Checkpoint, stdout, stderr io.Writer) error {
 	warn(stderr, c.Warnings)
 	if isTerminalWriter(stderr) {
-		fmt.Fprintln(stderr, printable(checkpointSummary(c)+"\nrestore with: agentbox restore "+c.SandboxName))
+		fmt.Fprintln(stderr, printable(checkpointSummary(c)+"\nrestore with: agentbox restore --foreign "+c.SandboxName))
 	}
 	if format == formatJSON {
 		return printJSON(stdout, documentedCheckpoint(c))

@@ -26,7 +26,9 @@ number: id, name, sandbox, sandbox_name, kind (files, full), status (pending, re
 failed), error, parent, trigger, policy, created, files, processes, bytes, digest, image_digest,
 labels, frozen_ns, added (bytes it brought to the store), unchanged (it brought none), pinned,
 tags, damaged (what the last verify found), warnings, attached (host files: path, size in bytes,
-absent).`,
+absent), foreign (it comes from elsewhere; created is when it came), command (what a foreign one
+runs) and asks (what its spec asks for, and gets only from 'agentbox restore --trust-spec' and
+the like).`,
 		Example: `  agentbox checkpoint inspect 3f2a
   agentbox checkpoint inspect c@before-upgrade | jq -r '.[0].digest'`,
 		Annotations:       exits(exitUsage, exitNotFound, exitDenied),

@@ -42,7 +42,7 @@ func newCheckpointLsCommand(a *app) *cobra.Command {
 		Short:   "List checkpoints",
 		Long: `Ls lists ready checkpoints, newest first, of one sandbox or of all, removed ones
 included. ADDED is what each brought to the store, SIZE all that it needs, shared with others
-or not. With --format json it prints an array of what 'agentbox checkpoint inspect' prints.`,
+or not. STATUS says foreign of one that comes from elsewhere, and CREATED when it came. With --format json it prints an array of what 'agentbox checkpoint inspect' prints.`,
 		Example: `  agentbox checkpoint ls c
   agentbox checkpoint ls --all --trigger tool:apt
   agentbox checkpoint rm $(agentbox checkpoint ls -q --label turn=12)`,
@@ -109,6 +109,9 @@ func checkpointStatus(c runtime.Checkpoint) string {
 	s := c.Status
 	if c.Damaged != "" {
 		s = "damaged"
+	}
+	if c.Foreign {
+		s += ", foreign"
 	}
 	if c.Pinned {
 		s += ", pinned"

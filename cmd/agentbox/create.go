@@ -232,7 +232,7 @@ func (o *createOptions) mounts() ([]runtime.Mount, error) {
 		return nil
 	}
 	for _, v := range o.Volumes {
-		if err := add(parseVolume(v)); err != nil {
+		if err := add(parseVolume("--volume", v)); err != nil {
 			return nil, err
 		}
 	}

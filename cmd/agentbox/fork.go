@@ -24,6 +24,7 @@ type forkOptions struct {
 	Secrets   secretOptions
 	Lease     string
 	Group     string
+	Grants    grantOptions
 	Quiet     bool
 	Format    string
 
@@ -37,6 +38,7 @@ func (o *forkOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVar(&o.NoStart, "no-start", false, "leave the forks created")
 	fl.VarP(list(&o.Labels), "label", "l", "set a label `KEY=VALUE` on each, besides those of the origin")
 	o.Secrets.addFlags(fl)
+	o.Grants.addFlags(fl)
 	fl.StringVar(&o.Lease, "lease", "", "remove them when the `LEASE` ends; the origin's is not theirs")
 	fl.StringVar(&o.Group, "group", "", "make them some of the group `NAME`")
 	fl.BoolVarP(&o.Quiet, "quiet", "q", false, "print ids only")
@@ -45,7 +47,7 @@ func (o *forkOptions) addFlags(fl *pflag.FlagSet) {
 
 // parse turns SANDBOX[@CHECKPOINT] and the flags into what Fork takes.
 func (o *forkOptions) parse(arg string) (sandbox string, opts runtime.ForkOptions, err error) {
-	opts = runtime.ForkOptions{FilesOnly: o.FilesOnly, NoStart: o.NoStart, Lease: o.Lease, Group: o.Group}
+	opts = runtime.ForkOptions{FilesOnly: o.FilesOnly, NoStart: o.NoStart, Lease: o.Lease, Group: o.Group, Foreign: o.Grants.Foreign}
 	if o.Group != "" {
 		if err := checkName("--group", o.Group); err != nil {
 			return "", opts, err
@@ -83,6 +85,9 @@ func (o *forkOptions) parse(arg string) (sandbox string, opts runtime.ForkOption
 			return "", opts, usageErrorf("--name %s: given twice", name)
 		}
 	}
+	if opts.Grants, err = o.Grants.parse(); err != nil {
+		return "", opts, err
+	}
 	if opts.Secrets, err = o.Secrets.parse(); err != nil {
 		return "", opts, err
 	}
@@ -101,10 +106,14 @@ and files; what else of the origin's identity was made anew, and what the forks 
 with it, is printed below the table: secrets, keys and connections are theirs together.
 After a files-only checkpoint the command starts afresh.
 
+Forks of a checkpoint that comes from elsewhere get nothing of the host but what --mount,
+--publish, --policy or --trust-spec give them, as 'agentbox restore --help' says.
+
 With --format json it prints an array of objects: sandbox (as 'agentbox inspect' prints it),
-checkpoint, reseeded, shared, took_ns.`,
+checkpoint, reseeded, shared, took_ns, warnings.`,
 		Example: `  agentbox fork c
   agentbox fork c@before-upgrade --name try
+  agentbox fork c@3f2a --mount ./src:/src:ro
   agentbox fork -n 8 --name worker --label run=7 c
   agentbox rm -f $(agentbox fork -q -n 3 c)`,
 		Annotations:       exits(exitUsage, exitNotFound, exitState, exitBusy, exitCorrupt, exitDenied, exitUnsupported),
@@ -120,6 +129,16 @@ checkpoint, reseeded, shared, took_ns.`,
 				return err
 			}
 			return a.service(cmd.Context(), func(svc runtime.Service) error {
+				c, err := chosen(cmd.Context(), svc, sandbox, fo.Checkpoint, fo.Foreign, runtime.CheckpointFilter{})
+				if err != nil {
+					return err
+				}
+				if c.Foreign {
+					fo.Checkpoint = c.ID
+				}
+				if err := a.admitForeign(cmd.Context(), c, opts.Grants); err != nil {
+					return err
+				}
 				return runFork(cmd.Context(), opts, sandbox, fo, svc, a.stdout, a.stderr)
 			})
 		},
@@ -127,6 +146,7 @@ checkpoint, reseeded, shared, took_ns.`,
 	opts.addFlags(cmd.Flags())
 	completeFlags(cmd)
 	a.completeLeaseFlag(cmd)
+	a.completePolicyFlag(cmd)
 	return cmd
 }
 
@@ -139,6 +159,9 @@ func runFork(ctx context.Context, opts forkOptions, sandbox string, fo runtime.F
 	fo.Progress = update
 	forks, err := svc.Fork(ctx, sandbox, fo)
 	end()
+	if len(forks) > 0 {
+		warn(stderr, forks[0].Warnings) // the same for all
+	}
 	if err != nil && len(forks) == 0 {
 		return err
 	}

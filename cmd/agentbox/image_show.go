@@ -160,7 +160,7 @@ them), freed (bytes).`,
 					return usageErrorf("--all removes images that have names: give --force too")
 				}
 				fmt.Fprint(a.stderr, "Remove all images that no sandbox and no checkpoint needs? [y/N] ")
-				if err := confirmed(cmd.Context(), a.stdin, a.stderr); err != nil {
+				if err := confirmed(cmd.Context(), a.stdin, a.stderr, "nothing was removed"); err != nil {
 					return err
 				}
 			}

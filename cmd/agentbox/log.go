@@ -126,6 +126,9 @@ func runLog(ctx context.Context, opts logOptions, sandbox string, svc runtime.Se
 		if c.Pinned {
 			first += " PINNED"
 		}
+		if c.Foreign {
+			first += " FOREIGN"
+		}
 		if c.Damaged != "" {
 			first += " DAMAGED"
 		}

@@ -132,12 +132,12 @@ func confirmPrune(ctx context.Context, opts runtime.PruneOptions, svc runtime.Se
 		return false, err
 	}
 	fmt.Fprintf(stderr, "Remove %s? [y/N] ", countText(int64(len(plan.Removed)), "checkpoint"))
-	err = confirmed(ctx, stdin, stderr)
+	err = confirmed(ctx, stdin, stderr, "nothing was removed")
 	return err == nil, err
 }
 
-// confirmed waits for the answer to a question; anything but a yes is an error.
-func confirmed(ctx context.Context, stdin *os.File, stderr io.Writer) error {
+// confirmed waits for the answer to a question; anything but a yes is the error otherwise.
+func confirmed(ctx context.Context, stdin *os.File, stderr io.Writer, otherwise string) error {
 	answer := make(chan string, 1)
 	go func() {
 		s, _ := bufio.NewReader(stdin).ReadString('\n')
@@ -149,7 +149,7 @@ func confirmed(ctx context.Context, stdin *os.File, stderr io.Writer) error {
 		case "y", "yes":
 			return nil
 		}
-		return errors.New("nothing was removed")
+		return errors.New(otherwise)
 	case <-ctx.Done():
 		// A read of a terminal cannot be called off.
 		fmt.Fprintln(stderr)

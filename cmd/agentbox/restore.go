@@ -30,6 +30,7 @@ type restoreOptions struct {
 	AlertKey  string
 	Format    string
 	secrets   secretOptions
+	grants    grantOptions
 	pull      pullPolicyOptions
 }
 
@@ -50,6 +51,7 @@ func (o *restoreOptions) addFlags(fl *pflag.FlagSet) {
 	fl.StringVar(&o.Alert, "alert", "", "when it fails for good, run `PROGRAM` (an absolute path), or post to an http or https URL")
 	fl.StringVar(&o.AlertKey, "alert-secret", "", "sign what is posted with the key in `FILE`, which is root's alone")
 	o.secrets.addFlags(fl)
+	o.grants.addFlags(fl)
 	o.pull.addMissing(fl)
 	o.Format = "name"
 	fl.Var(choice(&o.Format, "name", formatJSON), "format", "print as `FORMAT`: name or json")
@@ -65,6 +67,13 @@ another is named, and lets its processes go on from there. Everything needed is 
 before the sandbox is touched, and only what differs is. After a files-only checkpoint the command
 starts afresh if it ran then. A removed sandbox is made again from the checkpoint's spec; if its
 image is not here any more, that is pulled by its digest, unless --pull never is given.
+
+A checkpoint that was imported or pulled comes from elsewhere (checkpoint ls says "foreign"): it is
+the newest only with --foreign. A sandbox that is made of it gets no bind mounts, no network but an
+own one, no published ports, no restart policy, no labels, no more rights and no other policy than
+"default", unless --mount, --publish and --policy give it some, or --trust-spec all that it asks
+for, which is printed, and has to be confirmed (--yes does). Its command is shown before it runs.
+A sandbox that is there keeps what it has.
 
 Secrets have the values that they have now. Where those of a removed sandbox come from has to be
 said again (--secret); for one that is there, --secret counts for this start.
@@ -119,6 +128,8 @@ its host files could not be put back it prints that object, too, and fails.`,
   agentbox restore c 3f2a
   agentbox restore --trigger tool:apt c
   agentbox restore --dry-run c before-upgrade
+  agentbox restore --foreign --mount ./src:/src:ro --publish 127.0.0.1:8080:80 c
+  agentbox restore --files-only --trust-spec c 3f2a
   agentbox restore --undo c
   agentbox restore --format json c | jq .down_ns`,
 		Annotations:       exits(exitUsage, exitNotFound, exitState, exitBusy, exitCorrupt, exitDenied, exitUnsupported),
@@ -136,7 +147,11 @@ its host files could not be put back it prints that object, too, and fails.`,
 			if opts.Timeout < 0 {
 				return usageErrorf("--timeout %v: must not be negative", opts.Timeout)
 			}
-			ro := runtime.RestoreOptions{Trigger: opts.Trigger, Labels: labels, Secrets: secrets, FilesOnly: opts.FilesOnly, Verify: opts.Verify, Undo: opts.Undo, NoUndo: opts.NoUndo, Salvage: opts.Salvage, NoEffects: opts.NoEffects, Attached: opts.Attached, NoAttached: opts.NoAttach, Strategy: opts.Strategy, Timeout: opts.Timeout, Alert: opts.Alert, AlertSecret: opts.AlertKey, Pull: opts.pull.options()}
+			grants, err := opts.grants.parse()
+			if err != nil {
+				return err
+			}
+			ro := runtime.RestoreOptions{Foreign: opts.grants.Foreign, Grants: grants, Trigger: opts.Trigger, Labels: labels, Secrets: secrets, FilesOnly: opts.FilesOnly, Verify: opts.Verify, Undo: opts.Undo, NoUndo: opts.NoUndo, Salvage: opts.Salvage, NoEffects: opts.NoEffects, Attached: opts.Attached, NoAttached: opts.NoAttach, Strategy: opts.Strategy, Timeout: opts.Timeout, Alert: opts.Alert, AlertSecret: opts.AlertKey, Pull: opts.pull.options()}
 			if opts.Attached && opts.NoAttach {
 				return usageErrorf("--attached and --no-attached exclude each other")
 			}
@@ -155,13 +170,35 @@ its host files could not be put back it prints that object, too, and fails.`,
 				})
 			}
 			return a.service(cmd.Context(), func(svc runtime.Service) error {
+				if err := a.admitRestore(cmd.Context(), args[0], &ro, opts.grants, svc); err != nil {
+					return err
+				}
 				return runRestore(cmd.Context(), ro, opts.Format, args[0], svc, a.stdout, a.stderr)
 			})
 		},
 	}
 	opts.addFlags(cmd.Flags())
 	completeFlags(cmd)
+	a.completePolicyFlag(cmd)
 	return cmd
+}
+
+// admitRestore shows what a restore would make of a checkpoint from elsewhere, and has it be of that one.
+func (a *app) admitRestore(ctx context.Context, sandbox string, ro *runtime.RestoreOptions, o grantOptions, svc runtime.Service) error {
+	if ro.Undo {
+		return nil
+	}
+	c, err := chosen(ctx, svc, sandbox, ro.Checkpoint, ro.Foreign, runtime.CheckpointFilter{Trigger: ro.Trigger, Labels: ro.Labels})
+	if err != nil || !c.Foreign {
+		return err
+	}
+	ro.Checkpoint, ro.Trigger, ro.Labels = c.ID, "", nil
+	if ro.Strategy != runtime.StrategyRecreate && ro.Strategy != runtime.StrategyAuto {
+		if _, err := svc.Sandbox(ctx, sandbox); err == nil {
+			return nil // it keeps what it has
+		}
+	}
+	return a.admitForeign(ctx, c, o)
 }
 
 func runRestore(ctx context.Context, opts runtime.RestoreOptions, format, sandbox string, svc runtime.Service, stdout, stderr io.Writer) error {

@@ -109,9 +109,9 @@ func parseEnvFile(name string, lookup func(string) (string, bool)) ([]string, er
 
 // parseVolume reads SRC:DST[:ro|rw]. A SRC that could be a name is one, of a
 // volume; other relative ones are taken from the current directory.
-func parseVolume(s string) (runtime.Mount, error) {
+func parseVolume(flag, s string) (runtime.Mount, error) {
 	bad := func(why string) (runtime.Mount, error) {
-		return runtime.Mount{}, usageErrorf("--volume %q: %s; write SRC:DST or SRC:DST:ro", s, why)
+		return runtime.Mount{}, usageErrorf("%s %q: %s; write SRC:DST or SRC:DST:ro", flag, s, why)
 	}
 	parts := strings.Split(s, ":")
 	if len(parts) < 2 || len(parts) > 3 {

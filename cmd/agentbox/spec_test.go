@@ -74,7 +74,7 @@ func TestParseVolume(t *testing.T) {
 		"x/y:/b:rw":  {Type: "bind", Source: filepath.Join(wd, "x/y"), Target: "/b"},
 		".:/src":     {Type: "bind", Source: wd, Target: "/src"},
 	} {
-		got, err := parseVolume(in)
+		got, err := parseVolume("--volume", in)
 		if err != nil || got != want {
 			t.Errorf("%s: %+v, %v; want %+v", in, got, err, want)
 		}
@@ -89,7 +89,7 @@ func TestParseVolume(t *testing.T) {
 		":/b":       "source is empty",
 		"":          "two or three parts",
 	} {
-		_, err := parseVolume(in)
+		_, err := parseVolume("--volume", in)
 		usage(t, err, msg)
 	}
 }

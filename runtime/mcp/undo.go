@@ -173,7 +173,11 @@ func (s *Server) history(ctx context.Context, b *box, in logArgs) (reply, error)
 		if e.Head {
 			mark = "*"
 		}
-		fmt.Fprintf(&text, "%s %s, %s, by %s\n", mark, describeCheckpoint(e.Checkpoint), e.Created.UTC().Format(time.RFC3339), e.Trigger)
+		from := ""
+		if e.Foreign {
+			from = ", from elsewhere"
+		}
+		fmt.Fprintf(&text, "%s %s, %s, by %s%s\n", mark, describeCheckpoint(e.Checkpoint), e.Created.UTC().Format(time.RFC3339), e.Trigger, from)
 	}
 	r := reply{text: text.String()}
 	switch {

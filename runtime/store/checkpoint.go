@@ -42,7 +42,8 @@ type Checkpoint struct {
 	Pinned      bool
 	Lease       string    // id of the lease that it is removed with; empty: none
 	Tags        []string  // sorted
-	Pulled      bool      // the manifest was made elsewhere, or nobody knows where
+	Foreign     bool      // it came from elsewhere, or where it was made is not known
+	Origin      string    // for BeginCheckpoint, of a foreign one: the digest of the manifest that it came with
 	Attached    *Attached // of the host, without their tree; nil: none
 }
 
@@ -71,7 +72,7 @@ func (s *Store) checkpoints(ctx context.Context, where string, args ...any) (lis
 		var labels, warnings, spec, tags, attached string
 		var created, frozen int64
 		err := rows.Scan(&c.ID, &c.Name, &c.SandboxID, &c.SandboxName, &c.Kind, &c.Status, &c.Error, &c.Parent, &c.Trigger, &created,
-			&c.Files, &c.Processes, &c.Bytes, &c.Digest, &c.ImageDigest, &labels, &frozen, &warnings, &spec, &c.Added, &c.Unchanged, &c.Damaged, &c.Pinned, &c.Lease, &tags, &c.Pulled, &attached)
+			&c.Files, &c.Processes, &c.Bytes, &c.Digest, &c.ImageDigest, &labels, &frozen, &warnings, &spec, &c.Added, &c.Unchanged, &c.Damaged, &c.Pinned, &c.Lease, &tags, &c.Foreign, &attached)
 		if err != nil {
 			return nil, dbError("read checkpoints", err)
 		}
@@ -133,11 +134,11 @@ next:
 }
 
 // NewestCheckpoints tells, by sandbox, when the newest ready checkpoint was taken
-// that is no undo one.
+// that is no undo one and was made here.
 func (s *Store) NewestCheckpoints(ctx context.Context) (map[string]time.Time, error) {
 	newest := map[string]time.Time{}
 	err := s.query(ctx, `SELECT sandbox_id, max(created) FROM checkpoints
-		WHERE status = 'ready' AND trigger_name <> 'undo' GROUP BY sandbox_id`, nil, func(row *sql.Rows) error {
+		WHERE status = 'ready' AND trigger_name <> 'undo' AND pulled = 0 GROUP BY sandbox_id`, nil, func(row *sql.Rows) error {
 		var id string
 		var at int64
 		err := row.Scan(&id, &at)
@@ -171,9 +172,10 @@ func (s *Store) Forks(ctx context.Context, sandbox string) (map[string][]Fork, e
 }
 
 // NewestOfName returns the newest ready checkpoint of a REMOVED sandbox of this name.
-func (s *Store) NewestOfName(ctx context.Context, sandboxName string) (Checkpoint, error) {
-	list, err := s.checkpoints(ctx, `WHERE status = 'ready' AND sandbox_name = ? AND sandbox_id NOT IN (SELECT id FROM sandboxes)
-		ORDER BY trigger_name = 'undo', seq DESC LIMIT 1`, sandboxName)
+// Unless foreign is set, a foreign one is returned only where there is no other.
+func (s *Store) NewestOfName(ctx context.Context, sandboxName string, foreign bool) (Checkpoint, error) {
+	list, err := s.checkpoints(ctx, `WHERE status = 'ready' AND sandbox_name = ?1 AND sandbox_id NOT IN (SELECT id FROM sandboxes)
+		ORDER BY pulled > ?2, trigger_name = 'undo', seq DESC LIMIT 1`, sandboxName, foreign)
 	if err != nil {
 		return Checkpoint{}, err
 	}
@@ -300,7 +302,7 @@ type published struct {
 	bytes    int64       // at rest, of all that it needs
 	packs    []pack.Info // that are not recorded yet
 	lost     []int64     // recorded packs that are gone
-	pulled   bool        // the manifest was made elsewhere
+	asIs     bool        // the manifest was made elsewhere
 }
 
 // Covers tells whether all files of b are among those of a; either may be nil.
@@ -343,7 +345,10 @@ func (a *Attached) record() string {
 // setReady records the pieces of a published checkpoint and makes it visible,
 // in one step. A row that is not pending any more (somebody removed it) is ErrState.
 func (s *Store) setReady(ctx context.Context, id string, p published) error {
-	m, processes := &p.manifest, 0
+	m, processes, warnings := &p.manifest, 0, p.manifest.Warnings
+	if p.asIs {
+		warnings = nil // its author's words
+	}
 	if m.Processes != nil {
 		processes = m.Processes.Count
 	}
@@ -377,7 +382,7 @@ func (s *Store) setReady(ctx context.Context, id string, p published) error {
 			return err
 		}
 		_, err = tx.ExecContext(ctx, `UPDATE checkpoints SET status = 'ready', error = '', digest = ?, bytes = ?, files = ?, processes = ?, warnings = ?,
-			added = ?, unchanged = ?, pulled = pulled OR ?, attached = ? WHERE id = ?`, p.digest, p.bytes, m.Files[0].Entries, processes, encode(m.Warnings), added, added == 0, p.pulled, m.Attached.record(), id)
+			added = ?, unchanged = ?, pulled = pulled OR ?, attached = ? WHERE id = ?`, p.digest, p.bytes, m.Files[0].Entries, processes, encode(warnings), added, added == 0, p.asIs, m.Attached.record(), id)
 		return err
 	})
 }

@@ -59,7 +59,7 @@ func (d *Draft) Commit(ctx context.Context, m Manifest) (Checkpoint, error) {
 	var g guard.Group
 	var info pack.Info
 	g.Go(func() (err error) { info, err = d.finish(need); return err })
-	g.Go(func() error { return d.writeManifest(data) })
+	g.Go(func() error { return d.writeManifest(data, d.origin()) })
 	stored, err := d.stored(ctx, need)
 	if err := errors.Join(err, g.Wait()); err != nil {
 		return Checkpoint{}, err
@@ -109,7 +109,7 @@ func (d *Draft) CommitAs(ctx context.Context, m Manifest) (Checkpoint, error) {
 	if err := r.lengths(ctx); err != nil {
 		return Checkpoint{}, err
 	}
-	if err := d.writeManifest(data); err != nil {
+	if err := d.writeManifest(data, digestOf(data)); err != nil {
 		return Checkpoint{}, err
 	}
 	return d.publish(ctx, m, data, need, info, stored, true)
@@ -160,7 +160,10 @@ func (d *Draft) fill(m *Manifest) error {
 	c := d.row
 	m.Version, m.ID, m.Name, m.Kind = m.version(), c.ID, c.Name, c.Kind
 	m.SandboxID, m.SandboxName, m.Spec, m.ImageDigest = c.SandboxID, c.SandboxName, c.Spec, c.ImageDigest
-	m.Parent, m.Created, m.Labels, m.Trigger = c.Parent, c.Created, c.Labels, c.Trigger
+	m.Parent, m.Labels, m.Trigger = c.Parent, c.Labels, c.Trigger
+	if m.Created.IsZero() {
+		m.Created = c.Created
+	}
 	if m.Warnings == nil {
 		m.Warnings = c.Warnings
 	}
@@ -183,7 +186,7 @@ func (d *Draft) finish(need []pack.ID) (pack.Info, error) {
 	return d.pack.Finish()
 }
 
-func (d *Draft) writeManifest(data []byte) error {
+func (d *Draft) writeManifest(data []byte, origin string) error {
 	if err := failpoint.Hit("store.commit.before-manifest"); err != nil {
 		return err
 	}
@@ -197,6 +200,9 @@ func (d *Draft) writeManifest(data []byte) error {
 	}
 	_, err = f.Write(data)
 	if err == nil {
+		err = setOrigin(f, origin)
+	}
+	if err == nil {
 		err = f.Sync()
 	}
 	if err := errors.Join(err, f.Close()); err != nil {
@@ -209,13 +215,13 @@ func (d *Draft) writeManifest(data []byte) error {
 }
 
 // publish gives the pack, then the manifest, then the rows to everybody.
-func (d *Draft) publish(ctx context.Context, m Manifest, data []byte, need []pack.ID, info pack.Info, stored int64, pulled bool) (Checkpoint, error) {
+func (d *Draft) publish(ctx context.Context, m Manifest, data []byte, need []pack.ID, info pack.Info, stored int64, asIs bool) (Checkpoint, error) {
 	if err := d.alive(ctx); err != nil {
 		return Checkpoint{}, err
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), recordWait)
 	defer cancel()
-	p := published{manifest: m, digest: digestOf(data), bytes: int64(len(data)) + stored, pulled: pulled}
+	p := published{manifest: m, digest: digestOf(data), bytes: int64(len(data)) + stored, asIs: asIs}
 	if info.Name != "" {
 		for i := range info.Blobs {
 			if _, needed := slices.BinarySearchFunc(need, info.Blobs[i].ID, compareIDs); needed {
@@ -251,7 +257,10 @@ func (d *Draft) publish(ctx context.Context, m Manifest, data []byte, need []pac
 	d.lock.Unlock()
 	c := d.row
 	c.Status, c.Digest, c.Bytes = Ready, p.digest, p.bytes
-	c.Files, c.Warnings, c.Attached, c.Pulled = m.Files[0].Entries, m.Warnings, m.Attached.brief(), c.Pulled || pulled
+	c.Files, c.Warnings, c.Attached, c.Foreign = m.Files[0].Entries, m.Warnings, m.Attached.brief(), c.Foreign || asIs
+	if asIs {
+		c.Warnings = nil
+	}
 	c.Added, c.Unchanged = info.Bytes, info.Bytes == 0
 	if m.Processes != nil {
 		c.Processes = m.Processes.Count

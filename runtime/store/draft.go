@@ -55,8 +55,8 @@ type Draft struct {
 // caller holds the sandbox's lock until the draft's end: that is how Sweep
 // tells a checkpoint under way from an abandoned one. A name that a ready
 // checkpoint of the sandbox has is ErrExists. While space is being reclaimed it
-// waits, for a minute at most; then it is ErrBusy. Of one that was made elsewhere
-// c.Pulled is set: whoever completes it after a crash could not tell.
+// waits, for a minute at most; then it is ErrBusy. One that comes from
+// elsewhere has c.Foreign and c.Origin set, and is Created when it comes.
 func (s *Store) BeginCheckpoint(ctx context.Context, c Checkpoint) (*Draft, error) {
 	if c.ID == "" {
 		c.ID = NewID()
@@ -99,7 +99,7 @@ func (s *Store) BeginCheckpoint(ctx context.Context, c Checkpoint) (*Draft, erro
 		}
 		_, err = tx.ExecContext(ctx, "INSERT INTO checkpoints ("+checkpointColumns+", pulled) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
 			c.ID, c.Name, c.SandboxID, c.SandboxName, c.Kind, c.Status, c.Error, c.Parent, c.Trigger, c.Created.UnixNano(),
-			c.Files, c.Processes, c.Bytes, c.Digest, c.ImageDigest, encode(c.Labels), int64(c.Frozen), encode(c.Warnings), string(c.Spec), c.Added, c.Unchanged, c.Damaged, c.Pinned, c.Lease, c.Pulled)
+			c.Files, c.Processes, c.Bytes, c.Digest, c.ImageDigest, encode(c.Labels), int64(c.Frozen), encode(c.Warnings), string(c.Spec), c.Added, c.Unchanged, c.Damaged, c.Pinned, c.Lease, c.Foreign)
 		return err
 	})
 	if err != nil {

@@ -223,7 +223,7 @@ func (m *model) check(rt *rapid.T, ctx context.Context, s *Store) {
 		}
 	}
 	for _, name := range []string{"a", "b", "c", "a1"} {
-		got, err := s.NewestOfName(ctx, name)
+		got, err := s.NewestOfName(ctx, name, true)
 		if newest[name] == "" && !errors.Is(err, fault.ErrNotFound) || got.ID != newest[name] {
 			rt.Fatalf("newest of %s: %s, want %s: %v", name, got.ID, newest[name], err)
 		}

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"maps"
 	"os"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -28,7 +29,8 @@ type Reindexed struct {
 
 // Reindex makes the index again from the packs, and the records of checkpoints
 // that have none from their manifests. Records that are there stay as they are.
-// Those made again are ready and not pinned; tags, how long a sandbox stood
+// Those made again are ready and not pinned, and foreign unless the disk says that they
+// were made here; tags, how long a sandbox stood
 // frozen and what a checkpoint added are lost, and sandboxes and their heads are
 // left alone. It waits until nobody drafts or reads, for half a minute at most;
 // then it is ErrBusy. A kill leaves everything as it was.
@@ -241,7 +243,7 @@ func (x *reindex) checkpoints(ctx context.Context) error {
 	}
 	slices.Sort(names)
 	there := map[string]bool{}
-	var found []*Reader
+	var found []unrecorded
 	for _, id := range names {
 		if !isID(id) {
 			continue
@@ -258,7 +260,11 @@ func (x *reindex) checkpoints(ctx context.Context) error {
 		there[id] = true
 		switch c, ok := rows[id]; {
 		case !ok:
-			found = append(found, r)
+			u, err := x.s.unrecorded(id, r)
+			if err != nil {
+				return err
+			}
+			found = append(found, u)
 		case c.Status == Ready && c.Digest != r.digest:
 			x.note("checkpoint %s: its record is of another manifest (%s, this is %s)", id, c.Digest, r.digest)
 		case c.Status == Failed:
@@ -270,8 +276,8 @@ func (x *reindex) checkpoints(ctx context.Context) error {
 			x.note("checkpoint %s of sandbox %s: its directory is gone", c.ID, c.SandboxName)
 		}
 	}
-	slices.SortFunc(found, func(a, b *Reader) int {
-		return cmp.Or(a.manifest.Created.Compare(b.manifest.Created), cmp.Compare(a.manifest.ID, b.manifest.ID))
+	slices.SortFunc(found, func(a, b unrecorded) int {
+		return cmp.Or(a.created.Compare(b.created), cmp.Compare(a.r.manifest.ID, b.r.manifest.ID))
 	})
 	if len(found) == 0 {
 		return nil
@@ -282,15 +288,36 @@ func (x *reindex) checkpoints(ctx context.Context) error {
 		return err
 	}
 	v := newSurvey(cat)
-	for _, r := range found {
-		if err := x.checkpoint(ctx, v, r, there); err != nil {
-			return fmt.Errorf("checkpoint %s: %w", r.manifest.ID, err)
+	for _, u := range found {
+		if err := x.checkpoint(ctx, v, u, there); err != nil {
+			return fmt.Errorf("checkpoint %s: %w", u.r.manifest.ID, err)
 		}
 	}
 	return nil
 }
 
-func (x *reindex) checkpoint(ctx context.Context, v *survey, r *Reader, there map[string]bool) error {
+// unrecorded is a published checkpoint that has no record.
+type unrecorded struct {
+	r       *Reader
+	origin  string
+	created time.Time // of a foreign one, when it came here
+}
+
+func (s *Store) unrecorded(id string, r *Reader) (unrecorded, error) {
+	u := unrecorded{r: r, created: r.manifest.Created}
+	var err error
+	if u.origin, err = s.Origin(id); err != nil || u.origin == originHere {
+		return u, err
+	}
+	info, err := os.Lstat(filepath.Join(s.published(id), ManifestName))
+	if err == nil {
+		u.created = info.ModTime().UTC()
+	}
+	return u, err
+}
+
+func (x *reindex) checkpoint(ctx context.Context, v *survey, u unrecorded, there map[string]bool) error {
+	r := u.r
 	defer r.pieces.close()
 	n, damage, err := v.checkpoint(ctx, r)
 	if err != nil {
@@ -298,8 +325,11 @@ func (x *reindex) checkpoint(ctx context.Context, v *survey, r *Reader, there ma
 	}
 	m := &r.manifest
 	c := Checkpoint{ID: m.ID, Name: m.Name, SandboxID: m.SandboxID, SandboxName: m.SandboxName, Kind: m.Kind, Status: Ready, Parent: m.Parent,
-		Trigger: m.Trigger, Created: m.Created, Files: m.Files[0].Entries, Bytes: r.size, Digest: r.digest, ImageDigest: m.ImageDigest,
-		Labels: m.Labels, Warnings: m.Warnings, Spec: m.Spec}
+		Trigger: m.Trigger, Created: u.created, Files: m.Files[0].Entries, Bytes: r.size, Digest: r.digest, ImageDigest: m.ImageDigest,
+		Labels: m.Labels, Spec: m.Spec, Foreign: u.origin != originHere}
+	if u.origin != "" && u.origin != r.digest { // else they are its author's words
+		c.Warnings = m.Warnings
+	}
 	if m.Processes != nil {
 		c.Processes = m.Processes.Count
 	}
@@ -340,10 +370,9 @@ func (x *reindex) checkpoint(ctx context.Context, v *survey, r *Reader, there ma
 		} else if !errors.Is(err, sql.ErrNoRows) {
 			return err
 		}
-		// Where it was made is not known, so its table of pages is not believed.
-		_, err = tx.ExecContext(ctx, "INSERT INTO checkpoints ("+checkpointColumns+", pulled, attached) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,1,?)",
+		_, err = tx.ExecContext(ctx, "INSERT INTO checkpoints ("+checkpointColumns+", pulled, attached) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
 			c.ID, c.Name, c.SandboxID, c.SandboxName, c.Kind, c.Status, c.Error, c.Parent, c.Trigger, c.Created.UnixNano(),
-			c.Files, c.Processes, c.Bytes, c.Digest, c.ImageDigest, encode(c.Labels), int64(c.Frozen), encode(c.Warnings), string(c.Spec), c.Added, c.Unchanged, c.Damaged, c.Pinned, c.Lease, m.Attached.record())
+			c.Files, c.Processes, c.Bytes, c.Digest, c.ImageDigest, encode(c.Labels), int64(c.Frozen), encode(c.Warnings), string(c.Spec), c.Added, c.Unchanged, c.Damaged, c.Pinned, c.Lease, c.Foreign, m.Attached.record())
 		return err
 	})
 	if err == nil {

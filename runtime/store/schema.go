@@ -140,6 +140,8 @@ var migrations = []string{
 	// Those that agents take are counted as well.
 	`DROP INDEX checkpoint_automatic;
 	CREATE INDEX checkpoint_automatic ON checkpoints (sandbox_id) WHERE trigger_name IN ('exec', 'interval', 'tool', 'mcp');`,
+	// Archives of other engines were not recorded as foreign.
+	`UPDATE checkpoints SET pulled = 1 WHERE trigger_name = 'import';`,
 }
 
 func (s *Store) migrate(ctx context.Context) error {

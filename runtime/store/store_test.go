@@ -306,15 +306,15 @@ func TestCheckpointRefs(t *testing.T) {
 		wantErr(t, err, fault.ErrInvalid)
 	}
 
-	got, err := s.NewestOfName(ctx, "old")
+	got, err := s.NewestOfName(ctx, "old", false)
 	if err != nil || got.ID != o1.ID {
 		t.Fatalf("newest of the removed one: %v, %v", got.ID, err)
 	}
 	must(t, s.DeleteSandbox(ctx, old2.ID))
-	if got, err = s.NewestOfName(ctx, "old"); err != nil || got.ID != o2.ID {
+	if got, err = s.NewestOfName(ctx, "old", false); err != nil || got.ID != o2.ID {
 		t.Fatalf("newest of the removed ones: %v, %v", got.ID, err)
 	}
-	_, err = s.NewestOfName(ctx, "a")
+	_, err = s.NewestOfName(ctx, "a", false)
 	wantErr(t, err, fault.ErrNotFound)
 
 	// Two removed sandboxes of one name and one checkpoint name: say which.

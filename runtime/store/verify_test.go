@@ -229,7 +229,6 @@ func TestReindex(t *testing.T) {
 		w := was[i]
 		w.Spec = must1(canonical(w.Spec)) // as in the manifest
 		w.Pinned, w.Tags, w.Added, w.Unchanged, w.Frozen = false, nil, 0, false, 0
-		w.Pulled = true // as far as anybody knows
 		if w.Parent == list[0].ID {
 			w.Parent = ""
 		}
