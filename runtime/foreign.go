@@ -95,6 +95,34 @@ func (e *Engine) claim(s *Spec, row store.Checkpoint, g Grants, processes bool) 
 	return withheld, nil
 }
 
+// fits refuses processes of a foreign checkpoint that need what their sandbox, which is there,
+// was not given.
+func (r *restoration) fits() error {
+	if !r.full() || r.spec.Adopted {
+		return nil
+	}
+	asked, err := spec(store.Sandbox{ID: r.row.SandboxID, Spec: r.row.Spec})
+	if err != nil {
+		return err
+	}
+	lacks := func(what string) error {
+		return hint(fmt.Errorf("%w: the checkpoint comes from elsewhere, and the sandbox has not what its processes had: %s", ErrState, what),
+			"Restore its files alone (--files-only), or have the sandbox made again (--strategy recreate).")
+	}
+	for _, m := range asked.Mounts {
+		if !slices.ContainsFunc(r.spec.Mounts, func(o Mount) bool { return path.Clean(o.Target) == path.Clean(m.Target) }) {
+			return lacks(mountText(m))
+		}
+	}
+	switch {
+	case (asked.Network.Mode == NetworkHost) != (r.spec.Network.Mode == NetworkHost):
+		return lacks("another network")
+	case (asked.IDs == nil) != (r.spec.IDs == nil), asked.IDs != nil && *asked.IDs != *r.spec.IDs:
+		return lacks("other user ids")
+	}
+	return nil
+}
+
 // readmitOf is readmit; over the spec of a foreign checkpoint only the policy decides that
 // the restorer has named. Which one its author names, and that this one is known here, count for nothing.
 func (e *Engine) readmitOf(row store.Checkpoint, s *Spec, g Grants, processes bool) error {

@@ -68,7 +68,7 @@ func (r *restoration) keepGiven(opts RestoreOptions) error {
 	}
 	if !again {
 		r.caveats = []string{"the checkpoint comes from elsewhere, and what is in it gets all that the sandbox has"}
-		return opts.Grants.none("the sandbox is there, and keeps what it was given")
+		return errors.Join(opts.Grants.none("the sandbox is there, and keeps what it was given"), r.fits())
 	}
 	return nil
 }

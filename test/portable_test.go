@@ -43,7 +43,7 @@ func TestExportImport(t *testing.T) {
 		t.Fatalf("%s", r)
 	}
 	b.own("c")
-	b.ok("restore", "c")
+	b.ok("restore", "--foreign", "c")
 	b.wentOn("c", 0, last, last)
 	equal(b, "its files", b.sh("c", "cat /tmp/file; ls /tmp /bin/vi 2>&1; true"), "hi\nls: /bin/vi: No such file or directory\n/tmp:\nfile")
 	out := filepath.Join(b.root, "3.tar.zst")
@@ -109,7 +109,7 @@ func TestImportFromPodman(t *testing.T) {
 	p.ok("podman", "container", "checkpoint", "--export", p.path("c.tar.gz"), "--compress", "gzip", "c")
 	p.ok("podman", "rm", "-f", "c")
 	p.ok("agentbox", "checkpoint", "import", "--image", "bb", p.path("c.tar.gz"))
-	p.ok("agentbox", "restore", "c")
+	p.ok("agentbox", "restore", "--foreign", "c")
 	if got := p.ok("agentbox", "exec", "c", "sh", "-c", "cat /tmp/file; ls /etc/passwd 2>&1; tr '\\0' '\\n' < /proc/1/environ | grep ^MARK; ls /dev/shm"); got !=
 		"hi\nls: /etc/passwd: No such file or directory\nMARK=1\nopen" {
 		t.Errorf("in the sandbox: %q", got)
@@ -137,7 +137,7 @@ func TestImportFromPodman(t *testing.T) {
 	p.ok("podman", "container", "checkpoint", "--export", p.path("d.tar"), "--compress", "none", "d")
 	p.ok("podman", "rm", "-f", "d")
 	p.ok("agentbox", "checkpoint", "import", "--image", "echo", p.path("d.tar"))
-	p.ok("agentbox", "restore", "d")
+	p.ok("agentbox", "restore", "--foreign", "d")
 	p.confined("d", 3)
 	if got := p.ok("agentbox", "exec", "d", "cat", "/proc/1/comm"); got != "echod" {
 		t.Errorf("its first process is %q", got)
