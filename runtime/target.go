@@ -68,7 +68,11 @@ func (r *restoration) keepGiven(opts RestoreOptions) error {
 	}
 	if !again {
 		r.caveats = []string{"the checkpoint comes from elsewhere, and what is in it gets all that the sandbox has"}
-		return errors.Join(opts.Grants.none("the sandbox is there, and keeps what it was given"), r.fits())
+		err := opts.Grants.none("the sandbox is there, and keeps what it was given")
+		if err == nil && opts.Strategy != StrategyFiles {
+			err = r.fits()
+		}
+		return err
 	}
 	return nil
 }
