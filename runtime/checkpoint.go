@@ -629,7 +629,7 @@ func checkpointView(row store.Checkpoint) Checkpoint {
 		Added: row.Added, Unchanged: row.Unchanged, Pinned: row.Pinned, Lease: row.Lease, Tags: row.Tags, Damaged: row.Damaged, Attached: attached, Foreign: row.Foreign,
 	}
 	if s, err := spec(store.Sandbox{ID: row.SandboxID, Spec: row.Spec}); row.Foreign && err == nil {
-		view.Command, view.Asks = s.Args, asks(s)
+		view.Command, view.Asks = s.Args, asks(s, row.Kind == KindFull)
 	}
 	return view
 }

@@ -63,7 +63,7 @@ func (e *Engine) claim(s *Spec, row store.Checkpoint, g Grants, processes bool) 
 	}
 	asked := *s
 	if !g.TrustSpec {
-		*s = modest(asked)
+		*s = modest(asked, processes)
 	}
 	s.ID, s.Name, s.ImageDigest, s.Policy = row.SandboxID, row.SandboxName, row.ImageDigest, nil
 	s.Mounts = slices.Concat(slices.DeleteFunc(slices.Clone(s.Mounts), func(m Mount) bool {
@@ -89,7 +89,7 @@ func (e *Engine) claim(s *Spec, row store.Checkpoint, g Grants, processes bool) 
 		return nil, hint(fmt.Errorf("%w: the checkpoint comes from elsewhere, and its processes have the host's network", ErrDenied),
 			"Restore its files alone (--files-only), or trust all that it asks for with --trust-spec.")
 	}
-	for _, text := range asks(asked) {
+	for _, text := range asks(asked, processes) {
 		withheld = append(withheld, "not given, as the checkpoint comes from elsewhere: "+text)
 	}
 	return withheld, nil
@@ -153,7 +153,7 @@ func (e *Engine) readmitOf(row store.Checkpoint, s *Spec, g Grants, processes bo
 
 // modest is what a foreign spec gets without being granted anything: what is of the sandbox
 // alone, and what makes less of it.
-func modest(s Spec) Spec {
+func modest(s Spec, processes bool) Spec {
 	out := Spec{
 		Image: s.Image, ImageSource: s.ImageSource, Args: s.Args, Env: s.Env, Workdir: s.Workdir, User: s.User, Hostname: s.Hostname,
 		Terminal: s.Terminal, OpenStdin: s.OpenStdin, Init: s.Init, ReadOnly: s.ReadOnly, StopSignal: s.StopSignal,
@@ -165,7 +165,7 @@ func modest(s Spec) Spec {
 		out.Network = Network{}
 	}
 	if caps := s.Security.Capabilities; caps != nil {
-		out.Security.Capabilities = slices.DeleteFunc(slices.Clone(caps), func(c string) bool { return !slices.Contains(policy.DefaultCapabilities, c) })
+		out.Security.Capabilities = slices.DeleteFunc(slices.Clone(caps), func(c string) bool { return !slices.Contains(usual(processes), c) })
 	}
 	for _, m := range s.Mounts {
 		if m.Type == "tmpfs" {
@@ -175,8 +175,17 @@ func modest(s Spec) Spec {
 	return out
 }
 
+// usual are the capabilities that need no grant. Restored processes have those of a container,
+// and what comes in beside them has to have as many to look at them.
+func usual(processes bool) []string {
+	if processes {
+		return policy.DockerCapabilities
+	}
+	return policy.DefaultCapabilities
+}
+
 // asks says what a spec asks for beyond that, a phrase each.
-func asks(s Spec) (list []string) {
+func asks(s Spec, processes bool) (list []string) {
 	say := func(format string, a ...any) { list = append(list, fmt.Sprintf(format, a...)) }
 	for _, m := range s.Mounts {
 		if m.Type != "tmpfs" {
@@ -196,7 +205,7 @@ func asks(s Spec) (list []string) {
 		say("the restart policy %s", s.Restart.Policy)
 	}
 	sec := s.Security
-	if more := slices.DeleteFunc(slices.Clone(sec.Capabilities), func(c string) bool { return slices.Contains(policy.DefaultCapabilities, c) }); len(more) > 0 {
+	if more := slices.DeleteFunc(slices.Clone(sec.Capabilities), func(c string) bool { return slices.Contains(usual(processes), c) }); len(more) > 0 {
 		say("the capabilities %s", strings.Join(more, ", "))
 	}
 	if sec.NewPrivileges {
