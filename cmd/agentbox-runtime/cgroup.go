@@ -22,24 +22,8 @@ const cgroupMount = "/sys/fs/cgroup"
 // container's for a fork. Where the controllers are v1's the runtime says so for
 // each of them; under v2 it leaves it out.
 func ownCgroup(c call, r stage.Restore) error {
-	var st unix.Statfs_t
-	if err := unix.Statfs(cgroupMount, &st); err != nil || st.Type != unix.CGROUP2_SUPER_MAGIC || r.Config == "" {
-		return err
-	}
-	data, err := os.ReadFile(filepath.Join(c.bundle(), "config.json"))
-	if err != nil {
-		return err
-	}
-	var spec struct {
-		Linux struct {
-			CgroupsPath string `json:"cgroupsPath"`
-		} `json:"linux"`
-	}
-	if err := json.Unmarshal(data, &spec); err != nil {
-		return err
-	}
-	path, err := cgroupOf(spec.Linux.CgroupsPath, slices.Contains(c.globals, "--systemd-cgroup"))
-	if err != nil || path == "" {
+	path, err := ownPath(c)
+	if err != nil || path == "" || r.Config == "" {
 		return err
 	}
 	config, err := os.ReadFile(r.Config)
@@ -52,6 +36,28 @@ func ownCgroup(c call, r stage.Restore) error {
 		return nil
 	}
 	return replace(r.Config, append(config, line...))
+}
+
+// ownPath returns the path of the cgroup of a call's container below v2's mount; empty: the
+// controllers are v1's, or the runtime chooses it.
+func ownPath(c call) (string, error) {
+	var st unix.Statfs_t
+	if err := unix.Statfs(cgroupMount, &st); err != nil || st.Type != unix.CGROUP2_SUPER_MAGIC {
+		return "", err
+	}
+	data, err := os.ReadFile(filepath.Join(c.bundle(), "config.json"))
+	if err != nil {
+		return "", err
+	}
+	var spec struct {
+		Linux struct {
+			CgroupsPath string `json:"cgroupsPath"`
+		} `json:"linux"`
+	}
+	if err := json.Unmarshal(data, &spec); err != nil {
+		return "", err
+	}
+	return cgroupOf(spec.Linux.CgroupsPath, slices.Contains(c.globals, "--systemd-cgroup"))
 }
 
 // cgroupOf returns the path, below the mount, of a container's cgroup by the

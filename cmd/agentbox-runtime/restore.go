@@ -22,6 +22,7 @@ import (
 	"github.com/agentbox/agentbox/criu/freezer"
 	"github.com/agentbox/agentbox/criu/host"
 	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/criu/wall"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -58,6 +59,10 @@ func (w wrapper) restore(c call, r stage.Restore) int {
 	if err := holds(r.Config); err != nil {
 		return w.unrestored(c, r, reason(err))
 	}
+	spec, err := judge(c, r)
+	if err != nil {
+		return w.unrestored(c, r, reason(err))
+	}
 	profile, err := w.confine(c, r)
 	if err != nil {
 		return w.unrestored(c, r, reason(err))
@@ -79,7 +84,7 @@ func (w wrapper) restore(c call, r stage.Restore) int {
 		w.undo(c, r)
 		return w.unrestored(c, r, why)
 	}
-	if err := w.complete(c, r, profile); err != nil {
+	if err := w.complete(c, r, spec, profile); err != nil {
 		w.undo(c, r)
 		return w.unrestored(c, r, reason(err))
 	}
@@ -88,7 +93,7 @@ func (w wrapper) restore(c call, r stage.Restore) int {
 
 // complete makes of what CRIU has restored what the engine is promised. The action script
 // has frozen the processes before any has run; those that have ended cannot be.
-func (w wrapper) complete(c call, r stage.Restore, profile string) error {
+func (w wrapper) complete(c call, r stage.Restore, spec *wall.Spec, profile string) error {
 	err := held(c)
 	if err == nil {
 		err = errors.Join(confined(c, profile), prove(c, r))
@@ -96,8 +101,14 @@ func (w wrapper) complete(c call, r stage.Restore, profile string) error {
 	if err != nil && !errors.Is(err, fault.ErrState) {
 		return err
 	}
+	ended := errors.Is(err, fault.ErrState)
 	if err := readOnly(c); err != nil {
 		return err
+	}
+	if !ended {
+		if err := walled(c, spec); err != nil {
+			return err
+		}
 	}
 	if err := putTimes(c, r.Times); err != nil {
 		return err
@@ -136,10 +147,6 @@ func explain(log string, err error) crlog.Failure {
 		why.Reason = fmt.Sprintf("CRIU failed and its log names no error (%v)", err)
 	}
 	return crlog.Failure{Diagnosis: why, Log: log}
-}
-
-func reason(err error) crlog.Failure {
-	return crlog.Failure{Diagnosis: crlog.Diagnosis{Code: crlog.Unknown, Reason: err.Error()}}
 }
 
 // unrestored says why a restore failed as fail does, and leaves it for the engine.

@@ -76,6 +76,19 @@ func (c *Container) runc(path string) error {
 	return nil
 }
 
+// Cgroups returns the cgroups of a container that its OCI runtime has recorded, by
+// controller; v2: "". None where the runtime keeps no such record.
+func Cgroups(root, id string) (map[string]string, error) {
+	var s struct {
+		Paths map[string]string `json:"cgroup_paths"`
+	}
+	err := readJSON(filepath.Join(root, filepath.Base(id), "state.json"), &s)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	return s.Paths, err
+}
+
 // crun reads the record of crun.
 func (c *Container) crun(path string) error {
 	var s struct {

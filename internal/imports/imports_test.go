@@ -19,7 +19,7 @@ const module = "github.com/agentbox/agentbox/"
 var allowed = map[string][]string{
 	"cmd/agentbox": {"internal/copy", "internal/fault", "internal/guard", "internal/gclater", "internal/lazy", "internal/setup", "images", "images/source", "policy", "runtime", "runtime/api", "runtime/audit", "runtime/containerd", "runtime/docker", "runtime/dockerplugin",
 		"runtime/dockerplugin/authz", "runtime/dockerplugin/volume", "runtime/doctor", "runtime/group", "runtime/mcp", "runtime/oci", "runtime/podman", "runtime/store", "runtime/traces", "runtime/volume"},
-	"cmd/agentbox-runtime": {"criu/crlog", "criu/cut", "criu/freezer", "criu/host", "criu/lsm", "criu/proof", "criu/stage", "internal/failpoint", "internal/fault"},
+	"cmd/agentbox-runtime": {"criu/crlog", "criu/cut", "criu/freezer", "criu/host", "criu/lsm", "criu/proof", "criu/stage", "criu/wall", "internal/failpoint", "internal/fault"},
 	"criu":                 {"criu/crlog", "criu/cut", "criu/freezer", "criu/host", "criu/proof", "internal/fault", "internal/guard", "internal/failpoint"},
 	"criu/crlog":           {"internal/fault"},
 	"criu/criutest":        {"criu", "criu/host", "criu/stage"},
@@ -29,6 +29,8 @@ var allowed = map[string][]string{
 	"criu/lsm":             {"internal/fault"},
 	"criu/proof":           {"criu/freezer", "internal/failpoint", "internal/fault", "internal/guard"},
 	"criu/stage":           {"internal/fault"},
+	"criu/wall":            {"internal/fault"},
+	"criu/wall/walltest":   {},
 	"dist/deb/linked":      {},
 	"dist/systemd":         {},
 	"images":               {"images/layer", "images/source", "internal/copy/tree", "internal/fault", "internal/guard", "internal/lazy", "internal/failpoint"},
