@@ -9,6 +9,7 @@ package test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -88,6 +89,7 @@ type box struct {
 	root   string
 	shared bool
 	env    []string // added to every command's environment
+	bin    string   // where its binaries are; empty: those of all tests
 
 	serveArgs []string             // flags of its service
 	serveAttr *syscall.SysProcAttr // how it is started
@@ -246,7 +248,7 @@ var commandTimeout = 5 * time.Minute * patience
 var patience = thorough.Patience()
 
 func (b *box) command(ctx context.Context, args ...string) *exec.Cmd {
-	cmd := exec.CommandContext(ctx, filepath.Join(bin, "agentbox"), append([]string{"--root", b.root}, args...)...)
+	cmd := exec.CommandContext(ctx, filepath.Join(cmp.Or(b.bin, bin), "agentbox"), append([]string{"--root", b.root}, args...)...)
 	cmd.Env = append(os.Environ(), b.env...)
 	return cmd
 }
