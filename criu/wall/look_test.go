@@ -1,0 +1,110 @@
+package wall_test
+
+import (
+	"encoding/json"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/opencontainers/runtime-spec/specs-go"
+
+	"github.com/agentbox/agentbox/criu/criutest"
+	"github.com/agentbox/agentbox/criu/freezer"
+	"github.com/agentbox/agentbox/criu/wall"
+)
+
+// A container that a spec has made passes as one of that spec, and not as one of a spec that
+// gives less.
+func TestLook(t *testing.T) {
+	bound, other := t.TempDir(), t.TempDir()
+	b := criutest.New(t, []string{"sh", "-c", "exec 7</bin/busybox; sleep 1000 & wait"}, func(s *specs.Spec) {
+		s.Process.NoNewPrivileges = false
+		s.Mounts = append(s.Mounts, specs.Mount{Destination: "/bound", Type: "bind", Source: bound, Options: []string{"rbind", "rprivate"}})
+	})
+	b.Start(nil)
+	box, err := freezer.Open(b.State, b.ID)
+	must(t, err)
+	cgroups, err := freezer.Cgroups(b.State, b.ID)
+	must(t, err)
+	b.Until("it has two processes", func() bool {
+		pids, _ := box.Processes()
+		return len(pids) == 2
+	})
+	look := func(edit func(*specs.Spec, *wall.Restored)) error {
+		t.Helper()
+		data, err := os.ReadFile(filepath.Join(b.Bundle, "config.json"))
+		must(t, err)
+		s := &specs.Spec{}
+		must(t, json.Unmarshal(data, s))
+		s.Root.Path = b.Files
+		pids, err := box.Processes()
+		must(t, err)
+		r := wall.Restored{Pid: box.Pid, Pids: pids, Cgroups: cgroups}
+		if edit != nil {
+			edit(s, &r)
+		}
+		dir := t.TempDir()
+		data, err = json.Marshal(s)
+		must(t, err)
+		must(t, os.WriteFile(filepath.Join(dir, "config.json"), data, 0o600))
+		spec, err := wall.Read(dir)
+		must(t, err)
+		return wall.Look(r, spec)
+	}
+	must(t, look(nil))
+	for want, edit := range map[string]func(*specs.Spec, *wall.Restored){
+		"CapPrm": func(s *specs.Spec, _ *wall.Restored) { s.Process.Capabilities.Bounding = []string{"CAP_KILL"} },
+		"Seccomp": func(s *specs.Spec, _ *wall.Restored) {
+			s.Linux.Seccomp = &specs.LinuxSeccomp{DefaultAction: specs.ActErrno}
+		},
+		"ipc namespace": func(s *specs.Spec, _ *wall.Restored) {
+			s.Linux.Namespaces = without(s.Linux.Namespaces, specs.IPCNamespace)
+		},
+		"user namespace": func(s *specs.Spec, _ *wall.Restored) {
+			s.Linux.Namespaces = append(s.Linux.Namespaces, specs.LinuxNamespace{Type: specs.UserNamespace})
+		},
+		"pid namespace": func(s *specs.Spec, _ *wall.Restored) {
+			s.Linux.Namespaces = append(without(s.Linux.Namespaces, specs.PIDNamespace), specs.LinuxNamespace{Type: specs.PIDNamespace, Path: "/proc/self/ns/pid"})
+		},
+		"NoNewPrivs":                 func(s *specs.Spec, _ *wall.Restored) { s.Process.NoNewPrivileges = true },
+		`masked path "/etc"`:         func(s *specs.Spec, _ *wall.Restored) { s.Linux.MaskedPaths = append(s.Linux.MaskedPaths, "/etc") },
+		`mount at "/tmp"`:            func(s *specs.Spec, _ *wall.Restored) { s.Linux.ReadonlyPaths = append(s.Linux.ReadonlyPaths, "/tmp") },
+		`flags of the mount at "/"`:  func(s *specs.Spec, _ *wall.Restored) { s.Root.Readonly = true },
+		`mount at "/"`:               func(s *specs.Spec, _ *wall.Restored) { s.Root.Path = other },
+		`mount at "/bound": it does`: func(s *specs.Spec, _ *wall.Restored) { s.Mounts[len(s.Mounts)-1].Source = other },
+		`mount at "/bound": the con`: func(s *specs.Spec, _ *wall.Restored) { s.Mounts = s.Mounts[:len(s.Mounts)-1] },
+		`mount at "/bound": it lack`: func(s *specs.Spec, _ *wall.Restored) { s.Mounts[len(s.Mounts)-1].Options = []string{"rbind", "ro"} },
+		`mount at "/none"`: func(s *specs.Spec, _ *wall.Restored) {
+			s.Mounts = append(s.Mounts, specs.Mount{Destination: "/none", Type: "tmpfs", Source: "tmpfs"})
+		},
+		`mount at "/tmp": there`: func(s *specs.Spec, _ *wall.Restored) {
+			s.Mounts = append(s.Mounts, specs.Mount{Destination: "/tmp", Type: "tmpfs", Source: "tmpfs"})
+		},
+		"cgroup": func(_ *specs.Spec, r *wall.Restored) {
+			r.Cgroups = map[string]string{"pids": "/sys/fs/cgroup/pids/agentbox-none"}
+		},
+	} {
+		err := look(edit)
+		refused := (*wall.Refusal)(nil)
+		if !errors.As(err, &refused) || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v", want, err)
+		}
+	}
+	// A process that the runtime does not know of is ended.
+	err = look(func(_ *specs.Spec, r *wall.Restored) { r.Pids = r.Pids[:1] })
+	if err == nil || !strings.Contains(err.Error(), "outside of the container's cgroup") {
+		t.Errorf("a process outside: %v", err)
+	}
+	b.Until("all have ended", func() bool { return b.Status() == "stopped" })
+}
+
+func without(list []specs.LinuxNamespace, typ specs.LinuxNamespaceType) (rest []specs.LinuxNamespace) {
+	for _, n := range list {
+		if n.Type != typ {
+			rest = append(rest, n)
+		}
+	}
+	return rest
+}
