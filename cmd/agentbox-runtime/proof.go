@@ -8,13 +8,14 @@ import (
 	"github.com/agentbox/agentbox/criu/freezer"
 	"github.com/agentbox/agentbox/criu/proof"
 	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/criu/wall"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
 // prove makes the frozen processes of a restore what they were when they were dumped,
 // as far as that can be done from outside, and reports what is different all the same.
 // A process that is another one does not run.
-func prove(c call, r stage.Restore) error {
+func prove(c call, r stage.Restore, spec *wall.Spec) error {
 	want, err := proof.Read(r.Images)
 	if errors.Is(err, fault.ErrNotFound) {
 		return proof.Report{}.Write(r.Work) // an earlier version has dumped them
@@ -22,6 +23,7 @@ func prove(c call, r stage.Restore) error {
 	if err != nil {
 		return damaged(err)
 	}
+	want = want.Limited(spec.Limits())
 	box, err := freezer.Open(c.root, c.id)
 	if err != nil {
 		return err

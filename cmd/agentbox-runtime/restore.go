@@ -96,7 +96,7 @@ func (w wrapper) restore(c call, r stage.Restore) int {
 func (w wrapper) complete(c call, r stage.Restore, spec *wall.Spec, profile string) error {
 	err := held(c)
 	if err == nil {
-		err = errors.Join(confined(c, profile), prove(c, r))
+		err = errors.Join(confined(c, profile), prove(c, r, spec))
 	}
 	if err != nil && !errors.Is(err, fault.ErrState) {
 		return err

@@ -20,6 +20,8 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
+	"strings"
 
 	"github.com/agentbox/agentbox/internal/fault"
 )
@@ -139,6 +141,30 @@ func (r Record) Host(pid int) int {
 		}
 	}
 	return 0
+}
+
+// Limited is a record of processes that have at most the capabilities given as bits, and, if
+// so, take no new privileges: those of a container that gives less than the one of the dump.
+func (r Record) Limited(capabilities uint64, noNewPrivileges bool) Record {
+	r.Tasks = slices.Clone(r.Tasks)
+	for i := range r.Tasks {
+		t := &r.Tasks[i]
+		t.Threads = slices.Clone(t.Threads)
+		for k := range t.Threads {
+			th := &t.Threads[k]
+			sets := strings.Fields(th.Caps)
+			for n, set := range sets {
+				if bits, err := strconv.ParseUint(set, 16, 64); err == nil && bits&^capabilities != 0 {
+					sets[n] = fmt.Sprintf("%016x", bits&capabilities)
+				}
+			}
+			th.Caps = strings.Join(sets, " ")
+			if noNewPrivileges {
+				th.NoPrivs = "1"
+			}
+		}
+	}
+	return r
 }
 
 // Write publishes a record beside the images in dir.

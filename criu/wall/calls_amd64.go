@@ -14,18 +14,13 @@ func native(number, i386 uint32) []callNumber {
 	return []callNumber{{archAMD64, number}, {archAMD64, number | bitX32}, {archI386, i386}}
 }
 
-// calls lead out of a container, or to the kernel's insides.
+// calls lead out of a container, or to the kernel's insides, and no engine's usual filter allows
+// them: a process of another engine's keeps that engine's, which allows others than ours.
 var calls = []call{
-	{"mount", native(unix.SYS_MOUNT, 21)}, {"umount2", native(unix.SYS_UMOUNT2, 52)},
-	{"pivot_root", native(unix.SYS_PIVOT_ROOT, 217)}, {"unshare", native(unix.SYS_UNSHARE, 310)}, {"setns", native(unix.SYS_SETNS, 346)},
 	{"open_by_handle_at", native(unix.SYS_OPEN_BY_HANDLE_AT, 342)}, {"bpf", native(unix.SYS_BPF, 357)},
 	{"init_module", native(unix.SYS_INIT_MODULE, 128)}, {"finit_module", native(unix.SYS_FINIT_MODULE, 350)},
 	{"delete_module", native(unix.SYS_DELETE_MODULE, 129)}, {"kexec_load", native(unix.SYS_KEXEC_LOAD, 283)},
 	{"reboot", native(unix.SYS_REBOOT, 88)}, {"swapon", native(unix.SYS_SWAPON, 87)}, {"acct", native(unix.SYS_ACCT, 51)},
-	{"perf_event_open", native(unix.SYS_PERF_EVENT_OPEN, 336)}, {"userfaultfd", native(unix.SYS_USERFAULTFD, 374)},
-	{"keyctl", native(unix.SYS_KEYCTL, 288)}, {"add_key", native(unix.SYS_ADD_KEY, 286)}, {"request_key", native(unix.SYS_REQUEST_KEY, 287)},
-	{"quotactl", native(unix.SYS_QUOTACTL, 131)}, {"settimeofday", native(unix.SYS_SETTIMEOFDAY, 79)},
-	{"open_tree", native(unix.SYS_OPEN_TREE, 428)}, {"move_mount", native(unix.SYS_MOVE_MOUNT, 429)}, {"fsopen", native(unix.SYS_FSOPEN, 430)},
-	{"fsmount", native(unix.SYS_FSMOUNT, 432)}, {"mount_setattr", native(unix.SYS_MOUNT_SETATTR, 442)},
-	{"io_uring_setup", native(unix.SYS_IO_URING_SETUP, 425)}, {"syslog", native(unix.SYS_SYSLOG, 103)},
+	{"perf_event_open", native(unix.SYS_PERF_EVENT_OPEN, 336)}, {"quotactl", native(unix.SYS_QUOTACTL, 131)},
+	{"settimeofday", native(unix.SYS_SETTIMEOFDAY, 79)}, {"syslog", native(unix.SYS_SYSLOG, 103)},
 }

@@ -94,7 +94,8 @@ func (j *judge) opened(name string, kind uint32, f *message) error {
 		if f.number(flags)&external != 0 {
 			return refuse(name, f.name, "the unix socket is connected with one outside")
 		}
-		if path := f.text(socket); !strings.HasPrefix(path, "\x00") && (up(path) || up(f.text(dir))) {
+		path, _, _ := strings.Cut(f.text(socket), "\x00") // without what follows; an abstract one is none
+		if up(path) || up(f.text(dir)) {
 			return refuse(name, f.name, "the unix socket's name %s leads up", printable(path))
 		}
 	case filePacket:

@@ -157,4 +157,55 @@ func (m *message) inners(n protowire.Number, name string) (list []*message, err 
 	return list, nil
 }
 
+// changing returns a message, decoded before, in which the messages of a number are changed; by
+// nil they, or its numbers, are left out.
+func changing(data []byte, num protowire.Number, change func([]byte) []byte) (out []byte) {
+	for len(data) > 0 {
+		n, typ, tag := protowire.ConsumeTag(data)
+		size := tag + protowire.ConsumeFieldValue(n, typ, data[tag:])
+		switch {
+		case n != num:
+			out = append(out, data[:size]...)
+		case change != nil:
+			inner, _ := protowire.ConsumeBytes(data[tag:size])
+			out = protowire.AppendBytes(protowire.AppendTag(out, num, protowire.BytesType), change(inner))
+		}
+		data = data[size:]
+	}
+	return out
+}
+
+// masking returns a message, decoded before, in which the numbers of a repeated field have
+// the bits of most alone.
+func masking(data []byte, num protowire.Number, most [2]uint32) (out []byte) {
+	i := 0
+	mask := func(v uint64) uint64 {
+		if i++; i <= len(most) {
+			return v & uint64(most[i-1])
+		}
+		return v
+	}
+	for len(data) > 0 {
+		n, typ, tag := protowire.ConsumeTag(data)
+		size := tag + protowire.ConsumeFieldValue(n, typ, data[tag:])
+		switch {
+		case n != num:
+			out = append(out, data[:size]...)
+		case typ == protowire.VarintType:
+			v, _ := protowire.ConsumeVarint(data[tag:size])
+			out = protowire.AppendVarint(protowire.AppendTag(out, num, typ), mask(v))
+		default:
+			packed, _ := protowire.ConsumeBytes(data[tag:size])
+			var inner []byte
+			for len(packed) > 0 {
+				v, k := protowire.ConsumeVarint(packed)
+				inner, packed = protowire.AppendVarint(inner, mask(v)), packed[k:]
+			}
+			out = protowire.AppendBytes(protowire.AppendTag(out, num, typ), inner)
+		}
+		data = data[size:]
+	}
+	return out
+}
+
 func fields(n ...protowire.Number) []protowire.Number { return n }

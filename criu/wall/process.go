@@ -1,6 +1,7 @@
 package wall
 
 import (
+	"bytes"
 	"fmt"
 	"os"
 	"slices"
@@ -171,7 +172,7 @@ func (j *judge) utsns(name string) error {
 // States of a process that has ended, which has no rights.
 const taskDead, taskZombie = 2, 6
 
-func (j *judge) core(name string) error {
+func (j *judge) core(name string) (err error) {
 	const task, thread = 3, 5
 	m, err := j.one(name, magicCore, "core_entry")
 	if err != nil {
@@ -180,6 +181,11 @@ func (j *judge) core(name string) error {
 	if err := m.once(fields(1), fields(task, thread)); err != nil {
 		return err
 	}
+	defer func() {
+		if err == nil {
+			err = j.limit(name)
+		}
+	}()
 	tc, err := m.inner(task, "tc")
 	if err != nil {
 		return err
@@ -203,6 +209,38 @@ func (j *judge) core(name string) error {
 		return refuse(name, "thread_core", "it has none, so that it would have the rights of CRIU")
 	}
 	return j.thread(name, th)
+}
+
+// limit takes from a thread, which is judged, what the container of now does not give:
+// capabilities that are usual elsewhere, and new privileges.
+func (j *judge) limit(name string) error {
+	const thread, credentials, noNewPrivs = 5, 10, 18
+	data, err := j.read(name)
+	if err != nil {
+		return err
+	}
+	most := j.spec.bounding()
+	out := head(magicCore)
+	err = eachEntry(name, data, magicCore, 1, func(entry []byte) error {
+		entry = changing(entry, thread, func(th []byte) []byte {
+			return changing(th, credentials, func(creds []byte) []byte {
+				for set := range capSets {
+					creds = masking(creds, set, [2]uint32{uint32(most), uint32(most >> 32)})
+				}
+				if j.spec.Process.NoNewPrivileges {
+					creds = changing(creds, noNewPrivs, nil)
+					creds = protowire.AppendVarint(protowire.AppendTag(creds, noNewPrivs, protowire.VarintType), 1)
+				}
+				return creds
+			})
+		})
+		out = append(protowire.AppendFixed32(out, uint32(len(entry))), entry...)
+		return nil
+	})
+	if err != nil || bytes.Equal(out, data) {
+		return err
+	}
+	return j.replace(name, out)
 }
 
 // limits are the names of the resource limits, in the order of their numbers.
@@ -288,8 +326,16 @@ func (j *judge) thread(name string, th *message) error {
 	return j.creds(name, c)
 }
 
+// capSets are the sets of capabilities in a creds_entry.
+var capSets = map[protowire.Number]string{9: "cap_inh", 10: "cap_prm", 11: "cap_eff", 12: "cap_bnd", 19: "cap_amb"}
+
+// usual are the capabilities that engines, and earlier versions of agentbox, give every
+// container. A process that comes from there goes on with what its container of now has of
+// them; one with others was never in such a container.
+const usual = 0xa80425fb
+
 func (j *judge) creds(name string, c *message) error {
-	const capFirst, capLast, capAmbient, secbits, noNewPrivs = 9, 12, 19, 13, 18
+	const secbits, noNewPrivs = 13, 18
 	if err := c.only(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19); err != nil {
 		return err
 	}
@@ -299,23 +345,19 @@ func (j *judge) creds(name string, c *message) error {
 	if c.has(17) {
 		return refuse(name, "apparmor_data", "no container of an engine has AppArmor policy of its own")
 	}
-	names := map[protowire.Number]string{9: "cap_inh", 10: "cap_prm", 11: "cap_eff", 12: "cap_bnd", 19: "cap_amb"}
-	for _, set := range []protowire.Number{capFirst, 10, 11, capLast, capAmbient} {
-		words, err := c.numbers(set)
+	for n, set := range capSets {
+		words, err := c.numbers(n)
 		if err != nil {
 			return err
 		}
 		for i, word := range words {
 			if i > 1 && word != 0 {
-				return refuse(name, names[set], "it has capabilities that no kernel has")
+				return refuse(name, set, "it has capabilities that no kernel has")
 			}
-			if more := uint64(word) << (32 * (i & 1)) &^ j.spec.bounding(); i < 2 && more != 0 {
-				return refuse(name, names[set], "the container cannot have %s", capNames(more))
+			if more := uint64(word) << (32 * (i & 1)) &^ (j.spec.bounding() | usual); i < 2 && more != 0 {
+				return refuse(name, set, "the container cannot have %s", capNames(more))
 			}
 		}
-	}
-	if j.spec.Process.NoNewPrivileges && c.number(noNewPrivs) == 0 {
-		return refuse(name, "no_new_privs", "it is not set, as it is in the container")
 	}
 	return nil
 }

@@ -135,6 +135,12 @@ var capabilities = []string{
 	"PERFMON", "BPF", "CHECKPOINT_RESTORE",
 }
 
+// Limits are the capabilities that a process of the container can have at most, as bits, and
+// whether it may take no new privileges: what Judge leaves of those of the images.
+func (s *Spec) Limits() (capabilities uint64, noNewPrivileges bool) {
+	return s.bounding(), s.Process.NoNewPrivileges
+}
+
 // bounding is the most that a process of the container can have, as bits.
 func (s *Spec) bounding() (bits uint64) {
 	for _, name := range s.Process.Capabilities.Bounding {

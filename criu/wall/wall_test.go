@@ -2,6 +2,7 @@ package wall_test
 
 import (
 	"archive/tar"
+	"bytes"
 	"errors"
 	"io"
 	"io/fs"
@@ -12,8 +13,10 @@ import (
 	"testing"
 
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/cgroup"
+	criucore "github.com/checkpoint-restore/go-criu/v7/crit/images/criu-core"
 	"github.com/klauspost/compress/zstd"
 	"github.com/opencontainers/runtime-spec/specs-go"
+	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
 
 	"github.com/agentbox/agentbox/criu/criutest"
@@ -135,7 +138,6 @@ func forged(t *testing.T, images string, spec *wall.Spec, v walltest.Victims, f 
 		if !errors.Is(err, fault.ErrCorrupt) {
 			t.Errorf("%v", err)
 		}
-	case f.Name == "new privileges" && !spec.Process.NoNewPrivileges:
 	case !errors.As(err, &refused) || !errors.Is(err, fault.ErrDenied) || !strings.HasPrefix(refused.Image, f.Image):
 		t.Errorf("not refused, or for another thing: %v", err)
 	}
@@ -205,6 +207,28 @@ func TestCgroup(t *testing.T) {
 		if below := d.GetChildren()[0]; len(below.GetProperties()) != 1 || below.GetProperties()[0].GetName() != "memory.limit_in_bytes" {
 			t.Errorf("%v: below: %v", c.GetCnames(), below)
 		}
+	}
+}
+
+// Processes that may take new privileges may not in a container that says so.
+func TestNoNewPrivileges(t *testing.T) {
+	images, spec := dumped(t)
+	path := filepath.Join(images, "core-1.img")
+	whole, err := os.ReadFile(path)
+	must(t, err)
+	set := protowire.AppendVarint(protowire.AppendTag(nil, 18, protowire.VarintType), 1)
+	if bytes.Count(whole, set) != 1 {
+		t.Fatal("it does not say so once")
+	}
+	forged := bytes.Replace(whole, set, append(bytes.Clone(set[:len(set)-1]), 0), 1)
+	must(t, os.WriteFile(path, forged, 0o600))
+	must(t, wall.Judge(images, spec, ""))
+	now, err := walltest.Entries(path)
+	must(t, err)
+	e := &criucore.CoreEntry{}
+	must(t, proto.Unmarshal(now[0], e))
+	if more := e.GetThreadCore().GetCreds().ProtoReflect().GetUnknown(); !bytes.Contains(more, set) {
+		t.Errorf("no_new_privs: %x", more)
 	}
 }
 

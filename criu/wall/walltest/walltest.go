@@ -365,10 +365,6 @@ func Forgeries(v Victims) []Forgery {
 		})},
 		{Name: "one capability more to be had", Image: "core", Forge: core(func(e *criucore.CoreEntry) { e.ThreadCore.Creds.CapBnd[0] |= 1 << unix.CAP_SYS_ADMIN })},
 		{Name: "no credentials", Image: "core", Forge: core(func(e *criucore.CoreEntry) { e.ThreadCore.Creds = nil })},
-		{Name: "new privileges", Image: "core", Forge: core(func(e *criucore.CoreEntry) {
-			c := e.ThreadCore.Creds
-			c.ProtoReflect().SetUnknown(protowire.AppendVarint(protowire.AppendTag(nil, 18, protowire.VarintType), 0))
-		})},
 		{Name: "no filter", Image: "core", Forge: core(func(e *criucore.CoreEntry) { e.ThreadCore.SeccompMode = nil; e.ThreadCore.SeccompFilter = nil })},
 		{Name: "a filter that allows all", Image: "seccomp", Forge: func(dir string, _ Victims) error {
 			return edit(dir, "seccomp.img", func(l []*seccomp.SeccompEntry) []*seccomp.SeccompEntry {
