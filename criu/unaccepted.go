@@ -22,7 +22,7 @@ func (r Runtime) heldPath() string { return filepath.Join(r.stateRoot(), r.ID, h
 // CRIU does not dump. They are to be put back; nil: there are none.
 // left names those that stay where they are.
 func (r Runtime) accept(ctx context.Context, record *proof.Record, members []int) (held *proof.Held, left []string, err error) {
-	list, err := backlogs(members)
+	list, err := backlogs(members, false)
 	if err != nil || len(list) == 0 {
 		return nil, nil, err
 	}
@@ -45,8 +45,8 @@ func explainLeft(err error, left []string) {
 }
 
 // backlogs lists those of unix sockets with connections that CRIU refuses, or would restore
-// in another order.
-func backlogs(members []int) (list []proof.Backlog, err error) {
+// in another order; all of them if asked for.
+func backlogs(members []int, every bool) (list []proof.Backlog, err error) {
 	var all []unixSocket
 	networks := map[string]bool{}
 	for _, p := range members {
@@ -81,7 +81,7 @@ func backlogs(members []int) (list []proof.Backlog, err error) {
 			continue // another sandbox of the network has it
 		}
 		b := proof.Backlog{Listener: u.ino, Name: u.address()}
-		needed := len(u.waiting) > 1
+		needed := every || len(u.waiting) > 1
 		for _, client := range u.waiting {
 			c := known[client]
 			b.Clients = append(b.Clients, proof.Waiter{Inode: client, Shut: int(c.shut)})
@@ -100,6 +100,22 @@ func (r Runtime) putBack(ctx context.Context, held *proof.Held) (lost []string, 
 	c, err := freezer.Open(r.stateRoot(), r.ID)
 	if errors.Is(err, fault.ErrNotFound) || err == nil && !c.Alive() {
 		return nil, held.Forget() // it has ended
+	}
+	if err != nil {
+		return nil, err
+	}
+	return putBackAll(ctx, c, held)
+}
+
+// putBackAll puts connections back, behind none that waits in the same backlog still.
+func putBackAll(ctx context.Context, c freezer.Container, held *proof.Held) (lost []string, err error) {
+	members, err := c.Processes()
+	if err != nil {
+		return nil, err
+	}
+	list, err := backlogs(members, true)
+	if err == nil {
+		err = held.Rest(ctx, c, members, list)
 	}
 	if err != nil {
 		return nil, err
@@ -131,7 +147,7 @@ func (r Runtime) PutBack(ctx context.Context, paused bool) (lost []string, err e
 			return nil, err
 		}
 	}
-	lost, err = held.PutBack(ctx, c)
+	lost, err = putBackAll(ctx, c, held)
 	if !frozen && !paused {
 		err = errors.Join(err, c.Thaw())
 	}

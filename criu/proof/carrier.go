@@ -18,7 +18,8 @@ type giver struct {
 	t    *freezer.Tracee
 	pid  int
 	fds  [2]int // of the process: where it receives, and where it is sent to
-	out  int    // ours, of the second
+	pair [2]uint64
+	out  int // ours, of the second
 }
 
 // carry makes a giver for a process. list are the places in Held.List of the connections
@@ -44,6 +45,7 @@ func (h *Held) carry(t *freezer.Tracee, pid int, list ...int) (g *giver, err err
 		g.fds[i] = int(binary.NativeEndian.Uint32(both[4*i:]))
 		c.Inodes[i] = place{pid, g.fds[i]}.inode()
 	}
+	g.pair = c.Inodes
 	h.Carriers = append(h.Carriers, c)
 	if err := errors.Join(h.write(), failpoint.Hit("unaccepted.carrier")); err != nil {
 		return nil, err
@@ -105,7 +107,7 @@ func (g *giver) end() error {
 		errs = append(errs, err)
 	}
 	h := g.held
-	h.Carriers = slices.DeleteFunc(h.Carriers, func(c carrier) bool { return c.Pid == g.pid })
+	h.Carriers = slices.DeleteFunc(h.Carriers, func(c carrier) bool { return c.Inodes == g.pair })
 	return errors.Join(append(errs, h.write())...)
 }
 

@@ -247,6 +247,48 @@ func Accept(ctx context.Context, c freezer.Container, r *Record, members []int, 
 	return a.held, a.lost, err
 }
 
+// Rest accepts what is left in backlogs of which a process that was killed has accepted
+// some: those would come behind it otherwise. members are all processes of the frozen container.
+func (h *Held) Rest(ctx context.Context, c freezer.Container, members []int, backlogs []Backlog) error {
+	a := accepting{held: h, record: &Record{}, inner: map[int]int{}, places: placesOf(members)}
+	for _, pid := range members {
+		a.inner[pid] = pid
+	}
+	begun, left := map[uint64]bool{}, map[uint64]bool{}
+	for _, o := range h.List {
+		begun[o.Listener] = begun[o.Listener] || o.Accepted != 0 && !o.Done
+		left[o.Listener] = left[o.Listener] || o.Accepted == 0 && !o.Done
+	}
+	var queues []queue
+	var threads []int
+	for _, b := range backlogs {
+		if !begun[uint64(b.Listener)] || !left[uint64(b.Listener)] {
+			continue
+		}
+		q, pids, err := a.plan(b)
+		if err != nil {
+			continue // they stay where they are
+		}
+		queues = append(queues, q)
+		for _, pid := range pids {
+			if tid := threadOf(pid); tid != 0 && !slices.Contains(threads, tid) {
+				threads = append(threads, tid)
+			}
+		}
+	}
+	return c.InjectTogether(ctx, threads, func(ts map[int]*freezer.Tracee) error {
+		for _, q := range queues {
+			for _, o := range h.List {
+				o.Done = o.Done || o.Accepted == 0 && o.Listener == uint64(q.Listener)
+			}
+			if err := a.accept(q, ts); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
 func (a *accepting) cannot(b Backlog, err error) {
 	a.lost = append(a.lost, fmt.Sprintf("%d connections to %s, which are not accepted yet, are not kept: %v", len(b.Clients), b.Name, err))
 }
