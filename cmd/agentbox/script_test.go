@@ -105,7 +105,7 @@ func TestEngine(t *testing.T) {
 
 // throughService are the scripts that the service runs, too: every kind of stream
 // and of error.
-var throughService = []string{"attach", "audit", "cp", "errors", "exec", "lifecycle", "logs", "portable", "signals"}
+var throughService = []string{"attach", "audit", "cp", "errors", "exec", "foreign", "lifecycle", "logs", "portable", "signals"}
 
 // serve runs the service of a script, and has commands use it.
 func serve(env *testscript.Env, agentbox string) error {

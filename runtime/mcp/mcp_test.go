@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"reflect"
 	"strings"
 	"sync"
 	"syscall"
@@ -215,6 +216,15 @@ func TestSurplus(t *testing.T) {
 		}
 		if s := strings.Join(got, " "); s != c.want {
 			t.Errorf("%s: %q go, want %q", name, s, c.want)
+		}
+	}
+}
+
+// An agent grants nothing to a checkpoint from elsewhere, and has none chosen for it.
+func TestNoGrants(t *testing.T) {
+	for tool, want := range map[reflect.Type]int{reflect.TypeFor[restoreArgs](): 4, reflect.TypeFor[forkArgs](): 4} {
+		if tool.NumField() != want {
+			t.Errorf("%v has %d fields, not %d: none may be a grant", tool, tool.NumField(), want)
 		}
 	}
 }
