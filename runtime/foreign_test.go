@@ -112,6 +112,7 @@ func newForeign(t *testing.T) *foreign {
 	f := &foreign{rig: here, host: t.TempDir()}
 	f.archive = there.forge(t, ck.ID, func(m, s map[string]any) {
 		m["warnings"], m["trigger"], m["created"] = []string{"all is well"}, "interval", "2040-01-01T00:00:00Z"
+		m["labels"] = map[string]string{"agentbox.session": "x", "step": "1"}
 		s["args"] = []string{"sh", "-c", "evil"}
 		s["mounts"] = []runtime.Mount{{Type: "bind", Source: f.host, Target: "/host"}, {Type: "volume", Source: "v", Target: "/v"}, {Type: "tmpfs", Target: "/t"}}
 		s["network"] = runtime.Network{Mode: runtime.NetworkHost, Group: "friends", Ports: []runtime.Port{{Host: 80, Sandbox: 80, Protocol: "tcp"}}}
@@ -161,6 +162,9 @@ func TestForeignGetsNothing(t *testing.T) {
 	c := f.c
 	if !c.Foreign || len(c.Warnings) > 0 || time.Since(c.Created) > time.Hour || c.Created.After(time.Now()) || !slices.Equal(c.Command, []string{"sh", "-c", "evil"}) {
 		t.Errorf("%+v", c)
+	}
+	if len(c.Labels) != 1 || c.Labels["step"] != "1" {
+		t.Errorf("labels %v", c.Labels)
 	}
 	for _, want := range []string{"bind " + f.host + " at /host, read-write", "volume v at /v", "the host's network", "group friends", "port :80 of the host", "restart policy always",
 		"capabilities NET_RAW, SYS_ADMIN", "seccomp: unconfined", "AppArmor: unconfined", "io_uring", "new privileges", "label agentbox.mcp=somebody x", "label team=ops", "1s", "--ttl 1h", "removal when it exits"} {

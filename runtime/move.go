@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"maps"
 	"os"
 	"path"
 	"slices"
@@ -316,6 +317,9 @@ func (e *Engine) imported(ctx context.Context, facts portable.Facts, opts Import
 	return row, parts, img.Lower, err
 }
 
+// ownLabels begin those by which agentbox finds what a session, an agent or a request has made.
+const ownLabels = "agentbox."
+
 // incoming is the record of a checkpoint that another store has made. A parent
 // that is not here is none, and what the manifest warns of is its author's word.
 func (e *Engine) incoming(ctx context.Context, m store.Manifest, opts ImportOptions) (store.Checkpoint, error) {
@@ -323,6 +327,8 @@ func (e *Engine) incoming(ctx context.Context, m store.Manifest, opts ImportOpti
 		ID: m.ID, Name: m.Name, SandboxID: m.SandboxID, SandboxName: m.SandboxName, Kind: m.Kind, Trigger: m.Trigger, Created: time.Now(),
 		ImageDigest: m.ImageDigest, Labels: m.Labels, Spec: m.Spec, Parent: m.Parent, Foreign: true,
 	}
+	row.Labels = maps.Clone(row.Labels)
+	maps.DeleteFunc(row.Labels, func(k, _ string) bool { return strings.HasPrefix(k, ownLabels) })
 	var err error
 	if row.Origin, err = m.Digest(); err != nil {
 		return row, err

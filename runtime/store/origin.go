@@ -26,6 +26,10 @@ func (d *Draft) origin() string {
 	return originHere
 }
 
+// madeElsewhere reports whether the manifest of a foreign checkpoint, of this digest, is as
+// its author made it. That of an imported archive was made here.
+func madeElsewhere(origin, digest string) bool { return origin == "" || origin == digest }
+
 // setOrigin marks a manifest. A filesystem without such attributes costs no
 // more than that the checkpoint is foreign when its record is lost.
 func setOrigin(f *os.File, origin string) error {

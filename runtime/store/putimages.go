@@ -223,20 +223,26 @@ type known struct {
 }
 
 // knownPages loads the page index of the parent checkpoint. A parent that
-// cannot be read is as good as none, and so is one that was made elsewhere: its
+// cannot be read is as good as none, and so is one whose manifest was made elsewhere: its
 // tables say which page has which hash, and whoever wrote them must be trusted.
 // One that is damaged would damage this one, too.
 func (d *Draft) knownPages(ctx context.Context) (known, error) {
 	if d.row.Parent == "" {
 		return known{}, nil
 	}
-	var pulled bool
-	err := d.s.read.QueryRowContext(ctx, "SELECT pulled OR damaged <> '' FROM checkpoints WHERE id = ? AND status = 'ready'", d.row.Parent).Scan(&pulled)
-	if errors.Is(err, sql.ErrNoRows) || pulled {
+	var foreign, damaged bool
+	var digest string
+	err := d.s.read.QueryRowContext(ctx, "SELECT pulled, damaged <> '', digest FROM checkpoints WHERE id = ? AND status = 'ready'", d.row.Parent).Scan(&foreign, &damaged, &digest)
+	if errors.Is(err, sql.ErrNoRows) || damaged {
 		return known{}, nil
 	}
 	if err != nil {
 		return known{}, cancelled(ctx, dbError("find the parent", err))
+	}
+	if foreign {
+		if origin, err := d.s.Origin(d.row.Parent); err != nil || madeElsewhere(origin, digest) {
+			return known{}, nil
+		}
 	}
 	k, err := d.loadPages(ctx)
 	for _, e := range []error{fault.ErrCorrupt, fault.ErrNotFound, fault.ErrState, fault.ErrUnsupported} {

@@ -327,7 +327,7 @@ func (x *reindex) checkpoint(ctx context.Context, v *survey, u unrecorded, there
 	c := Checkpoint{ID: m.ID, Name: m.Name, SandboxID: m.SandboxID, SandboxName: m.SandboxName, Kind: m.Kind, Status: Ready, Parent: m.Parent,
 		Trigger: m.Trigger, Created: u.created, Files: m.Files[0].Entries, Bytes: r.size, Digest: r.digest, ImageDigest: m.ImageDigest,
 		Labels: m.Labels, Spec: m.Spec, Foreign: u.origin != originHere}
-	if u.origin != "" && u.origin != r.digest { // else they are its author's words
+	if !madeElsewhere(u.origin, r.digest) { // else they are its author's words
 		c.Warnings = m.Warnings
 	}
 	if m.Processes != nil {

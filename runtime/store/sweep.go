@@ -378,7 +378,7 @@ func (s *Store) complete(ctx context.Context, c Checkpoint) error {
 	if err != nil {
 		return err
 	}
-	p := published{manifest: r.manifest, digest: r.digest, bytes: r.size, asIs: c.Foreign && (origin == "" || origin == r.digest)}
+	p := published{manifest: r.manifest, digest: r.digest, bytes: r.size, asIs: c.Foreign && madeElsewhere(origin, r.digest)}
 	gone, err := r.pieces.x.find(ctx, need, func(at place) error { p.bytes += int64(at.blob.Stored); return nil })
 	if err != nil {
 		return err
