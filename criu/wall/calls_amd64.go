@@ -20,7 +20,7 @@ var calls = []call{
 	{"open_by_handle_at", native(unix.SYS_OPEN_BY_HANDLE_AT, 342)}, {"bpf", native(unix.SYS_BPF, 357)},
 	{"init_module", native(unix.SYS_INIT_MODULE, 128)}, {"finit_module", native(unix.SYS_FINIT_MODULE, 350)},
 	{"delete_module", native(unix.SYS_DELETE_MODULE, 129)}, {"kexec_load", native(unix.SYS_KEXEC_LOAD, 283)},
-	{"reboot", native(unix.SYS_REBOOT, 88)}, {"swapon", native(unix.SYS_SWAPON, 87)}, {"acct", native(unix.SYS_ACCT, 51)},
+	{"swapon", native(unix.SYS_SWAPON, 87)}, {"acct", native(unix.SYS_ACCT, 51)},
 	{"perf_event_open", native(unix.SYS_PERF_EVENT_OPEN, 336)}, {"quotactl", native(unix.SYS_QUOTACTL, 131)},
-	{"settimeofday", native(unix.SYS_SETTIMEOFDAY, 79)}, {"syslog", native(unix.SYS_SYSLOG, 103)},
+	{"settimeofday", native(unix.SYS_SETTIMEOFDAY, 79)},
 }

@@ -1,6 +1,7 @@
 package wall
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -34,12 +35,22 @@ func Look(r Restored, spec *Spec) error {
 			return refuse("", fmt.Sprintf("process %d", pid), "it is outside of the container's cgroup")
 		}
 	}
-	for _, pid := range r.Pids {
+	first := func(a, b int) int { // whose mounts are looked at, and completed, before the files of any
+		return cmp.Or(-cmp.Compare(btoi(a == r.Pid), btoi(b == r.Pid)), a-b)
+	}
+	for _, pid := range slices.SortedFunc(slices.Values(r.Pids), first) {
 		if err := l.process(pid); err != nil && !gone(err) {
 			return err
 		}
 	}
 	return nil
+}
+
+func btoi(is bool) int {
+	if is {
+		return 1
+	}
+	return 0
 }
 
 // look is a Look under way.
@@ -49,6 +60,7 @@ type look struct {
 	own   string
 	views map[string]*view // by mount namespace
 
+	covered []string                // masks and the like that the images did not have
 	members map[string]map[int]bool // by controller: who is in the container's cgroup
 }
 
@@ -348,24 +360,49 @@ func (l *look) complete(root string, list []mount) error {
 			return err
 		}
 	}
+	shown, writable, err := l.bare(dir)
+	if err != nil || len(shown)+len(writable) == 0 {
+		return err
+	}
+	// Images of elsewhere have other ones.
+	l.covered = slices.Concat(shown, writable)
+	if err := cover(l.Pid, shown, writable); err != nil {
+		return refuse("", "masks", "%v are not covered, and cannot be: %v", l.covered, err)
+	}
+	shown, writable, err = l.bare(dir)
+	if err == nil && len(shown)+len(writable) > 0 {
+		return refuse("", "masks", "%v are not covered", slices.Concat(shown, writable))
+	}
+	return err
+}
+
+// bare lists the masked paths of which something is seen, and those that are writable and shall not be.
+func (l *look) bare(dir int) (shown, writable []string, err error) {
 	for _, p := range l.spec.Linux.MaskedPaths {
-		if err := l.hides(dir, p); err != nil {
-			return err
+		is, err := l.hides(dir, p)
+		if err != nil {
+			return nil, nil, err
+		}
+		if !is {
+			shown = append(shown, p)
 		}
 	}
 	for _, p := range l.spec.Linux.ReadonlyPaths {
-		var st unix.Statfs_t
 		fd, err := openIn(dir, p)
 		if err != nil {
 			continue // it is not there, or nothing is seen of it
 		}
+		var st unix.Statfs_t
 		err = unix.Fstatfs(fd, &st)
 		unix.Close(fd)
-		if err == nil && st.Flags&unix.ST_RDONLY == 0 {
-			return refuse("", "mount at "+printable(p), "it is writable, and the container's is read-only")
+		if err != nil {
+			return nil, nil, err
+		}
+		if st.Flags&unix.ST_RDONLY == 0 {
+			writable = append(writable, p)
 		}
 	}
-	return nil
+	return shown, writable, nil
 }
 
 // openIn opens a path in a root directory, going by links there alone.
@@ -375,17 +412,14 @@ func openIn(root int, path string) (int, error) {
 	})
 }
 
-// sees proves that a mount of the spec is what is seen at its place.
+// sees proves that a mount of the spec, where there is one, is what is seen at its place.
 func (l *look) sees(root int, w SpecMount, list []mount) error {
 	at := func(format string, a ...any) error {
 		return refuse("", "mount at "+printable(w.Destination), format, a...)
 	}
 	fd, err := openIn(root, w.Destination)
-	if errors.Is(err, unix.ENOSYS) {
-		return nil
-	}
 	if err != nil {
-		return at("it is not there: %v", err)
+		return nil // there is none
 	}
 	defer unix.Close(fd)
 	id, err := mountID(fmt.Sprintf("/proc/self/fdinfo/%d", fd))
@@ -398,7 +432,9 @@ func (l *look) sees(root int, w SpecMount, list []mount) error {
 	}
 	m := list[i]
 	if m.point != l.spec.inRoot(w.Destination) {
-		return at("there is none, but a part of the one at %s", printable(m.point))
+		// There is none: images of another engine's container may have fewer. What is below
+		// is judged.
+		return nil
 	}
 	if !w.bind() {
 		return nil // judged with the others
@@ -421,32 +457,28 @@ func (l *look) same(place, source string, fd int) error {
 	return nil
 }
 
-// hides proves that nothing is seen of a masked path.
-func (l *look) hides(root int, path string) error {
+// hides reports whether nothing is seen of a masked path.
+func (l *look) hides(root int, path string) (bool, error) {
 	fd, err := openIn(root, path)
 	if err != nil {
-		return nil // it is not there
+		return true, nil // it is not there
 	}
 	defer unix.Close(fd)
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
-		return err
+		return false, err
 	}
 	var on unix.Statfs_t
 	if err := unix.Fstatfs(fd, &on); err != nil {
-		return err
+		return false, err
 	}
 	switch st.Mode & unix.S_IFMT {
 	case unix.S_IFCHR:
-		if unix.Major(st.Rdev) == 1 && unix.Minor(st.Rdev) == 3 {
-			return nil
-		}
+		return unix.Major(st.Rdev) == 1 && unix.Minor(st.Rdev) == 3, nil
 	case unix.S_IFDIR:
-		if on.Type == unix.TMPFS_MAGIC && on.Flags&unix.ST_RDONLY != 0 {
-			return nil
-		}
+		return on.Type == unix.TMPFS_MAGIC && on.Flags&unix.ST_RDONLY != 0, nil
 	}
-	return refuse("", "masked path "+printable(path), "the container has nothing to see there, and this shows it")
+	return false, nil
 }
 
 // mountID reads the id of the mount that a file is on.
@@ -481,6 +513,9 @@ func (l *look) files(pid int, dir string) error {
 		if err != nil {
 			return err
 		}
+		if target, err := os.Readlink(dir + what); err == nil && l.under(target) {
+			return refuseOf(pid, what, "%s is hidden in the container, or read-only", printable(target))
+		}
 		if !v.ids[id] && !l.anywhere(id) {
 			return refuseOf(pid, what, "it is outside of the container's mounts")
 		}
@@ -496,6 +531,9 @@ func (l *look) files(pid int, dir string) error {
 		}
 		if !strings.HasPrefix(target, "/") || strings.HasPrefix(target, "/memfd:") || target == "/dev/zero (deleted)" || strings.HasPrefix(target, "/SYSV") {
 			continue // of no mount
+		}
+		if l.under(target) {
+			return refuseOf(pid, "file descriptor "+e.Name(), "%s is hidden in the container, or read-only", printable(target))
 		}
 		id, err := mountID(dir + "fdinfo/" + e.Name())
 		if err != nil {
@@ -517,6 +555,11 @@ func (l *look) files(pid int, dir string) error {
 		}
 	}
 	return nil
+}
+
+// under reports whether a file lies where the images had no mask: it was opened before.
+func (l *look) under(target string) bool {
+	return slices.ContainsFunc(l.covered, func(p string) bool { return below(target, filepath.Clean(p)) })
 }
 
 // anywhere reports whether a mount is one of any of the container's namespaces.

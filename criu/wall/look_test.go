@@ -19,18 +19,20 @@ import (
 // gives less.
 func TestLook(t *testing.T) {
 	bound, other := t.TempDir(), t.TempDir()
-	b := criutest.New(t, []string{"sh", "-c", "exec 7</bin/busybox; sleep 1000 & wait"}, func(s *specs.Spec) {
+	b := criutest.New(t, []string{"sh", "-c", "exec 7</bin/busybox; sleep 1000 & echo up > /up; wait"}, func(s *specs.Spec) {
 		s.Process.NoNewPrivileges = false
 		s.Mounts = append(s.Mounts, specs.Mount{Destination: "/bound", Type: "bind", Source: bound, Options: []string{"rbind", "rprivate"}})
 	})
+	must(t, os.WriteFile(filepath.Join(b.Files, "plain"), nil, 0o666))
 	b.Start(nil)
 	box, err := freezer.Open(b.State, b.ID)
 	must(t, err)
 	cgroups, err := freezer.Cgroups(b.State, b.ID)
 	must(t, err)
-	b.Until("it has two processes", func() bool {
-		pids, _ := box.Processes()
-		return len(pids) == 2
+	b.Until("it is up", func() bool {
+		_, err := os.Stat(filepath.Join(b.Files, "up"))
+		pids, _ := box.Processes() // runc's helpers may be among them still
+		return err == nil && len(pids) == 2
 	})
 	look := func(edit func(*specs.Spec, *wall.Restored)) error {
 		t.Helper()
@@ -69,19 +71,11 @@ func TestLook(t *testing.T) {
 			s.Linux.Namespaces = append(without(s.Linux.Namespaces, specs.PIDNamespace), specs.LinuxNamespace{Type: specs.PIDNamespace, Path: "/proc/self/ns/pid"})
 		},
 		"NoNewPrivs":                 func(s *specs.Spec, _ *wall.Restored) { s.Process.NoNewPrivileges = true },
-		`masked path "/etc"`:         func(s *specs.Spec, _ *wall.Restored) { s.Linux.MaskedPaths = append(s.Linux.MaskedPaths, "/etc") },
-		`mount at "/tmp"`:            func(s *specs.Spec, _ *wall.Restored) { s.Linux.ReadonlyPaths = append(s.Linux.ReadonlyPaths, "/tmp") },
 		`flags of the mount at "/"`:  func(s *specs.Spec, _ *wall.Restored) { s.Root.Readonly = true },
 		`mount at "/"`:               func(s *specs.Spec, _ *wall.Restored) { s.Root.Path = other },
 		`mount at "/bound": it does`: func(s *specs.Spec, _ *wall.Restored) { s.Mounts[len(s.Mounts)-1].Source = other },
 		`mount at "/bound": the con`: func(s *specs.Spec, _ *wall.Restored) { s.Mounts = s.Mounts[:len(s.Mounts)-1] },
 		`mount at "/bound": it lack`: func(s *specs.Spec, _ *wall.Restored) { s.Mounts[len(s.Mounts)-1].Options = []string{"rbind", "ro"} },
-		`mount at "/none"`: func(s *specs.Spec, _ *wall.Restored) {
-			s.Mounts = append(s.Mounts, specs.Mount{Destination: "/none", Type: "tmpfs", Source: "tmpfs"})
-		},
-		`mount at "/tmp": there`: func(s *specs.Spec, _ *wall.Restored) {
-			s.Mounts = append(s.Mounts, specs.Mount{Destination: "/tmp", Type: "tmpfs", Source: "tmpfs"})
-		},
 		"cgroup": func(_ *specs.Spec, r *wall.Restored) {
 			r.Cgroups = map[string]string{"pids": "/sys/fs/cgroup/pids/agentbox-none"}
 		},
@@ -91,6 +85,24 @@ func TestLook(t *testing.T) {
 		if !errors.As(err, &refused) || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: %v", want, err)
 		}
+	}
+	// Masks that are not there are made.
+	more := func(s *specs.Spec, _ *wall.Restored) {
+		s.Linux.MaskedPaths = append(s.Linux.MaskedPaths, "/proc/driver", "/proc/uptime")
+		s.Linux.ReadonlyPaths = append(s.Linux.ReadonlyPaths, "/tmp", "/plain")
+	}
+	must(t, look(more))
+	out, err := b.Do("exec", b.ID, "sh", "-c", "cat /proc/uptime; echo * | grep -c none; touch /proc/driver/x /tmp/x; echo >/plain")
+	if err == nil || strings.Contains(out, ".") || strings.Count(out, "Read-only file system") != 3 {
+		t.Errorf("masked: %v: %s", err, out)
+	}
+	// What was opened before they were is refused.
+	err = look(func(s *specs.Spec, r *wall.Restored) {
+		more(s, r)
+		s.Linux.ReadonlyPaths = append(s.Linux.ReadonlyPaths, "/bin")
+	})
+	if err == nil || !strings.Contains(err.Error(), "is hidden in the container, or read-only") {
+		t.Errorf("open before: %v", err)
 	}
 	// A process that the runtime does not know of is ended.
 	err = look(func(_ *specs.Spec, r *wall.Restored) { r.Pids = r.Pids[:1] })

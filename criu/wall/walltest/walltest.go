@@ -47,8 +47,8 @@ type Victims struct {
 // Forgery changes the images of a container in a directory.
 type Forgery struct {
 	Name string
-	// Image is the beginning of the image's name that is refused. Empty: CRIU is to be
-	// let read it, and what it restores is refused.
+	// Image is the beginning of the image's name that is refused. Empty: CRIU may read it, and
+	// what is wrong is set right afterwards.
 	Image string
 	Forge func(dir string, v Victims) error
 	// Damage: it makes no sense, rather than asks for too much.
@@ -450,7 +450,7 @@ func Forgeries(v Victims) []Forgery {
 			Forgery{Name: "a bind mount elsewhere", Image: "mountpoints", Forge: added(mnt.Fstype_UNSUPPORTED, "/", "/mnt", "x", "", func(m *mnt.MntEntry) { m.ExtKey = proto.String(v.Bound) })},
 		)
 	}
-	// Its mask is not in the images: it is there to be seen by the kernel alone.
+	// What is not in the images is there to be seen afterwards alone.
 	return append(list, Forgery{Name: "a mask is gone", Forge: mounts(func(l []*mnt.MntEntry) []*mnt.MntEntry {
 		for i, m := range l {
 			if m.GetMountpoint() == "/proc/keys" {
