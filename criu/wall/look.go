@@ -24,7 +24,7 @@ type Restored struct {
 // Look holds what the kernel says of restored processes against the container's spec.
 // They are frozen and have not run. A difference is a *Refusal.
 func Look(r Restored, spec *Spec) error {
-	l := &look{spec: spec, Restored: r, own: "/proc/self/", views: map[string]*view{}, members: map[string]map[int]bool{}}
+	l := &look{spec: spec, Restored: r, own: "/proc/thread-self/", views: map[string]*view{}, members: map[string]map[int]bool{}}
 	all, err := l.all()
 	if err != nil {
 		return err
