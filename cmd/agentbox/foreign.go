@@ -86,21 +86,24 @@ func admitForeign(ctx context.Context, c runtime.Checkpoint, o grantOptions, std
 }
 
 // chosen is the checkpoint that a restore or a fork would be of, as far as it could be one from
-// elsewhere; none has no id. What is shown of it is then what is done.
-func chosen(ctx context.Context, svc runtime.Service, sandbox, checkpoint string, foreign bool, filter runtime.CheckpointFilter) (c runtime.Checkpoint, err error) {
+// elsewhere; none has no id. What is shown of it is then what is done: with --trust-spec one
+// that cannot be shown is an error.
+func chosen(ctx context.Context, svc runtime.Service, sandbox, checkpoint string, o grantOptions, filter runtime.CheckpointFilter) (c runtime.Checkpoint, err error) {
 	switch {
 	case checkpoint != "":
 		if c, err = svc.CheckpointInfo(ctx, sandbox+"@"+checkpoint); errors.Is(err, runtime.ErrNotFound) {
 			c, err = svc.CheckpointInfo(ctx, checkpoint)
 		}
-	case foreign:
+	case o.Foreign:
 		filter.Sandbox = sandbox
 		var all []runtime.Checkpoint
-		if all, err = svc.Checkpoints(ctx, filter); err == nil && len(all) > 0 {
+		if all, err = svc.Checkpoints(ctx, filter); len(all) > 0 {
 			c = all[0]
+		} else if err == nil {
+			err = fmt.Errorf("checkpoint of %s: %w", sandbox, runtime.ErrNotFound)
 		}
 	}
-	if err != nil && ctx.Err() == nil {
+	if err != nil && ctx.Err() == nil && !o.TrustSpec {
 		return runtime.Checkpoint{}, nil // the verb itself says what is wrong
 	}
 	return c, err

@@ -129,11 +129,11 @@ checkpoint, reseeded, shared, took_ns, warnings.`,
 				return err
 			}
 			return a.service(cmd.Context(), func(svc runtime.Service) error {
-				c, err := chosen(cmd.Context(), svc, sandbox, fo.Checkpoint, fo.Foreign, runtime.CheckpointFilter{})
+				c, err := chosen(cmd.Context(), svc, sandbox, fo.Checkpoint, opts.Grants, runtime.CheckpointFilter{})
 				if err != nil {
 					return err
 				}
-				if c.Foreign {
+				if c.Foreign || opts.Grants.TrustSpec && c.ID != "" {
 					fo.Checkpoint = c.ID
 				}
 				if err := a.admitForeign(cmd.Context(), c, opts.Grants); err != nil {

@@ -188,12 +188,12 @@ func (a *app) admitRestore(ctx context.Context, sandbox string, ro *runtime.Rest
 	if ro.Undo {
 		return nil
 	}
-	c, err := chosen(ctx, svc, sandbox, ro.Checkpoint, ro.Foreign, runtime.CheckpointFilter{Trigger: ro.Trigger, Labels: ro.Labels})
-	if err != nil || !c.Foreign {
+	c, err := chosen(ctx, svc, sandbox, ro.Checkpoint, o, runtime.CheckpointFilter{Trigger: ro.Trigger, Labels: ro.Labels})
+	if err != nil || c.ID == "" || !c.Foreign && !o.TrustSpec {
 		return err
 	}
 	ro.Checkpoint, ro.Trigger, ro.Labels = c.ID, "", nil
-	if ro.Strategy != runtime.StrategyRecreate && ro.Strategy != runtime.StrategyAuto {
+	if ro.Strategy != runtime.StrategyRecreate && ro.Strategy != runtime.StrategyAuto && !o.TrustSpec {
 		if _, err := svc.Sandbox(ctx, sandbox); err == nil {
 			return nil // it keeps what it has
 		}
