@@ -151,6 +151,34 @@ func read(t testing.TB, dir string) []byte {
 	return data
 }
 
+// What a container that may mount has mounted is judged as its own.
+func TestMounter(t *testing.T) {
+	b := criutest.New(t, []string{"sh", "-c", "mkdir /a /b /p; mount -t tmpfs none /a; mkdir /a/x; mount --bind /a/x /b; mount -t proc proc /p; echo up > /up; while :; do sleep 60; done"}, func(s *specs.Spec) {
+		for _, set := range []*[]string{&s.Process.Capabilities.Bounding, &s.Process.Capabilities.Effective, &s.Process.Capabilities.Permitted} {
+			*set = append(*set, "CAP_SYS_ADMIN")
+		}
+		s.Linux.MaskedPaths, s.Linux.ReadonlyPaths = nil, nil
+	})
+	for _, a := range []string{"mkdir", "mount"} {
+		must(t, os.Symlink("busybox", filepath.Join(b.Files, "bin", a)))
+	}
+	b.Start(nil)
+	b.Until("it is up", func() bool {
+		_, err := os.Stat(filepath.Join(b.Files, "up"))
+		return err == nil
+	})
+	if out, err := b.Do("checkpoint", "--leave-running", "--file-locks", "--image-path", b.Images, "--work-path", b.Work, b.ID); err != nil {
+		t.Fatalf("checkpoint: %v: %s", err, out)
+	}
+	spec, err := wall.Read(b.Bundle)
+	must(t, err)
+	must(t, wall.Judge(b.Images, spec, ""))
+	spec.Process.Capabilities.Bounding = nil
+	if err := wall.Judge(b.Images, spec, ""); err == nil {
+		t.Error("a container that may not mount has them, too")
+	}
+}
+
 // What a cgroup.img says of the container's own cgroup is dropped; what processes have made
 // below stays, and moves to where the container's is now.
 func TestCgroup(t *testing.T) {
