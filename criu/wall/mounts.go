@@ -133,7 +133,7 @@ func (s *Spec) checkMounts(image string, list []mount) error {
 		if !clean(m.point) {
 			return refuse(image, m.field("mountpoint"), "it is no clean path")
 		}
-		if !clean(m.root) && !(m.live && strings.Contains(m.root, "//deleted")) && !nsfs(m) {
+		if !clean(m.root) && !(m.live && (strings.Contains(m.root, "//deleted") || strings.HasPrefix(m.fstype, "cgroup") || m.fstype == "nsfs")) {
 			return refuse(image, m.field("root"), "%s leads elsewhere", printable(m.root))
 		}
 		if m.point == "/" {
@@ -161,8 +161,6 @@ func (s *Spec) checkMounts(image string, list []mount) error {
 	}
 	return nil
 }
-
-func nsfs(m mount) bool { return m.fstype == "nsfs" }
 
 // wanted lists what the OCI runtime mounts, by where: a pointer to a SpecMount, or masked, or
 // readonly.
