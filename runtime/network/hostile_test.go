@@ -52,7 +52,9 @@ func TestFilterIsNotTricked(t *testing.T) {
 			{"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "403 " + nameless},
 			{"GET / HTTP/1.1\r\nHost: good.example\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n\r\n", "200 page of good.example"},
 			{"GET / HTTP/1.1\r\nHost: good.example\r\nX: " + strings.Repeat("x", 80<<10) + "\r\n\r\n", ""},
-			{"GET /" + strings.Repeat("x", 20<<10) + " HTTP/1.1\r\nHost: good.example\r\n\r\n", ""},
+			{"GET /" + strings.Repeat("x", 20<<10) + " HTTP/1.1\r\nHost: good.example\r\n\r\n", "200 page of good.example"},
+			{"GET /" + strings.Repeat("x", 20<<10) + " HTTP/1.1\r\nHost: other.example\r\n\r\n", "403 " + no},
+			{"GET  / HTTP/1.1\r\nHost: good.example\r\n\r\n", ""},
 		} {
 			said, err := c.say(web, q.say)
 			said = strings.Replace(strings.TrimSpace(said), "agentbox: egress denied: ", "", 1)
@@ -132,7 +134,7 @@ func TestFilterIsBounded(t *testing.T) {
 		}
 		held = append(held, conn)
 	}
-	w.mustDeny("a", "tcp||192.0.2.1:443|the sandbox has 256 connections, which is the limit")
+	w.mustDeny("a", "tcp||192.0.2.1:443|the sandbox has 256 connections, which is its limit now")
 	said, err = other.https(internetAddress+":443", "good.example")
 	want(t, "another sandbox meanwhile", said, err, "200 page of good.example")
 	for _, conn := range held {

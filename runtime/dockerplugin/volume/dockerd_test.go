@@ -377,7 +377,7 @@ func TestDocker(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if out := h.must("apply", "--dry-run", "volume://ws"); out != "M /a\nM /b\nD /gone" {
+	if out := h.must("apply", "--dry-run", "volume://ws"); out != "M /a (file 0644 0:0)\nM /b (file 0644 0:0)\nD /gone" {
 		t.Errorf("dry run: %s", out)
 	}
 	h.must("apply", "volume://ws")
