@@ -31,8 +31,9 @@ func AssistHolders(path string, initPid int) (end func()) {
 	if err != nil {
 		return func() {} // it has ended
 	}
-	quit := make(chan struct{})
+	quit, done := make(chan struct{}), make(chan struct{})
 	guard.Go(func() {
+		defer close(done)
 		for {
 			for _, p := range holders(path) {
 				if asleep(p) {
@@ -49,7 +50,7 @@ func AssistHolders(path string, initPid int) (end func()) {
 			}
 		}
 	})
-	return sync.OnceFunc(func() { close(quit) })
+	return sync.OnceFunc(func() { close(quit); <-done }) // no thread is on its way then
 }
 
 // Abandon takes back what a dump that was killed, and whose CRIU has ended, may have left of its

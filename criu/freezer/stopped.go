@@ -63,7 +63,9 @@ func seizing(tracer int) int {
 }
 
 // Unstick helps a tracer that waits to attach to a stopped thread of the frozen
-// container. It reports whether there was something to help with.
+// container. It reports whether there was something to help with. A tracer that is
+// another process goes on only once the thread is back: CRIU records the cgroup of
+// each thread.
 func (c Container) Unstick(tracer int) (bool, error) {
 	tid := seizing(tracer)
 	if tid == 0 || c.v2 {
@@ -75,11 +77,20 @@ func (c Container) Unstick(tracer int) (bool, error) {
 	if err := failpoint.Hit("stopped.unstick"); err != nil {
 		return false, err
 	}
+	attached := func() bool { return seizing(tracer) != tid }
+	if _, err := os.Stat(fmt.Sprintf("/proc/self/task/%d", tracer)); errors.Is(err, fs.ErrNotExist) {
+		// The stop takes effect behind the call that waits; until then it is D.
+		if err := unix.Kill(tracer, unix.SIGSTOP); err != nil {
+			return false, nil // it has ended
+		}
+		defer func() { _ = unix.Kill(tracer, unix.SIGCONT) }()
+		attached = func() bool { state, _, ok := thread(tracer); return !ok || state == "T" }
+	}
 	back, err := c.takeOut(tid)
 	if err != nil || back == nil {
 		return false, err
 	}
-	for begun := time.Now(); seizing(tracer) == tid && time.Since(begun) < outLimit; {
+	for begun := time.Now(); !attached() && time.Since(begun) < outLimit; {
 		time.Sleep(50 * time.Microsecond)
 	}
 	return true, back()
