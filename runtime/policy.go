@@ -137,7 +137,7 @@ func judged(s Spec, p *policy.Policy, mapped bool) (policy.Request, error) {
 	ask := askFor(s)
 	ask.Image = "" // it is pinned, and was judged by its name then
 	if ask.Network == NetworkFiltered && ask.Egress == nil {
-		ask.Egress = []string{} // that it had none was somebody's will
+		ask.Egress = []string{} // no rules was what was asked for
 	}
 	if mapped {
 		ask.UserNS = UserNSAuto

@@ -10,6 +10,8 @@ import (
 	goruntime "runtime"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/criu/host"
 )
 
 // The main thread is what /proc/self shows. It stays where it is: no other goroutine
@@ -46,44 +48,16 @@ func readOnly(c call) error {
 
 // sealRoot makes the root of a process's mount namespace read-only, if it is not.
 func sealRoot(pid int) error {
-	ns, err := os.Open(fmt.Sprintf("/proc/%d/ns/mnt", pid))
+	err := host.InMountsOf(pid, func() error {
+		var st unix.Statfs_t
+		if err := unix.Statfs("/", &st); err != nil || st.Flags&unix.ST_RDONLY != 0 {
+			return err
+		}
+		// What is not said here would be taken away, but for how times are kept.
+		keep := uintptr(st.Flags) & (unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC)
+		return unix.Mount("", "/", "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY|keep, "")
+	})
 	if err != nil {
-		return err
-	}
-	defer ns.Close()
-	// A container's is never ours: its first process has ended, and a process of the
-	// host has its number.
-	theirs, err := ns.Stat()
-	if err != nil {
-		return err
-	}
-	ours, err := os.Stat("/proc/thread-self/ns/mnt")
-	if err != nil {
-		return err
-	}
-	if os.SameFile(theirs, ours) {
-		return fs.ErrNotExist
-	}
-	done := make(chan error)
-	go func() {
-		goruntime.LockOSThread() // without Unlock: the thread ends with the goroutine
-		done <- func() error {
-			if err := unix.Unshare(unix.CLONE_FS); err != nil {
-				return err
-			}
-			if err := unix.Setns(int(ns.Fd()), unix.CLONE_NEWNS); err != nil {
-				return err
-			}
-			var st unix.Statfs_t
-			if err := unix.Statfs("/", &st); err != nil || st.Flags&unix.ST_RDONLY != 0 {
-				return err
-			}
-			// What is not said here would be taken away, but for how times are kept.
-			keep := uintptr(st.Flags) & (unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC)
-			return unix.Mount("", "/", "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY|keep, "")
-		}()
-	}()
-	if err := <-done; err != nil {
 		return fmt.Errorf("make the root filesystem read-only again: %w", err)
 	}
 	return nil

@@ -41,9 +41,9 @@ back when anything fails, or, if agentbox is killed, with the next agentbox comm
 Afterwards the volume has no changes.
 
 What the directory has keeps its owner, and what is new gets the owner of the directory that
-it comes into, whoever made it inside; --owners takes the volume's owners instead. Devices
+it comes into; --owners takes the volume's owners instead. Devices
 never come, and files with set-id bits or capabilities, which would give their rights to
-whoever runs them here, only with --allow PATH for each: apply refuses all of it otherwise.
+every user here, only with --allow PATH for each: apply refuses all of it otherwise.
 Look at --dry-run first: it shows type, mode, owner and target of each.
 
 Nobody may use the volume meanwhile. The directory may be in use: a file that somebody else

@@ -3,7 +3,6 @@ package lsm
 import (
 	"bytes"
 	"encoding/binary"
-	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -12,6 +11,7 @@ import (
 
 	"google.golang.org/protobuf/encoding/protowire"
 
+	"github.com/agentbox/agentbox/criu/host"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -38,7 +38,7 @@ func change(path string, magic uint32, to func([]byte) ([]byte, error)) error {
 	if bytes.Equal(data, out) {
 		return nil
 	}
-	if err := replace(path, out); err != nil {
+	if err := host.Replace(path, out); err != nil {
 		return fmt.Errorf("image %s: %w", filepath.Base(path), err)
 	}
 	return nil
@@ -128,35 +128,4 @@ func read(path string) (data []byte, err error) {
 		err = errImage
 	}
 	return data, err
-}
-
-// replace publishes data in place of a file, whose owner and mode it keeps.
-func replace(path string, data []byte) (err error) {
-	st, err := os.Lstat(path)
-	if err != nil {
-		return err
-	}
-	// Not fsynced: no restore goes on after a power cut.
-	temp := path + ".new"
-	if err := os.Remove(temp); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return err
-	}
-	f, err := os.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
-	if err != nil {
-		return err
-	}
-	_, err = f.Write(data)
-	if s, ok := st.Sys().(*syscall.Stat_t); ok && err == nil {
-		err = f.Chown(int(s.Uid), int(s.Gid))
-	}
-	if err == nil {
-		err = f.Chmod(st.Mode().Perm())
-	}
-	if err = errors.Join(err, f.Close()); err == nil {
-		err = os.Rename(temp, path)
-	}
-	if err != nil {
-		_ = os.Remove(temp)
-	}
-	return err
 }

@@ -10,6 +10,8 @@ import (
 	"sync"
 
 	"google.golang.org/protobuf/encoding/protowire"
+
+	"github.com/agentbox/agentbox/criu/host"
 )
 
 // cgroupImage is a cgroup.img as far as a restore of a container needs it. Of the
@@ -103,7 +105,7 @@ func (j *judge) checkCgroup() error {
 	if bytes.Equal(out, data) {
 		return nil
 	}
-	return j.replace(name, out)
+	return host.Replace(filepath.Join(j.dir, name), out)
 }
 
 // hostHierarchies lists the controllers that this host has, each hierarchy's together.
@@ -260,7 +262,7 @@ func (img *cgroupImage) judge(name string, used map[uint32]bool, hierarchies [][
 					return err
 				}
 				if own == "" && here("") && len(hierarchies) == 1 {
-					d.children[k].plain() // nobody tells CRIU where the container's is now
+					d.children[k].plain() // CRIU is not told where the container's is now
 				}
 			}
 		}

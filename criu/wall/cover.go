@@ -2,61 +2,34 @@ package wall
 
 import (
 	"fmt"
-	"os"
-	"runtime"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/criu/host"
 )
 
 // cover hides masked paths in a mount namespace and makes others read-only there, as the OCI
 // runtime does where it starts a container. Images of another engine's container, or of an earlier
 // version's, have other ones.
 func cover(pid int, masked, readonly []string) error {
-	ns, err := os.Open(fmt.Sprintf("/proc/%d/ns/mnt", pid))
-	if err != nil {
-		return err
-	}
-	defer ns.Close()
-	theirs, err := ns.Stat()
-	if err != nil {
-		return err
-	}
-	ours, err := os.Stat("/proc/thread-self/ns/mnt")
-	if err != nil {
-		return err
-	}
-	if os.SameFile(theirs, ours) {
-		return fmt.Errorf("process %d: %w", pid, os.ErrNotExist) // it has ended
-	}
-	done := make(chan error)
-	go func() {
-		runtime.LockOSThread() // without Unlock: the thread ends with the goroutine
-		done <- func() error {
-			if err := unix.Unshare(unix.CLONE_FS); err != nil {
-				return err
+	return host.InMountsOf(pid, func() error {
+		root, err := unix.Open("/", unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+		if err != nil {
+			return err
+		}
+		defer unix.Close(root)
+		for _, p := range masked {
+			if err := hide(root, p); err != nil {
+				return fmt.Errorf("mask %s: %w", p, err)
 			}
-			if err := unix.Setns(int(ns.Fd()), unix.CLONE_NEWNS); err != nil {
-				return err
+		}
+		for _, p := range readonly {
+			if err := seal(root, p); err != nil {
+				return fmt.Errorf("make %s read-only: %w", p, err)
 			}
-			root, err := unix.Open("/", unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
-			if err != nil {
-				return err
-			}
-			defer unix.Close(root)
-			for _, p := range masked {
-				if err := hide(root, p); err != nil {
-					return fmt.Errorf("mask %s: %w", p, err)
-				}
-			}
-			for _, p := range readonly {
-				if err := seal(root, p); err != nil {
-					return fmt.Errorf("make %s read-only: %w", p, err)
-				}
-			}
-			return nil
-		}()
-	}()
-	return <-done
+		}
+		return nil
+	})
 }
 
 // hide covers a directory by an empty one, and anything else by /dev/null.

@@ -3,7 +3,6 @@ package wall
 import (
 	"bytes"
 	"encoding/binary"
-	"errors"
 	"fmt"
 	"io"
 	"io/fs"
@@ -52,7 +51,7 @@ type kind struct {
 }
 
 // kinds are the images that a dump has. One that is not here is refused: CRIU might
-// read it, and nobody has looked at what it does then.
+// read it, with effects that are not known.
 var kinds = sync.OnceValue(func() []kind {
 	return []kind{
 		{named(`inventory\.img`), (*judge).inventory},
@@ -228,38 +227,6 @@ func (j *judge) one(name string, magic uint32, what string) (m *message, err err
 		err = fmt.Errorf("image %s is empty: %w", name, fault.ErrCorrupt)
 	}
 	return m, err
-}
-
-// replace publishes data in place of an image, whose owner and mode it keeps.
-func (j *judge) replace(name string, data []byte) (err error) {
-	path := filepath.Join(j.dir, name)
-	st, err := os.Lstat(path)
-	if err != nil {
-		return err
-	}
-	// Not fsynced: no restore goes on after a power cut.
-	temp := path + ".new"
-	if err := os.Remove(temp); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return err
-	}
-	f, err := os.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
-	if err != nil {
-		return err
-	}
-	_, err = f.Write(data)
-	if s, ok := st.Sys().(*syscall.Stat_t); ok && err == nil {
-		err = f.Chown(int(s.Uid), int(s.Gid))
-	}
-	if err == nil {
-		err = f.Chmod(st.Mode().Perm())
-	}
-	if err = errors.Join(err, f.Close()); err == nil {
-		err = os.Rename(temp, path)
-	}
-	if err != nil {
-		_ = os.Remove(temp)
-	}
-	return err
 }
 
 // rooted are images that only the host's root has a use for.

@@ -218,7 +218,7 @@ func (l *look) cgroups(pid int, dir string) error {
 	for ctl, path := range l.Cgroups {
 		if l.members[ctl] == nil {
 			members, err := within(path)
-			if err != nil && !gone(err) { // where there is none nobody is in it
+			if err != nil && !gone(err) { // without the hierarchy no process is in it
 				return err
 			}
 			l.members[ctl] = members

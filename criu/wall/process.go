@@ -4,12 +4,14 @@ import (
 	"bytes"
 	"fmt"
 	"os"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
 
 	"google.golang.org/protobuf/encoding/protowire"
 
+	"github.com/agentbox/agentbox/criu/host"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -240,7 +242,7 @@ func (j *judge) limit(name string) error {
 	if err != nil || bytes.Equal(out, data) {
 		return err
 	}
-	return j.replace(name, out)
+	return host.Replace(filepath.Join(j.dir, name), out)
 }
 
 // limits are the names of the resource limits, in the order of their numbers.

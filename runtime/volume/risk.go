@@ -16,7 +16,7 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// What a volume brings out was made by whoever ran inside, as root, too. The
+// What a volume brings out was made inside the sandbox, by root as well. The
 // original is a directory of the host: there a device is the host's, a set-user-id
 // program gives its owner's rights to everybody, and an owner is a user of the host.
 

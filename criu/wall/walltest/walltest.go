@@ -328,10 +328,10 @@ func Forgeries(v Victims) []Forgery {
 		{Name: "a cgroup hierarchy", Image: "mountpoints", Forge: added(mnt.Fstype_CGROUP, "/", "/mnt", "cgroup", "memory", nil)},
 		{Name: "a mount that is found on the host", Image: "mountpoints", Forge: added(mnt.Fstype_TMPFS, "/", "/mnt", "tmpfs", "", func(m *mnt.MntEntry) { m.ExtMount = proto.Bool(true) })},
 		{Name: "a mount of a plugin", Image: "mountpoints", Forge: added(mnt.Fstype_TMPFS, "/", "/mnt", "tmpfs", "", func(m *mnt.MntEntry) { m.WithPlugin = proto.Bool(true) })},
-		{Name: "a mount of a kind that nobody knows", Image: "mountpoints", Forge: added(99, "/", "/mnt", "x", "", nil)},
+		{Name: "a mount of a kind that is unknown", Image: "mountpoints", Forge: added(99, "/", "/mnt", "x", "", nil)},
 		{Name: "what a mask is made of, elsewhere", Image: "mountpoints", Forge: added(mnt.Fstype_TMPFS, "/null", "/mnt", "tmpfs", "", func(m *mnt.MntEntry) { m.ExtKey = proto.String("/dev/null") })},
 		{Name: "a mount in two ways", Image: "mountpoints", Damage: true, Forge: func(dir string, _ Victims) error { return twice(dir, "mountpoints-*.img", 6, "/..") }},
-		{Name: "a mount with a field that nobody knows", Image: "mountpoints", Forge: func(dir string, _ Victims) error { return twice(dir, "mountpoints-*.img", 99, "/..") }},
+		{Name: "a mount with a field that is unknown", Image: "mountpoints", Forge: func(dir string, _ Victims) error { return twice(dir, "mountpoints-*.img", 99, "/..") }},
 
 		{Name: "a user namespace that is the host's", Image: "userns", Forge: func(dir string, _ Victims) error {
 			names, _ := filepath.Glob(filepath.Join(dir, "userns-*.img"))
@@ -411,7 +411,7 @@ func Forgeries(v Victims) []Forgery {
 		})},
 		{Name: "a unix socket of the host", Image: "files", Forge: opened(fdinfo.FdTypes_UNIXSK, func(e *fdinfo.FileEntry, v Victims) { e.Usk = socket("/run/x.sock", 1) })},
 		{Name: "a unix socket whose name leads up", Image: "files", Forge: opened(fdinfo.FdTypes_UNIXSK, func(e *fdinfo.FileEntry, v Victims) { e.Usk = socket("/.."+v.Dir+"/sock", 0) })},
-		{Name: "a file of a kind that nobody knows", Image: "files", Forge: opened(99, func(e *fdinfo.FileEntry, v Victims) { e.Reg = regular("/x") })},
+		{Name: "a file of a kind that is unknown", Image: "files", Forge: opened(99, func(e *fdinfo.FileEntry, v Victims) { e.Reg = regular("/x") })},
 
 		{Name: "a deleted file that is the host's disk", Image: "ghost-file", Forge: func(dir string, _ Victims) error {
 			data, err := proto.Marshal(&ghostfile.GhostFileEntry{Uid: proto.Uint32(0), Gid: proto.Uint32(0), Mode: proto.Uint32(unix.S_IFBLK | 0o666), Rdev: proto.Uint32(254 << 8)})

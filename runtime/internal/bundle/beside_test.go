@@ -72,7 +72,10 @@ func kernelCalls(t *testing.T) map[string]int {
 	t.Helper()
 	out, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", "golang.org/x/sys").Output()
 	if err != nil {
-		t.Skip("no Go here: ", err)
+		if os.Getenv("CI") != "" {
+			t.Fatal(err)
+		}
+		t.Skip("no Go here: ", err) // as in the virtual machine
 	}
 	calls := map[string]int{}
 	for _, arch := range []string{"amd64", "arm64"} {

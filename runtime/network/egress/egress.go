@@ -466,7 +466,7 @@ func (s *Server) take(c net.Conn, serve func(context.Context, *box, *flow)) {
 }
 
 // admit counts a connection until done is called, or says why it is one too many.
-// Half of all are for whoever comes first; of the others each sandbox has its share.
+// Half of all connections go to the first that ask; each sandbox has its share of the other half.
 func (s *Server) admit(b *box, f *flow) (done func(), refused string) {
 	limit, half := s.each, cap(s.total)/2
 	if len(s.total) >= half {
