@@ -20,7 +20,8 @@ func (b *box) outsiders(name string) (list []string) {
 		return nil // of cgroups of v2, where no thread is ever taken out
 	}
 	for _, task := range tasksOf(ns) {
-		if at, _ := freezerOf(b.read(task + "/cgroup")); !strings.HasPrefix(at, home) {
+		at, ok := freezerOf(b.read(task + "/cgroup"))
+		if ok && !strings.HasPrefix(at, home) { // otherwise it has ended
 			list = append(list, task+" in "+at)
 		}
 	}
