@@ -3,8 +3,9 @@
 # or Ubuntu release, minimal, with what an agent works with. Prints the path of
 # the tarball. It is made once and then kept in the cache.
 #
-# usage: debian-image.sh [--servers] [SUITE MIRROR] [--help]
+# usage: debian-image.sh [--servers | --node] [SUITE MIRROR] [--help]
 #   --servers        another one: with PostgreSQL and nginx, whose processes are of several users
+#   --node           another one: with Node.js and npm
 #   SUITE MIRROR     another release of Debian, and where to get it
 #   AGENTBOX_CACHE   where the tarball is kept, in its directory roots (default /var/cache/agentbox)
 set -euo pipefail
@@ -12,6 +13,9 @@ set -euo pipefail
 packages=python3,git,redis-server,tmux,procps,iproute2,apt-utils,libeatmydata1
 if [ "${1:-}" = --servers ]; then
 	packages=postgresql,nginx-light,curl,procps
+	shift
+elif [ "${1:-}" = --node ]; then
+	packages=nodejs,npm,python3,procps,xxd
 	shift
 fi
 
