@@ -16,7 +16,7 @@ export GOFLAGS += -buildvcs=false
 # A shell that was open before Go was installed does not have it on its PATH.
 export PATH := $(PATH):/usr/local/go/bin:/usr/local/sbin:/usr/sbin:/sbin
 
-.PHONY: all build install deps test-deps demo test test-long test-race soak test-vm test-fresh test-deb lint fuzz vulncheck bench man deb clean
+.PHONY: all build install deps test-deps demo test test-long test-race soak rounds test-vm test-fresh test-deb lint fuzz vulncheck bench man deb clean
 
 all: build
 
@@ -78,6 +78,11 @@ test-vm:
 SOAK ?= 10m
 soak: test-deps build
 	SOAK=$(SOAK) $(GO) test -vet=off -tags 'failpoint soak' -run '^TestSoak$$' -v -timeout 30m ./test
+
+# Four programs that work without a pause, each checkpointed and restored ROUNDS times.
+ROUNDS ?= 200
+rounds: test-deps build
+	ROUNDS=$(ROUNDS) $(GO) test -vet=off -tags 'failpoint soak' -run '^TestRounds$$' -v -timeout 3h ./test
 
 lint: test-deps
 	test -z "$$(gofmt -l .)"
