@@ -22,6 +22,7 @@ import (
 	"github.com/checkpoint-restore/go-criu/v7/stats"
 
 	"github.com/agentbox/agentbox/criu/criutest"
+	"github.com/agentbox/agentbox/criu/freezer"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -289,6 +290,29 @@ func TestDumpTraced(t *testing.T) {
 	}
 	if _, err := Dump(ctx, rt, DumpOptions{ImageDir: b.Images, WorkDir: b.Work, LeaveRunning: true}); err != nil {
 		t.Errorf("after the tracer has gone: %v", err)
+	}
+}
+
+// A thread that is frozen as it comes back from a fork is in no vfork.
+func TestForkIsNoInstant(t *testing.T) {
+	ctx := context.Background()
+	b, rt := start(t, []string{"sh", "-c", "while :; do ( : ); done"}, nil)
+	box, err := freezer.Open(rt.Root, rt.ID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	pid := b.Pid()
+	for range 100 {
+		if err := box.Freeze(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if tid := between([]int{pid}); tid != 0 {
+			at, _ := os.ReadFile(fmt.Sprintf("/proc/%d/syscall", tid))
+			t.Fatalf("thread %d waits in %q, in call %s", tid, freezer.Waits(tid), at)
+		}
+		if err := box.Thaw(); err != nil {
+			t.Fatal(err)
+		}
 	}
 }
 

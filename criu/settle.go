@@ -114,7 +114,7 @@ func waitsForVfork(pid, tid int) bool {
 			return false
 		}
 		switch where := freezer.Waits(tid); {
-		case strings.Contains(where, "refrigerator"), strings.Contains(where, "freezer_trap"), where == "do_signal_stop":
+		case freezer.Halts(where), where == "do_signal_stop":
 			return false
 		case where != "" && nr != "running":
 			return true

@@ -209,7 +209,7 @@ func (c Container) laggards() string {
 	}
 	for _, pid := range strings.Fields(string(data)) {
 		where, err := os.ReadFile("/proc/" + pid + "/wchan")
-		if s := string(where); err != nil || strings.Contains(s, "refrigerator") || strings.Contains(s, "freezer_trap") {
+		if err != nil || Halts(string(where)) {
 			continue
 		}
 		name, _ := os.ReadFile("/proc/" + pid + "/comm")

@@ -47,6 +47,13 @@ func Waits(tid int) string {
 	return string(where)
 }
 
+// Halts reports whether the function of the kernel that a thread waits in is one where
+// threads stand in a freezer. By name that of v2 is get_signal where the compiler has made
+// do_freezer_trap a part of it, as Debian 13's has.
+func Halts(where string) bool {
+	return strings.Contains(where, "refrigerator") || strings.Contains(where, "freezer_trap") || where == "get_signal"
+}
+
 // seizing returns the thread that a tracer, a thread itself, waits to attach to; 0: it
 // does not.
 func seizing(tracer int) int {
