@@ -41,6 +41,15 @@ const (
 	magicNetdev    = 0x57373951
 	magicTTY       = 0x59453036
 	magicUtsns     = 0x54473203
+	magicFdinfo    = 0x56213732
+	magicMM        = 0x57492820
+	magicFS        = 0x51403912
+	magicTimens    = 0x43114433
+	magicPidns     = 0x61157326
+	magicIPCVar    = 0x53115007
+	magicRemap     = 0x59133954
+	magicLocks     = 0x54323616
+	magicMemfd     = 0x48453499
 )
 
 type kind struct {
@@ -75,9 +84,19 @@ var kinds = sync.OnceValue(func() []kind {
 		{named(`(autofs-\d+|binfmt-misc(-\d+)?|bpfmap-(file|data))\.img`), (*judge).rooted},
 		{named(`utsns-\d+\.img`), (*judge).utsns},
 
-		{named(`(fdinfo|mm|fs|timens|pidns|pagemap|pages|pagemap-shmem|pages-shmem|ipcns-(var|shm|msg|sem))-\d+\.img`), nil},
+		{named(`mm-\d+\.img`), (*judge).mm},
+		{named(`pidns-\d+\.img`), (*judge).pidns},
+		{named(`fdinfo-\d+\.img`), form(magicFdinfo, maxEntries)},
+		{named(`fs-\d+\.img`), form(magicFS, 1)},
+		{named(`timens-\d+\.img`), form(magicTimens, 1)},
+		{named(`ipcns-var-\d+\.img`), form(magicIPCVar, 1)},
+		{named(`remap-fpath\.img`), form(magicRemap, maxEntries)},
+		{named(`filelocks\.img`), form(magicLocks, maxEntries)},
+		{named(`memfd\.img`), form(magicMemfd, maxEntries)},
+
+		{named(`(pagemap|pages|pagemap-shmem|pages-shmem|ipcns-(shm|msg|sem))-\d+\.img`), nil},
 		{named(`tcp-stream-[0-9a-f]+\.img`), nil},
-		{named(`(remap-fpath|filelocks|pipes-data|fifo-data|sk-queues|tty-data|memfd|timerfd|cpuinfo|stats-dump|stats-restore)\.img|stats-(dump|restore)`), nil},
+		{named(`(pipes-data|fifo-data|sk-queues|tty-data|timerfd|cpuinfo|stats-dump|stats-restore)\.img|stats-(dump|restore)`), nil},
 		{named(`descriptors\.json|agentbox-proof\.json|(dump|restore)\.log|criu\.work`), nil},
 	}
 })
@@ -227,6 +246,17 @@ func (j *judge) one(name string, magic uint32, what string) (m *message, err err
 		err = fmt.Errorf("image %s is empty: %w", name, fault.ErrCorrupt)
 	}
 	return m, err
+}
+
+// form judges an image of which all that it has stays in the container: that it is written as
+// an encoder writes it, so that CRIU reads no other thing there than any other reader.
+func form(magic uint32, most int) func(*judge, string) error {
+	return func(j *judge, name string) error {
+		return j.each(name, magic, most, func(data []byte) error {
+			_, err := decode(name, "entry", data)
+			return err
+		})
+	}
 }
 
 // rooted are images that only the host's root has a use for.

@@ -171,6 +171,40 @@ func (j *judge) utsns(name string) error {
 	return nil
 }
 
+// pidns judges a pid namespace: one that has a key is found on the host by it.
+func (j *judge) pidns(name string) error {
+	m, err := j.one(name, magicPidns, "pidns_entry")
+	if err != nil {
+		return err
+	}
+	if ns := j.spec.namespace("pid"); len(m.order) > 0 && (ns == nil || ns.Path == "") {
+		return refuse(name, "ext_key", "the container's pid namespace is its own")
+	}
+	return nil
+}
+
+// mm judges the memory of a process: what is mapped is among the open files, which are judged.
+func (j *judge) mm(name string) error {
+	const vmas, status, plugin = 14, 7, 1 << 27
+	m, err := j.one(name, magicMM, "mm_entry")
+	if err != nil {
+		return err
+	}
+	list, err := m.inners(vmas, "vma_entry")
+	if err != nil {
+		return err
+	}
+	for _, v := range list {
+		if err := v.once(fields(1, 2, 3, 4, 5, 6, status, 8, 9, 10), nil); err != nil {
+			return err
+		}
+		if v.number(status)&plugin != 0 {
+			return refuse(name, "status", "a plugin of CRIU's would map memory at %#x", v.wide(1))
+		}
+	}
+	return nil
+}
+
 // States of a process that has ended, which has no rights.
 const taskDead, taskZombie = 2, 6
 

@@ -28,7 +28,13 @@ import (
 // archived is a checkpoint that Podman 4.3.1 wrote: its images, and the spec of its container.
 func archived(t testing.TB) (images string, spec *wall.Spec) {
 	t.Helper()
-	f, err := os.Open("../../runtime/portable/testdata/podman-4.3.1.tar.zst")
+	return unpacked(t, "../../runtime/portable/testdata/podman-4.3.1.tar.zst")
+}
+
+// unpacked is a checkpoint's archive.
+func unpacked(t testing.TB, path string) (images string, spec *wall.Spec) {
+	t.Helper()
+	f, err := os.Open(path)
 	must(t, err)
 	defer f.Close()
 	z, err := zstd.NewReader(f)
@@ -271,63 +277,4 @@ func TestNoNewPrivileges(t *testing.T) {
 	if more := e.GetThreadCore().GetCreds().ProtoReflect().GetUnknown(); !bytes.Contains(more, set) {
 		t.Errorf("no_new_privs: %x", more)
 	}
-}
-
-// FuzzJudge exchanges one image of a dump.
-func FuzzJudge(f *testing.F) {
-	images, spec := archived(f)
-	entries, err := os.ReadDir(images)
-	must(f, err)
-	add := func(dir, name string) {
-		data, err := os.ReadFile(filepath.Join(dir, name))
-		if err == nil && len(data) < 64<<10 && !strings.HasPrefix(name, "pages-") {
-			f.Add(name, data)
-		}
-	}
-	for _, e := range entries {
-		add(images, e.Name())
-	}
-	for _, c := range walltest.Forgeries(walltest.Victims{File: "/victim/file", Dir: "/victim", Cgroup: "/victim"}) {
-		dir := filepath.Join(f.TempDir(), "images")
-		must(f, os.CopyFS(dir, os.DirFS(images)))
-		if c.Forge(dir, walltest.Victims{File: "/victim/file", Dir: "/victim", Cgroup: "/victim"}) != nil {
-			continue
-		}
-		names, err := os.ReadDir(dir)
-		must(f, err)
-		for _, e := range names {
-			if strings.HasPrefix(e.Name(), strings.Trim(c.Image, `"`)) && c.Image != "" {
-				add(dir, e.Name())
-			}
-		}
-	}
-	whole := map[string][]byte{}
-	for _, e := range entries {
-		whole[e.Name()], err = os.ReadFile(filepath.Join(images, e.Name()))
-		must(f, err)
-	}
-	f.Fuzz(func(t *testing.T, name string, data []byte) {
-		if name == "" || name != filepath.Base(name) || name == "." || name == ".." || len(name) > 200 || strings.ContainsRune(name, 0) {
-			t.Skip()
-		}
-		path := filepath.Join(images, name)
-		must(t, os.WriteFile(path, data, 0o600))
-		defer func() {
-			must(t, os.Remove(path))
-			for _, name := range []string{name, "cgroup.img"} { // which is written anew
-				if data, is := whole[name]; is {
-					must(t, os.WriteFile(filepath.Join(images, name), data, 0o600))
-				}
-			}
-		}()
-		err := wall.Judge(images, spec, "/own")
-		if err != nil && !errors.Is(err, fault.ErrDenied) && !errors.Is(err, fault.ErrCorrupt) {
-			t.Errorf("%s: %v", name, err)
-		}
-		if err == nil { // what was written anew is taken again
-			if err := wall.Judge(images, spec, "/own"); err != nil {
-				t.Errorf("%s: judged again: %v", name, err)
-			}
-		}
-	})
 }

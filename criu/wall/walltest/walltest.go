@@ -59,6 +59,8 @@ type Forgery struct {
 var magics = map[string]uint32{
 	"inventory": 0x58313116, "core": 0x55053847, "ids": 0x54432030, "mountpoints": 0x55563928, "cgroup": 0x59383330, "userns": 0x55474906,
 	"seccomp": 0x64413049, "files": 0x56303138, "netdev": 0x57373951, "ghost-file": 0x52583605, "pstree": 0x50273030,
+	"mm": 0x57492820, "fdinfo": 0x56213732, "fs": 0x51403912, "timens": 0x43114433, "pidns": 0x61157326, "ipcns-var": 0x53115007, "remap-fpath": 0x59133954,
+	"filelocks": 0x54323616, "memfd": 0x48453499, "tty-info": 0x59453036, "utsns": 0x54473203, "netns": 0x55933752,
 }
 
 func magicOf(name string) uint32 {
