@@ -43,6 +43,8 @@ var allowed = map[string][]string{
 	"internal/enginetest":  {"internal/thorough"},
 	"internal/failpoint":   {},
 	"internal/fault":       {},
+	"internal/flock":       {},
+	"internal/fsx":         {},
 	"internal/gclater":     {},
 	"internal/guard":       {},
 	"internal/hostfile":    {"internal/fault", "overlay"},
