@@ -2,13 +2,11 @@ package images
 
 import (
 	"context"
-	"errors"
 	"io"
 	"os"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/agentbox/agentbox/images/source"
+	"github.com/agentbox/agentbox/internal/flock"
 )
 
 // Smaller blobs are fetched again from their beginning.
@@ -17,9 +15,10 @@ const minPartial = 1 << 20
 // begun keeps what has come of a blob for the next pull. It is a help, no
 // more: whatever goes wrong with it only ends it.
 type begun struct {
-	f    *os.File // nil: none
-	have int64    // bytes that are in it
-	at   int64    // bytes of the blob seen
+	f    *os.File      // nil: none
+	lock *flock.Handle // of f
+	have int64         // bytes that are in it
+	at   int64         // bytes of the blob seen
 }
 
 func (s *Store) begun(l source.Layer) *begun {
@@ -28,16 +27,16 @@ func (s *Store) begun(l source.Layer) *begun {
 	if !ok || l.Resume == nil || l.Size < minPartial {
 		return p
 	}
-	f, err := os.OpenFile(s.path("tmp", tmpPartial+hex), os.O_RDWR|os.O_CREATE, 0o600)
+	lock, err := flock.Try(s.path("tmp", tmpPartial+hex), 0)
 	if err != nil {
 		return p
 	}
-	fi, err := f.Stat()
-	if err != nil || flock(f, unix.LOCK_EX|unix.LOCK_NB) != nil {
-		f.Close()
+	fi, err := lock.File().Stat()
+	if err != nil {
+		lock.Unlock()
 		return p
 	}
-	p.f, p.have = f, fi.Size()
+	p.f, p.lock, p.have = lock.File(), lock, fi.Size()
 	if p.have >= l.Size {
 		p.have = 0
 	}
@@ -83,6 +82,6 @@ func (p *begun) close() {
 			_ = os.Remove(p.f.Name())
 		}
 	}
-	_ = errors.Join(p.f.Close())
+	p.lock.Unlock()
 	p.f = nil
 }

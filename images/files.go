@@ -11,10 +11,9 @@ import (
 	"strings"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/agentbox/agentbox/internal/fault"
-	"github.com/agentbox/agentbox/internal/guard"
+	"github.com/agentbox/agentbox/internal/flock"
+	"github.com/agentbox/agentbox/internal/fsx"
 )
 
 // What lies in tmp begins with one of these.
@@ -37,60 +36,24 @@ func (s *Store) path(parts ...string) string {
 // locked runs fn while no other process publishes. It blocks; all holders are
 // quick.
 func (s *Store) locked(fn func() error) error {
-	f, err := os.OpenFile(s.path("lock"), os.O_RDWR|os.O_CREATE, 0o600)
+	l, err := flock.Lock(context.Background(), s.path("lock"), 0)
 	if err != nil {
-		return err
-	}
-	defer f.Close() // releases the lock
-	if err := flock(f, unix.LOCK_EX); err != nil {
 		return fmt.Errorf("lock the image store: %w", err)
 	}
+	defer l.Unlock()
 	return fn()
-}
-
-func flock(f *os.File, how int) error {
-	for {
-		if err := unix.Flock(int(f.Fd()), how); err != unix.EINTR {
-			return err
-		}
-	}
-}
-
-// flockContext waits for a lock that may be held for long.
-func flockContext(ctx context.Context, f *os.File) error {
-	err := flock(f, unix.LOCK_EX|unix.LOCK_NB)
-	if err != unix.EWOULDBLOCK {
-		return err
-	}
-	dup, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
-	if err != nil {
-		return err
-	}
-	waiter := os.NewFile(uintptr(dup), f.Name())
-	got := guard.Start(func() error { // nothing ends a wait for a lock
-		err := flock(waiter, unix.LOCK_EX)
-		return errors.Join(err, waiter.Close())
-	})
-	select {
-	case err := <-got:
-		return err
-	case <-ctx.Done():
-		return ctx.Err()
-	}
 }
 
 // temp makes a directory for an import. Its lock tells others that somebody
 // still works on it.
-func (s *Store) temp() (dir string, hold *os.File, err error) {
+func (s *Store) temp() (dir string, hold *flock.Handle, err error) {
 	err = s.locked(func() error {
 		dir = s.path("tmp", tmpImport+random())
 		if err := os.Mkdir(dir, 0o700); err != nil {
 			return err
 		}
-		if hold, err = os.Open(dir); err != nil {
-			return err
-		}
-		return flock(hold, unix.LOCK_EX|unix.LOCK_NB)
+		hold, err = flock.Try(dir, flock.Dir)
+		return err
 	})
 	return dir, hold, err
 }
@@ -98,7 +61,7 @@ func (s *Store) temp() (dir string, hold *os.File, err error) {
 // claim makes the directory tmp/name, empty, for the caller alone; it waits for
 // others that have it. When ready says that there is nothing left to do, dir is
 // empty.
-func (s *Store) claim(ctx context.Context, name string, ready func() bool) (dir string, hold *os.File, err error) {
+func (s *Store) claim(ctx context.Context, name string, ready func() bool) (dir string, hold *flock.Handle, err error) {
 	dir = s.path("tmp", name)
 	for {
 		if ready() {
@@ -107,24 +70,19 @@ func (s *Store) claim(ctx context.Context, name string, ready func() bool) (dir 
 		if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 			return "", nil, err
 		}
-		hold, err := os.Open(dir)
+		hold, err := flock.Lock(ctx, dir, flock.Dir)
 		if errors.Is(err, fs.ErrNotExist) {
-			continue
+			continue // its last holder has published it
 		}
 		if err != nil {
 			return "", nil, err
 		}
-		if err := flockContext(ctx, hold); err != nil {
-			return "", nil, errors.Join(err, hold.Close())
-		}
-		// Whoever had it has moved it away.
-		var mine, there unix.Stat_t
-		if err := errors.Join(unix.Fstat(int(hold.Fd()), &mine), unix.Lstat(dir, &there)); err != nil || mine.Ino != there.Ino || mine.Dev != there.Dev {
-			hold.Close()
-			continue
+		if ready() { // while this one was waited for
+			return "", nil, hold.Remove()
 		}
 		if err := clearDir(dir); err != nil { // of what one that was killed left
-			return "", nil, errors.Join(err, hold.Close())
+			hold.Unlock()
+			return "", nil, err
 		}
 		return dir, hold, nil
 	}
@@ -165,14 +123,14 @@ func (s *Store) sweep(keep time.Duration) error {
 // discard moves what nobody holds out of the way of those who would claim it,
 // and returns what is to be deleted.
 func (s *Store) discard(path string) (string, error) {
-	f, err := os.Open(path)
+	hold, err := flock.Try(path, flock.Existing)
+	if errors.Is(err, flock.ErrHeld) {
+		return "", nil
+	}
 	if err != nil {
 		return "", err
 	}
-	defer f.Close()
-	if err := flock(f, unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		return "", nil
-	}
+	defer hold.Unlock()
 	if strings.HasPrefix(filepath.Base(path), tmpRemoved) {
 		return path, nil
 	}
@@ -209,31 +167,6 @@ func (s *Store) writeJSON(name string, v any) error {
 }
 
 // writeFile publishes b at name, below the store.
-func (s *Store) writeFile(name string, b []byte) (err error) {
-	tmp := s.path("tmp", tmpJSON+random())
-	f, err := os.OpenFile(tmp, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if err != nil {
-			_ = os.Remove(tmp)
-		}
-	}()
-	_, err = f.Write(b)
-	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
-		return err
-	}
-	if err := os.Rename(tmp, s.path(name)); err != nil {
-		return err
-	}
-	return syncDir(filepath.Dir(s.path(name)))
-}
-
-func syncDir(path string) error {
-	d, err := os.Open(path)
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
+func (s *Store) writeFile(name string, b []byte) error {
+	return fsx.Write(s.path(name), b, fsx.Options{Temp: s.path("tmp", tmpJSON+random())})
 }

@@ -5,10 +5,11 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"path/filepath"
 	"strconv"
 	"strings"
 	"syscall"
+
+	"github.com/agentbox/agentbox/internal/fsx"
 )
 
 // LargestID is the largest id of a user or a group that owns something in a
@@ -57,22 +58,5 @@ func LargestID(lower string) (uint32, error) {
 			}
 		}
 	}
-	return largest, keep(kept, fmt.Sprintln(largest))
-}
-
-// keep makes a file that is there whole, or not at all. One that a power loss
-// empties is written again.
-func keep(path, text string) error {
-	f, err := os.CreateTemp(filepath.Dir(path), filepath.Base(path)+".tmp-")
-	if err != nil {
-		return err
-	}
-	_, err = f.WriteString(text)
-	if err = errors.Join(err, f.Close()); err == nil {
-		err = os.Rename(f.Name(), path)
-	}
-	if err != nil {
-		err = errors.Join(err, os.Remove(f.Name()))
-	}
-	return err
+	return largest, fsx.Write(kept, []byte(fmt.Sprintln(largest)), fsx.Options{Volatile: true}) // one that a power loss empties is written again
 }

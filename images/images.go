@@ -43,6 +43,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/fsx"
 )
 
 // Store keeps the images of one root. It is safe for concurrent use, by several
@@ -276,7 +277,7 @@ func (s *Store) collect(idx index, keep func(digest string) bool) (doomed []stri
 			needed[d] = true
 		}
 	}
-	if err := syncDir(s.path("records")); err != nil {
+	if err := fsx.SyncDir(s.path("records")); err != nil {
 		return nil, err
 	}
 	if err := failpoint.Hit("images.remove.before-layers"); err != nil {
@@ -300,7 +301,7 @@ func (s *Store) collect(idx index, keep func(digest string) bool) (doomed []stri
 		}
 		doomed = append(doomed, to)
 	}
-	return doomed, syncDir(s.path("layers"))
+	return doomed, fsx.SyncDir(s.path("layers"))
 }
 
 // digests lists all records.

@@ -25,6 +25,7 @@ import (
 	"github.com/agentbox/agentbox/internal/copy/tree"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/fsx"
 )
 
 const defaultPath = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -239,7 +240,8 @@ func (s *Store) publish(ctx context.Context, name string, builtin bool, fill fun
 		return Image{}, err
 	}
 	defer func() { // a published layer has moved away
-		err = errors.Join(err, os.RemoveAll(tmp), hold.Close())
+		err = errors.Join(err, os.RemoveAll(tmp))
+		hold.Unlock()
 	}()
 	top := filepath.Join(tmp, "diff")
 	if err := os.Mkdir(top, 0o755); err != nil {
@@ -260,7 +262,7 @@ func (s *Store) publish(ctx context.Context, name string, builtin bool, fill fun
 	if list, err := os.ReadDir(top); err != nil || len(list) == 0 {
 		return Image{}, errors.Join(err, fmt.Errorf("%w: there are no files in it", fault.ErrInvalid))
 	}
-	rep, err := layer.Seal(ctx, hold)
+	rep, err := layer.Seal(ctx, hold.File())
 	if err != nil {
 		return Image{}, err
 	}
@@ -332,7 +334,7 @@ func (s *Store) place(tmp, diffID string) error {
 	if err := os.Rename(tmp, to); err != nil {
 		return err
 	}
-	return syncDir(s.path("layers"))
+	return fsx.SyncDir(s.path("layers"))
 }
 
 // commit makes an image visible whose layers are: its configuration, its record,

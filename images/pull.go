@@ -19,6 +19,7 @@ import (
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/flock"
 	"github.com/agentbox/agentbox/internal/guard"
 )
 
@@ -177,22 +178,22 @@ func (s *Store) take(ctx context.Context, ref source.Reference, name string, fro
 
 // pin keeps layers from being collected while they have no record.
 type pin struct {
-	f *os.File
+	lock *flock.Handle
 }
 
 func (s *Store) pin(layers []source.Layer) (*pin, error) {
 	p := &pin{}
 	err := s.locked(func() (err error) { // nobody collects or sweeps meanwhile
-		p.f, err = os.OpenFile(s.path("tmp", tmpPull+random()), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+		p.lock, err = flock.Try(s.path("tmp", tmpPull+random()), 0)
 		if err != nil {
 			return err
 		}
 		for _, l := range layers {
 			err = errors.Join(err, p.add(l.DiffID))
 		}
-		return errors.Join(err, flock(p.f, unix.LOCK_EX|unix.LOCK_NB))
+		return err
 	})
-	if err != nil && p.f != nil {
+	if err != nil && p.lock != nil {
 		p.release()
 	}
 	return p, err
@@ -200,14 +201,13 @@ func (s *Store) pin(layers []source.Layer) (*pin, error) {
 
 // add wants the store's lock, and the layer placed under the same.
 func (p *pin) add(diffID string) error {
-	_, err := p.f.WriteString(diffID + "\n")
+	_, err := p.lock.File().WriteString(diffID + "\n")
 	return err
 }
 
 // release cannot fail in a way that matters: what is left behind is swept.
 func (p *pin) release() {
-	_ = os.Remove(p.f.Name())
-	_ = p.f.Close()
+	_ = p.lock.Remove()
 }
 
 // pinned lists the layers that pulls under way need.
@@ -218,19 +218,15 @@ func (s *Store) pinned() (map[string]bool, error) {
 		return nil, err
 	}
 	for _, path := range files {
-		f, err := os.Open(path)
-		if errors.Is(err, os.ErrNotExist) {
-			continue
-		}
+		held, err := flock.Held(path, flock.Shared)
 		if err != nil {
 			return nil, err
 		}
-		var b []byte
-		if flock(f, unix.LOCK_SH|unix.LOCK_NB) == unix.EWOULDBLOCK {
-			b, err = io.ReadAll(f)
+		if !held {
+			continue
 		}
-		f.Close()
-		if err != nil {
+		b, err := os.ReadFile(path)
+		if err != nil && !errors.Is(err, os.ErrNotExist) { // the pull may have ended
 			return nil, err
 		}
 		for line := range strings.Lines(string(b)) {
@@ -295,13 +291,13 @@ func (s *Store) layer(ctx context.Context, l source.Layer, pub *publisher, say f
 		say(Progress{Layer: l.Digest, Stage: StagePresent, Done: l.Size, Total: l.Size})
 		return nil
 	}
-	defer hold.Close() // and others may have it
-	info, err := s.unpack(ctx, l, hold, say)
+	defer hold.Unlock() // and others may have it
+	info, err := s.unpack(ctx, l, hold.File(), say)
 	if err == nil {
 		err = writeInfo(dir, info)
 	}
 	if err == nil {
-		err = pub.publish(dir, hold, l.DiffID)
+		err = pub.publish(dir, hold.File(), l.DiffID)
 	}
 	if err != nil {
 		return errors.Join(err, os.RemoveAll(dir))

@@ -152,7 +152,8 @@ func (s *Store) dirLayer(ctx context.Context, dirs map[string]tree.Dir, pin *pin
 	if err != nil {
 		return "", err
 	}
-	defer func() { err = errors.Join(err, os.RemoveAll(tmp), hold.Close()) }()
+	defer hold.Unlock()
+	defer func() { err = errors.Join(err, os.RemoveAll(tmp)) }()
 	if err := os.Mkdir(filepath.Join(tmp, "diff"), 0o755); err != nil {
 		return "", err
 	}
@@ -164,14 +165,14 @@ func (s *Store) dirLayer(ctx context.Context, dirs map[string]tree.Dir, pin *pin
 	if err := tree.MakeDirs(diff, dirs); err != nil {
 		return "", err
 	}
-	rep, err := layer.Seal(ctx, hold)
+	rep, err := layer.Seal(ctx, hold.File())
 	if err != nil {
 		return "", err
 	}
 	if err := writeInfo(tmp, layerInfo{DiffID: rep.DiffID, Entries: rep.Entries}); err != nil {
 		return "", err
 	}
-	if err := unix.Syncfs(int(hold.Fd())); err != nil {
+	if err := unix.Syncfs(int(hold.File().Fd())); err != nil {
 		return "", err
 	}
 	return rep.DiffID, s.locked(func() error { return errors.Join(pin.add(rep.DiffID), s.place(tmp, rep.DiffID)) })

@@ -15,6 +15,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/flock"
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/internal/remote"
 )
 
@@ -172,14 +174,11 @@ func editAuths(path string, edit func(auths map[string]json.RawMessage) error) (
 	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
 		return err
 	}
-	dir, err := os.Open(filepath.Dir(path))
+	lock, err := flock.Lock(context.Background(), filepath.Dir(path), flock.Dir) // against another login
 	if err != nil {
 		return err
 	}
-	defer dir.Close()
-	if err := unix.Flock(int(dir.Fd()), unix.LOCK_EX); err != nil { // against another login
-		return fmt.Errorf("lock %s: %w", dir.Name(), err)
-	}
+	defer lock.Unlock()
 	all, auths := map[string]json.RawMessage{}, map[string]json.RawMessage{}
 	mode, uid, gid := fs.FileMode(0o600), -1, -1
 	b, err := os.ReadFile(path)
@@ -223,36 +222,9 @@ func editAuths(path string, edit func(auths map[string]json.RawMessage) error) (
 
 // replaceFile publishes what fill writes at path. A crash leaves the old file or
 // the new one.
-func replaceFile(path string, fill func(f *os.File) error) (err error) {
+func replaceFile(path string, fill func(f *os.File) error) error {
 	if fi, err := os.Lstat(path); err == nil && !fi.Mode().IsRegular() {
 		return fmt.Errorf("%s: %w: there is something else than a file", path, fault.ErrExists)
 	}
-	f, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+".*")
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if err != nil {
-			_ = f.Close()
-			_ = os.Remove(f.Name())
-		}
-	}()
-	if err := fill(f); err != nil {
-		return err
-	}
-	if err := errors.Join(f.Sync(), f.Close()); err != nil {
-		return err
-	}
-	if err := os.Rename(f.Name(), path); err != nil {
-		return err
-	}
-	return syncDir(filepath.Dir(path))
-}
-
-func syncDir(path string) error {
-	d, err := os.Open(path)
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
+	return fsx.Create(path, fsx.Options{}, fill)
 }

@@ -14,9 +14,10 @@ import (
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/google/go-containerregistry/pkg/v1/types"
-	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/flock"
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/internal/guard"
 )
 
@@ -26,14 +27,14 @@ func writeLayout(ctx context.Context, ref Reference, img v1.Image, opts Options)
 	if err := os.MkdirAll(ref.Path, 0o755); err != nil {
 		return h, err
 	}
-	dir, err := os.Open(ref.Path)
+	dir, err := flock.Try(ref.Path, flock.Dir)
+	if errors.Is(err, flock.ErrHeld) {
+		return h, fmt.Errorf("%w: another process writes to %s", fault.ErrBusy, ref.Path)
+	}
 	if err != nil {
 		return h, err
 	}
-	defer dir.Close()
-	if err := unix.Flock(int(dir.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		return h, fmt.Errorf("%w: somebody else writes to %s", fault.ErrBusy, ref.Path)
-	}
+	defer dir.Unlock()
 	root, err := os.OpenRoot(ref.Path)
 	if err != nil {
 		return h, err
@@ -44,7 +45,7 @@ func writeLayout(ctx context.Context, ref Reference, img v1.Image, opts Options)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		// Not to litter a directory that is something else.
-		if names, err := dir.Readdirnames(-1); err != nil {
+		if names, err := dir.File().Readdirnames(-1); err != nil {
 			return h, err
 		} else if slices.ContainsFunc(names, func(n string) bool { return n != "oci-layout" && n != "blobs" }) {
 			return h, fmt.Errorf("%s: %w: it is not empty, and no OCI image layout", ref.Path, fault.ErrExists)
@@ -73,7 +74,7 @@ func writeLayout(ctx context.Context, ref Reference, img v1.Image, opts Options)
 		return h, err
 	}
 	for _, sub := range []string{"blobs/sha256", "blobs"} {
-		if err := syncDir(filepath.Join(ref.Path, sub)); err != nil {
+		if err := fsx.SyncDir(filepath.Join(ref.Path, sub)); err != nil {
 			return h, err
 		}
 	}
