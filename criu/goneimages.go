@@ -22,6 +22,8 @@ import (
 	criutime "github.com/checkpoint-restore/go-criu/v7/crit/images/time"
 	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/proto"
+
+	"github.com/agentbox/agentbox/internal/fsx"
 )
 
 // linkName begins the names that LinkBack makes. CRIU removes them once it has
@@ -426,23 +428,14 @@ func writeEntry(w io.Writer, m proto.Message) error {
 
 // writeImage writes an image in place of another.
 func writeImage(name string, magic uint32, entries []proto.Message) error {
-	f, err := os.OpenFile(name+".new", os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
-	if err != nil {
-		return err
-	}
-	w := bufio.NewWriter(f)
-	err = beginImage(w, magic)
-	for _, e := range entries {
-		err = errors.Join(err, writeEntry(w, e))
-	}
-	err = errors.Join(err, w.Flush(), f.Close())
-	if err == nil {
-		err = os.Rename(name+".new", name)
-	}
-	if err != nil {
-		return errors.Join(err, os.Remove(name+".new"))
-	}
-	return nil
+	return fsx.Create(name, fsx.Options{Temp: name + ".new", Volatile: true}, func(f *os.File) error {
+		w := bufio.NewWriter(f)
+		err := beginImage(w, magic)
+		for _, e := range entries {
+			err = errors.Join(err, writeEntry(w, e))
+		}
+		return errors.Join(err, w.Flush())
+	})
 }
 
 // taskFiles returns the number of the image that has the descriptors of a process.

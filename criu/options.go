@@ -2,10 +2,8 @@ package criu
 
 import (
 	"debug/elf"
-	"errors"
 	"fmt"
 	"maps"
-	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
@@ -18,6 +16,7 @@ import (
 
 	"github.com/agentbox/agentbox/criu/host"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/fsx"
 )
 
 // ConfigAnnotation is the annotation of a bundle from which runc and crun take
@@ -164,18 +163,9 @@ func WriteConfig(path string, o Options) error {
 	if err != nil {
 		return err
 	}
-	f, err := os.CreateTemp(filepath.Dir(path), ".criu.conf-") // 0600
-	if err != nil {
-		return fmt.Errorf("criu configuration: %w", err)
-	}
-	_, err = f.WriteString(strings.Join(lines, "\n") + "\n")
+	text := strings.Join(lines, "\n") + "\n"
 	// Not fsynced: it is written anew before each dump and restore.
-	err = errors.Join(err, f.Close())
-	if err == nil {
-		err = os.Rename(f.Name(), path)
-	}
-	if err != nil {
-		_ = os.Remove(f.Name())
+	if err := fsx.Write(path, []byte(text), fsx.Options{Volatile: true}); err != nil {
 		return fmt.Errorf("criu configuration: %w", err)
 	}
 	return nil

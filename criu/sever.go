@@ -4,7 +4,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -18,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/proto"
 
+	"github.com/agentbox/agentbox/criu/host"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -189,23 +189,8 @@ func (s severance) sever(dir string) error {
 		out = binary.LittleEndian.AppendUint32(out, uint32(len(data)))
 		out = append(out, data...)
 	}
-	file := filepath.Join(dir, filesImage)
-	st, err := os.Stat(file)
-	if err == nil {
-		err = os.WriteFile(file+".new", out, st.Mode().Perm())
-	}
-	if err == nil {
-		err = os.Rename(file+".new", file)
-	}
-	if err != nil {
-		return errors.Join(fmt.Errorf("change the image of open files: %w", err), removeIfThere(file+".new"))
-	}
-	return nil
-}
-
-func removeIfThere(file string) error {
-	if err := os.Remove(file); !errors.Is(err, fs.ErrNotExist) {
-		return err
+	if err := host.Replace(filepath.Join(dir, filesImage), out); err != nil {
+		return fmt.Errorf("change the image of open files: %w", err)
 	}
 	return nil
 }

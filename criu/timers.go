@@ -15,6 +15,8 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/agentbox/agentbox/criu/proof"
+
+	"github.com/agentbox/agentbox/criu/host"
 )
 
 // A timerfd with an interval is not armed between a tick and the read of it: the kernel
@@ -146,12 +148,7 @@ func rewriteImage(path string, magic uint32, fn func([]byte) ([]byte, error)) er
 	if err != nil || !changed {
 		return err
 	}
-	temp := path + ".new"
-	err = os.WriteFile(temp, out, 0o600)
-	if err == nil {
-		err = os.Rename(temp, path)
-	}
-	if err != nil {
+	if err := host.Replace(path, out); err != nil {
 		return fmt.Errorf("image %s: %w", filepath.Base(path), err)
 	}
 	return nil

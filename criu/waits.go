@@ -3,7 +3,6 @@ package criu
 import (
 	"encoding/binary"
 	"fmt"
-	"os"
 	"path/filepath"
 	"slices"
 
@@ -12,6 +11,7 @@ import (
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/siginfo"
 	"google.golang.org/protobuf/proto"
 
+	"github.com/agentbox/agentbox/criu/host"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -199,11 +199,7 @@ func writeCore(path string, core *criucore.CoreEntry) (err error) {
 		head = binary.LittleEndian.AppendUint32(head, word)
 	}
 	// Not through what may be a link, and never half.
-	temp := path + ".new"
-	if err := os.WriteFile(temp, append(head, data...), 0o600); err != nil {
-		return fmt.Errorf("image: %w", err)
-	}
-	if err := os.Rename(temp, path); err != nil {
+	if err := host.Replace(path, append(head, data...)); err != nil {
 		return fmt.Errorf("image: %w", err)
 	}
 	return nil

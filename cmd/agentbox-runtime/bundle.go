@@ -14,6 +14,7 @@ import (
 
 	"github.com/agentbox/agentbox/criu/cut"
 	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/internal/fsx"
 )
 
 // criuConfig is the annotation from which runc and crun take CRIU's configuration file.
@@ -198,32 +199,13 @@ func marshal(v any) (json.RawMessage, error) {
 }
 
 // replace publishes data in place of a file, whose owner and mode it keeps.
-func replace(path string, data []byte) (err error) {
+func replace(path string, data []byte) error {
 	st, err := os.Stat(path)
 	if err != nil {
 		return err
 	}
-	f, err := os.CreateTemp(filepath.Dir(path), ".config.json-") // 0600
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if err != nil {
-			_ = os.Remove(f.Name())
-		}
-	}()
-	_, err = f.Write(data)
-	if sys, ok := st.Sys().(*syscall.Stat_t); ok && err == nil {
-		err = f.Chown(int(sys.Uid), int(sys.Gid))
-	}
-	if err == nil {
-		err = f.Chmod(st.Mode().Perm())
-	}
 	// Not fsynced: no engine goes on with a bundle after a power cut.
-	if err = errors.Join(err, f.Close()); err != nil {
-		return err
-	}
-	return os.Rename(f.Name(), path)
+	return fsx.Write(path, data, fsx.Options{Like: st, Volatile: true})
 }
 
 // overwrite gives a file its content, owner and mode without replacing it: the

@@ -6,6 +6,8 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+
+	"github.com/agentbox/agentbox/internal/fsx"
 )
 
 // Failure is a restore that failed, as the OCI runtime wrapper leaves it in the
@@ -24,11 +26,7 @@ func (f Failure) Write(dir string) error {
 	if err != nil {
 		return err
 	}
-	part := filepath.Join(dir, failureFile+".new")
-	if err := os.WriteFile(part, data, 0o600); err != nil {
-		return err
-	}
-	return os.Rename(part, filepath.Join(dir, failureFile))
+	return fsx.Write(filepath.Join(dir, failureFile), data, fsx.Options{Volatile: true})
 }
 
 // ReadFailure returns the failure in dir.

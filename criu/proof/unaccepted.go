@@ -16,6 +16,7 @@ import (
 
 	"github.com/agentbox/agentbox/criu/freezer"
 	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/fsx"
 )
 
 // CRIU dumps no connection of unix sockets that waits in a backlog and has data, or whose
@@ -150,10 +151,7 @@ func (h *Held) write() error {
 	}
 	data, err := json.Marshal(h)
 	if err == nil {
-		err = os.WriteFile(h.path+".new", data, 0o600)
-	}
-	if err == nil {
-		err = os.Rename(h.path+".new", h.path)
+		err = fsx.Write(h.path, data, fsx.Options{Temp: h.path + ".new", Volatile: true})
 	}
 	if err != nil {
 		return fmt.Errorf("journal of connections: %w", err)

@@ -5,9 +5,9 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"syscall"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/flock"
 )
 
 // Lock keeps every other Lock of the container away until unlock is called, or
@@ -21,30 +21,12 @@ func Lock(run, id string) (unlock func(), err error) {
 	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
 		return nil, fmt.Errorf("lock %s: %w", id, err)
 	}
-	for {
-		f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0o600)
-		if err != nil {
-			return nil, fmt.Errorf("lock %s: %w", id, err)
-		}
-		if err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
-			_ = f.Close()
-			if errors.Is(err, syscall.EINTR) {
-				continue
-			}
-			if errors.Is(err, syscall.EWOULDBLOCK) {
-				return nil, fmt.Errorf("container %s: an agentbox with another root works on it: %w", id, fault.ErrBusy)
-			}
-			return nil, fmt.Errorf("lock %s: %w", id, err)
-		}
-		// The one who had it before us has deleted the file.
-		mine, err := f.Stat()
-		if there, e := os.Lstat(path); err != nil || e != nil || !os.SameFile(mine, there) {
-			_ = f.Close()
-			continue
-		}
-		return func() {
-			_ = os.Remove(path)
-			_ = f.Close()
-		}, nil
+	l, err := flock.Try(path, 0)
+	if errors.Is(err, flock.ErrHeld) {
+		return nil, fmt.Errorf("container %s: an agentbox with another root works on it: %w", id, fault.ErrBusy)
 	}
+	if err != nil {
+		return nil, fmt.Errorf("lock %s: %w", id, err)
+	}
+	return func() { _ = l.Remove() }, nil
 }

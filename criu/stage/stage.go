@@ -9,7 +9,7 @@
 // restore it was promised.
 //
 // The wrapper imports this package and starts for every call of an engine, so
-// it depends on nothing but the standard library.
+// it depends on the standard library and small leaves of internal only.
 package stage
 
 import (
@@ -25,6 +25,7 @@ import (
 	"time"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/fsx"
 )
 
 // Restore says how to bring one container back.
@@ -163,7 +164,7 @@ func MarkRestored(run, id string) error {
 	if err != nil {
 		return fmt.Errorf("mark %s restored: %w", id, err)
 	}
-	return sync(dir)
+	return fsx.SyncDir(dir)
 }
 
 // Restored tells whether id was restored and waits for its `start`.
@@ -382,37 +383,7 @@ func readJSON(path string, most int64, v any) error {
 }
 
 func publish(dir, name string, data []byte) error {
-	f, err := os.CreateTemp(dir, ".tmp-") // 0600
-	if err != nil {
-		return err
-	}
-	_, err = f.Write(data)
-	if err == nil {
-		err = f.Sync()
-	}
-	if cerr := f.Close(); err == nil {
-		err = cerr
-	}
-	if err == nil {
-		err = os.Rename(f.Name(), filepath.Join(dir, name))
-	}
-	if err != nil {
-		_ = os.Remove(f.Name())
-		return err
-	}
-	return sync(dir)
-}
-
-func sync(dir string) error {
-	d, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	err = d.Sync()
-	if cerr := d.Close(); err == nil {
-		err = cerr
-	}
-	return err
+	return fsx.Write(filepath.Join(dir, name), data, fsx.Options{})
 }
 
 func remove(path string) error {

@@ -29,7 +29,9 @@ const (
 	Shared   How = 1 << iota // with others that take it so
 	Append                   // what is written to the file goes to its end
 	Existing                 // the file, or directory, is not made; it is opened for reading only
-	Dir                      // the lock is of a directory, which exists; a symbolic link to it is followed
+	Follow                   // a symbolic link by this name is followed
+
+	Dir = Existing | Follow // a directory
 )
 
 // ErrHeld says that another open file has the lock.
@@ -74,7 +76,7 @@ func Try(path string, how How) (*Handle, error) { return take(path, how, unix.LO
 // To find out it holds a free lock for an instant, in which another Try may fail; with
 // Shared it sees only those that hold the lock alone, and so no other Held.
 func Held(path string, how How) (bool, error) {
-	l, err := Try(path, how&(Shared|Dir)|Existing)
+	l, err := Try(path, how&(Shared|Follow)|Existing)
 	switch {
 	case err == nil:
 		l.Unlock()
@@ -114,12 +116,12 @@ func take(path string, how How, wait int) (*Handle, error) {
 }
 
 func open(path string, how How) (*os.File, error) {
-	flag := os.O_RDWR | os.O_CREATE | unix.O_NOFOLLOW
-	switch {
-	case how&Dir != 0:
-		flag = os.O_RDONLY | unix.O_DIRECTORY
-	case how&Existing != 0:
-		flag = os.O_RDONLY | unix.O_NOFOLLOW | unix.O_NONBLOCK // a FIFO would be waited for
+	flag := os.O_RDWR | os.O_CREATE
+	if how&Existing != 0 {
+		flag = os.O_RDONLY | unix.O_NONBLOCK // a FIFO would be waited for
+	}
+	if how&Follow == 0 {
+		flag |= unix.O_NOFOLLOW
 	}
 	if how&Append != 0 {
 		flag |= os.O_APPEND
@@ -142,7 +144,7 @@ func lock(f *os.File, how How, wait int) error {
 // isNamed reports whether path leads to f. A name that is gone is no error.
 func isNamed(f *os.File, path string, how How) (bool, error) {
 	look := os.Lstat
-	if how&Dir != 0 {
+	if how&Follow != 0 {
 		look = os.Stat
 	}
 	mine, err := f.Stat()

@@ -8,12 +8,13 @@
 package fsx
 
 import (
-	"crypto/rand"
 	"errors"
 	"fmt"
 	"io/fs"
+	"math/rand/v2" // not crypto/rand, which is large: O_EXCL finds out a name that is taken
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 
@@ -74,7 +75,7 @@ type Temp struct {
 func New(path string, o Options) (*Temp, error) {
 	t := &Temp{path: path, temp: o.Temp, o: o}
 	if t.temp == "" {
-		t.temp = filepath.Join(filepath.Dir(path), ".tmp-"+strings.ToLower(rand.Text()))
+		t.temp = filepath.Join(filepath.Dir(path), ".tmp-"+strconv.FormatUint(rand.Uint64(), 36))
 	}
 	if o.Unnamed {
 		var err error
