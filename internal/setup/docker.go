@@ -246,7 +246,7 @@ func (s *dockerSetup) write(ctx context.Context) error {
 	if s.daemon != nil && filepath.IsAbs(s.daemon.exe) {
 		program = s.daemon.exe
 	}
-	known, err := validate(ctx, program, d.path)
+	known, err := validate(ctx, program, d.temp.Name())
 	if err != nil {
 		s.result.Changed = false
 		return &fault.Error{Hint: "Nothing was changed.", Err: in(s.file.path, err)}

@@ -2,6 +2,7 @@ package setup
 
 import (
 	"bytes"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"io"
@@ -17,6 +18,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/flock"
+	"github.com/agentbox/agentbox/internal/fsx"
 )
 
 const (
@@ -101,41 +104,34 @@ func (f file) diff(data []byte, gone bool) string {
 // lock keeps other setups away from the file. It is a lock on the directory:
 // the file itself is replaced.
 func (f file) lock() (unlock func(), err error) {
-	dir, err := os.Open(filepath.Dir(f.path))
+	l, err := flock.Try(filepath.Dir(f.path), flock.Dir)
+	if errors.Is(err, flock.ErrHeld) {
+		return nil, fmt.Errorf("another agentbox is changing %s: %w", f.path, fault.ErrBusy)
+	}
 	if err != nil {
 		return nil, err
 	}
-	if err := unix.Flock(int(dir.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		dir.Close()
-		if err == unix.EWOULDBLOCK {
-			err = fmt.Errorf("another agentbox is changing %s: %w", f.path, fault.ErrBusy)
-		}
-		return nil, err
-	}
-	return func() { dir.Close() }, nil
+	return l.Unlock, nil
 }
 
 // A draft is a new version of a file, written beside it.
 type draft struct {
 	of   file
-	path string
-	data []byte
+	temp *fsx.Temp
 }
 
 // draft writes data beside f, with f's mode, owner and attributes, for the
 // engine to validate and for commit to put in its place.
 func (f file) draft(data []byte) (_ *draft, err error) {
-	tmp, err := os.CreateTemp(filepath.Dir(f.path), ".agentbox-*")
+	// The name tells an administrator whose it is.
+	name := filepath.Join(filepath.Dir(f.path), ".agentbox-"+strings.ToLower(rand.Text()))
+	tmp, err := fsx.New(f.path, fsx.Options{Mode: f.mode, Temp: name})
 	if err != nil {
 		return nil, err
 	}
-	d := &draft{of: f, path: tmp.Name(), data: data}
 	defer func() {
-		if cerr := tmp.Close(); err == nil {
-			err = cerr
-		}
 		if err != nil {
-			d.discard()
+			tmp.Discard()
 		}
 	}()
 	if _, err := tmp.Write(data); err != nil {
@@ -145,14 +141,11 @@ func (f file) draft(data []byte) (_ *draft, err error) {
 		if err := tmp.Chown(f.uid, f.gid); err != nil {
 			return nil, err
 		}
-		if err := copyAttributes(f.path, tmp); err != nil {
+		if err := copyAttributes(f.path, tmp.File); err != nil {
 			return nil, err
 		}
 	}
-	if err := tmp.Chmod(f.mode); err != nil {
-		return nil, err
-	}
-	return d, tmp.Sync()
+	return &draft{of: f, temp: tmp}, tmp.Seal()
 }
 
 // copyAttributes keeps an SELinux label and ACLs, without which a confined
@@ -176,7 +169,7 @@ func copyAttributes(from string, to *os.File) error {
 	return nil
 }
 
-func (d *draft) discard() { _ = os.Remove(d.path) }
+func (d *draft) discard() { d.temp.Discard() }
 
 // commit puts the draft in the file's place, unless somebody else changed
 // the file since it was read.
@@ -184,10 +177,7 @@ func (d *draft) commit() error {
 	if err := d.of.unchanged(); err != nil {
 		return err
 	}
-	if err := os.Rename(d.path, d.of.path); err != nil {
-		return err
-	}
-	return syncDir(filepath.Dir(d.of.path))
+	return d.temp.Commit()
 }
 
 func (f file) unchanged() error {
@@ -222,20 +212,7 @@ func (f file) remove() error {
 	if err := os.Remove(f.path); err != nil {
 		return err
 	}
-	return syncDir(filepath.Dir(f.path))
-}
-
-func syncDir(path string) (err error) {
-	dir, err := os.Open(path)
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if cerr := dir.Close(); err == nil {
-			err = cerr
-		}
-	}()
-	return dir.Sync()
+	return fsx.SyncDir(filepath.Dir(f.path))
 }
 
 // backup keeps the file as it is beside itself. Configurations hold secrets
@@ -272,7 +249,7 @@ func (f file) backup(now time.Time) (path string, err error) {
 			_ = os.Remove(old)
 		}
 	}
-	return path, syncDir(filepath.Dir(path))
+	return path, fsx.SyncDir(filepath.Dir(path))
 }
 
 // backups lists the backups, newest first.

@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/fsx"
 )
 
 // PluginName is the file name that makes agentbox a plugin of Docker's
@@ -110,12 +111,12 @@ func (l *Link) make() error {
 	if err := os.Rename(tmp, l.Path); err != nil {
 		return errors.Join(err, os.Remove(tmp))
 	}
-	return syncDir(dir)
+	return fsx.SyncDir(dir)
 }
 
 func (l *Link) remove() error {
 	if err := os.Remove(l.Path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
-	return syncDir(filepath.Dir(l.Path))
+	return fsx.SyncDir(filepath.Dir(l.Path))
 }

@@ -105,7 +105,7 @@ func (e *tomlEdit) write() error {
 		return err
 	}
 	defer d.discard()
-	known, err := e.validate(d.path)
+	known, err := e.validate(d.temp.Name())
 	if err != nil {
 		e.result.Changed = false
 		return &fault.Error{Hint: "Nothing was changed.", Err: in(e.file.path, err)}

@@ -19,6 +19,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/internal/flock"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 )
@@ -39,14 +40,11 @@ func Listen(path string) (*net.UnixListener, error) {
 		return nil, err
 	}
 	// Two services that begin at once must not both find nobody there.
-	lock, err := os.OpenFile(path+".lock", os.O_CREATE|os.O_RDWR|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
+	lock, err := flock.Lock(context.Background(), path+".lock", 0)
 	if err != nil {
 		return nil, err
 	}
-	defer lock.Close()
-	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
-		return nil, err
-	}
+	defer lock.Unlock()
 	if c, err := net.DialTimeout("unix", path, time.Second); err == nil {
 		return nil, errors.Join(fmt.Errorf("%w: a service listens on %s", runtime.ErrExists, path), c.Close())
 	}

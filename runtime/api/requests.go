@@ -19,6 +19,7 @@ import (
 	"unicode"
 	"unicode/utf8"
 
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -154,19 +155,8 @@ func (s *requests) write(rec *record) error {
 	if err != nil {
 		return err
 	}
-	f, err := os.CreateTemp(s.dir, ".tmp-*")
-	if err != nil {
+	if err := fsx.Write(filepath.Join(s.dir, rec.file), data, fsx.Options{}); err != nil {
 		return err
-	}
-	_, err = f.Write(data)
-	if err == nil {
-		err = f.Sync()
-	}
-	if err = errors.Join(err, f.Close()); err == nil {
-		err = os.Rename(f.Name(), filepath.Join(s.dir, rec.file))
-	}
-	if err != nil {
-		return errors.Join(err, os.Remove(f.Name()))
 	}
 	s.bytes += int64(len(data))
 	return nil

@@ -2,6 +2,7 @@ package audit
 
 import (
 	"bytes"
+	"context"
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
@@ -19,6 +20,8 @@ import (
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/flock"
+	"github.com/agentbox/agentbox/internal/fsx"
 )
 
 const (
@@ -227,7 +230,7 @@ func (l *Log) appendTo(r *Record) (f *os.File, at place, err error) {
 	if err == nil && size == 0 {
 		// Where a filesystem cannot do it, there is no room set aside.
 		_ = unix.Fallocate(int(f.Fd()), unix.FALLOC_FL_KEEP_SIZE, 0, maxSegment)
-		err = syncDir(l.dir)
+		err = fsx.SyncDir(l.dir)
 	}
 	if err == nil {
 		if _, err = f.WriteAt(line, size); err != nil {
@@ -307,53 +310,41 @@ func (l *Log) segments() ([]string, error) {
 // lock keeps others from appending. It makes the log where there is none.
 func (l *Log) lock() (unlock func(), err error) {
 	path := filepath.Join(l.dir, "lock")
-	f, err := os.OpenFile(path, os.O_RDWR|unix.O_NOFOLLOW, 0)
+	ctx, cancel := context.WithTimeout(context.Background(), lockWait)
+	defer cancel()
+	h, err := flock.Lock(ctx, path, flock.Existing)
 	if errors.Is(err, fs.ErrNotExist) {
-		f, err = l.begin(path)
-	}
-	if err != nil {
-		return nil, err
-	}
-	for deadline := time.Now().Add(lockWait); ; time.Sleep(time.Millisecond) {
-		switch err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); {
-		case err == nil:
-			return func() { _ = f.Close() }, nil
-		case !errors.Is(err, unix.EWOULDBLOCK) && !errors.Is(err, unix.EINTR):
-			return nil, errors.Join(err, f.Close())
-		case time.Now().After(deadline):
-			return nil, errors.Join(fmt.Errorf("%w: somebody has been writing to %s for %v", fault.ErrBusy, l.dir, lockWait), f.Close())
+		if err = l.begin(); err == nil {
+			h, err = flock.Lock(ctx, path, 0)
 		}
 	}
+	switch {
+	case errors.Is(err, context.DeadlineExceeded):
+		return nil, fmt.Errorf("%w: somebody has been writing to %s for %v", fault.ErrBusy, l.dir, lockWait)
+	case err != nil:
+		return nil, err
+	}
+	return h.Unlock, nil
 }
 
 // begin makes an empty log, its head first: that it is missing means something.
-func (l *Log) begin(lock string) (*os.File, error) {
+func (l *Log) begin() error {
 	if err := os.MkdirAll(l.dir, 0o700); err != nil {
-		return nil, err
+		return err
 	}
-	// Under another name until it is whole: one that is cut short is damage, to verify.
+	// Under another name until it is whole: one that is cut short is damage, to verify. By a
+	// link, which unlike fsx replaces none that another process has made meanwhile.
 	head, err := os.CreateTemp(l.dir, ".head-")
 	if err != nil {
-		return nil, err
+		return err
 	}
 	defer os.Remove(head.Name())
 	_, err = head.WriteString(headText(place{0, genesis}))
 	if err = errors.Join(err, head.Sync(), head.Close()); err != nil {
-		return nil, err
-	}
-	if err := os.Link(head.Name(), filepath.Join(l.dir, "head")); err != nil && !errors.Is(err, fs.ErrExist) {
-		return nil, err
-	}
-	if err := errors.Join(syncDir(l.dir), syncDir(filepath.Dir(l.dir))); err != nil {
-		return nil, err
-	}
-	return os.OpenFile(lock, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
-}
-
-func syncDir(path string) error {
-	d, err := os.Open(path)
-	if err != nil {
 		return err
 	}
-	return errors.Join(d.Sync(), d.Close())
+	if err := os.Link(head.Name(), filepath.Join(l.dir, "head")); err != nil && !errors.Is(err, fs.ErrExist) {
+		return err
+	}
+	return errors.Join(fsx.SyncDir(l.dir), fsx.SyncDir(filepath.Dir(l.dir)))
 }

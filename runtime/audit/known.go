@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/fsx"
 )
 
 // headText has one length, so that it is written over in one piece.
@@ -75,15 +76,7 @@ func overwrite(path string, at place) error {
 // drop makes the anchor, under the lock; a crash leaves a whole one, or none.
 func (l *Log) drop(at place) error {
 	path := l.anchorPath()
-	f, err := os.OpenFile(path+".new", os.O_WRONLY|os.O_CREATE|os.O_TRUNC|unix.O_NOFOLLOW, 0o600)
-	if err != nil {
-		return err
-	}
-	_, err = f.WriteString(headText(at))
-	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
-		return err
-	}
-	return errors.Join(os.Rename(path+".new", path), syncDir(filepath.Dir(path)))
+	return fsx.Write(path, []byte(headText(at)), fsx.Options{Temp: path + ".new"})
 }
 
 // witnesses are what only verbs make that were on record, in words; none: "".

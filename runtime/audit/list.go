@@ -12,6 +12,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/agentbox/agentbox/internal/fsx"
 )
 
 // Entry is one verb, begun and perhaps ended: the documented JSON of
@@ -212,5 +214,5 @@ func (l *Log) Prune(who Who, older time.Time) (gone *Range, err error) {
 			return nil, err
 		}
 	}
-	return gone, syncDir(l.dir)
+	return gone, fsx.SyncDir(l.dir)
 }

@@ -54,7 +54,7 @@ func (b *Backend) Exec(ctx context.Context, id string, p runtime.Process, ends r
 	if err != nil {
 		return 0, err
 	}
-	defer here.Close()
+	defer here.Unlock()
 	exit, err = s.run(ctx)
 	if !errors.Is(err, runtime.ErrDetached) {
 		err = errors.Join(err, os.RemoveAll(s.dir))

@@ -19,9 +19,9 @@ import (
 
 	tasks "github.com/containerd/containerd/api/services/tasks/v1"
 	"github.com/containerd/containerd/api/types/task"
-	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/flock"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/home"
@@ -78,7 +78,7 @@ func Monitor(ctx context.Context, args []string) error {
 	if err != nil || lock == nil {
 		return err
 	}
-	defer lock.Close()
+	defer lock.Unlock()
 	return m.run(ctx, len(args) == 2)
 }
 
@@ -286,14 +286,11 @@ func (m *monitor) drainExec(ctx context.Context) error {
 	// Its caller holds the lock until we are ready, and then leaves.
 	h.pump()
 	ready()
-	lock, err := os.Open(monitorLock)
-	if err == nil {
-		defer lock.Close()
-		err = unix.Flock(int(lock.Fd()), unix.LOCK_EX)
-	}
+	lock, err := flock.Lock(context.Background(), monitorLock, flock.Existing)
 	if err != nil {
 		return err
 	}
+	defer lock.Unlock()
 	<-h.drained
 	c, err := newClient(m.Address)
 	if err != nil {

@@ -2,12 +2,9 @@ package containerd
 
 import (
 	"errors"
-	"io/fs"
-	"os"
 	"path/filepath"
 
-	"golang.org/x/sys/unix"
-
+	"github.com/agentbox/agentbox/internal/flock"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -44,32 +41,15 @@ const monitorLock = "monitor.lock"
 
 // takeMonitor makes this process the monitor of the run in a bundle; nil when
 // there is one.
-func takeMonitor(bundle string) (*os.File, error) {
-	f, err := os.OpenFile(filepath.Join(bundle, monitorLock), os.O_RDWR|os.O_CREATE, 0o600)
-	if err != nil {
-		return nil, err
-	}
-	err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-	if err == nil {
-		return f, nil
-	}
-	_ = f.Close()
-	if errors.Is(err, unix.EWOULDBLOCK) {
+func takeMonitor(bundle string) (*flock.Handle, error) {
+	l, err := flock.Try(filepath.Join(bundle, monitorLock), 0)
+	if errors.Is(err, flock.ErrHeld) {
 		return nil, nil
 	}
-	return nil, err
+	return l, err
 }
 
 // monitored tells whether the run in a bundle has a monitor.
 func monitored(bundle string) (bool, error) {
-	f, err := os.OpenFile(filepath.Join(bundle, monitorLock), os.O_RDWR, 0)
-	if errors.Is(err, fs.ErrNotExist) {
-		return false, nil
-	}
-	if err != nil {
-		return false, err
-	}
-	defer f.Close()
-	// Shared, so that two who ask at once do not take each other for one.
-	return errors.Is(unix.Flock(int(f.Fd()), unix.LOCK_SH|unix.LOCK_NB), unix.EWOULDBLOCK), nil
+	return flock.Held(filepath.Join(bundle, monitorLock), flock.Shared)
 }

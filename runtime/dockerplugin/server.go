@@ -26,6 +26,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/flock"
 )
 
 // DefaultSocket is where dockerd looks for a plugin of the name agentbox.
@@ -136,23 +137,22 @@ func Listen(socket string) (net.Listener, error) {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return nil, fmt.Errorf("make the plugin directory: %w", err)
 	}
-	lock, err := os.OpenFile(socket+".lock", os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+	lock, err := flock.Try(socket+".lock", 0)
+	if errors.Is(err, flock.ErrHeld) {
+		return nil, alive(socket)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("lock the plugin's socket: %w", err)
 	}
 	l, err := listen(socket, lock)
 	if err != nil {
-		return nil, errors.Join(err, lock.Close())
+		lock.Unlock()
+		return nil, err
 	}
 	return l, nil
 }
 
-func listen(socket string, lock *os.File) (*listener, error) {
-	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); errors.Is(err, unix.EWOULDBLOCK) {
-		return nil, alive(socket)
-	} else if err != nil {
-		return nil, fmt.Errorf("lock the plugin's socket: %w", err)
-	}
+func listen(socket string, lock *flock.Handle) (*listener, error) {
 	if info, err := os.Lstat(socket); err == nil {
 		if info.Mode().Type() != os.ModeSocket {
 			return nil, fmt.Errorf("%w: %s is there and is no socket", fault.ErrExists, socket)
@@ -207,7 +207,7 @@ type listener struct {
 	net.Listener
 	socket string
 	made   os.FileInfo
-	lock   *os.File // open: locked
+	lock   *flock.Handle
 }
 
 func (l *listener) Close() error {
@@ -217,10 +217,6 @@ func (l *listener) Close() error {
 			err = errors.Join(err, rerr)
 		}
 	}
-	// The lock file stays: to remove it is to let two processes lock two files
-	// of one name.
-	if cerr := l.lock.Close(); cerr != nil && !errors.Is(cerr, os.ErrClosed) {
-		err = errors.Join(err, cerr)
-	}
+	l.lock.Unlock()
 	return err
 }

@@ -6,6 +6,7 @@ package eventlog
 import (
 	"bufio"
 	"bytes"
+	"context"
 	"errors"
 	"io"
 	"io/fs"
@@ -13,6 +14,8 @@ import (
 	"path/filepath"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/flock"
 )
 
 // limit is how large a file gets, in bytes; there are at most two.
@@ -27,7 +30,7 @@ func older(dir, id string) string { return filepath.Join(dir, id+".1.jsonl") }
 // Append adds one line, which ends with its newline.
 func Append(dir, id string, line []byte) error {
 	for {
-		f, err := os.OpenFile(Path(dir, id), os.O_RDWR|os.O_APPEND|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+		l, err := flock.Lock(context.Background(), Path(dir, id), flock.Append)
 		if errors.Is(err, fs.ErrNotExist) { // it may have gone with the last file
 			if err = os.MkdirAll(dir, 0o700); err == nil {
 				continue
@@ -36,26 +39,17 @@ func Append(dir, id string, line []byte) error {
 		if err != nil {
 			return err
 		}
-		again, err := appendTo(f, dir, id, line)
-		if err = errors.Join(err, f.Close()); err != nil || !again {
+		again, err := appendTo(l.File(), dir, id, line)
+		l.Unlock()
+		if err != nil || !again {
 			return err
 		}
 	}
 }
 
-// appendTo is to be called again when the file has just been put aside.
+// appendTo appends to the locked file. It is to be called again when it has put that aside.
 func appendTo(f *os.File, dir, id string, line []byte) (again bool, err error) {
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX); err != nil {
-		return errors.Is(err, unix.EINTR), ignore(err, unix.EINTR)
-	}
 	mine, err := f.Stat()
-	if err != nil {
-		return false, err
-	}
-	there, err := os.Lstat(Path(dir, id))
-	if errors.Is(err, fs.ErrNotExist) || err == nil && !os.SameFile(mine, there) {
-		return true, nil
-	}
 	if err != nil {
 		return false, err
 	}

@@ -22,6 +22,7 @@ import (
 	"github.com/google/nftables"
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/internal/flock"
 	"github.com/agentbox/agentbox/runtime/network/egress"
 )
 
@@ -53,14 +54,14 @@ func (m *Manager) Serve(ctx context.Context) error {
 	signal.Reset(syscall.SIGTERM)
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	defer cancel()
-	lock, err := os.OpenFile(filepath.Join(m.proxyDir(), "lock"), os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
+	lock, err := flock.Try(filepath.Join(m.proxyDir(), "lock"), 0)
+	if errors.Is(err, flock.ErrHeld) {
+		return fmt.Errorf("another one serves this root: %w", err)
+	}
 	if err != nil {
 		return err
 	}
-	defer lock.Close()
-	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		return fmt.Errorf("another one serves this root: %w", err)
-	}
+	defer lock.Unlock()
 	l, err := m.listenControl()
 	if err != nil {
 		return err
@@ -280,18 +281,15 @@ func (s *server) move(ctx context.Context, gates map[netip.Addr]egress.Ports) er
 // orphaned tells that no filtered sandbox is up, nor was when it was last
 // asked, and clears up if so.
 func (s *server) orphaned() bool {
-	f, err := os.OpenFile(filepath.Join(s.m.root, "network.lock"), os.O_RDWR|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+	lock, err := flock.Try(filepath.Join(s.m.root, "network.lock"), flock.Existing)
 	if errors.Is(err, os.ErrNotExist) {
 		s.leave() // the root itself is gone
 		return true
 	}
 	if err != nil {
-		return false
+		return false // held: a verb is at work, and will tell
 	}
-	defer f.Close()
-	if unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) != nil {
-		return false // a verb is at work, and will tell
-	}
+	defer lock.Unlock()
 	st, err := s.m.load()
 	if err != nil || s.m.filtering(st) {
 		s.idle.Store(false)

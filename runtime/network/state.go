@@ -16,6 +16,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/flock"
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/network/egress"
@@ -198,7 +200,7 @@ func (v *verb) save() error {
 		if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
 			return err
 		}
-		return syncDir(v.m.root)
+		return fsx.SyncDir(v.m.root)
 	}
 	v.state.Version = stateVersion
 	if v.state.filters() {
@@ -209,29 +211,8 @@ func (v *verb) save() error {
 		return err
 	}
 	// The name is fixed because the lock is held: a temp file that a crash
-	// left is overwritten by the next save.
-	tmp := path + ".tmp"
-	f, err := os.OpenFile(tmp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC|unix.O_NOFOLLOW, 0o600)
-	if err != nil {
-		return err
-	}
-	_, err = f.Write(append(data, '\n'))
-	err = errors.Join(err, f.Sync(), f.Close())
-	if err == nil {
-		err = os.Rename(tmp, path)
-	}
-	if err != nil {
-		return errors.Join(err, os.Remove(tmp))
-	}
-	return syncDir(v.m.root)
-}
-
-func syncDir(path string) error {
-	d, err := os.Open(path)
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
+	// left is replaced by the next save.
+	return fsx.Write(path, append(data, '\n'), fsx.Options{Temp: path + ".tmp"})
 }
 
 // verb is one call that may change things: the lock, the state as it was when
@@ -241,12 +222,12 @@ type verb struct {
 	state  *state
 	host   *handle
 	tables *nftables.Conn // opened when first needed
-	lock   *os.File
+	lock   *flock.Handle
 }
 
 // begin waits for the lock and reads the state.
 func (m *Manager) begin(ctx context.Context) (*verb, error) {
-	lock, err := flock(ctx, filepath.Join(m.root, "network.lock"), os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW)
+	lock, err := waitLock(ctx, filepath.Join(m.root, "network.lock"), 0)
 	if err != nil {
 		return nil, err
 	}
@@ -262,7 +243,7 @@ func (m *Manager) begin(ctx context.Context) (*verb, error) {
 }
 
 func (v *verb) end() {
-	v.lock.Close() // which unlocks it
+	v.lock.Unlock()
 	if v.host != nil {
 		v.host.Close()
 	}
@@ -273,38 +254,14 @@ func (v *verb) end() {
 	}
 }
 
-// flock opens path and waits until it is locked for this open file alone.
-func flock(ctx context.Context, path string, flag int) (*os.File, error) {
+// waitLock waits for a lock. It is ErrBusy when the context ends meanwhile.
+func waitLock(ctx context.Context, path string, how flock.How) (*flock.Handle, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
-	f, err := os.OpenFile(path, flag|unix.O_CLOEXEC, 0o600)
-	if err != nil {
-		return nil, err
+	l, err := flock.Lock(ctx, path, how)
+	if err != nil && err == ctx.Err() {
+		return nil, fmt.Errorf("lock %s: %w: %w", path, fault.ErrBusy, err)
 	}
-	err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-	if err == nil {
-		return f, nil
-	}
-	if !errors.Is(err, unix.EWOULDBLOCK) {
-		return nil, errors.Join(fmt.Errorf("lock %s: %w", path, err), f.Close())
-	}
-	locked := guard.Start(func() error {
-		for {
-			if err := unix.Flock(int(f.Fd()), unix.LOCK_EX); err != unix.EINTR {
-				return err
-			}
-		}
-	})
-	select {
-	case err := <-locked:
-		if err != nil {
-			return nil, errors.Join(fmt.Errorf("lock %s: %w", path, err), f.Close())
-		}
-		return f, nil
-	case <-ctx.Done():
-		// flock(2) cannot be called off: let it have the lock, then drop it.
-		guard.Go(func() { <-locked; f.Close() })
-		return nil, fmt.Errorf("lock %s: %w: %w", path, fault.ErrBusy, ctx.Err())
-	}
+	return l, err
 }

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/flock"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -220,17 +221,11 @@ func (v *verb) checkSubnet(b *bridge) error {
 // lockSubnets keeps other roots on this host from choosing a subnet meanwhile.
 // What they share is the network namespace, so that is what is locked.
 func lockSubnets(ctx context.Context) (unlock func(), err error) {
-	f, err := flock(ctx, threadNamespace, os.O_RDONLY)
+	l, err := waitLock(ctx, threadNamespace, flock.Existing|flock.Follow)
 	if err != nil {
 		return func() {}, err
 	}
-	done := false
-	return func() {
-		if !done {
-			done = true
-			f.Close()
-		}
-	}, nil
+	return l.Unlock, nil
 }
 
 // enableForwarding lets the host route. It stays on: see the package comment.

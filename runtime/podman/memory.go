@@ -1,6 +1,7 @@
 package podman
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"io/fs"
@@ -10,8 +11,7 @@ import (
 	"reflect"
 	"time"
 
-	"golang.org/x/sys/unix"
-
+	"github.com/agentbox/agentbox/internal/flock"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
@@ -137,14 +137,11 @@ func (c container) gone() bool {
 
 // locked runs f while nobody else changes what is remembered.
 func (b *Backend) locked(f func() error) error {
-	dir, err := os.Open(b.root)
+	l, err := flock.Lock(context.Background(), b.root, flock.Dir)
 	if err != nil {
 		return err
 	}
-	defer dir.Close()
-	if err := unix.Flock(int(dir.Fd()), unix.LOCK_EX); err != nil {
-		return err
-	}
+	defer l.Unlock()
 	return f()
 }
 

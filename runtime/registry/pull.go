@@ -17,6 +17,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/flock"
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
@@ -194,18 +195,19 @@ func (p *pull) put(ctx context.Context, f *os.File, missing map[pack.ID]bool) er
 // earlier try left there is continued. The file is open, locked, and the
 // caller's to remove.
 func (p *pull) fetch(ctx context.Context, d v1.Descriptor) (_ *os.File, err error) {
-	f, err := os.OpenFile(filepath.Join(p.dir, d.Digest.Hex+".part"), os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+	lock, err := flock.Try(filepath.Join(p.dir, d.Digest.Hex+".part"), 0)
+	if errors.Is(err, flock.ErrHeld) {
+		return nil, fmt.Errorf("%w: another pull has it in work", fault.ErrBusy)
+	}
 	if err != nil {
 		return nil, err
 	}
 	defer func() {
 		if err != nil {
-			f.Close()
+			lock.Unlock()
 		}
 	}()
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		return nil, fmt.Errorf("%w: another pull has it in work", fault.ErrBusy)
-	}
+	f := lock.File()
 	part := &part{f: f, size: d.Size}
 	if err := part.resume(); err != nil {
 		return nil, err

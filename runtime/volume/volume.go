@@ -18,6 +18,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/flock"
 	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/internal/record"
@@ -447,14 +448,14 @@ func (v *Volumes) Sweep(ctx context.Context) error {
 }
 
 func (v *Volumes) sweep(dir string) error {
-	d, err := os.Open(dir)
+	l, err := flock.Try(dir, flock.Dir)
+	if errors.Is(err, flock.ErrHeld) {
+		return nil // a verb is at it
+	}
 	if err != nil {
 		return err
 	}
-	defer d.Close()
-	if unix.Flock(int(d.Fd()), unix.LOCK_EX|unix.LOCK_NB) != nil {
-		return nil // somebody is at it
-	}
+	defer l.Unlock()
 	return errors.Join(overlay.Unmount(filepath.Join(dir, "merged"), overlay.UnmountOptions{}), os.RemoveAll(dir))
 }
 
