@@ -121,16 +121,37 @@ func Tree(ctx context.Context, ref Reference, opts Options) (_ io.ReadCloser, er
 	}
 	cmd.Cancel = func() error { return unix.Kill(-cmd.Process.Pid, unix.SIGTERM) }
 	cmd.WaitDelay = time.Minute
-	c, err := start(ctx, cmd)
+	// Its messages go to a file without a name: those into a pipe whose reader was killed
+	// would end it at once, with what it has put into TMPDIR left there.
+	messages, err := nameless()
 	if err != nil {
 		cancel()
 		return nil, err
 	}
+	cmd.Stderr = messages
+	c, err := start(ctx, cmd)
+	if err != nil {
+		cancel()
+		return nil, errors.Join(err, messages.Close())
+	}
+	c.messages = messages
 	limit := opts.MaxBytes
 	if limit == 0 {
 		limit = maxImage
 	}
 	return &debootstrap{command: c, cancel: cancel, ref: ref, left: limit}, nil
+}
+
+// maxMessages bounds what is read of a program's messages, from their end.
+const maxMessages = 64 << 10
+
+// nameless makes a file in memory, which goes with its last descriptor.
+func nameless() (*os.File, error) {
+	fd, err := unix.MemfdCreate("messages", unix.MFD_CLOEXEC)
+	if err != nil {
+		return nil, err
+	}
+	return os.NewFile(uintptr(fd), "messages"), nil
 }
 
 // notOurs empties what mmdebstrap copies from the machine that it runs on.

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os"
 	"os/exec"
 	"strings"
 	"time"
@@ -93,10 +94,11 @@ func openPodman(ctx context.Context, ref Reference, opts Options) (*image, error
 // command is a program whose output is read; Close tells how it ended.
 type command struct {
 	io.ReadCloser
-	cmd    *exec.Cmd
-	ctx    context.Context
-	stderr tail
-	closed bool
+	cmd      *exec.Cmd
+	ctx      context.Context
+	stderr   tail
+	messages *os.File // where the program's messages go instead; nil: to stderr
+	closed   bool
 }
 
 // tail keeps the end of what a program says. It embeds no buffer, whose ReadFrom
@@ -132,7 +134,9 @@ func (t *tail) said() string {
 
 func start(ctx context.Context, cmd *exec.Cmd) (*command, error) {
 	c := &command{cmd: cmd, ctx: ctx}
-	cmd.Stderr = &c.stderr
+	if cmd.Stderr == nil {
+		cmd.Stderr = &c.stderr
+	}
 	out, err := cmd.StdoutPipe()
 	if err != nil {
 		return nil, err
@@ -149,6 +153,11 @@ func (c *command) Close() error {
 	c.closed = true
 	_ = c.ReadCloser.Close()
 	err := c.cmd.Wait()
+	if c.messages != nil {
+		size, e := c.messages.Seek(0, io.SeekEnd)
+		_, e2 := io.Copy(&c.stderr, io.NewSectionReader(c.messages, max(0, size-maxMessages), maxMessages))
+		err = errors.Join(err, e, e2, c.messages.Close())
+	}
 	if err != nil && c.ctx.Err() != nil {
 		return context.Cause(c.ctx)
 	}
