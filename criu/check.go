@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	goruntime "runtime"
 	"strings"
 	"syscall"
 	"time"
@@ -145,6 +146,10 @@ func swrk(ctx context.Context, path string, req *rpc.CriuReq) (*rpc.CriuResp, er
 	cmd.Env = host.Environ()
 	cmd.ExtraFiles = []*os.File{theirs}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL} // it only answers questions
+	// The signal comes at the end of the thread that starts it, not of this process. Another
+	// goroutine's thread may be a spent one, which ends with that.
+	goruntime.LockOSThread()
+	defer goruntime.UnlockOSThread()
 	err = cmd.Start()
 	theirs.Close()
 	if err != nil {

@@ -5,10 +5,15 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"runtime"
+	"sync"
 	"testing"
 	"time"
 
+	"github.com/checkpoint-restore/go-criu/v7/rpc"
+
 	"github.com/agentbox/agentbox/criu/criutest"
+	"github.com/agentbox/agentbox/criu/host"
 )
 
 func TestCheck(t *testing.T) {
@@ -52,4 +57,36 @@ func TestKernelAtLeast(t *testing.T) {
 			t.Errorf("%s: %v", release, got)
 		}
 	}
+}
+
+// CRIU answers though threads of this process end all the time, as those do that were in
+// another namespace.
+func TestAnswersWhileThreadsEnd(t *testing.T) {
+	path, err := host.Find("criu", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	var wg sync.WaitGroup
+	for range 200 {
+		wg.Go(func() {
+			for ctx.Err() == nil {
+				done := make(chan struct{})
+				go func() {
+					defer close(done)
+					runtime.LockOSThread() // without Unlock: the thread ends with the goroutine
+				}()
+				<-done
+			}
+		})
+	}
+	for range 20 {
+		resp, err := swrk(ctx, path, &rpc.CriuReq{Type: rpc.CriuReqType_VERSION.Enum()})
+		if err != nil || resp.GetVersion().GetMajorNumber() < 3 {
+			t.Errorf("%v, %v", resp.GetVersion(), err)
+			break
+		}
+	}
+	cancel()
+	wg.Wait()
 }
