@@ -8,3 +8,12 @@ func Kinds() map[string]bool {
 	}
 	return list
 }
+
+// Calls are the system calls by entry, with their numbers.
+func Calls() map[string]map[uint32]string {
+	list := map[string]map[uint32]string{}
+	for _, e := range entries() {
+		list[e.name] = e.calls
+	}
+	return list
+}

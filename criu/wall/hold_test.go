@@ -206,3 +206,16 @@ func installed(t testing.TB, files string) {
 	must(t, err)
 	must(t, os.WriteFile(filepath.Join(files, "bin", "hold"), data, 0o755))
 }
+
+// install puts a filter over this thread.
+func install(program []unix.SockFilter) error {
+	runtime.LockOSThread()
+	const setFilter, allThreads = 1, 1
+	fprog := unix.SockFprog{Len: uint16(len(program)), Filter: &program[0]}
+	_, _, no := unix.Syscall(unix.SYS_SECCOMP, setFilter, allThreads, uintptr(unsafe.Pointer(&fprog)))
+	runtime.KeepAlive(program)
+	if no != 0 {
+		return no
+	}
+	return nil
+}

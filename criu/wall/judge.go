@@ -3,6 +3,7 @@ package wall
 import (
 	"bytes"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"io"
 	"io/fs"
@@ -181,6 +182,9 @@ func (j *judge) open(name string) (*os.File, error) {
 // read returns the bytes of an image.
 func (j *judge) read(name string) ([]byte, error) {
 	f, err := j.open(name)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("image %s is missing: %w", name, fault.ErrCorrupt)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("image %s: %w", name, err)
 	}

@@ -1,17 +1,14 @@
 package wall
 
 import (
-	"bytes"
 	"fmt"
 	"os"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
 
 	"google.golang.org/protobuf/encoding/protowire"
 
-	"github.com/agentbox/agentbox/criu/host"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -251,32 +248,20 @@ func (j *judge) core(name string) (err error) {
 // capabilities that are usual elsewhere, and new privileges.
 func (j *judge) limit(name string) error {
 	const thread, credentials, noNewPrivs = 5, 10, 18
-	data, err := j.read(name)
-	if err != nil {
-		return err
-	}
 	most := j.spec.bounding()
-	out := head(magicCore)
-	err = eachEntry(name, data, magicCore, 1, func(entry []byte) error {
-		entry = changing(entry, thread, func(th []byte) []byte {
+	return j.rewrite(name, magicCore, func(entry []byte) []byte {
+		return changing(entry, thread, func(th []byte) []byte {
 			return changing(th, credentials, func(creds []byte) []byte {
 				for set := range capSets {
 					creds = masking(creds, set, [2]uint32{uint32(most), uint32(most >> 32)})
 				}
 				if j.spec.Process.NoNewPrivileges {
-					creds = changing(creds, noNewPrivs, nil)
-					creds = protowire.AppendVarint(protowire.AppendTag(creds, noNewPrivs, protowire.VarintType), 1)
+					creds = withNumber(changing(creds, noNewPrivs, nil), noNewPrivs, 1)
 				}
 				return creds
 			})
 		})
-		out = append(protowire.AppendFixed32(out, uint32(len(entry))), entry...)
-		return nil
 	})
-	if err != nil || bytes.Equal(out, data) {
-		return err
-	}
-	return host.Replace(filepath.Join(j.dir, name), out)
 }
 
 // limits are the names of the resource limits, in the order of their numbers.
@@ -292,7 +277,7 @@ func (j *judge) task(name string, tc *message) error {
 		j.sets[tc.number(set)] = true
 	}
 	if tc.has(oldMode) || tc.has(oldFilter) {
-		j.filterR = append(j.filterR, filterRef{name, tc.number(oldMode), tc.number(oldFilter)})
+		j.filterR = append(j.filterR, filterRef{name, tc.number(oldMode), tc.number(oldFilter), true})
 	}
 	if score := int(int32(tc.number(oom))); score < min(0, j.score()) && !j.spec.can("SYS_RESOURCE") {
 		return refuse(name, "oom_score_adj", "%d is below the container's %d", score, j.score())
@@ -337,7 +322,7 @@ func (j *judge) thread(name string, th *message) error {
 		j.sets[th.number(set)] = true
 	}
 	if th.has(mode) || j.spec.filtered() {
-		j.filterR = append(j.filterR, filterRef{name, th.number(mode), th.number(chain)})
+		j.filterR = append(j.filterR, filterRef{name, th.number(mode), th.number(chain), false})
 	}
 	switch p := th.number(policy) &^ (1 << 30); p {
 	case 0, 3, 5, 7: // other, batch, idle, ext

@@ -82,10 +82,13 @@ type DeviceRule struct {
 
 // Seccomp is a filter of system calls.
 type Seccomp struct {
-	DefaultAction string `json:"defaultAction"`
+	DefaultAction string   `json:"defaultAction"`
+	DefaultErrno  *uint32  `json:"defaultErrnoRet"`
+	Architectures []string `json:"architectures"`
 	Syscalls      []struct {
 		Names  []string          `json:"names"`
 		Action string            `json:"action"`
+		Errno  *uint32           `json:"errnoRet"`
 		Args   []json.RawMessage `json:"args"`
 	} `json:"syscalls"`
 }

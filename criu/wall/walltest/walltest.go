@@ -453,7 +453,7 @@ func Forgeries(v Victims) []Forgery {
 		)
 	}
 	// What is not in the images is there to be seen afterwards alone.
-	return append(list, Forgery{Name: "a mask is gone", Forge: mounts(func(l []*mnt.MntEntry) []*mnt.MntEntry {
+	return append(list, Forgery{Name: "a filter that allows more", Forge: func(dir string, _ Victims) error { return Weaken(dir) }}, Forgery{Name: "a mask is gone", Forge: mounts(func(l []*mnt.MntEntry) []*mnt.MntEntry {
 		for i, m := range l {
 			if m.GetMountpoint() == "/proc/keys" {
 				return append(l[:i], l[i+1:]...)
@@ -468,6 +468,45 @@ func Forgeries(v Victims) []Forgery {
 		}
 		return l
 	})})
+}
+
+// Weaken makes each filter one that refuses nothing but what no engine's lets through.
+func Weaken(dir string) error {
+	return edit(dir, "seccomp.img", func(l []*seccomp.SeccompEntry) []*seccomp.SeccompEntry {
+		for _, f := range l[0].GetSeccompFilters() {
+			f.Filter = weak()
+		}
+		return l
+	})
+}
+
+// weak refuses calls by the numbers that they have of x86-64 and i386, in each entry.
+func weak() (b []byte) {
+	put := func(code uint16, jt, jf uint8, k uint32) {
+		b = binary.NativeEndian.AppendUint16(b, code)
+		b = binary.NativeEndian.AppendUint32(append(b, jt, jf), k)
+	}
+	put(0x20, 0, 0, 0)          // the number
+	put(0x54, 0, 0, 0xbfffffff) // without x32's bit
+	for _, n := range []uint32{
+		unix.SYS_OPEN_BY_HANDLE_AT, unix.SYS_BPF, unix.SYS_INIT_MODULE, unix.SYS_FINIT_MODULE, unix.SYS_DELETE_MODULE, unix.SYS_KEXEC_LOAD, 528,
+		unix.SYS_SWAPON, unix.SYS_ACCT, unix.SYS_PERF_EVENT_OPEN, unix.SYS_QUOTACTL, unix.SYS_SETTIMEOFDAY,
+		342, 357, 128, 350, 129, 283, 87, 51, 336, 131, 79,
+	} {
+		if n == 79 || n == 87 || n == 51 || n == 131 || n == 128 || n == 129 { // getcwd and others of x86-64
+			put(0x15, 0, 3, n)
+			put(0x20, 0, 0, 4)
+			put(0x15, 0, 1, 0x40000003)
+			put(0x06, 0, 0, 0x00050001)
+			put(0x20, 0, 0, 0)
+			put(0x54, 0, 0, 0xbfffffff)
+			continue
+		}
+		put(0x15, 0, 1, n)
+		put(0x06, 0, 0, 0x00050001)
+	}
+	put(0x06, 0, 0, 0x7fff0000)
+	return b
 }
 
 func socket(name string, flags uint32) *skunix.UnixSkEntry {
