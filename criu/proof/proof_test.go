@@ -81,6 +81,14 @@ func TestCompare(t *testing.T) {
 	change("the threads", func(task *Task) { task.Threads = append(task.Threads, Thread{Tid: 9}) })
 	change("the descriptors", func(task *Task) { task.FDs = append(task.FDs, FD{N: 9}) })
 	change("the locks", func(task *Task) { task.Locks = append(task.Locks, Lock{Kind: "FLOCK"}) })
+	for _, is := range []string{"2 0", "2 3", "0 0", "1 2", "2"} {
+		change("the filters to "+is, func(task *Task) { task.Threads[0].Seccomp = is })
+	}
+	laid := sample()
+	laid.Tasks[0].Threads[0].Seccomp = "2 2"
+	if got := Compare(sample(), laid); len(got) != 0 {
+		t.Errorf("a filter that a restore lays over the others: %v", got)
+	}
 	more := sample()
 	more.Tasks = append(more.Tasks, Task{Pid: 9})
 	if Compare(sample(), more) == nil || Compare(more, sample()) == nil {
