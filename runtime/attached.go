@@ -18,6 +18,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/internal/hostfile"
 	"github.com/agentbox/agentbox/overlay"
@@ -76,7 +77,7 @@ func (e *Engine) mayAttach(s Spec, path string) error {
 		if real, err := filepath.EvalSymlinks(top); err == nil {
 			top = real
 		}
-		if within(path, top) {
+		if fsx.Within(top, path) {
 			return fmt.Errorf("%w: %s is beneath %s, and cannot be attached", ErrInvalid, path, top)
 		}
 	}

@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/runtime/eventlog"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/store"
@@ -310,10 +311,8 @@ func (e *Engine) keepCounts(id string, c counts) error {
 		return err
 	}
 	path := e.countsPath(id)
-	if err := os.WriteFile(path+".new", data, 0o600); err != nil {
-		return errors.Join(ignoreMissing(err), ignoreMissing(os.Remove(path+".new"))) // with its directory it went with its sandbox
-	}
-	return os.Rename(path+".new", path)
+	// With its directory it went with its sandbox.
+	return ignoreMissing(fsx.Write(path, data, fsx.Options{Temp: path + ".new", Volatile: true}))
 }
 
 // keepHits is noteHits for a verb that goes on whatever comes of it.

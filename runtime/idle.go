@@ -1,14 +1,14 @@
 package runtime
 
 import (
+	"context"
 	"errors"
 	"os"
 	"path/filepath"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/internal/flock"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -70,7 +70,7 @@ func (i *idling) look(e *Engine, c Container, id string, limit time.Duration) (q
 
 // inUse tells whether somebody is attached to a sandbox, or has a command in it.
 func (e *Engine) inUse(c Container, id string) (bool, error) {
-	attached, err := held(e.usePath(id))
+	attached, err := flock.Held(e.usePath(id), 0)
 	if attached || err != nil || c.Pid == 0 {
 		return attached, err
 	}
@@ -120,17 +120,18 @@ func (e *Engine) use(s Spec) (done func(), err error) {
 	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
 		return nil, err
 	}
-	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+	l, err := flock.Lock(context.Background(), path, flock.Shared)
 	if err != nil {
 		return nil, err
 	}
 	now := time.Now()
-	if err := errors.Join(unix.Flock(int(f.Fd()), unix.LOCK_SH), os.Chtimes(path, now, now)); err != nil {
-		return nil, errors.Join(err, f.Close())
+	if err := os.Chtimes(path, now, now); err != nil {
+		l.Unlock()
+		return nil, err
 	}
 	return func() {
 		now := time.Now()
 		_ = os.Chtimes(path, now, now) // its sandbox may be gone
-		_ = f.Close()
+		l.Unlock()
 	}, nil
 }

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/flock"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/store"
@@ -367,7 +368,7 @@ func (e *Engine) wakeKeeper() {
 		return
 	}
 	e.nudgeKeeper()
-	alive, err := held(e.keeperPath())
+	alive, err := flock.Held(e.keeperPath(), 0)
 	if err == nil && !alive {
 		err = e.keeper()
 	}
@@ -384,7 +385,7 @@ func (e *Engine) reviveKeeper(ctx context.Context) {
 	rows, err := e.store.Leases(ctx, false)
 	if err == nil && len(rows) > 0 {
 		var alive bool
-		if alive, err = held(e.keeperPath()); err == nil && !alive {
+		if alive, err = flock.Held(e.keeperPath(), 0); err == nil && !alive {
 			err = e.keeper()
 		}
 	}

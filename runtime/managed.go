@@ -8,11 +8,11 @@ import (
 	"io/fs"
 	"maps"
 	"os"
-	"path/filepath"
 	"slices"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/internal/idmap"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -139,26 +139,16 @@ func writeManaged(host string, m store.Managed, ids *idmap.Map) (err error) {
 	if err := errors.Join(uerr, gerr); err != nil {
 		return err
 	}
-	f, err := os.CreateTemp(filepath.Dir(host), ".tmp-")
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if err != nil {
-			_ = os.Remove(f.Name())
+	return fsx.Create(host, fsx.Options{Volatile: true}, func(f *os.File) error {
+		_, err := f.Write(m.Data)
+		if err == nil {
+			err = f.Chown(uid, gid)
 		}
-	}()
-	_, err = f.Write(m.Data)
-	if err == nil {
-		err = f.Chown(uid, gid)
-	}
-	if err == nil { // after the change of owner, which clears bits
-		err = unix.Fchmod(int(f.Fd()), m.Mode)
-	}
-	if err = errors.Join(err, f.Close()); err != nil {
+		if err == nil { // after the change of owner, which clears bits
+			err = unix.Fchmod(int(f.Fd()), m.Mode)
+		}
 		return err
-	}
-	return os.Rename(f.Name(), host)
+	})
 }
 
 // revertManaged takes putManaged back.

@@ -14,6 +14,7 @@ import (
 	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/flock"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -360,7 +361,7 @@ func (r *reconciling) look(ctx context.Context, host Host, sb store.Sandbox, hol
 		if back, _, err := r.e.comesBack(ctx, sb, s, c); err != nil {
 			return false, err
 		} else if back {
-			if alive, err := held(filepath.Join(r.e.marks(), sb.ID)); err != nil {
+			if alive, err := flock.Held(filepath.Join(r.e.marks(), sb.ID), 0); err != nil {
 				return false, err
 			} else if !alive {
 				r.e.watchOver(s) // which starts it again
@@ -377,7 +378,7 @@ func (r *reconciling) look(ctx context.Context, host Host, sb store.Sandbox, hol
 		return !holds || len(has) > 0, nil
 	}
 	if interval(s) && r.e.auto != nil {
-		alive, err := held(r.e.autoPath(sb.ID))
+		alive, err := flock.Held(r.e.autoPath(sb.ID), 0)
 		if err != nil {
 			return false, err
 		}

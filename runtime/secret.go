@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime/store"
@@ -47,7 +48,7 @@ func checkSecrets(s Spec) error {
 		}
 	}
 	for _, m := range s.Mounts {
-		if at := path.Clean(m.Target); len(s.Secrets) > 0 && within(at, SecretsDir) {
+		if at := path.Clean(m.Target); len(s.Secrets) > 0 && fsx.Within(SecretsDir, at) {
 			return fmt.Errorf("%w: %s is where the secrets are: nothing can be mounted at %s", ErrInvalid, SecretsDir, m.Target)
 		}
 	}

@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -63,10 +64,7 @@ func (e *Engine) noteHit(id string, hit *StorageHit) error {
 	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
 		return err
 	}
-	if err := os.WriteFile(path+".new", data, 0o600); err != nil {
-		return err
-	}
-	return os.Rename(path+".new", path)
+	return fsx.Write(path, data, fsx.Options{Temp: path + ".new", Volatile: true})
 }
 
 // liftFiles lets a sandbox that stands still have any number of bytes.

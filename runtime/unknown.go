@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 
+	"github.com/agentbox/agentbox/internal/flock"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -58,7 +59,7 @@ func (e *Engine) removeUnknown(ctx context.Context, id string, opts RemoveOption
 
 // forget removes a file of a sandbox that is gone.
 func (r *reconciling) forget(ctx context.Context, id, path string) error {
-	if used, err := held(path); err != nil || used {
+	if used, err := flock.Held(path, 0); err != nil || used {
 		return nil // a process of its, which is about to notice
 	}
 	lock, err := r.e.store.Lock(ctx, id, "recover", 0)

@@ -9,6 +9,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -27,12 +28,7 @@ func (v Volume) ReachedBy(source string, writable bool) bool {
 	}
 	// A source that is gone is only a name.
 	data, source := filepath.Clean(resolved(v.Path)), filepath.Clean(resolved(source))
-	return within(source, data) || writable && within(data, source)
-}
-
-// within tells whether a path is a directory, or below it.
-func within(path, dir string) bool {
-	return path == dir || strings.HasPrefix(path, strings.TrimSuffix(dir, "/")+"/")
+	return fsx.Within(data, source) || writable && fsx.Within(source, data)
 }
 
 // takeVolumes plans to take the volumes of a sandbox along.

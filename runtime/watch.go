@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/internal/flock"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/store"
@@ -119,7 +120,7 @@ func (e *Engine) reviveWatches(ctx context.Context) (did map[string]string, err 
 		if old := time.Since(info.ModTime()); old < watchStart && old >= -latest {
 			continue // it starts, or is to be looked at later
 		}
-		alive, err := held(filepath.Join(e.marks(), entry.Name()))
+		alive, err := flock.Held(filepath.Join(e.marks(), entry.Name()), 0)
 		if err == nil && !alive {
 			var said string
 			err = guard.Do(func() (err error) {
@@ -135,20 +136,6 @@ func (e *Engine) reviveWatches(ctx context.Context) (did map[string]string, err 
 		}
 	}
 	return did, errors.Join(errs...)
-}
-
-// held tells whether somebody holds a lock on a file.
-func held(path string) (bool, error) {
-	f, err := os.OpenFile(path, os.O_RDWR|unix.O_NOFOLLOW, 0)
-	if err != nil {
-		return false, ignoreMissing(err)
-	}
-	defer f.Close()
-	err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-	if errors.Is(err, unix.EWOULDBLOCK) {
-		return true, nil
-	}
-	return false, err
 }
 
 func (e *Engine) revive(ctx context.Context, id string) (did string, err error) {

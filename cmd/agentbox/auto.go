@@ -13,6 +13,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/agentbox/agentbox/internal/flock"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
@@ -174,24 +175,23 @@ const maxLog = 1 << 20 // bytes
 // frees when that is killed, and its log while it lives. ROOT/watch/ID is its
 // watch's.
 type oneLock struct {
-	f    *os.File
+	*flock.Handle
 	size int
 }
 
 func (l *oneLock) Write(p []byte) (int, error) {
 	if l.size += len(p); l.size > maxLog {
 		l.size = len(p)
-		if err := l.f.Truncate(0); err != nil {
+		if err := l.File().Truncate(0); err != nil {
 			return 0, err
 		}
 	}
-	return l.f.Write(p)
+	return l.File().Write(p)
 }
 
 func (l *oneLock) unlock() {
-	_ = os.Remove(l.f.Name())
-	_ = l.f.Close()
-	_ = os.Remove(filepath.Dir(l.f.Name())) // stays while there are others
+	_ = l.Remove()
+	_ = os.Remove(filepath.Dir(l.File().Name())) // stays while there are others
 }
 
 // lockOne sees to it that a sandbox has one process of a kind, whose directory
@@ -203,25 +203,15 @@ func lockOne(ctx context.Context, dir, id string) (*oneLock, error) {
 		if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
 			return nil, err
 		}
-		f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_APPEND, 0o600)
-		if errors.Is(err, os.ErrNotExist) {
+		l, err := flock.Try(path, flock.Append)
+		switch {
+		case err == nil:
+			return &oneLock{Handle: l}, l.File().Truncate(0)
+		case errors.Is(err, os.ErrNotExist):
 			continue // the last holder took the directory away
-		}
-		if err != nil {
+		case !errors.Is(err, flock.ErrHeld):
 			return nil, err
 		}
-		err = syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
-		if err == nil {
-			// The holder before us may have unlinked what we have opened.
-			mine, e1 := f.Stat()
-			there, e2 := os.Stat(path)
-			if e1 == nil && e2 == nil && os.SameFile(mine, there) {
-				return &oneLock{f: f}, f.Truncate(0)
-			}
-		} else if !errors.Is(err, syscall.EWOULDBLOCK) && !errors.Is(err, syscall.EINTR) {
-			return nil, errors.Join(err, f.Close())
-		}
-		_ = f.Close()
 		if time.Now().After(deadline) {
 			return nil, nil
 		}

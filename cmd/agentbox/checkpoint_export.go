@@ -13,8 +13,8 @@ import (
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
-	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -126,50 +126,17 @@ func publish(file string, write func(io.Writer) error) error {
 		}
 		return errors.Join(write(f), f.Close())
 	}
-	dir := filepath.Dir(file)
-	temp := filepath.Join(dir, "."+filepath.Base(file)+".tmp-"+strings.ToLower(rand.Text()))
-	f, nameless, err := unnamed(dir, temp)
+	dir, base := filepath.Split(file)
+	temp := dir + "." + base + ".tmp-" + strings.ToLower(rand.Text())
+	t, err := fsx.New(file, fsx.Options{Temp: temp, Unnamed: true})
 	if err != nil {
 		return notThere(err)
 	}
-	err = write(f)
-	if err == nil {
-		err = f.Sync()
-	}
-	if err == nil && nameless {
-		err = unix.Linkat(unix.AT_FDCWD, fmt.Sprintf("/proc/self/fd/%d", f.Fd()), unix.AT_FDCWD, temp, unix.AT_SYMLINK_FOLLOW)
-		nameless = err != nil
-	}
-	if e := f.Close(); err == nil {
-		err = e
-	}
-	if err == nil {
-		err = os.Rename(temp, file)
-	}
-	if err != nil {
-		if !nameless {
-			err = errors.Join(err, os.Remove(temp))
-		}
+	defer t.Discard()
+	if err := write(t); err != nil {
 		return err
 	}
-	d, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
-}
-
-// unnamed makes a file in a directory that goes with the process, however that
-// ends. Where the filesystem has no such thing it is named temp.
-func unnamed(dir, temp string) (f *os.File, nameless bool, err error) {
-	if f, err = os.OpenFile(dir, os.O_WRONLY|unix.O_TMPFILE, 0o600); err == nil {
-		return f, true, nil
-	}
-	if !errors.Is(err, unix.EOPNOTSUPP) && !errors.Is(err, unix.EISDIR) && !errors.Is(err, unix.EINVAL) {
-		return nil, false, err
-	}
-	f, err = os.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
-	return f, false, err
+	return t.Commit()
 }
 
 // notThere gives a missing file of the host the exit code of what is missing.

@@ -21,6 +21,7 @@ import (
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
@@ -249,7 +250,7 @@ func (b *Backend) Remove(ctx context.Context, id string) error {
 	if err := failpoint.Hit("containerd.remove.after-files"); err != nil {
 		return err
 	}
-	return record.SyncDir(filepath.Dir(b.home.Dir(id)))
+	return fsx.SyncDir(filepath.Dir(b.home.Dir(id)))
 }
 
 // wipe frees everything of a container except its empty directory, which is

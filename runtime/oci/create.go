@@ -10,13 +10,13 @@ import (
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
 	"github.com/agentbox/agentbox/runtime/internal/home"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
-	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
 // Create makes a stopped container. What a killed Create left is cleared away
@@ -136,7 +136,7 @@ func (b *Backend) Remove(ctx context.Context, id string) error {
 	if err := failpoint.Hit("oci.remove.after-files"); err != nil {
 		return err
 	}
-	return record.SyncDir(filepath.Dir(b.home.Dir(id)))
+	return fsx.SyncDir(filepath.Dir(b.home.Dir(id)))
 }
 
 // wipe frees everything of a container except its empty directory, which is

@@ -13,6 +13,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
@@ -211,7 +212,7 @@ func (d *Draft) writeManifest(data []byte, origin string) error {
 	if err := failpoint.Hit("store.commit.before-fsync"); err != nil {
 		return err
 	}
-	return syncDir(dir)
+	return fsx.SyncDir(dir)
 }
 
 // publish gives the pack, then the manifest, then the rows to everybody.
@@ -244,7 +245,7 @@ func (d *Draft) publish(ctx context.Context, m Manifest, data []byte, need []pac
 	if err := failpoint.Hit("store.commit.after-rename"); err != nil {
 		return Checkpoint{}, err
 	}
-	if err := syncDir(d.s.checkpointsDir()); err != nil {
+	if err := fsx.SyncDir(d.s.checkpointsDir()); err != nil {
 		return Checkpoint{}, err
 	}
 	if err := failpoint.Hit("store.commit.before-row"); err != nil {
@@ -287,7 +288,7 @@ func (d *Draft) publishPack(info pack.Info) error {
 	if err := failpoint.Hit("store.commit.after-pack"); err != nil {
 		return err
 	}
-	return syncDir(filepath.Dir(path))
+	return fsx.SyncDir(filepath.Dir(path))
 }
 
 // makeDir makes a directory, durably, if it is not there. One that is there may
@@ -296,5 +297,5 @@ func makeDir(path string) error {
 	if err := os.Mkdir(path, 0o700); err != nil && !errors.Is(err, os.ErrExist) {
 		return err
 	}
-	return syncDir(filepath.Dir(path))
+	return fsx.SyncDir(filepath.Dir(path))
 }

@@ -17,6 +17,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
@@ -225,7 +226,7 @@ func (s *Store) discard(id string) error {
 			return err
 		}
 	}
-	return errors.Join(os.RemoveAll(s.draftDir(id)), os.RemoveAll(gone), syncDir(s.checkpointsDir()))
+	return errors.Join(os.RemoveAll(s.draftDir(id)), os.RemoveAll(gone), fsx.SyncDir(s.checkpointsDir()))
 }
 
 // readLogs reads the ends of log files. Nothing in a draft is a reason to

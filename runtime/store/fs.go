@@ -12,15 +12,6 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// syncDir makes the names in a directory durable.
-func syncDir(path string) error {
-	d, err := os.OpenFile(path, os.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0)
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
-}
-
 // openPlain opens a regular file of the open directory dir. It follows no
 // symlink, does not hang on a FIFO, and takes a single name, never a path.
 func openPlain(dir *os.File, name string) (*os.File, os.FileInfo, error) {

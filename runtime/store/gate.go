@@ -5,9 +5,8 @@ import (
 	"errors"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/flock"
 )
 
 const (
@@ -23,7 +22,7 @@ const (
 // pass waits while somebody who wants the store alone keeps newcomers out, but
 // not for longer than that is allowed.
 func (s *Store) pass(ctx context.Context) error {
-	g, err := s.flockAs(ctx, gateLock, "pass", 2*gateHold, unix.LOCK_SH)
+	g, err := s.flockAs(ctx, gateLock, "pass", 2*gateHold, flock.Shared)
 	if errors.Is(err, fault.ErrBusy) {
 		return nil
 	}

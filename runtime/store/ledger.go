@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
@@ -61,7 +62,7 @@ func (s *Store) dropLedgers() error {
 			return err
 		}
 	}
-	return syncDir(s.memoryDir())
+	return fsx.SyncDir(s.memoryDir())
 }
 
 // errLedger: the ledger turned out not to be true, or not to be whole.

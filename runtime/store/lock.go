@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/flock"
 )
 
 const (
@@ -36,8 +37,7 @@ const forkWindow = 5 * time.Millisecond
 // a process: a child that was given File holds it too, until the last of them
 // is gone, however it goes.
 type Lock struct {
-	f      *os.File
-	shared bool // File was asked for
+	h *flock.Handle
 }
 
 // holder is what a lock file says about who holds it.
@@ -63,19 +63,19 @@ func (s *Store) share(ctx context.Context, verb string) (*Lock, error) {
 	if err := s.pass(ctx); err != nil {
 		return nil, err
 	}
-	return s.flockAs(ctx, storeLock, verb, storeWait, unix.LOCK_SH)
+	return s.flockAs(ctx, storeLock, verb, storeWait, flock.Shared)
 }
 
 // exclude takes the store's lock alone: nobody drafts or reads.
 func (s *Store) exclude(ctx context.Context, verb string, wait time.Duration) (*Lock, error) {
-	return s.flockAs(ctx, storeLock, verb, wait, unix.LOCK_EX)
+	return s.flockAs(ctx, storeLock, verb, wait, 0)
 }
 
 func (s *Store) flock(ctx context.Context, id, verb string, wait time.Duration) (*Lock, error) {
-	return s.flockAs(ctx, id, verb, wait, unix.LOCK_EX)
+	return s.flockAs(ctx, id, verb, wait, 0)
 }
 
-func (s *Store) flockAs(ctx context.Context, id, verb string, wait time.Duration, how int) (*Lock, error) {
+func (s *Store) flockAs(ctx context.Context, id, verb string, wait time.Duration, how flock.How) (*Lock, error) {
 	if wait >= 0 {
 		wait = max(wait, forkWindow)
 	}
@@ -86,10 +86,10 @@ func (s *Store) flockAs(ctx context.Context, id, verb string, wait time.Duration
 		if err := ctx.Err(); err != nil {
 			return nil, fmt.Errorf("wait for the lock of %s: %w", id, context.Cause(ctx))
 		}
-		f, err := tryFlock(path, how)
+		h, err := flock.Try(path, how)
 		if err == nil {
-			l := &Lock{f: f}
-			if how == unix.LOCK_SH { // one of many: it signs for nobody
+			l := &Lock{h}
+			if how == flock.Shared { // one of many: it signs for nobody
 				return l, nil
 			}
 			if err := l.sign(verb); err != nil {
@@ -98,7 +98,7 @@ func (s *Store) flockAs(ctx context.Context, id, verb string, wait time.Duration
 			}
 			return l, nil
 		}
-		if !errors.Is(err, unix.EWOULDBLOCK) {
+		if !errors.Is(err, flock.ErrHeld) {
 			return nil, fmt.Errorf("lock %s: %w", id, denied(err))
 		}
 		left := time.Until(deadline)
@@ -108,8 +108,7 @@ func (s *Store) flockAs(ctx context.Context, id, verb string, wait time.Duration
 		if wait >= 0 && left < pause {
 			pause = left
 		}
-		// flock can only be waited for by a thread that no context can
-		// interrupt, so it is asked again and again.
+		// Not flock.Lock: a wait of its own, so that its end tells the holder's name.
 		t := time.NewTimer(pause)
 		select {
 		case <-t.C:
@@ -120,42 +119,13 @@ func (s *Store) flockAs(ctx context.Context, id, verb string, wait time.Duration
 	}
 }
 
-// tryFlock opens and locks the file. One that was unlinked meanwhile locks
-// nobody out, so the name must still lead to it afterwards.
-func tryFlock(path string, how int) (*os.File, error) {
-	for {
-		f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
-		if err != nil {
-			return nil, err
-		}
-		for {
-			if err = unix.Flock(int(f.Fd()), how|unix.LOCK_NB); err != unix.EINTR {
-				break
-			}
-		}
-		if err != nil {
-			_ = f.Close()
-			return nil, err
-		}
-		var held, named unix.Stat_t
-		if err := unix.Fstat(int(f.Fd()), &held); err != nil {
-			_ = f.Close()
-			return nil, err
-		}
-		if err := unix.Lstat(path, &named); err == nil && named.Ino == held.Ino && named.Dev == held.Dev {
-			return f, nil
-		}
-		_ = f.Close()
-	}
-}
-
 // sign writes who holds the lock.
 func (l *Lock) sign(verb string) error {
 	b, err := json.Marshal(holder{Pid: os.Getpid(), Verb: verb, Since: time.Now()})
 	if err != nil {
 		return err
 	}
-	if _, err := l.f.WriteAt(append(b, '\n'), 0); err != nil {
+	if _, err := l.h.File().WriteAt(append(b, '\n'), 0); err != nil {
 		// A full disk must not keep anyone from freeing space: the lock
 		// holds all the same, only its holder stays unnamed.
 		if errors.Is(err, syscall.ENOSPC) {
@@ -163,7 +133,7 @@ func (l *Lock) sign(verb string) error {
 		}
 		return err
 	}
-	return l.f.Truncate(int64(len(b) + 1))
+	return l.h.File().Truncate(int64(len(b) + 1))
 }
 
 // dropLocks removes the lock files of a sandbox that is gone. Whoever waits for
@@ -236,18 +206,7 @@ func (s *Store) busy(ctx context.Context, id, path string) error {
 
 // File is the locked file, to be passed to a child that must go on holding
 // the lock when this process is gone.
-func (l *Lock) File() *os.File {
-	l.shared = true
-	return l.f
-}
+func (l *Lock) File() *os.File { return l.h.Pass() }
 
 // Unlock lets go of the lock; children that were given File keep it. Idempotent.
-func (l *Lock) Unlock() {
-	// A child that is just being forked has every descriptor of ours until
-	// its exec is over, so closing alone could leave the lock held a moment
-	// longer. Unlocking frees it at once, but for those who share it, too.
-	if !l.shared {
-		_ = unix.Flock(int(l.f.Fd()), unix.LOCK_UN) // cannot fail on an open file; closed it is -1
-	}
-	_ = l.f.Close() // nothing was written that anyone needs
-}
+func (l *Lock) Unlock() { l.h.Unlock() }

@@ -14,6 +14,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
@@ -473,7 +474,7 @@ func (c *reclaim) copy(ctx context.Context, batch []uint32) (info pack.Info, num
 	if err := os.Rename(info.Temp, path); err != nil {
 		return info, 0, err
 	}
-	if err := syncDir(filepath.Dir(path)); err != nil {
+	if err := fsx.SyncDir(filepath.Dir(path)); err != nil {
 		return info, 0, err
 	}
 	if err := failpoint.Hit("store.reclaim.before-row"); err != nil {

@@ -6,6 +6,7 @@ import (
 	"fmt"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/fsx"
 )
 
 // applicationID marks a SQLite file as agentbox's ("agbx").
@@ -180,5 +181,5 @@ func (s *Store) migrate(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	return syncDir(s.root)
+	return fsx.SyncDir(s.root)
 }

@@ -48,6 +48,7 @@ import (
 	sqlite3 "modernc.org/sqlite/lib"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/fsx"
 )
 
 const (
@@ -200,7 +201,7 @@ func (s *Store) makeDirs() error {
 		if st.Mode&unix.S_IFMT != unix.S_IFDIR || st.Uid != 0 {
 			return fmt.Errorf("%s is not a directory of root's: %w", dir, fault.ErrDenied)
 		}
-		if err := syncDir(filepath.Dir(dir)); err != nil {
+		if err := fsx.SyncDir(filepath.Dir(dir)); err != nil {
 			return err
 		}
 	}

@@ -10,10 +10,10 @@ import (
 	"strings"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/flock"
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
@@ -64,7 +64,7 @@ func (s *Store) remove(ctx context.Context, id, and string) (removed bool, err e
 
 // finishRemoval may run any number of times, in several processes at once.
 func (s *Store) finishRemoval(ctx context.Context, id string) error {
-	l, err := s.flockAs(ctx, removalLock, "remove a checkpoint", storeWait, unix.LOCK_SH)
+	l, err := s.flockAs(ctx, removalLock, "remove a checkpoint", storeWait, flock.Shared)
 	if err != nil {
 		return err
 	}
@@ -88,7 +88,7 @@ func (s *Store) finishRemoval(ctx context.Context, id string) error {
 			return err
 		}
 	}
-	if err := syncDir(s.checkpointsDir()); err != nil {
+	if err := fsx.SyncDir(s.checkpointsDir()); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("store.remove.before-row"); err != nil {
@@ -167,7 +167,7 @@ func (s *Store) Sweep(ctx context.Context) ([]string, error) {
 	}
 	// What is removed has no row any more that could tell whether somebody is
 	// still at it.
-	removals, err := s.flockAs(ctx, removalLock, "sweep", 0, unix.LOCK_EX)
+	removals, err := s.flockAs(ctx, removalLock, "sweep", 0, 0)
 	if err != nil && !errors.Is(err, fault.ErrBusy) {
 		errs = append(errs, err)
 	}
@@ -399,13 +399,13 @@ func (s *Store) complete(ctx context.Context, c Checkpoint) error {
 	for path, info := range stray {
 		if used[path] {
 			p.packs = append(p.packs, info)
-			if err := syncDir(filepath.Dir(path)); err != nil {
+			if err := fsx.SyncDir(filepath.Dir(path)); err != nil {
 				return err
 			}
 		}
 	}
 	p.lost = r.pieces.x.lost()
-	if err := errors.Join(syncDir(s.packsDir()), syncDir(s.checkpointsDir())); err != nil {
+	if err := errors.Join(fsx.SyncDir(s.packsDir()), fsx.SyncDir(s.checkpointsDir())); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("store.sweep.before-ready"); err != nil {
@@ -496,18 +496,17 @@ func (s *Store) sweepLocks(ctx context.Context) error {
 		if err != nil || !isID(id) || alive[id] || time.Since(info.ModTime()) < freshLock {
 			continue
 		}
-		f, err := tryFlock(filepath.Join(s.locksDir(), e.Name()), unix.LOCK_EX)
+		l, err := flock.Try(filepath.Join(s.locksDir(), e.Name()), 0)
 		if err != nil {
-			if !errors.Is(err, unix.EWOULDBLOCK) {
+			if !errors.Is(err, flock.ErrHeld) {
 				errs = append(errs, err)
 			}
 			continue
 		}
-		l := &Lock{f: f}
 		if list, err := s.sandboxes(ctx, "WHERE id = ?", id); err != nil {
 			errs = append(errs, err)
 		} else if len(list) == 0 {
-			errs = append(errs, os.Remove(f.Name()))
+			errs = append(errs, os.Remove(l.File().Name()))
 		}
 		l.Unlock()
 	}

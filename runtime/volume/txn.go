@@ -12,6 +12,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
@@ -144,7 +145,7 @@ func exchange(a, b string) error {
 	if err := unix.Renameat2(unix.AT_FDCWD, a, unix.AT_FDCWD, b, unix.RENAME_EXCHANGE); err != nil {
 		return fmt.Errorf("exchange %s and %s: %w", a, b, err)
 	}
-	return errors.Join(record.SyncDir(path.Dir(a)), record.SyncDir(path.Dir(b)))
+	return errors.Join(fsx.SyncDir(path.Dir(a)), fsx.SyncDir(path.Dir(b)))
 }
 
 // clear ends an apply that is taken back, or was never begun.
@@ -237,7 +238,7 @@ func (t *txn) finish() error {
 	if err := os.Rename(t.path(), old); err != nil {
 		return err
 	}
-	return record.SyncDir(t.v.path(t.rec.Name))
+	return fsx.SyncDir(t.v.path(t.rec.Name))
 }
 
 // keep copies what came out of the original from the scratch directory there

@@ -19,6 +19,7 @@ import (
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/flock"
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/internal/record"
@@ -175,7 +176,7 @@ func (v *Volumes) Create(ctx context.Context, name string, opts CreateOptions) (
 		return errors.Join(same(old, opts), os.RemoveAll(temp))
 	}
 	v.log.Info("volume created", "volume", name, "from", opts.From)
-	return record.SyncDir(v.dir)
+	return fsx.SyncDir(v.dir)
 }
 
 // furnish fills a volume's directory and proves that it can be mounted.
@@ -268,16 +269,12 @@ func (v *Volumes) judge(from string) (string, error) {
 		if err != nil {
 			return "", err
 		}
-		if within(at, real) || within(real, at) {
+		if fsx.Within(real, at) || fsx.Within(at, real) {
 			return "", &fault.Error{Err: fmt.Errorf("%w: %s and agentbox's own state at %s contain one another", fault.ErrDenied, from, at),
 				Hint: "Name a directory apart from it: checkpoints of all sandboxes would be in the volume."}
 		}
 	}
 	return real, nil
-}
-
-func within(path, dir string) bool {
-	return path == dir || strings.HasPrefix(path, strings.TrimSuffix(dir, "/")+"/")
 }
 
 // load reads the record of a volume.
@@ -420,7 +417,7 @@ func (v *Volumes) Remove(ctx context.Context, ref string) error {
 		return err
 	}
 	v.log.Info("volume removed", "volume", rec.Name)
-	return errors.Join(record.SyncDir(v.dir), os.RemoveAll(trash))
+	return errors.Join(fsx.SyncDir(v.dir), os.RemoveAll(trash))
 }
 
 // Sweep deletes what killed processes left of volumes half-made and half-removed,

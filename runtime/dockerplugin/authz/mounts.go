@@ -9,6 +9,7 @@ import (
 	"github.com/docker/docker/api/types/container"
 	"github.com/docker/docker/api/types/mount"
 
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/internal/lazy"
 )
 
@@ -227,8 +228,8 @@ func (j *Judge) guards(guarded []string, real string) (in, around bool) {
 			names = append(names, w.real)
 		}
 		for _, at := range names {
-			in = in || within(at, real) || sameFile(at, real)
-			around = around || within(real, at)
+			in = in || fsx.Within(at, real) || sameFile(at, real)
+			around = around || fsx.Within(real, at)
 		}
 	}
 	return in, around

@@ -223,8 +223,3 @@ func split(p string) []string {
 	}
 	return parts
 }
-
-// within says whether p is top or lies below it.
-func within(top, p string) bool {
-	return top == "/" || p == top || strings.HasPrefix(p, top+"/")
-}

@@ -31,6 +31,7 @@ import (
 	"strings"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/internal/record"
@@ -199,7 +200,7 @@ func (h Home) Save(id string, rec any) error {
 	if err := record.WriteJSON(h.Dir(id, "container.json"), rec, true); err != nil {
 		return err
 	}
-	return record.SyncDir(filepath.Dir(h.Dir(id)))
+	return fsx.SyncDir(filepath.Dir(h.Dir(id)))
 }
 
 // Unsave makes a sandbox a half-made one, which nobody starts.
@@ -211,7 +212,7 @@ func (h Home) Unsave(id string) error {
 	if err != nil {
 		return err
 	}
-	return record.SyncDir(h.Dir(id))
+	return fsx.SyncDir(h.Dir(id))
 }
 
 // Lock serialises the verbs that change a sandbox, across processes.

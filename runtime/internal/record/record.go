@@ -10,13 +10,14 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"path/filepath"
 	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/flock"
+	"github.com/agentbox/agentbox/internal/fsx"
 )
 
 // Limit bounds what is read of a small file.
@@ -86,86 +87,30 @@ func WriteJSON(path string, v any, durable bool) error {
 }
 
 // Write publishes a file whole or not at all, and durably if asked to.
-func Write(path string, data []byte, mode os.FileMode, durable bool) (err error) {
-	f, err := os.CreateTemp(filepath.Dir(path), ".tmp-")
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if err != nil {
-			_ = os.Remove(f.Name())
-		}
-	}()
-	_, err = f.Write(data)
-	if err == nil {
-		err = f.Chmod(mode)
-	}
-	if err == nil && durable {
-		err = f.Sync()
-	}
-	if err = errors.Join(err, f.Close()); err != nil {
-		return err
-	}
-	if err = os.Rename(f.Name(), path); err != nil || !durable {
-		return err
-	}
-	return SyncDir(filepath.Dir(path))
+func Write(path string, data []byte, mode os.FileMode, durable bool) error {
+	return fsx.Write(path, data, fsx.Options{Mode: mode, Volatile: !durable})
 }
-
-// SyncDir makes the names in a directory last.
-func SyncDir(path string) error {
-	d, err := os.Open(path)
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
-}
-
-// lockPoll is how often a held lock is tried again; flock tells no one when it
-// becomes free without giving up cancellation.
-const lockPoll = 10 * time.Millisecond
 
 // Lock serialises verbs, across processes, by a lock on a directory of theirs:
 // it goes when that goes. what names the holder's business in errors. A
 // directory that is not there is ErrNotFound.
 func Lock(ctx context.Context, dir, what string) (unlock func(), err error) {
-	for {
-		d, err := os.Open(dir)
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil, fmt.Errorf("%s: %w", what, fault.ErrNotFound)
-		}
-		if err != nil {
-			return nil, err
-		}
-		switch err := unix.Flock(int(d.Fd()), unix.LOCK_EX|unix.LOCK_NB); err {
-		case nil:
-			// It may have been removed, and even made anew, while we waited.
-			if Same(d, dir) {
-				return func() { _ = d.Close() }, nil
-			}
-			_ = d.Close()
-		case unix.EWOULDBLOCK, unix.EINTR:
-			_ = d.Close()
-			select {
-			case <-ctx.Done():
-				return nil, fmt.Errorf("%s: %w: %w", what, fault.ErrBusy, ctx.Err())
-			case <-time.After(lockPoll):
-			}
-		default:
-			return nil, errors.Join(err, d.Close())
-		}
+	l, err := flock.Lock(ctx, dir, flock.Dir)
+	switch {
+	case err == nil:
+		return l.Unlock, nil
+	case errors.Is(err, fs.ErrNotExist):
+		return nil, fmt.Errorf("%s: %w", what, fault.ErrNotFound)
+	case err == ctx.Err():
+		return nil, fmt.Errorf("%s: %w: %w", what, fault.ErrBusy, err)
 	}
+	return nil, err
 }
 
-// Locked tells whether somebody holds Lock on a directory. It has it itself for
-// an instant, which those who wait for it do not notice.
+// Locked reports whether a verb holds Lock on a directory.
 func Locked(dir string) bool {
-	d, err := os.Open(dir)
-	if err != nil {
-		return false
-	}
-	defer d.Close()
-	return unix.Flock(int(d.Fd()), unix.LOCK_SH|unix.LOCK_NB) == unix.EWOULDBLOCK
+	held, _ := flock.Held(dir, flock.Dir|flock.Shared)
+	return held
 }
 
 // Same tells whether an open file is the one that a path names now.

@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"time"
 
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
@@ -334,18 +335,8 @@ func Trim(path string) (err error) {
 	if _, err := in.ReadString('\n'); err != nil && !errors.Is(err, io.EOF) {
 		return err
 	}
-	tmp, err := os.CreateTemp(filepath.Dir(path), ".tmp-")
-	if err != nil {
+	return fsx.Create(path, fsx.Options{Volatile: true}, func(f *os.File) error {
+		_, err := io.Copy(f, in)
 		return err
-	}
-	defer func() {
-		if err != nil {
-			_ = os.Remove(tmp.Name())
-		}
-	}()
-	_, err = io.Copy(tmp, in)
-	if err = errors.Join(err, tmp.Close()); err != nil {
-		return err
-	}
-	return os.Rename(tmp.Name(), path)
+	})
 }
