@@ -39,8 +39,8 @@ func TestTop(t *testing.T) {
 		if len(got) != 3 || busy.CPUPercent == nil || idle.CPUPercent == nil || made.CPUPercent != nil {
 			t.Fatalf("%s", text)
 		}
-		// Others want the processors, too.
-		if share := *busy.CPUPercent; share < 5 || share > 150 || *idle.CPUPercent > 1 || busy.CPU < 10*time.Millisecond {
+		// Others want the processors, too, and there may be dozens of them.
+		if share := *busy.CPUPercent; share < 0.5 || share > 150 || *idle.CPUPercent > 1 || busy.CPU < 10*time.Millisecond {
 			t.Errorf("CPU: %s", text)
 		}
 		const mib = 1 << 20
