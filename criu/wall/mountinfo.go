@@ -52,14 +52,7 @@ func readMounts(path string) (list []mount, err error) {
 			}
 		}
 		for _, o := range l[6:] {
-			kind, n, _ := strings.Cut(o, ":")
-			group, _ := strconv.ParseUint(n, 10, 32)
-			switch kind {
-			case "shared":
-				m.group = uint32(group)
-			case "master":
-				m.master = uint32(group)
-			}
+			m.shared = m.shared || strings.HasPrefix(o, "shared:")
 		}
 		if len(r) > 2 {
 			m.options = r[2]
