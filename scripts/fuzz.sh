@@ -6,6 +6,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export CGO_ENABLED=0 GOFLAGS="${GOFLAGS:--buildvcs=false}"
+# Go ends its workers without their temporary directories.
+TMPDIR=$(mktemp -d)
+export TMPDIR
+trap 'rm -rf --one-file-system "$TMPDIR"' EXIT
 failed=0
 while read -r dir name; do
 	printf '%s %s\n' "$dir" "$name"
