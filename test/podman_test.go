@@ -10,7 +10,6 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 )
@@ -51,9 +50,13 @@ for d in /run /var/lib/cni /var/lib/containers /etc/containers /etc/cni; do mkdi
 echo '{"default":[{"type":"insecureAcceptAnything"}]}' > /etc/containers/policy.json
 ip link set lo up
 echo ready
-exec sleep 3600`
+exec cat > /dev/null`
 	holder := exec.Command("unshare", "--net", "--mount", "--propagation", "private", "sh", "-c", setUp)
-	holder.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	// It ends with its input, and so with this process. A death signal would come at the end
+	// of the thread that starts it.
+	if _, err := holder.StdinPipe(); err != nil {
+		t.Fatal(err)
+	}
 	holder.Stderr = os.Stderr
 	out, err := holder.StdoutPipe()
 	if err != nil {
