@@ -77,12 +77,12 @@ func (s *Store) claim(ctx context.Context, name string, ready func() bool) (dir 
 		if err != nil {
 			return "", nil, err
 		}
-		if ready() { // while this one was waited for
-			return "", nil, hold.Remove()
-		}
 		if err := clearDir(dir); err != nil { // of what one that was killed left
 			hold.Unlock()
 			return "", nil, err
+		}
+		if ready() { // while this one was waited for
+			return "", nil, hold.Remove()
 		}
 		return dir, hold, nil
 	}

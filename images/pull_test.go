@@ -544,3 +544,21 @@ func TestOldIndex(t *testing.T) {
 	ok(t, s.Remove(ctx, "debian:12", nil))
 	leftovers(t, s, 1)
 }
+
+// A layer that came while its directory was waited for is not unpacked again, and what a pull
+// that was killed left in the directory goes.
+func TestClaimOfWhatIsThere(t *testing.T) {
+	s := store(t)
+	dir := s.path("tmp", "one")
+	if err := errors.Join(os.Mkdir(dir, 0o700), os.WriteFile(filepath.Join(dir, "left"), nil, 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	asked := 0
+	got, hold, err := s.claim(t.Context(), "one", func() bool { asked++; return asked > 1 })
+	if got != "" || hold != nil || err != nil {
+		t.Errorf("%q, %v, %v", got, hold, err)
+	}
+	if _, err := os.Lstat(dir); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the directory: %v", err)
+	}
+}
