@@ -1,7 +1,6 @@
 package test
 
 import (
-	"bytes"
 	"context"
 	"fmt"
 	"net/url"
@@ -61,7 +60,7 @@ func TestBootstrapKilled(t *testing.T) {
 		if err := cmd.Wait(); err == nil || cmd.ProcessState.ExitCode() != -1 {
 			t.Fatalf("it was not killed: %v", cmd.ProcessState)
 		}
-		b.eventually("its processes have ended", func() bool { return len(withEnv(t, env)) == 0 })
+		b.eventually("its processes have ended", func() bool { return len(withEnv(env)) == 0 })
 		equal(b, "what is left in TMPDIR", fmt.Sprint(there("*")), "[]")
 	}
 	b.ok("recover")
@@ -71,19 +70,4 @@ func TestBootstrapKilled(t *testing.T) {
 	}
 	left, _ := filepath.Glob(b.root + "/images/tmp/*")
 	equal(b, "what is left of the image", strings.Join(left, " "), "")
-}
-
-// withEnv lists the processes that were started with a variable.
-func withEnv(t *testing.T, variable string) (list []string) {
-	t.Helper()
-	all, err := filepath.Glob("/proc/[0-9]*/environ")
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, path := range all {
-		if env, err := os.ReadFile(path); err == nil && bytes.Contains(append([]byte{0}, env...), []byte("\x00"+variable+"\x00")) {
-			list = append(list, filepath.Dir(path))
-		}
-	}
-	return list
 }

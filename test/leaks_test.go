@@ -65,15 +65,18 @@ func processesOf(root string) (found []string) {
 }
 
 // insiders lists the processes of a sandbox, by what they are told of it.
-func insiders(id string) (found []string) {
+func insiders(id string) []string { return withEnv("AGENTBOX_SANDBOX=" + id) }
+
+// withEnv lists the processes that were started with a variable of the environment.
+func withEnv(variable string) (pids []string) {
 	dirs, _ := filepath.Glob("/proc/[0-9]*")
 	for _, dir := range dirs {
 		env, _ := os.ReadFile(dir + "/environ")
-		if bytes.Contains(env, []byte("AGENTBOX_SANDBOX="+id)) {
-			found = append(found, filepath.Base(dir))
+		if slices.Contains(strings.Split(string(env), "\x00"), variable) {
+			pids = append(pids, filepath.Base(dir))
 		}
 	}
-	return found
+	return pids
 }
 
 // ids are all that the root ever gave out, as its lock files tell.
