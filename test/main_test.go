@@ -25,6 +25,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/internal/thorough"
 )
 
@@ -68,6 +69,11 @@ func TestMain(m *testing.M) {
 		code := m.Run()
 		removePodmanGroups()
 		if err := debian.close(); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			code = 1
+		}
+		// A test that kills a CRIU may be followed by no command that finds none at work.
+		if err := criu.SweepTemp(); err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			code = 1
 		}

@@ -13,18 +13,25 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// SweepTemp removes the directories that killed restores leave in /tmp, where
-// CRIU, wherever its working directory is, puts a container's mounts together.
-// Its mounts were in a namespace that is gone; the first of them, a tmpfs, is in
+// SweepTemp removes the directories that killed CRIUs leave in /tmp, where CRIU,
+// wherever its working directory is, puts a container's mounts together, and at
+// every start tries how the kernel moves them. Its mounts were in a namespace that is gone; the first of them, a tmpfs, is in
 // ours, too, where / is shared, as under systemd. While any CRIU runs, one of them
 // may be its own, and all are left for the next time.
 func SweepTemp() error { return sweepTemp("/tmp") }
 
 func sweepTemp(dir string) error {
 	// Listed first: what a CRIU that starts meanwhile makes is not among them.
-	found, err := filepath.Glob(filepath.Join(escapeGlob(dir), ".criu.mntns.*"))
-	if err != nil || len(found) == 0 {
-		return err
+	var found []string
+	for _, name := range []string{".criu.mntns.*", ".criu.move_mount_set_group.*"} {
+		list, err := filepath.Glob(filepath.Join(escapeGlob(dir), name))
+		if err != nil {
+			return err
+		}
+		found = append(found, list...)
+	}
+	if len(found) == 0 {
+		return nil
 	}
 	if runs, err := criuRuns(); err != nil || runs {
 		return err

@@ -15,7 +15,8 @@ import (
 func TestSweepTemp(t *testing.T) {
 	dir := t.TempDir()
 	left, full, other := filepath.Join(dir, ".criu.mntns.abc123"), filepath.Join(dir, ".criu.mntns.file"), filepath.Join(dir, "other")
-	for _, d := range []string{left, other} {
+	tried := filepath.Join(dir, ".criu.move_mount_set_group.abc123")
+	for _, d := range []string{left, tried, other} {
 		if err := os.Mkdir(d, 0o777); err != nil {
 			t.Fatal(err)
 		}
@@ -78,6 +79,9 @@ func TestSweepTemp(t *testing.T) {
 	}
 	if _, err := os.Stat(mounted); !os.IsNotExist(err) {
 		t.Errorf("a tmpfs of CRIU's is left: %v", err)
+	}
+	if _, err := os.Stat(tried); !os.IsNotExist(err) {
+		t.Errorf("what CRIU tries at its start is left: %v", err)
 	}
 	for _, kept := range []string{full, other, foreign} {
 		if _, err := os.Stat(kept); err != nil {
