@@ -2,6 +2,7 @@ package criu
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -94,7 +95,8 @@ func Check(ctx context.Context) (Features, error) {
 	})
 	wg.Wait()
 	if err := ctx.Err(); err != nil {
-		return f, fmt.Errorf("criu check: %w", err)
+		_, oerr := host.EndOrphans()
+		return f, errors.Join(fmt.Errorf("criu check: %w", err), oerr)
 	}
 	if versionErr != nil && f.Works {
 		return f, fmt.Errorf("criu version: %w", versionErr)

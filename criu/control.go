@@ -93,8 +93,12 @@ func (r Runtime) Delete(ctx context.Context, force bool) error {
 	return err
 }
 
-// SweepTemp removes what restores that were killed have left in /tmp.
-func SweepTemp() error { return host.SweepTemp() }
+// Sweep ends and removes what CRIUs that were killed have left: child processes, and
+// directories in /tmp.
+func Sweep() error {
+	_, err := host.EndOrphans()
+	return errors.Join(err, host.SweepTemp())
+}
 
 // call runs the runtime and returns its output. Its error has the last thing
 // the runtime said.

@@ -301,7 +301,12 @@ func runDump(ctx context.Context, rt Runtime, opts DumpOptions, extra extras) (s
 		o := overseer{pid: cmd.Process.Pid, log: filepath.Join(opts.WorkDir, "dump.log"), images: opts.ImageDir}
 		o.box, err = freezer.Open(rt.stateRoot(), rt.ID)
 		o.known = err == nil
-		err = o.oversee(ctx, cmd.Wait)
+		if err = o.oversee(ctx, cmd.Wait); err != nil {
+			// They would hold what DumpOptions.Hold locks.
+			if _, oerr := host.EndOrphans(); oerr != nil {
+				err = errors.Join(err, oerr)
+			}
+		}
 	}
 	text := make([]byte, 64<<10)
 	n, _ := out.ReadAt(text, 0)

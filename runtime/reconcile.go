@@ -209,7 +209,7 @@ func (e *Engine) reconcile(ctx context.Context, unasked bool) (_ ReconcileReport
 	for _, did := range swept {
 		r.found(FoundStore, "", did, nil)
 	}
-	r.errs = append(r.errs, err, criu.SweepTemp())
+	r.errs = append(r.errs, err, criu.Sweep())
 	if r.rows, err = e.store.Sandboxes(ctx); err != nil {
 		return r.report, errors.Join(append(r.errs, err)...)
 	}

@@ -81,7 +81,10 @@ func (e *Engine) recoverFor(ctx context.Context, as Deed) (Recovery, error) {
 func (e *Engine) interrupted(ctx context.Context, in store.Intent) (*store.Lock, error) {
 	lock, err := e.store.Lock(ctx, in.Sandbox, "recover", 0)
 	if errors.Is(err, ErrBusy) && errors.Is(unix.Kill(in.Pid, 0), unix.ESRCH) {
-		// A child of the killed process is still at it.
+		// A child of the killed process is still at it, or an orphan of its CRIU stays.
+		if err := criu.Sweep(); err != nil {
+			e.log.Warn("orphans of CRIU not ended", "error", err)
+		}
 		defer e.assistDump(ctx, in)()
 		lock, err := e.store.Lock(ctx, in.Sandbox, "recover", recoverWait)
 		if errors.Is(err, ErrBusy) && criu.EndHolders(e.store.LockPath(in.Sandbox)) {

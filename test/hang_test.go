@@ -305,3 +305,85 @@ func networkLocks(pid int) (names []string) {
 	}
 	return names
 }
+
+// TestOrphansOfCRIU kills a CRIU, and all that runs with it, while a child process of it is
+// stopped, in which it tries how the kernel behaves. Such a child would stay for ever, and
+// would hold the sandbox's lock.
+func TestOrphansOfCRIU(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	b.start("s", "--network", "none", "busybox", "sh", "-c", counter)
+	b.reaches("s", 3)
+	var orphan int
+	// killed kills a verb's CRIU, and what kills names, at that moment.
+	killed := func(kills func(criu int) []int, args ...string) underWay {
+		b.Helper()
+		return b.seize(func(criu int) bool {
+			for orphan = 0; orphan == 0; orphan = stoppedChild(criu) {
+				if comm, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", criu)); err != nil || len(comm) == 0 {
+					return false
+				}
+			}
+			for _, pid := range append(kills(criu), criu) {
+				_ = syscall.Kill(pid, syscall.SIGKILL)
+			}
+			return true
+		}, args...)
+	}
+	gone := func(when string) {
+		b.Helper()
+		b.eventually(when+": CRIU's child is gone", func() bool {
+			stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", orphan))
+			return err != nil || strings.Contains(string(stat), ") Z ")
+		})
+	}
+	alone := func(int) []int { return nil }
+	v := killed(alone, "checkpoint", "s")
+	v.fails(b, "a checkpoint whose CRIU is killed", "")
+	gone("a checkpoint whose CRIU was killed")
+	one := b.checkpoint("s")
+
+	all := func(criu int) []int {
+		runc := parent(criu)
+		return []int{parent(runc), runc}
+	}
+	v = killed(all, "checkpoint", "s")
+	v.fails(b, "a checkpoint of which all is killed", "")
+	begun := time.Now()
+	b.ok("recover")
+	if took := time.Since(begun); took > 5*time.Second*patience {
+		t.Errorf("the recovery took %v", took)
+	}
+	gone("a checkpoint of which all was killed")
+	b.goesOn("s", "after the kill of a checkpoint")
+
+	v = killed(alone, "restore", "s", one, "--no-undo")
+	v.fails(b, "a restore whose CRIU is killed", "")
+	gone("a restore whose CRIU was killed")
+	b.ok("restore", "s", one)
+	b.goesOn("s", "after the restore")
+}
+
+// parent returns the parent of a process.
+func parent(pid int) int {
+	stat, _ := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	f := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:]))
+	if len(f) < 2 {
+		return 0
+	}
+	ppid, _ := strconv.Atoi(f[1])
+	return ppid
+}
+
+// stoppedChild returns a child of a process that is stopped; 0: there is none.
+func stoppedChild(pid int) int {
+	list, _ := os.ReadFile(fmt.Sprintf("/proc/%d/task/%d/children", pid, pid))
+	for _, field := range strings.Fields(string(list)) {
+		stat, _ := os.ReadFile("/proc/" + field + "/stat")
+		if s := string(stat); strings.Contains(s, ") T ") || strings.Contains(s, ") t ") {
+			child, _ := strconv.Atoi(field)
+			return child
+		}
+	}
+	return 0
+}

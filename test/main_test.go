@@ -73,7 +73,7 @@ func TestMain(m *testing.M) {
 			code = 1
 		}
 		// A test that kills a CRIU may be followed by no command that finds none at work.
-		if err := criu.SweepTemp(); err != nil {
+		if err := criu.Sweep(); err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			code = 1
 		}

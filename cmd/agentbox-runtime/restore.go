@@ -301,6 +301,9 @@ func (w wrapper) undo(c call, r stage.Restore) {
 	if out, err := w.quiet(ctx, c, "delete", "--force", c.id).CombinedOutput(); err != nil {
 		fmt.Fprintf(os.Stderr, "agentbox-runtime: delete %s: %s\n", c.id, bytes.TrimSpace(out))
 	}
+	if _, err := host.EndOrphans(); err != nil {
+		fmt.Fprintln(os.Stderr, "agentbox-runtime:", err)
+	}
 	if err := host.SweepTemp(); err != nil {
 		fmt.Fprintln(os.Stderr, "agentbox-runtime:", err)
 	}

@@ -38,10 +38,13 @@ func SearchPath(path string) string {
 	return strings.Join(dirs, string(filepath.ListSeparator))
 }
 
-// Environ returns this process's environment with its PATH extended by SearchPath.
+// Environ returns this process's environment with its PATH extended by SearchPath, and
+// with this process as the owner of the CRIUs that run in it: see EndOrphans.
 func Environ() []string {
-	env := slices.DeleteFunc(os.Environ(), func(kv string) bool { return strings.HasPrefix(kv, "PATH=") })
-	return append(env, "PATH="+SearchPath(os.Getenv("PATH")))
+	env := slices.DeleteFunc(os.Environ(), func(kv string) bool {
+		return strings.HasPrefix(kv, "PATH=") || strings.HasPrefix(kv, ownerEnv+"=")
+	})
+	return append(env, "PATH="+SearchPath(os.Getenv("PATH")), ownerEnv+"="+self())
 }
 
 // Find returns the path of a program, looked for along SearchPath. Files for

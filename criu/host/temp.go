@@ -77,7 +77,8 @@ func unmountTmpfs(path string) error {
 	case st.Type != unix.TMPFS_MAGIC:
 		return unix.EBUSY
 	}
-	return unix.Unmount(path, unix.UMOUNT_NOFOLLOW)
+	// With the mount below it, by which CRIU tries to move one.
+	return unix.Unmount(path, unix.UMOUNT_NOFOLLOW|unix.MNT_DETACH)
 }
 
 func criuRuns() (bool, error) {

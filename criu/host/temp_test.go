@@ -38,7 +38,11 @@ func TestSweepTemp(t *testing.T) {
 		}
 		t.Cleanup(func() { _ = unix.Unmount(path, unix.MNT_DETACH) })
 	}
-	if err := os.Mkdir(filepath.Join(mounted, "mnt-0000000001"), 0o700); err != nil {
+	below := filepath.Join(mounted, "subdir")
+	if err := os.Mkdir(below, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Mount(below, below, "", unix.MS_BIND, ""); err != nil {
 		t.Fatal(err)
 	}
 	sleep, err := exec.LookPath("sleep")

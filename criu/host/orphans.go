@@ -1,0 +1,168 @@
+package host
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// ownerEnv is set in the programs that agentbox starts to dump and restore, and in the
+// CRIUs that these start: the process of agentbox, as PID:START. START is the time since
+// boot in clock ticks, which tells a process from a later one of the same pid.
+const ownerEnv = "AGENTBOX_CRIU_OWNER"
+
+// self is the value of ownerEnv for this process.
+var self = sync.OnceValue(func() string {
+	_, start, err := parentOf(os.Getpid())
+	if err != nil {
+		return ""
+	}
+	return strconv.Itoa(os.Getpid()) + ":" + start
+})
+
+// endLimit is how long a killed orphan has to end, in which it closes its files.
+const endLimit = time.Second
+
+// EndOrphans kills the orphans of CRIUs that agentbox had started and that were killed,
+// and returns their number. When CRIU starts it tries in child processes how the kernel
+// behaves. A child whose CRIU is killed meanwhile stays stopped, or sleeps, for ever, and
+// keeps open what it has inherited: the lock of a sandbox, the output that a caller
+// reads. An orphan that traces a process is left alone: it is a CRIU at work. So is what
+// is in another pid namespace: a process that is being restored.
+func EndOrphans() (ended int, err error) {
+	entries, err := os.ReadDir("/proc")
+	if err != nil {
+		return 0, err
+	}
+	var errs []error
+	for _, e := range entries {
+		pid, err := strconv.Atoi(e.Name())
+		if err != nil || !isCRIU(pid) {
+			continue
+		}
+		was, err := endOrphan(pid)
+		if was {
+			ended++
+		}
+		if err != nil && !errors.Is(err, unix.ESRCH) {
+			errs = append(errs, fmt.Errorf("end CRIU's orphan %d: %w", pid, err))
+		}
+	}
+	return ended, errors.Join(errs...)
+}
+
+// endOrphan kills a process if it is an orphan, and waits for its end.
+func endOrphan(pid int) (was bool, err error) {
+	fd, err := unix.PidfdOpen(pid, 0)
+	if err != nil {
+		return false, err
+	}
+	defer unix.Close(fd)
+	if !isCRIU(pid) || !orphaned(pid) {
+		return false, nil
+	}
+	// Stopped it cannot begin to trace between the look and the kill.
+	if err := unix.PidfdSendSignal(fd, unix.SIGSTOP, nil, 0); err != nil {
+		return false, err
+	}
+	if tracing, err := traces(pid); err != nil || tracing {
+		return false, errors.Join(err, unix.PidfdSendSignal(fd, unix.SIGCONT, nil, 0))
+	}
+	if err := unix.PidfdSendSignal(fd, unix.SIGKILL, nil, 0); err != nil {
+		return false, err
+	}
+	poll := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+	for end := time.Now().Add(endLimit); ; {
+		n, err := unix.Poll(poll, int(max(0, time.Until(end).Milliseconds())))
+		switch {
+		case n > 0:
+			return true, nil
+		case err != nil && err != unix.EINTR:
+			return true, err
+		case time.Until(end) <= 0:
+			return true, errors.New("it has not ended yet")
+		}
+	}
+}
+
+// isCRIU reports whether a process runs CRIU, or is a restored one that is still CRIU.
+func isCRIU(pid int) bool {
+	name, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid))
+	return err == nil && string(name) == "criu\n"
+}
+
+// orphaned reports whether agentbox owned a CRIU whose parent is another process now than
+// the one that started it: neither its owner nor a program with the same owner.
+func orphaned(pid int) bool {
+	owner := ownerOf(pid)
+	if owner == "" {
+		return false
+	}
+	ours, err := os.Readlink("/proc/self/ns/pid")
+	if err != nil {
+		return false
+	}
+	if its, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/pid", pid)); err != nil || its != ours {
+		return false
+	}
+	parent, _, err := parentOf(pid)
+	if err != nil || ownerOf(parent) == owner {
+		return false
+	}
+	_, start, err := parentOf(parent)
+	return err == nil && fmt.Sprintf("%d:%s", parent, start) != owner
+}
+
+// ownerOf returns the owner in the environment of a process; empty: it has none.
+func ownerOf(pid int) string {
+	env, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid))
+	if err != nil {
+		return ""
+	}
+	for _, kv := range bytes.Split(env, []byte{0}) {
+		if owner, ok := bytes.CutPrefix(kv, []byte(ownerEnv+"=")); ok {
+			return string(owner)
+		}
+	}
+	return ""
+}
+
+// parentOf returns the parent of a process, and when the process started.
+func parentOf(pid int) (parent int, start string, err error) {
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return 0, "", err
+	}
+	f := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:]))
+	if len(f) < 20 {
+		return 0, "", fmt.Errorf("/proc/%d/stat: %d fields", pid, len(f))
+	}
+	parent, err = strconv.Atoi(f[1])
+	return parent, f[19], err
+}
+
+// traces reports whether a process traces another one.
+func traces(pid int) (bool, error) {
+	entries, err := os.ReadDir("/proc")
+	if err != nil {
+		return false, err
+	}
+	line := []byte(fmt.Sprintf("\nTracerPid:\t%d\n", pid))
+	for _, e := range entries {
+		if _, err := strconv.Atoi(e.Name()); err != nil {
+			continue
+		}
+		// One that has ended since it was listed reads as an error.
+		if status, err := os.ReadFile("/proc/" + e.Name() + "/status"); err == nil && bytes.Contains(status, line) {
+			return true, nil
+		}
+	}
+	return false, nil
+}
