@@ -40,7 +40,8 @@ var kept []any // what a finalizer would close
 var holds = map[string]func() error{
 	"all":     holdAll,
 	"maps":    func() error { return holdMaps(2000) },
-	"watches": func() error { return holdWatches("/etc") },
+	"map":     func() error { return holdMap("/bound/x") },
+	"watches": func() error { return holdWatches("/etc", "/bound", "/bound/x", "/proc/self", "/dev/shm") },
 }
 
 // holdWatches watches files.
@@ -60,19 +61,26 @@ func holdWatches(paths ...string) error {
 // holdMaps maps as many parts of as many files.
 func holdMaps(n int) error {
 	for i := range n {
-		f, err := os.Create(fmt.Sprintf("/tmp/%d", i))
-		if err != nil {
+		path := fmt.Sprintf("/tmp/%d", i)
+		if err := os.WriteFile(path, make([]byte, 4096), 0o600); err != nil {
 			return err
 		}
-		if err := f.Truncate(4096); err != nil {
+		if err := holdMap(path); err != nil {
 			return err
 		}
-		if _, err := unix.Mmap(int(f.Fd()), 0, 4096, unix.PROT_READ|(i&1)*unix.PROT_WRITE, unix.MAP_SHARED); err != nil {
-			return err
-		}
-		f.Close()
 	}
 	return nil
+}
+
+// holdMap maps a file, by which it can be written.
+func holdMap(path string) error {
+	f, err := os.OpenFile(path, os.O_RDWR, 0)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	_, err = unix.Mmap(int(f.Fd()), 0, 4096, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	return err
 }
 
 // holdAll has one of each thing that CRIU writes an image of.

@@ -125,7 +125,7 @@ func (l *look) process(pid int) error {
 	if err != nil || s["State"] == "" || strings.HasPrefix(s["State"], "Z") || strings.HasPrefix(s["State"], "X") {
 		return err
 	}
-	for _, step := range []func(int, string) error{l.namespaces, l.maps, l.cgroups, l.threads, l.mounted, l.files} {
+	for _, step := range []func(int, string) error{l.namespaces, l.maps, l.cgroups, l.threads, l.mounted, l.files, l.mapped} {
 		if err := step(pid, dir); err != nil {
 			return err
 		}
@@ -336,11 +336,17 @@ func (l *look) view(pid int, dir string) (*view, error) {
 	if pid != l.Pid {
 		return v, nil // which may be in a part of the tree
 	}
-	if err := l.spec.checkMounts("", list); err != nil {
+	host, err := readMounts(l.own + "mountinfo")
+	if err != nil {
 		return nil, err
 	}
-	if l.spec.mounter() {
-		return v, nil // which may have changed them
+	outside := map[uint32]bool{}
+	for _, m := range host {
+		outside[m.group] = true
+	}
+	delete(outside, 0)
+	if err := l.spec.checkMounts("", list, outside); err != nil {
+		return nil, err
 	}
 	return v, l.complete(dir+"root", list)
 }
@@ -359,6 +365,9 @@ func (l *look) complete(root string, list []mount) error {
 		if err := l.sees(dir, m, list); err != nil {
 			return err
 		}
+	}
+	if l.spec.mounter() {
+		return nil // which may have uncovered what is masked
 	}
 	shown, writable, err := l.bare(dir)
 	if err != nil || len(shown)+len(writable) == 0 {
@@ -407,7 +416,7 @@ func (l *look) bare(dir int) (shown, writable []string, err error) {
 
 // openIn opens a path in a root directory, going by links there alone.
 func openIn(root int, path string) (int, error) {
-	return unix.Openat2(root, strings.TrimPrefix(path, "/"), &unix.OpenHow{
+	return unix.Openat2(root, cmp.Or(strings.TrimPrefix(path, "/"), "."), &unix.OpenHow{
 		Flags: unix.O_PATH | unix.O_CLOEXEC, Resolve: unix.RESOLVE_IN_ROOT | unix.RESOLVE_NO_MAGICLINKS,
 	})
 }
@@ -529,8 +538,13 @@ func (l *look) files(pid int, dir string) error {
 		if err != nil {
 			return err
 		}
-		if !strings.HasPrefix(target, "/") || strings.HasPrefix(target, "/memfd:") || target == "/dev/zero (deleted)" || strings.HasPrefix(target, "/SYSV") {
-			continue // of no mount
+		if target == "anon_inode:inotify" || target == "anon_inode:[fanotify]" {
+			if err := l.watches(pid, dir, e.Name()); err != nil {
+				return err
+			}
+		}
+		if noMount(target) {
+			continue
 		}
 		if l.under(target) {
 			return refuseOf(pid, "file descriptor "+e.Name(), "%s is hidden in the container, or read-only", printable(target))
@@ -546,12 +560,8 @@ func (l *look) files(pid int, dir string) error {
 		if err := unix.Stat(dir+"fd/"+e.Name(), &st); err != nil {
 			return err
 		}
-		block := st.Mode&unix.S_IFMT == unix.S_IFBLK
-		if !block && st.Mode&unix.S_IFMT != unix.S_IFCHR || l.spec.hostRoot() {
-			continue
-		}
-		if major, minor := unix.Major(st.Rdev), unix.Minor(st.Rdev); !l.spec.device(block, major, minor) && !(major == 10 && minor == 200 && l.spec.can("NET_ADMIN")) {
-			return refuseOf(pid, "file descriptor "+e.Name(), "%s is device %d:%d, which the container has not", printable(target), major, minor)
+		if err := l.device(pid, "file descriptor "+e.Name(), target, &st); err != nil {
+			return err
 		}
 	}
 	return nil

@@ -52,7 +52,14 @@ func readMounts(path string) (list []mount, err error) {
 			}
 		}
 		for _, o := range l[6:] {
-			m.shared = m.shared || strings.HasPrefix(o, "shared:")
+			kind, n, _ := strings.Cut(o, ":")
+			group, _ := strconv.ParseUint(n, 10, 32)
+			switch kind {
+			case "shared":
+				m.group = uint32(group)
+			case "master":
+				m.master = uint32(group)
+			}
 		}
 		if len(r) > 2 {
 			m.options = r[2]

@@ -23,8 +23,9 @@ type mount struct {
 	source     string
 	options    string
 	external   string // in an image: what the OCI runtime gives CRIU for it
-	shared     bool
-	live       bool // the kernel tells of it
+	group      uint32 // of mounts that share what is mounted there; 0: it is in none
+	master     uint32 // the group whose mounts it gets
+	live       bool   // the kernel tells of it
 }
 
 // fstypes are the filesystems as images number them.
@@ -54,7 +55,7 @@ func (j *judge) mountpoints(name string) error {
 		}
 		m := mount{
 			id: e.number(2), parent: e.number(4), dev: uint64(e.number(3)), flags: uint64(e.number(5)), root: e.text(6), point: e.text(7),
-			source: e.text(8), options: e.text(9), external: e.text(18), shared: e.number(10) != 0,
+			source: e.text(8), options: e.text(9), external: e.text(18), group: e.number(10), master: e.number(11),
 		}
 		kind, known := fstypes[e.number(1)]
 		if !known {
@@ -95,7 +96,7 @@ func (j *judge) checkMounts() error {
 		if err := j.spec.checkTree(name, list); err != nil {
 			return err
 		}
-		if err := j.spec.checkMounts(name, list); err != nil {
+		if err := j.spec.checkMounts(name, list, nil); err != nil {
 			return err
 		}
 		for _, m := range list {
@@ -125,8 +126,8 @@ func (s *Spec) checkTree(name string, list []mount) error {
 }
 
 // checkMounts holds mounts against those that a container of the spec has. image is where
-// they stand; empty: they are the kernel's.
-func (s *Spec) checkMounts(image string, list []mount) error {
+// they stand; empty: they are the kernel's, and outside are the groups that the host's are in.
+func (s *Spec) checkMounts(image string, list []mount, outside map[uint32]bool) error {
 	roots := 0
 	count := map[string]int{}
 	for _, m := range list {
@@ -144,9 +145,6 @@ func (s *Spec) checkMounts(image string, list []mount) error {
 	if roots == 0 {
 		return refuse(image, "mountpoint", "there is no root")
 	}
-	if s.hostRoot() {
-		return nil
-	}
 	if roots != 1 {
 		return refuse(image, "mountpoint", "there are %d roots", roots)
 	}
@@ -158,6 +156,30 @@ func (s *Spec) checkMounts(image string, list []mount) error {
 		if err := s.checkMount(image, m, list, want); err != nil {
 			return err
 		}
+		if err := s.checkSharing(image, m, outside); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// checkSharing proves that what the container mounts, or the host, is mounted in the other only where
+// the spec says so. outside are the host's groups, where the kernel tells of the mount.
+func (s *Spec) checkSharing(image string, m mount, outside map[uint32]bool) error {
+	if strings.HasSuffix(s.Linux.Propagation, "shared") {
+		return nil
+	}
+	asked := ""
+	for _, w := range s.Mounts {
+		if at := s.inRoot(w.Destination); m.point == at || below(m.point, at) && slices.Contains(w.Options, "rbind") {
+			asked = w.propagation()
+		}
+	}
+	switch {
+	case m.group != 0 && asked != "shared" && (outside[m.group] || !s.mounter()):
+		return refuse(image, m.field("propagation"), "it is shared, and the container's is not")
+	case m.live && outside[m.master] && (asked == "private" || asked == "unbindable"):
+		return refuse(image, m.field("propagation"), "what the host mounts would be mounted there, and the container's is %s", asked)
 	}
 	return nil
 }
@@ -328,6 +350,9 @@ func (s *Spec) checkOther(image string, m mount, list []mount) error {
 	if s.mounter() && m.external == "" {
 		if slices.Contains(harmless, m.fstype) && (m.live || m.fstype != "overlay") {
 			return nil
+		}
+		if s.hostRoot() && (m.fstype == "proc" || m.fstype == "sysfs") && m.root == "/" {
+			return nil // of its own namespaces
 		}
 		// A part of what the container has.
 		if slices.ContainsFunc(list, func(o mount) bool {

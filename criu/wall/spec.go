@@ -36,6 +36,7 @@ type Spec struct {
 		Devices       []Device    `json:"devices"`
 		MaskedPaths   []string    `json:"maskedPaths"`
 		ReadonlyPaths []string    `json:"readonlyPaths"`
+		Propagation   string      `json:"rootfsPropagation"`
 		Seccomp       *Seccomp    `json:"seccomp"`
 		Resources     struct {
 			Devices []DeviceRule `json:"devices"`
@@ -173,6 +174,17 @@ func (s *Spec) filtered() bool {
 // bind reports whether a mount is one of a path of the host.
 func (m SpecMount) bind() bool {
 	return m.Type == "bind" || slices.Contains(m.Options, "bind") || slices.Contains(m.Options, "rbind")
+}
+
+// propagation is the last that the options name.
+func (m SpecMount) propagation() (is string) {
+	for _, o := range m.Options {
+		switch o = strings.TrimPrefix(o, "r"); o {
+		case "shared", "slave", "private", "unbindable":
+			is = o
+		}
+	}
+	return is
 }
 
 // flags are those that the options ask for and that take something away.

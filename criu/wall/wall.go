@@ -11,7 +11,8 @@
 // CRIU from doing harm; Look does not depend on how CRIU reads its images.
 //
 // A container without a user namespace whose processes may have CAP_SYS_ADMIN is as
-// good as the host's root. Its mounts are not judged by the spec.
+// good as the host's root. Its mounts are the spec's all the same, and what it can have
+// mounted itself.
 //
 // The OCI runtime wrapper imports this package and starts for every call of an engine,
 // so it decodes by protowire instead of linking the types of all images.

@@ -192,6 +192,18 @@ func TestMounter(t *testing.T) {
 	spec, err := wall.Read(b.Bundle)
 	must(t, err)
 	must(t, wall.Judge(b.Images, spec, ""))
+	allowed := []string{"a tmpfs that the container has not", "a second proc"}
+	v := walltest.Victims{File: "/victim/file", Dir: "/victim", Cgroup: "/victim"}
+	for _, f := range walltest.Forgeries(v) {
+		switch {
+		case f.Image != "mountpoints", strings.HasPrefix(f.Name, "what is"): // it masks nothing
+		case slices.Contains(allowed, f.Name):
+			f.Image = ""
+			fallthrough
+		default:
+			t.Run(f.Name, func(t *testing.T) { forged(t, b.Images, spec, v, f) })
+		}
+	}
 	spec.Process.Capabilities.Bounding = nil
 	if err := wall.Judge(b.Images, spec, ""); err == nil {
 		t.Error("a container that may not mount has them, too")

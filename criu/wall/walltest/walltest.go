@@ -17,7 +17,9 @@ import (
 	criucore "github.com/checkpoint-restore/go-criu/v7/crit/images/criu-core"
 	extfile "github.com/checkpoint-restore/go-criu/v7/crit/images/ext-file"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/fdinfo"
+	"github.com/checkpoint-restore/go-criu/v7/crit/images/fh"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/fown"
+	"github.com/checkpoint-restore/go-criu/v7/crit/images/fsnotify"
 	ghostfile "github.com/checkpoint-restore/go-criu/v7/crit/images/ghost-file"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/inventory"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/mnt"
@@ -48,9 +50,11 @@ type Victims struct {
 type Forgery struct {
 	Name string
 	// Image is the beginning of the image's name that is refused. Empty: CRIU may read it, and
-	// what is wrong is set right afterwards.
+	// what is wrong is set right afterwards, or is Late.
 	Image string
 	Forge func(dir string, v Victims) error
+	// Late is part of what is said of what is restored of it, which is refused.
+	Late string
 	// Damage: it makes no sense, rather than asks for too much.
 	Damage bool
 }
@@ -449,6 +453,8 @@ func Forgeries(v Victims) []Forgery {
 	if v.Bound != "" {
 		list = append(list,
 			Forgery{Name: "a read-only bind mount is writable", Image: "mountpoints", Forge: changed(v.Bound, func(m *mnt.MntEntry) { m.Flags = proto.Uint32(m.GetFlags() &^ 1) })},
+			Forgery{Name: "a watch of a directory of the host", Late: "it watches file", Forge: watched},
+			Forgery{Name: "a bind mount that is shared with the host", Image: "mountpoints", Forge: changed(v.Bound, func(m *mnt.MntEntry) { m.SharedId = proto.Uint32(4242) })},
 			Forgery{Name: "a bind mount elsewhere", Image: "mountpoints", Forge: added(mnt.Fstype_UNSUPPORTED, "/", "/mnt", "x", "", func(m *mnt.MntEntry) { m.ExtKey = proto.String(v.Bound) })},
 		)
 	}
@@ -468,6 +474,52 @@ func Forgeries(v Victims) []Forgery {
 		}
 		return l
 	})})
+}
+
+// watched has the first process watch the directory above the victim's, by its handle: CRIU opens
+// that by any mount of its filesystem, as the one that is bound.
+func watched(dir string, v Victims) error {
+	handle, _, err := unix.NameToHandleAt(unix.AT_FDCWD, filepath.Dir(v.Dir), 0)
+	if err != nil {
+		return errors.Join(os.ErrNotExist, err)
+	}
+	words := make([]uint64, 16)
+	for i, b := range handle.Bytes() {
+		words[i/8] |= uint64(b) << (8 * (i % 8))
+	}
+	device := uint32(0)
+	err = mounts(func(l []*mnt.MntEntry) []*mnt.MntEntry {
+		device = at(l, v.Bound).GetRootDev()
+		return l
+	})(dir, v)
+	if err != nil {
+		return err
+	}
+	if device == 0 {
+		return os.ErrNotExist
+	}
+	const id, fd = 4242, 77
+	err = opened(fdinfo.FdTypes_INOTIFY, func(e *fdinfo.FileEntry, _ Victims) {
+		e.Id = proto.Uint32(id)
+		e.Ify = &fsnotify.InotifyFileEntry{Id: proto.Uint32(id), Flags: proto.Uint32(0), Fown: owner(), Wd: []*fsnotify.InotifyWdEntry{{
+			Id: proto.Uint32(id), IIno: proto.Uint64(1), Mask: proto.Uint32(unix.IN_CREATE), IgnoredMask: proto.Uint32(0), SDev: &device, Wd: proto.Uint32(1),
+			FHandle: &fh.FhEntry{Bytes: proto.Uint32(uint32(handle.Size())), Type: proto.Uint32(uint32(handle.Type())), Handle: words},
+		}}}
+	})(dir, v)
+	if err != nil {
+		return err
+	}
+	err = edit(dir, "fdinfo-2.img", func(l []*fdinfo.FdinfoEntry) []*fdinfo.FdinfoEntry {
+		return append(l, &fdinfo.FdinfoEntry{Id: proto.Uint32(id), Flags: proto.Uint32(0), Type: fdinfo.FdTypes_INOTIFY.Enum(), Fd: proto.Uint32(fd)})
+	})
+	if err != nil {
+		return err
+	}
+	// Which would be missed otherwise: images of elsewhere need have none.
+	if err := os.Remove(filepath.Join(dir, "agentbox-proof.json")); !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	return nil
 }
 
 // Weaken makes each filter one that refuses nothing but what no engine's lets through.
