@@ -91,6 +91,7 @@ func TestForged(t *testing.T) {
 		must(os.RemoveAll(forged))
 		must(exec.Command("cp", "-a", filepath.Join(dir, "kept"), forged).Run())
 		if err := f.Forge(forged, v); errors.Is(err, fs.ErrNotExist) {
+			t.Logf("%s: there is no such image", f.Name)
 			continue // of another kind of container
 		} else if err != nil {
 			t.Fatalf("%s: %v", f.Name, err)
@@ -116,6 +117,23 @@ func TestForged(t *testing.T) {
 	}
 	must(os.RemoveAll(filepath.Join(dir, "forged")))
 	b.ok("restore", "c", one) // it is as good as before
+}
+
+// A container that may mount, with the host's ids, comes back with what it has mounted.
+func TestMounterComesBack(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	dir := t.TempDir()
+	for _, ids := range []string{"host", "auto"} {
+		c := "c" + ids
+		b.start(c, "--policy", "trusted", "--cap-add", "SYS_ADMIN", "--userns", ids, "-v", dir+":/bound:ro", "busybox", "sh", "-c",
+			"mkdir /a /b && mount -t tmpfs none /a && mkdir /a/x && mount --bind /a/x /b && echo there >/b/f; while :; do sleep 60; done")
+		b.eventually("it has mounted", func() bool { return b.sh(c, "cat /b/f 2>&1; true") == "there" })
+		one := b.checkpoint(c)
+		b.ok("restore", c, one)
+		equal(b, ids, b.sh(c, "cat /a/x/f"), "there")
+		b.ok("rm", "-f", c)
+	}
 }
 
 // victimCgroups makes a cgroup in each hierarchy that it can be made in.
