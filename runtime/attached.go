@@ -145,7 +145,7 @@ func (k *making) takeAttached(ctx context.Context, draft *store.Draft) error {
 			continue // by a process of the sandbox, perhaps
 		}
 		if err != nil {
-			return fmt.Errorf("host file %s: %w%w", path, err, errCalledOff)
+			return fmt.Errorf("host file %s: %w", path, calledOff{err})
 		}
 	}
 	k.taken = taken
@@ -429,7 +429,7 @@ func (r *restoration) tempOf(f *hostFile) string {
 
 // hostTrouble is an error over a host file, which calls the restore off.
 func (r *restoration) hostTrouble(err error) error {
-	return hint(fmt.Errorf("%w%w", err, errCalledOff),
+	return hint(calledOff{err},
 		fmt.Sprintf("Mend that and restore again, or leave host files alone with: agentbox restore --no-attached %s %s", r.sb.Name, short(r.row.ID)))
 }
 

@@ -23,10 +23,10 @@ func (e *Engine) putHosts(ctx context.Context, r *restoration) {
 		r.told = append(r.told, r.lateHosts(r.hostReport())...)
 		return
 	}
-	err := fmt.Errorf("the sandbox is restored, but its host files are as they were: %w%w", cause, errCalledOff)
+	err := fmt.Errorf("the sandbox is restored, but its host files are as they were: %w", calledOff{cause})
 	if left := r.returnHosts(ctx); len(left) > 0 {
 		text := fmt.Sprintf("not put back to what they were: %s; %s", strings.Join(left, "; "), e.keepHostUndo(ctx, r))
-		err = fmt.Errorf("the sandbox is restored, but its host files are not: %w; %s%w", cause, text, errCalledOff)
+		err = fmt.Errorf("the sandbox is restored, but its host files are not: %w; %s", calledOff{cause}, text)
 	}
 	text := fmt.Sprintf("Mend that, and restore again with: agentbox restore --attached %s %s", r.sb.Name, short(r.row.ID))
 	if !r.data.NoUndo && r.data.Undo != "" {

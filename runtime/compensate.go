@@ -20,9 +20,17 @@ import (
 // with agentbox, only OnFailureRetry, whose commands may be run more than once, runs
 // it again.
 
-// errCalledOff is in the error of a restore that an effect, or a file of the host, has
-// called off: no other way would do better. It says nothing itself.
-var errCalledOff = errors.New("")
+// calledOff is the error of a restore that an effect, or a file of the host, has called
+// off: no other strategy would do better. It says what it wraps.
+type calledOff struct{ error }
+
+func (e calledOff) Unwrap() error { return e.error }
+
+// isCalledOff reports whether an effect, or a file of the host, has called a restore off.
+func isCalledOff(err error) bool {
+	_, off := errors.AsType[calledOff](err)
+	return off
+}
 
 // past lists the effects that came after a checkpoint and are outstanding, in the
 // order in which they are compensated, and counts those from before it that were
@@ -105,7 +113,7 @@ func (e *Engine) compensate(ctx context.Context, r *restoration) (err error) {
 		if f.Status == EffectUnknown && f.OnFailure != OnFailureRetry {
 			err := fmt.Errorf("%w: the undo command of effect %s may have run before: %s", ErrState, f.name(), f.Error)
 			if f.OnFailure == OnFailureAbort {
-				return hint(fmt.Errorf("%w%w", err, errCalledOff), fmt.Sprintf("Look whether it has, then take it off the ledger (agentbox effect rm %s %s), and add it anew if it has to be run.", r.sb.Name, short(f.ID)))
+				return hint(calledOff{err}, fmt.Sprintf("Look whether it has, then take it off the ledger (agentbox effect rm %s %s), and add it anew if it has to be run.", r.sb.Name, short(f.ID)))
 			}
 			say("effect %s is not compensated: its undo command may have run before, and is not run again: %s", f.name(), f.Error)
 			continue
@@ -118,7 +126,7 @@ func (e *Engine) compensate(ctx context.Context, r *restoration) (err error) {
 		case f.OnFailure == OnFailureContinue && ctx.Err() == nil && f.Status != EffectRunning:
 			say("%v", err)
 		default:
-			return hint(fmt.Errorf("%w%w", err, errCalledOff), fmt.Sprintf("Mend what fails and restore again, or leave effects alone with: agentbox restore --no-effects %s %s", r.sb.Name, short(r.row.ID)))
+			return hint(calledOff{err}, fmt.Sprintf("Mend what fails and restore again, or leave effects alone with: agentbox restore --no-effects %s %s", r.sb.Name, short(r.row.ID)))
 		}
 	}
 	return failpoint.Hit("effect.after-all")

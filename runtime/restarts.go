@@ -277,7 +277,7 @@ func (e *Engine) notRestarted(ctx context.Context, id string, stopped bool, caus
 		return err
 	}
 	st.Ours, st.Stopped, st.Error, st.Tried = false, stopped, cause.Error(), thisMoment()
-	if !errors.Is(cause, errCalledOff) {
+	if !isCalledOff(cause) {
 		return e.noteRestarts(id, st)
 	}
 	// An undo command that fails is not run again and again with nobody looking on.

@@ -114,7 +114,7 @@ type trying struct {
 // since the sandbox ended by itself while it was looked at, as one that crashes again
 // and again does. Then it is as good as any that had ended before.
 func (t *trying) endedUnder(ctx context.Context, err error) bool {
-	if !errors.Is(err, ErrState) || errors.Is(err, errCalledOff) || t.opts.held != nil || t.r == nil || t.r.undone != "" || t.r.c.Status != Running && t.r.c.Status != Paused {
+	if !errors.Is(err, ErrState) || isCalledOff(err) || t.opts.held != nil || t.r == nil || t.r.undone != "" || t.r.c.Status != Running && t.r.c.Status != Paused {
 		return false
 	}
 	now, err := t.r.sb.host.Inspect(ctx, t.r.sb.ID)
@@ -529,7 +529,7 @@ func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, und
 			}
 		}
 		row, err := e.record(ctx, k)
-		if err != nil && !opts.FilesOnly && ctx.Err() == nil && !errors.Is(err, unix.ENOSPC) && !errors.Is(err, errCalledOff) {
+		if err != nil && !opts.FilesOnly && ctx.Err() == nil && !errors.Is(err, unix.ENOSPC) && !isCalledOff(err) {
 			// What cannot be dumped can still be put back as files.
 			e.log.Info("the undo checkpoint will have files only", "sandbox", r.sb.ID, "err", err)
 			r.undoIsFiles(err)
@@ -548,7 +548,7 @@ func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, und
 			}
 			continue
 		}
-		if errors.Is(err, errCalledOff) {
+		if isCalledOff(err) {
 			return r.hostTrouble(fmt.Errorf("keep the present state: %w", err))
 		}
 		if err != nil {

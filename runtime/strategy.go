@@ -138,7 +138,7 @@ func (e *Engine) escalate(ctx context.Context, ref string, t *trying) (Restored,
 			if err == nil {
 				return out, nil
 			}
-			if errors.Is(err, errCalledOff) && t.begun {
+			if isCalledOff(err) && t.begun {
 				return out, e.explainTries(ctx, err, t)
 			}
 			if !t.begun || ctx.Err() != nil {
@@ -253,7 +253,7 @@ func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err 
 	}
 	if t.kept == "" {
 		row, err := e.keepStopped(ctx, &old, attach)
-		if errors.Is(err, errCalledOff) {
+		if isCalledOff(err) {
 			return r.hostTrouble(fmt.Errorf("keep the present state: %w", err))
 		}
 		if err != nil {
@@ -299,7 +299,7 @@ func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err 
 func (e *Engine) keepStopped(ctx context.Context, sb *locked, attach []string) (store.Checkpoint, error) {
 	opts := CheckpointOptions{Trigger: TriggerUndo, TCP: TCPEstablished, Stop: true, Attach: attach}
 	row, err := e.checkpointOf(ctx, sb, opts, "")
-	if err != nil && ctx.Err() == nil && !errors.Is(err, unix.ENOSPC) && !errors.Is(err, errCalledOff) {
+	if err != nil && ctx.Err() == nil && !errors.Is(err, unix.ENOSPC) && !isCalledOff(err) {
 		e.log.Warn("the undo checkpoint will have files only", "sandbox", sb.ID, "err", err)
 		opts.FilesOnly = true
 		row, err = e.checkpointOf(ctx, sb, opts, "")
