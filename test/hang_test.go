@@ -358,7 +358,7 @@ func TestOrphansOfCRIU(t *testing.T) {
 	b.goesOn("s", "after the kill of a checkpoint")
 
 	v = killed(alone, "restore", "s", one, "--no-undo")
-	v.fails(b, "a restore whose CRIU is killed", "")
+	v.fails(b, "a restore whose CRIU is killed", "CRIU was killed")
 	gone("a restore whose CRIU was killed")
 	b.ok("restore", "s", one)
 	b.goesOn("s", "after the restore")

@@ -214,7 +214,8 @@ func (w wrapper) bounded(c call, r stage.Restore, log string, args []string) err
 				return nil
 			}
 			s.clear()
-			if d, e := crlog.File(log); s.criu == 0 || e != nil || d.Reason != "" || finished(log) {
+			// The log is this CRIU's, and only one that was killed says nothing in it.
+			if d, e := crlog.File(log); e != nil || d.Reason != "" || finished(log) {
 				return err
 			}
 			return cutShort{"CRIU was killed; " + stands(log), setAside(log)}
