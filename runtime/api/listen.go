@@ -98,11 +98,13 @@ func (p peer) caller() runtime.Caller {
 }
 
 // identity tells callers apart: no two have the same requests and keys.
-func (p peer) identity() string {
-	if p.Address != "" {
-		return "tls " + strconv.Quote(p.Subject)
+func (p peer) identity() string { return identity(p.caller()) }
+
+func identity(c runtime.Caller) string {
+	if c.Address != "" {
+		return "tls " + strconv.Quote(c.Client)
 	}
-	return strconv.FormatUint(uint64(p.UID), 10)
+	return strconv.FormatUint(uint64(c.UID), 10)
 }
 
 func (p peer) String() string {

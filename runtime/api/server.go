@@ -22,7 +22,6 @@ import (
 	"time"
 
 	"go.opentelemetry.io/otel/trace"
-	"golang.org/x/sync/semaphore"
 
 	"github.com/agentbox/agentbox/internal/ahead"
 	"github.com/agentbox/agentbox/internal/guard"
@@ -117,7 +116,7 @@ func New(svc runtime.Service, opts Options) (*Handler, error) {
 	if h.opts.Metrics == nil {
 		h.opts.Metrics = &Metrics{}
 	}
-	h.turns = &turns{sem: semaphore.NewWeighted(int64(opts.Turns)), time: opts.TurnTime, room: opts.Queue, metrics: h.opts.Metrics, ending: h.draining, waiting: map[*turn]time.Time{}}
+	h.turns = &turns{free: opts.Turns, time: opts.TurnTime, room: opts.Queue, metrics: h.opts.Metrics, ending: h.draining}
 	h.end, h.stop = context.WithCancel(context.Background())
 	if h.log == nil {
 		h.log = slog.Default()

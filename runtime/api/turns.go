@@ -4,22 +4,21 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"slices"
 	"sync"
 	"time"
 
-	"golang.org/x/sync/semaphore"
-
-	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 )
 
 // Verbs that make the host work, by programs that they run or files that they
-// read, take turns: so many are at work at a time, and the others wait in the order
-// in which they came. All of them at once would not be done sooner, and whoever only
-// looks would wait for the processors behind all of them.
+// read, take turns: so many are at work at a time, and the others wait. All of them
+// at once would not be done sooner, and a list would wait for the processors behind
+// all of them. Callers are served in rotation, the verbs of one in the order in which
+// they came, so that a caller with many of them delays another one by one verb.
 //
 // It cannot come to a standstill. A verb waits for its turn before it has begun
-// anything, and never again, so that nobody waits for a turn with a lock in hand.
+// anything, and never again, so that none waits for a turn with a lock in hand.
 // While it waits for a program of the host, which may be an agentbox that asks this
 // service for something, or for its caller, its turn is another's; and a turn that
 // lasts longer than Options.TurnTime, for what waits for a registry or is large, is given to
@@ -27,20 +26,31 @@ import (
 
 // turns are those of one service.
 type turns struct {
-	sem     *semaphore.Weighted
 	time    time.Duration
 	room    int // for those that wait
 	metrics *Metrics
-	ending  <-chan struct{} // closed: who waits is refused
+	ending  <-chan struct{} // closed: what waits is refused
 
-	mu      sync.Mutex
-	waiting map[*turn]time.Time // since when
+	mu     sync.Mutex
+	free   int
+	queues []*queue // that are not empty, the next one first
+}
+
+// queue has what waits of one caller.
+type queue struct {
+	of    string
+	turns []*turn // the oldest first
 }
 
 // A turn is that of one verb.
 type turn struct {
 	of    *turns
 	lapse *time.Timer
+
+	// Of one that waits, under turns.mu.
+	since  time.Time
+	queue  *queue
+	served chan error // has nil when the turn comes, and an error when it gives up its place
 
 	mu   sync.Mutex
 	held bool
@@ -58,13 +68,13 @@ func (e *errCrowded) Unwrap() error { return e.error }
 // take waits for a turn. The verb is to be called with the context that it returns,
 // and done, which may be called twice, when it has ended.
 func (t *turns) take(ctx context.Context) (_ context.Context, done func(), err error) {
-	own, began := &turn{of: t}, time.Now()
-	if !t.sem.TryAcquire(1) {
-		if err := t.queue(ctx, own); err != nil {
+	own := &turn{of: t, since: time.Now()}
+	if !t.try() {
+		if err := t.wait(ctx, own); err != nil {
 			return nil, nil, err
 		}
 	}
-	t.metrics.taken(time.Since(began))
+	t.metrics.taken(time.Since(own.since))
 	own.held = true
 	own.lapse = time.AfterFunc(t.time, func() { own.let(true) })
 	return runtime.WithAside(ctx, own.aside), sync.OnceFunc(func() {
@@ -74,47 +84,127 @@ func (t *turns) take(ctx context.Context) (_ context.Context, done func(), err e
 	}), nil
 }
 
-// queue waits behind all who came before.
-func (t *turns) queue(ctx context.Context, own *turn) error {
-	if err := t.join(own, time.Now()); err != nil {
+// try takes a turn if nothing else waits for it.
+func (t *turns) try() bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.free == 0 || len(t.queues) > 0 {
+		return false
+	}
+	t.free--
+	return true
+}
+
+// give gives a turn to the next one.
+func (t *turns) give() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if len(t.queues) == 0 {
+		t.free++
+		return
+	}
+	q := t.queues[0]
+	next := q.turns[0]
+	t.leave(next)
+	if len(q.turns) > 0 { // behind the other callers
+		t.queues = append(t.queues[1:], q)
+	}
+	next.served <- nil
+}
+
+// wait waits in the queue of the caller.
+func (t *turns) wait(ctx context.Context, own *turn) error {
+	caller, _ := runtime.CallerOf(ctx)
+	if err := t.join(own, identity(caller)); err != nil {
 		return err
 	}
-	ctx, stop := context.WithCancelCause(ctx)
-	defer stop(nil)
-	guard.Go(func() {
-		select {
-		case <-t.ending:
-			stop(errEnding())
-		case <-ctx.Done():
-		}
-	})
-	err := t.sem.Acquire(ctx, 1)
-	t.mu.Lock()
-	delete(t.waiting, own)
-	t.mu.Unlock()
-	t.metrics.queued(-1)
-	if err != nil {
-		return context.Cause(ctx)
+	defer t.metrics.queued(-1)
+	var why error
+	select {
+	case err := <-own.served:
+		return err
+	case <-t.ending:
+		why = errEnding()
+	case <-ctx.Done():
+		why = context.Cause(ctx)
 	}
+	t.mu.Lock()
+	waits := t.leave(own)
+	t.mu.Unlock()
+	if !waits && <-own.served == nil { // it came meanwhile
+		t.give()
+	}
+	return why
+}
+
+// join enters the queue of a caller. When there is no room, the verb that came last of
+// the caller with most of them is refused: the new one, or one of another caller.
+func (t *turns) join(own *turn, caller string) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.free > 0 && len(t.queues) == 0 { // since it was looked at
+		t.free--
+		own.served = make(chan error, 1)
+		own.served <- nil
+		t.metrics.queued(1)
+		return nil
+	}
+	var mine, most *queue
+	waiting := 0
+	for _, q := range t.queues {
+		waiting += len(q.turns)
+		if q.of == caller {
+			mine = q
+		}
+		if most == nil || len(q.turns) > len(most.turns) {
+			most = q
+		}
+	}
+	if mine == nil {
+		mine = &queue{of: caller}
+	}
+	if waiting >= t.room {
+		crowded := t.crowded()
+		if most == nil || len(most.turns) <= len(mine.turns)+1 {
+			return crowded
+		}
+		last := most.turns[len(most.turns)-1]
+		t.leave(last)
+		last.served <- crowded
+	}
+	if len(mine.turns) == 0 {
+		t.queues = append(t.queues, mine)
+	}
+	own.queue, own.served = mine, make(chan error, 1)
+	mine.turns = append(mine.turns, own)
+	t.metrics.queued(1)
 	return nil
 }
 
-func (t *turns) join(own *turn, now time.Time) error {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if len(t.waiting) >= t.room {
-		// Who comes now would wait about as long as the first in the queue has.
-		longest := time.Second
-		for _, since := range t.waiting {
-			longest = max(longest, now.Sub(since))
-		}
-		t.metrics.refused()
-		return &errCrowded{&runtime.Error{Op: "serve", Err: fmt.Errorf("%w: %d requests wait for their turn", runtime.ErrBusy, t.room),
-			Hint: fmt.Sprintf("Nothing was done: try again in %s.", longest.Round(time.Second))}, longest}
+// crowded is the error of a verb for which there is no room. It would wait about as
+// long as the first in the queue has.
+func (t *turns) crowded() error {
+	longest := time.Second
+	for _, q := range t.queues {
+		longest = max(longest, time.Since(q.turns[0].since))
 	}
-	t.waiting[own] = now
-	t.metrics.queued(1)
-	return nil
+	t.metrics.refused()
+	return &errCrowded{&runtime.Error{Op: "serve", Err: fmt.Errorf("%w: %d requests wait for their turn", runtime.ErrBusy, t.room),
+		Hint: fmt.Sprintf("Nothing was done: try again in %s.", longest.Round(time.Second))}, longest}
+}
+
+// leave takes a verb out of its queue, and reports whether it was in one.
+func (t *turns) leave(own *turn) bool {
+	q := own.queue
+	if q == nil {
+		return false
+	}
+	own.queue = nil
+	q.turns = slices.DeleteFunc(q.turns, func(o *turn) bool { return o == own })
+	if len(q.turns) == 0 {
+		t.queues = slices.DeleteFunc(t.queues, func(o *queue) bool { return o == q })
+	}
+	return true
 }
 
 // let gives the turn to the next one.
@@ -124,7 +214,7 @@ func (t *turn) let(over bool) {
 	t.over = t.over || over
 	if t.held {
 		t.held = false
-		t.of.sem.Release(1)
+		t.of.give()
 	}
 }
 
@@ -135,7 +225,7 @@ func (t *turn) aside() (back func()) {
 	return func() {
 		t.mu.Lock()
 		defer t.mu.Unlock()
-		t.held = t.held || !t.over && t.of.sem.TryAcquire(1)
+		t.held = t.held || !t.over && t.of.try()
 	}
 }
 

@@ -241,3 +241,122 @@ func TestTurnsOfKilled(t *testing.T) {
 		t.Error(err, forks)
 	}
 }
+
+// shared is a service with one turn, which is taken, and room for so many that wait.
+func shared(room int) *turns {
+	return &turns{time: time.Hour, room: room, metrics: &Metrics{}, ending: make(chan struct{})}
+}
+
+// by is a context of a verb that a user asks for.
+func by(ctx context.Context, uid uint32) context.Context {
+	return runtime.WithCaller(ctx, runtime.Caller{UID: uid})
+}
+
+// queued has a user wait for a turn, and says by what name it was served.
+func queued(ctx context.Context, t *turns, uid uint32, name string, served chan<- string) <-chan error {
+	t.mu.Lock()
+	before := waiting(t)
+	t.mu.Unlock()
+	ended := make(chan error, 1)
+	go func() {
+		_, done, err := t.take(by(ctx, uid))
+		if err == nil {
+			served <- name
+			done()
+		}
+		ended <- err
+	}()
+	for {
+		t.mu.Lock()
+		now := waiting(t)
+		t.mu.Unlock()
+		if now > before || len(ended) > 0 || before >= t.room {
+			return ended
+		}
+		time.Sleep(time.Millisecond)
+	}
+}
+
+func waiting(t *turns) (n int) {
+	for _, q := range t.queues {
+		n += len(q.turns)
+	}
+	return n
+}
+
+// A caller with many verbs delays another one by one verb only, and takes no place from it.
+func TestTurnsOfCallers(t *testing.T) {
+	of := shared(6)
+	served := make(chan string, 10)
+	var ended []<-chan error
+	for _, name := range []string{"a1", "a2", "a3", "a4", "a5", "a6"} {
+		ended = append(ended, queued(t.Context(), of, 1, name, served))
+	}
+	crowded := (*errCrowded)(nil)
+	if err := <-queued(t.Context(), of, 1, "a7", served); !errors.As(err, &crowded) {
+		t.Errorf("a caller that has all places: %v", err)
+	}
+	b1 := queued(t.Context(), of, 2, "b1", served)
+	if err := <-ended[5]; !errors.As(err, &crowded) || !errors.Is(err, fault.ErrBusy) {
+		t.Errorf("the last verb of the caller with most: %v", err)
+	}
+	b2 := queued(t.Context(), of, 2, "b2", served)
+	<-ended[4]
+	gone, cancel := context.WithCancel(t.Context())
+	c1 := queued(gone, of, 3, "c1", served)
+	<-ended[3]
+	c2 := queued(t.Context(), of, 3, "c2", served)
+	<-ended[2]
+	if err := <-queued(t.Context(), of, 3, "c3", served); !errors.As(err, &crowded) {
+		t.Errorf("a caller that has as many places as the others: %v", err)
+	}
+	cancel()
+	if err := <-c1; !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+	of.give()
+	var order []string
+	for range 5 {
+		order = append(order, <-served)
+	}
+	if got := strings.Join(order, " "); got != "a1 b1 c2 a2 b2" {
+		t.Error(got)
+	}
+	if err := errors.Join(<-b1, <-b2, <-c2); err != nil {
+		t.Error(err)
+	}
+	if of.free != 1 || len(of.queues) != 0 {
+		t.Errorf("%d free, %d queues", of.free, len(of.queues))
+	}
+}
+
+// Each turn is given back, whatever ends the wait for it.
+func TestTurnsGivenBack(t *testing.T) {
+	of := &turns{free: 2, time: time.Hour, room: 20, metrics: &Metrics{}, ending: make(chan struct{})}
+	var all sync.WaitGroup
+	var mu sync.Mutex
+	at, most := 0, 0
+	for i := range 200 {
+		all.Go(func() {
+			ctx, cancel := context.WithTimeout(by(t.Context(), uint32(i%5)), time.Duration(i%7)*time.Millisecond)
+			defer cancel()
+			_, done, err := of.take(ctx)
+			if err != nil {
+				return
+			}
+			mu.Lock()
+			at++
+			most = max(most, at)
+			mu.Unlock()
+			time.Sleep(time.Millisecond)
+			mu.Lock()
+			at--
+			mu.Unlock()
+			done()
+		})
+	}
+	all.Wait()
+	if most > 2 || of.free != 2 || len(of.queues) != 0 {
+		t.Errorf("%d at a time; %d free, %d queues", most, of.free, len(of.queues))
+	}
+}
