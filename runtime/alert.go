@@ -35,16 +35,16 @@ const (
 // latter HMAC-SHA256 over SECONDS, a dot and the body.
 const AlertSignature = "Agentbox-Signature"
 
-func (o RestoreOptions) webhook() bool {
+func isWebhook(o RestoreOptions) bool {
 	return strings.HasPrefix(o.Alert, "http://") || strings.HasPrefix(o.Alert, "https://")
 }
 
 // checkAlert refuses an alert that would not work, rather now than when it is needed.
-func (o RestoreOptions) checkAlert() error {
+func checkAlert(o RestoreOptions) error {
 	switch {
 	case o.Alert == "" && o.AlertSecret == "":
 		return nil
-	case o.webhook():
+	case isWebhook(o):
 		u, err := url.Parse(o.Alert)
 		if err != nil || u.Host == "" || u.User != nil || len(o.Alert) > maxAlertURL {
 			// It may have a secret in it.
@@ -107,7 +107,7 @@ func (e *Engine) alert(ctx context.Context, t *trying, failed error) error {
 		return err
 	}
 	ctx = context.WithoutCancel(ctx)
-	if t.opts.webhook() {
+	if isWebhook(t.opts) {
 		err = post(ctx, t.opts, body)
 	} else {
 		h := *t.h

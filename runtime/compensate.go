@@ -46,7 +46,7 @@ func past(list []Effect, newest string) (due []Effect, gone int) {
 	// Last in, first out, and of a group all where its newest stands.
 	rank := map[string]int{}
 	for i, f := range list {
-		if f.Group != "" && f.outstanding() {
+		if f.Group != "" && outstanding(f) {
 			rank[f.Group] = i
 		}
 	}
@@ -57,7 +57,7 @@ func past(list []Effect, newest string) (due []Effect, gone int) {
 	var sorted []placed
 	for i, f := range list[at+1:] {
 		i += at + 1
-		if !f.outstanding() {
+		if !outstanding(f) {
 			continue
 		}
 		p := placed{f, i, i}
@@ -111,11 +111,11 @@ func (e *Engine) compensate(ctx context.Context, r *restoration) (err error) {
 	until := time.Now().Add(maxCompensation)
 	for _, f := range due {
 		if f.Status == EffectUnknown && f.OnFailure != OnFailureRetry {
-			err := fmt.Errorf("%w: the undo command of effect %s may have run before: %s", ErrState, f.name(), f.Error)
+			err := fmt.Errorf("%w: the undo command of effect %s may have run before: %s", ErrState, effectName(f), f.Error)
 			if f.OnFailure == OnFailureAbort {
 				return hint(calledOff{err}, fmt.Sprintf("Look whether it has, then take it off the ledger (agentbox effect rm %s %s), and add it anew if it has to be run.", r.sb.Name, short(f.ID)))
 			}
-			say("effect %s is not compensated: its undo command may have run before, and is not run again: %s", f.name(), f.Error)
+			say("effect %s is not compensated: its undo command may have run before, and is not run again: %s", effectName(f), f.Error)
 			continue
 		}
 		r.sb.steps.at(PhaseEffects)
@@ -152,7 +152,7 @@ func (e *Engine) undoEffect(ctx context.Context, r *restoration, f *Effect, unti
 // runEffect runs an undo command once. It is on record that it may run before it
 // does, and what came of it before anything else is done.
 func (e *Engine) runEffect(ctx context.Context, r *restoration, f *Effect, until time.Time) error {
-	failed := func(err error) error { return fmt.Errorf("effect %s is not compensated: %w", f.name(), err) }
+	failed := func(err error) error { return fmt.Errorf("effect %s is not compensated: %w", effectName(*f), err) }
 	timeout := min(f.Timeout, time.Until(until))
 	if timeout <= 0 {
 		return failed(fmt.Errorf("%w: all undo commands together have taken %s", ErrState, maxCompensation))
@@ -204,7 +204,7 @@ func compensatedText(list []Effect) string {
 	var names []string
 	for _, f := range list {
 		if f.Status == EffectCompensated {
-			names = append(names, f.name())
+			names = append(names, effectName(f))
 		}
 	}
 	if len(names) == 0 {
@@ -229,7 +229,7 @@ func (e *Engine) unsureEffects(ctx context.Context, id string) (string, error) {
 	text := ""
 	for _, f := range list {
 		if f.Status == EffectRunning {
-			text += fmt.Sprintf("; the undo command of effect %s may have run", f.name())
+			text += fmt.Sprintf("; the undo command of effect %s may have run", effectName(f))
 		}
 	}
 	_, err = e.settleEffects(ctx, id)

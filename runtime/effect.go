@@ -96,12 +96,12 @@ type EffectService interface {
 }
 
 // outstanding tells whether something is left to compensate.
-func (f Effect) outstanding() bool {
+func outstanding(f Effect) bool {
 	return f.Status != EffectCompensated && f.Status != EffectRemoved
 }
 
-// name is how an effect is spoken of.
-func (f Effect) name() string {
+// effectName is how an effect is spoken of.
+func effectName(f Effect) string {
 	if f.Label != "" {
 		return fmt.Sprintf("%s (%s)", short(f.ID), f.Label)
 	}
@@ -143,7 +143,7 @@ func (e *Engine) AddEffect(ctx context.Context, ref string, req EffectRequest) (
 	defer func() { err = fail("effect add", ref, err) }()
 	f = Effect{ID: newID(), Group: req.Group, Label: req.Label, Command: slices.Clone(req.Command),
 		OnFailure: cmp.Or(req.OnFailure, OnFailureAbort), Timeout: cmp.Or(req.Timeout, effectTimeout), Status: EffectOutstanding}
-	if err := f.check(); err != nil {
+	if err := checkEffect(&f); err != nil {
 		return Effect{}, err
 	}
 	// What is done is done: it waits for a checkpoint rather than not to be recorded.
@@ -158,7 +158,7 @@ func (e *Engine) AddEffect(ctx context.Context, ref string, req EffectRequest) (
 	}
 	n := 0
 	for _, old := range list {
-		if old.outstanding() {
+		if outstanding(old) {
 			n++
 		}
 	}
@@ -181,8 +181,8 @@ func (e *Engine) AddEffect(ctx context.Context, ref string, req EffectRequest) (
 	return f, nil
 }
 
-// check completes an effect and refuses what could not be run.
-func (f *Effect) check() error {
+// checkEffect completes an effect and refuses what could not be run.
+func checkEffect(f *Effect) error {
 	switch f.OnFailure {
 	case OnFailureAbort, OnFailureContinue, OnFailureRetry:
 	default:
@@ -255,7 +255,7 @@ func (e *Engine) Effects(ctx context.Context, ref string, all bool) (_ []Effect,
 	}
 	slices.Reverse(list)
 	if !all {
-		list = slices.DeleteFunc(list, func(f Effect) bool { return !f.outstanding() })
+		list = slices.DeleteFunc(list, func(f Effect) bool { return !outstanding(f) })
 	}
 	return list, nil
 }
@@ -278,7 +278,7 @@ func (e *Engine) RemoveEffect(ctx context.Context, ref, effect string) (err erro
 	}
 	var found []Effect
 	for _, f := range list {
-		if f.outstanding() && (f.ID == effect || len(effect) >= 4 && strings.HasPrefix(f.ID, effect)) {
+		if outstanding(f) && (f.ID == effect || len(effect) >= 4 && strings.HasPrefix(f.ID, effect)) {
 			found = append(found, f)
 		}
 	}

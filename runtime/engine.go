@@ -469,7 +469,7 @@ func (e *Engine) viewOf(ctx context.Context, sb store.Sandbox, s Spec) (_ Sandbo
 		labels = map[string]string{}
 	}
 	var again *Restarts
-	if s.Restart.comesBack() {
+	if comesBack(s.Restart) {
 		st, err := e.restartsOf(sb.ID)
 		if err != nil {
 			return Sandbox{}, c, err
@@ -485,6 +485,6 @@ func (e *Engine) viewOf(ctx context.Context, sb store.Sandbox, s Spec) (_ Sandbo
 		Upperdir: c.Upper, Image: sb.Image, ImageDigest: sb.ImageDigest, Backend: sb.Backend,
 		Head: sb.Head, Attempt: sb.Attempt, Created: sb.Created, Started: c.Started, Finished: c.Finished,
 		Labels: labels, Address: c.Address, Kept: sb.Kept, Held: sb.Held, Lease: sb.Lease, Group: sb.Group, OOMKilled: c.OOMKilled, Spec: s,
-		Expires: s.Lifetime.expires(), Expired: s.Lifetime.expired(), Restarts: again,
+		Expires: expiresAt(s.Lifetime), Expired: expired(s.Lifetime), Restarts: again,
 	}, c, err
 }

@@ -27,8 +27,8 @@ type Grants struct {
 
 const madeHere = "the checkpoint was made here, and its sandbox has what it had"
 
-// none refuses grants where there is nothing to grant.
-func (g Grants) none(why string) error {
+// noGrants refuses grants where there is nothing to grant.
+func noGrants(g Grants, why string) error {
 	if !g.TrustSpec && len(g.Mounts) == 0 && len(g.Ports) == 0 && g.Policy == "" {
 		return nil
 	}
@@ -48,7 +48,7 @@ func onlyForeign(sandbox string) error {
 // returns what it asks for and does not get. Its processes may need that.
 func (e *Engine) claim(s *Spec, row store.Checkpoint, g Grants, processes bool) (withheld []string, err error) {
 	if !row.Foreign {
-		return nil, g.none(madeHere)
+		return nil, noGrants(g, madeHere)
 	}
 	if s.Adopted {
 		return nil, nil // it is not made again
@@ -201,7 +201,7 @@ func asks(s Spec, processes bool) (list []string) {
 	for _, p := range s.Network.Ports {
 		say("port %s:%d of the host, for its %d/%s", p.HostIP, p.Host, p.Sandbox, p.Protocol)
 	}
-	if s.Restart.comesBack() {
+	if comesBack(s.Restart) {
 		say("the restart policy %s", s.Restart.Policy)
 	}
 	sec := s.Security

@@ -37,10 +37,11 @@ func TestRestoreLetsGoOfLock(t *testing.T) {
 		{Trigger: "turn", Checkpoint: "one"},
 		{Checkpoint: "nosuch"},
 	} {
-		if opts.held, err = e.acquire(t.Context(), id, "test", 0); err != nil {
+		sb, err := e.acquire(t.Context(), id, "test", 0)
+		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := e.Restore(t.Context(), id, opts); err == nil {
+		if _, err := e.restoreLocked(t.Context(), id, sb, opts); err == nil {
 			t.Errorf("%+v: no error", opts)
 		}
 		lock, err := st.Lock(t.Context(), id, "test", 0)

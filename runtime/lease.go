@@ -147,7 +147,7 @@ func own(t LeaseTerms) (o LeaseOwner, err error) {
 		}
 		if err == nil {
 			var alive bool
-			if alive, err = o.alive(); err == nil && !alive {
+			if alive, err = ownerAlive(o); err == nil && !alive {
 				err = fmt.Errorf("%w: process %d has ended", ErrState, o.Pid)
 			}
 		}
@@ -155,9 +155,9 @@ func own(t LeaseTerms) (o LeaseOwner, err error) {
 	return o, err
 }
 
-// alive tells of a process whether it is, and still the same.
-func (o LeaseOwner) alive() (bool, error) {
-	p, err := o.open()
+// ownerAlive tells of a process whether it is, and still the same.
+func ownerAlive(o LeaseOwner) (bool, error) {
+	p, err := openOwner(o)
 	if p == nil {
 		return false, err
 	}
@@ -165,8 +165,8 @@ func (o LeaseOwner) alive() (bool, error) {
 	return p.Alive(), nil
 }
 
-// open pins the owner's process; nil: it has ended.
-func (o LeaseOwner) open() (*kernel.Process, error) {
+// openOwner pins the owner's process; nil: it has ended.
+func openOwner(o LeaseOwner) (*kernel.Process, error) {
 	p, err := kernel.OpenProcess(o.Pid)
 	if kernel.Gone(err) {
 		return nil, nil
@@ -194,8 +194,8 @@ func decodeLease(row store.Lease) (l Lease, err error) {
 	return l, nil
 }
 
-// encode is what is recorded of a lease.
-func (l Lease) encode() (json.RawMessage, error) {
+// encodeLease is what is recorded of a lease.
+func encodeLease(l Lease) (json.RawMessage, error) {
 	l.Expires = time.Time{}
 	if l.State == store.LeaseActive {
 		l.Sandboxes, l.Checkpoints = nil, nil
@@ -219,10 +219,10 @@ func (e *Engine) createLease(ctx context.Context, req LeaseRequest) (Lease, erro
 		}
 	}
 	l := Lease{ID: newID(), Name: req.Name, State: store.LeaseActive, Created: time.Now().UTC()}
-	if err := l.set(req.LeaseTerms); err != nil {
+	if err := setLease(&l, req.LeaseTerms); err != nil {
 		return Lease{}, err
 	}
-	data, err := l.encode()
+	data, err := encodeLease(l)
 	if err != nil {
 		return Lease{}, err
 	}
@@ -243,8 +243,8 @@ func (e *Engine) createLease(ctx context.Context, req LeaseRequest) (Lease, erro
 	return e.Lease(context.WithoutCancel(ctx), l.ID)
 }
 
-// set gives a lease its terms, from now on.
-func (l *Lease) set(t LeaseTerms) error {
+// setLease gives a lease its terms, from now on.
+func setLease(l *Lease, t LeaseTerms) error {
 	o, err := own(t)
 	if err != nil {
 		return err
@@ -292,8 +292,8 @@ func (e *Engine) leaseView(ctx context.Context, row store.Lease) (Lease, error) 
 		if err != nil {
 			return l, err
 		}
-		l.list(m)
-		l.Expires = Lifetime{TTL: l.For, Begun: l.Since}.expires()
+		listLease(&l, m)
+		l.Expires = expiresAt(Lifetime{TTL: l.For, Begun: l.Since})
 	}
 	if l.Sandboxes == nil {
 		l.Sandboxes = []string{}
@@ -304,8 +304,8 @@ func (e *Engine) leaseView(ctx context.Context, row store.Lease) (Lease, error) 
 	return l, nil
 }
 
-// list notes what belongs to it.
-func (l *Lease) list(m store.LeaseMembers) {
+// listLease notes what belongs to it.
+func listLease(l *Lease, m store.LeaseMembers) {
 	l.Sandboxes, l.Checkpoints = nil, nil
 	for _, sb := range m.Sandboxes {
 		l.Sandboxes = append(l.Sandboxes, sb.Name)
@@ -341,7 +341,7 @@ func (e *Engine) TransferLease(ctx context.Context, ref string, terms LeaseTerms
 	if terms.Owner == OwnerConnection {
 		return Lease{}, fmt.Errorf("%w: no lease can be given to a connection", ErrInvalid)
 	}
-	return e.changeLease(ctx, ref, false, func(l *Lease) error { return l.set(terms) })
+	return e.changeLease(ctx, ref, false, func(l *Lease) error { return setLease(l, terms) })
 }
 
 // changeLease changes one that is held. One that is not any more, and nobody has
@@ -368,7 +368,7 @@ func (e *Engine) changeLease(ctx context.Context, ref string, lazy bool, fn func
 		if err := fn(&l); err != nil {
 			return err
 		}
-		row.Data, err = l.encode()
+		row.Data, err = encodeLease(l)
 		return err
 	})
 	if err != nil {

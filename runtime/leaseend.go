@@ -34,10 +34,10 @@ const releaseWait = 2 * time.Minute
 // errNoBoot: a boot that is not known is not another one.
 var errNoBoot = errors.New("which boot of the host this is cannot be told")
 
-// judge tells why a lease has ended, or, when it has not, how soon to look again.
+// judgeLease tells why a lease has ended, or, when it has not, how soon to look again.
 // What it depends on is given: the instants by all clocks, and whether a process
 // lives.
-func (l Lease) judge(now Moment, beat Beat, alive func(LeaseOwner) (bool, error)) (reason string, again time.Duration, err error) {
+func judgeLease(l Lease, now Moment, beat Beat, alive func(LeaseOwner) (bool, error)) (reason string, again time.Duration, err error) {
 	again = latest
 	if now.Boot == "" || beat.Boot == "" {
 		return "", again, errNoBoot
@@ -69,7 +69,7 @@ func (l Lease) judge(now Moment, beat Beat, alive func(LeaseOwner) (bool, error)
 		again = min(again, o.Interval-silent)
 	}
 	if l.For > 0 {
-		left := l.For - l.Since.ageAt(now)
+		left := l.For - ageAt(l.Since, now)
 		if left <= 0 {
 			return fmt.Sprintf("its deadline, after %v, has passed", l.For), 0, nil
 		}
@@ -81,7 +81,7 @@ func (l Lease) judge(now Moment, beat Beat, alive func(LeaseOwner) (bool, error)
 // endIfOver has a lease begin to end if it is not held any more.
 func (e *Engine) endIfOver(ctx context.Context, id string) error {
 	return e.beginEnd(ctx, id, func(l Lease) (string, error) {
-		reason, _, err := l.judge(thisMoment(), thisBeat(), LeaseOwner.alive)
+		reason, _, err := judgeLease(l, thisMoment(), thisBeat(), ownerAlive)
 		return reason, err
 	})
 }
@@ -110,8 +110,8 @@ func (e *Engine) beginEnd(ctx context.Context, id string, why func(Lease) (strin
 			return err
 		}
 		row.State, l.State, l.Over = store.LeaseEnding, store.LeaseEnding, time.Now().UTC()
-		l.list(m)
-		row.Data, err = l.encode()
+		listLease(&l, m)
+		row.Data, err = encodeLease(l)
 		return err
 	})
 	if errors.Is(err, errHeld) {
@@ -130,8 +130,8 @@ func (e *Engine) beginEnd(ctx context.Context, id string, why func(Lease) (strin
 	}
 	return e.store.ChangeLease(ctx, id, true, func(row *store.Lease) (err error) {
 		if row.State == store.LeaseEnding {
-			l.list(m)
-			row.Data, err = l.encode()
+			listLease(&l, m)
+			row.Data, err = encodeLease(l)
 		}
 		return err
 	})
@@ -163,7 +163,7 @@ func (e *Engine) endLeases(ctx context.Context) (did []string, left []Lease, err
 			continue
 		}
 		if l.State == store.LeaseActive {
-			reason, _, err := l.judge(now, beat, LeaseOwner.alive)
+			reason, _, err := judgeLease(l, now, beat, ownerAlive)
 			if err == nil && reason != "" {
 				err = guard.Do(func() error { return e.endIfOver(ctx, l.ID) }) // which judges once more, with nobody renewing it meanwhile
 				if now, e2 := e.store.Lease(ctx, l.ID); err == nil && e2 == nil {
@@ -309,7 +309,7 @@ func (e *Engine) freeSandbox(ctx context.Context, sb store.Sandbox, l Lease, by 
 	if err := e.note(sb.ID, Event{Time: time.Now(), Type: EventLease, Name: cmp.Or(l.Name, short(l.ID)), Reason: l.Reason}); err != nil {
 		e.log.Warn("its end is not told", "sandbox", sb.ID, "err", err)
 	}
-	err := e.Remove(ctx, sb.ID, RemoveOptions{Force: true, deed: deedTo(sb, "rm", by, ofLease(l))})
+	err := e.removeAs(ctx, sb.ID, deedTo(sb, "rm", by, ofLease(l)), RemoveOptions{Force: true})
 	if errors.Is(err, ErrNotFound) {
 		return nil
 	}
@@ -427,7 +427,7 @@ func (e *Engine) KeepLeases(ctx context.Context) error {
 		for _, l := range left {
 			again := busyAgain
 			if l.State == store.LeaseActive {
-				_, again, _ = l.judge(now, beat, func(o LeaseOwner) (bool, error) { return true, nil })
+				_, again, _ = judgeLease(l, now, beat, func(o LeaseOwner) (bool, error) { return true, nil })
 				await(ctx, l.Owner, waiting, ended)
 			}
 			wait = min(wait, max(again, time.Millisecond))
@@ -461,7 +461,7 @@ func await(ctx context.Context, o LeaseOwner, waiting map[LeaseOwner]context.Can
 	ctx, cancel := context.WithCancel(ctx)
 	waiting[o] = cancel
 	guard.Go(func() {
-		p, err := o.open()
+		p, err := openOwner(o)
 		if err != nil {
 			return
 		}

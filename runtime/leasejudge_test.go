@@ -40,7 +40,7 @@ func TestLeaseJudged(t *testing.T) {
 		"a heart that a boot has ended":  {lease: Lease{Owner: beating}, now: at("b", time.Minute), awake: time.Minute, ends: "not renewed"},
 		"a process, its deadline passed": {lease: Lease{Owner: process, For: time.Hour, Since: at("a", 0)}, now: at("a", time.Hour), ends: "deadline"},
 	} {
-		reason, again, err := c.lease.judge(c.now, Beat{c.now.Time, c.now.Boot, c.awake}, func(LeaseOwner) (bool, error) { return !c.dead, nil })
+		reason, again, err := judgeLease(c.lease, c.now, Beat{c.now.Time, c.now.Boot, c.awake}, func(LeaseOwner) (bool, error) { return !c.dead, nil })
 		if err != nil || (reason != "") != (c.ends != "") || !strings.Contains(reason, c.ends) || again != c.again {
 			t.Errorf("%s: %q, again in %v, %v; want %q, %v", name, reason, again, err, c.ends, c.again)
 		}

@@ -60,27 +60,27 @@ func uptime() time.Duration {
 }
 
 // age is how long ago it was: exact within a boot, else as the clock has it.
-func (m Moment) age() time.Duration { return m.ageAt(thisMoment()) }
+func age(m Moment) time.Duration { return ageAt(m, thisMoment()) }
 
-func (m Moment) ageAt(now Moment) time.Duration {
+func ageAt(m Moment, now Moment) time.Duration {
 	if m.Boot != "" && m.Boot == now.Boot {
 		return now.Up - m.Up
 	}
 	return max(0, now.Time.Sub(m.Time))
 }
 
-func (l Lifetime) left() time.Duration { return l.TTL - l.Begun.age() }
+func timeLeft(l Lifetime) time.Duration { return l.TTL - age(l.Begun) }
 
-func (l Lifetime) expired() bool { return l.TTL > 0 && l.left() <= 0 }
+func expired(l Lifetime) bool { return l.TTL > 0 && timeLeft(l) <= 0 }
 
-// expires is when the clock will show that it is over; it moves only when the
+// expiresAt is when the clock will show that it is over; it moves only when the
 // clock is set.
-func (l Lifetime) expires() time.Time {
+func expiresAt(l Lifetime) time.Time {
 	if l.TTL == 0 {
 		return time.Time{}
 	}
 	at := l.Begun.Time.Add(l.TTL)
-	if d := time.Until(at) - l.left(); d.Abs() > time.Second {
+	if d := time.Until(at) - timeLeft(l); d.Abs() > time.Second {
 		at = at.Add(-d)
 	}
 	return at
@@ -98,10 +98,10 @@ func checkLifetime(l Lifetime) error {
 
 // mayStart refuses to start what has expired.
 func mayStart(s Spec) error {
-	if !s.Lifetime.expired() {
+	if !expired(s.Lifetime) {
 		return nil
 	}
-	return hint(fmt.Errorf("%w: its time (%v) was over at %s", ErrState, s.Lifetime.TTL, s.Lifetime.expires().Local().Format(time.DateTime)),
+	return hint(fmt.Errorf("%w: its time (%v) was over at %s", ErrState, s.Lifetime.TTL, expiresAt(s.Lifetime).Local().Format(time.DateTime)),
 		"Give it more: agentbox update --ttl DURATION "+s.Name)
 }
 
@@ -200,7 +200,7 @@ func (e *Engine) expire(ctx context.Context, id string) (done bool, err error) {
 		return false, err
 	}
 	defer sb.lock.Unlock()
-	if !s.Lifetime.expired() {
+	if !expired(s.Lifetime) {
 		return false, nil // it was given more time
 	}
 	why := fmt.Sprintf("ttl: its time of %v is over", s.Lifetime.TTL)

@@ -14,25 +14,25 @@ func TestMoment(t *testing.T) {
 	set := now // the clock was put forward by a day since
 	set.Time = set.Time.Add(-24 * time.Hour)
 	l := Lifetime{TTL: time.Hour, Begun: set}
-	if l.expired() {
+	if expired(l) {
 		t.Error("a clock put forward ends it early")
 	}
-	if d := time.Until(l.expires()) - time.Hour; d.Abs() > time.Minute {
-		t.Errorf("it is said to expire at %v, %v off", l.expires(), d)
+	if d := time.Until(expiresAt(l)) - time.Hour; d.Abs() > time.Minute {
+		t.Errorf("it is said to expire at %v, %v off", expiresAt(l), d)
 	}
 	l.Begun = now
 	l.Begun.Up -= 2 * time.Hour
 	l.Begun.Time = l.Begun.Time.Add(24 * time.Hour) // and back
-	if !l.expired() {
+	if !expired(l) {
 		t.Error("a clock put back makes it longer")
 	}
-	for ago, expired := range map[time.Duration]bool{-24 * time.Hour: false, time.Minute: false, 2 * time.Hour: true} {
+	for ago, want := range map[time.Duration]bool{-24 * time.Hour: false, time.Minute: false, 2 * time.Hour: true} {
 		l.Begun = Moment{Time: time.Now().Add(-ago), Boot: "another", Up: now.Up}
-		if l.expired() != expired {
-			t.Errorf("made %v ago, before a reboot: expired %v", ago, l.expired())
+		if expired(l) != want {
+			t.Errorf("made %v ago, before a reboot: expired %v", ago, expired(l))
 		}
 	}
-	if (Lifetime{Begun: Moment{}}).expired() || !(Lifetime{}).expires().IsZero() {
+	if expired((Lifetime{Begun: Moment{}})) || !expiresAt((Lifetime{})).IsZero() {
 		t.Error("what has no end expires")
 	}
 }

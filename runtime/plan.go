@@ -20,12 +20,12 @@ import (
 // that runs is taken as it is found.
 func (e *Engine) PlanRestore(ctx context.Context, ref string, opts RestoreOptions) (out RestorePlan, err error) {
 	defer func() { err = fail("restore", ref, err) }()
-	if err := opts.check(); err != nil {
+	if err := checkRestore(opts); err != nil {
 		return out, err
 	}
 	opts.Pull.Policy = images.PullNever
 	opts.FilesOnly = opts.FilesOnly || opts.Strategy == StrategyFiles
-	r, err := e.target(ctx, ref, opts)
+	r, err := e.target(ctx, ref, nil, opts)
 	if err != nil {
 		return out, err
 	}
@@ -54,7 +54,7 @@ func (e *Engine) PlanRestore(ctx context.Context, ref string, opts RestoreOption
 		}
 	}
 	if opts.Strategy != "" {
-		ways, err := opts.ways(r.row.Kind)
+		ways, err := waysOf(opts, r.row.Kind)
 		if err != nil {
 			return out, err
 		}
@@ -98,7 +98,7 @@ func (e *Engine) PlanRestore(ctx context.Context, ref string, opts RestoreOption
 				return out, err
 			}
 			if entry.Path != "." {
-				out.count(overlay.Change{Path: entry.Path, Kind: overlay.Added, New: &entry})
+				countChanges(&out, overlay.Change{Path: entry.Path, Kind: overlay.Added, New: &entry})
 				out.Bytes += entry.Size
 			}
 		}
@@ -148,13 +148,13 @@ func (e *Engine) PlanRestore(ctx context.Context, ref string, opts RestoreOption
 	}
 	then := overlay.Side{Tree: func() (io.ReadCloser, error) { return r.reader.Tree(ctx, 0) }, Taken: vouched(r.row)}
 	err = overlay.Diff(ctx, overlay.Side{Dir: r.c.Upper}, then, overlay.DiffOptions{Lower: lower}, func(c overlay.Change) error {
-		out.count(c)
+		countChanges(&out, c)
 		return nil
 	})
 	if err != nil {
 		return out, err
 	}
-	out.effects(r)
+	addEffects(&out, r)
 	return out, nil
 }
 
@@ -172,8 +172,8 @@ func (e *Engine) planOpened(ctx context.Context, r *restoration) (err error) {
 	return r.checkOpened(filepath.Join(dir, "images"))
 }
 
-// count adds a change to a plan.
-func (p *RestorePlan) count(c overlay.Change) {
+// countChanges adds a change to a plan.
+func countChanges(p *RestorePlan, c overlay.Change) {
 	switch c.Kind {
 	case overlay.Added:
 		p.Added++
@@ -185,8 +185,8 @@ func (p *RestorePlan) count(c overlay.Change) {
 	p.Changes = append(p.Changes, ChangeOf(c))
 }
 
-// effects tells what else a restore does.
-func (p *RestorePlan) effects(r *restoration) {
+// addEffects tells what else a restore does.
+func addEffects(p *RestorePlan, r *restoration) {
 	say := func(format string, a ...any) { p.Effects = append(p.Effects, fmt.Sprintf(format, a...)) }
 	was := Status(r.reader.Manifest().Status)
 	switch {

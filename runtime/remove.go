@@ -17,6 +17,11 @@ import (
 
 // Remove frees all a sandbox has. Its checkpoints stay unless asked for.
 func (e *Engine) Remove(ctx context.Context, ref string, opts RemoveOptions) (err error) {
+	return e.removeAs(ctx, ref, nil, opts)
+}
+
+// removeAs is Remove by the Engine itself, as which deed it is put on record; nil: by a caller.
+func (e *Engine) removeAs(ctx context.Context, ref string, d *Deed, opts RemoveOptions) (err error) {
 	defer func() { err = fail("rm", ref, err) }()
 	sb, err := e.acquire(ctx, ref, "rm", lockWait)
 	if opts.Force && errors.Is(err, ErrBusy) {
@@ -42,7 +47,7 @@ func (e *Engine) Remove(ctx context.Context, ref string, opts RemoveOptions) (er
 		return hint(fmt.Errorf("%w: it is %s", ErrState, c.Status), "Stop it first, or remove it with --force.")
 	}
 	defer e.release(sb.ID)
-	return e.deed(ctx, opts.deed, func() error { return e.remove(ctx, sb, opts.Checkpoints) })
+	return e.deed(ctx, d, func() error { return e.remove(ctx, sb, opts.Checkpoints) })
 }
 
 // removal is the journal's data of a removal.

@@ -38,7 +38,7 @@ type Restart struct {
 	From    string `json:"from,omitempty"`    // empty: RestartFromCommand
 }
 
-func (r Restart) comesBack() bool { return r.Policy != "" && r.Policy != RestartNo }
+func comesBack(r Restart) bool { return r.Policy != "" && r.Policy != RestartNo }
 
 // Restarts is how often a sandbox came back since its owner started it.
 type Restarts struct {
@@ -81,7 +81,7 @@ func checkRestart(s Spec, p Properties) error {
 		return fmt.Errorf("%w: restart from %.40q: choose command or head", ErrInvalid, r.From)
 	case r.Retries < 0 || r.Retries > 0 && r.Policy != RestartOnFailure:
 		return fmt.Errorf("%w: a number of restarts is for on-failure", ErrInvalid)
-	case !r.comesBack():
+	case !comesBack(r):
 		return nil
 	case s.AutoRemove:
 		return fmt.Errorf("%w: a sandbox that is removed when it exits cannot be restarted", ErrInvalid)
@@ -135,7 +135,7 @@ func (e *Engine) forgetRestarts(id string) error {
 // begun puts on record that a sandbox has come up, by its policy or by its owner,
 // who begins to count anew with that.
 func (e *Engine) begun(s Spec) error {
-	if !s.Restart.comesBack() {
+	if !comesBack(s.Restart) {
 		return e.forgetRestarts(s.ID)
 	}
 	st, err := e.restartsOf(s.ID)
@@ -161,7 +161,7 @@ func (e *Engine) meant(sb store.Sandbox) error {
 // staysDown puts on record that a sandbox that ends is not started again; ours: by
 // a restart that is under way, if one is. Its owner takes it from that.
 func (e *Engine) staysDown(s Spec, ours bool) error {
-	if !s.Restart.comesBack() {
+	if !comesBack(s.Restart) {
 		return nil
 	}
 	st, err := e.restartsOf(s.ID)
@@ -175,7 +175,7 @@ func (e *Engine) staysDown(s Spec, ours bool) error {
 // comesBack tells whether a sandbox that has ended is to be started again, and
 // what is known of its restarts. One that a restore has held never is, nor one whose lease is over.
 func (e *Engine) comesBack(ctx context.Context, sb store.Sandbox, s Spec, c Container) (back bool, st restarts, err error) {
-	if !s.Restart.comesBack() || c.Status != Exited || s.Lifetime.expired() || sb.Held != "" {
+	if !comesBack(s.Restart) || c.Status != Exited || expired(s.Lifetime) || sb.Held != "" {
 		return false, st, nil
 	}
 	if sb.Lease != "" {
@@ -224,7 +224,7 @@ func (st restarts) pause(c Container, seen time.Duration) time.Duration {
 	}
 	past := max(seen, time.Since(c.Finished))
 	if tried {
-		past = st.Tried.age()
+		past = age(st.Tried)
 	}
 	return max(0, pause-past)
 }
@@ -292,7 +292,7 @@ func (e *Engine) bringBack(ctx context.Context, sb *locked, s Spec, why string) 
 		if err == nil {
 			d := deedTo(sb.Sandbox, "restore", ByWatch, why)
 			err = e.deed(ctx, d, func() (err error) {
-				d.Restored, err = e.Restore(ctx, sb.ID, RestoreOptions{NoUndo: true, held: sb})
+				d.Restored, err = e.restoreLocked(ctx, sb.ID, sb, RestoreOptions{NoUndo: true})
 				return err
 			})
 			sb.lock.Unlock() // where it has not come to that
@@ -337,8 +337,8 @@ func (e *Engine) startRestored(ctx context.Context, id, why string) error {
 	return e.startAgain(ctx, sb, why)
 }
 
-// limits tells whether how a sandbox has ended counts for how often it may fail.
-func (r Restart) limits(c Container) bool {
+// restartLimits tells whether how a sandbox has ended counts for how often it may fail.
+func restartLimits(r Restart, c Container) bool {
 	return r.Policy == RestartOnFailure && r.Retries > 0 && c.Status == Exited && c.ExitCode != 0
 }
 

@@ -59,10 +59,15 @@ type restoring struct {
 // files; then the sandbox is stopped, what differs is exchanged by renames, and it
 // is started. When that fails the files are put back.
 func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (out Restored, err error) {
+	return e.restoreLocked(ctx, ref, nil, opts)
+}
+
+// restoreLocked is Restore, of a sandbox whose lock it takes over; nil: it takes the lock.
+func (e *Engine) restoreLocked(ctx context.Context, ref string, sb *locked, opts RestoreOptions) (out Restored, err error) {
 	defer func() { err = fail("restore", ref, err) }()
-	if err := opts.check(); err != nil {
-		if opts.held != nil {
-			opts.held.lock.Unlock()
+	if err := checkRestore(opts); err != nil {
+		if sb != nil {
+			sb.lock.Unlock()
 		}
 		return Restored{}, err
 	}
@@ -71,7 +76,7 @@ func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (
 		ctx, cancel = context.WithTimeout(ctx, opts.Timeout)
 		defer cancel()
 	}
-	t := &trying{opts: opts, noUndo: opts.NoUndo, steps: follow(opts.Progress)}
+	t := &trying{sb: sb, opts: opts, noUndo: opts.NoUndo, steps: follow(opts.Progress)}
 	defer t.steps.end()
 	if opts.Strategy == "" {
 		out, err = e.try(ctx, ref, t)
@@ -93,6 +98,7 @@ func (e *Engine) Restore(ctx context.Context, ref string, opts RestoreOptions) (
 
 // trying is a restore with all that it takes: one try, or several in different ways.
 type trying struct {
+	sb       *locked // that was locked before; nil: it is to be looked up
 	opts     RestoreOptions
 	steps    *steps
 	noUndo   bool   // nobody wants an undo checkpoint when it is done
@@ -114,7 +120,7 @@ type trying struct {
 // since the sandbox ended by itself while it was looked at, as one that crashes again
 // and again does. Then it is as good as any that had ended before.
 func (t *trying) endedUnder(ctx context.Context, err error) bool {
-	if !errors.Is(err, ErrState) || isCalledOff(err) || t.opts.held != nil || t.r == nil || t.r.undone != "" || t.r.c.Status != Running && t.r.c.Status != Paused {
+	if !errors.Is(err, ErrState) || isCalledOff(err) || t.sb != nil || t.r == nil || t.r.undone != "" || t.r.c.Status != Running && t.r.c.Status != Paused {
 		return false
 	}
 	now, err := t.r.sb.host.Inspect(ctx, t.r.sb.ID)
@@ -123,7 +129,7 @@ func (t *trying) endedUnder(ctx context.Context, err error) bool {
 
 // try restores once.
 func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ Restored, err error) {
-	r, err := e.target(ctx, ref, t.opts)
+	r, err := e.target(ctx, ref, t.sb, t.opts)
 	if err != nil {
 		return Restored{}, err
 	}

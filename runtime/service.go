@@ -322,8 +322,6 @@ type RestoreOptions struct {
 	Pull images.PullOptions `json:"pull"`
 
 	Progress Steps `json:"-"`
-
-	held *locked // the sandbox, whose lock Restore takes over; nil: it takes it itself
 }
 
 // TriggerUndo is the trigger of the checkpoints that Restore takes by itself.
@@ -377,8 +375,6 @@ type RemoveOptions struct {
 	Force       bool `json:"force"`       // kill it if it runs
 	AtExit      bool `json:"at_exit"`     // only if it is not kept: the end of an --rm sandbox
 	Checkpoints bool `json:"checkpoints"` // its checkpoints too
-
-	deed *Deed // nobody has asked for it
 }
 
 // PathStat describes one path in a sandbox.

@@ -32,7 +32,7 @@ func (s *specs) of(rows []store.Sandbox, errs []error) []Spec {
 			if d.spec, errs[i] = spec(row); errs[i] != nil {
 				continue
 			}
-			d.spec = d.spec.brief()
+			d.spec = briefSpec(d.spec)
 		}
 		list[i], now[row.ID] = d.spec, d
 	}
@@ -40,9 +40,9 @@ func (s *specs) of(rows []store.Sandbox, errs []error) []Spec {
 	return list
 }
 
-// brief is the spec without its long texts, which are the same for most sandboxes and
+// briefSpec is the spec without its long texts, which are the same for most sandboxes and
 // would be the greater part of a list.
-func (s Spec) brief() Spec {
+func briefSpec(s Spec) Spec {
 	s.Security.SeccompProfile = ""
 	if s.Policy != nil {
 		s.Policy = &Policy{Name: s.Policy.Name, Digest: s.Policy.Digest}

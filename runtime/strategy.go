@@ -59,8 +59,8 @@ func FoldAttempts(tries []RestoreAttempt) (lines []string) {
 	return lines
 }
 
-// check refuses options that do not go together.
-func (o RestoreOptions) check() error {
+// checkRestore refuses options that do not go together.
+func checkRestore(o RestoreOptions) error {
 	if o.Undo && o.Checkpoint != "" {
 		return fmt.Errorf("%w: an undo has its checkpoint already", ErrInvalid)
 	}
@@ -73,7 +73,7 @@ func (o RestoreOptions) check() error {
 	if o.Attached && o.NoAttached {
 		return fmt.Errorf("%w: attached files, and none", ErrInvalid)
 	}
-	return o.checkAlert()
+	return checkAlert(o)
 }
 
 // way is one strategy for one checkpoint.
@@ -94,8 +94,8 @@ func (w way) name(full bool) string {
 	return w.strategy
 }
 
-// ways are what is tried for a checkpoint, in order.
-func (o RestoreOptions) ways(kind string) ([]way, error) {
+// waysOf are what is tried for a checkpoint, in order.
+func waysOf(o RestoreOptions, kind string) ([]way, error) {
 	full := kind == KindFull && !o.FilesOnly
 	switch {
 	case o.Strategy == StrategyFull && !full:
@@ -111,13 +111,13 @@ func (o RestoreOptions) ways(kind string) ([]way, error) {
 // escalate restores by a strategy: each way up to three times, then the next.
 func (e *Engine) escalate(ctx context.Context, ref string, t *trying) (Restored, error) {
 	opts := t.opts
-	r, err := e.target(ctx, ref, opts)
+	r, err := e.target(ctx, ref, t.sb, opts)
 	if err != nil {
 		return Restored{}, err
 	}
 	row, id := r.row, r.sb.ID
 	r.sb.lock.Unlock()
-	ways, err := opts.ways(row.Kind)
+	ways, err := waysOf(opts, row.Kind)
 	if err != nil {
 		return Restored{}, err
 	}

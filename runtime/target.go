@@ -13,10 +13,9 @@ import (
 )
 
 // target finds the sandbox and the checkpoint to restore, and locks the
-// sandbox. One that was removed is made again in the course of the restore.
-func (e *Engine) target(ctx context.Context, ref string, opts RestoreOptions) (*restoration, error) {
-	r := &restoration{restart: opts.held != nil, verify: opts.Verify, pull: opts.Pull, noEffects: opts.NoEffects, attached: opts.Attached, noAttached: opts.NoAttached, given: opts.Secrets, grants: opts.Grants, data: restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly, Salvage: opts.Salvage, NoUndo: opts.NoUndo}}
-	r.sb = opts.held
+// sandbox, unless it is given. One that was removed is made again in the course of the restore.
+func (e *Engine) target(ctx context.Context, ref string, sb *locked, opts RestoreOptions) (*restoration, error) {
+	r := &restoration{sb: sb, restart: sb != nil, verify: opts.Verify, pull: opts.Pull, noEffects: opts.NoEffects, attached: opts.Attached, noAttached: opts.NoAttached, given: opts.Secrets, grants: opts.Grants, data: restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly, Salvage: opts.Salvage, NoUndo: opts.NoUndo}}
 	err := e.match(ctx, ref, &opts)
 	if err != nil {
 		if r.sb != nil {
@@ -64,11 +63,11 @@ func (e *Engine) target(ctx context.Context, ref string, opts RestoreOptions) (*
 func (r *restoration) keepGiven(opts RestoreOptions) error {
 	again := opts.Strategy == StrategyRecreate || opts.Strategy == StrategyAuto
 	if !r.row.Foreign {
-		return opts.Grants.none(madeHere)
+		return noGrants(opts.Grants, madeHere)
 	}
 	if !again {
 		r.caveats = []string{"the checkpoint comes from elsewhere, and what is in it gets all that the sandbox has"}
-		err := opts.Grants.none("the sandbox is there, and keeps what it was given")
+		err := noGrants(opts.Grants, "the sandbox is there, and keeps what it was given")
 		if err == nil && opts.Strategy != StrategyFiles {
 			err = r.fits()
 		}

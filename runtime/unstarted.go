@@ -46,7 +46,7 @@ func hasStarter(sb store.Sandbox) (bool, error) {
 	if o.Boot != bootID() {
 		return false, nil
 	}
-	return o.alive()
+	return ownerAlive(o)
 }
 
 // freeUnstarted removes the sandboxes whose caller has ended before it started them.

@@ -26,7 +26,7 @@ func (e *Engine) marks() string { return filepath.Join(e.store.Root(), "watch") 
 
 // watched tells whether a sandbox needs that process.
 func watched(s Spec) bool {
-	return s.Resources.Storage > 0 || s.Lifetime.TTL > 0 || s.Lifetime.Idle > 0 || s.Restart.comesBack()
+	return s.Resources.Storage > 0 || s.Lifetime.TTL > 0 || s.Lifetime.Idle > 0 || comesBack(s.Restart)
 }
 
 // enforce begins a start of a sandbox, whose limits are watched from here on.
@@ -150,7 +150,7 @@ func (e *Engine) revive(ctx context.Context, id string) (did string, err error) 
 	if err != nil {
 		return "", err
 	}
-	if s.Lifetime.expired() {
+	if expired(s.Lifetime) {
 		done, err := e.expire(ctx, sb.ID)
 		if errors.Is(err, ErrBusy) {
 			return "", nil // whoever is at it is followed by another command
@@ -174,14 +174,14 @@ func (e *Engine) revive(ctx context.Context, id string) (did string, err error) 
 	case c.Status == Running || c.Status == Paused:
 		e.watchOver(s)
 		return fmt.Sprintf("sandbox %s is held to its limits again", sb.Name), nil
-	case s.Restart.comesBack():
+	case comesBack(s.Restart):
 		if back, _, err := e.comesBack(ctx, sb, s, c); back || err != nil {
 			e.watchOver(s) // it does that
 			return fmt.Sprintf("sandbox %s is started again, as its restart policy says", sb.Name), err
 		}
 	case s.AutoRemove && s.Lifetime.TTL > 0 && !sb.Kept:
 		// The host has ended it, and nobody has removed it. Then its time does.
-		return "", e.touch(sb.ID, time.Now().Add(min(latest, s.Lifetime.left())), false)
+		return "", e.touch(sb.ID, time.Now().Add(min(latest, timeLeft(s.Lifetime))), false)
 	}
 	return "", e.unmark(sb.ID)
 }
@@ -298,7 +298,7 @@ func (w *watching) look(ctx context.Context) (done bool, wait time.Duration, err
 	}
 	wait = latest
 	if s.Lifetime.TTL > 0 {
-		if left := s.Lifetime.left(); left > 0 {
+		if left := timeLeft(s.Lifetime); left > 0 {
 			wait = min(wait, left)
 		} else {
 			return w.end(ctx, e.expire)
@@ -335,7 +335,7 @@ func (w *watching) again(ctx context.Context, sb store.Sandbox, s Spec, c Contai
 	switch {
 	case err != nil:
 		return false, latest, err
-	case !back && s.Restart.limits(c):
+	case !back && restartLimits(s.Restart, c):
 		same, err := w.e.whileOver(ctx, w.id, c.Finished, func(*locked) error { return w.e.giveUp(s, c) })
 		if !same {
 			return w.later(err)
