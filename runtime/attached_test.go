@@ -385,11 +385,11 @@ func TestAttachedVersion(t *testing.T) {
 	if m.Version != 3 {
 		t.Errorf("version %d", m.Version)
 	}
-	for _, v := range []int{2, 5} {
+	for _, v := range []int{2, 6} {
 		m.Version = v
 		data, err := m.Encode()
 		h.must(err)
-		if _, err = store.ParseManifest(data); errors.Is(err, fault.ErrUnsupported) != (v == 5) || errors.Is(err, fault.ErrCorrupt) != (v == 2) {
+		if _, err = store.ParseManifest(data); errors.Is(err, fault.ErrUnsupported) != (v == 6) || errors.Is(err, fault.ErrCorrupt) != (v == 2) {
 			t.Errorf("version %d: %v", v, err)
 		}
 	}

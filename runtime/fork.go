@@ -115,7 +115,7 @@ func (e *Engine) forking(ctx context.Context, row store.Checkpoint, opts ForkOpt
 	m := reader.Manifest()
 	n := m.Files[0].Data
 	if row.Kind == KindFull && !opts.FilesOnly && !opts.NoStart {
-		n += imageBytes(m)
+		n += m.Processes.Bytes()
 	}
 	if err := reader.Close(); err != nil {
 		return nil, err

@@ -33,7 +33,11 @@ func (e *Engine) unrestorable(ctx context.Context, row store.Checkpoint) (why st
 	defer func() { err = errors.Join(err, os.RemoveAll(scratch)) }()
 	dir := filepath.Join(scratch, "images")
 	var names, ghosts []string
-	for _, im := range reader.Manifest().Processes.Images {
+	images, err := reader.Images(ctx)
+	if err != nil {
+		return "", err
+	}
+	for _, im := range images {
 		switch read, ghost := criu.Judges(im.Name); {
 		case read:
 			names = append(names, im.Name)

@@ -465,7 +465,7 @@ func (e *Engine) layOutImages(ctx context.Context, r *restoration) error {
 	if err := discard(r.images); err != nil {
 		return err
 	}
-	r.sb.steps.begin(PhaseImages, imageBytes(r.reader.Manifest()))
+	r.sb.steps.begin(PhaseImages, r.reader.Manifest().Processes.Bytes())
 	r.reader.CountImages(r.sb.steps.adder(PhaseImages))
 	err := r.reader.ExtractImages(ctx, r.images)
 	if errors.Is(err, ErrCorrupt) && r.data.Salvage {

@@ -35,9 +35,7 @@ func (e *Engine) explainFull(r *restoration, err error) error {
 	}
 	images := int64(0)
 	if r.reader != nil && r.full() {
-		for _, im := range r.reader.Manifest().Processes.Images {
-			images += im.Bytes
-		}
+		images = r.reader.Manifest().Processes.Bytes()
 	}
 	add(e.store.Root(), images)
 	for i, t := range r.data.Trees {

@@ -308,13 +308,3 @@ func (s *steps) reading() overlay.Sink {
 	s.mu.Unlock()
 	return s.sink(p, store.Cutter{})
 }
-
-// imageBytes is how much the process images of a checkpoint are.
-func imageBytes(m store.Manifest) (n int64) {
-	if m.Processes != nil {
-		for i := range m.Processes.Images {
-			n += m.Processes.Images[i].Bytes
-		}
-	}
-	return n
-}

@@ -25,6 +25,7 @@ import (
 const (
 	versionName  = "agentbox/version"
 	manifestName = "agentbox/manifest.json"
+	listName     = "agentbox/images.jsonl"
 	treeFormat   = "agentbox/tree-%d.jsonl"
 
 	configName  = "config.dump"
@@ -140,6 +141,9 @@ func (x *exporter) run() error {
 	if err := x.small(manifestName, x.c.Manifest); err != nil {
 		return err
 	}
+	if err := x.list(); err != nil {
+		return err
+	}
 	for i := range x.m.trees() {
 		if err := x.tree(i); err != nil {
 			return fmt.Errorf("tree %d: %w", i, err)
@@ -233,6 +237,30 @@ func (c *counted) Read(p []byte) (int, error) {
 		}
 	}
 	return n, err
+}
+
+// list writes the list of the images, and takes it.
+func (x *exporter) list() (err error) {
+	t := x.m.listed()
+	if t == nil {
+		return nil
+	}
+	r, err := x.c.Data.ImageList(x.ctx)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, r.Close()) }()
+	lines, err := io.ReadAll(io.LimitReader(r, t.Bytes+1))
+	if err != nil {
+		return fmt.Errorf("%s: %w", listName, err)
+	}
+	if int64(len(lines)) != t.Bytes {
+		return corrupt("%s is not %d bytes long", listName, t.Bytes)
+	}
+	if err := x.m.list(lines); err != nil {
+		return err
+	}
+	return x.small(listName, lines)
 }
 
 func (x *exporter) tree(i int) (err error) {

@@ -25,6 +25,8 @@ func FuzzArchive(f *testing.F) {
 	_, c := full(f)
 	f.Add(exported(f, c, Options{Compress: None}))
 	f.Add(exported(f, c, Options{}))
+	_, other := listed(f)
+	f.Add(exported(f, other, Options{Compress: None}))
 	f.Add(exported(f, c, Options{Compress: Gzip}))
 	f.Add(podmanArchive(f))
 	for _, bad := range hostile(f) {

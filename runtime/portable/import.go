@@ -50,7 +50,30 @@ func (a *Archive) begin(ctx context.Context) error {
 		return err
 	}
 	a.facts = ownFacts(a.manifest, data)
+	if err := a.list(); err != nil {
+		return err
+	}
 	return failpoint.Hit("portable.import.after-facts")
+}
+
+// list reads the list of the images, if the manifest does not name them.
+func (a *Archive) list() error {
+	t := a.manifest.listed()
+	if t == nil {
+		return nil
+	}
+	h, err := a.expect(listName)
+	if err != nil {
+		return err
+	}
+	if h.Size != t.Bytes {
+		return corrupt("%s has %d bytes, its manifest says %d", listName, h.Size, t.Bytes)
+	}
+	lines, err := a.read(h, maxManifest)
+	if err != nil {
+		return err
+	}
+	return a.manifest.list(lines)
 }
 
 func firstLine(text []byte) string {

@@ -51,7 +51,8 @@ type memory struct {
 	trees  [][]byte
 	images map[string][]byte
 	dir    string
-	cut    int // bytes of a piece; 0: 64 KiB
+	cut    int  // bytes of a piece; 0: 64 KiB
+	listed bool // the manifest does not name the images
 }
 
 func newMemory(t testing.TB) *memory {
@@ -118,6 +119,23 @@ func (m *memory) PutImages(context.Context) error {
 
 func (m *memory) Tree(_ context.Context, n int) (io.ReadCloser, error) {
 	return io.NopCloser(bytes.NewReader(m.trees[n])), nil
+}
+
+func (m *memory) ImageList(context.Context) (io.ReadCloser, error) {
+	if !m.listed {
+		return nil, fault.ErrNotFound
+	}
+	lines, _ := m.list()
+	return io.NopCloser(bytes.NewReader(lines)), nil
+}
+
+// list is the list of the images, and how much they are.
+func (m *memory) list() (lines []byte, size int64) {
+	for _, name := range slices.Sorted(mapKeys(m.images)) {
+		lines = fmt.Appendf(lines, "{\"name\":%q,\"digest\":%q,\"bytes\":%d}\n", name, sum(m.images[name]), len(m.images[name]))
+		size += int64(len(m.images[name]))
+	}
+	return lines, size
 }
 
 func (m *memory) Source() overlay.Source { return pieces{m} }
@@ -219,6 +237,11 @@ func (m *memory) manifest(t testing.TB, names ...string) []byte {
 			images = append(images, map[string]any{"name": name, "bytes": len(m.images[name]), "digest": sum(m.images[name])})
 		}
 		out["processes"] = map[string]any{"count": 1, "images": images}
+		if m.listed {
+			lines, size := m.list()
+			listed := map[string]any{"entries": len(images), "data": size, "bytes": len(lines), "digest": sum(lines), "pieces": []any{}}
+			out["processes"] = map[string]any{"count": 1, "images": []any{}, "listed": listed}
+		}
 	}
 	data, err := json.Marshal(out)
 	must(t, err)

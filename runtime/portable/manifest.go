@@ -5,8 +5,11 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"strings"
 	"time"
+
+	"github.com/zeebo/blake3"
 
 	"github.com/agentbox/agentbox/internal/fault"
 )
@@ -31,6 +34,7 @@ type manifest struct {
 	} `json:"attached"`
 	Processes *struct {
 		Images []image `json:"images"`
+		Listed *tree   `json:"listed"` // what lists them, if the manifest does not
 	} `json:"processes"`
 }
 
@@ -86,14 +90,74 @@ func parseManifest(data []byte) (*manifest, error) {
 		}
 		seen[v.Name] = true
 	}
+	if t := m.listed(); t != nil {
+		if len(m.Processes.Images) > 0 || t.Entries < 1 || t.Entries > maxImages || t.Bytes < 1 || t.Bytes > maxManifest || count(t.Data) != nil || !isDigest(t.Digest) {
+			return nil, corrupt("%s: %d images and a list of them: %+v", manifestName, len(m.Processes.Images), *t)
+		}
+	}
+	if err := checkList(m.images(), count); err != nil {
+		return nil, fmt.Errorf("%s: %w", manifestName, err)
+	}
+	return m, nil
+}
+
+func checkList(list []image, count func(n int64) error) error {
 	last := ""
-	for _, im := range m.images() {
+	for _, im := range list {
 		if !plain(im.Name) || im.Name <= last || count(im.Bytes) != nil || !isDigest(im.Digest) {
-			return nil, corrupt("%s: image %.64q", manifestName, im.Name)
+			return corrupt("image %.64q", im.Name)
 		}
 		last = im.Name
 	}
-	return m, nil
+	return nil
+}
+
+// listed is what the manifest says of the list of the images; nil: it names them itself.
+func (m *manifest) listed() *tree {
+	if m.Processes == nil {
+		return nil
+	}
+	return m.Processes.Listed
+}
+
+// list takes the list of the images, which the manifest proves.
+func (m *manifest) list(lines []byte) error {
+	want := m.listed()
+	h := blake3.New()
+	_, _ = h.Write(lines) // never fails
+	if got := digest(h); got != want.Digest {
+		return corrupt("%s has the digest %s, its manifest says %s", listName, got, want.Digest)
+	}
+	left := want.Data
+	var list []image
+	for d := json.NewDecoder(bytes.NewReader(lines)); ; {
+		var im image
+		err := d.Decode(&im)
+		if err == io.EOF {
+			break
+		}
+		if err != nil {
+			return corrupt("%s: %v", listName, err)
+		}
+		if list = append(list, im); int64(len(list)) > want.Entries {
+			return corrupt("%s: more than %d images", listName, want.Entries)
+		}
+	}
+	err := checkList(list, func(n int64) error {
+		if n < 0 || n > left {
+			return errors.New("impossible length")
+		}
+		left -= n
+		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("%s: %w", listName, err)
+	}
+	if int64(len(list)) != want.Entries || left != 0 {
+		return corrupt("%s: %d images with %d bytes, its manifest says %d with %d", listName, len(list), want.Data-left, want.Entries, want.Data)
+	}
+	m.Processes.Images = list
+	return nil
 }
 
 // trees is how many there are, the files' included.

@@ -8,6 +8,7 @@
 //
 //	agentbox/version          one line
 //	agentbox/manifest.json    the store's manifest, byte for byte
+//	agentbox/images.jsonl     the store's list of the process images, if the manifest does not name them
 //	agentbox/tree-N.jsonl     the entries of the files (0) and of the volumes (1...)
 //	config.dump, spec.dump    what Podman makes a container of
 //	network.status            null
@@ -80,6 +81,9 @@ type Data interface {
 	Tree(ctx context.Context, n int) (io.ReadCloser, error)
 	// Source has the data of the files of all trees.
 	Source() overlay.Source
+	// ImageList opens the JSON lines of the process images, which are asked for if the
+	// manifest does not name them.
+	ImageList(ctx context.Context) (io.ReadCloser, error)
 	// Image opens a process image.
 	Image(ctx context.Context, name string) (io.ReadCloser, error)
 }

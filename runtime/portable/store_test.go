@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"crypto/rand"
 	"encoding/json"
+	"fmt"
 	"io"
 	"os"
 	"path/filepath"
@@ -48,6 +49,9 @@ func stored(t testing.TB, s *store.Store) (id string) {
 		must(t, d.PutTree(t.Context(), i, func(fn func(overlay.Entry) error) error { return walk(t, d.Sink(), from, fn) }))
 	}
 	must(t, os.WriteFile(filepath.Join(d.CRIUDir(), "inventory.img"), []byte("inventory"), 0o600))
+	for i := range 9 { // so that the manifest does not name them
+		must(t, os.WriteFile(filepath.Join(d.CRIUDir(), fmt.Sprintf("route-%d.img", 1+i)), []byte("route"), 0o600))
+	}
 	must(t, os.WriteFile(filepath.Join(d.CRIUDir(), "pages-1.img"), append(large, large...), 0o600))
 	must(t, d.PutImages(t.Context()))
 	c, err := d.Commit(t.Context(), store.Manifest{
@@ -71,6 +75,9 @@ func TestStore(t *testing.T) {
 	old := reader(t, from, stored(t, from))
 	raw, err := old.Manifest().Encode()
 	must(t, err)
+	if list := old.Manifest().Processes; list.Listed == nil || list.Listed.Entries != 11 {
+		t.Errorf("%+v", list)
+	}
 	archive := exported(t, Checkpoint{Manifest: raw, Data: old}, Options{})
 	if again := exported(t, Checkpoint{Manifest: raw, Data: old}, Options{}); !bytes.Equal(archive, again) {
 		t.Error("the second export has other bytes")
@@ -107,7 +114,7 @@ func TestStore(t *testing.T) {
 	one, two := filepath.Join(t.TempDir(), "x"), filepath.Join(t.TempDir(), "x")
 	must(t, old.ExtractImages(t.Context(), one))
 	must(t, got.ExtractImages(t.Context(), two))
-	for _, name := range []string{"inventory.img", "pages-1.img"} {
+	for _, name := range []string{"inventory.img", "route-9.img", "pages-1.img"} {
 		x, err := os.ReadFile(filepath.Join(one, name))
 		must(t, err)
 		y, err := os.ReadFile(filepath.Join(two, name))

@@ -217,7 +217,10 @@ func (v *survey) list(to []uint32, list []overlay.Piece) ([]uint32, error) {
 func (v *survey) checkpoint(ctx context.Context, r *Reader) (n needed, damage []error, err error) {
 	hurt := func(what string, err error) error {
 		if err != nil && (errors.Is(err, fault.ErrCorrupt) || unreadable(err)) {
-			damage = append(damage, fmt.Errorf("%s: %w", what, err))
+			if what != "" {
+				err = fmt.Errorf("%s: %w", what, err)
+			}
+			damage = append(damage, err)
 			return nil
 		}
 		return err
@@ -227,11 +230,17 @@ func (v *survey) checkpoint(ctx context.Context, r *Reader) (n needed, damage []
 			return n, damage, err
 		}
 	}
-	if r.manifest.Processes == nil {
-		return n, damage, nil
+	list, err := r.listed(ctx)
+	if err := hurt("", err); err != nil {
+		return n, damage, err
 	}
-	for i := range r.manifest.Processes.Images {
-		im := &r.manifest.Processes.Images[i]
+	for _, part := range [][]overlay.Piece{list.pieces.lists, list.pieces.lines} {
+		if n.pieces, err = v.list(n.pieces, part); err != nil {
+			return n, damage, err
+		}
+	}
+	for i := range list.images {
+		im := &list.images[i]
 		err := hurt("process image "+im.Name, v.image(ctx, r, im, &n))
 		if err != nil {
 			return n, damage, err

@@ -151,7 +151,9 @@ func (d *Draft) fill(m *Manifest) error {
 		if m.Processes != nil {
 			p = *m.Processes
 		}
-		p.Images = d.images
+		if p.Images, p.Listed = d.images, d.listed; p.Listed != nil {
+			p.Images = nil
+		}
 		m.Processes = &p
 	case d.images != nil:
 		return fmt.Errorf("a files-only checkpoint has process images: %w", fault.ErrInvalid)

@@ -47,6 +47,7 @@ type Draft struct {
 	trees  map[int]Tree
 	lines  map[int][]overlay.Piece // the pieces of their lines
 	images []Image                 // nil: there were none yet
+	listed *Tree                   // their list; nil: it is short
 	put    string                  // the pack, once it has its name
 	ended  bool                    // by Commit or Abort
 	closed bool

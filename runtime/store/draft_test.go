@@ -365,6 +365,7 @@ func TestReaderOutlivesCancelAndPartialRead(t *testing.T) {
 }
 
 func TestManifest(t *testing.T) {
+	naming(t)
 	s := open(t, t.TempDir())
 	b := sandbox("c")
 	b.Spec = json.RawMessage("{\"z\": 1.50, \"a\": [1, {\"y\":\"<&>\\u2028\", \"b\":null}],\n \"cpus\":1e2}")
@@ -390,8 +391,10 @@ func TestManifest(t *testing.T) {
 		_, err := ParseManifest(bytes.Replace(data, []byte(from), []byte(to), 1))
 		wantErr(t, err, fault.ErrCorrupt)
 	}
-	_, err = ParseManifest(bytes.Replace(data, []byte(`"version":2`), []byte(`"version":5`), 1))
+	_, err = ParseManifest(bytes.Replace(data, []byte(`"version":2`), []byte(`"version":6`), 1))
 	wantErr(t, err, fault.ErrUnsupported)
+	_, err = ParseManifest(bytes.Replace(data, []byte(`"version":2`), []byte(`"version":5`), 1)) // it names its images
+	wantErr(t, err, fault.ErrCorrupt)
 	_, err = ParseManifest(bytes.Replace(data, []byte(`"version":2`), []byte(`"version":4`), 1)) // it has no deep list
 	wantErr(t, err, fault.ErrCorrupt)
 	_, err = ParseManifest(bytes.Replace(data, []byte(`"version":2`), []byte(`"version":3`), 1)) // it has no host files

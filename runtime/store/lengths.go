@@ -32,27 +32,29 @@ func (r *Reader) lengths(ctx context.Context) error {
 			return err
 		}
 	}
-	if p := r.manifest.Processes; p != nil {
-		for i := range p.Images {
-			im := &p.Images[i]
-			what := "process image " + im.Name
-			if err := c.pieces(what, im.Pieces); err != nil {
+	images, err := r.Images(ctx)
+	if err != nil {
+		return err
+	}
+	for i := range images {
+		im := &images[i]
+		what := "process image " + im.Name
+		if err := c.pieces(what, im.Pieces); err != nil {
+			return err
+		}
+		if err := c.pieces(what, im.Pages); err != nil {
+			return err
+		}
+		if im.Recipe == nil {
+			continue
+		}
+		segs, err := r.recipe(ctx, im)
+		if err != nil {
+			return fmt.Errorf("%s: %w", what, err)
+		}
+		for _, g := range segs {
+			if err := c.add(what, g.ID, length{least: int64(g.Off) + int64(g.Len)}); err != nil {
 				return err
-			}
-			if err := c.pieces(what, im.Pages); err != nil {
-				return err
-			}
-			if im.Recipe == nil {
-				continue
-			}
-			segs, err := r.recipe(ctx, im)
-			if err != nil {
-				return fmt.Errorf("%s: %w", what, err)
-			}
-			for _, g := range segs {
-				if err := c.add(what, g.ID, length{least: int64(g.Off) + int64(g.Len)}); err != nil {
-					return err
-				}
 			}
 		}
 	}

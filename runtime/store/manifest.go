@@ -22,11 +22,13 @@ import (
 
 // Version is the manifest version that this package writes as a rule. A manifest with
 // what older versions of this package do not know has a later one: VersionAttached
-// with files of the host, VersionDeep with a Tree whose Depth is not 0.
+// with files of the host, VersionDeep with a Tree whose Depth is not 0, VersionListed
+// with a list of process images in pieces.
 const (
 	Version         = 2
 	VersionAttached = 3
 	VersionDeep     = 4
+	VersionListed   = 5
 )
 
 // Kinds and states, as in the records.
@@ -196,6 +198,9 @@ func (m *Manifest) place(n int) string {
 }
 
 func (m *Manifest) version() int {
+	if m.Processes != nil && m.Processes.Listed != nil {
+		return VersionListed
+	}
 	if slices.ContainsFunc(m.trees(), func(t *Tree) bool { return t.Depth != 0 }) {
 		return VersionDeep
 	}
@@ -229,7 +234,24 @@ const (
 type Processes struct {
 	Count  int       `json:"count"`
 	List   []Process `json:"list"`
-	Images []Image   `json:"images"` // sorted by name
+	Images []Image   `json:"images"` // sorted by name; none: Listed says them
+	// Listed is the list of a longer list of images: its lines are Images, its entries
+	// and their data are the images and their bytes.
+	Listed *Tree `json:"listed,omitempty"`
+}
+
+// Bytes is how much the images are.
+func (p *Processes) Bytes() (n int64) {
+	if p == nil {
+		return 0
+	}
+	if p.Listed != nil {
+		return p.Listed.Data
+	}
+	for i := range p.Images {
+		n += p.Images[i].Bytes
+	}
+	return n
 }
 
 // Process is one dumped process, numbered as in the sandbox.
@@ -342,9 +364,9 @@ func ParseManifest(data []byte) (Manifest, error) {
 	if err := json.Unmarshal(data, &v); err != nil {
 		return bad("%w", err)
 	}
-	if v.Version > VersionDeep {
+	if v.Version > VersionListed {
 		return Manifest{}, &fault.Error{Op: "read", ID: ManifestName, Hint: "Use the agentbox that made the checkpoint.",
-			Err: fmt.Errorf("version %d, this agentbox knows %d: %w", v.Version, VersionDeep, fault.ErrUnsupported)}
+			Err: fmt.Errorf("version %d, this agentbox knows %d: %w", v.Version, VersionListed, fault.ErrUnsupported)}
 	}
 	if v.Version < Version {
 		return bad("version %d", v.Version)
@@ -425,18 +447,39 @@ func (m *Manifest) check() error {
 	if m.Processes == nil {
 		return nil
 	}
-	if m.Processes.Count < 0 || len(m.Processes.Images) == 0 || len(m.Processes.Images) > maxImages {
-		return fmt.Errorf("%d processes, %d images", m.Processes.Count, len(m.Processes.Images))
+	return m.Processes.check()
+}
+
+func (p *Processes) check() error {
+	if t := p.Listed; t != nil {
+		if p.Count < 0 || len(p.Images) > 0 || t.Entries > maxImages || t.Bytes > maxImageList {
+			return fmt.Errorf("%d processes, %d images and a list of %d, %d bytes long", p.Count, len(p.Images), t.Entries, t.Bytes)
+		}
+		if err := t.check(); err != nil {
+			return fmt.Errorf("%s: %w", imageListName, err)
+		}
+		return nil
+	}
+	if p.Count < 0 || len(p.Images) == 0 || len(p.Images) > maxImages {
+		return fmt.Errorf("%d processes, %d images", p.Count, len(p.Images))
 	}
 	last := ""
-	for _, im := range m.Processes.Images {
-		if !isPlain(im.Name) || im.Name <= last {
-			return fmt.Errorf("image %.300q is not a file name, or not in its place", im.Name)
+	for i := range p.Images {
+		if err := p.Images[i].checkAfter(last); err != nil {
+			return err
 		}
-		if err := im.check(); err != nil {
-			return fmt.Errorf("%s: %w", im.Name, err)
-		}
-		last = im.Name
+		last = p.Images[i].Name
+	}
+	return nil
+}
+
+// checkAfter is check for an image that follows the one of a name.
+func (im *Image) checkAfter(last string) error {
+	if !isPlain(im.Name) || im.Name <= last {
+		return fmt.Errorf("image %.300q is not a file name, or not in its place", im.Name)
+	}
+	if err := im.check(); err != nil {
+		return fmt.Errorf("%s: %w", im.Name, err)
 	}
 	return nil
 }

@@ -58,11 +58,13 @@ func (r *Reader) damage(ctx context.Context, readData bool, report func(what str
 			return err
 		}
 	}
-	if p := r.manifest.Processes; p != nil {
-		for i := range p.Images {
-			if err := found(r.needsOfImage(ctx, &p.Images[i], &need)); err != nil {
-				return err
-			}
+	images, err := r.needsOfImageList(ctx, &need)
+	if err := found(err); err != nil {
+		return err
+	}
+	for i := range images {
+		if err := found(r.needsOfImage(ctx, &images[i], &need)); err != nil {
+			return err
 		}
 	}
 	bad, err := r.badPieces(ctx, need.list(), readData)
@@ -75,13 +77,13 @@ func (r *Reader) damage(ctx context.Context, readData bool, report func(what str
 	if !readData {
 		return nil
 	}
-	if err := found(r.lengths(ctx)); err != nil || r.manifest.Processes == nil {
+	if err := found(r.lengths(ctx)); err != nil {
 		return err
 	}
 	// All pieces are right; whether a recipe puts the right ones together only
 	// the image's digest tells.
-	for i := range r.manifest.Processes.Images {
-		im := &r.manifest.Processes.Images[i]
+	for i := range images {
+		im := &images[i]
 		s, err := r.image(ctx, im)
 		if err == nil {
 			_, err = s.WriteTo(io.Discard)
@@ -201,11 +203,12 @@ func (r *Reader) name(ctx context.Context, bad map[pack.ID]error, report func(wh
 			return err
 		}
 	}
-	if r.manifest.Processes == nil {
-		return nil
+	images, err := r.Images(ctx)
+	if err != nil && !errors.Is(err, fault.ErrCorrupt) { // which was reported
+		return err
 	}
-	for i := range r.manifest.Processes.Images {
-		im := &r.manifest.Processes.Images[i]
+	for i := range images {
+		im := &images[i]
 		what := "process image " + im.Name
 		hurt(what, im.Pieces)
 		hurt(what, im.Pages)

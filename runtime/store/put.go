@@ -250,7 +250,7 @@ func (w *treeWriter) add(line []byte, data int64) error {
 	if len(w.buf)-w.start+size > maxLines {
 		w.cut()
 	}
-	ends := w.like == nil && cutsAfter(line)
+	ends := w.like == nil && cutsAfter(line, avgLines-minLines)
 	for len(line) >= maxLines {
 		w.buf = append(w.buf, line[:maxLines]...)
 		line = line[maxLines:]
@@ -271,9 +271,9 @@ func (w *treeWriter) add(line []byte, data int64) error {
 	return nil
 }
 
-// cutsAfter chooses lines so that a piece ends, on average, avgLines-minLines
-// bytes after it could have, however long the lines are.
-func cutsAfter(line []byte) bool {
+// cutsAfter chooses lines so that a piece ends, on average, spread bytes after it
+// could have, however long the lines are.
+func cutsAfter(line []byte, spread uint64) bool {
 	x := uint64(14695981039346656037) // FNV-1a, of the line and its end
 	for _, c := range line {
 		x = (x ^ uint64(c)) * 1099511628211
@@ -283,7 +283,7 @@ func cutsAfter(line []byte) bool {
 	x ^= x >> 33
 	x *= 0xff51afd7ed558ccd
 	x ^= x >> 33
-	return x%(avgLines-minLines) < uint64(len(line)+1)
+	return x%spread < uint64(len(line)+1)
 }
 
 // cut ends a piece.

@@ -74,8 +74,12 @@ func (d *Draft) PutImages(ctx context.Context) error {
 		return err
 	}
 	slices.SortFunc(list, func(a, b Image) int { return strings.Compare(a.Name, b.Name) })
+	listed, err := d.putImageList(ctx, list)
+	if err != nil {
+		return err
+	}
 	d.mu.Lock()
-	d.images = list
+	d.images, d.listed = list, listed
 	d.mu.Unlock()
 	return nil
 }
@@ -264,11 +268,12 @@ func (d *Draft) loadPages(ctx context.Context) (known, error) {
 	var recipe []pack.Segment
 	var need idSet
 	have := map[string]bool{}
-	if r.manifest.Processes == nil {
-		return known{}, nil
+	images, err := r.Images(ctx)
+	if err != nil {
+		return known{}, err
 	}
-	for i := range r.manifest.Processes.Images {
-		im := &r.manifest.Processes.Images[i]
+	for i := range images {
+		im := &images[i]
 		if len(im.Pages) == 0 {
 			continue
 		}

@@ -85,7 +85,7 @@ func (w *treeWriter) offer(end int) {
 // one that ends a piece.
 func (w *treeWriter) endsAt(from, end int) bool {
 	p := w.buf[w.start : w.start+end]
-	if len(p) < minLines || !cutsAfter(p[from:end-1]) {
+	if len(p) < minLines || !cutsAfter(p[from:end-1], avgLines-minLines) {
 		return false
 	}
 	id := pack.Sum(p)

@@ -34,8 +34,9 @@ type Reader struct {
 	pieces   *pieces
 	writes   func(int64) // see CountImages; nil: nobody asks
 
-	mu    sync.Mutex // guards what follows
-	lists map[int]treeList
+	mu     sync.Mutex // guards what follows
+	lists  map[int]treeList
+	images *imageList // nil: not read yet, or the manifest names them
 }
 
 // OpenCheckpoint opens a ready checkpoint by its id and holds its manifest
@@ -222,11 +223,13 @@ func dataBytes(e *overlay.Entry) int64 {
 
 // Image streams one process image, like Tree. A name that is not there is ErrNotFound.
 func (r *Reader) Image(ctx context.Context, name string) (io.ReadCloser, error) {
-	if p := r.manifest.Processes; p != nil {
-		for i := range p.Images {
-			if p.Images[i].Name == name {
-				return r.image(ctx, &p.Images[i])
-			}
+	images, err := r.Images(ctx)
+	if err != nil {
+		return nil, err
+	}
+	for i := range images {
+		if images[i].Name == name {
+			return r.image(ctx, &images[i])
 		}
 	}
 	return nil, fmt.Errorf("process image %q: %w", name, fault.ErrNotFound)
@@ -268,6 +271,10 @@ func (r *Reader) ExtractImages(ctx context.Context, dir string, names ...string)
 	if r.manifest.Processes == nil {
 		return fmt.Errorf("checkpoint %s has no process images: %w", r.manifest.ID, fault.ErrState)
 	}
+	images, err := r.Images(ctx)
+	if err != nil {
+		return err
+	}
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		return err
 	}
@@ -276,7 +283,7 @@ func (r *Reader) ExtractImages(ctx context.Context, dir string, names ...string)
 			err = errors.Join(err, os.RemoveAll(dir))
 		}
 	}()
-	list := slices.Clone(r.manifest.Processes.Images)
+	list := slices.Clone(images)
 	if len(names) > 0 {
 		list = slices.DeleteFunc(list, func(im Image) bool { return !slices.Contains(names, im.Name) })
 	}
@@ -359,11 +366,13 @@ func (r *Reader) needs(ctx context.Context) ([]pack.ID, error) {
 			return nil, err
 		}
 	}
-	if p := r.manifest.Processes; p != nil {
-		for i := range p.Images {
-			if err := r.needsOfImage(ctx, &p.Images[i], &set); err != nil {
-				return nil, err
-			}
+	images, err := r.needsOfImageList(ctx, &set)
+	if err != nil {
+		return nil, err
+	}
+	for i := range images {
+		if err := r.needsOfImage(ctx, &images[i], &set); err != nil {
+			return nil, err
 		}
 	}
 	return set.list(), nil

@@ -109,12 +109,7 @@ func logical(m *Manifest) (n int64) {
 	for _, t := range m.trees() {
 		n += t.Data
 	}
-	if m.Processes != nil {
-		for i := range m.Processes.Images {
-			n += m.Processes.Images[i].Bytes
-		}
-	}
-	return n
+	return n + m.Processes.Bytes()
 }
 
 // IDs are those of the checkpoints whose sizes these are, newest first.
