@@ -99,21 +99,21 @@ func hasAll(have, want string) bool {
 func tree(pid int) []int {
 	pids := []int{pid}
 	for i := 0; i < len(pids); i++ {
-		tasks, err := os.ReadDir(fmt.Sprintf("/proc/%d/task", pids[i]))
-		if err != nil {
-			continue
-		}
-		for _, t := range tasks {
-			children, err := os.ReadFile(fmt.Sprintf("/proc/%d/task/%s/children", pids[i], t.Name()))
-			if err != nil {
-				continue
-			}
-			for _, f := range strings.Fields(string(children)) {
-				if p, err := strconv.Atoi(f); err == nil {
-					pids = append(pids, p)
-				}
+		pids = append(pids, children(pids[i])...)
+	}
+	return pids
+}
+
+// children lists those of a process.
+func children(pid int) (list []int) {
+	tasks, _ := os.ReadDir(fmt.Sprintf("/proc/%d/task", pid))
+	for _, t := range tasks {
+		children, _ := os.ReadFile(fmt.Sprintf("/proc/%d/task/%s/children", pid, t.Name()))
+		for _, f := range strings.Fields(string(children)) {
+			if p, err := strconv.Atoi(f); err == nil {
+				list = append(list, p)
 			}
 		}
 	}
-	return pids
+	return list
 }

@@ -205,7 +205,7 @@ func (w wrapper) bounded(c call, r stage.Restore, log string, args []string) err
 	defer deadline.Stop()
 	look := time.NewTicker(lookAgain) // nothing tells of a file's growth
 	defer look.Stop()
-	s := sight{runtime: cmd.Process.Pid, id: c.id}
+	s := sight{runtime: cmd.Process.Pid, id: c.id, log: log}
 	for {
 		why := ""
 		select {

@@ -11,24 +11,39 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"github.com/agentbox/agentbox/criu/host"
 )
 
 // sight is what is seen of a restore under way.
 type sight struct {
 	runtime int    // the OCI runtime's process
 	id      string // of the container
+	log     string // CRIU's
 	criu    int
+	gone    int             // how often in a row there was none, though it has not finished
 	cgroups map[string]bool // of the container, that CRIU was put into
 }
 
 // died looks at the runtime's CRIU, and reports whether a signal has ended it.
 func (s *sight) died() bool {
-	if s.criu == 0 {
-		s.criu = criuBelow(s.runtime)
+	// The runtime adopts what a CRIU leaves that is killed, and waits for its end.
+	for _, p := range children(s.runtime) {
+		if was, _ := host.EndOrphan(p); was {
+			return true
+		}
+	}
+	if _, err := os.Stat(fmt.Sprintf("/proc/%d", s.criu)); err != nil {
+		s.criu = criuBelow(s.runtime) // the runtime has asked another one for its version before
 	}
 	if s.criu == 0 {
-		return false
+		// One that began to write has been waited for: if it had failed the runtime would have ended.
+		if _, err := os.Stat(s.log); err == nil && !finished(s.log) {
+			s.gone++
+		}
+		return s.gone > 2
 	}
+	s.gone = 0
 	for _, dir := range cgroupsOf(s.criu) {
 		if strings.Contains(filepath.Base(dir), s.id) {
 			if s.cgroups == nil {

@@ -120,6 +120,7 @@ func consequence(line []byte) bool {
 		"Unable to detach from",
 		"Unable to open fd=",
 		"Can't fixup VMA's fd",
+		"Continue after SIGSTOP", // a child process that a killed CRIU has left, see package host
 	} {
 		if bytes.Contains(line, []byte(s)) {
 			return true

@@ -113,6 +113,9 @@ func TestUnknownAndEmpty(t *testing.T) {
 	if d := Diagnose(strings.NewReader("(00.1) all is well\n")); d != (Diagnosis{Code: Unknown}) {
 		t.Errorf("no error: %+v", d)
 	}
+	if d := Diagnose(strings.NewReader("(00.1) Error (criu/arch/x86/kerndat.c:48): Continue after SIGSTOP.. Urr what?\n")); d != (Diagnosis{Code: Unknown}) {
+		t.Errorf("of an orphan: %+v", d)
+	}
 	if d := Diagnose(strings.NewReader("")); d != (Diagnosis{Code: Unknown}) {
 		t.Errorf("empty: %+v", d)
 	}

@@ -20,11 +20,11 @@ const ownerEnv = "AGENTBOX_CRIU_OWNER"
 
 // self is the value of ownerEnv for this process.
 var self = sync.OnceValue(func() string {
-	_, start, err := parentOf(os.Getpid())
+	p, err := readStat(os.Getpid())
 	if err != nil {
 		return ""
 	}
-	return strconv.Itoa(os.Getpid()) + ":" + start
+	return p.String()
 })
 
 // endLimit is how long a killed orphan has to end, in which it closes its files.
@@ -44,10 +44,10 @@ func EndOrphans() (ended int, err error) {
 	var errs []error
 	for _, e := range entries {
 		pid, err := strconv.Atoi(e.Name())
-		if err != nil || !isCRIU(pid) {
+		if err != nil {
 			continue
 		}
-		was, err := endOrphan(pid)
+		was, err := EndOrphan(pid)
 		if was {
 			ended++
 		}
@@ -58,8 +58,11 @@ func EndOrphans() (ended int, err error) {
 	return ended, errors.Join(errs...)
 }
 
-// endOrphan kills a process if it is an orphan, and waits for its end.
-func endOrphan(pid int) (was bool, err error) {
+// EndOrphan kills a process if it is such an orphan, and waits for its end.
+func EndOrphan(pid int) (was bool, err error) {
+	if !isCRIU(pid) {
+		return false, nil
+	}
 	fd, err := unix.PidfdOpen(pid, 0)
 	if err != nil {
 		return false, err
@@ -98,8 +101,9 @@ func isCRIU(pid int) bool {
 	return err == nil && string(name) == "criu\n"
 }
 
-// orphaned reports whether agentbox owned a CRIU whose parent is another process now than
-// the one that started it: neither its owner nor a program with the same owner.
+// orphaned reports whether agentbox owned a CRIU that has lost its parent: a child process
+// that has another one than a CRIU, or a CRIU whose parent is neither its owner nor a
+// program with the same owner.
 func orphaned(pid int) bool {
 	owner := ownerOf(pid)
 	if owner == "" {
@@ -112,12 +116,18 @@ func orphaned(pid int) bool {
 	if its, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/pid", pid)); err != nil || its != ours {
 		return false
 	}
-	parent, _, err := parentOf(pid)
-	if err != nil || ownerOf(parent) == owner {
+	p, err := readStat(pid)
+	if err != nil {
 		return false
 	}
-	_, start, err := parentOf(parent)
-	return err == nil && fmt.Sprintf("%d:%s", parent, start) != owner
+	if p.forked {
+		return !isCRIU(p.parent) // an OCI runtime may have adopted it
+	}
+	if ownerOf(p.parent) == owner {
+		return false
+	}
+	parent, err := readStat(p.parent)
+	return err == nil && parent.String() != owner
 }
 
 // ownerOf returns the owner in the environment of a process; empty: it has none.
@@ -134,18 +144,29 @@ func ownerOf(pid int) string {
 	return ""
 }
 
-// parentOf returns the parent of a process, and when the process started.
-func parentOf(pid int) (parent int, start string, err error) {
-	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+// stat is what /proc has of a process.
+type stat struct {
+	pid, parent int
+	forked      bool // it runs its parent's program
+	start       string
+}
+
+// String is the process as ownerEnv names it.
+func (p stat) String() string { return fmt.Sprintf("%d:%s", p.pid, p.start) }
+
+func readStat(pid int) (stat, error) {
+	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
-		return 0, "", err
+		return stat{}, err
 	}
-	f := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:]))
+	f := strings.Fields(string(data[bytes.LastIndexByte(data, ')')+1:]))
 	if len(f) < 20 {
-		return 0, "", fmt.Errorf("/proc/%d/stat: %d fields", pid, len(f))
+		return stat{}, fmt.Errorf("/proc/%d/stat: %d fields", pid, len(f))
 	}
-	parent, err = strconv.Atoi(f[1])
-	return parent, f[19], err
+	parent, err := strconv.Atoi(f[1])
+	flags, err2 := strconv.ParseUint(f[6], 10, 64)
+	const forkedNoExec = 0x40 // PF_FORKNOEXEC
+	return stat{pid: pid, parent: parent, forked: flags&forkedNoExec != 0, start: f[19]}, errors.Join(err, err2)
 }
 
 // traces reports whether a process traces another one.

@@ -12,6 +12,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // orphan starts a CRIU and kills it while a child of it is stopped, and returns the child.
@@ -91,6 +93,14 @@ func stays(child int) bool {
 
 func TestEndOrphans(t *testing.T) {
 	ours, past := orphan(t, ""), orphan(t, "1:1")
+	if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
+		t.Fatal(err)
+	}
+	adopted := orphan(t, "") // by its owner, as an OCI runtime does
+	defer func() { _, _ = syscall.Wait4(adopted, nil, 0, nil) }()
+	if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0); err != nil {
+		t.Fatal(err)
+	}
 	working := beCRIU(t, true)
 	idle := beCRIU(t, false)
 	child := exec.Command(criuLink(t), "60") // not an orphan: this process is its parent
@@ -110,10 +120,10 @@ func TestEndOrphans(t *testing.T) {
 	}
 
 	ended, err := EndOrphans()
-	if err != nil || ended < 3 {
+	if err != nil || ended < 4 {
 		t.Errorf("%d ended, %v", ended, err)
 	}
-	for what, pid := range map[string]int{"ours": ours, "of one that is gone": past, "that traces nothing": idle} {
+	for what, pid := range map[string]int{"ours": ours, "of one that is gone": past, "that its owner adopted": adopted, "that traces nothing": idle} {
 		if s := state(pid); s != "gone" && s != "Z" {
 			t.Errorf("the orphan %s is in state %s", what, s)
 		}
