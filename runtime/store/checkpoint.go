@@ -93,6 +93,9 @@ func (s *Store) checkpoints(ctx context.Context, where string, args ...any) (lis
 		if len(c.Tags) == 0 {
 			c.Tags = nil
 		}
+		if err := c.checkRow(); err != nil {
+			return nil, err
+		}
 		list = append(list, c)
 	}
 	if err := rows.Err(); err != nil {

@@ -369,7 +369,7 @@ func TestSweep(t *testing.T) {
 	}
 	_, err = s.db.Exec(`WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i+1 FROM n WHERE i < 1100) INSERT INTO checkpoints
 		(id,name,sandbox_id,sandbox_name,kind,status,error,parent,trigger_name,created,files,processes,bytes,digest,image_digest,labels,frozen,warnings,spec)
-		SELECT printf('%032x', i), '', '', '', 'files', 'failed', 'x', '', '', 0, 0, 0, 0, '', '', '{}', 0, '[]', '' FROM n`)
+		SELECT printf('%032x', i), '', printf('%032x', i), 'c', 'files', 'failed', 'x', '', '', 0, 0, 0, 0, '', '', '{}', 0, '[]', '' FROM n`)
 	must(t, err)
 	_, err = s.Sweep(ctx)
 	must(t, err)

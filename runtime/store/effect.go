@@ -69,6 +69,9 @@ func (s *Store) Effects(ctx context.Context, sandbox string) (list []Effect, err
 			return nil, dbError("read effects", err)
 		}
 		e.Data, e.Created = raw(data), time.Unix(0, created).UTC()
+		if err := e.checkRow(); err != nil {
+			return nil, err
+		}
 		list = append(list, e)
 	}
 	if err := rows.Err(); err != nil {

@@ -115,6 +115,9 @@ func (s *Store) Intents(ctx context.Context) (list []Intent, err error) {
 		}
 		in.Data = raw(data)
 		in.Started = time.Unix(0, started).UTC()
+		if err := in.checkRow(); err != nil {
+			return nil, err
+		}
 		list = append(list, in)
 	}
 	if err := rows.Err(); err != nil {

@@ -116,6 +116,9 @@ func (s *Store) leases(ctx context.Context, where string, args ...any) (list []L
 			return nil, dbError("read leases", err)
 		}
 		l.Data, l.Created = raw(data), time.Unix(0, created).UTC()
+		if err := l.checkRow(); err != nil {
+			return nil, err
+		}
 		list = append(list, l)
 	}
 	if err := rows.Err(); err != nil {

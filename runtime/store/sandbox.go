@@ -151,6 +151,9 @@ func (s *Store) sandboxes(ctx context.Context, where string, args ...any) (list 
 		if b.Labels == nil {
 			b.Labels = map[string]string{}
 		}
+		if err := b.checkRow(); err != nil {
+			return nil, err
+		}
 		list = append(list, b)
 	}
 	if err := rows.Err(); err != nil {

@@ -372,7 +372,7 @@ func TestJournal(t *testing.T) {
 	s := open(t, root)
 	one, err := s.Begin(ctx, Intent{Op: "restore", Sandbox: NewID(), Checkpoint: NewID(), Data: []byte(`{"step":1}`)})
 	must(t, err)
-	two, err := s.Begin(ctx, Intent{Op: "rm", Pid: 42, Started: time.Unix(5, 6)})
+	two, err := s.Begin(ctx, Intent{Op: "rm", Sandbox: NewID(), Pid: 42, Started: time.Unix(5, 6)})
 	must(t, err)
 	must(t, s.Update(ctx, one, []byte(`{"step":2}`), true))
 	must(t, s.Close())
@@ -386,7 +386,7 @@ func TestJournal(t *testing.T) {
 	}
 	must(t, s.Done(ctx, two))
 	must(t, s.Done(ctx, two))
-	three, err := s.Begin(ctx, Intent{Op: "rm"})
+	three, err := s.Begin(ctx, Intent{Op: "rm", Sandbox: NewID()})
 	must(t, err)
 	if three <= two {
 		t.Fatalf("number %d was used again", two)

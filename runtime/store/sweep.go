@@ -64,6 +64,9 @@ func (s *Store) remove(ctx context.Context, id, and string) (removed bool, err e
 
 // finishRemoval may run any number of times, in several processes at once.
 func (s *Store) finishRemoval(ctx context.Context, id string) error {
+	if err := checkID("checkpoint", id); err != nil {
+		return err
+	}
 	l, err := s.flockAs(ctx, removalLock, "remove a checkpoint", storeWait, flock.Shared)
 	if err != nil {
 		return err
@@ -146,6 +149,10 @@ func (s *Store) Sweep(ctx context.Context) ([]string, error) {
 		if err := rows.Scan(&r.id, &r.sandbox, &r.name, &r.status); err != nil {
 			_ = rows.Close()
 			return nil, dbError("sweep", err)
+		}
+		if err := errors.Join(checkID("checkpoint", r.id), checkID("sandbox", r.sandbox)); err != nil {
+			_ = rows.Close()
+			return nil, recordError("checkpoint", err)
 		}
 		known[r.id] = true
 		if r.status == Pending || r.status == "removing" {
