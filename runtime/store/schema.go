@@ -2,8 +2,12 @@ package store
 
 import (
 	"context"
+	"crypto/sha256"
 	"database/sql"
+	"encoding/hex"
 	"fmt"
+	"strconv"
+	"strings"
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/fsx"
@@ -146,14 +150,15 @@ var migrations = []string{
 }
 
 func (s *Store) migrate(ctx context.Context) error {
-	var version, tables, app int
+	var version, tables, others, app int
 	var mode string
 	err := s.db.QueryRowContext(ctx, `SELECT
 		(SELECT user_version FROM pragma_user_version),
 		(SELECT application_id FROM pragma_application_id),
 		(SELECT journal_mode FROM pragma_journal_mode),
-		(SELECT count(*) FROM sqlite_schema WHERE name IN ('sandboxes', 'checkpoints', 'journal'))`).
-		Scan(&version, &app, &mode, &tables)
+		(SELECT count(*) FROM sqlite_schema WHERE name IN ('sandboxes', 'checkpoints', 'journal')),
+		(SELECT count(*) FROM sqlite_schema WHERE type NOT IN ('table', 'index') OR sql LIKE 'create%virtual%')`).
+		Scan(&version, &app, &mode, &tables, &others)
 	switch {
 	case err != nil:
 		return cancelled(ctx, dbError("open", err))
@@ -163,11 +168,13 @@ func (s *Store) migrate(ctx context.Context) error {
 	case version > len(migrations):
 		return &fault.Error{Op: "open state", ID: s.dbPath(), Hint: "Use that newer agentbox, or another --root.",
 			Err: fmt.Errorf("a newer agentbox wrote it (schema %d, this one knows %d): %w", version, len(migrations), fault.ErrUnsupported)}
+	case others > 0:
+		return s.foreignSchema("it has views, triggers or virtual tables")
 	case version > 0 && (app != applicationID || tables != 3), version == 0 && tables != 0, version < 0:
 		return &fault.Error{Op: "open state", ID: s.dbPath(), Hint: "Move it aside, or use another --root.",
 			Err: fmt.Errorf("not a database of agentbox: %w", fault.ErrCorrupt)}
 	case version == len(migrations):
-		return nil
+		return s.checkSchema(ctx, s.db)
 	}
 	err = s.write(ctx, "migrate", func(tx *sql.Tx) error {
 		for _, m := range migrations[version:] {
@@ -176,10 +183,49 @@ func (s *Store) migrate(ctx context.Context) error {
 			}
 		}
 		_, err := tx.ExecContext(ctx, fmt.Sprintf("PRAGMA user_version = %d; PRAGMA application_id = %d", len(migrations), applicationID))
-		return err
+		if err != nil {
+			return err
+		}
+		return s.checkSchema(ctx, tx)
 	})
 	if err != nil {
 		return err
 	}
 	return fsx.SyncDir(s.root)
+}
+
+// schemaSum is the sum of what all migrations leave in sqlite_schema.
+const schemaSum = "6f3182a341661b63adaa5ad5f89599aba15abc14f2b5c5260c73cfa0974ef20e"
+
+// checkSchema refuses a database that the migrations would not have made: what else can be in a
+// schema (triggers, views, columns that are computed) has SQLite do more than it is asked to.
+func (s *Store) checkSchema(ctx context.Context, db interface {
+	QueryContext(context.Context, string, ...any) (*sql.Rows, error)
+}) error {
+	// The tables of ANALYZE are SQLite's own.
+	rows, err := db.QueryContext(ctx, `SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_schema WHERE name NOT IN ('sqlite_stat1', 'sqlite_stat4') ORDER BY type, name`)
+	if err != nil {
+		return cancelled(ctx, dbError("open", err))
+	}
+	defer rows.Close()
+	sum := sha256.New()
+	for rows.Next() {
+		var kind, name, table, text string
+		if err := rows.Scan(&kind, &name, &table, &text); err != nil {
+			return dbError("open", err)
+		}
+		fmt.Fprintf(sum, "%s\x00%s\x00%s\x00%s\x00", kind, name, table, strings.Join(strings.Fields(text), " "))
+	}
+	if err := rows.Err(); err != nil {
+		return cancelled(ctx, dbError("open", err))
+	}
+	if hex.EncodeToString(sum.Sum(nil)) != schemaSum {
+		return s.foreignSchema("its tables are not those of schema " + strconv.Itoa(len(migrations)))
+	}
+	return nil
+}
+
+func (s *Store) foreignSchema(why string) error {
+	return &fault.Error{Op: "open state", ID: s.dbPath(), Hint: "agentbox has not written this. Do not use a state directory that others could write to; move it aside, or use another --root.",
+		Err: fmt.Errorf("%s: %w", why, fault.ErrCorrupt)}
 }

@@ -3,6 +3,7 @@ package store
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
@@ -75,16 +76,13 @@ func TestTagRefs(t *testing.T) {
 func TestMigration(t *testing.T) {
 	ctx := context.Background()
 	root := t.TempDir()
-	now := migrations
-	migrations = migrations[:1]
-	s := &Store{root: root}
-	must(t, s.makeDirs())
-	err := s.openDB(ctx)
-	migrations = now
-	if err == nil {
-		t.Fatal("the index was there")
-	}
-	s = &Store{root: root}
+	must(t, (&Store{root: root}).makeDirs())
+	first, err := openOld(root)
+	must(t, err)
+	_, err = first.Exec(migrations[0] + fmt.Sprintf("PRAGMA user_version = 1; PRAGMA application_id = %d", applicationID))
+	must(t, err)
+	must(t, first.Close())
+	must(t, os.Chmod(filepath.Join(root, "state.db"), 0o600))
 	id, box := NewID(), sandbox("c")
 	must(t, os.MkdirAll(filepath.Join(root, "checkpoints", id), 0o700))
 	must(t, os.WriteFile(filepath.Join(root, "checkpoints", id, "files.tar.zst"), []byte("x"), 0o600))
@@ -94,7 +92,7 @@ func TestMigration(t *testing.T) {
 		VALUES (?, 'n', ?, 'c', 'files', 'ready', '', '', '', 0, 0, 0, 5, 'x', '', '{}', 0, '[]', '')`, id, box.ID)
 	must(t, err)
 	must(t, old.Close())
-	s = open(t, root)
+	s := open(t, root)
 	c, err := s.Checkpoint(ctx, id)
 	must(t, err)
 	if c.Status != Failed || c.Error != "made by an older format" {

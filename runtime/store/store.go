@@ -263,7 +263,9 @@ func (s *Store) openDB(ctx context.Context) (err error) {
 func (s *Store) connect(lock string, pragmas ...string) (*sql.DB, error) {
 	q := url.Values{
 		"_txlock": {lock},
-		"_pragma": append([]string{fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()), "trusted_schema(OFF)"}, pragmas...),
+		// The file may be forged: it is not to run or to change more than it is asked to.
+		"_defensive": {"1"},
+		"_pragma": append([]string{fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()), "trusted_schema(OFF)", "cell_size_check(ON)"}, pragmas...),
 	}
 	u := url.URL{Scheme: "file", Path: s.dbPath(), RawQuery: q.Encode()}
 	db, err := sql.Open("sqlite", u.String())
