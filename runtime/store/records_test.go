@@ -2,10 +2,13 @@ package store
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
 )
@@ -75,4 +78,63 @@ func TestForgedRows(t *testing.T) {
 			}
 		})
 	}
+}
+
+// What lies in the root is root's alone, and leads nowhere else.
+func TestForgedParts(t *testing.T) {
+	ctx := context.Background()
+	lead := func(from, to string) error { return errors.Join(os.RemoveAll(from), os.Symlink(to, from)) }
+	for name, c := range map[string]struct {
+		forge func(root, outside string) error
+		says  string
+	}{
+		"owner of the root":  {func(root, _ string) error { return os.Chown(root, 1000, 0) }, "belongs to user 1000"},
+		"group of the root":  {func(root, _ string) error { return errors.Join(os.Chown(root, 0, 1000), os.Chmod(root, 0o770)) }, "others may write"},
+		"owner of state.db":  {func(root, _ string) error { return os.Chown(root+"/state.db", 1000, 0) }, "belongs to user 1000"},
+		"mode of state.db":   {func(root, _ string) error { return os.Chmod(root+"/state.db", 0o666) }, "others may write"},
+		"state.db-wal, link": {func(root, outside string) error { return lead(root+"/state.db-wal", outside+"/kept") }, "symbolic link"},
+		"state.db-shm, link": {func(root, outside string) error { return lead(root+"/state.db-shm", outside+"/kept") }, "symbolic link"},
+		"sandboxes, link":    {func(root, outside string) error { return lead(root+"/sandboxes", outside) }, "symbolic link"},
+		"checkpoints, link":  {func(root, outside string) error { return lead(root+"/checkpoints", outside) }, "symbolic link"},
+		"network.json, link": {func(root, outside string) error { return lead(root+"/network.json", outside+"/kept") }, "symbolic link"},
+		"volumes, of another": {func(root, _ string) error {
+			return errors.Join(os.Mkdir(root+"/volumes", 0o700), os.Chown(root+"/volumes", 1000, 1000))
+		}, "belongs to user 1000"},
+		"images, of others": {func(root, _ string) error {
+			return errors.Join(os.Mkdir(root+"/images", 0o700), os.Chmod(root+"/images", 0o777))
+		}, "others may write"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			root, outside := filepath.Join(dir, "root"), filepath.Join(dir, "outside")
+			must(t, os.Mkdir(outside, 0o700))
+			must(t, os.WriteFile(outside+"/kept", []byte("x"), 0o600))
+			s := open(t, root)
+			put(t, s, "c")
+			must(t, s.Close())
+			must(t, c.forge(root, outside))
+			_, err := Open(ctx, root)
+			wantErr(t, err, fault.ErrDenied, c.says)
+			if got := must1(os.ReadFile(outside + "/kept")); string(got) != "x" {
+				t.Errorf("%q", got)
+			}
+			if entries := must1(os.ReadDir(outside)); len(entries) != 1 {
+				t.Error(entries)
+			}
+		})
+	}
+	// A root by another name, and one of a group that is root's, are all right.
+	dir := t.TempDir()
+	must(t, os.Mkdir(dir+"/disk", 0o700))
+	must(t, os.Chmod(dir+"/disk", 0o770))
+	must(t, os.Symlink(dir+"/disk", dir+"/root"))
+	put(t, open(t, dir+"/root"), "c")
+
+	// So is a socket that others may connect to.
+	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM, 0)
+	must(t, err)
+	defer unix.Close(fd)
+	must(t, unix.Bind(fd, &unix.SockaddrUnix{Name: dir + "/disk/s"}))
+	must(t, os.Chmod(dir+"/disk/s", 0o777))
+	open(t, dir+"/root")
 }

@@ -184,9 +184,11 @@ func (s *Store) makeDirs() error {
 	if err := unix.Stat(s.root, &st); err != nil {
 		return denied(err)
 	}
-	if st.Mode&0o002 != 0 {
-		return &fault.Error{Op: "check", ID: s.root, Hint: "Choose a directory of root's own, or take the right away: chmod o-w " + s.root,
-			Err: fmt.Errorf("everybody may write here: %w", fault.ErrDenied)}
+	if err := checkOwner(s.root, &st); err != nil {
+		return err
+	}
+	if err := s.checkParts(); err != nil {
+		return err
 	}
 	for _, dir := range []string{s.locksDir(), s.packsDir(), s.memoryDir(), s.checkpointsDir(), s.failedDir(), s.stagedDir()} {
 		if err := unix.Lstat(dir, &st); err == nil && st.Mode&unix.S_IFMT == unix.S_IFDIR && st.Uid == 0 {
@@ -204,6 +206,48 @@ func (s *Store) makeDirs() error {
 		if err := fsx.SyncDir(filepath.Dir(dir)); err != nil {
 			return err
 		}
+	}
+	return nil
+}
+
+// checkParts refuses what others can change, and symlinks, among all that lies in the root: a
+// root that was copied or mounted from elsewhere can lead out of itself by any of its names.
+func (s *Store) checkParts() error {
+	entries, err := os.ReadDir(s.root)
+	if err != nil {
+		return denied(err)
+	}
+	for _, e := range entries {
+		path := filepath.Join(s.root, e.Name())
+		var st unix.Stat_t
+		if err := unix.Lstat(path, &st); errors.Is(err, fs.ErrNotExist) {
+			continue // a temporary file
+		} else if err != nil {
+			return denied(err)
+		}
+		if st.Mode&unix.S_IFMT == unix.S_IFLNK {
+			return &fault.Error{Op: "check", ID: path, Hint: "Put in its place what it leads to; another disk can be mounted there.",
+				Err: fmt.Errorf("a symbolic link in the state directory: %w", fault.ErrDenied)}
+		}
+		if st.Mode&unix.S_IFMT == unix.S_IFSOCK {
+			continue // it has no content, and its mode says who may connect
+		}
+		if err := checkOwner(path, &st); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// checkOwner refuses what is not root's, or can be written by others.
+func checkOwner(path string, st *unix.Stat_t) error {
+	if st.Uid != 0 {
+		return &fault.Error{Op: "check", ID: path, Hint: "Choose a directory of root's own: its owner may have put anything there. If all of it is yours: chown root " + path,
+			Err: fmt.Errorf("it belongs to user %d, not to root: %w", st.Uid, fault.ErrDenied)}
+	}
+	if st.Mode&0o002 != 0 || st.Mode&0o020 != 0 && st.Gid != 0 {
+		return &fault.Error{Op: "check", ID: path, Hint: "Choose a directory of root's own, or take the right away: chmod go-w " + path,
+			Err: fmt.Errorf("others may write here: %w", fault.ErrDenied)}
 	}
 	return nil
 }
@@ -265,7 +309,7 @@ func (s *Store) connect(lock string, pragmas ...string) (*sql.DB, error) {
 		"_txlock": {lock},
 		// The file may be forged: it is not to run or to change more than it is asked to.
 		"_defensive": {"1"},
-		"_pragma": append([]string{fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()), "trusted_schema(OFF)", "cell_size_check(ON)"}, pragmas...),
+		"_pragma":    append([]string{fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()), "trusted_schema(OFF)", "cell_size_check(ON)"}, pragmas...),
 	}
 	u := url.URL{Scheme: "file", Path: s.dbPath(), RawQuery: q.Encode()}
 	db, err := sql.Open("sqlite", u.String())
