@@ -276,6 +276,11 @@ func (e *Engine) finishHosts(ctx context.Context, in store.Intent, host Host, lo
 	} else if err != nil {
 		return "", err
 	}
+	c, err := host.Inspect(ctx, in.Sandbox)
+	if err != nil { // what it has laid out is left to the next restore
+		c = Container{}
+	}
+	data.Trees, _ = data.own(c)
 	r := &restoration{sb: &locked{Sandbox: sb, host: host, lock: lock}, data: data}
 	if r.row, err = e.store.Checkpoint(ctx, in.Checkpoint); err == nil {
 		r.reader, err = e.store.OpenCheckpoint(ctx, in.Checkpoint)

@@ -628,7 +628,7 @@ func checkpointView(row store.Checkpoint) Checkpoint {
 		ImageDigest: row.ImageDigest, Labels: labels, Frozen: row.Frozen, Warnings: row.Warnings,
 		Added: row.Added, Unchanged: row.Unchanged, Pinned: row.Pinned, Lease: row.Lease, Tags: row.Tags, Damaged: row.Damaged, Attached: attached, Foreign: row.Foreign,
 	}
-	if s, err := spec(store.Sandbox{ID: row.SandboxID, Spec: row.Spec}); row.Foreign && err == nil {
+	if s, err := specOf(row.SandboxID, row.Spec); row.Foreign && err == nil {
 		view.Command, view.Asks = s.Args, asks(s, row.Kind == KindFull)
 	}
 	return view

@@ -182,7 +182,7 @@ func upperdir(ctx context.Context, reader *store.Reader) func() iter.Seq2[overla
 
 // imagesOf returns the images among which that of a checkpoint is.
 func (e *Engine) imagesOf(row store.Checkpoint) (Images, error) {
-	s, err := spec(store.Sandbox{ID: row.SandboxID, Spec: row.Spec})
+	s, err := specOf(row.SandboxID, row.Spec)
 	if err != nil {
 		return nil, err
 	}

@@ -363,9 +363,17 @@ func (e *Engine) advance(ctx context.Context, seq int64, data any, lazy bool) er
 
 // spec decodes the stored spec of a sandbox.
 func spec(sb store.Sandbox) (Spec, error) {
-	var s Spec
-	if err := json.Unmarshal(sb.Spec, &s); err != nil {
-		return s, fmt.Errorf("spec of %s: %w: %w", short(sb.ID), ErrCorrupt, err)
+	s, err := specOf(sb.ID, sb.Spec)
+	if err == nil && s.ID != "" && s.ID != sb.ID { // it becomes a part of paths
+		err = fmt.Errorf("spec of %s: %w: it is of %.40q", short(sb.ID), ErrCorrupt, s.ID)
+	}
+	return s, err
+}
+
+// specOf decodes a spec that a sandbox has, or one that a checkpoint from elsewhere asks for.
+func specOf(id string, text json.RawMessage) (s Spec, err error) {
+	if err := json.Unmarshal(text, &s); err != nil {
+		return s, fmt.Errorf("spec of %s: %w: %w", short(id), ErrCorrupt, err)
 	}
 	return s, nil
 }

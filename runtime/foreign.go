@@ -101,7 +101,7 @@ func (r *restoration) fits() error {
 	if !r.full() || r.spec.Adopted {
 		return nil
 	}
-	asked, err := spec(store.Sandbox{ID: r.row.SandboxID, Spec: r.row.Spec})
+	asked, err := specOf(r.row.SandboxID, r.row.Spec)
 	if err != nil {
 		return err
 	}

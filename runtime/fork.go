@@ -150,7 +150,7 @@ func (e *Engine) forkFrom(ctx context.Context, ref string, opts ForkOptions) (ro
 func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string, opts ForkOptions, steps *steps,
 	look func(context.Context, *restoration) error) (_ Forked, err error) {
 	begun := time.Now()
-	s, err := spec(store.Sandbox{ID: row.SandboxID, Spec: row.Spec})
+	s, err := specOf(row.SandboxID, row.Spec)
 	if err != nil {
 		return Forked{}, err
 	}

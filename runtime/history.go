@@ -125,7 +125,7 @@ func (e *Engine) owner(ctx context.Context, ref string) (sb store.Sandbox, gone 
 		return sb, false, err2
 	}
 	sb = store.Sandbox{ID: row.SandboxID, Name: row.SandboxName, ImageDigest: row.ImageDigest, Spec: row.Spec}
-	s, err := spec(sb)
+	s, err := specOf(sb.ID, sb.Spec)
 	sb.Backend, sb.Image = cmp.Or(s.Backend, e.first), s.Image
 	return sb, true, err
 }

@@ -266,7 +266,7 @@ func howToGet(s Spec) string {
 // did not. That is no part of the checkpoint: the image may come yet.
 func (e *Engine) arrived(ctx context.Context, row store.Checkpoint) Checkpoint {
 	out := checkpointView(row)
-	s, err := spec(store.Sandbox{ID: row.SandboxID, Spec: row.Spec})
+	s, err := specOf(row.SandboxID, row.Spec)
 	if err != nil {
 		return out
 	}

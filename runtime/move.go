@@ -64,7 +64,7 @@ func sound(row store.Checkpoint) error {
 
 // lowerOf finds the layers of a checkpoint's image, if they are here.
 func (e *Engine) lowerOf(ctx context.Context, row store.Checkpoint) []string {
-	s, err := spec(store.Sandbox{ID: row.SandboxID, Spec: row.Spec})
+	s, err := specOf(row.SandboxID, row.Spec)
 	if err != nil {
 		return nil
 	}
@@ -346,7 +346,7 @@ func (e *Engine) incoming(ctx context.Context, m store.Manifest, opts ImportOpti
 	if opts.Name == "" && opts.Image == "" {
 		return row, nil
 	}
-	s, err := spec(store.Sandbox{ID: row.SandboxID, Spec: row.Spec})
+	s, err := specOf(row.SandboxID, row.Spec)
 	if err != nil {
 		return row, err
 	}

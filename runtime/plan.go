@@ -78,7 +78,7 @@ func (e *Engine) PlanRestore(ctx context.Context, ref string, opts RestoreOption
 	}
 	if opts.Strategy == StrategyRecreate && !r.data.Recreated {
 		var asked Spec
-		if asked, err = spec(store.Sandbox{ID: r.row.SandboxID, Spec: r.row.Spec}); err == nil {
+		if asked, err = specOf(r.row.SandboxID, r.row.Spec); err == nil {
 			r.caveats, err = e.claim(&asked, r.row, r.grants, r.full())
 		}
 		if err != nil {

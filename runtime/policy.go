@@ -238,7 +238,7 @@ func (e *Engine) keepByPolicy(ctx context.Context, sandbox string, out *Pruned) 
 		if !alive {
 			text = row.Spec
 		}
-		s, err := spec(store.Sandbox{ID: row.SandboxID, Spec: text})
+		s, err := specOf(row.SandboxID, text)
 		if err != nil {
 			return err
 		}

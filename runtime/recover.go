@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -379,6 +380,7 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 		// Its origin is untouched, and nobody has been told of it yet.
 		return unless(e.finishRemove(ctx, host, in.Sandbox, false), "took back the half-made fork %s", short(in.Sandbox))
 	}
+	own, foreign := data.own(c)
 	untouched, err := data.untouched()
 	if err != nil {
 		return "", err
@@ -393,9 +395,13 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 		case len(data.Trees) == 0:
 			return "", nil
 		default:
+			data.Trees = own
 			err = e.takeBack(ctx, in, host, data)
 		}
 		return unless(err, "took back the half-done restore of sandbox %s", short(in.Sandbox))
+	}
+	if foreign != "" {
+		return "", hint(fmt.Errorf("%w: the journal has it change %s, which is not the sandbox's", ErrCorrupt, foreign), "Remove the sandbox, whose checkpoints stay, and restore one of these: agentbox rm "+short(in.Sandbox))
 	}
 	did := fmt.Sprintf("finished the restore of sandbox %s to checkpoint %s", short(in.Sandbox), short(in.Checkpoint))
 	told, err := e.finishSwap(ctx, in, host, lock, data)
@@ -417,6 +423,21 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 		return did, errors.Join(r.discard(), e.store.Keep(ctx, in.Sandbox, true))
 	}
 	return did + told, nil
+}
+
+// own are the trees of a restore in the journal that are the container's, and foreign is the
+// directory of one that is not: what lies beside a tree is removed, and it is written to.
+func (d restoring) own(c Container) (own []tree, foreign string) {
+	for _, t := range d.Trees {
+		is := t.Number == 0 && c.Upper != "" && t.Dir == c.Upper ||
+			t.Number > 0 && t.Number <= len(d.Trees) && slices.ContainsFunc(c.Volumes, func(v Volume) bool { return v.Path == t.Dir })
+		if is {
+			own = append(own, t)
+		} else {
+			foreign = t.Dir
+		}
+	}
+	return own, foreign
 }
 
 // takeBack undoes a restore that had not touched the sandbox but for freezing it.

@@ -204,3 +204,74 @@ func TestUnrecoveredRefuses(t *testing.T) {
 		t.Errorf("%q, %v", got, err)
 	}
 }
+
+// A restore in the journal changes and removes nothing that is not the sandbox's, whatever
+// directories it names.
+func TestRecoverForged(t *testing.T) {
+	for name, data := range map[string]map[string]any{
+		"prepare":    {"phase": "prepare"},
+		"aside":      {"phase": "prepare", "no_undo": true},
+		"swap":       {"phase": "swap"},
+		"proven":     {"phase": "proven"},
+		"host files": {"phase": "hosts", "host_files": []string{"/nonexistent"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t, nil)
+			sb := r.create(t, "box")
+			ck, err := r.Checkpoint(ctx, sb.ID, runtime.CheckpointOptions{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			dir := t.TempDir()
+			want := map[string]string{"x/kept": "x", "x.new/kept": "y", "x.old/kept": "z"}
+			for path, text := range want {
+				if err := errors.Join(os.MkdirAll(filepath.Join(dir, filepath.Dir(path)), 0o700), os.WriteFile(filepath.Join(dir, path), []byte(text), 0o600)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			data["was"], data["undo"] = "exited", store.NewID()
+			data["trees"] = []any{map[string]any{"dir": filepath.Join(dir, "x"), "aside": name == "aside"}}
+			text, err := json.Marshal(data)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := r.store.Begin(ctx, store.Intent{Op: "restore", Sandbox: sb.ID, Checkpoint: ck.ID, Data: text}); err != nil {
+				t.Fatal(err)
+			}
+			_, err = r.RecoverInterrupted(ctx)
+			left, e2 := r.store.Intents(ctx)
+			if swap := data["phase"] == "swap" || data["phase"] == "proven"; swap != errors.Is(err, runtime.ErrCorrupt) || swap != (len(left) == 1) || e2 != nil {
+				t.Errorf("%v, and %d intents are left (%v)", err, len(left), e2)
+			}
+			if err := r.Remove(ctx, sb.ID, runtime.RemoveOptions{}); err != nil { // the way out
+				t.Error(err)
+			}
+			for path, text := range want {
+				if got, err := os.ReadFile(filepath.Join(dir, path)); err != nil || string(got) != text {
+					t.Errorf("%s: %q, %v", path, got, err)
+				}
+			}
+			if list, err := os.ReadDir(filepath.Join(dir, "x")); err != nil || len(list) != 1 {
+				t.Errorf("%v, %v", list, err)
+			}
+		})
+	}
+}
+
+// A spec that names another sandbox than its record is not gone by: its id becomes paths.
+func TestForgedSpec(t *testing.T) {
+	r := newRig(t, nil)
+	sb := r.create(t, "box")
+	if err := r.store.SetSpec(ctx, sb.ID, json.RawMessage(`{"id": "../../outside"}`)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.Start(ctx, sb.ID, nil); !errors.Is(err, runtime.ErrCorrupt) {
+		t.Errorf("start: %v", err)
+	}
+	if _, err := r.Checkpoint(ctx, sb.ID, runtime.CheckpointOptions{}); !errors.Is(err, runtime.ErrCorrupt) {
+		t.Errorf("checkpoint: %v", err)
+	}
+	if err := r.Remove(ctx, sb.ID, runtime.RemoveOptions{}); err != nil {
+		t.Errorf("rm: %v", err)
+	}
+}

@@ -203,9 +203,10 @@ func (e *Engine) recreate(ctx context.Context, r *restoration, name string, opts
 // again plans to make a sandbox, whose lock is held, as its checkpoint says.
 func (e *Engine) again(ctx context.Context, r *restoration, missing error) (err error) {
 	gone := store.Sandbox{ID: r.row.SandboxID, Name: r.row.SandboxName, ImageDigest: r.row.ImageDigest, Spec: r.row.Spec}
-	if r.spec, err = spec(gone); err != nil {
+	if r.spec, err = specOf(gone.ID, gone.Spec); err != nil {
 		return err
 	}
+	r.spec.ID = gone.ID // whatever its author wrote
 	if r.caveats, err = e.claim(&r.spec, r.row, r.grants, r.full()); err != nil {
 		return err
 	}
