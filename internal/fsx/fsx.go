@@ -180,6 +180,22 @@ func SyncDir(path string) error {
 	return errors.Join(d.Sync(), d.Close())
 }
 
+// NoLinks is an error if one of the names in a directory, or with "" the directory itself, is
+// a symbolic link. What is not there is none. It holds for what only trusted users change.
+func NoLinks(dir string, names ...string) error {
+	for _, name := range names {
+		path := filepath.Join(dir, name)
+		info, err := os.Lstat(path)
+		if err == nil && info.Mode()&fs.ModeSymlink != 0 {
+			return fmt.Errorf("%s is a symbolic link", path)
+		}
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+	}
+	return nil
+}
+
 // Within reports whether path is root or below it. It goes by the text, cleaned, and
 // follows no link: callers that must know resolve both first. Nothing is within "", nor is
 // "" within anything; a relative path and an absolute one are never within each other.

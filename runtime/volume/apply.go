@@ -13,6 +13,7 @@ import (
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/guard"
+	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/record"
@@ -37,6 +38,11 @@ const (
 	dirScratch = "scratch"
 	dirOld     = "upper" // the upperdir that was applied
 )
+
+// scratchPrefix begins the name of a scratch directory in the original.
+const scratchPrefix = ".agentbox-"
+
+var scratchPattern = lazy.Regexp(`^\.agentbox-[0-9a-f]{16}$`)
 
 // Phases of an apply. From phaseWrite on the original may be touched.
 const (
@@ -180,7 +186,7 @@ func (t *txn) apply(ctx context.Context, upper *root) (err error) {
 		return err
 	}
 	if !near {
-		t.head.Scratch = ".agentbox-" + newID()[:16]
+		t.head.Scratch = scratchPrefix + newID()[:16]
 	}
 	if err := t.put(phaseStage); err != nil {
 		return err

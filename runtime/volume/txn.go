@@ -319,7 +319,7 @@ func (t *txn) undo(ctx context.Context, force bool) (err error) {
 // restage copies what an apply took out of the original back beside it. A copy
 // shares no inode with names that the apply left where they were.
 func (t *txn) restage(ctx context.Context) error {
-	t.head.Stray = ".agentbox-" + newID()[:16]
+	t.head.Stray = scratchPrefix + newID()[:16]
 	if err := t.put(phaseDone); err != nil {
 		return err
 	}
@@ -377,6 +377,11 @@ func (t *txn) load(dir string) error {
 	}
 	if t.head.Version > version {
 		return fmt.Errorf("volume %s: %w: a newer agentbox applied it", t.rec.Name, fault.ErrUnsupported)
+	}
+	for _, name := range []string{t.head.Scratch, t.head.Stray} {
+		if name != "" && !scratchPattern().MatchString(name) { // it is removed in the original
+			return fmt.Errorf("volume %s: %w: an apply by way of %.80q", t.rec.Name, fault.ErrCorrupt, name)
+		}
 	}
 	t.plan = &plan{}
 	err := readPlan(dir+"/"+filePlan, t.plan)

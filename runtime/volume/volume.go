@@ -103,6 +103,9 @@ type CreateOptions struct {
 
 var namePattern = lazy.Regexp(`^[a-zA-Z0-9][a-zA-Z0-9_.-]*$`)
 
+// idPattern is the form of an id: it becomes a part of paths.
+var idPattern = lazy.Regexp(`^[0-9a-f]{32}$`)
+
 // ValidName tells whether a volume can have this name: [a-zA-Z0-9][a-zA-Z0-9_.-]*,
 // at most 128 bytes.
 func ValidName(name string) error {
@@ -292,8 +295,12 @@ func (v *Volumes) load(name string) (rec stored, err error) {
 	if rec.Version > version {
 		return rec, fmt.Errorf("volume %s was made by a newer agentbox: %w", name, fault.ErrUnsupported)
 	}
-	if rec.Name != name || len(rec.ID) != 32 {
+	if rec.Name != name || !idPattern().MatchString(rec.ID) || rec.From != "" && (!filepath.IsAbs(rec.From) || filepath.Clean(rec.From) != rec.From) {
 		return rec, fmt.Errorf("volume %s: its record is another's: %w", name, fault.ErrCorrupt)
+	}
+	// A root from elsewhere may have it lead out of itself.
+	if err := fsx.NoLinks(v.path(name), "", "upper", "work", "merged", dirApply, dirUndo); err != nil {
+		return rec, fmt.Errorf("volume %s: %w: %w", name, fault.ErrCorrupt, err)
 	}
 	return rec, nil
 }
