@@ -76,6 +76,7 @@ func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decid
 	if err := b.home.ReadRun(id, n, &run); err != nil {
 		return false, err
 	}
+	run.Number, run.Bundle = n, b.home.Bundle(id, n) // whatever a record from elsewhere says
 	start, started := b.home.Started(id, n)
 	done := func(status runtime.Status) (bool, error) {
 		if !started {

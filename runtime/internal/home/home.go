@@ -185,6 +185,9 @@ func (h Home) Load(id string, rec any, named *string) error {
 	if err := Check(id); err != nil {
 		return err
 	}
+	if err := h.noLinks(id, "", "upper", "work", "merged", "etc", "runs", "log", "container.json"); err != nil {
+		return err
+	}
 	err := record.ReadJSON(h.Dir(id, "container.json"), rec)
 	if errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("container %s: %w", id, fault.ErrNotFound)
@@ -193,6 +196,16 @@ func (h Home) Load(id string, rec any, named *string) error {
 		err = fmt.Errorf("container %s: its record names %q: %w", id, *named, fault.ErrCorrupt)
 	}
 	return err
+}
+
+// noLinks refuses symlinks among what is kept of a sandbox: in a root from elsewhere they lead
+// out of it, and what is below them is written and removed.
+func (h Home) noLinks(id string, names ...string) error {
+	if err := errors.Join(fsx.NoLinks(h.Dir(id), names...), fsx.NoLinks(h.RunDir(id), "")); err != nil {
+		return &fault.Error{Op: "container " + id, Hint: "agentbox has not made it. Do not use a root directory that others could write to.",
+			Err: fmt.Errorf("%w: %w", fault.ErrCorrupt, err)}
+	}
+	return nil
 }
 
 // Save makes a sandbox exist, for good.
@@ -218,6 +231,9 @@ func (h Home) Unsave(id string) error {
 // Lock serialises the verbs that change a sandbox, across processes.
 func (h Home) Lock(ctx context.Context, id string) (unlock func(), err error) {
 	if err := Check(id); err != nil {
+		return nil, err
+	}
+	if err := h.noLinks(id, ""); err != nil {
 		return nil, err
 	}
 	return record.Lock(ctx, h.Dir(id), "container "+id)

@@ -11,6 +11,8 @@ import (
 	"strconv"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
@@ -28,7 +30,7 @@ func (h Home) Starts(id string) ([]int, error) {
 	}
 	var list []int
 	for _, e := range entries {
-		if n, err := strconv.Atoi(e.Name()); err == nil && n > 0 {
+		if n, err := strconv.Atoi(e.Name()); err == nil && n > 0 && e.IsDir() {
 			list = append(list, n)
 		}
 	}
@@ -73,7 +75,7 @@ func (h Home) Prune(id string) error {
 // Note puts on record that start n was made, and when.
 func (h Home) Note(id string, n int, at time.Time) error {
 	tmp := h.Start(id, n, ".started")
-	f, err := os.Create(tmp)
+	f, err := os.OpenFile(tmp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC|unix.O_NOFOLLOW, 0o600)
 	if err != nil {
 		return err
 	}

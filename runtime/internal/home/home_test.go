@@ -1,0 +1,100 @@
+package home
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+func must(t *testing.T, errs ...error) {
+	t.Helper()
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+}
+
+type saved struct {
+	ID string `json:"id"`
+}
+
+// A sandbox whose files lead elsewhere, as in a root that others could write to, is neither
+// read nor locked, and what the links lead to stays.
+func TestForgedLinks(t *testing.T) {
+	ctx := context.Background()
+	id := strings.Repeat("a", 32)
+	lead := func(from, to string) error { return errors.Join(os.RemoveAll(from), os.Symlink(to, from)) }
+	for name, c := range map[string]struct {
+		forge func(h Home, outside string) error
+		lock  bool // it can be locked, to be removed
+	}{
+		"itself": {func(h Home, outside string) error {
+			return errors.Join(os.Rename(h.Dir(id), outside+"/"+id), os.Symlink(outside+"/"+id, h.Dir(id)))
+		}, false},
+		"its part of run": {func(h Home, outside string) error { return lead(h.RunDir(id), outside) }, false},
+		"upper":           {func(h Home, outside string) error { return lead(h.Dir(id, "upper"), outside) }, true},
+		"merged":          {func(h Home, outside string) error { return lead(h.Dir(id, "merged"), outside) }, true},
+		"etc":             {func(h Home, outside string) error { return lead(h.Dir(id, "etc"), outside) }, true},
+		"runs":            {func(h Home, outside string) error { return lead(h.Dir(id, "runs"), outside) }, true},
+		"log":             {func(h Home, outside string) error { return lead(h.Dir(id, "log"), outside+"/kept") }, true},
+		"record": {func(h Home, outside string) error {
+			return errors.Join(os.Rename(h.Dir(id, "container.json"), outside+"/c.json"), os.Symlink(outside+"/c.json", h.Dir(id, "container.json")))
+		}, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			outside := filepath.Join(dir, "outside")
+			must(t, os.MkdirAll(outside+"/exec", 0o700), os.WriteFile(outside+"/kept", []byte("x"), 0o600), os.WriteFile(outside+"/exec/kept", []byte("x"), 0o600))
+			h, err := Open(filepath.Join(dir, "root"), filepath.Join(dir, "run"), "")
+			must(t, err)
+			unlock, _, err := h.Claim(ctx, id)
+			must(t, err)
+			must(t, h.Save(id, saved{id}), h.Begin(id, 1), os.Mkdir(h.Dir(id, "upper"), 0o700))
+			unlock()
+			var rec saved
+			must(t, h.Load(id, &rec, &rec.ID))
+			must(t, c.forge(h, outside))
+			if err := h.Load(id, &rec, &rec.ID); !errors.Is(err, fault.ErrCorrupt) || !strings.Contains(err.Error(), "symbolic link") {
+				t.Errorf("load: %v", err)
+			}
+			unlock, _, err = h.Claim(ctx, id)
+			if c.lock != (err == nil) || err != nil && !errors.Is(err, fault.ErrCorrupt) {
+				t.Errorf("claim: %v", err)
+			}
+			if err == nil {
+				must(t, h.Clear(id), h.Empty(id)) // as a removal does
+				unlock()
+			}
+			for _, path := range []string{"/kept", "/exec/kept"} {
+				if got, err := os.ReadFile(outside + path); err != nil || string(got) != "x" {
+					t.Errorf("%s: %q, %v", path, got, err)
+				}
+			}
+		})
+	}
+}
+
+// The note of a start is written through no link, and a link is no start.
+func TestForgedStarts(t *testing.T) {
+	id := strings.Repeat("a", 32)
+	dir := t.TempDir()
+	h, err := Open(filepath.Join(dir, "root"), filepath.Join(dir, "run"), "")
+	must(t, err)
+	must(t, os.Mkdir(h.Dir(id), 0o700), h.Begin(id, 1))
+	kept := filepath.Join(dir, "kept")
+	must(t, os.WriteFile(kept, []byte("x"), 0o600), os.Symlink(kept, h.Start(id, 1, ".started")), os.Symlink(dir, h.Start(id, 2)))
+	if err := h.Note(id, 1, time.Now()); err == nil {
+		t.Error("it was noted through a link")
+	}
+	if got, err := os.ReadFile(kept); err != nil || string(got) != "x" {
+		t.Errorf("%q, %v", got, err)
+	}
+	if starts, err := h.Starts(id); err != nil || len(starts) != 1 || starts[0] != 1 {
+		t.Errorf("%v, %v", starts, err)
+	}
+}
