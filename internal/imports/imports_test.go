@@ -78,7 +78,7 @@ var allowed = map[string][]string{
 	"runtime/internal/streams":    {"internal/guard", "runtime", "runtime/internal/kernel", "runtime/internal/record", "internal/fsx"},
 	"runtime/group":               {"internal/guard", "runtime"},
 	"runtime/mcp":                 {"internal/copy/tree", "internal/fault", "internal/guard", "internal/idmap", "policy", "runtime", "runtime/internal/bundle", "runtime/internal/kernel"},
-	"runtime/network":             {"internal/failpoint", "internal/fault", "internal/guard", "runtime", "runtime/eventlog", "runtime/network/egress", "internal/flock", "internal/fsx"},
+	"runtime/network":             {"internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "runtime", "runtime/eventlog", "runtime/network/egress", "internal/flock", "internal/fsx"},
 	"runtime/network/egress":      {"policy", "runtime/eventlog"},
 	"runtime/oci":                 {"criu", "criu/stage", "internal/failpoint", "internal/fault", "internal/guard", "internal/undo", "overlay", "runtime", "runtime/internal/bundle", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams", "runtime/network", "internal/idmap", "runtime/internal/userns", "internal/fsx"},
 	"runtime/podman":              {"criu", "criu/host", "criu/stage", "internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "runtime", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams", "internal/flock"},

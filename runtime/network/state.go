@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 
 	"github.com/google/nftables"
@@ -19,6 +20,7 @@ import (
 	"github.com/agentbox/agentbox/internal/flock"
 	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/internal/guard"
+	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/network/egress"
 )
@@ -115,16 +117,20 @@ func (s *state) unused(prefix string) string {
 	}
 }
 
+// bridgePattern is the form of the names of all roots' bridges: a root may have been moved.
+var bridgePattern = lazy.Regexp(`^(agentbox|abx[0-9a-f]{6}-)[0-9]+$`)
+
 // check refuses a state that this code would not have written; everything
 // behind it may rely on that.
 func (s *state) check() error {
 	names := map[string]bool{}
 	for _, b := range s.Bridges {
-		if b.Name == "" || len(b.Name) >= unix.IFNAMSIZ || names[b.Name] {
-			return fmt.Errorf("bridge name %q", b.Name)
+		// It is removed with its last sandbox: one of the host, or of another program, must not be.
+		if !bridgePattern().MatchString(b.Name) || len(b.Name) >= unix.IFNAMSIZ || names[b.Name] {
+			return fmt.Errorf("bridge name %.40q", b.Name)
 		}
 		names[b.Name] = true
-		if !b.Subnet.Addr().Is4() || b.Subnet.Bits() != 24 || b.Subnet != b.Subnet.Masked() {
+		if !b.Subnet.Addr().Is4() || b.Subnet.Bits() != 24 || b.Subnet != b.Subnet.Masked() || !slices.ContainsFunc(pools, func(p netip.Prefix) bool { return p.Contains(b.Subnet.Addr()) }) {
 			return fmt.Errorf("subnet %s of bridge %s", b.Subnet, b.Name)
 		}
 	}

@@ -54,11 +54,14 @@ func TestState(t *testing.T) {
 		t.Fatal(err)
 	}
 	for name, text := range map[string]string{
-		"empty":          "",
-		"truncated":      string(good[:len(good)/2]),
-		"not ours":       `{"version":1,"bridges":null,"sandboxes":{"a":{"bridge":"x","address":"1.2.3.4"}}}`,
-		"foreign subnet": strings.Replace(string(good), "/24", "/8", 1),
-		"path as id":     strings.Replace(string(good), `"a"`, `"../a"`, 1),
+		"empty":              "",
+		"truncated":          string(good[:len(good)/2]),
+		"not ours":           `{"version":1,"bridges":null,"sandboxes":{"a":{"bridge":"x","address":"1.2.3.4"}}}`,
+		"foreign subnet":     strings.Replace(string(good), "/24", "/8", 1),
+		"bridge of the host": strings.ReplaceAll(string(good), w.m.bridge+"0", "lo"),
+		"bridge of Docker":   strings.ReplaceAll(string(good), w.m.bridge+"0", "docker0"),
+		"subnet of the host": strings.ReplaceAll(string(good), strings.TrimSuffix(e.Prefix.String(), "0/24"), "203.0.113."),
+		"path as id":         strings.Replace(string(good), `"a"`, `"../a"`, 1),
 	} {
 		if err := os.WriteFile(w.m.statePath(), []byte(text), 0o600); err != nil {
 			t.Fatal(err)
