@@ -1,6 +1,7 @@
 package docker
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -36,18 +37,36 @@ func bundleSpec(c box) (*specs.Spec, error) {
 
 // bundleDir is the working directory of the container's shim.
 func bundleDir(c box) (string, error) {
+	shim, err := shimOf(c)
+	return shim + "/cwd", err
+}
+
+// shimOf is the directory in /proc of a container's shim, the parent of its first process. What
+// is read there names programs, so that no process of a container may pass for one: the number
+// of the first process can be another's by now.
+func shimOf(c box) (string, error) {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", c.State.Pid))
 	if err != nil {
 		return "", fmt.Errorf("container %s: %w", c.ID, fault.ErrState)
 	}
-	_, rest, _ := strings.Cut(string(stat), ") ")
-	f := strings.Fields(rest)
+	f := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:])) // its name may hold anything
 	if len(f) < 2 {
 		return "", fmt.Errorf("container %s: %w", c.ID, fault.ErrState)
 	}
-	dir, err := os.Readlink("/proc/" + f[1] + "/cwd")
-	if err != nil || filepath.Base(dir) != c.ID {
+	dir := "/proc/" + f[1]
+	cwd, err := os.Readlink(dir + "/cwd")
+	if err != nil || filepath.Base(cwd) != c.ID || !sameNamespace(dir, "pid") || !sameNamespace(dir, "user") {
 		return "", fmt.Errorf("container %s: its first process (%d) has no shim: %w", c.ID, c.State.Pid, fault.ErrUnsupported)
 	}
-	return "/proc/" + f[1] + "/cwd", nil
+	return dir, nil
+}
+
+// sameNamespace reports whether a process, by its directory in /proc, is in this one's namespace.
+func sameNamespace(proc, kind string) bool {
+	theirs, err := os.Readlink(proc + "/ns/" + kind)
+	if err != nil {
+		return false
+	}
+	ours, err := os.Readlink("/proc/self/ns/" + kind)
+	return err == nil && theirs == ours
 }

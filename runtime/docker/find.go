@@ -1,6 +1,7 @@
 package docker
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -190,8 +191,8 @@ func holds(pid int, id string) bool {
 	if err != nil {
 		return false
 	}
-	_, rest, _ := strings.Cut(string(stat), ") ")
-	if strings.HasPrefix(rest, "Z") || strings.HasPrefix(rest, "X") {
+	// Its name stands in brackets and may hold anything.
+	if rest := stat[bytes.LastIndexByte(stat, ')')+1:]; bytes.HasPrefix(rest, []byte(" Z")) || bytes.HasPrefix(rest, []byte(" X")) {
 		return false
 	}
 	groups, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))

@@ -93,8 +93,12 @@ func (b *Backend) layers(ctx context.Context, c box) (upper string, lower []stri
 		return upper, filepath.SplitList(c.GraphDriver.Data["LowerDir"]), nil
 	}
 	if c.live() {
-		if upper, lower, err = mountedLayers(c.State.Pid); err != nil {
+		shim, err := shimOf(c)
+		if err != nil {
 			return "", nil, err
+		}
+		if upper, lower, err = mountedLayers(fmt.Sprintf("/proc/%d/mountinfo", c.State.Pid), shim+"/mountinfo"); err != nil {
+			return "", nil, fmt.Errorf("container %s: %w", c.ID, err)
 		}
 		b.keepLayers(c, layerDirs{upper, lower})
 		return upper, lower, nil
@@ -115,21 +119,32 @@ type layerDirs struct {
 	Lower []string `json:"lower"`
 }
 
-// mountedLayers reads an overlay's directories from the root mount of a process.
-func mountedLayers(pid int) (upper string, lower []string, err error) {
-	f, err := os.Open(fmt.Sprintf("/proc/%d/mountinfo", pid))
-	if err != nil {
-		return "", nil, fmt.Errorf("process %d: %w", pid, fault.ErrState)
-	}
-	defer f.Close()
-	infos, err := mountinfo.GetMountsFromReader(f, mountinfo.SingleEntryFilter("/"))
+// mountedLayers reads the directories of the overlay that is the root of a container's process
+// from the mount table of its shim. That of the process has them too, but can be its own: one
+// that may mount in a user namespace lays an overlay over its root, and names directories as it
+// likes, which mean others on the host.
+func mountedLayers(process, shim string) (upper string, lower []string, err error) {
+	roots, err := mountsIn(process, mountinfo.SingleEntryFilter("/"))
 	if err != nil {
 		return "", nil, err
 	}
+	if len(roots) == 0 {
+		return "", nil, fmt.Errorf("it has no root filesystem: %w", fault.ErrState)
+	}
+	root := roots[len(roots)-1]
+	if root.FSType != "overlay" {
+		return "", nil, fmt.Errorf("%w: the root filesystem is %s, not an overlay", fault.ErrUnsupported, root.FSType)
+	}
+	infos, err := mountsIn(shim, func(i *mountinfo.Info) (skip, stop bool) {
+		return i.FSType != "overlay" || i.Major != root.Major || i.Minor != root.Minor, false
+	})
+	if err != nil {
+		return "", nil, err
+	}
+	if len(infos) == 0 {
+		return "", nil, fmt.Errorf("%w: its root filesystem is not the one that the engine has mounted", fault.ErrUnsupported)
+	}
 	for _, i := range infos {
-		if i.FSType != "overlay" {
-			return "", nil, fmt.Errorf("%w: the root filesystem is %s, not an overlay", fault.ErrUnsupported, i.FSType)
-		}
 		opts := overlayOptions(i.VFSOptions)
 		upper = opts["upperdir"]
 		for _, dir := range splitEscaped(opts["lowerdir"], ':') {
@@ -150,6 +165,15 @@ func mountedLayers(pid int) (upper string, lower []string, err error) {
 		}
 	}
 	return upper, lower, nil
+}
+
+func mountsIn(path string, filter mountinfo.FilterFunc) ([]*mountinfo.Info, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", path, fault.ErrState)
+	}
+	defer f.Close()
+	return mountinfo.GetMountsFromReader(f, filter)
 }
 
 // overlayOptions splits an overlay's options: a comma that belongs to a path
