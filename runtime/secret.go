@@ -107,6 +107,13 @@ func sources(s Spec, given, known []Secret) ([]Secret, error) {
 // ever empty: a sandbox that waits for one had better not start.
 func (e *Engine) readSecrets(ctx context.Context, s Spec, from []Secret) ([]SecretFile, error) {
 	var files []SecretFile
+	if len(from) > 0 {
+		// From here on this process has them in its memory: no core of it is written, and no
+		// program is handed one. What it starts is not concerned.
+		if err := unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0); err != nil {
+			return nil, err
+		}
+	}
 	for _, secret := range from {
 		var data []byte
 		var err error

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sys/unix"
 )
 
 func TestSecretSources(t *testing.T) {
@@ -39,5 +40,32 @@ func TestSecretSources(t *testing.T) {
 		if d := cmp.Diff(c.get, got); err != nil || d != "" {
 			t.Errorf("%s: %v %s", c.what, err, d)
 		}
+	}
+}
+
+// A process that has read secrets leaves no core: they would be in it.
+func TestSecretsInNoCore(t *testing.T) {
+	dumpable := func(set int) int {
+		t.Helper()
+		if set >= 0 {
+			if err := unix.Prctl(unix.PR_SET_DUMPABLE, uintptr(set), 0, 0, 0); err != nil {
+				t.Fatal(err)
+			}
+		}
+		is, err := unix.PrctlRetInt(unix.PR_GET_DUMPABLE, 0, 0, 0, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return is
+	}
+	was := dumpable(1)
+	defer dumpable(was)
+	e, ctx := &Engine{}, WithVariables(t.Context(), map[string]string{"A": "value"})
+	if got, err := e.readSecrets(ctx, Spec{}, nil); err != nil || len(got) > 0 || dumpable(-1) != 1 {
+		t.Errorf("%v, %v; dumpable %d without a secret", got, err, dumpable(-1))
+	}
+	got, err := e.readSecrets(ctx, Spec{}, []Secret{{Name: "a", Env: "A"}})
+	if err != nil || len(got) != 1 || string(got[0].Data) != "value" || dumpable(-1) != 0 {
+		t.Errorf("%v, %v; dumpable %d with one", got, err, dumpable(-1))
 	}
 }

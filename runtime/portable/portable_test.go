@@ -16,6 +16,7 @@ import (
 	"filippo.io/age"
 	"github.com/google/go-cmp/cmp"
 	"github.com/klauspost/compress/zstd"
+	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
 )
@@ -196,8 +197,13 @@ func TestEncrypted(t *testing.T) {
 	if bytes.Contains(archive, []byte("agentbox/manifest")) || bytes.HasPrefix(archive, []byte("\x28\xb5\x2f\xfd")) {
 		t.Error("it is not encrypted")
 	}
+	defer func() { must(t, unix.Prctl(unix.PR_SET_DUMPABLE, 1, 0, 0, 0)) }()
 	for _, path := range []string{key, ssh} {
+		must(t, unix.Prctl(unix.PR_SET_DUMPABLE, 1, 0, 0, 0))
 		got, _, _ := imported(t, archive, OpenOptions{Identities: path}, ImportOptions{})
+		if is, err := unix.PrctlRetInt(unix.PR_GET_DUMPABLE, 0, 0, 0, 0); err != nil || is != 0 {
+			t.Errorf("%s: dumpable %d, %v: the key would be in a core", path, is, err)
+		}
 		if !bytes.Equal(got.trees[0], m.trees[0]) {
 			t.Errorf("%s: another tree", path)
 		}

@@ -10,6 +10,7 @@ import (
 
 	"filippo.io/age"
 	"filippo.io/age/agessh"
+	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
 )
@@ -53,6 +54,10 @@ func identities(path string) ([]age.Identity, error) {
 		return nil, fmt.Errorf("identities: %w", err)
 	}
 	defer f.Close()
+	// No core of this process is written while it has the keys in its memory.
+	if err := unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0); err != nil {
+		return nil, err
+	}
 	data, err := io.ReadAll(io.LimitReader(f, maxIdentities+1))
 	if err != nil {
 		return nil, fmt.Errorf("identities: %w", err)
