@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -14,6 +15,11 @@ import (
 // removed.
 func TestDamaged(t *testing.T) {
 	for what, break_ := range map[string]func(s *Store, img Image) error{
+		"layer led elsewhere": func(s *Store, img Image) error {
+			dir := filepath.Dir(img.Lower[0])
+			to := filepath.Join(filepath.Dir(s.dir), "outside")
+			return errors.Join(os.Rename(dir, to), os.Symlink(to, dir))
+		},
 		"layer gone":  func(s *Store, img Image) error { return os.RemoveAll(img.Lower[0]) },
 		"record gone": func(s *Store, img Image) error { return os.Remove(s.path("records", img.Digest[7:]+".json")) },
 		"record broken": func(s *Store, img Image) error {
@@ -54,5 +60,19 @@ func TestDamaged(t *testing.T) {
 			ok(t, err)
 			leftovers(t, s, 1)
 		})
+	}
+}
+
+// No part of the store leads out of it, as one of a root from elsewhere may.
+func TestForgedParts(t *testing.T) {
+	for _, part := range []string{"", "configs", "records", "layers", "tmp"} {
+		root, outside := t.TempDir(), t.TempDir()
+		s, err := Open(root)
+		ok(t, err)
+		ok(t, os.RemoveAll(s.path(part)))
+		ok(t, os.Symlink(outside, s.path(part)))
+		if _, err := Open(root); !errors.Is(err, fault.ErrDenied) || !strings.Contains(err.Error(), "symbolic link") {
+			t.Errorf("%q: %v", part, err)
+		}
 	}
 }

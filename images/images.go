@@ -72,6 +72,11 @@ func Open(root string) (*Store, error) {
 			return nil, fmt.Errorf("open the image store: %w", err)
 		}
 	}
+	// A root from elsewhere may have them lead out of it.
+	if err := fsx.NoLinks(s.dir, "", "configs", "records", "layers", "tmp"); err != nil {
+		return nil, &fault.Error{Op: "open the image store", ID: s.dir, Hint: "Put in its place what it leads to; another disk can be mounted there.",
+			Err: fmt.Errorf("%w: %w", fault.ErrDenied, err)}
+	}
 	return s, nil
 }
 

@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"maps"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"time"
@@ -14,6 +15,7 @@ import (
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/fsx"
 )
 
 // record is what is known of an image beside its configuration.
@@ -166,7 +168,7 @@ func (s *Store) image(idx index, name, digest string) (Image, error) {
 	for _, d := range rec.Lower {
 		hex, ok := hexOf(d)
 		dir := s.path("layers", hex, "diff")
-		if fi, err := os.Lstat(dir); !ok || err != nil || !fi.IsDir() {
+		if fi, err := os.Lstat(dir); !ok || err != nil || !fi.IsDir() || fsx.NoLinks(filepath.Dir(dir), "") != nil {
 			return img, &fault.Error{Op: "open image", ID: digest, Hint: "Pull or import the image again.",
 				Err: fmt.Errorf("%w: its layer %s is gone", fault.ErrCorrupt, d)}
 		}
