@@ -148,7 +148,9 @@ func (e *Engine) keepHostUndo(ctx context.Context, r *restoration) string {
 // named, as are those of which nobody can tell any more.
 func (e *Engine) resumeHosts(ctx context.Context, r *restoration) (told string) {
 	h, cause := &hostFiles{}, error(nil)
-	if r.reader == nil || r.row.Attached == nil {
+	if !r.data.thisBoot() {
+		cause = fmt.Errorf("the host was restarted since: %w", ErrState)
+	} else if r.reader == nil || r.row.Attached == nil {
 		cause = fmt.Errorf("checkpoint %s cannot be read", short(r.row.ID))
 	} else if h, cause = e.openAnswering(ctx, r); cause == nil {
 		r.hosts = h

@@ -422,6 +422,9 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 		r := restoration{data: data, images: e.store.StagedImages(in.Sandbox)}
 		return did, errors.Join(r.discard(), e.store.Keep(ctx, in.Sandbox, true))
 	}
+	if !data.thisBoot() && c.Status != Running && c.Status != Paused {
+		did += "; what ran at the checkpoint is not started any more, because the host was restarted since"
+	}
 	return did + told, nil
 }
 

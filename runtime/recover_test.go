@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -273,5 +274,73 @@ func TestForgedSpec(t *testing.T) {
 	}
 	if err := r.Remove(ctx, sb.ID, runtime.RemoveOptions{}); err != nil {
 		t.Errorf("rm: %v", err)
+	}
+}
+
+// posing is a backend that says of its containers what a test wants.
+type posing struct {
+	runtime.Backend
+	as runtime.Status // empty: what is so
+}
+
+func (b *posing) Inspect(ctx context.Context, id string) (runtime.Container, error) {
+	c, err := b.Backend.Inspect(ctx, id)
+	if b.as != "" {
+		c.Status = b.as
+	}
+	return c, err
+}
+
+// A restore that was begun in another boot of the host, or says so, as in a root from elsewhere,
+// is finished in the sandbox's files: nothing of it is started.
+func TestRecoverOtherBoot(t *testing.T) {
+	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for begun, want := range map[string]runtime.Status{
+		strings.TrimSpace(string(boot)): runtime.Running, "": runtime.Exited, "11111111-2222-3333-4444-555555555555": runtime.Exited,
+	} {
+		b := &posing{}
+		r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })
+		sb, err := r.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{
+			Name: "box", Image: "base", Args: []string{"sleep", "1000"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+		}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := r.Start(ctx, sb.ID, nil); err != nil {
+			t.Fatal(err)
+		}
+		b.as = runtime.Paused // the memory backend freezes nothing
+		ck, err := r.Checkpoint(ctx, sb.ID, runtime.CheckpointOptions{FilesOnly: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		b.as = ""
+		if err := r.Stop(ctx, sb.ID, time.Second); err != nil {
+			t.Fatal(err)
+		}
+		file := filepath.Join(sb.Upperdir, "later")
+		if err := os.WriteFile(file, nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		text, err := json.Marshal(map[string]any{"phase": "swap", "was": "running", "begun": begun, "trees": []any{map[string]any{"dir": sb.Upperdir}}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := r.store.Begin(ctx, store.Intent{Op: "restore", Sandbox: sb.ID, Checkpoint: ck.ID, Data: text}); err != nil {
+			t.Fatal(err)
+		}
+		did, err := r.RecoverInterrupted(ctx)
+		if err != nil || len(did.Actions) != 1 || strings.Contains(did.Actions[0], "is not started any more") != (want == runtime.Exited) {
+			t.Errorf("begun %q: %q, %v", begun, did.Actions, err)
+		}
+		if got, err := r.Sandbox(ctx, sb.ID); err != nil || got.Status != want || got.Head != ck.ID {
+			t.Errorf("begun %q: it is %s at %q, want %s at %s (%v)", begun, got.Status, got.Head, want, ck.ID, err)
+		}
+		if _, err := os.Lstat(file); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("begun %q: its files are not the checkpoint's: %v", begun, err)
+		}
 	}
 }

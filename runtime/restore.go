@@ -45,6 +45,10 @@ type restoring struct {
 	Undo      string `json:"undo"` // the checkpoint of what is replaced
 	NoUndo    bool   `json:"no_undo"`
 
+	// Begun is the boot of the host in which it was begun. No record from elsewhere can know that:
+	// one of another boot starts nothing and writes no host files any more.
+	Begun string `json:"begun,omitempty"`
+
 	HostFiles []string `json:"host_files,omitempty"` // attached files that are put back
 	HostUndo  string   `json:"host_undo,omitempty"`  // the checkpoint that has what they were, if not Undo
 
@@ -229,6 +233,7 @@ func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ Restored, er
 // perform restores what target has found.
 func (e *Engine) perform(ctx context.Context, r *restoration) error {
 	in := store.Intent{Op: opRestore, Sandbox: r.sb.ID, Checkpoint: r.row.ID, Lazy: true}
+	r.data.Begun = bootID()
 	return e.intent(ctx, in, r.data, func(seq int64) (err error) {
 		var undo undo.Stack
 		defer func() { undo.Run(ctx, &err) }()
@@ -317,10 +322,13 @@ func (e *Engine) open(ctx context.Context, r *restoration) (err error) {
 	return err
 }
 
+// thisBoot reports whether a restore was begun in this boot of the host.
+func (d restoring) thisBoot() bool { return d.Begun != "" && d.Begun == bootID() }
+
 // starts tells whether something runs once the files are in place.
 func (r *restoration) starts() bool {
 	was := Status(r.reader.Manifest().Status)
-	return (was == Running || was == Paused) && (r.fork == nil || !r.fork.noStart)
+	return (was == Running || was == Paused) && (r.fork == nil || !r.fork.noStart) && (!r.resumed || r.data.thisBoot())
 }
 
 func (e *Engine) restore(ctx context.Context, seq int64, r *restoration) (err error) {
