@@ -1,6 +1,7 @@
 package runtime_test
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"os"
@@ -250,6 +251,57 @@ func TestLifetimeOfCheckpoints(t *testing.T) {
 	for _, name := range []string{"box", "other"} {
 		if sb, err := r.Sandbox(ctx, name); err != nil || sb.Expired || sb.Spec.Lifetime.TTL != time.Hour {
 			t.Errorf("%s: %+v, %v", name, sb.Spec.Lifetime, err)
+		}
+	}
+}
+
+// A sandbox with a restart policy comes back by any command in the boot of the host in which it
+// was started, and else by the service or by recover alone.
+func TestReviveWatchesOfBoot(t *testing.T) {
+	r := newRig(t, nil)
+	sb := r.createShort(t, "box", runtime.Spec{Restart: runtime.Restart{Policy: runtime.RestartAlways}}, nil)
+	if _, err := r.Start(ctx, "box", nil); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Stop(ctx, "box", 0); err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(r.root, "restarts", sb.ID)
+	data, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var st map[string]any
+	if err := json.Unmarshal(data, &st); err != nil {
+		t.Fatal(err)
+	}
+	delete(st, "stopped")
+	here := st["boot"]
+	for _, c := range []struct {
+		boot any
+		any  bool // command brings it back
+	}{{here, true}, {"", false}, {"11111111-2222-3333-4444-555555555555", false}} {
+		st["boot"] = c.boot
+		text, err := json.Marshal(st)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(path, text, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		for _, revive := range []struct {
+			what string
+			do   func(context.Context) error
+			want bool
+		}{{"a command", r.ReviveWatchesOfBoot, c.any}, {"the service", r.ReviveWatches, true}} {
+			r.watched = nil
+			mark := filepath.Join(r.root, "watch", sb.ID)
+			if err := errors.Join(os.MkdirAll(filepath.Dir(mark), 0o700), os.WriteFile(mark, nil, 0o600), os.Chtimes(mark, time.Time{}, time.Now().Add(-time.Minute))); err != nil {
+				t.Fatal(err)
+			}
+			if err := revive.do(ctx); err != nil || len(r.watched) > 0 != revive.want {
+				t.Errorf("boot %q, %s: watches started %q, %v", c.boot, revive.what, r.watched, err)
+			}
 		}
 	}
 }

@@ -192,7 +192,7 @@ func (e *Engine) reconcile(ctx context.Context, unasked bool) (_ ReconcileReport
 		r.found(FoundInterrupted, "", did, nil)
 	}
 	r.errs = append(r.errs, err)
-	revived, err := e.reviveWatches(ctx)
+	revived, err := e.reviveWatches(ctx, false)
 	for id, did := range revived {
 		r.found(FoundWatch, id, did, nil)
 	}

@@ -97,14 +97,22 @@ func ignoreMissing(err error) error {
 const watchStart = 2 * time.Second
 
 // ReviveWatches does what watches that were killed have missed, and starts them
-// again. It is quick when there is nothing to do: every command calls it first.
+// again. It is quick when there is nothing to do.
 func (e *Engine) ReviveWatches(ctx context.Context) error {
-	_, err := e.reviveWatches(ctx)
+	_, err := e.reviveWatches(ctx, false)
+	return err
+}
+
+// ReviveWatchesOfBoot is ReviveWatches as every command calls it first: a sandbox that was not
+// started in this boot of the host comes back by the service, or by Reconcile. The root may be from
+// elsewhere, and its author's program is not to run because somebody looks at it.
+func (e *Engine) ReviveWatchesOfBoot(ctx context.Context) error {
+	_, err := e.reviveWatches(ctx, true)
 	return err
 }
 
 // reviveWatches tells what was done, by the ids of sandboxes.
-func (e *Engine) reviveWatches(ctx context.Context) (did map[string]string, err error) {
+func (e *Engine) reviveWatches(ctx context.Context, ofBoot bool) (did map[string]string, err error) {
 	list, err := os.ReadDir(e.marks())
 	if err != nil {
 		return nil, fail("watch", "", ignoreMissing(err))
@@ -124,7 +132,7 @@ func (e *Engine) reviveWatches(ctx context.Context) (did map[string]string, err 
 		if err == nil && !alive {
 			var said string
 			err = guard.Do(func() (err error) {
-				said, err = e.revive(ctx, entry.Name())
+				said, err = e.revive(ctx, entry.Name(), ofBoot)
 				return err
 			})
 			if said != "" {
@@ -138,7 +146,7 @@ func (e *Engine) reviveWatches(ctx context.Context) (did map[string]string, err 
 	return did, errors.Join(errs...)
 }
 
-func (e *Engine) revive(ctx context.Context, id string) (did string, err error) {
+func (e *Engine) revive(ctx context.Context, id string, ofBoot bool) (did string, err error) {
 	sb, err := e.store.Sandbox(ctx, id)
 	if errors.Is(err, ErrNotFound) {
 		return "", e.unmark(id)
@@ -175,7 +183,11 @@ func (e *Engine) revive(ctx context.Context, id string) (did string, err error) 
 		e.watchOver(s)
 		return fmt.Sprintf("sandbox %s is held to its limits again", sb.Name), nil
 	case comesBack(s.Restart):
-		if back, _, err := e.comesBack(ctx, sb, s, c); back || err != nil {
+		back, st, err := e.comesBack(ctx, sb, s, c)
+		if back && err == nil && ofBoot && (st.Boot == "" || st.rebooted()) {
+			return "", nil
+		}
+		if back || err != nil {
 			e.watchOver(s) // it does that
 			return fmt.Sprintf("sandbox %s is started again, as its restart policy says", sb.Name), err
 		}

@@ -160,7 +160,7 @@ func openService(ctx context.Context, g globals) (_ runtime.Service, err error) 
 		// It must not keep the user from other sandboxes, or from looking.
 		slog.Error("recovery failed; `agentbox recover` tries again", "err", err)
 	}
-	if err := engine.ReviveWatches(ctx); err != nil {
+	if err := engine.ReviveWatchesOfBoot(ctx); err != nil {
 		slog.Error("limits of sandboxes may not be held; `agentbox recover` tries again", "err", err)
 	}
 	if _, err := svc.EndLeases(ctx); err != nil {
