@@ -97,6 +97,9 @@ func TestForgedParts(t *testing.T) {
 		"sandboxes, link":    {func(root, outside string) error { return lead(root+"/sandboxes", outside) }, "symbolic link"},
 		"checkpoints, link":  {func(root, outside string) error { return lead(root+"/checkpoints", outside) }, "symbolic link"},
 		"network.json, link": {func(root, outside string) error { return lead(root+"/network.json", outside+"/kept") }, "symbolic link"},
+		"run/restore, link": {func(root, outside string) error {
+			return errors.Join(os.Mkdir(root+"/run", 0o700), os.Symlink(outside, root+"/run/restore"))
+		}, "symbolic link"},
 		"volumes, of another": {func(root, _ string) error {
 			return errors.Join(os.Mkdir(root+"/volumes", 0o700), os.Chown(root+"/volumes", 1000, 1000))
 		}, "belongs to user 1000"},

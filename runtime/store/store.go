@@ -226,8 +226,7 @@ func (s *Store) checkParts() error {
 			return denied(err)
 		}
 		if st.Mode&unix.S_IFMT == unix.S_IFLNK {
-			return &fault.Error{Op: "check", ID: path, Hint: "Put in its place what it leads to; another disk can be mounted there.",
-				Err: fmt.Errorf("a symbolic link in the state directory: %w", fault.ErrDenied)}
+			return linkError(path)
 		}
 		if st.Mode&unix.S_IFMT == unix.S_IFSOCK {
 			continue // it has no content, and its mode says who may connect
@@ -236,7 +235,22 @@ func (s *Store) checkParts() error {
 			return err
 		}
 	}
-	return nil
+	// Of a root that is not the default one the transient state is in it.
+	run := filepath.Join(s.root, "run")
+	if entries, err = os.ReadDir(run); errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	for _, e := range entries {
+		if e.Type()&fs.ModeSymlink != 0 {
+			return linkError(filepath.Join(run, e.Name()))
+		}
+	}
+	return denied(err)
+}
+
+func linkError(path string) error {
+	return &fault.Error{Op: "check", ID: path, Hint: "Put in its place what it leads to; another disk can be mounted there.",
+		Err: fmt.Errorf("a symbolic link in the state directory: %w", fault.ErrDenied)}
 }
 
 // checkOwner refuses what is not root's, or can be written by others.

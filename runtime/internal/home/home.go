@@ -78,6 +78,10 @@ func Open(root, run, part string) (h Home, err error) {
 	}
 	h.Root, h.Run = filepath.Join(h.Base, part), filepath.Join(h.Stage, part)
 	h.State = filepath.Join(h.Run, "runc")
+	// A root from elsewhere may have them lead out of it.
+	if err := errors.Join(fsx.NoLinks(h.Root, "", "sandboxes"), fsx.NoLinks(h.Run, "", "runc")); err != nil {
+		return h, fmt.Errorf("%w: %w", fault.ErrDenied, err)
+	}
 	sum := sha256.Sum256([]byte(h.Base))
 	h.tag = hex.EncodeToString(sum[:4])
 	return h, nil

@@ -98,3 +98,16 @@ func TestForgedStarts(t *testing.T) {
 		t.Errorf("%v, %v", starts, err)
 	}
 }
+
+// Nor do the directories of a backend lead elsewhere.
+func TestForgedHome(t *testing.T) {
+	for _, part := range []string{"", "containerd"} {
+		for _, name := range []string{"root/" + part + "/sandboxes", "run/" + part + "/runc"} {
+			dir := t.TempDir()
+			must(t, os.MkdirAll(filepath.Join(dir, name), 0o700), os.Remove(filepath.Join(dir, name)), os.Symlink(t.TempDir(), filepath.Join(dir, name)))
+			if _, err := Open(filepath.Join(dir, "root"), filepath.Join(dir, "run"), part); !errors.Is(err, fault.ErrDenied) {
+				t.Errorf("%q, %s: %v", part, name, err)
+			}
+		}
+	}
+}
