@@ -3,6 +3,7 @@ package runtime
 import (
 	"context"
 	"io"
+	"path/filepath"
 	"time"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
@@ -10,6 +11,7 @@ import (
 	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/internal/idmap"
 )
 
@@ -133,15 +135,6 @@ type ImageKeeper interface {
 	// Add takes an image in, under a name unless that is empty. Layers that are
 	// here already are not read.
 	Add(ctx context.Context, name string, img v1.Image) (images.Image, error)
-}
-
-// Host is one backend with its images.
-type Host struct {
-	Backend
-	Images Images // nil: it makes no sandboxes, it only adopts
-	// Original leads back into what the sandboxes were laid over; nil: there
-	// is no way back.
-	Original Original
 }
 
 // Original is a backend's way to bring what a sandbox changed into the directory
@@ -279,3 +272,15 @@ type ExecError struct {
 
 func (e *ExecError) Error() string { return e.Err.Error() }
 func (e *ExecError) Unwrap() error { return e.Err }
+
+// ReachedBy tells whether a container with a mount of a path of the host has the
+// volume's data by it: all or a part of them or, if it may write there, a directory
+// that they are somewhere in.
+func (v Volume) ReachedBy(source string, writable bool) bool {
+	if source == "" { // a tmpfs, say
+		return false
+	}
+	// A source that is gone is only a name.
+	data, source := filepath.Clean(fsx.Resolved(v.Path)), filepath.Clean(fsx.Resolved(source))
+	return fsx.Within(data, source) || writable && fsx.Within(source, data)
+}

@@ -1,6 +1,8 @@
 package runtime
 
-import "github.com/agentbox/agentbox/internal/fault"
+import (
+	"github.com/agentbox/agentbox/internal/fault"
+)
 
 // Error is the one typed error of agentbox; see fault.Error.
 type Error = fault.Error

@@ -1,19 +1,7 @@
 package runtime
 
 import (
-	"context"
-	"encoding/json"
-	"errors"
-	"fmt"
-	"os"
-	"strings"
-	"sync"
 	"time"
-
-	"golang.org/x/sys/unix"
-
-	"github.com/agentbox/agentbox/policy"
-	"github.com/agentbox/agentbox/runtime/store"
 )
 
 // Lifetime bounds how long a sandbox lives; zero means no bound.
@@ -21,15 +9,6 @@ type Lifetime struct {
 	TTL   time.Duration `json:"ttl_ns,omitempty"`  // it is stopped so long after Begun, and not started again
 	Idle  time.Duration `json:"idle_ns,omitempty"` // it is stopped when nothing goes on in it for so long
 	Begun Moment        `json:"begun,omitzero"`    // when it was made, or given the TTL
-}
-
-// livesFor is a lifetime that begins now.
-func livesFor(ttl, idle time.Duration) Lifetime {
-	l := Lifetime{TTL: ttl, Idle: idle}
-	if ttl > 0 {
-		l.Begun = thisMoment()
-	}
-	return l
 }
 
 // Moment is an instant by two clocks: the one that people set, and, within one
@@ -40,71 +19,6 @@ type Moment struct {
 	Up   time.Duration `json:"up_ns,omitempty"` // since that boot, sleep included
 }
 
-func thisMoment() Moment { return Moment{time.Now().UTC().Round(0), bootID(), uptime()} }
-
-// bootID names this boot of the host; empty: nobody knows.
-var bootID = sync.OnceValue(func() string {
-	data, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
-	if err != nil {
-		return ""
-	}
-	return strings.TrimSpace(string(data))
-})
-
-func uptime() time.Duration {
-	var ts unix.Timespec
-	if unix.ClockGettime(unix.CLOCK_BOOTTIME, &ts) != nil {
-		return 0 // no kernel that we run on is without
-	}
-	return time.Duration(ts.Nano())
-}
-
-// age is how long ago it was: exact within a boot, else as the clock has it.
-func age(m Moment) time.Duration { return ageAt(m, thisMoment()) }
-
-func ageAt(m Moment, now Moment) time.Duration {
-	if m.Boot != "" && m.Boot == now.Boot {
-		return now.Up - m.Up
-	}
-	return max(0, now.Time.Sub(m.Time))
-}
-
-func timeLeft(l Lifetime) time.Duration { return l.TTL - age(l.Begun) }
-
-func expired(l Lifetime) bool { return l.TTL > 0 && timeLeft(l) <= 0 }
-
-// expiresAt is when the clock will show that it is over; it moves only when the
-// clock is set.
-func expiresAt(l Lifetime) time.Time {
-	if l.TTL == 0 {
-		return time.Time{}
-	}
-	at := l.Begun.Time.Add(l.TTL)
-	if d := time.Until(at) - timeLeft(l); d.Abs() > time.Second {
-		at = at.Add(-d)
-	}
-	return at
-}
-
-// checkLifetime refuses what cannot be meant.
-func checkLifetime(l Lifetime) error {
-	for name, d := range map[string]time.Duration{"ttl": l.TTL, "idle": l.Idle} {
-		if d != 0 && d < policy.MinLifetime {
-			return fmt.Errorf("%w: lifetime %s %v: the least is %v", ErrInvalid, name, d, policy.MinLifetime)
-		}
-	}
-	return nil
-}
-
-// mayStart refuses to start what has expired.
-func mayStart(s Spec) error {
-	if !expired(s.Lifetime) {
-		return nil
-	}
-	return hint(fmt.Errorf("%w: its time (%v) was over at %s", ErrState, s.Lifetime.TTL, expiresAt(s.Lifetime).Local().Format(time.DateTime)),
-		"Give it more: agentbox update --ttl DURATION "+s.Name)
-}
-
 // LifetimeChange is what UpdateLifetime changes; nil: as it is, 0: no bound.
 type LifetimeChange struct {
 	TTL  *time.Duration `json:"ttl_ns,omitempty"`
@@ -113,185 +27,60 @@ type LifetimeChange struct {
 	Restart *Restart `json:"restart,omitempty"`
 }
 
-// acquireOurs takes the lock of a sandbox that is to be updated, and returns its
-// spec and policy, which may be nil. Of one that is its engine's, the engine decides.
-func (e *Engine) acquireOurs(ctx context.Context, ref, what string) (sb *locked, s Spec, p *policy.Policy, err error) {
-	if sb, err = e.acquire(ctx, ref, "update", lockWait); err != nil {
-		return nil, Spec{}, nil, err
-	}
-	if s, err = spec(sb.Sandbox); err == nil && s.Adopted {
-		err = fmt.Errorf("%w: its engine decides %s", ErrUnsupported, what)
-	}
-	if err == nil {
-		p, err = recorded(s)
-	}
-	if err != nil {
-		sb.lock.Unlock()
-	}
-	return sb, s, p, err
+// Nothing goes on in a sandbox, for Lifetime.Idle, while no command of an exec is
+// there, nobody is attached to it, and its processes have less than IdleShare of
+// one core. While it is paused no such time passes.
+
+// IdleShare is the share of one core from which on a sandbox is not idle.
+const IdleShare = 0.01
+
+// Restart policies, in Docker's words.
+const (
+	RestartNo            = "no"
+	RestartOnFailure     = "on-failure"     // when it ended by itself with another code than 0
+	RestartAlways        = "always"         // when it ended by itself, and after the host's next boot in any case
+	RestartUnlessStopped = "unless-stopped" // when it ended by itself, and after a boot unless its owner had stopped it
+)
+
+// What a restart begins with.
+const (
+	RestartFromCommand = "command"
+	RestartFromHead    = "head" // the newest checkpoint: its files, and its processes if it has any
+)
+
+// Restart says whether a sandbox comes back that has ended; the zero value: it
+// does not. What its owner, its time or its idleness has stopped does not count.
+type Restart struct {
+	Policy  string `json:"policy,omitempty"`
+	Retries int    `json:"retries,omitempty"` // on-failure: at most so often; 0: without end
+	From    string `json:"from,omitempty"`    // empty: RestartFromCommand
 }
 
-// UpdateLifetime changes how long a sandbox lives, from now on.
-func (e *Engine) UpdateLifetime(ctx context.Context, ref string, change LifetimeChange) (_ Sandbox, err error) {
-	defer func() { err = fail("update", ref, err) }()
-	sb, s, p, err := e.acquireOurs(ctx, ref, "how long the container lives")
-	if err != nil {
-		return Sandbox{}, err
-	}
-	defer sb.lock.Unlock()
-	if change.TTL != nil {
-		s.Lifetime = livesFor(*change.TTL, s.Lifetime.Idle)
-	}
-	if change.Idle != nil {
-		s.Lifetime.Idle = *change.Idle
-	}
-	if change.Restart != nil {
-		s.Restart = *change.Restart
-	}
-	if err := errors.Join(checkLifetime(s.Lifetime), checkRestart(s, sb.host.Properties())); err != nil {
-		return Sandbox{}, err
-	}
-	if p != nil {
-		if err := p.MayLive(change.TTL, change.Idle); err != nil {
-			return Sandbox{}, err
-		}
-	}
-	data, err := json.Marshal(s)
-	if err != nil {
-		return Sandbox{}, err
-	}
-	c, err := sb.host.Inspect(ctx, sb.ID)
-	if err != nil {
-		return Sandbox{}, err
-	}
-	live := c.Status == Running || c.Status == Paused
-	if live { // a crash after the next step leaves the mark to the next command
-		if err := e.mark(s); err != nil {
-			return Sandbox{}, err
-		}
-	}
-	if err := e.store.SetSpec(ctx, sb.ID, data); err != nil {
-		return Sandbox{}, err
-	}
-	if change.Restart != nil {
-		err := e.begun(s)
-		if err == nil && !live { // it is its owner who starts it
-			err = e.meant(store.Sandbox{ID: sb.ID, Spec: data})
-		}
-		if err != nil {
-			return Sandbox{}, err
-		}
-	}
-	if live {
-		e.watchOver(s)
-	}
-	e.log.Info("lifetime changed", "sandbox", sb.ID, "ttl", s.Lifetime.TTL, "idle", s.Lifetime.Idle)
-	return e.Sandbox(ctx, sb.ID)
+// Restarts is how often a sandbox came back since its owner started it.
+type Restarts struct {
+	Count    int       `json:"count"`
+	LastExit int       `json:"last_exit"`          // the code with which it had ended before the last one
+	LastEnd  time.Time `json:"last_end,omitzero"`  // and when
+	Stopped  bool      `json:"stopped,omitempty"`  // its owner, or a limit of its lifetime, has stopped it
+	GivenUp  bool      `json:"given_up,omitempty"` // it has failed as often as it may, or an undo command has
+	Error    string    `json:"error,omitempty"`    // why the last one did not succeed
 }
 
-// expire stops a sandbox whose time is over, and removes it if it was to go with
-// its exit. It tells whether there is nothing left to watch.
-func (e *Engine) expire(ctx context.Context, id string) (done bool, err error) {
-	sb, s, c, err := e.overdue(ctx, id)
-	if errors.Is(err, ErrNotFound) {
-		return true, nil
-	}
-	if err != nil {
-		return false, err
-	}
-	defer sb.lock.Unlock()
-	if !expired(s.Lifetime) {
-		return false, nil // it was given more time
-	}
-	why := fmt.Sprintf("ttl: its time of %v is over", s.Lifetime.TTL)
-	if c.Status == Running || c.Status == Paused {
-		e.log.Info("stopped: its time is over", "sandbox", id, "ttl", s.Lifetime.TTL)
-		if err := e.putDown(ctx, sb, why); err != nil {
-			return false, err
-		}
-		if err := e.note(id, Event{Time: time.Now(), Type: EventExpired, After: int64(s.Lifetime.TTL)}); err != nil {
-			return false, err
-		}
-	}
-	if s.AutoRemove && !sb.Kept {
-		return true, e.deed(ctx, deedTo(sb.Sandbox, "rm", ByWatch, why), func() error { return e.remove(ctx, sb, false) })
-	}
-	return true, nil
+// Where its filesystem has project quotas the kernel holds a sandbox of the
+// backend oci to --storage-size: what is more it refuses. Elsewhere the watch kills
+// it. What stands still is held to nothing, so that agentbox can bring files back
+// beside those that are there: a limit is lifted once a sandbox is frozen, and set
+// before it goes on. The watch sets one that a killed verb has left lifted.
+
+// StorageHit is that the files of a sandbox took all that it was given.
+type StorageHit struct {
+	Time    time.Time `json:"time"`
+	Used    int64     `json:"used"` // at least
+	Limit   int64     `json:"limit"`
+	Refused bool      `json:"refused,omitempty"` // the kernel refuses more, and it goes on; else it was killed
 }
 
-// putDown stops a sandbox, whose lock is held, that is to stay so.
-func (e *Engine) putDown(ctx context.Context, sb *locked, why string) error {
-	return e.deed(ctx, deedTo(sb.Sandbox, "stop", ByWatch, why), func() error {
-		if err := e.meant(sb.Sandbox); err != nil {
-			return err
-		}
-		return sb.host.Stop(ctx, sb.ID, StopOptions{Timeout: stopTimeout})
-	})
-}
-
-// stopIdle stops a sandbox in which nothing has gone on. One that was to be
-// removed with its exit stays: nobody has said that it is done.
-// touched is when it was last used, as far as was known when that was found.
-func (e *Engine) stopIdle(ctx context.Context, id string, quiet time.Duration, touched time.Time) (done bool, err error) {
-	sb, s, c, err := e.overdue(ctx, id)
-	if errors.Is(err, ErrNotFound) {
-		return true, nil
-	}
-	if err != nil {
-		return false, err
-	}
-	defer sb.lock.Unlock()
-	if !e.lastUse(id).Equal(touched) {
-		return false, nil
-	}
-	if busy, err := e.inUse(c, id); err != nil || busy || c.Status != Running || s.Lifetime.Idle == 0 || quiet < s.Lifetime.Idle {
-		return false, err
-	}
-	if s.AutoRemove && !sb.Kept {
-		if err := e.store.Keep(ctx, id, true); err != nil {
-			return false, err
-		}
-	}
-	e.log.Info("stopped: idle", "sandbox", id, "idle", quiet)
-	if err := e.putDown(ctx, sb, fmt.Sprintf("idle: nothing went on for %v", s.Lifetime.Idle)); err != nil {
-		return false, err
-	}
-	return true, e.note(id, Event{Time: time.Now(), Type: EventIdle, After: int64(quiet)})
-}
-
-// opWatch is what a watch holds a sandbox's lock for.
-const opWatch = "watch"
-
-// overdue looks at a sandbox that is to be stopped, and takes its lock: what a
-// checkpoint or a restore is at work on, or was left half-way, is not touched.
-func (e *Engine) overdue(ctx context.Context, id string) (sb *locked, s Spec, c Container, err error) {
-	lock, err := e.store.Lock(ctx, id, opWatch, lockWait)
-	if err != nil {
-		return nil, s, c, err
-	}
-	defer func() {
-		if err != nil {
-			lock.Unlock()
-		}
-	}()
-	row, err := e.store.Sandbox(ctx, id)
-	if err != nil {
-		return nil, s, c, err
-	}
-	cut, err := e.interruptedIn(ctx, id)
-	if err == nil && cut {
-		err = fmt.Errorf("%w: a verb on it was cut off", ErrBusy)
-	}
-	if err != nil {
-		return nil, s, c, err
-	}
-	if s, err = spec(row); err != nil {
-		return nil, s, c, err
-	}
-	host, err := e.host(row.Backend)
-	if err != nil {
-		return nil, s, c, err
-	}
-	c, err = host.Inspect(ctx, id)
-	return &locked{Sandbox: row, host: host, lock: lock}, s, c, err
+// StorageChange is what UpdateStorage changes.
+type StorageChange struct {
+	Size int64 `json:"size"` // bytes that the files may take; 0: no limit
 }

@@ -2,7 +2,9 @@ package runtime
 
 import (
 	"context"
+	"fmt"
 	"io"
+	"strings"
 	"time"
 
 	"github.com/agentbox/agentbox/images"
@@ -389,4 +391,57 @@ type PathStat struct {
 // Recovery reports what RecoverInterrupted did, one sentence per deed.
 type Recovery struct {
 	Actions []string `json:"actions"`
+}
+
+// Triggers of the checkpoints that Spec.CheckpointEvery asks for.
+const (
+	TriggerExec     = policy.TriggerExec
+	TriggerInterval = policy.TriggerInterval
+	TriggerTool     = "tool" // of agents: by itself, before a call that may change something
+	TriggerMCP      = "mcp"  // of agents: the checkpoint tool
+)
+
+// Work is a verb that is at work on a sandbox.
+type Work struct {
+	Verb  string    `json:"verb"`
+	Since time.Time `json:"since"`
+}
+
+// The ways to restore. Auto goes from one to the next where one fails, in rising cost,
+// where what is lost counts as cost: full and files for a checkpoint with processes,
+// files for one without, and to make the sandbox again last, for that takes away what
+// one could still look at. When none does, it holds the sandbox.
+const (
+	StrategyAuto     = "auto"
+	StrategyFiles    = "files"    // the files; the command starts afresh
+	StrategyFull     = "full"     // and the processes
+	StrategyRecreate = "recreate" // what the checkpoint has, in a container made anew
+)
+
+// Strategies are all there are.
+var Strategies = []string{StrategyAuto, StrategyFiles, StrategyFull, StrategyRecreate}
+
+// RestoreAttempt is a try that failed.
+type RestoreAttempt struct {
+	Time     time.Time     `json:"time"`
+	Strategy string        `json:"strategy"` // or "recreate-files": auto's second way to recreate, without processes
+	Try      int           `json:"try"`      // from 1 on, of this strategy
+	Error    string        `json:"error"`
+	Next     string        `json:"next"` // what was done then: the next strategy, "" for none
+	Took     time.Duration `json:"took_ns"`
+}
+
+// FoldAttempts says what tries failed of, a line for those in a row that failed alike.
+func FoldAttempts(tries []RestoreAttempt) (lines []string) {
+	for i, n := 0, 0; i < len(tries); i += n {
+		t := tries[i]
+		for n = 1; i+n < len(tries) && tries[i+n].Strategy == t.Strategy && tries[i+n].Error == t.Error; n++ {
+		}
+		times := ""
+		if n > 1 {
+			times = fmt.Sprintf(" (%d times)", n)
+		}
+		lines = append(lines, fmt.Sprintf("%s%s: %s", t.Strategy, times, strings.Join(strings.Fields(t.Error), " ")))
+	}
+	return lines
 }

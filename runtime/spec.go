@@ -210,3 +210,19 @@ func JoinEnv(layers ...[]string) []string {
 	}
 	return out
 }
+
+// Grants are what a restore or a fork gives to the spec of a foreign checkpoint, which
+// gets nothing of the host otherwise: it runs its command over its image and files, with the
+// network, the rights and the policy of a sandbox that asks for none.
+type Grants struct {
+	TrustSpec bool    `json:"trust_spec"` // all that it asks for, within the policy; see Checkpoint.Asks
+	Mounts    []Mount `json:"mounts"`
+	Ports     []Port  `json:"ports"`
+	Policy    string  `json:"policy"` // the name of the one that decides; empty: default
+}
+
+// User namespaces of sandboxes.
+const (
+	UserNSHost = "host" // none: the host's ids
+	UserNSAuto = "auto" // one with a range of ids of its own
+)

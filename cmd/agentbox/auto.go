@@ -17,6 +17,7 @@ import (
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/engine"
 )
 
 // autoHandover is how long a new auto waits for an old one: that may just be
@@ -76,7 +77,7 @@ func (g globals) startAside(self string, args ...string) error {
 	cmd.Args[0] = "agentbox" // not a plugin of docker, whatever we are
 	cmd.Dir = "/"
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
-	if err := runtime.StartAside(cmd); err != nil {
+	if err := engine.StartAside(cmd); err != nil {
 		return err
 	}
 	guard.Start(cmd.Wait) // a service would have its zombie; how it ended is in its log

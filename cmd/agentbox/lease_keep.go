@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/engine"
 )
 
 // A leaseEnder removes what belongs to leases that have ended. Only a Service
@@ -43,7 +44,7 @@ func newKeepLeasesCommand(a *app) *cobra.Command {
 				}
 				_, run := g.dirs()
 				for {
-					lock, err := lockOne(ctx, filepath.Join(run, "leases"), runtime.KeeperName)
+					lock, err := lockOne(ctx, filepath.Join(run, "leases"), engine.KeeperName)
 					if err != nil || lock == nil {
 						return err
 					}

@@ -15,6 +15,7 @@ import (
 
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/engine"
 )
 
 // hostPolicies are those of the host's owner; a root has its own beside them.
@@ -36,7 +37,7 @@ type policies interface {
 // ownPolicies are those that this process finds.
 type ownPolicies struct{ policy.Finder }
 
-func (p ownPolicies) List() ([]runtime.PolicyEntry, error) { return runtime.ListPolicies(p.Finder) }
+func (p ownPolicies) List() ([]runtime.PolicyEntry, error) { return engine.ListPolicies(p.Finder) }
 
 // servicePolicies are those of a service. Files are this process's, and what they
 // narrow is the service's.
@@ -278,7 +279,7 @@ known here. With --format json it prints an array of objects: verdict, what, rul
 			if err != nil {
 				return err
 			}
-			_, findings := p.Judge(runtime.PolicyRequest(req))
+			_, findings := p.Judge(engine.PolicyRequest(req))
 			return runPolicyExplain(findings, format, a.stdout)
 		},
 	}

@@ -18,6 +18,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/containerd"
 	"github.com/agentbox/agentbox/runtime/docker"
 	"github.com/agentbox/agentbox/runtime/doctor"
+	"github.com/agentbox/agentbox/runtime/engine"
 	"github.com/agentbox/agentbox/runtime/oci"
 	"github.com/agentbox/agentbox/runtime/podman"
 	"github.com/agentbox/agentbox/runtime/store"
@@ -46,7 +47,7 @@ type place struct {
 
 // backends are all there are, by the names that --backend and the scheme of
 // BACKEND://REF take.
-var backends = map[string]func(place) (runtime.Host, error){
+var backends = map[string]func(place) (engine.Host, error){
 	"containerd": openContainerd,
 	"docker":     openDocker,
 	"oci":        openOCI,
@@ -62,10 +63,10 @@ func backendNames() string {
 	return strings.Join(slices.Sorted(maps.Keys(backends)), ", ")
 }
 
-func openOCI(p place) (runtime.Host, error) {
+func openOCI(p place) (engine.Host, error) {
 	img, err := images.Open(p.root)
 	if err != nil {
-		return runtime.Host{}, err
+		return engine.Host{}, err
 	}
 	// An error in that file is for those who use a registry.
 	if cfg, err := source.LoadConfig(""); err != nil {
@@ -74,7 +75,7 @@ func openOCI(p place) (runtime.Host, error) {
 		img.Default = cfg.Default
 	}
 	backend, err := oci.Open(oci.Options{Root: p.root, Run: p.run, Self: p.self})
-	return runtime.Host{Backend: backend, Images: withBuiltin{img}}, err
+	return engine.Host{Backend: backend, Images: withBuiltin{img}}, err
 }
 
 // withBuiltin lists the built-in image before it was ever used.
@@ -98,33 +99,33 @@ func (s withBuiltin) ResolveDigest(ctx context.Context, digest string) (images.I
 	return s.Store.ResolveDigest(ctx, digest)
 }
 
-func openContainerd(p place) (runtime.Host, error) {
+func openContainerd(p place) (engine.Host, error) {
 	backend, err := containerd.Open(containerd.Options{Root: p.root, Run: p.run, Self: p.self})
 	if err != nil {
-		return runtime.Host{}, err
+		return engine.Host{}, err
 	}
-	return runtime.Host{Backend: backend, Images: backend.Images()}, nil
+	return engine.Host{Backend: backend, Images: backend.Images()}, nil
 }
 
-func openDocker(p place) (runtime.Host, error) {
+func openDocker(p place) (engine.Host, error) {
 	backend, err := docker.Open(docker.Options{Root: p.root, Run: p.run, Self: p.self})
 	if err != nil {
-		return runtime.Host{}, err
+		return engine.Host{}, err
 	}
-	return runtime.Host{Backend: backend, Images: backend.Images()}, nil
+	return engine.Host{Backend: backend, Images: backend.Images()}, nil
 }
 
 // openPodman only adopts: it makes no sandboxes and has no images.
-func openPodman(p place) (runtime.Host, error) {
+func openPodman(p place) (engine.Host, error) {
 	backend, err := podman.Open(podman.Options{Root: p.root})
-	return runtime.Host{Backend: backend}, err
+	return engine.Host{Backend: backend}, err
 }
 
 // openVolume only adopts, too: the verbs of volumes make them.
-func openVolume(p place) (runtime.Host, error) {
+func openVolume(p place) (engine.Host, error) {
 	v, err := volume.Open(volume.Options{Root: p.root, Run: p.run})
 	b := volume.Backend{Volumes: v}
-	return runtime.Host{Backend: b, Original: b}, err
+	return engine.Host{Backend: b, Original: b}, err
 }
 
 // openService makes the embedded engine. Only this file
@@ -145,14 +146,14 @@ func openService(ctx context.Context, g globals) (_ runtime.Service, err error) 
 		return nil, err
 	}
 	log, by := audit.Open(root), cmp.Or(g.by, "command")
-	engine := runtime.New(runtime.Options{Deeds: g.traces.Deeds(by, log.Deeds(by)), Run: run, Store: st, Backend: g.Backend, Auto: g.starter(self, "auto"), Watch: g.starter(self, "watch"), Keeper: func() error { return g.startAside(self, "keep-leases") }, Policies: g.policies(), Open: func(name string) (runtime.Host, error) {
+	eng := engine.New(engine.Options{Deeds: g.traces.Deeds(by, log.Deeds(by)), Run: run, Store: st, Backend: g.Backend, Auto: g.starter(self, "auto"), Watch: g.starter(self, "watch"), Keeper: func() error { return g.startAside(self, "keep-leases") }, Policies: g.policies(), Open: func(name string) (engine.Host, error) {
 		open, ok := backends[name]
 		if !ok {
-			return runtime.Host{}, usageErrorf("unknown backend %q: choose %s", name, backendNames())
+			return engine.Host{}, usageErrorf("unknown backend %q: choose %s", name, backendNames())
 		}
 		return open(place{root: root, run: run, self: self})
 	}})
-	svc := g.traces.Around(audit.New(engine, log, by))
+	svc := g.traces.Around(audit.New(eng, log, by))
 	if g.reaping {
 		return svc, nil
 	}
@@ -160,7 +161,7 @@ func openService(ctx context.Context, g globals) (_ runtime.Service, err error) 
 		// It must not keep the user from other sandboxes, or from looking.
 		slog.Error("recovery failed; `agentbox recover` tries again", "err", err)
 	}
-	if err := engine.ReviveWatchesOfBoot(ctx); err != nil {
+	if err := eng.ReviveWatchesOfBoot(ctx); err != nil {
 		slog.Error("limits of sandboxes may not be held; `agentbox recover` tries again", "err", err)
 	}
 	if _, err := svc.EndLeases(ctx); err != nil {

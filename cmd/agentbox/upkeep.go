@@ -11,6 +11,7 @@ import (
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/api"
+	"github.com/agentbox/agentbox/runtime/engine"
 )
 
 // upkeepOptions are what serve does by itself.
@@ -45,7 +46,7 @@ type recoverer interface {
 // An upkeeper is a Service that does things by itself. Only one that runs on
 // this host is one.
 type upkeeper interface {
-	Upkeep(ctx context.Context, u runtime.Upkeep)
+	Upkeep(ctx context.Context, u engine.Upkeep)
 }
 
 // soonEvery is how often the service sees to what cannot wait for a Reconcile:
@@ -69,7 +70,7 @@ func (o *upkeepOptions) tend(ctx context.Context, svc runtime.Service, figures *
 		})
 	}
 	if k, ok := svc.(upkeeper); ok {
-		u := runtime.Upkeep{Reconcile: o.Reconcile, Prune: o.Prune, Rate: o.rate}
+		u := engine.Upkeep{Reconcile: o.Reconcile, Prune: o.Prune, Rate: o.rate}
 		u.Reconciled = func(out runtime.ReconcileReport, _ error) {
 			for _, f := range out.Findings {
 				if !f.Again { // one that stays is one

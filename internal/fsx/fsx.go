@@ -213,3 +213,11 @@ func Within(root, path string) bool {
 	rest, below := strings.CutPrefix(path, strings.TrimSuffix(root, "/")+"/")
 	return below && filepath.IsLocal(rest) // ../.. is not below ..
 }
+
+// Resolved returns a path without its symbolic links, or the path itself if they lead nowhere.
+func Resolved(path string) string {
+	if p, err := filepath.EvalSymlinks(path); err == nil {
+		return p
+	}
+	return path
+}

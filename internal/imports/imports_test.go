@@ -17,7 +17,7 @@ const module = "github.com/agentbox/agentbox/"
 // allowed lists, per package, which packages of this module it may import
 // directly. What is not listed may import nothing of ours.
 var allowed = map[string][]string{
-	"cmd/agentbox": {"internal/copy", "internal/fault", "internal/guard", "internal/gclater", "internal/lazy", "internal/setup", "images", "images/source", "policy", "runtime", "runtime/api", "runtime/audit", "runtime/containerd", "runtime/docker", "runtime/dockerplugin",
+	"cmd/agentbox": {"internal/copy", "internal/fault", "internal/guard", "internal/gclater", "internal/lazy", "internal/setup", "images", "images/source", "policy", "runtime", "runtime/engine", "runtime/api", "runtime/audit", "runtime/containerd", "runtime/docker", "runtime/dockerplugin",
 		"runtime/dockerplugin/authz", "runtime/dockerplugin/volume", "runtime/doctor", "runtime/group", "runtime/mcp", "runtime/oci", "runtime/podman", "runtime/store", "runtime/traces", "runtime/volume", "internal/flock", "internal/fsx"},
 	"cmd/agentbox-runtime": {"criu/crlog", "criu/cut", "criu/freezer", "criu/host", "criu/lsm", "criu/proof", "criu/stage", "criu/wall", "internal/failpoint", "internal/fault", "internal/fsx"},
 	"criu":                 {"criu/crlog", "criu/cut", "criu/freezer", "criu/host", "criu/proof", "internal/fault", "internal/guard", "internal/failpoint", "internal/fsx"},
@@ -57,10 +57,11 @@ var allowed = map[string][]string{
 	"internal/undo":        {},
 	"overlay":              {"internal/fault", "internal/guard", "internal/failpoint", "internal/idmap"},
 	"policy":               {"internal/fault", "internal/lazy"},
-	"runtime":              {"criu", "criu/proof", "criu/stage", "images", "images/build", "images/source", "internal/ahead", "internal/copy", "internal/failpoint", "internal/hostfile", "internal/lazy", "internal/fault", "internal/guard", "internal/undo", "overlay", "policy", "runtime/eventlog", "runtime/network/egress", "runtime/portable", "runtime/registry", "runtime/store", "internal/idmap", "runtime/internal/kernel", "runtime/internal/record", "internal/flock", "internal/fsx"},
+	"runtime":              {"criu", "criu/stage", "images", "images/source", "internal/fault", "internal/fsx", "internal/hostfile", "internal/idmap", "policy"},
+	"runtime/engine":       {"runtime", "criu", "criu/proof", "criu/stage", "images", "images/build", "images/source", "internal/ahead", "internal/copy", "internal/failpoint", "internal/hostfile", "internal/lazy", "internal/fault", "internal/guard", "internal/undo", "overlay", "policy", "runtime/eventlog", "runtime/network/egress", "runtime/portable", "runtime/registry", "runtime/store", "internal/idmap", "runtime/internal/kernel", "runtime/internal/record", "internal/flock", "internal/fsx"},
 	"runtime/backendtest":  {"criu", "criu/stage", "overlay", "internal/fault", "runtime", "internal/idmap"},
 	"runtime/api":          {"images", "images/source", "internal/ahead", "internal/fault", "internal/guard", "policy", "runtime", "runtime/doctor", "internal/flock", "internal/fsx"},
-	"runtime/audit":        {"images", "images/source", "internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "policy", "runtime", "internal/flock", "internal/fsx"},
+	"runtime/audit":        {"images", "images/source", "internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "policy", "runtime", "runtime/engine", "internal/flock", "internal/fsx"},
 	"runtime/containerd": {"criu", "criu/stage", "images", "images/source", "internal/copy/tree", "internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "internal/undo", "overlay", "runtime",
 		"runtime/internal/bundle", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams", "runtime/network", "internal/flock", "internal/fsx"},
 	"runtime/docker":              {"criu", "criu/host", "criu/lsm", "criu/stage", "images", "images/source", "internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "internal/undo", "overlay", "policy", "runtime", "runtime/internal/bundle", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams", "runtime/network", "runtime/internal/apparmor", "internal/flock"},
@@ -87,8 +88,8 @@ var allowed = map[string][]string{
 	"runtime/session":             {"runtime"},
 	"runtime/store":               {"internal/failpoint", "internal/fault", "internal/guard", "overlay", "runtime/store/pack", "internal/flock", "internal/fsx"},
 	"runtime/store/pack":          {"internal/failpoint", "internal/fault", "internal/guard"},
-	"runtime/volume":              {"criu/stage", "internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "overlay", "policy", "runtime", "runtime/internal/kernel", "runtime/internal/record", "internal/flock", "internal/fsx"},
-	"runtime/traces":              {"images", "images/source", "internal/fault", "internal/lazy", "policy", "runtime", "runtime/audit"},
+	"runtime/volume":              {"criu/stage", "internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "overlay", "policy", "runtime", "runtime/engine", "runtime/internal/kernel", "runtime/internal/record", "internal/flock", "internal/fsx"},
+	"runtime/traces":              {"images", "images/source", "internal/fault", "internal/lazy", "policy", "runtime", "runtime/engine", "runtime/audit"},
 	"runtime/traces/tracestest":   {},
 	"internal/remote/remotetest":  {},
 	"test":                        {},

@@ -18,6 +18,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/engine"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -263,15 +264,15 @@ func TestProcesses(t *testing.T) {
 	}
 }
 
-// engine is the real one, over a store without sandboxes.
-func engine(t *testing.T, root string) *runtime.Engine {
+// newEngine makes the real one, over a store without sandboxes.
+func newEngine(t *testing.T, root string) *engine.Engine {
 	t.Helper()
 	st, err := store.Open(t.Context(), root)
 	if err != nil {
 		t.Fatal(err)
 	}
-	e := runtime.New(runtime.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "oci", Open: func(string) (runtime.Host, error) {
-		return runtime.Host{}, fmt.Errorf("no engine: %w", runtime.ErrUnsupported)
+	e := engine.New(engine.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "oci", Open: func(string) (engine.Host, error) {
+		return engine.Host{}, fmt.Errorf("no engine: %w", runtime.ErrUnsupported)
 	}})
 	t.Cleanup(func() { e.Close() })
 	return e
@@ -281,7 +282,7 @@ func engine(t *testing.T, root string) *runtime.Engine {
 // records, called with whatever.
 func TestEveryVerb(t *testing.T) {
 	root := t.TempDir()
-	svc := New(engine(t, root), Open(root), "test")
+	svc := New(newEngine(t, root), Open(root), "test")
 	passed := reflect.TypeFor[reads]()
 	for i := range reflect.TypeFor[runtime.Local]().NumMethod() {
 		m := reflect.TypeFor[runtime.Local]().Method(i)
@@ -337,7 +338,7 @@ func TestEveryVerb(t *testing.T) {
 // Without arguments, environments and contents.
 func TestNoSecrets(t *testing.T) {
 	root := t.TempDir()
-	svc := New(engine(t, root), Open(root), "test")
+	svc := New(newEngine(t, root), Open(root), "test")
 	secret := "hunter" + "2"
 	_, _ = svc.Exec(t.Context(), "c", runtime.Process{Args: []string{"login", "--password", secret}, Env: []string{"P=" + secret}}, runtime.Streams{})
 	_, _ = svc.Create(t.Context(), runtime.CreateRequest{Spec: runtime.Spec{Image: "i", Args: []string{secret}, Env: []string{"P=" + secret}}})
@@ -371,7 +372,7 @@ func TestFullDisk(t *testing.T) {
 		}
 	})
 	l := Open(small)
-	svc := New(engine(t, t.TempDir()), l, "test")
+	svc := New(newEngine(t, t.TempDir()), l, "test")
 	if err := svc.Pause(t.Context(), "c"); !errors.Is(err, fault.ErrNotFound) {
 		t.Fatal(err)
 	}

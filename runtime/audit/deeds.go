@@ -6,7 +6,7 @@ import (
 	"strings"
 	"sync"
 
-	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/engine"
 )
 
 // deeds puts on record what an Engine does by itself.
@@ -26,7 +26,7 @@ type Tries struct {
 const maxTries = 1000
 
 // Again tells of a deed that has ended whether it has failed just as the try before.
-func (t *Tries) Again(d *runtime.Deed, err error) bool {
+func (t *Tries) Again(d *engine.Deed, err error) bool {
 	if !d.Past && !frees[d.Verb] || len(d.Made) > 0 {
 		return false
 	}
@@ -34,18 +34,18 @@ func (t *Tries) Again(d *runtime.Deed, err error) bool {
 	return t.came(keyOf(d), err) == was && err != nil
 }
 
-func keyOf(d *runtime.Deed) string {
+func keyOf(d *engine.Deed) string {
 	return strings.Join(append([]string{d.Verb, d.Sandbox, d.Checkpoint, d.To}, d.Did...), " ")
 }
 
-// Deeds is what an Engine does things of its own by (runtime.Options.Deeds). by is
+// Deeds is what an Engine does things of its own by (engine.Options.Deeds). by is
 // as in New, for what belongs to a verb.
-func (l *Log) Deeds(by string) func(context.Context, *runtime.Deed, func() error) error {
+func (l *Log) Deeds(by string) func(context.Context, *engine.Deed, func() error) error {
 	d := &deeds{log: l, by: by}
 	return d.do
 }
 
-func (d *deeds) do(ctx context.Context, deed *runtime.Deed, do func() error) error {
+func (d *deeds) do(ctx context.Context, deed *engine.Deed, do func() error) error {
 	r := Record{Verb: deed.Verb, Ref: Clip(deed.Ref), To: deed.To, Signal: deed.Signal, Why: Clip(deed.Why)}
 	r.about(deed.Subject)
 	for _, id := range deed.Made {

@@ -19,6 +19,7 @@ import (
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/backendtest"
+	"github.com/agentbox/agentbox/runtime/engine"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -48,7 +49,7 @@ type host struct {
 	*Service
 	backend *failing
 	store   *store.Store
-	engine  *runtime.Engine
+	engine  *engine.Engine
 	root    string
 	seen    uint64 // the last record that was looked at
 }
@@ -80,9 +81,9 @@ func newHost(t *testing.T) *host {
 	}
 	h := &host{T: t, store: st, root: root, backend: &failing{Backend: backendtest.NewMemory(filepath.Join(root, "memory"))}}
 	log := Open(root)
-	h.engine = runtime.New(runtime.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "memory", Deeds: log.Deeds("test"),
+	h.engine = engine.New(engine.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "memory", Deeds: log.Deeds("test"),
 		Watch: func(string) error { return nil },
-		Open:  func(string) (runtime.Host, error) { return runtime.Host{Backend: h.backend, Images: img}, nil }})
+		Open:  func(string) (engine.Host, error) { return engine.Host{Backend: h.backend, Images: img}, nil }})
 	h.Service = New(h.engine, log, "test")
 	t.Cleanup(func() { h.Service.Close() })
 	return h
@@ -408,7 +409,7 @@ func byName(list []Entry) []Entry {
 func TestDeedsOfUpkeep(t *testing.T) {
 	h := newHost(t)
 	// upkeep has a service do something by itself until so much is on record.
-	upkeep := func(u runtime.Upkeep, verb string, n int) {
+	upkeep := func(u engine.Upkeep, verb string, n int) {
 		t.Helper()
 		ctx, end := context.WithTimeout(t.Context(), 20*time.Second)
 		var all sync.WaitGroup
@@ -431,7 +432,7 @@ func TestDeedsOfUpkeep(t *testing.T) {
 		h.must(h.PinCheckpoint(t.Context(), c.ID, false))
 	}
 	h.news()
-	upkeep(runtime.Upkeep{Prune: time.Millisecond}, "prune", 2)
+	upkeep(engine.Upkeep{Prune: time.Millisecond}, "prune", 2)
 	h.expect(byName(h.news()), "note | test | prune | a | ok | retention", "note | test | prune | b | ok | retention")
 
 	// What it has removed is on record also when the space of it cannot be freed, each time.
@@ -443,7 +444,7 @@ func TestDeedsOfUpkeep(t *testing.T) {
 		h.checkpoint("a", runtime.CheckpointOptions{FilesOnly: true})
 		h.must(h.PinCheckpoint(t.Context(), sb.Head, false))
 		h.news()
-		upkeep(runtime.Upkeep{Prune: time.Millisecond}, "prune", 3+n)
+		upkeep(engine.Upkeep{Prune: time.Millisecond}, "prune", 3+n)
 		list := h.news()
 		h.expect(list, "note | test | prune | a | ok | retention")
 		if !slices.Equal(list[0].Made, []string{sb.Head}) {
@@ -461,7 +462,7 @@ func TestDeedsOfUpkeep(t *testing.T) {
 		h.must(os.Chtimes(staged, old, old))
 		want = append(want, "note | test | recover |  | ok | found: staged")
 	}
-	upkeep(runtime.Upkeep{Reconcile: time.Hour}, "recover", 65)
+	upkeep(engine.Upkeep{Reconcile: time.Hour}, "recover", 65)
 	found := h.news()
 	h.expect(found, append(want[:64:64], "note | test | recover |  | ok | found: more than 64 things")...)
 	if last := found[len(found)-1]; len(last.Text) != 2 {

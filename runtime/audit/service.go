@@ -18,6 +18,7 @@ import (
 	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/engine"
 )
 
 // Engine is what stands behind the log: the Service of this host, and what only
@@ -31,7 +32,7 @@ type Engine interface {
 	KeepLeases(ctx context.Context) error
 	Reap(ctx context.Context, id string) error
 	Watch(ctx context.Context, id string) error
-	Upkeep(ctx context.Context, u runtime.Upkeep)
+	Upkeep(ctx context.Context, u engine.Upkeep)
 	Release(id string)
 }
 
@@ -65,7 +66,7 @@ type reads interface {
 	Subject(ctx context.Context, ref string, checkpoint bool) runtime.Subject
 	// What these do by themselves is on record by way of Deeds.
 	RecoverInterrupted(ctx context.Context) (runtime.Recovery, error)
-	Upkeep(ctx context.Context, u runtime.Upkeep)
+	Upkeep(ctx context.Context, u engine.Upkeep)
 	ReviveWatches(ctx context.Context) error
 	EndLeases(ctx context.Context) (did []string, err error)
 	KeepLeases(ctx context.Context) error

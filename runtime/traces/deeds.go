@@ -11,6 +11,7 @@ import (
 
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/audit"
+	"github.com/agentbox/agentbox/runtime/engine"
 )
 
 // Of what agentbox does by itself.
@@ -19,16 +20,16 @@ const (
 	attrWhy = attribute.Key("agentbox.why")
 )
 
-// Deeds returns next (runtime.Options.Deeds, which puts on record what an Engine does by
+// Deeds returns next (engine.Options.Deeds, which puts on record what an Engine does by
 // itself) with a span of each deed: the root of a trace of its own, unless it is a step of
 // a verb, in whose trace it is then. One that fails as it did the last time has no other.
 // by is as in audit.New.
-func (t *Traces) Deeds(by string, next func(context.Context, *runtime.Deed, func() error) error) func(context.Context, *runtime.Deed, func() error) error {
+func (t *Traces) Deeds(by string, next func(context.Context, *engine.Deed, func() error) error) func(context.Context, *engine.Deed, func() error) error {
 	if t == nil {
 		return next
 	}
 	tries := &audit.Tries{}
-	return func(ctx context.Context, d *runtime.Deed, do func() error) error {
+	return func(ctx context.Context, d *engine.Deed, do func() error) error {
 		began := time.Now()
 		err := next(ctx, d, do)
 		if tries.Again(d, err) {

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/engine"
 	"github.com/agentbox/agentbox/runtime/traces/tracestest"
 )
 
@@ -16,11 +17,11 @@ func TestDeeds(t *testing.T) {
 	c := tracestest.New(t)
 	environment(t, prefix+"ENDPOINT="+c.URL)
 	tr := opened(t, Options{})
-	next := func(_ context.Context, _ *runtime.Deed, do func() error) error { return do() }
+	next := func(_ context.Context, _ *engine.Deed, do func() error) error { return do() }
 	do := tr.Deeds("service", next)
 	ctx, end := tr.Command(t.Context(), "agentbox checkpoint")
 	about := runtime.Subject{Sandbox: "0123456789abcdef", Name: "box"}
-	removal := &runtime.Deed{Verb: "rm", By: runtime.ByKeeper, Why: "lease 1b9e: its deadline has passed", Subject: about}
+	removal := &engine.Deed{Verb: "rm", By: engine.ByKeeper, Why: "lease 1b9e: its deadline has passed", Subject: about}
 	failed := fmt.Errorf("a mount: %w", runtime.ErrBusy)
 	for _, err := range []error{failed, failed, failed, nil} {
 		if got := do(ctx, removal, func() error { return err }); !errors.Is(got, err) {
@@ -33,13 +34,13 @@ func TestDeeds(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	must(do(ctx, &runtime.Deed{Verb: "prune", Why: "retention of policy p", Subject: about, Made: []string{"1", "2"}, Past: true}, func() error { return nil }))
-	restore := &runtime.Deed{Verb: "restore", By: runtime.ByWatch, Why: "restart policy always", Subject: about}
+	must(do(ctx, &engine.Deed{Verb: "prune", Why: "retention of policy p", Subject: about, Made: []string{"1", "2"}, Past: true}, func() error { return nil }))
+	restore := &engine.Deed{Verb: "restore", By: engine.ByWatch, Why: "restart policy always", Subject: about}
 	must(do(ctx, restore, func() error {
 		restore.Restored = runtime.Restored{Checkpoint: runtime.Checkpoint{ID: "c1", Sandbox: about.Sandbox, SandboxName: about.Name}, Changed: 3}
 		return nil
 	}))
-	must(do(t.Context(), &runtime.Deed{Verb: "recover", Why: "found: gone", Subject: about, Did: []string{"freed it"}, Past: true, Alone: true}, func() error { return nil }))
+	must(do(t.Context(), &engine.Deed{Verb: "recover", Why: "found: gone", Subject: about, Did: []string{"freed it"}, Past: true, Alone: true}, func() error { return nil }))
 	end(0, "")
 	tr.Close()
 

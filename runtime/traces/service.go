@@ -12,6 +12,7 @@ import (
 	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/audit"
+	"github.com/agentbox/agentbox/runtime/engine"
 )
 
 // untraced are the methods that are no verbs of a caller. A new method of the
@@ -24,7 +25,7 @@ type untraced interface {
 	KeepLeases(ctx context.Context) error
 	Reap(ctx context.Context, id string) error
 	Watch(ctx context.Context, id string) error
-	Upkeep(ctx context.Context, u runtime.Upkeep)
+	Upkeep(ctx context.Context, u engine.Upkeep)
 	Release(id string)
 	Close() error
 }

@@ -25,20 +25,21 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/audit"
+	"github.com/agentbox/agentbox/runtime/engine"
 	"github.com/agentbox/agentbox/runtime/store"
 	"github.com/agentbox/agentbox/runtime/traces/tracestest"
 )
 
-// engine is the real one, over a store without sandboxes.
-func engine(t *testing.T) audit.Engine {
+// newEngine makes the real one, over a store without sandboxes.
+func newEngine(t *testing.T) audit.Engine {
 	t.Helper()
 	root := t.TempDir()
 	st, err := store.Open(t.Context(), root)
 	if err != nil {
 		t.Fatal(err)
 	}
-	e := runtime.New(runtime.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "oci", Open: func(string) (runtime.Host, error) {
-		return runtime.Host{}, fmt.Errorf("no engine: %w", runtime.ErrUnsupported)
+	e := engine.New(engine.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "oci", Open: func(string) (engine.Host, error) {
+		return engine.Host{}, fmt.Errorf("no engine: %w", runtime.ErrUnsupported)
 	}})
 	t.Cleanup(func() { e.Close() })
 	return audit.New(e, audit.Open(root), "test")
@@ -154,7 +155,7 @@ func TestEveryVerb(t *testing.T) {
 	c := tracestest.New(t)
 	environment(t, prefix+"ENDPOINT="+c.URL, prefix+"HEADERS=authorization=Bearer%20token-12345", "OTEL_SERVICE_NAME=box", "OTEL_RESOURCE_ATTRIBUTES=team=core,deployment.environment=test")
 	tr := opened(t, Options{Version: "v9"})
-	svc := tr.Around(engine(t))
+	svc := tr.Around(newEngine(t))
 	ctx, end := tr.Command(t.Context(), "agentbox test")
 	type seen struct {
 		method string
@@ -207,7 +208,7 @@ func TestOnlyLooks(t *testing.T) {
 	c := tracestest.New(t)
 	environment(t, prefix+"ENDPOINT="+c.URL)
 	tr := opened(t, Options{})
-	svc := tr.Around(engine(t))
+	svc := tr.Around(newEngine(t))
 	_, _ = svc.Sandboxes(t.Context())
 	_, _ = svc.Sandbox(t.Context(), "c")
 	_ = svc.Files(runtime.Reading(t.Context()), "c", nil)
@@ -226,7 +227,7 @@ func TestNoSecrets(t *testing.T) {
 	c := tracestest.New(t)
 	environment(t, prefix+"ENDPOINT="+c.URL)
 	tr := opened(t, Options{})
-	svc := tr.Around(engine(t))
+	svc := tr.Around(newEngine(t))
 	secret := "hunter" + "2"
 	env := []string{"P=" + secret}
 	_, _ = svc.Exec(t.Context(), "c", runtime.Process{Args: []string{"login", secret}, Env: env}, runtime.Streams{})
@@ -301,7 +302,7 @@ func TestNoCollector(t *testing.T) {
 				environment(t, prefix+"ENDPOINT="+at, prefix+"HEADERS=x-key=swordfish-1")
 				log := logged(t)
 				tr := opened(t, Options{Lasting: lasting})
-				svc := tr.Around(engine(t))
+				svc := tr.Around(newEngine(t))
 				began := time.Now()
 				ctx, end := tr.Command(t.Context(), "agentbox test")
 				for range 5000 { // more than are kept
@@ -441,7 +442,7 @@ func TestRefs(t *testing.T) {
 	c := tracestest.New(t)
 	environment(t, prefix+"ENDPOINT="+c.URL)
 	tr := opened(t, Options{})
-	svc := tr.Around(engine(t))
+	svc := tr.Around(newEngine(t))
 	ctx, end := tr.Command(t.Context(), "agentbox test")
 	for i := range reflect.TypeFor[runtime.Local]().NumMethod() {
 		if m := reflect.TypeFor[runtime.Local]().Method(i); m.Name != "Close" {

@@ -16,6 +16,7 @@ import (
 	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/engine"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
@@ -162,7 +163,7 @@ func clip(list []string, n int) []string {
 func changes(ctx context.Context, from, upper string) ([]runtime.Change, error) {
 	list := []runtime.Change{}
 	err := overlay.Diff(ctx, overlay.Side{}, overlay.Side{Dir: upper}, overlay.DiffOptions{Lower: []string{from}}, func(c overlay.Change) error {
-		list = append(list, runtime.ChangeOf(c))
+		list = append(list, engine.ChangeOf(c))
 		return nil
 	})
 	return list, err

@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/engine"
 	"github.com/agentbox/agentbox/runtime/store"
 	"github.com/agentbox/agentbox/runtime/volume"
 )
@@ -44,14 +45,14 @@ func TestEngine(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	engine := &someone{}
-	v, err := volume.Open(volume.Options{Root: root, Run: root + "/run", Engine: engine})
+	users := &someone{}
+	v, err := volume.Open(volume.Options{Root: root, Run: root + "/run", Engine: users})
 	if err != nil {
 		t.Fatal(err)
 	}
 	b := volume.Backend{Volumes: v}
-	e := runtime.New(runtime.Options{Run: root + "/run", Store: st, Backend: "volume", Open: func(string) (runtime.Host, error) {
-		return runtime.Host{Backend: b, Original: b}, nil
+	e := engine.New(engine.Options{Run: root + "/run", Store: st, Backend: "volume", Open: func(string) (engine.Host, error) {
+		return engine.Host{Backend: b, Original: b}, nil
 	}})
 	defer e.Close()
 	must := func(err error) {
@@ -99,7 +100,7 @@ func TestEngine(t *testing.T) {
 	// In use: a checkpoint freezes who uses it, a restore is refused.
 	p, err := v.Mount(ctx, "ws", "someone")
 	must(err)
-	engine.users = []volume.User{{ID: "1", Name: "web", Pid: os.Getpid(), Mounts: 1}}
+	users.users = []volume.User{{ID: "1", Name: "web", Pid: os.Getpid(), Mounts: 1}}
 	if _, err := e.Restore(ctx, ws, runtime.RestoreOptions{Checkpoint: "one"}); !errors.Is(err, runtime.ErrState) || !strings.Contains(err.Error(), "container (web)") {
 		t.Errorf("restore in use: %v", err)
 	}
@@ -108,14 +109,14 @@ func TestEngine(t *testing.T) {
 	}
 	live, err := e.Checkpoint(ctx, ws, runtime.CheckpointOptions{Name: "two"})
 	must(err)
-	if live.Kind != runtime.KindFiles || engine.users[0].Paused {
-		t.Errorf("%+v, %+v", live, engine.users)
+	if live.Kind != runtime.KindFiles || users.users[0].Paused {
+		t.Errorf("%+v, %+v", live, users.users)
 	}
 	if data, err := os.ReadFile(p + "/f"); err != nil || string(data) != "two" {
 		t.Errorf("%q, %v", data, err)
 	}
 	must(v.Unmount(ctx, "ws", "someone"))
-	engine.users = nil
+	users.users = nil
 
 	_, err = e.Restore(ctx, ws, runtime.RestoreOptions{Checkpoint: "one", Verify: true})
 	must(err)

@@ -49,7 +49,7 @@ var suites = []suite{
 	{pkg: "policy"},
 	{pkg: "runtime/store"},
 	{pkg: "runtime/volume"},
-	{pkg: "runtime"},
+	{pkg: "runtime/engine"},
 	{pkg: "cmd/agentbox"},
 	{pkg: "runtime/docker"},
 	{pkg: "test/docker"},

@@ -1,0 +1,383 @@
+package runtime
+
+import (
+	"context"
+	"io"
+	"time"
+)
+
+// CheckpointService is the part of Service that makes checkpoints a history: it
+// forks, keeps, proves, moves and forgets them.
+type CheckpointService interface {
+	// Fork starts new sandboxes from a checkpoint; the origin is untouched.
+	Fork(ctx context.Context, sandbox string, opts ForkOptions) ([]Forked, error)
+	// PlanRestore tells what Restore would change, and changes nothing.
+	PlanRestore(ctx context.Context, sandbox string, opts RestoreOptions) (RestorePlan, error)
+
+	// PinCheckpoint keeps a checkpoint from Prune, or gives it up to it again.
+	PinCheckpoint(ctx context.Context, checkpoint string, pinned bool) error
+	// TagCheckpoint gives a checkpoint one more name in its sandbox. A tag
+	// that another checkpoint of the sandbox has moves.
+	TagCheckpoint(ctx context.Context, checkpoint, tag string) error
+	// UntagCheckpoint takes a tag (SANDBOX@TAG) away.
+	UntagCheckpoint(ctx context.Context, ref string) error
+
+	// Prune removes the checkpoints that no rule keeps, and frees the space of
+	// all that nothing needs any more.
+	Prune(ctx context.Context, opts PruneOptions) (Pruned, error)
+	Usage(ctx context.Context) (Usage, error)
+	Verify(ctx context.Context, opts VerifyOptions) (VerifyReport, error)
+	// Reindex rebuilds the index of the store from its files.
+	Reindex(ctx context.Context) (Reindexed, error)
+
+	// ExportCheckpoint writes an archive that Podman, CRI-O and checkpointctl read.
+	ExportCheckpoint(ctx context.Context, checkpoint string, w io.Writer, opts ExportOptions) error
+	// ImportCheckpoint reads what ExportCheckpoint or `podman container
+	// checkpoint --export` wrote. The checkpoint belongs to a sandbox that is not
+	// there: Restore, by its name, makes it.
+	ImportCheckpoint(ctx context.Context, r io.Reader, opts ImportOptions) (Checkpoint, error)
+	// PushCheckpoint stores a checkpoint in a registry, PullCheckpoint brings one back.
+	PushCheckpoint(ctx context.Context, checkpoint, reference string, opts RegistryOptions) (Pushed, error)
+	PullCheckpoint(ctx context.Context, reference string, opts RegistryOptions) (Checkpoint, error)
+}
+
+// Progress is called now and then during long work: done of total, in the
+// unit that the verb names; total 0: not known.
+type Progress func(done, total int64)
+
+// ForkOptions modify Fork.
+type ForkOptions struct {
+	Checkpoint string            `json:"checkpoint"` // empty: one is taken now
+	Count      int               `json:"count"`      // 0: 1
+	Names      []string          `json:"names"`      // of the forks, as many as Count; empty: ORIGIN-fork-XXXX
+	FilesOnly  bool              `json:"files_only"` // leave the processes out: the command starts afresh
+	Labels     map[string]string `json:"labels"`
+	NoStart    bool              `json:"no_start"` // leave them created
+	Secrets    []Secret          `json:"secrets"`  // where secrets come from, if not from where the origin's do
+	Lease      string            `json:"lease"`    // the lease that they are removed with; empty: none, whatever the origin has
+	Group      string            `json:"group"`    // a name that they share
+	Foreign    bool              `json:"foreign"`  // without Checkpoint: the newest may be one from elsewhere, of a removed sandbox
+	Grants     Grants            `json:"grants"`   // what the spec of a foreign checkpoint is given
+	Progress   Steps             `json:"-"`
+}
+
+// Forked reports one fork.
+type Forked struct {
+	Sandbox    Sandbox    `json:"sandbox"`
+	Checkpoint Checkpoint `json:"checkpoint"`
+	// Reseeded names what of the origin's identity was made anew, Shared what
+	// the fork still has in common with it.
+	Reseeded []string      `json:"reseeded"`
+	Shared   []string      `json:"shared"`
+	Took     time.Duration `json:"took_ns"`
+	Warnings []string      `json:"warnings,omitempty"`
+}
+
+// RestorePlan is the documented JSON of `agentbox restore --dry-run`.
+type RestorePlan struct {
+	Sandbox     string        `json:"sandbox"` // its id
+	SandboxName string        `json:"sandbox_name"`
+	Checkpoint  Checkpoint    `json:"checkpoint"`
+	Changes     []Change      `json:"changes"` // what a user of the sandbox will find changed
+	Added       int           `json:"added"`
+	Deleted     int           `json:"deleted"`
+	Modified    int           `json:"modified"`
+	Bytes       int64         `json:"bytes"`     // of file data that will be written
+	Ends        []PlanProcess `json:"ends"`      // processes that will end
+	Begins      []PlanProcess `json:"begins"`    // processes of the checkpoint that will go on
+	Effects     []string      `json:"effects"`   // all else, a sentence each
+	Recreates   bool          `json:"recreates"` // the sandbox was removed and will be made again
+	// Compensates are the effects whose undo commands will be run, in that order.
+	Compensates []Effect `json:"compensates"`
+	// Attached are the files of the host that belong to the checkpoint.
+	Attached []RestoredFile `json:"attached,omitempty"`
+}
+
+// PlanProcess is one process, numbered as in the sandbox.
+type PlanProcess struct {
+	Pid     int    `json:"pid"`
+	Command string `json:"command"`
+}
+
+// PruneOptions modify Prune. Without a rule only space is freed, and records of
+// failed checkpoints go.
+type PruneOptions struct {
+	Sandbox    string        `json:"sandbox"` // empty: all
+	KeepLast   int           `json:"keep_last"`
+	KeepWithin time.Duration `json:"keep_within_ns"`
+	KeepHourly int           `json:"keep_hourly"`
+	KeepDaily  int           `json:"keep_daily"`
+	KeepWeekly int           `json:"keep_weekly"`
+	MaxBytes   int64         `json:"max_bytes"` // at rest, of all checkpoints; 0: no limit
+	MaxWaste   float64       `json:"max_waste"` // part of a pack that may be unused before it is rewritten; 0: 0.25
+	DryRun     bool          `json:"dry_run"`
+	Progress   Progress      `json:"-"` // bytes
+}
+
+// Pruned is the documented JSON of `agentbox prune`.
+type Pruned struct {
+	Removed []PrunedCheckpoint `json:"removed"`
+	Kept    []PrunedCheckpoint `json:"kept"`
+	Freed   int64              `json:"freed"`  // bytes at rest
+	Packs   int                `json:"packs"`  // deleted or rewritten
+	Before  int64              `json:"before"` // bytes at rest
+	After   int64              `json:"after"`
+	DryRun  bool               `json:"dry_run"`
+}
+
+// PrunedCheckpoint is one checkpoint and the rules that decided.
+type PrunedCheckpoint struct {
+	Checkpoint Checkpoint `json:"checkpoint"`
+	Reasons    []string   `json:"reasons"`
+}
+
+// Usage is the documented JSON of `agentbox df`. Sizes are in bytes.
+type Usage struct {
+	Root        string            `json:"root"`
+	Stored      int64             `json:"stored"`  // all packs
+	Raw         int64             `json:"raw"`     // what the pieces in them unpack to
+	Logical     int64             `json:"logical"` // what all checkpoints would need without the store: every file and page of each
+	Waste       int64             `json:"waste"`   // stored and needed by nothing: prune frees it
+	Packs       int               `json:"packs"`
+	Pieces      int64             `json:"pieces"`
+	Checkpoints []CheckpointUsage `json:"checkpoints"`
+	Sandboxes   []SandboxUsage    `json:"sandboxes"`
+	Disk        DiskUsage         `json:"disk"` // what all of it takes there, as du -x counts
+	Free        int64             `json:"free"` // on the filesystem
+}
+
+// DiskUsage is what files take on the disk: blocks, with directories, and each
+// file with several names once.
+type DiskUsage struct {
+	Total     int64 `json:"total"`     // all of the root: the next five
+	Packs     int64 `json:"packs"`     // of all checkpoints
+	Records   int64 `json:"records"`   // of checkpoints: manifests, what is known of failed ones
+	Sandboxes int64 `json:"sandboxes"` // and volumes: their own files, logs, specs
+	Images    int64 `json:"images"`
+	Rest      int64 `json:"rest"`      // state.db, audit log, events, caches, room set aside for a full disk
+	Elsewhere int64 `json:"elsewhere"` // files of sandboxes that an engine keeps outside of the root
+}
+
+// CheckpointUsage is the space of one checkpoint.
+type CheckpointUsage struct {
+	Checkpoint Checkpoint `json:"checkpoint"`
+	Needs      int64      `json:"needs"`  // at rest, pieces shared with others included
+	Unique     int64      `json:"unique"` // freed if only this one is removed
+}
+
+// SandboxUsage is the space of one sandbox's writable files.
+type SandboxUsage struct {
+	ID       string `json:"id"`
+	Name     string `json:"name"`
+	Upperdir int64  `json:"upperdir"` // on the disk
+}
+
+// VerifyOptions modify Verify.
+type VerifyOptions struct {
+	Checkpoints []string `json:"checkpoints"`        // none: all
+	ReadData    bool     `json:"read_data"`          // read every byte, not only what is needed to know that all is there
+	Rehearse    bool     `json:"rehearse,omitempty"` // restore each, which are named and full, into a fork, and compare
+	Progress    Progress `json:"-"`
+}
+
+// VerifyReport is the documented JSON of `agentbox verify`.
+type VerifyReport struct {
+	Checkpoints int       `json:"checkpoints"` // looked at
+	Pieces      int64     `json:"pieces"`
+	Bytes       int64     `json:"bytes"`
+	Damaged     []Damaged `json:"damaged"`
+	// Whole ones that CRIU will not restore: the processes, not the files.
+	Unrestorable []Damaged   `json:"unrestorable"`
+	Notes        []string    `json:"notes"`               // damage that hurts no checkpoint
+	Rehearsed    []Rehearsal `json:"rehearsed,omitempty"` // where asked for
+}
+
+// Rehearsal is what came of a checkpoint that was restored to be compared.
+type Rehearsal struct {
+	Checkpoint  Checkpoint    `json:"checkpoint"`
+	Took        time.Duration `json:"took"`      // nanoseconds
+	Processes   int           `json:"processes"` // compared, as are the following
+	Threads     int           `json:"threads"`
+	Descriptors int           `json:"descriptors"` // open files
+	Locks       int           `json:"locks"`
+	Pages       int64         `json:"pages"`   // of memory
+	Differs     []string      `json:"differs"` // a sentence each; at most 101
+}
+
+// Damaged is one checkpoint that cannot be restored whole.
+type Damaged struct {
+	Checkpoint Checkpoint `json:"checkpoint"`
+	What       []string   `json:"what"` // e.g. "usr/lib/x: piece blake3:... in pack ..."; at most 100
+}
+
+// Reindexed reports Reindex.
+type Reindexed struct {
+	Packs       int      `json:"packs"`
+	Pieces      int64    `json:"pieces"`
+	Checkpoints int      `json:"checkpoints"` // whose records were made again
+	Notes       []string `json:"notes"`       // what could not be used, and why
+}
+
+// ExportOptions modify ExportCheckpoint.
+type ExportOptions struct {
+	Compress   string   `json:"compress"`   // "zstd" (default), "gzip" or "none"
+	Recipients []string `json:"recipients"` // age recipients; empty: not encrypted
+	Progress   Progress `json:"-"`          // bytes of file and image data
+}
+
+// ImportOptions modify ImportCheckpoint.
+type ImportOptions struct {
+	Name       string `json:"name"`       // of the sandbox, instead of the one in the archive
+	Image      string `json:"image"`      // over which image it is to lie, when the archive's is not known by its digest
+	Identities string `json:"identities"` // a file of age identities, for an encrypted archive
+	// Trust takes processes with more rights than a sandbox has by default. CRIU
+	// does, as root, what process images say: whoever made them must be trusted.
+	Trust    bool     `json:"trust"`
+	Progress Progress `json:"-"`
+}
+
+// RegistryOptions modify PushCheckpoint and PullCheckpoint.
+type RegistryOptions struct {
+	PlainHTTP bool     `json:"plain_http"` // also for registries on other hosts than this one
+	Progress  Progress `json:"-"`
+}
+
+// Pushed reports PushCheckpoint.
+type Pushed struct {
+	Reference string `json:"reference"` // by digest
+	Bytes     int64  `json:"bytes"`     // that travelled
+	Skipped   int64  `json:"skipped"`   // bytes that were there already
+}
+
+// HistoryEntry is one checkpoint in the history of a sandbox. It is the
+// documented JSON of `agentbox log`; it only ever grows.
+type HistoryEntry struct {
+	Checkpoint
+	Children []string `json:"children"` // ids of those taken from here, newest first
+	Head     bool     `json:"head"`     // the sandbox was last at this one
+	// ParentDeleted: the checkpoint that the sandbox was at then is gone;
+	// Parent is the nearest before it that is not.
+	ParentDeleted bool         `json:"parent_deleted"`
+	Forks         []ForkedInto `json:"forks"`             // sandboxes that were forked from here, by name
+	Effects       []Effect     `json:"effects,omitempty"` // what was done outside of the sandbox while it was at this one, newest first
+}
+
+// ForkedInto is a fork in the history of its origin. It may have been
+// removed since, and have left checkpoints.
+type ForkedInto struct {
+	Sandbox     string `json:"sandbox"` // its id
+	SandboxName string `json:"sandbox_name"`
+}
+
+// HistoryOptions modify History.
+type HistoryOptions struct {
+	All bool `json:"all"` // pending and failed checkpoints too
+}
+
+// ApplyOptions modify Apply.
+type ApplyOptions struct {
+	DryRun bool `json:"dry_run"` // only tell what would be done
+	Undo   bool `json:"undo"`    // take the last Apply back
+	Force  bool `json:"force"`   // overwrite what others changed in the original meanwhile
+	// Owners takes over the owners that the sandbox gave. Without it what the
+	// original has keeps its owner, and what is new gets that of its directory.
+	Owners bool `json:"owners,omitempty"`
+	// Allow are the paths of files that may come with set-id bits or capabilities.
+	Allow []string `json:"allow,omitempty"`
+}
+
+// Applied is the documented JSON of `agentbox apply`; it only ever grows.
+type Applied struct {
+	Sandbox     string   `json:"sandbox"` // its id
+	SandboxName string   `json:"sandbox_name"`
+	Original    string   `json:"original"` // the directory
+	DryRun      bool     `json:"dry_run"`
+	Undone      bool     `json:"undone"`    // the last apply was taken back
+	Changes     []Change `json:"changes"`   // A, M, D and T, by path; empty after an undo
+	Conflicts   []string `json:"conflicts"` // what others changed in the original since the sandbox did
+
+	Refused []Refusal `json:"refused"` // by a dry run; without it they are an error
+}
+
+// Refusal is one path that must not get into the original.
+type Refusal struct {
+	Path     string `json:"path"`
+	PathB64  string `json:"path_b64,omitempty"`
+	Reason   string `json:"reason"`
+	MayAllow bool   `json:"may_allow"` // by ApplyOptions.Allow
+}
+
+// DiffImage, in place of a checkpoint, is the image: the files before the
+// sandbox changed any. A checkpoint of this name is reached by its id.
+const DiffImage = "image"
+
+// DiffRequest asks what changed in a sandbox's files.
+type DiffRequest struct {
+	Sandbox string `json:"sandbox"`
+	From    string `json:"from"` // a checkpoint, or DiffImage; empty: the head checkpoint, and the image when there is none
+	To      string `json:"to"`   // a checkpoint, or DiffImage; empty: the files as they are now
+
+	Paranoid  bool `json:"paranoid"`   // read every file again; see overlay.DiffOptions
+	NoRenames bool `json:"no_renames"` // a renamed file is one deleted and one added
+	Limit     int  `json:"limit"`      // list at most so many; 0: 1,000,000
+
+	// Patch fills in Change.Patch: what changed in the text of files, as
+	// `diff -u` has it. Files over 1 MiB or with a NUL are "Binary files differ".
+	Patch bool `json:"patch"`
+}
+
+// Kinds of DiffState.
+const (
+	DiffOfImage      = "image"
+	DiffOfCheckpoint = "checkpoint"
+	DiffOfNow        = "now"
+)
+
+// DiffState is one side of a Diff.
+type DiffState struct {
+	Kind       string    `json:"kind"`
+	Checkpoint string    `json:"checkpoint,omitempty"` // its id
+	Name       string    `json:"name,omitempty"`
+	Created    time.Time `json:"created,omitzero"`
+}
+
+// Diff is the documented JSON of `agentbox diff`; it only ever grows.
+type Diff struct {
+	Sandbox     string    `json:"sandbox"` // its id
+	SandboxName string    `json:"sandbox_name"`
+	From        DiffState `json:"from"`
+	To          DiffState `json:"to"`
+	Changes     []Change  `json:"changes"`   // by path, a directory before what is in it
+	Truncated   bool      `json:"truncated"` // there are more than were asked for
+}
+
+// Change is one path that differs.
+type Change struct {
+	Path    string `json:"path"` // absolute, in the sandbox
+	PathB64 string `json:"path_b64,omitempty"`
+	// Change is A (added), M (modified), D (deleted), T (another type of thing)
+	// or R (a file renamed from From).
+	Change  string `json:"change"`
+	From    string `json:"from,omitempty"`
+	FromB64 string `json:"from_b64,omitempty"` // the _b64 members are there, in base64, where the name is not UTF-8
+	Type    string `json:"type"`               // dir, file, symlink, fifo, socket, char or block; of what is there, or was
+	// What tells in which respects: content, target, device, mode, owner,
+	// xattrs, mtime; type for T.
+	What []string   `json:"what,omitempty"`
+	Old  *FileState `json:"old,omitempty"`
+	New  *FileState `json:"new,omitempty"`
+
+	Patch string `json:"patch,omitempty"` // see DiffRequest.Patch
+}
+
+// FileState is one path of one state.
+type FileState struct {
+	Type   string `json:"type"`
+	Mode   string `json:"mode"` // octal, e.g. "0644"
+	UID    uint32 `json:"uid"`
+	GID    uint32 `json:"gid"`
+	Size   int64  `json:"size"`             // of a file; else 0
+	Mtime  string `json:"mtime,omitempty"`  // RFC 3339, or seconds since 1970 where that has no form for it
+	Target string `json:"target,omitempty"` // of a symlink
+	Device string `json:"device,omitempty"` // major:minor
+}

@@ -1,0 +1,68 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// Apply brings what a sandbox changed into the directory that it was laid over.
+func (e *Engine) Apply(ctx context.Context, ref string, opts runtime.ApplyOptions) (out runtime.Applied, err error) {
+	defer func() { err = fail("apply", ref, err) }()
+	if opts.DryRun && opts.Undo {
+		return out, fmt.Errorf("%w: of an undo there is no dry run", runtime.ErrInvalid)
+	}
+	sb, err := e.acquire(ctx, ref, "apply", lockWait)
+	if err != nil {
+		return out, err
+	}
+	defer sb.lock.Unlock()
+	if sb.host.Original == nil {
+		return out, hint(fmt.Errorf("%w: backend %s has no directory to apply changes to", runtime.ErrUnsupported, sb.Backend), "Volumes have one: agentbox volume create NAME --from DIR")
+	}
+	apply := func() (err error) {
+		out, err = sb.host.Original.Apply(ctx, sb.ID, opts)
+		out.Sandbox, out.SandboxName = sb.ID, sb.Name
+		return err
+	}
+	if opts.DryRun {
+		return out, apply()
+	}
+	c, err := sb.host.Inspect(ctx, sb.ID)
+	if err != nil {
+		return out, err
+	}
+	if c.Busy != "" {
+		return out, hint(fmt.Errorf("%w: %s", runtime.ErrState, c.Busy), c.Remedy)
+	}
+	err = e.intent(ctx, store.Intent{Op: opApply, Sandbox: sb.ID}, nil, func(int64) error {
+		if err := failpoint.Hit("apply.before-backend"); err != nil {
+			return err
+		}
+		if err := apply(); err != nil {
+			return err
+		}
+		return failpoint.Hit("apply.after-backend")
+	})
+	if err == nil {
+		e.log.Info("applied", "sandbox", sb.ID, "original", out.Original, "changes", len(out.Changes), "undone", out.Undone)
+	}
+	return out, err
+}
+
+// finishApply brings an apply that was killed to its end: the original is as it
+// was before, or as it was to become.
+func (e *Engine) finishApply(ctx context.Context, in store.Intent, host Host) (string, error) {
+	if host.Original == nil {
+		return "", nil
+	}
+	did, err := host.Original.Settle(ctx, in.Sandbox)
+	if errors.Is(err, runtime.ErrNotFound) {
+		return "", nil // it was removed since
+	}
+	return did, err
+}

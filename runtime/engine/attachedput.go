@@ -1,0 +1,309 @@
+package engine
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/guard"
+	"github.com/agentbox/agentbox/internal/hostfile"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// putHosts puts the attached files back once the sandbox is restored. When one cannot be
+// put, those that were are made what they had been, and r.hostErr is what the
+// restore fails with in the end: the sandbox stays restored.
+func (e *Engine) putHosts(ctx context.Context, r *restoration) {
+	cause := e.putAll(ctx, r)
+	if cause == nil {
+		r.told = append(r.told, r.lateHosts(r.hostReport())...)
+		return
+	}
+	err := fmt.Errorf("the sandbox is restored, but its host files are as they were: %w", calledOff{cause})
+	if left := r.returnHosts(ctx); len(left) > 0 {
+		text := fmt.Sprintf("not put back to what they were: %s; %s", strings.Join(left, "; "), e.keepHostUndo(ctx, r))
+		err = fmt.Errorf("the sandbox is restored, but its host files are not: %w; %s", calledOff{cause}, text)
+	}
+	text := fmt.Sprintf("Mend that, and restore again with: agentbox restore --attached %s %s", r.sb.Name, short(r.row.ID))
+	if !r.data.NoUndo && r.data.Undo != "" {
+		text += ", or take the sandbox back with: agentbox restore --undo " + r.sb.Name
+	}
+	r.hostErr = hint(err, text)
+	e.noteHosts(r, err.Error()) // whoever called may have gone away
+}
+
+// noteHosts has it on record that host files are not what the checkpoint has.
+func (e *Engine) noteHosts(r *restoration, why string) {
+	if err := e.note(r.sb.ID, runtime.Event{Time: time.Now(), Type: runtime.EventHostFiles, Checkpoint: r.row.ID, Reason: why}); err != nil {
+		e.log.Warn("an event is not on record", "sandbox", r.sb.ID, "err", err)
+	}
+}
+
+// putAll puts one file after the other, when all of them have been looked at.
+func (e *Engine) putAll(ctx context.Context, r *restoration) error {
+	if r.hosts.err != nil {
+		return r.hosts.err
+	}
+	for _, f := range r.hosts.list {
+		if err := r.lookAgain(ctx, f); err != nil {
+			return f.says(err)
+		}
+	}
+	if err := failpoint.Hit("restore.attached.before-put"); err != nil {
+		return err
+	}
+	for i, f := range r.hosts.list {
+		if i > 0 {
+			if err := failpoint.Hit("restore.attached.between"); err != nil {
+				return err
+			}
+		}
+		was := &f.was
+		if r.hosts.undo == nil || f.commanded {
+			was = nil
+		}
+		action, err := f.at.Put(ctx, f.name, r.tempOf(f), f.want, was, func() error { return failpoint.Hit("restore.attached.before-replace") })
+		if action != "" {
+			f.action = action
+		}
+		f.put = action == runtime.AttachedPut || action == runtime.AttachedRemoved // or nobody knows
+		if err != nil {
+			return f.says(err)
+		}
+		if f.commanded {
+			r.told = append(r.told, fmt.Sprintf("host file %s was changed by an undo command; that content is not kept", f.path))
+		}
+	}
+	return failpoint.Hit("restore.attached.after-put")
+}
+
+// lookAgain refuses a file that is not any more what the undo checkpoint has, unless
+// the restore's own undo commands may have done that: their work is undone with it.
+func (r *restoration) lookAgain(ctx context.Context, f *hostFile) error {
+	if f.err != nil || r.hosts.undo == nil {
+		return f.err
+	}
+	for _, s := range []hostfile.State{f.want, f.was} {
+		if is, err := f.at.Has(ctx, f.name, s); err != nil || is {
+			return err
+		}
+	}
+	if !r.commanded && len(r.compensated) == 0 {
+		return hostfile.ErrChanged
+	}
+	f.commanded = true
+	return nil
+}
+
+// returnHosts makes what putAll has put what it was, and tells of what it could not. What
+// has become of each file is its action then.
+func (r *restoration) returnHosts(ctx context.Context) (left []string) {
+	for _, f := range r.hosts.list {
+		if !f.put {
+			if f.action != runtime.AttachedSame {
+				f.action = runtime.AttachedLeft // what was to be done with it was not
+			}
+			continue
+		}
+		err := errors.New("no checkpoint has what it was")
+		if r.hosts.undo != nil {
+			_, err = f.at.Put(ctx, f.name, r.tempOf(f), f.was, &f.want, func() error { return failpoint.Hit("restore.attached.before-return") })
+		}
+		if err != nil {
+			left = append(left, fmt.Sprintf("%s (%v)", f.path, err))
+			continue
+		}
+		f.action = runtime.AttachedReturned
+	}
+	return left
+}
+
+// keepHostUndo has the checkpoint of what the files were stay, and names it.
+func (e *Engine) keepHostUndo(ctx context.Context, r *restoration) string {
+	id := r.hostUndo()
+	if id == "" {
+		return "no checkpoint has what they were"
+	}
+	if err := e.store.Pin(ctx, id, true); err != nil {
+		return fmt.Sprintf("checkpoint %s was to have what they were (%v)", short(id), err)
+	}
+	r.stranded = true
+	if r.hosts.unread {
+		return fmt.Sprintf("undo checkpoint %[1]s should have what they were, but cannot be read; it is pinned until 'agentbox checkpoint unpin %[1]s'", short(id))
+	}
+	flag := ""
+	if r.data.HostUndo != "" {
+		flag = "--attached "
+	}
+	return fmt.Sprintf("undo checkpoint %[1]s has what they were, and is pinned: bring back all that it has with 'agentbox restore %[2]s%[3]s %[1]s', or give it up with 'agentbox checkpoint unpin %[1]s'", short(id), flag, r.sb.Name)
+}
+
+// resumeHosts goes on with the attached files of a restore that was killed when, or
+// before, it put them, and whose sandbox is restored. It goes forward only. A file that is neither
+// what it was nor what it is to be is somebody's work of later: it is left as it is and
+// named, as are those of which nobody can tell any more.
+func (e *Engine) resumeHosts(ctx context.Context, r *restoration) (told string) {
+	h, cause := &hostFiles{}, error(nil)
+	if !r.data.thisBoot() {
+		cause = fmt.Errorf("the host was restarted since: %w", runtime.ErrState)
+	} else if r.reader == nil || r.row.Attached == nil {
+		cause = fmt.Errorf("checkpoint %s cannot be read", short(r.row.ID))
+	} else if h, cause = e.openAnswering(ctx, r); cause == nil {
+		r.hosts = h
+		if err := e.recallHosts(ctx, r); err != nil {
+			e.log.Warn("what host files were is not known", "sandbox", r.sb.ID, "checkpoint", r.hostUndo(), "err", err)
+			h.forgetUndo()
+			h.unread = true
+		}
+	}
+	r.hosts = h
+	var stuck []<-chan error
+	defer func() {
+		if len(stuck) == 0 {
+			e.closeHosts(r)
+			return
+		}
+		guard.Go(func() { // what stands in a system call still has them
+			for _, done := range stuck {
+				<-done
+			}
+			_ = h.close() // they were only read
+		})
+	}()
+	var left []string
+	if cause = cmp.Or(cause, failpoint.Hit("restore.attached.before-put")); cause != nil {
+		left, h.list = append(left, fmt.Sprintf("%s (%v)", strings.Join(r.data.HostFiles, ", "), cause)), nil
+	}
+	for i, f := range h.list {
+		var err error
+		if i > 0 {
+			err = failpoint.Hit("restore.attached.between")
+		}
+		if err == nil {
+			var done <-chan error
+			if done, err = answering(ctx, hostAnswer, func(ctx context.Context) error { return e.resumeHost(ctx, r, f) }); done != nil {
+				stuck = append(stuck, done)
+			}
+		}
+		if err != nil {
+			left = append(left, fmt.Sprintf("%s (%v)", f.path, err))
+		}
+	}
+	if len(left) == 0 {
+		return ""
+	}
+	told = fmt.Sprintf("host files that are left as they are: %[1]s; %[2]s; make them what checkpoint %[4]s has with 'agentbox restore --attached %[3]s %[4]s'",
+		strings.Join(left, "; "), e.keepHostUndo(ctx, r), r.sb.Name, short(r.row.ID))
+	if len(r.sb.Spec) > 0 { // it is there yet; the command that says it may be anybody's, or the service
+		e.noteHosts(r, told)
+	}
+	return "; " + told
+}
+
+// hostAnswer is how long recovery, with which any command begins, waits for the
+// filesystem of one host file; a test makes it shorter.
+var hostAnswer = 20 * time.Second
+
+// answering runs what may stand in a system call for as long as a filesystem does not
+// answer, and waits no longer than that: then done is what it will end in. It hears of
+// that before it replaces anything.
+func answering(ctx context.Context, wait time.Duration, do func(context.Context) error) (done <-chan error, err error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, wait, fmt.Errorf("%w: its filesystem has not answered for %v", runtime.ErrBusy, wait))
+	defer cancel()
+	ends := guard.Start(func() error { return do(ctx) })
+	select {
+	case err := <-ends:
+		return nil, err
+	case <-ctx.Done():
+	}
+	select { // between two blocks it hears of that
+	case err := <-ends:
+		return nil, err
+	case <-time.After(time.Second):
+		return ends, context.Cause(ctx)
+	}
+}
+
+// openAnswering is openHosts for recovery.
+func (e *Engine) openAnswering(ctx context.Context, r *restoration) (*hostFiles, error) {
+	h := &hostFiles{}
+	done, err := answering(ctx, recoverWait+hostAnswer, func(ctx context.Context) error {
+		opened, err := e.openHosts(ctx, r, recoverWait)
+		if opened != nil {
+			h = opened
+		}
+		return err
+	})
+	if done == nil {
+		return h, err
+	}
+	guard.Go(func() {
+		<-done
+		_ = h.close() // they were only read
+	})
+	return &hostFiles{}, err
+}
+
+func (e *Engine) resumeHost(ctx context.Context, r *restoration, f *hostFile) error {
+	if f.err != nil {
+		return f.err
+	}
+	if err := f.at.Clear(r.tempOf(f)); err != nil {
+		e.log.Warn("beside a host file", "path", f.path, "err", err)
+	}
+	if r.hosts.undo != nil {
+		_, err := f.at.Put(ctx, f.name, r.tempOf(f), f.want, &f.was, func() error {
+			return cmp.Or(failpoint.Hit("restore.attached.before-replace"), context.Cause(ctx)) // nobody waits for it any more
+		})
+		return err
+	}
+	is, err := f.at.Has(ctx, f.name, f.want)
+	if err == nil && !is {
+		err = errors.New("it is not what the checkpoint has, and what it was before the restore is not known")
+	}
+	return err
+}
+
+// finishHosts goes on with a restore whose sandbox was restored already, and may be at
+// work. Nothing here keeps the intent: host files are their owner's.
+func (e *Engine) finishHosts(ctx context.Context, in store.Intent, host Host, lock *store.Lock, data restoring) (did string, err error) {
+	did = fmt.Sprintf("finished the restore of sandbox %s to checkpoint %s", short(in.Sandbox), short(in.Checkpoint))
+	sb, err := e.store.Sandbox(ctx, in.Sandbox)
+	if errors.Is(err, runtime.ErrNotFound) {
+		sb = store.Sandbox{ID: in.Sandbox, Name: short(in.Sandbox)}
+	} else if err != nil {
+		return "", err
+	}
+	c, err := host.Inspect(ctx, in.Sandbox)
+	if err != nil { // what it has laid out is left to the next restore
+		c = runtime.Container{}
+	}
+	data.Trees, _ = data.own(c)
+	r := &restoration{sb: &locked{Sandbox: sb, host: host, lock: lock}, data: data}
+	if r.row, err = e.store.Checkpoint(ctx, in.Checkpoint); err == nil {
+		r.reader, err = e.store.OpenCheckpoint(ctx, in.Checkpoint)
+	}
+	if err != nil {
+		e.log.Warn("the checkpoint of a restore cannot be read any more", "sandbox", in.Sandbox, "checkpoint", in.Checkpoint, "err", err)
+		r.row.ID = in.Checkpoint
+	} else {
+		if r.spec, err = spec(sb); err != nil {
+			e.log.Warn("the spec of a sandbox", "sandbox", in.Sandbox, "err", err)
+		}
+		defer func() { _ = r.reader.Close() }() // it was only read
+	}
+	did += e.resumeHosts(ctx, r)
+	if err := e.forgetWay(ctx, r); err != nil {
+		e.log.Warn("what a restore has laid out is left", "sandbox", in.Sandbox, "err", err)
+		did += fmt.Sprintf("; what it has laid out, or its undo checkpoint, is left: %v", err)
+	}
+	return did, nil
+}
+
+// hostUndo is the checkpoint that has what the files were before the restore.
+func (r *restoration) hostUndo() string { return cmp.Or(r.data.HostUndo, r.data.Undo) }

@@ -1,0 +1,95 @@
+package engine
+
+import (
+	"context"
+	"fmt"
+	"path/filepath"
+	"slices"
+	"strings"
+	"unicode"
+
+	"github.com/agentbox/agentbox/policy"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// opInterval is what a checkpoint at an interval holds the sandbox's lock for.
+const opInterval = "interval checkpoint"
+
+// every is when a sandbox's checkpoints are taken without being asked for.
+func every(s runtime.Spec) (policy.Every, error) {
+	e, err := policy.ParseEvery(s.CheckpointEvery)
+	if err != nil {
+		return e, fmt.Errorf("%w: a checkpoint every %w", runtime.ErrInvalid, err)
+	}
+	return e, nil
+}
+
+// ownTrigger refuses a checkpoint by hand that would pass for one of those which
+// agentbox takes by itself: those go by themselves.
+func ownTrigger(s runtime.Spec, opts runtime.CheckpointOptions) error {
+	if opts.Trigger == runtime.TriggerUndo {
+		return hint(fmt.Errorf("%w: trigger %q is that of what a restore replaces, which goes with the next restore", runtime.ErrInvalid, opts.Trigger),
+			"Choose another --trigger, or leave it away.")
+	}
+	e, err := every(s)
+	if err != nil || opts.Automatic || !slices.Contains(e.Triggers(), opts.Trigger) {
+		return err
+	}
+	return hint(fmt.Errorf("%w: trigger %q is that of the checkpoints which are taken of this sandbox by themselves", runtime.ErrInvalid, opts.Trigger),
+		"Choose another --trigger, or leave it away.")
+}
+
+// beforeExec takes the checkpoint that is to precede an exec. Without it the
+// exec is refused: the way back comes first.
+func (e *Engine) beforeExec(ctx context.Context, sb store.Sandbox, p runtime.Process) error {
+	s, err := spec(sb)
+	if err != nil {
+		return err
+	}
+	if on, err := every(s); err != nil || !on.Exec {
+		return err
+	}
+	_, err = e.Checkpoint(ctx, sb.ID, runtime.CheckpointOptions{
+		// The program alone: arguments can be secrets.
+		Trigger: runtime.TriggerExec, Automatic: true, Labels: map[string]string{"exec": clipLabel(p.Args[0])},
+	})
+	if err != nil {
+		return fmt.Errorf("the checkpoint before it failed, so that nothing was run: %w", err)
+	}
+	return nil
+}
+
+// clipLabel makes a label's value of any text.
+func clipLabel(s string) string {
+	const most = 200
+	if len(s) > most {
+		s = s[:most]
+	}
+	return strings.Map(func(r rune) rune {
+		if !unicode.IsPrint(r) || r == '\uFFFD' {
+			return ' '
+		}
+		return r
+	}, s)
+}
+
+// interval tells whether a sandbox asks for checkpoints at intervals. Of what
+// cannot be read Create has said so.
+func interval(s runtime.Spec) bool {
+	e, err := every(s)
+	return err == nil && e.Interval > 0
+}
+
+// autoPath is the lock of the process that takes them.
+func (e *Engine) autoPath(id string) string { return filepath.Join(e.run, "auto", id) }
+
+// every has checkpoints taken at intervals, if the sandbox asks for it.
+func (e *Engine) every(s runtime.Spec) {
+	if !interval(s) || e.auto == nil {
+		return
+	}
+	if err := e.auto(s.ID); err != nil {
+		e.log.Error("no checkpoints at intervals", "sandbox", s.ID, "err", err)
+	}
+}

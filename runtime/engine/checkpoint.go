@@ -1,0 +1,636 @@
+package engine
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"slices"
+	"sync/atomic"
+	"time"
+
+	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/guard"
+	"github.com/agentbox/agentbox/internal/hostfile"
+	"github.com/agentbox/agentbox/internal/undo"
+	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/policy"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// freezing is the journal's data of a checkpoint: what Recover must put back.
+type freezing struct {
+	Was  runtime.Status `json:"was"`  // before the verb
+	Stop bool           `json:"stop"` // a committed checkpoint is followed by a stop
+}
+
+// Checkpoint records a sandbox as it is at one instant. Files are read ahead;
+// then the sandbox is frozen until all that has changed since is read, too, and
+// with Stop until the checkpoint is durable. When Checkpoint returns without an
+// error the checkpoint is durable. On error the sandbox goes on as before and
+// nothing new is listed as ready.
+func (e *Engine) Checkpoint(ctx context.Context, ref string, opts runtime.CheckpointOptions) (out runtime.Checkpoint, err error) {
+	defer func() { err = fail("checkpoint", ref, err) }()
+	steps := follow(opts.Progress)
+	defer steps.end()
+	if opts.Name != "" {
+		if err := store.ValidCheckpointName(opts.Name); err != nil {
+			return runtime.Checkpoint{}, err
+		}
+	}
+	switch opts.TCP = cmp.Or(opts.TCP, runtime.TCPEstablished); opts.TCP {
+	case runtime.TCPEstablished, runtime.TCPClose, runtime.TCPRefuse:
+	default:
+		return runtime.Checkpoint{}, fmt.Errorf("%w: tcp %q: choose %s, %s or %s", runtime.ErrInvalid, opts.TCP, runtime.TCPEstablished, runtime.TCPClose, runtime.TCPRefuse)
+	}
+	verb := "checkpoint"
+	if opts.Trigger == runtime.TriggerInterval {
+		verb = opInterval
+	}
+	if opts.Trigger != "" && !opts.Automatic {
+		// Before it waits for one of those checkpoints to end.
+		sb, err := e.find(ctx, ref)
+		if err != nil {
+			return runtime.Checkpoint{}, err
+		}
+		s, err := spec(sb)
+		if err == nil {
+			err = ownTrigger(s, opts)
+		}
+		if err != nil {
+			return runtime.Checkpoint{}, err
+		}
+	}
+	sb, err := e.acquire(ctx, ref, verb, lockWait)
+	if err != nil {
+		return runtime.Checkpoint{}, err
+	}
+	defer func() {
+		if err == nil {
+			e.makeRoom(ctx, sb.Sandbox, out) // once the sandbox is not held any more
+		}
+	}()
+	defer sb.lock.Unlock()
+	sb.steps = steps
+	if opts.Timeout > 0 {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, opts.Timeout)
+		defer cancel()
+	}
+	s, err := spec(sb.Sandbox)
+	if err != nil {
+		return runtime.Checkpoint{}, err
+	}
+	if opts.Attach, err = e.attachable(s, opts.Attach); err != nil {
+		return runtime.Checkpoint{}, err
+	}
+	h, err := e.hooksOf("checkpoint", s)
+	if err != nil {
+		return runtime.Checkpoint{}, err
+	}
+	defer func() { h.failed(ctx, err) }()
+	h.of(store.Checkpoint{Name: opts.Name, Trigger: cmp.Or(opts.Trigger, "manual"), Labels: opts.Labels})
+	if err := h.before(ctx, policy.BeforeCheckpoint); err != nil {
+		return runtime.Checkpoint{}, err
+	}
+	row, err := e.checkpointOf(ctx, sb, opts, "")
+	if err != nil {
+		return runtime.Checkpoint{}, err
+	}
+	e.log.Info("checkpoint ready", "sandbox", sb.ID, "checkpoint", row.ID, "kind", row.Kind, "bytes", row.Bytes, "frozen", row.Frozen)
+	h.of(row)
+	out = checkpointView(row)
+	for _, f := range out.Attached {
+		if f.Absent { // a path that was mistyped looks like this
+			out.Warnings = append(slices.Clone(out.Warnings), fmt.Sprintf("host file %s is not there: a restore removes what is there then", f.Path))
+		}
+	}
+	out.Warnings = slices.Concat(out.Warnings, h.after(ctx, policy.AfterCheckpoint))
+	return out, nil
+}
+
+// checkpointOf makes a checkpoint of a sandbox whose lock is held. aside is the
+// id of one that will be removed again: the sandbox does not stand at it.
+func (e *Engine) checkpointOf(ctx context.Context, sb *locked, opts runtime.CheckpointOptions, aside string) (row store.Checkpoint, err error) {
+	c, err := sb.host.Inspect(ctx, sb.ID)
+	if err != nil {
+		return row, err
+	}
+	unlock, err := lockSlot(c)
+	if err != nil {
+		return row, err
+	}
+	defer unlock()
+	try := func() (k *making, err error) {
+		if k, err = e.prepare(ctx, sb, c, opts); err != nil {
+			return k, err
+		}
+		if aside != "" {
+			k.row.ID, k.aside = aside, true
+		}
+		row, err = e.take(ctx, k)
+		return k, err
+	}
+	k, err := try()
+	for more := instantTries; more > 0 && e.dumpAgain(ctx, sb, err); more-- {
+		k, err = try() // the sandbox has gone on since
+	}
+	if errors.Is(err, runtime.ErrCorrupt) && k != nil && k.unlearnt {
+		// Once more, with nothing believed of what was known.
+		_, err = try()
+	}
+	return row, err
+}
+
+// making is one checkpoint under way.
+type making struct {
+	sb     *locked
+	spec   runtime.Spec
+	c      runtime.Container
+	live   bool // it has processes to freeze
+	opts   runtime.CheckpointOptions
+	row    store.Checkpoint
+	parts  store.Manifest // what the store does not know itself
+	trees  []tree
+	hold   bool                  // it stays frozen when the checkpoint is ready
+	cut    *criu.Cut             // of one that stops afterwards
+	thawn  bool                  // it goes on already
+	aside  bool                  // it will be removed again
+	beside func(context.Context) // what can be done while it is committed
+	like   []overlay.Piece       // of the list of files in a checkpoint that is open and likely to be much like this one
+
+	taken []*hostfile.Taken // the files of the host that go with it
+
+	unlearnt bool // what was known of the files was wrong, and is forgotten
+}
+
+// prepare does all that needs no frozen sandbox.
+func (e *Engine) prepare(ctx context.Context, sb *locked, c runtime.Container, opts runtime.CheckpointOptions) (*making, error) {
+	s, err := spec(sb.Sandbox)
+	if err != nil {
+		return nil, err
+	}
+	k := &making{sb: sb, spec: s, c: c, opts: opts, live: c.Status == runtime.Running || c.Status == runtime.Paused}
+	kind := runtime.KindFull
+	only := sb.host.Properties().FilesOnly
+	if only && k.live && opts.Stop {
+		return nil, hint(fmt.Errorf("%w: it has no processes of its own to stop", runtime.ErrUnsupported), "Stop what uses it, or leave --stop away.")
+	}
+	if opts.Stop && k.live && c.AutoRemove {
+		return nil, hint(fmt.Errorf("%w: its engine removes it as soon as it stops (it was started with --rm), and nobody could restore it", runtime.ErrState), "Leave --stop away, or start it again without --rm.")
+	}
+	if !k.live || opts.FilesOnly || only {
+		kind = runtime.KindFiles
+	}
+	k.row = store.Checkpoint{
+		ID: newID(), Name: opts.Name, SandboxID: sb.ID, SandboxName: sb.Name, Kind: kind,
+		Parent: sb.Head, Trigger: cmp.Or(opts.Trigger, "manual"), Created: time.Now(),
+		ImageDigest: sb.ImageDigest, Labels: opts.Labels, Spec: sb.Spec,
+	}
+	if k.row.Lease, err = e.leaseOf(ctx, sb.Sandbox, opts); err != nil {
+		return nil, err
+	}
+	if k.row.Spec, err = nameless(s, sb.Spec); err != nil {
+		return nil, err
+	}
+	if kind == runtime.KindFull && len(s.Secrets) > 0 {
+		k.row.Warnings = append(k.row.Warnings, "what processes have read of the secrets in "+runtime.SecretsDir+" is part of their memory, and so of the checkpoint")
+	}
+	for _, m := range s.Mounts {
+		switch {
+		case m.Type == "bind":
+			k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is bind mounted from %s and not part of the checkpoint", m.Target, m.Source))
+		case m.Type == "volume" && opts.WithVolumes:
+			if !slices.ContainsFunc(c.Volumes, func(v runtime.Volume) bool { return v.Name == m.Source }) {
+				return nil, hint(fmt.Errorf("%w: volume %s (%s) has no directory of its own on this host, or its engine does not tell", runtime.ErrUnsupported, m.Source, m.Target),
+					"Leave --with-volumes away.")
+			}
+		case m.Type == "volume":
+			k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is volume %s and not part of the checkpoint", m.Target, m.Source))
+		case kind == runtime.KindFiles:
+			k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is a tmpfs and not part of a files-only checkpoint", m.Target))
+		}
+	}
+	if opts.WithVolumes {
+		if err := k.takeVolumes(ctx); err != nil {
+			return nil, err
+		}
+	} else {
+		for _, v := range c.Volumes { // those that the image brings
+			if !slices.ContainsFunc(s.Mounts, func(m runtime.Mount) bool { return m.Type == "volume" && m.Source == v.Name }) {
+				k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is volume %s and not part of the checkpoint", v.Target, v.Name))
+			}
+		}
+	}
+	if k.live {
+		if err := k.warnFresh(); err != nil {
+			return nil, err
+		}
+	}
+	if kind == runtime.KindFull {
+		// Processes that came in from outside, through exec, are not
+		// descendants of the first process, and CRIU leaves them out
+		// without a word.
+		strays, err := criu.Strays(c.Pid, nil)
+		if err != nil {
+			return nil, err
+		}
+		for _, p := range strays {
+			k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("process %d (%s) came in through an exec and is not part of the checkpoint", p.Pid, p.Cmdline))
+		}
+		if len(strays) > 0 && opts.Strict {
+			return nil, hint(fmt.Errorf("%w: %s", runtime.ErrState, k.row.Warnings[len(k.row.Warnings)-1]), "End the exec session, or leave --strict away to checkpoint without it.")
+		}
+		v, err := criu.ToolVersions(ctx, c.Runtime)
+		if err != nil {
+			return nil, err
+		}
+		k.parts.Versions = store.Versions(v)
+	}
+	k.trees = []tree{{Dir: c.Upper}}
+	for i := range k.parts.Volumes {
+		k.trees = append(k.trees, tree{Dir: c.Volumes[i].Path, Number: 1 + i})
+	}
+	if k.parts.Effect, err = e.store.NewestEffect(ctx, sb.ID); err != nil {
+		return nil, err
+	}
+	k.parts.Status = string(c.Status)
+	k.parts.TCP = opts.TCP
+	k.parts.Warnings = k.row.Warnings
+	return k, nil
+}
+
+// take makes a checkpoint and stops the sandbox if asked to.
+func (e *Engine) take(ctx context.Context, k *making) (row store.Checkpoint, err error) {
+	in := store.Intent{Op: opCheckpoint, Sandbox: k.sb.ID, Checkpoint: k.row.ID, Lazy: true}
+	k.hold = k.opts.Stop
+	err = e.intent(ctx, in, freezing{k.c.Status, k.opts.Stop}, func(int64) (err error) {
+		if row, err = e.record(ctx, k); err != nil {
+			return err
+		}
+		return e.goOn(context.WithoutCancel(ctx), k, &row)
+	})
+	return row, err
+}
+
+// record freezes, captures, thaws unless the sandbox is held, and commits. On
+// error the sandbox goes on as before and there is no checkpoint.
+func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, err error) {
+	var undo undo.Stack
+	defer func() { undo.Run(ctx, &err) }()
+	draft, err := e.store.BeginCheckpoint(ctx, k.row)
+	if err != nil {
+		return row, err
+	}
+	undo.Add(func(ctx context.Context) error { return draft.Abort(ctx, err, filepath.Join(workDir, "dump.log")) })
+	k.sb.steps.begin(runtime.PhaseFiles, 0)
+	if err := e.approach(ctx, k, draft); err != nil {
+		return row, err
+	}
+	if err := k.takeAttached(ctx, draft); err != nil {
+		return row, err
+	}
+	frozen := time.Now()
+	if k.c.Status == runtime.Running {
+		// Added first: a pause that failed half-way must be undone too.
+		undo.Add(func(ctx context.Context) error { return e.thaw(ctx, k) })
+		if err := failpoint.Hit("checkpoint.before-freeze"); err != nil {
+			return row, err
+		}
+		if err := k.sb.host.Pause(ctx, k.sb.ID); err != nil {
+			return row, err
+		}
+		if frozen, err = e.settle(ctx, k, frozen); err != nil {
+			return row, err
+		}
+		e.liftFiles(k.spec, k.c) // what is written from here on is ours
+	}
+	if err := failpoint.Hit("checkpoint.after-freeze"); err != nil {
+		return row, err
+	}
+	if k.hold && k.row.Kind == runtime.KindFull {
+		if k.cut, err = criu.CutOff(k.c.Pid); err != nil {
+			// A kernel without nftables: what a peer sends in the last
+			// instant may be lost with its connection.
+			e.log.Warn("connections are not cut before the dump", "sandbox", k.sb.ID, "err", err)
+			err = nil
+		}
+		undo.Add(func(context.Context) error { return k.cut.End() })
+	}
+	if err := e.capture(ctx, k, draft); err != nil {
+		return row, e.explain(ctx, k, err)
+	}
+	if err := e.still(ctx, k); err != nil {
+		return row, e.explain(ctx, k, err)
+	}
+	if !k.hold {
+		// All of the instant is read: what is left is between us and the disk.
+		// Only what ends with the checkpoint has to wait for its being durable.
+		if err := e.thaw(ctx, k); err != nil {
+			return row, err
+		}
+		if err := failpoint.Hit("checkpoint.after-thaw"); err != nil {
+			return row, err
+		}
+	}
+	stood := time.Since(frozen)
+	if err := k.fileAttached(ctx, draft); err != nil {
+		return row, err
+	}
+	if err := e.file(ctx, k, draft); err != nil {
+		return row, err
+	}
+	if err := failpoint.Hit("checkpoint.before-commit"); err != nil {
+		return row, err
+	}
+	k.sb.steps.begin(runtime.PhaseSyncing, 0)
+	var beside guard.WaitGroup
+	defer beside.Wait() // whatever becomes of the commit
+	if k.beside != nil {
+		beside.Go(func() { k.beside(ctx) })
+	}
+	row, err = draft.Commit(ctx, k.parts)
+	beside.Wait()
+	if errors.Is(err, runtime.ErrCorrupt) {
+		// What is known of the files names pieces that the store has lost. The
+		// next checkpoint reads all of them again.
+		err = errors.Join(err, e.unlearn(k))
+		k.unlearnt = true
+	}
+	if err != nil {
+		return row, err
+	}
+	// From here on the checkpoint exists: what fails below is reported, but
+	// nothing of it is taken back.
+	undo.Release()
+	ctx = context.WithoutCancel(ctx)
+	e.remember(k)
+	if row.Frozen = stood; k.hold {
+		row.Frozen = time.Since(frozen)
+	}
+	// Whoever called still has a frozen sandbox to bring to its end: an error
+	// here, of what is only told or swept later, must not come in between.
+	if err := errors.Join(failpoint.Hit("checkpoint.after-ready"), draft.Close(), e.store.SetFrozen(ctx, row.ID, row.Frozen)); err != nil {
+		e.log.Warn("how long the sandbox stood is not recorded", "sandbox", k.sb.ID, "checkpoint", row.ID, "err", err)
+	}
+	return row, nil
+}
+
+// goOn ends a checkpoint that was committed.
+func (e *Engine) goOn(ctx context.Context, k *making, row *store.Checkpoint) error {
+	err := failpoint.Hit("checkpoint.after-commit")
+	if err != nil {
+		return errors.Join(err, k.cut.End(), e.thaw(ctx, k))
+	}
+	if k.opts.Stop {
+		// Then it is the engine's namespace again, if it is there at all.
+		if err = e.meant(k.sb.Sandbox); err == nil {
+			err = errors.Join(k.sb.host.Stop(ctx, k.sb.ID, runtime.StopOptions{Silent: true}), k.cut.End())
+		}
+		if err != nil {
+			// Its engine failed us; nothing is left frozen for that.
+			err = hint(errors.Join(err, e.thaw(ctx, k)), fmt.Sprintf("Checkpoint %s is ready; stop the sandbox with: agentbox stop %s", short(row.ID), k.sb.Name))
+		}
+	}
+	if k.aside {
+		return err
+	}
+	return errors.Join(err, e.store.SetHead(ctx, k.sb.ID, row.ID, k.sb.Attempt))
+}
+
+// still proves that nobody let the sandbox go on while it was captured: files
+// and processes would be of two instants.
+func (e *Engine) still(ctx context.Context, k *making) error {
+	if k.sb.host.Properties().FilesOnly {
+		return nil
+	}
+	want := k.c.Status
+	if k.live {
+		want = runtime.Paused
+	}
+	now, err := k.sb.host.Inspect(ctx, k.sb.ID)
+	if err != nil && k.live && !errors.Is(err, runtime.ErrNotFound) {
+		// Its engine does not answer; the OCI runtime knows as well.
+		state, e2 := k.c.Runtime.State(ctx)
+		if e2 != nil {
+			return errors.Join(err, e2)
+		}
+		now, err = runtime.Container{Status: runtime.Status(state.Status), Pid: state.Pid}, nil
+	}
+	switch {
+	case err != nil:
+		return err
+	case k.live && now.Pid != k.c.Pid && now.Pid != 0:
+		return fmt.Errorf("%w: somebody else restarted it while it was being checkpointed", runtime.ErrState)
+	case now.Status != want:
+		return fmt.Errorf("%w: somebody else let it go on while it was being checkpointed: it is %s", runtime.ErrState, now.Status)
+	}
+	return nil
+}
+
+// thaw puts a frozen container back to how Inspect found it.
+func (e *Engine) thaw(ctx context.Context, k *making) error {
+	if k.c.Status != runtime.Running || k.thawn {
+		return nil
+	}
+	e.holdFiles(k.spec, k.c)
+	err := k.sb.host.Unpause(ctx, k.sb.ID)
+	if err == nil {
+		k.thawn = true
+		return nil
+	}
+	// One that ended meanwhile, or that somebody removed, needs no thawing.
+	now, e2 := k.sb.host.Inspect(ctx, k.sb.ID)
+	if errors.Is(e2, runtime.ErrNotFound) || e2 == nil && now.Status == runtime.Exited {
+		return nil
+	}
+	return err
+}
+
+// explain names the one cause that looks like many others: the sandbox ended
+// under the hands that captured it.
+func (e *Engine) explain(ctx context.Context, k *making, err error) error {
+	now, e2 := k.sb.host.Inspect(context.WithoutCancel(ctx), k.sb.ID)
+	if errors.Is(e2, runtime.ErrNotFound) {
+		return fmt.Errorf("%w: it was removed while it was being checkpointed", runtime.ErrState)
+	}
+	if k.live && e2 == nil && now.Status == runtime.Exited {
+		return fmt.Errorf("%w: it ended (exit code %d) while it was being checkpointed", runtime.ErrState, now.ExitCode)
+	}
+	return err
+}
+
+// workDir is where in a draft CRIU keeps its log.
+const workDir = "work"
+
+// capture reads processes and files side by side: both only read, and the
+// sandbox stands still.
+func (e *Engine) capture(ctx context.Context, k *making, draft *store.Draft) error {
+	if err := errors.Join(k.takeManaged(), k.takeAttached(ctx, draft)); err != nil {
+		return err
+	}
+	if k.row.Kind == runtime.KindFiles {
+		return e.collect(ctx, k, draft, overlay.CollectOptions{})
+	}
+	print, err := newFootprint(k.c.Pid, k.c.Upper)
+	if err != nil {
+		return err
+	}
+	var read atomic.Bool
+	var group guard.Group // no shared context: a dump that began must end
+	group.Go(func() error {
+		defer read.Store(true)
+		return e.collect(ctx, k, draft, overlay.CollectOptions{Skip: print.skip, Fixed: print.known})
+	})
+	k.sb.steps.begin(runtime.PhaseProcesses, 0)
+	group.Go(func() (err error) {
+		k.parts.Processes, err = e.dump(ctx, k, draft)
+		if !read.Load() {
+			k.sb.steps.at(runtime.PhaseFiles)
+		}
+		if err == nil {
+			err = k.checkFresh(draft.CRIUDir())
+		}
+		return errors.Join(err, print.erase())
+	})
+	if err := group.Wait(); err != nil {
+		return err
+	}
+	return ctx.Err()
+}
+
+// dump has CRIU write the processes' images.
+func (e *Engine) dump(ctx context.Context, k *making, draft *store.Draft) (*store.Processes, error) {
+	opts := criu.DumpOptions{
+		ImageDir: draft.CRIUDir(), WorkDir: filepath.Join(draft.Dir(), workDir), LeaveRunning: true, Upper: k.c.Upper,
+		Options: criu.Options{TCP: k.opts.TCP, EmptyNetwork: k.c.EmptyNetwork}, Hold: k.sb.lock.File(), Start: StartAside,
+	}
+	if deadline, ok := ctx.Deadline(); ok {
+		opts.Timeout = time.Until(deadline)
+	}
+	res, err := criu.Dump(ctx, k.c.Runtime, opts)
+	e.interruptedWaits(k.sb.ID, res.Interrupted)
+	for _, lost := range res.Lost {
+		e.log.Warn("lost by a checkpoint", "sandbox", k.sb.ID, "what", lost)
+	}
+	if err != nil {
+		return nil, e.logKept(draft, err)
+	}
+	res.Warnings = append(res.Warnings, res.Lost...)
+	if len(res.Warnings) > 0 && k.opts.Strict {
+		return nil, hint(fmt.Errorf("%w: %s", runtime.ErrState, res.Warnings[0]), "End that process, or leave --strict away to checkpoint without it.")
+	}
+	k.row.Warnings = append(k.row.Warnings, res.Warnings...)
+	k.parts.Warnings = k.row.Warnings
+	out := &store.Processes{Count: len(res.Processes)}
+	for _, p := range res.Processes {
+		out.List = append(out.List, store.Process{Pid: p.Pid, Parent: p.Ppid, Command: p.Comm, Stopped: p.Stopped})
+	}
+	return out, failpoint.Hit("checkpoint.after-dump")
+}
+
+// logKept has the error of a dump name CRIU's log as the draft's end leaves it.
+func (e *Engine) logKept(draft *store.Draft, err error) error {
+	var failed *criu.DumpError
+	if errors.As(err, &failed) && failed.Log != "" {
+		failed.Log = draft.KeptLog(failed.Log)
+	}
+	return err
+}
+
+// Checkpoints lists checkpoints, newest first.
+func (e *Engine) Checkpoints(ctx context.Context, filter runtime.CheckpointFilter) (_ []runtime.Checkpoint, err error) {
+	defer func() { err = fail("checkpoint ls", filter.Sandbox, err) }()
+	f := store.Filter{All: filter.All, Labels: filter.Labels, Trigger: filter.Trigger}
+	if filter.Sandbox != "" {
+		switch sb, err := e.find(ctx, filter.Sandbox); {
+		case err == nil:
+			f.SandboxID = sb.ID
+		case errors.Is(err, runtime.ErrNotFound):
+			// A removed sandbox still has its checkpoints.
+			ck, e := e.newestOfGone(ctx, filter.Sandbox, false)
+			if e != nil {
+				return nil, err
+			}
+			f.SandboxID = ck.SandboxID
+		default:
+			return nil, err
+		}
+	}
+	rows, err := e.store.Checkpoints(ctx, f)
+	if err != nil {
+		return nil, err
+	}
+	list := make([]runtime.Checkpoint, 0, len(rows))
+	for _, row := range rows {
+		// Nobody asked for those that restores make; who means one says so.
+		if row.Trigger == runtime.TriggerUndo && !filter.All && filter.Trigger != runtime.TriggerUndo {
+			continue
+		}
+		if c := checkpointView(row); filter.Policy == "" || c.Policy == filter.Policy {
+			list = append(list, c)
+		}
+	}
+	return list, nil
+}
+
+// CheckpointInfo describes one checkpoint.
+func (e *Engine) CheckpointInfo(ctx context.Context, ref string) (runtime.Checkpoint, error) {
+	row, err := e.checkpoint(ctx, ref)
+	if err != nil {
+		return runtime.Checkpoint{}, fail("checkpoint inspect", ref, err)
+	}
+	return checkpointView(row), nil
+}
+
+// RemoveCheckpoint deletes a checkpoint and its data.
+func (e *Engine) RemoveCheckpoint(ctx context.Context, ref string) (err error) {
+	defer func() { err = fail("checkpoint rm", ref, err) }()
+	row, err := e.checkpoint(ctx, ref)
+	if err != nil {
+		return err
+	}
+	lock, err := e.lock(ctx, row.SandboxID, "checkpoint rm", lockWait)
+	if err != nil {
+		return err
+	}
+	defer e.tidy(ctx)
+	defer lock.Unlock()
+	return e.store.RemoveCheckpoint(ctx, row.ID)
+}
+
+// VerifyCheckpoint rereads all of a checkpoint.
+func (e *Engine) VerifyCheckpoint(ctx context.Context, ref string) error {
+	row, err := e.checkpoint(ctx, ref)
+	if err == nil {
+		err = e.store.VerifyCheckpoint(ctx, row.ID)
+	}
+	return fail("checkpoint verify", ref, err)
+}
+
+func checkpointView(row store.Checkpoint) runtime.Checkpoint {
+	var attached []runtime.AttachedFile
+	if row.Attached != nil {
+		for _, f := range row.Attached.Paths {
+			attached = append(attached, runtime.AttachedFile(f))
+		}
+	}
+	labels := row.Labels
+	if labels == nil {
+		labels = map[string]string{}
+	}
+	view := runtime.Checkpoint{
+		ID: row.ID, Name: row.Name, Sandbox: row.SandboxID, SandboxName: row.SandboxName, Kind: row.Kind,
+		Status: row.Status, Error: row.Error, Parent: row.Parent, Trigger: row.Trigger, Policy: policyName(row.Spec), Created: row.Created,
+		Files: row.Files, Processes: row.Processes, Bytes: row.Bytes, Digest: row.Digest,
+		ImageDigest: row.ImageDigest, Labels: labels, Frozen: row.Frozen, Warnings: row.Warnings,
+		Added: row.Added, Unchanged: row.Unchanged, Pinned: row.Pinned, Lease: row.Lease, Tags: row.Tags, Damaged: row.Damaged, Attached: attached, Foreign: row.Foreign,
+	}
+	if s, err := specOf(row.SandboxID, row.Spec); row.Foreign && err == nil {
+		view.Command, view.Asks = s.Args, asks(s, row.Kind == runtime.KindFull)
+	}
+	return view
+}

@@ -1,0 +1,193 @@
+package engine
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"iter"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/agentbox/agentbox/images/build"
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// Commit makes an image of a sandbox or of a checkpoint.
+func (e *Engine) Commit(ctx context.Context, ref, to string, opts runtime.CommitOptions) (out runtime.Committed, err error) {
+	defer func() { err = fail("commit", ref, err) }()
+	dest, err := e.destination(to, opts.Source)
+	if err != nil {
+		return out, err
+	}
+	row, reader, err := e.commitFrom(ctx, ref)
+	if err != nil {
+		return out, err
+	}
+	defer func() { err = errors.Join(err, reader.Close()) }()
+	out = runtime.Committed{Base: row.ImageDigest, Sandbox: row.SandboxID, SandboxName: row.SandboxName}
+	from, err := e.imagesOf(row)
+	if err != nil {
+		return out, err
+	}
+	base, err := from.V1(ctx, row.ImageDigest)
+	if err != nil {
+		return out, fmt.Errorf("the image below: %w", err)
+	}
+	scratch, err := e.store.Scratch()
+	if err != nil {
+		return out, err
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(scratch)) }()
+	var wrote overlay.Layer
+	layer, err := build.Write(ctx, filepath.Join(scratch, "layer"), func(ctx context.Context, w io.Writer) (err error) {
+		wrote, err = overlay.WriteLayer(ctx, w, upperdir(ctx, reader), reader.Source())
+		return err
+	})
+	if err != nil {
+		return out, err
+	}
+	if err := failpoint.Hit("commit.after-layer"); err != nil {
+		return out, err
+	}
+	created := opts.Created
+	if created.IsZero() {
+		created = row.Created
+	}
+	changes := opts.Changes
+	if row.Foreign {
+		changes = slices.Concat([]string{"LABEL " + runtime.LabelForeign + "=true"}, changes)
+	}
+	img, err := build.New(base, layer, build.Options{Created: created, By: "agentbox commit", Author: opts.Author, Message: opts.Message, Changes: changes})
+	if err != nil {
+		return out, err
+	}
+	made, manifest, err := e.put(ctx, from, dest, img, opts.Source)
+	if err != nil {
+		return out, err
+	}
+	out.Reference, out.Manifest = made.Name, manifest
+	id, err := img.ConfigName()
+	if err != nil {
+		return out, err
+	}
+	diffID, _ := layer.DiffID()
+	out.Digest, out.Layer, out.LayerBytes = id.String(), diffID.String(), layer.Bytes()
+	if dest.here {
+		out.Digest = made.Digest // whoever keeps it says what its id is
+	}
+	out.LayerSize, _ = layer.Size()
+	out.Notes = slices.Concat([]string{}, row.Warnings, wrote.Notes)
+	if row.Trigger != triggerCommit {
+		out.Checkpoint = row.ID
+	}
+	e.log.Info("committed", "sandbox", row.SandboxID, "image", out.Reference, "digest", out.Digest)
+	return out, nil
+}
+
+// triggerCommit is the trigger of the checkpoint that Commit takes of a sandbox
+// and removes again.
+const triggerCommit = "commit"
+
+// commitFrom opens the checkpoint that is to become an image: the one that ref
+// names or, of a sandbox, one as it is now, which is there for the reader alone.
+func (e *Engine) commitFrom(ctx context.Context, ref string) (row store.Checkpoint, _ *store.Reader, err error) {
+	missing := error(nil)
+	if !strings.Contains(ref, "@") {
+		sb, err := e.find(ctx, ref)
+		if err == nil {
+			return e.passing(ctx, sb.ID)
+		}
+		if missing = err; !errors.Is(err, runtime.ErrNotFound) {
+			return row, nil, err
+		}
+	}
+	if row, err = e.checkpoint(ctx, ref); errors.Is(err, runtime.ErrNotFound) {
+		return row, nil, cmp.Or(missing, err)
+	}
+	if err != nil {
+		return row, nil, err
+	}
+	r := restoration{sb: &locked{Sandbox: store.Sandbox{Name: row.SandboxName}}, row: row}
+	if err := r.checkDamage(); err != nil {
+		return row, nil, err
+	}
+	reader, err := e.store.OpenCheckpoint(ctx, row.ID)
+	return row, reader, err
+}
+
+// passing takes a checkpoint of a sandbox's files and removes it as soon as it
+// is open: what is read of it stays until it is closed.
+func (e *Engine) passing(ctx context.Context, id string) (row store.Checkpoint, reader *store.Reader, err error) {
+	sb, err := e.acquire(ctx, id, "commit", lockWait)
+	if err != nil {
+		return row, nil, err
+	}
+	defer sb.lock.Unlock()
+	if _, err := e.imagesOf(store.Checkpoint{SandboxID: sb.ID, Spec: sb.Spec, ImageDigest: sb.ImageDigest}); err != nil {
+		return row, nil, err
+	}
+	in := store.Intent{Op: opCommit, Sandbox: sb.ID, Checkpoint: newID()}
+	err = e.intent(ctx, in, creating{sb.Backend}, func(int64) (err error) {
+		if row, err = e.checkpointOf(ctx, sb, runtime.CheckpointOptions{FilesOnly: true, Trigger: triggerCommit}, in.Checkpoint); err != nil {
+			return err
+		}
+		reader, err = e.store.OpenCheckpoint(ctx, row.ID)
+		return errors.Join(err, failpoint.Hit("commit.after-checkpoint"), e.store.RemoveCheckpoint(context.WithoutCancel(ctx), row.ID))
+	})
+	if err != nil && reader != nil {
+		return row, nil, errors.Join(err, reader.Close())
+	}
+	return row, reader, err
+}
+
+// finishCommit removes the checkpoint of a commit that was killed.
+func (e *Engine) finishCommit(ctx context.Context, in store.Intent) (string, error) {
+	ready, err := e.store.Settle(ctx, in.Checkpoint)
+	if err == nil && ready {
+		err = e.store.RemoveCheckpoint(ctx, in.Checkpoint)
+	}
+	return unless(err, "took back the half-made commit of sandbox %s", short(in.Sandbox))
+}
+
+// upperdir lists the files of a checkpoint, as often as it is asked to.
+func upperdir(ctx context.Context, reader *store.Reader) func() iter.Seq2[overlay.Entry, error] {
+	return func() iter.Seq2[overlay.Entry, error] {
+		return func(yield func(overlay.Entry, error) bool) {
+			tree, err := reader.Tree(ctx, 0)
+			if err != nil {
+				yield(overlay.Entry{}, err)
+				return
+			}
+			for e, err := range overlay.TreeEntries(tree) {
+				if !yield(e, err) || err != nil {
+					_ = tree.Close()
+					return
+				}
+			}
+			if err := tree.Close(); err != nil {
+				yield(overlay.Entry{}, err)
+			}
+		}
+	}
+}
+
+// imagesOf returns the images among which that of a checkpoint is.
+func (e *Engine) imagesOf(row store.Checkpoint) (runtime.Images, error) {
+	s, err := specOf(row.SandboxID, row.Spec)
+	if err != nil {
+		return nil, err
+	}
+	name := cmp.Or(s.Backend, e.first)
+	host, err := e.host(name)
+	if err == nil && (host.Images == nil || row.ImageDigest == "") {
+		err = fmt.Errorf("%w: backend %s tells of no image that this lies over", runtime.ErrUnsupported, name)
+	}
+	return host.Images, err
+}

@@ -1,0 +1,238 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// A restore compensates what came after its checkpoint once all that it needs is
+// proven and laid out, while the sandbox is frozen, and before anything of it ends:
+// little can fail any more by then, nobody in the sandbox goes on with what is being
+// taken away, and an effect that cannot be compensated can still call the restore off.
+//
+// A command is run at most once by itself: where it was killed half-way, by its timeout or
+// with agentbox, only OnFailureRetry, whose commands may be run more than once, runs
+// it again.
+
+// calledOff is the error of a restore that an effect, or a file of the host, has called
+// off: no other strategy would do better. It says what it wraps.
+type calledOff struct{ error }
+
+func (e calledOff) Unwrap() error { return e.error }
+
+// isCalledOff reports whether an effect, or a file of the host, has called a restore off.
+func isCalledOff(err error) bool {
+	_, off := errors.AsType[calledOff](err)
+	return off
+}
+
+// past lists the effects that came after a checkpoint and are outstanding, in the
+// order in which they are compensated, and counts those from before it that were
+// compensated since.
+func past(list []runtime.Effect, newest string) (due []runtime.Effect, gone int) {
+	// The newest that the checkpoint knows; none when it knows none of these.
+	at := slices.IndexFunc(list, func(f runtime.Effect) bool { return newest != "" && f.ID == newest })
+	for _, f := range list[:at+1] {
+		if f.Status == runtime.EffectCompensated {
+			gone++
+		}
+	}
+	// Last in, first out, and of a group all where its newest stands.
+	rank := map[string]int{}
+	for i, f := range list {
+		if f.Group != "" && outstanding(f) {
+			rank[f.Group] = i
+		}
+	}
+	type placed struct {
+		runtime.Effect
+		rank, at int
+	}
+	var sorted []placed
+	for i, f := range list[at+1:] {
+		i += at + 1
+		if !outstanding(f) {
+			continue
+		}
+		p := placed{f, i, i}
+		if f.Group != "" {
+			p.rank = rank[f.Group]
+		}
+		sorted = append(sorted, p)
+	}
+	slices.SortFunc(sorted, func(a, b placed) int {
+		if a.rank != b.rank {
+			return b.rank - a.rank
+		}
+		return b.at - a.at
+	})
+	for _, p := range sorted {
+		due = append(due, p.Effect)
+	}
+	return due, gone
+}
+
+// dueEffects is past for a restore; the lock of its sandbox is held.
+func (e *Engine) dueEffects(ctx context.Context, r *restoration) (due []runtime.Effect, gone int, err error) {
+	list, err := e.settleEffects(ctx, r.sb.ID)
+	if err != nil {
+		return nil, 0, err
+	}
+	due, gone = past(list, r.reader.Manifest().Effect)
+	return due, gone, nil
+}
+
+// compensate runs the undo commands of what came after the checkpoint.
+func (e *Engine) compensate(ctx context.Context, r *restoration) (err error) {
+	if r.data.Fork || r.settled {
+		return nil // it has done nothing yet, or they were run by a try before
+	}
+	defer func() { r.settled = err == nil }()
+	due, gone, err := e.dueEffects(ctx, r)
+	if err != nil {
+		return err
+	}
+	say := func(format string, args ...any) {
+		r.told = append(r.told, fmt.Sprintf(format, args...))
+	}
+	if gone > 0 {
+		say("compensated since this checkpoint, and not applied again: %s", effects(gone))
+	}
+	if len(due) > 0 && r.noEffects {
+		say("not compensated, by --no-effects: %s", effects(len(due)))
+		return nil
+	}
+	until := time.Now().Add(maxCompensation)
+	for _, f := range due {
+		if f.Status == runtime.EffectUnknown && f.OnFailure != runtime.OnFailureRetry {
+			err := fmt.Errorf("%w: the undo command of effect %s may have run before: %s", runtime.ErrState, effectName(f), f.Error)
+			if f.OnFailure == runtime.OnFailureAbort {
+				return hint(calledOff{err}, fmt.Sprintf("Look whether it has, then take it off the ledger (agentbox effect rm %s %s), and add it anew if it has to be run.", r.sb.Name, short(f.ID)))
+			}
+			say("effect %s is not compensated: its undo command may have run before, and is not run again: %s", effectName(f), f.Error)
+			continue
+		}
+		r.sb.steps.at(runtime.PhaseEffects)
+		err := e.undoEffect(ctx, r, &f, until)
+		r.compensated = append(r.compensated, f)
+		switch {
+		case err == nil:
+		case f.OnFailure == runtime.OnFailureContinue && ctx.Err() == nil && f.Status != runtime.EffectRunning:
+			say("%v", err)
+		default:
+			return hint(calledOff{err}, fmt.Sprintf("Mend what fails and restore again, or leave effects alone with: agentbox restore --no-effects %s %s", r.sb.Name, short(r.row.ID)))
+		}
+	}
+	return failpoint.Hit("effect.after-all")
+}
+
+// undoEffect runs an undo command, more than once if it may be, and records what
+// came of it.
+func (e *Engine) undoEffect(ctx context.Context, r *restoration, f *runtime.Effect, until time.Time) error {
+	for try := 1; ; try++ {
+		err := e.runEffect(ctx, r, f, until)
+		if err == nil || f.OnFailure != runtime.OnFailureRetry || try == effectTries || f.Status == runtime.EffectRunning || ctx.Err() != nil || time.Now().After(until) {
+			return err
+		}
+		e.log.Warn("an undo command failed and is run again", "sandbox", r.sb.ID, "effect", f.ID, "err", err)
+		select {
+		case <-time.After(time.Duration(try) * effectRetryPause):
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// runEffect runs an undo command once. It is on record that it may run before it
+// does, and what came of it before anything else is done.
+func (e *Engine) runEffect(ctx context.Context, r *restoration, f *runtime.Effect, until time.Time) error {
+	failed := func(err error) error { return fmt.Errorf("effect %s is not compensated: %w", effectName(*f), err) }
+	timeout := min(f.Timeout, time.Until(until))
+	if timeout <= 0 {
+		return failed(fmt.Errorf("%w: all undo commands together have taken %s", runtime.ErrState, maxCompensation))
+	}
+	before := *f
+	if err := failpoint.Hit("effect.before-mark"); err != nil {
+		return failed(err)
+	}
+	f.Status, f.Tries, f.Checkpoint, f.Error, f.Output, f.Ended = runtime.EffectRunning, f.Tries+1, r.row.ID, "", "", time.Time{}
+	if err := e.setEffect(ctx, *f); err != nil {
+		*f = before
+		return failed(err)
+	}
+	if err := failpoint.Hit("effect.after-mark"); err != nil {
+		*f = before
+		return failed(errors.Join(err, e.setEffect(context.WithoutCancel(ctx), *f)))
+	}
+	env := append([]string{"AGENTBOX_SANDBOX=" + r.sb.ID, "AGENTBOX_CHECKPOINT=" + r.row.ID, "AGENTBOX_EFFECT=" + f.ID}, e.rootEnv()...)
+	said, err := hostRun(ctx, f.Command, env, nil, timeout)
+	f.Output, f.Ended = strings.ToValidUTF8(said, "\uFFFD"), time.Now().UTC()
+	switch {
+	case err == nil:
+		f.Status = runtime.EffectCompensated
+	case errors.Is(err, errKilled):
+		// What has left its process group goes, too.
+		err = errors.Join(err, endMarked("AGENTBOX_EFFECT="+f.ID))
+		f.Status, f.Error = runtime.EffectUnknown, err.Error()
+	default:
+		f.Status, f.Error = runtime.EffectFailed, err.Error()
+	}
+	unrecorded := failpoint.Hit("effect.after-run")
+	if unrecorded == nil { // whatever becomes of the caller, this is how it was
+		unrecorded = e.setEffect(context.WithoutCancel(ctx), *f)
+	}
+	if unrecorded != nil {
+		f.Status = runtime.EffectRunning // as far as anybody will know
+		return failed(fmt.Errorf("what came of its undo command is not on record: %w", unrecorded))
+	}
+	e.noteEffect(*f)
+	e.log.Info("undo command run", "sandbox", r.sb.ID, "effect", f.ID, "status", f.Status, "checkpoint", r.row.ID)
+	if err != nil {
+		return failed(saying(err, said))
+	}
+	return failpoint.Hit("effect.after-record")
+}
+
+// compensatedText tells, for an error, what was compensated before it came up.
+func compensatedText(list []runtime.Effect) string {
+	var names []string
+	for _, f := range list {
+		if f.Status == runtime.EffectCompensated {
+			names = append(names, effectName(f))
+		}
+	}
+	if len(names) == 0 {
+		return ""
+	}
+	return fmt.Sprintf("Compensated before that, and it stays so: %s.", strings.Join(names, ", "))
+}
+
+func effects(n int) string {
+	if n == 1 {
+		return "1 effect"
+	}
+	return fmt.Sprintf("%d effects", n)
+}
+
+// unsureEffects settles what a killed restore has left of undo commands, in words.
+func (e *Engine) unsureEffects(ctx context.Context, id string) (string, error) {
+	list, err := e.ledger(ctx, id)
+	if err != nil {
+		return "", err
+	}
+	text := ""
+	for _, f := range list {
+		if f.Status == runtime.EffectRunning {
+			text += fmt.Sprintf("; the undo command of effect %s may have run", effectName(f))
+		}
+	}
+	_, err = e.settleEffects(ctx, id)
+	return text, err
+}

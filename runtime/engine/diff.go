@@ -1,0 +1,330 @@
+package engine
+
+import (
+	"bytes"
+	"context"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"path"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+	"unicode/utf8"
+
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// maxChanges is how many changes a Diff lists unless asked for more.
+const maxChanges = 1_000_000
+
+// Diff tells what a user of a sandbox finds changed between two states of its
+// files. It only reads, and takes a running sandbox as it finds it.
+func (e *Engine) Diff(ctx context.Context, req runtime.DiffRequest) (_ runtime.Diff, err error) {
+	defer func() { err = fail("diff", req.Sandbox, err) }()
+	sb, gone, err := e.owner(ctx, req.Sandbox)
+	if err != nil {
+		return runtime.Diff{}, err
+	}
+	out := runtime.Diff{Sandbox: sb.ID, SandboxName: sb.Name, Changes: []runtime.Change{}}
+	host, err := e.host(sb.Backend)
+	if err != nil {
+		return out, err
+	}
+	var c runtime.Container
+	if !gone {
+		c, err = host.Inspect(ctx, sb.ID)
+		if errors.Is(err, runtime.ErrNotFound) {
+			gone = true
+		} else if err != nil {
+			return out, err
+		}
+	}
+	d := differ{e: e, sb: sb, c: c}
+	defer func() { err = errors.Join(err, d.close()) }()
+	from := req.From
+	switch {
+	case from == "" && sb.Head != "":
+		from = sb.Head
+	case from == "" && gone:
+		return out, hint(fmt.Errorf("%w: it was removed", runtime.ErrState), "Compare two of its checkpoints: agentbox diff "+sb.Name+"@A @B (see agentbox log "+sb.Name+").")
+	case from == "":
+		from = runtime.DiffImage
+	}
+	if req.To == "" && gone {
+		return out, hint(fmt.Errorf("%w: it was removed", runtime.ErrState), "Name a second checkpoint to compare with; see agentbox log "+sb.Name+".")
+	}
+	var sides [2]overlay.Side
+	for i, ref := range []string{from, req.To} {
+		state := []*runtime.DiffState{&out.From, &out.To}[i]
+		if sides[i], err = d.side(ctx, i, ref, state); err != nil {
+			return out, err
+		}
+	}
+	lower, err := layers(ctx, sb, c, host)
+	if err != nil {
+		return out, err
+	}
+	limit := req.Limit
+	if limit <= 0 {
+		limit = maxChanges
+	}
+	var list []overlay.Change
+	err = overlay.Diff(ctx, sides[0], sides[1], overlay.DiffOptions{Lower: lower, Paranoid: req.Paranoid}, func(c overlay.Change) error {
+		if d.covered(c.Path) {
+			return nil
+		}
+		if len(list) == limit {
+			return errEnough
+		}
+		list = append(list, c)
+		return nil
+	})
+	if out.Truncated = errors.Is(err, errEnough); err != nil && !out.Truncated {
+		return out, err
+	}
+	if !req.NoRenames {
+		if list, err = overlay.FindRenames(ctx, list); err != nil {
+			return out, err
+		}
+	}
+	for _, c := range list {
+		out.Changes = append(out.Changes, ChangeOf(c))
+	}
+	if extra := d.managedChanges(); len(extra) > 0 {
+		out.Changes = append(out.Changes, extra...)
+		slices.SortStableFunc(out.Changes, func(a, b runtime.Change) int {
+			return overlay.ComparePaths(inTree(a.Path), inTree(b.Path))
+		})
+		if len(out.Changes) > limit {
+			out.Changes, out.Truncated = out.Changes[:limit], true
+		}
+	}
+	if req.Patch {
+		from, err := d.contents(ctx, out.Changes, sides, lower)
+		if err != nil {
+			return out, err
+		}
+		n, err := fillPatches(ctx, out.Changes, func(c runtime.Change, newer bool) (io.ReadCloser, error) { return from.open(ctx, c, newer) })
+		if err != nil {
+			return out, err
+		}
+		if n < len(out.Changes) {
+			out.Changes, out.Truncated = out.Changes[:n], true
+		}
+	}
+	return out, nil
+}
+
+// errEnough ends a comparison at the limit.
+var errEnough = errors.New("enough")
+
+// differ is one Diff under way.
+type differ struct {
+	e       *Engine
+	sb      store.Sandbox
+	c       runtime.Container
+	readers []*store.Reader
+	managed [2]map[string]store.Managed // nil: not known
+}
+
+func (d *differ) close() error {
+	var errs []error
+	for _, r := range d.readers {
+		errs = append(errs, r.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// side finds what a reference means.
+func (d *differ) side(ctx context.Context, i int, ref string, state *runtime.DiffState) (overlay.Side, error) {
+	switch ref {
+	case runtime.DiffImage:
+		state.Kind = runtime.DiffOfImage
+		return overlay.Side{}, nil
+	case "":
+		state.Kind = runtime.DiffOfNow
+		d.managed[i] = map[string]store.Managed{}
+		ids, err := ids(d.sb)
+		if err != nil {
+			return overlay.Side{}, err
+		}
+		for name, file := range d.c.Managed {
+			// One that is not there, or not plain any more, is no news of
+			// the sandbox's files.
+			if m, err := readManaged(file, ids); err == nil {
+				d.managed[i][name] = m
+			}
+		}
+		return overlay.Side{Dir: d.c.Upper}, nil
+	}
+	row, err := d.checkpoint(ctx, ref)
+	if err != nil {
+		return overlay.Side{}, err
+	}
+	r, err := d.e.store.OpenCheckpoint(ctx, row.ID)
+	if err != nil {
+		return overlay.Side{}, err
+	}
+	d.readers = append(d.readers, r)
+	*state = runtime.DiffState{Kind: runtime.DiffOfCheckpoint, Checkpoint: row.ID, Name: row.Name, Created: row.Created}
+	d.managed[i] = r.Manifest().Managed
+	side := overlay.Side{Tree: func() (io.ReadCloser, error) { return r.Tree(ctx, 0) }}
+	if row.SandboxID == d.sb.ID {
+		// Of another sandbox's file its age says nothing.
+		side.Taken = vouched(row)
+	}
+	return side, nil
+}
+
+// vouched returns from when on the times of files tell whether they have changed
+// since the checkpoint; zero: they do not. The data of a file can be older than
+// its times are once the host has lost its power.
+func vouched(row store.Checkpoint) time.Time {
+	if row.Created.Before(time.Now().Add(-uptime())) {
+		return time.Time{}
+	}
+	return row.Created
+}
+
+// checkpoint finds one of the sandbox's own, else one of another sandbox over
+// the same image.
+func (d *differ) checkpoint(ctx context.Context, ref string) (store.Checkpoint, error) {
+	row, err := d.e.store.Checkpoint(ctx, d.sb.ID+"@"+ref)
+	if errors.Is(err, runtime.ErrNotFound) {
+		row, err = d.e.checkpoint(ctx, ref)
+	}
+	if err == nil {
+		err = notOwn(d.sb, ref, row)
+	}
+	switch {
+	case errors.Is(err, runtime.ErrNotFound) && len(fault.Hint(err)) > 0:
+		return row, err
+	case errors.Is(err, runtime.ErrNotFound):
+		return row, hint(err, "List what there is with: agentbox log "+d.sb.Name)
+	case err != nil:
+		return row, err
+	case row.SandboxID != d.sb.ID && (row.ImageDigest != d.sb.ImageDigest || row.ImageDigest == ""):
+		return row, fmt.Errorf("%w: checkpoint %s is of sandbox %s, which is not over the same image", runtime.ErrState, short(row.ID), row.SandboxName)
+	}
+	return row, nil
+}
+
+// layers returns the directories under a sandbox's upperdir.
+func layers(ctx context.Context, sb store.Sandbox, c runtime.Container, host Host) ([]string, error) {
+	if len(sb.Lower) > 0 {
+		return sb.Lower, nil
+	}
+	if len(c.Lower) > 0 {
+		return c.Lower, nil
+	}
+	if host.Images != nil {
+		img, err := host.Images.ResolveDigest(ctx, sb.ImageDigest)
+		if err == nil && len(img.Lower) > 0 {
+			return img.Lower, nil
+		}
+		if err != nil && !errors.Is(err, runtime.ErrNotFound) {
+			return nil, err
+		}
+	}
+	return nil, hint(fmt.Errorf("%w: the layers of image %s are not to be had from backend %s", runtime.ErrUnsupported, sb.Image, sb.Backend),
+		"Of a container that exists they are; restore it first.")
+}
+
+// covered tells whether the backend binds a file of its own over a path, so
+// that nobody in the sandbox sees what the upperdir has there.
+func (d *differ) covered(name string) bool {
+	for _, m := range d.managed {
+		if _, ok := m["/"+name]; ok {
+			return true
+		}
+	}
+	_, ok := d.c.Managed["/"+name]
+	return ok
+}
+
+// managedChanges compares the files that the backend binds over the root. What
+// one of the states does not have, because nothing had been started, or what
+// the image has, is the backend's doing.
+func (d *differ) managedChanges() (list []runtime.Change) {
+	for _, name := range slices.Sorted(maps.Keys(d.managed[0])) {
+		a := d.managed[0][name]
+		b, ok := d.managed[1][name]
+		if !ok {
+			continue
+		}
+		var what []string
+		if !bytes.Equal(a.Data, b.Data) {
+			what = append(what, overlay.WhatContent)
+		}
+		if a.Mode != b.Mode {
+			what = append(what, overlay.WhatMode)
+		}
+		if a.UID != b.UID || a.GID != b.GID {
+			what = append(what, overlay.WhatOwner)
+		}
+		if len(what) > 0 {
+			state := func(m store.Managed) *runtime.FileState {
+				return &runtime.FileState{Type: string(overlay.TypeFile), Mode: octal(m.Mode), UID: m.UID, GID: m.GID, Size: int64(len(m.Data))}
+			}
+			list = append(list, runtime.Change{Path: name, Change: string(overlay.Modified), Type: string(overlay.TypeFile), What: what, Old: state(a), New: state(b)})
+		}
+	}
+	return list
+}
+
+// ChangeOf is one change in the form of the API.
+func ChangeOf(c overlay.Change) runtime.Change {
+	out := runtime.Change{Change: string(c.Kind), What: c.What, Old: fileState(c.Old), New: fileState(c.New)}
+	out.Path, out.PathB64 = nameView(c.Path)
+	if c.Kind == overlay.Renamed {
+		out.From, out.FromB64 = nameView(c.From)
+	}
+	if c.New != nil {
+		out.Type = string(c.New.Type)
+	} else {
+		out.Type = string(c.Old.Type)
+	}
+	return out
+}
+
+// nameView is a path as a user of the sandbox names it, and its bytes where
+// JSON has no form for them.
+func nameView(p string) (text, b64 string) {
+	text = path.Join("/", p)
+	if !utf8.ValidString(text) {
+		b64 = base64.StdEncoding.EncodeToString([]byte(text))
+	}
+	return text, b64
+}
+
+func inTree(p string) string {
+	if p == "/" {
+		return "."
+	}
+	return strings.TrimPrefix(p, "/")
+}
+
+func fileState(e *overlay.Entry) *runtime.FileState {
+	if e == nil {
+		return nil
+	}
+	f := &runtime.FileState{Type: string(e.Type), Mode: octal(e.Mode), UID: e.UID, GID: e.GID, Size: e.Size, Target: e.Link}
+	if e.Type == overlay.TypeChar || e.Type == overlay.TypeBlock {
+		f.Device = fmt.Sprintf("%d:%d", e.Major, e.Minor)
+	}
+	if t := time.Unix(e.Mtime.Sec, e.Mtime.Nsec).UTC(); t.Year() >= 1 && t.Year() <= 9999 {
+		f.Mtime = t.Format(time.RFC3339Nano)
+	} else {
+		f.Mtime = strconv.FormatInt(e.Mtime.Sec, 10)
+	}
+	return f
+}
+
+func octal(mode uint32) string { return fmt.Sprintf("%04o", mode) }

@@ -1,0 +1,499 @@
+// Package engine is agentbox's core: the Engine, which implements runtime.Service on
+// this host and orders every verb.
+//
+// A command calls a method of the Service; the Engine looks the sandbox up in the
+// store, takes its lock, writes an intent to the journal where the verb has
+// more than one step, and then calls one leaf per step: images for the lower
+// directories, a Backend for the container, overlay for its files, criu for
+// its processes, store for what must last. Multi-step verbs keep an undo stack
+// that runs on failure; what a killed process leaves is finished or undone by
+// Recover, from the journal.
+package engine
+
+import (
+	"cmp"
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/agentbox/agentbox/internal/ahead"
+	"github.com/agentbox/agentbox/internal/guard"
+	"github.com/agentbox/agentbox/internal/undo"
+	"github.com/agentbox/agentbox/policy"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// lockWait is how long a verb waits for one that is about to end, such as the
+// clean-up after a sandbox exited, before it reports ErrBusy.
+const lockWait = 500 * time.Millisecond
+
+// reapWait is how long a verb waits for the clean-up after an exit.
+const reapWait = 5 * time.Minute
+
+// autoWait is how long a verb waits for a checkpoint that nobody has asked for
+// just now.
+const autoWait = time.Minute
+
+// opReap is the verb of that clean-up.
+const opReap = "reap"
+
+// frozenWait is how long a verb that only uses a sandbox waits for a checkpoint
+// to thaw it.
+const frozenWait = time.Minute
+
+// execTries bounds how often Exec meets one checkpoint after the other.
+const execTries = 10
+
+// Engine is the embedded Service: it works on this host, without a daemon.
+type Engine struct {
+	run    string // transient state, e.g. /run/agentbox
+	store  *store.Store
+	first  string // the backend of new sandboxes
+	make   func(name string) (Host, error)
+	log    *slog.Logger
+	auto   func(id string) error // see Options.Auto
+	watch  func(id string) error // see Options.Watch
+	keeper func() error          // see Options.Keeper
+	deeds  func(context.Context, *Deed, func() error) error
+	tidyAt int64
+
+	policies policy.Finder
+
+	keeps atomic.Bool // this process is the keeper of leases
+
+	mu       sync.Mutex
+	last     reconciled        // what the last Reconcile has found
+	under    map[int64]bool    // intents under way in this process
+	watching string            // the sandbox that this process is the watch of
+	hosts    map[string]Host   // those in use
+	kept     map[string]string // variables taken out of the environment; see variable
+	// Locks that say "my caller waits for this sandbox's exit code"; see hold.
+	holds map[string]*store.Lock
+
+	counts fileCounts
+	listed specs
+}
+
+var _ runtime.Local = (*Engine)(nil)
+
+// Options are the parts an Engine is made of; it closes the store.
+type Options struct {
+	Run     string
+	Store   *store.Store
+	Backend string                          // the one of new sandboxes, and of names that are no sandbox's
+	Open    func(name string) (Host, error) // called once for each backend, when it is first needed
+	Log     *slog.Logger                    // nil: slog.Default
+
+	// TidyAt is how many bytes of removed checkpoints are waited for before the
+	// space of all that nothing needs is freed without being asked; 0: 256 MiB.
+	TidyAt int64
+
+	// Auto starts the process that takes checkpoints of a sandbox at
+	// intervals (Spec.CheckpointEvery) and outlives the caller. One that is
+	// there already is enough. Nil: there are none.
+	Auto func(id string) error
+
+	// Watch starts the process that holds a sandbox to the limits of its files
+	// and its lifetime (Engine.Watch), like Auto.
+	Watch func(id string) error
+
+	// Keeper starts the process that ends leases (Engine.KeepLeases), like Auto.
+	Keeper func() error
+
+	// Deeds puts on record what the Engine does by itself: before do, which does it,
+	// and after. It returns do's error, and may refuse to call it. Nil: nobody does.
+	Deeds func(ctx context.Context, d *Deed, do func() error) error
+
+	// Policies finds the policy of sandboxes for which nobody names one, and
+	// remembers which were used here.
+	Policies policy.Finder
+}
+
+// New returns an Engine over its parts.
+func New(opts Options) *Engine {
+	log := opts.Log
+	if log == nil {
+		log = slog.Default()
+	}
+	return &Engine{run: opts.Run, store: opts.Store, first: opts.Backend, make: opts.Open, log: log, auto: opts.Auto, watch: opts.Watch, keeper: opts.Keeper, deeds: opts.Deeds, tidyAt: cmp.Or(opts.TidyAt, 256<<20), hosts: map[string]Host{}, under: map[int64]bool{}, kept: map[string]string{}, policies: opts.Policies}
+}
+
+// host returns a backend by its name.
+func (e *Engine) host(name string) (Host, error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	h, ok := e.hosts[name]
+	if ok {
+		return h, nil
+	}
+	h, err := e.make(name)
+	if err == nil {
+		e.hosts[name] = h
+	}
+	return h, err
+}
+
+// images returns those of new sandboxes' backend.
+func (e *Engine) images() (runtime.Images, error) {
+	h, err := e.host(e.first)
+	if err == nil && h.Images == nil {
+		err = fmt.Errorf("%w: backend %s makes no sandboxes, it only takes on containers that are there", runtime.ErrUnsupported, e.first)
+	}
+	return h.Images, err
+}
+
+// Close releases the store.
+func (e *Engine) Close() error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, l := range e.holds {
+		l.Unlock()
+	}
+	return e.store.Close()
+}
+
+// hold keeps the reaper from removing an --rm sandbox whose exit code this
+// process has yet to hand to its caller. It is a lock, so that it ends with
+// this process at the latest.
+func (e *Engine) hold(ctx context.Context, id string) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.holds[id] != nil {
+		return nil
+	}
+	l, err := e.store.Lock(ctx, holdName(id), "wait for the exit", lockWait)
+	if err != nil {
+		return err
+	}
+	if e.holds == nil {
+		e.holds = map[string]*store.Lock{}
+	}
+	e.holds[id] = l
+	return nil
+}
+
+// release ends hold.
+func (e *Engine) release(id string) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if l := e.holds[id]; l != nil {
+		l.Unlock()
+		delete(e.holds, id)
+	}
+}
+
+// Release gives up the exit code of an --rm sandbox that was started with streams:
+// its caller went away. Who serves many callers calls it for each that did.
+func (e *Engine) Release(id string) { e.release(id) }
+
+func holdName(id string) string { return id + ".wait" }
+
+// newID returns 128 random bits as 32 hex digits.
+func newID() string {
+	var b [16]byte
+	_, _ = rand.Read(b[:]) // never fails
+	return hex.EncodeToString(b[:])
+}
+
+// short is how an id is shown to people.
+func short(id string) string {
+	if len(id) > 12 {
+		return id[:12]
+	}
+	return id
+}
+
+// fail wraps the error of a verb; nil stays nil.
+func fail(op, id string, err error) error {
+	if err == nil {
+		return nil
+	}
+	var own *runtime.Error
+	if errors.As(err, &own) && own.Op == op {
+		return err
+	}
+	return &runtime.Error{Op: op, ID: id, Err: err}
+}
+
+// hint is an error with a remedy, for the inside of a verb.
+func hint(err error, remedy string) error {
+	return &runtime.Error{Err: err, Hint: remedy}
+}
+
+// locked is a sandbox whose lock this process holds.
+type locked struct {
+	store.Sandbox
+	host Host
+	lock *store.Lock
+
+	steps *steps // of the verb; nil: nobody asks
+}
+
+// acquire finds a sandbox and takes its lock for a verb, waiting that long for
+// another verb to end.
+func (e *Engine) acquire(ctx context.Context, ref, verb string, wait time.Duration) (*locked, error) {
+	sb, err := e.find(ctx, ref)
+	if err != nil {
+		return nil, err
+	}
+	host, err := e.host(sb.Backend)
+	if err != nil {
+		return nil, err
+	}
+	lock, err := e.lock(ctx, sb.ID, verb, wait)
+	if err != nil {
+		return nil, err
+	}
+	// The record may have changed, or gone, while we waited.
+	if sb, err = e.store.Sandbox(ctx, sb.ID); err != nil {
+		lock.Unlock()
+		return nil, err
+	}
+	return &locked{Sandbox: sb, host: host, lock: lock}, nil
+}
+
+// lock takes the lock of a sandbox for a verb. What nobody has asked for just
+// now it waits for longer than for another verb, and has no turn meanwhile.
+func (e *Engine) lock(ctx context.Context, id, verb string, wait time.Duration) (*store.Lock, error) {
+	lock, err := e.store.Lock(ctx, id, verb, wait)
+	if by := e.store.Holder(id); errors.Is(err, runtime.ErrBusy) && (by == opReap || by == opWatch) {
+		// The end of the last run: unmounting can take as long as the disk takes
+		// for what was written. Or its watch stops it, or starts it again.
+		lock, err = e.lockAside(ctx, id, verb, reapWait)
+	}
+	if errors.Is(err, runtime.ErrBusy) && verb != opInterval && e.store.Holder(id) == opInterval {
+		lock, err = e.lockAside(ctx, id, verb, autoWait)
+	}
+	return lock, err
+}
+
+func (e *Engine) lockAside(ctx context.Context, id, verb string, wait time.Duration) (*store.Lock, error) {
+	defer runtime.Aside(ctx)()
+	return e.store.Lock(ctx, id, verb, wait)
+}
+
+// errUnfinished keeps an intent in the journal: what is left of the verb is for
+// Recover to do.
+var errUnfinished = errors.New("the next command will finish it")
+
+// intent runs fn between a journal entry and its removal. When fn fails it
+// has undone its work and the entry goes too; when this process is killed the
+// entry stays and Recover reads it.
+func (e *Engine) intent(ctx context.Context, in store.Intent, data any, fn func(seq int64) error) (err error) {
+	if in.Data, err = json.Marshal(data); err != nil {
+		return err
+	}
+	seq, end, err := e.begin(ctx, in)
+	if err != nil {
+		return err
+	}
+	defer end()
+	if err = fn(seq); errors.Is(err, errUnfinished) {
+		return err
+	}
+	done, cancel := context.WithTimeout(context.WithoutCancel(ctx), undo.Timeout)
+	defer cancel()
+	return errors.Join(err, e.store.Done(done, seq))
+}
+
+// begin records an intent that is under way here until end: nobody in this
+// process needs to find out whether it was left behind. In a service that is
+// every other verb, before each of its own. Its caller holds the sandbox's lock.
+func (e *Engine) begin(ctx context.Context, in store.Intent) (seq int64, end func(), err error) {
+	if err := e.nothingLeft(ctx, in); err != nil {
+		return 0, nil, err
+	}
+	if seq, err = e.store.Begin(ctx, in); err != nil {
+		return 0, nil, err
+	}
+	// Who has seen it before this line finds its lock taken.
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.under[seq] = true
+	return seq, func() {
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		delete(e.under, seq)
+	}, nil
+}
+
+// nothingLeft refuses a verb on a sandbox in which an earlier one was interrupted, and
+// could not be brought to its end before this: done later, it would undo what this does.
+func (e *Engine) nothingLeft(ctx context.Context, in store.Intent) error {
+	if in.Op == opRemove { // after which all that is left is moot
+		return nil
+	}
+	left, err := e.leftIn(ctx, in.Sandbox)
+	if len(left) > 0 {
+		return fmt.Errorf("%w: its last %s was interrupted and is not finished; `agentbox recover` finishes it, or says why it cannot", runtime.ErrState, left[0].Op)
+	}
+	return err
+}
+
+// leftIn lists what was begun in a sandbox and is not under way here.
+func (e *Engine) leftIn(ctx context.Context, id string) ([]store.Intent, error) {
+	intents, err := e.store.Intents(ctx)
+	return slices.DeleteFunc(intents, func(in store.Intent) bool { return in.Sandbox != id || e.underWay(in.Seq) }), err
+}
+
+// underWay tells whether this very process works on an intent.
+func (e *Engine) underWay(seq int64) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.under[seq]
+}
+
+// advance records how far an intent has come; lazy is as in store.Intent.
+func (e *Engine) advance(ctx context.Context, seq int64, data any, lazy bool) error {
+	b, err := json.Marshal(data)
+	if err != nil {
+		return err
+	}
+	return e.store.Update(ctx, seq, b, lazy)
+}
+
+// spec decodes the stored spec of a sandbox.
+func spec(sb store.Sandbox) (runtime.Spec, error) {
+	s, err := specOf(sb.ID, sb.Spec)
+	if err == nil && s.ID != "" && s.ID != sb.ID { // it becomes a part of paths
+		err = fmt.Errorf("spec of %s: %w: it is of %.40q", short(sb.ID), runtime.ErrCorrupt, s.ID)
+	}
+	return s, err
+}
+
+// specOf decodes a spec that a sandbox has, or one that a checkpoint from elsewhere asks for.
+func specOf(id string, text json.RawMessage) (s runtime.Spec, err error) {
+	if err := json.Unmarshal(text, &s); err != nil {
+		return s, fmt.Errorf("spec of %s: %w: %w", short(id), runtime.ErrCorrupt, err)
+	}
+	return s, nil
+}
+
+// identity is what every process of a sandbox is told about itself.
+func identity(s runtime.Spec, attempt int) []string {
+	return []string{
+		"AGENTBOX_SANDBOX=" + s.ID,
+		"AGENTBOX_SANDBOX_NAME=" + s.Name,
+		"AGENTBOX_WORKDIR=" + s.Workdir,
+		"AGENTBOX_ATTEMPT=" + strconv.Itoa(attempt),
+	}
+}
+
+// Sandbox describes one sandbox as it is now.
+func (e *Engine) Sandbox(ctx context.Context, ref string) (runtime.Sandbox, error) {
+	sb, err := e.find(ctx, ref)
+	if err != nil {
+		return runtime.Sandbox{}, fail("inspect", ref, err)
+	}
+	out, c, err := e.view(ctx, sb)
+	if err == nil {
+		out.Limits, err = e.hits(sb.ID, c)
+	}
+	return out, fail("inspect", ref, err)
+}
+
+// viewsAtOnce is how many sandboxes a list looks at at a time.
+const viewsAtOnce = 4
+
+// Sandboxes lists all sandboxes, newest first.
+func (e *Engine) Sandboxes(ctx context.Context) (list []runtime.Sandbox, err error) {
+	ahead.Do(func() { list, err = e.sandboxes(ctx) })
+	return list, err
+}
+
+func (e *Engine) sandboxes(ctx context.Context) ([]runtime.Sandbox, error) {
+	rows, err := e.store.Sandboxes(ctx)
+	if err != nil {
+		return nil, fail("ps", "", err)
+	}
+	// A few side by side: of each the kernel, or its engine, is asked.
+	views, errs := make([]runtime.Sandbox, len(rows)), make([]error, len(rows))
+	specs := e.listed.of(rows, errs)
+	var next atomic.Int64
+	var all guard.WaitGroup
+	for range min(viewsAtOnce, len(rows)) {
+		all.Go(func() {
+			ahead.Do(func() {
+				for i := int(next.Add(1)) - 1; i < len(rows) && ctx.Err() == nil; i = int(next.Add(1)) - 1 {
+					if errs[i] == nil {
+						errs[i] = guard.Do(func() (err error) {
+							views[i], _, err = e.viewOf(ctx, rows[i], specs[i])
+							return err
+						})
+					}
+				}
+			})
+		})
+	}
+	all.Wait()
+	if ctx.Err() != nil {
+		return nil, fail("ps", "", context.Cause(ctx))
+	}
+	list, work := views[:0], e.atWork(ctx)
+	for i, sb := range rows {
+		out, err := views[i], errs[i]
+		out.Work = work[sb.ID]
+		if errors.Is(err, runtime.ErrNotFound) {
+			// Removed since we read the row, or not made yet.
+			continue
+		}
+		if errors.Is(err, runtime.ErrCorrupt) {
+			return nil, fail("ps", sb.Name, err)
+		}
+		if err != nil {
+			// Its engine does not answer; the others are none the worse.
+			e.log.Warn("state unknown", "sandbox", sb.Name, "err", err)
+			if out.ID == "" {
+				out = runtime.Sandbox{ID: sb.ID, Name: sb.Name, Image: sb.Image, ImageDigest: sb.ImageDigest, Backend: sb.Backend, Created: sb.Created, Labels: map[string]string{}}
+			}
+			out.Status = runtime.Unknown
+		}
+		list = append(list, out)
+	}
+	return list, nil
+}
+
+// view joins what is stored with what is so.
+func (e *Engine) view(ctx context.Context, sb store.Sandbox) (runtime.Sandbox, runtime.Container, error) {
+	s, err := spec(sb)
+	if err != nil {
+		return runtime.Sandbox{}, runtime.Container{}, err
+	}
+	return e.viewOf(ctx, sb, s)
+}
+
+func (e *Engine) viewOf(ctx context.Context, sb store.Sandbox, s runtime.Spec) (_ runtime.Sandbox, c runtime.Container, err error) {
+	labels := sb.Labels
+	if labels == nil {
+		labels = map[string]string{}
+	}
+	var again *runtime.Restarts
+	if comesBack(s.Restart) {
+		st, err := e.restartsOf(sb.ID)
+		if err != nil {
+			return runtime.Sandbox{}, c, err
+		}
+		again = &st.Restarts
+	}
+	host, err := e.host(sb.Backend)
+	if err == nil {
+		c, err = host.Inspect(ctx, sb.ID)
+	}
+	return runtime.Sandbox{
+		ID: sb.ID, Name: sb.Name, Status: c.Status, Pid: c.Pid, ExitCode: c.ExitCode,
+		Upperdir: c.Upper, Image: sb.Image, ImageDigest: sb.ImageDigest, Backend: sb.Backend,
+		Head: sb.Head, Attempt: sb.Attempt, Created: sb.Created, Started: c.Started, Finished: c.Finished,
+		Labels: labels, Address: c.Address, Kept: sb.Kept, Held: sb.Held, Lease: sb.Lease, Group: sb.Group, OOMKilled: c.OOMKilled, Spec: s,
+		Expires: expiresAt(s.Lifetime), Expired: expired(s.Lifetime), Restarts: again,
+	}, c, err
+}

@@ -1,0 +1,294 @@
+package engine
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+	"unicode"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/fsx"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/eventlog"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// followEvery is how often Events, following, looks for new ones.
+const followEvery = 250 * time.Millisecond
+
+func (e *Engine) eventsDir() string { return filepath.Join(e.store.Root(), "events") }
+
+// Events hands what befell a sandbox to each.
+func (e *Engine) Events(ctx context.Context, ref string, opts runtime.EventOptions, each func(runtime.Event) error) (err error) {
+	defer func() { err = fail("events", ref, err) }()
+	sb, err := e.locate(ctx, ref)
+	if err != nil {
+		return err
+	}
+	logs := []eventSource{{Reader: eventlog.NewReader(e.eventsDir(), sb.ID), sandbox: sb.ID}}
+	if filter, ok := sb.host.Backend.(runtime.EgressFilter); ok {
+		logs = append(logs, eventSource{eventlog.NewReader(filter.EgressLog(), sb.ID), sb.ID, runtime.EventDenied})
+	}
+	defer func() {
+		for _, l := range logs {
+			err = errors.Join(err, l.Close())
+		}
+	}()
+	tick := time.NewTicker(followEvery)
+	defer tick.Stop()
+	var c runtime.Container
+	for n := 0; ; n++ {
+		// To ask an engine costs more than to read a counter.
+		if n%4 == 0 || c.Pid == 0 || unix.Kill(c.Pid, 0) != nil {
+			if c, err = sb.host.Inspect(ctx, sb.ID); err != nil && !errors.Is(err, runtime.ErrNotFound) {
+				return err
+			}
+		}
+		_, gone := e.store.Sandbox(ctx, sb.ID)
+		if gone == nil {
+			if err := e.noteHits(ctx, sb.Sandbox, c); err != nil {
+				return err
+			}
+		}
+		if err := readEvents(logs, opts, each); err != nil {
+			return err
+		}
+		if errors.Is(gone, runtime.ErrNotFound) {
+			gone = nil
+			opts.Follow = false
+		}
+		if gone != nil || !opts.Follow {
+			return gone
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// eventSource is a log of one sandbox's events.
+type eventSource struct {
+	*eventlog.Reader
+	sandbox string
+	only    string // the type that all are of. Who writes them is confined, and may be in a hostile hand
+}
+
+func (s eventSource) event(line []byte) (runtime.Event, error) {
+	var ev runtime.Event
+	if err := json.Unmarshal(line, &ev); err != nil {
+		return runtime.Event{}, err
+	}
+	if s.only != "" {
+		ev = runtime.Event{Time: ev.Time, Type: s.only, Protocol: ev.Protocol, Name: ev.Name, Address: ev.Address, Reason: ev.Reason, Missed: ev.Missed}
+	}
+	for _, text := range []*string{&ev.Protocol, &ev.Name, &ev.Address, &ev.Reason} {
+		*text = strings.Map(func(r rune) rune {
+			if !unicode.IsPrint(r) {
+				return '?'
+			}
+			return r
+		}, *text)
+	}
+	ev.Sandbox = s.sandbox
+	return ev, nil
+}
+
+// readEvents hands what is new in logs to each, by its time.
+func readEvents(logs []eventSource, opts runtime.EventOptions, each func(runtime.Event) error) error {
+	var list []runtime.Event
+	for _, l := range logs {
+		err := l.Read(func(line []byte) error {
+			ev, err := l.event(line)
+			if err != nil {
+				return nil // no event
+			}
+			if !ev.Time.Before(opts.Since) && (len(opts.Types) == 0 || slices.Contains(opts.Types, ev.Type)) {
+				list = append(list, ev)
+			}
+			return nil
+		})
+		if err != nil {
+			return err
+		}
+	}
+	slices.SortStableFunc(list, func(a, b runtime.Event) int { return a.Time.Compare(b.Time) })
+	for _, ev := range list {
+		if err := each(ev); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// note puts an event of a sandbox on record.
+func (e *Engine) note(id string, ev runtime.Event) error {
+	ev.Sandbox, ev.Time = id, ev.Time.UTC()
+	line, err := json.Marshal(ev)
+	if err != nil {
+		return err
+	}
+	return eventlog.Append(e.eventsDir(), id, append(line, '\n'))
+}
+
+// hits is nil while no limit has come into force.
+func (e *Engine) hits(id string, c runtime.Container) (*runtime.LimitHits, error) {
+	out := c.Hits
+	if c.OOMKilled && out.OOMKills == 0 {
+		out.OOMKills = 1 // at least; its engine does not count
+	}
+	var err error
+	if out.Storage, err = e.storageHit(id); err != nil {
+		return nil, err
+	}
+	if c.Pid > 0 {
+		cgroups, err := kernel.Hierarchies()
+		if err != nil {
+			return nil, err
+		}
+		count, err := cgroups.HitsOf(c.Pid)
+		if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, unix.ESRCH) { // it has just ended
+			return nil, err
+		}
+		h := count()
+		out.OOMKills, out.Pids = h.OOMKills, h.PidsMax
+	}
+	if out == (runtime.LimitHits{}) {
+		return nil, nil
+	}
+	return &out, nil
+}
+
+// noteHits makes events of what the kernel has counted since it was last looked
+// at. Before a next start takes the counters away somebody has to have called it.
+func (e *Engine) noteHits(ctx context.Context, sb store.Sandbox, c runtime.Container) error {
+	h, err := e.hits(sb.ID, c)
+	if err != nil || h == nil || h.OOMKills+h.Pids == 0 {
+		return err
+	}
+	s, err := spec(sb)
+	if err != nil {
+		return err
+	}
+	lock, err := e.store.Lock(ctx, sb.ID+".events", "events", lockWait)
+	if err != nil {
+		return err
+	}
+	defer lock.Unlock()
+	noted := map[string]int64{}
+	// What is kept apart says what the log, which is bounded, may have lost, and the
+	// log what was noted right before a crash.
+	kept, err := e.countsOf(sb.ID)
+	if err != nil {
+		return err
+	}
+	if kept.Started.Equal(c.Started) {
+		if h.OOMKills <= kept.OOM && h.Pids <= kept.Pids {
+			return nil
+		}
+		noted[runtime.EventOOM], noted[runtime.EventPids] = kept.OOM, kept.Pids
+	}
+	log := eventlog.NewReader(e.eventsDir(), sb.ID)
+	err = readEvents([]eventSource{{Reader: log, sandbox: sb.ID}}, runtime.EventOptions{}, func(ev runtime.Event) error {
+		if ev.Started.Equal(c.Started) {
+			noted[ev.Type] = max(noted[ev.Type], ev.Total)
+		}
+		return nil
+	})
+	if err = errors.Join(err, log.Close()); err != nil {
+		return err
+	}
+	now := time.Now()
+	if c.Status == runtime.Exited && !c.Finished.IsZero() {
+		now = c.Finished
+	}
+	add := func(typ string, total, limit int64, at time.Time) error {
+		if total <= noted[typ] {
+			return nil
+		}
+		ev := runtime.Event{Time: at, Type: typ, Count: total - noted[typ], Total: total, Started: c.Started.UTC(), Limit: limit}
+		noted[typ] = total
+		return e.note(sb.ID, ev)
+	}
+	if !c.OOMAt.IsZero() && noted[runtime.EventOOM] == 0 && h.OOMKills > 0 {
+		err = add(runtime.EventOOM, 1, s.Resources.Memory, c.OOMAt)
+	}
+	err = errors.Join(err, add(runtime.EventOOM, h.OOMKills, s.Resources.Memory, now), add(runtime.EventPids, h.Pids, s.Resources.Pids, now))
+	return errors.Join(err, e.keepCounts(sb.ID, counts{c.Started.UTC(), noted[runtime.EventOOM], noted[runtime.EventPids]}))
+}
+
+// counts are what was noted of what the kernel counts of a start.
+type counts struct {
+	Started time.Time `json:"started"`
+	OOM     int64     `json:"oom"`
+	Pids    int64     `json:"pids"`
+}
+
+func (e *Engine) countsPath(id string) string { return filepath.Join(e.eventsDir(), id+".counts") }
+
+func (e *Engine) countsOf(id string) (counts, error) {
+	var c counts
+	data, err := os.ReadFile(e.countsPath(id))
+	if err == nil && json.Unmarshal(data, &c) != nil {
+		c = counts{} // a power loss cut it off: the log has them
+	}
+	return c, ignoreMissing(err)
+}
+
+func (e *Engine) keepCounts(id string, c counts) error {
+	data, err := json.Marshal(c)
+	if err != nil {
+		return err
+	}
+	path := e.countsPath(id)
+	// With its directory it went with its sandbox.
+	return ignoreMissing(fsx.Write(path, data, fsx.Options{Temp: path + ".new", Volatile: true}))
+}
+
+// keepHits is noteHits for a verb that goes on whatever comes of it.
+func (e *Engine) keepHits(ctx context.Context, sb store.Sandbox, c runtime.Container) {
+	if err := e.noteHits(ctx, sb, c); err != nil {
+		e.log.Warn("how often its limits came into force is not noted", "sandbox", sb.ID, "err", err)
+	}
+}
+
+// forgetEvents removes those of sandboxes that are gone: who noted one in the
+// moment of the removal was too late.
+func (e *Engine) forgetEvents(ctx context.Context, but map[string]bool) error {
+	list, err := os.ReadDir(e.eventsDir())
+	if err != nil {
+		return ignoreMissing(err)
+	}
+	var errs []error
+	for _, entry := range list {
+		id, _, _ := strings.Cut(entry.Name(), ".")
+		if but[id] {
+			continue
+		}
+		if _, err := e.store.Sandbox(ctx, id); errors.Is(err, runtime.ErrNotFound) {
+			errs = append(errs, e.dropEvents(id))
+		} else if err != nil {
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// dropEvents removes those of a sandbox.
+func (e *Engine) dropEvents(id string) error {
+	err := eventlog.Remove(e.eventsDir(), id)
+	for _, name := range []string{e.countsPath(id), e.countsPath(id) + ".new"} {
+		err = errors.Join(err, ignoreMissing(os.Remove(name)))
+	}
+	_ = os.Remove(e.eventsDir()) // stays while there are others
+	return err
+}

@@ -1,0 +1,71 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"io"
+
+	"github.com/agentbox/agentbox/internal/copy"
+	"github.com/agentbox/agentbox/internal/idmap"
+	"github.com/agentbox/agentbox/policy"
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// onRoot runs fn on a sandbox's root filesystem.
+func (e *Engine) onRoot(ctx context.Context, ref string, write bool, fn func(root string, ids *idmap.Map) error) error {
+	sb, err := e.locate(ctx, ref)
+	if err == nil && write {
+		err = mayUse(sb.Sandbox)
+	}
+	if err != nil {
+		return fail("cp", ref, err)
+	}
+	ids, err := ids(sb.Sandbox)
+	if err != nil {
+		return fail("cp", ref, err)
+	}
+	return fail("cp", ref, sb.host.Mount(ctx, sb.ID, func(root string) error { return fn(root, ids) }))
+}
+
+// CopyFrom writes a path of the sandbox as a tar stream.
+func (e *Engine) CopyFrom(ctx context.Context, ref, path string, w io.Writer) error {
+	return e.onRoot(ctx, ref, false, func(root string, ids *idmap.Map) error { return copy.From(ctx, root, ids, path, w) })
+}
+
+// CopyTo extracts a tar stream into a directory of the sandbox.
+func (e *Engine) CopyTo(ctx context.Context, ref, path string, r io.Reader) error {
+	return e.onRoot(ctx, ref, true, func(root string, ids *idmap.Map) error { return copy.To(ctx, root, ids, path, r) })
+}
+
+// Files runs fn on the sandbox's root filesystem.
+func (e *Engine) Files(ctx context.Context, ref string, fn func(*policy.Jail) error) error {
+	sb, err := e.locate(ctx, ref)
+	if err == nil {
+		err = mayUse(sb.Sandbox)
+	}
+	if err != nil {
+		return fail("open", ref, err)
+	}
+	// Errors of fn are its own.
+	var own error
+	err = sb.host.Mount(ctx, sb.ID, func(root string) error {
+		jail, err := policy.Open(root)
+		if err != nil {
+			return err
+		}
+		defer jail.Close()
+		own = fn(jail)
+		return nil
+	})
+	return errors.Join(own, fail("open", ref, err))
+}
+
+// Stat tells what a path in the sandbox is.
+func (e *Engine) Stat(ctx context.Context, ref, path string) (out runtime.PathStat, err error) {
+	err = e.onRoot(ctx, ref, false, func(root string, _ *idmap.Map) error {
+		st, err := copy.StatPath(root, path)
+		out = runtime.PathStat(st)
+		return err
+	})
+	return out, err
+}

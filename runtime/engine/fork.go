@@ -1,0 +1,374 @@
+package engine
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io/fs"
+	"maps"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/guard"
+	"github.com/agentbox/agentbox/policy"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// maxForks bounds one Fork.
+const maxForks = 1000
+
+// forking is what is particular about the restore that makes a fork.
+type forking struct {
+	receipt runtime.Forked
+	noStart bool
+	look    func(ctx context.Context, r *restoration) error // instead of letting it go on
+}
+
+// Fork makes new sandboxes of a checkpoint. Each is a sandbox of its own, with
+// its own id, name, hostname and address; what its processes remember of their
+// past is the origin's, and the receipt says so. When one of them fails the
+// others stay, and the error comes with their receipts.
+func (e *Engine) Fork(ctx context.Context, ref string, opts runtime.ForkOptions) (_ []runtime.Forked, err error) {
+	defer func() { err = fail("fork", ref, err) }()
+	opts.Count = max(opts.Count, len(opts.Names), 1)
+	switch {
+	case opts.Count > maxForks:
+		return nil, fmt.Errorf("%w: %d forks at once, at most %d", runtime.ErrInvalid, opts.Count, maxForks)
+	case len(opts.Names) > 0 && len(opts.Names) != opts.Count:
+		return nil, fmt.Errorf("%w: %d names for %d forks", runtime.ErrInvalid, len(opts.Names), opts.Count)
+	}
+	for i, name := range opts.Names {
+		if err := store.ValidName(name); err != nil {
+			return nil, err
+		}
+		if slices.Contains(opts.Names[:i], name) {
+			return nil, fmt.Errorf("%w: name %q is given twice", runtime.ErrInvalid, name)
+		}
+		sb, err := e.named(ctx, name)
+		if err != nil {
+			return nil, err
+		}
+		if sb.ID != "" {
+			return nil, fmt.Errorf("sandbox %q: %w", name, runtime.ErrExists)
+		}
+	}
+	if opts.Count > 1 && len(opts.Grants.Ports) > 0 {
+		return nil, fmt.Errorf("%w: a port can be published by one fork only", runtime.ErrInvalid)
+	}
+	row, err := e.forkFrom(ctx, ref, opts)
+	if err != nil {
+		return nil, err
+	}
+	steps, err := e.forking(ctx, row, opts)
+	if err != nil {
+		return nil, err
+	}
+	defer steps.end()
+	list := make([]*runtime.Forked, opts.Count)
+	group := new(guard.Group)
+	group.SetLimit(4) // they wait for the disk and the kernel, not only for cores
+	for i := range list {
+		group.Go(func() error {
+			if err := ctx.Err(); err != nil {
+				return err
+			}
+			name := ""
+			if len(opts.Names) > 0 {
+				name = opts.Names[i]
+			}
+			f, err := e.forkOne(ctx, row, name, opts, steps, nil)
+			if err == nil {
+				list[i] = &f
+			}
+			return err
+		})
+	}
+	err = group.Wait()
+	var done []runtime.Forked
+	for _, f := range list {
+		if f != nil {
+			done = append(done, *f)
+		}
+	}
+	return done, err
+}
+
+// forking follows what makes forks of a checkpoint, and says how much that is.
+func (e *Engine) forking(ctx context.Context, row store.Checkpoint, opts runtime.ForkOptions) (*steps, error) {
+	if opts.Progress == nil {
+		return nil, nil
+	}
+	reader, err := e.store.OpenCheckpoint(ctx, row.ID)
+	if err != nil {
+		return nil, err
+	}
+	m := reader.Manifest()
+	n := m.Files[0].Data
+	if row.Kind == runtime.KindFull && !opts.FilesOnly && !opts.NoStart {
+		n += m.Processes.Bytes()
+	}
+	if err := reader.Close(); err != nil {
+		return nil, err
+	}
+	s := follow(opts.Progress)
+	s.all(runtime.PhaseForking, n*int64(opts.Count))
+	return s, nil
+}
+
+// forkFrom finds the checkpoint to fork, or takes one.
+func (e *Engine) forkFrom(ctx context.Context, ref string, opts runtime.ForkOptions) (row store.Checkpoint, err error) {
+	sb, gone, err := e.owner(ctx, ref)
+	if err != nil {
+		return row, err
+	}
+	if opts.Checkpoint == "" && !gone {
+		c, err := e.Checkpoint(ctx, sb.ID, runtime.CheckpointOptions{Trigger: "fork", FilesOnly: opts.FilesOnly, Progress: opts.Progress})
+		if err != nil {
+			return row, err
+		}
+		return e.store.Checkpoint(ctx, c.ID)
+	}
+	if row, err = e.choose(ctx, sb, opts.Checkpoint, false, opts.Foreign); err != nil {
+		return row, err
+	}
+	r := restoration{sb: &locked{Sandbox: sb}, row: row}
+	return row, r.checkDamage()
+}
+
+// forkOne makes one fork. With look it is made without network and hooks, and handed to
+// look once its processes are restored and stand still, before the fork counts as made.
+func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string, opts runtime.ForkOptions, steps *steps,
+	look func(context.Context, *restoration) error) (_ runtime.Forked, err error) {
+	begun := time.Now()
+	s, err := specOf(row.SandboxID, row.Spec)
+	if err != nil {
+		return runtime.Forked{}, err
+	}
+	if s.Adopted {
+		return runtime.Forked{}, hint(fmt.Errorf("%w: its container is its engine's, and agentbox cannot make another", runtime.ErrUnsupported),
+			"Run it as a sandbox of agentbox: agentbox --backend docker run ...")
+	}
+	full := row.Kind == runtime.KindFull && !opts.FilesOnly && !opts.NoStart
+	withheld, err := e.claim(&s, row, opts.Grants, full)
+	if err != nil {
+		return runtime.Forked{}, err
+	}
+	origin := s
+	s.ID = newID()
+	s.Name = cmp.Or(name, forkName(row.SandboxName, s.ID))
+	if s.Hostname == short(origin.ID) {
+		s.Hostname = short(s.ID)
+	} else {
+		s.Hostname = forkName(s.Hostname, s.ID)
+	}
+	s.Network.Ports = opts.Grants.Ports // the origin has its own
+	if look != nil {
+		s.Network = runtime.Network{Mode: runtime.NetworkNone}
+	}
+	if len(opts.Labels) > 0 {
+		labels := maps.Clone(opts.Labels)
+		for k, v := range s.Labels {
+			if _, ok := labels[k]; !ok {
+				labels[k] = v
+			}
+		}
+		s.Labels = labels
+	}
+	if s.Secrets, err = e.inherited(ctx, row, s, opts.Secrets); err != nil {
+		return runtime.Forked{}, err
+	}
+	if err := e.readmitOf(row, &s, opts.Grants, full); err != nil {
+		return runtime.Forked{}, err
+	}
+	host, err := e.host(cmp.Or(s.Backend, e.first))
+	if err != nil {
+		return runtime.Forked{}, err
+	}
+	if err := checkFilter(s, host); err != nil {
+		return runtime.Forked{}, err
+	}
+	img, err := imageOf(ctx, host.Images, row.ImageDigest, s, images.PullOptions{})
+	if err != nil {
+		return runtime.Forked{}, err
+	}
+	if err := e.keepIDs(ctx, &s, host, img.Lower, full, row.Foreign); err != nil {
+		return runtime.Forked{}, err
+	}
+	box := store.Sandbox{
+		ID: s.ID, Name: s.Name, Backend: cmp.Or(s.Backend, e.first), Image: s.Image, ImageDigest: row.ImageDigest,
+		Lower: img.Lower, Attempt: 1, Created: time.Now(), Labels: s.Labels, Group: opts.Group,
+	}
+	if box.Lease, err = e.activeLease(ctx, opts.Lease); err != nil {
+		return runtime.Forked{}, err
+	}
+	lock, err := e.store.Lock(ctx, s.ID, "fork", lockWait)
+	if err != nil {
+		return runtime.Forked{}, err
+	}
+	defer lock.Unlock()
+	r := &restoration{
+		sb: &locked{Sandbox: box, host: host, lock: lock, steps: steps}, row: row, spec: s,
+		data: restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly || opts.NoStart, Fork: true},
+		fork: &forking{noStart: opts.NoStart, look: look},
+	}
+	if err := checkSources(s); err != nil {
+		return runtime.Forked{}, err
+	}
+	r.fork.receipt.Reseeded = []string{"id, name", "hostname", "network address and MAC", "AGENTBOX_SANDBOX, AGENTBOX_SANDBOX_NAME and AGENTBOX_ATTEMPT of new processes"}
+	if len(origin.Network.Ports) > 0 && !row.Foreign {
+		r.fork.receipt.Shared = append(r.fork.receipt.Shared, "published ports stay with the origin; the fork has none")
+	}
+	for _, m := range s.Mounts {
+		if m.Type == "bind" || m.Type == "volume" {
+			r.fork.receipt.Shared = append(r.fork.receipt.Shared, fmt.Sprintf("%s is %s, for the origin and all its forks", m.Target, m.Source))
+		}
+	}
+	if row.Attached != nil {
+		r.fork.receipt.Shared = append(r.fork.receipt.Shared, fmt.Sprintf("host files of the checkpoint (%d) are left as they are", len(row.Attached.Paths)))
+	}
+	for _, secret := range s.Secrets {
+		r.fork.receipt.Shared = append(r.fork.receipt.Shared, "secret "+secret.Name)
+	}
+	if r.full() {
+		r.fork.receipt.Shared = append(r.fork.receipt.Shared,
+			"all that processes have in memory: environment, tokens, and the state of random number generators, which will produce the same numbers unless the program reseeds",
+			"process start times and monotonic clocks",
+			"TCP connections of the origin are closed in the fork")
+	}
+	h, err := e.hooksOf("fork", s)
+	if err != nil {
+		return runtime.Forked{}, err
+	}
+	if look != nil {
+		h = &hooks{e: e} // nothing of it runs
+	}
+	defer func() { h.failed(ctx, err) }()
+	h.of(row)
+	if !opts.NoStart {
+		if err := h.before(ctx, policy.BeforeStart); err != nil {
+			return runtime.Forked{}, err
+		}
+	}
+	if err := e.perform(ctx, r); err != nil {
+		return runtime.Forked{}, err
+	}
+	e.every(s)
+	e.enforce(s, r.c)
+	out := r.fork.receipt
+	out.Checkpoint, out.Took, out.Warnings = checkpointView(row), time.Since(begun), withheld
+	out.Sandbox, err = e.Sandbox(context.WithoutCancel(ctx), s.ID)
+	e.log.Info("forked", "sandbox", s.ID, "checkpoint", row.ID, "took", out.Took)
+	return out, err
+}
+
+// forkName makes the name of a fork from its origin's.
+func forkName(origin, id string) string {
+	origin = strings.ReplaceAll(origin, "://", "-")
+	return origin[:min(len(origin), 40)] + "-fork-" + id[:6]
+}
+
+// The files that tell one machine from another. What is not there, or empty,
+// stays so.
+var seeds = []string{"/etc/machine-id", "/var/lib/dbus/machine-id", "/var/lib/systemd/random-seed", "/var/lib/urandom/random-seed", "/var/lib/misc/random-seed"}
+
+const maxSeed = 64 << 10
+
+// reseed gives a fork, which is not started yet, a machine id and random seeds
+// of its own. They keep their size, for a process may have them open.
+func (e *Engine) reseed(ctx context.Context, r *restoration) error {
+	if err := failpoint.Hit("fork.before-reseed"); err != nil {
+		return err
+	}
+	got := &r.fork.receipt
+	err := r.sb.host.Mount(ctx, r.sb.ID, func(root string) error {
+		jail, err := policy.Open(root)
+		if err != nil {
+			return err
+		}
+		defer jail.Close()
+		var id [16]byte
+		_, _ = rand.Read(id[:]) // never fails
+		for _, name := range seeds {
+			done, err := reseedFile(jail, name, hex.EncodeToString(id[:]))
+			if err != nil {
+				return fmt.Errorf("reseed %s: %w", name, err)
+			}
+			if done {
+				got.Reseeded = append(got.Reseeded, name)
+			}
+		}
+		keys := 0
+		for _, kind := range []string{"rsa", "ecdsa", "ed25519"} {
+			if _, err := jail.Lstat("/etc/ssh/ssh_host_" + kind + "_key"); err == nil {
+				keys++
+			}
+		}
+		if keys > 0 {
+			got.Shared = append(got.Shared, "/etc/ssh/ssh_host_*_key")
+		}
+		return nil
+	})
+	return errors.Join(err, failpoint.Hit("fork.after-reseed"))
+}
+
+func reseedFile(jail *policy.Jail, name, id string) (done bool, err error) {
+	info, err := jail.Lstat(name)
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, runtime.ErrNotFound) || err == nil && (!info.Mode().IsRegular() || info.Size() == 0) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	f, err := jail.OpenFile(name, os.O_RDWR, 0)
+	if err != nil {
+		return false, err
+	}
+	defer func() { err = errors.Join(err, f.Close()) }()
+	data := make([]byte, min(info.Size(), maxSeed))
+	if strings.HasSuffix(name, "machine-id") {
+		n, err := f.ReadAt(data, 0)
+		if len(bytes.TrimSpace(data[:n])) != len(id) || err != nil && n == 0 {
+			return false, nil // "uninitialized": whoever boots it makes one
+		}
+		copy(data, id)
+	} else {
+		_, _ = rand.Read(data)
+	}
+	_, err = f.WriteAt(data, 0)
+	return err == nil, err
+}
+
+// awaken gives the restored processes of a fork, which stand still, its own
+// hostname, and lets them go on.
+func (e *Engine) awaken(ctx context.Context, r *restoration) error {
+	if r.fork.look != nil {
+		return r.fork.look(ctx, r)
+	}
+	c, err := r.sb.host.Inspect(ctx, r.sb.ID)
+	if err != nil {
+		return err
+	}
+	if err := criu.SetHostname(c.Pid, r.spec.Hostname); err != nil {
+		return err
+	}
+	// It was never paused for its engine.
+	stage.TakePaused(r.c.Stage.Run, r.c.Stage.ID)
+	if err := failpoint.Hit("fork.before-thaw"); err != nil {
+		return err
+	}
+	if runtime.Status(r.reader.Manifest().Status) == runtime.Paused {
+		return nil
+	}
+	return r.sb.host.Unpause(ctx, r.sb.ID)
+}

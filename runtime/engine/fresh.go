@@ -1,0 +1,67 @@
+package engine
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path"
+	"strings"
+
+	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/policy"
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// Some engines mount a directory such as /dev/shm into a container from
+// outside, empty at every start (Container.Fresh). What lies in it is lost
+// with the container's end, so that a checkpoint cannot bring it back: what is
+// there is said, and a process that holds on to it makes a full checkpoint
+// fail, because its restore would.
+
+// warnFresh tells which fresh directories have anything in them.
+func (k *making) warnFresh() error {
+	for _, dir := range k.c.Fresh {
+		jail, err := policy.Open(fmt.Sprintf("/proc/%d/root", k.c.Pid))
+		if err != nil {
+			return err
+		}
+		h, err := jail.Handle(dir, false)
+		_ = jail.Close()
+		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, runtime.ErrNotFound) {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		list, err := os.ReadDir(fmt.Sprintf("/proc/self/fd/%d", h.Fd()))
+		_ = h.Close()
+		if err != nil {
+			return err
+		}
+		if len(list) > 0 {
+			k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is mounted by the engine, and what is in it (%d files) is not part of the checkpoint", dir, len(list)))
+		}
+	}
+	return nil
+}
+
+// checkFresh refuses process images that need what a fresh directory has now.
+func (k *making) checkFresh(images string) error {
+	if len(k.c.Fresh) == 0 {
+		return nil
+	}
+	files, err := criu.OpenFiles(images)
+	if err != nil {
+		return err
+	}
+	for _, f := range files {
+		for _, dir := range k.c.Fresh {
+			if below, in := strings.CutPrefix(path.Clean(f.Path), dir+"/"); in && below != "" {
+				return hint(fmt.Errorf("%w: a process has %s open, and the engine mounts %s empty at every start", runtime.ErrUnsupported, f.Path, dir),
+					fmt.Sprintf("Start the container with one of its own (--tmpfs %s), or take a checkpoint with --files-only.", dir))
+			}
+		}
+	}
+	return nil
+}

@@ -1,0 +1,104 @@
+package engine
+
+import (
+	"errors"
+	"fmt"
+	"path"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/criu/stage"
+)
+
+// Files that processes hold by names that are gone: CRIU makes these names for a moment, and
+// removes them. What it needs for that is laid out here, and the times of the directories
+// that it does it in are noted, so that the wrapper can put them back.
+
+// beneath opens a directory of the upperdir, by names only.
+func beneath(root int, dir string) (int, error) {
+	how := unix.OpenHow{Flags: unix.O_RDONLY | unix.O_DIRECTORY | unix.O_CLOEXEC, Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_XDEV}
+	return unix.Openat2(root, "./"+strings.TrimPrefix(dir, "/"), &how)
+}
+
+// remapped makes the links that a restore needs in an upperdir that nobody uses, and returns the
+// times of directories; remove takes the links away again.
+func remapped(upper, images string) (times []stage.DirTime, remove func() error, err error) {
+	none := func() error { return nil }
+	links, dirs, err := criu.Remapped(images)
+	if err != nil || len(dirs) == 0 {
+		return nil, none, err
+	}
+	root, err := unix.Open(upper, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, none, fmt.Errorf("open %s: %w", upper, err)
+	}
+	defer unix.Close(root)
+	for _, dir := range dirs {
+		fd, err := beneath(root, dir)
+		if err != nil {
+			continue // it is gone, or not of the root filesystem
+		}
+		var st unix.Stat_t
+		err = unix.Fstat(fd, &st)
+		unix.Close(fd)
+		if err != nil {
+			return nil, none, fmt.Errorf("stat %s: %w", dir, err)
+		}
+		times = append(times, stage.DirTime{Path: dir, Sec: st.Mtim.Sec, Nsec: st.Mtim.Nsec})
+	}
+	var made []string
+	remove = func() error {
+		root, err := unix.Open(upper, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+		if err != nil {
+			return err
+		}
+		defer unix.Close(root)
+		var errs []error
+		for _, name := range made {
+			fd, err := beneath(root, path.Dir(name))
+			if err != nil {
+				continue
+			}
+			if err := unix.Unlinkat(fd, path.Base(name), 0); err != nil && err != unix.ENOENT {
+				errs = append(errs, fmt.Errorf("unlink %s: %w", name, err))
+			}
+			unix.Close(fd)
+		}
+		for _, t := range times {
+			if fd, err := beneath(root, t.Path); err == nil {
+				errs = append(errs, unix.UtimesNanoAt(unix.AT_FDCWD, fmt.Sprintf("/proc/self/fd/%d", fd), []unix.Timespec{{Nsec: unix.UTIME_OMIT}, {Sec: t.Sec, Nsec: t.Nsec}}, 0))
+				unix.Close(fd)
+			}
+		}
+		return errors.Join(errs...)
+	}
+	for _, l := range links {
+		if err := link(root, l); err != nil {
+			return nil, none, errors.Join(fmt.Errorf("link %s to %s for a process that holds it by another name: %w", l.New, l.Old, err), remove())
+		}
+		made = append(made, l.New)
+	}
+	return times, remove, nil
+}
+
+func link(root int, l criu.Link) error {
+	from, err := beneath(root, path.Dir(l.Old))
+	if err != nil {
+		return err
+	}
+	defer unix.Close(from)
+	to, err := beneath(root, path.Dir(l.New))
+	if err != nil {
+		return err
+	}
+	defer unix.Close(to)
+	err = unix.Linkat(from, path.Base(l.Old), to, path.Base(l.New), 0)
+	if err == unix.EEXIST { // of a restore that was killed
+		if err = unix.Unlinkat(to, path.Base(l.New), 0); err == nil {
+			err = unix.Linkat(from, path.Base(l.Old), to, path.Base(l.New), 0)
+		}
+	}
+	return err
+}

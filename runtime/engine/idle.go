@@ -1,0 +1,131 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/internal/flock"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// idling is how long nothing has gone on, looked at a tenth of the time that it
+// may take, or each latest.
+type idling struct {
+	pid   int           // whose cgroup was looked at
+	at    time.Duration // when: uptime
+	used  time.Duration // the processor time that it had had then
+	touch time.Time     // when the sandbox was last used then
+	quiet time.Duration
+}
+
+// look looks once, if it is time to, and says when to look again.
+func (i *idling) look(e *Engine, c runtime.Container, id string, limit time.Duration) (quiet, again time.Duration, err error) {
+	window := min(max(limit/10, 50*time.Millisecond), latest)
+	now := uptime()
+	span := now - i.at
+	if i.pid == c.Pid && span < window {
+		return i.quiet, window - span, nil
+	}
+	groups, err := kernel.Hierarchies()
+	if err != nil {
+		return 0, window, err
+	}
+	use, err := groups.UseOf(c.Pid)
+	if err != nil {
+		return 0, window, err
+	}
+	used := use.CPU
+	last := *i
+	i.pid, i.at, i.used, i.touch = c.Pid, now, used, e.lastUse(id)
+	switch {
+	case last.pid != c.Pid: // a look at a new start
+		i.quiet = 0
+	case c.Status == runtime.Paused: // this time does not count
+	case span > 2*window: // nor one in which nobody looked, as of a host that was suspended
+	case float64(used-last.used) >= runtime.IdleShare*float64(span) || !i.touch.Equal(last.touch):
+		i.quiet = 0
+	default:
+		busy, err := e.inUse(c, id)
+		if err != nil {
+			return 0, window, err
+		}
+		if i.quiet += span; busy {
+			i.quiet = 0
+		}
+	}
+	return i.quiet, min(window, max(limit-i.quiet, time.Millisecond)), nil
+}
+
+// inUse tells whether somebody is attached to a sandbox, or has a command in it.
+func (e *Engine) inUse(c runtime.Container, id string) (bool, error) {
+	attached, err := flock.Held(e.usePath(id), 0)
+	if attached || err != nil || c.Pid == 0 {
+		return attached, err
+	}
+	groups, err := kernel.Hierarchies()
+	if err != nil {
+		return false, err
+	}
+	pids, err := groups.MembersWith(c.Pid)
+	if err != nil {
+		return false, err
+	}
+	strays, err := criu.Strays(c.Pid, pids)
+	if errors.Is(err, runtime.ErrNotFound) {
+		err = nil // it has just ended
+	}
+	return len(strays) > 0, err
+}
+
+// usePath is a file that those hold a lock on who are attached to a sandbox. Its
+// time is that of the last use.
+func (e *Engine) usePath(id string) string { return filepath.Join(e.run, id, "used") }
+
+func (e *Engine) lastUse(id string) time.Time {
+	st, err := os.Lstat(e.usePath(id))
+	if err != nil {
+		return time.Time{}
+	}
+	return st.ModTime()
+}
+
+// inUseBy is use of a sandbox by its record.
+func (e *Engine) inUseBy(sb store.Sandbox) (done func(), err error) {
+	s, err := spec(sb)
+	if err != nil {
+		return nil, err
+	}
+	return e.use(s)
+}
+
+// use notes that somebody uses a sandbox, until done is called or this process
+// has ended. Where nobody asks for that it does nothing.
+func (e *Engine) use(s runtime.Spec) (done func(), err error) {
+	if s.Lifetime.Idle == 0 {
+		return func() {}, nil
+	}
+	path := e.usePath(s.ID)
+	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
+		return nil, err
+	}
+	l, err := flock.Lock(context.Background(), path, flock.Shared)
+	if err != nil {
+		return nil, err
+	}
+	now := time.Now()
+	if err := os.Chtimes(path, now, now); err != nil {
+		l.Unlock()
+		return nil, err
+	}
+	return func() {
+		now := time.Now()
+		_ = os.Chtimes(path, now, now) // its sandbox may be gone
+		l.Unlock()
+	}, nil
+}

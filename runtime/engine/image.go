@@ -1,0 +1,371 @@
+package engine
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/url"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+
+	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/source"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// ImportImage makes an image of a tarball or a directory.
+func (e *Engine) ImportImage(ctx context.Context, name, source string) (runtime.Image, error) {
+	to, err := e.images()
+	if err != nil {
+		return runtime.Image{}, fail("image import", name, err)
+	}
+	img, err := to.Import(ctx, name, source)
+	return imageView(img), fail("image import", name, err)
+}
+
+// ImportImageFrom makes an image of a tar stream.
+func (e *Engine) ImportImageFrom(ctx context.Context, name string, r io.Reader) (runtime.Image, error) {
+	to, err := e.images()
+	if err != nil {
+		return runtime.Image{}, fail("image import", name, err)
+	}
+	img, err := to.ImportFrom(ctx, name, r)
+	return imageView(img), fail("image import", name, err)
+}
+
+// Images lists all images.
+func (e *Engine) Images(ctx context.Context) ([]runtime.Image, error) {
+	from, err := e.images()
+	if err != nil {
+		return nil, fail("image ls", "", err)
+	}
+	list, err := from.List(ctx)
+	if err != nil {
+		return nil, fail("image ls", "", err)
+	}
+	out := make([]runtime.Image, len(list))
+	for i, img := range list {
+		out[i] = imageView(img)
+	}
+	return out, nil
+}
+
+func imageView(img images.Image) runtime.Image {
+	return runtime.Image{
+		Name: img.Name, Digest: img.Digest, Created: img.Created, Bytes: img.Bytes, Builtin: img.Builtin,
+		Platform: img.Platform, RepoDigests: img.RepoDigests, Layers: len(img.Layers), Size: img.Size,
+		Damaged: img.Damaged,
+	}
+}
+
+// PullImage gets an image from where it is, or finds it here.
+func (e *Engine) PullImage(ctx context.Context, ref string, opts images.PullOptions) (runtime.Image, error) {
+	from, err := e.images()
+	if err != nil {
+		return runtime.Image{}, fail("image pull", ref, err)
+	}
+	img, err := from.Pull(ctx, ref, opts)
+	return imageView(img), fail("image pull", ref, err)
+}
+
+// unreachable says of an image that is neither here nor to be had from a
+// registry that answers that it was not found.
+func unreachable(ref string, err error) error {
+	var network *url.Error
+	if !errors.As(err, &network) || errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
+		return err
+	}
+	return hint(fmt.Errorf("image %s: %w here, and its registry cannot be reached: %w", ref, runtime.ErrNotFound, err),
+		"'agentbox image ls' lists the images that are here.")
+}
+
+// PushImage writes an image to another place.
+func (e *Engine) PushImage(ctx context.Context, ref, to string, opts source.Options) (out runtime.PushedImage, err error) {
+	defer func() { err = fail("image push", ref, err) }()
+	from, err := e.images()
+	if err != nil {
+		return out, err
+	}
+	img, err := from.Resolve(ctx, ref)
+	if err != nil {
+		return out, err
+	}
+	if to == "" {
+		to = "docker://" + strings.TrimPrefix(ref, "docker://")
+	}
+	dest, err := e.destination(to, opts)
+	if err != nil {
+		return out, err
+	}
+	if dest.here {
+		return out, hint(fmt.Errorf("%w: %s names no place but this one", runtime.ErrInvalid, to), "Write docker://"+to+" for a registry, or give the image one more name with: agentbox image tag "+ref+" "+to)
+	}
+	v1, err := from.V1(ctx, img.Digest)
+	if err != nil {
+		return out, err
+	}
+	made, digest, err := e.put(ctx, from, dest, v1, opts)
+	out.Reference, out.Digest = made.Name, digest
+	return out, err
+}
+
+// destination is where an image is to go.
+type destination struct {
+	name string // as it was given
+	ref  source.Reference
+	here bool // among the images that are here
+}
+
+// destination reads where an image is to go: a name alone is one for here.
+func (e *Engine) destination(to string, opts source.Options) (destination, error) {
+	cfg := opts.Config
+	if cfg == nil {
+		read, err := source.LoadConfig("")
+		if err != nil {
+			return destination{}, err
+		}
+		cfg = &read
+	}
+	ref, err := source.Parse(to, cfg.Default)
+	if err != nil {
+		return destination{}, err
+	}
+	rest, url := strings.CutPrefix(to, "docker://")
+	switch {
+	case ref.Transport == source.Dir || ref.Transport == source.Bootstrap:
+		return destination{}, fmt.Errorf("%w: images are not written to %s", runtime.ErrUnsupported, ref)
+	case ref.Transport == source.Docker && ref.Digest != "":
+		return destination{}, fmt.Errorf("%w: %s names an image by its digest, which is not known yet", runtime.ErrInvalid, to)
+	case url && cfg.Default == "" && strings.HasPrefix(ref.Name, "docker.io/") && !strings.HasPrefix(rest, "docker.io/"):
+		// An image of a sandbox may hold secrets.
+		return destination{}, hint(fmt.Errorf("%w: %s names no registry", runtime.ErrInvalid, rest), "Name it: docker://REGISTRY/"+rest+"; Docker Hub is docker.io.")
+	}
+	return destination{name: to, ref: ref, here: ref.Transport == source.Docker && !url}, nil
+}
+
+// put writes an image to its destination, and tells how it is called there and
+// the digest of its manifest, if it has one.
+func (e *Engine) put(ctx context.Context, here runtime.Images, to destination, img v1.Image, opts source.Options) (made images.Image, manifest string, err error) {
+	if to.here {
+		made, err = here.Add(ctx, to.name, img)
+		return made, "", err
+	}
+	scratch, err := e.store.Scratch()
+	if err != nil {
+		return made, "", err
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(scratch)) }()
+	opts.Scratch = scratch
+	manifest, err = source.Write(ctx, to.ref, img, opts)
+	return images.Image{Name: to.ref.Familiar()}, manifest, err
+}
+
+// TagImage gives an image one more name.
+func (e *Engine) TagImage(ctx context.Context, ref, name string) error {
+	from, err := e.images()
+	if err == nil {
+		err = from.Tag(ctx, ref, name)
+	}
+	return fail("image tag", ref, err)
+}
+
+// InspectImage tells all about an image.
+func (e *Engine) InspectImage(ctx context.Context, ref string) (out runtime.ImageDetails, err error) {
+	defer func() { err = fail("image inspect", ref, err) }()
+	from, err := e.images()
+	if err != nil {
+		return out, err
+	}
+	got, err := from.Inspect(ctx, ref)
+	if err != nil {
+		return out, err
+	}
+	users, err := e.imageUsers(ctx)
+	if err != nil {
+		return out, err
+	}
+	out = runtime.ImageDetails{
+		Image: imageView(got.Image), Names: got.Names, Source: got.Source, ManifestDigest: got.ManifestDigest, ManifestType: got.ManifestType,
+		Config: got.Config, LayerList: got.LayerList, History: got.History, Manifest: got.Manifest, RawConfig: got.RawConfig,
+		UsedBy: append([]string{}, users[got.Digest]...),
+	}
+	out.Layers = len(got.LayerList)
+	return out, nil
+}
+
+// VerifyImage reads an image's files again.
+func (e *Engine) VerifyImage(ctx context.Context, ref string) (_ runtime.Image, err error) {
+	defer func() { err = fail("image verify", ref, err) }()
+	from, err := e.images()
+	if err != nil {
+		return runtime.Image{}, err
+	}
+	img, err := from.Resolve(ctx, ref)
+	if err != nil {
+		return runtime.Image{}, err
+	}
+	return imageView(img), from.Verify(ctx, img.Digest)
+}
+
+// PruneImages removes images that nothing needs.
+func (e *Engine) PruneImages(ctx context.Context, all bool) (out runtime.PrunedImages, err error) {
+	defer func() { err = fail("image prune", "", err) }()
+	out.Removed = []runtime.Image{}
+	from, err := e.images()
+	if err != nil {
+		return out, err
+	}
+	needed, failed := e.needs(ctx)
+	gone, freed, err := from.Prune(ctx, all, needed)
+	err = cmp.Or(failed(), err)
+	for _, img := range gone {
+		out.Removed = append(out.Removed, imageView(img))
+	}
+	out.Freed = freed
+	return out, err
+}
+
+// imageOf finds the image that a sandbox or a checkpoint has pinned, and, when it
+// is not here, gets it from where it came from.
+func imageOf(ctx context.Context, from runtime.Images, digest string, s runtime.Spec, opts images.PullOptions) (images.Image, error) {
+	img, err := from.ResolveDigest(ctx, digest)
+	if !errors.Is(err, runtime.ErrNotFound) {
+		return img, err
+	}
+	gone := fmt.Errorf("image %s (%s): %w", s.Image, digest, runtime.ErrNotFound)
+	remedy := howToGet(s)
+	if s.ImageSource == "" || opts.Policy == images.PullNever {
+		return img, hint(gone, remedy)
+	}
+	opts.Policy = images.PullMissing
+	img, err = from.Pull(ctx, s.ImageSource, opts)
+	if err != nil {
+		return img, hint(fmt.Errorf("%w, and cannot be pulled: %w", gone, err), remedy)
+	}
+	if img.Digest != digest {
+		return img, fmt.Errorf("%w, and what is %s now is another image (%s)", gone, s.ImageSource, img.Digest)
+	}
+	return img, nil
+}
+
+// howToGet says how the image that a sandbox had is brought here.
+func howToGet(s runtime.Spec) string {
+	if s.ImageSource == "" {
+		return "It did not come from a registry: bring it here from where it is (agentbox image push there, agentbox image pull here), or import the same files again."
+	}
+	return "Pull it with: agentbox image pull " + s.ImageSource
+}
+
+// arrived is a checkpoint that came from elsewhere, with a warning if its image
+// did not. That is no part of the checkpoint: the image may come yet.
+func (e *Engine) arrived(ctx context.Context, row store.Checkpoint) runtime.Checkpoint {
+	out := checkpointView(row)
+	s, err := specOf(row.SandboxID, row.Spec)
+	if err != nil {
+		return out
+	}
+	host, err := e.host(cmp.Or(s.Backend, e.first))
+	if err != nil || host.Images == nil {
+		return out
+	}
+	if _, err := host.Images.ResolveDigest(ctx, row.ImageDigest); errors.Is(err, runtime.ErrNotFound) {
+		out.Warnings = append(slices.Clone(out.Warnings), fmt.Sprintf("its image %s (%s) is not here. %s", s.Image, row.ImageDigest, howToGet(s)))
+	}
+	return out
+}
+
+// RemoveImage removes an image's name, and its files when no other name has
+// them. The last name of one that a sandbox or a checkpoint needs is refused.
+func (e *Engine) RemoveImage(ctx context.Context, name string) (err error) {
+	defer func() { err = fail("image rm", name, err) }()
+	from, err := e.images()
+	if err != nil {
+		return err
+	}
+	img, err := from.Resolve(ctx, name)
+	if err != nil && (img.Digest == "" || !errors.Is(err, runtime.ErrCorrupt) && !errors.Is(err, runtime.ErrNotFound)) {
+		return err
+	}
+	users, err := e.imageUsers(ctx)
+	if err != nil {
+		return err
+	}
+	if need := users[img.Digest]; len(need) > 0 {
+		if last, err := lastName(ctx, from, img.Digest); err != nil || last {
+			return cmp.Or(err, hint(fmt.Errorf("%w: %s", runtime.ErrState, needed(need)), "Remove what needs it first."))
+		}
+	}
+	needed, failed := e.needs(ctx)
+	err = from.Remove(ctx, name, needed)
+	return cmp.Or(failed(), err)
+}
+
+// needs makes the question whether an image is needed, for whoever removes
+// images to ask when no other can any more: sandboxes may have been made
+// since the verb began. While that cannot be known, failed says why and all are
+// needed.
+func (e *Engine) needs(ctx context.Context) (needed func(digest string) bool, failed func() error) {
+	var err error
+	users := sync.OnceValue(func() (all map[string][]string) {
+		all, err = e.imageUsers(ctx)
+		return all
+	})
+	return func(digest string) bool { return len(users()[digest]) > 0 || err != nil }, func() error { return err }
+}
+
+// imageUsers tells, by digest, which sandboxes and checkpoints need an image.
+func (e *Engine) imageUsers(ctx context.Context) (map[string][]string, error) {
+	users := map[string][]string{}
+	boxes, err := e.store.Sandboxes(ctx)
+	if err != nil {
+		return nil, err
+	}
+	for _, sb := range boxes {
+		users[sb.ImageDigest] = append(users[sb.ImageDigest], "sandbox "+sb.Name)
+	}
+	cks, err := e.store.Checkpoints(ctx, store.Filter{})
+	if err != nil {
+		return nil, err
+	}
+	for _, ck := range cks {
+		users[ck.ImageDigest] = append(users[ck.ImageDigest], "checkpoint "+short(ck.ID)+" of "+ck.SandboxName)
+	}
+	return users, nil
+}
+
+// needed names who needs an image.
+func needed(users []string) string {
+	const most = 10
+	more := ""
+	if len(users) > most {
+		more = fmt.Sprintf(" and %d more", len(users)-most)
+		users = users[:most]
+	}
+	verb := " need it"
+	if len(users) == 1 {
+		verb = " needs it"
+	}
+	return strings.Join(users, ", ") + more + verb
+}
+
+// lastName tells whether an image has no more than one name.
+func lastName(ctx context.Context, from runtime.Images, digest string) (bool, error) {
+	list, err := from.List(ctx)
+	if err != nil {
+		return false, err
+	}
+	n := 0
+	for _, img := range list {
+		if img.Digest == digest {
+			n++
+		}
+	}
+	return n < 2, nil
+}

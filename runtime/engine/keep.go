@@ -1,0 +1,370 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/guard"
+	"github.com/agentbox/agentbox/policy"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// PinCheckpoint keeps a checkpoint from Prune, or gives it up to it again.
+func (e *Engine) PinCheckpoint(ctx context.Context, ref string, pinned bool) error {
+	row, err := e.checkpoint(ctx, ref)
+	if err == nil {
+		err = e.store.Pin(ctx, row.ID, pinned)
+	}
+	return fail("checkpoint pin", ref, err)
+}
+
+// TagCheckpoint gives a checkpoint one more name in its sandbox.
+func (e *Engine) TagCheckpoint(ctx context.Context, ref, tag string) error {
+	row, err := e.checkpoint(ctx, ref)
+	if err == nil {
+		err = e.store.Tag(ctx, row.ID, tag)
+	}
+	return fail("checkpoint tag", ref, err)
+}
+
+// UntagCheckpoint takes the tag of SANDBOX@TAG away.
+func (e *Engine) UntagCheckpoint(ctx context.Context, ref string) (err error) {
+	defer func() { err = fail("checkpoint untag", ref, err) }()
+	sandbox, tag, ok := strings.Cut(ref, "@")
+	if !ok || sandbox == "" || tag == "" {
+		return hint(fmt.Errorf("%w: %q", runtime.ErrInvalid, ref), "Name the tag as SANDBOX@TAG.")
+	}
+	sb, _, err := e.owner(ctx, sandbox)
+	if err != nil {
+		return err
+	}
+	return e.store.Untag(ctx, sb.ID, tag)
+}
+
+// Prune removes the checkpoints that no rule keeps and frees what nothing needs.
+// Without a rule those of the sandboxes' policies count.
+func (e *Engine) Prune(ctx context.Context, opts runtime.PruneOptions) (out runtime.Pruned, err error) {
+	defer func() { err = fail("prune", opts.Sandbox, err) }()
+	rules := policy.Retention{
+		KeepLast: opts.KeepLast, KeepWithin: opts.KeepWithin, KeepHourly: opts.KeepHourly,
+		KeepDaily: opts.KeepDaily, KeepWeekly: opts.KeepWeekly, MaxBytes: opts.MaxBytes,
+	}
+	if err := rules.Validate(); err != nil {
+		return out, err
+	}
+	out = runtime.Pruned{Removed: []runtime.PrunedCheckpoint{}, Kept: []runtime.PrunedCheckpoint{}, DryRun: opts.DryRun}
+	sandbox := ""
+	if opts.Sandbox != "" {
+		sb, _, err := e.owner(ctx, opts.Sandbox)
+		if err != nil {
+			return out, err
+		}
+		sandbox = sb.ID
+	}
+	if rules != (policy.Retention{}) {
+		if err := e.retain(ctx, store.Filter{SandboxID: sandbox}, retention{Keeping: policy.Keeping{All: rules}}, &out); err != nil {
+			return out, err
+		}
+	} else if err := e.keepByPolicy(ctx, sandbox, &out); err != nil {
+		return out, err
+	}
+	if err := e.forgetFailures(ctx, sandbox, true, &out); err != nil {
+		return out, err
+	}
+	got, err := e.store.Reclaim(ctx, store.ReclaimOptions{MaxWaste: opts.MaxWaste, DryRun: opts.DryRun, Progress: opts.Progress})
+	out.Freed, out.Packs, out.Before, out.After = got.Freed, got.Deleted+got.Rewritten, got.Before, got.After
+	if err == nil && opts.DryRun && len(out.Removed) > 0 {
+		err = e.estimate(ctx, &out)
+	}
+	if err == nil && !opts.DryRun {
+		e.log.Info("pruned", "checkpoints", len(out.Removed), "freed", out.Freed)
+	}
+	return out, err
+}
+
+// tidy forgets old failures, and frees the space of removed checkpoints once it
+// is worth the while. What keeps it from that keeps it until the next time.
+func (e *Engine) tidy(ctx context.Context) {
+	ctx = context.WithoutCancel(ctx)
+	// One that failed just now is still to be looked at.
+	if err := e.forgetFailures(ctx, "", false, &runtime.Pruned{}); err != nil {
+		e.log.Warn("records of failed checkpoints stay", "err", err)
+	}
+	n, err := e.store.Removed(ctx)
+	if err == nil && n < e.tidyAt {
+		return
+	}
+	var got store.Reclaimed
+	if err == nil {
+		got, err = e.store.Reclaim(ctx, store.ReclaimOptions{Wait: time.Second})
+	}
+	if err != nil {
+		e.log.Warn("space not freed; `agentbox prune` does it", "err", err)
+		return
+	}
+	e.log.Info("freed the space of removed checkpoints", "bytes", got.Freed)
+}
+
+// retainQuietly is Prune by the policies, in the background: at most so many bytes
+// a second are copied, nobody waits for it, and without anything to free it
+// reads nothing but records.
+func (e *Engine) retainQuietly(ctx context.Context, rate int64) (out runtime.Pruned, err error) {
+	err = guard.Do(func() error {
+		return errors.Join(e.keepByPolicy(ctx, "", &out), e.forgetFailures(ctx, "", false, &out))
+	})
+	// Before the space of them is freed, which may take minutes, and fail.
+	e.recordPruned(context.WithoutCancel(ctx), out, err)
+	if err != nil {
+		return out, err
+	}
+	n, err := e.store.Removed(ctx)
+	if err != nil || n == 0 {
+		return out, err
+	}
+	if err := failpoint.Hit("prune.before-reclaim"); err != nil {
+		return out, err
+	}
+	got, err := e.store.Reclaim(ctx, store.ReclaimOptions{Rate: rate, Yield: true})
+	out.Freed, out.Packs, out.Before, out.After = got.Freed, got.Deleted+got.Rewritten, got.Before, got.After
+	return out, err
+}
+
+// estimate adds to a dry run what the checkpoints would free that are still there.
+func (e *Engine) estimate(ctx context.Context, out *runtime.Pruned) error {
+	sizes, err := e.store.Sizes(ctx)
+	if err != nil {
+		return err
+	}
+	gone := map[string]bool{}
+	for _, p := range out.Removed {
+		gone[p.Checkpoint.ID] = true
+	}
+	// Those of that moment, and not of a later one: checkpoints come and go meanwhile.
+	all := sizes.IDs()
+	kept := slices.DeleteFunc(slices.Clone(all), func(id string) bool { return gone[id] })
+	free := sizes.Packed(all) - sizes.Packed(kept)
+	out.Freed += free
+	out.After -= free
+	return nil
+}
+
+// retain applies the rules to the checkpoints that a filter selects and, unless it
+// is a dry run, removes what they do not keep. Those of each sandbox that count
+// have to be among them.
+func (e *Engine) retain(ctx context.Context, f store.Filter, r retention, out *runtime.Pruned) error {
+	rows, err := e.store.Checkpoints(ctx, f)
+	if err != nil {
+		return err
+	}
+	at, err := e.store.Heads(ctx)
+	if err != nil {
+		return err
+	}
+	heads := map[string]bool{}
+	for _, head := range at {
+		heads[head] = true
+	}
+	undo := map[string]*store.Attached{} // what newer undo checkpoints of a sandbox have of the host
+	byID := map[string]store.Checkpoint{}
+	list := make([]policy.Kept, 0, len(rows))
+	for _, row := range rows {
+		k := policy.Kept{ID: row.ID, Group: row.SandboxID, Created: row.Created, Pinned: row.Pinned, Automatic: r.covers(row)}
+		if heads[row.ID] {
+			k.Protected = append(k.Protected, "head")
+		}
+		for _, tag := range row.Tags {
+			k.Protected = append(k.Protected, "tag "+tag)
+		}
+		if row.Trigger == runtime.TriggerUndo {
+			k.Group += " undo" // they are no part of the history that the rules are about
+			if newer, seen := undo[row.SandboxID]; !seen || !newer.Covers(row.Attached) {
+				undo[row.SandboxID] = newer.And(row.Attached)
+				if _, alive := at[row.SandboxID]; alive {
+					k.Protected = append(k.Protected, "undo of the last restore") // of the sandbox, or of host files
+				}
+			}
+		}
+		byID[row.ID] = row
+		list = append(list, k)
+	}
+	var sizes *store.Sizes
+	decisions, err := r.Apply(time.Now(), list, func(ids []string) (n int64, err error) {
+		if sizes == nil {
+			// Most times all fits, and nothing has to be read to know it.
+			of := make([]store.Checkpoint, len(ids))
+			for i, id := range ids {
+				of[i] = byID[id]
+			}
+			if n, err := e.store.AtMost(ctx, of); err != nil || n <= r.All.MaxBytes {
+				return n, err
+			}
+			if sizes, err = e.store.Sizes(ctx); err != nil {
+				return 0, err
+			}
+		}
+		return sizes.Of(ids), nil
+	})
+	if err != nil {
+		return err
+	}
+	for _, d := range decisions {
+		p := runtime.PrunedCheckpoint{Checkpoint: checkpointView(byID[d.ID]), Reasons: d.Reasons}
+		if d.Keep {
+			out.Kept = append(out.Kept, p)
+			continue
+		}
+		if !out.DryRun {
+			err := e.forget(ctx, byID[d.ID])
+			if errors.Is(err, runtime.ErrNotFound) {
+				continue // somebody else has removed it
+			}
+			if errors.Is(err, runtime.ErrBusy) {
+				// One that is worked with must not keep the others' space.
+				p.Reasons = append(slices.Clone(p.Reasons), "busy")
+				out.Kept = append(out.Kept, p)
+				continue
+			}
+			if err != nil {
+				return err
+			}
+		}
+		out.Removed = append(out.Removed, p)
+	}
+	return nil
+}
+
+// failureAge is how long the record of a failed checkpoint stays.
+const failureAge = 24 * time.Hour
+
+// forgetFailures removes the records of failed checkpoints, of one sandbox or of
+// all, that are old or, with superseded, that a newer checkpoint has made
+// pointless. They have no pieces, and nobody works with them.
+func (e *Engine) forgetFailures(ctx context.Context, sandbox string, superseded bool, out *runtime.Pruned) error {
+	old := time.Now().Add(-failureAge)
+	rows, err := e.store.Failures(ctx, sandbox, old, superseded)
+	if err != nil {
+		return err
+	}
+	for _, row := range rows {
+		if !out.DryRun {
+			if err := e.store.RemoveCheckpoint(ctx, row.ID); err != nil {
+				return err
+			}
+		}
+		reason := "failed, and a newer one is ready"
+		if row.Created.Before(old) {
+			reason = "failed more than a day ago"
+		}
+		out.Removed = append(out.Removed, runtime.PrunedCheckpoint{Checkpoint: checkpointView(row), Reasons: []string{reason}})
+	}
+	return nil
+}
+
+// forget removes a checkpoint for Prune. What has become a head, or was pinned,
+// since the rules were applied stays; of one that is gone, it says so.
+func (e *Engine) forget(ctx context.Context, row store.Checkpoint) error {
+	lock, err := e.lock(ctx, row.SandboxID, "prune", lockWait)
+	if err != nil {
+		return err
+	}
+	defer lock.Unlock()
+	now, err := e.store.Checkpoint(ctx, row.ID)
+	if err != nil {
+		return err
+	}
+	sb, err := e.store.Sandbox(ctx, row.SandboxID)
+	if err != nil && !errors.Is(err, runtime.ErrNotFound) {
+		return err
+	}
+	removed := false
+	if (sb.Head != row.ID || sb.ID == "") && len(now.Tags) == 0 {
+		removed, err = e.store.RemoveUnpinned(ctx, row.ID)
+	}
+	if err == nil && !removed {
+		return fmt.Errorf("%w: checkpoint %s has come into use meanwhile", runtime.ErrBusy, short(row.ID))
+	}
+	return err
+}
+
+// Usage tells where the space is.
+func (e *Engine) Usage(ctx context.Context) (out runtime.Usage, err error) {
+	defer func() { err = fail("df", "", err) }()
+	u, err := e.store.Usage(ctx)
+	if err != nil {
+		return out, err
+	}
+	out = runtime.Usage{
+		Root: e.store.Root(), Stored: u.Stored, Raw: u.Raw, Logical: u.Logical, Waste: u.Waste, Packs: u.Packs, Pieces: u.Pieces,
+		Checkpoints: []runtime.CheckpointUsage{}, Sandboxes: []runtime.SandboxUsage{},
+	}
+	for _, c := range u.Checkpoints {
+		out.Checkpoints = append(out.Checkpoints, runtime.CheckpointUsage{Checkpoint: checkpointView(c.Checkpoint), Needs: c.Needs, Unique: c.Unique})
+	}
+	boxes, err := e.Sandboxes(ctx)
+	if err != nil {
+		return out, err
+	}
+	uppers := map[string]int64{}
+	for _, sb := range boxes {
+		n, err := onDisk(ctx, sb.Upperdir)
+		if err != nil {
+			return out, err
+		}
+		out.Sandboxes = append(out.Sandboxes, runtime.SandboxUsage{ID: sb.ID, Name: sb.Name, Upperdir: n})
+		uppers[sb.Upperdir] = n
+	}
+	if out.Disk, err = rootOnDisk(ctx, out.Root, uppers); err != nil {
+		return out, err
+	}
+	var st unix.Statfs_t
+	if err := unix.Statfs(out.Root, &st); err != nil {
+		return out, err
+	}
+	out.Free = int64(st.Bavail) * int64(st.Bsize)
+	return out, nil
+}
+
+// Verify proves checkpoints, and marks those that are damaged.
+func (e *Engine) Verify(ctx context.Context, opts runtime.VerifyOptions) (out runtime.VerifyReport, err error) {
+	defer func() { err = fail("verify", strings.Join(opts.Checkpoints, " "), err) }()
+	if opts.Rehearse && len(opts.Checkpoints) == 0 {
+		return out, fmt.Errorf("%w: a rehearsal needs checkpoints", runtime.ErrInvalid)
+	}
+	var ids []string
+	for _, ref := range opts.Checkpoints {
+		row, err := e.checkpoint(ctx, ref)
+		if err != nil {
+			return out, err
+		}
+		ids = append(ids, row.ID)
+	}
+	got, err := e.store.VerifyAll(ctx, store.VerifyOptions{IDs: ids, ReadData: opts.ReadData, Progress: opts.Progress})
+	out = runtime.VerifyReport{Checkpoints: got.Checkpoints, Pieces: got.Pieces, Bytes: got.Bytes, Damaged: []runtime.Damaged{}, Unrestorable: []runtime.Damaged{}, Notes: slices.Clone(got.Notes)}
+	if out.Notes == nil {
+		out.Notes = []string{}
+	}
+	for _, d := range got.Damaged {
+		out.Damaged = append(out.Damaged, runtime.Damaged{Checkpoint: checkpointView(d.Checkpoint), What: d.What})
+	}
+	if err == nil {
+		out.Unrestorable, err = e.judgeAll(ctx, ids, got.Damaged)
+	}
+	if err == nil && opts.Rehearse && len(out.Damaged) == 0 {
+		out.Rehearsed, err = e.rehearseAll(ctx, ids)
+	}
+	return out, err
+}
+
+// Reindex rebuilds the index of the store from packs and manifests.
+func (e *Engine) Reindex(ctx context.Context) (runtime.Reindexed, error) {
+	got, err := e.store.Reindex(ctx)
+	return runtime.Reindexed{Packs: got.Packs, Pieces: got.Pieces, Checkpoints: got.Checkpoints, Notes: got.Notes}, fail("store reindex", "", err)
+}

@@ -1,0 +1,480 @@
+package engine
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/flock"
+	"github.com/agentbox/agentbox/internal/guard"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// A lease ends in two steps. First it is recorded as ending, with what belongs to
+// it: from there on it takes nothing more on, and stays so over a crash. Then that
+// is removed, by whoever comes by, until nothing is left. Each command comes by
+// (EndLeases), and so does the keeper, one process of a root that is there while
+// there are leases (KeepLeases): it waits for their owners' deaths.
+
+// lockLeases is held by whoever removes what belonged to leases.
+const lockLeases = "leases"
+
+// releaseWait bounds how long a release waits for what others do with members.
+const releaseWait = 2 * time.Minute
+
+// errNoBoot: a boot that is not known is not another one.
+var errNoBoot = errors.New("which boot of the host this is cannot be told")
+
+// judgeLease tells why a lease has ended, or, when it has not, how soon to look again.
+// What it depends on is given: the instants by all clocks, and whether a process
+// lives.
+func judgeLease(l runtime.Lease, now runtime.Moment, beat runtime.Beat, alive func(runtime.LeaseOwner) (bool, error)) (reason string, again time.Duration, err error) {
+	again = latest
+	if now.Boot == "" || beat.Boot == "" {
+		return "", again, errNoBoot
+	}
+	switch o := l.Owner; o.Kind {
+	case runtime.OwnerPid, runtime.OwnerConnection:
+		what := fmt.Sprintf("its owner, process %d,", o.Pid)
+		if o.Kind == runtime.OwnerConnection {
+			what = "the service that its connection was to"
+		}
+		if o.Boot != now.Boot {
+			return what + " has ended with the host", 0, nil
+		}
+		is, err := alive(o)
+		if err != nil {
+			return "", again, err
+		}
+		if !is {
+			return what + " has ended", 0, nil
+		}
+	case runtime.OwnerHeartbeat:
+		silent := beat.Awake // of this boot, in which it was not renewed yet
+		if o.Beat.Boot == beat.Boot {
+			silent -= o.Beat.Awake
+		}
+		if silent >= o.Interval {
+			return fmt.Sprintf("it was not renewed within %v", o.Interval), 0, nil
+		}
+		again = min(again, o.Interval-silent)
+	}
+	if l.For > 0 {
+		left := l.For - ageAt(l.Since, now)
+		if left <= 0 {
+			return fmt.Sprintf("its deadline, after %v, has passed", l.For), 0, nil
+		}
+		again = min(again, left)
+	}
+	return "", again, nil
+}
+
+// endIfOver has a lease begin to end if it is not held any more.
+func (e *Engine) endIfOver(ctx context.Context, id string) error {
+	return e.beginEnd(ctx, id, func(l runtime.Lease) (string, error) {
+		reason, _, err := judgeLease(l, thisMoment(), thisBeat(), ownerAlive)
+		return reason, err
+	})
+}
+
+// errHeld leaves a lease as it is.
+var errHeld = errors.New("held")
+
+// beginEnd records that a lease ends, if why says so, and what belongs to it.
+func (e *Engine) beginEnd(ctx context.Context, id string, why func(runtime.Lease) (string, error)) error {
+	m, err := e.store.LeaseMembers(ctx, id)
+	if err != nil {
+		return err
+	}
+	var l runtime.Lease
+	err = e.store.ChangeLease(ctx, id, false, func(row *store.Lease) (err error) {
+		if row.State != store.LeaseActive {
+			return errHeld
+		}
+		if l, err = decodeLease(*row); err != nil {
+			return err
+		}
+		if l.Reason, err = why(l); err == nil && l.Reason == "" {
+			err = errHeld
+		}
+		if err != nil {
+			return err
+		}
+		row.State, l.State, l.Over = store.LeaseEnding, store.LeaseEnding, time.Now().UTC()
+		listLease(&l, m)
+		row.Data, err = encodeLease(l)
+		return err
+	})
+	if errors.Is(err, errHeld) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	e.log.Info("lease ends", "lease", id, "name", l.Name, "reason", l.Reason)
+	if err := failpoint.Hit("lease.end.after-mark"); err != nil {
+		return err
+	}
+	// From here on nothing joins it. What has since we looked is to be told, too.
+	if m, err = e.store.LeaseMembers(ctx, id); err != nil {
+		return err
+	}
+	return e.store.ChangeLease(ctx, id, true, func(row *store.Lease) (err error) {
+		if row.State == store.LeaseEnding {
+			listLease(&l, m)
+			row.Data, err = encodeLease(l)
+		}
+		return err
+	})
+}
+
+// EndLeases ends those that are not held any more: it removes what belongs to
+// them. It is quick when there is nothing to do: every command calls it first.
+// What a verb is at work on is left to the next one that comes by.
+func (e *Engine) EndLeases(ctx context.Context) (did []string, err error) {
+	did, _, err = e.endLeases(ctx)
+	if err == nil || ctx.Err() == nil {
+		e.reviveKeeper(ctx)
+	}
+	return did, err
+}
+
+// endLeases is EndLeases; it returns those that have not ended.
+func (e *Engine) endLeases(ctx context.Context) (did []string, left []runtime.Lease, err error) {
+	rows, err := e.store.Leases(ctx, false)
+	if err != nil {
+		return nil, nil, fail("leases", "", err)
+	}
+	var errs []error
+	now, beat := thisMoment(), thisBeat()
+	for _, row := range rows {
+		l, err := decodeLease(row)
+		if err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		if l.State == store.LeaseActive {
+			reason, _, err := judgeLease(l, now, beat, ownerAlive)
+			if err == nil && reason != "" {
+				err = guard.Do(func() error { return e.endIfOver(ctx, l.ID) }) // which judges once more, with nobody renewing it meanwhile
+				if now, e2 := e.store.Lease(ctx, l.ID); err == nil && e2 == nil {
+					l.State = now.State
+				}
+			}
+			if err != nil {
+				errs = append(errs, fail("lease", cmp.Or(l.Name, short(l.ID)), err))
+			}
+		}
+		if l.State != store.LeaseEnding {
+			left = append(left, l)
+			continue
+		}
+		err = guard.Do(func() error { return e.freeLease(ctx, l.ID, ByKeeper) })
+		switch {
+		case err == nil:
+			did = append(did, fmt.Sprintf("removed what belonged to lease %s", cmp.Or(l.Name, short(l.ID))))
+			continue
+		case !errors.Is(err, runtime.ErrBusy):
+			errs = append(errs, fail("lease", cmp.Or(l.Name, short(l.ID)), err))
+		}
+		left = append(left, l)
+	}
+	return did, left, errors.Join(errs...)
+}
+
+// freeLease removes what belongs to a lease that ends. What fails does not keep it
+// from the rest. by is as in Deed: a verb waits for what others are at work on.
+func (e *Engine) freeLease(ctx context.Context, id, by string) error {
+	patience, wait := time.Duration(0), by == ""
+	if wait {
+		patience = -1
+	}
+	once := func() error { // others end other leases between two tries
+		lock, err := e.store.Lock(ctx, lockLeases, "lease", patience)
+		if err != nil {
+			return err
+		}
+		defer lock.Unlock()
+		return e.freeMembers(ctx, id, by)
+	}
+	deadline := time.Now().Add(releaseWait)
+	for {
+		err := once()
+		if !wait || !errors.Is(err, runtime.ErrBusy) || time.Now().After(deadline) {
+			return err
+		}
+		select {
+		case <-time.After(busyAgain):
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+}
+
+// busyAgain is after which time what a verb was at work on is tried again.
+const busyAgain = 100 * time.Millisecond
+
+func (e *Engine) freeMembers(ctx context.Context, id, by string) error {
+	row, err := e.store.Lease(ctx, id)
+	if errors.Is(err, runtime.ErrNotFound) || err == nil && row.State != store.LeaseEnding {
+		return nil // somebody was quicker, or it is held
+	}
+	if err != nil {
+		return err
+	}
+	l, err := decodeLease(row)
+	if err != nil {
+		return err
+	}
+	m, err := e.store.LeaseMembers(ctx, id)
+	if err != nil {
+		return err
+	}
+	if len(m.Sandboxes) > 0 {
+		if err := e.recoverBy(ctx, by); err != nil {
+			e.log.Error("recovery failed", "err", err) // it must not keep us from the others
+		}
+	}
+	var mu sync.Mutex
+	var errs []error
+	group := new(guard.Group)
+	group.SetLimit(4) // they wait for the kernel, not only for cores
+	for _, sb := range m.Sandboxes {
+		group.Go(func() error {
+			if err := guard.Do(func() error { return e.freeSandbox(ctx, sb, l, by) }); err != nil {
+				e.notFreed(err, "sandbox", sb.ID, "lease", id)
+				mu.Lock()
+				defer mu.Unlock()
+				errs = append(errs, fmt.Errorf("sandbox %s: %w", sb.Name, err))
+			}
+			return nil
+		})
+	}
+	_ = group.Wait() // the errors are in errs
+	for _, c := range m.Checkpoints {
+		if err := e.freeCheckpoint(ctx, c, l, by); err != nil {
+			e.notFreed(err, "checkpoint", c.ID, "lease", id)
+			errs = append(errs, fmt.Errorf("checkpoint %s: %w", short(c.ID), err))
+		}
+	}
+	if len(errs) > 0 {
+		return errors.Join(errs...)
+	}
+	if err := failpoint.Hit("lease.end.after-members"); err != nil {
+		return err
+	}
+	var end *Deed // a verb that ends a lease is on record itself
+	if by != "" {
+		end = &Deed{Verb: "lease end", By: by, Why: l.Reason, Ref: l.Name, To: id}
+	}
+	err = e.deed(ctx, end, func() error {
+		return e.store.ChangeLease(ctx, id, false, func(row *store.Lease) error {
+			row.State = store.LeaseEnded
+			return nil
+		})
+	})
+	if err == nil {
+		e.log.Info("lease ended", "lease", id, "name", l.Name, "reason", l.Reason, "sandboxes", len(l.Sandboxes), "checkpoints", len(l.Checkpoints))
+		defer e.tidy(ctx)
+		e.nudgeKeeper() // there may be none left
+		err = failpoint.Hit("lease.end.after-end")
+	}
+	return err
+}
+
+// notFreed logs what comes in between. What a verb is at work on is no failure.
+func (e *Engine) notFreed(err error, what ...any) {
+	if !errors.Is(err, runtime.ErrBusy) {
+		e.log.Error("not removed with its lease", append(what, "err", err)...)
+	}
+}
+
+func (e *Engine) freeSandbox(ctx context.Context, sb store.Sandbox, l runtime.Lease, by string) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	if err := failpoint.Hit("lease.end.before-sandbox"); err != nil {
+		return err
+	}
+	// Whoever follows its events is told why it goes.
+	if err := e.note(sb.ID, runtime.Event{Time: time.Now(), Type: runtime.EventLease, Name: cmp.Or(l.Name, short(l.ID)), Reason: l.Reason}); err != nil {
+		e.log.Warn("its end is not told", "sandbox", sb.ID, "err", err)
+	}
+	err := e.removeAs(ctx, sb.ID, deedTo(sb, "rm", by, ofLease(l)), runtime.RemoveOptions{Force: true})
+	if errors.Is(err, runtime.ErrNotFound) {
+		return nil
+	}
+	if err == nil {
+		e.log.Info("removed with its lease", "sandbox", sb.ID, "name", sb.Name, "lease", l.ID)
+	}
+	return err
+}
+
+// freeCheckpoint removes a checkpoint that nobody has pinned. One that is being
+// made is waited for, by whoever comes by next.
+func (e *Engine) freeCheckpoint(ctx context.Context, c store.Checkpoint, l runtime.Lease, by string) error {
+	lock, err := e.lock(ctx, c.SandboxID, "checkpoint rm", lockWait)
+	if err != nil {
+		return err
+	}
+	defer lock.Unlock()
+	if err := failpoint.Hit("lease.end.before-checkpoint"); err != nil {
+		return err
+	}
+	var d *Deed
+	if !c.Pinned { // else it stays
+		d = &Deed{Verb: "checkpoint rm", By: by, Why: ofLease(l), Subject: runtime.Subject{Sandbox: c.SandboxID, Name: c.SandboxName, Checkpoint: c.ID}}
+	}
+	err = e.deed(ctx, d, func() error {
+		removed, err := e.store.RemoveUnpinned(ctx, c.ID)
+		if err == nil && !removed {
+			err = errPinned // since we looked
+		}
+		return err
+	})
+	if errors.Is(err, errPinned) {
+		err = nil
+	}
+	return err
+}
+
+var errPinned = fmt.Errorf("%w: it is pinned", runtime.ErrState)
+
+// keeperPath is the lock of the process that ends leases. To set its time has
+// that process look again.
+func (e *Engine) keeperPath() string { return filepath.Join(e.run, "leases", KeeperName) }
+
+// KeeperName is the name of that lock in RUN/leases.
+const KeeperName = "keeper"
+
+// nudgeKeeper has the keeper look, where there is one.
+func (e *Engine) nudgeKeeper() {
+	now := time.Now()
+	_ = os.Chtimes(e.keeperPath(), now, now)
+}
+
+// wakeKeeper has the keeper look at what is new, and starts it where it is not.
+func (e *Engine) wakeKeeper() {
+	if e.keeper == nil {
+		return
+	}
+	e.nudgeKeeper()
+	alive, err := flock.Held(e.keeperPath(), 0)
+	if err == nil && !alive {
+		err = e.keeper()
+	}
+	if err != nil {
+		e.log.Error("leases are ended only when a command comes by", "err", err)
+	}
+}
+
+// reviveKeeper starts a keeper that is missing.
+func (e *Engine) reviveKeeper(ctx context.Context) {
+	if e.keeper == nil || e.keeps.Load() {
+		return
+	}
+	rows, err := e.store.Leases(ctx, false)
+	if err == nil && len(rows) > 0 {
+		var alive bool
+		if alive, err = flock.Held(e.keeperPath(), 0); err == nil && !alive {
+			err = e.keeper()
+		}
+	}
+	if err != nil && ctx.Err() == nil {
+		e.log.Error("leases are ended only when a command comes by", "err", err)
+	}
+}
+
+// KeepLeases ends leases as soon as they are not held any more, until there are
+// none. Its caller holds the keeper's lock. ErrNotFound: somebody has removed the root.
+func (e *Engine) KeepLeases(ctx context.Context) error {
+	e.keeps.Store(true)
+	defer e.keeps.Store(false)
+	changed, err := kernel.Watch(e.keeperPath())
+	if err != nil {
+		return fail("keep leases", "", err)
+	}
+	defer changed.Close()
+	ended := make(chan struct{}, 1)
+	waiting := map[runtime.LeaseOwner]context.CancelFunc{}
+	defer func() {
+		for _, stop := range waiting {
+			stop()
+		}
+	}()
+	for {
+		_, left, err := e.endLeases(ctx)
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		if e.store.Gone() {
+			return fail("keep leases", "", runtime.ErrNotFound)
+		}
+		if _, gone := os.Lstat(e.keeperPath()); err == nil && len(left) == 0 || errors.Is(gone, fs.ErrNotExist) {
+			return nil // nothing is left, or the lock is not the one that others see
+		}
+		wait := latest
+		now, beat := thisMoment(), thisBeat()
+		for _, l := range left {
+			again := busyAgain
+			if l.State == store.LeaseActive {
+				_, again, _ = judgeLease(l, now, beat, func(o runtime.LeaseOwner) (bool, error) { return true, nil })
+				await(ctx, l.Owner, waiting, ended)
+			}
+			wait = min(wait, max(again, time.Millisecond))
+		}
+		if err != nil {
+			e.log.Warn("leases", "err", err)
+			wait = max(wait, time.Second)
+		}
+		for o, stop := range waiting {
+			if !slices.ContainsFunc(left, func(l runtime.Lease) bool { return l.Owner == o }) {
+				stop()
+				delete(waiting, o)
+			}
+		}
+		select {
+		case <-time.After(wait):
+		case <-changed.Events:
+		case <-ended:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+}
+
+// await tells when the process of an owner ends. One that cannot be waited for is
+// looked at now and then.
+func await(ctx context.Context, o runtime.LeaseOwner, waiting map[runtime.LeaseOwner]context.CancelFunc, ended chan<- struct{}) {
+	if o.Pid == 0 || waiting[o] != nil {
+		return
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	waiting[o] = cancel
+	guard.Go(func() {
+		p, err := openOwner(o)
+		if err != nil {
+			return
+		}
+		if p != nil {
+			err = p.Wait(ctx)
+			p.Close()
+		}
+		if err == nil {
+			select {
+			case ended <- struct{}{}:
+			default: // one is waiting already
+			}
+		}
+	})
+}

@@ -1,0 +1,591 @@
+package engine
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"path"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+	"unicode/utf8"
+
+	"github.com/moby/sys/signal"
+
+	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/undo"
+	"github.com/agentbox/agentbox/policy"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// stopTimeout is how long Stop waits between the stop signal and SIGKILL when
+// the caller does not say.
+const stopTimeout = 10 * time.Second
+
+// Create makes a sandbox that can be started. On error nothing of it is left.
+func (e *Engine) Create(ctx context.Context, req runtime.CreateRequest) (_ runtime.Sandbox, err error) {
+	name := req.Spec.Name
+	defer func() { err = fail("create", name, err) }()
+	from, err := e.images()
+	if err != nil {
+		return runtime.Sandbox{}, err
+	}
+	if req.Policy == nil {
+		if req.Policy, err = e.policies.Find(cmp.Or(req.PolicyName, policy.Default)); err != nil {
+			return runtime.Sandbox{}, err
+		}
+	}
+	// What is not allowed is not even pulled.
+	if err := req.Policy.Image(req.Spec.Image); err != nil {
+		return runtime.Sandbox{}, err
+	}
+	img, err := from.Pull(ctx, req.Spec.Image, req.Pull)
+	if err != nil {
+		return runtime.Sandbox{}, unreachable(req.Spec.Image, err)
+	}
+	own := req.Spec.Labels
+	req.Spec.Network.Mode = cmp.Or(req.Spec.Network.Mode, req.Policy.Rules.Network)
+	s, err := complete(req, img, e.first)
+	if err != nil {
+		return runtime.Sandbox{}, err
+	}
+	host, err := e.host(e.first)
+	if err != nil {
+		return runtime.Sandbox{}, err
+	}
+	if err := errors.Join(checkFilter(s, host), checkRestart(s, host.Properties())); err != nil {
+		return runtime.Sandbox{}, err
+	}
+	name = s.Name
+	if err := e.admit(&s, req, img, own); err != nil {
+		return runtime.Sandbox{}, err
+	}
+	// Rather now than at its start.
+	if _, err := e.readSecrets(ctx, s, s.Secrets); err != nil {
+		return runtime.Sandbox{}, err
+	}
+	if err := e.mapIDs(ctx, &s, req.UserNS, req.Policy, host, img.Lower); err != nil {
+		return runtime.Sandbox{}, err
+	}
+	row := store.Sandbox{
+		ID: s.ID, Name: s.Name, Backend: e.first, Image: s.Image, ImageDigest: s.ImageDigest,
+		Lower: img.Lower, Attempt: 1, Created: time.Now(), Labels: s.Labels, Group: req.Group,
+	}
+	if row.Lease, err = e.activeLease(ctx, req.Lease); err != nil {
+		return runtime.Sandbox{}, err
+	}
+	if row.Starter, err = starter(req); err != nil {
+		return runtime.Sandbox{}, err
+	}
+	lock, err := e.store.Lock(ctx, s.ID, "create", lockWait)
+	if err != nil {
+		return runtime.Sandbox{}, err
+	}
+	defer lock.Unlock()
+	if err := e.create(ctx, s, row); err != nil {
+		return runtime.Sandbox{}, err
+	}
+	e.log.Info("created", "sandbox", s.ID, "name", s.Name, "image", s.Image)
+	return e.Sandbox(ctx, s.ID)
+}
+
+// creating is the journal's data of a creation.
+type creating struct {
+	Backend string `json:"backend"`
+}
+
+// create records a sandbox, whose lock is held, and has the backend make its
+// container.
+func (e *Engine) create(ctx context.Context, s runtime.Spec, row store.Sandbox) error {
+	var err error
+	if row.Spec, err = json.Marshal(s); err != nil {
+		return err
+	}
+	host, err := e.host(row.Backend)
+	if err != nil {
+		return err
+	}
+	return e.intent(ctx, store.Intent{Op: opCreate, Sandbox: s.ID}, creating{row.Backend}, func(int64) (err error) {
+		var undo undo.Stack
+		defer func() { undo.Run(ctx, &err) }()
+		if err := failpoint.Hit("create.before-row"); err != nil {
+			return err
+		}
+		if err := e.store.PutSandbox(ctx, row); err != nil {
+			return err
+		}
+		undo.Add(func(ctx context.Context) error { return e.store.DeleteSandbox(ctx, s.ID) })
+		if err := failpoint.Hit("create.after-row"); err != nil {
+			return err
+		}
+		// From the row on the image is in use; until then it could be removed.
+		if len(row.Lower) > 0 {
+			if _, err := host.Images.ResolveDigest(ctx, row.ImageDigest); err != nil {
+				return fmt.Errorf("the image was removed meanwhile: %w", err)
+			}
+		}
+		undo.Add(func(ctx context.Context) error { return host.Remove(ctx, s.ID) })
+		if err := host.Create(ctx, s, row.Lower); err != nil {
+			return err
+		}
+		return failpoint.Hit("create.after-backend")
+	})
+}
+
+// complete fills a request in from the image and from defaults, and refuses
+// what cannot work.
+func complete(req runtime.CreateRequest, img images.Image, backend string) (runtime.Spec, error) {
+	s := req.Spec
+	s.ID = newID()
+	if s.Name == "" {
+		s.Name = "box-" + s.ID[:8]
+	}
+	if err := store.ValidName(s.Name); err != nil {
+		return s, err
+	}
+	s.ImageDigest, s.Backend = img.Digest, backend
+	if len(img.RepoDigests) > 0 {
+		s.ImageSource = img.RepoDigests[0]
+	}
+	// Docker's rule: an entrypoint of one's own drops the image's command too.
+	entry, cmd := req.Entrypoint, s.Args
+	if entry == nil {
+		entry = img.Config.Entrypoint
+		if len(cmd) == 0 {
+			cmd = img.Config.Cmd
+		}
+	}
+	s.Args = slices.Concat(entry, cmd)
+	if len(s.Args) == 0 {
+		return s, fmt.Errorf("%w: the image names no command and none was given", runtime.ErrInvalid)
+	}
+	s.Env = runtime.JoinEnv(img.Config.Env, s.Env)
+	s.User = cmp.Or(s.User, img.Config.User)
+	s.Workdir = path.Clean("/" + cmp.Or(s.Workdir, img.Config.Workdir))
+	s.StopSignal, s.Volumes = cmp.Or(s.StopSignal, img.Config.StopSignal), img.Config.Volumes
+	if _, err := signal.ParseSignal(s.StopSignal); err != nil && s.StopSignal != "" {
+		return s, hint(fmt.Errorf("%w: stop signal %.40q", runtime.ErrInvalid, s.StopSignal), "Choose one with --stop-signal.")
+	}
+	s.Hostname = cmp.Or(s.Hostname, short(s.ID))
+	if len(s.Hostname) > 63 {
+		return s, fmt.Errorf("%w: hostname %q is longer than 63 bytes", runtime.ErrInvalid, s.Hostname)
+	}
+	if img.Config.Labels != nil {
+		s.Labels = mergeLabels(img.Config.Labels, s.Labels)
+	}
+	s.Network.Mode = cmp.Or(s.Network.Mode, runtime.NetworkBridge)
+	switch s.Network.Mode {
+	case runtime.NetworkNone, runtime.NetworkHost, runtime.NetworkBridge, runtime.NetworkFiltered:
+	default:
+		return s, fmt.Errorf("%w: network %q: choose none, host, bridge or filtered", runtime.ErrInvalid, s.Network.Mode)
+	}
+	bridged := s.Network.Mode == runtime.NetworkBridge || s.Network.Mode == runtime.NetworkFiltered
+	if !bridged && len(s.Network.Ports) > 0 || s.Network.Mode != runtime.NetworkBridge && s.Network.Group != "" {
+		return s, fmt.Errorf("%w: ports and network groups need --network bridge", runtime.ErrInvalid)
+	}
+	if err := checkText("the command", s.Args); err != nil {
+		return s, err
+	}
+	if err := checkText("the environment", s.Env); err != nil {
+		return s, err
+	}
+	for _, m := range s.Mounts {
+		if err := checkMount(m); err != nil {
+			return s, err
+		}
+	}
+	if err := checkSecrets(s); err != nil {
+		return s, err
+	}
+	if text := s.Security.SeccompProfile; text != "" {
+		if _, err := policy.ParseSeccomp(text); err != nil {
+			return s, err
+		}
+	}
+	_, err := every(s)
+	if err := errors.Join(err, checkLifetime(s.Lifetime)); err != nil {
+		return s, err
+	}
+	r := s.Resources
+	if r.Memory < 0 || r.CPUs < 0 || r.Pids < 0 {
+		return s, fmt.Errorf("%w: a limit is negative", runtime.ErrInvalid)
+	}
+	// The kernel's own minimum for a process to start at all, and Docker's.
+	if r.Memory > 0 && r.Memory < 6<<20 {
+		return s, fmt.Errorf("%w: memory limit below 6 MiB", runtime.ErrInvalid)
+	}
+	return s, nil
+}
+
+// mergeLabels adds the labels of the user to those of the image. One of the
+// image's that is longer than what is kept, or one too many, is left out.
+func mergeLabels(img, own map[string]string) map[string]string {
+	labels := maps.Clone(own)
+	if labels == nil {
+		labels = map[string]string{}
+	}
+	for _, k := range slices.Sorted(maps.Keys(img)) {
+		if _, ok := labels[k]; ok {
+			continue
+		}
+		labels[k] = img[k]
+		if store.ValidLabels(labels) != nil {
+			delete(labels, k)
+		}
+	}
+	return labels
+}
+
+// checkText refuses what an OCI runtime, which is told everything in JSON,
+// would get with its bytes replaced.
+func checkText(what string, list []string) error {
+	for _, s := range list {
+		if !utf8.ValidString(s) {
+			return hint(fmt.Errorf("%w: %s is not valid UTF-8: %q", runtime.ErrInvalid, what, s),
+				"Have a shell in the sandbox make the bytes: sh -c 'cat \"$(printf \"name\\377\")\"'")
+		}
+	}
+	return nil
+}
+
+func checkMount(m runtime.Mount) error {
+	if !path.IsAbs(m.Target) || path.Clean(m.Target) == "/" {
+		return fmt.Errorf("%w: mount target %q must be an absolute path other than /", runtime.ErrInvalid, m.Target)
+	}
+	if m.Type != "bind" {
+		return nil
+	}
+	if !filepath.IsAbs(m.Source) {
+		return fmt.Errorf("%w: bind source %q must be an absolute path", runtime.ErrInvalid, m.Source)
+	}
+	if _, err := os.Stat(m.Source); errors.Is(err, os.ErrNotExist) {
+		return hint(fmt.Errorf("bind source %s: %w", m.Source, runtime.ErrNotFound), "Create it first: agentbox does not make host directories.")
+	} else if err != nil {
+		return err
+	}
+	return nil
+}
+
+// Start starts a created or exited sandbox.
+func (e *Engine) Start(ctx context.Context, ref string, streams *runtime.Streams) (wait func() error, err error) {
+	defer func() { err = fail("start", ref, err) }()
+	sb, err := e.acquire(ctx, ref, "start", lockWait)
+	if err != nil {
+		return nil, err
+	}
+	return e.start(ctx, sb, streams)
+}
+
+// start is Start of a sandbox whose lock it takes over.
+func (e *Engine) start(ctx context.Context, sb *locked, streams *runtime.Streams) (wait func() error, err error) {
+	return e.launch(ctx, sb, streams, nil)
+}
+
+// launch is start, of one that is stopped before with stop, which may be nil.
+func (e *Engine) launch(ctx context.Context, sb *locked, streams *runtime.Streams, stop *runtime.StopOptions) (wait func() error, err error) {
+	defer sb.lock.Unlock()
+	defer func() { e.started(ctx, sb.Sandbox, err) }()
+	s, err := spec(sb.Sandbox)
+	if err != nil {
+		return nil, err
+	}
+	c, err := sb.host.Inspect(ctx, sb.ID)
+	if err != nil {
+		return nil, err
+	}
+	live := c.Status == runtime.Running || c.Status == runtime.Paused
+	if stop == nil && live {
+		return nil, fmt.Errorf("%w: it is %s", runtime.ErrState, c.Status)
+	}
+	if stop != nil {
+		if live && c.AutoRemove {
+			return nil, hint(fmt.Errorf("%w: its engine removes it as soon as it stops (it was started with --rm), and a restart stops it", runtime.ErrState),
+				"Restart it by its engine, or start it again without --rm.")
+		}
+		if err := hasMounts(s); err != nil {
+			return nil, err
+		}
+	}
+	if err := errors.Join(mayUse(sb.Sandbox), mayStart(s), mayMount(s)); err != nil {
+		return nil, err
+	}
+	e.keepHits(ctx, sb.Sandbox, c)
+	secrets, err := e.readSecrets(ctx, s, s.Secrets)
+	if err != nil {
+		return nil, err
+	}
+	h, err := e.hooksOf("start", s)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { h.failed(ctx, err) }()
+	if err := h.before(ctx, policy.BeforeStart); err != nil {
+		return nil, err
+	}
+	if streams != nil && s.AutoRemove {
+		if err := e.hold(ctx, sb.ID); err != nil {
+			return nil, err
+		}
+	}
+	// One that goes when it ends must not go with a stop after which it did not start.
+	keep := stop != nil && live && s.AutoRemove
+	if keep != sb.Kept {
+		if err := e.store.Keep(ctx, sb.ID, keep); err != nil {
+			return nil, err
+		}
+	}
+	err = e.intent(ctx, store.Intent{Op: opStart, Sandbox: sb.ID}, nil, func(int64) error {
+		if stop != nil { // with the intent on record, for which there may have been no room
+			if c, err = e.stopFor(ctx, sb, *stop); err != nil {
+				return err
+			}
+		}
+		if err := failpoint.Hit("start.before-backend"); err != nil {
+			return err
+		}
+		e.holdFiles(s, c)
+		wait, err = sb.host.Start(ctx, sb.ID, runtime.StartOptions{Streams: streams, Env: identity(s, sb.Attempt), Secrets: secrets})
+		if err != nil {
+			return err
+		}
+		if err := failpoint.Hit("start.after-backend"); err != nil || !keep {
+			return err
+		}
+		if err := e.store.Keep(context.WithoutCancel(ctx), sb.ID, false); err != nil {
+			return fmt.Errorf("it has started, but would stay when it ends: %w", err)
+		}
+		return nil
+	})
+	if err != nil {
+		e.release(sb.ID)
+		return nil, err
+	}
+	e.log.Info("started", "sandbox", sb.ID)
+	e.every(s)
+	e.enforce(s, c)
+	if wait == nil {
+		return nil, nil
+	}
+	done, err := e.use(s)
+	if err != nil {
+		e.log.Warn("who is attached does not count", "sandbox", sb.ID, "err", err)
+		return wait, nil
+	}
+	served := wait
+	return func() error {
+		defer done()
+		return served()
+	}, nil
+}
+
+// inState finds a sandbox and checks that it is in one of the given states.
+func (e *Engine) inState(ctx context.Context, ref string, states ...runtime.Status) (located, runtime.Container, error) {
+	sb, err := e.locate(ctx, ref)
+	if err != nil {
+		return sb, runtime.Container{}, err
+	}
+	c, err := sb.host.Inspect(ctx, sb.ID)
+	if err != nil {
+		return sb, c, err
+	}
+	if !slices.Contains(states, c.Status) {
+		return sb, c, fmt.Errorf("%w: it is %s", runtime.ErrState, c.Status)
+	}
+	return sb, c, nil
+}
+
+// running finds a sandbox that runs. One that a checkpoint holds frozen for a
+// moment is waited for: its callers must not notice checkpoints.
+func (e *Engine) running(ctx context.Context, ref, verb string) (located, error) {
+	sb, c, err := e.inState(ctx, ref, runtime.Running, runtime.Paused)
+	if err == nil {
+		err = mayUse(sb.Sandbox)
+	}
+	if err != nil || c.Status == runtime.Running {
+		return sb, err
+	}
+	lock, err := e.store.Lock(ctx, sb.ID, verb, frozenWait)
+	if err != nil {
+		return sb, err
+	}
+	defer lock.Unlock()
+	// No checkpoint goes on now: what is still paused somebody wanted so.
+	sb, _, err = e.inState(ctx, sb.ID, runtime.Running)
+	return sb, err
+}
+
+// Attach connects streams to a running sandbox's first process.
+func (e *Engine) Attach(ctx context.Context, ref string, streams runtime.Streams) error {
+	sb, err := e.running(ctx, ref, "attach")
+	var done func()
+	if err == nil {
+		done, err = e.inUseBy(sb.Sandbox)
+	}
+	if err == nil {
+		defer done()
+		err = sb.host.Attach(ctx, sb.ID, streams)
+	}
+	if errors.Is(err, runtime.ErrDetached) {
+		return runtime.ErrDetached
+	}
+	return fail("attach", ref, err)
+}
+
+// Exec runs one more process in a running sandbox.
+func (e *Engine) Exec(ctx context.Context, ref string, p runtime.Process, streams runtime.Streams) (int, error) {
+	if len(p.Args) == 0 {
+		return 0, fail("exec", ref, fmt.Errorf("%w: no command", runtime.ErrInvalid))
+	}
+	if err := errors.Join(checkText("the command", p.Args), checkText("the environment", p.Env)); err != nil {
+		return 0, fail("exec", ref, err)
+	}
+	sb, err := e.running(ctx, ref, "exec")
+	if err != nil {
+		return 0, fail("exec", ref, err)
+	}
+	if err := mayBe(sb.Sandbox, p.User); err != nil {
+		return 0, fail("exec", ref, err)
+	}
+	done, err := e.inUseBy(sb.Sandbox)
+	if err != nil {
+		return 0, fail("exec", ref, err)
+	}
+	defer done()
+	if err := e.beforeExec(ctx, sb.Sandbox, p); err != nil {
+		return 0, fail("exec", ref, err)
+	}
+	exit, err := sb.host.Exec(ctx, sb.ID, p, streams)
+	// A checkpoint may freeze the sandbox between our look and the runtime's,
+	// which then refuses. Input may be gone by then, and cannot be sent twice.
+	for try := 1; errors.Is(err, runtime.ErrState) && try < execTries && streams.Stdin == nil && !p.Terminal; try++ {
+		if _, gone := e.running(ctx, sb.ID, "exec"); gone != nil {
+			break
+		}
+		exit, err = sb.host.Exec(ctx, sb.ID, p, streams)
+	}
+	if errors.Is(err, runtime.ErrDetached) {
+		return exit, runtime.ErrDetached
+	}
+	return exit, fail("exec", ref, err)
+}
+
+// Wait blocks until the sandbox has exited.
+func (e *Engine) Wait(ctx context.Context, ref string) (int, error) {
+	sb, err := e.locate(ctx, ref)
+	if err != nil {
+		return 0, fail("wait", ref, err)
+	}
+	exit, err := sb.host.Wait(ctx, sb.ID)
+	return exit, fail("wait", ref, err)
+}
+
+// Logs writes what the sandbox's processes printed.
+func (e *Engine) Logs(ctx context.Context, ref string, opts runtime.LogOptions, stdout, stderr io.Writer) error {
+	sb, err := e.locate(ctx, ref)
+	if err != nil {
+		return fail("logs", ref, err)
+	}
+	return fail("logs", ref, sb.host.Logs(ctx, sb.ID, opts, stdout, stderr))
+}
+
+// Kill sends a signal to the sandbox's first process.
+func (e *Engine) Kill(ctx context.Context, ref, signal string) (err error) {
+	defer func() { err = fail("kill", ref, err) }()
+	if err := validSignal(cmp.Or(signal, "KILL")); err != nil {
+		return err
+	}
+	sb, c, err := e.inState(ctx, ref, runtime.Running, runtime.Paused)
+	if err != nil {
+		return err
+	}
+	if c.Status == runtime.Paused && isKill(signal) {
+		// A frozen process dies only once it thaws; Stop sees to both.
+		return e.stop(ctx, sb.ID, runtime.StopOptions{})
+	}
+	if ends(signal, sb.Sandbox) {
+		// Not in the midst of a restart, which would forget it again. What keeps the
+		// lock for longer, with the sandbox running, is none.
+		lock, err := e.store.Lock(ctx, sb.ID, "kill", lockWait)
+		if err == nil {
+			defer lock.Unlock()
+		} else if !errors.Is(err, runtime.ErrBusy) {
+			return err
+		}
+		if err := e.meant(sb.Sandbox); err != nil {
+			return err
+		}
+	}
+	return sb.host.Kill(ctx, sb.ID, cmp.Or(signal, "KILL"))
+}
+
+func validSignal(name string) error {
+	if sig, err := signal.ParseSignal(name); err != nil || sig < 1 || sig > 64 {
+		return hint(fmt.Errorf("%w: unknown signal %.50q", runtime.ErrInvalid, name), "Write for example SIGTERM, TERM or 15.")
+	}
+	return nil
+}
+
+// ends tells whether a signal is one by which people end a sandbox.
+func ends(name string, sb store.Sandbox) bool {
+	sig, err := signal.ParseSignal(cmp.Or(name, "KILL"))
+	if err != nil {
+		return false // its engine says so
+	}
+	s, err := spec(sb)
+	if err != nil {
+		return false
+	}
+	own, err := signal.ParseSignal(cmp.Or(s.StopSignal, "TERM"))
+	return err == nil && sig == own || slices.Contains([]syscall.Signal{syscall.SIGKILL, syscall.SIGTERM, syscall.SIGINT, syscall.SIGQUIT}, sig)
+}
+
+func isKill(signal string) bool {
+	switch strings.TrimPrefix(strings.ToUpper(signal), "SIG") {
+	case "", "KILL", "9":
+		return true
+	}
+	return false
+}
+
+// Pause freezes every process of a running sandbox.
+func (e *Engine) Pause(ctx context.Context, ref string) error {
+	return fail("pause", ref, e.freeze(ctx, ref, runtime.Running))
+}
+
+// Unpause thaws a paused sandbox.
+func (e *Engine) Unpause(ctx context.Context, ref string) error {
+	return fail("unpause", ref, e.freeze(ctx, ref, runtime.Paused))
+}
+
+// freeze turns a running sandbox into a paused one and the other way round.
+func (e *Engine) freeze(ctx context.Context, ref string, from runtime.Status) error {
+	sb, err := e.acquire(ctx, ref, "pause", lockWait)
+	if err != nil {
+		return err
+	}
+	_, c, err := e.inState(ctx, sb.ID, from)
+	var s runtime.Spec
+	if err == nil && from == runtime.Paused {
+		s, err = spec(sb.Sandbox)
+		err = errors.Join(err, mayUse(sb.Sandbox))
+	}
+	if err == nil {
+		if from == runtime.Running {
+			err = e.pause(ctx, sb, c)
+		} else {
+			e.holdFiles(s, c)
+			err = sb.host.Unpause(ctx, sb.ID)
+		}
+	}
+	sb.lock.Unlock()
+	return err
+}

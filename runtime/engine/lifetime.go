@@ -1,0 +1,277 @@
+package engine
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/policy"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// livesFor is a lifetime that begins now.
+func livesFor(ttl, idle time.Duration) runtime.Lifetime {
+	l := runtime.Lifetime{TTL: ttl, Idle: idle}
+	if ttl > 0 {
+		l.Begun = thisMoment()
+	}
+	return l
+}
+
+func thisMoment() runtime.Moment {
+	return runtime.Moment{Time: time.Now().UTC().Round(0), Boot: bootID(), Up: uptime()}
+}
+
+// bootID names this boot of the host; empty: nobody knows.
+var bootID = sync.OnceValue(func() string {
+	data, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(data))
+})
+
+func uptime() time.Duration {
+	var ts unix.Timespec
+	if unix.ClockGettime(unix.CLOCK_BOOTTIME, &ts) != nil {
+		return 0 // no kernel that we run on is without
+	}
+	return time.Duration(ts.Nano())
+}
+
+// age is how long ago it was: exact within a boot, else as the clock has it.
+func age(m runtime.Moment) time.Duration { return ageAt(m, thisMoment()) }
+
+func ageAt(m runtime.Moment, now runtime.Moment) time.Duration {
+	if m.Boot != "" && m.Boot == now.Boot {
+		return now.Up - m.Up
+	}
+	return max(0, now.Time.Sub(m.Time))
+}
+
+func timeLeft(l runtime.Lifetime) time.Duration { return l.TTL - age(l.Begun) }
+
+func expired(l runtime.Lifetime) bool { return l.TTL > 0 && timeLeft(l) <= 0 }
+
+// expiresAt is when the clock will show that it is over; it moves only when the
+// clock is set.
+func expiresAt(l runtime.Lifetime) time.Time {
+	if l.TTL == 0 {
+		return time.Time{}
+	}
+	at := l.Begun.Time.Add(l.TTL)
+	if d := time.Until(at) - timeLeft(l); d.Abs() > time.Second {
+		at = at.Add(-d)
+	}
+	return at
+}
+
+// checkLifetime refuses what cannot be meant.
+func checkLifetime(l runtime.Lifetime) error {
+	for name, d := range map[string]time.Duration{"ttl": l.TTL, "idle": l.Idle} {
+		if d != 0 && d < policy.MinLifetime {
+			return fmt.Errorf("%w: lifetime %s %v: the least is %v", runtime.ErrInvalid, name, d, policy.MinLifetime)
+		}
+	}
+	return nil
+}
+
+// mayStart refuses to start what has expired.
+func mayStart(s runtime.Spec) error {
+	if !expired(s.Lifetime) {
+		return nil
+	}
+	return hint(fmt.Errorf("%w: its time (%v) was over at %s", runtime.ErrState, s.Lifetime.TTL, expiresAt(s.Lifetime).Local().Format(time.DateTime)),
+		"Give it more: agentbox update --ttl DURATION "+s.Name)
+}
+
+// acquireOurs takes the lock of a sandbox that is to be updated, and returns its
+// spec and policy, which may be nil. Of one that is its engine's, the engine decides.
+func (e *Engine) acquireOurs(ctx context.Context, ref, what string) (sb *locked, s runtime.Spec, p *policy.Policy, err error) {
+	if sb, err = e.acquire(ctx, ref, "update", lockWait); err != nil {
+		return nil, runtime.Spec{}, nil, err
+	}
+	if s, err = spec(sb.Sandbox); err == nil && s.Adopted {
+		err = fmt.Errorf("%w: its engine decides %s", runtime.ErrUnsupported, what)
+	}
+	if err == nil {
+		p, err = recorded(s)
+	}
+	if err != nil {
+		sb.lock.Unlock()
+	}
+	return sb, s, p, err
+}
+
+// UpdateLifetime changes how long a sandbox lives, from now on.
+func (e *Engine) UpdateLifetime(ctx context.Context, ref string, change runtime.LifetimeChange) (_ runtime.Sandbox, err error) {
+	defer func() { err = fail("update", ref, err) }()
+	sb, s, p, err := e.acquireOurs(ctx, ref, "how long the container lives")
+	if err != nil {
+		return runtime.Sandbox{}, err
+	}
+	defer sb.lock.Unlock()
+	if change.TTL != nil {
+		s.Lifetime = livesFor(*change.TTL, s.Lifetime.Idle)
+	}
+	if change.Idle != nil {
+		s.Lifetime.Idle = *change.Idle
+	}
+	if change.Restart != nil {
+		s.Restart = *change.Restart
+	}
+	if err := errors.Join(checkLifetime(s.Lifetime), checkRestart(s, sb.host.Properties())); err != nil {
+		return runtime.Sandbox{}, err
+	}
+	if p != nil {
+		if err := p.MayLive(change.TTL, change.Idle); err != nil {
+			return runtime.Sandbox{}, err
+		}
+	}
+	data, err := json.Marshal(s)
+	if err != nil {
+		return runtime.Sandbox{}, err
+	}
+	c, err := sb.host.Inspect(ctx, sb.ID)
+	if err != nil {
+		return runtime.Sandbox{}, err
+	}
+	live := c.Status == runtime.Running || c.Status == runtime.Paused
+	if live { // a crash after the next step leaves the mark to the next command
+		if err := e.mark(s); err != nil {
+			return runtime.Sandbox{}, err
+		}
+	}
+	if err := e.store.SetSpec(ctx, sb.ID, data); err != nil {
+		return runtime.Sandbox{}, err
+	}
+	if change.Restart != nil {
+		err := e.begun(s)
+		if err == nil && !live { // it is its owner who starts it
+			err = e.meant(store.Sandbox{ID: sb.ID, Spec: data})
+		}
+		if err != nil {
+			return runtime.Sandbox{}, err
+		}
+	}
+	if live {
+		e.watchOver(s)
+	}
+	e.log.Info("lifetime changed", "sandbox", sb.ID, "ttl", s.Lifetime.TTL, "idle", s.Lifetime.Idle)
+	return e.Sandbox(ctx, sb.ID)
+}
+
+// expire stops a sandbox whose time is over, and removes it if it was to go with
+// its exit. It tells whether there is nothing left to watch.
+func (e *Engine) expire(ctx context.Context, id string) (done bool, err error) {
+	sb, s, c, err := e.overdue(ctx, id)
+	if errors.Is(err, runtime.ErrNotFound) {
+		return true, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	defer sb.lock.Unlock()
+	if !expired(s.Lifetime) {
+		return false, nil // it was given more time
+	}
+	why := fmt.Sprintf("ttl: its time of %v is over", s.Lifetime.TTL)
+	if c.Status == runtime.Running || c.Status == runtime.Paused {
+		e.log.Info("stopped: its time is over", "sandbox", id, "ttl", s.Lifetime.TTL)
+		if err := e.putDown(ctx, sb, why); err != nil {
+			return false, err
+		}
+		if err := e.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventExpired, After: int64(s.Lifetime.TTL)}); err != nil {
+			return false, err
+		}
+	}
+	if s.AutoRemove && !sb.Kept {
+		return true, e.deed(ctx, deedTo(sb.Sandbox, "rm", ByWatch, why), func() error { return e.remove(ctx, sb, false) })
+	}
+	return true, nil
+}
+
+// putDown stops a sandbox, whose lock is held, that is to stay so.
+func (e *Engine) putDown(ctx context.Context, sb *locked, why string) error {
+	return e.deed(ctx, deedTo(sb.Sandbox, "stop", ByWatch, why), func() error {
+		if err := e.meant(sb.Sandbox); err != nil {
+			return err
+		}
+		return sb.host.Stop(ctx, sb.ID, runtime.StopOptions{Timeout: stopTimeout})
+	})
+}
+
+// stopIdle stops a sandbox in which nothing has gone on. One that was to be
+// removed with its exit stays: nobody has said that it is done.
+// touched is when it was last used, as far as was known when that was found.
+func (e *Engine) stopIdle(ctx context.Context, id string, quiet time.Duration, touched time.Time) (done bool, err error) {
+	sb, s, c, err := e.overdue(ctx, id)
+	if errors.Is(err, runtime.ErrNotFound) {
+		return true, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	defer sb.lock.Unlock()
+	if !e.lastUse(id).Equal(touched) {
+		return false, nil
+	}
+	if busy, err := e.inUse(c, id); err != nil || busy || c.Status != runtime.Running || s.Lifetime.Idle == 0 || quiet < s.Lifetime.Idle {
+		return false, err
+	}
+	if s.AutoRemove && !sb.Kept {
+		if err := e.store.Keep(ctx, id, true); err != nil {
+			return false, err
+		}
+	}
+	e.log.Info("stopped: idle", "sandbox", id, "idle", quiet)
+	if err := e.putDown(ctx, sb, fmt.Sprintf("idle: nothing went on for %v", s.Lifetime.Idle)); err != nil {
+		return false, err
+	}
+	return true, e.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventIdle, After: int64(quiet)})
+}
+
+// opWatch is what a watch holds a sandbox's lock for.
+const opWatch = "watch"
+
+// overdue looks at a sandbox that is to be stopped, and takes its lock: what a
+// checkpoint or a restore is at work on, or was left half-way, is not touched.
+func (e *Engine) overdue(ctx context.Context, id string) (sb *locked, s runtime.Spec, c runtime.Container, err error) {
+	lock, err := e.store.Lock(ctx, id, opWatch, lockWait)
+	if err != nil {
+		return nil, s, c, err
+	}
+	defer func() {
+		if err != nil {
+			lock.Unlock()
+		}
+	}()
+	row, err := e.store.Sandbox(ctx, id)
+	if err != nil {
+		return nil, s, c, err
+	}
+	cut, err := e.interruptedIn(ctx, id)
+	if err == nil && cut {
+		err = fmt.Errorf("%w: a verb on it was cut off", runtime.ErrBusy)
+	}
+	if err != nil {
+		return nil, s, c, err
+	}
+	if s, err = spec(row); err != nil {
+		return nil, s, c, err
+	}
+	host, err := e.host(row.Backend)
+	if err != nil {
+		return nil, s, c, err
+	}
+	c, err = host.Inspect(ctx, id)
+	return &locked{Sandbox: row, host: host, lock: lock}, s, c, err
+}

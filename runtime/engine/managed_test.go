@@ -1,0 +1,77 @@
+package engine_test
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// managing is a backend that has a managed file, until it does not tell where.
+type managing struct {
+	runtime.Backend
+	file string
+}
+
+func (b *managing) Inspect(ctx context.Context, id string) (runtime.Container, error) {
+	c, err := b.Backend.Inspect(ctx, id)
+	if b.file != "" {
+		c.Managed = map[string]string{"/etc/hosts": b.file}
+	}
+	return c, err
+}
+
+// A managed file for which the backend has no place is not left out in silence.
+func TestManagedWithoutPlace(t *testing.T) {
+	hosts := filepath.Join(t.TempDir(), "hosts")
+	put := func(text string) {
+		if err := os.WriteFile(hosts, []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	b := &managing{file: hosts}
+	r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })
+	sb := r.create(t, "box")
+	if _, err := r.Start(ctx, sb.ID, nil); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.Wait(ctx, sb.ID); err != nil { // what is in memory cannot be frozen
+		t.Fatal(err)
+	}
+	put("then")
+	then, err := r.Checkpoint(ctx, sb.ID, runtime.CheckpointOptions{FilesOnly: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	const words = "/etc/hosts is not as in the checkpoint"
+	for _, told := range []bool{true, false} {
+		put("now")
+		if b.file = hosts; !told {
+			b.file = ""
+		}
+		plan, err := r.PlanRestore(ctx, sb.ID, runtime.RestoreOptions{Checkpoint: then.ID})
+		if err != nil {
+			t.Fatal(err)
+		}
+		done, err := r.Restore(ctx, sb.ID, runtime.RestoreOptions{Checkpoint: then.ID})
+		if err != nil {
+			t.Fatal(err)
+		}
+		want := "now"
+		if told {
+			want = "then"
+		}
+		if got, err := os.ReadFile(hosts); err != nil || string(got) != want {
+			t.Errorf("told %v: it is %q, %v", told, got, err)
+		}
+		if said := strings.Contains(strings.Join(done.Warnings, "\n"), words); said == told {
+			t.Errorf("told %v: the restore warns of %q", told, done.Warnings)
+		}
+		if said := strings.Contains(strings.Join(plan.Effects, "\n"), words); said == told {
+			t.Errorf("told %v: the plan tells of %q", told, plan.Effects)
+		}
+	}
+}

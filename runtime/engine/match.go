@@ -1,0 +1,87 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// RemoveCheckpoints deletes the checkpoints that match a filter; see Service.
+func (e *Engine) RemoveCheckpoints(ctx context.Context, filter runtime.CheckpointFilter) (out runtime.RemovedCheckpoints, err error) {
+	defer func() { err = fail("checkpoint rm", filter.Sandbox, err) }()
+	out = runtime.RemovedCheckpoints{Removed: []string{}, Pinned: []string{}}
+	switch {
+	case filter.Policy != "" || filter.Sandbox != "":
+	case filter.Trigger != "" || len(filter.Labels) > 0:
+		return out, hint(fmt.Errorf("%w: triggers and labels alone may be anybody's", runtime.ErrInvalid), "Name the policy, or the sandbox, whose checkpoints are to go.")
+	default:
+		return out, fmt.Errorf("%w: nothing says which checkpoints are to go", runtime.ErrInvalid)
+	}
+	filter.All = true
+	list, err := e.Checkpoints(ctx, filter)
+	if err != nil {
+		return out, err
+	}
+	var failed []error
+	for _, c := range list {
+		if c.Pinned {
+			out.Pinned = append(out.Pinned, c.ID)
+			continue
+		}
+		removed, err := e.removeUnpinned(ctx, c)
+		if ctx.Err() != nil {
+			return out, errors.Join(append(failed, err)...)
+		}
+		switch {
+		case err == nil && !removed:
+			out.Pinned = append(out.Pinned, c.ID)
+		case err == nil:
+			out.Removed = append(out.Removed, c.ID)
+		case !errors.Is(err, runtime.ErrNotFound): // somebody else was faster
+			failed = append(failed, err)
+		}
+	}
+	return out, errors.Join(failed...)
+}
+
+func (e *Engine) removeUnpinned(ctx context.Context, c runtime.Checkpoint) (bool, error) {
+	lock, err := e.lock(ctx, c.Sandbox, "checkpoint rm", lockWait)
+	if err != nil {
+		return false, err
+	}
+	defer e.tidy(ctx)
+	defer lock.Unlock()
+	removed, err := e.store.RemoveUnpinned(ctx, c.ID)
+	if err == nil && !removed {
+		_, err = e.store.Checkpoint(ctx, c.ID) // or it is gone
+	}
+	return removed, err
+}
+
+// match resolves what RestoreOptions say of the checkpoint by its trigger and
+// labels: it is the newest ready one that has them.
+func (e *Engine) match(ctx context.Context, sandbox string, opts *runtime.RestoreOptions) error {
+	if opts.Trigger == "" && len(opts.Labels) == 0 {
+		return nil
+	}
+	if opts.Checkpoint != "" || opts.Undo {
+		return fmt.Errorf("%w: which checkpoint it is is said already: no trigger and no labels", runtime.ErrInvalid)
+	}
+	list, err := e.Checkpoints(ctx, runtime.CheckpointFilter{Sandbox: sandbox, Trigger: opts.Trigger, Labels: opts.Labels})
+	if err != nil {
+		return err
+	}
+	for _, c := range list {
+		if opts.Foreign || !c.Foreign {
+			opts.Checkpoint = c.ID
+			return nil
+		}
+	}
+	err = fmt.Errorf("no ready checkpoint has this trigger and these labels: %w", runtime.ErrNotFound)
+	if len(list) > 0 {
+		err = hint(err, foreignHint(sandbox))
+	}
+	return err
+}

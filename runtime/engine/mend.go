@@ -1,0 +1,46 @@
+package engine
+
+import (
+	"context"
+	"errors"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+)
+
+// proveTree proves that a tree is as the checkpoint has it, and puts right what the
+// end of the old processes has made of it.
+//
+// All files were looked at while these stood still, but not all writes had come: when
+// a process dies, the kernel marks each robust mutex that it holds (FUTEX_OWNER_DIED)
+// and clears the words that wait for the end of its threads (clear_child_tid), also
+// where these lie in a shared mapping of a file. A page that is dirty already gets no
+// new time by that. The memory of files, however, trusts none that has a writer, so that
+// the proof reads them, and what it finds is the difference.
+func (e *Engine) proveTree(ctx context.Context, r *restoration, i int) error {
+	t := &r.data.Trees[i]
+	lost := r.lostOf(t)
+	if i < len(r.updates) && !r.again && len(lost) == 0 && !r.verify {
+		ok, err := e.proveUpdate(ctx, r.sb.ID, t, r.updates[i], r.row.ID, !r.idle || t.Number > 0)
+		if err != nil || ok {
+			return err
+		}
+	}
+	if r.idle || t.Aside { // no process has ended
+		return e.prove(ctx, r.sb.ID, t, r.reader, lost, r.verify)
+	}
+	err := e.differs(ctx, r.sb.ID, t, r.reader, lost, r.verify)
+	if errors.Is(err, errDiffers) {
+		e.log.Debug("files changed by the stop", "sandbox", r.sb.ID, "tree", t.Number, "err", err)
+		if err := errors.Join(failpoint.Hit("restore.before-mend"), t.change(ctx, r.reader, lost)); err != nil {
+			return err
+		}
+		err = e.differs(ctx, r.sb.ID, t, r.reader, lost, r.verify)
+	}
+	if errors.Is(err, errDiffers) {
+		return e.equalize(ctx, r.sb.ID, t, r.reader, lost)
+	}
+	if err != nil || len(lost) > 0 {
+		return errors.Join(err, remove(t.seen), remove(e.store.MemoryPath(r.sb.ID, t.Number)))
+	}
+	return e.proven(r.sb.ID, t)
+}

@@ -1,0 +1,165 @@
+package engine
+
+import (
+	"bytes"
+	"context"
+	"encoding/base64"
+	"errors"
+	"io"
+	"io/fs"
+	"os"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// contents finds the data of files on the two sides of a Diff.
+type contents struct {
+	d     *differ
+	lower []string
+	trees [2]map[string]overlay.Entry // of a checkpoint: the files that were asked about
+	dirs  [2]string                   // an upperdir
+	of    [2]*store.Reader
+}
+
+// contents reads from each checkpoint's list what it has at the paths of list.
+func (d *differ) contents(ctx context.Context, list []runtime.Change, sides [2]overlay.Side, lower []string) (*contents, error) {
+	c := &contents{d: d, lower: lower}
+	next := 0
+	for i, side := range sides {
+		c.dirs[i] = side.Dir
+		if side.Tree == nil {
+			continue
+		}
+		c.of[i] = d.readers[next]
+		next++
+		want := map[string]bool{}
+		for _, change := range list {
+			want[inTree(rawPath(change, i == 1))] = true
+		}
+		all := map[string]overlay.Entry{}
+		first := map[string]overlay.Entry{} // of inodes with several names
+		for entry, err := range wanted(ctx, c.of[i], tree{}, nil) {
+			if err != nil {
+				return nil, err
+			}
+			if entry.Type != overlay.TypeFile {
+				continue
+			}
+			switch {
+			case entry.Hardlink == "" && want[entry.Path]:
+				all[entry.Path] = entry
+			case entry.Hardlink != "" && want[entry.Path]:
+				first[entry.Path] = entry
+			}
+		}
+		if len(first) > 0 {
+			targets := map[string][]string{}
+			for name, entry := range first {
+				targets[entry.Hardlink] = append(targets[entry.Hardlink], name)
+			}
+			for entry, err := range wanted(ctx, c.of[i], tree{}, nil) {
+				if err != nil {
+					return nil, err
+				}
+				for _, name := range targets[entry.Path] {
+					all[name] = entry
+				}
+			}
+		}
+		c.trees[i] = all
+	}
+	return c, nil
+}
+
+// rawPath is the path of a change in bytes; the older one of a rename if asked.
+func rawPath(c runtime.Change, newer bool) string {
+	text, b64 := c.Path, c.PathB64
+	if !newer && c.Change == string(overlay.Renamed) {
+		text, b64 = c.From, c.FromB64
+	}
+	if raw, err := base64.StdEncoding.DecodeString(b64); err == nil && b64 != "" {
+		return string(raw)
+	}
+	return text
+}
+
+// open is an openContent.
+func (c *contents) open(ctx context.Context, change runtime.Change, newer bool) (io.ReadCloser, error) {
+	i := 0
+	if newer {
+		i = 1
+	}
+	name := rawPath(change, newer)
+	if m, ok := c.d.managed[i][name]; ok && c.d.covered(inTree(name)) {
+		return io.NopCloser(bytes.NewReader(m.Data)), nil
+	}
+	name = inTree(name)
+	if entry, ok := c.trees[i][name]; ok {
+		return c.data(ctx, c.of[i], entry)
+	}
+	layers := c.lower
+	if c.dirs[i] != "" {
+		layers = append([]string{c.dirs[i]}, layers...)
+	}
+	for _, layer := range layers {
+		f, err := openIn(layer, name)
+		if !errors.Is(err, fs.ErrNotExist) {
+			return f, err
+		}
+	}
+	return nil, fs.ErrNotExist
+}
+
+// data reads a file of a checkpoint, holes and all.
+func (c *contents) data(ctx context.Context, r *store.Reader, e overlay.Entry) (io.ReadCloser, error) {
+	if !e.Sparse() {
+		return r.Source().Data(ctx, e)
+	}
+	if e.Size > maxPatchFile {
+		return io.NopCloser(bytes.NewReader(make([]byte, maxPatchFile+1))), nil // too long for its text to matter
+	}
+	in, err := r.Source().Data(ctx, e)
+	if err != nil {
+		return nil, err
+	}
+	whole := make([]byte, e.Size)
+	for _, x := range e.Extents {
+		if _, err := io.ReadFull(in, whole[x.Off:x.Off+x.Len]); err != nil {
+			return nil, errors.Join(err, in.Close())
+		}
+	}
+	return io.NopCloser(bytes.NewReader(whole)), in.Close()
+}
+
+// openIn opens a regular file below a directory, following nothing.
+func openIn(dir, name string) (io.ReadCloser, error) {
+	root, err := os.OpenFile(dir, unix.O_PATH|unix.O_DIRECTORY, 0)
+	if err != nil {
+		return nil, err
+	}
+	defer root.Close()
+	fd, err := unix.Openat2(int(root.Fd()), name, &unix.OpenHow{
+		Flags:   unix.O_RDONLY | unix.O_NONBLOCK | unix.O_CLOEXEC | unix.O_NOFOLLOW,
+		Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS,
+	})
+	switch err {
+	case nil:
+	case unix.ENOTDIR, unix.ELOOP, unix.ENXIO:
+		return nil, fs.ErrNotExist
+	default:
+		return nil, &fs.PathError{Op: "open", Path: name, Err: err}
+	}
+	f := os.NewFile(uintptr(fd), name)
+	info, err := f.Stat()
+	if err == nil && !info.Mode().IsRegular() {
+		err = fs.ErrNotExist
+	}
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return f, nil
+}

@@ -1,0 +1,229 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// PlanRestore tells what Restore would change if it were called now. A sandbox
+// that runs is taken as it is found.
+func (e *Engine) PlanRestore(ctx context.Context, ref string, opts runtime.RestoreOptions) (out runtime.RestorePlan, err error) {
+	defer func() { err = fail("restore", ref, err) }()
+	if err := checkRestore(opts); err != nil {
+		return out, err
+	}
+	opts.Pull.Policy = images.PullNever
+	opts.FilesOnly = opts.FilesOnly || opts.Strategy == runtime.StrategyFiles
+	r, err := e.target(ctx, ref, nil, opts)
+	if err != nil {
+		return out, err
+	}
+	defer r.sb.lock.Unlock()
+	if err := r.possible(); err != nil {
+		return out, err
+	}
+	out = runtime.RestorePlan{
+		Sandbox: r.sb.ID, SandboxName: r.sb.Name, Checkpoint: checkpointView(r.row), Recreates: r.data.Recreated,
+		Changes: []runtime.Change{}, Ends: []runtime.PlanProcess{}, Begins: []runtime.PlanProcess{}, Effects: []string{}, Compensates: []runtime.Effect{},
+	}
+	if r.reader, err = e.store.OpenCheckpoint(ctx, r.row.ID); err != nil {
+		return out, err
+	}
+	defer func() { err = errors.Join(err, r.reader.Close()) }()
+	manifest := r.reader.Manifest()
+	if r.full() {
+		for _, p := range manifest.Processes.List {
+			out.Begins = append(out.Begins, runtime.PlanProcess{Pid: p.Pid, Command: p.Command})
+		}
+		if err := errors.Join(r.checkTools(), e.planOpened(ctx, r)); err != nil {
+			if opts.Strategy != runtime.StrategyAuto {
+				return out, err
+			}
+			out.Effects = append(out.Effects, fmt.Sprintf("With its processes it cannot be restored now: %v.", err))
+		}
+	}
+	if opts.Strategy != "" {
+		ways, err := waysOf(opts, r.row.Kind)
+		if err != nil {
+			return out, err
+		}
+		var names []string
+		for _, w := range ways {
+			names = append(names, w.strategy)
+		}
+		out.Effects = append(out.Effects, fmt.Sprintf("It is tried in this order: %s.", strings.Join(slices.Compact(names), ", ")))
+	}
+	if err := e.planEffects(ctx, r, &out); err != nil {
+		return out, err
+	}
+	if out.Attached, err = e.lookHosts(ctx, r, -1); err != nil {
+		return out, err
+	}
+	if len(out.Attached) > 0 && r.hostsLeft() != "" {
+		out.Effects = append(out.Effects, fmt.Sprintf("Not put back: %s.", r.hostsLeftText()))
+	}
+	for _, text := range r.lateHosts(out.Attached) {
+		out.Effects = append(out.Effects, strings.ToUpper(text[:1])+text[1:]+".")
+	}
+	if opts.Strategy == runtime.StrategyRecreate && !r.data.Recreated {
+		var asked runtime.Spec
+		if asked, err = specOf(r.row.SandboxID, r.row.Spec); err == nil {
+			r.caveats, err = e.claim(&asked, r.row, r.grants, r.full())
+		}
+		if err != nil {
+			return out, err
+		}
+	}
+	if r.data.Recreated {
+		out.Effects = append(out.Effects, fmt.Sprintf("The sandbox is made again, with id %s.", short(r.sb.ID)))
+		if r.row.Foreign {
+			out.Effects = append(out.Effects, fmt.Sprintf("The checkpoint comes from elsewhere. Its command: %s.", strings.Join(r.spec.Args, " ")))
+		}
+		for _, text := range r.caveats {
+			out.Effects = append(out.Effects, strings.ToUpper(text[:1])+text[1:]+".")
+		}
+		for entry, err := range wanted(ctx, r.reader, tree{}, nil) {
+			if err != nil {
+				return out, err
+			}
+			if entry.Path != "." {
+				countChanges(&out, overlay.Change{Path: entry.Path, Kind: overlay.Added, New: &entry})
+				out.Bytes += entry.Size
+			}
+		}
+		return out, nil
+	}
+	if r.c.Pid != 0 {
+		list, err := criu.Alive(r.c.Pid)
+		if err != nil {
+			return out, err
+		}
+		for _, p := range list {
+			out.Ends = append(out.Ends, runtime.PlanProcess{Pid: p.Pid, Command: p.Cmdline})
+		}
+	}
+	if err := r.plan(ctx); err != nil {
+		return out, err
+	}
+	dir, err := e.store.Scratch()
+	if err != nil {
+		return out, err
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	for _, t := range r.data.Trees {
+		seen := filepath.Join(dir, fmt.Sprint(t.Number))
+		opts := overlay.CollectOptions{Known: e.known(ctx, r.sb.ID, t), Trust: true, Tolerant: true}
+		if _, err := overlay.Collect(ctx, t.Dir, seen, store.Cutter{}, opts); err != nil {
+			return out, err
+		}
+		t.seen = seen
+		u, err := t.plan(ctx, r.reader, nil)
+		if err != nil {
+			return out, err
+		}
+		out.Bytes += u.Bytes()
+		if n := u.Len(); t.Number > 0 && n > 0 {
+			out.Effects = append(out.Effects, fmt.Sprintf("%d paths of volume %s change.", n, manifest.Volumes[t.Number-1].Name))
+		}
+		if err := u.Close(); err != nil {
+			return out, err
+		}
+	}
+	// What is written to the upperdir is one thing, what a user of the sandbox
+	// finds changed by it another.
+	lower, err := layers(ctx, r.sb.Sandbox, r.c, r.sb.host)
+	if err != nil {
+		return out, err
+	}
+	then := overlay.Side{Tree: func() (io.ReadCloser, error) { return r.reader.Tree(ctx, 0) }, Taken: vouched(r.row)}
+	err = overlay.Diff(ctx, overlay.Side{Dir: r.c.Upper}, then, overlay.DiffOptions{Lower: lower}, func(c overlay.Change) error {
+		countChanges(&out, c)
+		return nil
+	})
+	if err != nil {
+		return out, err
+	}
+	addEffects(&out, r)
+	return out, nil
+}
+
+// planOpened looks whether what processes of the checkpoint have open in bind
+// mounts is there yet, which Restore does with all of their images laid out.
+func (e *Engine) planOpened(ctx context.Context, r *restoration) (err error) {
+	dir, err := e.store.Scratch()
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	if err := r.reader.ExtractImages(ctx, filepath.Join(dir, "images"), criu.OpenFileImages...); err != nil {
+		return err
+	}
+	return r.checkOpened(filepath.Join(dir, "images"))
+}
+
+// countChanges adds a change to a plan.
+func countChanges(p *runtime.RestorePlan, c overlay.Change) {
+	switch c.Kind {
+	case overlay.Added:
+		p.Added++
+	case overlay.Deleted:
+		p.Deleted++
+	default:
+		p.Modified++
+	}
+	p.Changes = append(p.Changes, ChangeOf(c))
+}
+
+// addEffects tells what else a restore does.
+func addEffects(p *runtime.RestorePlan, r *restoration) {
+	say := func(format string, a ...any) { p.Effects = append(p.Effects, fmt.Sprintf(format, a...)) }
+	was := runtime.Status(r.reader.Manifest().Status)
+	switch {
+	case r.full() && was == runtime.Paused:
+		say("The processes of the checkpoint come back paused.")
+	case r.full():
+	case was == runtime.Running || was == runtime.Paused:
+		say("The command is started afresh: the checkpoint has, or gives, no processes.")
+	case r.c.Pid != 0:
+		say("The sandbox will be stopped, as it was at the checkpoint.")
+	}
+	if r.data.NoUndo {
+		say("The present state is lost: --no-undo.")
+	} else {
+		say("The present state becomes an undo checkpoint; bring it back with: agentbox restore --undo %s", r.sb.Name)
+	}
+	for _, w := range slices.Concat(r.row.Warnings, r.unplaced()) {
+		say("Not restored: %s.", w)
+	}
+	for _, text := range r.caveats {
+		say("%s.", strings.ToUpper(text[:1])+text[1:])
+	}
+}
+
+// planEffects tells what a restore would compensate.
+func (e *Engine) planEffects(ctx context.Context, r *restoration, p *runtime.RestorePlan) error {
+	due, gone, err := e.dueEffects(ctx, r)
+	if gone > 0 {
+		p.Effects = append(p.Effects, fmt.Sprintf("Compensated since this checkpoint, and not applied again: %s.", effects(gone)))
+	}
+	switch {
+	case err != nil || len(due) == 0:
+	case r.noEffects:
+		p.Effects = append(p.Effects, fmt.Sprintf("Not compensated, by --no-effects: %s.", effects(len(due))))
+	default:
+		p.Compensates = due
+	}
+	return err
+}

@@ -1,0 +1,293 @@
+package engine
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/policy"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// PolicyRequest is what a policy judges of a request; the image's own user and
+// digest are not known to it yet.
+func PolicyRequest(req runtime.CreateRequest) policy.Request {
+	ask := askFor(req.Spec)
+	ask.CapAdd, ask.CapDrop, ask.Privileged, ask.UserNS = req.CapAdd, req.CapDrop, req.Privileged, req.UserNS
+	return ask
+}
+
+// askFor is a spec in the words of a policy.
+func askFor(s runtime.Spec) policy.Request {
+	ask := policy.Request{
+		Image: s.Image, User: s.User, Labels: s.Labels, Every: s.CheckpointEvery,
+		Capabilities: s.Security.Capabilities, NoNewPrivileges: s.Security.NoNewPrivileges, NewPrivileges: s.Security.NewPrivileges,
+		Seccomp: s.Security.Seccomp, AppArmor: s.Security.AppArmor, IOUring: s.Security.IOUring,
+		Network: s.Network.Mode, Egress: s.Network.Egress, Group: s.Network.Group,
+		Memory: s.Resources.Memory, CPUs: s.Resources.CPUs, Pids: s.Resources.Pids,
+		Swap: s.Resources.Swap, IO: s.Resources.IO, Storage: s.Resources.Storage,
+		TTL: max(0, s.Lifetime.TTL), Idle: max(0, s.Lifetime.Idle),
+		Mounts: mountsOf(s),
+	}
+	if text := s.Security.SeccompProfile; text != "" {
+		ask.Seccomp = policy.SeccompDigest(text) // whatever the spec calls it
+	}
+	for _, secret := range s.Secrets {
+		if secret.File != "" {
+			ask.Mounts = append(ask.Mounts, secretMount(secret.File))
+		}
+	}
+	for _, p := range s.Network.Ports {
+		ask.Ports = append(ask.Ports, policy.Port{IP: p.HostIP, Host: p.Host, Protocol: p.Protocol})
+	}
+	return ask
+}
+
+func mountsOf(s runtime.Spec) []policy.Mount {
+	var list []policy.Mount
+	for _, m := range s.Mounts {
+		list = append(list, policy.Mount{Type: m.Type, Source: m.Source, Target: m.Target, ReadOnly: m.ReadOnly})
+	}
+	return list
+}
+
+// admit has the policy of a request decide over a completed spec, which becomes
+// what the policy grants. The labels of the image are not the user's.
+func (e *Engine) admit(s *runtime.Spec, req runtime.CreateRequest, img images.Image, labels map[string]string) error {
+	req.Spec = *s
+	ask := PolicyRequest(req)
+	ask.Labels = labels
+	ask.Digests = []string{img.Digest}
+	for _, d := range img.RepoDigests {
+		_, digest, _ := strings.Cut(d, "@")
+		ask.Digests = append(ask.Digests, digest)
+	}
+	got, findings := req.Policy.Judge(ask)
+	if err := policy.Denials(findings); err != nil {
+		return err
+	}
+	grant(s, req.Policy, got)
+	for i := range s.Mounts {
+		s.Mounts[i].Source = got.Mounts[i].Source
+	}
+	if err := e.policies.Remember(s.Policy.Digest); err != nil {
+		return fmt.Errorf("remember the policy %s: %w", s.Policy.Name, err)
+	}
+	return nil
+}
+
+// grant makes a spec what a policy grants of it. The sources of mounts stay:
+// restored processes have theirs.
+func grant(s *runtime.Spec, p *policy.Policy, got policy.Request) {
+	s.User, s.CheckpointEvery = got.User, got.Every
+	s.Lifetime = livesFor(got.TTL, got.Idle)
+	s.Network.Mode, s.Network.Egress = got.Network, got.Egress
+	s.Resources = runtime.Resources{Memory: got.Memory, Swap: got.Swap, CPUs: got.CPUs, Pids: got.Pids, IO: got.IO, Storage: got.Storage}
+	profile := s.Security.SeccompProfile
+	s.Security = runtime.Security{Capabilities: got.Capabilities, NoNewPrivileges: got.NoNewPrivileges, NewPrivileges: got.NewPrivileges, AppArmor: got.AppArmor, IOUring: got.IOUring}
+	if got.Seccomp != policy.SeccompDefault {
+		s.Security.Seccomp, s.Security.SeccompProfile = got.Seccomp, profile
+	}
+	s.Policy = &runtime.Policy{Name: p.Name, Digest: p.Rules.Digest(), Rules: p.Rules.Canonical()}
+}
+
+// recorded is the policy that a sandbox was made under; nil: there was none.
+func recorded(s runtime.Spec) (*policy.Policy, error) {
+	if s.Policy == nil {
+		return nil, nil
+	}
+	return policy.ParseCanonical(s.Policy.Name, s.Policy.Rules)
+}
+
+// readmit decides over the spec of a checkpoint, from which a sandbox is to be
+// made. It names the policy that it was made under, but who wrote a checkpoint
+// elsewhere could write any: one that was never used here counts for nothing,
+// and the sandbox is made under the default policy instead.
+func (e *Engine) readmit(s *runtime.Spec) error {
+	p, err := recorded(*s)
+	if err != nil {
+		return err
+	}
+	strange := p == nil || !e.policies.Remembers(p.Rules.Digest())
+	if strange {
+		if p, err = e.policies.Find(policy.Default); err != nil {
+			return err
+		}
+	}
+	if s.IDs == nil && p.Rules.NeedsNamespace() {
+		return p.NoNamespace("the checkpoint is of a sandbox that had them")
+	}
+	got, err := judged(*s, p, s.IDs != nil)
+	if err != nil {
+		if strange && s.Policy != nil {
+			err = hint(err, "The policy of the checkpoint, "+s.Policy.Name+", was never used here, so that the default one counts.")
+		}
+		return err
+	}
+	grant(s, p, got)
+	return nil
+}
+
+// judged is what a policy grants of the spec of a checkpoint. mapped says that the sandbox
+// gets a user namespace, where it can.
+func judged(s runtime.Spec, p *policy.Policy, mapped bool) (policy.Request, error) {
+	ask := askFor(s)
+	ask.Image = "" // it is pinned, and was judged by its name then
+	if ask.Network == runtime.NetworkFiltered && ask.Egress == nil {
+		ask.Egress = []string{} // no rules was what was asked for
+	}
+	if mapped {
+		ask.UserNS = runtime.UserNSAuto
+	}
+	got, findings := p.Judge(ask)
+	return got, policy.Denials(findings)
+}
+
+// mayMount judges where the sources of a sandbox's mounts lead now, under the
+// policy that it was made under.
+func mayMount(s runtime.Spec) error {
+	p, err := recorded(s)
+	if err != nil || p == nil || len(s.Mounts) == 0 {
+		return err
+	}
+	return p.Mounts(mountsOf(s))
+}
+
+// mayBe judges the user of an exec; empty is the sandbox's own.
+func mayBe(sb store.Sandbox, user string) error {
+	if user == "" {
+		return nil
+	}
+	s, err := spec(sb)
+	if err != nil {
+		return err
+	}
+	p, err := recorded(s)
+	if err != nil || p == nil {
+		return err
+	}
+	return p.User(user)
+}
+
+// policyName is the name in a stored spec, for people. Of one that cannot be
+// read it is empty.
+func policyName(spec json.RawMessage) string {
+	var s struct {
+		Policy runtime.Policy `json:"policy"`
+	}
+	if json.Unmarshal(spec, &s) != nil {
+		return ""
+	}
+	return s.Policy.Name
+}
+
+// retention is what is kept of a sandbox's checkpoints.
+type retention struct {
+	policy.Keeping
+	policy    string
+	automatic []string // the triggers of those that are automatic
+}
+
+// kept is what a sandbox's policy says of its checkpoints.
+func kept(s runtime.Spec) (r retention, err error) {
+	p, err := recorded(s)
+	if err != nil || p == nil {
+		return r, err
+	}
+	e, err := every(s)
+	return retention{p.Rules.Keeping(), p.Name, append(e.Triggers(), runtime.TriggerTool, runtime.TriggerMCP)}, err
+}
+
+// any says whether there is anything that could remove a checkpoint.
+func (r retention) any() bool {
+	return r.All != (policy.Retention{}) || r.Automatic != (policy.Retention{}) && len(r.automatic) > 0
+}
+
+// covers reports whether a checkpoint is one of those that were taken without being
+// asked for, or by an agent. What a user gave a name, or came from elsewhere, stays.
+func (r retention) covers(c store.Checkpoint) bool {
+	return slices.Contains(r.automatic, c.Trigger) && (c.Name == "" || c.Trigger == runtime.TriggerMCP) && !c.Foreign
+}
+
+// keepByPolicy removes the checkpoints of one sandbox, or of each, that the
+// policy does not keep under which it was made.
+func (e *Engine) keepByPolicy(ctx context.Context, sandbox string, out *runtime.Pruned) error {
+	rows, err := e.store.Checkpoints(ctx, store.Filter{SandboxID: sandbox})
+	if err != nil {
+		return err
+	}
+	boxes, err := e.store.Sandboxes(ctx)
+	if err != nil {
+		return err
+	}
+	// The sandbox's own word counts, and of one that is gone its newest checkpoint's.
+	specs := map[string]json.RawMessage{}
+	for _, sb := range boxes {
+		specs[sb.ID] = sb.Spec
+	}
+	seen := map[string]bool{}
+	for _, row := range rows {
+		text, alive := specs[row.SandboxID]
+		if seen[row.SandboxID] || !alive && row.Foreign { // whose policy is its author's
+			continue
+		}
+		seen[row.SandboxID] = true
+		if !alive {
+			text = row.Spec
+		}
+		s, err := specOf(row.SandboxID, text)
+		if err != nil {
+			return err
+		}
+		r, err := kept(s)
+		if err != nil {
+			return err
+		}
+		if !r.any() {
+			continue
+		}
+		if err := e.retain(ctx, store.Filter{SandboxID: row.SandboxID}, r, out); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// makeRoom removes what a sandbox's policy does not keep beside the checkpoint
+// that was just taken. That one is there, whatever comes of it.
+func (e *Engine) makeRoom(ctx context.Context, sb store.Sandbox, c runtime.Checkpoint) {
+	s, err := spec(sb)
+	if err != nil {
+		return // the checkpoint could not have been taken
+	}
+	var out runtime.Pruned
+	r, err := kept(s)
+	f := store.Filter{SandboxID: sb.ID}
+	if err == nil && r.All == (policy.Retention{}) {
+		// Only the automatic ones are counted: no other is even looked at.
+		if f.Automatic = true; !r.any() || !slices.Contains(r.automatic, c.Trigger) {
+			return
+		}
+	}
+	ctx = context.WithoutCancel(ctx)
+	if err == nil {
+		err = e.retain(ctx, f, r, &out)
+	}
+	if err != nil {
+		e.log.Warn("older checkpoints stay; `agentbox prune` removes them", "sandbox", sb.ID, "err", err)
+	}
+	if len(out.Removed) > 0 {
+		e.log.Info("checkpoints removed by policy", "sandbox", sb.ID, "policy", r.policy, "checkpoints", len(out.Removed))
+		d := deedTo(sb, "prune", "", "retention of policy "+r.policy)
+		d.Past = true
+		for _, p := range out.Removed {
+			d.Made = append(d.Made, p.Checkpoint.ID)
+		}
+		_ = e.deed(ctx, d, func() error { return err }) // which is logged
+		e.tidy(ctx)
+	}
+}

@@ -1,0 +1,37 @@
+package engine
+
+import (
+	"context"
+
+	"github.com/agentbox/agentbox/policy"
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// Policies lists the policies of this host.
+func (e *Engine) Policies(context.Context) ([]runtime.PolicyEntry, error) {
+	return ListPolicies(e.policies)
+}
+
+// Policy resolves the name of one.
+func (e *Engine) Policy(_ context.Context, name string) (*policy.Policy, error) {
+	return e.policies.Find(name)
+}
+
+// ListPolicies lists what is to be found.
+func ListPolicies(find policy.Finder) ([]runtime.PolicyEntry, error) {
+	names, err := find.List()
+	if err != nil {
+		return nil, err
+	}
+	list := []runtime.PolicyEntry{}
+	for _, name := range names {
+		e := runtime.PolicyEntry{Name: name, Base: []string{}}
+		if p, err := find.Find(name); err != nil {
+			e.Error = err.Error()
+		} else {
+			e.Base, e.File, e.Description, e.Digest = append(e.Base, p.Base...), p.File, p.Description, p.Rules.Digest()
+		}
+		list = append(list, e)
+	}
+	return list, nil
+}

@@ -1,0 +1,535 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/flock"
+	"github.com/agentbox/agentbox/internal/guard"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+const (
+	// reconcileLock keeps two reconcilers apart.
+	reconcileLock = "reconcile"
+	// settleTime bounds the work on one container.
+	settleTime = time.Minute
+	// endingTime is how long after an exit the monitor may be at work on it,
+	// stuckTime how long it may when nobody waits for the answer.
+	endingTime, stuckTime = 10 * time.Second, 2 * time.Minute
+	// monitorTime is how long a monitor may take to end when its container is
+	// gone: it waits for its exit command, a process of ours, to find that out.
+	monitorTime, monitorAgain = 30 * time.Second, 250 * time.Millisecond
+	// stagedAge is from when on a staged restore without a sandbox is nobody's.
+	stagedAge = 10 * time.Minute
+)
+
+// reconciling is one Reconcile under way.
+type reconciling struct {
+	e      *Engine
+	report runtime.ReconcileReport
+	causes []error // of its findings' errors
+	errs   []error
+	rows   []store.Sandbox
+	known  map[string]store.Sandbox
+	staged map[string]bool // names that staged restores of sandboxes may have
+	blind  bool            // an engine did not answer, or state.db lacks some: not all of these are known
+	alone  map[string]bool // ids of sandboxes that are whole and not on record
+	began  time.Time
+
+	// Nobody asked for it. Then what is only known by its absence is left: an
+	// engine that was given another data root, or a disk that was not mounted at
+	// boot, looks as if all its containers were gone.
+	unasked bool
+	// ending has since when, by uptime, monitors without work are seen.
+	ending map[string]time.Duration
+	said   map[runtime.Finding]bool
+}
+
+// reconciled is what an Engine remembers of its last Reconcile.
+type reconciled struct {
+	said   map[runtime.Finding]bool
+	ending map[string]time.Duration
+}
+
+// found takes a finding into the report, and into the log when it is news.
+func (r *reconciling) found(kind, id, action string, err error) {
+	r.add(runtime.Finding{Kind: kind, Sandbox: id, Action: action}, err)
+}
+
+// leave is found of what only its owner can do something about.
+func (r *reconciling) leave(kind, id, advice string, err error) {
+	r.add(runtime.Finding{Kind: kind, Sandbox: id, Action: advice, Left: true}, err)
+}
+
+func (r *reconciling) add(f runtime.Finding, err error) {
+	if err != nil {
+		f.Error = err.Error()
+		r.report.Failed++
+		r.errs = append(r.errs, err)
+	}
+	r.said[f] = true
+	if f.Again = r.e.lastReconciled().said[f]; !f.Again && (r.unasked || err != nil) { // else whoever asked is told
+		r.e.log.Warn("reconcile", "kind", f.Kind, "sandbox", f.Sandbox, "action", f.Action, "err", f.Error)
+	}
+	if f.Action != "" {
+		r.report.Actions = append(r.report.Actions, f.Action)
+	}
+	r.report.Findings, r.causes = append(r.report.Findings, f), append(r.causes, err)
+	r.report.Counts[f.Kind]++
+}
+
+func (e *Engine) lastReconciled() reconciled {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.last
+}
+
+// Reconcile compares what is recorded with the kernel and the engines, and
+// repairs or frees what differs: records without a thing, things without a
+// record. Before that it does what RecoverInterrupted does, after it what restart
+// policies ask for. What a verb is at work on is left alone, as is whatever is not
+// provably this root's. It is cheap when all is well; one that is under way
+// already makes it ErrBusy.
+func (e *Engine) Reconcile(ctx context.Context) (runtime.ReconcileReport, error) {
+	return e.reconcile(ctx, false)
+}
+
+func (e *Engine) reconcile(ctx context.Context, unasked bool) (_ runtime.ReconcileReport, err error) {
+	defer func() { err = fail("recover", "", err) }()
+	r := &reconciling{e: e, unasked: unasked, began: time.Now(), said: map[runtime.Finding]bool{}, ending: map[string]time.Duration{}, staged: map[string]bool{}, alone: map[string]bool{}, known: map[string]store.Sandbox{}, report: runtime.ReconcileReport{Actions: []string{}, Findings: []runtime.Finding{}, Counts: map[string]int{}}}
+	lock, err := e.store.Lock(ctx, reconcileLock, "recover", lockWait)
+	if err != nil {
+		return r.report, err
+	}
+	defer lock.Unlock()
+	defer func() {
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		if !unasked { // it waits for them
+			r.ending = e.last.ending
+		}
+		e.last = reconciled{r.said, r.ending}
+	}()
+	defer r.record(ctx)
+	done, err := e.recoverFor(ctx, Deed{Alone: unasked})
+	for _, did := range done.Actions {
+		r.found(runtime.FoundInterrupted, "", did, nil)
+	}
+	r.errs = append(r.errs, err)
+	revived, err := e.reviveWatches(ctx, false)
+	for id, did := range revived {
+		r.found(runtime.FoundWatch, id, did, nil)
+	}
+	r.errs = append(r.errs, err)
+	ended, err := e.EndLeases(ctx)
+	for _, did := range ended {
+		r.found(runtime.FoundLease, "", did, nil)
+	}
+	r.errs = append(r.errs, err)
+	if err := failpoint.Hit("reconcile.before-store"); err != nil {
+		return r.report, err
+	}
+	swept, err := e.store.Sweep(ctx)
+	for _, did := range swept {
+		r.found(runtime.FoundStore, "", did, nil)
+	}
+	r.errs = append(r.errs, err, criu.Sweep())
+	if r.rows, err = e.store.Sandboxes(ctx); err != nil {
+		return r.report, errors.Join(append(r.errs, err)...)
+	}
+	r.report.Sandboxes = len(r.rows)
+	used := map[string]bool{e.first: true}
+	for _, sb := range r.rows {
+		used[sb.Backend], r.known[sb.ID] = true, sb
+	}
+	for _, name := range slices.Sorted(maps.Keys(used)) {
+		if err := r.backend(ctx, name); err != nil {
+			r.blind = true
+			r.errs = append(r.errs, fmt.Errorf("backend %s: %w", name, err))
+		}
+	}
+	if err := failpoint.Hit("reconcile.before-run"); err != nil {
+		return r.report, err
+	}
+	r.errs = append(r.errs, r.run(ctx))
+	r.report.Took = time.Since(r.began)
+	return r.report, errors.Join(r.errs...)
+}
+
+// backend compares one backend's containers with the records.
+func (r *reconciling) backend(ctx context.Context, name string) error {
+	host, err := r.e.host(name)
+	if err != nil {
+		return err
+	}
+	holder, _ := host.Backend.(runtime.Holder)
+	var held map[string][]string
+	if holder != nil {
+		if held, err = holder.Held(ctx); err != nil {
+			return err
+		}
+	}
+	listed, err := host.List(ctx)
+	if err != nil {
+		return err
+	}
+	lingering := map[string]bool{}
+	ids := map[string]bool{}
+	for _, id := range slices.Concat(listed, slices.Collect(maps.Keys(held))) {
+		ids[id] = true
+	}
+	for _, sb := range r.rows {
+		if sb.Backend == name {
+			ids[sb.ID] = true
+		}
+	}
+	for _, id := range slices.Sorted(maps.Keys(ids)) {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		sb, known := r.known[id]
+		if known && sb.Backend != name {
+			continue // backends share our run directory
+		}
+		if known {
+			attend := false
+			err := guard.Do(func() (err error) {
+				attend, err = r.look(ctx, host, sb, holder != nil, held[id])
+				return err
+			})
+			if err != nil {
+				r.found(runtime.FoundEnded, id, "", fmt.Errorf("sandbox %s: %w", sb.Name, err))
+			}
+			if !attend || err != nil {
+				continue
+			}
+		}
+		if r.settle(ctx, host, id, held[id], false) {
+			lingering[id] = true
+		}
+	}
+	if holder == nil {
+		return nil
+	}
+	if len(lingering) > 0 {
+		r.errs = append(r.errs, r.linger(ctx, host, holder, lingering))
+	}
+	did, err := holder.Tend(ctx)
+	for _, said := range did {
+		r.found(runtime.FoundHost, "", said, nil)
+	}
+	return err
+}
+
+// linger frees monitors of containers that are gone, which had the time to end.
+// A removal does not wait for them: conmon ends when its exit command has found
+// that the sandbox is gone, or the lock taken by whoever removes it. Who asked is
+// not told of them before that time is over; the service looks the next time.
+func (r *reconciling) linger(ctx context.Context, host Host, holder runtime.Holder, ids map[string]bool) error {
+	for deadline := time.Now().Add(monitorTime); !r.unasked && time.Now().Before(deadline); {
+		select {
+		case <-time.After(monitorAgain):
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+		held, err := holder.Held(ctx)
+		if err != nil {
+			return err
+		}
+		maps.DeleteFunc(ids, func(id string, _ bool) bool { return !onlyMonitor(held[id]) })
+		if len(ids) == 0 {
+			return nil
+		}
+	}
+	for id := range ids {
+		if !r.unasked || r.lasts(id) {
+			r.settle(ctx, host, id, []string{runtime.HeldMonitor}, true)
+		}
+	}
+	return nil
+}
+
+func onlyMonitor(has []string) bool { return slices.Equal(has, []string{runtime.HeldMonitor}) }
+
+// lasts tells whether a monitor has had nothing left to do for longer than it may.
+func (r *reconciling) lasts(id string) bool {
+	now := uptime()
+	since, ok := r.e.lastReconciled().ending[id]
+	if !ok {
+		since = now
+	}
+	r.ending[id] = since
+	return now-since >= stuckTime
+}
+
+// look looks at a recorded sandbox, without its lock, and tells whether there is
+// something to settle. One that runs gets back the processes beside it.
+func (r *reconciling) look(ctx context.Context, host Host, sb store.Sandbox, holds bool, has []string) (settle bool, err error) {
+	s, err := spec(sb)
+	if err != nil {
+		return false, err
+	}
+	c, err := host.Inspect(ctx, sb.ID)
+	if errors.Is(err, runtime.ErrNotFound) {
+		return true, nil
+	}
+	if err != nil {
+		r.blind = true
+		return false, err
+	}
+	r.staged[c.Stage.ID] = true
+	if c.Status != runtime.Running && c.Status != runtime.Paused {
+		if s.Adopted {
+			return false, nil // its engine sees to the rest
+		}
+		if back, _, err := r.e.comesBack(ctx, sb, s, c); err != nil {
+			return false, err
+		} else if back {
+			if alive, err := flock.Held(filepath.Join(r.e.marks(), sb.ID), 0); err != nil {
+				return false, err
+			} else if !alive {
+				r.e.watchOver(s) // which starts it again
+				return false, nil
+			}
+		}
+		if c.Status == runtime.Exited && slices.Contains(has, runtime.HeldMonitor) {
+			// Its monitor is about to do it, or waits for whoever reads its output
+			// or wants its exit code.
+			if r.unasked && !r.lasts(sb.ID) || !r.unasked && time.Since(c.Finished) < endingTime {
+				return false, nil
+			}
+		}
+		return !holds || len(has) > 0, nil
+	}
+	if interval(s) && r.e.auto != nil {
+		alive, err := flock.Held(r.e.autoPath(sb.ID), 0)
+		if err != nil {
+			return false, err
+		}
+		if !alive {
+			r.e.every(s)
+			r.found(runtime.FoundAuto, sb.ID, fmt.Sprintf("checkpoints of sandbox %s are taken at its interval again", sb.Name), nil)
+		}
+	}
+	if holds && !slices.Contains(has, runtime.HeldMonitor) {
+		// It may have been started since the look at the kernel.
+		if now, err := host.Inspect(ctx, sb.ID); err == nil && now.Pid == c.Pid && time.Since(c.Started) > settleTime {
+			r.leave(runtime.FoundMonitor, sb.ID, fmt.Sprintf("left sandbox %s alone, which runs without the process that keeps its output and its exit code: to have them again: agentbox stop %s, agentbox start %s", sb.Name, sb.Name, sb.Name), nil)
+		}
+	}
+	return false, nil
+}
+
+// settle frees what one container holds without need. One that a verb works on is
+// left alone. late says that a monitor alone had the time to end; else settle
+// tells that there is no more than that of a sandbox that is gone.
+func (r *reconciling) settle(ctx context.Context, host Host, id string, has []string, late bool) (lingers bool) {
+	ctx, cancel := context.WithTimeout(ctx, settleTime)
+	defer cancel()
+	f := runtime.Finding{Kind: runtime.FoundEnded}
+	err := guard.Do(func() (err error) {
+		f, err = r.free(ctx, host, id, has, late)
+		return err
+	})
+	if errors.Is(err, errLingers) {
+		return true
+	}
+	if f.Action != "" || err != nil {
+		f.Sandbox = id
+		r.add(f, err)
+	}
+	return false
+}
+
+// errLingers is that only the monitor of a sandbox is left, which is gone.
+var errLingers = errors.New("its monitor is about to end")
+
+// free is settle; what was done is in its finding.
+//
+// Whoever makes or removes anything of a sandbox, under whatever id, holds that
+// sandbox's lock from before its first trace (an intent, a row, a directory, a
+// cgroup, a link, what is staged) until its record and its container agree: a
+// create, a fork, a restore of one that was removed, an import, a removal, a
+// child of a killed verb that is still at work. So what is seen under that lock
+// is nobody's work in progress, but for four things that need none: a copy out of a
+// stopped sandbox (Holder.Busy), commands in one that runs (which is left
+// alone), the monitor and its exit command after a removal (errLingers), and
+// both after an exit (look).
+func (r *reconciling) free(ctx context.Context, host Host, id string, has []string, late bool) (f runtime.Finding, err error) {
+	e := r.e
+	f.Kind = runtime.FoundEnded
+	// As a reaper, for which other verbs wait.
+	lock, err := e.store.Lock(ctx, id, opReap, 0)
+	if errors.Is(err, runtime.ErrBusy) {
+		return f, nil
+	}
+	if err != nil {
+		return f, err
+	}
+	defer lock.Unlock()
+	if err := failpoint.Hit("reconcile.before-settle"); err != nil {
+		return f, err
+	}
+	// Others may have done it since the look.
+	holder, holds := host.Backend.(runtime.Holder)
+	if holds && holder.Busy(id) {
+		return f, nil
+	}
+	if holds && len(has) > 0 {
+		now, err := holder.Held(ctx)
+		if err != nil {
+			return f, err
+		}
+		if onlyMonitor(now[id]) && !onlyMonitor(has) {
+			if _, err := e.store.Sandbox(ctx, id); err == nil {
+				return f, nil // it ends by itself; should it not, the next look finds it
+			}
+		}
+		if has = now[id]; holder.Busy(id) { // what it holds may be that verb's
+			return f, nil
+		}
+	}
+	sb, err := e.store.Sandbox(ctx, id)
+	if errors.Is(err, runtime.ErrNotFound) {
+		if onlyMonitor(has) && !late {
+			return f, errLingers
+		}
+		f.Kind = runtime.FoundStray
+		if ids, err := host.List(ctx); err != nil || len(has) == 0 && !slices.Contains(ids, id) {
+			return f, err
+		}
+		return r.stray(ctx, host, id, has)
+	}
+	if err != nil {
+		return f, err
+	}
+	cut, err := e.interruptedIn(ctx, id)
+	if err != nil || cut { // that one could not be finished, which was said
+		return f, err
+	}
+	s, err := spec(sb)
+	if err != nil {
+		return f, err
+	}
+	// Backends share our run directory, and one may take for its own what a
+	// restore has left there for another's sandbox.
+	if host, err = e.host(sb.Backend); err != nil {
+		return f, err
+	}
+	c, err := host.Inspect(ctx, id)
+	if errors.Is(err, runtime.ErrNotFound) {
+		return r.gone(ctx, host, sb, s)
+	}
+	if err != nil || s.Adopted || c.Status == runtime.Running || c.Status == runtime.Paused {
+		return f, err // its engine sees to what was adopted
+	}
+	e.keepHits(ctx, sb, c)
+	if err := host.Stop(ctx, id, runtime.StopOptions{}); errors.Is(err, runtime.ErrBusy) {
+		return f, nil // a copy out of it has just begun
+	} else if err != nil || len(has) == 0 {
+		return f, err
+	}
+	f.Action = fmt.Sprintf("freed what sandbox %s held, which has not run%s", sb.Name, listed(has))
+	if c.Status == runtime.Exited {
+		f.Action = fmt.Sprintf("freed what sandbox %s held, which has ended with exit code %d%s", sb.Name, c.ExitCode, listed(has))
+		return f, e.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventReconciled, Exit: &c.ExitCode, Reason: f.Action})
+	}
+	return f, nil
+}
+
+// gone sees to a sandbox whose container is not there any more: its engine
+// has removed it.
+func (r *reconciling) gone(ctx context.Context, host Host, sb store.Sandbox, s runtime.Spec) (f runtime.Finding, err error) {
+	f.Kind = runtime.FoundGone
+	switch {
+	case r.unasked:
+		f.Left = true
+		f.Action = fmt.Sprintf("left sandbox %s alone, of which backend %s has no container any more: if that is to be so, agentbox recover takes it off the records, with its undo checkpoints; other checkpoints stay", sb.Name, sb.Backend)
+	case s.Adopted:
+		f.Action = fmt.Sprintf("forgot %s, whose container is gone; its checkpoints stay", sb.Name)
+		err = errors.Join(os.RemoveAll(filepath.Join(r.e.run, sb.ID)), r.e.dropEvents(sb.ID), r.e.store.DeleteSandbox(ctx, sb.ID))
+	default:
+		// What else it had goes, too.
+		f.Action = fmt.Sprintf("removed sandbox %s, whose container is gone; its checkpoints stay", sb.Name)
+		err = r.e.finishRemove(ctx, host, sb.ID, false)
+	}
+	if err != nil {
+		f.Action = "" // not yet
+	}
+	return f, err
+}
+
+// stray sees to what is there of a sandbox that is not in state.db.
+func (r *reconciling) stray(ctx context.Context, host Host, id string, has []string) (f runtime.Finding, err error) {
+	f.Kind = runtime.FoundStray
+	did, whole, err := r.e.leaveUnknown(ctx, host, id)
+	if whole || err != nil {
+		// One that cannot be looked at may be whole.
+		r.alone[id], r.blind = true, true // what is staged may be for it
+		return runtime.Finding{Kind: runtime.FoundUnknown, Action: did, Left: true}, err
+	}
+	if err = errors.Join(os.RemoveAll(filepath.Join(r.e.run, id)), r.e.forgetRestarts(id)); err == nil {
+		f.Action = did + listed(has)
+	}
+	return f, err
+}
+
+func listed(has []string) string {
+	if len(has) == 0 {
+		return ""
+	}
+	return " (" + strings.Join(has, ", ") + ")"
+}
+
+// run frees what is in RUN of sandboxes that are gone, and forgets their events.
+func (r *reconciling) run(ctx context.Context) error {
+	if err := r.e.forgetEvents(ctx, r.alone); err != nil {
+		return err
+	}
+	names, err := stage.List(r.e.run)
+	if err != nil {
+		return err
+	}
+	var errs []error
+	for _, name := range names {
+		st, err := os.Stat(filepath.Join(r.e.run, "restore", name))
+		// Engines call containers by names of their own.
+		if err != nil || r.staged[name] || r.blind || r.began.Sub(st.ModTime()) < stagedAge {
+			continue
+		}
+		// Whoever stages has a row that is older, so that it would be in staged.
+		if err := stage.Clear(r.e.run, name); err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		r.found(runtime.FoundStaged, "", fmt.Sprintf("removed a staged restore of %s, which is not there", short(name)), nil)
+	}
+	// Of a sandbox that was restored to its id meanwhile there is a row again.
+	for _, dir := range []string{filepath.Join(r.e.run, "auto"), filepath.Join(r.e.run, "storage"), r.e.restartsDir()} {
+		entries, err := os.ReadDir(dir)
+		if ignoreMissing(err) != nil {
+			errs = append(errs, err)
+		}
+		for _, entry := range entries {
+			id, _, _ := strings.Cut(entry.Name(), ".")
+			info, err := entry.Info()
+			if _, known := r.known[id]; known || r.alone[id] || err != nil || time.Since(info.ModTime()) < settleTime {
+				continue
+			}
+			errs = append(errs, r.forget(ctx, id, filepath.Join(dir, entry.Name())))
+		}
+	}
+	return errors.Join(errs...)
+}

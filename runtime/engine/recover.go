@@ -1,0 +1,537 @@
+package engine
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/internal/guard"
+	"github.com/agentbox/agentbox/internal/undo"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// The verbs that leave an intent in the journal.
+const (
+	opCreate     = "create"
+	opStart      = "start"
+	opCheckpoint = "checkpoint"
+	opRestore    = "restore"
+	opRemove     = "rm"
+	opApply      = "apply"
+	opCommit     = "commit"
+	opUpdate     = "update"
+)
+
+// recoverWait is how long Recover waits for the lock of an interrupted verb: a
+// dump that outlives the agentbox that began it keeps the lock and must end by
+// itself, because killing CRIU half-way harms the processes it works on.
+const recoverWait = 30 * time.Second
+
+// RecoverInterrupted rolls each verb that was killed half-way forward or back.
+// A verb whose process lives is left alone. It is quick when there is nothing
+// to do, so every command calls it first.
+func (e *Engine) RecoverInterrupted(ctx context.Context) (runtime.Recovery, error) {
+	return e.recoverFor(ctx, Deed{Alone: true})
+}
+
+// recoverFor is RecoverInterrupted; whose it is, on record, is as in as.
+func (e *Engine) recoverFor(ctx context.Context, as Deed) (runtime.Recovery, error) {
+	var done runtime.Recovery
+	intents, err := e.store.Intents(ctx)
+	if err != nil {
+		return done, fail("recover", "", err)
+	}
+	var errs []error
+	for _, in := range intents {
+		if e.underWay(in.Seq) {
+			continue
+		}
+		about := e.Subject(ctx, in.Sandbox, false) // of which nothing may be left afterwards
+		about.Sandbox = in.Sandbox
+		var did string
+		err := guard.Do(func() (err error) { // one that cannot be finished keeps nobody from the others
+			did, err = e.finish(ctx, in)
+			return err
+		})
+		if did != "" {
+			done.Actions = append(done.Actions, did)
+			e.log.Warn("recovered", "sandbox", in.Sandbox, "verb", in.Op, "action", did)
+			d := as
+			d.Verb, d.Why, d.Subject, d.Did, d.Past = "recover", fmt.Sprintf("its %s was interrupted", in.Op), about, []string{did}, true
+			_ = e.deed(ctx, &d, func() error { return err })
+		}
+		if err != nil {
+			errs = append(errs, fmt.Errorf("%s of %s: %w", in.Op, short(in.Sandbox), err))
+		}
+	}
+	did, err := e.freeUnstarted(ctx, as)
+	done.Actions = append(done.Actions, did...)
+	return done, fail("recover", "", errors.Join(append(errs, err)...))
+}
+
+// interrupted takes the lock of an intent's sandbox if nobody works on it. A
+// verb holds the lock from before it writes its intent until after it strikes
+// it out, so an intent whose lock is free was left behind.
+func (e *Engine) interrupted(ctx context.Context, in store.Intent) (*store.Lock, error) {
+	lock, err := e.store.Lock(ctx, in.Sandbox, "recover", 0)
+	if errors.Is(err, runtime.ErrBusy) && errors.Is(unix.Kill(in.Pid, 0), unix.ESRCH) {
+		// A child of the killed process is still at it, or an orphan of its CRIU stays.
+		if err := criu.Sweep(); err != nil {
+			e.log.Warn("orphans of CRIU not ended", "error", err)
+		}
+		defer e.assistDump(ctx, in)()
+		lock, err := e.store.Lock(ctx, in.Sandbox, "recover", recoverWait)
+		if errors.Is(err, runtime.ErrBusy) && criu.EndHolders(e.store.LockPath(in.Sandbox)) {
+			e.log.Warn("dump ended that nothing waited for any more", "sandbox", in.Sandbox)
+			lock, err = e.store.Lock(ctx, in.Sandbox, "recover", recoverWait)
+		}
+		return lock, err
+	}
+	if errors.Is(err, runtime.ErrBusy) {
+		return nil, nil
+	}
+	return lock, err
+}
+
+// assistDump helps the dump of a verb that was killed over stopped processes, until the
+// returned function is called.
+func (e *Engine) assistDump(ctx context.Context, in store.Intent) (end func()) {
+	host, err := e.hostOf(ctx, in)
+	if err != nil {
+		return func() {}
+	}
+	c, err := host.Inspect(ctx, in.Sandbox)
+	if err != nil || c.Pid == 0 {
+		return func() {} // nothing is dumped any more
+	}
+	return criu.AssistHolders(e.store.LockPath(in.Sandbox), c.Pid)
+}
+
+// finish brings one interrupted verb to its end.
+func (e *Engine) finish(ctx context.Context, in store.Intent) (did string, err error) {
+	lock, err := e.interrupted(ctx, in)
+	if err != nil || lock == nil {
+		return "", err
+	}
+	defer lock.Unlock()
+	// Another process may have recovered it while we waited.
+	in, ok, err := e.pending(ctx, in.Seq)
+	if err != nil || !ok {
+		return "", err
+	}
+	host, err := e.hostOf(ctx, in)
+	if err != nil {
+		return "", err
+	}
+	switch in.Op {
+	case opCreate:
+		did, err = e.finishCreate(ctx, in, host)
+	case opStart:
+		did, err = e.finishStart(ctx, in, host)
+	case opCheckpoint:
+		did, err = e.finishCheckpoint(ctx, in, host)
+	case opRestore:
+		var unsure string
+		if unsure, err = e.unsureEffects(ctx, in.Sandbox); err == nil {
+			did, err = e.finishRestore(ctx, in, host, lock)
+		}
+		if did != "" {
+			did += unsure
+		}
+	case opCommit:
+		did, err = e.finishCommit(ctx, in)
+	case opApply:
+		did, err = e.finishApply(ctx, in, host)
+	case opUpdate:
+		did, err = e.finishUpdate(ctx, in, host)
+	case opRemove:
+		var checkpoints bool
+		if _, checkpoints, err = e.removals(ctx, in.Sandbox); err == nil {
+			did, err = unless(e.finishRemove(ctx, host, in.Sandbox, checkpoints), "finished the removal of sandbox %s", short(in.Sandbox))
+		}
+	default:
+		return "", fmt.Errorf("%w: the journal names a verb %q that this version does not know", runtime.ErrUnsupported, in.Op)
+	}
+	if err != nil {
+		return did, err
+	}
+	if in.Op == opStart || in.Op == opRestore {
+		if err := e.attend(ctx, in.Sandbox, host); err != nil {
+			return did, err
+		}
+	}
+	return did, e.store.Done(ctx, in.Seq)
+}
+
+// unless is what was done, in a sentence, unless that has failed.
+func unless(err error, did string, args ...any) (string, error) {
+	if err != nil {
+		return "", err
+	}
+	return fmt.Sprintf(did, args...), nil
+}
+
+// attend starts the processes beside a sandbox that came up though its start was
+// killed: who takes its checkpoints, and who holds it to its limits.
+func (e *Engine) attend(ctx context.Context, id string, host Host) error {
+	sb, err := e.store.Sandbox(ctx, id)
+	if errors.Is(err, runtime.ErrNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	s, err := spec(sb)
+	if err != nil || !watched(s) && s.CheckpointEvery == "" {
+		return err
+	}
+	c, err := host.Inspect(ctx, id)
+	if err == nil && (c.Status == runtime.Running || c.Status == runtime.Paused) {
+		e.every(s)
+		e.enforce(s, c)
+	}
+	if errors.Is(err, runtime.ErrNotFound) {
+		return nil
+	}
+	return err
+}
+
+// interruptedIn tells whether a verb on a sandbox was left half-done.
+func (e *Engine) interruptedIn(ctx context.Context, id string) (bool, error) {
+	intents, err := e.store.Intents(ctx)
+	for _, in := range intents {
+		if in.Sandbox == id {
+			return true, err
+		}
+	}
+	return false, err
+}
+
+func (e *Engine) pending(ctx context.Context, seq int64) (store.Intent, bool, error) {
+	intents, err := e.store.Intents(ctx)
+	if err != nil {
+		return store.Intent{}, false, err
+	}
+	for _, in := range intents {
+		if in.Seq == seq {
+			return in, true, nil
+		}
+	}
+	return store.Intent{}, false, nil
+}
+
+// hostOf returns the backend of an interrupted verb's sandbox. One that has no
+// record is of the backend that the verb noted.
+func (e *Engine) hostOf(ctx context.Context, in store.Intent) (Host, error) {
+	sb, err := e.store.Sandbox(ctx, in.Sandbox)
+	if err == nil {
+		return e.host(sb.Backend)
+	}
+	if !errors.Is(err, runtime.ErrNotFound) {
+		return Host{}, err
+	}
+	noted, err := decode[creating](in.Data)
+	if err != nil {
+		return Host{}, err
+	}
+	return e.host(cmp.Or(noted.Backend, "oci"))
+}
+
+func (e *Engine) finishCreate(ctx context.Context, in store.Intent, host Host) (string, error) {
+	if err := host.Remove(ctx, in.Sandbox); err != nil {
+		return "", err
+	}
+	return unless(e.store.DeleteSandbox(ctx, in.Sandbox), "took back the half-made sandbox %s", short(in.Sandbox))
+}
+
+// finishStart keeps a sandbox that came up and clears away one that did not.
+func (e *Engine) finishStart(ctx context.Context, in store.Intent, host Host) (string, error) {
+	c, err := host.Inspect(ctx, in.Sandbox)
+	if errors.Is(err, runtime.ErrNotFound) {
+		return "", nil
+	}
+	if err != nil {
+		return "", err
+	}
+	if c.Status == runtime.Running || c.Status == runtime.Paused {
+		// A restart had it kept.
+		return unless(e.store.Keep(ctx, in.Sandbox, false), "sandbox %s had started", short(in.Sandbox))
+	}
+	return unless(host.Stop(ctx, in.Sandbox, runtime.StopOptions{}), "took back the half-done start of sandbox %s", short(in.Sandbox))
+}
+
+// finishCheckpoint thaws what the killed verb froze; the checkpoint itself is
+// either durable, then it is ready, or it is cleared away.
+func (e *Engine) finishCheckpoint(ctx context.Context, in store.Intent, host Host) (string, error) {
+	data, err := decode[freezing](in.Data)
+	if err != nil {
+		return "", err
+	}
+	thawed := ""
+	if !data.Stop {
+		if thawed, err = e.letGo(ctx, host, in.Sandbox, data.Was, false); err != nil {
+			return "", err
+		}
+		data.Was = runtime.Unknown // who pauses it from here on wants it paused
+		if err := e.advance(ctx, in.Seq, data, true); err != nil {
+			return "", err
+		}
+	}
+	ready, err := e.store.Settle(ctx, in.Checkpoint)
+	if err != nil {
+		return "", err
+	}
+	did := fmt.Sprintf("took back the half-made checkpoint %s", short(in.Checkpoint))
+	if ready {
+		did = fmt.Sprintf("checkpoint %s was complete", short(in.Checkpoint))
+		sb, err := e.store.Sandbox(ctx, in.Sandbox)
+		if err == nil {
+			err = e.store.SetHead(ctx, sb.ID, in.Checkpoint, sb.Attempt)
+		}
+		if err == nil && data.Stop {
+			err = e.meant(sb) // its restart policy does not start it again
+		}
+		if err != nil && !errors.Is(err, runtime.ErrNotFound) {
+			return did, err
+		}
+	}
+	if ready && data.Stop {
+		return did, host.Stop(ctx, in.Sandbox, runtime.StopOptions{Silent: true})
+	}
+	if data.Stop { // not before it was clear that it is not to end
+		thawed, err = e.letGo(ctx, host, in.Sandbox, data.Was, true)
+	}
+	return did + thawed, err
+}
+
+// letGo lets a sandbox go on that a killed verb has frozen, cut off its network
+// perhaps. It comes before all else: the rest may have to wait, or fail.
+func (e *Engine) letGo(ctx context.Context, host Host, id string, was runtime.Status, cut bool) (did string, err error) {
+	c, err := host.Inspect(ctx, id)
+	if errors.Is(err, runtime.ErrNotFound) {
+		return "", nil
+	}
+	if err != nil {
+		return "", err
+	}
+	if cut && c.Pid != 0 {
+		err = criu.Reconnect(c.Pid)
+	}
+	if c.Runtime.ID != "" && c.Pid != 0 {
+		err = errors.Join(err, c.Runtime.Abandon(c.Pid))
+	}
+	if c.Status == runtime.Paused && c.Runtime.ID != "" {
+		e.interruptedWaits(id, c.Runtime.ContinueWaits(ctx, c.Pid))
+	}
+	if c.Runtime.ID != "" && c.Pid != 0 {
+		lost, e2 := c.Runtime.PutBack(ctx, was == runtime.Paused)
+		for _, what := range lost {
+			e.log.Warn("lost by a checkpoint that was killed", "sandbox", id, "what", what)
+		}
+		err = errors.Join(err, e2)
+	}
+	if was == runtime.Running && c.Status == runtime.Paused {
+		did, err = " and thawed its sandbox", errors.Join(err, host.Unpause(ctx, id))
+	}
+	return did, err
+}
+
+// interruptedWaits tells why a sandbox, which goes on all the same, may see EINTR.
+func (e *Engine) interruptedWaits(id string, err error) {
+	if err != nil && !errors.Is(err, runtime.ErrNotFound) {
+		e.log.Warn("system calls that waited may return EINTR", "sandbox", id, "err", err)
+	}
+}
+
+// finishRestore takes back a restore that had not touched the sandbox yet and
+// finishes all others. A new upperdir that is not as the checkpoint has it, be
+// it that it was in use already or that a power cut took what had not reached
+// the disk, is laid out anew.
+func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, lock *store.Lock) (string, error) {
+	data, err := decode[restoring](in.Data)
+	if err != nil {
+		return "", err
+	}
+	if data.Phase == phaseHosts {
+		return e.finishHosts(ctx, in, host, lock, data)
+	}
+	c, err := host.Inspect(ctx, in.Sandbox)
+	if err != nil && !errors.Is(err, runtime.ErrNotFound) {
+		return "", err
+	}
+	unlock, err := lockSlot(c)
+	if err != nil {
+		return "", err
+	}
+	defer unlock()
+	if c.Stage.ID != "" {
+		if err := stage.Clear(c.Stage.Run, c.Stage.ID); err != nil {
+			return "", err
+		}
+	}
+	if data.Fork {
+		// Its origin is untouched, and nobody has been told of it yet.
+		return unless(e.finishRemove(ctx, host, in.Sandbox, false), "took back the half-made fork %s", short(in.Sandbox))
+	}
+	own, foreign := data.own(c)
+	untouched, err := data.untouched()
+	if err != nil {
+		return "", err
+	}
+	if untouched {
+		data.Phase = phasePrepare
+	}
+	if data.Phase == phasePrepare {
+		switch {
+		case data.Recreated:
+			err = e.finishRemove(ctx, host, in.Sandbox, false)
+		case len(data.Trees) == 0:
+			return "", nil
+		default:
+			data.Trees = own
+			err = e.takeBack(ctx, in, host, data)
+		}
+		return unless(err, "took back the half-done restore of sandbox %s", short(in.Sandbox))
+	}
+	if foreign != "" {
+		return "", hint(fmt.Errorf("%w: the journal has it change %s, which is not the sandbox's", runtime.ErrCorrupt, foreign), "Remove the sandbox, whose checkpoints stay, and restore one of these: agentbox rm "+short(in.Sandbox))
+	}
+	did := fmt.Sprintf("finished the restore of sandbox %s to checkpoint %s", short(in.Sandbox), short(in.Checkpoint))
+	told, err := e.finishSwap(ctx, in, host, lock, data)
+	if errors.Is(err, errUnfinished) {
+		return "", err // its engine fails us; the intent stays
+	}
+	if err != nil {
+		// Tried once: then the sandbox stays stopped, with the files that it
+		// has, and its owner decides. Trying at every command would stop it
+		// again whenever it was started.
+		did = fmt.Sprintf("could not finish the restore of sandbox %s to checkpoint %s: %v", short(in.Sandbox), short(in.Checkpoint), err)
+		if len(data.Trees) > 0 && data.Trees[0].Aside {
+			did += "; what it had replaced lies in " + data.Trees[0].aside()
+		}
+		if n := len(data.HostFiles); n > 0 {
+			did += fmt.Sprintf("; its host files (%d) are as they were", n)
+		}
+		r := restoration{data: data, images: e.store.StagedImages(in.Sandbox)}
+		return did, errors.Join(r.discard(), e.store.Keep(ctx, in.Sandbox, true))
+	}
+	if !data.thisBoot() && c.Status != runtime.Running && c.Status != runtime.Paused {
+		did += "; what ran at the checkpoint is not started any more, because the host was restarted since"
+	}
+	return did + told, nil
+}
+
+// own are the trees of a restore in the journal that are the container's, and foreign is the
+// directory of one that is not: what lies beside a tree is removed, and it is written to.
+func (d restoring) own(c runtime.Container) (own []tree, foreign string) {
+	for _, t := range d.Trees {
+		is := t.Number == 0 && c.Upper != "" && t.Dir == c.Upper ||
+			t.Number > 0 && t.Number <= len(d.Trees) && slices.ContainsFunc(c.Volumes, func(v runtime.Volume) bool { return v.Path == t.Dir })
+		if is {
+			own = append(own, t)
+		} else {
+			foreign = t.Dir
+		}
+	}
+	return own, foreign
+}
+
+// takeBack undoes a restore that had not touched the sandbox but for freezing it.
+func (e *Engine) takeBack(ctx context.Context, in store.Intent, host Host, data restoring) error {
+	if _, err := e.letGo(ctx, host, in.Sandbox, data.Was, true); err != nil {
+		return err
+	}
+	data.Was = runtime.Unknown // who pauses it from here on wants it paused
+	if err := e.advance(ctx, in.Seq, data, true); err != nil {
+		return err
+	}
+	ready, err := e.store.Settle(ctx, data.Undo)
+	if err == nil && ready {
+		err = e.store.RemoveCheckpoint(ctx, data.Undo)
+	}
+	r := restoration{data: data, images: e.store.StagedImages(in.Sandbox)}
+	return errors.Join(err, r.discard())
+}
+
+// finishSwap goes on with a restore from where it was killed, and tells what there is to
+// say of its host files.
+func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, lock *store.Lock, data restoring) (told string, err error) {
+	sb, err := e.store.Sandbox(ctx, in.Sandbox)
+	if err != nil {
+		return "", err
+	}
+	r := &restoration{sb: &locked{Sandbox: sb, host: host, lock: lock}, data: data, resumed: true}
+	err = e.finishSwapOf(ctx, in, host, r)
+	return r.hostsTold, err
+}
+
+func (e *Engine) finishSwapOf(ctx context.Context, in store.Intent, host Host, r *restoration) (err error) {
+	sb, data := r.sb.Sandbox, r.data
+	if r.spec, err = spec(sb); err != nil {
+		return err
+	}
+	if r.row, err = e.store.Checkpoint(ctx, in.Checkpoint); err != nil {
+		return err
+	}
+	if err := e.open(ctx, r); err != nil {
+		return err
+	}
+	defer r.reader.Close()
+	if data.Phase == phaseProven && r.hasRun() {
+		err := each(ctx, data.Trees, func(_ context.Context, t *tree) error { return syncfs(t.Dir) })
+		return errors.Join(err, forgetManaged(r.c.Managed), e.restored(ctx, in.Seq, r))
+	}
+	if row, err := e.store.Checkpoint(ctx, data.Undo); err == nil && row.Status == store.Ready {
+		r.undone = row.ID
+	}
+	gone := time.Now()
+	started := false
+	var undo undo.Stack
+	defer func() {
+		if err != nil && started {
+			if e2 := e.halt(ctx, in.Seq, r); e2 != nil {
+				err = fmt.Errorf("%w; and it cannot be stopped: %w (%w)", err, e2, errUnfinished)
+				return
+			}
+		}
+		undo.Run(ctx, &err)
+	}()
+	if err := errors.Join(e.findLost(ctx, r), e.layOutImages(ctx, r)); err != nil {
+		return err
+	}
+	if err := stage.Hold(r.c.Stage.Run, r.c.Stage.ID); err != nil {
+		return err
+	}
+	undo.Add(func(context.Context) error { return stage.Clear(r.c.Stage.Run, r.c.Stage.ID) })
+	e.keepHits(ctx, sb, r.c)
+	if err := e.staysDown(r.spec, true); err != nil {
+		return err
+	}
+	if err := host.Stop(ctx, sb.ID, runtime.StopOptions{Silent: true}); err != nil {
+		return err
+	}
+	undo.Add(func(ctx context.Context) error { return e.putBack(ctx, r) })
+	now, err := host.Inspect(ctx, sb.ID)
+	if err != nil {
+		return err
+	}
+	r.before, r.data.Phase = now.Started, phaseSwap
+	if err := e.advance(ctx, in.Seq, r.data, true); err != nil {
+		return err
+	}
+	for i := range r.data.Trees {
+		t := &r.data.Trees[i]
+		if err := e.equalize(ctx, sb.ID, t, r.reader, r.lostOf(t)); err != nil {
+			return err
+		}
+	}
+	return e.bringUp(ctx, in.Seq, r, &undo, &started, gone)
+}

@@ -1,0 +1,204 @@
+package engine
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// Remove frees all a sandbox has. Its checkpoints stay unless asked for.
+func (e *Engine) Remove(ctx context.Context, ref string, opts runtime.RemoveOptions) (err error) {
+	return e.removeAs(ctx, ref, nil, opts)
+}
+
+// removeAs is Remove by the Engine itself, as which deed it is put on record; nil: by a caller.
+func (e *Engine) removeAs(ctx context.Context, ref string, d *Deed, opts runtime.RemoveOptions) (err error) {
+	defer func() { err = fail("rm", ref, err) }()
+	sb, err := e.acquire(ctx, ref, "rm", lockWait)
+	if opts.Force && errors.Is(err, runtime.ErrBusy) {
+		sb, err = e.breakIn(ctx, ref, err)
+	}
+	if errors.Is(err, runtime.ErrNotFound) {
+		return e.removeUnknown(ctx, ref, opts, err)
+	}
+	if err != nil {
+		return err
+	}
+	defer e.tidy(ctx)
+	defer sb.lock.Unlock()
+	if opts.AtExit && sb.Kept {
+		e.release(sb.ID)
+		return nil
+	}
+	c, err := sb.host.Inspect(ctx, sb.ID)
+	if err != nil && !errors.Is(err, runtime.ErrNotFound) {
+		return err
+	}
+	if (c.Status == runtime.Running || c.Status == runtime.Paused) && !opts.Force {
+		return hint(fmt.Errorf("%w: it is %s", runtime.ErrState, c.Status), "Stop it first, or remove it with --force.")
+	}
+	defer e.release(sb.ID)
+	return e.deed(ctx, d, func() error { return e.remove(ctx, sb, opts.Checkpoints) })
+}
+
+// removal is the journal's data of a removal.
+type removal struct {
+	Checkpoints bool   `json:"checkpoints"`
+	Backend     string `json:"backend"`
+}
+
+// remove takes a sandbox away; its lock is held. Once begun it is always
+// finished, if need be by Recover.
+func (e *Engine) remove(ctx context.Context, sb *locked, checkpoints bool) error {
+	// One that has failed before is this one from now on.
+	left, all, err := e.removals(ctx, sb.ID)
+	if err != nil {
+		return err
+	}
+	checkpoints = checkpoints || all
+	data, err := json.Marshal(removal{checkpoints, sb.Backend})
+	if err != nil {
+		return err
+	}
+	seq, end, err := e.begin(ctx, store.Intent{Op: opRemove, Sandbox: sb.ID, Data: data})
+	if errors.Is(err, unix.ENOSPC) {
+		// What fills the disk may be the sandbox's. Broken off, this can be
+		// done again without being on record.
+		if err = sb.host.Remove(ctx, sb.ID); err == nil {
+			seq, end, err = e.begin(ctx, store.Intent{Op: opRemove, Sandbox: sb.ID, Data: data})
+		}
+	}
+	if err != nil {
+		return err
+	}
+	defer end()
+	for _, in := range left {
+		if err := e.store.Done(ctx, in.Seq); err != nil {
+			return err
+		}
+	}
+	if err := e.finishRemove(ctx, sb.host, sb.ID, checkpoints); err != nil {
+		return err // the intent stays: Recover tries again
+	}
+	e.log.Info("removed", "sandbox", sb.ID)
+	return e.store.Done(context.WithoutCancel(ctx), seq)
+}
+
+// removals are those of a sandbox that were begun and are not under way here, and whether
+// one of them was to take its checkpoints along.
+func (e *Engine) removals(ctx context.Context, id string) (left []store.Intent, checkpoints bool, err error) {
+	if left, err = e.leftIn(ctx, id); err != nil {
+		return nil, false, err
+	}
+	left = slices.DeleteFunc(left, func(in store.Intent) bool { return in.Op != opRemove })
+	for _, in := range left {
+		data, err := decode[removal](in.Data)
+		if err != nil {
+			return nil, false, err
+		}
+		checkpoints = checkpoints || data.Checkpoints
+	}
+	return left, checkpoints, nil
+}
+
+func (e *Engine) finishRemove(ctx context.Context, host Host, id string, checkpoints bool) error {
+	if err := failpoint.Hit("remove.before-backend"); err != nil {
+		return err
+	}
+	if err := host.Remove(ctx, id); err != nil {
+		return err
+	}
+	// What restores have left here for the OCI runtime.
+	if err := os.RemoveAll(filepath.Join(e.run, id)); err != nil {
+		return err
+	}
+	if err := errors.Join(e.noteHit(id, nil), e.unmark(id), e.dropEvents(id), e.forgetRestarts(id)); err != nil {
+		return err
+	}
+	if err := failpoint.Hit("remove.after-backend"); err != nil {
+		return err
+	}
+	list, err := e.store.Checkpoints(ctx, store.Filter{SandboxID: id, All: true})
+	if err != nil {
+		return err
+	}
+	for _, ck := range list {
+		// Those that restores have made by themselves go with the sandbox.
+		if !checkpoints && (ck.Trigger != runtime.TriggerUndo || ck.Pinned || ck.Name != "" || len(ck.Tags) > 0) {
+			continue
+		}
+		remove := func() error { return e.store.RemoveCheckpoint(ctx, ck.ID) }
+		if !checkpoints {
+			remove = func() error { _, err := e.store.RemoveUnpinned(ctx, ck.ID); return err }
+		}
+		if err := remove(); err != nil {
+			return err
+		}
+	}
+	if err := failpoint.Hit("remove.after-checkpoints"); err != nil {
+		return err
+	}
+	left, err := e.leftIn(ctx, id) // while the lock keeps others from beginning anything
+	if err != nil {
+		return err
+	}
+	if err := e.store.DeleteSandbox(ctx, id); err != nil {
+		return err
+	}
+	if err := failpoint.Hit("remove.after-row"); err != nil {
+		return err
+	}
+	// What was begun in it is moot, and one that is made again of its checkpoint has
+	// the same id.
+	for _, in := range left {
+		err = errors.Join(err, e.store.Done(ctx, in.Seq))
+	}
+	return err
+}
+
+// Reap frees what an exited sandbox still holds, and the sandbox itself when
+// it was started with AutoRemove. The backend's monitor calls it after every
+// exit; it does nothing when the sandbox runs again or is gone.
+func (e *Engine) Reap(ctx context.Context, id string) (err error) {
+	defer func() { err = fail("reap", id, err) }()
+	hold, err := e.store.Lock(ctx, holdName(id), opReap, -1)
+	if err != nil {
+		return err
+	}
+	defer hold.Unlock()
+	sb, err := e.acquire(ctx, id, opReap, reapWait)
+	if errors.Is(err, runtime.ErrNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer sb.lock.Unlock()
+	if busy, err := e.interruptedIn(ctx, id); err != nil || busy {
+		return err // it was not the end of the sandbox, but of a verb; Recover sees to both
+	}
+	c, err := sb.host.Inspect(ctx, id)
+	if err != nil || c.Status != runtime.Exited {
+		return err
+	}
+	s, err := spec(sb.Sandbox)
+	if err != nil {
+		return err
+	}
+	if s.AutoRemove && !sb.Kept {
+		d := deedTo(sb.Sandbox, "rm", ByReap, "rm: it has ended, and was to go with that")
+		return e.deed(ctx, d, func() error { return e.remove(ctx, sb, false) })
+	}
+	e.keepHits(ctx, sb.Sandbox, c)
+	return sb.host.Stop(ctx, id, runtime.StopOptions{})
+}

@@ -1,0 +1,340 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/record"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+func comesBack(r runtime.Restart) bool { return r.Policy != "" && r.Policy != runtime.RestartNo }
+
+// restarts is ROOT/restarts/ID, which outlives the host.
+type restarts struct {
+	runtime.Restarts
+	Row   int            `json:"row"`            // how many came fast after each other
+	Tried runtime.Moment `json:"tried,omitzero"` // the last one that failed
+	Boot  string         `json:"boot,omitempty"` // in which it was last started
+	// Ours: a start that begins now is a restart, and not its owner's, who has not
+	// had the sandbox since that began.
+	Ours bool `json:"ours,omitempty"`
+}
+
+const (
+	// The first restart comes so soon, each further one takes twice as long.
+	firstRestart, lastRestart = 100 * time.Millisecond, time.Minute
+	// steady is how long a sandbox has to run for the next to be a first one.
+	steady = 10 * time.Second
+)
+
+// checkRestart refuses what cannot be meant, or done.
+func checkRestart(s runtime.Spec, p runtime.Properties) error {
+	r := s.Restart
+	switch r.Policy {
+	case "", runtime.RestartNo, runtime.RestartAlways, runtime.RestartUnlessStopped, runtime.RestartOnFailure:
+	default:
+		return fmt.Errorf("%w: restart policy %.40q: choose no, on-failure, always or unless-stopped", runtime.ErrInvalid, r.Policy)
+	}
+	switch {
+	case r.From != "" && r.From != runtime.RestartFromCommand && r.From != runtime.RestartFromHead:
+		return fmt.Errorf("%w: restart from %.40q: choose command or head", runtime.ErrInvalid, r.From)
+	case r.Retries < 0 || r.Retries > 0 && r.Policy != runtime.RestartOnFailure:
+		return fmt.Errorf("%w: a number of restarts is for on-failure", runtime.ErrInvalid)
+	case !comesBack(r):
+		return nil
+	case s.AutoRemove:
+		return fmt.Errorf("%w: a sandbox that is removed when it exits cannot be restarted", runtime.ErrInvalid)
+	case !p.Restarts:
+		return hint(fmt.Errorf("%w: backend %s has no restart policies", runtime.ErrUnsupported, p.Name), "Make it with the backend oci; agentbox start starts it by hand.")
+	}
+	return nil
+}
+
+func (e *Engine) restartsDir() string           { return filepath.Join(e.store.Root(), "restarts") }
+func (e *Engine) restartsPath(id string) string { return filepath.Join(e.restartsDir(), id) }
+
+// restartsOf reads it. One that was cut short says that the sandbox was stopped:
+// only overwriting it in its place can have done that.
+func (e *Engine) restartsOf(id string) (st restarts, err error) {
+	err = record.ReadJSON(e.restartsPath(id), &st)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return restarts{}, nil
+	case errors.Is(err, runtime.ErrCorrupt):
+		return restarts{Restarts: runtime.Restarts{Stopped: true, Error: "how often it was restarted is not known any more: start it with agentbox start"}}, nil
+	}
+	return st, err
+}
+
+func (e *Engine) noteRestarts(id string, st restarts) error {
+	if err := os.MkdirAll(e.restartsDir(), 0o700); err != nil {
+		return err
+	}
+	path := e.restartsPath(id)
+	err := record.WriteJSON(path, st, true)
+	if errors.Is(err, unix.ENOSPC) && st.Stopped {
+		// A full disk must not keep anybody from stopping a sandbox, nor bring it
+		// back: its block is there already, one byte of it is enough.
+		if f, e2 := os.OpenFile(path, os.O_WRONLY|unix.O_NOFOLLOW, 0); e2 == nil {
+			_, e2 = f.WriteAt([]byte("-"), 0)
+			if errors.Join(e2, f.Sync(), f.Close()) == nil {
+				err = nil
+			}
+		}
+	}
+	return err
+}
+
+func (e *Engine) forgetRestarts(id string) error {
+	err := ignoreMissing(os.Remove(e.restartsPath(id)))
+	_ = os.Remove(e.restartsDir()) // stays while there are others
+	return err
+}
+
+// begun puts on record that a sandbox has come up, by its policy or by its owner,
+// who begins to count anew with that.
+func (e *Engine) begun(s runtime.Spec) error {
+	if !comesBack(s.Restart) {
+		return e.forgetRestarts(s.ID)
+	}
+	st, err := e.restartsOf(s.ID)
+	if err != nil {
+		return err
+	}
+	if !st.Ours {
+		st = restarts{}
+	}
+	st.Ours, st.Stopped, st.GivenUp, st.Error, st.Tried, st.Boot = false, false, false, "", runtime.Moment{}, bootID()
+	return e.noteRestarts(s.ID, st)
+}
+
+// meant puts on record, before the deed, that somebody wants a sandbox to end.
+func (e *Engine) meant(sb store.Sandbox) error {
+	s, err := spec(sb)
+	if err != nil {
+		return err
+	}
+	return e.staysDown(s, false)
+}
+
+// staysDown puts on record that a sandbox that ends is not started again; ours: by
+// a restart that is under way, if one is. Its owner takes it from that.
+func (e *Engine) staysDown(s runtime.Spec, ours bool) error {
+	if !comesBack(s.Restart) {
+		return nil
+	}
+	st, err := e.restartsOf(s.ID)
+	if err != nil {
+		return err
+	}
+	st.Stopped, st.Ours = true, st.Ours && ours
+	return e.noteRestarts(s.ID, st)
+}
+
+// comesBack tells whether a sandbox that has ended is to be started again, and
+// what is known of its restarts. One that a restore has held never is, nor one whose lease is over.
+func (e *Engine) comesBack(ctx context.Context, sb store.Sandbox, s runtime.Spec, c runtime.Container) (back bool, st restarts, err error) {
+	if !comesBack(s.Restart) || c.Status != runtime.Exited || expired(s.Lifetime) || sb.Held != "" {
+		return false, st, nil
+	}
+	if sb.Lease != "" {
+		if l, err := e.store.Lease(ctx, sb.Lease); errors.Is(err, runtime.ErrNotFound) || err == nil && l.State != store.LeaseActive {
+			return false, st, nil
+		} else if err != nil {
+			return false, st, err
+		}
+	}
+	if st, err = e.restartsOf(s.ID); err != nil {
+		return false, st, err
+	}
+	switch s.Restart.Policy {
+	case runtime.RestartAlways:
+		back = !st.Stopped || st.rebooted()
+	case runtime.RestartUnlessStopped:
+		back = !st.Stopped
+	case runtime.RestartOnFailure: // the end of the host is no failure of its own
+		back = !st.Stopped && !st.rebooted() && c.ExitCode != 0 && (s.Restart.Retries == 0 || st.Count < s.Restart.Retries)
+	}
+	return back, st, nil
+}
+
+// rebooted tells whether the host was, since it was last started.
+func (st restarts) rebooted() bool { return st.Boot != "" && st.Boot != bootID() }
+
+// fast counts the restarts that came fast after each other, before the next one.
+func (st restarts) fast(c runtime.Container) int {
+	if st.Tried == (runtime.Moment{}) && c.Finished.Sub(c.Started) >= steady {
+		return 0
+	}
+	return st.Row
+}
+
+// pause is how long its next restart has still to wait. seen is how long, at
+// least, it has been over. The clock that people set may say that it was longer;
+// set back, it delays nothing.
+func (st restarts) pause(c runtime.Container, seen time.Duration) time.Duration {
+	tried := st.Tried != (runtime.Moment{})
+	if st.rebooted() && !tried {
+		return 0
+	}
+	pause := lastRestart
+	if row := st.fast(c); row < 10 {
+		pause = min(firstRestart<<row, lastRestart)
+	}
+	past := max(seen, time.Since(c.Finished))
+	if tried {
+		past = age(st.Tried)
+	}
+	return max(0, pause-past)
+}
+
+// restart starts a sandbox again that ended at a time, if that is still to be:
+// from here on its lock is held, and who has stopped, removed or started it
+// meanwhile has had it.
+func (e *Engine) restart(ctx context.Context, id string, finished time.Time) (err error) {
+	defer func() { err = fail("restart", id, err) }()
+	sb, s, c, err := e.overdue(ctx, id)
+	if err != nil {
+		return err
+	}
+	back, st, err := e.comesBack(ctx, sb.Sandbox, s, c)
+	if err != nil || !back || !c.Finished.Equal(finished) {
+		sb.lock.Unlock()
+		return err
+	}
+	st.Ours, st.Count, st.LastExit, st.LastEnd, st.Row = true, st.Count+1, c.ExitCode, c.Finished, st.fast(c)+1
+	if err = e.noteRestarts(id, st); err == nil {
+		err = failpoint.Hit("restart.after-note")
+	}
+	if err != nil {
+		sb.lock.Unlock()
+		return err
+	}
+	if err := e.bringBack(ctx, sb, s, fmt.Sprintf("restart policy %s: it had ended with exit code %d", s.Restart.Policy, c.ExitCode)); err != nil {
+		e.log.Error("not restarted", "sandbox", id, "count", st.Count, "err", err)
+		return e.notRestarted(ctx, id, st.Stopped, err)
+	}
+	e.log.Info("restarted", "sandbox", id, "exit", c.ExitCode, "count", st.Count)
+	return e.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventRestarted, Exit: &c.ExitCode, Count: int64(st.Count)})
+}
+
+// notRestarted puts on record why a restart has failed, for which the sandbox's lock
+// was let go. Whoever has had it since then has the last word. stopped is what was
+// on record before the restart, which may have been a restore, said so itself.
+func (e *Engine) notRestarted(ctx context.Context, id string, stopped bool, cause error) error {
+	ctx = context.WithoutCancel(ctx)
+	lock, err := e.lock(ctx, id, opWatch, lockWait)
+	if err != nil {
+		return err
+	}
+	defer lock.Unlock()
+	if _, err := e.store.Sandbox(ctx, id); err != nil {
+		return err // it was removed, and nothing is to be left of it
+	}
+	st, err := e.restartsOf(id)
+	if err != nil || !st.Ours {
+		return err
+	}
+	st.Ours, st.Stopped, st.Error, st.Tried = false, stopped, cause.Error(), thisMoment()
+	if !isCalledOff(cause) {
+		return e.noteRestarts(id, st)
+	}
+	// An undo command that fails is not run again and again with nobody looking on.
+	st.Stopped, st.GivenUp = true, true
+	return errors.Join(e.noteRestarts(id, st), e.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventGivenUp, Total: int64(st.Count), Reason: cause.Error()}))
+}
+
+// bringBack starts a sandbox, whose lock it takes over, from where its policy says.
+func (e *Engine) bringBack(ctx context.Context, sb *locked, s runtime.Spec, why string) error {
+	if s.Restart.From == runtime.RestartFromHead {
+		_, err := e.choose(ctx, sb.Sandbox, "", false, false)
+		if err == nil {
+			d := deedTo(sb.Sandbox, "restore", ByWatch, why)
+			err = e.deed(ctx, d, func() (err error) {
+				d.Restored, err = e.restoreLocked(ctx, sb.ID, sb, runtime.RestoreOptions{NoUndo: true})
+				return err
+			})
+			sb.lock.Unlock() // where it has not come to that
+			if now := d.Restored.Sandbox.Status; err != nil || now == runtime.Running || now == runtime.Paused {
+				return err
+			}
+			return e.startRestored(ctx, sb.ID, why) // a checkpoint of one that did not run
+		}
+		if !errors.Is(err, runtime.ErrNotFound) {
+			sb.lock.Unlock()
+			return err
+		}
+		// There is none yet.
+	}
+	return e.startAgain(ctx, sb, why)
+}
+
+// startAgain starts a sandbox, whose lock it takes over, by its restart policy.
+func (e *Engine) startAgain(ctx context.Context, sb *locked, why string) error {
+	defer sb.lock.Unlock() // where it does not come to the start, which does that, too
+	return e.deed(ctx, deedTo(sb.Sandbox, "start", ByWatch, why), func() error {
+		_, err := e.start(ctx, sb, nil)
+		return err
+	})
+}
+
+// startRestored starts a sandbox that a restart has restored, unless its owner had
+// it meanwhile.
+func (e *Engine) startRestored(ctx context.Context, id, why string) error {
+	sb, err := e.acquire(ctx, id, opWatch, lockWait)
+	if err != nil {
+		return err
+	}
+	st, err := e.restartsOf(id)
+	if err == nil && !st.Ours {
+		err = fmt.Errorf("%w: it was stopped or started meanwhile", runtime.ErrState)
+	}
+	if err != nil {
+		sb.lock.Unlock()
+		return err
+	}
+	return e.startAgain(ctx, sb, why)
+}
+
+// restartLimits tells whether how a sandbox has ended counts for how often it may fail.
+func restartLimits(r runtime.Restart, c runtime.Container) bool {
+	return r.Policy == runtime.RestartOnFailure && r.Retries > 0 && c.Status == runtime.Exited && c.ExitCode != 0
+}
+
+// whileOver calls fn with the lock of a sandbox that ended at a time, if nobody has started it
+// since. same is false when somebody has, or fn was not called for an error. A verb
+// that was cut off is brought to its end first.
+func (e *Engine) whileOver(ctx context.Context, id string, finished time.Time, fn func(*locked) error) (same bool, err error) {
+	if err := e.recoverBy(ctx, ByWatch); err != nil {
+		return false, err
+	}
+	sb, _, c, err := e.overdue(ctx, id)
+	if err != nil {
+		return false, err
+	}
+	defer sb.lock.Unlock()
+	if c.Status != runtime.Exited || !c.Finished.Equal(finished) {
+		return false, nil
+	}
+	return true, fn(sb)
+}
+
+// giveUp puts on record that a sandbox, whose lock is held, has failed as often as it may.
+func (e *Engine) giveUp(s runtime.Spec, c runtime.Container) error {
+	st, err := e.restartsOf(s.ID)
+	if err != nil || st.Stopped || st.GivenUp || st.Count < s.Restart.Retries {
+		return err
+	}
+	st.GivenUp = true
+	return errors.Join(e.noteRestarts(s.ID, st), e.note(s.ID, runtime.Event{Time: time.Now(), Type: runtime.EventGivenUp, Exit: &c.ExitCode, Total: int64(st.Count)}))
+}

@@ -1,0 +1,622 @@
+package engine
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"slices"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/undo"
+	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/policy"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// How far a restore has come. Until it swaps, Recover takes it back; from then
+// on the old processes may be gone and Recover finishes it. Once the files are
+// proven to be the checkpoint's, a sandbox that runs is a restored one. When it puts files
+// of the host back the sandbox is restored, and is not touched any more.
+const (
+	phasePrepare = "prepare"
+	phaseSwap    = "swap"
+	phaseProven  = "proven"
+	phaseHosts   = "hosts"
+)
+
+// restoring is the journal's data of a restore.
+type restoring struct {
+	Phase     string         `json:"phase"`
+	Trees     []tree         `json:"trees"` // what it changes, the upperdir first
+	Attempt   int            `json:"attempt"`
+	FilesOnly bool           `json:"files_only"`
+	Recreated bool           `json:"recreated"` // the sandbox had been removed
+	Fork      bool           `json:"fork"`      // the sandbox is a new one, of another's checkpoint
+	Salvage   bool           `json:"salvage"`
+	Was       runtime.Status `json:"was"`  // before the verb
+	Undo      string         `json:"undo"` // the checkpoint of what is replaced
+	NoUndo    bool           `json:"no_undo"`
+
+	// Begun is the boot of the host in which it was begun. No record from elsewhere can know that:
+	// one of another boot starts nothing and writes no host files any more.
+	Begun string `json:"begun,omitempty"`
+
+	HostFiles []string `json:"host_files,omitempty"` // attached files that are put back
+	HostUndo  string   `json:"host_undo,omitempty"`  // the checkpoint that has what they were, if not Undo
+
+	// Of a proven one: when the sandbox was started last before its own start, and
+	// in which boot it was proven.
+	Started time.Time `json:"started,omitzero"`
+	Boot    string    `json:"boot,omitempty"`
+}
+
+// Restore puts a sandbox back to a checkpoint. What it replaces becomes a
+// checkpoint itself; all that is needed is read, proven and laid out beside the
+// files; then the sandbox is stopped, what differs is exchanged by renames, and it
+// is started. When that fails the files are put back.
+func (e *Engine) Restore(ctx context.Context, ref string, opts runtime.RestoreOptions) (out runtime.Restored, err error) {
+	return e.restoreLocked(ctx, ref, nil, opts)
+}
+
+// restoreLocked is Restore, of a sandbox whose lock it takes over; nil: it takes the lock.
+func (e *Engine) restoreLocked(ctx context.Context, ref string, sb *locked, opts runtime.RestoreOptions) (out runtime.Restored, err error) {
+	defer func() { err = fail("restore", ref, err) }()
+	if err := checkRestore(opts); err != nil {
+		if sb != nil {
+			sb.lock.Unlock()
+		}
+		return runtime.Restored{}, err
+	}
+	if opts.Timeout > 0 {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, opts.Timeout)
+		defer cancel()
+	}
+	t := &trying{sb: sb, opts: opts, noUndo: opts.NoUndo, steps: follow(opts.Progress)}
+	defer t.steps.end()
+	if opts.Strategy == "" {
+		out, err = e.try(ctx, ref, t)
+		for more := 2; more > 0 && t.endedUnder(ctx, err); more-- {
+			out, err = e.try(ctx, ref, t)
+		}
+	} else {
+		out, err = e.escalate(ctx, ref, t)
+	}
+	if err == nil {
+		return out, nil
+	}
+	if t.h != nil {
+		t.h.facts.Attempts = t.attempts
+		t.h.failed(ctx, err)
+	}
+	return out, errors.Join(err, e.alert(ctx, t, err))
+}
+
+// trying is a restore with all that it takes: one try, or several in different ways.
+type trying struct {
+	sb       *locked // that was locked before; nil: it is to be looked up
+	opts     runtime.RestoreOptions
+	steps    *steps
+	noUndo   bool   // nobody wants an undo checkpoint when it is done
+	way      string // this try's; see Strategies. Empty: as the checkpoint is
+	attempts []runtime.RestoreAttempt
+	h        *hooks       // of all tries, once it is known whose
+	r        *restoration // the last try, once it is known of what
+	begun    bool         // nothing has refused it
+	kept     string       // id of the undo checkpoint of a try that failed, or that was to make the sandbox again
+	pinned   bool         // and we have pinned it
+	held     bool         // the sandbox is, as nothing has brought it back
+
+	settled     bool             // undo commands were run
+	compensated []runtime.Effect // what came of them
+	told        []string         // what is to be said of that
+}
+
+// endedUnder tells of a try that failed before it changed anything whether that was
+// since the sandbox ended by itself while it was looked at, as one that crashes again
+// and again does. Then it is as good as any that had ended before.
+func (t *trying) endedUnder(ctx context.Context, err error) bool {
+	if !errors.Is(err, runtime.ErrState) || isCalledOff(err) || t.sb != nil || t.r == nil || t.r.undone != "" || t.r.c.Status != runtime.Running && t.r.c.Status != runtime.Paused {
+		return false
+	}
+	now, err := t.r.sb.host.Inspect(ctx, t.r.sb.ID)
+	return err == nil && now.Status == runtime.Exited
+}
+
+// try restores once.
+func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ runtime.Restored, err error) {
+	r, err := e.target(ctx, ref, t.sb, t.opts)
+	if err != nil {
+		return runtime.Restored{}, err
+	}
+	t.r, r.settled, r.commanded = r, t.settled, len(t.compensated) > 0
+	r.sb.steps = t.steps
+	if t.way == runtime.StrategyRecreate {
+		r.data.HostUndo = t.kept
+	}
+	defer func() { // what a try that failed has compensated the next one reports
+		t.settled, t.told = r.settled, append(t.told, r.told...)
+		t.compensated = append(t.compensated, r.compensated...)
+	}()
+	defer e.tidy(ctx) // once the sandbox is not held any more
+	// forgetOrphan takes another lock.
+	defer func() { r.sb.lock.Unlock() }()
+	if t.way == "" {
+		if err := r.possible(); err != nil {
+			return runtime.Restored{}, err
+		}
+	}
+	if t.h == nil {
+		h, err := e.hooksOf("restore", r.spec)
+		if err != nil {
+			return runtime.Restored{}, err
+		}
+		h.of(r.row)
+		t.h = h
+		if err := h.before(ctx, policy.BeforeRestore); err != nil {
+			return runtime.Restored{}, err
+		}
+	}
+	t.begun = true
+	if t.way != "" {
+		if err := r.possible(); err != nil {
+			return runtime.Restored{}, err
+		}
+	}
+	switch {
+	case t.way == runtime.StrategyRecreate && !r.data.Recreated:
+		if err := e.clearAway(ctx, r, t); err != nil {
+			return runtime.Restored{}, err
+		}
+		r.data.HostUndo = t.kept
+	case r.data.Recreated && r.data.HostUndo == "": // else it was there until this restore removed it
+		if _, err := e.proveHosts(ctx, r); err != nil {
+			return runtime.Restored{}, err
+		}
+	}
+	if err := e.forgetOrphan(ctx, r); err != nil {
+		return runtime.Restored{}, err
+	}
+	unlock, err := lockSlot(r.c)
+	if err != nil {
+		return runtime.Restored{}, err
+	}
+	defer unlock()
+	if err := e.perform(ctx, r); err != nil {
+		err = errors.Join(r.hostErr, err)
+		if text := compensatedText(r.compensated); text != "" {
+			err = hint(err, text)
+		}
+		return runtime.Restored{}, e.explainFull(r, err)
+	}
+	if r.starts() {
+		e.every(r.spec)
+		e.enforce(r.spec, r.c)
+	} else if err := e.staysDown(r.spec, r.restart); err != nil {
+		e.log.Warn("its restart policy may start it", "sandbox", r.sb.ID, "err", err)
+	}
+	if r.restart && r.row.Attached != nil { // nobody reads its warnings
+		e.noteHosts(r, r.hostsLeftText())
+	}
+	e.log.Info("restored", "sandbox", r.sb.ID, "checkpoint", r.row.ID, "down", r.down, "changed", r.changed)
+	out := runtime.Restored{
+		Checkpoint: checkpointView(r.row), Recreated: r.data.Recreated, Verified: t.opts.Verify, Down: r.down, Files: r.files, Warnings: slices.Concat(r.warnings, t.told, r.told),
+		Attached: r.hostReport(), Undo: r.undone, Changed: r.changed, Lost: slices.Sorted(maps.Keys(r.lost)), Compensated: slices.Concat(t.compensated, r.compensated),
+	}
+	err = e.forgetKept(ctx, t, &out)
+	if r.hostErr != nil {
+		err = errors.Join(r.hostErr, err)
+		if text := compensatedText(out.Compensated); text != "" {
+			err = hint(err, text)
+		}
+		var looked error
+		out.Sandbox, looked = e.Sandbox(context.WithoutCancel(ctx), r.sb.ID)
+		return out, errors.Join(err, looked)
+	}
+	if err != nil {
+		out.Warnings = append(slices.Clone(out.Warnings), err.Error())
+	}
+	// It is done: a caller who goes away now does not make it a failure.
+	out.Sandbox, err = e.Sandbox(context.WithoutCancel(ctx), r.sb.ID)
+	out.Warnings = slices.Concat(out.Warnings, t.h.after(ctx, policy.AfterRestore))
+	return out, err
+}
+
+// perform restores what target has found.
+func (e *Engine) perform(ctx context.Context, r *restoration) error {
+	in := store.Intent{Op: opRestore, Sandbox: r.sb.ID, Checkpoint: r.row.ID, Lazy: true}
+	r.data.Begun = bootID()
+	return e.intent(ctx, in, r.data, func(seq int64) (err error) {
+		var undo undo.Stack
+		defer func() { undo.Run(ctx, &err) }()
+		if r.data.Recreated || r.data.Fork {
+			undo.Add(func(ctx context.Context) error {
+				if r.data.Phase == phaseHosts {
+					return nil // it is restored
+				}
+				return e.finishRemove(ctx, r.sb.host, r.sb.ID, false)
+			})
+			if err := e.create(ctx, r.spec, r.sb.Sandbox); err != nil {
+				return err
+			}
+		}
+		if err := e.open(ctx, r); err != nil {
+			return err
+		}
+		return errors.Join(e.restore(ctx, seq, r), r.reader.Close())
+	})
+}
+
+// restoration is one restore under way.
+type restoration struct {
+	sb          *locked
+	row         store.Checkpoint
+	spec        runtime.Spec
+	c           runtime.Container
+	reader      *store.Reader
+	caller      context.Context // of the caller, which ends the restore of processes, too; nil: none
+	verify      bool
+	orphan      bool               // there is a record of the sandbox, and no container
+	pull        images.PullOptions // for a sandbox that is made again
+	data        restoring
+	present     *making // the undo checkpoint
+	updates     []*overlay.Update
+	again       bool            // somebody else started it since it was looked at
+	before      time.Time       // when it was started last, once it was stopped
+	idle        bool            // it has had no process since it was looked at
+	together    bool            // the upperdir is on the filesystem of the store
+	past        bool            // nobody needs the way back any more
+	images      string          // where the process images are laid out
+	lost        map[string]bool // paths of the upperdir that cannot be restored
+	fork        *forking
+	attached    bool       // attached files are put back wherever they come from
+	noAttached  bool       // or left alone
+	hosts       *hostFiles // on their way back; nil: none
+	hostErr     error      // why they are not, though the sandbox is restored
+	hostsTold   string     // what Recover is to say of them
+	resumed     bool       // it goes on with a restore that was killed
+	stranded    bool       // some of them are not as they were, and the checkpoint that has that is pinned
+	warnings    []string
+	restart     bool             // it is one, by the sandbox's restart policy
+	noEffects   bool             // effects are left alone
+	settled     bool             // undo commands were run, by this try or one before
+	commanded   bool             // some were by one before
+	told        []string         // what is to be said of that
+	compensated []runtime.Effect // those whose undo commands were run, with what came of them
+
+	grants  runtime.Grants // what a foreign checkpoint's spec is given
+	caveats []string       // what is to be said of that
+
+	given   []runtime.Secret     // where secrets come from, if not from where they did
+	secrets []runtime.SecretFile // what the start puts into the sandbox
+
+	began   time.Time     // its work on the files
+	files   time.Duration // what that took
+	down    time.Duration
+	undone  string // id of the undo checkpoint
+	changed int
+}
+
+// full tells whether processes are restored.
+func (r *restoration) full() bool { return r.row.Kind == runtime.KindFull && !r.data.FilesOnly }
+
+// open looks at the sandbox and opens the checkpoint; it changes nothing.
+func (e *Engine) open(ctx context.Context, r *restoration) (err error) {
+	if !r.spec.Adopted {
+		if _, err := r.sb.host.Images.ResolveDigest(ctx, r.sb.ImageDigest); err != nil {
+			return err
+		}
+	}
+	if r.c, err = r.sb.host.Inspect(ctx, r.sb.ID); err != nil {
+		return err
+	}
+	r.reader, err = e.store.OpenCheckpoint(ctx, r.row.ID)
+	return err
+}
+
+// thisBoot reports whether a restore was begun in this boot of the host.
+func (d restoring) thisBoot() bool { return d.Begun != "" && d.Begun == bootID() }
+
+// starts tells whether something runs once the files are in place.
+func (r *restoration) starts() bool {
+	was := runtime.Status(r.reader.Manifest().Status)
+	return (was == runtime.Running || was == runtime.Paused) && (r.fork == nil || !r.fork.noStart) && (!r.resumed || r.data.thisBoot())
+}
+
+func (e *Engine) restore(ctx context.Context, seq int64, r *restoration) (err error) {
+	if r.starts() {
+		if err := errors.Join(mayStart(r.spec), e.arm(ctx, r)); err != nil {
+			return err
+		}
+	}
+	r.data.Attempt, r.data.Was = r.sb.Attempt+1, r.c.Status
+	if r.data.Fork {
+		r.data.Attempt = 1
+	}
+	if !r.data.Recreated && !r.data.Fork {
+		r.data.Undo = newID()
+	}
+	r.warnings = slices.Concat(r.row.Warnings, r.caveats, r.unplaced())
+	r.planHosts()
+	defer e.closeHosts(r)
+	if err := errors.Join(r.plan(ctx), r.checkTools()); err != nil {
+		return err
+	}
+	if err := e.advance(ctx, seq, r.data, true); err != nil {
+		return err
+	}
+	var undo undo.Stack
+	defer func() { undo.Run(ctx, &err) }()
+	undo.Add(func(context.Context) error { return r.discard() })
+	if err := e.layOut(ctx, seq, r, &undo); err != nil {
+		return err
+	}
+	if err := r.checkMounted(ctx); err != nil {
+		return err
+	}
+	if err := e.compensate(ctx, r); err != nil {
+		return err
+	}
+	if err := e.beginSwap(ctx, seq, r); err != nil {
+		return err
+	}
+	undo.Release()
+	// The old processes end now: a caller who goes away must not stop us
+	// half-way. Only CRIU, which may hang, is ended with its time.
+	r.caller = ctx
+	return e.swap(context.WithoutCancel(ctx), seq, r)
+}
+
+// layOut proves and lays out all that the restore needs, and makes the present
+// state a checkpoint. It leaves the sandbox frozen, so that what it compared
+// stays true, and everything else as it was.
+func (e *Engine) layOut(ctx context.Context, seq int64, r *restoration, undo *undo.Stack) error {
+	if err := failpoint.Hit("restore.before-layout"); err != nil {
+		return err
+	}
+	if r.c.Status != runtime.Running { // else when it stands still
+		e.liftFiles(r.spec, r.c)
+	}
+	if err := e.layOutImages(ctx, r); err != nil {
+		return err
+	}
+	if err := e.findLost(ctx, r); err != nil {
+		return err
+	}
+	if err := e.layHosts(ctx, r); err != nil {
+		return err
+	}
+	r.began = time.Now()
+	aside, err := e.layAside(ctx, r)
+	if err != nil {
+		return err
+	}
+	if !aside {
+		if err := e.keepPresent(ctx, seq, r, undo); err != nil {
+			return err
+		}
+	}
+	err = e.recallHosts(ctx, r)
+	if err != nil && r.data.Recreated {
+		r.hosts.err, err = err, nil // as in layHosts
+	}
+	if err := errors.Join(err, failpoint.Hit("restore.after-undo")); err != nil {
+		return err
+	}
+	if r.updates == nil {
+		r.sb.steps.begin(runtime.PhaseLooking, 0)
+		for i := range r.data.Trees {
+			t := &r.data.Trees[i]
+			// The dump of a full undo checkpoint has left traces that it does not
+			// have; what there is now decides.
+			if t.seen == "" || r.present.row.Kind == runtime.KindFull {
+				opts := overlay.CollectOptions{}
+				if t.seen == "" {
+					t.seen, opts.Paranoid = e.known(ctx, r.sb.ID, *t), r.verify
+				}
+				if err := e.look(ctx, r.sb.ID, t, opts); err != nil {
+					return err
+				}
+			}
+		}
+		if err := r.layOutFiles(ctx); err != nil {
+			return err
+		}
+	}
+	return failpoint.Hit("restore.after-layout")
+}
+
+// layOutFiles compares what was seen with the checkpoint and lays out what the
+// trees lack.
+func (r *restoration) layOutFiles(ctx context.Context) error {
+	var errs []error
+	for _, u := range r.updates { // of an earlier try
+		errs = append(errs, u.Close())
+	}
+	r.updates, r.changed = make([]*overlay.Update, len(r.data.Trees)), 0
+	r.sb.steps.begin(runtime.PhaseStaging, 0)
+	for i := range r.data.Trees {
+		t := &r.data.Trees[i]
+		u, err := t.plan(ctx, r.reader, r.lost)
+		if err != nil {
+			return errors.Join(append(errs, err)...)
+		}
+		if r.updates[i] = u; u.Empty() {
+			continue
+		}
+		r.changed += u.Len()
+		if err := discard(t.stage()); err != nil {
+			return err
+		}
+		r.sb.steps.more(runtime.PhaseStaging, u.Bytes())
+		if err := u.Stage(ctx, t.Dir, t.stage(), r.sb.steps.source(runtime.PhaseStaging, r.reader.Source())); err != nil {
+			return err
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// layOutImages writes the process images where the OCI runtime can read them.
+func (e *Engine) layOutImages(ctx context.Context, r *restoration) error {
+	if !r.full() {
+		return nil
+	}
+	r.images = e.store.StagedImages(r.sb.ID)
+	if err := discard(r.images); err != nil {
+		return err
+	}
+	r.sb.steps.begin(runtime.PhaseImages, r.reader.Manifest().Processes.Bytes())
+	r.reader.CountImages(r.sb.steps.adder(runtime.PhaseImages))
+	err := r.reader.ExtractImages(ctx, r.images)
+	if errors.Is(err, runtime.ErrCorrupt) && r.data.Salvage {
+		r.data.FilesOnly = true
+		r.warnings = append(slices.Clone(r.warnings), fmt.Sprintf("the processes are lost: %v", err))
+		return discard(r.images)
+	}
+	return err
+}
+
+// discard deletes all that was laid out.
+func (r *restoration) discard() error {
+	var errs []error
+	for _, t := range r.data.Trees {
+		if t.Aside && !r.past && r.data.Phase != phasePrepare {
+			continue // it is the way back
+		}
+		errs = append(errs, discard(t.stage()))
+		if t.Number == 0 {
+			errs = append(errs, discard(t.aside()))
+		}
+	}
+	for _, u := range r.updates {
+		errs = append(errs, u.Close())
+	}
+	if r.images != "" {
+		errs = append(errs, discard(r.images))
+	}
+	return errors.Join(errs...)
+}
+
+// keepPresent makes a checkpoint of what the restore replaces, and leaves the
+// sandbox frozen. It is also the way back when the restore fails, so that its
+// files are taken even when nobody wants to keep it.
+func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, undo *undo.Stack) error {
+	if r.data.Undo == "" {
+		return nil
+	}
+	// Processes that wait for their own end, as in a sandbox of which only
+	// the files are restored, are worth as much as any others.
+	opts := runtime.CheckpointOptions{Trigger: runtime.TriggerUndo, TCP: runtime.TCPEstablished, FilesOnly: r.data.NoUndo, WithVolumes: len(r.data.Trees) > 1, Paranoid: r.verify, Attach: r.hostPaths()}
+	unlearnt := false
+	for {
+		k, err := e.prepare(ctx, r.sb, r.c, opts)
+		if err != nil && !opts.FilesOnly {
+			if !errors.Is(err, runtime.ErrNotFound) { // else it has no process that could be lost
+				r.undoIsFiles(err)
+			}
+			opts.FilesOnly = true
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		k.row.ID, k.hold = r.data.Undo, true
+		if r.row.Damaged == "" && !unlearnt {
+			if k.like, err = r.reader.TreePieces(ctx, 0); err != nil {
+				return err
+			}
+		}
+		var laid error
+		if k.row.Kind == runtime.KindFiles && len(k.trees) >= len(r.data.Trees) {
+			// Nothing of the sandbox is touched by it.
+			k.beside = func(ctx context.Context) {
+				r.take(k)
+				laid = r.layOutFiles(ctx)
+			}
+		}
+		row, err := e.record(ctx, k)
+		if err != nil && !opts.FilesOnly && ctx.Err() == nil && !errors.Is(err, unix.ENOSPC) && !isCalledOff(err) {
+			// What cannot be dumped can still be put back as files.
+			e.log.Info("the undo checkpoint will have files only", "sandbox", r.sb.ID, "err", err)
+			r.undoIsFiles(err)
+			opts.FilesOnly, r.data.Undo = true, newID()
+			// Recover looks for the one that the journal names.
+			if err := e.advance(ctx, seq, r.data, true); err != nil {
+				return err
+			}
+			continue
+		}
+		if err != nil && k.unlearnt && !unlearnt {
+			// Once more, with nothing believed of what was known.
+			unlearnt, r.data.Undo = true, newID()
+			if err := e.advance(ctx, seq, r.data, true); err != nil {
+				return err
+			}
+			continue
+		}
+		if isCalledOff(err) {
+			return r.hostTrouble(fmt.Errorf("keep the present state: %w", err))
+		}
+		if err != nil {
+			return fmt.Errorf("keep the present state: %w", err)
+		}
+		r.present, r.undone = k, row.ID
+		undo.Add(func(ctx context.Context) error { return e.store.RemoveCheckpoint(ctx, row.ID) })
+		undo.Add(func(ctx context.Context) error { return errors.Join(k.cut.End(), e.thaw(ctx, k)) })
+		r.take(k)
+		return laid
+	}
+}
+
+// undoIsFiles warns that the processes that the restore ends are lost.
+func (r *restoration) undoIsFiles(why error) {
+	r.warnings = append(slices.Clone(r.warnings), fmt.Sprintf("the undo checkpoint has files only: %v; the processes that this restore has ended cannot be brought back", why))
+}
+
+// take takes over what a checkpoint has seen of the files.
+func (r *restoration) take(k *making) {
+	for i := range r.data.Trees {
+		for _, t := range k.trees {
+			if t.Dir == r.data.Trees[i].Dir {
+				r.data.Trees[i].seen, r.data.Trees[i].pieces = t.seen, t.pieces
+			}
+		}
+	}
+}
+
+// lockSlot keeps agentboxes with another root, which may have taken on the same
+// container, away from it. One that is yet to be made nobody else has.
+func lockSlot(c runtime.Container) (unlock func(), err error) {
+	if c.Stage.ID == "" {
+		return func() {}, nil
+	}
+	return stage.Lock(c.Stage.Run, c.Stage.ID)
+}
+
+// syncfs makes all that was written to the filesystem of dir durable.
+func syncfs(dir string) error {
+	f, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	return errors.Join(unix.Syncfs(int(f.Fd())), f.Close())
+}
+
+func decode[T any](raw json.RawMessage) (v T, err error) {
+	if len(raw) == 0 {
+		return v, nil
+	}
+	if err := json.Unmarshal(raw, &v); err != nil {
+		return v, fmt.Errorf("journal: %w: %w", runtime.ErrCorrupt, err)
+	}
+	return v, nil
+}

@@ -1,0 +1,263 @@
+package engine
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path"
+	"path/filepath"
+	"slices"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/fsx"
+	"github.com/agentbox/agentbox/internal/lazy"
+	"github.com/agentbox/agentbox/policy"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// Docker's bound of one secret, and bounds of ours.
+const (
+	maxSecret  = 500 << 10
+	maxSecrets = 64
+)
+
+var (
+	secretName   = lazy.Regexp(`^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$`)
+	variableName = lazy.Regexp(`^[A-Za-z_][A-Za-z0-9_]*$`)
+)
+
+// checkSecrets refuses secrets that make no sense.
+func checkSecrets(s runtime.Spec) error {
+	if len(s.Secrets) > maxSecrets {
+		return fmt.Errorf("%w: %d secrets, at most %d", runtime.ErrInvalid, len(s.Secrets), maxSecrets)
+	}
+	for i, secret := range s.Secrets {
+		if err := checkSecret(secret); err != nil {
+			return err
+		}
+		if _, err := os.Stat(secret.File); secret.File != "" && errors.Is(err, fs.ErrNotExist) {
+			return missingSecret(secret.File)
+		}
+		if slices.ContainsFunc(s.Secrets[:i], func(o runtime.Secret) bool { return o.Name == secret.Name }) {
+			return fmt.Errorf("%w: secret %s is given twice", runtime.ErrInvalid, secret.Name)
+		}
+	}
+	for _, m := range s.Mounts {
+		if at := path.Clean(m.Target); len(s.Secrets) > 0 && fsx.Within(runtime.SecretsDir, at) {
+			return fmt.Errorf("%w: %s is where the secrets are: nothing can be mounted at %s", runtime.ErrInvalid, runtime.SecretsDir, m.Target)
+		}
+	}
+	return nil
+}
+
+func missingSecret(file string) error {
+	return hint(fmt.Errorf("the secret's file %s: %w", file, runtime.ErrNotFound), "It is read at each start, and has to be there.")
+}
+
+func checkSecret(s runtime.Secret) error {
+	switch {
+	case !secretName().MatchString(s.Name):
+		return fmt.Errorf("%w: secret %.140q: a name is 1 to 128 letters, digits, '_', '.' and '-', and does not begin with a '.'", runtime.ErrInvalid, s.Name)
+	case (s.File == "") == (s.Env == ""):
+		return fmt.Errorf("%w: secret %s comes from a file or from a variable", runtime.ErrInvalid, s.Name)
+	case s.File != "" && !filepath.IsAbs(s.File):
+		return fmt.Errorf("%w: secret %s: its file %q must be an absolute path", runtime.ErrInvalid, s.Name, s.File)
+	case s.Env != "" && !variableName().MatchString(s.Env):
+		return fmt.Errorf("%w: secret %s: %q is not the name of a variable", runtime.ErrInvalid, s.Name, s.Env)
+	}
+	return nil
+}
+
+// sources tells where the secrets of a spec come from: as it is given now, else
+// as it is known. What the spec itself says of that counts for nothing, since it
+// may be from elsewhere.
+func sources(s runtime.Spec, given, known []runtime.Secret) ([]runtime.Secret, error) {
+	for _, g := range given {
+		if err := checkSecret(g); err != nil {
+			return nil, err
+		}
+		if !slices.ContainsFunc(s.Secrets, func(o runtime.Secret) bool { return o.Name == g.Name }) {
+			return nil, fmt.Errorf("%w: the sandbox has no secret %s", runtime.ErrInvalid, g.Name)
+		}
+	}
+	list := slices.Clone(s.Secrets)
+	for i := range list {
+		list[i] = runtime.Secret{Name: list[i].Name}
+		for _, from := range slices.Concat(known, given) {
+			if from.Name == list[i].Name {
+				list[i] = from
+			}
+		}
+		if list[i].File == "" && list[i].Env == "" {
+			name := list[i].Name
+			return nil, hint(fmt.Errorf("%w: where the secret %s comes from is not known: no checkpoint says it", runtime.ErrInvalid, name),
+				"Say it: --secret "+name+"=file:PATH, or --secret "+name+"=env:VARIABLE.")
+		}
+	}
+	s.Secrets = list
+	return list, checkSecrets(s)
+}
+
+// readSecrets reads the secrets of a sandbox from where they come from. None is
+// ever empty: a sandbox that waits for one had better not start.
+func (e *Engine) readSecrets(ctx context.Context, s runtime.Spec, from []runtime.Secret) ([]runtime.SecretFile, error) {
+	var files []runtime.SecretFile
+	if len(from) > 0 {
+		// From here on this process has them in its memory: no core of it is written, and no
+		// program is handed one. What it starts is not concerned.
+		if err := unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0); err != nil {
+			return nil, err
+		}
+	}
+	for _, secret := range from {
+		var data []byte
+		var err error
+		if secret.Env != "" {
+			data, err = e.variable(ctx, secret.Env)
+		} else {
+			data, err = readSecret(s, secret.File)
+		}
+		if err == nil && len(data) == 0 {
+			err = fmt.Errorf("%w: it is empty", runtime.ErrInvalid)
+		}
+		if err == nil && len(data) > maxSecret {
+			err = fmt.Errorf("%w: it is larger than %d bytes", runtime.ErrInvalid, maxSecret)
+		}
+		if err != nil {
+			return nil, fmt.Errorf("secret %s: %w", secret.Name, err)
+		}
+		files = append(files, runtime.SecretFile{Name: secret.Name, Data: data})
+	}
+	return files, nil
+}
+
+// variable is the value of an environment variable, which from then on no
+// program that we start inherits.
+func (e *Engine) variable(ctx context.Context, name string) ([]byte, error) {
+	if vars, ok := runtime.Variables(ctx); ok {
+		value, ok := vars[name]
+		if !ok {
+			return nil, missingVariable(name)
+		}
+		return []byte(value), nil
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	value, ok := os.LookupEnv(name)
+	if ok {
+		e.kept[name] = value
+		if err := os.Unsetenv(name); err != nil {
+			return nil, err
+		}
+	}
+	if value, ok = e.kept[name]; !ok {
+		return nil, missingVariable(name)
+	}
+	return []byte(value), nil
+}
+
+func missingVariable(name string) error {
+	return hint(fmt.Errorf("the variable %s: %w in the environment", name, runtime.ErrNotFound),
+		"It is kept nowhere, and has to be set for each command that starts the sandbox.")
+}
+
+// secretMount is how a policy sees a secret that comes from a file.
+func secretMount(file string) policy.Mount {
+	return policy.Mount{Type: "secret", Source: file, Target: runtime.SecretsDir, ReadOnly: true}
+}
+
+// readSecret reads a file, judged by where it really lies now. No symlink is
+// followed from there, so that what is read is what was judged.
+func readSecret(s runtime.Spec, file string) (_ []byte, err error) {
+	real, err := filepath.EvalSymlinks(file)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, missingSecret(file)
+	}
+	if err != nil {
+		return nil, err
+	}
+	p, err := recorded(s)
+	if err == nil && p != nil {
+		err = p.Mounts([]policy.Mount{secretMount(real)})
+	}
+	if err != nil {
+		return nil, err
+	}
+	fd, err := unix.Openat2(unix.AT_FDCWD, real, &unix.OpenHow{
+		Flags: unix.O_RDONLY | unix.O_NONBLOCK | unix.O_NOCTTY | unix.O_CLOEXEC, Resolve: unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS,
+	})
+	if err != nil {
+		return nil, &fs.PathError{Op: "open", Path: real, Err: err}
+	}
+	f := os.NewFile(uintptr(fd), real)
+	defer func() { err = errors.Join(err, f.Close()) }()
+	info, err := f.Stat()
+	if err != nil {
+		return nil, err
+	}
+	if !info.Mode().IsRegular() {
+		return nil, hint(fmt.Errorf("%w: %s is not a regular file", runtime.ErrInvalid, file), "Give the value in a variable: --secret NAME=env:VARIABLE.")
+	}
+	return io.ReadAll(io.LimitReader(f, maxSecret+1))
+}
+
+// nameless is a stored spec as checkpoints have it: these travel, and where on
+// this host a secret comes from is nobody else's business. A checkpoint from
+// elsewhere cannot name a file of this host either.
+func nameless(s runtime.Spec, stored json.RawMessage) (json.RawMessage, error) {
+	if len(s.Secrets) == 0 {
+		return stored, nil
+	}
+	s.Secrets = slices.Clone(s.Secrets)
+	for i := range s.Secrets {
+		s.Secrets[i] = runtime.Secret{Name: s.Secrets[i].Name}
+	}
+	return json.Marshal(s)
+}
+
+// inherited tells where the secrets of a fork come from: where those of its
+// origin do, as long as that is there.
+func (e *Engine) inherited(ctx context.Context, row store.Checkpoint, s runtime.Spec, given []runtime.Secret) ([]runtime.Secret, error) {
+	var known runtime.Spec
+	if row.Foreign { // it names its origin itself
+		return sources(s, given, nil)
+	}
+	if origin, err := e.store.Sandbox(ctx, row.SandboxID); err == nil {
+		if known, err = spec(origin); err != nil {
+			return nil, err
+		}
+	} else if !errors.Is(err, runtime.ErrNotFound) {
+		return nil, err
+	}
+	return sources(s, given, known.Secrets)
+}
+
+// arm reads what the restored sandbox is to find in its secrets.
+func (e *Engine) arm(ctx context.Context, r *restoration) error {
+	if len(r.spec.Secrets) == 0 || r.secrets != nil {
+		return nil
+	}
+	from, err := sources(r.spec, r.given, r.spec.Secrets)
+	if err == nil {
+		r.secrets, err = e.readSecrets(ctx, r.spec, from)
+	}
+	return err
+}
+
+// checkSecret proves that a secret which a process of the checkpoint has open is
+// as long as it was: CRIU takes no other file for the same.
+func (r *restoration) checkSecret(name string, size int64) error {
+	for _, s := range r.secrets {
+		if s.Name == name && int64(len(s.Data)) != size {
+			return hint(fmt.Errorf("%w: a process of the checkpoint has the secret %s open, which had %d bytes then and has %d now", runtime.ErrState, name, size, len(s.Data)),
+				fmt.Sprintf("Restore the files alone: agentbox restore %s %s --files-only", r.sb.Name, short(r.row.ID)))
+		}
+	}
+	return nil
+}

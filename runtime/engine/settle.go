@@ -1,0 +1,118 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// instantTries is how often a dump is made again that met an instant in which a process
+// cannot be dumped.
+const instantTries = 4
+
+// dumpAgain reports whether a dump that has failed is to be made again, with all that goes
+// with it, because what it failed of is over in a moment.
+func (e *Engine) dumpAgain(ctx context.Context, sb *locked, err error) bool {
+	if !criu.Passing(err) || ctx.Err() != nil {
+		return false
+	}
+	e.log.Warn("dump made again", "sandbox", sb.ID, "err", err)
+	return true
+}
+
+// settle waits until no process of the sandbox, which was frozen at that time, is in an
+// instant that cannot be dumped, and returns since when it stands still.
+func (e *Engine) settle(ctx context.Context, k *making, since time.Time) (time.Time, error) {
+	if k.row.Kind != runtime.KindFull {
+		return since, nil
+	}
+	again, err := k.c.Runtime.Settle(ctx, k.c.Pid)
+	if again.IsZero() {
+		again = since
+	}
+	return again, err
+}
+
+// pause freezes a running sandbox so that it can be dumped as it stands.
+func (e *Engine) pause(ctx context.Context, sb *locked, c runtime.Container) error {
+	err := sb.host.Pause(ctx, sb.ID)
+	if err != nil || c.Pid == 0 || sb.host.Properties().FilesOnly {
+		return err
+	}
+	if _, err = c.Runtime.Settle(ctx, c.Pid); err == nil || ctx.Err() == nil && (criu.Passing(err) || errors.Is(err, runtime.ErrBusy)) {
+		return nil // it is paused, which is what was asked for
+	}
+	return errors.Join(err, sb.host.Unpause(context.WithoutCancel(ctx), sb.ID))
+}
+
+// timeLeft bounds the restore of processes by its caller's time; 0: that has no end.
+func (r *restoration) timeLeft() (time.Duration, error) {
+	if r.caller == nil {
+		return 0, nil
+	}
+	end, ok := r.caller.Deadline()
+	if err := r.caller.Err(); err != nil || !ok {
+		return 0, err
+	}
+	return max(time.Until(end), time.Second), nil
+}
+
+// callOff ends the restore of processes when its caller goes away, until the returned
+// function is called.
+func (r *restoration) callOff() (end func()) {
+	if r.caller == nil {
+		return func() {}
+	}
+	place := r.c.Stage
+	stop := context.AfterFunc(r.caller, func() { _ = stage.CallOff(place.Run, place.ID) })
+	return func() { stop() }
+}
+
+// breakWait is how long the end of a verb may take whose CRIU was killed.
+const breakWait = 30 * time.Second
+
+// breakIn takes the lock of a sandbox that is to be removed, whatever is done with it:
+// the CRIU of the verb that has the lock is killed, by which that verb fails.
+func (e *Engine) breakIn(ctx context.Context, ref string, busy error) (*locked, error) {
+	found, err := e.find(ctx, ref)
+	if err != nil {
+		return nil, err
+	}
+	host, err := e.host(found.Backend)
+	if err != nil {
+		return nil, err
+	}
+	ended := criu.EndHolders(e.store.LockPath(found.ID))
+	if e.store.Holder(found.ID) == opRestore {
+		if c, err := host.Inspect(ctx, found.ID); err == nil && c.Stage.ID != "" && stage.CallOff(c.Stage.Run, c.Stage.ID) == nil {
+			ended = true
+		}
+	}
+	if !ended {
+		return nil, busy
+	}
+	e.log.Warn("verb ended for a removal", "sandbox", found.ID, "verb", e.store.Holder(found.ID))
+	return e.acquire(ctx, ref, "rm", breakWait)
+}
+
+// atWork are the checkpoints and restores that are under way, by sandbox.
+func (e *Engine) atWork(ctx context.Context) map[string]*runtime.Work {
+	intents, err := e.store.Intents(ctx)
+	if err != nil {
+		return nil // the list is worth having without
+	}
+	work := map[string]*runtime.Work{}
+	for _, in := range intents {
+		if in.Op != opCheckpoint && in.Op != opRestore || errors.Is(unix.Kill(in.Pid, 0), unix.ESRCH) {
+			continue
+		}
+		work[in.Sandbox] = &runtime.Work{Verb: in.Op, Since: in.Started}
+	}
+	return work
+}

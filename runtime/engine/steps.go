@@ -1,0 +1,264 @@
+package engine
+
+import (
+	"context"
+	"io"
+	"os"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/agentbox/agentbox/internal/guard"
+	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+const (
+	stepPause = 100 * time.Millisecond // between two looks at the numbers
+	stepWait  = 200 * time.Millisecond // for the receiver, at the end of a verb
+)
+
+// countApart is from where on data is counted while it is read. What is smaller is
+// counted whole, without a reader of its own for each of a million files.
+const countApart = 1 << 20
+
+// steps are the numbers of one verb. What works adds to counters, which a goroutine
+// of their own looks at: a frozen sandbox waits for nobody who wants to know how far
+// its checkpoint is. Nil counts nothing.
+type steps struct {
+	only runtime.Phase // the phase that all is counted for; empty: its own
+
+	mu     sync.Mutex
+	now    runtime.Phase
+	past   []runtime.Step // what is over and was not told yet
+	counts map[runtime.Phase]*stepCount
+
+	quit, gone chan struct{}
+	late       atomic.Bool
+	ending     sync.Once
+}
+
+type stepCount struct{ done, total atomic.Int64 }
+
+// follow tells fn of a verb until end is called; nil: nobody asks.
+func follow(fn runtime.Steps) *steps {
+	if fn == nil {
+		return nil
+	}
+	s := &steps{counts: make(map[runtime.Phase]*stepCount, len(runtime.Phases)), quit: make(chan struct{}), gone: make(chan struct{})}
+	for _, p := range runtime.Phases {
+		s.counts[p] = new(stepCount)
+	}
+	guard.Go(func() { s.tell(fn) })
+	return s
+}
+
+func (s *steps) tell(fn runtime.Steps) {
+	defer close(s.gone)
+	tick := time.NewTicker(stepPause)
+	defer tick.Stop()
+	var last runtime.Step
+	for quit := false; !quit; {
+		select {
+		case <-tick.C:
+		case <-s.quit:
+			quit = true
+		}
+		for _, step := range s.news() {
+			if step == last {
+				continue
+			}
+			if s.late.Load() || guard.Do(func() error { fn(step); return nil }) != nil {
+				return
+			}
+			last = step
+		}
+	}
+}
+
+// news are the phases that are over, and what is done now.
+func (s *steps) news() []runtime.Step {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	list := s.past
+	s.past = nil
+	if s.now == "" {
+		return list
+	}
+	return append(list, s.step())
+}
+
+func (s *steps) step() runtime.Step {
+	c := s.counts[s.now]
+	step := runtime.Step{Phase: s.now, Done: c.done.Load(), Total: c.total.Load()}
+	if step.Total > 0 {
+		step.Done = min(step.Done, step.Total)
+	}
+	return step
+}
+
+// end tells the last numbers. It is called when the verb holds nothing any more.
+func (s *steps) end() {
+	if s == nil {
+		return
+	}
+	s.ending.Do(func() {
+		close(s.quit)
+		select {
+		case <-s.gone:
+		case <-time.After(stepWait):
+			s.late.Store(true)
+		}
+	})
+}
+
+// begin enters a phase, of which nothing is done yet.
+func (s *steps) begin(p runtime.Phase, total int64) {
+	s.enter(p, func(c *stepCount) { c.done.Store(0); c.total.Store(total) })
+}
+
+// at enters a phase, or goes on with it.
+func (s *steps) at(p runtime.Phase) { s.enter(p, nil) }
+
+func (s *steps) enter(p runtime.Phase, do func(*stepCount)) {
+	if s == nil || s.only != "" && p != s.only {
+		return
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.now == p && do == nil {
+		return
+	}
+	if s.now != "" {
+		s.past = append(s.past, s.step())
+	}
+	if s.now = p; do != nil {
+		do(s.counts[p])
+	}
+}
+
+// more is that there is more to do in a phase.
+func (s *steps) more(p runtime.Phase, n int64) {
+	if s != nil && s.only == "" {
+		s.counts[p].total.Add(n)
+	}
+}
+
+// adder adds to what is done of a phase; nil: nobody asks.
+func (s *steps) adder(p runtime.Phase) func(int64) {
+	if s == nil {
+		return nil
+	}
+	if s.only != "" {
+		if p != runtime.PhaseImages && p != runtime.PhaseStaging {
+			return nil // it is no part of the total
+		}
+		p = s.only
+	}
+	done := &s.counts[p].done
+	return func(n int64) { done.Add(n) }
+}
+
+// sink counts what to takes.
+func (s *steps) sink(p runtime.Phase, to overlay.Sink) overlay.Sink {
+	if add := s.adder(p); add != nil {
+		return countedSink{to, add}
+	}
+	return to
+}
+
+type countedSink struct {
+	to  overlay.Sink
+	add func(int64)
+}
+
+func (c countedSink) Data(ctx context.Context, size int64, r io.Reader) (string, []overlay.Piece, error) {
+	if size > countApart {
+		return c.to.Data(ctx, size, &countedReader{r, c.add})
+	}
+	digest, pieces, err := c.to.Data(ctx, size, r)
+	if err == nil {
+		c.add(size)
+	}
+	return digest, pieces, err
+}
+
+// source counts what is read of from.
+func (s *steps) source(p runtime.Phase, from overlay.Source) overlay.Source {
+	if add := s.adder(p); add != nil {
+		return countedSource{from, add}
+	}
+	return from
+}
+
+type countedSource struct {
+	from overlay.Source
+	add  func(int64)
+}
+
+func (c countedSource) Data(ctx context.Context, e overlay.Entry) (io.ReadCloser, error) {
+	r, err := c.from.Data(ctx, e)
+	if err != nil {
+		return r, err
+	}
+	size := e.Size
+	if e.Extents != nil {
+		size = 0
+		for _, x := range e.Extents {
+			size += x.Len
+		}
+	}
+	if size > countApart {
+		return &countedCloser{countedReader{r, c.add}, r}, nil
+	}
+	c.add(size)
+	return r, nil
+}
+
+type countedReader struct {
+	r   io.Reader
+	add func(int64)
+}
+
+func (c *countedReader) Read(p []byte) (int, error) {
+	n, err := c.r.Read(p)
+	c.add(int64(n))
+	return n, err
+}
+
+type countedCloser struct {
+	countedReader
+	io.Closer
+}
+
+// sizes is how many bytes the files of a directory have, as far as one can tell.
+func (s *steps) sizes(dir string) (n int64) {
+	if s == nil {
+		return 0
+	}
+	list, _ := os.ReadDir(dir) // whoever reads them will say what is wrong
+	for _, f := range list {
+		if info, err := f.Info(); err == nil && info.Mode().IsRegular() {
+			n += info.Size()
+		}
+	}
+	return n
+}
+
+// all begins a phase that is the last: what the others would count counts for it.
+func (s *steps) all(p runtime.Phase, total int64) {
+	s.begin(p, total)
+	s.only = p
+}
+
+// reading counts what is only read, for the phase that there is now.
+func (s *steps) reading() overlay.Sink {
+	if s == nil {
+		return store.Cutter{}
+	}
+	s.mu.Lock()
+	p := s.now
+	s.mu.Unlock()
+	return s.sink(p, store.Cutter{})
+}

@@ -1,0 +1,106 @@
+package engine
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"testing"
+
+	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// halves gives the first half of its data, and the rest when it may.
+type halves struct {
+	first, rest io.Reader
+	may         <-chan struct{}
+}
+
+func (h *halves) Read(p []byte) (int, error) {
+	n, err := h.first.Read(p)
+	if err != io.EOF {
+		return n, err
+	}
+	<-h.may
+	return h.rest.Read(p)
+}
+
+func (h *halves) Close() error { return nil }
+
+type halvesSource struct{ *halves }
+
+func (h halvesSource) Data(context.Context, overlay.Entry) (io.ReadCloser, error) {
+	return h.halves, nil
+}
+
+// A large file is told of while it is read, whichever way it goes.
+func TestStepsGrow(t *testing.T) {
+	const half = 4 << 20
+	for name, use := range map[string]func(*steps, *halves) error{
+		"sink": func(s *steps, h *halves) error {
+			_, _, err := s.sink(runtime.PhaseStaging, store.Cutter{}).Data(t.Context(), 2*half, h)
+			return err
+		},
+		"source": func(s *steps, h *halves) error {
+			r, err := s.source(runtime.PhaseStaging, halvesSource{h}).Data(t.Context(), overlay.Entry{Size: 2 * half})
+			if err == nil {
+				_, err = io.Copy(io.Discard, r)
+				err = errors.Join(err, r.Close())
+			}
+			return err
+		},
+	} {
+		told := make(chan runtime.Step, 100)
+		s := follow(func(s runtime.Step) { told <- s })
+		s.begin(runtime.PhaseStaging, 0)
+		s.more(runtime.PhaseStaging, 2*half)
+		on := make(chan struct{})
+		done := make(chan error, 1)
+		go func() {
+			done <- use(s, &halves{bytes.NewReader(make([]byte, half)), bytes.NewReader(make([]byte, half)), on})
+		}()
+		for step := range told {
+			if step.Done == half {
+				break
+			}
+			if step.Done > half || step.Total != 2*half {
+				t.Fatalf("%s: %+v", name, step)
+			}
+		}
+		close(on)
+		if err := <-done; err != nil {
+			t.Fatal(err)
+		}
+		s.end()
+		close(told)
+		var last runtime.Step
+		for step := range told {
+			last = step
+		}
+		if last != (runtime.Step{Phase: runtime.PhaseStaging, Done: 2 * half, Total: 2 * half}) {
+			t.Errorf("%s: %+v", name, last)
+		}
+	}
+}
+
+// Small files cost no memory of their own, and what nobody asks for nothing at all.
+func TestStepsAllocate(t *testing.T) {
+	sink := discarding{}
+	s := follow(func(runtime.Step) {})
+	defer s.end()
+	counted, r := s.sink(runtime.PhaseFiles, sink), bytes.NewReader(nil)
+	if n := testing.AllocsPerRun(1000, func() { _, _, _ = counted.Data(t.Context(), 1000, r) }); n != 0 {
+		t.Errorf("%v allocations a file", n)
+	}
+	if got := (*steps)(nil).sink(runtime.PhaseFiles, sink); got != overlay.Sink(sink) {
+		t.Errorf("%T", got)
+	}
+}
+
+type discarding struct{}
+
+func (discarding) Data(context.Context, int64, io.Reader) (string, []overlay.Piece, error) {
+	return "", nil, nil
+}

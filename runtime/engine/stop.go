@@ -1,0 +1,77 @@
+package engine
+
+import (
+	"context"
+	"time"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// Stop ends the sandbox's processes. A stopped sandbox is left as it is.
+func (e *Engine) Stop(ctx context.Context, ref string, timeout time.Duration) error {
+	if timeout < 0 {
+		timeout = stopTimeout
+	}
+	return fail("stop", ref, e.stop(ctx, ref, runtime.StopOptions{Timeout: timeout}))
+}
+
+func (e *Engine) stop(ctx context.Context, ref string, opts runtime.StopOptions) error {
+	sb, err := e.acquire(ctx, ref, "stop", lockWait)
+	if err != nil {
+		return err
+	}
+	defer sb.lock.Unlock()
+	return e.stopLocked(ctx, sb, opts)
+}
+
+func (e *Engine) stopLocked(ctx context.Context, sb *locked, opts runtime.StopOptions) error {
+	if err := e.meant(sb.Sandbox); err != nil {
+		return err
+	}
+	if err := failpoint.Hit("stop.before-backend"); err != nil {
+		return err
+	}
+	if err := sb.host.Stop(ctx, sb.ID, opts); err != nil {
+		return err
+	}
+	e.log.Info("stopped", "sandbox", sb.ID)
+	return nil
+}
+
+// stopFor stops a sandbox that is about to be started, and tells what its container is then.
+func (e *Engine) stopFor(ctx context.Context, sb *locked, opts runtime.StopOptions) (runtime.Container, error) {
+	back := runtime.Aside(ctx) // until its processes have ended
+	err := e.stopLocked(ctx, sb, opts)
+	back()
+	if err != nil {
+		return runtime.Container{}, err
+	}
+	return sb.host.Inspect(ctx, sb.ID)
+}
+
+// Restart stops a sandbox, if it runs, and starts it. All that a start needs is looked
+// at before the stop: one that could not start stays as it is.
+func (e *Engine) Restart(ctx context.Context, ref string, timeout time.Duration) (err error) {
+	defer func() { err = fail("restart", ref, err) }()
+	if timeout < 0 {
+		timeout = stopTimeout
+	}
+	sb, err := e.acquire(ctx, ref, "restart", lockWait)
+	if err != nil {
+		return err
+	}
+	_, err = e.launch(ctx, sb, nil, &runtime.StopOptions{Timeout: timeout})
+	return err
+}
+
+// hasMounts refuses a sandbox whose bind mounts have lost their sources. Those of a
+// container that somebody else made are its engine's to find.
+func hasMounts(s runtime.Spec) error {
+	for _, m := range s.Mounts {
+		if err := checkMount(m); err != nil && !s.Adopted {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,278 @@
+package engine
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/fsx"
+	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// hitPath is where it is noted that the files of a sandbox took all they may.
+func (e *Engine) hitPath(id string) string { return filepath.Join(e.run, "storage", id) }
+
+// storageHit is nil if the files of the sandbox have not taken all that it was
+// given since it was last started.
+func (e *Engine) storageHit(id string) (*runtime.StorageHit, error) {
+	data, err := os.ReadFile(e.hitPath(id))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	var hit runtime.StorageHit
+	if err == nil {
+		err = json.Unmarshal(data, &hit)
+	}
+	return &hit, err
+}
+
+func (e *Engine) noteHit(id string, hit *runtime.StorageHit) error {
+	path := e.hitPath(id)
+	if hit == nil {
+		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+		_ = os.Remove(filepath.Dir(path)) // stays while there are others
+		return nil
+	}
+	data, err := json.Marshal(hit)
+	if err != nil {
+		return err
+	}
+	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
+		return err
+	}
+	return fsx.Write(path, data, fsx.Options{Temp: path + ".new", Volatile: true})
+}
+
+// liftFiles lets a sandbox that stands still have any number of bytes.
+func (e *Engine) liftFiles(s runtime.Spec, c runtime.Container) {
+	if s.Resources.Storage > 0 {
+		s.Resources.Storage = 0
+		e.holdFiles(s, c)
+	}
+}
+
+// holdFiles has the kernel hold a sandbox to what its files may take, where it can.
+func (e *Engine) holdFiles(s runtime.Spec, c runtime.Container) {
+	if c.Upper == "" {
+		return
+	}
+	if _, err := overlay.LimitProject(c.Upper, s.Resources.Storage); err != nil {
+		e.log.Error("the kernel does not take the limit of its files", "sandbox", s.ID, "err", err)
+	}
+}
+
+// UpdateStorage changes what the files of a sandbox may take, at once if it runs.
+func (e *Engine) UpdateStorage(ctx context.Context, ref string, change runtime.StorageChange) (_ runtime.Sandbox, err error) {
+	defer func() { err = fail("update", ref, err) }()
+	if change.Size < 0 {
+		return runtime.Sandbox{}, fmt.Errorf("%w: a limit is negative", runtime.ErrInvalid)
+	}
+	sb, s, p, err := e.acquireOurs(ctx, ref, "what the container's files take")
+	if err != nil {
+		return runtime.Sandbox{}, err
+	}
+	defer sb.lock.Unlock()
+	if p != nil {
+		if err := p.MayStore(change.Size); err != nil {
+			return runtime.Sandbox{}, err
+		}
+	}
+	s.Resources.Storage = change.Size
+	data, err := json.Marshal(s)
+	if err != nil {
+		return runtime.Sandbox{}, err
+	}
+	c, err := sb.host.Inspect(ctx, sb.ID)
+	if err != nil {
+		return runtime.Sandbox{}, err
+	}
+	live := c.Status == runtime.Running || c.Status == runtime.Paused
+	if live { // a crash after the next steps leaves the mark, and so the limit, to the next command
+		if err := e.mark(s); err != nil {
+			return runtime.Sandbox{}, err
+		}
+	}
+	if change.Size == 0 { // while there is a watch to set it again
+		e.holdFiles(s, c)
+	}
+	if err := e.store.SetSpec(ctx, sb.ID, data); err != nil {
+		return runtime.Sandbox{}, err
+	}
+	if live {
+		e.holdFiles(s, c)
+		e.watchOver(s)
+	}
+	e.log.Info("storage limit changed", "sandbox", sb.ID, "size", change.Size)
+	return e.Sandbox(ctx, sb.ID)
+}
+
+// filesLimit is the watch over one sandbox's files. Adding up what they take
+// costs, so that is done when the filesystem has lost so much space that the
+// limit could be near, whoever took it, and now and then in any case.
+type filesLimit struct {
+	e     *Engine
+	id    string
+	limit int64
+
+	used int64 // when it was last added up
+	free int64 // what the filesystem had left then
+	at   time.Time
+	took time.Duration
+
+	killed int  // the first process of the start that was killed
+	full   int  // the same of one that was refused more, until it has room again
+	unsaid bool // it was killed, and that it is to stay down is not on record yet
+}
+
+const (
+	// fastest is the rate, in bytes a second, that the watch reckons with.
+	fastest = 2 << 30
+	// soonest and late bound the time between two looks.
+	soonest, late = 20 * time.Millisecond, time.Second
+	// recount is after how long the files are added up in any case.
+	recount = 10 * time.Second
+)
+
+// look looks once, and says when to look again.
+func (w *filesLimit) look(ctx context.Context, c runtime.Container, s runtime.Spec) (time.Duration, error) {
+	w.limit = s.Resources.Storage
+	project, ours, err := overlay.ProjectOf(c.Upper)
+	if err != nil {
+		return late, err
+	}
+	if !ours {
+		return w.count(ctx, c, w.limit)
+	}
+	wait, err := w.refused(ctx, c, project)
+	if s.IDs != nil || err != nil {
+		return wait, err
+	}
+	// Root without a user namespace can give its files another project. All that it
+	// may have in its own, blocks and files, is less than twice as much.
+	again, err := w.count(ctx, c, 2*w.limit+1<<20)
+	return min(wait, max(again, 5*soonest)), err
+}
+
+// refused notes that a sandbox which the kernel holds to its limit has come to it.
+func (w *filesLimit) refused(ctx context.Context, c runtime.Container, p overlay.Project) (time.Duration, error) {
+	if p.Limit != (w.limit+1023)>>10<<10 {
+		return w.set(ctx, c)
+	}
+	switch {
+	case !p.Full():
+		if p.Used < p.Limit-p.Limit/10 {
+			w.full = 0
+		}
+	case w.full != c.Pid:
+		w.full = c.Pid
+		now := time.Now()
+		return soonest, errors.Join(
+			w.e.noteHit(w.id, &runtime.StorageHit{Time: now, Used: p.Used, Limit: w.limit, Refused: true}),
+			w.e.note(w.id, runtime.Event{Time: now, Type: runtime.EventStorage, Used: p.Used, Limit: w.limit, Refused: true}),
+		)
+	}
+	return late, nil // nothing has to be kept from it
+}
+
+// set has the kernel hold a sandbox again that goes on without a limit, or with
+// another one. That of one that stands still is lifted on purpose.
+func (w *filesLimit) set(ctx context.Context, c runtime.Container) (time.Duration, error) {
+	if c.Status != runtime.Running {
+		return late, nil
+	}
+	sb, err := w.e.acquire(ctx, w.id, opWatch, lockWait)
+	if errors.Is(err, runtime.ErrBusy) {
+		return soonest, nil // whose verb sets it in the end
+	}
+	if err != nil {
+		return late, err
+	}
+	defer sb.lock.Unlock()
+	s, err := spec(sb.Sandbox)
+	if err != nil {
+		return late, err
+	}
+	if c, err = sb.host.Inspect(ctx, w.id); err != nil || c.Status != runtime.Running {
+		return late, err
+	}
+	_, err = overlay.LimitProject(c.Upper, s.Resources.Storage)
+	return soonest, err
+}
+
+// soon is after how long so many bytes could have been written, half of them.
+func soon(left int64) time.Duration {
+	return min(max(time.Duration(float64(left)/2/fastest*float64(time.Second)), soonest), late)
+}
+
+// count adds up what the files take, if that could be near most, and kills the
+// sandbox over it.
+func (w *filesLimit) count(ctx context.Context, c runtime.Container, most int64) (time.Duration, error) {
+	if w.killed != 0 && w.killed == c.Pid {
+		return soonest, nil // about to end
+	}
+	var st unix.Statfs_t
+	if err := unix.Statfs(c.Upper, &st); err != nil {
+		return late, &fs.PathError{Op: "statfs", Path: c.Upper, Err: err}
+	}
+	free := int64(st.Bfree) * st.Bsize
+	left := most - w.used
+	old := time.Since(w.at)
+	if w.at.IsZero() || old > max(recount, 20*w.took) || w.free-free >= left/2 && old > 4*w.took {
+		start := time.Now()
+		used, err := overlay.Usage(ctx, c.Upper, most)
+		if errors.Is(err, overlay.ErrTooDeep) {
+			// They are looked at no further; no program needs them so deep.
+			used, err = most+1, nil
+		}
+		if err != nil {
+			return late, err
+		}
+		w.used, w.free, w.at, w.took = used, free, start, time.Since(start)
+		if left = most - used; left < 0 {
+			return soonest, w.kill(ctx, c, used)
+		}
+	}
+	return max(soon(left), min(w.took, late)), nil
+}
+
+// stayDown keeps it from being restarted: it would have as many files.
+func (w *filesLimit) stayDown(sb store.Sandbox) error {
+	err := w.e.meant(sb)
+	w.unsaid = err != nil
+	return err
+}
+
+// kill ends a sandbox. Not while another verb is at work on it: a dump would
+// not survive that, and what is frozen writes nothing.
+func (w *filesLimit) kill(ctx context.Context, c runtime.Container, used int64) error {
+	sb, err := w.e.acquire(ctx, w.id, opWatch, lockWait)
+	if err != nil {
+		return err
+	}
+	defer sb.lock.Unlock()
+	// What it was killed for is noted after it: it may have left no room for that.
+	d := deedTo(sb.Sandbox, "kill", ByWatch, fmt.Sprintf("storage: its files take %d bytes, and may take %d", used, w.limit))
+	d.Signal = "KILL"
+	if err := w.e.deed(ctx, d, func() error { return sb.host.Kill(ctx, w.id, "KILL") }); err != nil {
+		return err
+	}
+	w.killed = c.Pid
+	w.e.log.Warn("killed: its files take more than it was given", "sandbox", w.id, "limit", w.limit, "used", used)
+	now := time.Now()
+	return errors.Join(
+		w.stayDown(sb.Sandbox),
+		w.e.noteHit(w.id, &runtime.StorageHit{Time: now, Used: used, Limit: w.limit}),
+		w.e.note(w.id, runtime.Event{Time: now, Type: runtime.EventStorage, Used: used, Limit: w.limit}),
+	)
+}

@@ -1,0 +1,378 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// strategyTries bounds how often one of them is tried, if its error may pass.
+const strategyTries = 3
+
+// strategyPause is how long is waited before the second try; then more.
+const strategyPause = 200 * time.Millisecond
+
+// checkRestore refuses options that do not go together.
+func checkRestore(o runtime.RestoreOptions) error {
+	if o.Undo && o.Checkpoint != "" {
+		return fmt.Errorf("%w: an undo has its checkpoint already", runtime.ErrInvalid)
+	}
+	if o.Strategy != "" && !slices.Contains(runtime.Strategies, o.Strategy) {
+		return fmt.Errorf("%w: strategy %q: choose %s", runtime.ErrInvalid, o.Strategy, strings.Join(runtime.Strategies, ", "))
+	}
+	if o.FilesOnly && o.Strategy == runtime.StrategyFull {
+		return fmt.Errorf("%w: the strategy full, and files only", runtime.ErrInvalid)
+	}
+	if o.Attached && o.NoAttached {
+		return fmt.Errorf("%w: attached files, and none", runtime.ErrInvalid)
+	}
+	return checkAlert(o)
+}
+
+// way is one strategy for one checkpoint.
+type way struct {
+	strategy  string
+	filesOnly bool
+}
+
+// recreateFiles names, among attempts, what auto tries last for a checkpoint with
+// processes: StrategyRecreate without them.
+const recreateFiles = "recreate-files"
+
+// name tells the ways for a checkpoint apart; full says that its processes are wanted.
+func (w way) name(full bool) string {
+	if full && w.filesOnly && w.strategy == runtime.StrategyRecreate {
+		return recreateFiles
+	}
+	return w.strategy
+}
+
+// waysOf are what is tried for a checkpoint, in order.
+func waysOf(o runtime.RestoreOptions, kind string) ([]way, error) {
+	full := kind == runtime.KindFull && !o.FilesOnly
+	switch {
+	case o.Strategy == runtime.StrategyFull && !full:
+		return nil, hint(fmt.Errorf("%w: the checkpoint has no processes", runtime.ErrState), "Restore its files with --strategy files.")
+	case o.Strategy != runtime.StrategyAuto:
+		return []way{{o.Strategy, !full || o.Strategy == runtime.StrategyFiles}}, nil
+	case full:
+		return []way{{runtime.StrategyFull, false}, {runtime.StrategyFiles, true}, {runtime.StrategyRecreate, false}, {runtime.StrategyRecreate, true}}, nil
+	}
+	return []way{{runtime.StrategyFiles, true}, {runtime.StrategyRecreate, true}}, nil
+}
+
+// escalate restores by a strategy: each way up to three times, then the next.
+func (e *Engine) escalate(ctx context.Context, ref string, t *trying) (runtime.Restored, error) {
+	opts := t.opts
+	r, err := e.target(ctx, ref, t.sb, opts)
+	if err != nil {
+		return runtime.Restored{}, err
+	}
+	row, id := r.row, r.sb.ID
+	r.sb.lock.Unlock()
+	ways, err := waysOf(opts, row.Kind)
+	if err != nil {
+		return runtime.Restored{}, err
+	}
+	// From here on it is about this checkpoint, whatever tries make of the newest.
+	t.opts.Checkpoint, t.opts.Undo = row.ID, false
+	full := row.Kind == runtime.KindFull && !opts.FilesOnly
+	for i, w := range ways {
+		t.way, t.opts.FilesOnly = w.strategy, w.filesOnly && row.Kind == runtime.KindFull
+		for try := 1; ; try++ {
+			began := time.Now()
+			out, err := e.try(ctx, ref, t)
+			if err == nil || out.Checkpoint.ID != "" { // it is restored, but for its host files perhaps
+				out.Strategy, out.Attempts = t.way, t.attempts
+				if out.Degraded = full && w.filesOnly && opts.Strategy == runtime.StrategyAuto; out.Degraded {
+					out.Warnings = append(slices.Clone(out.Warnings), "the processes of the checkpoint could not be restored: its files are back, and the command was started afresh")
+				}
+			}
+			if err == nil {
+				return out, nil
+			}
+			if isCalledOff(err) && t.begun {
+				return out, e.explainTries(ctx, err, t)
+			}
+			if !t.begun || ctx.Err() != nil {
+				return runtime.Restored{}, err
+			}
+			ref = id // a prefix of it may be nobody's any more
+			if err := e.afterTry(ctx, t); err != nil {
+				e.log.Warn("after a try to restore", "sandbox", id, "err", err)
+			}
+			again := try < strategyTries && mayPass(err)
+			a := runtime.RestoreAttempt{Time: began.UTC(), Strategy: w.name(full), Try: try, Error: err.Error(), Took: time.Since(began)}
+			if again {
+				a.Next = a.Strategy
+			} else if i+1 < len(ways) {
+				a.Next = ways[i+1].name(full)
+			}
+			t.attempts = append(t.attempts, a)
+			e.log.Info("a try to restore failed", "sandbox", id, "checkpoint", row.ID, "strategy", a.Strategy, "try", a.Try, "next", a.Next, "err", a.Error)
+			e.noteAttempt(id, row.ID, a)
+			if !again {
+				if i+1 == len(ways) && opts.Strategy != runtime.StrategyAuto {
+					return runtime.Restored{}, e.explainTries(ctx, err, t)
+				}
+				break
+			}
+			select {
+			case <-time.After(strategyPause << (2 * (try - 1))):
+			case <-ctx.Done():
+				return runtime.Restored{}, errors.Join(err, ctx.Err())
+			}
+		}
+	}
+	return runtime.Restored{}, e.safeStop(context.WithoutCancel(ctx), id, t)
+}
+
+// explainTries says of an error where the sandbox is then, and what it had.
+func (e *Engine) explainTries(ctx context.Context, err error, t *trying) error {
+	if _, gone := e.store.Sandbox(context.WithoutCancel(ctx), t.r.sb.ID); errors.Is(gone, runtime.ErrNotFound) {
+		err = hint(err, fmt.Sprintf("The sandbox was removed to be made again, and was not; try again with: agentbox restore %s %s", t.r.sb.Name, short(t.r.row.ID)))
+	}
+	if t.kept != "" {
+		err = hint(err, fmt.Sprintf("What it had before is checkpoint %s.", short(t.kept)))
+	}
+	return err
+}
+
+// mayPass tells whether the same may go well the next time.
+func mayPass(err error) bool {
+	for _, lasting := range []error{runtime.ErrNotFound, runtime.ErrExists, runtime.ErrState, runtime.ErrDenied, runtime.ErrUnsupported, runtime.ErrCorrupt, runtime.ErrInvalid, unix.ENOSPC, unix.EDQUOT, unix.EROFS, unix.EIO} {
+		if errors.Is(err, lasting) {
+			return false
+		}
+	}
+	return true
+}
+
+// afterTry brings a try that failed to its end: what it left in the journal is
+// done, and the undo checkpoint of what the first has ended is that of all.
+func (e *Engine) afterTry(ctx context.Context, t *trying) error {
+	ctx = context.WithoutCancel(ctx)
+	_, err := e.recoverFor(ctx, Deed{})
+	if t.r == nil || t.kept != "" || t.r.undone == "" {
+		return err
+	}
+	row, e2 := e.store.Checkpoint(ctx, t.r.undone)
+	if e2 == nil && row.Status == store.Ready {
+		// Later tries find only what this one has put back.
+		t.kept, t.opts.NoUndo = row.ID, true
+	}
+	return err
+}
+
+func (e *Engine) noteAttempt(id, checkpoint string, a runtime.RestoreAttempt) {
+	then := "no other strategy is left"
+	switch a.Next {
+	case "":
+	case a.Strategy:
+		then = "once more"
+	default:
+		then = "next: " + a.Next
+	}
+	ev := runtime.Event{Time: a.Time, Type: runtime.EventRestore, Checkpoint: checkpoint, Strategy: a.Strategy, Reason: a.Error + "; " + then}
+	if err := e.note(id, ev); err != nil {
+		e.log.Warn("an event is not on record", "sandbox", id, "err", err)
+	}
+}
+
+// clearAway removes a sandbox, whose lock is held, so that it is made again. What
+// it has now is a checkpoint, which stays until the restore is done, and all that is
+// needed is proven, before anything goes.
+func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err error) {
+	if r.spec.Adopted {
+		return fmt.Errorf("%w: agentbox did not make it and cannot make it again", runtime.ErrUnsupported)
+	}
+	old := *r.sb
+	if err := failpoint.Hit("restore.recreate.before-proof"); err != nil {
+		return err
+	}
+	if err := e.store.VerifyCheckpoint(ctx, r.row.ID); err != nil {
+		return err
+	}
+	attach, err := e.proveHosts(ctx, r)
+	if err != nil {
+		return err
+	}
+	r.orphan = true // so that secrets come from where they do now
+	if err := e.again(ctx, r, runtime.ErrNotFound); err != nil {
+		return err
+	}
+	if err := mayStart(r.spec); err != nil {
+		return err
+	}
+	if t.kept == "" {
+		row, err := e.keepStopped(ctx, &old, attach)
+		if isCalledOff(err) {
+			return r.hostTrouble(fmt.Errorf("keep the present state: %w", err))
+		}
+		if err != nil {
+			return fmt.Errorf("keep the present state: %w", err)
+		}
+		t.kept = row.ID
+	}
+	// It would go with the sandbox.
+	if row, err := e.store.Checkpoint(ctx, t.kept); err != nil || !row.Pinned {
+		if err := errors.Join(err, e.store.Pin(ctx, t.kept, true)); err != nil {
+			return err
+		}
+		t.pinned = true
+	}
+	if r.reader, err = e.store.OpenCheckpoint(ctx, r.row.ID); err != nil {
+		return err
+	}
+	if err := errors.Join(e.compensate(ctx, r), r.reader.Close()); err != nil {
+		return err
+	}
+	if err := failpoint.Hit("restore.recreate.after-keep"); err != nil {
+		return err
+	}
+	t.opts.Secrets = r.spec.Secrets
+	if err := e.remove(context.WithoutCancel(ctx), &old, false); err != nil {
+		return err
+	}
+	for _, a := range t.attempts { // events go with a sandbox
+		e.noteAttempt(old.ID, r.row.ID, a)
+	}
+	r.orphan, r.c = false, runtime.Container{}
+	// The file of the lock went with the record.
+	r.sb.lock.Unlock()
+	lock, err := e.store.Lock(ctx, r.sb.ID, "restore", lockWait)
+	if err != nil {
+		return err
+	}
+	r.sb.lock = lock
+	return failpoint.Hit("restore.recreate.after-remove")
+}
+
+// keepStopped makes a checkpoint of what a sandbox has now, which stops with it.
+func (e *Engine) keepStopped(ctx context.Context, sb *locked, attach []string) (store.Checkpoint, error) {
+	opts := runtime.CheckpointOptions{Trigger: runtime.TriggerUndo, TCP: runtime.TCPEstablished, Stop: true, Attach: attach}
+	row, err := e.checkpointOf(ctx, sb, opts, "")
+	if err != nil && ctx.Err() == nil && !errors.Is(err, unix.ENOSPC) && !isCalledOff(err) {
+		e.log.Warn("the undo checkpoint will have files only", "sandbox", sb.ID, "err", err)
+		opts.FilesOnly = true
+		row, err = e.checkpointOf(ctx, sb, opts, "")
+	}
+	return row, err
+}
+
+// forgetKept has the undo checkpoint of the first try be that of a restore which
+// came to its end later.
+func (e *Engine) forgetKept(ctx context.Context, t *trying, out *runtime.Restored) error {
+	if t.kept == "" {
+		return nil
+	}
+	ctx = context.WithoutCancel(ctx)
+	if t.r.stranded && t.kept == t.r.hostUndo() {
+		return nil // it has what host files were
+	}
+	var err error
+	if t.pinned {
+		err = e.store.Pin(ctx, t.kept, false)
+	}
+	if t.noUndo {
+		kept := t.kept
+		out.Undo, t.kept = "", ""
+		_, failed := e.store.RemoveUnpinned(ctx, kept)
+		return errors.Join(err, failed)
+	}
+	t.r.data.Undo, t.r.data.NoUndo, out.Undo = t.kept, false, t.kept
+	return errors.Join(err, e.forgetUndos(ctx, t.r))
+}
+
+// safeStop holds a sandbox that nothing has brought back: it is frozen, nobody may
+// use it, and all that there is of it stays.
+func (e *Engine) safeStop(ctx context.Context, id string, t *trying) (err error) {
+	last := t.attempts[len(t.attempts)-1]
+	tried := ""
+	for _, a := range runtime.FoldAttempts(t.attempts) {
+		tried += "\n  " + a
+	}
+	cause := fmt.Errorf("%w: no strategy has restored it:%s", runtime.ErrState, tried)
+	sb, err := e.acquire(ctx, id, "restore", reapWait)
+	if errors.Is(err, runtime.ErrNotFound) {
+		text := "The sandbox could not be made again; its checkpoints are there (agentbox checkpoint ls " + t.r.sb.Name + ")"
+		if t.kept != "" {
+			text += ", and what it had last is one of them, " + short(t.kept)
+		}
+		return hint(cause, text+".")
+	}
+	if err != nil {
+		return errors.Join(cause, err)
+	}
+	defer sb.lock.Unlock()
+	if err := failpoint.Hit("restore.hold.before-mark"); err != nil {
+		return errors.Join(cause, err)
+	}
+	why := fmt.Sprintf("a restore to checkpoint %s failed: %s", short(t.r.row.ID), last.Error)
+	if err := e.store.Hold(ctx, id, why); err != nil {
+		return errors.Join(cause, err)
+	}
+	t.held = true
+	if err := failpoint.Hit("restore.hold.after-mark"); err != nil {
+		return errors.Join(cause, err)
+	}
+	state := "stopped"
+	c, err := sb.host.Inspect(ctx, id)
+	switch {
+	case err != nil:
+	case c.Status == runtime.Running:
+		err = sb.host.Pause(ctx, id)
+		fallthrough
+	case c.Status == runtime.Paused:
+		state = "frozen"
+	}
+	if err != nil {
+		return errors.Join(cause, fmt.Errorf("and it cannot be frozen: %w", err))
+	}
+	if err := e.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventHeld, Checkpoint: t.r.row.ID, Reason: state + ": " + why}); err != nil {
+		e.log.Warn("an event is not on record", "sandbox", id, "err", err)
+	}
+	text := fmt.Sprintf("The sandbox is %s, with the files it had before, and nobody may use it. Restore it again, or let it be used as it is with: agentbox release %s", state, sb.Name)
+	if t.kept != "" {
+		text += fmt.Sprintf(". Its processes and files of before are checkpoint %s", short(t.kept))
+	}
+	return hint(cause, text)
+}
+
+// mayUse refuses what is held.
+func mayUse(sb store.Sandbox) error {
+	if sb.Held == "" {
+		return nil
+	}
+	return hint(fmt.Errorf("%w: it is held: %s", runtime.ErrState, sb.Held),
+		fmt.Sprintf("Restore it (agentbox restore %s), or let it be used as it is with: agentbox release %s", sb.Name, sb.Name))
+}
+
+// ReleaseHold lets a sandbox be used again.
+func (e *Engine) ReleaseHold(ctx context.Context, ref string) (err error) {
+	defer func() { err = fail("release", ref, err) }()
+	sb, err := e.acquire(ctx, ref, "release", lockWait)
+	if err != nil {
+		return err
+	}
+	defer sb.lock.Unlock()
+	if sb.Held == "" {
+		return fmt.Errorf("%w: it is not held", runtime.ErrState)
+	}
+	if c, err := sb.host.Inspect(ctx, sb.ID); err != nil || c.Status != runtime.Running && c.Status != runtime.Paused {
+		if err := e.meant(sb.Sandbox); err != nil { // its restart policy does not start it
+			return err
+		}
+	}
+	e.log.Info("released", "sandbox", sb.ID)
+	return e.store.Hold(ctx, sb.ID, "")
+}

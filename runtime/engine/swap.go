@@ -1,0 +1,532 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"time"
+
+	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/criu/proof"
+	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/guard"
+	"github.com/agentbox/agentbox/internal/undo"
+	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// swap ends the old processes, exchanges what differs and starts the sandbox.
+func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error) {
+	gone := time.Now()
+	defer func() {
+		if err == nil || errors.Is(err, errUnfinished) || r.data.Recreated || r.data.Fork {
+			return
+		}
+		// Whoever asked for --rm did not ask for the loss of what a failed
+		// restore has put back.
+		err = errors.Join(err, e.store.Keep(ctx, r.sb.ID, true))
+		now, e2 := r.sb.host.Inspect(ctx, r.sb.ID)
+		switch {
+		case errors.Is(e2, runtime.ErrNotFound):
+			err = fmt.Errorf("%w: it was removed while it was being restored", runtime.ErrState)
+		case e2 != nil:
+		case now.Status == runtime.Running || now.Status == runtime.Paused:
+			err = errors.Join(err, e.begun(r.spec)) // its restart policy holds on
+			err = hint(err, "The sandbox could not be stopped and goes on, with the files it had before.")
+		case r.present != nil && r.present.row.Kind == runtime.KindFull && !r.data.NoUndo:
+			err = hint(err, "The sandbox is stopped, with the files it had before; bring its processes back with: agentbox restore --undo "+r.sb.Name+", or start it afresh with: agentbox start "+r.sb.Name)
+		case r.c.Status == runtime.Running:
+			err = hint(err, "The sandbox is stopped, with the files it had before; start it afresh with: agentbox start "+r.sb.Name)
+		}
+	}()
+	var undo undo.Stack
+	started, touched, replaces := false, false, false
+	unfinished := func() bool { return errors.Is(err, errUnfinished) }
+	defer func() {
+		if err != nil && started {
+			// While anything may run on the files that are in place, they must stay
+			// as they are.
+			if e2 := e.halt(ctx, seq, r); e2 != nil {
+				err = fmt.Errorf("%w; and it cannot be stopped: %w (%w)", err, e2, errUnfinished)
+				return
+			}
+		}
+		undo.Run(ctx, &err)
+	}()
+	undo.Add(func(ctx context.Context) error {
+		if r.present == nil {
+			r.past = r.past || !replaces
+			return r.discard()
+		}
+		// It does not stand still for as long as much takes to delete.
+		err := errors.Join(r.present.cut.End(), e.thaw(ctx, r.present))
+		err = errors.Join(err, r.discard())
+		// It is the way back for as long as the files are not back.
+		if !touched || r.data.NoUndo && !unfinished() {
+			err = errors.Join(err, e.store.RemoveCheckpoint(ctx, r.undone))
+		}
+		return err
+	})
+	if err := errors.Join(failpoint.Hit("restore.before-stop"), r.checkAlone(ctx)); err != nil {
+		return err
+	}
+	// Between here and the start below nobody else may start it: with a
+	// daemon, others have ways to.
+	if err := stage.Hold(r.c.Stage.Run, r.c.Stage.ID); err != nil {
+		return err
+	}
+	undo.Add(func(context.Context) error { return stage.Clear(r.c.Stage.Run, r.c.Stage.ID) })
+	if r.idle, err = r.stoodStill(ctx); err != nil {
+		return err
+	}
+	if !r.idle && r.data.Trees[0].Aside {
+		return fmt.Errorf("%w: somebody else started it while it was being restored", runtime.ErrState)
+	}
+	touched = true
+	e.keepHits(ctx, r.sb.Sandbox, r.c) // the counters go with the processes
+	// Nobody but us starts it from here on, and its owner when this fails.
+	if err := e.staysDown(r.spec, r.restart); err != nil {
+		return err
+	}
+	r.sb.steps.begin(runtime.PhaseStopping, 0)
+	stopping := time.Now()
+	if err := r.sb.host.Stop(ctx, r.sb.ID, runtime.StopOptions{Silent: true}); err != nil {
+		return err
+	}
+	r.files -= time.Since(stopping)
+	if r.present != nil {
+		r.present.thawn = true // it is gone
+		cut := r.present.cut
+		r.present.cut = nil
+		if err := cut.End(); err != nil {
+			return err
+		}
+	}
+	if err := failpoint.Hit("restore.after-stop"); err != nil {
+		return err
+	}
+	if err := r.checkAlone(ctx); err != nil {
+		return err
+	}
+	if r.again, err = r.startedAgain(ctx); err != nil {
+		return err
+	}
+	undo.Add(func(ctx context.Context) error { return e.putBack(ctx, r) })
+	replaces = true
+	r.sb.steps.begin(runtime.PhasePutting, 0)
+	for i := range r.data.Trees {
+		t := &r.data.Trees[i]
+		if r.again {
+			if err := e.equalize(ctx, r.sb.ID, t, r.reader, r.lostOf(t)); err != nil {
+				return err
+			}
+			continue
+		}
+		if r.updates[i].Empty() {
+			continue
+		}
+		if err := t.apply(ctx, r.updates[i]); err != nil {
+			return err
+		}
+		if err := failpoint.Hit("restore.between-trees"); err != nil {
+			return err
+		}
+	}
+	return e.bringUp(ctx, seq, r, &undo, &started, gone)
+}
+
+// stoodStill tells whether the sandbox, which nobody can start now, had no
+// process since the restore began. Those of one that did may have written to
+// files after these were looked at, until they ended.
+func (r *restoration) stoodStill(ctx context.Context) (bool, error) {
+	if r.c.Status != runtime.Created && r.c.Status != runtime.Exited {
+		return false, nil
+	}
+	now, err := r.sb.host.Inspect(ctx, r.sb.ID)
+	r.before = now.Started
+	still := now.Status == r.c.Status && now.Started.Equal(r.c.Started)
+	if now.Started.IsZero() { // its engine does not remember
+		still = still && now.Finished.Equal(r.c.Finished)
+	}
+	return still, err
+}
+
+// startedAgain tells whether a sandbox that ran, and is stopped now, was started
+// anew by somebody else since the restore began. Then its files are not those
+// that were looked at. Not every engine remembers when a container that has
+// ended was started.
+func (r *restoration) startedAgain(ctx context.Context) (bool, error) {
+	if r.c.Status != runtime.Running && r.c.Status != runtime.Paused {
+		return false, nil
+	}
+	now, err := r.sb.host.Inspect(ctx, r.sb.ID)
+	r.before = now.Started
+	return !now.Started.IsZero() && !now.Started.Equal(r.c.Started), err
+}
+
+// findLost reads all files of a damaged checkpoint, to know which of them can
+// be restored.
+func (e *Engine) findLost(ctx context.Context, r *restoration) error {
+	if !r.data.Salvage {
+		return nil
+	}
+	r.lost = map[string]bool{}
+	r.sb.steps.begin(runtime.PhaseLooking, 0)
+	source := r.sb.steps.source(runtime.PhaseLooking, r.reader.Source())
+	for entry, err := range wanted(ctx, r.reader, tree{}, nil) {
+		if err != nil {
+			return err
+		}
+		if entry.Type != overlay.TypeFile || entry.Size == 0 {
+			continue
+		}
+		if entry.Hardlink != "" {
+			if r.lost[entry.Hardlink] {
+				r.lost[entry.Path] = true
+			}
+			continue
+		}
+		data, err := source.Data(ctx, entry)
+		if err == nil {
+			_, err = io.Copy(io.Discard, data)
+			err = errors.Join(err, data.Close())
+		}
+		if errors.Is(err, runtime.ErrCorrupt) {
+			r.lost[entry.Path] = true
+			continue
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// lostOf lists what is damaged of a tree.
+func (r *restoration) lostOf(t *tree) map[string]bool {
+	if t.Number > 0 {
+		return nil
+	}
+	return r.lost
+}
+
+// bringUp proves the files and starts what ran at the checkpoint.
+func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *undo.Stack, started *bool, gone time.Time) error {
+	if err := failpoint.Hit("restore.after-apply"); err != nil {
+		return err
+	}
+	r.sb.steps.begin(runtime.PhaseProving, 0)
+	for i := range r.data.Trees {
+		if err := e.proveTree(ctx, r, i); err != nil {
+			return err
+		}
+	}
+	r.files += time.Since(r.began)
+	if r.data.Phase != phaseProven {
+		if err := forgetManaged(r.c.Managed); err != nil {
+			return err
+		}
+		r.data.Phase, r.data.Started, r.data.Boot = phaseProven, r.before, bootID()
+		if err := e.advance(ctx, seq, r.data, true); err != nil {
+			return err
+		}
+	}
+	if err := failpoint.Hit("restore.after-proof"); err != nil {
+		return err
+	}
+	if !r.data.Fork { // which has files of its own
+		undo.Add(func(context.Context) error { return revertManaged(r.c.Managed) })
+		if err := putManaged(r.c.Managed, r.reader.Manifest(), r.spec.IDs); err != nil {
+			return err
+		}
+		if r.resumed || r.restart { // nobody reads its warnings
+			for _, text := range r.unplaced() {
+				e.log.Warn(text, "sandbox", r.sb.ID)
+			}
+		}
+	}
+	if r.fork != nil {
+		if err := e.reseed(ctx, r); err != nil {
+			return err
+		}
+	}
+	durable := guard.Start(func() error {
+		syncing := time.Now()
+		err := each(ctx, r.data.Trees, func(_ context.Context, t *tree) error { return syncfs(t.Dir) })
+		r.files += time.Since(syncing)
+		return err
+	})
+	*started = true
+	r.sb.steps.begin(runtime.PhaseStarting, 0)
+	err := e.resume(ctx, r)
+	r.down = time.Since(gone)
+	r.sb.steps.begin(runtime.PhaseSyncing, 0)
+	e.learn(r) // while the disk is waited for, for it need not last
+	if err = errors.Join(err, <-durable); err != nil {
+		return err
+	}
+	undo.Release()
+	*started = false
+	if err := errors.Join(forgetManaged(r.c.Managed), e.restored(ctx, seq, r)); err != nil {
+		return fmt.Errorf("the sandbox is restored, but: %w (%w)", err, errUnfinished)
+	}
+	return nil
+}
+
+// putBack makes the files what they were before the restore.
+func (e *Engine) putBack(ctx context.Context, r *restoration) error {
+	r.sb.steps.begin(runtime.PhasePutting, 0)
+	if r.data.Trees[0].Aside {
+		return e.putAsideBack(ctx, r)
+	}
+	if r.undone == "" {
+		return nil
+	}
+	reader, err := e.store.OpenCheckpoint(ctx, r.undone)
+	if err == nil {
+		for i := range r.data.Trees {
+			err = errors.Join(err, e.equalize(ctx, r.sb.ID, &r.data.Trees[i], reader, nil))
+		}
+		err = errors.Join(err, reader.Close())
+	}
+	if err != nil {
+		err = fmt.Errorf("put the files back: %w (%w)", err, errUnfinished)
+	}
+	return err
+}
+
+// halt stops a sandbox whose start has failed, so that the restore can be taken
+// back. When it cannot, nobody else may start it until Recover has finished.
+func (e *Engine) halt(ctx context.Context, seq int64, r *restoration) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undo.Timeout)
+	defer cancel()
+	// That it was started does not mean any more that it is restored.
+	r.data.Phase = phaseSwap
+	if err := e.advance(ctx, seq, r.data, true); err != nil {
+		return err
+	}
+	err := r.sb.host.Stop(ctx, r.sb.ID, runtime.StopOptions{})
+	if errors.Is(err, runtime.ErrNotFound) {
+		return nil // somebody removed it
+	}
+	if err != nil {
+		r.data.Phase = phaseProven
+		err = errors.Join(err, e.advance(ctx, seq, r.data, true), stage.Hold(r.c.Stage.Run, r.c.Stage.ID))
+	}
+	return err
+}
+
+// hasRun tells whether the sandbox was started after the restore was proven, by
+// it or by whoever came next, though it may have ended since: what it has done
+// with its files is its own. What was not on the disk when the host went down
+// nobody has.
+func (r *restoration) hasRun() bool {
+	if r.c.Status == runtime.Running || r.c.Status == runtime.Paused {
+		return true
+	}
+	return r.data.Boot != "" && r.data.Boot == bootID() && !r.c.Started.IsZero() && !r.c.Started.Equal(r.data.Started)
+}
+
+// restored ends a restore whose sandbox is as it should be. Then come the files of the
+// host, as what goes wrong with them does not make it another sandbox.
+func (e *Engine) restored(ctx context.Context, seq int64, r *restoration) error {
+	if err := e.store.SetHead(ctx, r.sb.ID, r.row.ID, r.data.Attempt); err != nil {
+		return err
+	}
+	if r.sb.Held != "" {
+		if err := e.store.Hold(ctx, r.sb.ID, ""); err != nil {
+			return err
+		}
+	}
+	if err := failpoint.Hit("restore.after-head"); err != nil {
+		return err
+	}
+	if len(r.data.HostFiles) > 0 {
+		r.data.Phase = phaseHosts
+		if err := e.advance(ctx, seq, r.data, false); err != nil {
+			return err
+		}
+		if r.resumed {
+			r.hostsTold = e.resumeHosts(ctx, r)
+		} else {
+			r.sb.steps.begin(runtime.PhaseHostFiles, 0)
+			e.putHosts(ctx, r)
+		}
+	}
+	err := e.forgetWay(ctx, r)
+	if r.hostErr != nil {
+		// Recover would put them after all.
+		r.hostErr, err = errors.Join(r.hostErr, err), nil
+	}
+	return err
+}
+
+// forgetWay removes what only a restore that is not done yet needs.
+func (e *Engine) forgetWay(ctx context.Context, r *restoration) error {
+	r.past = true
+	if r.images == "" {
+		r.images = e.store.StagedImages(r.sb.ID)
+	}
+	return errors.Join(r.discard(), e.forgetUndos(ctx, r))
+}
+
+// forgetUndos removes the undo checkpoints that a newer one has replaced. What
+// its owner gave a name, or the sandbox stands at, stays, as does one that alone has
+// what host files were: this restore may be of somebody who has no say over these.
+func (e *Engine) forgetUndos(ctx context.Context, r *restoration) error {
+	rows, err := e.store.Checkpoints(ctx, store.Filter{SandboxID: r.sb.ID, Trigger: runtime.TriggerUndo})
+	var kept *store.Attached
+	for _, row := range rows {
+		if row.ID == r.data.Undo {
+			kept = row.Attached
+		}
+	}
+	for _, row := range rows {
+		newest := row.ID == r.data.Undo && !r.data.NoUndo
+		if newest || row.ID == r.row.ID || row.Pinned || row.Name != "" || len(row.Tags) > 0 {
+			continue
+		}
+		if r.data.NoUndo && row.ID != r.data.Undo {
+			continue // nothing has replaced it
+		}
+		if row.ID != r.data.Undo && !kept.Covers(row.Attached) {
+			continue
+		}
+		_, failed := e.store.RemoveUnpinned(ctx, row.ID)
+		err = errors.Join(err, failed)
+	}
+	if r.data.NoUndo {
+		r.undone = ""
+	}
+	return err
+}
+
+// resume starts what ran at the checkpoint.
+func (e *Engine) resume(ctx context.Context, r *restoration) (failed error) {
+	manifest := r.reader.Manifest()
+	was := runtime.Status(manifest.Status)
+	place := r.c.Stage
+	if !r.starts() {
+		return stage.Release(place.Run, place.ID)
+	}
+	if err := e.arm(ctx, r); err != nil {
+		return err
+	}
+	work := filepath.Join(e.run, r.sb.ID, "restore")
+	if r.full() {
+		if err := os.MkdirAll(work, 0o700); err != nil {
+			return err
+		}
+		if r.data.Fork {
+			was, manifest.TCP = runtime.Paused, runtime.TCPClose // the address is another
+		}
+		if err := criu.ContinueWaits(r.images); err != nil {
+			return err
+		}
+		if err := hand(r.spec.IDs, r.images); err != nil {
+			return err
+		}
+		times, remove, err := remapped(r.c.Upper, r.images)
+		if err != nil {
+			return err
+		}
+		defer func() {
+			if failed != nil {
+				failed = errors.Join(failed, remove())
+			}
+		}()
+		options := criu.Options{TCP: manifest.TCP, EmptyNetwork: r.c.EmptyNetwork}
+		config := filepath.Join(e.run, r.sb.ID, "criu.conf")
+		if err := criu.WriteConfig(config, options); err != nil {
+			return err
+		}
+		if err := criu.ClearRestoreFailure(work); err != nil {
+			return err
+		}
+		staged := stage.Restore{Images: r.images, Work: work, Flags: options.RuntimeFlags(), Config: config, Paused: was == runtime.Paused, Times: times, Taken: manifest.Created}
+		if r.c.EmptyNetwork {
+			var err error
+			if staged.Addresses, err = criu.Addresses(r.images, manifest.TCP); err != nil {
+				return err
+			}
+		}
+		if staged.Timeout, err = r.timeLeft(); err != nil {
+			return err
+		}
+		if err := stage.Put(place.Run, place.ID, staged); err != nil {
+			return err
+		}
+		defer stage.Clear(place.Run, place.ID)
+		defer r.callOff()()
+		if err := failpoint.Hit("restore.after-stage"); err != nil {
+			return err
+		}
+	}
+	if err := stage.Release(place.Run, place.ID); err != nil {
+		return err
+	}
+	_, err := r.sb.host.Start(ctx, r.sb.ID, runtime.StartOptions{Env: identity(r.spec, r.data.Attempt), Secrets: r.secrets})
+	if r.full() {
+		err = criu.RestoreFailure(work, err)
+	}
+	if err = r.judge(ctx, err); err != nil && r.caller != nil && r.caller.Err() != nil {
+		err = fmt.Errorf("%w: %w", context.Cause(r.caller), err)
+	}
+	if err == nil && r.full() {
+		r.tellProof(work)
+	}
+	if err == nil && r.full() && r.spec.Adopted && !r.c.EmptyNetwork {
+		// The images of a namespace that is CRIU's to keep have the cut in
+		// them under which they were made.
+		var now runtime.Container
+		if now, err = r.sb.host.Inspect(ctx, r.sb.ID); err == nil && now.Pid != 0 {
+			err = criu.Reconnect(now.Pid)
+		}
+	}
+	if err == nil && r.fork != nil && r.full() {
+		err = e.awaken(ctx, r)
+	}
+	if err != nil {
+		return err
+	}
+	return failpoint.Hit("restore.after-start")
+}
+
+// tellProof warns of what restored processes have not as it was.
+func (r *restoration) tellProof(work string) {
+	report, err := proof.ReadReport(work)
+	if err != nil {
+		r.warnings = append(slices.Clone(r.warnings), fmt.Sprintf("the report of the restored processes cannot be read: %v", err))
+	}
+	for _, d := range report.Different {
+		r.warnings = append(slices.Clone(r.warnings), "restored "+d.String())
+	}
+}
+
+// judge is what the error of a start means for the restore that was staged for it.
+func (r *restoration) judge(ctx context.Context, err error) error {
+	if !r.full() {
+		return err
+	}
+	place := r.c.Stage
+	used := stage.Used(place.Run, place.ID)
+	if errors.Is(err, runtime.ErrState) && used {
+		// Somebody else may have started it since we staged, and thereby restored it.
+		// What was restored and is gone again has used it up as well.
+		now, e2 := r.sb.host.Inspect(ctx, r.sb.ID)
+		if e2 == nil && (now.Status == runtime.Running || now.Status == runtime.Paused) {
+			err = nil
+		}
+	}
+	if err == nil && !used {
+		err = hint(fmt.Errorf("%w: it was started afresh, because its engine does not look for restores in %s", runtime.ErrUnsupported, place.Run),
+			"Set AGENTBOX_RUN to what it is in the environment of the engine, or unset it in both, and restore it again.")
+	}
+	return err
+}

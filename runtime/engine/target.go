@@ -1,0 +1,315 @@
+package engine
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// target finds the sandbox and the checkpoint to restore, and locks the
+// sandbox, unless it is given. One that was removed is made again in the course of the restore.
+func (e *Engine) target(ctx context.Context, ref string, sb *locked, opts runtime.RestoreOptions) (*restoration, error) {
+	r := &restoration{sb: sb, restart: sb != nil, verify: opts.Verify, pull: opts.Pull, noEffects: opts.NoEffects, attached: opts.Attached, noAttached: opts.NoAttached, given: opts.Secrets, grants: opts.Grants, data: restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly, Salvage: opts.Salvage, NoUndo: opts.NoUndo}}
+	err := e.match(ctx, ref, &opts)
+	if err != nil {
+		if r.sb != nil {
+			r.sb.lock.Unlock()
+		}
+		return nil, err
+	}
+	if r.sb == nil {
+		if r.sb, err = e.acquire(ctx, ref, "restore", lockWait); errors.Is(err, runtime.ErrNotFound) {
+			return r, e.recreate(ctx, r, ref, opts, err)
+		}
+	}
+	if err == nil {
+		if err = e.certain(ctx, ref, r.sb.Sandbox); err != nil {
+			r.sb.lock.Unlock()
+		}
+	}
+	if err != nil {
+		return nil, err
+	}
+	if r.row, err = e.choose(ctx, r.sb.Sandbox, opts.Checkpoint, opts.Undo, opts.Foreign); err == nil {
+		err = r.checkDamage()
+	}
+	if err == nil {
+		r.spec, err = spec(r.sb.Sandbox)
+	}
+	if err == nil {
+		r.c, err = r.sb.host.Inspect(ctx, r.sb.ID)
+	}
+	if errors.Is(err, runtime.ErrNotFound) && !r.spec.Adopted && r.spec.ID != "" {
+		// Its container was removed behind our back.
+		r.orphan = true
+		err = e.again(ctx, r, err)
+	} else if err == nil {
+		err = r.keepGiven(opts)
+	}
+	if err != nil {
+		r.sb.lock.Unlock()
+		return nil, err
+	}
+	return r, nil
+}
+
+// keepGiven has a sandbox that is there keep what it was given, whatever checkpoint it is put back to.
+func (r *restoration) keepGiven(opts runtime.RestoreOptions) error {
+	again := opts.Strategy == runtime.StrategyRecreate || opts.Strategy == runtime.StrategyAuto
+	if !r.row.Foreign {
+		return noGrants(opts.Grants, madeHere)
+	}
+	if !again {
+		r.caveats = []string{"the checkpoint comes from elsewhere, and what is in it gets all that the sandbox has"}
+		err := noGrants(opts.Grants, "the sandbox is there, and keeps what it was given")
+		if err == nil && opts.Strategy != runtime.StrategyFiles {
+			err = r.fits()
+		}
+		return err
+	}
+	return nil
+}
+
+// choose finds the named checkpoint of a sandbox, or its newest ready one: of
+// those that a restore has made, or of the others. A foreign one has to be named, or
+// asked for.
+func (e *Engine) choose(ctx context.Context, sb store.Sandbox, ref string, undo, foreign bool) (row store.Checkpoint, err error) {
+	if ref == "" {
+		rows, err := e.store.Checkpoints(ctx, store.Filter{SandboxID: sb.ID})
+		if err != nil {
+			return row, err
+		}
+		only := false
+		for _, row := range rows {
+			if (row.Trigger == runtime.TriggerUndo) != undo {
+				continue
+			}
+			if foreign || !row.Foreign {
+				return row, nil
+			}
+			only = true
+		}
+		if only && !undo {
+			return row, onlyForeign(sb.Name)
+		}
+		if undo {
+			return row, hint(fmt.Errorf("undo checkpoint of %s: %w", sb.Name, runtime.ErrNotFound), "A restore keeps what it replaces, unless it is told --no-undo.")
+		}
+		return row, hint(fmt.Errorf("checkpoint of %s: %w", sb.Name, runtime.ErrNotFound), "Take one with: agentbox checkpoint "+sb.Name)
+	}
+	row, err = e.store.Checkpoint(ctx, sb.ID+"@"+ref)
+	if errors.Is(err, runtime.ErrNotFound) {
+		row, err = e.checkpoint(ctx, ref)
+	}
+	if err == nil {
+		if err := notOwn(sb, ref, row); err != nil {
+			return row, err
+		}
+	}
+	switch {
+	case errors.Is(err, runtime.ErrNotFound) && len(fault.Hint(err)) > 0: // which names the sandbox that was asked for
+		return row, err
+	case errors.Is(err, runtime.ErrNotFound):
+		return row, hint(err, "List what there is with: agentbox checkpoint ls "+sb.Name)
+	case err != nil:
+		return row, err
+	case row.ImageDigest != sb.ImageDigest:
+		return row, hint(fmt.Errorf("%w: checkpoint %s was taken over image %s, the sandbox runs over %s", runtime.ErrState, short(row.ID), row.ImageDigest, sb.ImageDigest),
+			"Restore it under the name of its own sandbox, "+row.SandboxName+".")
+	case row.SandboxID != sb.ID:
+		return row, hint(fmt.Errorf("%w: checkpoint %s belongs to sandbox %s", runtime.ErrState, short(row.ID), row.SandboxName),
+			"A sandbox is restored and forked from checkpoints of its own.")
+	case row.Status != runtime.CheckpointReady:
+		return row, fmt.Errorf("%w: checkpoint %s is %s: %s", runtime.ErrState, short(row.ID), row.Status, row.Error)
+	}
+	return row, nil
+}
+
+// notOwn refuses a bare name that only another sandbox has a checkpoint of: with a
+// sandbox given, it means one of that.
+func notOwn(sb store.Sandbox, ref string, row store.Checkpoint) error {
+	if row.SandboxID == sb.ID || strings.Contains(ref, "@") || strings.HasPrefix(row.ID, ref) {
+		return nil
+	}
+	if row.SandboxName == sb.Name {
+		return hint(fmt.Errorf("sandbox %s has no checkpoint %q: %w: %s belongs to an earlier sandbox of that name", sb.Name, ref, runtime.ErrNotFound, short(row.ID)),
+			"List those of "+sb.Name+" with: agentbox checkpoint ls "+sb.Name)
+	}
+	return hint(fmt.Errorf("sandbox %s has no checkpoint %q: %w", sb.Name, ref, runtime.ErrNotFound),
+		fmt.Sprintf("Sandbox %[1]s has one: %[1]s@%[2]s. List those of %[3]s with: agentbox checkpoint ls %[3]s", row.SandboxName, ref, sb.Name))
+}
+
+// recreate plans to make a removed sandbox again from the spec of its
+// checkpoint, with its old id, so that what its processes remember of
+// themselves stays true.
+func (e *Engine) recreate(ctx context.Context, r *restoration, name string, opts runtime.RestoreOptions, missing error) error {
+	ref, undo := opts.Checkpoint, opts.Undo
+	row, err := e.newestOfGone(ctx, name, opts.Foreign)
+	if errors.Is(err, runtime.ErrNotFound) {
+		return missing
+	}
+	if err != nil {
+		return err
+	}
+	if undo && ref == "" {
+		return hint(fmt.Errorf("undo checkpoint of %s: %w", name, runtime.ErrNotFound),
+			"The sandbox was removed, and what its last restore had replaced went with it; make it again with: agentbox restore "+name)
+	}
+	if ref == "" && row.Foreign && !opts.Foreign {
+		return onlyForeign(name)
+	}
+	if ref != "" {
+		// Of several removed sandboxes of one name it may be an older one's.
+		if row, err = e.store.Checkpoint(ctx, name+"@"+ref); errors.Is(err, runtime.ErrNotFound) {
+			row, err = e.checkpoint(ctx, ref)
+		}
+		if err != nil {
+			return err
+		}
+		if row.SandboxName != name && row.SandboxID != name {
+			if err := notOwn(store.Sandbox{Name: name}, ref, row); err != nil {
+				return err
+			}
+			return hint(fmt.Errorf("%w: checkpoint %s belongs to sandbox %s", runtime.ErrState, short(row.ID), row.SandboxName),
+				"Restore puts a sandbox back to a checkpoint of its own.")
+		}
+		if row.Status != runtime.CheckpointReady {
+			return fmt.Errorf("%w: checkpoint %s is %s: %s", runtime.ErrState, short(row.ID), row.Status, row.Error)
+		}
+		if _, err := e.store.Sandbox(ctx, row.SandboxID); !errors.Is(err, runtime.ErrNotFound) {
+			return errors.Join(err, fmt.Errorf("%w: checkpoint %s belongs to a sandbox that was not removed", runtime.ErrState, short(row.ID)))
+		}
+	}
+	lock, err := e.store.Lock(ctx, row.SandboxID, "restore", lockWait)
+	if err != nil {
+		return err
+	}
+	r.sb, r.row = &locked{Sandbox: store.Sandbox{ID: row.SandboxID, Name: row.SandboxName}, lock: lock}, row
+	if err = e.again(ctx, r, missing); err == nil {
+		err = r.checkDamage()
+	}
+	if err != nil {
+		lock.Unlock()
+	}
+	return err
+}
+
+// again plans to make a sandbox, whose lock is held, as its checkpoint says.
+func (e *Engine) again(ctx context.Context, r *restoration, missing error) (err error) {
+	gone := store.Sandbox{ID: r.row.SandboxID, Name: r.row.SandboxName, ImageDigest: r.row.ImageDigest, Spec: r.row.Spec}
+	if r.spec, err = specOf(gone.ID, gone.Spec); err != nil {
+		return err
+	}
+	r.spec.ID = gone.ID // whatever its author wrote
+	if r.caveats, err = e.claim(&r.spec, r.row, r.grants, r.full()); err != nil {
+		return err
+	}
+	if r.spec.Adopted {
+		return hint(fmt.Errorf("its container is gone: %w", missing), "Agentbox did not make it and cannot make it again; its checkpoints are still there (agentbox checkpoint ls "+gone.Name+").")
+	}
+	var known runtime.Spec
+	if r.orphan && !r.row.Foreign {
+		if known, err = spec(r.sb.Sandbox); err != nil {
+			return err
+		}
+	}
+	if r.spec.Secrets, err = sources(r.spec, r.given, known.Secrets); err != nil {
+		return err
+	}
+	if err := e.readmitOf(r.row, &r.spec, r.grants, r.full()); err != nil {
+		return err
+	}
+	gone.Backend = cmp.Or(r.spec.Backend, e.first)
+	host, err := e.host(gone.Backend)
+	if err != nil {
+		return err
+	}
+	if err := checkFilter(r.spec, host); err != nil {
+		return err
+	}
+	img, err := imageOf(ctx, host.Images, gone.ImageDigest, r.spec, r.pull)
+	if err != nil {
+		return err
+	}
+	if err := e.keepIDs(ctx, &r.spec, host, img.Lower, r.full(), r.row.Foreign); err != nil {
+		return err
+	}
+	gone.Image, gone.Lower, gone.Labels = r.spec.Image, img.Lower, r.spec.Labels
+	gone.Attempt, gone.Created = 1, time.Now()
+	if old := r.sb.Sandbox; r.orphan { // it is the same sandbox
+		gone.Lease, gone.Group, gone.Kept, gone.Attempt = old.Lease, old.Group, old.Kept, max(old.Attempt, 1)
+	}
+	r.sb.Sandbox, r.sb.host, r.data.Recreated = gone, host, true
+	return nil
+}
+
+// forgetOrphan removes the record of a sandbox whose container is gone, before
+// both are made again.
+func (e *Engine) forgetOrphan(ctx context.Context, r *restoration) error {
+	if !r.orphan {
+		return nil
+	}
+	if err := e.store.DeleteSandbox(ctx, r.sb.ID); err != nil {
+		return err
+	}
+	// The file of the lock went with the record.
+	r.sb.lock.Unlock()
+	lock, err := e.store.Lock(ctx, r.sb.ID, "restore", lockWait)
+	if err == nil {
+		r.sb.lock = lock
+	}
+	return err
+}
+
+// checkDamage refuses a checkpoint that is known to be damaged.
+func (r *restoration) checkDamage() error {
+	err := damage(r.row)
+	if err == nil || r.data.Salvage {
+		return nil
+	}
+	return hint(err, fmt.Sprintf("Restore what is intact of it with: agentbox restore --salvage %s %s", r.sb.Name, short(r.row.ID)))
+}
+
+// damage is what the last verification found; nil: nothing.
+func damage(row store.Checkpoint) error {
+	if row.Damaged == "" {
+		return nil
+	}
+	return fmt.Errorf("checkpoint %s: %w: %s", short(row.ID), runtime.ErrCorrupt, row.Damaged)
+}
+
+// newestOfGone finds the newest checkpoint of a removed sandbox, by its name or
+// its id. Unless foreign is set, one that is not foreign goes before one that is.
+func (e *Engine) newestOfGone(ctx context.Context, ref string, foreign bool) (store.Checkpoint, error) {
+	row, err := e.store.NewestOfName(ctx, ref, foreign)
+	if !errors.Is(err, runtime.ErrNotFound) {
+		return row, err
+	}
+	rows, e2 := e.store.Checkpoints(ctx, store.Filter{SandboxID: ref})
+	if e2 != nil || len(rows) == 0 {
+		return row, cmp.Or(e2, err)
+	}
+	best := rows[0]
+	rank := func(c store.Checkpoint) (n int) {
+		if c.Trigger == runtime.TriggerUndo {
+			n = 1
+		}
+		if c.Foreign && !foreign {
+			n += 2
+		}
+		return n
+	}
+	for _, row := range rows {
+		if rank(row) < rank(best) {
+			best = row
+		}
+	}
+	return best, nil
+}

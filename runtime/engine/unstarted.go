@@ -1,0 +1,137 @@
+package engine
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"time"
+
+	"github.com/agentbox/agentbox/internal/guard"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// Create and start are two calls of one `run`, and between them is a sandbox that
+// nothing but its caller knows of. Until the start that caller owns it: its process
+// is in the sandbox's record, and when it has ended the sandbox goes, by the next
+// command, or within lookUnstarted by the service.
+
+// lookUnstarted is how often the service looks for such sandboxes.
+const lookUnstarted = 2 * time.Second
+
+// starter is the owner of a sandbox until its start, for the record.
+func starter(req runtime.CreateRequest) (string, error) {
+	if !req.ToStart {
+		return "", nil
+	}
+	pid := req.Caller
+	if pid == 0 {
+		pid = os.Getpid()
+	}
+	o, err := own(runtime.LeaseTerms{Owner: runtime.OwnerPid, Pid: pid})
+	if err != nil {
+		return "", fmt.Errorf("the caller that is to start it: %w", err)
+	}
+	data, err := json.Marshal(o)
+	return string(data), err
+}
+
+// hasStarter reports whether the caller that is to start a sandbox still lives.
+func hasStarter(sb store.Sandbox) (bool, error) {
+	var o runtime.LeaseOwner
+	if err := json.Unmarshal([]byte(sb.Starter), &o); err != nil {
+		return false, fmt.Errorf("the starter of sandbox %s: %w: %w", sb.ID, runtime.ErrCorrupt, err)
+	}
+	if o.Boot != bootID() {
+		return false, nil
+	}
+	return ownerAlive(o)
+}
+
+// freeUnstarted removes the sandboxes whose caller has ended before it started them.
+// What a living caller, or another verb, is at work on is left alone.
+func (e *Engine) freeUnstarted(ctx context.Context, as Deed) (did []string, err error) {
+	list, err := e.store.Unstarted(ctx)
+	if err != nil {
+		return nil, err
+	}
+	var errs []error
+	for _, sb := range list {
+		err := guard.Do(func() error {
+			alive, err := hasStarter(sb)
+			if alive || err != nil {
+				return err
+			}
+			gone, err := e.freeOne(ctx, sb.ID, as)
+			if gone {
+				did = append(did, fmt.Sprintf("removed sandbox %s (%s), whose caller ended before it was started", sb.Name, short(sb.ID)))
+				e.log.Warn("recovered", "sandbox", sb.ID, "verb", opCreate, "action", did[len(did)-1])
+			}
+			return err
+		})
+		if err != nil {
+			errs = append(errs, fmt.Errorf("sandbox %s, which was not started: %w", sb.Name, err))
+		}
+	}
+	return did, errors.Join(errs...)
+}
+
+func (e *Engine) freeOne(ctx context.Context, id string, as Deed) (gone bool, err error) {
+	lock, err := e.store.Lock(ctx, id, "rm", 0)
+	if errors.Is(err, runtime.ErrBusy) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	defer lock.Unlock()
+	row, err := e.store.Sandbox(ctx, id)
+	if errors.Is(err, runtime.ErrNotFound) || err == nil && row.Starter == "" {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	if intents, err := e.pendingOf(ctx, id); err != nil || len(intents) > 0 {
+		return false, err // an interrupted verb is finished first
+	}
+	host, err := e.host(row.Backend)
+	if err != nil {
+		return false, err
+	}
+	c, err := host.Inspect(ctx, id)
+	if err != nil && !errors.Is(err, runtime.ErrNotFound) {
+		return false, err
+	}
+	if err == nil && c.Status != runtime.Created { // the start came to its end, but not to this
+		return false, e.store.Started(ctx, id)
+	}
+	d := as
+	d.Verb, d.Why, d.Subject = "rm", "its caller ended before it was started", runtime.Subject{Sandbox: row.ID, Name: row.Name}
+	err = e.deed(ctx, &d, func() error { return e.remove(ctx, &locked{Sandbox: row, host: host, lock: lock}, false) })
+	return err == nil, err
+}
+
+// started has a sandbox be its own: its start came to an end, or failed while its
+// caller lives, which then decides.
+func (e *Engine) started(ctx context.Context, sb store.Sandbox, err error) {
+	if sb.Starter == "" || err != nil && ctx.Err() != nil {
+		return
+	}
+	if err := e.store.Started(context.WithoutCancel(ctx), sb.ID); err != nil {
+		e.log.Warn("sandbox not noted as started", "sandbox", sb.ID, "err", err)
+	}
+}
+
+// pendingOf lists what is in the journal of a sandbox.
+func (e *Engine) pendingOf(ctx context.Context, id string) (of []store.Intent, err error) {
+	all, err := e.store.Intents(ctx)
+	for _, in := range all {
+		if in.Sandbox == id {
+			of = append(of, in)
+		}
+	}
+	return of, err
+}

@@ -1,0 +1,87 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/agentbox/agentbox/internal/guard"
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// Upkeep says what a service does by itself, beside its callers; zero: never.
+type Upkeep struct {
+	Reconcile time.Duration // compare the records with what there is so often, and at once
+	Prune     time.Duration // apply the retention rules of the policies so often
+	Rate      int64         // bytes a second that pruning may copy; 0: no bound
+
+	// Reconciled is told what came of each comparison, if it is not nil.
+	Reconciled func(runtime.ReconcileReport, error)
+}
+
+// upkeepTime bounds one Reconcile or one pruning: what is not done by then is
+// left for the next.
+const upkeepTime = 10 * time.Minute
+
+// Upkeep does what u says until ctx ends; then nothing of it is under way any
+// more. Errors are logged, and tried again the next time.
+func (e *Engine) Upkeep(ctx context.Context, u Upkeep) {
+	var all guard.WaitGroup
+	defer all.Wait()
+	all.Go(func() {
+		e.repeat(ctx, u.Reconcile, true, func(ctx context.Context) error {
+			report, err := e.reconcile(ctx, true)
+			if u.Reconciled != nil {
+				u.Reconciled(report, err)
+			}
+			if len(report.Deeds()) > 0 || report.Failed > 0 {
+				e.log.Info("reconciled", "sandboxes", report.Sandboxes, "found", report.Counts, "failed", report.Failed, "took", report.Took)
+			}
+			return err
+		})
+	})
+	all.Go(func() {
+		e.repeat(ctx, lookUnstarted, true, func(ctx context.Context) error {
+			_, err := e.freeUnstarted(ctx, Deed{Alone: true})
+			return err
+		})
+	})
+	all.Go(func() {
+		e.repeat(ctx, u.Prune, false, func(ctx context.Context) error {
+			out, err := e.retainQuietly(ctx, u.Rate)
+			if len(out.Removed) > 0 || out.Freed > 0 {
+				e.log.Info("pruned", "checkpoints", len(out.Removed), "freed", out.Freed)
+			}
+			return err
+		})
+	})
+}
+
+// repeat calls fn at intervals, of which each begins when it has ended.
+func (e *Engine) repeat(ctx context.Context, every time.Duration, now bool, fn func(context.Context) error) {
+	if every <= 0 {
+		return
+	}
+	for {
+		if now {
+			soon, cancel := context.WithTimeout(ctx, upkeepTime)
+			err := guard.Do(func() error { return fn(soon) })
+			cancel()
+			switch {
+			case err == nil || ctx.Err() != nil:
+			case errors.Is(err, runtime.ErrBusy): // nothing is wrong, unless it stays so
+				e.log.Info("upkeep waits for the next time", "err", err)
+			default:
+				e.log.Error("upkeep", "err", err)
+			}
+		}
+		now = true
+		t := time.NewTimer(every)
+		select {
+		case <-t.C:
+		case <-ctx.Done():
+			t.Stop()
+			return
+		}
+	}
+}

@@ -1,0 +1,105 @@
+package runtime
+
+import (
+	"context"
+	"encoding/json"
+	"io"
+	"time"
+
+	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/source"
+)
+
+// ImageService is the part of Service that gets, keeps and gives images: those
+// of agentbox's own store, or the engine's, as the backend has it.
+type ImageService interface {
+	// PullImage gets an image, or finds it here, as the policy says. See package
+	// images/source for what references there are.
+	PullImage(ctx context.Context, ref string, opts images.PullOptions) (Image, error)
+	// PushImage writes an image to where the reference to says; empty: to the
+	// registry that its own name names.
+	PushImage(ctx context.Context, ref, to string, opts source.Options) (PushedImage, error)
+	ImportImage(ctx context.Context, name, source string) (Image, error) // source: a tarball, a directory, "-" is not one
+	ImportImageFrom(ctx context.Context, name string, r io.Reader) (Image, error)
+	Images(ctx context.Context) ([]Image, error)
+	InspectImage(ctx context.Context, ref string) (ImageDetails, error)
+	TagImage(ctx context.Context, ref, name string) error
+	RemoveImage(ctx context.Context, name string) error
+	// PruneImages removes images that no sandbox and no checkpoint needs: those
+	// without a name, or with all every one.
+	PruneImages(ctx context.Context, all bool) (PrunedImages, error)
+	// VerifyImage reads an image's files again; damage is ErrCorrupt.
+	VerifyImage(ctx context.Context, ref string) (Image, error)
+	// Commit makes an image of a sandbox, or of a checkpoint (SANDBOX@CHECKPOINT or
+	// its id): the layers of its image and one more. The sandbox is frozen for as
+	// long as a checkpoint of its files takes.
+	Commit(ctx context.Context, ref, to string, opts CommitOptions) (Committed, error)
+}
+
+// Image is the documented JSON of `agentbox image ls`; it only ever grows.
+type Image struct {
+	Name        string    `json:"name"`
+	Digest      string    `json:"digest"` // of its configuration: what it is, wherever it came from
+	Created     time.Time `json:"created"`
+	Bytes       int64     `json:"bytes"` // unpacked
+	Builtin     bool      `json:"builtin"`
+	Platform    string    `json:"platform,omitempty"`
+	RepoDigests []string  `json:"repo_digests"` // REPOSITORY@DIGEST, where it can be had again
+	Layers      int       `json:"layers"`
+	Size        int64     `json:"size,omitempty"` // of its layers as they were pulled
+	Damaged     string    `json:"damaged,omitempty"`
+}
+
+// ImageDetails is the documented JSON of `agentbox image inspect`; it only ever grows.
+type ImageDetails struct {
+	Image
+	Names          []string         `json:"names"`
+	Source         string           `json:"source,omitempty"` // the reference it was pulled from
+	ManifestDigest string           `json:"manifest_digest,omitempty"`
+	ManifestType   string           `json:"manifest_type,omitempty"`
+	Config         images.Config    `json:"config"`
+	LayerList      []images.Layer   `json:"layer_list"` // bottom first
+	History        []images.History `json:"history"`    // the oldest first
+	Manifest       json.RawMessage  `json:"manifest,omitempty"`
+	RawConfig      json.RawMessage  `json:"raw_config,omitempty"`
+	UsedBy         []string         `json:"used_by"` // sandboxes and checkpoints that need it
+}
+
+// PushedImage is the documented JSON of `agentbox image push`.
+type PushedImage struct {
+	Reference string `json:"reference"`
+	Digest    string `json:"digest"` // of its manifest there
+}
+
+// PrunedImages is the documented JSON of `agentbox image prune`.
+type PrunedImages struct {
+	Removed []Image `json:"removed"`
+	Freed   int64   `json:"freed"` // bytes
+}
+
+// CommitOptions modify Commit.
+type CommitOptions struct {
+	Author  string         `json:"author"`
+	Message string         `json:"message"`
+	Changes []string       `json:"changes"` // instructions of a Dockerfile: CMD, ENTRYPOINT, ENV, LABEL, USER, WORKDIR, EXPOSE, VOLUME, STOPSIGNAL
+	Created time.Time      `json:"created"` // zero: the checkpoint's, or now
+	Source  source.Options `json:"source"`
+}
+
+// Committed is the documented JSON of `agentbox commit`; it only ever grows.
+type Committed struct {
+	Reference   string   `json:"reference"`
+	Digest      string   `json:"digest"`             // of the image's configuration
+	Manifest    string   `json:"manifest,omitempty"` // digest of its manifest; of an image that stays here: none
+	Base        string   `json:"base"`               // digest of the image below
+	Layer       string   `json:"layer"`              // digest of the layer's tar archive
+	LayerBytes  int64    `json:"layer_bytes"`        // unpacked
+	LayerSize   int64    `json:"layer_size"`         // compressed
+	Sandbox     string   `json:"sandbox"`            // its id
+	SandboxName string   `json:"sandbox_name"`
+	Checkpoint  string   `json:"checkpoint,omitempty"` // its id; of a sandbox as it is: none
+	Notes       []string `json:"notes"`                // what an image cannot hold and was left out
+}
+
+// LabelForeign is the label of images that were made of a foreign checkpoint.
+const LabelForeign = "agentbox.foreign"
