@@ -58,7 +58,7 @@ func (c *Cut) End() error {
 	return cut.End(c.ns)
 }
 
-// sharesNetwork tells whether processes outside a container are in its network
+// sharesNetwork reports whether processes outside a container are in its network
 // namespace.
 func sharesNetwork(pid int) (bool, error) {
 	ns, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/net", pid))

@@ -270,7 +270,7 @@ func (c *completer) places() {
 	}
 }
 
-// there tells whether the sandbox has a path.
+// there reports whether the sandbox has a path.
 func (c *completer) there(name string, st *unix.Stat_t) bool {
 	if st == nil {
 		st = &unix.Stat_t{}

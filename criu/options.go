@@ -125,7 +125,7 @@ func (o Options) lines() ([]string, error) {
 	return lines, nil
 }
 
-// lockByNftables tells whether CRIU can hold the network still by nftables,
+// lockByNftables reports whether CRIU can hold the network still by nftables,
 // and be told so. CRIU before 4.2 crashes on the line: it looks for the
 // command line that it does not have when a runtime drives it.
 var lockByNftables = sync.OnceValue(func() bool {
@@ -146,7 +146,7 @@ var lockByNftables = sync.OnceValue(func() bool {
 	return err == nil
 })
 
-// hasNftables tells whether a criu is linked with libnftables.
+// hasNftables reports whether a criu is linked with libnftables.
 func hasNftables(path string) bool {
 	f, err := elf.Open(path)
 	if err != nil {

@@ -184,7 +184,7 @@ func nsDepth(pid int) int {
 	return 0
 }
 
-// descends tells whether an ancestor of pid is in the pid namespace ns.
+// descends reports whether an ancestor of pid is in the pid namespace ns.
 func descends(pid int, ns string) bool {
 	for range 1 << 10 {
 		st, err := readStat(pid)

@@ -100,7 +100,7 @@ func (c *completer) findStale() ([]*stale, error) {
 	return list, nil
 }
 
-// copiedUp tells whether a file in the upperdir was one of a lower layer.
+// copiedUp reports whether a file in the upperdir was one of a lower layer.
 func copiedUp(name string) bool {
 	for _, attr := range []string{"trusted.overlay.origin", "user.overlay.origin"} {
 		if _, err := unix.Lgetxattr(name, attr, nil); err == nil {
@@ -181,7 +181,7 @@ func (m mapping) pages(fn func(offset uint64, data []byte) (bool, error)) error 
 	return nil
 }
 
-// differs tells whether a mapping shows something else than its file has.
+// differs reports whether a mapping shows something else than its file has.
 func (m mapping) differs() (bool, error) {
 	f, err := os.Open(m.file())
 	if err != nil {

@@ -53,7 +53,7 @@ const codeOf64 = 0x33
 // lowest is an address below which no program has memory (vm.mmap_min_addr).
 const lowest = 0x10000
 
-// again tells whether the call, made once more with the same arguments, goes on
+// again reports whether the call, made once more with the same arguments, goes on
 // with what it waited for, and its number. Exact: it ends when it would have.
 //
 // A call with a timeout of its own is not made again: it would begin anew, and
@@ -105,7 +105,7 @@ func (w wait) restarted() uint64 {
 	return 0
 }
 
-// blocks tells whether the kernel goes on with the call by restart_syscall,
+// blocks reports whether the kernel goes on with the call by restart_syscall,
 // until the instant it has noted in the thread.
 func (w wait) blocks() bool {
 	switch w.nr {
@@ -154,7 +154,7 @@ func ContinueWaits(dir string) error {
 	return nil
 }
 
-// interrupted tells whether no signal is pending that the thread would take.
+// interrupted reports whether no signal is pending that the thread would take.
 func interrupted(core *criucore.CoreEntry, shared *siginfo.SignalQueueEntry) bool {
 	blocked := core.GetThreadCore().GetBlkSigset()
 	if core.GetThreadCore() == nil || core.ThreadCore.BlkSigset == nil {

@@ -165,7 +165,7 @@ func (s *Store) List(context.Context) ([]Image, error) {
 	return list, nil
 }
 
-// useless tells whether an image, which is known, cannot be used.
+// useless reports whether an image, which is known, cannot be used.
 func useless(err error) bool {
 	return errors.Is(err, fault.ErrCorrupt) || errors.Is(err, fault.ErrNotFound)
 }

@@ -100,7 +100,7 @@ func (s *Store) Pull(ctx context.Context, ref string, opts PullOptions) (Image, 
 	return img, errors.Join(err, from.Close())
 }
 
-// samePlatform tells whether an image's platform is the one asked for; a variant
+// samePlatform reports whether an image's platform is the one asked for; a variant
 // that one of them does not name is any.
 func samePlatform(have, want string) bool {
 	return have == want || strings.HasPrefix(have, want+"/") || strings.HasPrefix(want, have+"/")

@@ -171,7 +171,7 @@ func (a *apply) run(ctx context.Context) error {
 	return a.writers.drain(a.report)
 }
 
-// above tells whether the innermost open directory is the one that holds e.
+// above reports whether the innermost open directory is the one that holds e.
 func (a *apply) above(e *Entry) bool {
 	parent, _ := splitPath(e.Path)
 	return a.stack[len(a.stack)-1].entry.Path == parent

@@ -199,7 +199,7 @@ func (c *collector) begin() error {
 	return nil
 }
 
-// isRacy tells whether an inode could change once more without a new change time.
+// isRacy reports whether an inode could change once more without a new change time.
 func (c *collector) isRacy(t Time) bool {
 	if t.Nsec == 0 { // perhaps a filesystem that keeps whole seconds
 		return t.Sec >= c.racySec

@@ -395,7 +395,7 @@ func (l *lister) enterAs(it listed, rec memoryRecord) error {
 	return l.add(it)
 }
 
-// isKnown tells whether an entry may be taken from its record.
+// isKnown reports whether an entry may be taken from its record.
 func (c *collector) isKnown(rec memoryRecord, key *inodeKey) bool {
 	return rec != nil && *rec.key() == *key && rec.flags()&(flagUntrusted|flagHole) == 0 && !c.opts.Paranoid
 }

@@ -468,7 +468,7 @@ func openFile(n *node) (fd int, err error) {
 	return fd, nil
 }
 
-// holds tells whether a file has the content of a record.
+// holds reports whether a file has the content of a record.
 func (d *diff) holds(record, file *node) (bool, error) {
 	fd, err := openFile(file)
 	if err != nil {

@@ -372,7 +372,7 @@ func (d *diff) lookup(l *lowerDir, name, path string) (found *lowerDir, err erro
 	return found, nil
 }
 
-// attributeWhiteout tells whether a layer has the other kind of whiteout: an
+// attributeWhiteout reports whether a layer has the other kind of whiteout: an
 // empty file with an attribute, in a directory that is marked for having such.
 func (d *diff) attributeWhiteout(dir, n *node) bool {
 	if n.Type != TypeFile || n.Size != 0 || dir.Xattrs[d.prefix+"opaque"] != "x" {

@@ -71,7 +71,7 @@ type Piece struct {
 	Len    int64  // bytes
 }
 
-// Sparse tells whether a file has holes.
+// Sparse reports whether a file has holes.
 func (e *Entry) Sparse() bool { return e.Extents != nil }
 
 // data returns how many bytes of data a file has.

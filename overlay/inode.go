@@ -77,7 +77,7 @@ func (o *origin) statx(fd int, name string, flags int, st *unix.Statx_t, e *Entr
 	return e.fill(st)
 }
 
-// holds tells whether an inode lies on the walk's own mount.
+// holds reports whether an inode lies on the walk's own mount.
 func (o *origin) holds(st *unix.Statx_t) bool {
 	return st.Dev_major == o.major && st.Dev_minor == o.minor &&
 		(o.mount == 0 || st.Mask&unix.STATX_MNT_ID == 0 || st.Mnt_id == o.mount)

@@ -135,7 +135,7 @@ func (l *layerWriter) link(e Entry) error {
 	return l.tar.header(&link)
 }
 
-// attributes takes overlayfs' own attributes away, and tells whether they made
+// attributes takes overlayfs' own attributes away, and reports whether they made
 // a directory opaque.
 func (l *layerWriter) attributes(e *Entry) (opaque bool, err error) {
 	const own = "trusted.overlay."

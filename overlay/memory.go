@@ -64,7 +64,7 @@ const (
 	flagFurther
 )
 
-// inodeKey is all that tells whether an inode is still what it was. The kernel
+// inodeKey is all that reports whether an inode is still what it was. The kernel
 // sets the change time with every change of content, attributes and names, and
 // nobody in a sandbox can set it back. It says nothing of what has become of the
 // inode over a power cut: see era.

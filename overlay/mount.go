@@ -370,7 +370,7 @@ func Unmount(target string, opts UnmountOptions) error {
 	}
 }
 
-// Mounted tells whether something is mounted on target; false when target does
+// Mounted reports whether something is mounted on target; false when target does
 // not exist.
 func Mounted(target string) (bool, error) {
 	var st unix.Statx_t

@@ -32,7 +32,7 @@ type Project struct {
 	Files, MaxFiles int64
 }
 
-// Full tells whether next to nothing more fits.
+// Full reports whether next to nothing more fits.
 func (p Project) Full() bool {
 	return p.Limit > 0 && p.Used > p.Limit-max(64<<10, p.Limit/256) || p.MaxFiles > 0 && p.Files >= p.MaxFiles
 }

@@ -263,7 +263,7 @@ func (p *planner) pair(h, w *Entry) error {
 	return nil
 }
 
-// settled tells whether a path that is equal on both sides needs no second look.
+// settled reports whether a path that is equal on both sides needs no second look.
 // A further name of an inode does when that inode is among the changes.
 func (p *planner) settled(w *Entry) (bool, error) {
 	if w.Hardlink == "" {
@@ -288,7 +288,7 @@ func (p *planner) leave(path string) {
 	}
 }
 
-// isAbove tells whether path lies below dir, at any depth.
+// isAbove reports whether path lies below dir, at any depth.
 func isAbove(dir, path string) bool {
 	if dir == "." {
 		return path != "."
@@ -363,7 +363,7 @@ func (c *updateChange) alone() action {
 	return doFile
 }
 
-// same tells whether nothing needs to be done to make h what w is.
+// same reports whether nothing needs to be done to make h what w is.
 func same(h, w *Entry) bool {
 	return h.Type == w.Type && h.Hardlink == w.Hardlink && sameAttrs(h, w) && sameContent(h, w)
 }

@@ -26,7 +26,7 @@ import (
 // asidePrefix begins the names, in the stage, of what was there and goes.
 const asidePrefix = "was-"
 
-// Aside tells whether the update is one for ApplyAside: what differs fits into
+// Aside reports whether the update is one for ApplyAside: what differs fits into
 // memory, and the directory stage lies on a filesystem that can exchange two names.
 func (u *Update) Aside(stage string) (ok bool, err error) {
 	if u.changes.file != nil {

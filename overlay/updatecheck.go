@@ -10,7 +10,7 @@ import (
 // checkAtMost is how many changes Check keeps in memory.
 const checkAtMost = 1 << 14
 
-// Check looks, after Apply, at what that has touched, and tells whether dir is as
+// Check looks, after Apply, at what that has touched, and reports whether dir is as
 // wanted: of all that known has, which the update was planned with, the changes
 // of the plan have changed, each to what was wanted, and nothing else. It writes
 // what Collect would write to out; sink and base are as there.

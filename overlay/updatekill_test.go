@@ -70,7 +70,7 @@ func TestUpdateChild(t *testing.T) {
 }
 
 // runKilled updates dir in a process that is killed at its n-th point, and
-// tells whether it came that far.
+// reports whether it came that far.
 func runKilled(t *testing.T, dir, want string, n int, env ...string) (killed bool) {
 	t.Helper()
 	cmd := exec.Command("/proc/self/exe", "-test.run", "^TestUpdateChild$")

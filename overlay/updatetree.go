@@ -33,7 +33,7 @@ func PlanUpdateTree(ctx context.Context, have string, tree io.Reader) (*Update, 
 // PlanUpdatePieces is PlanUpdateTree with trees of which the pieces are known:
 // has are those of what is in have, wants those of the tree, of which read
 // returns some that follow each other. What both have is not read. When it fails,
-// PlanUpdateTree tells whether it is for the tree or for its pieces, which need
+// PlanUpdateTree reports whether it is for the tree or for its pieces, which need
 // not end where lines do.
 func PlanUpdatePieces(ctx context.Context, have string, has, wants []Piece, read func(from, to int) (io.ReadCloser, error)) (*Update, error) {
 	return planBy(ctx, have, func(p *planner) (err error) {
@@ -168,7 +168,7 @@ func (t *treeMerge) run() error {
 	return t.p.ctx.Err()
 }
 
-// equal tells whether both sides have the same entry, of a kind that is not
+// equal reports whether both sides have the same entry, of a kind that is not
 // needed for what comes after it.
 func (t *treeMerge) equal() bool {
 	r := t.cur
@@ -253,7 +253,7 @@ func (t *treeMerge) nextWant() (err error) {
 	return nil
 }
 
-// ProveKnown proves the memory known, and tells whether it holds the very tree of
+// ProveKnown proves the memory known, and reports whether it holds the very tree of
 // which wants are the pieces. One that is not there is ErrNotFound, a damaged one
 // ErrCorrupt.
 func ProveKnown(known string, wants []Piece) (bool, error) {

@@ -178,14 +178,14 @@ func (r EgressRule) ports() []EgressPorts {
 	return r.Ports
 }
 
-// TCP tells whether the rule is about a TCP port; 0 asks about any at all.
+// TCP reports whether the rule is about a TCP port; 0 asks about any at all.
 func (r EgressRule) TCP(port uint16) bool {
 	return slices.ContainsFunc(r.ports(), func(p EgressPorts) bool {
 		return !p.UDP && (port == 0 || p.First <= port && port <= p.Last)
 	})
 }
 
-// Matches tells whether the rule is about a name, as CleanDomain makes it.
+// Matches reports whether the rule is about a name, as CleanDomain makes it.
 func (r EgressRule) Matches(name string) bool {
 	if r.Below {
 		return strings.HasSuffix(name, "."+r.Domain)
@@ -193,7 +193,7 @@ func (r EgressRule) Matches(name string) bool {
 	return r.Domain != "" && name == r.Domain
 }
 
-// leadsTo tells whether a rule is about all places that own is about.
+// leadsTo reports whether a rule is about all places that own is about.
 func (r EgressRule) leadsTo(own EgressRule) bool {
 	if own.Domain != "" {
 		return r.Matches(own.Domain) && (r.Below || !own.Below) || own.Below && r.Below && r.Domain == own.Domain
@@ -202,7 +202,7 @@ func (r EgressRule) leadsTo(own EgressRule) bool {
 		r.Prefix.Bits() >= PrivateBits(own.Prefix) && (r.Alone || !own.Alone)
 }
 
-// coversEgress tells whether what one rule lets out is let out by others.
+// coversEgress reports whether what one rule lets out is let out by others.
 func coversEgress(base []EgressRule, own EgressRule) bool {
 	var open []EgressPorts
 	for _, b := range base {

@@ -84,13 +84,13 @@ func ParseGlob(pattern string) (Glob, error) {
 
 func (g Glob) String() string { return g.pattern }
 
-// Match tells whether the path rel, relative to the walk's base, is meant.
+// Match reports whether the path rel, relative to the walk's base, is meant.
 func (g Glob) Match(rel string) bool {
 	whole, _ := g.reach(rel)
 	return whole
 }
 
-// Below tells whether anything below the directory rel can be meant.
+// Below reports whether anything below the directory rel can be meant.
 func (g Glob) Below(rel string) bool {
 	_, part := g.reach(rel)
 	return part

@@ -67,7 +67,7 @@ func rankOf(namespace string) int { return max(slices.Index(namespaces, namespac
 // Keeping is what they say of a sandbox's checkpoints.
 func (r *Rules) Keeping() Keeping { return Keeping{r.Retention, r.Automatic} }
 
-// NeedsNamespace tells whether a sandbox must have a user namespace.
+// NeedsNamespace reports whether a sandbox must have a user namespace.
 func (r *Rules) NeedsNamespace() bool { return r.Namespace == NamespaceRequired }
 
 // Limit bounds a resource; zero means that there is none.

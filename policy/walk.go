@@ -76,7 +76,7 @@ func (j *Jail) Walk(ctx context.Context, name string, limits Limits, leave func(
 	return w.cut, err
 }
 
-// foreign tells whether dir is on a filesystem to stay out of.
+// foreign reports whether dir is on a filesystem to stay out of.
 func (w *walker) foreign(dir *os.File) bool {
 	var st unix.Statfs_t
 	return w.leave != nil && (unix.Fstatfs(int(dir.Fd()), &st) != nil || w.leave(int64(st.Type)))

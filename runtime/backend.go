@@ -273,7 +273,7 @@ type ExecError struct {
 func (e *ExecError) Error() string { return e.Err.Error() }
 func (e *ExecError) Unwrap() error { return e.Err }
 
-// ReachedBy tells whether a container with a mount of a path of the host has the
+// ReachedBy reports whether a container with a mount of a path of the host has the
 // volume's data by it: all or a part of them or, if it may write there, a directory
 // that they are somewhere in.
 func (v Volume) ReachedBy(source string, writable bool) bool {

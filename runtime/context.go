@@ -53,7 +53,7 @@ func Reading(ctx context.Context) context.Context {
 	return context.WithValue(ctx, readsKey{}, true)
 }
 
-// OnlyReads tells whether that was promised.
+// OnlyReads reports whether that was promised.
 func OnlyReads(ctx context.Context) bool { return ctx.Value(readsKey{}) != nil }
 
 // Subject is what a verb is about, as far as it is on record.

@@ -59,7 +59,7 @@ type Holder interface {
 	// nothing else is left are among them; those of other roots never are, nor
 	// those of other backends on the same root.
 	Held(ctx context.Context) (map[string][]string, error)
-	// Busy tells whether the backend is at work on a container by itself, under no
+	// Busy reports whether the backend is at work on a container by itself, under no
 	// lock of the Engine's: a copy out of one that is stopped has it mounted.
 	Busy(id string) bool
 	// Tend repairs or frees what belongs to no single container: bridges, rules,

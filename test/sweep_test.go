@@ -105,7 +105,7 @@ func runSweep(t *testing.T, action string) {
 	}
 }
 
-// triedElsewhere tells whether another test breaks agentbox at a point.
+// triedElsewhere reports whether another test breaks agentbox at a point.
 func triedElsewhere(t *testing.T, name string) bool {
 	t.Helper()
 	file := elsewhere[longest(elsewhere, name)]

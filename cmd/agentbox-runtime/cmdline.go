@@ -22,7 +22,7 @@ func (c call) bundle() string {
 	return "."
 }
 
-// Flags of runc and crun, without dashes; the value tells whether one takes an argument.
+// Flags of runc and crun, without dashes; the value reports whether one takes an argument.
 var (
 	globalFlags = map[string]bool{
 		"root": true, "log": true, "log-format": true, "criu": true, "rootless": true, "cgroup-manager": true, "log-level": true,

@@ -85,7 +85,7 @@ func cgroupsOf(pid int) (dirs []string) {
 	return dirs
 }
 
-// hasAll tells whether the comma-separated have contains all of want.
+// hasAll reports whether the comma-separated have contains all of want.
 func hasAll(have, want string) bool {
 	for _, w := range strings.Split(want, ",") {
 		if !slices.Contains(strings.Split(have, ","), w) {

@@ -32,12 +32,12 @@ import (
 // cutVerb and downVerb are how the hooks call this program.
 const cutVerb, downVerb = "agentbox-cut", "agentbox-down"
 
-// cuts tells whether a restore takes the hook.
+// cuts reports whether a restore takes the hook.
 func cuts(r stage.Restore) bool {
 	return slices.Contains(r.Flags, "--empty-ns") && slices.Contains(r.Flags, "--tcp-established")
 }
 
-// newNetwork tells whether a bundle asks for a network namespace of its own.
+// newNetwork reports whether a bundle asks for a network namespace of its own.
 func newNetwork(linux json.RawMessage) bool {
 	var spec struct {
 		Namespaces []struct{ Type, Path string }

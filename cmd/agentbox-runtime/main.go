@@ -225,14 +225,14 @@ type wrapper struct {
 	dir  string // RUN
 }
 
-// staged tells whether anything is staged for a container.
+// staged reports whether anything is staged for a container.
 func (w wrapper) staged(id string) bool {
 	_, err := stage.Load(w.dir, id)
 	_, serr := stage.LoadStart(w.dir, id)
 	return err == nil || errors.Is(err, fault.ErrCorrupt) || serr == nil || errors.Is(serr, fault.ErrCorrupt) || stage.Held(w.dir, id)
 }
 
-// known tells whether anything is kept for the end of a container.
+// known reports whether anything is kept for the end of a container.
 func (w wrapper) known(id string) bool {
 	return w.staged(id) || stage.Restored(w.dir, id) || stage.Armed(w.dir, id)
 }

@@ -115,7 +115,7 @@ rest), dry_run.`,
 	return cmd
 }
 
-// hasRules tells whether checkpoints may go.
+// hasRules reports whether checkpoints may go.
 func hasRules(o runtime.PruneOptions) bool {
 	return o.KeepLast != 0 || o.KeepWithin > 0 || o.KeepHourly != 0 || o.KeepDaily != 0 || o.KeepWeekly != 0 || o.MaxBytes > 0
 }

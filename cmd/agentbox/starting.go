@@ -54,7 +54,7 @@ func ask(ctx context.Context, info func(context.Context) (api.Info, error), star
 	return i, err
 }
 
-// starting tells whether systemd is about to start the service of a socket, which
+// starting reports whether systemd is about to start the service of a socket, which
 // may first have much to finish or to undo, or stand behind other units of a boot.
 func starting(ctx context.Context, socket string) bool {
 	if booted, err := os.Stat("/run/systemd/system"); socket != filepath.Join(defaultRun, api.SocketName) || err != nil || !booted.IsDir() {

@@ -139,7 +139,7 @@ func (p *ptyRun) resize(w, h uint16) {
 	}
 }
 
-// raw tells whether the terminal hands keys through as they come.
+// raw reports whether the terminal hands keys through as they come.
 func (p *ptyRun) raw() bool {
 	p.t.Helper()
 	termios, err := unix.IoctlGetTermios(int(p.tty.Fd()), unix.TCGETS)

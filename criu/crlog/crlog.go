@@ -106,7 +106,7 @@ func interesting(line []byte) bool {
 	return bytes.Contains(line, []byte("Error")) || bytes.Contains(line, []byte("Warn"))
 }
 
-// consequence tells whether an error follows from another one, or from nothing.
+// consequence reports whether an error follows from another one, or from nothing.
 func consequence(line []byte) bool {
 	for _, s := range []string{
 		"RLIMIT_NOFILE for self", // CRIU goes on without

@@ -18,7 +18,7 @@ import (
 // name is the table's.
 const name = "agentbox-cut"
 
-// Possible tells whether Begin can be done, by a trial in a network namespace that goes
+// Possible reports whether Begin can be done, by a trial in a network namespace that goes
 // with it: a kernel may have nf_tables without the family that a table of ours is of.
 func Possible() bool {
 	done := make(chan bool)

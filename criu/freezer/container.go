@@ -153,7 +153,7 @@ func Of(pid int) (Container, error) {
 	return c, nil
 }
 
-// Alive tells whether the container's init is there and has not ended.
+// Alive reports whether the container's init is there and has not ended.
 func (c Container) Alive() bool {
 	state, start, ok := process(c.Pid)
 	return ok && start == c.start && state != "Z" && state != "X"

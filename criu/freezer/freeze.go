@@ -77,7 +77,7 @@ func (c Container) Thaw() error {
 	return nil
 }
 
-// Frozen tells whether all processes of the container stand still.
+// Frozen reports whether all processes of the container stand still.
 func (c Container) Frozen() (bool, error) {
 	file, want := "freezer.state", "FROZEN"
 	if c.v2 {

@@ -33,13 +33,13 @@ const Unconfined = "unconfined"
 // sys is where the kernel tells of itself, proc where it tells of processes.
 var sys, proc = "/sys", "/proc"
 
-// AppArmor tells whether CRIU takes this for a host with AppArmor.
+// AppArmor reports whether CRIU takes this for a host with AppArmor.
 func AppArmor() bool {
 	_, err := os.Stat(filepath.Join(sys, "kernel/security/apparmor"))
 	return err == nil
 }
 
-// Loaded tells whether the kernel has an AppArmor profile, by what sysfs, which is
+// Loaded reports whether the kernel has an AppArmor profile, by what sysfs, which is
 // usually /sys, lists.
 func Loaded(sysfs, profile string) (bool, error) {
 	data, err := os.ReadFile(filepath.Join(sysfs, "kernel/security/apparmor/profiles"))
@@ -203,7 +203,7 @@ func ours(inventory []byte) (out []byte, err error) {
 	return out, err
 }
 
-// Within tells whether a label is a profile, or a part of it that its author has
+// Within reports whether a label is a profile, or a part of it that its author has
 // written: a child or a hat, which its name precedes.
 func Within(label, profile string) bool {
 	child, ok := strings.CutPrefix(label, profile+"//")
@@ -252,7 +252,7 @@ func check(thread, profile string) error {
 	return fmt.Errorf("its AppArmor profile is %q, not %s: %w", strings.Trim(string(data), "\x00\n"), profile, fault.ErrDenied)
 }
 
-// ended tells whether a thread runs no more; what it was restored as is no matter then.
+// ended reports whether a thread runs no more; what it was restored as is no matter then.
 func ended(thread string) bool {
 	data, err := os.ReadFile(filepath.Join(thread, "stat"))
 	if err != nil {

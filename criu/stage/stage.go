@@ -91,7 +91,7 @@ func Run() string {
 	return DefaultRun
 }
 
-// Valid tells whether id can name a container here.
+// Valid reports whether id can name a container here.
 func Valid(id string) bool {
 	if id == "" || len(id) > 255 || id == "." || id == ".." {
 		return false
@@ -167,7 +167,7 @@ func MarkRestored(run, id string) error {
 	return fsx.SyncDir(dir)
 }
 
-// Restored tells whether id was restored and waits for its `start`.
+// Restored reports whether id was restored and waits for its `start`.
 func Restored(run, id string) bool {
 	dir, err := place(run, id)
 	if err != nil {
@@ -177,13 +177,13 @@ func Restored(run, id string) bool {
 	return err == nil
 }
 
-// Used tells whether what was staged for id has been restored from.
+// Used reports whether what was staged for id has been restored from.
 func Used(run, id string) bool {
 	_, err := load(run, id, stagedFile)
 	return errors.Is(err, fault.ErrNotFound)
 }
 
-// StaysPaused tells whether a restored container is to be left paused by its
+// StaysPaused reports whether a restored container is to be left paused by its
 // `start`.
 func StaysPaused(run, id string) bool {
 	r, err := load(run, id, restoredFile)
@@ -206,7 +206,7 @@ func KeepPaused(run, id string) error {
 	return nil
 }
 
-// KeptPaused tells whether KeepPaused is in force.
+// KeptPaused reports whether KeepPaused is in force.
 func KeptPaused(run, id string) bool {
 	path, err := pausedFile(run, id)
 	if err != nil {
@@ -216,7 +216,7 @@ func KeptPaused(run, id string) bool {
 	return err == nil
 }
 
-// TakePaused ends KeepPaused and tells whether it was in force.
+// TakePaused ends KeepPaused and reports whether it was in force.
 func TakePaused(run, id string) bool {
 	path, err := pausedFile(run, id)
 	return err == nil && os.Remove(path) == nil
@@ -259,7 +259,7 @@ func Release(run, id string) error {
 	return nil
 }
 
-// Held tells whether Hold is in force.
+// Held reports whether Hold is in force.
 func Held(run, id string) bool {
 	dir, err := place(run, id)
 	if err != nil {

@@ -205,7 +205,7 @@ func ArmReap(run, id string) error {
 	return nil
 }
 
-// Armed tells whether anything is kept for the `delete` of id.
+// Armed reports whether anything is kept for the `delete` of id.
 func Armed(run, id string) bool {
 	made, due, err := reaps(run, id)
 	if err != nil {

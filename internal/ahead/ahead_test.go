@@ -31,7 +31,7 @@ func budgeted(t *testing.T, b *budget) {
 	t.Cleanup(func() { left = was })
 }
 
-// refused tells whether this process may have no real time: on cgroup v1 a group has
+// refused reports whether this process may have no real time: on cgroup v1 a group has
 // none before somebody gives it some.
 func refused(t *testing.T) bool {
 	t.Helper()

@@ -113,7 +113,7 @@ func StartDockerd(t testing.TB, opts DockerdOptions) *Dockerd {
 	return d
 }
 
-// pings tells whether the daemon serves its socket.
+// pings reports whether the daemon serves its socket.
 func (d *Dockerd) pings() bool {
 	conn, err := net.DialTimeout("unix", strings.TrimPrefix(d.Host, "unix://"), time.Second)
 	if err != nil {
@@ -206,7 +206,7 @@ func (d *Dockerd) cgroup() string {
 	return filepath.Base(filepath.Dir(d.Dir)) + "-" + filepath.Base(d.Dir)
 }
 
-// systemd tells whether Docker leaves cgroups to systemd here, by its own default.
+// systemd reports whether Docker leaves cgroups to systemd here, by its own default.
 func systemd() bool {
 	for _, path := range []string{"/sys/fs/cgroup/cgroup.controllers", "/run/systemd/system"} {
 		if _, err := os.Stat(path); err != nil {

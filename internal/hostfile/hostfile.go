@@ -204,12 +204,12 @@ func (f *file) settled(ctx context.Context) (e *overlay.Entry, err error) {
 	return nil, ErrChanged
 }
 
-// same tells whether nothing of a file has changed since it was looked at.
+// same reports whether nothing of a file has changed since it was looked at.
 func same(a, b *unix.Stat_t) bool {
 	return sameFile(a, b) && a.Size == b.Size && a.Mtim == b.Mtim && a.Ctim == b.Ctim
 }
 
-// sameFile tells whether it is the same file, whatever was done with it.
+// sameFile reports whether it is the same file, whatever was done with it.
 func sameFile(a, b *unix.Stat_t) bool { return a.Dev == b.Dev && a.Ino == b.Ino }
 
 // fill makes a new, empty file what an entry says.
@@ -303,7 +303,7 @@ func attribute(read func([]byte) (int, error)) (string, error) {
 	}
 }
 
-// is tells whether a file, nil for none, is as s says.
+// is reports whether a file, nil for none, is as s says.
 func (s State) is(ctx context.Context, f *file) (bool, error) {
 	if s.Entry == nil || f == nil {
 		return s.Entry == nil && f == nil, nil

@@ -2,7 +2,7 @@ package hostfile
 
 import "context"
 
-// Has tells whether a file is as s says. What is not a regular file, or has other
+// Has reports whether a file is as s says. What is not a regular file, or has other
 // names too, is refused.
 func (d *Dir) Has(ctx context.Context, name string, s State) (bool, error) {
 	have, err := d.look(ctx, name)

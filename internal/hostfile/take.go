@@ -82,7 +82,7 @@ func (d *Dir) take(ctx context.Context, name string, to overlay.Sink, limit int6
 	return &Taken{e, f.st}, recordable(*e)
 }
 
-// unchanged tells whether a file is as it was taken.
+// unchanged reports whether a file is as it was taken.
 func (d *Dir) unchanged(name string, t *Taken) (bool, error) {
 	fd, st, err := d.find(name)
 	if err != nil || fd < 0 {

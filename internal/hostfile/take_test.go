@@ -17,7 +17,7 @@ import (
 	"github.com/agentbox/agentbox/overlay"
 )
 
-// again takes a file that was taken before, and tells whether it was read.
+// again takes a file that was taken before, and reports whether it was read.
 func again(t *testing.T, path string, before *Taken) (*Taken, bool) {
 	t.Helper()
 	k := &kept{}

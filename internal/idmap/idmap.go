@@ -45,7 +45,7 @@ func (m *Map) Host(id int) (int, error) {
 	return int(m.Base) + id, nil
 }
 
-// Has tells whether an id on the host is one of the tree's. Without a map all are.
+// Has reports whether an id on the host is one of the tree's. Without a map all are.
 func (m *Map) Has(id int) bool {
 	return m == nil || id >= int(m.Base) && id < int(m.Base)+int(m.Size)
 }

@@ -260,7 +260,7 @@ func readExactly(r io.Reader, n int64) ([]byte, error) {
 // ranges those of something else.
 func rawBytes() map[string]string { return map[string]string{"Accept-Encoding": "identity"} }
 
-// Exists tells whether the repository has the blob, in that size.
+// Exists reports whether the repository has the blob, in that size.
 func (c *Client) Exists(ctx context.Context, d v1.Descriptor) (there bool, err error) {
 	err = c.Retry(ctx, func() error {
 		resp, err := c.Do(ctx, http.MethodHead, "blobs/"+d.Digest.String(), rawBytes(), http.StatusOK, http.StatusNotFound)

@@ -31,7 +31,7 @@ type later struct {
 
 func (l later) Unwrap() error { return l.error }
 
-// passing tells whether trying again may help.
+// passing reports whether trying again may help.
 func passing(err error) bool {
 	if l := (later{}); errors.As(err, &l) && l.wait > maxWait {
 		return false

@@ -82,7 +82,7 @@ func Containerd(ctx context.Context, opts ContainerdOptions) (Result, error) {
 	return r, nil
 }
 
-// isCRI tells whether a plugin is the one that serves Kubernetes: all of it,
+// isCRI reports whether a plugin is the one that serves Kubernetes: all of it,
 // or, from 2.0 on, the part that has the handlers.
 func isCRI(plugin any) bool {
 	return plugin == any("io.containerd.grpc.v1.cri") || plugin == any("io.containerd.cri.v1.runtime")

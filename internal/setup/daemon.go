@@ -120,7 +120,7 @@ func dockerd(pid int) (*daemon, error) {
 	return d, nil
 }
 
-// reads tells whether the daemon's configuration is that file.
+// reads reports whether the daemon's configuration is that file.
 func (d *daemon) reads(path string) bool {
 	own := d.config()
 	if own == path {

@@ -433,7 +433,7 @@ func readDaemonConfig(doc []byte) (c daemonConfig, err error) {
 	return c, nil
 }
 
-// reloadable tells whether a running dockerd survives reading it: 20.10
+// reloadable reports whether a running dockerd survives reading it: 20.10
 // panics at a "runtimes" that is empty or null.
 func (c daemonConfig) reloadable() bool {
 	_, there := c.present[keyRuntimes]

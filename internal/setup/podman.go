@@ -130,7 +130,7 @@ func removePodman(doc []byte, name string) ([]byte, error) {
 // podman asks podman, as it is with a configuration.
 type podman struct{ name, config string }
 
-// ownsEnv tells whether CONTAINERS_CONF is the file at hand.
+// ownsEnv reports whether CONTAINERS_CONF is the file at hand.
 func (p podman) ownsEnv() bool {
 	a, err := os.Stat(os.Getenv("CONTAINERS_CONF"))
 	if err != nil {

@@ -130,7 +130,7 @@ func isOdd(r rune) bool {
 	return unicode.IsSpace(r) || unicode.IsControl(r) || strings.ContainsRune(`"'\%$;`, r)
 }
 
-// isOurs tells whether data is a file of dist/systemd to the byte, whichever program it
+// isOurs reports whether data is a file of dist/systemd to the byte, whichever program it
 // starts: setup can write it again.
 func isOurs(text, data []byte) bool {
 	before, after, ok := bytes.Cut(text, []byte(systemd.Program+" "))

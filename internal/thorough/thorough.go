@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// Asked tells whether all is to be tried that can be: `make test-long`.
+// Asked reports whether all is to be tried that can be: `make test-long`.
 func Asked() bool { return os.Getenv("AGENTBOX_LONG") != "" }
 
 // Patience is how many times longer than elsewhere what only bounds a test may take:

@@ -63,7 +63,7 @@ func (c *Client) Close() error {
 	return nil
 }
 
-// Remote tells whether the service may be another host's, which sees no process of
+// Remote reports whether the service may be another host's, which sees no process of
 // this one.
 func (c *Client) Remote() bool { return strings.HasPrefix(c.where, "tcp://") }
 
@@ -134,7 +134,7 @@ func (c *Client) refusal(ctx context.Context, what asks, resp *http.Response) er
 	return err
 }
 
-// nobodys tells whether the error of a request is that its route is none of the
+// nobodys reports whether the error of a request is that its route is none of the
 // service's, and not that a verb has not found what it was to be about.
 func nobodys(err error, req *http.Request) bool {
 	var other *noProblem

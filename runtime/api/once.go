@@ -39,7 +39,7 @@ func (r *request[I]) label(labels *map[string]string) {
 	(*labels)[LabelRequest] = r.rec.Nonce
 }
 
-// again tells whether the verb, or a part of it, may have been done already.
+// again reports whether the verb, or a part of it, may have been done already.
 func (r *request[I]) again() bool { return r.rec != nil && r.rec.again }
 
 // unsettled is err, of a verb that may have been done, or a part of it: the key

@@ -38,7 +38,7 @@ func (h *Handler) examine(ctx context.Context) (doctor.Report, error) {
 	return h.health.report, nil
 }
 
-// Ready tells whether the service's host can run, checkpoint and restore
+// Ready reports whether the service's host can run, checkpoint and restore
 // sandboxes, and if not, why.
 func (c *Client) Ready(ctx context.Context) (doctor.Report, error) {
 	return get[doctor.Report](ctx, c, at("ready"), nil)

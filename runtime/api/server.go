@@ -245,7 +245,7 @@ func verbOf(pattern string) string {
 	return strings.Join(words, " ")
 }
 
-// admit tells whether a request is served.
+// admit reports whether a request is served.
 func admit(r *http.Request, p peer) error {
 	if p.denied {
 		return &runtime.Error{Op: "serve", Err: fmt.Errorf("%s: %w", p, runtime.ErrDenied)}
@@ -257,7 +257,7 @@ func admit(r *http.Request, p peer) error {
 	return nil
 }
 
-// expected tells whether a request's host is one that callers of this service
+// expected reports whether a request's host is one that callers of this service
 // have. A web page whose name leads here has another, and its browser takes the
 // service for the page's own. Over TLS the certificate has the name; a browser that
 // has one as well may be any page's, and says so.

@@ -336,7 +336,7 @@ func TestDeedsOfRestart(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// started tells whether the end of a start by the watch is on record.
+	// started reports whether the end of a start by the watch is on record.
 	started := func(sb runtime.Sandbox, outcome string) func() bool {
 		return func() bool {
 			list, err := h.log.List(t.Context(), Filter{Sandbox: sb.ID, Verb: "start", Outcome: outcome})

@@ -104,7 +104,7 @@ func size(path string) int64 {
 	return st.Size()
 }
 
-// alive tells whether a process runs, or is stopped.
+// alive reports whether a process runs, or is stopped.
 func alive(pid int) bool {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	return err == nil && !strings.Contains(string(stat), ") Z ")

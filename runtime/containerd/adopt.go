@@ -181,7 +181,7 @@ func describe(ns string, found containers.Container) (theirs, error) {
 	return t, nil
 }
 
-// isWrapper tells whether a runtime is agentbox-runtime, be it by a link.
+// isWrapper reports whether a runtime is agentbox-runtime, be it by a link.
 func isWrapper(binary string) bool {
 	if path, err := exec.LookPath(binary); err == nil {
 		if real, err := filepath.EvalSymlinks(path); err == nil && filepath.Base(real) == "agentbox-runtime" {
@@ -248,7 +248,7 @@ func translate(spec *specs.Spec, found containers.Container) runtime.Spec {
 	return s
 }
 
-// standard tells whether a tmpfs is one that every container has.
+// standard reports whether a tmpfs is one that every container has.
 func standard(target string) bool {
 	return target == "/dev" || strings.HasPrefix(target, "/dev/") || target == "/run"
 }

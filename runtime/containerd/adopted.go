@@ -99,7 +99,7 @@ func (a *adoptee) look(ctx context.Context) (view, error) {
 	return v, nil
 }
 
-// gone tells whether the container, and not only its task, is not there.
+// gone reports whether the container, and not only its task, is not there.
 func (a *adoptee) gone(ctx context.Context) bool { return errors.Is(a.there(ctx), fault.ErrNotFound) }
 
 // lookAlone asks the OCI runtime.
@@ -233,7 +233,7 @@ func (a *adoptee) wait(ctx context.Context) (int, error) {
 	}
 }
 
-// hasMonitor tells whether a run of ours has our streams.
+// hasMonitor reports whether a run of ours has our streams.
 func (a *adoptee) hasMonitor(v view) bool {
 	_, err := os.Stat(v.run.Bundle + "/" + ordersFile)
 	return err == nil

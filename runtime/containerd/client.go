@@ -171,7 +171,7 @@ func plain(err error) error {
 	return errors.New("containerd: " + text)
 }
 
-// isDown tells whether an error is that the daemon does not answer, which says
+// isDown reports whether an error is that the daemon does not answer, which says
 // nothing about what was asked for.
 func isDown(err error) bool { return errors.Is(err, errDown) }
 

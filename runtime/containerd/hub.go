@@ -336,7 +336,7 @@ func (h *hub) input(c *caller) {
 	}
 }
 
-// left tells whether a caller has gone, and not only ended what it sends.
+// left reports whether a caller has gone, and not only ended what it sends.
 func left(c *net.UnixConn) bool {
 	conn, err := c.SyscallConn()
 	if err != nil {

@@ -49,7 +49,7 @@ func takeMonitor(bundle string) (*flock.Handle, error) {
 	return l, err
 }
 
-// monitored tells whether the run in a bundle has a monitor.
+// monitored reports whether the run in a bundle has a monitor.
 func monitored(bundle string) (bool, error) {
 	return flock.Held(filepath.Join(bundle, monitorLock), flock.Shared)
 }

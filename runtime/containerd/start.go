@@ -176,7 +176,7 @@ func (s *starting) prepare(ctx context.Context) error {
 	return failpoint.Hit("containerd.start.after-spec")
 }
 
-// restores tells whether the wrapper will restore processes instead of
+// restores reports whether the wrapper will restore processes instead of
 // starting the command.
 func (s *starting) restores() bool {
 	_, err := stage.Load(s.b.home.Stage, s.view.Spec.ID)

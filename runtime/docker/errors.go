@@ -44,7 +44,7 @@ func (b *Backend) explain(ctx context.Context, err error) error {
 	return fmt.Errorf("%w: docker: %s", sentinel, msg)
 }
 
-// lost tells whether an error is that of a connection that broke, so that what
+// lost reports whether an error is that of a connection that broke, so that what
 // was asked for may have been done or not.
 func lost(err error) bool {
 	if err == nil || errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {

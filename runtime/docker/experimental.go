@@ -22,7 +22,7 @@ import (
 // are switched on (experimental). The daemon takes images from the container's
 // own checkpoints/ only.
 
-// restoresItself tells whether the daemon restores a container by its own means,
+// restoresItself reports whether the daemon restores a container by its own means,
 // and why not. Since version 28 it fills the network namespace of a process that
 // there is not yet in the course of its restore.
 func restoresItself(info *system.Info, c box) (why string) {

@@ -27,7 +27,7 @@ type box struct {
 
 func (c box) live() bool { return c.status == runtime.Running || c.status == runtime.Paused }
 
-// own tells whether Create made it. Labels alone do not: an image gives its own
+// own reports whether Create made it. Labels alone do not: an image gives its own
 // to every container of it, and `docker commit` gives those of a sandbox to an
 // image.
 func (c box) own() bool {
@@ -181,7 +181,7 @@ func statusOf(s *container.State) runtime.Status {
 	return runtime.Exited
 }
 
-// holds tells whether a process lives, ended ones that nobody has waited for
+// holds reports whether a process lives, ended ones that nobody has waited for
 // aside, and is one of the container's: a pid is soon another's.
 func holds(pid int, id string) bool {
 	if pid <= 0 {
@@ -199,7 +199,7 @@ func holds(pid int, id string) bool {
 	return err == nil && strings.Contains(string(groups), id)
 }
 
-// frozen tells whether a process was told to stand still, by whomever, and
+// frozen reports whether a process was told to stand still, by whomever, and
 // whether that could be found out; see kernel.Cgroups.Frozen.
 func frozen(pid int) (is, known bool) {
 	groups, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))

@@ -227,7 +227,7 @@ func (i Images) ImportFrom(ctx context.Context, name string, r io.Reader) (image
 	return describeImage(name, got), nil
 }
 
-// saved tells whether a tar archive begins as those of `docker save` do: with
+// saved reports whether a tar archive begins as those of `docker save` do: with
 // the directory or file of a layer, a blob, or one of its indexes.
 func saved(head []byte) bool {
 	if len(head) < 512 {

@@ -246,7 +246,7 @@ func managed(c box) map[string]string {
 	return files
 }
 
-// ownNetwork tells whether a container has a network namespace that the OCI
+// ownNetwork reports whether a container has a network namespace that the OCI
 // runtime makes and the daemon fills.
 func ownNetwork(c box) bool {
 	return !c.HostConfig.NetworkMode.IsHost() && !c.HostConfig.NetworkMode.IsContainer()
@@ -320,7 +320,7 @@ func (b *Backend) registered(name string) string {
 	return b.facts.Runtimes[name].Path
 }
 
-// isWrapper tells whether a program is agentbox-runtime, under whatever name.
+// isWrapper reports whether a program is agentbox-runtime, under whatever name.
 func isWrapper(binary string) bool {
 	if filepath.Base(binary) == wrapperName {
 		return true

@@ -19,7 +19,7 @@ import (
 // no storage of its own: images are containerd's, under the digests of their
 // manifests, and a container's files are a snapshot that has the container's id.
 
-// imageStore tells whether the daemon keeps its images in containerd.
+// imageStore reports whether the daemon keeps its images in containerd.
 func imageStore(info *system.Info) bool {
 	return slices.ContainsFunc(info.DriverStatus, func(s [2]string) bool {
 		return s[0] == "driver-type" && s[1] == "io.containerd.snapshotter.v1"

@@ -259,7 +259,7 @@ func (b *Backend) keep(c box, restores bool) (files []stage.File, kept []string,
 	return files, kept, nil
 }
 
-// unchanged tells whether a file is as the daemon has written it: beside
+// unchanged reports whether a file is as the daemon has written it: beside
 // resolv.conf, which since version 28 is written after the start as the daemon
 // has it on record, lies the digest of what it wrote.
 func unchanged(path string, data []byte) bool {

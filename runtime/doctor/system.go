@@ -295,7 +295,7 @@ func quota(root string) Check {
 	return ok(name, "none at %s: a watch holds sandboxes to --storage-size (%v)", dir, err)
 }
 
-// userNamespaces tells whether new sandboxes of the backend oci have user ids of
+// userNamespaces reports whether new sandboxes of the backend oci have user ids of
 // their own.
 func userNamespaces(ctx context.Context, root string) Check {
 	const name, remedy = "userns", "Sandboxes work without; their root is the host's then. docs/security.md says what it takes."

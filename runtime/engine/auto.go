@@ -74,7 +74,7 @@ func clipLabel(s string) string {
 	}, s)
 }
 
-// interval tells whether a sandbox asks for checkpoints at intervals. Of what
+// interval reports whether a sandbox asks for checkpoints at intervals. Of what
 // cannot be read Create has said so.
 func interval(s runtime.Spec) bool {
 	e, err := every(s)

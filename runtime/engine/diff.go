@@ -237,7 +237,7 @@ func layers(ctx context.Context, sb store.Sandbox, c runtime.Container, host Hos
 		"Of a container that exists they are; restore it first.")
 }
 
-// covered tells whether the backend binds a file of its own over a path, so
+// covered reports whether the backend binds a file of its own over a path, so
 // that nobody in the sandbox sees what the upperdir has there.
 func (d *differ) covered(name string) bool {
 	for _, m := range d.managed {

@@ -32,7 +32,7 @@ const (
 	maxEffectLabelLen = 256
 )
 
-// outstanding tells whether something is left to compensate.
+// outstanding reports whether something is left to compensate.
 func outstanding(f runtime.Effect) bool {
 	return f.Status != runtime.EffectCompensated && f.Status != runtime.EffectRemoved
 }

@@ -346,7 +346,7 @@ func (e *Engine) leftIn(ctx context.Context, id string) ([]store.Intent, error) 
 	return slices.DeleteFunc(intents, func(in store.Intent) bool { return in.Sandbox != id || e.underWay(in.Seq) }), err
 }
 
-// underWay tells whether this very process works on an intent.
+// underWay reports whether this very process works on an intent.
 func (e *Engine) underWay(seq int64) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()

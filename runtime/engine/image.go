@@ -355,7 +355,7 @@ func needed(users []string) string {
 	return strings.Join(users, ", ") + more + verb
 }
 
-// lastName tells whether an image has no more than one name.
+// lastName reports whether an image has no more than one name.
 func lastName(ctx context.Context, from runtime.Images, digest string) (bool, error) {
 	list, err := from.List(ctx)
 	if err != nil {

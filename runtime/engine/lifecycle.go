@@ -534,7 +534,7 @@ func validSignal(name string) error {
 	return nil
 }
 
-// ends tells whether a signal is one by which people end a sandbox.
+// ends reports whether a signal is one by which people end a sandbox.
 func ends(name string, sb store.Sandbox) bool {
 	sig, err := signal.ParseSignal(cmp.Or(name, "KILL"))
 	if err != nil {

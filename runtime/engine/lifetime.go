@@ -170,7 +170,7 @@ func (e *Engine) UpdateLifetime(ctx context.Context, ref string, change runtime.
 }
 
 // expire stops a sandbox whose time is over, and removes it if it was to go with
-// its exit. It tells whether there is nothing left to watch.
+// its exit. It reports whether there is nothing left to watch.
 func (e *Engine) expire(ctx context.Context, id string) (done bool, err error) {
 	sb, s, c, err := e.overdue(ctx, id)
 	if errors.Is(err, runtime.ErrNotFound) {

@@ -186,7 +186,7 @@ func unified(a, b, was, is string) (string, error) {
 	return u.String(), nil
 }
 
-// read returns the text of one side; plain tells whether it is any.
+// read returns the text of one side; plain reports whether it is any.
 func (p *patcher) read(f *runtime.FileState, newer bool) (text string, plain bool, err error) {
 	switch {
 	case f == nil:

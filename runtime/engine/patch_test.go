@@ -202,7 +202,7 @@ func same(t *testing.T, what, dir string, want fileSet) {
 	}
 }
 
-// reversesDeletedLinks tells whether this git makes a symlink again that a patch
+// reversesDeletedLinks reports whether this git makes a symlink again that a patch
 // deletes: 2.47 makes a file of it, of its own patches, too.
 func reversesDeletedLinks(t *testing.T) bool {
 	t.Helper()

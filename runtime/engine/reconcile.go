@@ -263,7 +263,7 @@ func (r *reconciling) linger(ctx context.Context, host Host, holder runtime.Hold
 
 func onlyMonitor(has []string) bool { return slices.Equal(has, []string{runtime.HeldMonitor}) }
 
-// lasts tells whether a monitor has had nothing left to do for longer than it may.
+// lasts reports whether a monitor has had nothing left to do for longer than it may.
 func (r *reconciling) lasts(id string) bool {
 	now := uptime()
 	since, ok := r.e.lastReconciled().ending[id]
@@ -274,7 +274,7 @@ func (r *reconciling) lasts(id string) bool {
 	return now-since >= stuckTime
 }
 
-// look looks at a recorded sandbox, without its lock, and tells whether there is
+// look looks at a recorded sandbox, without its lock, and reports whether there is
 // something to settle. One that runs gets back the processes beside it.
 func (r *reconciling) look(ctx context.Context, host Host, sb store.Sandbox, holds bool, has []string) (settle bool, err error) {
 	s, err := spec(sb)

@@ -204,7 +204,7 @@ func (e *Engine) attend(ctx context.Context, id string, host Host) error {
 	return err
 }
 
-// interruptedIn tells whether a verb on a sandbox was left half-done.
+// interruptedIn reports whether a verb on a sandbox was left half-done.
 func (e *Engine) interruptedIn(ctx context.Context, id string) (bool, error) {
 	intents, err := e.store.Intents(ctx)
 	for _, in := range intents {

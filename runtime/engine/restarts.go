@@ -141,7 +141,7 @@ func (e *Engine) staysDown(s runtime.Spec, ours bool) error {
 	return e.noteRestarts(s.ID, st)
 }
 
-// comesBack tells whether a sandbox that has ended is to be started again, and
+// comesBack reports whether a sandbox that has ended is to be started again, and
 // what is known of its restarts. One that a restore has held never is, nor one whose lease is over.
 func (e *Engine) comesBack(ctx context.Context, sb store.Sandbox, s runtime.Spec, c runtime.Container) (back bool, st restarts, err error) {
 	if !comesBack(s.Restart) || c.Status != runtime.Exited || expired(s.Lifetime) || sb.Held != "" {
@@ -168,7 +168,7 @@ func (e *Engine) comesBack(ctx context.Context, sb store.Sandbox, s runtime.Spec
 	return back, st, nil
 }
 
-// rebooted tells whether the host was, since it was last started.
+// rebooted reports whether the host was, since it was last started.
 func (st restarts) rebooted() bool { return st.Boot != "" && st.Boot != bootID() }
 
 // fast counts the restarts that came fast after each other, before the next one.
@@ -306,7 +306,7 @@ func (e *Engine) startRestored(ctx context.Context, id, why string) error {
 	return e.startAgain(ctx, sb, why)
 }
 
-// restartLimits tells whether how a sandbox has ended counts for how often it may fail.
+// restartLimits reports whether how a sandbox has ended counts for how often it may fail.
 func restartLimits(r runtime.Restart, c runtime.Container) bool {
 	return r.Policy == runtime.RestartOnFailure && r.Retries > 0 && c.Status == runtime.Exited && c.ExitCode != 0
 }

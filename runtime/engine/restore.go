@@ -306,7 +306,7 @@ type restoration struct {
 	changed int
 }
 
-// full tells whether processes are restored.
+// full reports whether processes are restored.
 func (r *restoration) full() bool { return r.row.Kind == runtime.KindFull && !r.data.FilesOnly }
 
 // open looks at the sandbox and opens the checkpoint; it changes nothing.
@@ -326,7 +326,7 @@ func (e *Engine) open(ctx context.Context, r *restoration) (err error) {
 // thisBoot reports whether a restore was begun in this boot of the host.
 func (d restoring) thisBoot() bool { return d.Begun != "" && d.Begun == bootID() }
 
-// starts tells whether something runs once the files are in place.
+// starts reports whether something runs once the files are in place.
 func (r *restoration) starts() bool {
 	was := runtime.Status(r.reader.Manifest().Status)
 	return (was == runtime.Running || was == runtime.Paused) && (r.fork == nil || !r.fork.noStart) && (!r.resumed || r.data.thisBoot())

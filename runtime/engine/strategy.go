@@ -147,7 +147,7 @@ func (e *Engine) explainTries(ctx context.Context, err error, t *trying) error {
 	return err
 }
 
-// mayPass tells whether the same may go well the next time.
+// mayPass reports whether the same may go well the next time.
 func mayPass(err error) bool {
 	for _, lasting := range []error{runtime.ErrNotFound, runtime.ErrExists, runtime.ErrState, runtime.ErrDenied, runtime.ErrUnsupported, runtime.ErrCorrupt, runtime.ErrInvalid, unix.ENOSPC, unix.EDQUOT, unix.EROFS, unix.EIO} {
 		if errors.Is(err, lasting) {

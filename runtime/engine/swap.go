@@ -141,7 +141,7 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 	return e.bringUp(ctx, seq, r, &undo, &started, gone)
 }
 
-// stoodStill tells whether the sandbox, which nobody can start now, had no
+// stoodStill reports whether the sandbox, which nobody can start now, had no
 // process since the restore began. Those of one that did may have written to
 // files after these were looked at, until they ended.
 func (r *restoration) stoodStill(ctx context.Context) (bool, error) {
@@ -157,7 +157,7 @@ func (r *restoration) stoodStill(ctx context.Context) (bool, error) {
 	return still, err
 }
 
-// startedAgain tells whether a sandbox that ran, and is stopped now, was started
+// startedAgain reports whether a sandbox that ran, and is stopped now, was started
 // anew by somebody else since the restore began. Then its files are not those
 // that were looked at. Not every engine remembers when a container that has
 // ended was started.
@@ -322,7 +322,7 @@ func (e *Engine) halt(ctx context.Context, seq int64, r *restoration) error {
 	return err
 }
 
-// hasRun tells whether the sandbox was started after the restore was proven, by
+// hasRun reports whether the sandbox was started after the restore was proven, by
 // it or by whoever came next, though it may have ended since: what it has done
 // with its files is its own. What was not on the disk when the host went down
 // nobody has.

@@ -346,7 +346,7 @@ func (e *Engine) differs(ctx context.Context, sandbox string, t *tree, r *store.
 
 // proveUpdate is prove for a tree that was known when u was planned and which
 // nobody but u has changed since; with all, that is not believed of any file. It
-// tells whether that was enough.
+// reports whether that was enough.
 func (e *Engine) proveUpdate(ctx context.Context, sandbox string, t *tree, u *overlay.Update, base string, all bool) (bool, error) {
 	if t.known {
 		got, err := u.CheckKnown(ctx, t.Dir, t.seen, t.steps.reading())

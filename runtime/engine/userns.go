@@ -152,7 +152,7 @@ func contradiction(s runtime.Spec) string {
 	return ""
 }
 
-// ours tells whether freeIDs could have found a range.
+// ours reports whether freeIDs could have found a range.
 func ours(m idmap.Map) bool {
 	return m.Size == rangeSize && m.Base >= firstID && (m.Base-firstID)%rangeSize == 0 && (m.Base-firstID)/rangeSize < ranges
 }

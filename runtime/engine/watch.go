@@ -25,7 +25,7 @@ import (
 
 func (e *Engine) marks() string { return filepath.Join(e.store.Root(), "watch") }
 
-// watched tells whether a sandbox needs that process.
+// watched reports whether a sandbox needs that process.
 func watched(s runtime.Spec) bool {
 	return s.Resources.Storage > 0 || s.Lifetime.TTL > 0 || s.Lifetime.Idle > 0 || comesBack(s.Restart)
 }
@@ -202,7 +202,7 @@ func (e *Engine) revive(ctx context.Context, id string, ofBoot bool) (did string
 // latest bounds the time between two looks of a watch.
 const latest = 10 * time.Second
 
-// watches tells whether this very process is the watch of a sandbox.
+// watches reports whether this very process is the watch of a sandbox.
 func (e *Engine) watches(id string) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -149,7 +149,7 @@ func (in grepArgs) parse() (*search, policy.Glob, error) {
 	return &search{begun: time.Now(), re: re, results: results{most: limit}, context: in.Context, filesOnly: in.FilesOnly}, g, nil
 }
 
-// wants tells whether a file is to be searched.
+// wants reports whether a file is to be searched.
 func (in grepArgs) wants(g policy.Glob, rel string) bool {
 	switch {
 	case in.Glob == "":

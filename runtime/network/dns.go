@@ -54,7 +54,7 @@ func (m *Manager) resolvers(e *Endpoint, local bool) {
 	}
 }
 
-// reachable tells whether a sandbox on a bridge, which has only IPv4, can ask
+// reachable reports whether a sandbox on a bridge, which has only IPv4, can ask
 // this resolver, and whether it is one on the host's loopback.
 func reachable(server string) (usable, loop bool) {
 	a, err := netip.ParseAddr(server)

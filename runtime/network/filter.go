@@ -102,7 +102,7 @@ func (v *verb) startFilter(ctx context.Context) error {
 	return v.setGates(reply.Gates)
 }
 
-// noProxy tells whether a word was said to nobody.
+// noProxy reports whether a word was said to nobody.
 func noProxy(err error) bool {
 	return errors.Is(err, unix.ECONNREFUSED) || errors.Is(err, os.ErrNotExist)
 }
@@ -161,7 +161,7 @@ func (v *verb) endFilter() {
 	_, _ = v.m.tell(ctx, "update")
 }
 
-// Revive starts the process again if it is needed and dead, and tells whether
+// Revive starts the process again if it is needed and dead, and reports whether
 // it was. It costs little where it is not.
 func (m *Manager) Revive(ctx context.Context) (dead bool, err error) {
 	if _, err := os.Lstat(m.proxyDir()); errors.Is(err, os.ErrNotExist) {
@@ -186,7 +186,7 @@ func (m *Manager) Revive(ctx context.Context) (dead bool, err error) {
 	return true, errors.Join(v.startFilter(ctx), v.applyRules())
 }
 
-// filtering tells whether a filtered sandbox is up.
+// filtering reports whether a filtered sandbox is up.
 func (v *verb) filtering() bool { return v.m.filtering(v.state) }
 
 func (m *Manager) filtering(s *state) bool {

@@ -30,7 +30,7 @@ import (
 // an iptables of the old kind (x_tables) and for other tables there is only a
 // warning.
 
-// openFirewall adds what is missing, tells whether something was, and returns what it
+// openFirewall adds what is missing, reports whether something was, and returns what it
 // could not do.
 func (v *verb) openFirewall() (added bool, warnings []string, err error) {
 	c, err := v.openTables()
@@ -73,7 +73,7 @@ func (v *verb) openFirewall() (added bool, warnings []string, err error) {
 	return added, warnings, err
 }
 
-// refusesTheRest tells whether a chain of a hook refuses what none of its rules decides:
+// refusesTheRest reports whether a chain of a hook refuses what none of its rules decides:
 // by its policy, or by its last rule, as firewalld does. Of rules that cannot be read it
 // is not known, and nothing fails for it: the library does not know every rule that the
 // kernel has, and a table may go while it is read.
@@ -113,7 +113,7 @@ func inFilter(ch *nftables.Chain) bool {
 	return ch.Table.Family == nftables.TableFamilyIPv4 && ch.Table.Name == "filter"
 }
 
-// permit makes our rules the first ones of the chain, once, and tells whether it had to.
+// permit makes our rules the first ones of the chain, once, and reports whether it had to.
 func (v *verb) permit(c *nftables.Conn, ch *nftables.Chain) (added bool, err error) {
 	want := []struct {
 		from, to string

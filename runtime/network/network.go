@@ -524,7 +524,7 @@ func (m *Manager) List(ctx context.Context) ([]string, error) {
 	return ids, nil
 }
 
-// onBridge tells whether a mode puts sandboxes on a bridge.
+// onBridge reports whether a mode puts sandboxes on a bridge.
 func onBridge(mode string) bool {
 	return mode == runtime.NetworkBridge || mode == runtime.NetworkFiltered
 }

@@ -80,7 +80,7 @@ func (s *state) empty(bridge string) bool {
 	return true
 }
 
-// filters tells whether any sandbox is filtered.
+// filters reports whether any sandbox is filtered.
 func (s *state) filters() bool {
 	for _, l := range s.Sandboxes {
 		if l.Filtered {

@@ -130,7 +130,7 @@ func (m *Manager) Leave(ctx context.Context) (left bool, err error) {
 	return true, nil
 }
 
-// hasTable tells whether this root has a table of rules.
+// hasTable reports whether this root has a table of rules.
 func (v *verb) hasTable() (bool, error) {
 	c, err := v.openTables()
 	if err != nil {

@@ -100,7 +100,7 @@ func (b *Backend) monitors(add func(id, what string)) error {
 	return nil
 }
 
-// Busy tells whether a container's lock is taken.
+// Busy reports whether a container's lock is taken.
 func (b *Backend) Busy(id string) bool { return b.home.Busy(id) }
 
 // Tend repairs what all containers share.

@@ -44,7 +44,7 @@ func monitor(bundle string) (*kernel.Process, error) {
 	return p, nil
 }
 
-// isEngine tells whether a process is one of the programs that work for us,
+// isEngine reports whether a process is one of the programs that work for us,
 // and not, say, somebody's pager on one of our files. A runtime may run from a
 // copy of itself in memory, which keeps its name.
 func isEngine(pid int) bool {
@@ -138,7 +138,7 @@ func (b *Backend) killStrays(ctx context.Context, id string) error {
 	return errors.Join(errs...)
 }
 
-// unattended tells whether a conmon or a runtime call may be at work for a
+// unattended reports whether a conmon or a runtime call may be at work for a
 // container with no one waiting for it: where a verb was cut off half-way, its
 // run was not noted as started, or its exec session was not cleared away. To
 // look for them is to read every process's arguments, which takes longer than

@@ -146,7 +146,7 @@ func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decid
 	return done(runtime.Exited)
 }
 
-// born tells whether the runtime knows a container that was started.
+// born reports whether the runtime knows a container that was started.
 func (b *Backend) born(id string) bool {
 	_, err := os.Lstat(filepath.Join(b.home.State, id))
 	return err == nil && !b.home.Unborn(id)

@@ -56,7 +56,7 @@ func (c container) taken(m memory, err error) (fixed []string) {
 	return fixed
 }
 
-// names tells whether an error has an address in its text, which is in no longer one.
+// names reports whether an error has an address in its text, which is in no longer one.
 func names(err error, ip string) bool {
 	words := strings.FieldsFunc(err.Error(), func(r rune) bool { return !strings.ContainsRune("0123456789abcdefABCDEF.:", r) })
 	return slices.ContainsFunc(words, func(word string) bool { return sameIP(strings.TrimRight(word, ".:"), ip) })

@@ -95,7 +95,7 @@ type mount struct {
 	RW                                               bool
 }
 
-// live tells whether it has processes.
+// live reports whether it has processes.
 func (c container) live() bool { return c.status == runtime.Running || c.status == runtime.Paused }
 
 // id is the sandbox's. Podman takes it for the container too.
@@ -154,7 +154,7 @@ func (b *Backend) told(ctx context.Context, ref string) (container, error) {
 	return c, err
 }
 
-// thoughtLive tells whether Podman believes that it has processes.
+// thoughtLive reports whether Podman believes that it has processes.
 func (c container) thoughtLive() bool {
 	switch c.State.Status {
 	case "running", "paused", "stopping", "initialized":
@@ -199,7 +199,7 @@ func (c container) state() (runtime.Status, error) {
 	return runtime.Running, nil
 }
 
-// frozen tells whether the container's cgroup, or one in it that its first process is
+// frozen reports whether the container's cgroup, or one in it that its first process is
 // in, was told to stand still.
 func (c container) frozen(groups kernel.Cgroups) (bool, error) {
 	chain, err := groups.Chain(c.State.Pid, c.State.CgroupPath)
@@ -409,7 +409,7 @@ func (c container) obstacle(program string) (why, remedy string) {
 	return "", ""
 }
 
-// sharesNetwork tells whether it was put into a network namespace that was there
+// sharesNetwork reports whether it was put into a network namespace that was there
 // before it and stays when it ends: another container's, as a pod's is, or one on the host.
 func (c container) sharesNetwork() bool {
 	kind, _, named := strings.Cut(c.HostConfig.NetworkMode, ":")

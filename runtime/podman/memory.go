@@ -100,7 +100,7 @@ func (b *Backend) write(id string, m memory) error {
 	return record.Write(b.memoryFile(id), data, 0o600, true)
 }
 
-// note remembers a change; change tells whether there is one. What others note of the
+// note remembers a change; change reports whether there is one. What others note of the
 // container meanwhile is not lost by it.
 func (b *Backend) note(id string, change func(*memory) bool) error {
 	if m := b.remember(id); !change(&m) {
@@ -129,7 +129,7 @@ func (b *Backend) noteSeen(c container, change func(*memory) bool) error {
 	return err
 }
 
-// gone tells whether Podman has removed it.
+// gone reports whether Podman has removed it.
 func (c container) gone() bool {
 	_, err := os.Stat(c.StaticDir)
 	return c.StaticDir != "" && errors.Is(err, fs.ErrNotExist)

@@ -162,7 +162,7 @@ func (b *Backend) killFrozen(ctx context.Context, c container) error {
 	}
 }
 
-// killed tells whether a process has SIGKILL waiting.
+// killed reports whether a process has SIGKILL waiting.
 func killed(pid int) bool {
 	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
 	if err != nil {

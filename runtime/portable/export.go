@@ -413,5 +413,5 @@ func (m *measure) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// samePrefix tells whether data begins with magic.
+// samePrefix reports whether data begins with magic.
 func samePrefix(data []byte, magic string) bool { return bytes.HasPrefix(data, []byte(magic)) }

@@ -83,7 +83,7 @@ func decode(name string, data []byte, v any) error {
 	return nil
 }
 
-// printable tells whether s has no control characters and none of those in not.
+// printable reports whether s has no control characters and none of those in not.
 func printable(s, not string) bool {
 	return !strings.ContainsFunc(s, func(r rune) bool { return !strconv.IsPrint(r) || strings.ContainsRune(not, r) })
 }

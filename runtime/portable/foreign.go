@@ -93,7 +93,7 @@ func (a *Archive) failUnless(writer, err error) error {
 	return a.fail(err)
 }
 
-// known tells whether a member is one that an import reads.
+// known reports whether a member is one that an import reads.
 func known(name string) bool {
 	return slices.Contains([]string{rootfsName, deletedName, shmName}, name) ||
 		strings.HasPrefix(name, imagesDir+"/") || strings.HasPrefix(name, volumesDir+"/")

@@ -13,7 +13,7 @@ import (
 	"github.com/agentbox/agentbox/overlay"
 )
 
-// refusal tells whether an error is one that a hostile archive may be given.
+// refusal reports whether an error is one that a hostile archive may be given.
 func refusal(err error) bool {
 	return errors.Is(err, fault.ErrCorrupt) || errors.Is(err, fault.ErrUnsupported) || errors.Is(err, fault.ErrDenied)
 }

@@ -208,7 +208,7 @@ func (m *manifest) total() (n int64) {
 	return n
 }
 
-// plain tells whether name can be the last part of a path, and of a member.
+// plain reports whether name can be the last part of a path, and of a member.
 func plain(name string) bool {
 	return name != "" && len(name) <= 255 && name != "." && name != ".." && !strings.ContainsAny(name, "/\x00")
 }

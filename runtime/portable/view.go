@@ -50,7 +50,7 @@ func rootHeader(e overlay.Entry) ([]byte, error) {
 	return buf.Bytes(), err
 }
 
-// common tells whether other programs know what to do with an attribute. The
+// common reports whether other programs know what to do with an attribute. The
 // trusted ones are the overlay's and would turn a merged root upside down.
 func common(name string) bool {
 	switch {
@@ -64,7 +64,7 @@ func common(name string) bool {
 	return slices.Contains([]string{"security.capability", "system.posix_acl_access", "system.posix_acl_default"}, name)
 }
 
-// opaque tells whether a directory hides what the layers below have in it.
+// opaque reports whether a directory hides what the layers below have in it.
 func opaque(e *overlay.Entry) bool {
 	return e.Type == overlay.TypeDir && (e.Xattrs["trusted.overlay.opaque"] == "y" || e.Xattrs["user.overlay.opaque"] == "y")
 }

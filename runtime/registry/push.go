@@ -378,7 +378,7 @@ func (p *push) upload(ctx context.Context, d v1.Descriptor, open func() (io.Read
 	return nil
 }
 
-// whole tells whether an artifact of this very checkpoint has all of its
+// whole reports whether an artifact of this very checkpoint has all of its
 // pieces, and the registry all of its blobs.
 func (p *push) whole(ctx context.Context, a *artifact) (bool, error) {
 	skipped := a.m.Config.Size + a.uses.Size

@@ -308,7 +308,7 @@ type published struct {
 	asIs     bool        // the manifest was made elsewhere
 }
 
-// Covers tells whether all files of b are among those of a; either may be nil.
+// Covers reports whether all files of b are among those of a; either may be nil.
 func (a *Attached) Covers(b *Attached) bool {
 	if a == nil || b == nil {
 		return b == nil

@@ -173,7 +173,7 @@ func (d *Draft) fill(m *Manifest) error {
 	return nil
 }
 
-// brought tells whether the draft's own pack has anything that is needed.
+// brought reports whether the draft's own pack has anything that is needed.
 func (d *Draft) brought(need []pack.ID) bool {
 	if n, _ := d.pack.Stats(); n == 0 {
 		return false

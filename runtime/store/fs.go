@@ -37,7 +37,7 @@ func openPlain(dir *os.File, name string) (*os.File, os.FileInfo, error) {
 	return f, info, nil
 }
 
-// isPlain tells whether name is one path component that stays where it is.
+// isPlain reports whether name is one path component that stays where it is.
 func isPlain(name string) bool {
 	if name == "" || name == "." || name == ".." || len(name) > 255 {
 		return false
@@ -66,7 +66,7 @@ func readDir(dir *os.File) ([]string, error) {
 	return names, err
 }
 
-// exists tells whether a directory of this name is there.
+// exists reports whether a directory of this name is there.
 func exists(path string) (bool, error) {
 	_, err := os.Lstat(path)
 	if errors.Is(err, fs.ErrNotExist) {

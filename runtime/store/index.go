@@ -326,7 +326,7 @@ func (x *index) look(row packRow) error {
 	return nil
 }
 
-// has tells whether a piece is in a pack that is whole, and not known to be
+// has reports whether a piece is in a pack that is whole, and not known to be
 // damaged: one that is not is stored anew, and those that need it are whole again.
 func (x *index) has(ctx context.Context, id pack.ID) (bool, error) {
 	p, ok, err := x.s.locate(ctx, id)

@@ -32,7 +32,7 @@ func NewID() string {
 	return hex.EncodeToString(b[:])
 }
 
-// ValidName tells whether s can name a sandbox, a checkpoint or a lock:
+// ValidName reports whether s can name a sandbox, a checkpoint or a lock:
 // [a-zA-Z0-9][a-zA-Z0-9_.-]*, at most 128 bytes, and not the form of an id.
 func ValidName(s string) error {
 	if err := plainName(s); err != nil {
@@ -118,7 +118,7 @@ func checkID(what, id string) error {
 	return nil
 }
 
-// ValidLabels tells whether labels can be stored: at most 256, keys of 1 to
+// ValidLabels reports whether labels can be stored: at most 256, keys of 1 to
 // 256 bytes without '=' or control characters, values of at most 4096 bytes of UTF-8.
 func ValidLabels(labels map[string]string) error {
 	if len(labels) > maxLabels {

@@ -358,7 +358,7 @@ func deleteRows(ctx context.Context, tx *sql.Tx, cat *catalog, part []uint32) er
 	return nil
 }
 
-// forgetPack removes the row of a pack that no piece is in, and tells whether it did.
+// forgetPack removes the row of a pack that no piece is in, and reports whether it did.
 func forgetPack(ctx context.Context, tx *sql.Tx, num int64) (bool, error) {
 	res, err := tx.ExecContext(ctx, "DELETE FROM packs WHERE num = ?1 AND NOT EXISTS (SELECT 1 FROM blobs WHERE pack = ?1)", num)
 	if err != nil {

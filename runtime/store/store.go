@@ -149,7 +149,7 @@ const (
 // Root is the directory that all lies in.
 func (s *Store) Root() string { return s.root }
 
-// Gone tells whether somebody has removed the root: what is read then is in files
+// Gone reports whether somebody has removed the root: what is read then is in files
 // that have no name any more.
 func (s *Store) Gone() bool {
 	_, err := os.Lstat(s.dbPath())

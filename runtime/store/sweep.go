@@ -30,7 +30,7 @@ func (s *Store) RemoveCheckpoint(ctx context.Context, id string) error {
 }
 
 // RemoveUnpinned is RemoveCheckpoint for one that nobody has pinned by now, and
-// tells whether it was one: what the caller has read of it may be old.
+// reports whether it was one: what the caller has read of it may be old.
 func (s *Store) RemoveUnpinned(ctx context.Context, id string) (bool, error) {
 	return s.remove(ctx, id, " AND (removing = 1 OR pinned = 0)")
 }
@@ -269,7 +269,7 @@ func (s *Store) sweepPacks(ctx context.Context, foreign bool) (did []string, err
 	return did, errors.Join(errs...)
 }
 
-// packsLeft tells whether there are packs that are not recorded.
+// packsLeft reports whether there are packs that are not recorded.
 func (s *Store) packsLeft(ctx context.Context) (bool, error) {
 	temps, err := filepath.Glob(filepath.Join(s.packsDir(), pack.TempPrefix+"*"))
 	if err != nil || len(temps) > 0 {
@@ -460,7 +460,7 @@ func (s *Store) adopt(ctx context.Context, p *pieces) (map[string]pack.Info, err
 	return stray, nil
 }
 
-// underWay tells whether a draft's scratch may still be in use: until its
+// underWay reports whether a draft's scratch may still be in use: until its
 // checkpoint is ready or, as long as the sandbox's lock is held, until Close.
 func (s *Store) underWay(ctx context.Context, id string) bool {
 	if !isID(id) {

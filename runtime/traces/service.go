@@ -83,7 +83,7 @@ var (
 	taggedRule = lazy.Regexp(`^[\w.-]+@[\w.-]+$`)
 )
 
-// plain tells whether the ref has the form of one. What is typed in its place may be
+// plain reports whether the ref has the form of one. What is typed in its place may be
 // a URL with a password or a token, which no reference has.
 func (t target) plain() bool {
 	return imageRule().MatchString(t.ref) || t.kind != 0 && taggedRule().MatchString(t.ref)

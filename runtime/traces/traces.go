@@ -60,7 +60,7 @@ const (
 	exporterVar = "OTEL_TRACES_EXPORTER"
 )
 
-// wanted tells whether the environment asks for traces. An error says why they
+// wanted reports whether the environment asks for traces. An error says why they
 // cannot be sent as it asks.
 func wanted() (bool, error) {
 	endpoint := variable(prefix+"TRACES_ENDPOINT", prefix+"ENDPOINT")

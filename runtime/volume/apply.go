@@ -246,7 +246,7 @@ func (t *txn) apply(ctx context.Context, upper *root) (err error) {
 	return nil
 }
 
-// near tells whether the volume's directory and the original are on one mount,
+// near reports whether the volume's directory and the original are on one mount,
 // so that a rename leads from one to the other.
 func (t *txn) near() (bool, error) {
 	own, err := openRoot(t.path())

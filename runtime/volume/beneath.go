@@ -172,7 +172,7 @@ func move(from *root, a string, to *root, b string, flags uint) error {
 	return nil
 }
 
-// isDir tells whether statx saw a directory.
+// isDir reports whether statx saw a directory.
 func isDir(st *unix.Statx_t) bool { return st != nil && st.Mode&unix.S_IFMT == unix.S_IFDIR }
 
 // attrs are what a directory has beside what is in it.

@@ -152,7 +152,7 @@ func (p *planner) add(e overlay.Entry) error {
 	return p.op(opSwap, e.Path, low, up.Mask&unix.STATX_BTIME != 0 && since(low, up.Btime))
 }
 
-// since tells whether something in the original surely came or changed after a
+// since reports whether something in the original surely came or changed after a
 // given moment, at which the volume had its own in place. Times that somebody
 // set into the future are no evidence.
 func since(low *unix.Statx_t, t unix.StatxTimestamp) bool {
@@ -197,7 +197,7 @@ func (p *planner) merge(e overlay.Entry) error {
 	return nil
 }
 
-// same tells whether a file that was copied up has not been changed after all.
+// same reports whether a file that was copied up has not been changed after all.
 func (p *planner) same(e overlay.Entry, up, low *unix.Statx_t) (bool, error) {
 	if up.Nlink != 1 || low.Nlink != 1 || up.Mode != low.Mode || p.gate.owners && (up.Uid != low.Uid || up.Gid != low.Gid) || up.Size != low.Size ||
 		up.Mtime.Sec != low.Mtime.Sec || up.Mtime.Nsec != low.Mtime.Nsec || up.Rdev_major != low.Rdev_major || up.Rdev_minor != low.Rdev_minor {

@@ -55,7 +55,7 @@ func (t *txn) do(o op) error {
 	return nil
 }
 
-// done tells whether an op has been carried out and not been taken back.
+// done reports whether an op has been carried out and not been taken back.
 func (t *txn) done(o op) (bool, error) {
 	st, err := t.scratch.stat(string(o.At))
 	if err != nil {

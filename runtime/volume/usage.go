@@ -27,10 +27,10 @@ type usage struct {
 	unknown error      // why the engine could not tell
 }
 
-// used tells whether anybody does.
+// used reports whether anybody does.
 func (u usage) used() bool { return len(u.refs) > 0 || len(u.seen) > 0 || len(u.users) > 0 }
 
-// coming tells whether the daemon has the volume mounted for more containers than
+// coming reports whether the daemon has the volume mounted for more containers than
 // run: one is starting, or stopping.
 func (u usage) coming() bool {
 	n := 0

@@ -106,7 +106,7 @@ var namePattern = lazy.Regexp(`^[a-zA-Z0-9][a-zA-Z0-9_.-]*$`)
 // idPattern is the form of an id: it becomes a part of paths.
 var idPattern = lazy.Regexp(`^[0-9a-f]{32}$`)
 
-// ValidName tells whether a volume can have this name: [a-zA-Z0-9][a-zA-Z0-9_.-]*,
+// ValidName reports whether a volume can have this name: [a-zA-Z0-9][a-zA-Z0-9_.-]*,
 // at most 128 bytes.
 func ValidName(name string) error {
 	if len(name) > 128 || !namePattern().MatchString(name) {

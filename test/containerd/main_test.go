@@ -278,7 +278,7 @@ func (b *box) saved(name string, args ...string) span {
 	return span{low, number(file)}
 }
 
-// holds tells whether a checkpoint in whose course a counter was within the
+// holds reports whether a checkpoint in whose course a counter was within the
 // span can go on by logging n: what is counted is one more than is in the file
 // for a moment, and logged before the checkpoint or after it.
 func (s span) holds(n int) bool { return s.low < n && n <= s.high+2 }

@@ -57,7 +57,7 @@ func runBoots(ctx context.Context, q *emulator, opts machineOptions, s suite, o 
 	return b.result
 }
 
-// asksFor tells whether a -run asks for a part of a suite that reboots.
+// asksFor reports whether a -run asks for a part of a suite that reboots.
 func asksFor(run, part string) bool { return regexp.MustCompile(topLevel(run)).MatchString(part) }
 
 // fresh gives the machines that are booted from now on a disk with which nothing was done yet.
@@ -139,7 +139,7 @@ func (b *machines) up(ctx context.Context) (*machine, error) {
 	return m, err
 }
 
-// tests runs one test of the suite, and tells whether it passed.
+// tests runs one test of the suite, and reports whether it passed.
 func (b *machines) tests(ctx context.Context, m *machine, name string, env ...string) bool {
 	begun := time.Now()
 	part := m.runTests(ctx, b.suite, "^"+name+"$", env, b.o, b.kept)

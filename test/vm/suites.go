@@ -103,7 +103,7 @@ func (r result) ok() bool { return r.err == nil && r.failed == 0 && r.passed > 0
 // none is a suite of which nothing was run, which proves nothing.
 func (r result) none() bool { return r.err == nil && r.failed == 0 && r.passed == 0 }
 
-// add adds what came of one test of the suite, and tells whether it passed.
+// add adds what came of one test of the suite, and reports whether it passed.
 func (r *result) add(name string, part result) bool {
 	if part.none() {
 		part.err = errors.New("it was not run")

@@ -27,7 +27,7 @@ const Unconfined = "unconfined"
 // sys is where the kernel tells of itself.
 var sys = "/sys"
 
-// Enabled tells whether the kernel confines by AppArmor, and lets us see it.
+// Enabled reports whether the kernel confines by AppArmor, and lets us see it.
 func Enabled() bool {
 	data, err := os.ReadFile(filepath.Join(sys, "module/apparmor/parameters/enabled"))
 	if err != nil || !strings.HasPrefix(string(data), "Y") {
@@ -37,7 +37,7 @@ func Enabled() bool {
 	return err == nil
 }
 
-// Loadable tells whether profiles can be given to the kernel.
+// Loadable reports whether profiles can be given to the kernel.
 func Loadable() bool {
 	_, err := exec.LookPath("apparmor_parser")
 	return err == nil

@@ -269,7 +269,7 @@ func readEtc(path string) (data []byte, there bool, err error) {
 	return data, true, err
 }
 
-// ownHosts tells whether data is what we would write for another address of the
+// ownHosts reports whether data is what we would write for another address of the
 // sandbox. A sandbox that a restore has made again may have got a new one.
 func ownHosts(s runtime.Spec, data []byte) bool {
 	lines := bytes.Split(bytes.TrimSuffix(data, []byte("\n")), []byte("\n"))

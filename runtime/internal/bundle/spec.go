@@ -290,7 +290,7 @@ func TotalSwap(r runtime.Resources) int64 {
 	return r.Memory + r.Swap
 }
 
-// SwapAccounting tells whether swap can be limited: it is an option of v1 kernels; v2 ones have it, or need none.
+// SwapAccounting reports whether swap can be limited: it is an option of v1 kernels; v2 ones have it, or need none.
 func SwapAccounting(c kernel.Cgroups) bool {
 	if c.Unified() {
 		return true

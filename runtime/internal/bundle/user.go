@@ -85,7 +85,7 @@ func lookUser(root *os.File, who string) (account, error) {
 	return a, nil
 }
 
-// numeric tells whether a user, and the group where there is one, is given by
+// numeric reports whether a user, and the group where there is one, is given by
 // number, or not at all.
 func numeric(who string) bool {
 	name, group, pair := strings.Cut(who, ":")

@@ -41,7 +41,7 @@ import (
 // directories is not a sandbox.
 var idPattern = lazy.Regexp(`^[0-9a-f]{32}$`)
 
-// IsID tells whether a name is that of a sandbox.
+// IsID reports whether a name is that of a sandbox.
 func IsID(name string) bool { return idPattern().MatchString(name) }
 
 // Check is ErrNotFound for what cannot be a sandbox's id.
@@ -101,7 +101,7 @@ func (h Home) OfCgroup(name string) (id string, ok bool) {
 	return id, ok && IsID(id)
 }
 
-// Elsewhere tells whether theirs, which something of an engine is labelled with,
+// Elsewhere reports whether theirs, which something of an engine is labelled with,
 // is another root than mine. A root that is not there any more is nobody's, and
 // was perhaps moved to where mine is.
 func Elsewhere(mine, theirs string) bool {
@@ -243,10 +243,10 @@ func (h Home) Lock(ctx context.Context, id string) (unlock func(), err error) {
 	return record.Lock(ctx, h.Dir(id), "container "+id)
 }
 
-// Busy tells whether a verb holds a sandbox's lock.
+// Busy reports whether a verb holds a sandbox's lock.
 func (h Home) Busy(id string) bool { return Check(id) == nil && record.Locked(h.Dir(id)) }
 
-// Elses tells whether a sandbox is of another backend on the same root. They share
+// Elses reports whether a sandbox is of another backend on the same root. They share
 // networks and the names of cgroups, and what one of them does not know is not
 // nobody's for that.
 func (h Home) Elses(id string) bool {
@@ -280,7 +280,7 @@ func (h Home) Claim(ctx context.Context, id string) (unlock func(), left bool, e
 	return unlock, left, err
 }
 
-// Traces tells whether anything of a sandbox exists. Whoever leaves anything of
+// Traces reports whether anything of a sandbox exists. Whoever leaves anything of
 // one leaves one of these, since they go last.
 func (h Home) Traces(id string) bool {
 	for _, path := range []string{h.Dir(id), h.RunDir(id), filepath.Join(h.State, id)} {
@@ -325,7 +325,7 @@ func (h Home) Clear(id string) error {
 	return errors.Join(errs...)
 }
 
-// Unborn tells whether runc has made a sandbox whose command waits for its start:
+// Unborn reports whether runc has made a sandbox whose command waits for its start:
 // the fifo that the start opens is still there.
 func (h Home) Unborn(id string) bool {
 	_, err := os.Lstat(filepath.Join(h.State, id, "exec.fifo"))

@@ -85,7 +85,7 @@ func (h Home) Note(id string, n int, at time.Time) error {
 	return os.Rename(tmp, h.Start(id, n, "started"))
 }
 
-// Started tells whether and when start n was made.
+// Started reports whether and when start n was made.
 func (h Home) Started(id string, n int) (time.Time, bool) {
 	st, err := os.Stat(h.Start(id, n, "started"))
 	if err != nil {

@@ -88,14 +88,14 @@ func hierarchies() (Cgroups, error) {
 // dying bounds how long killed processes take to end.
 const dying = 10 * time.Second
 
-// Unified tells whether v2 has the controllers. It is what is mounted where cgroups
+// Unified reports whether v2 has the controllers. It is what is mounted where cgroups
 // are looked for: some programs add a hierarchy of v1, for net_cls or with no
 // controller at all.
 func (c Cgroups) Unified() bool {
 	return slices.ContainsFunc(c, func(m Hierarchy) bool { return m.V2 && m.Path == "/sys/fs/cgroup" })
 }
 
-// frozenBy is the file of a cgroup that tells whether it was told to stand still, and
+// frozenBy is the file of a cgroup that reports whether it was told to stand still, and
 // what is in it if not.
 func (m Hierarchy) frozenBy() (file, runs string) {
 	if m.V2 {
@@ -104,7 +104,7 @@ func (m Hierarchy) frozenBy() (file, runs string) {
 	return "freezer.state", "THAWED"
 }
 
-// Frozen tells whether a container's processes were told to stand still. Most of
+// Frozen reports whether a container's processes were told to stand still. Most of
 // them do, then, and only Thaw lets them go on, even when there is one that
 // cannot be frozen yet (FREEZING under v1), or has come in since.
 func (c Cgroups) Frozen(path string) (bool, error) {
@@ -201,13 +201,13 @@ func (c Cgroups) chain(groups, top string) (list []string) {
 	return append(list, top)
 }
 
-// freezes tells whether it is the hierarchy to freeze by, given the controllers that
+// freezes reports whether it is the hierarchy to freeze by, given the controllers that
 // a line of /proc/PID/cgroup names.
 func (m Hierarchy) freezes(controllers string) bool {
 	return m.Freezer && (m.V2 && controllers == "" || !m.V2 && slices.Contains(strings.Split(controllers, ","), "freezer"))
 }
 
-// FrozenProcess tells whether the cgroup that a process is in stands still.
+// FrozenProcess reports whether the cgroup that a process is in stands still.
 func (c Cgroups) FrozenProcess(pid int) (bool, error) {
 	data, _, err := record.Read(fmt.Sprintf("/proc/%d/cgroup", pid))
 	if err != nil {
@@ -411,7 +411,7 @@ func monitors(m Hierarchy, path string) (dir string, err error) {
 }
 
 // StartIn starts a command in the cgroup path where the kernel has v2 (it can
-// since 5.7), and tells whether it did. To be born there takes no time; to be
+// since 5.7), and reports whether it did. To be born there takes no time; to be
 // moved takes some 10 ms, since the kernel waits for every processor to take
 // notice. systemd, too, finds a service's processes by v2 if it is there,
 // beside v1 as well.

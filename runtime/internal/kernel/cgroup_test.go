@@ -126,7 +126,7 @@ func TestChain(t *testing.T) {
 	}
 }
 
-// waiting tells whether two processes of a cgroup wait for what is not a signal.
+// waiting reports whether two processes of a cgroup wait for what is not a signal.
 func waiting(cgroup string) bool {
 	n := 0
 	pids, _ := members(cgroup)

@@ -198,7 +198,7 @@ func (p *Process) Waits() string {
 	return ""
 }
 
-// InCgroup tells whether the process is in a cgroup of that path, or below it, in any hierarchy.
+// InCgroup reports whether the process is in a cgroup of that path, or below it, in any hierarchy.
 func (p *Process) InCgroup(path string) (bool, error) {
 	data, _, err := record.Read(fmt.Sprintf("/proc/%d/cgroup", p.Pid))
 	if err != nil {
@@ -238,7 +238,7 @@ func Arguments(pid int) []string {
 	return strings.Split(string(data), "\x00")
 }
 
-// Names tells whether an argument of a process is one of the paths or lies
+// Names reports whether an argument of a process is one of the paths or lies
 // below it.
 func Names(pid int, paths ...string) (bool, error) {
 	data, _, err := record.Read(fmt.Sprintf("/proc/%d/cmdline", pid))
@@ -303,7 +303,7 @@ func (p *Process) WaitFor(ctx context.Context, limit time.Duration) error {
 	return p.Wait(ctx)
 }
 
-// Ask sends the process a signal and tells whether it has ended of it in time.
+// Ask sends the process a signal and reports whether it has ended of it in time.
 func (p *Process) Ask(ctx context.Context, sig unix.Signal, limit time.Duration) (ended bool, err error) {
 	if err := p.Kill(sig); err != nil {
 		return false, fmt.Errorf("signal process %d: %w", p.Pid, err)

@@ -87,7 +87,7 @@ func sight(path string) (seen, error) {
 	return seen{st.Mode&unix.S_IFMT == unix.S_IFDIR, st.Ino, st.Size, st.Mtim, st.Ctim}, nil
 }
 
-// changed tells whether something may have changed since the last look. A file that has
+// changed reports whether something may have changed since the last look. A file that has
 // is told twice: what comes in the same tick of the kernel's clock leaves its times alone.
 func (p *polled) changed() bool {
 	told := p.again

@@ -113,7 +113,7 @@ func Locked(dir string) bool {
 	return held
 }
 
-// Same tells whether an open file is the one that a path names now.
+// Same reports whether an open file is the one that a path names now.
 func Same(f *os.File, path string) bool {
 	a, err := f.Stat()
 	if err != nil {

@@ -1,4 +1,4 @@
-// Package userns tells whether sandboxes can have user namespaces here, each
+// Package userns reports whether sandboxes can have user namespaces here, each
 // with a range of ids of its own: what that takes of the kernel, of the OCI
 // runtime and CRIU, and of the place where sandboxes have their files. It looks,
 // and tries in a directory of its own; it changes nothing.
@@ -100,7 +100,7 @@ var pseudo = map[string]bool{
 	"fusectl": true, "nfsd": true, "pstore": true, "resctrl": true, "securityfs": true, "selinuxfs": true, "smackfs": true, "tracefs": true,
 }
 
-// covered tells whether part of a filesystem is hidden here, as it is in most
+// covered reports whether part of a filesystem is hidden here, as it is in most
 // containers: the kernel then lets nobody in a user namespace mount one anew, who
 // would see what is hidden.
 func covered(fstype, where string) (string, error) {

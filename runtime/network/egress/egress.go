@@ -252,7 +252,7 @@ type flow struct {
 	out  net.Conn
 }
 
-// led tells whether it is known where a flow leads; before, the rules that
+// led reports whether it is known where a flow leads; before, the rules that
 // decide are those of then.
 func (f *flow) led() bool { return f.name != "" || f.out != nil }
 

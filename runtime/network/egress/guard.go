@@ -43,7 +43,7 @@ type guard struct {
 // ownFor is how long the host's addresses are taken to stay.
 const ownFor = 2 * time.Second
 
-// address tells whether rules allow an address that a sandbox named itself.
+// address reports whether rules allow an address that a sandbox named itself.
 func (g *guard) address(r Rules, to netip.AddrPort) bool {
 	ok, alone := r.Address(to.Addr(), to.Port())
 	if !ok || within(never, to.Addr()) {
@@ -53,7 +53,7 @@ func (g *guard) address(r Rules, to netip.AddrPort) bool {
 	return alone && !g.isBox(to.Addr()) || !g.isOwn(to.Addr())
 }
 
-// answer tells whether a name that is allowed may lead to an address.
+// answer reports whether a name that is allowed may lead to an address.
 func (g *guard) answer(r Rules, to netip.AddrPort) bool {
 	a := to.Addr()
 	if !a.Is4() || within(never, a) {
@@ -71,7 +71,7 @@ func (g *guard) isOwn(a netip.Addr) bool {
 	return !g.refresh() || slices.Contains(g.own, a) || within(g.boxes, a)
 }
 
-// isBox tells whether an address may be another sandbox's.
+// isBox reports whether an address may be another sandbox's.
 func (g *guard) isBox(a netip.Addr) bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()

@@ -13,13 +13,13 @@ type Rules []policy.EgressRule
 // ParseRules reads a sandbox's rules.
 func ParseRules(texts []string) (Rules, error) { return policy.ParseEgress(texts) }
 
-// Name tells whether a name, as policy.CleanDomain makes it, is allowed on a
+// Name reports whether a name, as policy.CleanDomain makes it, is allowed on a
 // port; 0 is any port.
 func (r Rules) Name(name string, port uint16) bool {
 	return slices.ContainsFunc(r, func(r policy.EgressRule) bool { return r.Matches(name) && r.TCP(port) })
 }
 
-// Address tells whether an address is allowed on a port, and whether by a rule
+// Address reports whether an address is allowed on a port, and whether by a rule
 // about it alone. Rules about more than a private network do not open it:
 // 0.0.0.0/0 is the internet.
 func (r Rules) Address(a netip.Addr, port uint16) (ok, alone bool) {

@@ -92,7 +92,7 @@ func (x *PageIndex) lookup(h PageHash) (at uint32, there bool) {
 	return at, there && x.hashes[at] == h
 }
 
-// next tells whether a page is followed by another one of the same piece.
+// next reports whether a page is followed by another one of the same piece.
 func (x *PageIndex) next(at uint32) bool {
 	return int(at)+1 < len(x.of) && x.of[at+1] == x.of[at]
 }

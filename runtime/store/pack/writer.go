@@ -229,7 +229,7 @@ func (w *Writer) put(b *Blob, p []byte) error {
 	return nil
 }
 
-// Has tells whether the piece was added.
+// Has reports whether the piece was added.
 func (w *Writer) Has(id ID) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -141,7 +141,7 @@ func (c *Collector) One(t *testing.T, name string) Span {
 	return found[0]
 }
 
-// Contains tells whether text is anywhere in what was sent.
+// Contains reports whether text is anywhere in what was sent.
 func (c *Collector) Contains(text string) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
