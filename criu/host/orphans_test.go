@@ -119,9 +119,9 @@ func TestEndOrphans(t *testing.T) {
 		}
 	}
 
-	ended, err := EndOrphans()
-	if err != nil || ended < 4 {
-		t.Errorf("%d ended, %v", ended, err)
+	// Another test's agentbox may end them as well.
+	if _, err := EndOrphans(); err != nil {
+		t.Error(err)
 	}
 	for what, pid := range map[string]int{"ours": ours, "of one that is gone": past, "that its owner adopted": adopted, "that traces nothing": idle} {
 		if s := state(pid); s != "gone" && s != "Z" {

@@ -70,6 +70,9 @@ func (b *Backend) oomAt(id string, n int) time.Time {
 // as they are when the last process has ended.
 func (b *Backend) withHits(id string, v view) home.Exit {
 	if exit, ok, _ := b.home.Exited(id, v.run.Number); ok {
+		if exit.Code == home.Unknown {
+			exit.Code = v.exit.Code
+		}
 		return exit
 	}
 	exit := v.exit

@@ -132,11 +132,8 @@ func addressTaken(b *box) {
 }
 
 func linkedSource(b *box) {
-	dir := filepath.Join(b.root, "real")
-	link := filepath.Join(b.root, "link")
-	if err := os.Mkdir(dir, 0o755); err != nil {
-		b.Fatal(err)
-	}
+	dir := b.TempDir()
+	link := filepath.Join(b.TempDir(), "link")
 	if err := os.Symlink(dir, link); err != nil {
 		b.Fatal(err)
 	}

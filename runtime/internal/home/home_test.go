@@ -111,3 +111,22 @@ func TestForgedHome(t *testing.T) {
 		}
 	}
 }
+
+// The first that is known of an end counts, and a code counts more than none.
+func TestSettle(t *testing.T) {
+	h := Home{Root: t.TempDir(), Run: t.TempDir()}
+	id := strings.Repeat("a", 32)
+	must(t, os.MkdirAll(h.Start(id, 1), 0o700))
+	at := time.Now().UTC().Round(time.Second)
+	for _, c := range []struct {
+		code int
+		at   time.Time
+		want int
+	}{{Unknown, at, Unknown}, {Unknown, at.Add(1), Unknown}, {137, at.Add(time.Hour), 137}, {Unknown, at, 137}, {0, at, 137}} {
+		must(t, h.Settle(id, 1, Exit{Code: c.code, Finished: c.at}))
+		got, ok, err := h.Exited(id, 1)
+		if err != nil || !ok || got.Code != c.want || !got.Finished.Equal(at) {
+			t.Errorf("after %d: %+v, %v, %v", c.code, got, ok, err)
+		}
+	}
+}

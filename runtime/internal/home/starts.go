@@ -127,13 +127,18 @@ func readWhole(path string, v any) (ok bool, err error) {
 	return err == nil, err
 }
 
-// Settle puts on record how start n ended, if it is not.
+// Settle puts on record how start n ended, if it is not. A code replaces one that is not
+// known: a look at a sandbox that is being stopped may be first to find that it has ended.
 func (h Home) Settle(id string, n int, exit Exit) error {
-	path := h.Start(id, n, "exit.json")
-	if _, err := os.Lstat(path); err == nil {
+	if was, ok, err := h.Exited(id, n); err != nil {
+		return err
+	} else if ok && (was.Code != Unknown || exit.Code == Unknown) {
 		return nil
+	} else if ok {
+		was.Code = exit.Code
+		exit = was
 	}
-	return record.WriteJSON(path, exit, true)
+	return record.WriteJSON(h.Start(id, n, "exit.json"), exit, true)
 }
 
 // Unseen is the end of start n of which no more than exit will ever be known: nobody
