@@ -55,19 +55,66 @@ func TestForged(t *testing.T) {
 	must(os.WriteFile(filepath.Join(b.bin, "agentbox"), program, 0o755))
 	must(os.WriteFile(filepath.Join(b.bin, "agentbox-runtime"), fmt.Appendf(nil, forging, b.root, dir, bin), 0o755))
 
-	v := walltest.Victims{File: filepath.Join(dir, "victim", "file"), Dir: filepath.Join(dir, "victim"), Cgroup: "/" + filepath.Base(b.root) + "-victim", Bound: "/bound"}
-	must(os.Mkdir(v.Dir, 0o700))
-	must(os.WriteFile(v.File, []byte("whole"), 0o600))
-	groups := victimCgroups(t, v.Cgroup)
-
+	v, look := victims(b, dir)
 	b.start("c", "-v", v.Dir+":"+v.Bound+":ro", "busybox", "sh", "-c", "while :; do sleep 60; done")
 	one := b.checkpoint("c")
 	b.ok("restore", "c", one) // what is not forged is restored
-	look := func() string {
-		t.Helper()
+	before := look()
+	masks := b.sh("c", tryMasks)
+	for _, f := range walltest.Forgeries(v) {
+		forged := filepath.Join(dir, "forged")
+		must(os.RemoveAll(forged))
+		must(exec.Command("cp", "-a", filepath.Join(dir, "kept"), forged).Run())
+		if err := f.Forge(forged, v); errors.Is(err, fs.ErrNotExist) {
+			t.Logf("%s: there is no such image", f.Name)
+			continue // of another kind of container
+		} else if err != nil {
+			t.Fatalf("%s: %v", f.Name, err)
+		}
+		r := b.try(nil, "restore", "c", one)
+		if f.Image == "" && f.Late == "" && r.code != 0 {
+			t.Fatalf("%s: exit %d: %s", f.Name, r.code, r.err)
+		}
+		if f.Image == "" && f.Late == "" { // it is as harmless as what is not forged
+			equal(b, f.Name, fmt.Sprint(r.code, b.sh("c", tryMasks)), fmt.Sprint(0, masks))
+			equal(b, f.Name+": the host", look(), before)
+			continue
+		}
+		if r.code == 0 || !strings.Contains(r.err, "not what") && !f.Damage || !strings.Contains(r.err, f.Late) {
+			t.Errorf("%s: exit %d: %s", f.Name, r.code, r.err)
+		}
+		if now := look(); now != before {
+			t.Errorf("%s: the host has changed:\n%s\nwas\n%s", f.Name, now, before)
+		}
+		if s := b.inspect("c"); s.Pid != 0 {
+			t.Errorf("%s: process %d is there", f.Name, s.Pid)
+		}
+	}
+	must(os.RemoveAll(filepath.Join(dir, "forged")))
+	b.ok("restore", "c", one) // it is as good as before
+}
+
+// tryMasks is what a sandbox may not do with /proc.
+const tryMasks = "cat /proc/keys; echo x >/proc/sys/kernel/core_pattern; head -c 1 /proc/kcore; true"
+
+// victims makes what forged images reach for. look says how that is.
+func victims(b *box, dir string) (v walltest.Victims, look func() string) {
+	b.Helper()
+	must := func(err error) {
+		b.Helper()
+		if err != nil {
+			b.Fatal(err)
+		}
+	}
+	v = walltest.Victims{File: filepath.Join(dir, "victim", "file"), Dir: filepath.Join(dir, "victim"), Cgroup: "/" + filepath.Base(b.root) + "-victim", Bound: "/bound"}
+	must(os.Mkdir(v.Dir, 0o700))
+	must(os.WriteFile(v.File, []byte("whole"), 0o600))
+	groups := victimCgroups(b.T, v.Cgroup)
+	return v, func() string {
+		b.Helper()
 		text := []string{b.read(v.File)}
 		for _, path := range append([]string{v.File, v.Dir}, groups...) {
-			text = append(text, owned(t, path))
+			text = append(text, owned(b.T, path))
 		}
 		entries, err := os.ReadDir(v.Dir)
 		must(err)
@@ -84,39 +131,6 @@ func TestForged(t *testing.T) {
 		}
 		return strings.Join(text, "\n")
 	}
-	before := look()
-	masks := b.sh("c", "cat /proc/keys; echo x >/proc/sys/kernel/core_pattern; head -c 1 /proc/kcore; true")
-	for _, f := range walltest.Forgeries(v) {
-		forged := filepath.Join(dir, "forged")
-		must(os.RemoveAll(forged))
-		must(exec.Command("cp", "-a", filepath.Join(dir, "kept"), forged).Run())
-		if err := f.Forge(forged, v); errors.Is(err, fs.ErrNotExist) {
-			t.Logf("%s: there is no such image", f.Name)
-			continue // of another kind of container
-		} else if err != nil {
-			t.Fatalf("%s: %v", f.Name, err)
-		}
-		r := b.try(nil, "restore", "c", one)
-		if f.Image == "" && f.Late == "" && r.code != 0 {
-			t.Fatalf("%s: exit %d: %s", f.Name, r.code, r.err)
-		}
-		if f.Image == "" && f.Late == "" { // it is as harmless as what is not forged
-			equal(b, f.Name, fmt.Sprint(r.code, b.sh("c", "cat /proc/keys; echo x >/proc/sys/kernel/core_pattern; head -c 1 /proc/kcore; true")), fmt.Sprint(0, masks))
-			equal(b, f.Name+": the host", look(), before)
-			continue
-		}
-		if r.code == 0 || !strings.Contains(r.err, "not what") && !f.Damage || !strings.Contains(r.err, f.Late) {
-			t.Errorf("%s: exit %d: %s", f.Name, r.code, r.err)
-		}
-		if now := look(); now != before {
-			t.Errorf("%s: the host has changed:\n%s\nwas\n%s", f.Name, now, before)
-		}
-		if s := b.inspect("c"); s.Pid != 0 {
-			t.Errorf("%s: process %d is there", f.Name, s.Pid)
-		}
-	}
-	must(os.RemoveAll(filepath.Join(dir, "forged")))
-	b.ok("restore", "c", one) // it is as good as before
 }
 
 // A container that may mount, with the host's ids, comes back with what it has mounted.
