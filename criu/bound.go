@@ -17,6 +17,7 @@ import (
 	"github.com/agentbox/agentbox/criu/freezer"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/guard"
+	"github.com/agentbox/agentbox/internal/proc"
 )
 
 // No dump is without a bound. One that does not come forward, or whose time is up, is
@@ -147,7 +148,7 @@ func (r Runtime) survive(members []int, initPid int) string {
 	for end := time.Now().Add(200 * time.Millisecond); time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
 		gone = nil
 		for _, p := range members {
-			if st, err := readStat(p); err != nil || st.state == 'Z' || st.state == 'X' {
+			if st, err := proc.Read(p); err != nil || st.Ended() {
 				gone = append(gone, strconv.Itoa(p))
 			}
 		}
@@ -196,7 +197,7 @@ func (o *overseer) find() int {
 func (o *overseer) idle() error {
 	stage := o.stage()
 	o.seizes = o.seizes && stage == ""
-	mark := fmt.Sprint(o.seizes, o.log, sizeOf(o.log), sizes(o.images), ticks(o.pid), ticks(o.find()))
+	mark := fmt.Sprint(o.seizes, o.log, sizeOf(o.log), sizes(o.images), used(o.pid), used(o.find()))
 	limit := idleLimit
 	if o.seizes && o.begun() && !asleep(o.criu) {
 		limit = seizeLimit
@@ -220,8 +221,8 @@ func (o *overseer) begun() bool {
 
 // died reports whether a signal has ended a process that its parent has not waited for yet.
 func died(pid int) bool {
-	st, err := readStat(pid)
-	return err == nil && st.state == 'Z' && st.code&0x7f != 0
+	st, err := proc.Read(pid)
+	return err == nil && st.State == 'Z' && st.Exit&0x7f != 0
 }
 
 // vanished reports whether a CRIU that failed has ended without a word of why.
@@ -232,8 +233,8 @@ func (o *overseer) vanished() bool {
 
 // asleep reports whether a signal has stopped a process.
 func asleep(pid int) bool {
-	st, err := readStat(pid)
-	return err == nil && st.state == 'T'
+	st, err := proc.Read(pid)
+	return err == nil && st.State == 'T'
 }
 
 // end ends the dump. Not killed it has failed by itself, and its processes go on.
@@ -347,14 +348,10 @@ func sizes(dir string) (n int64) {
 	return n
 }
 
-// ticks is how much a process has used of a processor.
-func ticks(pid int) string {
-	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	f := bytes.Fields(data[bytes.LastIndexByte(data, ')')+1:])
-	if err != nil || len(f) < 13 {
-		return ""
-	}
-	return string(f[11]) + "+" + string(f[12])
+// used is how much a process has used of a processor; 0: there is none.
+func used(pid int) uint64 {
+	st, _ := proc.Read(pid)
+	return st.Used
 }
 
 func comm(pid int) string {

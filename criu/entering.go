@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/proc"
 )
 
 // enterLimit is how long LetIn waits for processes that come in.
@@ -54,7 +55,7 @@ var errEntering = fmt.Errorf("%w: there is always one for %v", fault.ErrBusy, en
 // entering lists the execs by which the shim of a container has its OCI runtime
 // start processes in it; each ends when its process has begun.
 func entering(initPid int, id string) []int {
-	first, err := readStat(initPid)
+	first, err := proc.Read(initPid)
 	if err != nil {
 		return nil // it has ended
 	}
@@ -64,8 +65,8 @@ func entering(initPid int, id string) []int {
 	}
 	group := cgroupOf(initPid)
 	return slices.DeleteFunc(all, func(pid int) bool {
-		st, err := readStat(pid)
-		if err != nil || st.ppid != first.ppid || within(cgroupOf(pid), group) {
+		st, err := proc.Read(pid)
+		if err != nil || st.Parent != first.Parent || within(cgroupOf(pid), group) {
 			return true // or one that has come in: its command line may be any
 		}
 		line, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))

@@ -11,6 +11,7 @@ import (
 	"strings"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/proc"
 )
 
 // Stray is a process in a container that does not descend from its init: an
@@ -32,12 +33,12 @@ func Strays(initPid int, pids []int) ([]Stray, error) {
 	}
 	parents := make(map[int]int, len(pids))
 	for _, p := range pids {
-		if st, err := readStat(p); err == nil && st.state != 'Z' && st.state != 'X' {
-			parents[p] = st.ppid
+		if st, err := proc.Read(p); err == nil && !st.Ended() {
+			parents[p] = st.Parent
 		}
 	}
 	if _, ok := parents[initPid]; !ok {
-		if _, err := readStat(initPid); err != nil {
+		if _, err := proc.Read(initPid); err != nil {
 			return nil, fmt.Errorf("process %d: %w", initPid, fault.ErrNotFound)
 		}
 		parents[initPid] = 0
@@ -187,11 +188,11 @@ func nsDepth(pid int) int {
 // descends reports whether an ancestor of pid is in the pid namespace ns.
 func descends(pid int, ns string) bool {
 	for range 1 << 10 {
-		st, err := readStat(pid)
-		if err != nil || st.ppid <= 1 {
+		st, err := proc.Read(pid)
+		if err != nil || st.Parent <= 1 {
 			return false
 		}
-		pid = st.ppid
+		pid = st.Parent
 		if link, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/pid", pid)); err == nil && link == ns {
 			return true
 		}
@@ -216,32 +217,6 @@ func hostPids() ([]int, error) {
 		}
 	}
 	return pids, nil
-}
-
-type procStat struct {
-	state byte
-	ppid  int
-	code  int // of a zombie, as wait has it
-}
-
-// readStat reads what is needed of /proc/PID/stat. The name in it may hold
-// blanks and parentheses, so fields count from the last one that closes.
-func readStat(pid int) (procStat, error) {
-	data, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "stat"))
-	if err != nil {
-		return procStat{}, err
-	}
-	i := bytes.LastIndexByte(data, ')')
-	f := bytes.Fields(data[i+1:])
-	if i < 0 || len(f) < 2 {
-		return procStat{}, fmt.Errorf("process %d: stat makes no sense", pid)
-	}
-	ppid, err := strconv.Atoi(string(f[1]))
-	code := 0
-	if len(f) > 49 {
-		code, _ = strconv.Atoi(string(f[49]))
-	}
-	return procStat{f[0][0], ppid, code}, err
 }
 
 // cmdline returns a process's command line, bounded and printable.
@@ -281,7 +256,7 @@ func Alive(initPid int) ([]Live, error) {
 	}
 	var list []Live
 	for _, pid := range pids {
-		if st, err := readStat(pid); err != nil || st.state == 'Z' || st.state == 'X' {
+		if st, err := proc.Read(pid); err != nil || st.Ended() {
 			continue
 		}
 		data, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/proc"
 )
 
 func TestStrays(t *testing.T) {
@@ -58,9 +59,9 @@ func TestStrays(t *testing.T) {
 	}
 }
 
-func TestReadStat(t *testing.T) {
-	st, err := readStat(os.Getpid())
-	if err != nil || st.ppid != os.Getppid() {
+func TestSelf(t *testing.T) {
+	st, err := proc.Read(os.Getpid())
+	if err != nil || st.Parent != os.Getppid() {
 		t.Fatalf("%+v, %v", st, err)
 	}
 	if c := cmdline(os.Getpid()); !strings.Contains(c, "test") {

@@ -22,6 +22,8 @@ import (
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/vma"
 	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/proto"
+
+	"github.com/agentbox/agentbox/internal/proc"
 )
 
 // Likeness is what restored processes have of what their images say.
@@ -118,16 +120,16 @@ func (c *comparison) compareTree() {
 	for _, t := range c.order {
 		c.Processes++
 		p, is := c.real[t.pid]
-		st, err := readStat(p)
+		st, err := proc.Read(p)
 		if !is || err != nil {
 			c.differs("%v is not there", t)
 			continue
 		}
-		if t != c.root && inside[st.ppid] != t.ppid {
-			c.differs("the parent of %v is %d, not %d", t, inside[st.ppid], t.ppid)
+		if t != c.root && inside[st.Parent] != t.ppid {
+			c.differs("the parent of %v is %d, not %d", t, inside[st.Parent], t.ppid)
 		}
-		if dead := st.state == 'Z' || st.state == 'X'; dead != t.dead {
-			c.differs("%v has state %c", t, st.state)
+		if dead := st.Ended(); dead != t.dead {
+			c.differs("%v has state %c", t, st.State)
 		}
 		if t.dead {
 			continue

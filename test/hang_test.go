@@ -17,6 +17,8 @@ import (
 
 	"github.com/google/nftables"
 	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/proc"
 )
 
 // underWay is a verb whose CRIU runs.
@@ -333,8 +335,8 @@ func TestOrphansOfCRIU(t *testing.T) {
 	gone := func(when string) {
 		b.Helper()
 		b.eventually(when+": CRIU's child is gone", func() bool {
-			stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", orphan))
-			return err != nil || strings.Contains(string(stat), ") Z ")
+			p, err := proc.Read(orphan)
+			return err != nil || p.Ended()
 		})
 	}
 	alone := func(int) []int { return nil }
@@ -366,22 +368,19 @@ func TestOrphansOfCRIU(t *testing.T) {
 
 // parent returns the parent of a process.
 func parent(pid int) int {
-	stat, _ := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	f := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:]))
-	if len(f) < 2 {
-		return 0
-	}
-	ppid, _ := strconv.Atoi(f[1])
-	return ppid
+	p, _ := proc.Read(pid)
+	return p.Parent
 }
 
 // stoppedChild returns a child of a process that is stopped; 0: there is none.
 func stoppedChild(pid int) int {
 	list, _ := os.ReadFile(fmt.Sprintf("/proc/%d/task/%d/children", pid, pid))
 	for _, field := range strings.Fields(string(list)) {
-		stat, _ := os.ReadFile("/proc/" + field + "/stat")
-		if s := string(stat); strings.Contains(s, ") T ") || strings.Contains(s, ") t ") {
-			child, _ := strconv.Atoi(field)
+		child, err := strconv.Atoi(field)
+		if err != nil {
+			continue
+		}
+		if p, err := proc.Read(child); err == nil && (p.State == 'T' || p.State == 't') {
 			return child
 		}
 	}

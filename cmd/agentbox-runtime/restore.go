@@ -214,8 +214,7 @@ func (w wrapper) bounded(c call, r stage.Restore, log string, args []string) err
 				return nil
 			}
 			s.clear()
-			// The log is this CRIU's, and only one that was killed says nothing in it.
-			if d, e := crlog.File(log); e != nil || d.Reason != "" || finished(log) {
+			if !silent(log) {
 				return err
 			}
 			return cutShort{"CRIU was killed; " + stands(log), setAside(log)}
@@ -255,6 +254,13 @@ func setAside(log string) string {
 		return ""
 	}
 	return log + killedLog
+}
+
+// silent reports whether a CRIU that has ended says nothing of why in its log: only one that
+// was killed does not.
+func silent(log string) bool {
+	why, err := crlog.File(log)
+	return err == nil && why.Reason == "" && !finished(log)
 }
 
 // finished reports whether CRIU has done its part of a restore.

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/agentbox/agentbox/criu/host"
+	"github.com/agentbox/agentbox/internal/proc"
 )
 
 // sight is what is seen of a restore under way.
@@ -27,18 +28,16 @@ type sight struct {
 
 // died looks at the runtime's CRIU, and reports whether a signal has ended it.
 func (s *sight) died() bool {
-	// The runtime adopts what a CRIU leaves that is killed, and waits for its end.
+	// The runtime adopts what a CRIU leaves that has ended, and waits as long as that keeps
+	// its connection open.
 	for _, p := range children(s.runtime) {
-		if was, _ := host.EndOrphan(p); was {
-			return true
-		}
+		_, _ = host.EndOrphan(p) // it is tried again
 	}
 	if _, err := os.Stat(fmt.Sprintf("/proc/%d", s.criu)); err != nil {
 		s.criu = criuBelow(s.runtime) // the runtime has asked another one for its version before
 	}
 	if s.criu == 0 {
-		// One that began to write has been waited for: if it had failed the runtime would have ended.
-		if _, err := os.Stat(s.log); err == nil && !finished(s.log) {
+		if silent(s.log) {
 			s.gone++
 		}
 		return s.gone > 2
@@ -52,13 +51,8 @@ func (s *sight) died() bool {
 			s.cgroups[dir] = true
 		}
 	}
-	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", s.criu))
-	f := strings.Fields(string(data[strings.LastIndexByte(string(data), ')')+1:]))
-	if err != nil || len(f) < 50 || f[0] != "Z" {
-		return false
-	}
-	code, err := strconv.Atoi(f[49]) // as wait has it; 0 for one that may not know
-	return err == nil && syscall.WaitStatus(code).Signaled()
+	p, err := proc.Read(s.criu)
+	return err == nil && p.State == 'Z' && syscall.WaitStatus(p.Exit).Signaled()
 }
 
 // criuBelow finds the CRIU that a runtime has begun; 0: none.

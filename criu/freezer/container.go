@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/proc"
 )
 
 // Container is what an OCI runtime has recorded of a container.
@@ -196,29 +197,19 @@ func (c Container) members(name string) (all []int, err error) {
 
 // process reads the state of a process and when it started.
 func process(pid int) (state string, start uint64, ok bool) {
-	return readStat("/proc/" + strconv.Itoa(pid) + "/stat")
+	return known(proc.Read(pid))
 }
 
-// thread is process of a single thread. The kernel adds up nothing for it, where the
-// stat of a process costs as much as that has threads.
+// thread is process of a single thread, which costs less.
 func thread(tid int) (state string, start uint64, ok bool) {
-	id := strconv.Itoa(tid)
-	return readStat("/proc/" + id + "/task/" + id + "/stat")
+	return known(proc.ReadThread(tid))
 }
 
-func readStat(path string) (state string, start uint64, ok bool) {
-	stat, err := os.ReadFile(path)
+func known(p proc.Stat, err error) (state string, start uint64, ok bool) {
 	if err != nil {
 		return "", 0, false
 	}
-	// Its name stands in brackets and may hold anything.
-	text := string(stat)
-	f := strings.Fields(text[strings.LastIndexByte(text, ')')+1:])
-	if len(f) < 20 {
-		return "", 0, false
-	}
-	start, err = strconv.ParseUint(f[19], 10, 64)
-	return f[0], start, err == nil
+	return string(p.State), p.Start, true
 }
 
 func (c Container) stopped() error {

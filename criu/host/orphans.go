@@ -6,11 +6,12 @@ import (
 	"fmt"
 	"os"
 	"strconv"
-	"strings"
 	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/proc"
 )
 
 // ownerEnv is set in the programs that agentbox starts to dump and restore, and in the
@@ -20,11 +21,11 @@ const ownerEnv = "AGENTBOX_CRIU_OWNER"
 
 // self is the value of ownerEnv for this process.
 var self = sync.OnceValue(func() string {
-	p, err := readStat(os.Getpid())
+	name, err := nameOf(os.Getpid())
 	if err != nil {
 		return ""
 	}
-	return p.String()
+	return name
 })
 
 // endLimit is how long a killed orphan has to end, in which it closes its files.
@@ -116,18 +117,18 @@ func orphaned(pid int) bool {
 	if its, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/pid", pid)); err != nil || its != ours {
 		return false
 	}
-	p, err := readStat(pid)
+	p, err := proc.Read(pid)
 	if err != nil {
 		return false
 	}
-	if p.forked {
-		return !isCRIU(p.parent) // an OCI runtime may have adopted it
+	if p.Forked {
+		return !isCRIU(p.Parent) // an OCI runtime may have adopted it
 	}
-	if ownerOf(p.parent) == owner {
+	if ownerOf(p.Parent) == owner {
 		return false
 	}
-	parent, err := readStat(p.parent)
-	return err == nil && parent.String() != owner
+	parent, err := nameOf(p.Parent)
+	return err == nil && parent != owner
 }
 
 // ownerOf returns the owner in the environment of a process; empty: it has none.
@@ -144,29 +145,10 @@ func ownerOf(pid int) string {
 	return ""
 }
 
-// stat is what /proc has of a process.
-type stat struct {
-	pid, parent int
-	forked      bool // it runs its parent's program
-	start       string
-}
-
-// String is the process as ownerEnv names it.
-func (p stat) String() string { return fmt.Sprintf("%d:%s", p.pid, p.start) }
-
-func readStat(pid int) (stat, error) {
-	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	if err != nil {
-		return stat{}, err
-	}
-	f := strings.Fields(string(data[bytes.LastIndexByte(data, ')')+1:]))
-	if len(f) < 20 {
-		return stat{}, fmt.Errorf("/proc/%d/stat: %d fields", pid, len(f))
-	}
-	parent, err := strconv.Atoi(f[1])
-	flags, err2 := strconv.ParseUint(f[6], 10, 64)
-	const forkedNoExec = 0x40 // PF_FORKNOEXEC
-	return stat{pid: pid, parent: parent, forked: flags&forkedNoExec != 0, start: f[19]}, errors.Join(err, err2)
+// nameOf names a process as ownerEnv does.
+func nameOf(pid int) (string, error) {
+	p, err := proc.Read(pid)
+	return fmt.Sprintf("%d:%d", pid, p.Start), err
 }
 
 // traces reports whether a process traces another one.

@@ -14,6 +14,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/proc"
 )
 
 // orphan starts a CRIU and kills it while a child of it is stopped, and returns the child.
@@ -66,12 +68,11 @@ func stoppedChild(pid int) int {
 }
 
 func state(pid int) string {
-	stat, _ := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	_, rest, _ := strings.Cut(string(stat), ") ")
-	if rest == "" {
+	p, err := proc.Read(pid)
+	if err != nil {
 		return "gone"
 	}
-	return rest[:1]
+	return string(p.State)
 }
 
 // stays reports whether a child stays stopped, after the end of its parent.

@@ -12,6 +12,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/proc"
 )
 
 // Restored is a container that CRIU has restored, frozen.
@@ -87,10 +89,8 @@ func (l *look) all() (list []int, err error) {
 		if err != nil {
 			continue
 		}
-		if data, err := os.ReadFile("/proc/" + e.Name() + "/stat"); err == nil {
-			if f := strings.Fields(string(data[strings.LastIndexByte(string(data), ')')+1:])); len(f) > 1 && f[0] != "Z" && f[0] != "X" {
-				parents[pid], _ = strconv.Atoi(f[1])
-			}
+		if p, err := proc.Read(pid); err == nil && !p.Ended() {
+			parents[pid] = p.Parent
 		}
 	}
 	for pid := range parents {

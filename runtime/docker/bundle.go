@@ -1,17 +1,16 @@
 package docker
 
 import (
-	"bytes"
 	"encoding/json"
 	"fmt"
 	"io"
 	"os"
 	"path/filepath"
-	"strings"
 
 	"github.com/opencontainers/runtime-spec/specs-go"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/proc"
 )
 
 const maxBundle = 16 << 20 // bytes of a config.json; the seccomp profile is in it
@@ -45,15 +44,11 @@ func bundleDir(c box) (string, error) {
 // is read there names programs, so that no process of a container may pass for one: the number
 // of the first process can be another's by now.
 func shimOf(c box) (string, error) {
-	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", c.State.Pid))
+	first, err := proc.Read(c.State.Pid)
 	if err != nil {
 		return "", fmt.Errorf("container %s: %w", c.ID, fault.ErrState)
 	}
-	f := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:])) // its name may hold anything
-	if len(f) < 2 {
-		return "", fmt.Errorf("container %s: %w", c.ID, fault.ErrState)
-	}
-	dir := "/proc/" + f[1]
+	dir := fmt.Sprintf("/proc/%d", first.Parent)
 	cwd, err := os.Readlink(dir + "/cwd")
 	if err != nil || filepath.Base(cwd) != c.ID || !sameNamespace(dir, "pid") || !sameNamespace(dir, "user") {
 		return "", fmt.Errorf("container %s: its first process (%d) has no shim: %w", c.ID, c.State.Pid, fault.ErrUnsupported)

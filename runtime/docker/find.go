@@ -1,7 +1,6 @@
 package docker
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -15,6 +14,7 @@ import (
 	"github.com/docker/docker/api/types/filters"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/proc"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/home"
 )
@@ -181,18 +181,12 @@ func statusOf(s *container.State) runtime.Status {
 	return runtime.Exited
 }
 
-// holds reports whether a process lives, ended ones that nobody has waited for
-// aside, and is one of the container's: a pid is soon another's.
+// holds reports whether a process lives, zombies aside, and is one of the container's: a pid is soon another's.
 func holds(pid int, id string) bool {
 	if pid <= 0 {
 		return false
 	}
-	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	if err != nil {
-		return false
-	}
-	// Its name stands in brackets and may hold anything.
-	if rest := stat[bytes.LastIndexByte(stat, ')')+1:]; bytes.HasPrefix(rest, []byte(" Z")) || bytes.HasPrefix(rest, []byte(" X")) {
+	if p, err := proc.Read(pid); err != nil || p.Ended() {
 		return false
 	}
 	groups, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))

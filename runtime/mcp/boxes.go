@@ -13,6 +13,7 @@ import (
 	"sync"
 
 	"github.com/agentbox/agentbox/internal/idmap"
+	"github.com/agentbox/agentbox/internal/proc"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
@@ -278,16 +279,11 @@ func ownerAlive(owner string) bool {
 // startTicks is when a process was started, in the kernel's ticks; empty: it is
 // not there.
 func startTicks(pid int) string {
-	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	p, err := proc.Read(pid)
 	if err != nil {
 		return ""
 	}
-	// The name may have spaces and brackets in it; the rest has not.
-	rest := string(data[strings.LastIndexByte(string(data), ')')+1:])
-	if f := strings.Fields(rest); len(f) > 19 {
-		return f[19]
-	}
-	return ""
+	return strconv.FormatUint(p.Start, 10)
 }
 
 func randomName() string {

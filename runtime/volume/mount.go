@@ -7,7 +7,6 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"time"
 
@@ -16,6 +15,7 @@ import (
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/proc"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
@@ -85,17 +85,11 @@ func (v *Volumes) putRefs(name string, r refs) error {
 
 // startOf is when a process began, in ticks since boot; 0: there is none.
 func startOf(pid int) uint64 {
-	data, _, err := record.Read(fmt.Sprintf("/proc/%d/stat", pid))
-	if err != nil {
+	p, err := proc.Read(pid)
+	if err != nil || p.Ended() {
 		return 0
 	}
-	_, rest, _ := strings.Cut(string(data[max(strings.LastIndexByte(string(data), ')'), 0):]), " ")
-	f := strings.Fields(rest)
-	if len(f) < 20 || f[0] == "Z" {
-		return 0
-	}
-	n, _ := strconv.ParseUint(f[19], 10, 64)
-	return n
+	return p.Start
 }
 
 // Mount makes the volume reachable for a caller, whom id names, and returns

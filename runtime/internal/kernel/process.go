@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/proc"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
@@ -153,28 +154,19 @@ func (p *Process) Either(ctx context.Context, fd int) error {
 	}
 }
 
-// forkNoExec is the kernel's PF_FORKNOEXEC: it was forked, and has executed nothing since.
-const forkNoExec = 0x40
-
 // Executed waits until a process that was forked, as the first one of a container
 // by its runtime, has executed a program, or has ended. One that CRIU has
 // restored never does.
 func (p *Process) Executed(ctx context.Context) error {
 	for pause := 100 * time.Microsecond; p.Alive(); pause = min(2*pause, 10*time.Millisecond) {
-		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.Pid))
-		if err != nil {
+		stat, err := proc.Read(p.Pid)
+		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ESRCH) {
 			break // it has ended since
 		}
-		// Its name stands in brackets and may hold anything.
-		f := bytes.Fields(stat[bytes.LastIndexByte(stat, ')')+1:])
-		if len(f) < 7 {
-			return fmt.Errorf("process %d: %q tells no flags: %w", p.Pid, stat, fault.ErrUnsupported)
-		}
-		flags, err := strconv.ParseUint(string(f[6]), 10, 64)
 		if err != nil {
-			return fmt.Errorf("flags of process %d: %w", p.Pid, err)
+			return fmt.Errorf("process %d: %w: %w", p.Pid, fault.ErrUnsupported, err)
 		}
-		if flags&forkNoExec == 0 {
+		if !stat.Forked {
 			return nil
 		}
 		t := time.NewTimer(pause) // nothing tells of an exec but a tracer
@@ -283,17 +275,8 @@ func Descendants(parents map[int]int, of int) (list []int) {
 
 // ParentOf returns the parent of a process.
 func ParentOf(pid int) (int, bool) {
-	data, _, err := record.Read(fmt.Sprintf("/proc/%d/stat", pid))
-	if err != nil {
-		return 0, false
-	}
-	// The name in parentheses may hold anything; what follows is fixed.
-	fields := strings.Fields(string(data[bytes.LastIndexByte(data, ')')+1:]))
-	if len(fields) < 2 {
-		return 0, false
-	}
-	parent, err := strconv.Atoi(fields[1])
-	return parent, err == nil
+	p, err := proc.Read(pid)
+	return p.Parent, err == nil
 }
 
 // WaitFor is Wait with a limit of its own.
@@ -363,15 +346,11 @@ func OpenRoot(path string) (*os.File, error) {
 // StartTicks is when a process began: hundredths of a second since the host's
 // boot, on every Linux. With its pid it names the process, within one boot.
 func StartTicks(pid int) (int64, error) {
-	data, _, err := record.Read(fmt.Sprintf("/proc/%d/stat", pid))
+	p, err := proc.Read(pid)
 	if err != nil {
 		return 0, fmt.Errorf("process %d: %w", pid, err)
 	}
-	fields := strings.Fields(string(data[bytes.LastIndexByte(data, ')')+1:]))
-	if len(fields) < 20 {
-		return 0, fmt.Errorf("process %d: /proc/%[1]d/stat makes no sense", pid)
-	}
-	return strconv.ParseInt(fields[19], 10, 64)
+	return int64(p.Start), nil
 }
 
 // Started is when a process began, to some hundredths of a second; zero when it
