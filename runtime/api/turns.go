@@ -68,11 +68,14 @@ func (e *errCrowded) Unwrap() error { return e.error }
 // take waits for a turn. The verb is to be called with the context that it returns,
 // and done, which may be called twice, when it has ended.
 func (t *turns) take(ctx context.Context) (_ context.Context, done func(), err error) {
-	own := &turn{of: t, since: time.Now()}
-	if !t.try() {
-		if err := t.wait(ctx, own); err != nil {
-			return nil, nil, err
-		}
+	own := &turn{of: t, since: time.Now(), served: make(chan error, 1)}
+	caller, _ := runtime.CallerOf(ctx)
+	waits, err := t.join(own, identity(caller))
+	if waits {
+		err = t.wait(ctx, own)
+	}
+	if err != nil {
+		return nil, nil, err
 	}
 	t.metrics.taken(time.Since(own.since))
 	own.held = true
@@ -88,6 +91,10 @@ func (t *turns) take(ctx context.Context) (_ context.Context, done func(), err e
 func (t *turns) try() bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	return t.tryLocked()
+}
+
+func (t *turns) tryLocked() bool {
 	if t.free == 0 || len(t.queues) > 0 {
 		return false
 	}
@@ -112,12 +119,8 @@ func (t *turns) give() {
 	next.served <- nil
 }
 
-// wait waits in the queue of the caller.
+// wait waits in the queue of the caller until the turn comes.
 func (t *turns) wait(ctx context.Context, own *turn) error {
-	caller, _ := runtime.CallerOf(ctx)
-	if err := t.join(own, identity(caller)); err != nil {
-		return err
-	}
 	defer t.metrics.queued(-1)
 	var why error
 	select {
@@ -137,17 +140,14 @@ func (t *turns) wait(ctx context.Context, own *turn) error {
 	return why
 }
 
-// join enters the queue of a caller. When there is no room, the verb that came last of
-// the caller with most of them is refused: the new one, or one of another caller.
-func (t *turns) join(own *turn, caller string) error {
+// join takes a turn, or enters the queue of a caller, and reports whether it has to wait
+// there. When there is no room, the verb that came last of the caller with most of them is
+// refused: the new one, or one of another caller.
+func (t *turns) join(own *turn, caller string) (waits bool, err error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if t.free > 0 && len(t.queues) == 0 { // since it was looked at
-		t.free--
-		own.served = make(chan error, 1)
-		own.served <- nil
-		t.metrics.queued(1)
-		return nil
+	if t.tryLocked() {
+		return false, nil
 	}
 	var mine, most *queue
 	waiting := 0
@@ -166,7 +166,7 @@ func (t *turns) join(own *turn, caller string) error {
 	if waiting >= t.room {
 		crowded := t.crowded()
 		if most == nil || len(most.turns) <= len(mine.turns)+1 {
-			return crowded
+			return false, crowded
 		}
 		last := most.turns[len(most.turns)-1]
 		t.leave(last)
@@ -175,10 +175,10 @@ func (t *turns) join(own *turn, caller string) error {
 	if len(mine.turns) == 0 {
 		t.queues = append(t.queues, mine)
 	}
-	own.queue, own.served = mine, make(chan error, 1)
+	own.queue = mine
 	mine.turns = append(mine.turns, own)
 	t.metrics.queued(1)
-	return nil
+	return true, nil
 }
 
 // crowded is the error of a verb for which there is no room. It would wait about as

@@ -168,16 +168,8 @@ func TestImageListDamaged(t *testing.T) {
 	if len(parts) < 5 {
 		t.Fatalf("%d parts", len(parts))
 	}
-	for _, p := range []overlay.Piece{parts[0], parts[len(parts)/2], parts[len(parts)-1]} {
-		at, ok, err := s.locate(ctx, must1(pack.ParseID(p.Digest)))
-		if err != nil || !ok {
-			t.Fatal(ok, err)
-		}
-		row := must1(s.packRow(ctx, at.pack))
-		mend := flip(t, pack.Path(s.packsDir(), row.name), at.blob.Off+int64(at.blob.Stored)/2)
-		wantErr(t, s.VerifyCheckpoint(ctx, c.ID), fault.ErrCorrupt, "list of process images", p.Digest[:16])
-		r := must1(s.OpenCheckpoint(ctx, c.ID))
-		_, err = r.Images(ctx)
+	partsDamaged(t, s, c, parts, "list of process images", func() { same(t, s, c.ID, data) }, func(r *Reader) {
+		_, err := r.Images(ctx)
 		wantErr(t, err, fault.ErrCorrupt)
 		_, err = r.ImageList(ctx)
 		wantErr(t, err, fault.ErrCorrupt)
@@ -188,27 +180,7 @@ func TestImageListDamaged(t *testing.T) {
 		if must1(exists(dir)) {
 			t.Error("a directory is left there")
 		}
-		wantErr(t, r.Pieces(ctx, func(string, int64) error { return nil }), fault.ErrCorrupt)
-		must(t, r.Close())
-		rep := must1(s.VerifyAll(ctx, VerifyOptions{ReadData: true}))
-		if len(rep.Damaged) != 1 || rep.Damaged[0].Checkpoint.ID != c.ID || !strings.HasPrefix(rep.Damaged[0].What[0], "list of process images: ") {
-			t.Errorf("%+v", rep)
-		}
-		_, err = s.Reclaim(ctx, ReclaimOptions{MaxWaste: 1e-9})
-		wantErr(t, err, fault.ErrCorrupt, "nothing was deleted")
-		mend()
-		if rep := must1(s.VerifyAll(ctx, VerifyOptions{ReadData: true})); len(rep.Damaged) > 0 {
-			t.Fatalf("%+v", rep)
-		}
-		same(t, s, c.ID, data)
-	}
-	must1(s.Reclaim(ctx, ReclaimOptions{MaxWaste: 1e-9}))
-	same(t, s, c.ID, data)
-	must(t, s.RemoveCheckpoint(ctx, c.ID))
-	must1(s.Reclaim(ctx, ReclaimOptions{}))
-	if left := rowsOf(t, s); len(left) > 0 {
-		t.Errorf("%d pieces are left", len(left))
-	}
+	})
 	tidy(t, s)
 }
 
@@ -219,31 +191,7 @@ func TestImageListPulled(t *testing.T) {
 	b := put(t, from, "c")
 	data := imaged(200, nil)
 	c := taken(t, from, of(b, "", KindFull), data)
-	parts := map[string]bool{}
-	for _, p := range imageParts(t, from, c.ID) {
-		parts[p.Digest] = true
-	}
-	var spare []int
-	n := 0
-	r := must1(from.OpenCheckpoint(ctx, c.ID))
-	must(t, r.Pieces(ctx, func(digest string, _ int64) error {
-		if n++; parts[digest] {
-			spare = append(spare, n)
-		}
-		return nil
-	}))
-	must(t, r.Close())
-	if len(spare) != len(parts) {
-		t.Fatalf("%d of %d parts are among what the checkpoint needs", len(spare), len(parts))
-	}
-	for _, i := range []int{spare[0], spare[len(spare)-1]} {
-		_, err := pull(ctx, from, to, c.ID, i)
-		wantErr(t, err, fault.ErrCorrupt)
-		must(t, to.RemoveCheckpoint(ctx, c.ID)) // the record of the failure
-	}
-	if got := must1(pull(ctx, from, to, c.ID, 0)); got.Digest != c.Digest {
-		t.Errorf("digest %s, want %s", got.Digest, c.Digest)
-	}
+	pulled(t, from, to, c, imageParts(t, from, c.ID))
 	same(t, to, c.ID, data)
 	must(t, to.Close())
 	must(t, os.Remove(filepath.Join(to.Root(), "state.db")))

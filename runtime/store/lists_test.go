@@ -172,42 +172,53 @@ func TestDeepListDamaged(t *testing.T) {
 		gone, _, err := treeOf(ctx, s, b, slices.Delete(slices.Clone(list), 50, 60))
 		must(t, err)
 		must(t, s.RemoveCheckpoint(ctx, gone.ID)) // there is something to reclaim
-		parts := listsOf(t, s, c.ID)
-		for _, p := range []overlay.Piece{parts[0], parts[len(parts)/2], parts[len(parts)-1]} {
-			at, ok, err := s.locate(ctx, must1(pack.ParseID(p.Digest)))
-			if err != nil || !ok {
-				t.Fatal(ok, err)
-			}
-			row := must1(s.packRow(ctx, at.pack))
-			mend := flip(t, pack.Path(s.packsDir(), row.name), at.blob.Off+int64(at.blob.Stored)/2)
-			wantErr(t, s.VerifyCheckpoint(ctx, c.ID), fault.ErrCorrupt, "list of files 0", p.Digest[:16])
-			r := must1(s.OpenCheckpoint(ctx, c.ID))
-			_, err = r.Tree(ctx, 0)
+		partsDamaged(t, s, c, listsOf(t, s, c.ID), "list of files 0", func() { treeIs(t, s, c.ID, list) }, func(r *Reader) {
+			_, err := r.Tree(ctx, 0)
 			wantErr(t, err, fault.ErrCorrupt)
 			_, err = r.TreePieces(ctx, 0)
 			wantErr(t, err, fault.ErrCorrupt)
-			wantErr(t, r.Pieces(ctx, func(string, int64) error { return nil }), fault.ErrCorrupt)
-			must(t, r.Close())
-			if rep := must1(s.VerifyAll(ctx, VerifyOptions{ReadData: true})); len(rep.Damaged) != 1 || rep.Damaged[0].Checkpoint.ID != c.ID {
-				t.Errorf("%+v", rep)
-			}
-			_, err = s.Reclaim(ctx, ReclaimOptions{MaxWaste: 1e-9})
-			wantErr(t, err, fault.ErrCorrupt, "nothing was deleted")
-			mend()
-			if rep := must1(s.VerifyAll(ctx, VerifyOptions{ReadData: true})); len(rep.Damaged) > 0 {
-				t.Fatalf("%+v", rep)
-			}
-			treeIs(t, s, c.ID, list)
-		}
-		must1(s.Reclaim(ctx, ReclaimOptions{MaxWaste: 1e-9}))
-		treeIs(t, s, c.ID, list)
-		must(t, s.RemoveCheckpoint(ctx, c.ID))
+		})
 	}
+	tidy(t, s)
+}
+
+// partsDamaged damages parts of a list of a checkpoint, one after the other, and removes the
+// checkpoint in the end. what is what the list is called, same compares what is restored, and
+// reads tries what goes by the list.
+func partsDamaged(t *testing.T, s *Store, c Checkpoint, parts []overlay.Piece, what string, same func(), reads func(r *Reader)) {
+	t.Helper()
+	ctx := context.Background()
+	for _, p := range []overlay.Piece{parts[0], parts[len(parts)/2], parts[len(parts)-1]} {
+		at, ok, err := s.locate(ctx, must1(pack.ParseID(p.Digest)))
+		if err != nil || !ok {
+			t.Fatal(ok, err)
+		}
+		row := must1(s.packRow(ctx, at.pack))
+		mend := flip(t, pack.Path(s.packsDir(), row.name), at.blob.Off+int64(at.blob.Stored)/2)
+		wantErr(t, s.VerifyCheckpoint(ctx, c.ID), fault.ErrCorrupt, what, p.Digest[:16])
+		r := must1(s.OpenCheckpoint(ctx, c.ID))
+		reads(r)
+		wantErr(t, r.Pieces(ctx, func(string, int64) error { return nil }), fault.ErrCorrupt)
+		must(t, r.Close())
+		rep := must1(s.VerifyAll(ctx, VerifyOptions{ReadData: true}))
+		if len(rep.Damaged) != 1 || rep.Damaged[0].Checkpoint.ID != c.ID || !strings.HasPrefix(rep.Damaged[0].What[0], what+": ") {
+			t.Errorf("%+v", rep)
+		}
+		_, err = s.Reclaim(ctx, ReclaimOptions{MaxWaste: 1e-9})
+		wantErr(t, err, fault.ErrCorrupt, "nothing was deleted")
+		mend()
+		if rep := must1(s.VerifyAll(ctx, VerifyOptions{ReadData: true})); len(rep.Damaged) > 0 {
+			t.Fatalf("%+v", rep)
+		}
+		same()
+	}
+	must1(s.Reclaim(ctx, ReclaimOptions{MaxWaste: 1e-9}))
+	same()
+	must(t, s.RemoveCheckpoint(ctx, c.ID))
 	must1(s.Reclaim(ctx, ReclaimOptions{}))
 	if left := rowsOf(t, s); len(left) > 0 {
 		t.Errorf("%d pieces are left", len(left))
 	}
-	tidy(t, s)
 }
 
 // A checkpoint with a deep list travels, and not without a part of the list.
@@ -216,8 +227,19 @@ func TestDeepListPulled(t *testing.T) {
 	from, to := open(t, t.TempDir()), open(t, t.TempDir())
 	b := put(t, from, "box")
 	c, list := deep(t, from, b, 2)
+	pulled(t, from, to, c, listsOf(t, from, c.ID))
+	treeIs(t, to, c.ID, list)
+	must1(to.Reindex(ctx))
+	treeIs(t, to, c.ID, list)
+	tidy(t, to)
+}
+
+// pulled has a store pull a checkpoint, first without the first and without the last of some parts.
+func pulled(t *testing.T, from, to *Store, c Checkpoint, list []overlay.Piece) {
+	t.Helper()
+	ctx := context.Background()
 	parts := map[string]bool{}
-	for _, p := range listsOf(t, from, c.ID) {
+	for _, p := range list {
 		parts[p.Digest] = true
 	}
 	var spare []int
@@ -238,15 +260,9 @@ func TestDeepListPulled(t *testing.T) {
 		wantErr(t, err, fault.ErrCorrupt)
 		must(t, to.RemoveCheckpoint(ctx, c.ID)) // the record of the failure
 	}
-	got, err := pull(ctx, from, to, c.ID, 0)
-	must(t, err)
-	if got.Digest != c.Digest {
+	if got := must1(pull(ctx, from, to, c.ID, 0)); got.Digest != c.Digest {
 		t.Errorf("digest %s, want %s", got.Digest, c.Digest)
 	}
-	treeIs(t, to, c.ID, list)
-	must1(to.Reindex(ctx))
-	treeIs(t, to, c.ID, list)
-	tidy(t, to)
 }
 
 // What a manifest from elsewhere says of its lists is held against them.

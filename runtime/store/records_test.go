@@ -13,8 +13,8 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// Rows that agentbox would not have written lead to nothing outside of the root: neither is
-// what they name removed, nor are they handed to those who would go by them.
+// Rows that agentbox would not have written lead to nothing outside of the root: what
+// they name is not removed, and they are not returned.
 func TestForgedRows(t *testing.T) {
 	ctx := context.Background()
 	sweep := func(s *Store) error { _, err := s.Sweep(ctx); return err }
