@@ -32,13 +32,13 @@ func CallerOf(ctx context.Context) (Caller, bool) {
 type asideKey struct{}
 
 // WithAside has the verbs that are called with the context call aside before they
-// wait for somebody else, such as a program of the host, and what that returns when
+// wait for another process, such as a program of the host, and what that returns when
 // they go on.
 func WithAside(ctx context.Context, aside func() (back func())) context.Context {
 	return context.WithValue(ctx, asideKey{}, aside)
 }
 
-// Aside is called by who waits for somebody else, and what it returns afterwards.
+// Aside is to be called before a wait for another process, and what it returns afterwards.
 func Aside(ctx context.Context) (back func()) {
 	if aside, ok := ctx.Value(asideKey{}).(func() func()); ok {
 		return aside()
@@ -67,7 +67,7 @@ type Subject struct {
 type variablesKey struct{}
 
 // WithVariables has verbs take the variables that secrets come from out of vars,
-// and none of this process's own: they are called for somebody else.
+// and none of this process's own: they are called for another process.
 func WithVariables(ctx context.Context, vars map[string]string) context.Context {
 	return context.WithValue(ctx, variablesKey{}, vars)
 }

@@ -28,7 +28,7 @@ type LifetimeChange struct {
 }
 
 // Nothing goes on in a sandbox, for Lifetime.Idle, while no command of an exec is
-// there, nobody is attached to it, and its processes have less than IdleShare of
+// there, no terminal is attached to it, and its processes have less than IdleShare of
 // one core. While it is paused no such time passes.
 
 // IdleShare is the share of one core from which on a sandbox is not idle.

@@ -128,15 +128,15 @@ func (c *Client) exchange(ctx context.Context, method, route string, q url.Value
 // refusal is the error that a response tells.
 func (c *Client) refusal(ctx context.Context, what asks, resp *http.Response) error {
 	err := c.cutOff(ctx, what, problemOf(resp))
-	if code := resp.StatusCode; (code == http.StatusNotFound || code == http.StatusMethodNotAllowed) && nobodys(err, resp.Request) {
+	if code := resp.StatusCode; (code == http.StatusNotFound || code == http.StatusMethodNotAllowed) && noRoute(err, resp.Request) {
 		return c.unknown(ctx, resp.Request)
 	}
 	return err
 }
 
-// nobodys reports whether the error of a request is that its route is none of the
+// noRoute reports whether the error of a request is that its route is none of the
 // service's, and not that a verb has not found what it was to be about.
-func nobodys(err error, req *http.Request) bool {
+func noRoute(err error, req *http.Request) bool {
 	var other *noProblem
 	var said *remote
 	if !errors.As(err, &said) {

@@ -71,7 +71,7 @@ func (e *Engine) putAll(ctx context.Context, r *restoration) error {
 		if action != "" {
 			f.action = action
 		}
-		f.put = action == runtime.AttachedPut || action == runtime.AttachedRemoved // or nobody knows
+		f.put = action == runtime.AttachedPut || action == runtime.AttachedRemoved // or it is not known
 		if err != nil {
 			return f.says(err)
 		}

@@ -180,7 +180,7 @@ func (e *Engine) prepare(ctx context.Context, sb *locked, c runtime.Container, o
 		return nil, hint(fmt.Errorf("%w: it has no processes of its own to stop", runtime.ErrUnsupported), "Stop what uses it, or leave --stop away.")
 	}
 	if opts.Stop && k.live && c.AutoRemove {
-		return nil, hint(fmt.Errorf("%w: its engine removes it as soon as it stops (it was started with --rm), and nobody could restore it", runtime.ErrState), "Leave --stop away, or start it again without --rm.")
+		return nil, hint(fmt.Errorf("%w: its engine removes it as soon as it stops (it was started with --rm), and it could not be restored", runtime.ErrState), "Leave --stop away, or start it again without --rm.")
 	}
 	if !k.live || opts.FilesOnly || only {
 		kind = runtime.KindFiles
@@ -424,9 +424,9 @@ func (e *Engine) still(ctx context.Context, k *making) error {
 	case err != nil:
 		return err
 	case k.live && now.Pid != k.c.Pid && now.Pid != 0:
-		return fmt.Errorf("%w: somebody else restarted it while it was being checkpointed", runtime.ErrState)
+		return fmt.Errorf("%w: another program restarted it while it was being checkpointed", runtime.ErrState)
 	case now.Status != want:
-		return fmt.Errorf("%w: somebody else let it go on while it was being checkpointed: it is %s", runtime.ErrState, now.Status)
+		return fmt.Errorf("%w: another program let it go on while it was being checkpointed: it is %s", runtime.ErrState, now.Status)
 	}
 	return nil
 }

@@ -189,7 +189,7 @@ func (e *Engine) runEffect(ctx context.Context, r *restoration, f *runtime.Effec
 		unrecorded = e.setEffect(context.WithoutCancel(ctx), *f)
 	}
 	if unrecorded != nil {
-		f.Status = runtime.EffectRunning // as far as anybody will know
+		f.Status = runtime.EffectRunning // as far as will ever be known
 		return failed(fmt.Errorf("what came of its undo command is not on record: %w", unrecorded))
 	}
 	e.noteEffect(*f)

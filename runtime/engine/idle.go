@@ -62,7 +62,7 @@ func (i *idling) look(e *Engine, c runtime.Container, id string, limit time.Dura
 	return i.quiet, min(window, max(limit-i.quiet, time.Millisecond)), nil
 }
 
-// inUse reports whether somebody is attached to a sandbox, or has a command in it.
+// inUse reports whether a terminal is attached to a sandbox, or a command runs in it.
 func (e *Engine) inUse(c runtime.Container, id string) (bool, error) {
 	attached, err := flock.Held(e.usePath(id), 0)
 	if attached || err != nil || c.Pid == 0 {

@@ -22,7 +22,7 @@ func (s standing) Inspect(context.Context, string) (runtime.Container, error) {
 	return runtime.Container{Status: s.status}, s.err
 }
 
-// A start that failed because the sandbox runs already is a restore if somebody else's
+// A start that failed because the sandbox runs already is a restore if another
 // start has used it, and if it runs indeed.
 func TestFailedStartIsNoRestore(t *testing.T) {
 	state := errors.Join(errors.New("its end could not be awaited"), fmt.Errorf("it is running: %w", runtime.ErrState))
@@ -35,11 +35,11 @@ func TestFailedStartIsNoRestore(t *testing.T) {
 		want    error // nil: it is restored
 		because string
 	}{
-		{state, true, runtime.KindFull, standing{status: runtime.Running}, nil, "somebody else started it"},
-		{state, true, runtime.KindFull, standing{status: runtime.Paused}, nil, "somebody else started it, and it was paused at the checkpoint"},
+		{state, true, runtime.KindFull, standing{status: runtime.Running}, nil, "another program started it"},
+		{state, true, runtime.KindFull, standing{status: runtime.Paused}, nil, "another program started it, and it was paused at the checkpoint"},
 		{state, true, runtime.KindFull, standing{status: runtime.Exited}, runtime.ErrState, "it was restored, and is gone again"},
 		{state, true, runtime.KindFull, standing{status: runtime.Created}, runtime.ErrState, "it does not run"},
-		{state, true, runtime.KindFull, standing{status: runtime.Running, err: errors.New("no answer")}, runtime.ErrState, "nobody knows whether it runs"},
+		{state, true, runtime.KindFull, standing{status: runtime.Running, err: errors.New("no answer")}, runtime.ErrState, "it is not known whether it runs"},
 		{state, true, runtime.KindFull, standing{err: runtime.ErrNotFound}, runtime.ErrState, "it was removed"},
 		{state, false, runtime.KindFull, standing{status: runtime.Running}, runtime.ErrState, "what runs is not the checkpoint"},
 		{other, true, runtime.KindFull, standing{status: runtime.Running}, other, "the start failed otherwise"},

@@ -141,7 +141,7 @@ func (e *Engine) createLease(ctx context.Context, req runtime.LeaseRequest) (run
 	row := store.Lease{ID: l.ID, Name: l.Name, Data: data, Created: l.Created}
 	err = e.store.PutLease(ctx, row)
 	if errors.Is(err, runtime.ErrExists) {
-		// The owner of the one with the name may have ended, and nobody has looked.
+		// The owner of the one with the name may have ended without being noticed.
 		if _, e2 := e.EndLeases(ctx); e2 != nil {
 			e.log.Warn("leases that have ended", "err", e2)
 		}
@@ -256,8 +256,8 @@ func (e *Engine) TransferLease(ctx context.Context, ref string, terms runtime.Le
 	return e.changeLease(ctx, ref, false, func(l *runtime.Lease) error { return setLease(l, terms) })
 }
 
-// changeLease changes one that is held. One that is not any more, and nobody has
-// noticed, begins to end instead.
+// changeLease changes one that is held. One that has ended
+// unnoticed begins to end instead.
 func (e *Engine) changeLease(ctx context.Context, ref string, lazy bool, fn func(*runtime.Lease) error) (runtime.Lease, error) {
 	row, err := e.store.Lease(ctx, ref)
 	if err != nil {
@@ -335,8 +335,8 @@ func (e *Engine) activeLease(ctx context.Context, ref string) (id string, err er
 	return row.ID, err
 }
 
-// leaseOf is the lease that a checkpoint is to belong to. What nobody has asked
-// for belongs to its sandbox's.
+// leaseOf is the lease that a checkpoint is to belong to. One that was taken
+// unasked belongs to its sandbox's.
 func (e *Engine) leaseOf(ctx context.Context, sb store.Sandbox, opts runtime.CheckpointOptions) (string, error) {
 	switch {
 	case opts.Lease != "":

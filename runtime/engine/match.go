@@ -15,7 +15,7 @@ func (e *Engine) RemoveCheckpoints(ctx context.Context, filter runtime.Checkpoin
 	switch {
 	case filter.Policy != "" || filter.Sandbox != "":
 	case filter.Trigger != "" || len(filter.Labels) > 0:
-		return out, hint(fmt.Errorf("%w: triggers and labels alone may be anybody's", runtime.ErrInvalid), "Name the policy, or the sandbox, whose checkpoints are to go.")
+		return out, hint(fmt.Errorf("%w: a trigger or label filter needs a sandbox or a policy", runtime.ErrInvalid), "Name the policy, or the sandbox, whose checkpoints are to go.")
 	default:
 		return out, fmt.Errorf("%w: nothing says which checkpoints are to go", runtime.ErrInvalid)
 	}
@@ -39,7 +39,7 @@ func (e *Engine) RemoveCheckpoints(ctx context.Context, filter runtime.Checkpoin
 			out.Pinned = append(out.Pinned, c.ID)
 		case err == nil:
 			out.Removed = append(out.Removed, c.ID)
-		case !errors.Is(err, runtime.ErrNotFound): // somebody else was faster
+		case !errors.Is(err, runtime.ErrNotFound): // it is gone already
 			failed = append(failed, err)
 		}
 	}

@@ -280,7 +280,7 @@ func (e *Engine) finishCheckpoint(ctx context.Context, in store.Intent, host Hos
 		if thawed, err = e.letGo(ctx, host, in.Sandbox, data.Was, false); err != nil {
 			return "", err
 		}
-		data.Was = runtime.Unknown // who pauses it from here on wants it paused
+		data.Was = runtime.Unknown // a pause from here on is meant to last
 		if err := e.advance(ctx, in.Seq, data, true); err != nil {
 			return "", err
 		}
@@ -449,7 +449,7 @@ func (e *Engine) takeBack(ctx context.Context, in store.Intent, host Host, data 
 	if _, err := e.letGo(ctx, host, in.Sandbox, data.Was, true); err != nil {
 		return err
 	}
-	data.Was = runtime.Unknown // who pauses it from here on wants it paused
+	data.Was = runtime.Unknown // a pause from here on is meant to last
 	if err := e.advance(ctx, in.Seq, data, true); err != nil {
 		return err
 	}

@@ -86,7 +86,7 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 		return err
 	}
 	if !r.idle && r.data.Trees[0].Aside {
-		return fmt.Errorf("%w: somebody else started it while it was being restored", runtime.ErrState)
+		return fmt.Errorf("%w: another program started it while it was being restored", runtime.ErrState)
 	}
 	touched = true
 	e.keepHits(ctx, r.sb.Sandbox, r.c) // the counters go with the processes
@@ -141,7 +141,7 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 	return e.bringUp(ctx, seq, r, &undo, &started, gone)
 }
 
-// stoodStill reports whether the sandbox, which nobody can start now, had no
+// stoodStill reports whether the sandbox, which cannot be started now, had no
 // process since the restore began. Those of one that did may have written to
 // files after these were looked at, until they ended.
 func (r *restoration) stoodStill(ctx context.Context) (bool, error) {

@@ -46,7 +46,7 @@ func alone(ctx context.Context, host Host, id string, volumes []runtime.Volume) 
 	}
 	sharer, ok := host.Backend.(runtime.VolumeSharer)
 	if !ok {
-		return fmt.Errorf("%w: backend %s does not tell who else has a volume", runtime.ErrUnsupported, host.Properties().Name)
+		return fmt.Errorf("%w: backend %s does not tell what else uses a volume", runtime.ErrUnsupported, host.Properties().Name)
 	}
 	bound, cancel := context.WithTimeout(ctx, usersTime)
 	defer cancel()

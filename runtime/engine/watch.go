@@ -106,7 +106,7 @@ func (e *Engine) ReviveWatches(ctx context.Context) error {
 
 // ReviveWatchesOfBoot is ReviveWatches as every command calls it first: a sandbox that was not
 // started in this boot of the host comes back by the service, or by Reconcile. The root may be from
-// elsewhere, and its author's program is not to run because somebody looks at it.
+// elsewhere, and looking at it must not run its author's program.
 func (e *Engine) ReviveWatchesOfBoot(ctx context.Context) error {
 	_, err := e.reviveWatches(ctx, true)
 	return err

@@ -102,7 +102,7 @@ func (v *verb) startFilter(ctx context.Context) error {
 	return v.setGates(reply.Gates)
 }
 
-// noProxy reports whether a word was said to nobody.
+// noProxy reports whether a request failed because no proxy runs.
 func noProxy(err error) bool {
 	return errors.Is(err, unix.ECONNREFUSED) || errors.Is(err, os.ErrNotExist)
 }

@@ -149,7 +149,7 @@ const (
 // Root is the directory that all lies in.
 func (s *Store) Root() string { return s.root }
 
-// Gone reports whether somebody has removed the root: what is read then is in files
+// Gone reports whether the root was removed: what is read then is in files
 // that have no name any more.
 func (s *Store) Gone() bool {
 	_, err := os.Lstat(s.dbPath())
@@ -229,7 +229,7 @@ func (s *Store) checkParts() error {
 			return linkError(path)
 		}
 		if st.Mode&unix.S_IFMT == unix.S_IFSOCK {
-			continue // it has no content, and its mode says who may connect
+			continue // it has no content, and its mode decides what may connect
 		}
 		if err := checkOwner(path, &st); err != nil {
 			return err

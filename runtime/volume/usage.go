@@ -27,7 +27,7 @@ type usage struct {
 	unknown error      // why the engine could not tell
 }
 
-// used reports whether anybody does.
+// used reports whether the volume is in use.
 func (u usage) used() bool { return len(u.refs) > 0 || len(u.seen) > 0 || len(u.users) > 0 }
 
 // coming reports whether the daemon has the volume mounted for more containers than

@@ -280,8 +280,8 @@ func (h Home) Claim(ctx context.Context, id string) (unlock func(), left bool, e
 	return unlock, left, err
 }
 
-// Traces reports whether anything of a sandbox exists. Whoever leaves anything of
-// one leaves one of these, since they go last.
+// Traces reports whether anything of a sandbox exists. These
+// go last.
 func (h Home) Traces(id string) bool {
 	for _, path := range []string{h.Dir(id), h.RunDir(id), filepath.Join(h.State, id)} {
 		if _, err := os.Lstat(path); err == nil {
