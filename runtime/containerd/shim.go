@@ -40,6 +40,10 @@ func shimOf(pid int) (shimAddress, error) {
 	if !ok {
 		return shimAddress{}, fmt.Errorf("shim of process %d: %w", pid, fault.ErrNotFound)
 	}
+	// The address is spoken to as root: no process of a container may name it.
+	if !kernel.SharesNamespaces(parent, "pid", "user") {
+		return shimAddress{}, fmt.Errorf("process %d has no shim (its parent, %d, is in a container): %w", pid, parent, fault.ErrUnsupported)
+	}
 	cwd := fmt.Sprintf("/proc/%d/cwd", parent)
 	var a shimAddress
 	err := record.ReadJSON(filepath.Join(cwd, "bootstrap.json"), &a)

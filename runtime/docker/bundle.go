@@ -11,6 +11,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/proc"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
 )
 
 const maxBundle = 16 << 20 // bytes of a config.json; the seccomp profile is in it
@@ -50,18 +51,8 @@ func shimOf(c box) (string, error) {
 	}
 	dir := fmt.Sprintf("/proc/%d", first.Parent)
 	cwd, err := os.Readlink(dir + "/cwd")
-	if err != nil || filepath.Base(cwd) != c.ID || !sameNamespace(dir, "pid") || !sameNamespace(dir, "user") {
+	if err != nil || filepath.Base(cwd) != c.ID || !kernel.SharesNamespaces(first.Parent, "pid", "user") {
 		return "", fmt.Errorf("container %s: its first process (%d) has no shim: %w", c.ID, c.State.Pid, fault.ErrUnsupported)
 	}
 	return dir, nil
-}
-
-// sameNamespace reports whether a process, by its directory in /proc, is in this one's namespace.
-func sameNamespace(proc, kind string) bool {
-	theirs, err := os.Readlink(proc + "/ns/" + kind)
-	if err != nil {
-		return false
-	}
-	ours, err := os.Readlink("/proc/self/ns/" + kind)
-	return err == nil && theirs == ours
 }

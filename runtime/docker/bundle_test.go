@@ -7,18 +7,16 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
 	"github.com/docker/docker/api/types/container"
-	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
 // begin starts a program that does nothing, under a name, in a directory.
-func begin(t *testing.T, name, dir string, attr *syscall.SysProcAttr) int {
+func begin(t *testing.T, name, dir string) int {
 	t.Helper()
 	sleep, err := exec.LookPath("sleep")
 	if err == nil {
@@ -37,7 +35,7 @@ func begin(t *testing.T, name, dir string, attr *syscall.SysProcAttr) int {
 	}
 	cmd := exec.Command(path, "100")
 	cmd.Args[0] = "sleep"
-	cmd.Dir, cmd.SysProcAttr = dir, attr
+	cmd.Dir = dir
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -66,8 +64,8 @@ func TestShimIsNone(t *testing.T) {
 	of := func(pid int) box {
 		return box{InspectResponse: container.InspectResponse{ContainerJSONBase: &container.ContainerJSONBase{ID: id, State: &container.State{Pid: pid}}}}
 	}
-	planted := begin(t, "planted", dir, nil)
-	named := begin(t, fmt.Sprintf("x) S %d ", planted), "/", nil)
+	planted := begin(t, "planted", dir)
+	named := begin(t, fmt.Sprintf("x) S %d ", planted), "/")
 	if got, err := shimOf(of(named)); !errors.Is(err, fault.ErrUnsupported) {
 		t.Errorf("%s is taken for the shim: %v", got, err)
 	}
@@ -82,17 +80,6 @@ func TestShimIsNone(t *testing.T) {
 	}
 	if binary, _, _ := shim(of(named)); binary != "/evil" {
 		t.Errorf("%q", binary)
-	}
-}
-
-// Other namespaces are those of containers.
-func TestSameNamespace(t *testing.T) {
-	out := begin(t, "out", "/", nil)
-	in := begin(t, "in", "/", &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWPID | unix.CLONE_NEWUSER})
-	for _, kind := range []string{"pid", "user"} {
-		if !sameNamespace(fmt.Sprintf("/proc/%d", out), kind) || sameNamespace(fmt.Sprintf("/proc/%d", in), kind) || sameNamespace("/proc/0", kind) {
-			t.Error(kind)
-		}
 	}
 }
 

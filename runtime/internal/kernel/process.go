@@ -279,6 +279,22 @@ func ParentOf(pid int) (int, bool) {
 	return p.Parent, err == nil
 }
 
+// SharesNamespaces reports whether a process is in this one's namespaces of some kinds, such as
+// "pid". A process of a container is not in all of them.
+func SharesNamespaces(pid int, kinds ...string) bool {
+	for _, kind := range kinds {
+		theirs, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/%s", pid, kind))
+		if err != nil {
+			return false
+		}
+		ours, err := os.Readlink("/proc/self/ns/" + kind)
+		if err != nil || theirs != ours {
+			return false
+		}
+	}
+	return true
+}
+
 // WaitFor is Wait with a limit of its own.
 func (p *Process) WaitFor(ctx context.Context, limit time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, limit)

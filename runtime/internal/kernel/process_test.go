@@ -8,9 +8,43 @@ import (
 	"os"
 	"os/exec"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
+
+// A process of a container has namespaces of its own; one that has ended shares none.
+func TestSharesNamespaces(t *testing.T) {
+	begin := func(flags uintptr) int {
+		cmd := exec.Command("sleep", "100")
+		cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: flags}
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
+		return cmd.Process.Pid
+	}
+	plain, inPid, inBoth := begin(0), begin(unix.CLONE_NEWPID), begin(unix.CLONE_NEWPID|unix.CLONE_NEWUSER)
+	for _, c := range []struct {
+		pid   int
+		kinds []string
+		want  bool
+	}{
+		{plain, []string{"pid", "user"}, true},
+		{inPid, []string{"user"}, true},
+		{inPid, []string{"user", "pid"}, false},
+		{inBoth, []string{"user"}, false},
+		{inBoth, []string{"pid"}, false},
+		{inBoth, []string{"net"}, true},
+		{0, []string{"pid"}, false},
+	} {
+		if got := SharesNamespaces(c.pid, c.kinds...); got != c.want {
+			t.Errorf("process %d, %q: %v", c.pid, c.kinds, got)
+		}
+	}
+}
 
 // A shell that was forked, and executes something only when it is told to, is like
 // the first process of a container that its runtime has made.
