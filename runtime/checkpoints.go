@@ -6,13 +6,25 @@ import (
 	"time"
 )
 
-// CheckpointService is the part of Service that makes checkpoints a history: it
-// forks, keeps, proves, moves and forgets them.
+// CheckpointService is the part of Service that takes checkpoints, goes back to them, and
+// carries them to other machines.
 type CheckpointService interface {
-	// Fork starts new sandboxes from a checkpoint; the origin is untouched.
-	Fork(ctx context.Context, sandbox string, opts ForkOptions) ([]Forked, error)
+	Checkpoint(ctx context.Context, sandbox string, opts CheckpointOptions) (Checkpoint, error)
+	// Restore puts a sandbox back. With an error, a Restored that names a checkpoint says
+	// that the sandbox is restored all the same, and only its host files are not.
+	Restore(ctx context.Context, sandbox string, opts RestoreOptions) (Restored, error)
 	// PlanRestore tells what Restore would change, and changes nothing.
 	PlanRestore(ctx context.Context, sandbox string, opts RestoreOptions) (RestorePlan, error)
+	// Fork starts new sandboxes from a checkpoint; the origin is untouched.
+	Fork(ctx context.Context, sandbox string, opts ForkOptions) ([]Forked, error)
+
+	Checkpoints(ctx context.Context, filter CheckpointFilter) ([]Checkpoint, error)
+	// CheckpointInfo returns one, by id, id prefix, or SANDBOX@NAME; a bare name works when it is unique.
+	CheckpointInfo(ctx context.Context, checkpoint string) (Checkpoint, error)
+	// History lists a sandbox's checkpoints with how they descend from each other, newest first.
+	History(ctx context.Context, sandbox string, opts HistoryOptions) ([]HistoryEntry, error)
+	// Diff tells what changed in a sandbox's files between two states.
+	Diff(ctx context.Context, req DiffRequest) (Diff, error)
 
 	// PinCheckpoint keeps a checkpoint from Prune, or gives it up to it again.
 	PinCheckpoint(ctx context.Context, checkpoint string, pinned bool) error
@@ -21,14 +33,14 @@ type CheckpointService interface {
 	TagCheckpoint(ctx context.Context, checkpoint, tag string) error
 	// UntagCheckpoint takes a tag (SANDBOX@TAG) away.
 	UntagCheckpoint(ctx context.Context, ref string) error
-
-	// Prune removes the checkpoints that no rule keeps, and frees the space of
-	// all that nothing needs any more.
-	Prune(ctx context.Context, opts PruneOptions) (Pruned, error)
-	Usage(ctx context.Context) (Usage, error)
-	Verify(ctx context.Context, opts VerifyOptions) (VerifyReport, error)
-	// Reindex rebuilds the index of the store from its files.
-	Reindex(ctx context.Context) (Reindexed, error)
+	RemoveCheckpoint(ctx context.Context, checkpoint string) error
+	// RemoveCheckpoints removes all that match, in every state, but for pinned ones.
+	// Trigger and Labels need a Policy or a Sandbox that they are looked for in, and
+	// something has to be named. One that cannot be removed does not keep the others;
+	// what was removed is told with the error, too.
+	RemoveCheckpoints(ctx context.Context, filter CheckpointFilter) (RemovedCheckpoints, error)
+	// VerifyCheckpoint rereads all of it; a mismatch is ErrCorrupt.
+	VerifyCheckpoint(ctx context.Context, checkpoint string) error
 
 	// ExportCheckpoint writes an archive that Podman, CRI-O and checkpointctl read.
 	ExportCheckpoint(ctx context.Context, checkpoint string, w io.Writer, opts ExportOptions) error

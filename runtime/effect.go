@@ -1,9 +1,6 @@
 package runtime
 
-import (
-	"context"
-	"time"
-)
+import "time"
 
 // What a sandbox has done outside of itself no restore takes back. Its ledger has
 // an undo command for each such effect, and a restore to a checkpoint from before it
@@ -55,16 +52,4 @@ type EffectRequest struct {
 	Label     string        `json:"label"`
 	OnFailure string        `json:"on_failure"` // empty: OnFailureAbort
 	Timeout   time.Duration `json:"timeout_ns"` // 0: 30 s; at most 10 min
-}
-
-// EffectService is the part of Service that keeps the ledgers.
-type EffectService interface {
-	// AddEffect records that a sandbox has just done something outside of itself.
-	// A restore to a checkpoint from before now compensates it.
-	AddEffect(ctx context.Context, sandbox string, req EffectRequest) (Effect, error)
-	// Effects lists the ledger, newest first; without all only what is outstanding
-	// yet. The sandbox may have been removed, if it has left checkpoints.
-	Effects(ctx context.Context, sandbox string, all bool) ([]Effect, error)
-	// RemoveEffect takes an entry, by a prefix of its id, off the ledger: nothing is run for it.
-	RemoveEffect(ctx context.Context, sandbox, effect string) error
 }

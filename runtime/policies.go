@@ -1,19 +1,5 @@
 package runtime
 
-import (
-	"context"
-
-	"github.com/agentbox/agentbox/policy"
-)
-
-// PolicyService is the part of Service about the policies that names stand for.
-type PolicyService interface {
-	// Policies lists them by name, also those that are wrong.
-	Policies(ctx context.Context) ([]PolicyEntry, error)
-	// Policy resolves a name.
-	Policy(ctx context.Context, name string) (*policy.Policy, error)
-}
-
 // PolicyEntry is one of a list.
 type PolicyEntry struct {
 	Name        string   `json:"name"`
@@ -28,12 +14,4 @@ type PolicyEntry struct {
 type EgressChange struct {
 	Add    []string `json:"add"`
 	Remove []string `json:"remove"`
-}
-
-// EgressService is the part of Service about filtered sandboxes.
-type EgressService interface {
-	// UpdateEgress changes what a sandbox may reach, at once if it runs, and
-	// returns all its rules. Of a rule that is to be removed and not there it
-	// makes ErrNotFound, and then changes nothing.
-	UpdateEgress(ctx context.Context, sandbox string, change EgressChange) ([]string, error)
 }

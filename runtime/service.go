@@ -12,12 +12,24 @@ import (
 	"github.com/agentbox/agentbox/policy"
 )
 
-// Service is all that a command sees of agentbox. *Engine and *api.Client implement
-// it, and errors.Is works through both.
+// Service is all that a command sees of agentbox: five parts, of which a function takes the
+// one that it needs. *engine.Engine and *api.Client implement it, and errors.Is works
+// through both.
 //
 // Wherever a method takes a sandbox or a checkpoint it takes a name, an id or
 // a unique prefix of an id, four digits or more. An ambiguous prefix is ErrInvalid.
 type Service interface {
+	SandboxService
+	CheckpointService
+	ImageService
+	LeaseService
+	HostService
+	Close() error
+}
+
+// SandboxService is the part of Service that makes sandboxes, runs them and reaches into
+// them.
+type SandboxService interface {
 	Create(ctx context.Context, req CreateRequest) (Sandbox, error)
 	// Start starts a created or exited sandbox; see Backend.Start for streams and wait.
 	Start(ctx context.Context, sandbox string, streams *Streams) (wait func() error, err error)
@@ -26,76 +38,31 @@ type Service interface {
 	Wait(ctx context.Context, sandbox string) (exit int, err error)
 	Logs(ctx context.Context, sandbox string, opts LogOptions, stdout, stderr io.Writer) error
 	Kill(ctx context.Context, sandbox, signal string) error
-	// Stop asks with the stop signal and kills after timeout; negative means 10 s.
+	// Stop sends the stop signal, and SIGKILL after timeout; a negative one is 10 s.
 	Stop(ctx context.Context, sandbox string, timeout time.Duration) error
-	// Restart is Stop and Start, of which nobody comes in between. One that could not
-	// start, for a secret that is missing perhaps, is not stopped.
+	// Restart stops and starts the sandbox as one operation; no other verb runs in
+	// between. A sandbox that could not be started again (for example, because a secret
+	// is missing) is not stopped.
 	Restart(ctx context.Context, sandbox string, timeout time.Duration) error
 	Pause(ctx context.Context, sandbox string) error
 	Unpause(ctx context.Context, sandbox string) error
 	Remove(ctx context.Context, sandbox string, opts RemoveOptions) error
+
 	Sandbox(ctx context.Context, sandbox string) (Sandbox, error)
-	// Sandboxes lists all of them, newest first. Their specs have no rules of policies and no
-	// seccomp profiles, as Sandbox has them; lists may share what specs point to.
+	// Sandboxes lists all sandboxes, newest first. Their specs lack the rules of policies and
+	// seccomp profiles, which Sandbox has; entries may share what their specs point to.
 	Sandboxes(ctx context.Context) ([]Sandbox, error)
-	// Stats tells what they use, newest first, or as they are named. One that
-	// ends meanwhile is left out; one that is named and not there is ErrNotFound.
+	// Stats returns what sandboxes use: of all, newest first, or of those named, in
+	// that order. A sandbox that ends meanwhile is left out; a name of none is
+	// ErrNotFound.
 	Stats(ctx context.Context, opts StatsOptions) ([]Stats, error)
 
 	// CopyFrom writes path as a tar stream, as `docker cp c:path -` does.
 	CopyFrom(ctx context.Context, sandbox, path string, w io.Writer) error
 	// CopyTo extracts a tar stream into the directory path.
 	CopyTo(ctx context.Context, sandbox, path string, r io.Reader) error
-	// Stat tells what path is, a final symlink not followed.
+	// Stat describes path; it does not follow a final symlink.
 	Stat(ctx context.Context, sandbox, path string) (PathStat, error)
-
-	Checkpoint(ctx context.Context, sandbox string, opts CheckpointOptions) (Checkpoint, error)
-	// Restore puts a sandbox back. With an error, a Restored that names a checkpoint says
-	// that the sandbox is restored all the same, and only its host files are not.
-	Restore(ctx context.Context, sandbox string, opts RestoreOptions) (Restored, error)
-	Checkpoints(ctx context.Context, filter CheckpointFilter) ([]Checkpoint, error)
-	// CheckpointInfo returns one, by id, id prefix, or SANDBOX@NAME; a bare name works when it is unique.
-	CheckpointInfo(ctx context.Context, checkpoint string) (Checkpoint, error)
-	RemoveCheckpoint(ctx context.Context, checkpoint string) error
-	// RemoveCheckpoints removes all that match, in every state, but for pinned ones.
-	// Trigger and Labels need a Policy or a Sandbox that they are looked for in, and
-	// something has to be named. One that cannot be removed does not keep the others;
-	// what was removed is told with the error, too.
-	RemoveCheckpoints(ctx context.Context, filter CheckpointFilter) (RemovedCheckpoints, error)
-	// VerifyCheckpoint rereads all of it; a mismatch is ErrCorrupt.
-	VerifyCheckpoint(ctx context.Context, checkpoint string) error
-	// Diff tells what changed in a sandbox's files between two states.
-	Diff(ctx context.Context, req DiffRequest) (Diff, error)
-	// History lists a sandbox's checkpoints with how they descend from each other, newest first.
-	History(ctx context.Context, sandbox string, opts HistoryOptions) ([]HistoryEntry, error)
-
-	// Apply brings what a sandbox changed into the directory that it was laid
-	// over, or takes the last Apply back: all of it or nothing.
-	Apply(ctx context.Context, sandbox string, opts ApplyOptions) (Applied, error)
-
-	CheckpointService
-	EffectService
-	ImageService
-	EgressService
-	LeaseService
-	PolicyService
-	// Events hands what befell a sandbox, oldest first, to each; when following,
-	// until ctx ends or the sandbox is removed.
-	Events(ctx context.Context, sandbox string, opts EventOptions, each func(Event) error) error
-	// ReleaseHold lets a sandbox be used again that a restore has stopped safely,
-	// because nothing had brought it back. It stays paused, or stopped.
-	ReleaseHold(ctx context.Context, sandbox string) error
-	// UpdateLifetime changes how long a sandbox may live, from now on, or be
-	// idle, and whether it comes back when it has ended. One that has expired can
-	// then be started again.
-	UpdateLifetime(ctx context.Context, sandbox string, change LifetimeChange) (Sandbox, error)
-	// UpdateStorage changes what the files of a sandbox may take, at once if it runs.
-	UpdateStorage(ctx context.Context, sandbox string, change StorageChange) (Sandbox, error)
-
-	// Reconcile rolls interrupted verbs forward or back, and compares what is
-	// recorded with what there is: it repairs the one and frees the other.
-	Reconcile(ctx context.Context) (ReconcileReport, error)
-	Close() error
 }
 
 // Local is a Service whose sandboxes are on this host and open to this process.

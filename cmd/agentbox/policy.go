@@ -43,7 +43,7 @@ func (p ownPolicies) List() ([]runtime.PolicyEntry, error) { return engine.ListP
 // narrow is the service's.
 type servicePolicies struct {
 	ctx context.Context
-	svc runtime.PolicyService
+	svc runtime.HostService
 }
 
 func (p servicePolicies) List() ([]runtime.PolicyEntry, error) { return p.svc.Policies(p.ctx) }

@@ -22,9 +22,15 @@ import (
 // Label is on all that a session makes, with the session's id.
 const Label = "agentbox.session"
 
+// Service is what a session needs of runtime.Service.
+type Service interface {
+	runtime.SandboxService
+	runtime.CheckpointService
+}
+
 // A Session makes what Close removes. It may be used by several goroutines.
 type Session struct {
-	svc runtime.Service
+	svc Service
 	id  string
 
 	mu     sync.Mutex
@@ -33,7 +39,7 @@ type Session struct {
 }
 
 // New begins a session.
-func New(svc runtime.Service) *Session {
+func New(svc Service) *Session {
 	return &Session{svc: svc, id: rand.Text(), kept: map[string]bool{}, remade: map[string]bool{}}
 }
 
