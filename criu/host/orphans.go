@@ -61,7 +61,7 @@ func EndOrphans() (ended int, err error) {
 
 // EndOrphan kills a process if it is such an orphan, and waits for its end.
 func EndOrphan(pid int) (was bool, err error) {
-	if !isCRIU(pid) {
+	if !orphaned(pid) {
 		return false, nil
 	}
 	fd, err := unix.PidfdOpen(pid, 0)
@@ -69,16 +69,28 @@ func EndOrphan(pid int) (was bool, err error) {
 		return false, err
 	}
 	defer unix.Close(fd)
-	if !isCRIU(pid) || !orphaned(pid) {
-		return false, nil
+	before, err := proc.Read(pid)
+	if err != nil {
+		return false, err
 	}
-	// Stopped it cannot begin to trace between the look and the kill.
+
+	// What was seen of it may be from before and after it has executed a program, such as a
+	// tool that CRIU has just started. Stopped it executes nothing, and cannot begin to
+	// trace between the look and the kill.
 	if err := unix.PidfdSendSignal(fd, unix.SIGSTOP, nil, 0); err != nil {
 		return false, err
 	}
-	if tracing, err := traces(pid); err != nil || tracing {
-		return false, errors.Join(err, unix.PidfdSendSignal(fd, unix.SIGCONT, nil, 0))
+	tracing := false
+	if was = stands(pid) && orphaned(pid); was {
+		tracing, err = traces(pid)
 	}
+	if !was || tracing || err != nil {
+		if before.State != 'T' {
+			err = errors.Join(err, unix.PidfdSendSignal(fd, unix.SIGCONT, nil, 0))
+		}
+		return false, err
+	}
+
 	if err := unix.PidfdSendSignal(fd, unix.SIGKILL, nil, 0); err != nil {
 		return false, err
 	}
@@ -96,6 +108,19 @@ func EndOrphan(pid int) (was bool, err error) {
 	}
 }
 
+// stands waits until a process that was sent SIGSTOP has stopped, and reports whether it has.
+func stands(pid int) bool {
+	for end := time.Now().Add(endLimit); time.Now().Before(end); time.Sleep(time.Millisecond) {
+		switch p, err := proc.Read(pid); {
+		case err != nil || p.Ended():
+			return false
+		case p.State == 'T':
+			return true
+		}
+	}
+	return false
+}
+
 // isCRIU reports whether a process runs CRIU, or is a restored one that is still CRIU.
 func isCRIU(pid int) bool {
 	name, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid))
@@ -104,8 +129,11 @@ func isCRIU(pid int) bool {
 
 // orphaned reports whether agentbox owned a CRIU that has lost its parent: a child process
 // that has another one than a CRIU, or a CRIU whose parent is neither its owner nor a
-// program with the same owner.
+// program with the same owner. Of a process that goes on meanwhile the answer can be wrong.
 func orphaned(pid int) bool {
+	if !isCRIU(pid) {
+		return false
+	}
 	owner := ownerOf(pid)
 	if owner == "" {
 		return false

@@ -136,8 +136,48 @@ func TestEndOrphans(t *testing.T) {
 	}
 }
 
+// A CRIU that dumps has written its title over its environment, and starts programs that have
+// its owner in theirs: between their fork and a moment after they are executed these are no
+// orphans, either.
+func TestEndOrphansStarts(t *testing.T) {
+	spawns := exec.Command(criuLink(t))
+	spawns.Env = []string{beEnv + "=spawning", "PATH=" + os.Getenv("PATH")}
+	out, err := spawns.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	in, err := spawns.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := spawns.Start(); err != nil {
+		t.Fatal(err)
+	}
+	for end := time.Now().Add(time.Second); time.Now().Before(end); {
+		list, _ := os.ReadFile(fmt.Sprintf("/proc/%[1]d/task/%[1]d/children", spawns.Process.Pid))
+		for _, field := range strings.Fields(string(list)) {
+			if pid, err := strconv.Atoi(field); err == nil {
+				_, _ = EndOrphan(pid)
+			}
+		}
+	}
+	_ = in.Close()
+	said, err := io.ReadAll(out)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := spawns.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	var ran, failed int
+	if _, err := fmt.Sscan(string(said), new(int), &ran, &failed); err != nil || ran < 10 || failed > 0 {
+		t.Errorf("of %d programs %d were killed: %v", ran, failed, err)
+	}
+}
+
 // beEnv makes this test a program named criu that waits for the end of its input: "idle",
-// or "tracing" a process meanwhile.
+// "tracing" a process meanwhile, or "spawning" programs, whose number and that of those
+// that failed it says at the end.
 const beEnv = "AGENTBOX_TEST_BE_CRIU"
 
 func TestMain(m *testing.M) {
@@ -153,6 +193,24 @@ func TestMain(m *testing.M) {
 			os.Exit(1)
 		}
 		defer func() { _ = cmd.Process.Kill() }()
+	case "spawning":
+		runtime.LockOSThread() // the main thread, whose children are listed
+		fmt.Println(os.Getpid())
+		ended := make(chan struct{})
+		go func() { _, _ = io.Copy(io.Discard, os.Stdin); close(ended) }()
+		for ran, failed := 0, 0; ; ran++ {
+			select {
+			case <-ended:
+				fmt.Println(ran, failed)
+				return
+			default:
+			}
+			cmd := exec.Command("true")
+			cmd.Env = append(os.Environ(), ownerEnv+"=1:1")
+			if cmd.Run() != nil {
+				failed++
+			}
+		}
 	}
 	fmt.Println(os.Getpid())
 	_, _ = io.Copy(io.Discard, os.Stdin)
