@@ -146,28 +146,32 @@ func openService(ctx context.Context, g globals) (_ runtime.Service, err error) 
 		return nil, err
 	}
 	log, by := audit.Open(root), cmp.Or(g.by, "command")
-	eng := engine.New(engine.Options{Deeds: g.traces.Deeds(by, log.Deeds(by)), Run: run, Store: st, Backend: g.Backend, Auto: g.starter(self, "auto"), Watch: g.starter(self, "watch"), Keeper: func() error { return g.startAside(self, "keep-leases") }, Policies: g.policies(), Open: func(name string) (engine.Host, error) {
-		open, ok := backends[name]
-		if !ok {
-			return engine.Host{}, usageErrorf("unknown backend %q: choose %s", name, backendNames())
-		}
-		return open(place{root: root, run: run, self: self})
-	}})
-	svc := g.traces.Around(audit.New(eng, log, by))
+	eng := engine.New(engine.Options{
+		Run: run, Store: st, Backend: g.Backend, Policies: g.policies(),
+		Auto: g.starter(self, "auto"), Watch: g.starter(self, "watch"), Keeper: func() error { return g.startAside(self, "keep-leases") },
+		Observers: []engine.Observer{g.traces.Observer(by), log.Observer(by)},
+		Open: func(name string) (engine.Host, error) {
+			open, ok := backends[name]
+			if !ok {
+				return engine.Host{}, usageErrorf("unknown backend %q: choose %s", name, backendNames())
+			}
+			return open(place{root: root, run: run, self: self})
+		},
+	})
 	if g.reaping {
-		return svc, nil
+		return eng, nil
 	}
-	if _, err := svc.RecoverInterrupted(ctx); err != nil {
+	if _, err := eng.RecoverInterrupted(ctx); err != nil {
 		// It must not keep the user from other sandboxes, or from looking.
 		slog.Error("recovery failed; `agentbox recover` tries again", "err", err)
 	}
 	if err := eng.ReviveWatchesOfBoot(ctx); err != nil {
 		slog.Error("limits of sandboxes may not be held; `agentbox recover` tries again", "err", err)
 	}
-	if _, err := svc.EndLeases(ctx); err != nil {
+	if _, err := eng.EndLeases(ctx); err != nil {
 		slog.Error("what belonged to a lease is not removed; `agentbox recover` tries again", "err", err)
 	}
-	return svc, nil
+	return eng, nil
 }
 
 // examine checks the host for `agentbox doctor`.

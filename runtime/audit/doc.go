@@ -1,11 +1,8 @@
 // Package audit keeps on record who did what to which sandbox.
 //
-// Service stands before the Engine: every verb that may change something leaves
-// one record before it begins and one with its outcome, and no verb of the
-// Engine is out of its reach: what it embeds has only those that change nothing.
-//
-// What the Engine does by itself, such as to end a lease, it does by way of Log.Deeds,
-// which leaves the same two records.
+// Log.Observer sees each verb of an Engine. One that may change something leaves a record
+// before it begins and another with its outcome; so does what the Engine does by itself,
+// such as to end a lease. Verbs that change nothing leave none.
 //
 // The records are in ROOT/audit: lines of JSON in segments, each named by the
 // sequence number of its first. A record has the hash of the one before it, and

@@ -11,8 +11,13 @@ import (
 )
 
 // Apply brings what a sandbox changed into the directory that it was laid over.
-func (e *Engine) Apply(ctx context.Context, ref string, opts runtime.ApplyOptions) (out runtime.Applied, err error) {
-	defer func() { err = fail("apply", ref, err) }()
+func (e *Engine) Apply(ctx context.Context, ref string, opts runtime.ApplyOptions) (runtime.Applied, error) {
+	return verb(ctx, e, onSandbox("apply", ref), func(ctx context.Context) (runtime.Applied, error) {
+		return e.apply(ctx, ref, opts)
+	})
+}
+
+func (e *Engine) apply(ctx context.Context, ref string, opts runtime.ApplyOptions) (out runtime.Applied, err error) {
 	if opts.DryRun && opts.Undo {
 		return out, fmt.Errorf("%w: of an undo there is no dry run", runtime.ErrInvalid)
 	}

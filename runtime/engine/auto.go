@@ -50,7 +50,7 @@ func (e *Engine) beforeExec(ctx context.Context, sb store.Sandbox, p runtime.Pro
 	if on, err := every(s); err != nil || !on.Exec {
 		return err
 	}
-	_, err = e.Checkpoint(ctx, sb.ID, runtime.CheckpointOptions{
+	_, err = e.takeCheckpoint(ctx, sb.ID, runtime.CheckpointOptions{
 		// The program alone: arguments can be secrets.
 		Trigger: runtime.TriggerExec, Automatic: true, Labels: map[string]string{"exec": clipLabel(p.Args[0])},
 	})

@@ -32,7 +32,13 @@ type freezing struct {
 // with Stop until the checkpoint is durable. When Checkpoint returns without an
 // error the checkpoint is durable. On error the sandbox goes on as before and
 // nothing new is listed as ready.
-func (e *Engine) Checkpoint(ctx context.Context, ref string, opts runtime.CheckpointOptions) (out runtime.Checkpoint, err error) {
+func (e *Engine) Checkpoint(ctx context.Context, ref string, opts runtime.CheckpointOptions) (runtime.Checkpoint, error) {
+	return verb(ctx, e, onSandbox("checkpoint", ref), func(ctx context.Context) (runtime.Checkpoint, error) {
+		return e.takeCheckpoint(ctx, ref, opts)
+	})
+}
+
+func (e *Engine) takeCheckpoint(ctx context.Context, ref string, opts runtime.CheckpointOptions) (out runtime.Checkpoint, err error) {
 	defer func() { err = fail("checkpoint", ref, err) }()
 	steps := follow(opts.Progress)
 	defer steps.end()
@@ -542,7 +548,13 @@ func (e *Engine) logKept(draft *store.Draft, err error) error {
 }
 
 // Checkpoints lists checkpoints, newest first.
-func (e *Engine) Checkpoints(ctx context.Context, filter runtime.CheckpointFilter) (_ []runtime.Checkpoint, err error) {
+func (e *Engine) Checkpoints(ctx context.Context, filter runtime.CheckpointFilter) ([]runtime.Checkpoint, error) {
+	return verb(ctx, e, onSandbox("checkpoint ls", filter.Sandbox).reads(), func(ctx context.Context) ([]runtime.Checkpoint, error) {
+		return e.listCheckpoints(ctx, filter)
+	})
+}
+
+func (e *Engine) listCheckpoints(ctx context.Context, filter runtime.CheckpointFilter) (_ []runtime.Checkpoint, err error) {
 	defer func() { err = fail("checkpoint ls", filter.Sandbox, err) }()
 	f := store.Filter{All: filter.All, Labels: filter.Labels, Trigger: filter.Trigger}
 	if filter.Sandbox != "" {
@@ -579,36 +591,41 @@ func (e *Engine) Checkpoints(ctx context.Context, filter runtime.CheckpointFilte
 
 // CheckpointInfo describes one checkpoint.
 func (e *Engine) CheckpointInfo(ctx context.Context, ref string) (runtime.Checkpoint, error) {
-	row, err := e.checkpoint(ctx, ref)
-	if err != nil {
-		return runtime.Checkpoint{}, fail("checkpoint inspect", ref, err)
-	}
-	return checkpointView(row), nil
+	return verb(ctx, e, onCheckpoint("checkpoint inspect", ref).reads(), func(ctx context.Context) (runtime.Checkpoint, error) {
+		row, err := e.checkpoint(ctx, ref)
+		if err != nil {
+			return runtime.Checkpoint{}, err
+		}
+		return checkpointView(row), nil
+	})
 }
 
 // RemoveCheckpoint deletes a checkpoint and its data.
-func (e *Engine) RemoveCheckpoint(ctx context.Context, ref string) (err error) {
-	defer func() { err = fail("checkpoint rm", ref, err) }()
-	row, err := e.checkpoint(ctx, ref)
-	if err != nil {
-		return err
-	}
-	lock, err := e.lock(ctx, row.SandboxID, "checkpoint rm", lockWait)
-	if err != nil {
-		return err
-	}
-	defer e.tidy(ctx)
-	defer lock.Unlock()
-	return e.store.RemoveCheckpoint(ctx, row.ID)
+func (e *Engine) RemoveCheckpoint(ctx context.Context, ref string) error {
+	return e.verb(ctx, onCheckpoint("checkpoint rm", ref), func(ctx context.Context) (err error) {
+		row, err := e.checkpoint(ctx, ref)
+		if err != nil {
+			return err
+		}
+		lock, err := e.lock(ctx, row.SandboxID, "checkpoint rm", lockWait)
+		if err != nil {
+			return err
+		}
+		defer e.tidy(ctx)
+		defer lock.Unlock()
+		return e.store.RemoveCheckpoint(ctx, row.ID)
+	})
 }
 
 // VerifyCheckpoint rereads all of a checkpoint.
 func (e *Engine) VerifyCheckpoint(ctx context.Context, ref string) error {
-	row, err := e.checkpoint(ctx, ref)
-	if err == nil {
-		err = e.store.VerifyCheckpoint(ctx, row.ID)
-	}
-	return fail("checkpoint verify", ref, err)
+	return e.verb(ctx, onCheckpoint("checkpoint verify", ref), func(ctx context.Context) error {
+		row, err := e.checkpoint(ctx, ref)
+		if err == nil {
+			err = e.store.VerifyCheckpoint(ctx, row.ID)
+		}
+		return err
+	})
 }
 
 func checkpointView(row store.Checkpoint) runtime.Checkpoint {

@@ -20,8 +20,13 @@ import (
 )
 
 // Commit makes an image of a sandbox or of a checkpoint.
-func (e *Engine) Commit(ctx context.Context, ref, to string, opts runtime.CommitOptions) (out runtime.Committed, err error) {
-	defer func() { err = fail("commit", ref, err) }()
+func (e *Engine) Commit(ctx context.Context, ref, to string, opts runtime.CommitOptions) (runtime.Committed, error) {
+	op := onSandbox("commit", ref)
+	op.To = to
+	return verb(ctx, e, op, func(ctx context.Context) (runtime.Committed, error) { return e.commit(ctx, ref, to, opts) })
+}
+
+func (e *Engine) commit(ctx context.Context, ref, to string, opts runtime.CommitOptions) (out runtime.Committed, err error) {
 	dest, err := e.destination(to, opts.Source)
 	if err != nil {
 		return out, err

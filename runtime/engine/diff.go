@@ -26,8 +26,13 @@ const maxChanges = 1_000_000
 
 // Diff tells what a user of a sandbox finds changed between two states of its
 // files. It only reads, and takes a running sandbox as it finds it.
-func (e *Engine) Diff(ctx context.Context, req runtime.DiffRequest) (_ runtime.Diff, err error) {
-	defer func() { err = fail("diff", req.Sandbox, err) }()
+func (e *Engine) Diff(ctx context.Context, req runtime.DiffRequest) (runtime.Diff, error) {
+	return verb(ctx, e, onSandbox("diff", req.Sandbox).reads(), func(ctx context.Context) (runtime.Diff, error) {
+		return e.diff(ctx, req)
+	})
+}
+
+func (e *Engine) diff(ctx context.Context, req runtime.DiffRequest) (_ runtime.Diff, err error) {
 	sb, gone, err := e.owner(ctx, req.Sandbox)
 	if err != nil {
 		return runtime.Diff{}, err

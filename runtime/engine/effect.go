@@ -76,8 +76,15 @@ func (e *Engine) setEffect(ctx context.Context, f runtime.Effect) error {
 }
 
 // AddEffect records an effect.
-func (e *Engine) AddEffect(ctx context.Context, ref string, req runtime.EffectRequest) (f runtime.Effect, err error) {
-	defer func() { err = fail("effect add", ref, err) }()
+func (e *Engine) AddEffect(ctx context.Context, ref string, req runtime.EffectRequest) (runtime.Effect, error) {
+	op := onSandbox("effect add", ref)
+	if len(req.Command) > 0 {
+		op.Program = req.Command[0]
+	}
+	return verb(ctx, e, op, func(ctx context.Context) (runtime.Effect, error) { return e.addEffect(ctx, ref, req) })
+}
+
+func (e *Engine) addEffect(ctx context.Context, ref string, req runtime.EffectRequest) (f runtime.Effect, err error) {
 	f = runtime.Effect{ID: newID(), Group: req.Group, Label: req.Label, Command: slices.Clone(req.Command),
 		OnFailure: cmp.Or(req.OnFailure, runtime.OnFailureAbort), Timeout: cmp.Or(req.Timeout, effectTimeout), Status: runtime.EffectOutstanding}
 	if err := checkEffect(&f); err != nil {
@@ -173,8 +180,13 @@ func lookHost(name string) (string, error) {
 }
 
 // Effects lists the ledger of a sandbox, newest first.
-func (e *Engine) Effects(ctx context.Context, ref string, all bool) (_ []runtime.Effect, err error) {
-	defer func() { err = fail("effect ls", ref, err) }()
+func (e *Engine) Effects(ctx context.Context, ref string, all bool) ([]runtime.Effect, error) {
+	return verb(ctx, e, onSandbox("effect ls", ref).reads(), func(ctx context.Context) ([]runtime.Effect, error) {
+		return e.listEffects(ctx, ref, all)
+	})
+}
+
+func (e *Engine) listEffects(ctx context.Context, ref string, all bool) (_ []runtime.Effect, err error) {
 	sb, _, err := e.owner(ctx, ref)
 	if err != nil {
 		return nil, err
@@ -198,8 +210,13 @@ func (e *Engine) Effects(ctx context.Context, ref string, all bool) (_ []runtime
 }
 
 // RemoveEffect takes an effect off the ledger. It stays on record, as removed.
-func (e *Engine) RemoveEffect(ctx context.Context, ref, effect string) (err error) {
-	defer func() { err = fail("effect rm", ref, err) }()
+func (e *Engine) RemoveEffect(ctx context.Context, ref, effect string) error {
+	op := onSandbox("effect rm", ref)
+	op.To = effect
+	return e.verb(ctx, op, func(ctx context.Context) error { return e.removeEffect(ctx, ref, effect) })
+}
+
+func (e *Engine) removeEffect(ctx context.Context, ref, effect string) (err error) {
 	sb, _, err := e.owner(ctx, ref)
 	if err != nil {
 		return err

@@ -36,8 +36,13 @@ func checkFilter(s runtime.Spec, host Host) error {
 }
 
 // UpdateEgress changes what a sandbox may reach.
-func (e *Engine) UpdateEgress(ctx context.Context, ref string, change runtime.EgressChange) (rules []string, err error) {
-	defer func() { err = fail("update", ref, err) }()
+func (e *Engine) UpdateEgress(ctx context.Context, ref string, change runtime.EgressChange) ([]string, error) {
+	return verb(ctx, e, onSandbox("update", ref), func(ctx context.Context) ([]string, error) {
+		return e.updateEgress(ctx, ref, change)
+	})
+}
+
+func (e *Engine) updateEgress(ctx context.Context, ref string, change runtime.EgressChange) (rules []string, err error) {
 	sb, err := e.acquire(ctx, ref, "update", lockWait)
 	if err != nil {
 		return nil, err

@@ -64,10 +64,10 @@ type Engine struct {
 	auto   func(id string) error // see Options.Auto
 	watch  func(id string) error // see Options.Watch
 	keeper func() error          // see Options.Keeper
-	deeds  func(context.Context, *Deed, func() error) error
 	tidyAt int64
 
-	policies policy.Finder
+	observers []Observer
+	policies  policy.Finder
 
 	keeps atomic.Bool // this process is the keeper of leases
 
@@ -110,9 +110,9 @@ type Options struct {
 	// Keeper starts the process that ends leases (Engine.KeepLeases), like Auto.
 	Keeper func() error
 
-	// Deeds puts on record what the Engine does by itself: before do, which does it,
-	// and after. It returns do's error, and may refuse to call it. Nil: nobody does.
-	Deeds func(ctx context.Context, d *Deed, do func() error) error
+	// Observers see each verb, and what the Engine does by itself; the first is outermost.
+	// A nil one is none.
+	Observers []Observer
 
 	// Policies finds the policy of sandboxes for which nobody names one, and
 	// remembers which were used here.
@@ -125,7 +125,13 @@ func New(opts Options) *Engine {
 	if log == nil {
 		log = slog.Default()
 	}
-	return &Engine{run: opts.Run, store: opts.Store, first: opts.Backend, make: opts.Open, log: log, auto: opts.Auto, watch: opts.Watch, keeper: opts.Keeper, deeds: opts.Deeds, tidyAt: cmp.Or(opts.TidyAt, 256<<20), hosts: map[string]Host{}, under: map[int64]bool{}, kept: map[string]string{}, policies: opts.Policies}
+	return &Engine{
+		run: opts.Run, store: opts.Store, first: opts.Backend, make: opts.Open, log: log,
+		auto: opts.Auto, watch: opts.Watch, keeper: opts.Keeper,
+		tidyAt: cmp.Or(opts.TidyAt, 256<<20), policies: opts.Policies,
+		observers: slices.DeleteFunc(slices.Clone(opts.Observers), func(o Observer) bool { return o == nil }),
+		hosts:     map[string]Host{}, under: map[int64]bool{}, kept: map[string]string{},
+	}
 }
 
 // host returns a backend by its name.
@@ -391,6 +397,12 @@ func identity(s runtime.Spec, attempt int) []string {
 
 // Sandbox describes one sandbox as it is now.
 func (e *Engine) Sandbox(ctx context.Context, ref string) (runtime.Sandbox, error) {
+	return verb(ctx, e, onSandbox("inspect", ref).reads(), func(ctx context.Context) (runtime.Sandbox, error) {
+		return e.inspect(ctx, ref)
+	})
+}
+
+func (e *Engine) inspect(ctx context.Context, ref string) (runtime.Sandbox, error) {
 	sb, err := e.find(ctx, ref)
 	if err != nil {
 		return runtime.Sandbox{}, fail("inspect", ref, err)
@@ -406,9 +418,11 @@ func (e *Engine) Sandbox(ctx context.Context, ref string) (runtime.Sandbox, erro
 const viewsAtOnce = 4
 
 // Sandboxes lists all sandboxes, newest first.
-func (e *Engine) Sandboxes(ctx context.Context) (list []runtime.Sandbox, err error) {
-	ahead.Do(func() { list, err = e.sandboxes(ctx) })
-	return list, err
+func (e *Engine) Sandboxes(ctx context.Context) ([]runtime.Sandbox, error) {
+	return verb(ctx, e, on("ps", "").reads(), func(ctx context.Context) (list []runtime.Sandbox, err error) {
+		ahead.Do(func() { list, err = e.sandboxes(ctx) })
+		return list, err
+	})
 }
 
 func (e *Engine) sandboxes(ctx context.Context) ([]runtime.Sandbox, error) {

@@ -27,8 +27,13 @@ const followEvery = 250 * time.Millisecond
 func (e *Engine) eventsDir() string { return filepath.Join(e.store.Root(), "events") }
 
 // Events hands what befell a sandbox to each.
-func (e *Engine) Events(ctx context.Context, ref string, opts runtime.EventOptions, each func(runtime.Event) error) (err error) {
-	defer func() { err = fail("events", ref, err) }()
+func (e *Engine) Events(ctx context.Context, ref string, opts runtime.EventOptions, each func(runtime.Event) error) error {
+	return e.verb(ctx, onSandbox("events", ref).reads(), func(ctx context.Context) error {
+		return e.events(ctx, ref, opts, each)
+	})
+}
+
+func (e *Engine) events(ctx context.Context, ref string, opts runtime.EventOptions, each func(runtime.Event) error) (err error) {
 	sb, err := e.locate(ctx, ref)
 	if err != nil {
 		return err

@@ -29,16 +29,28 @@ func (e *Engine) onRoot(ctx context.Context, ref string, write bool, fn func(roo
 
 // CopyFrom writes a path of the sandbox as a tar stream.
 func (e *Engine) CopyFrom(ctx context.Context, ref, path string, w io.Writer) error {
-	return e.onRoot(ctx, ref, false, func(root string, ids *idmap.Map) error { return copy.From(ctx, root, ids, path, w) })
+	return e.verb(ctx, onSandbox("cp", ref).reads().errorsNamed(), func(ctx context.Context) error {
+		return e.onRoot(ctx, ref, false, func(root string, ids *idmap.Map) error { return copy.From(ctx, root, ids, path, w) })
+	})
 }
 
 // CopyTo extracts a tar stream into a directory of the sandbox.
 func (e *Engine) CopyTo(ctx context.Context, ref, path string, r io.Reader) error {
-	return e.onRoot(ctx, ref, true, func(root string, ids *idmap.Map) error { return copy.To(ctx, root, ids, path, r) })
+	op := onSandbox("cp", ref)
+	op.To, op.named = path, true
+	return e.verb(ctx, op, func(ctx context.Context) error {
+		return e.onRoot(ctx, ref, true, func(root string, ids *idmap.Map) error { return copy.To(ctx, root, ids, path, r) })
+	})
 }
 
 // Files runs fn on the sandbox's root filesystem.
 func (e *Engine) Files(ctx context.Context, ref string, fn func(*policy.Jail) error) error {
+	return e.verb(ctx, &Op{Verb: "files", Ref: ref, About: AboutSandbox, Reads: runtime.OnlyReads(ctx), named: true}, func(ctx context.Context) error {
+		return e.files(ctx, ref, fn)
+	})
+}
+
+func (e *Engine) files(ctx context.Context, ref string, fn func(*policy.Jail) error) error {
 	sb, err := e.locate(ctx, ref)
 	if err == nil {
 		err = mayUse(sb.Sandbox)
@@ -61,11 +73,13 @@ func (e *Engine) Files(ctx context.Context, ref string, fn func(*policy.Jail) er
 }
 
 // Stat tells what a path in the sandbox is.
-func (e *Engine) Stat(ctx context.Context, ref, path string) (out runtime.PathStat, err error) {
-	err = e.onRoot(ctx, ref, false, func(root string, _ *idmap.Map) error {
-		st, err := copy.StatPath(root, path)
-		out = runtime.PathStat(st)
-		return err
+func (e *Engine) Stat(ctx context.Context, ref, path string) (runtime.PathStat, error) {
+	return verb(ctx, e, onSandbox("stat", ref).reads().errorsNamed(), func(ctx context.Context) (out runtime.PathStat, err error) {
+		err = e.onRoot(ctx, ref, false, func(root string, _ *idmap.Map) error {
+			st, err := copy.StatPath(root, path)
+			out = runtime.PathStat(st)
+			return err
+		})
+		return out, err
 	})
-	return out, err
 }

@@ -39,8 +39,13 @@ type forking struct {
 // its own id, name, hostname and address; what its processes remember of their
 // past is the origin's, and the receipt says so. When one of them fails the
 // others stay, and the error comes with their receipts.
-func (e *Engine) Fork(ctx context.Context, ref string, opts runtime.ForkOptions) (_ []runtime.Forked, err error) {
-	defer func() { err = fail("fork", ref, err) }()
+func (e *Engine) Fork(ctx context.Context, ref string, opts runtime.ForkOptions) ([]runtime.Forked, error) {
+	return verb(ctx, e, onSandbox("fork", ref), func(ctx context.Context) ([]runtime.Forked, error) {
+		return e.fork(ctx, ref, opts)
+	})
+}
+
+func (e *Engine) fork(ctx context.Context, ref string, opts runtime.ForkOptions) (_ []runtime.Forked, err error) {
 	opts.Count = max(opts.Count, len(opts.Names), 1)
 	switch {
 	case opts.Count > maxForks:
@@ -133,7 +138,7 @@ func (e *Engine) forkFrom(ctx context.Context, ref string, opts runtime.ForkOpti
 		return row, err
 	}
 	if opts.Checkpoint == "" && !gone {
-		c, err := e.Checkpoint(ctx, sb.ID, runtime.CheckpointOptions{Trigger: "fork", FilesOnly: opts.FilesOnly, Progress: opts.Progress})
+		c, err := e.takeCheckpoint(ctx, sb.ID, runtime.CheckpointOptions{Trigger: "fork", FilesOnly: opts.FilesOnly, Progress: opts.Progress})
 		if err != nil {
 			return row, err
 		}
@@ -267,7 +272,7 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 	e.enforce(s, r.c)
 	out := r.fork.receipt
 	out.Checkpoint, out.Took, out.Warnings = checkpointView(row), time.Since(begun), withheld
-	out.Sandbox, err = e.Sandbox(context.WithoutCancel(ctx), s.ID)
+	out.Sandbox, err = e.inspect(context.WithoutCancel(ctx), s.ID)
 	e.log.Info("forked", "sandbox", s.ID, "checkpoint", row.ID, "took", out.Took)
 	return out, err
 }

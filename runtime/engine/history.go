@@ -14,8 +14,13 @@ import (
 
 // History returns the checkpoints of a sandbox, also of a removed one, newest
 // first, which is always after those that descend from it.
-func (e *Engine) History(ctx context.Context, ref string, opts runtime.HistoryOptions) (_ []runtime.HistoryEntry, err error) {
-	defer func() { err = fail("log", ref, err) }()
+func (e *Engine) History(ctx context.Context, ref string, opts runtime.HistoryOptions) ([]runtime.HistoryEntry, error) {
+	return verb(ctx, e, onSandbox("log", ref).reads(), func(ctx context.Context) ([]runtime.HistoryEntry, error) {
+		return e.history(ctx, ref, opts)
+	})
+}
+
+func (e *Engine) history(ctx context.Context, ref string, opts runtime.HistoryOptions) (_ []runtime.HistoryEntry, err error) {
 	sb, _, err := e.owner(ctx, ref)
 	if err != nil {
 		return nil, err

@@ -22,33 +22,43 @@ import (
 
 // ImportImage makes an image of a tarball or a directory.
 func (e *Engine) ImportImage(ctx context.Context, name, source string) (runtime.Image, error) {
-	to, err := e.images()
-	if err != nil {
-		return runtime.Image{}, fail("image import", name, err)
-	}
-	img, err := to.Import(ctx, name, source)
-	return imageView(img), fail("image import", name, err)
+	return verb(ctx, e, &Op{Verb: "image import", Ref: name, From: source}, func(ctx context.Context) (runtime.Image, error) {
+		to, err := e.images()
+		if err != nil {
+			return runtime.Image{}, err
+		}
+		img, err := to.Import(ctx, name, source)
+		return imageView(img), err
+	})
 }
 
 // ImportImageFrom makes an image of a tar stream.
 func (e *Engine) ImportImageFrom(ctx context.Context, name string, r io.Reader) (runtime.Image, error) {
-	to, err := e.images()
-	if err != nil {
-		return runtime.Image{}, fail("image import", name, err)
-	}
-	img, err := to.ImportFrom(ctx, name, r)
-	return imageView(img), fail("image import", name, err)
+	return verb(ctx, e, on("image import", name), func(ctx context.Context) (runtime.Image, error) {
+		to, err := e.images()
+		if err != nil {
+			return runtime.Image{}, err
+		}
+		img, err := to.ImportFrom(ctx, name, r)
+		return imageView(img), err
+	})
 }
 
 // Images lists all images.
 func (e *Engine) Images(ctx context.Context) ([]runtime.Image, error) {
+	return verb(ctx, e, on("image ls", "").reads(), func(ctx context.Context) ([]runtime.Image, error) {
+		return e.listImages(ctx)
+	})
+}
+
+func (e *Engine) listImages(ctx context.Context) ([]runtime.Image, error) {
 	from, err := e.images()
 	if err != nil {
-		return nil, fail("image ls", "", err)
+		return nil, err
 	}
 	list, err := from.List(ctx)
 	if err != nil {
-		return nil, fail("image ls", "", err)
+		return nil, err
 	}
 	out := make([]runtime.Image, len(list))
 	for i, img := range list {
@@ -67,12 +77,14 @@ func imageView(img images.Image) runtime.Image {
 
 // PullImage gets an image from where it is, or finds it here.
 func (e *Engine) PullImage(ctx context.Context, ref string, opts images.PullOptions) (runtime.Image, error) {
-	from, err := e.images()
-	if err != nil {
-		return runtime.Image{}, fail("image pull", ref, err)
-	}
-	img, err := from.Pull(ctx, ref, opts)
-	return imageView(img), fail("image pull", ref, err)
+	return verb(ctx, e, on("image pull", ref), func(ctx context.Context) (runtime.Image, error) {
+		from, err := e.images()
+		if err != nil {
+			return runtime.Image{}, err
+		}
+		img, err := from.Pull(ctx, ref, opts)
+		return imageView(img), err
+	})
 }
 
 // unreachable says of an image that is neither here nor to be had from a
@@ -87,8 +99,13 @@ func unreachable(ref string, err error) error {
 }
 
 // PushImage writes an image to another place.
-func (e *Engine) PushImage(ctx context.Context, ref, to string, opts source.Options) (out runtime.PushedImage, err error) {
-	defer func() { err = fail("image push", ref, err) }()
+func (e *Engine) PushImage(ctx context.Context, ref, to string, opts source.Options) (runtime.PushedImage, error) {
+	return verb(ctx, e, &Op{Verb: "image push", Ref: ref, To: to}, func(ctx context.Context) (runtime.PushedImage, error) {
+		return e.pushImage(ctx, ref, to, opts)
+	})
+}
+
+func (e *Engine) pushImage(ctx context.Context, ref, to string, opts source.Options) (out runtime.PushedImage, err error) {
 	from, err := e.images()
 	if err != nil {
 		return out, err
@@ -169,16 +186,23 @@ func (e *Engine) put(ctx context.Context, here runtime.Images, to destination, i
 
 // TagImage gives an image one more name.
 func (e *Engine) TagImage(ctx context.Context, ref, name string) error {
-	from, err := e.images()
-	if err == nil {
-		err = from.Tag(ctx, ref, name)
-	}
-	return fail("image tag", ref, err)
+	return e.verb(ctx, &Op{Verb: "image tag", Ref: ref, To: name}, func(ctx context.Context) error {
+		from, err := e.images()
+		if err == nil {
+			err = from.Tag(ctx, ref, name)
+		}
+		return err
+	})
 }
 
 // InspectImage tells all about an image.
-func (e *Engine) InspectImage(ctx context.Context, ref string) (out runtime.ImageDetails, err error) {
-	defer func() { err = fail("image inspect", ref, err) }()
+func (e *Engine) InspectImage(ctx context.Context, ref string) (runtime.ImageDetails, error) {
+	return verb(ctx, e, on("image inspect", ref).reads(), func(ctx context.Context) (runtime.ImageDetails, error) {
+		return e.inspectImage(ctx, ref)
+	})
+}
+
+func (e *Engine) inspectImage(ctx context.Context, ref string) (out runtime.ImageDetails, err error) {
 	from, err := e.images()
 	if err != nil {
 		return out, err
@@ -201,22 +225,28 @@ func (e *Engine) InspectImage(ctx context.Context, ref string) (out runtime.Imag
 }
 
 // VerifyImage reads an image's files again.
-func (e *Engine) VerifyImage(ctx context.Context, ref string) (_ runtime.Image, err error) {
-	defer func() { err = fail("image verify", ref, err) }()
-	from, err := e.images()
-	if err != nil {
-		return runtime.Image{}, err
-	}
-	img, err := from.Resolve(ctx, ref)
-	if err != nil {
-		return runtime.Image{}, err
-	}
-	return imageView(img), from.Verify(ctx, img.Digest)
+func (e *Engine) VerifyImage(ctx context.Context, ref string) (runtime.Image, error) {
+	return verb(ctx, e, on("image verify", ref), func(ctx context.Context) (_ runtime.Image, err error) {
+		from, err := e.images()
+		if err != nil {
+			return runtime.Image{}, err
+		}
+		img, err := from.Resolve(ctx, ref)
+		if err != nil {
+			return runtime.Image{}, err
+		}
+		return imageView(img), from.Verify(ctx, img.Digest)
+	})
 }
 
 // PruneImages removes images that nothing needs.
-func (e *Engine) PruneImages(ctx context.Context, all bool) (out runtime.PrunedImages, err error) {
-	defer func() { err = fail("image prune", "", err) }()
+func (e *Engine) PruneImages(ctx context.Context, all bool) (runtime.PrunedImages, error) {
+	return verb(ctx, e, on("image prune", ""), func(ctx context.Context) (runtime.PrunedImages, error) {
+		return e.pruneImages(ctx, all)
+	})
+}
+
+func (e *Engine) pruneImages(ctx context.Context, all bool) (out runtime.PrunedImages, err error) {
 	out.Removed = []runtime.Image{}
 	from, err := e.images()
 	if err != nil {
@@ -283,8 +313,11 @@ func (e *Engine) arrived(ctx context.Context, row store.Checkpoint) runtime.Chec
 
 // RemoveImage removes an image's name, and its files when no other name has
 // them. The last name of one that a sandbox or a checkpoint needs is refused.
-func (e *Engine) RemoveImage(ctx context.Context, name string) (err error) {
-	defer func() { err = fail("image rm", name, err) }()
+func (e *Engine) RemoveImage(ctx context.Context, name string) error {
+	return e.verb(ctx, on("image rm", name), func(ctx context.Context) error { return e.removeImage(ctx, name) })
+}
+
+func (e *Engine) removeImage(ctx context.Context, name string) (err error) {
 	from, err := e.images()
 	if err != nil {
 		return err

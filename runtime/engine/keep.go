@@ -19,40 +19,56 @@ import (
 
 // PinCheckpoint keeps a checkpoint from Prune, or gives it up to it again.
 func (e *Engine) PinCheckpoint(ctx context.Context, ref string, pinned bool) error {
-	row, err := e.checkpoint(ctx, ref)
-	if err == nil {
-		err = e.store.Pin(ctx, row.ID, pinned)
+	name := "checkpoint pin"
+	if !pinned {
+		name = "checkpoint unpin"
 	}
-	return fail("checkpoint pin", ref, err)
+	return e.verb(ctx, onCheckpoint(name, ref), func(ctx context.Context) error {
+		row, err := e.checkpoint(ctx, ref)
+		if err == nil {
+			err = e.store.Pin(ctx, row.ID, pinned)
+		}
+		return err
+	})
 }
 
 // TagCheckpoint gives a checkpoint one more name in its sandbox.
 func (e *Engine) TagCheckpoint(ctx context.Context, ref, tag string) error {
-	row, err := e.checkpoint(ctx, ref)
-	if err == nil {
-		err = e.store.Tag(ctx, row.ID, tag)
-	}
-	return fail("checkpoint tag", ref, err)
+	op := onCheckpoint("checkpoint tag", ref)
+	op.To = tag
+	return e.verb(ctx, op, func(ctx context.Context) error {
+		row, err := e.checkpoint(ctx, ref)
+		if err == nil {
+			err = e.store.Tag(ctx, row.ID, tag)
+		}
+		return err
+	})
 }
 
 // UntagCheckpoint takes the tag of SANDBOX@TAG away.
-func (e *Engine) UntagCheckpoint(ctx context.Context, ref string) (err error) {
-	defer func() { err = fail("checkpoint untag", ref, err) }()
-	sandbox, tag, ok := strings.Cut(ref, "@")
-	if !ok || sandbox == "" || tag == "" {
-		return hint(fmt.Errorf("%w: %q", runtime.ErrInvalid, ref), "Name the tag as SANDBOX@TAG.")
-	}
-	sb, _, err := e.owner(ctx, sandbox)
-	if err != nil {
-		return err
-	}
-	return e.store.Untag(ctx, sb.ID, tag)
+func (e *Engine) UntagCheckpoint(ctx context.Context, ref string) error {
+	return e.verb(ctx, onCheckpoint("checkpoint untag", ref), func(ctx context.Context) (err error) {
+		sandbox, tag, ok := strings.Cut(ref, "@")
+		if !ok || sandbox == "" || tag == "" {
+			return hint(fmt.Errorf("%w: %q", runtime.ErrInvalid, ref), "Name the tag as SANDBOX@TAG.")
+		}
+		sb, _, err := e.owner(ctx, sandbox)
+		if err != nil {
+			return err
+		}
+		return e.store.Untag(ctx, sb.ID, tag)
+	})
 }
 
 // Prune removes the checkpoints that no rule keeps and frees what nothing needs.
 // Without a rule those of the sandboxes' policies count.
-func (e *Engine) Prune(ctx context.Context, opts runtime.PruneOptions) (out runtime.Pruned, err error) {
-	defer func() { err = fail("prune", opts.Sandbox, err) }()
+func (e *Engine) Prune(ctx context.Context, opts runtime.PruneOptions) (runtime.Pruned, error) {
+	return verb(ctx, e, &Op{Verb: "prune", Ref: opts.Sandbox, About: AboutSandbox, Reads: opts.DryRun}, func(ctx context.Context) (runtime.Pruned, error) {
+		return e.prune(ctx, opts)
+	})
+}
+
+func (e *Engine) prune(ctx context.Context, opts runtime.PruneOptions) (out runtime.Pruned, err error) {
 	rules := policy.Retention{
 		KeepLast: opts.KeepLast, KeepWithin: opts.KeepWithin, KeepHourly: opts.KeepHourly,
 		KeepDaily: opts.KeepDaily, KeepWeekly: opts.KeepWeekly, MaxBytes: opts.MaxBytes,
@@ -295,8 +311,11 @@ func (e *Engine) forget(ctx context.Context, row store.Checkpoint) error {
 }
 
 // Usage tells where the space is.
-func (e *Engine) Usage(ctx context.Context) (out runtime.Usage, err error) {
-	defer func() { err = fail("df", "", err) }()
+func (e *Engine) Usage(ctx context.Context) (runtime.Usage, error) {
+	return verb(ctx, e, on("df", "").reads(), func(ctx context.Context) (runtime.Usage, error) { return e.usage(ctx) })
+}
+
+func (e *Engine) usage(ctx context.Context) (out runtime.Usage, err error) {
 	u, err := e.store.Usage(ctx)
 	if err != nil {
 		return out, err
@@ -308,7 +327,7 @@ func (e *Engine) Usage(ctx context.Context) (out runtime.Usage, err error) {
 	for _, c := range u.Checkpoints {
 		out.Checkpoints = append(out.Checkpoints, runtime.CheckpointUsage{Checkpoint: checkpointView(c.Checkpoint), Needs: c.Needs, Unique: c.Unique})
 	}
-	boxes, err := e.Sandboxes(ctx)
+	boxes, err := e.sandboxes(ctx)
 	if err != nil {
 		return out, err
 	}
@@ -333,7 +352,13 @@ func (e *Engine) Usage(ctx context.Context) (out runtime.Usage, err error) {
 }
 
 // Verify proves checkpoints, and marks those that are damaged.
-func (e *Engine) Verify(ctx context.Context, opts runtime.VerifyOptions) (out runtime.VerifyReport, err error) {
+func (e *Engine) Verify(ctx context.Context, opts runtime.VerifyOptions) (runtime.VerifyReport, error) {
+	return verb(ctx, e, on("verify", "").errorsNamed(), func(ctx context.Context) (runtime.VerifyReport, error) {
+		return e.verify(ctx, opts)
+	})
+}
+
+func (e *Engine) verify(ctx context.Context, opts runtime.VerifyOptions) (out runtime.VerifyReport, err error) {
 	defer func() { err = fail("verify", strings.Join(opts.Checkpoints, " "), err) }()
 	if opts.Rehearse && len(opts.Checkpoints) == 0 {
 		return out, fmt.Errorf("%w: a rehearsal needs checkpoints", runtime.ErrInvalid)
@@ -365,6 +390,8 @@ func (e *Engine) Verify(ctx context.Context, opts runtime.VerifyOptions) (out ru
 
 // Reindex rebuilds the index of the store from packs and manifests.
 func (e *Engine) Reindex(ctx context.Context) (runtime.Reindexed, error) {
-	got, err := e.store.Reindex(ctx)
-	return runtime.Reindexed{Packs: got.Packs, Pieces: got.Pieces, Checkpoints: got.Checkpoints, Notes: got.Notes}, fail("store reindex", "", err)
+	return verb(ctx, e, on("store reindex", ""), func(ctx context.Context) (runtime.Reindexed, error) {
+		got, err := e.store.Reindex(ctx)
+		return runtime.Reindexed{Packs: got.Packs, Pieces: got.Pieces, Checkpoints: got.Checkpoints, Notes: got.Notes}, err
+	})
 }

@@ -116,12 +116,13 @@ func encodeLease(l runtime.Lease) (json.RawMessage, error) {
 }
 
 // CreateLease makes a lease.
-func (e *Engine) CreateLease(ctx context.Context, req runtime.LeaseRequest) (_ runtime.Lease, err error) {
-	defer func() { err = fail("lease create", req.Name, err) }()
-	if req.Owner == runtime.OwnerConnection {
-		return runtime.Lease{}, hint(fmt.Errorf("%w: a connection holds a lease as long as the call lasts that makes it", runtime.ErrInvalid), "Use HoldLease, or POST /v1/leases/hold.")
-	}
-	return e.createLease(ctx, req)
+func (e *Engine) CreateLease(ctx context.Context, req runtime.LeaseRequest) (runtime.Lease, error) {
+	return verb(ctx, e, on("lease create", req.Name), func(ctx context.Context) (_ runtime.Lease, err error) {
+		if req.Owner == runtime.OwnerConnection {
+			return runtime.Lease{}, hint(fmt.Errorf("%w: a connection holds a lease as long as the call lasts that makes it", runtime.ErrInvalid), "Use HoldLease, or POST /v1/leases/hold.")
+		}
+		return e.createLease(ctx, req)
+	})
 }
 
 func (e *Engine) createLease(ctx context.Context, req runtime.LeaseRequest) (runtime.Lease, error) {
@@ -152,7 +153,7 @@ func (e *Engine) createLease(ctx context.Context, req runtime.LeaseRequest) (run
 	}
 	e.log.Info("lease", "lease", l.ID, "name", l.Name, "owner", l.Owner.Kind, "pid", l.Owner.Pid, "for", l.For)
 	e.wakeKeeper()
-	return e.Lease(context.WithoutCancel(ctx), l.ID)
+	return e.lease(context.WithoutCancel(ctx), l.ID)
 }
 
 // setLease gives a lease its terms, from now on.
@@ -169,7 +170,13 @@ func setLease(l *runtime.Lease, t runtime.LeaseTerms) error {
 }
 
 // Lease describes one.
-func (e *Engine) Lease(ctx context.Context, ref string) (_ runtime.Lease, err error) {
+func (e *Engine) Lease(ctx context.Context, ref string) (runtime.Lease, error) {
+	return verb(ctx, e, on("lease inspect", ref).reads().errorsNamed(), func(ctx context.Context) (runtime.Lease, error) {
+		return e.lease(ctx, ref)
+	})
+}
+
+func (e *Engine) lease(ctx context.Context, ref string) (_ runtime.Lease, err error) {
 	defer func() { err = fail("lease", ref, err) }()
 	row, err := e.store.Lease(ctx, ref)
 	if err != nil {
@@ -179,19 +186,20 @@ func (e *Engine) Lease(ctx context.Context, ref string) (_ runtime.Lease, err er
 }
 
 // Leases lists them.
-func (e *Engine) Leases(ctx context.Context, all bool) (_ []runtime.Lease, err error) {
-	defer func() { err = fail("lease ls", "", err) }()
-	rows, err := e.store.Leases(ctx, all)
-	if err != nil {
-		return nil, err
-	}
-	list := make([]runtime.Lease, len(rows))
-	for i, row := range rows {
-		if list[i], err = e.leaseView(ctx, row); err != nil {
+func (e *Engine) Leases(ctx context.Context, all bool) ([]runtime.Lease, error) {
+	return verb(ctx, e, on("lease ls", "").reads(), func(ctx context.Context) (_ []runtime.Lease, err error) {
+		rows, err := e.store.Leases(ctx, all)
+		if err != nil {
 			return nil, err
 		}
-	}
-	return list, nil
+		list := make([]runtime.Lease, len(rows))
+		for i, row := range rows {
+			if list[i], err = e.leaseView(ctx, row); err != nil {
+				return nil, err
+			}
+		}
+		return list, nil
+	})
 }
 
 func (e *Engine) leaseView(ctx context.Context, row store.Lease) (runtime.Lease, error) {
@@ -228,8 +236,13 @@ func listLease(l *runtime.Lease, m store.LeaseMembers) {
 }
 
 // RenewLease tells that the owner is alive, or sets the deadline.
-func (e *Engine) RenewLease(ctx context.Context, ref string, deadline time.Duration) (_ runtime.Lease, err error) {
-	defer func() { err = fail("lease renew", ref, err) }()
+func (e *Engine) RenewLease(ctx context.Context, ref string, deadline time.Duration) (runtime.Lease, error) {
+	return verb(ctx, e, &Op{Verb: "lease renew", Ref: ref, Reads: deadline == 0}, func(ctx context.Context) (runtime.Lease, error) {
+		return e.renewLease(ctx, ref, deadline)
+	})
+}
+
+func (e *Engine) renewLease(ctx context.Context, ref string, deadline time.Duration) (_ runtime.Lease, err error) {
 	return e.changeLease(ctx, ref, deadline == 0, func(l *runtime.Lease) error {
 		if l.Owner.Kind == runtime.OwnerHeartbeat {
 			l.Owner.Beat = thisBeat()
@@ -248,12 +261,13 @@ func (e *Engine) RenewLease(ctx context.Context, ref string, deadline time.Durat
 }
 
 // TransferLease gives a lease another owner.
-func (e *Engine) TransferLease(ctx context.Context, ref string, terms runtime.LeaseTerms) (_ runtime.Lease, err error) {
-	defer func() { err = fail("lease transfer", ref, err) }()
-	if terms.Owner == runtime.OwnerConnection {
-		return runtime.Lease{}, fmt.Errorf("%w: no lease can be given to a connection", runtime.ErrInvalid)
-	}
-	return e.changeLease(ctx, ref, false, func(l *runtime.Lease) error { return setLease(l, terms) })
+func (e *Engine) TransferLease(ctx context.Context, ref string, terms runtime.LeaseTerms) (runtime.Lease, error) {
+	return verb(ctx, e, on("lease transfer", ref), func(ctx context.Context) (_ runtime.Lease, err error) {
+		if terms.Owner == runtime.OwnerConnection {
+			return runtime.Lease{}, fmt.Errorf("%w: no lease can be given to a connection", runtime.ErrInvalid)
+		}
+		return e.changeLease(ctx, ref, false, func(l *runtime.Lease) error { return setLease(l, terms) })
+	})
 }
 
 // changeLease changes one that is held. One that has ended
@@ -287,7 +301,7 @@ func (e *Engine) changeLease(ctx context.Context, ref string, lazy bool, fn func
 		return runtime.Lease{}, err
 	}
 	e.wakeKeeper()
-	return e.Lease(ctx, row.ID)
+	return e.lease(ctx, row.ID)
 }
 
 // over is the error of what needs a lease that is held.
@@ -300,8 +314,13 @@ func over(row store.Lease) error {
 }
 
 // ReleaseLease ends a lease.
-func (e *Engine) ReleaseLease(ctx context.Context, ref string) (_ runtime.Lease, err error) {
-	defer func() { err = fail("lease release", ref, err) }()
+func (e *Engine) ReleaseLease(ctx context.Context, ref string) (runtime.Lease, error) {
+	return verb(ctx, e, on("lease release", ref), func(ctx context.Context) (runtime.Lease, error) {
+		return e.releaseLease(ctx, ref)
+	})
+}
+
+func (e *Engine) releaseLease(ctx context.Context, ref string) (_ runtime.Lease, err error) {
 	row, err := e.store.Lease(ctx, ref)
 	if err != nil {
 		return runtime.Lease{}, err
@@ -315,7 +334,7 @@ func (e *Engine) ReleaseLease(ctx context.Context, ref string) (_ runtime.Lease,
 	if err := e.freeLease(ctx, row.ID, ""); err != nil {
 		return runtime.Lease{}, err
 	}
-	return e.Lease(ctx, row.ID)
+	return e.lease(ctx, row.ID)
 }
 
 // activeLease finds the lease that something is to belong to; empty: none.
@@ -350,8 +369,17 @@ func (e *Engine) leaseOf(ctx context.Context, sb store.Sandbox, opts runtime.Che
 }
 
 // HoldLease holds a lease while fn runs.
-func (e *Engine) HoldLease(ctx context.Context, req runtime.LeaseRequest, fn func(context.Context, runtime.Lease) error) (err error) {
-	defer func() { err = fail("lease hold", req.Name, err) }()
+func (e *Engine) HoldLease(ctx context.Context, req runtime.LeaseRequest, fn func(context.Context, runtime.Lease) error) error {
+	op := on("lease hold", req.Name)
+	return e.verb(ctx, op, func(ctx context.Context) error {
+		return e.holdLease(ctx, req, func(ctx context.Context, l runtime.Lease) error {
+			op.Result = l
+			return fn(ctx, l)
+		})
+	})
+}
+
+func (e *Engine) holdLease(ctx context.Context, req runtime.LeaseRequest, fn func(context.Context, runtime.Lease) error) (err error) {
 	if req.Owner != "" && req.Owner != runtime.OwnerConnection || req.Pid != 0 || req.Interval != 0 {
 		return fmt.Errorf("%w: its owner is the connection", runtime.ErrInvalid)
 	}

@@ -193,7 +193,7 @@ func (e *Engine) endLeases(ctx context.Context) (did []string, left []runtime.Le
 }
 
 // freeLease removes what belongs to a lease that ends. What fails does not keep it
-// from the rest. by is as in Deed: a verb waits for what others are at work on.
+// from the rest. by is as in Own: a verb waits for what others are at work on.
 func (e *Engine) freeLease(ctx context.Context, id, by string) error {
 	patience, wait := time.Duration(0), by == ""
 	if wait {
@@ -273,11 +273,12 @@ func (e *Engine) freeMembers(ctx context.Context, id, by string) error {
 	if err := failpoint.Hit("lease.end.after-members"); err != nil {
 		return err
 	}
-	var end *Deed // a verb that ends a lease is on record itself
+	var end *Op // a verb that ends a lease is on record itself
 	if by != "" {
-		end = &Deed{Verb: "lease end", By: by, Why: l.Reason, Ref: l.Name, To: id}
+		end = ByItself("lease end", runtime.Subject{}, Own{By: by, Why: l.Reason})
+		end.Ref, end.To = l.Name, id
 	}
-	err = e.deed(ctx, end, func() error {
+	err = e.observed(ctx, end, func(ctx context.Context) error {
 		return e.store.ChangeLease(ctx, id, false, func(row *store.Lease) error {
 			row.State = store.LeaseEnded
 			return nil
@@ -310,7 +311,7 @@ func (e *Engine) freeSandbox(ctx context.Context, sb store.Sandbox, l runtime.Le
 	if err := e.note(sb.ID, runtime.Event{Time: time.Now(), Type: runtime.EventLease, Name: cmp.Or(l.Name, short(l.ID)), Reason: l.Reason}); err != nil {
 		e.log.Warn("its end is not told", "sandbox", sb.ID, "err", err)
 	}
-	err := e.removeAs(ctx, sb.ID, deedTo(sb, "rm", by, ofLease(l)), runtime.RemoveOptions{Force: true})
+	err := e.removeAs(ctx, sb.ID, ByItself("rm", subjectOf(sb), Own{By: by, Why: ofLease(l)}), runtime.RemoveOptions{Force: true})
 	if errors.Is(err, runtime.ErrNotFound) {
 		return nil
 	}
@@ -331,11 +332,11 @@ func (e *Engine) freeCheckpoint(ctx context.Context, c store.Checkpoint, l runti
 	if err := failpoint.Hit("lease.end.before-checkpoint"); err != nil {
 		return err
 	}
-	var d *Deed
+	var op *Op
 	if !c.Pinned { // else it stays
-		d = &Deed{Verb: "checkpoint rm", By: by, Why: ofLease(l), Subject: runtime.Subject{Sandbox: c.SandboxID, Name: c.SandboxName, Checkpoint: c.ID}}
+		op = ByItself("checkpoint rm", runtime.Subject{Sandbox: c.SandboxID, Name: c.SandboxName, Checkpoint: c.ID}, Own{By: by, Why: ofLease(l)})
 	}
-	err = e.deed(ctx, d, func() error {
+	err = e.observed(ctx, op, func(ctx context.Context) error {
 		removed, err := e.store.RemoveUnpinned(ctx, c.ID)
 		if err == nil && !removed {
 			err = errPinned // since we looked
@@ -477,4 +478,12 @@ func await(ctx context.Context, o runtime.LeaseOwner, waiting map[runtime.LeaseO
 			}
 		}
 	})
+}
+
+// ofLease is why something goes with a lease.
+func ofLease(l runtime.Lease) string {
+	if l.Name == "" {
+		return fmt.Sprintf("lease %s: %s", short(l.ID), l.Reason)
+	}
+	return fmt.Sprintf("lease %s (%s): %s", short(l.ID), l.Name, l.Reason)
 }

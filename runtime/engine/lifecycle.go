@@ -32,7 +32,13 @@ import (
 const stopTimeout = 10 * time.Second
 
 // Create makes a sandbox that can be started. On error nothing of it is left.
-func (e *Engine) Create(ctx context.Context, req runtime.CreateRequest) (_ runtime.Sandbox, err error) {
+func (e *Engine) Create(ctx context.Context, req runtime.CreateRequest) (runtime.Sandbox, error) {
+	return verb(ctx, e, &Op{Verb: "create", Ref: req.Spec.Image, Name: req.Spec.Name, named: true}, func(ctx context.Context) (runtime.Sandbox, error) {
+		return e.createSandbox(ctx, req)
+	})
+}
+
+func (e *Engine) createSandbox(ctx context.Context, req runtime.CreateRequest) (_ runtime.Sandbox, err error) {
 	name := req.Spec.Name
 	defer func() { err = fail("create", name, err) }()
 	from, err := e.images()
@@ -95,7 +101,7 @@ func (e *Engine) Create(ctx context.Context, req runtime.CreateRequest) (_ runti
 		return runtime.Sandbox{}, err
 	}
 	e.log.Info("created", "sandbox", s.ID, "name", s.Name, "image", s.Image)
-	return e.Sandbox(ctx, s.ID)
+	return e.inspect(ctx, s.ID)
 }
 
 // creating is the journal's data of a creation.
@@ -276,13 +282,14 @@ func checkMount(m runtime.Mount) error {
 }
 
 // Start starts a created or exited sandbox.
-func (e *Engine) Start(ctx context.Context, ref string, streams *runtime.Streams) (wait func() error, err error) {
-	defer func() { err = fail("start", ref, err) }()
-	sb, err := e.acquire(ctx, ref, "start", lockWait)
-	if err != nil {
-		return nil, err
-	}
-	return e.start(ctx, sb, streams)
+func (e *Engine) Start(ctx context.Context, ref string, streams *runtime.Streams) (func() error, error) {
+	return verb(ctx, e, onSandbox("start", ref), func(ctx context.Context) (wait func() error, err error) {
+		sb, err := e.acquire(ctx, ref, "start", lockWait)
+		if err != nil {
+			return nil, err
+		}
+		return e.start(ctx, sb, streams)
+	})
 }
 
 // start is Start of a sandbox whose lock it takes over.
@@ -425,6 +432,10 @@ func (e *Engine) running(ctx context.Context, ref, verb string) (located, error)
 
 // Attach connects streams to a running sandbox's first process.
 func (e *Engine) Attach(ctx context.Context, ref string, streams runtime.Streams) error {
+	return e.verb(ctx, onSandbox("attach", ref).errorsNamed(), func(ctx context.Context) error { return e.attach(ctx, ref, streams) })
+}
+
+func (e *Engine) attach(ctx context.Context, ref string, streams runtime.Streams) error {
 	sb, err := e.running(ctx, ref, "attach")
 	var done func()
 	if err == nil {
@@ -442,26 +453,40 @@ func (e *Engine) Attach(ctx context.Context, ref string, streams runtime.Streams
 
 // Exec runs one more process in a running sandbox.
 func (e *Engine) Exec(ctx context.Context, ref string, p runtime.Process, streams runtime.Streams) (int, error) {
+	op := onSandbox("exec", ref)
+	if len(p.Args) > 0 {
+		op.Program = p.Args[0]
+	}
+	return verb(ctx, e, op, func(ctx context.Context) (int, error) {
+		exit, err := e.exec(ctx, ref, p, streams)
+		if err == nil && !p.Detach {
+			op.Exit = &exit
+		}
+		return exit, err
+	})
+}
+
+func (e *Engine) exec(ctx context.Context, ref string, p runtime.Process, streams runtime.Streams) (int, error) {
 	if len(p.Args) == 0 {
-		return 0, fail("exec", ref, fmt.Errorf("%w: no command", runtime.ErrInvalid))
+		return 0, fmt.Errorf("%w: no command", runtime.ErrInvalid)
 	}
 	if err := errors.Join(checkText("the command", p.Args), checkText("the environment", p.Env)); err != nil {
-		return 0, fail("exec", ref, err)
+		return 0, err
 	}
 	sb, err := e.running(ctx, ref, "exec")
 	if err != nil {
-		return 0, fail("exec", ref, err)
+		return 0, err
 	}
 	if err := mayBe(sb.Sandbox, p.User); err != nil {
-		return 0, fail("exec", ref, err)
+		return 0, err
 	}
 	done, err := e.inUseBy(sb.Sandbox)
 	if err != nil {
-		return 0, fail("exec", ref, err)
+		return 0, err
 	}
 	defer done()
 	if err := e.beforeExec(ctx, sb.Sandbox, p); err != nil {
-		return 0, fail("exec", ref, err)
+		return 0, err
 	}
 	exit, err := sb.host.Exec(ctx, sb.ID, p, streams)
 	// A checkpoint may freeze the sandbox between our look and the runtime's,
@@ -475,31 +500,44 @@ func (e *Engine) Exec(ctx context.Context, ref string, p runtime.Process, stream
 	if errors.Is(err, runtime.ErrDetached) {
 		return exit, runtime.ErrDetached
 	}
-	return exit, fail("exec", ref, err)
+	return exit, err
 }
 
 // Wait blocks until the sandbox has exited.
 func (e *Engine) Wait(ctx context.Context, ref string) (int, error) {
-	sb, err := e.locate(ctx, ref)
-	if err != nil {
-		return 0, fail("wait", ref, err)
-	}
-	exit, err := sb.host.Wait(ctx, sb.ID)
-	return exit, fail("wait", ref, err)
+	op := onSandbox("wait", ref).reads()
+	return verb(ctx, e, op, func(ctx context.Context) (int, error) {
+		sb, err := e.locate(ctx, ref)
+		if err != nil {
+			return 0, err
+		}
+		exit, err := sb.host.Wait(ctx, sb.ID)
+		if err == nil {
+			op.Exit = &exit
+		}
+		return exit, err
+	})
 }
 
 // Logs writes what the sandbox's processes printed.
 func (e *Engine) Logs(ctx context.Context, ref string, opts runtime.LogOptions, stdout, stderr io.Writer) error {
-	sb, err := e.locate(ctx, ref)
-	if err != nil {
-		return fail("logs", ref, err)
-	}
-	return fail("logs", ref, sb.host.Logs(ctx, sb.ID, opts, stdout, stderr))
+	return e.verb(ctx, onSandbox("logs", ref).reads(), func(ctx context.Context) error {
+		sb, err := e.locate(ctx, ref)
+		if err != nil {
+			return err
+		}
+		return sb.host.Logs(ctx, sb.ID, opts, stdout, stderr)
+	})
 }
 
 // Kill sends a signal to the sandbox's first process.
-func (e *Engine) Kill(ctx context.Context, ref, signal string) (err error) {
-	defer func() { err = fail("kill", ref, err) }()
+func (e *Engine) Kill(ctx context.Context, ref, signal string) error {
+	op := onSandbox("kill", ref)
+	op.Signal = signal
+	return e.verb(ctx, op, func(ctx context.Context) error { return e.kill(ctx, ref, signal) })
+}
+
+func (e *Engine) kill(ctx context.Context, ref, signal string) (err error) {
 	if err := validSignal(cmp.Or(signal, "KILL")); err != nil {
 		return err
 	}
@@ -558,12 +596,12 @@ func isKill(signal string) bool {
 
 // Pause freezes every process of a running sandbox.
 func (e *Engine) Pause(ctx context.Context, ref string) error {
-	return fail("pause", ref, e.freeze(ctx, ref, runtime.Running))
+	return e.verb(ctx, onSandbox("pause", ref), func(ctx context.Context) error { return e.freeze(ctx, ref, runtime.Running) })
 }
 
 // Unpause thaws a paused sandbox.
 func (e *Engine) Unpause(ctx context.Context, ref string) error {
-	return fail("unpause", ref, e.freeze(ctx, ref, runtime.Paused))
+	return e.verb(ctx, onSandbox("unpause", ref), func(ctx context.Context) error { return e.freeze(ctx, ref, runtime.Paused) })
 }
 
 // freeze turns a running sandbox into a paused one and the other way round.

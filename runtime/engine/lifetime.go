@@ -112,8 +112,13 @@ func (e *Engine) acquireOurs(ctx context.Context, ref, what string) (sb *locked,
 }
 
 // UpdateLifetime changes how long a sandbox lives, from now on.
-func (e *Engine) UpdateLifetime(ctx context.Context, ref string, change runtime.LifetimeChange) (_ runtime.Sandbox, err error) {
-	defer func() { err = fail("update", ref, err) }()
+func (e *Engine) UpdateLifetime(ctx context.Context, ref string, change runtime.LifetimeChange) (runtime.Sandbox, error) {
+	return verb(ctx, e, onSandbox("update", ref), func(ctx context.Context) (runtime.Sandbox, error) {
+		return e.updateLifetime(ctx, ref, change)
+	})
+}
+
+func (e *Engine) updateLifetime(ctx context.Context, ref string, change runtime.LifetimeChange) (_ runtime.Sandbox, err error) {
 	sb, s, p, err := e.acquireOurs(ctx, ref, "how long the container lives")
 	if err != nil {
 		return runtime.Sandbox{}, err
@@ -166,7 +171,7 @@ func (e *Engine) UpdateLifetime(ctx context.Context, ref string, change runtime.
 		e.watchOver(s)
 	}
 	e.log.Info("lifetime changed", "sandbox", sb.ID, "ttl", s.Lifetime.TTL, "idle", s.Lifetime.Idle)
-	return e.Sandbox(ctx, sb.ID)
+	return e.inspect(ctx, sb.ID)
 }
 
 // expire stops a sandbox whose time is over, and removes it if it was to go with
@@ -194,14 +199,16 @@ func (e *Engine) expire(ctx context.Context, id string) (done bool, err error) {
 		}
 	}
 	if s.AutoRemove && !sb.Kept {
-		return true, e.deed(ctx, deedTo(sb.Sandbox, "rm", ByWatch, why), func() error { return e.remove(ctx, sb, false) })
+		op := ByItself("rm", subjectOf(sb.Sandbox), Own{By: ByWatch, Why: why})
+		return true, e.observed(ctx, op, func(ctx context.Context) error { return e.remove(ctx, sb, false) })
 	}
 	return true, nil
 }
 
 // putDown stops a sandbox, whose lock is held, that is to stay so.
 func (e *Engine) putDown(ctx context.Context, sb *locked, why string) error {
-	return e.deed(ctx, deedTo(sb.Sandbox, "stop", ByWatch, why), func() error {
+	op := ByItself("stop", subjectOf(sb.Sandbox), Own{By: ByWatch, Why: why})
+	return e.observed(ctx, op, func(ctx context.Context) error {
 		if err := e.meant(sb.Sandbox); err != nil {
 			return err
 		}

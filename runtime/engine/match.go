@@ -9,8 +9,13 @@ import (
 )
 
 // RemoveCheckpoints deletes the checkpoints that match a filter; see Service.
-func (e *Engine) RemoveCheckpoints(ctx context.Context, filter runtime.CheckpointFilter) (out runtime.RemovedCheckpoints, err error) {
-	defer func() { err = fail("checkpoint rm", filter.Sandbox, err) }()
+func (e *Engine) RemoveCheckpoints(ctx context.Context, filter runtime.CheckpointFilter) (runtime.RemovedCheckpoints, error) {
+	return verb(ctx, e, onSandbox("checkpoint rm", filter.Sandbox), func(ctx context.Context) (runtime.RemovedCheckpoints, error) {
+		return e.removeCheckpoints(ctx, filter)
+	})
+}
+
+func (e *Engine) removeCheckpoints(ctx context.Context, filter runtime.CheckpointFilter) (out runtime.RemovedCheckpoints, err error) {
 	out = runtime.RemovedCheckpoints{Removed: []string{}, Pinned: []string{}}
 	switch {
 	case filter.Policy != "" || filter.Sandbox != "":
@@ -20,7 +25,7 @@ func (e *Engine) RemoveCheckpoints(ctx context.Context, filter runtime.Checkpoin
 		return out, fmt.Errorf("%w: nothing says which checkpoints are to go", runtime.ErrInvalid)
 	}
 	filter.All = true
-	list, err := e.Checkpoints(ctx, filter)
+	list, err := e.listCheckpoints(ctx, filter)
 	if err != nil {
 		return out, err
 	}
@@ -69,7 +74,7 @@ func (e *Engine) match(ctx context.Context, sandbox string, opts *runtime.Restor
 	if opts.Checkpoint != "" || opts.Undo {
 		return fmt.Errorf("%w: which checkpoint it is is said already: no trigger and no labels", runtime.ErrInvalid)
 	}
-	list, err := e.Checkpoints(ctx, runtime.CheckpointFilter{Sandbox: sandbox, Trigger: opts.Trigger, Labels: opts.Labels})
+	list, err := e.listCheckpoints(ctx, runtime.CheckpointFilter{Sandbox: sandbox, Trigger: opts.Trigger, Labels: opts.Labels})
 	if err != nil {
 		return err
 	}

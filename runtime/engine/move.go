@@ -29,8 +29,13 @@ import (
 )
 
 // ExportCheckpoint writes a checkpoint as one file; see package portable.
-func (e *Engine) ExportCheckpoint(ctx context.Context, ref string, w io.Writer, opts runtime.ExportOptions) (err error) {
-	defer func() { err = fail("checkpoint export", ref, err) }()
+func (e *Engine) ExportCheckpoint(ctx context.Context, ref string, w io.Writer, opts runtime.ExportOptions) error {
+	return e.verb(ctx, onCheckpoint("checkpoint export", ref), func(ctx context.Context) error {
+		return e.exportCheckpoint(ctx, ref, w, opts)
+	})
+}
+
+func (e *Engine) exportCheckpoint(ctx context.Context, ref string, w io.Writer, opts runtime.ExportOptions) (err error) {
 	row, err := e.checkpoint(ctx, ref)
 	if err != nil {
 		return err
@@ -128,8 +133,13 @@ func listLower(layers []string, name string) (list []portable.LowerEntry, err er
 }
 
 // ImportCheckpoint reads an archive of ours or of Podman's.
-func (e *Engine) ImportCheckpoint(ctx context.Context, r io.Reader, opts runtime.ImportOptions) (_ runtime.Checkpoint, err error) {
-	defer func() { err = fail("checkpoint import", "", err) }()
+func (e *Engine) ImportCheckpoint(ctx context.Context, r io.Reader, opts runtime.ImportOptions) (runtime.Checkpoint, error) {
+	return verb(ctx, e, &Op{Verb: "checkpoint import", Name: opts.Name}, func(ctx context.Context) (runtime.Checkpoint, error) {
+		return e.importCheckpoint(ctx, r, opts)
+	})
+}
+
+func (e *Engine) importCheckpoint(ctx context.Context, r io.Reader, opts runtime.ImportOptions) (_ runtime.Checkpoint, err error) {
 	if opts.Name != "" {
 		if err := e.vacant(ctx, store.Checkpoint{SandboxName: opts.Name}); err != nil {
 			return runtime.Checkpoint{}, err // without a look at what may be a long archive
@@ -387,8 +397,15 @@ func statLower(layers []string, name string) (overlay.Entry, error) {
 }
 
 // PushCheckpoint stores a checkpoint in a registry.
-func (e *Engine) PushCheckpoint(ctx context.Context, ref, reference string, opts runtime.RegistryOptions) (_ runtime.Pushed, err error) {
-	defer func() { err = fail("checkpoint push", ref, err) }()
+func (e *Engine) PushCheckpoint(ctx context.Context, ref, reference string, opts runtime.RegistryOptions) (runtime.Pushed, error) {
+	op := onCheckpoint("checkpoint push", ref)
+	op.To = reference
+	return verb(ctx, e, op, func(ctx context.Context) (runtime.Pushed, error) {
+		return e.pushCheckpoint(ctx, ref, reference, opts)
+	})
+}
+
+func (e *Engine) pushCheckpoint(ctx context.Context, ref, reference string, opts runtime.RegistryOptions) (_ runtime.Pushed, err error) {
 	row, err := e.checkpoint(ctx, ref)
 	if err == nil {
 		err = sound(row)
@@ -419,8 +436,13 @@ func (e *Engine) PushCheckpoint(ctx context.Context, ref, reference string, opts
 }
 
 // PullCheckpoint brings a checkpoint from a registry.
-func (e *Engine) PullCheckpoint(ctx context.Context, reference string, opts runtime.RegistryOptions) (_ runtime.Checkpoint, err error) {
-	defer func() { err = fail("checkpoint pull", reference, err) }()
+func (e *Engine) PullCheckpoint(ctx context.Context, reference string, opts runtime.RegistryOptions) (runtime.Checkpoint, error) {
+	return verb(ctx, e, on("checkpoint pull", reference), func(ctx context.Context) (runtime.Checkpoint, error) {
+		return e.pullCheckpoint(ctx, reference, opts)
+	})
+}
+
+func (e *Engine) pullCheckpoint(ctx context.Context, reference string, opts runtime.RegistryOptions) (_ runtime.Checkpoint, err error) {
 	scratch, err := e.store.PullDir()
 	if err != nil {
 		return runtime.Checkpoint{}, err

@@ -19,7 +19,13 @@ import (
 
 // PlanRestore tells what Restore would change if it were called now. A sandbox
 // that runs is taken as it is found.
-func (e *Engine) PlanRestore(ctx context.Context, ref string, opts runtime.RestoreOptions) (out runtime.RestorePlan, err error) {
+func (e *Engine) PlanRestore(ctx context.Context, ref string, opts runtime.RestoreOptions) (runtime.RestorePlan, error) {
+	return verb(ctx, e, onSandbox("restore plan", ref).reads().errorsNamed(), func(ctx context.Context) (runtime.RestorePlan, error) {
+		return e.planRestore(ctx, ref, opts)
+	})
+}
+
+func (e *Engine) planRestore(ctx context.Context, ref string, opts runtime.RestoreOptions) (out runtime.RestorePlan, err error) {
 	defer func() { err = fail("restore", ref, err) }()
 	if err := checkRestore(opts); err != nil {
 		return out, err

@@ -282,12 +282,11 @@ func (e *Engine) makeRoom(ctx context.Context, sb store.Sandbox, c runtime.Check
 	}
 	if len(out.Removed) > 0 {
 		e.log.Info("checkpoints removed by policy", "sandbox", sb.ID, "policy", r.policy, "checkpoints", len(out.Removed))
-		d := deedTo(sb, "prune", "", "retention of policy "+r.policy)
-		d.Past = true
+		own := Own{Why: "retention of policy " + r.policy, Past: true}
 		for _, p := range out.Removed {
-			d.Made = append(d.Made, p.Checkpoint.ID)
+			own.Made = append(own.Made, p.Checkpoint.ID)
 		}
-		_ = e.deed(ctx, d, func() error { return err }) // which is logged
+		_ = e.observed(ctx, ByItself("prune", subjectOf(sb), own), func(context.Context) error { return err }) // which is logged
 		e.tidy(ctx)
 	}
 }

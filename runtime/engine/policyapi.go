@@ -8,13 +8,13 @@ import (
 )
 
 // Policies lists the policies of this host.
-func (e *Engine) Policies(context.Context) ([]runtime.PolicyEntry, error) {
-	return ListPolicies(e.policies)
+func (e *Engine) Policies(ctx context.Context) ([]runtime.PolicyEntry, error) {
+	return verb(ctx, e, on("policy ls", "").reads().errorsNamed(), func(context.Context) ([]runtime.PolicyEntry, error) { return ListPolicies(e.policies) })
 }
 
 // Policy resolves the name of one.
-func (e *Engine) Policy(_ context.Context, name string) (*policy.Policy, error) {
-	return e.policies.Find(name)
+func (e *Engine) Policy(ctx context.Context, name string) (*policy.Policy, error) {
+	return verb(ctx, e, on("policy show", name).reads().errorsNamed(), func(context.Context) (*policy.Policy, error) { return e.policies.Find(name) })
 }
 
 // ListPolicies lists what is to be found.

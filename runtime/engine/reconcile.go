@@ -103,7 +103,7 @@ func (e *Engine) lastReconciled() reconciled {
 // provably this root's. It is cheap when all is well; one that is under way
 // already makes it ErrBusy.
 func (e *Engine) Reconcile(ctx context.Context) (runtime.ReconcileReport, error) {
-	return e.reconcile(ctx, false)
+	return verb(ctx, e, on("recover", ""), func(ctx context.Context) (runtime.ReconcileReport, error) { return e.reconcile(ctx, false) })
 }
 
 func (e *Engine) reconcile(ctx context.Context, unasked bool) (_ runtime.ReconcileReport, err error) {
@@ -123,7 +123,7 @@ func (e *Engine) reconcile(ctx context.Context, unasked bool) (_ runtime.Reconci
 		e.last = reconciled{r.said, r.ending}
 	}()
 	defer r.record(ctx)
-	done, err := e.recoverFor(ctx, Deed{Alone: unasked})
+	done, err := e.recoverFor(ctx, Own{Alone: unasked})
 	for _, did := range done.Actions {
 		r.found(runtime.FoundInterrupted, "", did, nil)
 	}
@@ -532,4 +532,33 @@ func (r *reconciling) run(ctx context.Context) error {
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// maxRecorded bounds the records of one Reconcile. What is more shares one.
+const maxRecorded = 64
+
+// record puts on record what a Reconcile has done about each thing that it found. What
+// was on record when it was done is not among it: verbs that were cut off, ended leases.
+func (r *reconciling) record(ctx context.Context) {
+	ctx = context.WithoutCancel(ctx)
+	rest := Own{Why: fmt.Sprintf("found: more than %d things", maxRecorded), Past: true, Alone: r.unasked}
+	n := 0
+	for i, f := range r.report.Findings {
+		if f.Action == "" || f.Left || f.Kind == runtime.FoundInterrupted || f.Kind == runtime.FoundLease {
+			continue
+		}
+		if n++; n > maxRecorded {
+			rest.Did = append(rest.Did, f.Action)
+			if f.Sandbox != "" {
+				rest.Made = append(rest.Made, f.Sandbox)
+			}
+			continue
+		}
+		own := Own{Why: "found: " + f.Kind, Did: []string{f.Action}, Past: true, Alone: r.unasked}
+		op := ByItself("recover", runtime.Subject{Sandbox: f.Sandbox, Name: r.known[f.Sandbox].Name}, own)
+		_ = r.e.observed(ctx, op, func(context.Context) error { return r.causes[i] })
+	}
+	if len(rest.Did) > 0 {
+		_ = r.e.observed(ctx, ByItself("recover", runtime.Subject{}, rest), func(context.Context) error { return nil })
+	}
 }

@@ -39,11 +39,11 @@ const recoverWait = 30 * time.Second
 // A verb whose process lives is left alone. It is quick when there is nothing
 // to do, so every command calls it first.
 func (e *Engine) RecoverInterrupted(ctx context.Context) (runtime.Recovery, error) {
-	return e.recoverFor(ctx, Deed{Alone: true})
+	return e.recoverFor(ctx, Own{Alone: true})
 }
 
 // recoverFor is RecoverInterrupted; whose it is, on record, is as in as.
-func (e *Engine) recoverFor(ctx context.Context, as Deed) (runtime.Recovery, error) {
+func (e *Engine) recoverFor(ctx context.Context, as Own) (runtime.Recovery, error) {
 	var done runtime.Recovery
 	intents, err := e.store.Intents(ctx)
 	if err != nil {
@@ -54,7 +54,7 @@ func (e *Engine) recoverFor(ctx context.Context, as Deed) (runtime.Recovery, err
 		if e.underWay(in.Seq) {
 			continue
 		}
-		about := e.Subject(ctx, in.Sandbox, false) // of which nothing may be left afterwards
+		about := (&Op{Ref: in.Sandbox, About: AboutSandbox, engine: e}).Subject(ctx) // of which nothing may be left afterwards
 		about.Sandbox = in.Sandbox
 		var did string
 		err := guard.Do(func() (err error) { // one that cannot be finished keeps nobody from the others
@@ -64,9 +64,9 @@ func (e *Engine) recoverFor(ctx context.Context, as Deed) (runtime.Recovery, err
 		if did != "" {
 			done.Actions = append(done.Actions, did)
 			e.log.Warn("recovered", "sandbox", in.Sandbox, "verb", in.Op, "action", did)
-			d := as
-			d.Verb, d.Why, d.Subject, d.Did, d.Past = "recover", fmt.Sprintf("its %s was interrupted", in.Op), about, []string{did}, true
-			_ = e.deed(ctx, &d, func() error { return err })
+			own := as
+			own.Why, own.Did, own.Past = fmt.Sprintf("its %s was interrupted", in.Op), []string{did}, true
+			_ = e.observed(ctx, ByItself("recover", about, own), func(context.Context) error { return err })
 		}
 		if err != nil {
 			errs = append(errs, fmt.Errorf("%s of %s: %w", in.Op, short(in.Sandbox), err))
@@ -534,4 +534,10 @@ func (e *Engine) finishSwapOf(ctx context.Context, in store.Intent, host Host, r
 		}
 	}
 	return e.bringUp(ctx, in.Seq, r, &undo, &started, gone)
+}
+
+// recoverBy is RecoverInterrupted for a part of agentbox.
+func (e *Engine) recoverBy(ctx context.Context, by string) error {
+	_, err := e.recoverFor(ctx, Own{By: by})
+	return err
 }

@@ -17,12 +17,12 @@ import (
 )
 
 // Remove frees all a sandbox has. Its checkpoints stay unless asked for.
-func (e *Engine) Remove(ctx context.Context, ref string, opts runtime.RemoveOptions) (err error) {
-	return e.removeAs(ctx, ref, nil, opts)
+func (e *Engine) Remove(ctx context.Context, ref string, opts runtime.RemoveOptions) error {
+	return e.verb(ctx, onSandbox("rm", ref), func(ctx context.Context) error { return e.removeAs(ctx, ref, nil, opts) })
 }
 
-// removeAs is Remove by the Engine itself, as which deed it is put on record; nil: by a caller.
-func (e *Engine) removeAs(ctx context.Context, ref string, d *Deed, opts runtime.RemoveOptions) (err error) {
+// removeAs is Remove as a step of op, which the observers are to see; nil: they see the verb already.
+func (e *Engine) removeAs(ctx context.Context, ref string, op *Op, opts runtime.RemoveOptions) (err error) {
 	defer func() { err = fail("rm", ref, err) }()
 	sb, err := e.acquire(ctx, ref, "rm", lockWait)
 	if opts.Force && errors.Is(err, runtime.ErrBusy) {
@@ -48,7 +48,7 @@ func (e *Engine) removeAs(ctx context.Context, ref string, d *Deed, opts runtime
 		return hint(fmt.Errorf("%w: it is %s", runtime.ErrState, c.Status), "Stop it first, or remove it with --force.")
 	}
 	defer e.release(sb.ID)
-	return e.deed(ctx, d, func() error { return e.remove(ctx, sb, opts.Checkpoints) })
+	return e.observed(ctx, op, func(ctx context.Context) error { return e.remove(ctx, sb, opts.Checkpoints) })
 }
 
 // removal is the journal's data of a removal.
@@ -196,8 +196,8 @@ func (e *Engine) Reap(ctx context.Context, id string) (err error) {
 		return err
 	}
 	if s.AutoRemove && !sb.Kept {
-		d := deedTo(sb.Sandbox, "rm", ByReap, "rm: it has ended, and was to go with that")
-		return e.deed(ctx, d, func() error { return e.remove(ctx, sb, false) })
+		op := ByItself("rm", subjectOf(sb.Sandbox), Own{By: ByReap, Why: "rm: it has ended, and was to go with that"})
+		return e.observed(ctx, op, func(ctx context.Context) error { return e.remove(ctx, sb, false) })
 	}
 	e.keepHits(ctx, sb.Sandbox, c)
 	return sb.host.Stop(ctx, id, runtime.StopOptions{})

@@ -259,13 +259,15 @@ func (e *Engine) bringBack(ctx context.Context, sb *locked, s runtime.Spec, why 
 	if s.Restart.From == runtime.RestartFromHead {
 		_, err := e.choose(ctx, sb.Sandbox, "", false, false)
 		if err == nil {
-			d := deedTo(sb.Sandbox, "restore", ByWatch, why)
-			err = e.deed(ctx, d, func() (err error) {
-				d.Restored, err = e.restoreLocked(ctx, sb.ID, sb, runtime.RestoreOptions{NoUndo: true})
+			var out runtime.Restored
+			op := ByItself("restore", subjectOf(sb.Sandbox), Own{By: ByWatch, Why: why})
+			err = e.observed(ctx, op, func(ctx context.Context) (err error) {
+				out, err = e.restoreLocked(ctx, sb.ID, sb, runtime.RestoreOptions{NoUndo: true})
+				op.Result = out
 				return err
 			})
 			sb.lock.Unlock() // where it has not come to that
-			if now := d.Restored.Sandbox.Status; err != nil || now == runtime.Running || now == runtime.Paused {
+			if now := out.Sandbox.Status; err != nil || now == runtime.Running || now == runtime.Paused {
 				return err
 			}
 			return e.startRestored(ctx, sb.ID, why) // a checkpoint of one that did not run
@@ -282,7 +284,8 @@ func (e *Engine) bringBack(ctx context.Context, sb *locked, s runtime.Spec, why 
 // startAgain starts a sandbox, whose lock it takes over, by its restart policy.
 func (e *Engine) startAgain(ctx context.Context, sb *locked, why string) error {
 	defer sb.lock.Unlock() // where it does not come to the start, which does that, too
-	return e.deed(ctx, deedTo(sb.Sandbox, "start", ByWatch, why), func() error {
+	op := ByItself("start", subjectOf(sb.Sandbox), Own{By: ByWatch, Why: why})
+	return e.observed(ctx, op, func(ctx context.Context) error {
 		_, err := e.start(ctx, sb, nil)
 		return err
 	})

@@ -63,8 +63,8 @@ type restoring struct {
 // checkpoint itself; all that is needed is read, proven and laid out beside the
 // files; then the sandbox is stopped, what differs is exchanged by renames, and it
 // is started. When that fails the files are put back.
-func (e *Engine) Restore(ctx context.Context, ref string, opts runtime.RestoreOptions) (out runtime.Restored, err error) {
-	return e.restoreLocked(ctx, ref, nil, opts)
+func (e *Engine) Restore(ctx context.Context, ref string, opts runtime.RestoreOptions) (runtime.Restored, error) {
+	return verb(ctx, e, onSandbox("restore", ref), func(ctx context.Context) (runtime.Restored, error) { return e.restoreLocked(ctx, ref, nil, opts) })
 }
 
 // restoreLocked is Restore, of a sandbox whose lock it takes over; nil: it takes the lock.
@@ -219,14 +219,14 @@ func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ runtime.Rest
 			err = hint(err, text)
 		}
 		var looked error
-		out.Sandbox, looked = e.Sandbox(context.WithoutCancel(ctx), r.sb.ID)
+		out.Sandbox, looked = e.inspect(context.WithoutCancel(ctx), r.sb.ID)
 		return out, errors.Join(err, looked)
 	}
 	if err != nil {
 		out.Warnings = append(slices.Clone(out.Warnings), err.Error())
 	}
 	// It is done: a caller who goes away now does not make it a failure.
-	out.Sandbox, err = e.Sandbox(context.WithoutCancel(ctx), r.sb.ID)
+	out.Sandbox, err = e.inspect(context.WithoutCancel(ctx), r.sb.ID)
 	out.Warnings = slices.Concat(out.Warnings, t.h.after(ctx, policy.AfterRestore))
 	return out, err
 }

@@ -22,8 +22,13 @@ const (
 
 // Stats tells what sandboxes use, newest first, or as they are named. One that
 // ends meanwhile is left out; one that is named and not there is ErrNotFound.
-func (e *Engine) Stats(ctx context.Context, opts runtime.StatsOptions) (_ []runtime.Stats, err error) {
-	defer func() { err = fail("top", "", err) }()
+func (e *Engine) Stats(ctx context.Context, opts runtime.StatsOptions) ([]runtime.Stats, error) {
+	return verb(ctx, e, on("top", "").reads(), func(ctx context.Context) ([]runtime.Stats, error) {
+		return e.stats(ctx, opts)
+	})
+}
+
+func (e *Engine) stats(ctx context.Context, opts runtime.StatsOptions) (_ []runtime.Stats, err error) {
 	boxes, err := e.measured(ctx, opts)
 	if err != nil {
 		return nil, err
@@ -58,7 +63,7 @@ func (e *Engine) Stats(ctx context.Context, opts runtime.StatsOptions) (_ []runt
 // measured are the sandboxes that Stats is about, each once.
 func (e *Engine) measured(ctx context.Context, opts runtime.StatsOptions) (list []runtime.Sandbox, err error) {
 	if len(opts.Sandboxes) == 0 {
-		list, err = e.Sandboxes(ctx)
+		list, err = e.sandboxes(ctx)
 		return slices.DeleteFunc(list, func(sb runtime.Sandbox) bool {
 			return !opts.All && sb.Status != runtime.Running && sb.Status != runtime.Paused
 		}), err

@@ -10,10 +10,12 @@ import (
 
 // Stop ends the sandbox's processes. A stopped sandbox is left as it is.
 func (e *Engine) Stop(ctx context.Context, ref string, timeout time.Duration) error {
-	if timeout < 0 {
-		timeout = stopTimeout
-	}
-	return fail("stop", ref, e.stop(ctx, ref, runtime.StopOptions{Timeout: timeout}))
+	return e.verb(ctx, onSandbox("stop", ref), func(ctx context.Context) error {
+		if timeout < 0 {
+			timeout = stopTimeout
+		}
+		return e.stop(ctx, ref, runtime.StopOptions{Timeout: timeout})
+	})
 }
 
 func (e *Engine) stop(ctx context.Context, ref string, opts runtime.StopOptions) error {
@@ -52,17 +54,18 @@ func (e *Engine) stopFor(ctx context.Context, sb *locked, opts runtime.StopOptio
 
 // Restart stops a sandbox, if it runs, and starts it. All that a start needs is looked
 // at before the stop: one that could not start stays as it is.
-func (e *Engine) Restart(ctx context.Context, ref string, timeout time.Duration) (err error) {
-	defer func() { err = fail("restart", ref, err) }()
-	if timeout < 0 {
-		timeout = stopTimeout
-	}
-	sb, err := e.acquire(ctx, ref, "restart", lockWait)
-	if err != nil {
+func (e *Engine) Restart(ctx context.Context, ref string, timeout time.Duration) error {
+	return e.verb(ctx, onSandbox("restart", ref), func(ctx context.Context) (err error) {
+		if timeout < 0 {
+			timeout = stopTimeout
+		}
+		sb, err := e.acquire(ctx, ref, "restart", lockWait)
+		if err != nil {
+			return err
+		}
+		_, err = e.launch(ctx, sb, nil, &runtime.StopOptions{Timeout: timeout})
 		return err
-	}
-	_, err = e.launch(ctx, sb, nil, &runtime.StopOptions{Timeout: timeout})
-	return err
+	})
 }
 
 // hasMounts refuses a sandbox whose bind mounts have lost their sources. Those of a

@@ -73,8 +73,13 @@ func (e *Engine) holdFiles(s runtime.Spec, c runtime.Container) {
 }
 
 // UpdateStorage changes what the files of a sandbox may take, at once if it runs.
-func (e *Engine) UpdateStorage(ctx context.Context, ref string, change runtime.StorageChange) (_ runtime.Sandbox, err error) {
-	defer func() { err = fail("update", ref, err) }()
+func (e *Engine) UpdateStorage(ctx context.Context, ref string, change runtime.StorageChange) (runtime.Sandbox, error) {
+	return verb(ctx, e, onSandbox("update", ref), func(ctx context.Context) (runtime.Sandbox, error) {
+		return e.updateStorage(ctx, ref, change)
+	})
+}
+
+func (e *Engine) updateStorage(ctx context.Context, ref string, change runtime.StorageChange) (_ runtime.Sandbox, err error) {
 	if change.Size < 0 {
 		return runtime.Sandbox{}, fmt.Errorf("%w: a limit is negative", runtime.ErrInvalid)
 	}
@@ -114,7 +119,7 @@ func (e *Engine) UpdateStorage(ctx context.Context, ref string, change runtime.S
 		e.watchOver(s)
 	}
 	e.log.Info("storage limit changed", "sandbox", sb.ID, "size", change.Size)
-	return e.Sandbox(ctx, sb.ID)
+	return e.inspect(ctx, sb.ID)
 }
 
 // filesLimit is the watch over one sandbox's files. Adding up what they take
@@ -262,9 +267,9 @@ func (w *filesLimit) kill(ctx context.Context, c runtime.Container, used int64) 
 	}
 	defer sb.lock.Unlock()
 	// What it was killed for is noted after it: it may have left no room for that.
-	d := deedTo(sb.Sandbox, "kill", ByWatch, fmt.Sprintf("storage: its files take %d bytes, and may take %d", used, w.limit))
-	d.Signal = "KILL"
-	if err := w.e.deed(ctx, d, func() error { return sb.host.Kill(ctx, w.id, "KILL") }); err != nil {
+	op := ByItself("kill", subjectOf(sb.Sandbox), Own{By: ByWatch, Why: fmt.Sprintf("storage: its files take %d bytes, and may take %d", used, w.limit)})
+	op.Signal = "KILL"
+	if err := w.e.observed(ctx, op, func(ctx context.Context) error { return sb.host.Kill(ctx, w.id, "KILL") }); err != nil {
 		return err
 	}
 	w.killed = c.Pid

@@ -161,7 +161,7 @@ func mayPass(err error) bool {
 // done, and the undo checkpoint of what the first has ended is that of all.
 func (e *Engine) afterTry(ctx context.Context, t *trying) error {
 	ctx = context.WithoutCancel(ctx)
-	_, err := e.recoverFor(ctx, Deed{})
+	_, err := e.recoverFor(ctx, Own{})
 	if t.r == nil || t.kept != "" || t.r.undone == "" {
 		return err
 	}
@@ -358,7 +358,11 @@ func mayUse(sb store.Sandbox) error {
 }
 
 // ReleaseHold lets a sandbox be used again.
-func (e *Engine) ReleaseHold(ctx context.Context, ref string) (err error) {
+func (e *Engine) ReleaseHold(ctx context.Context, ref string) error {
+	return e.verb(ctx, onSandbox("release hold", ref).errorsNamed(), func(ctx context.Context) error { return e.releaseHold(ctx, ref) })
+}
+
+func (e *Engine) releaseHold(ctx context.Context, ref string) (err error) {
 	defer func() { err = fail("release", ref, err) }()
 	sb, err := e.acquire(ctx, ref, "release", lockWait)
 	if err != nil {

@@ -52,7 +52,7 @@ func hasStarter(sb store.Sandbox) (bool, error) {
 
 // freeUnstarted removes the sandboxes whose caller has ended before it started them.
 // What a living caller, or another verb, is at work on is left alone.
-func (e *Engine) freeUnstarted(ctx context.Context, as Deed) (did []string, err error) {
+func (e *Engine) freeUnstarted(ctx context.Context, as Own) (did []string, err error) {
 	list, err := e.store.Unstarted(ctx)
 	if err != nil {
 		return nil, err
@@ -78,7 +78,7 @@ func (e *Engine) freeUnstarted(ctx context.Context, as Deed) (did []string, err 
 	return did, errors.Join(errs...)
 }
 
-func (e *Engine) freeOne(ctx context.Context, id string, as Deed) (gone bool, err error) {
+func (e *Engine) freeOne(ctx context.Context, id string, as Own) (gone bool, err error) {
 	lock, err := e.store.Lock(ctx, id, "rm", 0)
 	if errors.Is(err, runtime.ErrBusy) {
 		return false, nil
@@ -108,9 +108,10 @@ func (e *Engine) freeOne(ctx context.Context, id string, as Deed) (gone bool, er
 	if err == nil && c.Status != runtime.Created { // the start came to its end, but not to this
 		return false, e.store.Started(ctx, id)
 	}
-	d := as
-	d.Verb, d.Why, d.Subject = "rm", "its caller ended before it was started", runtime.Subject{Sandbox: row.ID, Name: row.Name}
-	err = e.deed(ctx, &d, func() error { return e.remove(ctx, &locked{Sandbox: row, host: host, lock: lock}, false) })
+	as.Why = "its caller ended before it was started"
+	err = e.observed(ctx, ByItself("rm", subjectOf(row), as), func(ctx context.Context) error {
+		return e.remove(ctx, &locked{Sandbox: row, host: host, lock: lock}, false)
+	})
 	return err == nil, err
 }
 

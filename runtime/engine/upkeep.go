@@ -42,7 +42,7 @@ func (e *Engine) Upkeep(ctx context.Context, u Upkeep) {
 	})
 	all.Go(func() {
 		e.repeat(ctx, lookUnstarted, true, func(ctx context.Context) error {
-			_, err := e.freeUnstarted(ctx, Deed{Alone: true})
+			_, err := e.freeUnstarted(ctx, Own{Alone: true})
 			return err
 		})
 	})
@@ -83,5 +83,22 @@ func (e *Engine) repeat(ctx context.Context, every time.Duration, now bool, fn f
 			t.Stop()
 			return
 		}
+	}
+}
+
+// recordPruned puts on record what the retention rules have removed, by its sandboxes.
+func (e *Engine) recordPruned(ctx context.Context, out runtime.Pruned, err error) {
+	var order []string
+	at := map[string]*Op{}
+	for _, p := range out.Removed {
+		c := p.Checkpoint
+		if at[c.Sandbox] == nil {
+			subject := runtime.Subject{Sandbox: c.Sandbox, Name: c.SandboxName}
+			at[c.Sandbox], order = ByItself("prune", subject, Own{Why: "retention", Past: true, Alone: true}), append(order, c.Sandbox)
+		}
+		at[c.Sandbox].Own.Made = append(at[c.Sandbox].Own.Made, c.ID)
+	}
+	for _, id := range order {
+		_ = e.observed(ctx, at[id], func(context.Context) error { return err }) // which Upkeep logs
 	}
 }

@@ -2,8 +2,8 @@
 // asks for it.
 //
 // Open reads the standard variables and starts what sends spans (OTLP over HTTP);
-// Service stands before the Engine, outside of its audit log, and makes a span of
-// each verb; the api package makes one of each request, and hands the caller's
+// Observer gives each verb of an Engine a span, with the audit log inside of it; the api
+// package makes one of each request, and hands the caller's
 // trace on (W3C trace context); Command is the span of a command line.
 //
 // Only what this package writes down gets into a span: ids, names, kinds, sizes,

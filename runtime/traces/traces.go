@@ -24,7 +24,6 @@ import (
 	"go.opentelemetry.io/otel/trace"
 
 	"github.com/agentbox/agentbox/internal/fault"
-	"github.com/agentbox/agentbox/runtime/audit"
 )
 
 // FlushTime is how long the end of a process waits for its last spans to be sent.
@@ -132,14 +131,6 @@ func (t *Traces) Tracer() trace.Tracer {
 		return nil
 	}
 	return t.tracer
-}
-
-// Around returns svc with a span of each verb.
-func (t *Traces) Around(svc audit.Engine) audit.Engine {
-	if t == nil {
-		return svc
-	}
-	return &Service{untraced: svc, next: svc, tracer: t.tracer}
 }
 
 // Close sends what is left, for FlushTime at most.

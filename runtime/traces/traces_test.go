@@ -30,19 +30,21 @@ import (
 	"github.com/agentbox/agentbox/runtime/traces/tracestest"
 )
 
-// newEngine makes the real one, over a store without sandboxes.
-func newEngine(t *testing.T) audit.Engine {
+// newEngine makes the real one, over a store without sandboxes, on record and traced.
+func (tr *Traces) newEngine(t testing.TB) *engine.Engine {
 	t.Helper()
 	root := t.TempDir()
-	st, err := store.Open(t.Context(), root)
+	st, err := store.Open(context.Background(), root)
 	if err != nil {
 		t.Fatal(err)
 	}
-	e := engine.New(engine.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "oci", Open: func(string) (engine.Host, error) {
-		return engine.Host{}, fmt.Errorf("no engine: %w", runtime.ErrUnsupported)
-	}})
+	e := engine.New(engine.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "oci",
+		Observers: []engine.Observer{tr.Observer("test"), audit.Open(root).Observer("test")},
+		Open: func(string) (engine.Host, error) {
+			return engine.Host{}, fmt.Errorf("no engine: %w", runtime.ErrUnsupported)
+		}})
 	t.Cleanup(func() { e.Close() })
-	return audit.New(e, audit.Open(root), "test")
+	return e
 }
 
 // environment sets the variables, and no others of OpenTelemetry.
@@ -119,13 +121,13 @@ func TestWanted(t *testing.T) {
 	}
 	var none *Traces
 	none.Close()
-	if none.Tracer() != nil || none.Around(nil) != nil {
+	if none.Tracer() != nil || none.Observer("test") != nil {
 		t.Error("no traces do something")
 	}
 }
 
 // call calls a method of the Service with whatever, and text.
-func call(t *testing.T, svc audit.Engine, ctx context.Context, m reflect.Method, text string) error {
+func call(t *testing.T, svc runtime.Local, ctx context.Context, m reflect.Method, text string) error {
 	t.Helper()
 	args := []reflect.Value{reflect.ValueOf(ctx)}
 	for j := 1; j < m.Type.NumIn(); j++ {
@@ -155,7 +157,7 @@ func TestEveryVerb(t *testing.T) {
 	c := tracestest.New(t)
 	environment(t, prefix+"ENDPOINT="+c.URL, prefix+"HEADERS=authorization=Bearer%20token-12345", "OTEL_SERVICE_NAME=box", "OTEL_RESOURCE_ATTRIBUTES=team=core,deployment.environment=test")
 	tr := opened(t, Options{Version: "v9"})
-	svc := tr.Around(newEngine(t))
+	svc := tr.newEngine(t)
 	ctx, end := tr.Command(t.Context(), "agentbox test")
 	type seen struct {
 		method string
@@ -208,7 +210,7 @@ func TestOnlyLooks(t *testing.T) {
 	c := tracestest.New(t)
 	environment(t, prefix+"ENDPOINT="+c.URL)
 	tr := opened(t, Options{})
-	svc := tr.Around(newEngine(t))
+	svc := tr.newEngine(t)
 	_, _ = svc.Sandboxes(t.Context())
 	_, _ = svc.Sandbox(t.Context(), "c")
 	_ = svc.Files(runtime.Reading(t.Context()), "c", nil)
@@ -227,7 +229,7 @@ func TestNoSecrets(t *testing.T) {
 	c := tracestest.New(t)
 	environment(t, prefix+"ENDPOINT="+c.URL)
 	tr := opened(t, Options{})
-	svc := tr.Around(newEngine(t))
+	svc := tr.newEngine(t)
 	secret := "hunter" + "2"
 	env := []string{"P=" + secret}
 	_, _ = svc.Exec(t.Context(), "c", runtime.Process{Args: []string{"login", secret}, Env: env}, runtime.Streams{})
@@ -302,7 +304,7 @@ func TestNoCollector(t *testing.T) {
 				environment(t, prefix+"ENDPOINT="+at, prefix+"HEADERS=x-key=swordfish-1")
 				log := logged(t)
 				tr := opened(t, Options{Lasting: lasting})
-				svc := tr.Around(newEngine(t))
+				svc := tr.newEngine(t)
 				began := time.Now()
 				ctx, end := tr.Command(t.Context(), "agentbox test")
 				for range 5000 { // more than are kept
@@ -411,38 +413,38 @@ func TestRedirects(t *testing.T) {
 func TestRefs(t *testing.T) {
 	digest := "@sha256:" + strings.Repeat("0a", 32)
 	for _, c := range []struct {
-		target
-		want bool
+		ref          string
+		tagged, want bool
 	}{
-		{sandbox(""), false},
-		{sandbox("c"), true},
-		{sandbox("docker://web_1"), true},
-		{checkpoint("c@before-2"), true},
-		{checkpoint("0af7651916cd"), true},
-		{named("debian:12"), true},
-		{named("docker://localhost:5000/a/b:c"), true},
-		{named("r.example/x:1" + digest), true},
-		{named("oci:/srv/images:x"), true},
-		{named("https://user:PASSW0RD@host/x"), false},
-		{named("PASSW0RD@host"), false},
-		{named("user:PASSW0RD@host/x" + digest), false},
-		{named("bootstrap:debian/trixie?mirror=http://user:PASSW0RD@host/debian"), false},
-		{named("host/x?token=PASSW0RD"), false},
-		{named("host/x#PASSW0RD"), false},
-		{named("user%3APASSW0RD%40host"), false},
-		{named("a\nPASSW0RD"), false},
-		{sandbox("https://PASSW0RD@host/x"), false},
-		{sandbox("https://PASSW0RD@host"), false},
-		{checkpoint("user:PASSW0RD@host"), false},
+		{"", true, false},
+		{"c", true, true},
+		{"docker://web_1", true, true},
+		{"c@before-2", true, true},
+		{"0af7651916cd", true, true},
+		{"debian:12", false, true},
+		{"docker://localhost:5000/a/b:c", false, true},
+		{"r.example/x:1" + digest, false, true},
+		{"oci:/srv/images:x", false, true},
+		{"https://user:PASSW0RD@host/x", false, false},
+		{"PASSW0RD@host", false, false},
+		{"user:PASSW0RD@host/x" + digest, false, false},
+		{"bootstrap:debian/trixie?mirror=http://user:PASSW0RD@host/debian", false, false},
+		{"host/x?token=PASSW0RD", false, false},
+		{"host/x#PASSW0RD", false, false},
+		{"user%3APASSW0RD%40host", false, false},
+		{"a\nPASSW0RD", false, false},
+		{"https://PASSW0RD@host/x", true, false},
+		{"https://PASSW0RD@host", true, false},
+		{"user:PASSW0RD@host", true, false},
 	} {
-		if got := c.plain(); got != c.want {
+		if got := plain(c.ref, c.tagged); got != c.want {
 			t.Errorf("%q: %v", c.ref, got)
 		}
 	}
 	c := tracestest.New(t)
 	environment(t, prefix+"ENDPOINT="+c.URL)
 	tr := opened(t, Options{})
-	svc := tr.Around(newEngine(t))
+	svc := tr.newEngine(t)
 	ctx, end := tr.Command(t.Context(), "agentbox test")
 	for i := range reflect.TypeFor[runtime.Local]().NumMethod() {
 		if m := reflect.TypeFor[runtime.Local]().Method(i); m.Name != "Close" {
@@ -473,7 +475,7 @@ func BenchmarkVerb(b *testing.B) {
 				}
 				defer tr.Close()
 			}
-			svc := tr.Around(idle{})
+			svc := tr.newEngine(b)
 			ctx := trace.ContextWithSpanContext(b.Context(), trace.NewSpanContext(trace.SpanContextConfig{TraceID: trace.TraceID{1}, SpanID: trace.SpanID{1}, TraceFlags: trace.FlagsSampled}))
 			for b.Loop() {
 				_, _ = svc.Sandbox(ctx, "c")
@@ -481,9 +483,3 @@ func BenchmarkVerb(b *testing.B) {
 		})
 	}
 }
-
-// idle is an Engine that has nothing to do.
-type idle struct{ audit.Engine }
-
-func (idle) Sandbox(context.Context, string) (runtime.Sandbox, error) { return runtime.Sandbox{}, nil }
-func (idle) Subject(context.Context, string, bool) runtime.Subject    { return runtime.Subject{} }

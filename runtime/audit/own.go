@@ -9,8 +9,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/engine"
 )
 
-// deeds puts on record what an Engine does by itself.
-type deeds struct {
+// own puts on record what an Engine does by itself.
+type own struct {
 	log   *Log
 	by    string
 	tries Tries
@@ -25,48 +25,44 @@ type Tries struct {
 // maxTries bounds what is remembered; then it is forgotten, and told once more.
 const maxTries = 1000
 
-// Again tells of a deed that has ended whether it has failed just as the try before.
-func (t *Tries) Again(d *engine.Deed, err error) bool {
-	if !d.Past && !frees[d.Verb] || len(d.Made) > 0 {
+// Again reports whether something that has ended has failed just as the try before.
+func (t *Tries) Again(ctx context.Context, op *engine.Op, err error) bool {
+	if !op.Own.Past && !frees[op.Verb] || len(op.Own.Made) > 0 {
 		return false
 	}
-	was := t.last(keyOf(d))
-	return t.came(keyOf(d), err) == was && err != nil
+	key := keyOf(ctx, op)
+	was := t.last(key)
+	return t.came(key, err) == was && err != nil
 }
 
-func keyOf(d *engine.Deed) string {
-	return strings.Join(append([]string{d.Verb, d.Sandbox, d.Checkpoint, d.To}, d.Did...), " ")
+func keyOf(ctx context.Context, op *engine.Op) string {
+	about := op.Subject(ctx)
+	return strings.Join(append([]string{op.Verb, about.Sandbox, about.Checkpoint, op.To}, op.Own.Did...), " ")
 }
 
-// Deeds is what an Engine does things of its own by (engine.Options.Deeds). by is
-// as in New, for what belongs to a verb.
-func (l *Log) Deeds(by string) func(context.Context, *engine.Deed, func() error) error {
-	d := &deeds{log: l, by: by}
-	return d.do
-}
-
-func (d *deeds) do(ctx context.Context, deed *engine.Deed, do func() error) error {
-	r := Record{Verb: deed.Verb, Ref: Clip(deed.Ref), To: deed.To, Signal: deed.Signal, Why: Clip(deed.Why)}
-	r.about(deed.Subject)
-	for _, id := range deed.Made {
+func (d *own) do(ctx context.Context, op *engine.Op, do func() error) error {
+	r := asked(op)
+	r.Why = Clip(op.Own.Why)
+	r.about(op.Subject(ctx))
+	for _, id := range op.Own.Made {
 		r.Made = some(r.Made, id)
 	}
-	r.did(deed.Did)
-	by := Self(deed.By)
-	if deed.By == "" {
+	r.did(op.Own.Did)
+	by, durable := Self(op.Own.By), op.Own.By != "" || op.Own.Alone
+	if op.Own.By == "" {
 		by = whoAsks(ctx, d.by)
 	}
-	if deed.Past && len(deed.Made) > 0 { // it is none that was tried before
+	if op.Own.Past && len(op.Own.Made) > 0 { // it is none that was tried before
 		err := do()
-		d.log.past(by, r, err, deed.By != "" || deed.Alone)
+		d.log.past(by, r, err, durable)
 		return err
 	}
-	key := keyOf(deed)
-	if was := d.tries.last(key); deed.Past || was != "" {
+	key := keyOf(ctx, op)
+	if was := d.tries.last(key); op.Own.Past || was != "" {
 		// That it is tried once more is no news. What comes of it may be.
 		err := do()
 		if d.tries.came(key, err) != was {
-			d.log.past(by, r, err, deed.By != "" || deed.Alone)
+			d.log.past(by, r, err, durable)
 		}
 		return err
 	}
@@ -75,7 +71,7 @@ func (d *deeds) do(ctx context.Context, deed *engine.Deed, do func() error) erro
 		if frees[r.Verb] { // which is tried until it succeeds
 			d.tries.came(key, err)
 		}
-		r.restored(d.log, deed.Restored)
+		r.came(d.log, op, err)
 		return err
 	})
 }

@@ -43,13 +43,13 @@ func (b *failing) Remove(ctx context.Context, id string) error {
 	return b.Backend.Remove(ctx, id)
 }
 
-// host is an engine over the backend in memory, behind a log.
+// host is an engine over the backend in memory, on record in a log.
 type host struct {
 	*testing.T
-	*Service
+	*engine.Engine
+	log     *Log
 	backend *failing
 	store   *store.Store
-	engine  *engine.Engine
 	root    string
 	seen    uint64 // the last record that was looked at
 }
@@ -80,12 +80,11 @@ func newHost(t *testing.T) *host {
 		t.Fatal(err)
 	}
 	h := &host{T: t, store: st, root: root, backend: &failing{Backend: backendtest.NewMemory(filepath.Join(root, "memory"))}}
-	log := Open(root)
-	h.engine = engine.New(engine.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "memory", Deeds: log.Deeds("test"),
+	h.log = Open(root)
+	h.Engine = engine.New(engine.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "memory", Observers: []engine.Observer{h.log.Observer("test")},
 		Watch: func(string) error { return nil },
 		Open:  func(string) (engine.Host, error) { return engine.Host{Backend: h.backend, Images: img}, nil }})
-	h.Service = New(h.engine, log, "test")
-	t.Cleanup(func() { h.Service.Close() })
+	t.Cleanup(func() { h.Engine.Close() })
 	return h
 }
 
@@ -203,7 +202,7 @@ func (h *host) lease(name string) runtime.Lease {
 
 // What goes with a lease is on record with the lease, whoever comes by; with one that
 // is released it is the caller's.
-func TestDeedsOfLease(t *testing.T) {
+func TestOwnLease(t *testing.T) {
 	h := newHost(t)
 	l := h.lease("l")
 	sb := h.run(runtime.CreateRequest{Lease: "l", Spec: runtime.Spec{Name: "a"}})
@@ -256,7 +255,7 @@ func TestDeedsOfLease(t *testing.T) {
 
 // A removal that fails is tried again all the time, which is on record once, and so is
 // that it has succeeded.
-func TestDeedsTriedAgain(t *testing.T) {
+func TestOwnTriedAgain(t *testing.T) {
 	h := newHost(t)
 	l := h.lease("l")
 	h.run(runtime.CreateRequest{Lease: "l", Spec: runtime.Spec{Name: "a"}})
@@ -293,7 +292,7 @@ func (h *host) age(sb runtime.Sandbox, by time.Duration) {
 
 // Whose time is over is stopped, and removed if it is to go with that, by the watch,
 // whichever process does what that has missed; without the log, too.
-func TestDeedsOfTTL(t *testing.T) {
+func TestOwnTTL(t *testing.T) {
 	h := newHost(t)
 	for i, name := range []string{"a", "b", "c"} {
 		sb := h.run(runtime.CreateRequest{Spec: runtime.Spec{Name: name, AutoRemove: name == "b", Lifetime: runtime.Lifetime{TTL: time.Hour}}})
@@ -315,7 +314,7 @@ func TestDeedsOfTTL(t *testing.T) {
 
 // A restart by policy is a start, or a restore that says what it has undone. It waits
 // for the log.
-func TestDeedsOfRestart(t *testing.T) {
+func TestOwnRestart(t *testing.T) {
 	h := newHost(t)
 	defer debug.SetGCPercent(debug.SetGCPercent(-1)) // it would give up locks that are forgotten
 	// restart has a watch look on until something is so.
@@ -383,7 +382,7 @@ func TestDeedsOfRestart(t *testing.T) {
 }
 
 // What a checkpoint removes by the sandbox's policy is on record with it.
-func TestDeedsOfPolicy(t *testing.T) {
+func TestOwnPolicy(t *testing.T) {
 	h := newHost(t)
 	p, err := (policy.Finder{}).Resolve("p", []byte("images: {references: ['*']}\ncheckpoints: {keep_last: 1}\n"))
 	h.must(err)
@@ -406,7 +405,7 @@ func byName(list []Entry) []Entry {
 
 // What the service prunes and finds by itself is found by the sandbox: each thing has a
 // record of its own, up to a bound.
-func TestDeedsOfUpkeep(t *testing.T) {
+func TestOwnUpkeep(t *testing.T) {
 	h := newHost(t)
 	// upkeep has a service do something by itself until so much is on record.
 	upkeep := func(u engine.Upkeep, verb string, n int) {
@@ -488,7 +487,7 @@ func TestDeedsOfUpkeep(t *testing.T) {
 }
 
 // A verb that was cut off is on record by its sandbox when it is brought to its end.
-func TestDeedsOfRecovery(t *testing.T) {
+func TestOwnRecovery(t *testing.T) {
 	h := newHost(t)
 	sb := h.create(runtime.CreateRequest{Spec: runtime.Spec{Name: "a"}})
 	for range 2 {

@@ -13,18 +13,18 @@ import (
 
 // What agentbox does by itself is a trace of its own, and what is a step of a verb part
 // of the verb's; what fails each second is one span until something else comes of it.
-func TestDeeds(t *testing.T) {
+func TestOwn(t *testing.T) {
 	c := tracestest.New(t)
 	environment(t, prefix+"ENDPOINT="+c.URL)
 	tr := opened(t, Options{})
-	next := func(_ context.Context, _ *engine.Deed, do func() error) error { return do() }
-	do := tr.Deeds("service", next)
+	observe := tr.Observer("service")
 	ctx, end := tr.Command(t.Context(), "agentbox checkpoint")
 	about := runtime.Subject{Sandbox: "0123456789abcdef", Name: "box"}
-	removal := &engine.Deed{Verb: "rm", By: engine.ByKeeper, Why: "lease 1b9e: its deadline has passed", Subject: about}
+	why := "lease 1b9e: its deadline has passed"
+	removal := engine.ByItself("rm", about, engine.Own{By: engine.ByKeeper, Why: why})
 	failed := fmt.Errorf("a mount: %w", runtime.ErrBusy)
 	for _, err := range []error{failed, failed, failed, nil} {
-		if got := do(ctx, removal, func() error { return err }); !errors.Is(got, err) {
+		if got := observe(ctx, removal, func(context.Context) error { return err }); !errors.Is(got, err) {
 			t.Errorf("%v, want %v", got, err)
 		}
 	}
@@ -34,13 +34,14 @@ func TestDeeds(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	must(do(ctx, &engine.Deed{Verb: "prune", Why: "retention of policy p", Subject: about, Made: []string{"1", "2"}, Past: true}, func() error { return nil }))
-	restore := &engine.Deed{Verb: "restore", By: engine.ByWatch, Why: "restart policy always", Subject: about}
-	must(do(ctx, restore, func() error {
-		restore.Restored = runtime.Restored{Checkpoint: runtime.Checkpoint{ID: "c1", Sandbox: about.Sandbox, SandboxName: about.Name}, Changed: 3}
+	nothing := func(context.Context) error { return nil }
+	must(observe(ctx, engine.ByItself("prune", about, engine.Own{Why: "retention of policy p", Made: []string{"1", "2"}, Past: true}), nothing))
+	restore := engine.ByItself("restore", about, engine.Own{By: engine.ByWatch, Why: "restart policy always"})
+	must(observe(ctx, restore, func(context.Context) error {
+		restore.Result = runtime.Restored{Checkpoint: runtime.Checkpoint{ID: "c1", Sandbox: about.Sandbox, SandboxName: about.Name}, Changed: 3}
 		return nil
 	}))
-	must(do(t.Context(), &engine.Deed{Verb: "recover", Why: "found: gone", Subject: about, Did: []string{"freed it"}, Past: true, Alone: true}, func() error { return nil }))
+	must(observe(t.Context(), engine.ByItself("recover", about, engine.Own{Why: "found: gone", Did: []string{"freed it"}, Past: true, Alone: true}), nothing))
 	end(0, "")
 	tr.Close()
 
@@ -60,7 +61,7 @@ func TestDeeds(t *testing.T) {
 			removals = append(removals, fmt.Sprint(s.Error, s.Attrs["error.type"], s.Attrs["agentbox.by"], s.Attrs["agentbox.why"]))
 		}
 	}
-	if want := fmt.Sprintf("[busybusykeeper%[1]s <nil>keeper%[1]s]", removal.Why); fmt.Sprint(removals) != want {
+	if want := fmt.Sprintf("[busybusykeeper%[1]s <nil>keeper%[1]s]", why); fmt.Sprint(removals) != want {
 		t.Errorf("removals: %v, want %s", removals, want)
 	}
 	if s := c.One(t, "agentbox.prune"); s.Attrs["agentbox.by"] != "service" || s.Attrs["agentbox.count"] != int64(2) {
@@ -71,8 +72,5 @@ func TestDeeds(t *testing.T) {
 	}
 	if c.One(t, "agentbox.recover"); c.Contains("freed it") {
 		t.Error("what was done is in a span")
-	}
-	if (*Traces)(nil).Deeds("x", nil) != nil {
-		t.Error("no traces do something")
 	}
 }
