@@ -1,6 +1,10 @@
 package main
 
-import "strings"
+import (
+	"strings"
+
+	"github.com/agentbox/agentbox/criu/stage"
+)
 
 // call is what the wrapper understands of an OCI runtime's command line.
 type call struct {
@@ -11,7 +15,7 @@ type call struct {
 	verb    string
 	flags   map[string]string // the verb's flags: bundle, pid-file, console-socket, no-pivot, process
 	id      string            // the last argument; of exec, the one before the command
-	slot    string            // what package stage knows the container by; not of the command line
+	slot    stage.Slot        // of the container; not of the command line
 }
 
 // bundle is where the container's config.json is.

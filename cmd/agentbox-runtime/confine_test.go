@@ -61,7 +61,7 @@ func (b *box) confined(t *testing.T, label string) {
 // restore brings the container back, or says why not.
 func (b *box) restore(t *testing.T) error {
 	t.Helper()
-	if err := stage.Put(b.run, b.ID, stage.Restore{Images: b.Images, Work: b.Work, Flags: []string{"--file-locks"}, Config: b.Config}); err != nil {
+	if err := stage.At(b.run, b.ID).Put(stage.Restore{Images: b.Images, Work: b.Work, Flags: []string{"--file-locks"}, Config: b.Config}); err != nil {
 		t.Fatal(err)
 	}
 	log := filepath.Join(b.Work, "log")

@@ -26,7 +26,7 @@ func restored(t *testing.T) *box {
 	putBack := b.Keep()
 	b.End()
 	putBack()
-	if err := stage.Put(b.run, b.ID, stage.Restore{Images: b.Images, Work: b.Work, Flags: []string{"--file-locks"}, Config: b.Config}); err != nil {
+	if err := stage.At(b.run, b.ID).Put(stage.Restore{Images: b.Images, Work: b.Work, Flags: []string{"--file-locks"}, Config: b.Config}); err != nil {
 		t.Fatal(err)
 	}
 	b.Start(nil)

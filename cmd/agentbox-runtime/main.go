@@ -91,12 +91,12 @@ func run(args []string) int {
 	case "create":
 		return w.create(c, args)
 	case "run":
-		if w.staged(c.slot) {
+		if staged(c.slot) {
 			return w.fail(c, fmt.Errorf("container %s has a restore or start staged: it takes `create` and `start`, not `run`", c.id))
 		}
 	case "start":
 		// Docker writes them after `create`, too, since version 28.
-		files, err := stage.TakeFiles(w.dir, c.slot)
+		files, err := c.slot.TakeFiles()
 		if !errors.Is(err, fault.ErrCorrupt) {
 			err = nil
 		}
@@ -109,26 +109,26 @@ func run(args []string) int {
 		if err != nil {
 			return w.fail(c, fmt.Errorf("start of %s: %w", c.id, err))
 		}
-		if err := stage.ArmReap(w.dir, c.slot); err != nil {
+		if err := c.slot.ArmReap(); err != nil {
 			fmt.Fprintln(os.Stderr, "agentbox-runtime:", err)
 		}
-		if stage.Restored(w.dir, c.slot) {
+		if c.slot.Restored() {
 			return w.resume(c)
 		}
 	case "pause":
 		// One that was restored as it was, paused, runs for the engine until
 		// it has paused it itself; the real runtime would refuse.
-		if stage.TakePaused(w.dir, c.slot) && frozen(c) {
+		if c.slot.TakePaused() && frozen(c) {
 			return 0
 		}
 	case "resume":
-		stage.TakePaused(w.dir, c.slot)
+		c.slot.TakePaused()
 	case "delete":
-		stage.TakePaused(w.dir, c.slot)
-		if err := stage.DropFiles(w.dir, c.slot); err != nil {
+		c.slot.TakePaused()
+		if err := c.slot.DropFiles(); err != nil {
 			fmt.Fprintln(os.Stderr, "agentbox-runtime:", err)
 		}
-		if w.known(c.slot) {
+		if known(c.slot) {
 			return w.delete(c, args)
 		}
 	}
@@ -154,15 +154,15 @@ func hooked(args []string) (code int, ok bool) {
 // that is there and makes no sense fails it: somebody wants a restore, and a
 // fresh start is none. State that cannot even be looked at is none.
 func (w wrapper) create(c call, args []string) int {
-	r, err := stage.Load(w.dir, c.slot)
+	r, err := c.slot.Load()
 	restore := err == nil
 	switch {
 	case errors.Is(err, fault.ErrCorrupt):
 		return w.fail(c, err)
-	case !restore && stage.Held(w.dir, c.slot):
-		return w.fail(c, fmt.Errorf("container %s is being restored by agentbox, which has not got to its start; if that agentbox is gone, 'agentbox recover' finishes it, and without %s it starts afresh", c.id, stage.HeldBy(w.dir, c.slot)))
+	case !restore && c.slot.Held():
+		return w.fail(c, fmt.Errorf("container %s is being restored by agentbox, which has not got to its start; if that agentbox is gone, 'agentbox recover' finishes it, and without %s it starts afresh", c.id, c.slot.HeldBy()))
 	}
-	s, err := stage.LoadStart(w.dir, c.slot)
+	s, err := c.slot.LoadStart()
 	if errors.Is(err, fault.ErrCorrupt) {
 		return w.fail(c, err)
 	}
@@ -188,14 +188,14 @@ func (w wrapper) create(c call, args []string) int {
 		if code := w.restore(c, r); code != 0 {
 			return code
 		}
-	} else if stage.Restored(w.dir, c.slot) {
+	} else if c.slot.Restored() {
 		// A container of this name was restored and went without `delete`.
-		if err := stage.ClearRestored(w.dir, c.slot); err != nil {
+		if err := c.slot.ClearRestored(); err != nil {
 			return w.fail(c, err)
 		}
 	}
 	if started {
-		if err := stage.UseStart(w.dir, c.slot, s); err != nil {
+		if err := c.slot.UseStart(s); err != nil {
 			if restore {
 				w.undo(c, r)
 			}
@@ -226,23 +226,21 @@ type wrapper struct {
 }
 
 // staged reports whether anything is staged for a container.
-func (w wrapper) staged(id string) bool {
-	_, err := stage.Load(w.dir, id)
-	_, serr := stage.LoadStart(w.dir, id)
-	return err == nil || errors.Is(err, fault.ErrCorrupt) || serr == nil || errors.Is(serr, fault.ErrCorrupt) || stage.Held(w.dir, id)
+func staged(at stage.Slot) bool {
+	_, err := at.Load()
+	_, serr := at.LoadStart()
+	return err == nil || errors.Is(err, fault.ErrCorrupt) || serr == nil || errors.Is(serr, fault.ErrCorrupt) || at.Held()
 }
 
 // known reports whether anything is kept for the end of a container.
-func (w wrapper) known(id string) bool {
-	return w.staged(id) || stage.Restored(w.dir, id) || stage.Armed(w.dir, id)
-}
+func known(at stage.Slot) bool { return staged(at) || at.Restored() || at.Armed() }
 
-// slot is what the container of a call is known by in package stage.
-func (w wrapper) slot(c call) string {
-	if under := stage.Under(c.root, c.id); w.known(under) || stage.KeptPaused(w.dir, under) {
+// slot is that of the container of a call.
+func (w wrapper) slot(c call) stage.Slot {
+	if under := stage.At(w.dir, stage.Under(c.root, c.id)); known(under) || under.KeptPaused() {
 		return under
 	}
-	return c.id
+	return stage.At(w.dir, c.id)
 }
 
 // stagedUnder finds the container of a command line that parse gave up on, if
@@ -255,7 +253,7 @@ func (w wrapper) stagedUnder(args []string) (string, bool) {
 	for _, slot := range slots {
 		_, under, _ := strings.Cut(slot, "@")
 		for _, id := range args {
-			if (id == slot || under != "" && id == under) && w.staged(slot) {
+			if (id == slot || under != "" && id == under) && staged(stage.At(w.dir, slot)) {
 				return id, true
 			}
 		}

@@ -226,13 +226,13 @@ func TestRestore(t *testing.T) {
 	b.dump(t)
 	at, putBack := b.Count(), b.Keep()
 	b.End()
-	if stage.Restored(b.run, b.ID) {
+	if stage.At(b.run, b.ID).Restored() {
 		t.Fatal("marked without a restore")
 	}
 
 	for round := range 2 { // images restore any number of times
 		putBack()
-		if err := stage.Put(b.run, b.ID, stage.Restore{Images: b.Images, Work: b.Work, Flags: []string{"--file-locks"}, Config: b.Config}); err != nil {
+		if err := stage.At(b.run, b.ID).Put(stage.Restore{Images: b.Images, Work: b.Work, Flags: []string{"--file-locks"}, Config: b.Config}); err != nil {
 			t.Fatal(err)
 		}
 		out, outW, err := os.Pipe()
@@ -248,7 +248,7 @@ func TestRestore(t *testing.T) {
 		if s := b.Status(); s != "paused" {
 			t.Fatalf("after create it is %s, want paused", s)
 		}
-		if !stage.Restored(b.run, b.ID) {
+		if !stage.At(b.run, b.ID).Restored() {
 			t.Fatal("not marked restored")
 		}
 		pid, err := os.ReadFile(pidFile)
@@ -262,7 +262,7 @@ func TestRestore(t *testing.T) {
 		if s := b.Status(); s != "running" {
 			t.Fatalf("after start it is %s", s)
 		}
-		if stage.Restored(b.run, b.ID) {
+		if stage.At(b.run, b.ID).Restored() {
 			t.Fatal("still marked after start")
 		}
 		b.Until("it counts on", func() bool { return b.Count() > at+5 })
@@ -301,7 +301,7 @@ func TestRestoreWithTerminal(t *testing.T) {
 	b.dump(t)
 	b.End()
 	tty.Close()
-	if err := stage.Put(b.run, b.ID, stage.Restore{Images: b.Images, Work: b.Work}); err != nil {
+	if err := stage.At(b.run, b.ID).Put(stage.Restore{Images: b.Images, Work: b.Work}); err != nil {
 		t.Fatal(err)
 	}
 	master, socket = console(t)
@@ -384,7 +384,7 @@ func TestFailedRestore(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(b.Files, "bin", "busybox"), []byte("other"), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	if err := stage.Put(b.run, b.ID, stage.Restore{Images: b.Images, Work: b.Work}); err != nil {
+	if err := stage.At(b.run, b.ID).Put(stage.Restore{Images: b.Images, Work: b.Work}); err != nil {
 		t.Fatal(err)
 	}
 	for _, format := range []string{"json", "text"} {
@@ -423,7 +423,7 @@ func TestFailedRestore(t *testing.T) {
 		}
 		// What an engine does next; a second try must not start afresh.
 		_, _ = b.Do("delete", "--force", b.ID)
-		if _, err := stage.Load(b.run, b.ID); err != nil {
+		if _, err := stage.At(b.run, b.ID).Load(); err != nil {
 			t.Fatalf("not staged any more: %v", err)
 		}
 	}
@@ -447,7 +447,7 @@ func TestHangingRestore(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if err := stage.Put(b.run, b.ID, stage.Restore{Images: b.Images, Work: b.Work, Timeout: 1500 * time.Millisecond}); err != nil {
+	if err := stage.At(b.run, b.ID).Put(stage.Restore{Images: b.Images, Work: b.Work, Timeout: 1500 * time.Millisecond}); err != nil {
 		t.Fatal(err)
 	}
 	start := time.Now()
@@ -508,7 +508,7 @@ func TestNeverOverALiveOne(t *testing.T) {
 	b := newBox(t, criutest.Counter, nil)
 	b.Start(nil)
 	b.Until("it counts", func() bool { return b.Count() >= 2 })
-	if err := stage.Put(b.run, b.ID, stage.Restore{Images: b.Images, Work: b.Work}); err != nil {
+	if err := stage.At(b.run, b.ID).Put(stage.Restore{Images: b.Images, Work: b.Work}); err != nil {
 		t.Fatal(err)
 	}
 	out, err := b.Do("create", "--bundle", b.Bundle, b.ID)
@@ -523,7 +523,7 @@ func TestStagedButNotUnderstood(t *testing.T) {
 	criutest.Root(t)
 	w, run := wrapperPath(t), t.TempDir()
 	env := []string{"AGENTBOX_RUN=" + run}
-	if err := stage.Put(run, "c1", stage.Restore{Images: "/i", Work: filepath.Join(run, "w")}); err != nil {
+	if err := stage.At(run, "c1").Put(stage.Restore{Images: "/i", Work: filepath.Join(run, "w")}); err != nil {
 		t.Fatal(err)
 	}
 	for _, args := range [][]string{{"create", "--new-flag", "x", "c1"}, {"run", "c1"}, {"--odd", "create", "c1"}} {

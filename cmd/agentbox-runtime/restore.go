@@ -116,7 +116,7 @@ func (w wrapper) complete(c call, r stage.Restore, spec *wall.Spec, profile stri
 	if err := w.settle(c, r); err != nil {
 		return fmt.Errorf("network: %w", err)
 	}
-	return stage.MarkRestored(w.dir, c.slot)
+	return c.slot.MarkRestored()
 }
 
 // killedLog is added to the name of the log of a CRIU that was killed.
@@ -225,7 +225,7 @@ func (w wrapper) bounded(c call, r stage.Restore, log string, args []string) err
 			switch {
 			case s.died():
 				why = "CRIU was killed, by the kernel for lack of memory or by another process; " + stands(log)
-			case stage.CalledOff(w.dir, c.slot):
+			case c.slot.CalledOff():
 				why = "the restore was called off and killed; " + stands(log)
 			case err == nil && st.Size() >= maxLog:
 				why = "CRIU filled its log without end and was killed; the images are probably damaged"
@@ -321,15 +321,15 @@ func (w wrapper) undo(c call, r stage.Restore) {
 
 // resume does what the engine means by `start`.
 func (w wrapper) resume(c call) int {
-	if stage.StaysPaused(w.dir, c.slot) {
-		if err := stage.KeepPaused(w.dir, c.slot); err != nil {
+	if c.slot.StaysPaused() {
+		if err := c.slot.KeepPaused(); err != nil {
 			fmt.Fprintln(os.Stderr, "agentbox-runtime:", err)
 		}
 	} else if err := thaw(c); err != nil && !errors.Is(err, fault.ErrState) {
 		// One that ended as soon as it was restored has nothing to resume.
 		return w.fail(c, err)
 	}
-	if err := stage.ClearRestored(w.dir, c.slot); err != nil {
+	if err := c.slot.ClearRestored(); err != nil {
 		fmt.Fprintln(os.Stderr, "agentbox-runtime:", err)
 	}
 	return 0
@@ -348,7 +348,7 @@ func (w wrapper) delete(c call, args []string) int {
 	if err := cmd.Run(); err != nil {
 		return exitCode(err)
 	}
-	if err := errors.Join(stage.ClearRestored(w.dir, c.slot), w.reap(c.slot)); err != nil {
+	if err := errors.Join(c.slot.ClearRestored(), w.reap(c.slot)); err != nil {
 		fmt.Fprintln(os.Stderr, "agentbox-runtime:", err)
 	}
 	return 0
@@ -356,8 +356,8 @@ func (w wrapper) delete(c call, args []string) int {
 
 // reap begins the command that was staged for the end of a container, once,
 // and leaves it to itself: the engine waits for our output to end.
-func (w wrapper) reap(id string) error {
-	args, err := stage.TakeReap(w.dir, id)
+func (w wrapper) reap(at stage.Slot) error {
+	args, err := at.TakeReap()
 	if err != nil || len(args) == 0 {
 		return err
 	}

@@ -55,7 +55,7 @@ func TestNetworkFilledLate(t *testing.T) {
 	b.End()
 	for range 2 {
 		r := stage.Restore{Images: b.Images, Work: b.Work, Flags: append([]string{"--file-locks"}, network...), Addresses: []netip.Addr{netip.MustParseAddr("10.77.0.2")}}
-		if err := stage.Put(b.run, b.ID, r); err != nil {
+		if err := stage.At(b.run, b.ID).Put(r); err != nil {
 			t.Fatal(err)
 		}
 		start()

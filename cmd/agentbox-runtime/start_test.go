@@ -74,7 +74,7 @@ func TestStart(t *testing.T) {
 		Files: []stage.File{{Path: managed, Mode: 0o640, GID: 2, Data: []byte("agentbox's")}},
 		Reap:  []string{"/bin/sh", "-c", `ls -l /proc/self/fd > "$0.tmp"; ps -o sid= -p $$ >> "$0.tmp"; mv "$0.tmp" "$0.$$"`, reaped},
 	}
-	if err := stage.PutStart(b.run, b.ID, s); err != nil {
+	if err := stage.At(b.run, b.ID).PutStart(s); err != nil {
 		t.Fatal(err)
 	}
 	b.startOver(t, managed)
@@ -89,11 +89,11 @@ func TestStart(t *testing.T) {
 	if err != nil || !os.SameFile(before, after) || after.Mode().Perm() != 0o640 {
 		t.Errorf("the managed file is another one: %v, %v", after, err)
 	}
-	if _, err := stage.LoadStart(b.run, b.ID); err == nil {
+	if _, err := stage.At(b.run, b.ID).LoadStart(); err == nil {
 		t.Error("still staged after it was used")
 	}
 	// What the engine does after each restore.
-	if err := stage.Clear(b.run, b.ID); err != nil {
+	if err := stage.At(b.run, b.ID).Clear(); err != nil {
 		t.Fatal(err)
 	}
 	seen := func() []string { m, _ := filepath.Glob(reaped + ".*"); return m }
@@ -155,7 +155,7 @@ func TestStartFails(t *testing.T) {
 	if err := os.Remove(filepath.Join(b.Files, "bin", "sh")); err != nil {
 		t.Fatal(err)
 	}
-	if err := stage.PutStart(b.run, b.ID, stage.Start{Reap: []string{"/usr/bin/touch", reaped}}); err != nil {
+	if err := stage.At(b.run, b.ID).PutStart(stage.Start{Reap: []string{"/usr/bin/touch", reaped}}); err != nil {
 		t.Fatal(err)
 	}
 	if out, err := b.Do("create", "--bundle", b.Bundle, b.ID); err == nil {
@@ -181,10 +181,10 @@ func TestStartOfARestore(t *testing.T) {
 		t.Fatal(err)
 	}
 	reaped := filepath.Join(t.TempDir(), "reaped")
-	if err := stage.Put(b.run, b.ID, stage.Restore{Images: b.Images, Work: b.Work}); err != nil {
+	if err := stage.At(b.run, b.ID).Put(stage.Restore{Images: b.Images, Work: b.Work}); err != nil {
 		t.Fatal(err)
 	}
-	err := stage.PutStart(b.run, b.ID, stage.Start{
+	err := stage.At(b.run, b.ID).PutStart(stage.Start{
 		Env:   []string{"WHO=restored"},
 		Files: []stage.File{{Path: managed, Mode: 0o644, Data: []byte("the dump's")}},
 		Reap:  []string{"/usr/bin/touch", reaped},
@@ -215,11 +215,11 @@ func TestPauseOfARestored(t *testing.T) {
 	b.Until("it counts", func() bool { return b.Count() >= 3 })
 	b.dump(t)
 	b.End()
-	if err := stage.Put(b.run, b.ID, stage.Restore{Images: b.Images, Work: b.Work, Paused: true}); err != nil {
+	if err := stage.At(b.run, b.ID).Put(stage.Restore{Images: b.Images, Work: b.Work, Paused: true}); err != nil {
 		t.Fatal(err)
 	}
 	b.Start(nil)
-	if err := stage.Clear(b.run, b.ID); err != nil { // as the engine of agentbox does
+	if err := stage.At(b.run, b.ID).Clear(); err != nil { // as the engine of agentbox does
 		t.Fatal(err)
 	}
 	if s := b.Status(); s != "paused" {
@@ -358,9 +358,9 @@ func TestStateOfOurs(t *testing.T) {
 		"bad file in a start": {func(run string) {
 			write(filepath.Join(run, "restore", "c1", "start.json"), `{"files":[{"path":"/proc/none/x"}]}`)
 		}, "/proc/none/x"},
-		"held":                  {func(run string) { _ = stage.Hold(run, "c1") }, "being restored"},
-		"held, and a start":     {func(run string) { _ = stage.Hold(run, "c1"); _ = stage.PutStart(run, "c1", stage.Start{}) }, "being restored"},
-		"an empty start":        {func(run string) { _ = stage.PutStart(run, "c1", stage.Start{}) }, ""},
+		"held":                  {func(run string) { _ = stage.At(run, "c1").Hold() }, "being restored"},
+		"held, and a start":     {func(run string) { _ = stage.At(run, "c1").Hold(); _ = stage.At(run, "c1").PutStart(stage.Start{}) }, "being restored"},
+		"an empty start":        {func(run string) { _ = stage.At(run, "c1").PutStart(stage.Start{}) }, ""},
 		"a start of other verb": {func(run string) { write(filepath.Join(run, "reap", "due", "c2"), "{") }, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -450,7 +450,7 @@ func TestRestoreOfLinkedSource(t *testing.T) {
 	b.dump(t)
 	at := b.Count()
 	b.End()
-	if err := stage.Put(b.run, b.ID, stage.Restore{Images: b.Images, Work: b.Work, Config: b.Config}); err != nil {
+	if err := stage.At(b.run, b.ID).Put(stage.Restore{Images: b.Images, Work: b.Work, Config: b.Config}); err != nil {
 		t.Fatal(err)
 	}
 	b.Start(nil)
@@ -468,7 +468,7 @@ func TestRootsApart(t *testing.T) {
 	b.End()
 	staged := stage.Restore{Images: b.Images, Work: b.Work, Config: b.Config}
 	other, own := stage.Under("/elsewhere/ns2", b.ID), stage.Under(b.State, b.ID)
-	if err := errors.Join(stage.Put(b.run, other, staged), stage.Hold(b.run, other)); err != nil {
+	if err := errors.Join(stage.At(b.run, other).Put(staged), stage.At(b.run, other).Hold()); err != nil {
 		t.Fatal(err)
 	}
 	if err := os.WriteFile(filepath.Join(b.Files, "count"), []byte("0"), 0o600); err != nil {
@@ -480,11 +480,11 @@ func TestRootsApart(t *testing.T) {
 	if _, err := os.Stat(filepath.Join(b.Work, "restore.log")); !errors.Is(err, os.ErrNotExist) {
 		t.Fatalf("it did not start afresh: %v", err)
 	}
-	if _, err := stage.Load(b.run, other); err != nil {
+	if _, err := stage.At(b.run, other).Load(); err != nil {
 		t.Fatalf("the other's was used: %v", err)
 	}
 	putBack()
-	if err := stage.Put(b.run, own, staged); err != nil {
+	if err := stage.At(b.run, own).Put(staged); err != nil {
 		t.Fatal(err)
 	}
 	b.Start(nil)

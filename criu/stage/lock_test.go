@@ -13,14 +13,14 @@ import (
 
 func TestLock(t *testing.T) {
 	run := t.TempDir()
-	unlock, err := Lock(run, "c1")
+	unlock, err := At(run, "c1").Lock()
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := Lock(run, "c1"); !errors.Is(err, fault.ErrBusy) {
+	if _, err := At(run, "c1").Lock(); !errors.Is(err, fault.ErrBusy) {
 		t.Fatalf("a second one: %v, want ErrBusy", err)
 	}
-	other, err := Lock(run, "c2")
+	other, err := At(run, "c2").Lock()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -34,7 +34,7 @@ func TestLock(t *testing.T) {
 	for range 8 {
 		group.Go(func() {
 			for range 200 {
-				unlock, err := Lock(run, "c1")
+				unlock, err := At(run, "c1").Lock()
 				if err != nil {
 					if !errors.Is(err, fault.ErrBusy) {
 						t.Error(err)

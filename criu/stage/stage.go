@@ -60,6 +60,9 @@ type DirTime struct {
 // calls the container when it calls the OCI runtime.
 type Slot struct{ Run, ID string }
 
+// At returns the Slot of a container in RUN.
+func At(run, id string) Slot { return Slot{Run: run, ID: id} }
+
 // Under is the ID of a Slot for a container whose engine gives the same id to
 // others, each beneath a root of its own for the OCI runtime (--root), as
 // containerd does in its namespaces.
@@ -105,71 +108,71 @@ func Valid(id string) bool {
 }
 
 // Put publishes r for the container id, in place of what was there.
-func Put(run, id string, r Restore) (err error) {
-	dir, err := place(run, id)
+func (at Slot) Put(r Restore) (err error) {
+	dir, err := at.place()
 	if err != nil {
 		return err
 	}
 	if r.Images == "" || r.Work == "" {
-		return fmt.Errorf("stage restore of %s: images and work directories are needed: %w", id, fault.ErrInvalid)
+		return fmt.Errorf("stage restore of %s: images and work directories are needed: %w", at.ID, fault.ErrInvalid)
 	}
 	data, err := json.Marshal(r)
 	if err != nil {
-		return fmt.Errorf("stage restore of %s: %w", id, err)
+		return fmt.Errorf("stage restore of %s: %w", at.ID, err)
 	}
 	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return fmt.Errorf("stage restore of %s: %w", id, err)
+		return fmt.Errorf("stage restore of %s: %w", at.ID, err)
 	}
 	// A mark of an earlier restore would make the next `start` resume a
 	// container that was never restored.
 	if err := remove(filepath.Join(dir, restoredFile)); err != nil {
-		return fmt.Errorf("stage restore of %s: %w", id, err)
+		return fmt.Errorf("stage restore of %s: %w", at.ID, err)
 	}
 	if err := publish(dir, stagedFile, data); err != nil {
-		return fmt.Errorf("stage restore of %s: %w", id, err)
+		return fmt.Errorf("stage restore of %s: %w", at.ID, err)
 	}
 	return nil
 }
 
 // Load returns what is staged for id. Nothing staged is ErrNotFound; staged
 // but not readable is ErrCorrupt.
-func Load(run, id string) (Restore, error) { return load(run, id, stagedFile) }
+func (at Slot) Load() (Restore, error) { return at.load(stagedFile) }
 
-func load(run, id, name string) (Restore, error) {
-	dir, err := place(run, id)
+func (at Slot) load(name string) (Restore, error) {
+	dir, err := at.place()
 	if err != nil {
 		return Restore{}, err
 	}
 	var r Restore
 	if err := readJSON(filepath.Join(dir, name), maxStaged, &r); err != nil {
-		return Restore{}, fmt.Errorf("staged restore of %s: %w", id, err)
+		return Restore{}, fmt.Errorf("staged restore of %s: %w", at.ID, err)
 	}
 	if r.Images == "" || r.Work == "" {
-		return Restore{}, fmt.Errorf("staged restore of %s: names no images: %w", id, fault.ErrCorrupt)
+		return Restore{}, fmt.Errorf("staged restore of %s: names no images: %w", at.ID, fault.ErrCorrupt)
 	}
 	return r, nil
 }
 
 // MarkRestored turns the staged restore of id into a mark that it is done.
 // Nothing staged is ErrNotFound.
-func MarkRestored(run, id string) error {
-	dir, err := place(run, id)
+func (at Slot) MarkRestored() error {
+	dir, err := at.place()
 	if err != nil {
 		return err
 	}
 	err = os.Rename(filepath.Join(dir, stagedFile), filepath.Join(dir, restoredFile))
 	if errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("staged restore of %s: %w", id, fault.ErrNotFound)
+		return fmt.Errorf("staged restore of %s: %w", at.ID, fault.ErrNotFound)
 	}
 	if err != nil {
-		return fmt.Errorf("mark %s restored: %w", id, err)
+		return fmt.Errorf("mark %s restored: %w", at.ID, err)
 	}
 	return fsx.SyncDir(dir)
 }
 
 // Restored reports whether id was restored and waits for its `start`.
-func Restored(run, id string) bool {
-	dir, err := place(run, id)
+func (at Slot) Restored() bool {
+	dir, err := at.place()
 	if err != nil {
 		return false
 	}
@@ -178,22 +181,22 @@ func Restored(run, id string) bool {
 }
 
 // Used reports whether what was staged for id has been restored from.
-func Used(run, id string) bool {
-	_, err := load(run, id, stagedFile)
+func (at Slot) Used() bool {
+	_, err := at.load(stagedFile)
 	return errors.Is(err, fault.ErrNotFound)
 }
 
 // StaysPaused reports whether a restored container is to be left paused by its
 // `start`.
-func StaysPaused(run, id string) bool {
-	r, err := load(run, id, restoredFile)
+func (at Slot) StaysPaused() bool {
+	r, err := at.load(restoredFile)
 	return err == nil && r.Paused
 }
 
 // KeepPaused notes that id is left paused by its `start` and its engine thinks
 // that it runs. Like a Reap it outlives Clear.
-func KeepPaused(run, id string) error {
-	path, err := pausedFile(run, id)
+func (at Slot) KeepPaused() error {
+	path, err := at.pausedFile()
 	if err == nil {
 		err = os.MkdirAll(filepath.Dir(path), 0o700)
 	}
@@ -201,14 +204,14 @@ func KeepPaused(run, id string) error {
 		err = os.WriteFile(path, nil, 0o600)
 	}
 	if err != nil {
-		return fmt.Errorf("note that %s is paused: %w", id, err)
+		return fmt.Errorf("note that %s is paused: %w", at.ID, err)
 	}
 	return nil
 }
 
 // KeptPaused reports whether KeepPaused is in force.
-func KeptPaused(run, id string) bool {
-	path, err := pausedFile(run, id)
+func (at Slot) KeptPaused() bool {
+	path, err := at.pausedFile()
 	if err != nil {
 		return false
 	}
@@ -217,42 +220,42 @@ func KeptPaused(run, id string) bool {
 }
 
 // TakePaused ends KeepPaused and reports whether it was in force.
-func TakePaused(run, id string) bool {
-	path, err := pausedFile(run, id)
+func (at Slot) TakePaused() bool {
+	path, err := at.pausedFile()
 	return err == nil && os.Remove(path) == nil
 }
 
-func pausedFile(run, id string) (string, error) {
-	if _, err := place(run, id); err != nil {
+func (at Slot) pausedFile() (string, error) {
+	if _, err := at.place(); err != nil {
 		return "", err
 	}
-	return filepath.Join(run, "paused", id), nil
+	return filepath.Join(at.Run, "paused", at.ID), nil
 }
 
 // Hold keeps the container id from being created, by whomever, until a restore
 // is staged for it, Release or Clear: its files are being replaced.
-func Hold(run, id string) error {
-	dir, err := place(run, id)
+func (at Slot) Hold() error {
+	dir, err := at.place()
 	if err != nil {
 		return err
 	}
 	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return fmt.Errorf("hold %s: %w", id, err)
+		return fmt.Errorf("hold %s: %w", at.ID, err)
 	}
 	if err := os.WriteFile(filepath.Join(dir, heldFile), nil, 0o600); err != nil {
-		return fmt.Errorf("hold %s: %w", id, err)
+		return fmt.Errorf("hold %s: %w", at.ID, err)
 	}
 	return nil
 }
 
 // Release ends Hold. Idempotent.
-func Release(run, id string) error {
-	dir, err := place(run, id)
+func (at Slot) Release() error {
+	dir, err := at.place()
 	if err != nil {
 		return err
 	}
 	if err := remove(filepath.Join(dir, heldFile)); err != nil {
-		return fmt.Errorf("release %s: %w", id, err)
+		return fmt.Errorf("release %s: %w", at.ID, err)
 	}
 	// Goes only when nothing is staged.
 	_ = os.Remove(dir)
@@ -260,8 +263,8 @@ func Release(run, id string) error {
 }
 
 // Held reports whether Hold is in force.
-func Held(run, id string) bool {
-	dir, err := place(run, id)
+func (at Slot) Held() bool {
+	dir, err := at.place()
 	if err != nil {
 		return false
 	}
@@ -270,23 +273,23 @@ func Held(run, id string) bool {
 }
 
 // HeldBy names the file that is the Hold, for messages.
-func HeldBy(run, id string) string { return filepath.Join(run, "restore", id, heldFile) }
+func (at Slot) HeldBy() string { return filepath.Join(at.Run, "restore", at.ID, heldFile) }
 
 // CallOff ends the restore of id that is under way, or about to be: it fails.
-func CallOff(run, id string) error {
-	dir, err := place(run, id)
+func (at Slot) CallOff() error {
+	dir, err := at.place()
 	if err == nil {
 		err = os.WriteFile(filepath.Join(dir, calledOffFile), nil, 0o600)
 	}
 	if err != nil {
-		return fmt.Errorf("call off the restore of %s: %w", id, err)
+		return fmt.Errorf("call off the restore of %s: %w", at.ID, err)
 	}
 	return nil
 }
 
 // CalledOff reports whether CallOff is in force.
-func CalledOff(run, id string) bool {
-	dir, err := place(run, id)
+func (at Slot) CalledOff() bool {
+	dir, err := at.place()
 	if err != nil {
 		return false
 	}
@@ -295,13 +298,13 @@ func CalledOff(run, id string) bool {
 }
 
 // ClearRestored drops the mark and leaves what is staged. Idempotent.
-func ClearRestored(run, id string) error {
-	dir, err := place(run, id)
+func (at Slot) ClearRestored() error {
+	dir, err := at.place()
 	if err != nil {
 		return err
 	}
 	if err := remove(filepath.Join(dir, restoredFile)); err != nil {
-		return fmt.Errorf("clear restored mark of %s: %w", id, err)
+		return fmt.Errorf("clear restored mark of %s: %w", at.ID, err)
 	}
 	// Goes only when nothing is staged.
 	_ = os.Remove(dir)
@@ -310,13 +313,13 @@ func ClearRestored(run, id string) error {
 
 // Clear drops all that is staged for id: a restore, a hold, a start. Idempotent.
 // What a started container's end still owes stays; see Start.Reap and Disarm.
-func Clear(run, id string) error {
-	dir, err := place(run, id)
+func (at Slot) Clear() error {
+	dir, err := at.place()
 	if err != nil {
 		return err
 	}
 	if err := os.RemoveAll(dir); err != nil {
-		return fmt.Errorf("clear staged restore of %s: %w", id, err)
+		return fmt.Errorf("clear staged restore of %s: %w", at.ID, err)
 	}
 	return nil
 }
@@ -339,14 +342,14 @@ func List(run string) ([]string, error) {
 	return ids, nil
 }
 
-func place(run, id string) (string, error) {
-	if !Valid(id) {
-		return "", fmt.Errorf("container id %q: %w", id, fault.ErrInvalid)
+func (at Slot) place() (string, error) {
+	if !Valid(at.ID) {
+		return "", fmt.Errorf("container id %q: %w", at.ID, fault.ErrInvalid)
 	}
-	if !filepath.IsAbs(run) {
-		return "", fmt.Errorf("run directory %q is not absolute: %w", run, fault.ErrInvalid)
+	if !filepath.IsAbs(at.Run) {
+		return "", fmt.Errorf("run directory %q is not absolute: %w", at.Run, fault.ErrInvalid)
 	}
-	return filepath.Join(run, "restore", id), nil
+	return filepath.Join(at.Run, "restore", at.ID), nil
 }
 
 // readJSON reads a small file of ours. One that is not there is ErrNotFound,

@@ -14,65 +14,65 @@ import (
 
 func TestLifeOfARestore(t *testing.T) {
 	run := filepath.Join(t.TempDir(), "run")
-	if _, err := Load(run, "c1"); !errors.Is(err, fault.ErrNotFound) {
+	if _, err := At(run, "c1").Load(); !errors.Is(err, fault.ErrNotFound) {
 		t.Fatalf("Load of nothing: %v, want ErrNotFound", err)
 	}
-	if err := MarkRestored(run, "c1"); !errors.Is(err, fault.ErrNotFound) {
+	if err := At(run, "c1").MarkRestored(); !errors.Is(err, fault.ErrNotFound) {
 		t.Fatalf("MarkRestored of nothing: %v, want ErrNotFound", err)
 	}
 	want := Restore{Images: "/i", Work: "/w", Flags: []string{"--tcp-established"}, Config: "/c", Timeout: time.Second}
-	if err := Put(run, "c1", want); err != nil {
+	if err := At(run, "c1").Put(want); err != nil {
 		t.Fatal(err)
 	}
-	got, err := Load(run, "c1")
+	got, err := At(run, "c1").Load()
 	if err != nil || !reflect.DeepEqual(got, want) {
 		t.Fatalf("Load = %+v, %v; want %+v", got, err, want)
 	}
-	if Restored(run, "c1") {
+	if At(run, "c1").Restored() {
 		t.Fatal("restored before it was")
 	}
 	// A delete of the container before that leaves it staged.
-	if err := ClearRestored(run, "c1"); err != nil {
+	if err := At(run, "c1").ClearRestored(); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := Load(run, "c1"); err != nil {
+	if _, err := At(run, "c1").Load(); err != nil {
 		t.Fatalf("ClearRestored took what was staged: %v", err)
 	}
-	if err := MarkRestored(run, "c1"); err != nil {
+	if err := At(run, "c1").MarkRestored(); err != nil {
 		t.Fatal(err)
 	}
-	if !Restored(run, "c1") {
+	if !At(run, "c1").Restored() {
 		t.Fatal("not marked")
 	}
-	if _, err := Load(run, "c1"); !errors.Is(err, fault.ErrNotFound) {
+	if _, err := At(run, "c1").Load(); !errors.Is(err, fault.ErrNotFound) {
 		t.Fatalf("still staged after the mark: %v", err)
 	}
 	if ids, err := List(run); err != nil || !reflect.DeepEqual(ids, []string{"c1"}) {
 		t.Fatalf("List = %v, %v", ids, err)
 	}
 	// Staging anew takes the old mark away.
-	if err := Put(run, "c1", want); err != nil {
+	if err := At(run, "c1").Put(want); err != nil {
 		t.Fatal(err)
 	}
-	if Restored(run, "c1") {
+	if At(run, "c1").Restored() {
 		t.Fatal("mark of the earlier restore survived Put")
 	}
 	for range 2 {
-		if err := Clear(run, "c1"); err != nil {
+		if err := At(run, "c1").Clear(); err != nil {
 			t.Fatal(err)
 		}
 	}
 	if ids, err := List(run); err != nil || len(ids) != 0 {
 		t.Fatalf("List after Clear = %v, %v", ids, err)
 	}
-	if err := ClearRestored(run, "c1"); err != nil {
+	if err := At(run, "c1").ClearRestored(); err != nil {
 		t.Fatalf("ClearRestored of nothing: %v", err)
 	}
 }
 
 func TestModes(t *testing.T) {
 	run := t.TempDir()
-	if err := Put(run, "c", Restore{Images: "/i", Work: "/w"}); err != nil {
+	if err := At(run, "c").Put(Restore{Images: "/i", Work: "/w"}); err != nil {
 		t.Fatal(err)
 	}
 	for path, want := range map[string]os.FileMode{"restore": 0o700, "restore/c": 0o700, "restore/c/restore.json": 0o600} {
@@ -89,17 +89,17 @@ func TestModes(t *testing.T) {
 func TestBadNames(t *testing.T) {
 	run := t.TempDir()
 	for _, id := range []string{"", ".", "..", "a/b", "../x", "a b", "a\n", "-x", strings.Repeat("x", 256)} {
-		if err := Put(run, id, Restore{Images: "/i", Work: "/w"}); !errors.Is(err, fault.ErrInvalid) {
+		if err := At(run, id).Put(Restore{Images: "/i", Work: "/w"}); !errors.Is(err, fault.ErrInvalid) {
 			t.Errorf("Put(%q): %v, want ErrInvalid", id, err)
 		}
-		if Restored(run, id) {
+		if At(run, id).Restored() {
 			t.Errorf("Restored(%q)", id)
 		}
 	}
-	if err := Put("relative", "c", Restore{Images: "/i", Work: "/w"}); !errors.Is(err, fault.ErrInvalid) {
+	if err := At("relative", "c").Put(Restore{Images: "/i", Work: "/w"}); !errors.Is(err, fault.ErrInvalid) {
 		t.Errorf("relative run: %v", err)
 	}
-	if err := Put(run, "c", Restore{}); !errors.Is(err, fault.ErrInvalid) {
+	if err := At(run, "c").Put(Restore{}); !errors.Is(err, fault.ErrInvalid) {
 		t.Errorf("empty restore: %v", err)
 	}
 }
@@ -114,7 +114,7 @@ func TestCorrupt(t *testing.T) {
 		if err := os.WriteFile(filepath.Join(dir, "restore.json"), []byte(text), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := Load(run, "c"); !errors.Is(err, fault.ErrCorrupt) {
+		if _, err := At(run, "c").Load(); !errors.Is(err, fault.ErrCorrupt) {
 			t.Errorf("Load of %.20q: %v, want ErrCorrupt", text, err)
 		}
 	}

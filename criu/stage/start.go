@@ -50,13 +50,13 @@ const (
 
 // PutStart publishes s for the next `create` of the container id, in place of
 // what was there.
-func PutStart(run, id string, s Start) error {
-	dir, err := place(run, id)
+func (at Slot) PutStart(s Start) error {
+	dir, err := at.place()
 	if err != nil {
 		return err
 	}
 	if err := s.check(); err != nil {
-		return fmt.Errorf("stage start of %s: %w", id, err)
+		return fmt.Errorf("stage start of %s: %w", at.ID, err)
 	}
 	data, err := json.Marshal(s)
 	if err == nil && len(data) > maxStart {
@@ -69,33 +69,33 @@ func PutStart(run, id string, s Start) error {
 		err = publish(dir, startFile, data)
 	}
 	if err != nil {
-		return fmt.Errorf("stage start of %s: %w", id, err)
+		return fmt.Errorf("stage start of %s: %w", at.ID, err)
 	}
 	return nil
 }
 
 // LoadStart returns what PutStart left for id and no `create` has used.
 // Nothing is ErrNotFound; something unreadable is ErrCorrupt.
-func LoadStart(run, id string) (Start, error) {
-	dir, err := place(run, id)
+func (at Slot) LoadStart() (Start, error) {
+	dir, err := at.place()
 	if err != nil {
 		return Start{}, err
 	}
 	s, err := readStart(filepath.Join(dir, startFile))
 	if err != nil {
-		return Start{}, fmt.Errorf("staged start of %s: %w", id, err)
+		return Start{}, fmt.Errorf("staged start of %s: %w", at.ID, err)
 	}
 	return s, nil
 }
 
 // ClearStart drops what PutStart left for id. Idempotent.
-func ClearStart(run, id string) error {
-	dir, err := place(run, id)
+func (at Slot) ClearStart() error {
+	dir, err := at.place()
 	if err != nil {
 		return err
 	}
 	if err := remove(filepath.Join(dir, startFile)); err != nil {
-		return fmt.Errorf("clear staged start of %s: %w", id, err)
+		return fmt.Errorf("clear staged start of %s: %w", at.ID, err)
 	}
 	// Goes only when nothing is staged.
 	_ = os.Remove(dir)
@@ -104,14 +104,14 @@ func ClearStart(run, id string) error {
 
 // UseStart turns the staged start of id, whose container is being created,
 // into the Files that its `start` writes again and the Reap that its end owes.
-func UseStart(run, id string, s Start) error {
-	if err := keepFiles(run, id, s.Files); err != nil {
+func (at Slot) UseStart(s Start) error {
+	if err := at.keepFiles(s.Files); err != nil {
 		return err
 	}
 	if len(s.Reap) == 0 {
-		return errors.Join(Disarm(run, id), ClearStart(run, id))
+		return errors.Join(at.Disarm(), at.ClearStart())
 	}
-	made, due, err := reaps(run, id)
+	made, due, err := at.reaps()
 	if err != nil {
 		return err
 	}
@@ -123,22 +123,22 @@ func UseStart(run, id string, s Start) error {
 		err = os.MkdirAll(filepath.Dir(due), 0o700)
 	}
 	if err == nil {
-		err = publish(filepath.Dir(made), id, data)
+		err = publish(filepath.Dir(made), at.ID, data)
 	}
 	if err == nil {
 		err = remove(due)
 	}
 	if err != nil {
-		return fmt.Errorf("keep what reaps %s: %w", id, err)
+		return fmt.Errorf("keep what reaps %s: %w", at.ID, err)
 	}
-	return ClearStart(run, id)
+	return at.ClearStart()
 }
 
-func keepFiles(run, id string, files []File) error {
+func (at Slot) keepFiles(files []File) error {
 	if len(files) == 0 {
-		return DropFiles(run, id)
+		return at.DropFiles()
 	}
-	path, err := filesOf(run, id)
+	path, err := at.filesOf()
 	if err != nil {
 		return err
 	}
@@ -147,18 +147,18 @@ func keepFiles(run, id string, files []File) error {
 		err = os.MkdirAll(filepath.Dir(path), 0o700)
 	}
 	if err == nil {
-		err = publish(filepath.Dir(path), id, data)
+		err = publish(filepath.Dir(path), at.ID, data)
 	}
 	if err != nil {
-		return fmt.Errorf("keep files of %s: %w", id, err)
+		return fmt.Errorf("keep files of %s: %w", at.ID, err)
 	}
 	return nil
 }
 
 // TakeFiles returns the Files of the start that a `create` has used; they are
 // gone then. None is no error.
-func TakeFiles(run, id string) ([]File, error) {
-	path, err := filesOf(run, id)
+func (at Slot) TakeFiles() ([]File, error) {
+	path, err := at.filesOf()
 	if err != nil {
 		return nil, err
 	}
@@ -167,47 +167,47 @@ func TakeFiles(run, id string) ([]File, error) {
 		return nil, nil
 	}
 	if err != nil {
-		return nil, fmt.Errorf("files of %s: %w", id, err)
+		return nil, fmt.Errorf("files of %s: %w", at.ID, err)
 	}
-	return s.Files, DropFiles(run, id)
+	return s.Files, at.DropFiles()
 }
 
 // DropFiles forgets them. Idempotent; what cannot be looked at is none.
-func DropFiles(run, id string) error {
-	path, err := filesOf(run, id)
+func (at Slot) DropFiles() error {
+	path, err := at.filesOf()
 	if _, none := os.Lstat(path); err == nil && none == nil {
 		err = remove(path)
 	}
 	if err != nil {
-		return fmt.Errorf("files of %s: %w", id, err)
+		return fmt.Errorf("files of %s: %w", at.ID, err)
 	}
 	return nil
 }
 
 // filesOf is apart from what is staged, which is cleared meanwhile.
-func filesOf(run, id string) (string, error) {
-	_, err := place(run, id)
-	return filepath.Join(run, "files", id), err
+func (at Slot) filesOf() (string, error) {
+	_, err := at.place()
+	return filepath.Join(at.Run, "files", at.ID), err
 }
 
 // ArmReap makes the Reap of a container that is about to be started due when
 // it is deleted. It does nothing when there is none.
-func ArmReap(run, id string) error {
-	made, due, err := reaps(run, id)
+func (at Slot) ArmReap() error {
+	made, due, err := at.reaps()
 	if err != nil {
 		return err
 	}
 	if err := os.Rename(made, due); err != nil {
 		if _, none := os.Lstat(made); none == nil {
-			return fmt.Errorf("keep what reaps %s: %w", id, err)
+			return fmt.Errorf("keep what reaps %s: %w", at.ID, err)
 		}
 	}
 	return nil
 }
 
 // Armed reports whether anything is kept for the `delete` of id.
-func Armed(run, id string) bool {
-	made, due, err := reaps(run, id)
+func (at Slot) Armed() bool {
+	made, due, err := at.reaps()
 	if err != nil {
 		return false
 	}
@@ -221,46 +221,46 @@ func Armed(run, id string) bool {
 
 // TakeReap returns the Reap that is due, to one caller only: it is gone
 // then. Nil when there is none.
-func TakeReap(run, id string) ([]string, error) {
-	made, due, err := reaps(run, id)
+func (at Slot) TakeReap() ([]string, error) {
+	made, due, err := at.reaps()
 	if err != nil {
 		return nil, err
 	}
 	s, err := readStart(due)
 	if errors.Is(err, fault.ErrNotFound) {
-		return nil, Disarm(run, id)
+		return nil, at.Disarm()
 	}
 	if rerr := os.Remove(due); rerr != nil {
 		if errors.Is(rerr, fs.ErrNotExist) {
 			return nil, nil // another one took it
 		}
-		return nil, fmt.Errorf("what reaps %s: %w", id, rerr)
+		return nil, fmt.Errorf("what reaps %s: %w", at.ID, rerr)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("what reaps %s: %w", id, err)
+		return nil, fmt.Errorf("what reaps %s: %w", at.ID, err)
 	}
 	return s.Reap, remove(made)
 }
 
 // Disarm drops the Reap of id, due or not. Idempotent.
-func Disarm(run, id string) error {
-	made, due, err := reaps(run, id)
+func (at Slot) Disarm() error {
+	made, due, err := at.reaps()
 	if err != nil {
 		return err
 	}
 	if err := errors.Join(remove(made), remove(due)); err != nil {
-		return fmt.Errorf("disarm the reaper of %s: %w", id, err)
+		return fmt.Errorf("disarm the reaper of %s: %w", at.ID, err)
 	}
 	return nil
 }
 
 // reaps are the files of a container's Reap: made, and due. They are apart from
 // what is staged, because they must outlive Clear.
-func reaps(run, id string) (made, due string, err error) {
-	if _, err := place(run, id); err != nil {
+func (at Slot) reaps() (made, due string, err error) {
+	if _, err := at.place(); err != nil {
 		return "", "", err
 	}
-	return filepath.Join(run, "reap", "made", id), filepath.Join(run, "reap", "due", id), nil
+	return filepath.Join(at.Run, "reap", "made", at.ID), filepath.Join(at.Run, "reap", "due", at.ID), nil
 }
 
 func readStart(path string) (s Start, err error) {

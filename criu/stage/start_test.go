@@ -17,80 +17,80 @@ func TestLifeOfAStart(t *testing.T) {
 		Files: []File{{Path: "/f", Mode: 0o4755, UID: 1, GID: 2, Data: []byte{0, 0xff}}},
 		Reap:  []string{"/bin/true", "x"},
 	}
-	if _, err := LoadStart(run, "c"); !errors.Is(err, fault.ErrNotFound) {
+	if _, err := At(run, "c").LoadStart(); !errors.Is(err, fault.ErrNotFound) {
 		t.Fatalf("LoadStart of nothing: %v", err)
 	}
 	for range 2 {
-		if err := PutStart(run, "c", want); err != nil {
+		if err := At(run, "c").PutStart(want); err != nil {
 			t.Fatal(err)
 		}
 	}
-	got, err := LoadStart(run, "c")
+	got, err := At(run, "c").LoadStart()
 	if err != nil || !reflect.DeepEqual(got, want) {
 		t.Fatalf("LoadStart = %+v, %v; want %+v", got, err, want)
 	}
-	if Armed(run, "c") {
+	if At(run, "c").Armed() {
 		t.Error("armed before its create")
 	}
-	if err := UseStart(run, "c", got); err != nil {
+	if err := At(run, "c").UseStart(got); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := LoadStart(run, "c"); !errors.Is(err, fault.ErrNotFound) {
+	if _, err := At(run, "c").LoadStart(); !errors.Is(err, fault.ErrNotFound) {
 		t.Fatalf("LoadStart of a used one: %v", err)
 	}
-	if !Armed(run, "c") {
+	if !At(run, "c").Armed() {
 		t.Error("not armed")
 	}
 	// Clearing what is staged leaves alone what its `start` is to write.
-	if err := Clear(run, "c"); err != nil {
+	if err := At(run, "c").Clear(); err != nil {
 		t.Fatal(err)
 	}
 	for _, want := range [][]File{want.Files, nil} {
-		if files, err := TakeFiles(run, "c"); err != nil || !reflect.DeepEqual(files, want) {
+		if files, err := At(run, "c").TakeFiles(); err != nil || !reflect.DeepEqual(files, want) {
 			t.Fatalf("TakeFiles = %+v, %v; want %+v", files, err, want)
 		}
 	}
-	if err := errors.Join(UseStart(run, "c", want), UseStart(run, "c", Start{Reap: want.Reap})); err != nil {
+	if err := errors.Join(At(run, "c").UseStart(want), At(run, "c").UseStart(Start{Reap: want.Reap})); err != nil {
 		t.Fatal(err)
 	}
-	if files, err := TakeFiles(run, "c"); err != nil || files != nil {
+	if files, err := At(run, "c").TakeFiles(); err != nil || files != nil {
 		t.Fatalf("files of an earlier create: %+v, %v", files, err)
 	}
 	// Deleted without having been started: nothing is owed.
-	if reap, err := TakeReap(run, "c"); err != nil || reap != nil || Armed(run, "c") {
+	if reap, err := At(run, "c").TakeReap(); err != nil || reap != nil || At(run, "c").Armed() {
 		t.Fatalf("TakeReap before the start = %q, %v", reap, err)
 	}
 
-	if err := UseStart(run, "c", want); err != nil {
+	if err := At(run, "c").UseStart(want); err != nil {
 		t.Fatal(err)
 	}
 	for range 2 {
-		if err := ArmReap(run, "c"); err != nil {
+		if err := At(run, "c").ArmReap(); err != nil {
 			t.Fatal(err)
 		}
 	}
 	// Staging for the next start and clearing that leave it alone.
-	if err := errors.Join(PutStart(run, "c", Start{}), Clear(run, "c")); err != nil {
+	if err := errors.Join(At(run, "c").PutStart(Start{}), At(run, "c").Clear()); err != nil {
 		t.Fatal(err)
 	}
-	if reap, err := TakeReap(run, "c"); err != nil || !reflect.DeepEqual(reap, want.Reap) {
+	if reap, err := At(run, "c").TakeReap(); err != nil || !reflect.DeepEqual(reap, want.Reap) {
 		t.Fatalf("TakeReap = %q, %v", reap, err)
 	}
-	if reap, err := TakeReap(run, "c"); err != nil || reap != nil {
+	if reap, err := At(run, "c").TakeReap(); err != nil || reap != nil {
 		t.Fatalf("TakeReap again = %q, %v", reap, err)
 	}
 
 	// A start without one ends what an earlier one owed.
-	if err := errors.Join(UseStart(run, "c", want), ArmReap(run, "c"), UseStart(run, "c", Start{})); err != nil {
+	if err := errors.Join(At(run, "c").UseStart(want), At(run, "c").ArmReap(), At(run, "c").UseStart(Start{})); err != nil {
 		t.Fatal(err)
 	}
-	if Armed(run, "c") {
+	if At(run, "c").Armed() {
 		t.Error("still armed")
 	}
-	if err := errors.Join(UseStart(run, "c", want), ArmReap(run, "c"), Disarm(run, "c"), Disarm(run, "c")); err != nil || Armed(run, "c") {
+	if err := errors.Join(At(run, "c").UseStart(want), At(run, "c").ArmReap(), At(run, "c").Disarm(), At(run, "c").Disarm()); err != nil || At(run, "c").Armed() {
 		t.Errorf("Disarm: %v", err)
 	}
-	if err := errors.Join(PutStart(run, "c", Start{}), ClearStart(run, "c"), ClearStart(run, "c")); err != nil {
+	if err := errors.Join(At(run, "c").PutStart(Start{}), At(run, "c").ClearStart(), At(run, "c").ClearStart()); err != nil {
 		t.Error(err)
 	}
 	if ids, err := List(run); err != nil || len(ids) != 0 {
@@ -100,16 +100,16 @@ func TestLifeOfAStart(t *testing.T) {
 
 func TestPausedMark(t *testing.T) {
 	run := t.TempDir()
-	if TakePaused(run, "c") {
+	if At(run, "c").TakePaused() {
 		t.Error("paused before it was said")
 	}
-	if err := errors.Join(KeepPaused(run, "c"), KeepPaused(run, "c"), Clear(run, "c")); err != nil {
+	if err := errors.Join(At(run, "c").KeepPaused(), At(run, "c").KeepPaused(), At(run, "c").Clear()); err != nil {
 		t.Fatal(err)
 	}
-	if !TakePaused(run, "c") || TakePaused(run, "c") {
+	if !At(run, "c").TakePaused() || At(run, "c").TakePaused() {
 		t.Error("the mark is not there once, over Clear")
 	}
-	if err := KeepPaused(run, "../c"); !errors.Is(err, fault.ErrInvalid) {
+	if err := At(run, "../c").KeepPaused(); !errors.Is(err, fault.ErrInvalid) {
 		t.Errorf("KeepPaused(../c): %v", err)
 	}
 }
@@ -126,15 +126,15 @@ func TestBadStarts(t *testing.T) {
 		"far too large":  {Files: []File{{Path: "/f", Data: make([]byte, maxStart)}}},
 		"empty reap arg": {Reap: []string{""}},
 	} {
-		if err := PutStart(run, "c", s); !errors.Is(err, fault.ErrInvalid) {
+		if err := At(run, "c").PutStart(s); !errors.Is(err, fault.ErrInvalid) {
 			t.Errorf("%s: %v, want ErrInvalid", name, err)
 		}
 	}
 	for _, id := range []string{"", "..", "a/b"} {
-		if err := PutStart(run, id, Start{}); !errors.Is(err, fault.ErrInvalid) {
+		if err := At(run, id).PutStart(Start{}); !errors.Is(err, fault.ErrInvalid) {
 			t.Errorf("PutStart(%q): %v", id, err)
 		}
-		if Armed(run, id) {
+		if At(run, id).Armed() {
 			t.Errorf("Armed(%q)", id)
 		}
 	}
@@ -145,10 +145,10 @@ func TestBadStarts(t *testing.T) {
 	if err := os.WriteFile(path, []byte("{"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if reap, err := TakeReap(run, "c"); !errors.Is(err, fault.ErrCorrupt) || reap != nil {
+	if reap, err := At(run, "c").TakeReap(); !errors.Is(err, fault.ErrCorrupt) || reap != nil {
 		t.Errorf("TakeReap of garbage = %q, %v", reap, err)
 	}
-	if Armed(run, "c") {
+	if At(run, "c").Armed() {
 		t.Error("garbage stays")
 	}
 }

@@ -69,7 +69,7 @@ func (e *bench) stage(id, images string) {
 		}
 	}
 	at := e.inspect(id).Stage
-	err := stage.Put(at.Run, at.ID, stage.Restore{Images: images, Work: images + ".restore", Flags: e.flags(id)})
+	err := at.Put(stage.Restore{Images: images, Work: images + ".restore", Flags: e.flags(id)})
 	if err != nil {
 		e.Fatal(err)
 	}
@@ -153,7 +153,7 @@ func restoreFails(e *bench) {
 	}
 	c := e.is(id, runtime.Exited)
 	equal(e, "pid", c.Pid, 0)
-	if err := stage.Clear(c.Stage.Run, c.Stage.ID); err != nil {
+	if err := c.Stage.Clear(); err != nil {
 		e.Error(err)
 	}
 	e.restart(id)

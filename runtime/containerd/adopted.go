@@ -397,10 +397,10 @@ func (a *adoptee) start(ctx context.Context, opts runtime.StartOptions) (wait fu
 	defer s.monitor.close()
 	if a.Theirs.Wrapped && len(opts.Env) > 0 {
 		at := a.slot()
-		if err := stage.PutStart(at.Run, at.ID, stage.Start{Env: opts.Env}); err != nil {
+		if err := at.PutStart(stage.Start{Env: opts.Env}); err != nil {
 			return nil, err
 		}
-		undo.Add(func(context.Context) error { return stage.ClearStart(at.Run, at.ID) })
+		undo.Add(func(context.Context) error { return at.ClearStart() })
 	}
 	mounts, err := b.client.SnapshotService(a.Theirs.Snapshotter).Mounts(in(ctx, a.Theirs.Namespace), a.Theirs.Snapshot)
 	if err != nil {
@@ -438,7 +438,7 @@ func (s *starting) watchTheirs(a *adoptee) error {
 		// like of it: in place of a pipe it would get the host's /dev/null,
 		// which CRIU could not dump again.
 		at := a.slot()
-		_, err := stage.Load(at.Run, at.ID)
+		_, err := at.Load()
 		s.input = had.Stdin != "" || !errors.Is(err, fault.ErrNotFound)
 		return s.watch()
 	}
@@ -481,7 +481,7 @@ func (a *adoptee) remove(ctx context.Context) error {
 // forget deletes what we have kept of a container that is gone.
 func (a *adoptee) forget() error {
 	at, id := a.slot(), a.Spec.ID
-	return errors.Join(stage.Clear(at.Run, at.ID), kernel.UnmountBelow(a.b.home.Dir(id)), os.RemoveAll(a.b.home.RunDir(id)), os.RemoveAll(a.b.home.Dir(id)))
+	return errors.Join(at.Clear(), kernel.UnmountBelow(a.b.home.Dir(id)), os.RemoveAll(a.b.home.RunDir(id)), os.RemoveAll(a.b.home.Dir(id)))
 }
 
 // confine gives an exec's process the confinement of the container that it

@@ -83,7 +83,7 @@ func (b *Backend) Create(ctx context.Context, spec runtime.Spec, lower []string)
 	if left {
 		err = b.wipe(ctx, id)
 	} else {
-		err = stage.Clear(b.home.Stage, id)
+		err = stage.At(b.home.Stage, id).Clear()
 	}
 	if err != nil {
 		return err
@@ -269,7 +269,7 @@ func (b *Backend) wipe(ctx context.Context, id string) error {
 	if err := b.net.Release(ctx, id); err != nil {
 		return err
 	}
-	if err := stage.Clear(b.home.Stage, id); err != nil {
+	if err := stage.At(b.home.Stage, id).Clear(); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("containerd.remove.after-release"); err != nil {

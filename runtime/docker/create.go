@@ -374,10 +374,10 @@ func (b *Backend) remove(ctx context.Context, c box) error {
 			continue // to see that it is gone
 		}
 	}
-	if err := stage.Clear(b.stageRun, c.ID); err != nil {
+	if err := stage.At(b.stageRun, c.ID).Clear(); err != nil {
 		return err
 	}
-	if err := errors.Join(stage.Disarm(b.stageRun, c.ID), stage.DropFiles(b.stageRun, c.ID)); err != nil {
+	if err := errors.Join(stage.At(b.stageRun, c.ID).Disarm(), stage.At(b.stageRun, c.ID).DropFiles()); err != nil {
 		return err
 	}
 	return b.dropHandle(c.ID)

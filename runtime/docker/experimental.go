@@ -51,7 +51,7 @@ const checkpointPrefix = "agentbox-"
 // layOutCheckpoint copies the staged images to where the daemon finds them, and
 // returns the name it finds them by.
 func (b *Backend) layOutCheckpoint(c box) (string, error) {
-	r, err := stage.Load(b.stageRun, c.ID)
+	r, err := stage.At(b.stageRun, c.ID).Load()
 	if err != nil {
 		return "", err
 	}

@@ -46,7 +46,7 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 	if err != nil {
 		return nil, err
 	}
-	staged, lerr := stage.Load(b.stageRun, c.ID)
+	staged, lerr := stage.At(b.stageRun, c.ID).Load()
 	restores := !errors.Is(lerr, fault.ErrNotFound)
 	_, wrapped := b.ociRuntime(c)
 	var undo undo.Stack
@@ -66,10 +66,10 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 		if s2, err := specOfLabel(c); c.own() && err == nil && s2.AutoRemove && b.self != "" {
 			s.Reap = b.reaper(id)
 		}
-		if err := stage.PutStart(b.stageRun, c.ID, s); err != nil {
+		if err := stage.At(b.stageRun, c.ID).PutStart(s); err != nil {
 			return nil, err
 		}
-		undo.Add(func(context.Context) error { return stage.ClearStart(b.stageRun, c.ID) })
+		undo.Add(func(context.Context) error { return stage.At(b.stageRun, c.ID).ClearStart() })
 	case restores && restoresItself(info, c) != "":
 		return nil, fmt.Errorf("container %s runs under the OCI runtime %s, which restores nothing, and %s: %w", id, c.HostConfig.Runtime, restoresItself(info, c), fault.ErrUnsupported)
 	case restores:
@@ -107,7 +107,7 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 		return nil, err
 	}
 	if start.CheckpointID != "" {
-		if err := errors.Join(stage.MarkRestored(b.stageRun, c.ID), stage.ClearRestored(b.stageRun, c.ID), b.dropCheckpoints(c)); err != nil {
+		if err := errors.Join(stage.At(b.stageRun, c.ID).MarkRestored(), stage.At(b.stageRun, c.ID).ClearRestored(), b.dropCheckpoints(c)); err != nil {
 			return nil, err
 		}
 	}

@@ -16,7 +16,6 @@ import (
 	"time"
 
 	"github.com/agentbox/agentbox/criu"
-	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/images"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/guard"
@@ -368,7 +367,7 @@ func (e *Engine) awaken(ctx context.Context, r *restoration) error {
 		return err
 	}
 	// It was never paused for its engine.
-	stage.TakePaused(r.c.Stage.Run, r.c.Stage.ID)
+	r.c.Stage.TakePaused()
 	if err := failpoint.Hit("fork.before-thaw"); err != nil {
 		return err
 	}

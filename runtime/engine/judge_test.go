@@ -51,7 +51,7 @@ func TestFailedStartIsNoRestore(t *testing.T) {
 		r := &restoration{sb: &locked{Sandbox: store.Sandbox{ID: newID()}, host: Host{Backend: c.now}}, row: store.Checkpoint{Kind: c.kind}}
 		r.c.Stage = stage.Slot{Run: t.TempDir(), ID: "theirs"}
 		if !c.used {
-			if err := stage.Put(r.c.Stage.Run, r.c.Stage.ID, stage.Restore{Images: t.TempDir(), Work: t.TempDir()}); err != nil {
+			if err := r.c.Stage.Put(stage.Restore{Images: t.TempDir(), Work: t.TempDir()}); err != nil {
 				t.Fatal(err)
 			}
 		}

@@ -510,7 +510,7 @@ func (r *reconciling) run(ctx context.Context) error {
 			continue
 		}
 		// Whoever stages has a row that is older, so that it would be in staged.
-		if err := stage.Clear(r.e.run, name); err != nil {
+		if err := stage.At(r.e.run, name).Clear(); err != nil {
 			errs = append(errs, err)
 			continue
 		}

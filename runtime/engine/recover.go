@@ -11,7 +11,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/criu"
-	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/runtime"
@@ -373,7 +372,7 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 	}
 	defer unlock()
 	if c.Stage.ID != "" {
-		if err := stage.Clear(c.Stage.Run, c.Stage.ID); err != nil {
+		if err := c.Stage.Clear(); err != nil {
 			return "", err
 		}
 	}
@@ -507,10 +506,10 @@ func (e *Engine) finishSwapOf(ctx context.Context, in store.Intent, host Host, r
 	if err := errors.Join(e.findLost(ctx, r), e.layOutImages(ctx, r)); err != nil {
 		return err
 	}
-	if err := stage.Hold(r.c.Stage.Run, r.c.Stage.ID); err != nil {
+	if err := r.c.Stage.Hold(); err != nil {
 		return err
 	}
-	undo.Add(func(context.Context) error { return stage.Clear(r.c.Stage.Run, r.c.Stage.ID) })
+	undo.Add(func(context.Context) error { return r.c.Stage.Clear() })
 	e.keepHits(ctx, sb, r.c)
 	if err := e.staysDown(r.spec, true); err != nil {
 		return err

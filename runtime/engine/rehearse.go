@@ -7,7 +7,6 @@ import (
 	"time"
 
 	"github.com/agentbox/agentbox/criu"
-	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -33,7 +32,7 @@ func (e *Engine) rehearse(ctx context.Context, row store.Checkpoint) (out runtim
 			return err
 		}
 		// As of a fork that is woken.
-		stage.TakePaused(r.c.Stage.Run, r.c.Stage.ID)
+		r.c.Stage.TakePaused()
 		got, err := criu.Compare(ctx, r.images, c.Pid)
 		if err != nil {
 			return fmt.Errorf("compare what was restored: %w", err)

@@ -12,7 +12,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/images"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/undo"
@@ -599,7 +598,7 @@ func lockSlot(c runtime.Container) (unlock func(), err error) {
 	if c.Stage.ID == "" {
 		return func() {}, nil
 	}
-	return stage.Lock(c.Stage.Run, c.Stage.ID)
+	return c.Stage.Lock()
 }
 
 // syncfs makes all that was written to the filesystem of dir durable.

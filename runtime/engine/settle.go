@@ -8,7 +8,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/criu"
-	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -70,7 +69,7 @@ func (r *restoration) callOff() (end func()) {
 		return func() {}
 	}
 	place := r.c.Stage
-	stop := context.AfterFunc(r.caller, func() { _ = stage.CallOff(place.Run, place.ID) })
+	stop := context.AfterFunc(r.caller, func() { _ = place.CallOff() })
 	return func() { stop() }
 }
 
@@ -90,7 +89,7 @@ func (e *Engine) breakIn(ctx context.Context, ref string, busy error) (*locked, 
 	}
 	ended := criu.EndHolders(e.store.LockPath(found.ID))
 	if e.store.Holder(found.ID) == opRestore {
-		if c, err := host.Inspect(ctx, found.ID); err == nil && c.Stage.ID != "" && stage.CallOff(c.Stage.Run, c.Stage.ID) == nil {
+		if c, err := host.Inspect(ctx, found.ID); err == nil && c.Stage.ID != "" && c.Stage.CallOff() == nil {
 			ended = true
 		}
 	}

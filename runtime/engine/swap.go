@@ -78,10 +78,10 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 	}
 	// Between here and the start below nobody else may start it: with a
 	// daemon, others have ways to.
-	if err := stage.Hold(r.c.Stage.Run, r.c.Stage.ID); err != nil {
+	if err := r.c.Stage.Hold(); err != nil {
 		return err
 	}
-	undo.Add(func(context.Context) error { return stage.Clear(r.c.Stage.Run, r.c.Stage.ID) })
+	undo.Add(func(context.Context) error { return r.c.Stage.Clear() })
 	if r.idle, err = r.stoodStill(ctx); err != nil {
 		return err
 	}
@@ -317,7 +317,7 @@ func (e *Engine) halt(ctx context.Context, seq int64, r *restoration) error {
 	}
 	if err != nil {
 		r.data.Phase = phaseProven
-		err = errors.Join(err, e.advance(ctx, seq, r.data, true), stage.Hold(r.c.Stage.Run, r.c.Stage.ID))
+		err = errors.Join(err, e.advance(ctx, seq, r.data, true), r.c.Stage.Hold())
 	}
 	return err
 }
@@ -413,7 +413,7 @@ func (e *Engine) resume(ctx context.Context, r *restoration) (failed error) {
 	was := runtime.Status(manifest.Status)
 	place := r.c.Stage
 	if !r.starts() {
-		return stage.Release(place.Run, place.ID)
+		return place.Release()
 	}
 	if err := e.arm(ctx, r); err != nil {
 		return err
@@ -459,16 +459,16 @@ func (e *Engine) resume(ctx context.Context, r *restoration) (failed error) {
 		if staged.Timeout, err = r.timeLeft(); err != nil {
 			return err
 		}
-		if err := stage.Put(place.Run, place.ID, staged); err != nil {
+		if err := place.Put(staged); err != nil {
 			return err
 		}
-		defer stage.Clear(place.Run, place.ID)
+		defer place.Clear()
 		defer r.callOff()()
 		if err := failpoint.Hit("restore.after-stage"); err != nil {
 			return err
 		}
 	}
-	if err := stage.Release(place.Run, place.ID); err != nil {
+	if err := place.Release(); err != nil {
 		return err
 	}
 	_, err := r.sb.host.Start(ctx, r.sb.ID, runtime.StartOptions{Env: identity(r.spec, r.data.Attempt), Secrets: r.secrets})
@@ -515,7 +515,7 @@ func (r *restoration) judge(ctx context.Context, err error) error {
 		return err
 	}
 	place := r.c.Stage
-	used := stage.Used(place.Run, place.ID)
+	used := place.Used()
 	if errors.Is(err, runtime.ErrState) && used {
 		// Somebody else may have started it since we staged, and thereby restored it.
 		// What was restored and is gone again has used it up as well.

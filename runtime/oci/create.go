@@ -56,7 +56,7 @@ func (b *Backend) Create(ctx context.Context, spec runtime.Spec, lower []string)
 	if left {
 		err = b.wipe(ctx, id, true)
 	} else {
-		err = stage.Clear(b.home.Stage, id)
+		err = stage.At(b.home.Stage, id).Clear()
 	}
 	if err != nil {
 		return err
@@ -155,7 +155,7 @@ func (b *Backend) wipe(ctx context.Context, id string, strays bool) error {
 	if err := b.net.Release(ctx, id); err != nil {
 		return err
 	}
-	if err := stage.Clear(b.home.Stage, id); err != nil {
+	if err := stage.At(b.home.Stage, id).Clear(); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("oci.remove.after-release"); err != nil {

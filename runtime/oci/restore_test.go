@@ -32,7 +32,7 @@ func (x *box) restore(id, images string, streams *runtime.Streams) func() error 
 	x.t.Helper()
 	must(x.t, x.Stop(x.t.Context(), id, runtime.StopOptions{Silent: true}))
 	work := x.t.TempDir()
-	must(x.t, stage.Put(x.home.Run, id, stage.Restore{Images: images, Work: work, Flags: []string{"--tcp-established", "--file-locks"}}))
+	must(x.t, stage.At(x.home.Run, id).Put(stage.Restore{Images: images, Work: work, Flags: []string{"--tcp-established", "--file-locks"}}))
 	wait, err := x.Start(x.t.Context(), id, runtime.StartOptions{Streams: streams, Env: []string{"ATTEMPT=2"}})
 	if err != nil {
 		log, _ := os.ReadFile(filepath.Join(work, "restore.log"))

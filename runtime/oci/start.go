@@ -158,7 +158,7 @@ func (s *starting) prepare(ctx context.Context) error {
 // restores reports whether the wrapper will restore processes instead of
 // starting the command.
 func (s *starting) restores() bool {
-	_, err := stage.Load(s.b.home.Stage, s.view.Spec.ID)
+	_, err := stage.At(s.b.home.Stage, s.view.Spec.ID).Load()
 	return !errors.Is(err, fault.ErrNotFound)
 }
 

@@ -49,11 +49,11 @@ func TestAddressTaken(t *testing.T) {
 	must(t, b.Stop(b.ctx, b.id, runtime.StopOptions{}))
 	newBox(t, "--ip", first.Address, "bt", "sh", "-c", forever)
 	images := t.TempDir()
-	must(t, stage.Put(first.Stage.Run, first.Stage.ID, stage.Restore{Images: images, Work: images, Taken: taken}))
+	must(t, first.Stage.Put(stage.Restore{Images: images, Work: images, Taken: taken}))
 	if _, err := b.Start(b.ctx, b.id, runtime.StartOptions{}); err == nil {
 		t.Error("it was restored with an address that is taken")
 	}
-	must(t, stage.Clear(first.Stage.Run, first.Stage.ID))
+	must(t, first.Stage.Clear())
 	if m := b.remember(b.id); len(m.Fixed) > 0 {
 		t.Errorf("fixed: %+v", m.Fixed)
 	}
@@ -90,12 +90,12 @@ func TestFixedAddressTaken(t *testing.T) {
 
 		newBox(t, "--ip", first.Address, "bt", "sh", "-c", forever)
 		if restores {
-			must(t, stage.Put(first.Stage.Run, first.Stage.ID, restore))
+			must(t, first.Stage.Put(restore))
 		}
 		if _, err := b.Start(b.ctx, b.id, runtime.StartOptions{}); err == nil || !strings.Contains(err.Error(), first.Address) {
 			t.Errorf("it was started with an address that is taken: %v", err)
 		}
-		must(t, stage.Clear(first.Stage.Run, first.Stage.ID))
+		must(t, first.Stage.Clear())
 		_, err = b.Start(b.ctx, b.id, runtime.StartOptions{})
 		must(t, err)
 		if now := b.inspect(); now.Status != runtime.Running || now.Address == first.Address || now.Address == "" {

@@ -151,7 +151,7 @@ func TestFailedRestore(t *testing.T) {
 	images := t.TempDir()
 	must(t, os.WriteFile(filepath.Join(images, "inventory.img"), []byte("not an image"), 0o600))
 	must(t, os.WriteFile(filepath.Join(images, "descriptors.json"), []byte(`["/dev/null","/dev/null","/dev/null"]`), 0o600))
-	must(t, stage.Put(c.Stage.Run, c.Stage.ID, stage.Restore{Images: images, Work: t.TempDir()}))
+	must(t, c.Stage.Put(stage.Restore{Images: images, Work: t.TempDir()}))
 	for _, start := range []func() error{
 		func() error { _, err := b.Start(b.ctx, b.id, runtime.StartOptions{}); return err },
 		func() error { return b.do(b.ctx, "start", b.id) },
@@ -163,16 +163,16 @@ func TestFailedRestore(t *testing.T) {
 			t.Errorf("it is %s", c.Status)
 		}
 	}
-	must(t, stage.Clear(c.Stage.Run, c.Stage.ID))
+	must(t, c.Stage.Clear())
 	_, err := b.Start(b.ctx, b.id, runtime.StartOptions{})
 	must(t, err)
 	// Held, nobody starts it.
 	must(t, b.Stop(b.ctx, b.id, runtime.StopOptions{}))
-	must(t, stage.Hold(c.Stage.Run, c.Stage.ID))
+	must(t, c.Stage.Hold())
 	if err := b.do(b.ctx, "start", b.id); err == nil || !strings.Contains(err.Error(), "being restored by agentbox") {
 		t.Errorf("podman start of a held one: %v", err)
 	}
-	must(t, stage.Clear(c.Stage.Run, c.Stage.ID))
+	must(t, c.Stage.Clear())
 }
 
 // A stop is meant: no restart policy takes it back, whatever state it met.

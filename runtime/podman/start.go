@@ -35,7 +35,7 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 	if err != nil {
 		return nil, err
 	}
-	restore, err := stage.Load(b.run, c.ID)
+	restore, err := stage.At(b.run, c.ID).Load()
 	restores := err == nil
 	switch {
 	case err != nil && !errors.Is(err, fault.ErrNotFound):
@@ -103,11 +103,11 @@ func (b *Backend) begin(ctx context.Context, c container, program string, s stag
 	inPlace := s.Files
 	if wraps(program) {
 		inPlace = nil
-		if err := stage.PutStart(b.run, c.ID, s); err != nil {
+		if err := stage.At(b.run, c.ID).PutStart(s); err != nil {
 			return err
 		}
 		// Used up by now, unless Podman did not get as far.
-		defer func() { err = errors.Join(err, stage.ClearStart(b.run, c.ID)) }()
+		defer func() { err = errors.Join(err, stage.At(b.run, c.ID).ClearStart()) }()
 	}
 	if ends == nil && len(inPlace) == 0 {
 		return b.do(ctx, "start", c.id())

@@ -350,5 +350,5 @@ func (b *Backend) Remove(ctx context.Context, id string) error {
 	if err := b.do(ctx, "rm", "--force", "--time", "0", c.id()); err != nil && !errors.Is(err, fault.ErrNotFound) {
 		return err
 	}
-	return errors.Join(stage.Clear(b.run, c.ID), stage.Disarm(b.run, c.ID), b.forget(id))
+	return errors.Join(stage.At(b.run, c.ID).Clear(), stage.At(b.run, c.ID).Disarm(), b.forget(id))
 }

@@ -141,7 +141,7 @@ func (v *Volumes) mountOnce(ctx context.Context, name string, by ref) (_ string,
 	if err != nil {
 		return "", err
 	}
-	if stage.Held(v.run, rec.ID) || v.isPaused(name) {
+	if stage.At(v.run, rec.ID).Held() || v.isPaused(name) {
 		return "", fmt.Errorf("volume %s: %w", name, errHeld)
 	}
 	have, err := v.refs(name)

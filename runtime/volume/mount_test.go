@@ -171,13 +171,13 @@ func TestHeld(t *testing.T) {
 	ctx := context.Background()
 	b := newBench(t, "near")
 	rec := b.create(t)
-	must(t, stage.Hold(b.run, rec.ID))
+	must(t, stage.At(b.run, rec.ID).Hold())
 	short, cancel := context.WithTimeout(ctx, 50*time.Millisecond)
 	defer cancel()
 	if _, err := b.Volumes.Mount(short, "ws", "x"); !errors.Is(err, fault.ErrBusy) {
 		t.Errorf("mount while held: %v", err)
 	}
-	b.recover = func(context.Context) error { return stage.Clear(b.run, rec.ID) }
+	b.recover = func(context.Context) error { return stage.At(b.run, rec.ID).Clear() }
 	_, err := b.Volumes.Mount(ctx, "ws", "x")
 	must(t, err)
 	b.users = []User{{ID: "1", Name: "one", Pid: os.Getpid(), Mounts: 1}, {ID: "2", Name: "two", Mounts: 1, Paused: true}}
