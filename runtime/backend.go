@@ -8,7 +8,6 @@ import (
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 
-	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/images"
 	"github.com/agentbox/agentbox/internal/fsx"
@@ -178,10 +177,10 @@ type Container struct {
 	OOMAt     time.Time // when the first process was killed for memory since it was last started, if that was noted
 	Started   time.Time
 	Finished  time.Time
-	Upper     string       // the upperdir on the host
-	Lower     []string     // the read-only directories below it, top first
-	Runtime   criu.Runtime // the OCI runtime's view of it, valid while it runs
-	Address   string       // bridge mode: the sandbox's IPv4 address
+	Upper     string     // the upperdir on the host
+	Lower     []string   // the read-only directories below it, top first
+	Runtime   OCIRuntime // the OCI runtime's view of it, valid while it runs
+	Address   string     // bridge mode: the sandbox's IPv4 address
 
 	// Volumes are the engine's named volumes in it whose data lies in a
 	// directory of this host and nowhere else.
@@ -211,6 +210,14 @@ type Container struct {
 	// on the host. Start writes one that is missing or as Start last wrote
 	// it; what was changed since, in the sandbox or by a restore, it leaves.
 	Managed map[string]string
+}
+
+// OCIRuntime names one container of an OCI runtime (runc or crun), as that knows it.
+// Its fields are those of criu.Runtime, which it converts to.
+type OCIRuntime struct {
+	Binary string // e.g. /usr/sbin/runc
+	Root   string // its --root
+	ID     string
 }
 
 // Volume is a named volume of an engine.

@@ -58,7 +58,7 @@ var allowed = map[string][]string{
 	"internal/undo":        {},
 	"overlay":              {"internal/fault", "internal/guard", "internal/failpoint", "internal/idmap"},
 	"policy":               {"internal/fault", "internal/lazy"},
-	"runtime":              {"criu", "criu/stage", "images", "images/source", "internal/fault", "internal/fsx", "internal/hostfile", "internal/idmap", "policy"},
+	"runtime":              {"criu/stage", "images", "images/source", "internal/fault", "internal/fsx", "internal/hostfile", "internal/idmap", "policy"},
 	"runtime/engine":       {"runtime", "criu", "criu/proof", "criu/stage", "images", "images/build", "images/source", "internal/ahead", "internal/copy", "internal/failpoint", "internal/hostfile", "internal/lazy", "internal/fault", "internal/guard", "internal/undo", "overlay", "policy", "runtime/eventlog", "runtime/network/egress", "runtime/portable", "runtime/registry", "runtime/store", "internal/idmap", "runtime/internal/kernel", "runtime/internal/record", "internal/flock", "internal/fsx"},
 	"runtime/backendtest":  {"criu", "criu/stage", "overlay", "internal/fault", "runtime", "internal/idmap"},
 	"runtime/api":          {"images", "images/source", "internal/ahead", "internal/fault", "internal/guard", "policy", "runtime", "runtime/doctor", "internal/flock", "internal/fsx"},

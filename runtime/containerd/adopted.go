@@ -168,7 +168,7 @@ func (a *adoptee) inspect(ctx context.Context) (runtime.Container, error) {
 	}
 	c := runtime.Container{
 		Status: v.status, Pid: v.pid, Started: v.start, ExitCode: v.exit.Code, Finished: v.exit.Finished,
-		Upper: a.Upper, Lower: a.Lower, Runtime: a.runtime(), Stage: a.slot(), EmptyNetwork: a.Theirs.Hooks,
+		Upper: a.Upper, Lower: a.Lower, Runtime: runtime.OCIRuntime(a.runtime()), Stage: a.slot(), EmptyNetwork: a.Theirs.Hooks,
 	}
 	switch {
 	case a.Theirs.Pod:

@@ -268,7 +268,7 @@ func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, er
 		Started: v.start,
 		Upper:   v.Upper,
 		Lower:   v.Lower,
-		Runtime: b.runtimeOf(id),
+		Runtime: runtime.OCIRuntime(b.runtimeOf(id)),
 		Stage:   stage.Slot{Run: b.home.Stage, ID: id},
 		Managed: b.place(id).Managed(v.Spec),
 	}

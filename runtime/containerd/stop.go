@@ -11,6 +11,7 @@ import (
 	"github.com/moby/sys/signal"
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
@@ -93,7 +94,7 @@ func (b *Backend) Pause(ctx context.Context, id string) error {
 	if ierr != nil || c.Status != runtime.Running {
 		return errors.Join(err, ierr)
 	}
-	return c.Runtime.Pause(ctx)
+	return criu.Runtime(c.Runtime).Pause(ctx)
 }
 
 // Unpause thaws a paused container: by way of the daemon, or, where that does
@@ -134,7 +135,7 @@ func (b *Backend) Unpause(ctx context.Context, id string) error {
 	if c.Status == runtime.Running {
 		return nil
 	}
-	return c.Runtime.Resume(ctx)
+	return criu.Runtime(c.Runtime).Resume(ctx)
 }
 
 // end ends a live container and returns how it ended.

@@ -69,7 +69,7 @@ func (b *Backend) describe(ctx context.Context, c box) (runtime.Container, error
 		return out, err
 	}
 	rt, wrapped := b.ociRuntime(c)
-	out.Runtime = rt
+	out.Runtime = runtime.OCIRuntime(rt)
 	out.NoRestore, out.Remedy, err = b.restorable(ctx, c, wrapped)
 	return out, err
 }

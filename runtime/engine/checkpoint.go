@@ -250,7 +250,7 @@ func (e *Engine) prepare(ctx context.Context, sb *locked, c runtime.Container, o
 		if len(strays) > 0 && opts.Strict {
 			return nil, hint(fmt.Errorf("%w: %s", runtime.ErrState, k.row.Warnings[len(k.row.Warnings)-1]), "End the exec session, or leave --strict away to checkpoint without it.")
 		}
-		v, err := criu.ToolVersions(ctx, c.Runtime)
+		v, err := criu.ToolVersions(ctx, criu.Runtime(c.Runtime))
 		if err != nil {
 			return nil, err
 		}
@@ -420,7 +420,7 @@ func (e *Engine) still(ctx context.Context, k *making) error {
 	now, err := k.sb.host.Inspect(ctx, k.sb.ID)
 	if err != nil && k.live && !errors.Is(err, runtime.ErrNotFound) {
 		// Its engine does not answer; the OCI runtime knows as well.
-		state, e2 := k.c.Runtime.State(ctx)
+		state, e2 := criu.Runtime(k.c.Runtime).State(ctx)
 		if e2 != nil {
 			return errors.Join(err, e2)
 		}
@@ -517,7 +517,7 @@ func (e *Engine) dump(ctx context.Context, k *making, draft *store.Draft) (*stor
 	if deadline, ok := ctx.Deadline(); ok {
 		opts.Timeout = time.Until(deadline)
 	}
-	res, err := criu.Dump(ctx, k.c.Runtime, opts)
+	res, err := criu.Dump(ctx, criu.Runtime(k.c.Runtime), opts)
 	e.interruptedWaits(k.sb.ID, res.Interrupted)
 	for _, lost := range res.Lost {
 		e.log.Warn("lost by a checkpoint", "sandbox", k.sb.ID, "what", lost)

@@ -325,13 +325,13 @@ func (e *Engine) letGo(ctx context.Context, host Host, id string, was runtime.St
 		err = criu.Reconnect(c.Pid)
 	}
 	if c.Runtime.ID != "" && c.Pid != 0 {
-		err = errors.Join(err, c.Runtime.Abandon(c.Pid))
+		err = errors.Join(err, criu.Runtime(c.Runtime).Abandon(c.Pid))
 	}
 	if c.Status == runtime.Paused && c.Runtime.ID != "" {
-		e.interruptedWaits(id, c.Runtime.ContinueWaits(ctx, c.Pid))
+		e.interruptedWaits(id, criu.Runtime(c.Runtime).ContinueWaits(ctx, c.Pid))
 	}
 	if c.Runtime.ID != "" && c.Pid != 0 {
-		lost, e2 := c.Runtime.PutBack(ctx, was == runtime.Paused)
+		lost, e2 := criu.Runtime(c.Runtime).PutBack(ctx, was == runtime.Paused)
 		for _, what := range lost {
 			e.log.Warn("lost by a checkpoint that was killed", "sandbox", id, "what", what)
 		}

@@ -31,7 +31,7 @@ func (e *Engine) settle(ctx context.Context, k *making, since time.Time) (time.T
 	if k.row.Kind != runtime.KindFull {
 		return since, nil
 	}
-	again, err := k.c.Runtime.Settle(ctx, k.c.Pid)
+	again, err := criu.Runtime(k.c.Runtime).Settle(ctx, k.c.Pid)
 	if again.IsZero() {
 		again = since
 	}
@@ -44,7 +44,7 @@ func (e *Engine) pause(ctx context.Context, sb *locked, c runtime.Container) err
 	if err != nil || c.Pid == 0 || sb.host.Properties().FilesOnly {
 		return err
 	}
-	if _, err = c.Runtime.Settle(ctx, c.Pid); err == nil || ctx.Err() == nil && (criu.Passing(err) || errors.Is(err, runtime.ErrBusy)) {
+	if _, err = criu.Runtime(c.Runtime).Settle(ctx, c.Pid); err == nil || ctx.Err() == nil && (criu.Passing(err) || errors.Is(err, runtime.ErrBusy)) {
 		return nil // it is paused, which is what was asked for
 	}
 	return errors.Join(err, sb.host.Unpause(context.WithoutCancel(ctx), sb.ID))

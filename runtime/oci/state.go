@@ -208,7 +208,7 @@ func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, er
 		Started: v.start,
 		Upper:   b.home.Dir(id, "upper"),
 		Lower:   v.Lower,
-		Runtime: b.runtimeOf(id),
+		Runtime: runtime.OCIRuntime(b.runtimeOf(id)),
 		Stage:   stage.Slot{Run: b.home.Stage, ID: id},
 
 		EmptyNetwork: v.Spec.IDs != nil,

@@ -257,7 +257,7 @@ func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, er
 	if err != nil {
 		return out, err
 	}
-	out.Runtime = c.runtime(program)
+	out.Runtime = runtime.OCIRuntime(c.runtime(program))
 	out.NoRestore, out.Remedy = c.obstacle(program)
 	return out, nil
 }

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
@@ -208,7 +209,7 @@ func TestStopAgainstPolicy(t *testing.T) {
 // whatever Podman believes; one that the kernel has frozen is paused.
 func TestKernelKnows(t *testing.T) {
 	b := newBox(t, "bt", "sh", "-c", forever)
-	rt := b.inspect().Runtime
+	rt := criu.Runtime(b.inspect().Runtime)
 	must(t, rt.Pause(b.ctx))
 	if got := b.inspect().Status; got != runtime.Paused {
 		t.Errorf("frozen by the OCI runtime it is %s", got)
