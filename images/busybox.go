@@ -17,6 +17,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -25,12 +26,12 @@ var busyboxPaths = []string{"/bin/busybox", "/usr/bin/busybox", "/usr/bin/busybo
 
 // makeBusybox makes the built-in image of the host's static busybox: the same
 // binary always gives the same digest.
-func (s *Store) makeBusybox(ctx context.Context) (Image, error) {
+func (s *Store) makeBusybox(ctx context.Context) (image.Image, error) {
 	s.builtin.Lock()
 	defer s.builtin.Unlock()
 	name, err := s.canonical("busybox")
 	if err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	if idx, err := s.index(); err == nil {
 		if e, ok := idx.Names[name]; ok {
@@ -41,13 +42,13 @@ func (s *Store) makeBusybox(ctx context.Context) (Image, error) {
 	}
 	bin, err := findBusybox(busyboxPaths)
 	if err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
-	return s.publish(ctx, name, true, func(diff *os.File) (Config, error) {
+	return s.publish(ctx, name, true, func(diff *os.File) (image.Config, error) {
 		if err := fillBusybox(ctx, bin, diff.Name()); err != nil {
-			return Config{}, fmt.Errorf("make the busybox image: %w", err)
+			return image.Config{}, fmt.Errorf("make the busybox image: %w", err)
 		}
-		return Config{Cmd: []string{"sh"}, Env: []string{defaultPath}}, nil
+		return image.Config{Cmd: []string{"sh"}, Env: []string{defaultPath}}, nil
 	})
 }
 

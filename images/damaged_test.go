@@ -8,27 +8,28 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
 // One image that cannot be used takes none of the others with it, and can be
 // removed.
 func TestDamaged(t *testing.T) {
-	for what, break_ := range map[string]func(s *Store, img Image) error{
-		"layer led elsewhere": func(s *Store, img Image) error {
+	for what, break_ := range map[string]func(s *Store, img image.Image) error{
+		"layer led elsewhere": func(s *Store, img image.Image) error {
 			dir := filepath.Dir(img.Lower[0])
 			to := filepath.Join(filepath.Dir(s.dir), "outside")
 			return errors.Join(os.Rename(dir, to), os.Symlink(to, dir))
 		},
-		"layer gone":  func(s *Store, img Image) error { return os.RemoveAll(img.Lower[0]) },
-		"record gone": func(s *Store, img Image) error { return os.Remove(s.path("records", img.Digest[7:]+".json")) },
-		"record broken": func(s *Store, img Image) error {
+		"layer gone":  func(s *Store, img image.Image) error { return os.RemoveAll(img.Lower[0]) },
+		"record gone": func(s *Store, img image.Image) error { return os.Remove(s.path("records", img.Digest[7:]+".json")) },
+		"record broken": func(s *Store, img image.Image) error {
 			return os.WriteFile(s.path("records", img.Digest[7:]+".json"), []byte("{"), 0o600)
 		},
 	} {
 		t.Run(what, func(t *testing.T) {
 			s := store(t)
-			var imgs []Image
+			var imgs []image.Image
 			for _, name := range []string{"bad", "good", "other"} {
 				img, err := s.ImportFrom(ctx, name, bytes.NewReader(rootfs(t, name)))
 				ok(t, err)

@@ -41,6 +41,7 @@ import (
 	"strings"
 	"sync"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/fsx"
@@ -50,7 +51,7 @@ import (
 // processes too.
 type Store struct {
 	// Progress, when set before use, is called now and then during imports.
-	Progress func(Progress)
+	Progress func(image.Progress)
 	// Default is the registry of names that have none, HOST[:PORT][/PREFIX];
 	// empty: docker.io.
 	Default string
@@ -84,17 +85,17 @@ func Open(root string) (*Store, error) {
 // a unique prefix of one. A name wins over a prefix. The built-in busybox is
 // made when it is first asked for. Of an image that is known and cannot be used
 // the digest comes with the error.
-func (s *Store) Resolve(ctx context.Context, ref string) (Image, error) {
+func (s *Store) Resolve(ctx context.Context, ref string) (image.Image, error) {
 	idx, err := s.index()
 	if err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	name, digest, err := s.find(idx, ref)
 	if errors.Is(err, fault.ErrNotFound) && isBusybox(ref) {
 		return s.makeBusybox(ctx)
 	}
 	if err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	img, err := s.image(idx, name, digest)
 	if errors.Is(err, fault.ErrCorrupt) && idx.Names[name].Builtin {
@@ -107,9 +108,9 @@ func (s *Store) Resolve(ctx context.Context, ref string) (Image, error) {
 // now: what a sandbox or a checkpoint has pinned. It waits for a removal that is
 // under way, so who has made it known that he needs the image knows then that it
 // stays.
-func (s *Store) ResolveDigest(_ context.Context, digest string) (img Image, err error) {
+func (s *Store) ResolveDigest(_ context.Context, digest string) (img image.Image, err error) {
 	if _, ok := hexOf(digest); !ok {
-		return Image{}, fmt.Errorf("%w: %q is not an image digest", fault.ErrInvalid, digest)
+		return image.Image{}, fmt.Errorf("%w: %q is not an image digest", fault.ErrInvalid, digest)
 	}
 	err = s.locked(func() error {
 		idx, err := s.index()
@@ -124,12 +125,12 @@ func (s *Store) ResolveDigest(_ context.Context, digest string) (img Image, err 
 
 // List returns all images, by name; those that lost their name come last, with
 // an empty one. One that cannot be used is among them, and says why.
-func (s *Store) List(context.Context) ([]Image, error) {
+func (s *Store) List(context.Context) ([]image.Image, error) {
 	idx, err := s.index()
 	if err != nil {
 		return nil, err
 	}
-	var list []Image
+	var list []image.Image
 	named := map[string]bool{}
 	for _, name := range slices.SortedFunc(maps.Keys(idx.Names), func(a, b string) int { return strings.Compare(s.familiar(a), s.familiar(b)) }) {
 		named[idx.Names[name].Digest] = true
@@ -329,7 +330,7 @@ func (s *Store) digests() ([]string, error) {
 // Prune removes the images that inUse does not report: those without a name, or
 // with all every one but what is built in. What failed pulls left goes too. It
 // returns the images and how many bytes their layers took.
-func (s *Store) Prune(ctx context.Context, all bool, inUse func(digest string) bool) (removed []Image, freed int64, err error) {
+func (s *Store) Prune(ctx context.Context, all bool, inUse func(digest string) bool) (removed []image.Image, freed int64, err error) {
 	used := func(d string) bool { return inUse != nil && inUse(d) }
 	var doomed []string
 	err = s.locked(func() error {

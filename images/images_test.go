@@ -18,6 +18,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
 )
@@ -30,7 +31,7 @@ func TestMain(m *testing.M) {
 	}
 	if root := os.Getenv("IMAGES_TEST_ROOT"); root != "" {
 		s, err := Open(root)
-		var img Image
+		var img image.Image
 		if err == nil {
 			if src := os.Getenv("IMAGES_TEST_SOURCE"); src != "" {
 				img, err = s.Import(ctx, "killed", src)
@@ -548,8 +549,8 @@ func TestRealRootfs(t *testing.T) {
 	}
 	want := listing(t, src)
 	s := store(t)
-	var seen Progress
-	s.Progress = func(p Progress) { seen = p }
+	var seen image.Progress
+	s.Progress = func(p image.Progress) { seen = p }
 	start := time.Now()
 	a, err := s.Import(ctx, "tar", tarball)
 	ok(t, err)

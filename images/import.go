@@ -21,6 +21,7 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/images/layer"
 	"github.com/agentbox/agentbox/internal/copy/tree"
 	"github.com/agentbox/agentbox/internal/failpoint"
@@ -34,41 +35,41 @@ const defaultPath = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbi
 // with gzip, zstd, bzip2 or xz) or a directory, whose files become the root
 // filesystem. An existing name moves to the new image. The same files always
 // give the same digest. On error nothing is left.
-func (s *Store) Import(ctx context.Context, name, source string) (Image, error) {
+func (s *Store) Import(ctx context.Context, name, source string) (image.Image, error) {
 	canon, err := s.canonical(name)
 	if err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	return s.importPath(ctx, canon, source)
 }
 
 // importPath imports under an index entry.
-func (s *Store) importPath(ctx context.Context, canon, source string) (Image, error) {
+func (s *Store) importPath(ctx context.Context, canon, source string) (image.Image, error) {
 	// Not to wait in the open for the writer of a FIFO, which no context ends.
 	f, err := os.OpenFile(source, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if errors.Is(err, fs.ErrNotExist) {
-		return Image{}, fmt.Errorf("%w: %w", fault.ErrNotFound, err)
+		return image.Image{}, fmt.Errorf("%w: %w", fault.ErrNotFound, err)
 	}
 	if err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	defer f.Close()
 	fi, err := f.Stat()
 	if err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	if fi.Mode()&fs.ModeNamedPipe != 0 {
 		if err := awaitWriter(ctx, f); err != nil {
-			return Image{}, err
+			return image.Image{}, err
 		}
 	}
 	if !fi.IsDir() {
 		return s.importStream(ctx, canon, f)
 	}
-	return s.publish(ctx, canon, false, func(diff *os.File) (Config, error) {
+	return s.publish(ctx, canon, false, func(diff *os.File) (image.Config, error) {
 		free, err := reserve(diff)
 		if err != nil {
-			return Config{}, err
+			return image.Config{}, err
 		}
 		_, err = tree.Clone(ctx, f, diff, tree.CloneOptions{MinFree: free, Progress: s.report(), Archived: true,
 			Check: func(path string, st *unix.Stat_t, attrs []string) error {
@@ -115,23 +116,23 @@ func awaitWriter(ctx context.Context, f *os.File) error {
 
 // ImportFrom makes the image name of a tar stream, as Import does. It reads r to
 // its end.
-func (s *Store) ImportFrom(ctx context.Context, name string, r io.Reader) (Image, error) {
+func (s *Store) ImportFrom(ctx context.Context, name string, r io.Reader) (image.Image, error) {
 	canon, err := s.canonical(name)
 	if err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	return s.importStream(ctx, canon, r)
 }
 
-func (s *Store) importStream(ctx context.Context, canon string, r io.Reader) (Image, error) {
-	return s.publish(ctx, canon, false, func(diff *os.File) (Config, error) {
+func (s *Store) importStream(ctx context.Context, canon string, r io.Reader) (image.Image, error) {
+	return s.publish(ctx, canon, false, func(diff *os.File) (image.Config, error) {
 		free, err := reserve(diff)
 		if err != nil {
-			return Config{}, err
+			return image.Config{}, err
 		}
 		plain, done, err := layer.Decompress(ctx, r)
 		if err != nil {
-			return Config{}, err
+			return image.Config{}, err
 		}
 		rep, err := tree.Extract(ctx, diff, plain, tree.ExtractOptions{
 			Fresh: true, Owners: true, Privileged: true, MinFree: free, Progress: s.report(),
@@ -144,10 +145,10 @@ func (s *Store) importStream(ctx context.Context, canon string, r io.Reader) (Im
 			},
 		})
 		if err = errors.Join(err, done(err)); err != nil {
-			return Config{}, err
+			return image.Config{}, err
 		}
 		if n := int64(len(rep.Skipped)) + rep.SkippedMore; n > 0 {
-			return Config{}, fmt.Errorf("%w: %d entries cannot be unpacked exactly, the first is %s", fault.ErrUnsupported, n, rep.Skipped[0])
+			return image.Config{}, fmt.Errorf("%w: %d entries cannot be unpacked exactly, the first is %s", fault.ErrUnsupported, n, rep.Skipped[0])
 		}
 		return plainConfig(diff), checkLayout(diff.Name())
 	})
@@ -195,8 +196,8 @@ func checkLayout(diff string) error {
 }
 
 // plainConfig is the configuration of a tree that came without one.
-func plainConfig(diff *os.File) Config {
-	cfg := Config{Env: []string{defaultPath}}
+func plainConfig(diff *os.File) image.Config {
+	cfg := image.Config{Env: []string{defaultPath}}
 	// An os.Root follows no link out of the tree; an absolute link to a shell
 	// counts as none, which costs only a default.
 	if root, err := os.OpenRoot(diff.Name()); err == nil {
@@ -216,7 +217,7 @@ func (s *Store) report() func(tree.Report) {
 	return func(r tree.Report) {
 		if now := time.Now(); now.Sub(last) > 100*time.Millisecond {
 			last = now
-			s.Progress(Progress{Entries: r.Entries, Bytes: r.Bytes})
+			s.Progress(image.Progress{Entries: r.Entries, Bytes: r.Bytes})
 		}
 	}
 }
@@ -231,13 +232,13 @@ func reserve(dir *os.File) (int64, error) {
 }
 
 // publish has fill make a tree and turns it into a layer, a record and a name.
-func (s *Store) publish(ctx context.Context, name string, builtin bool, fill func(diff *os.File) (Config, error)) (img Image, err error) {
+func (s *Store) publish(ctx context.Context, name string, builtin bool, fill func(diff *os.File) (image.Config, error)) (img image.Image, err error) {
 	if err := s.sweep(partialAge); err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	tmp, hold, err := s.temp()
 	if err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	defer func() { // a published layer has moved away
 		err = errors.Join(err, os.RemoveAll(tmp))
@@ -245,40 +246,40 @@ func (s *Store) publish(ctx context.Context, name string, builtin bool, fill fun
 	}()
 	top := filepath.Join(tmp, "diff")
 	if err := os.Mkdir(top, 0o755); err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	diff, err := os.Open(top)
 	if err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	defer diff.Close()
 	if err := diff.Chmod(0o755); err != nil { // under every umask, unless the source says otherwise
-		return Image{}, err
+		return image.Image{}, err
 	}
 	cfg, err := fill(diff)
 	if err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	if list, err := os.ReadDir(top); err != nil || len(list) == 0 {
-		return Image{}, errors.Join(err, fmt.Errorf("%w: there are no files in it", fault.ErrInvalid))
+		return image.Image{}, errors.Join(err, fmt.Errorf("%w: there are no files in it", fault.ErrInvalid))
 	}
 	rep, err := layer.Seal(ctx, hold.File())
 	if err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	info := layerInfo{DiffID: rep.DiffID, Bytes: rep.Bytes, Entries: rep.Entries}
 	if err := writeInfo(tmp, info); err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	if err := failpoint.Hit("images.import.before-sync"); err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	// One call for the whole file system instead of one per file.
 	if err := unix.Syncfs(int(diff.Fd())); err != nil {
-		return Image{}, fmt.Errorf("write the layer to disk: %w", err)
+		return image.Image{}, fmt.Errorf("write the layer to disk: %w", err)
 	}
 	if err := ctx.Err(); err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	config, err := json.Marshal(ocispec.Image{
 		Platform: ocispec.Platform{Architecture: goruntime.GOARCH, OS: "linux"},
@@ -286,9 +287,9 @@ func (s *Store) publish(ctx context.Context, name string, builtin bool, fill fun
 		RootFS:   ocispec.RootFS{Type: "layers", DiffIDs: []digest.Digest{digest.Digest(rep.DiffID)}},
 	})
 	if err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
-	rec := record{Version: recordVersion, Platform: "linux/" + goruntime.GOARCH, Layers: []Layer{{DiffID: info.DiffID, Bytes: info.Bytes, Entries: info.Entries}},
+	rec := record{Version: recordVersion, Platform: "linux/" + goruntime.GOARCH, Layers: []image.Layer{{DiffID: info.DiffID, Bytes: info.Bytes, Entries: info.Entries}},
 		Lower: []string{info.DiffID}, Created: time.Now().UTC(), Bytes: info.Bytes, Config: cfg}
 	err = s.locked(func() error {
 		if err := failpoint.Hit("images.import.before-rename"); err != nil {
@@ -303,11 +304,11 @@ func (s *Store) publish(ctx context.Context, name string, builtin bool, fill fun
 		return s.commit(config, rec, name, entry{Builtin: builtin})
 	})
 	if err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	idx, err := s.index()
 	if err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	return s.image(idx, name, digestOf(config))
 }

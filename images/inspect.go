@@ -7,6 +7,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/images/layer"
 	"github.com/agentbox/agentbox/internal/fault"
 )
@@ -36,24 +37,24 @@ func (s *Store) Tag(_ context.Context, ref, name string) error {
 }
 
 // Inspect returns all that is known of an image.
-func (s *Store) Inspect(_ context.Context, ref string) (Details, error) {
+func (s *Store) Inspect(_ context.Context, ref string) (image.Details, error) {
 	idx, err := s.index()
 	if err != nil {
-		return Details{}, err
+		return image.Details{}, err
 	}
 	name, digest, err := s.find(idx, ref)
 	if err != nil {
-		return Details{}, err
+		return image.Details{}, err
 	}
 	img, err := s.image(idx, name, digest)
 	if err != nil {
-		return Details{}, err
+		return image.Details{}, err
 	}
 	rec, err := s.record(digest)
 	if err != nil {
-		return Details{}, err
+		return image.Details{}, err
 	}
-	d := Details{Image: img, Names: s.familiars(idx.namesOf(digest)), Source: rec.Source, Manifest: rec.Manifest, ManifestType: rec.ManifestType}
+	d := image.Details{Image: img, Names: s.familiars(idx.namesOf(digest)), Source: rec.Source, Manifest: rec.Manifest, ManifestType: rec.ManifestType}
 	if rec.Manifest != nil {
 		d.ManifestDigest = digestOf(rec.Manifest)
 	}
@@ -66,15 +67,15 @@ func (s *Store) Inspect(_ context.Context, ref string) (Details, error) {
 		return d, nil
 	}
 	if d.RawConfig, err = s.config(digest); err != nil {
-		return Details{}, err
+		return image.Details{}, err
 	}
 	f, _, err := parseConfig(d.RawConfig)
 	if err != nil {
-		return Details{}, err
+		return image.Details{}, err
 	}
 	next := 0
 	for _, h := range f.History {
-		step := History{Created: h.Created.Time, CreatedBy: h.CreatedBy, Author: h.Author, Comment: h.Comment, Empty: h.EmptyLayer}
+		step := image.History{Created: h.Created.Time, CreatedBy: h.CreatedBy, Author: h.Author, Comment: h.Comment, Empty: h.EmptyLayer}
 		if !h.EmptyLayer && next < len(rec.Layers) {
 			step.DiffID, step.Bytes = rec.Layers[next].DiffID, rec.Layers[next].Bytes
 			next++
@@ -82,7 +83,7 @@ func (s *Store) Inspect(_ context.Context, ref string) (Details, error) {
 		d.History = append(d.History, step)
 	}
 	for _, l := range rec.Layers[next:] { // a history need not be there, or whole
-		d.History = append(d.History, History{DiffID: l.DiffID, Bytes: l.Bytes})
+		d.History = append(d.History, image.History{DiffID: l.DiffID, Bytes: l.Bytes})
 	}
 	return d, nil
 }

@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/images/layer"
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/internal/failpoint"
@@ -35,13 +36,13 @@ const (
 // not fetched; those that have arrived when it fails stay for the next try, until
 // GC. Nothing else of a failed pull is left but the beginning of blobs, which
 // the next pull continues.
-func (s *Store) Pull(ctx context.Context, ref string, opts PullOptions) (Image, error) {
-	switch opts.Policy = cmp.Or(opts.Policy, PullMissing); opts.Policy {
-	case PullAlways, PullMissing:
-	case PullNever:
+func (s *Store) Pull(ctx context.Context, ref string, opts image.PullOptions) (image.Image, error) {
+	switch opts.Policy = cmp.Or(opts.Policy, image.PullMissing); opts.Policy {
+	case image.PullAlways, image.PullMissing:
+	case image.PullNever:
 		return s.Resolve(ctx, ref)
 	default:
-		return Image{}, fmt.Errorf("%w: the pull policy %q: it is always, missing or never", fault.ErrInvalid, opts.Policy)
+		return image.Image{}, fmt.Errorf("%w: the pull policy %q: it is always, missing or never", fault.ErrInvalid, opts.Policy)
 	}
 	def := s.Default
 	if c := opts.Source.Config; def == "" && c != nil {
@@ -52,24 +53,24 @@ func (s *Store) Pull(ctx context.Context, ref string, opts PullOptions) (Image, 
 	local := err == nil && slices.Contains([]source.Transport{source.Dir, source.OCI, source.OCIArchive, source.DockerArchive}, r.Transport)
 	if err == nil && r.Transport == source.Bootstrap {
 		if r, err = source.Complete(r, opts.Source); err != nil {
-			return Image{}, err
+			return image.Image{}, err
 		}
 		ref = r.String()
 	}
-	if opts.Policy == PullMissing && !local {
+	if opts.Policy == image.PullMissing && !local {
 		img, rerr := s.Resolve(ctx, ref)
 		if rerr == nil && (opts.Source.Platform == "" || img.Builtin || samePlatform(img.Platform, opts.Source.Platform)) {
 			return img, nil
 		}
 		if err != nil && rerr != nil { // a digest, or its prefix
-			return Image{}, rerr
+			return image.Image{}, rerr
 		}
 		if rerr != nil && !errors.Is(rerr, fault.ErrNotFound) && !errors.Is(rerr, fault.ErrCorrupt) {
-			return Image{}, rerr
+			return image.Image{}, rerr
 		}
 	}
 	if err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	opts.Source.Scratch = s.path("tmp")
 	opts.Source.Progress = nil
@@ -79,22 +80,22 @@ func (s *Store) Pull(ctx context.Context, ref string, opts PullOptions) (Image, 
 	case source.Bootstrap:
 		t, err := source.Tree(ctx, r, opts.Source)
 		if err != nil {
-			return Image{}, err
+			return image.Image{}, err
 		}
 		img, err := s.importStream(ctx, r.String(), t)
 		return img, errors.Join(err, t.Close())
 	}
 	if opts.Progress != nil { // of a daemon, which hands the image over whole
 		var mu sync.Mutex
-		opts.Source.Progress = func(p source.Progress) {
+		opts.Source.Progress = func(p image.SourceProgress) {
 			mu.Lock()
 			defer mu.Unlock()
-			opts.Progress(Progress{Layer: p.Digest, Stage: StagePulling, Done: p.Done, Total: p.Total})
+			opts.Progress(image.Progress{Layer: p.Digest, Stage: image.StagePulling, Done: p.Done, Total: p.Total})
 		}
 	}
 	from, err := source.Open(ctx, r, opts.Source)
 	if err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	img, err := s.take(ctx, r, r.String(), from, opts)
 	return img, errors.Join(err, from.Close())
@@ -107,45 +108,45 @@ func samePlatform(have, want string) bool {
 }
 
 // take makes an image of a source's.
-func (s *Store) take(ctx context.Context, ref source.Reference, name string, from source.Image, opts PullOptions) (Image, error) {
+func (s *Store) take(ctx context.Context, ref source.Reference, name string, from source.Image, opts image.PullOptions) (image.Image, error) {
 	config, layers := from.Config(), from.Layers()
 	f, cfg, err := parseConfig(config)
 	if err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	if len(f.RootFS.DiffIDs) != len(layers) {
-		return Image{}, fmt.Errorf("%w: the image has %d layers, and its configuration %d", fault.ErrCorrupt, len(layers), len(f.RootFS.DiffIDs))
+		return image.Image{}, fmt.Errorf("%w: the image has %d layers, and its configuration %d", fault.ErrCorrupt, len(layers), len(f.RootFS.DiffIDs))
 	}
 	for i, l := range layers {
 		if _, ok := hexOf(l.DiffID); !ok || f.RootFS.DiffIDs[i].String() != l.DiffID {
-			return Image{}, fmt.Errorf("%w: the layer %q is not the configuration's", fault.ErrCorrupt, l.DiffID)
+			return image.Image{}, fmt.Errorf("%w: the layer %q is not the configuration's", fault.ErrCorrupt, l.DiffID)
 		}
 	}
 	if err := s.sweep(partialAge); err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	pin, err := s.pin(layers)
 	if err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	defer pin.release()
 	if err := s.fetch(ctx, layers, opts); err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	rec := record{Version: recordVersion, Platform: platformOf(f), Created: time.Now().UTC(), Config: cfg}
 	var infos []layerInfo
 	for _, l := range layers {
 		info, err := s.layerInfo(l.DiffID)
 		if err != nil {
-			return Image{}, err
+			return image.Image{}, err
 		}
 		infos = append(infos, info)
-		rec.Layers = append(rec.Layers, Layer{DiffID: l.DiffID, Digest: l.Digest, MediaType: l.MediaType, Size: l.Size, Bytes: info.Bytes, Entries: info.Entries})
+		rec.Layers = append(rec.Layers, image.Layer{DiffID: l.DiffID, Digest: l.Digest, MediaType: l.MediaType, Size: l.Size, Bytes: info.Bytes, Entries: info.Entries})
 		rec.Bytes += info.Bytes
 		rec.Size += l.Size
 	}
 	if rec.Lower, err = s.stack(ctx, infos, pin); err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	manifest, kind, digest := from.Manifest()
 	e := entry{Manifest: digest}
@@ -164,14 +165,14 @@ func (s *Store) take(ctx context.Context, ref source.Reference, name string, fro
 		}
 	}
 	if err := failpoint.Hit("images.pull.before-record"); err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	if err := s.locked(func() error { return s.commit(config, rec, name, e) }); err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	idx, err := s.index()
 	if err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	return s.image(idx, name, digestOf(config))
 }
@@ -237,9 +238,9 @@ func (s *Store) pinned() (map[string]bool, error) {
 }
 
 // fetch gets the layers that are not here.
-func (s *Store) fetch(ctx context.Context, layers []source.Layer, opts PullOptions) error {
+func (s *Store) fetch(ctx context.Context, layers []source.Layer, opts image.PullOptions) error {
 	var mu sync.Mutex
-	say := func(p Progress) {
+	say := func(p image.Progress) {
 		if opts.Progress != nil {
 			mu.Lock()
 			defer mu.Unlock()
@@ -253,9 +254,9 @@ func (s *Store) fetch(ctx context.Context, layers []source.Layer, opts PullOptio
 			continue
 		}
 		seen[l.DiffID] = true
-		p := Progress{Layer: l.Digest, Stage: StageWaiting, Total: l.Size}
+		p := image.Progress{Layer: l.Digest, Stage: image.StageWaiting, Total: l.Size}
 		if s.have(l.DiffID) {
-			p.Stage, p.Done = StagePresent, l.Size
+			p.Stage, p.Done = image.StagePresent, l.Size
 		} else {
 			todo = append(todo, l)
 		}
@@ -281,14 +282,14 @@ func (s *Store) fetch(ctx context.Context, layers []source.Layer, opts PullOptio
 }
 
 // layer gets one layer, unless another does.
-func (s *Store) layer(ctx context.Context, l source.Layer, pub *publisher, say func(Progress)) error {
+func (s *Store) layer(ctx context.Context, l source.Layer, pub *publisher, say func(image.Progress)) error {
 	hex, _ := hexOf(l.DiffID)
 	dir, hold, err := s.claim(ctx, tmpLayer+hex, func() bool { return s.have(l.DiffID) })
 	if err != nil {
 		return err
 	}
 	if dir == "" {
-		say(Progress{Layer: l.Digest, Stage: StagePresent, Done: l.Size, Total: l.Size})
+		say(image.Progress{Layer: l.Digest, Stage: image.StagePresent, Done: l.Size, Total: l.Size})
 		return nil
 	}
 	defer hold.Unlock() // and others may have it
@@ -302,12 +303,12 @@ func (s *Store) layer(ctx context.Context, l source.Layer, pub *publisher, say f
 	if err != nil {
 		return errors.Join(err, os.RemoveAll(dir))
 	}
-	say(Progress{Layer: l.Digest, Stage: StageDone, Done: l.Size, Total: l.Size, Entries: info.Entries, Bytes: info.Bytes})
+	say(image.Progress{Layer: l.Digest, Stage: image.StageDone, Done: l.Size, Total: l.Size, Entries: info.Entries, Bytes: info.Bytes})
 	return nil
 }
 
 // unpack fetches a layer into dir, continuing what an earlier pull had of it.
-func (s *Store) unpack(ctx context.Context, l source.Layer, dir *os.File, say func(Progress)) (layerInfo, error) {
+func (s *Store) unpack(ctx context.Context, l source.Layer, dir *os.File, say func(image.Progress)) (layerInfo, error) {
 	info, resumed, err := s.unpackOnce(ctx, l, dir, say)
 	if resumed && errors.Is(err, fault.ErrCorrupt) { // what was there was not the blob's beginning
 		if err := clearDir(dir.Name()); err != nil {
@@ -318,7 +319,7 @@ func (s *Store) unpack(ctx context.Context, l source.Layer, dir *os.File, say fu
 	return info, err
 }
 
-func (s *Store) unpackOnce(ctx context.Context, l source.Layer, dir *os.File, say func(Progress)) (info layerInfo, resumed bool, err error) {
+func (s *Store) unpackOnce(ctx context.Context, l source.Layer, dir *os.File, say func(image.Progress)) (info layerInfo, resumed bool, err error) {
 	part := s.begun(l)
 	defer part.close()
 	resumed = part.have > 0
@@ -333,7 +334,7 @@ func (s *Store) unpackOnce(ctx context.Context, l source.Layer, dir *os.File, sa
 	return info, resumed, err
 }
 
-func (s *Store) unpackBody(ctx context.Context, l source.Layer, dir *os.File, body io.ReadCloser, part *begun, say func(Progress)) (layerInfo, error) {
+func (s *Store) unpackBody(ctx context.Context, l source.Layer, dir *os.File, body io.ReadCloser, part *begun, say func(image.Progress)) (layerInfo, error) {
 	var done int64
 	var last time.Time
 	ahead := layer.ReadAhead(body, func(p []byte) {
@@ -341,7 +342,7 @@ func (s *Store) unpackBody(ctx context.Context, l source.Layer, dir *os.File, bo
 		done += int64(len(p))
 		if now := time.Now(); now.Sub(last) > 100*time.Millisecond {
 			last = now
-			say(Progress{Layer: l.Digest, Stage: StagePulling, Done: done, Total: l.Size})
+			say(image.Progress{Layer: l.Digest, Stage: image.StagePulling, Done: done, Total: l.Size})
 		}
 	})
 	defer ahead.Close()

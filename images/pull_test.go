@@ -31,6 +31,7 @@ import (
 	"github.com/klauspost/compress/zstd"
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/internal/fault"
 )
@@ -74,9 +75,9 @@ func configOf(t testing.TB, layers []source.Layer) []byte {
 	return b
 }
 
-func take(t testing.TB, s *Store, name string, layers ...source.Layer) (Image, error) {
+func take(t testing.TB, s *Store, name string, layers ...source.Layer) (image.Image, error) {
 	t.Helper()
-	return s.take(ctx, source.Reference{}, "docker.io/library/"+name+":latest", made{configOf(t, layers), layers}, PullOptions{})
+	return s.take(ctx, source.Reference{}, "docker.io/library/"+name+":latest", made{configOf(t, layers), layers}, image.PullOptions{})
 }
 
 func noise(n int, seed uint64) string {
@@ -125,7 +126,7 @@ func push(t testing.TB, layers ...source.Layer) *pushed {
 	img = mutate.ConfigMediaType(mutate.MediaType(img, types.OCIManifestSchema1), types.OCIConfigJSON)
 	ref, err := source.Parse(p.ref, "")
 	ok(t, err)
-	_, err = source.Write(ctx, ref, img, source.Options{Insecure: true})
+	_, err = source.Write(ctx, ref, img, image.SourceOptions{Insecure: true})
 	ok(t, err)
 	return p
 }
@@ -137,7 +138,7 @@ type withDiffID struct {
 
 func (l withDiffID) DiffID() (v1.Hash, error) { return l.id, nil }
 
-var insecure = PullOptions{Policy: PullAlways, Source: source.Options{Insecure: true}}
+var insecure = image.PullOptions{Policy: image.PullAlways, Source: image.SourceOptions{Insecure: true}}
 
 func TestPull(t *testing.T) {
 	s := store(t)
@@ -148,9 +149,9 @@ func TestPull(t *testing.T) {
 	}
 	p := push(t, layers...)
 	opts := insecure
-	var last map[string]Progress
-	opts.Progress = func(p Progress) { last[p.Layer] = p }
-	last = map[string]Progress{}
+	var last map[string]image.Progress
+	opts.Progress = func(p image.Progress) { last[p.Layer] = p }
+	last = map[string]image.Progress{}
 	img, err := s.Pull(ctx, p.ref, opts)
 	ok(t, err)
 	if img.Name != p.ref || len(img.Layers) != 3 || img.Platform != "linux/amd64" || !slices.Equal(img.Config.Env, []string{"A=b"}) || len(img.RepoDigests) != 1 || img.Size == 0 {
@@ -158,7 +159,7 @@ func TestPull(t *testing.T) {
 	}
 	ok(t, s.Verify(ctx, img.Digest))
 	for _, l := range layers {
-		if last[l.Digest].Stage != StageDone || last[l.Digest].Done != l.Size {
+		if last[l.Digest].Stage != image.StageDone || last[l.Digest].Done != l.Size {
 			t.Errorf("%+v", last)
 		}
 	}
@@ -168,10 +169,10 @@ func TestPull(t *testing.T) {
 	ok(t, err)
 	repo, _, _ := strings.Cut(p.ref, ":1")
 	for _, ref := range []string{p.ref, "docker://" + p.ref, img.Digest, img.Digest[7:19], repo + "@" + d.ManifestDigest, img.RepoDigests[0]} {
-		if got, err := s.Pull(ctx, ref, PullOptions{}); err != nil || got.Digest != img.Digest {
+		if got, err := s.Pull(ctx, ref, image.PullOptions{}); err != nil || got.Digest != img.Digest {
 			t.Errorf("%s: %+v %v", ref, got, err)
 		}
-		if got, err := s.Pull(ctx, ref, PullOptions{Policy: PullNever}); err != nil || got.Digest != img.Digest {
+		if got, err := s.Pull(ctx, ref, image.PullOptions{Policy: image.PullNever}); err != nil || got.Digest != img.Digest {
 			t.Errorf("%s: %+v %v", ref, got, err)
 		}
 	}
@@ -179,21 +180,21 @@ func TestPull(t *testing.T) {
 		t.Errorf("%+v", d)
 	}
 	again, err := s.Pull(ctx, p.ref, opts)
-	if err != nil || again.Digest != img.Digest || last[layers[0].Digest].Stage != StagePresent {
+	if err != nil || again.Digest != img.Digest || last[layers[0].Digest].Stage != image.StagePresent {
 		t.Errorf("%+v %v %v", again, last, err)
 	}
 	if n := p.blobs.Load(); n > 1 { // the configuration
 		t.Errorf("%d blobs of an image that is here", n)
 	}
-	if _, err := s.Pull(ctx, "nowhere", PullOptions{Policy: PullNever}); !errors.Is(err, fault.ErrNotFound) {
+	if _, err := s.Pull(ctx, "nowhere", image.PullOptions{Policy: image.PullNever}); !errors.Is(err, fault.ErrNotFound) {
 		t.Error(err)
 	}
-	if _, err := s.Pull(ctx, "x", PullOptions{Policy: "often"}); !errors.Is(err, fault.ErrInvalid) {
+	if _, err := s.Pull(ctx, "x", image.PullOptions{Policy: "often"}); !errors.Is(err, fault.ErrInvalid) {
 		t.Error(err)
 	}
 	// A layer that somebody deleted comes again.
 	ok(t, os.RemoveAll(filepath.Dir(img.Lower[0])))
-	again, err = s.Pull(ctx, p.ref, PullOptions{Source: insecure.Source})
+	again, err = s.Pull(ctx, p.ref, image.PullOptions{Source: insecure.Source})
 	ok(t, err)
 	ok(t, s.Verify(ctx, again.Digest))
 
@@ -293,8 +294,8 @@ func TestPullResumes(t *testing.T) {
 	}
 	p.handle.Store(&half)
 	opts := insecure
-	opts.Progress = func(p Progress) {
-		if p.Layer == l.Digest && p.Done > 2<<20 || p.Stage == StageDone {
+	opts.Progress = func(p image.Progress) {
+		if p.Layer == l.Digest && p.Done > 2<<20 || p.Stage == image.StageDone {
 			time.AfterFunc(50*time.Millisecond, cancel) // for the other layer to arrive
 		}
 	}
@@ -383,7 +384,7 @@ func TestPullRefused(t *testing.T) {
 	}
 	s := store(t)
 	for what, config := range map[string]string{"windows": `{"os":"windows","rootfs":{"type":"layers"}}`, "no json": "x", "more layers": `{"os":"linux","rootfs":{"type":"layers","diff_ids":["` + other.DiffID + `"]}}`} {
-		if _, err := s.take(ctx, source.Reference{}, "", made{[]byte(config), nil}, PullOptions{}); err == nil {
+		if _, err := s.take(ctx, source.Reference{}, "", made{[]byte(config), nil}, image.PullOptions{}); err == nil {
 			t.Error(what)
 		}
 	}
@@ -457,13 +458,13 @@ func TestV1(t *testing.T) {
 	dir := "oci:" + filepath.Join(t.TempDir(), "layout") + ":x"
 	ref, err := source.Parse(dir, "")
 	ok(t, err)
-	_, err = source.Write(ctx, ref, out, source.Options{})
+	_, err = source.Write(ctx, ref, out, image.SourceOptions{})
 	ok(t, err)
 	if msg, err := exec.Command("skopeo", "inspect", dir).CombinedOutput(); err != nil {
 		t.Errorf("skopeo: %v %s", err, msg)
 	}
 	elsewhere := store(t)
-	back, err := elsewhere.Pull(ctx, dir, PullOptions{})
+	back, err := elsewhere.Pull(ctx, dir, image.PullOptions{})
 	if err != nil || back.Digest != img.Digest || !slices.Equal(back.Layers, img.Layers) {
 		t.Fatalf("%+v %v", back, err)
 	}

@@ -14,31 +14,32 @@ import (
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/fsx"
 )
 
 // record is what is known of an image beside its configuration.
 type record struct {
-	Version      int       `json:"version"`
-	Source       string    `json:"source,omitempty"`
-	Manifest     []byte    `json:"manifest_raw,omitempty"`
-	ManifestType string    `json:"manifest_type,omitempty"`
-	RepoDigests  []string  `json:"repo_digests,omitempty"`
-	Platform     string    `json:"platform,omitempty"`
-	Layers       []Layer   `json:"layers"` // bottom first; Dir is left out
-	Lower        []string  `json:"lower"`  // diffIDs of what is mounted, top first
-	Created      time.Time `json:"created"`
-	Bytes        int64     `json:"bytes"`
-	Size         int64     `json:"size,omitempty"`
-	Config       Config    `json:"config"` // so that Resolve reads one file
+	Version      int           `json:"version"`
+	Source       string        `json:"source,omitempty"`
+	Manifest     []byte        `json:"manifest_raw,omitempty"`
+	ManifestType string        `json:"manifest_type,omitempty"`
+	RepoDigests  []string      `json:"repo_digests,omitempty"`
+	Platform     string        `json:"platform,omitempty"`
+	Layers       []image.Layer `json:"layers"` // bottom first; Dir is left out
+	Lower        []string      `json:"lower"`  // diffIDs of what is mounted, top first
+	Created      time.Time     `json:"created"`
+	Bytes        int64         `json:"bytes"`
+	Size         int64         `json:"size,omitempty"`
+	Config       image.Config  `json:"config"` // so that Resolve reads one file
 
 	// Records before version 2 had this instead, and the digest of it for the
 	// image's digest: they can be started, and that is all.
 	Old *struct {
-		Version int      `json:"version"`
-		Layers  []string `json:"layers"`
-		Config  Config   `json:"config"`
+		Version int          `json:"version"`
+		Layers  []string     `json:"layers"`
+		Config  image.Config `json:"config"`
 	} `json:"manifest,omitempty"`
 }
 
@@ -114,7 +115,7 @@ func (s *Store) record(digest string) (record, error) {
 		}
 		rec.Config = rec.Old.Config
 		for _, d := range rec.Old.Layers {
-			rec.Layers = append(rec.Layers, Layer{DiffID: d})
+			rec.Layers = append(rec.Layers, image.Layer{DiffID: d})
 			rec.Lower = append(rec.Lower, d)
 		}
 		slices.Reverse(rec.Lower)
@@ -147,7 +148,7 @@ func (s *Store) config(digest string) ([]byte, error) {
 
 // image reads a record; name is the index entry that it was found by, if any.
 // What is known comes with an error, too.
-func (s *Store) image(idx index, name, digest string) (Image, error) {
+func (s *Store) image(idx index, name, digest string) (image.Image, error) {
 	if name == "" {
 		if names := idx.namesOf(digest); len(names) > 0 {
 			name = names[0]
@@ -155,9 +156,9 @@ func (s *Store) image(idx index, name, digest string) (Image, error) {
 	}
 	rec, err := s.record(digest)
 	if err != nil {
-		return Image{Name: s.familiar(name), Digest: digest, Created: idx.Names[name].Created}, err
+		return image.Image{Name: s.familiar(name), Digest: digest, Created: idx.Names[name].Created}, err
 	}
-	img := Image{Name: s.familiar(name), Digest: digest, RepoDigests: rec.RepoDigests, Platform: rec.Platform, Created: rec.Created,
+	img := image.Image{Name: s.familiar(name), Digest: digest, RepoDigests: rec.RepoDigests, Platform: rec.Platform, Created: rec.Created,
 		Bytes: rec.Bytes, Size: rec.Size, Config: rec.Config}
 	if e, ok := idx.Names[name]; ok {
 		img.Created, img.Builtin = e.Created, e.Builtin
@@ -189,19 +190,19 @@ func (idx index) namesOf(digest string) []string {
 }
 
 // parseConfig reads a configuration as images have it.
-func parseConfig(raw []byte) (*v1.ConfigFile, Config, error) {
+func parseConfig(raw []byte) (*v1.ConfigFile, image.Config, error) {
 	var f v1.ConfigFile
 	if err := json.Unmarshal(raw, &f); err != nil {
-		return nil, Config{}, fmt.Errorf("%w: the image's configuration: %w", fault.ErrInvalid, err)
+		return nil, image.Config{}, fmt.Errorf("%w: the image's configuration: %w", fault.ErrInvalid, err)
 	}
 	if f.OS != "" && f.OS != "linux" {
-		return nil, Config{}, fmt.Errorf("%w: the image is for %.50q", fault.ErrUnsupported, f.OS)
+		return nil, image.Config{}, fmt.Errorf("%w: the image is for %.50q", fault.ErrUnsupported, f.OS)
 	}
 	c := f.Config
-	cfg := Config{Entrypoint: c.Entrypoint, Cmd: c.Cmd, Env: c.Env, User: c.User, Workdir: c.WorkingDir, StopSignal: c.StopSignal, Labels: c.Labels,
+	cfg := image.Config{Entrypoint: c.Entrypoint, Cmd: c.Cmd, Env: c.Env, User: c.User, Workdir: c.WorkingDir, StopSignal: c.StopSignal, Labels: c.Labels,
 		Volumes: slices.Sorted(maps.Keys(c.Volumes)), ExposedPorts: slices.Sorted(maps.Keys(c.ExposedPorts))}
 	if h := c.Healthcheck; h != nil {
-		cfg.Healthcheck = &Healthcheck{Test: h.Test, Interval: h.Interval, Timeout: h.Timeout, StartPeriod: h.StartPeriod, Retries: h.Retries}
+		cfg.Healthcheck = &image.Healthcheck{Test: h.Test, Interval: h.Interval, Timeout: h.Timeout, StartPeriod: h.StartPeriod, Retries: h.Retries}
 	}
 	return &f, cfg, nil
 }

@@ -12,12 +12,13 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/overlay"
 )
 
 // mounted mounts an image as a sandbox's backend does.
-func mounted(t *testing.T, img Image) string {
+func mounted(t *testing.T, img image.Image) string {
 	t.Helper()
 	dir := t.TempDir()
 	for _, d := range []string{"upper", "work", "merged"} {
@@ -101,7 +102,7 @@ func TestUmoci(t *testing.T) {
 	tmp := t.TempDir()
 	ref, err := source.Parse("oci:"+tmp+"/layout:x", "")
 	ok(t, err)
-	_, err = source.Write(ctx, ref, out, source.Options{})
+	_, err = source.Write(ctx, ref, out, image.SourceOptions{})
 	ok(t, err)
 	if msg, err := exec.Command("umoci", "unpack", "--image", tmp+"/layout:x", tmp+"/bundle").CombinedOutput(); err != nil {
 		t.Fatalf("umoci: %v %s", err, msg)
@@ -140,7 +141,7 @@ func TestDeep(t *testing.T) {
 	best := time.Hour
 	for range 20 {
 		start := time.Now()
-		if _, err := s.Pull(ctx, "deep", PullOptions{}); err != nil {
+		if _, err := s.Pull(ctx, "deep", image.PullOptions{}); err != nil {
 			t.Fatal(err)
 		}
 		best = min(best, time.Since(start))

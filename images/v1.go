@@ -14,6 +14,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/partial"
 	"github.com/google/go-containerregistry/pkg/v1/types"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/images/layer"
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/internal/fault"
@@ -191,32 +192,32 @@ func (l *storedLayer) compressed() (compressed, error) {
 
 // Add makes img an image of the store, with the given name unless that is empty.
 // Of layers that are here already, only the DiffID is asked for.
-func (s *Store) Add(ctx context.Context, name string, img v1.Image) (Image, error) {
+func (s *Store) Add(ctx context.Context, name string, img v1.Image) (image.Image, error) {
 	if name != "" {
 		canon, err := s.canonical(name)
 		if err != nil {
-			return Image{}, err
+			return image.Image{}, err
 		}
 		name = canon
 	}
 	from := made{}
 	var err error
 	if from.config, err = img.RawConfigFile(); err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	layers, err := img.Layers()
 	if err != nil {
-		return Image{}, err
+		return image.Image{}, err
 	}
 	for _, l := range layers {
 		id, err := l.DiffID()
 		if err != nil {
-			return Image{}, err
+			return image.Image{}, err
 		}
 		from.layers = append(from.layers, source.Layer{Digest: id.String(), DiffID: id.String(), Size: unknownSize,
 			Open: func(context.Context) (io.ReadCloser, error) { return l.Uncompressed() }})
 	}
-	return s.take(ctx, source.Reference{}, name, from, PullOptions{})
+	return s.take(ctx, source.Reference{}, name, from, image.PullOptions{})
 }
 
 // unknownSize is large enough that no bound of a layer's size matters.

@@ -9,7 +9,7 @@ import (
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 
 	"github.com/agentbox/agentbox/criu/stage"
-	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/internal/idmap"
 )
@@ -107,15 +107,15 @@ type Backend interface {
 type Images interface {
 	// Resolve finds the image that a reference means. Image.Lower is empty
 	// when the engine keeps its layers to itself.
-	Resolve(ctx context.Context, ref string) (images.Image, error)
+	Resolve(ctx context.Context, ref string) (image.Image, error)
 	// ResolveDigest finds the image that a sandbox or a checkpoint has pinned.
-	ResolveDigest(ctx context.Context, digest string) (images.Image, error)
-	List(ctx context.Context) ([]images.Image, error)
+	ResolveDigest(ctx context.Context, digest string) (image.Image, error)
+	List(ctx context.Context) ([]image.Image, error)
 	// Pull gets the image that a reference means from where it is, unless the
 	// policy is content with what is here. What cannot be got is ErrNotFound.
-	Pull(ctx context.Context, ref string, opts images.PullOptions) (images.Image, error)
-	Import(ctx context.Context, name, source string) (images.Image, error)
-	ImportFrom(ctx context.Context, name string, r io.Reader) (images.Image, error)
+	Pull(ctx context.Context, ref string, opts image.PullOptions) (image.Image, error)
+	Import(ctx context.Context, name, source string) (image.Image, error)
+	ImportFrom(ctx context.Context, name string, r io.Reader) (image.Image, error)
 	Remove(ctx context.Context, ref string, inUse func(digest string) bool) error
 	ImageKeeper
 }
@@ -124,16 +124,16 @@ type Images interface {
 type ImageKeeper interface {
 	// Tag gives an image one more name; another image loses that.
 	Tag(ctx context.Context, ref, name string) error
-	Inspect(ctx context.Context, ref string) (images.Details, error)
+	Inspect(ctx context.Context, ref string) (image.Details, error)
 	// Prune removes the images without a name, or all, but not those in use.
-	Prune(ctx context.Context, all bool, inUse func(digest string) bool) (removed []images.Image, freed int64, err error)
+	Prune(ctx context.Context, all bool, inUse func(digest string) bool) (removed []image.Image, freed int64, err error)
 	// Verify reads all of an image again; damage is ErrCorrupt.
 	Verify(ctx context.Context, digest string) error
 	// V1 is an image for those who copy it elsewhere or build upon it.
 	V1(ctx context.Context, digest string) (v1.Image, error)
 	// Add takes an image in, under a name unless that is empty. Layers that are
 	// here already are not read.
-	Add(ctx context.Context, name string, img v1.Image) (images.Image, error)
+	Add(ctx context.Context, name string, img v1.Image) (image.Image, error)
 }
 
 // Original is a backend's way to bring what a sandbox changed into the directory

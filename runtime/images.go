@@ -6,8 +6,7 @@ import (
 	"io"
 	"time"
 
-	"github.com/agentbox/agentbox/images"
-	"github.com/agentbox/agentbox/images/source"
+	"github.com/agentbox/agentbox/images/image"
 )
 
 // ImageService is the part of Service that gets, keeps and gives images: those
@@ -15,10 +14,10 @@ import (
 type ImageService interface {
 	// PullImage gets an image, or finds it here, as the policy says. See package
 	// images/source for what references there are.
-	PullImage(ctx context.Context, ref string, opts images.PullOptions) (Image, error)
+	PullImage(ctx context.Context, ref string, opts image.PullOptions) (Image, error)
 	// PushImage writes an image to where the reference to says; empty: to the
 	// registry that its own name names.
-	PushImage(ctx context.Context, ref, to string, opts source.Options) (PushedImage, error)
+	PushImage(ctx context.Context, ref, to string, opts image.SourceOptions) (PushedImage, error)
 	ImportImage(ctx context.Context, name, source string) (Image, error) // source: a tarball, a directory, "-" is not one
 	ImportImageFrom(ctx context.Context, name string, r io.Reader) (Image, error)
 	Images(ctx context.Context) ([]Image, error)
@@ -53,16 +52,16 @@ type Image struct {
 // ImageDetails is the documented JSON of `agentbox image inspect`; it only ever grows.
 type ImageDetails struct {
 	Image
-	Names          []string         `json:"names"`
-	Source         string           `json:"source,omitempty"` // the reference it was pulled from
-	ManifestDigest string           `json:"manifest_digest,omitempty"`
-	ManifestType   string           `json:"manifest_type,omitempty"`
-	Config         images.Config    `json:"config"`
-	LayerList      []images.Layer   `json:"layer_list"` // bottom first
-	History        []images.History `json:"history"`    // the oldest first
-	Manifest       json.RawMessage  `json:"manifest,omitempty"`
-	RawConfig      json.RawMessage  `json:"raw_config,omitempty"`
-	UsedBy         []string         `json:"used_by"` // sandboxes and checkpoints that need it
+	Names          []string        `json:"names"`
+	Source         string          `json:"source,omitempty"` // the reference it was pulled from
+	ManifestDigest string          `json:"manifest_digest,omitempty"`
+	ManifestType   string          `json:"manifest_type,omitempty"`
+	Config         image.Config    `json:"config"`
+	LayerList      []image.Layer   `json:"layer_list"` // bottom first
+	History        []image.History `json:"history"`    // the oldest first
+	Manifest       json.RawMessage `json:"manifest,omitempty"`
+	RawConfig      json.RawMessage `json:"raw_config,omitempty"`
+	UsedBy         []string        `json:"used_by"` // sandboxes and checkpoints that need it
 }
 
 // PushedImage is the documented JSON of `agentbox image push`.
@@ -79,11 +78,11 @@ type PrunedImages struct {
 
 // CommitOptions modify Commit.
 type CommitOptions struct {
-	Author  string         `json:"author"`
-	Message string         `json:"message"`
-	Changes []string       `json:"changes"` // instructions of a Dockerfile: CMD, ENTRYPOINT, ENV, LABEL, USER, WORKDIR, EXPOSE, VOLUME, STOPSIGNAL
-	Created time.Time      `json:"created"` // zero: the checkpoint's, or now
-	Source  source.Options `json:"source"`
+	Author  string              `json:"author"`
+	Message string              `json:"message"`
+	Changes []string            `json:"changes"` // instructions of a Dockerfile: CMD, ENTRYPOINT, ENV, LABEL, USER, WORKDIR, EXPOSE, VOLUME, STOPSIGNAL
+	Created time.Time           `json:"created"` // zero: the checkpoint's, or now
+	Source  image.SourceOptions `json:"source"`
 }
 
 // Committed is the documented JSON of `agentbox commit`; it only ever grows.

@@ -7,7 +7,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/hostfile"
 	"github.com/agentbox/agentbox/policy"
 )
@@ -76,9 +76,9 @@ type Local interface {
 
 // CreateRequest asks for a sandbox. Empty fields take the image's values, then defaults.
 type CreateRequest struct {
-	Spec       Spec               `json:"spec"`       // ID and ImageDigest are filled in; Args is the command without the entrypoint
-	Entrypoint []string           `json:"entrypoint"` // nil: the image's
-	Pull       images.PullOptions `json:"pull"`
+	Spec       Spec              `json:"spec"`       // ID and ImageDigest are filled in; Args is the command without the entrypoint
+	Entrypoint []string          `json:"entrypoint"` // nil: the image's
+	Pull       image.PullOptions `json:"pull"`
 
 	// Policy decides; nil: the one that this host has under PolicyName, or else
 	// under the name default.
@@ -288,7 +288,7 @@ type RestoreOptions struct {
 	Secrets []Secret `json:"secrets"`
 	// Pull says how to get the image of a sandbox that is made again, when it
 	// is not here.
-	Pull images.PullOptions `json:"pull"`
+	Pull image.PullOptions `json:"pull"`
 
 	Progress Steps `json:"-"`
 }

@@ -3,21 +3,20 @@ package main
 import (
 	"context"
 
-	"github.com/agentbox/agentbox/images"
-	"github.com/agentbox/agentbox/images/source"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/runtime"
 )
 
-func (f *fakeService) PullImage(_ context.Context, ref string, opts images.PullOptions) (runtime.Image, error) {
+func (f *fakeService) PullImage(_ context.Context, ref string, opts image.PullOptions) (runtime.Image, error) {
 	return runtime.Image{Name: ref, Digest: "sha256:pulled"}, f.call("PullImage", ref, opts.Policy, opts.Source.Platform, opts.Source.Insecure, opts.Source.MaxBytes)
 }
 
-func (f *fakeService) PushImage(_ context.Context, ref, to string, opts source.Options) (runtime.PushedImage, error) {
+func (f *fakeService) PushImage(_ context.Context, ref, to string, opts image.SourceOptions) (runtime.PushedImage, error) {
 	return runtime.PushedImage{Reference: to, Digest: "sha256:pushed"}, f.call("PushImage", ref, to, opts.Insecure)
 }
 
 func (f *fakeService) InspectImage(_ context.Context, ref string) (runtime.ImageDetails, error) {
-	return runtime.ImageDetails{Image: runtime.Image{Name: ref}, History: []images.History{{CreatedBy: "first", Bytes: 1000}, {CreatedBy: "second", Empty: true}}}, f.call("InspectImage", ref)
+	return runtime.ImageDetails{Image: runtime.Image{Name: ref}, History: []image.History{{CreatedBy: "first", Bytes: 1000}, {CreatedBy: "second", Empty: true}}}, f.call("InspectImage", ref)
 }
 
 func (f *fakeService) TagImage(_ context.Context, ref, name string) error {

@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/term"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/audit"
@@ -119,7 +120,7 @@ func newImageLogoutCommand(a *app) *cobra.Command {
 				registry = args[0]
 			}
 			err := a.onRecord(audit.Record{Verb: "image logout", Ref: audit.Clip(registry)}, func(*audit.Record) error {
-				return source.Logout(cmd.Context(), registry, source.Options{AuthFile: authFile})
+				return source.Logout(cmd.Context(), registry, image.SourceOptions{AuthFile: authFile})
 			})
 			if err != nil {
 				return &runtime.Error{Op: "image logout", ID: registry, Err: err}

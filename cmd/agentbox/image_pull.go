@@ -10,8 +10,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
-	"github.com/agentbox/agentbox/images"
-	"github.com/agentbox/agentbox/images/source"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -34,8 +33,8 @@ func addInsecure(fl *pflag.FlagSet, p *bool) {
 	fl.BoolVar(p, "insecure", false, "accept plain HTTP and unknown certificates from the registry")
 }
 
-func (o *transferOptions) source() source.Options {
-	return source.Options{Insecure: o.Insecure, CertDir: o.CertDir, AuthFile: o.AuthFile, Timeout: o.Timeout}
+func (o *transferOptions) source() image.SourceOptions {
+	return image.SourceOptions{Insecure: o.Insecure, CertDir: o.CertDir, AuthFile: o.AuthFile, Timeout: o.Timeout}
 }
 
 // pullPolicyOptions are the flags of verbs that may pull an image.
@@ -46,16 +45,16 @@ type pullPolicyOptions struct {
 }
 
 func (o *pullPolicyOptions) addFlags(fl *pflag.FlagSet) {
-	o.Policy = string(images.PullMissing)
-	fl.Var(choice(&o.Policy, string(images.PullMissing), string(images.PullAlways), string(images.PullNever)), "pull", "pull the image: missing, always or never")
+	o.Policy = string(image.PullMissing)
+	fl.Var(choice(&o.Policy, string(image.PullMissing), string(image.PullAlways), string(image.PullNever)), "pull", "pull the image: missing, always or never")
 	addPlatform(fl, &o.Platform)
 	addInsecure(fl, &o.Insecure)
 }
 
 // addMissing adds those of a verb that knows which image it needs.
 func (o *pullPolicyOptions) addMissing(fl *pflag.FlagSet) {
-	o.Policy = string(images.PullMissing)
-	fl.Var(choice(&o.Policy, string(images.PullMissing), string(images.PullNever)), "pull", "pull the image of a removed sandbox: missing or never")
+	o.Policy = string(image.PullMissing)
+	fl.Var(choice(&o.Policy, string(image.PullMissing), string(image.PullNever)), "pull", "pull the image of a removed sandbox: missing or never")
 	addInsecure(fl, &o.Insecure)
 }
 
@@ -63,8 +62,8 @@ func addPlatform(fl *pflag.FlagSet, p *string) {
 	fl.StringVar(p, "platform", "", "`OS/ARCH[/VARIANT]` of the image; default: this machine's")
 }
 
-func (o *pullPolicyOptions) options() images.PullOptions {
-	return images.PullOptions{Policy: images.Policy(o.Policy), Source: source.Options{Platform: o.Platform, Insecure: o.Insecure}}
+func (o *pullPolicyOptions) options() image.PullOptions {
+	return image.PullOptions{Policy: image.Policy(o.Policy), Source: image.SourceOptions{Platform: o.Platform, Insecure: o.Insecure}}
 }
 
 type imagePullOptions struct {
@@ -79,8 +78,8 @@ func (o *imagePullOptions) addFlags(fl *pflag.FlagSet) {
 	o.transferOptions.addFlags(fl)
 	addPlatform(fl, &o.Platform)
 	fl.StringVar(&o.MaxBytes, "max-size", "", "refuse images larger than `SIZE` as they travel; default: 64g")
-	o.Policy = string(images.PullAlways)
-	fl.Var(choice(&o.Policy, string(images.PullAlways), string(images.PullMissing)), "policy", "ask the registry: always, or only when it is missing here")
+	o.Policy = string(image.PullAlways)
+	fl.Var(choice(&o.Policy, string(image.PullAlways), string(image.PullMissing)), "policy", "ask the registry: always, or only when it is missing here")
 	o.Format = "digest"
 	fl.Var(choice(&o.Format, "digest", formatJSON), "format", "print as `FORMAT`: digest or json")
 }
@@ -115,7 +114,7 @@ With --format json it prints the image as 'image ls' does.
 			return a.imageNames(cmd, args, func(im runtime.Image) bool { return !im.Builtin }), cobra.ShellCompDirectiveNoSpace
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
-			pull := images.PullOptions{Policy: images.Policy(opts.Policy), Source: opts.source()}
+			pull := image.PullOptions{Policy: image.Policy(opts.Policy), Source: opts.source()}
 			pull.Source.Platform = opts.Platform
 			if opts.MaxBytes != "" {
 				var err error
@@ -133,7 +132,7 @@ With --format json it prints the image as 'image ls' does.
 	return cmd
 }
 
-func runImagePull(ctx context.Context, ref string, opts images.PullOptions, format string, svc runtime.Service, stdout, stderr io.Writer) error {
+func runImagePull(ctx context.Context, ref string, opts image.PullOptions, format string, svc runtime.Service, stdout, stderr io.Writer) error {
 	bars, end := watchLayers(stderr)
 	defer end()
 	if bars != nil {
@@ -206,13 +205,13 @@ oci:DIR[:TAG] (other images in DIR stay), oci-archive:FILE[:TAG], docker-archive
 	return cmd
 }
 
-func runImagePush(ctx context.Context, image, to string, opts source.Options, format string, svc runtime.Service, stdout, stderr io.Writer) error {
+func runImagePush(ctx context.Context, name, to string, opts image.SourceOptions, format string, svc runtime.Service, stdout, stderr io.Writer) error {
 	bars, end := watchLayers(stderr)
 	defer end()
 	if bars != nil {
 		opts.Progress = bars.push
 	}
-	p, err := svc.PushImage(ctx, image, to, opts)
+	p, err := svc.PushImage(ctx, name, to, opts)
 	end()
 	if err != nil {
 		return err

@@ -9,7 +9,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -96,7 +96,7 @@ func runImageHistory(ctx context.Context, name string, opts imageHistoryOptions,
 	if err != nil {
 		return err
 	}
-	steps := []images.History{}
+	steps := []image.History{}
 	for i := range d.History {
 		steps = append(steps, d.History[len(d.History)-1-i])
 	}

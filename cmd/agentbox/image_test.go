@@ -5,8 +5,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/agentbox/agentbox/images"
-	"github.com/agentbox/agentbox/images/source"
+	"github.com/agentbox/agentbox/images/image"
 )
 
 func TestImageVerbs(t *testing.T) {
@@ -53,11 +52,11 @@ func TestImageVerbs(t *testing.T) {
 func TestLayerBars(t *testing.T) {
 	var out strings.Builder
 	b := &layerBars{w: &out, width: 60, begun: time.Now()}
-	b.pull(images.Progress{Entries: 5}) // an import's
+	b.pull(image.Progress{Entries: 5}) // an import's
 	for i := range 10 {
-		b.pull(images.Progress{Layer: "sha256:" + strings.Repeat(string(rune('a'+i)), 64), Stage: images.StagePulling, Done: 5e6, Total: 10e6})
+		b.pull(image.Progress{Layer: "sha256:" + strings.Repeat(string(rune('a'+i)), 64), Stage: image.StagePulling, Done: 5e6, Total: 10e6})
 	}
-	b.push(source.Progress{Digest: "sha256:there", There: true, Total: 7e6})
+	b.push(image.SourceProgress{Digest: "sha256:there", There: true, Total: 7e6})
 	lines := b.text(time.Second)
 	if len(lines) != mostBars+2 || lines[0] != "sha256:aaaaaaaaaaaa [===============>              ] 5MB" || lines[mostBars] != "and 2 more" ||
 		lines[mostBars+1] != "1 of 11 layers, 57MB of 107MB, 57MB/s" {

@@ -11,8 +11,7 @@ import (
 
 	"golang.org/x/term"
 
-	"github.com/agentbox/agentbox/images"
-	"github.com/agentbox/agentbox/images/source"
+	"github.com/agentbox/agentbox/images/image"
 )
 
 // layerBars are lines on the caller's terminal, one for each layer that
@@ -24,7 +23,7 @@ type layerBars struct {
 	begun  time.Time
 	drawn  time.Time
 	lines  int // on the screen
-	layers []images.Progress
+	layers []image.Progress
 	ended  bool
 }
 
@@ -45,28 +44,28 @@ func watchLayers(w io.Writer) (*layerBars, func()) {
 }
 
 // pull takes the progress of a pull.
-func (b *layerBars) pull(p images.Progress) {
+func (b *layerBars) pull(p image.Progress) {
 	if p.Layer != "" {
 		b.update(p)
 	}
 }
 
 // push takes the progress of a push.
-func (b *layerBars) push(p source.Progress) {
-	stage := images.StagePulling
+func (b *layerBars) push(p image.SourceProgress) {
+	stage := image.StagePulling
 	switch {
 	case p.There:
-		stage = images.StagePresent
+		stage = image.StagePresent
 	case p.Total > 0 && p.Done >= p.Total:
-		stage = images.StageDone
+		stage = image.StageDone
 	}
-	b.update(images.Progress{Layer: p.Digest, Stage: stage, Done: p.Done, Total: p.Total})
+	b.update(image.Progress{Layer: p.Digest, Stage: stage, Done: p.Done, Total: p.Total})
 }
 
-func (b *layerBars) update(p images.Progress) {
+func (b *layerBars) update(p image.Progress) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if i := slices.IndexFunc(b.layers, func(have images.Progress) bool { return have.Layer == p.Layer }); i < 0 {
+	if i := slices.IndexFunc(b.layers, func(have image.Progress) bool { return have.Layer == p.Layer }); i < 0 {
 		b.layers = append(b.layers, p)
 	} else {
 		b.layers[i] = p
@@ -105,10 +104,10 @@ func (b *layerBars) text(took time.Duration) []string {
 	for _, l := range b.layers {
 		total += l.Total
 		switch l.Stage {
-		case images.StageDone, images.StagePresent:
+		case image.StageDone, image.StagePresent:
 			finished++
 			done += l.Total
-		case images.StagePulling:
+		case image.StagePulling:
 			done += l.Done
 			if len(lines) == mostBars {
 				more++

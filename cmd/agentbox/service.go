@@ -12,6 +12,7 @@ import (
 	"strings"
 
 	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/audit"
@@ -81,14 +82,14 @@ func openOCI(p place) (engine.Host, error) {
 // withBuiltin lists the built-in image before it was ever used.
 type withBuiltin struct{ *images.Store }
 
-func (s withBuiltin) List(ctx context.Context) ([]images.Image, error) {
+func (s withBuiltin) List(ctx context.Context) ([]image.Image, error) {
 	_, _ = s.Resolve(ctx, "busybox") // a host without a static busybox has none
 	return s.Store.List(ctx)
 }
 
 // ResolveDigest makes the built-in image if it may be the one that is wanted: a
 // checkpoint from elsewhere can name it before it was ever used here.
-func (s withBuiltin) ResolveDigest(ctx context.Context, digest string) (images.Image, error) {
+func (s withBuiltin) ResolveDigest(ctx context.Context, digest string) (image.Image, error) {
 	im, err := s.Store.ResolveDigest(ctx, digest)
 	if !errors.Is(err, runtime.ErrNotFound) {
 		return im, err

@@ -18,7 +18,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
 
-	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -263,7 +263,7 @@ func TestCreateRequest(t *testing.T) {
 	if d := cmp.Diff(want, f.created[0], cmpopts.IgnoreFields(runtime.CreateRequest{}, "Pull")); d != "" {
 		t.Error(d)
 	}
-	if p := f.created[0].Pull; p.Policy != images.PullAlways || p.Source.Platform != "linux/arm64" || !p.Source.Insecure {
+	if p := f.created[0].Pull; p.Policy != image.PullAlways || p.Source.Platform != "linux/arm64" || !p.Source.Insecure {
 		t.Errorf("%+v", p)
 	}
 	try(t, f, "", "create", "--entrypoint", "", "busybox", "x")

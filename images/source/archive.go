@@ -16,6 +16,7 @@ import (
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/google/go-containerregistry/pkg/v1/types"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/remote"
 )
@@ -28,7 +29,7 @@ const (
 )
 
 // openLayout opens an image of an OCI layout, a directory or an archive.
-func openLayout(ctx context.Context, ref Reference, opts Options) (img *image, err error) {
+func openLayout(ctx context.Context, ref Reference, opts image.SourceOptions) (img *opened, err error) {
 	var fsys files
 	if ref.Transport == OCI {
 		root, err := os.OpenRoot(ref.Path)
@@ -42,7 +43,7 @@ func openLayout(ctx context.Context, ref Reference, opts Options) (img *image, e
 	} else if fsys, err = openTar(ctx, ref.Path, opts); err != nil {
 		return nil, err
 	}
-	return closing(fsys, func() (*image, error) {
+	return closing(fsys, func() (*opened, error) {
 		raw, err := readSmall(fsys, "index.json", maxManifest)
 		if errors.Is(err, fs.ErrNotExist) {
 			return nil, &fault.Error{Hint: "A root filesystem is dir:DIR, an archive of `docker save` docker-archive:FILE.",
@@ -70,7 +71,7 @@ func openLayout(ctx context.Context, ref Reference, opts Options) (img *image, e
 }
 
 // closing closes fsys with the image, or at once if there is none.
-func closing(fsys files, open func() (*image, error)) (*image, error) {
+func closing(fsys files, open func() (*opened, error)) (*opened, error) {
 	img, err := open()
 	if err != nil {
 		return nil, errors.Join(err, fsys.Close())
@@ -124,7 +125,7 @@ type saved struct {
 }
 
 // openArchive opens an image of an archive as `docker save` makes it.
-func openArchive(ctx context.Context, ref Reference, opts Options) (*image, error) {
+func openArchive(ctx context.Context, ref Reference, opts image.SourceOptions) (*opened, error) {
 	t, err := openTar(ctx, ref.Path, opts)
 	if err != nil {
 		return nil, err
@@ -134,8 +135,8 @@ func openArchive(ctx context.Context, ref Reference, opts Options) (*image, erro
 
 // savedImage finds the image that ref names in the archive, which is closed
 // with it.
-func savedImage(ctx context.Context, t *tarFiles, ref Reference, opts Options) (*image, error) {
-	return closing(t, func() (*image, error) {
+func savedImage(ctx context.Context, t *tarFiles, ref Reference, opts image.SourceOptions) (*opened, error) {
+	return closing(t, func() (*opened, error) {
 		raw, err := readSmall(t, "manifest.json", maxManifest)
 		if errors.Is(err, fs.ErrNotExist) {
 			return nil, &fault.Error{Hint: "An archived OCI layout is oci-archive:FILE; an archive of a root filesystem is brought in with `agentbox image import`.",
@@ -180,7 +181,7 @@ func (r Reference) saved(list []saved) (*saved, error) {
 
 // image proves a saved image as far as it can be: the configuration by its
 // file's name, where that is a digest, and the layers by the configuration.
-func (s *saved) image(ctx context.Context, t *tarFiles, opts Options) (*image, error) {
+func (s *saved) image(ctx context.Context, t *tarFiles, opts image.SourceOptions) (*opened, error) {
 	want, err := wanted(opts.Platform)
 	if err != nil {
 		return nil, err
@@ -201,7 +202,7 @@ func (s *saved) image(ctx context.Context, t *tarFiles, opts Options) (*image, e
 	if len(diffs) != len(s.Layers) || len(diffs) > maxLayers {
 		return nil, fmt.Errorf("%w: its manifest has %d layers, its configuration %d", fault.ErrCorrupt, len(s.Layers), len(diffs))
 	}
-	img := &image{config: config, media: string(types.DockerManifestSchema2)}
+	img := &opened{config: config, media: string(types.DockerManifestSchema2)}
 	manifest := v1.Manifest{SchemaVersion: 2, MediaType: types.DockerManifestSchema2, Config: conf}
 	total := int64(0)
 	for i, name := range s.Layers {

@@ -17,6 +17,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/authn"
 	"github.com/google/go-containerregistry/pkg/name"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -56,7 +57,7 @@ func dockerAuthFile() (string, error) {
 }
 
 // authFiles are all that credentials are looked for in: Docker's, then Podman's.
-func (o Options) authFiles() []string {
+func authFiles(o image.SourceOptions) []string {
 	if o.AuthFile != "" {
 		return []string{o.AuthFile}
 	}
@@ -83,13 +84,13 @@ func (o Options) authFiles() []string {
 
 // keychain finds credentials, once for each repository.
 type keychain struct {
-	opts  Options
+	opts  image.SourceOptions
 	mu    sync.Mutex
 	known map[string]authn.Authenticator
 	err   error // why a credential helper or a file gave none
 }
 
-func newKeychain(opts Options) *keychain {
+func newKeychain(opts image.SourceOptions) *keychain {
 	return &keychain{opts: opts, known: map[string]authn.Authenticator{}}
 }
 
@@ -107,7 +108,7 @@ func (k *keychain) ResolveContext(ctx context.Context, r authn.Resource) (authn.
 		return a, nil
 	}
 	a := authn.Anonymous
-	for _, path := range k.opts.authFiles() {
+	for _, path := range authFiles(k.opts) {
 		c, err := readCredentials(path)
 		if errors.Is(err, fs.ErrNotExist) {
 			continue

@@ -17,6 +17,7 @@ import (
 	"github.com/containerd/platforms"
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/lazy"
 )
@@ -24,7 +25,7 @@ import (
 // Complete adds to a Bootstrap reference what else its files depend on (the
 // architecture, SOURCE_DATE_EPOCH), so that its String may name what was made of
 // it. Other references it returns as they are.
-func Complete(ref Reference, opts Options) (Reference, error) {
+func Complete(ref Reference, opts image.SourceOptions) (Reference, error) {
 	if ref.Transport != Bootstrap {
 		return ref, nil
 	}
@@ -66,7 +67,7 @@ var debianArch = map[string]string{
 // always give the same bytes. They come from the mirrors of the reference, or
 // from where this machine gets the suite, or from where mmdebstrap would. At EOF
 // it is proven that all went well. The stream must be closed.
-func Tree(ctx context.Context, ref Reference, opts Options) (_ io.ReadCloser, err error) {
+func Tree(ctx context.Context, ref Reference, opts image.SourceOptions) (_ io.ReadCloser, err error) {
 	defer func() {
 		if err != nil {
 			err = &fault.Error{Op: "bootstrap", ID: ref.Familiar(), Err: err}
@@ -82,7 +83,7 @@ func Tree(ctx context.Context, ref Reference, opts Options) (_ io.ReadCloser, er
 	if ref, err = Complete(ref, opts); err != nil {
 		return nil, err
 	}
-	ctx, cancel := opts.bounded(ctx)
+	ctx, cancel := bounded(ctx, opts.Timeout)
 	distro, suite, _ := strings.Cut(ref.Name, "/")
 	mirrors := ref.Query["mirror"]
 	if len(mirrors) == 0 {

@@ -17,6 +17,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -160,7 +161,7 @@ func TestComplete(t *testing.T) {
 		{"bootstrap:debian/sid", "linux/amd64", "yesterday", ""},
 	} {
 		t.Setenv("SOURCE_DATE_EPOCH", c.epoch)
-		r, err := Complete(mustParse(t, c.ref), Options{Platform: c.platform})
+		r, err := Complete(mustParse(t, c.ref), image.SourceOptions{Platform: c.platform})
 		if c.want == "" && err == nil || c.want != "" && (err != nil || r.String() != c.want) {
 			t.Errorf("%s: %s, %v", c.ref, r, err)
 		}

@@ -10,29 +10,16 @@ import (
 	"github.com/google/go-containerregistry/pkg/name"
 	"github.com/pelletier/go-toml/v2"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
 const configPath = "/etc/agentbox/registries.toml"
 
-// Config is registries.toml.
-type Config struct {
-	Default    string     `toml:"default"` // where names without a registry lie, HOST[:PORT][/PREFIX]; empty: docker.io
-	Registries []Registry `toml:"registry"`
-}
-
-// Registry is what is to know about one registry.
-type Registry struct {
-	Name     string   `toml:"name"`     // HOST[:PORT]
-	Mirrors  []string `toml:"mirrors"`  // [SCHEME://]HOST[:PORT][/PREFIX]; pulls ask them first, in this order
-	Insecure bool     `toml:"insecure"` // plain HTTP, and certificates that nobody vouches for, will do
-	CertDir  string   `toml:"cert-dir"` // in place of the certs.d directories
-}
-
 // LoadConfig reads path; empty: AGENTBOX_REGISTRIES_CONF, or else
 // /etc/agentbox/registries.toml, which need not be there.
-func LoadConfig(path string) (Config, error) {
-	var c Config
+func LoadConfig(path string) (image.SourceConfig, error) {
+	var c image.SourceConfig
 	if path == "" {
 		path = os.Getenv("AGENTBOX_REGISTRIES_CONF")
 	}
@@ -55,13 +42,13 @@ func LoadConfig(path string) (Config, error) {
 		}
 		return c, fmt.Errorf("%s: %w: %s", path, fault.ErrInvalid, detail)
 	}
-	if err := c.check(); err != nil {
+	if err := checkConfig(c); err != nil {
 		return c, fmt.Errorf("%s: %w", path, err)
 	}
 	return c, nil
 }
 
-func (c Config) check() error {
+func checkConfig(c image.SourceConfig) error {
 	if _, err := Parse("probe", c.Default); err != nil {
 		return fmt.Errorf("default %q: %w: it is no registry", c.Default, fault.ErrInvalid)
 	}
@@ -84,18 +71,18 @@ func (c Config) check() error {
 	return nil
 }
 
-// registry is what the file says of host.
-func (c Config) registry(host string) Registry {
+// registryOf is what the file says of host.
+func registryOf(c image.SourceConfig, host string) image.Registry {
 	for _, r := range c.Registries {
 		if r.Name == host {
 			return r
 		}
 	}
-	return Registry{Name: host}
+	return image.Registry{Name: host}
 }
 
-// config is the one that the options name, or that of the machine.
-func (o Options) config() (Config, error) {
+// configOf is the one that the options name, or that of the machine.
+func configOf(o image.SourceOptions) (image.SourceConfig, error) {
 	if o.Config != nil {
 		return *o.Config, nil
 	}

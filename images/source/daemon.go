@@ -15,13 +15,14 @@ import (
 	"github.com/docker/docker/client"
 	"go.opentelemetry.io/otel/trace/noop"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
 // openDaemon takes an image out of the Docker daemon that DOCKER_HOST and the
 // like name.
-func openDaemon(ctx context.Context, ref Reference, opts Options) (*image, error) {
-	ctx, cancel := opts.bounded(ctx)
+func openDaemon(ctx context.Context, ref Reference, opts image.SourceOptions) (*opened, error) {
+	ctx, cancel := bounded(ctx, opts.Timeout)
 	defer cancel()
 	c, err := dockerClient()
 	if err != nil {
@@ -33,7 +34,7 @@ func openDaemon(ctx context.Context, ref Reference, opts Options) (*image, error
 		return nil, daemonError(err)
 	}
 	defer r.Close()
-	t, err := spool(ctx, r, opts.report(), opts)
+	t, err := spool(ctx, r, asWhole(opts.Progress), opts)
 	if err != nil {
 		return nil, err
 	}
@@ -58,24 +59,24 @@ func daemonError(err error) error {
 	return err
 }
 
-// report is Progress for an image as a whole.
-func (o Options) report() func(n int64) {
-	if o.Progress == nil {
+// asWhole reports the progress of an image as a whole.
+func asWhole(progress func(image.SourceProgress)) func(n int64) {
+	if progress == nil {
 		return nil
 	}
-	return func(n int64) { o.Progress(Progress{Done: n}) }
+	return func(n int64) { progress(image.SourceProgress{Done: n}) }
 }
 
 // openPodman takes an image out of Podman's storage.
-func openPodman(ctx context.Context, ref Reference, opts Options) (*image, error) {
-	ctx, cancel := opts.bounded(ctx)
+func openPodman(ctx context.Context, ref Reference, opts image.SourceOptions) (*opened, error) {
+	ctx, cancel := bounded(ctx, opts.Timeout)
 	defer cancel()
 	id := strings.TrimPrefix(ref.image(), "sha256:")
 	r, err := podman(ctx, nil, "image", "save", "--quiet", "--format=docker-archive", "--", id)
 	if err != nil {
 		return nil, err
 	}
-	t, err := spool(ctx, r, opts.report(), opts)
+	t, err := spool(ctx, r, asWhole(opts.Progress), opts)
 	if e := r.Close(); e != nil { // the cause, should the archive be none
 		if t != nil {
 			e = errors.Join(e, t.Close())

@@ -19,6 +19,7 @@ import (
 	"github.com/klauspost/compress/zstd"
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -80,7 +81,7 @@ const (
 
 // openTar indexes an archive. One that is compressed, or that cannot be read
 // twice, is first copied to the scratch directory.
-func openTar(ctx context.Context, name string, opts Options) (_ *tarFiles, err error) {
+func openTar(ctx context.Context, name string, opts image.SourceOptions) (_ *tarFiles, err error) {
 	f, err := OpenFile(ctx, name)
 	if err != nil {
 		return nil, err
@@ -168,7 +169,7 @@ func packed(magic []byte) string {
 
 // spool copies an archive to a file without a name and indexes it. report, if
 // not nil, is told how far it is.
-func spool(ctx context.Context, r io.Reader, report func(n int64), opts Options) (_ *tarFiles, err error) {
+func spool(ctx context.Context, r io.Reader, report func(n int64), opts image.SourceOptions) (_ *tarFiles, err error) {
 	br := bufio.NewReaderSize(r, 256<<10)
 	magic, err := br.Peek(4)
 	if err != nil && err != io.EOF {

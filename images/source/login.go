@@ -14,6 +14,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/name"
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/flock"
 	"github.com/agentbox/agentbox/internal/fsx"
@@ -24,8 +25,8 @@ import (
 // and keeps them where `docker login` would: in its configuration file, or with
 // the credential helper that this names. It returns where that is. user may be
 // "<token>", and password an identity token then.
-func Login(ctx context.Context, registry, user, password string, opts Options) (where string, err error) {
-	ctx, cancel := opts.bounded(ctx)
+func Login(ctx context.Context, registry, user, password string, opts image.SourceOptions) (where string, err error) {
+	ctx, cancel := bounded(ctx, opts.Timeout)
 	defer cancel()
 	reg, err := parseRegistry(registry)
 	if err != nil {
@@ -38,11 +39,11 @@ func Login(ctx context.Context, registry, user, password string, opts Options) (
 	if user == "<token>" {
 		auth = authn.AuthConfig{IdentityToken: password}
 	}
-	conf, err := opts.config()
+	conf, err := configOf(opts)
 	if err != nil {
 		return "", err
 	}
-	own := conf.registry(hostOf(reg))
+	own := registryOf(conf, hostOf(reg))
 	loose := opts.Insecure || own.Insecure
 	dir := opts.CertDir
 	if dir == "" {
@@ -60,7 +61,7 @@ func Login(ctx context.Context, registry, user, password string, opts Options) (
 	}
 	refused := advice
 	refused.Login = "Check user and password. Some registries want an access token in place of the password."
-	err = remote.Login(ctx, reg, remote.Options{Plain: loose, Keychain: only{authn.FromConfig(auth)}, Transport: t.home, Elsewhere: t.elsewhere, Pause: opts.pause, Idle: opts.idle, Advice: refused})
+	err = remote.Login(ctx, reg, remote.Options{Plain: loose, Keychain: only{authn.FromConfig(auth)}, Transport: t.home, Elsewhere: t.elsewhere, Pause: opts.Pause, Idle: opts.Idle, Advice: refused})
 	if err != nil {
 		return "", err
 	}
@@ -107,7 +108,7 @@ func encodeAuth(a authn.AuthConfig) string {
 
 // Logout forgets the credentials for a registry. There being none is
 // fault.ErrNotFound.
-func Logout(ctx context.Context, registry string, opts Options) error {
+func Logout(ctx context.Context, registry string, opts image.SourceOptions) error {
 	reg, err := parseRegistry(registry)
 	if err != nil {
 		return err
@@ -154,7 +155,7 @@ func parseRegistry(s string) (name.Registry, error) {
 }
 
 // writableAuth is the file that logins are written to, and what it says.
-func writableAuth(opts Options) (path string, c credentials, err error) {
+func writableAuth(opts image.SourceOptions) (path string, c credentials, err error) {
 	if path = opts.AuthFile; path == "" {
 		if path, err = dockerAuthFile(); err != nil {
 			return "", c, err

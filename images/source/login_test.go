@@ -28,6 +28,7 @@ import (
 
 	"golang.org/x/crypto/bcrypt"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -166,11 +167,11 @@ func TestDockerRegistry(t *testing.T) {
 	if _, _, err := pull(t, ref, o); err != nil {
 		t.Error(err)
 	}
-	o.Insecure, o.Config = false, &Config{Registries: []Registry{{Name: host, Insecure: true}}}
+	o.Insecure, o.Config = false, &image.SourceConfig{Registries: []image.Registry{{Name: host, Insecure: true}}}
 	if _, _, err := pull(t, ref, o); err != nil {
 		t.Error(err)
 	}
-	o.Config = &Config{Registries: []Registry{{Name: host, CertDir: certs}}}
+	o.Config = &image.SourceConfig{Registries: []image.Registry{{Name: host, CertDir: certs}}}
 	if err := Logout(t.Context(), host, o); err != nil {
 		t.Error(err)
 	}
@@ -254,7 +255,7 @@ func TestPlainHTTP(t *testing.T) {
 	if _, err := Write(t.Context(), mustParse(t, host+"/web"), img, o); err != nil {
 		t.Error(err)
 	}
-	o.Insecure, o.Config = false, &Config{Registries: []Registry{{Name: host, Insecure: true}}}
+	o.Insecure, o.Config = false, &image.SourceConfig{Registries: []image.Registry{{Name: host, Insecure: true}}}
 	if _, _, err := pull(t, host+"/web", o); err != nil {
 		t.Error(err)
 	}
@@ -395,8 +396,8 @@ func TestMirrors(t *testing.T) {
 	if err := os.WriteFile(o.AuthFile, []byte(`{"auths":{"`+origin.Host()+`":{"auth":"YW5uOnNlY3JldA=="}}}`), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	conf := Config{Registries: []Registry{{Name: origin.Host(), Mirrors: []string{"127.0.0.1:1", "http://" + mirror.Host() + "/hub/"}}}}
-	if err := conf.check(); err != nil {
+	conf := image.SourceConfig{Registries: []image.Registry{{Name: origin.Host(), Mirrors: []string{"127.0.0.1:1", "http://" + mirror.Host() + "/hub/"}}}}
+	if err := checkConfig(conf); err != nil {
 		t.Fatal(err)
 	}
 	o.Config = &conf

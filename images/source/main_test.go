@@ -15,6 +15,7 @@ import (
 	ggcrremote "github.com/google/go-containerregistry/pkg/v1/remote"
 	"go.uber.org/goleak"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/remote/remotetest"
 )
 
@@ -37,11 +38,11 @@ func (s *served) breaks(f remotetest.Fault) {
 }
 
 // fast are options that do not wait, and know nothing of this machine.
-func fast(t *testing.T) Options {
+func fast(t *testing.T) image.SourceOptions {
 	t.Helper()
 	dir := t.TempDir()
 	t.Setenv("DOCKER_CONFIG", dir)
-	return Options{Platform: "linux/amd64", Config: &Config{}, Scratch: dir, pause: time.Millisecond, idle: 10 * time.Second, AuthFile: dir + "/config.json"}
+	return image.SourceOptions{Platform: "linux/amd64", Config: &image.SourceConfig{}, Scratch: dir, Pause: time.Millisecond, Idle: 10 * time.Second, AuthFile: dir + "/config.json"}
 }
 
 // sample is an image of some layers for a platform.
@@ -100,7 +101,7 @@ func mustParse(t *testing.T, s string) Reference {
 }
 
 // pull opens an image and reads all of it.
-func pull(t *testing.T, ref string, o Options) (Image, [][]byte, error) {
+func pull(t *testing.T, ref string, o image.SourceOptions) (Image, [][]byte, error) {
 	t.Helper()
 	img, err := Open(t.Context(), mustParse(t, ref), o)
 	if err != nil {

@@ -12,6 +12,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/types"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/remote"
 )
@@ -36,8 +37,8 @@ type place interface {
 	layer(d v1.Descriptor) Layer
 }
 
-// image is an Image.
-type image struct {
+// opened is the Image that Open returns.
+type opened struct {
 	raw           []byte
 	media, digest string
 	config        []byte
@@ -45,10 +46,10 @@ type image struct {
 	close         func() error
 }
 
-func (i *image) Manifest() ([]byte, string, string) { return i.raw, i.media, i.digest }
-func (i *image) Config() []byte                     { return i.config }
-func (i *image) Layers() []Layer                    { return i.layers }
-func (i *image) Close() error                       { return i.close() }
+func (i *opened) Manifest() ([]byte, string, string) { return i.raw, i.media, i.digest }
+func (i *opened) Config() []byte                     { return i.config }
+func (i *opened) Layers() []Layer                    { return i.layers }
+func (i *opened) Close() error                       { return i.close() }
 
 // document is a manifest or an index.
 type document struct {
@@ -62,7 +63,7 @@ type document struct {
 
 // resolve makes an image out of a manifest, or of the one that an index has for
 // the platform. said is the media type that came with raw, if any did.
-func resolve(ctx context.Context, from place, raw []byte, said string, opts Options) (*image, error) {
+func resolve(ctx context.Context, from place, raw []byte, said string, opts image.SourceOptions) (*opened, error) {
 	want, err := wanted(opts.Platform)
 	if err != nil {
 		return nil, err
@@ -212,7 +213,7 @@ var layerTypes = []types.MediaType{types.OCILayer, types.OCILayerZStd, types.OCI
 	dockerZstd, "application/vnd.docker.image.rootfs.diff.tar"}
 
 // image checks a manifest and reads its configuration.
-func (p platform) image(ctx context.Context, from place, raw []byte, doc *document, opts Options) (*image, error) {
+func (p platform) image(ctx context.Context, from place, raw []byte, doc *document, opts image.SourceOptions) (*opened, error) {
 	if len(doc.Layers) > maxLayers {
 		return nil, fmt.Errorf("%w: it has %d layers", fault.ErrUnsupported, len(doc.Layers))
 	}
@@ -246,7 +247,7 @@ func (p platform) image(ctx context.Context, from place, raw []byte, doc *docume
 	if len(diffs) != len(doc.Layers) {
 		return nil, fmt.Errorf("%w: its manifest has %d layers, its configuration %d", fault.ErrCorrupt, len(doc.Layers), len(diffs))
 	}
-	img := &image{raw: raw, media: string(doc.MediaType), digest: remote.Describe("", raw).Digest.String(), config: config, close: func() error { return nil }}
+	img := &opened{raw: raw, media: string(doc.MediaType), digest: remote.Describe("", raw).Digest.String(), config: config, close: func() error { return nil }}
 	for i, d := range doc.Layers {
 		l := from.layer(d)
 		l.Digest, l.Size, l.MediaType, l.DiffID = d.Digest.String(), d.Size, string(d.MediaType), diffs[i]
@@ -256,7 +257,7 @@ func (p platform) image(ctx context.Context, from place, raw []byte, doc *docume
 }
 
 // checkSize holds the size of an image against its bound.
-func checkSize(n int64, opts Options) error {
+func checkSize(n int64, opts image.SourceOptions) error {
 	limit := opts.MaxBytes
 	if limit == 0 {
 		limit = maxImage

@@ -9,6 +9,7 @@ import (
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/google/go-containerregistry/pkg/v1/types"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -30,7 +31,7 @@ func FuzzResolve(f *testing.F) {
 	f.Add([]byte(index), []byte(config), []byte(manifest))
 	f.Add([]byte(index), []byte(config), []byte(index))
 	f.Fuzz(func(t *testing.T, raw, config, doc []byte) {
-		img, err := resolve(t.Context(), anything{doc, config}, raw, string(types.OCIManifestSchema1), Options{Platform: "linux/amd64"})
+		img, err := resolve(t.Context(), anything{doc, config}, raw, string(types.OCIManifestSchema1), image.SourceOptions{Platform: "linux/amd64"})
 		if err != nil {
 			for _, known := range []error{fault.ErrCorrupt, fault.ErrInvalid, fault.ErrUnsupported, fault.ErrDenied} {
 				if errors.Is(err, known) {

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"hash"
 	"io"
+	"time"
 
 	"github.com/agentbox/agentbox/internal/fault"
 )
@@ -62,10 +63,10 @@ func (p *proof) whole() ([]byte, error) {
 	return io.ReadAll(p)
 }
 
-// bounded gives ctx the timeout of the options.
-func (o Options) bounded(ctx context.Context) (context.Context, context.CancelFunc) {
-	if o.Timeout > 0 {
-		return context.WithTimeoutCause(ctx, o.Timeout, fmt.Errorf("%w: it took longer than %s", context.DeadlineExceeded, o.Timeout))
+// bounded gives ctx the timeout of the options; 0: none.
+func bounded(ctx context.Context, timeout time.Duration) (context.Context, context.CancelFunc) {
+	if timeout > 0 {
+		return context.WithTimeoutCause(ctx, timeout, fmt.Errorf("%w: it took longer than %s", context.DeadlineExceeded, timeout))
 	}
 	return context.WithCancel(ctx)
 }

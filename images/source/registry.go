@@ -18,6 +18,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/remote/transport"
 	"github.com/google/go-containerregistry/pkg/v1/types"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/remote"
 )
@@ -40,8 +41,8 @@ type endpoint struct {
 	any    bool // any certificate will do
 	certs  []string
 	keys   *keychain
-	opts   Options
-	conf   Config
+	opts   image.SourceOptions
+	conf   image.SourceConfig
 	scope  string
 	mu     sync.Mutex
 	client *remote.Client
@@ -49,8 +50,8 @@ type endpoint struct {
 }
 
 // endpoints are where a repository lies: at its mirrors, then at its registry.
-func endpoints(ref Reference, opts Options, scope string) ([]*endpoint, error) {
-	conf, err := opts.config()
+func endpoints(ref Reference, opts image.SourceOptions, scope string) ([]*endpoint, error) {
+	conf, err := configOf(opts)
 	if err != nil {
 		return nil, err
 	}
@@ -61,7 +62,7 @@ func endpoints(ref Reference, opts Options, scope string) ([]*endpoint, error) {
 	keys := newKeychain(opts)
 	var list []*endpoint
 	host, path, _ := strings.Cut(ref.Name, "/")
-	reg := conf.registry(host)
+	reg := registryOf(conf, host)
 	if scope == transport.PullScope {
 		for _, m := range reg.Mirrors {
 			scheme, rest, ok := strings.Cut(m, "://")
@@ -72,7 +73,7 @@ func endpoints(ref Reference, opts Options, scope string) ([]*endpoint, error) {
 			if err != nil {
 				return nil, fmt.Errorf("mirror %q of %s: %w: %w", m, host, fault.ErrInvalid, err)
 			}
-			own := conf.registry(hostOf(at.Registry))
+			own := registryOf(conf, hostOf(at.Registry))
 			list = append(list, &endpoint{repo: at, mirror: true, plain: scheme == "http" || own.Insecure, any: own.Insecure, certs: certDirs(hostOf(at.Registry), own.CertDir), keys: keys, opts: opts, conf: conf, scope: scope})
 		}
 	}
@@ -110,7 +111,7 @@ func (e *endpoint) connect(ctx context.Context) (*remote.Client, error) {
 			return nil, err
 		}
 	}
-	c, err := remote.Connect(ctx, repo, e.scope, remote.Options{Plain: e.plain, Keychain: e.keys, Transport: t.home, Elsewhere: t.elsewhere, Pause: e.opts.pause, Idle: e.opts.idle, Advice: advice})
+	c, err := remote.Connect(ctx, repo, e.scope, remote.Options{Plain: e.plain, Keychain: e.keys, Transport: t.home, Elsewhere: t.elsewhere, Pause: e.opts.Pause, Idle: e.opts.Idle, Advice: advice})
 	if err != nil {
 		t.close()
 		return nil, e.keys.blame(err)
@@ -133,10 +134,10 @@ func (e *endpoint) close() {
 type connections struct {
 	strict, loose *http.Transport
 	home          *http.Transport // one of them
-	conf          Config
+	conf          image.SourceConfig
 }
 
-func newConnections(certs []string, anyCert bool, conf Config) (*connections, error) {
+func newConnections(certs []string, anyCert bool, conf image.SourceConfig) (*connections, error) {
 	strict, err := httpTransport(certs)
 	if err != nil {
 		return nil, err
@@ -150,7 +151,7 @@ func newConnections(certs []string, anyCert bool, conf Config) (*connections, er
 }
 
 func (t *connections) elsewhere(host string) (http.RoundTripper, bool) {
-	if t.conf.registry(host).Insecure {
+	if registryOf(t.conf, host).Insecure {
 		return t.loose, true
 	}
 	return t.strict, false
@@ -220,11 +221,11 @@ var certsRoots = []string{"/etc/agentbox/certs.d", "/etc/containers/certs.d", "/
 // asked first.
 type repository struct {
 	list []*endpoint
-	opts Options
+	opts image.SourceOptions
 }
 
-func openRegistry(ctx context.Context, ref Reference, opts Options) (_ *image, err error) {
-	ctx, cancel := opts.bounded(ctx)
+func openRegistry(ctx context.Context, ref Reference, opts image.SourceOptions) (_ *opened, err error) {
+	ctx, cancel := bounded(ctx, opts.Timeout)
 	defer cancel()
 	list, err := endpoints(ref, opts, transport.PullScope)
 	if err != nil {
@@ -302,7 +303,7 @@ func (r *repository) each(ctx context.Context, op func(i int, c *remote.Client) 
 }
 
 func (r *repository) manifest(ctx context.Context, d v1.Descriptor) (raw []byte, err error) {
-	ctx, cancel := r.opts.bounded(ctx)
+	ctx, cancel := bounded(ctx, r.opts.Timeout)
 	defer cancel()
 	err = r.each(ctx, func(_ int, c *remote.Client) error {
 		if raw, _, err = c.Manifest(ctx, c.Repo.Digest(d.Digest.String()), string(d.MediaType), maxManifest); err != nil {
@@ -326,7 +327,7 @@ func (r *repository) small(ctx context.Context, d v1.Descriptor) (b []byte, err 
 
 func (r *repository) layer(d v1.Descriptor) Layer {
 	resume := func(ctx context.Context, have io.Reader) (io.ReadCloser, error) {
-		ctx, cancel := r.opts.bounded(ctx)
+		ctx, cancel := bounded(ctx, r.opts.Timeout)
 		t := &transfer{ctx: ctx, from: r, d: d}
 		all := io.MultiReader(&had{have, &t.n}, t)
 		if have == nil {

@@ -18,6 +18,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/mutate"
 	"github.com/google/go-containerregistry/pkg/v1/types"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/remote/remotetest"
 )
@@ -294,7 +295,7 @@ func TestCancelledAndLate(t *testing.T) {
 		}
 		return true
 	})
-	open := func(o Options) Image {
+	open := func(o image.SourceOptions) Image {
 		img, err := Open(t.Context(), mustParse(t, s.Host()+"/web:1"), o)
 		if err != nil {
 			t.Fatal(err)
@@ -320,7 +321,7 @@ func TestCancelledAndLate(t *testing.T) {
 		t.Errorf("late: %v", err)
 	}
 	still := o
-	still.idle = 20 * time.Millisecond
+	still.Idle = 20 * time.Millisecond
 	if _, err := read(t, open(still).Layers()[0]); err == nil || !strings.Contains(err.Error(), "stood still") || len(fault.Hint(err)) == 0 {
 		t.Errorf("standing still: %v", err)
 	}
@@ -351,7 +352,7 @@ func TestElsewhere(t *testing.T) {
 			if _, _, err := pull(t, s.Host()+"/web:1", o); !errors.Is(err, fault.ErrDenied) || !strings.Contains(err.Error(), "certificate") || len(store.Requests("")) > 0 {
 				t.Errorf("%v, %q", err, store.Requests(""))
 			}
-			o.Config = &Config{Registries: []Registry{{Name: "localhost:" + port, Insecure: true}}}
+			o.Config = &image.SourceConfig{Registries: []image.Registry{{Name: "localhost:" + port, Insecure: true}}}
 			got, layers, err := pull(t, s.Host()+"/web:1", o)
 			if err != nil {
 				t.Fatal(err)

@@ -8,7 +8,7 @@
 // reference or an index has one, a configuration and a layer by the manifest or,
 // in archives that have none, by the configuration.
 //
-// Registries are configured by registries.toml (see Config); credentials are
+// Registries are configured by registries.toml (see image.SourceConfig); credentials are
 // those of `docker login` and `podman login`.
 package source
 
@@ -16,49 +16,10 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"log/slog"
-	"time"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/fault"
 )
-
-// Options modify all verbs of this package. The zero value works.
-type Options struct {
-	Platform string `json:"platform"` // OS/ARCH[/VARIANT]; empty: this machine's
-	// Config tells of registries; nil: what LoadConfig finds.
-	Config *Config `json:"-"`
-	// Insecure accepts plain HTTP, and certificates that nobody vouches for, from
-	// the registry that the reference names.
-	Insecure bool `json:"insecure"`
-	// CertDir has *.crt (authorities), *.cert and *.key (ours) for the registry that
-	// the reference names; empty: the certs.d directories, see docs/images.md.
-	CertDir string `json:"cert_dir"`
-	// AuthFile has credentials in the form of docker's config.json; empty: that of
-	// Docker, then that of Podman. Login and Logout write it.
-	AuthFile string `json:"auth_file"`
-	// Scratch is a directory for what has to lie on disk meanwhile, as large as
-	// the image; empty: the system's for temporary files. Nothing stays there.
-	Scratch  string        `json:"-"`
-	MaxBytes int64         `json:"max_bytes"`  // of all blobs of an image together, as they travel; 0: 64 GiB
-	Timeout  time.Duration `json:"timeout_ns"` // for all of Write, Tree, Login or Open, and of one Layer's reading; 0: none but that for a connection that stands still
-	// Progress is called now and then, by several goroutines at once: by Write for
-	// each layer, and by Open while it takes an image out of a daemon. Who reads
-	// layers counts himself.
-	Progress func(Progress) `json:"-"`
-	Log      *slog.Logger   `json:"-"` // nil: none
-
-	// For tests.
-	pause time.Duration // before the first retry; 0: half a second
-	idle  time.Duration // how long a transfer may stand still; 0: a minute
-}
-
-// Progress tells how far a transfer is.
-type Progress struct {
-	Digest string `json:"digest"` // of the layer; empty: of the image in all
-	Done   int64  `json:"done"`
-	Total  int64  `json:"total"` // 0: not known
-	There  bool   `json:"there"` // it was there already
-}
 
 // Image is an image for one platform. Use it by one goroutine, its layers by
 // many.
@@ -92,8 +53,8 @@ type Layer struct {
 
 // Open finds the image that ref names. References of Dir and Bootstrap are
 // trees of files, not images: see Tree.
-func Open(ctx context.Context, ref Reference, opts Options) (Image, error) {
-	open := map[Transport]func(context.Context, Reference, Options) (*image, error){
+func Open(ctx context.Context, ref Reference, opts image.SourceOptions) (Image, error) {
+	open := map[Transport]func(context.Context, Reference, image.SourceOptions) (*opened, error){
 		Docker: openRegistry, DockerDaemon: openDaemon, DockerArchive: openArchive, OCI: openLayout, OCIArchive: openLayout, ContainersStorage: openPodman,
 	}[ref.Transport]
 	if open == nil {

@@ -19,6 +19,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
 	"github.com/google/go-containerregistry/pkg/v1/types"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/internal/remote"
@@ -29,10 +30,10 @@ import (
 // into a registry, an oci: directory (other images stay), an oci-archive: or
 // docker-archive: file (which is replaced), the Docker daemon or Podman's
 // storage. Nothing shows of it before all of it is there.
-func Write(ctx context.Context, ref Reference, img v1.Image, opts Options) (digest string, err error) {
-	ctx, cancel := opts.bounded(ctx)
+func Write(ctx context.Context, ref Reference, img v1.Image, opts image.SourceOptions) (digest string, err error) {
+	ctx, cancel := bounded(ctx, opts.Timeout)
 	defer cancel()
-	write := map[Transport]func(context.Context, Reference, v1.Image, Options) (v1.Hash, error){
+	write := map[Transport]func(context.Context, Reference, v1.Image, image.SourceOptions) (v1.Hash, error){
 		Docker: push, OCI: writeLayout, OCIArchive: writeLayoutArchive, DockerArchive: writeArchive, DockerDaemon: loadDaemon, ContainersStorage: loadPodman,
 	}[ref.Transport]
 	switch {
@@ -55,7 +56,7 @@ func Write(ctx context.Context, ref Reference, img v1.Image, opts Options) (dige
 const atOnce = 3
 
 // push writes to a registry: layers, configuration, manifest.
-func push(ctx context.Context, ref Reference, img v1.Image, opts Options) (v1.Hash, error) {
+func push(ctx context.Context, ref Reference, img v1.Image, opts image.SourceOptions) (v1.Hash, error) {
 	list, err := endpoints(ref, opts, transport.PushScope)
 	if err != nil {
 		return v1.Hash{}, err
@@ -86,7 +87,7 @@ func push(ctx context.Context, ref Reference, img v1.Image, opts Options) (v1.Ha
 				return c.Pusher.Upload(within, c.Repo, w)
 			})
 			if err == nil && !w.sent && opts.Progress != nil {
-				opts.Progress(Progress{Digest: desc.Digest.String(), Done: desc.Size, Total: desc.Size, There: true})
+				opts.Progress(image.SourceProgress{Digest: desc.Digest.String(), Done: desc.Size, Total: desc.Size, There: true})
 			}
 			if err != nil {
 				return e.keys.blame(c.Explain(fmt.Errorf("push %s: %w", desc.Digest, err)))
@@ -153,7 +154,7 @@ type watchedLayer struct {
 	v1.Layer
 	ctx    context.Context
 	desc   v1.Descriptor
-	report func(Progress)
+	report func(image.SourceProgress)
 	sent   bool
 }
 
@@ -167,7 +168,7 @@ func (w *watchedLayer) Compressed() (io.ReadCloser, error) {
 	watched := &watchedReader{ctx: w.ctx, r: r}
 	if w.report != nil {
 		watched.report = func(n int64) {
-			w.report(Progress{Digest: w.desc.Digest.String(), Done: n, Total: w.desc.Size})
+			w.report(image.SourceProgress{Digest: w.desc.Digest.String(), Done: n, Total: w.desc.Size})
 		}
 	}
 	return struct {
@@ -182,7 +183,7 @@ type sink interface {
 }
 
 // putImage writes the blobs of an image, the manifest last, and describes it.
-func putImage(ctx context.Context, to sink, img v1.Image, tag string, opts Options) (v1.Descriptor, error) {
+func putImage(ctx context.Context, to sink, img v1.Image, tag string, opts image.SourceOptions) (v1.Descriptor, error) {
 	m, blobs, err := parts(img)
 	if err != nil {
 		return v1.Descriptor{}, err
@@ -246,7 +247,7 @@ func blobName(h v1.Hash) string { return "blobs/" + h.Algorithm + "/" + h.Hex }
 const layoutFile = `{"imageLayoutVersion":"1.0.0"}`
 
 // writeLayoutArchive writes an OCI layout of one image as a tar archive.
-func writeLayoutArchive(ctx context.Context, ref Reference, img v1.Image, opts Options) (h v1.Hash, err error) {
+func writeLayoutArchive(ctx context.Context, ref Reference, img v1.Image, opts image.SourceOptions) (h v1.Hash, err error) {
 	err = replaceFile(ref.Path, func(f *os.File) error {
 		w := tarSink{tar.NewWriter(f)}
 		if err := w.put("oci-layout", int64(len(layoutFile)), strings.NewReader(layoutFile)); err != nil {
@@ -277,7 +278,7 @@ func (t tarSink) put(name string, size int64, r io.Reader) error {
 }
 
 // writeArchive writes what `docker load` takes.
-func writeArchive(ctx context.Context, ref Reference, img v1.Image, opts Options) (v1.Hash, error) {
+func writeArchive(ctx context.Context, ref Reference, img v1.Image, opts image.SourceOptions) (v1.Hash, error) {
 	err := replaceFile(ref.Path, func(f *os.File) error { return saveTo(ctx, f, ref, img, opts) })
 	if err != nil {
 		return v1.Hash{}, err
@@ -286,7 +287,7 @@ func writeArchive(ctx context.Context, ref Reference, img v1.Image, opts Options
 }
 
 // saveTo writes an archive as `docker save` makes it.
-func saveTo(ctx context.Context, w io.Writer, ref Reference, img v1.Image, opts Options) error {
+func saveTo(ctx context.Context, w io.Writer, ref Reference, img v1.Image, opts image.SourceOptions) error {
 	var as name.Reference
 	var err error
 	if ref.Name == "" {
@@ -308,7 +309,7 @@ func saveTo(ctx context.Context, w io.Writer, ref Reference, img v1.Image, opts 
 		}
 		m, err := w.Write(p)
 		if n += int64(m); opts.Progress != nil {
-			opts.Progress(Progress{Done: n})
+			opts.Progress(image.SourceProgress{Done: n})
 		}
 		return m, err
 	}))

@@ -15,6 +15,7 @@ import (
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/google/go-containerregistry/pkg/v1/types"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/flock"
 	"github.com/agentbox/agentbox/internal/fsx"
@@ -23,7 +24,7 @@ import (
 
 // writeLayout adds an image to an OCI layout, which is made if it is not there.
 // Whatever had the tag before loses it.
-func writeLayout(ctx context.Context, ref Reference, img v1.Image, opts Options) (h v1.Hash, err error) {
+func writeLayout(ctx context.Context, ref Reference, img v1.Image, opts image.SourceOptions) (h v1.Hash, err error) {
 	if err := os.MkdirAll(ref.Path, 0o755); err != nil {
 		return h, err
 	}
@@ -128,7 +129,7 @@ func (d dirSink) replace(name string, size int64, r io.Reader) (err error) {
 }
 
 // loadDaemon gives an image to the Docker daemon.
-func loadDaemon(ctx context.Context, ref Reference, img v1.Image, opts Options) (v1.Hash, error) {
+func loadDaemon(ctx context.Context, ref Reference, img v1.Image, opts image.SourceOptions) (v1.Hash, error) {
 	c, err := dockerClient()
 	if err != nil {
 		return v1.Hash{}, err
@@ -158,7 +159,7 @@ func loadDaemon(ctx context.Context, ref Reference, img v1.Image, opts Options) 
 }
 
 // loadPodman gives an image to Podman's storage.
-func loadPodman(ctx context.Context, ref Reference, img v1.Image, opts Options) (v1.Hash, error) {
+func loadPodman(ctx context.Context, ref Reference, img v1.Image, opts image.SourceOptions) (v1.Hash, error) {
 	r := saving(ctx, ref, img, opts)
 	defer r.Close()
 	p, err := podman(ctx, r, "image", "load", "--quiet")
@@ -179,7 +180,7 @@ type archive struct {
 	err  error // after done
 }
 
-func saving(ctx context.Context, ref Reference, img v1.Image, opts Options) *archive {
+func saving(ctx context.Context, ref Reference, img v1.Image, opts image.SourceOptions) *archive {
 	r, w := io.Pipe()
 	a := &archive{PipeReader: r, done: make(chan struct{})}
 	guard.Go(func() {

@@ -13,7 +13,7 @@ import (
 	"strconv"
 	"time"
 
-	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
@@ -38,7 +38,7 @@ func remotely(ref string) error {
 }
 
 // portable refuses options that name files.
-func portable(o source.Options) error {
+func portable(o image.SourceOptions) error {
 	switch {
 	case o.CertDir != "":
 		return here("the certificates in %s are yours", o.CertDir)
@@ -83,7 +83,7 @@ func (c *Client) valuesOf(ctx context.Context, sandbox string, given []runtime.S
 	return c.values(append(sb.Spec.Secrets, given...), false)
 }
 
-func pulled(fn func(images.Progress)) func([]byte) error { return decoded(fn) }
+func pulled(fn func(image.Progress)) func([]byte) error { return decoded(fn) }
 
 // decoded hands progress of any kind to fn; nil: nobody asks.
 func decoded[P any](fn func(P)) func([]byte) error {
@@ -418,7 +418,7 @@ func (c *Client) PullCheckpoint(ctx context.Context, reference string, opts runt
 }
 
 // PullImage gets an image.
-func (c *Client) PullImage(ctx context.Context, ref string, opts images.PullOptions) (runtime.Image, error) {
+func (c *Client) PullImage(ctx context.Context, ref string, opts image.PullOptions) (runtime.Image, error) {
 	if err := errors.Join(remotely(ref), portable(opts.Source)); err != nil {
 		return runtime.Image{}, err
 	}
@@ -426,7 +426,7 @@ func (c *Client) PullImage(ctx context.Context, ref string, opts images.PullOpti
 }
 
 // PushImage writes an image to where the reference to says.
-func (c *Client) PushImage(ctx context.Context, ref, to string, opts source.Options) (runtime.PushedImage, error) {
+func (c *Client) PushImage(ctx context.Context, ref, to string, opts image.SourceOptions) (runtime.PushedImage, error) {
 	if err := errors.Join(remotely(to), portable(opts)); err != nil {
 		return runtime.PushedImage{}, err
 	}

@@ -12,7 +12,7 @@ import (
 	"sync"
 	"unicode/utf8"
 
-	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 )
@@ -237,9 +237,9 @@ func progressOf(fn runtime.Progress) func([]byte) error {
 }
 
 // RestoreProgress is how far a restore is: what is sent is a runtime.Step, or without
-// phase the images.Progress of a layer that is pulled.
+// phase the image.Progress of a layer that is pulled.
 type RestoreProgress struct {
-	images.Progress
+	image.Progress
 	Phase runtime.Phase `json:"phase"`
 }
 

@@ -47,8 +47,11 @@ func schemaName(t reflect.Type, hint string) string {
 	}
 	name := huma.DefaultSchemaNamer(t, hint)
 	pkg := t.PkgPath()[strings.LastIndex(t.PkgPath(), "/")+1:]
-	if pkg == "runtime" || pkg == "api" || pkg == "" {
+	switch {
+	case pkg == "runtime", pkg == "api", pkg == "image" && strings.HasPrefix(name, "Source"):
 		pkg = ""
+	case pkg == "image":
+		pkg = "images" // the document keeps the names that clients may know
 	}
 	upper := func(s string) string {
 		if s == "" {

@@ -9,7 +9,7 @@ import (
 	"sync/atomic"
 	"testing"
 
-	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 )
@@ -53,7 +53,7 @@ func TestPanics(t *testing.T) {
 		"verb":   func() error { return c.Pause(t.Context(), "c") },
 		"create": func() error { _, err := c.Create(t.Context(), runtime.CreateRequest{}); return err },
 		"progress": func() error {
-			_, err := c.Create(t.Context(), runtime.CreateRequest{Pull: images.PullOptions{Progress: func(images.Progress) {}}})
+			_, err := c.Create(t.Context(), runtime.CreateRequest{Pull: image.PullOptions{Progress: func(image.Progress) {}}})
 			return err
 		},
 		"key":  func() error { return c.Pause(WithKey(t.Context(), "one"), "c") },

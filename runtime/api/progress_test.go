@@ -12,7 +12,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
 )
@@ -21,7 +21,7 @@ import (
 // nothing once it has ended.
 func TestSteps(t *testing.T) {
 	steps := []runtime.Step{{Phase: runtime.PhaseFiles, Done: 5}, {Phase: runtime.PhaseFiles, Done: 7}, {Phase: runtime.PhaseStoring, Done: 3, Total: 9}}
-	layer := images.Progress{Layer: "sha256:1", Stage: images.StagePulling, Done: 1, Total: 2}
+	layer := image.Progress{Layer: "sha256:1", Stage: image.StagePulling, Done: 1, Total: 2}
 	late := make(chan runtime.Steps, 10)
 	var fails error
 	report := func(fn runtime.Steps) {
@@ -78,9 +78,9 @@ func TestSteps(t *testing.T) {
 		if fails == nil && (made.ID != "made" || back.Changed != 4) {
 			t.Errorf("%+v, %+v", made, back)
 		}
-		var layers []images.Progress
+		var layers []image.Progress
 		opts := runtime.RestoreOptions{Progress: fn}
-		opts.Pull.Progress = func(p images.Progress) { layers = append(layers, p) }
+		opts.Pull.Progress = func(p image.Progress) { layers = append(layers, p) }
 		_, err = c.Restore(t.Context(), "c", opts)
 		told("restore with a pull", err)
 		opts.Progress = nil
@@ -88,7 +88,7 @@ func TestSteps(t *testing.T) {
 			t.Error(err)
 		}
 		<-late
-		if d := cmp.Diff([]images.Progress{layer, layer}, layers); d != "" {
+		if d := cmp.Diff([]image.Progress{layer, layer}, layers); d != "" {
 			t.Error(d)
 		}
 		if _, err = c.Checkpoint(t.Context(), "c", runtime.CheckpointOptions{}); !errors.Is(err, fails) || len(late) > 0 {

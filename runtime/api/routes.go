@@ -14,8 +14,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/agentbox/agentbox/images"
-	"github.com/agentbox/agentbox/images/source"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/doctor"
@@ -76,12 +75,12 @@ type (
 		Options   runtime.RegistryOptions `json:"options"`
 	}
 	pullBody struct {
-		Reference string             `json:"reference"`
-		Options   images.PullOptions `json:"options"`
+		Reference string            `json:"reference"`
+		Options   image.PullOptions `json:"options"`
 	}
 	pushBody struct {
-		To      string         `json:"to"`
-		Options source.Options `json:"options"`
+		To      string              `json:"to"`
+		Options image.SourceOptions `json:"options"`
 	}
 	nameBody struct {
 		Name string `json:"name"`
@@ -183,7 +182,7 @@ func (h *Handler) sandboxRoutes() []route {
 			}
 			r.label(&r.in.Spec.Labels)
 			if r.report != nil {
-				r.in.Pull.Progress = func(p images.Progress) { r.report(p) }
+				r.in.Pull.Progress = func(p image.Progress) { r.report(p) }
 			}
 			if r.in.ToStart {
 				// A caller that cannot be seen from here is not waited for.
@@ -191,7 +190,7 @@ func (h *Handler) sandboxRoutes() []route {
 				r.in.ToStart = r.in.Caller != 0
 			}
 			return svc.Create(r.in.with(ctx), r.in.CreateRequest)
-		}).heavily().withProgress(images.Progress{}),
+		}).heavily().withProgress(image.Progress{}),
 		verb(h, "/v1/stats", "Tell what sandboxes use", func(ctx context.Context, r *request[runtime.StatsOptions]) ([]runtime.Stats, error) {
 			return svc.Stats(ctx, r.in)
 		}),
@@ -382,7 +381,7 @@ func (h *Handler) checkpointRoutes() []route {
 				}
 			}
 			if r.report != nil {
-				r.in.Pull.Progress = func(p images.Progress) { r.report(p) }
+				r.in.Pull.Progress = func(p image.Progress) { r.report(p) }
 				r.in.Progress = stepped(r)
 			}
 			out, err := svc.Restore(r.in.with(ctx), r.ref, r.in.RestoreOptions)
@@ -515,11 +514,11 @@ func (h *Handler) storeRoutes() []route {
 
 func (h *Handler) imageRoutes() []route {
 	svc := h.svc
-	pushed := func(report func(any)) func(source.Progress) {
+	pushed := func(report func(any)) func(image.SourceProgress) {
 		if report == nil {
 			return nil
 		}
-		return func(p source.Progress) { report(p) }
+		return func(p image.SourceProgress) { report(p) }
 	}
 	return []route{
 		query(h, "/v1/images", "List images", func(ctx context.Context, r *request[None]) (Page[runtime.Image], error) {
@@ -534,17 +533,17 @@ func (h *Handler) imageRoutes() []route {
 		}),
 		verb(h, "/v1/images/pull", "Get an image", func(ctx context.Context, r *request[pullBody]) (runtime.Image, error) {
 			if r.report != nil {
-				r.in.Options.Progress = func(p images.Progress) { r.report(p) }
+				r.in.Options.Progress = func(p image.Progress) { r.report(p) }
 			}
 			return svc.PullImage(ctx, r.in.Reference, r.in.Options)
-		}).heavily().withProgress(images.Progress{}),
+		}).heavily().withProgress(image.Progress{}),
 		verb(h, "/v1/images/prune", "Remove images that nothing needs", func(ctx context.Context, r *request[allBody]) (runtime.PrunedImages, error) {
 			return svc.PruneImages(ctx, r.in.All)
 		}).heavily(),
 		verb(h, "/v1/images/{image}/push", "Write an image to a registry", func(ctx context.Context, r *request[pushBody]) (runtime.PushedImage, error) {
 			r.in.Options.Progress = pushed(r.report)
 			return svc.PushImage(ctx, r.ref, r.in.To, r.in.Options)
-		}).heavily().withProgress(source.Progress{}),
+		}).heavily().withProgress(image.SourceProgress{}),
 		verb(h, "/v1/images/{image}/tag", "Give an image one more name", func(ctx context.Context, r *request[nameBody]) (None, error) {
 			return None{}, svc.TagImage(ctx, r.ref, r.in.Name)
 		}),
@@ -557,7 +556,7 @@ func (h *Handler) imageRoutes() []route {
 		verb(h, "/v1/commit", "Make an image of a sandbox or a checkpoint", func(ctx context.Context, r *request[commitBody]) (runtime.Committed, error) {
 			r.in.Options.Source.Progress = pushed(r.report)
 			return svc.Commit(ctx, r.in.Ref, r.in.To, r.in.Options)
-		}).heavily().withProgress(source.Progress{}),
+		}).heavily().withProgress(image.SourceProgress{}),
 	}
 }
 

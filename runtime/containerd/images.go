@@ -17,7 +17,7 @@ import (
 	"github.com/opencontainers/image-spec/identity"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
-	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/runtime"
@@ -65,14 +65,14 @@ func shortName(name string) string {
 
 // Resolve finds the image that a reference means: a name, or a digest or a
 // unique prefix of one. The built-in busybox is made.
-func (m Images) Resolve(ctx context.Context, ref string) (images.Image, error) {
+func (m Images) Resolve(ctx context.Context, ref string) (image.Image, error) {
 	ctx = in(ctx, m.b.namespace)
 	img, err := m.find(ctx, ref)
 	if errors.Is(err, fault.ErrNotFound) {
 		img, err = m.makeBuiltin(ctx, ref, err)
 	}
 	if err != nil {
-		return images.Image{}, err
+		return image.Image{}, err
 	}
 	return m.describe(ctx, img)
 }
@@ -174,25 +174,25 @@ func (m Images) elsewhere(ctx context.Context, name string) string {
 }
 
 // ResolveDigest finds the image that a sandbox or a checkpoint has pinned.
-func (m Images) ResolveDigest(ctx context.Context, digest string) (images.Image, error) {
+func (m Images) ResolveDigest(ctx context.Context, digest string) (image.Image, error) {
 	ctx = in(ctx, m.b.namespace)
 	img, err := m.b.byDigest(ctx, digest)
 	if err != nil {
-		return images.Image{}, err
+		return image.Image{}, err
 	}
 	return m.describe(ctx, img)
 }
 
 // describe reads what an image says about itself.
-func (m Images) describe(ctx context.Context, img cimages.Image) (images.Image, error) {
+func (m Images) describe(ctx context.Context, img cimages.Image) (image.Image, error) {
 	i := containerd.NewImage(m.b.client.Client, img)
 	spec, err := i.Spec(ctx)
 	if err != nil {
-		return images.Image{}, fmt.Errorf("image %s: %w", cmp.Or(shortName(img.Name), img.Target.Digest.String()), plain(err))
+		return image.Image{}, fmt.Errorf("image %s: %w", cmp.Or(shortName(img.Name), img.Target.Digest.String()), plain(err))
 	}
-	out := images.Image{
+	out := image.Image{
 		Name: shortName(img.Name), Digest: img.Target.Digest.String(), Created: img.CreatedAt, Builtin: img.Labels[builtinLabel] != "",
-		Config: images.Config{
+		Config: image.Config{
 			Entrypoint: spec.Config.Entrypoint, Cmd: spec.Config.Cmd, Env: spec.Config.Env, User: spec.Config.User,
 			Workdir: spec.Config.WorkingDir, StopSignal: spec.Config.StopSignal, Labels: spec.Config.Labels,
 			Volumes: slices.Sorted(maps.Keys(spec.Config.Volumes)), ExposedPorts: slices.Sorted(maps.Keys(spec.Config.ExposedPorts)),
@@ -223,7 +223,7 @@ func (m Images) size(ctx context.Context, i containerd.Image, spec ocispec.Image
 }
 
 // List returns all images by name; those that lost their name come last.
-func (m Images) List(ctx context.Context) ([]images.Image, error) {
+func (m Images) List(ctx context.Context) ([]image.Image, error) {
 	ctx = in(ctx, m.b.namespace)
 	all, err := m.b.client.ImageService().List(ctx)
 	if err != nil {
@@ -235,7 +235,7 @@ func (m Images) List(ctx context.Context) ([]images.Image, error) {
 			named[img.Target.Digest.String()] = true
 		}
 	}
-	var list []images.Image
+	var list []image.Image
 	for _, img := range all {
 		if shortName(img.Name) == "" && named[img.Target.Digest.String()] {
 			continue
@@ -243,13 +243,13 @@ func (m Images) List(ctx context.Context) ([]images.Image, error) {
 		out, err := m.describe(ctx, img)
 		if errors.Is(err, fault.ErrNotFound) {
 			// Of another platform, or only half there.
-			out = images.Image{Name: shortName(img.Name), Digest: img.Target.Digest.String(), Created: img.CreatedAt}
+			out = image.Image{Name: shortName(img.Name), Digest: img.Target.Digest.String(), Created: img.CreatedAt}
 		} else if err != nil {
 			return nil, err
 		}
 		list = append(list, out)
 	}
-	slices.SortFunc(list, func(a, b images.Image) int {
+	slices.SortFunc(list, func(a, b image.Image) int {
 		if (a.Name == "") != (b.Name == "") {
 			return strings.Compare(b.Name, a.Name)
 		}

@@ -22,6 +22,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/copy/tree"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/guard"
@@ -32,24 +33,24 @@ const builtinLabel = "agentbox.builtin"
 
 // Import makes an image of one layer from a tarball or a directory, as
 // images.Store does, whose checks apply. An existing name moves to it.
-func (m Images) Import(ctx context.Context, name, source string) (images.Image, error) {
-	return m.convert(ctx, func(s *images.Store) (images.Image, error) { return s.Import(ctx, name, source) })
+func (m Images) Import(ctx context.Context, name, source string) (image.Image, error) {
+	return m.convert(ctx, func(s *images.Store) (image.Image, error) { return s.Import(ctx, name, source) })
 }
 
 // ImportFrom makes an image of a tar stream.
-func (m Images) ImportFrom(ctx context.Context, name string, r io.Reader) (images.Image, error) {
-	return m.convert(ctx, func(s *images.Store) (images.Image, error) { return s.ImportFrom(ctx, name, r) })
+func (m Images) ImportFrom(ctx context.Context, name string, r io.Reader) (image.Image, error) {
+	return m.convert(ctx, func(s *images.Store) (image.Image, error) { return s.ImportFrom(ctx, name, r) })
 }
 
 // builtin makes the built-in busybox and returns its digest.
 func (m Images) builtin(ctx context.Context) (string, error) {
-	img, err := m.convert(ctx, func(s *images.Store) (images.Image, error) { return s.Resolve(ctx, "busybox") })
+	img, err := m.convert(ctx, func(s *images.Store) (image.Image, error) { return s.Resolve(ctx, "busybox") })
 	return img.Digest, err
 }
 
 // convert has an image made in a store of agentbox's that lasts for the
 // purpose, which checks what others wrote, and hands it over to containerd.
-func (m Images) convert(ctx context.Context, make func(*images.Store) (images.Image, error)) (out images.Image, err error) {
+func (m Images) convert(ctx context.Context, make func(*images.Store) (image.Image, error)) (out image.Image, err error) {
 	if err := plain(m.b.client.alive()); err != nil {
 		return out, err
 	}
@@ -98,7 +99,7 @@ func (m Images) sweep() {
 }
 
 // put writes an image's blobs and its name. Equal files give equal digests.
-func (m Images) put(ctx context.Context, made images.Image) (img cimages.Image, err error) {
+func (m Images) put(ctx context.Context, made image.Image) (img cimages.Image, err error) {
 	name, err := fullName(made.Name)
 	if err != nil {
 		return img, err

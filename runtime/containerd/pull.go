@@ -14,31 +14,31 @@ import (
 	"github.com/google/go-containerregistry/pkg/name"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
-	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
 // Pull finds an image here, or pulls it into containerd, as the policy says.
-func (m Images) Pull(ctx context.Context, ref string, opts images.PullOptions) (images.Image, error) {
+func (m Images) Pull(ctx context.Context, ref string, opts image.PullOptions) (image.Image, error) {
 	parsed, err := source.Parse(ref, "")
 	if err == nil && parsed.Transport != source.Docker {
-		return images.Image{}, &fault.Error{Err: fmt.Errorf("%w: containerd does not pull from %s", fault.ErrUnsupported, parsed),
+		return image.Image{}, &fault.Error{Err: fmt.Errorf("%w: containerd does not pull from %s", fault.ErrUnsupported, parsed),
 			Hint: fmt.Sprintf("Bring it there by way of an archive: agentbox image pull %[1]s, agentbox image push %[1]s oci-archive:FILE, ctr -n %s images import FILE", ref, m.b.namespace)}
 	}
 	missing := error(nil)
-	if opts.Policy != images.PullAlways || shortName(ref) == "busybox" {
+	if opts.Policy != image.PullAlways || shortName(ref) == "busybox" {
 		img, err := m.Resolve(ctx, ref)
-		if opts.Policy == images.PullNever || !errors.Is(err, fault.ErrNotFound) {
+		if opts.Policy == image.PullNever || !errors.Is(err, fault.ErrNotFound) {
 			return img, err
 		}
 		missing = err
 	}
 	if digestRule().MatchString(ref) && missing != nil {
-		return images.Image{}, missing
+		return image.Image{}, missing
 	}
 	if err != nil {
-		return images.Image{}, errors.Join(missing, err)
+		return image.Image{}, errors.Join(missing, err)
 	}
 	if opts.Source.Timeout > 0 {
 		var cancel context.CancelFunc
@@ -48,7 +48,7 @@ func (m Images) Pull(ctx context.Context, ref string, opts images.PullOptions) (
 	return m.pull(in(ctx, m.b.namespace), ref, parsed, opts)
 }
 
-func (m Images) pull(ctx context.Context, ref string, parsed source.Reference, opts images.PullOptions) (images.Image, error) {
+func (m Images) pull(ctx context.Context, ref string, parsed source.Reference, opts image.PullOptions) (image.Image, error) {
 	how := []containerd.RemoteOpt{containerd.WithPullUnpack, containerd.WithPullSnapshotter(m.b.snapshotter), containerd.WithResolver(resolver(opts.Source.Insecure))}
 	if opts.Source.Platform != "" {
 		how = append(how, containerd.WithPlatform(opts.Source.Platform))
@@ -56,7 +56,7 @@ func (m Images) pull(ctx context.Context, ref string, parsed source.Reference, o
 	if opts.Progress != nil {
 		how = append(how, containerd.WithImageHandler(cimages.HandlerFunc(func(_ context.Context, d ocispec.Descriptor) ([]ocispec.Descriptor, error) {
 			if cimages.IsLayerType(d.MediaType) {
-				opts.Progress(images.Progress{Layer: d.Digest.String(), Stage: images.StagePulling, Total: d.Size})
+				opts.Progress(image.Progress{Layer: d.Digest.String(), Stage: image.StagePulling, Total: d.Size})
 			}
 			return nil, nil
 		})))
@@ -66,13 +66,13 @@ func (m Images) pull(ctx context.Context, ref string, parsed source.Reference, o
 		return m.describe(ctx, img.Metadata())
 	}
 	if ctx.Err() != nil || isDown(plain(err)) {
-		return images.Image{}, plain(err)
+		return image.Image{}, plain(err)
 	}
 	remedy := fmt.Sprintf("Import one (agentbox --backend containerd image import %s TARBALL|DIR, or ctr -n %s images import FILE), or pull it where a registry can be reached.", ref, m.b.namespace)
 	if ns := m.elsewhere(ctx, parsed.String()); ns != "" {
 		remedy = fmt.Sprintf("Namespace %s has it: ctr -n %s images export - %s | ctr -n %s images import -", ns, ns, parsed, m.b.namespace)
 	}
-	return images.Image{}, &fault.Error{Err: fmt.Errorf("image %s: %w, and it cannot be pulled: %w", ref, fault.ErrNotFound, plain(err)), Hint: remedy}
+	return image.Image{}, &fault.Error{Err: fmt.Errorf("image %s: %w, and it cannot be pulled: %w", ref, fault.ErrNotFound, plain(err)), Hint: remedy}
 }
 
 // resolver asks registries with the credentials of `docker login`; those on this
@@ -127,13 +127,13 @@ func (m Images) Tag(ctx context.Context, ref, name string) error {
 }
 
 // Inspect tells what containerd knows of an image.
-func (m Images) Inspect(ctx context.Context, ref string) (images.Details, error) {
+func (m Images) Inspect(ctx context.Context, ref string) (image.Details, error) {
 	ctx = in(ctx, m.b.namespace)
 	img, err := m.find(ctx, ref)
 	if err != nil {
-		return images.Details{}, err
+		return image.Details{}, err
 	}
-	out := images.Details{ManifestDigest: img.Target.Digest.String(), ManifestType: img.Target.MediaType}
+	out := image.Details{ManifestDigest: img.Target.Digest.String(), ManifestType: img.Target.MediaType}
 	if out.Image, err = m.describe(ctx, img); err != nil {
 		return out, err
 	}
@@ -156,14 +156,14 @@ func (m Images) Inspect(ctx context.Context, ref string) (images.Details, error)
 		return out, plain(err)
 	}
 	for k, l := range core.manifest.Layers {
-		layer := images.Layer{Digest: l.Digest.String(), MediaType: l.MediaType, Size: l.Size}
+		layer := image.Layer{Digest: l.Digest.String(), MediaType: l.MediaType, Size: l.Size}
 		if k < len(spec.RootFS.DiffIDs) {
 			layer.DiffID = spec.RootFS.DiffIDs[k].String()
 		}
 		out.LayerList = append(out.LayerList, layer)
 	}
 	for _, h := range spec.History {
-		step := images.History{CreatedBy: h.CreatedBy, Author: h.Author, Comment: h.Comment, Empty: h.EmptyLayer}
+		step := image.History{CreatedBy: h.CreatedBy, Author: h.Author, Comment: h.Comment, Empty: h.EmptyLayer}
 		if h.Created != nil {
 			step.Created = *h.Created
 		}
@@ -174,7 +174,7 @@ func (m Images) Inspect(ctx context.Context, ref string) (images.Details, error)
 
 // Prune removes names that nobody needs, those that only pin something first of
 // all, and with them what they alone kept.
-func (m Images) Prune(ctx context.Context, all bool, inUse func(digest string) bool) (removed []images.Image, freed int64, err error) {
+func (m Images) Prune(ctx context.Context, all bool, inUse func(digest string) bool) (removed []image.Image, freed int64, err error) {
 	ctx = in(ctx, m.b.namespace)
 	list, err := m.b.client.ImageService().List(ctx)
 	if err != nil {
@@ -193,7 +193,7 @@ func (m Images) Prune(ctx context.Context, all bool, inUse func(digest string) b
 		}
 		out, err := m.describe(ctx, img)
 		if err != nil {
-			out = images.Image{Name: shortName(img.Name), Digest: digest, Created: img.CreatedAt}
+			out = image.Image{Name: shortName(img.Name), Digest: digest, Created: img.CreatedAt}
 		}
 		err = plain(m.b.client.ImageService().Delete(ctx, img.Name, cimages.SynchronousDelete()))
 		if err != nil && !errors.Is(err, fault.ErrNotFound) {

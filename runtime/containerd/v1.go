@@ -17,7 +17,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
-	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -109,7 +109,7 @@ func (m Images) open(ctx context.Context, d ocispec.Descriptor) (io.ReadCloser, 
 }
 
 // Add writes an image's blobs, but those that are there, and its name.
-func (m Images) Add(ctx context.Context, name string, img v1.Image) (out images.Image, err error) {
+func (m Images) Add(ctx context.Context, name string, img v1.Image) (out image.Image, err error) {
 	full, err := fullName(name)
 	if err != nil {
 		return out, err

@@ -17,8 +17,8 @@ import (
 
 	"github.com/google/go-containerregistry/pkg/registry"
 
-	"github.com/agentbox/agentbox/images"
 	"github.com/agentbox/agentbox/images/build"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/internal/enginetest"
 	"github.com/agentbox/agentbox/internal/fault"
@@ -222,10 +222,10 @@ func imagesOf(t *testing.T, e *engine) {
 	if err := b.Images().Remove(ctx, "from-dir", nil); !errors.Is(err, runtime.ErrNotFound) {
 		t.Errorf("Remove of one that is gone: %v", err)
 	}
-	if _, err := b.Images().Pull(ctx, "127.0.0.1:1/no/such:1", images.PullOptions{}); !errors.Is(err, runtime.ErrNotFound) || len(fault.Hint(err)) == 0 {
+	if _, err := b.Images().Pull(ctx, "127.0.0.1:1/no/such:1", image.PullOptions{}); !errors.Is(err, runtime.ErrNotFound) || len(fault.Hint(err)) == 0 {
 		t.Errorf("Pull of what cannot be pulled: %v", err)
 	}
-	if _, err := b.Images().Pull(ctx, "oci:/x", images.PullOptions{}); !errors.Is(err, runtime.ErrUnsupported) {
+	if _, err := b.Images().Pull(ctx, "oci:/x", image.PullOptions{}); !errors.Is(err, runtime.ErrUnsupported) {
 		t.Errorf("Pull of a directory: %v", err)
 	}
 	travels(t, e, b.Images())
@@ -264,20 +264,20 @@ func travels(t *testing.T, e *engine, i docker.Images) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := source.Write(ctx, to, img, source.Options{}); err != nil {
+	if _, err := source.Write(ctx, to, img, image.SourceOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	if err := i.Remove(ctx, "added:1", nil); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := i.Pull(ctx, ref, images.PullOptions{Policy: images.PullNever}); !errors.Is(err, runtime.ErrNotFound) {
+	if _, err := i.Pull(ctx, ref, image.PullOptions{Policy: image.PullNever}); !errors.Is(err, runtime.ErrNotFound) {
 		t.Errorf("it was removed: %v", err)
 	}
-	stages := map[images.Stage]bool{}
-	got, err := i.Pull(ctx, ref, images.PullOptions{Progress: func(p images.Progress) { stages[p.Stage] = true }})
+	stages := map[image.Stage]bool{}
+	got, err := i.Pull(ctx, ref, image.PullOptions{Progress: func(p image.Progress) { stages[p.Stage] = true }})
 	// What Add writes has no manifest; containerd makes one, and goes by that.
 	same := got.Digest == added.Digest || e.store && slices.Equal(got.Layers, added.Layers)
-	if err != nil || len(got.RepoDigests) != 1 || !same || !stages[images.StageDone] {
+	if err != nil || len(got.RepoDigests) != 1 || !same || !stages[image.StageDone] {
 		t.Fatalf("Pull: %+v, %v, %v", got, stages, err)
 	}
 	if err := i.Tag(ctx, ref, "tagged:2"); err != nil {

@@ -12,10 +12,10 @@ import (
 	"time"
 
 	cerrdefs "github.com/containerd/errdefs"
-	"github.com/docker/docker/api/types/image"
+	dockerimage "github.com/docker/docker/api/types/image"
 	"github.com/docker/docker/pkg/jsonmessage"
 
-	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
@@ -30,25 +30,25 @@ var _ runtime.Images = Images{}
 func (b *Backend) Images() Images { return Images{b} }
 
 // Resolve finds an image that the daemon has.
-func (i Images) Resolve(ctx context.Context, ref string) (images.Image, error) {
+func (i Images) Resolve(ctx context.Context, ref string) (image.Image, error) {
 	got, err := i.b.api.ImageInspect(ctx, strings.TrimPrefix(ref, "docker://"))
 	if cerrdefs.IsNotFound(err) {
-		return images.Image{}, hint(fmt.Errorf("image %s: %w: the Docker daemon does not have it", ref, fault.ErrNotFound), "Pull it: agentbox --backend docker image pull "+ref)
+		return image.Image{}, hint(fmt.Errorf("image %s: %w: the Docker daemon does not have it", ref, fault.ErrNotFound), "Pull it: agentbox --backend docker image pull "+ref)
 	}
 	if err != nil {
-		return images.Image{}, i.b.explain(ctx, err)
+		return image.Image{}, i.b.explain(ctx, err)
 	}
 	return describeImage(ref, got), nil
 }
 
 // ResolveDigest finds an image by its id.
-func (i Images) ResolveDigest(ctx context.Context, digest string) (images.Image, error) {
+func (i Images) ResolveDigest(ctx context.Context, digest string) (image.Image, error) {
 	got, err := i.b.api.ImageInspect(ctx, digest)
 	if cerrdefs.IsNotFound(err) {
-		return images.Image{}, hint(fmt.Errorf("image %s: %w: the Docker daemon does not have it any more", digest, fault.ErrNotFound), "Pull or load the image again.")
+		return image.Image{}, hint(fmt.Errorf("image %s: %w: the Docker daemon does not have it any more", digest, fault.ErrNotFound), "Pull or load the image again.")
 	}
 	if err != nil {
-		return images.Image{}, i.b.explain(ctx, err)
+		return image.Image{}, i.b.explain(ctx, err)
 	}
 	name := ""
 	if len(got.RepoTags) > 0 {
@@ -58,7 +58,7 @@ func (i Images) ResolveDigest(ctx context.Context, digest string) (images.Image,
 }
 
 // follow reads what the daemon tells of its work, the failure included.
-func (i Images) follow(ctx context.Context, r io.Reader, progress func(images.Progress)) error {
+func (i Images) follow(ctx context.Context, r io.Reader, progress func(image.Progress)) error {
 	for dec := json.NewDecoder(r); ; {
 		var m jsonmessage.JSONMessage
 		if err := dec.Decode(&m); errors.Is(err, io.EOF) {
@@ -76,8 +76,8 @@ func (i Images) follow(ctx context.Context, r io.Reader, progress func(images.Pr
 	}
 }
 
-func describeImage(name string, got image.InspectResponse) images.Image {
-	img := images.Image{
+func describeImage(name string, got dockerimage.InspectResponse) image.Image {
+	img := image.Image{
 		Name: familiar(strings.TrimPrefix(name, "docker://")), Digest: got.ID, Bytes: got.Size, Config: imageConfig(got),
 		Platform: strings.TrimSuffix(got.Os+"/"+got.Architecture+"/"+got.Variant, "/"), Layers: got.RootFS.Layers,
 	}
@@ -95,12 +95,12 @@ func describeImage(name string, got image.InspectResponse) images.Image {
 
 func familiar(name string) string { return strings.TrimSuffix(name, ":latest") }
 
-func imageConfig(got image.InspectResponse) images.Config {
+func imageConfig(got dockerimage.InspectResponse) image.Config {
 	if got.Config == nil {
-		return images.Config{}
+		return image.Config{}
 	}
 	c := got.Config
-	out := images.Config{
+	out := image.Config{
 		Entrypoint: c.Entrypoint, Cmd: c.Cmd, Env: c.Env, User: c.User, Workdir: c.WorkingDir, StopSignal: c.StopSignal, Labels: c.Labels,
 	}
 	for v := range c.Volumes {
@@ -110,21 +110,21 @@ func imageConfig(got image.InspectResponse) images.Config {
 		out.ExposedPorts = append(out.ExposedPorts, p)
 	}
 	if h := c.Healthcheck; h != nil {
-		out.Healthcheck = &images.Healthcheck{Test: h.Test, Interval: h.Interval, Timeout: h.Timeout, StartPeriod: h.StartPeriod, Retries: h.Retries}
+		out.Healthcheck = &image.Healthcheck{Test: h.Test, Interval: h.Interval, Timeout: h.Timeout, StartPeriod: h.StartPeriod, Retries: h.Retries}
 	}
 	return out
 }
 
 // List returns the images that have a name, one entry for each name, and those
 // without one that are not the parents of others.
-func (i Images) List(ctx context.Context) ([]images.Image, error) {
-	list, err := i.b.api.ImageList(ctx, image.ListOptions{})
+func (i Images) List(ctx context.Context) ([]image.Image, error) {
+	list, err := i.b.api.ImageList(ctx, dockerimage.ListOptions{})
 	if err != nil {
 		return nil, i.b.explain(ctx, err)
 	}
-	var out []images.Image
+	var out []image.Image
 	for _, got := range list {
-		img := images.Image{Digest: got.ID, Bytes: got.Size, Created: time.Unix(got.Created, 0)}
+		img := image.Image{Digest: got.ID, Bytes: got.Size, Created: time.Unix(got.Created, 0)}
 		named := false
 		for _, tag := range got.RepoTags {
 			if tag != "<none>:<none>" {
@@ -141,38 +141,38 @@ func (i Images) List(ctx context.Context) ([]images.Image, error) {
 
 // Import makes the image name of a tar archive, of files or as `docker save`
 // writes it, or of a directory.
-func (i Images) Import(ctx context.Context, name, source string) (images.Image, error) {
+func (i Images) Import(ctx context.Context, name, source string) (image.Image, error) {
 	st, err := os.Stat(source)
 	if errors.Is(err, os.ErrNotExist) {
-		return images.Image{}, fmt.Errorf("%w: %w", fault.ErrNotFound, err)
+		return image.Image{}, fmt.Errorf("%w: %w", fault.ErrNotFound, err)
 	}
 	if err != nil {
-		return images.Image{}, err
+		return image.Image{}, err
 	}
 	if st.IsDir() {
 		return i.importDir(ctx, name, source)
 	}
 	f, err := os.Open(source)
 	if err != nil {
-		return images.Image{}, err
+		return image.Image{}, err
 	}
 	defer f.Close()
 	return i.ImportFrom(ctx, name, f)
 }
 
 // importDir has tar read the directory: the daemon takes a stream.
-func (i Images) importDir(ctx context.Context, name, dir string) (images.Image, error) {
+func (i Images) importDir(ctx context.Context, name, dir string) (image.Image, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, "tar", "--numeric-owner", "--xattrs", "--xattrs-include=*", "-C", dir, "-cf", "-", ".")
 	out, err := cmd.StdoutPipe()
 	if err != nil {
-		return images.Image{}, err
+		return image.Image{}, err
 	}
 	var said strings.Builder
 	cmd.Stderr = &said
 	if err := cmd.Start(); err != nil {
-		return images.Image{}, fmt.Errorf("%w: %w", fault.ErrUnsupported, err)
+		return image.Image{}, fmt.Errorf("%w: %w", fault.ErrUnsupported, err)
 	}
 	// The stream must not end as if it were whole when tar fails.
 	img, err := i.ImportFrom(ctx, name, &faithful{out, cmd, &said})
@@ -202,27 +202,27 @@ func (f *faithful) Read(p []byte) (int, error) {
 var plainChanges = []string{`ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin`, `CMD ["/bin/sh"]`}
 
 // ImportFrom makes the image name of a tar stream of files.
-func (i Images) ImportFrom(ctx context.Context, name string, r io.Reader) (images.Image, error) {
+func (i Images) ImportFrom(ctx context.Context, name string, r io.Reader) (image.Image, error) {
 	head := make([]byte, 512)
 	n, err := io.ReadFull(r, head)
 	if err != nil && !errors.Is(err, io.ErrUnexpectedEOF) && !errors.Is(err, io.EOF) {
-		return images.Image{}, err
+		return image.Image{}, err
 	}
 	all := io.MultiReader(strings.NewReader(string(head[:n])), r)
 	if saved(head[:n]) {
 		return i.load(ctx, name, all)
 	}
-	out, err := i.b.api.ImageImport(ctx, image.ImportSource{Source: all, SourceName: "-"}, name, image.ImportOptions{Changes: plainChanges})
+	out, err := i.b.api.ImageImport(ctx, dockerimage.ImportSource{Source: all, SourceName: "-"}, name, dockerimage.ImportOptions{Changes: plainChanges})
 	if err != nil {
-		return images.Image{}, i.b.explain(ctx, err)
+		return image.Image{}, i.b.explain(ctx, err)
 	}
 	defer out.Close()
 	if err := i.follow(ctx, out, nil); err != nil {
-		return images.Image{}, fmt.Errorf("import %s: %w: %w", name, fault.ErrInvalid, err)
+		return image.Image{}, fmt.Errorf("import %s: %w: %w", name, fault.ErrInvalid, err)
 	}
 	got, err := i.b.api.ImageInspect(ctx, name)
 	if err != nil {
-		return images.Image{}, i.b.explain(ctx, err)
+		return image.Image{}, i.b.explain(ctx, err)
 	}
 	return describeImage(name, got), nil
 }
@@ -245,13 +245,13 @@ func saved(head []byte) bool {
 }
 
 // load takes an archive of `docker save` and gives the image in it the name.
-func (i Images) load(ctx context.Context, name string, r io.Reader) (images.Image, error) {
+func (i Images) load(ctx context.Context, name string, r io.Reader) (image.Image, error) {
 	loaded, err := i.loaded(ctx, r)
 	if err != nil {
-		return images.Image{}, fmt.Errorf("load %s: %w", name, err)
+		return image.Image{}, fmt.Errorf("load %s: %w", name, err)
 	}
 	if err := i.b.api.ImageTag(ctx, loaded, name); err != nil {
-		return images.Image{}, i.b.explain(ctx, err)
+		return image.Image{}, i.b.explain(ctx, err)
 	}
 	return i.Resolve(ctx, name)
 }
@@ -302,7 +302,7 @@ func (i Images) Remove(ctx context.Context, ref string, inUse func(digest string
 	if len(got.RepoTags) < 2 && inUse != nil && inUse(got.ID) {
 		return fmt.Errorf("image %s: %w: a sandbox or a checkpoint needs it", ref, fault.ErrBusy)
 	}
-	_, err = i.b.api.ImageRemove(ctx, ref, image.RemoveOptions{PruneChildren: true})
+	_, err = i.b.api.ImageRemove(ctx, ref, dockerimage.RemoveOptions{PruneChildren: true})
 	if cerrdefs.IsConflict(err) {
 		return fmt.Errorf("image %s: %w: %s", ref, fault.ErrBusy, strings.TrimPrefix(err.Error(), "Error response from daemon: "))
 	}

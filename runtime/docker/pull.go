@@ -9,36 +9,36 @@ import (
 	"time"
 
 	cerrdefs "github.com/containerd/errdefs"
-	"github.com/docker/docker/api/types/image"
+	dockerimage "github.com/docker/docker/api/types/image"
 	"github.com/docker/docker/api/types/registry"
 	"github.com/docker/docker/pkg/jsonmessage"
 	"github.com/google/go-containerregistry/pkg/authn"
 	"github.com/google/go-containerregistry/pkg/name"
 
-	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
 // Pull finds an image, and has the daemon pull it as the policy says: from where
 // the daemon thinks that it lies, with our credentials.
-func (i Images) Pull(ctx context.Context, ref string, opts images.PullOptions) (images.Image, error) {
+func (i Images) Pull(ctx context.Context, ref string, opts image.PullOptions) (image.Image, error) {
 	parsed, err := source.Parse(ref, "")
 	if err == nil && parsed.Transport != source.Docker {
-		return images.Image{}, hint(fmt.Errorf("%w: the Docker daemon does not pull from %s", fault.ErrUnsupported, parsed),
+		return image.Image{}, hint(fmt.Errorf("%w: the Docker daemon does not pull from %s", fault.ErrUnsupported, parsed),
 			fmt.Sprintf("Bring it there by way of agentbox's own images: agentbox image pull %[1]s, then agentbox image push %[1]s docker-daemon:NAME", ref))
 	}
-	if opts.Policy != images.PullAlways {
+	if opts.Policy != image.PullAlways {
 		img, err := i.Resolve(ctx, ref)
-		if opts.Policy == images.PullNever || !errors.Is(err, fault.ErrNotFound) {
+		if opts.Policy == image.PullNever || !errors.Is(err, fault.ErrNotFound) {
 			return img, err
 		}
 	}
 	if err != nil {
-		return images.Image{}, err
+		return image.Image{}, err
 	}
 	if opts.Source.Insecure {
-		return images.Image{}, hint(fmt.Errorf("%w: which registries may be insecure is the Docker daemon's to say", fault.ErrUnsupported), "Name them as insecure-registries in its daemon.json.")
+		return image.Image{}, hint(fmt.Errorf("%w: which registries may be insecure is the Docker daemon's to say", fault.ErrUnsupported), "Name them as insecure-registries in its daemon.json.")
 	}
 	if opts.Source.Timeout > 0 {
 		var cancel context.CancelFunc
@@ -46,12 +46,12 @@ func (i Images) Pull(ctx context.Context, ref string, opts images.PullOptions) (
 		defer cancel()
 	}
 	if err := i.pull(ctx, ref, parsed, opts); err != nil {
-		return images.Image{}, err
+		return image.Image{}, err
 	}
 	return i.Resolve(ctx, ref)
 }
 
-func (i Images) pull(ctx context.Context, ref string, parsed source.Reference, opts images.PullOptions) error {
+func (i Images) pull(ctx context.Context, ref string, parsed source.Reference, opts image.PullOptions) error {
 	failed := func(err error) error {
 		return hint(fmt.Errorf("image %s: %w: the Docker daemon does not have it and cannot pull it: %w", ref, fault.ErrNotFound, err),
 			fmt.Sprintf("Check the name, load it (docker load), or make it of a root filesystem: agentbox --backend docker image import %s ROOTFS.tar", ref))
@@ -62,7 +62,7 @@ func (i Images) pull(ctx context.Context, ref string, parsed source.Reference, o
 		return err
 	}
 	// With a tag or a digest, else the daemon pulls every tag there is.
-	r, err := i.b.api.ImagePull(ctx, parsed.String(), image.PullOptions{RegistryAuth: auth, Platform: opts.Source.Platform})
+	r, err := i.b.api.ImagePull(ctx, parsed.String(), dockerimage.PullOptions{RegistryAuth: auth, Platform: opts.Source.Platform})
 	if err != nil {
 		if e := i.b.explain(ctx, err); ctx.Err() != nil || errors.Is(e, fault.ErrUnsupported) {
 			return e
@@ -100,18 +100,18 @@ func credentials(repository string) (string, error) {
 }
 
 // layerProgress is what the daemon says of one layer.
-func layerProgress(m jsonmessage.JSONMessage) images.Progress {
-	p := images.Progress{Layer: m.ID, Stage: images.StageWaiting}
+func layerProgress(m jsonmessage.JSONMessage) image.Progress {
+	p := image.Progress{Layer: m.ID, Stage: image.StageWaiting}
 	if m.Progress != nil {
 		p.Done, p.Total = m.Progress.Current, m.Progress.Total
 	}
 	switch m.Status {
 	case "Downloading", "Extracting", "Verifying Checksum", "Download complete":
-		p.Stage = images.StagePulling
+		p.Stage = image.StagePulling
 	case "Pull complete":
-		p.Stage = images.StageDone
+		p.Stage = image.StageDone
 	case "Already exists":
-		p.Stage = images.StagePresent
+		p.Stage = image.StagePresent
 	}
 	return p
 }
@@ -129,36 +129,36 @@ func (i Images) Tag(ctx context.Context, ref, name string) error {
 }
 
 // Inspect tells what the daemon tells of an image.
-func (i Images) Inspect(ctx context.Context, ref string) (images.Details, error) {
+func (i Images) Inspect(ctx context.Context, ref string) (image.Details, error) {
 	img, err := i.Resolve(ctx, ref)
 	if err != nil {
-		return images.Details{}, err
+		return image.Details{}, err
 	}
 	got, err := i.b.api.ImageInspect(ctx, img.Digest)
 	if err != nil {
-		return images.Details{}, i.b.explain(ctx, err)
+		return image.Details{}, i.b.explain(ctx, err)
 	}
-	out := images.Details{Image: img}
+	out := image.Details{Image: img}
 	for _, tag := range got.RepoTags {
 		out.Names = append(out.Names, familiar(tag))
 	}
 	for _, d := range got.RootFS.Layers {
-		out.LayerList = append(out.LayerList, images.Layer{DiffID: d})
+		out.LayerList = append(out.LayerList, image.Layer{DiffID: d})
 	}
 	steps, err := i.b.api.ImageHistory(ctx, img.Digest)
 	if err != nil {
-		return images.Details{}, i.b.explain(ctx, err)
+		return image.Details{}, i.b.explain(ctx, err)
 	}
 	for _, s := range slices.Backward(steps) {
-		out.History = append(out.History, images.History{Created: time.Unix(s.Created, 0).UTC(), CreatedBy: s.CreatedBy, Comment: s.Comment, Empty: s.Size == 0, Bytes: s.Size})
+		out.History = append(out.History, image.History{Created: time.Unix(s.Created, 0).UTC(), CreatedBy: s.CreatedBy, Comment: s.Comment, Empty: s.Size == 0, Bytes: s.Size})
 	}
 	return out, nil
 }
 
 // Prune removes images as `docker image prune` does, but none that is in use by
 // checkpoints, of which the daemon knows nothing.
-func (i Images) Prune(ctx context.Context, all bool, inUse func(digest string) bool) (removed []images.Image, freed int64, err error) {
-	list, err := i.b.api.ImageList(ctx, image.ListOptions{})
+func (i Images) Prune(ctx context.Context, all bool, inUse func(digest string) bool) (removed []image.Image, freed int64, err error) {
+	list, err := i.b.api.ImageList(ctx, dockerimage.ListOptions{})
 	if err != nil {
 		return nil, 0, i.b.explain(ctx, err)
 	}
@@ -171,7 +171,7 @@ func (i Images) Prune(ctx context.Context, all bool, inUse func(digest string) b
 			tags = []string{got.ID}
 		}
 		for _, tag := range tags {
-			_, err = i.b.api.ImageRemove(ctx, tag, image.RemoveOptions{PruneChildren: true})
+			_, err = i.b.api.ImageRemove(ctx, tag, dockerimage.RemoveOptions{PruneChildren: true})
 			if err != nil {
 				break
 			}
@@ -182,7 +182,7 @@ func (i Images) Prune(ctx context.Context, all bool, inUse func(digest string) b
 		if err != nil {
 			return removed, freed, i.b.explain(ctx, err)
 		}
-		img := images.Image{Digest: got.ID, Bytes: got.Size, Created: time.Unix(got.Created, 0)}
+		img := image.Image{Digest: got.ID, Bytes: got.Size, Created: time.Unix(got.Created, 0)}
 		if len(got.RepoTags) > 0 {
 			img.Name = familiar(got.RepoTags[0])
 		}

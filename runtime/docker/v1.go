@@ -13,13 +13,13 @@ import (
 	"sync"
 	"time"
 
-	"github.com/docker/docker/api/types/image"
+	dockerimage "github.com/docker/docker/api/types/image"
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/google/go-containerregistry/pkg/v1/partial"
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
 	"github.com/google/go-containerregistry/pkg/v1/types"
 
-	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/guard"
 )
 
@@ -53,7 +53,7 @@ func (i Images) V1(ctx context.Context, digest string) (v1.Image, error) {
 
 // configFile makes a configuration of what the daemon tells. It means what the
 // original means; its bytes are others.
-func configFile(got image.InspectResponse, steps []image.HistoryResponseItem) (*v1.ConfigFile, error) {
+func configFile(got dockerimage.InspectResponse, steps []dockerimage.HistoryResponseItem) (*v1.ConfigFile, error) {
 	cfg := &v1.ConfigFile{Architecture: got.Architecture, Variant: got.Variant, OS: got.Os, OSVersion: got.OsVersion, Author: got.Author, RootFS: v1.RootFS{Type: "layers"}}
 	created, err := time.Parse(time.RFC3339Nano, got.Created)
 	if err == nil {
@@ -188,12 +188,12 @@ func layerOf[T any](l *daemonLayer, ask func(v1.Layer) (T, error)) (none T, err 
 
 // Add loads an image into the daemon. Of its layers only those travel that did
 // not come from there.
-func (i Images) Add(ctx context.Context, name string, img v1.Image) (images.Image, error) {
+func (i Images) Add(ctx context.Context, name string, img v1.Image) (image.Image, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	info, err := i.b.info(ctx, false)
 	if err != nil {
-		return images.Image{}, err
+		return image.Image{}, err
 	}
 	r, w := io.Pipe()
 	defer r.Close()
@@ -203,13 +203,13 @@ func (i Images) Add(ctx context.Context, name string, img v1.Image) (images.Imag
 	})
 	id, err := i.loaded(ctx, r)
 	if err != nil {
-		return images.Image{}, fmt.Errorf("load the image into the Docker daemon: %w", err)
+		return image.Image{}, fmt.Errorf("load the image into the Docker daemon: %w", err)
 	}
 	if name == "" {
 		return i.ResolveDigest(ctx, id)
 	}
 	if err := i.Tag(ctx, id, name); err != nil {
-		return images.Image{}, err
+		return image.Image{}, err
 	}
 	return i.Resolve(ctx, name)
 }

@@ -16,7 +16,7 @@ import (
 	"time"
 
 	"github.com/agentbox/agentbox/criu"
-	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/policy"
@@ -202,7 +202,7 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 	if err := checkFilter(s, host); err != nil {
 		return runtime.Forked{}, err
 	}
-	img, err := imageOf(ctx, host.Images, row.ImageDigest, s, images.PullOptions{})
+	img, err := imageOf(ctx, host.Images, row.ImageDigest, s, image.PullOptions{})
 	if err != nil {
 		return runtime.Forked{}, err
 	}

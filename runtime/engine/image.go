@@ -14,7 +14,7 @@ import (
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 
-	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/store"
@@ -67,7 +67,7 @@ func (e *Engine) listImages(ctx context.Context) ([]runtime.Image, error) {
 	return out, nil
 }
 
-func imageView(img images.Image) runtime.Image {
+func imageView(img image.Image) runtime.Image {
 	return runtime.Image{
 		Name: img.Name, Digest: img.Digest, Created: img.Created, Bytes: img.Bytes, Builtin: img.Builtin,
 		Platform: img.Platform, RepoDigests: img.RepoDigests, Layers: len(img.Layers), Size: img.Size,
@@ -76,7 +76,7 @@ func imageView(img images.Image) runtime.Image {
 }
 
 // PullImage gets an image from where it is, or finds it here.
-func (e *Engine) PullImage(ctx context.Context, ref string, opts images.PullOptions) (runtime.Image, error) {
+func (e *Engine) PullImage(ctx context.Context, ref string, opts image.PullOptions) (runtime.Image, error) {
 	return verb(ctx, e, on("image pull", ref), func(ctx context.Context) (runtime.Image, error) {
 		from, err := e.images()
 		if err != nil {
@@ -99,13 +99,13 @@ func unreachable(ref string, err error) error {
 }
 
 // PushImage writes an image to another place.
-func (e *Engine) PushImage(ctx context.Context, ref, to string, opts source.Options) (runtime.PushedImage, error) {
+func (e *Engine) PushImage(ctx context.Context, ref, to string, opts image.SourceOptions) (runtime.PushedImage, error) {
 	return verb(ctx, e, &Op{Verb: "image push", Ref: ref, To: to}, func(ctx context.Context) (runtime.PushedImage, error) {
 		return e.pushImage(ctx, ref, to, opts)
 	})
 }
 
-func (e *Engine) pushImage(ctx context.Context, ref, to string, opts source.Options) (out runtime.PushedImage, err error) {
+func (e *Engine) pushImage(ctx context.Context, ref, to string, opts image.SourceOptions) (out runtime.PushedImage, err error) {
 	from, err := e.images()
 	if err != nil {
 		return out, err
@@ -141,7 +141,7 @@ type destination struct {
 }
 
 // destination reads where an image is to go: a name alone is one for here.
-func (e *Engine) destination(to string, opts source.Options) (destination, error) {
+func (e *Engine) destination(to string, opts image.SourceOptions) (destination, error) {
 	cfg := opts.Config
 	if cfg == nil {
 		read, err := source.LoadConfig("")
@@ -169,7 +169,7 @@ func (e *Engine) destination(to string, opts source.Options) (destination, error
 
 // put writes an image to its destination, and tells how it is called there and
 // the digest of its manifest, if it has one.
-func (e *Engine) put(ctx context.Context, here runtime.Images, to destination, img v1.Image, opts source.Options) (made images.Image, manifest string, err error) {
+func (e *Engine) put(ctx context.Context, here runtime.Images, to destination, img v1.Image, opts image.SourceOptions) (made image.Image, manifest string, err error) {
 	if to.here {
 		made, err = here.Add(ctx, to.name, img)
 		return made, "", err
@@ -181,7 +181,7 @@ func (e *Engine) put(ctx context.Context, here runtime.Images, to destination, i
 	defer func() { err = errors.Join(err, os.RemoveAll(scratch)) }()
 	opts.Scratch = scratch
 	manifest, err = source.Write(ctx, to.ref, img, opts)
-	return images.Image{Name: to.ref.Familiar()}, manifest, err
+	return image.Image{Name: to.ref.Familiar()}, manifest, err
 }
 
 // TagImage gives an image one more name.
@@ -264,17 +264,17 @@ func (e *Engine) pruneImages(ctx context.Context, all bool) (out runtime.PrunedI
 
 // imageOf finds the image that a sandbox or a checkpoint has pinned, and, when it
 // is not here, gets it from where it came from.
-func imageOf(ctx context.Context, from runtime.Images, digest string, s runtime.Spec, opts images.PullOptions) (images.Image, error) {
+func imageOf(ctx context.Context, from runtime.Images, digest string, s runtime.Spec, opts image.PullOptions) (image.Image, error) {
 	img, err := from.ResolveDigest(ctx, digest)
 	if !errors.Is(err, runtime.ErrNotFound) {
 		return img, err
 	}
 	gone := fmt.Errorf("image %s (%s): %w", s.Image, digest, runtime.ErrNotFound)
 	remedy := howToGet(s)
-	if s.ImageSource == "" || opts.Policy == images.PullNever {
+	if s.ImageSource == "" || opts.Policy == image.PullNever {
 		return img, hint(gone, remedy)
 	}
-	opts.Policy = images.PullMissing
+	opts.Policy = image.PullMissing
 	img, err = from.Pull(ctx, s.ImageSource, opts)
 	if err != nil {
 		return img, hint(fmt.Errorf("%w, and cannot be pulled: %w", gone, err), remedy)

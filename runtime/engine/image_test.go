@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/backendtest"
 	"github.com/agentbox/agentbox/runtime/engine"
@@ -19,7 +20,7 @@ type between struct {
 	pulled, removing func()
 }
 
-func (b *between) Pull(ctx context.Context, ref string, opts images.PullOptions) (images.Image, error) {
+func (b *between) Pull(ctx context.Context, ref string, opts image.PullOptions) (image.Image, error) {
 	img, err := b.Store.Pull(ctx, ref, opts)
 	b.pulled()
 	return img, err
@@ -30,7 +31,7 @@ func (b *between) Remove(ctx context.Context, ref string, inUse func(string) boo
 	return b.Store.Remove(ctx, ref, inUse)
 }
 
-func (b *between) Prune(ctx context.Context, all bool, inUse func(string) bool) ([]images.Image, int64, error) {
+func (b *between) Prune(ctx context.Context, all bool, inUse func(string) bool) ([]image.Image, int64, error) {
 	b.removing()
 	return b.Store.Prune(ctx, all, inUse)
 }

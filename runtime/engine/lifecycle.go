@@ -19,7 +19,7 @@ import (
 
 	"github.com/moby/sys/signal"
 
-	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/policy"
@@ -149,7 +149,7 @@ func (e *Engine) create(ctx context.Context, s runtime.Spec, row store.Sandbox) 
 
 // complete fills a request in from the image and from defaults, and refuses
 // what cannot work.
-func complete(req runtime.CreateRequest, img images.Image, backend string) (runtime.Spec, error) {
+func complete(req runtime.CreateRequest, img image.Image, backend string) (runtime.Spec, error) {
 	s := req.Spec
 	s.ID = newID()
 	if s.Name == "" {

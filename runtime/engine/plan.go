@@ -11,7 +11,7 @@ import (
 	"strings"
 
 	"github.com/agentbox/agentbox/criu"
-	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/store"
@@ -30,7 +30,7 @@ func (e *Engine) planRestore(ctx context.Context, ref string, opts runtime.Resto
 	if err := checkRestore(opts); err != nil {
 		return out, err
 	}
-	opts.Pull.Policy = images.PullNever
+	opts.Pull.Policy = image.PullNever
 	opts.FilesOnly = opts.FilesOnly || opts.Strategy == runtime.StrategyFiles
 	r, err := e.target(ctx, ref, nil, opts)
 	if err != nil {

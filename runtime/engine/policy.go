@@ -7,7 +7,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/store"
@@ -57,7 +57,7 @@ func mountsOf(s runtime.Spec) []policy.Mount {
 
 // admit has the policy of a request decide over a completed spec, which becomes
 // what the policy grants. The labels of the image are not the user's.
-func (e *Engine) admit(s *runtime.Spec, req runtime.CreateRequest, img images.Image, labels map[string]string) error {
+func (e *Engine) admit(s *runtime.Spec, req runtime.CreateRequest, img image.Image, labels map[string]string) error {
 	req.Spec = *s
 	ask := PolicyRequest(req)
 	ask.Labels = labels

@@ -12,7 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/agentbox/agentbox/images"
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/overlay"
@@ -264,8 +264,8 @@ type restoration struct {
 	reader      *store.Reader
 	caller      context.Context // of the caller, which ends the restore of processes, too; nil: none
 	verify      bool
-	orphan      bool               // there is a record of the sandbox, and no container
-	pull        images.PullOptions // for a sandbox that is made again
+	orphan      bool              // there is a record of the sandbox, and no container
+	pull        image.PullOptions // for a sandbox that is made again
 	data        restoring
 	present     *making // the undo checkpoint
 	updates     []*overlay.Update

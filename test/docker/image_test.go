@@ -11,6 +11,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/mutate"
 	"github.com/google/go-containerregistry/pkg/v1/random"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/internal/enginetest"
 	"github.com/agentbox/agentbox/internal/fault"
@@ -41,7 +42,7 @@ func TestImagesOfDaemons(t *testing.T) {
 		t.Fatal(err)
 	}
 	id, _ := img.ConfigName()
-	o := source.Options{Platform: "linux/amd64", Scratch: t.TempDir()}
+	o := image.SourceOptions{Platform: "linux/amd64", Scratch: t.TempDir()}
 	for _, at := range []string{"docker-daemon:", "containers-storage:"} {
 		ref, err := source.Parse(at+"example.com/web:1", "")
 		if err != nil {

@@ -1,10 +1,12 @@
-package images
+// Package image has the words that images are spoken of in: what an image is, and
+// how one is pulled and pushed. It does nothing. The store of images, a backend's
+// images and the Service share it, so that a program which only calls a Service
+// needs neither the store (package images) nor the registries (package images/source).
+package image
 
 import (
 	"encoding/json"
 	"time"
-
-	"github.com/agentbox/agentbox/images/source"
 )
 
 // Image is a resolved image.
@@ -118,7 +120,7 @@ const (
 // PullOptions modify Pull. The zero value works.
 type PullOptions struct {
 	Policy   Policy         `json:"policy"`
-	Source   source.Options `json:"source"`   // its Progress and Scratch are the store's to set
+	Source   SourceOptions  `json:"source"`   // its Progress and Scratch are the store's to set
 	Parallel int            `json:"parallel"` // layers at a time; 0: 3
 	Progress func(Progress) `json:"-"`        // called by one goroutine at a time
 }
