@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"github.com/agentbox/agentbox/images/image"
-	"github.com/agentbox/agentbox/internal/hostfile"
 	"github.com/agentbox/agentbox/policy"
 )
 
@@ -195,10 +194,10 @@ type AttachedFile struct {
 
 // What a restore does with an attached file.
 const (
-	AttachedPut     = hostfile.Written // made what the checkpoint has
-	AttachedRemoved = hostfile.Removed
-	AttachedSame    = hostfile.Same // it was so already
-	AttachedLeft    = "left"        // left alone; a warning, or the restore's error, says why
+	AttachedPut     = "put" // made what the checkpoint has
+	AttachedRemoved = "removed"
+	AttachedSame    = "same" // it was so already
+	AttachedLeft    = "left" // left alone; a warning, or the restore's error, says why
 	// AttachedReturned was put, and made what it had been again, as another could not be put.
 	AttachedReturned = "returned"
 )

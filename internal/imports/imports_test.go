@@ -59,7 +59,7 @@ var allowed = map[string][]string{
 	"internal/undo":        {},
 	"overlay":              {"internal/fault", "internal/guard", "internal/failpoint", "internal/idmap"},
 	"policy":               {"internal/fault", "internal/lazy"},
-	"runtime":              {"criu/stage", "images/image", "internal/fault", "internal/fsx", "internal/hostfile", "internal/idmap", "policy"},
+	"runtime":              {"criu/stage", "images/image", "internal/fault", "internal/fsx", "internal/idmap", "policy"},
 	"runtime/engine":       {"runtime", "criu", "criu/proof", "criu/stage", "images", "images/build", "images/image", "images/source", "internal/ahead", "internal/copy", "internal/failpoint", "internal/hostfile", "internal/lazy", "internal/fault", "internal/guard", "internal/undo", "overlay", "policy", "runtime/eventlog", "runtime/network/egress", "runtime/portable", "runtime/registry", "runtime/store", "internal/idmap", "runtime/internal/kernel", "runtime/internal/record", "internal/flock", "internal/fsx"},
 	"runtime/backendtest":  {"criu", "criu/stage", "overlay", "internal/fault", "runtime", "internal/idmap"},
 	"runtime/api":          {"images/image", "images/source", "internal/ahead", "internal/fault", "internal/guard", "policy", "runtime", "runtime/doctor", "internal/flock", "internal/fsx"},
@@ -98,6 +98,22 @@ var allowed = map[string][]string{
 	"test/containerd":             {},
 	"test/docker":                 {},
 	"test/vm":                     {},
+}
+
+// few is the bound of what a program gets with runtime/session, the standard library
+// included: the words of package runtime, and no engine, registry or HTTP.
+const few = 200
+
+func TestSessionIsSmall(t *testing.T) {
+	cmd := exec.Command("go", "list", "-deps", module+"runtime/session")
+	cmd.Dir = "../.."
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if deps := strings.Fields(string(out)); len(deps) >= few || len(deps) < 5 {
+		t.Errorf("runtime/session is %d packages, want fewer than %d:\n%s", len(deps), few, out)
+	}
 }
 
 func TestImportDirection(t *testing.T) {

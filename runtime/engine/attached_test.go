@@ -19,10 +19,21 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/hostfile"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/store"
 )
+
+// The engine hands on what hostfile did in the words of package runtime, which does not
+// import it.
+func TestAttachedWords(t *testing.T) {
+	for word, want := range map[string]string{hostfile.Written: runtime.AttachedPut, hostfile.Removed: runtime.AttachedRemoved, hostfile.Same: runtime.AttachedSame} {
+		if word != want {
+			t.Errorf("hostfile says %q, and package runtime %q", word, want)
+		}
+	}
+}
 
 // hosts is a sandbox with files of the host: "state" and "plan" in two directories,
 // and "later", which is not there at the checkpoint.
