@@ -347,7 +347,8 @@ func (a *Attached) record() string {
 
 // setReady records the pieces of a published checkpoint and makes it visible,
 // in one step. A row that is not pending any more (somebody removed it) is ErrState.
-func (s *Store) setReady(ctx context.Context, id string, p published) error {
+// It returns the numbers of the packs, as addPack does.
+func (s *Store) setReady(ctx context.Context, id string, p published) (nums []int64, err error) {
 	m, processes, warnings := &p.manifest, 0, p.manifest.Warnings
 	if p.asIs {
 		warnings = nil // its author's words
@@ -359,7 +360,8 @@ func (s *Store) setReady(ctx context.Context, id string, p published) error {
 	for i := range p.packs {
 		added += p.packs[i].Bytes
 	}
-	return s.write(ctx, "make the checkpoint ready", func(tx *sql.Tx) error {
+	err = s.write(ctx, "make the checkpoint ready", func(tx *sql.Tx) error {
+		nums = nums[:0]
 		var name, sandbox string
 		err := tx.QueryRowContext(ctx, "SELECT name, sandbox_id FROM checkpoints WHERE id = ? AND status = 'pending'", id).Scan(&name, &sandbox)
 		if errors.Is(err, sql.ErrNoRows) {
@@ -377,9 +379,11 @@ func (s *Store) setReady(ctx context.Context, id string, p published) error {
 			return err
 		}
 		for i := range p.packs {
-			if err := s.addPack(ctx, tx, p.packs[i], p.lost); err != nil {
+			num, err := s.addPack(ctx, tx, p.packs[i], p.lost)
+			if err != nil {
 				return err
 			}
+			nums = append(nums, num)
 		}
 		if err := failpoint.Hit("store.commit.in-transaction"); err != nil {
 			return err
@@ -388,6 +392,7 @@ func (s *Store) setReady(ctx context.Context, id string, p published) error {
 			added = ?, unchanged = ?, pulled = pulled OR ?, attached = ? WHERE id = ?`, p.digest, p.bytes, m.Files[0].Entries, processes, encode(warnings), added, added == 0, p.asIs, m.Attached.record(), id)
 		return err
 	})
+	return nums, err
 }
 
 func nameTaken(name, id string) error {

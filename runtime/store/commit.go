@@ -61,11 +61,11 @@ func (d *Draft) Commit(ctx context.Context, m Manifest) (Checkpoint, error) {
 	var info pack.Info
 	g.Go(func() (err error) { info, err = d.finish(need); return err })
 	g.Go(func() error { return d.writeManifest(data, d.origin()) })
-	stored, err := d.stored(ctx, need)
+	stored, next, err := d.stored(ctx, need)
 	if err := errors.Join(err, g.Wait()); err != nil {
 		return Checkpoint{}, err
 	}
-	return d.publish(ctx, m, data, need, info, stored, false)
+	return d.publish(ctx, m, data, need, info, stored, next, false)
 }
 
 // CommitAs is Commit for a checkpoint that was made elsewhere: its manifest is
@@ -103,7 +103,7 @@ func (d *Draft) CommitAs(ctx context.Context, m Manifest) (Checkpoint, error) {
 	if err != nil {
 		return Checkpoint{}, err
 	}
-	stored, err := d.stored(ctx, need)
+	stored, next, err := d.stored(ctx, need)
 	if err != nil {
 		return Checkpoint{}, err
 	}
@@ -113,7 +113,7 @@ func (d *Draft) CommitAs(ctx context.Context, m Manifest) (Checkpoint, error) {
 	if err := d.writeManifest(data, digestOf(data)); err != nil {
 		return Checkpoint{}, err
 	}
-	return d.publish(ctx, m, data, need, info, stored, true)
+	return d.publish(ctx, m, data, need, info, stored, next, true)
 }
 
 func (d *Draft) alive(ctx context.Context) error {
@@ -218,19 +218,22 @@ func (d *Draft) writeManifest(data []byte, origin string) error {
 }
 
 // publish gives the pack, then the manifest, then the rows to everybody.
-func (d *Draft) publish(ctx context.Context, m Manifest, data []byte, need []pack.ID, info pack.Info, stored int64, asIs bool) (Checkpoint, error) {
+func (d *Draft) publish(ctx context.Context, m Manifest, data []byte, need []pack.ID, info pack.Info, stored int64, next *ledger, asIs bool) (Checkpoint, error) {
 	if err := d.alive(ctx); err != nil {
 		return Checkpoint{}, err
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), recordWait)
 	defer cancel()
 	p := published{manifest: m, digest: digestOf(data), bytes: int64(len(data)) + stored, asIs: asIs}
+	var own, ownBytes int64 // needed pieces of the own pack
 	if info.Name != "" {
 		for i := range info.Blobs {
 			if _, needed := slices.BinarySearchFunc(need, info.Blobs[i].ID, compareIDs); needed {
-				p.bytes += int64(info.Blobs[i].Stored)
+				own++
+				ownBytes += int64(info.Blobs[i].Stored)
 			}
 		}
+		p.bytes += ownBytes
 		p.packs, p.lost = []pack.Info{info}, d.x.lost()
 		if err := d.publishPack(info); err != nil {
 			return Checkpoint{}, err
@@ -253,9 +256,18 @@ func (d *Draft) publish(ctx context.Context, m Manifest, data []byte, need []pac
 	if err := failpoint.Hit("store.commit.before-row"); err != nil {
 		return Checkpoint{}, err
 	}
-	if err := d.s.setReady(ctx, d.row.ID, p); err != nil {
+	nums, err := d.s.setReady(ctx, d.row.ID, p)
+	if err != nil {
 		return Checkpoint{}, err
 	}
+	if next != nil && len(nums) > 0 {
+		next.bytes += ownBytes
+		next.packs[nums[0]] += own
+	}
+	if slices.Contains(nums, 0) {
+		next = nil
+	}
+	d.keep(next) // as long as the store is held
 	d.ended = true
 	d.lock.Unlock()
 	c := d.row

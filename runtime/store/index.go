@@ -98,6 +98,31 @@ func (s *Store) locatePart(ctx context.Context, ids []pack.ID, fn func(place) er
 	return rows.Err()
 }
 
+// locateKeys finds all pieces of which the keys in a sketch are given.
+func (s *Store) locateKeys(ctx context.Context, keys []uint64) (list []place, err error) {
+	for part := range slices.Chunk(keys, findBatch) {
+		args := make([]any, 0, 2*len(part))
+		for _, key := range part {
+			from := pack.ID{}
+			binary.BigEndian.PutUint64(from[:], key)
+			to := from
+			copy(to[8:], bytes.Repeat([]byte{0xff}, len(to)-8))
+			args = append(args, from[:], to[:])
+		}
+		q := "WITH keys (a, b) AS (VALUES (?,?)" + strings.Repeat(",(?,?)", len(part)-1) + ") SELECT " + findColumns + " FROM keys CROSS JOIN blobs ON id BETWEEN a AND b"
+		err := s.query(ctx, q, args, func(rows *sql.Rows) error {
+			var p place
+			err := p.scan(rows)
+			list = append(list, p)
+			return err
+		})
+		if err != nil {
+			return nil, err
+		}
+	}
+	return list, nil
+}
+
 // packRow is what the index knows of a pack.
 type packRow struct {
 	num   int64
@@ -144,22 +169,23 @@ func (s *Store) packRows(ctx context.Context, nums []int64, fn func(packRow) err
 func validPackName(name string) bool { return len(name) == 64 && isHex(name) }
 
 // addPack records a pack, which is durable under its name, and its pieces. One
-// that some pack has already stays there, unless that pack is among lost.
-func (s *Store) addPack(ctx context.Context, tx *sql.Tx, info pack.Info, lost []int64) error {
+// that some pack has already stays there, unless that pack is among lost. It returns
+// the number of the pack; 0: it does not have all of these pieces.
+func (s *Store) addPack(ctx context.Context, tx *sql.Tx, info pack.Info, lost []int64) (int64, error) {
 	path := pack.Path(s.packsDir(), info.Name)
 	// Whoever undoes a commit removes its pack within a transaction, so what is
 	// there now stays there.
 	var st unix.Stat_t
 	if err := unix.Lstat(path, &st); err != nil || st.Size != info.Bytes {
-		return fmt.Errorf("pack %s vanished while it was recorded (%v): %w", info.Name, err, fault.ErrState)
+		return 0, fmt.Errorf("pack %s vanished while it was recorded (%v): %w", info.Name, err, fault.ErrState)
 	}
 	_, err := tx.ExecContext(ctx, "INSERT INTO packs (name, bytes, created) VALUES (?,?,?) ON CONFLICT (name) DO NOTHING", info.Name, info.Bytes, time.Now().UnixNano())
 	if err != nil {
-		return err
+		return 0, err
 	}
 	var num int64
 	if err := tx.QueryRowContext(ctx, "SELECT num FROM packs WHERE name = ?", info.Name).Scan(&num); err != nil {
-		return err
+		return 0, err
 	}
 	list := []string{"-1"}
 	for _, n := range lost {
@@ -172,6 +198,7 @@ func (s *Store) addPack(ctx context.Context, tx *sql.Tx, info pack.Info, lost []
 	blobs := info.Blobs
 	slices.SortFunc(blobs, func(a, b pack.Blob) int { return compareIDs(a.ID, b.ID) })
 	var full *sql.Stmt
+	var added int64
 	for part := range slices.Chunk(blobs, rowBatch) {
 		q := "INSERT INTO blobs (id, pack, off, stored, raw, packed) VALUES (?,?,?,?,?,?)" + strings.Repeat(",(?,?,?,?,?,?)", len(part)-1) + conflict
 		args := make([]any, 0, 6*len(part))
@@ -179,23 +206,31 @@ func (s *Store) addPack(ctx context.Context, tx *sql.Tx, info pack.Info, lost []
 			b := &part[i]
 			args = append(args, b.ID[:], num, b.Off, b.Stored, b.Raw, b.Packed)
 		}
+		var res sql.Result
 		if len(part) < rowBatch {
-			if _, err := tx.ExecContext(ctx, q, args...); err != nil {
-				return err
+			res, err = tx.ExecContext(ctx, q, args...)
+		} else {
+			if full == nil {
+				if full, err = tx.PrepareContext(ctx, q); err != nil {
+					return 0, err
+				}
+				defer full.Close()
 			}
-			continue
+			res, err = full.ExecContext(ctx, args...)
 		}
-		if full == nil {
-			if full, err = tx.PrepareContext(ctx, q); err != nil {
-				return err
-			}
-			defer full.Close()
+		if err != nil {
+			return 0, err
 		}
-		if _, err := full.ExecContext(ctx, args...); err != nil {
-			return err
+		n, err := res.RowsAffected()
+		if err != nil {
+			return 0, err
 		}
+		added += n
 	}
-	return nil
+	if added != int64(len(blobs)) {
+		return 0, nil
+	}
+	return num, nil
 }
 
 // dropPack undoes the publication of a pack, unless it was recorded after all:

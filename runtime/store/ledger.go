@@ -1,8 +1,8 @@
 package store
 
 import (
-	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -21,22 +21,39 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// A ledger is what the last commit for a sandbox has found in the index. The
-// next one needs nearly the same pieces, and asks the database for the others
-// alone. It lies beside the memories and is a cache like them: not durable, and
-// not used when it is hurt in any way. What is in the index leaves its place
-// only while the store is held alone, and whoever has it alone drops all
-// ledgers first; who finds pieces damaged drops them afterwards.
+// A ledger is the set of pieces of the last checkpoint of a sandbox, all of which
+// were found in the index or recorded there. The next one needs nearly the same, and
+// asks the database for the others alone. The ledger does not list the pieces: its
+// sketch, with that of the next one's pieces, gives the difference of the two sets,
+// and its sum proves this. What is more than a sketch can give has all be asked for.
+//
+// It lies beside the memories and is a cache like them: not durable, and not used
+// when it is hurt in any way. What is in the index leaves its place only while the
+// store is held alone, and all ledgers are dropped before anything else is done then;
+// a verification that finds pieces damaged drops them afterwards.
 //
 //	16 bytes that name the format
-//	records in the order of ids: id (32 bytes), number of the pack (uint64), bytes stored (uint32)
+//	number of pieces, and of the bytes they have in packs (uint64 each)
+//	BLAKE3 of their ids, in order
+//	cells of the sketch: key (uint64), check (uint16)
+//	for each pack, in order: how far it is from the one before, how many of the pieces it has (uvarint each)
 //	BLAKE3 of all that
+type ledger struct {
+	pieces int64
+	bytes  int64
+	sum    [32]byte
+	cells  sketch
+	packs  map[int64]int64 // number of a pack -> pieces in it
+}
+
 const (
-	ledgerMagic  = "agentbox ledger1"
-	ledgerRecord = 32 + 8 + 4
+	ledgerMagic  = "agentbox ledger2"
 	ledgerSum    = 32
 	ledgerSuffix = ".pieces"
-	ledgerNew    = ".new" // one that is being written
+	ledgerNew    = ".new" // one that is going to be written
+
+	// maxLedger bounds a ledger: beside the sketch, 3.3 kB, there is room for thousands of packs.
+	maxLedger = 16 << 10
 )
 
 func (s *Store) ledgerPath(sandbox string) string {
@@ -45,222 +62,263 @@ func (s *Store) ledgerPath(sandbox string) string {
 
 // dropLedgers forgets, durably, what is known of the index.
 func (s *Store) dropLedgers() error {
-	// Those that are being written first, which get the others' names.
-	var files []string
-	for _, suffix := range []string{ledgerSuffix + ledgerNew, ledgerSuffix} {
-		found, err := filepath.Glob(filepath.Join(s.memoryDir(), "*"+suffix))
+	dropped := false
+	// Those that are going to be written first, which get the others' names; and
+	// again, for a commit that read one of the others meanwhile.
+	for _, suffix := range []string{ledgerSuffix + ledgerNew, ledgerSuffix, ledgerSuffix + ledgerNew} {
+		files, err := filepath.Glob(filepath.Join(s.memoryDir(), "*"+suffix))
 		if err != nil {
 			return err
 		}
-		files = append(files, found...)
-	}
-	if len(files) == 0 {
-		return nil
-	}
-	for _, f := range files {
-		if err := os.Remove(f); err != nil && !errors.Is(err, os.ErrNotExist) {
-			return err
+		for _, f := range files {
+			if err := os.Remove(f); err != nil && !errors.Is(err, os.ErrNotExist) {
+				return err
+			}
+			dropped = true
 		}
+	}
+	if !dropped {
+		return nil
 	}
 	return fsx.SyncDir(s.memoryDir())
 }
 
-// errLedger: the ledger turned out not to be true, or not to be whole.
+// errLedger: the ledger turned out not to be true, not to be whole, or to differ by
+// more than can be told.
 var errLedger = errors.New("the ledger is of no use")
 
-// ledgerReader reads a ledger. Nothing that it says counts before finish.
-type ledgerReader struct {
-	f    *os.File
-	r    *bufio.Reader  // of all but the sum
-	sum  *blake3.Hasher // of what was read of the file
-	left int64
-	// total is how many records there are.
-	total int64
-	cur   []byte // the record that stands next; nil after the last
-	err   error
-}
-
-func openLedger(path string) (*ledgerReader, error) {
+func readLedger(path string) (*ledger, error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
 	if err != nil {
 		return nil, err
 	}
-	l := &ledgerReader{f: f, sum: blake3.New()}
-	head := make([]byte, len(ledgerMagic))
+	defer f.Close()
 	info, err := f.Stat()
-	size := int64(-1)
-	if err == nil && info.Mode().IsRegular() {
-		size = info.Size() - int64(len(ledgerMagic)) - ledgerSum
+	if err != nil || !info.Mode().IsRegular() || info.Size() > maxLedger {
+		return nil, errors.Join(errLedger, err)
 	}
-	if size >= 0 {
-		body := io.LimitReader(f, int64(len(ledgerMagic))+size)
-		l.r = bufio.NewReaderSize(io.TeeReader(body, l.sum), 64<<10)
-		_, err = io.ReadFull(l.r, head)
+	data, err := io.ReadAll(io.LimitReader(f, maxLedger))
+	if err != nil {
+		return nil, err
 	}
-	if err != nil || size < 0 || size%ledgerRecord != 0 || string(head) != ledgerMagic {
-		return nil, errors.Join(errLedger, f.Close())
+	return parseLedger(data)
+}
+
+func parseLedger(data []byte) (*ledger, error) {
+	l := &ledger{packs: map[int64]int64{}}
+	body := len(data) - ledgerSum
+	if body < len(ledgerMagic)+8+8+len(l.sum)+len(l.cells)*cellSize || !bytes.HasPrefix(data, []byte(ledgerMagic)) {
+		return nil, errLedger
 	}
-	l.total = size / ledgerRecord
-	l.left = l.total
-	l.next()
+	if sum := blake3.Sum256(data[:body]); !bytes.Equal(sum[:], data[body:]) {
+		return nil, errLedger
+	}
+	data = data[len(ledgerMagic):body]
+	l.pieces, l.bytes = int64(binary.LittleEndian.Uint64(data)), int64(binary.LittleEndian.Uint64(data[8:]))
+	data = data[16+copy(l.sum[:], data[16:]):]
+	for i := range l.cells {
+		l.cells[i] = cell{binary.LittleEndian.Uint64(data), binary.LittleEndian.Uint16(data[8:])}
+		data = data[cellSize:]
+	}
+	var num, pieces int64
+	for len(data) > 0 {
+		far, n := binary.Uvarint(data)
+		count, m := binary.Uvarint(data[max(n, 0):])
+		if n <= 0 || m <= 0 {
+			return nil, errLedger
+		}
+		data = data[n+m:]
+		num += int64(far)
+		pieces += int64(count)
+		l.packs[num] = int64(count)
+	}
+	if pieces != l.pieces {
+		return nil, errLedger
+	}
 	return l, nil
 }
 
-// next moves on to the next record.
-func (l *ledgerReader) next() {
-	if l.cur != nil {
-		_, _ = l.r.Discard(ledgerRecord) // of what was peeked at
-		l.cur = nil
+func (l *ledger) encode() []byte {
+	b := append([]byte(nil), ledgerMagic...)
+	b = binary.LittleEndian.AppendUint64(b, uint64(l.pieces))
+	b = binary.LittleEndian.AppendUint64(b, uint64(l.bytes))
+	b = append(b, l.sum[:]...)
+	for _, c := range l.cells {
+		b = binary.LittleEndian.AppendUint16(binary.LittleEndian.AppendUint64(b, c.key), c.check)
 	}
-	if l.left == 0 || l.err != nil {
-		return
+	var last int64
+	for _, num := range slices.Sorted(maps.Keys(l.packs)) {
+		b = binary.AppendUvarint(binary.AppendUvarint(b, uint64(num-last)), uint64(l.packs[num]))
+		last = num
 	}
-	l.left--
-	l.cur, l.err = l.r.Peek(ledgerRecord)
-	if l.err != nil {
-		l.cur = nil
+	sum := blake3.Sum256(b)
+	return append(b, sum[:]...)
+}
+
+// add counts a piece that is in a pack of the store.
+func (l *ledger) add(p *place) {
+	l.bytes += int64(p.blob.Stored)
+	l.packs[p.pack]++
+}
+
+// remove is add undone. False: the piece is not among those of the ledger.
+func (l *ledger) remove(p *place) bool {
+	l.bytes -= int64(p.blob.Stored)
+	if l.packs[p.pack]--; l.packs[p.pack] > 0 {
+		return true
+	}
+	left := l.packs[p.pack]
+	delete(l.packs, p.pack)
+	return left == 0
+}
+
+// claim makes the file that a ledger is going to be written to. dropLedgers removes
+// it as well, so that what was found before that does not count afterwards.
+func (d *Draft) claim() {
+	f, err := os.OpenFile(d.newLedger(), os.O_WRONLY|os.O_CREATE|os.O_TRUNC|unix.O_NOFOLLOW, 0o600)
+	if err == nil {
+		_ = f.Close() // nothing was written
 	}
 }
 
-// find moves on to a piece, or to where it would be. Ids come in their order.
-func (l *ledgerReader) find(id pack.ID) (num int64, stored uint32, ok bool) {
-	for l.cur != nil {
-		switch bytes.Compare(l.cur[:32], id[:]) {
-		case -1:
-			l.next()
-		case 0:
-			return int64(binary.LittleEndian.Uint64(l.cur[32:])), binary.LittleEndian.Uint32(l.cur[40:]), true
-		default:
-			return 0, 0, false
-		}
+func (d *Draft) newLedger() string { return d.s.ledgerPath(d.row.SandboxID) + ledgerNew }
+
+// keep writes a ledger; nil: the one that is there stays. It is a cache: one that
+// cannot be written is none.
+func (d *Draft) keep(l *ledger) {
+	err := errLedger
+	if l != nil {
+		err = d.writeLedger(l)
 	}
-	return 0, 0, false
+	if err != nil {
+		_ = os.Remove(d.newLedger()) // what stays is swept later
+	}
 }
 
-// finish proves all that was read.
-func (l *ledgerReader) finish() error {
-	for l.cur != nil {
-		l.next()
-	}
-	sum := make([]byte, ledgerSum)
-	if _, err := io.ReadFull(l.f, sum); l.err != nil || err != nil || !bytes.Equal(sum, l.sum.Sum(nil)) {
+func (d *Draft) writeLedger(l *ledger) error {
+	data := l.encode()
+	if len(data) > maxLedger {
 		return errLedger
 	}
-	return nil
-}
-
-// ledgerWriter writes a ledger. It is a cache: one that cannot be written is none.
-type ledgerWriter struct {
-	f   *os.File
-	w   *bufio.Writer // to both
-	sum *blake3.Hasher
-}
-
-func createLedger(path string) *ledgerWriter {
-	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_TRUNC|unix.O_NOFOLLOW, 0o600)
+	f, err := os.OpenFile(d.newLedger(), os.O_WRONLY|os.O_TRUNC|unix.O_NOFOLLOW, 0)
 	if err != nil {
-		return nil
+		return err // it was dropped
 	}
-	l := &ledgerWriter{f: f, sum: blake3.New()}
-	l.w = bufio.NewWriterSize(io.MultiWriter(l.sum, f), 64<<10)
-	_, _ = l.w.WriteString(ledgerMagic) // an error comes again with Flush
-	return l
-}
-
-func (l *ledgerWriter) add(id pack.ID, num int64, stored uint32) {
-	rec := append(l.w.AvailableBuffer(), id[:]...)
-	rec = binary.LittleEndian.AppendUint64(rec, uint64(num))
-	_, _ = l.w.Write(binary.LittleEndian.AppendUint32(rec, stored)) // an error comes again with Flush
-}
-
-// end puts the ledger into its place, or, with drop, away.
-func (l *ledgerWriter) end(path string, drop bool) {
-	err := l.w.Flush()
-	if err == nil {
-		_, err = l.f.Write(l.sum.Sum(nil))
+	_, err = f.Write(data)
+	if err := errors.Join(err, f.Close()); err != nil {
+		return err
 	}
-	if err = errors.Join(err, l.f.Close()); err == nil && !drop {
-		err = os.Rename(l.f.Name(), path)
-	}
-	if err != nil || drop {
-		_ = os.Remove(l.f.Name()) // what stays is swept later
-	}
+	return os.Rename(d.newLedger(), d.s.ledgerPath(d.row.SandboxID))
 }
 
 // stored proves that every piece is in the draft's own pack or in the store,
-// and returns how many bytes those of the store have there.
-func (d *Draft) stored(ctx context.Context, need []pack.ID) (int64, error) {
-	path := d.s.ledgerPath(d.row.SandboxID)
-	old, err := openLedger(path)
+// and returns how many bytes those of the store have there. next is the ledger of
+// all these pieces, but for what the own pack has; nil: it is as the one that is there.
+func (d *Draft) stored(ctx context.Context, need []pack.ID) (n int64, next *ledger, err error) {
+	d.claim() // before anything is read
+	old, err := readLedger(d.s.ledgerPath(d.row.SandboxID))
 	if err == nil {
-		n, err := d.weigh(ctx, need, old, path)
-		if err = errors.Join(err, old.f.Close()); !errors.Is(err, errLedger) {
-			return n, err
+		n, next, err := d.compare(ctx, need, old)
+		if !errors.Is(err, errLedger) {
+			return n, next, err
 		}
 	}
-	return d.weigh(ctx, need, nil, path)
-}
-
-// weigh is stored with what a ledger says, if there is one. It writes the next.
-func (d *Draft) weigh(ctx context.Context, need []pack.ID, old *ledgerReader, path string) (n int64, err error) {
-	out := createLedger(path + ledgerNew)
-	same := false // as the ledger that is there
-	if out != nil {
-		defer func() { out.end(path, err != nil || same) }()
-	}
-	asked, found := 0, int64(0)
-	packs := map[int64]bool{} // of which the ledger says that they are there
-	var here []place
+	next = &ledger{pieces: int64(len(need)), sum: sumOf(need, nil, nil), packs: map[int64]int64{}}
+	next.cells.flipAll(need)
 	var ask []pack.ID
 	for part := range slices.Chunk(need, 16*findBatch) {
-		here, ask = here[:0], ask[:0]
+		ask = ask[:0]
 		for _, id := range part {
-			if d.pack.Has(id) {
-				continue
-			}
-			if old != nil {
-				if num, stored, ok := old.find(id); ok {
-					packs[num] = true
-					found++
-					here = append(here, place{pack: num, blob: pack.Blob{ID: id, Stored: stored}})
-					continue
-				}
-			}
-			ask = append(ask, id)
-		}
-		sorted := len(here)
-		asked += len(ask)
-		gone, err := d.x.sound(ctx, ask, func(p place) error { here = append(here, p); return nil })
-		if err != nil {
-			return 0, err
-		}
-		if len(gone) > 0 {
-			return 0, fmt.Errorf("piece %s is not in the store, or damaged there, and was not given to it: %w", gone[0], fault.ErrCorrupt)
-		}
-		if len(here) > sorted {
-			slices.SortFunc(here, func(a, b place) int { return compareIDs(a.blob.ID, b.blob.ID) })
-		}
-		for i := range here {
-			n += int64(here[i].blob.Stored)
-			if out != nil {
-				out.add(here[i].blob.ID, here[i].pack, here[i].blob.Stored)
+			if !d.pack.Has(id) {
+				ask = append(ask, id)
 			}
 		}
+		if err := d.ask(ctx, ask, next); err != nil {
+			return 0, nil, err
+		}
 	}
-	if old == nil {
-		return n, nil
+	return next.bytes, next, nil
+}
+
+// ask adds pieces to a ledger, which must be in the store.
+func (d *Draft) ask(ctx context.Context, ids []pack.ID, to *ledger) error {
+	gone, err := d.x.sound(ctx, ids, func(p place) error { to.add(&p); return nil })
+	if err == nil && len(gone) > 0 {
+		err = fmt.Errorf("piece %s is not in the store, or damaged there, and was not given to it: %w", gone[0], fault.ErrCorrupt)
 	}
-	if err := d.x.know(ctx, slices.Collect(maps.Keys(packs))); err != nil {
-		return 0, err
+	return err
+}
+
+// compare is stored with what a ledger says.
+func (d *Draft) compare(ctx context.Context, need []pack.ID, old *ledger) (int64, *ledger, error) {
+	own := d.own(need)
+	next := &ledger{pieces: int64(len(need)), sum: sumOf(need, nil, nil), bytes: old.bytes, packs: old.packs}
+	if next.sum == old.sum && len(own) == 0 {
+		return old.bytes, nil, d.allWhole(ctx, old)
 	}
-	for num := range packs {
+	next.cells.flipAll(need)
+	differ := next.cells
+	differ.flipAll(own)
+	differ.combine(&old.cells)
+	keys, ok := differ.keys()
+	if !ok {
+		return 0, nil, errLedger
+	}
+	var more []pack.ID // than the ledger has
+	var less []uint64
+	for _, key := range keys {
+		i, _ := slices.BinarySearchFunc(need, key, func(id pack.ID, key uint64) int { return cmp.Compare(keyOf(&id), key) })
+		if i < len(need) && keyOf(&need[i]) == key && !d.pack.Has(need[i]) {
+			more = append(more, need[i])
+		} else {
+			less = append(less, key)
+		}
+	}
+	places, err := d.s.locateKeys(ctx, less)
+	if err != nil {
+		return 0, nil, err
+	}
+	var was []pack.ID
+	for i := range places {
+		was = append(was, places[i].blob.ID)
+		if !next.remove(&places[i]) {
+			return 0, nil, errLedger
+		}
+	}
+	slices.SortFunc(was, compareIDs)
+	without := slices.Concat(own, more)
+	slices.SortFunc(without, compareIDs)
+	if sumOf(need, without, was) != old.sum {
+		return 0, nil, errLedger
+	}
+	if err := d.ask(ctx, more, next); err != nil {
+		return 0, nil, err
+	}
+	return next.bytes, next, d.allWhole(ctx, next)
+}
+
+// own returns those pieces that are in the draft's own pack.
+func (d *Draft) own(need []pack.ID) (list []pack.ID) {
+	if n, _ := d.pack.Stats(); n == 0 {
+		return nil
+	}
+	for _, id := range need {
+		if d.pack.Has(id) {
+			list = append(list, id)
+		}
+	}
+	return list
+}
+
+// allWhole wants all packs of a ledger to be there.
+func (d *Draft) allWhole(ctx context.Context, l *ledger) error {
+	if err := d.x.know(ctx, slices.Collect(maps.Keys(l.packs))); err != nil {
+		return err
+	}
+	for num := range l.packs {
 		if _, whole, err := d.x.pack(ctx, num); err != nil || !whole {
-			return 0, errors.Join(err, errLedger)
+			return errors.Join(err, errLedger)
 		}
 	}
-	if err := old.finish(); err != nil {
-		return 0, err
-	}
-	same = asked == 0 && found == old.total
-	return n, nil
+	return nil
 }

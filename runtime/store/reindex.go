@@ -215,7 +215,7 @@ func (x *reindex) add(ctx context.Context, tx *sql.Tx, p packFileInfo, lost []in
 	if err != nil {
 		return err
 	}
-	if err := x.s.addPack(ctx, tx, pack.Info{Name: p.name, Bytes: r.Bytes(), Blobs: blobs}, lost); err != nil {
+	if _, err := x.s.addPack(ctx, tx, pack.Info{Name: p.name, Bytes: r.Bytes(), Blobs: blobs}, lost); err != nil {
 		return err
 	}
 	_, err = tx.ExecContext(ctx, "UPDATE packs SET created = ? WHERE name = ?", p.created.UnixNano(), p.name)

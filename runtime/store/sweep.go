@@ -418,7 +418,8 @@ func (s *Store) complete(ctx context.Context, c Checkpoint) error {
 	if err := failpoint.Hit("store.sweep.before-ready"); err != nil {
 		return err
 	}
-	return s.setReady(ctx, c.ID, p)
+	_, err = s.setReady(ctx, c.ID, p)
+	return err
 }
 
 // adopt lets p find what is in packs without a row, which are of drafts that
