@@ -28,6 +28,7 @@ var ctx = context.Background()
 // rig is an engine over a real store, real images and the in-memory backend.
 type rig struct {
 	*engine.Engine
+	opts    engine.Options
 	root    string
 	store   *store.Store
 	watched []string // sandboxes for which a watch was started
@@ -70,9 +71,10 @@ func newRigAt(t testing.TB, root string, wrap func(runtime.Backend) runtime.Back
 		b = wrap(b)
 	}
 	r := &rig{root: root, store: st, log: &onLog{Handler: slog.Default().Handler()}}
-	r.Engine = engine.New(engine.Options{Log: slog.New(r.log), Run: filepath.Join(root, "run"), Store: st, Backend: "memory",
+	r.opts = engine.Options{Log: slog.New(r.log), Run: filepath.Join(root, "run"), Store: st, Backend: "memory",
 		Watch: func(id string) error { r.watched = append(r.watched, id); return nil },
-		Open:  func(string) (engine.Host, error) { return engine.Host{Backend: b, Images: img}, nil }})
+		Open:  func(string) (engine.Host, error) { return engine.Host{Backend: b, Images: img}, nil }}
+	r.Engine = engine.New(r.opts)
 	t.Cleanup(func() { r.Close() })
 	return r
 }
