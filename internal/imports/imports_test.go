@@ -1,12 +1,14 @@
-// Package imports holds the rules of who may import whom, as a test; see the
-// map in docs/architecture.md.
+// Package imports has the table of which package may import which, and the tests that hold
+// the code to it, and the map in docs/architecture.md to both.
 package imports
 
 import (
 	"encoding/json"
 	"errors"
 	"io"
+	"os"
 	"os/exec"
+	"path"
 	"slices"
 	"strings"
 	"testing"
@@ -19,10 +21,10 @@ const module = "github.com/agentbox/agentbox/"
 var allowed = map[string][]string{
 	"cmd/agentbox": {"internal/copy", "internal/fault", "internal/guard", "internal/gclater", "internal/lazy", "internal/setup", "images", "images/image", "images/source", "policy", "runtime", "runtime/engine", "runtime/api", "runtime/audit", "runtime/containerd", "runtime/docker", "runtime/dockerplugin",
 		"runtime/dockerplugin/authz", "runtime/dockerplugin/volume", "runtime/doctor", "runtime/group", "runtime/mcp", "runtime/oci", "runtime/podman", "runtime/store", "runtime/traces", "runtime/volume", "internal/flock", "internal/fsx"},
-	"cmd/agentbox-runtime": {"criu/crlog", "criu/cut", "criu/freezer", "criu/host", "criu/lsm", "criu/proof", "criu/stage", "criu/wall", "internal/failpoint", "internal/fault", "internal/fsx", "internal/proc"},
+	"cmd/agentbox-runtime": {"criu/crlog", "criu/cut", "criu/freezer", "criu/host", "criu/lsm", "criu/proof", "criu/stage", "criu/wall", "internal/fault", "internal/fsx", "internal/proc"},
 	"criu":                 {"criu/crlog", "criu/cut", "criu/freezer", "criu/host", "criu/proof", "internal/fault", "internal/guard", "internal/failpoint", "internal/fsx", "internal/proc"},
-	"criu/crlog":           {"internal/fault", "internal/fsx"},
-	"criu/criutest":        {"criu", "criu/host", "criu/stage"},
+	"criu/crlog":           {"internal/fsx"},
+	"criu/criutest":        {"criu/host"},
 	"criu/cut":             {},
 	"criu/freezer":         {"internal/failpoint", "internal/fault", "internal/guard", "internal/proc"},
 	"criu/host":            {"internal/fault", "internal/guard", "internal/fsx", "internal/proc"},
@@ -38,7 +40,6 @@ var allowed = map[string][]string{
 	"images/image":         {},
 	"images/layer":         {"internal/copy/tree", "internal/fault", "internal/guard"},
 	"images/source":        {"images/image", "internal/fault", "internal/guard", "internal/lazy", "internal/remote", "internal/flock", "internal/fsx"},
-	"internal/ahead":       {},
 	"internal/copy":        {"internal/copy/tree", "internal/fault", "policy", "internal/idmap"},
 	"internal/copy/tree":   {"internal/fault", "internal/idmap"},
 	"internal/enginetest":  {"internal/thorough"},
@@ -60,17 +61,17 @@ var allowed = map[string][]string{
 	"overlay":              {"internal/fault", "internal/guard", "internal/failpoint", "internal/idmap"},
 	"policy":               {"internal/fault", "internal/lazy"},
 	"runtime":              {"criu/stage", "images/image", "internal/fault", "internal/fsx", "internal/idmap", "policy"},
-	"runtime/engine":       {"runtime", "criu", "criu/proof", "criu/stage", "images", "images/build", "images/image", "images/source", "internal/ahead", "internal/copy", "internal/failpoint", "internal/hostfile", "internal/lazy", "internal/fault", "internal/guard", "internal/undo", "overlay", "policy", "runtime/eventlog", "runtime/network/egress", "runtime/portable", "runtime/registry", "runtime/store", "internal/idmap", "runtime/internal/kernel", "runtime/internal/record", "internal/flock", "internal/fsx"},
-	"runtime/backendtest":  {"criu", "criu/stage", "overlay", "internal/fault", "runtime", "internal/idmap"},
-	"runtime/api":          {"images/image", "images/source", "internal/ahead", "internal/fault", "internal/guard", "policy", "runtime", "runtime/doctor", "internal/flock", "internal/fsx"},
+	"runtime/engine":       {"runtime", "criu", "criu/proof", "criu/stage", "images", "images/build", "images/image", "images/source", "internal/copy", "internal/failpoint", "internal/hostfile", "internal/lazy", "internal/fault", "internal/guard", "internal/undo", "overlay", "policy", "runtime/eventlog", "runtime/network/egress", "runtime/portable", "runtime/registry", "runtime/store", "internal/idmap", "runtime/internal/kernel", "runtime/internal/record", "internal/flock", "internal/fsx"},
+	"runtime/backendtest":  {"criu", "criu/stage", "runtime", "internal/idmap"},
+	"runtime/api":          {"images/image", "images/source", "internal/fault", "internal/guard", "policy", "runtime", "runtime/doctor", "internal/flock", "internal/fsx"},
 	"runtime/audit":        {"internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "runtime", "runtime/engine", "internal/flock", "internal/fsx"},
 	"runtime/containerd": {"criu", "criu/stage", "images", "images/image", "images/source", "internal/copy/tree", "internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "internal/undo", "overlay", "runtime",
 		"runtime/internal/bundle", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams", "runtime/network", "internal/flock", "internal/fsx"},
-	"runtime/docker":              {"criu", "criu/host", "criu/lsm", "criu/stage", "images/image", "images/source", "internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "internal/undo", "overlay", "policy", "runtime", "runtime/internal/bundle", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams", "runtime/network", "runtime/internal/apparmor", "internal/flock", "internal/proc"},
+	"runtime/docker":              {"criu", "criu/host", "criu/lsm", "criu/stage", "images/image", "images/source", "internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "internal/undo", "overlay", "policy", "runtime", "runtime/internal/bundle", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams", "runtime/internal/apparmor", "internal/flock", "internal/proc"},
 	"runtime/dockerplugin":        {"internal/fault", "internal/flock"},
 	"runtime/dockerplugin/authz":  {"internal/fault", "internal/lazy", "policy", "internal/fsx"},
 	"runtime/dockerplugin/volume": {"internal/fault", "runtime/volume"},
-	"runtime/doctor":              {"criu", "criu/host", "internal/fault", "internal/guard", "overlay", "internal/idmap", "runtime/internal/apparmor", "runtime/internal/userns"},
+	"runtime/doctor":              {"criu", "criu/host", "internal/fault", "internal/guard", "overlay", "runtime/internal/apparmor", "runtime/internal/userns"},
 	"runtime/eventlog":            {"internal/flock"},
 	"runtime/internal/bundle":     {"internal/fault", "internal/lazy", "overlay", "policy", "runtime", "runtime/internal/kernel", "runtime/internal/record", "runtime/network", "runtime/internal/apparmor"},
 	"runtime/internal/home":       {"internal/fault", "internal/guard", "internal/lazy", "runtime/internal/kernel", "runtime/internal/record", "internal/fsx"},
@@ -80,7 +81,7 @@ var allowed = map[string][]string{
 	"runtime/internal/userns":     {"criu/host", "internal/fault", "internal/idmap", "internal/lazy", "overlay"},
 	"runtime/internal/streams":    {"internal/guard", "runtime", "runtime/internal/kernel", "runtime/internal/record", "internal/fsx"},
 	"runtime/group":               {"internal/guard", "runtime"},
-	"runtime/mcp":                 {"internal/copy/tree", "internal/fault", "internal/guard", "internal/idmap", "policy", "runtime", "runtime/internal/bundle", "runtime/internal/kernel", "internal/proc"},
+	"runtime/mcp":                 {"internal/copy/tree", "internal/fault", "internal/guard", "internal/idmap", "policy", "runtime", "runtime/internal/bundle", "internal/proc"},
 	"runtime/network":             {"internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "runtime", "runtime/eventlog", "runtime/network/egress", "internal/flock", "internal/fsx"},
 	"runtime/network/egress":      {"policy", "runtime/eventlog"},
 	"runtime/oci":                 {"criu", "criu/stage", "internal/failpoint", "internal/fault", "internal/guard", "internal/undo", "overlay", "runtime", "runtime/internal/bundle", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams", "runtime/network", "internal/idmap", "runtime/internal/userns", "internal/fsx"},
@@ -90,7 +91,7 @@ var allowed = map[string][]string{
 	"runtime/session":             {"runtime"},
 	"runtime/store":               {"internal/failpoint", "internal/fault", "internal/guard", "overlay", "runtime/store/pack", "internal/flock", "internal/fsx"},
 	"runtime/store/pack":          {"internal/failpoint", "internal/fault", "internal/guard"},
-	"runtime/volume":              {"criu/stage", "internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "overlay", "policy", "runtime", "runtime/engine", "runtime/internal/kernel", "runtime/internal/record", "internal/flock", "internal/fsx", "internal/proc"},
+	"runtime/volume":              {"criu/stage", "internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "overlay", "runtime", "runtime/engine", "runtime/internal/kernel", "runtime/internal/record", "internal/flock", "internal/fsx", "internal/proc"},
 	"runtime/traces":              {"internal/fault", "internal/lazy", "runtime", "runtime/engine", "runtime/audit"},
 	"runtime/traces/tracestest":   {},
 	"internal/remote/remotetest":  {},
@@ -113,6 +114,37 @@ func TestSessionIsSmall(t *testing.T) {
 	}
 	if deps := strings.Fields(string(out)); len(deps) >= few || len(deps) < 5 {
 		t.Errorf("runtime/session is %d packages, want fewer than %d:\n%s", len(deps), few, out)
+	}
+}
+
+// TestMap holds the map in docs/architecture.md to the packages that there are: each has a
+// row, or is named in the row of the directory that it is in.
+func TestMap(t *testing.T) {
+	data, err := os.ReadFile("../../docs/architecture.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	rows := map[string]string{} // path -> what it owns
+	for line := range strings.Lines(string(data)) {
+		cells := strings.SplitN(line, "|", 3)
+		if len(cells) != 3 || !strings.HasPrefix(cells[1], " `") || !strings.Contains(cells[1], "/`") {
+			continue
+		}
+		for path := range strings.SplitSeq(cells[1], ",") {
+			path = strings.Trim(strings.TrimSpace(path), "`/")
+			if info, err := os.Stat("../../" + path); err != nil || !info.IsDir() {
+				t.Errorf("the map has %s, which is no directory", path)
+			}
+			rows[path] = cells[2]
+		}
+	}
+	for name := range allowed {
+		_, own := rows[name]
+		dir, base := path.Split(name)
+		if !own && !strings.Contains(rows[strings.TrimSuffix(dir, "/")], "`"+base+"`") &&
+			!strings.Contains(rows["internal"], "`"+strings.TrimPrefix(name, "internal/")+"`") {
+			t.Errorf("%s is not in the map", name)
+		}
 	}
 }
 
@@ -140,11 +172,16 @@ func TestImportDirection(t *testing.T) {
 		name := strings.TrimPrefix(p.ImportPath, module)
 		may, listed := allowed[name]
 		if !listed {
-			t.Errorf("%s is not in the map: add it to docs/architecture.md and here", name)
+			t.Errorf("%s is not in the table: add it there and to the map in docs/architecture.md", name)
 		}
 		for _, i := range p.Imports {
 			if i, ours := strings.CutPrefix(i, module); ours && !slices.Contains(may, i) {
-				t.Errorf("%s imports %s, which the map does not allow", name, i)
+				t.Errorf("%s imports %s, which the table does not allow", name, i)
+			}
+		}
+		for _, i := range may {
+			if !slices.Contains(p.Imports, module+i) {
+				t.Errorf("%s does not import %s, as the table says that it may", name, i)
 			}
 		}
 	}

@@ -23,7 +23,6 @@ import (
 
 	"go.opentelemetry.io/otel/trace"
 
-	"github.com/agentbox/agentbox/internal/ahead"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/doctor"
@@ -513,21 +512,14 @@ func (h *Handler) body(r *http.Request, w http.ResponseWriter, into any) ([]byte
 
 // writeJSON answers with a value; its digest is the ETag.
 func (h *Handler) writeJSON(w http.ResponseWriter, r *http.Request, v any) {
-	var data []byte
-	var sum [sha256.Size]byte
-	var err error
-	look := r.Method == http.MethodGet || r.Method == http.MethodHead
-	ahead.Do(func() {
-		if data, err = json.Marshal(v); look {
-			sum = sha256.Sum256(data)
-		}
-	})
+	data, err := json.Marshal(v)
 	if err != nil {
 		writeProblem(w, err)
 		return
 	}
 	w.Header().Set("Content-Type", "application/json")
-	if look {
+	if r.Method == http.MethodGet || r.Method == http.MethodHead {
+		sum := sha256.Sum256(data)
 		tag := `"` + hex.EncodeToString(sum[:16]) + `"`
 		w.Header().Set("ETag", tag)
 		if strings.Contains(r.Header.Get("If-None-Match"), tag) {

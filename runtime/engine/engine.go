@@ -25,7 +25,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/agentbox/agentbox/internal/ahead"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/policy"
@@ -419,10 +418,7 @@ const viewsAtOnce = 4
 
 // Sandboxes lists all sandboxes, newest first.
 func (e *Engine) Sandboxes(ctx context.Context) ([]runtime.Sandbox, error) {
-	return verb(ctx, e, on("ps", "").reads(), func(ctx context.Context) (list []runtime.Sandbox, err error) {
-		ahead.Do(func() { list, err = e.sandboxes(ctx) })
-		return list, err
-	})
+	return verb(ctx, e, on("ps", "").reads(), func(ctx context.Context) ([]runtime.Sandbox, error) { return e.sandboxes(ctx) })
 }
 
 func (e *Engine) sandboxes(ctx context.Context) ([]runtime.Sandbox, error) {
@@ -437,16 +433,14 @@ func (e *Engine) sandboxes(ctx context.Context) ([]runtime.Sandbox, error) {
 	var all guard.WaitGroup
 	for range min(viewsAtOnce, len(rows)) {
 		all.Go(func() {
-			ahead.Do(func() {
-				for i := int(next.Add(1)) - 1; i < len(rows) && ctx.Err() == nil; i = int(next.Add(1)) - 1 {
-					if errs[i] == nil {
-						errs[i] = guard.Do(func() (err error) {
-							views[i], _, err = e.viewOf(ctx, rows[i], specs[i])
-							return err
-						})
-					}
+			for i := int(next.Add(1)) - 1; i < len(rows) && ctx.Err() == nil; i = int(next.Add(1)) - 1 {
+				if errs[i] == nil {
+					errs[i] = guard.Do(func() (err error) {
+						views[i], _, err = e.viewOf(ctx, rows[i], specs[i])
+						return err
+					})
 				}
-			})
+			}
 		})
 	}
 	all.Wait()
@@ -466,7 +460,7 @@ func (e *Engine) sandboxes(ctx context.Context) ([]runtime.Sandbox, error) {
 		}
 		if err != nil {
 			// Its engine does not answer; the others are none the worse.
-			e.log.Warn("state unknown", "sandbox", sb.Name, "err", err)
+			e.log.Warn("sandbox state unknown", "sandbox", sb.Name, "err", err)
 			if out.ID == "" {
 				out = runtime.Sandbox{ID: sb.ID, Name: sb.Name, Image: sb.Image, ImageDigest: sb.ImageDigest, Backend: sb.Backend, Created: sb.Created, Labels: map[string]string{}}
 			}
