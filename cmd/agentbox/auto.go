@@ -114,7 +114,7 @@ func runAuto(ctx context.Context, svc runtime.Service, id string, every time.Dur
 			}
 			if err != nil {
 				// Not at once: whatever keeps Wait from waiting may last.
-				log.Warn("cannot wait for the sandbox", "err", err)
+				log.Warn("sandbox not waited for", "err", err)
 				select {
 				case <-tick.C:
 				case <-ctx.Done():
@@ -138,7 +138,7 @@ func runAuto(ctx context.Context, svc runtime.Service, id string, every time.Dur
 		switch {
 		case err == nil:
 			if times > 1 {
-				log.Info("checkpoints are taken again", "failed", times)
+				log.Info("interval checkpoints resumed", "failed", times)
 			}
 			said, times = "", 0
 			continue
@@ -151,7 +151,7 @@ func runAuto(ctx context.Context, svc runtime.Service, id string, every time.Dur
 		times++
 		if said != err.Error() {
 			said = err.Error()
-			log.Warn("no checkpoint was taken; tried again at the next interval", "every", every, "err", err)
+			log.Warn("interval checkpoint failed; retrying at the next interval", "every", every, "err", err)
 		}
 	}
 }

@@ -104,7 +104,7 @@ func runDockerPluginServe(ctx context.Context, a *app, opts dockerPluginOptions)
 	if err != nil {
 		return err
 	}
-	slog.Info("serving dockerd", "socket", socket, "authz", parts.Authz != nil, "volumes", parts.Volumes != nil, "policy", opts.Policy)
+	slog.Info("plugin listening", "socket", socket, "authz", parts.Authz != nil, "volumes", parts.Volumes != nil, "policy", opts.Policy)
 	return dockerplugin.Serve(ctx, l, parts)
 }
 

@@ -196,9 +196,9 @@ func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.S
 	}
 	stop := watchdog(h)
 	defer stop()
-	slog.Info("serving", "socket", l.Addr().String(), "root", root)
+	slog.Info("service listening", "socket", l.Addr().String(), "root", root)
 	for _, l := range more {
-		slog.Info("serving", "tcp", l.Addr().String())
+		slog.Info("service listening", "tcp", l.Addr().String())
 	}
 	notify(daemon.SdNotifyReady)
 	told := make(chan struct{})
@@ -267,7 +267,7 @@ func reachable(root, run string) error {
 // notify tells systemd how the service is, where systemd has started it.
 func notify(state string) {
 	if _, err := daemon.SdNotify(false, state); err != nil {
-		slog.Error("systemd cannot be told", "state", state, "err", err)
+		slog.Error("systemd not notified", "state", state, "err", err)
 	}
 }
 
@@ -285,7 +285,7 @@ func watchdog(h *api.Handler) (stop func()) {
 			select {
 			case <-tick.C:
 				if err := guard.Do(func() error { return h.Alive(context.Background()) }); err != nil {
-					slog.Error("watchdog", "err", err)
+					slog.Error("watchdog check failed", "err", err)
 					continue
 				}
 				notify(daemon.SdNotifyWatchdog)
@@ -347,7 +347,7 @@ func connect(ctx context.Context, g globals) (svc *api.Client, insist bool, err 
 	}
 	// Root can do without. One that is gone, or about to be, is nothing to tell.
 	if !errors.Is(err, syscall.ECONNREFUSED) && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, runtime.ErrBusy) {
-		slog.Warn("this command does without the service, which does not answer", "err", err)
+		slog.Warn("service not answering; continuing without it", "err", err)
 	}
 	return nil, false, nil
 }

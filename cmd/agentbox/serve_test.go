@@ -84,7 +84,7 @@ func TestNoAnswer(t *testing.T) {
 		}
 	}
 	expect("silent", nobody, "", exitFailure, "does not answer within 3s")
-	expect("silent, for root", 0, "", 0, "does without the service", "does not answer within 3s", "IMAGE")
+	expect("silent, for root", 0, "", 0, "continuing without it", "does not answer within 3s", "IMAGE")
 	expect("full", nobody, "unix://"+full, exitFailure, full, "temporarily unavailable")
 	if err := os.Chmod(socket, 0o600); err != nil {
 		t.Fatal(err)

@@ -71,7 +71,7 @@ func openOCI(p place) (engine.Host, error) {
 	}
 	// An error in that file is for those who use a registry.
 	if cfg, err := source.LoadConfig(""); err != nil {
-		slog.Warn("names of images without a registry are Docker Hub's", "err", err)
+		slog.Warn("registries.toml not readable; image names without a registry mean Docker Hub", "err", err)
 	} else {
 		img.Default = cfg.Default
 	}
@@ -164,13 +164,13 @@ func openService(ctx context.Context, g globals) (_ runtime.Service, err error) 
 	}
 	if _, err := eng.RecoverInterrupted(ctx); err != nil {
 		// It must not keep the user from other sandboxes, or from looking.
-		slog.Error("recovery failed; `agentbox recover` tries again", "err", err)
+		slog.Error("recovery failed; `agentbox recover` retries", "err", err)
 	}
 	if err := eng.ReviveWatchesOfBoot(ctx); err != nil {
-		slog.Error("limits of sandboxes may not be held; `agentbox recover` tries again", "err", err)
+		slog.Error("sandbox watches not revived; `agentbox recover` retries", "err", err)
 	}
 	if _, err := eng.EndLeases(ctx); err != nil {
-		slog.Error("what belonged to a lease is not removed; `agentbox recover` tries again", "err", err)
+		slog.Error("lease members not removed; `agentbox recover` retries", "err", err)
 	}
 	return eng, nil
 }

@@ -41,7 +41,7 @@ func ask(ctx context.Context, info func(context.Context) (api.Info, error), star
 				return
 			}
 			if !told {
-				slog.Warn("waiting for the service, which systemd is starting")
+				slog.Warn("waiting for the service to be started by systemd")
 				told = true
 			}
 			was = is

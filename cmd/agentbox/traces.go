@@ -31,7 +31,7 @@ func (a *app) beginTrace(cmd *cobra.Command) {
 	lasting := serves || does && cmd.Name() != "reap" || cmd.Name() == "mcp"
 	t, err := traces.Open(traces.Options{Version: version, Lasting: lasting})
 	if err != nil {
-		slog.Warn("there are no traces", "err", err, "hint", strings.Join(fault.Hint(err), " "))
+		slog.Warn("traces disabled", "err", err, "hint", strings.Join(fault.Hint(err), " "))
 	}
 	if t == nil {
 		return

@@ -63,7 +63,7 @@ func TestVolume(t *testing.T) {
 		t.Fatal(err)
 	}
 	box("volume", "create", "more").want(t, exitFailure, "", "nothing was done, as it cannot be put on record")
-	if r := box("volume", "rm", "ws"); r.code != 0 || !strings.Contains(r.stderr, "this is not on record") {
+	if r := box("volume", "rm", "ws"); r.code != 0 || !strings.Contains(r.stderr, "audit record not written") {
 		t.Errorf("%+v", r)
 	}
 	box("volume", "ls", "-q").want(t, 0, "")

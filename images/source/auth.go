@@ -123,7 +123,7 @@ func (k *keychain) ResolveContext(ctx context.Context, r authn.Resource) (authn.
 			}
 			k.err = errors.Join(k.err, err)
 			if k.opts.Log != nil {
-				k.opts.Log.Warn("credentials cannot be had", "registry", r.RegistryStr(), "error", err)
+				k.opts.Log.Warn("credentials not available", "registry", r.RegistryStr(), "error", err)
 			}
 			continue
 		}

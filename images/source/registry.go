@@ -288,7 +288,7 @@ func (r *repository) each(ctx context.Context, op func(i int, c *remote.Client) 
 			return context.Cause(ctx)
 		}
 		if len(r.list) > 1 && e.opts.Log != nil {
-			e.opts.Log.Info("an image is not to be had here", "registry", e.repo.RegistryStr(), "error", err)
+			e.opts.Log.Info("image not available from this source", "registry", e.repo.RegistryStr(), "error", err)
 		}
 		if e.mirror {
 			mirrors = append(mirrors, err)

@@ -404,7 +404,7 @@ func (s *dockerSetup) putBack(ctx context.Context, cause error) error {
 	}
 	if s.conf.reloadable() {
 		if err := s.daemon.reload(ctx); err != nil {
-			slog.Warn("the daemon was not told that its configuration is the old one again", "err", err)
+			slog.Warn("daemon not reloaded after its configuration was put back", "err", err)
 		}
 	}
 	s.result.Changed, s.result.Reloaded = false, false

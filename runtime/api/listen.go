@@ -155,7 +155,7 @@ func Serve(ctx context.Context, l *net.UnixListener, h *Handler, more ...net.Lis
 			}
 			p, err := peerAt(own.Conn.(*net.UnixConn), gid)
 			if err != nil {
-				h.log.Error("who is there is not known", "err", err)
+				h.log.Error("client credentials not readable", "err", err)
 				p.denied = true
 			}
 			return context.WithValue(ctx, peerKey{}, p)
@@ -182,7 +182,7 @@ func Serve(ctx context.Context, l *net.UnixListener, h *Handler, more ...net.Lis
 		return err
 	case <-ctx.Done():
 	}
-	h.log.Info("draining")
+	h.log.Info("service draining")
 	bound, cancel := context.WithTimeout(context.WithoutCancel(ctx), h.opts.Drain)
 	defer cancel()
 	// The listener goes first, then connections as they become idle.

@@ -236,7 +236,7 @@ func (h *Handler) metricsRoute() route {
 			cks, err = h.svc.Checkpoints(ctx, runtime.CheckpointFilter{All: true})
 		}
 		if err != nil {
-			h.log.Warn("what there is cannot be counted", "err", err)
+			h.log.Warn("metrics not collected", "err", err)
 		}
 		states, ready := map[runtime.Status]int{}, 0
 		for _, sb := range list {

@@ -116,7 +116,7 @@ func (h *Handler) once(w http.ResponseWriter, r *http.Request, body []byte, do f
 			return
 		}
 		if e := h.requests.finish(rec, out, err); e != nil {
-			h.log.Error("a request is not remembered", "err", e)
+			h.log.Error("request not recorded", "err", e)
 		}
 	}
 	defer func() {

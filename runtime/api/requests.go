@@ -81,7 +81,7 @@ func (s *requests) begin(caller, key, digest string) (*record, error) {
 	}
 	if s.begun%sweepEvery == 0 || s.bytes > keepBytes {
 		if err := s.sweep(); err != nil { // the next one tries again
-			s.log.Error("what is remembered of requests is not cleared up", "err", err)
+			s.log.Error("old request records not removed", "err", err)
 		}
 	}
 	s.begun++

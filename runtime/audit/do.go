@@ -35,7 +35,7 @@ func (l *Log) Do(who Who, r Record, do func(r *Record) error) error {
 			Hint: "Everything that may change something is noted in " + l.Dir() + " first."}
 	}
 	if err != nil {
-		slog.Error("this is not on record", "verb", r.Verb, "ref", r.Ref, "err", err)
+		slog.Error("audit record not written", "verb", r.Verb, "ref", r.Ref, "err", err)
 	}
 	done := r
 	done.Of = seq
@@ -53,7 +53,7 @@ func (l *Log) Do(who Who, r Record, do func(r *Record) error) error {
 		return errors.Join(err, e)
 	}
 	if e != nil {
-		slog.Error("its end is not on record", "verb", r.Verb, "ref", r.Ref, "err", e)
+		slog.Error("end of the verb not recorded", "verb", r.Verb, "ref", r.Ref, "err", e)
 	}
 	return err
 }

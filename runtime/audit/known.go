@@ -56,7 +56,7 @@ func (l *Log) advance(at place) error {
 	case errors.Is(err, fs.ErrNotExist):
 		if err := l.drop(at); err != nil {
 			// The record is on the disk, and what tells of it in the log is, too.
-			slog.Warn("what tells if all of the audit log is gone is not made; the next verb tries again", "file", l.anchorPath(), "err", err)
+			slog.Warn("audit.head not written; the next verb retries", "file", l.anchorPath(), "err", err)
 		}
 	case err == nil && now.seq < at.seq:
 		return overwrite(l.anchorPath(), at)

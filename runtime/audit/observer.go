@@ -118,7 +118,7 @@ func (r *Record) restored(l *Log, out runtime.Restored) {
 	if out.Checkpoint.ID != "" {
 		var err error
 		if r.Undid, err = l.undone(r.Sandbox, out.Checkpoint.ID, out.Checkpoint.Created, r.Of); err != nil {
-			slog.Warn("the audit log does not say what this restore has undone", "sandbox", r.Sandbox, "err", err)
+			slog.Warn("audit record lacks what the restore has undone", "sandbox", r.Sandbox, "err", err)
 		}
 	}
 }

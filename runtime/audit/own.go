@@ -102,6 +102,6 @@ func (t *Tries) came(key string, err error) (outcome string) {
 func (l *Log) past(by Who, r Record, err error, durable bool) {
 	r.Phase, r.Who, r.Outcome = Note, by, Outcome(err)
 	if _, err := l.Append(r, durable); err != nil {
-		slog.Error("this is not on record", "verb", r.Verb, "sandbox", r.Sandbox, "err", err)
+		slog.Error("audit record not written", "verb", r.Verb, "sandbox", r.Sandbox, "err", err)
 	}
 }

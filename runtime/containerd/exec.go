@@ -194,7 +194,7 @@ func (s *session) run(ctx context.Context) (exit int, err error) {
 		if errors.Is(err, runtime.ErrDetached) {
 			gone = true
 			if lerr := s.leave(ctx); lerr != nil {
-				s.b.log.Warn("nobody reads what the detached process prints", "sandbox", s.view.Spec.ID, "err", lerr)
+				s.b.log.Warn("output of the detached process not read", "sandbox", s.view.Spec.ID, "err", lerr)
 			}
 		}
 		return 0, err
@@ -249,7 +249,7 @@ func (s *session) closeInput() {
 	defer cancel()
 	_, err := s.b.client.TaskService().CloseIO(ctx, &tasks.CloseIORequest{ContainerID: s.container, ExecID: s.name, Stdin: true})
 	if err != nil {
-		s.b.log.Debug("end the input", "sandbox", s.view.Spec.ID, "err", plain(err))
+		s.b.log.Debug("input not closed", "sandbox", s.view.Spec.ID, "err", plain(err))
 	}
 }
 

@@ -152,7 +152,7 @@ func (h *hub) copy(i int, f *os.File) {
 			if h.log != nil {
 				if err := h.log.Write(i == 1, buf[1:1+n]); err != nil {
 					// The process goes on, as far as it can do without a log.
-					h.trouble.Do(func() { slog.Error("write the log", "err", err) })
+					h.trouble.Do(func() { slog.Error("log not written", "err", err) })
 				}
 			}
 			h.tell(buf[:1+n])

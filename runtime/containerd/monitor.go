@@ -204,7 +204,7 @@ func (m *monitor) closeInput(ctx context.Context) {
 		}
 	}
 	if err != nil {
-		m.log.Warn("end the input", "err", err)
+		m.log.Warn("input not closed", "err", err)
 	}
 }
 
@@ -362,7 +362,7 @@ func (b *Backend) watch(bundle string, o orders, fresh bool) (w *watcher, err er
 	}
 	guard.Go(func() {
 		if err := b.cgroups.MoveTo(cmd.Process.Pid, monitors, born); err != nil {
-			b.log.Debug("the monitor stays in the caller's cgroup", "error", err)
+			b.log.Debug("monitor left in the caller's cgroup", "error", err)
 		}
 	})
 	guard.Go(func() { w.done <- cmd.Wait() })
@@ -452,7 +452,7 @@ func (b *Backend) rewatch(ctx context.Context, c container, n int) error {
 		}
 		return err
 	}
-	b.log.Warn("the monitor was gone and was started again", "sandbox", c.Spec.ID)
+	b.log.Warn("monitor restarted", "sandbox", c.Spec.ID)
 	return nil
 }
 
@@ -476,7 +476,7 @@ func (b *Backend) resize(v view, exec string, size runtime.Size) {
 	ns, id := b.nameOf(v.container)
 	_, err := b.client.TaskService().ResizePty(in(ctx, ns), &tasks.ResizePtyRequest{ContainerID: id, ExecID: exec, Width: uint32(size.Width), Height: uint32(size.Height)})
 	if err != nil {
-		b.log.Debug("resize", "sandbox", v.Spec.ID, "err", plain(err))
+		b.log.Debug("terminal not resized", "sandbox", v.Spec.ID, "err", plain(err))
 	}
 }
 

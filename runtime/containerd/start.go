@@ -277,7 +277,7 @@ func (b *Backend) root(c container) overlay.Mount {
 // prune forgets all but the last few runs.
 func (b *Backend) prune(id string) {
 	if err := b.home.Prune(id); err != nil {
-		b.log.Warn("forget old runs", "sandbox", id, "error", err)
+		b.log.Warn("old runs not removed", "sandbox", id, "error", err)
 	}
 }
 

@@ -120,7 +120,7 @@ func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decid
 		}
 		if !watched {
 			if err := b.rewatch(ctx, v.container, n); err != nil {
-				b.log.Warn("no monitor", "sandbox", id, "err", err)
+				b.log.Warn("monitor missing", "sandbox", id, "err", err)
 			}
 		}
 		if frozen {
@@ -241,7 +241,7 @@ func (b *Backend) keepWatched(ctx context.Context, c container, run runRecord) e
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
-		b.log.Warn("no monitor", "sandbox", id, "err", err)
+		b.log.Warn("monitor missing", "sandbox", id, "err", err)
 		if _, err := os.Stat(run.Bundle); errors.Is(err, fs.ErrNotExist) {
 			return nil // a reboot took it, and the processes too
 		}

@@ -178,7 +178,7 @@ func (b *Backend) ended(ctx context.Context, v view, killed bool) (home.Exit, er
 	defer cancel()
 	exit, err := b.awaitExit(soon, v.container, v.run)
 	if errors.Is(err, context.DeadlineExceeded) && ctx.Err() == nil {
-		b.log.Warn("the monitor does not finish", "sandbox", v.Spec.ID)
+		b.log.Warn("monitor not finished", "sandbox", v.Spec.ID)
 		exit, err = home.Exit{Code: home.Unknown, Finished: time.Now()}, nil
 	}
 	if exit.Code == home.Unknown && killed {

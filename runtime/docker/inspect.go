@@ -475,7 +475,7 @@ func (b *Backend) keepLayers(c box, dirs layerDirs) {
 	}
 	n.Layers = dirs
 	if err := writeNote(c, n); err != nil {
-		b.log.Warn("the container's directories are not remembered", "container", c.ID, "err", err)
+		b.log.Warn("container directories not recorded", "container", c.ID, "err", err)
 	}
 }
 
@@ -505,7 +505,7 @@ func notePath(c box) string {
 func (b *Backend) readNote(c box) (n note) {
 	if p := notePath(c); p != "" {
 		if err := record.ReadJSON(p, &n); err != nil && !errors.Is(err, os.ErrNotExist) {
-			b.log.Warn("note of a container", "container", c.ID, "err", err)
+			b.log.Warn("container record not readable", "container", c.ID, "err", err)
 		}
 	}
 	return n

@@ -27,7 +27,7 @@ func (b *Backend) isolate(c box) (back func() error, err error) {
 	}
 	// A kernel without nftables; or others are in the namespace, which the
 	// daemon takes the network from as soon as this container ends.
-	b.log.Debug("cut off by its links", "container", c.ID, "err", err)
+	b.log.Debug("network cut off by its links", "container", c.ID, "err", err)
 	if err := b.linksDown(c); err != nil {
 		return back, err
 	}

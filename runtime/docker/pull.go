@@ -56,7 +56,7 @@ func (i Images) pull(ctx context.Context, ref string, parsed source.Reference, o
 		return hint(fmt.Errorf("image %s: %w: the Docker daemon does not have it and cannot pull it: %w", ref, fault.ErrNotFound, err),
 			fmt.Sprintf("Check the name, load it (docker load), or make it of a root filesystem: agentbox --backend docker image import %s ROOTFS.tar", ref))
 	}
-	i.b.log.Info("docker pulls the image", "image", ref)
+	i.b.log.Info("image pull started", "image", ref)
 	auth, err := credentials(parsed.Name)
 	if err != nil {
 		return err

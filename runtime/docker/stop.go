@@ -305,7 +305,7 @@ func (b *Backend) thawAlone(ctx context.Context, id string, why error) error {
 	if !ok {
 		return why
 	}
-	b.log.Warn("thawed without the Docker daemon", "sandbox", id, "err", why)
+	b.log.Warn("container thawed without the Docker daemon", "sandbox", id, "err", why)
 	if err := h.thaw(ctx); err != nil && !errors.Is(err, fault.ErrNotFound) {
 		return errors.Join(why, err)
 	}

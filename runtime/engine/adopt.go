@@ -121,6 +121,6 @@ func (e *Engine) adopt(ctx context.Context, backend, ref string) (store.Sandbox,
 	if err != nil && !errors.Is(err, runtime.ErrExists) {
 		return sb, err
 	}
-	e.log.Info("adopted", "sandbox", row.ID, "name", row.Name)
+	e.log.Info("container adopted", "sandbox", row.ID, "name", row.Name)
 	return e.store.Sandbox(ctx, row.ID)
 }

@@ -114,7 +114,7 @@ func (e *Engine) alert(ctx context.Context, t *trying, failed error) error {
 		err = saying(err, said)
 	}
 	if err != nil {
-		e.log.Info("the alert failed", "sandbox", facts.Sandbox.ID, "err", err)
+		e.log.Info("alert failed", "sandbox", facts.Sandbox.ID, "err", err)
 		return fmt.Errorf("the alert failed: %w", err)
 	}
 	return nil

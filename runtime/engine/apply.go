@@ -19,7 +19,7 @@ func (e *Engine) Apply(ctx context.Context, ref string, opts runtime.ApplyOption
 
 func (e *Engine) apply(ctx context.Context, ref string, opts runtime.ApplyOptions) (out runtime.Applied, err error) {
 	if opts.DryRun && opts.Undo {
-		return out, fmt.Errorf("%w: of an undo there is no dry run", runtime.ErrInvalid)
+		return out, fmt.Errorf("%w: --dry-run cannot be combined with --undo", runtime.ErrInvalid)
 	}
 	sb, err := e.acquire(ctx, ref, "apply", lockWait)
 	if err != nil {
@@ -54,7 +54,7 @@ func (e *Engine) apply(ctx context.Context, ref string, opts runtime.ApplyOption
 		return failpoint.Hit("apply.after-backend")
 	})
 	if err == nil {
-		e.log.Info("applied", "sandbox", sb.ID, "original", out.Original, "changes", len(out.Changes), "undone", out.Undone)
+		e.log.Info("changes applied", "sandbox", sb.ID, "original", out.Original, "changes", len(out.Changes), "undone", out.Undone)
 	}
 	return out, err
 }

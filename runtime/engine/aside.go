@@ -118,7 +118,7 @@ func (e *Engine) compare(ctx context.Context, r *restoration, t *tree) (*overlay
 		if err == nil || ctx.Err() != nil {
 			return u, err
 		}
-		e.log.Debug("files are compared with the list of the checkpoint", "sandbox", r.sb.ID, "why", err)
+		e.log.Debug("files compared with the checkpoint's list", "sandbox", r.sb.ID, "why", err)
 	}
 	if t.seen != "" {
 		t.seen = e.known(ctx, r.sb.ID, *t) // which proves it

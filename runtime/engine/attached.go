@@ -248,7 +248,7 @@ func (h *hostFiles) forgetUndo() {
 // closeHosts lets others have the files.
 func (e *Engine) closeHosts(r *restoration) {
 	if err := r.hosts.close(); err != nil {
-		e.log.Warn("close the directories of host files", "sandbox", r.sb.ID, "err", err)
+		e.log.Warn("directories of host files not closed", "sandbox", r.sb.ID, "err", err)
 	}
 }
 

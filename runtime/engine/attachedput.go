@@ -40,7 +40,7 @@ func (e *Engine) putHosts(ctx context.Context, r *restoration) {
 // noteHosts has it on record that host files are not what the checkpoint has.
 func (e *Engine) noteHosts(r *restoration, why string) {
 	if err := e.note(r.sb.ID, runtime.Event{Time: time.Now(), Type: runtime.EventHostFiles, Checkpoint: r.row.ID, Reason: why}); err != nil {
-		e.log.Warn("an event is not on record", "sandbox", r.sb.ID, "err", err)
+		e.log.Warn("event not recorded", "sandbox", r.sb.ID, "err", err)
 	}
 }
 
@@ -156,7 +156,7 @@ func (e *Engine) resumeHosts(ctx context.Context, r *restoration) (told string) 
 	} else if h, cause = e.openAnswering(ctx, r); cause == nil {
 		r.hosts = h
 		if err := e.recallHosts(ctx, r); err != nil {
-			e.log.Warn("what host files were is not known", "sandbox", r.sb.ID, "checkpoint", r.hostUndo(), "err", err)
+			e.log.Warn("state of host files not recorded", "sandbox", r.sb.ID, "checkpoint", r.hostUndo(), "err", err)
 			h.forgetUndo()
 			h.unread = true
 		}
@@ -254,7 +254,7 @@ func (e *Engine) resumeHost(ctx context.Context, r *restoration, f *hostFile) er
 		return f.err
 	}
 	if err := f.at.Clear(r.tempOf(f)); err != nil {
-		e.log.Warn("beside a host file", "path", f.path, "err", err)
+		e.log.Warn("host file not cleaned up", "path", f.path, "err", err)
 	}
 	if r.hosts.undo != nil {
 		_, err := f.at.Put(ctx, f.name, r.tempOf(f), f.want, &f.was, func() error {
@@ -289,17 +289,17 @@ func (e *Engine) finishHosts(ctx context.Context, in store.Intent, host Host, lo
 		r.reader, err = e.store.OpenCheckpoint(ctx, in.Checkpoint)
 	}
 	if err != nil {
-		e.log.Warn("the checkpoint of a restore cannot be read any more", "sandbox", in.Sandbox, "checkpoint", in.Checkpoint, "err", err)
+		e.log.Warn("checkpoint of an interrupted restore not readable", "sandbox", in.Sandbox, "checkpoint", in.Checkpoint, "err", err)
 		r.row.ID = in.Checkpoint
 	} else {
 		if r.spec, err = spec(sb); err != nil {
-			e.log.Warn("the spec of a sandbox", "sandbox", in.Sandbox, "err", err)
+			e.log.Warn("sandbox spec not readable", "sandbox", in.Sandbox, "err", err)
 		}
 		defer func() { _ = r.reader.Close() }() // it was only read
 	}
 	did += e.resumeHosts(ctx, r)
 	if err := e.forgetWay(ctx, r); err != nil {
-		e.log.Warn("what a restore has laid out is left", "sandbox", in.Sandbox, "err", err)
+		e.log.Warn("staging of an interrupted restore not removed", "sandbox", in.Sandbox, "err", err)
 		did += fmt.Sprintf("; what it has laid out, or its undo checkpoint, is left: %v", err)
 	}
 	return did, nil

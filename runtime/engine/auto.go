@@ -90,6 +90,6 @@ func (e *Engine) every(s runtime.Spec) {
 		return
 	}
 	if err := e.auto(s.ID); err != nil {
-		e.log.Error("no checkpoints at intervals", "sandbox", s.ID, "err", err)
+		e.log.Error("interval checkpoints not started", "sandbox", s.ID, "err", err)
 	}
 }

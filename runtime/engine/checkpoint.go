@@ -321,7 +321,7 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 		if k.cut, err = criu.CutOff(k.c.Pid); err != nil {
 			// A kernel without nftables: what a peer sends in the last
 			// instant may be lost with its connection.
-			e.log.Warn("connections are not cut before the dump", "sandbox", k.sb.ID, "err", err)
+			e.log.Warn("connections not cut before the dump", "sandbox", k.sb.ID, "err", err)
 			err = nil
 		}
 		undo.Add(func(context.Context) error { return k.cut.End() })
@@ -380,7 +380,7 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 	// Whoever called still has a frozen sandbox to bring to its end: an error
 	// here, of what is only told or swept later, must not come in between.
 	if err := errors.Join(failpoint.Hit("checkpoint.after-ready"), draft.Close(), e.store.SetFrozen(ctx, row.ID, row.Frozen)); err != nil {
-		e.log.Warn("how long the sandbox stood is not recorded", "sandbox", k.sb.ID, "checkpoint", row.ID, "err", err)
+		e.log.Warn("frozen time not recorded", "sandbox", k.sb.ID, "checkpoint", row.ID, "err", err)
 	}
 	return row, nil
 }
@@ -520,7 +520,7 @@ func (e *Engine) dump(ctx context.Context, k *making, draft *store.Draft) (*stor
 	res, err := criu.Dump(ctx, criu.Runtime(k.c.Runtime), opts)
 	e.interruptedWaits(k.sb.ID, res.Interrupted)
 	for _, lost := range res.Lost {
-		e.log.Warn("lost by a checkpoint", "sandbox", k.sb.ID, "what", lost)
+		e.log.Warn("state lost by a checkpoint", "sandbox", k.sb.ID, "what", lost)
 	}
 	if err != nil {
 		return nil, e.logKept(draft, err)

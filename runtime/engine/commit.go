@@ -92,7 +92,7 @@ func (e *Engine) commit(ctx context.Context, ref, to string, opts runtime.Commit
 	if row.Trigger != triggerCommit {
 		out.Checkpoint = row.ID
 	}
-	e.log.Info("committed", "sandbox", row.SandboxID, "image", out.Reference, "digest", out.Digest)
+	e.log.Info("image committed", "sandbox", row.SandboxID, "image", out.Reference, "digest", out.Digest)
 	return out, nil
 }
 

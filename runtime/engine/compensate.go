@@ -141,7 +141,7 @@ func (e *Engine) undoEffect(ctx context.Context, r *restoration, f *runtime.Effe
 		if err == nil || f.OnFailure != runtime.OnFailureRetry || try == effectTries || f.Status == runtime.EffectRunning || ctx.Err() != nil || time.Now().After(until) {
 			return err
 		}
-		e.log.Warn("an undo command failed and is run again", "sandbox", r.sb.ID, "effect", f.ID, "err", err)
+		e.log.Warn("undo command failed; retrying", "sandbox", r.sb.ID, "effect", f.ID, "err", err)
 		select {
 		case <-time.After(time.Duration(try) * effectRetryPause):
 		case <-ctx.Done():

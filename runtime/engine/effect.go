@@ -278,6 +278,6 @@ func (e *Engine) noteEffect(f runtime.Effect) {
 		ev.Reason += ": " + f.Error
 	}
 	if err := e.note(f.Sandbox, ev); err != nil {
-		e.log.Warn("an event is not on record", "sandbox", f.Sandbox, "err", err)
+		e.log.Warn("event not recorded", "sandbox", f.Sandbox, "err", err)
 	}
 }

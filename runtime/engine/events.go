@@ -262,7 +262,7 @@ func (e *Engine) keepCounts(id string, c counts) error {
 // keepHits is noteHits for a verb that goes on whatever comes of it.
 func (e *Engine) keepHits(ctx context.Context, sb store.Sandbox, c runtime.Container) {
 	if err := e.noteHits(ctx, sb, c); err != nil {
-		e.log.Warn("how often its limits came into force is not noted", "sandbox", sb.ID, "err", err)
+		e.log.Warn("limit hits not recorded", "sandbox", sb.ID, "err", err)
 	}
 }
 

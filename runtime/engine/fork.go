@@ -272,7 +272,7 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 	out := r.fork.receipt
 	out.Checkpoint, out.Took, out.Warnings = checkpointView(row), time.Since(begun), withheld
 	out.Sandbox, err = e.inspect(context.WithoutCancel(ctx), s.ID)
-	e.log.Info("forked", "sandbox", s.ID, "checkpoint", row.ID, "took", out.Took)
+	e.log.Info("sandbox forked", "sandbox", s.ID, "checkpoint", row.ID, "took", out.Took)
 	return out, err
 }
 

@@ -60,8 +60,8 @@ func TestUpkeepIsLogged(t *testing.T) {
 		err  error
 		want string
 	}{
-		{fmt.Errorf("the store is %w", runtime.ErrBusy), `level=INFO msg="upkeep waits for the next time" err="the store is `},
-		{errors.New("broken"), `level=ERROR msg=upkeep err=broken`},
+		{fmt.Errorf("the store is %w", runtime.ErrBusy), `level=INFO msg="upkeep postponed" err="the store is `},
+		{errors.New("broken"), `level=ERROR msg="upkeep failed" err=broken`},
 	} {
 		var log bytes.Buffer
 		e := &Engine{log: slog.New(slog.NewTextHandler(&log, nil))}

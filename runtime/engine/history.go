@@ -55,7 +55,7 @@ func (e *Engine) history(ctx context.Context, ref string, opts runtime.HistoryOp
 			if ctx.Err() != nil {
 				return nil, err
 			}
-			e.log.Warn("checkpoint cannot be read", "checkpoint", row.ID, "err", err)
+			e.log.Warn("checkpoint not readable", "checkpoint", row.ID, "err", err)
 		}
 	}
 	ledger, err := e.ledger(ctx, sb.ID)

@@ -62,7 +62,7 @@ func (h *hooks) before(ctx context.Context, point string) error {
 func (h *hooks) after(ctx context.Context, point string) (warnings []string) {
 	for _, hook := range h.list[point] {
 		if err := h.run(context.WithoutCancel(ctx), point, hook); err != nil {
-			h.e.log.Info("a hook failed", "sandbox", h.facts.Sandbox.ID, "err", err)
+			h.e.log.Info("hook failed", "sandbox", h.facts.Sandbox.ID, "err", err)
 			warnings = append(warnings, err.Error())
 		}
 	}
@@ -90,7 +90,7 @@ func (h *hooks) run(ctx context.Context, point string, hook policy.Hook) error {
 	}
 	began := time.Now()
 	said, err := hostRun(ctx, hook.Run, h.environ(facts), append(input, '\n'), hook.Timeout)
-	h.e.log.Debug("hook", "sandbox", facts.Sandbox.ID, "hook", point, "program", hook.Run[0], "took", time.Since(began), "err", err)
+	h.e.log.Debug("hook run", "sandbox", facts.Sandbox.ID, "hook", point, "program", hook.Run[0], "took", time.Since(began), "err", err)
 	if err != nil {
 		return failed(saying(err, said))
 	}

@@ -112,7 +112,7 @@ func (e *Engine) tidy(ctx context.Context) {
 	ctx = context.WithoutCancel(ctx)
 	// One that failed just now is still to be looked at.
 	if err := e.forgetFailures(ctx, "", false, &runtime.Pruned{}); err != nil {
-		e.log.Warn("records of failed checkpoints stay", "err", err)
+		e.log.Warn("records of failed checkpoints not removed", "err", err)
 	}
 	n, err := e.store.Removed(ctx)
 	if err == nil && n < e.tidyAt {
@@ -123,10 +123,10 @@ func (e *Engine) tidy(ctx context.Context) {
 		got, err = e.store.Reclaim(ctx, store.ReclaimOptions{Wait: time.Second})
 	}
 	if err != nil {
-		e.log.Warn("space not freed; `agentbox prune` does it", "err", err)
+		e.log.Warn("space not freed; `agentbox prune` frees it", "err", err)
 		return
 	}
-	e.log.Info("freed the space of removed checkpoints", "bytes", got.Freed)
+	e.log.Info("space of removed checkpoints freed", "bytes", got.Freed)
 }
 
 // retainQuietly is Prune by the policies, in the background: at most so many bytes

@@ -28,8 +28,10 @@ func thisBeat() runtime.Beat {
 func own(t runtime.LeaseTerms) (o runtime.LeaseOwner, err error) {
 	o.Kind = cmp.Or(t.Owner, runtime.OwnerNone)
 	switch {
-	case t.For < 0 || t.Interval < 0:
-		return o, fmt.Errorf("%w: a time is negative", runtime.ErrInvalid)
+	case t.For < 0:
+		return o, fmt.Errorf("%w: the deadline (%v) is negative", runtime.ErrInvalid, t.For)
+	case t.Interval < 0:
+		return o, fmt.Errorf("%w: the interval of the heartbeat (%v) is negative", runtime.ErrInvalid, t.Interval)
 	case t.For > 0 && t.For < policy.MinLifetime:
 		return o, fmt.Errorf("%w: a deadline in %v: the least is %v", runtime.ErrInvalid, t.For, policy.MinLifetime)
 	case t.Interval > 0 && t.Owner != runtime.OwnerHeartbeat, t.Pid != 0 && t.Owner != runtime.OwnerPid:
@@ -144,14 +146,14 @@ func (e *Engine) createLease(ctx context.Context, req runtime.LeaseRequest) (run
 	if errors.Is(err, runtime.ErrExists) {
 		// The owner of the one with the name may have ended without being noticed.
 		if _, e2 := e.EndLeases(ctx); e2 != nil {
-			e.log.Warn("leases that have ended", "err", e2)
+			e.log.Warn("ended leases not cleaned up", "err", e2)
 		}
 		err = e.store.PutLease(ctx, row)
 	}
 	if err != nil {
 		return runtime.Lease{}, err
 	}
-	e.log.Info("lease", "lease", l.ID, "name", l.Name, "owner", l.Owner.Kind, "pid", l.Owner.Pid, "for", l.For)
+	e.log.Info("lease created", "lease", l.ID, "name", l.Name, "owner", l.Owner.Kind, "pid", l.Owner.Pid, "for", l.For)
 	e.wakeKeeper()
 	return e.lease(context.WithoutCancel(ctx), l.ID)
 }

@@ -121,7 +121,7 @@ func (e *Engine) beginEnd(ctx context.Context, id string, why func(runtime.Lease
 	if err != nil {
 		return err
 	}
-	e.log.Info("lease ends", "lease", id, "name", l.Name, "reason", l.Reason)
+	e.log.Info("lease ending", "lease", id, "name", l.Name, "reason", l.Reason)
 	if err := failpoint.Hit("lease.end.after-mark"); err != nil {
 		return err
 	}
@@ -296,7 +296,7 @@ func (e *Engine) freeMembers(ctx context.Context, id, by string) error {
 // notFreed logs what comes in between. What a verb is at work on is no failure.
 func (e *Engine) notFreed(err error, what ...any) {
 	if !errors.Is(err, runtime.ErrBusy) {
-		e.log.Error("not removed with its lease", append(what, "err", err)...)
+		e.log.Error("lease member not removed", append(what, "err", err)...)
 	}
 }
 
@@ -309,14 +309,14 @@ func (e *Engine) freeSandbox(ctx context.Context, sb store.Sandbox, l runtime.Le
 	}
 	// Whoever follows its events is told why it goes.
 	if err := e.note(sb.ID, runtime.Event{Time: time.Now(), Type: runtime.EventLease, Name: cmp.Or(l.Name, short(l.ID)), Reason: l.Reason}); err != nil {
-		e.log.Warn("its end is not told", "sandbox", sb.ID, "err", err)
+		e.log.Warn("end of the lease not reported", "sandbox", sb.ID, "err", err)
 	}
 	err := e.removeAs(ctx, sb.ID, ByItself("rm", subjectOf(sb), Own{By: by, Why: ofLease(l)}), runtime.RemoveOptions{Force: true})
 	if errors.Is(err, runtime.ErrNotFound) {
 		return nil
 	}
 	if err == nil {
-		e.log.Info("removed with its lease", "sandbox", sb.ID, "name", sb.Name, "lease", l.ID)
+		e.log.Info("lease member removed", "sandbox", sb.ID, "name", sb.Name, "lease", l.ID)
 	}
 	return err
 }
@@ -375,7 +375,7 @@ func (e *Engine) wakeKeeper() {
 		err = e.keeper()
 	}
 	if err != nil {
-		e.log.Error("leases are ended only when a command comes by", "err", err)
+		e.log.Error("lease keeper not running; leases end only with the next command", "err", err)
 	}
 }
 
@@ -392,7 +392,7 @@ func (e *Engine) reviveKeeper(ctx context.Context) {
 		}
 	}
 	if err != nil && ctx.Err() == nil {
-		e.log.Error("leases are ended only when a command comes by", "err", err)
+		e.log.Error("lease keeper not running; leases end only with the next command", "err", err)
 	}
 }
 
@@ -435,7 +435,7 @@ func (e *Engine) KeepLeases(ctx context.Context) error {
 			wait = min(wait, max(again, time.Millisecond))
 		}
 		if err != nil {
-			e.log.Warn("leases", "err", err)
+			e.log.Warn("leases not checked", "err", err)
 			wait = max(wait, time.Second)
 		}
 		for o, stop := range waiting {

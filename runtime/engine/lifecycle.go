@@ -100,7 +100,7 @@ func (e *Engine) createSandbox(ctx context.Context, req runtime.CreateRequest) (
 	if err := e.create(ctx, s, row); err != nil {
 		return runtime.Sandbox{}, err
 	}
-	e.log.Info("created", "sandbox", s.ID, "name", s.Name, "image", s.Image)
+	e.log.Info("sandbox created", "sandbox", s.ID, "name", s.Name, "image", s.Image)
 	return e.inspect(ctx, s.ID)
 }
 
@@ -311,7 +311,7 @@ func (e *Engine) launch(ctx context.Context, sb *locked, streams *runtime.Stream
 	}
 	live := c.Status == runtime.Running || c.Status == runtime.Paused
 	if stop == nil && live {
-		return nil, fmt.Errorf("%w: it is %s", runtime.ErrState, c.Status)
+		return nil, wrongState(sb.Name, c.Status)
 	}
 	if stop != nil {
 		if live && c.AutoRemove {
@@ -376,7 +376,7 @@ func (e *Engine) launch(ctx context.Context, sb *locked, streams *runtime.Stream
 		e.release(sb.ID)
 		return nil, err
 	}
-	e.log.Info("started", "sandbox", sb.ID)
+	e.log.Info("sandbox started", "sandbox", sb.ID)
 	e.every(s)
 	e.enforce(s, c)
 	if wait == nil {
@@ -384,7 +384,7 @@ func (e *Engine) launch(ctx context.Context, sb *locked, streams *runtime.Stream
 	}
 	done, err := e.use(s)
 	if err != nil {
-		e.log.Warn("who is attached does not count", "sandbox", sb.ID, "err", err)
+		e.log.Warn("attached session not counted", "sandbox", sb.ID, "err", err)
 		return wait, nil
 	}
 	served := wait
@@ -392,6 +392,19 @@ func (e *Engine) launch(ctx context.Context, sb *locked, streams *runtime.Stream
 		defer done()
 		return served()
 	}, nil
+}
+
+// wrongState is the error of a verb that needs the sandbox in another state, with the
+// command that brings it there.
+func wrongState(name string, is runtime.Status) error {
+	err := fmt.Errorf("%w: it is %s", runtime.ErrState, is)
+	switch is {
+	case runtime.Created, runtime.Exited:
+		return hint(err, "Start it with: agentbox start "+name)
+	case runtime.Paused:
+		return hint(err, "Let it go on with: agentbox unpause "+name)
+	}
+	return err
 }
 
 // inState finds a sandbox and checks that it is in one of the given states.
@@ -405,7 +418,7 @@ func (e *Engine) inState(ctx context.Context, ref string, states ...runtime.Stat
 		return sb, c, err
 	}
 	if !slices.Contains(states, c.Status) {
-		return sb, c, fmt.Errorf("%w: it is %s", runtime.ErrState, c.Status)
+		return sb, c, wrongState(sb.Name, c.Status)
 	}
 	return sb, c, nil
 }

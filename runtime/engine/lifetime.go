@@ -190,7 +190,7 @@ func (e *Engine) expire(ctx context.Context, id string) (done bool, err error) {
 	}
 	why := fmt.Sprintf("ttl: its time of %v is over", s.Lifetime.TTL)
 	if c.Status == runtime.Running || c.Status == runtime.Paused {
-		e.log.Info("stopped: its time is over", "sandbox", id, "ttl", s.Lifetime.TTL)
+		e.log.Info("sandbox stopped: lifetime over", "sandbox", id, "ttl", s.Lifetime.TTL)
 		if err := e.putDown(ctx, sb, why); err != nil {
 			return false, err
 		}
@@ -239,7 +239,7 @@ func (e *Engine) stopIdle(ctx context.Context, id string, quiet time.Duration, t
 			return false, err
 		}
 	}
-	e.log.Info("stopped: idle", "sandbox", id, "idle", quiet)
+	e.log.Info("sandbox stopped: idle", "sandbox", id, "idle", quiet)
 	if err := e.putDown(ctx, sb, fmt.Sprintf("idle: nothing went on for %v", s.Lifetime.Idle)); err != nil {
 		return false, err
 	}

@@ -22,7 +22,7 @@ func (e *Engine) removeCheckpoints(ctx context.Context, filter runtime.Checkpoin
 	case filter.Trigger != "" || len(filter.Labels) > 0:
 		return out, hint(fmt.Errorf("%w: a trigger or label filter needs a sandbox or a policy", runtime.ErrInvalid), "Name the policy, or the sandbox, whose checkpoints are to go.")
 	default:
-		return out, fmt.Errorf("%w: nothing says which checkpoints are to go", runtime.ErrInvalid)
+		return out, fmt.Errorf("%w: the filter names no checkpoints to remove", runtime.ErrInvalid)
 	}
 	filter.All = true
 	list, err := e.listCheckpoints(ctx, filter)
@@ -72,7 +72,7 @@ func (e *Engine) match(ctx context.Context, sandbox string, opts *runtime.Restor
 		return nil
 	}
 	if opts.Checkpoint != "" || opts.Undo {
-		return fmt.Errorf("%w: which checkpoint it is is said already: no trigger and no labels", runtime.ErrInvalid)
+		return fmt.Errorf("%w: a trigger or label filter cannot be combined with a checkpoint or --undo", runtime.ErrInvalid)
 	}
 	list, err := e.listCheckpoints(ctx, runtime.CheckpointFilter{Sandbox: sandbox, Trigger: opts.Trigger, Labels: opts.Labels})
 	if err != nil {

@@ -30,7 +30,7 @@ func (e *Engine) proveTree(ctx context.Context, r *restoration, i int) error {
 	}
 	err := e.differs(ctx, r.sb.ID, t, r.reader, lost, r.verify)
 	if errors.Is(err, errDiffers) {
-		e.log.Debug("files changed by the stop", "sandbox", r.sb.ID, "tree", t.Number, "err", err)
+		e.log.Debug("files changed by the stop mended", "sandbox", r.sb.ID, "tree", t.Number, "err", err)
 		if err := errors.Join(failpoint.Hit("restore.before-mend"), t.change(ctx, r.reader, lost)); err != nil {
 			return err
 		}

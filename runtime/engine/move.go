@@ -197,7 +197,7 @@ func (e *Engine) importCheckpoint(ctx context.Context, r io.Reader, opts runtime
 		return runtime.Checkpoint{}, err
 	}
 	undo.Release()
-	e.log.Info("imported", "sandbox", done.SandboxID, "checkpoint", done.ID)
+	e.log.Info("checkpoint imported", "sandbox", done.SandboxID, "checkpoint", done.ID)
 	return e.arrived(ctx, done), draft.Close()
 }
 
@@ -495,6 +495,6 @@ func (e *Engine) pullCheckpoint(ctx context.Context, reference string, opts runt
 		return runtime.Checkpoint{}, err
 	}
 	undo.Release()
-	e.log.Info("pulled", "sandbox", done.SandboxID, "checkpoint", done.ID)
+	e.log.Info("checkpoint pulled", "sandbox", done.SandboxID, "checkpoint", done.ID)
 	return e.arrived(ctx, done), draft.Close()
 }

@@ -278,7 +278,7 @@ func (e *Engine) makeRoom(ctx context.Context, sb store.Sandbox, c runtime.Check
 		err = e.retain(ctx, f, r, &out)
 	}
 	if err != nil {
-		e.log.Warn("older checkpoints stay; `agentbox prune` removes them", "sandbox", sb.ID, "err", err)
+		e.log.Warn("older checkpoints not removed; `agentbox prune` removes them", "sandbox", sb.ID, "err", err)
 	}
 	if len(out.Removed) > 0 {
 		e.log.Info("checkpoints removed by policy", "sandbox", sb.ID, "policy", r.policy, "checkpoints", len(out.Removed))

@@ -81,7 +81,7 @@ func (r *reconciling) add(f runtime.Finding, err error) {
 	}
 	r.said[f] = true
 	if f.Again = r.e.lastReconciled().said[f]; !f.Again && (r.unasked || err != nil) { // else whoever asked is told
-		r.e.log.Warn("reconcile", "kind", f.Kind, "sandbox", f.Sandbox, "action", f.Action, "err", f.Error)
+		r.e.log.Warn("reconcile incomplete", "kind", f.Kind, "sandbox", f.Sandbox, "action", f.Action, "err", f.Error)
 	}
 	if f.Action != "" {
 		r.report.Actions = append(r.report.Actions, f.Action)

@@ -62,7 +62,7 @@ func (e *Engine) recoverFor(ctx context.Context, as Own) (runtime.Recovery, erro
 		})
 		if did != "" {
 			done.Actions = append(done.Actions, did)
-			e.log.Warn("recovered", "sandbox", in.Sandbox, "verb", in.Op, "action", did)
+			e.log.Warn("verb recovered", "sandbox", in.Sandbox, "verb", in.Op, "action", did)
 			own := as
 			own.Why, own.Did, own.Past = fmt.Sprintf("its %s was interrupted", in.Op), []string{did}, true
 			_ = e.observed(ctx, ByItself("recover", about, own), func(context.Context) error { return err })
@@ -89,7 +89,7 @@ func (e *Engine) interrupted(ctx context.Context, in store.Intent) (*store.Lock,
 		defer e.assistDump(ctx, in)()
 		lock, err := e.store.Lock(ctx, in.Sandbox, "recover", recoverWait)
 		if errors.Is(err, runtime.ErrBusy) && criu.EndHolders(e.store.LockPath(in.Sandbox)) {
-			e.log.Warn("dump ended that nothing waited for any more", "sandbox", in.Sandbox)
+			e.log.Warn("abandoned dump ended", "sandbox", in.Sandbox)
 			lock, err = e.store.Lock(ctx, in.Sandbox, "recover", recoverWait)
 		}
 		return lock, err
@@ -333,7 +333,7 @@ func (e *Engine) letGo(ctx context.Context, host Host, id string, was runtime.St
 	if c.Runtime.ID != "" && c.Pid != 0 {
 		lost, e2 := criu.Runtime(c.Runtime).PutBack(ctx, was == runtime.Paused)
 		for _, what := range lost {
-			e.log.Warn("lost by a checkpoint that was killed", "sandbox", id, "what", what)
+			e.log.Warn("state lost by an interrupted checkpoint", "sandbox", id, "what", what)
 		}
 		err = errors.Join(err, e2)
 	}
@@ -346,7 +346,7 @@ func (e *Engine) letGo(ctx context.Context, host Host, id string, was runtime.St
 // interruptedWaits tells why a sandbox, which goes on all the same, may see EINTR.
 func (e *Engine) interruptedWaits(id string, err error) {
 	if err != nil && !errors.Is(err, runtime.ErrNotFound) {
-		e.log.Warn("system calls that waited may return EINTR", "sandbox", id, "err", err)
+		e.log.Warn("waiting system calls may return EINTR", "sandbox", id, "err", err)
 	}
 }
 

@@ -90,7 +90,7 @@ func (e *Engine) remove(ctx context.Context, sb *locked, checkpoints bool) error
 	if err := e.finishRemove(ctx, sb.host, sb.ID, checkpoints); err != nil {
 		return err // the intent stays: Recover tries again
 	}
-	e.log.Info("removed", "sandbox", sb.ID)
+	e.log.Info("sandbox removed", "sandbox", sb.ID)
 	return e.store.Done(context.WithoutCancel(ctx), seq)
 }
 

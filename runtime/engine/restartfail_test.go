@@ -55,7 +55,7 @@ func TestStopAfterFailedRestart(t *testing.T) {
 		}
 		b.refuse = true
 		watch, end := context.WithTimeout(ctx, 20*time.Second)
-		r.log.message, r.log.fn = "not restarted", func() {
+		r.log.message, r.log.fn = "sandbox not restarted", func() {
 			if stopped {
 				if err := r.Stop(ctx, sb.ID, 0); err != nil {
 					t.Error(err)
@@ -121,7 +121,7 @@ func TestGiveUpWaitsForLock(t *testing.T) {
 	watch, end := context.WithCancel(ctx)
 	defer end()
 	var lock *store.Lock
-	r.log.message, r.log.fn = "restarted", func() {
+	r.log.message, r.log.fn = "sandbox restarted", func() {
 		ends()
 		var err error
 		if lock, err = r.store.Lock(ctx, sb.ID, "start", 0); err != nil {
@@ -150,7 +150,7 @@ func TestGiveUpWaitsForLock(t *testing.T) {
 // neither from putting that on record nor from ending.
 func TestGiveUpRecovers(t *testing.T) {
 	r, sb, ends := failing(t)
-	r.log.message, r.log.fn = "restarted", func() {
+	r.log.message, r.log.fn = "sandbox restarted", func() {
 		ends()
 		if _, err := r.store.Begin(ctx, store.Intent{Op: "start", Sandbox: sb.ID}); err != nil {
 			t.Error(err)

@@ -221,10 +221,10 @@ func (e *Engine) restart(ctx context.Context, id string, finished time.Time) (er
 		return err
 	}
 	if err := e.bringBack(ctx, sb, s, fmt.Sprintf("restart policy %s: it had ended with exit code %d", s.Restart.Policy, c.ExitCode)); err != nil {
-		e.log.Error("not restarted", "sandbox", id, "count", st.Count, "err", err)
+		e.log.Error("sandbox not restarted", "sandbox", id, "count", st.Count, "err", err)
 		return e.notRestarted(ctx, id, st.Stopped, err)
 	}
-	e.log.Info("restarted", "sandbox", id, "exit", c.ExitCode, "count", st.Count)
+	e.log.Info("sandbox restarted", "sandbox", id, "exit", c.ExitCode, "count", st.Count)
 	return e.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventRestarted, Exit: &c.ExitCode, Count: int64(st.Count)})
 }
 

@@ -201,12 +201,12 @@ func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ runtime.Rest
 		e.every(r.spec)
 		e.enforce(r.spec, r.c)
 	} else if err := e.staysDown(r.spec, r.restart); err != nil {
-		e.log.Warn("its restart policy may start it", "sandbox", r.sb.ID, "err", err)
+		e.log.Warn("restart policy not suspended; it may start the sandbox", "sandbox", r.sb.ID, "err", err)
 	}
 	if r.restart && r.row.Attached != nil { // nobody reads its warnings
 		e.noteHosts(r, r.hostsLeftText())
 	}
-	e.log.Info("restored", "sandbox", r.sb.ID, "checkpoint", r.row.ID, "down", r.down, "changed", r.changed)
+	e.log.Info("sandbox restored", "sandbox", r.sb.ID, "checkpoint", r.row.ID, "down", r.down, "changed", r.changed)
 	out := runtime.Restored{
 		Checkpoint: checkpointView(r.row), Recreated: r.data.Recreated, Verified: t.opts.Verify, Down: r.down, Files: r.files, Warnings: slices.Concat(r.warnings, t.told, r.told),
 		Attached: r.hostReport(), Undo: r.undone, Changed: r.changed, Lost: slices.Sorted(maps.Keys(r.lost)), Compensated: slices.Concat(t.compensated, r.compensated),
@@ -545,7 +545,7 @@ func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, und
 		row, err := e.record(ctx, k)
 		if err != nil && !opts.FilesOnly && ctx.Err() == nil && !errors.Is(err, unix.ENOSPC) && !isCalledOff(err) {
 			// What cannot be dumped can still be put back as files.
-			e.log.Info("the undo checkpoint will have files only", "sandbox", r.sb.ID, "err", err)
+			e.log.Info("undo checkpoint limited to files", "sandbox", r.sb.ID, "err", err)
 			r.undoIsFiles(err)
 			opts.FilesOnly, r.data.Undo = true, newID()
 			// Recover looks for the one that the journal names.

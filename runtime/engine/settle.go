@@ -21,7 +21,7 @@ func (e *Engine) dumpAgain(ctx context.Context, sb *locked, err error) bool {
 	if !criu.Passing(err) || ctx.Err() != nil {
 		return false
 	}
-	e.log.Warn("dump made again", "sandbox", sb.ID, "err", err)
+	e.log.Warn("dump repeated", "sandbox", sb.ID, "err", err)
 	return true
 }
 

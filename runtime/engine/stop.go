@@ -37,7 +37,7 @@ func (e *Engine) stopLocked(ctx context.Context, sb *locked, opts runtime.StopOp
 	if err := sb.host.Stop(ctx, sb.ID, opts); err != nil {
 		return err
 	}
-	e.log.Info("stopped", "sandbox", sb.ID)
+	e.log.Info("sandbox stopped", "sandbox", sb.ID)
 	return nil
 }
 

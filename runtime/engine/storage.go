@@ -68,7 +68,7 @@ func (e *Engine) holdFiles(s runtime.Spec, c runtime.Container) {
 		return
 	}
 	if _, err := overlay.LimitProject(c.Upper, s.Resources.Storage); err != nil {
-		e.log.Error("the kernel does not take the limit of its files", "sandbox", s.ID, "err", err)
+		e.log.Error("storage limit not set in the kernel", "sandbox", s.ID, "err", err)
 	}
 }
 
@@ -273,7 +273,7 @@ func (w *filesLimit) kill(ctx context.Context, c runtime.Container, used int64) 
 		return err
 	}
 	w.killed = c.Pid
-	w.e.log.Warn("killed: its files take more than it was given", "sandbox", w.id, "limit", w.limit, "used", used)
+	w.e.log.Warn("sandbox killed: storage limit exceeded", "sandbox", w.id, "limit", w.limit, "used", used)
 	now := time.Now()
 	return errors.Join(
 		w.stayDown(sb.Sandbox),

@@ -24,16 +24,16 @@ const strategyPause = 200 * time.Millisecond
 // checkRestore refuses options that do not go together.
 func checkRestore(o runtime.RestoreOptions) error {
 	if o.Undo && o.Checkpoint != "" {
-		return fmt.Errorf("%w: an undo has its checkpoint already", runtime.ErrInvalid)
+		return fmt.Errorf("%w: --undo cannot be combined with a checkpoint", runtime.ErrInvalid)
 	}
 	if o.Strategy != "" && !slices.Contains(runtime.Strategies, o.Strategy) {
 		return fmt.Errorf("%w: strategy %q: choose %s", runtime.ErrInvalid, o.Strategy, strings.Join(runtime.Strategies, ", "))
 	}
 	if o.FilesOnly && o.Strategy == runtime.StrategyFull {
-		return fmt.Errorf("%w: the strategy full, and files only", runtime.ErrInvalid)
+		return fmt.Errorf("%w: --files-only cannot be combined with --strategy full", runtime.ErrInvalid)
 	}
 	if o.Attached && o.NoAttached {
-		return fmt.Errorf("%w: attached files, and none", runtime.ErrInvalid)
+		return fmt.Errorf("%w: --attached and --no-attached exclude each other", runtime.ErrInvalid)
 	}
 	return checkAlert(o)
 }
@@ -108,7 +108,7 @@ func (e *Engine) escalate(ctx context.Context, ref string, t *trying) (runtime.R
 			}
 			ref = id // a prefix of it may be nobody's any more
 			if err := e.afterTry(ctx, t); err != nil {
-				e.log.Warn("after a try to restore", "sandbox", id, "err", err)
+				e.log.Warn("restore attempt not cleaned up", "sandbox", id, "err", err)
 			}
 			again := try < strategyTries && mayPass(err)
 			a := runtime.RestoreAttempt{Time: began.UTC(), Strategy: w.name(full), Try: try, Error: err.Error(), Took: time.Since(began)}
@@ -118,7 +118,7 @@ func (e *Engine) escalate(ctx context.Context, ref string, t *trying) (runtime.R
 				a.Next = ways[i+1].name(full)
 			}
 			t.attempts = append(t.attempts, a)
-			e.log.Info("a try to restore failed", "sandbox", id, "checkpoint", row.ID, "strategy", a.Strategy, "try", a.Try, "next", a.Next, "err", a.Error)
+			e.log.Info("restore attempt failed", "sandbox", id, "checkpoint", row.ID, "strategy", a.Strategy, "try", a.Try, "next", a.Next, "err", a.Error)
 			e.noteAttempt(id, row.ID, a)
 			if !again {
 				if i+1 == len(ways) && opts.Strategy != runtime.StrategyAuto {
@@ -184,7 +184,7 @@ func (e *Engine) noteAttempt(id, checkpoint string, a runtime.RestoreAttempt) {
 	}
 	ev := runtime.Event{Time: a.Time, Type: runtime.EventRestore, Checkpoint: checkpoint, Strategy: a.Strategy, Reason: a.Error + "; " + then}
 	if err := e.note(id, ev); err != nil {
-		e.log.Warn("an event is not on record", "sandbox", id, "err", err)
+		e.log.Warn("event not recorded", "sandbox", id, "err", err)
 	}
 }
 
@@ -262,7 +262,7 @@ func (e *Engine) keepStopped(ctx context.Context, sb *locked, attach []string) (
 	opts := runtime.CheckpointOptions{Trigger: runtime.TriggerUndo, TCP: runtime.TCPEstablished, Stop: true, Attach: attach}
 	row, err := e.checkpointOf(ctx, sb, opts, "")
 	if err != nil && ctx.Err() == nil && !errors.Is(err, unix.ENOSPC) && !isCalledOff(err) {
-		e.log.Warn("the undo checkpoint will have files only", "sandbox", sb.ID, "err", err)
+		e.log.Warn("undo checkpoint limited to files", "sandbox", sb.ID, "err", err)
 		opts.FilesOnly = true
 		row, err = e.checkpointOf(ctx, sb, opts, "")
 	}
@@ -339,7 +339,7 @@ func (e *Engine) safeStop(ctx context.Context, id string, t *trying) (err error)
 		return errors.Join(cause, fmt.Errorf("and it cannot be frozen: %w", err))
 	}
 	if err := e.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventHeld, Checkpoint: t.r.row.ID, Reason: state + ": " + why}); err != nil {
-		e.log.Warn("an event is not on record", "sandbox", id, "err", err)
+		e.log.Warn("event not recorded", "sandbox", id, "err", err)
 	}
 	text := fmt.Sprintf("The sandbox is %s, with the files it had before, and nobody may use it. Restore it again, or let it be used as it is with: agentbox release %s", state, sb.Name)
 	if t.kept != "" {
@@ -377,6 +377,6 @@ func (e *Engine) releaseHold(ctx context.Context, ref string) (err error) {
 			return err
 		}
 	}
-	e.log.Info("released", "sandbox", sb.ID)
+	e.log.Info("hold released", "sandbox", sb.ID)
 	return e.store.Hold(ctx, sb.ID, "")
 }

@@ -173,7 +173,7 @@ func (e *Engine) remember(k *making) {
 		t := &k.trees[i]
 		path := e.store.MemoryPath(k.sb.ID, t.Number)
 		if err := learn(t.seen, path); err != nil {
-			e.log.Warn("files will be read again", "sandbox", k.sb.ID, "err", err)
+			e.log.Warn("file cache not kept; files will be read again", "sandbox", k.sb.ID, "err", err)
 			continue
 		}
 		t.seen = path
@@ -390,7 +390,7 @@ func (e *Engine) learn(r *restoration) {
 		}
 		if err := t.learnt.Write(r.row.ID); err != nil {
 			// One that is half-written is not used.
-			e.log.Warn("files will be read again", "sandbox", r.sb.ID, "err", errors.Join(err, remove(t.seen)))
+			e.log.Warn("file cache not kept; files will be read again", "sandbox", r.sb.ID, "err", errors.Join(err, remove(t.seen)))
 		}
 		t.learnt = nil
 	}

@@ -67,7 +67,7 @@ func (e *Engine) freeUnstarted(ctx context.Context, as Own) (did []string, err e
 			gone, err := e.freeOne(ctx, sb.ID, as)
 			if gone {
 				did = append(did, fmt.Sprintf("removed sandbox %s (%s), whose caller ended before it was started", sb.Name, short(sb.ID)))
-				e.log.Warn("recovered", "sandbox", sb.ID, "verb", opCreate, "action", did[len(did)-1])
+				e.log.Warn("verb recovered", "sandbox", sb.ID, "verb", opCreate, "action", did[len(did)-1])
 			}
 			return err
 		})
@@ -122,7 +122,7 @@ func (e *Engine) started(ctx context.Context, sb store.Sandbox, err error) {
 		return
 	}
 	if err := e.store.Started(context.WithoutCancel(ctx), sb.ID); err != nil {
-		e.log.Warn("sandbox not noted as started", "sandbox", sb.ID, "err", err)
+		e.log.Warn("start not recorded", "sandbox", sb.ID, "err", err)
 	}
 }
 

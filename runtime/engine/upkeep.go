@@ -35,7 +35,7 @@ func (e *Engine) Upkeep(ctx context.Context, u Upkeep) {
 				u.Reconciled(report, err)
 			}
 			if len(report.Deeds()) > 0 || report.Failed > 0 {
-				e.log.Info("reconciled", "sandboxes", report.Sandboxes, "found", report.Counts, "failed", report.Failed, "took", report.Took)
+				e.log.Info("host reconciled", "sandboxes", report.Sandboxes, "found", report.Counts, "failed", report.Failed, "took", report.Took)
 			}
 			return err
 		})
@@ -70,9 +70,9 @@ func (e *Engine) repeat(ctx context.Context, every time.Duration, now bool, fn f
 			switch {
 			case err == nil || ctx.Err() != nil:
 			case errors.Is(err, runtime.ErrBusy): // nothing is wrong, unless it stays so
-				e.log.Info("upkeep waits for the next time", "err", err)
+				e.log.Info("upkeep postponed", "err", err)
 			default:
-				e.log.Error("upkeep", "err", err)
+				e.log.Error("upkeep failed", "err", err)
 			}
 		}
 		now = true

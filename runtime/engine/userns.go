@@ -33,7 +33,7 @@ func (e *Engine) mapIDs(ctx context.Context, s *runtime.Spec, mode string, by *p
 	switch mode {
 	case "", runtime.UserNSAuto:
 	case runtime.UserNSHost:
-		e.log.Debug("it has the host's user ids, as it was asked", "sandbox", s.ID)
+		e.log.Debug("user namespace not used, as requested", "sandbox", s.ID)
 		return nil
 	default:
 		return fmt.Errorf("%w: user namespace %q: choose %s or %s", runtime.ErrInvalid, mode, runtime.UserNSAuto, runtime.UserNSHost)
@@ -43,7 +43,7 @@ func (e *Engine) mapIDs(ctx context.Context, s *runtime.Spec, mode string, by *p
 	case err != nil:
 		return err
 	case why == "":
-		e.log.Debug("it has user ids of its own", "sandbox", s.ID, "first", s.IDs.Base)
+		e.log.Debug("user namespace assigned", "sandbox", s.ID, "first", s.IDs.Base)
 		return nil
 	case by.Rules.NeedsNamespace():
 		return by.NoNamespace(why)
@@ -51,7 +51,7 @@ func (e *Engine) mapIDs(ctx context.Context, s *runtime.Spec, mode string, by *p
 		return hint(fmt.Errorf("%w: a user namespace (--userns %s): %s", runtime.ErrUnsupported, mode, why), "Without --userns it has the host's user ids then.")
 	}
 	s.HostIDs = why
-	e.log.Info("it has the host's user ids", "sandbox", s.ID, "reason", why)
+	e.log.Info("user namespace not used", "sandbox", s.ID, "reason", why)
 	return nil
 }
 
@@ -95,7 +95,7 @@ func (e *Engine) keepIDs(ctx context.Context, s *runtime.Spec, host Host, lower 
 		return p.NoNamespace(why)
 	}
 	s.HostIDs = why
-	e.log.Info("it has the host's user ids", "sandbox", s.ID, "reason", why)
+	e.log.Info("user namespace not used", "sandbox", s.ID, "reason", why)
 	return nil
 }
 

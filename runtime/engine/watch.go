@@ -33,10 +33,10 @@ func watched(s runtime.Spec) bool {
 // enforce begins a start of a sandbox, whose limits are watched from here on.
 func (e *Engine) enforce(s runtime.Spec, c runtime.Container) {
 	if err := e.noteHit(s.ID, nil); err != nil {
-		e.log.Warn("that it was killed for its files is still on record", "sandbox", s.ID, "err", err)
+		e.log.Warn("storage kill not cleared from the record", "sandbox", s.ID, "err", err)
 	}
 	if err := e.begun(s); err != nil {
-		e.log.Warn("how often it was restarted is not noted", "sandbox", s.ID, "err", err)
+		e.log.Warn("restart count not recorded", "sandbox", s.ID, "err", err)
 	}
 	e.holdFiles(s, c)
 	e.watchOver(s)
@@ -52,7 +52,7 @@ func (e *Engine) watchOver(s runtime.Spec) {
 		err = e.watch(s.ID) // one that is there already may be about to end
 	}
 	if err != nil {
-		e.log.Error("its limits are not watched", "sandbox", s.ID, "err", err)
+		e.log.Error("watch not started; limits are not enforced", "sandbox", s.ID, "err", err)
 	}
 }
 
@@ -235,7 +235,7 @@ func (e *Engine) Watch(ctx context.Context, id string) error {
 			return fail("watch", id, err)
 		case err != nil:
 			// Whatever it is, the limits hold as soon as it is over.
-			e.log.Warn("watch", "sandbox", id, "err", err)
+			e.log.Warn("watch failed", "sandbox", id, "err", err)
 			wait = max(wait, time.Second)
 		}
 		select {

@@ -226,7 +226,7 @@ func (g *run) renew(ctx context.Context, id string, stop context.CancelCauseFunc
 			return
 		}
 		if err != nil && ctx.Err() == nil {
-			g.Log.Warn("the lease of the group is not renewed", "group", g.Name, "err", err)
+			g.Log.Warn("group lease not renewed", "group", g.Name, "err", err)
 		}
 	}
 }

@@ -255,7 +255,7 @@ func (s *Server) removeLeftovers(ctx context.Context) error {
 		if !ok || name != sb.Name || ownerAlive(owner) {
 			continue
 		}
-		s.log.Warn("removing the sandbox of a session that was killed", "sandbox", sb.Name)
+		s.log.Warn("sandbox of a killed session not removed", "sandbox", sb.Name)
 		errs = append(errs, s.discard(ctx, sb.ID))
 	}
 	return errors.Join(errs...)

@@ -181,7 +181,7 @@ func (s *Server) runCommand(ctx context.Context, b *box, in runArgs) (reply, err
 	ended := j.ended.Load() != nil
 	if j.err != nil && !ended {
 		if errors.Is(j.err, runtime.ErrState) {
-			return reply{}, &runtime.Error{Err: j.err, Hint: fmt.Sprintf("File tools work all the same; your user can start it with 'agentbox start %s'.", b.name)}
+			return reply{}, &runtime.Error{Err: j.err, Hint: "File tools work all the same. Your user can bring it back."}
 		}
 		return reply{}, j.err
 	}
@@ -270,7 +270,7 @@ func (s *Server) end(ctx context.Context, j *job, why string) {
 	signal := func(name string) {
 		_, err := s.svc.Exec(ctx, j.box.id, runtime.Process{Args: []string{"/bin/sh", "-c", killScript, "sh", j.mark, name}, Workdir: "/"}, runtime.Streams{})
 		if err != nil && !errors.Is(err, runtime.ErrState) && !errors.Is(err, runtime.ErrNotFound) {
-			s.log.Warn("ending a command", "sandbox", j.box.id, "signal", name, "err", err)
+			s.log.Warn("command not ended", "sandbox", j.box.id, "signal", name, "err", err)
 		}
 	}
 	if !j.running() {

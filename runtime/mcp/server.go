@@ -84,7 +84,7 @@ func New(ctx context.Context, svc runtime.Local, opts Options) (*Server, error) 
 		return nil, fmt.Errorf("%w: neither a sandbox nor leave to make one", runtime.ErrInvalid)
 	}
 	if err := s.removeLeftovers(ctx); err != nil {
-		s.log.Error("sandboxes of sessions that were killed are still there", "err", err)
+		s.log.Error("sandboxes of killed sessions not removed", "err", err)
 	}
 	s.sdk = sdk.NewServer(&sdk.Implementation{Name: "agentbox", Title: "Agentbox sandbox", Version: cmp.Or(opts.Version, "dev")}, &sdk.ServerOptions{
 		Instructions: s.instructions(attempt),

@@ -49,7 +49,7 @@ func add[In any](s *Server, t tool, handle func(context.Context, In) (reply, err
 		Annotations: &sdk.ToolAnnotations{Title: t.title, ReadOnlyHint: t.effect == reads, DestructiveHint: &destructive, OpenWorldHint: &closed},
 	}
 	sdk.AddTool(s.sdk, def, func(ctx context.Context, _ *sdk.CallToolRequest, in In) (*sdk.CallToolResult, any, error) {
-		s.log.Info("tool", "name", t.name)
+		s.log.Info("tool called", "name", t.name)
 		if t.effect == reads {
 			ctx = runtime.Reading(ctx)
 		}

@@ -71,7 +71,7 @@ func (m *Manager) Serve(ctx context.Context) error {
 	s := &server{m: m, worker: &worker{}}
 	s.worker.moved = func(gates map[netip.Addr]egress.Ports) {
 		if err := s.move(ctx, gates); err != nil {
-			slog.Warn("lead sandboxes to where the proxy listens", "error", err)
+			slog.Warn("redirection to the proxy not set", "error", err)
 		}
 	}
 	defer s.Close()
@@ -83,7 +83,7 @@ func (m *Manager) Serve(ctx context.Context) error {
 			return nil
 		}
 		if errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) || errors.Is(err, unix.ENOMEM) || errors.Is(err, unix.ENOBUFS) || errors.Is(err, unix.ECONNABORTED) {
-			slog.Warn("a verb cannot be heard for now", "error", err)
+			slog.Warn("control connection not accepted", "error", err)
 			time.Sleep(deniedEvery)
 			continue
 		}
@@ -107,7 +107,7 @@ func moreFiles() {
 	if syscall.Setrlimit(syscall.RLIMIT_NOFILE, &want) != nil {
 		want = syscall.Rlimit{Cur: now.Max, Max: now.Max} // the proxy bounds itself by it
 		if err := syscall.Setrlimit(syscall.RLIMIT_NOFILE, &want); err != nil {
-			slog.Warn("the proxy may open few files", "error", err, "limit", now.Cur)
+			slog.Warn("proxy file limit not raised", "error", err, "limit", now.Cur)
 		}
 	}
 }
@@ -172,7 +172,7 @@ func (s *server) serve(c net.Conn) (end bool) {
 		s.leave()
 	}
 	if err := json.NewEncoder(c).Encode(r); err != nil {
-		slog.Warn("answer a verb", "error", err)
+		slog.Warn("control request not answered", "error", err)
 	}
 	return r.Ends
 }
@@ -182,7 +182,7 @@ func (s *server) serve(c net.Conn) (end bool) {
 func (s *server) leave() {
 	s.Close()
 	if err := s.m.clearProxy(); err != nil {
-		slog.Warn("clear up", "error", err)
+		slog.Warn("cleanup failed", "error", err)
 	}
 }
 
@@ -230,7 +230,7 @@ func (s *server) watch(ctx context.Context, l net.Listener) {
 		if now, err := s.readDenied(seen); err == nil {
 			seen = now
 		} else if err := s.repair(ctx); err != nil {
-			slog.Debug("put the rules back", "error", err) // it tries again
+			slog.Debug("firewall rules not restored", "error", err) // it tries again
 		}
 		if time.Since(asked) < idleEvery {
 			continue

@@ -244,6 +244,6 @@ func enableForwarding() error {
 		}
 		return err
 	}
-	slog.Info("switched on IPv4 forwarding (net.ipv4.ip_forward)")
+	slog.Info("IPv4 forwarding enabled (net.ipv4.ip_forward)")
 	return nil
 }

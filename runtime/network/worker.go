@@ -123,7 +123,7 @@ func (w *worker) await(cmd *exec.Cmd, ended chan struct{}) {
 	if w.failed++; time.Since(began) > workerStable {
 		w.failed = 1
 	}
-	slog.Warn("the proxy died and is started again", "error", err, "times", w.failed)
+	slog.Warn("proxy died; restarting", "error", err, "times", w.failed)
 	for {
 		if w.failed > 1 { // the first time it is nobody's habit
 			pause := min(100*time.Millisecond<<min(w.failed, 10), workerPause)
@@ -139,7 +139,7 @@ func (w *worker) await(cmd *exec.Cmd, ended chan struct{}) {
 			return
 		}
 		w.failed++
-		slog.Warn("start the proxy again", "error", err, "times", w.failed)
+		slog.Warn("proxy not restarted", "error", err, "times", w.failed)
 	}
 }
 
@@ -225,7 +225,7 @@ func (w *worker) Denied(from netip.Addr, protocol string, to netip.AddrPort) {
 		return
 	}
 	if err := w.tell(order{Denied: &denied{from, protocol, to}}); err != nil {
-		slog.Debug("an event is lost", "error", err)
+		slog.Debug("event lost", "error", err)
 	}
 }
 

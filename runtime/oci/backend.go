@@ -120,9 +120,9 @@ func Open(opts Options) (*Backend, error) {
 	}
 	// It must not keep the user from other sandboxes; those it is for have no way out.
 	if dead, err := b.net.Revive(context.Background()); err != nil {
-		b.log.Error("filtered sandboxes reach nothing", "error", err)
+		b.log.Error("egress proxy not running; filtered sandboxes have no network", "error", err)
 	} else if dead {
-		b.log.Warn("the proxy of filtered sandboxes was dead, so that they reached nothing; it is started again")
+		b.log.Warn("egress proxy was dead; restarting")
 	}
 	return b, nil
 }

@@ -140,7 +140,7 @@ func (b *Backend) launch(l launch) (c *conmon, err error) {
 		// kernel wait now for what the runtime, which is about to move the
 		// container's process, then finds done.
 		if err := b.cgroups.MoveTo(cmd.Process.Pid, monitors, adopted); err != nil {
-			b.log.Debug("conmon stays in the caller's cgroup", "error", err)
+			b.log.Debug("conmon left in the caller's cgroup", "error", err)
 		}
 	})
 	guard.Go(func() { c.done <- cmd.Wait() })

@@ -116,12 +116,12 @@ func (b *Backend) Remove(ctx context.Context, id string) error {
 	}
 	if err != nil && !errors.Is(err, fault.ErrNotFound) {
 		// Kill what there is, whatever its record says.
-		b.log.Warn("remove by force", "sandbox", id, "error", err)
+		b.log.Warn("container removed by force", "sandbox", id, "error", err)
 	}
 	if v.status == runtime.Exited {
 		// A full disk does not keep it from being removed.
 		if err := b.home.Bury(id, v.exit); err != nil {
-			b.log.Warn("who waits for its exit code will not learn it", "sandbox", id, "error", err)
+			b.log.Warn("exit code not kept for waiting clients", "sandbox", id, "error", err)
 		}
 	}
 	if err := failpoint.Hit("oci.remove.after-stop"); err != nil {

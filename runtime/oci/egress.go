@@ -26,7 +26,7 @@ func (b *Backend) startEgress(cmd *exec.Cmd) error {
 		return err
 	}
 	if err := b.cgroups.MoveTo(cmd.Process.Pid, monitors, born); err != nil {
-		b.log.Debug("the proxy stays in the caller's cgroup", "error", err)
+		b.log.Debug("proxy left in the caller's cgroup", "error", err)
 	}
 	return nil
 }

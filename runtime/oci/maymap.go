@@ -114,7 +114,7 @@ func (b *Backend) hostMaps(ctx context.Context) (string, error) {
 		return "", fmt.Errorf("see whether sandboxes can have user namespaces: %w", err)
 	}
 	if err := record.WriteJSON(path, mapping{of, why}, false); err != nil {
-		b.log.Debug("whether sandboxes can have user namespaces will be found out again", "error", err)
+		b.log.Debug("user namespace check not cached", "error", err)
 	}
 	return why, nil
 }

@@ -127,7 +127,7 @@ func (b *Backend) killStrays(ctx context.Context, id string) error {
 		}
 		clean = 0
 		for _, p := range found {
-			b.log.Debug("kill a stray", "sandbox", id, "pid", p.Pid)
+			b.log.Debug("stray process not killed", "sandbox", id, "pid", p.Pid)
 			errs = append(errs, p.Kill(unix.SIGKILL))
 		}
 		for _, p := range found {

@@ -73,7 +73,7 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 		return nil, err
 	}
 	if err := b.home.Prune(id); err != nil {
-		b.log.Warn("forget old runs", "sandbox", id, "error", err)
+		b.log.Warn("old runs not removed", "sandbox", id, "error", err)
 	}
 	if s.attached == nil {
 		return nil, nil

@@ -150,7 +150,7 @@ func (b *Backend) ended(ctx context.Context, v view, killed bool) (home.Exit, er
 	defer cancel()
 	exit, err := b.awaitExit(soon, id, v.run)
 	if errors.Is(err, context.DeadlineExceeded) && ctx.Err() == nil {
-		b.log.Warn("conmon does not finish", "sandbox", id)
+		b.log.Warn("conmon not finished", "sandbox", id)
 		exit, err = home.Exit{Code: home.Unknown, Finished: time.Now()}, b.killStrays(ctx, id)
 	}
 	if exit.Code == home.Unknown && killed {

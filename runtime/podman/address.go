@@ -97,7 +97,7 @@ func (b *Backend) mend(ctx context.Context, c container) (container, error) {
 				Hint: "If that network is gone, make it again: podman network create " + name,
 			}
 		}
-		b.log.Info("network connected again", "sandbox", c.id(), "network", name, "address", apart[name].Address.IP, "err", err)
+		b.log.Info("network reconnected", "sandbox", c.id(), "network", name, "address", apart[name].Address.IP, "err", err)
 	}
 	return b.look(ctx, c.id())
 }

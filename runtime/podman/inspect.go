@@ -232,14 +232,14 @@ func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, er
 		Stage: stage.Slot{Run: b.run, ID: c.ID}, AutoRemove: c.HostConfig.AutoRemove, Managed: b.managed(c), Fresh: c.fresh(),
 	}
 	if err := b.noteManaged(c); err != nil {
-		b.log.Warn("where Podman has files of the container is not noted", "sandbox", id, "err", err)
+		b.log.Warn("Podman's files of the container not recorded", "sandbox", id, "err", err)
 	}
 	switch c.status {
 	case runtime.Running, runtime.Paused:
 		out.Pid = c.State.Pid
 		// A restore needs them when they are no more to be found.
 		if err := b.noteAddresses(c); err != nil {
-			b.log.Warn("addresses of the container are not noted", "sandbox", id, "err", err)
+			b.log.Warn("container addresses not recorded", "sandbox", id, "err", err)
 		}
 	case runtime.Exited:
 		out.ExitCode, out.OOMKilled, out.Finished = c.State.ExitCode, c.State.OOMKilled, c.State.FinishedAt

@@ -86,7 +86,7 @@ func (b *Backend) memoryFile(id string) string { return filepath.Join(b.root, id
 func (b *Backend) remember(id string) (m memory) {
 	err := record.ReadJSON(b.memoryFile(id), &m)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		b.log.Warn("what was remembered of a container is lost", "sandbox", id, "err", err)
+		b.log.Warn("container record lost", "sandbox", id, "err", err)
 		return memory{}
 	}
 	return m

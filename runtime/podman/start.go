@@ -75,7 +75,7 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 	if restores && restore.Paused {
 		// It is, but Podman does not know.
 		if err := b.do(context.WithoutCancel(ctx), "pause", id); err != nil {
-			b.log.Warn("Podman was not told that the container is paused", "sandbox", id, "err", err)
+			b.log.Warn("Podman not informed that the container is paused", "sandbox", id, "err", err)
 		}
 	}
 	// It runs. What is not remembered now must not undo that.
@@ -93,7 +93,7 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 		err = b.noteAddresses(now)
 	}
 	if err != nil {
-		b.log.Warn("what a container was started with is not noted", "sandbox", id, "err", err)
+		b.log.Warn("start parameters of the container not recorded", "sandbox", id, "err", err)
 	}
 	return wait, nil
 }

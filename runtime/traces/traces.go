@@ -91,7 +91,7 @@ func Open(o Options) (*Traces, error) {
 	}
 	out := &sender{redact: headerValues()}
 	// Both are for all of a process, and tell what the SDK makes of its variables.
-	odd := func(err error) { slog.Warn("traces are not all that the environment asks for", "err", out.text(err)) }
+	odd := func(err error) { slog.Warn("traces environment invalid", "err", out.text(err)) }
 	otel.SetErrorHandler(otel.ErrorHandlerFunc(odd))
 	otel.SetLogger(logr.New(quiet{odd}))
 	// A client of our own would take no certificates and no timeout from the environment.
@@ -204,7 +204,7 @@ func (s *sender) ExportSpans(ctx context.Context, spans []sdk.ReadOnlySpan) erro
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.failing {
-		slog.Info("traces are sent again")
+		slog.Info("traces sent again")
 	}
 	s.failing = false
 	return nil
@@ -214,7 +214,7 @@ func (s *sender) failed(err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if !s.failing {
-		slog.Warn("traces are not sent, and what was not sent is lost", "err", s.text(err))
+		slog.Warn("traces not sent; unsent spans are lost", "err", s.text(err))
 	}
 	s.failing = true
 }

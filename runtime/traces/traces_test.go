@@ -318,7 +318,7 @@ func TestNoCollector(t *testing.T) {
 				}
 				t.Logf("5000 verbs in %v", closing.Sub(began))
 				text := log.String()
-				if strings.Count(text, "traces are not sent") != 1 || strings.Count(text, "\n") != 1 || strings.Contains(text, "swordfish") {
+				if strings.Count(text, "traces not sent") != 1 || strings.Count(text, "\n") != 1 || strings.Contains(text, "swordfish") {
 					t.Errorf("the log: %s", text)
 				}
 				if name == "refuses" && !strings.Contains(text, "bad key ***") {

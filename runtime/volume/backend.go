@@ -275,7 +275,7 @@ func (v *Volumes) thaw(ctx context.Context, name string, p *paused) error {
 	for _, c := range p.List {
 		err := v.engine.Unpause(ctx, c.ID)
 		if err != nil && c.Cgroup != "" {
-			v.log.Warn("thawed without the engine", "container", c.Name, "err", err)
+			v.log.Warn("container thawed without its engine", "container", c.Name, "err", err)
 			groups, e := kernel.Hierarchies()
 			if e == nil {
 				e = groups.Thaw(c.Cgroup)

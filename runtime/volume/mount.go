@@ -201,7 +201,7 @@ func (v *Volumes) mount(rec stored, have refs) error {
 		// container begins. It is nobody's, unless somebody has asked for it
 		// there.
 		if len(have.List) == 0 && strings.HasSuffix(s.Mountpoint, v.path(rec.Name, "merged")) {
-			v.log.Debug("a copy of the mount lasts", "volume", rec.Name, "pid", s.Pid)
+			v.log.Debug("copy of the mount still busy", "volume", rec.Name, "pid", s.Pid)
 			continue
 		}
 		return fmt.Errorf("volume %s: %w: it is mounted in another mount namespace, that of process %d (%s), at %s", rec.Name, fault.ErrState, s.Pid, s.Command, s.Mountpoint)
@@ -309,6 +309,6 @@ func (v *Volumes) idle(ctx context.Context, rec stored) error {
 	if err != nil || len(have.List) == 0 {
 		return err
 	}
-	v.log.Warn("mounts that nobody uses dropped", "volume", rec.Name, "mounts", len(have.List))
+	v.log.Warn("unused mounts dropped", "volume", rec.Name, "mounts", len(have.List))
 	return v.putRefs(rec.Name, refs{Boot: have.Boot})
 }

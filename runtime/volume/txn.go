@@ -459,6 +459,6 @@ func (v *Volumes) settle(name string) (did string, err error) {
 	if err != nil {
 		return "", fmt.Errorf("an apply of volume %s is unfinished: %w", name, err)
 	}
-	v.log.Warn("settled", "volume", name, "action", did)
+	v.log.Warn("interrupted apply settled", "volume", name, "action", did)
 	return did, nil
 }

@@ -190,7 +190,7 @@ func slowStart(t *testing.T) {
 	} {
 		sh(t, "cd "+units+"; mkdir -p agentbox.service.d; "+script+"; systemctl daemon-reload; systemctl stop agentbox.service")
 		out, err := exec.Command(program, "inspect", "waited-"+name).CombinedOutput()
-		if err == nil || strings.Count(string(out), "waiting for the service, which systemd is starting") != 1 || strings.Contains(string(out), "does without") {
+		if err == nil || strings.Count(string(out), "waiting for the service to be started by systemd") != 1 || strings.Contains(string(out), "continuing without") {
 			t.Errorf("%s: %v: %s", name, err, out)
 		}
 		eventually(t, "it was the service that answered", func() bool {

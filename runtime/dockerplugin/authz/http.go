@@ -23,7 +23,7 @@ func Handler(j *Judge) http.Handler {
 		var d Decision
 		if err := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxRequest)).Decode(&req); err != nil {
 			d = Decision{Rule: "call", Msg: "call: what dockerd says about it cannot be read"}
-			slog.Error("an authorization request cannot be read", "err", err)
+			slog.Error("authorization request not readable", "err", err)
 		} else {
 			d = j.decide(req)
 		}
@@ -31,7 +31,7 @@ func Handler(j *Judge) http.Handler {
 			answer(w, reply{Allow: true})
 			return
 		}
-		slog.Warn("denied", "method", req.RequestMethod, "path", pathOf(req.RequestURI), "user", req.User,
+		slog.Warn("call denied", "method", req.RequestMethod, "path", pathOf(req.RequestURI), "user", req.User,
 			"rule", d.Rule, "key", d.Key, "why", d.Msg)
 		answer(w, reply{Msg: d.Msg})
 	})
@@ -56,7 +56,7 @@ func answer(w http.ResponseWriter, r reply) {
 func (j *Judge) decide(r Request) (d Decision) {
 	defer func() {
 		if v := recover(); v != nil {
-			slog.Error("the judge failed", "panic", fmt.Sprint(v), "stack", string(debug.Stack()))
+			slog.Error("authorization failed", "panic", fmt.Sprint(v), "stack", string(debug.Stack()))
 			d = Decision{Rule: "call", Msg: "call: the judge failed over it, see its log"}
 		}
 	}()

@@ -35,7 +35,7 @@ func (p Place) unmountRoot(ctx context.Context, log *slog.Logger) error {
 			return err
 		}
 		if ctx.Err() != nil || time.Now().After(deadline) {
-			log.Warn("a process of the host is in the sandbox's files", "error", err)
+			log.Warn("host process found in the sandbox's files", "error", err)
 			return overlay.Unmount(p.Rootfs, overlay.UnmountOptions{Lazy: true})
 		}
 		time.Sleep(5 * time.Millisecond)

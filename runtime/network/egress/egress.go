@@ -212,7 +212,7 @@ func (s *Server) complain(what string, args ...any) {
 	if n := s.said.Add(1); n < saidLimit {
 		s.log.Warn(what, args...)
 	} else if n == saidLimit {
-		s.log.Warn("no more is said from here on")
+		s.log.Warn("further denials not logged")
 	}
 }
 
