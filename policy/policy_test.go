@@ -74,7 +74,7 @@ func TestProblems(t *testing.T) {
 		{"lifetime", "lifetime: {ttl: soon}\n", "p.yaml:1:17: lifetime.ttl: \"soon\" is not a duration"},
 		{"lifetime of a blink", "lifetime: {idle: 10ms}\n", "p.yaml:1:18: lifetime.idle: 10ms is below 1s"},
 		{"wider lifetime", "base: base\nlifetime: {ttl: 2d}\n", "p.yaml:2:17: lifetime.ttl: wider than its base base: 48h is more than 24h"},
-		{"egress of nobody", "network:\n  egress: [pypi.org 443]\n", "p.yaml:2:11: network.egress: they hold nobody while network.modes allows bridge"},
+		{"egress of nobody", "network:\n  egress: [pypi.org 443]\n", "p.yaml:2:11: network.egress: they have no effect while network.modes allows bridge"},
 		{"wider egress", "base: base\nnetwork:\n  egress:\n  - pypi.org 443\n  - pypi.org 80\n", "p.yaml:5:5: network.egress: wider than its base base: pypi.org 80 ("},
 		{"wider names", "base: base\nnetwork: {egress: [a.debian.org, \"*.pypi.org 443\"]}\n", "p.yaml:2:34: network.egress: wider than its base base: *.pypi.org 443 ("},
 		{"egress of all of org", "network: {egress: [\"*.org 443\"]}\n", "p.yaml:1:20: network.egress: egress rule \"*.org 443\": \"*.org\" is no domain"},

@@ -360,7 +360,7 @@ func (d *document) impossible(base *Policy) (problems []*Problem) {
 	if r.Egress != nil {
 		for _, mode := range r.Networks {
 			if mode == "bridge" || mode == "host" {
-				bad(fmt.Sprintf("they hold nobody while network.modes allows %s; allow none and filtered", mode), "network.egress", "network.modes")
+				bad(fmt.Sprintf("they have no effect while network.modes allows %s; allow none and filtered", mode), "network.egress", "network.modes")
 				break
 			}
 		}

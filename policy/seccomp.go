@@ -65,7 +65,7 @@ func parseSeccompProfile(text string) (*seccomp.Seccomp, error) {
 	case len(p.Architectures) > 0 && len(p.ArchMap) > 0:
 		return nil, errors.New("architectures and archMap exclude each other")
 	case p.ListenerPath != "" || p.ListenerMetadata != "":
-		return nil, errors.New("nobody listens at a listenerPath")
+		return nil, errors.New("listenerPath is not supported: nothing listens there")
 	case len(p.Syscalls) > maxSyscallRules:
 		return nil, fmt.Errorf("more than %d rules", maxSyscallRules)
 	}

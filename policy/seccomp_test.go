@@ -32,7 +32,7 @@ func TestParseSeccomp(t *testing.T) {
 		`{"defaultAction": "SCMP_ACT_ALOW"}`:    "none of",
 		`{"defaultAction": "SCMP_ACT_NOTIFY"}`:  "none of",
 		`{"defaultAction": "SCMP_ACT_ALLOW"} 1`: "more after its end",
-		`{"defaultAction": "SCMP_ACT_ALLOW", "listenerPath": "/x"}`:                                                  "nobody listens",
+		`{"defaultAction": "SCMP_ACT_ALLOW", "listenerPath": "/x"}`:                                                  "nothing listens",
 		`{"defaultAction": "SCMP_ACT_ALLOW", "syscall": []}`:                                                         "unknown field",
 		`{"defaultAction": "SCMP_ACT_ALLOW", "architectures": ["SCMP_ARCH_X86"], "archMap": [{"architecture": ""}]}`: "exclude each other",
 		rule(`null`):                         "syscalls[0]: null",

@@ -202,7 +202,7 @@ func TestSafeStop(t *testing.T) {
 	equal(b, "held by a refusal", b.inspect("s").Held, "")
 	r = restore("--alert", hook.URL+"/s3cret", "--alert-secret", key)
 	equal(b, "code", r.code, 4)
-	for _, want := range []string{"no strategy has restored it:", "full (3 times): failpoint restore.before-layout", "hint: The sandbox is stopped, with the files it had before, and nobody may use it.", "agentbox release s"} {
+	for _, want := range []string{"no strategy has restored it:", "full (3 times): failpoint restore.before-layout", "hint: The sandbox is stopped, with the files it had before, and no verb may use it.", "agentbox release s"} {
 		if !strings.Contains(r.err, want) {
 			t.Errorf("it does not say %q: %s", want, r.err)
 		}

@@ -61,7 +61,7 @@ to be said of that. The newest 1 to 2 MiB are kept until the sandbox is removed.
   idle           it was stopped because nothing went on in it (--idle)
   effect         the undo command of an effect was run (agentbox effect): its id, what came of it
   restore        a try of 'agentbox restore --strategy' failed: which one, why, and what was done then
-  held           none did better: frozen or stopped, nobody may use it (agentbox release)
+  held           none did better: frozen or stopped, no verb may use it (agentbox release)
   lease          it is removed because its lease has ended (--lease)
   restarted      it had ended by itself and was started again (--restart)
   host-files     a restore could not put all host files of its checkpoint back, or one that was killed; or

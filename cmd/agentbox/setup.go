@@ -26,7 +26,7 @@ type setupOptions struct {
 func (o *setupOptions) addFlags(fl *pflag.FlagSet, config string) {
 	fl.BoolVar(&o.DryRun, "dry-run", false, "only show what would change")
 	fl.BoolVar(&o.Remove, "remove", false, "take out what setup put in")
-	fl.BoolVar(&o.Force, "force", false, "with --remove: although containers use the runtime, or somebody else registered it")
+	fl.BoolVar(&o.Force, "force", false, "with --remove: even if containers use the runtime, or another program registered it")
 	fl.StringVar(&o.Name, "name", setup.DefaultName, "register the runtime as `NAME`")
 	fl.StringVar(&o.Runtime, "runtime", "", "register this `FILE` (default: the agentbox-runtime beside agentbox)")
 	fl.StringVar(&o.Config, "config", "", "change this `FILE` (default "+config+")")

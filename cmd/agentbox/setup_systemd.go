@@ -77,9 +77,9 @@ With --destdir files are written below a directory, for packages and images, and
 	fl := cmd.Flags()
 	fl.BoolVar(&opts.DryRun, "dry-run", false, "only show what would change")
 	fl.BoolVar(&opts.Remove, "remove", false, "stop the service, and take out what setup put in, but for the group")
-	fl.BoolVar(&opts.Force, "force", false, "also replace or remove files that somebody else has made")
+	fl.BoolVar(&opts.Force, "force", false, "also replace or remove files that setup has not made")
 	fl.StringVar(&opts.Program, "program", "", "have systemd start this `FILE` (default: this program)")
-	fl.StringVar(&opts.Dest, "destdir", "", "write below `DIR`, and tell nobody")
+	fl.StringVar(&opts.Dest, "destdir", "", "write below `DIR`, and do not reload systemd")
 	addFormat(fl, &format, "text", formatJSON)
 	completeFlags(cmd)
 	return cmd

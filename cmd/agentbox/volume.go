@@ -126,7 +126,7 @@ type volumeCreateOptions struct {
 
 func (o *volumeCreateOptions) addFlags(fl *pflag.FlagSet) {
 	fl.StringVar(&o.From, "from", "", "lay it over `DIR` (default: it begins empty)")
-	fl.BoolVar(&o.ReadOnly, "read-only", false, "let nobody change it")
+	fl.BoolVar(&o.ReadOnly, "read-only", false, "make it read-only")
 }
 
 func newVolumeCreateCommand(a *app) *cobra.Command {

@@ -32,7 +32,7 @@ import (
 const leaseWait = time.Second
 
 // ErrChanged is in the error of a Put that would replace what nobody has a copy of.
-var ErrChanged = fmt.Errorf("%w: somebody else has changed it meanwhile", fault.ErrState)
+var ErrChanged = fmt.Errorf("%w: another program has changed it meanwhile", fault.ErrState)
 
 // State is how a file is, or is to be.
 type State struct {
@@ -120,7 +120,7 @@ func (d *Dir) look(ctx context.Context, name string) (*file, error) {
 			return nil, err
 		}
 		if time.Now().After(until) {
-			return nil, fmt.Errorf("%w: somebody has a lease on it", fault.ErrBusy)
+			return nil, fmt.Errorf("%w: another process holds a lease on it", fault.ErrBusy)
 		}
 		select {
 		case <-ctx.Done():

@@ -94,7 +94,7 @@ func Systemd(ctx context.Context, opts SystemdOptions) (SystemdResult, error) {
 	switch {
 	case opts.Dest != "":
 	case !booted:
-		s.note("systemd does not run here: nobody was told")
+		s.note("systemd does not run here: it was not reloaded")
 	default:
 		if err := s.tell(ctx); err != nil {
 			return s.result, err

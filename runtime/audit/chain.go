@@ -320,7 +320,7 @@ func (l *Log) lock() (unlock func(), err error) {
 	}
 	switch {
 	case errors.Is(err, context.DeadlineExceeded):
-		return nil, fmt.Errorf("%w: somebody has been writing to %s for %v", fault.ErrBusy, l.dir, lockWait)
+		return nil, fmt.Errorf("%w: another process has been writing to %s for %v", fault.ErrBusy, l.dir, lockWait)
 	case err != nil:
 		return nil, err
 	}

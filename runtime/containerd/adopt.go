@@ -132,7 +132,7 @@ func (b *Backend) adopt(ctx context.Context, ns string, found containers.Contain
 	//lint:ignore SA1019 nerdctl still writes it
 	t.Hooks = spec.Hooks != nil && len(spec.Hooks.Prestart)+len(spec.Hooks.CreateRuntime) > 0
 	if found.SnapshotKey == "" {
-		return s, fmt.Errorf("%w: container %s has no snapshot: its root filesystem is a directory that somebody else cares for", fault.ErrUnsupported, name)
+		return s, fmt.Errorf("%w: container %s has no snapshot: its root filesystem is a directory that containerd does not manage", fault.ErrUnsupported, name)
 	}
 	ctx = in(ctx, ns)
 	snapshots := b.client.SnapshotService(found.Snapshotter)

@@ -518,7 +518,7 @@ func (b *Backend) theirLog(ctx context.Context, v view, opts runtime.LogOptions,
 	}
 	path, ok := strings.CutPrefix(had.Stdout, "file://")
 	if !ok || opts.Follow || opts.Timestamps || !opts.Since.IsZero() {
-		where := "to whoever started it"
+		where := "to the program that started it"
 		if had.Stdout != "" {
 			where = "to " + had.Stdout
 		}

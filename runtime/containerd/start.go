@@ -297,7 +297,7 @@ func (b *Backend) Attach(ctx context.Context, id string, ends runtime.Streams) e
 		size = streams.FirstSize(ctx, ends.Resize)
 	}
 	if v.Theirs != nil && v.run.Bundle == "" {
-		return &fault.Error{Err: fmt.Errorf("%w: the streams of %s are with whoever started it", fault.ErrUnsupported, v.Spec.Name), Hint: "Attach with the tool that did."}
+		return &fault.Error{Err: fmt.Errorf("%w: the streams of %s are with the program that started it", fault.ErrUnsupported, v.Spec.Name), Hint: "Attach with the tool that did."}
 	}
 	a, err := b.connect(ctx, v, ends, size)
 	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ECONNREFUSED) {

@@ -233,7 +233,7 @@ func TestAttachLeased(t *testing.T) {
 	h.must(err)
 	b.then = func() { t.Error("it was frozen") }
 	_, err = h.Checkpoint(ctx, "box", runtime.CheckpointOptions{Attach: h.paths, FilesOnly: true})
-	if !errors.Is(err, runtime.ErrBusy) || !strings.Contains(err.Error(), "somebody has a lease on it") {
+	if !errors.Is(err, runtime.ErrBusy) || !strings.Contains(err.Error(), "another process holds a lease on it") {
 		t.Errorf("%v", err)
 	}
 }

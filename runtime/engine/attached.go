@@ -277,7 +277,7 @@ func (r *restoration) hostsLeft() string {
 	case r.data.Fork:
 		return "a fork is another sandbox"
 	case r.restart:
-		return "nobody has asked for this restore"
+		return "a restart policy caused this restore"
 	case r.noAttached:
 		return runtime.ByNoAttached
 	case r.attached:

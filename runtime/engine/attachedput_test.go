@@ -179,7 +179,7 @@ func TestAttachedChanged(t *testing.T) {
 			b.once = func() { h.must(os.WriteFile(h.paths[2], []byte("theirs"), 0o600)) }
 			_, err := h.Restore(ctx, "box", runtime.RestoreOptions{Strategy: strategy, NoUndo: true})
 			text := said(err)
-			if !errors.Is(err, runtime.ErrState) || !strings.Contains(text, h.paths[2]+": ") || !strings.Contains(text, "somebody else has changed it") || strings.Contains(text, "not put back") {
+			if !errors.Is(err, runtime.ErrState) || !strings.Contains(text, h.paths[2]+": ") || !strings.Contains(text, "another program has changed it") || strings.Contains(text, "not put back") {
 				t.Errorf("%v", text)
 			}
 			if got, err := os.ReadFile(h.paths[2]); string(got) != "theirs" {

@@ -341,7 +341,7 @@ func (e *Engine) safeStop(ctx context.Context, id string, t *trying) (err error)
 	if err := e.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventHeld, Checkpoint: t.r.row.ID, Reason: state + ": " + why}); err != nil {
 		e.log.Warn("event not recorded", "sandbox", id, "err", err)
 	}
-	text := fmt.Sprintf("The sandbox is %s, with the files it had before, and nobody may use it. Restore it again, or let it be used as it is with: agentbox release %s", state, sb.Name)
+	text := fmt.Sprintf("The sandbox is %s, with the files it had before, and no verb may use it. Restore it again, or let it be used as it is with: agentbox release %s", state, sb.Name)
 	if t.kept != "" {
 		text += fmt.Sprintf(". Its processes and files of before are checkpoint %s", short(t.kept))
 	}

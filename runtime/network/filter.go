@@ -78,7 +78,7 @@ type proxyReply struct {
 func (v *verb) startFilter(ctx context.Context) error {
 	m := v.m
 	if m.proxy.make == nil {
-		return fmt.Errorf("network mode filtered: nobody can start its proxy here: %w", fault.ErrUnsupported)
+		return fmt.Errorf("network mode filtered: no backend here starts its proxy: %w", fault.ErrUnsupported)
 	}
 	ctx, cancel := context.WithTimeout(ctx, proxyWait)
 	defer cancel()

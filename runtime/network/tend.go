@@ -82,7 +82,7 @@ func (m *Manager) Tend(ctx context.Context) (did []string, err error) {
 			errs = append(errs, err)
 			break
 		}
-		did = append(did, "made the rules of the network again, which somebody had removed")
+		did = append(did, "restored the rules of the network, which had been removed")
 	}
 	if up {
 		// Somebody may have started a firewall, or loaded it again.

@@ -389,7 +389,7 @@ func conflict(rel []byte, err error) error {
 	if err == nil {
 		err = errors.New("it is not as it was a moment ago")
 	}
-	return &fault.Error{Err: fmt.Errorf("%w: %q was changed in the original by somebody else while it was being applied: %w", fault.ErrState, path.Join("/", string(rel)), err),
+	return &fault.Error{Err: fmt.Errorf("%w: %q was changed in the original by another program while it was being applied: %w", fault.ErrState, path.Join("/", string(rel)), err),
 		Hint: "The original is as it was. Apply again when it is at rest."}
 }
 

@@ -175,7 +175,7 @@ func (b Backend) Pause(ctx context.Context, id string) (err error) {
 			return err
 		}
 		if !u.used() {
-			return fmt.Errorf("volume %s: %w: nobody uses it", rec.Name, fault.ErrState)
+			return fmt.Errorf("volume %s: %w: no container uses it", rec.Name, fault.ErrState)
 		}
 		fresh := false
 		for _, c := range u.users {
@@ -261,7 +261,7 @@ func (b Backend) Unpause(ctx context.Context, id string) error {
 	if p == nil {
 		u, err := b.usage(ctx, rec)
 		if err == nil && !u.used() {
-			err = fmt.Errorf("volume %s: %w: nobody uses it", rec.Name, fault.ErrState)
+			err = fmt.Errorf("volume %s: %w: no container uses it", rec.Name, fault.ErrState)
 		}
 		return err
 	}

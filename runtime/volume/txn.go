@@ -93,7 +93,7 @@ func (t *txn) back(o op) error {
 	case o.Kind != opPut && now == nil:
 		return move(t.scratch, at, t.from, p, unix.RENAME_NOREPLACE)
 	}
-	return &fault.Error{Err: fmt.Errorf("%w: %q was made in %s by somebody else and is in the way of what was there", fault.ErrState, path.Join("/", p), t.rec.From),
+	return &fault.Error{Err: fmt.Errorf("%w: %q was made in %s by another program and is in the way of what was there", fault.ErrState, path.Join("/", p), t.rec.From),
 		Hint: "Move it elsewhere, then run: agentbox recover"}
 }
 
