@@ -6,9 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
-	"os/exec"
 	"path/filepath"
-	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -17,7 +15,6 @@ import (
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
-	"github.com/agentbox/agentbox/runtime/engine"
 )
 
 // autoHandover is how long a new auto waits for an old one: that may just be
@@ -59,29 +56,6 @@ func newAutoCommand(a *app) *cobra.Command {
 			})
 		},
 	}
-}
-
-// starter returns what starts the process of a hidden verb, auto or watch, for a
-// sandbox; self is this program.
-func (g globals) starter(self, verb string) func(id string) error {
-	return func(id string) error { return g.startAside(self, verb, id) }
-}
-
-// startAside starts this program once more, as a process that outlives us.
-func (g globals) startAside(self string, args ...string) error {
-	args = append([]string{"--backend", g.Backend}, args...)
-	if g.Root != "" {
-		args = append([]string{"--root", g.Root}, args...)
-	}
-	cmd := exec.Command(self, args...)
-	cmd.Args[0] = "agentbox" // not a plugin of docker, whatever we are
-	cmd.Dir = "/"
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
-	if err := engine.StartAside(cmd); err != nil {
-		return err
-	}
-	guard.Start(cmd.Wait) // a service would have its zombie; how it ended is in its log
-	return nil
 }
 
 // runAuto takes a checkpoint of a sandbox at each interval, until it has

@@ -13,8 +13,6 @@ import (
 	"testing/synctest"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -221,36 +219,4 @@ func TestAutoVerb(t *testing.T) {
 		t.Error("left behind:", left)
 	}
 	try(t, f, "", "auto", "nope").want(t, exitNotFound, "", "not found", "hint")
-}
-
-// The process is told the root and the backend, has a session of its own, and
-// is no plugin of docker.
-func TestStartAuto(t *testing.T) {
-	dir := t.TempDir()
-	told := filepath.Join(dir, "told")
-	if err := unix.Mkfifo(told, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	self := filepath.Join(dir, "docker-agentbox")
-	script := "#!/bin/sh\necho \"$@\" $(pwd) $(cut -d' ' -f6 /proc/$$/stat) $$ >" + told + "\n"
-	if err := os.WriteFile(self, []byte(script), 0o700); err != nil {
-		t.Fatal(err)
-	}
-	for root, want := range map[string]string{"": "--backend oci auto abc /", "/srv/box": "--root /srv/box --backend oci auto abc /"} {
-		if err := (globals{Root: root, Backend: "oci"}).starter(self, "auto")("abc"); err != nil {
-			t.Fatal(err)
-		}
-		data, err := os.ReadFile(told)
-		if err != nil {
-			t.Fatal(err)
-		}
-		words := strings.Fields(string(data))
-		n := len(words)
-		if got := strings.Join(words[:n-2], " "); got != want || words[n-1] != words[n-2] {
-			t.Errorf("%q, want %q", data, want)
-		}
-	}
-	if err := (globals{}).starter(self+"x", "auto")("abc"); err == nil {
-		t.Error("no error of a program that is not there")
-	}
 }

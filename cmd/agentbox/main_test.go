@@ -13,6 +13,7 @@ import (
 
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/doctor"
+	"github.com/agentbox/agentbox/runtime/local"
 )
 
 func TestMain(m *testing.M) {
@@ -28,10 +29,10 @@ func TestMain(m *testing.M) {
 type guarded struct{ m *testing.M }
 
 func (g guarded) Run() int {
-	_, before := os.Lstat(defaultRoot)
+	_, before := os.Lstat(local.DefaultRoot)
 	code := g.m.Run()
-	if _, err := os.Lstat(defaultRoot); err == nil && before != nil {
-		fmt.Fprintln(os.Stderr, "the tests made", defaultRoot)
+	if _, err := os.Lstat(local.DefaultRoot); err == nil && before != nil {
+		fmt.Fprintln(os.Stderr, "the tests made", local.DefaultRoot)
 		return 1
 	}
 	return code

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"maps"
-	"path/filepath"
 	"slices"
 	"strings"
 
@@ -16,15 +15,10 @@ import (
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/engine"
+	"github.com/agentbox/agentbox/runtime/local"
 )
 
-// hostPolicies are those of the host's owner; a root has its own beside them.
-const hostPolicies = "/etc/agentbox/policies"
-
-func (g globals) policies() policy.Finder {
-	root, _ := g.dirs()
-	return policy.Finder{Dirs: []string{filepath.Join(root, "policies"), hostPolicies}}
-}
+func (g globals) policies() policy.Finder { return local.Policies(g.Root) }
 
 // policies are those of the service of this host when there is one: it may be
 // that only it can read them.
@@ -100,7 +94,7 @@ func newPolicyCommand(a *app) *cobra.Command {
 		Long: `A policy says in one YAML file what a sandbox may do: its image, mounts, user, capabilities,
 network, limits and checkpoints. It narrows another one, its base, and never allows more.
 Built in are trusted (all there is), default, and strict. Others are NAME.yaml in
-ROOT/policies and in ` + hostPolicies + `, or files named with a slash. One called
+ROOT/policies and in ` + local.HostPolicies + `, or files named with a slash. One called
 default.yaml there is the policy of sandboxes for which nobody names one.`,
 		Example: `  agentbox policy ls
   agentbox policy check ./agent.yaml

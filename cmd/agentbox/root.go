@@ -68,10 +68,7 @@ func (g globals) resolve() (globals, error) {
 	if g.Backend == "" {
 		g.Backend = "oci"
 	}
-	if backends[g.Backend] == nil {
-		return g, usageErrorf("unknown backend %q: choose %s", g.Backend, backendNames())
-	}
-	return g, nil
+	return g, g.checkBackend()
 }
 
 // opener makes the Service behind the commands.

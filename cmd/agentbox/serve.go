@@ -24,6 +24,7 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/api"
 	"github.com/agentbox/agentbox/runtime/doctor"
+	"github.com/agentbox/agentbox/runtime/local"
 )
 
 // hostVariable names the service that commands use.
@@ -80,7 +81,7 @@ Started by systemd it takes its socket from there, and tells when it is ready.`,
 			if err = errors.Join(err, opts.upkeepOptions.check()); err != nil {
 				return err
 			}
-			if adopting[g.Backend] {
+			if local.Adopts(g.Backend) {
 				return &runtime.Error{Op: "serve", Err: fmt.Errorf("%w: backend %s makes no sandboxes, which is what --backend is for", runtime.ErrUnsupported, g.Backend),
 					Hint: fmt.Sprintf("Serve without it: %s://NAME is served with any backend.", g.Backend)}
 			}

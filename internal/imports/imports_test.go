@@ -19,8 +19,8 @@ const module = "github.com/agentbox/agentbox/"
 // allowed lists, per package, which packages of this module it may import
 // directly. What is not listed may import nothing of ours.
 var allowed = map[string][]string{
-	"cmd/agentbox": {"internal/copy", "internal/fault", "internal/guard", "internal/gclater", "internal/lazy", "internal/setup", "images", "images/image", "images/source", "policy", "runtime", "runtime/engine", "runtime/api", "runtime/audit", "runtime/containerd", "runtime/docker", "runtime/dockerplugin",
-		"runtime/dockerplugin/authz", "runtime/dockerplugin/volume", "runtime/doctor", "runtime/group", "runtime/mcp", "runtime/oci", "runtime/podman", "runtime/store", "runtime/traces", "runtime/volume", "internal/flock", "internal/fsx"},
+	"cmd/agentbox": {"internal/copy", "internal/fault", "internal/guard", "internal/gclater", "internal/lazy", "internal/setup", "images/image", "images/source", "policy", "runtime", "runtime/engine", "runtime/api", "runtime/audit", "runtime/containerd", "runtime/dockerplugin",
+		"runtime/dockerplugin/authz", "runtime/dockerplugin/volume", "runtime/doctor", "runtime/group", "runtime/local", "runtime/mcp", "runtime/oci", "runtime/traces", "runtime/volume", "internal/flock", "internal/fsx"},
 	"cmd/agentbox-runtime": {"criu/crlog", "criu/cut", "criu/freezer", "criu/host", "criu/lsm", "criu/proof", "criu/stage", "criu/wall", "internal/fault", "internal/fsx", "internal/proc"},
 	"criu":                 {"criu/crlog", "criu/cut", "criu/freezer", "criu/host", "criu/proof", "internal/fault", "internal/guard", "internal/failpoint", "internal/fsx", "internal/proc"},
 	"criu/crlog":           {"internal/fsx"},
@@ -64,6 +64,7 @@ var allowed = map[string][]string{
 	"runtime/engine":       {"runtime", "criu", "criu/proof", "criu/stage", "images", "images/build", "images/image", "images/source", "internal/copy", "internal/failpoint", "internal/hostfile", "internal/lazy", "internal/fault", "internal/guard", "internal/undo", "overlay", "policy", "runtime/eventlog", "runtime/network/egress", "runtime/portable", "runtime/registry", "runtime/store", "internal/idmap", "runtime/internal/kernel", "runtime/internal/record", "internal/flock", "internal/fsx"},
 	"runtime/backendtest":  {"criu", "criu/stage", "runtime", "internal/idmap"},
 	"runtime/api":          {"images/image", "images/source", "internal/fault", "internal/guard", "policy", "runtime", "runtime/doctor", "internal/flock", "internal/fsx"},
+	"runtime/local":        {"images", "images/image", "images/source", "internal/fault", "internal/guard", "policy", "runtime/audit", "runtime/containerd", "runtime/docker", "runtime/engine", "runtime/oci", "runtime/podman", "runtime/store", "runtime/volume"},
 	"runtime/audit":        {"internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "runtime", "runtime/engine", "internal/flock", "internal/fsx"},
 	"runtime/containerd": {"criu", "criu/stage", "images", "images/image", "images/source", "internal/copy/tree", "internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "internal/undo", "overlay", "runtime",
 		"runtime/internal/bundle", "runtime/internal/home", "runtime/internal/kernel", "runtime/internal/record", "runtime/internal/streams", "runtime/network", "internal/flock", "internal/fsx"},

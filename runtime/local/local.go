@@ -1,0 +1,115 @@
+// Package local opens the Engine of this host with all that belongs to it: the records, the
+// backends, the audit log, and the recovery of what a killed process has left.
+//
+//	eng, err := local.Open(ctx, local.Options{})
+//	if err != nil {
+//		return err
+//	}
+//	defer eng.Close()
+//
+// The agentbox command opens it so, and a Go program may. It needs root, and the programs
+// agentbox and agentbox-runtime. A program that drives the service of a host, which needs
+// neither, uses package api instead; both are a runtime.Service.
+package local
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"log/slog"
+	"os/exec"
+	"path/filepath"
+
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/policy"
+	"github.com/agentbox/agentbox/runtime/audit"
+	"github.com/agentbox/agentbox/runtime/engine"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// Where state is kept unless Options.Root names another directory.
+const (
+	DefaultRoot = "/var/lib/agentbox"
+	DefaultRun  = "/run/agentbox"
+)
+
+// HostPolicies is the directory of the policies of the host's owner; a root has its own
+// beside them.
+const HostPolicies = "/etc/agentbox/policies"
+
+// Dirs returns where lasting and transient state of a root are kept.
+func Dirs(root string) (lasting, transient string) {
+	if root == "" || root == DefaultRoot {
+		return DefaultRoot, DefaultRun
+	}
+	return root, filepath.Join(root, "run")
+}
+
+// Policies returns what finds the policies of a root.
+func Policies(root string) policy.Finder {
+	root, _ = Dirs(root)
+	return policy.Finder{Dirs: []string{filepath.Join(root, "policies"), HostPolicies}}
+}
+
+// Options modify Open.
+type Options struct {
+	Root    string // where all state is kept, an absolute path; empty: DefaultRoot and DefaultRun
+	Backend string // of new sandboxes; empty: "oci"
+
+	// Program is the agentbox command. Processes of it enforce the limits of sandboxes, take
+	// their checkpoints at intervals, end leases, and free what has exited. Empty: the one
+	// in PATH.
+	Program string
+
+	// By says in the audit log which process this is; empty: "command".
+	By string
+
+	// Observers see each verb, outside of the audit log.
+	Observers []engine.Observer
+
+	// NoRecovery leaves to others what killed processes have left.
+	NoRecovery bool
+}
+
+// Open returns the Engine of a root, which it makes if it is not there. What cannot be
+// recovered is logged: it does not keep the caller from other sandboxes.
+func Open(ctx context.Context, opts Options) (_ *engine.Engine, err error) {
+	root, run := Dirs(opts.Root)
+	p := Place{Root: root, Run: run, Program: opts.Program}
+	if p.Program == "" {
+		if p.Program, err = exec.LookPath("agentbox"); err != nil {
+			return nil, &fault.Error{Op: "open " + root, Err: fmt.Errorf("%w: %w", fault.ErrNotFound, err), Hint: "Install agentbox, or name the program."}
+		}
+	}
+	st, err := store.Open(ctx, root)
+	if err != nil {
+		return nil, err
+	}
+	by := cmp.Or(opts.By, "command")
+	backend := cmp.Or(opts.Backend, "oci")
+	helper := helper{p.Program, opts.Root, backend}
+	eng := engine.New(engine.Options{
+		Run: run, Store: st, Backend: backend, Policies: Policies(opts.Root),
+		Auto:      func(id string) error { return helper.start("auto", id) },
+		Watch:     func(id string) error { return helper.start("watch", id) },
+		Keeper:    func() error { return helper.start("keep-leases") },
+		Observers: append(opts.Observers[:len(opts.Observers):len(opts.Observers)], audit.Open(root).Observer(by)),
+		Open:      func(name string) (engine.Host, error) { return OpenBackend(name, p) },
+	})
+	if !opts.NoRecovery {
+		recoverAll(ctx, eng)
+	}
+	return eng, nil
+}
+
+func recoverAll(ctx context.Context, eng *engine.Engine) {
+	if _, err := eng.RecoverInterrupted(ctx); err != nil {
+		slog.Error("recovery failed; `agentbox recover` retries", "err", err)
+	}
+	if err := eng.ReviveWatchesOfBoot(ctx); err != nil {
+		slog.Error("sandbox watches not revived; `agentbox recover` retries", "err", err)
+	}
+	if _, err := eng.EndLeases(ctx); err != nil {
+		slog.Error("lease members not removed; `agentbox recover` retries", "err", err)
+	}
+}

@@ -1,0 +1,92 @@
+package local
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/audit"
+)
+
+// Those that adopt have no images, and so make no sandboxes.
+func TestAdopts(t *testing.T) {
+	for _, name := range Backends() {
+		root := t.TempDir()
+		h, err := OpenBackend(name, Place{Root: root, Run: filepath.Join(root, "run"), Program: os.Args[0]})
+		if err != nil && Adopts(name) {
+			t.Errorf("%s: %v", name, err)
+		}
+		if err == nil && (h.Images == nil) != Adopts(name) {
+			t.Errorf("%s has images: %t; adopts: %t", name, h.Images != nil, Adopts(name))
+		}
+	}
+	if _, err := OpenBackend("none-such", Place{}); !errors.Is(err, fault.ErrInvalid) || !strings.Contains(err.Error(), "containerd, docker, oci, podman, volume") {
+		t.Errorf("of a backend that does not exist: %v", err)
+	}
+}
+
+// The Engine of a new root works, and its verbs are on record.
+func TestOpen(t *testing.T) {
+	root := t.TempDir()
+	for range 2 { // made, and opened again
+		eng, err := Open(t.Context(), Options{Root: root, Program: os.Args[0], By: "test"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if list, err := eng.Sandboxes(t.Context()); err != nil || len(list) > 0 {
+			t.Errorf("sandboxes of a new root: %v, %v", list, err)
+		}
+		if err := eng.Pause(t.Context(), "c"); !errors.Is(err, runtime.ErrNotFound) {
+			t.Error(err)
+		}
+		if err := eng.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+	list, err := audit.Open(root).List(t.Context(), audit.Filter{})
+	if err != nil || len(list) != 2 || list[1].Verb != "pause" || list[1].Who.By != "test" || list[1].Outcome != "not_found" {
+		t.Errorf("on record: %+v, %v", list, err)
+	}
+	t.Setenv("PATH", t.TempDir())
+	if _, err := Open(t.Context(), Options{Root: root}); !errors.Is(err, fault.ErrNotFound) || len(fault.Hint(err)) == 0 {
+		t.Errorf("without the agentbox command: %v", err)
+	}
+}
+
+// The process is told the root and the backend, has a session of its own, and
+// is no plugin of docker.
+func TestHelper(t *testing.T) {
+	dir := t.TempDir()
+	told := filepath.Join(dir, "told")
+	if err := unix.Mkfifo(told, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	self := filepath.Join(dir, "docker-agentbox")
+	script := "#!/bin/sh\necho \"$@\" $(pwd) $(cut -d' ' -f6 /proc/$$/stat) $$ >" + told + "\n"
+	if err := os.WriteFile(self, []byte(script), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	for root, want := range map[string]string{"": "--backend oci auto abc /", "/srv/box": "--root /srv/box --backend oci auto abc /"} {
+		if err := (helper{self, root, "oci"}).start("auto", "abc"); err != nil {
+			t.Fatal(err)
+		}
+		data, err := os.ReadFile(told)
+		if err != nil {
+			t.Fatal(err)
+		}
+		words := strings.Fields(string(data))
+		n := len(words)
+		if got := strings.Join(words[:n-2], " "); got != want || words[n-1] != words[n-2] {
+			t.Errorf("%q, want %q", data, want)
+		}
+	}
+	if err := (helper{program: self + "x"}).start("auto", "abc"); err == nil {
+		t.Error("no error of a program that is not there")
+	}
+}
