@@ -24,6 +24,7 @@ import (
 	"github.com/agentbox/agentbox/criu/criutest"
 	"github.com/agentbox/agentbox/criu/freezer"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/proc"
 )
 
 func TestDumpAndRestore(t *testing.T) {
@@ -306,13 +307,62 @@ func TestForkIsNoInstant(t *testing.T) {
 		if err := box.Freeze(ctx); err != nil {
 			t.Fatal(err)
 		}
-		if tid := between([]int{pid}); tid != 0 {
-			at, _ := os.ReadFile(fmt.Sprintf("/proc/%d/syscall", tid))
-			t.Fatalf("thread %d waits in %q, in call %s", tid, freezer.Waits(tid), at)
+		if at := between([]int{pid}); at != nil {
+			call, _ := os.ReadFile(fmt.Sprintf("/proc/%d/syscall", at.tid))
+			t.Fatalf("thread %d (killed: %t) waits in %q, in call %s", at.tid, at.killed, freezer.Waits(at.tid), call)
 		}
 		if err := box.Thaw(); err != nil {
 			t.Fatal(err)
 		}
+	}
+}
+
+// A process that a signal ends while it is frozen (cgroup v1 keeps it so) has ended when the
+// dump begins: the images and what is on record of the processes are of one instant.
+func TestKilledWhileFrozen(t *testing.T) {
+	ctx := context.Background()
+	for _, sig := range []syscall.Signal{syscall.SIGTERM, syscall.SIGKILL, syscall.SIGINT} {
+		t.Run(sig.String(), func(t *testing.T) {
+			b, rt := start(t, []string{"sh", "-c", "sleep 1000; exec sleep 2000"}, nil)
+			child := 0
+			for end := time.Now().Add(time.Minute); child == 0 && time.Now().Before(end); time.Sleep(time.Millisecond) {
+				list, err := os.ReadFile(fmt.Sprintf("/proc/%[1]d/task/%[1]d/children", b.Pid()))
+				if err != nil {
+					t.Fatal(err)
+				}
+				if _, err := fmt.Sscan(string(list), &child); err == nil {
+					if comm, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", child)); string(comm) != "sleep\n" {
+						child = 0 // it has not executed it yet
+					}
+				}
+			}
+			if err := rt.Pause(ctx); err != nil {
+				t.Fatal(err)
+			}
+			if err := syscall.Kill(child, sig); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := os.Stat("/sys/fs/cgroup/cgroup.controllers"); err != nil { // cgroup v1
+				if at := between([]int{b.Pid(), child}); at == nil || !at.killed || at.tid != child {
+					t.Errorf("the instant is %+v", at)
+				}
+				if _, err := Dump(ctx, rt, DumpOptions{ImageDir: b.Images, WorkDir: b.Work, LeaveRunning: true}); !Passing(err) || !strings.Contains(err.Error(), "was killed and has not ended yet") {
+					t.Errorf("the dump ends with %v", err)
+				}
+			}
+			if _, err := rt.Settle(ctx, b.Pid()); err != nil {
+				t.Fatal(err)
+			}
+			if at := between([]int{b.Pid()}); at != nil {
+				t.Errorf("afterwards: %+v", at)
+			}
+			if p, err := proc.Read(child); err == nil && !p.Ended() {
+				t.Errorf("the process is in state %c", p.State)
+			}
+			if _, err := Dump(ctx, rt, DumpOptions{ImageDir: b.Images, WorkDir: b.Work, LeaveRunning: true}); err != nil {
+				t.Error(err)
+			}
+		})
 	}
 }
 

@@ -11,6 +11,8 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/agentbox/agentbox/criu/freezer"
 	"github.com/agentbox/agentbox/internal/fault"
 )
@@ -19,6 +21,10 @@ import (
 // posix_spawn do, waits in the kernel until that has executed its program. No tracer
 // can stop it there, and frozen the wait has no end. So whatever is in such an instant
 // is let go on for some milliseconds, before CRIU is started.
+//
+// So is a process that was killed and has not ended yet: under cgroup v1 it stays frozen
+// with the SIGKILL, ends when CRIU thaws it, and would be alive on record and dead in the
+// images.
 
 const (
 	// settleLimit is how long Settle tries. A program that begins others without end
@@ -40,12 +46,12 @@ func (r Runtime) Settle(ctx context.Context, initPid int) (frozen time.Time, err
 		if err != nil {
 			return frozen, err
 		}
-		t := between(members)
-		if t == 0 {
+		at := between(members)
+		if at == nil {
 			return frozen, nil
 		}
 		if time.Now().After(end) {
-			err := passing(r.ID, t)
+			err := at.passing(r.ID)
 			err.waited = true
 			return frozen, err
 		}
@@ -55,7 +61,7 @@ func (r Runtime) Settle(ctx context.Context, initPid int) (frozen time.Time, err
 		select {
 		case <-time.After(pause):
 		case <-ctx.Done():
-			return frozen, fmt.Errorf("wait for thread %d of container %s: %w", t, r.ID, context.Cause(ctx))
+			return frozen, fmt.Errorf("wait for thread %d of container %s: %w", at.tid, r.ID, context.Cause(ctx))
 		}
 		frozen = time.Now()
 		if err := r.Pause(ctx); err != nil {
@@ -64,15 +70,25 @@ func (r Runtime) Settle(ctx context.Context, initPid int) (frozen time.Time, err
 	}
 }
 
+// instant is what a thread is in that cannot be dumped.
+type instant struct {
+	tid    int
+	killed bool // it has a SIGKILL to end of; else it waits for a vfork
+}
+
 // passing is the error of a thread that is in such an instant.
-func passing(id string, tid int) *DumpError {
+func (at *instant) passing(id string) *DumpError {
+	what, text := "waits for a vfork", "has begun a process by vfork, which has not executed its program yet, and can be stopped by nothing until then"
+	if at.killed {
+		what, text = "is ending", "was killed and has not ended yet"
+	}
 	return &DumpError{
 		Diagnosis: Diagnosis{
 			Code:   codeInstant,
-			Reason: fmt.Sprintf("thread %d (%s) has begun a process by vfork, which has not executed its program yet, and can be stopped by nothing until then", tid, cmdline(tid)),
+			Reason: fmt.Sprintf("thread %d (%s) %s", at.tid, cmdline(at.tid), text),
 			Hint:   "Try again in a moment; a paused sandbox has to be unpaused for that.",
 		},
-		Err: fmt.Errorf("dump %s: thread %d waits for a vfork: %w", id, tid, fault.ErrBusy),
+		Err: fmt.Errorf("dump %s: thread %d %s: %w", id, at.tid, what, fault.ErrBusy),
 	}
 }
 
@@ -85,20 +101,55 @@ func Passing(err error) bool {
 	return errors.As(err, &d) && (d.Code == codeInstant && !d.waited || d.Code == "traced" && d.Log != "" || d.Code == "timeout" && d.Log != "")
 }
 
-// between returns a thread of frozen processes that is in such an instant; 0: none.
-func between(pids []int) int {
+// between returns the instant that a thread of frozen processes is in; nil: none is.
+func between(pids []int) *instant {
 	for _, p := range pids {
 		tasks, err := os.ReadDir(fmt.Sprintf("/proc/%d/task", p))
 		if err != nil {
 			continue // it has ended
 		}
+		ended := true // all threads up to here
 		for _, t := range tasks {
-			if tid, _ := strconv.Atoi(t.Name()); tid != 0 && waitsForVfork(p, tid) {
-				return tid
+			tid, _ := strconv.Atoi(t.Name())
+			if tid == 0 {
+				continue
+			}
+			if ended {
+				var is bool
+				if is, ended = killed(p, tid); is {
+					return &instant{tid: tid, killed: true}
+				}
+			}
+			if waitsForVfork(p, tid) {
+				return &instant{tid: tid}
 			}
 		}
 	}
-	return 0
+	return nil
+}
+
+// killed reports whether a thread has a SIGKILL to end of. The kernel gives one to all
+// threads of a process that a fatal signal ends without a core dump, so that the first
+// stands for the others as long as it has not ended by itself.
+func killed(pid, tid int) (is, ended bool) {
+	data, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "task", strconv.Itoa(tid), "status"))
+	if err != nil {
+		return false, true
+	}
+	for line := range strings.Lines(string(data)) {
+		name, value, _ := strings.Cut(line, ":")
+		switch value = strings.TrimSpace(value); name {
+		case "State": // a zombie may have kept its signals
+			if strings.HasPrefix(value, "Z") || strings.HasPrefix(value, "X") {
+				return false, true
+			}
+		case "SigPnd", "ShdPnd":
+			if set, err := strconv.ParseUint(value, 16, 64); err == nil && set&(1<<(unix.SIGKILL-1)) != 0 {
+				return true, false
+			}
+		}
+	}
+	return false, false
 }
 
 // waitsForVfork reports whether a thread of a frozen process waits in the call that
@@ -154,8 +205,8 @@ func (r Runtime) ready(ctx context.Context, members []int) error {
 			Err: fmt.Errorf("dump %s: process %d is traced: %w", r.ID, pid, fault.ErrState),
 		}
 	}
-	if t := between(members); t != 0 {
-		return passing(r.ID, t)
+	if at := between(members); at != nil {
+		return at.passing(r.ID)
 	}
 	list := stopped(members)
 	if len(list) == 0 {
