@@ -309,7 +309,7 @@ func TestForkIsNoInstant(t *testing.T) {
 		}
 		if at := between([]int{pid}); at != nil {
 			call, _ := os.ReadFile(fmt.Sprintf("/proc/%d/syscall", at.tid))
-			t.Fatalf("thread %d (killed: %t) waits in %q, in call %s", at.tid, at.killed, freezer.Waits(at.tid), call)
+			t.Fatalf("thread %d (%d) waits in %q, in call %s", at.tid, at.why, freezer.Waits(at.tid), call)
 		}
 		if err := box.Thaw(); err != nil {
 			t.Fatal(err)
@@ -343,10 +343,10 @@ func TestKilledWhileFrozen(t *testing.T) {
 				t.Fatal(err)
 			}
 			if _, err := os.Stat("/sys/fs/cgroup/cgroup.controllers"); err != nil { // cgroup v1
-				if at := between([]int{b.Pid(), child}); at == nil || !at.killed || at.tid != child {
+				if at := between([]int{b.Pid(), child}); at == nil || at.why != killedInstant || at.tid != child {
 					t.Errorf("the instant is %+v", at)
 				}
-				if _, err := Dump(ctx, rt, DumpOptions{ImageDir: b.Images, WorkDir: b.Work, LeaveRunning: true}); !Passing(err) || !strings.Contains(err.Error(), "was killed and has not ended yet") {
+				if _, err := Dump(ctx, rt, DumpOptions{ImageDir: b.Images, WorkDir: b.Work, LeaveRunning: true}); !Passing(err) || !strings.Contains(err.Error(), "is being ended and has not ended yet") {
 					t.Errorf("the dump ends with %v", err)
 				}
 			}

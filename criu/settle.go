@@ -15,6 +15,7 @@ import (
 
 	"github.com/agentbox/agentbox/criu/freezer"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/proc"
 )
 
 // A thread that has begun a process by vfork, as dash, Python's subprocess and
@@ -72,15 +73,26 @@ func (r Runtime) Settle(ctx context.Context, initPid int) (frozen time.Time, err
 
 // instant is what a thread is in that cannot be dumped.
 type instant struct {
-	tid    int
-	killed bool // it has a SIGKILL to end of; else it waits for a vfork
+	tid int
+	why instantKind
 }
+
+type instantKind int
+
+const (
+	vforkInstant    instantKind = iota // it waits for a vfork
+	killedInstant                      // it has a SIGKILL to end of, or is on its way out
+	headlessInstant                    // it has ended, and another thread is about to execute a program in its place
+)
 
 // passing is the error of a thread that is in such an instant.
 func (at *instant) passing(id string) *DumpError {
 	what, text := "waits for a vfork", "has begun a process by vfork, which has not executed its program yet, and can be stopped by nothing until then"
-	if at.killed {
-		what, text = "is ending", "was killed and has not ended yet"
+	switch at.why {
+	case killedInstant:
+		what, text = "is ending", "is being ended and has not ended yet"
+	case headlessInstant:
+		what, text = "has ended", "is the first of its process and has ended, while others of that go on: CRIU cannot dump that"
 	}
 	return &DumpError{
 		Diagnosis: Diagnosis{
@@ -108,48 +120,43 @@ func between(pids []int) *instant {
 		if err != nil {
 			continue // it has ended
 		}
-		ended := true // all threads up to here
+		now, err := proc.Read(p)
+		if err != nil {
+			continue
+		}
+		switch ended := now.Ended(); {
+		case !ended && (now.Ending || killed(p)):
+			return &instant{tid: p, why: killedInstant}
+		case ended && freezer.ThreadsLive(p):
+			return &instant{tid: p, why: headlessInstant}
+		}
 		for _, t := range tasks {
-			tid, _ := strconv.Atoi(t.Name())
-			if tid == 0 {
-				continue
-			}
-			if ended {
-				var is bool
-				if is, ended = killed(p, tid); is {
-					return &instant{tid: tid, killed: true}
-				}
-			}
-			if waitsForVfork(p, tid) {
-				return &instant{tid: tid}
+			if tid, _ := strconv.Atoi(t.Name()); tid != 0 && waitsForVfork(p, tid) {
+				return &instant{tid: tid, why: vforkInstant}
 			}
 		}
 	}
 	return nil
 }
 
-// killed reports whether a thread has a SIGKILL to end of. The kernel gives one to all
-// threads of a process that a fatal signal ends without a core dump, so that the first
-// stands for the others as long as it has not ended by itself.
-func killed(pid, tid int) (is, ended bool) {
-	data, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "task", strconv.Itoa(tid), "status"))
+// killed reports whether a process has a SIGKILL to end of. The kernel gives one to all of
+// its threads when a signal ends it without a core dump, so that the first stands for the
+// others.
+func killed(pid int) bool {
+	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
 	if err != nil {
-		return false, true
+		return false
 	}
 	for line := range strings.Lines(string(data)) {
 		name, value, _ := strings.Cut(line, ":")
-		switch value = strings.TrimSpace(value); name {
-		case "State": // a zombie may have kept its signals
-			if strings.HasPrefix(value, "Z") || strings.HasPrefix(value, "X") {
-				return false, true
-			}
-		case "SigPnd", "ShdPnd":
-			if set, err := strconv.ParseUint(value, 16, 64); err == nil && set&(1<<(unix.SIGKILL-1)) != 0 {
-				return true, false
-			}
+		if name != "SigPnd" && name != "ShdPnd" {
+			continue
+		}
+		if set, err := strconv.ParseUint(strings.TrimSpace(value), 16, 64); err == nil && set&(1<<(unix.SIGKILL-1)) != 0 {
+			return true
 		}
 	}
-	return false, false
+	return false
 }
 
 // waitsForVfork reports whether a thread of a frozen process waits in the call that

@@ -157,7 +157,26 @@ func Of(pid int) (Container, error) {
 // Alive reports whether the container's init is there and has not ended.
 func (c Container) Alive() bool {
 	state, start, ok := process(c.Pid)
-	return ok && start == c.start && state != "Z" && state != "X"
+	return ok && start == c.start && (state != "Z" && state != "X" || ThreadsLive(c.Pid))
+}
+
+// ThreadsLive reports whether a process whose first thread has ended goes on: the others
+// do so without it, and one that executes a program takes its place in a moment.
+func ThreadsLive(pid int) bool {
+	tasks, err := os.ReadDir(fmt.Sprintf("/proc/%d/task", pid))
+	if err != nil {
+		return false
+	}
+	for _, t := range tasks {
+		tid, err := strconv.Atoi(t.Name())
+		if err != nil || tid == pid {
+			continue
+		}
+		if state, _, ok := thread(tid); ok && state != "Z" && state != "X" {
+			return true
+		}
+	}
+	return false
 }
 
 // Processes lists those in the container's cgroup and in cgroups within it. It

@@ -14,6 +14,7 @@ type Stat struct {
 	State  byte // R, S, D, T (stopped), t (traced), Z, X
 	Parent int
 	Forked bool   // it has executed nothing since it was forked
+	Ending bool   // it is on its way out of the kernel, which frees what it has
 	Used   uint64 // of a processor, in ticks
 	Start  uint64 // in ticks since the boot; with the pid it names a process within one boot
 	Exit   int    // of a zombie, as wait has it; 0 also where the reader may not know
@@ -60,8 +61,9 @@ func parse(data []byte) (s Stat, err error) {
 		}
 		return n
 	}
-	const forkNoExec = 0x40 // PF_FORKNOEXEC
-	s = Stat{State: f[0][0], Parent: int(number(4)), Forked: number(9)&forkNoExec != 0, Used: number(14) + number(15), Start: number(22)}
+	const exiting, forkNoExec = 0x4, 0x40 // PF_EXITING, PF_FORKNOEXEC
+	flags := number(9)
+	s = Stat{State: f[0][0], Parent: int(number(4)), Forked: flags&forkNoExec != 0, Ending: flags&exiting != 0, Used: number(14) + number(15), Start: number(22)}
 	if len(f) > 52-3 {
 		s.Exit = int(number(52))
 	}
