@@ -158,7 +158,7 @@ func swrk(ctx context.Context, path string, req *rpc.CriuReq) (*rpc.CriuResp, er
 		return nil, err
 	}
 	resp, err := ask(ours, req)
-	ours.Close() // swrk ends when nobody asks any more
+	ours.Close() // swrk exits when its socket is closed
 	if werr := cmd.Wait(); err == nil && resp == nil {
 		err = werr
 	}

@@ -10,15 +10,15 @@ import (
 	"github.com/agentbox/agentbox/criu/cut"
 )
 
-// A Cut keeps a network namespace from exchanging packets with anybody else.
+// A Cut blocks all packets between a network namespace and the outside.
 //
-// The kernel goes on acknowledging what peers send to frozen processes. When a
-// dump is to be the last that is heard of them, whatever arrives after it
-// would be lost, while the peers take it for delivered.
+// The kernel keeps acknowledging what peers send to frozen processes. If the processes do not run
+// on after a dump, data that arrives after it would be lost, while the peers believe that it was
+// delivered.
 type Cut struct{ ns *os.File }
 
-// CutOff cuts the network namespace of a container off; pid is its first
-// process. One that others have part in is left alone: nil.
+// CutOff cuts off the network namespace of a container; pid is its first process. It leaves a
+// namespace alone that processes outside the container share, and returns nil.
 func CutOff(pid int) (*Cut, error) {
 	path := fmt.Sprintf("/proc/%d/ns/net", pid)
 	shared, err := sharesNetwork(pid)

@@ -33,9 +33,8 @@ type DumpOptions struct {
 	LeaveRunning bool   // the container lives on, paused; otherwise it is gone
 	Upper        string // the upperdir of its root filesystem; empty: it is none
 	Options
-	// Hold, when given, is kept open by the dumping processes: a flock on it
-	// outlives this process, so that nobody touches the container while an
-	// orphaned dump still runs.
+	// Hold, if set, is kept open by the dumping processes. A flock on it outlives this process,
+	// so that nothing touches the container while an orphaned dump still runs.
 	Hold *os.File
 
 	// Start, when given, starts the OCI runtime, as cmd.Start does.

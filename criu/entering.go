@@ -16,12 +16,11 @@ import (
 // enterLimit is how long LetIn waits for processes that come in.
 const enterLimit = 10 * time.Second
 
-// LetIn lets processes that an exec is bringing into a frozen container, such as
-// a health check, come in whole, and freezes it again. One that the freeze has
-// caught half-way would hold up whoever starts it: a shim waits for the OCI
-// runtime, which waits for that process, and thaws nothing meanwhile. initPid is
-// the container's first process, a child of the shim's. One that has ended is
-// nil; on error it may be thawed.
+// LetIn lets processes that an exec is bringing into a frozen container (a health check, for
+// example) finish entering, and freezes it again. A process that the freeze caught half-way would
+// block its engine: a shim thaws nothing while it waits for the OCI runtime, which waits for that
+// process. initPid is the container's first process, a child of the shim. LetIn returns nil if
+// that process has ended; on error the container may be thawed.
 func (r Runtime) LetIn(ctx context.Context, initPid int) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, enterLimit, errEntering)
 	defer cancel()

@@ -93,8 +93,8 @@ func Processes(dir string) ([]Process, error) {
 			case taskStopped:
 				list[i].Stopped = true
 			case taskDead, taskZombie:
-				// For the thread of one that nobody has waited for CRIU writes whatever
-				// its memory happens to have there.
+				// For the thread of a process that was not reaped yet, CRIU writes whatever its
+				// memory happens to hold.
 				list[i].Threads = []int{list[i].Pid}
 			}
 			return nil

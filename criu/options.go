@@ -38,8 +38,8 @@ type Options struct {
 	TCP        string        // default TCPEstablished
 	GhostLimit int64         // bytes a deleted file that is still open may have; default DefaultGhostLimit
 	Timeout    time.Duration // for stopping all processes; default CRIU's, 10 s. It does not bound the dump itself
-	// EmptyNetwork leaves the contents of the network namespace out: whoever
-	// starts the container fills it.
+	// EmptyNetwork leaves out the contents of the network namespace: the engine that starts the
+	// container fills it.
 	EmptyNetwork bool
 	ScanPaths    []string // files and directories of the container that inotify watches; see Watches
 

@@ -53,16 +53,15 @@ const codeOf64 = 0x33
 // lowest is an address below which no program has memory (vm.mmap_min_addr).
 const lowest = 0x10000
 
-// again reports whether the call, made once more with the same arguments, goes on
-// with what it waited for, and its number. Exact: it ends when it would have.
+// again reports whether the call, made once more with the same arguments, resumes its wait, and
+// returns its number. Exact: it ends when it would have.
 //
-// A call with a timeout of its own is not made again: it would begin anew, and
-// one that is interrupted by a checkpoint often enough would never end.
-// Whoever calls those can tell how long they took; EINTR is what epoll_wait
-// returns after any stop, and poll after any signal. A sleep is another matter,
-// for its caller takes whatever it returns for the end: it begins anew where
-// the kernel did not write down what was left, and where its caller asked for
-// that to be written elsewhere, he wants to go on with it himself.
+// A call with a timeout of its own is not made again: it would start over, and one that
+// checkpoints interrupt often enough would never end. Its caller can measure how long it took;
+// EINTR is what epoll_wait returns after any stop, and poll after any signal. A sleep is
+// different, because its caller takes any return for the end: it starts over where the kernel did
+// not record the time left. Where the caller had that time stored elsewhere, it means to continue
+// the sleep itself.
 func (w wait) again() (nr uint64, exact, ok bool) {
 	endless := func(timeout uint64) (uint64, bool, bool) { return w.nr, true, int32(timeout) < 0 }
 	sleep := func(time, rest uint64) (uint64, bool, bool) { return w.nr, rest == time, rest == time || rest == 0 }

@@ -113,9 +113,9 @@ func openEmpty(dir string) (fd int, err error) {
 	return fd, nil
 }
 
-// apply is one extraction. This goroutine reads the archive and creates every
-// name, so that directories are changed by nobody else and get their times once
-// the last name in them exists; writers fill small files meanwhile.
+// apply is one extraction. This goroutine reads the archive and creates every name, so that no
+// other goroutine changes a directory and each gets its times once its last name exists. Writers
+// fill small files meanwhile.
 type apply struct {
 	opts    ApplyOptions
 	tar     tarReader

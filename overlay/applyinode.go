@@ -349,7 +349,7 @@ func (w *writers) drain(report func(*Entry) error) error {
 
 // stop ends the writers and returns the first error of what was not collected.
 func (w *writers) stop() (err error) {
-	w.failed.Store(true) // nobody is interested in the rest
+	w.failed.Store(true) // the remaining results are not needed
 	for i := range w.cur.jobs {
 		if fd := w.cur.jobs[i].fd; fd >= 0 {
 			_ = unix.Close(fd)

@@ -71,21 +71,19 @@ type Collected struct {
 // errKnown: Known turned out to be damaged in the middle.
 var errKnown = errors.New("known memory is damaged")
 
-// Collect goes through dir, gives the data of every file that is not known to
-// sink (nil: it is only hashed), and writes what it found, with what is needed
-// to know it again, to the new file out, which Collection reads. On error there
-// is no such file.
+// Collect walks dir, passes the data of every file that is not known to sink (nil: it is only
+// hashed), and writes its findings, with what is needed to recognize each entry later, to the new
+// file out, which Collection reads. On error out does not exist.
 //
-// The entries are those of Walk with digests, and with Pieces as sink said: what
-// cannot be carried whole is refused as Capture refuses it. The kernel's change
-// time vouches for entries that are not read again. It says nothing where a
-// change follows a look within one tick of the kernel's clock, nor where a
-// process writes through a mapping that it has already written through: what
-// changed just before Collect began, and files that somebody has open for
-// writing, are therefore recorded as not to be trusted, and read the next time.
+// The entries are those of Walk with digests, and with Pieces as sink returned them; what cannot
+// be carried whole is refused as Capture refuses it. The kernel's change time vouches for entries
+// that are not read again. It proves nothing where a change follows a look within one tick of the
+// kernel's clock, nor where a process writes through a mapping that it has already written
+// through. Entries that changed just before Collect began, and files that are open for writing,
+// are therefore recorded as untrusted and read the next time.
 //
-// Memory depends on the longest directory and on the number of inodes with
-// several names, not on the number of entries.
+// Memory use depends on the longest directory and on the number of inodes with several names, not
+// on the number of entries.
 func Collect(ctx context.Context, dir, out string, sink Sink, opts CollectOptions) (Collected, error) {
 	got, err := collect(ctx, dir, out, sink, opts)
 	if errors.Is(err, errKnown) {

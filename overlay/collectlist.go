@@ -40,7 +40,7 @@ type stretch struct {
 type outcome int
 
 const (
-	stateListed outcome = iota // nobody has looked yet
+	stateListed outcome = iota // not looked at yet
 	stateSame                  // as its record says
 	stateFound                 // found holds it
 	stateHole                  // left out
@@ -270,7 +270,7 @@ func (l *lister) step(f *listing) (dirent, memoryRecord, error) {
 // handle hands out one entry of f. rec is where the memory stands, or nil.
 func (l *lister) handle(f *listing, d dirent, rec memoryRecord) error {
 	if l.c.out == nil && f.dir.still && !rec.key().isDir() && rec.key().links() < 2 && rec.flags()&(flagUntrusted|flagHole) == 0 {
-		return l.advance() // nobody asks for it
+		return l.advance() // not requested
 	}
 	it := listed{dir: f.dir}
 	l.place(&it, d.name, rec)

@@ -342,15 +342,14 @@ func (d *dataReader) Read(p []byte) (int, error) {
 	return n, nil
 }
 
-// noWriter tells that nobody has the file open for writing, nor mapped so. The
-// kernel sets times when a page is first written to through a mapping, and then
-// not before it has written the page back, which on a tmpfs is never: with such a
-// mapping content can change under the same change time. Mappings made later
-// begin with a first write.
+// noWriter reports whether no process has the file open, or mapped, for writing. The kernel sets
+// times when a page is first written through a mapping, and again only after it has written the
+// page back, which on a tmpfs never happens: with such a mapping, content can change under the
+// same change time. Mappings made later begin with a first write.
 //
-// The question is put as the wish for a lease, which the kernel grants on a file
-// without writers only. Who opens the file for writing at this very instant
-// waits until the lease is given back, some microseconds.
+// It asks for a lease, which the kernel grants only on a file without writers. A process that
+// opens the file for writing at that instant waits until the lease is given back, some
+// microseconds.
 func noWriter(fd int) bool {
 	if _, err := unix.FcntlInt(uintptr(fd), unix.F_SETLEASE, unix.F_RDLCK); err != nil {
 		return false // there is one, or the filesystem cannot tell
@@ -359,8 +358,8 @@ func noWriter(fd int) bool {
 	return err == nil
 }
 
-// passing tells that an error can come of a directory that changes while it is
-// read: names that go or become something else, files that are cut.
+// passing reports whether err can come from a directory that changes while it is read: names
+// removed or replaced, files truncated.
 func passing(err error) bool {
 	var own *sinkError
 	if errors.As(err, &own) {

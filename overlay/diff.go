@@ -74,10 +74,10 @@ type Side struct {
 type DiffOptions struct {
 	Lower []string // the layers that both sides lie on, top first
 
-	// Paranoid reads every file again. Otherwise a file of an upperdir on the
-	// disk is taken for the one in a Tree, unread, when size and modification
-	// time are equal and neither it nor a directory above it changed in any
-	// way (ctime, which nobody can set) since the tree was taken.
+	// Paranoid reads every file again. Otherwise a file of an upperdir on disk is taken for the
+	// one in a Tree, unread, if size and modification time are equal and neither it nor a
+	// directory above it changed in any way since the tree was taken (ctime, which no process can
+	// set).
 	Paranoid bool
 
 	// UserXattr: the overlay is mounted with userxattr, that is rootless, and
@@ -85,8 +85,8 @@ type DiffOptions struct {
 	UserXattr bool
 }
 
-// racy is how much older than a capture a change must be to be surely seen by
-// it: inodes take their times from a clock that ticks every 1 to 10 ms.
+// racy is how much older than a capture a change must be for the capture to have surely seen it:
+// inodes take their times from a clock that ticks every 1 to 10 ms.
 var racy = 100 * time.Millisecond
 
 // Diff calls fn for every path at which a user of the merged filesystem finds

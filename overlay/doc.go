@@ -24,17 +24,16 @@
 //
 // # What is not carried
 //
-// Access and change times, inode numbers and inode flags. An overlay keeps
-// chattr's immutable and append-only flags in an extended attribute of the
-// upper file, which is carried; an upper inode that truly has one of these
-// flags makes Capture and Walk fail, for it could not be restored. Space that
-// is preallocated and was never written is a hole, until somebody reads it: the
-// kernel then has zeros for it in memory and calls it data. What was captured
-// is restored either way, and the restored file has one answer only.
+// Access and change times, inode numbers and inode flags. An overlay keeps chattr's immutable and
+// append-only flags in an extended attribute of the upper file, which is carried; an upper inode
+// that really has one of these flags makes Capture and Walk fail, because it could not be
+// restored. Space that is preallocated but was never written is a hole until it is read: the
+// kernel then holds zeros for it in memory and reports data. What was captured is restored either
+// way, and the restored file has one answer only.
 //
-// The kernel keeps marks of its own in an upperdir. One of them it may take back
-// when somebody merely lists a directory of the mount: trusted.overlay.impure.
-// An upperdir is therefore proven against its tree before it is mounted again.
+// The kernel keeps marks of its own in an upperdir. It may remove one of them,
+// trusted.overlay.impure, when a directory of the mount is merely listed. An upperdir is
+// therefore proven against its tree before it is mounted again.
 //
 // # The archive
 //

@@ -12,10 +12,9 @@ import (
 	"github.com/agentbox/agentbox/internal/idmap"
 )
 
-// mapped mounts m with the ids of its layers mapped, so that no file on disk
-// changes its owner. An overlay cannot be mapped itself: its layers are, each
-// in a clone of its mount. They have to be somewhere until the overlay has
-// clones of its own: on its target, at which nobody looks yet.
+// mapped mounts m with the ids of its layers mapped, so that no file on disk changes its owner.
+// An overlay cannot be mapped itself, but its layers can, each in a clone of its mount. Until the
+// overlay has clones of its own, they are mounted on its target, which is not in use yet.
 func (m Mount) mapped() (err error) {
 	ns, err := m.IDs.Namespace()
 	if err != nil {
@@ -57,8 +56,8 @@ func (m Mount) mapped() (err error) {
 		}
 		own.Upper, own.Work = filepath.Join(top, filepath.Base(m.Upper)), filepath.Join(top, filepath.Base(m.Work))
 	}
-	// What the overlay makes on disk belongs to whoever mounted it, who has to
-	// be somebody there.
+	// Files that the overlay creates on disk belong to the mounting user, whose id must exist in
+	// the map.
 	if err := m.IDs.AsRoot(own.mount); err != nil {
 		return err
 	}

@@ -64,10 +64,9 @@ const (
 	flagFurther
 )
 
-// inodeKey is all that reports whether an inode is still what it was. The kernel
-// sets the change time with every change of content, attributes and names, and
-// nobody in a sandbox can set it back. It says nothing of what has become of the
-// inode over a power cut: see era.
+// inodeKey holds everything that shows whether an inode is unchanged. The kernel sets the change
+// time with every change of content, attributes and names, and no process in a sandbox can set it
+// back. It proves nothing about the inode after a power cut: see era.
 //
 //	ino, size uint64; seconds of mtime and ctime int64; nanoseconds of both uint32;
 //	mode (with the type), links, uid, gid, major and minor of a device uint32

@@ -135,9 +135,9 @@ func ProjectOf(dir string) (p Project, ours bool, err error) {
 	return p, ours, err
 }
 
-// LimitProject holds the project of an upperdir to some bytes, and to as many
-// files as Usage would let it have; 0: to nothing. What is there already may be
-// more. False: it is in none of ours, or nobody enforces limits any more.
+// LimitProject limits the project of an upperdir to some bytes, and to as many files as Usage
+// would let it have; 0 removes the limits. What is there already may exceed them. False: it is in
+// none of ours, or limits are no longer enforced.
 func LimitProject(dir string, bytes int64) (held bool, err error) {
 	err = ownProject(dir, func(fd int, id uint32) error {
 		held = bytes > 0
@@ -171,9 +171,8 @@ func ownProject(dir string, do func(fd int, id uint32) error) error {
 	return nil
 }
 
-// likeProject makes an empty directory, and what will be made in it, part of the
-// project that another one has, whoever gave it: between two that differ nothing
-// can be renamed.
+// likeProject makes an empty directory, and what will be made in it, part of the project of
+// another directory, be it ours or not: nothing can be renamed between two projects.
 func likeProject(fd, other int) error {
 	attr, err := readAttr(other)
 	if err != nil || attr.flags&inherit == 0 {

@@ -22,11 +22,10 @@ type Source interface {
 	Data(ctx context.Context, e Entry) (io.ReadCloser, error)
 }
 
-// Update is the way from what a directory holds to what it is to hold. It
-// lists the differences only. However many they are, its memory is small: what
-// does not fit there is in a file, until Close.
+// Update holds the changes that make a directory what it is to be. It lists the differences only.
+// However many there are, its memory use is small: what does not fit is in a file, until Close.
 //
-//	Collect -> PlanUpdate -> Stage (while the directory is still in use) -> Apply (while nobody uses it)
+//	Collect -> PlanUpdate -> Stage (while the directory is still in use) -> Apply (while it is not)
 type Update struct {
 	// changes are all paths that differ. A directory that goes is followed by
 	// everything in it.
@@ -71,7 +70,7 @@ const (
 	doLink           // make it a name of the inode that from has
 )
 
-// Empty tells that nothing needs to be done.
+// Empty reports whether nothing needs to be done.
 func (u *Update) Empty() bool { return u.n == 0 }
 
 // Len returns how many paths change.

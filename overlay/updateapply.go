@@ -14,24 +14,20 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// Apply makes dir, which nobody else uses, equal to what is wanted: a sandbox's
-// upperdir may still be mounted, but nothing may run in it. stage is what Stage
-// made for this very update, on the same filesystem; Apply uses it up, and
-// leaves it to the caller to delete when it fails.
+// Apply makes dir equal to what is wanted. Nothing else may use dir: a sandbox's upperdir may
+// still be mounted, but nothing may run in it. stage is what Stage made for this very update, on
+// the same filesystem. Apply uses it up; on failure the caller deletes it.
 //
-// Only what differs is touched: all other files keep their inodes, and a file
-// of which only attributes differ keeps its own. Nothing outside of dir and
-// stage is touched, whatever lies in dir; a hard link to a file of dir that is
-// kept elsewhere sees its attributes change.
+// Apply touches only what differs: all other files keep their inodes, and so does a file of which
+// only attributes differ. It touches nothing outside of dir and stage, whatever lies in dir; a
+// hard link elsewhere to a file of dir sees its attributes change.
 //
-// A directory that goes is removed with all that is in it, what a Collect was
-// told to skip included.
+// A removed directory goes with all that is in it, including what Collect was told to skip.
 //
-// Where dir is not what was planned with, Apply stops with ErrState. After that,
-// and after any other error, the end of ctx, or a kill, dir is in between, and a
-// new Collect, PlanUpdate, Stage and Apply complete it. Like a rename, what
-// Apply did is durable once the caller syncs the filesystem; a power failure
-// before that is a kill at an earlier moment.
+// If dir is not in the state that was planned with, Apply stops with ErrState. After that, after
+// any other error, the end of ctx, or a kill, dir is in between, and a new Collect, PlanUpdate,
+// Stage and Apply complete it. Like a rename, the result is durable once the caller syncs the
+// filesystem; a power failure before that is a kill at an earlier moment.
 func (u *Update) Apply(ctx context.Context, dir, stage string) error {
 	if err := u.apply(ctx, dir, stage, false); err != nil {
 		return fmt.Errorf("update %s: %w", dir, err)
@@ -140,10 +136,9 @@ func (a *updater) run(ctx context.Context) error {
 	return nil
 }
 
-// sources looks for the inodes that get further names although nothing else
-// about them changes. The plan remembers nothing of them, so that one that does
-// not exist, in a tree that somebody made up, is found out here, before anything
-// is touched.
+// sources looks up the inodes that get further names but do not change otherwise. The plan does
+// not record them, so an inode that does not exist, as with a made-up tree, is detected here,
+// before anything is touched.
 func (a *updater) sources(ctx context.Context) error {
 	l := &a.u.changes
 	for i := range l.index {

@@ -10,16 +10,15 @@ import (
 // checkAtMost is how many changes Check keeps in memory.
 const checkAtMost = 1 << 14
 
-// Check looks, after Apply, at what that has touched, and reports whether dir is as
-// wanted: of all that known has, which the update was planned with, the changes
-// of the plan have changed, each to what was wanted, and nothing else. It writes
-// what Collect would write to out; sink and base are as there.
+// Check looks, after Apply, at what Apply touched, and reports whether dir is as wanted: compared
+// with known, from which the update was planned, the changes of the plan were made, each as
+// wanted, and nothing else. It writes to out what Collect would write; sink and base are as
+// there.
 //
-// Files in directories that are as known and have no change in them are not
-// looked at again, unless all says so: the caller knows that since known was
-// written nobody but Apply could write to dir.
+// Without all, files in directories that are as known and have no change in them are not looked
+// at again: the caller knows that since known was written only Apply could write to dir.
 //
-// False means that it cannot tell, not that dir is wrong: then there is no out.
+// False means that Check cannot tell, not that dir is wrong; then there is no out.
 func (u *Update) Check(ctx context.Context, dir, known, out string, sink Sink, base string, all bool) (bool, error) {
 	w, err := u.witness(all)
 	if w == nil || err != nil {

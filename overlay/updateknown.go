@@ -91,9 +91,9 @@ func (k *knownPlan) add(have, want *Entry) error {
 	return p.pair(have, want)
 }
 
-// CheckKnown is Check of an update that PlanUpdateKnown has planned with known, for
-// a caller who knows that nobody but Apply could write to dir since. It writes nothing: what
-// it has learnt can be written later. Nil means that it cannot tell.
+// CheckKnown is Check of an update that PlanUpdateKnown planned with known. The caller knows that
+// only Apply could write to dir since. CheckKnown writes nothing: what it learns can be written
+// later. Nil means that it cannot tell.
 func (u *Update) CheckKnown(ctx context.Context, dir, known string, sink Sink) (*Learnt, error) {
 	w, err := u.witness(false)
 	if w == nil || err != nil || !u.known || u.again == nil {
@@ -141,8 +141,8 @@ func (w *witness) relearn(at int64, rec memoryRecord) {
 	w.keys = append(w.keys, keyChange{at + 4, [72 - 4]byte(rec[4:72])})
 }
 
-// Write writes it down in the memory, where it lies, and gives that another base. Whoever is
-// killed in the middle leaves a memory that is not used, as nothing in it is proven.
+// Write writes l to the memory in place, and gives the memory another base. A process killed in
+// the middle leaves a memory that is not used, because nothing in it is proven.
 func (l *Learnt) Write(base string) error {
 	m, err := openMemory(l.known)
 	if err != nil {

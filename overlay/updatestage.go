@@ -16,18 +16,16 @@ import (
 	"github.com/agentbox/agentbox/internal/guard"
 )
 
-// Stage reads from src all data that the update needs, proves it, and lays it
-// out in the new directory stage, which is on the filesystem of dir, the directory to
-// be updated, and beside it, not in it. When it returns nil, Apply needs src no
-// more. What is in dir is not looked at and may be in use. The data counts for the
-// project of dir, if it has one.
+// Stage reads from src all data that the update needs, verifies it, and lays it out in the new
+// directory stage, which is on the filesystem of dir, the directory to be updated, and beside it,
+// not in it. Once Stage has returned nil, Apply no longer needs src. The contents of dir are not
+// looked at and may be in use. The data counts for the project of dir, if it has one.
 //
-// Nothing is durable: after a power cut nobody can tell how far Apply came, and
-// the directory is to be read again, all of it. Whoever applied an update waits
-// for the disk once, at the end.
+// Nothing is durable: after a power cut it is unknown how far Apply came, and all of the
+// directory must be read again. The caller of Apply waits for the disk once, at the end.
 //
-// Data that is not what its entry says is ErrCorrupt, a stage that is there
-// already ErrExists. On any other error the caller deletes stage.
+// Data that does not match its entry is ErrCorrupt, a stage that exists already is ErrExists. On
+// any other error the caller deletes stage.
 func (u *Update) Stage(ctx context.Context, dir, stage string, src Source) error {
 	if err := u.stage(ctx, dir, stage, src); err != nil {
 		return fmt.Errorf("stage update: %w", err)

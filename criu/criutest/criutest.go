@@ -186,7 +186,7 @@ func (b *Box) Count() int {
 	return n
 }
 
-// Until polls, because a container tells nobody of its progress.
+// Until polls cond, because a container does not report its progress.
 func (b *Box) Until(what string, cond func() bool) {
 	b.t.Helper()
 	Until(b.t, what, cond)

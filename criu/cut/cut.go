@@ -1,6 +1,5 @@
-// Package cut keeps a network namespace from exchanging packets with anybody
-// else, by a table of nftables in it. Its devices, addresses and routes stay as they
-// are, and so does what goes over lo.
+// Package cut blocks a network namespace's packets with an nftables table inside it. Devices,
+// addresses and routes stay as they are, and traffic over lo passes.
 package cut
 
 import (
@@ -18,8 +17,8 @@ import (
 // name is the table's.
 const name = "agentbox-cut"
 
-// Possible reports whether Begin can be done, by a trial in a network namespace that goes
-// with it: a kernel may have nf_tables without the family that a table of ours is of.
+// Possible reports whether Begin works here. It tries in a throwaway network namespace: a kernel
+// may have nf_tables without the table family that Begin needs.
 func Possible() bool {
 	done := make(chan bool)
 	go func() {
@@ -83,7 +82,7 @@ func End(ns *os.File) error {
 // lockPrefix begins the name of the table by which CRIU holds a network still.
 const lockPrefix = "CRIU-"
 
-// Unlock ends what a CRIU that was killed has left of its own hold on a network namespace.
+// Unlock removes the lock that a killed CRIU left on a network namespace.
 func Unlock(ns *os.File) error {
 	conn, err := nftables.New(nftables.WithNetNSFd(int(ns.Fd())))
 	if err != nil {

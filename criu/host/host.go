@@ -63,7 +63,7 @@ func Find(name string, skip func(os.FileInfo) bool) (string, error) {
 	return "", fmt.Errorf("program %s: %w", name, fault.ErrNotFound)
 }
 
-// StateRoot is where an OCI runtime keeps its state when nobody says.
+// StateRoot is the directory where an OCI runtime keeps its state by default.
 func StateRoot(binary string) string {
 	if filepath.Base(binary) == "crun" {
 		return "/run/crun"

@@ -13,11 +13,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// SweepTemp removes the directories that killed CRIUs leave in /tmp, where CRIU,
-// wherever its working directory is, puts a container's mounts together, and at
-// every start tries how the kernel moves them. Its mounts were in a namespace that is gone; the first of them, a tmpfs, is in
-// ours, too, where / is shared, as under systemd. While any CRIU runs, one of them
-// may be its own, and all are left for the next time.
+// SweepTemp removes the directories that killed CRIUs leave in /tmp, whatever their working
+// directory was. CRIU assembles a container's mounts there and, at every start, probes how the
+// kernel moves mounts. Its mounts were in a namespace that is gone; the first of them, a tmpfs,
+// is in ours too where / is shared, as under systemd. While any CRIU runs, one of the directories
+// may be its own, so all are left for the next sweep.
 func SweepTemp() error { return sweepTemp("/tmp") }
 
 func sweepTemp(dir string) error {
@@ -47,7 +47,7 @@ func sweepTemp(dir string) error {
 			continue
 		}
 		if sys, ok := st.Sys().(*syscall.Stat_t); !ok || !st.IsDir() || int(sys.Uid) != os.Geteuid() {
-			continue // anybody may make such a name there
+			continue // any user can create such a name there
 		}
 		err = unix.Rmdir(path)
 		if err == unix.EBUSY {

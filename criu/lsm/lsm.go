@@ -1,14 +1,14 @@
-// Package lsm has restored processes confined by the AppArmor profile of their
-// container. CRIU gives each thread the profile that its image names: one of
-// another engine's, one that this host has not, or, when it was dumped
-// unconfined or on a host without AppArmor, none, and none it leaves as it is
-// even when it is told a profile (--lsm-profile). What processes may do would be
-// up to whoever made the images.
+// Package lsm confines restored processes to the AppArmor profile of their container. CRIU gives
+// each thread the profile that its image names. That profile may be another engine's, or missing
+// on this host. A thread that was dumped unconfined, or on a host without AppArmor, has none, and
+// CRIU leaves it so even if told a profile (--lsm-profile). The images would decide what
+// processes may do.
 //
-// So Set writes the profile into the images, and Check looks, after the restore,
-// whether all is as it was written. SELinux's labels are left to CRIU.
+// So Set writes the profile into the images, and Check verifies after the restore that all
+// threads have it. SELinux labels are left to CRIU.
 //
-// The wrapper imports this package and starts for every call of an engine: no
+// The wrapper imports this package and starts for every call of an engine, so the package does
+// without those that decode images.
 // package of decoded images is needed here.
 package lsm
 

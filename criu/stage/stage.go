@@ -42,8 +42,8 @@ type Restore struct {
 	// Times are those that directories had before the restore made and removed names in
 	// them.
 	Times []DirTime `json:"times,omitempty"`
-	// Taken is when the checkpoint was taken: the images' own times tell when they
-	// were laid out. Zero: nobody knows.
+	// Taken is when the checkpoint was taken; the images' own times are those of their layout on
+	// disk. Zero: unknown.
 	Taken time.Time `json:"taken,omitzero"`
 	// Timeout ends a restore that hangs; 0 means DefaultTimeout.
 	Timeout time.Duration `json:"timeout_ns,omitempty"`
@@ -352,9 +352,8 @@ func (at Slot) place() (string, error) {
 	return filepath.Join(at.Run, "restore", at.ID), nil
 }
 
-// readJSON reads a small file of ours. One that is not there is ErrNotFound,
-// one that is there and cannot be made sense of ErrCorrupt; any other error
-// means that nobody can tell.
+// readJSON reads a small file of ours. A missing file is ErrNotFound, one that cannot be parsed
+// ErrCorrupt; any other error says neither.
 func readJSON(path string, most int64, v any) error {
 	// Not blocking, so that not even a named pipe in the file's place holds us.
 	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)

@@ -63,7 +63,7 @@ type look struct {
 	views map[string]*view // by mount namespace
 
 	covered []string                // masks and the like that the images did not have
-	members map[string]map[int]bool // by controller: who is in the container's cgroup
+	members map[string]map[int]bool // by controller: the processes in the container's cgroup
 }
 
 func gone(err error) bool { return errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ESRCH) }
