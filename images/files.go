@@ -44,8 +44,7 @@ func (s *Store) locked(fn func() error) error {
 	return fn()
 }
 
-// temp makes a directory for an import. Its lock tells others that somebody
-// still works on it.
+// temp makes a directory for an import. Its lock tells other processes that it is in use.
 func (s *Store) temp() (dir string, hold *flock.Handle, err error) {
 	err = s.locked(func() error {
 		dir = s.path("tmp", tmpImport+random())
@@ -97,11 +96,11 @@ func clearDir(dir string) error {
 	return err
 }
 
-// sweep deletes what killed imports, pulls and removals left, and the beginnings
-// of blobs that nobody has continued for keep.
+// sweep deletes what killed imports, pulls and removals left, and the beginnings of blobs that no
+// pull has continued for keep.
 func (s *Store) sweep(keep time.Duration) error {
 	var doomed []string
-	err := s.locked(func() error { // so that nobody is between mkdir and flock
+	err := s.locked(func() error { // so that no process is between mkdir and flock
 		list, err := os.ReadDir(s.path("tmp"))
 		if err != nil {
 			return err
@@ -120,8 +119,8 @@ func (s *Store) sweep(keep time.Duration) error {
 	return errors.Join(err, removeAll(doomed))
 }
 
-// discard moves what nobody holds out of the way of those who would claim it,
-// and returns what is to be deleted.
+// discard moves a path that no process holds away from those that would claim it, and returns
+// what is to be deleted.
 func (s *Store) discard(path string) (string, error) {
 	hold, err := flock.Try(path, flock.Existing)
 	if errors.Is(err, flock.ErrHeld) {

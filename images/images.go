@@ -8,10 +8,9 @@
 //	pull    source.Open -> for each layer that is not here: fetch -> decompress -> layer.Unpack -> digest -> rename -> record
 //	import  tree.Extract or tree.Clone -> layer.Seal -> rename -> record
 //
-// Layers are made in tmp and published by one rename, after all of it is on disk
-// and its digest was found right; records and names follow. Until then a source
-// has left nothing that anybody would use. A sandbox pins the image's digest, so a
-// name may come to mean another image under its feet.
+// Layers are made in tmp and published by one rename, once all of it is on disk and its digest is
+// verified; records and names follow. Until then nothing uses what a source has left. A sandbox
+// pins the image's digest, so a name may come to mean another image while the sandbox exists.
 //
 // On disk, below ROOT/images, everything 0700:
 //
@@ -20,13 +19,12 @@
 //	records/HEX.json          manifest, where from, layers, what is mounted
 //	layers/HEX/               a layer as package layer has it; HEX is its diffID
 //	layers/HEX/layer.json     its sizes, and what of it depends on the layers below
-//	layers/HEX/diff.largest-id the largest id that owns something in it, once somebody asked
+//	layers/HEX/diff.largest-id the largest id that owns something in it, once requested
 //	tmp/                      imports and pulls under way (each holds a flock) and leftovers
 //	tmp/partial-HEX           the beginning of a blob, kept a day for the next pull
 //	lock                      flock, held while any of the above is published
 //
-// The package knows directories, never sandboxes: who uses a digest is the
-// caller's to say.
+// The package knows directories, never sandboxes: the caller says which digests are in use.
 package images
 
 import (
@@ -104,10 +102,9 @@ func (s *Store) Resolve(ctx context.Context, ref string) (image.Image, error) {
 	return img, err
 }
 
-// ResolveDigest finds the image of a whole digest, whatever its name means by
-// now: what a sandbox or a checkpoint has pinned. It waits for a removal that is
-// under way, so who has made it known that he needs the image knows then that it
-// stays.
+// ResolveDigest finds the image of a complete digest, as a sandbox or a checkpoint pins it,
+// whatever its name means by now. It waits for a removal that is under way: a caller that has
+// recorded its need for the image knows afterwards that the image stays.
 func (s *Store) ResolveDigest(_ context.Context, digest string) (img image.Image, err error) {
 	if _, ok := hexOf(digest); !ok {
 		return image.Image{}, fmt.Errorf("%w: %q is not an image digest", fault.ErrInvalid, digest)
@@ -171,10 +168,10 @@ func useless(err error) bool {
 	return errors.Is(err, fault.ErrCorrupt) || errors.Is(err, fault.ErrNotFound)
 }
 
-// Remove takes the name ref away, or, when ref is a digest or a prefix of one,
-// the only name that the image has. Files that no image needs any more go too,
-// but not those of a digest that inUse reports (nil: none is in use), which is
-// asked while nobody resolves a digest: these stay until GC finds them free.
+// Remove removes the name ref or, if ref is a digest or a prefix of one, the only name of the
+// image. Files that no image needs any more go too, except those of a digest that inUse reports
+// (nil: none is in use): they stay until GC finds them free. While inUse runs, no digest can be
+// resolved.
 func (s *Store) Remove(_ context.Context, ref string, inUse func(digest string) bool) error {
 	var doomed []string
 	err := s.locked(func() error {

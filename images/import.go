@@ -328,7 +328,7 @@ func (s *Store) place(tmp, diffID string) error {
 	}
 	hex, _ := hexOf(diffID)
 	to := s.path("layers", hex)
-	// What somebody has emptied by hand must not block its own repair.
+	// A directory emptied by hand must not block its own repair.
 	if err := os.Rename(to, s.path("tmp", tmpRemoved+random())); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
@@ -338,8 +338,8 @@ func (s *Store) place(tmp, diffID string) error {
 	return fsx.SyncDir(s.path("layers"))
 }
 
-// commit makes an image visible whose layers are: its configuration, its record,
-// then its name, if it gets one. The lock must be held.
+// commit publishes an image whose layers are published: its configuration, its record, then its
+// name, if it gets one. The lock must be held.
 func (s *Store) commit(config []byte, rec record, name string, e entry) error {
 	e.Digest, e.Created = digestOf(config), rec.Created
 	hex, _ := hexOf(e.Digest)

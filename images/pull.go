@@ -184,7 +184,7 @@ type pin struct {
 
 func (s *Store) pin(layers []source.Layer) (*pin, error) {
 	p := &pin{}
-	err := s.locked(func() (err error) { // nobody collects or sweeps meanwhile
+	err := s.locked(func() (err error) { // no collection or sweep runs meanwhile
 		p.lock, err = flock.Try(s.path("tmp", tmpPull+random()), 0)
 		if err != nil {
 			return err

@@ -20,11 +20,10 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// V1 is the image of a digest as go-containerregistry has it. Its layers are
-// read from the store, and compressed only when somebody asks for their
-// compressed form or its digest; the same layer gives the same bytes every time.
-// The image has to stay in the store for as long as it is used; ctx ends what
-// reads.
+// V1 returns the image of a digest as go-containerregistry has it. Its layers are read from the
+// store, and compressed only when their compressed form or its digest is requested; the same
+// layer gives the same bytes every time. The image must stay in the store while it is in use; ctx
+// ends reads.
 func (s *Store) V1(ctx context.Context, digest string) (v1.Image, error) {
 	rec, err := s.record(digest)
 	if err == nil {
@@ -186,7 +185,7 @@ func (l *storedLayer) compressed() (compressed, error) {
 	if err = errors.Join(err, r.Close()); err != nil {
 		return compressed{}, err
 	}
-	// Under the lock: files in tmp that nobody holds are swept away.
+	// Under the lock, because a sweep deletes files in tmp that are not held.
 	return c, l.s.locked(func() error { return l.s.writeJSON(name, c) })
 }
 

@@ -1,10 +1,9 @@
 package policy
 
-// MaskedPaths are what nobody in a sandbox can read of /proc and /sys, and
-// ReadonlyPaths what nobody can write: Docker's. They are the same on every
-// host, since a restore wants every mount of the dump to have its place: that
-// leaves out Docker's thermal_throttle of each core. Each directory that is
-// there also costs a dump about 20 ms.
+// MaskedPaths are what a sandbox cannot read of /proc and /sys, and ReadonlyPaths what it cannot
+// write: Docker's lists. They are the same on every host, because a restore needs a place for
+// every mount of the dump; that leaves out Docker's thermal_throttle of each core. Each directory
+// that exists also costs a dump about 20 ms.
 var (
 	MaskedPaths = []string{
 		"/proc/acpi", "/proc/asound", "/proc/interrupts", "/proc/kcore", "/proc/keys", "/proc/latency_stats",

@@ -1,5 +1,4 @@
-// Package policy decides what a sandbox, and whoever acts on its behalf, may
-// do.
+// Package policy decides what a sandbox, and any caller acting on its behalf, may do.
 //
 // A Finder finds a policy, a YAML file, by its name or reads it from a file,
 // and resolves it over its base to a Policy: Rules, each with its Origin. The

@@ -63,12 +63,12 @@ func (e Every) Triggers() []string {
 	return list
 }
 
-// allowsEvery holds each part of an Every against the triggers allowed, and says
-// which one is not.
+// allowsEvery reports whether every trigger in an Every is allowed, and otherwise returns the
+// first that is not.
 func (r *Rules) allowsEvery(every string) (trigger string, ok bool) {
 	e, err := ParseEvery(every)
 	if err != nil {
-		return every, false // whoever takes it says what is wrong
+		return every, false // its parser reports what is wrong
 	}
 	for _, t := range e.Triggers() {
 		if !slices.Contains(r.Triggers, t) {

@@ -27,8 +27,8 @@ const (
 	globMetaChars = `*?[{\`
 )
 
-// ParseGlob reads a pattern. What it cannot mean is ErrInvalid; a ".." after a
-// wildcard, where nobody could judge what it leads to, is ErrDenied.
+// ParseGlob parses a pattern. A meaningless one is ErrInvalid; a ".." after a wildcard, whose
+// target cannot be judged, is ErrDenied.
 func ParseGlob(pattern string) (Glob, error) {
 	bad := func(why string) (Glob, error) {
 		return Glob{}, fmt.Errorf("%w: the pattern %q %s", fault.ErrInvalid, clip(pattern, 200), why)

@@ -168,9 +168,9 @@ func readHookTimeout(n *yaml.Node, name string) (time.Duration, *Problem) {
 	return d, nil
 }
 
-// untrusted are the hooks of the document that cannot be: root runs them, so
-// that only what is found by its name, in a directory of root's, can have any,
-// and only programs that nobody else can change.
+// untrusted returns a problem for each list of hooks that the document must not have. Root runs
+// hooks, so only a policy that is found by name, in a directory of root's, can have any, and only
+// programs that no other user can change.
 func (d *document) untrusted(named bool) (problems []*Problem) {
 	for _, point := range hookPoints {
 		n, ok := d.set["hooks."+point]

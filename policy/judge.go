@@ -73,7 +73,7 @@ const (
 const (
 	Allowed = "allowed"
 	Denied  = "denied"
-	Clamped = "clamped" // nobody asked, and what is given is what the rule leaves
+	Clamped = "clamped" // not requested: the rule supplies the value
 )
 
 // A Finding is what becomes of one thing that is asked for, and the rule that
@@ -151,7 +151,7 @@ func (p *Policy) Judge(ask Request) (Request, []Finding) {
 func (j *judging) note(verdict, what, key, rule string) *Finding {
 	f := Finding{Verdict: verdict, What: what, Rule: key + ": " + rule, Origin: j.origin[key]}
 	if f.Origin.Policy == "" {
-		f.Origin.Policy = j.Name // nobody says it: the zero value decides
+		f.Origin.Policy = j.Name // no policy sets it: the zero value decides
 	}
 	j.findings = append(j.findings, f)
 	return &j.findings[len(j.findings)-1]
@@ -291,7 +291,7 @@ func (p *Policy) HostFile(real string) error {
 	return Denials(j.findings)
 }
 
-// User judges whom a command is to run as.
+// User judges the user that a command is to run as.
 func (p *Policy) User(user string) error {
 	j := &judging{Policy: p, ask: Request{User: user}}
 	j.user()
@@ -328,8 +328,8 @@ func (j *judging) user() {
 	}
 }
 
-// namespace: who asks for the host's user ids has to be allowed to; whether
-// there can be others is the host's to say.
+// namespace: a request for the host's user ids has to be allowed; whether others are available is
+// for the host to say.
 func (j *judging) namespace() {
 	r := &j.Rules
 	switch optional := rankOf(r.Namespace) == 0; {
@@ -473,8 +473,8 @@ func (j *judging) network() {
 	}
 }
 
-// egress: each rule that is asked for has to be covered; who asks for none gets
-// those of the policy.
+// egress: each rule in a request has to be covered; a request without any gets those of the
+// policy.
 func (j *judging) egress() {
 	r := &j.Rules
 	if j.ask.Egress == nil {

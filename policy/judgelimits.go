@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// limit: what is asked for has to be within the maximum; who asks for none gets
-// the default, or else the maximum.
+// limit: the value in a request has to be within the maximum; a request without one gets the
+// default, or else the maximum.
 func limit[T int64 | float64](j *judging, name string, ask *T, l Limit[T], text func(T) string) {
 	switch key := "limits." + name; {
 	case *ask > 0 && l.Max > 0:
@@ -25,7 +25,7 @@ func limit[T int64 | float64](j *judging, name string, ask *T, l Limit[T], text 
 	}
 }
 
-// swap differs from the other limits: who asks for none has the least.
+// swap differs from the other limits: a request without one gets the least.
 func (j *judging) swap() {
 	l := j.Rules.Swap
 	switch ask := &j.ask.Swap; {
@@ -36,8 +36,8 @@ func (j *judging) swap() {
 	}
 }
 
-// lifetime: what is asked for has to be within the maximum, which who asks for
-// none has.
+// lifetime: the value in a request has to be within the maximum, which also applies to a request
+// without one.
 func (j *judging) lifetime(name string, ask *time.Duration, most time.Duration) {
 	switch key := "lifetime." + name; {
 	case *ask > 0 && most > 0:

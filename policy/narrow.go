@@ -92,8 +92,7 @@ func (r *Rules) allowsUID(uid string) bool {
 	return err == nil && n < 1<<32-1 && !(r.NonRoot && n == 0) && coversIDs(r.UIDs, IDRange{uint32(n), uint32(n)})
 }
 
-// allUsers says whether any user is allowed, so that it does not matter who a
-// name is.
+// allUsers reports whether any user is allowed, so that the user behind a name does not matter.
 func (r *Rules) allUsers() bool {
 	return !r.NonRoot && coversIDs(r.UIDs, IDRange{0, 1<<32 - 2})
 }

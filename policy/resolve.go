@@ -19,8 +19,7 @@ import (
 	"github.com/agentbox/agentbox/internal/lazy"
 )
 
-// Default is the policy of sandboxes for which nobody names one, and the base
-// of policies that name none.
+// Default is the policy of sandboxes that name none, and the base of policies that name none.
 const Default = "default"
 
 // maxChain bounds how many policies narrow each other.
@@ -78,8 +77,8 @@ func (f Finder) read(name string, n int) (file string, data []byte, err error) {
 	return file, data, err
 }
 
-// readFile reads a policy. One that is found by its name must be root's, or the
-// caller's: who can write it can allow anything.
+// readFile reads a policy. One that is found by its name must be root's, or the caller's: a user
+// that can write it can allow anything.
 func readFile(file string, trusted bool) ([]byte, error) {
 	f, err := os.OpenFile(file, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {

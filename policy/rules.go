@@ -22,14 +22,14 @@ type Rules struct {
 
 	UIDs    []IDRange
 	NonRoot bool
-	User    string // who a command runs as when neither the caller nor the image says; UID[:GID]
+	User    string // user of a command when neither the caller nor the image says; UID[:GID]
 	// Namespace says whether a sandbox has a user namespace: NamespaceOptional
 	// (or empty), NamespacePreferred or NamespaceRequired.
 	Namespace string
 
 	Capabilities    []string // the most that a sandbox has, without CAP_, sorted
 	Privileged      bool
-	NoNewPrivileges bool     // nobody can switch it off
+	NoNewPrivileges bool     // cannot be switched off
 	Seccomp         []string // profiles: SeccompDefault, SeccompUnconfined, or by SeccompDigest
 	AppArmor        []string // patterns of profiles that may be asked for
 	IOUring         bool
@@ -220,8 +220,8 @@ func ExpandCapabilities(names []string) ([]string, error) {
 	return slices.Compact(set), nil
 }
 
-// Tree is the rules in the form of a policy file, without a base: nothing that
-// is not said is left to anybody.
+// Tree returns the rules in the form of a policy file without a base: nothing that is left out is
+// inherited.
 func (r *Rules) Tree() map[string]any {
 	tree := map[string]any{}
 	for _, k := range keys {

@@ -104,8 +104,8 @@ func checkSyscalls(rule *seccomp.Syscall) error {
 	return checkAction(rule.Action)
 }
 
-// checkAction leaves out SCMP_ACT_NOTIFY, which asks a process that nobody
-// starts, and SCMP_ACT_TRACE, which asks a debugger.
+// checkAction rejects SCMP_ACT_NOTIFY, which asks a supervisor that is never started, and
+// SCMP_ACT_TRACE, which asks a debugger.
 func checkAction(a specs.LinuxSeccompAction) error {
 	if !slices.Contains(seccompActions, a) {
 		return fmt.Errorf("action %.40q is none of %v", a, seccompActions)

@@ -13,10 +13,9 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// Trusted returns where a file of the host really is, and an error unless it,
-// and each directory and symlink on the way to it, is root's or the caller's
-// and nobody else can change it: who can would have root read, or run, what he
-// likes.
+// Trusted returns the real path of a file of the host, and an error unless the file, and each
+// directory and symlink on the way to it, is root's or the caller's and no other user can change
+// it: such a user could have root read, or run, anything.
 func Trusted(file string) (real string, err error) {
 	if !filepath.IsAbs(file) {
 		return "", fmt.Errorf("%s: %w: not an absolute path", file, fault.ErrInvalid)

@@ -31,7 +31,7 @@ func (p *Policy) UnmarshalJSON(data []byte) error {
 	}
 	got, err := ParseCanonical(w.Name, w.Rules)
 	if err != nil {
-		return fmt.Errorf("%w: %v", fault.ErrInvalid, err) // nobody's record is damaged
+		return fmt.Errorf("%w: %v", fault.ErrInvalid, err) // not ErrCorrupt: no record is damaged
 	}
 	got.File, got.Description, got.Base = w.File, w.Description, w.Base
 	if w.Origin != nil {

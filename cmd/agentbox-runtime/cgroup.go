@@ -30,7 +30,7 @@ func ownCgroup(c call, r stage.Restore) error {
 	if err != nil {
 		return err
 	}
-	// Whoever staged it writes it anew before anything else uses it.
+	// The process that staged it writes it anew before anything else uses it.
 	line := `cgroup-root "` + path + `"` + "\n"
 	if strings.Contains(string(config), line) {
 		return nil

@@ -50,8 +50,8 @@ func runInit(args []string) int {
 				return code
 			}
 		case syscall.SIGURG, syscall.SIGTTIN, syscall.SIGTTOU:
-			// The Go runtime's own, to preempt goroutines, and what the
-			// terminal says to us, who are in its background.
+			// The Go runtime's own, to preempt goroutines, and what the terminal sends us because
+			// we are in its background.
 		default:
 			_ = syscall.Kill(child, sig.(syscall.Signal))
 		}

@@ -13,11 +13,10 @@ import (
 	"time"
 )
 
-// killTree kills a process and all its descendants, and removes the cgroups
-// that a restore had put them into; the runtime, which knows nothing yet of the
-// container, would leave those behind. It lists them before it
-// kills, because a dead parent's children cannot be told from anybody's, and
-// repeats until none is left that was not yet killed.
+// killTree kills a process and all its descendants, and removes the cgroups that a restore had
+// put them into: the runtime, which does not know the container yet, would leave those behind. It
+// lists the tree before it kills, because a dead parent's children cannot be told from others,
+// and repeats until no process is left that was not yet killed.
 func killTree(pid int) {
 	killed := map[int]bool{}
 	cgroups := map[string]bool{}
@@ -44,7 +43,7 @@ func killTree(pid int) {
 	for _, dir := range cgroupsOf(os.Getpid()) {
 		delete(cgroups, dir) // inherited, not made by the restore
 	}
-	// The kernel tells nobody when the last process has left a cgroup.
+	// A cgroup can be removed only after its last process has left, so poll.
 	for end := time.Now().Add(2 * time.Second); len(cgroups) > 0 && time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
 		for dir := range cgroups {
 			// Only empty ones can be removed, so nothing living is hurt.

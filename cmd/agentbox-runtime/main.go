@@ -1,14 +1,12 @@
 // Command agentbox-runtime is an OCI runtime that can restore.
 //
-// Engines (conmon and Podman, containerd and Docker, CRI-O) call it in place
-// of runc. For a container that has a restore staged (package criu/stage) it
-// does, where the engine says `create`, a `runc restore` and freezes it, and
-// where the engine says `start`, thaws it. Every other call, and
-// every call for a container nobody staged anything for, becomes the real
-// runtime, with the arguments untouched: it is exec'ed in place of this
-// process. For `exec` in a container that was restored it enters the container's time
-// namespace before (exec.go), and `create` and `exec` give the pipes they were started
-// with to the user in the container (stdio.go).
+// Engines (conmon and Podman, containerd and Docker, CRI-O) call it in place of runc. For a
+// container that has a restore staged (package criu/stage), `create` does a `runc restore` and
+// freezes the container, and `start` thaws it. Every other call, and every call for a container
+// with nothing staged, becomes the real runtime, with the arguments untouched: it is exec'ed in
+// place of this process. An `exec` in a container that was restored enters the container's time
+// namespace first (exec.go), and `create` and `exec` give the pipes they were started with to the
+// user in the container (stdio.go).
 //
 // A container that was paused when it was checkpointed comes back paused, and
 // its engine, which has just started it, does not know: the first `pause` of it
@@ -150,9 +148,9 @@ func hooked(args []string) (code int, ok bool) {
 	return 0, false
 }
 
-// create starts what is staged for a container, if anything is. State of ours
-// that is there and makes no sense fails it: somebody wants a restore, and a
-// fresh start is none. State that cannot even be looked at is none.
+// create starts what is staged for a container, if anything is. Staged state that exists but
+// makes no sense fails it: a restore was wanted, and a fresh start is none. State that cannot
+// even be looked at counts as none.
 func (w wrapper) create(c call, args []string) int {
 	r, err := c.slot.Load()
 	restore := err == nil

@@ -15,13 +15,12 @@ import (
 	"github.com/agentbox/agentbox/criu/stage"
 )
 
-// Since version 28 Docker fills a network namespace only between `create` and
-// `start`, when the sockets of a restore have been bound and connected long
-// since, which takes their addresses and routes. So a hook gives a namespace
-// that nobody has filled yet a stand-in: lo up, and a pair of devices with the
-// addresses of the sockets and the default routes, behind which is nobody. It
-// goes as soon as the sockets are there, and what is sent to them before the
-// engine has done its part meets no network at all.
+// Since version 28 Docker fills a network namespace only between `create` and `start`. By then
+// the sockets of a restore have long been bound and connected, which takes their addresses and
+// routes. So a hook gives a namespace that is still empty a stand-in: lo up, and a pair of
+// devices with the addresses of the sockets and the default routes, with no peer behind it. It is
+// removed as soon as the sockets exist, and packets sent to them before the engine has done its
+// part meet no network at all.
 
 // standInVerb is how the hook calls this program; the addresses follow.
 const standInVerb = "agentbox-standin"
@@ -31,8 +30,7 @@ const standInLink, standInPeer = "agentbox-in0", "agentbox-in1"
 
 const vethInfoPeer = 1 // VETH_INFO_PEER of linux/veth.h
 
-// addresses are those of a restore that leaves the network to the engine; nil: it
-// does not.
+// addresses returns those of a restore that leaves the network to the engine; nil: it does not.
 func addresses(r stage.Restore) (list []string) {
 	if slices.Contains(r.Flags, "--empty-ns") {
 		list = []string{}

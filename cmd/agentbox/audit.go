@@ -32,8 +32,8 @@ written does not begin, unless it is one that frees space or stops something.`,
 	return cmd
 }
 
-// audit opens the log. It is root's, and read where it lies: no service stands
-// between it and who judges it.
+// audit opens the log. The log is root's, and is read in place: no service stands between it and
+// its auditor.
 func (a *app) audit() (*audit.Log, error) {
 	g, err := a.globals.resolve()
 	if err != nil {
@@ -46,8 +46,8 @@ func (a *app) audit() (*audit.Log, error) {
 	return audit.Open(root), nil
 }
 
-// onRecord has something done that no Service does, between its two records. Of others
-// than root, who can change only what is theirs, nothing is on record.
+// onRecord runs do, which is no action of a Service, between its two audit records. Nothing is
+// recorded for users other than root, because they can change only what is theirs.
 func (a *app) onRecord(r audit.Record, do func(*audit.Record) error) error {
 	if os.Geteuid() != 0 {
 		return do(&r)

@@ -240,8 +240,8 @@ func sandboxTarget(ctx context.Context, svc runtime.Service, sandbox, to string)
 	return copy.Target{Exists: err == nil, Dir: st.Dir}, to, err
 }
 
-// pipe streams what one side writes to the other. Whoever fails first has the
-// cause: its error closes the pipe for the other.
+// pipe streams what one side writes to the other. The side that fails first has the cause: its
+// error closes the pipe for the other.
 func pipe(ctx context.Context, write func(context.Context, io.Writer) error, read func(context.Context, io.Reader) error) error {
 	pr, pw := io.Pipe()
 	g, ctx := errgroup.WithContext(ctx)

@@ -156,7 +156,7 @@ func (o *groupRunOptions) source(ctx context.Context, secrets []runtime.Secret, 
 	to.Fork = runtime.ForkOptions{FilesOnly: o.FilesOnly, Secrets: secrets}
 	c, err := svc.CheckpointInfo(ctx, o.From)
 	if errors.Is(err, runtime.ErrNotFound) && !strings.Contains(o.From, "@") {
-		to.Sandbox = o.From // a sandbox perhaps, and whoever forks it says if not
+		to.Sandbox = o.From // perhaps a sandbox; the fork reports it if not
 		return nil
 	}
 	to.Sandbox, to.Fork.Checkpoint = c.Sandbox, c.ID

@@ -64,7 +64,7 @@ func (h *journalHandler) Handle(_ context.Context, r slog.Record) error {
 		attrs = append(attrs, flat(h.group, a)...)
 		return true
 	})
-	// The message has them as well, for who reads nothing but that.
+	// The message has them as well, for readers that show only the message.
 	text := &strings.Builder{}
 	line := slog.NewRecord(time.Time{}, r.Level, r.Message, 0)
 	line.AddAttrs(attrs...)

@@ -20,8 +20,8 @@ type leaseEnder interface {
 	KeepLeases(ctx context.Context) error
 }
 
-// newKeepLeasesCommand is the process that ends leases, one for a root; whoever
-// makes a lease starts it.
+// newKeepLeasesCommand is the process that ends leases, one for a root. Creating a lease starts
+// it.
 func newKeepLeasesCommand(a *app) *cobra.Command {
 	return &cobra.Command{
 		Use:         "keep-leases",
@@ -57,8 +57,8 @@ func newKeepLeasesCommand(a *app) *cobra.Command {
 					if err != nil {
 						return err
 					}
-					// A lease that was made in the moment before, by somebody
-					// who saw us there, is ours to keep.
+					// A lease created in the moment before, by a process that saw us running, is
+					// ours to keep.
 					list, err := svc.Leases(ctx, false)
 					if err != nil || len(list) == 0 {
 						return errors.Join(err, ctx.Err())

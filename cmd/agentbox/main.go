@@ -6,7 +6,7 @@
 // result, and leaves errors to main, which turns them into a message, hints
 // and an exit code (exit.go). service.go alone knows which backend is behind
 // the Service; spec.go parses what Docker's users write; terminal.go connects
-// the caller's terminal; signals.go says who gets a Ctrl-C. plugin.go makes
+// the caller's terminal; signals.go routes Ctrl-C. plugin.go makes
 // the program a plugin of the docker command when that starts it.
 package main
 

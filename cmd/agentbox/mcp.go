@@ -255,8 +255,8 @@ func (o *mcpOptions) token(local bool) (token string, made bool, err error) {
 	return rand.Text(), true, nil
 }
 
-// listenUnix makes a socket that only its owner can connect to, in the place of
-// one that nobody listens on any more.
+// listenUnix makes a socket that only its owner can connect to, in the place of one that no
+// server listens on any more.
 func listenUnix(name string) (net.Listener, error) {
 	if fi, err := os.Lstat(name); err == nil && fi.Mode()&os.ModeSocket != 0 {
 		conn, err := net.Dial("unix", name)

@@ -320,7 +320,7 @@ func runPolicyExplain(findings []policy.Finding, format string, out io.Writer) e
 
 // policyNames completes the names of policies that are not given yet.
 func (a *app) policyNames(ctx context.Context, given []string) (names []string) {
-	_ = a.policies(ctx, func(find policies) error { // there is nobody to tell
+	_ = a.policies(ctx, func(find policies) error { // a completion cannot report errors
 		list, err := find.List()
 		for _, p := range list {
 			if !slices.Contains(given, p.Name) {

@@ -32,11 +32,11 @@ type globals struct {
 	// which sees to them itself.
 	reaping bool
 
-	// by is which process of agentbox's own this is, for the audit log; empty: a
-	// command that somebody gave.
+	// by names the agentbox process that this is, for the audit log; empty: a command that a user
+	// gave.
 	by string
 
-	traces *traces.Traces // nil: nobody asked for any
+	traces *traces.Traces // nil: traces were not requested
 }
 
 func (g *globals) addFlags(fl *pflag.FlagSet) {

@@ -110,8 +110,8 @@ func runForeground(ctx context.Context, req runtime.CreateRequest, svc runtime.S
 	if sb.Spec.AutoRemove && !end.detached && (err == nil || errors.As(err, &code)) {
 		gone := removeExited(ctx, sb.ID, svc)
 		if errors.Is(gone, runtime.ErrState) {
-			// Nobody starts a sandbox that is about to be removed, so this
-			// was a restore, and with it the end of our connection.
+			// No command starts a sandbox that is about to be removed, so this was a restore, and
+			// with it the end of our connection.
 			fmt.Fprintf(sess.app.stderr, "%[1]s was restored and goes on; back with: agentbox attach %[1]s\n", sb.Name)
 			gone = nil
 		}
@@ -149,7 +149,7 @@ func removeExited(ctx context.Context, id string, svc runtime.Service) error {
 	}
 }
 
-// removed accepts that somebody else was quicker.
+// removed ignores the error if another command removed the sandbox first.
 func removed(err error) error {
 	if errors.Is(err, runtime.ErrNotFound) {
 		return nil
@@ -159,5 +159,5 @@ func removed(err error) error {
 
 const (
 	removeTimeout = time.Minute
-	busyPoll      = 50 * time.Millisecond // a lock of another process tells nobody when it is free
+	busyPoll      = 50 * time.Millisecond // another process's lock does not signal its release
 )

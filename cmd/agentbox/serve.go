@@ -85,7 +85,7 @@ Started by systemd it takes its socket from there, and tells when it is ready.`,
 				return &runtime.Error{Op: "serve", Err: fmt.Errorf("%w: backend %s makes no sandboxes, which is what --backend is for", runtime.ErrUnsupported, g.Backend),
 					Hint: fmt.Sprintf("Serve without it: %s://NAME is served with any backend.", g.Backend)}
 			}
-			if !cmd.Flags().Changed("log-level") { // who asks for what is worth a line
+			if !cmd.Flags().Changed("log-level") { // so that requests are logged
 				slog.SetDefault(a.logger())
 			}
 			return a.engine(cmd.Context(), func(svc runtime.Service) error {
@@ -246,8 +246,8 @@ func listener(socket string) (*net.UnixListener, error) {
 	return l, nil
 }
 
-// reachable lets the group of the socket get to it through the directories that
-// are agentbox's own, which nobody but root may list.
+// reachable lets the group of the socket reach it through agentbox's own directories, which only
+// root may list.
 func reachable(root, run string) error {
 	dirs := []string{run}
 	if strings.HasPrefix(run, root+"/") {

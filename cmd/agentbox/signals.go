@@ -8,10 +8,10 @@ import (
 	"syscall"
 )
 
-// signals decides who gets a signal sent to agentbox. A verb is cancelled by
-// the first one and undoes what it began; the second ends the process at
-// once, which the journal survives. While a sandbox's command has the
-// foreground without a terminal, signals go to it instead (forwardTo).
+// signals decides which process gets a signal that was sent to agentbox. The first one cancels
+// the verb, which undoes what it began; the second ends the process at once, which the journal
+// survives. While a sandbox's command has the foreground without a terminal, signals go to it
+// instead (forwardTo).
 type signals struct {
 	cancel context.CancelCauseFunc
 	ch     chan os.Signal

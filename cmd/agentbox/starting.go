@@ -22,9 +22,8 @@ const answerTime = 3 * time.Second
 // errSilent is of a service that is there and does not answer.
 var errSilent = fmt.Errorf("it does not answer within %s", answerTime)
 
-// ask has a service say who it is. The request is one and the same however long
-// that takes: it waits in the socket that systemd holds, and is answered as soon as
-// somebody is there.
+// ask asks a service for its Info. The request is one and the same however long that takes: it
+// waits in the socket that systemd holds, and is answered as soon as the service runs.
 func ask(ctx context.Context, info func(context.Context) (api.Info, error), starting func(context.Context) bool) (api.Info, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)

@@ -117,7 +117,7 @@ func (s *session) forward(ctx context.Context, svc runtime.Service, id string, r
 		case <-ctx.Done():
 			return
 		}
-		// The sandbox may be gone already: then there is nobody to tell.
+		// The sandbox may be gone already; then the signal has no target.
 		_ = svc.Kill(ctx, id, signalName(sig))
 	})
 }
@@ -172,7 +172,7 @@ func (s *session) follow(ctx context.Context, svc runtime.Service, verb string, 
 	}
 }
 
-// left is the error of a caller who went away from a sandbox that runs.
+// left returns the error of a caller that disconnected from a running sandbox.
 func left(ctx context.Context, verb, name string) error {
 	return &runtime.Error{Op: verb, ID: name, Err: context.Cause(ctx), Hint: "The sandbox goes on; end it with: agentbox stop " + name}
 }

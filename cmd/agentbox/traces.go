@@ -16,9 +16,9 @@ import (
 // aside are the commands of what agentbox does by itself. Each deed is a trace of its own.
 var aside = map[string]bool{"auto": true, "keep-leases": true, "reap": true, "watch": true}
 
-// beginTrace begins the span of a command line, as part of the trace that the
-// environment names, where the environment asks for traces. What is wrong with that
-// must not keep anybody from a verb.
+// beginTrace begins the span of a command line, as part of the trace that the environment names,
+// where the environment asks for traces. A mistake in those variables must not keep a verb from
+// running.
 func (a *app) beginTrace(cmd *cobra.Command) {
 	does := aside[cmd.Name()]
 	if cmd.Hidden && !does { // the shell's completion

@@ -57,8 +57,8 @@ func (a *app) volumes(fn func(recordedVolumes) error) error {
 	return fn(recordedVolumes{v, audit.Open(root), "command"})
 }
 
-// openVolumes opens the volumes; what a killed agentbox holds of one is freed
-// when somebody wants it.
+// openVolumes opens the volumes. What a killed agentbox holds of a volume is freed when the
+// volume is next requested.
 func (a *app) openVolumes(g globals) (*volume.Volumes, error) {
 	root, run := g.dirs()
 	return volume.Open(volume.Options{Root: root, Run: run, Recover: func(ctx context.Context) error {

@@ -1,10 +1,8 @@
-// Package build makes an image of a base, one more layer, and changes to the
-// configuration.
+// Package build makes an image from a base, one more layer, and changes to the configuration.
 //
-// The layer is written once, compressed, into a file (Write); the image (New)
-// refers to it and to the base's layers, none of which is read before somebody
-// asks for its bytes or its digest. Equal input gives equal digests. The package
-// knows neither sandboxes nor stores.
+// The layer is written once, compressed, to a file (Write). The image (New) refers to it and to
+// the base's layers, none of which is read before its bytes or its digest are requested. Equal
+// input gives equal digests. The package knows neither sandboxes nor stores.
 package build
 
 import (

@@ -115,7 +115,7 @@ func (w *frameWriter) File(path string, size int64, sum uint32) error {
 func (w *frameWriter) Replace(dir *os.File, base, path string) (bool, error) {
 	var st unix.Stat_t
 	if err := unix.Fstatat(int(dir.Fd()), base, &st, unix.AT_SYMLINK_NOFOLLOW); err != nil || st.Mode&unix.S_IFMT != unix.S_IFREG {
-		return false, nil // whoever wants it gone says what is wrong
+		return false, nil // the caller's own removal reports what is wrong
 	}
 	if w.spares == maxSpares {
 		return false, fmt.Errorf("%w: the archive has more than %d files twice", fault.ErrInvalid, maxSpares)

@@ -179,7 +179,7 @@ func keysOf(s string) []string {
 	return []string{s, "https://" + s, "https://" + s + "/v1/", "https://" + s + "/v2/"} // as old versions of Docker wrote them
 }
 
-// A helper may ask its user; who is not there must not hold us up for ever.
+// A helper may prompt; a user that is not there must not block us for ever.
 const helperTime = time.Minute
 
 // helper runs docker-credential-NAME.

@@ -113,9 +113,9 @@ func openTar(ctx context.Context, name string, opts image.SourceOptions) (_ *tar
 	return plain, f.Close()
 }
 
-// OpenFile opens what a user names: a file, a directory or a pipe. In a FIFO it
-// waits for the writer, without whom there would be nothing to read, until ctx
-// ends. Not there is ErrNotFound.
+// OpenFile opens a path that a user gives: a file, a directory or a pipe. In a FIFO it waits for
+// the writer, without which there would be nothing to read, until ctx ends. A missing file is
+// ErrNotFound.
 func OpenFile(ctx context.Context, path string) (_ *os.File, err error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0) // which no context would end
 	if err != nil {

@@ -251,7 +251,7 @@ func openRegistry(ctx context.Context, ref Reference, opts image.SourceOptions) 
 		if err != nil {
 			return err
 		}
-		r.list = append(r.list[i:len(r.list):len(r.list)], r.list[:i]...) // who has the one has the other
+		r.list = append(r.list[i:len(r.list):len(r.list)], r.list[:i]...) // a registry with the manifest has the layers
 		return nil
 	})
 	if err != nil {

@@ -191,8 +191,7 @@ func saving(ctx context.Context, ref Reference, img v1.Image, opts image.SourceO
 	return a
 }
 
-// failed is why the archive is not whole, if that is not because nobody wanted
-// more of it.
+// failed returns why the archive is incomplete; nil if its reader merely stopped early.
 func (a *archive) failed() error {
 	_ = a.Close()
 	if errors.Is(a.err, io.ErrClosedPipe) {

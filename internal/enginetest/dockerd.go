@@ -229,8 +229,8 @@ func alive(pid int) bool {
 
 func isTest(cmdline string) bool { return strings.Contains(cmdline, "-test.") }
 
-// unmountBelow detaches what is mounted in a directory: the mount namespace is
-// the test's own, so it is nobody else's.
+// unmountBelow detaches what is mounted in a directory: the mount namespace is the test's own, so
+// no other process sees it.
 func unmountBelow(dir string) {
 	data, _ := os.ReadFile("/proc/self/mountinfo")
 	lines := strings.Split(string(data), "\n")

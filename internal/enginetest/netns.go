@@ -85,7 +85,7 @@ func outside() (code int, err error) {
 
 // Outside is a command in the network that the tests were started in: theirs leads nowhere.
 func Outside(name string, args ...string) *exec.Cmd {
-	// The parent is who made the namespaces, and waits.
+	// The parent made the namespaces, and waits.
 	return exec.Command("nsenter", append([]string{fmt.Sprintf("--net=/proc/%d/ns/net", os.Getppid()), "--", name}, args...)...)
 }
 

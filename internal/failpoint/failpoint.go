@@ -4,8 +4,8 @@
 //
 // Binaries built with the tag "failpoint" obey AGENTBOX_FAILPOINT, a list of
 // NAME=ACTION separated by commas; all others compile the calls away. Actions:
-// "kill" (SIGKILL to this process), "stop" (SIGSTOP, until somebody sends
-// SIGCONT), "error" (Hit returns an error), "enospc" (Hit returns ENOSPC), "panic".
+// "kill" (SIGKILL to this process), "stop" (SIGSTOP, until SIGCONT arrives),
+// "error" (Hit returns an error), "enospc" (Hit returns ENOSPC), "panic".
 package failpoint
 
 import (

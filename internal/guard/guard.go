@@ -1,16 +1,15 @@
-// Package guard keeps a panic to the work that it is in.
+// Package guard confines a panic to the work that it happens in.
 //
-// A service does the work of many callers. A panic in a goroutine that one of them has
-// started would end all of it; here it is an error of that one piece of work, or goes
-// on in whoever waits for it. None is silent: each is logged with its stack, and
-// counted. Code of a service starts goroutines by way of this package only, which a
-// test of internal/imports sees to.
+// A service works for many callers. A panic in a goroutine that one of them started would end the
+// whole service; here it is the error of that one piece of work, or continues in the goroutine
+// that waits for it. None is silent: each is logged with its stack, and counted. The code of a
+// service starts goroutines through this package only, which a test of internal/imports enforces.
 //
-// What has an error to return is called by Do, Start or a Group: its panic is that error,
-// and is undone as any other. What has none is started by a WaitGroup: the panic goes on
-// in Wait, so that nobody takes half a result for a whole one. A verb that ends by a
-// panic leaves what a killed one leaves: its locks are let go by deferred calls, its
-// intent stays in the journal, and recovery brings it to its end.
+// Work that returns an error is run by Do, Start or a Group: its panic is that error, and is
+// undone like any other. Work that does not is started by a WaitGroup: the panic continues in
+// Wait, so that half a result is never taken for a whole one. A verb that ends in a panic leaves
+// what a killed one leaves: deferred calls release its locks, its intent stays in the journal,
+// and recovery finishes it.
 package guard
 
 import (

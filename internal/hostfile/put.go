@@ -86,7 +86,7 @@ func (d *Dir) Put(ctx context.Context, name, temp string, want State, was *State
 	if err := d.still(); err != nil {
 		return "", err
 	}
-	_ = d.Clear(temp) // what cannot go is in nobody's way
+	_ = d.Clear(temp) // a leftover that cannot be removed is harmless
 	have, err := d.look(ctx, name)
 	if err != nil {
 		return "", err
@@ -160,7 +160,7 @@ func (d *Dir) sync() error {
 	return err
 }
 
-// write makes the new file, durably. Nobody but its owner can write to it yet.
+// write makes the new file, durably. Only its owner can write to it yet.
 func (d *Dir) write(ctx context.Context, temp string, want State) (_ *file, err error) {
 	data, err := want.Data(ctx)
 	if err != nil {
@@ -234,8 +234,8 @@ func (d *Dir) clear(temp string) error {
 	return err
 }
 
-// is proves that a name is that of what was written, which whoever may write in the
-// directory can have exchanged.
+// is checks that name is still that of the inode that was written: any process that may write in
+// the directory can have exchanged it.
 func (d *Dir) is(name string, st *unix.Stat_t, same func(a, b *unix.Stat_t) bool) error {
 	var now unix.Stat_t
 	err := unix.Fstatat(d.fd(), name, &now, unix.AT_SYMLINK_NOFOLLOW)
@@ -245,7 +245,7 @@ func (d *Dir) is(name string, st *unix.Stat_t, same func(a, b *unix.Stat_t) bool
 	return err
 }
 
-// unmoved proves, at the last moment, that under a name is still what was looked at.
+// unmoved checks, at the last moment, that name still is that of the file that was looked at.
 func (d *Dir) unmoved(name string, have *file) error {
 	var now unix.Stat_t
 	err := unix.Fstatat(d.fd(), name, &now, unix.AT_SYMLINK_NOFOLLOW)

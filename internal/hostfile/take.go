@@ -98,7 +98,7 @@ func bounded(size, limit int64) error {
 	return nil
 }
 
-// recordable refuses what a list of entries cannot have, before anybody relies on it.
+// recordable refuses what a list of entries cannot hold, before a caller relies on it.
 func recordable(e overlay.Entry) error {
 	e.Path = "0"
 	if _, err := overlay.ParseEntry(e.AppendJSON(nil)); err != nil {

@@ -50,8 +50,8 @@ func (m *Map) Has(id int) bool {
 	return m == nil || id >= int(m.Base) && id < int(m.Base)+int(m.Size)
 }
 
-// Tree is the id in the tree of an id on the host; one that it does not have is
-// nobody's.
+// Tree returns the id in the tree of an id on the host; one that the tree does not have is the
+// overflow id.
 func (m *Map) Tree(id int) int {
 	switch {
 	case m == nil:
@@ -62,7 +62,7 @@ func (m *Map) Tree(id int) int {
 	return id - int(m.Base)
 }
 
-// nobody is who the kernel shows for an id that a namespace does not have.
+// The kernel shows this overflow id for an id that a namespace does not have.
 const nobody = 65534
 
 // Namespace makes a user namespace with this map. It lasts for as long as the
@@ -120,10 +120,9 @@ func (m Map) make() (_ *os.File, err error) {
 	return os.Open(fmt.Sprintf("/proc/%d/ns/user", cmd.Process.Pid))
 }
 
-// AsRoot runs f on a thread that makes files as the map's root does, with all
-// that the caller may do: in a tree with mapped ids nobody else can make any. f
-// must do its work itself and not hand it to other goroutines. Without a map it
-// just runs.
+// AsRoot runs f on a thread that makes files as the map's root does, with all that the caller may
+// do: in a tree with mapped ids no other user can make any. f must do its work itself and not
+// hand it to other goroutines. Without a map AsRoot just runs f.
 func (m *Map) AsRoot(f func() error) error {
 	if m == nil {
 		return f()

@@ -92,7 +92,7 @@ func (b *blob) read(p []byte) (int, error) {
 			return 0, err
 		}
 	}
-	// Only while waiting for bytes: whoever reads may take his time.
+	// The timer runs only while waiting for bytes: the reader may take its time.
 	b.timer.Reset(b.c.opts.Idle)
 	defer b.timer.Stop()
 	if b.skip > 0 {

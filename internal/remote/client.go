@@ -47,7 +47,7 @@ type Options struct {
 type Advice struct {
 	Login string // after 401 and 403
 	Plain string // when a connection would be in the clear
-	Trust string // when nobody vouches for a certificate
+	Trust string // when no authority vouches for a certificate
 }
 
 const (

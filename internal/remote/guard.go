@@ -19,12 +19,11 @@ import (
 // errPlain is why guard refuses a request.
 var errPlain = fmt.Errorf("the connection would not be encrypted: %w", fault.ErrDenied)
 
-// guard stands before every request of a client: the registry's answers name
-// further hosts, for blobs, tokens and uploads. It lets nothing out in the clear,
-// but to this host, where the library would speak plain HTTP to private addresses
-// and to *.local as well; what was allowed for the registry it allows for no
-// other host; and it asks nothing of the network of whoever pulls for a registry
-// outside of it.
+// guard checks every request of a client before it is sent: the registry's answers name further
+// hosts, for blobs, tokens and uploads. Only to this host does it allow plain text, where the
+// library would speak plain HTTP to private addresses and to *.local as well; what was allowed
+// for the registry it allows for no other host; and for a registry outside the puller's network
+// it sends no request into that network.
 type guard struct {
 	home      string // the registry's host, without a port
 	inner     http.RoundTripper

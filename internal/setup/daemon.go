@@ -32,8 +32,8 @@ const (
 	apiTimeout = 10 * time.Second
 )
 
-// reloadTimeout is how long dockerd may take to act on a reload. It tells
-// nobody when it refuses one, except its log. Tests shorten it.
+// reloadTimeout is how long dockerd may take to act on a reload. A refusal appears only in
+// dockerd's log. Tests shorten the timeout.
 var reloadTimeout = 10 * time.Second
 
 // A daemon is a running dockerd.
@@ -141,9 +141,8 @@ func (d *daemon) config() string {
 	return d.flags.configFile
 }
 
-// findDaemon looks for the dockerd that the configuration belongs to; nil if
-// none runs. The pid file says who it is; without one it is who serves the
-// socket, or whom systemd started.
+// findDaemon looks for the dockerd that the configuration belongs to; nil if none runs. The pid
+// file names it; without one it is the process that serves the socket, or that systemd started.
 func findDaemon(ctx context.Context, opts DockerOptions, conf daemonConfig) (*daemon, error) {
 	pidfile, asked := opts.Pidfile, opts.Pidfile != ""
 	if !asked {

@@ -171,8 +171,7 @@ func copyAttributes(from string, to *os.File) error {
 
 func (d *draft) discard() { d.temp.Discard() }
 
-// commit puts the draft in the file's place, unless somebody else changed
-// the file since it was read.
+// commit puts the draft in the file's place, unless the file has changed since it was read.
 func (d *draft) commit() error {
 	if err := d.of.unchanged(); err != nil {
 		return err
@@ -204,7 +203,7 @@ func (f file) replace(data []byte) error {
 	return d.commit()
 }
 
-// remove deletes the file, unless somebody else changed it.
+// remove deletes the file, unless it has changed since it was read.
 func (f file) remove() error {
 	if err := f.unchanged(); err != nil {
 		return err

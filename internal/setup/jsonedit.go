@@ -54,8 +54,8 @@ type object struct {
 	members    []member
 }
 
-// find returns the member's index, or -1. Which of two members of one name an
-// engine takes is nobody's business to guess.
+// find returns the member's index, or -1. Two members of one name are an error: it does not guess
+// which of them an engine takes.
 func (o object) find(doc []byte, key string) (int, error) {
 	found := -1
 	for i, m := range o.members {

@@ -40,7 +40,7 @@ type Options struct {
 
 	DryRun bool // only say what would change
 	Remove bool // take out what was put in
-	Force  bool // remove although it is in use, or was put in by somebody else
+	Force  bool // remove although it is in use, or agentbox did not put it in
 
 	Now func() time.Time // nil: time.Now
 }

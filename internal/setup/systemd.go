@@ -32,10 +32,10 @@ var systemdFiles = []struct{ name, path string }{
 // SystemdOptions modify Systemd.
 type SystemdOptions struct {
 	Program string // absolute path of agentbox
-	Dest    string // write below this directory, and tell nobody; empty: this host
+	Dest    string // write below this directory, and do not tell systemd; empty: this host
 	DryRun  bool
 	Remove  bool
-	Force   bool // replace and remove files that somebody else made
+	Force   bool // replace and remove files that are not setup's
 
 	Now func() time.Time // nil: time.Now
 }
@@ -247,7 +247,7 @@ func (s *systemdSetup) write() error {
 				return err
 			}
 			defer unlock()
-			// What somebody else has written or changed is kept; what setup has can be had again.
+			// Files of other origin, or changed since, are kept; setup's own can be had again.
 			if !s.ours[i] {
 				if one.Backup, err = f.backup(s.Now()); err != nil {
 					return fmt.Errorf("backup: %w", err)

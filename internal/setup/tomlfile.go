@@ -18,7 +18,7 @@ type tomlEdit struct {
 	remove   func(doc []byte) ([]byte, error)
 	validate func(path string) (known bool, err error)
 	path     func(tree map[string]any) string // of the runtime that is registered now
-	empty    func(doc []byte) bool            // nothing of anybody's is left in it
+	empty    func(doc []byte) bool            // nothing is left in it
 	inUse    func() ([]string, error)         // may be nil
 
 	file file

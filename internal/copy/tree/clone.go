@@ -20,10 +20,10 @@ type CloneOptions struct {
 	Progress func(Report)
 }
 
-// Clone copies everything in the open directory from into the open, empty
-// directory to, which nobody else may touch meanwhile: types, owners, modes,
-// times, links, attributes, devices, sockets, holes. A mount point below from
-// is refused, since what is mounted there is no part of the tree.
+// Clone copies everything in the open directory from into the open, empty directory to: types,
+// owners, modes, times, links, attributes, devices, sockets, holes. Nothing else may touch to
+// meanwhile. A mount point below from is refused, because what is mounted there is not part of
+// the tree.
 func Clone(ctx context.Context, from, to *os.File, opts CloneOptions) (Report, error) {
 	c := &cloner{ctx: ctx, opts: opts, top: to, links: map[inode]string{}, buf: make([]byte, chunk)}
 	st, err := fstat(to)

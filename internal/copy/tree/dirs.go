@@ -75,7 +75,7 @@ func MakeDirs(top *os.File, dirs map[string]Dir) error {
 		if p == "" {
 			continue
 		}
-		// Nobody else is there, and it is all made of directories.
+		// No other process is in top, and everything in it is a directory.
 		if err := unix.Mkdirat(int(top.Fd()), p, 0o700); err != nil {
 			return wrap("make", p, err)
 		}

@@ -33,10 +33,9 @@ const (
 	maxStack    = 256 // directories held open at a time
 )
 
-// ExtractOptions modify Extract. The zero value is for an archive that nobody
-// vouches for and a directory that holds other things: files belong to the
-// caller, setuid bits and attributes are dropped, devices are skipped and
-// reported, existing directories stay as they are, and a directory and a
+// ExtractOptions modify Extract. The zero value is for an untrusted archive and a directory that
+// holds other things: files belong to the caller, setuid bits and attributes are dropped, devices
+// are skipped and reported, existing directories stay as they are, and a directory and a
 // non-directory never replace each other.
 type ExtractOptions struct {
 	Rename     string     // replaces each name's first component; ".": drops it; "": keeps it

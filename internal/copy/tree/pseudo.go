@@ -35,7 +35,7 @@ func magic(h *os.File) int64 {
 	return int64(st.Type)
 }
 
-// pseudoLimit bounds what is read of a file whose size nobody knows.
+// pseudoLimit bounds what is read of a file of unknown size.
 const pseudoLimit = 16 << 20
 
 // unreadable is what becomes of an object that cannot be read: an error, but
