@@ -66,8 +66,8 @@ func TestImages(t *testing.T) {
 	}
 }
 
-// CRIU writes any number for the thread of a process that nobody has waited for,
-// as what it was built with left its memory.
+// For the thread of a process that was not reaped, CRIU writes any number, whatever its build
+// left in memory.
 func TestThreadsOfZombie(t *testing.T) {
 	dir := t.TempDir()
 	write := func(name string, magic uint32, entries ...proto.Message) {

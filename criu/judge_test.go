@@ -160,7 +160,7 @@ func rewrite(t *testing.T, dir, pattern string, magic uint32, edit func([]byte) 
 	}
 }
 
-// lockHeld reports whether somebody else holds a flock on a file.
+// lockHeld reports whether another open file holds a flock on a file.
 func lockHeld(path string) bool {
 	f, err := os.Open(path)
 	if err != nil {

@@ -9,10 +9,10 @@ import (
 	"github.com/agentbox/agentbox/criu/criutest"
 )
 
-// Why no checkpoint writes memory ahead: a pre-dump, and a dump of what the kernel has
-// marked as changed since, restore memory of before where other memory was moved to
-// meanwhile, and tell nobody. What was written to in place is right. Should "move" be
-// right one day, the decision in docs/architecture.md is to be taken anew.
+// Why no checkpoint writes memory ahead: a pre-dump, followed by a dump of what the kernel has
+// marked as changed since, silently restores old memory where other memory was moved to
+// meanwhile. Memory that was written in place is right. Should "move" become right one day, the
+// decision in docs/architecture.md must be made anew.
 func TestPreDump(t *testing.T) {
 	f, err := Check(context.Background())
 	if err != nil {

@@ -8,8 +8,7 @@ import (
 	"testing"
 )
 
-// Whoever owns something deep down, under whatever name, counts; and what was
-// found out is not looked for again.
+// Owners deep down, under any name, count; and the result is not computed twice.
 func TestLargestID(t *testing.T) {
 	layer := filepath.Join(t.TempDir(), "diff")
 	if err := os.Mkdir(layer, 0o755); err != nil {

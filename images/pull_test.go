@@ -192,7 +192,7 @@ func TestPull(t *testing.T) {
 	if _, err := s.Pull(ctx, "x", image.PullOptions{Policy: "often"}); !errors.Is(err, fault.ErrInvalid) {
 		t.Error(err)
 	}
-	// A layer that somebody deleted comes again.
+	// A layer that was deleted comes again.
 	ok(t, os.RemoveAll(filepath.Dir(img.Lower[0])))
 	again, err = s.Pull(ctx, p.ref, image.PullOptions{Source: insecure.Source})
 	ok(t, err)
@@ -271,8 +271,7 @@ func TestPullAtOnce(t *testing.T) {
 	leftovers(t, s, 1)
 }
 
-// A pull that ends early leaves nothing that anybody would use, and the next
-// one asks only for the rest.
+// A pull that ends early leaves nothing that is used, and the next one requests only the rest.
 func TestPullResumes(t *testing.T) {
 	s := store(t)
 	l := blob(t, "", archive(t, ent{tar.Header{Name: "etc/f"}, noise(6<<20, 2)}))
@@ -485,9 +484,7 @@ func TestV1(t *testing.T) {
 	ok(t, s.Verify(ctx, added.Digest))
 }
 
-// Images of an earlier agentbox can be started, by name and by digest, and
-// removed; more is refused with a remedy.
-// Who clears up takes nothing away from who writes.
+// A sweep takes nothing away from a writer.
 func TestV1AgainstSweep(t *testing.T) {
 	s := store(t)
 	img, err := take(t, s, "x", blob(t, "gzip", rootfs(t, "1")))

@@ -68,7 +68,7 @@ func TestApplyIntoDirtyRoot(t *testing.T) {
 	must(t, os.Chown(dst, 1000, 1000))
 	must(t, unix.Chmod(dst, 0o7777))
 	defer unix.Umask(unix.Umask(0o777))
-	// Until it is whole nobody else may look in.
+	// Until it is whole no other user may look in.
 	looked := false
 	private := slowly(func(n int64) error {
 		var st unix.Stat_t

@@ -168,8 +168,8 @@ var trickNames = func() (names []string) {
 	return names
 }()
 
-// TestCollectWild collects a directory in which somebody goes wild, and then,
-// with what that left behind, the directory at rest.
+// TestCollectWild collects a directory that changes wildly meanwhile, and then, with what that
+// left behind, the directory at rest.
 func TestCollectWild(t *testing.T) {
 	for name, base := range map[string]string{"disk": noDevices(t), "tmpfs": tmpfs(t, "size=1g")} {
 		t.Run(name, func(t *testing.T) {
@@ -305,7 +305,7 @@ func TestCollectRacy(t *testing.T) {
 	ram := t.TempDir()
 	must(t, unix.Mount("ramfs", ram, "ramfs", unix.MS_NODEV|unix.MS_NOSUID, ""))
 	t.Cleanup(func() { must(t, Unmount(ram, UnmountOptions{})) })
-	// The kernel gives the newer filesystems a finer time once somebody looked.
+	// The kernel gives the newer filesystems a finer time once a file's times were read.
 	for name, base := range map[string]string{"disk": t.TempDir(), "ticks": ram, "whole seconds": ext4(t, "20m", "-I", "128")} {
 		t.Run(name, func(t *testing.T) {
 			src := filepath.Join(base, "src")

@@ -38,7 +38,7 @@ func TestDiff(t *testing.T) {
 		"owner of a dir":      {func(r string) error { return os.Chown(r+"/etc", 7, 0) }, "M etc owner"},
 		"attribute":           {func(r string) error { return unix.Setxattr(r+"/etc/conf", "user.x", []byte("y"), 0) }, "M etc/conf xattrs"},
 		"its own marks": {func(r string) error { return unix.Setxattr(r+"/etc/conf", "trusted.overlay.opaque", []byte("y"), 0) },
-			"M etc/conf xattrs"}, // for whoever set it, it is there
+			"M etc/conf xattrs"}, // it is visible to the process that set it
 		"symlink elsewhere": {func(r string) error {
 			return errors.Join(os.Remove(r+"/etc/link"), os.Symlink("/nowhere", r+"/etc/link"), touch(r+"/etc/link", 7, 7))
 		}, "M etc/link target"},

@@ -47,8 +47,8 @@ func TestMountMappedShared(t *testing.T) {
 	}
 }
 
-// In a mounted tree with mapped ids files belong to ids of the host that nobody
-// has; on disk they belong to those of the tree.
+// In a mounted tree with mapped ids files belong to unused ids of the host; on disk they belong
+// to those of the tree.
 func TestMountMapped(t *testing.T) {
 	ids := idmap.Map{Base: 700_000, Size: 65536}
 	m := layers(t, "mapped", 2)

@@ -21,8 +21,8 @@ type (
 func (brokenSink) Data(context.Context, int64, io.Reader) (string, []Piece, error) { panic("sink") }
 func (brokenSource) Data(context.Context, Entry) (io.ReadCloser, error)            { panic("source") }
 
-// A panic in a goroutine of a capture or an update is the error of that: nobody waits for
-// what it would have done, and nothing goes on as if it had.
+// A panic in a goroutine of a capture or an update is that operation's error: no goroutine waits
+// for what it would have done, and none goes on as if it had.
 func TestPanics(t *testing.T) {
 	base := t.TempDir()
 	full, empty := filepath.Join(base, "full"), filepath.Join(base, "empty")

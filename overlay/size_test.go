@@ -177,7 +177,7 @@ func TestLargeIsStreamed(t *testing.T) {
 	}
 }
 
-// TestPreallocated has space that nobody wrote to: the content is what counts.
+// TestPreallocated has space that was never written: the content is what counts.
 func TestPreallocated(t *testing.T) {
 	base := t.TempDir()
 	src := filepath.Join(base, "src")

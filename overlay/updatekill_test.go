@@ -22,7 +22,7 @@ type fuse struct {
 }
 
 func (f *fuse) burn() {
-	f.mu.Lock() // for good in the last one: nobody goes on
+	f.mu.Lock() // never unlocked in the last one: no goroutine goes on
 	if f.left--; f.left < 0 {
 		_ = unix.Kill(os.Getpid(), unix.SIGKILL)
 		select {}

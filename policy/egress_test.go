@@ -189,7 +189,7 @@ network:
 		t.Errorf("%v", err)
 	}
 
-	// Where no rules are said any may be asked for, and nobody has one unasked.
+	// Without rules, any may be asked for, and none is the default.
 	p, err := Finder{}.Find(Default)
 	if err != nil {
 		t.Fatal(err)
@@ -206,7 +206,7 @@ network:
 	if _, lines := said(p, Request{Network: "filtered", Egress: []string{"pypi.org"}}); !strings.Contains(lines, "denied network filtered, network.modes: [none] at builtin/strict.yaml") {
 		t.Error(lines)
 	}
-	// Who may have a bridge may have less.
+	// A policy that allows a bridge allows less, too.
 	if _, lines := said(resolved(t, "network: {modes: [bridge]}\n"), Request{Network: "filtered"}); !strings.Contains(lines, "allowed network filtered") {
 		t.Error(lines)
 	}

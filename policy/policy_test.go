@@ -189,7 +189,7 @@ func TestLoop(t *testing.T) {
 	}
 }
 
-// Who can write a policy can allow anything.
+// A user that can write a policy can allow anything.
 func TestFindRefusesOthersFiles(t *testing.T) {
 	f := finder(t, map[string]string{"p": "labels: []\n"})
 	file := filepath.Join(f.Dirs[0], "p.yaml")
@@ -236,7 +236,7 @@ func TestHooksAdd(t *testing.T) {
 	}
 }
 
-// Each step to a trusted file is: who can change one leads elsewhere.
+// Each step to a trusted file must be trusted: a user that can change one redirects it.
 func TestTrusted(t *testing.T) {
 	dir := t.TempDir()
 	must := func(err error) {

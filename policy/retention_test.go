@@ -380,8 +380,8 @@ func TestRetentionMonotone(t *testing.T) {
 	})
 }
 
-// What is gone stays gone when newer checkpoints come: nobody misses tomorrow
-// what was removed today.
+// Removals are final when newer checkpoints come: the rules never keep tomorrow what they removed
+// today.
 func TestRetentionNewer(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		r := genRetention(t)

@@ -171,8 +171,8 @@ func stopService(t *testing.T, cmd *exec.Cmd) {
 	}
 }
 
-// A watch that is killed is started again by a service that nobody asks for
-// anything, and does not stay as its zombie.
+// A watch that is killed is started again by a service that gets no request, and does not stay as
+// its zombie.
 func TestServiceRevives(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)
@@ -237,7 +237,7 @@ func TestServiceRevives(t *testing.T) {
 	}
 }
 
-// A long checkpoint is cancelled by whoever asked for it, and leaves nothing.
+// A long checkpoint is cancelled by its caller, and leaves nothing.
 func TestServiceCancel(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)

@@ -175,8 +175,8 @@ func TestAttachedKilledEarlier(t *testing.T) {
 	}
 }
 
-// TestAttachedPlanted has somebody else at work between a kill and the recovery: that
-// goes through once, forward, and is done; what is theirs stays, and is named.
+// TestAttachedPlanted has another process at work between a kill and the recovery: recovery goes
+// through once, forward, and is done; the other's files stay, and are named.
 func TestAttachedPlanted(t *testing.T) {
 	t.Parallel()
 	for what, plant := range map[string]func(b *box, temp, path string) error{
@@ -284,7 +284,7 @@ func TestAttachedOpen(t *testing.T) {
 	if said := b.fails(4, "restore", "s", "base"); !strings.Contains(said, "/w/f, which a process of the checkpoint has open") {
 		t.Error(said)
 	}
-	// Whoever looks first is told so first.
+	// A dry run reports it beforehand.
 	if said := b.fails(4, "restore", "--dry-run", "s", "base"); !strings.Contains(said, "/w/f, which a process of the checkpoint has open") {
 		t.Error(said)
 	}

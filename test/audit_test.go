@@ -129,13 +129,13 @@ func TestAuditOfItself(t *testing.T) {
 	expect(gone, gone.Sandbox, "ok", why)
 	equal(b, "the caller", gone.Who.Pid, os.Getpid())
 
-	for _, name := range []string{"c", "rm", "e", "f", "held"} { // by nobody else, who only found it gone
+	for _, name := range []string{"c", "rm", "e", "f", "held"} { // not recorded by any other process, which only found it gone
 		equal(b, "removals of "+name, len(b.audited("--verb", "rm", "--sandbox", name)), 1)
 	}
 }
 
-// TestAuditOfItselfKilled kills what agentbox does by itself in its midst: it is on
-// record as unfinished, and who comes by next does it.
+// TestAuditOfItselfKilled kills what agentbox does by itself in its midst: it is on record as
+// unfinished, and the next process that comes by does it.
 func TestAuditOfItselfKilled(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)
@@ -179,7 +179,7 @@ func TestAuditOfItselfKilled(t *testing.T) {
 			slay(pid)
 		}
 	}
-	time.Sleep(3100 * time.Millisecond) // before that who comes by starts another watch
+	time.Sleep(3100 * time.Millisecond) // earlier, the next command would start another watch
 	unfinished("audit.after-begin", "watch", "--verb", "stop", "--sandbox", "t")
 	equal(b, "status after the kill", b.inspect("t").Status, "exited")
 	b.alone("watch", "--verb", "stop", "--sandbox", "t")

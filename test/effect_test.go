@@ -64,8 +64,8 @@ func (s *sweep) checkCompensated(r result) {
 	s.checkRestored(r)
 }
 
-// TestEffectsCrash kills agentbox while an undo command runs. Nobody runs it again but
-// where it was said that it may be, and what it has started ends with it.
+// TestEffectsCrash kills agentbox while an undo command runs. The command runs again only where
+// it may be repeated, and what it has started ends with it.
 func TestEffectsCrash(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)

@@ -316,7 +316,7 @@ func TestEscapeCopies(t *testing.T) {
 	e.try(nil, "image", "import", "bomb", file)
 	e.try(nil, "checkpoint", "import", file)
 	e.untouched()
-	// Links to links: 2^40 names, if somebody followed them all.
+	// Links to links: 2^40 names, if all were followed.
 	e.ok("start", "s")
 	e.ok("exec", "s", "sh", "-c", "mkdir /bomb; cd /bomb; i=0; while [ $i -lt 40 ]; do mkdir $i; ln -s ../$((i+1)) $i/a; ln -s ../$((i+1)) $i/b; i=$((i+1)); done")
 	e.ok("cp", "s:/bomb", filepath.Join(e.T.TempDir(), "bomb"))

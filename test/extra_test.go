@@ -122,7 +122,7 @@ func TestMonitorKilled(t *testing.T) {
 	equal(b, "status after stop", b.inspect("c").Status, "exited")
 	b.ok("start", "c")
 	b.reaches("c", 1)
-	// It ends, and nobody is there to see it.
+	// It ends, and no process is there to see it.
 	kill()
 	pid := b.inspect("c").Pid
 	if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {

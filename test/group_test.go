@@ -18,8 +18,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/group"
 )
 
-// Whatever fails in a group, and whoever ends it: no member is left, and the caller
-// gets the first error of the work, or else of the cleaning up.
+// Whatever fails in a group, and whatever ends it: no member is left, and the caller gets the
+// first error of the work, or else of the cleaning up.
 func TestGroupFailures(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)
@@ -65,7 +65,7 @@ func TestGroupFailures(t *testing.T) {
 		},
 		"the hand-over fails": {
 			opts: group.Options{KeepFor: time.Hour, Gather: func(ctx context.Context, members []group.Result) error {
-				_, err := svc.ReleaseLease(ctx, "g") // somebody takes the group away
+				_, err := svc.ReleaseLease(ctx, "g") // another caller takes the group away
 				return err
 			}},
 			first: "group g: hand-over: lease transfer", errors: 1, outcomes: []string{group.Passed, group.Passed, group.Passed}, scored: []int{1, 2, 3}, cleaned: 3,
@@ -233,7 +233,7 @@ func TestGroupCallerEnds(t *testing.T) {
 					t.Errorf("%v: %v", sig, err)
 				}
 				if sig == syscall.SIGKILL {
-					b.awaitSandboxes(0) // nobody calls a command: the keeper sees to it
+					b.awaitSandboxes(0) // no command is called: the keeper sees to it
 				}
 				if got := b.ok("ps", "-aq"); got != "" {
 					t.Errorf("after %v: left %s", sig, got)

@@ -80,7 +80,7 @@ func owner(t *testing.T) *exec.Cmd {
 	return cmd
 }
 
-// killOwner ends an owner, whom nobody waits for: it has ended when this returns.
+// killOwner kills an owner and returns once it has ended, without reaping it.
 func killOwner(t *testing.T, who *exec.Cmd) {
 	t.Helper()
 	if err := who.Process.Kill(); err != nil {
@@ -97,8 +97,8 @@ func killOwner(t *testing.T, who *exec.Cmd) {
 	}
 }
 
-// An owner that is killed takes its sandboxes along without anybody's calling a
-// command; where the keeper was killed, too, the next command sees to it.
+// An owner that is killed takes its sandboxes along without any command being called; where the
+// keeper was killed, too, the next command sees to it.
 func TestLeaseOwnerKilled(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)

@@ -524,7 +524,7 @@ func TestMCPSession(t *testing.T) {
 	a.does("^sandbox kept", "create_sandbox", args{"name": "kept", "image": "busybox"})
 	a.close()
 
-	// Killed: the next session tidies up, but for what somebody forked meanwhile.
+	// Killed: the next session tidies up, except what was forked meanwhile.
 	a = b.agent("--allow-create")
 	a.does("^sandbox lost", "create_sandbox", args{"name": "lost", "image": "busybox"})
 	b.ok("fork", "--files-only", "--name", "rescued", "lost")
@@ -564,7 +564,7 @@ func (a *agent) cancels(sandbox string) {
 	a.sh(sandbox, "while ps | grep -q 'sleep 77[7]'; do :; done")
 }
 
-// Over HTTP only those get in who may.
+// Over HTTP only authorized requests are let in.
 func TestMCPDoor(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)

@@ -222,8 +222,8 @@ func (p *podmanBox) printed(name string) (numbers []int) {
 	return numbers
 }
 
-// A container that somebody started with podman run is taken back and forth,
-// and for Podman it is the same all along.
+// A container that was started with podman run is taken back and forth, and for Podman it is the
+// same all along.
 func TestPodman(t *testing.T) {
 	t.Parallel()
 	p := newPodman(t)
@@ -378,8 +378,8 @@ func TestPodmanConnection(t *testing.T) {
 	}
 }
 
-// What processes have open in a volume is proven before anything ends; a volume that
-// was taken along comes back with its container, if nobody else is in it.
+// What processes have open in a volume is proven before anything ends; a volume that was taken
+// along comes back with its container, if no other container is in it.
 func TestPodmanVolumes(t *testing.T) {
 	t.Parallel()
 	p := newPodman(t)
@@ -425,7 +425,7 @@ func TestPodmanVolumes(t *testing.T) {
 	p.ok("podman", "volume", "rm", "ledger")
 }
 
-// Whoever paused it finds it paused.
+// A container that was paused comes back paused.
 func TestPodmanPaused(t *testing.T) {
 	t.Parallel()
 	p := newPodman(t)

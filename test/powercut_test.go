@@ -76,8 +76,7 @@ func (d *disk) detach() {
 	}
 }
 
-// alter makes every block that is full of one letter full of another, and nobody
-// is told.
+// alter silently makes every block that is full of one letter full of another.
 func (d *disk) alter(from, to string) {
 	d.Helper()
 	d.unmount()

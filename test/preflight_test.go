@@ -177,8 +177,8 @@ func TestRestoreManaged(t *testing.T) {
 		t.Errorf("left behind: %q", left)
 	}
 
-	// A sandbox that is made again gets them, too; what nobody changed is
-	// still agentbox's to write.
+	// A sandbox that is made again gets them, too; files without changes are still agentbox's to
+	// write.
 	b.ok("rm", "-f", "c")
 	b.ok("restore", "c", ck)
 	equal(b, "in a sandbox made again", read(), want)
@@ -205,7 +205,7 @@ func (b *box) ip(name string) string {
 	return decode[[]struct{ Address string }](b, b.ok("inspect", name))[0].Address
 }
 
-// Restored processes are who they were, whatever has become of /etc/passwd.
+// Restored processes keep their users, whatever has become of /etc/passwd.
 func TestRestoreWithoutUser(t *testing.T) {
 	t.Parallel()
 	b := newBox(t)
@@ -219,7 +219,7 @@ func TestRestoreWithoutUser(t *testing.T) {
 		b.reaches(what, 3)
 		b.restored(what, b.checkpoint(what))
 		if what == "fifo" {
-			// The runtime would wait for ever for somebody to write to it.
+			// The runtime would wait for ever for a writer.
 			if r := b.try(nil, "exec", "-u", "0", what, "true"); r.code == 0 || !strings.Contains(r.err, "agentbox cp") {
 				t.Errorf("want a refusal: %s", r)
 			}

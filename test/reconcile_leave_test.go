@@ -20,7 +20,7 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// nothingFound compares the records with what there is while somebody is at work.
+// nothingFound compares the records with what there is while commands are at work.
 func (b *box) nothingFound(when string) {
 	b.Helper()
 	report := decode[runtime.ReconcileReport](b, b.ok("recover", "--format", "json"))
@@ -102,8 +102,8 @@ func TestReconcileLeavesWorkAlone(t *testing.T) {
 		}
 	}
 	b.ok("verify", "--all", "--read-data")
-	// Its root filesystem is mounted while somebody copies out of it, and no
-	// command's lock says so.
+	// Its root filesystem is mounted while a command copies out of it, and no command's lock says
+	// so.
 	b.start("stopped", "--network", "none", "busybox", "sh", "-c", "dd if=/dev/zero of=/big bs=1M count=8 2>/dev/null")
 	b.eventually("it has ended", func() bool { return b.inspect("stopped").Status == "exited" })
 	b.eventually("nothing works for it", func() bool { return len(matching(processesOf(b.root), "conmon", b.inspect("stopped").ID)) == 0 })
@@ -141,8 +141,8 @@ func matching(lines []string, words ...string) (found []string) {
 	return found
 }
 
-// What another backend has on the same root, which state.db does not know,
-// nobody's it is for this one.
+// What another backend has on the same root, and state.db does not know, is not an orphan for
+// this one.
 func TestReconcileLeavesOtherBackendsAlone(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)
@@ -176,8 +176,8 @@ func TestReconcileLeavesOtherBackendsAlone(t *testing.T) {
 	}
 }
 
-// A container that is not there any more may be on a disk that is not mounted.
-// The service says so, once, and waits for somebody to ask.
+// A container that is not there any more may be on a disk that is not mounted. The service says
+// so, once, and repairs nothing unless asked.
 func TestReconcileUnasked(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)

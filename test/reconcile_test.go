@@ -261,7 +261,7 @@ func TestReconcileRace(t *testing.T) {
 	}
 }
 
-// patient repeats what somebody else is at work on.
+// patient repeats fn while another command is at work.
 func patient(ctx context.Context, fn func() error) (err error) {
 	for range 200 {
 		if err = fn(); !errors.Is(err, runtime.ErrBusy) || ctx.Err() != nil {

@@ -113,9 +113,9 @@ func TestNamesakes(t *testing.T) {
 	}
 }
 
-// TestWorkAfterRestoreIsKept has a restore killed right after its start, and the
-// sandbox end by itself before anybody looks: the restore is done, and what the
-// sandbox did since is its owner's.
+// TestWorkAfterRestoreIsKept has a restore killed right after its start, and the sandbox end by
+// itself before any command looks: the restore is done, and what the sandbox did since is its
+// owner's.
 func TestWorkAfterRestoreIsKept(t *testing.T) {
 	for _, kind := range []string{"processes", "files"} {
 		t.Run(kind, func(t *testing.T) {
@@ -169,7 +169,8 @@ func (b *box) monitors() (pids []string) {
 	return pids
 }
 
-// TestOldState puts back a state.db of long ago: what it does not know is somebody's.
+// TestOldState puts back a state.db of long ago: a sandbox that it does not know is left alone,
+// not taken for an orphan.
 func TestOldState(t *testing.T) {
 	b := newBox(t)
 	b.start("old", "--network", "none", "busybox", "sleep", "infinity")

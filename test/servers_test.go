@@ -24,9 +24,8 @@ echo one > /var/www/html/index.html
 touch /ready
 exec sleep infinity`
 
-// TestServers has processes of three users, which share memory and talk to one
-// another, come back: a database in the middle of somebody's transaction, and a web
-// server with its workers.
+// TestServers has processes of three users, which share memory and talk to one another, come
+// back: a database in the middle of a transaction, and a web server with its workers.
 func TestServers(t *testing.T) {
 	tarball, err := exec.Command("../scripts/debian-image.sh", "--servers").Output()
 	if err != nil {

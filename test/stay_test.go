@@ -7,8 +7,8 @@ import (
 	"testing"
 )
 
-// TestUnchangedStay restores a running sandbox: what did not change keeps its
-// inode and its ctime, so nobody wrote to it.
+// TestUnchangedStay restores a running sandbox: what did not change keeps its inode and its
+// ctime, so it was not written to.
 func TestUnchangedStay(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)

@@ -36,8 +36,8 @@ func (s *sweep) checkRecreated(r result) {
 	s.counts()
 }
 
-// checkHeld: "s" is stopped with the files it had, and nobody may use it, if that
-// came to be on record.
+// checkHeld: "s" is stopped with the files it had, and cannot be used if that came to be on
+// record.
 func (s *sweep) checkHeld(r result) {
 	s.Helper()
 	now := s.inspect("s")
@@ -147,8 +147,8 @@ func TestStrategies(t *testing.T) {
 	b.fails(4, "restore", "--strategy", "full", "s", b.checkpoint("--files-only", "s"))
 }
 
-// TestSafeStop has nothing bring a sandbox back: it is frozen, nobody may use it, and
-// somebody is told.
+// TestSafeStop has nothing bring a sandbox back: it is frozen, cannot be used, and the alert is
+// sent.
 func TestSafeStop(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)

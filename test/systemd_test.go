@@ -110,8 +110,8 @@ func (u *unit) down() {
 	}
 }
 
-// The service is restarted, as for an upgrade, below a sandbox, which does not
-// notice; who connects meanwhile waits, and the next service knows all.
+// The service is restarted, as for an upgrade, below a sandbox, which does not notice; clients
+// that connect meanwhile wait, and the next service knows all.
 func TestServiceRestart(t *testing.T) {
 	t.Parallel()
 	u := memoryBox(t).activate(0)
@@ -154,7 +154,7 @@ func TestServiceRestart(t *testing.T) {
 	now := u.count("c")
 	u.reaches("c", now+5)
 
-	// Nobody accepts; the answer comes when there is a service again.
+	// No service accepts; the answer comes when there is one again.
 	conn, err := net.Dial("unix", u.listen.Addr().String())
 	if err != nil {
 		t.Fatal(err)
@@ -193,8 +193,8 @@ func (u *unit) inspectNow(name string) int {
 	return list[0].Pid
 }
 
-// A member of the socket's group gets to it, though directories above it were
-// made for root alone; others do not, and nobody may look around.
+// A member of the socket's group gets to it, though directories above it were made for root
+// alone; others do not, and cannot list them.
 func TestServiceGroup(t *testing.T) {
 	t.Parallel()
 	const gid = 54321
@@ -271,7 +271,7 @@ func TestServiceJournal(t *testing.T) {
 	b.fails(3, "inspect", "nope")
 	for text := entry("request"); ; text = entry("request") {
 		if !strings.Contains(text, "\nSANDBOX=") {
-			continue // the one that asks who is there
+			continue // the client's first request, for the service's Info
 		}
 		for _, want := range []string{"SANDBOX=nope", "VERB=get sandboxes", "CLIENT_UID=0", "STATUS=404", "PRIORITY=6"} {
 			if !strings.Contains(text, "\n"+want+"\n") {

@@ -44,7 +44,7 @@ func (b *box) terminal(args ...string) *terminal {
 			m.text = append(m.text, buf[:n]...)
 			m.mu.Unlock()
 			if err != nil {
-				return // EIO: the last one who had it open is gone
+				return // EIO: the last process that had it open is gone
 			}
 		}
 	}()
@@ -97,8 +97,8 @@ func TestTerminal(t *testing.T) {
 		m.enter("echo size: $(stty size)\r")
 		return strings.Contains(m.screen(), "size: 20 70")
 	})
-	// Said by who is to be interrupted: a Ctrl-C that comes while the shell starts
-	// it is nobody's.
+	// Said by the command that is to be interrupted: a Ctrl-C that comes while the shell starts
+	// it reaches no command.
 	m.enter("sh -c \"echo rea''dy; exec sleep 1000\"\r")
 	m.shows("ready")
 	m.enter("\x03")

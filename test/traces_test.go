@@ -156,7 +156,7 @@ func TestTraces(t *testing.T) {
 	}
 }
 
-// What agentbox does by itself, in processes that nobody waits for, begins traces of its own.
+// What agentbox does by itself, in processes that no caller waits for, begins traces of its own.
 func TestTracesOfDeeds(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)
@@ -167,7 +167,7 @@ func TestTracesOfDeeds(t *testing.T) {
 		t.Fatal(r)
 	}
 	id := b.inspect("c").ID
-	// own finds a span of a deed, which is nobody's step.
+	// own finds a root span.
 	own := func(name string) (found tracestest.Span) {
 		b.eventually(name, func() bool {
 			for _, s := range c.Spans() {
@@ -195,7 +195,7 @@ func TestTracesOfDeeds(t *testing.T) {
 // nothing about a verb; it is said once, and the end of a process waits a moment.
 func TestTracesNowhere(t *testing.T) {
 	t.Parallel()
-	silent, err := net.Listen("tcp", "127.0.0.1:0") // the kernel accepts, and nobody reads
+	silent, err := net.Listen("tcp", "127.0.0.1:0") // the kernel accepts, and no process reads
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -14,9 +14,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestUserNamespace has a sandbox with a range of ids of its own: nobody on the
-// host has them, on disk and in checkpoints they are the sandbox's, and its
-// processes, of several users, and its connections come back.
+// TestUserNamespace has a sandbox with a range of ids of its own: no user of the host has them,
+// on disk and in checkpoints they are the sandbox's, and its processes, of several users, and its
+// connections come back.
 func TestUserNamespace(t *testing.T) {
 	t.Parallel()
 	b := newBox(t)

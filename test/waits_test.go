@@ -65,7 +65,7 @@ func TestWaits(t *testing.T) {
 	}
 	says("waits", "all have begun", 1)
 	one := b.checkpoint("waits")
-	// Nor where the dump is done, and who asked for it is killed.
+	// Nor where the dump is done, and the command that asked for it is killed.
 	begin("killed")
 	says("killed", "all have begun", 1)
 	if r := b.try([]string{"AGENTBOX_FAILPOINT=checkpoint.before-waits=kill"}, "checkpoint", "killed"); !r.killed {
@@ -88,7 +88,7 @@ func TestWaits(t *testing.T) {
 	}
 }
 
-// A process that has ended, and that nobody has waited for, comes back as it was.
+// A process that has ended but was not reaped comes back as it was.
 func TestZombie(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)

@@ -11,9 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestWatchersSeeWhatDiffers restores a stopped sandbox while somebody watches
-// its upperdir with inotify: watches of what did not change go on, and hear of
-// nothing but what differs.
+// TestWatchersSeeWhatDiffers restores a stopped sandbox while a process watches its upperdir with
+// inotify: watches of what did not change go on, and report only what differs.
 func TestWatchersSeeWhatDiffers(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)
@@ -61,7 +60,7 @@ func watchFiles(t *testing.T, dir string, names ...string) *watcher {
 	t.Cleanup(func() { unix.Close(fd) })
 	w := &watcher{T: t, dir: dir, fd: fd, names: map[int32]string{}}
 	for _, name := range names {
-		// To look at a directory, as who compares it does, is no change.
+		// To look at a directory, as a comparison does, is no change.
 		wd, err := unix.InotifyAddWatch(fd, filepath.Join(dir, name), unix.IN_ALL_EVENTS&^(unix.IN_ACCESS|unix.IN_OPEN|unix.IN_CLOSE_NOWRITE))
 		if err != nil {
 			t.Fatal(err)

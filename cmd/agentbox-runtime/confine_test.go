@@ -206,7 +206,7 @@ func rewrite(t *testing.T, name string, head int, m proto.Message, change func()
 	}
 }
 
-// Whoever reads a damaged image first, the user is told the same.
+// The user gets the same error, whichever code reads a damaged image first.
 func TestConfineDamaged(t *testing.T) {
 	err := damaged(fmt.Errorf("image inventory.img: %w", fault.ErrCorrupt))
 	if err == nil || !strings.Contains(err.Error(), "the images are damaged") || !strings.Contains(err.Error(), "Verify the checkpoint") || !errors.Is(err, fault.ErrCorrupt) {

@@ -101,7 +101,7 @@ func TestStandIn(t *testing.T) {
 			}
 			_ = l.Close()
 		}
-		// There is a way to anywhere, and nobody there.
+		// There is a route to anywhere, and no host there.
 		d := net.Dialer{Timeout: 300 * time.Millisecond, LocalAddr: &net.TCPAddr{IP: net.ParseIP("192.0.2.7")}}
 		if _, err := d.Dial("tcp", "198.51.100.1:80"); err == nil || !strings.Contains(err.Error(), "timeout") {
 			return fmt.Errorf("a connection to nobody: %v", err)
@@ -119,7 +119,7 @@ func TestStandIn(t *testing.T) {
 		}
 		return nil
 	})
-	// By now lo is up: somebody has seen to the network.
+	// By now lo is up: the network has been set up.
 	if code := standIn(state(), []string{"192.0.2.7"}); code != 0 {
 		t.Fatalf("it ends with %d", code)
 	}

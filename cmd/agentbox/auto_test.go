@@ -37,7 +37,7 @@ func (s *autoService) Checkpoint(ctx context.Context, id string, opts runtime.Ch
 	s.taken = append(s.taken, time.Since(s.begin))
 	slow, err := s.slow, s.err
 	s.mu.Unlock()
-	time.Sleep(slow) // not with the lock: on synctest's clock nobody may wait for one
+	time.Sleep(slow) // without the lock: on synctest's clock no goroutine may wait for one
 	return runtime.Checkpoint{}, err
 }
 
@@ -102,7 +102,7 @@ func TestAuto(t *testing.T) {
 		time.Sleep(time.Minute)
 		s.set(runtime.Running, nil)
 		time.Sleep(time.Minute)
-		// A restore: it exits, and is up again before anybody looks.
+		// A restore: the sandbox exits, and is up again before the next look.
 		s.exit <- struct{}{}
 		time.Sleep(time.Minute)
 		if s.waiting != 2 {
@@ -147,8 +147,7 @@ func TestAutoErrors(t *testing.T) {
 		time.Sleep(5 * time.Minute)
 		s.set("", nil)
 		synctest.Wait()
-		// That of 5m takes till 6m40s; whoever waits for it has a whole interval
-		// before the next.
+		// That of 5m takes till 6m40s; after it comes a whole interval before the next.
 		if got, want := s.times(), "1m0s 2m0s 3m0s 4m0s 5m0s 7m40s"; got != want {
 			t.Errorf("taken at %s, want %s", got, want)
 		}

@@ -28,7 +28,7 @@ func TestNoAnswer(t *testing.T) {
 	if err := errors.Join(os.Mkdir(filepath.Dir(socket), 0o755), os.Chmod(root, 0o755)); err != nil {
 		t.Fatal(err)
 	}
-	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: socket, Net: "unix"}) // and nobody accepts
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: socket, Net: "unix"}) // no program accepts
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -55,7 +55,7 @@ func TestNoAnswer(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// As somebody who cannot get at the directory that the program is in.
+	// As a user without access to the directory that the program is in.
 	run := func(uid uint32, host string) (out string, code int) {
 		cmd := exec.Command("/proc/self/fd/3", "ps")
 		cmd.Args[0] = "agentbox"

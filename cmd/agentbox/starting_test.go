@@ -45,7 +45,7 @@ func TestAsk(t *testing.T) {
 	}
 }
 
-// Whoever interrupts the wait ends it, and is not told that the service is silent.
+// An interrupt ends the wait, and is not reported as a silent service.
 func TestAskInterrupted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		interrupt := errors.New("interrupt")

@@ -14,8 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Who is cut off answers nobody, not even with a reset; over lo it goes on, and
-// with the cut's end all is as before.
+// A cut namespace answers no packets, not even with a reset; over lo it goes on, and with the
+// cut's end all is as before.
 func TestCut(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Fatal("this test makes network namespaces and must be run as root")
@@ -46,7 +46,7 @@ func TestCut(t *testing.T) {
 	if !Possible() {
 		t.Fatal("this kernel has no nf_tables")
 	}
-	// Nobody listens: a reset is the answer, once the kernel has taken up the links.
+	// Nothing listens: a reset is the answer, once the kernel has taken up the links.
 	for deadline := time.Now().Add(time.Minute); ; {
 		err := connect("192.0.2.2")
 		if errors.Is(err, unix.ECONNREFUSED) {

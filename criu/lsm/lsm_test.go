@@ -48,7 +48,7 @@ func core(label string) *criucore.CoreEntry {
 	}
 }
 
-// zombie is the image of a process that nobody has waited for yet.
+// zombie is the image of a process that was not reaped yet.
 func zombie() *criucore.CoreEntry {
 	return &criucore.CoreEntry{
 		Mtype: criucore.CoreEntry_X86_64.Enum(),

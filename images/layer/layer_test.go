@@ -143,7 +143,7 @@ func TestUnpack(t *testing.T) {
 	ok(t, Verify(ctx, d, rep.DiffID))
 }
 
-// Whatever somebody does to a layer, Verify finds it and says where.
+// Verify finds every change to a layer and says where it is.
 func TestVerify(t *testing.T) {
 	stream := full(t)
 	for what, c := range map[string]struct {
@@ -384,7 +384,7 @@ func (d *defective) Read(p []byte) (int, error) {
 	return n, nil
 }
 
-// A panic of who is read is an error, not the end of the stream.
+// A panic of the inner reader is an error, not the end of the stream.
 func TestPanics(t *testing.T) {
 	for name, r := range map[string]io.Reader{"compress": Compress(&defective{3 << 20}), "ahead": ReadAhead(&defective{3 << 20}, nil)} {
 		_, err := io.Copy(io.Discard, r)

@@ -262,7 +262,7 @@ func tarOf(t *testing.T, files ...string) []byte {
 
 func sum(b string) string { return remote.Describe("", []byte(b)).Digest.String() }
 
-// Archives as the versions of Docker made them, and as nobody should.
+// Archives as the versions of Docker made them, and malformed ones.
 func TestArchives(t *testing.T) {
 	layer := string(tarOf(t, "etc/os-release", "ID=x"))
 	diff := sum(layer)

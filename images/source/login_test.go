@@ -161,7 +161,7 @@ func TestDockerRegistry(t *testing.T) {
 		t.Errorf("%v", err)
 	}
 
-	// Certificates that nobody vouches for are accepted when they are to be.
+	// Untrusted certificates are accepted when configured so.
 	o.CertDir = ""
 	o.Insecure = true
 	if _, _, err := pull(t, ref, o); err != nil {
@@ -183,7 +183,7 @@ func TestDockerRegistry(t *testing.T) {
 	}
 }
 
-// A registry that wants to know who asks, by a certificate.
+// A registry that requires a client certificate.
 func TestClientCertificate(t *testing.T) {
 	dir := certificate(t)
 	pair, err := tls.LoadX509KeyPair(dir+"/client.cert", dir+"/client.key")
@@ -220,7 +220,7 @@ func TestClientCertificate(t *testing.T) {
 	}
 }
 
-// Nothing leaves this host in the clear unless somebody said so.
+// Nothing leaves this host in the clear unless configured so.
 func TestPlainHTTP(t *testing.T) {
 	ip := ""
 	addrs, err := net.InterfaceAddrs()

@@ -249,8 +249,8 @@ func TestParent(t *testing.T) {
 	}
 }
 
-// What lies where the new file is written first: a rest of ours goes, all else stays,
-// and another name is taken. Only who takes all of them is in the way.
+// Leftovers where the new file is written first: our own goes, all else stays, and another name
+// is taken. Only leftovers under all the names are in the way.
 func TestTemp(t *testing.T) {
 	path, d := dirOf(t)
 	name, temp := filepath.Join(path, "f"), filepath.Join(path, ".temp")
@@ -408,8 +408,8 @@ func mounted(t *testing.T, options ...string) string {
 	return at
 }
 
-// Where there is no room, or nobody may write, it is known or fails, and all stays
-// as it was.
+// Where there is no room, or nothing can be written, Check knows or Put fails, and all stays as
+// it was.
 func TestNoRoom(t *testing.T) {
 	root(t)
 	at := mounted(t)

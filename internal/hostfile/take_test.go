@@ -86,7 +86,7 @@ func TestMapped(t *testing.T) {
 	m, err := unix.Mmap(int(f.Fd()), 0, 3*4096, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	must(t, err)
 	defer unix.Munmap(m)
-	m[5000] = 1 // the page is dirty from here on, and further stores cost nobody a word
+	m[5000] = 1 // the page is dirty from here on, and further stores are not announced
 	first, _ := again(t, name, nil)
 	m[5001] = 2
 	second, read := again(t, name, first)
@@ -121,7 +121,7 @@ func leased(t *testing.T, name string) *os.File {
 	return f
 }
 
-// Who has a lease on a file is waited for when he lets go, and named when he does not.
+// A lease holder is waited for if it lets go, and reported if it does not.
 func TestLease(t *testing.T) {
 	path, d := dirOf(t)
 	name := filepath.Join(path, "f")
@@ -148,7 +148,7 @@ func TestLease(t *testing.T) {
 	f = leased(t, name)
 	done := make(chan error, 1)
 	go func() {
-		for { // until somebody wants it
+		for { // until the lease is to be broken
 			if kind, err := unix.FcntlInt(f.Fd(), unix.F_GETLEASE, 0); err != nil || kind != unix.F_WRLCK {
 				done <- errors.Join(err, f.Close())
 				return
@@ -162,7 +162,7 @@ func TestLease(t *testing.T) {
 	must(t, <-done)
 }
 
-// Reading ends when nobody waits for it any more.
+// Reading ends when its caller no longer waits for it.
 func TestTakeEnds(t *testing.T) {
 	path, _ := dirOf(t)
 	name := filepath.Join(path, "f")

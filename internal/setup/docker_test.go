@@ -309,7 +309,7 @@ func TestDockerRefuses(t *testing.T) {
 	if _, err := Docker(ctx, d.options()); !errors.Is(err, fault.ErrInvalid) {
 		t.Errorf("another process: %v", err)
 	}
-	// Without the pid file the socket tells who it is.
+	// Without the pid file the socket identifies the daemon.
 	opts = d.options()
 	opts.Pidfile, opts.Host = "", d.host
 	if err := os.WriteFile(d.config, []byte(`{"pidfile": "/nonexistent/pid"}`), 0o640); err != nil {
@@ -462,7 +462,7 @@ func TestDockerBadInput(t *testing.T) {
 		t.Errorf("changed: %s", data)
 	}
 
-	// Somebody else's runtime.
+	// A runtime that setup did not put in.
 	if err := os.WriteFile(good, []byte(`{"runtimes": {"agentbox": {"path": "/usr/bin/other"}}}`), 0o600); err != nil {
 		t.Fatal(err)
 	}

@@ -165,7 +165,7 @@ func TestPodman(t *testing.T) {
 		t.Errorf("not as it was:\n%s", data)
 	}
 
-	// What is of another kind is somebody else's.
+	// A value of another type is not setup's.
 	bad := before + "\n[engine.runtimes]\nagentbox = 3\n"
 	if err := os.WriteFile(config, []byte(bad), 0o600); err != nil {
 		t.Fatal(err)

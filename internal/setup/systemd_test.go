@@ -47,7 +47,7 @@ func TestSystemd(t *testing.T) {
 		t.Errorf("%v: %s", err, data)
 	}
 
-	// What somebody has changed of it is backed up, whether it is replaced or removed.
+	// An edited file is backed up, whether it is replaced or removed.
 	edited := append(data, "Environment=PROXY=http://proxy\n"...)
 	for _, remove := range []bool{false, true} {
 		if err := os.WriteFile(r.Files[3].Path, edited, 0o644); err != nil {
@@ -81,7 +81,7 @@ func TestSystemd(t *testing.T) {
 		}
 	}
 
-	// What somebody else has made stays, or is backed up.
+	// A file that setup did not make stays, or is backed up.
 	const theirs = "[Service]\nExecStart=/bin/true\n"
 	unit := r.Files[3].Path
 	if err := os.WriteFile(unit, []byte(theirs), 0o600); err != nil {

@@ -272,7 +272,7 @@ func monitorKilled(b *box) {
 		b.Errorf("the monitor is %d still", now)
 	}
 	b.contiguous("box")
-	// And one that nobody looks for before the end.
+	// And one that is not looked at before the end.
 	if err := syscall.Kill(b.monitor(id), syscall.SIGKILL); err != nil {
 		b.Fatal(err)
 	}

@@ -183,7 +183,7 @@ func older(b *box) {
 type peer struct {
 	conn      net.Conn
 	sent, got atomic.Int64 // lines
-	sending   sync.Mutex   // held by whoever wants nothing to be sent
+	sending   sync.Mutex   // held while nothing is to be sent
 	fail      chan error
 }
 
@@ -351,7 +351,7 @@ func daemonInCheckpoint(b *box) {
 	b.counts("dd")
 	b.ok("restore", "docker://dd", "x")
 	b.counts("dd")
-	// Killed, with the daemon dead as well: whoever comes next thaws it.
+	// Killed, with the daemon dead as well: the next command thaws it.
 	r = b.begin(stopAt("checkpoint.after-freeze"), "checkpoint", "docker://dd", "--name", "y").stopped()
 	b.Kill(b.T)
 	if err := r.cmd.Process.Kill(); err != nil {

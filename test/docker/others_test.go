@@ -10,8 +10,8 @@ import (
 	"time"
 )
 
-// TestOthers is about what belongs to somebody else, or goes wrong for reasons
-// that are not agentbox's. It needs what TestDocker needs.
+// TestOthers is about what is not agentbox's, or goes wrong for reasons outside agentbox. It
+// needs what TestDocker needs.
 func TestOthers(t *testing.T) {
 	h := newHost(t, nil)
 	for _, c := range []struct {
@@ -28,8 +28,8 @@ func TestOthers(t *testing.T) {
 	}
 }
 
-// `docker commit` gives a sandbox's labels to an image, and that to its
-// containers, which are somebody's own for all that.
+// `docker commit` gives a sandbox's labels to an image, and the image to its containers, which
+// are not agentbox's for all that.
 func committed(b *box) {
 	b.ok("run", "-d", "--name", "box", "bt", "sh", "-c", "sleep 1000")
 	b.Docker(b.T, "commit", "box", "taken")
@@ -68,8 +68,8 @@ func daemonInStop(b *box) {
 	b.counts("cc")
 }
 
-// A restore puts another directory in the place of a volume's; whoever is
-// paused with it would go on in one that is gone.
+// A restore replaces the directory of a volume; a container that is paused with the volume would
+// go on in one that is gone.
 func pausedUser(b *box) {
 	b.Docker(b.T, "volume", "create", "shared")
 	defer func() {
@@ -89,15 +89,15 @@ func pausedUser(b *box) {
 	}
 }
 
-// A connection ends at an address: where the daemon has given that to somebody
-// else, a restore fails, and says so, until it is free again.
+// A connection ends at an address: where the daemon has given that to another container, a
+// restore fails, and says so, until it is free again.
 func addressTaken(b *box) {
 	address := func(name string) string {
 		return b.state(name, "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}")
 	}
 	b.run("cc", "bt", "nc", "-ll", "-p", "5000", "-e", "/bin/cat")
 	was := address("cc")
-	// Nothing is sent of itself while it is away: who has its address would end the connection.
+	// No keepalives while it is away: the container with its address would end the connection.
 	dialer := net.Dialer{Timeout: 10 * time.Second, KeepAlive: -1}
 	var conn net.Conn
 	b.eventually("it takes a connection", func() (ok bool) {

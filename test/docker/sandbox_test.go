@@ -122,7 +122,7 @@ func reaped(b *box) {
 	b.eventually("it is reaped", func() bool { return b.ok("ps", "-a", "-q") == "" })
 }
 
-// foreignStart: what is staged is restored by whoever starts the container.
+// foreignStart: a start by another program restores what is staged.
 func foreignStart(b *box) {
 	b.counter("fs")
 	saved := b.saved("fs", "x")

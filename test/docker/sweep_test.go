@@ -10,9 +10,9 @@ import (
 	"testing"
 )
 
-// TestSweep kills agentbox at every instant that a checkpoint and a restore
-// have a name for, on a container of somebody else's: the next command leaves
-// it as before or as after the verb, running, and nothing half-made.
+// TestSweep kills agentbox at every instant that a checkpoint and a restore have a name for, on a
+// container that is not agentbox's: the next command leaves it as before or as after the verb,
+// running, and nothing half-made.
 func TestSweep(t *testing.T) {
 	h := newHost(t, nil)
 	b := h.box(t)

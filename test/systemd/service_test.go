@@ -114,7 +114,7 @@ func confined(t *testing.T) {
 	equal(t, "no profile, when that is asked for", agentbox(t, "run", "--rm", "--network", "none", "--policy", "trusted", "--security-opt", "apparmor=unconfined", "busybox", "cat", "/proc/self/attr/current"), "unconfined")
 }
 
-// Whoever restarts the service, sandboxes do not notice.
+// Sandboxes do not notice a restart of the service, however it is done.
 func stays(t *testing.T, other func(pid string)) {
 	t.Helper()
 	before := inspect(t, "c")

@@ -309,7 +309,7 @@ func (m *machine) runTests(ctx context.Context, s suite, which string, env []str
 	go func() {
 		err := r.tally(io.TeeReader(events, kept), os.Stdout, o.verbose)
 		if unkept := err != nil && !errors.Is(err, errBound); unkept {
-			cancel(errUnkept) // nothing is run whose results nobody has
+			cancel(errUnkept) // runs nothing whose results are not kept
 			_, _ = io.Copy(io.Discard, events)
 		}
 		tallied <- err

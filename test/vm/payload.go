@@ -34,9 +34,8 @@ func imageNames() string {
 	return strings.Join(names, " or ")
 }
 
-// makeImages has scripts/vm-image.sh make what it boots from, and returns its
-// directory, which nobody removes until it is unlocked: not for another tree's
-// image of that name either.
+// makeImages has scripts/vm-image.sh make what it boots from, and returns its directory. No other
+// run removes it until it is unlocked, not even for another tree's image of that name.
 func makeImages(ctx context.Context, name string, qemu bool) (dir string, unlock func(), err error) {
 	args := []string{"--image", name}
 	if qemu {
