@@ -20,11 +20,10 @@ import (
 	"github.com/agentbox/agentbox/internal/proc"
 )
 
-// No dump is without a bound. One that does not come forward, or whose time is up, is
-// ended by what CRIU itself takes for a failure, so that it lets its processes go on:
-// while it still stops them by the signal of its own timeout, later by a write of an
-// image that fails. A kill, after which processes that it works on may be lost, is the
-// last resort.
+// No dump is unbounded. A dump that makes no progress, or whose time is up, is ended by something
+// that CRIU itself takes for a failure, so that it lets its processes go on: while it still stops
+// them, by the signal of its own timeout, later by a failing write of an image. A kill, after
+// which processes that it works on may be lost, is the last resort.
 
 const (
 	// idleLimit is for how long a dump may not come forward: neither its log nor its
@@ -136,14 +135,14 @@ func (b *brokenOff) explain(rt Runtime, log string) error {
 	return &DumpError{Diagnosis: Diagnosis{Code: code, Reason: text, Hint: hint}, Log: log, Err: fmt.Errorf("dump %s: %w", rt.ID, b)}
 }
 
-// survive has a container whose dump was killed stand still again, and says what has
-// become of its processes.
+// survive freezes a container again whose dump was killed, and says what has become of its
+// processes.
 func (r Runtime) survive(members []int, initPid int) string {
 	text := ""
 	if err := unlockNetwork(initPid); err != nil {
 		text = fmt.Sprintf("; its hold on the network may last: %v", err)
 	}
-	// What of CRIU's runs in them ends by itself, as long as they are not frozen.
+	// CRIU's code that runs in them ends by itself, as long as they are not frozen.
 	var gone []string
 	for end := time.Now().Add(200 * time.Millisecond); time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
 		gone = nil

@@ -230,9 +230,9 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (res DumpResult, er
 	return res, nil
 }
 
-// ContinueWaits does for a container that was dumped, and is still frozen, what a
-// Dump that was killed has not come to: threads whose calls it has interrupted make
-// them again. initPid is the container's first process. Done twice it is done once.
+// ContinueWaits completes, for a container that was dumped and is still frozen, what a killed
+// Dump has not reached: threads whose calls it has interrupted make them again. initPid is the
+// container's first process. Idempotent.
 func (r Runtime) ContinueWaits(ctx context.Context, initPid int) error {
 	members, err := Members(initPid)
 	if err != nil {
@@ -255,9 +255,9 @@ type extras struct {
 // runtime's own options. The runtime passes its environment on.
 const configEnv = "CRIU_CONFIG_FILE"
 
-// overruled returns what of our configuration the runtime would take back when
-// its own options come last, in the words of its command line: runc since 1.3
-// always says whether to skip connections in flight, and says no.
+// overruled returns the settings of our configuration that the runtime would revert when its own
+// options come last, in the words of its command line: runc since 1.3 always says whether to skip
+// connections in flight, and says no.
 func overruled(binary string) []string {
 	const flag = "--tcp-skip-in-flight"
 	cmd := exec.Command(binary, "checkpoint", "--help")

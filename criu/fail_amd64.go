@@ -71,7 +71,7 @@ func failWriteOf(pid int, dir string) bool {
 	}
 }
 
-// stopsUntil waits for a stop of a thread that this one traces.
+// stopsUntil reports whether a thread that this one traces stops before until.
 func stopsUntil(pid int, until time.Time) bool {
 	for {
 		var status unix.WaitStatus

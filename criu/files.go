@@ -15,9 +15,9 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// OpenFile is a path that a restore opens again: of an open file, a mapped
-// one, a program, or a working directory. CRIU refuses one whose size or mode
-// is not as it was, where it has recorded them.
+// OpenFile is a path that a restore opens again: that of an open file, a mapped one, a program,
+// or a working directory. CRIU refuses a file whose size or mode has changed since, where it has
+// recorded them.
 type OpenFile struct {
 	Path    string // absolute, as the processes saw it
 	Size    int64

@@ -122,8 +122,8 @@ func findGone(initPid int, members []int) (*goneFiles, error) {
 	return g, nil
 }
 
-// eachHeld calls fn with what a process holds that has a path; with lost only with what
-// may have lost it. What ends meanwhile is no error.
+// eachHeld calls fn with all that a process holds that has a path; with lost only with what may
+// have lost it. A process or descriptor that ends meanwhile is no error.
 func eachHeld(pid int, lost bool, fn func(holder) error) error {
 	proc := fmt.Sprintf("/proc/%d", pid)
 	inside := pid

@@ -309,7 +309,7 @@ func (f *gone) write(to string, initPid int) error {
 	})
 }
 
-// writeAs is write of a file whose data comes from elsewhere.
+// writeAs is write for a file whose data comes from elsewhere.
 func (f *gone) writeAs(to string, initPid int, data func(out *os.File) error) (err error) {
 	st := &f.stat
 	uid, err := inside(initPid, "uid_map", st.Uid)

@@ -24,8 +24,9 @@ func EndHolders(path string) (ended bool) {
 	return ended
 }
 
-// AssistHolders helps the CRIU that keeps such a file open, whose overseer was killed, over
-// stopped processes, and over a stop of its own, until the returned function is called. initPid is the container's first process.
+// AssistHolders helps a CRIU that keeps such a file open, and whose overseer was killed, past
+// stopped processes and past a stop of its own, until the returned function is called. initPid is
+// the container's first process.
 func AssistHolders(path string, initPid int) (end func()) {
 	box, err := freezer.Of(initPid)
 	if err != nil {
@@ -53,8 +54,8 @@ func AssistHolders(path string, initPid int) (end func()) {
 	return sync.OnceFunc(func() { close(quit); <-done }) // no thread is on its way then
 }
 
-// Abandon takes back what a dump that was killed, and whose CRIU has ended, may have left of its
-// own: stopped threads outside of the container's cgroup, and CRIU's hold on the network.
+// Abandon undoes what a killed dump, whose CRIU has ended, may have left: stopped threads outside
+// of the container's cgroup, and CRIU's hold on the network.
 func (r Runtime) Abandon(initPid int) error {
 	c, err := freezer.Open(r.stateRoot(), r.ID)
 	if err == nil {

@@ -257,7 +257,7 @@ func (j *judge) inherits(t *task) bool {
 	return false
 }
 
-// namespaces whose contents CRIU makes once, for the first process.
+// namespaces are those whose contents CRIU makes once, for the first process.
 var namespaces = []struct {
 	name   string
 	of     func(*criucore.TaskKobjIdsEntry) uint32

@@ -25,7 +25,7 @@ import (
 // dumped with the file named in the environment, which CRIU applies first.
 const ConfigAnnotation = "org.criu.config"
 
-// What happens to established TCP connections.
+// Ways to treat established TCP connections.
 const (
 	TCPEstablished = "established" // dumped, and live after a restore; the default
 	TCPClose       = "close"       // dumped, and closed after a restore

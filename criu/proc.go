@@ -21,9 +21,8 @@ type Stray struct {
 	Cmdline string `json:"cmdline"` // words separated by spaces
 }
 
-// Strays lists them. They are looked for among pids or, when that is nil, among
-// the members of the init's pid namespace (and of those nested in it).
-// A process whose parent is a stray is one too.
+// Strays lists the strays among pids or, when that is nil, among the members of the init's pid
+// namespace (and of those nested in it). A process whose parent is a stray is one too.
 func Strays(initPid int, pids []int) ([]Stray, error) {
 	if pids == nil {
 		var err error
@@ -247,8 +246,8 @@ type Live struct {
 	Cmdline string // words separated by spaces
 }
 
-// Alive lists those of the container that initPid is the first of. What ends
-// meanwhile is left out.
+// Alive lists the processes of the container whose first process is initPid. Processes that end
+// meanwhile are left out.
 func Alive(initPid int) ([]Live, error) {
 	pids, err := Members(initPid)
 	if err != nil {

@@ -35,9 +35,9 @@ type Likeness struct {
 
 const maxDiffers = 100
 
-// Compare holds restored processes, of which none has run yet, against the images that
-// they were restored from: the tree, the open files, the locks and the memory. What
-// the kernel writes by itself (rseq areas, frames of signals, its own code) is left out.
+// Compare compares restored processes, of which none has run yet, with the images that they were
+// restored from: the tree, the open files, the locks and the memory. It leaves out what the
+// kernel writes by itself (rseq areas, frames of signals, its own code).
 func Compare(ctx context.Context, dir string, initPid int) (Likeness, error) {
 	c := &comparison{judge: &judge{dir: dir, tasks: map[int]*task{}, threads: map[int]int{}, fds: map[uint32]map[uint32]uint32{}}}
 	for _, step := range []func() error{c.readTree, c.readTasks, c.checkTree} {

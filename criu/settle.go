@@ -28,9 +28,8 @@ import (
 // images.
 
 const (
-	// settleLimit is how long Settle tries. A program that begins others without end
-	// is out of them after a few tries; one whose child does not get to its program
-	// never is.
+	// settleLimit is how long Settle tries. A program that keeps starting others succeeds after a
+	// few tries; one whose child never gets to its program does not.
 	settleLimit = 5 * time.Second
 	// glance is how often a thread is looked at that is just on its way into the freezer.
 	glance = 5

@@ -21,10 +21,10 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// severance is what a dump does about unix sockets whose other end a stray has. CRIU
-// refuses half a connection; told to accept it, it writes an image that no restore
-// takes. sever changes the image so that the end inside is one whose peer has
-// closed. The connection itself stays as it is.
+// severance is what a dump does about unix sockets whose other end belongs to a stray. CRIU
+// refuses half a connection; told to accept it, it writes an image that no restore takes. sever
+// changes the image so that the peer of the end inside has closed. The connection itself stays as
+// it is.
 type severance struct {
 	inodes   []uint32 // of sockets whose peer is a stray's alone
 	flying   []uint32 // those of them that no process has received yet
@@ -129,8 +129,8 @@ func severedName(u, peer unixSocket, holder Stray) string {
 	return fmt.Sprintf("process %d (%s)", holder.Pid, holder.Cmdline)
 }
 
-// sever makes the ends in a dump's images ones whose peers have closed: what was sent
-// to them they can still read. An external peer that is no stray's is ErrUnsupported.
+// sever makes the ends in a dump's images ones whose peers have closed: data that was sent to
+// them can still be read. An external peer that is no stray's is ErrUnsupported.
 func (s severance) sever(dir string) error {
 	if len(s.inodes) == 0 {
 		return nil

@@ -16,9 +16,9 @@ const (
 	tcpListen = 10
 )
 
-// Addresses lists the addresses, but for loopback ones, that sockets of a dump
-// are bound to: CRIU binds them again, so that a namespace whose contents it
-// leaves out has to have them. With TCPClose connections are not among them.
+// Addresses lists the addresses, except loopback ones, that sockets of a dump are bound to: CRIU
+// binds them again, so a namespace whose contents it leaves out must have them. With TCPClose
+// those of connections are left out.
 func Addresses(dir, tcp string) (list []netip.Addr, err error) {
 	err = optionalImage(dir, "files.img", magicFiles, func(data []byte) error {
 		var e fdinfo.FileEntry

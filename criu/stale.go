@@ -205,8 +205,8 @@ func (m mapping) differs() (bool, error) {
 	return found, err
 }
 
-// shows tells, by one page that both have, that a mapping is one of the file as it is now,
-// which need not be compared then; the kernel tells that to root.
+// shows reports, by one page that both have, whether a mapping is of the file as it is now, and
+// so need not be compared; the kernel shows that only to root.
 func (m mapping) shows(f *os.File) bool {
 	same := false
 	_ = m.pages(func(offset uint64, _ []byte) (bool, error) {

@@ -26,8 +26,8 @@ import (
 
 var idsName = regexp.MustCompile(`^ids-(\d+)\.img$`)
 
-// mendTimers puts into the images of a dump what is left of timers whose tick fell into
-// it. The processes, of which record is, still stand.
+// mendTimers puts the time left into the images of timers that expired during the dump. record is
+// of the processes, which still stand.
 func mendTimers(dir string, record proof.Record) error {
 	return rewriteImage(filepath.Join(dir, filesImage), magicFiles, func(data []byte) ([]byte, error) {
 		var e fdinfo.FileEntry

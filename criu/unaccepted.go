@@ -94,8 +94,8 @@ func backlogs(members []int, every bool) (list []proof.Backlog, err error) {
 	return list, nil
 }
 
-// putBack puts connections back that were accepted for a dump, of a frozen container. What
-// cannot be is named.
+// putBack puts back connections that were accepted for a dump of a frozen container. It names
+// those that cannot be.
 func (r Runtime) putBack(ctx context.Context, held *proof.Held) (lost []string, err error) {
 	c, err := freezer.Open(r.stateRoot(), r.ID)
 	if errors.Is(err, fault.ErrNotFound) || err == nil && !c.Alive() {

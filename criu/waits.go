@@ -173,7 +173,8 @@ func interrupted(core *criucore.CoreEntry, shared *siginfo.SignalQueueEntry) boo
 	return true
 }
 
-// makeAgain has registers of an image make their interrupted call again.
+// makeAgain changes the registers of an image so that they make their interrupted call again, and
+// reports whether it did.
 func makeAgain(r *corex86.UserX86RegsEntry) bool {
 	if r == nil || r.GetMode() != corex86.UserX86RegsMode_NATIVE || r.GetCs() != codeOf64 || r.GetAx() != eintr {
 		return false

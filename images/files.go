@@ -16,7 +16,7 @@ import (
 	"github.com/agentbox/agentbox/internal/fsx"
 )
 
-// What lies in tmp begins with one of these.
+// Names in tmp begin with one of these.
 const (
 	tmpImport  = "import-"  // RANDOM: a tree that is being imported
 	tmpLayer   = "layer-"   // HEX of a diffID: a layer that is being unpacked

@@ -79,10 +79,9 @@ func Open(root string) (*Store, error) {
 	return s, nil
 }
 
-// Resolve finds the image that ref means: NAME[:TAG], NAME@DIGEST, a digest or
-// a unique prefix of one. A name wins over a prefix. The built-in busybox is
-// made when it is first asked for. Of an image that is known and cannot be used
-// the digest comes with the error.
+// Resolve finds the image that ref means: NAME[:TAG], NAME@DIGEST, a digest or a unique prefix of
+// one. A name wins over a prefix. The built-in busybox is made when it is first requested. For an
+// image that is known and cannot be used the digest comes with the error.
 func (s *Store) Resolve(ctx context.Context, ref string) (image.Image, error) {
 	idx, err := s.index()
 	if err != nil {
@@ -324,9 +323,9 @@ func (s *Store) digests() ([]string, error) {
 	return list, nil
 }
 
-// Prune removes the images that inUse does not report: those without a name, or
-// with all every one but what is built in. What failed pulls left goes too. It
-// returns the images and how many bytes their layers took.
+// Prune removes the images that inUse does not report: those without a name, or with all every
+// one except the built-in image, and leftovers of failed pulls. It returns the images and how
+// many bytes their layers took.
 func (s *Store) Prune(ctx context.Context, all bool, inUse func(digest string) bool) (removed []image.Image, freed int64, err error) {
 	used := func(d string) bool { return inUse != nil && inUse(d) }
 	var doomed []string

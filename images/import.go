@@ -173,8 +173,8 @@ func checkName(name string) error {
 	return nil
 }
 
-// checkLayout refuses the archives of whole images, whose root filesystem is
-// inside of further archives.
+// checkLayout refuses archives of whole images, which have the root filesystem in further
+// archives.
 func checkLayout(diff string) error {
 	list, err := os.ReadDir(diff)
 	if err != nil {

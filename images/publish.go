@@ -11,9 +11,9 @@ import (
 	"github.com/agentbox/agentbox/internal/guard"
 )
 
-// publisher makes unpacked layers visible once they are on disk. What arrives
-// while the disk is busy shares the next call: one for the whole file system
-// instead of one per file or per layer.
+// publisher makes unpacked layers visible once they are on disk. Layers that arrive while the
+// disk is busy share the next call: one for the whole file system instead of one per file or per
+// layer.
 type publisher struct {
 	s    *Store
 	ctx  context.Context

@@ -146,8 +146,8 @@ func (s *Store) config(digest string) ([]byte, error) {
 	return b, err
 }
 
-// image reads a record; name is the index entry that it was found by, if any.
-// What is known comes with an error, too.
+// image reads a record; name is the index entry that it was found by, if any. On error the image
+// has what is known.
 func (s *Store) image(idx index, name, digest string) (image.Image, error) {
 	if name == "" {
 		if names := idx.namesOf(digest); len(names) > 0 {
@@ -227,7 +227,7 @@ func (s *Store) layerInfo(diffID string) (layerInfo, error) {
 	return info, err
 }
 
-// have says whether a layer is here, whole.
+// have reports whether a layer is here, whole.
 func (s *Store) have(diffID string) bool {
 	hex, ok := hexOf(diffID)
 	if !ok {

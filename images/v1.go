@@ -189,8 +189,8 @@ func (l *storedLayer) compressed() (compressed, error) {
 	return c, l.s.locked(func() error { return l.s.writeJSON(name, c) })
 }
 
-// Add makes img an image of the store, with the given name unless that is empty.
-// Of layers that are here already, only the DiffID is asked for.
+// Add makes img an image of the store, with the given name unless that is empty. For layers that
+// are here already, only the DiffID is requested.
 func (s *Store) Add(ctx context.Context, name string, img v1.Image) (image.Image, error) {
 	if name != "" {
 		canon, err := s.canonical(name)

@@ -20,9 +20,9 @@ import (
 // Sink takes the data of files in. It is called from several goroutines at a
 // time.
 type Sink interface {
-	// Data takes the size bytes that r has and returns their digest and, when
-	// they were cut into more than one piece, the pieces. An error of r is
-	// returned as it is (errors.Is). What came before it belongs to no file.
+	// Data takes the size bytes that r has and returns their digest and, when they were cut into
+	// more than one piece, the pieces. An error of r is returned as it is (errors.Is). The data
+	// before the error belongs to no file.
 	Data(ctx context.Context, size int64, r io.Reader) (digest string, pieces []Piece, err error)
 }
 
@@ -179,8 +179,8 @@ type linked struct {
 	err     error
 }
 
-// begin notes the time. What changes from now on gets a change time of at least
-// the kernel's coarse clock; one granule is for clocks read on another processor.
+// begin notes the time. A change from now on gets a change time of at least the kernel's coarse
+// clock; one granule is for clocks read on another processor.
 func (c *collector) begin() error {
 	var now, granule unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_REALTIME_COARSE, &now); err != nil {
@@ -250,8 +250,8 @@ func (c *collector) run(ctx context.Context, root *treeDir, known *memory) (err 
 			}
 		})
 	}
-	// Whatever ends the loop below early: the lister sees the context, and the
-	// directories of batches under way are closed.
+	// However the loop below ends early, the lister sees the context, and the directories of
+	// batches under way are closed.
 	defer func() {
 		cancel()
 		for b := range ordered {
@@ -356,7 +356,7 @@ func (c *collector) firstName(ctx context.Context, b *stretch, it *listed, late 
 	if it.state == stateSame && b.record(it).flags()&flagFurther == 0 {
 		return nil
 	}
-	// Of a name that was a further one its record tells no more than that.
+	// The record of a name that was a further one says no more than that.
 	key, path := *it.key(b), it.path(b)
 	own, mine := c.claim(&key, true)
 	if mine {
@@ -433,7 +433,7 @@ func (c *collector) emit(b *stretch, it *listed, flags byte, key *inodeKey, e *E
 	return nil
 }
 
-// sameLine compares the JSON of two entries; pieces do not count.
+// sameLine reports whether the JSON of two entries is equal, apart from pieces.
 func sameLine(a, b []byte) bool {
 	if string(a) == string(b) {
 		return true

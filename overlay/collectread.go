@@ -132,9 +132,9 @@ func (r *reader) look(ctx context.Context, b *stretch, it *listed) error {
 	return nil
 }
 
-// claim returns the inode and whether the caller is the one to read it; others
-// find what was read once done is closed. Unless it must be, an inode whose first
-// name has been written is not read: all others carry nothing.
+// claim returns the inode and whether the caller is to read it; other callers find the result
+// once done is closed. Without must, an inode whose first name has been written is not read: all
+// other names carry nothing.
 func (c *collector) claim(key *inodeKey, must bool) (own *linked, mine bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -208,7 +208,7 @@ func (r *reader) inode(ctx context.Context, dir int, name, path string, rec memo
 	return f, admit(&f.entry)
 }
 
-// file reads a regular file. What it returns beside an error has no data yet.
+// file reads a regular file. A result that comes with an error has no data yet.
 func (r *reader) file(ctx context.Context, dir int, name, path string, rec memoryRecord) (*reading, error) {
 	c := r.c
 	fd, err := openAt(dir, name, 0)

@@ -183,7 +183,7 @@ func (d *diff) root(low *lowerDir) error {
 			return err
 		}
 		defer n[i].close()
-		// Whatever marks it has, the kernel merges the root.
+		// The kernel merges the root, whatever marks it has.
 		s[i] = state{dir: true, up: n[i] != nil, low: true, stable: d.settled(n[i])}
 		if n[i] == nil {
 			n[i] = low.node
@@ -198,7 +198,7 @@ func (d *diff) root(low *lowerDir) error {
 	return d.enter(".", n, s, low)
 }
 
-// settled tells that a directory did not change since the tree was taken.
+// settled reports whether a directory did not change since the tree was taken.
 func (d *diff) settled(n *node) bool {
 	return n == nil || n.at == "" || !d.taken.IsZero() && n.ctime.Before(d.taken)
 }
@@ -368,7 +368,7 @@ func (d *diff) compare(path string, old, now *node, stable bool) error {
 	return d.own
 }
 
-// metadata tells how entries of one type differ apart from their content.
+// metadata returns how entries of one type differ apart from their content.
 func metadata(old, now *Entry, sameXattrs bool) (what []string) {
 	if old.Link != now.Link {
 		what = append(what, WhatTarget)

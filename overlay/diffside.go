@@ -46,7 +46,7 @@ func (noSide) take() (*node, error)        { return nil, nil }
 func (noSide) leave()                      {}
 func (noSide) close() error                { return nil }
 
-// vanished tells that a name is not there any more, or not as it was listed.
+// vanished reports whether a name does not exist any more, or not as it was listed.
 func vanished(err error) bool {
 	return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ESTALE) || errors.Is(err, unix.ENOTDIR) ||
 		errors.Is(err, unix.ELOOP) || errors.Is(err, unix.ENXIO)
@@ -156,8 +156,8 @@ func (d *diff) readOnce(n *node) (err error) {
 	return unsteady(err, n.Path)
 }
 
-// unsteady tells of attributes that there is now another set of, or another
-// inode under the name, than when they were listed.
+// unsteady turns the errors of attributes, or of an inode, that changed since they were listed
+// into errChanged.
 func unsteady(err error, path string) error {
 	for _, sign := range []error{unix.ENODATA, unix.EOPNOTSUPP, unix.ERANGE} {
 		if errors.Is(err, sign) {

@@ -60,8 +60,8 @@ type Entry struct {
 	// extents one after the other; for a file without holes that is its
 	// content. Empty when not asked for.
 	Digest string
-	// Pieces is how the data is cut where it is stored, front to back. Nil:
-	// it is one piece, whose digest is Digest. No two entries differ by it.
+	// Pieces is how the stored data is cut, front to back. Nil: it is one piece, whose digest is
+	// Digest. Comparisons ignore it.
 	Pieces []Piece
 }
 

@@ -10,12 +10,11 @@ import (
 	"github.com/zeebo/blake3"
 )
 
-// An era is the time for which what the kernel tells of a filesystem, from its
-// caches where those have it, is the filesystem: until the power goes, or the disk.
-// What was in the caches alone is lost then. The change time of a file that was
-// written in place reaches the disk with the journal, often long before its data does, so
-// that afterwards it can stand over data that are older. No inode is known again
-// by its times from one era to the next.
+// An era is the time for which the kernel's view of a filesystem, from its caches where it has
+// some, is the filesystem: until the power or the disk fails. What was in the caches alone is
+// lost then. The change time of a file that was written in place reaches the disk with the
+// journal, often long before its data does, so that afterwards it can stand over older data. No
+// inode is recognized by its times from one era to the next.
 type era [32]byte
 
 var bootID = sync.OnceValue(func() string {

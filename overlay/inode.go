@@ -83,7 +83,7 @@ func (o *origin) holds(st *unix.Statx_t) bool {
 		(o.mount == 0 || st.Mask&unix.STATX_MNT_ID == 0 || st.Mnt_id == o.mount)
 }
 
-// fill takes over what statx tells of an inode.
+// fill takes over what statx says about an inode.
 func (e *Entry) fill(st *unix.Statx_t) error {
 	e.Mode = uint32(st.Mode) & 0o7777
 	e.UID, e.GID = st.Uid, st.Gid

@@ -39,11 +39,10 @@ type Layer struct {
 	more  int
 }
 
-// WriteLayer writes what an upperdir holds as an image layer: the tar archive
-// that image tools read, with whiteouts and opaque marks as names. The same
-// entries give the same bytes. What cannot be said in a layer without changing
-// what it means is ErrUnsupported; sockets are left out and noted. It reads tree
-// twice.
+// WriteLayer writes what an upperdir holds as an image layer: the tar archive that image tools
+// read, with whiteouts and opaque marks as names. The same entries give the same bytes. An entry
+// that a layer cannot express exactly is ErrUnsupported; sockets are left out and noted. It reads
+// tree twice.
 func WriteLayer(ctx context.Context, w io.Writer, tree func() iter.Seq2[Entry, error], data Source) (Layer, error) {
 	l := layerWriter{tar: tarWriter{w: w}, first: map[string]*Entry{}, data: data}
 	for e, err := range tree() {

@@ -420,8 +420,8 @@ type Line struct {
 	Data int64  // Entry.data; of a further name 0
 }
 
-// Digest returns the digest of a file whose data is one piece. Of any other
-// entry it is empty, and ParseEntry tells more.
+// Digest returns the digest of a file whose data is one piece. For any other entry it is empty;
+// ParseEntry returns more.
 func (l Line) Digest() string {
 	// No string in canonical JSON has a quote without a backslash before it.
 	const before, digest, after = `,"digest":"`, len(digestPrefix) + 64, `"}`

@@ -123,7 +123,7 @@ func (m Mount) checkWork() error {
 // errOldMount says that the kernel has fsopen, but not for all of this.
 var errOldMount = errors.New("not possible with fsconfig")
 
-// bare tells that there is nothing to overlay: the kernel wants two layers.
+// bare reports whether there is nothing to overlay: the kernel wants two layers.
 func (m Mount) bare() bool { return m.Upper == "" && len(m.Lower) == 1 }
 
 // fsmount mounts by fsopen, which takes any number of layers and any bytes in

@@ -108,8 +108,8 @@ func (s *scan) run(ctx context.Context, dir string, fn func(*item) error) (err e
 			}
 		})
 	}
-	// Whatever ends the loop below early, the lister sees the context and the
-	// directories still referred to by chunks under way are closed.
+	// However the loop below ends early, the lister sees the context, and the directories still
+	// referred to by chunks under way are closed.
 	defer func() {
 		cancel()
 		for c := range s.ordered {

@@ -208,8 +208,8 @@ const (
 	maxOctal11 = 1<<33 - 1
 )
 
-// ustar is the part of an entry that fits into its block. What does not fit
-// stands in the records, which come first and win.
+// ustar is the part of an entry that fits into its block. Values that do not fit are in the
+// records, which come first and win.
 type ustar struct {
 	name, link   string
 	typ          byte

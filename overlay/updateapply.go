@@ -295,8 +295,8 @@ func (a *updater) do(ctx context.Context, i int, c *updateChange) error {
 			return pathError("unlink", c.Path, err)
 		}
 	}
-	// All but directories is made in the stage, whose set-group-id bit and
-	// default ACL are none, and moved here when it is complete.
+	// All but directories are made in the stage, which has no set-group-id bit and no default
+	// ACL, and moved here when complete.
 	if c.do == doRemove {
 		return nil
 	}

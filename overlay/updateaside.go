@@ -172,7 +172,7 @@ func OpenAside(ctx context.Context, dir string) (*Aside, error) {
 	return a, err
 }
 
-// Data: see Source. What is not there is ErrNotFound.
+// Data: see Source. A missing file is ErrNotFound.
 func (a *Aside) Data(ctx context.Context, e Entry) (io.ReadCloser, error) {
 	have, ok := a.files[e.Digest]
 	if !ok || have.data() != e.data() {

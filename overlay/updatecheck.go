@@ -81,8 +81,8 @@ func (w *witness) nearTo(path string) {
 	w.near[parent] = true
 }
 
-// still tells that the files in a directory, which itself has not changed, need
-// not be looked at.
+// still reports whether the files in a directory, which itself has not changed, need not be
+// looked at.
 func (w *witness) still(dir string) bool { return w != nil && !w.all && !w.near[dir] }
 
 // saw takes an entry that is not as it was known; no line: it is gone.

@@ -49,7 +49,7 @@ func PlanUpdatePieces(ctx context.Context, have string, has, wants []Piece, read
 		}
 		i, j := 0, 0
 		for i < len(has) || j < len(wants) {
-			// What both have up to here, and then what only they have.
+			// The part that both have up to here, and then the part that only they have.
 			for t.left = 0; i < len(has) && j < len(wants) && has[i] == wants[j]; i, j = i+1, j+1 {
 				t.left += has[i].Len
 			}
@@ -179,8 +179,8 @@ func (t *treeMerge) equal() bool {
 func (t *treeMerge) parse() error {
 	p := t.p
 	if len(t.passed) > 0 {
-		// What was passed counts for the order. Directories are never passed,
-		// so the one that it lies in is known.
+		// Passed lines count for the order. Directories are never passed, so the one that holds
+		// them is known.
 		if t.depth > len(p.haveOrder.dirs) || t.depth < 1 {
 			return damaged("a record at depth %d has no place", t.depth)
 		}

@@ -119,7 +119,7 @@ func (g Glob) reach(rel string) (whole, part bool) {
 			skip(way, at)
 		}
 		whole = whole || at[len(way)]
-		// What ends with ** means all that is below, too.
+		// A pattern that ends with ** covers all that is below, too.
 		part = part || contains(at[:len(way)])
 	}
 	return whole, part

@@ -259,14 +259,13 @@ func (j *Jail) mkdir(name string, perm os.FileMode) error {
 	return unix.EAGAIN
 }
 
-// Real returns where name lies once every symlink is resolved: an absolute
-// path as the sandbox sees it, free of links. The part of name that does not
-// exist yet is taken as written, so the deepest existing ancestor decides where
-// a new file would land; exists says whether there is such a part. So is what
-// the caller may not look at.
+// Real returns where name lies once every symlink is resolved: an absolute path as the sandbox
+// sees it, free of links. A part of name that does not exist yet is taken as written, so the
+// deepest existing ancestor decides where a new file would land; a part that the caller may not
+// look at is treated the same way. exists says whether all of name exists.
 //
-// The answer is for judging and for messages. Whatever acts on the file must
-// still go through the jail, since the files may have changed since.
+// The answer is for judging and for messages. Code that acts on the file must still go through
+// the jail, since the files may have changed since.
 func (j *Jail) Real(name string) (real string, exists bool, err error) {
 	if name == "" || len(name) > maxPath {
 		return "", false, fail("resolve", name, unix.ENAMETOOLONG)

@@ -20,10 +20,10 @@ import (
 // A key of a policy file: how it is read, written, inherited and compared.
 type key struct {
 	name string
-	// group: giving one of its keys replaces them all. What a policy says of
-	// mounts, for one, is all that can be mounted.
+	// group: giving one of its keys replaces them all. The mounts that a policy lists, for one,
+	// are all that can be mounted.
 	group string
-	// replaces is a group whose keys it takes away, as one of their own does.
+	// replaces is a group whose keys this key replaces, as one of their own does.
 	replaces string
 
 	read  func(r *Rules, n *yaml.Node) []*Problem

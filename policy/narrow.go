@@ -7,7 +7,7 @@ import (
 	"strings"
 )
 
-// beneath says whether a path is top or below it.
+// beneath reports whether a path is top or below it.
 func beneath(top, p string) bool {
 	return top == "/" || p == top || strings.HasPrefix(p, top+"/")
 }
@@ -16,12 +16,11 @@ func beneathAny(tops []string, p string) bool {
 	return slices.ContainsFunc(tops, func(top string) bool { return beneath(top, p) })
 }
 
-// matches compares a text with a pattern: * stands for anything without a
-// slash, ** for anything.
+// matches reports whether a text fits a pattern: * stands for anything without a slash, ** for
+// anything.
 //
-// Of a text that is a pattern itself it says whether each text of that one is
-// one of pattern's, if it says yes; stars of the text are then covered by no
-// letters, and ** by nothing less than **.
+// For a text that is a pattern itself, true means that each text of that pattern fits pattern;
+// stars of the text are then covered by no letters, and ** by nothing less than **.
 func matches(pattern, text string) bool {
 	// reach[i] is whether the pattern so far fits the first i bytes of the text.
 	reach := make([]bool, len(text)+1)
@@ -59,13 +58,13 @@ func coversAppArmor(base *Rules, profile string) bool {
 	return slices.ContainsFunc(base.AppArmor, func(b string) bool { return matches(b, profile) })
 }
 
-// coversDigest: an image of a digest may have any name.
+// coversDigest reports whether base covers a digest, whose image may have any name.
 func coversDigest(base *Rules, digest string) bool {
 	return slices.Contains(base.Digests, digest) || slices.Contains(base.Images, "**")
 }
 
-// allowsNetwork says whether a mode is allowed. A filtered sandbox reaches less
-// than one on a bridge.
+// allowsNetwork reports whether a mode is allowed. A filtered sandbox reaches less than one on a
+// bridge.
 func (r *Rules) allowsNetwork(mode string) bool {
 	return slices.Contains(r.Networks, mode) || mode == networkFiltered && slices.Contains(r.Networks, "bridge")
 }
@@ -74,7 +73,7 @@ func (r *Rules) allowsEgress(rule EgressRule) bool {
 	return r.Egress == nil || coversEgress(r.Egress, rule)
 }
 
-// coversIDs says whether each id of own is in one of the ranges.
+// coversIDs reports whether each id of own is in one of the ranges.
 func coversIDs(base []IDRange, own IDRange) bool {
 	sorted := slices.SortedFunc(slices.Values(base), func(a, b IDRange) int { return cmp.Compare(a.First, b.First) })
 	next := uint64(own.First)
@@ -86,7 +85,7 @@ func coversIDs(base []IDRange, own IDRange) bool {
 	return next > uint64(own.Last)
 }
 
-// allowsUID says whether a user id, in digits, is allowed.
+// allowsUID reports whether a user id, in digits, is allowed.
 func (r *Rules) allowsUID(uid string) bool {
 	n, err := strconv.ParseUint(uid, 10, 32)
 	return err == nil && n < 1<<32-1 && !(r.NonRoot && n == 0) && coversIDs(r.UIDs, IDRange{uint32(n), uint32(n)})

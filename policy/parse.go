@@ -96,7 +96,7 @@ type document struct {
 	set         map[string]*yaml.Node // the values that it has, by their key
 }
 
-// parse reads a file. What it returns with an error has what was right.
+// parse reads a file. On error it returns the part that is right.
 func parse(name, file string, data []byte) (*document, error) {
 	d := &document{name: name, file: file, set: map[string]*yaml.Node{}}
 	problems := d.parse(data)

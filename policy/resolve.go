@@ -178,7 +178,7 @@ func (f Finder) Remember(digest string) error {
 	return file.Close()
 }
 
-// Remembers says whether a policy of that digest was used here.
+// Remembers reports whether a policy of that digest was used here.
 func (f Finder) Remembers(digest string) bool {
 	if len(f.Dirs) == 0 || !digestRE().MatchString(digest) {
 		return false

@@ -60,7 +60,7 @@ const (
 	reasonBudget = "over budget" // removes: MaxBytes
 )
 
-// Validate says whether the rules make sense: ErrInvalid.
+// Validate returns ErrInvalid if the rules make no sense.
 func (r Retention) Validate() error {
 	for _, c := range []struct {
 		name string
@@ -255,9 +255,9 @@ func (r Retention) applyBudget(list []Kept, order []int, out []Decision, size fu
 			may = append(may, i)
 		}
 	}
-	// fits says whether it is enough when the n oldest of may go. Since pieces
-	// are shared, the sizes of checkpoints cannot be added up: size is asked for
-	// whole sets, and by bisection, because each question is a costly one.
+	// fits reports whether it is enough to remove the n oldest of may. Since pieces are shared,
+	// the sizes of checkpoints cannot be added up: size is called for whole sets, and by
+	// bisection, because each call is costly.
 	fits := func(n int) (bool, error) {
 		gone := make(map[int]bool, n)
 		for _, i := range may[:n] {

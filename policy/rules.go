@@ -177,9 +177,9 @@ var AllCapabilities = []string{
 	"PERFMON", "BPF", "CHECKPOINT_RESTORE",
 }
 
-// DefaultCapabilities are what a sandbox has unasked, sorted: what package
-// managers, servers and databases need as root. SETFCAP is for packages whose
-// files have capabilities, which rpm fails without.
+// DefaultCapabilities are those of a sandbox that requests none, sorted: what package managers,
+// servers and databases need as root. SETFCAP is for packages whose files have capabilities,
+// which rpm fails without.
 var DefaultCapabilities = []string{
 	"CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETFCAP", "SETGID", "SETUID", "SYS_CHROOT",
 }

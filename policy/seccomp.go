@@ -32,9 +32,9 @@ func SeccompDigest(text string) string {
 	return "sha256:" + hex.EncodeToString(sum[:])
 }
 
-// ParseSeccomp reads a profile in the form that Docker's --security-opt takes.
-// What it does not know, and what would have no effect here, is an error: a
-// profile that does less than its author means is worse than none.
+// ParseSeccomp reads a profile in the form that Docker's --security-opt takes. An unknown
+// setting, or one that would have no effect here, is an error: a profile that does less than its
+// author means is worse than none.
 func ParseSeccomp(text string) (*seccomp.Seccomp, error) {
 	p, err := parseSeccompProfile(text)
 	if err != nil {
@@ -122,8 +122,8 @@ var (
 	}
 )
 
-// allowsSeccomp says whether a profile is among those allowed. What has none may
-// have any.
+// allowsSeccomp reports whether a profile is among those allowed. A policy that allows unconfined
+// allows any profile.
 func (r *Rules) allowsSeccomp(profile string) bool {
 	return slices.Contains(r.Seccomp, profile) || digestRE().MatchString(profile) && slices.Contains(r.Seccomp, SeccompUnconfined)
 }

@@ -74,5 +74,5 @@ func trusted(path string) error {
 	return nil
 }
 
-// ours says whether a file of that owner is root's or the caller's.
+// ours reports whether a file of that owner is root's or the caller's.
 func ours(uid uint32) bool { return uid == 0 || int(uid) == os.Geteuid() }

@@ -43,11 +43,10 @@ type walker struct {
 	cut    string
 }
 
-// Walk calls fn for all that is below the directory name, by name, each
-// directory before what is in it. It follows no symlink and does not enter
-// filesystems of the types that leave tells (nil: none). From fn, fs.SkipDir
-// keeps the walk out of a directory and fs.SkipAll ends it. What cannot be read
-// is passed over. Cut says which limit ended the walk, if one did; that is no
+// Walk calls fn for all that is below the directory name, by name, each directory before its
+// contents. It follows no symlink and does not enter filesystems whose type leave reports (nil:
+// none). From fn, fs.SkipDir keeps the walk out of a directory and fs.SkipAll ends it. Files that
+// cannot be read are passed over. Cut names the limit that ended the walk, if one did; that is no
 // error.
 func (j *Jail) Walk(ctx context.Context, name string, limits Limits, leave func(magic int64) bool, fn func(Entry) error) (cut string, err error) {
 	h, err := j.Handle(name, true)

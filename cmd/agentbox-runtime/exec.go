@@ -172,7 +172,7 @@ func showStart(dir string, first *os.File) error {
 	if data, err = marshal(state); err != nil {
 		return err
 	}
-	// Of the main thread, which is the one that becomes the runtime.
+	// This affects the main thread, which becomes the runtime.
 	if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
 		return fmt.Errorf("a mount namespace: %w", err)
 	}

@@ -53,7 +53,7 @@ func sealRoot(pid int) error {
 		if err := unix.Statfs("/", &st); err != nil || st.Flags&unix.ST_RDONLY != 0 {
 			return err
 		}
-		// What is not said here would be taken away, but for how times are kept.
+		// A remount drops flags that are not given, except those for access times.
 		keep := uintptr(st.Flags) & (unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC)
 		return unix.Mount("", "/", "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY|keep, "")
 	})

@@ -112,9 +112,8 @@ func (c *countingWriter) Write(p []byte) (int, error) {
 	return n, err
 }
 
-// publish makes a file of what write writes, which is there whole and on the
-// disk or not at all; what was there before is replaced. What is no plain
-// file, such as a pipe, is written to.
+// publish writes file with the output of write. The file appears whole and durable or not at all,
+// and replaces an existing one. A special file, such as a pipe, is written to directly.
 func publish(file string, write func(io.Writer) error) error {
 	if real, e := filepath.EvalSymlinks(file); e == nil {
 		file = real

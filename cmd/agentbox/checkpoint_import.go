@@ -99,7 +99,7 @@ func runCheckpointImport(ctx context.Context, opts checkpointImportOptions, file
 	return printArrived(opts.Format, c, stdout, stderr)
 }
 
-// printArrived tells of a checkpoint that came from elsewhere.
+// printArrived reports a checkpoint that came from elsewhere.
 func printArrived(format string, c runtime.Checkpoint, stdout, stderr io.Writer) error {
 	warn(stderr, c.Warnings)
 	if isTerminalWriter(stderr) {

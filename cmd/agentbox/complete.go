@@ -65,7 +65,7 @@ func (a *app) completeOneSandbox(ok func(runtime.Sandbox) bool) completeFunc {
 	}
 }
 
-// checkpointNames lists checkpoints by name, or by id when they have none. Of
+// checkpointNames lists checkpoints by name, or by id if they have none. For the checkpoints of
 // one sandbox the bare name will do; else it is SANDBOX@NAME.
 func (a *app) checkpointNames(cmd *cobra.Command, given []string, filter runtime.CheckpointFilter) (names []string) {
 	a.ask(cmd, func(ctx context.Context, svc runtime.Service) error {

@@ -52,7 +52,7 @@ func printPatches(out *bufio.Writer, changes []runtime.Change, color, eyes bool)
 	}
 }
 
-// patchNote tells of a change that no patch has a form for.
+// patchNote describes a change that a patch has no form for.
 func patchNote(c runtime.Change) string {
 	s := c.Change + " " + quotePath(pathOf(c.Path, c.PathB64))
 	if c.Change == "R" {

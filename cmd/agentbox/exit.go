@@ -184,8 +184,8 @@ func report(w io.Writer, cmd *cobra.Command, err error, caught os.Signal) int {
 		}
 		msg := e.Error()
 		if caught != nil {
-			// What was cancelled tells only that it was, or that the program
-			// it ran was killed, not why.
+			// A cancelled call reports only that it was cancelled, or that the program it ran was
+			// killed, not why.
 			why := signalError{caught}.Error()
 			msg = strings.ReplaceAll(msg, context.Canceled.Error(), why)
 			if !strings.Contains(msg, why) {

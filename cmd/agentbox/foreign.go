@@ -85,9 +85,9 @@ func admitForeign(ctx context.Context, c runtime.Checkpoint, o grantOptions, std
 	return confirmed(ctx, stdin, stderr, "nothing was given, and nothing made")
 }
 
-// chosen is the checkpoint that a restore or a fork would be of, as far as it could be one from
-// elsewhere; none has no id. What is shown of it is then what is done: with --trust-spec one
-// that cannot be shown is an error.
+// chosen returns the checkpoint that a restore or a fork would use, as far as it could be one
+// from elsewhere; without one its id is empty. The verb then uses the one that was shown: with
+// --trust-spec one that cannot be shown is an error.
 func chosen(ctx context.Context, svc runtime.Service, sandbox, checkpoint string, o grantOptions, filter runtime.CheckpointFilter) (c runtime.Checkpoint, err error) {
 	switch {
 	case checkpoint != "":

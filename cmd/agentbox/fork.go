@@ -165,7 +165,7 @@ func runFork(ctx context.Context, opts forkOptions, sandbox string, fo runtime.F
 	if err != nil && len(forks) == 0 {
 		return err
 	}
-	// Those that were made before an error are there, and must be known.
+	// Forks made before an error exist, and must be reported.
 	return both(err, printForks(opts, forks, out))
 }
 

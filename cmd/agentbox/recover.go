@@ -62,7 +62,7 @@ action, error, left: nothing was done, again: the service found it the last time
 }
 
 func runRecover(ctx context.Context, opts recoverOptions, svc runtime.Service, out io.Writer) error {
-	// What was done before an error is worth knowing, too.
+	// Findings from before an error are worth printing, too.
 	rec, err := svc.Reconcile(ctx)
 	if opts.Format == formatJSON {
 		return both(err, printJSON(out, rec))

@@ -52,7 +52,7 @@ With --destdir files are written below a directory, for packages and images, and
 				return err
 			}
 			var r setup.SystemdResult
-			// What is written below a directory is not of this host.
+			// Files written below a directory are not this host's.
 			err = a.setupOnRecord("systemd", opts.DryRun || opts.Dest != "", func() (did string, err error) {
 				if r, err = setup.Systemd(cmd.Context(), opts); err != nil || !r.Changed {
 					return "", err

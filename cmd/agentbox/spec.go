@@ -331,8 +331,7 @@ func parseSecurity(opts []string) (sec runtime.Security, err error) {
 	return sec, nil
 }
 
-// readProfile reads a seccomp profile. What becomes of the file later does not
-// matter to the sandbox.
+// readProfile reads a seccomp profile. Later changes to the file do not affect the sandbox.
 func readProfile(file string) (string, error) {
 	f, err := os.OpenFile(file, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if errors.Is(err, os.ErrNotExist) {

@@ -66,9 +66,9 @@ func starting(ctx context.Context, socket string) bool {
 	return err == nil && comesUp(string(out), os.Getenv("INVOCATION_ID"))
 }
 
-// comesUp reads what systemctl shows. A unit with a job waits for others. What the
-// service itself has started, such as an effect's undo command, is of the same invocation
-// and must not wait for it: the service waits for that.
+// comesUp reports, from what systemctl shows, whether the service is coming up. A unit with a job
+// waits for others. A process that the service itself has started, such as an effect's undo
+// command, has the same invocation and must not wait for it: the service waits for that process.
 func comesUp(shown, invocation string) bool {
 	property := map[string]string{}
 	for line := range strings.Lines(shown) {

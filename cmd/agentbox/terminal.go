@@ -122,7 +122,7 @@ func (s *session) forward(ctx context.Context, svc runtime.Service, id string, r
 	})
 }
 
-// An outcome tells how far follow got.
+// An outcome says how far follow got.
 type outcome struct{ started, detached bool }
 
 // follow connects the caller to a sandbox's first process until it exits, and
@@ -196,7 +196,7 @@ func signalName(sig os.Signal) string {
 
 func isTerminal(f *os.File) bool { return f != nil && term.IsTerminal(int(f.Fd())) }
 
-// isTerminalWriter is isTerminal for what may not be a file at all.
+// isTerminalWriter reports whether w, which need not be a file, is a terminal.
 func isTerminalWriter(w io.Writer) bool {
 	f, ok := w.(*os.File)
 	return ok && isTerminal(f)

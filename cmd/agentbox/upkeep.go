@@ -49,8 +49,8 @@ type upkeeper interface {
 	Upkeep(ctx context.Context, u engine.Upkeep)
 }
 
-// soonEvery is how often the service sees to what cannot wait for a Reconcile:
-// a sandbox whose watch was killed, and leases whose keeper was.
+// soonEvery is how often the service handles what cannot wait for a Reconcile: a sandbox whose
+// watch was killed, and leases whose keeper was.
 const soonEvery = 5 * time.Second
 
 // tend does beside all else what a service does by itself, until stop, which waits

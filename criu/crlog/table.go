@@ -29,7 +29,7 @@ var table = [][4]string{
 		"CRIU could not hold the network still while TCP connections are dumped",
 		"Install iptables with its xt_mark match, or a CRIU built with nftables support; without TCP connections `--tcp close` does without."},
 
-	// What a sandbox does that cannot be dumped.
+	// Things a sandbox does that cannot be dumped.
 	{"rlimit", `Can't get rlimit \d+: Operation not permitted`,
 		"a process runs under another user id than root, and this machine's root lacks CAP_SYS_RESOURCE, without which CRIU cannot read its resource limits",
 		"Run agentbox where root has CAP_SYS_RESOURCE, or run every process of the sandbox as root."},

@@ -30,7 +30,7 @@ type Tracee struct {
 	stop    bool // a SIGSTOP has come meanwhile, and is to be had again
 }
 
-// What package unix lacks.
+// Constants that package unix lacks.
 const (
 	ptraceGetSigmask     = 0x420a
 	ptraceSetSigmask     = 0x420b

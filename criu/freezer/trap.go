@@ -145,7 +145,7 @@ func (c Container) stopAll(ctx context.Context, all, wanted []int, fn func(held 
 			err = errors.Join(err, fmt.Errorf("thread %d: %w", tid, e))
 		}
 	}
-	// What a signal has stopped goes back into that stop, in which it is frozen as it was.
+	// A thread that a signal had stopped goes back into that stop, and is frozen in it as before.
 	for tid, is := range halted {
 		if is {
 			detach(tid)

@@ -91,9 +91,8 @@ func SweepRestore(root, id, work string) error {
 	return errors.Join(errs...)
 }
 
-// removeYard removes CRIU's view of the cgroups. What is mounted there takes all
-// below with it; a yard that was taken apart under a restore's hands may have
-// mounts of its own left, and plain files.
+// removeYard removes CRIU's view of the cgroups. A mount there takes all below with it; a yard
+// that was taken apart during a restore may have mounts of its own left, and plain files.
 func removeYard(yard string) error {
 	if err := detach(yard); err != nil {
 		return err

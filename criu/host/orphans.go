@@ -31,12 +31,12 @@ var self = sync.OnceValue(func() string {
 // endLimit is how long a killed orphan has to end, in which it closes its files.
 const endLimit = time.Second
 
-// EndOrphans kills the orphans of CRIUs that agentbox had started and that were killed,
-// and returns their number. When CRIU starts it tries in child processes how the kernel
-// behaves. A child whose CRIU is killed meanwhile stays stopped, or sleeps, for ever, and
-// keeps open what it has inherited: the lock of a sandbox, the output that a caller
-// reads. An orphan that traces a process is left alone: it is a CRIU at work. So is what
-// is in another pid namespace: a process that is being restored.
+// EndOrphans kills the orphans of CRIUs that agentbox had started and that were killed, and
+// returns their number. At its start CRIU probes in child processes how the kernel behaves. A
+// child whose CRIU is killed meanwhile stays stopped, or sleeps, for ever, and keeps open what it
+// has inherited: the lock of a sandbox, the output that a caller reads. An orphan that traces a
+// process is left alone, because it is a CRIU at work, and so is a process in another pid
+// namespace, because it is being restored.
 func EndOrphans() (ended int, err error) {
 	entries, err := os.ReadDir("/proc")
 	if err != nil {
@@ -74,9 +74,9 @@ func EndOrphan(pid int) (was bool, err error) {
 		return false, err
 	}
 
-	// What was seen of it may be from before and after it has executed a program, such as a
-	// tool that CRIU has just started. Stopped it executes nothing, and cannot begin to
-	// trace between the look and the kill.
+	// The observations may be from before and after it has executed a program, such as a tool
+	// that CRIU has just started. Stopped, it executes nothing, and cannot begin to trace between
+	// the check and the kill.
 	if err := unix.PidfdSendSignal(fd, unix.SIGSTOP, nil, 0); err != nil {
 		return false, err
 	}
@@ -127,9 +127,9 @@ func isCRIU(pid int) bool {
 	return err == nil && string(name) == "criu\n"
 }
 
-// orphaned reports whether agentbox owned a CRIU that has lost its parent: a child process
-// that has another one than a CRIU, or a CRIU whose parent is neither its owner nor a
-// program with the same owner. Of a process that goes on meanwhile the answer can be wrong.
+// orphaned reports whether agentbox owned a CRIU that has lost its parent: a child process whose
+// parent is not a CRIU, or a CRIU whose parent is neither its owner nor a program with the same
+// owner. For a process that goes on meanwhile the answer can be wrong.
 func orphaned(pid int) bool {
 	if !isCRIU(pid) {
 		return false

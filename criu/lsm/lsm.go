@@ -30,7 +30,7 @@ import (
 // Unconfined is how some engines write that there is no profile.
 const Unconfined = "unconfined"
 
-// sys is where the kernel tells of itself, proc where it tells of processes.
+// sys is where the kernel describes itself, proc where it describes processes.
 var sys, proc = "/sys", "/proc"
 
 // AppArmor reports whether CRIU takes this for a host with AppArmor.
@@ -152,7 +152,8 @@ func relabel(core []byte, profile string) ([]byte, error) {
 		})
 	}
 	if err == nil && creds == 0 && !ended && profile != "" {
-		// Of CRIU before 2.0; it would take them from elsewhere, or not at all.
+		// The images are from a CRIU before 2.0; it would take credentials from elsewhere, or
+		// none.
 		err = fmt.Errorf("it has no credentials: %w", fault.ErrUnsupported)
 	}
 	return out, err
@@ -210,8 +211,8 @@ func Within(label, profile string) bool {
 	return label == profile || ok && child != "" && !strings.ContainsAny(child, "&:")
 }
 
-// Check tells of a thread of the processes that the profile does not confine.
-// Threads that have ended, or end meanwhile, do not count.
+// Check returns an error if the profile does not confine a thread of the processes. Threads that
+// have ended, or end meanwhile, do not count.
 func Check(pids []int, profile string) error {
 	if profile == "" || profile == Unconfined {
 		return nil

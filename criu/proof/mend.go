@@ -15,8 +15,8 @@ import (
 	"github.com/agentbox/agentbox/criu/freezer"
 )
 
-// Mend sets what can be set of the restored processes of a frozen container, so that
-// they are as want has them. It names what it set. What it cannot set Compare finds.
+// Mend sets what can be set in the restored processes of a frozen container, so that they are as
+// want has them, and names what it set. Compare finds the rest.
 func Mend(ctx context.Context, c freezer.Container, want, got Record) (mended []string, err error) {
 	calls := map[int][]func(t *freezer.Tracee) error{} // by the thread that makes them
 	for _, w := range want.Tasks {
@@ -58,7 +58,7 @@ func Mend(ctx context.Context, c freezer.Container, want, got Record) (mended []
 	return mended, err
 }
 
-// outside sets what needs no call of the process's own. What fails shows later.
+// outside sets what needs no call of the process's own. Failures show later.
 func outside(w, g Task) (mended []string) {
 	did := func(what string, err error) {
 		if err == nil {

@@ -84,9 +84,9 @@ func (s socket) open() (int, error) {
 	return fd, nil
 }
 
-// TakeQueues looks into the sockets of the processes of a record, which stand still.
-// first is the container's first process, by its pid on the host. Connections whose
-// bytes it can only read by accepting them it accepts, and makes them again.
+// TakeQueues looks into the sockets of the processes of a record, which stand still. first is the
+// container's first process, by its pid on the host. It accepts connections whose bytes can be
+// read only that way, and makes them again.
 func TakeQueues(first int, r Record) (q Queues, err error) {
 	q.Lost = watchedEvents(r)
 	owners := socketsOf(r)

@@ -166,8 +166,8 @@ func takeOptions(fd int) map[string]string {
 	return values
 }
 
-// mendSockets sets the options of restored sockets, and has them join their groups. It
-// names what it set. What it cannot set Compare finds.
+// mendSockets sets the options of restored sockets, and has them join their groups. It names what
+// it set. Compare finds the rest.
 func mendSockets(w, g Task) (mended []string) {
 	for _, wf := range w.FDs {
 		gf, ok := g.descriptor(wf.N)

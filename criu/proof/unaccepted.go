@@ -19,12 +19,12 @@ import (
 	"github.com/agentbox/agentbox/internal/fsx"
 )
 
-// CRIU dumps no connection of unix sockets that waits in a backlog and has data, or whose
-// client has closed it, and only accept takes one out of there. So such connections are
-// accepted for the dump, into descriptors of the server that its program does not know
-// of: CRIU finds connected pairs. Once the dump is made, and in a restore before a process
-// runs, a new socket of the client's connects to the listener, gets what the client had
-// sent, and takes the place of the client's descriptors; see requeue.go.
+// CRIU dumps no connection of unix sockets that waits in a backlog and has data, or whose client
+// has closed it, and only accept takes one out of there. So such connections are accepted for the
+// dump, into descriptors of the server that its program does not know of: CRIU finds connected
+// pairs. Once the dump is made, and in a restore before a process runs, a new socket of the
+// client connects to the listener, gets what the client had sent, and takes the place of the
+// client's descriptors; see requeue.go.
 
 // Unaccepted is such a connection, in the record of a dump that has it as an accepted one.
 // Pids are those in the container.
@@ -41,7 +41,7 @@ type Unaccepted struct {
 	Messages [][]byte `json:"messages,omitempty"`
 }
 
-// What a client has shut down of its socket.
+// The directions in which a client has shut down its socket.
 const (
 	shutRead  = 1
 	shutWrite = 2
@@ -85,8 +85,7 @@ type connection struct {
 	Connecter int    `json:"connecter,omitempty"`
 	Shut      int    `json:"shut,omitempty"`
 	Name      string `json:"name"`
-	// Empty are the places of messages that are empty. What has been peeked at once the
-	// kernel leaves out when it is asked again.
+	// Empty are the indexes of empty messages. The kernel skips them on a second peek.
 	Empty []int `json:"empty,omitempty"`
 
 	Socket uint64  `json:"socket,omitempty"` // the new one's inode

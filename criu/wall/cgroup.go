@@ -14,9 +14,9 @@ import (
 	"github.com/agentbox/agentbox/criu/host"
 )
 
-// cgroupImage is a cgroup.img as far as a restore of a container needs it. Of the
-// container's own cgroup, which the OCI runtime has made with its limits, only the path
-// is left; cgroups below, which processes have made, keep known properties.
+// cgroupImage is a cgroup.img as far as a restore of a container needs it. Only the path is left
+// of the container's own cgroup, which the OCI runtime has made with its limits; cgroups below,
+// which processes have made, keep known properties.
 type cgroupImage struct {
 	sets        []cgroupSet
 	controllers []controller

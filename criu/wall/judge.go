@@ -120,10 +120,10 @@ type judge struct {
 	tars    map[string]*contents
 }
 
-// Judge reads the images of a dump and refuses what a container of the spec cannot have
-// had, before CRIU reads them; cgroups, which the OCI runtime makes, it writes anew.
-// cgroup is the container's, below where cgroups are mounted; empty: the runtime tells
-// CRIU which it is. What is refused is a *Refusal, images that make no sense are ErrCorrupt.
+// Judge reads the images of a dump and refuses what a container of the spec cannot have had,
+// before CRIU reads them; cgroups, which the OCI runtime makes, it writes anew. cgroup is the
+// container's, below where cgroups are mounted; empty: the runtime tells CRIU which it is. A
+// refusal is a *Refusal, images that make no sense are ErrCorrupt.
 func Judge(dir string, spec *Spec, cgroup string) error {
 	j := &judge{dir: dir, spec: spec, own: cgroup, sets: map[uint32]bool{}, leaders: map[string]string{}, mounts: map[string][]mount{}, tars: map[string]*contents{}}
 	entries, err := os.ReadDir(dir)

@@ -110,7 +110,7 @@ func (l *look) all() (list []int, err error) {
 	return list, nil
 }
 
-// end kills processes that the OCI runtime does not know of.
+// end kills processes that the OCI runtime does not know.
 func (l *look) end(pids []int) {
 	for _, pid := range pids {
 		if pid > 1 && pid != os.Getpid() {
@@ -441,7 +441,7 @@ func (l *look) sees(root int, w SpecMount, list []mount) error {
 	}
 	m := list[i]
 	if m.point != l.spec.inRoot(w.Destination) {
-		// There is none: images of another engine's container may have fewer. What is below
+		// There is none: images of another engine's container may have fewer. What is underneath
 		// is judged.
 		return nil
 	}

@@ -12,7 +12,7 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// mount is one mount of a mount namespace, as an image or the kernel tells of it.
+// mount is one mount of a mount namespace, as an image or the kernel describes it.
 type mount struct {
 	id, parent uint32
 	dev        uint64 // of its filesystem
@@ -163,8 +163,8 @@ func (s *Spec) checkMounts(image string, list []mount, outside map[uint32]bool) 
 	return nil
 }
 
-// checkSharing proves that what the container mounts, or the host, is mounted in the other only where
-// the spec says so. outside are the host's groups, where the kernel tells of the mount.
+// checkSharing proves that mounts of the container, or of the host, propagate to the other only
+// where the spec says so. outside are the host's groups, where the kernel reports the mount.
 func (s *Spec) checkSharing(image string, m mount, outside map[uint32]bool) error {
 	if strings.HasSuffix(s.Linux.Propagation, "shared") {
 		return nil
@@ -334,7 +334,7 @@ func (s *Spec) checkOther(image string, m mount, list []mount) error {
 			}
 			return nil
 		case w.bind() && slices.Contains(w.Options, "rbind"):
-			// What is mounted below on the host comes along.
+			// Mounts below it on the host come along.
 			if m.live || m.external == m.point || m.fstype == "tmpfs" && m.external == "" {
 				return nil
 			}

@@ -49,7 +49,7 @@ func (j *judge) netdev(name string) error {
 		if n := m.text(ifname); n == "" || n == "." || n == ".." || len(n) >= unix.IFNAMSIZ || strings.ContainsAny(n, "/\x00 \t\n") {
 			return refuse(name, "name", "%s is no network device's name", printable(n))
 		}
-		// Of the others the far end, or the device below, is on the host.
+		// The others have their far end, or the device below, on the host.
 		if k := m.number(kind); k != deviceLoopback && !j.spec.can("NET_ADMIN") && !kernelMade(m.text(ifname)) {
 			return refuse(name, "type", "the device %s of type %d takes CAP_NET_ADMIN, which the container has not", printable(m.text(ifname)), k)
 		}
@@ -57,7 +57,8 @@ func (j *judge) netdev(name string) error {
 	})
 }
 
-// kernelMade are devices that a new network namespace has by itself, where their modules are loaded.
+// kernelMade reports whether name is a device that a new network namespace has by itself, where
+// its module is loaded.
 func kernelMade(name string) bool {
 	return slices.Contains([]string{"sit0", "tunl0", "gre0", "gretap0", "erspan0", "ip6tnl0", "ip6gre0", "ip_vti0", "ip6_vti0"}, name)
 }

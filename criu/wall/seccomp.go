@@ -20,7 +20,7 @@ type filter struct {
 	flags   uint32
 }
 
-// shared reports whether all threads of the process have it, whose images then name none.
+// shared reports whether all threads of the process have the filter; then their images name none.
 func (f filter) shared() bool { return f.flags&flagTsync != 0 }
 
 // filterRef is where a thread says which filter it has.

@@ -245,8 +245,8 @@ func (s *Spec) device(block bool, major, minor uint32) bool {
 	return may
 }
 
-// inRoot resolves a path in the container's root filesystem as the OCI runtime does, by
-// whose links alone it goes.
+// inRoot resolves a path in the container's root filesystem as the OCI runtime does, following
+// only that filesystem's links.
 func (s *Spec) inRoot(path string) string {
 	const most = 255
 	done, links := "/", 0

@@ -15,10 +15,10 @@ import (
 	"github.com/agentbox/agentbox/internal/lazy"
 )
 
-// Change applies instructions of a Dockerfile to a configuration: CMD,
-// ENTRYPOINT, ENV, LABEL, USER, WORKDIR, EXPOSE, VOLUME and STOPSIGNAL, as
-// `docker commit --change` does. An ENTRYPOINT drops the image's own CMD unless
-// one of the instructions is a CMD. What is none of these is fault.ErrInvalid.
+// Change applies instructions of a Dockerfile to a configuration: CMD, ENTRYPOINT, ENV, LABEL,
+// USER, WORKDIR, EXPOSE, VOLUME and STOPSIGNAL, as `docker commit --change` does. An ENTRYPOINT
+// drops the image's own CMD unless one of the instructions is a CMD. Any other instruction is
+// fault.ErrInvalid.
 func Change(cfg *v1.Config, instructions []string) error {
 	command := false
 	for _, line := range instructions {

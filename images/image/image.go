@@ -83,12 +83,12 @@ type History struct {
 	DiffID    string    `json:"diff_id,omitempty"`
 }
 
-// Progress tells how far an import or a pull is.
+// Progress is how far an import or a pull has got.
 type Progress struct {
 	Entries int64 `json:"entries"`
 	Bytes   int64 `json:"bytes"` // unpacked
 
-	// Of a pull, for each of its layers:
+	// For each layer of a pull:
 	Layer string `json:"layer"` // the blob's digest; empty for an import
 	Stage Stage  `json:"stage"`
 	Done  int64  `json:"done"`  // bytes of the blob

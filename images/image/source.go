@@ -8,7 +8,7 @@ import (
 // SourceOptions modify all verbs of package images/source. The zero value works.
 type SourceOptions struct {
 	Platform string `json:"platform"` // OS/ARCH[/VARIANT]; empty: this machine's
-	// Config tells of registries; nil: what source.LoadConfig finds.
+	// Config describes registries; nil: what source.LoadConfig finds.
 	Config *SourceConfig `json:"-"`
 	// Insecure accepts plain HTTP, and certificates of no known authority, from
 	// the registry that the reference names.
@@ -36,7 +36,7 @@ type SourceOptions struct {
 	Idle time.Duration `json:"-"`
 }
 
-// SourceProgress tells how far a transfer is.
+// SourceProgress is how far a transfer has got.
 type SourceProgress struct {
 	Digest string `json:"digest"` // of the layer; empty: of the image in all
 	Done   int64  `json:"done"`

@@ -59,9 +59,8 @@ type Report struct {
 	Opaque   bool // it hides all layers below
 }
 
-// Unpack makes a layer in the empty directory dir of the plain tar stream r,
-// which it reads to its end. What it wrote is not on disk yet. On error,
-// anything may be in dir.
+// Unpack makes a layer in the empty directory dir from the plain tar stream r, which it reads to
+// its end. The layer is not on disk yet when it returns. On error, anything may be in dir.
 func Unpack(ctx context.Context, r io.Reader, dir *os.File, opts Options) (rep Report, err error) {
 	diff, err := makeDiff(dir)
 	if err != nil {

@@ -99,8 +99,8 @@ func (k *keychain) Resolve(r authn.Resource) (authn.Authenticator, error) {
 	return k.ResolveContext(context.Background(), r)
 }
 
-// ResolveContext implements authn.ContextKeychain. What does not work is no
-// error: many registries need no credentials. See blame.
+// ResolveContext implements authn.ContextKeychain. Failures are no errors: many registries need
+// no credentials. See blame.
 func (k *keychain) ResolveContext(ctx context.Context, r authn.Resource) (authn.Authenticator, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()

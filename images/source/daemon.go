@@ -92,7 +92,7 @@ func openPodman(ctx context.Context, ref Reference, opts image.SourceOptions) (*
 	return savedImage(ctx, t, ref, opts)
 }
 
-// command is a program whose output is read; Close tells how it ended.
+// command is a program whose output is read; Close returns how it ended.
 type command struct {
 	io.ReadCloser
 	cmd      *exec.Cmd
@@ -102,8 +102,8 @@ type command struct {
 	closed   bool
 }
 
-// tail keeps the end of what a program says. It embeds no buffer, whose ReadFrom
-// would take all that there is.
+// tail keeps the end of a program's output. It embeds no buffer, because its ReadFrom would keep
+// everything.
 type tail struct{ kept bytes.Buffer }
 
 func (t *tail) Write(p []byte) (int, error) {

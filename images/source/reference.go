@@ -164,7 +164,7 @@ func (r *Reference) named(s string) error {
 	return nil
 }
 
-// hasRegistry tells, by the rule of Docker, whether a name begins with one.
+// hasRegistry reports, by Docker's rule, whether a name begins with a registry.
 func hasRegistry(s string) bool {
 	host, _, ok := strings.Cut(s, "/")
 	return ok && (strings.ContainsAny(host, ".:") || host == "localhost" || strings.ToLower(host) != host)

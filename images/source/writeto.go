@@ -22,8 +22,8 @@ import (
 	"github.com/agentbox/agentbox/internal/guard"
 )
 
-// writeLayout adds an image to an OCI layout, which is made if it is not there.
-// Whatever had the tag before loses it.
+// writeLayout adds an image to an OCI layout, which is made if it does not exist. An image that
+// had the tag before loses it.
 func writeLayout(ctx context.Context, ref Reference, img v1.Image, opts image.SourceOptions) (h v1.Hash, err error) {
 	if err := os.MkdirAll(ref.Path, 0o755); err != nil {
 		return h, err

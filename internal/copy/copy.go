@@ -88,8 +88,8 @@ func StatPath(root, p string) (Stat, error) {
 	return st, nil
 }
 
-// sandboxXattr chooses the attributes that go in and out of a sandbox: those
-// that its own processes could see and set. Overlay's are the mount's business.
+// sandboxXattr reports whether an attribute goes in and out of a sandbox: those do that its own
+// processes could see and set. Overlay's are the mount's business.
 func sandboxXattr(name string) bool {
 	switch name {
 	case "security.capability", "system.posix_acl_access", "system.posix_acl_default":

@@ -102,7 +102,8 @@ func StartDockerd(t testing.TB, opts DockerdOptions) *Dockerd {
 	}
 	d.answers = d.pings
 	d.command = func(t testing.TB) *exec.Cmd {
-		// What a killed daemon leaves may name another process by now, and the next would not start.
+		// The pid file of a killed daemon may name another process by now, and the next daemon
+		// would not start.
 		_ = os.Remove(pidfile)
 		cmd := exec.Command(program(t, "dockerd", "docker.io"), "--config-file", d.Config)
 		cmd.Env = append(append(os.Environ(), "AGENTBOX_RUN="+d.StageRun), d.env...)

@@ -180,8 +180,9 @@ func SyncDir(path string) error {
 	return errors.Join(d.Sync(), d.Close())
 }
 
-// NoLinks is an error if one of the names in a directory, or with "" the directory itself, is
-// a symbolic link. What is not there is none. It holds for what only trusted users change.
+// NoLinks is an error if one of the names in a directory, or with "" the directory itself, is a
+// symbolic link. A missing name is not an error. It holds only where trusted users alone make
+// changes.
 func NoLinks(dir string, names ...string) error {
 	for _, name := range names {
 		path := filepath.Join(dir, name)

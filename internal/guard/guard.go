@@ -36,7 +36,7 @@ func (p *Panic) Error() string {
 
 var count atomic.Int64
 
-// Count tells how many panics there were in this process.
+// Count returns how many panics there were in this process.
 func Count() int64 { return count.Load() }
 
 // Caught makes an error of what recover has returned, which is not nil: it logs and counts
@@ -61,8 +61,8 @@ func Do(fn func() error) (err error) {
 	return fn()
 }
 
-// Go calls fn in a goroutine that a panic ends, and nothing else. What others wait for in
-// it is told by deferred calls.
+// Go calls fn in a goroutine that a panic ends, and nothing else. Deferred calls must signal what
+// others wait for.
 func Go(fn func()) {
 	go func() {
 		_ = Do(func() error { fn(); return nil }) // it is in the log

@@ -101,8 +101,8 @@ type file struct {
 	st unix.Stat_t
 }
 
-// look opens a file for reading; nil: it is not there. What is not a regular file,
-// or has other names too, is refused, without being opened.
+// look opens a file for reading; nil: it does not exist. A name that is not a regular file, or a
+// file with other names too, is refused without being opened.
 func (d *Dir) look(ctx context.Context, name string) (*file, error) {
 	fd, st, err := d.find(name)
 	if err != nil || fd < 0 {

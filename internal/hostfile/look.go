@@ -2,8 +2,8 @@ package hostfile
 
 import "context"
 
-// Has reports whether a file is as s says. What is not a regular file, or has other
-// names too, is refused.
+// Has reports whether a file is as s says. A name that is not a regular file, or a file with
+// other names too, is refused.
 func (d *Dir) Has(ctx context.Context, name string, s State) (bool, error) {
 	have, err := d.look(ctx, name)
 	if err != nil {

@@ -12,16 +12,16 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// What Put does with a file.
+// The actions of Put.
 const (
 	Same    = "same"
 	Written = "put"
 	Removed = "removed"
 )
 
-// Check tells what Put would do, and refuses what can be known to fail. It changes
-// nothing, and proves all that want has to give. A file of more than limit bytes is
-// refused, too, if it would be replaced: Take could not keep it.
+// Check returns what Put would do, and refuses what is certain to fail. It changes nothing, and
+// verifies all the data that want has. A file of more than limit bytes is refused, too, if it
+// would be replaced: Take could not keep it.
 func (d *Dir) Check(ctx context.Context, name string, want State, limit int64) (action string, grows int64, err error) {
 	have, err := d.look(ctx, name)
 	if err != nil {
@@ -73,12 +73,11 @@ func (d *Dir) writable(name string, have *file) error {
 	return nil
 }
 
-// Put makes a file what want says, durably. One that is neither that nor as was
-// says is ErrChanged; was nil: whatever it is. What is new is written under the name
-// temp first, or that and a number if something is in the way there; what a Put that
-// was killed has left under these names it removes. Before the file is replaced or
-// removed, last is called, if it is there. With an error, an empty action says that
-// the file was not touched.
+// Put makes a file what want says, durably. A file that is neither that nor as was says is
+// ErrChanged; with a nil was any file is replaced. New content is first written under the name
+// temp, or that and a number if the name is taken; Put removes what a killed Put has left under
+// these names. Before the file is replaced or removed, last is called, unless it is nil. With an
+// error, an empty action says that the file was not touched.
 func (d *Dir) Put(ctx context.Context, name, temp string, want State, was *State, last func() error) (action string, err error) {
 	if last == nil {
 		last = func() error { return nil }
@@ -209,8 +208,7 @@ func (d *Dir) create(temp string) (*os.File, error) {
 	}
 }
 
-// Clear removes what a Put that was killed has left. What is no regular file is
-// not Put's, and stays.
+// Clear removes what a killed Put has left. Anything but a regular file is not Put's, and stays.
 func (d *Dir) Clear(temp string) error {
 	var errs []error
 	for i := range temps {

@@ -47,7 +47,7 @@ func (m *Map) XattrInTree(name, value string) (string, error) {
 	return string(data), nil
 }
 
-// eachID replaces the ids in an access control list. What is none stays, and the
+// eachID replaces the ids in an access control list. A value that is no list stays, and the
 // kernel refuses it.
 func eachID(acl []byte, to func(int) (int, error)) (string, error) {
 	var errs []error

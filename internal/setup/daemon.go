@@ -245,7 +245,7 @@ func peer(host string) (pid int) {
 	return pid
 }
 
-// haveSystemd is what sd_booted(3) asks.
+// haveSystemd reports whether systemd runs, as sd_booted(3) does.
 func haveSystemd() bool {
 	st, err := os.Lstat("/run/systemd/system")
 	return err == nil && st.IsDir()

@@ -123,7 +123,7 @@ type draft struct {
 // draft writes data beside f, with f's mode, owner and attributes, for the
 // engine to validate and for commit to put in its place.
 func (f file) draft(data []byte) (_ *draft, err error) {
-	// The name tells an administrator whose it is.
+	// The name shows an administrator where the file comes from.
 	name := filepath.Join(filepath.Dir(f.path), ".agentbox-"+strings.ToLower(rand.Text()))
 	tmp, err := fsx.New(f.path, fsx.Options{Mode: f.mode, Temp: name})
 	if err != nil {

@@ -246,8 +246,8 @@ const (
 	keyPath           = "path"
 )
 
-// addRuntime registers a runtime in the text of a daemon.json. Of an entry of
-// that name only the path changes.
+// addRuntime registers a runtime in the text of a daemon.json. In an existing entry of that name
+// only the path changes.
 func addRuntime(doc []byte, name, path string, makeDefault bool) ([]byte, error) {
 	if len(bytes.TrimSpace(doc)) == 0 {
 		doc = []byte("{}\n")

@@ -119,13 +119,13 @@ func (s *systemdSetup) note(format string, args ...any) {
 	s.result.Notes = append(s.result.Notes, fmt.Sprintf(format, args...))
 }
 
-// runsSystemd tells what sd_booted(3) does.
+// runsSystemd reports whether systemd runs, as sd_booted(3) does.
 func runsSystemd() bool {
 	info, err := os.Lstat("/run/systemd/system")
 	return err == nil && info.IsDir()
 }
 
-// isOdd tells what the path of a program in a unit cannot have.
+// isOdd reports whether the path of a program in a unit cannot have the rune.
 func isOdd(r rune) bool {
 	return unicode.IsSpace(r) || unicode.IsControl(r) || strings.ContainsRune(`"'\%$;`, r)
 }

@@ -16,9 +16,9 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// What setup puts into a TOML document stands between two comments, so that
-// it can be told from what others wrote, and all else keeps its bytes. Every
-// edit is proven on the decoded documents: prove.
+// Setup's part of a TOML document stands between two comments, so that it can be told from what
+// others wrote, and all else keeps its bytes. Every edit is proven on the decoded documents:
+// prove.
 
 func beginMark(engine, name string) string {
 	return fmt.Sprintf("# agentbox setup %s, runtime %s: begin (`agentbox setup %s --remove` takes this out)", engine, name, engine)
@@ -91,7 +91,7 @@ func prove(before, after []byte, path ...string) error {
 	return nil
 }
 
-// same is reflect.DeepEqual, but a NaN equals itself.
+// same is reflect.DeepEqual, except that a NaN equals itself.
 func same(a, b any) bool {
 	switch a := a.(type) {
 	case map[string]any:

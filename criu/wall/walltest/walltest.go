@@ -458,7 +458,7 @@ func Forgeries(v Victims) []Forgery {
 			Forgery{Name: "a bind mount elsewhere", Image: "mountpoints", Forge: added(mnt.Fstype_UNSUPPORTED, "/", "/mnt", "x", "", func(m *mnt.MntEntry) { m.ExtKey = proto.String(v.Bound) })},
 		)
 	}
-	// What is not in the images is there to be seen afterwards alone.
+	// Forgeries of what images do not contain can be detected only after the restore.
 	return append(list, Forgery{Name: "a filter that allows more", Forge: func(dir string, _ Victims) error { return Weaken(dir) }}, Forgery{Name: "a mask is gone", Forge: mounts(func(l []*mnt.MntEntry) []*mnt.MntEntry {
 		for i, m := range l {
 			if m.GetMountpoint() == "/proc/keys" {

@@ -369,7 +369,7 @@ func Xattrs(hdr *tar.Header) (map[string]string, error) {
 	return all, nil
 }
 
-// plainACL says that a list repeats nothing but the mode bits.
+// plainACL reports whether a list repeats nothing but the mode bits.
 func plainACL(text string) bool {
 	for line := range strings.FieldsFuncSeq(text, func(r rune) bool { return r == ',' || r == '\n' }) {
 		if !strings.HasPrefix(line, "user::") && !strings.HasPrefix(line, "group::") && !strings.HasPrefix(line, "other::") {
@@ -416,14 +416,14 @@ func (x *extractor) copy(w io.Writer, r io.Reader) (int64, error) {
 	}
 }
 
-// truncated asks an archive reader whether the entry ended before its size.
+// truncated reports whether the entry of an archive reader ended before its size.
 func truncated(r io.Reader) bool {
 	var b [1]byte
 	_, err := r.Read(b[:])
 	return err != io.EOF
 }
 
-// room refuses before the disk is full: a host without space hurts everybody.
+// room refuses before the disk is full: a host without space harms every program on it.
 func (x *extractor) room(n int64) error {
 	if x.opts.MinFree == 0 || n <= x.space {
 		return nil

@@ -149,8 +149,8 @@ type Frame interface {
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// counter counts what is read, and hides all other methods of the reader. What
-// it reads goes to the frame, unless it is set aside.
+// counter counts what is read, and hides all other methods of the reader. The data goes to the
+// frame, unless it is set aside.
 type counter struct {
 	r     io.Reader
 	n     int64
@@ -161,7 +161,7 @@ type counter struct {
 	err   error  // the frame's, or that it is too much
 }
 
-// aside says whether what is read next is the content of a file.
+// aside says whether the following data is the content of a file.
 func (c *counter) aside(yes bool) { c.off, c.sum = yes, 0 }
 
 func (c *counter) Read(p []byte) (int, error) {

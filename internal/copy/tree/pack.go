@@ -32,9 +32,9 @@ type PackOptions struct {
 	// Frame is told what is needed to make the archive again.
 	Frame Frame
 
-	// Leave tells of a directory that begins another filesystem, named
-	// relative to the top entry, and of that filesystem's type (statfs),
-	// whether to leave out what is in it. nil: it is packed like any other.
+	// Leave reports whether to leave out the contents of a directory that begins another
+	// filesystem, named relative to the top entry, of the given type (statfs). nil: it is packed
+	// like any other.
 	Leave func(rel string, magic int64) bool
 }
 

@@ -13,7 +13,7 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// clear makes way for a new non-directory. What a frame refers to is kept.
+// clear makes way for a new non-directory. A file that a frame refers to is kept.
 func (x *extractor) clear(dir *os.File, base, path string) error {
 	if x.opts.Frame != nil {
 		if kept, err := x.opts.Frame.Replace(dir, base, path); kept || err != nil {
@@ -74,7 +74,7 @@ func (x *extractor) file(dir *os.File, base, path string, hdr *tar.Header, r io.
 		}
 	}()
 	w := &holeWriter{f: f, dense: hdr.Size < 2*hole}
-	// What a sparse file has in the archive is not what it holds.
+	// The archive's data of a sparse file is not the file's content.
 	framed := x.opts.Frame != nil && !sparse && hdr.Size > 0
 	x.in.aside(framed)
 	n, err := x.copy(w, r)

@@ -7,8 +7,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Pseudo tells of a filesystem's type, as statfs has it, whether the kernel
-// makes up what is in it.
+// Pseudo reports whether the kernel makes up the contents of a filesystem of this type (statfs).
 func Pseudo(magic int64) bool {
 	switch magic {
 	case unix.PROC_SUPER_MAGIC, unix.SYSFS_MAGIC, unix.CGROUP_SUPER_MAGIC, unix.CGROUP2_SUPER_MAGIC, unix.DEVPTS_SUPER_MAGIC,
@@ -19,7 +18,7 @@ func Pseudo(magic int64) bool {
 	return false
 }
 
-// Those that x/sys does not name.
+// Types that x/sys does not name.
 const (
 	mqueueMagic   = 0x19800202
 	configfsMagic = 0x62656570

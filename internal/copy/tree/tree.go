@@ -65,8 +65,8 @@ var zeros [hole]byte
 // xattr is one extended attribute.
 type xattr struct{ name, value string }
 
-// HostXattr says that an attribute belongs to the host's security modules and
-// not to the tree: it is neither copied nor part of a digest.
+// HostXattr reports whether an attribute belongs to the host's security modules and not to the
+// tree: it is neither copied nor part of a digest.
 func HostXattr(name string) bool {
 	switch name {
 	case "security.selinux", "security.ima", "security.evm", "security.apparmor", "security.SMACK64":

@@ -16,7 +16,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/registry"
 )
 
-// Fault may answer in place of the registry, and says whether it did.
+// Fault may answer in place of the registry, and reports whether it did.
 type Fault func(w http.ResponseWriter, r *http.Request) bool
 
 // Registry is a registry on this host.
