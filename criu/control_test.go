@@ -99,7 +99,7 @@ func TestDeleteForced(t *testing.T) {
 	}
 }
 
-// What is broken off says why: it was not the runtime's failure.
+// A cancelled call says why: it was not the runtime's failure.
 func TestBrokenOff(t *testing.T) {
 	slow := filepath.Join(t.TempDir(), "runc")
 	if err := os.WriteFile(slow, []byte("#!/bin/sh\nexec sleep 1000\n"), 0o755); err != nil {

@@ -83,7 +83,7 @@ func stopsUntil(pid int, until time.Time) bool {
 		case p == pid && !status.Stopped():
 			return false
 		case p == pid && int(status)>>16 != unix.PTRACE_EVENT_STOP && status.StopSignal() != unix.SIGTRAP|0x80:
-			if unix.PtraceCont(pid, int(status.StopSignal())) != nil { // a signal is to be had
+			if unix.PtraceCont(pid, int(status.StopSignal())) != nil { // a signal is to be delivered
 				return false
 			}
 		case p == pid:

@@ -235,7 +235,7 @@ func readImage(path string, magic uint32, maxEntries int, fn func([]byte) error)
 	}
 	magics := []uint32{magicCommon, magic}
 	if magic == magicInventory {
-		magics = magics[1:] // it tells of what version the others are
+		magics = magics[1:] // it says what version the others are
 	}
 	for _, want := range magics {
 		got, err := next()

@@ -45,7 +45,7 @@ func TestStrays(t *testing.T) {
 	if s, err := Strays(pid, members); err != nil || len(s) != 3 {
 		t.Fatalf("Strays of given pids = %v, %v", s, err)
 	}
-	// What a detached session leaves behind belongs to the init, and is dumped.
+	// A process that a detached session leaves behind belongs to the init, and is dumped.
 	if err := b.Cmd(nil, "exec", "--detach", rt.ID, "sh", "-c", "sleep 1005 & true").Run(); err != nil {
 		t.Fatal(err)
 	}

@@ -21,7 +21,7 @@ import (
 	"github.com/agentbox/agentbox/criu/criutest"
 )
 
-// What is restored, and has not run, is what the images say; a change of either is found.
+// A restored container that has not run matches the images; a change of either is found.
 func TestCompare(t *testing.T) {
 	ctx := context.Background()
 	talk := filepath.Join(t.TempDir(), "talk")

@@ -35,10 +35,10 @@ const (
 	glance = 5
 )
 
-// Settle sees to it that no thread of a frozen container is in an instant that cannot
-// be dumped: it thaws the container for some milliseconds and freezes it again, until
-// none is. It returns when the last freeze began; zero: nothing had to be waited for.
-// On error the container may be thawed, and a *DumpError says which thread it was.
+// Settle makes sure that no thread of a frozen container is in an instant that cannot be dumped:
+// it thaws the container for some milliseconds and freezes it again, until none is. It returns
+// when the last freeze began; zero: nothing had to be waited for. On error the container may be
+// thawed, and a *DumpError says which thread it was.
 func (r Runtime) Settle(ctx context.Context, initPid int) (frozen time.Time, err error) {
 	end := time.Now().Add(settleLimit)
 	for pause := time.Millisecond; ; pause = min(pause+time.Millisecond, 10*time.Millisecond) {

@@ -48,7 +48,7 @@ func TestWhichCallsAreMadeAgain(t *testing.T) {
 		"read":                                {wait{0, 3, p, 8, 0}, 0, 0, 0},
 		"accept":                              {wait{43, 3, 0, 0, 0}, 0, 0, 0},
 		"no call":                             {wait{^uint64(0), p, p, 0, 0}, 0, 0, 0},
-		// What the kernel has gone on with once has lost its number.
+		// A call that the kernel has resumed once has lost its number.
 		"restarted sleep":                 {wait{219, p, p, 0, 0}, 35, 514, 514},
 		"restarted sleep, lost":           {wait{219, p, 0, 0, 0}, 0, 0, 516},
 		"restarted by a clock":            {wait{219, 0, 0, p, p}, 230, 514, 514},
@@ -91,7 +91,7 @@ func TestParseWait(t *testing.T) {
 	}
 }
 
-// Of a real dump the sleeping are changed, and nothing else is.
+// In a real dump the sleeping threads are changed, and nothing else is.
 func TestContinueWaitsInImages(t *testing.T) {
 	ctx := context.Background()
 	b, rt := start(t, []string{"sh", "-c", "sleep 1000 & i=1; " + criutest.Store + "; while :; do sleep 1000; done"}, nil)

@@ -434,7 +434,7 @@ func TestManyAtOnce(t *testing.T) {
 	}
 }
 
-// failpoints says whether this build obeys them.
+// failpoints reports whether this build obeys them.
 func failpoints(t *testing.T) bool {
 	t.Setenv("AGENTBOX_FAILPOINT", "probe=error")
 	return failpoint.Hit("probe") != nil

@@ -245,7 +245,7 @@ func TestPrune(t *testing.T) {
 	leftovers(t, s, 3) // b's and busybox's
 }
 
-// Of many pulls of one layer, in this process and others, one unpacks it.
+// One of many pulls of the same layer, in this process and others, unpacks it.
 func TestPullAtOnce(t *testing.T) {
 	s := store(t)
 	p := push(t, blob(t, "gzip", archive(t, ent{tar.Header{Name: "etc/f"}, noise(1<<20, 1)})))
@@ -350,7 +350,7 @@ func TestPullNoSpace(t *testing.T) {
 	leftovers(t, s, 0)
 }
 
-// What is not what it should be is refused, and nothing is left.
+// A blob with the wrong contents is refused, and nothing is left.
 func TestPullRefused(t *testing.T) {
 	good := rootfs(t, "x")
 	other := blob(t, "gzip", rootfs(t, "other"))
@@ -444,7 +444,7 @@ func TestPullKilled(t *testing.T) {
 	}
 }
 
-// What goes out is what came in.
+// The image that goes out is the one that came in.
 func TestV1(t *testing.T) {
 	s := store(t)
 	layers := []source.Layer{blob(t, "gzip", rootfs(t, "1")), blob(t, "zstd", archive(t, ent{tar.Header{Name: "etc/.wh.f"}, ""}))}

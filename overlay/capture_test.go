@@ -193,7 +193,7 @@ func TestForeignReaders(t *testing.T) {
 		t.Errorf("after %d entries: %v", seen, err)
 	}
 
-	// What only we can read goes before GNU tar comes.
+	// Attributes that only we can read go before GNU tar comes.
 	must(t, unix.Lremovexattr(filepath.Join(src, "plain"), "trusted.with=equals"))
 	must(t, unix.Lremovexattr(filepath.Join(src, "plain"), "trusted.with%3Dpercent"))
 	must(t, os.Remove(filepath.Join(src, "socket")))

@@ -117,7 +117,7 @@ func TestVerifyCoarserHoles(t *testing.T) {
 	must(t, f.Truncate(1<<20))
 	must(t, f.Close())
 	_, tree := captureDir(t, dir)
-	// What 64 KiB blocks would have made of it.
+	// The extents as 64 KiB blocks would have made them.
 	must(t, keepTimes(p, func() error {
 		return errors.Join(appendTo(p, 0, string(make([]byte, 8192))), appendTo(p, 12288, string(make([]byte, 53248))))
 	}))

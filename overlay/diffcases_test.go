@@ -257,7 +257,7 @@ type closer struct {
 
 func (c closer) Close() error { return c.err }
 
-// What a sandbox leaves in its upperdir leads nowhere else.
+// Links that a sandbox leaves in its upperdir lead nowhere else.
 func TestDiffStaysInside(t *testing.T) {
 	dir := noDevices(t)
 	upper, outside := dir+"/upper", dir+"/outside"

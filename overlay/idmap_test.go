@@ -21,7 +21,8 @@ func TestMountMappedShared(t *testing.T) {
 	dir := filepath.Dir(m.Target)
 	must(t, unix.Mount(dir, dir, "", unix.MS_BIND, ""))
 	t.Cleanup(func() { must(t, Unmount(dir, UnmountOptions{Lazy: true})) })
-	// Of peers of its own, where / is shared, too: what is mounted here would appear on that.
+	// dir gets peers of its own even where / is shared: otherwise mounts made here would appear
+	// there.
 	must(t, unix.Mount("", dir, "", unix.MS_PRIVATE, ""))
 	must(t, unix.Mount("", dir, "", unix.MS_SHARED, ""))
 	must(t, os.Chmod(dir, 0o755))

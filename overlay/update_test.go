@@ -145,7 +145,8 @@ func onlyDifferences(t tb, u *Update, had, wanted map[string]string, before, aft
 	}
 }
 
-// sharesOnly: a hard link group may shrink or grow by what happens to others.
+// sharesOnly reports whether only the hard link groups differ, which shrink or grow by what
+// happens to others.
 func sharesOnly(a, b string) bool {
 	a, _, ga := strings.Cut(a, " group ")
 	b, _, gb := strings.Cut(b, " group ")

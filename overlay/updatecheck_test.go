@@ -184,7 +184,7 @@ func TestCheckKnown(t *testing.T) {
 			if _, err := MemoryBase(known, true); !errors.Is(err, fault.ErrCorrupt) {
 				t.Errorf("half-written: %v", err)
 			}
-			// What cannot be used is an error, and no plan.
+			// An unusable memory is an error, and no plan.
 			must(t, os.Truncate(known, int64(memoryHeader)))
 			if u, err := PlanUpdateKnown(ctx, dir, known, nil); err == nil || u != nil {
 				t.Errorf("a plan by a memory that is cut off: %v", err)

@@ -105,7 +105,7 @@ func TestCoversEgress(t *testing.T) {
 	}
 }
 
-// What a covered rule is about, one of those that cover it is about.
+// Whatever a covered rule matches, one of those that cover it matches.
 func TestCoversEgressIsSound(t *testing.T) {
 	rule := rapid.Custom(func(t *rapid.T) EgressRule {
 		to := rapid.SampledFrom([]string{"a.org", "*.a.org", "b.a.org", "*.b.a.org", "0.0.0.0/0", "8.0.0.0/6", "10.0.0.0/8", "10.0.0.0/9", "10.0.0.1", "10.0.0.1/32", "9.9.9.9"}).Draw(t, "to")

@@ -78,7 +78,7 @@ func TestAutomaticInherited(t *testing.T) {
 			t.Errorf("%s: recorded as %+v, %v", text, again.Rules.Keeping(), err)
 		}
 	}
-	// Those of a sandbox that an older version has made.
+	// The triggers of a sandbox that an older version has made.
 	older, err := ParseCanonical("default", []byte(`{"checkpoints":{"triggers":["exec","interval"]}}`))
 	if err != nil || older.Rules.Keeping() != (Keeping{}) {
 		t.Errorf("%+v, %v", older, err)

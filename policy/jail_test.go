@@ -296,8 +296,8 @@ func TestReal(t *testing.T) {
 	})
 }
 
-// A process inside swaps a directory for a symlink to the outside as fast as
-// it can. Whatever is opened or made must lie inside.
+// A process inside swaps a directory for a symlink to the outside as fast as it can. All files
+// that are opened or made must lie inside.
 func TestRace(t *testing.T) {
 	both(t, func(t *testing.T) {
 		j, root, outside := box(t)

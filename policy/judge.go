@@ -392,8 +392,8 @@ func (j *judging) security() {
 	}
 }
 
-// capabilities: what is asked for by name has to be allowed; of those that
-// everybody has unasked, what is not allowed is left out.
+// capabilities: those asked for by name have to be allowed; of the default ones, those that are
+// not allowed are left out.
 func (j *judging) capabilities() {
 	most := j.Rules.Capabilities
 	named, err := ExpandCapabilities(append(slices.Clone(j.ask.Capabilities), j.ask.CapAdd...))

@@ -95,7 +95,7 @@ func drawRequest(t *rapid.T) Request {
 	return r
 }
 
-// Whatever a policy grants, its base grants, as it is.
+// A request that a policy grants is granted by its base, as it is.
 func TestNarrowing(t *testing.T) {
 	granted := 0
 	rapid.Check(t, func(t *rapid.T) {

@@ -148,7 +148,7 @@ func TestBuiltin(t *testing.T) {
 		if p.Description == "" {
 			t.Errorf("%s has no description", name)
 		}
-		// What is shown of it is a policy that says the same.
+		// The printed form is a policy that says the same.
 		text, err := yaml.Marshal(p.Rules.Tree())
 		if err != nil {
 			t.Fatal(err)
@@ -480,7 +480,7 @@ func TestJudgeNamespace(t *testing.T) {
 	}
 }
 
-// What works without a policy works with the default one.
+// Requests that work without a policy work with the default one.
 func TestDefaultAllows(t *testing.T) {
 	p, err := Finder{}.Find(Default)
 	if err != nil {

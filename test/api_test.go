@@ -287,7 +287,7 @@ func awaitStop(t *testing.T, pid int) {
 	}
 }
 
-// What the service answers is what its own document says.
+// The service's answers are as its own document says.
 func TestServiceContract(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)

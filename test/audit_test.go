@@ -95,7 +95,7 @@ func TestAuditOfItself(t *testing.T) {
 	b.ok("rm", "-f", "f")
 	b.alone("command", "--verb", "rm", "--sandbox", "f")
 
-	// What a restart from the head undoes is marked.
+	// Actions that a restart from the head undoes are marked.
 	b.start("h", "--restart", "always", "--restart-from", "head", "--network", "none", "busybox", "sh", "-c", counter)
 	b.reaches("h", 3)
 	ck = b.checkpoint("h")
@@ -111,7 +111,7 @@ func TestAuditOfItself(t *testing.T) {
 		t.Errorf("for people: %s", text)
 	}
 
-	// What goes with a connection to the service is its caller's.
+	// A removal at the end of a connection to the service is its caller's.
 	_, socket := b.serve()
 	svc := api.Dial(socket)
 	defer svc.Close()

@@ -145,7 +145,7 @@ func TestFilesOnly(t *testing.T) {
 		}
 	}
 
-	// Of a stopped one, onto a stopped one: it stays stopped.
+	// From a stopped one, onto a stopped one: it stays stopped.
 	b.ok("stop", "-t", "0", "f")
 	stopped := b.checkpoint("f")
 	equal(b, "kind of a stopped one's", decode[[]checkpoint](b, b.ok("checkpoint", "inspect", stopped))[0].Kind, "files")

@@ -178,7 +178,7 @@ func TestExecSessions(t *testing.T) {
 	if r.code != 0 || !strings.Contains(r.err, "came in through an exec") || !strings.Contains(r.err, "sleep 999") {
 		t.Errorf("want a warning that names the session: %s", r)
 	}
-	// What exec left in the background is no session: it is in the dump.
+	// A process that exec left in the background is no session: it is in the dump.
 	b.sh("c", "(while :; do echo x >> /background; sleep 0.05; done) > /dev/null 2>&1 < /dev/null &")
 	b.eventually("the background process runs", func() bool { return b.file("c", "background") != "" })
 	b.sh("c", "kill $(ps | awk '/sleep 99[9]/ { print $1 }')")

@@ -21,9 +21,8 @@ import (
 	"github.com/agentbox/agentbox/internal/thorough"
 )
 
-// The escape suite: what is published on leaving a container is tried inside, as
-// root, by testdata/escape. What races with the file tools of `agentbox mcp` is
-// in TestMCPRace.
+// The escape suite: testdata/escape tries, as root, the published escapes from a container. Races
+// with the file tools of `agentbox mcp` are in TestMCPRace.
 
 // escapes is a root for it, with a file and a process of the host to reach for.
 type escapes struct {
@@ -33,7 +32,7 @@ type escapes struct {
 	witness int
 }
 
-// Of the host, and never to be seen inside.
+// Data of the host, never to be seen inside.
 const ofTheHost = "of the host"
 
 func newEscapes(b *box) escapes {
@@ -172,8 +171,8 @@ var refusals = map[string]string{
 	"open a device node of memory":            "EPERM EACCES ENOENT",
 }
 
-// What these need the sandbox may have; it reaches no further than its network
-// namespace, and a node that cannot be opened.
+// The sandbox may have what these need; it reaches no further than its network namespace, and a
+// node that cannot be opened.
 var granted = map[string]int{"mknod of the host's disk": unix.CAP_MKNOD, "raw socket": unix.CAP_NET_RAW, "packet socket": unix.CAP_NET_RAW}
 
 func TestEscape(t *testing.T) {
@@ -342,7 +341,7 @@ func (b *box) pids(name string) int {
 	return 0
 }
 
-// What takes all there is takes it from its sandbox only.
+// A program that takes all there is takes it from its sandbox only.
 func TestEscapeBombs(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)

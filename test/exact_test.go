@@ -106,8 +106,8 @@ rm -rf /usr/share/agentbox; mkdir -p /usr/share/agentbox/gone/x; echo back > /et
 		b.sameTree(fmt.Sprint("the upperdir after restore ", i), b.tree(upper), want)
 		b.ok("checkpoint", "verify", ref)
 	}
-	// What the sandbox sees is right, too: hard links of one file, holes, and
-	// what the image has beneath.
+	// The sandbox's view is right, too: hard links of one file, holes, and what the image has
+	// beneath.
 	out := b.sh("h", `cd /h; test plain -ef hard0 && test plain -ef other/hard && echo linked
 stat -c %b sparse allhole | awk '{ if ($1 > 4096) print "filled", $1 }'
 test ! -e /etc/hostname.image && test -p /usr/share/agentbox/gone && ls /usr/share/agentbox/opaque`)
@@ -117,8 +117,8 @@ test ! -e /etc/hostname.image && test -p /usr/share/agentbox/gone && ls /usr/sha
 	}
 }
 
-// A dump and a capture of files run side by side. What the one does to the
-// sandbox's files for a moment must not get into the other's archive.
+// A dump and a capture of files run side by side. Temporary changes that the dump makes to the
+// sandbox's files must not get into the archive.
 func TestDumpLeavesNoTrace(t *testing.T) {
 	b := newBox(t)
 	b.start("c", "--network", "none", "busybox", "sh", "-c",

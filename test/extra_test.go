@@ -56,7 +56,7 @@ func TestConcurrent(t *testing.T) {
 		})
 	}
 	all.Wait()
-	// Of several that want one name, one gets it.
+	// One of several that want one name gets it.
 	var mu sync.Mutex
 	codes := map[int]int{}
 	for range 4 {

@@ -16,9 +16,9 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// TestForgedArchive imports archives whose images of processes are forged, and restores
-// them in each way that a user may: as they are imported by default, with --trust, and
-// the files alone. What is forged is refused, or harmless, and the host is as it was.
+// TestForgedArchive imports archives whose images of processes are forged, and restores them in
+// each way that a user may: as they are imported by default, with --trust, and the files alone.
+// Forgeries are refused, or harmless, and the host is as it was.
 func TestForgedArchive(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()

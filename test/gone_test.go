@@ -61,9 +61,9 @@ while True:
     time.sleep(0.01)
 `
 
-// What processes hold is theirs, whatever has become of its name: an upgrade below a running
-// program, a directory that is made anew, one of several hard links. None of it shows in the
-// sandbox, which is as it was after a checkpoint and after a restore.
+// Files that processes hold are theirs, whatever has become of their names: an upgrade below a
+// running program, a directory that is made anew, one of several hard links. None of it shows in
+// the sandbox, which is as it was after a checkpoint and after a restore.
 func TestDeletedFiles(t *testing.T) {
 	b := debianBox(t)
 	name := b.start("gone", "--network", "none", "debian", "python3", "-c", goneApp)

@@ -202,7 +202,7 @@ func TestGroupRun(t *testing.T) {
 	b.ok("lease", "create", "--name", "g", "--for", "1h")
 	b.fails(3, "group", "rm", "g")
 	b.ok("lease", "release", "g") // which that has left alone
-	// What is taken for the group goes with it, what was there stays.
+	// Checkpoints taken for the group go with it, those that were there stay.
 	if r := b.try(nil, "group", "run", "-n", "2", "--from", "c", "--", "true"); r.code != 0 || !strings.Contains(r.out, "2 passed, 0 failed") {
 		t.Error(r)
 	}

@@ -249,8 +249,8 @@ func TestCRIUKilledWithNetworkLock(t *testing.T) {
 	talks("after a checkpoint")
 }
 
-// holdAtLock traces a CRIU until it has the network of a process in its hold, and keeps it
-// there. It reports whether it does; ended tells of CRIU's end then.
+// holdAtLock traces a CRIU until it has locked the network of a process, and keeps it there. It
+// reports whether it does; ended then receives CRIU's end.
 func holdAtLock(criu, pid int, ended chan<- error) bool {
 	held := make(chan bool)
 	go func() {

@@ -40,8 +40,8 @@ while True:
     time.sleep(0.01)
 `
 
-// What the kernel writes into mapped files when their processes die is in no file after a
-// restore: not of the sandbox, however it was stopped, nor of one that is put back.
+// Writes of the kernel into mapped files when their processes die are in no file after a restore:
+// not of the sandbox, however it was stopped, nor of one that is put back.
 func TestRobustMutex(t *testing.T) {
 	for _, path := range []string{"/srv/lock", "/dev/shm/lock"} {
 		t.Run(path, func(t *testing.T) { robustMutex(t, path) })

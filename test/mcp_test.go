@@ -331,7 +331,7 @@ func TestMCPJail(t *testing.T) {
 	a.does(`^/work/src/a\n/work/src/none\n$`, "glob", args{"pattern": "/alias/src/*"})
 	a.does(`^/work/src/a\n/work/src/none\n$`, "glob", args{"path": "new/deep", "pattern": "../../src/*"})
 
-	// What is not there, or no file.
+	// Missing names, and names that are no file.
 	a.refuses(`not found|no such file(?s:.*)its working directory is /work`, "read_file", args{"path": "nowhere"})
 	for _, path := range []string{"fifo", "null"} {
 		a.refuses(`denied: it is neither a file`, "read_file", args{"path": path})
@@ -474,7 +474,7 @@ func TestMCPRace(t *testing.T) {
 	}
 }
 
-// What a session made ends with it, however it ends.
+// The sandboxes of a session end with it, however it ends.
 func TestMCPSession(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)
@@ -539,7 +539,7 @@ func TestMCPSession(t *testing.T) {
 		t.Errorf("after a session that was killed there are: %s", names)
 	}
 
-	// What still runs ends with the session.
+	// Running work ends with the session.
 	a.cancels("kept")
 	a.does("runs", "run_command", args{"command": "sleep 888", "background": true})
 	b.sh("kept", "until ps | grep -q 'sleep 88[8]'; do :; done")

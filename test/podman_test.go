@@ -70,8 +70,8 @@ exec cat > /dev/null`
 		p.close()
 		_ = holder.Process.Kill()
 		_ = holder.Wait()
-		// What Podman left to end by itself is killed with its namespace, and may
-		// write until then.
+		// Processes that Podman left to end by themselves are killed with their namespace, and
+		// may write until then.
 		err := os.RemoveAll(dir)
 		for end := time.Now().Add(10 * time.Second); err != nil && time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
 			err = os.RemoveAll(dir)
@@ -253,7 +253,7 @@ func TestPodman(t *testing.T) {
 		"precious\nls: /work2: No such file or directory\n0\n1\nMARK=1" {
 		t.Errorf("in the restored container: %s", got)
 	}
-	// What it prints steps back once, to where it was at the checkpoint.
+	// Its output steps back once, to where it was at the checkpoint.
 	back := func() (steps []int) {
 		numbers := p.printed("c")
 		for i := max(before, 1); i < len(numbers); i++ {
@@ -378,8 +378,8 @@ func TestPodmanConnection(t *testing.T) {
 	}
 }
 
-// What processes have open in a volume is proven before anything ends; a volume that was taken
-// along comes back with its container, if no other container is in it.
+// The files that processes have open in a volume are verified before anything ends; a volume that
+// was taken along comes back with its container, if no other container is in it.
 func TestPodmanVolumes(t *testing.T) {
 	t.Parallel()
 	p := newPodman(t)
@@ -454,7 +454,7 @@ func TestPodmanPaused(t *testing.T) {
 	p.reaches("c", at+5)
 }
 
-// What cannot be is said, with what to do about it, and nothing is touched.
+// An impossible request is refused, with what to do about it, and nothing is touched.
 func TestPodmanRefusals(t *testing.T) {
 	t.Parallel()
 	p := newPodman(t)

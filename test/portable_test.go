@@ -69,7 +69,7 @@ func readFile(t *testing.T, path string) string {
 	return string(data)
 }
 
-// What agentbox exported, Podman goes on with: both have the image by the digest of
+// Podman goes on with a checkpoint that agentbox exported: both have the image by the digest of
 // its configuration.
 func TestExportToPodman(t *testing.T) {
 	p := newPodman(t)
@@ -100,7 +100,7 @@ func TestExportToPodman(t *testing.T) {
 	}
 }
 
-// What Podman exported, agentbox goes on with, confined as what it starts itself is.
+// agentbox goes on with a checkpoint that Podman exported, confined as what it starts itself.
 func TestImportFromPodman(t *testing.T) {
 	p := newPodman(t)
 	p.ok("agentbox", "image", "import", "bb", p.path("image.tar"))

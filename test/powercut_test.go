@@ -56,7 +56,7 @@ func (d *disk) unmount() {
 	if exec.Command("mountpoint", "-q", d.at).Run() != nil {
 		return
 	}
-	// What has just ended may hold on to it for a moment.
+	// A process that has just ended may hold on to it for a moment.
 	for end := time.Now().Add(20 * time.Second); exec.Command("umount", d.at).Run() != nil; time.Sleep(20 * time.Millisecond) {
 		if time.Now().After(end) {
 			d.Fatalf("%s stays in use:\n%s", d.at, d.do("sh", "-c", "grep -l "+d.at+" /proc/[0-9]*/mountinfo; cat /proc/self/mounts; losetup -a"))
@@ -163,7 +163,7 @@ func TestPowerCut(t *testing.T) {
 	b.ok("restore", "s", older)
 	equal(b, "restored to the older one", has(), "C")
 
-	// What only a look at the data itself finds.
+	// Damage that only a look at the data itself finds.
 	b.ok("restore", "s", newer)
 	b.ok("stop", "-t", "0", "s")
 	d.alter("D", "X")

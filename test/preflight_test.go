@@ -59,7 +59,7 @@ func (b *box) restored(name, ck string) {
 	}
 }
 
-// What processes have open in a bind mount is in no checkpoint.
+// Files that processes have open in a bind mount are in no checkpoint.
 func TestRestoreBindChanged(t *testing.T) {
 	t.Parallel()
 	b := newBox(t)

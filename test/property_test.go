@@ -167,7 +167,7 @@ func (h *history) look() (s state) {
 	return s
 }
 
-// differs tells how two states differ; "" if they do not.
+// differs returns how two states differ; "" if they do not.
 func (s state) differs(from state) string {
 	for _, m := range [][2]map[string]string{{s.upper, from.upper}, {s.seen, from.seen}} {
 		for _, path := range slices.Sorted(maps.Keys(m[1])) {

@@ -29,9 +29,8 @@ func (b *box) nothingFound(when string) {
 	}
 }
 
-// Of what a command is about to make, or to take away, nothing is touched by a
-// comparison, however far that command has come, and it ends as if there had
-// been none.
+// A comparison touches nothing that a command is about to make, or to take away, however far that
+// command has come, and the command ends as if there had been none.
 func TestReconcileLeavesWorkAlone(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)

@@ -156,7 +156,7 @@ func TestReconcileAfterReboot(t *testing.T) {
 	}
 }
 
-// What looks like a sandbox of this root and has no record is freed; what belongs
+// A leftover that looks like a sandbox of this root and has no record is freed; one that belongs
 // to another root is not.
 func TestReconcileStrays(t *testing.T) {
 	t.Parallel()
@@ -339,7 +339,7 @@ func TestServiceUpkeep(t *testing.T) {
 		return pids
 	}
 	b.eventually("its checkpoints are taken", func() bool { return len(b.checkpoints("s")) >= 2 })
-	// What did not change costs nothing: one checkpoint has what they all need.
+	// Unchanged data costs nothing: one checkpoint has what they all need.
 	packs := func() (n int64) {
 		files, _ := filepath.Glob(filepath.Join(b.root, "packs", "*", "*"))
 		for _, f := range files {

@@ -46,7 +46,7 @@ func TestRestoreTriedOnce(t *testing.T) {
 	ck := b.checkpoint("s")
 	r := b.try(failpoint("restore.after-apply", "kill"), "restore", "s", ck)
 	equal(b, "restore was killed", r.killed, true)
-	// Whatever recovery stages cannot be started.
+	// A restore that recovery stages cannot be started.
 	r = b.try(failpoint("restore.after-stage", "error"), "ps")
 	if !strings.Contains(r.err, "could not finish the restore") {
 		t.Errorf("the recovery does not tell of its failure: %s", r)

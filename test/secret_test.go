@@ -75,7 +75,7 @@ func nowhereAtRest(b *box) {
 	if err != nil || pieces == 0 {
 		b.Fatalf("searched %d pieces: %v", pieces, err)
 	}
-	// What a start leaves beside the secrets themselves.
+	// The files that a start leaves beside the secrets themselves.
 	err = filepath.WalkDir(filepath.Join(b.root, "run"), func(path string, d fs.DirEntry, err error) error {
 		if err != nil || d.Name() == "secrets" && d.IsDir() {
 			return fs.SkipDir

@@ -27,9 +27,9 @@ import (
 	"github.com/agentbox/agentbox/runtime/api"
 )
 
-// What the soak is to do; a shorter time than it takes ends it early, and the
-// table says how far it came. SOAK_ALIVE, SOAK_CLIENTS and SOAK_CYCLES change it,
-// for a trial on a machine that has other work.
+// The parameters of the soak; a shorter time than it takes ends it early, and the table says how
+// far it came. SOAK_ALIVE, SOAK_CLIENTS and SOAK_CYCLES change it, for a trial on a machine that
+// has other work.
 var (
 	soakAlive   = soakNumber("SOAK_ALIVE", 200)
 	soakClients = soakNumber("SOAK_CLIENTS", 32)
@@ -52,8 +52,8 @@ func init() {
 	}
 }
 
-// soakClient runs cycles, and tells of each, until it is killed or its caller has
-// gone. What it has made then goes with its lease, which is its process's.
+// soakClient runs cycles, and reports each, until it is killed or its caller has gone. Its
+// sandboxes then go with its lease, which is its process's.
 func soakClient(socket, name string) {
 	c := api.Dial(socket)
 	lease, err := c.CreateLease(context.Background(), runtime.LeaseRequest{Name: "soak-" + name, LeaseTerms: runtime.LeaseTerms{Owner: runtime.OwnerPid}})
@@ -146,7 +146,7 @@ func TestSoak(t *testing.T) {
 	all.Wait()
 	lasted := time.Since(began)
 
-	// What killed clients have left goes with their leases.
+	// Leftovers of killed clients go with their leases.
 	left := 0
 	ours := func(sb runtime.Sandbox) bool { return strings.HasPrefix(sb.Name, "soak-") }
 	list, err := s.client.Sandboxes(t.Context())
@@ -345,9 +345,9 @@ func (s *soak) reconcileCost() time.Duration {
 	return cost("recover") - cost("version")
 }
 
-// held is all that the host has of the root: mounts, cgroups, namespaces,
-// processes, records, files. What the store has of pieces and its own bookkeeping
-// is left to prune, and the audit log to its owner.
+// held is all that the host has of the root: mounts, cgroups, namespaces, processes, records,
+// files. The store's chunks and its own bookkeeping are left to prune, and the audit log to its
+// owner.
 func (s *soak) held() map[string]bool {
 	set := map[string]bool{}
 	for _, list := range [][]string{mountsUnder(s.root), s.netLeft()} {

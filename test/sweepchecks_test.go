@@ -7,14 +7,14 @@ import (
 	"strings"
 )
 
-// What a sweep finds after a verb that was broken.
+// The checks of a sweep after a verb that was broken.
 
 // checkSame: "s" has its files, and runs or not.
 func (s *sweep) checkSame(r result) {
 	s.Helper()
 	equal(s.box, "marker", s.file("s", "marker"), s.token)
 	n := s.count("s")
-	// What got a SIGKILL just now takes a moment to die.
+	// A process that got a SIGKILL just now takes a moment to die.
 	tries := 0
 	s.eventually("s runs, or has exited", func() bool {
 		tries++

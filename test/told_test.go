@@ -6,8 +6,8 @@ import (
 	"testing"
 )
 
-// What CRIU or the OCI runtime cannot do is told once, in words: what failed, what to
-// do, and where the log is, which is there.
+// A failure of CRIU or the OCI runtime is reported once, in words: what failed, what to do, and
+// where the log is, which is there.
 func TestFailuresAreToldOnce(t *testing.T) {
 	t.Parallel()
 	b := newBox(t)

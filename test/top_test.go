@@ -13,9 +13,8 @@ type usageLine struct {
 	CPUPercent *float64 `json:"cpu_percent"`
 }
 
-// What sandboxes use is about what they were made to use, and their limits are
-// exactly what they were given, with and without the service; a user at a terminal
-// sees one table, and ends it.
+// Sandboxes use about what they were made to use, and their limits are exactly what they were
+// given, with and without the service; a user at a terminal sees one table, and ends it.
 func TestTop(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)

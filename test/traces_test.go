@@ -156,7 +156,8 @@ func TestTraces(t *testing.T) {
 	}
 }
 
-// What agentbox does by itself, in processes that no caller waits for, begins traces of its own.
+// Actions that agentbox takes by itself, in processes that no caller waits for, begin traces of
+// their own.
 func TestTracesOfDeeds(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)

@@ -95,7 +95,8 @@ func TestUnaccepted(t *testing.T) {
 		is("paused, and killed at "+point, "s")
 	}
 
-	// What cannot be put back now is said, and put back before the next checkpoint.
+	// Connections that cannot be put back now are reported, and put back before the next
+	// checkpoint.
 	b.ok("restore", "s", one)
 	if r := b.try(failpoint("unaccepted.filled", "error"), "checkpoint", "s"); r.code != 0 || !strings.Contains(r.err, "are not put back") {
 		t.Errorf("a checkpoint that puts nothing back: %s", r)

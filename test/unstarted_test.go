@@ -6,9 +6,8 @@ import (
 	"testing"
 )
 
-// A run is a creation and a start. What its caller has created goes when the caller
-// ends before the start: by the next command, or by the service. What was created
-// for its own sake, or was started, stays.
+// A run is a creation and a start. The sandbox goes when its caller ends between the two: by the
+// next command, or by the service. One that was created for its own sake, or was started, stays.
 func TestUnstartedGoesWithItsCaller(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)

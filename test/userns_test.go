@@ -232,7 +232,7 @@ func TestUserNamespaceDefault(t *testing.T) {
 		}
 	}
 
-	// What has the host's ids keeps them, and so do its forks.
+	// A sandbox with the host's ids keeps them, and so do its forks.
 	ck := b.checkpoint("plain")
 	b.ok("restore", "plain", ck)
 	b.ok("fork", "plain@"+ck, "--name", "forked")

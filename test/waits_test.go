@@ -74,7 +74,7 @@ func TestWaits(t *testing.T) {
 	b.ok("recover")
 	for _, name := range []string{"waits", "killed"} {
 		says(name, "all have returned", 1)
-		// Of the first thread of a process CRIU leaves nothing to go on by.
+		// CRIU leaves nothing to go on by for the first thread of a process.
 		returned(name, map[string]string{"poll first": "EINTR"})
 	}
 

@@ -12,7 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Whatever is in a bundle that the wrapper has no business with keeps its bytes.
+// All of a bundle that is not the wrapper's business keeps its bytes.
 func TestEditKeeps(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "config.json")

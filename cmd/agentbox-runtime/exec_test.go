@@ -33,8 +33,8 @@ func restored(t *testing.T) *box {
 	return b
 }
 
-// What is executed in a restored container is in its time namespace, and ends as its
-// command does; the state is the runtime's own again, and no mount is left.
+// A program executed in a restored container is in its time namespace, and ends as its command
+// does; the state is the runtime's own again, and no mount is left.
 func TestExec(t *testing.T) {
 	b := restored(t)
 	clocks := func(pid string) string {
@@ -65,7 +65,7 @@ func TestExec(t *testing.T) {
 			t.Errorf("exec %q: %q, %v", flags, out, err)
 		}
 	}
-	// What is killed while it executes leaves nothing, either.
+	// An exec that is killed leaves nothing, either.
 	cmd := b.Cmd(nil, "exec", b.ID, "sh", "-c", "echo up; sleep 1000")
 	r, w, err := os.Pipe()
 	if err != nil {

@@ -72,7 +72,7 @@ func call1(t testing.TB, env []string, name string, args ...string) result {
 	return result{cmd.ProcessState.ExitCode(), out.String(), stderr.String()}
 }
 
-// Whatever the wrapper does not handle must be as if runc had been called.
+// A call that the wrapper does not handle must be as if runc had been called.
 func TestPassThrough(t *testing.T) {
 	criutest.Root(t)
 	w, run := wrapperPath(t), t.TempDir()
@@ -421,7 +421,7 @@ func TestFailedRestore(t *testing.T) {
 		if _, err := os.Stat(pidFile); err == nil {
 			t.Error("the pid file is left")
 		}
-		// What an engine does next; a second try must not start afresh.
+		// The engine does this next; a second try must not start afresh.
 		_, _ = b.Do("delete", "--force", b.ID)
 		if _, err := stage.At(b.run, b.ID).Load(); err != nil {
 			t.Fatalf("not staged any more: %v", err)

@@ -203,7 +203,7 @@ func (w wrapper) bounded(c call, r stage.Restore, log string, args []string) err
 	}
 	deadline := time.NewTimer(timeout)
 	defer deadline.Stop()
-	look := time.NewTicker(lookAgain) // nothing tells of a file's growth
+	look := time.NewTicker(lookAgain) // a file's growth raises no event
 	defer look.Stop()
 	s := sight{runtime: cmd.Process.Pid, id: c.id, log: log}
 	for {

@@ -92,7 +92,7 @@ func TestStart(t *testing.T) {
 	if _, err := stage.At(b.run, b.ID).LoadStart(); err == nil {
 		t.Error("still staged after it was used")
 	}
-	// What the engine does after each restore.
+	// The engine does this after each restore.
 	if err := stage.At(b.run, b.ID).Clear(); err != nil {
 		t.Fatal(err)
 	}
@@ -407,8 +407,8 @@ func BenchmarkCalls(b *testing.B) {
 	}
 }
 
-// What the benchmark measures, as a promise: 10 ms, or on a slower machine no more than
-// runc itself takes.
+// The benchmark's figure, as a promise: 10 ms, or on a slower machine no more than runc itself
+// takes.
 func TestOverhead(t *testing.T) {
 	criutest.Root(t)
 	runc, err := host.Find("runc", nil)
@@ -457,8 +457,8 @@ func TestRestoreOfLinkedSource(t *testing.T) {
 	b.Until("it counts on", func() bool { return b.Count() > at })
 }
 
-// What is staged for a container beneath one root of the runtime is not for
-// one of the same name beneath another.
+// A restore staged for a container beneath one root of the runtime is not for one of the same
+// name beneath another.
 func TestRootsApart(t *testing.T) {
 	b := newBox(t, criutest.Counter, nil)
 	b.Start(nil)

@@ -193,7 +193,7 @@ func TestAutoLock(t *testing.T) {
 	if third, err := os.Stat(filepath.Join(run, "auto", "id")); err != nil {
 		t.Error(third, err)
 	}
-	// What it logs can be read beside the lock, and is bounded.
+	// Its log can be read beside the lock, and is bounded.
 	for range maxLog/10 + 1 {
 		if _, err := second.Write([]byte("0123456789")); err != nil {
 			t.Fatal(err)

@@ -11,7 +11,7 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// What the fake answers to the verbs of history, and what it was asked.
+// fakeHistory holds the fake's answers to the verbs of history, and what it was asked.
 type fakeHistory struct {
 	effects    []runtime.Effect
 	effectReq  runtime.EffectRequest
@@ -30,7 +30,7 @@ type fakeHistory struct {
 	regOpts    runtime.RegistryOptions
 }
 
-// slowly tells how far a verb is, and goes on. With the name slow it is stuck there.
+// slowly reports how far a verb is, and goes on. With the name slow it is stuck there.
 func slowly(ctx context.Context, progress *runtime.Steps, name string) error {
 	fn := *progress
 	*progress = nil // like a struct of values only, to compare

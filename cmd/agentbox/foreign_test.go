@@ -10,7 +10,7 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// What a checkpoint from elsewhere asks for is shown, and given after a yes.
+// The requests of a checkpoint from elsewhere are shown, and granted after a yes.
 func TestTrustSpecAsks(t *testing.T) {
 	c := runtime.Checkpoint{ID: strings.Repeat("3f2a", 8), Foreign: true, Command: []string{"sh", "-c", "\x1b[2J\nevil"}, Asks: []string{"bind / at /host\r, read-write"}}
 	for answer, yes := range map[string]bool{"y\n": true, "n\n": false, "\n": false} {

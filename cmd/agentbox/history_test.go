@@ -67,7 +67,7 @@ still shared with the origin:
 	if d := cmp.Diff([]string{"checkpoint", "reseeded", "sandbox", "shared", "took_ns"}, keys); d != "" || fork["took_ns"] != 42e6 {
 		t.Error(d, fork)
 	}
-	// What there is in spite of an error must be known.
+	// Forks that exist in spite of an error must be reported.
 	f.fail["Fork"] = runtime.ErrBusy
 	if r := try(t, f, "", "fork", "-q", "run"); r.code != exitBusy || !strings.HasPrefix(r.stdout, "f0f0") {
 		t.Error(r)

@@ -64,7 +64,7 @@ func TestMemberLines(t *testing.T) {
 	}
 }
 
-// What a score prints is bounded.
+// The output of a score is bounded.
 func TestBoundedScore(t *testing.T) {
 	var b boundedBuffer
 	for range 3 {

@@ -31,7 +31,7 @@ func TestProgressLine(t *testing.T) {
 	}
 }
 
-// What takes long shows what it is at, on a terminal only, and leaves no trace of it.
+// A long verb shows its progress, on a terminal only, and leaves no trace of it.
 func TestSteps(t *testing.T) {
 	for _, c := range []struct{ args, line string }{
 		{"checkpoint --name slow run", "\rcheckpoint: saving the processes\x1b[K"},

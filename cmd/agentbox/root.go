@@ -46,8 +46,8 @@ func (g *globals) addFlags(fl *pflag.FlagSet) {
 	fl.StringVar(&g.Backend, "backend", "", "what runs new sandboxes' containers: oci, docker, containerd (environment AGENTBOX_BACKEND; default oci)")
 }
 
-// resolve fills what the flags left empty from the environment, late, so that
-// the help shows the same text to everybody.
+// resolve fills what the flags left empty from the environment, late, so that the help shows the
+// same text to all users.
 func (g globals) resolve() (globals, error) {
 	g.rootFlag = g.Root != ""
 	if g.Root == "" {

@@ -131,8 +131,7 @@ func removeUnstarted(ctx context.Context, sb runtime.Sandbox, svc runtime.Servic
 	return removed(svc.Remove(ctx, sb.ID, runtime.RemoveOptions{Force: true}))
 }
 
-// removeExited sees to it that an exited --rm sandbox is gone when run ends.
-// The monitor's own clean-up may be at it already: then it is waited for.
+// removeExited makes sure that an exited --rm sandbox is gone when run ends.
 func removeExited(ctx context.Context, id string, svc runtime.Service) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), removeTimeout)
 	defer cancel()

@@ -85,7 +85,7 @@ func TestEngine(t *testing.T) {
 		},
 	}
 	testscript.Run(t, engine)
-	// What is said and done through a service is the same.
+	// Through a service the output and the effects are the same.
 	t.Run("service", func(t *testing.T) {
 		through, setup := engine, engine.Setup
 		through.Dir = ""

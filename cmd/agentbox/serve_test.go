@@ -188,3 +188,17 @@ func TestMember(t *testing.T) {
 		}
 	}
 }
+
+// serve refuses the backends that have no images, and so make no sandboxes.
+func TestAdopting(t *testing.T) {
+	for name, open := range backends {
+		root := t.TempDir()
+		h, err := open(place{root: root, run: filepath.Join(root, "run"), self: os.Args[0]})
+		if err != nil && adopting[name] {
+			t.Errorf("%s: %v", name, err)
+		}
+		if err == nil && (h.Images == nil) != adopting[name] {
+			t.Errorf("%s has images: %t; adopting: %t", name, h.Images != nil, adopting[name])
+		}
+	}
+}

@@ -167,11 +167,11 @@ func TestExitCodes(t *testing.T) {
 		f.fail["Exec"] = err
 		try(t, f, "", "exec", "run", "true").want(t, exitAgentbox, "", err.Error())
 	}
-	// Of joined errors the first decides.
+	// The first of joined errors decides.
 	f := boxes()
 	f.fail["Pause"] = errors.Join(errors.New("x"), fmt.Errorf("y: %w", runtime.ErrCorrupt), runtime.ErrInvalid)
 	try(t, f, "", "pause", "run").want(t, exitCorrupt, "", "x\n")
-	// What a sandbox made up must not reach the terminal as it is.
+	// Text from a sandbox must not reach the terminal as it is.
 	f.fail["Pause"] = errors.New("file \x1b]0;owned\a")
 	if r := try(t, f, "", "pause", "run"); strings.ContainsAny(r.stderr, "\x1b\a") {
 		t.Errorf("%q", r.stderr)

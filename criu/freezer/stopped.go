@@ -189,7 +189,7 @@ func (c Container) assist() (end func() error) {
 			case <-quit:
 				done <- errors.Join(errs...)
 				return
-			case <-time.After(2 * time.Millisecond): // nothing tells that a thread waits
+			case <-time.After(2 * time.Millisecond): // no event says that a thread waits
 				if _, err := c.Unstick(self); err != nil && len(errs) < 3 {
 					errs = append(errs, err)
 				}

@@ -27,7 +27,7 @@ type Tracee struct {
 	call    uint64 // address of a syscall instruction
 	page    uint64 // of ours in its memory; 0: not mapped yet
 	touched bool
-	stop    bool // a SIGSTOP has come meanwhile, and is to be had again
+	stop    bool // a SIGSTOP has come meanwhile, and is to be sent again
 }
 
 // Constants that package unix lacks.

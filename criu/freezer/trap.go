@@ -208,7 +208,7 @@ func stopsBy(tid int) (held bool, status unix.WaitStatus, err error) {
 			return false, status, fmt.Errorf("wait for thread %d: %w", tid, err)
 		case pid == tid && int(status)>>16 == unix.PTRACE_EVENT_STOP:
 			return true, status, nil
-		case pid == tid: // a signal comes first, and is to be had
+		case pid == tid: // a signal comes first, and is to be delivered
 			if err := unix.PtraceCont(tid, int(status.StopSignal())); err != nil && !gone(tid) {
 				return false, status, fmt.Errorf("thread %d: %w", tid, err)
 			}

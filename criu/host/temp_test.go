@@ -24,7 +24,7 @@ func TestSweepTemp(t *testing.T) {
 	if err := os.WriteFile(full, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	// What a CRIU that was killed has left where / is shared, and what it has not.
+	// A killed CRIU's mount where / is shared, and a mount that is not CRIU's.
 	mounted, foreign := filepath.Join(dir, ".criu.mntns.mounted"), filepath.Join(dir, ".criu.mntns.foreign")
 	for path, mount := range map[string]func(string) error{
 		mounted: func(p string) error { return unix.Mount("none", p, "tmpfs", 0, "") },

@@ -273,7 +273,7 @@ func TestCheck(t *testing.T) {
 	must(t, Check([]int{50}, "box"))
 }
 
-// What CRIU takes for an image has the profile, whatever else is in it.
+// Anything that CRIU takes for an image has the profile, whatever else is in it.
 func FuzzRelabel(f *testing.F) {
 	for _, c := range []*criucore.CoreEntry{core("theirs"), core("-"), core("box//part"), zombie()} {
 		data, err := proto.Marshal(c)

@@ -101,7 +101,7 @@ func (j *judge) opened(name string, kind uint32, f *message) error {
 	case filePacket:
 		return lacks("NET_RAW", "a packet socket")
 	case fileFanotify:
-		if len(f.raw[6]) > 0 { // without marks it may be had by everybody
+		if len(f.raw[6]) > 0 { // without marks any user may have it
 			return lacks("SYS_ADMIN", "fanotify")
 		}
 	case fileTun:

@@ -344,8 +344,8 @@ func seeds(t testing.TB) map[string]seed {
 	return list
 }
 
-// fuzz exchanges an image of a dump. What Judge lets through is what the spec lets a container
-// have, and stays what it is when it is judged again.
+// fuzz exchanges an image of a dump. An image that passes Judge is one that the spec lets a
+// container have, and stays so when it is judged again.
 func fuzz(f *testing.F) {
 	x := targets[f.Name()]
 	if x.holds == nil {

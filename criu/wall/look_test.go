@@ -78,7 +78,7 @@ func TestLook(t *testing.T) {
 	if err == nil || strings.Contains(out, ".") || strings.Count(out, "Read-only file system") != 3 {
 		t.Errorf("masked: %v: %s", err, out)
 	}
-	// What was opened before they were is refused.
+	// A file that was opened before they were made is refused.
 	err = look(func(s *specs.Spec, r *wall.Restored) {
 		more(s, r)
 		s.Linux.ReadonlyPaths = append(s.Linux.ReadonlyPaths, "/bin")
@@ -86,7 +86,7 @@ func TestLook(t *testing.T) {
 	if err == nil || !strings.Contains(err.Error(), "is hidden in the container, or read-only") {
 		t.Errorf("open before: %v", err)
 	}
-	// A process that the runtime does not know of is ended.
+	// A process that the runtime does not know is ended.
 	err = look(func(_ *specs.Spec, r *wall.Restored) { r.Pids = r.Pids[:1] })
 	if err == nil || !strings.Contains(err.Error(), "outside of the container's cgroup") {
 		t.Errorf("a process outside: %v", err)
@@ -103,8 +103,8 @@ func without(list []specs.LinuxNamespace, typ specs.LinuxNamespaceType) (rest []
 	return rest
 }
 
-// looker starts a container of so many processes. What it returns looks at that by its spec, or
-// another one.
+// looker starts a container of so many processes. The returned function looks at it by its spec,
+// or another one.
 func looker(t testing.TB, b *criutest.Box, processes int) func(func(*specs.Spec, *wall.Restored)) error {
 	t.Helper()
 	b.Start(nil)
@@ -154,7 +154,8 @@ func holder(t testing.TB, what, bound string) *criutest.Box {
 	return b
 }
 
-// What is mapped, or watched, is on the container's mounts. A mount that is taken from it is none.
+// Mapped and watched files are on the container's mounts. A mount that is detached from it is not
+// one of them.
 func TestLookOutside(t *testing.T) {
 	for what, want := range map[string]string{"map": "memory at", "watches": "it watches file"} {
 		t.Run(what, func(t *testing.T) {

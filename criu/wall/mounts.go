@@ -25,7 +25,7 @@ type mount struct {
 	external   string // in an image: what the OCI runtime gives CRIU for it
 	group      uint32 // of mounts that share what is mounted there; 0: it is in none
 	master     uint32 // the group whose mounts it gets
-	live       bool   // the kernel tells of it
+	live       bool   // the kernel reports it
 }
 
 // fstypes are the filesystems as images number them.

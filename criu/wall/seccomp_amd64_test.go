@@ -155,8 +155,8 @@ func tryFiltered() error {
 	return nil
 }
 
-// What a forged filter lets through a restored process cannot do; what the container's own has
-// refused it refuses as before.
+// A restored process cannot do what a forged filter allows; calls that the container's own filter
+// has refused are refused as before.
 func TestLaidFilterRestored(t *testing.T) {
 	for name, forge := range map[string]bool{"own": false, "own, native calls alone": false, "forged": true} {
 		t.Run(name, func(t *testing.T) {

@@ -170,7 +170,7 @@ func read(t testing.TB, dir string) []byte {
 	return data
 }
 
-// What a container that may mount has mounted is judged as its own.
+// The mounts of a container that may mount are judged as its own.
 func TestMounter(t *testing.T) {
 	b := criutest.New(t, []string{"sh", "-c", "mkdir /a /b /p; mount -t tmpfs none /a; mkdir /a/x; mount --bind /a/x /b; mount -t proc proc /p; echo up > /up; while :; do sleep 60; done"}, func(s *specs.Spec) {
 		for _, set := range []*[]string{&s.Process.Capabilities.Bounding, &s.Process.Capabilities.Effective, &s.Process.Capabilities.Permitted} {
@@ -210,8 +210,8 @@ func TestMounter(t *testing.T) {
 	}
 }
 
-// What a cgroup.img says of the container's own cgroup is dropped; what processes have made
-// below stays, and moves to where the container's is now.
+// A cgroup.img's properties of the container's own cgroup are dropped; those of cgroups that
+// processes have made below stay, and move to where the container's is now.
 func TestCgroup(t *testing.T) {
 	images, spec := archived(t)
 	path := filepath.Join(images, "cgroup.img")

@@ -246,8 +246,8 @@ func TestHostile(t *testing.T) {
 	}
 }
 
-// What is no file's content is bounded, too: by the stream's length, and by the
-// room on the disk.
+// Data that is no file's content is bounded, too: by the stream's length, and by the room on the
+// disk.
 func TestUnpackBeside(t *testing.T) {
 	label := archive(t, ent{tar.Header{Name: "label", Typeflag: 'V'}, strings.Repeat("x", askEvery+1)}, file("f", "y"))
 	for what, c := range map[string]struct {
@@ -345,8 +345,8 @@ type errReader struct{ err error }
 
 func (r errReader) Read([]byte) (int, error) { return 0, r.err }
 
-// Whatever the stream: what is unpacked without an error is given back byte by
-// byte, and nothing lies outside.
+// Any stream that is unpacked without an error is given back byte by byte, and nothing lies
+// outside.
 func FuzzUnpack(f *testing.F) {
 	f.Add(full(f))
 	f.Add(archive(f, file("a/.wh.b", ""), file("a/b/c", "x")))

@@ -127,7 +127,7 @@ func TestBootstrap(t *testing.T) {
 	}
 }
 
-// What mmdebstrap mounts is gone with it, even when both are killed.
+// The mounts of mmdebstrap are gone with it, even when both are killed.
 func TestBootstrapMountsApart(t *testing.T) {
 	dir := t.TempDir()
 	fake := "#!/bin/sh\nmount -t tmpfs ours \"$HERE\" && readlink /proc/self/ns/mnt\n"

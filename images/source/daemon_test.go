@@ -9,7 +9,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/traces/tracestest"
 )
 
-// Of a program that talks on and on only the end is kept.
+// Only the end of a talkative program's output is kept.
 func TestTail(t *testing.T) {
 	var said tail
 	cmd := exec.Command("sh", "-c", "yes $(printf %01000d 0) | head -c 2000000 >&2; echo the end >&2")
@@ -22,7 +22,7 @@ func TestTail(t *testing.T) {
 	}
 }
 
-// What is asked of the daemon is in no span.
+// Requests to the daemon are in no span.
 func TestNoSpans(t *testing.T) {
 	tracestest.Quiet(t, func(ctx context.Context, host string) {
 		t.Setenv("DOCKER_HOST", host)

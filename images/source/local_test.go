@@ -40,10 +40,10 @@ func skopeo(t *testing.T, args ...string) string {
 	return string(out)
 }
 
-// What is written is read again, by skopeo too; and what skopeo copies is read.
+// Written images can be read again, by skopeo too; and skopeo's copies can be read.
 func TestLocal(t *testing.T) {
 	o := fast(t)
-	// Of Docker's types it would be translated.
+	// An image of Docker's types would be translated.
 	img := mutate.ConfigMediaType(mutate.MediaType(sample(t, "linux/amd64", 0), types.OCIManifestSchema1), types.OCIConfigJSON)
 	for range 3 {
 		l, err := random.Layer(20_000, types.OCILayer)

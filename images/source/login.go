@@ -89,7 +89,7 @@ func Login(ctx context.Context, registry, user, password string, opts image.Sour
 	})
 }
 
-// only gives the same to everybody.
+// only returns the same authenticator for every resource.
 type only struct{ auth authn.Authenticator }
 
 func (o only) Resolve(authn.Resource) (authn.Authenticator, error) { return o.auth, nil }
@@ -170,7 +170,7 @@ func writableAuth(opts image.SourceOptions) (path string, c credentials, err err
 // editAuths changes the auths of a config.json and nothing else of it.
 func editAuths(path string, edit func(auths map[string]json.RawMessage) error) (err error) {
 	if to, err := filepath.EvalSymlinks(path); err == nil {
-		path = to // it is the user's, and he may keep it elsewhere
+		path = to // it is the user's, and may be kept elsewhere
 	}
 	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
 		return err

@@ -437,7 +437,7 @@ func TestMirrors(t *testing.T) {
 	if _, _, err := pull(t, origin.Host()+"/team/none:1", o); !errors.Is(err, fault.ErrNotFound) || !strings.Contains(err.Error(), "mirrors") {
 		t.Error(err)
 	}
-	// What is pushed goes to the registry.
+	// A push goes to the registry.
 	if _, err := Write(t.Context(), mustParse(t, origin.Host()+"/team/new:1"), img, o); err != nil {
 		t.Error(err)
 	}

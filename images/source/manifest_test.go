@@ -22,7 +22,7 @@ func (a anything) layer(v1.Descriptor) Layer {
 	return Layer{Open: func(context.Context) (io.ReadCloser, error) { return nil, io.EOF }}
 }
 
-// Whatever a registry sends, an image that comes of it is sound.
+// An image is sound, whatever a registry sends.
 func FuzzResolve(f *testing.F) {
 	const manifest = `{"schemaVersion":2,"config":{"mediaType":"application/vnd.oci.image.config.v1+json","size":2,"digest":"` + digestA + `"},"layers":[{"mediaType":"application/vnd.oci.image.layer.v1.tar+gzip","size":3,"digest":"` + digestA + `"}]}`
 	const config = `{"os":"linux","architecture":"amd64","rootfs":{"diff_ids":["` + digestA + `"]}}`

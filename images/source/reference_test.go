@@ -79,7 +79,7 @@ func TestParseBad(t *testing.T) {
 	}
 }
 
-// What was read is written so that it is read as the same.
+// A reference that was read is written so that it is read as the same.
 func FuzzParse(f *testing.F) {
 	for _, s := range []string{"debian:12", "ghcr.io/x/y@" + digestA, "oci:/d:t", "docker-archive:a.tar:web:1", "bootstrap:debian/sid?include=a,b&mirror=http://x/", "docker://oci:5000/a", "dir:.", "docker-daemon:" + digestA} {
 		f.Add(s, "")

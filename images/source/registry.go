@@ -352,8 +352,7 @@ func (h *had) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// transfer is a blob from wherever it is to be had: what one endpoint does not
-// give, the next one may.
+// transfer downloads a blob from any endpoint that has it: what one does not give, the next may.
 type transfer struct {
 	ctx  context.Context
 	from *repository

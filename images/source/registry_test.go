@@ -111,7 +111,7 @@ func TestCut(t *testing.T) {
 	}
 }
 
-// What an earlier pull left is continued, and not believed.
+// The beginning that an earlier pull left is continued, and not trusted.
 func TestResume(t *testing.T) {
 	s, o := serve(t), fast(t)
 	_, digest, data := one(t, s)
@@ -157,7 +157,7 @@ func cutTo(w http.ResponseWriter, b []byte) {
 	_, _ = w.Write(b)
 }
 
-// What a registry may say, and what becomes of it.
+// Answers that a registry may give, and their outcomes.
 func TestBadRegistry(t *testing.T) {
 	body := func(status int, b string, header ...string) func(http.ResponseWriter, []byte) {
 		return func(w http.ResponseWriter, _ []byte) {
@@ -327,8 +327,7 @@ func TestCancelledAndLate(t *testing.T) {
 	}
 }
 
-// A registry may keep its blobs elsewhere. What is allowed for the registry is
-// not allowed there.
+// A registry may keep its blobs elsewhere. Permissions of the registry do not hold there.
 func TestElsewhere(t *testing.T) {
 	store := newServed()
 	store.StartTLS()

@@ -138,8 +138,8 @@ func TestRemoved(t *testing.T) {
 	}
 }
 
-// Whatever is locked, removed and let go: each call answers as the locks of that name,
-// not of the files that had it before, say.
+// Whichever locks are taken, removed and released: each call answers as the locks of that name
+// say, not those of the files that had it before.
 func TestProperty(t *testing.T) {
 	base := t.TempDir()
 	runs := 0

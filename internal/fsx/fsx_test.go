@@ -168,7 +168,7 @@ func TestWithin(t *testing.T) {
 	}
 }
 
-// What is within agrees with the way from root to path.
+// Within agrees with the way from root to path.
 func TestWithinProperty(t *testing.T) {
 	paths := rapid.StringMatching(`/?([ab./]{0,3}/){0,3}[ab.]{0,3}`)
 	rapid.Check(t, func(t *rapid.T) {

@@ -108,8 +108,7 @@ func alone(t testing.TB, dir string, names ...string) {
 	}
 }
 
-// Whatever a file is, it comes back so, over whatever other one is there, and a
-// second time nothing is done.
+// Any file comes back, over any other one, and a second time nothing is done.
 func TestComesBack(t *testing.T) {
 	path, d := dirOf(t)
 	name := filepath.Join(path, "f")
@@ -184,7 +183,7 @@ func TestComesBack(t *testing.T) {
 	})
 }
 
-// What can be attached is refused before anything is opened, and where it is put.
+// Files that cannot be attached are refused before anything is opened, by Take as by Put.
 func TestKinds(t *testing.T) {
 	path, d := dirOf(t)
 	at := func(name string) string { return filepath.Join(path, name) }
@@ -309,7 +308,7 @@ func TestTemp(t *testing.T) {
 	}
 }
 
-// What is neither as it was nor as it is to be stays, whatever it is.
+// A file that is neither as it was nor as it is to be stays, whatever it is.
 func TestChanged(t *testing.T) {
 	path, d := dirOf(t)
 	name := filepath.Join(path, "f")

@@ -26,7 +26,7 @@ func again(t *testing.T, path string, before *Taken) (*Taken, bool) {
 	return got, k.data != nil
 }
 
-// What has not changed since it was taken is not opened again, and whatever has is.
+// A file that has not changed since it was taken is not opened again, and a changed one is.
 func TestTakeAgain(t *testing.T) {
 	path, _ := dirOf(t)
 	name := filepath.Join(path, "f")
@@ -72,8 +72,8 @@ func TestTakeAgain(t *testing.T) {
 	}
 }
 
-// What is stored through a mapping after a file was taken is a change like any other,
-// and nothing that Put would replace.
+// A store through a mapping after a file was taken is a change like any other, and nothing that
+// Put would replace.
 func TestMapped(t *testing.T) {
 	at := mounted(t)
 	name := filepath.Join(at, "f")
@@ -185,7 +185,7 @@ func (f sinkFunc) Data(_ context.Context, _ int64, r io.Reader) (string, []overl
 	return "", nil, f(r)
 }
 
-// What is renamed is what was written, or nothing is.
+// The file that is renamed is the one that was written, or none is.
 func TestExchanged(t *testing.T) {
 	path, d := dirOf(t)
 	name, temp := filepath.Join(path, "f"), filepath.Join(path, ".temp")
@@ -212,7 +212,7 @@ func TestExchanged(t *testing.T) {
 	}
 }
 
-// What is there and cannot be kept is known before it would have to be.
+// A file that cannot be kept is known before it would have to be.
 func TestCheckBound(t *testing.T) {
 	path, d := dirOf(t)
 	name := filepath.Join(path, "f")

@@ -62,7 +62,7 @@ func (m *Map) Tree(id int) int {
 	return id - int(m.Base)
 }
 
-// The kernel shows this overflow id for an id that a namespace does not have.
+// nobody is the overflow id, which the kernel shows for an id that a namespace does not have.
 const nobody = 65534
 
 // Namespace makes a user namespace with this map. It lasts for as long as the

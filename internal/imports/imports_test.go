@@ -16,8 +16,8 @@ import (
 
 const module = "github.com/agentbox/agentbox/"
 
-// allowed lists, per package, which packages of this module it may import
-// directly. What is not listed may import nothing of ours.
+// allowed lists, per package, which packages of this module it may import directly. A package
+// that is not listed may import none of ours.
 var allowed = map[string][]string{
 	"cmd/agentbox": {"internal/copy", "internal/fault", "internal/guard", "internal/gclater", "internal/lazy", "internal/setup", "images/image", "images/source", "policy", "runtime", "runtime/engine", "runtime/api", "runtime/audit", "runtime/containerd", "runtime/dockerplugin",
 		"runtime/dockerplugin/authz", "runtime/dockerplugin/volume", "runtime/doctor", "runtime/group", "runtime/local", "runtime/mcp", "runtime/oci", "runtime/traces", "runtime/volume", "internal/flock", "internal/fsx"},

@@ -56,7 +56,7 @@ const (
 	maxWait    = 30 * time.Second // that a registry may ask for with Retry-After
 	worthwhile = 1 << 20          // bytes after which a broken transfer has all its tries again
 	lookupTime = 5 * time.Second  // for the address of where the registry sends us
-	maxOther   = 16 << 20         // bytes of answers whose reader has no bound of his own
+	maxOther   = 16 << 20         // bytes of answers whose reader has no bound of its own
 )
 
 // Client speaks with one repository.

@@ -266,7 +266,7 @@ func TestDockerDefault(t *testing.T) {
 	}
 }
 
-// What dockerd does not take does not stay in its file.
+// A configuration that dockerd rejects does not stay in its file.
 func TestDockerRefuses(t *testing.T) {
 	ctx := context.Background()
 	d := startDockerd(t, "{}")

@@ -57,8 +57,8 @@ func TestContainerd(t *testing.T) {
 		t.Errorf("%+v, %v", r, err)
 	}
 
-	// What there was comes back byte by byte, a missing last newline included;
-	// and what containerd does not take is not written.
+	// The former text comes back byte by byte, a missing last newline included; and a text that
+	// containerd rejects is not written.
 	for text, good := range map[string]bool{"version = 2\ndisabled_plugins = ['io.containerd.grpc.v1.cri'] # none": true, "version = 2\nroot = 3\n": false} {
 		if err := os.WriteFile(config, []byte(text), 0o600); err != nil {
 			t.Fatal(err)

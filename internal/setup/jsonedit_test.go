@@ -168,8 +168,8 @@ func decode(t rapid.TB, doc []byte) (v map[string]any) {
 	return v
 }
 
-// Whatever is in the document, only the runtime's entry changes, and taking
-// it out gives the document that there was.
+// In any document only the runtime's entry changes, and taking it out gives the document that
+// there was.
 func TestAddAndRemoveProperty(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		before := rapid.MapOfN(rapid.String(), jsonValue(3), 0, 5).Draw(t, "document")

@@ -132,8 +132,7 @@ func TestAddPodman(t *testing.T) {
 	}
 }
 
-// Whatever is in the document, adding changes our entry only, and removing
-// gives the document that there was.
+// In any document adding changes our entry only, and removing gives the document that there was.
 func TestTOMLProperty(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		before := rapid.MapOfN(rapid.StringMatching(`[a-z"'. é]{1,6}`), tomlValue(3), 0, 5).Draw(t, "document")

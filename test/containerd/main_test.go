@@ -135,8 +135,8 @@ func (b *box) begin(env []string, args ...string) *running {
 	return r
 }
 
-// stops waits until the command has stopped itself at a failpoint, and tells
-// whether it has; it has ended else.
+// stops waits until the command has stopped itself at a failpoint, and reports whether it has;
+// otherwise it has ended.
 func (r *running) stops() (stopped bool) {
 	r.b.Helper()
 	r.b.eventually("agentbox stops at its failpoint", func() bool {

@@ -12,7 +12,7 @@ func commits(b *box) {
 	if out := b.Docker(b.T, "inspect", "-f", "{{len .RootFS.Layers}} {{.Comment}} {{index .Config.Cmd 0}}", "app:1"); out != "2  sh" && out != "2 why sh" {
 		b.Errorf("app:1 is %q", out)
 	}
-	// Of Docker's image, to a place of files, and back by way of agentbox's own.
+	// From Docker's image, to a place of files, and back by way of agentbox's own.
 	oci := "oci:" + b.root + "/layout:app"
 	b.ok("commit", "docker://web", oci)
 	b.ok("--backend", "oci", "image", "pull", oci)

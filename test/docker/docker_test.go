@@ -285,7 +285,7 @@ func policies(b *box) {
 		if p := b.state(name, "{{.HostConfig.RestartPolicy.Name}}"); p != policy {
 			b.Errorf("the policy is %s, and was %s", p, policy)
 		}
-		// What it is there for still works.
+		// Its purpose still works.
 		if policy == "always" {
 			b.Docker(b.T, "exec", "-d", name, "sh", "-c", "kill -9 -1; true")
 		}

@@ -17,8 +17,8 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// What is written into the Docker daemon and into Podman's storage comes out of
-// them as the same image.
+// An image written into the Docker daemon and into Podman's storage comes out of them as the same
+// image.
 func TestImagesOfDaemons(t *testing.T) {
 	d := enginetest.StartDockerd(t, enginetest.DockerdOptions{})
 	t.Setenv("DOCKER_HOST", d.Host)

@@ -132,7 +132,7 @@ func (p *pack) upgraded(t *testing.T) {
 	agentbox(t, "checkpoint", "--name", "new", "plain")
 	agentbox(t, "exec", "plain", "sh", "-c", ":>/beats") // of which a checkpoint stops some
 	p.denied(t, 82)
-	// What the old version had started still does its work.
+	// Processes that the old version had started still do their work.
 	p.comesBack(t, func(*box) {})
 	agentbox(t, "verify", "--all", "--read-data")
 	leaks(t)
@@ -212,7 +212,7 @@ func (p *pack) purged(t *testing.T) {
 	p.gone(t)
 	equal(t, "the state of the package", state(t), "")
 	var now []string
-	// What waits for the time of something that is gone sees that soon.
+	// A process that waits for the expiry of something that is gone notices soon.
 	eventually(t, "no process is left", func() bool {
 		now = traces(t)
 		return !slices.ContainsFunc(now, func(l string) bool { return strings.HasPrefix(l, "process ") && !slices.Contains(p.were, l) })

@@ -43,7 +43,7 @@ mkdir .git/stand-ins bin; printf '#!/bin/sh\nexit 1\n' >.git/stand-ins/make; chm
 	}
 }
 
-// What a run has begun ends with it, with all that it started.
+// Processes that a run has begun end with it, with all that they started.
 func TestRunEnds(t *testing.T) {
 	dir := t.TempDir()
 	ctx, cancel := context.WithCancelCause(t.Context())

@@ -97,7 +97,7 @@ func (r *replies) run(req request) (exit int, err error) {
 	cmd.Dir, cmd.Env = req.Dir, append(os.Environ(), req.Env...)
 	cmd.Stdout, cmd.Stderr = r, r
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
-	// What tests left running may hold its output open.
+	// Processes that tests left running may hold its output open.
 	cmd.WaitDelay = 5 * time.Second
 	if err := cmd.Start(); err != nil {
 		return 0, err

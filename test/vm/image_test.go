@@ -196,7 +196,7 @@ func TestHalfAnImage(t *testing.T) {
 	}
 }
 
-// What was removed while one waited for its lock is not locked.
+// A directory that was removed while one waited for its lock is not locked.
 func TestLocked(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "d")
 	for _, again := range []bool{false, true} {
@@ -327,7 +327,7 @@ func eventually(t *testing.T, what string, holds func() bool) {
 	}
 }
 
-// What cannot be made is refused, and leaves nothing.
+// An image that cannot be made is refused, and leaves nothing.
 func TestImageRefused(t *testing.T) {
 	s := newImageScript(t)
 	for _, c := range []struct {

@@ -323,7 +323,7 @@ func (m *machine) runTests(ctx context.Context, s suite, which string, env []str
 		r.err, lost = errors.Join(r.err, failed), true
 	}
 	if lost {
-		// What it runs would be in the next suite's way, and its words in that one's.
+		// Its processes would be in the next suite's way, and its output in that one's.
 		m.off()
 	}
 	if code != 0 && r.failed == 0 && r.err == nil {

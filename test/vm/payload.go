@@ -185,7 +185,7 @@ func makeDisks(ctx context.Context, dir string) error {
 	if err := disk(ctx, filepath.Join(dir, "payload.img"), "payload", 0, "-d", root); err != nil {
 		return err
 	}
-	// What the machine needs is what is left now.
+	// The machine needs the space that is free now.
 	if err := errors.Join(os.RemoveAll(root), enough(dir)); err != nil {
 		return err
 	}

@@ -136,8 +136,8 @@ var (
 // lies on the disk, agentbox's service among it.
 const boots = 3
 
-// boot starts a guest and returns once it is ready for commands. What it changes
-// goes with it, but for a Disk of its own. ctx ends it.
+// boot starts a guest and returns once it is ready for commands. The guest's changes go with it,
+// except to a Disk of its own. ctx ends it.
 func boot(ctx context.Context, q *emulator, opts machineOptions) (m *machine, ready string, err error) {
 	for n := 1; ; n++ {
 		m, ready, err = bootOnce(ctx, q, opts)
@@ -170,7 +170,7 @@ func bootOnce(ctx context.Context, q *emulator, opts machineOptions) (_ *machine
 		"-device", "virtio-serial", "-chardev", "socket,id=port,server=on,wait=off,path="+sock, "-device", "virtserialport,chardev=port,name=agentbox")
 	m := &machine{dir: opts.Dir, ended: make(chan struct{})}
 	m.cmd = exec.Command(q.args[0], args...)
-	// What does not fit here is an error of the guest's disk: by default QEMU stops the
+	// A write that does not fit here is an error of the guest's disk: by default QEMU stops the
 	// guest, without a word.
 	for i, a := range m.cmd.Args {
 		if strings.HasPrefix(a, "if=virtio,") {
@@ -180,7 +180,7 @@ func bootOnce(ctx context.Context, q *emulator, opts machineOptions) (_ *machine
 	// Its snapshots of disks have no name, and are gone with it.
 	m.cmd.Env = append(append(os.Environ(), q.env...), "TMPDIR="+opts.Dir)
 	m.cmd.Stderr = &m.stderr
-	// Whatever ends this program ends QEMU, and no Ctrl-C reaches QEMU itself.
+	// QEMU ends however this program ends, and no Ctrl-C reaches QEMU itself.
 	m.cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Pdeathsig: syscall.SIGKILL}
 	if m.console, err = newConsole(opts.Console); err != nil {
 		return nil, "", err
@@ -259,7 +259,7 @@ func (m *machine) next(ctx context.Context) (r reply, err error) {
 	go func() {
 		select {
 		case <-m.console.panicked:
-			// What follows on the console tells where.
+			// The console's next lines say where.
 			time.Sleep(time.Second)
 			_ = m.conn.SetReadDeadline(time.Now())
 		case <-panicked:

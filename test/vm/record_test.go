@@ -80,7 +80,8 @@ func TestDigest(t *testing.T) {
 	}
 }
 
-// What has passed is not run again, until what it is made of has changed or it is begun again.
+// A suite that has passed is not run again, until what it is made of has changed or it is begun
+// again.
 func TestResume(t *testing.T) {
 	good, bad, late, none := suite{pkg: "good"}, suite{pkg: "bad"}, suite{pkg: "late"}, suite{pkg: "none"}
 	list := []suite{good, bad, late, none}
@@ -126,7 +127,8 @@ func TestResume(t *testing.T) {
 	if names := todo(record{dir: rec.dir}); names != "good bad late none " {
 		t.Errorf("without digests %q are to be run", names)
 	}
-	// What was cut off as it was kept has not passed; nor has what was begun and not ended.
+	// A result that was cut off as it was kept has not passed; nor has one that was begun and not
+	// ended.
 	put(t, rec.passedOf(good), `{"digest":"1","passed":3`)
 	if names := todo(rec); names != "good bad late none " {
 		t.Errorf("with a part of a record %q are to be run", names)
@@ -135,7 +137,7 @@ func TestResume(t *testing.T) {
 	if f, err := rec.begin(good); err != nil || f.Close() != nil || todo(rec) != "good bad late none " {
 		t.Errorf("one that was begun again is taken to have passed (%v)", err)
 	}
-	// What cannot be kept is told.
+	// A result that cannot be kept is reported.
 	rec.dir = filepath.Join(rec.dir, "gone")
 	if r := rec.end(result{suite: good, passed: 3}, ""); !errors.Is(r.err, fs.ErrNotExist) {
 		t.Errorf("it is %+v", r)

@@ -45,8 +45,8 @@ func fakeGuest(t *testing.T, guest func(context.Context, *replies)) *machine {
 	return m
 }
 
-// What this host cannot write, of the machine's disks or of the results, ends the suite
-// and the machine, and is named.
+// A failed write on this host, of the machine's disks or of the results, ends the suite and the
+// machine, and is named.
 func TestHostFull(t *testing.T) {
 	runs := func(ctx context.Context, out *replies) {
 		_, _ = out.Write([]byte(beginning + "\x16--- PASS: TestA (0.00s)\n"))

@@ -100,7 +100,7 @@ type result struct {
 
 func (r result) ok() bool { return r.err == nil && r.failed == 0 && r.passed > 0 }
 
-// none is a suite of which nothing was run, which proves nothing.
+// none reports whether the suite ran nothing, which proves nothing.
 func (r result) none() bool { return r.err == nil && r.failed == 0 && r.passed == 0 }
 
 // add adds what came of one test of the suite, and reports whether it passed.

@@ -154,7 +154,7 @@ func TestTallyOfABound(t *testing.T) {
 	}
 }
 
-// What a part of a suite came to stays, whatever the next part comes to.
+// The result of a part of a suite stays, whatever the next part comes to.
 func TestParts(t *testing.T) {
 	var r result
 	ended := errors.New("ended after 5 s")
@@ -185,7 +185,7 @@ func TestTopLevel(t *testing.T) {
 	}
 }
 
-// What ran nothing proves nothing.
+// A suite that ran nothing proves nothing.
 func TestVerdict(t *testing.T) {
 	ok, none, lost := result{suite: suite{pkg: "a"}, passed: 1}, result{suite: suite{pkg: "b"}, skipped: 1}, result{suite: suite{pkg: "c"}, err: errors.New("QEMU ended")}
 	for _, c := range []struct {
@@ -215,7 +215,7 @@ func TestVerdict(t *testing.T) {
 	}
 }
 
-// What is ready is believed when its line is whole, and not once it is to go.
+// A sandbox is ready once its line is whole, and no longer once it is to go.
 func TestWorkSays(t *testing.T) {
 	w := newWork()
 	w.begin("restore")
@@ -292,7 +292,7 @@ func TestImageFlag(t *testing.T) {
 	if o, err := parse(nil); err != nil || o.image != "trixie" {
 		t.Errorf("without the flag: %+v (%v)", o, err)
 	}
-	// What is no use is said before minutes go into an image.
+	// A useless argument is refused before minutes go into an image.
 	for want, args := range map[string][]string{"docker28": {"-image", "nothing"}, "auto, kvm or tcg": {"-accel", "xen"}, "missing closing": {"-run", "("}} {
 		if _, err := parse(args); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%q: %v", args, err)

@@ -156,7 +156,7 @@ func main() {
 	select {}
 }
 
-// sockets sets options that CRIU has no place for. What it returns reads them.
+// sockets sets options that CRIU has no place for. The returned function reads them.
 func sockets(client *net.TCPConn, listener *net.TCPListener) (told func() []string) {
 	numbers := []struct {
 		name                 string
