@@ -345,8 +345,8 @@ func (a *Attached) record() string {
 	return encode(a.brief())
 }
 
-// setReady records the pieces of a published checkpoint and makes it visible,
-// in one step. A row that is not pending any more (somebody removed it) is ErrState.
+// setReady records the pieces of a published checkpoint and makes it visible, in one
+// step. It returns ErrState if the row is no longer pending, as after a removal.
 // It returns the numbers of the packs, as addPack does.
 func (s *Store) setReady(ctx context.Context, id string, p published) (nums []int64, err error) {
 	m, processes, warnings := &p.manifest, 0, p.manifest.Warnings

@@ -305,8 +305,8 @@ func (d *Draft) publishPack(info pack.Info) error {
 	return fsx.SyncDir(filepath.Dir(path))
 }
 
-// makeDir makes a directory, durably, if it is not there. One that is there may
-// be of somebody who is about to make it durable.
+// makeDir creates a directory durably if it does not exist. The parent is synced even if
+// the directory exists: another process may have created it and not synced it yet.
 func makeDir(path string) error {
 	if err := os.Mkdir(path, 0o700); err != nil && !errors.Is(err, os.ErrExist) {
 		return err

@@ -46,8 +46,8 @@ func TestDamageIsFound(t *testing.T) {
 	if len(paths) != 1 {
 		t.Fatal(paths)
 	}
-	// The footer is not needed while there is an index; whoever makes a new one
-	// proves it. All before it is data, but for the magic.
+	// The footer is not needed while there is an index; rebuilding the index proves it.
+	// All before it is data, except the magic.
 	end := 0
 	must(t, s.db.QueryRow("SELECT max(off + stored) FROM blobs").Scan(&end))
 	manifest := filepath.Join(s.published(c.ID), ManifestName)
@@ -88,7 +88,7 @@ func TestDamageIsFound(t *testing.T) {
 	same(t, s, c.ID, data)
 }
 
-// What is hurt is told by name, and nobody who reads it gets it.
+// Damage is reported by name, and no reader gets damaged data.
 func TestDamageIsNamed(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())

@@ -40,7 +40,7 @@ type Draft struct {
 	lock  *Lock
 	x     *index
 	pack  *pack.Writer
-	reads func(int64) // see CountImages; nil: nobody asks
+	reads func(int64) // see CountImages; nil: not counted
 
 	mu     sync.Mutex // guards what follows
 	need   idSet
@@ -290,7 +290,7 @@ func (s *Store) pruneLogs() error {
 	}
 	var list []old
 	for _, e := range entries {
-		if info, err := e.Info(); err == nil { // else somebody else removed it
+		if info, err := e.Info(); err == nil { // else another process removed it
 			list = append(list, old{e.Name(), info.ModTime()})
 		}
 	}

@@ -113,8 +113,8 @@ func TestFailpoints(t *testing.T) {
 					t.Fatal("the error was lost")
 				}
 				if action != "kill" && p.role == "checkpoint" {
-					// Whoever gets an error has no checkpoint, but for the one
-					// that was ready already, and nothing is left to sweep.
+					// A caller that gets an error has no checkpoint, except the one that was ready
+					// already, and nothing is left to sweep.
 					if p.name != "store.commit.after-row" {
 						if _, err := s.Checkpoint(ctx, "box@new"); err == nil {
 							t.Fatal("the failed checkpoint is ready")

@@ -10,17 +10,17 @@ import (
 )
 
 const (
-	// gateLock lets whoever wants the store alone have it: flock knows no queue,
-	// and where drafts follow each other there is never a moment without one.
+	// gateLock lets an exclusive holder in: flock has no queue, and a steady stream of
+	// drafts never leaves a moment without a shared holder.
 	gateLock = ".gate"
-	// gateHold is how long newcomers are kept out at a time. If those who are in
-	// stay longer (an export may take minutes), the newcomers are let in again.
+	// gateHold is how long newcomers are kept out at a time. If the current holders stay
+	// longer (an export may take minutes), newcomers are let in again.
 	gateHold = 2 * time.Second
 	gateOpen = time.Second
 )
 
-// pass waits while somebody who wants the store alone keeps newcomers out, but
-// not for longer than that is allowed.
+// pass waits while a process that wants the store exclusively keeps newcomers out, for
+// at most 2*gateHold.
 func (s *Store) pass(ctx context.Context) error {
 	g, err := s.flockAs(ctx, gateLock, "pass", 2*gateHold, flock.Shared)
 	if errors.Is(err, fault.ErrBusy) {
@@ -32,8 +32,8 @@ func (s *Store) pass(ctx context.Context) error {
 	return err
 }
 
-// alone is exclude with a chance of success while drafts follow each other.
-// Whoever has the store may take pieces away: what is known of them is forgotten.
+// alone is exclude with a chance of success while drafts follow each other. The holder
+// may remove pieces, so the index caches are dropped.
 func (s *Store) alone(ctx context.Context, verb string, wait time.Duration) (*Lock, error) {
 	deadline := time.Now().Add(wait)
 	for {

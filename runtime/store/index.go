@@ -173,8 +173,8 @@ func validPackName(name string) bool { return len(name) == 64 && isHex(name) }
 // the number of the pack; 0: it does not have all of these pieces.
 func (s *Store) addPack(ctx context.Context, tx *sql.Tx, info pack.Info, lost []int64) (int64, error) {
 	path := pack.Path(s.packsDir(), info.Name)
-	// Whoever undoes a commit removes its pack within a transaction, so what is
-	// there now stays there.
+	// A commit is undone, pack included, within a transaction, so a pack that exists now
+	// stays.
 	var st unix.Stat_t
 	if err := unix.Lstat(path, &st); err != nil || st.Size != info.Bytes {
 		return 0, fmt.Errorf("pack %s vanished while it was recorded (%v): %w", info.Name, err, fault.ErrState)
@@ -233,8 +233,8 @@ func (s *Store) addPack(ctx context.Context, tx *sql.Tx, info pack.Info, lost []
 	return num, nil
 }
 
-// dropPack undoes the publication of a pack, unless it was recorded after all:
-// the same pieces in the same order are the same pack, whoever wrote it.
+// dropPack undoes the publication of a pack unless it has been recorded: equal pieces in
+// equal order make the same pack, so another commit may have recorded it.
 func (s *Store) dropPack(ctx context.Context, name string) error {
 	return s.release(ctx, "remove a pack", func(tx *sql.Tx) error {
 		var n int

@@ -13,9 +13,9 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// Intent is a verb of several steps, written down before its first
-// irreversible one. Whoever finds it later rolls it forward or back; Data
-// tells how far it came and is the verb's own.
+// Intent records a verb of several steps before its first irreversible one. A process
+// that finds it later rolls the verb forward or back; Data holds its progress, in the
+// verb's own format.
 type Intent struct {
 	Seq        int64 // given by Begin
 	Op         string

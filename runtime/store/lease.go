@@ -127,9 +127,9 @@ func (s *Store) leases(ctx context.Context, where string, args ...any) (list []L
 	return list, nil
 }
 
-// ChangeLease has fn look at a lease and change its state and its data, with
-// nobody changing it meanwhile. An error of fn leaves it as it was. What need not
-// outlive a power cut is lazy.
+// ChangeLease lets fn read a lease and change its state and data in one transaction. An
+// error from fn leaves the lease as it was. Set lazy for a change that need not survive
+// a power failure.
 func (s *Store) ChangeLease(ctx context.Context, id string, lazy bool, fn func(*Lease) error) error {
 	write := s.release
 	if lazy {

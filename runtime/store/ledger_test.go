@@ -61,7 +61,7 @@ func TestLedger(t *testing.T) {
 	}
 }
 
-// What left the index is not counted on, whoever had it in a ledger.
+// A piece that left the index is not counted on, even by a process that cached it.
 func TestLedgerAfterReclaim(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())
@@ -463,8 +463,8 @@ func TestSketchAlike(t *testing.T) {
 	}
 }
 
-// A piece that is known to be damaged is not counted on, although checkpoints
-// that nobody has looked at since have it, and a ledger. Given anew, it heals them.
+// A piece known to be damaged is not counted on, although checkpoints that were not
+// verified since have it, and an index cache does. Stored anew, it heals them.
 func TestDamagedIsNotCountedOn(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())

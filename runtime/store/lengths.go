@@ -11,9 +11,9 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// lengths proves that every piece is as long as whoever names it says. Digests
-// do not: a manifest made elsewhere may name a right piece with a wrong length,
-// which would only come out when it is read.
+// lengths proves that every piece is as long as each reference to it says. Digests do
+// not: a manifest made elsewhere may name the right piece with a wrong length, which
+// would not show until it is read.
 func (r *Reader) lengths(ctx context.Context) error {
 	c := lengthCheck{r: r, ctx: ctx, want: map[pack.ID]length{}}
 	for n := range r.manifest.trees() {

@@ -20,11 +20,11 @@ import (
 const (
 	// openLock serialises Open; no name or id begins with a dot.
 	openLock = ".open"
-	// storeLock says who uses the packs: drafts and readers hold it shared, so
-	// that what they have found in the index stays where it is; whoever takes
-	// pieces away holds it exclusively.
+	// storeLock guards the packs: drafts and readers hold it shared, so that what they
+	// found in the index stays where it is; a process that removes pieces holds it
+	// exclusively.
 	storeLock = "store"
-	// removalLock is held shared by whoever takes a checkpoint's directory away.
+	// removalLock is held shared while a checkpoint's directory is removed.
 	removalLock = ".removals"
 	storeWait   = time.Minute // exclusive holders need moments
 )
@@ -40,16 +40,16 @@ type Lock struct {
 	h *flock.Handle
 }
 
-// holder is what a lock file says about who holds it.
+// holder is the content of a lock file: the process and verb that hold the lock.
 type holder struct {
 	Pid   int       `json:"pid"`
 	Verb  string    `json:"verb"`
 	Since time.Time `json:"since"`
 }
 
-// Lock takes the lock named id, usually a sandbox's id, for a verb. Held by
-// somebody else it waits for at most wait (negative: until ctx ends), then it
-// is ErrBusy and the error tells who holds it.
+// Lock takes the lock named id, usually a sandbox's id, for a verb. If the lock is held,
+// Lock waits for at most wait (negative: until ctx ends), then returns ErrBusy with the
+// holder in the text.
 func (s *Store) Lock(ctx context.Context, id, verb string, wait time.Duration) (*Lock, error) {
 	if err := plainName(id); err != nil {
 		return nil, err
@@ -66,7 +66,7 @@ func (s *Store) share(ctx context.Context, verb string) (*Lock, error) {
 	return s.flockAs(ctx, storeLock, verb, storeWait, flock.Shared)
 }
 
-// exclude takes the store's lock alone: nobody drafts or reads.
+// exclude takes the store's lock exclusively: no process drafts or reads meanwhile.
 func (s *Store) exclude(ctx context.Context, verb string, wait time.Duration) (*Lock, error) {
 	return s.flockAs(ctx, storeLock, verb, wait, 0)
 }
@@ -89,7 +89,7 @@ func (s *Store) flockAs(ctx context.Context, id, verb string, wait time.Duration
 		h, err := flock.Try(path, how)
 		if err == nil {
 			l := &Lock{h}
-			if how == flock.Shared { // one of many: it signs for nobody
+			if how == flock.Shared { // one of many holders: not signed
 				return l, nil
 			}
 			if err := l.sign(verb); err != nil {
@@ -119,7 +119,7 @@ func (s *Store) flockAs(ctx context.Context, id, verb string, wait time.Duration
 	}
 }
 
-// sign writes who holds the lock.
+// sign writes this process and its verb into the lock file.
 func (l *Lock) sign(verb string) error {
 	b, err := json.Marshal(holder{Pid: os.Getpid(), Verb: verb, Since: time.Now()})
 	if err != nil {
@@ -136,9 +136,9 @@ func (l *Lock) sign(verb string) error {
 	return l.h.File().Truncate(int64(len(b) + 1))
 }
 
-// dropLocks removes the lock files of a sandbox that is gone. Whoever waits for
-// one notices that its name has gone and starts over; the next taker may hold
-// a new one at once, so nothing of the sandbox may be touched after this.
+// dropLocks removes the lock files of a sandbox that is gone. A process waiting for one
+// notices that the file lost its name and starts over; the next taker may hold a new one
+// at once, so nothing of the sandbox may be touched after this.
 func (s *Store) dropLocks(id string) {
 	if !isID(id) {
 		return
@@ -155,8 +155,8 @@ func (s *Store) dropLocks(id string) {
 // LockPath is the file of a lock.
 func (s *Store) LockPath(id string) string { return filepath.Join(s.locksDir(), id) }
 
-// Holder returns the verb for which a lock was last taken; it may have been let
-// go since. Empty: nobody knows.
+// Holder returns the verb for which a lock was last taken, or "" if that is unknown. The
+// lock may have been released since.
 func (s *Store) Holder(id string) string {
 	if plainName(id) != nil {
 		return ""
@@ -178,7 +178,7 @@ func readHolder(path string) (h holder) {
 	return h
 }
 
-// busy tells who holds the lock.
+// busy returns an ErrBusy that names the holder of the lock, if it is known.
 func (s *Store) busy(ctx context.Context, id, path string) error {
 	what := "sandbox " + id
 	if isID(id) && s.read != nil {
@@ -188,7 +188,7 @@ func (s *Store) busy(ctx context.Context, id, path string) error {
 	} else if id == openLock {
 		what = "the state directory"
 	} else if id == storeLock {
-		// The name in the file is of whoever last had it alone.
+		// The file names the last exclusive holder, not the current shared ones.
 		return &fault.Error{Op: "the store is busy", Hint: "Wait for it to finish, or try again.",
 			Err: fmt.Errorf("checkpoints are being made, read or reclaimed: %w", fault.ErrBusy)}
 	}

@@ -50,13 +50,13 @@ const (
 
 const maxManifest = 64 << 20
 
-// Manifest says all there is to a checkpoint. At rest it is canonical JSON:
-// members in the order below, maps and the spec sorted by key, no white space,
-// nothing escaped that need not be. One manifest has exactly one form, and
-// the digest of that form is the checkpoint's identity.
+// Manifest describes a checkpoint completely. At rest it is canonical JSON: members in
+// the order below, maps and the spec sorted by key, no white space, nothing escaped that
+// need not be. One manifest has exactly one form, and the digest of that form is the
+// checkpoint's identity.
 //
-// Whoever commits fills in Processes.Count and List, Versions, TCP, Status,
-// Warnings, Managed, Effect, the names of Volumes and Attached but for its tree; the
+// The caller of Commit fills in Processes.Count and List, Versions, TCP, Status,
+// Warnings, Managed, Effect, the names of Volumes, and Attached except for its tree; the
 // store fills in the rest.
 type Manifest struct {
 	Version     int               `json:"version"`
@@ -96,7 +96,7 @@ type Manifest struct {
 // Attached are files of the host. The tree, the last of all, has the i-th of them,
 // if it was there, under the name i.
 type Attached struct {
-	// Foreign: the checkpoint was brought in, and somebody elsewhere has named the paths.
+	// Foreign: the checkpoint was pulled or imported; its paths were chosen on another host.
 	Foreign bool           `json:"foreign,omitempty"`
 	Paths   []AttachedFile `json:"paths"`
 	Files   Tree           `json:"files"`

@@ -10,8 +10,8 @@ import (
 	"time"
 )
 
-// freshMemory is how long a file in the directory of memories that belongs to
-// nobody is left alone: somebody may be about to rename it.
+// freshMemory is how long a file in the cache directory that belongs to no sandbox is
+// left alone: another process may be about to rename it.
 const freshMemory = time.Hour
 
 // MemoryPath is where the engine keeps what is known of a sandbox's n-th tree
@@ -30,8 +30,8 @@ func (s *Store) StagedImages(sandbox string) string { return filepath.Join(s.sta
 // process leaves there is swept.
 func (s *Store) Scratch() (string, error) { return os.MkdirTemp(s.memoryDir(), "tmp-") }
 
-// PullDir makes the directory in which pulls that were cut short leave what
-// they have for the next one. What nobody came back for within an hour is swept.
+// PullDir creates and returns the directory in which interrupted pulls leave what they
+// have fetched for the next attempt. Files not reused within an hour are swept.
 func (s *Store) PullDir() (string, error) {
 	dir := filepath.Join(s.memoryDir(), "tmp-pull")
 	return dir, makeDir(dir)

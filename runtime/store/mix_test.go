@@ -104,8 +104,8 @@ func (s *Store) readBack(ctx context.Context, c Checkpoint) error {
 	return nil
 }
 
-// Several processes draft, read, remove and sweep at once, and some are killed.
-// Nobody ever reads anything but what was written.
+// Several processes draft, read, remove and sweep at once, and some are killed. No reader
+// ever sees anything but what was written.
 func TestProcessesSideBySide(t *testing.T) {
 	ctx := context.Background()
 	root := t.TempDir()

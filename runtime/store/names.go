@@ -57,8 +57,7 @@ func ValidCheckpointName(s string) error {
 	return ValidName(s)
 }
 
-// validSandboxName allows, beside plain names, those of containers that somebody
-// else made: BACKEND://NAME.
+// validSandboxName allows plain names and those of adopted containers: BACKEND://NAME.
 func validSandboxName(s string) error {
 	backend, name, ok := strings.Cut(s, "://")
 	if !ok {

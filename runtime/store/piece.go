@@ -62,8 +62,8 @@ func newPieces(x *index) *pieces {
 	return &pieces{x: x, files: map[string]*packFile{}, decoded: map[pack.ID]*list.Element{}}
 }
 
-// read returns a piece, proven. A piece that is not there, or not what it
-// should be, is ErrCorrupt. Nobody may change what it returns.
+// read returns a piece, proven. It returns ErrCorrupt for a piece that is missing or
+// damaged. Callers must not change the returned slice.
 func (p *pieces) read(ctx context.Context, id pack.ID) ([]byte, error) {
 	for {
 		if err := ctx.Err(); err != nil {
@@ -80,7 +80,7 @@ func (p *pieces) read(ctx context.Context, id pack.ID) ([]byte, error) {
 				return nil, context.Cause(ctx)
 			}
 			if d.err != nil && errors.Is(d.err, context.Canceled) && ctx.Err() == nil {
-				continue // whoever asked first gave up
+				continue // the first caller gave up
 			}
 			return d.data, d.err
 		}

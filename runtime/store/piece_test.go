@@ -154,8 +154,8 @@ func TestDraftsSideBySide(t *testing.T) {
 	tidy(t, s)
 }
 
-// The same piece in two packs of one name: whoever fails does not take it from
-// who has it.
+// The same piece in two packs of one name: a draft that fails does not take the pack from
+// the one that succeeded.
 func TestSamePack(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())
@@ -387,8 +387,8 @@ func TestSweepPacks(t *testing.T) {
 	}
 	tidy(t, s)
 
-	// A damaged one is not completed, and its pack goes, but not while somebody
-	// drafts or reads.
+	// A damaged one is not completed, and its pack is removed, but not while there is a
+	// draft or a reader.
 	forget(lost.ID)
 	stray, err := s.strayPacks(ctx)
 	must(t, err)

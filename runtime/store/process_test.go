@@ -356,7 +356,7 @@ func TestUnlockWhileForking(t *testing.T) {
 	wg.Wait()
 }
 
-// Lock files of forgotten sandboxes go, and never under somebody's feet.
+// Lock files of forgotten sandboxes are removed, but never while a process holds one.
 func TestLockFilesSwept(t *testing.T) {
 	ctx := context.Background()
 	root := t.TempDir()
@@ -403,8 +403,8 @@ func TestLockFilesSwept(t *testing.T) {
 					t.Error("two hold one lock")
 				}
 				<-inside
-				// Whoever removes the file has let go: from then on the next
-				// may hold the lock, by a new one.
+				// A process that removes the file thereby gives up the lock: from then on the
+				// next may hold it, by a new file.
 				if rand.IntN(4) == 0 {
 					_ = os.Remove(l.File().Name())
 				}

@@ -226,10 +226,10 @@ type known struct {
 	table Pieces          // that it was loaded from
 }
 
-// knownPages loads the page index of the parent checkpoint. A parent that
-// cannot be read is as good as none, and so is one whose manifest was made elsewhere: its
-// tables say which page has which hash, and whoever wrote them must be trusted.
-// One that is damaged would damage this one, too.
+// knownPages loads the page index of the parent checkpoint. A parent that cannot be read
+// counts as none. So does one whose manifest was made elsewhere, for the hashes in its page
+// tables are not checked against the pages, and a damaged one, which would damage this
+// checkpoint too.
 func (d *Draft) knownPages(ctx context.Context) (known, error) {
 	if d.row.Parent == "" {
 		return known{}, nil

@@ -32,7 +32,7 @@ type Reader struct {
 	size     int64 // of the manifest
 	surplus  string
 	pieces   *pieces
-	writes   func(int64) // see CountImages; nil: nobody asks
+	writes   func(int64) // see CountImages; nil: not counted
 
 	mu     sync.Mutex // guards what follows
 	lists  map[int]treeList
@@ -55,7 +55,7 @@ func (s *Store) OpenCheckpoint(ctx context.Context, id string) (*Reader, error) 
 	return r, nil
 }
 
-// openReady is OpenCheckpoint for who holds the store's lock already.
+// openReady is OpenCheckpoint for a caller that already holds the store's lock.
 func (s *Store) openReady(ctx context.Context, id string) (*Reader, error) {
 	c, err := s.ready(ctx, id)
 	if err != nil {
@@ -139,10 +139,10 @@ func (r *Reader) Manifest() Manifest { return r.manifest }
 // Digest is the manifest's.
 func (r *Reader) Digest() string { return r.digest }
 
-// Tree streams the n-th list of entries, JSON lines: 0 is that of the
-// upperdir, 1+i that of the i-th volume. Damage is ErrCorrupt: from Read, at
-// the latest in place of io.EOF, or from Close, which reads on to the end for
-// this unless ctx is over. Nobody may rely on what was read before that.
+// Tree streams the n-th list of entries as JSON lines: 0 is the upperdir's, 1+i that of
+// the i-th volume. Damage is ErrCorrupt, returned by Read, at the latest in place of
+// io.EOF, or by Close, which reads on to the end to find it unless ctx is over. Callers
+// must not rely on what they read until then.
 func (r *Reader) Tree(ctx context.Context, n int) (io.ReadCloser, error) { return r.tree(ctx, n) }
 
 func (r *Reader) tree(ctx context.Context, n int) (*proven, error) {

@@ -78,7 +78,7 @@ func TestReclaimFailpoints(t *testing.T) {
 					}
 					look()
 					back := map[string]content{}
-					if draft { // of what was about to go, before anybody cleans up
+					if draft { // of what was about to go, before the sweep
 						for _, i := range []int{0, 2} {
 							c := of(b, fmt.Sprintf("back%d", i), KindFull)
 							back[taken(t, s, c, data[i]).ID] = data[i]

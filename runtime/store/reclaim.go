@@ -19,7 +19,7 @@ import (
 )
 
 const (
-	// reclaimLock keeps two who rearrange packs apart.
+	// reclaimLock keeps two processes from rearranging packs at once.
 	reclaimLock     = ".reclaim"
 	defaultMaxWaste = 0.25
 	defaultWait     = 30 * time.Second
@@ -31,7 +31,7 @@ const (
 type ReclaimOptions struct {
 	MaxWaste float64 // part of a pack that may be of no use before it is rewritten; 0: 0.25, 1: none is
 	DryRun   bool
-	Wait     time.Duration // at most, until nobody drafts or reads; 0: 30 s
+	Wait     time.Duration // at most, for drafts and readers to end; 0: 30 s
 	// Progress is called now and then with bytes copied out of old packs. It may be nil.
 	Progress func(done, total int64)
 	// Rate bounds the bytes a second that are copied; 0: no bound.

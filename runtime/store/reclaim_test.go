@@ -261,7 +261,7 @@ func TestReclaimRefuses(t *testing.T) {
 		_, err := s.Reclaim(ctx, ReclaimOptions{MaxWaste: w})
 		wantErr(t, err, fault.ErrInvalid)
 	}
-	// Somebody reads all the time.
+	// A reader is open all the time.
 	r = must1(s.OpenCheckpoint(ctx, list[1].ID))
 	_, err = s.Reclaim(ctx, ReclaimOptions{MaxWaste: 1e-9, Wait: 20 * time.Millisecond})
 	wantErr(t, err, fault.ErrBusy)
@@ -454,7 +454,7 @@ func TestUsage(t *testing.T) {
 	if got := z.Of([]string{list[2].ID}); got != u.Checkpoints[0].Needs {
 		t.Errorf("one needs %d, want %d", got, u.Checkpoints[0].Needs)
 	}
-	// One that has gone meanwhile takes nothing, and keeps nobody from the others' sizes.
+	// One removed meanwhile takes nothing, and the sizes of the others are still known.
 	if got := z.Of([]string{list[0].ID, list[2].ID}); got != u.Checkpoints[0].Needs {
 		t.Errorf("with one that was removed, %d, want %d", got, u.Checkpoints[0].Needs)
 	}

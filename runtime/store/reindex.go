@@ -27,13 +27,12 @@ type Reindexed struct {
 	Notes       []string // what could not be used, or is not as it was, and why
 }
 
-// Reindex makes the index again from the packs, and the records of checkpoints
-// that have none from their manifests. Records that are there stay as they are.
-// Those made again are ready and not pinned, and foreign unless the disk says that they
-// were made here; tags, how long a sandbox stood
-// frozen and what a checkpoint added are lost, and sandboxes and their heads are
-// left alone. It waits until nobody drafts or reads, for half a minute at most;
-// then it is ErrBusy. A kill leaves everything as it was.
+// Reindex rebuilds the index from the packs, and the records of checkpoints that have none
+// from their manifests. Existing records stay as they are. Rebuilt ones are ready and not
+// pinned, and foreign unless the disk shows that they were made here. Tags, freeze times
+// and added sizes are lost; sandboxes and their heads are left alone. Reindex waits for
+// drafts and readers to end, for half a minute at most, then returns ErrBusy. A kill leaves
+// everything as it was.
 func (s *Store) Reindex(ctx context.Context) (Reindexed, error) {
 	one, err := s.rearrange(ctx, defaultWait)
 	if err != nil {
@@ -85,7 +84,7 @@ func (x *reindex) packs(ctx context.Context) error {
 	}
 	// A piece that is in two packs belongs to the older one, as when it was made.
 	slices.SortFunc(files, func(a, b packFileInfo) int { return cmp.Or(a.created.Compare(b.created), cmp.Compare(a.name, b.name)) })
-	// Nobody else changes packs now, so they are proven before the database is held up.
+	// No other process changes packs now, so they are proven before the database is locked.
 	var sound []packFileInfo
 	for _, f := range files {
 		if err := ctx.Err(); err != nil {

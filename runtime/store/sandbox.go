@@ -26,9 +26,9 @@ type Sandbox struct {
 	Attempt     int
 	Created     time.Time // zero: now
 	Labels      map[string]string
-	Starter     string // who is to start it first; empty: nothing waits for that
+	Starter     string // the process that is to start it first; empty: none waits for that
 	Kept        bool   // stays when it exits, whatever its spec says; see Keep
-	Held        string // why nobody may use it; empty: everybody may; see Hold
+	Held        string // why it must not be used; empty: it may be; see Hold
 	Lease       string // id of the lease that it belongs to; may be empty
 	Group       string // may be empty
 }
@@ -214,7 +214,7 @@ func (s *Store) Keep(ctx context.Context, id string, keep bool) error {
 	})
 }
 
-// Hold records why nobody may use a sandbox, or, empty, that everybody may.
+// Hold records why a sandbox must not be used; an empty why releases it.
 func (s *Store) Hold(ctx context.Context, id, why string) error {
 	if len(why) > maxError {
 		why = why[:maxError]

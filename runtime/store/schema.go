@@ -71,8 +71,8 @@ var migrations = []string{
 		pid INTEGER NOT NULL,
 		started INTEGER NOT NULL
 	) STRICT;`,
-	// The data of checkpoints lies in packs. Those of before hold archives,
-	// which nobody was ever given.
+	// The data of checkpoints lies in packs. The tables before this held archives and were
+	// never released.
 	`CREATE TABLE packs (
 		num INTEGER PRIMARY KEY,
 		name TEXT NOT NULL UNIQUE,
@@ -116,7 +116,7 @@ var migrations = []string{
 		data TEXT NOT NULL
 	) STRICT;
 	CREATE INDEX effect_sandboxes ON effects (sandbox_id, seq);`,
-	// Why nobody may use a sandbox; empty: everybody may.
+	// Why a sandbox must not be used; empty: it may be.
 	`ALTER TABLE sandboxes ADD COLUMN held TEXT NOT NULL DEFAULT '';`,
 	// Leases and groups.
 	`CREATE TABLE leases (

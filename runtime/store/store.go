@@ -6,15 +6,15 @@
 //	state.db              SQLite in WAL mode: sandboxes, checkpoints, journal,
 //	                      and where in which pack a piece is
 //	locks/ID              one flock file per sandbox
-//	locks/store           held shared by drafts and readers, exclusively by
-//	                      whoever takes pieces away
+//	locks/store           held shared by drafts and readers, exclusively to
+//	                      remove pieces
 //	packs/aa/NAME         pieces of data, many to a file (package pack), immutable
 //	packs/tmp-*           packs being written
 //	checkpoints/ID/       one published checkpoint, never changed again:
 //	    manifest.json     canonical JSON; its BLAKE3 digest is the checkpoint's identity
 //	checkpoints/tmp-*     scratch of drafts, and removals under way
 //	checkpoints/failed/ID logs of the newest failures
-//	memory/SANDBOX.N      what is known of a sandbox's N-th tree (overlay.Collect)
+//	memory/SANDBOX.N      file cache of a sandbox's N-th tree (overlay.Collect)
 //	reserve               room for the records that free room on a full disk
 //
 // All data is cut into pieces, each named by the BLAKE3 digest of its bytes and
@@ -109,17 +109,16 @@ func Open(ctx context.Context, root string) (*Store, error) {
 	return s, nil
 }
 
-// keepWAL is up to how many bytes the WAL stays when nobody uses the database any
-// more. The next command reads that much to know it, far below a millisecond.
+// keepWAL is the largest WAL, in bytes, that stays when the last user closes the database.
+// The next command reads that much to open it, which takes far less than a millisecond.
 const keepWAL = 512 << 10
 
 // Close releases the database. Drafts, readers and locks have their own ends.
 //
-// The last one to close it has SQLite move what is in the WAL to state.db, which waits
-// for the disk, and so does the next command, which makes a new WAL. With a
-// short one that is put off: whoever shares the lock that all users of the database
-// share keeps SQLite from it, as any other user would. All that is in the WAL is as durable
-// as it was when it was written.
+// When the last user closes it, SQLite moves the WAL into state.db and waits for the disk,
+// and the next command waits again to create a new WAL. With a short WAL, Close prevents
+// that: it holds a shared lock on the byte range that all users of the database lock, so
+// SQLite finds another user. The content of the WAL is as durable as when it was written.
 func (s *Store) Close() (err error) {
 	defer func() { err = errors.Join(err, s.file.Close()) }()
 	if info, err := os.Lstat(s.dbPath() + "-wal"); err == nil && info.Size() <= keepWAL {
@@ -174,8 +173,8 @@ const (
 	removePrefix = "tmp-rm-"
 )
 
-// makeDirs makes the directories and refuses those that somebody else owns:
-// what they hold is restored as root.
+// makeDirs creates the directories and refuses those that another user owns: their content
+// is restored as root.
 func (s *Store) makeDirs() error {
 	if err := os.MkdirAll(s.root, 0o700); err != nil {
 		return denied(err)
@@ -299,9 +298,9 @@ func (s *Store) openDB(ctx context.Context) (err error) {
 	if err := s.migrate(ctx); err != nil {
 		return err
 	}
-	// In WAL mode nobody who reads waits for who writes, whose connection is taken for
-	// as long as the disk takes, and each query sees all that was committed
-	// before it. There are some, so that a long one keeps no list waiting.
+	// In WAL mode a reader does not wait for the writer, whose connection is busy for as
+	// long as the disk takes, and each query sees all that was committed before it. There
+	// are several connections, so that a long query does not delay a list.
 	read, err := s.connect("deferred", "query_only(ON)")
 	if err != nil {
 		return err
@@ -380,8 +379,8 @@ func transact(ctx context.Context, db interface {
 	}
 }
 
-// within runs fn and commits. What fn panics with goes on once the transaction is
-// rolled back, for nobody could write any more while it is open.
+// within runs fn and commits. A panic of fn continues after the transaction is rolled
+// back: an open one would block all further writes.
 func within(tx *sql.Tx, fn func(*sql.Tx) error) error {
 	defer tx.Rollback() // which does nothing after the commit
 	if err := fn(tx); err != nil {

@@ -436,7 +436,7 @@ func TestWriterHeldUp(t *testing.T) {
 	must(t, <-done)
 }
 
-// A panic in a transaction holds up nobody: it goes on, and nothing of it is written.
+// A panic in a transaction blocks no other writer: it continues, and nothing is written.
 func TestPanicInTransaction(t *testing.T) {
 	root := t.TempDir()
 	s, other := open(t, root), open(t, root)
@@ -518,7 +518,7 @@ func TestWriteIsDurable(t *testing.T) {
 	}
 }
 
-// Whoever reads waits for nobody who writes, and sees what was committed before.
+// A reader does not wait for a writer, and sees what was committed before.
 func TestReadBesideWrite(t *testing.T) {
 	s := open(t, t.TempDir())
 	b := put(t, s, "one")

@@ -34,7 +34,7 @@ type stream struct {
 	whole bool
 
 	now   []byte             // what is left of the segment that is being read
-	queue chan chan [][]byte // nil: nobody reads ahead
+	queue chan chan [][]byte // nil: no read-ahead
 	done  [][]byte
 	work  guard.WaitGroup
 	mu    sync.Mutex

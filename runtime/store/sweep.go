@@ -20,17 +20,17 @@ import (
 // freshLock is how long a lock file of no known sandbox is left alone.
 const freshLock = time.Minute
 
-// RemoveCheckpoint removes a checkpoint, whatever its state, and its tags. Its
-// children and the sandboxes that stood at it get its parent in its place. The
-// pieces stay until they are reclaimed: who reads it meanwhile is not disturbed.
-// Idempotent, and after a crash Sweep, or another call, finishes it.
+// RemoveCheckpoint removes a checkpoint in any state, and its tags. Its children, and
+// sandboxes whose head it was, get its parent instead. The pieces stay until they are
+// reclaimed, so a current reader is not disturbed. Idempotent; after a crash Sweep or
+// another call finishes the removal.
 func (s *Store) RemoveCheckpoint(ctx context.Context, id string) error {
 	_, err := s.remove(ctx, id, "")
 	return err
 }
 
-// RemoveUnpinned is RemoveCheckpoint for one that nobody has pinned by now, and
-// reports whether it was one: what the caller has read of it may be old.
+// RemoveUnpinned is RemoveCheckpoint unless the checkpoint is pinned by now, and reports
+// whether it removed it: the caller may have read an old row.
 func (s *Store) RemoveUnpinned(ctx context.Context, id string) (bool, error) {
 	return s.remove(ctx, id, " AND (removing = 1 OR pinned = 0)")
 }
@@ -42,8 +42,8 @@ func (s *Store) remove(ctx context.Context, id, and string) (removed bool, err e
 	if err := failpoint.Hit("store.remove.before-mark"); err != nil {
 		return false, err
 	}
-	// From here on it is not ready any more, so that nobody is offered a
-	// checkpoint whose files are on their way out.
+	// From here on it is not ready, so that a checkpoint whose files are being removed is
+	// not offered to any caller.
 	stays := false
 	err = s.release(ctx, "remove a checkpoint", func(tx *sql.Tx) error {
 		res, err := tx.ExecContext(ctx, "UPDATE checkpoints SET status = 'failed', error = 'its removal was interrupted', removing = 1 WHERE id = ?"+and, id)
@@ -124,14 +124,14 @@ func (s *Store) finishRemoval(ctx context.Context, id string) error {
 	return errors.Join(os.RemoveAll(gone), os.RemoveAll(filepath.Join(s.failedDir(), id)))
 }
 
-// Sweep finishes or undoes what killed processes left behind, and returns one
-// sentence per deed. It touches nothing of a sandbox whose lock somebody
-// holds. One failing step does not stop the others.
+// Sweep finishes or undoes what killed processes left behind, and returns one sentence per
+// action. It touches nothing of a sandbox that is locked. One failing step does not stop
+// the others.
 func (s *Store) Sweep(ctx context.Context) ([]string, error) {
 	var did []string
 	var errs []error
-	// Directories are listed before rows: a draft's row is older than its
-	// directory, so one that is in the list and has no row is nobody's.
+	// Directories are listed before rows: a draft's row is older than its directory, so a
+	// listed directory without a row belongs to no draft.
 	entries, err := os.ReadDir(s.checkpointsDir())
 	if err != nil {
 		return nil, err
@@ -172,8 +172,8 @@ func (s *Store) Sweep(ctx context.Context) ([]string, error) {
 		said, err := s.settle(ctx, r.id, r.sandbox, r.name)
 		did, errs = append(did, said...), append(errs, err)
 	}
-	// What is removed has no row any more that could tell whether somebody is
-	// still at it.
+	// A removed checkpoint may have no row any more, so only removalLock shows whether
+	// its removal is still under way.
 	removals, err := s.flockAs(ctx, removalLock, "sweep", 0, 0)
 	if err != nil && !errors.Is(err, fault.ErrBusy) {
 		errs = append(errs, err)
@@ -211,12 +211,12 @@ func (s *Store) Sweep(ctx context.Context) ([]string, error) {
 	return did, errors.Join(errs...)
 }
 
-// sweepPacks removes packs that were not finished, and those without a row.
-// Either may be of a draft under way, so that nobody may be drafting. foreign
-// says that there are checkpoints without a record: then packs without one are
-// theirs, for all that is known, and a new index can be made of them.
+// sweepPacks removes unfinished packs and those without a row. Either may belong to a
+// running draft, so it needs the store exclusively. foreign says that there are
+// checkpoints without a record: packs without one may be theirs, and stay, for Reindex can
+// rebuild the index from them.
 func (s *Store) sweepPacks(ctx context.Context, foreign bool) (did []string, err error) {
-	// Most of the time there is nothing, and nobody is to wait for that.
+	// Usually there is nothing to sweep, and then no process should wait for the lock.
 	if some, err := s.packsLeft(ctx); err != nil || !some {
 		return nil, err
 	}
@@ -289,7 +289,7 @@ func (s *Store) goOnRemoving(ctx context.Context, id, sandbox string) (did []str
 		return nil, err
 	}
 	defer l.Unlock()
-	// Whoever removes it may have ended that since it was listed.
+	// Another process may have finished the removal since it was listed.
 	if now, err := s.checkpoints(ctx, "WHERE id = ?", id); err != nil || len(now) == 0 {
 		return nil, err
 	}
@@ -310,7 +310,7 @@ func (s *Store) settle(ctx context.Context, id, sandbox, name string) (did []str
 		return nil, err
 	}
 	defer l.Unlock()
-	// Whoever made it may have ended it since it was listed.
+	// The process that made it may have ended it since it was listed.
 	now, err := s.checkpoints(ctx, "WHERE id = ?", id)
 	if err != nil || len(now) == 0 || now[0].Status != Pending {
 		return nil, err
@@ -358,7 +358,7 @@ func (s *Store) Settle(ctx context.Context, id string) (ready bool, err error) {
 	if err := failpoint.Hit("store.sweep.before-discard"); err != nil {
 		return false, err
 	}
-	// A pack of its own, if it has one, is nobody's now, and swept.
+	// A pack of its own, if it has one, belongs to no checkpoint now and is swept.
 	return false, errors.Join(s.discard(id), s.setFailed(ctx, id, reason))
 }
 
@@ -495,9 +495,8 @@ func (s *Store) sweepLocks(ctx context.Context) error {
 	}
 	var errs []error
 	for _, e := range entries {
-		// Even to try a lock is to hold it for a moment, so only those are
-		// tried that nobody can want. A fresh one may be of a sandbox that is
-		// being created.
+		// Even trying a lock holds it for a moment, so only locks of unknown sandboxes are
+		// tried. A fresh one may belong to a sandbox that is being created.
 		info, err := e.Info()
 		// A lock may be of one aspect of a sandbox: ID.ASPECT.
 		id, _, _ := strings.Cut(e.Name(), ".")

@@ -213,7 +213,7 @@ func (v *verification) footers(ctx context.Context, look bitset) error {
 			v.proven[p] = true
 		case errors.Is(err, fault.ErrCorrupt) || errors.Is(err, os.ErrNotExist) || unreadable(err):
 			v.packs[p] = err.Error()
-			// Without reading data this counts against who needs the pieces.
+			// If data is not read, this counts against the checkpoints that need the pieces.
 			if v.o.ReadData || counts[p] == 0 {
 				v.note("pack %s: %v", cat.packs[p].name, err)
 			}

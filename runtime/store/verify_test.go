@@ -15,7 +15,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// TestFlips turns bits all over a store: what is found must be exactly who is hurt.
+// TestFlips flips bits all over a store: Verify must name exactly the damaged checkpoints.
 func TestFlips(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())

@@ -22,8 +22,8 @@ func (s *blobSet) find(id ID) int {
 	return int(s.slots[s.slot(id)]) - 1
 }
 
-// slot returns where in slots a piece is, or would be. Its digest is as good as
-// random, whoever chose the data: nobody makes many that begin alike.
+// slot returns the index in slots at which a piece is, or would be. A digest is as good as
+// random even if an attacker chose the data: making many with equal prefixes is infeasible.
 func (s *blobSet) slot(id ID) int {
 	mask := uint64(len(s.slots) - 1)
 	at := binary.LittleEndian.Uint64(id[:]) & mask

@@ -24,11 +24,11 @@ type PageIndex struct {
 	parts int   // of that table
 }
 
-// LoadPageIndex makes the index of an image from its table, which r reads to
-// its end, and its recipe; pieces that the recipe does not use are passed over.
-// parts is of how many parts (Pages.Table) the table was put together. A table
-// that is wrong is ErrCorrupt. The table is believed: it has to come from
-// whoever cut the image, for pages are not read again to prove their hashes.
+// LoadPageIndex builds the index of an image from its table, which it reads from r to the
+// end, and its recipe; pieces that the recipe does not use are skipped. parts is the
+// number of parts (Pages.Table) the table was joined from. A malformed table is
+// ErrCorrupt. The hashes are trusted: the table must come from the process that cut the
+// image, for pages are not read again to prove them.
 func LoadPageIndex(r io.Reader, recipe []Segment, parts int) (*PageIndex, error) {
 	x := &PageIndex{find: map[uint64]uint32{}, parts: parts}
 	uses := map[ID]struct{}{}

@@ -59,7 +59,7 @@ type block struct {
 	data   []byte
 	hashes []PageHash // of the whole pages in data
 	err    error      // of the reader, after data
-	bad    error      // of who hashes
+	bad    error      // from hashing
 	done   chan struct{}
 }
 

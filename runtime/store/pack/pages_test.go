@@ -228,7 +228,7 @@ func (d *defective) Read(p []byte) (int, error) {
 	return n, nil
 }
 
-// A panic of who is read ahead is an error, not the end of what there is.
+// A panic of the reader is an error, not the end of the data.
 func TestCutPagesPanics(t *testing.T) {
 	s := &shelf{}
 	_, err := CutPages(&defective{left: 5 << 20}, nil, s.add)

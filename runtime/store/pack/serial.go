@@ -20,7 +20,7 @@ type Serial struct {
 	blobs []Blob
 }
 
-// NewSerial begins a pack. Finish ends it; who gives it up has nothing to close.
+// NewSerial begins a pack. Finish ends it; an abandoned one needs no cleanup.
 func NewSerial(w io.Writer) (*Serial, error) {
 	enc, err := newEncoder(zstd.SpeedDefault, 1)
 	if err != nil {

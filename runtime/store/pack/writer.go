@@ -38,18 +38,18 @@ type Info struct {
 	Temp  string // where it lies; the caller moves it to its name. Empty: there was no piece, and there is no file
 	Name  string // 64 hex digits
 	Bytes int64  // size of the file
-	Blobs []Blob // in the order of offsets; whoever changes it cannot ask the Writer any more
+	Blobs []Blob // in the order of offsets; a caller that changes it can no longer query the Writer
 }
 
-// Writer writes a pack. Its methods are safe for concurrent use. Finish and
-// Abort end it; whoever adds after that is told so by ErrState.
+// Writer writes a pack. Its methods are safe for concurrent use. Finish and Abort end it;
+// after that Add returns ErrState.
 type Writer struct {
 	dir   string
 	room  *semaphore.Weighted
 	queue chan job
 	work  guard.WaitGroup
 
-	adding sync.WaitGroup // who is between the check of ended and the queue
+	adding sync.WaitGroup // adders between the check of ended and the queue
 
 	mu    sync.Mutex
 	ended bool
