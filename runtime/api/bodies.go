@@ -146,8 +146,8 @@ func upload[O any](h *Handler, method, path, summary, media string, do func(cont
 	}}
 }
 
-// identities puts a file of keys that the caller sent where a path leads to it,
-// and nobody else: into memory.
+// identities puts a file of keys from the request into memory, where only its path leads
+// to it.
 func identities(r *http.Request) (path string, done func() error, err error) {
 	none := func() error { return nil }
 	text := r.Header.Get(headerIDs)

@@ -436,7 +436,7 @@ func (c *Client) download(ctx context.Context, route string, q url.Values, w io.
 	return c.cutOff(ctx, toLook, decodeStatus(resp.Trailer.Get(trailerStatus)))
 }
 
-// wroteWriter tells the error of its writer from that of whoever writes to it.
+// wroteWriter records the error of its writer, to distinguish it from one of the source.
 type wroteWriter struct {
 	w   io.Writer
 	err error
@@ -448,8 +448,8 @@ func (w *wroteWriter) Write(p []byte) (n int, err error) {
 	return n, err
 }
 
-// send has a verb done with a stream. The caller's reader is read by nobody any
-// more when it returns, unless it is in the middle of a Read that does not end.
+// send performs a verb with a stream. It does not read from r after it returns, unless a
+// Read that does not end is under way.
 func send[O any](ctx context.Context, c *Client, method, route string, q url.Values, r io.Reader, header http.Header) (out O, err error) {
 	own := &ownReader{r: r}
 	resp, err := c.exchange(ctx, method, route, q, own, header)

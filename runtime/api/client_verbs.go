@@ -85,7 +85,7 @@ func (c *Client) valuesOf(ctx context.Context, sandbox string, given []runtime.S
 
 func pulled(fn func(image.Progress)) func([]byte) error { return decoded(fn) }
 
-// decoded hands progress of any kind to fn; nil: nobody asks.
+// decoded decodes progress of any kind for fn; if fn is nil, it returns nil.
 func decoded[P any](fn func(P)) func([]byte) error {
 	if fn == nil {
 		return nil

@@ -76,13 +76,13 @@ func (h *Handler) events(w http.ResponseWriter, r *http.Request) *events {
 	guard.Go(func() {
 		defer close(e.done)
 		for v := range e.waiting {
-			_ = guard.Do(func() error { return e.send(eventProgress, v) }) // whoever asked is gone
+			_ = guard.Do(func() error { return e.send(eventProgress, v) }) // an error means that the caller is gone
 		}
 	})
 	return e
 }
 
-// progress may be called after the end: whoever reports need not be waited for.
+// progress may be called after the end, so the reporter need not be waited for.
 func (e *events) progress(v any) {
 	e.ending.Lock()
 	defer e.ending.Unlock()
@@ -125,7 +125,7 @@ func (e *events) end(out any, err error) {
 	e.close()
 	if err != nil {
 		failedWith(e.to, problem(err).Code)
-		_ = e.send(eventProblem, problemWith(err, out)) // whoever asked is gone
+		_ = e.send(eventProblem, problemWith(err, out)) // an error means that the caller is gone
 		return
 	}
 	_ = e.send(eventResult, out)
@@ -139,7 +139,7 @@ func (h *Handler) stream(w http.ResponseWriter, r *http.Request, do func(ctx con
 	defer cancel()
 	if _, _, err := kept(ctx, h, func() (None, error) { return None{}, do(ctx, e) }); err != nil {
 		failedWith(w, problem(err).Code)
-		_ = e.send(eventProblem, problem(err)) // whoever asked is gone
+		_ = e.send(eventProblem, problem(err)) // an error means that the caller is gone
 		return
 	}
 	_ = e.send(eventEnd, None{})
@@ -243,7 +243,7 @@ type RestoreProgress struct {
 	Phase runtime.Phase `json:"phase"`
 }
 
-// restored hands the progress of a restore to whom it is for.
+// restored passes the progress of a restore to the callback for its phase.
 func restored(opts runtime.RestoreOptions) func([]byte) error {
 	if opts.Progress == nil && opts.Pull.Progress == nil {
 		return nil

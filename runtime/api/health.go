@@ -17,7 +17,7 @@ type Health struct {
 	Started time.Time `json:"started"`
 }
 
-// healthRoutes are for those who look at status codes: probes, and Prometheus.
+// healthRoutes serve clients that look at status codes: probes, and Prometheus.
 func (h *Handler) healthRoutes() []route {
 	began := time.Now().UTC()
 	return []route{
@@ -43,7 +43,7 @@ func (h *Handler) readyz(w http.ResponseWriter, r *http.Request) {
 	if !report.OK {
 		w.WriteHeader(http.StatusServiceUnavailable)
 	}
-	_, _ = w.Write(append(data, '\n')) // whoever asked is gone
+	_, _ = w.Write(append(data, '\n')) // an error means that the caller is gone
 }
 
 // Health tells that the service is alive.

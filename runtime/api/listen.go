@@ -39,7 +39,7 @@ func Listen(path string) (*net.UnixListener, error) {
 	if err := os.MkdirAll(filepath.Dir(path), 0o711); err != nil {
 		return nil, err
 	}
-	// Two services that begin at once must not both find nobody there.
+	// Without the lock, two services that start at once might both find the socket unused.
 	lock, err := flock.Lock(context.Background(), path+".lock", 0)
 	if err != nil {
 		return nil, err
@@ -55,7 +55,7 @@ func Listen(path string) (*net.UnixListener, error) {
 			return nil, err
 		}
 	}
-	// Nobody but root gets in before the socket has its group.
+	// Only root may connect before the socket has its group.
 	old := unix.Umask(0o177)
 	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
 	unix.Umask(old)
@@ -75,7 +75,7 @@ func Listen(path string) (*net.UnixListener, error) {
 	return l, nil
 }
 
-// peer is who is at the other end of a connection.
+// peer identifies the other end of a connection.
 type peer struct {
 	UID, GID uint32
 	Pid      int32
@@ -92,7 +92,7 @@ func (p peer) attrs() []any {
 	return []any{"client_uid", p.UID, "client_gid", p.GID, "client_pid", p.Pid}
 }
 
-// caller is who a verb is done for.
+// caller returns p as the Caller of a verb.
 func (p peer) caller() runtime.Caller {
 	return runtime.Caller{UID: p.UID, GID: p.GID, Pid: int(p.Pid), Client: p.Subject, Address: p.Address}
 }
@@ -119,7 +119,7 @@ func (p peer) String() string {
 
 type peerKey struct{}
 
-// peerOf is the peer of a request; of one that came by no socket, nobody's.
+// peerOf returns the peer of a request, or the zero peer if the request came by no socket.
 func peerOf(r *http.Request) peer {
 	if r.TLS != nil { // with a certificate, or there would be no request
 		p := peer{Address: r.RemoteAddr, denied: true}
@@ -133,9 +133,8 @@ func peerOf(r *http.Request) peer {
 	return p
 }
 
-// Serve answers on l until ctx ends, and then drains. Callers are root and the
-// members of the socket's group; and of those that ListenTLS made, whoever has a
-// certificate.
+// Serve answers on l until ctx ends, and then drains. It admits root and the members of
+// the socket's group and, on listeners made by ListenTLS, clients with a certificate.
 func Serve(ctx context.Context, l *net.UnixListener, h *Handler, more ...net.Listener) error {
 	gid, err := groupOf(l)
 	if err != nil {
@@ -150,7 +149,7 @@ func Serve(ctx context.Context, l *net.UnixListener, h *Handler, more ...net.Lis
 		Handler: h, ReadHeaderTimeout: min(10*time.Second, h.opts.Body), IdleTimeout: 2 * time.Minute, MaxHeaderBytes: maxHeader,
 		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
 			own, ok := c.(*conn)
-			if !ok { // by TLS, which has yet to say who that is
+			if !ok { // TLS: the certificate identifies the peer later
 				return ctx
 			}
 			p, err := peerAt(own.Conn.(*net.UnixConn), gid)
@@ -209,7 +208,7 @@ func groupOf(l *net.UnixListener) (uint32, error) {
 	return info.Sys().(*syscall.Stat_t).Gid, nil
 }
 
-// peerAt asks the kernel who connected.
+// peerAt asks the kernel for the credentials of the peer.
 func peerAt(c *net.UnixConn, group uint32) (p peer, err error) {
 	raw, err := c.SyscallConn()
 	if err != nil {
@@ -230,8 +229,8 @@ func peerAt(c *net.UnixConn, group uint32) (p peer, err error) {
 	if err = errors.Join(err, inner); err != nil {
 		return p, err
 	}
-	// The socket is root's group's where there is no group for it: to be in that
-	// gives nobody root's rights.
+	// Without a group of its own the socket belongs to root's group; membership of that
+	// group does not grant root's rights.
 	p.denied = p.UID != 0 && (group == 0 || p.GID != group && !slices.Contains(groups, group))
 	return p, nil
 }

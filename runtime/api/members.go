@@ -8,10 +8,10 @@ import (
 	"strings"
 )
 
-// checkMembers refuses what encoding/json lets pass: a member that is there twice,
-// of which the last counts, and one in another case than its name's, which counts
-// as that. Whoever judges a request before us may have seen the other one. data
-// has been read into a value of the type.
+// checkMembers refuses what encoding/json accepts: a duplicate member, of which the last
+// counts, and one that differs from its name in case, which counts as that name. A policy
+// that judged the request before us may have read the other one. data has been decoded
+// into a value of the type.
 func checkMembers(data []byte, t reflect.Type) error {
 	return walkMembers(json.NewDecoder(bytes.NewReader(data)), t)
 }

@@ -23,9 +23,9 @@ type request[I any] struct {
 	report func(any) // tells the caller how far it is; nil: it does not want to know
 }
 
-// LabelRequest is the label of sandboxes and checkpoints that were made for an
-// idempotency key. Its value is known to nobody before they are there: a second
-// try finds by it what the first has made, and nothing else.
+// LabelRequest is the label of sandboxes and checkpoints made for an idempotency key. Its
+// value is secret until they exist, so a second attempt finds by it what the first has
+// made, and nothing else.
 const LabelRequest = "agentbox.request"
 
 // label marks what is made for a key.

@@ -21,7 +21,7 @@ type health struct {
 	at     time.Time
 }
 
-// examine looks at the host, once for all who ask meanwhile.
+// examine inspects the host, once for all concurrent callers.
 func (h *Handler) examine(ctx context.Context) (doctor.Report, error) {
 	if h.opts.Examine == nil {
 		return doctor.Report{}, fmt.Errorf("%w: this service cannot look at its host", runtime.ErrUnsupported)

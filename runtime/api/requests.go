@@ -33,11 +33,11 @@ const (
 	maxAnswer   = 1 << 20  // of an answer that is remembered
 )
 
-// requests remembers, a file for each key, what was done for whom: that it was
-// begun before the verb begins, its answer when it succeeds. A verb that fails
-// has done nothing, and is forgotten, unless it says that it has done something.
-// So a file without an answer that nobody is at is that of a verb that may or may
-// not have been done: the service was killed, or the verb failed halfway.
+// requests records what was done for an idempotency key of a caller, one file per key: that
+// the verb was begun, before it begins, and its answer if it succeeds. The record of a verb
+// that fails is removed, unless the verb says that it has done something. So a file without
+// an answer and without a live request belongs to a verb that may or may not have been
+// done: the service was killed, or the verb failed halfway.
 type requests struct {
 	dir string
 	log *slog.Logger
@@ -126,8 +126,8 @@ func (s *requests) read(file string) (*record, error) {
 	return rec, nil
 }
 
-// finish remembers the answer, or forgets that there was a request. In every
-// case nobody is at it any more.
+// finish records the answer, or removes the record of the request. In every case the
+// request is no longer live.
 func (s *requests) finish(rec *record, out any, failed error) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()

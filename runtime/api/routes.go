@@ -463,7 +463,7 @@ func (h *Handler) checkpointRoutes() []route {
 	}
 }
 
-// counted is what a verb is to tell its progress; nil: nobody asked.
+// counted returns the callback for a verb's progress, or nil if it was not requested.
 func counted[I any](r *request[I]) runtime.Progress {
 	if r.report == nil {
 		return nil

@@ -41,7 +41,7 @@ type Options struct {
 	// keys are refused.
 	Requests string
 	Info     Info
-	// Examine tells what this host can do; nil: nobody knows.
+	// Examine reports what this host can do; nil: unsupported.
 	Examine func(context.Context) doctor.Report
 	Log     *slog.Logger // nil: slog.Default
 	// Before puts what killed processes left in order, and is called before each
@@ -64,7 +64,7 @@ type Options struct {
 	// Queue is how many wait for their turn before others are refused; 0: 256, half
 	// of the connections, so that those that only look still get in.
 	Queue int
-	// TurnTime is after how long somebody else has a turn too; 0: 10 s.
+	// TurnTime is how long a turn lasts before another caller gets one too; 0: 10 s.
 	TurnTime time.Duration
 	// Metrics are counted there; nil: of the handler alone.
 	Metrics *Metrics
@@ -132,7 +132,7 @@ func New(svc runtime.Service, opts Options) (*Handler, error) {
 	}
 	h.mux.HandleFunc("GET /openapi.json", func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("Content-Type", "application/json")
-		_, _ = w.Write(openAPI) // whoever asked is gone
+		_, _ = w.Write(openAPI) // an error means that the caller is gone
 	})
 	h.mux.HandleFunc("DELETE /v1/requests/{request}", h.cancel)
 	h.mux.HandleFunc("/", h.nowhere)
@@ -191,15 +191,15 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	h.answer(seen, r)
 }
 
-// kept calls a verb. A panic in it is its own failure, and nobody else's; what that has left
-// is brought to its end, as if the verb had been killed.
+// kept calls a verb. A panic fails only that verb; what it left behind is recovered as if
+// the verb had been killed.
 func kept[O any](ctx context.Context, h *Handler, do func() (O, error)) (out O, panicked bool, err error) {
 	err = guard.Do(func() (err error) {
 		out, err = do()
 		return err
 	})
 	if p := (*guard.Panic)(nil); errors.As(err, &p) {
-		goruntime.GC() // with which locks go that nobody can let go any more
+		goruntime.GC() // frees locks whose holder panicked
 		_ = h.before(context.WithoutCancel(ctx))
 		return out, true, err
 	}
@@ -218,7 +218,7 @@ func (h *Handler) answer(w *statusWriter, r *http.Request) {
 		}
 		p := guard.Caught(v)
 		if w.status == 0 {
-			w.Header().Set("Connection", "close") // nobody knows what was read of it
+			w.Header().Set("Connection", "close") // how much of the body was read is unknown
 			writeProblem(w, p)
 			return
 		}
@@ -319,7 +319,7 @@ func (h *Handler) Alive(ctx context.Context) error {
 	return nil
 }
 
-// nowhere is where what nobody reads is written.
+// nowhere discards a response.
 type nowhere struct{}
 
 func (nowhere) Header() http.Header         { return http.Header{} }
@@ -346,8 +346,8 @@ func (h *Handler) Drain(ctx context.Context) {
 	<-done
 }
 
-// cancel ends a request as a Ctrl-C ends a command: it undoes what it began, and
-// then answers whoever waits for it.
+// cancel ends a request as Ctrl-C ends a command: the request undoes what it began and then
+// answers its caller.
 func (h *Handler) cancel(w http.ResponseWriter, r *http.Request) {
 	h.mu.Lock()
 	cancel, ok := h.running[peerOf(r).identity()+" "+r.PathValue("request")]
@@ -529,7 +529,7 @@ func (h *Handler) writeJSON(w http.ResponseWriter, r *http.Request, v any) {
 	}
 	data = append(data, '\n')
 	w.Header().Set("Content-Length", strconv.Itoa(len(data)))
-	_, _ = h.writer(w).Write(data) // whoever asked is gone
+	_, _ = h.writer(w).Write(data) // an error means that the caller is gone
 }
 
 func writeProblem(w http.ResponseWriter, err error) { writeAProblem(w, problem(err)) }
@@ -546,7 +546,7 @@ func writeAProblem(w http.ResponseWriter, p Problem) {
 		w.Header().Set("Retry-After", strconv.Itoa(p.RetryAfter))
 	}
 	w.WriteHeader(p.Status)
-	_, _ = w.Write(append(data, '\n')) // whoever asked is gone
+	_, _ = w.Write(append(data, '\n')) // an error means that the caller is gone
 }
 
 // statusWriter remembers the status for the log.

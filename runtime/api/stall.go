@@ -7,8 +7,8 @@ import (
 	"time"
 )
 
-// lastTime is how long the callers of a service that has ended may take for what
-// they are still told, and how long one may go on to send what nobody reads.
+// lastTime is how long a service that has ended waits for callers to take their last
+// answers, and how long it drains an upload that is no longer read.
 const lastTime = 5 * time.Second
 
 // maxUnread bounds what is read of an upload after its answer.

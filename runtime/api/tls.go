@@ -15,7 +15,7 @@ import (
 // TLSFiles are the PEM files of one side of mutual TLS. There is no other TCP.
 type TLSFiles struct {
 	Cert, Key string
-	CA        string // who signs the other side's certificates
+	CA        string // the authority that signs the other side's certificates
 }
 
 // config is what both sides have in common.
@@ -38,8 +38,8 @@ func (f TLSFiles) config() (*tls.Config, *x509.CertPool, error) {
 	return &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{cert}, NextProtos: []string{"http/1.1"}}, pool, nil
 }
 
-// ListenTLS listens at a TCP address for who has a certificate of the authority.
-// As many connections are served as at the socket, which these cannot take away.
+// ListenTLS listens at a TCP address for clients with a certificate of the authority. It
+// serves as many connections as the socket does, without taking any from it.
 func ListenTLS(address string, files TLSFiles) (net.Listener, error) {
 	config, pool, err := files.config()
 	if err != nil {

@@ -34,10 +34,9 @@ func looks(r *http.Request, route string) bool {
 	return reads && r.Header.Get("Upgrade") == "" || looksBy[route]
 }
 
-// traced begins the span of a request, if there is to be one: what only looks begins
-// no trace, and which service this is, as clients ask before all else, is in none. It
-// has the route, not the path, and no query: these may have in them what is nobody
-// else's.
+// traced begins the span of a request, if there is to be one: a request that only reads
+// begins no trace, and /v1/info, which clients ask for before all else, is in none. The
+// span has the route, not the path or the query, which may hold confidential data.
 func (h *Handler) traced(ctx context.Context, r *http.Request) (_ context.Context, end func(*statusWriter)) {
 	none := func(*statusWriter) {}
 	if h.opts.Tracer == nil {

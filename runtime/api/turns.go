@@ -218,8 +218,8 @@ func (t *turn) let(over bool) {
 	}
 }
 
-// aside gives the turn away while the verb waits for somebody who may need one, until
-// back is called. Then the verb goes on at once: with a turn if there is one.
+// aside gives the turn away, until back is called, while the verb waits for a party that may
+// need one itself. Then the verb goes on at once: with a turn if one is free.
 func (t *turn) aside() (back func()) {
 	t.let(false)
 	return func() {
@@ -248,7 +248,7 @@ func (r route) heavily() route {
 	return r
 }
 
-// Streams between a verb and its caller, who may be slow.
+// Streams between a verb and its caller, which may be slow.
 
 type asideReader struct {
 	io.Reader

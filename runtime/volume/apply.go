@@ -169,8 +169,8 @@ func changes(ctx context.Context, from, upper string) ([]runtime.Change, error) 
 	return list, err
 }
 
-// apply carries a plan out. On error everything is as it was, but for what
-// another try, by whoever takes the lock next, is to take back.
+// apply carries a plan out. On error everything is as it was, except for what the next
+// holder of the lock has to roll back.
 func (t *txn) apply(ctx context.Context, upper *root) (err error) {
 	if err := os.RemoveAll(t.path()); err != nil {
 		return err
@@ -361,7 +361,7 @@ func (t *txn) write() error {
 func (t *txn) setDir(d dirOp, back bool) error {
 	dir, err := t.from.sub(string(d.Path))
 	if back && gone(err) {
-		return nil // removed by somebody else
+		return nil // removed by another process
 	}
 	if err != nil {
 		return conflict(d.Path, err)
@@ -383,8 +383,7 @@ func (t *txn) setDir(d dirOp, back bool) error {
 	return nil
 }
 
-// conflict is what an apply ends with when somebody else changed the original
-// under its hands.
+// conflict is the error of an apply during which another process changed the original.
 func conflict(rel []byte, err error) error {
 	if err == nil {
 		err = errors.New("it is not as it was a moment ago")
@@ -407,7 +406,7 @@ func copyTree(ctx context.Context, from, to string) error {
 		return errors.Join(err, w.Close())
 	})
 	_, err = overlay.Apply(ctx, r, to, overlay.ApplyOptions{})
-	_ = r.Close() // ends a capture that nobody reads any more
+	_ = r.Close() // ends a capture that is no longer read
 	if e := <-captured; e != nil && (err == nil || !errors.Is(e, errPipe)) {
 		return e
 	}

@@ -44,7 +44,7 @@ func (b Backend) Adopt(_ context.Context, ref string) (runtime.Spec, error) {
 	}, nil
 }
 
-// Inspect looks at a volume. It runs as long as somebody uses it.
+// Inspect describes a volume. It counts as running while it is in use.
 func (b Backend) Inspect(ctx context.Context, id string) (c runtime.Container, err error) {
 	rec, err := b.find(id)
 	if err != nil {
@@ -72,14 +72,14 @@ func (b Backend) Inspect(ctx context.Context, id string) (c runtime.Container, e
 	return c, nil
 }
 
-// Start does nothing: a volume is mounted when somebody comes to use it.
+// Start does nothing: a volume is mounted when a caller comes to use it.
 func (b Backend) Start(_ context.Context, id string, _ runtime.StartOptions) (func() error, error) {
 	_, err := b.find(id)
 	return nil, err
 }
 
-// Stop unmounts a volume that nobody uses; one in use is ErrState, since its
-// containers are not agentbox's to stop.
+// Stop unmounts an unused volume; for one in use it returns ErrState, since agentbox must
+// not stop the containers that use it.
 func (b Backend) Stop(ctx context.Context, id string, _ runtime.StopOptions) error {
 	rec, unlock, err := b.locked(ctx, id)
 	if err != nil {
@@ -143,9 +143,8 @@ const settling = 5 * time.Second
 // to start a container.
 const settlingPoll = 50 * time.Millisecond
 
-// Pause freezes every container that uses the volume and runs. It keeps others
-// from being started with it, and fails when somebody writes to the volume whom
-// it cannot freeze.
+// Pause freezes every running container that uses the volume. It keeps others from being
+// started with it, and fails if a process that it cannot freeze uses the volume.
 func (b Backend) Pause(ctx context.Context, id string) (err error) {
 	rec, unlock, err := b.locked(ctx, id)
 	if err != nil {
@@ -192,7 +191,7 @@ func (b Backend) Pause(ctx context.Context, id string) (err error) {
 			}
 			err := b.engine.Pause(ctx, c.ID)
 			if errors.Is(err, fault.ErrNotFound) || errors.Is(err, fault.ErrState) {
-				// It ended, or was paused by somebody else, who wants it so.
+				// It exited, or was paused by another program and stays paused.
 				p.List = p.List[:len(p.List)-1]
 				err = note()
 			}
@@ -214,8 +213,8 @@ func (b Backend) Pause(ctx context.Context, id string) (err error) {
 	return fmt.Errorf("volume %s: %w: a container that uses it is starting or stopping, for more than %v", rec.Name, fault.ErrBusy, settling)
 }
 
-// allFrozen fails when somebody uses the volume who is none of the containers
-// that the engine knows.
+// allFrozen fails if the volume is mounted in a mount namespace that belongs to none of
+// the containers the engine knows.
 func (b Backend) allFrozen(rec stored, u usage) error {
 	known := map[uint64]bool{}
 	for _, c := range u.users {
@@ -321,8 +320,8 @@ func freezerOf(pid int) string {
 	return unified
 }
 
-// Wait returns at once for a volume that nobody uses. Its users' exit codes
-// are not its own.
+// Wait returns at once for an unused volume, and fails for one in use: the exit codes of
+// its users are not its own.
 func (b Backend) Wait(ctx context.Context, id string) (int, error) {
 	c, err := b.Inspect(ctx, id)
 	if err == nil && c.Status != runtime.Exited {
@@ -331,7 +330,7 @@ func (b Backend) Wait(ctx context.Context, id string) (int, error) {
 	return 0, err
 }
 
-// Remove deletes a volume that nobody uses.
+// Remove deletes an unused volume.
 func (b Backend) Remove(ctx context.Context, id string) error {
 	rec, err := b.find(id)
 	if errors.Is(err, fault.ErrNotFound) {
@@ -343,7 +342,7 @@ func (b Backend) Remove(ctx context.Context, id string) error {
 	return b.Volumes.Remove(ctx, rec.Name)
 }
 
-// Mount gives fn the files, whoever else uses them.
+// Mount calls fn with the files, even while the volume is in use.
 func (b Backend) Mount(ctx context.Context, id string, fn func(root string) error) error {
 	rec, err := b.find(id)
 	if err != nil {

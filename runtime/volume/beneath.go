@@ -21,9 +21,9 @@ import (
 	"github.com/agentbox/agentbox/overlay"
 )
 
-// root is a directory below which files are reached by relative paths, one
-// component after the other: no symlink is followed and no mount crossed,
-// whatever somebody puts there meanwhile.
+// root is a directory below which files are reached by relative paths, one component after
+// the other: no symlink is followed and no mount crossed, whatever another process puts
+// there meanwhile.
 type root struct {
 	*os.File
 	mount    uint64
@@ -185,8 +185,8 @@ type attrs struct {
 	Xattrs map[string][]byte `json:"xattrs,omitempty"`
 }
 
-// The kernel hides its own attributes from the users of an overlay, and shows
-// those that are called like them because somebody escaped them.
+// The kernel hides its own attributes from the users of an overlay, and shows an attribute
+// of such a name only if it is stored escaped.
 const (
 	overlayXattr = "trusted.overlay."
 	escapedXattr = "trusted.overlay.overlay."
@@ -288,9 +288,9 @@ func xattrs(p string, list func(string, []byte) (int, error), get func(string, s
 	return out, nil
 }
 
-// fingerprint sums up a file, or a directory with all below it, so that a change
-// by anybody else shows. What a rename changes is not part of it. Empty:
-// there is nothing.
+// fingerprint sums up a file, or a directory with everything below it, so that a change by
+// another process shows. It leaves out what a rename changes. It returns "" if rel does
+// not exist.
 func (r *root) fingerprint(rel string) (string, error) {
 	d, name, err := r.parent(rel)
 	if gone(err) {

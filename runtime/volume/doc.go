@@ -1,11 +1,11 @@
 // Package volume owns copy-on-write volumes: a directory that stays as it is,
 // and an upperdir that holds what the users of the volume change.
 //
-//	ROOT/volumes/NAME/volume.json   what was asked for
+//	ROOT/volumes/NAME/volume.json   how it was requested
 //	ROOT/volumes/NAME/upper, work   the changes
-//	ROOT/volumes/NAME/merged        where it is mounted while somebody uses it
+//	ROOT/volumes/NAME/merged        where it is mounted while in use
 //	ROOT/volumes/NAME/lower         in place of the directory, if there is none
-//	ROOT/volumes/NAME/refs.json     who has asked for the mount, this boot
+//	ROOT/volumes/NAME/refs.json     callers that have mounted it since boot
 //	ROOT/volumes/NAME/paused.json   which containers a checkpoint holds frozen
 //	ROOT/volumes/NAME/apply         an apply under way, undo: the last one done
 //
@@ -15,6 +15,6 @@
 // for a checkpoint are the containers that use the volume. Original, the way
 // back into the directory, is in apply.go.
 //
-// Whatever changes a volume holds a lock on its directory, which a killed
-// process lets go of, and first finishes or takes back what that left there.
+// A process that changes a volume locks its directory and first finishes or
+// rolls back what a killed one left there. A kill releases the lock.
 package volume

@@ -54,7 +54,7 @@ func bootID() (string, error) {
 	return strings.TrimSpace(string(data)), err
 }
 
-// refs reads who has asked for a volume, without those that are gone for sure.
+// refs returns the callers that mounted a volume, except those that are surely gone.
 func (v *Volumes) refs(name string) (refs, error) {
 	boot, err := bootID()
 	if err != nil {
@@ -92,9 +92,9 @@ func startOf(pid int) uint64 {
 	return p.Start
 }
 
-// Mount makes the volume reachable for a caller, whom id names, and returns
-// where. It lasts until Unmount was called as often for that id. While a checkpoint
-// or a restore holds the volume, Mount waits.
+// Mount mounts the volume for the caller id and returns the path. The mount lasts until
+// Unmount was called as often for that id. While a checkpoint or a restore holds the
+// volume, Mount waits.
 func (v *Volumes) Mount(ctx context.Context, name, id string) (string, error) {
 	if id == "" || len(id) > 256 {
 		return "", fmt.Errorf("%w: mount id of %d bytes", fault.ErrInvalid, len(id))
@@ -196,10 +196,9 @@ func (v *Volumes) mount(rec stored, have refs) error {
 		return err
 	}
 	for _, s := range seen {
-		// A mount namespace that was cloned while the volume was mounted has a
-		// copy at the same place for as long as it lasts, or until its
-		// container begins. It is nobody's, unless somebody has asked for it
-		// there.
+		// A mount namespace that was cloned while the volume was mounted has a copy at the
+		// same place for as long as it lasts, or until its container begins. Unless a
+		// caller has mounted the volume, such a copy is not in use.
 		if len(have.List) == 0 && strings.HasSuffix(s.Mountpoint, v.path(rec.Name, "merged")) {
 			v.log.Debug("copy of the mount still busy", "volume", rec.Name, "pid", s.Pid)
 			continue
@@ -213,8 +212,8 @@ func (v *Volumes) mount(rec stored, have refs) error {
 	return err
 }
 
-// mountAt mounts the volume in dir. Its directory goes to the kernel as a
-// handle: whoever owns the one above could put a symlink in its place.
+// mountAt mounts the volume in dir. The kernel gets its directory as a handle: the owner
+// of the one above could put a symlink in its place.
 func mountAt(dir string, rec stored) error {
 	m := mountOf(dir, rec)
 	from, err := openRoot(m.Lower[0])
@@ -240,8 +239,8 @@ func mountOf(dir string, rec stored) overlay.Mount {
 	return m
 }
 
-// Unmount takes one Mount of the caller id back; with the last of all callers the
-// volume is unmounted. One that nobody asked for is nil.
+// Unmount takes back one Mount of the caller id; the volume is unmounted with the last of
+// all callers. It returns nil if the caller has not mounted the volume.
 func (v *Volumes) Unmount(ctx context.Context, name, id string) error {
 	unlock, err := v.lock(ctx, name)
 	if errors.Is(err, fault.ErrNotFound) {
@@ -265,8 +264,8 @@ func (v *Volumes) Unmount(ctx context.Context, name, id string) error {
 		}
 	}
 	if len(have.List) == 0 {
-		// Before the record: a mount without one is taken down by whoever
-		// needs it down, a record without a mount is somebody's who waits.
+		// Unmount before updating the record: an unrecorded mount is taken down by the next
+		// verb that needs it down, while a record without a mount belongs to a caller.
 		if err := overlay.Unmount(v.path(name, "merged"), overlay.UnmountOptions{}); errors.Is(err, fault.ErrBusy) {
 			// Of no concern to the daemon, which has let go.
 			v.log.Warn("volume stays mounted", "volume", name, "err", err)
@@ -292,8 +291,8 @@ func (v *Volumes) With(ctx context.Context, name string, fn func(path string) er
 	return errors.Join(err, v.Unmount(context.WithoutCancel(ctx), name, by.ID))
 }
 
-// idle makes sure, with the lock held, that nobody uses the volume, and unmounts
-// it. Otherwise it is ErrState and says who does.
+// idle unmounts the volume if it is not in use. Otherwise it returns ErrState with the
+// users in the text. The caller holds the lock.
 func (v *Volumes) idle(ctx context.Context, rec stored) error {
 	u, err := v.usage(ctx, rec)
 	if err != nil {

@@ -152,9 +152,9 @@ func (p *planner) add(e overlay.Entry) error {
 	return p.op(opSwap, e.Path, low, up.Mask&unix.STATX_BTIME != 0 && since(low, up.Btime))
 }
 
-// since reports whether something in the original surely came or changed after a
-// given moment, at which the volume had its own in place. Times that somebody
-// set into the future are no evidence.
+// since reports whether something in the original surely appeared or changed after a given
+// moment, at which the volume had its own in place. Timestamps set into the future are no
+// evidence.
 func since(low *unix.Statx_t, t unix.StatxTimestamp) bool {
 	after := func(a, b unix.StatxTimestamp) bool {
 		return a.Sec > b.Sec || a.Sec == b.Sec && a.Nsec > b.Nsec

@@ -17,11 +17,11 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
-// errPipe is how a capture fails that nobody reads any more.
+// errPipe is the error of a capture that is no longer read.
 var errPipe = unix.EPIPE
 
-// do carries out one op. What it takes out of the original is looked at once
-// nobody else can reach it by name: if it is not what the plan saw, it is put back.
+// do carries out one op. A file taken out of the original is checked once no other process
+// can reach it by name: if it is not what the plan saw, the rollback puts it back.
 func (t *txn) do(o op) error {
 	at, p := string(o.At), string(o.Path)
 	var err error
@@ -70,8 +70,8 @@ func (t *txn) done(o op) (bool, error) {
 	return st != nil, nil
 }
 
-// back takes one op back. It never takes away what somebody else has put in the
-// place meanwhile.
+// back takes one op back. It never removes what another process has put in the place
+// meanwhile.
 func (t *txn) back(o op) error {
 	done, err := t.done(o)
 	if err != nil || !done {
@@ -85,7 +85,7 @@ func (t *txn) back(o op) error {
 	ours := now != nil && now.Ino == o.NewIno
 	switch {
 	case o.Kind == opPut && now == nil:
-		return nil // removed by somebody else: it is as it was
+		return nil // removed by another process: it is as it was
 	case o.Kind == opPut && ours:
 		return move(t.from, p, t.scratch, at, unix.RENAME_NOREPLACE)
 	case o.Kind == opSwap && ours:
@@ -167,7 +167,7 @@ func (t *txn) clear() error {
 			return err
 		}
 	}
-	// The header goes last: without it what is here is nobody's.
+	// The header goes last: without it the directory belongs to no apply.
 	return discardApply(t.path())
 }
 

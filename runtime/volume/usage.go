@@ -17,8 +17,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
-// usage is who uses a volume now. The kernel's word, the mounts of the overlay
-// in all mount namespaces, decides; the engine's gives it names.
+// usage describes the users of a volume. The kernel's view, the mounts of the overlay in
+// all mount namespaces, decides; the engine's gives them names.
 type usage struct {
 	mounted bool       // on its mount point, here
 	refs    []ref      // of callers that may still come to use it
@@ -45,7 +45,7 @@ func (u usage) coming() bool {
 	return n > 0 && u.unknown == nil
 }
 
-// busy says in words who uses the volume; empty: nobody.
+// busy describes the users of the volume, or returns "" if it is not in use.
 func (u usage) busy() string {
 	if !u.used() {
 		return ""
@@ -89,7 +89,7 @@ func count(n int, one string) string {
 	return fmt.Sprintf("%d %ss", n, one)
 }
 
-// usage looks who uses a volume.
+// usage finds the users of a volume.
 func (v *Volumes) usage(ctx context.Context, rec stored) (u usage, err error) {
 	if u.mounted, err = overlay.Mounted(v.path(rec.Name, "merged")); err != nil {
 		return u, err

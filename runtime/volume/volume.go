@@ -32,8 +32,8 @@ type Options struct {
 	// Engine knows the containers that use a volume; nil: the Docker daemon
 	// that DOCKER_HOST names, or the default one.
 	Engine Engine
-	// Recover finishes what a killed agentbox left; Mount calls it when it
-	// finds a volume held by nobody who lives. May be nil.
+	// Recover finishes what a killed agentbox left; Mount calls it when it finds a
+	// volume held, perhaps by a process that is gone. May be nil.
 	Recover func(context.Context) error
 	Log     *slog.Logger
 }
@@ -156,7 +156,7 @@ func (v *Volumes) Create(ctx context.Context, name string, opts CreateOptions) (
 			err = errors.Join(err, os.RemoveAll(temp))
 		}
 	}()
-	unlock, err := record.Lock(ctx, temp, "volume "+name) // tells Sweep that somebody is at it
+	unlock, err := record.Lock(ctx, temp, "volume "+name) // tells Sweep that it is in use
 	if err != nil {
 		return err
 	}
