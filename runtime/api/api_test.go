@@ -294,7 +294,7 @@ func TestStreams(t *testing.T) {
 			if err := c.CopyFrom(t.Context(), "c", "/", &got); !errors.Is(err, fails) || !bytes.Equal(got.Bytes(), data) {
 				t.Errorf("%d bytes: %v, want %v", got.Len(), err, fails)
 			}
-			// Who takes no trailers sees the connection cut.
+			// A client that takes no trailers sees the connection cut.
 			resp, err := c.http.Get("http://agentbox/v1/sandboxes/c/archive?path=/")
 			if err == nil && len(data) > 0 {
 				_, err = io.Copy(io.Discard, resp.Body)

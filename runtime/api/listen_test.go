@@ -24,7 +24,7 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// Who is neither root nor in the socket's group is refused, though it reaches
+// A caller that is neither root nor in the socket's group is refused, though it reaches
 // the socket.
 func TestPeer(t *testing.T) {
 	if os.Geteuid() != 0 {
@@ -85,7 +85,7 @@ func TestPeer(t *testing.T) {
 	}
 }
 
-// dialAs connects as somebody else: a thread of its own does, and ends.
+// dialAs connects as another user, in a thread of its own, which then ends.
 func dialAs(socket string, uid, gid int, groups []uint32) (conn net.Conn, err error) {
 	done := make(chan struct{})
 	go func() {

@@ -317,7 +317,7 @@ func TestRecords(t *testing.T) {
 	s.begun = 0
 	remember("in spite of that")
 
-	// Of one user's key nobody else knows, and one request is at it at a time.
+	// A key belongs to one user, and only one request with it runs at a time.
 	if rec, err := s.begin("0", "m", "digest"); err != nil || rec.again {
 		t.Fatal(rec, err)
 	}

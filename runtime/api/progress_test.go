@@ -115,7 +115,7 @@ func TestStepsCancelled(t *testing.T) {
 	<-undone
 }
 
-// A caller that does not take what it is told holds up nobody.
+// A caller that does not read its progress delays no verb.
 func TestStepsNotTaken(t *testing.T) {
 	done := make(chan struct{}, 2)
 	svc := &service{checkpoint: func(_ context.Context, _ string, o runtime.CheckpointOptions) (runtime.Checkpoint, error) {

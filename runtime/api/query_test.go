@@ -13,8 +13,8 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// What a query has and the route does not know is refused, as in bodies: a
-// filter that has no effect would list, and have somebody remove, what is others'.
+// An unknown parameter of a query is refused, as in bodies: a filter without effect would
+// list, and have a caller remove, objects of others.
 func TestQuery(t *testing.T) {
 	svc := &service{
 		sandboxes: func(context.Context) ([]runtime.Sandbox, error) { return nil, nil },

@@ -133,8 +133,7 @@ type writer func([]byte) (int, error)
 
 func (w writer) Write(p []byte) (int, error) { return w(p) }
 
-// Over TCP there are those whose certificate the authority has signed, under its
-// subject, and nobody else.
+// TCP admits only clients whose certificate the authority has signed, under its subject.
 func TestTLS(t *testing.T) {
 	taken := 0
 	svc := &service{
@@ -242,9 +241,8 @@ func ask(t *testing.T, dial func() (net.Conn, error)) string {
 	return string(data)
 }
 
-// Thousands of connections that say nothing, or begin a handshake and do not go
-// on, take no place for long from those who have something to say, and a
-// connection with a request under way none at all.
+// Thousands of connections that say nothing, or begin a handshake and do not go on, take no
+// place for long from active clients, and none from a connection with a request under way.
 func TestIdleConnections(t *testing.T) {
 	working, finish := make(chan struct{}), make(chan struct{})
 	svc := &service{

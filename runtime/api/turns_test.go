@@ -53,9 +53,9 @@ func waiters(t *testing.T, c *Client, n int) {
 	}
 }
 
-// Heavy verbs take turns, in the order in which they came; others do not wait for them.
-// Who does not want to wait any more has had nothing done, and is out of the queue; who
-// comes when it is full is told when to come again.
+// Heavy verbs take turns, in the order in which they came; others do not wait for them. A
+// caller that gives up has had nothing done, and is out of the queue; one that comes when
+// it is full is told when to come again.
 func TestTurns(t *testing.T) {
 	w := newWorking()
 	c := client(t, serving(t, &w.service, Options{Turns: 1, Queue: 3}))
@@ -131,8 +131,8 @@ func TestTurns(t *testing.T) {
 	}
 }
 
-// A verb that waits for a program of the host, which asks for verbs itself, keeps
-// nobody from them: not even where there is one turn.
+// A verb that waits for a program of the host, which asks for verbs itself, does not block
+// these, not even where there is one turn.
 func TestTurnAside(t *testing.T) {
 	var c *Client
 	depth := 0
@@ -176,7 +176,7 @@ func TestTurnTime(t *testing.T) {
 	waiters(t, c, 0)
 }
 
-// Who waits when the service is to end is refused, and what is at work ends.
+// A caller that waits when the service is to end is refused, and verbs under way end.
 func TestTurnsDrain(t *testing.T) {
 	w := newWorking()
 	socket, end := ending(t, &w.service, Options{Turns: 1, Requests: t.TempDir()})

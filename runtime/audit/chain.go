@@ -45,11 +45,11 @@ const (
 	Note  = "note"  // of what is no verb of the service
 )
 
-// Who asked for a verb.
+// Who is the origin of a verb.
 type Who struct {
 	UID   *uint32 `json:"uid,omitempty"`
 	Pid   int     `json:"pid,omitempty"`
-	Login *uint32 `json:"login,omitempty"` // the user who logged in, whoever they are now; the kernel's loginuid
+	Login *uint32 `json:"login,omitempty"` // the user of the login session, even after su or sudo; the kernel's loginuid
 	// Of one on another host the subject of its certificate, and its address.
 	Client  string `json:"client,omitempty"`
 	Address string `json:"address,omitempty"`
@@ -91,7 +91,7 @@ type Record struct {
 	Why      string   `json:"why,omitempty"`      // of what agentbox does by itself: the lease, the limit, the policy
 
 	Torn    int    `json:"torn,omitempty"`    // bytes of a record before this one that a crash has cut short
-	Dropped *Range `json:"dropped,omitempty"` // audit prune: these are gone, by somebody's wish
+	Dropped *Range `json:"dropped,omitempty"` // audit prune: these were removed on request
 
 	Hash string `json:"-"` // at the end of the line
 }
@@ -156,7 +156,7 @@ func (l *Log) Append(r Record, durable bool) (seq uint64, err error) {
 	if !durable {
 		return at.seq, nil
 	}
-	// Not under the lock: those who wait for the disk at the same time wait once.
+	// Not under the lock: concurrent callers share one wait for the disk.
 	if err := unix.Fdatasync(int(f.Fd())); err != nil {
 		return 0, fmt.Errorf("%s: %w", f.Name(), err)
 	}

@@ -81,7 +81,7 @@ func Outcome(err error) string {
 	return "internal"
 }
 
-// whoAsks is whom this process does something for, or it itself.
+// whoAsks returns the caller of the verb, or this process itself if there is none.
 func whoAsks(ctx context.Context, by string) Who {
 	if c, ok := runtime.CallerOf(ctx); ok {
 		if c.Address != "" {
@@ -98,8 +98,8 @@ func Self(by string) Who {
 	return Who{UID: &uid, Pid: os.Getpid(), Login: loginOf(os.Getpid()), By: by}
 }
 
-// loginOf is the user who had logged in to what a process is part of; nil: nobody,
-// or the kernel does not say.
+// loginOf returns the login user of a process, or nil if it has none or the kernel does not
+// say.
 func loginOf(pid int) *uint32 {
 	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/loginuid", pid))
 	if err != nil {

@@ -205,7 +205,7 @@ func (l *Log) Prune(who Who, older time.Time) (gone *Range, err error) {
 	from, _ := segmentSeq(drop[0])
 	next, _ := segmentSeq(names[len(drop)])
 	gone = &Range{From: from, To: next - 1}
-	// First the record: whatever is gone then is gone by somebody's wish.
+	// First the record: it shows that the removal was requested.
 	if _, err := l.Append(Record{Phase: Note, Verb: "audit prune", Who: who, Dropped: gone}, true); err != nil {
 		return nil, err
 	}

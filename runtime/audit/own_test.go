@@ -200,8 +200,8 @@ func (h *host) lease(name string) runtime.Lease {
 	return l
 }
 
-// What goes with a lease is on record with the lease, whoever comes by; with one that
-// is released it is the caller's.
+// What goes with a lease is recorded with the lease, in whichever call it happens; with one
+// that is released it is the caller's.
 func TestOwnLease(t *testing.T) {
 	h := newHost(t)
 	l := h.lease("l")
@@ -212,7 +212,7 @@ func TestOwnLease(t *testing.T) {
 	h.must(h.PinCheckpoint(t.Context(), pinned.ID, true))
 	h.over(l.ID)
 	h.news()
-	// Not whoever's call it happens in.
+	// Not attributed to the caller in whose call it happens.
 	ctx := runtime.WithCaller(t.Context(), runtime.Caller{UID: 1234, Pid: 1})
 	_, err := h.EndLeases(ctx)
 	h.must(err)
@@ -452,7 +452,7 @@ func TestOwnUpkeep(t *testing.T) {
 	}
 	t.Setenv("AGENTBOX_FAILPOINT", "")
 
-	// Restores that nobody will start: more than have records of their own.
+	// Abandoned restores: more than have records of their own.
 	old := time.Now().Add(-time.Hour)
 	var want []string
 	for i := range 66 {
@@ -468,7 +468,7 @@ func TestOwnUpkeep(t *testing.T) {
 		t.Errorf("%+v", last.Record)
 	}
 
-	// What is only known by its absence goes when somebody asks for it.
+	// What is only known by its absence is removed on explicit request.
 	for _, name := range []string{"a", "b"} {
 		sb, err := h.Sandbox(t.Context(), name)
 		h.must(err)

@@ -127,7 +127,7 @@ func daemonWait(e *bench) {
 	equal(e, "exit", <-exits, 23)
 }
 
-// daemonEnd: what ends while nobody looks is found ended, with its exit code.
+// daemonEnd: a process that ends while unobserved is found ended, with its exit code.
 func daemonEnd(e *bench) {
 	id := e.start(sh("trap 'exit 24' USR1; echo x > /up; while :; do sleep 0.02; done")...)
 	e.eventually("it is up", func() bool { return e.file(id, "up") != "" })

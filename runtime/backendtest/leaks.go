@@ -54,9 +54,9 @@ func (e *bench) search(before map[string]bool) (found []string) {
 	}
 	for _, id := range e.ids {
 		_ = filepath.WalkDir(e.root, func(path string, d fs.DirEntry, err error) error {
-			// Two kinds of names outlive their owner: a lock file cannot be
-			// deleted without a race, and a backend may keep the exit code of a
-			// removed container for those who still wait.
+			// Two kinds of names outlive their owner: a lock file cannot be deleted without a
+			// race, and a backend may keep the exit code of a removed container for callers
+			// still in Wait.
 			if err == nil && !d.IsDir() && strings.Contains(path, id) && !strings.Contains(path, "/locks/") && !strings.Contains(path, "/run/exits/") {
 				found = append(found, "file "+path)
 			}

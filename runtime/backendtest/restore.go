@@ -61,7 +61,7 @@ func (e *bench) putBack(id, upper string) {
 
 func (e *bench) stage(id, images string) {
 	e.Helper()
-	if ids := e.f.IDs; ids != nil { // by whom CRIU has them read
+	if ids := e.f.IDs; ids != nil { // CRIU reads them with the ids of the sandbox
 		for _, cmd := range [][]string{{"chown", "-R", fmt.Sprintf("%d:0", ids.Base), images}, {"chmod", "-R", "u=rwX,g=rX,o=", images}} {
 			if out, err := exec.CommandContext(e.ctx, cmd[0], cmd[1:]...).CombinedOutput(); err != nil {
 				e.Fatalf("%q: %v: %s", cmd, err, out)

@@ -95,7 +95,7 @@ func (p *process) look(name string) error {
 func (p *process) signal(sig syscall.Signal) {
 	select {
 	case p.signals <- sig:
-	default: // as many are pending as anybody will look at
+	default: // as many are pending as will be read
 	}
 }
 

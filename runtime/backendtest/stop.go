@@ -179,7 +179,7 @@ func stopCancelled(e *bench) {
 	case err != nil && c.Status != runtime.Running:
 		e.wantErr("Stop", err, context.Canceled)
 	}
-	// A process that will not end, and a caller who gives up.
+	// A process that will not end, and a caller that gives up.
 	id = e.start(sh("trap '' TERM; while :; do sleep 0.02; done")...)
 	ctx, cancel := context.WithTimeout(e.ctx, 200*time.Millisecond)
 	defer cancel()

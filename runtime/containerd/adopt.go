@@ -26,7 +26,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
-// theirs is what container.json says of a container that somebody else made.
+// theirs is what container.json says of an adopted container.
 type theirs struct {
 	Namespace   string       `json:"namespace"`
 	ID          string       `json:"id"`
@@ -108,13 +108,13 @@ func (b *Backend) named(ctx context.Context, ns, id string) (containers.Containe
 	return c, fmt.Errorf("%w: %s names %d containers", fault.ErrInvalid, id, len(list))
 }
 
-// identify makes our id of somebody else's container.
+// identify derives our id of an adopted container.
 func identify(ns string, c containers.Container) string {
 	sum := sha256.Sum256([]byte(ns + "/" + c.ID + "@" + c.CreatedAt.UTC().Format(time.RFC3339Nano)))
 	return hex.EncodeToString(sum[:16])
 }
 
-// adopt describes somebody else's container and remembers where it is.
+// adopt describes a container made by another program and records where it is.
 func (b *Backend) adopt(ctx context.Context, ns string, found containers.Container) (s runtime.Spec, err error) {
 	name := ns + "/" + found.ID
 	if ns == mobySpace {

@@ -30,10 +30,10 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
-// adoptee is a container that somebody else made: of its verbs, those that
-// differ. What it was started with is its owner's; a start of ours gives it a
-// monitor and a log of ours in place of its owner's streams, unless these were a
-// file or a logging program, which then go on.
+// adoptee is an adopted container: it has the verbs that differ from those of ours. It
+// runs as its owner configured it; a start of ours gives it a monitor and a log of ours in
+// place of its owner's streams, unless these were a file or a logging program, which it
+// then keeps.
 type adoptee struct {
 	b *Backend
 	container
@@ -187,7 +187,7 @@ func (a *adoptee) slot() stage.Slot {
 	return stage.Slot{Run: cmp.Or(a.b.client.daemonEnv(stage.Env), a.Theirs.Stage, stage.DefaultRun), ID: stage.Under(a.Theirs.Runtime.Root, a.Theirs.ID)}
 }
 
-// mayStop refuses what somebody else would undo at once.
+// mayStop refuses to stop a container that the kubelet would replace at once.
 func (a *adoptee) mayStop() error {
 	if !a.Theirs.Pod {
 		return nil
@@ -228,7 +228,7 @@ func (a *adoptee) wait(ctx context.Context) (int, error) {
 			return 0, ctx.Err()
 		}
 		if err == nil && isDown(a.there(ctx)) {
-			return home.Unknown, nil // over, and nobody can tell how
+			return home.Unknown, nil // over, with an unknown exit code
 		}
 	}
 }
@@ -425,9 +425,9 @@ func (a *adoptee) start(ctx context.Context, opts runtime.StartOptions) (wait fu
 	return s.attached.Wait, nil
 }
 
-// watchTheirs is watch for an adopted container. One whose output went to a
-// file or to a logging program keeps that; a shim that is told a fifo wants
-// somebody at its other end, which is us from now on.
+// watchTheirs is watch for an adopted container. One whose output went to a file or to a
+// logging program keeps that; a shim that is given a fifo needs a reader at its other end,
+// which is our monitor from now on.
 func (s *starting) watchTheirs(a *adoptee) error {
 	var had theirStreams
 	if err := record.ReadJSON(a.b.home.Dir(a.Spec.ID, "streams.json"), &had); err != nil && !errors.Is(err, fs.ErrNotExist) {

@@ -1,5 +1,5 @@
 // Package containerd runs sandboxes as containers of containerd, in a namespace
-// of their own, and takes on containers that others made in any namespace.
+// of their own, and adopts containers of other programs in any namespace.
 //
 // What containerd knows of a sandbox is what `ctr -n agentbox` shows: a
 // container of the sandbox's id, with the labels agentbox.root and
@@ -18,7 +18,7 @@
 //	                    exec/<e>/           the fifos of one exec session
 //	                    netns, criu.conf
 //	RUN/containerd/runc/<namespace>         runc's own state
-//	RUN/exits/<id>                          exit codes of removed containers, for those who still wait
+//	RUN/exits/<id>                          exit codes of removed containers, for callers still in Wait
 //
 // Each run has a monitor, a process of ours (Monitor) that holds the other end
 // of the fifos which containerd's shim copies the container's output to and its
@@ -27,11 +27,11 @@
 // log. The monitor asks the shim, not the daemon, for the exit code, so it learns
 // of it while the daemon is down; it records it when the output has been
 // drained, and then runs `agentbox reap <id>`. The shim holds both ends of every
-// fifo, so a monitor that was killed loses nothing: whoever looks at the
-// container next starts another, and until then the container can print as much
-// as a pipe holds.
+// fifo, so a monitor that was killed loses nothing: the next look at the
+// container starts another, and until then the container can print as much as a
+// pipe holds.
 //
-// Nothing is remembered in memory: every method asks containerd whether the
+// Nothing is cached in memory: every method asks containerd whether the
 // container is there, and reads the rest from these files and from the kernel, as
 // the oci backend does. So what needs no daemon works without one: Inspect, Wait,
 // Logs, Attach, Unpause.

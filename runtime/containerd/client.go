@@ -52,8 +52,8 @@ func newClient(address string) (*client, error) {
 	return c, err
 }
 
-// alive fails when nobody listens on the socket. Its error is gRPC's, because
-// containerd's client takes it for that.
+// alive returns an error if no process listens on the socket. The error is gRPC's, as
+// containerd's client would return it.
 func (c *client) alive() error {
 	conn, err := net.DialTimeout("unix", c.address, time.Second)
 	if err == nil {

@@ -256,7 +256,7 @@ func (b *Backend) Remove(ctx context.Context, id string) error {
 // wipe frees everything of a container except its empty directory, which is
 // locked.
 func (b *Backend) wipe(ctx context.Context, id string) error {
-	// Without its record it is half-made from here on, and nobody starts it.
+	// Without its record it is half-made from here on, and cannot be started.
 	if err := b.home.Unsave(id); err != nil {
 		return err
 	}

@@ -49,7 +49,7 @@ func (b *Backend) Exec(ctx context.Context, id string, p runtime.Process, ends r
 	if err := os.MkdirAll(s.dir, 0o700); err != nil {
 		return 0, err
 	}
-	// Tells sweepExecs that somebody is here.
+	// Tells sweepExecs that the session is in use.
 	here, err := takeMonitor(s.dir)
 	if err != nil {
 		return 0, err
@@ -253,7 +253,7 @@ func (s *session) closeInput() {
 	}
 }
 
-// leave has somebody else read what the process goes on to print.
+// leave starts a monitor that reads what the process goes on to print.
 func (s *session) leave(ctx context.Context) error {
 	o := orders{
 		Namespace: s.ns, Container: s.container, Address: s.b.address, Exec: s.name,
@@ -280,7 +280,7 @@ func (s *session) refused(err error) error {
 	return refusal(s.p.Args, err)
 }
 
-// fresh is how old a session's directory may be without anybody in it.
+// sweepExecs removes what sessions of killed callers left.
 const fresh = time.Minute
 
 // sweepExecs removes what sessions left whose caller was killed.

@@ -33,7 +33,7 @@ type hub struct {
 
 	mu      sync.Mutex
 	callers map[*caller]bool
-	over    bool // the process is gone; nobody may hold up its end
+	over    bool // the process is gone; callers must not hold up its end
 
 	read     atomic.Int64 // bytes of output
 	senders  sync.WaitGroup
@@ -51,7 +51,7 @@ type caller struct {
 	change sync.Cond
 	queue  [][]byte
 	bytes  int
-	over   bool // nobody waits for it, or no more comes
+	over   bool // put no longer waits for it
 	closed bool
 }
 

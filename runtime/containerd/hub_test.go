@@ -128,7 +128,7 @@ func TestHubInput(t *testing.T) {
 		t.Fatal(err)
 	}
 	read(t, watcher, 0)
-	watcher.Close() // who only watched ends nothing
+	watcher.Close() // a client that only watched ends nothing
 	typist, err := h.pair()
 	if err != nil {
 		t.Fatal(err)

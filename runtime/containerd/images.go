@@ -23,10 +23,10 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// Images are containerd's images in our namespace. A sandbox and its
-// checkpoints name an image by the digest of what its name pointed to
-// (target); a record under a name of ours, which nobody sees, keeps that digest
-// from the garbage collector when the name has moved on.
+// Images are containerd's images in our namespace. A sandbox and its checkpoints refer to an
+// image by the digest that its name pointed to (target); a record under a name of ours,
+// which is not listed, keeps that digest from the garbage collector when the name has
+// moved on.
 type Images struct{ b *Backend }
 
 var _ runtime.Images = Images{}

@@ -140,7 +140,7 @@ func (m Images) put(ctx context.Context, made image.Image) (img cimages.Image, e
 // publish gives an image its name and unpacks it.
 func (m Images) publish(ctx context.Context, img cimages.Image) (cimages.Image, error) {
 	svc := m.b.client.ImageService()
-	// Whoever has pinned what the name meant before still finds it.
+	// A sandbox that has pinned what the name meant before still finds it.
 	if old, err := svc.Get(ctx, img.Name); err == nil && old.Target.Digest != img.Target.Digest {
 		if err := m.b.pin(ctx, old.Target); err != nil {
 			return img, err

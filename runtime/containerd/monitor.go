@@ -122,7 +122,7 @@ func (m *monitor) run(ctx context.Context, fresh bool) (err error) {
 	m.hub.started()
 	exit, err := m.awaitExit(ctx)
 	if err != nil {
-		return err // whoever looks next starts another monitor
+		return err // the next look at the container starts another monitor
 	}
 	m.hub.ended()
 	if err := record.WriteJSON(filepath.Join(m.Run, "exit.json"), exit, true); err != nil && !errors.Is(err, os.ErrNotExist) {
@@ -144,8 +144,8 @@ func (m *monitor) run(ctx context.Context, fresh bool) (err error) {
 // patience is how long a caller has to read what is left when all is over.
 const patience = time.Hour
 
-// ready tells who started us that we hold the streams; who does not wait for it
-// any more does not matter.
+// ready tells the process that started us that we hold the streams. Errors do not matter:
+// that process may have stopped waiting.
 func ready() {
 	f := os.NewFile(readyFd, "ready")
 	_, _ = f.WriteString("\n")
@@ -232,7 +232,7 @@ func (m *monitor) awaitExit(ctx context.Context) (home.Exit, error) {
 	for {
 		exit, err := m.askShim(ctx, run)
 		if err == nil {
-			// The cgroups go when the task is deleted, which nobody does before this is on record.
+			// The cgroups go when the task is deleted, which happens only after this is on record.
 			if hits != nil {
 				exit.Hits = hits()
 			}

@@ -110,7 +110,7 @@ func credentials(host string) (user, secret string, err error) {
 	return cfg.Username, cfg.Password, nil
 }
 
-// Tag gives an image one more name. Whoever has pinned what that meant before
+// Tag gives an image one more name. A sandbox that has pinned what that name meant before
 // still finds it.
 func (m Images) Tag(ctx context.Context, ref, name string) error {
 	ctx = in(ctx, m.b.namespace)
@@ -172,8 +172,8 @@ func (m Images) Inspect(ctx context.Context, ref string) (image.Details, error) 
 	return out, nil
 }
 
-// Prune removes names that nobody needs, those that only pin something first of
-// all, and with them what they alone kept.
+// Prune removes unneeded names, including those that only pin a digest, and with them what
+// they alone kept.
 func (m Images) Prune(ctx context.Context, all bool, inUse func(digest string) bool) (removed []image.Image, freed int64, err error) {
 	ctx = in(ctx, m.b.namespace)
 	list, err := m.b.client.ImageService().List(ctx)

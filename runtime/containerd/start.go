@@ -204,7 +204,7 @@ func (s *starting) create(ctx context.Context) error {
 	// makes then would come after our clean-up: so it is waited for.
 	resp, err := b.client.TaskService().Create(in(context.WithoutCancel(ctx), o.Namespace), req)
 	if err = plain(err); errors.Is(err, fault.ErrExists) {
-		// Somebody else, such as containerd's restart plugin, was faster.
+		// Another program, such as containerd's restart plugin, was faster.
 		return fmt.Errorf("container %s has just been started: %w: %w", s.view.Spec.ID, fault.ErrState, err)
 	}
 	s.created = true
@@ -281,9 +281,9 @@ func (b *Backend) prune(id string) {
 	}
 }
 
-// Attach connects streams to a running container's first process; a paused one
-// is silent. Without a terminal, an input that ends, and a caller who leaves
-// after having typed, ends the container's input.
+// Attach connects streams to a running container's first process; a paused one is silent.
+// Without a terminal, the container's input ends when the caller's input ends or the caller
+// leaves after having typed.
 func (b *Backend) Attach(ctx context.Context, id string, ends runtime.Streams) error {
 	v, err := b.lookAny(ctx, id)
 	if err != nil {

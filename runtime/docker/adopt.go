@@ -50,7 +50,7 @@ func specOfLabel(c box) (s runtime.Spec, err error) {
 	return s, nil
 }
 
-// specOf describes a container of somebody else.
+// specOf describes a container that agentbox did not make.
 func specOf(c box) runtime.Spec {
 	if len(c.ID) < 32 {
 		return runtime.Spec{}

@@ -166,7 +166,7 @@ func (b *Backend) config(ctx context.Context, info *system.Info, s runtime.Spec)
 		// All of the command, so that nothing of the image's is added to it.
 		Entrypoint: s.Args[:1], Cmd: s.Args[1:],
 		Image: b.imageName(ctx, s), Tty: s.Terminal, OpenStdin: s.OpenStdin,
-		// With no terminal the input ends with the first who had it to give.
+		// Without a terminal the input ends with the first client attached to it.
 		StdinOnce:  s.OpenStdin && !s.Terminal,
 		StopSignal: s.StopSignal, ExposedPorts: nat.PortSet{},
 	}
@@ -346,7 +346,7 @@ func (b *Backend) remove(ctx context.Context, c box) error {
 	call, cancel := whole(ctx)
 	defer cancel()
 	if c.status == runtime.Paused {
-		// The daemon kills what it has thawed; what nobody thaws stays.
+		// The daemon kills what it has thawed; a container that stays frozen is not removed.
 		if err := b.end(call, c, runtime.StopOptions{}); err != nil {
 			return err
 		}
@@ -360,7 +360,7 @@ func (b *Backend) remove(ctx context.Context, c box) error {
 		if cerrdefs.IsNotFound(err) {
 			break
 		}
-		// Somebody else may be at it; done is done.
+		// Another client may be removing it; done is done.
 		busy := err != nil && strings.Contains(err.Error(), "already in progress")
 		if err != nil && !busy || time.Now().After(deadline) {
 			return b.explain(call, err)

@@ -2,9 +2,9 @@
 //
 // The daemon keeps everything that lasts: a sandbox of ours is a container
 // whose labels carry the sandbox's id, its root and its spec, so a second
-// process, a later version or a restarted daemon know as much as whoever made
-// it. A container of somebody else is taken on by Adopt; its id as a sandbox
-// is the first 32 digits of the daemon's. Beside the daemon there is
+// process, a later version or a restarted daemon know as much as its maker.
+// Adopt takes on any other container; its id as a sandbox is the first 32
+// digits of the daemon's. Beside the daemon there is
 //
 //	ROOT/docker.lock              held while addresses and networks are given out
 //	RUN/docker/<daemon's id>      how to reach a paused container without the daemon

@@ -61,8 +61,8 @@ func (b *Backend) find(ctx context.Context, id string) (box, error) {
 	return c, err
 }
 
-// search finds the container that Create made, for this root, under an id of
-// ours, else the one of somebody else whose id begins so.
+// search finds the container that Create made for this root under an id of ours, else an
+// adopted one whose id begins with it.
 func (b *Backend) search(ctx context.Context, id string) (box, error) {
 	list, err := b.labelled(ctx, labelID+"="+id)
 	if err != nil {
@@ -150,7 +150,7 @@ func (b *Backend) inspect(ctx context.Context, name string) (box, error) {
 		}
 		c := box{r, statusOf(r.State)}
 		if !c.live() || holds(r.State.Pid, r.ID) || time.Now().After(deadline) {
-			// Somebody may have frozen or thawed it behind the daemon's back.
+			// It may have been frozen or thawed behind the daemon's back.
 			if is, known := frozen(r.State.Pid); known && c.live() {
 				c.status = runtime.Running
 				if is {

@@ -145,7 +145,7 @@ func (b *Backend) makeNetwork(ctx context.Context, name, group string) (network.
 		opts.IPAM = &network.IPAM{Driver: "default", Config: []network.IPAMConfig{{Subnet: n.IPAM.Config[0].Subnet}}}
 		if made, err = b.api.NetworkCreate(ctx, name, opts); err != nil {
 			if try < 3 && strings.Contains(err.Error(), "overlap") {
-				continue // somebody was faster
+				continue // another process was faster
 			}
 			return n, err
 		}

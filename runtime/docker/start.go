@@ -163,7 +163,7 @@ func (b *Backend) reaper(id string) []string {
 	return args
 }
 
-// quell ends what a start that failed, or that nobody waited for, has begun.
+// quell ends what a failed or abandoned start has begun.
 func (b *Backend) quell(ctx context.Context, c box) error {
 	now, err := b.inspect(ctx, c.ID)
 	if errors.Is(err, fault.ErrNotFound) {

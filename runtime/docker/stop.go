@@ -257,7 +257,7 @@ func (b *Backend) Pause(ctx context.Context, id string) error {
 	case !now.live():
 		return fmt.Errorf("container %s is %s: %w", id, now.status, fault.ErrState)
 	case now.State.Paused:
-		// For the daemon it is paused, and somebody thawed it behind its back.
+		// For the daemon it is paused, but it was thawed behind its back.
 		return h.Runtime.Pause(call)
 	}
 	return b.explain(call, err)

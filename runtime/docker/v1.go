@@ -106,7 +106,7 @@ func (s *download) save(ctx context.Context) (v1.Image, error) {
 	if err != nil {
 		return nil, err
 	}
-	// It ends with the last descriptor: nobody says when an image is done with.
+	// It ends with the last descriptor: there is no call that ends the use of an image.
 	if err := os.Remove(f.Name()); err != nil {
 		return nil, errors.Join(err, f.Close())
 	}

@@ -41,7 +41,7 @@ func (b *Backend) volumes(ctx context.Context, c box) ([]runtime.Volume, error) 
 	return list, nil
 }
 
-// VolumeUsers lists who has volumes besides the container.
+// VolumeUsers lists, for each volume, the other containers that use it.
 func (b *Backend) VolumeUsers(ctx context.Context, id string, of []runtime.Volume) (map[string][]string, error) {
 	c, err := b.find(ctx, id)
 	if err != nil {

@@ -10,8 +10,8 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// Whoever else can write to a container's volume is told of, by whatever way it has it.
-// It needs what TestConformance does.
+// Every other container that can write to a container's volume is reported, however it has
+// the volume. It needs what TestConformance does.
 func TestVolumeUsers(t *testing.T) {
 	e := start(t, nil)
 	b := e.open(t, enginetest.Dir(t))

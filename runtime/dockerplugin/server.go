@@ -125,13 +125,12 @@ func endUnused(ctx context.Context, srv *http.Server) {
 	})
 }
 
-// Listen makes the plugin's socket, mode 0600. The socket of a process that
-// was killed is replaced; one that somebody answers on is ErrBusy. The
-// returned listener removes the socket when it is closed.
+// Listen makes the plugin's socket, mode 0600. The socket of a process that was killed is
+// replaced; for one with a live listener it returns ErrBusy. The returned listener removes
+// the socket when it is closed.
 //
-// A lock file beside the socket tells the two apart, since it goes with its
-// process. The socket appears by a rename, complete: dockerd never sees one
-// that refuses.
+// A lock file beside the socket tells the two apart, since its lock goes with the process.
+// The socket appears by a rename, complete: dockerd never sees one that refuses.
 func Listen(socket string) (net.Listener, error) {
 	dir := filepath.Dir(socket)
 	if err := os.MkdirAll(dir, 0o755); err != nil {
@@ -159,7 +158,7 @@ func listen(socket string, lock *flock.Handle) (*listener, error) {
 		}
 		if c, err := net.Dial("unix", socket); err == nil {
 			c.Close()
-			return nil, alive(socket) // somebody else's, which knows no lock
+			return nil, alive(socket) // another program's, which takes no lock
 		}
 	}
 	// dockerd takes any socket in its directory for a plugin, but looks into

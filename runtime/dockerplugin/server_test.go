@@ -208,7 +208,7 @@ func TestUnusedConnectionEnds(t *testing.T) {
 		defer c.Close()
 		open = append(open, c)
 	}
-	// Connections are accepted in turn: who is answered comes after them.
+	// Connections are accepted in turn: an answered one comes after them.
 	if _, body, err := call(socket, "POST", "/AuthZPlugin.X"); err != nil || body != "authz /AuthZPlugin.X" {
 		t.Fatalf("%s %v", body, err)
 	}
@@ -223,8 +223,8 @@ func TestUnusedConnectionEnds(t *testing.T) {
 	}
 }
 
-// What a killed plugin leaves (its socket, its lock file, a half-made socket)
-// stands in nobody's way.
+// What a killed plugin leaves (its socket, its lock file, a half-made socket) does not
+// block the next one.
 func TestKilledPluginIsReplaced(t *testing.T) {
 	socket := socketPath(t)
 	for range 3 {

@@ -105,8 +105,8 @@ func fail(name, remedy, format string, args ...any) Check {
 	return Check{Name: name, Status: Fail, Detail: fmt.Sprintf(format, args...), Remedy: remedy}
 }
 
-// install is the remedy for a program that is missing or does not work. Whoever has
-// agentbox as a package does not have the script that knows more.
+// install is the remedy for a program that is missing or does not work. A host with agentbox
+// from a package lacks the script that knows more.
 func install(pkg string) string {
 	if script := depsScript(self()); script != "" {
 		return "Run " + script + "."

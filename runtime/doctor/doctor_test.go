@@ -79,7 +79,7 @@ func TestNothingInstalled(t *testing.T) {
 	}
 }
 
-// What is slow is not said to be broken: nobody is to install it anew for that.
+// A slow program is not reported as broken: reinstalling it would not help.
 func TestSlow(t *testing.T) {
 	dir := t.TempDir()
 	for _, p := range []string{"runc", "conmon", "criu", "crun", "nsenter"} {

@@ -180,7 +180,7 @@ func judgeCriu(f criu.Features, haveIptables func() bool) []Check {
 		checks = append(checks, warn("network-lock", "Install iptables, or a CRIU with nftables support.",
 			"CRIU has neither nftables nor iptables: TCP connections cannot be checkpointed"))
 	}
-	// Nobody is to change a kernel for what agentbox does not use.
+	// No warning: a kernel need not be changed for what agentbox does not use.
 	for _, c := range []struct {
 		name, what string
 		has        bool

@@ -61,7 +61,7 @@ func TestReadWhileOthersAppend(t *testing.T) {
 	if last["x"] != lines || last["y"] != lines || last["z"] != lines {
 		t.Errorf("read %v", last)
 	}
-	// Who comes late reads the same.
+	// A late reader reads the same.
 	r = NewReader(dir, "a")
 	last = map[string]int{}
 	read()

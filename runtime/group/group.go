@@ -79,8 +79,8 @@ type Options struct {
 	Gather func(ctx context.Context, members []Result) error
 	// Cleanup is called before a member is removed, whatever has become of it.
 	Cleanup Step
-	// KeepFor hands the members that passed over for that long: nobody holds them
-	// any more but their lease's deadline.
+	// KeepFor is how long the members that passed are handed over for; only their lease's
+	// deadline removes them then.
 	KeepFor time.Duration
 
 	Log *slog.Logger // nil: slog.Default
@@ -481,7 +481,7 @@ func Remove(ctx context.Context, svc runtime.Service, name string) error {
 		return fmt.Errorf("group %q: %w", name, runtime.ErrNotFound)
 	}
 	var errs []error
-	// Somebody else's lease may have the group's name.
+	// A lease of another owner may have the group's name.
 	if l, err := svc.Lease(ctx, name); err == nil && l.Name == name && l.State != "ended" && ours[l.ID] && !others[l.ID] {
 		if _, err := svc.ReleaseLease(ctx, l.ID); err != nil && !errors.Is(err, runtime.ErrState) {
 			errs = append(errs, err)

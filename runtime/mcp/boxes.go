@@ -228,8 +228,8 @@ func (s *Server) discard(ctx context.Context, id string) error {
 	return err
 }
 
-// ownerLabel is on what a session makes: by whom, and for which name, since a
-// fork that somebody else makes of it has the label too, but another name.
+// ownerLabel is on what a session makes. It holds the owner and the name, since a fork made
+// elsewhere has the label too, but another name.
 const ownerLabel = "agentbox.mcp"
 
 func (s *Server) label(labels map[string]string, name string) map[string]string {

@@ -62,7 +62,7 @@ type output struct {
 	mu    sync.Mutex
 	data  []byte
 	start int64         // offset of data[0] in all that was printed
-	more  chan struct{} // closed by the next Write; nil: nobody waits
+	more  chan struct{} // closed by the next Write; nil: no reader waits
 }
 
 func (o *output) Write(p []byte) (int, error) {

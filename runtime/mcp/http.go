@@ -24,7 +24,7 @@ const (
 	idleSession = time.Hour // after which a connection's state is dropped; the session's is not
 )
 
-// HTTPOptions say who may use the server over HTTP.
+// HTTPOptions restrict the use of the server over HTTP.
 type HTTPOptions struct {
 	Token   string   // what callers must have as their bearer token; empty: nothing
 	Origins []string // web pages that may; browsers tell it of all others, which are refused

@@ -131,7 +131,7 @@ func TestOutput(t *testing.T) {
 	}
 }
 
-// Whoever acts for a user has that user's rights, and nobody else meanwhile.
+// A thread that acts for a user has that user's rights; no other thread does meanwhile.
 func TestAs(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Fatal("this test acts for other users: run it as root")

@@ -77,7 +77,7 @@ func addOn[In interface{ sandbox() string }](s *Server, t tool, handle func(cont
 	})
 }
 
-// where ends every description: nobody has to guess where they are.
+// where returns the end of every tool description: which sandbox and directory are the default.
 func (s *Server) where() string {
 	if !s.given {
 		return "An omitted sandbox means the only one that you have made; an omitted path means the working directory of that sandbox."

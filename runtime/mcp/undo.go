@@ -104,7 +104,7 @@ func (s *Server) restore(ctx context.Context, b *box, in restoreArgs) (_ reply, 
 	if r.Undo != "" {
 		text += "; restore with undo takes it back"
 	}
-	for i, w := range r.Warnings { // nobody gave the flag
+	for i, w := range r.Warnings { // the caller did not give the flag
 		r.Warnings[i] = strings.ReplaceAll(w, runtime.ByNoAttached, "an agent does not put files of the host back")
 	}
 	return reply{text: text, note: warnings(r.Warnings)}, nil

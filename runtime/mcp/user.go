@@ -47,7 +47,7 @@ func as(u bundle.User, ids *idmap.Map, fn func() error) (err error) {
 	return fn()
 }
 
-// onHost is who a user of a sandbox is on the host.
+// onHost maps a user of a sandbox to its ids on the host.
 func onHost(u bundle.User, ids *idmap.Map) (bundle.User, error) {
 	var errs []error
 	host := func(id uint32) uint32 {

@@ -52,7 +52,7 @@ func (s *filterSets) add(le *lease, br *bridge) error {
 	a := le.Address.As4()
 	s.inBoxes = append(s.inBoxes, nftables.SetElement{Key: a[:]})
 	if br.Proxy == nil {
-		return nil // nobody listens: no TCP leaves, and no DNS
+		return nil // no proxy: no TCP leaves, and no DNS
 	}
 	gate := br.gateway().As4()
 	port := func(p uint16) []byte { return []byte{byte(p >> 8), byte(p), 0, 0} }

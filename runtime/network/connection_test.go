@@ -143,7 +143,7 @@ func TestIsolate(t *testing.T) {
 	}
 }
 
-// While a sandbox is away its peers do not even learn that nobody is there.
+// While a sandbox is away its peers do not even learn that it is.
 func TestAway(t *testing.T) {
 	w := open(t)
 	w.setup("b", bridged) // keeps the bridge running
@@ -207,7 +207,7 @@ func TestConnectionSurvives(t *testing.T) {
 		images = append(images, dumpSocket(t, c.box))
 	}
 	w.teardown("a")
-	// Meanwhile the peers send, and nobody answers.
+	// Meanwhile the peers send, and get no answer.
 	for _, c := range ends {
 		if _, err := io.WriteString(c.peer, "meanwhile\n"); err != nil {
 			t.Fatal(err)

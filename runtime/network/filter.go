@@ -25,7 +25,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/network/egress"
 )
 
-// proxyVersion is what Serve and those who talk to it agree on. A process of
+// proxyVersion is the version of the protocol between Serve and its clients. A process of
 // another version is replaced.
 const proxyVersion = 1
 
@@ -70,7 +70,7 @@ type proxyReply struct {
 	Version int                         `json:"version"`
 	Error   string                      `json:"error,omitempty"`
 	Gates   map[netip.Addr]egress.Ports `json:"gates,omitempty"`
-	Ends    bool                        `json:"ends,omitempty"` // nobody needs it any more
+	Ends    bool                        `json:"ends,omitempty"` // no sandbox needs it any more
 }
 
 // startFilter makes the process serve what the state says, and starts it if
@@ -181,7 +181,7 @@ func (m *Manager) Revive(ctx context.Context) (dead bool, err error) {
 		return false, m.clearProxy()
 	}
 	if _, err := m.tell(ctx, "ping"); err == nil {
-		return false, nil // whoever had the lock before us has done it
+		return false, nil // the previous holder of the lock has done it
 	}
 	return true, errors.Join(v.startFilter(ctx), v.applyRules())
 }

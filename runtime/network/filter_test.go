@@ -334,7 +334,7 @@ func TestFilterOutlives(t *testing.T) {
 		t.Errorf("proxy %d, was %d", again, pid)
 	}
 
-	// Flushed by somebody, the rules come back.
+	// Flushed rules come back.
 	serve(t, "", "tcp4", ":8080")
 	nft, err := nftables.New()
 	if err != nil {
@@ -408,8 +408,8 @@ func ended(t *testing.T, pid int) {
 	}
 }
 
-// The worker, killed, comes back without anybody's doing, and until then nothing
-// passes. Its ports may be somebody else's by then.
+// The worker, killed, is restarted automatically, and until then nothing passes. Its ports
+// may be taken by then.
 func TestWorkerComesBack(t *testing.T) {
 	w := filtered(t)
 	c := client{t, w.setup("a", egressTo("good.example"))}
@@ -428,7 +428,7 @@ func TestWorkerComesBack(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer l.Close()
-			go func() { // who is led there meanwhile need not wait
+			go func() { // clients led there meanwhile need not wait
 				for c, err := l.Accept(); err == nil; c, err = l.Accept() {
 					_ = c.Close()
 				}
@@ -464,7 +464,7 @@ func gone(t *testing.T, w *world) {
 	}
 }
 
-// Before anybody listens, and with a proxy that cannot start, nothing is up.
+// Before the proxy listens, and with one that cannot start, nothing is up.
 func TestFilterFailsClosed(t *testing.T) {
 	theInternet(t)
 	w := open(t)

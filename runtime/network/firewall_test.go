@@ -121,7 +121,7 @@ func testFirewallWarning(t *testing.T, name string) {
 	}
 }
 
-// Rules of somebody else's that the library cannot read stand in nobody's way, wherever they are.
+// Foreign rules that the library cannot read block nothing, wherever they are.
 func TestFirewallUnknownRule(t *testing.T) {
 	for _, at := range []struct{ name, family, table, chain, policy string }{
 		{"a table of its own", "inet", "odd", "forward", "accept"},

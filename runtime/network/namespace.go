@@ -79,7 +79,7 @@ func (v *verb) makeNamespace(id string, from *os.File) error {
 		if err := sysctl("ipv6/conf/default/disable_ipv6", "1"); err != nil {
 			return err
 		}
-		// As under Docker: whoever owns the namespace may use all its ports and ping.
+		// As under Docker: the owner of the namespace may use all its ports and ping.
 		if err := sysctl("ipv4/ip_unprivileged_port_start", "0"); err != nil {
 			return err
 		}
@@ -120,7 +120,7 @@ func enter(path string) (*handle, error) {
 // dropNamespace unmounts and removes path. The namespace itself lives on while
 // a process is in it.
 func dropNamespace(path string) error {
-	for range 16 { // more than one only if somebody else mounted over it
+	for range 16 { // more than one only if another process mounted over it
 		if !isNamespace(path) {
 			break
 		}

@@ -22,10 +22,10 @@
 //   - A sandbox reaches the outside, and services of the host that listen on
 //     any of its addresses but loopback, as under Docker. A host firewall that
 //     filters INPUT applies.
-//   - A published port is for everybody outside who can reach the host address
-//     it is published on: other machines and the host itself, 127.0.0.1
+//   - A published port is open to any client outside that can reach the host
+//     address it is published on: other machines and the host itself, 127.0.0.1
 //     included. Publish on 127.0.0.1 to keep all but the host out. Sandboxes
-//     reach it only within its group, here Docker is more generous.
+//     reach it only within its group; here Docker is more generous.
 //   - Nothing else from outside is forwarded to a sandbox, even when a
 //     neighbour of the host routes the subnet to it.
 //   - A sandbox can send only from its own address: the host drops what comes
@@ -39,8 +39,8 @@
 // The rules lead its TCP to the proxy and its DNS to the resolver, which listen
 // on the bridge's address, and drop all else that it begins; what they drop
 // they note in a set, from which the proxy's process makes events. They are in
-// force before the sandbox's link is up. Package egress judges. When its
-// process is dead nobody listens: nothing leaves. The next verb of any sandbox
+// force before the sandbox's link is up. Package egress judges. While its
+// process is dead the ports are closed: nothing leaves. The next verb of any sandbox
 // starts it again. It ends when the last filtered sandbox is removed, or half a
 // minute to a minute after it was stopped: a restore may bring back connections.
 //
@@ -184,8 +184,8 @@ func (m *Manager) Reserve(ctx context.Context, id string, n runtime.Network) (En
 	return m.setup(ctx, id, n, setup{reserve: true})
 }
 
-// Fill is Prepare in a namespace that somebody else has made, as the OCI
-// runtime does for a sandbox in a user namespace: it has to belong to that one.
+// Fill is Prepare in a given namespace, as the OCI runtime makes one for a sandbox in a user
+// namespace: the network namespace has to belong to that user namespace.
 func (m *Manager) Fill(ctx context.Context, id string, n runtime.Network, ns *os.File) (Endpoint, error) {
 	return m.setup(ctx, id, n, setup{ns: ns})
 }
@@ -346,10 +346,10 @@ func (v *verb) join(ctx context.Context, id string, n runtime.Network, how setup
 	return e, v.up(link)
 }
 
-// Isolate cuts a sandbox off its network at once: what its processes send from
-// now on, the ends of their connections included, reaches nobody. It takes
-// effect on bridge mode only, waits for no lock, and is undone by Connect or,
-// with a new namespace, by Setup. A sandbox that has no network is no error.
+// Isolate cuts a sandbox off its network at once: packets its processes send from now on,
+// those that close its connections included, are lost. It affects bridge mode only, waits
+// for no lock, and is undone by Connect or, with a new namespace, by Setup. A sandbox
+// without a network is no error.
 func (m *Manager) Isolate(ctx context.Context, id string) error {
 	if err := validID(id); err != nil {
 		return err
@@ -481,7 +481,7 @@ func (v *verb) release(id string) error {
 	return errors.Join(err, v.m.forgetEvents(id))
 }
 
-// tidy removes the sandbox's directory in run if nobody else uses it.
+// tidy removes the sandbox's directory in run if it is empty.
 func (v *verb) tidy(id string) {
 	_ = os.Remove(filepath.Dir(v.m.namespace(id)))
 }

@@ -333,7 +333,7 @@ func TestSpoof(t *testing.T) {
 	if s := <-got; s != "true" {
 		t.Errorf("with a forged MAC, the first to arrive is the %s one", s)
 	}
-	// a answers who has b's address, but nobody listens to that.
+	// a answers for b's address, but the answer is ignored.
 	if err := w.m.Isolate(t.Context(), "b"); err != nil {
 		t.Fatal(err)
 	}

@@ -83,8 +83,8 @@ func validPorts(ports []runtime.Port) error {
 
 func equalPorts(a, b []runtime.Port) bool { return slices.Equal(a, b) }
 
-// claimPorts makes sure that nobody else has the host ports that id is to
-// have: no sandbox of any root, and no process that listens.
+// claimPorts makes sure that the host ports id is to have are free: no sandbox of any root
+// has them, and no process listens on them.
 func (v *verb) claimPorts(id string, ports []runtime.Port) error {
 	if len(ports) == 0 {
 		return nil

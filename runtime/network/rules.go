@@ -56,8 +56,8 @@ func (v *verb) openTables() (*nftables.Conn, error) {
 	return c, nil
 }
 
-// ruleset is this root's table. Its chains and rules, but for those
-// of the chain udp, never change; its sets say whom they are about:
+// ruleset is this root's table. Its chains and rules, except those of the chain udp, never
+// change; its sets hold what they apply to:
 //
 //	bridges     our bridges
 //	nets        their subnets' first addresses
@@ -296,8 +296,8 @@ func (r *ruleset) dnat(name string, hook *nftables.ChainHook) {
 		&expr.Cmp{Op: expr.CmpOpEq, Register: reg, Data: binaryutil.NativeEndian.PutUint32(unix.RTN_LOCAL)},
 	}
 	if hook == nftables.ChainHookPrerouting {
-		// From outside nobody has business with 127.0.0.1, but translated
-		// here it would pass for something else.
+		// Packets from outside must not reach 127.0.0.1; translated here they would pass for
+		// something else.
 		rule(destinationIn(loopback), verdict(expr.VerdictReturn))
 	}
 	// The key is (protocol, port), with the address before it in host_ports.

@@ -96,8 +96,8 @@ func (m *Manager) Serve(ctx context.Context) error {
 	}
 }
 
-// moreFiles has the worker open as many files as it may need, whatever limit
-// whoever started us had.
+// moreFiles raises the worker's limit of open files to what it may need, whatever limit it
+// inherited.
 func moreFiles() {
 	var now syscall.Rlimit
 	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &now); err != nil {
@@ -116,7 +116,7 @@ func moreFiles() {
 type server struct {
 	*worker
 	m    *Manager
-	idle atomic.Bool // at the last look nobody needed it
+	idle atomic.Bool // unneeded at the last check
 }
 
 func (m *Manager) listenControl() (net.Listener, error) {
@@ -137,15 +137,14 @@ func (m *Manager) listenControl() (net.Listener, error) {
 	return l, nil
 }
 
-// ready tells whoever started us. A process that someone started by hand has
-// nobody to tell.
+// ready tells the process that started us. One started by hand has no pipe to write to.
 func ready() {
 	var st unix.Stat_t
 	if unix.Fstat(readyFd, &st) != nil || st.Mode&unix.S_IFMT != unix.S_IFIFO {
 		return
 	}
 	f := os.NewFile(readyFd, "ready")
-	_, _ = f.Write([]byte{0}) // who started us may be gone
+	_, _ = f.Write([]byte{0}) // an error means that the starter is gone
 	_ = f.Close()
 }
 
@@ -186,7 +185,7 @@ func (s *server) leave() {
 	}
 }
 
-// update serves what the state says. It needs no lock: whoever asks has it.
+// update serves what the state says. It takes no lock: the verb that asks holds it.
 func (s *server) update() (ends bool, gates map[netip.Addr]egress.Ports, err error) {
 	s.idle.Store(false)
 	st, err := s.m.load()
@@ -243,8 +242,8 @@ func (s *server) watch(ctx context.Context, l net.Listener) {
 	}
 }
 
-// repair puts the rules back: who reloads a host's firewall may flush all there
-// are, and with them what keeps the sandboxes in.
+// repair restores the rules: reloading a host's firewall may flush all there are, and with
+// them those that confine the sandboxes.
 func (s *server) repair(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, proxyWait)
 	defer cancel()
@@ -334,7 +333,7 @@ func (s *server) readDenied(seen map[string]bool) (map[string]bool, error) {
 	return now, nil
 }
 
-// errFlushed are chains that somebody has emptied or removed.
+// errFlushed means that chains of ours were emptied or removed.
 var errFlushed = errors.New("rules are missing")
 
 // complete sees whether every chain is there and has rules.

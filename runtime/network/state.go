@@ -90,8 +90,8 @@ func (s *state) filters() bool {
 	return false
 }
 
-// free returns an address of b that nobody has. It goes round, so that an
-// address rests for as long as possible before it has another owner.
+// free returns an unassigned address of b. It goes round, so that an address rests for as
+// long as possible before it is assigned again.
 func (s *state) free(b *bridge) (netip.Addr, bool) {
 	taken := map[netip.Addr]bool{}
 	for _, l := range s.Sandboxes {
@@ -254,8 +254,8 @@ func (v *verb) end() {
 		v.host.Close()
 	}
 	if v.tables != nil {
-		// Closing this socket waits, some 10 ms, until the kernel has freed
-		// what the last transaction removed. Nobody else has to wait for that.
+		// Closing this socket waits, some 10 ms, until the kernel has freed what the last
+		// transaction removed. The caller does not have to wait for that.
 		guard.Start(v.tables.CloseLasting)
 	}
 }

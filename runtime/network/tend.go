@@ -33,9 +33,9 @@ func (m *Manager) Plugged(context.Context) (ids []string, err error) {
 	return ids, nil
 }
 
-// Tend removes bridges and rules of this root that no sandbox needs, and makes those
-// again that sandboxes need if somebody has removed them, or started a firewall. It
-// returns a sentence for each deed.
+// Tend removes bridges and rules of this root that no sandbox needs, and restores those that
+// sandboxes need if another program removed them or a firewall was started. It returns a
+// sentence per action.
 func (m *Manager) Tend(ctx context.Context) (did []string, err error) {
 	if _, err := os.Lstat(filepath.Join(m.root, "network.lock")); errors.Is(err, os.ErrNotExist) {
 		return nil, nil // there never was one
@@ -85,7 +85,7 @@ func (m *Manager) Tend(ctx context.Context) (did []string, err error) {
 		did = append(did, "restored the rules of the network, which had been removed")
 	}
 	if up {
-		// Somebody may have started a firewall, or loaded it again.
+		// A firewall may have been started or reloaded.
 		added, _, err := v.openFirewall() // what it warns of, the sandbox's start has said
 		if added {
 			did = append(did, "let the sandboxes through the host's firewall again")

@@ -49,10 +49,10 @@ type served struct {
 	Error string                      `json:"error,omitempty"`
 }
 
-// worker is the process that speaks with sandboxes, the proxy and the resolver.
-// What it reads is hostile, so that it is a process of its own, which knows the
-// rules and has the rights to nothing else. If it dies another one takes its place, on the same
-// ports; until then nobody listens there, and nothing passes.
+// worker is the process that speaks with sandboxes, the proxy and the resolver. Its input is
+// hostile, so it is a process of its own, which knows the rules and has no other rights. If
+// it dies, a new one takes over the same ports; until then nothing listens there, and nothing
+// passes.
 type worker struct {
 	moved func(map[netip.Addr]egress.Ports) // another one could not have the same ports
 
@@ -125,7 +125,7 @@ func (w *worker) await(cmd *exec.Cmd, ended chan struct{}) {
 	}
 	slog.Warn("proxy died; restarting", "error", err, "times", w.failed)
 	for {
-		if w.failed > 1 { // the first time it is nobody's habit
+		if w.failed > 1 { // no pause after the first failure
 			pause := min(100*time.Millisecond<<min(w.failed, 10), workerPause)
 			w.mu.Unlock()
 			time.Sleep(pause)

@@ -53,9 +53,9 @@ func (b *Backend) resize(bundle string, size runtime.Size) {
 	_, _ = fmt.Fprintf(f, "%d %d\n", size.Height, size.Width)
 }
 
-// Attach connects streams to a running container's first process; a paused one
-// is silent. Without a terminal, an input that ends, and anyone who leaves,
-// ends the container's input: conmon cannot tell the one from the other.
+// Attach connects streams to a running container's first process; a paused one is silent.
+// Without a terminal, a caller's end of input, or its leaving, ends the container's input:
+// conmon cannot tell the one from the other.
 func (b *Backend) Attach(ctx context.Context, id string, ends runtime.Streams) error {
 	v, err := b.look(ctx, id)
 	if err != nil {

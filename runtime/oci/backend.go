@@ -14,7 +14,7 @@
 //	                    netns            owned by package network
 //	                    criu.conf        named by the bundle's org.criu.config annotation; the Engine fills it
 //	RUN/runc            runc's own state
-//	RUN/exits/<id>      exit codes of removed containers, for those who still wait
+//	RUN/exits/<id>      exit codes of removed containers, for callers still in Wait
 //
 // Nothing is remembered: every method reads these files and asks the kernel.
 // A run's first process is the one in its pid file, if that process is in the

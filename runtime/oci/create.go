@@ -89,7 +89,7 @@ func (b *Backend) Remove(ctx context.Context, id string) error {
 		return nil // nothing of ours is called that
 	}
 	if !b.home.Traces(id) {
-		// Whoever deleted its files has not ended its processes.
+		// Deleting its files does not end its processes.
 		if held, err := b.Held(ctx); err != nil || len(held[id]) == 0 {
 			return errors.Join(err, b.net.Release(ctx, id)) // an address may be all that is left
 		}
@@ -142,7 +142,7 @@ func (b *Backend) Remove(ctx context.Context, id string) error {
 // wipe frees everything of a container except its empty directory, which is
 // locked; strays is for release.
 func (b *Backend) wipe(ctx context.Context, id string, strays bool) error {
-	// Without its record it is half-made from here on, and nobody starts it.
+	// Without its record it is half-made from here on, and cannot be started.
 	if err := b.home.Unsave(id); err != nil {
 		return err
 	}

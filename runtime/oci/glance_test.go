@@ -57,7 +57,7 @@ func TestGlance(t *testing.T) {
 		t.Error("a note that came later is not seen")
 	}
 
-	// Killed by somebody else.
+	// Killed by another process.
 	remembered()
 	must(t, unix.Kill(first.Pid, unix.SIGKILL))
 	eventually(t, "its end is seen", func() bool { return x.inspect(id).Status == runtime.Exited })

@@ -16,8 +16,8 @@ import (
 
 var _ runtime.Holder = (*Backend)(nil)
 
-// Held lists what containers hold that only a start needs. Mounts, cgroups and
-// processes carry our paths, or the tag of our root: nobody else's are counted.
+// Held lists what containers hold that only a start needs. Mounts, cgroups and processes
+// carry our paths, or the tag of our root, so only ours are counted.
 func (b *Backend) Held(ctx context.Context) (map[string][]string, error) {
 	held := map[string][]string{}
 	add := func(id, what string) {

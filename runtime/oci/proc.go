@@ -44,9 +44,9 @@ func monitor(bundle string) (*kernel.Process, error) {
 	return p, nil
 }
 
-// isEngine reports whether a process is one of the programs that work for us,
-// and not, say, somebody's pager on one of our files. A runtime may run from a
-// copy of itself in memory, which keeps its name.
+// isEngine reports whether a process is one of the programs that work for us, and not, say, a
+// pager on one of our files. A runtime may run from a copy of itself in memory, which keeps
+// its name.
 func isEngine(pid int) bool {
 	exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", pid))
 	if err != nil {

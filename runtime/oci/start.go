@@ -251,13 +251,12 @@ func (s *starting) begin(ctx context.Context) error {
 	return b.note(id, s.n, at)
 }
 
-// letGo has the runtime let a container's command run, or its restored
-// processes go on. Where runc has made the container it does itself what
-// `runc start` does, and saves the start of two programs: the command waits to
-// write a byte to a fifo, and closes its end when it is executed or, since runc
-// 1.3.3, before. Until it is executed the first process is still the runtime's: CRIU
-// may not look into that from the sandbox's user namespace, and nobody wants it
-// in a checkpoint. So that is waited for.
+// letGo has the runtime let a container's command run, or its restored processes go on. For
+// a container made by runc it does what `runc start` does, and saves the start of two
+// programs: the command waits to write a byte to a fifo, and closes its end when it is
+// executed or, since runc 1.3.3, before. Until it is executed the first process is still the
+// runtime's: CRIU may not inspect that from the sandbox's user namespace, and it does not
+// belong in a checkpoint. So letGo waits for that.
 func (b *Backend) letGo(ctx context.Context, id string, n int) (err error) {
 	state := filepath.Join(b.home.State, id)
 	if !b.home.Unborn(id) {

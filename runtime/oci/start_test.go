@@ -30,7 +30,7 @@ func TestCommandNotExecuted(t *testing.T) {
 	id := x.create(with(spec("/slow/sleep", "1000"), func(s *runtime.Spec) {
 		s.Mounts = []runtime.Mount{{Type: "bind", Source: dir, Target: "/slow"}}
 	}))
-	// Who opens it waits until the lease is given up, or for /proc/sys/fs/lease-break-time.
+	// An open of it blocks until the lease is given up, or for /proc/sys/fs/lease-break-time.
 	f, err := os.OpenFile(program, os.O_RDWR, 0)
 	must(t, err)
 	defer f.Close()

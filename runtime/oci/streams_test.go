@@ -203,7 +203,7 @@ func TestExecSessions(t *testing.T) {
 		dirs, err := os.ReadDir(x.home.RunDir(id, "exec"))
 		return err == nil && len(dirs) == 0
 	})
-	// Stop ends attached ones, who learn of it.
+	// Stop ends attached sessions, and their callers learn of it.
 	done := make(chan error, 1)
 	go func() {
 		_, err := x.Exec(t.Context(), id, runtime.Process{Args: []string{"sleep", "1000"}}, runtime.Streams{})

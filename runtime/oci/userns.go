@@ -37,8 +37,8 @@ func (b *Backend) letThrough(s runtime.Spec) error {
 	if s.IDs == nil {
 		return nil
 	}
-	// Nobody else gets into the sandbox's directories. Nor can anybody list those
-	// above them.
+	// Only root and the sandbox's group may enter its directories. Those above can be passed,
+	// not listed.
 	for _, dir := range []string{b.home.Dir(s.ID), b.home.RunDir(s.ID)} {
 		if err := os.Chown(dir, 0, int(s.IDs.Base)); err != nil {
 			return err
@@ -62,9 +62,8 @@ func (b *Backend) letThrough(s runtime.Spec) error {
 	return err
 }
 
-// mapBinds mounts what is bound into a sandbox with the ids of its user
-// namespace: its root is there whom the host's root is. The spec that it
-// returns binds these.
+// mapBinds mounts what is bound into a sandbox with the ids of its user namespace: the
+// sandbox's root owns there what the host's root owns. The spec that it returns binds these.
 func (b *Backend) mapBinds(s runtime.Spec) (runtime.Spec, error) {
 	if s.IDs == nil {
 		return s, nil

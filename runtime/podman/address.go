@@ -62,8 +62,8 @@ func names(err error, ip string) bool {
 	return slices.ContainsFunc(words, func(word string) bool { return sameIP(strings.TrimRight(word, ".:"), ip) })
 }
 
-// unfix has Podman choose addresses again, all but what its maker has asked for. One
-// that somebody else has by now would keep the container from any start.
+// unfix has Podman choose addresses again, except those the container was created with. An
+// address taken by another container meanwhile would prevent any start.
 func (b *Backend) unfix(ctx context.Context, id string, fixed []string) (err error) {
 	if len(fixed) == 0 {
 		return nil
@@ -81,15 +81,15 @@ func (b *Backend) unfix(ctx context.Context, id string, fixed []string) (err err
 	return err
 }
 
-// mend connects the container to the networks that somebody took it off who was killed,
-// or failed, before it was connected again. Podman knows nothing of these any more.
+// mend reconnects the container to networks that an interrupted or failed verb took it off.
+// Podman has no record of these any more.
 func (b *Backend) mend(ctx context.Context, c container) (container, error) {
 	apart := b.remember(c.id()).Apart
 	if len(apart) == 0 {
 		return c, nil
 	}
 	for _, name := range slices.Sorted(maps.Keys(apart)) {
-		// It may be connected, with which address nobody knows.
+		// It may be connected already, with an unknown address.
 		err := b.reconnect(ctx, c, name, apart[name])
 		if _, still := b.remember(c.id()).Apart[name]; err != nil && still {
 			return c, &fault.Error{

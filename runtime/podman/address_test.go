@@ -70,8 +70,8 @@ func TestAddressTaken(t *testing.T) {
 	}
 }
 
-// An address that was fixed is given up when somebody else has it by a later start, be
-// that a restore or not.
+// A fixed address is given up if another container has it by a later start, be that a
+// restore or not.
 func TestFixedAddressTaken(t *testing.T) {
 	for _, restores := range []bool{true, false} {
 		b := newBox(t, "--network-alias", "nick", "bt", "sh", "-c", forever)
@@ -164,8 +164,8 @@ func TestAskedAddress(t *testing.T) {
 	}
 }
 
-// A container that was taken off its network, and whoever did it killed, is on it again
-// at its next start, under the names that it had, with an address that is its own.
+// A container that a killed verb took off its network is reconnected at its next start,
+// under the names that it had, with an address that is its own.
 func TestApart(t *testing.T) {
 	podman(t, "network", "create", "apart")
 	t.Cleanup(func() { podman(t, "network", "rm", "-f", "apart") })
@@ -218,7 +218,7 @@ func TestApart(t *testing.T) {
 	}
 }
 
-// Whatever is wrong with a network, a container is taken off it by nobody for good.
+// Whatever is wrong with a network, no verb takes a container off it for good.
 func TestApartFails(t *testing.T) {
 	podman(t, "network", "create", "gone")
 	b := newBox(t, "--network", "gone", "bt", "sh", "-c", forever)

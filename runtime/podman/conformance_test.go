@@ -100,7 +100,7 @@ func name(id string) string { return "bt-" + id }
 func (m maker) id(ctx context.Context, id string) string {
 	c, err := m.find(ctx, name(id))
 	if err != nil {
-		return id // nobody's
+		return id // no such container
 	}
 	return c.id()
 }

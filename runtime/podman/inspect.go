@@ -163,8 +163,8 @@ func (c container) thoughtLive() bool {
 	return false
 }
 
-// state corrects what Podman believes, which it has from whoever came last, by
-// what the kernel knows.
+// state corrects Podman's status, which is as old as the last podman command, by what the
+// kernel knows.
 func (c container) state() (runtime.Status, error) {
 	switch c.State.Status {
 	case "created", "configured":

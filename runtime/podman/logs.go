@@ -34,7 +34,7 @@ func (b *Backend) Logs(ctx context.Context, id string, opts runtime.LogOptions, 
 		return streams.Print(ctx, log.Path, opts, stdout, stderr)
 	}
 	return streams.Follow(ctx, log.Path, opts, stdout, stderr, func(ctx context.Context) error {
-		// Until the monitor is gone, who writes it.
+		// Until the monitor, which writes the log, is gone.
 		p, err := kernel.OpenProcess(c.State.ConmonPid)
 		if kernel.Gone(err) {
 			return nil

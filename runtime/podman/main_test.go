@@ -51,7 +51,7 @@ func TestMain(m *testing.M) {
 			fmt.Fprintf(os.Stderr, "podman rm: %v: %s", err, out)
 			code = 1
 		}
-		// Podman shares its image store with nobody here.
+		// Podman's image store is not shared here.
 		_ = unix.Unmount(filepath.Join(dir, "r", "overlay"), unix.MNT_DETACH)
 		return code
 	}())
@@ -199,7 +199,7 @@ func podman(t testing.TB, args ...string) string {
 	return strings.TrimSpace(string(out))
 }
 
-// eventually polls, because a container tells nobody of its progress.
+// eventually polls, because a container does not announce its progress.
 func eventually(t testing.TB, what string, cond func() bool) {
 	t.Helper()
 	for end := time.Now().Add(2 * time.Minute); !cond(); time.Sleep(20 * time.Millisecond) {
@@ -223,7 +223,7 @@ func reboot(t *testing.T) {
 	}
 }
 
-// box is a backend with one container that somebody else made.
+// box is a backend with one container made by Podman.
 type box struct {
 	*Backend
 	t   *testing.T

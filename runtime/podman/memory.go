@@ -24,8 +24,8 @@ type memory struct {
 	Addresses []addresses `json:"addresses,omitempty"`
 	// Fixed are the addresses that Podman has been told to give it.
 	Fixed map[string]address `json:"fixed,omitempty"`
-	// Apart are the networks that it is being connected to anew. While nobody is at it,
-	// somebody was killed, or failed, and it may be connected or not.
+	// Apart are the networks that it is being reconnected to. One left here by a verb that
+	// was killed or failed may be connected or not.
 	Apart map[string]link `json:"apart,omitempty"`
 	// Managed are the managed files and where Podman has them on the host, which it
 	// tells from the container's first start until the host goes down.
@@ -119,8 +119,8 @@ func (b *Backend) note(id string, change func(*memory) bool) error {
 	})
 }
 
-// noteSeen is note for what anybody finds out by looking at a container: somebody else
-// may remove that, or all of agentbox, meanwhile, after which there is nothing to note.
+// noteSeen is note for what a look at a container finds out: the container, or all of
+// agentbox, may be removed meanwhile, and then there is nothing to note.
 func (b *Backend) noteSeen(c container, change func(*memory) bool) error {
 	err := b.note(c.id(), func(m *memory) bool { return !c.gone() && change(m) })
 	if errors.Is(err, fs.ErrNotExist) {
@@ -135,7 +135,7 @@ func (c container) gone() bool {
 	return c.StaticDir != "" && errors.Is(err, fs.ErrNotExist)
 }
 
-// locked runs f while nobody else changes what is remembered.
+// locked runs f while no other process changes the records.
 func (b *Backend) locked(f func() error) error {
 	l, err := flock.Lock(context.Background(), b.root, flock.Dir)
 	if err != nil {
@@ -145,8 +145,8 @@ func (b *Backend) locked(f func() error) error {
 	return f()
 }
 
-// forget forgets a container that is gone, which who looked at it before may still have
-// in hand.
+// forget removes the record of a container that is gone; an earlier look may still hold the
+// container.
 func (b *Backend) forget(id string) error {
 	err := b.locked(func() error { return os.Remove(b.memoryFile(id)) })
 	if errors.Is(err, fs.ErrNotExist) {

@@ -43,7 +43,7 @@ func TestNotesOfGone(t *testing.T) {
 	b := newBox(t, "bt", "sh", "-c", forever)
 	c, err := b.look(b.ctx, b.id)
 	must(t, err)
-	c.State.Status = "running" // as somebody has it in hand
+	c.State.Status = "running" // as in an earlier look
 	must(t, b.noteAddresses(c))
 	must(t, b.noteManaged(c))
 	if m := b.remember(b.id); len(m.Addresses) != 1 || len(m.Managed) != 3 {

@@ -1,8 +1,8 @@
 // Package podman is the backend for containers of Podman, which has no daemon:
-// it asks the podman command line, as whoever runs agentbox would.
+// it runs the podman command, as the user of agentbox would.
 //
-// It only adopts: containers are made by Podman. What Podman does not know of
-// them is remembered in ROOT/podman/ID.json (memory.go): the addresses they
+// It only adopts: containers are made by Podman. What Podman does not record of
+// them is in ROOT/podman/ID.json (memory.go): the addresses they
 // had, so that processes find theirs after a restore, the networks that they are
 // taken off for a moment, where their managed files are, and which of these are
 // not as Podman made them.

@@ -106,8 +106,7 @@ func TestRefused(t *testing.T) {
 	}
 }
 
-// What somebody changed in a managed file stays over starts of ours; Podman
-// makes the others anew.
+// A change to a managed file stays over starts of ours; Podman makes the other files anew.
 func TestManaged(t *testing.T) {
 	b := newBox(t, "bt", "sh", "-c", "echo changed >> /etc/hosts; echo $WHO > /who; "+forever)
 	eventually(t, "it has begun", func() bool { return b.inspect().Status == runtime.Running })
@@ -143,8 +142,8 @@ func TestManaged(t *testing.T) {
 	}
 }
 
-// A restore that fails says why, through all who are between, and stays
-// staged until it is taken back: a plain `podman start` starts nothing afresh.
+// A restore that fails says why, through all programs between, and stays staged until it is
+// taken back: a plain `podman start` starts nothing afresh.
 func TestFailedRestore(t *testing.T) {
 	b := newBox(t, "bt", "sh", "-c", forever)
 	must(t, b.Stop(b.ctx, b.id, runtime.StopOptions{}))
@@ -167,7 +166,7 @@ func TestFailedRestore(t *testing.T) {
 	must(t, c.Stage.Clear())
 	_, err := b.Start(b.ctx, b.id, runtime.StartOptions{})
 	must(t, err)
-	// Held, nobody starts it.
+	// A held container cannot be started.
 	must(t, b.Stop(b.ctx, b.id, runtime.StopOptions{}))
 	must(t, c.Stage.Hold())
 	if err := b.do(b.ctx, "start", b.id); err == nil || !strings.Contains(err.Error(), "being restored by agentbox") {

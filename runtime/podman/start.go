@@ -145,9 +145,9 @@ func (b *Backend) begin(ctx context.Context, c container, program string, s stag
 	return nil
 }
 
-// changed are the managed files that the coming start is to leave as they are:
-// those that somebody, the sandbox or a restore, has changed since Podman made
-// them, and for a restore all, for its processes know them so.
+// changed returns the managed files that the coming start is to leave as they are: those
+// changed since Podman made them, by the sandbox or a restore, and for a restore all of
+// them, for its processes know them so.
 func (c container) changed(managed map[string]string, m memory, all bool) (paths []string, files []stage.File, err error) {
 	if c.State.StartedAt.IsZero() {
 		return nil, nil, nil

@@ -120,9 +120,9 @@ func (c container) awaitEnd(ctx context.Context, limit time.Duration) error {
 	return nil // one that has not ended is killed
 }
 
-// killFrozen ends a paused container. Whoever thaws it, be it the OCI runtime to
-// have the signal take effect, every process has SIGKILL waiting by then, and
-// takes it before it does anything else.
+// killFrozen ends a paused container. It queues SIGKILL for every process before a thaw, so
+// that no process does anything else first, even if the OCI runtime thaws them for the
+// signal to take effect.
 func (b *Backend) killFrozen(ctx context.Context, c container) error {
 	pids, err := criu.Members(c.State.Pid)
 	if err != nil {
@@ -146,7 +146,7 @@ func (b *Backend) killFrozen(ctx context.Context, c container) error {
 	done := guard.Start(func() error { return b.do(ctx, "kill", "--signal", "KILL", c.id()) })
 	// It waits for the end, which under cgroup v1 takes a thaw; most OCI
 	// runtimes do it themselves.
-	tick := time.NewTicker(20 * time.Millisecond) // a signal that is pending tells nobody
+	tick := time.NewTicker(20 * time.Millisecond) // a pending signal is not announced
 	defer tick.Stop()
 	for {
 		select {
@@ -231,9 +231,8 @@ func (b *Backend) Pause(ctx context.Context, id string) error {
 	return b.toggle(ctx, id, "pause", runtime.Paused)
 }
 
-// Unpause thaws a container by Podman; one that Podman does not know to be
-// paused, because it was restored so or because somebody else did it, by the
-// kernel.
+// Unpause thaws a container by Podman, or by the kernel if Podman does not know that it is
+// paused, because it was restored so or was paused by other means.
 func (b *Backend) Unpause(ctx context.Context, id string) error {
 	return b.toggle(ctx, id, "unpause", runtime.Running)
 }
@@ -274,7 +273,7 @@ func (b *Backend) toggle(ctx context.Context, id, verb string, want runtime.Stat
 	}
 	now, lerr := b.look(context.WithoutCancel(ctx), id)
 	if lerr == nil && now.status == want {
-		return nil // somebody else was faster
+		return nil // another process was faster
 	}
 	if lerr == nil && !now.live() {
 		return fmt.Errorf("container %s is %s: %w", c.Name, now.status, fault.ErrState)
@@ -333,7 +332,7 @@ func (b *Backend) Wait(ctx context.Context, id string) (int, error) {
 	}
 }
 
-// Remove removes a container, whoever made it.
+// Remove removes a container, adopted or not.
 func (b *Backend) Remove(ctx context.Context, id string) error {
 	c, err := b.look(ctx, id)
 	if errors.Is(err, fault.ErrNotFound) {

@@ -49,7 +49,7 @@ func (b *Backend) volumes(ctx context.Context, c container) (list []runtime.Volu
 	return list, nil
 }
 
-// VolumeUsers lists who has volumes besides the container.
+// VolumeUsers lists, for each volume, the other containers that use it.
 func (b *Backend) VolumeUsers(ctx context.Context, id string, of []runtime.Volume) (map[string][]string, error) {
 	others, err := b.others(ctx, id)
 	if err != nil {

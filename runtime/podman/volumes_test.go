@@ -9,8 +9,8 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// Of a container's volumes those are told of whose data is in a directory here, and
-// who else could write there.
+// Inspect lists the volumes whose data is in a directory of this host, and VolumeUsers the
+// containers that could write there too.
 func TestVolumes(t *testing.T) {
 	source := t.TempDir()
 	podman(t, "volume", "create", "-o", "type=none", "-o", "o=bind", "-o", "device="+source, "elsewhere")

@@ -26,12 +26,11 @@ var grantable = func() (bits uint32) {
 	return bits
 }()
 
-// checkImages tells why the processes of images that somebody else made must
-// not be restored. CRIU runs as root and does what images say: it mounts what
-// they name and gives processes the capabilities that they list. What gets by
-// here is no more than a container of the usual kind says it has; CRIU is not
-// made for images of an enemy, so who restores processes trusts their maker.
-// An error is ErrDenied, or ErrCorrupt when the images make no sense.
+// checkImages returns an error if processes of images made elsewhere must not be restored.
+// CRIU runs as root and does what images say: it mounts what they name and gives processes
+// the capabilities that they list. Images that pass have no more than a container of the
+// usual kind says it has; CRIU is not made for hostile images, so restoring processes means
+// trusting the maker. An error is ErrDenied, or ErrCorrupt when the images make no sense.
 func checkImages(dir string) (err error) {
 	root, err := os.OpenRoot(dir)
 	if err != nil {
@@ -104,13 +103,12 @@ func checkMounts(root *os.Root, name string) error {
 			roots++ // the runtime's
 			return nil
 		case e.GetExtKey() != "":
-			return nil // the runtime says what it is, or nobody does
+			return nil // external: the runtime provides it, if at all
 		}
 		switch mnt.Fstype(e.GetFstype()) {
 		case mnt.Fstype_PROC:
 			proc = proc || target == "/proc"
-			// Who can write there sets, for one, what the kernel runs when a
-			// process dumps core.
+			// A process that can write there sets, for one, what the kernel runs at a core dump.
 			sealed = sealed || target == "/proc/sys" && ro
 			return nil
 		case mnt.Fstype_SYSFS:

@@ -104,7 +104,7 @@ func (t *tarData) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// entryOf makes an entry of a header that somebody else wrote.
+// entryOf makes an entry of a header from an untrusted archive.
 func entryOf(h *tar.Header) (overlay.Entry, error) {
 	name := strings.TrimPrefix(h.Name, "./")
 	if name == "" || name == "." || name == "/" && h.Typeflag == tar.TypeDir {

@@ -144,7 +144,7 @@ func (im *importer) free() {
 	}
 }
 
-// scratch returns an empty file that nobody else can name.
+// scratch returns an empty file without a name, so no other process can open it by path.
 func scratch(dir string) (*os.File, error) {
 	f, err := os.CreateTemp(dir, "agentbox-import-")
 	if err != nil {

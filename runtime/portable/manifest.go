@@ -14,8 +14,8 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// manifest is what an archive needs to know of the store's manifest. Whoever
-// commits an import reads all of it.
+// manifest is what an archive needs to know of the store's manifest. The commit of an
+// import reads all of it.
 type manifest struct {
 	Version     int             `json:"version"`
 	ID          string          `json:"id"`

@@ -43,9 +43,9 @@
 //
 // Process images are looked at for what a container of the usual kind cannot
 // have: mounts of devices, a writable /proc/sys or /sys, further capabilities.
-// That is no proof. CRIU restores as root what images say, so whoever lets
-// processes of an archive go on trusts the one who made it; its files alone need
-// no trust.
+// That is no proof. CRIU restores as root what images say, so restoring the
+// processes of an archive means trusting its maker; its files alone need no
+// trust.
 //
 // # What Podman makes of ours
 //
@@ -183,7 +183,7 @@ type Port struct {
 	Protocol        string
 }
 
-// Mount is one that somebody asked for.
+// Mount is a mount that was requested.
 type Mount struct {
 	Type, Source, Target string
 	ReadOnly             bool

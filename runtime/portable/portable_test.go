@@ -181,7 +181,7 @@ func TestLayout(t *testing.T) {
 	}
 }
 
-// Only whom it is for can read it.
+// Only a recipient can read it.
 func TestEncrypted(t *testing.T) {
 	m, c := full(t)
 	dir := t.TempDir()

@@ -215,7 +215,7 @@ func (p *pull) fetch(ctx context.Context, d v1.Descriptor) (_ *os.File, err erro
 	again := part.n > 0 // what lies there may not be the beginning of it
 	for {
 		if err := p.complete(ctx, d, part); err != nil {
-			if errors.Is(err, unix.ENOSPC) { // whoever has no room needs this, too
+			if errors.Is(err, unix.ENOSPC) { // the full disk needs this space, too
 				err = errors.Join(err, os.Remove(f.Name()))
 			}
 			return nil, err

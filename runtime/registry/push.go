@@ -44,8 +44,7 @@ type About struct {
 	// Image is the digest of the manifest of the image below, sha256:HEX; when
 	// the repository has it, the artifact refers to it.
 	Image string
-	// Annotations of the artifact. They are for those who look at it, nothing
-	// reads them.
+	// Annotations of the artifact. They are for people who inspect it; no code reads them.
 	Annotations map[string]string
 }
 

@@ -154,7 +154,7 @@ func TestIncremental(t *testing.T) {
 		t.Fatalf("%s", two.raw)
 	}
 
-	// Who has the parent fetches one pack.
+	// A host that has the parent fetches one pack.
 	s.Forget()
 	dst := parent.clone()
 	got := pullInto(t, s.Host()+"/web:two", dst, o)
@@ -164,11 +164,11 @@ func TestIncremental(t *testing.T) {
 	if r := s.Requests("GET /v2/web/blobs/" + one.packs[0].pack.Digest.String()); len(r) != 0 {
 		t.Errorf("the parent's pack was fetched: %q", r)
 	}
-	// Who has nothing gets exactly the child: not what only the parent had.
+	// A host that has nothing gets exactly the child: not what only the parent had.
 	dst = newMemory()
 	pullInto(t, s.Host()+"/web:two", dst, o)
 	child.same(t, dst)
-	// Who has it but one piece gets that one.
+	// A host that has all but one piece gets that one.
 	dst = child.clone()
 	for d := range extra.pieces {
 		delete(dst.pieces, d)
@@ -381,8 +381,7 @@ func TestLogin(t *testing.T) {
 	src.same(t, dst)
 }
 
-// The way of most registries: TLS, and a token from somebody else for what is
-// asked.
+// The way of most registries: TLS, and a token from another server for each scope.
 func TestTLSAndToken(t *testing.T) {
 	var mu sync.Mutex
 	scopes := map[string]int{}
@@ -427,7 +426,7 @@ func TestTLSAndToken(t *testing.T) {
 	if scopes["repository:web:push,pull"] == 0 || scopes["repository:web:pull"] == 0 || len(scopes) != 2 {
 		t.Errorf("asked for %v", scopes)
 	}
-	// Who does not know the authority of its certificate does not go on.
+	// A client that does not know the authority of its certificate does not go on.
 	o.Transport = nil
 	_, err := Pull(t.Context(), ref, newMemory().begin, o)
 	if err == nil || !strings.Contains(err.Error(), "certificate") {

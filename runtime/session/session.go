@@ -136,8 +136,8 @@ func (s *Session) Close(ctx context.Context) error {
 		of, err := s.svc.Checkpoints(ctx, runtime.CheckpointFilter{All: true, Sandbox: id})
 		attempt(err)
 		for _, c := range of {
-			// One that was made again has checkpoints from before; undo
-			// checkpoints are nobody's any more.
+			// One that was made again has checkpoints from before; its undo checkpoints have
+			// no use any more.
 			if !s.remade[id] || c.Trigger == runtime.TriggerUndo {
 				mine = append(mine, c)
 			}

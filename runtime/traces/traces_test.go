@@ -115,7 +115,7 @@ func TestWanted(t *testing.T) {
 				t.Error(err)
 			}
 			if tr != nil {
-				tr.Close() // nothing was recorded: nobody is asked
+				tr.Close() // nothing was recorded: no collector is asked
 			}
 		})
 	}
@@ -279,8 +279,8 @@ func TestSampling(t *testing.T) {
 	}
 }
 
-// A collector that is gone, refuses, or does not answer, is told once, without what
-// the headers have in them, and keeps nobody waiting.
+// A collector that is gone, refuses, or does not answer is reported once, without the
+// content of the headers, and delays no verb.
 func TestNoCollector(t *testing.T) {
 	closed, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -289,7 +289,7 @@ func TestNoCollector(t *testing.T) {
 	if err := closed.Close(); err != nil {
 		t.Fatal(err)
 	}
-	silent, err := net.Listen("tcp", "127.0.0.1:0") // the kernel accepts, and nobody reads
+	silent, err := net.Listen("tcp", "127.0.0.1:0") // the kernel accepts, and no process reads
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -329,7 +329,7 @@ func TestNoCollector(t *testing.T) {
 	}
 }
 
-// nothing is where spans go that nobody wants.
+// nothing discards spans.
 type nothing struct{ sdk.SpanExporter }
 
 func (nothing) ExportSpans(context.Context, []sdk.ReadOnlySpan) error { return nil }
@@ -369,7 +369,7 @@ func TestSaidOnce(t *testing.T) {
 	}
 }
 
-// Who sends the collector's spans on elsewhere gets neither those nor the headers; the
+// A redirect is not followed: its target gets neither the spans nor the headers. The
 // certificate is that of the environment all the same.
 func TestRedirects(t *testing.T) {
 	for _, scheme := range []string{"http", "https"} {

@@ -488,8 +488,8 @@ func TestApplyPrivileged(t *testing.T) {
 	}
 }
 
-// TestApplyFollowsNoSymlink lets somebody exchange a directory of the original
-// for a symlink after the volume was made.
+// TestApplyFollowsNoSymlink replaces a directory of the original by a symlink after the
+// volume was made.
 func TestApplyFollowsNoSymlink(t *testing.T) {
 	ctx := context.Background()
 	b := newBench(t, "near")
@@ -511,9 +511,8 @@ func TestApplyFollowsNoSymlink(t *testing.T) {
 	}
 }
 
-// TestApplyUnderChange has somebody else write to the original all the while:
-// an apply succeeds or leaves everything as it found it, and never loses
-// what they wrote last.
+// TestApplyUnderChange has another writer change the original all the while: an apply
+// succeeds or leaves everything as it found it, and never loses that writer's last change.
 func TestApplyUnderChange(t *testing.T) {
 	ctx := context.Background()
 	b := newBench(t, "near")

@@ -97,7 +97,7 @@ func TestEngine(t *testing.T) {
 	write("f", "two")
 	write("new", "two")
 
-	// In use: a checkpoint freezes who uses it, a restore is refused.
+	// In use: a checkpoint freezes the users, a restore is refused.
 	p, err := v.Mount(ctx, "ws", "someone")
 	must(err)
 	users.users = []volume.User{{ID: "1", Name: "web", Pid: os.Getpid(), Mounts: 1}}

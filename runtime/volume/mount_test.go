@@ -102,8 +102,8 @@ func TestReferences(t *testing.T) {
 	must(t, b.Unmount(ctx, "ws", "a"))
 	mounted(false)
 
-	// Those of another boot count for nothing, nor do those of dead processes
-	// and those that nobody came to use.
+	// Callers of another boot do not count, nor do those of dead processes and those that no
+	// container came to use.
 	_, err := b.Volumes.Mount(ctx, "ws", "old")
 	must(t, err)
 	have, err := b.refs("ws")
@@ -126,8 +126,8 @@ func TestReferences(t *testing.T) {
 	mounted(false)
 }
 
-// TestKernelKnowsBetter has a user of the volume in a mount namespace of its
-// own, of whom refs.json does not know.
+// TestKernelKnowsBetter has a user of the volume in a mount namespace of its own, which
+// refs.json does not list.
 func TestKernelKnowsBetter(t *testing.T) {
 	ctx := context.Background()
 	b := newBench(t, "near")

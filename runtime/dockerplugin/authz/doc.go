@@ -15,17 +15,17 @@
 //
 // A path of the host is judged by where it leads once symlinks are resolved,
 // the deepest existing ancestor deciding for what does not exist yet. That
-// alone is no fence: the daemon keeps the path as a string and resolves it
+// alone is no protection: the daemon keeps the path as a string and resolves it
 // again at every start of the container, also at restarts that no call
 // announces, so there is no moment at which judging could be final. The judge
 // therefore refuses a path whose way could be exchanged later: every directory
-// on it has to be owned by root, writable by nobody else (sticky directories
+// on it has to be owned by root, writable by no other user (sticky directories
 // count as safe for what root owns in them), and must not be mountable
 // read-write under the same policy, since root in a container could put a
 // symlink there. With mounts.allow of /srv/work/* each child of /srv/work can
 // be mounted, and none can be exchanged; with /srv/work/** only /srv/work
 // itself. mounts.exchangeable turns this off, and with it everything that
-// mounts promises against a caller who means harm.
+// mounts promises against a malicious caller.
 //
 // # Limits
 //

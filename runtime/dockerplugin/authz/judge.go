@@ -183,9 +183,9 @@ func (c *call) is(method, pattern string) bool {
 	return len(c.path) > len(before)+len(after) && strings.HasPrefix(c.path, before) && strings.HasSuffix(c.path, after)
 }
 
-// harmless are the calls that change things, but give nobody more of the host
-// than containers have that were judged already. body is the shape of what
-// they take as JSON; others take none, or a stream of another kind.
+// harmless are the calls that change things, but give no container more of the host than
+// containers have that were judged already. body is the shape of what they take as JSON;
+// others take none, or a stream of another kind.
 var harmless = []struct{ method, pattern, body string }{
 	{"POST", "/auth", "auth"},
 	{"POST", "/build/cancel", ""},
@@ -443,9 +443,9 @@ func checkpointName(name string, f *findings) {
 	}
 }
 
-// build: everything but the query is invisible, and a form in the body would
-// override the query, so that only the gate is a fence. The network mode is
-// looked at for the sake of those who do not mean it.
+// build: everything but the query is invisible, and a form in the body would override the
+// query, so that only policy.Build is a fence. The network mode is checked to catch
+// mistakes.
 func (j *Judge) build(c *call, f *findings) {
 	if !j.policy.Build {
 		f.add("build", "build", "a build can use the host's network, and what it runs is not judged")

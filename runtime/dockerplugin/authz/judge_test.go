@@ -487,8 +487,8 @@ func TestOptions(t *testing.T) {
 	}
 }
 
-// A pattern means what it meant when the policy was read by root, whoever puts
-// symlinks in its way.
+// A pattern keeps the meaning it had when the policy was read, whatever symlinks are put
+// in its way.
 func TestPatternsCannotBeMoved(t *testing.T) {
 	top := tree(t)
 	for _, dir := range []string{"user/mine", "deep/x/pub", "fine/dir"} {

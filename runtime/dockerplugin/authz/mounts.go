@@ -13,8 +13,8 @@ import (
 	"github.com/agentbox/agentbox/internal/lazy"
 )
 
-// What mounts.docker_socket guards: whoever can speak to one of these is root
-// on the host. Directories stand for all that is in them.
+// engineSockets are what mounts.docker_socket guards: a process that can speak to one of
+// these is root on the host. Directories stand for all that is in them.
 var engineSockets = []string{
 	"/run/docker.sock", "/var/run/docker.sock", "/run/docker", "/var/run/docker",
 	"/run/containerd", "/run/podman", "/run/crio", "/run/buildkit",

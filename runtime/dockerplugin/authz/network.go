@@ -97,8 +97,8 @@ func (j *Judge) ipam(ipam *network.IPAM, f *findings) {
 	}
 }
 
-// subnet judges where a network leads packets of the host: to an address of
-// somebody else, if the engine is not told better.
+// subnet judges which addresses a network takes over: the host's packets to them then go to
+// the network, even if the addresses are in use outside.
 func (j *Judge) subnet(conf network.IPAMConfig, f *findings) {
 	const rule = "network"
 	if conf.Subnet == "" {

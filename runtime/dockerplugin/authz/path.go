@@ -128,8 +128,8 @@ func (w *way) look(dir, c string) (link string, err error) {
 	return os.Readlink(at)
 }
 
-// exchangeable says in words who could lead the path elsewhere later, or "".
-// writable tells which directories containers can be given read-write.
+// exchangeable describes how the path could be led elsewhere later, or returns "".
+// writable reports which directories containers can be given read-write.
 func (w *way) exchangeable(writable func(dir string) bool) string {
 	for _, s := range w.dirs {
 		switch trusted := s.uid == 0 || int(s.uid) == os.Geteuid(); {
@@ -146,12 +146,11 @@ func (w *way) exchangeable(writable func(dir string) bool) string {
 	return ""
 }
 
-// settle gives the patterns in the form in which they stand for real paths:
-// what comes before the first wildcard may go through symlinks (/var/run). But
-// a pattern must not mean more tomorrow because somebody put a symlink in its
-// way, so that one which goes through directories that others can change stays
-// as it is written, and then stands for nothing behind a symlink. wide is every
-// form that a pattern might have: what containers may be able to write to.
+// settle resolves symlinks (/var/run) in each pattern before its first wildcard. But a
+// pattern must not mean more tomorrow because of a new symlink in its way, so one that goes
+// through directories that others can change stays as it is written, and then matches
+// nothing behind a symlink. wide is every form that a pattern might have: what containers
+// may be able to write to.
 func settle(patterns, writable []string, anyway bool) (settled, wide []string) {
 	ways := make([]way, len(patterns))
 	for i, pattern := range patterns {

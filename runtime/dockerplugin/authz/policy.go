@@ -123,8 +123,8 @@ func Load(file string) (*Policy, error) {
 	return p, nil
 }
 
-// Trusted is an error unless only root, or the caller, can change the file:
-// whoever can write the policy can have everything it guards.
+// Trusted returns an error unless only root, or the caller, can change the file: a process
+// that can write the policy can have everything it guards.
 func Trusted(file string) error {
 	var st unix.Stat_t
 	if err := unix.Stat(file, &st); err != nil {

@@ -268,7 +268,7 @@ func TestDocker(t *testing.T) {
 		t.Errorf("diff: %s", out)
 	}
 
-	// A container that somebody paused stays paused.
+	// A container that was paused before stays paused.
 	d.Docker(t, "pause", "w2")
 	h.must("checkpoint", "volume://ws")
 	if s := h.state("w1") + h.state("w2"); s != "runningpaused" {
@@ -296,8 +296,8 @@ func TestDocker(t *testing.T) {
 		t.Errorf("thawed: %s", s)
 	}
 
-	// The plugin is killed: nobody notices, and the daemon is not wedged, not
-	// even while the calls about volumes wait for it in vain.
+	// The plugin is killed: containers run on, and the daemon is not wedged, not even
+	// while the calls about volumes wait for it in vain.
 	h.kill()
 	h.fast(5*time.Second, "ps")
 	h.fast(5*time.Second, "exec", "w2", "cat", "/work/keep")
@@ -418,7 +418,7 @@ func TestDocker(t *testing.T) {
 	}
 	h.must("apply", "--undo", "volume://ws")
 
-	// Killed in a restore, the next user of the volume waits for nobody.
+	// After a kill in a restore, the next user of the volume does not wait.
 	if _, code := h.agentbox("AGENTBOX_FAILPOINT=restore.after-apply=kill", "restore", "volume://ws", "c0"); code != 137 {
 		t.Fatalf("not killed: %d", code)
 	}

@@ -81,8 +81,8 @@ func Handler(store Store, log *slog.Logger) http.Handler {
 			http.NotFound(w, r)
 			return
 		}
-		// A caller who goes away does not undo what it asked for: dockerd
-		// asks again, or takes it back.
+		// A caller that goes away does not undo what it asked for: dockerd asks again, or
+		// takes it back.
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), callTimeout)
 		defer cancel()
 		req, err := decode(http.MaxBytesReader(w, r.Body, maxBody))

@@ -1,6 +1,6 @@
-// Package apparmor finds the AppArmor profile of a sandbox: the one that every
-// container engine has by default, loaded under our name where the kernel has
-// AppArmor, or one that somebody asked for.
+// Package apparmor finds the AppArmor profile of a sandbox: the one that every container
+// engine has by default, loaded under our name where the kernel has AppArmor, or one that
+// was requested.
 package apparmor
 
 import (

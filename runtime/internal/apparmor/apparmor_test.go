@@ -44,7 +44,7 @@ func TestProfile(t *testing.T) {
 	}{
 		{none, "", "", nil}, {none, "unconfined", "", nil}, {none, "mine", "", fault.ErrUnsupported},
 		{off, "", "", nil}, {off, "mine", "", fault.ErrUnsupported},
-		{on, "", "", nil}, {on, "unconfined", "", nil}, // there is nobody to load it
+		{on, "", "", nil}, {on, "unconfined", "", nil}, // there is no program to load it
 		{on, "my own", "my own", nil}, {on, "/usr/bin/man", "/usr/bin/man", nil},
 		{on, "my", "", fault.ErrNotFound}, {on, "my own (complain)", "", fault.ErrNotFound},
 	} {

@@ -1,5 +1,5 @@
 // Package bundle makes what an OCI runtime is given for a sandbox, whichever
-// engine hands it over: the config.json with Docker's confinement, who a
+// engine hands it over: the config.json with Docker's confinement, the user a
 // command runs as, what is mounted over the root filesystem, and the files of
 // /etc that tell a sandbox its name and its resolver.
 package bundle
@@ -62,9 +62,8 @@ func (p Place) Prepare(s runtime.Spec, env []string, end network.Endpoint, size 
 	return spec, f.Close()
 }
 
-// spec makes a sandbox's config.json. Its root filesystem is mounted, and read
-// to find the user; processes that are restored are who they were, so then it
-// does not matter when there is none.
+// spec makes a sandbox's config.json. Its root filesystem is mounted, and read to find the
+// user; restored processes keep their ids, so then a missing user does not matter.
 func (p Place) spec(s runtime.Spec, env []string, netns string, size *runtime.Size, restores bool, secrets []runtime.SecretFile) (*specs.Spec, error) {
 	root, err := kernel.OpenRoot(p.Rootfs)
 	if err != nil {
@@ -129,8 +128,8 @@ func (p Place) spec(s runtime.Spec, env []string, netns string, size *runtime.Si
 	return spec, nil
 }
 
-// grantable are the capabilities that a sandbox is to have and that are ours to
-// give; runc fails on others. One that somebody asked for has to be.
+// grantable returns the capabilities of a sandbox that we can grant; runc fails on others.
+// One that was requested explicitly must be grantable.
 func grantable(want []string) ([]string, error) {
 	asked := want != nil
 	if !asked {

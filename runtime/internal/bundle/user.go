@@ -19,7 +19,7 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// account is who a process runs as.
+// account is the identity a process runs with.
 type account struct {
 	uid, gid uint32
 	groups   []uint32
@@ -42,12 +42,11 @@ func LookUser(root *os.File, who string) (User, error) {
 // accountLimit bounds /etc/passwd and /etc/group, which the sandbox writes.
 const accountLimit = 4 << 20
 
-// lookUser finds name|uid[:group|gid] in the account files of a root
-// filesystem. Nothing that they or their names say leads out of that root. Who
-// is given by numbers, or not at all, needs no account files: ones that cannot
-// be used count as empty then, so that root can get in and repair them. But the
-// runtime opens them, too, and would wait for ever at a FIFO. Without a root
-// there are none.
+// lookUser finds name|uid[:group|gid] in the account files of a root filesystem. It follows
+// nothing in them or in their names out of that root. A user given by numbers, or not at
+// all, needs no account files: unusable ones count as empty then, so that root can get in
+// and repair them. But the runtime opens them, too, and would wait for ever at a FIFO.
+// Without a root there are none.
 func lookUser(root *os.File, who string) (account, error) {
 	passwd, perr := readInRoot(root, "/etc/passwd")
 	group, gerr := readInRoot(root, "/etc/group")
@@ -97,8 +96,8 @@ func numeric(who string) bool {
 	return !pair || group != ""
 }
 
-// numericUser is who a user stands for without account files: itself if it is
-// numeric, else root.
+// numericUser returns what a user means without account files: itself if it is numeric,
+// else root.
 func numericUser(who string) string {
 	if numeric(who) {
 		return who

@@ -1,15 +1,15 @@
-// Package home is what a backend that runs its sandboxes itself keeps of them:
-// where each has its files, who may change it now, which of its starts got how
-// far and how they ended. It hides what the files are called, which of them
-// outlast a power loss, and in which order they go, so that whatever was cut
-// off half-way is still found:
+// Package home keeps the records of a backend that runs its sandboxes itself:
+// where each has its files, which verb holds it, how far each of its starts got
+// and how it ended. It hides the names of the files, which of them outlast a
+// power failure, and the order of their removal, so that an interrupted verb's
+// leftovers are still found:
 //
 //	ROOT/sandboxes/<id>/container.json   what Save keeps; without it the sandbox does not exist
 //	                    runs/<n>/        one directory per start: started, exit.json, and the backend's own
 //	RUN/<id>/bundle.<n>/                 what start n needs while it lasts
 //	         exec/<e>/                   what an exec session needs while it lasts
 //	RUN/runc                             the OCI runtime's own state
-//	RUN/exits/<id>                       exit codes of removed sandboxes, for those who still wait
+//	RUN/exits/<id>                       exit codes of removed sandboxes, for callers still in Wait
 //
 // ROOT and RUN are the backend's part of the two directories that it was given,
 // except that exits is in RUN itself.
@@ -101,9 +101,9 @@ func (h Home) OfCgroup(name string) (id string, ok bool) {
 	return id, ok && IsID(id)
 }
 
-// Elsewhere reports whether theirs, which something of an engine is labelled with,
-// is another root than mine. A root that is not there any more is nobody's, and
-// was perhaps moved to where mine is.
+// Elsewhere reports whether theirs, the root in the label of an engine's object, is another
+// root than mine. A root that no longer exists counts as mine: it was perhaps moved to where
+// mine is.
 func Elsewhere(mine, theirs string) bool {
 	if theirs == "" || theirs == mine {
 		return false
@@ -220,7 +220,7 @@ func (h Home) Save(id string, rec any) error {
 	return fsx.SyncDir(filepath.Dir(h.Dir(id)))
 }
 
-// Unsave makes a sandbox a half-made one, which nobody starts.
+// Unsave makes a sandbox a half-made one, which cannot be started.
 func (h Home) Unsave(id string) error {
 	err := os.Remove(h.Dir(id, "container.json"))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -246,9 +246,8 @@ func (h Home) Lock(ctx context.Context, id string) (unlock func(), err error) {
 // Busy reports whether a verb holds a sandbox's lock.
 func (h Home) Busy(id string) bool { return Check(id) == nil && record.Locked(h.Dir(id)) }
 
-// Elses reports whether a sandbox is of another backend on the same root. They share
-// networks and the names of cgroups, and what one of them does not know is not
-// nobody's for that.
+// Elses reports whether a sandbox belongs to another backend on the same root. Backends share
+// networks and the names of cgroups, so a sandbox unknown to one may belong to another.
 func (h Home) Elses(id string) bool {
 	if _, err := os.Lstat(h.Dir(id)); err == nil {
 		return false

@@ -102,8 +102,8 @@ type Exit struct {
 	Hits     kernel.Hits `json:"hits,omitzero"` // of the limits, in that start
 }
 
-// Unknown is the code of a sandbox whose end nobody saw, such as one that a
-// power loss ended. Docker uses the same.
+// Unknown is the exit code of a sandbox whose end was not observed, such as one that a power
+// failure ended. Docker uses the same.
 const Unknown = 255
 
 // Exited returns how start n ended, if that is on record.
@@ -141,8 +141,8 @@ func (h Home) Settle(id string, n int, exit Exit) error {
 	return record.WriteJSON(h.Start(id, n, "exit.json"), exit, true)
 }
 
-// Unseen is the end of start n of which no more than exit will ever be known: nobody
-// was there. Its first caller's word counts, and is given to all others.
+// Unseen records the end of start n, which was not observed, so that no more than exit will
+// ever be known of it. The first caller's value counts, and is returned to all others.
 func (h Home) Unseen(id string, n int, exit Exit) Exit {
 	// Where it cannot be written down, as on a disk that is full, looking must
 	// not fail for that.
@@ -220,8 +220,8 @@ func (h Home) tombstone(id string) string { return filepath.Join(h.Stage, "exits
 // tombstoneAge is for how long a removed sandbox's exit code is kept.
 const tombstoneAge = 10 * time.Minute
 
-// Bury leaves the exit code of a sandbox that is to be removed to those who
-// still wait, and clears old ones away.
+// Bury keeps the exit code of a sandbox that is to be removed for callers still in Wait, and
+// removes old ones.
 func (h Home) Bury(id string, exit Exit) error {
 	entries, err := os.ReadDir(filepath.Join(h.Stage, "exits"))
 	if err != nil {

@@ -443,11 +443,11 @@ func (c Cgroups) StartIn(cmd *exec.Cmd, path string) (born bool, err error) {
 	return false, cmd.Start()
 }
 
-// MoveTo moves a command that StartIn has started to its cgroup. Where that cannot be done it stays
-// in its caller's. One that was born there is moved to where it is: that makes
-// the kernel wait now for what the runtime, which is about to move the
-// container's process, then finds done, all processors having taken notice
-// that a move is under way. Nobody needs to wait for that.
+// MoveTo moves a command that StartIn has started to its cgroup. Where that cannot be done
+// the command stays in its caller's. One that was born there is moved to where it is: that
+// makes the kernel wait now until all processors have noticed that a move is under way, which
+// the runtime, about to move the container's process, then finds done. No caller needs to
+// wait for MoveTo.
 func (c Cgroups) MoveTo(pid int, path string, born bool) error {
 	var errs []error
 	for _, m := range c {

@@ -48,8 +48,9 @@ func TestHierarchiesOfARestore(t *testing.T) {
 	}
 }
 
-// One whose process waits for a filesystem that does not answer cannot be frozen
-// as a whole; its others stand, and whoever told them to may have been killed.
+// A cgroup with a process that waits for a filesystem that does not answer cannot be frozen
+// as a whole; its other processes are frozen, and the process that froze them may have been
+// killed.
 func TestHalfFrozen(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Fatal("this test mounts a filesystem: run it as root")

@@ -40,8 +40,8 @@ func (c Cgroups) use(of string) (u Use) {
 		dir := filepath.Join(c[i].Path, f[2])
 		read := func(file, name string) int64 { return counter(filepath.Join(dir, file), name) }
 		if c[i].V2 {
-			// It is the last line. Of a hybrid host v1 has the controllers, and
-			// processor time is counted in v2 as well, for whoever is there.
+			// It is the last line. On a hybrid host v1 has the controllers, while v2 counts
+			// processor time as well for the processes in it.
 			u.CPU = cmp.Or(u.CPU, time.Duration(read("cpu.stat", "usage_usec"))*time.Microsecond)
 			u.Memory = cmp.Or(u.Memory, read("memory.current", "")-read("memory.stat", "inactive_file"))
 			u.MemoryLimit = cmp.Or(u.MemoryLimit, read("memory.max", ""))

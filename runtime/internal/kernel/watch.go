@@ -23,9 +23,9 @@ type Watcher struct {
 // every is how often a Watcher that is told of nothing looks.
 const every = 200 * time.Millisecond
 
-// Watch begins to watch; what changed before is not told. The kernel gives each
-// user 128 watchers, unless told otherwise; who gets none looks at files again and again,
-// and says so of directories each time.
+// Watch begins to watch; earlier changes are not reported. The kernel gives each user 128
+// watchers by default; without one, Watch falls back to polling, which reports directories
+// as changed each time.
 func Watch(paths ...string) (*Watcher, error) {
 	w, err := notified(paths)
 	if errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) || errors.Is(err, unix.ENOSPC) {

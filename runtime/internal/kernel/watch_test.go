@@ -11,7 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Who gets no inotify is told again and again that something may have changed.
+// Without inotify a watcher is told again and again that something may have changed.
 func TestWatchWithoutInotify(t *testing.T) {
 	dir := t.TempDir()
 	var old unix.Rlimit

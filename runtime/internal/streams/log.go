@@ -309,9 +309,8 @@ func (b *backward) previous() (line []byte, at int64, err error) {
 	}
 }
 
-// Limit is the size at which a log is to be started anew by who writes it, and
-// Kept what Trim leaves of what earlier runs have written: together a log stays
-// below 96 MiB; older lines are lost.
+// Limit is the size at which the writer starts a log anew, and Kept is what Trim leaves of
+// the output of earlier runs: together a log stays below 96 MiB; older lines are lost.
 const (
 	Limit = 64 << 20
 	Kept  = 32 << 20

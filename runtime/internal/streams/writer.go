@@ -75,8 +75,8 @@ func (w *Writer) Write(stderr bool, data []byte) error {
 	return err
 }
 
-// turn puts an empty file in the log's place; who reads the old one reads it
-// to its end first.
+// turn puts an empty file in the log's place; a reader of the old one reads it to its end
+// first.
 func (w *Writer) turn() error {
 	tmp := w.path + ".new"
 	f, err := os.OpenFile(tmp, os.O_RDWR|os.O_CREATE|os.O_TRUNC|os.O_APPEND, 0o600)

@@ -49,9 +49,9 @@ func Why(ctx context.Context, dir, binary string) (string, error) {
 	return "", nil
 }
 
-// Shut tells which directory above one of paths keeps others than root from
-// passing; empty: none. The paths themselves do not count. The OCI runtime and
-// CRIU mount as the namespace's root, who is nobody on the host.
+// Shut returns the directory above one of paths that keeps others than root from passing, or
+// "". The paths themselves do not count. The OCI runtime and CRIU mount as the namespace's
+// root, which has no privileges on the host.
 func Shut(paths ...string) (string, error) {
 	for _, path := range paths {
 		for up := filepath.Dir(path); up != "/"; up = filepath.Dir(up) {
@@ -100,9 +100,9 @@ var pseudo = map[string]bool{
 	"fusectl": true, "nfsd": true, "pstore": true, "resctrl": true, "securityfs": true, "selinuxfs": true, "smackfs": true, "tracefs": true,
 }
 
-// covered reports whether part of a filesystem is hidden here, as it is in most
-// containers: the kernel then lets nobody in a user namespace mount one anew, who
-// would see what is hidden.
+// covered reports whether part of a filesystem is hidden here, as it is in most containers:
+// the kernel then refuses to mount one anew in a user namespace, where the hidden part would
+// show.
 func covered(fstype, where string) (string, error) {
 	all, err := mountinfo.GetMounts(nil)
 	if err != nil {

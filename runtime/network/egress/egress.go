@@ -1,26 +1,26 @@
 // Package egress is the proxy and the resolver that filtered sandboxes are
 // confined to: it knows rules and addresses, and nothing of bridges.
 //
-// Every TCP connection that a filtered sandbox opens, wherever it is to lead,
-// arrives here, and so does every question to a DNS server; package network's
-// rules see to that, and drop all else. Who is asking is told by the address
-// that it comes from, which the sandbox cannot choose. A connection goes on
+// Every TCP connection that a filtered sandbox opens, to any destination, arrives
+// here, and so does every DNS query; package network's rules see to that, and drop
+// all else. The sandbox is identified by its source address, which it cannot
+// choose. A connection goes on
 //
 //   - to the address that it was for, if a rule about addresses allows that one;
 //   - to the name in a TLS ClientHello or in an HTTP request, if a rule allows
-//     the name on this port. Where the name leads is looked up here; the address
-//     that the connection was for does not matter. Each request of an HTTP
-//     connection is judged by itself;
+//     the name on this port. The name is resolved here; the address that the
+//     connection was for does not matter. Each request of an HTTP connection is
+//     judged by itself;
 //   - to the address that it was for, on ports other than 80 and 443, when it
 //     speaks neither TLS nor HTTP and the address is one of an allowed name.
 //
 // Names lead to public addresses only, unless a rule about addresses allows
-// the private one as well, so that whoever owns an allowed name cannot point
+// the private one as well, so that the owner of an allowed name cannot point
 // it at the host's network. Loopback, link-local and metadata addresses are
 // out of reach whatever the rules say; the host's own addresses need a rule
 // for just this address, and other sandboxes have none.
 //
-// What is denied is an Event, a line in the sandbox's file.
+// A denied connection or query is an Event, a line in the sandbox's file.
 package egress
 
 import (
@@ -116,7 +116,7 @@ type Server struct {
 	gates map[netip.Addr]*gate
 }
 
-// New makes a Server that serves nobody yet.
+// New makes a Server that does not serve any sandbox yet.
 func New(o Options) *Server {
 	total, each := limits()
 	s := &Server{

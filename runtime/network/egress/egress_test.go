@@ -176,7 +176,7 @@ func TestHelloIsBounded(t *testing.T) {
 	}
 }
 
-// Who says where it leads a byte at a time is not waited for.
+// A client that names its destination a byte at a time is not waited for.
 func TestSlowConnections(t *testing.T) {
 	s := New(Options{Events: t.TempDir()})
 	s.peek = 100 * time.Millisecond
@@ -269,14 +269,14 @@ func TestCache(t *testing.T) {
 	if got, _ := get("a", slices.Repeat(one, 1000), nil); len(got) != foundLimit || asked != 3 {
 		t.Errorf("%d addresses, asked %d times", len(got), asked)
 	}
-	// Who asks for too much does not spoil the name for others.
+	// A client that asks for too much does not spoil the name for others.
 	if _, err := get("c", nil, errTooMany); !errors.Is(err, errTooMany) {
 		t.Error(err)
 	}
 	if got, err := get("c", one, nil); err != nil || len(got) != 1 {
 		t.Errorf("%v, %v", got, err)
 	}
-	// Those who wait hear the same, or go.
+	// Waiting clients get the same answer, or give up.
 	ask, answer := make(chan struct{}), make(chan struct{})
 	go func() {
 		_, _ = c.get(t.Context(), "d", func() ([]netip.Addr, error) { close(ask); <-answer; return one, nil })

@@ -13,8 +13,8 @@ import (
 	"github.com/agentbox/agentbox/policy"
 )
 
-// Where no rule leads: the host itself, its link, and the clouds' services
-// that hand out credentials to whoever asks.
+// never lists addresses that no rule can open: the host itself, its link, and the metadata
+// services of clouds, which hand out credentials to any client.
 var never = []netip.Prefix{
 	netip.MustParsePrefix("0.0.0.0/8"),
 	netip.MustParsePrefix("127.0.0.0/8"),
