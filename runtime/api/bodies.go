@@ -23,9 +23,9 @@ const (
 	byteStream = "application/octet-stream"
 )
 
-// download is a verb that answers with a stream of bytes. What goes wrong before
-// the first of them is a problem; later it is told in a trailer to callers that
-// take trailers, and to others by cutting the connection.
+// download is a verb that answers with a stream of bytes. An error before the first of
+// them is a problem; a later one is reported in a trailer to callers that take trailers,
+// and to others by cutting the connection.
 func (h *Handler) download(path, summary, media string, do func(context.Context, *request[None], io.Writer) error, params ...string) route {
 	heavy := new(bool)
 	return route{method: http.MethodGet, path: path, summary: summary, query: params, stream: media, heavy: heavy, serve: func(w http.ResponseWriter, r *http.Request) {

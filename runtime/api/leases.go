@@ -39,8 +39,8 @@ func (h *Handler) leaseRoutes() []route {
 			if r.report == nil || r.rec != nil {
 				return None{}, fmt.Errorf("%w: to hold a lease takes Accept: %s and no %s", runtime.ErrInvalid, eventStream, headerKey)
 			}
-			// What is held as long as the connection lasts must not keep the
-			// service from its end.
+			// A lease held as long as the connection lasts must not keep the service from
+			// ending.
 			ctx, cancel := h.untilDrained(ctx)
 			defer cancel()
 			return None{}, svc.HoldLease(ctx, r.in, func(ctx context.Context, l runtime.Lease) error {

@@ -187,7 +187,7 @@ func Serve(ctx context.Context, l *net.UnixListener, h *Handler, more ...net.Lis
 	// The listener goes first, then connections as they become idle.
 	down := guard.Start(func() error { return srv.Shutdown(context.WithoutCancel(ctx)) })
 	h.Drain(bound)
-	// What is left are connections without a request.
+	// The remaining connections have no request.
 	select {
 	case err = <-down:
 	case <-time.After(time.Second):

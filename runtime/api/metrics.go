@@ -32,7 +32,7 @@ type Metrics struct {
 	stored int64
 	leaks  map[string]int64
 
-	// Of the turns of heavy verbs.
+	// The turns of heavy verbs.
 	atWork, inQueue int
 	turnedAway      int64
 	wait            histogram

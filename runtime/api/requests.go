@@ -162,8 +162,8 @@ func (s *requests) write(rec *record) error {
 	return nil
 }
 
-// sweep forgets what is old, and the oldest of what is too much. Of answers it
-// leaves half of what there may be, so as not to be called for each.
+// sweep removes old records, and the oldest if there are too many. It leaves half of the
+// permitted bytes of answers, so as not to be called for each.
 func (s *requests) sweep() error {
 	entries, err := os.ReadDir(s.dir)
 	if err != nil {

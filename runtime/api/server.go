@@ -149,7 +149,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	// that comes.
 	_ = ctl.EnableFullDuplex()
 	defer func() {
-		// What it still writes and reads of this request ends as well.
+		// Bound the remaining writes and reads of this request as well.
 		_ = ctl.SetWriteDeadline(time.Now().Add(h.opts.Stall))
 		_ = ctl.SetReadDeadline(time.Now().Add(min(h.opts.Stall, lastTime)))
 		verb := "other"
@@ -424,7 +424,7 @@ func verb[I, O any](h *Handler, path, summary string, do func(context.Context, *
 			}
 			defer done()
 			if err := h.before(r.Context()); err != nil && req.again() {
-				// What the first try left may be neither whole nor gone.
+				// The first attempt may have left something neither whole nor gone.
 				return nil, req.unsettled(err)
 			}
 			if !wantsEvents(r) {
@@ -448,8 +448,8 @@ func verb[I, O any](h *Handler, path, summary string, do func(context.Context, *
 	}}
 }
 
-// before has what killed processes left put in order. What cannot be is logged:
-// it must not keep callers from other sandboxes.
+// before recovers what killed processes left. A failure is logged only: it must not keep
+// callers from other sandboxes.
 func (h *Handler) before(ctx context.Context) error {
 	if h.opts.Before == nil {
 		return nil
@@ -488,7 +488,7 @@ func (h *Handler) body(r *http.Request, w http.ResponseWriter, into any) ([]byte
 	_ = ctl.SetReadDeadline(time.Now().Add(h.opts.Body)) // in tests there is no connection
 	data, err := io.ReadAll(http.MaxBytesReader(w, r.Body, limit))
 	if err != nil {
-		// What is yet to come is not waited for.
+		// The rest of the body is not waited for.
 		w.Header().Set("Connection", "close")
 		return nil, fmt.Errorf("%w: body: %v", runtime.ErrInvalid, err)
 	}

@@ -47,7 +47,7 @@ type turn struct {
 	of    *turns
 	lapse *time.Timer
 
-	// Of one that waits, under turns.mu.
+	// While it waits, under turns.mu.
 	since  time.Time
 	queue  *queue
 	served chan error // has nil when the turn comes, and an error when it gives up its place

@@ -50,7 +50,7 @@ type Who struct {
 	UID   *uint32 `json:"uid,omitempty"`
 	Pid   int     `json:"pid,omitempty"`
 	Login *uint32 `json:"login,omitempty"` // the user of the login session, even after su or sudo; the kernel's loginuid
-	// Of one on another host the subject of its certificate, and its address.
+	// For a caller on another host: the subject of its certificate, and its address.
 	Client  string `json:"client,omitempty"`
 	Address string `json:"address,omitempty"`
 	By      string `json:"by"` // "command", "service", or which process or part of agentbox itself
@@ -137,8 +137,8 @@ func Open(root string) *Log { return &Log{filepath.Join(root, "audit")} }
 // Dir is where the log is.
 func (l *Log) Dir() string { return l.dir }
 
-// Append adds a record: its number, time and hashes are filled in. What is
-// durable is on the disk when it returns, with all before it.
+// Append adds a record and fills in its number, time and hashes. A durable record is on the
+// disk when Append returns, with all before it.
 func (l *Log) Append(r Record, durable bool) (seq uint64, err error) {
 	unlock, err := l.lock()
 	if err != nil {
@@ -197,7 +197,7 @@ func (l *Log) appendTo(r *Record) (f *os.File, at place, err error) {
 		}
 		// Nothing but the beginning of a record: the segment before it goes on.
 	}
-	// What was on the disk and is gone leaves a gap, which verify finds for ever after.
+	// A lost record that was on the disk leaves a gap, which verify finds ever after.
 	for _, known := range []func() (place, error){l.head, l.anchor} {
 		if at, err := known(); err == nil && at.seq > last.seq {
 			last = at

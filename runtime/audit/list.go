@@ -110,7 +110,7 @@ func mark(all []*Entry) {
 			continue
 		}
 		for _, r := range restores[e.Sandbox] {
-			// What had not ended by then was not undone with it.
+			// A verb that had not ended by then was not undone with it.
 			if r.Undid.From <= cmp.Or(e.EndSeq, e.Seq) && e.Seq <= r.Undid.To && r.UndoneBy == 0 {
 				e.UndoneBy = r.Seq
 				break
@@ -181,8 +181,8 @@ func (l *Log) undone(sandbox, checkpoint string, taken time.Time, before uint64)
 	return &Range{From: from, To: before - 1}, nil
 }
 
-// Prune removes the segments all of whose records are older, but never the
-// newest. What is gone is on record.
+// Prune removes the segments all of whose records are older, but never the newest. It
+// records what it removes.
 func (l *Log) Prune(who Who, older time.Time) (gone *Range, err error) {
 	names, err := l.segments()
 	if err != nil {

@@ -59,7 +59,7 @@ func (d *own) do(ctx context.Context, op *engine.Op, do func() error) error {
 	}
 	key := keyOf(ctx, op)
 	if was := d.tries.last(key); op.Own.Past || was != "" {
-		// That it is tried once more is no news. What comes of it may be.
+		// Another attempt is recorded only if its outcome differs.
 		err := do()
 		if d.tries.came(key, err) != was {
 			d.log.past(by, r, err, durable)

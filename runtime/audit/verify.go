@@ -123,8 +123,8 @@ func (k *knownPlace) meet(at place) {
 	k.met = k.met || at == k.place
 }
 
-// ends finds what is gone from the end, or is another one there. What is gone before
-// it is found as a gap.
+// ends finds records that are missing at the end or were replaced there. Records missing
+// before it are found as a gap.
 func (v *verifying) ends(gone bool, dir string) {
 	last := v.last.seq
 	for _, k := range v.known {

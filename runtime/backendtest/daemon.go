@@ -7,8 +7,8 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// crash has the engine's daemon die and come back. What has no daemon has
-// nothing to lose.
+// crash has the engine's daemon die and come back. A backend without a daemon has nothing
+// to lose.
 func (e *bench) crash() {
 	e.Helper()
 	if e.f.Restart != nil {

@@ -434,9 +434,8 @@ func (s *starting) watchTheirs(a *adoptee) error {
 		return err
 	}
 	if !isURI(had.Stdout) && !isURI(had.Stderr) {
-		// What a restored process had as its input must be replaced by the
-		// like of it: in place of a pipe it would get the host's /dev/null,
-		// which CRIU could not dump again.
+		// The input of a restored process must be replaced by its like: in place of a pipe
+		// it would get the host's /dev/null, which CRIU could not dump again.
 		at := a.slot()
 		_, err := at.Load()
 		s.input = had.Stdin != "" || !errors.Is(err, fault.ErrNotFound)

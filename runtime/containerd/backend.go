@@ -52,7 +52,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/network"
 )
 
-// What Options leave empty.
+// Defaults of Options.
 const (
 	DefaultAddress     = "/run/containerd/containerd.sock"
 	DefaultNamespace   = "agentbox"

@@ -133,8 +133,8 @@ func readOnly(method string) bool {
 	return false
 }
 
-// plain turns an error of containerd's into ours. What gRPC wraps around the
-// daemon's words says nothing to a user.
+// plain turns an error of containerd's into ours. The text that gRPC wraps around the
+// daemon's means nothing to a user.
 func plain(err error) error {
 	if err == nil {
 		return nil

@@ -40,8 +40,8 @@ const runtimeName = "io.containerd.runc.v2"
 
 func (b *Backend) snapshots() snapshots.Snapshotter { return b.client.SnapshotService(b.snapshotter) }
 
-// Create makes a stopped container. What a killed Create left is cleared away
-// first. The bind sources must be there already.
+// Create makes a stopped container. It first clears away what a killed Create left. The bind
+// sources must exist.
 func (b *Backend) Create(ctx context.Context, spec runtime.Spec, lower []string) (err error) {
 	id := spec.ID
 	if !home.IsID(id) {

@@ -25,9 +25,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/streams"
 )
 
-// Exec runs one more process in a running container. If ctx ends while it is
-// attached, the process is killed, since no one is there for it any more; a
-// detached one goes on.
+// Exec runs one more process in a running container. If ctx ends while the caller is
+// attached, the process is killed; a detached one goes on.
 func (b *Backend) Exec(ctx context.Context, id string, p runtime.Process, ends runtime.Streams) (exit int, err error) {
 	v, err := b.lookAny(ctx, id)
 	if err != nil {

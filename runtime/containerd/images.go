@@ -242,7 +242,7 @@ func (m Images) List(ctx context.Context) ([]image.Image, error) {
 		}
 		out, err := m.describe(ctx, img)
 		if errors.Is(err, fault.ErrNotFound) {
-			// Of another platform, or only half there.
+			// It is for another platform, or incomplete.
 			out = image.Image{Name: shortName(img.Name), Digest: img.Target.Digest.String(), Created: img.CreatedAt}
 		} else if err != nil {
 			return nil, err
@@ -258,9 +258,8 @@ func (m Images) List(ctx context.Context) ([]image.Image, error) {
 	return list, nil
 }
 
-// Remove takes a name away, or, when ref is a digest or a prefix of one, the
-// only name that the image has. What no name and no sandbox needs any more is
-// deleted.
+// Remove removes a name or, when ref is a digest or a prefix of one, the only name that the
+// image has. An image that no name and no sandbox needs any more is deleted.
 func (m Images) Remove(ctx context.Context, ref string, inUse func(digest string) bool) error {
 	ctx = in(ctx, m.b.namespace)
 	svc := m.b.client.ImageService()

@@ -192,7 +192,7 @@ func (m Images) blob(ctx context.Context, ref, kind string, r io.Reader, labels 
 		return ocispec.Descriptor{}, plain(err)
 	}
 	defer w.Close()
-	// What an interrupted import left under the name.
+	// Drop what an interrupted import left under the name.
 	if err := w.Truncate(0); err != nil {
 		return ocispec.Descriptor{}, plain(err)
 	}

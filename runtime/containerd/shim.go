@@ -25,8 +25,8 @@ import (
 // answers on a socket of its own what the daemon would ask it: so what must not
 // depend on the daemon is asked there.
 
-// shimAddress is where a shim answers. Of Version 3 it names its service
-// otherwise; the messages are the same.
+// shimAddress is where a shim answers. Version 3 has another name for its service; the
+// messages are the same.
 type shimAddress struct {
 	Address  string `json:"address"`
 	Version  int    `json:"version"`

@@ -49,7 +49,7 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 	if v.live() {
 		return nil, fmt.Errorf("container %s is %s: %w", id, v.status, fault.ErrState)
 	}
-	// What an exit or a killed start left, if no one has yet.
+	// Settle what an exit or a killed start left.
 	if err := b.settle(ctx, v); err != nil {
 		return nil, err
 	}
@@ -97,7 +97,7 @@ type starting struct {
 	attached *streams.Attachment
 	created  bool // the task is ours to delete
 
-	// Of an adopted container:
+	// For an adopted container:
 	rootfs []*types.Mount
 	keep   *theirStreams // no monitor; the output goes where it went
 	input  bool          // it has one, whatever its spec says

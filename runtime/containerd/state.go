@@ -109,8 +109,7 @@ func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decid
 			return false, err
 		}
 		if b.home.Unborn(id) || !started && frozen {
-			// runc has made it, or the wrapper has restored it, but no one
-			// has started it yet.
+			// runc has made it, or the wrapper has restored it, but it is not started yet.
 			return false, nil
 		}
 		v.pid = p.Pid

@@ -127,7 +127,7 @@ func (b *Backend) Unpause(ctx context.Context, id string) error {
 			}
 		}
 	}
-	// What a restore left paused the shim takes for running.
+	// The shim takes a container that a restore left paused for running.
 	c, ierr := b.Inspect(ctx, id)
 	if ierr != nil {
 		return errors.Join(err, ierr)

@@ -41,9 +41,9 @@ func bundleDir(c box) (string, error) {
 	return shim + "/cwd", err
 }
 
-// shimOf is the directory in /proc of a container's shim, the parent of its first process. What
-// is read there names programs, so that no process of a container may pass for one: the number
-// of the first process can be another's by now.
+// shimOf returns the directory in /proc of a container's shim, the parent of its first
+// process. We read names of programs there, so no process of a container may pass for a
+// shim: the pid of the first process can be another's by now.
 func shimOf(c box) (string, error) {
 	first, err := proc.Read(c.State.Pid)
 	if err != nil {

@@ -55,9 +55,9 @@ func lost(err error) bool {
 }
 
 var (
-	// What an OCI runtime says of a command that it cannot execute. The name
-	// of the command stands before the reason, which keeps mount sources that
-	// are not there apart from commands that are not.
+	// An OCI runtime's error for a command that it cannot execute. The name of the command
+	// stands before the reason, which distinguishes missing commands from missing mount
+	// sources.
 	execRefused = lazy.Regexp(`exec(?:: |[^:]*: )"?[^"]*"?: (?:stat [^:]*: )?(executable file not found in \$PATH|no such file or directory|permission denied|is a directory|not a directory|exec format error|input/output error|text file busy|argument list too long|invalid argument)`)
 	notThere    = lazy.Regexp(`executable file not found|no such file or directory|not a directory`)
 )

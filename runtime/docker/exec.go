@@ -17,8 +17,8 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// Exec runs one more process in a container. If ctx ends while it is attached,
-// the process is killed, since no one is there for it any more.
+// Exec runs one more process in a container. If ctx ends while the caller is attached, the
+// process is killed.
 func (b *Backend) Exec(ctx context.Context, id string, p runtime.Process, s runtime.Streams) (int, error) {
 	c, err := b.find(ctx, id)
 	if err != nil {

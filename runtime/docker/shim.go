@@ -34,7 +34,7 @@ func (b *Backend) handleOf(c box) handle {
 	return h
 }
 
-// shimSocket is where a shim answers, and which version of its service does. Of
+// shimSocket returns where a shim answers, and the version of its service. Under
 // containerd 2 the bundle has no file with the bare address any more.
 func shimSocket(bundle string) (path string, version int) {
 	var told struct {

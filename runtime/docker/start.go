@@ -31,9 +31,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/streams"
 )
 
-// Start is the daemon's. What it has no parameter for, the variables of this
-// start and the files of /etc that are the sandbox's by now, is staged for
-// the OCI runtime.
+// Start is the daemon's. The variables of this start and the files of /etc that are the
+// sandbox's by now, for which the daemon has no parameter, are staged for the OCI runtime.
 func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOptions) (wait func() error, err error) {
 	c, err := b.find(ctx, id)
 	if err != nil {

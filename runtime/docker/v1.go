@@ -186,8 +186,8 @@ func layerOf[T any](l *daemonLayer, ask func(v1.Layer) (T, error)) (none T, err 
 	return ask(layer)
 }
 
-// Add loads an image into the daemon. Of its layers only those travel that did
-// not come from there.
+// Add loads an image into the daemon. It transfers only those layers that did not come from
+// there.
 func (i Images) Add(ctx context.Context, name string, img v1.Image) (image.Image, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()

@@ -135,7 +135,7 @@ func lacking(have, need []string) (missing []string) {
 	return missing
 }
 
-// What it costs to lack a capability. Those not listed cost nothing that is known.
+// capCosts lists the cost of lacking a capability. No cost is known for the others.
 var capCosts = []struct {
 	number int
 	name   string

@@ -56,7 +56,7 @@ func appendTo(f *os.File, dir, id string, line []byte) (again bool, err error) {
 	if mine.Size() > 0 && mine.Size()+int64(len(line)) > limit {
 		return true, os.Rename(Path(dir, id), older(dir, id))
 	}
-	// What a full disk or a kill has cut off is no line, nor part of the next.
+	// A line cut off by a full disk or a kill is no line, nor part of the next.
 	whole, err := end(f, mine.Size())
 	if err == nil && whole < mine.Size() {
 		err = f.Truncate(whole)
@@ -122,7 +122,7 @@ func (r *Reader) Close() error {
 
 // Read hands the lines to each that were not read yet.
 func (r *Reader) Read(each func(line []byte) error) error {
-	// What was the newest file is complete once there is a newer one.
+	// The former newest file is complete once there is a newer one.
 	now, err := r.open(Path(r.dir, r.id))
 	if err != nil {
 		return err

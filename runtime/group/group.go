@@ -128,8 +128,8 @@ type Error struct {
 func (e *Error) Error() string { return fmt.Sprintf("member %s: %s: %v", e.Member, e.Phase, e.Err) }
 func (e *Error) Unwrap() error { return e.Err }
 
-// ExitError is a command that did not end with 0. What it is made of is no error of
-// ours, so it is not unwrapped.
+// ExitError is a command that did not end with 0. Its cause is no error of ours, so it is not
+// unwrapped.
 type ExitError struct {
 	Code int
 	Err  error // why, if that is known: it cannot be executed
@@ -197,7 +197,7 @@ func Run(ctx context.Context, svc runtime.Service, opts Options) (Report, error)
 	}
 	kept := g.perform(ctx)
 	if !kept {
-		// What a member's own cleaning up has left is removed here.
+		// Releasing the lease removes what a member's own clean-up left.
 		done, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanupTimeout)
 		defer cancel()
 		if _, err := svc.ReleaseLease(done, g.lease.ID); err != nil && !errors.Is(err, runtime.ErrState) {

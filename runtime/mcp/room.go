@@ -38,8 +38,8 @@ func (s *Server) makeRoom(ctx context.Context, b *box, taken string) (note strin
 	return note, errors.Join(errs...)
 }
 
-// surplus returns those that have to go of checkpoints in the order of their age.
-// What the oldest needs, and each later one has added, is at least what they take.
+// surplus returns the checkpoints that have to go, of checkpoints in the order of their age.
+// They take at least what the oldest needs and each later one has added.
 func surplus(all []runtime.Checkpoint, taken string, most int, bytes int64) (out []runtime.Checkpoint) {
 	for len(all) > 0 {
 		size := all[0].Bytes

@@ -14,7 +14,7 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// What a tool does to a sandbox.
+// effect is what a tool does to a sandbox.
 type effect int
 
 const (

@@ -73,10 +73,10 @@ func (v *verb) openFirewall() (added bool, warnings []string, err error) {
 	return added, warnings, err
 }
 
-// refusesTheRest reports whether a chain of a hook refuses what none of its rules decides:
-// by its policy, or by its last rule, as firewalld does. Of rules that cannot be read it
-// is not known, and nothing fails for it: the library does not know every rule that the
-// kernel has, and a table may go while it is read.
+// refusesTheRest reports whether a chain of a hook refuses what none of its rules decides: by
+// its policy, or by its last rule, as firewalld does. Unreadable rules count as not refusing,
+// without an error: the library does not know every rule that the kernel has, and a table
+// may go while it is read.
 func refusesTheRest(c *nftables.Conn, ch *nftables.Chain) bool {
 	if ch.Policy != nil && *ch.Policy == nftables.ChainPolicyDrop {
 		return true

@@ -233,7 +233,7 @@ func (v *verb) guardPort(l, br netlink.Link, le *lease) error {
 	if got.Isolated != (le.Group == "") {
 		return fmt.Errorf("this kernel cannot isolate bridge ports (4.18 and later can): %w", fault.ErrUnsupported)
 	}
-	// What would have been learned, from no one but us.
+	// The forwarding entry is set here instead of learned.
 	err = v.host.NeighSet(&netlink.Neigh{
 		LinkIndex: l.Attrs().Index, Family: unix.AF_BRIDGE, Flags: netlink.NTF_MASTER,
 		State: netlink.NUD_NOARP, HardwareAddr: mac(le.Address),

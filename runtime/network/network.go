@@ -223,7 +223,7 @@ func (m *Manager) setup(ctx context.Context, id string, n runtime.Network, how s
 		old = nil
 	}
 	if how.reserve || how.ns != nil {
-		// Of an earlier start.
+		// It is left from an earlier start.
 		if err := v.teardown(id); err != nil {
 			return Endpoint{}, err
 		}

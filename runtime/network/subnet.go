@@ -218,8 +218,8 @@ func (v *verb) checkSubnet(b *bridge) error {
 	return nil
 }
 
-// lockSubnets keeps other roots on this host from choosing a subnet meanwhile.
-// What they share is the network namespace, so that is what is locked.
+// lockSubnets keeps other roots on this host from choosing a subnet meanwhile. It locks the
+// network namespace, since that is what they share.
 func lockSubnets(ctx context.Context) (unlock func(), err error) {
 	l, err := waitLock(ctx, threadNamespace, flock.Existing|flock.Follow)
 	if err != nil {

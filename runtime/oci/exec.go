@@ -23,9 +23,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/streams"
 )
 
-// Exec runs one more process in a running container, under a conmon of its
-// own. If ctx ends while it is attached, the process is killed, since no one
-// is there for it any more; a detached one goes on.
+// Exec runs one more process in a running container, under a conmon of its own. If ctx ends
+// while the caller is attached, the process is killed; a detached one goes on.
 func (b *Backend) Exec(ctx context.Context, id string, p runtime.Process, ends runtime.Streams) (exit int, err error) {
 	v, err := b.look(ctx, id)
 	if err != nil {
@@ -200,7 +199,7 @@ func (s *session) refused(msg string) error {
 // fresh is how old a session's directory may be without a conmon in it.
 const fresh = time.Minute
 
-// sweepExecs removes what sessions left that ended with no one attached.
+// sweepExecs removes what sessions left that ended without a caller attached.
 func (b *Backend) sweepExecs(id string) {
 	entries, err := os.ReadDir(b.home.RunDir(id, "exec"))
 	if err != nil {

@@ -131,7 +131,7 @@ func (b *Backend) remember(id string, v view, began time.Time) bool {
 	paths := b.paths(id, v.run.Number)
 	files, ok := inodesOf(paths)
 	if !ok || slices.ContainsFunc(files[:], func(in inode) bool {
-		// What has changed since before the look, or so lately that more may follow unseen.
+		// A file changed since before the look, or so lately that more may follow unseen.
 		return began.Sub(time.Unix(in.ctime.Unix())) < settled
 	}) {
 		return false

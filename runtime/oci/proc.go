@@ -138,11 +138,11 @@ func (b *Backend) killStrays(ctx context.Context, id string) error {
 	return errors.Join(errs...)
 }
 
-// unattended reports whether a conmon or a runtime call may be at work for a
-// container with no one waiting for it: where a verb was cut off half-way, its
-// run was not noted as started, or its exec session was not cleared away. To
-// look for them is to read every process's arguments, which takes longer than
-// all else that ends a container, so it is not done for nothing.
+// unattended reports whether a conmon or a runtime call may be at work for a container without
+// a verb that waits for it: a verb was cut off half-way, its run was not noted as started, or
+// its exec session was not cleared away. To look for them is to read every process's
+// arguments, which takes longer than all else that ends a container, so it is done only when
+// needed.
 func (b *Backend) unattended(v view) bool {
 	if len(v.dirty) > 0 || v.run.Number > 0 && !v.noted {
 		return true

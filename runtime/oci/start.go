@@ -43,7 +43,7 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 	if v.live() {
 		return nil, fmt.Errorf("container %s is %s: %w", id, v.status, fault.ErrState)
 	}
-	// What an exit or a killed start left, if no one has yet.
+	// Settle what an exit or a killed start left.
 	if err := b.settle(ctx, v); err != nil {
 		return nil, err
 	}
@@ -270,7 +270,7 @@ func (b *Backend) letGo(ctx context.Context, id string, n int) (err error) {
 		return fmt.Errorf("container %s ended before it was started: %w", id, fault.ErrState)
 	}
 	defer p.Close()
-	// What the command lies on may never answer.
+	// The filesystem of the command may never answer.
 	ctx, cancel := context.WithTimeoutCause(ctx, b.execution, errUnexecuted)
 	defer cancel()
 	defer func() {

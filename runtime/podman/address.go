@@ -36,8 +36,8 @@ func (b *Backend) fixAddresses(ctx context.Context, c container, r stage.Restore
 	return fixed, nil
 }
 
-// giveUp adds a network to those whose address is to be given up. What the container's
-// maker has asked for stays.
+// giveUp adds a network to those whose address is to be given up. An address that the
+// container was created with stays.
 func (c container) giveUp(fixed []string, name string, a address) []string {
 	if own := c.asked(a); own.IP == a.IP && own.IP6 == a.IP6 {
 		return fixed

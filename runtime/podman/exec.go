@@ -66,8 +66,8 @@ func (b *Backend) Attach(ctx context.Context, id string, ends runtime.Streams) e
 // one it started.
 const mark = "AGENTBOX_EXEC"
 
-// Exec is `podman exec`. If ctx ends while it is attached, the process is
-// killed, since no one is there for it any more; a detached one goes on.
+// Exec is `podman exec`. If ctx ends while the caller is attached, the process is killed; a
+// detached one goes on.
 func (b *Backend) Exec(ctx context.Context, id string, p runtime.Process, ends runtime.Streams) (exit int, err error) {
 	c, err := b.look(ctx, id)
 	if err != nil {
@@ -242,8 +242,7 @@ func terminal(ctx context.Context, cmd *exec.Cmd, ends runtime.Streams) (*tail, 
 	}
 }
 
-// killMarked kills the process that an exec started. What that started in turn
-// lives on.
+// killMarked kills the process that an exec started. Its children live on.
 func (c container) killMarked(token string) {
 	pids, _ := criu.Members(c.State.Pid)
 	for _, pid := range pids {

@@ -290,7 +290,7 @@ func (c container) managed() (files map[string]string, told bool) {
 			return at == target || at == "/etc"
 		})
 		told = told || source != ""
-		// Of a container that shares another's they are that one's.
+		// Files shared with another container belong to that one.
 		if source != "" && !hidden && strings.Contains(source, c.ID) {
 			files[target] = source
 		}
@@ -309,7 +309,7 @@ func (c container) fresh() []string {
 }
 
 func (c container) address() string {
-	// Of several networks the first by name, always the same one.
+	// With several networks take the first by name, so that it is always the same one.
 	names := make([]string, 0, len(c.NetworkSettings.Networks))
 	for name := range c.NetworkSettings.Networks {
 		names = append(names, name)
@@ -382,7 +382,7 @@ func (c container) runtime(program string) criu.Runtime {
 		}
 	}
 	if wraps(program) {
-		// What the wrapper takes, to which Podman passes no AGENTBOX_RUNTIME.
+		// The wrapper runs runc: Podman passes it no AGENTBOX_RUNTIME.
 		if real, err := host.Find("runc", nil); err == nil && !wraps(real) {
 			rt.Binary = real
 		}

@@ -13,9 +13,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/streams"
 )
 
-// Logs reads the file that the monitor writes. What goes to the journal only
-// podman can find; where it has both, the file is better: `podman logs` joins
-// and cuts lines as it likes.
+// Logs reads the file that the monitor writes. A log in the journal is read by podman; where
+// the container has both, the file is better: `podman logs` joins and cuts lines as it likes.
 func (b *Backend) Logs(ctx context.Context, id string, opts runtime.LogOptions, stdout, stderr io.Writer) error {
 	c, err := b.look(ctx, id)
 	if err != nil {

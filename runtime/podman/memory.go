@@ -100,8 +100,8 @@ func (b *Backend) write(id string, m memory) error {
 	return record.Write(b.memoryFile(id), data, 0o600, true)
 }
 
-// note remembers a change; change reports whether there is one. What others note of the
-// container meanwhile is not lost by it.
+// note records a change; change reports whether there is one. It does not overwrite what
+// other processes note of the container meanwhile.
 func (b *Backend) note(id string, change func(*memory) bool) error {
 	if m := b.remember(id); !change(&m) {
 		return nil

@@ -78,7 +78,7 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 			b.log.Warn("Podman not informed that the container is paused", "sandbox", id, "err", err)
 		}
 	}
-	// It runs. What is not remembered now must not undo that.
+	// It runs. A failure to record that must not undo it.
 	now, err := b.look(context.WithoutCancel(ctx), id)
 	if err == nil {
 		err = b.note(id, func(m *memory) bool {

@@ -95,8 +95,8 @@ func checkMounts(root *os.Root, name string) error {
 		if !path.IsAbs(target) || path.Clean(target) != target {
 			return corrupt("%s: a mount at %.80q", name, target)
 		}
-		// What the filesystem itself has (sb_flags) does not make the mount read-only:
-		// CRIU mounts by it, and then sets what the mount has.
+		// Read-only in the filesystem's own flags (sb_flags) does not make the mount read-only:
+		// CRIU mounts with those, and then sets the flags of the mount.
 		ro := e.GetFlags()&unix.MS_RDONLY != 0
 		switch {
 		case target == "/":

@@ -45,8 +45,8 @@ const (
 	versionText = "agentbox checkpoint archive, version 1\n"
 )
 
-// Export writes a checkpoint to w. What was written before an error is of no
-// use. Memory does not grow with the checkpoint.
+// Export writes a checkpoint to w. After an error the output is of no use. Memory does not
+// grow with the checkpoint.
 func Export(ctx context.Context, w io.Writer, c Checkpoint, opts Options) error {
 	if err := export(ctx, w, c, opts); err != nil {
 		return fmt.Errorf("export: %w", err)

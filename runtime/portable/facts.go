@@ -169,8 +169,8 @@ func facts(c *container, s *specs.Spec) Facts {
 	return f
 }
 
-// parseDeleted reads deleted.files: absolute paths, which may not be sorted.
-// What it returns are paths of entries, sorted, each once.
+// parseDeleted reads deleted.files: absolute paths, which may not be sorted. It returns paths
+// of entries, sorted, each once.
 func parseDeleted(data []byte) ([]string, error) {
 	var list []string
 	if len(data) > maxDeleted {

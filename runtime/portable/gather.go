@@ -314,7 +314,7 @@ func (w *treeMaker) deletions(p string) error {
 		if err := w.put(overlay.Entry{Path: d, Type: overlay.TypeWhiteout, Mtime: w.created}); err != nil {
 			return err
 		}
-		// What was deleted below it is gone with it.
+		// Deletions below it are covered by its own.
 		for len(w.deleted) > 0 && strings.HasPrefix(w.deleted[0], d+"/") {
 			w.deleted = w.deleted[1:]
 		}

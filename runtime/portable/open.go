@@ -187,7 +187,7 @@ func checkMember(h *tar.Header) error {
 		return corrupt("the member %.80q is no plain file (type %q)", h.Name, h.Typeflag)
 	}
 	for key := range h.PAXRecords {
-		// What holes unpack to would be bounded by nothing.
+		// The unpacked size of holes would be unbounded.
 		if strings.HasPrefix(key, "GNU.sparse.") {
 			return corrupt("the member %.80q has holes", h.Name)
 		}

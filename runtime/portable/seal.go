@@ -79,7 +79,7 @@ func identities(path string) ([]age.Identity, error) {
 	return ids, nil
 }
 
-// unseal decrypts. What it returns fails where the archive was changed.
+// unseal decrypts. The reader it returns fails where the archive was changed.
 func unseal(r io.Reader, path string) (io.Reader, error) {
 	ids, err := identities(path)
 	if err != nil {

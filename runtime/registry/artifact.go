@@ -86,9 +86,9 @@ func encodeArtifact(config, uses v1.Descriptor, packs []packRef, subject *v1.Des
 	return raw, err
 }
 
-// parseArtifact reads what a registry has under a reference. What is no
-// checkpoint is ErrInvalid, one of another version ErrUnsupported, and a
-// broken one ErrCorrupt.
+// parseArtifact reads what a registry has under a reference. It returns ErrInvalid for
+// anything but a checkpoint, ErrUnsupported for one of another version, and ErrCorrupt for a
+// broken one.
 func parseArtifact(raw []byte) (*artifact, error) {
 	a := &artifact{raw: raw}
 	if err := json.NewDecoder(bytes.NewReader(raw)).Decode(&a.m); err != nil {

@@ -191,9 +191,8 @@ func (p *pull) put(ctx context.Context, f *os.File, missing map[pack.ID]bool) er
 	return nil
 }
 
-// fetch brings a pack into the scratch directory and proves it. What an
-// earlier try left there is continued. The file is open, locked, and the
-// caller's to remove.
+// fetch brings a pack into the scratch directory and proves it. It continues what an earlier
+// attempt left there. The file is open and locked; the caller removes it.
 func (p *pull) fetch(ctx context.Context, d v1.Descriptor) (_ *os.File, err error) {
 	lock, err := flock.Try(filepath.Join(p.dir, d.Digest.Hex+".part"), 0)
 	if errors.Is(err, flock.ErrHeld) {

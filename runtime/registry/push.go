@@ -65,9 +65,9 @@ const (
 // it was pushed as.
 func Tag(id string) string { return "ckpt-" + id[:min(12, len(id))] }
 
-// Push stores a checkpoint under ref, HOST/NAME[:TAG], and under Tag in the same
-// repository. Nothing shows there before all of it is there. What was pushed
-// before the push was cut short need not be pushed again.
+// Push stores a checkpoint under ref, HOST/NAME[:TAG], and under Tag in the same repository.
+// Nothing shows there before all of it is there. Blobs that an interrupted push has stored
+// are not pushed again.
 //
 // Without a login it is ErrDenied; a registry that sends nonsense is ErrCorrupt.
 func Push(ctx context.Context, ref string, cp Checkpoint, about About, opts Options) (Pushed, error) {

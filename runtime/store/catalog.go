@@ -212,8 +212,8 @@ func (v *survey) list(to []uint32, list []overlay.Piece) ([]uint32, error) {
 	return to, nil
 }
 
-// checkpoint finds out what one checkpoint needs. What it cannot find out,
-// because a part of a list is damaged, is in damage; its error is of the work.
+// checkpoint finds out what one checkpoint needs. It returns damaged parts of lists, whose
+// needs are unknown, in damage; err is of the work itself.
 func (v *survey) checkpoint(ctx context.Context, r *Reader) (n needed, damage []error, err error) {
 	hurt := func(what string, err error) error {
 		if err != nil && (errors.Is(err, fault.ErrCorrupt) || unreadable(err)) {
@@ -350,8 +350,8 @@ func (v *survey) tree(ctx context.Context, r *Reader, t *Tree, n *needed, hurt f
 	return nil
 }
 
-// read reads a part of a list past the cache of decoded pieces: it is read once.
-// What it returns is valid until the next read.
+// read reads a part of a list past the cache of decoded pieces: it is read once. The returned
+// slice is valid until the next read.
 func (v *survey) read(ctx context.Context, r *Reader, id pack.ID) ([]byte, error) {
 	i, ok := v.cat.find(id)
 	if !ok || v.cat.slots[i].pack == noPack {

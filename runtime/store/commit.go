@@ -68,10 +68,10 @@ func (d *Draft) Commit(ctx context.Context, m Manifest) (Checkpoint, error) {
 	return d.publish(ctx, m, data, need, info, stored, next, false)
 }
 
-// CommitAs is Commit for a checkpoint that was made elsewhere: its manifest is
-// published as it is. It must be of the draft's id, sandbox, kind and parent.
-// All that it needs must have been given to PutPiece, or be in the store; this
-// is proven by reading its lists. What is not right is ErrCorrupt.
+// CommitAs is Commit for a checkpoint that was made elsewhere: its manifest is published as it
+// is. It must have the draft's id, sandbox, kind and parent. All that it needs must have been
+// given to PutPiece, or be in the store; CommitAs proves this by reading its lists, and
+// returns ErrCorrupt if anything is wrong.
 func (d *Draft) CommitAs(ctx context.Context, m Manifest) (Checkpoint, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -217,7 +217,7 @@ func (d *Draft) writeManifest(data []byte, origin string) error {
 	return fsx.SyncDir(dir)
 }
 
-// publish gives the pack, then the manifest, then the rows to everybody.
+// publish makes the pack, then the manifest, then the rows visible to other processes.
 func (d *Draft) publish(ctx context.Context, m Manifest, data []byte, need []pack.ID, info pack.Info, stored int64, next *ledger, asIs bool) (Checkpoint, error) {
 	if err := d.alive(ctx); err != nil {
 		return Checkpoint{}, err

@@ -220,7 +220,7 @@ func (s *Store) discard(id string) error {
 	if there, err := exists(s.published(id)); err != nil {
 		return err
 	} else if there {
-		// What readers may see goes in one step.
+		// Files that readers may see go in one step.
 		if err := os.RemoveAll(gone); err != nil {
 			return err
 		}

@@ -205,7 +205,7 @@ func (r *Reader) readListed(ctx context.Context, t *Tree) (l imageList, err erro
 		return imageList{}, err
 	}
 	l.images, err = readImageList(t, s)
-	// What the stream says of itself explains what the parser stumbled over.
+	// An error of the stream explains what the parser stumbled over.
 	if found := s.Close(); found != nil {
 		err = found
 	}

@@ -310,8 +310,8 @@ func (s *Store) strayPacks(ctx context.Context) (stray []string, err error) {
 type index struct {
 	s  *Store
 	mu sync.Mutex
-	// whole tells of each pack that was asked for whether its file is there in
-	// full length. What is in one that is not counts as not there.
+	// whole tells for each pack that was looked up whether its file is there in full
+	// length. Pieces of a pack whose file is not count as missing.
 	whole map[int64]bool
 	packs map[int64]packRow
 }

@@ -110,7 +110,7 @@ func (c *lengthCheck) flush() error {
 			}
 		}
 	}
-	// What is nowhere is for others to tell.
+	// Missing pieces are reported elsewhere.
 	_, err := c.r.pieces.x.find(c.ctx, ids, func(p place) error { return check(p.blob) })
 	clear(c.want)
 	return err

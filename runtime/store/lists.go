@@ -11,9 +11,9 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// A manifest names at most maxTop pieces of a tree. The pieces of a longer one are a
-// list that is stored in pieces itself, and so on. What did not change is shared by
-// all checkpoints at every level.
+// A manifest names at most maxTop pieces of a tree. The pieces of a longer one are a list that
+// is stored in pieces itself, and so on. At every level, checkpoints share the pieces that did
+// not change.
 const (
 	maxTop   = 4
 	maxDepth = 4

@@ -126,8 +126,8 @@ func (l *Lock) sign(verb string) error {
 		return err
 	}
 	if _, err := l.h.File().WriteAt(append(b, '\n'), 0); err != nil {
-		// A full disk must not keep anyone from freeing space: the lock
-		// holds all the same, only its holder stays unnamed.
+		// A full disk must not prevent freeing space: the lock holds all the same, only its
+		// holder stays unnamed.
 		if errors.Is(err, syscall.ENOSPC) {
 			return nil
 		}

@@ -26,8 +26,8 @@ func (s *Store) MemoryPath(sandbox string, n int) string {
 // the OCI runtime, which reads them from a directory. It may not be there.
 func (s *Store) StagedImages(sandbox string) string { return filepath.Join(s.stagedDir(), sandbox) }
 
-// Scratch makes a directory for files of no lasting worth. What a killed
-// process leaves there is swept.
+// Scratch makes a directory for temporary files. Files that a killed process leaves there are
+// swept.
 func (s *Store) Scratch() (string, error) { return os.MkdirTemp(s.memoryDir(), "tmp-") }
 
 // PullDir creates and returns the directory in which interrupted pulls leave what they

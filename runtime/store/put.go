@@ -50,8 +50,8 @@ func (d *Draft) addNeeded(ctx context.Context, raw []byte) (pack.ID, error) {
 	return id, nil
 }
 
-// Sink takes the data of files in: it cuts it, and stores what no pack has. What
-// was given to it and is in no list of PutTree does not become part of the checkpoint.
+// Sink takes the data of files in: it cuts it, and stores what no pack has. Data that is in
+// no list of PutTree does not become part of the checkpoint.
 func (d *Draft) Sink() overlay.Sink { return sink{d} }
 
 type sink struct{ d *Draft }

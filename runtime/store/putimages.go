@@ -21,9 +21,9 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// PutImages stores the files that CRIU wrote to CRIUDir; anything but plain
-// files is refused. Of the images of pages only those pages are stored that the
-// parent checkpoint's do not have. The files are not needed afterwards.
+// PutImages stores the files that CRIU wrote to CRIUDir; anything but plain files is refused.
+// From images of pages it stores only those pages that the parent checkpoint's do not have.
+// The files are not needed afterwards.
 func (d *Draft) PutImages(ctx context.Context) error {
 	d.mu.Lock()
 	again := d.images != nil || d.ended

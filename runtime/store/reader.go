@@ -418,7 +418,7 @@ func (r *Reader) entries(ctx context.Context, n int, fn func(overlay.Entry) erro
 		return err
 	}
 	err = overlay.ReadTree(t, fn)
-	// What the stream says of itself explains what the parser stumbled over.
+	// An error of the stream explains what the parser stumbled over.
 	if found := t.Close(); found != nil {
 		err = found
 	}

@@ -51,19 +51,19 @@ type Reclaimed struct {
 	Notes         []string
 }
 
-// Reclaim deletes what no checkpoint needs. Packs of which nothing is needed go;
-// those with too much waste are written anew without it.
+// Reclaim deletes pieces that no checkpoint needs. Packs without needed pieces are removed;
+// those with too much waste are rewritten without it.
 //
-// Drafts and readers go on, but for moments: what is needed is found out beside
-// them; then, alone, what they added meanwhile is taken into account, and what
-// is not needed leaves the index, so that no later draft counts on it; its data
-// goes after that. Copies are made beside everybody again, and the index changes
-// over to them, alone again, before the old packs go. A kill at any point costs
-// no checkpoint anything; what it leaves the next Sweep or Reclaim removes.
+// Drafts and readers go on, except for moments: Reclaim finds the needed pieces beside them;
+// then, holding the store exclusively, it accounts for what they added meanwhile and removes
+// the others from the index, so that no later draft counts on them; their data goes after
+// that. Copies are made under the shared lock again, and the index changes over to them,
+// under the exclusive one again, before the old packs go. A kill at any point costs no
+// checkpoint anything; the next Sweep or Reclaim removes what it leaves.
 //
-// A checkpoint whose lists cannot be read makes it ErrCorrupt before anything is
-// deleted, for what that one needs is not known. When drafts and readers do not
-// leave a moment within Wait, it is ErrBusy; what was done until then holds.
+// If the lists of a checkpoint cannot be read, Reclaim returns ErrCorrupt before it deletes
+// anything, for the needs of that one are unknown. If drafts and readers do not leave a
+// moment within Wait, it returns ErrBusy; what was done until then holds.
 func (s *Store) Reclaim(ctx context.Context, o ReclaimOptions) (Reclaimed, error) {
 	if o.MaxWaste == 0 {
 		o.MaxWaste = defaultMaxWaste
@@ -80,8 +80,8 @@ func (s *Store) Reclaim(ctx context.Context, o ReclaimOptions) (Reclaimed, error
 	}
 	defer one.Unlock()
 	c := &reclaim{s: s, o: o, done: map[string]bool{}}
-	// What is removed from here on counts for the next, and all of it does when this
-	// one does not come to its end.
+	// Bytes removed from here on count for the next reclaim, and all of them do if this one
+	// does not complete.
 	removed, err := s.Removed(ctx)
 	if err == nil {
 		err = c.survey(ctx)
@@ -161,7 +161,7 @@ type reclaim struct {
 	began         time.Time // the first copy
 }
 
-// survey marks what is needed, beside everybody else.
+// survey marks the needed pieces, under the shared lock.
 func (c *reclaim) survey(ctx context.Context) error {
 	l, err := c.s.share(ctx, "reclaim")
 	if err != nil {
@@ -180,8 +180,8 @@ func (c *reclaim) survey(ctx context.Context) error {
 	return c.mark(ctx)
 }
 
-// mark adds what checkpoints need that were not surveyed yet. What they need and
-// the catalog does not have was added after it, and is not touched.
+// mark adds the needs of checkpoints that were not surveyed yet. A needed piece that is not in
+// the catalog was added after it, and is not touched.
 func (c *reclaim) mark(ctx context.Context) error {
 	list, err := c.s.checkpoints(ctx, "WHERE status IN ('ready', 'pending') ORDER BY seq")
 	if err != nil {

@@ -117,7 +117,7 @@ func (x *reindex) rebuild(ctx context.Context, tx *sql.Tx, sound []packFileInfo,
 	if err != nil {
 		return nil, err
 	}
-	// What the index knows of a pack whose footer is damaged is all that there is to know.
+	// Of a pack whose footer is damaged only the index knows the pieces.
 	keep := []int64{0}
 	for _, name := range bad {
 		if num, ok := was[name]; ok {

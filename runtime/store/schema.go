@@ -105,7 +105,7 @@ var migrations = []string{
 	ALTER TABLE checkpoints ADD COLUMN pulled INTEGER NOT NULL DEFAULT 0;
 	UPDATE sandboxes SET head = '' WHERE head IN (SELECT id FROM checkpoints);
 	UPDATE checkpoints SET status = 'failed', error = 'made by an older format', digest = '', bytes = 0 WHERE status <> 'failed';`,
-	// What sandboxes did outside of themselves.
+	// Effects of sandboxes outside of themselves.
 	`CREATE TABLE effects (
 		seq INTEGER PRIMARY KEY AUTOINCREMENT,
 		id TEXT NOT NULL UNIQUE,

@@ -234,7 +234,7 @@ func (s *Store) checkParts() error {
 			return err
 		}
 	}
-	// Of a root that is not the default one the transient state is in it.
+	// A root other than the default one holds its own transient state.
 	run := filepath.Join(s.root, "run")
 	if entries, err = os.ReadDir(run); errors.Is(err, fs.ErrNotExist) {
 		return nil

@@ -520,8 +520,8 @@ func (s *Store) sweepLocks(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// alive has the ids of all sandboxes. What is theirs is listed before: a
-// sandbox's row is older than its files.
+// alive returns the ids of all sandboxes. Callers list files first: a sandbox's row is older
+// than its files.
 func (s *Store) alive(ctx context.Context) (map[string]bool, error) {
 	list, err := s.sandboxes(ctx, "")
 	alive := map[string]bool{}

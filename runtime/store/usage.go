@@ -121,9 +121,9 @@ func (z *Sizes) IDs() []string {
 	return ids
 }
 
-// Of returns how many bytes a set of checkpoints needs at rest: what several
-// of them need counts once. One that was not a ready one at that moment, as it
-// has come or gone since its caller looked, needs none.
+// Of returns how many bytes a set of checkpoints needs at rest; shared bytes count once. A
+// checkpoint that was not ready at that moment needs none: it has come or gone since its
+// caller looked.
 func (z *Sizes) Of(ids []string) int64 {
 	n := z.Packed(ids)
 	for _, id := range ids {

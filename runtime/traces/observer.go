@@ -45,7 +45,7 @@ const (
 	attrLease = attribute.Key("agentbox.lease.id")
 	attrExit  = attribute.Key("agentbox.exit_code") // of a process in the sandbox
 
-	// Of what agentbox does by itself.
+	// Attributes of what agentbox does by itself.
 	attrBy  = attribute.Key("agentbox.by")
 	attrWhy = attribute.Key("agentbox.why")
 )
@@ -180,8 +180,8 @@ var (
 )
 
 // plain reports whether a ref has the form of one: of an image or, with tagged, also of a
-// sandbox's checkpoint. What is typed in its place may be a URL with a password or a token,
-// which no reference has.
+// sandbox's checkpoint. A user may type a URL with a password or a token in its place, which
+// no reference has.
 func plain(ref string, tagged bool) bool {
 	return imageRule().MatchString(ref) || tagged && taggedRule().MatchString(ref)
 }

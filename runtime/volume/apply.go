@@ -20,15 +20,15 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
-// An apply stages a copy of the upperdir beside the original, on the same
-// mount, and then lets staged and old things change places by renames, one for
-// every file or whole subtree that differs. What was there is not overwritten
-// but ends up in the scratch directory, so taking an apply back, be it that it
-// failed, was killed, or is undone a week later, is the same renames once more.
+// An apply stages a copy of the upperdir beside the original, on the same mount, and then lets
+// staged and old files change places by renames, one for every file or whole subtree that
+// differs. Old files are not overwritten but end up in the scratch directory, so taking an
+// apply back, be it that it failed, was killed, or is undone a week later, is the same renames
+// once more.
 //
-// The scratch directory is apply/scratch of the volume if that is on the
-// original's mount; otherwise it is in the original for as long as the apply
-// runs, and what came out of it is copied to the volume when it is done.
+// The scratch directory is apply/scratch of the volume if that is on the original's mount;
+// otherwise it is in the original for as long as the apply runs, and what came out of it is
+// copied to the volume when it is done.
 
 // Files of an apply, and its directories.
 const (

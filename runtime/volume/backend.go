@@ -139,8 +139,8 @@ func (v *Volumes) pausedNow(name string) (*paused, error) {
 // stopping to do so.
 const settling = 5 * time.Second
 
-// settlingPoll is how often it looks: the daemon tells no one that it is about
-// to start a container.
+// settlingPoll is the polling interval: the daemon does not announce that it is about to start
+// a container.
 const settlingPoll = 50 * time.Millisecond
 
 // Pause freezes every running container that uses the volume. It keeps others from being

@@ -267,7 +267,7 @@ func (v *Volumes) Unmount(ctx context.Context, name, id string) error {
 		// Unmount before updating the record: an unrecorded mount is taken down by the next
 		// verb that needs it down, while a record without a mount belongs to a caller.
 		if err := overlay.Unmount(v.path(name, "merged"), overlay.UnmountOptions{}); errors.Is(err, fault.ErrBusy) {
-			// Of no concern to the daemon, which has let go.
+			// Not the daemon's concern: it has let go.
 			v.log.Warn("volume stays mounted", "volume", name, "err", err)
 		} else if err != nil {
 			return err

@@ -16,7 +16,7 @@ import (
 	"github.com/agentbox/agentbox/overlay"
 )
 
-// What an op does to one path of the original, and to all below it.
+// The effect of an op on one path of the original, and on all below it.
 const (
 	opPut    = "put"    // nothing is there: what is staged comes
 	opSwap   = "swap"   // what is staged and what is there change places
@@ -29,8 +29,8 @@ type op struct {
 	Kind string `json:"kind"`
 	Path []byte `json:"path"` // in the original; base64, since names are any bytes
 	At   []byte `json:"at"`   // in the scratch directory
-	// Of what is there, and of what is staged. A fingerprint holds wherever
-	// the thing is.
+	// The old file is in the original, the new one is staged. A fingerprint holds
+	// wherever the file is.
 	OldIno   uint64 `json:"old_ino,omitempty"`
 	Old      string `json:"old,omitempty"`
 	NewIno   uint64 `json:"new_ino,omitempty"`

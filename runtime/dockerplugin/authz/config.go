@@ -17,8 +17,8 @@ var (
 	plainLogDrivers = []string{"", "none", "json-file", "local", "journald"}
 )
 
-// What engines hide of /proc and /sys: everything that the newest does, since
-// a list in a call replaces the engine's own, and has to hold these at least.
+// The paths of /proc and /sys that engines hide: all those of the newest engine, since a
+// list in a call replaces the engine's own, and has to hold these at least.
 var (
 	maskedPaths = []string{"/proc/acpi", "/proc/asound", "/proc/interrupts", "/proc/kcore", "/proc/keys", "/proc/latency_stats",
 		"/proc/sched_debug", "/proc/scsi", "/proc/timer_list", "/proc/timer_stats", "/sys/devices/virtual/powercap", "/sys/firmware"}

@@ -51,8 +51,8 @@ func answer(w http.ResponseWriter, r reply) {
 	_ = json.NewEncoder(w).Encode(r) // a dockerd that is gone needs none
 }
 
-// decide is Judge, for which a panic is a refusal too: a plugin that dies over
-// a call would hold up everybody's.
+// decide is Judge, except that a panic is a refusal too: a plugin that dies over one call
+// would block the calls of all users.
 func (j *Judge) decide(r Request) (d Decision) {
 	defer func() {
 		if v := recover(); v != nil {

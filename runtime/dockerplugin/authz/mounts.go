@@ -20,8 +20,8 @@ var engineSockets = []string{
 	"/run/containerd", "/run/podman", "/run/crio", "/run/buildkit",
 }
 
-// What mounts.engine_state guards: other containers' files, images, and what
-// engines believe about them.
+// engineState is what mounts.engine_state guards: other containers' files, images, and the
+// records that engines keep of them.
 var engineState = []string{
 	"/var/lib/docker", "/var/lib/containerd", "/var/lib/containers", "/var/lib/agentbox", "/run/agentbox",
 	"/etc/docker", "/etc/containerd", "/etc/agentbox",

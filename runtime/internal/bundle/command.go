@@ -13,7 +13,7 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// What runc and crun say when the command itself is at fault.
+// Messages of runc and crun when the command itself is at fault.
 var (
 	notFound      = lazy.Regexp(`executable file .*not found in \$PATH|exec: "[^\n]*": (?:stat [^\n]*: )?no such file or directory`)
 	notExecutable = lazy.Regexp(`exec: "[^\n]*": (?:permission denied|is a directory|exec format error)|open executable: |chdir to cwd`)

@@ -16,9 +16,9 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// makeVolumes makes the directories that an image declares as volumes, where
-// they are missing. What is in them is the sandbox's like all its files.
-// Nothing that the paths or the files of the image say leads out of root.
+// makeVolumes makes missing directories that an image declares as volumes. Their content is
+// the sandbox's, like all its files. It follows nothing in the paths or the files of the
+// image out of root.
 func makeVolumes(root *os.File, s runtime.Spec) error {
 	for _, v := range s.Volumes {
 		if err := makeDir(root, path.Clean("/"+v)); err != nil {

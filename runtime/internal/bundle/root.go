@@ -21,8 +21,8 @@ import (
 // as a tool that was just killed, to let go.
 const busyWait = time.Second
 
-// Unmount unmounts the root filesystem and the secrets. What still uses them on
-// the host keeps them for itself alone.
+// Unmount unmounts the root filesystem and the secrets. A process on the host that still uses
+// them keeps them for itself alone.
 func (p Place) Unmount(ctx context.Context, log *slog.Logger) error {
 	return errors.Join(p.DropSecrets(), p.unmountRoot(ctx, log))
 }

@@ -305,8 +305,8 @@ func (h Home) Names() ([]string, error) {
 	return names, nil
 }
 
-// Clear removes what starts and exec sessions keep in RUN. What the Engine keeps
-// there stays.
+// Clear removes what starts and exec sessions keep in RUN. It leaves the Engine's files
+// there.
 func (h Home) Clear(id string) error {
 	entries, err := os.ReadDir(h.RunDir(id))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -331,12 +331,11 @@ func (h Home) Unborn(id string) bool {
 	return err == nil
 }
 
-// Forget deletes the OCI runtime's state of a sandbox. What the state stands
-// for, processes and cgroups, is freed by others, so a call of `runc delete`
-// would add only the time of a program start, and fail on a half-written one. A
-// restore that was killed leaves the root filesystem mounted in there, and
-// CRIU's view of the cgroups in its working directory: deleting through them
-// would delete the sandbox's files.
+// Forget deletes the OCI runtime's state of a sandbox. The processes and cgroups behind it are
+// freed elsewhere, so a call of `runc delete` would add only the time of a program start, and
+// fail on a half-written state. A killed restore leaves the root filesystem mounted in there,
+// and CRIU's view of the cgroups in its working directory: deleting through them would delete
+// the sandbox's files.
 func (h Home) Forget(id string) error {
 	state := filepath.Join(h.State, id)
 	if err := kernel.UnmountBelow(state, filepath.Join(h.Stage, id, "restore")); err != nil {

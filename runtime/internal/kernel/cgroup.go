@@ -35,11 +35,11 @@ type Hierarchy struct {
 	options []string // of its mount; v1: the controllers are among them
 }
 
-// Hierarchies lists the hierarchies: one on a unified host, many under v1,
-// many and one without controllers on a hybrid one. Of one that is mounted again
-// elsewhere the first counts: CRIU mounts all of them for as long as a restore
-// takes, and what is written there later is written to a plain directory. They are
-// looked for once: the mount table of a host with many sandboxes is long.
+// Hierarchies lists the hierarchies: one on a unified host, many under v1, many and one
+// without controllers on a hybrid one. If one is mounted twice, the first mount counts: CRIU
+// mounts all of them for as long as a restore takes, and a later write there would go to a
+// plain directory. The list is made once: the mount table of a host with many sandboxes is
+// long.
 func Hierarchies() (Cgroups, error) {
 	found.Lock()
 	defer found.Unlock()
@@ -174,10 +174,10 @@ func (z *Freezer) Close() {
 	}
 }
 
-// Chain lists the cgroups by which a process of a container may be frozen: its own
-// and those above it, up to the container's at path. An OCI runtime may put the
-// processes into one beneath that (crun with systemd does), and freeze that one. Of
-// a process that is gone, or elsewhere, it is path alone.
+// Chain lists the cgroups by which a process of a container may be frozen: its own and those
+// above it, up to the container's at path. An OCI runtime may put the processes into one
+// beneath that (crun with systemd does), and freeze that one. For a process that is gone, or
+// elsewhere, Chain returns path alone.
 func (c Cgroups) Chain(pid int, path string) ([]string, error) {
 	data, _, err := record.Read(fmt.Sprintf("/proc/%d/cgroup", pid))
 	if err := notGone(err); err != nil {
@@ -279,9 +279,9 @@ func (c Cgroups) KillAll(path string) (int, error) {
 	return len(seen), errors.Join(append(errs, c.Thaw(path))...)
 }
 
-// End ends what runs in a cgroup: it sends sig to the first process and, when
-// that has not ended in time, kills it, and the rest of its PID namespace with
-// it. What is frozen takes no signal but the last.
+// End ends the processes of a cgroup: it sends sig to the first process and, if that has not
+// ended in time, kills it, and the rest of its PID namespace with it. Frozen processes are
+// killed at once, for they take no other signal.
 func (c Cgroups) End(ctx context.Context, first *Process, path string, frozen bool, sig unix.Signal, limit time.Duration) (killed bool, err error) {
 	if frozen {
 		_, err = c.KillAll(path)

@@ -70,8 +70,8 @@ type polled struct {
 	again bool
 }
 
-// seen is what tells that a file is another one than before, or has other content. What
-// changes in the files of a directory it does not tell.
+// seen identifies a file and its content. It does not cover changes in the files of a
+// directory.
 type seen struct {
 	dir          bool
 	ino          uint64

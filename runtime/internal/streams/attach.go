@@ -23,14 +23,13 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// Conn is a connection to the streams of a process. What is written to it is
-// input.
+// Conn is a connection to the streams of a process. Writes to it are input.
 type Conn interface {
 	io.Writer
 	CloseWrite() error // ends the input
 	Close() error
-	// Output copies what the process prints until there is no more. What is for
-	// a nil writer is dropped.
+	// Output copies what the process prints until there is no more. Output for a nil writer
+	// is dropped.
 	Output(stdout, stderr io.Writer) error
 }
 

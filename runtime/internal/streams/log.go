@@ -59,7 +59,7 @@ func Print(ctx context.Context, path string, opts runtime.LogOptions, stdout, st
 	if err := r.seekTail(opts.Tail); err != nil {
 		return err
 	}
-	// What is printed from now on is not waited for: it may never end.
+	// Output printed from now on is not waited for: it may never end.
 	r.limit = st.Size()
 	return r.drain(ctx, &printer{opts: opts, out: [2]io.Writer{stdout, stderr}})
 }

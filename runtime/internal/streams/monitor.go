@@ -14,7 +14,7 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// What the first byte of each packet from a monitor says.
+// The first byte of each packet from a monitor.
 const (
 	Greeting   = 1 // ours: nothing follows
 	FromStdout = 2

@@ -32,9 +32,9 @@ const (
 	oldestCRIU = "4.0"
 )
 
-// Why tells why sandboxes cannot have user namespaces with the OCI runtime that
-// binary is; empty: they can. Their files are on the filesystem of dir, an empty
-// directory to try in. What is made there is the caller's to remove.
+// Why returns the reason why sandboxes cannot have user namespaces with the OCI runtime
+// binary, or "" if they can. Their files are on the filesystem of dir, an empty directory to
+// try in. The caller removes what is made there.
 func Why(ctx context.Context, dir, binary string) (string, error) {
 	for _, look := range []func() (string, error){
 		func() (string, error) { return versions(ctx, binary) },

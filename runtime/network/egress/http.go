@@ -73,8 +73,8 @@ func (s *Server) http(ctx context.Context, b *box, f *flow, in *bufio.Reader) {
 				refuse(w, http.StatusForbidden, e.Reason)
 				return
 			}
-			// What follows an upgrade is not looked at, and HTTP/2 would name
-			// another host in each request.
+			// The bytes after an upgrade are not inspected, and HTTP/2 would name another host
+			// in each request.
 			if h2 := r.Header["Upgrade"]; len(h2) > 0 && !strings.EqualFold(h2[0], "websocket") {
 				r.Header.Del("Upgrade")
 			}

@@ -230,7 +230,7 @@ func (s *Server) relay(b *box, f *flow, out net.Conn, first []byte, in io.Reader
 			}
 		}
 		if br, ok := in.(*bufio.Reader); ok {
-			// What it holds, and then without it: the kernel copies by itself.
+			// First its buffer, and then without it: the kernel copies by itself.
 			if _, err := io.CopyN(out, br, int64(br.Buffered())); err != nil {
 				return err
 			}

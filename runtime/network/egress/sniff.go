@@ -16,7 +16,7 @@ import (
 // first line of a request is longer.
 const helloLimit = 32 << 10
 
-// What the first bytes of a connection are.
+// kind is what the first bytes of a connection are.
 type kind int
 
 const (

@@ -22,12 +22,11 @@ const (
 
 var windows = sync.Pool{New: func() any { b := make([]byte, 2*maxCut); return &b }}
 
-// Cut reads size bytes and gives them to emit in pieces, front to back: up to
-// 256 KiB in one, more in pieces of 64 KiB to 1 MiB (256 KiB on average, the
-// last may be shorter) that end where the content says, so that equal runs in
-// different places become equal pieces. No data, no piece. What emit is given
-// is valid until it returns. Errors of r and of emit are returned as they are;
-// a reader that ends before size bytes is io.ErrUnexpectedEOF.
+// Cut reads size bytes and gives them to emit in pieces, front to back: up to 256 KiB in one,
+// more in pieces of 64 KiB to 1 MiB (256 KiB on average, the last may be shorter) that end
+// where the content says, so that equal runs in different places become equal pieces. No data,
+// no piece. The slice given to emit is valid until emit returns. Errors of r and of emit are
+// returned as they are; a reader that ends before size bytes is io.ErrUnexpectedEOF.
 func Cut(size int64, r io.Reader, emit func(raw []byte) error) error {
 	switch {
 	case size < 0:

@@ -66,7 +66,7 @@ type Blob struct {
 	Packed bool   // a zstd frame; else as it is
 }
 
-// What a pack takes beside the stored bytes of its pieces.
+// The size of a pack beside the stored bytes of its pieces.
 const (
 	Overhead      = int64(len(headMagic)) + tailLen // once
 	PieceOverhead = recordLen                       // for each piece
@@ -115,8 +115,8 @@ func borrow(n int) *[]byte {
 	return b
 }
 
-// ReadBlob reads one piece and proves it against its ID. It uses the room of
-// dst if that is enough. What is not the piece is ErrCorrupt; b may be hostile.
+// ReadBlob reads one piece and proves it against its ID, or returns ErrCorrupt. It uses the
+// room of dst if that is enough. b may be hostile.
 func ReadBlob(r io.ReaderAt, b Blob, dst []byte) ([]byte, error) {
 	if err := b.check(); err != nil {
 		return nil, err
@@ -161,7 +161,7 @@ func unpack(b Blob, stored, raw []byte) ([]byte, error) {
 	return raw, prove(b, raw)
 }
 
-// readAt fills p. What ends too early is damaged; other errors are the disk's.
+// readAt fills p. A pack that ends too early is damaged; other errors are the disk's.
 func readAt(r io.ReaderAt, b Blob, p []byte) error {
 	n, err := r.ReadAt(p, b.Off)
 	switch {

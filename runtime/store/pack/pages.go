@@ -264,7 +264,7 @@ func (c *cutting) finish() (Pages, error) {
 		p.Segments[i] = Segment{ID: c.ids[r.piece], Off: r.off, Len: r.len}
 	}
 	if c.old != nil {
-		// What is of no use any more may take as much room as what is.
+		// Useless records may take as much room as useful ones.
 		var used int64
 		for i := range c.old.ids {
 			if c.taken[i] != 0 {

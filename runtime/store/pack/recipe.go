@@ -45,9 +45,9 @@ func EncodeRecipe(segments []Segment) []byte {
 	return b
 }
 
-// DecodeRecipe reads what EncodeRecipe wrote, and nothing else; size is how
-// many bytes the segments have in all. What is wrong is ErrCorrupt. Memory is
-// bounded by some 14 times len(b).
+// DecodeRecipe reads what EncodeRecipe wrote, and nothing else; size is the number of bytes
+// of all segments. It returns ErrCorrupt for any other input. Memory is bounded by some 14
+// times len(b).
 func DecodeRecipe(b []byte, size int64) ([]Segment, error) {
 	d := decode{b: b}
 	if v := d.byte(); v != recipeVersion {
