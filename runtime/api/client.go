@@ -76,7 +76,7 @@ func WithKey(ctx context.Context, key string) context.Context {
 	return context.WithValue(ctx, keyOf{}, key)
 }
 
-// Info tells which service answers.
+// Info returns the version, root and backend of the service.
 func (c *Client) Info(ctx context.Context) (Info, error) {
 	return get[Info](ctx, c, at("info"), nil)
 }
@@ -125,7 +125,7 @@ func (c *Client) exchange(ctx context.Context, method, route string, q url.Value
 	return nil, c.refusal(ctx, what, resp)
 }
 
-// refusal is the error that a response tells.
+// refusal returns the error in a response.
 func (c *Client) refusal(ctx context.Context, what asks, resp *http.Response) error {
 	err := c.cutOff(ctx, what, problemOf(resp))
 	if code := resp.StatusCode; (code == http.StatusNotFound || code == http.StatusMethodNotAllowed) && noRoute(err, resp.Request) {
@@ -227,7 +227,7 @@ func (c *Client) cutOff(ctx context.Context, what asks, err error) error {
 	return err
 }
 
-// problemOf is the error that a response tells.
+// problemOf returns the error in a response.
 func problemOf(resp *http.Response) error {
 	data, err := io.ReadAll(io.LimitReader(resp.Body, 16<<20))
 	if err != nil {
@@ -283,7 +283,7 @@ func (c *Client) decode(ctx context.Context, what asks, resp *http.Response, int
 // maxAhead is what an answer is given room for on the word of its header, in bytes.
 const maxAhead = 4 << 20
 
-// all gets every page of a list. One whose cursor has gone meanwhile begins again.
+// all gets every page of a list. It starts again if the cursor is gone meanwhile.
 func all[T any](ctx context.Context, c *Client, route string, q url.Values) ([]T, error) {
 	if q == nil {
 		q = url.Values{}
@@ -418,7 +418,7 @@ func (c *Client) follow(ctx context.Context, route string, q url.Values, each fu
 	return c.cutOff(ctx, toLook, err)
 }
 
-// download writes a stream to w. One that was cut short is an error.
+// download writes a stream to w. It returns an error if the stream was cut short.
 func (c *Client) download(ctx context.Context, route string, q url.Values, w io.Writer) error {
 	resp, err := c.exchange(ctx, http.MethodGet, route, q, nil, http.Header{"Te": {"trailers"}})
 	if err != nil {
@@ -463,7 +463,7 @@ func send[O any](ctx context.Context, c *Client, method, route string, q url.Val
 	return out, c.decode(ctx, asked(method, header), resp, &out)
 }
 
-// ownReader tells the error of its reader from that of the connection.
+// ownReader records the error of its reader, to distinguish it from one of the connection.
 type ownReader struct {
 	r   io.Reader
 	mu  sync.Mutex

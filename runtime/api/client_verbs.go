@@ -226,7 +226,7 @@ func (c *Client) CopyTo(ctx context.Context, sandbox, path string, r io.Reader) 
 	return err
 }
 
-// Stat tells what a path in the sandbox is.
+// Stat describes a path in the sandbox.
 func (c *Client) Stat(ctx context.Context, sandbox, path string) (runtime.PathStat, error) {
 	st, err := get[Stat](ctx, c, at("sandboxes", sandbox, "stat"), url.Values{"path": {path}})
 	return st.pathStat(), err
@@ -249,7 +249,7 @@ func (c *Client) Restore(ctx context.Context, sandbox string, opts runtime.Resto
 	return do[runtime.Restored](ctx, c, at("sandboxes", sandbox, "restore"), restoreBody{opts, v}, restored(opts))
 }
 
-// PlanRestore tells what Restore would change.
+// PlanRestore returns what Restore would change.
 func (c *Client) PlanRestore(ctx context.Context, sandbox string, opts runtime.RestoreOptions) (runtime.RestorePlan, error) {
 	return do[runtime.RestorePlan](ctx, c, at("sandboxes", sandbox, "plan"), opts, nil)
 }
@@ -268,12 +268,12 @@ func (c *Client) Apply(ctx context.Context, sandbox string, opts runtime.ApplyOp
 	return do[runtime.Applied](ctx, c, at("sandboxes", sandbox, "apply"), opts, nil)
 }
 
-// Diff tells what changed between two states.
+// Diff returns the changes between two states.
 func (c *Client) Diff(ctx context.Context, req runtime.DiffRequest) (runtime.Diff, error) {
 	return do[runtime.Diff](ctx, c, at("diff"), req, nil)
 }
 
-// Stats tells what sandboxes use.
+// Stats returns the resources that sandboxes use.
 func (c *Client) Stats(ctx context.Context, opts runtime.StatsOptions) ([]runtime.Stats, error) {
 	return do[[]runtime.Stats](ctx, c, at("stats"), opts, nil)
 }
@@ -332,7 +332,7 @@ func (c *Client) Prune(ctx context.Context, opts runtime.PruneOptions) (runtime.
 	return do[runtime.Pruned](ctx, c, at("prune"), opts, progressOf(opts.Progress))
 }
 
-// Usage tells what space is used for.
+// Usage returns what space is used for.
 func (c *Client) Usage(ctx context.Context) (runtime.Usage, error) {
 	return get[runtime.Usage](ctx, c, at("usage"), nil)
 }

@@ -46,7 +46,7 @@ func (h *Handler) readyz(w http.ResponseWriter, r *http.Request) {
 	_, _ = w.Write(append(data, '\n')) // an error means that the caller is gone
 }
 
-// Health tells that the service is alive.
+// Health checks that the service is alive.
 func (c *Client) Health(ctx context.Context) (Health, error) {
 	return get[Health](ctx, c, "/healthz", nil)
 }

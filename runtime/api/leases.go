@@ -137,7 +137,7 @@ func (c *Client) Leases(ctx context.Context, ended bool) ([]runtime.Lease, error
 	return all[runtime.Lease](ctx, c, at("leases"), url.Values{"all": {strconv.FormatBool(ended)}})
 }
 
-// RenewLease tells that the owner of a lease is alive.
+// RenewLease renews a lease. Its owner calls it while it is alive.
 func (c *Client) RenewLease(ctx context.Context, lease string, deadline time.Duration) (runtime.Lease, error) {
 	return do[runtime.Lease](ctx, c, at("leases", lease, "renew"), renewBody{deadline}, nil)
 }

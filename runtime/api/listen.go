@@ -97,7 +97,7 @@ func (p peer) caller() runtime.Caller {
 	return runtime.Caller{UID: p.UID, GID: p.GID, Pid: int(p.Pid), Client: p.Subject, Address: p.Address}
 }
 
-// identity tells callers apart: no two have the same requests and keys.
+// identity distinguishes callers: no two share requests and keys.
 func (p peer) identity() string { return identity(p.caller()) }
 
 func identity(c runtime.Caller) string {

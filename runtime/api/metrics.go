@@ -20,9 +20,9 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// Metrics are what /metrics tells, in the text format of Prometheus. It is
-// written here: the client library of Prometheus would cost each command 0.8 ms
-// at its start. The zero value works.
+// Metrics are the counters of /metrics, in the text format of Prometheus. The format is
+// written here: the client library of Prometheus would cost each command 0.8 ms at its start.
+// The zero value works.
 type Metrics struct {
 	mu     sync.Mutex
 	verbs  map[verbOutcome]int64

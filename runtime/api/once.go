@@ -20,7 +20,7 @@ type request[I any] struct {
 	ref    string // what the path names
 	in     I
 	rec    *record   // what is remembered of it; nil: it has no idempotency key
-	report func(any) // tells the caller how far it is; nil: it does not want to know
+	report func(any) // reports progress to the caller; nil: not wanted
 }
 
 // LabelRequest is the label of sandboxes and checkpoints made for an idempotency key. Its

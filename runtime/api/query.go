@@ -61,8 +61,8 @@ func (r route) checkQuery(raw string) error {
 	return nil
 }
 
-// nobodysRoute is how nowhere names a request; by it clients tell that a verb is not
-// known from that what it names is not there.
+// nobodysRoute is how nowhere names a request; by it clients distinguish an unknown verb from
+// a missing object.
 func nobodysRoute(r *http.Request) string { return fmt.Sprintf("%.20s %.200s", r.Method, r.URL.Path) }
 
 // nowhere answers what no route takes: with the methods that the path has, if it

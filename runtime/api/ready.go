@@ -30,7 +30,7 @@ func (h *Handler) examine(ctx context.Context) (doctor.Report, error) {
 	defer h.health.mu.Unlock()
 	if h.health.at.IsZero() || time.Since(h.health.at) > healthFor {
 		report := h.opts.Examine(ctx)
-		if err := ctx.Err(); err != nil { // what was cut short tells nothing
+		if err := ctx.Err(); err != nil { // an interrupted check proves nothing
 			return report, err
 		}
 		h.health.report, h.health.at = report, time.Now()

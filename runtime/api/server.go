@@ -73,7 +73,7 @@ type Options struct {
 	Tracer trace.Tracer
 }
 
-// Info tells which service answers.
+// Info identifies the service.
 type Info struct {
 	Version string `json:"version"`
 	Root    string `json:"root"`

@@ -183,7 +183,7 @@ type opened struct {
 	ref     string
 	open    Open
 	streams runtime.Streams
-	started func() error // tells the caller that it runs
+	started func() error // reports to the caller that it runs
 }
 
 // session is a verb that connects streams.

@@ -27,7 +27,7 @@ var looksBy = map[string]bool{
 	"/v1/diff": true, "/v1/stats": true, "/v1/sandboxes/{sandbox}/plan": true, "/v1/leases/{lease}/renew": true,
 }
 
-// looks reports whether a request only looks. One that becomes a session, such as that
+// looks reports whether a request only reads. A request that becomes a session, such as that
 // of exec, does more.
 func looks(r *http.Request, route string) bool {
 	reads := r.Method == http.MethodGet || r.Method == http.MethodHead

@@ -46,7 +46,7 @@ func (l *Log) advance(at place) error {
 		return err
 	}
 	defer unlock()
-	if now, err := l.head(); err == nil && now.seq < at.seq { // one that makes no sense stays: it is for verify to tell
+	if now, err := l.head(); err == nil && now.seq < at.seq { // one that makes no sense stays: verify reports it
 		err = overwrite(filepath.Join(l.dir, "head"), at)
 		if err != nil {
 			return err

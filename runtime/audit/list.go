@@ -61,7 +61,7 @@ func (l *Log) List(ctx context.Context, f Filter) ([]Entry, error) {
 			r, _, err := unseal(line)
 			switch {
 			case err != nil || !whole:
-				return nil // for verify to tell
+				return nil // verify reports it
 			case r.Phase != End:
 				e := &Entry{Record: r}
 				if r.Phase == Begin {
@@ -101,8 +101,8 @@ func (f Filter) selects(e Entry) bool {
 // inside are the verbs whose effect is in the sandbox, where a restore undoes it.
 var inside = map[string]bool{"attach": true, "cp": true, "exec": true, "files": true, "kill": true, "pause": true, "restart": true, "restore": true, "start": true, "stop": true, "unpause": true}
 
-// mark tells of each entry which restore has undone it. A restore that was undone
-// itself has undone nothing.
+// mark records in each entry which restore has undone it. A restore that was undone itself
+// has undone nothing.
 func mark(all []*Entry) {
 	restores := map[string][]*Entry{} // by sandbox, the newest first
 	for _, e := range slices.Backward(all) {
@@ -139,9 +139,9 @@ func firstOf(path string) (Record, error) {
 	return r, err
 }
 
-// undone finds what a restore undoes: what was done to the sandbox from the
-// checkpoint on, up to the record before. A checkpoint that no record tells of
-// (another verb took it) is found by its time.
+// undone finds what a restore undoes: what was done to the sandbox from the checkpoint on, up
+// to the record before. A checkpoint without a record (another verb took it) is found by its
+// time.
 func (l *Log) undone(sandbox, checkpoint string, taken time.Time, before uint64) (*Range, error) {
 	names, err := l.segments()
 	if err != nil {

@@ -47,7 +47,7 @@ type verifying struct {
 	found   bool // the expected hash
 	known   []knownPlace
 	before  *place // what the oldest record follows, when it is not the first
-	dropped bool   // a record tells that what is before the oldest is gone
+	dropped bool   // a record says that those before the oldest were removed
 	open    map[uint64]string
 	hidden  int // findings beyond the bound
 }

@@ -55,9 +55,9 @@ type Factory struct {
 	// Cannot names the cases that this backend cannot pass, and why. A name
 	// that is no case fails the run.
 	Cannot map[string]string
-	// Needless names the cases that tell nothing about this backend, and why,
-	// as far as its tests would be too slow with them. A name that ends in a
-	// slash is that of a group.
+	// Needless names the cases that prove nothing about this backend, and why, as far as
+	// its tests would be too slow with them. A name that ends in a slash is that of a
+	// group.
 	Needless map[string]string
 }
 

@@ -13,7 +13,7 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// counting counts in memory; the log tells every number, the file the last.
+// counting counts in memory; the log has every number, the file the last.
 const counting = "i=0; while :; do i=$((i+1)); echo $i; echo $i > /count.new; mv /count.new /count; sleep 0.02; done"
 
 // dump checkpoints a running container the plain way, by its OCI runtime, and
@@ -81,8 +81,8 @@ func (e *bench) count(id string) int {
 	return n
 }
 
-// goesOnFrom checks that a restored container counts on, and from where its file
-// was at the checkpoint: the log, that had so much before, tells.
+// goesOnFrom checks, by the log, which held before at the checkpoint, that a restored container
+// counts on from where its file was at the checkpoint.
 func (e *bench) goesOnFrom(id string, saved int, before string) {
 	e.Helper()
 	e.eventually("it counts again", func() bool { return e.count(id) > saved })

@@ -147,7 +147,7 @@ func stopEverything(e *bench) {
 		e.Fatal(err)
 	}
 	upper := e.inspect(id).Upper
-	if len(overlaysOn(upper)) == 0 && (e.f.IDs == nil || len(mountsUnder(e.root)) == 0) { // a mapped one tells no path of its upperdir
+	if len(overlaysOn(upper)) == 0 && (e.f.IDs == nil || len(mountsUnder(e.root)) == 0) { // a mapped one does not show the path of its upperdir
 		e.Errorf("no mount is on the upperdir of a running container: this case proves nothing")
 	}
 	e.stop(id)

@@ -171,8 +171,8 @@ func terminalCtrlC(e *bench) {
 	id, c := e.open(80, 24)
 	c.enter("trap 'echo inter''rupted' INT; echo rea''dy; sleep 1000\r")
 	c.shows("ready")
-	// One that comes before the shell has begun to sleep is a trap that waits
-	// for the end of that sleep; the next one ends it.
+	// A ctrl-c before the shell has begun to sleep is a trap that waits for the end of
+	// that sleep; the next one ends it.
 	e.eventually("ctrl-c interrupts the sleep", func() bool {
 		c.enter("\x03")
 		return c.screen.has("interrupted")()

@@ -75,9 +75,9 @@ type down string
 func (d down) Error() string        { return string(d) }
 func (d down) Is(target error) bool { return target == errDown }
 
-// unary lets a call wait until the connection is there. The socket tells
-// whether that can be: gRPC itself, after a failure, pauses before it tries
-// again, and calls made meanwhile would fail although the daemon is back.
+// unary lets a call wait until the connection is there. The socket shows whether that can
+// be: gRPC itself, after a failure, pauses before it tries again, and calls made meanwhile
+// would fail although the daemon is back.
 func (c *client) unary(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption) error {
 	if err := c.alive(); err != nil {
 		return err

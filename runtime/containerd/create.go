@@ -333,7 +333,7 @@ func (b *Backend) dropSnapshot(ctx context.Context, snapshotter, key string) err
 	return errors.Join(err, gone(b.client.LeasesService().Delete(context.WithoutCancel(ctx), lease, leases.SynchronousDelete)))
 }
 
-// gone takes an error that tells of nothing to delete for none.
+// gone returns nil for an error that says that there was nothing to delete.
 func gone(err error) error {
 	if err = plain(err); errors.Is(err, fault.ErrNotFound) {
 		return nil

@@ -219,7 +219,7 @@ func (s *session) wait(ctx context.Context) (int, error) {
 		select {
 		case <-ctx.Done():
 			return 0, ctx.Err()
-		case <-time.After(100 * time.Millisecond): // nothing tells that a daemon is back
+		case <-time.After(100 * time.Millisecond): // a daemon that is back is not announced
 		}
 	}
 }

@@ -222,7 +222,7 @@ func (c *caller) set(closed bool) {
 	c.change.Broadcast()
 }
 
-// started tells that the shim has opened the fifos: an end of output is now one.
+// started notes that the shim has opened the fifos: an end of output is now one.
 func (h *hub) started() {
 	for i, f := range h.keep {
 		if f != nil {
@@ -232,8 +232,8 @@ func (h *hub) started() {
 	}
 }
 
-// ended tells that the process is gone, and returns when all of its output is
-// in the log and with the callers' senders.
+// ended notes that the process is gone, and returns when all of its output is in the log and
+// with the callers' senders.
 func (h *hub) ended() {
 	h.mu.Lock()
 	h.over = true

@@ -261,7 +261,7 @@ func (m *monitor) askShim(ctx context.Context, run runRecord) (home.Exit, error)
 	return s.wait(ctx)
 }
 
-// askDaemon is for an end that the shim cannot tell any more.
+// askDaemon asks the daemon for an exit that the shim no longer knows.
 func (m *monitor) askDaemon(ctx context.Context) (home.Exit, bool) {
 	c, err := newClient(m.Address)
 	if err != nil {
@@ -469,7 +469,7 @@ func (b *Backend) connect(ctx context.Context, v view, s runtime.Streams, size *
 	return streams.New(ctx, conn, s, v.Spec.Terminal, size, func(size runtime.Size) { b.resize(v, "", size) }), nil
 }
 
-// resize tells a process's terminal its size; one that has ended needs none.
+// resize sets the size of a process's terminal; it does nothing for one that has ended.
 func (b *Backend) resize(v view, exec string, size runtime.Size) {
 	ctx, cancel := context.WithTimeout(context.Background(), callTimeout)
 	defer cancel()

@@ -126,7 +126,7 @@ func (m Images) Tag(ctx context.Context, ref, name string) error {
 	return err
 }
 
-// Inspect tells what containerd knows of an image.
+// Inspect describes an image as containerd knows it.
 func (m Images) Inspect(ctx context.Context, ref string) (image.Details, error) {
 	ctx = in(ctx, m.b.namespace)
 	img, err := m.find(ctx, ref)

@@ -35,8 +35,8 @@ func restoresItself(info *system.Info, c box) (why string) {
 	return ""
 }
 
-// major is the first number of a daemon's version. One that has none is of a
-// developer's, and the newest.
+// major returns the first number of a daemon's version. A version without one is of a
+// development build, and counts as the newest.
 func major(version string) int {
 	first, _, _ := strings.Cut(version, ".")
 	n, err := strconv.Atoi(first)

@@ -69,8 +69,8 @@ func (b *Backend) search(ctx context.Context, id string) (box, error) {
 		return box{}, err
 	}
 	for _, c := range list {
-		// One that came along with a checkpoint is perhaps there a second time,
-		// in the root that it came from.
+		// A container that came with a checkpoint may exist a second time, in the root that it
+		// came from.
 		if c.own() && !home.Elsewhere(b.root, c.Config.Labels[labelRoot]) {
 			return c, nil
 		}

@@ -57,7 +57,7 @@ func (i Images) ResolveDigest(ctx context.Context, digest string) (image.Image, 
 	return describeImage(name, got), nil
 }
 
-// follow reads what the daemon tells of its work, the failure included.
+// follow reads the daemon's progress messages, and its error.
 func (i Images) follow(ctx context.Context, r io.Reader, progress func(image.Progress)) error {
 	for dec := json.NewDecoder(r); ; {
 		var m jsonmessage.JSONMessage

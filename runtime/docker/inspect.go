@@ -25,7 +25,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
-// Inspect tells what is so of a container.
+// Inspect describes the current state of a container.
 func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, error) {
 	c, err := b.find(ctx, id)
 	if err != nil {
@@ -74,10 +74,9 @@ func (b *Backend) describe(ctx context.Context, c box) (runtime.Container, error
 	return out, err
 }
 
-// layers finds a container's directories. Under the daemon's own storage
-// drivers it tells; with containerd's image store the mount table does, and
-// what it said is kept for when the container is stopped. Before the first
-// start containerd itself is asked.
+// layers finds a container's directories. The daemon's own storage drivers report them; with
+// containerd's image store they are in the mount table, and are recorded for when the
+// container is stopped. Before the first start containerd itself is asked.
 func (b *Backend) layers(ctx context.Context, c box) (upper string, lower []string, err error) {
 	driver := c.GraphDriver.Name
 	if driver == "" {

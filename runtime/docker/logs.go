@@ -75,7 +75,7 @@ func (b *Backend) messages(ctx context.Context, c box, lines int, ask container.
 		return lines, nil
 	}
 	ask.Follow, ask.Timestamps = false, false
-	// One more than there are lines reports whether the first of them is whole.
+	// One line more than wanted shows whether the first of them is whole.
 	for want := lines + 1; ; want *= 4 {
 		ask.Tail = strconv.Itoa(want)
 		var ends []bool // of lines

@@ -128,7 +128,7 @@ func (i Images) Tag(ctx context.Context, ref, name string) error {
 	return i.b.explain(ctx, err)
 }
 
-// Inspect tells what the daemon tells of an image.
+// Inspect describes an image as the daemon knows it.
 func (i Images) Inspect(ctx context.Context, ref string) (image.Details, error) {
 	img, err := i.Resolve(ctx, ref)
 	if err != nil {

@@ -74,7 +74,7 @@ func (b *Backend) end(ctx context.Context, c box, opts runtime.StopOptions) (fai
 		}
 	}
 	if c.status == runtime.Paused {
-		// One that the daemon cannot stop is to be as it was.
+		// A container that the daemon cannot stop is to stay as it was.
 		if _, err := b.api.Ping(ctx); err != nil {
 			return b.explain(ctx, err)
 		}

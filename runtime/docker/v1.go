@@ -51,8 +51,8 @@ func (i Images) V1(ctx context.Context, digest string) (v1.Image, error) {
 	return img, nil
 }
 
-// configFile makes a configuration of what the daemon tells. It means what the
-// original means; its bytes are others.
+// configFile makes a configuration of the daemon's description. It is equivalent to the
+// original, but not byte for byte.
 func configFile(got dockerimage.InspectResponse, steps []dockerimage.HistoryResponseItem) (*v1.ConfigFile, error) {
 	cfg := &v1.ConfigFile{Architecture: got.Architecture, Variant: got.Variant, OS: got.Os, OSVersion: got.OsVersion, Author: got.Author, RootFS: v1.RootFS{Type: "layers"}}
 	created, err := time.Parse(time.RFC3339Nano, got.Created)

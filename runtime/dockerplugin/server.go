@@ -38,7 +38,7 @@ const contentType = "application/vnd.docker.plugins.v1.2+json"
 // shutdownTime is what calls under way are given to end.
 const shutdownTime = 5 * time.Second
 
-// Options are the parts of the plugin. One that is nil is not announced.
+// Options are the parts of the plugin. A nil part is not announced.
 type Options struct {
 	Volumes http.Handler // answers /VolumeDriver.*
 	Authz   http.Handler // answers /AuthZPlugin.*

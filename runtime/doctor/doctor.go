@@ -114,7 +114,7 @@ func install(pkg string) string {
 	return fmt.Sprintf("Install %s (Debian, Ubuntu: apt-get install %[1]s).", pkg)
 }
 
-// self is the path of this program; empty: it does not tell.
+// self returns the path of this program, or "" if it is unknown.
 func self() string {
 	path, _ := os.Executable()
 	return path

@@ -138,7 +138,7 @@ func nsenter(ctx context.Context) Check {
 	return ok(name, "%s enters time namespaces", path)
 }
 
-// criuChecks are all that CRIU tells, asked once.
+// criuChecks returns all checks of CRIU, which is asked once.
 func criuChecks(ctx context.Context) []Check {
 	f, err := criu.Check(ctx)
 	switch {

@@ -284,7 +284,7 @@ func space(name, dir string, free, total, inodes, allInodes uint64) Check {
 	return ok(name, "%s", text)
 }
 
-// quota tells how --storage-size is held to.
+// quota checks how --storage-size is enforced.
 func quota(root string) Check {
 	const name = "quota"
 	dir := existing(root)

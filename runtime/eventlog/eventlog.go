@@ -1,6 +1,6 @@
-// Package eventlog keeps what happened to a sandbox in files: a JSON object a
-// line, the newest 1 to 2 MiB of them. One may be written by several processes
-// and read by any number at the same time.
+// Package eventlog keeps what happened to a sandbox in files: a JSON object a line, the newest
+// 1 to 2 MiB of them. Several processes may write a log, and any number may read it, at the
+// same time.
 package eventlog
 
 import (

@@ -210,7 +210,7 @@ func Run(ctx context.Context, svc runtime.Service, opts Options) (Report, error)
 // beatInterval is how long a lease stays whose owner, on another host, is silent.
 const beatInterval = time.Minute
 
-// renew tells that we are alive, until ctx ends or the lease has.
+// renew renews the lease until ctx or the lease ends.
 func (g *run) renew(ctx context.Context, id string, stop context.CancelCauseFunc) {
 	tick := time.NewTicker(beatInterval / 6)
 	defer tick.Stop()
@@ -231,8 +231,8 @@ func (g *run) renew(ctx context.Context, id string, stop context.CancelCauseFunc
 	}
 }
 
-// perform does the work, and cleans up after those that are not kept. It tells
-// whether the lease was handed over.
+// perform does the work, and cleans up after members that are not kept. It reports whether the
+// lease was handed over.
 func (g *run) perform(parent context.Context) (kept bool) {
 	ctx, cancel := context.WithCancelCause(parent)
 	defer cancel(nil)
@@ -401,7 +401,7 @@ func (g *run) failed(r *Result, phase string, err error) {
 	}
 }
 
-// report tells what came of it, and the first error.
+// report returns the results, and the first error.
 func (g *run) report(ctx context.Context, kept bool) (Report, error) {
 	rep := Report{Group: g.Name, Lease: g.lease.ID, Members: g.results, Errors: []string{}}
 	if kept {

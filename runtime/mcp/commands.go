@@ -14,7 +14,7 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// The bounds of commands; docs/mcp.md tells them.
+// The bounds of commands; docs/mcp.md documents them.
 const (
 	defaultTimeout = 120  // seconds
 	maxTimeout     = 3600 // seconds
@@ -155,7 +155,7 @@ func (s *Server) runCommand(ctx context.Context, b *box, in runArgs) (reply, err
 	if in.Background {
 		if in.Timeout > 0 {
 			time.AfterFunc(limit, func() {
-				_ = guard.Do(func() error { // of which the log tells
+				_ = guard.Do(func() error { // failures are logged
 					s.end(context.WithoutCancel(ctx), j, fmt.Sprintf("its timeout of %d s", timeout))
 					return nil
 				})
@@ -313,8 +313,8 @@ func (s *Server) stopJobs(ctx context.Context, b *box) {
 	}
 }
 
-// cutOff ends the commands in a sandbox whose processes a restore is about to
-// end. One that is only about to start must not do so after it.
+// cutOff ends the commands in a sandbox whose processes a restore is about to end. A command
+// that is only about to start must not do so after it.
 func (s *Server) cutOff(b *box) {
 	s.jobs.mu.Lock()
 	list := slices.Clone(s.jobs.list)

@@ -21,7 +21,7 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// The bounds of file tools; docs/mcp.md tells them.
+// The bounds of file tools; docs/mcp.md documents them.
 const (
 	maxReadText  = 50_000    // bytes of one read_file
 	maxReadLines = 2000      // lines, unless asked otherwise
@@ -29,14 +29,14 @@ const (
 	maxScan      = 256 << 20 // bytes that are read to get to an offset
 	maxFile      = 10 << 20  // bytes of a file that is written or edited
 	maxListed    = 1000      // names
-	sniff        = 8 << 10   // bytes that tell whether a file is binary
+	sniff        = 8 << 10   // bytes examined to see whether a file is binary
 )
 
 // walkLimits bound list_files, glob and grep.
 var walkLimits = policy.Limits{Entries: 100_000, Depth: 64, Time: 10 * time.Second}
 
-// at runs fn on what the path name means in a sandbox, or, with a pattern, on where
-// a walk for that begins. Errors tell the path as the sandbox has it.
+// at runs fn on what the path name means in a sandbox, or, with a pattern, on where a walk for
+// that begins. Errors name the path as the sandbox has it.
 func (s *Server) at(ctx context.Context, b *box, name string, g *policy.Glob, fn func(*policy.Scope, policy.Place) error) error {
 	return s.files(ctx, b, func(scope *policy.Scope) (err error) {
 		var at policy.Place
@@ -304,7 +304,7 @@ func edit(data []byte, old, new string, all bool) ([]byte, int, error) {
 	return bytes.ReplaceAll(data, []byte(old), []byte(new)), n, nil
 }
 
-// linesOf tells where the first few occurrences begin.
+// linesOf lists the lines where the first few occurrences begin.
 func linesOf(data []byte, old string) string {
 	var lines []string
 	for line := 1; len(lines) < 5; {

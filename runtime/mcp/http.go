@@ -27,7 +27,7 @@ const (
 // HTTPOptions restrict the use of the server over HTTP.
 type HTTPOptions struct {
 	Token   string   // what callers must have as their bearer token; empty: nothing
-	Origins []string // web pages that may; browsers tell it of all others, which are refused
+	Origins []string // web pages that may use it; all others, which browsers name, are refused
 }
 
 // Handler serves the session over streamable HTTP.

@@ -128,7 +128,7 @@ func (s *Server) Close(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// instructions are what a client tells its model about the server.
+// instructions returns what a client passes to its model about the server.
 func (s *Server) instructions(attempt int) string {
 	text := "Agentbox runs your commands and keeps your files in a sandbox of its own root filesystem, apart from the host. "
 	if s.given {

@@ -101,8 +101,8 @@ func (s *Server) errorText(err error) string {
 	return text
 }
 
-// corrected has an error about a path tell where the caller is. at is the path
-// as the sandbox has it; empty: as it is in the error.
+// corrected sets the path in an error to at, the path as the sandbox has it, unless at is
+// empty, and adds a hint to an ErrNotFound that has none.
 func (b *box) corrected(at string, err error) error {
 	if err == nil {
 		return nil

@@ -11,7 +11,7 @@ import (
 )
 
 const (
-	maxLogged = 50     // checkpoints that log tells of
+	maxLogged = 50     // checkpoints that log lists
 	maxForks  = 8      // of one call
 	maxPatch  = 50_000 // bytes of a diff
 	maxDiff   = 1000   // changes
@@ -216,7 +216,7 @@ func (s *Server) fork(ctx context.Context, b *box, in forkArgs) (reply, error) {
 	defer b.files.Unlock()
 	var names []string
 	for range count {
-		// One at a time: the label says for which name it is.
+		// One fork per call: the label holds its name.
 		name := b.name + "-fork-" + randomName()
 		opts.Count, opts.Names, opts.Labels = 1, []string{name}, s.label(nil, name)
 		forks, ferr := s.svc.Fork(ctx, b.id, opts)

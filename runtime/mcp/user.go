@@ -79,7 +79,7 @@ func rights(u bundle.User) error {
 	return setfs(unix.SYS_SETFSUID, u.UID)
 }
 
-// setfs calls setfsuid or setfsgid, which tell nothing but the value before.
+// setfs calls setfsuid or setfsgid, which return only the value before.
 func setfs(call uintptr, id uint32) error {
 	const none = 1<<32 - 1
 	_, _, _ = unix.RawSyscall(call, uintptr(id), 0, 0)

@@ -38,8 +38,8 @@ type proxyCommand struct {
 	start func(*exec.Cmd) error
 }
 
-// UseProxy tells how the process that calls Serve is made and started. Without
-// it there is no network mode filtered.
+// UseProxy sets how the process that calls Serve is made and started. Without it there is no
+// network mode filtered.
 func (m *Manager) UseProxy(command func() *exec.Cmd, start func(*exec.Cmd) error) {
 	m.proxy = proxyCommand{command, start}
 }
@@ -150,8 +150,8 @@ func (m *Manager) SetEgress(ctx context.Context, id string, rules []string) erro
 	return v.applyRules() // for a proxy that had to be started
 }
 
-// endFilter lets the process know that a sandbox is gone; it may have been the
-// last. One that does not hear it finds out by itself.
+// endFilter notifies the process that a sandbox is gone; it may have been the last. A process
+// that misses the notice finds out by itself.
 func (v *verb) endFilter() {
 	if _, err := os.Lstat(v.m.proxyDir()); err != nil {
 		return
@@ -207,7 +207,7 @@ func (m *Manager) control() (address string, dir *os.File, err error) {
 	return fmt.Sprintf("/proc/self/fd/%d/control", dir.Fd()), dir, nil
 }
 
-// tell says a word to the process and returns its answer.
+// tell sends a word to the process and returns its answer.
 func (m *Manager) tell(ctx context.Context, word string) (r proxyReply, err error) {
 	address, dir, err := m.control()
 	if err != nil {
@@ -256,7 +256,7 @@ func (m *Manager) startProxy(ctx context.Context) error {
 	if err := m.proxy.start(cmd); err != nil {
 		return err
 	}
-	guard.Start(cmd.Wait) // it outlives us, or its log tells why not
+	guard.Start(cmd.Wait) // it outlives us, or its log has the reason
 	if err := theirs.Close(); err != nil {
 		return err
 	}

@@ -241,8 +241,8 @@ func (v *verb) guardPort(l, br netlink.Link, le *lease) error {
 	if err != nil {
 		return fmt.Errorf("forwarding entry: %w", err)
 	}
-	// A fixed neighbour also means that while the sandbox is away, packets
-	// for it vanish, where a failed look-up would tell the peer.
+	// A fixed neighbour also means that while the sandbox is away, packets for it vanish; a
+	// failed look-up would reveal that to the peer.
 	err = v.host.NeighSet(neighbour(br, le))
 	if err != nil {
 		return fmt.Errorf("neighbour: %w", err)

@@ -397,7 +397,7 @@ func (m *Manager) remove(ctx context.Context, id string, how func(*verb, string)
 	}
 	v, err := m.begin(ctx)
 	if errors.Is(err, fault.ErrCorrupt) {
-		// Whose rules are whose cannot be told any more, but this much can.
+		// The owners of the rules are unknown now, but the sandbox can be unplugged.
 		err = errors.Join(err, m.unplug(id))
 	}
 	if err != nil {

@@ -192,7 +192,7 @@ func (s *server) update() (ends bool, gates map[netip.Addr]egress.Ports, err err
 	if err != nil {
 		return false, nil, err
 	}
-	// One that is merely stopped may be about to be restored, with connections.
+	// A stopped sandbox may be about to be restored, with connections.
 	if !st.filters() {
 		return true, nil, nil
 	}
@@ -277,8 +277,8 @@ func (s *server) move(ctx context.Context, gates map[netip.Addr]egress.Ports) er
 	return v.applyRules()
 }
 
-// orphaned tells that no filtered sandbox is up, nor was when it was last
-// asked, and clears up if so.
+// orphaned reports whether no filtered sandbox is up, nor was at the last check, and clears up
+// if so.
 func (s *server) orphaned() bool {
 	lock, err := flock.Try(filepath.Join(s.m.root, "network.lock"), flock.Existing)
 	if errors.Is(err, os.ErrNotExist) {
@@ -286,7 +286,7 @@ func (s *server) orphaned() bool {
 		return true
 	}
 	if err != nil {
-		return false // held: a verb is at work, and will tell
+		return false // held: a verb is at work, and will notify us
 	}
 	defer lock.Unlock()
 	st, err := s.m.load()

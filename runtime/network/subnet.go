@@ -103,7 +103,7 @@ func (s *state) assign(id string, le *lease, b *bridge, a netip.Addr) {
 // newBridge adds a bridge for le to the state and gives it its first address.
 func (v *verb) newBridge(id string, le *lease) error {
 	name := v.state.unused(v.m.bridge)
-	// One that the state does not know is left from a state file that was lost.
+	// A bridge that the state does not list is left from a lost state file.
 	if l, err := v.host.find(name); err != nil {
 		return err
 	} else if l != nil && l.Type() == "bridge" {

@@ -153,7 +153,7 @@ func (w *worker) drop() {
 // errDumb is a worker that does not answer as it should.
 var errDumb = errors.New("it does not answer")
 
-// ask tells the worker what to serve.
+// ask sends the worker what to serve and returns its ports.
 func (w *worker) ask(o order) (map[netip.Addr]egress.Ports, error) {
 	if err := w.tell(o); err != nil {
 		return nil, fmt.Errorf("%w: %w", errDumb, err)

@@ -27,10 +27,10 @@ func (b *Backend) connect(ctx context.Context, bundle string, s runtime.Streams,
 // resizeWait bounds how long a resize waits for conmon to take the last one.
 const resizeWait = time.Second
 
-// resize tells conmon the size of the terminal. Conmon takes two lines that it
-// reads at once for the first one twice, so each must have been read before
-// the next is written. For the same reason this is the inner one of its two
-// fifos: lines to the outer one, "ctl", are copied into it.
+// resize sends conmon the size of the terminal. Conmon takes two lines that it reads at once
+// for the first one twice, so each must have been read before the next is written. For the
+// same reason this is the inner one of its two fifos: lines to the outer one, "ctl", are
+// copied into it.
 func (b *Backend) resize(bundle string, size runtime.Size) {
 	f, err := os.OpenFile(filepath.Join(bundle, "winsz"), os.O_RDWR|unix.O_NONBLOCK, 0)
 	if err != nil {
@@ -48,7 +48,7 @@ func (b *Backend) resize(bundle string, size runtime.Size) {
 		if pending == 0 || time.Now().After(deadline) {
 			break
 		}
-		time.Sleep(time.Millisecond) // a fifo does not tell that it was read
+		time.Sleep(time.Millisecond) // a fifo does not show that it was read
 	}
 	_, _ = fmt.Fprintf(f, "%d %d\n", size.Height, size.Width)
 }

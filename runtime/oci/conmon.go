@@ -136,9 +136,9 @@ func (b *Backend) launch(l launch) (c *conmon, err error) {
 		if !adopted {
 			defer close(c.adopted)
 		}
-		// One that was born there is moved to where it is: that makes the
-		// kernel wait now for what the runtime, which is about to move the
-		// container's process, then finds done.
+		// A process born there is moved to where it is: that makes the kernel wait now for
+		// what the runtime, which is about to move the container's process, then finds
+		// done.
 		if err := b.cgroups.MoveTo(cmd.Process.Pid, monitors, adopted); err != nil {
 			b.log.Debug("conmon left in the caller's cgroup", "error", err)
 		}

@@ -11,11 +11,11 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 )
 
-// A list of sandboxes asks for the state of each, and of most of them nothing has
-// changed since the last time: they run. What was found out of one that runs holds as
-// long as the files that say so are the same, which three looks at the kernel's inodes
-// tell, and its first process, which is held on to, lives; whether it is frozen is asked
-// each time, of its cgroup, which is held on to as well. So a list costs a fraction of what reading all of these files again would.
+// A list of sandboxes needs the state of each, and most of them run unchanged since the last
+// list. The cached state of a running one holds as long as its files are unchanged, which
+// takes three looks at the kernel's inodes, and its first process, which is held open, lives.
+// Whether it is frozen is read each time from its cgroup, which is held open as well. So a
+// list costs a fraction of reading all of these files again.
 
 // settled is how long a file has to have been as it is: its time may be as coarse as
 // the kernel's clock, and a change right after another one not be seen by it.
@@ -87,7 +87,7 @@ func inodesOf(paths [3]string) (list [3]inode, ok bool) {
 	return list, true
 }
 
-// glance tells what is remembered of a sandbox, if that is so still.
+// glance returns the cached state of a sandbox, if it still holds.
 func (b *Backend) glance(id string) (view, bool) {
 	b.glances.mu.Lock()
 	g, ok := b.glances.byID[id]

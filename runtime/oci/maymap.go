@@ -23,7 +23,7 @@ import (
 
 var _ runtime.IDMapper = (*Backend)(nil)
 
-// MayMap tells why a sandbox cannot have a user namespace here.
+// MayMap returns why a sandbox cannot have a user namespace here, or "".
 func (b *Backend) MayMap(ctx context.Context, s runtime.Spec, lower []string, ids idmap.Map) (why string, err error) {
 	if b.wrapper == b.oci {
 		return "there is no agentbox-runtime to make its network", nil
@@ -96,8 +96,8 @@ type mapping struct {
 	Why string `json:"why"`
 }
 
-// hostMaps tells why no sandbox can have a user namespace here. Trying takes
-// some 50 ms, so that what came of it is kept.
+// hostMaps returns why no sandbox can have a user namespace here, or "". Trying takes some
+// 50 ms, so the result is kept.
 func (b *Backend) hostMaps(ctx context.Context) (string, error) {
 	of, err := b.mapsOf()
 	if err != nil {
@@ -105,7 +105,7 @@ func (b *Backend) hostMaps(ctx context.Context) (string, error) {
 	}
 	path := filepath.Join(b.home.Run, "userns.json")
 	var known mapping
-	// One that cannot be read is found out anew.
+	// A result that cannot be read is determined anew.
 	if record.ReadJSON(path, &known) == nil && known.Of == of {
 		return known.Why, nil
 	}
@@ -184,7 +184,7 @@ func (b *Backend) IDsElsewhere() ([]uint32, error) {
 		if !ok || !home.IsID(id) || home.Cgroups+"/"+e.Name() == b.home.Cgroup(id) {
 			continue
 		}
-		// One that ends meanwhile has none.
+		// A process that ends meanwhile has none.
 		pids, _ := os.ReadFile(filepath.Join(dir, e.Name(), "cgroup.procs"))
 		pid, _, _ := strings.Cut(string(pids), "\n")
 		ids, _ := os.ReadFile(filepath.Join("/proc", pid, "uid_map"))

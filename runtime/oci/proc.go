@@ -103,8 +103,8 @@ func (b *Backend) killStrays(ctx context.Context, id string) error {
 				continue
 			}
 			found = append(found, p)
-			// Conmon's other children are the container's processes, which
-			// the cgroup tells better, and its exit command.
+			// Conmon's other children are its exit command and the container's processes, which
+			// the cgroup lists better.
 			if names(pid, b.conmon) {
 				continue
 			}

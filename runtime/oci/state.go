@@ -71,7 +71,7 @@ func (b *Backend) hold(ctx context.Context, id string) (view, error) {
 // run the command.
 func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decided bool, err error) {
 	run := runRecord{Number: n, Bundle: b.home.Bundle(id, n)}
-	// One that a power loss cut short reads as empty, and is over anyway.
+	// A record that a power failure cut short reads as empty; its run is over anyway.
 	if err := b.home.ReadRun(id, n, &run); err != nil {
 		return false, err
 	}
@@ -187,7 +187,7 @@ func (b *Backend) runtimeOf(id string) criu.Runtime {
 	return criu.Runtime{Binary: b.oci, Root: b.home.State, ID: id}
 }
 
-// Inspect tells what is so now.
+// Inspect describes the current state.
 func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, error) {
 	v, ok := b.glance(id)
 	if !ok {
@@ -227,9 +227,9 @@ func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, er
 	return c, nil
 }
 
-// Wait blocks until the container has exited. A container that was never
-// started is ErrState: there is no exit to wait for. One that was removed not
-// long ago still answers.
+// Wait blocks until the container has exited. It returns ErrState for a container that was
+// never started: there is no exit to wait for. One that was removed not long ago still
+// answers.
 func (b *Backend) Wait(ctx context.Context, id string) (int, error) {
 	v, err := b.look(ctx, id)
 	if errors.Is(err, fault.ErrNotFound) {

@@ -21,11 +21,10 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/userns"
 )
 
-// A sandbox in a user namespace of its own has its root filesystem mounted
-// with mapped ids, and a network namespace that belongs to that user namespace:
-// none but the OCI runtime can make it, and after a restore none but CRIU. So
-// its network is made by a hook, which tells the start that waits for it which
-// process is in the namespace.
+// A sandbox in a user namespace of its own has its root filesystem mounted with mapped ids, and
+// a network namespace that belongs to that user namespace: only the OCI runtime can make it,
+// and after a restore only CRIU. So its network is made by a hook, which names the process in
+// the namespace to the waiting start.
 
 // fillVerb is how the hook calls the wrapper: with the path of a socket.
 const fillVerb = "agentbox-fill"

@@ -62,8 +62,8 @@ func (b *Backend) Attach(ctx context.Context, id string, ends runtime.Streams) e
 	return a.Wait()
 }
 
-// mark names an exec among a container's processes: Podman does not tell which
-// one it started.
+// mark identifies an exec among a container's processes: Podman does not say which one it
+// started.
 const mark = "AGENTBOX_EXEC"
 
 // Exec is `podman exec`. If ctx ends while the caller is attached, the process is killed; a
@@ -135,7 +135,7 @@ func (b *Backend) Exec(ctx context.Context, id string, p runtime.Process, ends r
 	if code < 125 || code > 127 || !bytes.Contains(last.last, []byte("Error: ")) {
 		return code, nil
 	}
-	// One of these is podman's own, or the command's.
+	// The code is podman's own, or the command's.
 	told := explain(ctx, args, string(bytes.ReplaceAll(last.last, []byte("\r"), nil)), failed)
 	if cerr := commandError(p.Args, told); cerr != told {
 		return 0, cerr

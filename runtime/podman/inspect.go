@@ -128,7 +128,7 @@ func (b *Backend) find(ctx context.Context, ref string) (container, error) {
 	return c, err
 }
 
-// inspected is what Podman says of containers. One that it does not know fails all.
+// inspected is what Podman says of containers. A single unknown one fails all.
 func (b *Backend) inspected(ctx context.Context, refs ...string) (all []container, err error) {
 	out, err := b.ask(ctx, append([]string{"container", "inspect", "--"}, refs...)...)
 	if err != nil {
@@ -221,7 +221,7 @@ func (c container) thaw(groups kernel.Cgroups) error {
 	return err
 }
 
-// Inspect tells what is so now.
+// Inspect describes the current state.
 func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, error) {
 	c, err := b.look(ctx, id)
 	if err != nil {
@@ -280,8 +280,8 @@ func (c container) layers() (upper string, lower []string, err error) {
 	return upper, filepath.SplitList(c.GraphDriver.Data["LowerDir"]), nil
 }
 
-// managed are the files that Podman makes at every start and binds over the
-// root filesystem; told is whether it tells of any.
+// managed returns the files that Podman makes at every start and binds over the root
+// filesystem; told reports whether Podman listed any.
 func (c container) managed() (files map[string]string, told bool) {
 	files = map[string]string{}
 	for target, source := range map[string]string{"/etc/hosts": c.HostsPath, "/etc/resolv.conf": c.ResolvConfPath, "/etc/hostname": c.HostnamePath} {

@@ -27,8 +27,8 @@ type memory struct {
 	// Apart are the networks that it is being reconnected to. One left here by a verb that
 	// was killed or failed may be connected or not.
 	Apart map[string]link `json:"apart,omitempty"`
-	// Managed are the managed files and where Podman has them on the host, which it
-	// tells from the container's first start until the host goes down.
+	// Managed are the managed files and their places on the host, which Podman reports from
+	// the container's first start until the host goes down.
 	Managed map[string]string `json:"managed,omitempty"`
 }
 

@@ -193,7 +193,7 @@ var (
 	notExecutable = lazy.Regexp(`(?i)permission denied|exec format error|is a directory`)
 )
 
-// commandError tells a command that cannot be started from all other errors.
+// commandError distinguishes a command that cannot be started from all other errors.
 func commandError(args []string, err error) error {
 	var r *refusal
 	if !errors.As(err, &r) || !strings.Contains(r.said, "OCI") {

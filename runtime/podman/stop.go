@@ -91,8 +91,8 @@ func (b *Backend) askToEnd(ctx context.Context, c container, sig syscall.Signal,
 	return err
 }
 
-// settle has Podman unmount an ended container, which its monitor does too,
-// but some time later. One that is unmounted already is none of a failure.
+// settle has Podman unmount an ended container, which its monitor does too, but some time
+// later. It is no failure if the container is unmounted already.
 func (b *Backend) settle(ctx context.Context, c container) error {
 	if c.State.Status == "created" || c.State.Status == "configured" {
 		return nil
@@ -181,9 +181,8 @@ func killed(pid int) bool {
 	return false
 }
 
-// isolate takes all links of the container's network namespace down, so that
-// what the kernel says to peers when the processes end goes nowhere. One that
-// is not the container's alone is left as it is.
+// isolate takes all links of the container's network namespace down, so that what the kernel
+// sends to peers when the processes end goes nowhere. It leaves a shared namespace as it is.
 func (c container) isolate() error {
 	if c.sharesNetwork() || c.NetworkSettings.SandboxKey == "" || c.HostConfig.NetworkMode == "host" {
 		return nil

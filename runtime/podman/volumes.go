@@ -66,9 +66,9 @@ func (b *Backend) VolumeUsers(ctx context.Context, id string, of []runtime.Volum
 	return users, nil
 }
 
-// others are the containers with processes, the paused ones included, but for the
-// sandbox's own. `podman ps` tells of mounts only where they are in the container, and since Podman 5
-// its filter does not find a directory of the host that is bound.
+// others returns the containers with processes, the paused ones included, except the sandbox's
+// own. `podman ps` reports only the targets of mounts in the container, and since Podman 5 its
+// filter does not find a bound directory of the host.
 func (b *Backend) others(ctx context.Context, id string) ([]container, error) {
 	out, err := b.ask(ctx, "ps", "--all", "--format", "json")
 	if err != nil {

@@ -90,7 +90,7 @@ func pack(w io.Writer, opts Options) (io.WriteCloser, error) {
 	}
 	switch opts.Compress {
 	case "", Zstd:
-		// One thread: the cut into blocks, and so the bytes, depend on nothing else.
+		// With one thread the cut into blocks, and so the bytes, depend on nothing else.
 		z, err := zstd.NewWriter(w, zstd.WithEncoderConcurrency(1), zstd.WithEncoderLevel(zstd.SpeedDefault), zstd.WithWindowSize(4<<20), zstd.WithEncoderCRC(true))
 		if err != nil {
 			return nil, err

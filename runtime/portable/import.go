@@ -267,7 +267,7 @@ func (im *importer) spoolTree(i int) (*os.File, error) {
 
 func digest(sum *blake3.Hasher) string { return digestPrefix + hex.EncodeToString(sum.Sum(nil)) }
 
-// copy writes a member to w. Whose fault an error is matters.
+// copy writes a member to w. It distinguishes errors of w from those of r.
 func (im *importer) copy(w io.Writer, r io.Reader) error {
 	out := &keeps{w: w}
 	if _, err := io.Copy(out, r); out.err != nil {
@@ -423,7 +423,7 @@ func (im *importer) checkAttributes(e *overlay.Entry) error {
 	return nil
 }
 
-// memberReader reads the current member and tells whose fault an error is.
+// memberReader reads the current member and attributes its errors.
 type memberReader struct{ im *importer }
 
 func (r *memberReader) Read(p []byte) (int, error) {

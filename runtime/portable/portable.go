@@ -102,8 +102,8 @@ type Checkpoint struct {
 	Manifest []byte // the store's, in canonical form
 	Data     Data
 
-	// Lower lists what the image has in a directory, nil when it is not there or
-	// no directory. It tells Podman what an opaque directory hides. May be nil.
+	// Lower lists what the image has in a directory, nil when it does not exist or is no
+	// directory. Podman learns by it what an opaque directory hides. May be nil.
 	Lower func(path string) ([]LowerEntry, error)
 	// ImageName and ImageID are what Podman calls the image. Empty: by the name
 	// in the spec, "localhost/" before it when it names no registry, and by the digest
@@ -192,10 +192,10 @@ type Mount struct {
 
 // ImportOptions modify Import.
 type ImportOptions struct {
-	// Lower describes a path of the image, to tell of another engine's archive
-	// what a directory was like that is there for what lies below it. A path
-	// that is not there is ErrNotFound. May be nil: such directories then
-	// belong to root and have mode 0755.
+	// Lower describes a path of the image. It completes another engine's archive for
+	// directories that are in it only because of what lies below them. A path that does not
+	// exist is ErrNotFound. May be nil: such directories then belong to root and have mode
+	// 0755.
 	Lower func(path string) (overlay.Entry, error)
 	// Trust takes process images that ask for more than a container of the
 	// usual kind has; else they are ErrDenied.

@@ -47,8 +47,8 @@ type client struct {
 	opts Options
 }
 
-// parse reads a reference. One without a registry is refused: a checkpoint
-// has secrets in it and is not to land at Docker Hub for want of a word.
+// parse reads a reference. It refuses one without a registry: a checkpoint has secrets in it
+// and must not land at Docker Hub for want of a word.
 func parse(ref string, opts Options) (name.Reference, error) {
 	host, rest, ok := strings.Cut(ref, "/")
 	if !ok || rest == "" || !strings.ContainsAny(host, ".:") && host != "localhost" {

@@ -30,7 +30,7 @@ type Target interface {
 	PutPiece(ctx context.Context, digest string, raw []byte) error
 }
 
-// Pulled tells what Pull did.
+// Pulled is the result of Pull.
 type Pulled struct {
 	Reference string // HOST/NAME@sha256:HEX
 	Manifest  []byte // manifest.json

@@ -34,7 +34,7 @@ type Checkpoint interface {
 	Piece(ctx context.Context, digest string) ([]byte, error)
 }
 
-// About tells what the pieces belong to.
+// About describes the checkpoint that the pieces belong to.
 type About struct {
 	ID       string // the checkpoint's, 12 or more hex digits
 	Manifest []byte // manifest.json as it lies in the store
@@ -48,7 +48,7 @@ type About struct {
 	Annotations map[string]string
 }
 
-// Pushed tells what Push did.
+// Pushed is the result of Push.
 type Pushed struct {
 	Reference string // HOST/NAME@sha256:HEX
 	Bytes     int64  // that travelled

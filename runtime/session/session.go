@@ -52,7 +52,7 @@ func (s *Session) own(labels map[string]string) map[string]string {
 	return all
 }
 
-// Run makes a sandbox of the session and starts it. One that cannot be started is removed.
+// Run makes a sandbox of the session and starts it. If the start fails, the sandbox is removed.
 func (s *Session) Run(ctx context.Context, req runtime.CreateRequest) (runtime.Sandbox, error) {
 	req.Spec.Labels = s.own(req.Spec.Labels)
 	sb, err := s.svc.Create(ctx, req)

@@ -293,8 +293,8 @@ func (d *Draft) publishPack(info pack.Info) error {
 	if err := makeDir(filepath.Dir(path)); err != nil {
 		return err
 	}
-	// From here on it may be there, and Abort removes it. One of this name is
-	// the same pack, be it of a draft at the same time or of one that was killed.
+	// From here on it may be there, and Abort removes it. An existing pack of this name is the
+	// same pack, be it of a concurrent draft or of one that was killed.
 	d.put = info.Name
 	if err := os.Rename(info.Temp, path); err != nil {
 		return err

@@ -8,7 +8,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// Cutter is a Sink that keeps nothing: it tells how a Draft would cut the data.
+// Cutter is a Sink that keeps nothing: it shows how a Draft would cut the data.
 type Cutter struct{}
 
 // Data: see overlay.Sink.

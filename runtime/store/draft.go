@@ -53,12 +53,11 @@ type Draft struct {
 	closed bool
 }
 
-// BeginCheckpoint records a pending checkpoint and makes its draft. The
-// caller holds the sandbox's lock until the draft's end: that is how Sweep
-// tells a checkpoint under way from an abandoned one. A name that a ready
-// checkpoint of the sandbox has is ErrExists. While space is being reclaimed it
-// waits, for a minute at most; then it is ErrBusy. One that comes from
-// elsewhere has c.Foreign and c.Origin set, and is Created when it comes.
+// BeginCheckpoint records a pending checkpoint and makes its draft. The caller holds the
+// sandbox's lock until the draft's end: by it Sweep distinguishes a checkpoint under way from
+// an abandoned one. A name that a ready checkpoint of the sandbox has is ErrExists. While
+// space is being reclaimed it waits, for a minute at most, and then returns ErrBusy. A
+// checkpoint from elsewhere has c.Foreign and c.Origin set, and is Created when it arrives.
 func (s *Store) BeginCheckpoint(ctx context.Context, c Checkpoint) (*Draft, error) {
 	if c.ID == "" {
 		c.ID = NewID()

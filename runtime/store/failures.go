@@ -6,10 +6,10 @@ import (
 	"time"
 )
 
-// Failures lists the records of failed checkpoints, of one sandbox or of all,
-// that were begun before a time or, with superseded, before one of the same
-// sandbox that is ready: what they have to tell is of no more use. Its first
-// condition is that of an index: SQLite does not find it by the second.
+// Failures lists the records of failed checkpoints, of one sandbox or of all, that were begun
+// before a time or, with superseded, before a ready one of the same sandbox: they are of no
+// more use. The first condition of its query is that of an index: SQLite does not find the
+// index by the second.
 func (s *Store) Failures(ctx context.Context, sandbox string, before time.Time, superseded bool) ([]Checkpoint, error) {
 	return s.checkpoints(ctx, `WHERE status <> 'ready' AND status = 'failed' AND NOT removing AND (?1 = '' OR sandbox_id = ?1) AND (created < ?2 OR ?3 AND EXISTS
 		(SELECT 1 FROM checkpoints AS later WHERE later.sandbox_id = checkpoints.sandbox_id AND later.status = 'ready' AND later.seq > checkpoints.seq))

@@ -168,9 +168,9 @@ func (s *Store) packRows(ctx context.Context, nums []int64, fn func(packRow) err
 // made of it.
 func validPackName(name string) bool { return len(name) == 64 && isHex(name) }
 
-// addPack records a pack, which is durable under its name, and its pieces. One
-// that some pack has already stays there, unless that pack is among lost. It returns
-// the number of the pack; 0: it does not have all of these pieces.
+// addPack records a pack, which is durable under its name, and its pieces. A piece that some
+// pack has already stays there, unless that pack is among lost. It returns the number of the
+// pack, or 0 if it does not have all of these pieces.
 func (s *Store) addPack(ctx context.Context, tx *sql.Tx, info pack.Info, lost []int64) (int64, error) {
 	path := pack.Path(s.packsDir(), info.Name)
 	// A commit is undone, pack included, within a transaction, so a pack that exists now
@@ -310,7 +310,7 @@ func (s *Store) strayPacks(ctx context.Context) (stray []string, err error) {
 type index struct {
 	s  *Store
 	mu sync.Mutex
-	// whole tells for each pack that was looked up whether its file is there in full
+	// whole reports for each pack that was looked up whether its file is there in full
 	// length. Pieces of a pack whose file is not count as missing.
 	whole map[int64]bool
 	packs map[int64]packRow
@@ -448,7 +448,7 @@ func (x *index) lost() (list []int64) {
 }
 
 func compareIDs(a, b pack.ID) int {
-	// They are hashes: the beginnings nearly always tell.
+	// They are hashes: the first bytes nearly always differ.
 	if x, y := binary.BigEndian.Uint64(a[:]), binary.BigEndian.Uint64(b[:]); x != y {
 		return cmp.Compare(x, y)
 	}

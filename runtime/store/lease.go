@@ -11,8 +11,8 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// States of a lease. One that is ending takes nothing more on, and has ended
-// when all that belonged to it is gone.
+// States of a lease. An ending lease accepts nothing more; it has ended when all that belonged
+// to it is gone.
 const (
 	LeaseActive = "active"
 	LeaseEnding = "ending"

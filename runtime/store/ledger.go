@@ -63,8 +63,8 @@ func (s *Store) ledgerPath(sandbox string) string {
 // dropLedgers forgets, durably, what is known of the index.
 func (s *Store) dropLedgers() error {
 	dropped := false
-	// Those that are going to be written first, which get the others' names; and
-	// again, for a commit that read one of the others meanwhile.
+	// First those about to be written, which are renamed to the others; and again, for a commit
+	// that read one of the others meanwhile.
 	for _, suffix := range []string{ledgerSuffix + ledgerNew, ledgerSuffix, ledgerSuffix + ledgerNew} {
 		files, err := filepath.Glob(filepath.Join(s.memoryDir(), "*"+suffix))
 		if err != nil {

@@ -108,7 +108,7 @@ func (s *Store) flockAs(ctx context.Context, id, verb string, wait time.Duration
 		if wait >= 0 && left < pause {
 			pause = left
 		}
-		// Not flock.Lock: a wait of its own, so that its end tells the holder's name.
+		// Not flock.Lock: after a wait of our own the error can name the holder.
 		t := time.NewTimer(pause)
 		select {
 		case <-t.C:

@@ -262,9 +262,9 @@ type Process struct {
 	Stopped bool   `json:"stopped"` // by a signal
 }
 
-// Image is one file that CRIU wrote. An ordinary one is its Pieces, one after
-// the other. One of pages is put together by its Recipe (pack.DecodeRecipe) from
-// parts of pieces; Pages tells what is on which page (pack.LoadPageIndex).
+// Image is one file that CRIU wrote. An ordinary one is its Pieces, one after the other. An
+// image of pages is put together by its Recipe (pack.DecodeRecipe) from parts of pieces; Pages
+// lists what is on which page (pack.LoadPageIndex).
 type Image struct {
 	Name   string `json:"name"`
 	Digest string `json:"digest"`
@@ -274,7 +274,7 @@ type Image struct {
 	Pages  Pieces `json:"pages,omitempty"`
 }
 
-// Versions tell what made the checkpoint.
+// Versions are those of the programs that made the checkpoint.
 type Versions struct {
 	CRIU    string `json:"criu"`
 	Runtime string `json:"runtime"`

@@ -47,8 +47,8 @@ func ValidName(s string) error {
 // reserved means states and places where a checkpoint can be named, or may come to.
 var reserved = []string{"head", "image", "latest", "now", "undo"}
 
-// ValidCheckpointName reports whether a checkpoint can be given the name or tag s. Those
-// that have another from earlier versions keep it.
+// ValidCheckpointName returns an error if a checkpoint cannot be given the name or tag s.
+// Checkpoints from earlier versions keep other names.
 func ValidCheckpointName(s string) error {
 	if slices.Contains(reserved, strings.ToLower(s)) {
 		return &fault.Error{Hint: "Choose another name; reserved are " + strings.Join(reserved, ", ") + ".",

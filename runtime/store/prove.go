@@ -80,8 +80,8 @@ func (r *Reader) damage(ctx context.Context, readData bool, report func(what str
 	if err := found(r.lengths(ctx)); err != nil {
 		return err
 	}
-	// All pieces are right; whether a recipe puts the right ones together only
-	// the image's digest tells.
+	// All pieces are right; only the image's digest proves that a recipe puts the right ones
+	// together.
 	for i := range images {
 		im := &images[i]
 		s, err := r.image(ctx, im)
@@ -151,7 +151,7 @@ func (r *Reader) badPieces(ctx context.Context, ids []pack.ID, readData bool) (m
 	return bad, nil
 }
 
-// why tells where a piece ought to be.
+// why returns an error that says where a piece ought to be.
 func (r *Reader) why(ctx context.Context, id pack.ID) error {
 	at, ok, err := r.s.locate(ctx, id)
 	if err != nil || !ok {

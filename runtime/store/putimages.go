@@ -104,7 +104,7 @@ func (c counter) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// isPages tells the images of memory pages, of which CRIU makes one for each
+// isPages reports whether an image is one of memory pages, of which CRIU makes one for each
 // address space.
 func isPages(name string) bool {
 	return strings.HasPrefix(name, "pages-") && strings.HasSuffix(name, ".img")
@@ -218,9 +218,9 @@ func (d *Draft) putPages(ctx context.Context, dir *os.File, im *Image, old known
 	return addPieces(&d.need, table)
 }
 
-// known is what may be referred to instead of being stored again: the pages of
-// all images of the parent checkpoint. CRIU numbers the images anew in each
-// dump, so that their names tell nothing.
+// known is what may be referred to instead of being stored again: the pages of all images of
+// the parent checkpoint. CRIU numbers the images anew in each dump, so their names mean
+// nothing.
 type known struct {
 	index *pack.PageIndex // nil: nothing
 	table Pieces          // that it was loaded from

@@ -39,8 +39,8 @@ type Reader struct {
 	images *imageList // nil: not read yet, or the manifest names them
 }
 
-// OpenCheckpoint opens a ready checkpoint by its id and holds its manifest
-// against the recorded digest. One that is not ready is ErrState.
+// OpenCheckpoint opens a ready checkpoint by its id and checks its manifest against the recorded
+// digest. It returns ErrState for a checkpoint that is not ready.
 func (s *Store) OpenCheckpoint(ctx context.Context, id string) (*Reader, error) {
 	l, err := s.share(ctx, "read")
 	if err != nil {
@@ -321,9 +321,8 @@ func (r *Reader) extract(ctx context.Context, dir string, im *Image) (err error)
 	return err
 }
 
-// Pieces calls fn for every piece that the checkpoint needs, once for each, in
-// the order of their digests: raw is its length. One that the store does not
-// have is ErrCorrupt.
+// Pieces calls fn once for every piece that the checkpoint needs, in the order of their digests:
+// raw is its length. It returns ErrCorrupt if the store lacks a piece.
 func (r *Reader) Pieces(ctx context.Context, fn func(digest string, raw int64) error) error {
 	ids, err := r.needs(ctx)
 	if err != nil {

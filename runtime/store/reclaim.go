@@ -41,7 +41,7 @@ type ReclaimOptions struct {
 	Yield bool
 }
 
-// Reclaimed tells what a Reclaim did or, with DryRun, would do. Sizes are in bytes.
+// Reclaimed is what a Reclaim did or, with DryRun, would do. Sizes are in bytes.
 type Reclaimed struct {
 	Before, After int64 // all packs
 	Freed         int64
@@ -218,8 +218,8 @@ func (c *reclaim) needs(ctx context.Context, k Checkpoint) (n needed, damage []e
 		n, damage, _, err = c.v.open(ctx, c.s, k.ID)
 		return n, damage, err
 	}
-	// One that was published and not recorded, by a process that was killed, is
-	// going to be completed if it can be.
+	// A checkpoint that a killed process published and did not record is going to be completed
+	// if it can be.
 	there, err := exists(filepath.Join(c.s.published(k.ID), ManifestName))
 	if err == nil && !there {
 		err = fault.ErrNotFound

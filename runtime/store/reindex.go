@@ -19,7 +19,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// Reindexed tells what Reindex found.
+// Reindexed is the result of Reindex.
 type Reindexed struct {
 	Packs       int
 	Pieces      int64

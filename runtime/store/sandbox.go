@@ -162,7 +162,7 @@ func (s *Store) sandboxes(ctx context.Context, where string, args ...any) (list 
 	return list, nil
 }
 
-// Heads tells of each sandbox which checkpoint it is at; empty: none.
+// Heads returns the head checkpoint of each sandbox; empty: none.
 func (s *Store) Heads(ctx context.Context) (map[string]string, error) {
 	heads := map[string]string{}
 	err := s.query(ctx, "SELECT id, head FROM sandboxes", nil, func(row *sql.Rows) error {

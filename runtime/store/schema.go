@@ -138,11 +138,11 @@ var migrations = []string{
 	// Of memory written ahead, which nothing does any more.
 	`ALTER TABLE checkpoints ADD COLUMN ahead INTEGER NOT NULL DEFAULT 0;`,
 	`ALTER TABLE checkpoints DROP COLUMN ahead;`,
-	// Those that are taken without being asked for are counted after each of them.
+	// Automatic checkpoints are counted after each of them.
 	`CREATE INDEX checkpoint_automatic ON checkpoints (sandbox_id) WHERE trigger_name IN ('exec', 'interval');`,
 	// Which process has created a sandbox to start it next; empty: none.
 	`ALTER TABLE sandboxes ADD COLUMN starter TEXT NOT NULL DEFAULT '';`,
-	// Those that agents take are counted as well.
+	// Checkpoints that agents take are counted as well.
 	`DROP INDEX checkpoint_automatic;
 	CREATE INDEX checkpoint_automatic ON checkpoints (sandbox_id) WHERE trigger_name IN ('exec', 'interval', 'tool', 'mcp');`,
 	// Archives of other engines were not recorded as foreign.

@@ -288,7 +288,7 @@ func (s *Store) openDB(ctx context.Context) (err error) {
 	}
 	defer func() {
 		if err != nil {
-			_ = db.Close() // the first error is the one to tell
+			_ = db.Close() // the first error is the one to return
 		}
 	}()
 	// One connection: goroutines of one process then queue without SQLite's

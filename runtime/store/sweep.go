@@ -228,8 +228,8 @@ func (s *Store) sweepPacks(ctx context.Context, foreign bool) (did []string, err
 		return nil, err
 	}
 	defer l.Unlock()
-	// From here on there are no drafts. One that is pending and published has
-	// its pack to be recorded, once its sandbox's lock can be had.
+	// From here on there are no drafts. A pending and published checkpoint has a pack to be
+	// recorded, once its sandbox's lock can be had.
 	list, err := s.checkpoints(ctx, "WHERE status = 'pending'")
 	if err != nil {
 		return nil, err
@@ -325,10 +325,10 @@ func (s *Store) settle(ctx context.Context, id, sandbox, name string) (did []str
 	return []string{fmt.Sprintf("discarded the unfinished checkpoint %s of sandbox %s.", id, name)}, nil
 }
 
-// Settle brings a pending checkpoint, whose process is gone, to its end: it is
-// made ready if its manifest was published and all that it needs is there, and
-// discarded if not. It tells which; one that is not pending is left as it is.
-// The caller holds the sandbox's lock.
+// Settle brings a pending checkpoint, whose process is gone, to its end: it becomes ready if its
+// manifest was published and all that it needs is there, and is discarded if not. Settle reports
+// whether it is ready, and leaves one that is not pending as it is. The caller holds the
+// sandbox's lock.
 func (s *Store) Settle(ctx context.Context, id string) (ready bool, err error) {
 	l, err := s.share(ctx, "settle")
 	if err != nil {
@@ -422,8 +422,8 @@ func (s *Store) complete(ctx context.Context, c Checkpoint) error {
 	return err
 }
 
-// adopt lets p find what is in packs without a row, which are of drafts that
-// were killed. One that is damaged is left out.
+// adopt lets p find pieces in packs without a row, which belong to killed drafts. It leaves out
+// damaged packs.
 func (s *Store) adopt(ctx context.Context, p *pieces) (map[string]pack.Info, error) {
 	names, err := s.strayPacks(ctx)
 	if err != nil {

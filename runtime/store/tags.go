@@ -9,8 +9,8 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// Pin keeps a checkpoint from retention, or gives it up to it again. One that
-// is not ready is ErrState.
+// Pin excludes a checkpoint from retention, or includes it again. It returns ErrState for one
+// that is not ready.
 func (s *Store) Pin(ctx context.Context, id string, pinned bool) error {
 	return s.write(ctx, "pin a checkpoint", func(tx *sql.Tx) error {
 		if _, err := readyIn(ctx, tx, id); err != nil {

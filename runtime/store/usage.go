@@ -186,8 +186,8 @@ func (v *survey) stored(i uint32) int64 {
 	return int64(v.cat.slots[i].stored)
 }
 
-// Usage tells where the space is. Space that only a damaged checkpoint needs
-// counts as wasted when its lists cannot be read.
+// Usage returns what space is used for. Space that only a damaged checkpoint needs counts as
+// wasted when its lists cannot be read.
 func (s *Store) Usage(ctx context.Context) (Usage, error) {
 	z, err := s.Sizes(ctx)
 	if err != nil {

@@ -340,8 +340,8 @@ func (v *verification) pieces(ctx context.Context, group []uint32, total int64) 
 	return nil
 }
 
-// bad tells what is wrong with a piece. When all data is read, a piece is judged
-// by its data alone: with it, a pack is of use whatever its footer says.
+// bad returns what is wrong with a piece. When all data is read, a piece is judged by its data
+// alone: with it, a pack is of use whatever its footer says.
 func (v *verification) bad(i uint32) error {
 	cat := v.v.cat
 	if int(i) >= len(cat.ids) {
@@ -360,7 +360,7 @@ func (v *verification) bad(i uint32) error {
 	return nil
 }
 
-// judge tells what is wrong with one checkpoint, and marks it or takes the mark away.
+// judge finds what is wrong with one checkpoint, and marks it or removes the mark.
 func (v *verification) judge(ctx context.Context, x *subject) error {
 	d := Damage{Checkpoint: x.c}
 	say := func(what string) {

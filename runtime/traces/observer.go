@@ -83,9 +83,8 @@ func (t *Traces) Observer(by string) engine.Observer {
 	}
 }
 
-// own gives what an Engine does by itself a span: the root of a trace of its own, unless it
-// is a step of a verb, in whose trace it is then. One that fails as it did the last time
-// has no other.
+// own gives what an Engine does by itself a span: the root of a trace of its own or, for a step
+// of a verb, part of that verb's trace. A repeated failure that equals the last one has none.
 func (t *Traces) own(ctx context.Context, tries *audit.Tries, by string, op *engine.Op, do func(context.Context) error) error {
 	began := time.Now()
 	err := do(ctx)
@@ -158,7 +157,7 @@ func came(span trace.Span, op *engine.Op, err error) {
 	}
 }
 
-// restored tells what came of a restore.
+// restored adds the results of a restore to a span.
 func restored(span trace.Span, out runtime.Restored, err error) {
 	taken(span, out.Checkpoint)
 	boxed(span, out.Sandbox)

@@ -90,7 +90,7 @@ func Open(o Options) (*Traces, error) {
 		return nil, err
 	}
 	out := &sender{redact: headerValues()}
-	// Both are for all of a process, and tell what the SDK makes of its variables.
+	// Both are process-wide, and report what the SDK makes of its variables.
 	odd := func(err error) { slog.Warn("traces environment invalid", "err", out.text(err)) }
 	otel.SetErrorHandler(otel.ErrorHandlerFunc(odd))
 	otel.SetLogger(logr.New(quiet{odd}))

@@ -267,8 +267,8 @@ func (b Backend) Unpause(ctx context.Context, id string) error {
 	return b.thaw(ctx, rec.Name, p)
 }
 
-// thaw thaws containers and forgets them. One whose engine does not answer is
-// thawed by its cgroup.
+// thaw thaws containers and forgets them. It thaws a container whose engine does not answer by
+// its cgroup.
 func (v *Volumes) thaw(ctx context.Context, name string, p *paused) error {
 	var errs []error
 	for _, c := range p.List {

@@ -149,7 +149,7 @@ func (r *root) stat(rel string) (*unix.Statx_t, error) {
 	return &st, nil
 }
 
-// gone tells that a path leads to nothing.
+// gone reports whether an error means that a path leads to nothing.
 func gone(err error) bool {
 	return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ELOOP)
 }

@@ -62,8 +62,8 @@ func (d docker) Using(ctx context.Context, volume, upper string) ([]User, error)
 	}
 	var users []User
 	for _, c := range list {
-		// One that is restarting has no process, and cannot be asked about
-		// while the daemon waits for our Mount.
+		// A restarting container has no process, and cannot be inspected while the daemon
+		// waits for our Mount.
 		if s := string(c.State); s != "running" && s != "paused" {
 			continue
 		}
@@ -77,8 +77,7 @@ func (d docker) Using(ctx context.Context, volume, upper string) ([]User, error)
 		if full.State == nil || full.State.Pid == 0 {
 			continue // it ended, or waits to be started again
 		}
-		// The daemon does not tell where a plugin's volume lies (20.10); the
-		// kernel does.
+		// The daemon does not report where a plugin's volume lies (20.10); the kernel does.
 		if points, err := mountpoints(full.State.Pid, upper); err != nil || len(points) == 0 {
 			continue
 		}

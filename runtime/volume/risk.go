@@ -16,9 +16,9 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// What a volume brings out was made inside the sandbox, by root as well. The
-// original is a directory of the host: there a device is the host's, a set-user-id
-// program gives its owner's rights to everybody, and an owner is a user of the host.
+// The files of a volume were made inside the sandbox, by root as well. The original is a
+// directory of the host: there a device is the host's, a set-user-id program gives its owner's
+// rights to every user, and an owner is a user of the host.
 
 // gate judges what comes into the original.
 type gate struct {
@@ -163,7 +163,7 @@ func (g *gate) chown(staged *root) error {
 	return nil
 }
 
-// show has changes tell the owners that will be.
+// show replaces the owners in changes by those that the original will have.
 func (g *gate) show(changes []runtime.Change) []runtime.Change {
 	if g.owners {
 		return changes

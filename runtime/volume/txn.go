@@ -97,8 +97,7 @@ func (t *txn) back(o op) error {
 		Hint: "Move it elsewhere, then run: agentbox recover"}
 }
 
-// rollback takes back what was written, whatever that is, and tells when all
-// of it is.
+// rollback takes back what was written, whatever that is, and records when all of it is.
 func (t *txn) rollback() error {
 	if t.scratch == nil {
 		if err := t.openScratch(false); err != nil {

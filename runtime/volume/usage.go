@@ -24,7 +24,7 @@ type usage struct {
 	refs    []ref      // of callers that may still come to use it
 	seen    []sighting // mounts in namespaces of containers
 	users   []User     // containers that run or are paused
-	unknown error      // why the engine could not tell
+	unknown error      // why the engine did not answer
 }
 
 // used reports whether the volume is in use.
@@ -114,8 +114,8 @@ func (v *Volumes) usage(ctx context.Context, rec stored) (u usage, err error) {
 	}
 	u.users, u.unknown = v.engine.Using(ctx, rec.Name, v.path(rec.Name, "upper"))
 	for _, r := range have.List {
-		// One that no container came to use was left by a daemon that was
-		// killed, or by a call that a killed plugin has answered twice.
+		// A reference that no container came to use was left by a daemon that was killed, or
+		// by a call that a killed plugin has answered twice.
 		if r.Pid != 0 || len(u.seen) > 0 || len(u.users) > 0 || time.Since(r.Since) < young {
 			u.refs = append(u.refs, r)
 		}

@@ -123,8 +123,8 @@ func (v *Volumes) path(name string, rest ...string) string {
 	return filepath.Join(append([]string{v.dir, name}, rest...)...)
 }
 
-// Create makes a volume. One that is there with the same options is nil, with
-// others ErrExists.
+// Create makes a volume. For an existing one it returns nil if the options are the same, else
+// ErrExists.
 func (v *Volumes) Create(ctx context.Context, name string, opts CreateOptions) (err error) {
 	if err := ValidName(name); err != nil {
 		return err
@@ -349,8 +349,8 @@ func (v *Volumes) Inspect(_ context.Context, ref string) (Volume, error) {
 	return v.view(rec)
 }
 
-// List describes all volumes, by name. One that cannot be read is left out,
-// and logged: the others are none the worse.
+// List describes all volumes, by name. A volume that cannot be read is left out and logged; it
+// does not hide the others.
 func (v *Volumes) List(context.Context) ([]Volume, error) {
 	names, err := v.names()
 	if err != nil {
@@ -395,8 +395,8 @@ func (v *Volumes) view(rec stored) (Volume, error) {
 	return out, err
 }
 
-// Remove deletes a volume and its changes. One that is in use is ErrState, one
-// that is not there nil.
+// Remove deletes a volume and its changes. It returns ErrState for one in use, and nil for one
+// that does not exist.
 func (v *Volumes) Remove(ctx context.Context, ref string) error {
 	rec, err := v.find(ref)
 	if errors.Is(err, fault.ErrNotFound) {

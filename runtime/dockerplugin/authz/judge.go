@@ -19,8 +19,7 @@ import (
 	"github.com/agentbox/agentbox/internal/lazy"
 )
 
-// Request is a call of Docker's API as dockerd tells it to its authorization
-// plugins.
+// Request is a call of Docker's API as dockerd passes it to its authorization plugins.
 type Request struct {
 	User            string            `json:",omitempty"` // of the client's certificate; empty on a unix socket
 	UserAuthNMethod string            `json:",omitempty"`
@@ -373,9 +372,8 @@ func (j *Judge) form(c *call, f *findings) {
 	}
 }
 
-// start: before version 1.24 of the API it could carry a HostConfig. dockerd
-// reads it only if it is declared as something, so that the declaration tells
-// of a body that was not sent along.
+// start: before version 1.24 of the API it could carry a HostConfig. dockerd reads it only if
+// it has a declared type, so the declaration reveals a body that was not sent along.
 func (j *Judge) start(c *call, f *findings) {
 	j.form(c, f)
 	for _, dir := range c.query["checkpoint-dir"] {

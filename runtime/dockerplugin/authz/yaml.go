@@ -37,8 +37,8 @@ func Parse(data []byte) (*Policy, error) {
 	return p, nil
 }
 
-// fill is a decoder by hand, since the library's tells no columns, and takes
-// "yes" for a string and null for anything.
+// fill is a decoder by hand, since the library's reports no columns, and takes "yes" for a
+// string and null for anything.
 func fill(n *yaml.Node, key string, into reflect.Value) error {
 	if n.Kind == yaml.AliasNode || n.Anchor != "" {
 		return wrong(n, "anchors and aliases are not for policies")
@@ -133,7 +133,7 @@ func wrong(n *yaml.Node, format string, args ...any) error {
 	return fmt.Errorf("%d:%d: %w: %s", n.Line, n.Column, fault.ErrInvalid, fmt.Sprintf(format, args...))
 }
 
-// syntax tells an error of the library, "yaml: line 3: ...", as the others.
+// syntax formats an error of the library, "yaml: line 3: ...", like the others.
 func syntax(err error) error {
 	why := strings.TrimPrefix(err.Error(), "yaml: ")
 	line := 1

@@ -24,7 +24,7 @@ const Default = "agentbox-default"
 // Unconfined asks for no profile.
 const Unconfined = "unconfined"
 
-// sys is where the kernel tells of itself.
+// sys is the mount point of sysfs.
 var sys = "/sys"
 
 // Enabled reports whether the kernel confines by AppArmor, and lets us see it.

@@ -29,7 +29,7 @@ func DiskOf(dir string) (Disk, error) {
 	}
 	dev := st.Dev
 	if unix.Major(dev) == 0 {
-		// btrfs, for one, has numbers of its own; its mount tells the device.
+		// btrfs, for one, has numbers of its own; its mount names the device.
 		var err error
 		if dev, err = mountedFrom(dir); err != nil {
 			return Disk{}, err

@@ -266,8 +266,8 @@ func (h Home) Elses(id string) bool {
 	})
 }
 
-// Claim makes a sandbox's directory, if need be, and takes its lock. left tells
-// whether anything of a sandbox of that id was there.
+// Claim makes a sandbox's directory, if need be, and takes its lock. left reports whether
+// anything of a sandbox of that id was there.
 func (h Home) Claim(ctx context.Context, id string) (unlock func(), left bool, err error) {
 	left = h.Traces(id)
 	if err := os.Mkdir(h.Dir(id), 0o700); errors.Is(err, fs.ErrExist) {

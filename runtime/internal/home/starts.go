@@ -118,7 +118,7 @@ func (h Home) ReadRun(id string, n int, run any) error {
 	return err
 }
 
-// readWhole reads a record, if it is there. One that a power loss cut short is not.
+// readWhole reads a record, if it exists. A record that a power failure cut short does not.
 func readWhole(path string, v any) (ok bool, err error) {
 	err = record.ReadJSON(path, v)
 	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, fault.ErrCorrupt) {
@@ -206,7 +206,7 @@ func (h Home) Await(ctx context.Context, id string, n int, first *kernel.Process
 			if err != nil {
 				return Exit{}, err
 			}
-			over = true // but the last thing that it did may have been to tell
+			over = true // but it may have reported just before its end
 		case <-ctx.Done():
 			return Exit{}, ctx.Err()
 		}

@@ -350,8 +350,8 @@ func removeCgroup(ctx context.Context, dir string) error {
 
 // subtree lists a cgroup and all below it, parents first.
 func subtree(dir string) []string {
-	// A cgroup's link count tells how many others are in it; to list one
-	// takes a stat of each of its many files.
+	// A cgroup's link count shows how many others are in it; to list one takes a stat of each
+	// of its many files.
 	var st unix.Stat_t
 	if err := unix.Lstat(dir, &st); errors.Is(err, fs.ErrNotExist) {
 		return nil

@@ -1,6 +1,6 @@
-// Package kernel is what a backend asks of the kernel alone, whatever engine runs
-// its containers: processes that cannot turn into others, the cgroups that tell
-// whose they are, freeze them and end them, and word of changes to files.
+// Package kernel is what a backend asks of the kernel alone, whatever engine runs its
+// containers: processes that cannot turn into others, the cgroups that identify, freeze and
+// end them, and notice of changes to files.
 package kernel
 
 import (
@@ -37,8 +37,8 @@ func OpenProcess(pid int) (*Process, error) {
 	return &Process{pid, os.NewFile(uintptr(fd), "pidfd")}, nil
 }
 
-// Gone tells of an error whether it proves that a process, or the file that names it,
-// is not there. Any other, as where descriptors have run out, proves nothing.
+// Gone reports whether an error proves that a process, or the file that names it, does not
+// exist. Other errors, such as a lack of descriptors, prove nothing.
 func Gone(err error) bool {
 	// EINVAL: a thread has the number now, or what had it has just been reaped.
 	return errors.Is(err, unix.ESRCH) || errors.Is(err, unix.EINVAL) || errors.Is(err, fs.ErrNotExist)
@@ -154,9 +154,8 @@ func (p *Process) Either(ctx context.Context, fd int) error {
 	}
 }
 
-// Executed waits until a process that was forked, as the first one of a container
-// by its runtime, has executed a program, or has ended. One that CRIU has
-// restored never does.
+// Executed waits until a process that was forked, as the first one of a container by its
+// runtime, has executed a program, or has ended. A process restored by CRIU never does.
 func (p *Process) Executed(ctx context.Context) error {
 	for pause := 100 * time.Microsecond; p.Alive(); pause = min(2*pause, 10*time.Millisecond) {
 		stat, err := proc.Read(p.Pid)
@@ -169,7 +168,7 @@ func (p *Process) Executed(ctx context.Context) error {
 		if !stat.Forked {
 			return nil
 		}
-		t := time.NewTimer(pause) // nothing tells of an exec but a tracer
+		t := time.NewTimer(pause) // only a tracer learns of an exec
 		select {
 		case <-t.C:
 		case <-ctx.Done():
@@ -180,8 +179,8 @@ func (p *Process) Executed(ctx context.Context) error {
 	return nil
 }
 
-// Waits is the name of what the process waits for in the kernel; empty: for nothing, or
-// the kernel does not tell.
+// Waits returns the name of what the process waits for in the kernel, or "" if it waits for
+// nothing or the kernel does not say.
 func (p *Process) Waits() string {
 	data, _, err := record.Read(fmt.Sprintf("/proc/%d/wchan", p.Pid))
 	if at := strings.TrimSpace(string(data)); err == nil && at != "0" && p.Alive() {

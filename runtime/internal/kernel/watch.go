@@ -12,8 +12,8 @@ import (
 	"github.com/agentbox/agentbox/internal/guard"
 )
 
-// Watcher tells that something changed in some directories or files: not what,
-// since its users look for themselves.
+// Watcher reports that something changed in some directories or files, but not what: its users
+// look for themselves.
 type Watcher struct {
 	f      *os.File // nil: one that looks again and again
 	stop   func()

@@ -35,9 +35,8 @@ func ReadJSON(path string, v any) error {
 	return nil
 }
 
-// Read reads a small file and tells when it was written. It goes without os.File,
-// which asks the kernel for three times as much: a list of sandboxes reads several
-// files of each.
+// Read reads a small file and returns when it was written. It goes without os.File, which asks
+// the kernel for three times as much: a list of sandboxes reads several files of each.
 func Read(path string) (data []byte, written time.Time, err error) {
 	failed := func(op string, err error) ([]byte, time.Time, error) {
 		return nil, time.Time{}, &fs.PathError{Op: op, Path: path, Err: err}
@@ -51,7 +50,7 @@ func Read(path string) (data []byte, written time.Time, err error) {
 	if err := unix.Fstat(fd, &st); err != nil {
 		return failed("stat", err)
 	}
-	// One more than it has, so that one read finds its end; those of /proc have no size.
+	// One byte more than its size, so that one read finds its end; files of /proc have none.
 	data = make([]byte, 0, max(min(st.Size, Limit)+1, 512))
 	for {
 		n, err := again(func() (int, error) { return unix.Read(fd, data[len(data):cap(data)]) })

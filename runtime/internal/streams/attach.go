@@ -75,8 +75,8 @@ func FirstSize(ctx context.Context, sizes <-chan runtime.Size) *runtime.Size {
 	return nil
 }
 
-// New attaches streams by a connection. With a terminal, resize is called for
-// each size that the streams tell, and first for size.
+// New attaches streams by a connection. With a terminal, resize is called first for size, and
+// then for each size from the streams.
 func New(ctx context.Context, conn Conn, streams runtime.Streams, terminal bool, size *runtime.Size, resize func(runtime.Size)) *Attachment {
 	if terminal {
 		streams.Stderr = streams.Stdout
@@ -175,7 +175,7 @@ func (a *Attachment) copyInput() {
 		data, detached := keys.Filter(buf[:n])
 		if len(data) > 0 {
 			if _, err := a.conn.Write(data); err != nil {
-				return // the output tells why
+				return // the output has the reason
 			}
 		}
 		if detached {

@@ -44,8 +44,8 @@ func parseEntry(line []byte) (e entry, ok bool) {
 	return entry{at: at, stderr: string(stream) == "stderr", partial: string(tag) == "P", text: text}, true
 }
 
-// Print writes what a log holds now. One that is not there is empty; one that
-// reached its bound has lost its beginning.
+// Print writes what a log holds now. A missing log is empty; one that reached its bound has
+// lost its beginning.
 func Print(ctx context.Context, path string, opts runtime.LogOptions, stdout, stderr io.Writer) error {
 	r, err := openLog(path)
 	if err != nil || r.f == nil {

@@ -91,8 +91,8 @@ func (p Packets) Output(stdout, stderr io.Writer) error {
 		case errors.Is(err, io.EOF), errors.Is(err, net.ErrClosed):
 			return nil
 		case errors.Is(err, syscall.ECONNRESET) && !reset:
-			// Conmon closed with input of ours unread. The kernel tells
-			// this before it hands out the last of the output.
+			// Conmon closed with input of ours unread. The kernel reports this before it hands
+			// out the last of the output.
 			reset = true
 		case errors.Is(err, syscall.ECONNRESET):
 			return nil

@@ -129,8 +129,8 @@ func covered(fstype, where string) (string, error) {
 	return fmt.Sprintf("%s is mounted over, and the kernel then lets no user namespace have a %s of its own", over, where), nil
 }
 
-// versions tells which of the two programs that restore is too old, or unknown.
-// That there is no CRIU is no reason: then nothing but files is restored.
+// versions returns which of the two programs that restore is too old, or unknown. A missing
+// CRIU is no reason: then nothing but files is restored.
 func versions(ctx context.Context, binary string) (string, error) {
 	said, err := version(ctx, binary)
 	if err != nil {

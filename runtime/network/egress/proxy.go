@@ -14,7 +14,7 @@ import (
 	"github.com/agentbox/agentbox/policy"
 )
 
-// denied is the alert that tells a TLS client what happened.
+// denied is the TLS alert that reports the refusal to a client.
 var denied = []byte{0x15, 3, 3, 0, 2, 2, 49}
 
 // proxy takes a connection where its rules let it go.
@@ -142,8 +142,8 @@ func (s *Server) direct(ctx context.Context, b *box, f *flow, in *bufio.Reader) 
 	s.relay(b, f, out, nil, in, check)
 }
 
-// late looks at the first words of a connection whose other side began. One
-// that speaks TLS or HTTP should have begun itself.
+// late inspects the first bytes of a client whose server spoke first. A TLS or HTTP client
+// would have spoken first itself.
 func (s *Server) late(b *box, f *flow, in *bufio.Reader) error {
 	what, err := look(in)
 	if what == kindOther {

@@ -236,7 +236,7 @@ func (w *Writer) Has(id ID) bool {
 	return w.blobs.find(id) >= 0
 }
 
-// Stats tells how many pieces were added, and how many bytes of the file are written.
+// Stats returns how many pieces were added, and how many bytes of the file are written.
 func (w *Writer) Stats() (pieces int, bytes int64) {
 	w.mu.Lock()
 	pieces = len(w.blobs.list)
@@ -327,9 +327,9 @@ func newEncoder(level zstd.EncoderLevel, workers int) (*zstd.Encoder, error) {
 		zstd.WithSingleSegment(true), zstd.WithLowerEncoderMem(true))
 }
 
-// compress makes the frame of a piece, in room if it is enough, and tells
-// whether to store it in place of the piece: when less than a sixteenth is
-// gained it is not worth the time of every reader.
+// compress makes the frame of a piece, in room if it is enough, and reports whether to store it
+// in place of the piece: a gain of less than a sixteenth is not worth the time of every
+// reader.
 func compress(enc *zstd.Encoder, raw, room []byte) (frame []byte, packed bool) {
 	frame = enc.EncodeAll(raw, room[:0])
 	frame = binary.LittleEndian.AppendUint32(frame, crc32.Checksum(frame, castagnoli))
