@@ -203,7 +203,7 @@ func asked(method string, header http.Header) asks {
 	return toChange
 }
 
-// afterwards says what is known of a verb without an answer, and what to do.
+// afterwards explains the state of a verb without an answer, and what to do.
 func (c *Client) afterwards(what asks) string {
 	there := ""
 	if c.Remote() {
@@ -306,7 +306,7 @@ func all[T any](ctx context.Context, c *Client, route string, q url.Values) ([]T
 	}
 }
 
-// do has a verb done. With each it is told the progress.
+// do performs a verb and calls each with its progress.
 func do[O any](ctx context.Context, c *Client, route string, in any, each func([]byte) error) (out O, err error) {
 	data, err := encode(in)
 	if err != nil {

@@ -96,8 +96,8 @@ func (c *Client) CreateLease(ctx context.Context, req runtime.LeaseRequest) (run
 // errHeldEnough ends the request that holds a lease.
 var errHeldEnough = errors.New("held for long enough")
 
-// HoldLease holds a lease while fn runs, by a connection: whatever becomes of this
-// process, the lease ends with it.
+// HoldLease holds a lease while fn runs, by a connection: if this process dies, the lease ends
+// with it.
 func (c *Client) HoldLease(ctx context.Context, req runtime.LeaseRequest, fn func(context.Context, runtime.Lease) error) error {
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)

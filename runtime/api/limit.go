@@ -80,7 +80,7 @@ type quiet struct {
 	since map[net.Conn]time.Time
 }
 
-// note is told each change of a connection's state.
+// note records each change of a connection's state.
 func (q *quiet) note(c net.Conn, state http.ConnState) {
 	q.mu.Lock()
 	defer q.mu.Unlock()

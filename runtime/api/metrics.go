@@ -131,7 +131,7 @@ func (e exposition) family(name, kind, help string) {
 
 // sample writes one; labels are names and values in turn.
 func (e exposition) sample(name string, v float64, labels ...string) {
-	e.WriteString(name) // what is wrong with the writer is told by its Flush
+	e.WriteString(name) // Flush returns the writer's error
 	for i := 0; i < len(labels); i += 2 {
 		fmt.Fprintf(e, `%c%s="%s"`, "{,"[min(i, 1)], labels[i], escaped.Replace(labels[i+1]))
 	}

@@ -19,7 +19,7 @@ type request[I any] struct {
 	*http.Request
 	ref    string // what the path names
 	in     I
-	rec    *record   // what is remembered of it; nil: it has no idempotency key
+	rec    *record   // the record of its idempotency key; nil: it has none
 	report func(any) // reports progress to the caller; nil: not wanted
 }
 
@@ -148,7 +148,7 @@ func (h *Handler) once(w http.ResponseWriter, r *http.Request, body []byte, do f
 func problemWith(err error, out any) Problem {
 	p := problem(err)
 	if v := reflect.ValueOf(out); v.IsValid() && !v.IsZero() {
-		p.Partial, _ = json.Marshal(out) // what cannot be told is left out
+		p.Partial, _ = json.Marshal(out) // a result that cannot be encoded is left out
 	}
 	return p
 }
@@ -167,7 +167,7 @@ func unanswered(err error) error {
 	return nil
 }
 
-// replay answers with what is remembered.
+// replay answers with the recorded answer.
 func (h *Handler) replay(w http.ResponseWriter, r *http.Request, body json.RawMessage) {
 	if wantsEvents(r) {
 		events := h.events(w, r)

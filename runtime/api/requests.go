@@ -23,14 +23,14 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// Bounds of what is remembered.
+// Bounds of the records.
 const (
 	maxKey      = 128
 	keepRecords = 4096
 	keepFor     = 24 * time.Hour
 	keepBytes   = 32 << 20 // of all records
 	sweepEvery  = 256      // requests
-	maxAnswer   = 1 << 20  // of an answer that is remembered
+	maxAnswer   = 1 << 20  // of a recorded answer
 )
 
 // requests records what was done for an idempotency key of a caller, one file per key: that
@@ -67,7 +67,7 @@ func openRequests(dir string, log *slog.Logger) (*requests, error) {
 	return &requests{dir: dir, log: log, live: map[string]bool{}}, nil
 }
 
-// begin finds what is known of a key, and puts on record that it is being worked on.
+// begin looks up the record of a key, and records that its request is under way.
 func (s *requests) begin(caller, key, digest string) (*record, error) {
 	if len(key) > maxKey || !utf8.ValidString(key) || strings.ContainsFunc(key, unicode.IsControl) {
 		return nil, fmt.Errorf("%w: %s: a key has 1 to %d bytes of text", runtime.ErrInvalid, headerKey, maxKey)

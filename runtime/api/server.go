@@ -206,7 +206,7 @@ func kept[O any](ctx context.Context, h *Handler, do func() (O, error)) (out O, 
 	return out, false, err
 }
 
-// answer answers a request. A panic that is in no verb is told, too.
+// answer answers a request. A panic outside of a verb is answered, too.
 func (h *Handler) answer(w *statusWriter, r *http.Request) {
 	defer func() {
 		v := recover()
@@ -549,7 +549,7 @@ func writeAProblem(w http.ResponseWriter, p Problem) {
 	_, _ = w.Write(append(data, '\n')) // an error means that the caller is gone
 }
 
-// statusWriter remembers the status for the log.
+// statusWriter records the status for the log.
 type statusWriter struct {
 	http.ResponseWriter
 	status int

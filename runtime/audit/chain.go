@@ -84,7 +84,7 @@ type Record struct {
 	Made     []string `json:"made,omitempty"`     // fork: ids of sandboxes; prune: of the checkpoints that are gone; recover: of the sandboxes it found
 	Undo     string   `json:"undo,omitempty"`     // restore: the checkpoint of what it has replaced
 	Attached []string `json:"attached,omitempty"` // checkpoint: host files that belong to it; restore: those that it has put back, or removed
-	Effects  []string `json:"effects,omitempty"`  // restore: ids of the effects it compensated, and what came of it
+	Effects  []string `json:"effects,omitempty"`  // restore: ids of the effects it compensated, and the outcome
 	Undid    *Range   `json:"undid,omitempty"`    // restore: what was done to the sandbox by these is undone
 	Outcome  string   `json:"outcome,omitempty"`  // end: "ok", or the code of the error
 	Text     []string `json:"text,omitempty"`     // recover: what it did

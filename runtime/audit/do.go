@@ -22,8 +22,7 @@ import (
 var frees = map[string]bool{"checkpoint rm": true, "image logout": true, "image prune": true, "image rm": true, "kill": true, "pause": true, "prune": true,
 	"lease end": true, "lease release": true, "lease renew": true, "lease transfer": true, "recover": true, "rm": true, "stop": true, "volume rm": true}
 
-// Do has a verb done between its two records. do may add to the second one what
-// came of it.
+// Do performs a verb between its two records. do may add the outcome to the second one.
 func (l *Log) Do(who Who, r Record, do func(r *Record) error) error {
 	r.Phase, r.Who = Begin, who
 	seq, err := l.Append(r, false)

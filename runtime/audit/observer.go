@@ -42,7 +42,7 @@ func asked(op *engine.Op) Record {
 	return r
 }
 
-// came notes what came of a verb.
+// came records the result of a verb.
 func (r *Record) came(l *Log, op *engine.Op, err error) {
 	r.Exit = op.Exit
 	switch out := op.Result.(type) {
@@ -102,7 +102,7 @@ func (r *Record) at(c runtime.Checkpoint) {
 	}
 }
 
-// restored notes what came of a restore.
+// restored records the result of a restore.
 func (r *Record) restored(l *Log, out runtime.Restored) {
 	r.at(out.Checkpoint)
 	r.box(out.Sandbox)

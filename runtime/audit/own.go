@@ -16,13 +16,13 @@ type own struct {
 	tries Tries
 }
 
-// Tries remembers what has failed and is tried again, each second perhaps.
+// Tries records actions that have failed and are tried again, each second perhaps.
 type Tries struct {
 	mu     sync.Mutex
 	failed map[string]string // with which outcome
 }
 
-// maxTries bounds what is remembered; then it is forgotten, and told once more.
+// maxTries bounds the records; then they are dropped, and failures are reported once more.
 const maxTries = 1000
 
 // Again reports whether something that has ended has failed just as the try before.
@@ -83,7 +83,7 @@ func (t *Tries) last(key string) string {
 	return t.failed[key]
 }
 
-// came notes the outcome of something.
+// came records the outcome of an action.
 func (t *Tries) came(key string, err error) (outcome string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

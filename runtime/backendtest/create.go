@@ -52,8 +52,8 @@ func createExists(e *bench) {
 	equal(e, "pid after the refused Create", e.is(id, runtime.Running).Pid, pid)
 }
 
-// A checkpoint that is carried to another root of the same machine brings its
-// sandbox's id along. Whatever becomes of it there, the sandbox here goes on.
+// A checkpoint that is carried to another root of the same machine brings its sandbox's id
+// along. Whatever happens to it there, the sandbox here goes on.
 func createElsewhere(e *bench) {
 	s := e.spec("sleep", "1000")
 	id := e.startSpec(s)
@@ -303,8 +303,8 @@ func startAfterFailure(e *bench) {
 	equal(e, "exit", e.wait(id), 3)
 }
 
-// secondProcess: nothing may live only in the memory of the one that started
-// the container.
+// secondProcess: nothing may live only in the memory of the process that started the
+// container.
 func secondProcess(e *bench) {
 	id := e.start(sh("echo hello; trap 'exit 9' TERM; while :; do sleep 0.02; done")...)
 	other := e.f.New(e.T, e.root)

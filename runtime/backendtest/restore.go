@@ -39,7 +39,7 @@ func (e *bench) dump(id string) (images, upper string) {
 	return images, upper
 }
 
-// flags are what the OCI runtime is to be told at a dump and at its restore.
+// flags are the OCI runtime's at a dump and at its restore.
 func (e *bench) flags(id string) []string {
 	return criu.Options{EmptyNetwork: e.inspect(id).EmptyNetwork}.RuntimeFlags()
 }

@@ -40,16 +40,16 @@ type theirs struct {
 	Hooks       bool         `json:"hooks,omitempty"` // its network is filled by hooks
 }
 
-// searched are the namespaces, after our own, in which a container that is
-// named without one is looked for.
+// searched are the namespaces, after our own, that are searched for a container named without
+// one.
 var searched = []string{"default", "k8s.io"}
 
 // mobySpace is where dockerd keeps its containers.
 const mobySpace = "moby"
 
-// Adopt describes a container that was made through containerd: NAMESPACE/ID, or
-// ID alone, which is looked for in our namespace, in "default" and in "k8s.io".
-// A name that nerdctl gave, and the beginning of a long id, will do for ID.
+// Adopt describes a container that was made through containerd: NAMESPACE/ID, or ID alone, which
+// is searched for in our namespace, in "default" and in "k8s.io". A name that nerdctl gave, and
+// the beginning of a long id, will do for ID.
 func (b *Backend) Adopt(ctx context.Context, ref string) (runtime.Spec, error) {
 	spaces := append([]string{b.namespace}, searched...)
 	id := ref

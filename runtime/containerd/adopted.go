@@ -453,7 +453,7 @@ func isURI(stream string) bool {
 	return strings.Contains(stream, "://") && !strings.HasPrefix(stream, "fifo://")
 }
 
-// remove deletes it, as its owner's tool would, and forgets it.
+// remove deletes the container, as its owner's tool would, and our records of it.
 func (a *adoptee) remove(ctx context.Context) error {
 	ns := a.Theirs.Namespace
 	err := a.there(ctx)

@@ -127,7 +127,7 @@ func Open(opts Options) (*Backend, error) {
 	if b.home, err = home.Open(opts.Root, opts.Run, "containerd"); err != nil {
 		return nil, err
 	}
-	// The shim appends the namespace to the directory that it is told.
+	// The shim appends the namespace to this directory.
 	b.home.State = filepath.Join(b.home.State, b.namespace)
 	if b.cgroups, err = kernel.Hierarchies(); err != nil {
 		return nil, err

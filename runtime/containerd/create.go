@@ -179,7 +179,7 @@ func (c *container) layers(snapshotter string, mounts []mount.Mount) error {
 	return nil
 }
 
-// wrapPath is the program that containerd's shims are told to call.
+// wrapPath is the program that containerd's shims call.
 func (b *Backend) wrapPath() string { return filepath.Join(b.home.Root, "agentbox-runtime") }
 
 // wrap writes that program. The shims have the daemon's environment and take

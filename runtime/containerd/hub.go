@@ -66,8 +66,8 @@ const callerBuffer = 256 << 10
 // keep it open.
 const idleWait = 2 * time.Second
 
-// fifos are the paths of a process's streams in a directory, as a shim is told
-// them; empty for what it does not have.
+// fifos returns the paths of a process's streams in a directory, in the form a shim takes; empty
+// for a stream that it does not have.
 func fifos(dir string, terminal, input bool) (stdin, stdout, stderr string) {
 	stdout = filepath.Join(dir, "1")
 	if input {

@@ -30,7 +30,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/streams"
 )
 
-// orders is what a monitor is told, in a file of its bundle.
+// orders are the instructions of a monitor, in a file of its bundle.
 type orders struct {
 	Namespace string   `json:"namespace"`
 	Container string   `json:"container"` // what containerd calls it

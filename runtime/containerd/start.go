@@ -274,7 +274,7 @@ func (b *Backend) root(c container) overlay.Mount {
 	return overlay.Mount{Lower: c.Lower, Upper: c.Upper, Work: c.Work, Target: b.home.Dir(c.Spec.ID, "merged")}
 }
 
-// prune forgets all but the last few runs.
+// prune removes all but the last few runs.
 func (b *Backend) prune(id string) {
 	if err := b.home.Prune(id); err != nil {
 		b.log.Warn("old runs not removed", "sandbox", id, "error", err)

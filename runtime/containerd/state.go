@@ -72,7 +72,7 @@ func (b *Backend) present(ctx context.Context, c container) error {
 // run the command.
 func (b *Backend) lookRun(ctx context.Context, id string, n int, v *view) (decided bool, err error) {
 	run := runRecord{Number: n, Bundle: b.home.Bundle(id, n)}
-	// One that a power loss cut short reads as empty, and is over anyway.
+	// A record that a power failure cut short reads as empty; its run is over anyway.
 	if err := b.home.ReadRun(id, n, &run); err != nil {
 		return false, err
 	}

@@ -158,8 +158,8 @@ func (b *Backend) info(ctx context.Context, fresh bool) (*system.Info, error) {
 	return b.facts, nil
 }
 
-// whole returns a context for a call that is finished once it has begun,
-// whatever becomes of ctx. Broken off, the daemon may do its work all the same.
+// whole returns a context for a call that is finished once it has begun, even if ctx ends. The
+// daemon may complete an interrupted call all the same.
 func whole(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(context.WithoutCancel(ctx), callTimeout)
 }

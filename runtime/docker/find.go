@@ -181,7 +181,8 @@ func statusOf(s *container.State) runtime.Status {
 	return runtime.Exited
 }
 
-// holds reports whether a process lives, zombies aside, and is one of the container's: a pid is soon another's.
+// holds reports whether a process lives, zombies aside, and is one of the container's: a pid
+// is soon another's.
 func holds(pid int, id string) bool {
 	if pid <= 0 {
 		return false
@@ -193,8 +194,8 @@ func holds(pid int, id string) bool {
 	return err == nil && strings.Contains(string(groups), id)
 }
 
-// frozen reports whether a process was told to stand still, by whomever, and
-// whether that could be found out; see kernel.Cgroups.Frozen.
+// frozen reports whether a process is frozen, by any program, and whether that could be
+// determined; see kernel.Cgroups.Frozen.
 func frozen(pid int) (is, known bool) {
 	groups, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
 	if err != nil {

@@ -465,8 +465,8 @@ func (b *Backend) commandLine(c box) string {
 	return strings.Join(words, " ")
 }
 
-// keepLayers remembers directories beside what the daemon keeps of a container,
-// so that they go with it.
+// keepLayers records directories beside the daemon's files of a container, so that they go with
+// it.
 func (b *Backend) keepLayers(c box, dirs layerDirs) {
 	n := b.readNote(c)
 	if n.Layers.Upper == dirs.Upper {

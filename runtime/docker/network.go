@@ -116,8 +116,8 @@ func (b *Backend) users(ctx context.Context, name string) ([]container.Summary, 
 	return list, b.explain(ctx, err)
 }
 
-// makeNetwork makes a network. The daemon knows best which subnet is free, but
-// gives fixed addresses only in one that it was told; so it is asked twice.
+// makeNetwork makes a network. The daemon knows best which subnet is free, but gives fixed
+// addresses only in a subnet of the request; so there are two requests.
 func (b *Backend) makeNetwork(ctx context.Context, name, group string) (network.Inspect, error) {
 	opts := network.CreateOptions{
 		Driver: "bridge",

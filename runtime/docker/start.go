@@ -287,8 +287,8 @@ func readManaged(path string) (out stage.File, at time.Time, err error) {
 	return out, time.Unix(st.Mtim.Unix()), err
 }
 
-// startEnv is what the OCI runtime was told of the first process's environment
-// beyond what the container's configuration says.
+// startEnv is the environment of the first process that the OCI runtime was given beyond the
+// container's configuration.
 func startEnv(c box) []string {
 	spec, err := bundleSpec(c)
 	if err != nil || spec.Process == nil {

@@ -83,7 +83,7 @@ func configFile(got dockerimage.InspectResponse, steps []dockerimage.HistoryResp
 		cfg.History = append(cfg.History, h)
 	}
 	if full != len(cfg.RootFS.DiffIDs) {
-		cfg.History = nil // which of the steps made which layer is not to be told
+		cfg.History = nil // it is unknown which of the steps made which layer
 	}
 	return cfg, nil
 }

@@ -93,7 +93,7 @@ func ignore(err, what error) error {
 	return err
 }
 
-// Remove forgets a sandbox's events. The directory stays.
+// Remove deletes a sandbox's events. The directory stays.
 func Remove(dir, id string) error {
 	var errs []error
 	for _, path := range []string{Path(dir, id), older(dir, id)} {

@@ -77,7 +77,7 @@ type Options struct {
 	// Gather is called once all are through, if none has failed or NoStop is set,
 	// before any is handed over. Its error is the group's.
 	Gather func(ctx context.Context, members []Result) error
-	// Cleanup is called before a member is removed, whatever has become of it.
+	// Cleanup is called before a member is removed, whatever its outcome.
 	Cleanup Step
 	// KeepFor is how long the members that passed are handed over for; only their lease's
 	// deadline removes them then.
@@ -86,7 +86,7 @@ type Options struct {
 	Log *slog.Logger // nil: slog.Default
 }
 
-// Result is what became of a member.
+// Result is the outcome of a member.
 type Result struct {
 	Member  int           `json:"member"` // from 1
 	Name    string        `json:"name"`
@@ -100,7 +100,7 @@ type Result struct {
 	Error   string        `json:"error,omitempty"`
 }
 
-// Report is what became of a group.
+// Report is the outcome of a group.
 type Report struct {
 	Group   string    `json:"group"`
 	Lease   string    `json:"lease"`            // its id

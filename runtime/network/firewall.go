@@ -17,18 +17,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A packet is forwarded only if no table drops it; accepting it in ours does
-// not help against another one. Docker, and many a firewall, let the table
-// "ip filter" (that of iptables-nft) refuse whatever it was not told to accept. So it is told, in Docker's chain for this, DOCKER-USER, or else
-// at the top of FORWARD:
+// A packet is forwarded only if no table drops it; accepting it in ours does not help against
+// another one. Docker, and many a firewall, let the table "ip filter" (that of iptables-nft)
+// refuse whatever has no accept rule. So we add rules, in Docker's chain for this, DOCKER-USER,
+// or else at the top of FORWARD:
 //
 //	to our bridges      accept; our own table has decided what may pass
 //	to Docker's bridges return; Docker decides which containers may be reached
 //	from our bridges    accept
 //
-// The rules are such as iptables itself writes, so that it can show them. For
-// an iptables of the old kind (x_tables) and for other tables there is only a
-// warning.
+// The rules are such as iptables itself writes, so that it can show them. For an iptables of the
+// old kind (x_tables) and for other tables there is only a warning.
 
 // openFirewall adds what is missing, reports whether something was, and returns what it
 // could not do.
@@ -101,7 +100,7 @@ func refusesTheRest(c *nftables.Conn, ch *nftables.Chain) bool {
 	return false
 }
 
-// trust is how the owner of a chain is told to accept what is ours, if that is known.
+// trust returns the command by which the owner of a chain accepts what is ours, if it is known.
 func (v *verb) trust(ch *nftables.Chain) string {
 	if ch.Table.Name != "firewalld" {
 		return ""

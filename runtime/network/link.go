@@ -111,8 +111,8 @@ func (v *verb) ensureBridge(b *bridge, publish bool) error {
 	return nil
 }
 
-// ensureVeth makes the pair that connects id, as it should be but for the
-// host's end being up, and returns that end.
+// ensureVeth makes the pair that connects id, complete except that the host's end is down, and
+// returns that end.
 func (v *verb) ensureVeth(id string, le *lease, b *bridge) (netlink.Link, error) {
 	name := v.m.veth(id)
 	fail := func(err error) (netlink.Link, error) {

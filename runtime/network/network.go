@@ -98,7 +98,7 @@ type Manager struct {
 	bridge    string // what this root's bridge names begin with
 	table     string // this root's nftables table
 
-	resolv []string // where the host's resolvers are told, most general first
+	resolv []string // files with the host's resolvers, most general first
 	proxy  proxyCommand
 }
 

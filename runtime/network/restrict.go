@@ -50,9 +50,8 @@ func (m *Manager) confine() error {
 	return nil
 }
 
-// lookupFiles are those that Go's resolver reads, in directories where they can
-// be: others exchange them by renames, and what is known to Landlock is the file
-// that was there.
+// lookupFiles returns the files that Go's resolver reads, in directories where they can be: other
+// programs replace them by renames, and Landlock knows only the file that was there.
 func lookupFiles() []string {
 	places := []string{"/etc", "/proc/sys/net/core/somaxconn"}
 	for _, name := range []string{"/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf"} {

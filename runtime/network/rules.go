@@ -232,7 +232,7 @@ func (r *ruleset) transact(fresh bool) error {
 	return r.c.Flush()
 }
 
-// chains are how many transact makes, but for the chain udp; each has rules.
+// chains is the number of chains that transact makes, except the chain udp; each has rules.
 const chains = 7
 
 func (r *ruleset) chain(name string, kind nftables.ChainType, hook *nftables.ChainHook, prio *nftables.ChainPriority) func(...[]expr.Any) {

@@ -35,10 +35,9 @@ const (
 	memoryLimit = 256 << 20              // from which on the garbage collector works harder
 )
 
-// Serve is the life of the process behind all filtered sandboxes of a root. It
-// returns when the last of them is removed, or some time after it was stopped;
-// until then it does what it is told
-// over its control socket:
+// Serve is the life of the process behind all filtered sandboxes of a root. It returns when the
+// last of them is removed, or some time after it was stopped; until then it obeys the words on
+// its control socket:
 //
 //	update  read the state, and have the worker serve what it says
 //	ping    nothing

@@ -23,13 +23,13 @@ import (
 const workerEnv = "AGENTBOX_EGRESS_WORKER"
 
 const (
-	workerWait   = 5 * time.Second  // for it to take what it is told, and to answer
+	workerWait   = 5 * time.Second  // for it to take an order, and to answer
 	workerPause  = 10 * time.Second // at most, between one that died and the next
 	workerStable = 30 * time.Second // after which it did not die of its start
 	workerLine   = 64 << 10         // bytes of an answer
 )
 
-// order is what the worker is told: a line of JSON.
+// order is an instruction for the worker: a line of JSON.
 type order struct {
 	Gates  map[netip.Addr]egress.Ports `json:"gates,omitempty"`
 	Boxes  []egress.Box                `json:"boxes,omitempty"`

@@ -252,8 +252,8 @@ func (c *conmon) explain(err error) error {
 	return err
 }
 
-// close hangs up. Conmon goes on with what it was told; one that was not told
-// anything yet would take the end of the pipe for it, so it is ended.
+// close hangs up. Conmon goes on if it may start the container; if not, it would take the end of
+// the pipe for permission, so it is killed.
 func (c *conmon) close() {
 	if c.cmd.Process != nil && !c.allowed {
 		_ = c.cmd.Process.Kill()

@@ -21,8 +21,8 @@ import (
 // the kernel's clock, and a change right after another one not be seen by it.
 const settled = 2 * time.Second
 
-// maxGlances bounds what is remembered, also of sandboxes that others have removed: each
-// takes two descriptors, and most are for others.
+// maxGlances bounds the cached states, also of sandboxes that other processes have removed: each
+// takes two descriptors, and most descriptors are for other uses.
 func maxGlances() int {
 	const most = 1024
 	var limit unix.Rlimit
@@ -114,7 +114,7 @@ func (b *Backend) glance(id string) (view, bool) {
 	return v, true
 }
 
-// forget lets go of what is remembered of a sandbox.
+// forget drops the cached state of a sandbox.
 func (b *Backend) forget(id string) {
 	b.glances.mu.Lock()
 	defer b.glances.mu.Unlock()
@@ -123,7 +123,7 @@ func (b *Backend) forget(id string) {
 	delete(b.glances.byID, id)
 }
 
-// remember keeps what hold has found out since began, if it will be of use.
+// remember caches what hold has found out since began, if it will be of use.
 func (b *Backend) remember(id string, v view, began time.Time) bool {
 	if v.first == nil || !v.noted || len(v.dirty) > 0 || v.run.Number == 0 {
 		return false

@@ -126,7 +126,7 @@ func (x *box) create(s runtime.Spec) string {
 	return s.ID
 }
 
-// start starts a container with no one attached.
+// start starts a container without a caller attached.
 func (x *box) start(id string) {
 	x.t.Helper()
 	_, err := x.Start(x.t.Context(), id, runtime.StartOptions{})

@@ -178,10 +178,9 @@ func (b *Backend) settle(ctx context.Context, v view) error {
 	return b.home.Undo(id, v.dirty...)
 }
 
-// release frees all that a container holds while it runs: processes, the
-// runtime's state, mounts, the network, cgroups and its bundle. A step that
-// fails does not keep the others from being done. Strays are looked for when
-// something went wrong before.
+// release frees all that a container holds while it runs: processes, the runtime's state, mounts,
+// the network, cgroups and its bundle. A failing step does not keep the others from being done.
+// It searches for strays if something went wrong before.
 func (b *Backend) release(ctx context.Context, id string, strays bool) error {
 	b.forget(id)
 	var errs []error

@@ -160,7 +160,7 @@ func TestExecTerminal(t *testing.T) {
 	}
 }
 
-// Input that no one reads must not cost output.
+// Unread input must not cost output.
 func TestOutputSurvivesUnreadInput(t *testing.T) {
 	x := newBox(t)
 	for range 5 {

@@ -199,8 +199,8 @@ func (c container) state() (runtime.Status, error) {
 	return runtime.Running, nil
 }
 
-// frozen reports whether the container's cgroup, or one in it that its first process is
-// in, was told to stand still.
+// frozen reports whether the container's cgroup, or one in it that its first process is in, is to
+// be frozen.
 func (c container) frozen(groups kernel.Cgroups) (bool, error) {
 	chain, err := groups.Chain(c.State.Pid, c.State.CgroupPath)
 	for _, at := range chain {

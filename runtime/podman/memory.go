@@ -76,13 +76,13 @@ func (m *memory) join(name string, to link) {
 	m.Fixed[name] = to.Address
 }
 
-// maxAddresses bounds what is remembered; a restore to a time before that takes
-// whatever address Podman gives.
+// maxAddresses bounds the recorded addresses; a restore to an earlier time takes whatever address
+// Podman gives.
 const maxAddresses = 256
 
 func (b *Backend) memoryFile(id string) string { return filepath.Join(b.root, id+".json") }
 
-// remember loads what is remembered of a container; what cannot be read is nothing.
+// remember loads the record of a container; one that cannot be read is empty.
 func (b *Backend) remember(id string) (m memory) {
 	err := record.ReadJSON(b.memoryFile(id), &m)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -155,8 +155,8 @@ func (b *Backend) forget(id string) error {
 	return err
 }
 
-// managed are the managed files of a container. Podman forgets with a reboot where it
-// had them, though it will make them in the same place again.
+// managed returns the managed files of a container. After a reboot Podman no longer knows their
+// places, though it will make them there again.
 func (b *Backend) managed(c container) map[string]string {
 	files, told := c.managed()
 	if told {
@@ -171,7 +171,7 @@ func (b *Backend) managed(c container) map[string]string {
 	return files
 }
 
-// noteManaged remembers where Podman has the managed files.
+// noteManaged records where Podman has the managed files.
 func (b *Backend) noteManaged(c container) error {
 	files, told := c.managed()
 	return b.noteSeen(c, func(m *memory) bool {
@@ -183,7 +183,7 @@ func (b *Backend) noteManaged(c container) error {
 	})
 }
 
-// noteAddresses remembers the addresses of a live container.
+// noteAddresses records the addresses of a live container.
 func (b *Backend) noteAddresses(c container) error {
 	if c.sharesNetwork() { // it has none of its own
 		return nil

@@ -124,8 +124,8 @@ func (b *Backend) command(ctx context.Context, args ...string) (*exec.Cmd, error
 		}
 	}
 	cmd := exec.CommandContext(ctx, program, args...)
-	// Its containers must be here, where we are, and agentbox-runtime must be told
-	// the same at `create` as at all other calls, which come from others, too.
+	// Its containers must be here, where we are, and agentbox-runtime must get the same at
+	// `create` as at all other calls, which other programs make, too.
 	cmd.Env = slices.DeleteFunc(slices.Clone(host.Environ()), func(kv string) bool {
 		name, _, _ := strings.Cut(kv, "=")
 		return slices.Contains([]string{"CONTAINER_HOST", "CONTAINER_CONNECTION", stage.Env, "AGENTBOX_RUNTIME"}, name)
@@ -149,7 +149,7 @@ func (b *Backend) ask(ctx context.Context, args ...string) ([]byte, error) {
 	return out.Bytes(), nil
 }
 
-// do calls podman for something that it must be let finish, whatever becomes of ctx.
+// do makes a call of podman that must complete, even if ctx ends.
 func (b *Backend) do(ctx context.Context, args ...string) error {
 	if err := ctx.Err(); err != nil {
 		return err

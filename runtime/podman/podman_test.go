@@ -204,8 +204,8 @@ func TestStopAgainstPolicy(t *testing.T) {
 	}
 }
 
-// One whose processes were killed behind everybody's back is not running,
-// whatever Podman believes; one that the kernel has frozen is paused.
+// A container whose processes were killed behind Podman's back is not running, whatever Podman
+// believes; one that the kernel has frozen is paused.
 func TestKernelKnows(t *testing.T) {
 	b := newBox(t, "bt", "sh", "-c", forever)
 	rt := criu.Runtime(b.inspect().Runtime)

@@ -75,7 +75,7 @@ func (b *Backend) Stop(ctx context.Context, id string, opts runtime.StopOptions)
 	return b.settle(context.WithoutCancel(ctx), now)
 }
 
-// askToEnd sends the stop signal and waits for what comes of it.
+// askToEnd sends the stop signal and waits for its effect.
 func (b *Backend) askToEnd(ctx context.Context, c container, sig syscall.Signal, opts runtime.StopOptions) error {
 	var err error
 	if opts.Signal == "" {

@@ -156,8 +156,8 @@ func checkCredentials(name string, e *criucore.CoreEntry) error {
 			}
 		}
 	}
-	// A restore gives processes the AppArmor profile of the sandbox, but for one
-	// that is a part of it, which may allow more.
+	// A restore gives processes the AppArmor profile of the sandbox, except for a profile that
+	// is a part of it, which may allow more.
 	if label := c.GetLsmProfile(); strings.Contains(label, "//") {
 		return denied("%s has the AppArmor profile %.80q, a part of one or several", name, label)
 	}

@@ -173,7 +173,7 @@ func entryOf(h *tar.Header) (overlay.Entry, error) {
 type implied struct {
 	deleted []string // sorted; what is written is no longer in it
 	lower   func(string) (overlay.Entry, error)
-	created overlay.Time // of what nothing is known of
+	created overlay.Time // for entries without a time of their own
 	root    uint32       // mode of the root
 }
 

@@ -279,7 +279,7 @@ func (im *importer) copy(w io.Writer, r io.Reader) error {
 	}
 }
 
-// keeps remembers an error of the writer.
+// keeps records an error of the writer.
 type keeps struct {
 	w   io.Writer
 	err error

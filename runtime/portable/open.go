@@ -232,8 +232,7 @@ func (a *Archive) end() error {
 	}
 }
 
-// source is what the caller gave. It remembers its errors, which are no fault of
-// the archive's.
+// source is the caller's reader. It records its errors, which are no fault of the archive's.
 type source struct {
 	ctx context.Context
 	r   io.Reader

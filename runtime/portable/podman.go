@@ -58,8 +58,8 @@ type boxSpec struct {
 	} `json:"resources"`
 }
 
-// container is libpod's ContainerConfig (4.3), as far as a restore looks at it
-// or we do. CRI-O and checkpointctl write and read a part of it.
+// container is the part of libpod's ContainerConfig (4.3) that a restore or agentbox reads.
+// CRI-O and checkpointctl write and read a part of it.
 type container struct {
 	Spec            *specs.Spec        `json:"spec,omitempty"`
 	ID              string             `json:"id"`

@@ -164,7 +164,7 @@ type Facts struct {
 	Labels    map[string]string
 	Network   string // "none", "host" or "bridge"
 	Ports     []Port
-	Mounts    []Mount  // but for those that every container has
+	Mounts    []Mount  // except those that every container has
 	Volumes   []string // names, in the order of the trees
 	Memory    int64    // bytes; 0: no limit
 	Pids      int64

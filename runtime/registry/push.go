@@ -116,7 +116,7 @@ type push struct {
 	out   Pushed
 }
 
-// need is what is known of a piece.
+// need is the state of a piece.
 type need struct {
 	raw uint32
 	had bool // by one of the packs

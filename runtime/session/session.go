@@ -108,10 +108,10 @@ func (s *Session) Fork(ctx context.Context, sandbox string, opts runtime.ForkOpt
 	return s.svc.Fork(ctx, sandbox, opts)
 }
 
-// Close removes what the session has made, but for the checkpoints it was to keep.
-// It goes by what is on record, not by what the session was told: an answer may have
-// been lost. A step that fails does not keep the others from being tried; all errors
-// are returned, the first one first. ctx may have ended. It may be called again.
+// Close removes what the session has made, except the checkpoints it was to keep. It goes by the
+// records, not by the answers that the session got: one may have been lost. A failing step does
+// not keep the others from being tried; all errors are returned, the first one first. ctx may
+// have ended. Close may be called again.
 func (s *Session) Close(ctx context.Context) error {
 	ctx = context.WithoutCancel(ctx)
 	s.mu.Lock()

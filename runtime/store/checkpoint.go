@@ -298,7 +298,7 @@ func (s *Store) setFailed(ctx context.Context, id, reason string) error {
 	})
 }
 
-// published is what is known of a checkpoint once its files are durable.
+// published describes a checkpoint once its files are durable.
 type published struct {
 	manifest Manifest
 	digest   string

@@ -147,8 +147,8 @@ func (c *Checkpoint) check() error {
 // ID is the checkpoint's.
 func (d *Draft) ID() string { return d.row.ID }
 
-// Dir is the draft's scratch directory. Close and Abort remove it; nothing in
-// it becomes part of the checkpoint, but for what PutImages reads from CRIUDir.
+// Dir is the draft's scratch directory. Close and Abort remove it; nothing in it becomes part of
+// the checkpoint, except what PutImages reads from CRIUDir.
 func (d *Draft) Dir() string { return d.dir }
 
 // CRIUDir is the directory for the process images, made when first asked for.
@@ -262,7 +262,7 @@ func (d *Draft) readLogs(keep []string) map[string][]byte {
 	return logs
 }
 
-// keepLogs stores logs of a failure and forgets the oldest ones.
+// keepLogs stores logs of a failure and removes the oldest ones.
 func (s *Store) keepLogs(id string, logs map[string][]byte) error {
 	if len(logs) == 0 {
 		return nil

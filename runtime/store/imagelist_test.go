@@ -155,7 +155,8 @@ func imageParts(t *testing.T, s *Store, id string) []overlay.Piece {
 	return append(slices.Clone(l.pieces.lists), l.pieces.lines...)
 }
 
-// Each part of a list of images that is damaged is found, and nothing that the checkpoint needs goes away for it.
+// Each damaged part of a list of images is found, and nothing that the checkpoint needs goes away
+// for it.
 func TestImageListDamaged(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())

@@ -98,8 +98,8 @@ func (s *Store) Done(ctx context.Context, seq int64) error {
 	})
 }
 
-// Intents lists what is under way or was interrupted, oldest first. Whether
-// its process still works on it is told by the sandbox's lock.
+// Intents lists verbs that are under way or were interrupted, oldest first. The sandbox's lock
+// shows whether a process still works on one.
 func (s *Store) Intents(ctx context.Context) (list []Intent, err error) {
 	rows, err := s.read.QueryContext(ctx, "SELECT seq, op, sandbox, checkpoint, data, pid, started FROM journal ORDER BY seq")
 	if err != nil {

@@ -19,7 +19,7 @@ const (
 	LeaseEnded  = "ended"
 )
 
-// keepLeases is how many that have ended are remembered.
+// keepLeases is how many ended leases are kept.
 const keepLeases = 100
 
 // Lease is the record of one lease. Its data is the engine's; the store only

@@ -21,16 +21,16 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// A ledger is the set of pieces of the last checkpoint of a sandbox, all of which
-// were found in the index or recorded there. The next one needs nearly the same, and
-// asks the database for the others alone. The ledger does not list the pieces: its
-// sketch, with that of the next one's pieces, gives the difference of the two sets,
-// and its sum proves this. What is more than a sketch can give has all be asked for.
+// A ledger is the set of pieces of the last checkpoint of a sandbox, all of which were found in
+// the index or recorded there. The next checkpoint needs nearly the same pieces, and asks the
+// database for the others alone. The ledger does not list the pieces: its sketch, with that of
+// the next checkpoint's pieces, gives the difference of the two sets, and its sum proves this. If
+// the difference is more than a sketch can give, all pieces are looked up.
 //
-// It lies beside the memories and is a cache like them: not durable, and not used
-// when it is hurt in any way. What is in the index leaves its place only while the
-// store is held alone, and all ledgers are dropped before anything else is done then;
-// a verification that finds pieces damaged drops them afterwards.
+// It lies beside the file caches and is a cache like them: not durable, and not used when it is
+// damaged in any way. A piece leaves its place in the index only while the store is held
+// exclusively, and all ledgers are dropped before anything else is done then; a verification that
+// finds pieces damaged drops them afterwards.
 //
 //	16 bytes that name the format
 //	number of pieces, and of the bytes they have in packs (uint64 each)
@@ -60,7 +60,7 @@ func (s *Store) ledgerPath(sandbox string) string {
 	return filepath.Join(s.memoryDir(), sandbox+ledgerSuffix)
 }
 
-// dropLedgers forgets, durably, what is known of the index.
+// dropLedgers removes all ledgers durably.
 func (s *Store) dropLedgers() error {
 	dropped := false
 	// First those about to be written, which are renamed to the others; and again, for a commit
@@ -83,8 +83,7 @@ func (s *Store) dropLedgers() error {
 	return fsx.SyncDir(s.memoryDir())
 }
 
-// errLedger: the ledger turned out not to be true, not to be whole, or to differ by
-// more than can be told.
+// errLedger: the ledger is wrong or incomplete, or differs by more than the sketch can give.
 var errLedger = errors.New("the ledger is of no use")
 
 func readLedger(path string) (*ledger, error) {
@@ -211,9 +210,9 @@ func (d *Draft) writeLedger(l *ledger) error {
 	return os.Rename(d.newLedger(), d.s.ledgerPath(d.row.SandboxID))
 }
 
-// stored proves that every piece is in the draft's own pack or in the store,
-// and returns how many bytes those of the store have there. next is the ledger of
-// all these pieces, but for what the own pack has; nil: it is as the one that is there.
+// stored proves that every piece is in the draft's own pack or in the store, and returns how many
+// bytes those of the store have there. next is the ledger of all these pieces, except those in
+// the own pack; nil: the existing one is unchanged.
 func (d *Draft) stored(ctx context.Context, need []pack.ID) (n int64, next *ledger, err error) {
 	d.claim() // before anything is read
 	old, err := readLedger(d.s.ledgerPath(d.row.SandboxID))

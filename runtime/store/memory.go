@@ -14,10 +14,9 @@ import (
 // left alone: another process may be about to rename it.
 const freshMemory = time.Hour
 
-// MemoryPath is where the engine keeps what is known of a sandbox's n-th tree
-// (0: the upperdir, 1+i: the i-th volume), which overlay.Collect writes and
-// reads. It may not be there; without it there is only more to read. It goes
-// with the sandbox.
+// MemoryPath is the path of the file cache of a sandbox's n-th tree (0: the upperdir, 1+i: the
+// i-th volume), which overlay.Collect writes and reads. The file may be missing; then there is
+// only more to read. It goes with the sandbox.
 func (s *Store) MemoryPath(sandbox string, n int) string {
 	return filepath.Join(s.memoryDir(), sandbox+"."+strconv.Itoa(n))
 }
@@ -59,7 +58,7 @@ func (s *Store) sweepStaged(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// dropMemory forgets what is known of a sandbox that is gone.
+// dropMemory removes the caches of a sandbox that is gone.
 func (s *Store) dropMemory(id string) {
 	if !isID(id) {
 		return

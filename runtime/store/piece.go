@@ -97,7 +97,7 @@ func (p *pieces) read(ctx context.Context, id pack.ID) ([]byte, error) {
 	}
 }
 
-// keep makes room for a piece that was just loaded, and forgets a failure.
+// keep makes room for a piece that was just loaded, and drops a failure.
 func (p *pieces) keep(d *decoded) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -15,10 +15,9 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// Verify reads the checkpoint's lists again and proves that every piece it needs
-// is in a pack that is there in full length; with readData it reads every byte
-// that the checkpoint needs and proves it. ErrCorrupt names the first thing that
-// is hurt, and how many more there are.
+// Verify reads the checkpoint's lists again and proves that every piece it needs is in a pack that
+// is there in full length; with readData it reads every byte that the checkpoint needs and proves
+// it. ErrCorrupt names the first damaged thing, and how many more there are.
 func (r *Reader) Verify(ctx context.Context, readData bool) error {
 	var first string
 	n := 0
@@ -38,8 +37,8 @@ func (r *Reader) Verify(ctx context.Context, readData bool) error {
 	return nil
 }
 
-// damage calls report for everything that is hurt. Its error is of the work,
-// not of what was found.
+// damage calls report for everything that is damaged. Its error is of the work, not of what was
+// found.
 func (r *Reader) damage(ctx context.Context, readData bool, report func(what string)) error {
 	// found turns damage into a report.
 	found := func(err error) error {
@@ -164,7 +163,7 @@ func (r *Reader) why(ctx context.Context, id pack.ID) error {
 	return fmt.Errorf("piece %s: pack %s is missing or cut", id, row.name)
 }
 
-// name says which files and images bad pieces hurt.
+// name reports which files and images bad pieces damage.
 func (r *Reader) name(ctx context.Context, bad map[pack.ID]error, report func(what string)) error {
 	why := func(list []overlay.Piece) error {
 		for _, x := range list {

@@ -127,10 +127,10 @@ func (d *Draft) PutPiece(ctx context.Context, digest string, raw []byte) error {
 	return d.add(ctx, id, raw)
 }
 
-// PutTree stores the n-th list of entries: 0 is that of the upperdir, 1+i that
-// of the i-th volume, the last that of Manifest.Attached. each calls its argument for every entry, in the order of
-// overlay.ComparePaths. The data of each file must have been given to Sink, or
-// be in the store already; Commit proves it. A list is put once.
+// PutTree stores the n-th list of entries: 0 is that of the upperdir, 1+i that of the i-th volume,
+// the last that of Manifest.Attached. each calls its argument for every entry, in the order of
+// overlay.ComparePaths. The data of each file must have been given to Sink, or be in the store
+// already; Commit proves it. A list is put once.
 func (d *Draft) PutTree(ctx context.Context, n int, each func(fn func(overlay.Entry) error) error) error {
 	return d.putTree(ctx, n, func(w *treeWriter) error { return each(w.entry) })
 }
@@ -204,7 +204,7 @@ type treeWriter struct {
 	start int    // where in buf that one begins
 	ids   []pack.ID
 	ends  []int     // of the pieces in buf
-	there []bool    // those that need not be looked for
+	there []bool    // those that need not be looked up
 	like  *likeness // nil: nothing is known that is like it
 }
 

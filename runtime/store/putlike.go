@@ -9,7 +9,7 @@ import (
 )
 
 const (
-	maxHeld   = 256 << 10 // bytes of lines that are not looked at before a piece is found to be another
+	maxHeld   = 256 << 10 // bytes of lines that are skipped before a piece is found to be another
 	likeTries = 4         // pieces that may come next
 )
 

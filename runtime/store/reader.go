@@ -21,9 +21,9 @@ import (
 // takes up to 14 times as much.
 var maxRecipe int64 = 128 << 20
 
-// Reader reads one checkpoint. Its manifest is proven when OpenCheckpoint
-// returns; the rest is proven as it is read. Until Close no piece of the store
-// goes away. Its methods are safe for concurrent use, but for Close.
+// Reader reads one checkpoint. Its manifest is proven when OpenCheckpoint returns; the rest is
+// proven as it is read. Until Close no piece of the store goes away. Its methods, except Close, are
+// safe for concurrent use.
 type Reader struct {
 	s        *Store
 	lock     *Lock // nil: the caller has it

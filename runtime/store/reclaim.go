@@ -194,7 +194,7 @@ func (c *reclaim) mark(ctx context.Context) error {
 		n, damage, err := c.needs(ctx, k)
 		switch {
 		case errors.Is(err, fault.ErrState) || errors.Is(err, fault.ErrNotFound):
-			continue // removed meanwhile, or not published yet: it will be looked at again
+			continue // removed meanwhile, or not published yet: it will be examined again
 		case err != nil:
 			return err
 		case len(damage) > 0:

@@ -225,8 +225,8 @@ func (s *Store) Hold(ctx context.Context, id, why string) error {
 	})
 }
 
-// DeleteSandbox forgets a sandbox, its intents, its memory and its lock files,
-// of which the caller holds the main one; its checkpoints stay. Idempotent.
+// DeleteSandbox removes a sandbox, its intents, its caches and its lock files, of which the caller
+// holds the main one; its checkpoints stay. Idempotent.
 func (s *Store) DeleteSandbox(ctx context.Context, id string) error {
 	if err := failpoint.Hit("store.sandbox.before-delete"); err != nil {
 		return err

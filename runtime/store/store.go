@@ -335,8 +335,8 @@ func (s *Store) write(ctx context.Context, what string, fn func(*sql.Tx) error) 
 	return s.atLevel(ctx, "FULL", what, fn)
 }
 
-// lazily is write for what must outlive this process and need not outlive a power
-// cut: nothing that it speaks of matters before the next write, or after a boot.
+// lazily is write for changes that must outlive this process but not a power failure: nothing in
+// them matters before the next write, or after a boot.
 func (s *Store) lazily(ctx context.Context, what string, fn func(*sql.Tx) error) error {
 	return s.atLevel(ctx, "NORMAL", what, fn)
 }
@@ -351,7 +351,7 @@ func (s *Store) atLevel(ctx context.Context, level, what string, fn func(*sql.Tx
 	defer func() { err = errors.Join(err, conn.Close()) }()
 	// There is one connection, which is ours now. Should it be a new one, it is at FULL.
 	if s.level != level {
-		s.level = "" // in case it is not known what has become of it
+		s.level = "" // in case its state is unknown
 		if _, err := conn.ExecContext(ctx, "PRAGMA synchronous("+level+")"); err != nil {
 			return cancelled(ctx, dbError(what, err))
 		}

@@ -36,7 +36,7 @@ type VerifyOptions struct {
 
 // VerifyReport is what VerifyAll found.
 type VerifyReport struct {
-	Checkpoints int   // looked at
+	Checkpoints int   // examined
 	Pieces      int64 // proven to be there or, with ReadData, read
 	Bytes       int64 // of those, at rest
 	Damaged     []Damage
@@ -46,7 +46,7 @@ type VerifyReport struct {
 // Damage is what is wrong with one checkpoint.
 type Damage struct {
 	Checkpoint Checkpoint
-	What       []string // what is hurt and why, one sentence each; at most 100
+	What       []string // what is damaged and why, one sentence each; at most 100
 }
 
 // VerifyAll proves checkpoints, and marks the damaged ones in their records. It

@@ -110,7 +110,7 @@ func (t *Traces) own(ctx context.Context, tries *audit.Tries, by string, op *eng
 	return err
 }
 
-// came adds what came of a verb to its span.
+// came adds the result of a verb to its span.
 func came(span trace.Span, op *engine.Op, err error) {
 	if op.Exit != nil {
 		span.SetAttributes(attrExit.Int(*op.Exit))

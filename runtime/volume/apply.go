@@ -239,7 +239,7 @@ func (t *txn) apply(ctx context.Context, upper *root) (err error) {
 	if err := failpoint.Hit("volume.apply.after-commit"); err != nil {
 		return err
 	}
-	// The original has it all; what fails from here on is done by the next one.
+	// The original is complete; the next apply finishes what fails from here on.
 	if err := t.finish(); err != nil {
 		return fmt.Errorf("the changes are applied, but: %w", err)
 	}

@@ -188,8 +188,8 @@ func (r *refs) add(by ref) {
 	r.List = append(r.List, by)
 }
 
-// mount mounts a volume that is not mounted here. The kernel lets two overlays
-// have one upperdir, and calls it undefined what comes of using both.
+// mount mounts a volume that is not mounted here. The kernel lets two overlays have one upperdir,
+// but using both is undefined.
 func (v *Volumes) mount(rec stored, have refs) error {
 	seen, err := sightings(v.path(rec.Name, "upper"))
 	if err != nil {

@@ -23,8 +23,8 @@ const (
 	opRemove = "remove" // what is there goes
 )
 
-// op is one rename between the original and the scratch directory beside it.
-// Which of the two states it is in can be told from the scratch directory.
+// op is one rename between the original and the scratch directory beside it. The scratch directory
+// shows whether it has been done.
 type op struct {
 	Kind string `json:"kind"`
 	Path []byte `json:"path"` // in the original; base64, since names are any bytes

@@ -150,7 +150,7 @@ func sightings(upper string) ([]sighting, error) {
 		}
 		ns, err := mountNamespace(pid)
 		if err != nil || done[ns] {
-			continue // it has ended, or is looked at already
+			continue // it has ended, or was examined already
 		}
 		points, err := mountpoints(pid, upper)
 		if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ESRCH) || errors.Is(err, unix.EINVAL) {

@@ -454,7 +454,7 @@ func (v *Volumes) Sweep(ctx context.Context) error {
 func (v *Volumes) sweep(dir string) error {
 	l, err := flock.Try(dir, flock.Dir)
 	if errors.Is(err, flock.ErrHeld) {
-		return nil // a verb is at it
+		return nil // a verb holds it
 	}
 	if err != nil {
 		return err

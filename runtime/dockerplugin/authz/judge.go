@@ -410,7 +410,7 @@ func (j *Judge) exec(c *call, f *findings) {
 	}
 }
 
-// checkpoint: the daemon lists, writes and removes in any directory it is told.
+// checkpoint: the daemon lists, writes and removes in any directory of a request.
 func (j *Judge) checkpoint(c *call, f *findings) {
 	for _, dir := range c.query["dir"] {
 		if c.RequestMethod == "GET" {

@@ -153,8 +153,8 @@ func anyHolds(pools []string, subnet netip.Prefix) bool {
 	})
 }
 
-// hostRoutes are the destinations of the host's routes, in all tables, but for
-// the default ones.
+// hostRoutes returns the destinations of the host's routes, in all tables, except the default
+// ones.
 func hostRoutes() ([]netip.Prefix, error) {
 	var all []netip.Prefix
 	for _, family := range []int{unix.AF_INET, unix.AF_INET6} {

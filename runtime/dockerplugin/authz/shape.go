@@ -5,9 +5,9 @@ import (
 	"sync"
 )
 
-// A shape is the fields that a body may have. Engines ignore what they do not
-// know and get new fields with each version, so that a body is judged by a list
-// of what was looked at and not by one of what is dangerous.
+// A shape is the fields that a body may have. Engines ignore unknown fields and get new ones with
+// each version, so a body is judged by a list of the fields that were examined, not by one of
+// dangerous fields.
 type shape struct {
 	fields map[string]*shape // by fold(name); nil: no object is taken here
 	keyed  bool              // an object with keys that users choose, each value of the shape in fields, or no object

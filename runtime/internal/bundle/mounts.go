@@ -172,19 +172,17 @@ func tmpfsOptions(m runtime.Mount) ([]string, error) {
 	return opts, nil
 }
 
-// generatedFile lists, in a container's etc directory, the digests of what we
-// have written there, newest last, so that what the sandbox wrote can be told
-// from it.
+// generatedFile lists, in a container's etc directory, the digests of what we have written
+// there, newest last, to distinguish it from what the sandbox wrote.
 const (
 	generatedFile = ".generated"
 	maxGenerated  = 64
 )
 
-// writeEtc writes the files that tell a container its name and its resolver.
-// One that was changed since we last wrote it is left alone: its content is the
-// sandbox's. So is any that is there when processes are restored, which may
-// have it open, and a resolv.conf while the host, which may just have booted, has
-// no resolvers.
+// writeEtc writes the files that give a container its name and its resolver. It leaves alone a
+// file that was changed since we last wrote it: its content is the sandbox's. It also leaves
+// alone any existing file when processes are restored, which may have it open, and a
+// resolv.conf while the host, which may just have booted, has no resolvers.
 func (p Place) writeEtc(s runtime.Spec, e network.Endpoint, restores bool) error {
 	dir := filepath.Join(p.Dir, "etc")
 	if err := os.MkdirAll(dir, 0o755); err != nil {

@@ -229,8 +229,8 @@ func rlimits() []specs.POSIXRlimit {
 	return []specs.POSIXRlimit{{Type: "RLIMIT_NOFILE", Soft: min(1024, hard), Hard: hard}}
 }
 
-// namespaces leaves the network namespace out for the host's; with a user
-// namespace the OCI runtime makes both. A cgroup namespace is for v2 only, as under Docker: under v1 each hierarchy is mounted
+// namespaces leaves the network namespace out for the host's; with a user namespace the OCI runtime
+// makes both. A cgroup namespace is for v2 only, as under Docker: under v1 each hierarchy is mounted
 // from the container's own cgroup on, and there is nothing else to see.
 func (p Place) namespaces(s runtime.Spec, netns string) []specs.LinuxNamespace {
 	list := []specs.LinuxNamespace{
@@ -289,7 +289,8 @@ func TotalSwap(r runtime.Resources) int64 {
 	return r.Memory + r.Swap
 }
 
-// SwapAccounting reports whether swap can be limited: it is an option of v1 kernels; v2 ones have it, or need none.
+// SwapAccounting reports whether swap can be limited: it is an option of v1 kernels; v2 ones have
+// it, or need none.
 func SwapAccounting(c kernel.Cgroups) bool {
 	if c.Unified() {
 		return true
@@ -300,8 +301,8 @@ func SwapAccounting(c kernel.Cgroups) bool {
 	})
 }
 
-// SyscallFilter is Docker's default profile but for RingRule and SecretRule, or the
-// sandbox's own but for RingRule. An unconfined sandbox has only that much of it.
+// SyscallFilter returns Docker's default profile except for RingRule and SecretRule, or the
+// sandbox's own except for RingRule. An unconfined sandbox has only that much of it.
 func SyscallFilter(spec *specs.Spec, sec runtime.Security) (*specs.LinuxSeccomp, error) {
 	if sec.SeccompProfile != "" {
 		return ownFilter(spec, sec)

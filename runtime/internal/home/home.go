@@ -171,7 +171,7 @@ func (h Home) RunDir(id string, elem ...string) string {
 	return filepath.Join(append([]string{h.Run, id}, elem...)...)
 }
 
-// Start is what is known of start n.
+// Start returns the directory of start n, or a path in it.
 func (h Home) Start(id string, n int, elem ...string) string {
 	return h.Dir(id, append([]string{"runs", strconv.Itoa(n)}, elem...)...)
 }

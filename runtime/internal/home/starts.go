@@ -53,7 +53,7 @@ func (h Home) Begin(id string, n int) error {
 	return errors.Join(os.MkdirAll(h.Start(id, n), 0o700), os.MkdirAll(h.Bundle(id, n), 0o700))
 }
 
-// Undo forgets starts.
+// Undo removes the records of starts.
 func (h Home) Undo(id string, starts ...int) error {
 	var errs []error
 	for _, n := range starts {
@@ -62,7 +62,7 @@ func (h Home) Undo(id string, starts ...int) error {
 	return errors.Join(errs...)
 }
 
-// Prune forgets all but the last few starts.
+// Prune removes the records of all but the last few starts.
 func (h Home) Prune(id string) error {
 	const kept = 3
 	starts, err := h.Starts(id)

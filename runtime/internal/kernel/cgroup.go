@@ -88,15 +88,14 @@ func hierarchies() (Cgroups, error) {
 // dying bounds how long killed processes take to end.
 const dying = 10 * time.Second
 
-// Unified reports whether v2 has the controllers. It is what is mounted where cgroups
-// are looked for: some programs add a hierarchy of v1, for net_cls or with no
-// controller at all.
+// Unified reports whether v2 has the controllers. It checks the usual mount point of cgroups:
+// some programs add a hierarchy of v1, for net_cls or with no controller at all.
 func (c Cgroups) Unified() bool {
 	return slices.ContainsFunc(c, func(m Hierarchy) bool { return m.V2 && m.Path == "/sys/fs/cgroup" })
 }
 
-// frozenBy is the file of a cgroup that reports whether it was told to stand still, and
-// what is in it if not.
+// frozenBy returns the file of a cgroup that says whether it is to be frozen, and its content if
+// not.
 func (m Hierarchy) frozenBy() (file, runs string) {
 	if m.V2 {
 		return "cgroup.freeze", "0"

@@ -44,7 +44,7 @@ func Gone(err error) bool {
 	return errors.Is(err, unix.ESRCH) || errors.Is(err, unix.EINVAL) || errors.Is(err, fs.ErrNotExist)
 }
 
-// notGone is an error, but for one that proves that a process is not there.
+// notGone returns err, or nil if it proves that a process does not exist.
 func notGone(err error) error {
 	if Gone(err) {
 		return nil

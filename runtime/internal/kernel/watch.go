@@ -20,7 +20,7 @@ type Watcher struct {
 	Events chan struct{}
 }
 
-// every is how often a Watcher that is told of nothing looks.
+// every is the polling interval of a Watcher without inotify.
 const every = 200 * time.Millisecond
 
 // Watch begins to watch; earlier changes are not reported. The kernel gives each user 128
@@ -63,7 +63,7 @@ func repeated(paths []string) (*Watcher, error) {
 	return w, nil
 }
 
-// polled is what is looked at, and how it was the last time.
+// polled holds polled paths, and their last state.
 type polled struct {
 	paths []string
 	last  []seen
@@ -87,8 +87,8 @@ func sight(path string) (seen, error) {
 	return seen{st.Mode&unix.S_IFMT == unix.S_IFDIR, st.Ino, st.Size, st.Mtim, st.Ctim}, nil
 }
 
-// changed reports whether something may have changed since the last look. A file that has
-// is told twice: what comes in the same tick of the kernel's clock leaves its times alone.
+// changed reports whether something may have changed since the last call. It reports a changed
+// file twice: a change within the same tick of the kernel's clock leaves its times alone.
 func (p *polled) changed() bool {
 	told := p.again
 	p.again = false

@@ -1,6 +1,6 @@
-// Package record keeps the small files in which a backend remembers what the
-// kernel does not: published whole by a rename, read within a bound, and
-// serialised by a lock on the directory that holds them.
+// Package record keeps the small files in which a backend records what the kernel does not know:
+// published whole by a rename, read within a bound, and serialised by a lock on the directory
+// that holds them.
 package record
 
 import (

@@ -37,13 +37,13 @@ import (
 	"time"
 )
 
-// Bounds of one sandbox, but for the last.
+// Bounds of one sandbox, except the last.
 const (
 	connLimit  = 256  // open connections
 	queryLimit = 64   // questions being answered
 	queryRate  = 50   // questions per second, after the first queryBurst
 	queryBurst = 200  //
-	pinLimit   = 4096 // addresses that are remembered
+	pinLimit   = 4096 // recorded addresses
 	totalLimit = 4096 // open connections of all sandboxes
 	saidLimit  = 1000 // lines in the log
 )
@@ -300,7 +300,7 @@ func (s *Server) allows(b *box, f *flow) bool {
 	return f.name != "" && rules.Name(f.name, f.to.Port()) || s.guard.address(rules, f.to)
 }
 
-// pin remembers that a name was said to be at addresses.
+// pin records the addresses that a name was resolved to.
 func (b *box) pin(name string, addrs []netip.Addr) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -347,9 +347,8 @@ func (b *box) pinned(to netip.AddrPort) string {
 	return ""
 }
 
-// named finds the allowed name whose address a flow is for: one that was told
-// to the sandbox, or, should it remember what it was told by a resolver before
-// this one, one that a rule names.
+// named finds the allowed name whose address a flow is for: one that we resolved for the sandbox
+// or, in case it has cached an answer from a resolver before this one, one that a rule names.
 func (s *Server) named(ctx context.Context, b *box, to netip.AddrPort) string {
 	rules := *b.rules.Load()
 	if !s.guard.answer(rules, to) {

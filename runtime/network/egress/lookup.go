@@ -21,8 +21,7 @@ var (
 	errTooMany = errors.New("too many look-ups")
 )
 
-// cache remembers where names lead for a while, and has each looked up once at
-// a time.
+// cache keeps the addresses of names for a while, and looks up each name once at a time.
 type cache struct {
 	mu    sync.Mutex
 	names map[string]*found

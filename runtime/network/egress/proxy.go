@@ -183,7 +183,7 @@ func (s *Server) unreached(b *box, e Event, err error) {
 
 // checks look at the first words of either side of a connection; an error ends it.
 type checks struct {
-	words  func() error // nil: they were looked at
+	words  func() error // nil: already checked
 	answer func(*bufio.Reader) error
 }
 

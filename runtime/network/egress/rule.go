@@ -33,8 +33,7 @@ func (r Rules) Address(a netip.Addr, port uint16) (ok, alone bool) {
 	return ok, alone
 }
 
-// Datagrams are UDP ports of a network that a sandbox may reach, but for what
-// lies in Except.
+// Datagrams are UDP ports of a network that a sandbox may reach, except the addresses in Except.
 type Datagrams struct {
 	To          netip.Prefix
 	Except      []netip.Prefix
