@@ -215,7 +215,7 @@ func TestCancel(t *testing.T) {
 	}
 }
 
-// What is too slow, too large or makes no sense is refused, and ends.
+// A request that is too slow, too large or makes no sense is refused, and ends.
 func TestBadRequests(t *testing.T) {
 	svc := &service{checkpoint: func(context.Context, string, runtime.CheckpointOptions) (runtime.Checkpoint, error) {
 		return runtime.Checkpoint{}, nil

@@ -131,7 +131,7 @@ func TestUnknownVerb(t *testing.T) {
 			t.Errorf("%v (%q), want %s", err, fault.Hint(err), tc.want)
 		}
 	}
-	// What a verb does not find stays that.
+	// A verb's own ErrNotFound stays that.
 	if err := c.Pause(t.Context(), "c"); !errors.Is(err, runtime.ErrNotFound) || errors.Is(err, runtime.ErrUnsupported) {
 		t.Error(err)
 	}

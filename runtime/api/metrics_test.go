@@ -33,7 +33,7 @@ func fetched(t *testing.T, c *Client, path string) (*http.Response, []byte) {
 	return resp, data
 }
 
-// What /metrics says Prometheus's own parser reads, and it is what was done.
+// Prometheus's own parser reads /metrics, and the values are what was done.
 func TestMetrics(t *testing.T) {
 	var fails error
 	m := &Metrics{}

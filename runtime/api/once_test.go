@@ -44,7 +44,7 @@ func TestKeys(t *testing.T) {
 	if _, err := take("k", "b"); !errors.Is(err, fault.ErrInvalid) {
 		t.Error(err)
 	}
-	// What failed has done nothing, and may be tried again.
+	// A failed verb has done nothing, and may be tried again.
 	fails = fault.ErrBusy
 	if _, err := take("l", "a"); !errors.Is(err, fault.ErrBusy) {
 		t.Error(err)
@@ -142,7 +142,7 @@ func TestKeyOfKilledCreate(t *testing.T) {
 	}
 }
 
-// What the first try has made is the answer, as it is described, not as lists have it.
+// The sandbox made by the first attempt is the answer, as it is described, not as lists have it.
 func TestKeyOfKilledCreateDone(t *testing.T) {
 	var boxes []runtime.Sandbox
 	made := func(r runtime.CreateRequest) (runtime.Sandbox, error) {
@@ -260,8 +260,8 @@ func TestKeyHalfway(t *testing.T) {
 	}
 }
 
-// What is remembered takes so much room and no more, and that it cannot be
-// cleared up is no reason not to work.
+// The records take so much room and no more, and a failure to remove old ones does not stop the
+// service.
 func TestRecords(t *testing.T) {
 	dir := t.TempDir()
 	s, err := openRequests(dir, silent)

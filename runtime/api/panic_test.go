@@ -100,7 +100,7 @@ func TestPanics(t *testing.T) {
 	}
 }
 
-// What has been written of an answer is cut off, never taken for the whole.
+// A partly written answer is cut off, never taken for the whole.
 func TestPanicHalfway(t *testing.T) {
 	svc := &service{copyFrom: func(_ context.Context, w io.Writer) error {
 		_, err := w.Write(make([]byte, 1<<20))

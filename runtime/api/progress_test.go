@@ -17,8 +17,8 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// A verb of several phases tells each of them before its result, or its error, and
-// nothing once it has ended.
+// A verb of several phases reports each of them before its result, or its error, and nothing once
+// it has ended.
 func TestSteps(t *testing.T) {
 	steps := []runtime.Step{{Phase: runtime.PhaseFiles, Done: 5}, {Phase: runtime.PhaseFiles, Done: 7}, {Phase: runtime.PhaseStoring, Done: 3, Total: 9}}
 	layer := image.Progress{Layer: "sha256:1", Stage: image.StagePulling, Done: 1, Total: 2}
@@ -97,7 +97,7 @@ func TestSteps(t *testing.T) {
 	}
 }
 
-// One that is called off tells until it has ended.
+// A cancelled verb reports until it has ended.
 func TestStepsCancelled(t *testing.T) {
 	undone := make(chan struct{})
 	svc := &service{checkpoint: func(ctx context.Context, _ string, o runtime.CheckpointOptions) (runtime.Checkpoint, error) {

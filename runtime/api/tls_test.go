@@ -90,7 +90,7 @@ func (a *authority) files(name string) TLSFiles {
 	return TLSFiles{Cert: a.path(name, "pem"), Key: a.path(name, "key"), CA: a.path("ca", "pem")}
 }
 
-// secure serves at a TCP address, and tells what was logged.
+// secure serves at a TCP address, and returns what was logged.
 func secure(t *testing.T, svc runtime.Service, ca *authority) (address, socket string, logged func() string) {
 	ca.sign("host", &x509.Certificate{Subject: pkix.Name{CommonName: "host"}, IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)}, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}})
 	tcp, err := ListenTLS("127.0.0.1:0", ca.files("host"))

@@ -93,7 +93,7 @@ func TestTurns(t *testing.T) {
 	if !errors.Is(err, fault.ErrBusy) || len(fault.Hint(err)) != 1 || !strings.Contains(err.Error(), "3 requests wait for their turn") {
 		t.Error(err, fault.Hint(err))
 	}
-	// What only looks, and what waits for others, has no need of a turn.
+	// A verb that only reads, or waits for others, needs no turn.
 	if _, err := c.Sandboxes(t.Context()); err != nil {
 		t.Error(err)
 	}

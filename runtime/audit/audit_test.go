@@ -95,7 +95,7 @@ func TestEveryByte(t *testing.T) {
 	}
 }
 
-// What is done to whole records is found, and told by what it is.
+// A change to whole records is found, and reported by its kind.
 func TestTampering(t *testing.T) {
 	forge := func(lines [][]byte, i int) {
 		r, _, err := unseal(bytes.TrimSuffix(lines[i], []byte("\n")))
@@ -147,7 +147,7 @@ func TestTampering(t *testing.T) {
 			if len(got) != len(c.want) || !slices.EqualFunc(got, c.want, strings.HasPrefix) || !errors.Is(r.Err(), fault.ErrCorrupt) {
 				t.Errorf("%q, want %q", got, c.want)
 			}
-			// All of it written anew, with its head: what was noted elsewhere tells.
+			// If all of it is forged, with its head, only the hash noted elsewhere shows it.
 			again := filled(t, 10)
 			if r := verify(t, again, ""); !r.OK {
 				t.Errorf("%+v", r)
@@ -427,7 +427,7 @@ func TestFullDisk(t *testing.T) {
 	if !errors.Is(err, unix.ENOSPC) {
 		t.Fatal(err)
 	}
-	// What was set aside still serves.
+	// The reserved room still serves.
 	if err := svc.Unpause(t.Context(), "c"); !errors.Is(err, fault.ErrNotFound) {
 		t.Errorf("with the room that was set aside: %v", err)
 	}
@@ -517,7 +517,7 @@ func TestUndone(t *testing.T) {
 	expect(map[uint64]uint64{mid: second, late: second, first: second})
 	third := verb(Record{Verb: "restore", Checkpoint: "u2", Undo: "u3"})
 	expect(map[uint64]uint64{late: first, second: third})
-	// One whose host files could not be put back has restored the sandbox all the same.
+	// A restore whose host files could not be put back has restored the sandbox all the same.
 	fourth := verb(Record{Verb: "restore", Checkpoint: "one", Undo: "u4", Outcome: "state"})
 	expect(map[uint64]uint64{mid: fourth, late: fourth, first: fourth, second: fourth, third: fourth})
 	fifth := verb(Record{Verb: "restore", Checkpoint: "u4", Undo: "u5"})
@@ -527,7 +527,7 @@ func TestUndone(t *testing.T) {
 	}
 }
 
-// What a record costs.
+// The cost of a record.
 func BenchmarkAppend(b *testing.B) {
 	for _, durable := range []bool{false, true} {
 		b.Run(fmt.Sprintf("durable=%v", durable), func(b *testing.B) {

@@ -200,8 +200,8 @@ func (h *host) lease(name string) runtime.Lease {
 	return l
 }
 
-// What goes with a lease is recorded with the lease, in whichever call it happens; with one
-// that is released it is the caller's.
+// A removal with a lease is recorded with the lease, in whichever call it happens; with a
+// released lease it is the caller's.
 func TestOwnLease(t *testing.T) {
 	h := newHost(t)
 	l := h.lease("l")
@@ -372,7 +372,7 @@ func TestOwnRestart(t *testing.T) {
 	if now, err := h.Sandbox(t.Context(), "c"); err != nil || now.Status != runtime.Exited || !strings.Contains(now.Restarts.Error, "nothing was done, as it cannot be put on record") {
 		t.Errorf("without the log: %s, %+v, %v", now.Status, now.Restarts, err)
 	}
-	// One that fails is no freeing: each try is on record.
+	// A failing one frees nothing: each try is recorded.
 	h.news()
 	h.backend.err = errors.New("no")
 	restart(c, started(c, "internal"))
@@ -381,7 +381,7 @@ func TestOwnRestart(t *testing.T) {
 	h.expect(h.news(), "verb | watch | start | c | internal | "+why, "verb | watch | start | c | ok | "+why)
 }
 
-// What a checkpoint removes by the sandbox's policy is on record with it.
+// A removal that a checkpoint makes by the sandbox's policy is recorded with it.
 func TestOwnPolicy(t *testing.T) {
 	h := newHost(t)
 	p, err := (policy.Finder{}).Resolve("p", []byte("images: {references: ['*']}\ncheckpoints: {keep_last: 1}\n"))
@@ -403,8 +403,8 @@ func byName(list []Entry) []Entry {
 	return list
 }
 
-// What the service prunes and finds by itself is found by the sandbox: each thing has a
-// record of its own, up to a bound.
+// The service's own prunes and findings are found by the sandbox: each thing has a record of its
+// own, up to a bound.
 func TestOwnUpkeep(t *testing.T) {
 	h := newHost(t)
 	// upkeep has a service do something by itself until so much is on record.
@@ -434,7 +434,7 @@ func TestOwnUpkeep(t *testing.T) {
 	upkeep(engine.Upkeep{Prune: time.Millisecond}, "prune", 2)
 	h.expect(byName(h.news()), "note | test | prune | a | ok | retention", "note | test | prune | b | ok | retention")
 
-	// What it has removed is on record also when the space of it cannot be freed, each time.
+	// Its removals are recorded even if their space cannot be freed, each time.
 	t.Setenv("AGENTBOX_FAILPOINT", "prune.before-reclaim=error")
 	for n := range 3 {
 		sb, err := h.Sandbox(t.Context(), "a")
@@ -468,7 +468,7 @@ func TestOwnUpkeep(t *testing.T) {
 		t.Errorf("%+v", last.Record)
 	}
 
-	// What is only known by its absence is removed on explicit request.
+	// A sandbox known only by its absence is removed on explicit request.
 	for _, name := range []string{"a", "b"} {
 		sb, err := h.Sandbox(t.Context(), name)
 		h.must(err)
@@ -500,8 +500,7 @@ func TestOwnRecovery(t *testing.T) {
 	h.expect(h.news(), "note | test | recover | a | ok | its rm was interrupted")
 }
 
-// What a verb that panics has left is brought to its end by the process that it was in,
-// which goes on.
+// The leftovers of a verb that panics are recovered by its process, which goes on.
 func TestPanicIsRecovered(t *testing.T) {
 	h := newHost(t)
 	sb := h.create(runtime.CreateRequest{Spec: runtime.Spec{Name: "a"}})

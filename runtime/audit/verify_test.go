@@ -108,7 +108,7 @@ func TestGone(t *testing.T) {
 	add(l, 1)
 	finds(l, "audit.head: corrupt")
 
-	// Without either, sandboxes tell.
+	// Without either, the sandboxes show it.
 	remove(l.dir)
 	remove(l.anchorPath())
 	if r := verify(t, l, ""); !r.OK || r.Records != 0 {

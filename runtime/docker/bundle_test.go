@@ -50,8 +50,8 @@ func begin(t *testing.T, name, dir string) int {
 	return 0
 }
 
-// What the shim of a container has in its directory names programs that run as root: a process of
-// the container cannot pass for it, by its name or where its number was the first process's.
+// The directory of a container's shim names programs that run as root: a process of the container
+// cannot pass for the shim, by its name or where its pid was the first process's.
 func TestShimIsNone(t *testing.T) {
 	id := strings.Repeat("ab", 32)
 	dir := filepath.Join(t.TempDir(), id)

@@ -109,7 +109,7 @@ func TestPauseMeetsExec(t *testing.T) {
 		if err := b.Pause(t.Context(), s.ID); err != nil {
 			t.Fatal(err)
 		}
-		// One that came too late is being refused.
+		// A process that came too late is being refused.
 		for end := time.Now().Add(time.Minute); entering(); time.Sleep(time.Millisecond) {
 			if time.Now().After(end) {
 				t.Fatal("a process stands half-way into a paused container")
@@ -275,7 +275,7 @@ func travels(t *testing.T, e *engine, i docker.Images) {
 	}
 	stages := map[image.Stage]bool{}
 	got, err := i.Pull(ctx, ref, image.PullOptions{Progress: func(p image.Progress) { stages[p.Stage] = true }})
-	// What Add writes has no manifest; containerd makes one, and goes by that.
+	// Add's output has no manifest; containerd makes one, and goes by that.
 	same := got.Digest == added.Digest || e.store && slices.Equal(got.Layers, added.Layers)
 	if err != nil || len(got.RepoDigests) != 1 || !same || !stages[image.StageDone] {
 		t.Fatalf("Pull: %+v, %v, %v", got, stages, err)

@@ -7,7 +7,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/traces/tracestest"
 )
 
-// What is asked of the daemon is in no span.
+// Requests to the daemon are in no span.
 func TestNoSpans(t *testing.T) {
 	tracestest.Quiet(t, func(ctx context.Context, host string) {
 		b, err := Open(Options{Host: host, Root: t.TempDir(), Run: t.TempDir()})

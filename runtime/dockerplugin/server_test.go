@@ -223,8 +223,8 @@ func TestUnusedConnectionEnds(t *testing.T) {
 	}
 }
 
-// What a killed plugin leaves (its socket, its lock file, a half-made socket) does not
-// block the next one.
+// The leftovers of a killed plugin (its socket, its lock file, a half-made socket) do not block
+// the next one.
 func TestKilledPluginIsReplaced(t *testing.T) {
 	socket := socketPath(t)
 	for range 3 {

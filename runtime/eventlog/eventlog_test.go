@@ -112,7 +112,7 @@ func TestCutOff(t *testing.T) {
 	}
 }
 
-// What a full disk or a kill has cut off takes no later event with it.
+// A line cut off by a full disk or a kill takes no later event with it.
 func TestAppendAfterACut(t *testing.T) {
 	dir := t.TempDir()
 	long := strings.Repeat("x", 3*4096)

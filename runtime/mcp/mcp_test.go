@@ -17,7 +17,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
 )
 
-// What drives the tools against real sandboxes is test/mcp_test.go.
+// test/mcp_test.go drives the tools against real sandboxes.
 
 func TestEdit(t *testing.T) {
 	for _, c := range []struct {

@@ -12,8 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A firewall that refuses what it was not told to forward, as Docker's, by its policy or
-// by its last rule. One that is started or loaded again under sandboxes is told again.
+// A firewall that refuses what no rule of it accepts, as Docker's, by its policy or by its last
+// rule. If it is started or reloaded under sandboxes, the rules are added again.
 func TestFirewall(t *testing.T) {
 	drop, accept := nftables.ChainPolicyDrop, nftables.ChainPolicyAccept
 	count := []expr.Any{&expr.Counter{}}

@@ -17,7 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// What a sandbox says to the proxy to be taken elsewhere than the rules let it.
+// A sandbox tries to have the proxy take it elsewhere than the rules allow.
 func TestFilterIsNotTricked(t *testing.T) {
 	w := filtered(t)
 	c := client{t, w.setup("a", egressTo("good.example 80,443", "*.wild.example 80,443", "mixed.example 80"))}
@@ -167,7 +167,7 @@ func TestFilterSurvivesRebinding(t *testing.T) {
 	if err != nil || !strings.HasPrefix(said, "502") || !strings.Contains(said, "10.1.2.3") {
 		t.Errorf("%q, %v", said, err)
 	}
-	// What leads to both goes to the public one.
+	// A name that leads to both goes to the public one.
 	said, err = c.lookUp("9.9.9.9", "tcp4", "mixed.example.", dnsmessage.TypeA)
 	want(t, "mixed", said, err, "Success "+internetAddress)
 	conn, err := c.dial("tcp4", "10.1.2.3:443")

@@ -7,8 +7,8 @@ import (
 	"github.com/google/nftables"
 )
 
-// What is there for sandboxes that do not run goes, theirs in the host's firewall and
-// the proxy with it, and comes again with the next start; under one that runs nothing does.
+// Leave removes what exists for sandboxes that do not run, their rules in the host's firewall and
+// the proxy with it, and the next start makes it again; under a running one nothing is removed.
 func TestLeave(t *testing.T) {
 	c, err := nftables.New()
 	if err != nil {

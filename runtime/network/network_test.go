@@ -167,7 +167,7 @@ func testPublish(t *testing.T) {
 	mustReach(t, internet, "tcp4", hostAddress+":8082", internetAddress)
 	mustNotReach(t, "", "tcp4", "127.0.0.1:8082")
 
-	// One on the same link as the host that addresses it as 127.0.0.1.
+	// A host on the same link addresses it as 127.0.0.1.
 	loopbackBy(t, internet, hostAddress)
 	mustNotReach(t, internet, "tcp4", "127.0.0.1:8081")
 
@@ -384,7 +384,7 @@ func TestIdempotent(t *testing.T) {
 		}
 		mustReach(t, "", "tcp4", "127.0.0.1:8080", "") // the namespace is still the same one
 	}
-	// What was broken from outside is mended.
+	// Damage from outside is repaired.
 	h, err := openHost()
 	if err != nil {
 		t.Fatal(err)

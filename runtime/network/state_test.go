@@ -70,7 +70,7 @@ func TestState(t *testing.T) {
 			t.Errorf("%s: %v, want %v and a hint", name, err, fault.ErrCorrupt)
 		}
 	}
-	// What can be done without the state is done.
+	// Teardown does what it can without the state.
 	if err := w.m.Teardown(t.Context(), "a"); !errors.Is(err, fault.ErrCorrupt) {
 		t.Errorf("error %v, want %v", err, fault.ErrCorrupt)
 	}

@@ -12,8 +12,8 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// What is remembered of a container is what reading all of its files tells, and
-// whatever becomes of it, by this process or without it, is seen at once.
+// The cached state of a container equals what reading all of its files gives, and any change to
+// it, by this process or another, is seen at once.
 func TestGlance(t *testing.T) {
 	t.Parallel()
 	x := newBox(t)

@@ -152,7 +152,7 @@ func TestMountOverLink(t *testing.T) {
 	}
 }
 
-// What an image says of directories stays in the sandbox.
+// An image's declared directories stay in the sandbox.
 func TestImageDirectories(t *testing.T) {
 	x := newBox(t)
 	outside := t.TempDir()

@@ -134,7 +134,7 @@ func TestReap(t *testing.T) {
 	_, err = x.Wait(t.Context(), id)
 	must(t, err)
 
-	// One that runs is left alone.
+	// A running one is left alone.
 	id = x.up(spec("sleep", "1000"))
 	must(t, x.Reap(t.Context(), id))
 	if got := x.inspect(id).Status; got != runtime.Running {

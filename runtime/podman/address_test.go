@@ -62,7 +62,7 @@ func TestAddressTaken(t *testing.T) {
 	if now := b.inspect(); now.Status != runtime.Running || now.Address == first.Address {
 		t.Errorf("it is %s at %s", now.Status, now.Address)
 	}
-	// What its maker has chosen stays.
+	// The MAC address chosen at its creation stays.
 	c, err := b.look(b.ctx, b.id)
 	must(t, err)
 	if got := c.NetworkSettings.Networks["podman"].MacAddress; got != mac {
@@ -200,7 +200,7 @@ func TestApart(t *testing.T) {
 		}
 		c, err = b.look(b.ctx, b.id)
 		must(t, err)
-		// One that is on none is on its mode's, bridge, to Podman 5.
+		// A container on no network is on its mode's, bridge, to Podman 5.
 		if _, on := c.NetworkSettings.Networks["apart"]; on {
 			t.Fatal("it is on its network")
 		}
@@ -240,7 +240,7 @@ func TestApartFails(t *testing.T) {
 	if m := b.remember(b.id); len(m.Apart) > 0 || len(m.Fixed) > 0 || len(look().NetworkSettings.Networks) != 1 {
 		t.Errorf("noted: %+v", m)
 	}
-	// One that fails, and was done.
+	// A call that fails, and was done.
 	b.Backend.podman = script(t, `case "$*" in "network disconnect"*) podman "$@"; echo "Error: no" >&2; exit 1;; esac; exec podman "$@"`)
 	if _, err := b.fixAddresses(b.ctx, look(), restore); err != nil {
 		t.Error(err)

@@ -188,8 +188,8 @@ var needless = map[string]string{
 
 // The suite, with containers as a user of Podman makes them.
 func TestConformance(t *testing.T) {
-	// Each of Podman's commands takes a tenth of a second or more. What is
-	// left is about the backend itself, or about what a restore relies on.
+	// Each of Podman's commands takes a tenth of a second or more. The remaining cases are about
+	// the backend itself, or about what a restore relies on.
 	needless := maps.Clone(needless)
 	if !thorough.Asked() {
 		for _, group := range []string{"attach/", "exec/", "files/", "kill/", "logs/", "mount/", "streams/", "terminal/"} {

@@ -15,8 +15,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 )
 
-// crun, told by systemd's rules, puts the processes into a cgroup of its own beneath
-// the one that Podman tells of, and freezes that.
+// crun, by systemd's rules, puts the processes into a cgroup of its own beneath the one that
+// Podman reports, and freezes that.
 func TestFrozenBeneath(t *testing.T) {
 	groups, err := kernel.Hierarchies()
 	must(t, err)

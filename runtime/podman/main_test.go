@@ -19,9 +19,9 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// within tells the second of the two processes that the tests run in: it has
-// network and mount namespaces of its own, so that Podman's bridges, its
-// firewall rules and what it keeps below /run are not the host's.
+// within marks the second of the two processes that the tests run in: it has network and mount
+// namespaces of its own, so that Podman's bridges, its firewall rules and its files below /run are
+// not the host's.
 const within = "AGENTBOX_TEST_WITHIN"
 
 // dir is this run's: storage, configuration, binaries.

@@ -11,7 +11,7 @@ import (
 	"time"
 )
 
-// Of what several processes find out at once nothing is lost.
+// Concurrent notes of several processes are all kept.
 func TestNotesTogether(t *testing.T) {
 	const id, n, each = "c", 10, 20
 	root := t.TempDir() + "/podman"
@@ -38,7 +38,7 @@ func TestNotesTogether(t *testing.T) {
 	}
 }
 
-// What was found out about a container that is gone by now brings nothing back.
+// A note about a container that is gone by now brings nothing back.
 func TestNotesOfGone(t *testing.T) {
 	b := newBox(t, "bt", "sh", "-c", forever)
 	c, err := b.look(b.ctx, b.id)

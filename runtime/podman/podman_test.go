@@ -259,8 +259,8 @@ func TestAddressesInTime(t *testing.T) {
 	}
 }
 
-// What agentbox was told of places is not Podman's to hand to some calls of
-// agentbox-runtime and not to others.
+// Podman must not pass variables about agentbox's places to some calls of agentbox-runtime and not
+// to others.
 func TestEnvironment(t *testing.T) {
 	for _, name := range []string{stage.Env, "AGENTBOX_RUNTIME", "CONTAINER_HOST", "CONTAINER_CONNECTION", "KEPT"} {
 		t.Setenv(name, "/elsewhere")

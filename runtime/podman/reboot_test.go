@@ -42,7 +42,7 @@ func TestManagedAfterReboot(t *testing.T) {
 		t.Errorf("managed: %v, were %v", now.Managed, before.Managed)
 	}
 
-	// Of one that was never started nothing is known, nor where a directory is gone.
+	// Nothing is known of a container that was never started, nor where a directory is gone.
 	s, err := b.Adopt(b.ctx, "new")
 	must(t, err)
 	c, err := b.Inspect(b.ctx, s.ID)

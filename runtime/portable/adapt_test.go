@@ -14,8 +14,8 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// What processes have open of their cgroup, as every program of Go has, is
-// /dev/null in a sandbox; what else they have open of what is not there, they are told of.
+// An open file of a process's cgroup, as every program of Go has, becomes /dev/null in a sandbox,
+// with a note; an open directory of it cannot be restored, with another note.
 func TestCgroupFiles(t *testing.T) {
 	root, err := os.OpenRoot(t.TempDir())
 	must(t, err)

@@ -73,7 +73,7 @@ func TestPodmanArchive(t *testing.T) {
 		"del": {Type: overlay.TypeWhiteout, Mtime: overlay.Time{Sec: f.Created.Unix()}},
 		"dir": {Type: overlay.TypeDir, Mode: 0o751, UID: 7, GID: 8, Mtime: overlay.Time{Sec: 1000, Nsec: 5}, Xattrs: map[string]string{"user.mark": "dir", "trusted.overlay.opaque": "y"}},
 		"etc": {Type: overlay.TypeDir, Mode: 0o751, UID: 7, GID: 8, Mtime: overlay.Time{Sec: 1000, Nsec: 5}, Xattrs: map[string]string{"user.mark": "etc"}},
-		// What the processes know it as, not what the image has.
+		// As the processes know it, not as the image has it.
 		".":     {Type: overlay.TypeDir, Mode: 0o555, UID: 7, GID: 8, Mtime: overlay.Time{Sec: 1000, Nsec: 5}, Xattrs: map[string]string{"user.mark": "."}},
 		"w/x/f": {Type: overlay.TypeFile, Hardlink: "w/a"},
 		"w/z":   {Type: overlay.TypeFile, Hardlink: "w/a"},
@@ -314,7 +314,7 @@ func TestHostile(t *testing.T) {
 	}
 }
 
-// What unpacks to too much is given up as soon as that is known.
+// An archive that unpacks to too much is given up as soon as that is known.
 func TestBombs(t *testing.T) {
 	big := zstded(t, tarOf(t, foreignParts(part{name: "checkpoint/pages-1.img", data: make([]byte, 64<<20)})...))
 	_, _, _, err := importBytes(t, big, OpenOptions{MaxBytes: 32 << 20}, ImportOptions{})

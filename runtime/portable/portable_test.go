@@ -21,8 +21,7 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// What was exported comes back, whatever it is packed in; and it is packed the
-// same every time.
+// An exported checkpoint comes back, however it is packed; and it is packed the same every time.
 func TestRoundTrip(t *testing.T) {
 	m, c := full(t)
 	for _, how := range []string{Zstd, Gzip, None} {

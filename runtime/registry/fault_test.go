@@ -102,7 +102,7 @@ func TestPullResumes(t *testing.T) {
 	}
 }
 
-// What lies in the scratch directory is not believed.
+// Files in the scratch directory are not trusted.
 func TestPullBadLeftover(t *testing.T) {
 	s, o := serve(t), fast(t)
 	src, d, data := onePack(t, s, o)

@@ -54,7 +54,7 @@ func TestRoundTrip(t *testing.T) {
 	if got := s.blob(t, "team/web", a.m.Config.Digest.String()); string(got) != string(about(id1).Manifest) {
 		t.Errorf("config: %s", got)
 	}
-	// What is in the pack is a pack to package pack.
+	// The blob is a pack to package pack.
 	f := filepath.Join(t.TempDir(), "pack")
 	if err := os.WriteFile(f, s.blob(t, "team/web", a.packs[0].pack.Digest.String()), 0o600); err != nil {
 		t.Fatal(err)
@@ -222,7 +222,7 @@ func TestChain(t *testing.T) {
 	m.same(t, dst)
 }
 
-// What a registry lost is pushed anew.
+// A blob that a registry lost is pushed anew.
 func TestLostPack(t *testing.T) {
 	blobs := ggcr.NewInMemoryBlobHandler()
 	s, o := serve(t, ggcr.WithBlobHandler(blobs)), fast(t)

@@ -302,7 +302,7 @@ func TestNoSpace(t *testing.T) {
 	taken(t, s, of(b, "fourth", KindFull), sample(4, 1<<20))
 }
 
-// What a killed process leaves is told apart from what is in use.
+// Sweep distinguishes a killed process's leftovers from what is in use.
 func TestSweep(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())

@@ -7,8 +7,7 @@ import (
 	"testing"
 )
 
-// What is counted of process images is each byte once, on both ways; of pages, too,
-// that the parent has.
+// Each byte of process images is counted once, both ways, including pages that the parent has.
 func TestCountImages(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())

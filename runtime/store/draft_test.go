@@ -327,7 +327,7 @@ func TestRemoveCheckpoint(t *testing.T) {
 	wantErr(t, s.RemoveCheckpoint(ctx, "../x"), fault.ErrInvalid)
 	tidy(t, s)
 
-	// One that is being made: its commit finds out.
+	// A checkpoint that is being made: its commit finds out.
 	d, err := s.BeginCheckpoint(ctx, of(b, "", KindFull))
 	must(t, err)
 	must(t, fill(d, sample(1, 10)))

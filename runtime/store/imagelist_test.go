@@ -115,7 +115,8 @@ func TestImageLists(t *testing.T) {
 	tidy(t, s)
 }
 
-// What an earlier version has written is read, and what is in it is known to the next checkpoint.
+// Images that the manifest names, as in earlier versions, are read, and the next checkpoint reuses
+// them.
 func TestNamedImages(t *testing.T) {
 	ctx := context.Background()
 	from, to := open(t, t.TempDir()), open(t, t.TempDir())

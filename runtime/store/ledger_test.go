@@ -30,7 +30,7 @@ func weighed(t *testing.T, s *Store, c Checkpoint, data content) (with, without 
 	return with, taken(t, s, c, data).Bytes
 }
 
-// What a ledger says is what the index says, and one that is hurt says nothing.
+// A ledger says what the index says, and a damaged one is not used.
 func TestLedger(t *testing.T) {
 	s := open(t, t.TempDir())
 	b := put(t, s, "c")
@@ -385,8 +385,8 @@ func TestLedgerDroppedMeanwhile(t *testing.T) {
 	}
 }
 
-// Of two drafts that store the same piece, one has it in a pack where the index does
-// not look for it.
+// Two drafts store the same piece; one of them has it in a pack where the index does not look for
+// it.
 func TestLedgerOfTwins(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())

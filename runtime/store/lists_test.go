@@ -265,7 +265,7 @@ func pulled(t *testing.T, from, to *Store, c Checkpoint, list []overlay.Piece) {
 	}
 }
 
-// What a manifest from elsewhere says of its lists is held against them.
+// A manifest from elsewhere is checked against its lists.
 func TestHostileDeepList(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())

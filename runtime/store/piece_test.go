@@ -38,7 +38,7 @@ func TestTinyPiecesAtHand(t *testing.T) {
 	}
 }
 
-// What was stored once is not stored again, and the records say so.
+// A stored piece is not stored again, and the records say so.
 func TestOnlyWhatIsNew(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())
@@ -145,7 +145,7 @@ func TestDraftsSideBySide(t *testing.T) {
 	must(t, err)
 	must(t, two.Close())
 	same(t, s, done.ID, data)
-	// What it wrote as well lies there twice, or is the very same pack.
+	// Pieces that it wrote as well lie there twice, or in the very same pack.
 	late, err := three.Commit(ctx, describe())
 	must(t, err)
 	must(t, three.Close())
@@ -497,7 +497,7 @@ func TestManySmallFiles(t *testing.T) {
 	t.Logf("read again %v", time.Since(start))
 }
 
-// What Collect wrote becomes the same list, line by line or entry by entry.
+// A list written by Collect becomes the same list, line by line or entry by entry.
 func TestPutCollection(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())

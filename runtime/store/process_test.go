@@ -85,8 +85,8 @@ func newSaid() *said {
 	return &said{m(), m(), m(), m(), m(), m()}
 }
 
-// Four processes write to one store; some are killed in the middle, again and
-// again. What was acknowledged is there, exactly, and nothing half-made is.
+// Four processes write to one store; some are killed in the middle, again and again. Acknowledged
+// checkpoints are there, exactly, and nothing half-made is.
 func TestProcessesKilledWhileWriting(t *testing.T) {
 	ctx := context.Background()
 	root := t.TempDir()

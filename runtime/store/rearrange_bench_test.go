@@ -34,8 +34,8 @@ func init() {
 	}
 }
 
-// sayMemory prints the most memory that this process ever had, in KiB. What wait
-// reports would have that of the parent in it, from the time before the exec.
+// sayMemory prints the peak memory of this process, in KiB. The peak that wait reports would
+// include that of the parent, from the time before the exec.
 func sayMemory() error {
 	b, err := os.ReadFile("/proc/self/status")
 	if err != nil {

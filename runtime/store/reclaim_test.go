@@ -214,7 +214,7 @@ func TestReclaim(t *testing.T) {
 	if again := must1(s.Reclaim(ctx, ReclaimOptions{MaxWaste: 1e-9})); again.Freed != 0 || again.Rewritten != 0 {
 		t.Errorf("again: %+v", again)
 	}
-	// What went is stored again when it comes back.
+	// Deleted pieces are stored again when they come back.
 	b := must1(s.Sandbox(ctx, "box"))
 	back := taken(t, s, of(b, "back", KindFull), data[0])
 	same(t, s, back.ID, data[0])

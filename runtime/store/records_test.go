@@ -80,7 +80,7 @@ func TestForgedRows(t *testing.T) {
 	}
 }
 
-// What lies in the root is root's alone, and leads nowhere else.
+// Files in the root are root's alone, and lead nowhere else.
 func TestForgedParts(t *testing.T) {
 	ctx := context.Background()
 	lead := func(from, to string) error { return errors.Join(os.RemoveAll(from), os.Symlink(to, from)) }

@@ -490,7 +490,7 @@ func TestCloseKeepsWAL(t *testing.T) {
 	must(t, s.Close())
 }
 
-// What is to be durable is, whatever was recorded before it.
+// A durable write is durable, whatever was recorded before it.
 func TestWriteIsDurable(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())

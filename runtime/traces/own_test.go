@@ -11,8 +11,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/traces/tracestest"
 )
 
-// What agentbox does by itself is a trace of its own, and what is a step of a verb part
-// of the verb's; what fails each second is one span until something else comes of it.
+// An action of agentbox's own is a trace of its own, and a step of a verb part of the verb's; one
+// that fails each second is one span until its outcome differs.
 func TestOwn(t *testing.T) {
 	c := tracestest.New(t)
 	environment(t, prefix+"ENDPOINT="+c.URL)

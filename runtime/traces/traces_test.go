@@ -205,7 +205,7 @@ func TestEveryVerb(t *testing.T) {
 	}
 }
 
-// What only looks begins no trace; what changes something does.
+// A verb that only reads begins no trace; one that changes something does.
 func TestOnlyLooks(t *testing.T) {
 	c := tracestest.New(t)
 	environment(t, prefix+"ENDPOINT="+c.URL)
@@ -354,7 +354,7 @@ func TestOddVariables(t *testing.T) {
 	}
 }
 
-// What failed is said again when it has worked in between.
+// A failure is logged again after a success in between.
 func TestSaidOnce(t *testing.T) {
 	log := logged(t)
 	s := &sender{redact: []string{"secret"}}
@@ -409,7 +409,7 @@ func TestRedirects(t *testing.T) {
 	}
 }
 
-// What has not the form of a name is not written down: it may be a URL with a password.
+// A reference without the form of one is not recorded: it may be a URL with a password.
 func TestRefs(t *testing.T) {
 	digest := "@sha256:" + strings.Repeat("0a", 32)
 	for _, c := range []struct {
@@ -460,7 +460,7 @@ func TestRefs(t *testing.T) {
 	}
 }
 
-// What a verb costs with traces, and without.
+// The cost of a verb with traces, and without.
 func BenchmarkVerb(b *testing.B) {
 	for _, on := range []bool{false, true} {
 		b.Run(fmt.Sprint("traces=", on), func(b *testing.B) {

@@ -351,9 +351,8 @@ func TestDockerd(t *testing.T) {
 	refused("plugins", "plugin", "install", "--grant-all-permissions", "localhost:1/x")
 	refused("swarm", "swarm", "init")
 
-	// What no client sends: settings at the top, which this daemon may take; a
-	// body that dockerd leaves out for its size, for the end of its address,
-	// for what it is declared as.
+	// Requests that no client sends: settings at the top, which this daemon may take; a body
+	// that dockerd leaves out for its size, for the end of its address, for its declared type.
 	big := `{"Image":"box","Labels":{"x":"` + strings.Repeat("x", 1<<20) + `"},"HostConfig":{"Privileged":true}}`
 	for _, c := range []struct{ uri, kind, body string }{
 		{"/containers/create", "application/json", `{"Image":"box","Cmd":["true"],"Privileged":true}`},

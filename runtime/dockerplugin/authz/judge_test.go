@@ -380,8 +380,8 @@ func TestJudge(t *testing.T) {
 	}
 }
 
-// What names a key passes under a policy that sets all of them, so that no
-// message sends its reader to the wrong place.
+// A refusal that names a key passes under a policy that sets all of them, so that no message sends
+// its reader to the wrong place.
 func TestJudgeAllowsAll(t *testing.T) {
 	top := tree(t)
 	j := judge(t, everything, top)

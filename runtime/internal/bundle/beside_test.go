@@ -19,7 +19,8 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// What Docker 29 masks of /proc and /sys (moby, daemon/pkg/oci/defaults.go), and makes read-only.
+// The paths of /proc and /sys that Docker 29 masks (moby, daemon/pkg/oci/defaults.go) or makes
+// read-only.
 var (
 	dockerMasks = []string{"/proc/acpi", "/proc/asound", "/proc/interrupts", "/proc/kcore", "/proc/keys", "/proc/latency_stats", "/proc/sched_debug", "/proc/scsi",
 		"/proc/timer_list", "/proc/timer_stats", "/sys/devices/system/cpu/cpu*/thermal_throttle", "/sys/devices/virtual/powercap", "/sys/firmware"}
@@ -128,9 +129,9 @@ func said(f *specs.LinuxSeccomp, name string) string {
 	return fmt.Sprint(rules)
 }
 
-// TestCallsBesideDocker holds the table of docs/security.md to what Docker's current profile
-// and ours do with every system call: those that either does not allow, that the two treat
-// otherwise, and all newer ones are in it. One that it does not know fails.
+// TestCallsBesideDocker holds the table of docs/security.md to what Docker's current profile and
+// ours do with every system call: those that either does not allow, that the two treat otherwise,
+// and all newer ones are in it. An unknown call fails.
 func TestCallsBesideDocker(t *testing.T) {
 	filterOf := func(get func(*specs.Spec) (*specs.LinuxSeccomp, error), capabilities []string) *specs.LinuxSeccomp {
 		t.Helper()

@@ -9,7 +9,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/network"
 )
 
-// What a start makes of the resolv.conf that is there.
+// A start rewrites or keeps the existing resolv.conf.
 func TestResolvConf(t *testing.T) {
 	p := Place{Dir: t.TempDir()}
 	path := filepath.Join(p.Dir, "etc", "resolv.conf")

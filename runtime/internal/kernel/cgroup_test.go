@@ -13,8 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// What CRIU mounts for the time of a restore is none of the host's hierarchies:
-// a monitor that was moved there in its last instant left files in its place.
+// The cgroup mounts that CRIU makes for a restore are none of the host's hierarchies: a monitor
+// that was moved there in its last instant left files in its place.
 func TestHierarchiesOfARestore(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Fatal("this test mounts cgroup filesystems: run it as root")

@@ -7,8 +7,8 @@ import (
 	"time"
 )
 
-// What the kernel writes under v1, under v2, and on a hybrid host, where v2 counts
-// processor time as well. Package test has the kernel that is here.
+// The kernel's files under v1, under v2, and on a hybrid host, where v2 counts processor time as
+// well. Package test has the kernel that is here.
 func TestUse(t *testing.T) {
 	v1 := map[string]string{
 		"cpu/box/cpuacct.usage":            "1500000000\n",
