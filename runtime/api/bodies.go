@@ -82,7 +82,7 @@ func (l *lateWriter) Write(p []byte) (int, error) {
 	return l.w.Write(p)
 }
 
-// encodeStatus is how a stream ended, as a header can hold it.
+// encodeStatus encodes how a stream ended, in a form that a header can hold.
 func encodeStatus(err error) string {
 	if err == nil {
 		return "ok"

@@ -184,7 +184,7 @@ func (c *Client) unanswered(ctx context.Context, what asks, err error) error {
 	return &runtime.Error{Op: "service " + c.where, Err: err, Hint: c.afterwards(what)}
 }
 
-// asks is what a request is for.
+// asks is the purpose of a request.
 type asks int
 
 const (
@@ -244,7 +244,7 @@ func problemOf(resp *http.Response) error {
 	return err
 }
 
-// noProblem is what is no error of the service's: of something else, or of another version.
+// noProblem is a response that is no error of the service's: of another server or version.
 type noProblem struct {
 	status string
 	data   []byte
@@ -280,7 +280,7 @@ func (c *Client) decode(ctx context.Context, what asks, resp *http.Response, int
 	return json.Unmarshal(data.Bytes(), into)
 }
 
-// maxAhead is what an answer is given room for on the word of its header, in bytes.
+// maxAhead bounds the room that an answer is given on the word of its header, in bytes.
 const maxAhead = 4 << 20
 
 // all gets every page of a list. It starts again if the cursor is gone meanwhile.

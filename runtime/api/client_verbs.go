@@ -377,7 +377,7 @@ func (c *Client) ImportCheckpoint(ctx context.Context, r io.Reader, opts runtime
 	return send[runtime.Checkpoint](ctx, c, http.MethodPost, at("checkpoints", "import"), q, r, header)
 }
 
-// maxIdentities is what a header can hold of keys.
+// maxIdentities bounds the keys in a header.
 const maxIdentities = 32 << 10
 
 func readSmall(file string) ([]byte, error) {

@@ -236,8 +236,8 @@ func progressOf(fn runtime.Progress) func([]byte) error {
 	}
 }
 
-// RestoreProgress is how far a restore is: what is sent is a runtime.Step, or without
-// phase the image.Progress of a layer that is pulled.
+// RestoreProgress is the progress of a restore: a runtime.Step or, without phase, the
+// image.Progress of a layer that is pulled.
 type RestoreProgress struct {
 	image.Progress
 	Phase runtime.Phase `json:"phase"`
@@ -258,7 +258,7 @@ func restored(opts runtime.RestoreOptions) func([]byte) error {
 	})
 }
 
-// Progress is how far a verb is, in bytes unless it says otherwise.
+// Progress is the progress of a verb, in bytes unless it says otherwise.
 type Progress struct {
 	Done  int64 `json:"done"`
 	Total int64 `json:"total"` // 0: not known

@@ -10,11 +10,11 @@ import (
 	"github.com/agentbox/agentbox/runtime/doctor"
 )
 
-// healthFor is how long what was found of the host is good: looking runs
-// programs, and probes ask often.
+// healthFor is how long a report on the host is valid: making one runs programs, and probes ask
+// often.
 const healthFor = 10 * time.Second
 
-// health is what was last found of the host.
+// health is the last report on the host.
 type health struct {
 	mu     sync.Mutex
 	report doctor.Report

@@ -48,7 +48,7 @@ type requests struct {
 	bytes int64 // of the records, or more
 }
 
-// record is what one file holds.
+// record is the content of one file.
 type record struct {
 	Request string          `json:"request"` // digest of method, path and body
 	Nonce   string          `json:"nonce"`   // of all tries of one request, and of no other

@@ -20,8 +20,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/doctor"
 )
 
-// SecretValues are what the caller's environment has of the secrets that come
-// from variables. They are never on record.
+// SecretValues are the secrets that come from variables in the caller's environment. They are never
+// recorded.
 type SecretValues struct {
 	Variables map[string]string `json:"variables,omitempty"`
 }

@@ -47,11 +47,10 @@ type Options struct {
 	// Before puts what killed processes left in order, and is called before each
 	// verb that may change something.
 	Before func(context.Context) error
-	// Stall is how long a caller may take none of a stream, or send none of it;
-	// 0: 10 minutes.
+	// Stall is how long a caller may neither take nor send any of a stream; 0: 10 minutes.
 	Stall time.Duration
-	// Drain is how long what is under way may take when the service is to end,
-	// before it is cancelled; 0: 30 s.
+	// Drain is how long verbs under way may take when the service is to end, before they are
+	// cancelled; 0: 30 s.
 	Drain time.Duration
 	// Body is how long a caller may take to send a JSON body; 0: 30 s.
 	Body time.Duration
@@ -61,8 +60,8 @@ type Options struct {
 	// Turns is how many heavy verbs are at work at a time, while others wait; 0: as
 	// many as there are processors, and at least 2.
 	Turns int
-	// Queue is how many wait for their turn before others are refused; 0: 256, half
-	// of the connections, so that those that only look still get in.
+	// Queue is how many wait for their turn before others are refused; 0: 256, half of the
+	// connections, so that callers that only read still get in.
 	Queue int
 	// TurnTime is how long a turn lasts before another caller gets one too; 0: 10 s.
 	TurnTime time.Duration
@@ -467,7 +466,7 @@ func (r route) withProgress(event any) route {
 	return r
 }
 
-// ref is what the path of a request names.
+// ref returns the name in the path of a request.
 func ref(r *http.Request) string {
 	for _, name := range []string{"sandbox", "checkpoint", "image", "lease"} {
 		if v := r.PathValue(name); v != "" {

@@ -127,7 +127,7 @@ func (c channel) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// input is what a caller sends, as a reader. It never holds more than Window.
+// input is a caller's input, as a reader. It never holds more than Window.
 type input struct {
 	mu    sync.Mutex
 	some  sync.Cond

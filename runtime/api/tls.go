@@ -18,7 +18,7 @@ type TLSFiles struct {
 	CA        string // the authority that signs the other side's certificates
 }
 
-// config is what both sides have in common.
+// config returns the configuration that both sides share.
 func (f TLSFiles) config() (*tls.Config, *x509.CertPool, error) {
 	if f.Cert == "" || f.Key == "" || f.CA == "" {
 		return nil, nil, fmt.Errorf("%w: TCP needs a certificate, its key, and the authority of the other side's certificates", runtime.ErrInvalid)

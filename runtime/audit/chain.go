@@ -25,17 +25,17 @@ import (
 )
 
 const (
-	// maxSegment is how large a segment gets, in bytes. That much is set aside for
-	// it when it begins, so that a full disk is not what ends it.
+	// maxSegment is the size of a segment, in bytes. That much is reserved for it when it
+	// begins, so that a full disk does not end it.
 	maxSegment = 1 << 20
 	// maxLine bounds a record.
 	maxLine = 32 << 10
-	// lockWait is how long to wait for others that append, which takes them
+	// lockWait is how long to wait for other processes that append, which takes them
 	// microseconds unless they were stopped.
 	lockWait = 10 * time.Second
 )
 
-// genesis is what the first record has as the hash before it.
+// genesis is the hash before the first record.
 var genesis = strings.Repeat("0", 2*sha256.Size)
 
 // Phases of records.
@@ -134,7 +134,7 @@ type Log struct{ dir string }
 // Open returns the log of a root. It makes nothing before the first record.
 func Open(root string) *Log { return &Log{filepath.Join(root, "audit")} }
 
-// Dir is where the log is.
+// Dir returns the directory of the log.
 func (l *Log) Dir() string { return l.dir }
 
 // Append adds a record and fills in its number, time and hashes. A durable record is on the

@@ -119,8 +119,8 @@ func Run(t *testing.T, f Factory) {
 	}
 }
 
-// bench is what a case works at: one backend, a few shorthands, and the
-// clean-up that ends with the search for what was left behind.
+// bench is the workplace of a case: one backend, a few shorthands, and the clean-up that ends with
+// the search for leftovers.
 type bench struct {
 	*testing.T
 	f      Factory

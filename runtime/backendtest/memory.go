@@ -89,7 +89,7 @@ type box struct {
 	stdin    *io.PipeWriter
 }
 
-// chunk is what one write printed.
+// chunk is the output of one write.
 type chunk struct {
 	at     time.Time
 	stderr bool

@@ -181,7 +181,7 @@ func (a *adoptee) inspect(ctx context.Context) (runtime.Container, error) {
 	return c, nil
 }
 
-// slot is where its runtime looks for a staged restore: the runtime has the
+// slot returns the slot in which its runtime looks for a staged restore: the runtime has the
 // daemon's environment.
 func (a *adoptee) slot() stage.Slot {
 	return stage.Slot{Run: cmp.Or(a.b.client.daemonEnv(stage.Env), a.Theirs.Stage, stage.DefaultRun), ID: stage.Under(a.Theirs.Runtime.Root, a.Theirs.ID)}

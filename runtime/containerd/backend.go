@@ -148,7 +148,7 @@ func (b *Backend) Properties() runtime.Properties { return runtime.Properties{Na
 // monitors is the cgroup of all monitors.
 const monitors = home.Cgroups + "/monitor"
 
-// place is what a container's bundle is made of.
+// place returns the parts of a container's bundle.
 func (b *Backend) place(id string) bundle.Place {
 	return bundle.Place{
 		Dir: b.home.Dir(id), Rootfs: b.home.Dir(id, "merged"), Config: b.home.RunDir(id, "criu.conf"), Cgroup: b.home.Cgroup(id), Init: b.wrapper, Cgroups: b.cgroups,

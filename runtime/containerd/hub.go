@@ -61,9 +61,8 @@ const outputBuffer = 8 << 10
 // callerBuffer is how far a caller may lag behind.
 const callerBuffer = 256 << 10
 
-// idleWait is how long the end of the output is waited for when a process has
-// ended and nothing comes: one that it has left behind, or a shim that died, may
-// keep it open.
+// idleWait bounds the wait for the end of the output when a process has ended and nothing comes: a
+// child that it has left behind, or a shim that died, may keep it open.
 const idleWait = 2 * time.Second
 
 // fifos returns the paths of a process's streams in a directory, in the form a shim takes; empty

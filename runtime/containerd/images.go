@@ -31,7 +31,7 @@ type Images struct{ b *Backend }
 
 var _ runtime.Images = Images{}
 
-// Images are where this backend's images come from.
+// Images returns the source of this backend's images.
 func (b *Backend) Images() Images { return Images{b} }
 
 const (
@@ -209,7 +209,7 @@ func (m Images) describe(ctx context.Context, img cimages.Image) (image.Image, e
 	return out, nil
 }
 
-// size is how much an image takes unpacked, or, before it is, packed.
+// size returns the size of an image unpacked or, before it is, packed.
 func (m Images) size(ctx context.Context, i containerd.Image, spec ocispec.Image) (n int64) {
 	for k := range spec.RootFS.DiffIDs {
 		use, err := m.b.snapshots().Usage(ctx, identity.ChainID(spec.RootFS.DiffIDs[:k+1]).String())

@@ -141,7 +141,7 @@ func (m *monitor) run(ctx context.Context, fresh bool) (err error) {
 	return nil
 }
 
-// patience is how long a caller has to read what is left when all is over.
+// patience is how long a caller has to read the rest of the output after the end.
 const patience = time.Hour
 
 // ready tells the process that started us that we hold the streams. Errors do not matter:
@@ -480,7 +480,7 @@ func (b *Backend) resize(v view, exec string, size runtime.Size) {
 	}
 }
 
-// nameOf is what containerd calls a container.
+// nameOf returns containerd's name of a container.
 func (b *Backend) nameOf(c container) (namespace, id string) {
 	if c.Theirs != nil {
 		return c.Theirs.Namespace, c.Theirs.ID

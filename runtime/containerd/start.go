@@ -267,9 +267,9 @@ func (s *starting) begin(ctx context.Context) error {
 	return s.monitor.started()
 }
 
-// root is what a container's root filesystem is mounted of. containerd would
-// mount the snapshot itself, with the kernel's defaults; the options that keep
-// an upperdir free of references to the layers below are ours.
+// root returns the mount of a container's root filesystem. containerd would mount the snapshot
+// itself, with the kernel's defaults; the options that keep an upperdir free of references to the
+// layers below are ours.
 func (b *Backend) root(c container) overlay.Mount {
 	return overlay.Mount{Lower: c.Lower, Upper: c.Upper, Work: c.Work, Target: b.home.Dir(c.Spec.ID, "merged")}
 }

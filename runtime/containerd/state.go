@@ -19,7 +19,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 )
 
-// view is what is so of a container at one moment.
+// view is the state of a container at one moment.
 type view struct {
 	container
 	status runtime.Status

@@ -143,7 +143,7 @@ func Open(opts Options) (*Backend, error) {
 // Properties are this backend's differences.
 func (b *Backend) Properties() runtime.Properties { return runtime.Properties{Name: "docker"} }
 
-// info is what the daemon says of itself; it is asked once. fresh asks again.
+// info returns the daemon's description of itself, which is asked for once; fresh asks again.
 func (b *Backend) info(ctx context.Context, fresh bool) (*system.Info, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()

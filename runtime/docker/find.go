@@ -35,8 +35,8 @@ func (c box) own() bool {
 	return id != "" && c.HostConfig.ContainerIDFile == proof(id)
 }
 
-// proof is what Create writes into a field of a container that no image has a
-// word for, and that the daemon only keeps.
+// proof returns the mark that Create writes into a field of a container that no image can set, and
+// that the daemon only keeps.
 func proof(id string) string { return "agentbox:" + id }
 
 // find looks a container up by our id.

@@ -484,7 +484,7 @@ func (b *Backend) keptLayers(c box) (layerDirs, bool) {
 	return dirs, dirs.Upper != "" && err == nil
 }
 
-// note is what we keep of a container beside what the daemon does.
+// note is our record of a container beside the daemon's.
 type note struct {
 	// Kept are the managed files that the start at Started left as the sandbox
 	// had them.

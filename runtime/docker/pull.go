@@ -99,7 +99,7 @@ func credentials(repository string) (string, error) {
 	})
 }
 
-// layerProgress is what the daemon says of one layer.
+// layerProgress converts the daemon's progress of one layer.
 func layerProgress(m jsonmessage.JSONMessage) image.Progress {
 	p := image.Progress{Layer: m.ID, Stage: image.StageWaiting}
 	if m.Progress != nil {

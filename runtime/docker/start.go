@@ -147,7 +147,7 @@ func (b *Backend) putSecrets(ctx context.Context, c box, id string, files []runt
 	return errors.Join(p.DropSecrets(), p.PutSecrets(s, files, specs.User{UID: user.UID, GID: user.GID}))
 }
 
-// place is where the secrets of a container are.
+// place returns the place of a container's secrets.
 func (b *Backend) place(id string) bundle.Place {
 	return bundle.Place{Secrets: filepath.Join(b.run, id, "secrets")}
 }

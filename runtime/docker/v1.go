@@ -88,7 +88,7 @@ func configFile(got dockerimage.InspectResponse, steps []dockerimage.HistoryResp
 	return cfg, nil
 }
 
-// download is what `docker save` gives of an image.
+// download is the output of `docker save` for an image.
 type download struct {
 	b     *Backend
 	id    string

@@ -21,8 +21,7 @@ import (
 // limit is how large a file gets, in bytes; there are at most two.
 const limit = 1 << 20
 
-// Path is where the newest events of a sandbox are; older ones are in a file
-// beside it.
+// Path returns the file with the newest events of a sandbox; older ones are in a file beside it.
 func Path(dir, id string) string { return filepath.Join(dir, id+".jsonl") }
 
 func older(dir, id string) string { return filepath.Join(dir, id+".1.jsonl") }
@@ -70,7 +69,7 @@ func appendTo(f *os.File, dir, id string, line []byte) (again bool, err error) {
 	return false, err
 }
 
-// end is where the last whole line of a file ends.
+// end returns the offset at which the last whole line of a file ends.
 func end(f *os.File, size int64) (int64, error) {
 	buf := make([]byte, 4096)
 	for size > 0 {

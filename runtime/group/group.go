@@ -119,7 +119,7 @@ func (r Report) Count(outcome string) (n int) {
 	return n
 }
 
-// Error is what failed in a member.
+// Error is a failure in a member.
 type Error struct {
 	Member, Phase string
 	Err           error
@@ -155,7 +155,7 @@ type run struct {
 	cleanup []error
 }
 
-// errSibling is why members are cancelled that have done nothing wrong.
+// errSibling is the cause for cancelling members that have done nothing wrong.
 var errSibling = errors.New("another member has failed")
 
 // Run makes the members, has each do its work, and cleans up. The error is the first

@@ -276,8 +276,7 @@ func ownerAlive(owner string) bool {
 	return err != nil || part[0] == now[0] && startTicks(pid) == part[2]
 }
 
-// startTicks is when a process was started, in the kernel's ticks; empty: it is
-// not there.
+// startTicks returns the start time of a process, in the kernel's ticks, or "" if it does not exist.
 func startTicks(pid int) string {
 	p, err := proc.Read(pid)
 	if err != nil {

@@ -35,8 +35,8 @@ type Options struct {
 
 // CreateOptions let the agent make sandboxes.
 type CreateOptions struct {
-	// Request is what a sandbox of that image is asked for with; its name,
-	// command and labels are filled in.
+	// Request returns the request for a sandbox of that image; its name, command and labels are
+	// filled in.
 	Request func(image string) (runtime.CreateRequest, error)
 	// Images are those that may be used, the first when none is named; none:
 	// all, and one must be named.

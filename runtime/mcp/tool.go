@@ -31,7 +31,7 @@ type tool struct {
 	effect effect
 }
 
-// reply is what a tool says: its result, and what is to be known about that.
+// reply is the answer of a tool: its result, and notes on it.
 type reply struct {
 	text   string
 	note   string

@@ -34,7 +34,7 @@ type filterSets struct {
 	udp                                          []datagrams
 }
 
-// datagrams are what a sandbox may send. These are rules and no set: a set of
+// datagrams are the datagrams that a sandbox may send. They become rules and no set: a set of
 // networks and ranges of ports needs a kernel that bridges do without.
 type datagrams struct {
 	from netip.Addr

@@ -47,7 +47,7 @@ func (m *Manager) UseProxy(command func() *exec.Cmd, start func(*exec.Cmd) error
 // proxyDir has the process's control socket, lock and messages.
 func (m *Manager) proxyDir() string { return filepath.Join(m.run, "egress") }
 
-// EventsDir is where eventlog has what sandboxes were denied, each an egress.Event.
+// EventsDir returns the eventlog directory of denials, each an egress.Event.
 func (m *Manager) EventsDir() string { return filepath.Join(m.root, "egress") }
 
 func (m *Manager) forgetEvents(id string) error {
@@ -65,7 +65,7 @@ func (m *Manager) clearProxy() error {
 	return err
 }
 
-// proxyReply is what the process answers.
+// proxyReply is the answer of the process.
 type proxyReply struct {
 	Version int                         `json:"version"`
 	Error   string                      `json:"error,omitempty"`

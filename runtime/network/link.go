@@ -295,7 +295,7 @@ func (m *Manager) setLink(id string, up bool) error {
 	return h.LinkSetDown(l)
 }
 
-// mtu is what the host's way out can carry, at most Ethernet's.
+// mtu returns the MTU of the host's way out, at most Ethernet's.
 func (h *handle) mtu() (int, error) {
 	mtu := 1500
 	routes, err := dump(func() ([]netlink.Route, error) { return h.RouteList(nil, netlink.FAMILY_V4) })

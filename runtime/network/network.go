@@ -86,7 +86,7 @@ import (
 // agentbox0, agentbox1, ... and agentbox.
 const DefaultRoot = "/var/lib/agentbox"
 
-// bridgePrefixes are what the names of all roots' bridges begin with.
+// bridgePrefixes are the prefixes of the names of all roots' bridges.
 var bridgePrefixes = []string{"agentbox", "abx"}
 
 // Manager makes and keeps the networks of one root's sandboxes. Several

@@ -26,7 +26,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/network/egress"
 )
 
-// readyFd is where the process that UseProxy makes says that it listens.
+// readyFd is the descriptor on which the process that UseProxy makes reports that it listens.
 const readyFd = 3
 
 const (

@@ -129,9 +129,9 @@ func (v *verb) newBridge(id string, le *lease) error {
 	return nil
 }
 
-// firstSubnet is where in the first pool a root begins to look. Roots that are
-// not the default begin where their tag says, so that two whose bridges are
-// down, and so cannot be seen, hardly ever take the same.
+// firstSubnet returns the index in the first pool at which a root begins to look. Roots other than
+// the default begin at one that depends on their tag, so that two whose bridges are down, and so
+// cannot be seen, hardly ever take the same.
 func (m *Manager) firstSubnet() int {
 	if m.table == "agentbox" {
 		return 0

@@ -36,14 +36,14 @@ type order struct {
 	Denied *denied                     `json:"denied,omitempty"` // it is that alone, and has no answer
 }
 
-// denied is what the kernel's rules have dropped.
+// denied is a packet that the kernel's rules have dropped.
 type denied struct {
 	From     netip.Addr     `json:"from"`
 	Protocol string         `json:"protocol"`
 	To       netip.AddrPort `json:"to"`
 }
 
-// served is what it answers: where it listens.
+// served is the worker's answer: where it listens.
 type served struct {
 	Gates map[netip.Addr]egress.Ports `json:"gates,omitempty"`
 	Error string                      `json:"error,omitempty"`

@@ -290,7 +290,7 @@ func commandError(args []string, msg string) error {
 	return errors.New("the OCI runtime could not start it: " + plain(msg))
 }
 
-// plain is what the runtime said without the words that it says of every failure.
+// plain returns the runtime's message without the words that are in every failure.
 func plain(msg string) string {
 	msg = strings.TrimSpace(msg)
 	for _, frame := range []string{"runc create failed: ", "unable to start container process: ", "error during container init: "} {
@@ -301,7 +301,7 @@ func plain(msg string) string {
 	return msg
 }
 
-// callError is what the runtime said when it failed.
+// callError is the runtime's message for a failure.
 type callError struct{ verb, said string }
 
 func (e *callError) Error() string { return e.verb + ": " + e.said }

@@ -53,7 +53,7 @@ func (b *Backend) SetEgress(ctx context.Context, id string, rules []string) erro
 	return b.net.SetEgress(ctx, id, rules)
 }
 
-// EgressLog is where what containers were denied is noted.
+// EgressLog returns the directory in which denials of containers are recorded.
 func (b *Backend) EgressLog() string { return b.net.EventsDir() }
 
 // ServeEgress is the life of that process.

@@ -17,8 +17,8 @@ import (
 // Whether it is frozen is read each time from its cgroup, which is held open as well. So a
 // list costs a fraction of reading all of these files again.
 
-// settled is how long a file has to have been as it is: its time may be as coarse as
-// the kernel's clock, and a change right after another one not be seen by it.
+// settled is how long a file must be unchanged: its time may be as coarse as the kernel's clock, and
+// a change right after another one not show in it.
 const settled = 2 * time.Second
 
 // maxGlances bounds the cached states, also of sandboxes that other processes have removed: each
@@ -37,7 +37,7 @@ type glances struct {
 	byID map[string]glance
 }
 
-// glance is what was found out of a sandbox that runs.
+// glance is the cached state of a running sandbox.
 type glance struct {
 	paths [3]string // of its record, its starts, and the start that runs
 	files [3]inode
@@ -53,7 +53,7 @@ func (g *glance) letGo() {
 	}
 }
 
-// inode is what changes of a file when it does.
+// inode is the metadata that changes when a file does.
 type inode struct {
 	dev, ino     uint64
 	size         int64

@@ -89,8 +89,8 @@ func (b *Backend) layersMap(s runtime.Spec, lower []string, ids idmap.Map) (stri
 	return "", nil
 }
 
-// mapping is what was found out about this host, and for which kernel, mounts,
-// programs and disk that holds.
+// mapping is the result for this host, and the kernel, mounts, programs and disk for which it
+// holds.
 type mapping struct {
 	Of  string `json:"of"`
 	Why string `json:"why"`

@@ -55,8 +55,8 @@ func (b *Backend) exited(id string, n int) (home.Exit, bool, error) {
 	return home.Exit{Code: code, Finished: at, OOM: !b.oomAt(id, n).IsZero()}, true, nil
 }
 
-// oomAt is when the kernel first killed a process for memory in run n, which
-// conmon notes by a file.
+// oomAt returns when the kernel first killed a process for memory in run n, which conmon notes by a
+// file.
 func (b *Backend) oomAt(id string, n int) time.Time {
 	st, err := os.Lstat(b.home.Start(id, n, "oom"))
 	if err != nil {

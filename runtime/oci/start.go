@@ -330,7 +330,7 @@ func (b *Backend) note(id string, n int, at time.Time) error {
 	return b.home.Note(id, n, at)
 }
 
-// root is what a container's root filesystem is mounted of, and where.
+// root returns the mount of a container's root filesystem.
 func (b *Backend) root(c container) overlay.Mount {
 	id := c.Spec.ID
 	return overlay.Mount{Lower: c.Lower, Upper: b.home.Dir(id, "upper"), Work: b.home.Dir(id, "work"), Target: b.home.Dir(id, "merged"), IDs: c.Spec.IDs}

@@ -160,7 +160,7 @@ func (l link) connect(name, id string) []string {
 	return append(args, name, id)
 }
 
-// asked is what of an address the command that made the container asks for.
+// asked returns the part of an address that was requested by the command that made the container.
 func (c container) asked(a address) (own address) {
 	is := func(flag, value string) {
 		switch flag {

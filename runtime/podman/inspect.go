@@ -24,8 +24,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 )
 
-// container is what `podman container inspect` says, as far as we need it and
-// the versions of Podman agree.
+// container is the output of `podman container inspect`, as far as we need it and the versions of
+// Podman agree.
 type container struct {
 	ID          string `json:"Id"`
 	Name        string
@@ -128,7 +128,7 @@ func (b *Backend) find(ctx context.Context, ref string) (container, error) {
 	return c, err
 }
 
-// inspected is what Podman says of containers. A single unknown one fails all.
+// inspected returns Podman's description of containers. A single unknown one fails all.
 func (b *Backend) inspected(ctx context.Context, refs ...string) (all []container, err error) {
 	out, err := b.ask(ctx, append([]string{"container", "inspect", "--"}, refs...)...)
 	if err != nil {
@@ -140,7 +140,7 @@ func (b *Backend) inspected(ctx context.Context, refs ...string) (all []containe
 	return all, nil
 }
 
-// told is what Podman says, corrected by what the kernel knows.
+// told returns Podman's description, corrected by what the kernel knows.
 func (b *Backend) told(ctx context.Context, ref string) (container, error) {
 	all, err := b.inspected(ctx, ref)
 	if err != nil {

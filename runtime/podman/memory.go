@@ -15,7 +15,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
-// memory is what Podman does not know of one container.
+// memory is our record of one container: facts that Podman does not know.
 type memory struct {
 	Started time.Time `json:"started"`        // the start that we made; another's makes Env and Kept void
 	Env     []string  `json:"env,omitempty"`  // what it was given, for processes that Exec adds

@@ -42,9 +42,9 @@ import (
 // Options say where things are; only Root is needed.
 type Options struct {
 	Root string // the memory is kept in Root/podman
-	// Run is where the OCI runtime wrapper looks for what is staged. Podman
-	// passes some of its environment on to it and, by version, some not, so
-	// nothing of ours moves that.
+	// Run is the directory in which the OCI runtime wrapper looks for staged restores. Podman
+	// passes some of its environment on to it and, by version, some not, so nothing of ours
+	// moves that.
 	Run    string // default: stage.DefaultRun
 	Podman string // the program; default: podman, looked for in PATH and the system's directories
 	Log    *slog.Logger
@@ -88,7 +88,7 @@ const (
 	grace = 5 * time.Second
 )
 
-// refusal is what podman said when it failed.
+// refusal is podman's message for a failure.
 type refusal struct {
 	verb, said string
 	exit       int

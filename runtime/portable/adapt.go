@@ -37,7 +37,7 @@ const (
 	maxImageEntry = 4 << 20
 )
 
-// externalNetns is what runc calls the network namespace that it is given.
+// externalNetns is runc's name for the network namespace that it is given.
 const externalNetns = "extRootNetNS"
 
 // dropped are mounts of other engines that a sandbox does not have. Without

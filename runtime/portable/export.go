@@ -396,8 +396,8 @@ func (x *exporter) image(im image) (err error) {
 	return x.stream(im.member(), im.Bytes, r, true)
 }
 
-// member is where an image lies in an archive: what CRIU measured is above the
-// images, where checkpointctl looks for it.
+// member returns the name of an image in an archive: CRIU's statistics are above the images, where
+// checkpointctl looks for them.
 func (im image) member() string {
 	if im.Name == statsName {
 		return statsName

@@ -88,7 +88,7 @@ func printable(s, not string) bool {
 	return !strings.ContainsFunc(s, func(r rune) bool { return !strconv.IsPrint(r) || strings.ContainsRune(not, r) })
 }
 
-// facts are what config.dump and spec.dump say.
+// facts returns the facts in config.dump and spec.dump.
 func facts(c *container, s *specs.Spec) Facts {
 	f := Facts{
 		ID: c.ID, Name: c.Name, Image: c.RootfsImageName, Created: c.CreatedTime, Runtime: c.OCIRuntime,

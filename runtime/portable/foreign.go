@@ -105,7 +105,7 @@ var silent = []string{
 	"status.dump", "bind.mounts", "io.kubernetes.cri-o.LogPath",
 }
 
-// foreignImport is what has come so far of another engine's archive.
+// foreignImport is the state of the import of another engine's archive.
 type foreignImport struct {
 	*importer
 	seen    map[string]bool

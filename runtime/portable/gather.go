@@ -169,7 +169,7 @@ func entryOf(h *tar.Header) (overlay.Entry, error) {
 	return e, overlay.CheckEntry(e)
 }
 
-// implied is what a tree has that is not in its tar.
+// implied is the part of a tree that is not in its tar.
 type implied struct {
 	deleted []string // sorted; what is written is no longer in it
 	lower   func(string) (overlay.Entry, error)

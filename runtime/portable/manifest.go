@@ -112,7 +112,7 @@ func checkList(list []image, count func(n int64) error) error {
 	return nil
 }
 
-// listed is what the manifest says of the list of the images; nil: it names them itself.
+// listed returns the manifest's tree of the list of the images, or nil if it names them itself.
 func (m *manifest) listed() *tree {
 	if m.Processes == nil {
 		return nil
@@ -160,7 +160,7 @@ func (m *manifest) list(lines []byte) error {
 	return nil
 }
 
-// trees is how many there are, the files' included.
+// trees returns the number of trees, the files' included.
 func (m *manifest) trees() int {
 	n := 1 + len(m.Volumes)
 	if m.Attached != nil {

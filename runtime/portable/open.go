@@ -74,7 +74,7 @@ func Open(ctx context.Context, r io.Reader, opts OpenOptions) (*Archive, error) 
 	return a, nil
 }
 
-// Facts are what the archive says about its checkpoint.
+// Facts returns the archive's facts about its checkpoint.
 func (a *Archive) Facts() Facts { return a.facts }
 
 // Close frees what the archive holds. It may be called twice.

@@ -15,7 +15,7 @@ import (
 	"github.com/agentbox/agentbox/policy"
 )
 
-// boxSpec is what is needed of a sandbox's spec.
+// boxSpec is the needed part of a sandbox's spec.
 type boxSpec struct {
 	Image      string   `json:"image"`
 	Args       []string `json:"args"`
@@ -252,8 +252,8 @@ func withPath(env []string) []string {
 	return append([]string{"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}, env...)
 }
 
-// standardMounts are what a sandbox of the oci backend has, except for the
-// files of /etc, which Podman adds by itself.
+// standardMounts returns the mounts of a sandbox of the oci backend, except for the files of /etc,
+// which Podman adds by itself.
 func standardMounts() []specs.Mount {
 	return []specs.Mount{
 		{Destination: "/proc", Type: "proc", Source: "proc", Options: []string{"nosuid", "noexec", "nodev"}},
@@ -265,7 +265,7 @@ func standardMounts() []specs.Mount {
 	}
 }
 
-// imageName is what Podman calls an image that was loaded by this name.
+// imageName returns Podman's name for an image that was loaded by this name.
 func imageName(name string) string {
 	if name == "" {
 		return "localhost/unknown:latest"

@@ -75,7 +75,7 @@ import (
 	"github.com/agentbox/agentbox/overlay"
 )
 
-// Data is what Export reads a checkpoint from; *store.Reader is one.
+// Data is the source that Export reads a checkpoint from; *store.Reader is one.
 type Data interface {
 	// Tree opens the JSON lines of the n-th tree: 0 the files, 1+i the i-th volume.
 	Tree(ctx context.Context, n int) (io.ReadCloser, error)
@@ -88,7 +88,7 @@ type Data interface {
 	Image(ctx context.Context, name string) (io.ReadCloser, error)
 }
 
-// Target is what Import writes a checkpoint to; *store.Draft is one.
+// Target is the destination that Import writes a checkpoint to; *store.Draft is one.
 type Target interface {
 	Sink() overlay.Sink
 	PutTree(ctx context.Context, n int, each func(fn func(overlay.Entry) error) error) error
@@ -97,7 +97,7 @@ type Target interface {
 	PutImages(ctx context.Context) error
 }
 
-// Checkpoint is what Export writes.
+// Checkpoint is the input of Export.
 type Checkpoint struct {
 	Manifest []byte // the store's, in canonical form
 	Data     Data
@@ -140,7 +140,7 @@ type OpenOptions struct {
 	Progress   func(done, total int64)
 }
 
-// Facts are what an archive says about its checkpoint.
+// Facts are an archive's facts about its checkpoint.
 type Facts struct {
 	// Manifest is the store's manifest of an archive of ours. Nil: it is
 	// another engine's, and all that follows is from its config.dump and spec.dump.
@@ -171,8 +171,8 @@ type Facts struct {
 	CPUs      float64
 	Signal    string // that stops it; a number
 
-	// Capabilities are what processes may have that are started later, of those
-	// that a sandbox can be given; nil: it does not say.
+	// Capabilities are those that processes started later may have, of those that a sandbox can
+	// be given; nil: not stated.
 	Capabilities []string
 }
 

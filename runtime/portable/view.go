@@ -14,9 +14,8 @@ import (
 	"github.com/agentbox/agentbox/overlay"
 )
 
-// view is what rootfs-diff.tar shows of an entry; ok is false for what it does
-// not show. It depends on the entry alone, so that an import can hold the two
-// against each other.
+// view returns an entry as rootfs-diff.tar shows it; ok is false for an entry that it does not show.
+// It depends on the entry alone, so that an import can check the two against each other.
 func view(e overlay.Entry) (shown overlay.Entry, ok bool) {
 	switch {
 	case e.Path == ".", e.Type == overlay.TypeWhiteout, e.Type == overlay.TypeSocket:
@@ -39,9 +38,9 @@ func view(e overlay.Entry) (shown overlay.Entry, ok bool) {
 	return e, true
 }
 
-// rootHeader is how rootfs-diff.tar begins: with the root directory. It has an
-// absolute name, for Podman's storage passes over "./", leaves the root of every
-// image at mode 0555, and CRIU then refuses processes that knew another.
+// rootHeader returns the beginning of rootfs-diff.tar: the root directory. It has an absolute name,
+// for Podman's storage passes over "./", leaves the root of every image at mode 0555, and CRIU then
+// refuses processes that knew another.
 func rootHeader(e overlay.Entry) ([]byte, error) {
 	var buf bytes.Buffer
 	err := tar.NewWriter(&buf).WriteHeader(&tar.Header{

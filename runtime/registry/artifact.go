@@ -53,10 +53,10 @@ type artifact struct {
 // packRef names a pack and its index.
 type packRef struct{ pack, index v1.Descriptor }
 
-// pieces is how many its index lists.
+// pieces returns the number of pieces that its index lists.
 func (p packRef) pieces() int { return int(p.index.Size-int64(len(indexMagic))) / indexEntry }
 
-// usesSize is how long the uses of these packs are.
+// usesSize returns the length of the uses of these packs.
 func usesSize(packs []packRef) int64 {
 	n := int64(len(usesMagic))
 	for _, p := range packs {

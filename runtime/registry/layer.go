@@ -14,9 +14,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// maxNew is where a pack that is made ends: large enough that there are few,
-// small enough that a push that breaks has not lost much and that every
-// registry takes it.
+// maxNew is the size at which a new pack ends: large enough that there are few, small enough that a
+// push that breaks has not lost much and that every registry takes it.
 const maxNew = 512 << 20
 
 // built is a pack that is ready to be pushed.

@@ -21,7 +21,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// Target is what Pull puts its data into; a *store.Draft is one.
+// Target is the destination of Pull; a *store.Draft is one.
 type Target interface {
 	// Missing returns those of the pieces that neither the store has nor was
 	// put here.

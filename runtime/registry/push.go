@@ -25,7 +25,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// Checkpoint is what Push takes its data from; a *store.Reader is one.
+// Checkpoint is the source of Push; a *store.Reader is one.
 type Checkpoint interface {
 	// Pieces calls fn for every piece that the checkpoint needs, once, with
 	// its raw bytes.
@@ -61,8 +61,7 @@ const (
 	minUse       = 4  // a pack is used again when at least 1/minUse of it is needed
 )
 
-// Tag is what the artifact of a checkpoint is tagged with, besides the tag that
-// it was pushed as.
+// Tag returns the tag of a checkpoint's artifact, besides the tag that it was pushed as.
 func Tag(id string) string { return "ckpt-" + id[:min(12, len(id))] }
 
 // Push stores a checkpoint under ref, HOST/NAME[:TAG], and under Tag in the same repository.

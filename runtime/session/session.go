@@ -22,7 +22,7 @@ import (
 // Label is on all that a session makes, with the session's id.
 const Label = "agentbox.session"
 
-// Service is what a session needs of runtime.Service.
+// Service is the part of runtime.Service that a session needs.
 type Service interface {
 	runtime.SandboxService
 	runtime.CheckpointService

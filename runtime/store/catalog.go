@@ -175,7 +175,7 @@ func newSurvey(cat *catalog) *survey {
 	return &survey{cat: cat, absent: map[wanted]uint32{}, known: map[pack.ID]uint32{}}
 }
 
-// needed is what one checkpoint needs; a piece may be in it several times.
+// needed lists the needs of one checkpoint; a piece may be in it several times.
 type needed struct {
 	groups []uint32
 	pieces []uint32
@@ -415,5 +415,5 @@ func (v *survey) each(n needed, seen bitset, fn func(i uint32)) {
 	}
 }
 
-// size is how many numbers there are.
+// size returns how many numbers there are.
 func (v *survey) size() int { return len(v.cat.ids) + len(v.absents) }

@@ -21,8 +21,8 @@ import (
 // recordWait bounds what is not given up any more: millions of rows.
 const recordWait = 10 * time.Minute
 
-// publishDir is where in the scratch directory the manifest is written; it
-// becomes the checkpoint's directory.
+// publishDir is the directory in the scratch directory in which the manifest is written; it becomes
+// the checkpoint's directory.
 const publishDir = "publish"
 
 // Commit publishes the draft: when it returns nil, the checkpoint is on the

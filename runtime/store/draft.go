@@ -301,7 +301,7 @@ func (s *Store) pruneLogs() error {
 	return errors.Join(errs...)
 }
 
-// KeptLog is where Abort keeps a log that lies in the draft's directory now.
+// KeptLog returns the path at which Abort keeps a log that lies in the draft's directory now.
 func (d *Draft) KeptLog(path string) string {
 	rel, err := filepath.Rel(d.dir, path)
 	if err != nil {
@@ -312,5 +312,6 @@ func (d *Draft) KeptLog(path string) string {
 
 func keptName(path string) string { return strings.ReplaceAll(filepath.Clean(path), "/", "_") }
 
-// FailedDir is where Abort keeps the logs of a failed checkpoint; it may not exist.
+// FailedDir returns the directory in which Abort keeps the logs of a failed checkpoint; it may not
+// exist.
 func (s *Store) FailedDir(id string) string { return filepath.Join(s.failedDir(), id) }

@@ -73,8 +73,8 @@ func (d *Draft) putImageList(ctx context.Context, list []Image) (*Tree, error) {
 	return t, err
 }
 
-// wordLen is where a list of process images can be cut: behind a line, and behind
-// a piece in it that another one follows.
+// wordLen returns where a list of process images can be cut: behind a line, and behind a piece in it
+// that another one follows.
 func wordLen(lines []byte) int {
 	for i, c := range lines {
 		if c == '\n' || c == ',' && i > 0 && lines[i-1] == ']' {
@@ -162,7 +162,7 @@ func (r *Reader) imageLines(ctx context.Context, t *Tree, lines []overlay.Piece)
 
 const imageListName = "list of process images"
 
-// imageList is what a Reader knows of a list of process images.
+// imageList is a Reader's list of process images.
 type imageList struct {
 	images []Image
 	pieces treeList

@@ -21,7 +21,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// place is where the index says that a piece is.
+// place is the place of a piece in the index.
 type place struct {
 	pack int64 // packs.num
 	blob pack.Blob
@@ -123,7 +123,7 @@ func (s *Store) locateKeys(ctx context.Context, keys []uint64) (list []place, er
 	return list, nil
 }
 
-// packRow is what the index knows of a pack.
+// packRow is the row of a pack in the index.
 type packRow struct {
 	num   int64
 	name  string

@@ -32,7 +32,7 @@ type Lease struct {
 	Created time.Time
 }
 
-// LeaseMembers are what belongs to a lease.
+// LeaseMembers are the members of a lease.
 type LeaseMembers struct {
 	Sandboxes   []Sandbox
 	Checkpoints []Checkpoint // of any status
@@ -168,7 +168,7 @@ func (s *Store) ChangeLease(ctx context.Context, id string, lazy bool, fn func(*
 	})
 }
 
-// LeaseMembers are what belongs to a lease now.
+// LeaseMembers returns the current members of a lease.
 func (s *Store) LeaseMembers(ctx context.Context, id string) (m LeaseMembers, err error) {
 	if m.Sandboxes, err = s.sandboxes(ctx, "WHERE lease = ? ORDER BY seq", id); err != nil {
 		return m, err

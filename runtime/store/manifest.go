@@ -128,8 +128,8 @@ type Tree struct {
 	Depth int `json:"depth,omitempty"`
 }
 
-// Pieces is how a stream is cut, front to back. In JSON a piece is its digest
-// and its length, as an array of two.
+// Pieces lists the pieces of a stream, front to back. In JSON a piece is its digest and its length,
+// as an array of two.
 type Pieces []overlay.Piece
 
 // MarshalJSON writes the arrays.
@@ -240,7 +240,7 @@ type Processes struct {
 	Listed *Tree `json:"listed,omitempty"`
 }
 
-// Bytes is how much the images are.
+// Bytes returns the total size of the images.
 func (p *Processes) Bytes() (n int64) {
 	if p == nil {
 		return 0

@@ -21,8 +21,8 @@ func (s *Store) MemoryPath(sandbox string, n int) string {
 	return filepath.Join(s.memoryDir(), sandbox+"."+strconv.Itoa(n))
 }
 
-// StagedImages is where a restore lays out the process images of a sandbox for
-// the OCI runtime, which reads them from a directory. It may not be there.
+// StagedImages returns the directory in which a restore lays out the process images of a sandbox for
+// the OCI runtime. It may not exist.
 func (s *Store) StagedImages(sandbox string) string { return filepath.Join(s.stagedDir(), sandbox) }
 
 // Scratch makes a directory for temporary files. Files that a killed process leaves there are

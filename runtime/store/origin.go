@@ -18,7 +18,7 @@ const (
 	originHere = "here"
 )
 
-// origin is what the draft's manifest says of where it was made.
+// origin returns the mark of the draft's manifest that says where it was made.
 func (d *Draft) origin() string {
 	if d.row.Foreign {
 		return d.row.Origin

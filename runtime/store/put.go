@@ -19,7 +19,7 @@ const (
 	maxLines = 1 << 20
 )
 
-// flushLines is how many bytes of pieces the index is asked for at once.
+// flushLines is how many bytes of pieces are looked up in the index at once.
 const flushLines = 256 << 10
 
 // add stores a piece, unless a pack that is there has it, or this draft's own.

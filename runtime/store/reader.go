@@ -206,7 +206,7 @@ func (s source) Data(ctx context.Context, e overlay.Entry) (io.ReadCloser, error
 	return newStream(ctx, s.r.pieces, fmt.Sprintf("%q", e.Path), segs, true), nil
 }
 
-// dataBytes is how many bytes of data a file has.
+// dataBytes returns how many bytes of data a file has.
 func dataBytes(e *overlay.Entry) int64 {
 	if e.Type != overlay.TypeFile || e.Hardlink != "" {
 		return 0

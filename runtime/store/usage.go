@@ -104,7 +104,7 @@ func (v *survey) open(ctx context.Context, s *Store, id string) (n needed, damag
 	return n, damage, r, err
 }
 
-// logical is what a checkpoint has, before anything is shared.
+// logical returns the size of a checkpoint before anything is shared.
 func logical(m *Manifest) (n int64) {
 	for _, t := range m.trees() {
 		n += t.Data
@@ -178,7 +178,7 @@ func (z *Sizes) Packed(ids []string) int64 {
 	return n
 }
 
-// stored is what a piece takes in its pack; nothing, if it is in none.
+// stored returns the size of a piece in its pack; 0, if it is in none.
 func (v *survey) stored(i uint32) int64 {
 	if int(i) >= len(v.cat.slots) {
 		return 0

@@ -34,7 +34,7 @@ type VerifyOptions struct {
 	Progress func(done, total int64)
 }
 
-// VerifyReport is what VerifyAll found.
+// VerifyReport is the result of VerifyAll.
 type VerifyReport struct {
 	Checkpoints int   // examined
 	Pieces      int64 // proven to be there or, with ReadData, read
@@ -43,7 +43,7 @@ type VerifyReport struct {
 	Notes       []string // damage that hurts no checkpoint
 }
 
-// Damage is what is wrong with one checkpoint.
+// Damage is the damage of one checkpoint.
 type Damage struct {
 	Checkpoint Checkpoint
 	What       []string // what is damaged and why, one sentence each; at most 100

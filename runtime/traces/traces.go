@@ -219,8 +219,8 @@ func (s *sender) failed(err error) {
 	s.failing = true
 }
 
-// text is what an error says, without what the headers have in them: a collector may
-// answer with what it was sent.
+// text returns the text of an error without the content of the headers: a collector may answer with
+// what it was sent.
 func (s *sender) text(err error) string {
 	text := err.Error()
 	if errors.Is(err, context.DeadlineExceeded) {
@@ -232,7 +232,7 @@ func (s *sender) text(err error) string {
 	return clip(text)
 }
 
-// headerValues are what the variables for headers have in them.
+// headerValues returns the values in the variables for headers.
 func headerValues() (values []string) {
 	for _, name := range []string{prefix + "HEADERS", prefix + "TRACES_HEADERS"} {
 		for pair := range strings.SplitSeq(os.Getenv(name), ",") {

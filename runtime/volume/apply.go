@@ -53,7 +53,7 @@ const (
 	phaseDone   = "done"   // finish it
 )
 
-// header is what apply.json holds.
+// header is the content of apply.json.
 type header struct {
 	Version  int       `json:"version"`
 	Phase    string    `json:"phase"`

@@ -98,8 +98,8 @@ func (b Backend) locked(ctx context.Context, id string) (stored, func(), error) 
 	return rec, unlock, err
 }
 
-// paused is what paused.json holds: the containers that a checkpoint has frozen,
-// each noted before it was.
+// paused is the content of paused.json: the containers that a checkpoint has frozen, each noted
+// before it was.
 type paused struct {
 	Boot string        `json:"boot"`
 	List []pausedEntry `json:"list"`

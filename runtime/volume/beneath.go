@@ -175,7 +175,7 @@ func move(from *root, a string, to *root, b string, flags uint) error {
 // isDir reports whether statx saw a directory.
 func isDir(st *unix.Statx_t) bool { return st != nil && st.Mode&unix.S_IFMT == unix.S_IFDIR }
 
-// attrs are what a directory has beside what is in it.
+// attrs are the attributes of a directory.
 type attrs struct {
 	Mode   uint32            `json:"mode"`
 	UID    uint32            `json:"uid"`
@@ -192,7 +192,7 @@ const (
 	escapedXattr = "trusted.overlay.overlay."
 )
 
-// visible is what a user of the mount sees of an upperdir's attributes.
+// visible returns an upperdir's attributes as a user of the mount sees them.
 func visible(set map[string]string) map[string][]byte {
 	out := map[string][]byte{}
 	for name, value := range set {

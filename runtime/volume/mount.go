@@ -20,7 +20,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
-// refs is what refs.json holds. It is of one boot: a later one has no mounts.
+// refs is the content of refs.json. It is of one boot: a later one has no mounts.
 type refs struct {
 	Boot string `json:"boot"`
 	List []ref  `json:"list"`
@@ -43,7 +43,7 @@ const young = 30 * time.Second
 // held bounds how long Mount waits for a checkpoint or a restore to end.
 const held = time.Minute
 
-// heldPoll is how often it looks: neither announces its end.
+// heldPoll is the polling interval: neither announces its end.
 const heldPoll = 20 * time.Millisecond
 
 // maxRefs bounds what callers can make refs.json hold.
@@ -83,7 +83,7 @@ func (v *Volumes) putRefs(name string, r refs) error {
 	return record.WriteJSON(v.path(name, "refs.json"), r, true)
 }
 
-// startOf is when a process began, in ticks since boot; 0: there is none.
+// startOf returns the start time of a process, in ticks since boot; 0: there is none.
 func startOf(pid int) uint64 {
 	p, err := proc.Read(pid)
 	if err != nil || p.Ended() {

@@ -45,7 +45,7 @@ type dirOp struct {
 	New  attrs  `json:"new"`
 }
 
-// plan is what an apply does.
+// plan is the list of an apply's operations.
 type plan struct {
 	Ops  []op    `json:"ops"`  // in the order of overlay.ComparePaths; none lies below another
 	Dirs []dirOp `json:"dirs"` // likewise

@@ -83,7 +83,7 @@ type Volume struct {
 	Applied    time.Time `json:"applied,omitzero"`
 }
 
-// stored is what volume.json holds.
+// stored is the content of volume.json.
 type stored struct {
 	Version  int       `json:"version"`
 	ID       string    `json:"id"`

@@ -37,7 +37,7 @@ type Decision struct {
 	Msg   string // everything that was broken, for the caller to read
 }
 
-// Options are what a Judge knows besides the policy.
+// Options are the inputs of a Judge besides the policy.
 type Options struct {
 	// Driver is the name under which dockerd knows this plugin, as a volume
 	// driver too. Empty: agentbox.
@@ -316,8 +316,8 @@ func (j *Judge) read(c *call, f *findings, name string, v any) bool {
 	return false
 }
 
-// createBody is what the daemon decodes. Daemons before 23 also took the
-// settings of HostConfig from the top level, if there was no HostConfig.
+// createBody is the body as the daemon decodes it. Daemons before 23 also took the settings of
+// HostConfig from the top level, if there was no HostConfig.
 type createBody struct {
 	*container.Config
 	HostConfig       *container.HostConfig

@@ -36,7 +36,7 @@ var plainEndpointOptions = []string{
 
 const endpointSysctls = "com.docker.network.endpoint.sysctls"
 
-// privatePools are what networks may choose their subnets from.
+// privatePools are the pools from which networks may choose their subnets.
 var privatePools = []string{"10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7"}
 
 // maxSubnets bounds the subnets of one network.

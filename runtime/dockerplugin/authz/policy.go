@@ -139,7 +139,7 @@ func Trusted(file string) error {
 	return nil
 }
 
-// volumes is whether volumes may be used at all.
+// volumes reports whether volumes may be used at all.
 func (m *Mounts) volumes() bool { return m.Volumes == nil || *m.Volumes }
 
 // check returns what is wrong with the value of the key, in words.

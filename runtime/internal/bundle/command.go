@@ -59,7 +59,7 @@ func Check(spec runtime.Spec) error {
 	return err
 }
 
-// StopSignal is what asks a container to end.
+// StopSignal returns the signal that asks a container to end.
 func StopSignal(spec runtime.Spec, override string) (unix.Signal, error) {
 	for _, name := range []string{override, spec.StopSignal} {
 		if name == "" {

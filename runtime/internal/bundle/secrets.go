@@ -16,9 +16,9 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 )
 
-// SecretFiles is where in their tmpfs the secrets are. An engine that does not
-// see that mount, being in a mount namespace of its own, finds nothing there and
-// fails, and does not bind the empty directory below it.
+// SecretFiles returns the directory of the secrets in their tmpfs. An engine that does not see that
+// mount, being in a mount namespace of its own, finds nothing there and fails, and does not bind the
+// empty directory below it.
 func (p Place) SecretFiles() string { return filepath.Join(p.Secrets, "files") }
 
 // PutSecrets writes a sandbox's secrets, for its user only, to a filesystem in

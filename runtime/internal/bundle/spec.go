@@ -357,9 +357,8 @@ func WithoutRings(names []string) []string {
 	return slices.DeleteFunc(slices.Clone(names), func(name string) bool { return slices.Contains(rings, name) })
 }
 
-// RingRule is what a filter says of io_uring: as if the kernel had none, unless
-// it is asked for. CRIU cannot dump its rings, and programs that get ENOSYS fall
-// back, while EPERM surprises them.
+// RingRule returns a filter's rule for io_uring: as if the kernel had none, unless it is asked for.
+// CRIU cannot dump its rings, and programs that get ENOSYS fall back, while EPERM surprises them.
 func RingRule(sec runtime.Security) specs.LinuxSyscall {
 	if sec.IOUring {
 		return specs.LinuxSyscall{Names: rings, Action: specs.ActAllow}
@@ -376,8 +375,8 @@ func WithoutSecrets(names []string) []string {
 	return slices.DeleteFunc(slices.Clone(names), func(name string) bool { return name == secrets })
 }
 
-// SecretRule is what Docker's profile says of memfd_secret here: as if the kernel had none,
-// as many kernels do not. A process that uses it makes every checkpoint of its sandbox fail.
+// SecretRule returns the rule for memfd_secret in Docker's profile: as if the kernel had none, as
+// many kernels do not. A process that uses it makes every checkpoint of its sandbox fail.
 func SecretRule() specs.LinuxSyscall {
 	enosys := uint(unix.ENOSYS)
 	return specs.LinuxSyscall{Names: []string{secrets}, Action: specs.ActErrno, ErrnoRet: &enosys}

@@ -37,8 +37,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
-// idPattern is what a sandbox's id looks like; anything else in our
-// directories is not a sandbox.
+// idPattern matches a sandbox's id; any other name in our directories is not a sandbox's.
 var idPattern = lazy.Regexp(`^[0-9a-f]{32}$`)
 
 // IsID reports whether a name is that of a sandbox.
@@ -52,8 +51,7 @@ func Check(id string) error {
 	return nil
 }
 
-// Home is where one backend keeps its sandboxes. All paths are real ones, which
-// is how the mount table names them.
+// Home is the place of one backend's sandboxes. All paths are real ones, as in the mount table.
 type Home struct {
 	Base, Root string // lasting state: of all backends, of this one
 	Stage, Run string // transient state: of all backends, among it staged restores; of this one
@@ -161,12 +159,12 @@ func Runtimes(runtime, wrapper, self string) (real, called string, err error) {
 	return real, called, err
 }
 
-// Dir is what lasts of a sandbox.
+// Dir returns the directory of a sandbox's lasting state, or a path in it.
 func (h Home) Dir(id string, elem ...string) string {
 	return filepath.Join(append([]string{h.Root, "sandboxes", id}, elem...)...)
 }
 
-// RunDir is what a reboot may take of a sandbox.
+// RunDir returns the directory of a sandbox's transient state, or a path in it.
 func (h Home) RunDir(id string, elem ...string) string {
 	return filepath.Join(append([]string{h.Run, id}, elem...)...)
 }
@@ -176,9 +174,9 @@ func (h Home) Start(id string, n int, elem ...string) string {
 	return h.Dir(id, append([]string{"runs", strconv.Itoa(n)}, elem...)...)
 }
 
-// Bundle is where start n keeps its files while it lasts. Every start has its
-// own, so that an old monitor and the next start's cannot meet: conmon removes
-// its attach socket by name as the last thing it does.
+// Bundle returns the directory of start n's files while it lasts. Every start has its own, so that
+// an old monitor and the next start's cannot meet: conmon removes its attach socket by name as the
+// last thing it does.
 func (h Home) Bundle(id string, n int, elem ...string) string {
 	return h.RunDir(id, append([]string{"bundle." + strconv.Itoa(n)}, elem...)...)
 }

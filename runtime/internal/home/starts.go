@@ -94,7 +94,7 @@ func (h Home) Started(id string, n int) (time.Time, bool) {
 	return st.ModTime(), true
 }
 
-// Exit is how a start ended.
+// Exit is the end of a start.
 type Exit struct {
 	Code     int         `json:"code"`
 	Finished time.Time   `json:"finished"`
@@ -213,7 +213,7 @@ func (h Home) Await(ctx context.Context, id string, n int, first *kernel.Process
 	}
 }
 
-// tombstone is where the exit code of a removed sandbox stays for a while: an
+// tombstone returns the file in which the exit code of a removed sandbox stays for a while: an
 // automatic removal follows an exit faster than a waiter may read it.
 func (h Home) tombstone(id string) string { return filepath.Join(h.Stage, "exits", id) }
 

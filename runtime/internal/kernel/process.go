@@ -358,8 +358,8 @@ func OpenRoot(path string) (*os.File, error) {
 	return os.OpenFile(path, unix.O_PATH|unix.O_DIRECTORY, 0)
 }
 
-// StartTicks is when a process began: hundredths of a second since the host's
-// boot, on every Linux. With its pid it names the process, within one boot.
+// StartTicks returns the start time of a process: hundredths of a second since the host's boot, on
+// every Linux. With its pid it identifies the process, within one boot.
 func StartTicks(pid int) (int64, error) {
 	p, err := proc.Read(pid)
 	if err != nil {
@@ -368,8 +368,8 @@ func StartTicks(pid int) (int64, error) {
 	return int64(p.Start), nil
 }
 
-// Started is when a process began, to some hundredths of a second; zero when it
-// has ended.
+// Started returns the start time of a process, to some hundredths of a second; zero when it has
+// ended.
 func Started(pid int) time.Time {
 	ticks, err := StartTicks(pid)
 	if err != nil {

@@ -49,8 +49,7 @@ type Attachment struct {
 	once   sync.Once
 }
 
-// inputPart is how much input is passed on at once: conmon cuts off what is
-// beyond 32 KiB.
+// inputPart is how much input is passed on at once: conmon cuts off input beyond 32 KiB.
 const inputPart = 8 << 10
 
 // sizeWait is how long a start waits for the terminal's initial size, which
@@ -234,7 +233,7 @@ func (d *Detacher) Filter(in []byte) (out []byte, detached bool) {
 	return out, false
 }
 
-// Rest is what is held when no more is typed.
+// Rest returns the held keys when no more is typed.
 func (d *Detacher) Rest() []byte {
 	held := d.Keys[:d.held]
 	d.held = 0

@@ -85,7 +85,7 @@ func (s *Server) answerTCP(ctx context.Context, b *box, f *flow) {
 	}
 }
 
-// answer is what a sandbox hears; nil is nothing at all.
+// answer returns the reply to a sandbox; nil: none at all.
 func (s *Server) answer(ctx context.Context, b *box, question []byte) []byte {
 	h, q, err := parseQuestion(question)
 	if err != nil {

@@ -48,14 +48,13 @@ const (
 	saidLimit  = 1000 // lines in the log
 )
 
-// Files are how many a Server may have open: three for each connection, since a
-// new one may be tried to several addresses. Where it may have fewer, it serves
-// fewer connections.
+// Files is the number of files a Server may have open: three for each connection, since a new one
+// may be tried to several addresses. With a lower limit it serves fewer connections.
 const Files = 3*totalLimit + spareFiles
 
 const spareFiles = 256 // for what is no connection
 
-// limits are how many connections there can be.
+// limits returns the maximum numbers of connections.
 func limits() (total, each int) {
 	var files syscall.Rlimit
 	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &files); err != nil {
@@ -84,7 +83,7 @@ type Box struct {
 	Rules   []string
 }
 
-// Ports are where a gateway listens; 0 leaves the choice to the kernel.
+// Ports are the ports of a gateway; 0 leaves the choice to the kernel.
 type Ports struct {
 	DNS uint16 `json:"dns"` // UDP and TCP
 	TCP uint16 `json:"tcp"`

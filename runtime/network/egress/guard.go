@@ -40,7 +40,7 @@ type guard struct {
 	local func() ([]netip.Addr, []netip.Prefix, error)
 }
 
-// ownFor is how long the host's addresses are taken to stay.
+// ownFor is how long the host's addresses are cached.
 const ownFor = 2 * time.Second
 
 // address reports whether rules allow an address that a sandbox named itself.

@@ -40,7 +40,7 @@ type Datagrams struct {
 	First, Last uint16
 }
 
-// UDP is what the rules let out of it.
+// UDP returns the datagrams that the rules allow.
 func (r Rules) UDP() []Datagrams {
 	var all []Datagrams
 	for _, rule := range r {

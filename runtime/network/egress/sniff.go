@@ -23,8 +23,8 @@ const (
 	kindOther kind = iota
 	kindTLS
 	kindHTTP
-	// kindUnclear is what a lenient server may take for HTTP or TLS, in a form
-	// that is not judged: it is refused.
+	// kindUnclear is data that a lenient server may take for HTTP or TLS, in a form that is
+	// not judged: it is refused.
 	kindUnclear
 )
 

@@ -55,7 +55,7 @@ func portOf(a net.Addr) uint16 {
 	return 0
 }
 
-// original is where a connection was for before it was led here.
+// original returns the destination of a connection before it was led here.
 func original(c net.Conn) (netip.AddrPort, error) {
 	tcp, ok := c.(*net.TCPConn)
 	if !ok {

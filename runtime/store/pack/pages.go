@@ -26,12 +26,12 @@ func hashPage(p []byte) PageHash {
 	return PageHash(h[:16])
 }
 
-// Pages is what CutPages makes of an image.
+// Pages is the result of CutPages for an image.
 type Pages struct {
 	Segments []Segment // all of it, front to back
 	Size     int64     // bytes read
-	// Table is what is to be added to the table of the earlier image or,
-	// with Fresh set, a table for this image alone. It may be empty.
+	// Table is to be added to the table of the earlier image or, with Fresh set, is a table for
+	// this image alone. It may be empty.
 	Table []byte
 	Fresh bool
 }

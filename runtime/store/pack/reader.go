@@ -79,13 +79,13 @@ func fill(f io.ReaderAt, off int64, p []byte) error {
 	return err
 }
 
-// Name is what the pack has to be called: 64 hex digits.
+// Name returns the name of the pack: 64 hex digits.
 func (r *Reader) Name() string { return hex.EncodeToString(r.sum[:]) }
 
 // Bytes is the size of the file.
 func (r *Reader) Bytes() int64 { return r.size }
 
-// Count is how many pieces there are.
+// Count returns the number of pieces.
 func (r *Reader) Count() int64 { return r.count }
 
 // Each calls fn for every piece, in the order of offsets. It reads and proves

@@ -49,7 +49,7 @@ func (s *Serial) Add(id ID, raw []byte) (Blob, error) {
 	return b, s.write(stored)
 }
 
-// Size is how many bytes are written.
+// Size returns how many bytes are written.
 func (s *Serial) Size() int64 { return s.off }
 
 // Finish writes the footer. A pack has at least one piece. Temp of the Info is empty.
