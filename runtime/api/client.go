@@ -134,8 +134,8 @@ func (c *Client) refusal(ctx context.Context, what asks, resp *http.Response) er
 	return err
 }
 
-// noRoute reports whether the error of a request is that its route is none of the
-// service's, and not that a verb has not found what it was to be about.
+// noRoute reports whether an error means that the service lacks the route of a request, and not
+// that a verb did not find its object.
 func noRoute(err error, req *http.Request) bool {
 	var other *noProblem
 	var said *remote
@@ -398,7 +398,7 @@ func (c *Client) cancelWith(ctx context.Context, name string, cut func()) (stop 
 	return func() { close(done); <-ended }
 }
 
-// none has a verb done that returns nothing.
+// none performs a verb that returns nothing.
 func none(ctx context.Context, c *Client, route string, in any) error {
 	_, err := do[None](ctx, c, route, in, nil)
 	return err

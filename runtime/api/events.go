@@ -76,7 +76,7 @@ func (h *Handler) events(w http.ResponseWriter, r *http.Request) *events {
 	guard.Go(func() {
 		defer close(e.done)
 		for v := range e.waiting {
-			_ = guard.Do(func() error { return e.send(eventProgress, v) }) // an error means that the caller is gone
+			_ = guard.Do(func() error { return e.send(eventProgress, v) }) // the caller may be gone
 		}
 	})
 	return e
@@ -125,7 +125,7 @@ func (e *events) end(out any, err error) {
 	e.close()
 	if err != nil {
 		failedWith(e.to, problem(err).Code)
-		_ = e.send(eventProblem, problemWith(err, out)) // an error means that the caller is gone
+		_ = e.send(eventProblem, problemWith(err, out)) // the caller may be gone
 		return
 	}
 	_ = e.send(eventResult, out)
@@ -139,7 +139,7 @@ func (h *Handler) stream(w http.ResponseWriter, r *http.Request, do func(ctx con
 	defer cancel()
 	if _, _, err := kept(ctx, h, func() (None, error) { return None{}, do(ctx, e) }); err != nil {
 		failedWith(w, problem(err).Code)
-		_ = e.send(eventProblem, problem(err)) // an error means that the caller is gone
+		_ = e.send(eventProblem, problem(err)) // the caller may be gone
 		return
 	}
 	_ = e.send(eventEnd, None{})
@@ -171,8 +171,8 @@ func (o output) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// readEvents calls each for the events of a stream until the last, which it
-// returns the data of. A problem is an error, and so is a stream without an end.
+// readEvents calls each for the events of a stream until the last, whose data it returns. A
+// problem is an error, and so is a stream without an end.
 func readEvents(r io.Reader, each func(name string, data []byte) error) (last []byte, err error) {
 	lines := bufio.NewReader(r)
 	var name string

@@ -43,7 +43,7 @@ func (h *Handler) readyz(w http.ResponseWriter, r *http.Request) {
 	if !report.OK {
 		w.WriteHeader(http.StatusServiceUnavailable)
 	}
-	_, _ = w.Write(append(data, '\n')) // an error means that the caller is gone
+	_, _ = w.Write(append(data, '\n')) // the caller may be gone
 }
 
 // Health checks that the service is alive.

@@ -248,6 +248,6 @@ func (h *Handler) metricsRoute() route {
 			}
 		}
 		w.Header().Set("Content-Type", metricsType)
-		_ = h.opts.Metrics.write(h.writer(w), h.opts.Info, states, ready, err == nil) // an error means that the caller is gone
+		_ = h.opts.Metrics.write(h.writer(w), h.opts.Info, states, ready, err == nil) // the caller may be gone
 	}}
 }

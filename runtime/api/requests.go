@@ -105,7 +105,7 @@ func (s *requests) begin(caller, key, digest string) (*record, error) {
 	return rec, nil
 }
 
-// read returns the record in a file; nil: there is none, or it is too old.
+// read returns the record in a file, or nil if it does not exist or is too old.
 func (s *requests) read(file string) (*record, error) {
 	path := filepath.Join(s.dir, file)
 	info, err := os.Stat(path)

@@ -131,7 +131,7 @@ func New(svc runtime.Service, opts Options) (*Handler, error) {
 	}
 	h.mux.HandleFunc("GET /openapi.json", func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("Content-Type", "application/json")
-		_, _ = w.Write(openAPI) // an error means that the caller is gone
+		_, _ = w.Write(openAPI) // the caller may be gone
 	})
 	h.mux.HandleFunc("DELETE /v1/requests/{request}", h.cancel)
 	h.mux.HandleFunc("/", h.nowhere)
@@ -528,7 +528,7 @@ func (h *Handler) writeJSON(w http.ResponseWriter, r *http.Request, v any) {
 	}
 	data = append(data, '\n')
 	w.Header().Set("Content-Length", strconv.Itoa(len(data)))
-	_, _ = h.writer(w).Write(data) // an error means that the caller is gone
+	_, _ = h.writer(w).Write(data) // the caller may be gone
 }
 
 func writeProblem(w http.ResponseWriter, err error) { writeAProblem(w, problem(err)) }
@@ -545,7 +545,7 @@ func writeAProblem(w http.ResponseWriter, p Problem) {
 		w.Header().Set("Retry-After", strconv.Itoa(p.RetryAfter))
 	}
 	w.WriteHeader(p.Status)
-	_, _ = w.Write(append(data, '\n')) // an error means that the caller is gone
+	_, _ = w.Write(append(data, '\n')) // the caller may be gone
 }
 
 // statusWriter records the status for the log.

@@ -52,7 +52,7 @@ func (d *own) do(ctx context.Context, op *engine.Op, do func() error) error {
 	if op.Own.By == "" {
 		by = whoAsks(ctx, d.by)
 	}
-	if op.Own.Past && len(op.Own.Made) > 0 { // it is none that was tried before
+	if op.Own.Past && len(op.Own.Made) > 0 { // not one of the retried actions
 		err := do()
 		d.log.past(by, r, err, durable)
 		return err

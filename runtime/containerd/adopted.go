@@ -425,9 +425,9 @@ func (a *adoptee) start(ctx context.Context, opts runtime.StartOptions) (wait fu
 	return s.attached.Wait, nil
 }
 
-// watchTheirs is watch for an adopted container. One whose output went to a file or to a
-// logging program keeps that; a shim that is given a fifo needs a reader at its other end,
-// which is our monitor from now on.
+// watchTheirs is watch for an adopted container. A container whose output went to a file or to a
+// logging program keeps that; a shim that is given a fifo needs a reader at its other end, which is
+// our monitor from now on.
 func (s *starting) watchTheirs(a *adoptee) error {
 	var had theirStreams
 	if err := record.ReadJSON(a.b.home.Dir(a.Spec.ID, "streams.json"), &had); err != nil && !errors.Is(err, fs.ErrNotExist) {

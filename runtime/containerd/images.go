@@ -77,7 +77,7 @@ func (m Images) Resolve(ctx context.Context, ref string) (image.Image, error) {
 	return m.describe(ctx, img)
 }
 
-// find finds an image that is there. The context carries the namespace.
+// find finds an existing image. The context carries the namespace.
 func (m Images) find(ctx context.Context, ref string) (cimages.Image, error) {
 	svc := m.b.client.ImageService()
 	if _, digest, ok := strings.Cut(ref, "@"); ok {

@@ -48,8 +48,8 @@ func (m Images) builtin(ctx context.Context) (string, error) {
 	return img.Digest, err
 }
 
-// convert has an image made in a store of agentbox's that lasts for the
-// purpose, which checks what others wrote, and hands it over to containerd.
+// convert makes an image in a temporary store of agentbox's, which checks what others wrote, and
+// hands it over to containerd.
 func (m Images) convert(ctx context.Context, make func(*images.Store) (image.Image, error)) (out image.Image, err error) {
 	if err := plain(m.b.client.alive()); err != nil {
 		return out, err

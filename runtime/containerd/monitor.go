@@ -45,8 +45,8 @@ type orders struct {
 
 const ordersFile = "orders.json"
 
-// The descriptors of a monitor that is there from a run's beginning: from the
-// first it learns of the start, over the second it says that it is ready.
+// The descriptors of a monitor that runs from the beginning of a run: from the first it learns of
+// the start, over the second it says that it is ready.
 const (
 	startFd = 3
 	readyFd = 4

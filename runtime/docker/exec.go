@@ -80,8 +80,8 @@ func (x *session) run(ctx context.Context, s runtime.Streams) (int, error) {
 	return x.exit(ctx, gate)
 }
 
-// gate keeps back what comes before the process runs: in place of its output
-// the daemon sends why there is none.
+// gate holds back output from before the process runs: in place of the output the daemon sends why
+// there is none.
 type gate struct {
 	x      *session
 	ctx    context.Context

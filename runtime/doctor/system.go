@@ -43,7 +43,7 @@ func kernel() Check {
 	return ok("kernel", "Linux %s %s", release, unix.ByteSliceToString(uts.Machine[:]))
 }
 
-// existing returns the deepest directory of path that is there.
+// existing returns the deepest existing directory of path.
 func existing(path string) string {
 	for {
 		if st, err := os.Stat(path); err == nil && st.IsDir() {

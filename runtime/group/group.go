@@ -340,7 +340,7 @@ func (g *run) phases(ctx context.Context, r *Result) error {
 	return err
 }
 
-// make makes a member. On error there is none.
+// make makes a member. After an error there is none.
 func (g *run) make(ctx context.Context, r *Result) error {
 	if g.Create == nil {
 		opts := g.Fork

@@ -52,8 +52,8 @@ func (s *Server) at(ctx context.Context, b *box, name string, g *policy.Glob, fn
 	})
 }
 
-// open opens a file for reading. It never waits: FIFOs and devices are refused,
-// and so is what the kernel makes up as it is read.
+// open opens a file for reading. It never blocks: it refuses FIFOs, devices, and files that the
+// kernel generates as they are read.
 func open(scope *policy.Scope, at policy.Place) (*os.File, fs.FileInfo, error) {
 	f, err := scope.OpenFile(at.Path, os.O_RDONLY|unix.O_NONBLOCK|unix.O_NOFOLLOW, 0)
 	if err != nil {

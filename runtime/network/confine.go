@@ -84,9 +84,9 @@ func (r *ruleset) fromFiltered() []expr.Any {
 	}
 }
 
-// lead brings filtered sandboxes' questions to the resolver, whomever they
-// ask, and their other TCP to the proxy. It comes before all other translations:
-// a host port that Docker publishes is none of theirs.
+// lead sends filtered sandboxes' DNS queries to the resolver, whatever server they are for, and
+// their other TCP to the proxy. It comes before all other translations: a host port that Docker
+// publishes is none of theirs.
 func (r *ruleset) lead() {
 	first := nftables.ChainPriorityRef(*nftables.ChainPriorityNATDest - 10)
 	rule := r.chain("lead", nftables.ChainTypeNAT, nftables.ChainHookPrerouting, first)

@@ -75,7 +75,7 @@ func (v *verb) makeNamespace(id string, from *os.File) error {
 		if err != nil {
 			return fmt.Errorf("lo: %w", err)
 		}
-		// Interfaces to come have no IPv6; lo, which is there, keeps its ::1.
+		// Future interfaces have no IPv6; the existing lo keeps its ::1.
 		if err := sysctl("ipv6/conf/default/disable_ipv6", "1"); err != nil {
 			return err
 		}

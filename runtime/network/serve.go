@@ -143,7 +143,7 @@ func ready() {
 		return
 	}
 	f := os.NewFile(readyFd, "ready")
-	_, _ = f.Write([]byte{0}) // an error means that the starter is gone
+	_, _ = f.Write([]byte{0}) // the starter may be gone
 	_ = f.Close()
 }
 

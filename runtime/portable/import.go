@@ -290,8 +290,7 @@ func (k *keeps) Write(p []byte) (n int, err error) {
 	return n, k.err
 }
 
-// ownDeleted looks at deleted.files, which is there for others: the tree has
-// all that it says.
+// ownDeleted checks deleted.files, which is for other engines: the tree has all that it says.
 func (im *importer) ownDeleted() error {
 	h, err := im.next()
 	if err == io.EOF {

@@ -65,10 +65,9 @@ func (s *Session) Run(ctx context.Context, req runtime.CreateRequest) (runtime.S
 	return s.svc.Sandbox(ctx, sb.ID)
 }
 
-// Open returns the sandbox that the request names at the newest ready checkpoint
-// that match (Checkpoint, or Trigger and Labels) selects, made again if it was
-// removed, or a fresh one where there is none. A sandbox that is there and has no
-// such checkpoint is left alone: that is ErrExists.
+// Open returns the sandbox that the request names at the newest ready checkpoint that match
+// (Checkpoint, or Trigger and Labels) selects, made again if it was removed, or a fresh one if it
+// does not exist. It leaves alone a sandbox without such a checkpoint, and returns ErrExists.
 func (s *Session) Open(ctx context.Context, req runtime.CreateRequest, match runtime.RestoreOptions) (runtime.Sandbox, error) {
 	r, err := s.svc.Restore(ctx, req.Spec.Name, match)
 	if errors.Is(err, runtime.ErrNotFound) {

@@ -80,8 +80,7 @@ func (s *Store) Effects(ctx context.Context, sandbox string) (list []Effect, err
 	return list, nil
 }
 
-// NewestEffect is the id of the newest entry in the ledger of a sandbox; empty:
-// there is none.
+// NewestEffect returns the id of the newest effect of a sandbox, or "" if there is none.
 func (s *Store) NewestEffect(ctx context.Context, sandbox string) (id string, err error) {
 	err = s.read.QueryRowContext(ctx, "SELECT id FROM effects WHERE sandbox_id = ? ORDER BY seq DESC LIMIT 1", sandbox).Scan(&id)
 	if errors.Is(err, sql.ErrNoRows) {

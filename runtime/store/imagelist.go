@@ -138,8 +138,8 @@ func readImageList(t *Tree, lines io.Reader) ([]Image, error) {
 	return list, nil
 }
 
-// ImageList streams the list of the process images, JSON lines, like Tree. It is
-// ErrNotFound if there is none, because the manifest names them.
+// ImageList streams the list of the process images, JSON lines, like Tree. It returns ErrNotFound if
+// there is no list, because the manifest names them.
 func (r *Reader) ImageList(ctx context.Context) (io.ReadCloser, error) {
 	p := r.manifest.Processes
 	if p == nil || p.Listed == nil {

@@ -64,8 +64,8 @@ func (p *place) scan(row interface{ Scan(...any) error }) error {
 	return nil
 }
 
-// locateAll finds many, best sorted, and calls fn for each that is there. fn
-// must not ask the database.
+// locateAll looks up many pieces, best sorted, and calls fn for each that exists. fn must not query
+// the database.
 func (s *Store) locateAll(ctx context.Context, ids []pack.ID, fn func(place) error) error {
 	for part := range slices.Chunk(ids, findBatch) {
 		if err := s.locatePart(ctx, part, fn); err != nil {

@@ -182,8 +182,8 @@ func (d *Draft) claim() {
 
 func (d *Draft) newLedger() string { return d.s.ledgerPath(d.row.SandboxID) + ledgerNew }
 
-// keep writes a ledger; nil: the one that is there stays. It is a cache: one that
-// cannot be written is none.
+// keep writes a ledger; nil: the existing one stays. A ledger is a cache: a failed write only loses
+// it.
 func (d *Draft) keep(l *ledger) {
 	err := errLedger
 	if l != nil {

@@ -6,8 +6,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// Missing returns those of the pieces that neither a pack that is there has, in a
-// state to be used, nor this draft: what a pull has to fetch. Malformed digests are ErrInvalid.
+// Missing returns those of the pieces that neither a usable pack nor this draft has: what a pull has
+// to fetch. Malformed digests are ErrInvalid.
 func (d *Draft) Missing(ctx context.Context, digests []string) (missing []string, err error) {
 	var set idSet
 	for _, digest := range digests {

@@ -22,8 +22,8 @@ const (
 // flushLines is how many bytes of pieces are looked up in the index at once.
 const flushLines = 256 << 10
 
-// add stores a piece, unless a pack that is there has it, or this draft's own.
-// A piece of another draft does not count before it is committed.
+// add stores a piece, unless an existing pack has it, or this draft's own. A piece of another draft
+// does not count before it is committed.
 func (d *Draft) add(ctx context.Context, id pack.ID, raw []byte) error {
 	if d.pack.Has(id) {
 		return nil

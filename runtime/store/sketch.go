@@ -38,7 +38,7 @@ func cellOf(key uint64, row int) int {
 	return row*sketchCols + int(uint16(key>>(16*row)))%sketchCols
 }
 
-// flip adds a key, or removes one that is there.
+// flip adds a key, or removes an existing one.
 func (s *sketch) flip(key uint64) {
 	check := checkOf(key)
 	for row := range sketchRows {

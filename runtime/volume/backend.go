@@ -118,7 +118,7 @@ func (v *Volumes) isPaused(name string) bool {
 	return err == nil && p != nil
 }
 
-// pausedNow returns what a checkpoint holds frozen; nil: there is none.
+// pausedNow returns the containers that a checkpoint holds frozen, or nil if there is no record.
 func (v *Volumes) pausedNow(name string) (*paused, error) {
 	var p paused
 	err := record.ReadJSON(v.path(name, filePaused), &p)

@@ -104,7 +104,7 @@ func checkWorkdir(root *os.File, dir string) error {
 	return nil
 }
 
-// readLink returns where a symlink points to; empty: it is none, or not there.
+// readLink returns the target of a symlink, or "" if name is no symlink or does not exist.
 func readLink(root *os.File, name string) (string, error) {
 	parent, err := pathrs.OpenatInRoot(root, path.Dir(name))
 	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR) {

@@ -42,8 +42,8 @@ func (p Place) unmountRoot(ctx context.Context, log *slog.Logger) error {
 	}
 }
 
-// LayOut makes a sandbox's directories. The upperdir, which is there, is what the
-// sandbox sees as the inode of /, so it takes after the top directory of its image.
+// LayOut makes a sandbox's directories. The existing upperdir is the inode of / to the sandbox, so
+// it takes after the top directory of its image.
 func (p Place) LayOut(s runtime.Spec, top, upper string) error {
 	var st unix.Stat_t
 	if err := unix.Stat(top, &st); err != nil {

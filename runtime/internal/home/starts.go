@@ -144,8 +144,7 @@ func (h Home) Settle(id string, n int, exit Exit) error {
 // Unseen records the end of start n, which was not observed, so that no more than exit will
 // ever be known of it. The first caller's value counts, and is returned to all others.
 func (h Home) Unseen(id string, n int, exit Exit) Exit {
-	// Where it cannot be written down, as on a disk that is full, looking must
-	// not fail for that.
+	// If it cannot be written, as on a full disk, the look must not fail.
 	_ = h.Settle(id, n, exit)
 	if first, ok, _ := h.Exited(id, n); ok {
 		return first
@@ -160,10 +159,10 @@ const (
 	drainPoll = 300 * time.Microsecond
 )
 
-// Await waits for first to end, the first process of start n, which it closes and
-// which is nil when it has ended, and for that end to be known to exited. The
-// monitor tells it, once all output is in the log and on the attached sockets;
-// when orphaned returns, there is none any more, and the end is unknown.
+// Await waits for first to end, the first process of start n, which it closes and which is nil when
+// it has ended, and for exited to know that end. The monitor records it, once all output is in the
+// log and on the attached sockets; when orphaned returns, there is no monitor any more, and the end
+// is unknown.
 func (h Home) Await(ctx context.Context, id string, n int, first *kernel.Process, exited func() (Exit, bool, error), orphaned func(context.Context) error) (Exit, error) {
 	if first != nil {
 		err := first.Wait(ctx)

@@ -52,7 +52,7 @@ func notGone(err error) error {
 	return err
 }
 
-// OpenMember is OpenProcess for one in a cgroup of that path; nil when there is none.
+// OpenMember is OpenProcess for a process in the cgroup path; it returns nil if there is none.
 func OpenMember(pid int, path string) (*Process, error) {
 	p, err := OpenProcess(pid)
 	if err != nil {

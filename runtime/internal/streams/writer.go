@@ -21,8 +21,8 @@ type Writer struct {
 // stamp is the time's form in a record.
 const stamp = "2006-01-02T15:04:05.000000000Z07:00"
 
-// OpenWriter opens a log for appending, and makes it where there is none. A
-// record that was cut off when its writer was killed is ended first.
+// OpenWriter opens a log for appending, and creates it if it does not exist. It first ends a record
+// that was cut off when its writer was killed.
 func OpenWriter(path string) (*Writer, error) {
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_APPEND, 0o600)
 	if err != nil {

@@ -89,7 +89,7 @@ func refuse(w http.ResponseWriter, code int, why string) {
 	http.Error(w, fmt.Sprintf("agentbox: egress denied: %s", printable(why)), code)
 }
 
-// cleanHost takes a Host header apart; a name that is none is empty.
+// cleanHost splits a Host header; an invalid name is returned empty.
 func cleanHost(host string) (name string, port uint16) {
 	if h, p, err := net.SplitHostPort(host); err == nil {
 		n, err := strconv.ParseUint(p, 10, 16)

@@ -84,10 +84,9 @@ func Create(dir string) (*Writer, error) {
 	return &Writer{dir: dir, room: semaphore.NewWeighted(maxQueued)}, nil
 }
 
-// Add takes a piece, of which id is the Sum; the caller has it from there, so
-// it is not computed again. raw may be reused when Add returns. A piece that is
-// there already is left out. An error may be that of an earlier piece, and
-// after one the pack cannot be finished.
+// Add takes a piece, of which id is the Sum; the caller has computed it, so Add does not. raw may be
+// reused when Add returns. A piece that was added already is left out. An error may be that of an
+// earlier piece, and after one the pack cannot be finished.
 func (w *Writer) Add(id ID, raw []byte) error {
 	return w.add(Blob{ID: id, Raw: uint32(min(len(raw), MaxPiece+1))}, raw, false)
 }
