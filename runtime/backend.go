@@ -68,8 +68,8 @@ type Backend interface {
 	// at once if it has already.
 	Wait(ctx context.Context, id string) (exit int, err error)
 
-	// Inspect tells what is so now, from the engine and the kernel, not
-	// from memory.
+	// Inspect returns the present state as the engine and the kernel report it,
+	// not a cached one.
 	Inspect(ctx context.Context, id string) (Container, error)
 
 	// Logs writes what the container's processes printed, in order, until
@@ -77,25 +77,24 @@ type Backend interface {
 	Logs(ctx context.Context, id string, opts LogOptions, stdout, stderr io.Writer) error
 
 	// Remove stops the container and frees all it has: mounts, namespaces,
-	// cgroups, files. Idempotent: nil means "not present any more", after an
-	// interrupted Create too.
+	// cgroups, files. It is idempotent: nil means that nothing of the container is
+	// left, even after an interrupted Create.
 	Remove(ctx context.Context, id string) error
 
 	// Mount makes the container's root filesystem reachable on the host
 	// while fn runs, whether it runs or is stopped.
 	Mount(ctx context.Context, id string, fn func(root string) error) error
 
-	// List returns the ids of all containers that Create made under this root
-	// and this backend holds anything of, half-made ones included.
+	// List returns the ids of all containers that Create made under this root and of
+	// which this backend still holds anything, partially created ones included.
 	List(ctx context.Context) ([]string, error)
 
-	// Adopt describes a container that somebody else made, found by the name
-	// or id that its engine knows it by, as the sandbox for which it is then
-	// taken. Spec.ID follows from the engine's own id, is always the same, and
-	// is known to all other methods from then on; Spec.Name is the engine's
-	// name. Of a container that Create made it returns that spec. It changes
-	// nothing about the container. A backend whose containers are all its own
-	// has ErrUnsupported.
+	// Adopt describes, as a sandbox, a container that was made through its engine;
+	// ref is the engine's name or id of it. Spec.ID is derived from the engine's id,
+	// is always the same, and all other methods accept it from then on; Spec.Name is
+	// the engine's name. For a container that Create made, Adopt returns the original
+	// spec. It does not change the container. A backend that only has containers of
+	// its own returns ErrUnsupported.
 	Adopt(ctx context.Context, ref string) (Spec, error)
 
 	// Properties are this backend's differences, as data.
@@ -108,11 +107,11 @@ type Images interface {
 	// Resolve finds the image that a reference means. Image.Lower is empty
 	// when the engine keeps its layers to itself.
 	Resolve(ctx context.Context, ref string) (image.Image, error)
-	// ResolveDigest finds the image that a sandbox or a checkpoint has pinned.
+	// ResolveDigest finds the image that a sandbox or a checkpoint refers to.
 	ResolveDigest(ctx context.Context, digest string) (image.Image, error)
 	List(ctx context.Context) ([]image.Image, error)
-	// Pull gets the image that a reference means from where it is, unless the
-	// policy is content with what is here. What cannot be got is ErrNotFound.
+	// Pull fetches the image that a reference means, unless the pull policy accepts
+	// the local one. An image that cannot be fetched is ErrNotFound.
 	Pull(ctx context.Context, ref string, opts image.PullOptions) (image.Image, error)
 	Import(ctx context.Context, name, source string) (image.Image, error)
 	ImportFrom(ctx context.Context, name string, r io.Reader) (image.Image, error)
@@ -120,31 +119,31 @@ type Images interface {
 	ImageKeeper
 }
 
-// ImageKeeper is the part of Images that no sandbox needs to run.
+// ImageKeeper is the part of Images that running a sandbox does not need.
 type ImageKeeper interface {
-	// Tag gives an image one more name; another image loses that.
+	// Tag gives an image one more name; an image that had the name loses it.
 	Tag(ctx context.Context, ref, name string) error
 	Inspect(ctx context.Context, ref string) (image.Details, error)
 	// Prune removes the images without a name, or all, but not those in use.
 	Prune(ctx context.Context, all bool, inUse func(digest string) bool) (removed []image.Image, freed int64, err error)
 	// Verify reads all of an image again; damage is ErrCorrupt.
 	Verify(ctx context.Context, digest string) error
-	// V1 is an image for those who copy it elsewhere or build upon it.
+	// V1 returns an image in the form that copies and builds use.
 	V1(ctx context.Context, digest string) (v1.Image, error)
-	// Add takes an image in, under a name unless that is empty. Layers that are
-	// here already are not read.
+	// Add adds an image, under a name unless that is empty. Layers that are already
+	// present are not read.
 	Add(ctx context.Context, name string, img v1.Image) (image.Image, error)
 }
 
-// Original is a backend's way to bring what a sandbox changed into the directory
-// that it was laid over.
+// Original is a Backend that can copy a sandbox's changes into the directory that the
+// sandbox is layered over.
 type Original interface {
-	// Apply does it, all or nothing; see Service.Apply. The container is
-	// stopped. On error the directory and the upperdir are as they were, but
-	// for what Settle is still to do.
+	// Apply copies all changes or none; see Service.Apply. The container is
+	// stopped. On error the directory and the upperdir are as they were, except
+	// for what Settle has yet to undo.
 	Apply(ctx context.Context, id string, opts ApplyOptions) (Applied, error)
-	// Settle finishes or takes back an Apply that was killed, and tells which
-	// in a sentence; empty: there was none. Idempotent.
+	// Settle finishes or rolls back an Apply that was killed, and says which in a
+	// sentence; empty: there was none. It is idempotent.
 	Settle(ctx context.Context, id string) (did string, err error)
 }
 
@@ -159,19 +158,18 @@ type StartOptions struct {
 type StopOptions struct {
 	Timeout time.Duration // between the stop signal and SIGKILL; 0: SIGKILL at once
 	Signal  string        // default: the spec's stop signal
-	// Silent cuts the container off its network before the end, so that the
-	// peers of its connections do not learn of it and a restore can go on
-	// with them.
+	// Silent disconnects the container from its network first, so that the peers of
+	// its connections do not notice and a restore can resume the connections.
 	Silent bool
 }
 
-// Container is what a backend knows of one container.
+// Container is the state of one container as its backend reports it.
 type Container struct {
 	Status   Status
 	Pid      int // of the first process on the host; 0 unless running or paused
 	ExitCode int // of an exited one; 128+n after signal n
-	// OOMKilled: of an exited one, that the kernel killed a process of it for
-	// memory. Not every backend knows, nor Hits.
+	// OOMKilled: the container has exited, and the kernel killed one of its processes
+	// for lack of memory. Not every backend reports this, or Hits.
 	OOMKilled bool
 	Hits      LimitHits // of an exited one, in its last start
 	OOMAt     time.Time // when the first process was killed for memory since it was last started, if that was noted
@@ -194,26 +192,26 @@ type Container struct {
 	// AutoRemove: the engine removes the container, files and all, as soon as
 	// it ends. It cannot be stopped and started again.
 	AutoRemove bool
-	// Busy says, in a sentence, who keeps Stop from stopping it, and Remedy
+	// Busy says, in a sentence, what keeps Stop from stopping it, and Remedy
 	// what to do about it; empty: Stop can.
 	Busy string
-	// Fresh are directories in the container that the engine mounts empty at
-	// every start, from outside: neither the upperdir nor CRIU has what is in
-	// them.
+	// Fresh are directories in the container that the engine mounts empty, from
+	// outside, at every start: their contents are in neither the upperdir nor the
+	// CRIU images.
 	Fresh []string
-	// EmptyNetwork: the OCI runtime makes the network namespace and the engine
-	// fills it at every start, so that its contents are not CRIU's to keep.
+	// EmptyNetwork: the OCI runtime creates the network namespace and the engine
+	// fills it at every start, so CRIU must not dump its contents.
 	EmptyNetwork bool
 
 	// Managed are the files that the backend writes and binds over the root
-	// filesystem, such as /etc/hosts: by their path in the sandbox, the file
-	// on the host. Start writes one that is missing or as Start last wrote
-	// it; what was changed since, in the sandbox or by a restore, it leaves.
+	// filesystem, such as /etc/hosts: by their path in the sandbox, the file on
+	// the host. Start writes a file that is missing or unchanged since Start last
+	// wrote it; it leaves a file that the sandbox or a restore has changed.
 	Managed map[string]string
 }
 
-// OCIRuntime names one container of an OCI runtime (runc or crun), as that knows it.
-// Its fields are those of criu.Runtime, which it converts to.
+// OCIRuntime identifies one container of an OCI runtime (runc or crun). It has the
+// fields of criu.Runtime, to which it converts.
 type OCIRuntime struct {
 	Binary string // e.g. /usr/sbin/runc
 	Root   string // its --root
@@ -227,45 +225,45 @@ type Volume struct {
 	Target string // where it is in the container
 }
 
-// Properties tell what a backend does differently.
+// Properties describe how backends differ.
 type Properties struct {
 	Name string // "oci", "docker", "containerd", "podman"
-	// FilesOnly: its sandboxes have no processes of their own. Checkpoints of
-	// them are of files alone; Pause freezes whoever uses the files.
+	// FilesOnly: its sandboxes have no processes of their own. Their checkpoints
+	// contain only files; Pause freezes the processes that use the files.
 	FilesOnly bool
-	// Filters: it has network mode filtered, and is an EgressFilter.
+	// Filters: it supports the network mode filtered, and is an EgressFilter.
 	Filters bool
-	// Restarts: what it runs comes back as Spec.Restart says. Elsewhere the engine
-	// has rules of its own for that.
+	// Restarts: agentbox restarts its sandboxes according to Spec.Restart. Otherwise
+	// the container engine has restart rules of its own.
 	Restarts bool
 }
 
 // VolumeSharer is a Backend whose containers can have Container.Volumes.
 type VolumeSharer interface {
-	// VolumeUsers lists, by the names of volumes of a container, the other
-	// containers that run with one of them, or are paused: a restore puts another
-	// directory in the place of the one that they would go on with. It has to look
-	// at all containers, each of which can make it wait or fail, so that Inspect,
-	// which has to tell of one in any case, does without it.
+	// VolumeUsers lists, by the names of a container's volumes, the other running or
+	// paused containers that use them: a restore replaces the directory under them.
+	// It has to inspect every container, and any of them can block it or make it
+	// fail. Inspect must not depend on that, so it does not call VolumeUsers.
 	VolumeUsers(ctx context.Context, id string, of []Volume) (map[string][]string, error)
 }
 
 // IDMapper is a Backend whose sandboxes can have user namespaces.
 type IDMapper interface {
-	// MayMap tells why a sandbox over these layers cannot have one with ids; empty: it can.
+	// MayMap says why a sandbox over these layers cannot have a user namespace with
+	// ids; empty: it can.
 	MayMap(ctx context.Context, s Spec, lower []string, ids idmap.Map) (why string, err error)
-	// IDsElsewhere are the first ids of the ranges that running sandboxes of
-	// other roots on this machine have.
+	// IDsElsewhere returns the first id of each range that running sandboxes of other
+	// roots on this machine use.
 	IDsElsewhere() ([]uint32, error)
 }
 
 // EgressFilter is a Backend that confines sandboxes to egress rules.
 type EgressFilter interface {
-	// SetEgress gives a container, whether it runs or not, other rules.
-	// Connections that they do not allow end.
+	// SetEgress replaces the rules of a container, whether it runs or not, and ends
+	// connections that the new rules do not allow.
 	SetEgress(ctx context.Context, id string, rules []string) error
-	// EgressLog is the directory in which eventlog has, by their ids, what
-	// containers were denied, each an egress.Event.
+	// EgressLog is the directory of the eventlogs, named by container id, of denied
+	// connections. Each entry is an egress.Event.
 	EgressLog() string
 }
 
@@ -280,9 +278,9 @@ type ExecError struct {
 func (e *ExecError) Error() string { return e.Err.Error() }
 func (e *ExecError) Unwrap() error { return e.Err }
 
-// ReachedBy reports whether a container with a mount of a path of the host has the
-// volume's data by it: all or a part of them or, if it may write there, a directory
-// that they are somewhere in.
+// ReachedBy reports whether a container that mounts source, a path of the host, reaches
+// the volume's data through it: source is the data, a part of it or, if the mount is
+// writable, a directory above it.
 func (v Volume) ReachedBy(source string, writable bool) bool {
 	if source == "" { // a tmpfs, say
 		return false

@@ -62,10 +62,10 @@ type ForkOptions struct {
 	Checkpoint string            `json:"checkpoint"` // empty: one is taken now
 	Count      int               `json:"count"`      // 0: 1
 	Names      []string          `json:"names"`      // of the forks, as many as Count; empty: ORIGIN-fork-XXXX
-	FilesOnly  bool              `json:"files_only"` // leave the processes out: the command starts afresh
+	FilesOnly  bool              `json:"files_only"` // leave the processes out: the command starts anew
 	Labels     map[string]string `json:"labels"`
 	NoStart    bool              `json:"no_start"` // leave them created
-	Secrets    []Secret          `json:"secrets"`  // where secrets come from, if not from where the origin's do
+	Secrets    []Secret          `json:"secrets"`  // sources of secrets, instead of the origin's
 	Lease      string            `json:"lease"`    // the lease that they are removed with; empty: none, whatever the origin has
 	Group      string            `json:"group"`    // a name that they share
 	Foreign    bool              `json:"foreign"`  // without Checkpoint: the newest may be one from elsewhere, of a removed sandbox
@@ -147,23 +147,23 @@ type PrunedCheckpoint struct {
 type Usage struct {
 	Root        string            `json:"root"`
 	Stored      int64             `json:"stored"`  // all packs
-	Raw         int64             `json:"raw"`     // what the pieces in them unpack to
-	Logical     int64             `json:"logical"` // what all checkpoints would need without the store: every file and page of each
-	Waste       int64             `json:"waste"`   // stored and needed by nothing: prune frees it
+	Raw         int64             `json:"raw"`     // unpacked size of the pieces in them
+	Logical     int64             `json:"logical"` // total size of every file and page of all checkpoints
+	Waste       int64             `json:"waste"`   // stored, but unused: prune frees it
 	Packs       int               `json:"packs"`
 	Pieces      int64             `json:"pieces"`
 	Checkpoints []CheckpointUsage `json:"checkpoints"`
 	Sandboxes   []SandboxUsage    `json:"sandboxes"`
-	Disk        DiskUsage         `json:"disk"` // what all of it takes there, as du -x counts
+	Disk        DiskUsage         `json:"disk"` // disk usage of the root, as du -x counts
 	Free        int64             `json:"free"` // on the filesystem
 }
 
-// DiskUsage is what files take on the disk: blocks, with directories, and each
-// file with several names once.
+// DiskUsage is disk usage in blocks, directories included. A file with several hard
+// links counts once.
 type DiskUsage struct {
 	Total     int64 `json:"total"`     // all of the root: the next five
 	Packs     int64 `json:"packs"`     // of all checkpoints
-	Records   int64 `json:"records"`   // of checkpoints: manifests, what is known of failed ones
+	Records   int64 `json:"records"`   // of checkpoints: manifests, records of failed ones
 	Sandboxes int64 `json:"sandboxes"` // and volumes: their own files, logs, specs
 	Images    int64 `json:"images"`
 	Rest      int64 `json:"rest"`      // state.db, audit log, events, caches, room set aside for a full disk
@@ -188,7 +188,7 @@ type SandboxUsage struct {
 type VerifyOptions struct {
 	Checkpoints []string `json:"checkpoints"`        // none: all
 	ReadData    bool     `json:"read_data"`          // read every byte, not only what is needed to know that all is there
-	Rehearse    bool     `json:"rehearse,omitempty"` // restore each, which are named and full, into a fork, and compare
+	Rehearse    bool     `json:"rehearse,omitempty"` // restore each named, full checkpoint into a fork, and compare
 	Progress    Progress `json:"-"`
 }
 
@@ -198,13 +198,13 @@ type VerifyReport struct {
 	Pieces      int64     `json:"pieces"`
 	Bytes       int64     `json:"bytes"`
 	Damaged     []Damaged `json:"damaged"`
-	// Whole ones that CRIU will not restore: the processes, not the files.
+	// Undamaged checkpoints whose processes CRIU will not restore; their files are fine.
 	Unrestorable []Damaged   `json:"unrestorable"`
 	Notes        []string    `json:"notes"`               // damage that hurts no checkpoint
 	Rehearsed    []Rehearsal `json:"rehearsed,omitempty"` // where asked for
 }
 
-// Rehearsal is what came of a checkpoint that was restored to be compared.
+// Rehearsal is the result of a checkpoint's trial restore and comparison.
 type Rehearsal struct {
 	Checkpoint  Checkpoint    `json:"checkpoint"`
 	Took        time.Duration `json:"took"`      // nanoseconds
@@ -216,7 +216,7 @@ type Rehearsal struct {
 	Differs     []string      `json:"differs"` // a sentence each; at most 101
 }
 
-// Damaged is one checkpoint that cannot be restored whole.
+// Damaged is one checkpoint that cannot be restored completely.
 type Damaged struct {
 	Checkpoint Checkpoint `json:"checkpoint"`
 	What       []string   `json:"what"` // e.g. "usr/lib/x: piece blake3:... in pack ..."; at most 100
@@ -240,10 +240,10 @@ type ExportOptions struct {
 // ImportOptions modify ImportCheckpoint.
 type ImportOptions struct {
 	Name       string `json:"name"`       // of the sandbox, instead of the one in the archive
-	Image      string `json:"image"`      // over which image it is to lie, when the archive's is not known by its digest
+	Image      string `json:"image"`      // the image to layer it over, if the archive's digest is unknown here
 	Identities string `json:"identities"` // a file of age identities, for an encrypted archive
-	// Trust takes processes with more rights than a sandbox has by default. CRIU
-	// does, as root, what process images say: whoever made them must be trusted.
+	// Trust accepts processes with more rights than a sandbox has by default. CRIU
+	// follows process images as root, so their author must be trusted.
 	Trust    bool     `json:"trust"`
 	Progress Progress `json:"-"`
 }
@@ -265,17 +265,16 @@ type Pushed struct {
 // documented JSON of `agentbox log`; it only ever grows.
 type HistoryEntry struct {
 	Checkpoint
-	Children []string `json:"children"` // ids of those taken from here, newest first
+	Children []string `json:"children"` // ids of the checkpoints taken from here, newest first
 	Head     bool     `json:"head"`     // the sandbox was last at this one
-	// ParentDeleted: the checkpoint that the sandbox was at then is gone;
-	// Parent is the nearest before it that is not.
+	// ParentDeleted: the parent was deleted; Parent is its nearest remaining ancestor.
 	ParentDeleted bool         `json:"parent_deleted"`
 	Forks         []ForkedInto `json:"forks"`             // sandboxes that were forked from here, by name
-	Effects       []Effect     `json:"effects,omitempty"` // what was done outside of the sandbox while it was at this one, newest first
+	Effects       []Effect     `json:"effects,omitempty"` // effects outside the sandbox while it was at this one, newest first
 }
 
-// ForkedInto is a fork in the history of its origin. It may have been
-// removed since, and have left checkpoints.
+// ForkedInto is a fork in the history of its origin. The fork may have been removed
+// since, leaving checkpoints behind.
 type ForkedInto struct {
 	Sandbox     string `json:"sandbox"` // its id
 	SandboxName string `json:"sandbox_name"`
@@ -288,11 +287,11 @@ type HistoryOptions struct {
 
 // ApplyOptions modify Apply.
 type ApplyOptions struct {
-	DryRun bool `json:"dry_run"` // only tell what would be done
-	Undo   bool `json:"undo"`    // take the last Apply back
+	DryRun bool `json:"dry_run"` // only report what would be done
+	Undo   bool `json:"undo"`    // undo the last Apply
 	Force  bool `json:"force"`   // overwrite what others changed in the original meanwhile
-	// Owners takes over the owners that the sandbox gave. Without it what the
-	// original has keeps its owner, and what is new gets that of its directory.
+	// Owners applies changes of ownership too. Without it existing files keep their
+	// owner, and new ones get the owner of their directory.
 	Owners bool `json:"owners,omitempty"`
 	// Allow are the paths of files that may come with set-id bits or capabilities.
 	Allow []string `json:"allow,omitempty"`
@@ -304,14 +303,14 @@ type Applied struct {
 	SandboxName string   `json:"sandbox_name"`
 	Original    string   `json:"original"` // the directory
 	DryRun      bool     `json:"dry_run"`
-	Undone      bool     `json:"undone"`    // the last apply was taken back
+	Undone      bool     `json:"undone"`    // the last Apply was undone
 	Changes     []Change `json:"changes"`   // A, M, D and T, by path; empty after an undo
 	Conflicts   []string `json:"conflicts"` // what others changed in the original since the sandbox did
 
 	Refused []Refusal `json:"refused"` // by a dry run; without it they are an error
 }
 
-// Refusal is one path that must not get into the original.
+// Refusal is one path that must not be copied into the original.
 type Refusal struct {
 	Path     string `json:"path"`
 	PathB64  string `json:"path_b64,omitempty"`

@@ -6,30 +6,30 @@ import (
 
 // Types of events.
 const (
-	EventDenied  = "denied"        // filtered, it tried to reach what no rule allows
-	EventOOM     = "oom"           // the kernel killed processes of it for memory
-	EventPids    = "pids-limit"    // processes or threads could not be made
-	EventStorage = "storage-limit" // its files take all they may: it was killed, or more is refused
-	EventExpired = "expired"       // it was stopped because its time was over
-	EventIdle    = "idle"          // it was stopped because nothing went on in it
+	EventDenied  = "denied"        // network mode filtered: it tried to reach what no rule allows
+	EventOOM     = "oom"           // the kernel killed some of its processes for lack of memory
+	EventPids    = "pids-limit"    // it could not create processes or threads
+	EventStorage = "storage-limit" // its files reached their limit: it was killed, or the kernel refuses more
+	EventExpired = "expired"       // it was stopped because its TTL was over
+	EventIdle    = "idle"          // it was stopped because it was idle
 	EventEffect  = "effect"        // the undo command of an effect was run
-	EventRestore = "restore"       // a try to restore it failed
+	EventRestore = "restore"       // an attempt to restore it failed
 	EventLease   = "lease"         // it is removed because its lease has ended
-	EventHeld    = "held"          // no try did better: nobody may use it
+	EventHeld    = "held"          // every restore attempt failed: it is on hold
 
-	EventReconciled = "reconciled" // it had ended without anybody seeing to it
+	EventReconciled = "reconciled" // its exit had not been recorded or cleaned up
 	EventRestarted  = "restarted"  // it was started again, as its restart policy says
 	EventGivenUp    = "given-up"   // it is not started again, though it has failed
-	EventHostFiles  = "host-files" // a restore has left files of the host as they are, though nobody has asked for that
+	EventHostFiles  = "host-files" // a restore left attached files of the host as they were without being told to
 )
 
-// EventTypes are all there are.
+// EventTypes lists all types.
 var EventTypes = []string{EventDenied, EventOOM, EventPids, EventStorage, EventExpired, EventIdle, EventEffect, EventRestore, EventHeld, EventLease, EventReconciled, EventRestarted, EventGivenUp, EventHostFiles}
 
-// Event is something that befell a sandbox without its owner's doing: the
-// documented JSON of `agentbox events`; it only ever grows. The limits that the
-// kernel holds (oom, pids-limit) are counters: what nobody looked at meanwhile
-// is one event, of the time at which it was seen or, at the latest, of the end.
+// Event is something that happened to a sandbox without a command of its owner: the
+// documented JSON of `agentbox events`; it only ever grows. The kernel reports the
+// limits that it enforces (oom, pids-limit) as counters: all hits since the last look
+// are one event, with the time of the next look, at the latest the sandbox's end.
 type Event struct {
 	Time    time.Time `json:"time"`
 	Sandbox string    `json:"sandbox"`
@@ -42,7 +42,7 @@ type Event struct {
 	Reason   string `json:"reason,omitempty"` // of lease, too
 	Missed   int    `json:"missed,omitempty"`
 
-	// Of restore: which strategy was tried; Reason is what became of it.
+	// Of restore: the strategy that was tried; Reason is its outcome.
 	Strategy string `json:"strategy,omitempty"`
 
 	// Of effect; with Name, its label, and Reason, its status and why.
@@ -59,7 +59,7 @@ type Event struct {
 	Exit    *int      `json:"exit,omitempty"`     // reconciled, restarted, given-up: the exit code that it had ended with
 }
 
-// EventOptions choose what Events returns.
+// EventOptions select what Events returns.
 type EventOptions struct {
 	Follow bool
 	Since  time.Time

@@ -5,41 +5,41 @@ import (
 	"time"
 )
 
-// A lease holds sandboxes, and checkpoints that are not to stay, for as long as
-// its owner lives, or until its deadline. Then they are removed, whatever has
-// become of whoever made them. leaseend.go ends them.
+// A lease holds sandboxes and temporary checkpoints for as long as its owner
+// lives, or until its deadline. Then they are removed, whether or not the process
+// that created them still runs. engine/leaseend.go ends leases.
 
-// LeaseService is the part of Service that holds sandboxes for somebody. A lease is
-// named by its name, its id or a unique prefix of that.
+// LeaseService is the part of Service that manages leases. Its methods accept a
+// lease's name, its id or a unique prefix of the id.
 type LeaseService interface {
 	CreateLease(ctx context.Context, req LeaseRequest) (Lease, error)
-	// HoldLease makes a lease that is held as long as fn runs, or the connection
-	// to the service lasts over which it is called. The context of fn ends, with
-	// the reason as its cause, when the lease ends before that. A lease that was
-	// transferred meanwhile stays.
+	// HoldLease creates a lease that is held while fn runs, or while the connection
+	// lasts over which the service was called. If the lease ends earlier, the context
+	// of fn is cancelled with the reason as its cause. A lease that was transferred
+	// in the meantime outlives the call.
 	HoldLease(ctx context.Context, req LeaseRequest, fn func(context.Context, Lease) error) error
 	Lease(ctx context.Context, lease string) (Lease, error)
-	// Leases lists those that have not ended, newest first, or, with all, the
-	// last ones that have as well.
+	// Leases lists the leases that have not ended, newest first; with all, also the
+	// last ones that have.
 	Leases(ctx context.Context, all bool) ([]Lease, error)
-	// RenewLease tells that the owner of a lease with a heartbeat is alive. With
-	// a time it sets the deadline, from now on, whoever the owner is.
+	// RenewLease records a heartbeat of the lease's owner. A deadline other than 0 is
+	// counted from now and replaces the lease's own, for every kind of owner.
 	RenewLease(ctx context.Context, lease string, deadline time.Duration) (Lease, error)
 	// TransferLease gives a lease another owner and another deadline.
 	TransferLease(ctx context.Context, lease string, terms LeaseTerms) (Lease, error)
-	// ReleaseLease ends a lease, and returns when all that belonged to it is gone.
+	// ReleaseLease ends a lease and returns once its members are removed.
 	ReleaseLease(ctx context.Context, lease string) (Lease, error)
 }
 
 // Kinds of owners of a lease.
 const (
-	OwnerNone       = "none"       // only the deadline counts
+	OwnerNone       = "none"       // no owner: only the deadline ends it
 	OwnerPid        = "pid"        // a process of this host
-	OwnerHeartbeat  = "heartbeat"  // whoever renews it
-	OwnerConnection = "connection" // to the service, or a call of HoldLease in Pid
+	OwnerHeartbeat  = "heartbeat"  // the processes that renew it
+	OwnerConnection = "connection" // a connection to the service, or a call of HoldLease in process Pid
 )
 
-// LeaseTerms say for how long a lease is held.
+// LeaseTerms determine how long a lease is held.
 type LeaseTerms struct {
 	Owner    string        `json:"owner"`       // a kind; empty: none
 	Pid      int           `json:"pid"`         // of the owner pid; 0: the caller
@@ -60,36 +60,37 @@ type Lease struct {
 	State   string     `json:"state"` // active, ending or ended
 	Owner   LeaseOwner `json:"owner"`
 	Created time.Time  `json:"created"`
-	// Deadline: it ends For after Since. Expires is when the clock will show that,
-	// as far as it stays.
+	// The lease ends For after Since. Expires is that time by the wall clock, as long
+	// as nothing sets the clock.
 	For     time.Duration `json:"for_ns,omitempty"`
 	Since   Moment        `json:"since,omitzero"`
 	Expires time.Time     `json:"expires,omitzero"`
-	// Of one that ends or has ended.
+	// Set once the lease is ending or has ended.
 	Reason string    `json:"reason,omitempty"`
 	Over   time.Time `json:"over,omitzero"`
-	// What belongs to it by name and by id, or did when it began to end.
+	// The members, sandboxes by name and checkpoints by id; of a lease that is ending
+	// or has ended, those it had when it began to end.
 	Sandboxes   []string `json:"sandboxes"`
 	Checkpoints []string `json:"checkpoints"`
 }
 
-// LeaseOwner is who has to live for a lease to be held.
+// LeaseOwner is the process, connection or heartbeat that keeps a lease alive.
 type LeaseOwner struct {
 	Kind string `json:"kind"`
-	// Of pid and connection: the process, by when it began (in hundredths of a
-	// second since the boot) and in which boot, so that no other is taken for it.
+	// For pid and connection: the process, identified also by its boot and its start
+	// time (in hundredths of a second since boot), so that a reused pid does not match.
 	Pid   int    `json:"pid,omitempty"`
 	Start int64  `json:"start,omitempty"`
 	Boot  string `json:"boot,omitempty"`
-	// Of heartbeat: within which time it has to be renewed, and when it was last.
+	// For heartbeat: the time within which it must be renewed, and the last renewal.
 	Interval time.Duration `json:"interval_ns,omitempty"`
 	Beat     Beat          `json:"beat,omitzero"`
 }
 
-// Beat is an instant of the time in which the host is awake: who sleeps with it
-// has not missed to renew.
+// Beat is an instant on a clock that stops while the host sleeps, so that an owner
+// that was suspended with the host has not missed a renewal.
 type Beat struct {
 	Time  time.Time     `json:"time"`
 	Boot  string        `json:"boot"`
-	Awake time.Duration `json:"awake_ns"` // since that boot, sleep left out
+	Awake time.Duration `json:"awake_ns"` // since that boot, without time asleep
 }

@@ -11,9 +11,9 @@ import (
 	"github.com/agentbox/agentbox/policy"
 )
 
-// Service is all that a command sees of agentbox: five parts, of which a function takes the
-// one that it needs. *engine.Engine and *api.Client implement it, and errors.Is works
-// through both.
+// Service is the whole of agentbox as commands see it. It has five parts, so that a
+// function can ask for the one that it needs. *engine.Engine and *api.Client implement
+// it, and errors.Is works through both.
 //
 // Wherever a method takes a sandbox or a checkpoint it takes a name, an id or
 // a unique prefix of an id, four digits or more. An ambiguous prefix is ErrInvalid.
@@ -51,9 +51,9 @@ type SandboxService interface {
 	// Sandboxes lists all sandboxes, newest first. Their specs lack the rules of policies and
 	// seccomp profiles, which Sandbox has; entries may share what their specs point to.
 	Sandboxes(ctx context.Context) ([]Sandbox, error)
-	// Stats returns what sandboxes use: of all, newest first, or of those named, in
-	// that order. A sandbox that ends meanwhile is left out; a name of none is
-	// ErrNotFound.
+	// Stats returns the resource usage of all sandboxes, newest first, or of the named
+	// ones, in that order. A sandbox that ends in the meantime is left out; an unknown
+	// name is ErrNotFound.
 	Stats(ctx context.Context, opts StatsOptions) ([]Stats, error)
 
 	// CopyFrom writes path as a tar stream, as `docker cp c:path -` does.
@@ -64,7 +64,7 @@ type SandboxService interface {
 	Stat(ctx context.Context, sandbox, path string) (PathStat, error)
 }
 
-// Local is a Service whose sandboxes are on this host and open to this process.
+// Local is a Service whose sandboxes are on this host and accessible to this process.
 // *Engine is one, *api.Client is not.
 type Local interface {
 	Service
@@ -79,12 +79,12 @@ type CreateRequest struct {
 	Entrypoint []string          `json:"entrypoint"` // nil: the image's
 	Pull       image.PullOptions `json:"pull"`
 
-	// Policy decides; nil: the one that this host has under PolicyName, or else
-	// under the name default.
+	// Policy is the one that decides; nil: this host's policy called PolicyName or, if
+	// that is empty, default.
 	Policy     *policy.Policy `json:"policy"`
 	PolicyName string         `json:"policy_name"`
-	// What is asked for beside Spec.Security, in Docker's words; the policy
-	// turns it into that.
+	// Requests in Docker's terms, in addition to Spec.Security, into which the policy
+	// translates them.
 	CapAdd     []string `json:"cap_add"`
 	CapDrop    []string `json:"cap_drop"`
 	Privileged bool     `json:"privileged"`
@@ -118,24 +118,24 @@ type Sandbox struct {
 	Labels      map[string]string `json:"labels"`
 	Address     string            `json:"address,omitempty"`
 	Expires     time.Time         `json:"expires,omitzero"`     // when its --ttl is over, as far as the clock stays
-	Expired     bool              `json:"expired,omitempty"`    // that time is over, and it cannot be started
-	OOMKilled   bool              `json:"oom_killed,omitempty"` // of an exited one: the kernel killed a process of it for memory
+	Expired     bool              `json:"expired,omitempty"`    // its TTL is over, and it cannot be started
+	OOMKilled   bool              `json:"oom_killed,omitempty"` // it has exited, and the kernel killed one of its processes for lack of memory
 	Limits      *LimitHits        `json:"limit_hits,omitempty"` // by Service.Sandbox only
 	Restarts    *Restarts         `json:"restarts,omitempty"`   // of one with a restart policy
 	Kept        bool              `json:"kept,omitempty"`       // an --rm sandbox that stays when it exits, because a restore or a restart of it failed
-	Held        string            `json:"held,omitempty"`       // why nobody may use it: a restore of it failed; see Service.ReleaseHold
+	Held        string            `json:"held,omitempty"`       // why it is on hold: a restore of it failed; see Service.ReleaseHold
 	Lease       string            `json:"lease,omitempty"`      // id of the lease that it is removed with
 	Group       string            `json:"group,omitempty"`
 	Work        *Work             `json:"work,omitempty"` // the checkpoint or restore that is under way, by Service.Sandboxes only
 	Spec        Spec              `json:"spec"`
 }
 
-// LimitHits are how often the limits of a sandbox have come into force since it
-// was last started. Of an exited one not every backend knows.
+// LimitHits counts how often a sandbox has hit its limits since it was last started.
+// Not every backend knows the counts of an exited sandbox.
 type LimitHits struct {
-	OOMKills int64       `json:"oom_kills,omitempty"` // processes that the kernel killed for memory
-	Pids     int64       `json:"pids,omitempty"`      // processes and threads that could not be made
-	Storage  *StorageHit `json:"storage,omitempty"`   // its files took all they may
+	OOMKills int64       `json:"oom_kills,omitempty"` // processes that the kernel killed for lack of memory
+	Pids     int64       `json:"pids,omitempty"`      // processes and threads that could not be created
+	Storage  *StorageHit `json:"storage,omitempty"`   // its files reached their limit
 }
 
 // Checkpoint kinds and states.
@@ -167,9 +167,9 @@ type Checkpoint struct {
 	Digest      string            `json:"digest"`    // of the manifest
 	ImageDigest string            `json:"image_digest"`
 	Labels      map[string]string `json:"labels"`
-	Frozen      time.Duration     `json:"frozen_ns"` // how long the sandbox stood still
-	Added       int64             `json:"added"`     // bytes that it brought to the store
-	Unchanged   bool              `json:"unchanged"` // it brought none
+	Frozen      time.Duration     `json:"frozen_ns"` // how long the sandbox was frozen
+	Added       int64             `json:"added"`     // bytes that it added to the store
+	Unchanged   bool              `json:"unchanged"` // it added none
 	Pinned      bool              `json:"pinned"`
 	Lease       string            `json:"lease,omitempty"` // id of the lease that it is removed with, unless it is pinned
 	Tags        []string          `json:"tags,omitempty"`
@@ -177,9 +177,9 @@ type Checkpoint struct {
 	Warnings    []string          `json:"warnings,omitempty"`
 	Attached    []AttachedFile    `json:"attached,omitempty"` // files of the host that belong to it
 
-	// Foreign: it came from elsewhere, by an import or a pull, or where it was made is not
-	// known. Its spec is a wish then: Command is what would be run, and Asks what a
-	// restore or a fork gives it only where Grants say so. Created is when it came.
+	// Foreign: it was imported or pulled, or its origin is unknown. Its spec is then only
+	// a request: Command is the command that it would run, and Asks lists what a restore
+	// or a fork gives it only if Grants allow it. Created is the time of its arrival.
 	Foreign bool     `json:"foreign,omitempty"`
 	Command []string `json:"command,omitempty"`
 	Asks    []string `json:"asks,omitempty"`
@@ -194,11 +194,11 @@ type AttachedFile struct {
 
 // What a restore does with an attached file.
 const (
-	AttachedPut     = "put" // made what the checkpoint has
+	AttachedPut     = "put" // replaced by the checkpoint's version
 	AttachedRemoved = "removed"
-	AttachedSame    = "same" // it was so already
+	AttachedSame    = "same" // it was already the same
 	AttachedLeft    = "left" // left alone; a warning, or the restore's error, says why
-	// AttachedReturned was put, and made what it had been again, as another could not be put.
+	// AttachedReturned: put, then changed back because another file could not be put.
 	AttachedReturned = "returned"
 )
 
@@ -232,15 +232,15 @@ type CheckpointOptions struct {
 	TCP         string            `json:"tcp"`     // default TCPEstablished
 	Timeout     time.Duration     `json:"timeout_ns"`
 	Paranoid    bool              `json:"paranoid"` // read every file again, not only those that changed by their inode
-	// Lease has it removed with a lease. Temporary has it removed with the one
-	// that the sandbox belongs to.
+	// Lease has the checkpoint removed with a lease. Temporary has it removed with the
+	// sandbox's lease.
 	Lease     string `json:"lease"`
 	Temporary bool   `json:"temporary"`
-	// Attach are absolute paths of regular files of the host that belong to the
-	// checkpoint, or of ones that are not there: a restore puts them back, too.
+	// Attach lists absolute paths of regular files of the host that belong to the
+	// checkpoint. A file may be missing: a restore puts that back too.
 	Attach []string `json:"attach"`
-	// Automatic is for the one that Spec.CheckpointEvery asks for: the Trigger of
-	// such a sandbox's is nobody else's.
+	// Automatic marks the checkpoints that Spec.CheckpointEvery asks for. In such a
+	// sandbox, no other checkpoint may use their Trigger.
 	Automatic bool `json:"-"`
 
 	Progress Steps `json:"-"`
@@ -261,38 +261,37 @@ type RestoreOptions struct {
 	// Timeout ends the restore, that of its processes too; 0: it has the bounds of CRIU's part alone.
 	Timeout time.Duration `json:"timeout_ns"`
 
-	// NoAttached leaves the files of the host alone that belong to the checkpoint.
-	// Attached puts them back also where that is not done unasked: of a checkpoint
-	// that was imported or pulled, and of a sandbox that was removed.
+	// NoAttached leaves the checkpoint's attached files alone. Attached puts them back
+	// even where that is not the default: for a checkpoint that was imported or pulled,
+	// and for a sandbox that was removed.
 	NoAttached bool `json:"no_attached"`
 	Attached   bool `json:"attached"`
 
-	// Strategy is one of Strategies; empty: once, as the checkpoint is.
+	// Strategy is one of Strategies; empty: one attempt, with all that the checkpoint has.
 	Strategy string `json:"strategy"`
-	// Alert is told when the restore fails for good: the absolute path of a
-	// program of the host, which root runs, or an http or https URL.
+	// Alert is called when the restore fails for good: the absolute path of a
+	// program of the host, which runs as root, or an http or https URL.
 	Alert string `json:"alert"`
-	// AlertSecret is a file of the host, root's alone, with the key that
+	// AlertSecret is a file of the host, accessible to root only, with the key that
 	// signs what is posted to the URL.
 	AlertSecret string `json:"alert_secret"`
 
-	// Foreign lets the newest be one that came from elsewhere.
+	// Foreign allows a foreign checkpoint to be chosen as the newest.
 	Foreign bool `json:"foreign"`
-	// Grants are what the spec of a foreign checkpoint is given, where the sandbox is
-	// made of it.
+	// Grants are what the spec of a foreign checkpoint gets if the sandbox is made
+	// from it.
 	Grants Grants `json:"grants"`
 
-	// Secrets say where secrets come from: for good if the sandbox is made
-	// again, else for this start.
+	// Secrets say where secrets come from: permanently if the sandbox is recreated,
+	// otherwise for this start.
 	Secrets []Secret `json:"secrets"`
-	// Pull says how to get the image of a sandbox that is made again, when it
-	// is not here.
+	// Pull says how to get the image of a recreated sandbox if it is not present.
 	Pull image.PullOptions `json:"pull"`
 
 	Progress Steps `json:"-"`
 }
 
-// TriggerUndo is the trigger of the checkpoints that Restore takes by itself.
+// TriggerUndo is the trigger of the undo checkpoints that Restore takes.
 const TriggerUndo = "undo"
 
 // Restored reports a restore.

@@ -11,14 +11,14 @@ import (
 	"github.com/agentbox/agentbox/internal/idmap"
 )
 
-// Spec is what a sandbox was asked to be. It is stored with the sandbox and
+// Spec is the requested configuration of a sandbox. It is stored with the sandbox and
 // with each of its checkpoints, so its JSON form only ever grows.
 type Spec struct {
 	ID          string            `json:"id"`                     // 32 lower-case hex digits
 	Name        string            `json:"name"`                   // unique on this root
 	Image       string            `json:"image"`                  // as the user named it
 	ImageDigest string            `json:"image_digest"`           // what it resolved to
-	ImageSource string            `json:"image_source,omitempty"` // where that can be had again: REPOSITORY@DIGEST
+	ImageSource string            `json:"image_source,omitempty"` // where to pull it again: REPOSITORY@DIGEST
 	Args        []string          `json:"args"`                   // the command, entrypoint included
 	Env         []string          `json:"env,omitempty"`
 	Workdir     string            `json:"workdir"`        // absolute, inside the sandbox
@@ -40,23 +40,22 @@ type Spec struct {
 	HostIDs     string            `json:"host_ids,omitempty"` // why it is in the host's own, where it could have been in another
 	Labels      map[string]string `json:"labels,omitempty"`
 
-	// CheckpointEvery asks for checkpoints without being told to: "exec",
-	// before each Exec, a time.Duration such as "5m0s", or both: "exec,5m0s". See
-	// policy.ParseEvery.
+	// CheckpointEvery asks for automatic checkpoints: "exec" for one before each Exec,
+	// a time.Duration such as "5m0s", or both: "exec,5m0s". See policy.ParseEvery.
 	CheckpointEvery string `json:"checkpoint_every,omitempty"`
 
-	// Lifetime bounds how long it lives.
+	// Lifetime bounds how long the sandbox lives.
 	Lifetime Lifetime `json:"lifetime,omitzero"`
 
-	// Restart says whether it comes back when it has ended.
+	// Restart says whether the sandbox is restarted after it has ended.
 	Restart Restart `json:"restart,omitzero"`
 
-	// Policy is the one that the sandbox was made under; nil in the specs of
-	// older versions, and of containers that somebody else made.
+	// Policy is the policy that the sandbox was created under; nil in the specs of
+	// older versions and of adopted containers.
 	Policy *Policy `json:"policy,omitempty"`
 
-	// Adopted: somebody else made the container, through its engine; see
-	// Backend.Adopt. It is checkpointed and restored, but never made again.
+	// Adopted: the container was not created by agentbox but through its engine; see
+	// Backend.Adopt. It is checkpointed and restored, but never recreated.
 	Adopted bool   `json:"adopted,omitempty"`
 	Backend string `json:"backend,omitempty"` // what runs it; empty in the specs of older versions: oci
 }
@@ -74,16 +73,15 @@ type Mount struct {
 // SecretsDir is where a sandbox finds its secrets, one file each.
 const SecretsDir = "/run/secrets"
 
-// Secret says where the content of a file in SecretsDir comes from at each
-// start. The content itself is on no record. The specs of checkpoints have the
-// name only.
+// Secret says where the content of a file in SecretsDir comes from at each start.
+// The content itself is never recorded. The specs of checkpoints have only the name.
 type Secret struct {
 	Name string `json:"name"`
 	File string `json:"file,omitempty"` // an absolute path of the host
-	Env  string `json:"env,omitempty"`  // a variable of whoever starts the sandbox
+	Env  string `json:"env,omitempty"`  // an environment variable of the process that starts the sandbox
 }
 
-// SecretFile is a secret as a start puts it into a sandbox.
+// SecretFile is a secret as Start puts it into a sandbox.
 type SecretFile struct {
 	Name string
 	Data []byte
@@ -94,16 +92,16 @@ const (
 	NetworkNone     = "none"     // a namespace with only lo, up
 	NetworkHost     = "host"     // the host's own
 	NetworkBridge   = "bridge"   // veth, bridge, NAT; the default
-	NetworkFiltered = "filtered" // as bridge, but out only by Egress
+	NetworkFiltered = "filtered" // as bridge, but only Egress lets traffic out
 )
 
-// Network says how a sandbox reaches the world.
+// Network says how a sandbox reaches other hosts.
 type Network struct {
 	Mode  string `json:"mode"`
 	Group string `json:"group,omitempty"` // bridge: sandboxes of one group reach each other, all others do not
 	Ports []Port `json:"ports,omitempty"` // bridge and filtered only
 
-	// Egress is all that a filtered sandbox may reach, each "CIDR|IP|DOMAIN|*.DOMAIN [PORTS]".
+	// Egress lists all that a filtered sandbox may reach, each "CIDR|IP|DOMAIN|*.DOMAIN [PORTS]".
 	Egress []string `json:"egress,omitempty"`
 }
 
@@ -125,23 +123,22 @@ type Resources struct {
 	Storage int64   `json:"storage,omitempty"` // bytes that the upperdir may take
 }
 
-// Security is what processes may do beyond what everybody may; the zero value
-// is the usual.
+// Security is the privileges of a sandbox's processes; the zero value is the default.
 type Security struct {
 	Capabilities    []string `json:"capabilities,omitzero"` // at most these, without CAP_; nil: the default ones
 	NoNewPrivileges bool     `json:"no_new_privileges,omitempty"`
-	NewPrivileges   bool     `json:"new_privileges,omitempty"`  // asked for; else a policy grants none
+	NewPrivileges   bool     `json:"new_privileges,omitempty"`  // requested; otherwise a policy grants none
 	Seccomp         string   `json:"seccomp,omitempty"`         // "unconfined", or the digest of SeccompProfile; empty: the default profile
 	SeccompProfile  string   `json:"seccomp_profile,omitempty"` // the text of a file, as Docker has it; lists of sandboxes leave it out
 	AppArmor        string   `json:"apparmor,omitempty"`        // a profile, or "unconfined"; empty: the usual one, where the host has AppArmor
-	IOUring         bool     `json:"io_uring,omitempty"`        // else it looks as if the kernel had none
+	IOUring         bool     `json:"io_uring,omitempty"`        // otherwise the kernel appears to have none
 }
 
-// Policy is what a sandbox may be, as it was when the sandbox was made.
+// Policy is the policy of a sandbox, as it was when the sandbox was created.
 type Policy struct {
 	Name   string `json:"name"`
 	Digest string `json:"digest"` // of Rules, in their canonical form
-	// Rules are a policy file in JSON, nothing left to a base. Lists of sandboxes leave them out.
+	// Rules are a policy file in JSON, with its bases resolved. Lists of sandboxes omit them.
 	Rules json.RawMessage `json:"rules,omitempty"`
 }
 
@@ -183,11 +180,11 @@ type Streams struct {
 	DetachKeys []byte      // terminal only; nil: none. A caller's usual choice is ctrl-p ctrl-q, {16, 17}
 }
 
-// ErrDetached is what an attachment ends with when the user typed the detach
-// keys; the process goes on.
+// ErrDetached ends an attachment when the user has typed the detach keys; the process
+// goes on.
 var ErrDetached = errors.New("detached")
 
-// LogOptions choose what Logs returns.
+// LogOptions select what Logs returns.
 type LogOptions struct {
 	Follow     bool      `json:"follow"`
 	Tail       int       `json:"tail"` // lines; negative: all
@@ -211,14 +208,14 @@ func JoinEnv(layers ...[]string) []string {
 	return out
 }
 
-// Grants are what a restore or a fork gives to the spec of a foreign checkpoint, which
-// gets nothing of the host otherwise: it runs its command over its image and files, with the
-// network, the rights and the policy of a sandbox that asks for none.
+// Grants are what a restore or a fork gives to the spec of a foreign checkpoint. Without
+// them it gets nothing of the host: it runs its command over its image and files, with the
+// network, the privileges and the policy of a sandbox that asks for none.
 type Grants struct {
 	TrustSpec bool    `json:"trust_spec"` // all that it asks for, within the policy; see Checkpoint.Asks
 	Mounts    []Mount `json:"mounts"`
 	Ports     []Port  `json:"ports"`
-	Policy    string  `json:"policy"` // the name of the one that decides; empty: default
+	Policy    string  `json:"policy"` // the name of the policy that decides; empty: default
 }
 
 // User namespaces of sandboxes.
