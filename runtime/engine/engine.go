@@ -1,5 +1,5 @@
 // Package engine is agentbox's core: the Engine, which implements runtime.Service on
-// this host and orders every verb.
+// this host and orders the steps of every verb.
 //
 // A command calls a method of the Service; the Engine looks the sandbox up in the
 // store, takes its lock, writes an intent to the journal where the verb has
@@ -39,18 +39,17 @@ const lockWait = 500 * time.Millisecond
 // reapWait is how long a verb waits for the clean-up after an exit.
 const reapWait = 5 * time.Minute
 
-// autoWait is how long a verb waits for a checkpoint that nobody has asked for
-// just now.
+// autoWait is how long a verb waits for a checkpoint that is taken at an interval.
 const autoWait = time.Minute
 
-// opReap is the verb of that clean-up.
+// opReap is the verb of the clean-up after an exit.
 const opReap = "reap"
 
-// frozenWait is how long a verb that only uses a sandbox waits for a checkpoint
-// to thaw it.
+// frozenWait is how long a verb that only uses a sandbox waits for a checkpoint to
+// thaw it.
 const frozenWait = time.Minute
 
-// execTries bounds how often Exec meets one checkpoint after the other.
+// execTries bounds how many checkpoints in a row Exec waits for.
 const execTries = 10
 
 // Engine is the embedded Service: it works on this host, without a daemon.
@@ -68,13 +67,13 @@ type Engine struct {
 	observers []Observer
 	policies  policy.Finder
 
-	keeps atomic.Bool // this process is the keeper of leases
+	keeps atomic.Bool // this process is the lease keeper
 
 	mu       sync.Mutex
-	last     reconciled        // what the last Reconcile has found
+	last     reconciled        // findings of the last Reconcile
 	under    map[int64]bool    // intents under way in this process
-	watching string            // the sandbox that this process is the watch of
-	hosts    map[string]Host   // those in use
+	watching string            // the sandbox that this process watches
+	hosts    map[string]Host   // backends in use, by name
 	kept     map[string]string // variables taken out of the environment; see variable
 	// Locks that say "my caller waits for this sandbox's exit code"; see hold.
 	holds map[string]*store.Lock
@@ -85,36 +84,36 @@ type Engine struct {
 
 var _ runtime.Local = (*Engine)(nil)
 
-// Options are the parts an Engine is made of; it closes the store.
+// Options are the parts of an Engine. The Engine closes the store.
 type Options struct {
 	Run     string
 	Store   *store.Store
-	Backend string                          // the one of new sandboxes, and of names that are no sandbox's
+	Backend string                          // of new sandboxes, and of names that no sandbox has
 	Open    func(name string) (Host, error) // called once for each backend, when it is first needed
 	Log     *slog.Logger                    // nil: slog.Default
 
-	// TidyAt is how many bytes of removed checkpoints are waited for before the
-	// space of all that nothing needs is freed without being asked; 0: 256 MiB.
+	// TidyAt is the amount of garbage, in bytes of removed checkpoints, at which space
+	// is reclaimed automatically; 0: 256 MiB.
 	TidyAt int64
 
-	// Auto starts the process that takes checkpoints of a sandbox at
-	// intervals (Spec.CheckpointEvery) and outlives the caller. One that is
-	// there already is enough. Nil: there are none.
+	// Auto starts the process that takes checkpoints of a sandbox at intervals
+	// (Spec.CheckpointEvery), unless it runs already. The process outlives the
+	// caller. Nil: no such checkpoints.
 	Auto func(id string) error
 
-	// Watch starts the process that holds a sandbox to the limits of its files
-	// and its lifetime (Engine.Watch), like Auto.
+	// Watch starts the process that enforces the limits of a sandbox's files and
+	// lifetime (Engine.Watch), like Auto.
 	Watch func(id string) error
 
 	// Keeper starts the process that ends leases (Engine.KeepLeases), like Auto.
 	Keeper func() error
 
-	// Observers see each verb, and what the Engine does by itself; the first is outermost.
-	// A nil one is none.
+	// Observers see each verb and each action that the Engine takes on its own; the first
+	// is outermost. Nil ones are ignored.
 	Observers []Observer
 
-	// Policies finds the policy of sandboxes for which nobody names one, and
-	// remembers which were used here.
+	// Policies finds the policy of sandboxes whose request names none, and remembers
+	// which policies were used here.
 	Policies policy.Finder
 }
 
@@ -133,7 +132,7 @@ func New(opts Options) *Engine {
 	}
 }
 
-// host returns a backend by its name.
+// host returns the backend of that name, opened on first use.
 func (e *Engine) host(name string) (Host, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -148,7 +147,7 @@ func (e *Engine) host(name string) (Host, error) {
 	return h, err
 }
 
-// images returns those of new sandboxes' backend.
+// images returns the images of the backend of new sandboxes.
 func (e *Engine) images() (runtime.Images, error) {
 	h, err := e.host(e.first)
 	if err == nil && h.Images == nil {
@@ -167,9 +166,8 @@ func (e *Engine) Close() error {
 	return e.store.Close()
 }
 
-// hold keeps the reaper from removing an --rm sandbox whose exit code this
-// process has yet to hand to its caller. It is a lock, so that it ends with
-// this process at the latest.
+// hold keeps the reaper from removing an --rm sandbox whose exit code this process
+// has yet to return to its caller. It is a lock, which this process's death releases.
 func (e *Engine) hold(ctx context.Context, id string) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -197,8 +195,8 @@ func (e *Engine) release(id string) {
 	}
 }
 
-// Release gives up the exit code of an --rm sandbox that was started with streams:
-// its caller went away. Who serves many callers calls it for each that did.
+// Release gives up the exit code of an --rm sandbox that was started with streams. A
+// process that serves many callers calls it for each caller that disconnects.
 func (e *Engine) Release(id string) { e.release(id) }
 
 func holdName(id string) string { return id + ".wait" }
@@ -210,7 +208,7 @@ func newID() string {
 	return hex.EncodeToString(b[:])
 }
 
-// short is how an id is shown to people.
+// short abbreviates an id for messages.
 func short(id string) string {
 	if len(id) > 12 {
 		return id[:12]
@@ -230,7 +228,7 @@ func fail(op, id string, err error) error {
 	return &runtime.Error{Op: op, ID: id, Err: err}
 }
 
-// hint is an error with a remedy, for the inside of a verb.
+// hint adds a remedy to an error within a verb.
 func hint(err error, remedy string) error {
 	return &runtime.Error{Err: err, Hint: remedy}
 }
@@ -241,11 +239,11 @@ type locked struct {
 	host Host
 	lock *store.Lock
 
-	steps *steps // of the verb; nil: nobody asks
+	steps *steps // of the verb; nil: its progress is not followed
 }
 
-// acquire finds a sandbox and takes its lock for a verb, waiting that long for
-// another verb to end.
+// acquire finds a sandbox and locks it for a verb. It waits up to wait for another
+// verb to end.
 func (e *Engine) acquire(ctx context.Context, ref, verb string, wait time.Duration) (*locked, error) {
 	sb, err := e.find(ctx, ref)
 	if err != nil {
@@ -267,13 +265,13 @@ func (e *Engine) acquire(ctx context.Context, ref, verb string, wait time.Durati
 	return &locked{Sandbox: sb, host: host, lock: lock}, nil
 }
 
-// lock takes the lock of a sandbox for a verb. What nobody has asked for just
-// now it waits for longer than for another verb, and has no turn meanwhile.
+// lock locks a sandbox for a verb. It waits longer if background work holds the lock,
+// and gives up its turn while it waits.
 func (e *Engine) lock(ctx context.Context, id, verb string, wait time.Duration) (*store.Lock, error) {
 	lock, err := e.store.Lock(ctx, id, verb, wait)
 	if by := e.store.Holder(id); errors.Is(err, runtime.ErrBusy) && (by == opReap || by == opWatch) {
-		// The end of the last run: unmounting can take as long as the disk takes
-		// for what was written. Or its watch stops it, or starts it again.
+		// The clean-up after the last run: unmounting can take as long as the disk needs
+		// for unwritten data. Or the watch stops or restarts the sandbox.
 		lock, err = e.lockAside(ctx, id, verb, reapWait)
 	}
 	if errors.Is(err, runtime.ErrBusy) && verb != opInterval && e.store.Holder(id) == opInterval {
@@ -287,13 +285,12 @@ func (e *Engine) lockAside(ctx context.Context, id, verb string, wait time.Durat
 	return e.store.Lock(ctx, id, verb, wait)
 }
 
-// errUnfinished keeps an intent in the journal: what is left of the verb is for
-// Recover to do.
+// errUnfinished keeps an intent in the journal: Recover does the rest of the verb.
 var errUnfinished = errors.New("the next command will finish it")
 
-// intent runs fn between a journal entry and its removal. When fn fails it
-// has undone its work and the entry goes too; when this process is killed the
-// entry stays and Recover reads it.
+// intent writes a journal entry, runs fn and removes the entry. If fn fails it has
+// undone its work, and the entry is removed too; if this process is killed the entry
+// stays for Recover.
 func (e *Engine) intent(ctx context.Context, in store.Intent, data any, fn func(seq int64) error) (err error) {
 	if in.Data, err = json.Marshal(data); err != nil {
 		return err
@@ -311,9 +308,9 @@ func (e *Engine) intent(ctx context.Context, in store.Intent, data any, fn func(
 	return errors.Join(err, e.store.Done(done, seq))
 }
 
-// begin records an intent that is under way here until end: nobody in this
-// process needs to find out whether it was left behind. In a service that is
-// every other verb, before each of its own. Its caller holds the sandbox's lock.
+// begin records an intent and marks it as under way in this process until end is
+// called. Other verbs of this process then need not check whether it was abandoned;
+// in a service, each of them would. The caller holds the sandbox's lock.
 func (e *Engine) begin(ctx context.Context, in store.Intent) (seq int64, end func(), err error) {
 	if err := e.nothingLeft(ctx, in); err != nil {
 		return 0, nil, err
@@ -321,7 +318,7 @@ func (e *Engine) begin(ctx context.Context, in store.Intent) (seq int64, end fun
 	if seq, err = e.store.Begin(ctx, in); err != nil {
 		return 0, nil, err
 	}
-	// Who has seen it before this line finds its lock taken.
+	// A reader that saw the intent before this line will find the sandbox locked.
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.under[seq] = true
@@ -332,10 +329,10 @@ func (e *Engine) begin(ctx context.Context, in store.Intent) (seq int64, end fun
 	}, nil
 }
 
-// nothingLeft refuses a verb on a sandbox in which an earlier one was interrupted, and
-// could not be brought to its end before this: done later, it would undo what this does.
+// nothingLeft refuses a verb on a sandbox with an interrupted verb that recovery could
+// not finish: finished later, that verb would undo this one's work.
 func (e *Engine) nothingLeft(ctx context.Context, in store.Intent) error {
-	if in.Op == opRemove { // after which all that is left is moot
+	if in.Op == opRemove { // which makes the interrupted verb moot
 		return nil
 	}
 	left, err := e.leftIn(ctx, in.Sandbox)
@@ -345,13 +342,13 @@ func (e *Engine) nothingLeft(ctx context.Context, in store.Intent) error {
 	return err
 }
 
-// leftIn lists what was begun in a sandbox and is not under way here.
+// leftIn lists the intents of a sandbox that are not under way in this process.
 func (e *Engine) leftIn(ctx context.Context, id string) ([]store.Intent, error) {
 	intents, err := e.store.Intents(ctx)
 	return slices.DeleteFunc(intents, func(in store.Intent) bool { return in.Sandbox != id || e.underWay(in.Seq) }), err
 }
 
-// underWay reports whether this very process works on an intent.
+// underWay reports whether this process itself works on an intent.
 func (e *Engine) underWay(seq int64) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -370,13 +367,13 @@ func (e *Engine) advance(ctx context.Context, seq int64, data any, lazy bool) er
 // spec decodes the stored spec of a sandbox.
 func spec(sb store.Sandbox) (runtime.Spec, error) {
 	s, err := specOf(sb.ID, sb.Spec)
-	if err == nil && s.ID != "" && s.ID != sb.ID { // it becomes a part of paths
+	if err == nil && s.ID != "" && s.ID != sb.ID { // the id becomes part of paths
 		err = fmt.Errorf("spec of %s: %w: it is of %.40q", short(sb.ID), runtime.ErrCorrupt, s.ID)
 	}
 	return s, err
 }
 
-// specOf decodes a spec that a sandbox has, or one that a checkpoint from elsewhere asks for.
+// specOf decodes the spec of a sandbox or of a foreign checkpoint.
 func specOf(id string, text json.RawMessage) (s runtime.Spec, err error) {
 	if err := json.Unmarshal(text, &s); err != nil {
 		return s, fmt.Errorf("spec of %s: %w: %w", short(id), runtime.ErrCorrupt, err)
@@ -384,7 +381,7 @@ func specOf(id string, text json.RawMessage) (s runtime.Spec, err error) {
 	return s, nil
 }
 
-// identity is what every process of a sandbox is told about itself.
+// identity returns the environment variables that identify a sandbox to its processes.
 func identity(s runtime.Spec, attempt int) []string {
 	return []string{
 		"AGENTBOX_SANDBOX=" + s.ID,
@@ -413,7 +410,7 @@ func (e *Engine) inspect(ctx context.Context, ref string) (runtime.Sandbox, erro
 	return out, fail("inspect", ref, err)
 }
 
-// viewsAtOnce is how many sandboxes a list looks at at a time.
+// viewsAtOnce is how many sandboxes a list inspects concurrently.
 const viewsAtOnce = 4
 
 // Sandboxes lists all sandboxes, newest first.
@@ -426,7 +423,7 @@ func (e *Engine) sandboxes(ctx context.Context) ([]runtime.Sandbox, error) {
 	if err != nil {
 		return nil, fail("ps", "", err)
 	}
-	// A few side by side: of each the kernel, or its engine, is asked.
+	// Inspect a few concurrently: each needs a look at the kernel, or its engine.
 	views, errs := make([]runtime.Sandbox, len(rows)), make([]error, len(rows))
 	specs := e.listed.of(rows, errs)
 	var next atomic.Int64
@@ -452,14 +449,14 @@ func (e *Engine) sandboxes(ctx context.Context) ([]runtime.Sandbox, error) {
 		out, err := views[i], errs[i]
 		out.Work = work[sb.ID]
 		if errors.Is(err, runtime.ErrNotFound) {
-			// Removed since we read the row, or not made yet.
+			// Removed since we read the row, or not created yet.
 			continue
 		}
 		if errors.Is(err, runtime.ErrCorrupt) {
 			return nil, fail("ps", sb.Name, err)
 		}
 		if err != nil {
-			// Its engine does not answer; the others are none the worse.
+			// Its engine does not answer; list the others anyway.
 			e.log.Warn("sandbox state unknown", "sandbox", sb.Name, "err", err)
 			if out.ID == "" {
 				out = runtime.Sandbox{ID: sb.ID, Name: sb.Name, Image: sb.Image, ImageDigest: sb.ImageDigest, Backend: sb.Backend, Created: sb.Created, Labels: map[string]string{}}
@@ -471,7 +468,7 @@ func (e *Engine) sandboxes(ctx context.Context) ([]runtime.Sandbox, error) {
 	return list, nil
 }
 
-// view joins what is stored with what is so.
+// view combines a sandbox's record with its present state.
 func (e *Engine) view(ctx context.Context, sb store.Sandbox) (runtime.Sandbox, runtime.Container, error) {
 	s, err := spec(sb)
 	if err != nil {

@@ -20,24 +20,24 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// A lease ends in two steps. First it is recorded as ending, with what belongs to
-// it: from there on it takes nothing more on, and stays so over a crash. Then that
-// is removed, by whoever comes by, until nothing is left. Each command comes by
-// (EndLeases), and so does the keeper, one process of a root that is there while
-// there are leases (KeepLeases): it waits for their owners' deaths.
+// A lease ends in two steps. First it is recorded as ending, with its members: from
+// there on it accepts no more members, even across a crash. Then its members are
+// removed, in as many attempts as that takes. Every command makes one (EndLeases), and
+// so does the keeper, a process per root that runs while there are leases (KeepLeases)
+// and waits for the deaths of their owners.
 
-// lockLeases is held by whoever removes what belonged to leases.
+// lockLeases is held while members of leases are removed.
 const lockLeases = "leases"
 
-// releaseWait bounds how long a release waits for what others do with members.
+// releaseWait bounds how long a release waits for other verbs on the members.
 const releaseWait = 2 * time.Minute
 
-// errNoBoot: a boot that is not known is not another one.
+// errNoBoot: an unknown boot cannot be told from another one.
 var errNoBoot = errors.New("which boot of the host this is cannot be told")
 
-// judgeLease tells why a lease has ended, or, when it has not, how soon to look again.
-// What it depends on is given: the instants by all clocks, and whether a process
-// lives.
+// judgeLease returns why a lease has ended or, if it has not, how soon to check again.
+// It depends on its arguments only: the time by each clock, and whether an owner is
+// alive.
 func judgeLease(l runtime.Lease, now runtime.Moment, beat runtime.Beat, alive func(runtime.LeaseOwner) (bool, error)) (reason string, again time.Duration, err error) {
 	again = latest
 	if now.Boot == "" || beat.Boot == "" {
@@ -60,7 +60,7 @@ func judgeLease(l runtime.Lease, now runtime.Moment, beat runtime.Beat, alive fu
 			return what + " has ended", 0, nil
 		}
 	case runtime.OwnerHeartbeat:
-		silent := beat.Awake // of this boot, in which it was not renewed yet
+		silent := beat.Awake // all of this boot, if it has not been renewed in it
 		if o.Beat.Boot == beat.Boot {
 			silent -= o.Beat.Awake
 		}
@@ -79,7 +79,7 @@ func judgeLease(l runtime.Lease, now runtime.Moment, beat runtime.Beat, alive fu
 	return "", again, nil
 }
 
-// endIfOver has a lease begin to end if it is not held any more.
+// endIfOver marks a lease as ending if it is not held any more.
 func (e *Engine) endIfOver(ctx context.Context, id string) error {
 	return e.beginEnd(ctx, id, func(l runtime.Lease) (string, error) {
 		reason, _, err := judgeLease(l, thisMoment(), thisBeat(), ownerAlive)
@@ -87,10 +87,10 @@ func (e *Engine) endIfOver(ctx context.Context, id string) error {
 	})
 }
 
-// errHeld leaves a lease as it is.
+// errHeld leaves a lease unchanged.
 var errHeld = errors.New("held")
 
-// beginEnd records that a lease ends, if why says so, and what belongs to it.
+// beginEnd records, if why returns a reason, that a lease is ending, and its members.
 func (e *Engine) beginEnd(ctx context.Context, id string, why func(runtime.Lease) (string, error)) error {
 	m, err := e.store.LeaseMembers(ctx, id)
 	if err != nil {
@@ -125,7 +125,7 @@ func (e *Engine) beginEnd(ctx context.Context, id string, why func(runtime.Lease
 	if err := failpoint.Hit("lease.end.after-mark"); err != nil {
 		return err
 	}
-	// From here on nothing joins it. What has since we looked is to be told, too.
+	// Nothing can join it any more. List what has joined since the first look, too.
 	if m, err = e.store.LeaseMembers(ctx, id); err != nil {
 		return err
 	}
@@ -138,9 +138,9 @@ func (e *Engine) beginEnd(ctx context.Context, id string, why func(runtime.Lease
 	})
 }
 
-// EndLeases ends those that are not held any more: it removes what belongs to
-// them. It is quick when there is nothing to do: every command calls it first.
-// What a verb is at work on is left to the next one that comes by.
+// EndLeases ends the leases that are not held any more and removes their members. It is
+// quick when there is nothing to do, and every command calls it first. A member that
+// another verb is at work on is left to the next call.
 func (e *Engine) EndLeases(ctx context.Context) (did []string, err error) {
 	did, _, err = e.endLeases(ctx)
 	if err == nil || ctx.Err() == nil {
@@ -149,7 +149,7 @@ func (e *Engine) EndLeases(ctx context.Context) (did []string, err error) {
 	return did, err
 }
 
-// endLeases is EndLeases; it returns those that have not ended.
+// endLeases is EndLeases; left are the leases that have not ended.
 func (e *Engine) endLeases(ctx context.Context) (did []string, left []runtime.Lease, err error) {
 	rows, err := e.store.Leases(ctx, false)
 	if err != nil {
@@ -166,7 +166,7 @@ func (e *Engine) endLeases(ctx context.Context) (did []string, left []runtime.Le
 		if l.State == store.LeaseActive {
 			reason, _, err := judgeLease(l, now, beat, ownerAlive)
 			if err == nil && reason != "" {
-				err = guard.Do(func() error { return e.endIfOver(ctx, l.ID) }) // which judges once more, with nobody renewing it meanwhile
+				err = guard.Do(func() error { return e.endIfOver(ctx, l.ID) }) // which judges again; no renewal can intervene
 				if now, e2 := e.store.Lease(ctx, l.ID); err == nil && e2 == nil {
 					l.State = now.State
 				}
@@ -192,14 +192,14 @@ func (e *Engine) endLeases(ctx context.Context) (did []string, left []runtime.Le
 	return did, left, errors.Join(errs...)
 }
 
-// freeLease removes what belongs to a lease that ends. What fails does not keep it
-// from the rest. by is as in Own: a verb waits for what others are at work on.
+// freeLease removes the members of a lease that is ending. A failure with one member does
+// not stop it. by is as in Own: only a verb (empty) waits for members that are busy.
 func (e *Engine) freeLease(ctx context.Context, id, by string) error {
 	patience, wait := time.Duration(0), by == ""
 	if wait {
 		patience = -1
 	}
-	once := func() error { // others end other leases between two tries
+	once := func() error { // other processes may end other leases between two attempts
 		lock, err := e.store.Lock(ctx, lockLeases, "lease", patience)
 		if err != nil {
 			return err
@@ -221,13 +221,13 @@ func (e *Engine) freeLease(ctx context.Context, id, by string) error {
 	}
 }
 
-// busyAgain is after which time what a verb was at work on is tried again.
+// busyAgain is the pause before a busy member is tried again.
 const busyAgain = 100 * time.Millisecond
 
 func (e *Engine) freeMembers(ctx context.Context, id, by string) error {
 	row, err := e.store.Lease(ctx, id)
 	if errors.Is(err, runtime.ErrNotFound) || err == nil && row.State != store.LeaseEnding {
-		return nil // somebody was quicker, or it is held
+		return nil // another process has ended it, or it is active
 	}
 	if err != nil {
 		return err
@@ -242,13 +242,13 @@ func (e *Engine) freeMembers(ctx context.Context, id, by string) error {
 	}
 	if len(m.Sandboxes) > 0 {
 		if err := e.recoverBy(ctx, by); err != nil {
-			e.log.Error("recovery failed", "err", err) // it must not keep us from the others
+			e.log.Error("recovery failed", "err", err) // free the members anyway
 		}
 	}
 	var mu sync.Mutex
 	var errs []error
 	group := new(guard.Group)
-	group.SetLimit(4) // they wait for the kernel, not only for cores
+	group.SetLimit(4) // removals wait for the kernel, not only for a CPU
 	for _, sb := range m.Sandboxes {
 		group.Go(func() error {
 			if err := guard.Do(func() error { return e.freeSandbox(ctx, sb, l, by) }); err != nil {
@@ -273,7 +273,7 @@ func (e *Engine) freeMembers(ctx context.Context, id, by string) error {
 	if err := failpoint.Hit("lease.end.after-members"); err != nil {
 		return err
 	}
-	var end *Op // a verb that ends a lease is on record itself
+	var end *Op // nil for a verb, which is on record itself
 	if by != "" {
 		end = ByItself("lease end", runtime.Subject{}, Own{By: by, Why: l.Reason})
 		end.Ref, end.To = l.Name, id
@@ -293,7 +293,7 @@ func (e *Engine) freeMembers(ctx context.Context, id, by string) error {
 	return err
 }
 
-// notFreed logs what comes in between. What a verb is at work on is no failure.
+// notFreed logs that a member was not removed. A busy member is not a failure.
 func (e *Engine) notFreed(err error, what ...any) {
 	if !errors.Is(err, runtime.ErrBusy) {
 		e.log.Error("lease member not removed", append(what, "err", err)...)
@@ -307,7 +307,7 @@ func (e *Engine) freeSandbox(ctx context.Context, sb store.Sandbox, l runtime.Le
 	if err := failpoint.Hit("lease.end.before-sandbox"); err != nil {
 		return err
 	}
-	// Whoever follows its events is told why it goes.
+	// Tell followers of its events why it is removed.
 	if err := e.note(sb.ID, runtime.Event{Time: time.Now(), Type: runtime.EventLease, Name: cmp.Or(l.Name, short(l.ID)), Reason: l.Reason}); err != nil {
 		e.log.Warn("end of the lease not reported", "sandbox", sb.ID, "err", err)
 	}
@@ -321,8 +321,8 @@ func (e *Engine) freeSandbox(ctx context.Context, sb store.Sandbox, l runtime.Le
 	return err
 }
 
-// freeCheckpoint removes a checkpoint that nobody has pinned. One that is being
-// made is waited for, by whoever comes by next.
+// freeCheckpoint removes a checkpoint unless it is pinned. If its sandbox is locked, as
+// while the checkpoint is being taken, a later attempt removes it.
 func (e *Engine) freeCheckpoint(ctx context.Context, c store.Checkpoint, l runtime.Lease, by string) error {
 	lock, err := e.lock(ctx, c.SandboxID, "checkpoint rm", lockWait)
 	if err != nil {
@@ -351,20 +351,20 @@ func (e *Engine) freeCheckpoint(ctx context.Context, c store.Checkpoint, l runti
 
 var errPinned = fmt.Errorf("%w: it is pinned", runtime.ErrState)
 
-// keeperPath is the lock of the process that ends leases. To set its time has
-// that process look again.
+// keeperPath is the lock file of the keeper, the process that ends leases. Setting its
+// time makes the keeper check again.
 func (e *Engine) keeperPath() string { return filepath.Join(e.run, "leases", KeeperName) }
 
-// KeeperName is the name of that lock in RUN/leases.
+// KeeperName is the name of the keeper's lock file in RUN/leases.
 const KeeperName = "keeper"
 
-// nudgeKeeper has the keeper look, where there is one.
+// nudgeKeeper makes a running keeper check again.
 func (e *Engine) nudgeKeeper() {
 	now := time.Now()
 	_ = os.Chtimes(e.keeperPath(), now, now)
 }
 
-// wakeKeeper has the keeper look at what is new, and starts it where it is not.
+// wakeKeeper makes the keeper check again, and starts it if it is not running.
 func (e *Engine) wakeKeeper() {
 	if e.keeper == nil {
 		return
@@ -379,7 +379,7 @@ func (e *Engine) wakeKeeper() {
 	}
 }
 
-// reviveKeeper starts a keeper that is missing.
+// reviveKeeper starts the keeper if there are leases and it is not running.
 func (e *Engine) reviveKeeper(ctx context.Context) {
 	if e.keeper == nil || e.keeps.Load() {
 		return
@@ -396,8 +396,8 @@ func (e *Engine) reviveKeeper(ctx context.Context) {
 	}
 }
 
-// KeepLeases ends leases as soon as they are not held any more, until there are
-// none. Its caller holds the keeper's lock. ErrNotFound: somebody has removed the root.
+// KeepLeases ends leases as soon as they are not held any more, until there are none.
+// The caller holds the keeper's lock. ErrNotFound: the root was removed.
 func (e *Engine) KeepLeases(ctx context.Context) error {
 	e.keeps.Store(true)
 	defer e.keeps.Store(false)
@@ -422,7 +422,7 @@ func (e *Engine) KeepLeases(ctx context.Context) error {
 			return fail("keep leases", "", runtime.ErrNotFound)
 		}
 		if _, gone := os.Lstat(e.keeperPath()); err == nil && len(left) == 0 || errors.Is(gone, fs.ErrNotExist) {
-			return nil // nothing is left, or the lock is not the one that others see
+			return nil // no lease is left, or other processes see another lock file
 		}
 		wait := latest
 		now, beat := thisMoment(), thisBeat()
@@ -454,8 +454,8 @@ func (e *Engine) KeepLeases(ctx context.Context) error {
 	}
 }
 
-// await tells when the process of an owner ends. One that cannot be waited for is
-// looked at now and then.
+// await sends to ended when the process of an owner ends. A process that cannot be
+// waited for is checked now and then.
 func await(ctx context.Context, o runtime.LeaseOwner, waiting map[runtime.LeaseOwner]context.CancelFunc, ended chan<- struct{}) {
 	if o.Pid == 0 || waiting[o] != nil {
 		return
@@ -474,13 +474,13 @@ func await(ctx context.Context, o runtime.LeaseOwner, waiting map[runtime.LeaseO
 		if err == nil {
 			select {
 			case ended <- struct{}{}:
-			default: // one is waiting already
+			default: // a message is pending already
 			}
 		}
 	})
 }
 
-// ofLease is why something goes with a lease.
+// ofLease says why something is removed with a lease.
 func ofLease(l runtime.Lease) string {
 	if l.Name == "" {
 		return fmt.Sprintf("lease %s: %s", short(l.ID), l.Reason)

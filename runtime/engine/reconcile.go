@@ -21,17 +21,17 @@ import (
 )
 
 const (
-	// reconcileLock keeps two reconcilers apart.
+	// reconcileLock allows one Reconcile at a time.
 	reconcileLock = "reconcile"
 	// settleTime bounds the work on one container.
 	settleTime = time.Minute
-	// endingTime is how long after an exit the monitor may be at work on it,
-	// stuckTime how long it may when nobody waits for the answer.
+	// endingTime is how long after an exit its monitor may still work on it;
+	// stuckTime is the same in a background Reconcile.
 	endingTime, stuckTime = 10 * time.Second, 2 * time.Minute
-	// monitorTime is how long a monitor may take to end when its container is
-	// gone: it waits for its exit command, a process of ours, to find that out.
+	// monitorTime is how long a monitor may take to end once its container is gone:
+	// it waits for its exit command, an agentbox process, to notice that.
 	monitorTime, monitorAgain = 30 * time.Second, 250 * time.Millisecond
-	// stagedAge is from when on a staged restore without a sandbox is nobody's.
+	// stagedAge is the age from which a staged restore without a sandbox is stale.
 	stagedAge = 10 * time.Minute
 )
 
@@ -44,31 +44,31 @@ type reconciling struct {
 	rows   []store.Sandbox
 	known  map[string]store.Sandbox
 	staged map[string]bool // names that staged restores of sandboxes may have
-	blind  bool            // an engine did not answer, or state.db lacks some: not all of these are known
-	alone  map[string]bool // ids of sandboxes that are whole and not on record
+	blind  bool            // an engine did not answer, or state.db lacks rows: staged is incomplete
+	alone  map[string]bool // ids of intact sandboxes that are not on record
 	began  time.Time
 
-	// Nobody asked for it. Then what is only known by its absence is left: an
-	// engine that was given another data root, or a disk that was not mounted at
-	// boot, looks as if all its containers were gone.
+	// unasked: a background Reconcile. It repairs nothing that rests only on something
+	// missing: an engine that was given another data root, or a disk that was not
+	// mounted at boot, looks as if all its containers were gone.
 	unasked bool
-	// ending has since when, by uptime, monitors without work are seen.
+	// ending is the uptime at which each idle monitor was first seen.
 	ending map[string]time.Duration
 	said   map[runtime.Finding]bool
 }
 
-// reconciled is what an Engine remembers of its last Reconcile.
+// reconciled is what an Engine remembers about its last Reconcile.
 type reconciled struct {
 	said   map[runtime.Finding]bool
 	ending map[string]time.Duration
 }
 
-// found takes a finding into the report, and into the log when it is news.
+// found adds a finding to the report, and to the log if it is new.
 func (r *reconciling) found(kind, id, action string, err error) {
 	r.add(runtime.Finding{Kind: kind, Sandbox: id, Action: action}, err)
 }
 
-// leave is found of what only its owner can do something about.
+// leave is found for a finding that only the owner can resolve.
 func (r *reconciling) leave(kind, id, advice string, err error) {
 	r.add(runtime.Finding{Kind: kind, Sandbox: id, Action: advice, Left: true}, err)
 }
@@ -80,7 +80,7 @@ func (r *reconciling) add(f runtime.Finding, err error) {
 		r.errs = append(r.errs, err)
 	}
 	r.said[f] = true
-	if f.Again = r.e.lastReconciled().said[f]; !f.Again && (r.unasked || err != nil) { // else whoever asked is told
+	if f.Again = r.e.lastReconciled().said[f]; !f.Again && (r.unasked || err != nil) { // otherwise the caller reads the report
 		r.e.log.Warn("reconcile incomplete", "kind", f.Kind, "sandbox", f.Sandbox, "action", f.Action, "err", f.Error)
 	}
 	if f.Action != "" {
@@ -233,10 +233,10 @@ func (r *reconciling) backend(ctx context.Context, name string) error {
 	return err
 }
 
-// linger frees monitors of containers that are gone, which had the time to end.
-// A removal does not wait for them: conmon ends when its exit command has found
-// that the sandbox is gone, or the lock taken by whoever removes it. Who asked is
-// not told of them before that time is over; the service looks the next time.
+// linger ends monitors of containers that are gone, if they had time to end by
+// themselves. A removal does not wait for them: conmon ends once its exit command has
+// found the sandbox gone, or its lock held by the removal. A requested Reconcile waits
+// up to monitorTime for them; a background one leaves recent ones to the next run.
 func (r *reconciling) linger(ctx context.Context, host Host, holder runtime.Holder, ids map[string]bool) error {
 	for deadline := time.Now().Add(monitorTime); !r.unasked && time.Now().Before(deadline); {
 		select {
@@ -263,7 +263,7 @@ func (r *reconciling) linger(ctx context.Context, host Host, holder runtime.Hold
 
 func onlyMonitor(has []string) bool { return slices.Equal(has, []string{runtime.HeldMonitor}) }
 
-// lasts reports whether a monitor has had nothing left to do for longer than it may.
+// lasts reports whether a monitor has been idle for stuckTime.
 func (r *reconciling) lasts(id string) bool {
 	now := uptime()
 	since, ok := r.e.lastReconciled().ending[id]
@@ -274,8 +274,8 @@ func (r *reconciling) lasts(id string) bool {
 	return now-since >= stuckTime
 }
 
-// look looks at a recorded sandbox, without its lock, and reports whether there is
-// something to settle. One that runs gets back the processes beside it.
+// look inspects a recorded sandbox, without its lock, and reports whether there is
+// something to settle. It restarts the missing supervisors of a running sandbox.
 func (r *reconciling) look(ctx context.Context, host Host, sb store.Sandbox, holds bool, has []string) (settle bool, err error) {
 	s, err := spec(sb)
 	if err != nil {
@@ -305,8 +305,8 @@ func (r *reconciling) look(ctx context.Context, host Host, sb store.Sandbox, hol
 			}
 		}
 		if c.Status == runtime.Exited && slices.Contains(has, runtime.HeldMonitor) {
-			// Its monitor is about to do it, or waits for whoever reads its output
-			// or wants its exit code.
+			// Its monitor is about to settle it, or waits for a reader of its output
+			// or its exit code.
 			if r.unasked && !r.lasts(sb.ID) || !r.unasked && time.Since(c.Finished) < endingTime {
 				return false, nil
 			}
@@ -353,24 +353,23 @@ func (r *reconciling) settle(ctx context.Context, host Host, id string, has []st
 	return false
 }
 
-// errLingers is that only the monitor of a sandbox is left, which is gone.
+// errLingers: only the monitor is left of a sandbox that is gone.
 var errLingers = errors.New("its monitor is about to end")
 
-// free is settle; what was done is in its finding.
+// free does the work of settle; its finding says what was done.
 //
-// Whoever makes or removes anything of a sandbox, under whatever id, holds that
-// sandbox's lock from before its first trace (an intent, a row, a directory, a
-// cgroup, a link, what is staged) until its record and its container agree: a
-// create, a fork, a restore of one that was removed, an import, a removal, a
-// child of a killed verb that is still at work. So what is seen under that lock
-// is nobody's work in progress, but for four things that need none: a copy out of a
-// stopped sandbox (Holder.Busy), commands in one that runs (which is left
-// alone), the monitor and its exit command after a removal (errLingers), and
+// Every verb that creates or removes part of a sandbox, under any id, holds that
+// sandbox's lock from before its first trace (an intent, a row, a directory, a cgroup, a link, a staged
+// restore) until record and container agree: create, fork, import, removal, a restore
+// of a removed sandbox, and a child of a killed verb that is still at work. So nothing
+// that is seen under the lock is work in progress, with four exceptions that take no
+// lock: a copy out of a stopped sandbox (Holder.Busy), commands in a running one (which
+// is left alone), the monitor and its exit command after a removal (errLingers), and
 // both after an exit (look).
 func (r *reconciling) free(ctx context.Context, host Host, id string, has []string, late bool) (f runtime.Finding, err error) {
 	e := r.e
 	f.Kind = runtime.FoundEnded
-	// As a reaper, for which other verbs wait.
+	// Lock as the reaper, for which other verbs wait.
 	lock, err := e.store.Lock(ctx, id, opReap, 0)
 	if errors.Is(err, runtime.ErrBusy) {
 		return f, nil
@@ -382,7 +381,7 @@ func (r *reconciling) free(ctx context.Context, host Host, id string, has []stri
 	if err := failpoint.Hit("reconcile.before-settle"); err != nil {
 		return f, err
 	}
-	// Others may have done it since the look.
+	// Another process may have settled it since look.
 	holder, holds := host.Backend.(runtime.Holder)
 	if holds && holder.Busy(id) {
 		return f, nil
@@ -394,10 +393,10 @@ func (r *reconciling) free(ctx context.Context, host Host, id string, has []stri
 		}
 		if onlyMonitor(now[id]) && !onlyMonitor(has) {
 			if _, err := e.store.Sandbox(ctx, id); err == nil {
-				return f, nil // it ends by itself; should it not, the next look finds it
+				return f, nil // it ends by itself; otherwise the next Reconcile finds it
 			}
 		}
-		if has = now[id]; holder.Busy(id) { // what it holds may be that verb's
+		if has = now[id]; holder.Busy(id) { // what it holds may belong to that work
 			return f, nil
 		}
 	}
@@ -416,15 +415,15 @@ func (r *reconciling) free(ctx context.Context, host Host, id string, has []stri
 		return f, err
 	}
 	cut, err := e.interruptedIn(ctx, id)
-	if err != nil || cut { // that one could not be finished, which was said
+	if err != nil || cut { // recovery could not finish that verb, and has said so
 		return f, err
 	}
 	s, err := spec(sb)
 	if err != nil {
 		return f, err
 	}
-	// Backends share our run directory, and one may take for its own what a
-	// restore has left there for another's sandbox.
+	// Backends share our run directory. One may mistake for its own what a restore has
+	// left there for a sandbox of another.
 	if host, err = e.host(sb.Backend); err != nil {
 		return f, err
 	}
@@ -505,18 +504,18 @@ func (r *reconciling) run(ctx context.Context) error {
 	var errs []error
 	for _, name := range names {
 		st, err := os.Stat(filepath.Join(r.e.run, "restore", name))
-		// Engines call containers by names of their own.
+		// Engines have their own names for containers.
 		if err != nil || r.staged[name] || r.blind || r.began.Sub(st.ModTime()) < stagedAge {
 			continue
 		}
-		// Whoever stages has a row that is older, so that it would be in staged.
+		// A sandbox has its row before a restore of it is staged, so it would be in staged.
 		if err := stage.At(r.e.run, name).Clear(); err != nil {
 			errs = append(errs, err)
 			continue
 		}
 		r.found(runtime.FoundStaged, "", fmt.Sprintf("removed a staged restore of %s, which is not there", short(name)), nil)
 	}
-	// Of a sandbox that was restored to its id meanwhile there is a row again.
+	// A sandbox that was restored to its id in the meantime has a row again.
 	for _, dir := range []string{filepath.Join(r.e.run, "auto"), filepath.Join(r.e.run, "storage"), r.e.restartsDir()} {
 		entries, err := os.ReadDir(dir)
 		if ignoreMissing(err) != nil {

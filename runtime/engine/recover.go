@@ -41,7 +41,7 @@ func (e *Engine) RecoverInterrupted(ctx context.Context) (runtime.Recovery, erro
 	return e.recoverFor(ctx, Own{Alone: true})
 }
 
-// recoverFor is RecoverInterrupted; whose it is, on record, is as in as.
+// recoverFor is RecoverInterrupted, recorded as as says.
 func (e *Engine) recoverFor(ctx context.Context, as Own) (runtime.Recovery, error) {
 	var done runtime.Recovery
 	intents, err := e.store.Intents(ctx)
@@ -53,10 +53,10 @@ func (e *Engine) recoverFor(ctx context.Context, as Own) (runtime.Recovery, erro
 		if e.underWay(in.Seq) {
 			continue
 		}
-		about := (&Op{Ref: in.Sandbox, About: AboutSandbox, engine: e}).Subject(ctx) // of which nothing may be left afterwards
+		about := (&Op{Ref: in.Sandbox, About: AboutSandbox, engine: e}).Subject(ctx) // looked up now: nothing of it may be left afterwards
 		about.Sandbox = in.Sandbox
 		var did string
-		err := guard.Do(func() (err error) { // one that cannot be finished keeps nobody from the others
+		err := guard.Do(func() (err error) { // an intent that cannot be finished does not block the others
 			did, err = e.finish(ctx, in)
 			return err
 		})
@@ -76,13 +76,13 @@ func (e *Engine) recoverFor(ctx context.Context, as Own) (runtime.Recovery, erro
 	return done, fail("recover", "", errors.Join(append(errs, err)...))
 }
 
-// interrupted takes the lock of an intent's sandbox if nobody works on it. A
-// verb holds the lock from before it writes its intent until after it strikes
-// it out, so an intent whose lock is free was left behind.
+// interrupted locks an intent's sandbox if no process works on it; otherwise the lock
+// is nil. A verb holds the lock from before it writes its intent until after it has
+// removed it, so an intent whose lock is free was abandoned.
 func (e *Engine) interrupted(ctx context.Context, in store.Intent) (*store.Lock, error) {
 	lock, err := e.store.Lock(ctx, in.Sandbox, "recover", 0)
 	if errors.Is(err, runtime.ErrBusy) && errors.Is(unix.Kill(in.Pid, 0), unix.ESRCH) {
-		// A child of the killed process is still at it, or an orphan of its CRIU stays.
+		// A child of the killed process is still at work, or its CRIU left an orphan.
 		if err := criu.Sweep(); err != nil {
 			e.log.Warn("orphans of CRIU not ended", "error", err)
 		}
@@ -100,8 +100,8 @@ func (e *Engine) interrupted(ctx context.Context, in store.Intent) (*store.Lock,
 	return lock, err
 }
 
-// assistDump helps the dump of a verb that was killed over stopped processes, until the
-// returned function is called.
+// assistDump helps the dump of a killed verb over stopped processes, until end is
+// called.
 func (e *Engine) assistDump(ctx context.Context, in store.Intent) (end func()) {
 	host, err := e.hostOf(ctx, in)
 	if err != nil {
@@ -170,7 +170,7 @@ func (e *Engine) finish(ctx context.Context, in store.Intent) (did string, err e
 	return did, e.store.Done(ctx, in.Seq)
 }
 
-// unless is what was done, in a sentence, unless that has failed.
+// unless returns err or, if it is nil, a sentence that says what was done.
 func unless(err error, did string, args ...any) (string, error) {
 	if err != nil {
 		return "", err
@@ -178,8 +178,8 @@ func unless(err error, did string, args ...any) (string, error) {
 	return fmt.Sprintf(did, args...), nil
 }
 
-// attend starts the processes beside a sandbox that came up though its start was
-// killed: who takes its checkpoints, and who holds it to its limits.
+// attend starts the supervisors of a sandbox that came up although its start was
+// killed: the process that takes its checkpoints and the one that enforces its limits.
 func (e *Engine) attend(ctx context.Context, id string, host Host) error {
 	sb, err := e.store.Sandbox(ctx, id)
 	if errors.Is(err, runtime.ErrNotFound) {
@@ -377,7 +377,7 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 		}
 	}
 	if data.Fork {
-		// Its origin is untouched, and nobody has been told of it yet.
+		// Its origin is untouched, and no caller has been told of the fork yet.
 		return unless(e.finishRemove(ctx, host, in.Sandbox, false), "took back the half-made fork %s", short(in.Sandbox))
 	}
 	own, foreign := data.own(c)

@@ -19,25 +19,25 @@ import (
 
 func comesBack(r runtime.Restart) bool { return r.Policy != "" && r.Policy != runtime.RestartNo }
 
-// restarts is ROOT/restarts/ID, which outlives the host.
+// restarts is the content of ROOT/restarts/ID, which survives a reboot of the host.
 type restarts struct {
 	runtime.Restarts
-	Row   int            `json:"row"`            // how many came fast after each other
-	Tried runtime.Moment `json:"tried,omitzero"` // the last one that failed
-	Boot  string         `json:"boot,omitempty"` // in which it was last started
-	// Ours: a start that begins now is a restart, and not its owner's, who has not
-	// had the sandbox since that began.
+	Row   int            `json:"row"`            // how many followed each other quickly
+	Tried runtime.Moment `json:"tried,omitzero"` // the last failed restart
+	Boot  string         `json:"boot,omitempty"` // the boot in which it was last started
+	// Ours: a restart by policy is under way, and the owner has neither started nor
+	// stopped the sandbox since it began.
 	Ours bool `json:"ours,omitempty"`
 }
 
 const (
-	// The first restart comes so soon, each further one takes twice as long.
+	// The pause before the first restart; it doubles with each one up to lastRestart.
 	firstRestart, lastRestart = 100 * time.Millisecond, time.Minute
-	// steady is how long a sandbox has to run for the next to be a first one.
+	// steady is how long a sandbox has to run for the pause to start over.
 	steady = 10 * time.Second
 )
 
-// checkRestart refuses what cannot be meant, or done.
+// checkRestart refuses restart policies that are invalid or unsupported.
 func checkRestart(s runtime.Spec, p runtime.Properties) error {
 	r := s.Restart
 	switch r.Policy {
@@ -63,8 +63,8 @@ func checkRestart(s runtime.Spec, p runtime.Properties) error {
 func (e *Engine) restartsDir() string           { return filepath.Join(e.store.Root(), "restarts") }
 func (e *Engine) restartsPath(id string) string { return filepath.Join(e.restartsDir(), id) }
 
-// restartsOf reads it. One that was cut short says that the sandbox was stopped:
-// only overwriting it in its place can have done that.
+// restartsOf reads the restart record. A corrupt one means that the sandbox was
+// stopped: only a stop on a full disk overwrites the record in place.
 func (e *Engine) restartsOf(id string) (st restarts, err error) {
 	err = record.ReadJSON(e.restartsPath(id), &st)
 	switch {
@@ -83,8 +83,8 @@ func (e *Engine) noteRestarts(id string, st restarts) error {
 	path := e.restartsPath(id)
 	err := record.WriteJSON(path, st, true)
 	if errors.Is(err, unix.ENOSPC) && st.Stopped {
-		// A full disk must not keep anybody from stopping a sandbox, nor bring it
-		// back: its block is there already, one byte of it is enough.
+		// A full disk must not prevent a stop, nor undo it by a restart. Overwriting one
+		// byte in the file's existing block is enough.
 		if f, e2 := os.OpenFile(path, os.O_WRONLY|unix.O_NOFOLLOW, 0); e2 == nil {
 			_, e2 = f.WriteAt([]byte("-"), 0)
 			if errors.Join(e2, f.Sync(), f.Close()) == nil {
@@ -101,8 +101,8 @@ func (e *Engine) forgetRestarts(id string) error {
 	return err
 }
 
-// begun puts on record that a sandbox has come up, by its policy or by its owner,
-// who begins to count anew with that.
+// begun records that a sandbox has come up. A start by its owner, rather than by its
+// restart policy, resets the count.
 func (e *Engine) begun(s runtime.Spec) error {
 	if !comesBack(s.Restart) {
 		return e.forgetRestarts(s.ID)
@@ -118,7 +118,7 @@ func (e *Engine) begun(s runtime.Spec) error {
 	return e.noteRestarts(s.ID, st)
 }
 
-// meant puts on record, before the deed, that somebody wants a sandbox to end.
+// meant records, before a sandbox is ended, that the end is intended.
 func (e *Engine) meant(sb store.Sandbox) error {
 	s, err := spec(sb)
 	if err != nil {
@@ -127,8 +127,8 @@ func (e *Engine) meant(sb store.Sandbox) error {
 	return e.staysDown(s, false)
 }
 
-// staysDown puts on record that a sandbox that ends is not started again; ours: by
-// a restart that is under way, if one is. Its owner takes it from that.
+// staysDown records that a sandbox that ends is not started again. ours: the caller is
+// part of a restart that is under way; otherwise the owner takes over from the restart.
 func (e *Engine) staysDown(s runtime.Spec, ours bool) error {
 	if !comesBack(s.Restart) {
 		return nil
@@ -142,7 +142,7 @@ func (e *Engine) staysDown(s runtime.Spec, ours bool) error {
 }
 
 // comesBack reports whether a sandbox that has ended is to be started again, and
-// what is known of its restarts. One that a restore has held never is, nor one whose lease is over.
+// returns its restart record. A sandbox that is on hold, or whose lease is over, is not.
 func (e *Engine) comesBack(ctx context.Context, sb store.Sandbox, s runtime.Spec, c runtime.Container) (back bool, st restarts, err error) {
 	if !comesBack(s.Restart) || c.Status != runtime.Exited || expired(s.Lifetime) || sb.Held != "" {
 		return false, st, nil
@@ -162,16 +162,16 @@ func (e *Engine) comesBack(ctx context.Context, sb store.Sandbox, s runtime.Spec
 		back = !st.Stopped || st.rebooted()
 	case runtime.RestartUnlessStopped:
 		back = !st.Stopped
-	case runtime.RestartOnFailure: // the end of the host is no failure of its own
+	case runtime.RestartOnFailure: // a reboot of the host is not its failure
 		back = !st.Stopped && !st.rebooted() && c.ExitCode != 0 && (s.Restart.Retries == 0 || st.Count < s.Restart.Retries)
 	}
 	return back, st, nil
 }
 
-// rebooted reports whether the host was, since it was last started.
+// rebooted reports whether the host was rebooted since the sandbox was last started.
 func (st restarts) rebooted() bool { return st.Boot != "" && st.Boot != bootID() }
 
-// fast counts the restarts that came fast after each other, before the next one.
+// fast counts the quick restarts in a row before the next one.
 func (st restarts) fast(c runtime.Container) int {
 	if st.Tried == (runtime.Moment{}) && c.Finished.Sub(c.Started) >= steady {
 		return 0
@@ -179,9 +179,9 @@ func (st restarts) fast(c runtime.Container) int {
 	return st.Row
 }
 
-// pause is how long its next restart has still to wait. seen is how long, at
-// least, it has been over. The clock that people set may say that it was longer;
-// set back, it delays nothing.
+// pause returns how long the next restart must still wait. seen is how long, at least,
+// the sandbox has been over. The wall clock may say that it was longer; a clock that was
+// set back delays nothing.
 func (st restarts) pause(c runtime.Container, seen time.Duration) time.Duration {
 	tried := st.Tried != (runtime.Moment{})
 	if st.rebooted() && !tried {
@@ -198,9 +198,8 @@ func (st restarts) pause(c runtime.Container, seen time.Duration) time.Duration 
 	return max(0, pause-past)
 }
 
-// restart starts a sandbox again that ended at a time, if that is still to be:
-// from here on its lock is held, and who has stopped, removed or started it
-// meanwhile has had it.
+// restart starts a sandbox that ended at finished, if that is still due once its lock
+// is held: a stop, removal or start in the meantime takes precedence.
 func (e *Engine) restart(ctx context.Context, id string, finished time.Time) (err error) {
 	defer func() { err = fail("restart", id, err) }()
 	sb, s, c, err := e.overdue(ctx, id)
@@ -228,9 +227,9 @@ func (e *Engine) restart(ctx context.Context, id string, finished time.Time) (er
 	return e.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventRestarted, Exit: &c.ExitCode, Count: int64(st.Count)})
 }
 
-// notRestarted puts on record why a restart has failed, for which the sandbox's lock
-// was let go. Whoever has had it since then has the last word. stopped is what was
-// on record before the restart, which may have been a restore, said so itself.
+// notRestarted records why a restart has failed. The restart has released the sandbox's
+// lock, so a verb that has held it since takes precedence. stopped is the recorded value
+// from before the restart, which may itself have set it, as a restore does.
 func (e *Engine) notRestarted(ctx context.Context, id string, stopped bool, cause error) error {
 	ctx = context.WithoutCancel(ctx)
 	lock, err := e.lock(ctx, id, opWatch, lockWait)
@@ -239,7 +238,7 @@ func (e *Engine) notRestarted(ctx context.Context, id string, stopped bool, caus
 	}
 	defer lock.Unlock()
 	if _, err := e.store.Sandbox(ctx, id); err != nil {
-		return err // it was removed, and nothing is to be left of it
+		return err // it was removed; leave no record behind
 	}
 	st, err := e.restartsOf(id)
 	if err != nil || !st.Ours {
@@ -249,12 +248,13 @@ func (e *Engine) notRestarted(ctx context.Context, id string, stopped bool, caus
 	if !isCalledOff(cause) {
 		return e.noteRestarts(id, st)
 	}
-	// An undo command that fails is not run again and again with nobody looking on.
+	// A failing undo command must not run over and over unattended.
 	st.Stopped, st.GivenUp = true, true
 	return errors.Join(e.noteRestarts(id, st), e.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventGivenUp, Total: int64(st.Count), Reason: cause.Error()}))
 }
 
-// bringBack starts a sandbox, whose lock it takes over, from where its policy says.
+// bringBack restarts a sandbox, whose lock it takes over, from its command or its head
+// checkpoint, as its policy says.
 func (e *Engine) bringBack(ctx context.Context, sb *locked, s runtime.Spec, why string) error {
 	if s.Restart.From == runtime.RestartFromHead {
 		_, err := e.choose(ctx, sb.Sandbox, "", false, false)
@@ -276,14 +276,14 @@ func (e *Engine) bringBack(ctx context.Context, sb *locked, s runtime.Spec, why 
 			sb.lock.Unlock()
 			return err
 		}
-		// There is none yet.
+		// There is no checkpoint yet.
 	}
 	return e.startAgain(ctx, sb, why)
 }
 
-// startAgain starts a sandbox, whose lock it takes over, by its restart policy.
+// startAgain starts a sandbox, whose lock it takes over, for its restart policy.
 func (e *Engine) startAgain(ctx context.Context, sb *locked, why string) error {
-	defer sb.lock.Unlock() // where it does not come to the start, which does that, too
+	defer sb.lock.Unlock() // in case start, which also unlocks, is not reached
 	op := ByItself("start", subjectOf(sb.Sandbox), Own{By: ByWatch, Why: why})
 	return e.observed(ctx, op, func(ctx context.Context) error {
 		_, err := e.start(ctx, sb, nil)
@@ -291,8 +291,8 @@ func (e *Engine) startAgain(ctx context.Context, sb *locked, why string) error {
 	})
 }
 
-// startRestored starts a sandbox that a restart has restored, unless its owner had
-// it meanwhile.
+// startRestored starts a sandbox that a restart has restored, unless its owner has
+// started or stopped it in the meantime.
 func (e *Engine) startRestored(ctx context.Context, id, why string) error {
 	sb, err := e.acquire(ctx, id, opWatch, lockWait)
 	if err != nil {
@@ -309,14 +309,14 @@ func (e *Engine) startRestored(ctx context.Context, id, why string) error {
 	return e.startAgain(ctx, sb, why)
 }
 
-// restartLimits reports whether how a sandbox has ended counts for how often it may fail.
+// restartLimits reports whether the end of a sandbox counts against its retry limit.
 func restartLimits(r runtime.Restart, c runtime.Container) bool {
 	return r.Policy == runtime.RestartOnFailure && r.Retries > 0 && c.Status == runtime.Exited && c.ExitCode != 0
 }
 
-// whileOver calls fn with the lock of a sandbox that ended at a time, if nobody has started it
-// since. same is false when somebody has, or fn was not called for an error. A verb
-// that was cut off is brought to its end first.
+// whileOver calls fn with the lock of a sandbox that ended at finished, if it has not
+// been started since. same reports whether fn was called. Interrupted verbs are
+// recovered first.
 func (e *Engine) whileOver(ctx context.Context, id string, finished time.Time, fn func(*locked) error) (same bool, err error) {
 	if err := e.recoverBy(ctx, ByWatch); err != nil {
 		return false, err
@@ -332,7 +332,7 @@ func (e *Engine) whileOver(ctx context.Context, id string, finished time.Time, f
 	return true, fn(sb)
 }
 
-// giveUp puts on record that a sandbox, whose lock is held, has failed as often as it may.
+// giveUp records that a sandbox, whose lock is held, has used up its retries.
 func (e *Engine) giveUp(s runtime.Spec, c runtime.Container) error {
 	st, err := e.restartsOf(s.ID)
 	if err != nil || st.Stopped || st.GivenUp || st.Count < s.Restart.Retries {

@@ -18,19 +18,19 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// A sandbox with a limit of its files or of its lifetime has a process beside it
-// that holds it to these (Engine.Watch). ROOT/watch/ID is that process's lock,
-// and, while there is none, the mark that there should be one: what was killed,
-// with the host perhaps, is found by the next command.
+// A sandbox with a limit on its files or its lifetime, or with a restart policy, has a
+// supervisor, its watch (Engine.Watch). ROOT/watch/ID is the lock file of the watch and,
+// while there is no watch, the mark that there should be one: the next command finds a
+// watch that was killed, perhaps with the host.
 
 func (e *Engine) marks() string { return filepath.Join(e.store.Root(), "watch") }
 
-// watched reports whether a sandbox needs that process.
+// watched reports whether a sandbox needs a watch.
 func watched(s runtime.Spec) bool {
 	return s.Resources.Storage > 0 || s.Lifetime.TTL > 0 || s.Lifetime.Idle > 0 || comesBack(s.Restart)
 }
 
-// enforce begins a start of a sandbox, whose limits are watched from here on.
+// enforce is called when a sandbox starts; its limits are enforced from here on.
 func (e *Engine) enforce(s runtime.Spec, c runtime.Container) {
 	if err := e.noteHit(s.ID, nil); err != nil {
 		e.log.Warn("storage kill not cleared from the record", "sandbox", s.ID, "err", err)
@@ -42,25 +42,25 @@ func (e *Engine) enforce(s runtime.Spec, c runtime.Container) {
 	e.watchOver(s)
 }
 
-// watchOver sees to it that a sandbox has its watch, if it needs one.
+// watchOver starts the watch of a sandbox that needs one and lacks it.
 func (e *Engine) watchOver(s runtime.Spec) {
 	if e.watch == nil {
 		return
 	}
 	err := e.mark(s)
 	if err == nil && watched(s) && !e.watches(s.ID) {
-		err = e.watch(s.ID) // one that is there already may be about to end
+		err = e.watch(s.ID) // a running watch may be about to end
 	}
 	if err != nil {
 		e.log.Error("watch not started; limits are not enforced", "sandbox", s.ID, "err", err)
 	}
 }
 
-// mark has a watch that is there look at its spec, and the next command find out
-// if there is none, but not at once: one that was just started needs a moment.
+// mark has a running watch read its spec again, and has a later command start a missing
+// one, after watchStart: a watch that was just started needs a moment.
 func (e *Engine) mark(s runtime.Spec) error { return e.touch(s.ID, time.Now(), watched(s)) }
 
-// touch sets the time of a mark, from which on it counts.
+// touch sets the time of a mark, from which on the mark counts.
 func (e *Engine) touch(id string, at time.Time, create bool) error {
 	path := filepath.Join(e.marks(), id)
 	for {
@@ -75,7 +75,7 @@ func (e *Engine) touch(id string, at time.Time, create bool) error {
 		if err == nil {
 			err = f.Close()
 		}
-		if ignoreMissing(err) != nil { // else the last watch took the directory away
+		if ignoreMissing(err) != nil { // otherwise the last watch has removed the directory
 			return err
 		}
 	}
@@ -97,22 +97,22 @@ func ignoreMissing(err error) error {
 // watchStart is how long a watch may take from its start to its lock.
 const watchStart = 2 * time.Second
 
-// ReviveWatches does what watches that were killed have missed, and starts them
-// again. It is quick when there is nothing to do.
+// ReviveWatches catches up on what killed watches have missed and restarts them. It is
+// quick when there is nothing to do.
 func (e *Engine) ReviveWatches(ctx context.Context) error {
 	_, err := e.reviveWatches(ctx, false)
 	return err
 }
 
-// ReviveWatchesOfBoot is ReviveWatches as every command calls it first: a sandbox that was not
-// started in this boot of the host comes back by the service, or by Reconcile. The root may be from
-// elsewhere, and looking at it must not run its author's program.
+// ReviveWatchesOfBoot is ReviveWatches for the start of every command: it leaves sandboxes
+// that were not started in this boot of the host to the service and to Reconcile. The root
+// may come from another machine, and reading it must not run its author's programs.
 func (e *Engine) ReviveWatchesOfBoot(ctx context.Context) error {
 	_, err := e.reviveWatches(ctx, true)
 	return err
 }
 
-// reviveWatches tells what was done, by the ids of sandboxes.
+// reviveWatches returns what it did, by sandbox id.
 func (e *Engine) reviveWatches(ctx context.Context, ofBoot bool) (did map[string]string, err error) {
 	list, err := os.ReadDir(e.marks())
 	if err != nil {
@@ -123,11 +123,11 @@ func (e *Engine) reviveWatches(ctx context.Context, ofBoot bool) (did map[string
 	for _, entry := range list {
 		info, err := entry.Info()
 		if err != nil {
-			continue // it has just ended
+			continue // the watch has just ended
 		}
-		// One further ahead is from before the clock was set back.
+		// A mark further ahead is from before the clock was set back.
 		if old := time.Since(info.ModTime()); old < watchStart && old >= -latest {
-			continue // it starts, or is to be looked at later
+			continue // it is starting, or is due later
 		}
 		alive, err := flock.Held(filepath.Join(e.marks(), entry.Name()), 0)
 		if err == nil && !alive {
@@ -162,7 +162,7 @@ func (e *Engine) revive(ctx context.Context, id string, ofBoot bool) (did string
 	if expired(s.Lifetime) {
 		done, err := e.expire(ctx, sb.ID)
 		if errors.Is(err, runtime.ErrBusy) {
-			return "", nil // whoever is at it is followed by another command
+			return "", nil // another verb holds it; a later command tries again
 		}
 		if done && err == nil {
 			err = e.unmark(sb.ID)
@@ -178,7 +178,7 @@ func (e *Engine) revive(ctx context.Context, id string, ofBoot bool) (did string
 	case errors.Is(err, runtime.ErrNotFound):
 		return "", e.unmark(sb.ID)
 	case err != nil:
-		// Its engine does not answer. Not every command is to wait for that.
+		// Its engine does not answer. Do not have every command wait for it.
 		return "", e.touch(sb.ID, time.Now().Add(latest), false)
 	case c.Status == runtime.Running || c.Status == runtime.Paused:
 		e.watchOver(s)
@@ -189,36 +189,36 @@ func (e *Engine) revive(ctx context.Context, id string, ofBoot bool) (did string
 			return "", nil
 		}
 		if back || err != nil {
-			e.watchOver(s) // it does that
+			e.watchOver(s) // the watch restarts it
 			return fmt.Sprintf("sandbox %s is started again, as its restart policy says", sb.Name), err
 		}
 	case s.AutoRemove && s.Lifetime.TTL > 0 && !sb.Kept:
-		// The host has ended it, and nobody has removed it. Then its time does.
+		// It ended with the host and was not removed. Its TTL removes it.
 		return "", e.touch(sb.ID, time.Now().Add(min(latest, timeLeft(s.Lifetime))), false)
 	}
 	return "", e.unmark(sb.ID)
 }
 
-// latest bounds the time between two looks of a watch.
+// latest bounds the time between two checks of a watch.
 const latest = 10 * time.Second
 
-// watches reports whether this very process is the watch of a sandbox.
+// watches reports whether this process itself is the watch of a sandbox.
 func (e *Engine) watches(id string) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return e.watching == id
 }
 
-// Watch holds a sandbox to its limits: it kills it when its files take more than
-// it was given and the kernel does not see to that, stops it when its time is over
-// or nothing goes on in it, and starts it again as its restart policy says. It
-// ends with the sandbox's processes, when these do not come back.
+// Watch enforces the limits of a sandbox. It kills the sandbox when its files exceed
+// their limit and the kernel does not enforce that, stops it when its TTL is over or it
+// is idle, and restarts it as its restart policy says. Watch returns when the sandbox has
+// ended and is not restarted.
 func (e *Engine) Watch(ctx context.Context, id string) error {
 	e.mu.Lock()
 	e.watching = id
 	e.mu.Unlock()
 	w := watching{e: e, id: id, storage: filesLimit{e: e, id: id}}
-	// The mark's time says that the spec is another.
+	// A new time of the mark says that the spec has changed.
 	var changed chan struct{}
 	if mark, err := kernel.Watch(filepath.Join(e.marks(), id)); err == nil {
 		defer mark.Close()
@@ -234,7 +234,7 @@ func (e *Engine) Watch(ctx context.Context, id string) error {
 		case done:
 			return fail("watch", id, err)
 		case err != nil:
-			// Whatever it is, the limits hold as soon as it is over.
+			// The limits are enforced again as soon as the error is gone.
 			e.log.Warn("watch failed", "sandbox", id, "err", err)
 			wait = max(wait, time.Second)
 		}
@@ -253,15 +253,15 @@ func (e *Engine) Watch(ctx context.Context, id string) error {
 type watching struct {
 	e       *Engine
 	id      string
-	ended   chan struct{} // closed when its processes have, or nobody can tell any more
-	noted   time.Duration // when what the kernel counts was last noted: uptime
+	ended   chan struct{} // closed when its processes have ended, or some time after Wait failed
+	noted   time.Duration // uptime at which the kernel's counters were last recorded
 	storage filesLimit
 	idle    idling
-	over    time.Time     // when it ended, that is to be started again
-	seen    time.Duration // and when that was seen: uptime
+	over    time.Time     // when a sandbox that is to be restarted ended
+	seen    time.Duration // uptime at which that was seen
 }
 
-// look looks once, and says when to look again.
+// look checks the sandbox once, and returns when to check again.
 func (w *watching) look(ctx context.Context) (done bool, wait time.Duration, err error) {
 	e := w.e
 	sb, err := e.store.Sandbox(ctx, w.id)
@@ -298,14 +298,14 @@ func (w *watching) look(ctx context.Context) (done bool, wait time.Duration, err
 		guard.Go(func() {
 			defer close(ended)
 			if _, err := host.Wait(ctx, w.id); err != nil {
-				select { // whatever keeps it from waiting may last
+				select { // the cause of the error may last
 				case <-time.After(latest):
 				case <-ctx.Done():
 				}
 			}
 		})
 	}
-	if now := uptime(); now-w.noted >= time.Second { // the files may be looked at more often
+	if now := uptime(); now-w.noted >= time.Second { // the files may be checked more often
 		e.keepHits(ctx, sb, c)
 		w.noted = now
 	}
@@ -335,7 +335,7 @@ func (w *watching) look(ctx context.Context) (done bool, wait time.Duration, err
 	return false, wait, nil
 }
 
-// again starts a sandbox that has ended, if that is its policy.
+// again restarts a sandbox that has ended, if its policy says so.
 func (w *watching) again(ctx context.Context, sb store.Sandbox, s runtime.Spec, c runtime.Container) (done bool, wait time.Duration, err error) {
 	if w.storage.unsaid {
 		same, err := w.e.whileOver(ctx, w.id, c.Finished, func(sb *locked) error { return w.storage.stayDown(sb.Sandbox) })
@@ -357,7 +357,7 @@ func (w *watching) again(ctx context.Context, sb store.Sandbox, s runtime.Spec, 
 	case !back:
 		return true, 0, nil
 	}
-	// By a clock that nobody sets, unless another has looked on before us.
+	// Uptime, unlike the wall clock, is never set. It counts from this watch's first look.
 	if w.over != c.Finished {
 		w.over, w.seen = c.Finished, uptime()
 	}
@@ -373,7 +373,7 @@ func (w *watching) again(ctx context.Context, sb store.Sandbox, s runtime.Spec, 
 	return false, firstRestart, nil
 }
 
-// later has the watch look again: whoever has the sandbox, or had it since, has the last word.
+// later has the watch check again: a verb that has held the sandbox since takes precedence.
 func (w *watching) later(err error) (done bool, wait time.Duration, _ error) {
 	if err != nil && !errors.Is(err, runtime.ErrBusy) && !errors.Is(err, runtime.ErrNotFound) {
 		return false, latest, err
@@ -381,7 +381,7 @@ func (w *watching) later(err error) (done bool, wait time.Duration, _ error) {
 	return false, time.Second, nil
 }
 
-// end stops a sandbox. One that a verb is at work on is tried again.
+// end stops a sandbox. If a verb is at work on it, the watch tries again later.
 func (w *watching) end(ctx context.Context, stop func(context.Context, string) (bool, error)) (done bool, wait time.Duration, err error) {
 	if err := w.e.recoverBy(ctx, ByWatch); err != nil {
 		return false, time.Second, err
