@@ -21,10 +21,10 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// How far a restore has come. Until it swaps, Recover takes it back; from then
-// on the old processes may be gone and Recover finishes it. Once the files are
-// proven to be the checkpoint's, a sandbox that runs is a restored one. When it puts files
-// of the host back the sandbox is restored, and is not touched any more.
+// The phases of a restore. Before phaseSwap, Recover rolls the restore back; from then
+// on the old processes may be gone, and Recover finishes it. From phaseProven on the files
+// are proven to be the checkpoint's, so a running sandbox is a restored one. In phaseHosts
+// the sandbox is restored and is not touched any more; only host files are put back.
 const (
 	phasePrepare = "prepare"
 	phaseSwap    = "swap"
@@ -35,38 +35,39 @@ const (
 // restoring is the journal's data of a restore.
 type restoring struct {
 	Phase     string         `json:"phase"`
-	Trees     []tree         `json:"trees"` // what it changes, the upperdir first
+	Trees     []tree         `json:"trees"` // the trees that it changes, the upperdir first
 	Attempt   int            `json:"attempt"`
 	FilesOnly bool           `json:"files_only"`
 	Recreated bool           `json:"recreated"` // the sandbox had been removed
 	Fork      bool           `json:"fork"`      // the sandbox is a new one, of another's checkpoint
 	Salvage   bool           `json:"salvage"`
 	Was       runtime.Status `json:"was"`  // before the verb
-	Undo      string         `json:"undo"` // the checkpoint of what is replaced
+	Undo      string         `json:"undo"` // the undo checkpoint
 	NoUndo    bool           `json:"no_undo"`
 
-	// Begun is the boot of the host in which it was begun. No record from elsewhere can know that:
-	// one of another boot starts nothing and writes no host files any more.
+	// Begun is the boot of the host in which the restore began. A record from elsewhere cannot
+	// know it: a restore of another boot starts nothing and writes no host files.
 	Begun string `json:"begun,omitempty"`
 
 	HostFiles []string `json:"host_files,omitempty"` // attached files that are put back
-	HostUndo  string   `json:"host_undo,omitempty"`  // the checkpoint that has what they were, if not Undo
+	HostUndo  string   `json:"host_undo,omitempty"`  // the checkpoint that has their previous contents, if not Undo
 
-	// Of a proven one: when the sandbox was started last before its own start, and
-	// in which boot it was proven.
+	// From phaseProven on: when the sandbox was last started before the restore's own
+	// start, and the boot in which the files were proven.
 	Started time.Time `json:"started,omitzero"`
 	Boot    string    `json:"boot,omitempty"`
 }
 
-// Restore puts a sandbox back to a checkpoint. What it replaces becomes a
-// checkpoint itself; all that is needed is read, proven and laid out beside the
-// files; then the sandbox is stopped, what differs is exchanged by renames, and it
-// is started. When that fails the files are put back.
+// Restore puts a sandbox back to a checkpoint. It first makes an undo checkpoint of the
+// present state, then reads, proves and stages all that is needed beside the files. Then
+// it stops the sandbox, swaps in what differs by renames, and starts the sandbox. If
+// that fails, it puts the files back.
 func (e *Engine) Restore(ctx context.Context, ref string, opts runtime.RestoreOptions) (runtime.Restored, error) {
 	return verb(ctx, e, onSandbox("restore", ref), func(ctx context.Context) (runtime.Restored, error) { return e.restoreLocked(ctx, ref, nil, opts) })
 }
 
-// restoreLocked is Restore, of a sandbox whose lock it takes over; nil: it takes the lock.
+// restoreLocked is Restore for a sandbox whose lock it takes over; nil: it locks the
+// sandbox itself.
 func (e *Engine) restoreLocked(ctx context.Context, ref string, sb *locked, opts runtime.RestoreOptions) (out runtime.Restored, err error) {
 	defer func() { err = fail("restore", ref, err) }()
 	if err := checkRestore(opts); err != nil {
@@ -100,29 +101,29 @@ func (e *Engine) restoreLocked(ctx context.Context, ref string, sb *locked, opts
 	return out, errors.Join(err, e.alert(ctx, t, err))
 }
 
-// trying is a restore with all that it takes: one try, or several in different ways.
+// trying is a whole restore: one attempt, or several with different strategies.
 type trying struct {
-	sb       *locked // that was locked before; nil: it is to be looked up
+	sb       *locked // locked by the caller; nil: not yet looked up
 	opts     runtime.RestoreOptions
 	steps    *steps
-	noUndo   bool   // nobody wants an undo checkpoint when it is done
-	way      string // this try's; see Strategies. Empty: as the checkpoint is
+	noUndo   bool   // no undo checkpoint is wanted once the restore is done
+	way      string // of this attempt; see Strategies. Empty: as the checkpoint is
 	attempts []runtime.RestoreAttempt
-	h        *hooks       // of all tries, once it is known whose
-	r        *restoration // the last try, once it is known of what
-	begun    bool         // nothing has refused it
-	kept     string       // id of the undo checkpoint of a try that failed, or that was to make the sandbox again
-	pinned   bool         // and we have pinned it
-	held     bool         // the sandbox is, as nothing has brought it back
+	h        *hooks       // of all attempts, once the sandbox is known
+	r        *restoration // the last attempt, once its sandbox and checkpoint are known
+	begun    bool         // no check has refused it
+	kept     string       // id of the undo checkpoint of an attempt that failed or was to recreate the sandbox
+	pinned   bool         // kept was pinned by this restore
+	held     bool         // the sandbox is on hold, because every attempt failed
 
 	settled     bool             // undo commands were run
-	compensated []runtime.Effect // what came of them
-	told        []string         // what is to be said of that
+	compensated []runtime.Effect // their results
+	told        []string         // warnings about them
 }
 
-// endedUnder tells of a try that failed before it changed anything whether that was
-// since the sandbox ended by itself while it was looked at, as one that crashes again
-// and again does. Then it is as good as any that had ended before.
+// endedUnder reports whether the attempt failed, without side effects, only because the
+// sandbox exited while it was being inspected (as in a crash loop). It can then be
+// restored like any stopped sandbox.
 func (t *trying) endedUnder(ctx context.Context, err error) bool {
 	if !errors.Is(err, runtime.ErrState) || isCalledOff(err) || t.sb != nil || t.r == nil || t.r.undone != "" || t.r.c.Status != runtime.Running && t.r.c.Status != runtime.Paused {
 		return false
@@ -131,7 +132,7 @@ func (t *trying) endedUnder(ctx context.Context, err error) bool {
 	return err == nil && now.Status == runtime.Exited
 }
 
-// try restores once.
+// try makes one attempt to restore.
 func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ runtime.Restored, err error) {
 	r, err := e.target(ctx, ref, t.sb, t.opts)
 	if err != nil {
@@ -142,12 +143,12 @@ func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ runtime.Rest
 	if t.way == runtime.StrategyRecreate {
 		r.data.HostUndo = t.kept
 	}
-	defer func() { // what a try that failed has compensated the next one reports
+	defer func() { // the next attempt reports what a failed one has compensated
 		t.settled, t.told = r.settled, append(t.told, r.told...)
 		t.compensated = append(t.compensated, r.compensated...)
 	}()
 	defer e.tidy(ctx) // once the sandbox is not held any more
-	// forgetOrphan takes another lock.
+	// Not a plain defer: forgetOrphan replaces the lock.
 	defer func() { r.sb.lock.Unlock() }()
 	if t.way == "" {
 		if err := r.possible(); err != nil {
@@ -177,7 +178,7 @@ func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ runtime.Rest
 			return runtime.Restored{}, err
 		}
 		r.data.HostUndo = t.kept
-	case r.data.Recreated && r.data.HostUndo == "": // else it was there until this restore removed it
+	case r.data.Recreated && r.data.HostUndo == "": // otherwise this restore removed it and has proven them
 		if _, err := e.proveHosts(ctx, r); err != nil {
 			return runtime.Restored{}, err
 		}
@@ -203,7 +204,7 @@ func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ runtime.Rest
 	} else if err := e.staysDown(r.spec, r.restart); err != nil {
 		e.log.Warn("restart policy not suspended; it may start the sandbox", "sandbox", r.sb.ID, "err", err)
 	}
-	if r.restart && r.row.Attached != nil { // nobody reads its warnings
+	if r.restart && r.row.Attached != nil { // no caller reads its warnings
 		e.noteHosts(r, r.hostsLeftText())
 	}
 	e.log.Info("sandbox restored", "sandbox", r.sb.ID, "checkpoint", r.row.ID, "down", r.down, "changed", r.changed)
@@ -224,13 +225,13 @@ func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ runtime.Rest
 	if err != nil {
 		out.Warnings = append(slices.Clone(out.Warnings), err.Error())
 	}
-	// It is done: a caller who goes away now does not make it a failure.
+	// The restore is done; a caller that disconnects now does not make it fail.
 	out.Sandbox, err = e.inspect(context.WithoutCancel(ctx), r.sb.ID)
 	out.Warnings = slices.Concat(out.Warnings, t.h.after(ctx, policy.AfterRestore))
 	return out, err
 }
 
-// perform restores what target has found.
+// perform does the restore that target has prepared.
 func (e *Engine) perform(ctx context.Context, r *restoration) error {
 	in := store.Intent{Op: opRestore, Sandbox: r.sb.ID, Checkpoint: r.row.ID, Lazy: true}
 	r.data.Begun = bootID()
@@ -262,44 +263,44 @@ type restoration struct {
 	spec        runtime.Spec
 	c           runtime.Container
 	reader      *store.Reader
-	caller      context.Context // of the caller, which ends the restore of processes, too; nil: none
+	caller      context.Context // its end also ends the restore of processes; nil: none
 	verify      bool
-	orphan      bool              // there is a record of the sandbox, and no container
-	pull        image.PullOptions // for a sandbox that is made again
+	orphan      bool              // the sandbox has a record, but no container
+	pull        image.PullOptions // for a sandbox that is recreated
 	data        restoring
 	present     *making // the undo checkpoint
 	updates     []*overlay.Update
-	again       bool            // somebody else started it since it was looked at
-	before      time.Time       // when it was started last, once it was stopped
-	idle        bool            // it has had no process since it was looked at
-	together    bool            // the upperdir is on the filesystem of the store
-	past        bool            // nobody needs the way back any more
+	again       bool            // another process has started it since it was inspected
+	before      time.Time       // when it was last started, as read once it was stopped
+	idle        bool            // it has had no process since it was inspected
+	together    bool            // the upperdir and the store are on one filesystem
+	past        bool            // the way back is not needed any more
 	images      string          // where the process images are laid out
 	lost        map[string]bool // paths of the upperdir that cannot be restored
 	fork        *forking
-	attached    bool       // attached files are put back wherever they come from
-	noAttached  bool       // or left alone
-	hosts       *hostFiles // on their way back; nil: none
-	hostErr     error      // why they are not, though the sandbox is restored
-	hostsTold   string     // what Recover is to say of them
-	resumed     bool       // it goes on with a restore that was killed
-	stranded    bool       // some of them are not as they were, and the checkpoint that has that is pinned
+	attached    bool       // attached files are put back even if the checkpoint is foreign
+	noAttached  bool       // attached files are left alone
+	hosts       *hostFiles // the attached files to put back; nil: none
+	hostErr     error      // why they are not put back, though the sandbox is restored
+	hostsTold   string     // what Recover reports about them
+	resumed     bool       // Recover resumes a restore that was killed
+	stranded    bool       // some host files are not as they were; the checkpoint that has them is pinned
 	warnings    []string
-	restart     bool             // it is one, by the sandbox's restart policy
+	restart     bool             // the restore is a restart by the sandbox's policy
 	noEffects   bool             // effects are left alone
-	settled     bool             // undo commands were run, by this try or one before
-	commanded   bool             // some were by one before
-	told        []string         // what is to be said of that
-	compensated []runtime.Effect // those whose undo commands were run, with what came of them
+	settled     bool             // undo commands were run, by this attempt or an earlier one
+	commanded   bool             // an earlier attempt ran some
+	told        []string         // warnings about them
+	compensated []runtime.Effect // effects whose undo commands were run, with their results
 
 	grants  runtime.Grants // what a foreign checkpoint's spec is given
-	caveats []string       // what is to be said of that
+	caveats []string       // warnings about the grants
 
-	given   []runtime.Secret     // where secrets come from, if not from where they did
-	secrets []runtime.SecretFile // what the start puts into the sandbox
+	given   []runtime.Secret     // new sources of secrets, if any
+	secrets []runtime.SecretFile // the secrets that the start puts into the sandbox
 
-	began   time.Time     // its work on the files
-	files   time.Duration // what that took
+	began   time.Time     // start of the work on the files
+	files   time.Duration // duration of that work
 	down    time.Duration
 	undone  string // id of the undo checkpoint
 	changed int
@@ -308,7 +309,7 @@ type restoration struct {
 // full reports whether processes are restored.
 func (r *restoration) full() bool { return r.row.Kind == runtime.KindFull && !r.data.FilesOnly }
 
-// open looks at the sandbox and opens the checkpoint; it changes nothing.
+// open inspects the sandbox and opens the checkpoint; it changes nothing.
 func (e *Engine) open(ctx context.Context, r *restoration) (err error) {
 	if !r.spec.Adopted {
 		if _, err := r.sb.host.Images.ResolveDigest(ctx, r.sb.ImageDigest); err != nil {
@@ -322,10 +323,10 @@ func (e *Engine) open(ctx context.Context, r *restoration) (err error) {
 	return err
 }
 
-// thisBoot reports whether a restore was begun in this boot of the host.
+// thisBoot reports whether the restore began in this boot of the host.
 func (d restoring) thisBoot() bool { return d.Begun != "" && d.Begun == bootID() }
 
-// starts reports whether something runs once the files are in place.
+// starts reports whether the sandbox is started once the files are in place.
 func (r *restoration) starts() bool {
 	was := runtime.Status(r.reader.Manifest().Status)
 	return (was == runtime.Running || was == runtime.Paused) && (r.fork == nil || !r.fork.noStart) && (!r.resumed || r.data.thisBoot())
@@ -369,20 +370,20 @@ func (e *Engine) restore(ctx context.Context, seq int64, r *restoration) (err er
 		return err
 	}
 	undo.Release()
-	// The old processes end now: a caller who goes away must not stop us
-	// half-way. Only CRIU, which may hang, is ended with its time.
+	// The old processes end now: a caller that disconnects must not stop the restore
+	// half-way. Only CRIU, which may hang, still ends with the caller's context.
 	r.caller = ctx
 	return e.swap(context.WithoutCancel(ctx), seq, r)
 }
 
-// layOut proves and lays out all that the restore needs, and makes the present
-// state a checkpoint. It leaves the sandbox frozen, so that what it compared
-// stays true, and everything else as it was.
+// layOut proves and stages all that the restore needs, and makes an undo checkpoint of
+// the present state. It leaves the sandbox frozen, so that the comparison stays true,
+// and changes nothing else.
 func (e *Engine) layOut(ctx context.Context, seq int64, r *restoration, undo *undo.Stack) error {
 	if err := failpoint.Hit("restore.before-layout"); err != nil {
 		return err
 	}
-	if r.c.Status != runtime.Running { // else when it stands still
+	if r.c.Status != runtime.Running { // otherwise once it is frozen
 		e.liftFiles(r.spec, r.c)
 	}
 	if err := e.layOutImages(ctx, r); err != nil {
@@ -415,8 +416,8 @@ func (e *Engine) layOut(ctx context.Context, seq int64, r *restoration, undo *un
 		r.sb.steps.begin(runtime.PhaseLooking, 0)
 		for i := range r.data.Trees {
 			t := &r.data.Trees[i]
-			// The dump of a full undo checkpoint has left traces that it does not
-			// have; what there is now decides.
+			// The dump for a full undo checkpoint has left files that the checkpoint
+			// lacks; compare with the present state.
 			if t.seen == "" || r.present.row.Kind == runtime.KindFull {
 				opts := overlay.CollectOptions{}
 				if t.seen == "" {
@@ -434,11 +435,10 @@ func (e *Engine) layOut(ctx context.Context, seq int64, r *restoration, undo *un
 	return failpoint.Hit("restore.after-layout")
 }
 
-// layOutFiles compares what was seen with the checkpoint and lays out what the
-// trees lack.
+// layOutFiles compares the collected trees with the checkpoint and stages what they lack.
 func (r *restoration) layOutFiles(ctx context.Context) error {
 	var errs []error
-	for _, u := range r.updates { // of an earlier try
+	for _, u := range r.updates { // of an earlier attempt
 		errs = append(errs, u.Close())
 	}
 	r.updates, r.changed = make([]*overlay.Update, len(r.data.Trees)), 0
@@ -484,7 +484,7 @@ func (e *Engine) layOutImages(ctx context.Context, r *restoration) error {
 	return err
 }
 
-// discard deletes all that was laid out.
+// discard deletes all that was staged.
 func (r *restoration) discard() error {
 	var errs []error
 	for _, t := range r.data.Trees {
@@ -505,9 +505,9 @@ func (r *restoration) discard() error {
 	return errors.Join(errs...)
 }
 
-// keepPresent makes a checkpoint of what the restore replaces, and leaves the
-// sandbox frozen. It is also the way back when the restore fails, so that its
-// files are taken even when nobody wants to keep it.
+// keepPresent makes a checkpoint of what the restore replaces, and leaves the sandbox
+// frozen. The checkpoint is also the way back if the restore fails, so it has the files
+// even if no undo checkpoint is wanted.
 func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, undo *undo.Stack) error {
 	if r.data.Undo == "" {
 		return nil
@@ -519,7 +519,7 @@ func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, und
 	for {
 		k, err := e.prepare(ctx, r.sb, r.c, opts)
 		if err != nil && !opts.FilesOnly {
-			if !errors.Is(err, runtime.ErrNotFound) { // else it has no process that could be lost
+			if !errors.Is(err, runtime.ErrNotFound) { // otherwise it has no process that could be lost
 				r.undoIsFiles(err)
 			}
 			opts.FilesOnly = true
@@ -536,7 +536,7 @@ func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, und
 		}
 		var laid error
 		if k.row.Kind == runtime.KindFiles && len(k.trees) >= len(r.data.Trees) {
-			// Nothing of the sandbox is touched by it.
+			// Staging does not touch the sandbox.
 			k.beside = func(ctx context.Context) {
 				r.take(k)
 				laid = r.layOutFiles(ctx)
@@ -544,18 +544,18 @@ func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, und
 		}
 		row, err := e.record(ctx, k)
 		if err != nil && !opts.FilesOnly && ctx.Err() == nil && !errors.Is(err, unix.ENOSPC) && !isCalledOff(err) {
-			// What cannot be dumped can still be put back as files.
+			// A sandbox that cannot be dumped can still be undone as files.
 			e.log.Info("undo checkpoint limited to files", "sandbox", r.sb.ID, "err", err)
 			r.undoIsFiles(err)
 			opts.FilesOnly, r.data.Undo = true, newID()
-			// Recover looks for the one that the journal names.
+			// Recover looks for the undo checkpoint that the journal names.
 			if err := e.advance(ctx, seq, r.data, true); err != nil {
 				return err
 			}
 			continue
 		}
 		if err != nil && k.unlearnt && !unlearnt {
-			// Once more, with nothing believed of what was known.
+			// Try once more without the file cache.
 			unlearnt, r.data.Undo = true, newID()
 			if err := e.advance(ctx, seq, r.data, true); err != nil {
 				return err
@@ -581,7 +581,7 @@ func (r *restoration) undoIsFiles(why error) {
 	r.warnings = append(slices.Clone(r.warnings), fmt.Sprintf("the undo checkpoint has files only: %v; the processes that this restore has ended cannot be brought back", why))
 }
 
-// take takes over what a checkpoint has seen of the files.
+// take takes over the collections of the undo checkpoint.
 func (r *restoration) take(k *making) {
 	for i := range r.data.Trees {
 		for _, t := range k.trees {
@@ -592,8 +592,8 @@ func (r *restoration) take(k *making) {
 	}
 }
 
-// lockSlot keeps agentboxes with another root, which may have taken on the same
-// container, away from it. One that is yet to be made nobody else has.
+// lockSlot locks out agentbox processes with another root, which may have adopted the
+// same container. A container that does not exist yet needs no lock.
 func lockSlot(c runtime.Container) (unlock func(), err error) {
 	if c.Stage.ID == "" {
 		return func() {}, nil
@@ -601,7 +601,7 @@ func lockSlot(c runtime.Container) (unlock func(), err error) {
 	return c.Stage.Lock()
 }
 
-// syncfs makes all that was written to the filesystem of dir durable.
+// syncfs makes all data written to the filesystem of dir durable.
 func syncfs(dir string) error {
 	f, err := os.Open(dir)
 	if err != nil {

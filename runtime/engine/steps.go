@@ -19,19 +19,19 @@ const (
 	stepWait  = 200 * time.Millisecond // for the receiver, at the end of a verb
 )
 
-// countApart is from where on data is counted while it is read. What is smaller is
-// counted whole, without a reader of its own for each of a million files.
+// countApart is the size above which a file is counted while it is read. Smaller files
+// are counted whole, which saves a reader for each of a million files.
 const countApart = 1 << 20
 
-// steps are the numbers of one verb. What works adds to counters, which a goroutine
-// of their own looks at: a frozen sandbox waits for nobody who wants to know how far
-// its checkpoint is. Nil counts nothing.
+// steps is the progress of one verb. The verb adds to counters, which a separate goroutine
+// reads and reports: a frozen sandbox never waits for a progress callback. Nil counts
+// nothing.
 type steps struct {
-	only runtime.Phase // the phase that all is counted for; empty: its own
+	only runtime.Phase // the one phase to count everything for; empty: each for its own
 
 	mu     sync.Mutex
 	now    runtime.Phase
-	past   []runtime.Step // what is over and was not told yet
+	past   []runtime.Step // finished phases not reported yet
 	counts map[runtime.Phase]*stepCount
 
 	quit, gone chan struct{}
@@ -41,7 +41,7 @@ type steps struct {
 
 type stepCount struct{ done, total atomic.Int64 }
 
-// follow tells fn of a verb until end is called; nil: nobody asks.
+// follow reports a verb's progress to fn until end is called; with a nil fn it returns nil.
 func follow(fn runtime.Steps) *steps {
 	if fn == nil {
 		return nil
@@ -77,7 +77,7 @@ func (s *steps) tell(fn runtime.Steps) {
 	}
 }
 
-// news are the phases that are over, and what is done now.
+// news returns the phases that have finished since the last call, and the current one.
 func (s *steps) news() []runtime.Step {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -98,7 +98,7 @@ func (s *steps) step() runtime.Step {
 	return step
 }
 
-// end tells the last numbers. It is called when the verb holds nothing any more.
+// end reports the last numbers. It is called once the verb holds nothing any more.
 func (s *steps) end() {
 	if s == nil {
 		return
@@ -113,12 +113,12 @@ func (s *steps) end() {
 	})
 }
 
-// begin enters a phase, of which nothing is done yet.
+// begin enters a phase with nothing done yet.
 func (s *steps) begin(p runtime.Phase, total int64) {
 	s.enter(p, func(c *stepCount) { c.done.Store(0); c.total.Store(total) })
 }
 
-// at enters a phase, or goes on with it.
+// at enters a phase, or continues it.
 func (s *steps) at(p runtime.Phase) { s.enter(p, nil) }
 
 func (s *steps) enter(p runtime.Phase, do func(*stepCount)) {
@@ -138,21 +138,21 @@ func (s *steps) enter(p runtime.Phase, do func(*stepCount)) {
 	}
 }
 
-// more is that there is more to do in a phase.
+// more adds to the total of a phase.
 func (s *steps) more(p runtime.Phase, n int64) {
 	if s != nil && s.only == "" {
 		s.counts[p].total.Add(n)
 	}
 }
 
-// adder adds to what is done of a phase; nil: nobody asks.
+// adder returns a function that adds to what is done of a phase; nil: nothing is counted.
 func (s *steps) adder(p runtime.Phase) func(int64) {
 	if s == nil {
 		return nil
 	}
 	if s.only != "" {
 		if p != runtime.PhaseImages && p != runtime.PhaseStaging {
-			return nil // it is no part of the total
+			return nil // not part of the total
 		}
 		p = s.only
 	}
@@ -160,7 +160,7 @@ func (s *steps) adder(p runtime.Phase) func(int64) {
 	return func(n int64) { done.Add(n) }
 }
 
-// sink counts what to takes.
+// sink counts the data that to takes.
 func (s *steps) sink(p runtime.Phase, to overlay.Sink) overlay.Sink {
 	if add := s.adder(p); add != nil {
 		return countedSink{to, add}
@@ -184,7 +184,7 @@ func (c countedSink) Data(ctx context.Context, size int64, r io.Reader) (string,
 	return digest, pieces, err
 }
 
-// source counts what is read of from.
+// source counts the data that is read from from.
 func (s *steps) source(p runtime.Phase, from overlay.Source) overlay.Source {
 	if add := s.adder(p); add != nil {
 		return countedSource{from, add}
@@ -232,12 +232,12 @@ type countedCloser struct {
 	io.Closer
 }
 
-// sizes is how many bytes the files of a directory have, as far as one can tell.
+// sizes returns the total size of a directory's files, as far as they can be read.
 func (s *steps) sizes(dir string) (n int64) {
 	if s == nil {
 		return 0
 	}
-	list, _ := os.ReadDir(dir) // whoever reads them will say what is wrong
+	list, _ := os.ReadDir(dir) // the reader of the files will report the error
 	for _, f := range list {
 		if info, err := f.Info(); err == nil && info.Mode().IsRegular() {
 			n += info.Size()
@@ -246,13 +246,13 @@ func (s *steps) sizes(dir string) (n int64) {
 	return n
 }
 
-// all begins a phase that is the last: what the others would count counts for it.
+// all begins the last phase: the work of later phases counts for it.
 func (s *steps) all(p runtime.Phase, total int64) {
 	s.begin(p, total)
 	s.only = p
 }
 
-// reading counts what is only read, for the phase that there is now.
+// reading counts data that is only read, for the current phase.
 func (s *steps) reading() overlay.Sink {
 	if s == nil {
 		return store.Cutter{}

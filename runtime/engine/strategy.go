@@ -15,13 +15,13 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// strategyTries bounds how often one of them is tried, if its error may pass.
+// strategyTries bounds the attempts with one strategy while its errors may be temporary.
 const strategyTries = 3
 
-// strategyPause is how long is waited before the second try; then more.
+// strategyPause is the pause before the second attempt; later ones are longer.
 const strategyPause = 200 * time.Millisecond
 
-// checkRestore refuses options that do not go together.
+// checkRestore refuses options that exclude each other.
 func checkRestore(o runtime.RestoreOptions) error {
 	if o.Undo && o.Checkpoint != "" {
 		return fmt.Errorf("%w: --undo cannot be combined with a checkpoint", runtime.ErrInvalid)
@@ -44,11 +44,11 @@ type way struct {
 	filesOnly bool
 }
 
-// recreateFiles names, among attempts, what auto tries last for a checkpoint with
-// processes: StrategyRecreate without them.
+// recreateFiles names, in attempts, the last strategy of auto for a checkpoint with
+// processes: StrategyRecreate without the processes.
 const recreateFiles = "recreate-files"
 
-// name tells the ways for a checkpoint apart; full says that its processes are wanted.
+// name distinguishes the ways for a checkpoint; full says that its processes are wanted.
 func (w way) name(full bool) string {
 	if full && w.filesOnly && w.strategy == runtime.StrategyRecreate {
 		return recreateFiles
@@ -56,7 +56,7 @@ func (w way) name(full bool) string {
 	return w.strategy
 }
 
-// waysOf are what is tried for a checkpoint, in order.
+// waysOf returns the ways to try for a checkpoint, in order.
 func waysOf(o runtime.RestoreOptions, kind string) ([]way, error) {
 	full := kind == runtime.KindFull && !o.FilesOnly
 	switch {
@@ -83,7 +83,7 @@ func (e *Engine) escalate(ctx context.Context, ref string, t *trying) (runtime.R
 	if err != nil {
 		return runtime.Restored{}, err
 	}
-	// From here on it is about this checkpoint, whatever tries make of the newest.
+	// Stay with this checkpoint, even if an attempt makes a newer one.
 	t.opts.Checkpoint, t.opts.Undo = row.ID, false
 	full := row.Kind == runtime.KindFull && !opts.FilesOnly
 	for i, w := range ways {
@@ -91,7 +91,7 @@ func (e *Engine) escalate(ctx context.Context, ref string, t *trying) (runtime.R
 		for try := 1; ; try++ {
 			began := time.Now()
 			out, err := e.try(ctx, ref, t)
-			if err == nil || out.Checkpoint.ID != "" { // it is restored, but for its host files perhaps
+			if err == nil || out.Checkpoint.ID != "" { // it is restored, except perhaps its host files
 				out.Strategy, out.Attempts = t.way, t.attempts
 				if out.Degraded = full && w.filesOnly && opts.Strategy == runtime.StrategyAuto; out.Degraded {
 					out.Warnings = append(slices.Clone(out.Warnings), "the processes of the checkpoint could not be restored: its files are back, and the command was started afresh")
@@ -106,7 +106,7 @@ func (e *Engine) escalate(ctx context.Context, ref string, t *trying) (runtime.R
 			if !t.begun || ctx.Err() != nil {
 				return runtime.Restored{}, err
 			}
-			ref = id // a prefix of it may be nobody's any more
+			ref = id // a name or prefix may not match any more
 			if err := e.afterTry(ctx, t); err != nil {
 				e.log.Warn("restore attempt not cleaned up", "sandbox", id, "err", err)
 			}
@@ -136,7 +136,7 @@ func (e *Engine) escalate(ctx context.Context, ref string, t *trying) (runtime.R
 	return runtime.Restored{}, e.safeStop(context.WithoutCancel(ctx), id, t)
 }
 
-// explainTries says of an error where the sandbox is then, and what it had.
+// explainTries adds to an error what became of the sandbox and its former state.
 func (e *Engine) explainTries(ctx context.Context, err error, t *trying) error {
 	if _, gone := e.store.Sandbox(context.WithoutCancel(ctx), t.r.sb.ID); errors.Is(gone, runtime.ErrNotFound) {
 		err = hint(err, fmt.Sprintf("The sandbox was removed to be made again, and was not; try again with: agentbox restore %s %s", t.r.sb.Name, short(t.r.row.ID)))
@@ -147,7 +147,7 @@ func (e *Engine) explainTries(ctx context.Context, err error, t *trying) error {
 	return err
 }
 
-// mayPass reports whether the same may go well the next time.
+// mayPass reports whether an error may be temporary.
 func mayPass(err error) bool {
 	for _, lasting := range []error{runtime.ErrNotFound, runtime.ErrExists, runtime.ErrState, runtime.ErrDenied, runtime.ErrUnsupported, runtime.ErrCorrupt, runtime.ErrInvalid, unix.ENOSPC, unix.EDQUOT, unix.EROFS, unix.EIO} {
 		if errors.Is(err, lasting) {
@@ -157,8 +157,8 @@ func mayPass(err error) bool {
 	return true
 }
 
-// afterTry brings a try that failed to its end: what it left in the journal is
-// done, and the undo checkpoint of what the first has ended is that of all.
+// afterTry cleans up after a failed attempt: it recovers what the attempt left in the
+// journal, and keeps the undo checkpoint of the first attempt for the whole restore.
 func (e *Engine) afterTry(ctx context.Context, t *trying) error {
 	ctx = context.WithoutCancel(ctx)
 	_, err := e.recoverFor(ctx, Own{})
@@ -167,7 +167,7 @@ func (e *Engine) afterTry(ctx context.Context, t *trying) error {
 	}
 	row, e2 := e.store.Checkpoint(ctx, t.r.undone)
 	if e2 == nil && row.Status == store.Ready {
-		// Later tries find only what this one has put back.
+		// Later attempts find only what this one has put back.
 		t.kept, t.opts.NoUndo = row.ID, true
 	}
 	return err
@@ -188,9 +188,9 @@ func (e *Engine) noteAttempt(id, checkpoint string, a runtime.RestoreAttempt) {
 	}
 }
 
-// clearAway removes a sandbox, whose lock is held, so that it is made again. What
-// it has now is a checkpoint, which stays until the restore is done, and all that is
-// needed is proven, before anything goes.
+// clearAway removes a sandbox, whose lock is held, so that it can be recreated. Before
+// that it proves all that is needed and makes a checkpoint of the present state, which
+// stays until the restore is done.
 func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err error) {
 	if r.spec.Adopted {
 		return fmt.Errorf("%w: agentbox did not make it and cannot make it again", runtime.ErrUnsupported)
@@ -206,7 +206,7 @@ func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err 
 	if err != nil {
 		return err
 	}
-	r.orphan = true // so that secrets come from where they do now
+	r.orphan = true // so that secrets come from their present sources
 	if err := e.again(ctx, r, runtime.ErrNotFound); err != nil {
 		return err
 	}
@@ -223,7 +223,7 @@ func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err 
 		}
 		t.kept = row.ID
 	}
-	// It would go with the sandbox.
+	// Without a pin it would be removed with the sandbox.
 	if row, err := e.store.Checkpoint(ctx, t.kept); err != nil || !row.Pinned {
 		if err := errors.Join(err, e.store.Pin(ctx, t.kept, true)); err != nil {
 			return err
@@ -243,11 +243,11 @@ func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err 
 	if err := e.remove(context.WithoutCancel(ctx), &old, false); err != nil {
 		return err
 	}
-	for _, a := range t.attempts { // events go with a sandbox
+	for _, a := range t.attempts { // the events were removed with the sandbox
 		e.noteAttempt(old.ID, r.row.ID, a)
 	}
 	r.orphan, r.c = false, runtime.Container{}
-	// The file of the lock went with the record.
+	// The lock file was removed with the record.
 	r.sb.lock.Unlock()
 	lock, err := e.store.Lock(ctx, r.sb.ID, "restore", lockWait)
 	if err != nil {
@@ -257,7 +257,7 @@ func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err 
 	return failpoint.Hit("restore.recreate.after-remove")
 }
 
-// keepStopped makes a checkpoint of what a sandbox has now, which stops with it.
+// keepStopped makes a checkpoint of a sandbox's present state and stops the sandbox.
 func (e *Engine) keepStopped(ctx context.Context, sb *locked, attach []string) (store.Checkpoint, error) {
 	opts := runtime.CheckpointOptions{Trigger: runtime.TriggerUndo, TCP: runtime.TCPEstablished, Stop: true, Attach: attach}
 	row, err := e.checkpointOf(ctx, sb, opts, "")
@@ -269,15 +269,15 @@ func (e *Engine) keepStopped(ctx context.Context, sb *locked, attach []string) (
 	return row, err
 }
 
-// forgetKept has the undo checkpoint of the first try be that of a restore which
-// came to its end later.
+// forgetKept makes the undo checkpoint of the first attempt that of the whole restore, or
+// removes it if none is wanted.
 func (e *Engine) forgetKept(ctx context.Context, t *trying, out *runtime.Restored) error {
 	if t.kept == "" {
 		return nil
 	}
 	ctx = context.WithoutCancel(ctx)
 	if t.r.stranded && t.kept == t.r.hostUndo() {
-		return nil // it has what host files were
+		return nil // it alone has the previous host files
 	}
 	var err error
 	if t.pinned {
@@ -293,8 +293,8 @@ func (e *Engine) forgetKept(ctx context.Context, t *trying, out *runtime.Restore
 	return errors.Join(err, e.forgetUndos(ctx, t.r))
 }
 
-// safeStop holds a sandbox that nothing has brought back: it is frozen, nobody may
-// use it, and all that there is of it stays.
+// safeStop puts on hold a sandbox that no strategy has restored: it is frozen, verbs
+// refuse to use it, and all that is left of it is kept.
 func (e *Engine) safeStop(ctx context.Context, id string, t *trying) (err error) {
 	last := t.attempts[len(t.attempts)-1]
 	tried := ""
@@ -348,7 +348,7 @@ func (e *Engine) safeStop(ctx context.Context, id string, t *trying) (err error)
 	return hint(cause, text)
 }
 
-// mayUse refuses what is held.
+// mayUse refuses a sandbox that is on hold.
 func mayUse(sb store.Sandbox) error {
 	if sb.Held == "" {
 		return nil
@@ -373,7 +373,7 @@ func (e *Engine) releaseHold(ctx context.Context, ref string) (err error) {
 		return fmt.Errorf("%w: it is not held", runtime.ErrState)
 	}
 	if c, err := sb.host.Inspect(ctx, sb.ID); err != nil || c.Status != runtime.Running && c.Status != runtime.Paused {
-		if err := e.meant(sb.Sandbox); err != nil { // its restart policy does not start it
+		if err := e.meant(sb.Sandbox); err != nil { // its restart policy must not start it
 			return err
 		}
 	}

@@ -28,8 +28,7 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 		if err == nil || errors.Is(err, errUnfinished) || r.data.Recreated || r.data.Fork {
 			return
 		}
-		// Whoever asked for --rm did not ask for the loss of what a failed
-		// restore has put back.
+		// --rm must not remove what a failed restore has put back.
 		err = errors.Join(err, e.store.Keep(ctx, r.sb.ID, true))
 		now, e2 := r.sb.host.Inspect(ctx, r.sb.ID)
 		switch {
@@ -37,7 +36,7 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 			err = fmt.Errorf("%w: it was removed while it was being restored", runtime.ErrState)
 		case e2 != nil:
 		case now.Status == runtime.Running || now.Status == runtime.Paused:
-			err = errors.Join(err, e.begun(r.spec)) // its restart policy holds on
+			err = errors.Join(err, e.begun(r.spec)) // its restart policy stays in force
 			err = hint(err, "The sandbox could not be stopped and goes on, with the files it had before.")
 		case r.present != nil && r.present.row.Kind == runtime.KindFull && !r.data.NoUndo:
 			err = hint(err, "The sandbox is stopped, with the files it had before; bring its processes back with: agentbox restore --undo "+r.sb.Name+", or start it afresh with: agentbox start "+r.sb.Name)
@@ -50,8 +49,7 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 	unfinished := func() bool { return errors.Is(err, errUnfinished) }
 	defer func() {
 		if err != nil && started {
-			// While anything may run on the files that are in place, they must stay
-			// as they are.
+			// The files must stay as they are while processes may run on them.
 			if e2 := e.halt(ctx, seq, r); e2 != nil {
 				err = fmt.Errorf("%w; and it cannot be stopped: %w (%w)", err, e2, errUnfinished)
 				return
@@ -64,10 +62,10 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 			r.past = r.past || !replaces
 			return r.discard()
 		}
-		// It does not stand still for as long as much takes to delete.
+		// Thaw first: deleting may take long.
 		err := errors.Join(r.present.cut.End(), e.thaw(ctx, r.present))
 		err = errors.Join(err, r.discard())
-		// It is the way back for as long as the files are not back.
+		// Keep the checkpoint as the way back until the files are back.
 		if !touched || r.data.NoUndo && !unfinished() {
 			err = errors.Join(err, e.store.RemoveCheckpoint(ctx, r.undone))
 		}
@@ -76,8 +74,8 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 	if err := errors.Join(failpoint.Hit("restore.before-stop"), r.checkAlone(ctx)); err != nil {
 		return err
 	}
-	// Between here and the start below nobody else may start it: with a
-	// daemon, others have ways to.
+	// Nothing else may start the sandbox between here and the start below, which clients
+	// of an engine's daemon otherwise could.
 	if err := r.c.Stage.Hold(); err != nil {
 		return err
 	}
@@ -90,7 +88,7 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 	}
 	touched = true
 	e.keepHits(ctx, r.sb.Sandbox, r.c) // the counters go with the processes
-	// Nobody but us starts it from here on, and its owner when this fails.
+	// From here on only this restore starts it or, if this fails, its owner.
 	if err := e.staysDown(r.spec, r.restart); err != nil {
 		return err
 	}
@@ -101,7 +99,7 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 	}
 	r.files -= time.Since(stopping)
 	if r.present != nil {
-		r.present.thawn = true // it is gone
+		r.present.thawn = true // its processes are gone
 		cut := r.present.cut
 		r.present.cut = nil
 		if err := cut.End(); err != nil {
@@ -141,9 +139,9 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 	return e.bringUp(ctx, seq, r, &undo, &started, gone)
 }
 
-// stoodStill reports whether the sandbox, which cannot be started now, had no
-// process since the restore began. Those of one that did may have written to
-// files after these were looked at, until they ended.
+// stoodStill reports whether the sandbox, which cannot be started now, has had no
+// process since the restore began. A process could have written to files after they
+// were read.
 func (r *restoration) stoodStill(ctx context.Context) (bool, error) {
 	if r.c.Status != runtime.Created && r.c.Status != runtime.Exited {
 		return false, nil
@@ -157,10 +155,9 @@ func (r *restoration) stoodStill(ctx context.Context) (bool, error) {
 	return still, err
 }
 
-// startedAgain reports whether a sandbox that ran, and is stopped now, was started
-// anew by somebody else since the restore began. Then its files are not those
-// that were looked at. Not every engine remembers when a container that has
-// ended was started.
+// startedAgain reports whether a sandbox that ran, and is stopped now, was restarted by
+// another process since the restore began. Its files may then differ from those that were
+// read. Not every engine remembers when an exited container was started.
 func (r *restoration) startedAgain(ctx context.Context) (bool, error) {
 	if r.c.Status != runtime.Running && r.c.Status != runtime.Paused {
 		return false, nil
@@ -170,8 +167,7 @@ func (r *restoration) startedAgain(ctx context.Context) (bool, error) {
 	return !now.Started.IsZero() && !now.Started.Equal(r.c.Started), err
 }
 
-// findLost reads all files of a damaged checkpoint, to know which of them can
-// be restored.
+// findLost reads all files of a damaged checkpoint to find those that cannot be restored.
 func (e *Engine) findLost(ctx context.Context, r *restoration) error {
 	if !r.data.Salvage {
 		return nil
@@ -208,7 +204,7 @@ func (e *Engine) findLost(ctx context.Context, r *restoration) error {
 	return nil
 }
 
-// lostOf lists what is damaged of a tree.
+// lostOf returns the damaged paths of a tree.
 func (r *restoration) lostOf(t *tree) map[string]bool {
 	if t.Number > 0 {
 		return nil
@@ -216,7 +212,7 @@ func (r *restoration) lostOf(t *tree) map[string]bool {
 	return r.lost
 }
 
-// bringUp proves the files and starts what ran at the checkpoint.
+// bringUp proves the files and starts what ran at the time of the checkpoint.
 func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *undo.Stack, started *bool, gone time.Time) error {
 	if err := failpoint.Hit("restore.after-apply"); err != nil {
 		return err
@@ -240,12 +236,12 @@ func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *u
 	if err := failpoint.Hit("restore.after-proof"); err != nil {
 		return err
 	}
-	if !r.data.Fork { // which has files of its own
+	if !r.data.Fork { // which has managed files of its own
 		undo.Add(func(context.Context) error { return revertManaged(r.c.Managed) })
 		if err := putManaged(r.c.Managed, r.reader.Manifest(), r.spec.IDs); err != nil {
 			return err
 		}
-		if r.resumed || r.restart { // nobody reads its warnings
+		if r.resumed || r.restart { // no caller reads its warnings
 			for _, text := range r.unplaced() {
 				e.log.Warn(text, "sandbox", r.sb.ID)
 			}
@@ -279,7 +275,7 @@ func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *u
 	return nil
 }
 
-// putBack makes the files what they were before the restore.
+// putBack puts the files back as they were before the restore.
 func (e *Engine) putBack(ctx context.Context, r *restoration) error {
 	r.sb.steps.begin(runtime.PhasePutting, 0)
 	if r.data.Trees[0].Aside {
@@ -301,19 +297,19 @@ func (e *Engine) putBack(ctx context.Context, r *restoration) error {
 	return err
 }
 
-// halt stops a sandbox whose start has failed, so that the restore can be taken
-// back. When it cannot, nobody else may start it until Recover has finished.
+// halt stops a sandbox whose start has failed, so that the restore can be rolled back. If
+// it cannot, nothing else may start the sandbox until Recover has finished the restore.
 func (e *Engine) halt(ctx context.Context, seq int64, r *restoration) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undo.Timeout)
 	defer cancel()
-	// That it was started does not mean any more that it is restored.
+	// A start of the sandbox does not prove any more that it is restored.
 	r.data.Phase = phaseSwap
 	if err := e.advance(ctx, seq, r.data, true); err != nil {
 		return err
 	}
 	err := r.sb.host.Stop(ctx, r.sb.ID, runtime.StopOptions{})
 	if errors.Is(err, runtime.ErrNotFound) {
-		return nil // somebody removed it
+		return nil // it was removed
 	}
 	if err != nil {
 		r.data.Phase = phaseProven
@@ -322,10 +318,9 @@ func (e *Engine) halt(ctx context.Context, seq int64, r *restoration) error {
 	return err
 }
 
-// hasRun reports whether the sandbox was started after the restore was proven, by
-// it or by whoever came next, though it may have ended since: what it has done
-// with its files is its own. What was not on the disk when the host went down
-// nobody has.
+// hasRun reports whether the sandbox was started after the restore was proven, by the
+// restore or by a later verb, even if it has ended since: its changes to the files are its
+// own. A start before a reboot does not count: what was not on the disk then is lost.
 func (r *restoration) hasRun() bool {
 	if r.c.Status == runtime.Running || r.c.Status == runtime.Paused {
 		return true
@@ -333,8 +328,8 @@ func (r *restoration) hasRun() bool {
 	return r.data.Boot != "" && r.data.Boot == bootID() && !r.c.Started.IsZero() && !r.c.Started.Equal(r.data.Started)
 }
 
-// restored ends a restore whose sandbox is as it should be. Then come the files of the
-// host, as what goes wrong with them does not make it another sandbox.
+// restored ends a restore whose sandbox is in place. Host files come last, because a
+// failure with them does not change the sandbox.
 func (e *Engine) restored(ctx context.Context, seq int64, r *restoration) error {
 	if err := e.store.SetHead(ctx, r.sb.ID, r.row.ID, r.data.Attempt); err != nil {
 		return err
@@ -361,13 +356,13 @@ func (e *Engine) restored(ctx context.Context, seq int64, r *restoration) error 
 	}
 	err := e.forgetWay(ctx, r)
 	if r.hostErr != nil {
-		// Recover would put them after all.
+		// An intent left in the journal would have Recover put them after all.
 		r.hostErr, err = errors.Join(r.hostErr, err), nil
 	}
 	return err
 }
 
-// forgetWay removes what only a restore that is not done yet needs.
+// forgetWay removes what only an unfinished restore needs.
 func (e *Engine) forgetWay(ctx context.Context, r *restoration) error {
 	r.past = true
 	if r.images == "" {
@@ -376,9 +371,9 @@ func (e *Engine) forgetWay(ctx context.Context, r *restoration) error {
 	return errors.Join(r.discard(), e.forgetUndos(ctx, r))
 }
 
-// forgetUndos removes the undo checkpoints that a newer one has replaced. What
-// its owner gave a name, or the sandbox stands at, stays, as does one that alone has
-// what host files were: this restore may be of somebody who has no say over these.
+// forgetUndos removes the undo checkpoints that a newer one has replaced. It keeps those
+// that are pinned, named or tagged, the one that the sandbox is at, and those that alone
+// have previous host files: the caller of this restore may have no say over these.
 func (e *Engine) forgetUndos(ctx context.Context, r *restoration) error {
 	rows, err := e.store.Checkpoints(ctx, store.Filter{SandboxID: r.sb.ID, Trigger: runtime.TriggerUndo})
 	var kept *store.Attached
@@ -407,7 +402,7 @@ func (e *Engine) forgetUndos(ctx context.Context, r *restoration) error {
 	return err
 }
 
-// resume starts what ran at the checkpoint.
+// resume starts what ran at the time of the checkpoint.
 func (e *Engine) resume(ctx context.Context, r *restoration) (failed error) {
 	manifest := r.reader.Manifest()
 	was := runtime.Status(manifest.Status)
@@ -424,7 +419,7 @@ func (e *Engine) resume(ctx context.Context, r *restoration) (failed error) {
 			return err
 		}
 		if r.data.Fork {
-			was, manifest.TCP = runtime.Paused, runtime.TCPClose // the address is another
+			was, manifest.TCP = runtime.Paused, runtime.TCPClose // the fork has another address
 		}
 		if err := criu.ContinueWaits(r.images); err != nil {
 			return err
@@ -482,8 +477,8 @@ func (e *Engine) resume(ctx context.Context, r *restoration) (failed error) {
 		r.tellProof(work)
 	}
 	if err == nil && r.full() && r.spec.Adopted && !r.c.EmptyNetwork {
-		// The images of a namespace that is CRIU's to keep have the cut in
-		// them under which they were made.
+		// The images of a network namespace that CRIU dumps contain the cut that was
+		// in force during the dump.
 		var now runtime.Container
 		if now, err = r.sb.host.Inspect(ctx, r.sb.ID); err == nil && now.Pid != 0 {
 			err = criu.Reconnect(now.Pid)
@@ -498,7 +493,7 @@ func (e *Engine) resume(ctx context.Context, r *restoration) (failed error) {
 	return failpoint.Hit("restore.after-start")
 }
 
-// tellProof warns of what restored processes have not as it was.
+// tellProof warns of restored processes that differ from the checkpoint.
 func (r *restoration) tellProof(work string) {
 	report, err := proof.ReadReport(work)
 	if err != nil {
@@ -509,7 +504,7 @@ func (r *restoration) tellProof(work string) {
 	}
 }
 
-// judge is what the error of a start means for the restore that was staged for it.
+// judge turns the error of a start into that of the restore that was staged for it.
 func (r *restoration) judge(ctx context.Context, err error) error {
 	if !r.full() {
 		return err
@@ -517,8 +512,8 @@ func (r *restoration) judge(ctx context.Context, err error) error {
 	place := r.c.Stage
 	used := place.Used()
 	if errors.Is(err, runtime.ErrState) && used {
-		// Somebody else may have started it since we staged, and thereby restored it.
-		// What was restored and is gone again has used it up as well.
+		// Another process may have started the sandbox, and thereby restored it, since we
+		// staged. A restored sandbox that has ended again has used up the stage as well.
 		now, e2 := r.sb.host.Inspect(ctx, r.sb.ID)
 		if e2 == nil && (now.Status == runtime.Running || now.Status == runtime.Paused) {
 			err = nil

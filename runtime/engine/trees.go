@@ -18,22 +18,21 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// tree is one directory that checkpoints have: the upperdir, or the data of a
-// volume that was taken along.
+// tree is one directory in a checkpoint: the upperdir, or the data of a volume.
 type tree struct {
 	Dir    string `json:"dir"`
 	Number int    `json:"number"` // in a checkpoint; 0: the upperdir, 1+i: Manifest.Volumes[i]
-	Aside  bool   `json:"aside"`  // what a restore replaces lies aside, and is the way back (aside.go)
+	Aside  bool   `json:"aside"`  // a restore moves what it replaces aside, as the way back (aside.go)
 
-	seen   string          // where the last collection of it is
-	pieces []overlay.Piece // of the list of what that has; nil: not known
+	seen   string          // path of its last collection
+	pieces []overlay.Piece // of the list in that collection; nil: not known
 	steps  *steps
 	known  bool            // the last plan is of PlanUpdateKnown, with seen
-	learnt *overlay.Learnt // what is still to be written to seen
+	learnt *overlay.Learnt // what must still be written to seen
 }
 
-// stage is where a restore lays out what Dir lacks: beside it, so that a
-// rename brings it in.
+// stage returns where a restore stages what Dir lacks: beside it, so that a rename moves
+// it in.
 func (t tree) stage() string {
 	if t.Aside {
 		return filepath.Join(t.aside(), "new")
@@ -49,7 +48,7 @@ func (t tree) unstage() error {
 	return discard(t.stage())
 }
 
-// apply brings in what was staged.
+// apply moves in what was staged.
 func (t tree) apply(ctx context.Context, u *overlay.Update) error {
 	if t.Aside {
 		return u.ApplyAside(ctx, t.Dir, t.stage())
@@ -57,7 +56,7 @@ func (t tree) apply(ctx context.Context, u *overlay.Update) error {
 	return u.Apply(ctx, t.Dir, t.stage())
 }
 
-// each does the same to every tree, side by side.
+// each calls do for every tree, concurrently.
 func each(ctx context.Context, trees []tree, do func(context.Context, *tree) error) error {
 	group, ctx := guard.WithContext(ctx)
 	group.SetLimit(2)
@@ -67,15 +66,14 @@ func each(ctx context.Context, trees []tree, do func(context.Context, *tree) err
 	return group.Wait()
 }
 
-// memory is where a sandbox's new collection of a tree is written, until it
-// takes the place of what is known.
+// memory returns where a new collection of a tree is written before it becomes the tree's
+// file cache.
 func (e *Engine) memory(sandbox string, t tree) string {
 	return e.store.MemoryPath(sandbox, t.Number) + ".new"
 }
 
-// known is the path of what is known of a tree; empty: nothing. A memory is good
-// for as long as the checkpoint is that it was made with: whatever it knows is
-// then in the store, piece by piece.
+// known returns the path of the tree's file cache, or "". A cache is valid as long as the
+// checkpoint it was built with is: all pieces that it names are then in the store.
 func (e *Engine) known(ctx context.Context, sandbox string, t tree) string {
 	return e.knownIf(ctx, sandbox, t, true)
 }
@@ -94,13 +92,13 @@ func (e *Engine) knownIf(ctx context.Context, sandbox string, t tree, prove bool
 	return path
 }
 
-// approach takes what has changed since the last checkpoint while the sandbox
-// still runs, so that little is left to read once it stands frozen.
+// approach reads what has changed since the last checkpoint while the sandbox still runs,
+// as a pre-copy, so that little is left to read once it is frozen.
 func (e *Engine) approach(ctx context.Context, k *making, draft *store.Draft) error {
 	return each(ctx, k.trees, func(ctx context.Context, t *tree) error {
 		t.seen = e.known(ctx, k.sb.ID, *t)
 		if k.c.Status != runtime.Running {
-			return nil // it stands still anyway
+			return nil // it does not change anyway
 		}
 		out := filepath.Join(draft.Dir(), "early-"+strconv.Itoa(t.Number))
 		_, err := overlay.Collect(ctx, t.Dir, out, k.sb.steps.sink(runtime.PhaseFiles, draft.Sink()), overlay.CollectOptions{
@@ -114,7 +112,7 @@ func (e *Engine) approach(ctx context.Context, k *making, draft *store.Draft) er
 	})
 }
 
-// collect captures the trees of a sandbox that stands still.
+// collect captures the trees of a stopped or frozen sandbox.
 func (e *Engine) collect(ctx context.Context, k *making, draft *store.Draft, opts overlay.CollectOptions) error {
 	for i := range k.trees {
 		t := &k.trees[i]
@@ -139,7 +137,7 @@ func (e *Engine) collect(ctx context.Context, k *making, draft *store.Draft, opt
 	return failpoint.Hit("checkpoint.after-capture")
 }
 
-// file gives what was captured to the store. The sandbox may run again.
+// file stores what was captured. The sandbox may run again by then.
 func (e *Engine) file(ctx context.Context, k *making, draft *store.Draft) error {
 	if k.row.Kind == runtime.KindFull {
 		k.sb.steps.begin(runtime.PhaseStoring, k.sb.steps.sizes(draft.CRIUDir()))
@@ -163,11 +161,11 @@ func (e *Engine) file(ctx context.Context, k *making, draft *store.Draft) error 
 	return draft.PutImages(ctx)
 }
 
-// remember makes what a checkpoint has collected what is known. Without it the
-// next checkpoint reads more, and is none the worse.
+// remember makes the collections of a checkpoint the file caches. Without them the next
+// checkpoint reads more, and is still correct.
 func (e *Engine) remember(k *making) {
 	if k.aside {
-		return // what is known stays known by the checkpoint it was made with
+		return // the caches stay those of the earlier checkpoint
 	}
 	for i := range k.trees {
 		t := &k.trees[i]
@@ -180,7 +178,7 @@ func (e *Engine) remember(k *making) {
 	}
 }
 
-// unlearn forgets what is known of a sandbox's files.
+// unlearn deletes a sandbox's file caches.
 func (e *Engine) unlearn(k *making) error {
 	var errs []error
 	for _, t := range k.trees {
@@ -189,8 +187,8 @@ func (e *Engine) unlearn(k *making) error {
 	return errors.Join(errs...)
 }
 
-// learn gives a collection the name of what is known. That is a cache: what
-// lies there instead of a file, nobody needs.
+// learn renames a collection to the path of the file cache. It replaces even a directory
+// there: nothing at that path is needed.
 func learn(seen, path string) error {
 	err := os.Rename(seen, path)
 	if !errors.Is(err, os.ErrExist) { // a directory
@@ -202,7 +200,7 @@ func learn(seen, path string) error {
 	return os.Rename(seen, path)
 }
 
-// remove deletes a file of what is known, or whatever has its name.
+// remove deletes a file cache, or anything else at its path.
 func remove(path string) error { return os.RemoveAll(path) }
 
 // entries reads a collection as a sequence; an error is its last element.
@@ -235,7 +233,7 @@ func wanted(ctx context.Context, r *store.Reader, t tree, lost map[string]bool) 
 				continue
 			}
 			if !yield(entry, err) {
-				_ = list.Close() // whoever stops early has an error of his own
+				_ = list.Close() // a consumer that stops early has an error of its own
 				return
 			}
 			if err != nil {
@@ -248,7 +246,7 @@ func wanted(ctx context.Context, r *store.Reader, t tree, lost map[string]bool) 
 	}
 }
 
-// plan compares a tree, as it was seen last, with a checkpoint.
+// plan compares the last collection of a tree with a checkpoint.
 func (t *tree) plan(ctx context.Context, r *store.Reader, lost map[string]bool) (*overlay.Update, error) {
 	if len(lost) > 0 {
 		u, err := overlay.PlanUpdate(ctx, t.seen, wanted(ctx, r, *t, lost))
@@ -280,7 +278,7 @@ func (t *tree) plan(ctx context.Context, r *store.Reader, lost map[string]bool) 
 	return u, nil
 }
 
-// look collects a tree that stands still without keeping any of its data.
+// look collects a tree that does not change, without storing its data.
 func (e *Engine) look(ctx context.Context, sandbox string, t *tree, opts overlay.CollectOptions) error {
 	out := e.memory(sandbox, *t)
 	if t.seen == out {
@@ -297,12 +295,12 @@ func (e *Engine) look(ctx context.Context, sandbox string, t *tree, opts overlay
 	return nil
 }
 
-// errDiffers: a tree is not as a checkpoint has it.
+// errDiffers: a tree differs from the checkpoint.
 var errDiffers = fmt.Errorf("%w: the files differ from the manifest", runtime.ErrCorrupt)
 
-// prove looks at a tree again, which is to be as a checkpoint has it, and makes
-// what it finds what is known. Files that did not change since they were seen
-// last are read only when paranoid.
+// prove collects a tree again, fails if it differs from the checkpoint, and makes the
+// collection the file cache. Files that have not changed since the last collection are
+// read only when paranoid.
 func (e *Engine) prove(ctx context.Context, sandbox string, t *tree, r *store.Reader, lost map[string]bool, paranoid bool) error {
 	err := e.differs(ctx, sandbox, t, r, lost, paranoid)
 	if err != nil || len(lost) > 0 {
@@ -311,15 +309,15 @@ func (e *Engine) prove(ctx context.Context, sandbox string, t *tree, r *store.Re
 	return e.proven(sandbox, t)
 }
 
-// differs looks at a tree again and compares it with a checkpoint; errDiffers: it is
-// another. What it has seen stays.
+// differs collects a tree again and compares it with a checkpoint; errDiffers: they
+// differ. It keeps the collection.
 func (e *Engine) differs(ctx context.Context, sandbox string, t *tree, r *store.Reader, lost map[string]bool, paranoid bool) error {
 	id := r.Manifest().ID
 	if err := e.look(ctx, sandbox, t, overlay.CollectOptions{Base: id, Paranoid: paranoid}); err != nil {
 		return err
 	}
-	// Lines that are equal need no parsing; only where some differ is it worth
-	// the time to look closely.
+	// Equal lines need no parsing; a close comparison is worth the time only if some
+	// differ.
 	u, err := t.plan(ctx, r, lost)
 	var diffs []overlay.Difference
 	if err == nil {
@@ -329,8 +327,7 @@ func (e *Engine) differs(ctx context.Context, sandbox string, t *tree, r *store.
 		diffs, err = overlay.Compare(wanted(ctx, r, *t, lost), entries(t.seen), overlay.CompareOptions{Limit: 1})
 	}
 	if err == nil && len(diffs) > 0 && len(lost) == 0 {
-		// Holes can be finer or coarser than they were; what is in the files
-		// decides.
+		// Holes may be finer or coarser than they were; the contents decide.
 		var list io.ReadCloser
 		if list, err = r.Tree(ctx, t.Number); err != nil {
 			return err
@@ -344,9 +341,9 @@ func (e *Engine) differs(ctx context.Context, sandbox string, t *tree, r *store.
 	return err
 }
 
-// proveUpdate is prove for a tree that was known when u was planned and which
-// nobody but u has changed since; with all, that is not believed of any file. It
-// reports whether that was enough.
+// proveUpdate is prove for a tree that was known when u was planned and that only u has
+// changed since; with all, it does not assume this of any file. It reports whether that
+// was enough.
 func (e *Engine) proveUpdate(ctx context.Context, sandbox string, t *tree, u *overlay.Update, base string, all bool) (bool, error) {
 	if t.known {
 		got, err := u.CheckKnown(ctx, t.Dir, t.seen, t.steps.reading())
@@ -368,7 +365,7 @@ func (e *Engine) proveUpdate(ctx context.Context, sandbox string, t *tree, u *ov
 	return true, e.proven(sandbox, t)
 }
 
-// proven makes what was seen last of a tree what is known.
+// proven makes the last collection of a tree its file cache.
 func (e *Engine) proven(sandbox string, t *tree) error {
 	path := e.store.MemoryPath(sandbox, t.Number)
 	if err := learn(t.seen, path); err != nil {
@@ -381,7 +378,7 @@ func (e *Engine) proven(sandbox string, t *tree) error {
 	return nil
 }
 
-// learn writes down what has become of the inodes of trees that were known already.
+// learn writes the changed inodes of trees with a file cache to the caches.
 func (e *Engine) learn(r *restoration) {
 	for i := range r.data.Trees {
 		t := &r.data.Trees[i]
@@ -389,21 +386,21 @@ func (e *Engine) learn(r *restoration) {
 			continue
 		}
 		if err := t.learnt.Write(r.row.ID); err != nil {
-			// One that is half-written is not used.
+			// A half-written cache must not be used.
 			e.log.Warn("file cache not kept; files will be read again", "sandbox", r.sb.ID, "err", errors.Join(err, remove(t.seen)))
 		}
 		t.learnt = nil
 	}
 }
 
-// unsee deletes what was seen of a tree and did not become what is known.
+// unsee deletes collections of a tree that did not become its file cache.
 func (e *Engine) unsee(sandbox string, t tree) error {
 	path := e.memory(sandbox, t)
 	return errors.Join(remove(path), remove(path+".2"))
 }
 
-// equalize makes a tree, which nobody uses and of which nothing is certain,
-// equal to a checkpoint, durably.
+// equalize makes a tree equal to a checkpoint, durably. The tree is not in use, and its
+// contents are not assumed to be known.
 func (e *Engine) equalize(ctx context.Context, sandbox string, t *tree, r *store.Reader, lost map[string]bool) error {
 	t.seen = e.known(ctx, sandbox, *t)
 	if err := e.look(ctx, sandbox, t, overlay.CollectOptions{Paranoid: true}); err != nil {
@@ -415,7 +412,7 @@ func (e *Engine) equalize(ctx context.Context, sandbox string, t *tree, r *store
 	return errors.Join(e.prove(ctx, sandbox, t, r, lost, false), syncfs(t.Dir))
 }
 
-// change makes of a tree, as it was seen last, what a checkpoint has.
+// change turns a tree, as last collected, into the checkpoint's.
 func (t *tree) change(ctx context.Context, r *store.Reader, lost map[string]bool) error {
 	u, err := t.plan(ctx, r, lost)
 	if err != nil {
@@ -430,11 +427,11 @@ func (t *tree) change(ctx context.Context, r *store.Reader, lost map[string]bool
 	return errors.Join(err, u.Close())
 }
 
-// discard deletes what a restore has laid out. RemoveAll works beneath
-// directory handles and follows no symlink.
+// discard deletes what a restore has staged. RemoveAll works beneath directory handles and
+// follows no symlink.
 func discard(dir string) error { return os.RemoveAll(dir) }
 
-// plan lists what the restore replaces.
+// plan lists the trees that the restore replaces.
 func (r *restoration) plan(ctx context.Context) error {
 	r.data.Trees = []tree{{Dir: r.c.Upper, steps: r.sb.steps}}
 	for i, v := range r.reader.Manifest().Volumes {

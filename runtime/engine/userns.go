@@ -18,17 +18,17 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// The ranges lie where systemd has those of its containers and the tools that
-// add users to a host have none.
+// The ranges lie where systemd puts those of its containers, and where the tools that add
+// users to a host put none.
 const (
 	firstID   = 524288
 	rangeSize = 65536
 	ranges    = (1878982656 - firstID) / rangeSize
 )
 
-// mapIDs gives a sandbox that is to be made a range of ids that no other on
-// this root has, and no running one of another root: if the host and what else
-// it is to have allow that, or if it has to be, by mode or by policy.
+// mapIDs gives a new sandbox a range of ids that no other sandbox on this root has, and no
+// running one of another root, if the host and the rest of its spec allow that. If they do
+// not, it fails only where mode or policy require a range.
 func (e *Engine) mapIDs(ctx context.Context, s *runtime.Spec, mode string, by *policy.Policy, host Host, lower []string) error {
 	switch mode {
 	case "", runtime.UserNSAuto:
@@ -55,10 +55,10 @@ func (e *Engine) mapIDs(ctx context.Context, s *runtime.Spec, mode string, by *p
 	return nil
 }
 
-// keepIDs sees whether a sandbox that is made of a checkpoint can have the ids of
-// that here. Its processes can have no others; its files alone can.
+// keepIDs checks whether a sandbox that is made from a checkpoint can keep the
+// checkpoint's ids on this host. Processes need the same ids; files alone can get others.
 //
-// The files alone of a foreign checkpoint get a range as those of a new sandbox do.
+// The files of a foreign checkpoint, without processes, get a range like a new sandbox.
 func (e *Engine) keepIDs(ctx context.Context, s *runtime.Spec, host Host, lower []string, processes, foreign bool) error {
 	if foreign && !processes {
 		p, err := recorded(*s)
@@ -73,7 +73,7 @@ func (e *Engine) keepIDs(ctx context.Context, s *runtime.Spec, host Host, lower 
 	}
 	why := "backend " + s.Backend + " has no user namespaces"
 	if mapper, ok := host.Backend.(runtime.IDMapper); !ours(*s.IDs) {
-		// It comes from elsewhere, and could name the users of this host.
+		// A spec from elsewhere could name ids of users of this host.
 		why = fmt.Sprintf("%d ids from %d on are no range of sandboxes", s.IDs.Size, s.IDs.Base)
 	} else if ok {
 		var err error
@@ -85,7 +85,7 @@ func (e *Engine) keepIDs(ctx context.Context, s *runtime.Spec, host Host, lower 
 		return hint(fmt.Errorf("%w: its processes have user ids of their own, which is not possible here: %s", runtime.ErrUnsupported, why), "Mend that, or take the files alone: --files-only.")
 	}
 	s.IDs, s.HostIDs = nil, ""
-	// Others will do.
+	// Another range will do.
 	if none, err := e.idsOf(ctx, s, host, lower); none == "" || err != nil {
 		return err
 	}
@@ -99,7 +99,7 @@ func (e *Engine) keepIDs(ctx context.Context, s *runtime.Spec, host Host, lower 
 	return nil
 }
 
-// idsOf sets the ids of a sandbox, or tells why it can have none of its own.
+// idsOf sets the ids of a sandbox, or returns why it can have none of its own.
 func (e *Engine) idsOf(ctx context.Context, s *runtime.Spec, host Host, lower []string) (why string, err error) {
 	mapper, ok := host.Backend.(runtime.IDMapper)
 	if !ok {
@@ -128,13 +128,13 @@ func (e *Engine) idsOf(ctx context.Context, s *runtime.Spec, host Host, lower []
 	return "", nil
 }
 
-// Capabilities that the kernel looks for in the host's user namespace only.
+// ofHost lists capabilities that the kernel checks only in the host's user namespace.
 var ofHost = []string{
 	"AUDIT_CONTROL", "AUDIT_READ", "BLOCK_SUSPEND", "BPF", "IPC_LOCK", "LEASE", "LINUX_IMMUTABLE", "MAC_ADMIN", "MAC_OVERRIDE", "MKNOD",
 	"PERFMON", "SYSLOG", "SYS_MODULE", "SYS_NICE", "SYS_PACCT", "SYS_RAWIO", "SYS_RESOURCE", "SYS_TIME", "WAKE_ALARM",
 }
 
-// contradiction tells what of a sandbox would not work in a user namespace.
+// contradiction returns what in a spec would not work in a user namespace, or "".
 func contradiction(s runtime.Spec) string {
 	if s.Network.Mode == runtime.NetworkHost {
 		return "--network host: a user namespace has no say over the host's network"
@@ -152,12 +152,12 @@ func contradiction(s runtime.Spec) string {
 	return ""
 }
 
-// ours reports whether freeIDs could have found a range.
+// ours reports whether m could be a range from freeIDs.
 func ours(m idmap.Map) bool {
 	return m.Size == rangeSize && m.Base >= firstID && (m.Base-firstID)%rangeSize == 0 && (m.Base-firstID)/rangeSize < ranges
 }
 
-// freeIDs finds a range.
+// freeIDs finds an unused range.
 func (e *Engine) freeIDs(ctx context.Context, id string, mapper runtime.IDMapper) (idmap.Map, error) {
 	all, err := e.store.Sandboxes(ctx)
 	if err != nil {
@@ -180,8 +180,8 @@ func (e *Engine) freeIDs(ctx context.Context, id string, mapper runtime.IDMapper
 	for _, base := range elsewhere {
 		taken[base] = true
 	}
-	// Where it begins to look follows from the id: two that are made at the
-	// same time find different ones.
+	// The search starts at a place derived from the id, so that two sandboxes created at
+	// the same time find different ranges.
 	h := fnv.New32a()
 	_, _ = h.Write([]byte(id))
 	for i := range uint32(ranges) {
@@ -192,15 +192,15 @@ func (e *Engine) freeIDs(ctx context.Context, id string, mapper runtime.IDMapper
 	return idmap.Map{}, fmt.Errorf("%w: all %d ranges of user ids are taken", runtime.ErrBusy, ranges)
 }
 
-// ids is the map of a sandbox's ids, if it has one.
+// ids returns the id map of a sandbox, or nil.
 func ids(sb store.Sandbox) (*idmap.Map, error) {
 	s, err := spec(sb)
 	return s.IDs, err
 }
 
-// hand gives process images to the root of a user namespace, by whom CRIU has
-// them read; at first, before the namespace has its ids, by one who is of the
-// host's group root and no more.
+// hand gives process images to the root of a user namespace, as which CRIU reads them. The
+// group stays the host's root: before the namespace has its ids, CRIU reads the images
+// with that group and no other rights.
 func hand(ids *idmap.Map, images string) error {
 	if ids == nil {
 		return nil

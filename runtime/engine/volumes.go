@@ -13,12 +13,11 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// usersTime bounds the search for those who share a volume: a sandbox may stand
-// still for it, and nobody knows how long an engine is at work on its other
-// containers.
+// usersTime bounds the search for other users of a volume: a sandbox may be frozen
+// meanwhile, and an engine may work on its other containers for any length of time.
 const usersTime = time.Minute
 
-// takeVolumes plans to take the volumes of a sandbox along.
+// takeVolumes adds the volumes of a sandbox to a checkpoint.
 func (k *making) takeVolumes(ctx context.Context) error {
 	for _, v := range k.c.Volumes {
 		k.parts.Volumes = append(k.parts.Volumes, store.Volume{Name: v.Name})
@@ -26,9 +25,9 @@ func (k *making) takeVolumes(ctx context.Context) error {
 	return alone(ctx, k.sb.host, k.sb.ID, k.c.Volumes)
 }
 
-// checkAlone proves that nobody else uses a volume that is to be changed. The last
-// moment for that is once the sandbox has ended; before that it is asked for its
-// processes' sake, which a refusal then leaves alone.
+// checkAlone proves that no other container uses a volume that the restore will change.
+// The check counts once the sandbox has ended; earlier checks are for the processes' sake,
+// which a refusal then leaves alone.
 func (r *restoration) checkAlone(ctx context.Context) error {
 	var changes []runtime.Volume
 	for _, v := range r.c.Volumes {
@@ -39,7 +38,7 @@ func (r *restoration) checkAlone(ctx context.Context) error {
 	return alone(ctx, r.sb.host, r.sb.ID, changes)
 }
 
-// alone refuses volumes in which others could write at this moment.
+// alone refuses volumes to which other containers could write at this moment.
 func alone(ctx context.Context, host Host, id string, volumes []runtime.Volume) error {
 	if len(volumes) == 0 {
 		return nil
@@ -58,7 +57,7 @@ func alone(ctx context.Context, host Host, id string, volumes []runtime.Volume) 
 	var err error
 	select {
 	case err = <-done:
-	case <-bound.Done(): // what it looks at may be on a filesystem that does not answer
+	case <-bound.Done(): // it may be blocked on a filesystem that does not answer
 		err = bound.Err()
 	}
 	const unknown = "who else has the volumes of the sandbox cannot be found out"
@@ -69,7 +68,7 @@ func alone(ctx context.Context, host Host, id string, volumes []runtime.Volume) 
 		return hint(fmt.Errorf("%s: its engine has not told within %v", unknown, usersTime),
 			"It may be at work on another container; try again once that is over, or leave the volumes out.")
 	case errors.Is(err, runtime.ErrNotFound):
-		return fmt.Errorf("%s: %v", unknown, err) // which is no word on the sandbox
+		return fmt.Errorf("%s: %v", unknown, err) // not wrapped: the error is not about the sandbox
 	case err != nil:
 		return fmt.Errorf("%s: %w", unknown, err)
 	}
