@@ -11,10 +11,10 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// A sandbox is named by its name, its id or a unique prefix of that, or, when
-// somebody else made the container, by BACKEND://REF, REF being what its
-// engine calls it. The first verb that names such a container takes it on: it
-// gets a record, under that name, and is a sandbox from then on.
+// A sandbox is named by its name, its id or a unique prefix of the id. A container that
+// agentbox did not make is named BACKEND://REF, REF being its engine's name for it. The
+// first verb that names such a container adopts it: it gets a record under that name and
+// is a sandbox from then on.
 
 // located is a sandbox with its backend.
 type located struct {
@@ -32,8 +32,8 @@ func (e *Engine) locate(ctx context.Context, ref string) (located, error) {
 	return located{sb, host}, err
 }
 
-// find finds the record of a sandbox that a user names. A name that is no
-// sandbox's may be a container's of the chosen backend.
+// find finds the record of a sandbox that a user names. A name that no sandbox has may be
+// that of a container of the chosen backend.
 func (e *Engine) find(ctx context.Context, ref string) (store.Sandbox, error) {
 	if backend, name, ok := strings.Cut(ref, "://"); ok {
 		return e.adopt(ctx, backend, name)
@@ -65,7 +65,7 @@ func (e *Engine) checkpoint(ctx context.Context, ref string) (store.Checkpoint, 
 	return row, err
 }
 
-// adopt finds or makes the record of a container that its engine knows.
+// adopt finds or creates the record of a container that its engine knows.
 func (e *Engine) adopt(ctx context.Context, backend, ref string) (store.Sandbox, error) {
 	host, err := e.host(backend)
 	if err != nil {
@@ -89,7 +89,7 @@ func (e *Engine) adopt(ctx context.Context, backend, ref string) (store.Sandbox,
 		return sb, err
 	}
 	if !s.Adopted {
-		// Made by an agentbox with another root, or by one that is at it.
+		// Created by an agentbox with another root, or just being created.
 		return sb, hint(fmt.Errorf("container %s is a sandbox (%s) of another root: %w", ref, s.Name, runtime.ErrNotFound), "Name that root with --root.")
 	}
 	row := store.Sandbox{
@@ -104,15 +104,15 @@ func (e *Engine) adopt(ctx context.Context, backend, ref string) (store.Sandbox,
 	}
 	err = e.store.PutSandbox(ctx, row)
 	if errors.Is(err, runtime.ErrExists) {
-		// Its name was that of a container that is gone by now; or another
-		// process was faster.
+		// The name belonged to a container that is gone by now, or another process
+		// was faster.
 		if old, e2 := e.store.Sandbox(ctx, row.Name); e2 == nil && old.ID != row.ID {
 			now, e2 := host.Adopt(ctx, old.ID)
 			switch {
 			case errors.Is(e2, runtime.ErrNotFound):
 				err = errors.Join(e.dropEvents(old.ID), e.store.DeleteSandbox(ctx, old.ID), e.store.PutSandbox(ctx, row))
 			case e2 == nil && now.ID == old.ID && backend+"://"+now.Name != old.Name:
-				// Renamed since, and its old name given to this one.
+				// It was renamed since, and this container got its old name.
 				old.Name = backend + "://" + now.Name
 				err = errors.Join(e.store.DeleteSandbox(ctx, old.ID), e.store.PutSandbox(ctx, old), e.store.PutSandbox(ctx, row))
 			}

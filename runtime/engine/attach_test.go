@@ -222,7 +222,7 @@ func TestAttachPullKilled(t *testing.T) {
 	h.are("now", "then")
 }
 
-// Whoever has a file open for himself alone keeps no sandbox frozen.
+// TestAttachLeased attaches a file on which a process has a lease: no sandbox is frozen for it.
 func TestAttachLeased(t *testing.T) {
 	b := &freezer{}
 	h := newHosts(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b }, true)

@@ -26,20 +26,20 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// Attached files are files of the host that belong to a checkpoint: they are read before the
-// sandbox is frozen, and what has changed by then once more, and are one more tree of the
-// checkpoint. A restore proves before anything ends that it can put them back, and puts them
-// when the sandbox is restored (attachedput.go): one that fails, or is taken back, has
-// touched none. Its undo checkpoint has the same files as they were. What goes wrong with a
-// host file never keeps an intent in the journal.
+// Attached files are files of the host that belong to a checkpoint, as one more tree. They
+// are read before the sandbox is frozen; those that have changed by then are read again. A
+// restore proves before anything ends that it can put them back, and puts them once the
+// sandbox is restored (attachedput.go): a restore that fails or is rolled back touches none.
+// Its undo checkpoint has their previous contents. A failure with a host file never keeps an
+// intent in the journal.
 
-// hostLook is how long a sandbox stands still for one host file that has changed.
+// hostLook bounds how long a sandbox stays frozen for one changed host file.
 const hostLook = 10 * time.Second
 
-// hostWait is how long a restore waits for another one that puts files back in the same directory.
+// hostWait is how long a restore waits for another one that puts files into the same directory.
 const hostWait = 5 * time.Second
 
-// attachable finds where the files to attach really are, and refuses what cannot be.
+// attachable resolves the paths of the files to attach, and refuses those that cannot be.
 func (e *Engine) attachable(s runtime.Spec, paths []string) ([]string, error) {
 	if len(paths) > store.MaxAttachedFiles {
 		return nil, fmt.Errorf("%w: %d files to attach, at most %d", runtime.ErrInvalid, len(paths), store.MaxAttachedFiles)
@@ -82,8 +82,8 @@ func (e *Engine) mayAttach(s runtime.Spec, path string) error {
 			return fmt.Errorf("%w: %s is beneath %s, and cannot be attached", runtime.ErrInvalid, path, top)
 		}
 	}
-	// Such a mount is of the file, not of its name: the sandbox would go on with what
-	// was replaced, and what it writes to that would be nowhere.
+	// Such a mount is of the file, not of its name: the sandbox would go on with the
+	// replaced file, and its writes to that would be lost.
 	if target, rest := mountedAt(s, path); target != "" && rest == "" {
 		return hint(fmt.Errorf("%w: %s is mounted by itself at %s: the sandbox would not see what is put back", runtime.ErrState, path, target),
 			"Mount the directory that it is in instead.")
@@ -95,8 +95,8 @@ func (e *Engine) mayAttach(s runtime.Spec, path string) error {
 	return p.HostFile(path)
 }
 
-// mountedAt finds where a sandbox has a host file mounted: the target of that mount, empty
-// for none, and the way from there, empty for a mount of the file itself.
+// mountedAt finds where a sandbox has a host file mounted: the target of the mount, empty
+// for none, and the path below it, empty for a mount of the file itself.
 func mountedAt(s runtime.Spec, path string) (target, rest string) {
 	for _, m := range s.Mounts {
 		if m.Type != "bind" {
@@ -116,8 +116,8 @@ func mountedAt(s runtime.Spec, path string) (target, rest string) {
 	return target, rest
 }
 
-// lateHosts names the files that a sandbox which goes on has mounted: what it has read of
-// them before they were put was not what the checkpoint has.
+// lateHosts lists the files that a sandbox with resumed processes has mounted: what these
+// have read before the files were put was not the checkpoint's content.
 func (r *restoration) lateHosts(files []runtime.RestoredFile) (list []string) {
 	if !r.starts() {
 		return nil
@@ -133,8 +133,8 @@ func (r *restoration) lateHosts(files []runtime.RestoredFile) (list []string) {
 	return list
 }
 
-// takeAttached reads the host files to attach into the draft: all of them while the
-// sandbox still runs, and those again that have changed since when it stands still.
+// takeAttached reads the host files to attach into the draft: all of them while the sandbox
+// still runs, and those that have changed since once more when it is frozen.
 func (k *making) takeAttached(ctx context.Context, draft *store.Draft) error {
 	frozen := k.taken != nil
 	taken := make([]*hostfile.Taken, len(k.opts.Attach))
@@ -143,7 +143,7 @@ func (k *making) takeAttached(ctx context.Context, draft *store.Draft) error {
 		var err error
 		taken[i], err = takeHost(ctx, path, k.sb.steps.sink(runtime.PhaseFiles, draft.Sink()), taken[i], frozen)
 		if errors.Is(err, hostfile.ErrChanged) && !frozen {
-			continue // by a process of the sandbox, perhaps
+			continue // perhaps by a process of the sandbox
 		}
 		if err != nil {
 			return fmt.Errorf("host file %s: %w", path, calledOff{err})
@@ -153,9 +153,9 @@ func (k *making) takeAttached(ctx context.Context, draft *store.Draft) error {
 	return nil
 }
 
-// takeHost is hostfile.Take, which stands in a system call for as long as a filesystem
-// does not answer. It may be served from within the sandbox: while that stands still,
-// each file has hostLook.
+// takeHost is hostfile.Take with a bound: Take blocks while its filesystem does not answer,
+// and the filesystem may be served from within the sandbox. While that is frozen, each file
+// has hostLook.
 func takeHost(ctx context.Context, path string, to overlay.Sink, before *hostfile.Taken, frozen bool) (*hostfile.Taken, error) {
 	if frozen {
 		var cancel context.CancelFunc
@@ -173,7 +173,7 @@ func takeHost(ctx context.Context, path string, to overlay.Sink, before *hostfil
 		return t, err
 	case <-ctx.Done():
 	}
-	// Between two blocks it hears of that.
+	// Take checks its context between two blocks.
 	select {
 	case err := <-done:
 		return t, err
@@ -182,8 +182,8 @@ func takeHost(ctx context.Context, path string, to overlay.Sink, before *hostfil
 	}
 }
 
-// fileAttached gives the list of the attached files to the store. Their directory is
-// nobody's: files that did not change are the same list.
+// fileAttached stores the list of the attached files. The entry of their directory has no
+// owner and no times, so that unchanged files give the same list.
 func (k *making) fileAttached(ctx context.Context, draft *store.Draft) error {
 	if len(k.taken) == 0 {
 		return nil
@@ -211,7 +211,7 @@ func (k *making) fileAttached(ctx context.Context, draft *store.Draft) error {
 	})
 }
 
-// hostFile is an attached file on its way back.
+// hostFile is an attached file that a restore puts back.
 type hostFile struct {
 	path, name string
 	at         *hostfile.Dir
@@ -219,25 +219,25 @@ type hostFile struct {
 	want, was  hostfile.State
 	action     string
 	put        bool // by this restore
-	commanded  bool // what it is now may be the work of an undo command
+	commanded  bool // an undo command may have changed it
 }
 
 func (f *hostFile) says(err error) error { return fmt.Errorf("host file %s: %w", f.path, err) }
 
-// hostFiles are those of one restore. Their directories are locked, by locks of the
-// store: on a directory itself anybody who may read it could have one for ever. A
-// restore under another root they do not keep away; Put finds out about that.
+// hostFiles are the attached files of one restore. Locks in the store protect their
+// directories: any process that can read a directory could hold a lock on it forever. The
+// locks do not exclude a restore under another root; Put detects that.
 type hostFiles struct {
 	list   []*hostFile
-	err    error // why nothing is known of them
+	err    error // why nothing is known about them
 	dirs   []*hostfile.Dir
 	locks  []*store.Lock
-	locked []string      // which directories
-	undo   *store.Reader // has what they were; nil: nobody has
-	unread bool          // or that cannot be read
+	locked []string      // ids of the locked directories
+	undo   *store.Reader // has their previous contents; nil: no checkpoint has
+	unread bool          // the checkpoint that has them cannot be read
 }
 
-// forgetUndo is for an undo checkpoint that cannot be read.
+// forgetUndo closes an undo checkpoint that cannot be read.
 func (h *hostFiles) forgetUndo() {
 	if h.undo != nil {
 		_ = h.undo.Close() // it was only read
@@ -245,7 +245,7 @@ func (h *hostFiles) forgetUndo() {
 	}
 }
 
-// closeHosts lets others have the files.
+// closeHosts unlocks and closes the directories of the files.
 func (e *Engine) closeHosts(r *restoration) {
 	if err := r.hosts.close(); err != nil {
 		e.log.Warn("directories of host files not closed", "sandbox", r.sb.ID, "err", err)
@@ -270,7 +270,7 @@ func (h *hostFiles) close() error {
 	return errors.Join(errs...)
 }
 
-// hostsLeft tells why a restore leaves the attached files alone; empty: it puts them back.
+// hostsLeft returns why a restore leaves the attached files alone; empty: it puts them back.
 func (r *restoration) hostsLeft() string {
 	a := r.row.Attached
 	switch {
@@ -290,7 +290,7 @@ func (r *restoration) hostsLeft() string {
 	return ""
 }
 
-// hostPaths are those that a restore puts back.
+// hostPaths returns the paths that a restore puts back.
 func (r *restoration) hostPaths() (list []string) {
 	if r.row.Attached == nil || r.hostsLeft() != "" {
 		return nil
@@ -301,7 +301,7 @@ func (r *restoration) hostPaths() (list []string) {
 	return list
 }
 
-// planHosts decides what becomes of the attached files.
+// planHosts decides what the restore does with the attached files.
 func (r *restoration) planHosts() {
 	r.data.HostFiles = r.hostPaths()
 	if r.row.Attached != nil && len(r.data.HostFiles) == 0 && !r.data.Fork {
@@ -313,7 +313,7 @@ func (r *restoration) hostsLeftText() string {
 	return fmt.Sprintf("host files of the checkpoint (%d) are left as they are: %s", len(r.row.Attached.Paths), r.hostsLeft())
 }
 
-// hostReport tells what became of the attached files.
+// hostReport returns what the restore has done with the attached files.
 func (r *restoration) hostReport() (list []runtime.RestoredFile) {
 	if r.row.Attached == nil || r.data.Fork {
 		return nil
@@ -327,7 +327,7 @@ func (r *restoration) hostReport() (list []runtime.RestoredFile) {
 	return list
 }
 
-// states are the attached files of a checkpoint, by their paths.
+// states returns the attached files of a checkpoint, by path.
 func states(ctx context.Context, reader *store.Reader) (map[string]hostfile.State, error) {
 	m := reader.Manifest()
 	if m.Attached == nil {
@@ -339,7 +339,7 @@ func states(ctx context.Context, reader *store.Reader) (map[string]hostfile.Stat
 	}
 	files := map[string]*overlay.Entry{}
 	err = overlay.ReadTree(list, func(e overlay.Entry) error {
-		if files[e.Path] = &e; len(files) > store.MaxAttachedFiles+1 { // one from elsewhere may say anything
+		if files[e.Path] = &e; len(files) > store.MaxAttachedFiles+1 { // a foreign checkpoint may list anything
 			return fmt.Errorf("host files of checkpoint %s: %w: too many", short(m.ID), runtime.ErrCorrupt)
 		}
 		return nil
@@ -367,8 +367,8 @@ func states(ctx context.Context, reader *store.Reader) (map[string]hostfile.Stat
 	return out, nil
 }
 
-// openHosts opens the directories of the files that a restore puts back, and locks
-// them; negative: without locking them. What is wrong with one is in its files.
+// openHosts opens the directories of the files that a restore puts back, and locks them; a
+// negative wait does not lock. An error with a directory is stored in its files.
 func (e *Engine) openHosts(ctx context.Context, r *restoration, wait time.Duration) (*hostFiles, error) {
 	h := &hostFiles{}
 	want, err := states(ctx, r.reader)
@@ -406,7 +406,7 @@ func (e *Engine) openHosts(ctx context.Context, r *restoration, wait time.Durati
 	return h, nil
 }
 
-// lockHosts locks one directory, which may be there under two paths.
+// lockHosts locks one directory, once even if it has two paths.
 func (e *Engine) lockHosts(ctx context.Context, h *hostFiles, d *hostfile.Dir, path string, until time.Time) error {
 	id, err := d.ID()
 	if err != nil || slices.Contains(h.locked, id) {
@@ -423,18 +423,18 @@ func (e *Engine) lockHosts(ctx context.Context, h *hostFiles, d *hostfile.Dir, p
 	return err
 }
 
-// tempOf is where a file is written first: nobody can foresee it, and Recover knows it.
+// tempOf is where a file is written first: an unpredictable name that Recover knows.
 func (r *restoration) tempOf(f *hostFile) string {
 	return "." + f.name[:min(len(f.name), 200)] + ".agentbox-" + short(cmp.Or(r.hostUndo(), r.row.ID))
 }
 
-// hostTrouble is an error over a host file, which calls the restore off.
+// hostTrouble makes the error of a host file one that calls the restore off.
 func (r *restoration) hostTrouble(err error) error {
 	return hint(calledOff{err},
 		fmt.Sprintf("Mend that and restore again, or leave host files alone with: agentbox restore --no-attached %s %s", r.sb.Name, short(r.row.ID)))
 }
 
-// checkHosts proves all that can be known of the files that are to be put back.
+// checkHosts proves, as far as possible, that the files can be put back.
 func (e *Engine) checkHosts(ctx context.Context, r *restoration, h *hostFiles) error {
 	type room struct{ free, most, more int64 }
 	rooms := map[uint64]*room{}
@@ -472,8 +472,8 @@ func (e *Engine) checkHosts(ctx context.Context, r *restoration, h *hostFiles) e
 	return nil
 }
 
-// layHosts opens and proves what a restore puts back, before anything ends. Of a sandbox
-// that is made again that was proven before: its files are not the price of it now.
+// layHosts opens and proves the files that a restore puts back, before anything ends. A
+// sandbox that is recreated had them proven earlier, so a failure does not stop it now.
 func (e *Engine) layHosts(ctx context.Context, r *restoration) (err error) {
 	if len(r.data.HostFiles) == 0 {
 		return nil
@@ -487,8 +487,8 @@ func (e *Engine) layHosts(ctx context.Context, r *restoration) (err error) {
 	return err
 }
 
-// lookHosts is layHosts for what is only planned, or done later: nothing stays open,
-// nor locked, but with a wait that is not negative it is tried whether it can be.
+// lookHosts is layHosts for a restore that is only planned, or done later: it keeps nothing
+// open or locked. A wait that is not negative has it try whether the locks can be had.
 func (e *Engine) lookHosts(ctx context.Context, r *restoration, wait time.Duration) (list []runtime.RestoredFile, err error) {
 	if len(r.hostPaths()) == 0 {
 		return r.hostReport(), nil
@@ -502,8 +502,8 @@ func (e *Engine) lookHosts(ctx context.Context, r *restoration, wait time.Durati
 	return list, err
 }
 
-// proveHosts is lookHosts before a sandbox is made again, and before it is removed for
-// that. It returns what belongs into the checkpoint of what the sandbox has now.
+// proveHosts is lookHosts before a sandbox is recreated, and before it is removed for that.
+// It returns the files to attach to the checkpoint of the sandbox's present state.
 func (e *Engine) proveHosts(ctx context.Context, r *restoration) (paths []string, err error) {
 	if paths = r.hostPaths(); len(paths) == 0 {
 		return nil, nil
@@ -515,7 +515,7 @@ func (e *Engine) proveHosts(ctx context.Context, r *restoration) (paths []string
 	return paths, errors.Join(err, r.reader.Close())
 }
 
-// recallHosts finds what the files were before the restore.
+// recallHosts reads the contents of the files before the restore.
 func (e *Engine) recallHosts(ctx context.Context, r *restoration) (err error) {
 	id := r.hostUndo()
 	if len(r.data.HostFiles) == 0 || id == "" {

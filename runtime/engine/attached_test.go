@@ -264,8 +264,9 @@ func TestAttachPolicy(t *testing.T) {
 	}
 }
 
-// Whoever made a checkpoint elsewhere does not say what is written here, and a removed
-// sandbox has no undo checkpoint: then host files are put back only when that is asked for.
+// TestAttachedElsewhere has host files put back only on request where the checkpoint was
+// made elsewhere, so that its author cannot decide what is written here, and where the
+// sandbox was removed, because it has no undo checkpoint.
 func TestAttachedElsewhere(t *testing.T) {
 	h := newHosts(t, nil, false)
 	var archive bytes.Buffer

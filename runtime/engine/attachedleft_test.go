@@ -61,8 +61,8 @@ func TestAttachedTold(t *testing.T) {
 	}
 }
 
-// What recovery has left of host files is on record, for the command that says it may be
-// anybody's.
+// TestAttachedLeftEvent: the host files that recovery leaves are on record as an event,
+// because any command may be the one that reports them.
 func TestAttachedLeftEvent(t *testing.T) {
 	h := newHosts(t, nil, true)
 	h.leave("restore.after-head", runtime.RestoreOptions{})

@@ -15,9 +15,9 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// putHosts puts the attached files back once the sandbox is restored. When one cannot be
-// put, those that were are made what they had been, and r.hostErr is what the
-// restore fails with in the end: the sandbox stays restored.
+// putHosts puts the attached files back once the sandbox is restored. If one cannot be
+// put, it changes back those that were, and sets r.hostErr, with which the restore fails in
+// the end: the sandbox stays restored.
 func (e *Engine) putHosts(ctx context.Context, r *restoration) {
 	cause := e.putAll(ctx, r)
 	if cause == nil {
@@ -34,17 +34,17 @@ func (e *Engine) putHosts(ctx context.Context, r *restoration) {
 		text += ", or take the sandbox back with: agentbox restore --undo " + r.sb.Name
 	}
 	r.hostErr = hint(err, text)
-	e.noteHosts(r, err.Error()) // whoever called may have gone away
+	e.noteHosts(r, err.Error()) // the caller may have disconnected
 }
 
-// noteHosts has it on record that host files are not what the checkpoint has.
+// noteHosts records as an event that host files are not what the checkpoint has.
 func (e *Engine) noteHosts(r *restoration, why string) {
 	if err := e.note(r.sb.ID, runtime.Event{Time: time.Now(), Type: runtime.EventHostFiles, Checkpoint: r.row.ID, Reason: why}); err != nil {
 		e.log.Warn("event not recorded", "sandbox", r.sb.ID, "err", err)
 	}
 }
 
-// putAll puts one file after the other, when all of them have been looked at.
+// putAll puts one file after the other, once all of them have been checked.
 func (e *Engine) putAll(ctx context.Context, r *restoration) error {
 	if r.hosts.err != nil {
 		return r.hosts.err
@@ -71,7 +71,7 @@ func (e *Engine) putAll(ctx context.Context, r *restoration) error {
 		if action != "" {
 			f.action = action
 		}
-		f.put = action == runtime.AttachedPut || action == runtime.AttachedRemoved // or it is not known
+		f.put = action == runtime.AttachedPut || action == runtime.AttachedRemoved // or the outcome is unknown
 		if err != nil {
 			return f.says(err)
 		}
@@ -82,8 +82,8 @@ func (e *Engine) putAll(ctx context.Context, r *restoration) error {
 	return failpoint.Hit("restore.attached.after-put")
 }
 
-// lookAgain refuses a file that is not any more what the undo checkpoint has, unless
-// the restore's own undo commands may have done that: their work is undone with it.
+// lookAgain refuses a file that differs from the undo checkpoint, unless the restore's own
+// undo commands may have changed it: their work is undone with it.
 func (r *restoration) lookAgain(ctx context.Context, f *hostFile) error {
 	if f.err != nil || r.hosts.undo == nil {
 		return f.err
@@ -100,13 +100,13 @@ func (r *restoration) lookAgain(ctx context.Context, f *hostFile) error {
 	return nil
 }
 
-// returnHosts makes what putAll has put what it was, and tells of what it could not. What
-// has become of each file is its action then.
+// returnHosts changes the files that putAll has put back to what they were, and says which
+// it could not. It updates the action of each file.
 func (r *restoration) returnHosts(ctx context.Context) (left []string) {
 	for _, f := range r.hosts.list {
 		if !f.put {
 			if f.action != runtime.AttachedSame {
-				f.action = runtime.AttachedLeft // what was to be done with it was not
+				f.action = runtime.AttachedLeft // its planned action was not done
 			}
 			continue
 		}
@@ -123,7 +123,7 @@ func (r *restoration) returnHosts(ctx context.Context) (left []string) {
 	return left
 }
 
-// keepHostUndo has the checkpoint of what the files were stay, and names it.
+// keepHostUndo keeps the checkpoint with the previous files, and names it.
 func (e *Engine) keepHostUndo(ctx context.Context, r *restoration) string {
 	id := r.hostUndo()
 	if id == "" {
@@ -143,10 +143,10 @@ func (e *Engine) keepHostUndo(ctx context.Context, r *restoration) string {
 	return fmt.Sprintf("undo checkpoint %[1]s has what they were, and is pinned: bring back all that it has with 'agentbox restore %[2]s%[3]s %[1]s', or give it up with 'agentbox checkpoint unpin %[1]s'", short(id), flag, r.sb.Name)
 }
 
-// resumeHosts goes on with the attached files of a restore that was killed when, or
-// before, it put them, and whose sandbox is restored. It goes forward only. A file that is neither
-// what it was nor what it is to be is somebody's work of later: it is left as it is and
-// named, as are those of which nobody can tell any more.
+// resumeHosts puts the attached files of a restore whose sandbox is restored and that was
+// killed before it had put all of them. It never changes files back. A file that has neither
+// its previous nor its planned content was changed by another process since: resumeHosts
+// leaves it and names it, as it does files whose state cannot be determined any more.
 func (e *Engine) resumeHosts(ctx context.Context, r *restoration) (told string) {
 	h, cause := &hostFiles{}, error(nil)
 	if !r.data.thisBoot() {
@@ -168,7 +168,7 @@ func (e *Engine) resumeHosts(ctx context.Context, r *restoration) (told string) 
 			e.closeHosts(r)
 			return
 		}
-		guard.Go(func() { // what stands in a system call still has them
+		guard.Go(func() { // calls that are still blocked use the directories
 			for _, done := range stuck {
 				<-done
 			}
@@ -199,19 +199,19 @@ func (e *Engine) resumeHosts(ctx context.Context, r *restoration) (told string) 
 	}
 	told = fmt.Sprintf("host files that are left as they are: %[1]s; %[2]s; make them what checkpoint %[4]s has with 'agentbox restore --attached %[3]s %[4]s'",
 		strings.Join(left, "; "), e.keepHostUndo(ctx, r), r.sb.Name, short(r.row.ID))
-	if len(r.sb.Spec) > 0 { // it is there yet; the command that says it may be anybody's, or the service
+	if len(r.sb.Spec) > 0 { // the sandbox exists; any command, or the service, may be the one that reports this
 		e.noteHosts(r, told)
 	}
 	return "; " + told
 }
 
-// hostAnswer is how long recovery, with which any command begins, waits for the
+// hostAnswer is how long recovery, with which every command begins, waits for the
 // filesystem of one host file; a test makes it shorter.
 var hostAnswer = 20 * time.Second
 
-// answering runs what may stand in a system call for as long as a filesystem does not
-// answer, and waits no longer than that: then done is what it will end in. It hears of
-// that before it replaces anything.
+// answering runs do, which may block on an unresponsive filesystem. After wait it returns
+// with done, on which do's result will arrive. The context of do ends then, so that do
+// replaces nothing any more.
 func answering(ctx context.Context, wait time.Duration, do func(context.Context) error) (done <-chan error, err error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, wait, fmt.Errorf("%w: its filesystem has not answered for %v", runtime.ErrBusy, wait))
 	defer cancel()
@@ -221,7 +221,7 @@ func answering(ctx context.Context, wait time.Duration, do func(context.Context)
 		return nil, err
 	case <-ctx.Done():
 	}
-	select { // between two blocks it hears of that
+	select { // do checks its context between two blocks
 	case err := <-ends:
 		return nil, err
 	case <-time.After(time.Second):
@@ -258,7 +258,7 @@ func (e *Engine) resumeHost(ctx context.Context, r *restoration, f *hostFile) er
 	}
 	if r.hosts.undo != nil {
 		_, err := f.at.Put(ctx, f.name, r.tempOf(f), f.want, &f.was, func() error {
-			return cmp.Or(failpoint.Hit("restore.attached.before-replace"), context.Cause(ctx)) // nobody waits for it any more
+			return cmp.Or(failpoint.Hit("restore.attached.before-replace"), context.Cause(ctx)) // recovery may have stopped waiting
 		})
 		return err
 	}
@@ -269,8 +269,8 @@ func (e *Engine) resumeHost(ctx context.Context, r *restoration, f *hostFile) er
 	return err
 }
 
-// finishHosts goes on with a restore whose sandbox was restored already, and may be at
-// work. Nothing here keeps the intent: host files are their owner's.
+// finishHosts resumes a restore whose sandbox is already restored and may be running. No
+// failure here keeps the intent: host files are their owner's.
 func (e *Engine) finishHosts(ctx context.Context, in store.Intent, host Host, lock *store.Lock, data restoring) (did string, err error) {
 	did = fmt.Sprintf("finished the restore of sandbox %s to checkpoint %s", short(in.Sandbox), short(in.Checkpoint))
 	sb, err := e.store.Sandbox(ctx, in.Sandbox)
@@ -280,7 +280,7 @@ func (e *Engine) finishHosts(ctx context.Context, in store.Intent, host Host, lo
 		return "", err
 	}
 	c, err := host.Inspect(ctx, in.Sandbox)
-	if err != nil { // what it has laid out is left to the next restore
+	if err != nil { // the next restore discards what this one has staged
 		c = runtime.Container{}
 	}
 	data.Trees, _ = data.own(c)
@@ -305,5 +305,5 @@ func (e *Engine) finishHosts(ctx context.Context, in store.Intent, host Host, lo
 	return did, nil
 }
 
-// hostUndo is the checkpoint that has what the files were before the restore.
+// hostUndo returns the checkpoint that has the files from before the restore.
 func (r *restoration) hostUndo() string { return cmp.Or(r.data.HostUndo, r.data.Undo) }

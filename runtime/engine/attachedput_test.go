@@ -169,8 +169,8 @@ func (b *stopping) Start(ctx context.Context, id string, opts runtime.StartOptio
 	return b.Backend.Start(ctx, id, opts)
 }
 
-// What somebody changes while the sandbox is restored is not overwritten, nor is any other
-// file put then, and no other strategy is tried.
+// TestAttachedChanged changes a file while the sandbox is being restored: it is not
+// overwritten, no other file is put, and no other strategy is tried.
 func TestAttachedChanged(t *testing.T) {
 	for _, strategy := range []string{"", runtime.StrategyAuto, runtime.StrategyRecreate} {
 		t.Run("strategy "+strategy, func(t *testing.T) {
@@ -304,8 +304,8 @@ func TestAttachedResumed(t *testing.T) {
 	}
 }
 
-// What somebody has made of a host file since it was put is left, and named; the sandbox
-// that runs by then is not touched.
+// TestAttachedEdited edits a host file after it was put: recovery leaves and names it, and
+// does not touch the sandbox, which runs by then.
 func TestAttachedEdited(t *testing.T) {
 	h := newHosts(t, nil, true)
 	h.leave("store.remove.before-mark", runtime.RestoreOptions{NoUndo: true}) // of the undo checkpoint, when all is put
@@ -378,8 +378,8 @@ func TestAttachedUnknown(t *testing.T) {
 	}
 }
 
-// Two restores do not put files back in one directory at a time, and nobody else can
-// keep one from doing it by a lock of his own.
+// TestAttachedBusy: two restores do not put files into one directory at the same time, and
+// another process cannot prevent a restore by locking the directory.
 func TestAttachedBusy(t *testing.T) {
 	b := &stopping{}
 	h := newHosts(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b }, true)

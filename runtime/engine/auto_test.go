@@ -89,9 +89,9 @@ func (r *rig) left(t testing.TB, sandbox string, names map[string]string) []stri
 	return list
 }
 
-// TestAutomaticRetention has a sandbox with ten days of checkpoints take one more by
-// itself: of those that nobody asked for one by one the last 100 stay, and the
-// newest of the last 24 hours and 7 days that have one; of the others all.
+// TestAutomaticRetention takes one more automatic checkpoint of a sandbox with ten days of
+// them: of the automatic ones the last 100 stay, and the newest of each of the last 24
+// hours and 7 days that have one; all others stay.
 func TestAutomaticRetention(t *testing.T) {
 	r := newRig(t, nil)
 	rows := r.records(t)
@@ -110,7 +110,7 @@ func TestAutomaticRetention(t *testing.T) {
 		}
 		return c.ID
 	}
-	// What somebody wants, all older than anything else.
+	// Checkpoints that are protected, all older than anything else.
 	old := noon.AddDate(0, 0, -20)
 	var kept []string
 	for i := range 5 {
@@ -204,7 +204,7 @@ func TestAutomaticRules(t *testing.T) {
 		{"exec", under("checkpoints: {max_bytes: 1g}"), 3, 105},
 		{"exec", older, 3, 105},
 		{"exec", under("checkpoints: {every: 5m}"), 3, 101}, // the last 100, and the oldest
-		{"1h", nil, 3, 105},                                 // the trigger is somebody else's
+		{"1h", nil, 3, 105},                                 // its interval uses another trigger
 		{"", under("checkpoints: {automatic: {keep_last: 2}}"), 3, 2},
 	} {
 		sb := r.automatic(t, fmt.Sprint("s", i), c.every, c.p)
@@ -244,7 +244,7 @@ func TestAutomaticRules(t *testing.T) {
 	}
 }
 
-// TestOwnTrigger: nobody takes a checkpoint that would go like an automatic one.
+// TestOwnTrigger: Checkpoint refuses the triggers of automatic and of undo checkpoints.
 func TestOwnTrigger(t *testing.T) {
 	r := newRig(t, nil)
 	r.automatic(t, "s", "exec,1h", nil)

@@ -21,17 +21,16 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// freezing is the journal's data of a checkpoint: what Recover must put back.
+// freezing is the journal's data of a checkpoint: the state that Recover must put back.
 type freezing struct {
 	Was  runtime.Status `json:"was"`  // before the verb
 	Stop bool           `json:"stop"` // a committed checkpoint is followed by a stop
 }
 
-// Checkpoint records a sandbox as it is at one instant. Files are read ahead;
-// then the sandbox is frozen until all that has changed since is read, too, and
-// with Stop until the checkpoint is durable. When Checkpoint returns without an
-// error the checkpoint is durable. On error the sandbox goes on as before and
-// nothing new is listed as ready.
+// Checkpoint records the state of a sandbox at one instant. It reads files ahead, then
+// freezes the sandbox until it has read what has changed since, and with Stop until the
+// checkpoint is durable. When Checkpoint returns without an error the checkpoint is
+// durable. On error the sandbox goes on as before and no new checkpoint is ready.
 func (e *Engine) Checkpoint(ctx context.Context, ref string, opts runtime.CheckpointOptions) (runtime.Checkpoint, error) {
 	return verb(ctx, e, onSandbox("checkpoint", ref), func(ctx context.Context) (runtime.Checkpoint, error) {
 		return e.takeCheckpoint(ctx, ref, opts)
@@ -57,7 +56,7 @@ func (e *Engine) takeCheckpoint(ctx context.Context, ref string, opts runtime.Ch
 		verb = opInterval
 	}
 	if opts.Trigger != "" && !opts.Automatic {
-		// Before it waits for one of those checkpoints to end.
+		// Refuse before waiting for such a checkpoint to end.
 		sb, err := e.find(ctx, ref)
 		if err != nil {
 			return runtime.Checkpoint{}, err
@@ -110,7 +109,7 @@ func (e *Engine) takeCheckpoint(ctx context.Context, ref string, opts runtime.Ch
 	h.of(row)
 	out = checkpointView(row)
 	for _, f := range out.Attached {
-		if f.Absent { // a path that was mistyped looks like this
+		if f.Absent { // a mistyped path looks like this
 			out.Warnings = append(slices.Clone(out.Warnings), fmt.Sprintf("host file %s is not there: a restore removes what is there then", f.Path))
 		}
 	}
@@ -118,8 +117,8 @@ func (e *Engine) takeCheckpoint(ctx context.Context, ref string, opts runtime.Ch
 	return out, nil
 }
 
-// checkpointOf makes a checkpoint of a sandbox whose lock is held. aside is the
-// id of one that will be removed again: the sandbox does not stand at it.
+// checkpointOf makes a checkpoint of a sandbox whose lock is held. aside is the id of a
+// checkpoint that will be removed again and does not become the sandbox's head.
 func (e *Engine) checkpointOf(ctx context.Context, sb *locked, opts runtime.CheckpointOptions, aside string) (row store.Checkpoint, err error) {
 	c, err := sb.host.Inspect(ctx, sb.ID)
 	if err != nil {
@@ -145,7 +144,7 @@ func (e *Engine) checkpointOf(ctx context.Context, sb *locked, opts runtime.Chec
 		k, err = try() // the sandbox has gone on since
 	}
 	if errors.Is(err, runtime.ErrCorrupt) && k != nil && k.unlearnt {
-		// Once more, with nothing believed of what was known.
+		// Try once more without the file cache.
 		_, err = try()
 	}
 	return row, err
@@ -156,24 +155,24 @@ type making struct {
 	sb     *locked
 	spec   runtime.Spec
 	c      runtime.Container
-	live   bool // it has processes to freeze
+	live   bool // the sandbox has processes to freeze
 	opts   runtime.CheckpointOptions
 	row    store.Checkpoint
-	parts  store.Manifest // what the store does not know itself
+	parts  store.Manifest // the parts of the manifest that the store does not fill in
 	trees  []tree
-	hold   bool                  // it stays frozen when the checkpoint is ready
-	cut    *criu.Cut             // of one that stops afterwards
-	thawn  bool                  // it goes on already
+	hold   bool                  // the sandbox stays frozen when the checkpoint is ready
+	cut    *criu.Cut             // of the network, if the sandbox stops afterwards
+	thawn  bool                  // the sandbox is thawed already
 	aside  bool                  // it will be removed again
-	beside func(context.Context) // what can be done while it is committed
-	like   []overlay.Piece       // of the list of files in a checkpoint that is open and likely to be much like this one
+	beside func(context.Context) // work to do during the commit
+	like   []overlay.Piece       // of the base tree: the file list of an open checkpoint that is likely similar
 
-	taken []*hostfile.Taken // the files of the host that go with it
+	taken []*hostfile.Taken // its attached files
 
-	unlearnt bool // what was known of the files was wrong, and is forgotten
+	unlearnt bool // the file cache was wrong, and is deleted
 }
 
-// prepare does all that needs no frozen sandbox.
+// prepare does all that does not need the sandbox frozen.
 func (e *Engine) prepare(ctx context.Context, sb *locked, c runtime.Container, opts runtime.CheckpointOptions) (*making, error) {
 	s, err := spec(sb.Sandbox)
 	if err != nil {
@@ -225,7 +224,7 @@ func (e *Engine) prepare(ctx context.Context, sb *locked, c runtime.Container, o
 			return nil, err
 		}
 	} else {
-		for _, v := range c.Volumes { // those that the image brings
+		for _, v := range c.Volumes { // volumes that the image declares
 			if !slices.ContainsFunc(s.Mounts, func(m runtime.Mount) bool { return m.Type == "volume" && m.Source == v.Name }) {
 				k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is volume %s and not part of the checkpoint", v.Target, v.Name))
 			}
@@ -237,9 +236,8 @@ func (e *Engine) prepare(ctx context.Context, sb *locked, c runtime.Container, o
 		}
 	}
 	if kind == runtime.KindFull {
-		// Processes that came in from outside, through exec, are not
-		// descendants of the first process, and CRIU leaves them out
-		// without a word.
+		// Processes that exec has started are not descendants of the first
+		// process, and CRIU silently leaves them out.
 		strays, err := criu.Strays(c.Pid, nil)
 		if err != nil {
 			return nil, err
@@ -312,7 +310,7 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 		if frozen, err = e.settle(ctx, k, frozen); err != nil {
 			return row, err
 		}
-		e.liftFiles(k.spec, k.c) // what is written from here on is ours
+		e.liftFiles(k.spec, k.c) // writes from here on are agentbox's
 	}
 	if err := failpoint.Hit("checkpoint.after-freeze"); err != nil {
 		return row, err
@@ -333,8 +331,8 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 		return row, e.explain(ctx, k, err)
 	}
 	if !k.hold {
-		// All of the instant is read: what is left is between us and the disk.
-		// Only what ends with the checkpoint has to wait for its being durable.
+		// All of the instant is read; the rest needs only the disk. Only a
+		// sandbox that stops must wait until the checkpoint is durable.
 		if err := e.thaw(ctx, k); err != nil {
 			return row, err
 		}
@@ -354,50 +352,50 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 	}
 	k.sb.steps.begin(runtime.PhaseSyncing, 0)
 	var beside guard.WaitGroup
-	defer beside.Wait() // whatever becomes of the commit
+	defer beside.Wait() // even if the commit fails
 	if k.beside != nil {
 		beside.Go(func() { k.beside(ctx) })
 	}
 	row, err = draft.Commit(ctx, k.parts)
 	beside.Wait()
 	if errors.Is(err, runtime.ErrCorrupt) {
-		// What is known of the files names pieces that the store has lost. The
-		// next checkpoint reads all of them again.
+		// The file cache names pieces that the store has lost. The next checkpoint
+		// reads all files again.
 		err = errors.Join(err, e.unlearn(k))
 		k.unlearnt = true
 	}
 	if err != nil {
 		return row, err
 	}
-	// From here on the checkpoint exists: what fails below is reported, but
-	// nothing of it is taken back.
+	// From here on the checkpoint exists: failures below are reported, but nothing is
+	// rolled back.
 	undo.Release()
 	ctx = context.WithoutCancel(ctx)
 	e.remember(k)
 	if row.Frozen = stood; k.hold {
 		row.Frozen = time.Since(frozen)
 	}
-	// Whoever called still has a frozen sandbox to bring to its end: an error
-	// here, of what is only told or swept later, must not come in between.
+	// The caller may still have a frozen sandbox to deal with. An error in what is only
+	// reported, or swept later, must not interrupt that.
 	if err := errors.Join(failpoint.Hit("checkpoint.after-ready"), draft.Close(), e.store.SetFrozen(ctx, row.ID, row.Frozen)); err != nil {
 		e.log.Warn("frozen time not recorded", "sandbox", k.sb.ID, "checkpoint", row.ID, "err", err)
 	}
 	return row, nil
 }
 
-// goOn ends a checkpoint that was committed.
+// goOn stops or thaws the sandbox after a commit.
 func (e *Engine) goOn(ctx context.Context, k *making, row *store.Checkpoint) error {
 	err := failpoint.Hit("checkpoint.after-commit")
 	if err != nil {
 		return errors.Join(err, k.cut.End(), e.thaw(ctx, k))
 	}
 	if k.opts.Stop {
-		// Then it is the engine's namespace again, if it is there at all.
+		// The network namespace, if it still exists, is the engine's again.
 		if err = e.meant(k.sb.Sandbox); err == nil {
 			err = errors.Join(k.sb.host.Stop(ctx, k.sb.ID, runtime.StopOptions{Silent: true}), k.cut.End())
 		}
 		if err != nil {
-			// Its engine failed us; nothing is left frozen for that.
+			// Its engine failed; do not leave the sandbox frozen for that.
 			err = hint(errors.Join(err, e.thaw(ctx, k)), fmt.Sprintf("Checkpoint %s is ready; stop the sandbox with: agentbox stop %s", short(row.ID), k.sb.Name))
 		}
 	}
@@ -407,8 +405,8 @@ func (e *Engine) goOn(ctx context.Context, k *making, row *store.Checkpoint) err
 	return errors.Join(err, e.store.SetHead(ctx, k.sb.ID, row.ID, k.sb.Attempt))
 }
 
-// still proves that nobody let the sandbox go on while it was captured: files
-// and processes would be of two instants.
+// still proves that the sandbox was not resumed during the capture: its files and processes
+// would be of two instants.
 func (e *Engine) still(ctx context.Context, k *making) error {
 	if k.sb.host.Properties().FilesOnly {
 		return nil
@@ -448,7 +446,7 @@ func (e *Engine) thaw(ctx context.Context, k *making) error {
 		k.thawn = true
 		return nil
 	}
-	// One that ended meanwhile, or that somebody removed, needs no thawing.
+	// A sandbox that has exited or was removed in the meantime needs no thawing.
 	now, e2 := k.sb.host.Inspect(ctx, k.sb.ID)
 	if errors.Is(e2, runtime.ErrNotFound) || e2 == nil && now.Status == runtime.Exited {
 		return nil
@@ -456,8 +454,8 @@ func (e *Engine) thaw(ctx context.Context, k *making) error {
 	return err
 }
 
-// explain names the one cause that looks like many others: the sandbox ended
-// under the hands that captured it.
+// explain replaces err if its real cause is that the sandbox exited or was removed during
+// the capture.
 func (e *Engine) explain(ctx context.Context, k *making, err error) error {
 	now, e2 := k.sb.host.Inspect(context.WithoutCancel(ctx), k.sb.ID)
 	if errors.Is(e2, runtime.ErrNotFound) {
@@ -469,11 +467,11 @@ func (e *Engine) explain(ctx context.Context, k *making, err error) error {
 	return err
 }
 
-// workDir is where in a draft CRIU keeps its log.
+// workDir returns the directory in a draft where CRIU writes its log.
 const workDir = "work"
 
-// capture reads processes and files side by side: both only read, and the
-// sandbox stands still.
+// capture reads processes and files concurrently: both only read, and the sandbox is
+// frozen.
 func (e *Engine) capture(ctx context.Context, k *making, draft *store.Draft) error {
 	if err := errors.Join(k.takeManaged(), k.takeAttached(ctx, draft)); err != nil {
 		return err
@@ -538,7 +536,7 @@ func (e *Engine) dump(ctx context.Context, k *making, draft *store.Draft) (*stor
 	return out, failpoint.Hit("checkpoint.after-dump")
 }
 
-// logKept has the error of a dump name CRIU's log as the draft's end leaves it.
+// logKept has the error of a dump name the path at which the failed draft keeps CRIU's log.
 func (e *Engine) logKept(draft *store.Draft, err error) error {
 	var failed *criu.DumpError
 	if errors.As(err, &failed) && failed.Log != "" {
@@ -578,7 +576,7 @@ func (e *Engine) listCheckpoints(ctx context.Context, filter runtime.CheckpointF
 	}
 	list := make([]runtime.Checkpoint, 0, len(rows))
 	for _, row := range rows {
-		// Nobody asked for those that restores make; who means one says so.
+		// Undo checkpoints are listed only with All or by their trigger.
 		if row.Trigger == runtime.TriggerUndo && !filter.All && filter.Trigger != runtime.TriggerUndo {
 			continue
 		}

@@ -85,7 +85,7 @@ func (e *Engine) commit(ctx context.Context, ref, to string, opts runtime.Commit
 	diffID, _ := layer.DiffID()
 	out.Digest, out.Layer, out.LayerBytes = id.String(), diffID.String(), layer.Bytes()
 	if dest.here {
-		out.Digest = made.Digest // whoever keeps it says what its id is
+		out.Digest = made.Digest // the store that keeps the image determines its id
 	}
 	out.LayerSize, _ = layer.Size()
 	out.Notes = slices.Concat([]string{}, row.Warnings, wrote.Notes)
@@ -100,8 +100,8 @@ func (e *Engine) commit(ctx context.Context, ref, to string, opts runtime.Commit
 // and removes again.
 const triggerCommit = "commit"
 
-// commitFrom opens the checkpoint that is to become an image: the one that ref
-// names or, of a sandbox, one as it is now, which is there for the reader alone.
+// commitFrom opens the checkpoint that is to become an image: the one that ref names or,
+// for a sandbox, a temporary one of its present state.
 func (e *Engine) commitFrom(ctx context.Context, ref string) (row store.Checkpoint, _ *store.Reader, err error) {
 	missing := error(nil)
 	if !strings.Contains(ref, "@") {
@@ -127,8 +127,8 @@ func (e *Engine) commitFrom(ctx context.Context, ref string) (row store.Checkpoi
 	return row, reader, err
 }
 
-// passing takes a checkpoint of a sandbox's files and removes it as soon as it
-// is open: what is read of it stays until it is closed.
+// passing takes a checkpoint of a sandbox's files and removes it as soon as it is open. Its
+// data stays until the reader is closed.
 func (e *Engine) passing(ctx context.Context, id string) (row store.Checkpoint, reader *store.Reader, err error) {
 	sb, err := e.acquire(ctx, id, "commit", lockWait)
 	if err != nil {
@@ -161,7 +161,7 @@ func (e *Engine) finishCommit(ctx context.Context, in store.Intent) (string, err
 	return unless(err, "took back the half-made commit of sandbox %s", short(in.Sandbox))
 }
 
-// upperdir lists the files of a checkpoint, as often as it is asked to.
+// upperdir lists the files of a checkpoint, any number of times.
 func upperdir(ctx context.Context, reader *store.Reader) func() iter.Seq2[overlay.Entry, error] {
 	return func() iter.Seq2[overlay.Entry, error] {
 		return func(yield func(overlay.Entry, error) bool) {
@@ -183,7 +183,7 @@ func upperdir(ctx context.Context, reader *store.Reader) func() iter.Seq2[overla
 	}
 }
 
-// imagesOf returns the images among which that of a checkpoint is.
+// imagesOf returns the image store that has the image of a checkpoint.
 func (e *Engine) imagesOf(row store.Checkpoint) (runtime.Images, error) {
 	s, err := specOf(row.SandboxID, row.Spec)
 	if err != nil {

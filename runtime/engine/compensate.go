@@ -12,39 +12,38 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// A restore compensates what came after its checkpoint once all that it needs is
-// proven and laid out, while the sandbox is frozen, and before anything of it ends:
-// little can fail any more by then, nobody in the sandbox goes on with what is being
-// taken away, and an effect that cannot be compensated can still call the restore off.
+// A restore compensates the effects that came after its checkpoint once all that it needs
+// is proven and staged, while the sandbox is frozen and before any process of it ends. By
+// then little can fail any more, no process in the sandbox uses what is being undone, and an
+// effect that cannot be compensated can still call the restore off.
 //
-// A command is run at most once by itself: where it was killed half-way, by its timeout or
-// with agentbox, only OnFailureRetry, whose commands may be run more than once, runs
-// it again.
+// An undo command runs at most once automatically. A command that was killed half-way, by
+// its timeout or with agentbox, runs again only with OnFailureRetry, whose commands may run
+// more than once.
 
-// calledOff is the error of a restore that an effect, or a file of the host, has called
-// off: no other strategy would do better. It says what it wraps.
+// calledOff is the error of a restore that an effect or a host file has called off: no
+// other strategy would help. Its text is that of the error that it wraps.
 type calledOff struct{ error }
 
 func (e calledOff) Unwrap() error { return e.error }
 
-// isCalledOff reports whether an effect, or a file of the host, has called a restore off.
+// isCalledOff reports whether an effect or a host file has called the restore off.
 func isCalledOff(err error) bool {
 	_, off := errors.AsType[calledOff](err)
 	return off
 }
 
-// past lists the effects that came after a checkpoint and are outstanding, in the
-// order in which they are compensated, and counts those from before it that were
-// compensated since.
+// past returns the outstanding effects from after a checkpoint, in the order of their
+// compensation, and the number of earlier effects that were compensated since.
 func past(list []runtime.Effect, newest string) (due []runtime.Effect, gone int) {
-	// The newest that the checkpoint knows; none when it knows none of these.
+	// The newest effect that the checkpoint knows, if any.
 	at := slices.IndexFunc(list, func(f runtime.Effect) bool { return newest != "" && f.ID == newest })
 	for _, f := range list[:at+1] {
 		if f.Status == runtime.EffectCompensated {
 			gone++
 		}
 	}
-	// Last in, first out, and of a group all where its newest stands.
+	// Last in, first out; a whole group takes the place of its newest effect.
 	rank := map[string]int{}
 	for i, f := range list {
 		if f.Group != "" && outstanding(f) {
@@ -89,10 +88,10 @@ func (e *Engine) dueEffects(ctx context.Context, r *restoration) (due []runtime.
 	return due, gone, nil
 }
 
-// compensate runs the undo commands of what came after the checkpoint.
+// compensate runs the undo commands of the effects from after the checkpoint.
 func (e *Engine) compensate(ctx context.Context, r *restoration) (err error) {
 	if r.data.Fork || r.settled {
-		return nil // it has done nothing yet, or they were run by a try before
+		return nil // a fork has done nothing yet, or an earlier attempt ran them
 	}
 	defer func() { r.settled = err == nil }()
 	due, gone, err := e.dueEffects(ctx, r)
@@ -133,8 +132,8 @@ func (e *Engine) compensate(ctx context.Context, r *restoration) (err error) {
 	return failpoint.Hit("effect.after-all")
 }
 
-// undoEffect runs an undo command, more than once if it may be, and records what
-// came of it.
+// undoEffect runs an undo command, more than once where that is allowed, and records the
+// result.
 func (e *Engine) undoEffect(ctx context.Context, r *restoration, f *runtime.Effect, until time.Time) error {
 	for try := 1; ; try++ {
 		err := e.runEffect(ctx, r, f, until)
@@ -150,8 +149,8 @@ func (e *Engine) undoEffect(ctx context.Context, r *restoration, f *runtime.Effe
 	}
 }
 
-// runEffect runs an undo command once. It is on record that it may run before it
-// does, and what came of it before anything else is done.
+// runEffect runs an undo command once. It records that the command may run before the run,
+// and the result before anything else is done.
 func (e *Engine) runEffect(ctx context.Context, r *restoration, f *runtime.Effect, until time.Time) error {
 	failed := func(err error) error { return fmt.Errorf("effect %s is not compensated: %w", effectName(*f), err) }
 	timeout := min(f.Timeout, time.Until(until))
@@ -178,18 +177,18 @@ func (e *Engine) runEffect(ctx context.Context, r *restoration, f *runtime.Effec
 	case err == nil:
 		f.Status = runtime.EffectCompensated
 	case errors.Is(err, errKilled):
-		// What has left its process group goes, too.
+		// Processes that have left its process group end, too.
 		err = errors.Join(err, endMarked("AGENTBOX_EFFECT="+f.ID))
 		f.Status, f.Error = runtime.EffectUnknown, err.Error()
 	default:
 		f.Status, f.Error = runtime.EffectFailed, err.Error()
 	}
 	unrecorded := failpoint.Hit("effect.after-run")
-	if unrecorded == nil { // whatever becomes of the caller, this is how it was
+	if unrecorded == nil { // on record even if the caller disconnects
 		unrecorded = e.setEffect(context.WithoutCancel(ctx), *f)
 	}
 	if unrecorded != nil {
-		f.Status = runtime.EffectRunning // as far as will ever be known
+		f.Status = runtime.EffectRunning // its outcome cannot be known any more
 		return failed(fmt.Errorf("what came of its undo command is not on record: %w", unrecorded))
 	}
 	e.noteEffect(*f)
@@ -200,7 +199,7 @@ func (e *Engine) runEffect(ctx context.Context, r *restoration, f *runtime.Effec
 	return failpoint.Hit("effect.after-record")
 }
 
-// compensatedText tells, for an error, what was compensated before it came up.
+// compensatedText says, for an error, what was compensated before it.
 func compensatedText(list []runtime.Effect) string {
 	var names []string
 	for _, f := range list {
@@ -221,7 +220,7 @@ func effects(n int) string {
 	return fmt.Sprintf("%d effects", n)
 }
 
-// unsureEffects settles what a killed restore has left of undo commands, in words.
+// unsureEffects settles undo commands that a killed restore left running, and names them.
 func (e *Engine) unsureEffects(ctx context.Context, id string) (string, error) {
 	list, err := e.ledger(ctx, id)
 	if err != nil {

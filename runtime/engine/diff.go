@@ -24,8 +24,8 @@ import (
 // maxChanges is how many changes a Diff lists unless asked for more.
 const maxChanges = 1_000_000
 
-// Diff tells what a user of a sandbox finds changed between two states of its
-// files. It only reads, and takes a running sandbox as it finds it.
+// Diff lists what a user of a sandbox finds changed between two states of its files. It
+// only reads, and does not freeze a running sandbox.
 func (e *Engine) Diff(ctx context.Context, req runtime.DiffRequest) (runtime.Diff, error) {
 	return verb(ctx, e, onSandbox("diff", req.Sandbox).reads(), func(ctx context.Context) (runtime.Diff, error) {
 		return e.diff(ctx, req)
@@ -147,7 +147,7 @@ func (d *differ) close() error {
 	return errors.Join(errs...)
 }
 
-// side finds what a reference means.
+// side resolves a reference to one side of the Diff.
 func (d *differ) side(ctx context.Context, i int, ref string, state *runtime.DiffState) (overlay.Side, error) {
 	switch ref {
 	case runtime.DiffImage:
@@ -242,8 +242,8 @@ func layers(ctx context.Context, sb store.Sandbox, c runtime.Container, host Hos
 		"Of a container that exists they are; restore it first.")
 }
 
-// covered reports whether the backend binds a file of its own over a path, so
-// that nobody in the sandbox sees what the upperdir has there.
+// covered reports whether the backend binds a file of its own over a path, so that the
+// upperdir's file is not visible in the sandbox.
 func (d *differ) covered(name string) bool {
 	for _, m := range d.managed {
 		if _, ok := m["/"+name]; ok {
@@ -254,9 +254,9 @@ func (d *differ) covered(name string) bool {
 	return ok
 }
 
-// managedChanges compares the files that the backend binds over the root. What
-// one of the states does not have, because nothing had been started, or what
-// the image has, is the backend's doing.
+// managedChanges compares the files that the backend binds over the root. It ignores files
+// that one of the states lacks, because nothing had been started or because it is the
+// image: the backend made those.
 func (d *differ) managedChanges() (list []runtime.Change) {
 	for _, name := range slices.Sorted(maps.Keys(d.managed[0])) {
 		a := d.managed[0][name]
@@ -284,7 +284,7 @@ func (d *differ) managedChanges() (list []runtime.Change) {
 	return list
 }
 
-// ChangeOf is one change in the form of the API.
+// ChangeOf converts one change to the form of the API.
 func ChangeOf(c overlay.Change) runtime.Change {
 	out := runtime.Change{Change: string(c.Kind), What: c.What, Old: fileState(c.Old), New: fileState(c.New)}
 	out.Path, out.PathB64 = nameView(c.Path)

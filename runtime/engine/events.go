@@ -21,12 +21,12 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// followEvery is how often Events, following, looks for new ones.
+// followEvery is how often Events looks for new events while it follows.
 const followEvery = 250 * time.Millisecond
 
 func (e *Engine) eventsDir() string { return filepath.Join(e.store.Root(), "events") }
 
-// Events hands what befell a sandbox to each.
+// Events calls each with the events of a sandbox.
 func (e *Engine) Events(ctx context.Context, ref string, opts runtime.EventOptions, each func(runtime.Event) error) error {
 	return e.verb(ctx, onSandbox("events", ref).reads(), func(ctx context.Context) error {
 		return e.events(ctx, ref, opts, each)
@@ -51,7 +51,7 @@ func (e *Engine) events(ctx context.Context, ref string, opts runtime.EventOptio
 	defer tick.Stop()
 	var c runtime.Container
 	for n := 0; ; n++ {
-		// To ask an engine costs more than to read a counter.
+		// Asking an engine costs more than reading a counter.
 		if n%4 == 0 || c.Pid == 0 || unix.Kill(c.Pid, 0) != nil {
 			if c, err = sb.host.Inspect(ctx, sb.ID); err != nil && !errors.Is(err, runtime.ErrNotFound) {
 				return err
@@ -85,7 +85,7 @@ func (e *Engine) events(ctx context.Context, ref string, opts runtime.EventOptio
 type eventSource struct {
 	*eventlog.Reader
 	sandbox string
-	only    string // the type that all are of. Who writes them is confined, and may be in a hostile hand
+	only    string // the type of all its events. Their writer is confined, and may be compromised
 }
 
 func (s eventSource) event(line []byte) (runtime.Event, error) {
@@ -108,7 +108,7 @@ func (s eventSource) event(line []byte) (runtime.Event, error) {
 	return ev, nil
 }
 
-// readEvents hands what is new in logs to each, by its time.
+// readEvents calls each with the new events of the logs, by time.
 func readEvents(logs []eventSource, opts runtime.EventOptions, each func(runtime.Event) error) error {
 	var list []runtime.Event
 	for _, l := range logs {
@@ -135,7 +135,7 @@ func readEvents(logs []eventSource, opts runtime.EventOptions, each func(runtime
 	return nil
 }
 
-// note puts an event of a sandbox on record.
+// note records an event of a sandbox.
 func (e *Engine) note(id string, ev runtime.Event) error {
 	ev.Sandbox, ev.Time = id, ev.Time.UTC()
 	line, err := json.Marshal(ev)
@@ -145,11 +145,11 @@ func (e *Engine) note(id string, ev runtime.Event) error {
 	return eventlog.Append(e.eventsDir(), id, append(line, '\n'))
 }
 
-// hits is nil while no limit has come into force.
+// hits returns how often limits were hit; nil: never.
 func (e *Engine) hits(id string, c runtime.Container) (*runtime.LimitHits, error) {
 	out := c.Hits
 	if c.OOMKilled && out.OOMKills == 0 {
-		out.OOMKills = 1 // at least; its engine does not count
+		out.OOMKills = 1 // at least 1: its engine does not count
 	}
 	var err error
 	if out.Storage, err = e.storageHit(id); err != nil {
@@ -173,8 +173,8 @@ func (e *Engine) hits(id string, c runtime.Container) (*runtime.LimitHits, error
 	return &out, nil
 }
 
-// noteHits makes events of what the kernel has counted since it was last looked
-// at. Before a next start takes the counters away somebody has to have called it.
+// noteHits turns what the kernel has counted since the last call into events. It must be
+// called before the next start, which resets the counters.
 func (e *Engine) noteHits(ctx context.Context, sb store.Sandbox, c runtime.Container) error {
 	h, err := e.hits(sb.ID, c)
 	if err != nil || h == nil || h.OOMKills+h.Pids == 0 {
@@ -190,8 +190,8 @@ func (e *Engine) noteHits(ctx context.Context, sb store.Sandbox, c runtime.Conta
 	}
 	defer lock.Unlock()
 	noted := map[string]int64{}
-	// What is kept apart says what the log, which is bounded, may have lost, and the
-	// log what was noted right before a crash.
+	// The separate counts have what the bounded log may have lost; the log has what was
+	// noted right before a crash.
 	kept, err := e.countsOf(sb.ID)
 	if err != nil {
 		return err
@@ -231,7 +231,7 @@ func (e *Engine) noteHits(ctx context.Context, sb store.Sandbox, c runtime.Conta
 	return errors.Join(err, e.keepCounts(sb.ID, counts{c.Started.UTC(), noted[runtime.EventOOM], noted[runtime.EventPids]}))
 }
 
-// counts are what was noted of what the kernel counts of a start.
+// counts are the recorded values of the kernel's counters for one start.
 type counts struct {
 	Started time.Time `json:"started"`
 	OOM     int64     `json:"oom"`
@@ -244,7 +244,7 @@ func (e *Engine) countsOf(id string) (counts, error) {
 	var c counts
 	data, err := os.ReadFile(e.countsPath(id))
 	if err == nil && json.Unmarshal(data, &c) != nil {
-		c = counts{} // a power loss cut it off: the log has them
+		c = counts{} // truncated by a power loss; the log has the counts
 	}
 	return c, ignoreMissing(err)
 }
@@ -259,15 +259,15 @@ func (e *Engine) keepCounts(id string, c counts) error {
 	return ignoreMissing(fsx.Write(path, data, fsx.Options{Temp: path + ".new", Volatile: true}))
 }
 
-// keepHits is noteHits for a verb that goes on whatever comes of it.
+// keepHits is noteHits for a verb that ignores its errors.
 func (e *Engine) keepHits(ctx context.Context, sb store.Sandbox, c runtime.Container) {
 	if err := e.noteHits(ctx, sb, c); err != nil {
 		e.log.Warn("limit hits not recorded", "sandbox", sb.ID, "err", err)
 	}
 }
 
-// forgetEvents removes those of sandboxes that are gone: who noted one in the
-// moment of the removal was too late.
+// forgetEvents removes the events of sandboxes that are gone: an event that was noted
+// during the removal may have left some.
 func (e *Engine) forgetEvents(ctx context.Context, but map[string]bool) error {
 	list, err := os.ReadDir(e.eventsDir())
 	if err != nil {
@@ -288,7 +288,7 @@ func (e *Engine) forgetEvents(ctx context.Context, but map[string]bool) error {
 	return errors.Join(errs...)
 }
 
-// dropEvents removes those of a sandbox.
+// dropEvents removes the events of a sandbox.
 func (e *Engine) dropEvents(id string) error {
 	err := eventlog.Remove(e.eventsDir(), id)
 	for _, name := range []string{e.countsPath(id), e.countsPath(id) + ".new"} {

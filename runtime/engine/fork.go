@@ -27,17 +27,17 @@ import (
 // maxForks bounds one Fork.
 const maxForks = 1000
 
-// forking is what is particular about the restore that makes a fork.
+// forking is the part of a restore that is specific to a fork.
 type forking struct {
 	receipt runtime.Forked
 	noStart bool
-	look    func(ctx context.Context, r *restoration) error // instead of letting it go on
+	look    func(ctx context.Context, r *restoration) error // called instead of letting the fork go on
 }
 
-// Fork makes new sandboxes of a checkpoint. Each is a sandbox of its own, with
-// its own id, name, hostname and address; what its processes remember of their
-// past is the origin's, and the receipt says so. When one of them fails the
-// others stay, and the error comes with their receipts.
+// Fork makes new sandboxes from a checkpoint. Each is a sandbox of its own, with its own
+// id, name, hostname and address. The memory of its processes is the origin's, and its
+// receipt says so. If one fork fails the others stay, and the error comes with their
+// receipts.
 func (e *Engine) Fork(ctx context.Context, ref string, opts runtime.ForkOptions) ([]runtime.Forked, error) {
 	return verb(ctx, e, onSandbox("fork", ref), func(ctx context.Context) ([]runtime.Forked, error) {
 		return e.fork(ctx, ref, opts)
@@ -81,7 +81,7 @@ func (e *Engine) fork(ctx context.Context, ref string, opts runtime.ForkOptions)
 	defer steps.end()
 	list := make([]*runtime.Forked, opts.Count)
 	group := new(guard.Group)
-	group.SetLimit(4) // they wait for the disk and the kernel, not only for cores
+	group.SetLimit(4) // forks wait for the disk and the kernel, not only for a CPU
 	for i := range list {
 		group.Go(func() error {
 			if err := ctx.Err(); err != nil {
@@ -130,7 +130,7 @@ func (e *Engine) forking(ctx context.Context, row store.Checkpoint, opts runtime
 	return s, nil
 }
 
-// forkFrom finds the checkpoint to fork, or takes one.
+// forkFrom finds the checkpoint to fork, or takes a new one.
 func (e *Engine) forkFrom(ctx context.Context, ref string, opts runtime.ForkOptions) (row store.Checkpoint, err error) {
 	sb, gone, err := e.owner(ctx, ref)
 	if err != nil {
@@ -150,8 +150,8 @@ func (e *Engine) forkFrom(ctx context.Context, ref string, opts runtime.ForkOpti
 	return row, r.checkDamage()
 }
 
-// forkOne makes one fork. With look it is made without network and hooks, and handed to
-// look once its processes are restored and stand still, before the fork counts as made.
+// forkOne makes one fork. With look it is made without network and hooks, and look is called
+// once its processes are restored and still frozen, before the fork counts as made.
 func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string, opts runtime.ForkOptions, steps *steps,
 	look func(context.Context, *restoration) error) (_ runtime.Forked, err error) {
 	begun := time.Now()
@@ -255,7 +255,7 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 		return runtime.Forked{}, err
 	}
 	if look != nil {
-		h = &hooks{e: e} // nothing of it runs
+		h = &hooks{e: e} // no hooks run
 	}
 	defer func() { h.failed(ctx, err) }()
 	h.of(row)
@@ -276,20 +276,19 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 	return out, err
 }
 
-// forkName makes the name of a fork from its origin's.
+// forkName derives the name of a fork from its origin's.
 func forkName(origin, id string) string {
 	origin = strings.ReplaceAll(origin, "://", "-")
 	return origin[:min(len(origin), 40)] + "-fork-" + id[:6]
 }
 
-// The files that tell one machine from another. What is not there, or empty,
-// stays so.
+// The files that identify a machine. A file that is missing or empty stays so.
 var seeds = []string{"/etc/machine-id", "/var/lib/dbus/machine-id", "/var/lib/systemd/random-seed", "/var/lib/urandom/random-seed", "/var/lib/misc/random-seed"}
 
 const maxSeed = 64 << 10
 
-// reseed gives a fork, which is not started yet, a machine id and random seeds
-// of its own. They keep their size, for a process may have them open.
+// reseed gives a fork, before its start, a machine id and random seeds of its own. The files
+// keep their sizes, because a process may have them open.
 func (e *Engine) reseed(ctx context.Context, r *restoration) error {
 	if err := failpoint.Hit("fork.before-reseed"); err != nil {
 		return err
@@ -343,7 +342,7 @@ func reseedFile(jail *policy.Jail, name, id string) (done bool, err error) {
 	if strings.HasSuffix(name, "machine-id") {
 		n, err := f.ReadAt(data, 0)
 		if len(bytes.TrimSpace(data[:n])) != len(id) || err != nil && n == 0 {
-			return false, nil // "uninitialized": whoever boots it makes one
+			return false, nil // "uninitialized": systemd creates one at boot
 		}
 		copy(data, id)
 	} else {
@@ -353,8 +352,7 @@ func reseedFile(jail *policy.Jail, name, id string) (done bool, err error) {
 	return err == nil, err
 }
 
-// awaken gives the restored processes of a fork, which stand still, its own
-// hostname, and lets them go on.
+// awaken gives the restored, frozen processes of a fork its own hostname and thaws them.
 func (e *Engine) awaken(ctx context.Context, r *restoration) error {
 	if r.fork.look != nil {
 		return r.fork.look(ctx, r)
@@ -366,7 +364,7 @@ func (e *Engine) awaken(ctx context.Context, r *restoration) error {
 	if err := criu.SetHostname(c.Pid, r.spec.Hostname); err != nil {
 		return err
 	}
-	// It was never paused for its engine.
+	// Its engine does not know that it was paused.
 	r.c.Stage.TakePaused()
 	if err := failpoint.Hit("fork.before-thaw"); err != nil {
 		return err

@@ -12,18 +12,18 @@ import (
 	"github.com/agentbox/agentbox/criu/stage"
 )
 
-// Files that processes hold by names that are gone: CRIU makes these names for a moment, and
-// removes them. What it needs for that is laid out here, and the times of the directories
-// that it does it in are noted, so that the wrapper can put them back.
+// Processes may hold open files whose names are gone. CRIU recreates such names for a moment
+// and removes them. The code here stages what CRIU needs for that, and notes the times of the
+// directories concerned, so that the wrapper can put them back.
 
-// beneath opens a directory of the upperdir, by names only.
+// beneath opens a directory of the upperdir without following links or mounts.
 func beneath(root int, dir string) (int, error) {
 	how := unix.OpenHow{Flags: unix.O_RDONLY | unix.O_DIRECTORY | unix.O_CLOEXEC, Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_XDEV}
 	return unix.Openat2(root, "./"+strings.TrimPrefix(dir, "/"), &how)
 }
 
-// remapped makes the links that a restore needs in an upperdir that nobody uses, and returns the
-// times of directories; remove takes the links away again.
+// remapped makes the links that a restore needs in an unused upperdir, and returns the times
+// of the directories; remove removes the links.
 func remapped(upper, images string) (times []stage.DirTime, remove func() error, err error) {
 	none := func() error { return nil }
 	links, dirs, err := criu.Remapped(images)
@@ -38,7 +38,7 @@ func remapped(upper, images string) (times []stage.DirTime, remove func() error,
 	for _, dir := range dirs {
 		fd, err := beneath(root, dir)
 		if err != nil {
-			continue // it is gone, or not of the root filesystem
+			continue // the directory is gone, or not on the root filesystem
 		}
 		var st unix.Stat_t
 		err = unix.Fstat(fd, &st)
@@ -95,7 +95,7 @@ func link(root int, l criu.Link) error {
 	}
 	defer unix.Close(to)
 	err = unix.Linkat(from, path.Base(l.Old), to, path.Base(l.New), 0)
-	if err == unix.EEXIST { // of a restore that was killed
+	if err == unix.EEXIST { // left by a restore that was killed
 		if err = unix.Unlinkat(to, path.Base(l.New), 0); err == nil {
 			err = unix.Linkat(from, path.Base(l.Old), to, path.Base(l.New), 0)
 		}

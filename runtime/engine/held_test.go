@@ -53,8 +53,8 @@ func TestRestoreLetsGoOfLock(t *testing.T) {
 	}
 }
 
-// Whatever keeps upkeep from its work is in the log, and not as an error when somebody
-// else is at work.
+// TestUpkeepIsLogged: what keeps upkeep from its work is logged once, and not as an error if
+// another process is at work.
 func TestUpkeepIsLogged(t *testing.T) {
 	for _, c := range []struct {
 		err  error

@@ -12,20 +12,20 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// hooks are those of one verb of a sandbox, whose lock is held.
+// hooks are the hooks of one verb on a sandbox whose lock is held.
 type hooks struct {
 	e     *Engine
 	list  map[string][]policy.Hook
 	facts runtime.HookFacts
 }
 
-// hooksOf finds the hooks of a sandbox in the policy that it was made under. One
-// that was never used here came from elsewhere, and nothing of it is run.
+// hooksOf finds the hooks of a sandbox in the policy that it was created under. A policy
+// that was never used here came from elsewhere, and none of its hooks run.
 func (e *Engine) hooksOf(verb string, s runtime.Spec) (*hooks, error) {
 	h := &hooks{e: e, facts: runtime.HookFacts{Verb: verb, Sandbox: runtime.HookSandbox{
 		ID: s.ID, Name: s.Name, Image: s.Image, ImageDigest: s.ImageDigest, Backend: s.Backend, Labels: s.Labels,
 	}}}
-	// Most policies have none, and need no reading.
+	// Most policies have no hooks, and need no parsing.
 	if s.Policy == nil || !bytes.Contains(s.Policy.Rules, []byte(`"hooks"`)) {
 		return h, nil
 	}
@@ -39,12 +39,12 @@ func (e *Engine) hooksOf(verb string, s runtime.Spec) (*hooks, error) {
 	return h, nil
 }
 
-// of says which checkpoint a verb is about.
+// of sets the checkpoint that a verb acts on.
 func (h *hooks) of(row store.Checkpoint) {
 	h.facts.Checkpoint = &runtime.HookCheckpoint{ID: row.ID, Name: row.Name, Trigger: row.Trigger, Labels: row.Labels}
 }
 
-// before runs hooks that come before a verb. The first that fails refuses it.
+// before runs the hooks before a verb. The first that fails refuses the verb.
 func (h *hooks) before(ctx context.Context, point string) error {
 	for _, hook := range h.list[point] {
 		if err := h.run(ctx, point, hook); err != nil {
@@ -57,8 +57,8 @@ func (h *hooks) before(ctx context.Context, point string) error {
 	return nil
 }
 
-// after runs hooks that come after a verb that is done. What fails of them is a
-// warning, and a caller who goes away ends none.
+// after runs the hooks after a successful verb. A hook that fails is a warning, and a caller
+// that disconnects does not end one.
 func (h *hooks) after(ctx context.Context, point string) (warnings []string) {
 	for _, hook := range h.list[point] {
 		if err := h.run(context.WithoutCancel(ctx), point, hook); err != nil {
@@ -77,7 +77,7 @@ func (h *hooks) failed(ctx context.Context, err error) {
 	}
 }
 
-// run runs one hook until it ends, or its time is over.
+// run runs one hook until it ends or times out.
 func (h *hooks) run(ctx context.Context, point string, hook policy.Hook) error {
 	failed := func(err error) error {
 		return fmt.Errorf("hook %s: %s: %w", point, hook.Run[0], err)
@@ -97,7 +97,7 @@ func (h *hooks) run(ctx context.Context, point string, hook policy.Hook) error {
 	return nil
 }
 
-// environ is all that a hook has in its environment, beside a PATH.
+// environ returns the environment of a hook, except PATH.
 func (h *hooks) environ(facts runtime.HookFacts) []string {
 	env := []string{
 		"AGENTBOX_HOOK=" + facts.Hook,

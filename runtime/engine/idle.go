@@ -14,17 +14,17 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// idling is how long nothing has gone on, looked at a tenth of the time that it
-// may take, or each latest.
+// idling measures how long a sandbox has been idle. It samples every tenth of the limit,
+// at least every latest.
 type idling struct {
-	pid   int           // whose cgroup was looked at
-	at    time.Duration // when: uptime
-	used  time.Duration // the processor time that it had had then
-	touch time.Time     // when the sandbox was last used then
+	pid   int           // the first process, whose cgroup was sampled
+	at    time.Duration // uptime of the sample
+	used  time.Duration // CPU time until then
+	touch time.Time     // last use until then
 	quiet time.Duration
 }
 
-// look looks once, if it is time to, and says when to look again.
+// look takes a sample, if it is time to, and returns when to take the next.
 func (i *idling) look(e *Engine, c runtime.Container, id string, limit time.Duration) (quiet, again time.Duration, err error) {
 	window := min(max(limit/10, 50*time.Millisecond), latest)
 	now := uptime()
@@ -44,10 +44,10 @@ func (i *idling) look(e *Engine, c runtime.Container, id string, limit time.Dura
 	last := *i
 	i.pid, i.at, i.used, i.touch = c.Pid, now, used, e.lastUse(id)
 	switch {
-	case last.pid != c.Pid: // a look at a new start
+	case last.pid != c.Pid: // the first sample of a new start
 		i.quiet = 0
 	case c.Status == runtime.Paused: // this time does not count
-	case span > 2*window: // nor one in which nobody looked, as of a host that was suspended
+	case span > 2*window: // nor does a long gap between samples, as on a suspended host
 	case float64(used-last.used) >= runtime.IdleShare*float64(span) || !i.touch.Equal(last.touch):
 		i.quiet = 0
 	default:
@@ -83,8 +83,8 @@ func (e *Engine) inUse(c runtime.Container, id string) (bool, error) {
 	return len(strays) > 0, err
 }
 
-// usePath is a file that those hold a lock on who are attached to a sandbox. Its
-// time is that of the last use.
+// usePath is a file on which processes attached to a sandbox hold a shared lock. Its time is
+// that of the last use.
 func (e *Engine) usePath(id string) string { return filepath.Join(e.run, id, "used") }
 
 func (e *Engine) lastUse(id string) time.Time {
@@ -104,8 +104,8 @@ func (e *Engine) inUseBy(sb store.Sandbox) (done func(), err error) {
 	return e.use(s)
 }
 
-// use notes that somebody uses a sandbox, until done is called or this process
-// has ended. Where nobody asks for that it does nothing.
+// use marks a sandbox as in use until done is called or this process ends. It does nothing
+// for a sandbox without an idle limit.
 func (e *Engine) use(s runtime.Spec) (done func(), err error) {
 	if s.Lifetime.Idle == 0 {
 		return func() {}, nil

@@ -20,7 +20,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// ImportImage makes an image of a tarball or a directory.
+// ImportImage makes an image from a tarball or a directory.
 func (e *Engine) ImportImage(ctx context.Context, name, source string) (runtime.Image, error) {
 	return verb(ctx, e, &Op{Verb: "image import", Ref: name, From: source}, func(ctx context.Context) (runtime.Image, error) {
 		to, err := e.images()
@@ -32,7 +32,7 @@ func (e *Engine) ImportImage(ctx context.Context, name, source string) (runtime.
 	})
 }
 
-// ImportImageFrom makes an image of a tar stream.
+// ImportImageFrom makes an image from a tar stream.
 func (e *Engine) ImportImageFrom(ctx context.Context, name string, r io.Reader) (runtime.Image, error) {
 	return verb(ctx, e, on("image import", name), func(ctx context.Context) (runtime.Image, error) {
 		to, err := e.images()
@@ -75,7 +75,7 @@ func imageView(img image.Image) runtime.Image {
 	}
 }
 
-// PullImage gets an image from where it is, or finds it here.
+// PullImage fetches an image, or finds it here.
 func (e *Engine) PullImage(ctx context.Context, ref string, opts image.PullOptions) (runtime.Image, error) {
 	return verb(ctx, e, on("image pull", ref), func(ctx context.Context) (runtime.Image, error) {
 		from, err := e.images()
@@ -133,14 +133,14 @@ func (e *Engine) pushImage(ctx context.Context, ref, to string, opts image.Sourc
 	return out, err
 }
 
-// destination is where an image is to go.
+// destination is where an image is written.
 type destination struct {
-	name string // as it was given
+	name string // as the user gave it
 	ref  source.Reference
 	here bool // among the images that are here
 }
 
-// destination reads where an image is to go: a name alone is one for here.
+// destination parses where an image is written: a name alone means this host.
 func (e *Engine) destination(to string, opts image.SourceOptions) (destination, error) {
 	cfg := opts.Config
 	if cfg == nil {
@@ -167,8 +167,8 @@ func (e *Engine) destination(to string, opts image.SourceOptions) (destination, 
 	return destination{name: to, ref: ref, here: ref.Transport == source.Docker && !url}, nil
 }
 
-// put writes an image to its destination, and tells how it is called there and
-// the digest of its manifest, if it has one.
+// put writes an image to its destination, and returns its name there and the digest of its
+// manifest, if it has one.
 func (e *Engine) put(ctx context.Context, here runtime.Images, to destination, img v1.Image, opts image.SourceOptions) (made image.Image, manifest string, err error) {
 	if to.here {
 		made, err = here.Add(ctx, to.name, img)
@@ -195,7 +195,7 @@ func (e *Engine) TagImage(ctx context.Context, ref, name string) error {
 	})
 }
 
-// InspectImage tells all about an image.
+// InspectImage returns the details of an image.
 func (e *Engine) InspectImage(ctx context.Context, ref string) (runtime.ImageDetails, error) {
 	return verb(ctx, e, on("image inspect", ref).reads(), func(ctx context.Context) (runtime.ImageDetails, error) {
 		return e.inspectImage(ctx, ref)
@@ -239,7 +239,7 @@ func (e *Engine) VerifyImage(ctx context.Context, ref string) (runtime.Image, er
 	})
 }
 
-// PruneImages removes images that nothing needs.
+// PruneImages removes unused images.
 func (e *Engine) PruneImages(ctx context.Context, all bool) (runtime.PrunedImages, error) {
 	return verb(ctx, e, on("image prune", ""), func(ctx context.Context) (runtime.PrunedImages, error) {
 		return e.pruneImages(ctx, all)
@@ -262,8 +262,8 @@ func (e *Engine) pruneImages(ctx context.Context, all bool) (out runtime.PrunedI
 	return out, err
 }
 
-// imageOf finds the image that a sandbox or a checkpoint has pinned, and, when it
-// is not here, gets it from where it came from.
+// imageOf finds the image that a sandbox or a checkpoint refers to, and fetches it from its
+// source if it is not here.
 func imageOf(ctx context.Context, from runtime.Images, digest string, s runtime.Spec, opts image.PullOptions) (image.Image, error) {
 	img, err := from.ResolveDigest(ctx, digest)
 	if !errors.Is(err, runtime.ErrNotFound) {
@@ -285,7 +285,7 @@ func imageOf(ctx context.Context, from runtime.Images, digest string, s runtime.
 	return img, nil
 }
 
-// howToGet says how the image that a sandbox had is brought here.
+// howToGet says how to get the image of a sandbox.
 func howToGet(s runtime.Spec) string {
 	if s.ImageSource == "" {
 		return "It did not come from a registry: bring it here from where it is (agentbox image push there, agentbox image pull here), or import the same files again."
@@ -293,8 +293,8 @@ func howToGet(s runtime.Spec) string {
 	return "Pull it with: agentbox image pull " + s.ImageSource
 }
 
-// arrived is a checkpoint that came from elsewhere, with a warning if its image
-// did not. That is no part of the checkpoint: the image may come yet.
+// arrived adds a warning to a checkpoint from elsewhere whose image is not here. The warning
+// is not stored with the checkpoint: the image may still arrive.
 func (e *Engine) arrived(ctx context.Context, row store.Checkpoint) runtime.Checkpoint {
 	out := checkpointView(row)
 	s, err := specOf(row.SandboxID, row.Spec)
@@ -340,10 +340,9 @@ func (e *Engine) removeImage(ctx context.Context, name string) (err error) {
 	return cmp.Or(failed(), err)
 }
 
-// needs makes the question whether an image is needed, for whoever removes
-// images to ask when no other can any more: sandboxes may have been made
-// since the verb began. While that cannot be known, failed says why and all are
-// needed.
+// needs returns a function that reports whether an image is needed. The image store calls
+// it while no other process can resolve an image: sandboxes may have been created since the
+// verb began. If the users cannot be determined, failed says why and all images are needed.
 func (e *Engine) needs(ctx context.Context) (needed func(digest string) bool, failed func() error) {
 	var err error
 	users := sync.OnceValue(func() (all map[string][]string) {
@@ -353,7 +352,7 @@ func (e *Engine) needs(ctx context.Context) (needed func(digest string) bool, fa
 	return func(digest string) bool { return len(users()[digest]) > 0 || err != nil }, func() error { return err }
 }
 
-// imageUsers tells, by digest, which sandboxes and checkpoints need an image.
+// imageUsers lists, by image digest, the sandboxes and checkpoints that need the image.
 func (e *Engine) imageUsers(ctx context.Context) (map[string][]string, error) {
 	users := map[string][]string{}
 	boxes, err := e.store.Sandboxes(ctx)
@@ -373,7 +372,7 @@ func (e *Engine) imageUsers(ctx context.Context) (map[string][]string, error) {
 	return users, nil
 }
 
-// needed names who needs an image.
+// needed says which sandboxes and checkpoints need an image.
 func needed(users []string) string {
 	const most = 10
 	more := ""
@@ -388,7 +387,7 @@ func needed(users []string) string {
 	return strings.Join(users, ", ") + more + verb
 }
 
-// lastName reports whether an image has no more than one name.
+// lastName reports whether an image has at most one name.
 func lastName(ctx context.Context, from runtime.Images, digest string) (bool, error) {
 	list, err := from.List(ctx)
 	if err != nil {

@@ -17,7 +17,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// PinCheckpoint keeps a checkpoint from Prune, or gives it up to it again.
+// PinCheckpoint protects a checkpoint from Prune, or ends the protection.
 func (e *Engine) PinCheckpoint(ctx context.Context, ref string, pinned bool) error {
 	name := "checkpoint pin"
 	if !pinned {
@@ -45,7 +45,7 @@ func (e *Engine) TagCheckpoint(ctx context.Context, ref, tag string) error {
 	})
 }
 
-// UntagCheckpoint takes the tag of SANDBOX@TAG away.
+// UntagCheckpoint removes the tag of SANDBOX@TAG.
 func (e *Engine) UntagCheckpoint(ctx context.Context, ref string) error {
 	return e.verb(ctx, onCheckpoint("checkpoint untag", ref), func(ctx context.Context) (err error) {
 		sandbox, tag, ok := strings.Cut(ref, "@")
@@ -60,8 +60,8 @@ func (e *Engine) UntagCheckpoint(ctx context.Context, ref string) error {
 	})
 }
 
-// Prune removes the checkpoints that no rule keeps and frees what nothing needs.
-// Without a rule those of the sandboxes' policies count.
+// Prune removes the checkpoints that no rule keeps and frees unused space. Without a rule
+// the rules of the sandboxes' policies apply.
 func (e *Engine) Prune(ctx context.Context, opts runtime.PruneOptions) (runtime.Pruned, error) {
 	return verb(ctx, e, &Op{Verb: "prune", Ref: opts.Sandbox, About: AboutSandbox, Reads: opts.DryRun}, func(ctx context.Context) (runtime.Pruned, error) {
 		return e.prune(ctx, opts)
@@ -106,11 +106,11 @@ func (e *Engine) prune(ctx context.Context, opts runtime.PruneOptions) (out runt
 	return out, err
 }
 
-// tidy forgets old failures, and frees the space of removed checkpoints once it
-// is worth the while. What keeps it from that keeps it until the next time.
+// tidy removes old failures, and frees the space of removed checkpoints once there is
+// enough of it. If it fails, the next call does the work.
 func (e *Engine) tidy(ctx context.Context) {
 	ctx = context.WithoutCancel(ctx)
-	// One that failed just now is still to be looked at.
+	// Keep a recent failure for the user to look at.
 	if err := e.forgetFailures(ctx, "", false, &runtime.Pruned{}); err != nil {
 		e.log.Warn("records of failed checkpoints not removed", "err", err)
 	}
@@ -129,14 +129,13 @@ func (e *Engine) tidy(ctx context.Context) {
 	e.log.Info("space of removed checkpoints freed", "bytes", got.Freed)
 }
 
-// retainQuietly is Prune by the policies, in the background: at most so many bytes
-// a second are copied, nobody waits for it, and without anything to free it
-// reads nothing but records.
+// retainQuietly is Prune by the policies, in the background: it copies at most rate bytes a
+// second, no caller waits for it, and if there is nothing to free it reads only records.
 func (e *Engine) retainQuietly(ctx context.Context, rate int64) (out runtime.Pruned, err error) {
 	err = guard.Do(func() error {
 		return errors.Join(e.keepByPolicy(ctx, "", &out), e.forgetFailures(ctx, "", false, &out))
 	})
-	// Before the space of them is freed, which may take minutes, and fail.
+	// Record this before freeing the space, which may take minutes, and fail.
 	e.recordPruned(context.WithoutCancel(ctx), out, err)
 	if err != nil {
 		return out, err
@@ -153,7 +152,7 @@ func (e *Engine) retainQuietly(ctx context.Context, rate int64) (out runtime.Pru
 	return out, err
 }
 
-// estimate adds to a dry run what the checkpoints would free that are still there.
+// estimate adds to a dry run the space that its checkpoints would free.
 func (e *Engine) estimate(ctx context.Context, out *runtime.Pruned) error {
 	sizes, err := e.store.Sizes(ctx)
 	if err != nil {
@@ -163,7 +162,7 @@ func (e *Engine) estimate(ctx context.Context, out *runtime.Pruned) error {
 	for _, p := range out.Removed {
 		gone[p.Checkpoint.ID] = true
 	}
-	// Those of that moment, and not of a later one: checkpoints come and go meanwhile.
+	// Use the checkpoints of one moment: they come and go meanwhile.
 	all := sizes.IDs()
 	kept := slices.DeleteFunc(slices.Clone(all), func(id string) bool { return gone[id] })
 	free := sizes.Packed(all) - sizes.Packed(kept)
@@ -172,9 +171,9 @@ func (e *Engine) estimate(ctx context.Context, out *runtime.Pruned) error {
 	return nil
 }
 
-// retain applies the rules to the checkpoints that a filter selects and, unless it
-// is a dry run, removes what they do not keep. Those of each sandbox that count
-// have to be among them.
+// retain applies the rules to the checkpoints that a filter selects and, unless it is a dry
+// run, removes those that no rule keeps. The filter must select all of a sandbox's
+// checkpoints that count.
 func (e *Engine) retain(ctx context.Context, f store.Filter, r retention, out *runtime.Pruned) error {
 	rows, err := e.store.Checkpoints(ctx, f)
 	if err != nil {
@@ -188,7 +187,7 @@ func (e *Engine) retain(ctx context.Context, f store.Filter, r retention, out *r
 	for _, head := range at {
 		heads[head] = true
 	}
-	undo := map[string]*store.Attached{} // what newer undo checkpoints of a sandbox have of the host
+	undo := map[string]*store.Attached{} // host files that a sandbox's newer undo checkpoints have
 	byID := map[string]store.Checkpoint{}
 	list := make([]policy.Kept, 0, len(rows))
 	for _, row := range rows {
@@ -200,7 +199,7 @@ func (e *Engine) retain(ctx context.Context, f store.Filter, r retention, out *r
 			k.Protected = append(k.Protected, "tag "+tag)
 		}
 		if row.Trigger == runtime.TriggerUndo {
-			k.Group += " undo" // they are no part of the history that the rules are about
+			k.Group += " undo" // the rules are not about undo checkpoints
 			if newer, seen := undo[row.SandboxID]; !seen || !newer.Covers(row.Attached) {
 				undo[row.SandboxID] = newer.And(row.Attached)
 				if _, alive := at[row.SandboxID]; alive {
@@ -214,7 +213,7 @@ func (e *Engine) retain(ctx context.Context, f store.Filter, r retention, out *r
 	var sizes *store.Sizes
 	decisions, err := r.Apply(time.Now(), list, func(ids []string) (n int64, err error) {
 		if sizes == nil {
-			// Most times all fits, and nothing has to be read to know it.
+			// Usually all fits, and nothing needs to be read.
 			of := make([]store.Checkpoint, len(ids))
 			for i, id := range ids {
 				of[i] = byID[id]
@@ -240,10 +239,10 @@ func (e *Engine) retain(ctx context.Context, f store.Filter, r retention, out *r
 		if !out.DryRun {
 			err := e.forget(ctx, byID[d.ID])
 			if errors.Is(err, runtime.ErrNotFound) {
-				continue // somebody else has removed it
+				continue // another process has removed it
 			}
 			if errors.Is(err, runtime.ErrBusy) {
-				// One that is worked with must not keep the others' space.
+				// A checkpoint in use must not keep the others from being removed.
 				p.Reasons = append(slices.Clone(p.Reasons), "busy")
 				out.Kept = append(out.Kept, p)
 				continue
@@ -260,9 +259,9 @@ func (e *Engine) retain(ctx context.Context, f store.Filter, r retention, out *r
 // failureAge is how long the record of a failed checkpoint stays.
 const failureAge = 24 * time.Hour
 
-// forgetFailures removes the records of failed checkpoints, of one sandbox or of
-// all, that are old or, with superseded, that a newer checkpoint has made
-// pointless. They have no pieces, and nobody works with them.
+// forgetFailures removes the records of failed checkpoints, of one sandbox or of all, that
+// are old or, with superseded, that have a newer ready checkpoint. They have no pieces, and
+// no verb uses them.
 func (e *Engine) forgetFailures(ctx context.Context, sandbox string, superseded bool, out *runtime.Pruned) error {
 	old := time.Now().Add(-failureAge)
 	rows, err := e.store.Failures(ctx, sandbox, old, superseded)
@@ -284,8 +283,8 @@ func (e *Engine) forgetFailures(ctx context.Context, sandbox string, superseded 
 	return nil
 }
 
-// forget removes a checkpoint for Prune. What has become a head, or was pinned,
-// since the rules were applied stays; of one that is gone, it says so.
+// forget removes a checkpoint for Prune. A checkpoint that has become a head, or was tagged
+// or pinned, since the rules were applied is ErrBusy; one that is gone is ErrNotFound.
 func (e *Engine) forget(ctx context.Context, row store.Checkpoint) error {
 	lock, err := e.lock(ctx, row.SandboxID, "prune", lockWait)
 	if err != nil {
@@ -310,7 +309,7 @@ func (e *Engine) forget(ctx context.Context, row store.Checkpoint) error {
 	return err
 }
 
-// Usage tells where the space is.
+// Usage returns the disk usage by checkpoint and sandbox.
 func (e *Engine) Usage(ctx context.Context) (runtime.Usage, error) {
 	return verb(ctx, e, on("df", "").reads(), func(ctx context.Context) (runtime.Usage, error) { return e.usage(ctx) })
 }
@@ -351,7 +350,7 @@ func (e *Engine) usage(ctx context.Context) (out runtime.Usage, err error) {
 	return out, nil
 }
 
-// Verify proves checkpoints, and marks those that are damaged.
+// Verify checks checkpoints, and marks those that are damaged.
 func (e *Engine) Verify(ctx context.Context, opts runtime.VerifyOptions) (runtime.VerifyReport, error) {
 	return verb(ctx, e, on("verify", "").errorsNamed(), func(ctx context.Context) (runtime.VerifyReport, error) {
 		return e.verify(ctx, opts)

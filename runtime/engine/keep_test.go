@@ -77,7 +77,7 @@ func TestFailuresGo(t *testing.T) {
 	check("and leaves", left(), all...)
 	check("pruned of one", prune(runtime.PruneOptions{Sandbox: "one", KeepLast: 5}), "one@before", "one@old")
 	check("then there is", left(), "one@after", "one@ready", "two@fresh", "two@old")
-	// What cleans up by itself leaves alone what somebody may yet look at.
+	// Automatic clean-up leaves failures that a user may still want to look at.
 	fail(one, "older", 25*time.Hour)
 	if _, err := r.Restore(ctx, "one", runtime.RestoreOptions{NoUndo: true}); err != nil {
 		t.Fatal(err)

@@ -250,7 +250,7 @@ func TestLeaseTransfer(t *testing.T) {
 	}
 }
 
-// What nobody could hold is refused.
+// TestLeaseRefused requests leases that could not be held.
 func TestLeaseRefused(t *testing.T) {
 	r := newRig(t, nil)
 	for name, c := range map[string]struct {

@@ -31,7 +31,7 @@ import (
 // the caller does not say.
 const stopTimeout = 10 * time.Second
 
-// Create makes a sandbox that can be started. On error nothing of it is left.
+// Create creates a sandbox that can be started. On error nothing of it is left.
 func (e *Engine) Create(ctx context.Context, req runtime.CreateRequest) (runtime.Sandbox, error) {
 	return verb(ctx, e, &Op{Verb: "create", Ref: req.Spec.Image, Name: req.Spec.Name, named: true}, func(ctx context.Context) (runtime.Sandbox, error) {
 		return e.createSandbox(ctx, req)
@@ -50,7 +50,7 @@ func (e *Engine) createSandbox(ctx context.Context, req runtime.CreateRequest) (
 			return runtime.Sandbox{}, err
 		}
 	}
-	// What is not allowed is not even pulled.
+	// An image that the policy does not allow is not pulled.
 	if err := req.Policy.Image(req.Spec.Image); err != nil {
 		return runtime.Sandbox{}, err
 	}
@@ -75,7 +75,7 @@ func (e *Engine) createSandbox(ctx context.Context, req runtime.CreateRequest) (
 	if err := e.admit(&s, req, img, own); err != nil {
 		return runtime.Sandbox{}, err
 	}
-	// Rather now than at its start.
+	// Fail now rather than at the start.
 	if _, err := e.readSecrets(ctx, s, s.Secrets); err != nil {
 		return runtime.Sandbox{}, err
 	}
@@ -133,7 +133,7 @@ func (e *Engine) create(ctx context.Context, s runtime.Spec, row store.Sandbox) 
 		if err := failpoint.Hit("create.after-row"); err != nil {
 			return err
 		}
-		// From the row on the image is in use; until then it could be removed.
+		// Only the row marks the image as in use; until then it could be removed.
 		if len(row.Lower) > 0 {
 			if _, err := host.Images.ResolveDigest(ctx, row.ImageDigest); err != nil {
 				return fmt.Errorf("the image was removed meanwhile: %w", err)
@@ -147,8 +147,8 @@ func (e *Engine) create(ctx context.Context, s runtime.Spec, row store.Sandbox) 
 	})
 }
 
-// complete fills a request in from the image and from defaults, and refuses
-// what cannot work.
+// complete fills in a request from the image and from defaults, and refuses a request
+// that cannot work.
 func complete(req runtime.CreateRequest, img image.Image, backend string) (runtime.Spec, error) {
 	s := req.Spec
 	s.ID = newID()
@@ -232,8 +232,8 @@ func complete(req runtime.CreateRequest, img image.Image, backend string) (runti
 	return s, nil
 }
 
-// mergeLabels adds the labels of the user to those of the image. One of the
-// image's that is longer than what is kept, or one too many, is left out.
+// mergeLabels adds the labels of the user to those of the image. It leaves out labels of
+// the image that are too long or too many.
 func mergeLabels(img, own map[string]string) map[string]string {
 	labels := maps.Clone(own)
 	if labels == nil {
@@ -251,8 +251,7 @@ func mergeLabels(img, own map[string]string) map[string]string {
 	return labels
 }
 
-// checkText refuses what an OCI runtime, which is told everything in JSON,
-// would get with its bytes replaced.
+// checkText refuses text that JSON, in which an OCI runtime gets its spec, would alter.
 func checkText(what string, list []string) error {
 	for _, s := range list {
 		if !utf8.ValidString(s) {
@@ -292,12 +291,12 @@ func (e *Engine) Start(ctx context.Context, ref string, streams *runtime.Streams
 	})
 }
 
-// start is Start of a sandbox whose lock it takes over.
+// start is Start for a sandbox whose lock it takes over.
 func (e *Engine) start(ctx context.Context, sb *locked, streams *runtime.Streams) (wait func() error, err error) {
 	return e.launch(ctx, sb, streams, nil)
 }
 
-// launch is start, of one that is stopped before with stop, which may be nil.
+// launch is start; unless stop is nil, it stops the sandbox first.
 func (e *Engine) launch(ctx context.Context, sb *locked, streams *runtime.Streams, stop *runtime.StopOptions) (wait func() error, err error) {
 	defer sb.lock.Unlock()
 	defer func() { e.started(ctx, sb.Sandbox, err) }()
@@ -343,7 +342,7 @@ func (e *Engine) launch(ctx context.Context, sb *locked, streams *runtime.Stream
 			return nil, err
 		}
 	}
-	// One that goes when it ends must not go with a stop after which it did not start.
+	// An --rm sandbox must not be removed by a stop after which it did not start.
 	keep := stop != nil && live && s.AutoRemove
 	if keep != sb.Kept {
 		if err := e.store.Keep(ctx, sb.ID, keep); err != nil {
@@ -351,7 +350,7 @@ func (e *Engine) launch(ctx context.Context, sb *locked, streams *runtime.Stream
 		}
 	}
 	err = e.intent(ctx, store.Intent{Op: opStart, Sandbox: sb.ID}, nil, func(int64) error {
-		if stop != nil { // with the intent on record, for which there may have been no room
+		if stop != nil { // with the intent on record, for which the disk may have had no room
 			if c, err = e.stopFor(ctx, sb, *stop); err != nil {
 				return err
 			}
@@ -423,8 +422,8 @@ func (e *Engine) inState(ctx context.Context, ref string, states ...runtime.Stat
 	return sb, c, nil
 }
 
-// running finds a sandbox that runs. One that a checkpoint holds frozen for a
-// moment is waited for: its callers must not notice checkpoints.
+// running finds a running sandbox. It waits for one that a checkpoint has frozen: callers
+// must not notice checkpoints.
 func (e *Engine) running(ctx context.Context, ref, verb string) (located, error) {
 	sb, c, err := e.inState(ctx, ref, runtime.Running, runtime.Paused)
 	if err == nil {
@@ -438,7 +437,7 @@ func (e *Engine) running(ctx context.Context, ref, verb string) (located, error)
 		return sb, err
 	}
 	defer lock.Unlock()
-	// No checkpoint goes on now: what is still paused somebody wanted so.
+	// No checkpoint is under way now: a sandbox that is still paused was paused by request.
 	sb, _, err = e.inState(ctx, sb.ID, runtime.Running)
 	return sb, err
 }
@@ -502,8 +501,8 @@ func (e *Engine) exec(ctx context.Context, ref string, p runtime.Process, stream
 		return 0, err
 	}
 	exit, err := sb.host.Exec(ctx, sb.ID, p, streams)
-	// A checkpoint may freeze the sandbox between our look and the runtime's,
-	// which then refuses. Input may be gone by then, and cannot be sent twice.
+	// A checkpoint may freeze the sandbox between our check and that of the runtime, which
+	// then refuses. Input that was read by then cannot be sent twice.
 	for try := 1; errors.Is(err, runtime.ErrState) && try < execTries && streams.Stdin == nil && !p.Terminal; try++ {
 		if _, gone := e.running(ctx, sb.ID, "exec"); gone != nil {
 			break
@@ -559,12 +558,12 @@ func (e *Engine) kill(ctx context.Context, ref, signal string) (err error) {
 		return err
 	}
 	if c.Status == runtime.Paused && isKill(signal) {
-		// A frozen process dies only once it thaws; Stop sees to both.
+		// A frozen process dies only once it thaws; Stop does both.
 		return e.stop(ctx, sb.ID, runtime.StopOptions{})
 	}
 	if ends(signal, sb.Sandbox) {
-		// Not in the midst of a restart, which would forget it again. What keeps the
-		// lock for longer, with the sandbox running, is none.
+		// Do not write during a restart, which would overwrite it. A verb that holds the
+		// lock for longer while the sandbox runs is not a restart.
 		lock, err := e.store.Lock(ctx, sb.ID, "kill", lockWait)
 		if err == nil {
 			defer lock.Unlock()
@@ -585,7 +584,7 @@ func validSignal(name string) error {
 	return nil
 }
 
-// ends reports whether a signal is one by which people end a sandbox.
+// ends reports whether a signal is one that users send to end a sandbox.
 func ends(name string, sb store.Sandbox) bool {
 	sig, err := signal.ParseSignal(cmp.Or(name, "KILL"))
 	if err != nil {
@@ -617,7 +616,7 @@ func (e *Engine) Unpause(ctx context.Context, ref string) error {
 	return e.verb(ctx, onSandbox("unpause", ref), func(ctx context.Context) error { return e.freeze(ctx, ref, runtime.Paused) })
 }
 
-// freeze turns a running sandbox into a paused one and the other way round.
+// freeze pauses a running sandbox, or unpauses a paused one.
 func (e *Engine) freeze(ctx context.Context, ref string, from runtime.Status) error {
 	sb, err := e.acquire(ctx, ref, "pause", lockWait)
 	if err != nil {

@@ -17,7 +17,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// livesFor is a lifetime that begins now.
+// livesFor returns a lifetime that begins now.
 func livesFor(ttl, idle time.Duration) runtime.Lifetime {
 	l := runtime.Lifetime{TTL: ttl, Idle: idle}
 	if ttl > 0 {
@@ -30,7 +30,7 @@ func thisMoment() runtime.Moment {
 	return runtime.Moment{Time: time.Now().UTC().Round(0), Boot: bootID(), Up: uptime()}
 }
 
-// bootID names this boot of the host; empty: nobody knows.
+// bootID identifies this boot of the host; empty: unknown.
 var bootID = sync.OnceValue(func() string {
 	data, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {
@@ -42,7 +42,7 @@ var bootID = sync.OnceValue(func() string {
 func uptime() time.Duration {
 	var ts unix.Timespec
 	if unix.ClockGettime(unix.CLOCK_BOOTTIME, &ts) != nil {
-		return 0 // no kernel that we run on is without
+		return 0 // every supported kernel has this clock
 	}
 	return time.Duration(ts.Nano())
 }
@@ -61,8 +61,8 @@ func timeLeft(l runtime.Lifetime) time.Duration { return l.TTL - age(l.Begun) }
 
 func expired(l runtime.Lifetime) bool { return l.TTL > 0 && timeLeft(l) <= 0 }
 
-// expiresAt is when the clock will show that it is over; it moves only when the
-// clock is set.
+// expiresAt returns the end of a lifetime by the wall clock. It moves only when the clock is
+// set.
 func expiresAt(l runtime.Lifetime) time.Time {
 	if l.TTL == 0 {
 		return time.Time{}
@@ -74,7 +74,7 @@ func expiresAt(l runtime.Lifetime) time.Time {
 	return at
 }
 
-// checkLifetime refuses what cannot be meant.
+// checkLifetime refuses invalid lifetimes.
 func checkLifetime(l runtime.Lifetime) error {
 	for name, d := range map[string]time.Duration{"ttl": l.TTL, "idle": l.Idle} {
 		if d != 0 && d < policy.MinLifetime {
@@ -84,7 +84,7 @@ func checkLifetime(l runtime.Lifetime) error {
 	return nil
 }
 
-// mayStart refuses to start what has expired.
+// mayStart refuses to start an expired sandbox.
 func mayStart(s runtime.Spec) error {
 	if !expired(s.Lifetime) {
 		return nil
@@ -93,8 +93,8 @@ func mayStart(s runtime.Spec) error {
 		"Give it more: agentbox update --ttl DURATION "+s.Name)
 }
 
-// acquireOurs takes the lock of a sandbox that is to be updated, and returns its
-// spec and policy, which may be nil. Of one that is its engine's, the engine decides.
+// acquireOurs locks a sandbox for an update, and returns its spec and its policy, which may
+// be nil. It refuses an adopted sandbox, whose engine decides.
 func (e *Engine) acquireOurs(ctx context.Context, ref, what string) (sb *locked, s runtime.Spec, p *policy.Policy, err error) {
 	if sb, err = e.acquire(ctx, ref, "update", lockWait); err != nil {
 		return nil, runtime.Spec{}, nil, err
@@ -150,7 +150,7 @@ func (e *Engine) updateLifetime(ctx context.Context, ref string, change runtime.
 		return runtime.Sandbox{}, err
 	}
 	live := c.Status == runtime.Running || c.Status == runtime.Paused
-	if live { // a crash after the next step leaves the mark to the next command
+	if live { // after a crash below, the mark has the next command start the watch
 		if err := e.mark(s); err != nil {
 			return runtime.Sandbox{}, err
 		}
@@ -160,7 +160,7 @@ func (e *Engine) updateLifetime(ctx context.Context, ref string, change runtime.
 	}
 	if change.Restart != nil {
 		err := e.begun(s)
-		if err == nil && !live { // it is its owner who starts it
+		if err == nil && !live { // only its owner starts it
 			err = e.meant(store.Sandbox{ID: sb.ID, Spec: data})
 		}
 		if err != nil {
@@ -174,8 +174,8 @@ func (e *Engine) updateLifetime(ctx context.Context, ref string, change runtime.
 	return e.inspect(ctx, sb.ID)
 }
 
-// expire stops a sandbox whose time is over, and removes it if it was to go with
-// its exit. It reports whether there is nothing left to watch.
+// expire stops a sandbox whose TTL is over, and removes it if it is an --rm sandbox. It
+// reports whether there is nothing left to watch.
 func (e *Engine) expire(ctx context.Context, id string) (done bool, err error) {
 	sb, s, c, err := e.overdue(ctx, id)
 	if errors.Is(err, runtime.ErrNotFound) {
@@ -205,7 +205,7 @@ func (e *Engine) expire(ctx context.Context, id string) (done bool, err error) {
 	return true, nil
 }
 
-// putDown stops a sandbox, whose lock is held, that is to stay so.
+// putDown stops a sandbox, whose lock is held, for good.
 func (e *Engine) putDown(ctx context.Context, sb *locked, why string) error {
 	op := ByItself("stop", subjectOf(sb.Sandbox), Own{By: ByWatch, Why: why})
 	return e.observed(ctx, op, func(ctx context.Context) error {
@@ -216,9 +216,8 @@ func (e *Engine) putDown(ctx context.Context, sb *locked, why string) error {
 	})
 }
 
-// stopIdle stops a sandbox in which nothing has gone on. One that was to be
-// removed with its exit stays: nobody has said that it is done.
-// touched is when it was last used, as far as was known when that was found.
+// stopIdle stops an idle sandbox. An --rm sandbox is kept: idle does not mean done.
+// touched is the time of the last use on which the finding is based.
 func (e *Engine) stopIdle(ctx context.Context, id string, quiet time.Duration, touched time.Time) (done bool, err error) {
 	sb, s, c, err := e.overdue(ctx, id)
 	if errors.Is(err, runtime.ErrNotFound) {
@@ -246,11 +245,11 @@ func (e *Engine) stopIdle(ctx context.Context, id string, quiet time.Duration, t
 	return true, e.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventIdle, After: int64(quiet)})
 }
 
-// opWatch is what a watch holds a sandbox's lock for.
+// opWatch is the verb under which a watch holds a sandbox's lock.
 const opWatch = "watch"
 
-// overdue looks at a sandbox that is to be stopped, and takes its lock: what a
-// checkpoint or a restore is at work on, or was left half-way, is not touched.
+// overdue locks and inspects a sandbox that is to be stopped. It refuses one that a verb is
+// at work on, or on which a verb was interrupted.
 func (e *Engine) overdue(ctx context.Context, id string) (sb *locked, s runtime.Spec, c runtime.Container, err error) {
 	lock, err := e.store.Lock(ctx, id, opWatch, lockWait)
 	if err != nil {

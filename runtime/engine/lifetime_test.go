@@ -191,8 +191,8 @@ func TestExpiryWaits(t *testing.T) {
 	status(runtime.Exited)
 }
 
-// A host that went down with an --rm sandbox on it: its time removes it, though
-// nobody has looked at it when it ended.
+// TestExpiredAfterReboot has the TTL remove an --rm sandbox whose end with the host no
+// process has seen.
 func TestExpiredAfterReboot(t *testing.T) {
 	r := newRig(t, nil)
 	r.createShort(t, "box", runtime.Spec{Lifetime: runtime.Lifetime{TTL: time.Hour}, AutoRemove: true}, nil)

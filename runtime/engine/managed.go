@@ -20,11 +20,10 @@ import (
 
 // Managed files are those like /etc/hosts that a backend writes for a sandbox
 // and binds over its root filesystem (Container.Managed). They are not in the
-// upperdir, but for whoever is inside they are files like all others, so a
-// checkpoint takes them into its manifest and a restore puts them back.
+// upperdir, but processes in the sandbox see ordinary files, so a checkpoint
+// stores them in its manifest and a restore puts them back.
 
-// oldSuffix names, beside a managed file, the one that a restore under way has
-// replaced.
+// oldSuffix names the copy of a managed file that a restore under way has replaced.
 const oldSuffix = ".old"
 
 // takeManaged reads the managed files into the manifest. The sandbox is frozen.
@@ -49,8 +48,8 @@ func (k *making) takeManaged() error {
 
 var errTooLarge = fmt.Errorf("larger than %d bytes", store.MaxManaged)
 
-// readManaged reads one managed file, whose owner is one of ids. What is in it,
-// and its mode, is up to the sandbox.
+// readManaged reads one managed file, whose owner is one of ids. The sandbox controls its
+// contents and mode.
 func readManaged(path string, ids *idmap.Map) (m store.Managed, err error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
 	if err != nil {
@@ -72,12 +71,11 @@ func readManaged(path string, ids *idmap.Map) (m store.Managed, err error) {
 	return m, err
 }
 
-// putManaged puts the managed files back as a checkpoint has them, and keeps
-// what it replaces for revertManaged. Called again it finds its work done. The
-// sandbox is stopped; the caller syncs the filesystem.
+// putManaged puts a checkpoint's managed files back, and keeps what it replaces for
+// revertManaged. It is idempotent. The sandbox is stopped; the caller syncs the filesystem.
 func putManaged(files map[string]string, manifest store.Manifest, ids *idmap.Map) error {
 	if runtime.Status(manifest.Status) == runtime.Created {
-		// It had none yet; its first start makes them.
+		// The sandbox had none yet; its first start makes them.
 		for _, host := range files {
 			if err := keepManaged(host); err != nil {
 				return err
@@ -93,7 +91,7 @@ func putManaged(files map[string]string, manifest store.Manifest, ids *idmap.Map
 		if !ok {
 			continue
 		}
-		if ids != nil && ids.Has(int(want.UID)) && ids.Has(int(want.GID)) { // older versions noted whom it belongs to on the host
+		if ids != nil && ids.Has(int(want.UID)) && ids.Has(int(want.GID)) { // older versions recorded the owner's ids on the host
 			want.UID, want.GID = uint32(ids.Tree(int(want.UID))), uint32(ids.Tree(int(want.GID)))
 		}
 		have, err := readManaged(host, ids)
@@ -110,7 +108,7 @@ func putManaged(files map[string]string, manifest store.Manifest, ids *idmap.Map
 	return nil
 }
 
-// unplaced tells of the managed files of the checkpoint that putManaged has no place for.
+// unplaced warns of the checkpoint's managed files that the container has no place for.
 func (r *restoration) unplaced() (list []string) {
 	manifest := r.reader.Manifest()
 	if r.data.Fork || runtime.Status(manifest.Status) == runtime.Created {
@@ -124,8 +122,8 @@ func (r *restoration) unplaced() (list []string) {
 	return list
 }
 
-// keepManaged keeps a file that is about to be replaced. What is kept already
-// was kept by this restore before it was killed, and is older.
+// keepManaged keeps a file that is about to be replaced. A copy that exists already is the
+// original, kept by this restore before it was killed.
 func keepManaged(host string) error {
 	err := os.Link(host, host+oldSuffix)
 	if errors.Is(err, fs.ErrExist) || errors.Is(err, fs.ErrNotExist) {
@@ -152,7 +150,7 @@ func writeManaged(host string, m store.Managed, ids *idmap.Map) (err error) {
 	})
 }
 
-// revertManaged takes putManaged back.
+// revertManaged undoes putManaged.
 func revertManaged(files map[string]string) error {
 	var errs []error
 	for _, host := range files {
@@ -163,8 +161,7 @@ func revertManaged(files map[string]string) error {
 	return errors.Join(errs...)
 }
 
-// forgetManaged deletes what putManaged has kept, of this restore or of an
-// earlier one.
+// forgetManaged deletes the copies that putManaged kept, of this restore or an earlier one.
 func forgetManaged(files map[string]string) error {
 	var errs []error
 	for _, host := range files {

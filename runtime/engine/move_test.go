@@ -18,8 +18,8 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// TestDamagedStays has a checkpoint in which verification found damage: nobody
-// may get it as a whole one.
+// TestDamagedStays has a checkpoint in which verification found damage: no verb may pass it
+// on as an intact one.
 func TestDamagedStays(t *testing.T) {
 	r := newRig(t, nil)
 	sb := r.create(t, "box")
@@ -47,7 +47,7 @@ func TestDamagedStays(t *testing.T) {
 	}
 	for verb, err := range map[string]error{
 		"export":  r.ExportCheckpoint(ctx, ck.ID, io.Discard, runtime.ExportOptions{}),
-		"push":    second(r.PushCheckpoint(ctx, ck.ID, "127.0.0.1:1/x:y", runtime.RegistryOptions{})), // nobody is there
+		"push":    second(r.PushCheckpoint(ctx, ck.ID, "127.0.0.1:1/x:y", runtime.RegistryOptions{})), // nothing listens there
 		"restore": second(r.Restore(ctx, "box", runtime.RestoreOptions{})),
 		"fork":    second(r.Fork(ctx, "box", runtime.ForkOptions{Checkpoint: ck.ID})),
 	} {

@@ -75,8 +75,8 @@ func TestHitsAreNotedOnce(t *testing.T) {
 	}
 }
 
-// Who writes what was denied is not believed more than that, nor does anything
-// in it reach a terminal.
+// TestEventsOfAConfinedWriter: the writer of denied events can report nothing else, and no
+// control character of its events reaches a terminal.
 func TestEventsOfAConfinedWriter(t *testing.T) {
 	source := eventSource{sandbox: "0123456789ab", only: runtime.EventDenied}
 	line, err := json.Marshal(runtime.Event{Time: time.Unix(1, 0).UTC(), Sandbox: "another", Type: runtime.EventExpired, Used: 7, Name: "a\x1b]0;b\u009b\u202e", Reason: "\x1b[2J"})

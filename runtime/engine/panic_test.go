@@ -85,7 +85,7 @@ func TestPanicInUpkeep(t *testing.T) {
 		t.Errorf("it looked %d times", n)
 	}
 	b.over = ""
-	if _, err := r.Reconcile(ctx); err != nil { // nobody holds its lock
+	if _, err := r.Reconcile(ctx); err != nil { // its lock is free
 		t.Error(err)
 	}
 }

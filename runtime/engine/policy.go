@@ -95,7 +95,7 @@ func grant(s *runtime.Spec, p *policy.Policy, got policy.Request) {
 	s.Policy = &runtime.Policy{Name: p.Name, Digest: p.Rules.Digest(), Rules: p.Rules.Canonical()}
 }
 
-// recorded is the policy that a sandbox was made under; nil: there was none.
+// recorded returns the policy that a sandbox was created under; nil: there was none.
 func recorded(s runtime.Spec) (*policy.Policy, error) {
 	if s.Policy == nil {
 		return nil, nil
@@ -103,10 +103,10 @@ func recorded(s runtime.Spec) (*policy.Policy, error) {
 	return policy.ParseCanonical(s.Policy.Name, s.Policy.Rules)
 }
 
-// readmit decides over the spec of a checkpoint, from which a sandbox is to be
-// made. It names the policy that it was made under, but who wrote a checkpoint
-// elsewhere could write any: one that was never used here counts for nothing,
-// and the sandbox is made under the default policy instead.
+// readmit applies policy to the spec of a checkpoint from which a sandbox is to be made. The
+// spec names the policy that it was made under, but the author of a foreign checkpoint could
+// name any: a policy that was never used here does not count, and the sandbox is made under
+// the default policy instead.
 func (e *Engine) readmit(s *runtime.Spec) error {
 	p, err := recorded(*s)
 	if err != nil {
@@ -147,8 +147,8 @@ func judged(s runtime.Spec, p *policy.Policy, mapped bool) (policy.Request, erro
 	return got, policy.Denials(findings)
 }
 
-// mayMount judges where the sources of a sandbox's mounts lead now, under the
-// policy that it was made under.
+// mayMount judges the present targets of a sandbox's mount sources by the policy that it
+// was created under.
 func mayMount(s runtime.Spec) error {
 	p, err := recorded(s)
 	if err != nil || p == nil || len(s.Mounts) == 0 {
@@ -157,7 +157,7 @@ func mayMount(s runtime.Spec) error {
 	return p.Mounts(mountsOf(s))
 }
 
-// mayBe judges the user of an exec; empty is the sandbox's own.
+// mayBe judges the user of an exec; empty means the sandbox's own.
 func mayBe(sb store.Sandbox, user string) error {
 	if user == "" {
 		return nil
@@ -173,8 +173,8 @@ func mayBe(sb store.Sandbox, user string) error {
 	return p.User(user)
 }
 
-// policyName is the name in a stored spec, for people. Of one that cannot be
-// read it is empty.
+// policyName returns the name in a stored spec, for messages; empty if the spec cannot be
+// read.
 func policyName(spec json.RawMessage) string {
 	var s struct {
 		Policy runtime.Policy `json:"policy"`

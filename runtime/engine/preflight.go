@@ -19,8 +19,8 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// checkSources proves that what a sandbox binds from the host is still there:
-// without it nothing can be started in place of what a restore ends.
+// checkSources proves that the sources of a sandbox's bind mounts still exist: without them
+// nothing can be started in place of what a restore ends.
 func checkSources(s runtime.Spec) error {
 	for _, m := range s.Mounts {
 		if m.Type != "bind" {
@@ -37,8 +37,8 @@ func checkSources(s runtime.Spec) error {
 	return mayMount(s)
 }
 
-// possible proves, before anything is made, that what the restore ends can be
-// started again.
+// possible proves, before anything is created, that the sandbox can be started again after
+// the restore has ended it.
 func (r *restoration) possible() error {
 	if r.c.AutoRemove {
 		return hint(fmt.Errorf("%w: its engine removes it as soon as it stops (it was started with --rm), and a restore stops it", runtime.ErrState),
@@ -54,7 +54,7 @@ func (r *restoration) possible() error {
 	return checkSources(r.spec)
 }
 
-// checkTools proves that there are programs to restore processes with.
+// checkTools proves that the programs that restore processes are present.
 func (r *restoration) checkTools() error {
 	if !r.full() {
 		return nil
@@ -69,9 +69,9 @@ func (r *restoration) checkTools() error {
 	return nil
 }
 
-// checkMounted proves that bind mounts can be made over the files that are laid
-// out, and that what the processes of the checkpoint have open in them is as
-// CRIU will want it: nobody puts that back.
+// checkMounted proves that bind mounts can be made over the staged files, and that the files
+// that the checkpoint's processes have open in the mounts are as CRIU expects them: the
+// restore does not put those back.
 func (r *restoration) checkMounted(ctx context.Context) error {
 	if err := r.checkTargets(ctx); err != nil || !r.full() {
 		return err
@@ -79,7 +79,7 @@ func (r *restoration) checkMounted(ctx context.Context) error {
 	return r.checkOpened(r.images)
 }
 
-// checkOpened judges what processes have open by the images in a directory.
+// checkOpened checks the files that processes have open, according to the images in a directory.
 func (r *restoration) checkOpened(images string) error {
 	files, err := criu.OpenFiles(images)
 	if err != nil {
@@ -100,7 +100,7 @@ func (r *restoration) checkOpened(images string) error {
 		}
 		switch f.Mode & unix.S_IFMT {
 		case unix.S_IFCHR, unix.S_IFBLK, unix.S_IFSOCK:
-			continue // terminals and devices, which CRIU opens in ways of its own
+			continue // terminals and devices, which CRIU opens in its own way
 		}
 		source, rest, kind := r.bound(f.Path)
 		if _, put := managed[f.Path]; kind != "bind" || put && r.c.Managed[f.Path] != "" {
@@ -175,8 +175,8 @@ func checkTarget(m runtime.Mount, dir bool) error {
 	return nil
 }
 
-// bound finds the mount that a path of the sandbox lies in: its type, empty if
-// there is none, its source on the host, and the rest of the path beneath.
+// bound finds the mount that contains a path of the sandbox: its type, empty if there is
+// none, its source on the host, and the rest of the path below it.
 func (r *restoration) bound(name string) (source, rest, kind string) {
 	longest := -1
 	for _, m := range r.spec.Mounts {
@@ -194,8 +194,8 @@ func (r *restoration) bound(name string) (source, rest, kind string) {
 	return source, rest, kind
 }
 
-// volume is where the files of a volume are that stays as it is; empty: the
-// checkpoint has it.
+// volume returns where the files of a volume are that the restore leaves as it is; empty:
+// the checkpoint has the volume.
 func (r *restoration) volume(name string) string {
 	for _, v := range r.reader.Manifest().Volumes {
 		if v.Name == name {
@@ -210,8 +210,8 @@ func (r *restoration) volume(name string) string {
 	return ""
 }
 
-// check compares a file beneath a bind's source, which others write, with what
-// CRIU knows of it.
+// check compares a file below a bind's source, which other processes may write, with what
+// CRIU recorded about it.
 func check(jails map[string]*policy.Jail, source, rest string, f criu.OpenFile) error {
 	var info fs.FileInfo
 	var err error

@@ -36,8 +36,9 @@ func (b *frozen) Unpause(context.Context, string) error {
 	return nil
 }
 
-// What a killed verb froze goes on at once, also while the store is somebody's
-// alone, or cannot be read, and nobody can tell what became of the checkpoint.
+// TestRecoverThawsFirst: a sandbox that a killed verb froze is thawed at once, even while
+// another process has the store locked, or the store cannot be read, and the outcome of the
+// checkpoint is unknown.
 func TestRecoverThawsFirst(t *testing.T) {
 	for verb, data := range map[string]any{
 		"checkpoint": map[string]any{"was": "running"},

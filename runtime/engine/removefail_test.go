@@ -67,7 +67,7 @@ func TestRemoveFails(t *testing.T) {
 		t.Errorf("its checkpoint: %v", err)
 	}
 
-	// Whoever tries again has asked for what was asked before.
+	// A second attempt without the option still does what the first was asked to do.
 	sb = r.create(t, "box")
 	if row, err = r.Checkpoint(ctx, sb.ID, runtime.CheckpointOptions{}); err != nil {
 		t.Fatal(err)

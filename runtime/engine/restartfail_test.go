@@ -114,8 +114,8 @@ func failing(t *testing.T) (r *rig, sb runtime.Sandbox, ends func()) {
 	return r, sb, ends
 }
 
-// That a sandbox has failed as often as it may is put on record when nobody else is at
-// work on it: a start that is under way would lose what it has noted.
+// TestGiveUpWaitsForLock: the watch records that a sandbox has used up its retries only under
+// the sandbox's lock; otherwise a start under way would lose its own record.
 func TestGiveUpWaitsForLock(t *testing.T) {
 	r, sb, ends := failing(t)
 	watch, end := context.WithCancel(ctx)

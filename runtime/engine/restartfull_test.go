@@ -11,8 +11,8 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// A disk that is full keeps nobody from stopping a sandbox that would come back,
-// and it does not, be it that the note of that is all that could be written.
+// TestStopOnFullDisk stops a sandbox with a restart policy on a full disk: the stop works
+// and the sandbox is not restarted, even if only the record of that could be written.
 func TestStopOnFullDisk(t *testing.T) {
 	r := newRig(t, nil)
 	dir := filepath.Join(r.root, "restarts")

@@ -7,8 +7,8 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// How long a restart waits does not depend on a clock that somebody sets: set
-// back, it delays nothing, and what failed waits by the host's uptime alone.
+// TestRestartPause: setting the clock does not lengthen the pause before a restart, and
+// after a failed restart only the host's uptime counts.
 func TestRestartPause(t *testing.T) {
 	now := time.Now()
 	ended := func(ago, ran time.Duration) runtime.Container {

@@ -21,7 +21,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// Docker's bound of one secret, and bounds of ours.
+// Docker's limit for one secret, and our own limits.
 const (
 	maxSecret  = 500 << 10
 	maxSecrets = 64
@@ -32,7 +32,7 @@ var (
 	variableName = lazy.Regexp(`^[A-Za-z_][A-Za-z0-9_]*$`)
 )
 
-// checkSecrets refuses secrets that make no sense.
+// checkSecrets refuses invalid secrets.
 func checkSecrets(s runtime.Spec) error {
 	if len(s.Secrets) > maxSecrets {
 		return fmt.Errorf("%w: %d secrets, at most %d", runtime.ErrInvalid, len(s.Secrets), maxSecrets)
@@ -74,9 +74,8 @@ func checkSecret(s runtime.Secret) error {
 	return nil
 }
 
-// sources tells where the secrets of a spec come from: as it is given now, else
-// as it is known. What the spec itself says of that counts for nothing, since it
-// may be from elsewhere.
+// sources returns where the secrets of a spec come from: the sources given now, otherwise
+// the known ones. Those in the spec itself do not count, since it may be from elsewhere.
 func sources(s runtime.Spec, given, known []runtime.Secret) ([]runtime.Secret, error) {
 	for _, g := range given {
 		if err := checkSecret(g); err != nil {
@@ -104,13 +103,13 @@ func sources(s runtime.Spec, given, known []runtime.Secret) ([]runtime.Secret, e
 	return list, checkSecrets(s)
 }
 
-// readSecrets reads the secrets of a sandbox from where they come from. None is
-// ever empty: a sandbox that waits for one had better not start.
+// readSecrets reads the secrets of a sandbox from their sources. An empty secret is an
+// error: a sandbox that needs it had better not start.
 func (e *Engine) readSecrets(ctx context.Context, s runtime.Spec, from []runtime.Secret) ([]runtime.SecretFile, error) {
 	var files []runtime.SecretFile
 	if len(from) > 0 {
-		// From here on this process has them in its memory: no core of it is written, and no
-		// program is handed one. What it starts is not concerned.
+		// From here on this process has secrets in memory: the kernel writes no core of it,
+		// to a file or to a program. Its children are not affected.
 		if err := unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0); err != nil {
 			return nil, err
 		}
@@ -137,8 +136,8 @@ func (e *Engine) readSecrets(ctx context.Context, s runtime.Spec, from []runtime
 	return files, nil
 }
 
-// variable is the value of an environment variable, which from then on no
-// program that we start inherits.
+// variable returns the value of an environment variable and removes it from the
+// environment, so that programs that we start do not inherit it.
 func (e *Engine) variable(ctx context.Context, name string) ([]byte, error) {
 	if vars, ok := runtime.Variables(ctx); ok {
 		value, ok := vars[name]
@@ -167,13 +166,13 @@ func missingVariable(name string) error {
 		"It is kept nowhere, and has to be set for each command that starts the sandbox.")
 }
 
-// secretMount is how a policy sees a secret that comes from a file.
+// secretMount is the mount as which a policy judges a secret from a file.
 func secretMount(file string) policy.Mount {
 	return policy.Mount{Type: "secret", Source: file, Target: runtime.SecretsDir, ReadOnly: true}
 }
 
-// readSecret reads a file, judged by where it really lies now. No symlink is
-// followed from there, so that what is read is what was judged.
+// readSecret reads a file after judging its resolved path. It follows no symlink from there,
+// so it reads the file that was judged.
 func readSecret(s runtime.Spec, file string) (_ []byte, err error) {
 	real, err := filepath.EvalSymlinks(file)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -207,9 +206,9 @@ func readSecret(s runtime.Spec, file string) (_ []byte, err error) {
 	return io.ReadAll(io.LimitReader(f, maxSecret+1))
 }
 
-// nameless is a stored spec as checkpoints have it: these travel, and where on
-// this host a secret comes from is nobody else's business. A checkpoint from
-// elsewhere cannot name a file of this host either.
+// nameless returns a stored spec as checkpoints have it, without the sources of secrets:
+// checkpoints travel, and must not reveal where on this host a secret comes from. Nor can a
+// checkpoint from elsewhere name a file of this host.
 func nameless(s runtime.Spec, stored json.RawMessage) (json.RawMessage, error) {
 	if len(s.Secrets) == 0 {
 		return stored, nil
@@ -221,11 +220,11 @@ func nameless(s runtime.Spec, stored json.RawMessage) (json.RawMessage, error) {
 	return json.Marshal(s)
 }
 
-// inherited tells where the secrets of a fork come from: where those of its
-// origin do, as long as that is there.
+// inherited returns where the secrets of a fork come from: the sources of its origin, as
+// long as the origin exists.
 func (e *Engine) inherited(ctx context.Context, row store.Checkpoint, s runtime.Spec, given []runtime.Secret) ([]runtime.Secret, error) {
 	var known runtime.Spec
-	if row.Foreign { // it names its origin itself
+	if row.Foreign { // its origin is only what it claims
 		return sources(s, given, nil)
 	}
 	if origin, err := e.store.Sandbox(ctx, row.SandboxID); err == nil {
@@ -238,7 +237,7 @@ func (e *Engine) inherited(ctx context.Context, row store.Checkpoint, s runtime.
 	return sources(s, given, known.Secrets)
 }
 
-// arm reads what the restored sandbox is to find in its secrets.
+// arm reads the secrets for the restored sandbox.
 func (e *Engine) arm(ctx context.Context, r *restoration) error {
 	if len(r.spec.Secrets) == 0 || r.secrets != nil {
 		return nil
@@ -250,8 +249,8 @@ func (e *Engine) arm(ctx context.Context, r *restoration) error {
 	return err
 }
 
-// checkSecret proves that a secret which a process of the checkpoint has open is
-// as long as it was: CRIU takes no other file for the same.
+// checkSecret proves that a secret that a process of the checkpoint has open still has its
+// size: CRIU refuses a file of another size.
 func (r *restoration) checkSecret(name string, size int64) error {
 	for _, s := range r.secrets {
 		if s.Name == name && int64(len(s.Data)) != size {

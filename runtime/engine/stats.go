@@ -13,15 +13,15 @@ import (
 )
 
 const (
-	// recountShare bounds what counting files costs: it took at most one part in
-	// so many of the time until it is done again.
+	// recountShare bounds the cost of counting files: the next count comes no sooner
+	// than this many times the duration of the last.
 	recountShare = 20
-	// longestCount is how long one sandbox's files are counted.
+	// longestCount bounds the count of one sandbox's files.
 	longestCount = 2 * time.Second
 )
 
-// Stats tells what sandboxes use, newest first, or as they are named. One that
-// ends meanwhile is left out; one that is named and not there is ErrNotFound.
+// Stats returns the usage of sandboxes, newest first, or in the order they are named. A
+// sandbox that ends in the meantime is left out; an unknown name is ErrNotFound.
 func (e *Engine) Stats(ctx context.Context, opts runtime.StatsOptions) ([]runtime.Stats, error) {
 	return verb(ctx, e, on("top", "").reads(), func(ctx context.Context) ([]runtime.Stats, error) {
 		return e.stats(ctx, opts)
@@ -60,7 +60,7 @@ func (e *Engine) stats(ctx context.Context, opts runtime.StatsOptions) (_ []runt
 	return list, err
 }
 
-// measured are the sandboxes that Stats is about, each once.
+// measured returns the sandboxes that Stats is about, each once.
 func (e *Engine) measured(ctx context.Context, opts runtime.StatsOptions) (list []runtime.Sandbox, err error) {
 	if len(opts.Sandboxes) == 0 {
 		list, err = e.sandboxes(ctx)
@@ -87,11 +87,11 @@ func (e *Engine) measured(ctx context.Context, opts runtime.StatsOptions) (list 
 	return list, nil
 }
 
-// fileCounts are what sandboxes' files took when they were last counted. Who asks
-// each second is told the same for some seconds: to look at every file costs.
+// fileCounts caches the disk usage of sandboxes' files. A caller that asks every second gets
+// the same count for some seconds, because a count looks at every file.
 type fileCounts struct {
 	once sync.Once
-	turn chan struct{} // whoever counts; the others wait, and need not count then
+	turn chan struct{} // held during a count; other callers wait and then find it done
 	last map[string]fileCount
 }
 
@@ -102,7 +102,7 @@ type fileCount struct {
 	took time.Duration
 }
 
-// of fills in what is in each of the upperdirs.
+// of fills in the disk usage of each of the upperdirs.
 func (f *fileCounts) of(ctx context.Context, list []runtime.Stats, uppers []string) error {
 	f.once.Do(func() { f.turn, f.last = make(chan struct{}, 1), map[string]fileCount{} })
 	select {
@@ -135,7 +135,7 @@ func (f *fileCounts) of(ctx context.Context, list []runtime.Stats, uppers []stri
 		}
 	}
 	for id, c := range f.last {
-		if time.Since(c.at) > 2*old+time.Minute { // nobody asks any more
+		if time.Since(c.at) > 2*old+time.Minute { // not requested any more
 			delete(f.last, id)
 		}
 	}

@@ -10,8 +10,8 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// Files are counted when somebody asks for it and nobody has lately; checkpoints that
-// restores take by themselves do not count as the newest.
+// TestStats: files are counted on request, unless they were counted recently, and undo
+// checkpoints do not count as the newest.
 func TestStats(t *testing.T) {
 	r := newRig(t, nil)
 	one, two := r.create(t, "one"), r.create(t, "two")

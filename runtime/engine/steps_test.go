@@ -240,7 +240,7 @@ func TestStepsOfFailures(t *testing.T) {
 	}
 }
 
-// Whoever is told neither holds a verb up nor breaks it.
+// TestStepsToNobody: a progress callback neither delays a verb nor breaks it.
 func TestStepsToNobody(t *testing.T) {
 	r := newRig(t, nil)
 	sb := r.create(t, "box")

@@ -85,7 +85,8 @@ func TestStepsGrow(t *testing.T) {
 	}
 }
 
-// Small files cost no memory of their own, and what nobody asks for nothing at all.
+// TestStepsAllocate: counting small files allocates nothing, and without a progress callback
+// nothing is counted.
 func TestStepsAllocate(t *testing.T) {
 	sink := discarding{}
 	s := follow(func(runtime.Step) {})

@@ -41,7 +41,7 @@ func (e *Engine) stopLocked(ctx context.Context, sb *locked, opts runtime.StopOp
 	return nil
 }
 
-// stopFor stops a sandbox that is about to be started, and tells what its container is then.
+// stopFor stops a sandbox that is about to be started, and returns its container then.
 func (e *Engine) stopFor(ctx context.Context, sb *locked, opts runtime.StopOptions) (runtime.Container, error) {
 	back := runtime.Aside(ctx) // until its processes have ended
 	err := e.stopLocked(ctx, sb, opts)
@@ -52,8 +52,8 @@ func (e *Engine) stopFor(ctx context.Context, sb *locked, opts runtime.StopOptio
 	return sb.host.Inspect(ctx, sb.ID)
 }
 
-// Restart stops a sandbox, if it runs, and starts it. All that a start needs is looked
-// at before the stop: one that could not start stays as it is.
+// Restart stops a sandbox, if it runs, and starts it. It checks all that a start needs
+// before the stop: a sandbox that could not be started again is not stopped.
 func (e *Engine) Restart(ctx context.Context, ref string, timeout time.Duration) error {
 	return e.verb(ctx, onSandbox("restart", ref), func(ctx context.Context) (err error) {
 		if timeout < 0 {
@@ -68,8 +68,8 @@ func (e *Engine) Restart(ctx context.Context, ref string, timeout time.Duration)
 	})
 }
 
-// hasMounts refuses a sandbox whose bind mounts have lost their sources. Those of a
-// container that somebody else made are its engine's to find.
+// hasMounts refuses a sandbox whose bind mounts have lost their sources. It leaves the mounts
+// of an adopted container to its engine.
 func hasMounts(s runtime.Spec) error {
 	for _, m := range s.Mounts {
 		if err := checkMount(m); err != nil && !s.Adopted {

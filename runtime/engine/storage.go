@@ -18,11 +18,11 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// hitPath is where it is noted that the files of a sandbox took all they may.
+// hitPath is the file that records that a sandbox's files have reached their limit.
 func (e *Engine) hitPath(id string) string { return filepath.Join(e.run, "storage", id) }
 
-// storageHit is nil if the files of the sandbox have not taken all that it was
-// given since it was last started.
+// storageHit returns nil if the sandbox's files have not reached their limit since it was
+// last started.
 func (e *Engine) storageHit(id string) (*runtime.StorageHit, error) {
 	data, err := os.ReadFile(e.hitPath(id))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -54,7 +54,7 @@ func (e *Engine) noteHit(id string, hit *runtime.StorageHit) error {
 	return fsx.Write(path, data, fsx.Options{Temp: path + ".new", Volatile: true})
 }
 
-// liftFiles lets a sandbox that stands still have any number of bytes.
+// liftFiles lifts the kernel's storage limit of a stopped or frozen sandbox.
 func (e *Engine) liftFiles(s runtime.Spec, c runtime.Container) {
 	if s.Resources.Storage > 0 {
 		s.Resources.Storage = 0
@@ -62,7 +62,7 @@ func (e *Engine) liftFiles(s runtime.Spec, c runtime.Container) {
 	}
 }
 
-// holdFiles has the kernel hold a sandbox to what its files may take, where it can.
+// holdFiles sets the storage limit of a sandbox in the kernel, where that is supported.
 func (e *Engine) holdFiles(s runtime.Spec, c runtime.Container) {
 	if c.Upper == "" {
 		return
@@ -72,7 +72,7 @@ func (e *Engine) holdFiles(s runtime.Spec, c runtime.Container) {
 	}
 }
 
-// UpdateStorage changes what the files of a sandbox may take, at once if it runs.
+// UpdateStorage changes the storage limit of a sandbox, at once if it runs.
 func (e *Engine) UpdateStorage(ctx context.Context, ref string, change runtime.StorageChange) (runtime.Sandbox, error) {
 	return verb(ctx, e, onSandbox("update", ref), func(ctx context.Context) (runtime.Sandbox, error) {
 		return e.updateStorage(ctx, ref, change)
@@ -103,7 +103,7 @@ func (e *Engine) updateStorage(ctx context.Context, ref string, change runtime.S
 		return runtime.Sandbox{}, err
 	}
 	live := c.Status == runtime.Running || c.Status == runtime.Paused
-	if live { // a crash after the next steps leaves the mark, and so the limit, to the next command
+	if live { // after a crash below, the mark has the next command enforce the limit
 		if err := e.mark(s); err != nil {
 			return runtime.Sandbox{}, err
 		}
@@ -122,34 +122,34 @@ func (e *Engine) updateStorage(ctx context.Context, ref string, change runtime.S
 	return e.inspect(ctx, sb.ID)
 }
 
-// filesLimit is the watch over one sandbox's files. Adding up what they take
-// costs, so that is done when the filesystem has lost so much space that the
-// limit could be near, whoever took it, and now and then in any case.
+// filesLimit watches the storage limit of one sandbox. Adding up the sizes of its files is
+// expensive, so it does so only when the filesystem has lost so much space, to any user,
+// that the limit could be near, and now and then in any case.
 type filesLimit struct {
 	e     *Engine
 	id    string
 	limit int64
 
-	used int64 // when it was last added up
-	free int64 // what the filesystem had left then
+	used int64 // at the last count
+	free int64 // free space of the filesystem then
 	at   time.Time
 	took time.Duration
 
-	killed int  // the first process of the start that was killed
-	full   int  // the same of one that was refused more, until it has room again
-	unsaid bool // it was killed, and that it is to stay down is not on record yet
+	killed int  // first process of the start that was killed
+	full   int  // first process of a start that was refused more space, until it has room again
+	unsaid bool // it was killed, and that it must stay down is not on record yet
 }
 
 const (
-	// fastest is the rate, in bytes a second, that the watch reckons with.
+	// fastest is the highest write rate that the watch assumes, in bytes a second.
 	fastest = 2 << 30
-	// soonest and late bound the time between two looks.
+	// soonest and late bound the time between two checks.
 	soonest, late = 20 * time.Millisecond, time.Second
-	// recount is after how long the files are added up in any case.
+	// recount is the time after which the files are counted in any case.
 	recount = 10 * time.Second
 )
 
-// look looks once, and says when to look again.
+// look checks once, and returns when to check again.
 func (w *filesLimit) look(ctx context.Context, c runtime.Container, s runtime.Spec) (time.Duration, error) {
 	w.limit = s.Resources.Storage
 	project, ours, err := overlay.ProjectOf(c.Upper)
@@ -169,7 +169,7 @@ func (w *filesLimit) look(ctx context.Context, c runtime.Container, s runtime.Sp
 	return min(wait, max(again, 5*soonest)), err
 }
 
-// refused notes that a sandbox which the kernel holds to its limit has come to it.
+// refused records that a sandbox has reached a limit that the kernel enforces.
 func (w *filesLimit) refused(ctx context.Context, c runtime.Container, p overlay.Project) (time.Duration, error) {
 	if p.Limit != (w.limit+1023)>>10<<10 {
 		return w.set(ctx, c)
@@ -187,18 +187,18 @@ func (w *filesLimit) refused(ctx context.Context, c runtime.Container, p overlay
 			w.e.note(w.id, runtime.Event{Time: now, Type: runtime.EventStorage, Used: p.Used, Limit: w.limit, Refused: true}),
 		)
 	}
-	return late, nil // nothing has to be kept from it
+	return late, nil // the kernel enforces the limit
 }
 
-// set has the kernel hold a sandbox again that goes on without a limit, or with
-// another one. That of one that stands still is lifted on purpose.
+// set restores the kernel's limit of a running sandbox that has none, or another one. The
+// limit of a frozen sandbox is lifted on purpose.
 func (w *filesLimit) set(ctx context.Context, c runtime.Container) (time.Duration, error) {
 	if c.Status != runtime.Running {
 		return late, nil
 	}
 	sb, err := w.e.acquire(ctx, w.id, opWatch, lockWait)
 	if errors.Is(err, runtime.ErrBusy) {
-		return soonest, nil // whose verb sets it in the end
+		return soonest, nil // the verb that holds the lock sets the limit in the end
 	}
 	if err != nil {
 		return late, err
@@ -215,13 +215,13 @@ func (w *filesLimit) set(ctx context.Context, c runtime.Container) (time.Duratio
 	return soonest, err
 }
 
-// soon is after how long so many bytes could have been written, half of them.
+// soon returns the time in which half of so many bytes could be written.
 func soon(left int64) time.Duration {
 	return min(max(time.Duration(float64(left)/2/fastest*float64(time.Second)), soonest), late)
 }
 
-// count adds up what the files take, if that could be near most, and kills the
-// sandbox over it.
+// count adds up the sizes of the files, if they could be near most, and kills a sandbox that
+// exceeds it.
 func (w *filesLimit) count(ctx context.Context, c runtime.Container, most int64) (time.Duration, error) {
 	if w.killed != 0 && w.killed == c.Pid {
 		return soonest, nil // about to end
@@ -237,7 +237,7 @@ func (w *filesLimit) count(ctx context.Context, c runtime.Container, most int64)
 		start := time.Now()
 		used, err := overlay.Usage(ctx, c.Upper, most)
 		if errors.Is(err, overlay.ErrTooDeep) {
-			// They are looked at no further; no program needs them so deep.
+			// They are not counted further; no program needs such depth.
 			used, err = most+1, nil
 		}
 		if err != nil {
@@ -251,22 +251,22 @@ func (w *filesLimit) count(ctx context.Context, c runtime.Container, most int64)
 	return max(soon(left), min(w.took, late)), nil
 }
 
-// stayDown keeps it from being restarted: it would have as many files.
+// stayDown suppresses restarts: the sandbox would have just as many files.
 func (w *filesLimit) stayDown(sb store.Sandbox) error {
 	err := w.e.meant(sb)
 	w.unsaid = err != nil
 	return err
 }
 
-// kill ends a sandbox. Not while another verb is at work on it: a dump would
-// not survive that, and what is frozen writes nothing.
+// kill ends a sandbox, but not while another verb is at work on it: a dump would not survive
+// that, and a frozen sandbox writes nothing.
 func (w *filesLimit) kill(ctx context.Context, c runtime.Container, used int64) error {
 	sb, err := w.e.acquire(ctx, w.id, opWatch, lockWait)
 	if err != nil {
 		return err
 	}
 	defer sb.lock.Unlock()
-	// What it was killed for is noted after it: it may have left no room for that.
+	// Record the reason after the kill: before it, the disk may have had no room.
 	op := ByItself("kill", subjectOf(sb.Sandbox), Own{By: ByWatch, Why: fmt.Sprintf("storage: its files take %d bytes, and may take %d", used, w.limit)})
 	op.Signal = "KILL"
 	if err := w.e.observed(ctx, op, func(ctx context.Context) error { return sb.host.Kill(ctx, w.id, "KILL") }); err != nil {

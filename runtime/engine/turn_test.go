@@ -7,8 +7,8 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// A verb that waits for the clean-up after an exit is aside meanwhile, for that may take
-// long, or need something of whoever gives out turns.
+// TestAsideWhileLocked: a verb gives up its turn while it waits for the clean-up after an
+// exit, which may take long, or need a turn itself.
 func TestAsideWhileLocked(t *testing.T) {
 	r := newRig(t, nil)
 	sb := r.create(t, "box")
@@ -34,7 +34,8 @@ func TestAsideWhileLocked(t *testing.T) {
 	}
 }
 
-// A caller who goes away while a list looks at its sandboxes gets no empty list.
+// TestListCancelled: a list whose context ends while it inspects sandboxes is an error, not
+// empty.
 func TestListCancelled(t *testing.T) {
 	with, cancel := context.WithCancel(ctx)
 	r := newRig(t, func(b runtime.Backend) runtime.Backend { return &cancelling{b, func() {}} })

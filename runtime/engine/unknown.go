@@ -12,12 +12,12 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// A sandbox can be whole and yet not be in state.db: that may be an older one, put
-// back from a copy, or have lost its state.db-wal. It is somebody's work, and goes
-// only when it is named.
+// A sandbox can be intact and yet missing from state.db: the database may be an older copy,
+// or have lost its state.db-wal. The sandbox may hold a user's work, so it is removed only
+// when it is named.
 
-// leaveUnknown frees what is left of a sandbox that is not in state.db, whose lock
-// is held. One that is whole it leaves alone, and says so.
+// leaveUnknown frees the leftovers of a sandbox that is not in state.db, whose lock is
+// held. It leaves an intact sandbox alone, and says so.
 func (e *Engine) leaveUnknown(ctx context.Context, host Host, id string) (did string, whole bool, err error) {
 	_, err = host.Inspect(ctx, id)
 	if errors.Is(err, runtime.ErrNotFound) {
@@ -61,11 +61,11 @@ func (e *Engine) removeUnknown(ctx context.Context, id string, opts runtime.Remo
 // forget removes a file of a sandbox that is gone.
 func (r *reconciling) forget(ctx context.Context, id, path string) error {
 	if used, err := flock.Held(path, 0); err != nil || used {
-		return nil // a process of its, which is about to notice
+		return nil // held by a process of the sandbox, which is about to notice
 	}
 	lock, err := r.e.store.Lock(ctx, id, "recover", 0)
 	if err != nil {
-		return nil // it is no sandbox's, or one is being made that had that id
+		return nil // not a sandbox's, or a sandbox of that id is being created
 	}
 	defer lock.Unlock()
 	if _, err := r.e.store.Sandbox(ctx, id); !errors.Is(err, runtime.ErrNotFound) {

@@ -66,8 +66,8 @@ func TestSharedVolume(t *testing.T) {
 	}
 }
 
-// An engine that cannot say who has a volume hinders only what is to take or change
-// it, and before anything is changed.
+// TestVolumeUsersUnknown: an engine that cannot list the users of a volume prevents only
+// verbs that capture or change the volume, and before they change anything.
 func TestVolumeUsersUnknown(t *testing.T) {
 	mine := errors.New("another container is being committed")
 	fault := backendtest.Fault{Err: mine}
@@ -113,7 +113,8 @@ func TestVolumeUsersUnknown(t *testing.T) {
 // plainBackend is a backend that knows nothing of its volumes' users.
 type plainBackend struct{ runtime.Backend }
 
-// A backend that does not tell who has a volume is none where nobody has it.
+// TestVolumeUsersNotTold: a backend that cannot list the users of a volume does not count as
+// one whose volume is unused.
 func TestVolumeUsersNotTold(t *testing.T) {
 	r := newRig(t, func(b runtime.Backend) runtime.Backend { return plainBackend{b} })
 	r.sharer(t, "v")

@@ -13,7 +13,7 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// sharing is a backend that tells who has volumes.
+// sharing is a backend that lists the users of volumes.
 type sharing struct {
 	runtime.Backend
 	users func(context.Context) (map[string][]string, error)
@@ -23,7 +23,8 @@ func (s sharing) VolumeUsers(ctx context.Context, _ string, _ []runtime.Volume) 
 	return s.users(ctx)
 }
 
-// Whoever has a volume by another way to its directory, or can write above it, has it too.
+// TestVolumeReachedBy: a container that mounts the volume's directory by another path, or can
+// write above it, is a user of the volume too.
 func TestVolumeReachedBy(t *testing.T) {
 	root := t.TempDir()
 	data := filepath.Join(root, "volumes/one/data")
@@ -73,8 +74,8 @@ func TestVolumeReachedBy(t *testing.T) {
 	}
 }
 
-// Whoever has a volume is named; an engine that does not know, or never says, is not
-// taken for one that knows of nobody, and nothing that it says is word of the sandbox.
+// TestAlone: the users of a volume are named. An engine that fails or never answers does not
+// count as one that found no users, and its ErrNotFound is not about the sandbox.
 func TestAlone(t *testing.T) {
 	ask := func(ctx context.Context, users func(context.Context) (map[string][]string, error)) error {
 		return alone(ctx, Host{Backend: sharing{users: users}}, "id", []runtime.Volume{{Name: "one"}, {Name: "two"}})
