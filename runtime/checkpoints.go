@@ -6,70 +6,70 @@ import (
 	"time"
 )
 
-// CheckpointService is the part of Service that takes checkpoints, goes back to them, and
-// carries them to other machines.
+// CheckpointService is the part of Service that takes checkpoints, restores them, and
+// moves them between machines.
 type CheckpointService interface {
 	Checkpoint(ctx context.Context, sandbox string, opts CheckpointOptions) (Checkpoint, error)
-	// Restore puts a sandbox back. With an error, a Restored that names a checkpoint says
-	// that the sandbox is restored all the same, and only its host files are not.
+	// Restore puts a sandbox back to a checkpoint. If it returns an error and a Restored
+	// that names a checkpoint, the sandbox is restored, but its host files are not.
 	Restore(ctx context.Context, sandbox string, opts RestoreOptions) (Restored, error)
-	// PlanRestore tells what Restore would change, and changes nothing.
+	// PlanRestore returns what Restore would change, and changes nothing.
 	PlanRestore(ctx context.Context, sandbox string, opts RestoreOptions) (RestorePlan, error)
 	// Fork starts new sandboxes from a checkpoint; the origin is untouched.
 	Fork(ctx context.Context, sandbox string, opts ForkOptions) ([]Forked, error)
 
 	Checkpoints(ctx context.Context, filter CheckpointFilter) ([]Checkpoint, error)
-	// CheckpointInfo returns one, by id, id prefix, or SANDBOX@NAME; a bare name works when it is unique.
+	// CheckpointInfo returns one, by id, id prefix or SANDBOX@NAME, or by a unique bare name.
 	CheckpointInfo(ctx context.Context, checkpoint string) (Checkpoint, error)
-	// History lists a sandbox's checkpoints with how they descend from each other, newest first.
+	// History lists a sandbox's checkpoints with their ancestry, newest first.
 	History(ctx context.Context, sandbox string, opts HistoryOptions) ([]HistoryEntry, error)
-	// Diff tells what changed in a sandbox's files between two states.
+	// Diff returns what changed in a sandbox's files between two states.
 	Diff(ctx context.Context, req DiffRequest) (Diff, error)
 
-	// PinCheckpoint keeps a checkpoint from Prune, or gives it up to it again.
+	// PinCheckpoint protects a checkpoint from Prune, or ends the protection.
 	PinCheckpoint(ctx context.Context, checkpoint string, pinned bool) error
-	// TagCheckpoint gives a checkpoint one more name in its sandbox. A tag
-	// that another checkpoint of the sandbox has moves.
+	// TagCheckpoint gives a checkpoint one more name in its sandbox. It moves a tag
+	// that another checkpoint of the sandbox has.
 	TagCheckpoint(ctx context.Context, checkpoint, tag string) error
-	// UntagCheckpoint takes a tag (SANDBOX@TAG) away.
+	// UntagCheckpoint removes a tag (SANDBOX@TAG).
 	UntagCheckpoint(ctx context.Context, ref string) error
 	RemoveCheckpoint(ctx context.Context, checkpoint string) error
-	// RemoveCheckpoints removes all that match, in every state, but for pinned ones.
-	// Trigger and Labels need a Policy or a Sandbox that they are looked for in, and
-	// something has to be named. One that cannot be removed does not keep the others;
-	// what was removed is told with the error, too.
+	// RemoveCheckpoints removes all matching checkpoints in any state, except pinned ones.
+	// The filter must not be empty, and Trigger and Labels need a Policy or a Sandbox. A
+	// checkpoint that cannot be removed does not stop it: it returns the removed ones
+	// with the error.
 	RemoveCheckpoints(ctx context.Context, filter CheckpointFilter) (RemovedCheckpoints, error)
-	// VerifyCheckpoint rereads all of it; a mismatch is ErrCorrupt.
+	// VerifyCheckpoint rereads all of a checkpoint; a mismatch is ErrCorrupt.
 	VerifyCheckpoint(ctx context.Context, checkpoint string) error
 
 	// ExportCheckpoint writes an archive that Podman, CRI-O and checkpointctl read.
 	ExportCheckpoint(ctx context.Context, checkpoint string, w io.Writer, opts ExportOptions) error
-	// ImportCheckpoint reads what ExportCheckpoint or `podman container
-	// checkpoint --export` wrote. The checkpoint belongs to a sandbox that is not
-	// there: Restore, by its name, makes it.
+	// ImportCheckpoint reads an archive that ExportCheckpoint or `podman container
+	// checkpoint --export` wrote. The checkpoint belongs to a sandbox that does not
+	// exist yet: Restore with its name creates it.
 	ImportCheckpoint(ctx context.Context, r io.Reader, opts ImportOptions) (Checkpoint, error)
 	// PushCheckpoint stores a checkpoint in a registry, PullCheckpoint brings one back.
 	PushCheckpoint(ctx context.Context, checkpoint, reference string, opts RegistryOptions) (Pushed, error)
 	PullCheckpoint(ctx context.Context, reference string, opts RegistryOptions) (Checkpoint, error)
 }
 
-// Progress is called now and then during long work: done of total, in the
-// unit that the verb names; total 0: not known.
+// Progress is called now and then during long work with done and total, in the unit
+// that the verb names; total 0: not known.
 type Progress func(done, total int64)
 
 // ForkOptions modify Fork.
 type ForkOptions struct {
-	Checkpoint string            `json:"checkpoint"` // empty: one is taken now
+	Checkpoint string            `json:"checkpoint"` // empty: take one now
 	Count      int               `json:"count"`      // 0: 1
 	Names      []string          `json:"names"`      // of the forks, as many as Count; empty: ORIGIN-fork-XXXX
 	FilesOnly  bool              `json:"files_only"` // leave the processes out: the command starts anew
 	Labels     map[string]string `json:"labels"`
-	NoStart    bool              `json:"no_start"` // leave them created
+	NoStart    bool              `json:"no_start"` // create them without starting them
 	Secrets    []Secret          `json:"secrets"`  // sources of secrets, instead of the origin's
 	Lease      string            `json:"lease"`    // the lease that they are removed with; empty: none, whatever the origin has
 	Group      string            `json:"group"`    // a name that they share
-	Foreign    bool              `json:"foreign"`  // without Checkpoint: the newest may be one from elsewhere, of a removed sandbox
-	Grants     Grants            `json:"grants"`   // what the spec of a foreign checkpoint is given
+	Foreign    bool              `json:"foreign"`  // without Checkpoint, for a removed sandbox: the newest may be a foreign one
+	Grants     Grants            `json:"grants"`   // what the spec of a foreign checkpoint gets
 	Progress   Steps             `json:"-"`
 }
 
@@ -77,8 +77,8 @@ type ForkOptions struct {
 type Forked struct {
 	Sandbox    Sandbox    `json:"sandbox"`
 	Checkpoint Checkpoint `json:"checkpoint"`
-	// Reseeded names what of the origin's identity was made anew, Shared what
-	// the fork still has in common with it.
+	// Reseeded names the parts of the origin's identity that were replaced, Shared
+	// those that the fork still has in common with it.
 	Reseeded []string      `json:"reseeded"`
 	Shared   []string      `json:"shared"`
 	Took     time.Duration `json:"took_ns"`
@@ -90,18 +90,18 @@ type RestorePlan struct {
 	Sandbox     string        `json:"sandbox"` // its id
 	SandboxName string        `json:"sandbox_name"`
 	Checkpoint  Checkpoint    `json:"checkpoint"`
-	Changes     []Change      `json:"changes"` // what a user of the sandbox will find changed
+	Changes     []Change      `json:"changes"` // as a user of the sandbox will see them
 	Added       int           `json:"added"`
 	Deleted     int           `json:"deleted"`
 	Modified    int           `json:"modified"`
 	Bytes       int64         `json:"bytes"`     // of file data that will be written
 	Ends        []PlanProcess `json:"ends"`      // processes that will end
-	Begins      []PlanProcess `json:"begins"`    // processes of the checkpoint that will go on
-	Effects     []string      `json:"effects"`   // all else, a sentence each
-	Recreates   bool          `json:"recreates"` // the sandbox was removed and will be made again
-	// Compensates are the effects whose undo commands will be run, in that order.
+	Begins      []PlanProcess `json:"begins"`    // processes of the checkpoint that will resume
+	Effects     []string      `json:"effects"`   // all other effects, a sentence each
+	Recreates   bool          `json:"recreates"` // the sandbox was removed and will be recreated
+	// Compensates lists the effects whose undo commands will run, in that order.
 	Compensates []Effect `json:"compensates"`
-	// Attached are the files of the host that belong to the checkpoint.
+	// Attached lists the checkpoint's attached files.
 	Attached []RestoredFile `json:"attached,omitempty"`
 }
 
@@ -111,8 +111,8 @@ type PlanProcess struct {
 	Command string `json:"command"`
 }
 
-// PruneOptions modify Prune. Without a rule only space is freed, and records of
-// failed checkpoints go.
+// PruneOptions modify Prune. Without a rule it only frees space and removes records of
+// failed checkpoints.
 type PruneOptions struct {
 	Sandbox    string        `json:"sandbox"` // empty: all
 	KeepLast   int           `json:"keep_last"`
@@ -121,7 +121,7 @@ type PruneOptions struct {
 	KeepDaily  int           `json:"keep_daily"`
 	KeepWeekly int           `json:"keep_weekly"`
 	MaxBytes   int64         `json:"max_bytes"` // at rest, of all checkpoints; 0: no limit
-	MaxWaste   float64       `json:"max_waste"` // part of a pack that may be unused before it is rewritten; 0: 0.25
+	MaxWaste   float64       `json:"max_waste"` // unused share of a pack above which it is rewritten; 0: 0.25
 	DryRun     bool          `json:"dry_run"`
 	Progress   Progress      `json:"-"` // bytes
 }
@@ -170,14 +170,14 @@ type DiskUsage struct {
 	Elsewhere int64 `json:"elsewhere"` // files of sandboxes that an engine keeps outside of the root
 }
 
-// CheckpointUsage is the space of one checkpoint.
+// CheckpointUsage is the space that one checkpoint takes.
 type CheckpointUsage struct {
 	Checkpoint Checkpoint `json:"checkpoint"`
 	Needs      int64      `json:"needs"`  // at rest, pieces shared with others included
 	Unique     int64      `json:"unique"` // freed if only this one is removed
 }
 
-// SandboxUsage is the space of one sandbox's writable files.
+// SandboxUsage is the space that one sandbox's writable files take.
 type SandboxUsage struct {
 	ID       string `json:"id"`
 	Name     string `json:"name"`
@@ -187,21 +187,21 @@ type SandboxUsage struct {
 // VerifyOptions modify Verify.
 type VerifyOptions struct {
 	Checkpoints []string `json:"checkpoints"`        // none: all
-	ReadData    bool     `json:"read_data"`          // read every byte, not only what is needed to know that all is there
+	ReadData    bool     `json:"read_data"`          // read every byte, not only what shows that all data is present
 	Rehearse    bool     `json:"rehearse,omitempty"` // restore each named, full checkpoint into a fork, and compare
 	Progress    Progress `json:"-"`
 }
 
 // VerifyReport is the documented JSON of `agentbox verify`.
 type VerifyReport struct {
-	Checkpoints int       `json:"checkpoints"` // looked at
+	Checkpoints int       `json:"checkpoints"` // checked
 	Pieces      int64     `json:"pieces"`
 	Bytes       int64     `json:"bytes"`
 	Damaged     []Damaged `json:"damaged"`
 	// Undamaged checkpoints whose processes CRIU will not restore; their files are fine.
 	Unrestorable []Damaged   `json:"unrestorable"`
-	Notes        []string    `json:"notes"`               // damage that hurts no checkpoint
-	Rehearsed    []Rehearsal `json:"rehearsed,omitempty"` // where asked for
+	Notes        []string    `json:"notes"`               // damage that affects no checkpoint
+	Rehearsed    []Rehearsal `json:"rehearsed,omitempty"` // if requested
 }
 
 // Rehearsal is the result of a checkpoint's trial restore and comparison.
@@ -226,7 +226,7 @@ type Damaged struct {
 type Reindexed struct {
 	Packs       int      `json:"packs"`
 	Pieces      int64    `json:"pieces"`
-	Checkpoints int      `json:"checkpoints"` // whose records were made again
+	Checkpoints int      `json:"checkpoints"` // whose records were rebuilt
 	Notes       []string `json:"notes"`       // what could not be used, and why
 }
 
@@ -257,8 +257,8 @@ type RegistryOptions struct {
 // Pushed reports PushCheckpoint.
 type Pushed struct {
 	Reference string `json:"reference"` // by digest
-	Bytes     int64  `json:"bytes"`     // that travelled
-	Skipped   int64  `json:"skipped"`   // bytes that were there already
+	Bytes     int64  `json:"bytes"`     // sent
+	Skipped   int64  `json:"skipped"`   // bytes that were already there
 }
 
 // HistoryEntry is one checkpoint in the history of a sandbox. It is the
@@ -289,11 +289,11 @@ type HistoryOptions struct {
 type ApplyOptions struct {
 	DryRun bool `json:"dry_run"` // only report what would be done
 	Undo   bool `json:"undo"`    // undo the last Apply
-	Force  bool `json:"force"`   // overwrite what others changed in the original meanwhile
+	Force  bool `json:"force"`   // overwrite what others have changed in the original in the meantime
 	// Owners applies changes of ownership too. Without it existing files keep their
 	// owner, and new ones get the owner of their directory.
 	Owners bool `json:"owners,omitempty"`
-	// Allow are the paths of files that may come with set-id bits or capabilities.
+	// Allow lists files that may be copied with set-id bits or capabilities.
 	Allow []string `json:"allow,omitempty"`
 }
 
@@ -305,9 +305,9 @@ type Applied struct {
 	DryRun      bool     `json:"dry_run"`
 	Undone      bool     `json:"undone"`    // the last Apply was undone
 	Changes     []Change `json:"changes"`   // A, M, D and T, by path; empty after an undo
-	Conflicts   []string `json:"conflicts"` // what others changed in the original since the sandbox did
+	Conflicts   []string `json:"conflicts"` // paths that others have changed in the original in the meantime
 
-	Refused []Refusal `json:"refused"` // by a dry run; without it they are an error
+	Refused []Refusal `json:"refused"` // by a dry run; a real run fails instead
 }
 
 // Refusal is one path that must not be copied into the original.
@@ -318,8 +318,8 @@ type Refusal struct {
 	MayAllow bool   `json:"may_allow"` // by ApplyOptions.Allow
 }
 
-// DiffImage, in place of a checkpoint, is the image: the files before the
-// sandbox changed any. A checkpoint of this name is reached by its id.
+// DiffImage, in place of a checkpoint, means the image: the files before the sandbox
+// changed any. A checkpoint of this name must be given by its id.
 const DiffImage = "image"
 
 // DiffRequest asks what changed in a sandbox's files.

@@ -1,8 +1,8 @@
-// Package runtime has the words that all packages of agentbox share: what a sandbox, a
-// checkpoint and an image are (Sandbox, Checkpoint, Image, Spec), what can be asked for
-// (Service), what drives a container engine (Backend), and the errors.
+// Package runtime has the types that all packages of agentbox share: sandboxes, checkpoints
+// and images (Sandbox, Checkpoint, Image, Spec), the operations on them (Service), the driver
+// of a container engine (Backend), and the errors.
 //
-// It does nothing itself. Package runtime/engine implements Service on this host, and
-// package runtime/api through a socket. A Go program takes either; package
-// runtime/session removes what the program made when it ends.
+// It has no implementation. Package runtime/engine implements Service on this host, and
+// package runtime/api through a socket. A Go program can use either; package
+// runtime/session removes what the program has created when it ends.
 package runtime

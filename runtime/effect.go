@@ -2,29 +2,29 @@ package runtime
 
 import "time"
 
-// What a sandbox has done outside of itself no restore takes back. Its ledger has
-// an undo command for each such effect, and a restore to a checkpoint from before it
-// runs that: the effect is compensated, not rolled back.
+// A restore cannot roll back what a sandbox has done outside itself. The sandbox's ledger has
+// an undo command for each such effect, and a restore to a checkpoint from before the effect
+// runs that command: the effect is compensated, not rolled back.
 
-// What follows when an undo command fails.
+// What a restore does if an undo command fails.
 const (
-	OnFailureAbort    = "abort"    // the restore is called off
+	OnFailureAbort    = "abort"    // it is called off
 	OnFailureContinue = "continue" // it goes on; the effect stays outstanding
-	OnFailureRetry    = "retry"    // it is run again, a few times; then as with abort
+	OnFailureRetry    = "retry"    // it runs the command again, a few times; then as with abort
 )
 
 // The states of an effect.
 const (
 	EffectOutstanding = "outstanding"
-	EffectRunning     = "running"     // its undo command is
-	EffectCompensated = "compensated" // the undo command has ended with 0
-	EffectFailed      = "failed"      // with something else; it is outstanding yet
-	EffectUnknown     = "unknown"     // it was killed: whether it has had its way is not known
+	EffectRunning     = "running"     // its undo command is running
+	EffectCompensated = "compensated" // its undo command has ended with exit code 0
+	EffectFailed      = "failed"      // its undo command has failed; the effect is still outstanding
+	EffectUnknown     = "unknown"     // its undo command was killed, so its outcome is unknown
 	EffectRemoved     = "removed"     // taken off the ledger by its owner
 )
 
-// Effect is what a sandbox has done outside of itself, with how that is
-// compensated: the documented JSON of `agentbox effect ls`; it only ever grows.
+// Effect is something that a sandbox has done outside itself, with its undo command: the
+// documented JSON of `agentbox effect ls`; it only ever grows.
 type Effect struct {
 	ID        string        `json:"id"`
 	Sandbox   string        `json:"sandbox"` // its id
@@ -37,9 +37,9 @@ type Effect struct {
 	Created   time.Time     `json:"created"`
 	Status    string        `json:"status"`
 
-	// Of the last time that the undo command was run.
-	Checkpoint string    `json:"checkpoint,omitempty"` // that was being restored
-	Tries      int       `json:"tries,omitempty"`      // so far, of all restores
+	// Of the last run of the undo command.
+	Checkpoint string    `json:"checkpoint,omitempty"` // the one being restored
+	Tries      int       `json:"tries,omitempty"`      // runs so far, by all restores
 	Ended      time.Time `json:"ended,omitzero"`
 	Error      string    `json:"error,omitempty"`
 	Output     string    `json:"output,omitempty"` // the first KiB

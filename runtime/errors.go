@@ -16,5 +16,5 @@ var (
 	ErrUnsupported = fault.ErrUnsupported // this host or runtime cannot do it
 	ErrCorrupt     = fault.ErrCorrupt     // stored data does not match its digest
 	ErrBusy        = fault.ErrBusy        // another verb holds the sandbox
-	ErrInvalid     = fault.ErrInvalid     // an argument makes no sense
+	ErrInvalid     = fault.ErrInvalid     // an argument is invalid
 )

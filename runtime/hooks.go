@@ -10,13 +10,13 @@ type HookFacts struct {
 	Checkpoint *HookCheckpoint `json:"checkpoint,omitempty"`
 	Error      string          `json:"error,omitempty"` // of a verb that failed
 
-	// Of a restore that failed with a strategy: what was tried, and that the
-	// sandbox was stopped safely.
+	// For a failed restore with a strategy: its attempts, and whether the sandbox was put
+	// on hold.
 	Attempts []RestoreAttempt `json:"attempts,omitempty"`
 	Held     bool             `json:"held,omitempty"`
 }
 
-// HookSandbox is a sandbox as hooks are told of it.
+// HookSandbox is a sandbox in HookFacts.
 type HookSandbox struct {
 	ID          string            `json:"id"`
 	Name        string            `json:"name"`
@@ -26,8 +26,7 @@ type HookSandbox struct {
 	Labels      map[string]string `json:"labels,omitempty"`
 }
 
-// HookCheckpoint is a checkpoint as hooks are told of it. One that is yet to be
-// taken has no id.
+// HookCheckpoint is a checkpoint in HookFacts. One that is yet to be taken has no id.
 type HookCheckpoint struct {
 	ID      string            `json:"id,omitempty"`
 	Name    string            `json:"name,omitempty"`
@@ -35,6 +34,6 @@ type HookCheckpoint struct {
 	Labels  map[string]string `json:"labels,omitempty"`
 }
 
-// AlertSignature is the header that signs what is posted: "t=SECONDS,v1=HEX", the
-// latter HMAC-SHA256 over SECONDS, a dot and the body.
+// AlertSignature is the header that signs a posted alert: "t=SECONDS,v1=HEX", where HEX is
+// HMAC-SHA256 over SECONDS, a dot and the body.
 const AlertSignature = "Agentbox-Signature"

@@ -9,11 +9,11 @@ import (
 // HostService is the part of Service about the host: what sandboxes change on it, what they
 // may use of it, by which policies, and its upkeep.
 type HostService interface {
-	// Apply brings a sandbox's changes into the directory that its files are laid
-	// over, or takes the last Apply back: all of it or nothing.
+	// Apply copies a sandbox's changes into the directory that it is layered over, or
+	// undoes the last Apply: all changes or none.
 	Apply(ctx context.Context, sandbox string, opts ApplyOptions) (Applied, error)
-	// AddEffect records that a sandbox has just done something outside of itself.
-	// A restore to a checkpoint from before now compensates it.
+	// AddEffect records that a sandbox has just done something outside itself. A
+	// restore to an earlier checkpoint compensates it.
 	AddEffect(ctx context.Context, sandbox string, req EffectRequest) (Effect, error)
 	// Effects lists the ledger, newest first; without all only the outstanding
 	// entries. The sandbox may have been removed, if checkpoints of it are left.

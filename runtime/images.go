@@ -9,14 +9,14 @@ import (
 	"github.com/agentbox/agentbox/images/image"
 )
 
-// ImageService is the part of Service that gets, keeps and gives images: those
-// of agentbox's own store, or the engine's, as the backend has it.
+// ImageService is the part of Service that pulls, stores and pushes images: in agentbox's
+// own store or in the engine's, depending on the backend.
 type ImageService interface {
-	// PullImage gets an image, or finds it here, as the policy says. See package
-	// images/source for what references there are.
+	// PullImage fetches an image, or finds it here, as the pull policy says. Package
+	// images/source documents references.
 	PullImage(ctx context.Context, ref string, opts image.PullOptions) (Image, error)
-	// PushImage writes an image to where the reference to says; empty: to the
-	// registry that its own name names.
+	// PushImage writes an image to the reference to; empty: to the registry in the
+	// image's own name.
 	PushImage(ctx context.Context, ref, to string, opts image.SourceOptions) (PushedImage, error)
 	ImportImage(ctx context.Context, name, source string) (Image, error) // source: a tarball, a directory, "-" is not one
 	ImportImageFrom(ctx context.Context, name string, r io.Reader) (Image, error)
@@ -24,28 +24,28 @@ type ImageService interface {
 	InspectImage(ctx context.Context, ref string) (ImageDetails, error)
 	TagImage(ctx context.Context, ref, name string) error
 	RemoveImage(ctx context.Context, name string) error
-	// PruneImages removes images that no sandbox and no checkpoint needs: those
-	// without a name, or with all every one.
+	// PruneImages removes the images without a name, or with all every image, except
+	// those that a sandbox or a checkpoint needs.
 	PruneImages(ctx context.Context, all bool) (PrunedImages, error)
 	// VerifyImage reads an image's files again; damage is ErrCorrupt.
 	VerifyImage(ctx context.Context, ref string) (Image, error)
-	// Commit makes an image of a sandbox, or of a checkpoint (SANDBOX@CHECKPOINT or
-	// its id): the layers of its image and one more. The sandbox is frozen for as
-	// long as a checkpoint of its files takes.
+	// Commit makes an image from a sandbox, or from a checkpoint (SANDBOX@CHECKPOINT or
+	// its id): the layers of its image and one more. It freezes the sandbox as a
+	// files-only checkpoint does.
 	Commit(ctx context.Context, ref, to string, opts CommitOptions) (Committed, error)
 }
 
 // Image is the documented JSON of `agentbox image ls`; it only ever grows.
 type Image struct {
 	Name        string    `json:"name"`
-	Digest      string    `json:"digest"` // of its configuration: what it is, wherever it came from
+	Digest      string    `json:"digest"` // of its configuration: identifies it, whatever its source
 	Created     time.Time `json:"created"`
 	Bytes       int64     `json:"bytes"` // unpacked
 	Builtin     bool      `json:"builtin"`
 	Platform    string    `json:"platform,omitempty"`
-	RepoDigests []string  `json:"repo_digests"` // REPOSITORY@DIGEST, where it can be had again
+	RepoDigests []string  `json:"repo_digests"` // REPOSITORY@DIGEST, where to pull it again
 	Layers      int       `json:"layers"`
-	Size        int64     `json:"size,omitempty"` // of its layers as they were pulled
+	Size        int64     `json:"size,omitempty"` // of its layers as pulled
 	Damaged     string    `json:"damaged,omitempty"`
 }
 
@@ -89,16 +89,16 @@ type CommitOptions struct {
 type Committed struct {
 	Reference   string   `json:"reference"`
 	Digest      string   `json:"digest"`             // of the image's configuration
-	Manifest    string   `json:"manifest,omitempty"` // digest of its manifest; of an image that stays here: none
+	Manifest    string   `json:"manifest,omitempty"` // digest of its manifest; none for an image that stays on this host
 	Base        string   `json:"base"`               // digest of the image below
 	Layer       string   `json:"layer"`              // digest of the layer's tar archive
 	LayerBytes  int64    `json:"layer_bytes"`        // unpacked
 	LayerSize   int64    `json:"layer_size"`         // compressed
 	Sandbox     string   `json:"sandbox"`            // its id
 	SandboxName string   `json:"sandbox_name"`
-	Checkpoint  string   `json:"checkpoint,omitempty"` // its id; of a sandbox as it is: none
-	Notes       []string `json:"notes"`                // what an image cannot hold and was left out
+	Checkpoint  string   `json:"checkpoint,omitempty"` // its id; none for the present state of a sandbox
+	Notes       []string `json:"notes"`                // what an image cannot contain and was left out
 }
 
-// LabelForeign is the label of images that were made of a foreign checkpoint.
+// LabelForeign is the label of images that were made from a foreign checkpoint.
 const LabelForeign = "agentbox.foreign"

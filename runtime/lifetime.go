@@ -6,20 +6,20 @@ import (
 
 // Lifetime bounds how long a sandbox lives; zero means no bound.
 type Lifetime struct {
-	TTL   time.Duration `json:"ttl_ns,omitempty"`  // it is stopped so long after Begun, and not started again
-	Idle  time.Duration `json:"idle_ns,omitempty"` // it is stopped when nothing goes on in it for so long
-	Begun Moment        `json:"begun,omitzero"`    // when it was made, or given the TTL
+	TTL   time.Duration `json:"ttl_ns,omitempty"`  // the sandbox is stopped this long after Begun, and cannot be started again
+	Idle  time.Duration `json:"idle_ns,omitempty"` // it is stopped when it has been idle for this long
+	Begun Moment        `json:"begun,omitzero"`    // when it was created, or given the TTL
 }
 
-// Moment is an instant by two clocks: the one that people set, and, within one
-// boot of the host, one that runs evenly.
+// Moment is an instant by two clocks: the wall clock, which can be set, and, within one
+// boot of the host, a monotonic one.
 type Moment struct {
 	Time time.Time     `json:"time"`
 	Boot string        `json:"boot,omitempty"`
 	Up   time.Duration `json:"up_ns,omitempty"` // since that boot, sleep included
 }
 
-// LifetimeChange is what UpdateLifetime changes; nil: as it is, 0: no bound.
+// LifetimeChange is what UpdateLifetime changes; nil: unchanged, 0: no bound.
 type LifetimeChange struct {
 	TTL  *time.Duration `json:"ttl_ns,omitempty"`
 	Idle *time.Duration `json:"idle_ns,omitempty"`
@@ -27,57 +27,57 @@ type LifetimeChange struct {
 	Restart *Restart `json:"restart,omitempty"`
 }
 
-// Nothing goes on in a sandbox, for Lifetime.Idle, while no command of an exec is
-// there, no terminal is attached to it, and its processes have less than IdleShare of
-// one core. While it is paused no such time passes.
+// A sandbox is idle, for Lifetime.Idle, while no exec runs in it, no terminal is attached
+// to it, and its processes use less than IdleShare of one core. Time that it is paused does
+// not count.
 
-// IdleShare is the share of one core from which on a sandbox is not idle.
+// IdleShare is the share of one core from which a sandbox is not idle.
 const IdleShare = 0.01
 
-// Restart policies, in Docker's words.
+// Restart policies, with Docker's names.
 const (
 	RestartNo            = "no"
-	RestartOnFailure     = "on-failure"     // when it ended by itself with another code than 0
+	RestartOnFailure     = "on-failure"     // when it ended by itself with an exit code other than 0
 	RestartAlways        = "always"         // when it ended by itself, and after the host's next boot in any case
 	RestartUnlessStopped = "unless-stopped" // when it ended by itself, and after a boot unless its owner had stopped it
 )
 
-// What a restart begins with.
+// What a restart starts from.
 const (
 	RestartFromCommand = "command"
 	RestartFromHead    = "head" // the newest checkpoint: its files, and its processes if it has any
 )
 
-// Restart says whether a sandbox comes back that has ended; the zero value: it
-// does not. What its owner, its time or its idleness has stopped does not count.
+// Restart says whether a sandbox that has ended is started again; the zero value: it is not.
+// A sandbox that its owner, its TTL or its idle limit has stopped is not restarted.
 type Restart struct {
 	Policy  string `json:"policy,omitempty"`
-	Retries int    `json:"retries,omitempty"` // on-failure: at most so often; 0: without end
+	Retries int    `json:"retries,omitempty"` // on-failure: the most restarts; 0: no limit
 	From    string `json:"from,omitempty"`    // empty: RestartFromCommand
 }
 
-// Restarts is how often a sandbox came back since its owner started it.
+// Restarts counts the restarts of a sandbox since its owner started it.
 type Restarts struct {
 	Count    int       `json:"count"`
-	LastExit int       `json:"last_exit"`          // the code with which it had ended before the last one
-	LastEnd  time.Time `json:"last_end,omitzero"`  // and when
+	LastExit int       `json:"last_exit"`          // its exit code before the last restart
+	LastEnd  time.Time `json:"last_end,omitzero"`  // and its end then
 	Stopped  bool      `json:"stopped,omitempty"`  // its owner, or a limit of its lifetime, has stopped it
-	GivenUp  bool      `json:"given_up,omitempty"` // it has failed as often as it may, or an undo command has
-	Error    string    `json:"error,omitempty"`    // why the last one did not succeed
+	GivenUp  bool      `json:"given_up,omitempty"` // it has used up its retries, or an undo command has failed
+	Error    string    `json:"error,omitempty"`    // why the last restart failed
 }
 
-// Where its filesystem has project quotas the kernel holds a sandbox of the
-// backend oci to --storage-size: what is more it refuses. Elsewhere the watch kills
-// it. What stands still is held to nothing, so that agentbox can bring files back
-// beside those that are there: a limit is lifted once a sandbox is frozen, and set
-// before it goes on. The watch sets one that a killed verb has left lifted.
+// On a filesystem with project quotas the kernel enforces --storage-size for sandboxes of the
+// backend oci: it refuses further writes. Elsewhere the watch kills the sandbox. A stopped or
+// frozen sandbox has no limit, so that agentbox can stage files beside the present ones: the
+// limit is lifted once a sandbox is frozen, and set before it is thawed. The watch sets a
+// limit that a killed verb has left lifted.
 
-// StorageHit is that the files of a sandbox took all that it was given.
+// StorageHit records that a sandbox's files have reached their limit.
 type StorageHit struct {
 	Time    time.Time `json:"time"`
 	Used    int64     `json:"used"` // at least
 	Limit   int64     `json:"limit"`
-	Refused bool      `json:"refused,omitempty"` // the kernel refuses more, and it goes on; else it was killed
+	Refused bool      `json:"refused,omitempty"` // the kernel refuses more, and the sandbox goes on; otherwise it was killed
 }
 
 // StorageChange is what UpdateStorage changes.

@@ -1,16 +1,16 @@
 package runtime
 
-// PolicyEntry is one of a list.
+// PolicyEntry is one policy in a list.
 type PolicyEntry struct {
 	Name        string   `json:"name"`
-	Base        []string `json:"base"` // the nearest first
+	Base        []string `json:"base"` // nearest first
 	File        string   `json:"file"`
 	Description string   `json:"description"`
 	Digest      string   `json:"digest"`
-	Error       string   `json:"error"` // what is wrong with it; empty: nothing
+	Error       string   `json:"error"` // why it is invalid; empty: it is valid
 }
 
-// EgressChange is what Update does to the egress rules of a sandbox.
+// EgressChange is what UpdateEgress changes.
 type EgressChange struct {
 	Add    []string `json:"add"`
 	Remove []string `json:"remove"`

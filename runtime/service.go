@@ -189,7 +189,7 @@ type Checkpoint struct {
 type AttachedFile struct {
 	Path   string `json:"path"`
 	Size   int64  `json:"size"`             // bytes
-	Absent bool   `json:"absent,omitempty"` // there was no such file: a restore removes it
+	Absent bool   `json:"absent,omitempty"` // the file did not exist: a restore removes it
 }
 
 // What a restore does with an attached file.
@@ -205,7 +205,7 @@ const (
 // ByNoAttached is why a restore with NoAttached leaves attached files alone, in its warning.
 const ByNoAttached = "by --no-attached"
 
-// RestoredFile is an attached file with what a restore does with it.
+// RestoredFile is an attached file and what a restore does with it.
 type RestoredFile struct {
 	Path   string `json:"path"`
 	Action string `json:"action"`
@@ -215,7 +215,7 @@ type RestoredFile struct {
 const (
 	TCPEstablished = "established" // dumped, and live after a restore
 	TCPClose       = "close"       // dumped, and closed after a restore
-	TCPRefuse      = "refuse"      // make the checkpoint fail
+	TCPRefuse      = "refuse"      // the checkpoint fails
 )
 
 // CheckpointOptions modify Checkpoint; the zero value takes a full checkpoint
@@ -224,14 +224,14 @@ type CheckpointOptions struct {
 	Name      string `json:"name"`
 	FilesOnly bool   `json:"files_only"`
 	Stop      bool   `json:"stop"`
-	Strict    bool   `json:"strict"` // refuse when a process would be left out
-	// WithVolumes takes the engine's volumes along that lie on this host.
+	Strict    bool   `json:"strict"` // fail if a process would be left out
+	// WithVolumes includes the engine's volumes that are on this host.
 	WithVolumes bool              `json:"with_volumes"`
 	Labels      map[string]string `json:"labels"`
 	Trigger     string            `json:"trigger"` // default "manual"
 	TCP         string            `json:"tcp"`     // default TCPEstablished
 	Timeout     time.Duration     `json:"timeout_ns"`
-	Paranoid    bool              `json:"paranoid"` // read every file again, not only those that changed by their inode
+	Paranoid    bool              `json:"paranoid"` // read every file again, not only those whose inode has changed
 	// Lease has the checkpoint removed with a lease. Temporary has it removed with the
 	// sandbox's lease.
 	Lease     string `json:"lease"`
@@ -248,17 +248,17 @@ type CheckpointOptions struct {
 
 // RestoreOptions modify Restore.
 type RestoreOptions struct {
-	Checkpoint string `json:"checkpoint"` // empty: the newest ready one that is no undo checkpoint
-	// Trigger and Labels narrow down which is the newest; not with Checkpoint or Undo.
+	Checkpoint string `json:"checkpoint"` // empty: the newest ready one except undo checkpoints
+	// Trigger and Labels restrict the choice of the newest; not with Checkpoint or Undo.
 	Trigger   string            `json:"trigger"`
 	Labels    map[string]string `json:"labels"`
 	FilesOnly bool              `json:"files_only"` // leave the processes of a full checkpoint out
-	Verify    bool              `json:"verify"`     // read every file, whatever its times say, and prove it against the manifest before it runs again
+	Verify    bool              `json:"verify"`     // read every file, regardless of its times, and prove it against the manifest before the start
 	Undo      bool              `json:"undo"`       // to the state that the last restore replaced
 	NoUndo    bool              `json:"no_undo"`    // keep no undo checkpoint of the present state
 	Salvage   bool              `json:"salvage"`    // restore what is intact of a damaged checkpoint
 	NoEffects bool              `json:"no_effects"` // compensate none of what came after it; see Effect
-	// Timeout ends the restore, that of its processes too; 0: it has the bounds of CRIU's part alone.
+	// Timeout bounds the restore, its processes included; 0: only CRIU's part is bounded.
 	Timeout time.Duration `json:"timeout_ns"`
 
 	// NoAttached leaves the checkpoint's attached files alone. Attached puts them back
@@ -300,47 +300,47 @@ type Restored struct {
 	Checkpoint Checkpoint    `json:"checkpoint"`
 	Recreated  bool          `json:"recreated"`
 	Verified   bool          `json:"verified"`
-	Undo       string        `json:"undo,omitempty"` // id of the checkpoint of what was replaced
-	Changed    int           `json:"changed"`        // paths of the upperdir that were touched
+	Undo       string        `json:"undo,omitempty"` // id of the undo checkpoint
+	Changed    int           `json:"changed"`        // number of changed paths in the upperdir
 	Lost       []string      `json:"lost,omitempty"` // what Salvage could not restore
-	Down       time.Duration `json:"down_ns"`        // from the old processes' end to the new ones' first step
-	Files      time.Duration `json:"files_ns"`       // the files' part: undo checkpoint, comparison, exchange, proof, sync
+	Down       time.Duration `json:"down_ns"`        // from the end of the old processes to the start of the new ones
+	Files      time.Duration `json:"files_ns"`       // time for the files: undo checkpoint, comparison, swap, proof, sync
 	Warnings   []string      `json:"warnings,omitempty"`
-	// Attached are the files of the host that belong to the checkpoint.
+	// Attached lists the checkpoint's attached files.
 	Attached []RestoredFile `json:"attached,omitempty"`
 
-	// Of a restore with a strategy: which one it came to, what was tried before,
-	// and that the processes of the checkpoint could not be restored: the
-	// command was started afresh.
+	// For a restore with a strategy: the strategy that succeeded, the failed attempts,
+	// and whether the checkpoint's processes could not be restored, so that the command
+	// was started anew.
 	Strategy string           `json:"strategy,omitempty"`
 	Attempts []RestoreAttempt `json:"attempts,omitempty"`
 	Degraded bool             `json:"degraded,omitempty"`
 
-	// Compensated are the effects whose undo commands were run, in that order;
-	// their status says what came of it.
+	// Compensated lists the effects whose undo commands were run, in that order; their
+	// status is the result.
 	Compensated []Effect `json:"compensated,omitempty"`
 }
 
-// CheckpointFilter selects checkpoints; the zero value selects all ready ones
-// but those that restores have made (TriggerUndo).
+// CheckpointFilter selects checkpoints; the zero value selects all ready ones except
+// undo checkpoints (TriggerUndo).
 type CheckpointFilter struct {
 	Sandbox string            `json:"sandbox"`
 	All     bool              `json:"all"` // pending, failed and undo ones too
 	Labels  map[string]string `json:"labels"`
 	Trigger string            `json:"trigger"`
-	Policy  string            `json:"policy"` // the name of the policy that their sandbox was made under
+	Policy  string            `json:"policy"` // the name of the policy that their sandbox was created under
 }
 
 // RemovedCheckpoints reports RemoveCheckpoints.
 type RemovedCheckpoints struct {
 	Removed []string `json:"removed"` // ids, newest first
-	Pinned  []string `json:"pinned"`  // ids of those that matched and stay
+	Pinned  []string `json:"pinned"`  // ids of pinned ones that matched
 }
 
 // RemoveOptions modify Remove.
 type RemoveOptions struct {
 	Force       bool `json:"force"`       // kill it if it runs
-	AtExit      bool `json:"at_exit"`     // only if it is not kept: the end of an --rm sandbox
+	AtExit      bool `json:"at_exit"`     // at the exit of an --rm sandbox: unless it is kept
 	Checkpoints bool `json:"checkpoints"` // its checkpoints too
 }
 
@@ -353,7 +353,7 @@ type PathStat struct {
 	Dir  bool   `json:"dir"`
 }
 
-// Recovery reports what RecoverInterrupted did, one sentence per deed.
+// Recovery reports what RecoverInterrupted did, one sentence per action.
 type Recovery struct {
 	Actions []string `json:"actions"`
 }
@@ -362,41 +362,41 @@ type Recovery struct {
 const (
 	TriggerExec     = policy.TriggerExec
 	TriggerInterval = policy.TriggerInterval
-	TriggerTool     = "tool" // of agents: by itself, before a call that may change something
-	TriggerMCP      = "mcp"  // of agents: the checkpoint tool
+	TriggerTool     = "tool" // of agents: automatic, before a call that may change something
+	TriggerMCP      = "mcp"  // of agents: by the checkpoint tool
 )
 
-// Work is a verb that is at work on a sandbox.
+// Work is a verb under way on a sandbox.
 type Work struct {
 	Verb  string    `json:"verb"`
 	Since time.Time `json:"since"`
 }
 
-// The ways to restore. Auto goes from one to the next where one fails, in rising cost,
-// where what is lost counts as cost: full and files for a checkpoint with processes,
-// files for one without, and to make the sandbox again last, for that takes away what
-// one could still look at. When none does, it holds the sandbox.
+// Strategies to restore. Auto tries them in the order of rising cost, and loss counts as
+// cost: full, then files, for a checkpoint with processes; files for one without; recreate
+// last, because it destroys what could still be examined. If all fail, auto puts the
+// sandbox on hold.
 const (
 	StrategyAuto     = "auto"
-	StrategyFiles    = "files"    // the files; the command starts afresh
-	StrategyFull     = "full"     // and the processes
-	StrategyRecreate = "recreate" // what the checkpoint has, in a container made anew
+	StrategyFiles    = "files"    // the files; the command starts anew
+	StrategyFull     = "full"     // the files and the processes
+	StrategyRecreate = "recreate" // what the checkpoint has, in a new container
 )
 
-// Strategies are all there are.
+// Strategies lists all strategies.
 var Strategies = []string{StrategyAuto, StrategyFiles, StrategyFull, StrategyRecreate}
 
-// RestoreAttempt is a try that failed.
+// RestoreAttempt is a failed attempt to restore.
 type RestoreAttempt struct {
 	Time     time.Time     `json:"time"`
 	Strategy string        `json:"strategy"` // or "recreate-files": auto's second way to recreate, without processes
-	Try      int           `json:"try"`      // from 1 on, of this strategy
+	Try      int           `json:"try"`      // from 1, within this strategy
 	Error    string        `json:"error"`
-	Next     string        `json:"next"` // what was done then: the next strategy, "" for none
+	Next     string        `json:"next"` // the strategy tried next, "" for none
 	Took     time.Duration `json:"took_ns"`
 }
 
-// FoldAttempts says what tries failed of, a line for those in a row that failed alike.
+// FoldAttempts returns the errors of attempts, one line for consecutive equal ones.
 func FoldAttempts(tries []RestoreAttempt) (lines []string) {
 	for i, n := 0, 0; i < len(tries); i += n {
 		t := tries[i]
