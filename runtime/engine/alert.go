@@ -36,7 +36,7 @@ func isWebhook(o runtime.RestoreOptions) bool {
 	return strings.HasPrefix(o.Alert, "http://") || strings.HasPrefix(o.Alert, "https://")
 }
 
-// checkAlert refuses an alert that would not work, rather now than when it is needed.
+// checkAlert refuses an alert that would not work before it is needed.
 func checkAlert(o runtime.RestoreOptions) error {
 	switch {
 	case o.Alert == "" && o.AlertSecret == "":
@@ -44,7 +44,7 @@ func checkAlert(o runtime.RestoreOptions) error {
 	case isWebhook(o):
 		u, err := url.Parse(o.Alert)
 		if err != nil || u.Host == "" || u.User != nil || len(o.Alert) > maxAlertURL {
-			// It may have a secret in it.
+			// Do not print the URL: it may contain a secret.
 			return fmt.Errorf("%w: the alert's URL: http[s]://HOST/PATH of at most %d bytes, without a user", runtime.ErrInvalid, maxAlertURL)
 		}
 		if o.AlertSecret != "" {
@@ -62,7 +62,7 @@ func checkAlert(o runtime.RestoreOptions) error {
 	return nil
 }
 
-// alertKey reads the key of signatures, of a file that is root's alone.
+// alertKey reads the signing key from a file that only root can access.
 func alertKey(file string) ([]byte, error) {
 	real, err := policy.Trusted(file)
 	if err != nil {
@@ -81,7 +81,7 @@ func alertKey(file string) ([]byte, error) {
 		return nil, hint(fmt.Errorf("%w: the alert's secret, %s, can be read by others than root", runtime.ErrDenied, file), "Run 'chmod 0600 "+file+"'.")
 	}
 	key, err := io.ReadAll(io.LimitReader(f, maxAlertSecret+int64(len("\r\n"))+1))
-	// The end of line that an editor or echo has put there; a second one is of the key.
+	// Remove one end of line, as an editor or echo adds it; a second one belongs to the key.
 	if line, ok := bytes.CutSuffix(key, []byte("\n")); ok {
 		key = bytes.TrimSuffix(line, []byte("\r"))
 	}
@@ -91,8 +91,8 @@ func alertKey(file string) ([]byte, error) {
 	return key, err
 }
 
-// alert tells of a restore that failed for good. What was refused before anything was
-// tried, or ended by its caller, is that one's to know.
+// alert reports a restore that failed for good. It does not report one that was refused
+// before anything was tried, or that its caller ended: the caller knows.
 func (e *Engine) alert(ctx context.Context, t *trying, failed error) error {
 	if t.opts.Alert == "" || !t.begun || ctx.Err() != nil {
 		return nil
@@ -120,7 +120,7 @@ func (e *Engine) alert(ctx context.Context, t *trying, failed error) error {
 	return nil
 }
 
-// post sends an alert to a URL, which errors do not name but for its host.
+// post sends an alert to a URL. Its errors name only the URL's host.
 func post(ctx context.Context, o runtime.RestoreOptions, body []byte) error {
 	ctx, cancel := context.WithTimeout(ctx, alertTimeout)
 	defer cancel()

@@ -10,7 +10,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// Apply brings what a sandbox changed into the directory that it was laid over.
+// Apply copies a sandbox's changes into the directory that it is layered over.
 func (e *Engine) Apply(ctx context.Context, ref string, opts runtime.ApplyOptions) (runtime.Applied, error) {
 	return verb(ctx, e, onSandbox("apply", ref), func(ctx context.Context) (runtime.Applied, error) {
 		return e.apply(ctx, ref, opts)
@@ -59,15 +59,14 @@ func (e *Engine) apply(ctx context.Context, ref string, opts runtime.ApplyOption
 	return out, err
 }
 
-// finishApply brings an apply that was killed to its end: the original is as it
-// was before, or as it was to become.
+// finishApply finishes an Apply that was killed or rolls it back.
 func (e *Engine) finishApply(ctx context.Context, in store.Intent, host Host) (string, error) {
 	if host.Original == nil {
 		return "", nil
 	}
 	did, err := host.Original.Settle(ctx, in.Sandbox)
 	if errors.Is(err, runtime.ErrNotFound) {
-		return "", nil // it was removed since
+		return "", nil // the sandbox was removed since
 	}
 	return did, err
 }

@@ -18,21 +18,21 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// A restore that is to keep no undo checkpoint needs a way back nevertheless,
-// for when it fails. Where nothing runs and little changes it makes no checkpoint
-// for that: whatever it replaces or removes is moved aside and stays there until
-// the sandbox is as it should be. Beside a tree lies, meanwhile,
+// A restore without an undo checkpoint still needs a way back in case it fails. If nothing
+// runs in the sandbox and little changes, it makes no checkpoint for that: it moves the files
+// that it replaces or removes aside, where they stay until the sandbox is restored. In the
+// meantime these lie beside a tree:
 //
-//	DIR.old/before   what the tree had where it changes, written before the first change
-//	DIR.old/new      what was staged, and, once it is applied, what it has replaced
-//	DIR.old/was-N    the same of tries that ended
+//	DIR.old/before   entries that will change, as they were; written before the first change
+//	DIR.old/new      the stage and, once it is applied, the displaced files
+//	DIR.old/was-N    the same of earlier attempts
 
-// aside is where what a restore replaces lies.
+// aside returns where a restore keeps the displaced files.
 func (t tree) aside() string { return t.Dir + ".old" }
 
 func (t tree) before() string { return filepath.Join(t.aside(), "before") }
 
-// keepStage keeps what lies in the stage, which may be the way back.
+// keepStage keeps the files in the stage, which may be the way back.
 func (t tree) keepStage() error {
 	if err := os.Mkdir(t.aside(), 0o700); err != nil && !errors.Is(err, os.ErrExist) {
 		return err
@@ -49,8 +49,8 @@ func (t tree) keepStage() error {
 	}
 }
 
-// layAside lays a restore out whose way back is what it replaces, if it is one
-// for that. When it is not, nothing has changed.
+// layAside stages a restore whose way back is the displaced files, if that is possible for
+// it; otherwise nothing has changed.
 func (e *Engine) layAside(ctx context.Context, r *restoration) (ok bool, err error) {
 	if !r.data.NoUndo || r.data.Undo == "" || r.data.Salvage || len(r.data.Trees) != 1 || len(r.data.HostFiles) > 0 ||
 		r.c.Status != runtime.Created && r.c.Status != runtime.Exited || r.sb.host.Properties().FilesOnly {
@@ -60,8 +60,8 @@ func (e *Engine) layAside(ctx context.Context, r *restoration) (ok bool, err err
 	if r.together, err = sameFilesystem(t.Dir, e.store.Root()); err != nil {
 		return false, err
 	}
-	// The files that are replaced are what is left after a power cut: before the first
-	// change beginSwap makes them durable, where it does not begin here.
+	// After a power cut the replaced files are the way back. They are made durable here or,
+	// on the store's filesystem, by beginSwap before the first change.
 	var durable guard.Group
 	if !r.together {
 		durable.Go(func() error { return syncfs(t.Dir) })
@@ -108,12 +108,12 @@ func (e *Engine) layAside(ctx context.Context, r *restoration) (ok bool, err err
 	return true, nil
 }
 
-// compare looks at a tree that stands still and compares it with the checkpoint.
+// compare collects a tree that does not change and compares it with the checkpoint.
 func (e *Engine) compare(ctx context.Context, r *restoration, t *tree) (*overlay.Update, error) {
 	r.sb.steps.begin(runtime.PhaseLooking, 0)
 	t.seen = e.knownIf(ctx, r.sb.ID, *t, false)
 	if base, err := overlay.MemoryBase(t.seen, false); err == nil && base == r.row.ID && !r.verify {
-		// Most often it was at this very checkpoint when it was looked at last.
+		// Usually the last collection was of this very checkpoint.
 		u, err := t.planKnown(ctx, r.reader)
 		if err == nil || ctx.Err() != nil {
 			return u, err
@@ -129,7 +129,7 @@ func (e *Engine) compare(ctx context.Context, r *restoration, t *tree) (*overlay
 	return t.plan(ctx, r.reader, nil)
 }
 
-// planKnown is plan for a tree of which exactly that is known what the checkpoint has.
+// planKnown is plan for a tree whose file cache has exactly the checkpoint's files.
 func (t *tree) planKnown(ctx context.Context, r *store.Reader) (*overlay.Update, error) {
 	proof := guard.Start(func() error {
 		list, err := r.TreePieces(ctx, t.Number)
@@ -150,8 +150,8 @@ func (t *tree) planKnown(ctx context.Context, r *store.Reader) (*overlay.Update,
 	return u, nil
 }
 
-// beginSwap records that the files may be changed from here on. What lies aside
-// is durable by then.
+// beginSwap records that the files may be changed from here on. The files of the way back
+// are durable by then.
 func (e *Engine) beginSwap(ctx context.Context, seq int64, r *restoration) (err error) {
 	defer func() { r.past = err != nil }() // nothing has changed
 	r.data.Phase = phaseSwap
@@ -160,7 +160,7 @@ func (e *Engine) beginSwap(ctx context.Context, seq int64, r *restoration) (err 
 		return e.advance(ctx, seq, r.data, false)
 	}
 	if r.together {
-		// The disk is waited for once, for what was before, what lies beside it, and the record.
+		// One sync makes the old files, the stage and the record durable.
 		return errors.Join(e.advance(ctx, seq, r.data, true), syncfs(t.Dir))
 	}
 	var group guard.Group
@@ -187,8 +187,8 @@ func fsync(path string) error {
 	return errors.Join(f.Sync(), f.Close())
 }
 
-// untouched tells of a restore that was to move aside what it replaces that a
-// power cut kept it from beginning to: what was before has not all reached the disk.
+// untouched reports whether a restore that displaces files had not begun to before a power
+// cut: its DIR.old/before did not reach the disk completely.
 func (r *restoring) untouched() (bool, error) {
 	if r.Phase != phaseSwap || len(r.Trees) == 0 || !r.Trees[0].Aside {
 		return false, nil
@@ -198,13 +198,13 @@ func (r *restoring) untouched() (bool, error) {
 		return true, nil
 	}
 	if errors.Is(err, runtime.ErrCorrupt) {
-		err = nil // the way forward may be whole
+		err = nil // the restore may still be finished
 	}
 	return false, err
 }
 
-// putAsideBack makes the files what they were before the restore, with what that
-// has moved aside.
+// putAsideBack puts the files back as they were before the restore, with the displaced
+// files.
 func (e *Engine) putAsideBack(ctx context.Context, r *restoration) (err error) {
 	defer func() {
 		if err != nil {
@@ -217,7 +217,7 @@ func (e *Engine) putAsideBack(ctx context.Context, r *restoration) (err error) {
 	}
 	was, err := overlay.Before(t.before(), wanted(ctx, r.reader, *t, nil))
 	if errors.Is(err, os.ErrNotExist) {
-		return nil // it had come to its end, and what was aside is gone
+		return nil // a previous run has finished and removed the displaced files
 	}
 	if err != nil {
 		return err
@@ -253,7 +253,7 @@ func (e *Engine) putAsideBack(ctx context.Context, r *restoration) (err error) {
 	if err != nil {
 		return err
 	}
-	// No checkpoint has what was seen of the files now.
+	// No checkpoint has this collection, so it cannot become the file cache.
 	if err := errors.Join(e.unsee(r.sb.ID, *t), syncfs(t.Dir)); err != nil {
 		return err
 	}
@@ -267,8 +267,7 @@ func (e *Engine) putAsideBack(ctx context.Context, r *restoration) (err error) {
 	return nil
 }
 
-// asideSource has the data of what lies aside, and of what nothing has touched
-// or a restore has brought.
+// asideSource reads displaced files, and takes the data of all others from the checkpoint.
 type asideSource struct {
 	kept  *overlay.Aside
 	other overlay.Source

@@ -13,10 +13,10 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// opInterval is what a checkpoint at an interval holds the sandbox's lock for.
+// opInterval is the verb under which an interval checkpoint holds a sandbox's lock.
 const opInterval = "interval checkpoint"
 
-// every is when a sandbox's checkpoints are taken without being asked for.
+// every parses when automatic checkpoints of a sandbox are taken.
 func every(s runtime.Spec) (policy.Every, error) {
 	e, err := policy.ParseEvery(s.CheckpointEvery)
 	if err != nil {
@@ -25,8 +25,8 @@ func every(s runtime.Spec) (policy.Every, error) {
 	return e, nil
 }
 
-// ownTrigger refuses a checkpoint by hand that would pass for one of those which
-// agentbox takes by itself: those go by themselves.
+// ownTrigger refuses a requested checkpoint with the trigger of automatic ones, because
+// agentbox also removes those automatically.
 func ownTrigger(s runtime.Spec, opts runtime.CheckpointOptions) error {
 	if opts.Trigger == runtime.TriggerUndo {
 		return hint(fmt.Errorf("%w: trigger %q is that of what a restore replaces, which goes with the next restore", runtime.ErrInvalid, opts.Trigger),
@@ -40,8 +40,8 @@ func ownTrigger(s runtime.Spec, opts runtime.CheckpointOptions) error {
 		"Choose another --trigger, or leave it away.")
 }
 
-// beforeExec takes the checkpoint that is to precede an exec. Without it the
-// exec is refused: the way back comes first.
+// beforeExec takes the checkpoint that must precede an exec. If it fails, the exec is
+// refused: the way back comes first.
 func (e *Engine) beforeExec(ctx context.Context, sb store.Sandbox, p runtime.Process) error {
 	s, err := spec(sb)
 	if err != nil {
@@ -51,7 +51,7 @@ func (e *Engine) beforeExec(ctx context.Context, sb store.Sandbox, p runtime.Pro
 		return err
 	}
 	_, err = e.takeCheckpoint(ctx, sb.ID, runtime.CheckpointOptions{
-		// The program alone: arguments can be secrets.
+		// Only the program: arguments may be secrets.
 		Trigger: runtime.TriggerExec, Automatic: true, Labels: map[string]string{"exec": clipLabel(p.Args[0])},
 	})
 	if err != nil {
@@ -60,7 +60,7 @@ func (e *Engine) beforeExec(ctx context.Context, sb store.Sandbox, p runtime.Pro
 	return nil
 }
 
-// clipLabel makes a label's value of any text.
+// clipLabel turns any text into a label's value.
 func clipLabel(s string) string {
 	const most = 200
 	if len(s) > most {
@@ -74,17 +74,17 @@ func clipLabel(s string) string {
 	}, s)
 }
 
-// interval reports whether a sandbox asks for checkpoints at intervals. Of what
-// cannot be read Create has said so.
+// interval reports whether a sandbox asks for checkpoints at intervals. Create has refused
+// an invalid value.
 func interval(s runtime.Spec) bool {
 	e, err := every(s)
 	return err == nil && e.Interval > 0
 }
 
-// autoPath is the lock of the process that takes them.
+// autoPath is the lock file of the process that takes interval checkpoints.
 func (e *Engine) autoPath(id string) string { return filepath.Join(e.run, "auto", id) }
 
-// every has checkpoints taken at intervals, if the sandbox asks for it.
+// every starts interval checkpoints, if the sandbox asks for them.
 func (e *Engine) every(s runtime.Spec) {
 	if !interval(s) || e.auto == nil {
 		return

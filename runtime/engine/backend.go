@@ -7,8 +7,8 @@ import (
 // Host is one backend with its images.
 type Host struct {
 	runtime.Backend
-	Images runtime.Images // nil: it makes no sandboxes, it only adopts
-	// Original leads back into what the sandboxes were laid over; nil: there
-	// is no way back.
+	Images runtime.Images // nil: the backend only adopts containers
+	// Original applies changes to the directory that a sandbox is layered over; nil:
+	// that is not supported.
 	Original runtime.Original
 }

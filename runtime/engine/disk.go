@@ -12,8 +12,8 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// onDisk adds up what a directory's files take on the disk, an inode with
-// several names once. What vanishes meanwhile does not count.
+// onDisk adds up the disk usage of a directory's files, hard links once. Files that vanish
+// in the meantime do not count.
 func onDisk(ctx context.Context, dir string) (n int64, err error) {
 	if dir == "" {
 		return 0, nil
@@ -21,10 +21,10 @@ func onDisk(ctx context.Context, dir string) (n int64, err error) {
 	return n, eachOnDisk(ctx, dir, nil, func(_ string, blocks int64) { n += blocks })
 }
 
-// rootOnDisk is what all of a root takes, but for what is mounted in it. uppers are
-// sandboxes' own directories that were added up already.
+// rootOnDisk returns the disk usage of a root, without filesystems mounted in it. uppers
+// has the sizes of sandboxes' directories that were added up already.
 func rootOnDisk(ctx context.Context, root string, uppers map[string]int64) (d runtime.DiskUsage, err error) {
-	known := map[string]int64{} // by the names that a walk comes to
+	known := map[string]int64{} // by the paths that the walk visits
 	for path, n := range uppers {
 		known[fsx.Resolved(path)] = n
 	}
@@ -58,7 +58,7 @@ func rootOnDisk(ctx context.Context, root string, uppers map[string]int64) (d ru
 	return d, err
 }
 
-// eachOnDisk tells what each file of a directory takes on the disk, on the same
+// eachOnDisk calls each with the disk usage of every file of a directory, on the same
 // filesystem, without the directories to skip.
 func eachOnDisk(ctx context.Context, dir string, skip func(path string) bool, each func(path string, blocks int64)) error {
 	var dev uint64
@@ -86,7 +86,7 @@ func eachOnDisk(ctx context.Context, dir string, skip func(path string) bool, ea
 			return fs.SkipDir
 		case d.IsDir():
 		case st.Dev != dev:
-			return nil // a file that is mounted over, such as a network namespace
+			return nil // a mount over a file, such as a network namespace
 		case st.Nlink > 1 && seen[st.Ino]:
 			return nil
 		case st.Nlink > 1:

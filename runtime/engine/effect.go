@@ -32,12 +32,12 @@ const (
 	maxEffectLabelLen = 256
 )
 
-// outstanding reports whether something is left to compensate.
+// outstanding reports whether an effect still has to be compensated.
 func outstanding(f runtime.Effect) bool {
 	return f.Status != runtime.EffectCompensated && f.Status != runtime.EffectRemoved
 }
 
-// effectName is how an effect is spoken of.
+// effectName returns the name of an effect for messages.
 func effectName(f runtime.Effect) string {
 	if f.Label != "" {
 		return fmt.Sprintf("%s (%s)", short(f.ID), f.Label)
@@ -90,7 +90,7 @@ func (e *Engine) addEffect(ctx context.Context, ref string, req runtime.EffectRe
 	if err := checkEffect(&f); err != nil {
 		return runtime.Effect{}, err
 	}
-	// What is done is done: it waits for a checkpoint rather than not to be recorded.
+	// The effect has happened: wait for a checkpoint rather than fail to record it.
 	sb, err := e.acquire(ctx, ref, "effect add", frozenWait)
 	if err != nil {
 		return runtime.Effect{}, err
@@ -125,7 +125,7 @@ func (e *Engine) addEffect(ctx context.Context, ref string, req runtime.EffectRe
 	return f, nil
 }
 
-// checkEffect completes an effect and refuses what could not be run.
+// checkEffect completes an effect and refuses an undo command that could not run.
 func checkEffect(f *runtime.Effect) error {
 	switch f.OnFailure {
 	case runtime.OnFailureAbort, runtime.OnFailureContinue, runtime.OnFailureRetry:
@@ -193,7 +193,7 @@ func (e *Engine) listEffects(ctx context.Context, ref string, all bool) (_ []run
 	}
 	list, err := e.ledger(ctx, sb.ID)
 	if slices.ContainsFunc(list, func(f runtime.Effect) bool { return f.Status == runtime.EffectRunning }) {
-		// Unless a restore is at it.
+		// Not while a restore is at work on it.
 		if lock, e2 := e.store.Lock(ctx, sb.ID, "effect ls", 0); e2 == nil {
 			list, err = e.settleEffects(ctx, sb.ID)
 			lock.Unlock()
@@ -209,7 +209,7 @@ func (e *Engine) listEffects(ctx context.Context, ref string, all bool) (_ []run
 	return list, nil
 }
 
-// RemoveEffect takes an effect off the ledger. It stays on record, as removed.
+// RemoveEffect removes an effect from the ledger. It stays on record as removed.
 func (e *Engine) RemoveEffect(ctx context.Context, ref, effect string) error {
 	op := onSandbox("effect rm", ref)
 	op.To = effect
@@ -246,8 +246,8 @@ func (e *Engine) removeEffect(ctx context.Context, ref, effect string) (err erro
 	return e.setEffect(ctx, found[0])
 }
 
-// settleEffects reads the ledger of a sandbox whose lock is held. An undo command
-// that is under way nevertheless went down with the agentbox that ran it.
+// settleEffects reads the ledger of a sandbox whose lock is held. An undo command that the
+// ledger has as running was killed with the agentbox that ran it.
 func (e *Engine) settleEffects(ctx context.Context, id string) ([]runtime.Effect, error) {
 	list, err := e.ledger(ctx, id)
 	if err != nil {
@@ -268,7 +268,7 @@ func (e *Engine) settleEffects(ctx context.Context, id string) ([]runtime.Effect
 	return list, nil
 }
 
-// noteEffect makes an event of what came of an undo command.
+// noteEffect records the result of an undo command as an event.
 func (e *Engine) noteEffect(f runtime.Effect) {
 	ev := runtime.Event{Time: time.Now(), Type: runtime.EventEffect, Effect: f.ID, Checkpoint: f.Checkpoint, Reason: f.Status}
 	if f.Label != "" {

@@ -19,8 +19,7 @@ type updating struct {
 	Egress []string `json:"egress"`
 }
 
-// checkFilter refuses egress rules that make no sense, or on a backend that
-// cannot keep them.
+// checkFilter refuses invalid egress rules, and rules on a backend that cannot enforce them.
 func checkFilter(s runtime.Spec, host Host) error {
 	if s.Network.Mode != runtime.NetworkFiltered {
 		if len(s.Network.Egress) > 0 {
@@ -67,7 +66,7 @@ func (e *Engine) updateEgress(ctx context.Context, ref string, change runtime.Eg
 		if err == nil {
 			return nil
 		}
-		// The sandbox keeps what it had.
+		// The sandbox keeps its former rules.
 		return errors.Join(err, e.setEgress(context.WithoutCancel(ctx), sb.Sandbox, filter, s.Network.Egress))
 	})
 	if err != nil {
@@ -77,7 +76,7 @@ func (e *Engine) updateEgress(ctx context.Context, ref string, change runtime.Eg
 	return rules, nil
 }
 
-// changed are rules after a change, in their canonical form.
+// changed returns the rules after a change, in canonical form.
 func changed(old []string, change runtime.EgressChange) ([]string, error) {
 	canonical := func(texts []string) ([]string, error) {
 		parsed, err := policy.ParseEgress(texts)
@@ -111,7 +110,7 @@ func changed(old []string, change runtime.EgressChange) ([]string, error) {
 	return rules, err
 }
 
-// setEgress puts rules on record and in force.
+// setEgress records rules and puts them in force.
 func (e *Engine) setEgress(ctx context.Context, sb store.Sandbox, filter runtime.EgressFilter, rules []string) error {
 	s, err := spec(sb)
 	if err != nil {
@@ -147,7 +146,7 @@ func filtered(sb store.Sandbox, host Host) (runtime.Spec, runtime.EgressFilter, 
 	return s, filter, nil
 }
 
-// finishUpdate puts in force what the killed verb was told.
+// finishUpdate puts the rules of the killed verb in force.
 func (e *Engine) finishUpdate(ctx context.Context, in store.Intent, host Host) (string, error) {
 	data, err := decode[updating](in.Data)
 	if err != nil {

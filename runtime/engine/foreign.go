@@ -18,7 +18,7 @@ import (
 
 const madeHere = "the checkpoint was made here, and its sandbox has what it had"
 
-// noGrants refuses grants where there is nothing to grant.
+// noGrants refuses grants where nothing can be granted.
 func noGrants(g runtime.Grants, why string) error {
 	if !g.TrustSpec && len(g.Mounts) == 0 && len(g.Ports) == 0 && g.Policy == "" {
 		return nil
@@ -26,7 +26,7 @@ func noGrants(g runtime.Grants, why string) error {
 	return fmt.Errorf("%w: nothing can be granted: %s", runtime.ErrInvalid, why)
 }
 
-// foreignHint says how to have a checkpoint from elsewhere chosen.
+// foreignHint says how to choose a foreign checkpoint.
 func foreignHint(sandbox string) string {
 	return "A checkpoint from elsewhere is not chosen unasked. Name it, or give --foreign: agentbox checkpoint ls " + sandbox
 }
@@ -35,14 +35,14 @@ func onlyForeign(sandbox string) error {
 	return hint(fmt.Errorf("checkpoint of %s that was made here: %w", sandbox, runtime.ErrNotFound), foreignHint(sandbox))
 }
 
-// claim turns the spec of a foreign checkpoint into that of the sandbox that is made of it, and
-// returns what it asks for and does not get. Its processes may need that.
+// claim turns the spec of a foreign checkpoint into that of the sandbox that is made from it,
+// and returns the requests that it refuses. The checkpoint's processes may depend on them.
 func (e *Engine) claim(s *runtime.Spec, row store.Checkpoint, g runtime.Grants, processes bool) (withheld []string, err error) {
 	if !row.Foreign {
 		return nil, noGrants(g, madeHere)
 	}
 	if s.Adopted {
-		return nil, nil // it is not made again
+		return nil, nil // an adopted sandbox is never recreated
 	}
 	if err := checkForeign(*s); err != nil {
 		return nil, err
@@ -86,8 +86,8 @@ func (e *Engine) claim(s *runtime.Spec, row store.Checkpoint, g runtime.Grants, 
 	return withheld, nil
 }
 
-// fits refuses processes of a foreign checkpoint that need what their sandbox, which is there,
-// was not given.
+// fits refuses the processes of a foreign checkpoint if they need something that their
+// existing sandbox was not given.
 func (r *restoration) fits() error {
 	if !r.full() || r.spec.Adopted {
 		return nil
@@ -114,8 +114,9 @@ func (r *restoration) fits() error {
 	return nil
 }
 
-// readmitOf is readmit; over the spec of a foreign checkpoint only the policy decides that
-// the restorer has named. Which one its author names, and that this one is known here, count for nothing.
+// readmitOf is readmit for any checkpoint. Over the spec of a foreign one only the policy that
+// the caller has named decides; the policy that its author names does not count, even if it
+// is known here.
 func (e *Engine) readmitOf(row store.Checkpoint, s *runtime.Spec, g runtime.Grants, processes bool) error {
 	if !row.Foreign {
 		return e.readmit(s)
@@ -142,8 +143,8 @@ func (e *Engine) readmitOf(row store.Checkpoint, s *runtime.Spec, g runtime.Gran
 	return nil
 }
 
-// modest is what a foreign spec gets without being granted anything: what is of the sandbox
-// alone, and what makes less of it.
+// modest returns the part of a foreign spec that needs no grant: what concerns only the
+// sandbox itself, and what restricts it.
 func modest(s runtime.Spec, processes bool) runtime.Spec {
 	out := runtime.Spec{
 		Image: s.Image, ImageSource: s.ImageSource, Args: s.Args, Env: s.Env, Workdir: s.Workdir, User: s.User, Hostname: s.Hostname,
@@ -166,8 +167,8 @@ func modest(s runtime.Spec, processes bool) runtime.Spec {
 	return out
 }
 
-// usual are the capabilities that need no grant. Restored processes have those of a container,
-// and what comes in beside them has to have as many to look at them.
+// usual returns the capabilities that need no grant. Restored processes have Docker's, and a
+// process that inspects them needs as many.
 func usual(processes bool) []string {
 	if processes {
 		return policy.DockerCapabilities
@@ -175,7 +176,7 @@ func usual(processes bool) []string {
 	return policy.DefaultCapabilities
 }
 
-// asks says what a spec asks for beyond that, a phrase each.
+// asks returns what a spec asks for beyond that, a phrase each.
 func asks(s runtime.Spec, processes bool) (list []string) {
 	say := func(format string, a ...any) { list = append(list, fmt.Sprintf(format, a...)) }
 	for _, m := range s.Mounts {
@@ -234,7 +235,7 @@ func mountText(m runtime.Mount) string {
 	return fmt.Sprintf("%s %s at %s, %s", cmp.Or(m.Type, "mount"), m.Source, m.Target, mode)
 }
 
-// checkForeign refuses a spec that no sandbox could have been made with.
+// checkForeign refuses a spec with which no sandbox could have been created.
 func checkForeign(s runtime.Spec) error {
 	bad := func(what string) error { return fmt.Errorf("%w: the checkpoint's spec: %s", runtime.ErrInvalid, what) }
 	switch s.Network.Mode {

@@ -13,13 +13,12 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// Some engines mount a directory such as /dev/shm into a container from
-// outside, empty at every start (Container.Fresh). What lies in it is lost
-// with the container's end, so that a checkpoint cannot bring it back: what is
-// there is said, and a process that holds on to it makes a full checkpoint
-// fail, because its restore would.
+// Some engines mount a directory such as /dev/shm into a container from outside, empty at
+// every start (Container.Fresh). Its files are lost when the container ends, and a
+// checkpoint cannot bring them back. A checkpoint warns of such files, and a full one fails
+// if a process has one open, because its restore would fail.
 
-// warnFresh tells which fresh directories have anything in them.
+// warnFresh warns of fresh directories that are not empty.
 func (k *making) warnFresh() error {
 	for _, dir := range k.c.Fresh {
 		jail, err := policy.Open(fmt.Sprintf("/proc/%d/root", k.c.Pid))
@@ -46,7 +45,7 @@ func (k *making) warnFresh() error {
 	return nil
 }
 
-// checkFresh refuses process images that need what a fresh directory has now.
+// checkFresh refuses process images that have files in a fresh directory open.
 func (k *making) checkFresh(images string) error {
 	if len(k.c.Fresh) == 0 {
 		return nil

@@ -12,8 +12,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// History returns the checkpoints of a sandbox, also of a removed one, newest
-// first, which is always after those that descend from it.
+// History returns the checkpoints of a sandbox, even a removed one, newest first. A
+// checkpoint always comes after its descendants.
 func (e *Engine) History(ctx context.Context, ref string, opts runtime.HistoryOptions) ([]runtime.HistoryEntry, error) {
 	return verb(ctx, e, onSandbox("log", ref).reads(), func(ctx context.Context) ([]runtime.HistoryEntry, error) {
 		return e.history(ctx, ref, opts)
@@ -44,8 +44,8 @@ func (e *Engine) history(ctx context.Context, ref string, opts runtime.HistoryOp
 		if row.Status != store.Ready {
 			continue
 		}
-		// The record names the nearest ancestor there is, the manifest what
-		// was the parent. A damaged one is for `checkpoint verify` to report.
+		// The record names the nearest remaining ancestor, the manifest the original
+		// parent. `checkpoint verify` reports a damaged manifest.
 		r, err := e.store.OpenCheckpoint(ctx, row.ID)
 		if err == nil {
 			list[i].ParentDeleted = r.Manifest().Parent != row.Parent
@@ -75,8 +75,8 @@ func (e *Engine) history(ctx context.Context, ref string, opts runtime.HistoryOp
 	return list, nil
 }
 
-// certain refuses what is the beginning of one sandbox's id and the name of
-// another one that was removed and can be restored.
+// certain refuses a reference that is a prefix of one sandbox's id and the name of another,
+// removed one that can be restored.
 func (e *Engine) certain(ctx context.Context, ref string, sb store.Sandbox) error {
 	if sb.ID == "" || ref == sb.ID || ref == sb.Name || strings.Contains(ref, "://") {
 		return nil
@@ -92,8 +92,7 @@ func (e *Engine) certain(ctx context.Context, ref string, sb store.Sandbox) erro
 		fmt.Sprintf("Name the one that is there %s, the removed one %s.", sb.Name, row.SandboxID))
 }
 
-// owner finds a sandbox by the name that a user gives, also one that was
-// removed and has left checkpoints.
+// owner finds a sandbox that a user names, even a removed one with checkpoints left.
 func (e *Engine) owner(ctx context.Context, ref string) (sb store.Sandbox, gone bool, err error) {
 	if sb, err = e.find(ctx, ref); !errors.Is(err, runtime.ErrNotFound) {
 		return sb, false, errors.Join(err, e.certain(ctx, ref, sb))

@@ -20,25 +20,25 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// hostPath is where programs of the host are looked for that root runs.
+// hostPath is the PATH for programs of the host that run as root.
 const hostPath = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-// maxHostOutput is how much is kept of what a program of the host prints.
+// maxHostOutput is how much output of a program of the host is kept.
 const maxHostOutput = 1 << 10
 
-// errKilled: a program was ended before it had done what it does.
+// errKilled: a program was killed before it had finished.
 var errKilled = errors.New("killed")
 
-// hostRun runs a program of the host as root until it ends, or its time is over, or
-// ctx is; then it is killed with its process group. It dies with agentbox. An error
-// that is not errKilled says that it has ended by itself, or was never begun.
+// hostRun runs a program of the host as root. At the timeout, or when ctx ends, it kills the
+// program and its process group; the program also dies with agentbox. After an error other
+// than errKilled the program has ended by itself, or was not started.
 func hostRun(ctx context.Context, argv, env []string, stdin []byte, timeout time.Duration) (said string, err error) {
-	// Looked at each time: it may have been exchanged since it was named.
+	// Check on each run: the program may have been replaced since it was named.
 	program, err := policy.Trusted(argv[0])
 	if err != nil {
 		return "", err
 	}
-	// It may call agentbox again, which may have to wait for what we hold.
+	// The program may call agentbox, which may have to wait for our turn.
 	defer runtime.Aside(ctx)()
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
@@ -49,7 +49,7 @@ func hostRun(ctx context.Context, argv, env []string, stdin []byte, timeout time
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Pdeathsig: syscall.SIGKILL}
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
 	cmd.WaitDelay = time.Second
-	// The signal comes when the thread ends that started it.
+	// Pdeathsig is sent when the thread that started the program ends.
 	goruntime.LockOSThread()
 	defer goruntime.UnlockOSThread()
 	if err = ctx.Err(); err == nil {
@@ -57,7 +57,7 @@ func hostRun(ctx context.Context, argv, env []string, stdin []byte, timeout time
 	}
 	said = strings.TrimSpace(string(output.kept))
 	switch {
-	case err == nil, errors.Is(err, exec.ErrWaitDelay): // what it left behind has its output
+	case err == nil, errors.Is(err, exec.ErrWaitDelay): // a process that it left behind holds its output open
 		return said, nil
 	case errors.Is(ctx.Err(), context.DeadlineExceeded):
 		err = fmt.Errorf("it did not end within %s, and was %w", timeout, errKilled)
@@ -79,7 +79,7 @@ func saying(err error, said string) error {
 	return err
 }
 
-// rootEnv is for the agentbox that a program of the host may call.
+// rootEnv returns the environment for an agentbox that a program of the host calls.
 func (e *Engine) rootEnv() []string {
 	if root := e.store.Root(); e.run == filepath.Join(root, "run") {
 		return []string{"AGENTBOX_ROOT=" + root}
@@ -87,8 +87,8 @@ func (e *Engine) rootEnv() []string {
 	return nil
 }
 
-// head keeps the first bytes that are written to it. It is no bytes.Buffer, which
-// would read all that there is.
+// head keeps the first bytes that are written to it. It does not embed a bytes.Buffer, whose
+// ReadFrom would keep everything.
 type head struct{ kept []byte }
 
 func (h *head) Write(p []byte) (int, error) {
@@ -96,8 +96,8 @@ func (h *head) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// endMarked kills the processes that have a variable, NAME=VALUE, in their
-// environment: what a program of the host has started outlives an agentbox that was killed.
+// endMarked kills the processes that have mark, NAME=VALUE, in their environment: children of
+// a program of the host outlive an agentbox that was killed.
 func endMarked(mark string) error {
 	for range 100 { // they may fork meanwhile
 		found := false

@@ -13,8 +13,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// unrestorable says why the processes of a ready checkpoint, whose images are whole,
-// cannot be restored; empty: nothing is known of that.
+// unrestorable returns why the processes of a ready checkpoint with undamaged images cannot
+// be restored; empty: no reason is known.
 func (e *Engine) unrestorable(ctx context.Context, row store.Checkpoint) (why string, err error) {
 	if row.Kind != runtime.KindFull {
 		return "", nil
@@ -65,7 +65,7 @@ func (e *Engine) unrestorable(ctx context.Context, row store.Checkpoint) (why st
 	return "", err
 }
 
-// judgeAll judges checkpoints, all when none is named, but for damaged ones.
+// judgeAll judges the given checkpoints, or all, except damaged ones.
 func (e *Engine) judgeAll(ctx context.Context, ids []string, damaged []store.Damage) ([]runtime.Damaged, error) {
 	rows, err := e.store.Checkpoints(ctx, store.Filter{})
 	if err != nil {

@@ -20,11 +20,11 @@ import (
 
 func thisBeat() runtime.Beat {
 	var ts unix.Timespec
-	_ = unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts) // no kernel that we run on is without
+	_ = unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts) // every supported kernel has this clock
 	return runtime.Beat{Time: time.Now().UTC().Round(0), Boot: bootID(), Awake: time.Duration(ts.Nano())}
 }
 
-// own is the owner that terms ask for.
+// own returns the owner that terms ask for.
 func own(t runtime.LeaseTerms) (o runtime.LeaseOwner, err error) {
 	o.Kind = cmp.Or(t.Owner, runtime.OwnerNone)
 	switch {
@@ -69,7 +69,7 @@ func own(t runtime.LeaseTerms) (o runtime.LeaseOwner, err error) {
 	return o, err
 }
 
-// ownerAlive tells of a process whether it is, and still the same.
+// ownerAlive reports whether the owner's process is alive, and not another with its pid.
 func ownerAlive(o runtime.LeaseOwner) (bool, error) {
 	p, err := openOwner(o)
 	if p == nil {
@@ -79,7 +79,7 @@ func ownerAlive(o runtime.LeaseOwner) (bool, error) {
 	return p.Alive(), nil
 }
 
-// openOwner pins the owner's process; nil: it has ended.
+// openOwner opens the owner's process, so that its pid is not reused; nil: it has ended.
 func openOwner(o runtime.LeaseOwner) (*kernel.Process, error) {
 	p, err := kernel.OpenProcess(o.Pid)
 	if kernel.Gone(err) {
@@ -88,7 +88,7 @@ func openOwner(o runtime.LeaseOwner) (*kernel.Process, error) {
 	if err != nil {
 		return nil, err
 	}
-	start, err := kernel.StartTicks(o.Pid) // pinned before: it is that of this process, or there is none
+	start, err := kernel.StartTicks(o.Pid) // after OpenProcess, so this is its start time, or an error
 	if err == nil && start == o.Start {
 		return p, nil
 	}
@@ -108,7 +108,7 @@ func decodeLease(row store.Lease) (l runtime.Lease, err error) {
 	return l, nil
 }
 
-// encodeLease is what is recorded of a lease.
+// encodeLease returns the record of a lease.
 func encodeLease(l runtime.Lease) (json.RawMessage, error) {
 	l.Expires = time.Time{}
 	if l.State == store.LeaseActive {
@@ -117,7 +117,7 @@ func encodeLease(l runtime.Lease) (json.RawMessage, error) {
 	return json.Marshal(l)
 }
 
-// CreateLease makes a lease.
+// CreateLease creates a lease.
 func (e *Engine) CreateLease(ctx context.Context, req runtime.LeaseRequest) (runtime.Lease, error) {
 	return verb(ctx, e, on("lease create", req.Name), func(ctx context.Context) (_ runtime.Lease, err error) {
 		if req.Owner == runtime.OwnerConnection {
@@ -144,7 +144,7 @@ func (e *Engine) createLease(ctx context.Context, req runtime.LeaseRequest) (run
 	row := store.Lease{ID: l.ID, Name: l.Name, Data: data, Created: l.Created}
 	err = e.store.PutLease(ctx, row)
 	if errors.Is(err, runtime.ErrExists) {
-		// The owner of the one with the name may have ended without being noticed.
+		// The lease of that name may have ended unnoticed.
 		if _, e2 := e.EndLeases(ctx); e2 != nil {
 			e.log.Warn("ended leases not cleaned up", "err", e2)
 		}
@@ -158,7 +158,7 @@ func (e *Engine) createLease(ctx context.Context, req runtime.LeaseRequest) (run
 	return e.lease(context.WithoutCancel(ctx), l.ID)
 }
 
-// setLease gives a lease its terms, from now on.
+// setLease sets the terms of a lease, from now on.
 func setLease(l *runtime.Lease, t runtime.LeaseTerms) error {
 	o, err := own(t)
 	if err != nil {
@@ -171,7 +171,7 @@ func setLease(l *runtime.Lease, t runtime.LeaseTerms) error {
 	return nil
 }
 
-// Lease describes one.
+// Lease describes a lease.
 func (e *Engine) Lease(ctx context.Context, ref string) (runtime.Lease, error) {
 	return verb(ctx, e, on("lease inspect", ref).reads().errorsNamed(), func(ctx context.Context) (runtime.Lease, error) {
 		return e.lease(ctx, ref)
@@ -187,7 +187,7 @@ func (e *Engine) lease(ctx context.Context, ref string) (_ runtime.Lease, err er
 	return e.leaseView(ctx, row)
 }
 
-// Leases lists them.
+// Leases lists leases.
 func (e *Engine) Leases(ctx context.Context, all bool) ([]runtime.Lease, error) {
 	return verb(ctx, e, on("lease ls", "").reads(), func(ctx context.Context) (_ []runtime.Lease, err error) {
 		rows, err := e.store.Leases(ctx, all)
@@ -226,7 +226,7 @@ func (e *Engine) leaseView(ctx context.Context, row store.Lease) (runtime.Lease,
 	return l, nil
 }
 
-// listLease notes what belongs to it.
+// listLease sets the members of a lease.
 func listLease(l *runtime.Lease, m store.LeaseMembers) {
 	l.Sandboxes, l.Checkpoints = nil, nil
 	for _, sb := range m.Sandboxes {
@@ -237,7 +237,7 @@ func listLease(l *runtime.Lease, m store.LeaseMembers) {
 	}
 }
 
-// RenewLease tells that the owner is alive, or sets the deadline.
+// RenewLease records a heartbeat of the owner, or sets the deadline.
 func (e *Engine) RenewLease(ctx context.Context, ref string, deadline time.Duration) (runtime.Lease, error) {
 	return verb(ctx, e, &Op{Verb: "lease renew", Ref: ref, Reads: deadline == 0}, func(ctx context.Context) (runtime.Lease, error) {
 		return e.renewLease(ctx, ref, deadline)
@@ -272,8 +272,8 @@ func (e *Engine) TransferLease(ctx context.Context, ref string, terms runtime.Le
 	})
 }
 
-// changeLease changes one that is held. One that has ended
-// unnoticed begins to end instead.
+// changeLease changes an active lease. A lease that has ended unnoticed begins to end
+// instead.
 func (e *Engine) changeLease(ctx context.Context, ref string, lazy bool, fn func(*runtime.Lease) error) (runtime.Lease, error) {
 	row, err := e.store.Lease(ctx, ref)
 	if err != nil {
@@ -306,7 +306,7 @@ func (e *Engine) changeLease(ctx context.Context, ref string, lazy bool, fn func
 	return e.lease(ctx, row.ID)
 }
 
-// over is the error of what needs a lease that is held.
+// over returns the error of a verb that needs an active lease.
 func over(row store.Lease) error {
 	l, err := decodeLease(row)
 	if err != nil {
@@ -339,7 +339,7 @@ func (e *Engine) releaseLease(ctx context.Context, ref string) (_ runtime.Lease,
 	return e.lease(ctx, row.ID)
 }
 
-// activeLease finds the lease that something is to belong to; empty: none.
+// activeLease finds the active lease that a new member will belong to; empty: none.
 func (e *Engine) activeLease(ctx context.Context, ref string) (id string, err error) {
 	if ref == "" {
 		return "", nil
@@ -356,8 +356,8 @@ func (e *Engine) activeLease(ctx context.Context, ref string) (id string, err er
 	return row.ID, err
 }
 
-// leaseOf is the lease that a checkpoint is to belong to. One that was taken
-// unasked belongs to its sandbox's.
+// leaseOf returns the lease that a checkpoint will belong to. An automatic checkpoint belongs
+// to its sandbox's lease.
 func (e *Engine) leaseOf(ctx context.Context, sb store.Sandbox, opts runtime.CheckpointOptions) (string, error) {
 	switch {
 	case opts.Lease != "":

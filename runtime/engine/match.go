@@ -65,8 +65,8 @@ func (e *Engine) removeUnpinned(ctx context.Context, c runtime.Checkpoint) (bool
 	return removed, err
 }
 
-// match resolves what RestoreOptions say of the checkpoint by its trigger and
-// labels: it is the newest ready one that has them.
+// match resolves the trigger and labels in RestoreOptions to the newest ready checkpoint
+// that has them.
 func (e *Engine) match(ctx context.Context, sandbox string, opts *runtime.RestoreOptions) error {
 	if opts.Trigger == "" && len(opts.Labels) == 0 {
 		return nil

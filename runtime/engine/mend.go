@@ -7,15 +7,15 @@ import (
 	"github.com/agentbox/agentbox/internal/failpoint"
 )
 
-// proveTree proves that a tree is as the checkpoint has it, and puts right what the
-// end of the old processes has made of it.
+// proveTree proves that a tree is as the checkpoint has it, and repairs what the death of
+// the old processes has changed.
 //
-// All files were looked at while these stood still, but not all writes had come: when
-// a process dies, the kernel marks each robust mutex that it holds (FUTEX_OWNER_DIED)
-// and clears the words that wait for the end of its threads (clear_child_tid), also
-// where these lie in a shared mapping of a file. A page that is dirty already gets no
-// new time by that. The memory of files, however, trusts none that has a writer, so that
-// the proof reads them, and what it finds is the difference.
+// All files were read while the processes were frozen, but their death still writes: the
+// kernel marks each robust mutex that a dying process holds (FUTEX_OWNER_DIED) and clears
+// the words that wait for the end of its threads (clear_child_tid), even in a shared mapping
+// of a file. That does not change the file's times if its page is already dirty. The file
+// cache, however, trusts no file that has a writer, so the proof reads such files and finds
+// the difference.
 func (e *Engine) proveTree(ctx context.Context, r *restoration, i int) error {
 	t := &r.data.Trees[i]
 	lost := r.lostOf(t)

@@ -13,15 +13,15 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// PolicyRequest is what a policy judges of a request; the image's own user and
-// digest are not known to it yet.
+// PolicyRequest returns what a policy judges of a request. The image's own user and digest
+// are not known yet.
 func PolicyRequest(req runtime.CreateRequest) policy.Request {
 	ask := askFor(req.Spec)
 	ask.CapAdd, ask.CapDrop, ask.Privileged, ask.UserNS = req.CapAdd, req.CapDrop, req.Privileged, req.UserNS
 	return ask
 }
 
-// askFor is a spec in the words of a policy.
+// askFor translates a spec into a request to a policy.
 func askFor(s runtime.Spec) policy.Request {
 	ask := policy.Request{
 		Image: s.Image, User: s.User, Labels: s.Labels, Every: s.CheckpointEvery,
@@ -34,7 +34,7 @@ func askFor(s runtime.Spec) policy.Request {
 		Mounts: mountsOf(s),
 	}
 	if text := s.Security.SeccompProfile; text != "" {
-		ask.Seccomp = policy.SeccompDigest(text) // whatever the spec calls it
+		ask.Seccomp = policy.SeccompDigest(text) // regardless of the digest in the spec
 	}
 	for _, secret := range s.Secrets {
 		if secret.File != "" {
@@ -55,8 +55,8 @@ func mountsOf(s runtime.Spec) []policy.Mount {
 	return list
 }
 
-// admit has the policy of a request decide over a completed spec, which becomes
-// what the policy grants. The labels of the image are not the user's.
+// admit has the policy of a request judge a completed spec, and changes the spec to what the
+// policy grants. The policy judges only the user's labels, not those of the image.
 func (e *Engine) admit(s *runtime.Spec, req runtime.CreateRequest, img image.Image, labels map[string]string) error {
 	req.Spec = *s
 	ask := PolicyRequest(req)
@@ -80,8 +80,8 @@ func (e *Engine) admit(s *runtime.Spec, req runtime.CreateRequest, img image.Ima
 	return nil
 }
 
-// grant makes a spec what a policy grants of it. The sources of mounts stay:
-// restored processes have theirs.
+// grant changes a spec to what a policy grants. It leaves the sources of mounts, because
+// restored processes keep theirs.
 func grant(s *runtime.Spec, p *policy.Policy, got policy.Request) {
 	s.User, s.CheckpointEvery = got.User, got.Every
 	s.Lifetime = livesFor(got.TTL, got.Idle)
@@ -132,13 +132,13 @@ func (e *Engine) readmit(s *runtime.Spec) error {
 	return nil
 }
 
-// judged is what a policy grants of the spec of a checkpoint. mapped says that the sandbox
-// gets a user namespace, where it can.
+// judged returns what a policy grants of a checkpoint's spec. mapped says that the sandbox
+// gets a user namespace where possible.
 func judged(s runtime.Spec, p *policy.Policy, mapped bool) (policy.Request, error) {
 	ask := askFor(s)
-	ask.Image = "" // it is pinned, and was judged by its name then
+	ask.Image = "" // the digest is fixed; the name was judged at the time
 	if ask.Network == runtime.NetworkFiltered && ask.Egress == nil {
-		ask.Egress = []string{} // no rules was what was asked for
+		ask.Egress = []string{} // the request was for no rules
 	}
 	if mapped {
 		ask.UserNS = runtime.UserNSAuto
@@ -185,14 +185,14 @@ func policyName(spec json.RawMessage) string {
 	return s.Policy.Name
 }
 
-// retention is what is kept of a sandbox's checkpoints.
+// retention is the retention rules of a sandbox's checkpoints.
 type retention struct {
 	policy.Keeping
 	policy    string
-	automatic []string // the triggers of those that are automatic
+	automatic []string // triggers of automatic checkpoints
 }
 
-// kept is what a sandbox's policy says of its checkpoints.
+// kept returns the retention rules of a sandbox's policy.
 func kept(s runtime.Spec) (r retention, err error) {
 	p, err := recorded(s)
 	if err != nil || p == nil {
@@ -202,19 +202,19 @@ func kept(s runtime.Spec) (r retention, err error) {
 	return retention{p.Rules.Keeping(), p.Name, append(e.Triggers(), runtime.TriggerTool, runtime.TriggerMCP)}, err
 }
 
-// any says whether there is anything that could remove a checkpoint.
+// any reports whether the rules could remove a checkpoint.
 func (r retention) any() bool {
 	return r.All != (policy.Retention{}) || r.Automatic != (policy.Retention{}) && len(r.automatic) > 0
 }
 
-// covers reports whether a checkpoint is one of those that were taken without being
-// asked for, or by an agent. What a user gave a name, or came from elsewhere, stays.
+// covers reports whether a checkpoint was taken automatically or by an agent. It does not
+// cover checkpoints that a user has named, or foreign ones.
 func (r retention) covers(c store.Checkpoint) bool {
 	return slices.Contains(r.automatic, c.Trigger) && (c.Name == "" || c.Trigger == runtime.TriggerMCP) && !c.Foreign
 }
 
-// keepByPolicy removes the checkpoints of one sandbox, or of each, that the
-// policy does not keep under which it was made.
+// keepByPolicy removes the checkpoints of one sandbox, or of each, that the sandbox's policy
+// does not keep.
 func (e *Engine) keepByPolicy(ctx context.Context, sandbox string, out *runtime.Pruned) error {
 	rows, err := e.store.Checkpoints(ctx, store.Filter{SandboxID: sandbox})
 	if err != nil {
@@ -224,7 +224,7 @@ func (e *Engine) keepByPolicy(ctx context.Context, sandbox string, out *runtime.
 	if err != nil {
 		return err
 	}
-	// The sandbox's own word counts, and of one that is gone its newest checkpoint's.
+	// The policy is that in the sandbox's spec or, if it is gone, its newest checkpoint's.
 	specs := map[string]json.RawMessage{}
 	for _, sb := range boxes {
 		specs[sb.ID] = sb.Spec
@@ -232,7 +232,7 @@ func (e *Engine) keepByPolicy(ctx context.Context, sandbox string, out *runtime.
 	seen := map[string]bool{}
 	for _, row := range rows {
 		text, alive := specs[row.SandboxID]
-		if seen[row.SandboxID] || !alive && row.Foreign { // whose policy is its author's
+		if seen[row.SandboxID] || !alive && row.Foreign { // its policy would be its author's
 			continue
 		}
 		seen[row.SandboxID] = true
@@ -257,8 +257,8 @@ func (e *Engine) keepByPolicy(ctx context.Context, sandbox string, out *runtime.
 	return nil
 }
 
-// makeRoom removes what a sandbox's policy does not keep beside the checkpoint
-// that was just taken. That one is there, whatever comes of it.
+// makeRoom removes the checkpoints that a sandbox's policy does not keep beside the one that
+// was just taken. A failure does not affect that one.
 func (e *Engine) makeRoom(ctx context.Context, sb store.Sandbox, c runtime.Checkpoint) {
 	s, err := spec(sb)
 	if err != nil {
@@ -268,7 +268,7 @@ func (e *Engine) makeRoom(ctx context.Context, sb store.Sandbox, c runtime.Check
 	r, err := kept(s)
 	f := store.Filter{SandboxID: sb.ID}
 	if err == nil && r.All == (policy.Retention{}) {
-		// Only the automatic ones are counted: no other is even looked at.
+		// Only automatic checkpoints are limited: read no others.
 		if f.Automatic = true; !r.any() || !slices.Contains(r.automatic, c.Trigger) {
 			return
 		}
@@ -286,7 +286,7 @@ func (e *Engine) makeRoom(ctx context.Context, sb store.Sandbox, c runtime.Check
 		for _, p := range out.Removed {
 			own.Made = append(own.Made, p.Checkpoint.ID)
 		}
-		_ = e.observed(ctx, ByItself("prune", subjectOf(sb), own), func(context.Context) error { return err }) // which is logged
+		_ = e.observed(ctx, ByItself("prune", subjectOf(sb), own), func(context.Context) error { return err }) // the error is logged
 		e.tidy(ctx)
 	}
 }

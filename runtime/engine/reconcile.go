@@ -96,12 +96,11 @@ func (e *Engine) lastReconciled() reconciled {
 	return e.last
 }
 
-// Reconcile compares what is recorded with the kernel and the engines, and
-// repairs or frees what differs: records without a thing, things without a
-// record. Before that it does what RecoverInterrupted does, after it what restart
-// policies ask for. What a verb is at work on is left alone, as is whatever is not
-// provably this root's. It is cheap when all is well; one that is under way
-// already makes it ErrBusy.
+// Reconcile compares the records with the kernel and the engines, and repairs or frees
+// what differs: records without an object, and orphans without a record. Before that it
+// does the work of RecoverInterrupted, and it restarts sandboxes as their restart policies
+// say. It leaves alone what a verb is at work on and what is not provably this root's. It is
+// cheap when nothing differs; while another Reconcile is under way it returns ErrBusy.
 func (e *Engine) Reconcile(ctx context.Context) (runtime.ReconcileReport, error) {
 	return verb(ctx, e, on("recover", ""), func(ctx context.Context) (runtime.ReconcileReport, error) { return e.reconcile(ctx, false) })
 }
@@ -117,7 +116,7 @@ func (e *Engine) reconcile(ctx context.Context, unasked bool) (_ runtime.Reconci
 	defer func() {
 		e.mu.Lock()
 		defer e.mu.Unlock()
-		if !unasked { // it waits for them
+		if !unasked { // a requested one has waited for them instead
 			r.ending = e.last.ending
 		}
 		e.last = reconciled{r.said, r.ending}
@@ -201,7 +200,7 @@ func (r *reconciling) backend(ctx context.Context, name string) error {
 		}
 		sb, known := r.known[id]
 		if known && sb.Backend != name {
-			continue // backends share our run directory
+			continue // backends share the run directory
 		}
 		if known {
 			attend := false
@@ -292,7 +291,7 @@ func (r *reconciling) look(ctx context.Context, host Host, sb store.Sandbox, hol
 	r.staged[c.Stage.ID] = true
 	if c.Status != runtime.Running && c.Status != runtime.Paused {
 		if s.Adopted {
-			return false, nil // its engine sees to the rest
+			return false, nil // its engine does the rest
 		}
 		if back, _, err := r.e.comesBack(ctx, sb, s, c); err != nil {
 			return false, err
@@ -300,7 +299,7 @@ func (r *reconciling) look(ctx context.Context, host Host, sb store.Sandbox, hol
 			if alive, err := flock.Held(filepath.Join(r.e.marks(), sb.ID), 0); err != nil {
 				return false, err
 			} else if !alive {
-				r.e.watchOver(s) // which starts it again
+				r.e.watchOver(s) // the watch restarts it
 				return false, nil
 			}
 		}
@@ -324,7 +323,7 @@ func (r *reconciling) look(ctx context.Context, host Host, sb store.Sandbox, hol
 		}
 	}
 	if holds && !slices.Contains(has, runtime.HeldMonitor) {
-		// It may have been started since the look at the kernel.
+		// It may have been started since Held was read.
 		if now, err := host.Inspect(ctx, sb.ID); err == nil && now.Pid == c.Pid && time.Since(c.Started) > settleTime {
 			r.leave(runtime.FoundMonitor, sb.ID, fmt.Sprintf("left sandbox %s alone, which runs without the process that keeps its output and its exit code: to have them again: agentbox stop %s, agentbox start %s", sb.Name, sb.Name, sb.Name), nil)
 		}
@@ -332,9 +331,9 @@ func (r *reconciling) look(ctx context.Context, host Host, sb store.Sandbox, hol
 	return false, nil
 }
 
-// settle frees what one container holds without need. One that a verb works on is
-// left alone. late says that a monitor alone had the time to end; else settle
-// tells that there is no more than that of a sandbox that is gone.
+// settle frees what one container holds without need, unless a verb is at work on it. If
+// only the monitor of a removed sandbox is left, settle reports that it lingers; late says
+// that the monitor has had the time to end, and frees it.
 func (r *reconciling) settle(ctx context.Context, host Host, id string, has []string, late bool) (lingers bool) {
 	ctx, cancel := context.WithTimeout(ctx, settleTime)
 	defer cancel()
@@ -448,8 +447,7 @@ func (r *reconciling) free(ctx context.Context, host Host, id string, has []stri
 	return f, nil
 }
 
-// gone sees to a sandbox whose container is not there any more: its engine
-// has removed it.
+// gone handles a sandbox whose container its engine has removed.
 func (r *reconciling) gone(ctx context.Context, host Host, sb store.Sandbox, s runtime.Spec) (f runtime.Finding, err error) {
 	f.Kind = runtime.FoundGone
 	switch {
@@ -460,7 +458,7 @@ func (r *reconciling) gone(ctx context.Context, host Host, sb store.Sandbox, s r
 		f.Action = fmt.Sprintf("forgot %s, whose container is gone; its checkpoints stay", sb.Name)
 		err = errors.Join(os.RemoveAll(filepath.Join(r.e.run, sb.ID)), r.e.dropEvents(sb.ID), r.e.store.DeleteSandbox(ctx, sb.ID))
 	default:
-		// What else it had goes, too.
+		// Remove the rest of it, too.
 		f.Action = fmt.Sprintf("removed sandbox %s, whose container is gone; its checkpoints stay", sb.Name)
 		err = r.e.finishRemove(ctx, host, sb.ID, false)
 	}
@@ -470,13 +468,13 @@ func (r *reconciling) gone(ctx context.Context, host Host, sb store.Sandbox, s r
 	return f, err
 }
 
-// stray sees to what is there of a sandbox that is not in state.db.
+// stray handles a container or leftovers without a record in state.db.
 func (r *reconciling) stray(ctx context.Context, host Host, id string, has []string) (f runtime.Finding, err error) {
 	f.Kind = runtime.FoundStray
 	did, whole, err := r.e.leaveUnknown(ctx, host, id)
 	if whole || err != nil {
-		// One that cannot be looked at may be whole.
-		r.alone[id], r.blind = true, true // what is staged may be for it
+		// A sandbox that cannot be inspected may be intact.
+		r.alone[id], r.blind = true, true // a staged restore may be for it
 		return runtime.Finding{Kind: runtime.FoundUnknown, Action: did, Left: true}, err
 	}
 	if err = errors.Join(os.RemoveAll(filepath.Join(r.e.run, id)), r.e.forgetRestarts(id)); err == nil {
@@ -492,7 +490,7 @@ func listed(has []string) string {
 	return " (" + strings.Join(has, ", ") + ")"
 }
 
-// run frees what is in RUN of sandboxes that are gone, and forgets their events.
+// run frees the files in RUN of sandboxes that are gone, and removes their events.
 func (r *reconciling) run(ctx context.Context) error {
 	if err := r.e.forgetEvents(ctx, r.alone); err != nil {
 		return err
@@ -533,11 +531,11 @@ func (r *reconciling) run(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// maxRecorded bounds the records of one Reconcile. What is more shares one.
+// maxRecorded bounds the audit records of one Reconcile. Further actions share one.
 const maxRecorded = 64
 
-// record puts on record what a Reconcile has done about each thing that it found. What
-// was on record when it was done is not among it: verbs that were cut off, ended leases.
+// record reports the actions of a Reconcile to the observers, except those that were
+// reported when they were done: recovered verbs and ended leases.
 func (r *reconciling) record(ctx context.Context) {
 	ctx = context.WithoutCancel(ctx)
 	rest := Own{Why: fmt.Sprintf("found: more than %d things", maxRecorded), Past: true, Alone: r.unasked}

@@ -109,12 +109,12 @@ func (e *Engine) assistDump(ctx context.Context, in store.Intent) (end func()) {
 	}
 	c, err := host.Inspect(ctx, in.Sandbox)
 	if err != nil || c.Pid == 0 {
-		return func() {} // nothing is dumped any more
+		return func() {} // no dump is under way any more
 	}
 	return criu.AssistHolders(e.store.LockPath(in.Sandbox), c.Pid)
 }
 
-// finish brings one interrupted verb to its end.
+// finish finishes one interrupted verb or rolls it back.
 func (e *Engine) finish(ctx context.Context, in store.Intent) (did string, err error) {
 	lock, err := e.interrupted(ctx, in)
 	if err != nil || lock == nil {
@@ -203,7 +203,7 @@ func (e *Engine) attend(ctx context.Context, id string, host Host) error {
 	return err
 }
 
-// interruptedIn reports whether a verb on a sandbox was left half-done.
+// interruptedIn reports whether a sandbox has an interrupted verb.
 func (e *Engine) interruptedIn(ctx context.Context, id string) (bool, error) {
 	intents, err := e.store.Intents(ctx)
 	for _, in := range intents {
@@ -227,8 +227,8 @@ func (e *Engine) pending(ctx context.Context, seq int64) (store.Intent, bool, er
 	return store.Intent{}, false, nil
 }
 
-// hostOf returns the backend of an interrupted verb's sandbox. One that has no
-// record is of the backend that the verb noted.
+// hostOf returns the backend of an interrupted verb's sandbox. For a sandbox without a record
+// it is the backend that the verb noted.
 func (e *Engine) hostOf(ctx context.Context, in store.Intent) (Host, error) {
 	sb, err := e.store.Sandbox(ctx, in.Sandbox)
 	if err == nil {
@@ -251,7 +251,7 @@ func (e *Engine) finishCreate(ctx context.Context, in store.Intent, host Host) (
 	return unless(e.store.DeleteSandbox(ctx, in.Sandbox), "took back the half-made sandbox %s", short(in.Sandbox))
 }
 
-// finishStart keeps a sandbox that came up and clears away one that did not.
+// finishStart keeps a sandbox that came up, and stops one that did not.
 func (e *Engine) finishStart(ctx context.Context, in store.Intent, host Host) (string, error) {
 	c, err := host.Inspect(ctx, in.Sandbox)
 	if errors.Is(err, runtime.ErrNotFound) {
@@ -261,14 +261,14 @@ func (e *Engine) finishStart(ctx context.Context, in store.Intent, host Host) (s
 		return "", err
 	}
 	if c.Status == runtime.Running || c.Status == runtime.Paused {
-		// A restart had it kept.
+		// A restart has marked it as kept.
 		return unless(e.store.Keep(ctx, in.Sandbox, false), "sandbox %s had started", short(in.Sandbox))
 	}
 	return unless(host.Stop(ctx, in.Sandbox, runtime.StopOptions{}), "took back the half-done start of sandbox %s", short(in.Sandbox))
 }
 
-// finishCheckpoint thaws what the killed verb froze; the checkpoint itself is
-// either durable, then it is ready, or it is cleared away.
+// finishCheckpoint thaws the sandbox that the killed verb froze. A checkpoint that is
+// durable is made ready; another one is removed.
 func (e *Engine) finishCheckpoint(ctx context.Context, in store.Intent, host Host) (string, error) {
 	data, err := decode[freezing](in.Data)
 	if err != nil {
@@ -279,7 +279,7 @@ func (e *Engine) finishCheckpoint(ctx context.Context, in store.Intent, host Hos
 		if thawed, err = e.letGo(ctx, host, in.Sandbox, data.Was, false); err != nil {
 			return "", err
 		}
-		data.Was = runtime.Unknown // a pause from here on is meant to last
+		data.Was = runtime.Unknown // a later pause is the user's
 		if err := e.advance(ctx, in.Seq, data, true); err != nil {
 			return "", err
 		}
@@ -296,7 +296,7 @@ func (e *Engine) finishCheckpoint(ctx context.Context, in store.Intent, host Hos
 			err = e.store.SetHead(ctx, sb.ID, in.Checkpoint, sb.Attempt)
 		}
 		if err == nil && data.Stop {
-			err = e.meant(sb) // its restart policy does not start it again
+			err = e.meant(sb) // its restart policy must not start it again
 		}
 		if err != nil && !errors.Is(err, runtime.ErrNotFound) {
 			return did, err
@@ -305,14 +305,14 @@ func (e *Engine) finishCheckpoint(ctx context.Context, in store.Intent, host Hos
 	if ready && data.Stop {
 		return did, host.Stop(ctx, in.Sandbox, runtime.StopOptions{Silent: true})
 	}
-	if data.Stop { // not before it was clear that it is not to end
+	if data.Stop { // only now that it is clear that it does not end
 		thawed, err = e.letGo(ctx, host, in.Sandbox, data.Was, true)
 	}
 	return did + thawed, err
 }
 
-// letGo lets a sandbox go on that a killed verb has frozen, cut off its network
-// perhaps. It comes before all else: the rest may have to wait, or fail.
+// letGo resumes a sandbox that a killed verb has frozen, and may have cut off its network.
+// It comes first, because the rest of recovery may have to wait, or fail.
 func (e *Engine) letGo(ctx context.Context, host Host, id string, was runtime.Status, cut bool) (did string, err error) {
 	c, err := host.Inspect(ctx, id)
 	if errors.Is(err, runtime.ErrNotFound) {
@@ -343,17 +343,16 @@ func (e *Engine) letGo(ctx context.Context, host Host, id string, was runtime.St
 	return did, err
 }
 
-// interruptedWaits tells why a sandbox, which goes on all the same, may see EINTR.
+// interruptedWaits logs why processes of a resumed sandbox may see EINTR.
 func (e *Engine) interruptedWaits(id string, err error) {
 	if err != nil && !errors.Is(err, runtime.ErrNotFound) {
 		e.log.Warn("waiting system calls may return EINTR", "sandbox", id, "err", err)
 	}
 }
 
-// finishRestore takes back a restore that had not touched the sandbox yet and
-// finishes all others. A new upperdir that is not as the checkpoint has it, be
-// it that it was in use already or that a power cut took what had not reached
-// the disk, is laid out anew.
+// finishRestore rolls back a restore that had not changed the sandbox yet, and finishes all
+// others. It restores again an upperdir that differs from the checkpoint, because it was in
+// use already or because a power cut lost unwritten data.
 func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, lock *store.Lock) (string, error) {
 	data, err := decode[restoring](in.Data)
 	if err != nil {
@@ -406,12 +405,12 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 	did := fmt.Sprintf("finished the restore of sandbox %s to checkpoint %s", short(in.Sandbox), short(in.Checkpoint))
 	told, err := e.finishSwap(ctx, in, host, lock, data)
 	if errors.Is(err, errUnfinished) {
-		return "", err // its engine fails us; the intent stays
+		return "", err // its engine has failed; the intent stays
 	}
 	if err != nil {
-		// Tried once: then the sandbox stays stopped, with the files that it
-		// has, and its owner decides. Trying at every command would stop it
-		// again whenever it was started.
+		// Try only once: then the sandbox stays stopped, with its present files, and
+		// its owner decides. An attempt at every command would stop the sandbox each
+		// time it was started.
 		did = fmt.Sprintf("could not finish the restore of sandbox %s to checkpoint %s: %v", short(in.Sandbox), short(in.Checkpoint), err)
 		if len(data.Trees) > 0 && data.Trees[0].Aside {
 			did += "; what it had replaced lies in " + data.Trees[0].aside()
@@ -428,8 +427,9 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 	return did + told, nil
 }
 
-// own are the trees of a restore in the journal that are the container's, and foreign is the
-// directory of one that is not: what lies beside a tree is removed, and it is written to.
+// own returns the trees of a restore in the journal that belong to the container, and the
+// directory of one that does not. Recovery must not touch the latter: it writes to trees and
+// removes files beside them.
 func (d restoring) own(c runtime.Container) (own []tree, foreign string) {
 	for _, t := range d.Trees {
 		is := t.Number == 0 && c.Upper != "" && t.Dir == c.Upper ||
@@ -443,12 +443,12 @@ func (d restoring) own(c runtime.Container) (own []tree, foreign string) {
 	return own, foreign
 }
 
-// takeBack undoes a restore that had not touched the sandbox but for freezing it.
+// takeBack undoes a restore that had only frozen the sandbox.
 func (e *Engine) takeBack(ctx context.Context, in store.Intent, host Host, data restoring) error {
 	if _, err := e.letGo(ctx, host, in.Sandbox, data.Was, true); err != nil {
 		return err
 	}
-	data.Was = runtime.Unknown // a pause from here on is meant to last
+	data.Was = runtime.Unknown // a later pause is the user's
 	if err := e.advance(ctx, in.Seq, data, true); err != nil {
 		return err
 	}
@@ -460,8 +460,8 @@ func (e *Engine) takeBack(ctx context.Context, in store.Intent, host Host, data 
 	return errors.Join(err, r.discard())
 }
 
-// finishSwap goes on with a restore from where it was killed, and tells what there is to
-// say of its host files.
+// finishSwap finishes a restore that was killed after it began to swap files. It returns the
+// report about its host files.
 func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, lock *store.Lock, data restoring) (told string, err error) {
 	sb, err := e.store.Sandbox(ctx, in.Sandbox)
 	if err != nil {
@@ -535,7 +535,7 @@ func (e *Engine) finishSwapOf(ctx context.Context, in store.Intent, host Host, r
 	return e.bringUp(ctx, in.Seq, r, &undo, &started, gone)
 }
 
-// recoverBy is RecoverInterrupted for a part of agentbox.
+// recoverBy is RecoverInterrupted, recorded as an action of a part of agentbox.
 func (e *Engine) recoverBy(ctx context.Context, by string) error {
 	_, err := e.recoverFor(ctx, Own{By: by})
 	return err

@@ -11,13 +11,12 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// errRehearsed ends the making of a fork that was made to be looked at, so that it is
-// taken back.
+// errRehearsed aborts a fork that was made only for a rehearsal, so that it is rolled back.
 var errRehearsed = errors.New("the rehearsal is over")
 
-// rehearse restores a checkpoint into a fork without network, whose processes stand
-// still, compares them with their images, and removes it. The fork is one that is
-// under way: killed, it is taken back by the next command.
+// rehearse restores a checkpoint into a fork without network, compares its frozen processes
+// with their images, and removes the fork. The fork stays under way all the time: if the
+// rehearsal is killed, the next command rolls it back.
 func (e *Engine) rehearse(ctx context.Context, row store.Checkpoint) (out runtime.Rehearsal, err error) {
 	out = runtime.Rehearsal{Checkpoint: checkpointView(row), Differs: []string{}}
 	if row.Kind != runtime.KindFull {
@@ -31,7 +30,7 @@ func (e *Engine) rehearse(ctx context.Context, row store.Checkpoint) (out runtim
 		if err != nil {
 			return err
 		}
-		// As of a fork that is woken.
+		// As awaken does for a fork.
 		r.c.Stage.TakePaused()
 		got, err := criu.Compare(ctx, r.images, c.Pid)
 		if err != nil {
@@ -46,15 +45,15 @@ func (e *Engine) rehearse(ctx context.Context, row store.Checkpoint) (out runtim
 	if !errors.Is(err, errRehearsed) {
 		return out, err
 	}
-	// Taking it back may have failed, too.
+	// The rollback may have failed, too.
 	if _, gone := e.store.Sandbox(context.WithoutCancel(ctx), id); !errors.Is(gone, runtime.ErrNotFound) {
 		return out, hint(fmt.Errorf("the sandbox %s of the rehearsal is not removed: %w", short(id), err), "agentbox rm -f "+short(id))
 	}
 	return out, nil
 }
 
-// rehearseAll rehearses checkpoints one by one; one that cannot be restored is told of
-// as what differs.
+// rehearseAll rehearses checkpoints one by one. It reports a checkpoint that cannot be
+// restored as a difference.
 func (e *Engine) rehearseAll(ctx context.Context, refs []string) ([]runtime.Rehearsal, error) {
 	list := []runtime.Rehearsal{}
 	for _, ref := range refs {

@@ -16,12 +16,12 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// Remove frees all a sandbox has. Its checkpoints stay unless asked for.
+// Remove removes a sandbox and frees all it has. Its checkpoints stay unless requested.
 func (e *Engine) Remove(ctx context.Context, ref string, opts runtime.RemoveOptions) error {
 	return e.verb(ctx, onSandbox("rm", ref), func(ctx context.Context) error { return e.removeAs(ctx, ref, nil, opts) })
 }
 
-// removeAs is Remove as a step of op, which the observers are to see; nil: they see the verb already.
+// removeAs is Remove as the action op, for the observers; nil: they already see the verb.
 func (e *Engine) removeAs(ctx context.Context, ref string, op *Op, opts runtime.RemoveOptions) (err error) {
 	defer func() { err = fail("rm", ref, err) }()
 	sb, err := e.acquire(ctx, ref, "rm", lockWait)
@@ -57,10 +57,10 @@ type removal struct {
 	Backend     string `json:"backend"`
 }
 
-// remove takes a sandbox away; its lock is held. Once begun it is always
-// finished, if need be by Recover.
+// remove removes a sandbox, whose lock is held. A removal that has begun is always finished,
+// if need be by Recover.
 func (e *Engine) remove(ctx context.Context, sb *locked, checkpoints bool) error {
-	// One that has failed before is this one from now on.
+	// Take over an earlier removal that has failed.
 	left, all, err := e.removals(ctx, sb.ID)
 	if err != nil {
 		return err
@@ -72,8 +72,8 @@ func (e *Engine) remove(ctx context.Context, sb *locked, checkpoints bool) error
 	}
 	seq, end, err := e.begin(ctx, store.Intent{Op: opRemove, Sandbox: sb.ID, Data: data})
 	if errors.Is(err, unix.ENOSPC) {
-		// What fills the disk may be the sandbox's. Broken off, this can be
-		// done again without being on record.
+		// The sandbox's own files may fill the disk. Removing its container first is
+		// safe without an intent, because it can be repeated.
 		if err = sb.host.Remove(ctx, sb.ID); err == nil {
 			seq, end, err = e.begin(ctx, store.Intent{Op: opRemove, Sandbox: sb.ID, Data: data})
 		}
@@ -94,8 +94,8 @@ func (e *Engine) remove(ctx context.Context, sb *locked, checkpoints bool) error
 	return e.store.Done(context.WithoutCancel(ctx), seq)
 }
 
-// removals are those of a sandbox that were begun and are not under way here, and whether
-// one of them was to take its checkpoints along.
+// removals returns the unfinished removals of a sandbox that are not under way in this
+// process, and whether one of them includes its checkpoints.
 func (e *Engine) removals(ctx context.Context, id string) (left []store.Intent, checkpoints bool, err error) {
 	if left, err = e.leftIn(ctx, id); err != nil {
 		return nil, false, err
@@ -118,7 +118,7 @@ func (e *Engine) finishRemove(ctx context.Context, host Host, id string, checkpo
 	if err := host.Remove(ctx, id); err != nil {
 		return err
 	}
-	// What restores have left here for the OCI runtime.
+	// Remove what restores have left there for the OCI runtime.
 	if err := os.RemoveAll(filepath.Join(e.run, id)); err != nil {
 		return err
 	}
@@ -133,7 +133,7 @@ func (e *Engine) finishRemove(ctx context.Context, host Host, id string, checkpo
 		return err
 	}
 	for _, ck := range list {
-		// Those that restores have made by themselves go with the sandbox.
+		// Undo checkpoints are removed with the sandbox.
 		if !checkpoints && (ck.Trigger != runtime.TriggerUndo || ck.Pinned || ck.Name != "" || len(ck.Tags) > 0) {
 			continue
 		}
@@ -148,7 +148,7 @@ func (e *Engine) finishRemove(ctx context.Context, host Host, id string, checkpo
 	if err := failpoint.Hit("remove.after-checkpoints"); err != nil {
 		return err
 	}
-	left, err := e.leftIn(ctx, id) // while the lock keeps others from beginning anything
+	left, err := e.leftIn(ctx, id) // the lock keeps new verbs from beginning
 	if err != nil {
 		return err
 	}
@@ -158,17 +158,17 @@ func (e *Engine) finishRemove(ctx context.Context, host Host, id string, checkpo
 	if err := failpoint.Hit("remove.after-row"); err != nil {
 		return err
 	}
-	// What was begun in it is moot, and one that is made again of its checkpoint has
-	// the same id.
+	// Its interrupted verbs are moot, and must not apply to a sandbox that is recreated
+	// with the same id.
 	for _, in := range left {
 		err = errors.Join(err, e.store.Done(ctx, in.Seq))
 	}
 	return err
 }
 
-// Reap frees what an exited sandbox still holds, and the sandbox itself when
-// it was started with AutoRemove. The backend's monitor calls it after every
-// exit; it does nothing when the sandbox runs again or is gone.
+// Reap frees what an exited sandbox still holds, and removes the sandbox if it has
+// AutoRemove. The backend's monitor calls it after every exit. Reap does nothing if the
+// sandbox runs again or is gone.
 func (e *Engine) Reap(ctx context.Context, id string) (err error) {
 	defer func() { err = fail("reap", id, err) }()
 	hold, err := e.store.Lock(ctx, holdName(id), opReap, -1)
@@ -185,7 +185,7 @@ func (e *Engine) Reap(ctx context.Context, id string) (err error) {
 	}
 	defer sb.lock.Unlock()
 	if busy, err := e.interruptedIn(ctx, id); err != nil || busy {
-		return err // it was not the end of the sandbox, but of a verb; Recover sees to both
+		return err // the exit may be the doing of the interrupted verb; Recover handles both
 	}
 	c, err := sb.host.Inspect(ctx, id)
 	if err != nil || c.Status != runtime.Exited {

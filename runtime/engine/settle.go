@@ -11,12 +11,12 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// instantTries is how often a dump is made again that met an instant in which a process
+// instantTries is how often a dump is repeated that met a process in a transient state that
 // cannot be dumped.
 const instantTries = 4
 
-// dumpAgain reports whether a dump that has failed is to be made again, with all that goes
-// with it, because what it failed of is over in a moment.
+// dumpAgain reports whether a failed dump should be repeated, with all that goes with it,
+// because the cause of the failure is transient.
 func (e *Engine) dumpAgain(ctx context.Context, sb *locked, err error) bool {
 	if !criu.Passing(err) || ctx.Err() != nil {
 		return false
@@ -25,8 +25,8 @@ func (e *Engine) dumpAgain(ctx context.Context, sb *locked, err error) bool {
 	return true
 }
 
-// settle waits until no process of the sandbox, which was frozen at that time, is in an
-// instant that cannot be dumped, and returns since when it stands still.
+// settle waits until no process of the sandbox, which was frozen at since, is in a transient
+// state that cannot be dumped, and returns from when on it is frozen.
 func (e *Engine) settle(ctx context.Context, k *making, since time.Time) (time.Time, error) {
 	if k.row.Kind != runtime.KindFull {
 		return since, nil
@@ -45,12 +45,12 @@ func (e *Engine) pause(ctx context.Context, sb *locked, c runtime.Container) err
 		return err
 	}
 	if _, err = criu.Runtime(c.Runtime).Settle(ctx, c.Pid); err == nil || ctx.Err() == nil && (criu.Passing(err) || errors.Is(err, runtime.ErrBusy)) {
-		return nil // it is paused, which is what was asked for
+		return nil // it is paused, as requested
 	}
 	return errors.Join(err, sb.host.Unpause(context.WithoutCancel(ctx), sb.ID))
 }
 
-// timeLeft bounds the restore of processes by its caller's time; 0: that has no end.
+// timeLeft returns the time until the caller's deadline, for the restore of processes; 0: none.
 func (r *restoration) timeLeft() (time.Duration, error) {
 	if r.caller == nil {
 		return 0, nil
@@ -62,8 +62,7 @@ func (r *restoration) timeLeft() (time.Duration, error) {
 	return max(time.Until(end), time.Second), nil
 }
 
-// callOff ends the restore of processes when its caller goes away, until the returned
-// function is called.
+// callOff ends the restore of processes when its caller's context ends, until end is called.
 func (r *restoration) callOff() (end func()) {
 	if r.caller == nil {
 		return func() {}
@@ -73,11 +72,11 @@ func (r *restoration) callOff() (end func()) {
 	return func() { stop() }
 }
 
-// breakWait is how long the end of a verb may take whose CRIU was killed.
+// breakWait is how long a verb may take to end after its CRIU was killed.
 const breakWait = 30 * time.Second
 
-// breakIn takes the lock of a sandbox that is to be removed, whatever is done with it:
-// the CRIU of the verb that has the lock is killed, by which that verb fails.
+// breakIn locks a sandbox that is to be removed, even if a verb is at work on it: it kills
+// the CRIU of the verb that holds the lock, which makes that verb fail.
 func (e *Engine) breakIn(ctx context.Context, ref string, busy error) (*locked, error) {
 	found, err := e.find(ctx, ref)
 	if err != nil {
@@ -100,11 +99,11 @@ func (e *Engine) breakIn(ctx context.Context, ref string, busy error) (*locked, 
 	return e.acquire(ctx, ref, "rm", breakWait)
 }
 
-// atWork are the checkpoints and restores that are under way, by sandbox.
+// atWork returns the checkpoints and restores that are under way, by sandbox.
 func (e *Engine) atWork(ctx context.Context) map[string]*runtime.Work {
 	intents, err := e.store.Intents(ctx)
 	if err != nil {
-		return nil // the list is worth having without
+		return nil // the list is useful without it
 	}
 	work := map[string]*runtime.Work{}
 	for _, in := range intents {

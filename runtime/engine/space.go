@@ -10,8 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// explainFull tells of a restore that found no room what it needs and what is
-// free, now that all it had laid out is gone again, and what to do.
+// explainFull adds to the error of a restore that found no room how much it needs, how much
+// is free now that its stage is gone, and what to do.
 func (e *Engine) explainFull(r *restoration, err error) error {
 	if !errors.Is(err, unix.ENOSPC) && !errors.Is(err, unix.EDQUOT) {
 		return err

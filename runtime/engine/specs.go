@@ -8,8 +8,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// specs are those of the sandboxes that were listed last. A list needs all of them, to
-// decode them is a good part of what it costs, and they hardly ever change.
+// specs caches the decoded specs of the sandboxes that were listed last. A list needs all of
+// them, decoding them is a good part of its cost, and they hardly ever change.
 type specs struct {
 	mu   sync.Mutex
 	byID map[string]decoded
@@ -20,8 +20,8 @@ type decoded struct {
 	spec runtime.Spec
 }
 
-// of returns the specs of rows, as a list has them, which share what they point to with
-// those of other calls: they are for reading. Where one does not decode errs has why.
+// of returns the brief specs of rows. They are read-only, because they share memory with
+// those of other calls. If a spec cannot be decoded, its error is in errs.
 func (s *specs) of(rows []store.Sandbox, errs []error) []runtime.Spec {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -37,12 +37,12 @@ func (s *specs) of(rows []store.Sandbox, errs []error) []runtime.Spec {
 		}
 		list[i], now[row.ID] = d.spec, d
 	}
-	s.byID = now // the others are gone
+	s.byID = now // drop the other sandboxes
 	return list
 }
 
-// briefSpec is the spec without its long texts, which are the same for most sandboxes and
-// would be the greater part of a list.
+// briefSpec returns a spec without its long texts, which are the same for most sandboxes and
+// would make up most of a list.
 func briefSpec(s runtime.Spec) runtime.Spec {
 	s.Security.SeccompProfile = ""
 	if s.Policy != nil {

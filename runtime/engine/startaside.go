@@ -7,12 +7,12 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 )
 
-// monitors is the cgroup of what goes on without the process that has started it.
+// monitors is the cgroup of processes that outlive the process that started them.
 const monitors = "/agentbox/monitor"
 
-// StartAside starts a command in that cgroup, where the kernel has v2: the end of the
-// unit, the login session or the scope that its caller is in ends all that is in
-// its cgroup, and would leave a dump half done.
+// StartAside starts a command in the cgroup monitors, on cgroup v2. Otherwise the end of the
+// caller's unit, login session or scope would kill the command with all else in its cgroup,
+// and leave a dump half done.
 func StartAside(cmd *exec.Cmd) error {
 	groups, err := kernel.Hierarchies()
 	if err != nil {

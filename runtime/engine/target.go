@@ -13,8 +13,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// target finds the sandbox and the checkpoint to restore, and locks the
-// sandbox, unless it is given. One that was removed is made again in the course of the restore.
+// target finds the sandbox and the checkpoint to restore, and locks the sandbox unless the
+// caller has. The restore will recreate a sandbox that was removed.
 func (e *Engine) target(ctx context.Context, ref string, sb *locked, opts runtime.RestoreOptions) (*restoration, error) {
 	r := &restoration{sb: sb, restart: sb != nil, verify: opts.Verify, pull: opts.Pull, noEffects: opts.NoEffects, attached: opts.Attached, noAttached: opts.NoAttached, given: opts.Secrets, grants: opts.Grants, data: restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly, Salvage: opts.Salvage, NoUndo: opts.NoUndo}}
 	err := e.match(ctx, ref, &opts)
@@ -47,7 +47,7 @@ func (e *Engine) target(ctx context.Context, ref string, sb *locked, opts runtim
 		r.c, err = r.sb.host.Inspect(ctx, r.sb.ID)
 	}
 	if errors.Is(err, runtime.ErrNotFound) && !r.spec.Adopted && r.spec.ID != "" {
-		// Its container was removed behind our back.
+		// Its container was removed without agentbox.
 		r.orphan = true
 		err = e.again(ctx, r, err)
 	} else if err == nil {
@@ -60,7 +60,7 @@ func (e *Engine) target(ctx context.Context, ref string, sb *locked, opts runtim
 	return r, nil
 }
 
-// keepGiven has a sandbox that is there keep what it was given, whatever checkpoint it is put back to.
+// keepGiven has an existing sandbox keep what it was given, whatever the checkpoint asks for.
 func (r *restoration) keepGiven(opts runtime.RestoreOptions) error {
 	again := opts.Strategy == runtime.StrategyRecreate || opts.Strategy == runtime.StrategyAuto
 	if !r.row.Foreign {
@@ -77,9 +77,9 @@ func (r *restoration) keepGiven(opts runtime.RestoreOptions) error {
 	return nil
 }
 
-// choose finds the named checkpoint of a sandbox, or its newest ready one: of
-// those that a restore has made, or of the others. A foreign one has to be named, or
-// asked for.
+// choose finds the named checkpoint of a sandbox, or its newest ready one: an undo
+// checkpoint with undo, another one without. A foreign one must be named, or allowed by
+// foreign.
 func (e *Engine) choose(ctx context.Context, sb store.Sandbox, ref string, undo, foreign bool) (row store.Checkpoint, err error) {
 	if ref == "" {
 		rows, err := e.store.Checkpoints(ctx, store.Filter{SandboxID: sb.ID})
@@ -114,7 +114,7 @@ func (e *Engine) choose(ctx context.Context, sb store.Sandbox, ref string, undo,
 		}
 	}
 	switch {
-	case errors.Is(err, runtime.ErrNotFound) && len(fault.Hint(err)) > 0: // which names the sandbox that was asked for
+	case errors.Is(err, runtime.ErrNotFound) && len(fault.Hint(err)) > 0: // the hint names the sandbox already
 		return row, err
 	case errors.Is(err, runtime.ErrNotFound):
 		return row, hint(err, "List what there is with: agentbox checkpoint ls "+sb.Name)
@@ -132,8 +132,8 @@ func (e *Engine) choose(ctx context.Context, sb store.Sandbox, ref string, undo,
 	return row, nil
 }
 
-// notOwn refuses a bare name that only another sandbox has a checkpoint of: with a
-// sandbox given, it means one of that.
+// notOwn refuses a bare name that matches only a checkpoint of another sandbox: a bare name
+// means a checkpoint of the given sandbox.
 func notOwn(sb store.Sandbox, ref string, row store.Checkpoint) error {
 	if row.SandboxID == sb.ID || strings.Contains(ref, "@") || strings.HasPrefix(row.ID, ref) {
 		return nil
@@ -146,9 +146,8 @@ func notOwn(sb store.Sandbox, ref string, row store.Checkpoint) error {
 		fmt.Sprintf("Sandbox %[1]s has one: %[1]s@%[2]s. List those of %[3]s with: agentbox checkpoint ls %[3]s", row.SandboxName, ref, sb.Name))
 }
 
-// recreate plans to make a removed sandbox again from the spec of its
-// checkpoint, with its old id, so that what its processes remember of
-// themselves stays true.
+// recreate plans to create a removed sandbox again from the spec of its checkpoint. The
+// sandbox keeps its id, so that what its processes remember of it stays true.
 func (e *Engine) recreate(ctx context.Context, r *restoration, name string, opts runtime.RestoreOptions, missing error) error {
 	ref, undo := opts.Checkpoint, opts.Undo
 	row, err := e.newestOfGone(ctx, name, opts.Foreign)
@@ -166,7 +165,7 @@ func (e *Engine) recreate(ctx context.Context, r *restoration, name string, opts
 		return onlyForeign(name)
 	}
 	if ref != "" {
-		// Of several removed sandboxes of one name it may be an older one's.
+		// The checkpoint may belong to an older of several removed sandboxes of that name.
 		if row, err = e.store.Checkpoint(ctx, name+"@"+ref); errors.Is(err, runtime.ErrNotFound) {
 			row, err = e.checkpoint(ctx, ref)
 		}
@@ -201,13 +200,13 @@ func (e *Engine) recreate(ctx context.Context, r *restoration, name string, opts
 	return err
 }
 
-// again plans to make a sandbox, whose lock is held, as its checkpoint says.
+// again plans to recreate a sandbox, whose lock is held, from the spec of its checkpoint.
 func (e *Engine) again(ctx context.Context, r *restoration, missing error) (err error) {
 	gone := store.Sandbox{ID: r.row.SandboxID, Name: r.row.SandboxName, ImageDigest: r.row.ImageDigest, Spec: r.row.Spec}
 	if r.spec, err = specOf(gone.ID, gone.Spec); err != nil {
 		return err
 	}
-	r.spec.ID = gone.ID // whatever its author wrote
+	r.spec.ID = gone.ID // regardless of what its author wrote
 	if r.caveats, err = e.claim(&r.spec, r.row, r.grants, r.full()); err != nil {
 		return err
 	}
@@ -250,8 +249,8 @@ func (e *Engine) again(ctx context.Context, r *restoration, missing error) (err 
 	return nil
 }
 
-// forgetOrphan removes the record of a sandbox whose container is gone, before
-// both are made again.
+// forgetOrphan removes the record of a sandbox whose container is gone, before both are
+// recreated.
 func (e *Engine) forgetOrphan(ctx context.Context, r *restoration) error {
 	if !r.orphan {
 		return nil
@@ -259,7 +258,7 @@ func (e *Engine) forgetOrphan(ctx context.Context, r *restoration) error {
 	if err := e.store.DeleteSandbox(ctx, r.sb.ID); err != nil {
 		return err
 	}
-	// The file of the lock went with the record.
+	// The lock file was removed with the record.
 	r.sb.lock.Unlock()
 	lock, err := e.store.Lock(ctx, r.sb.ID, "restore", lockWait)
 	if err == nil {
@@ -277,7 +276,7 @@ func (r *restoration) checkDamage() error {
 	return hint(err, fmt.Sprintf("Restore what is intact of it with: agentbox restore --salvage %s %s", r.sb.Name, short(r.row.ID)))
 }
 
-// damage is what the last verification found; nil: nothing.
+// damage returns the damage that the last verification found, or nil.
 func damage(row store.Checkpoint) error {
 	if row.Damaged == "" {
 		return nil
@@ -285,8 +284,8 @@ func damage(row store.Checkpoint) error {
 	return fmt.Errorf("checkpoint %s: %w: %s", short(row.ID), runtime.ErrCorrupt, row.Damaged)
 }
 
-// newestOfGone finds the newest checkpoint of a removed sandbox, by its name or
-// its id. Unless foreign is set, one that is not foreign goes before one that is.
+// newestOfGone finds the newest checkpoint of a removed sandbox, by its name or its id.
+// Unless foreign is set, it prefers checkpoints that are not foreign.
 func (e *Engine) newestOfGone(ctx context.Context, ref string, foreign bool) (store.Checkpoint, error) {
 	row, err := e.store.NewestOfName(ctx, ref, foreign)
 	if !errors.Is(err, runtime.ErrNotFound) {

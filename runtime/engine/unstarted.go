@@ -13,15 +13,15 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// Create and start are two calls of one `run`, and between them is a sandbox that
-// nothing but its caller knows of. Until the start that caller owns it: its process
-// is in the sandbox's record, and when it has ended the sandbox goes, by the next
-// command, or within lookUnstarted by the service.
+// `run` calls create and then start, and between the two only the caller knows of the
+// sandbox. Until the start the caller owns it: its process is in the sandbox's record. If
+// that process ends, the next command removes the sandbox, or the service does within
+// lookUnstarted.
 
 // lookUnstarted is how often the service looks for such sandboxes.
 const lookUnstarted = 2 * time.Second
 
-// starter is the owner of a sandbox until its start, for the record.
+// starter returns the record of a sandbox's owner until its start.
 func starter(req runtime.CreateRequest) (string, error) {
 	if !req.ToStart {
 		return "", nil
@@ -38,7 +38,7 @@ func starter(req runtime.CreateRequest) (string, error) {
 	return string(data), err
 }
 
-// hasStarter reports whether the caller that is to start a sandbox still lives.
+// hasStarter reports whether the caller that will start a sandbox is alive.
 func hasStarter(sb store.Sandbox) (bool, error) {
 	var o runtime.LeaseOwner
 	if err := json.Unmarshal([]byte(sb.Starter), &o); err != nil {
@@ -50,8 +50,8 @@ func hasStarter(sb store.Sandbox) (bool, error) {
 	return ownerAlive(o)
 }
 
-// freeUnstarted removes the sandboxes whose caller has ended before it started them.
-// What a living caller, or another verb, is at work on is left alone.
+// freeUnstarted removes the sandboxes whose caller has ended before it started them. It
+// leaves alone sandboxes of living callers, and those that another verb is at work on.
 func (e *Engine) freeUnstarted(ctx context.Context, as Own) (did []string, err error) {
 	list, err := e.store.Unstarted(ctx)
 	if err != nil {
@@ -105,7 +105,7 @@ func (e *Engine) freeOne(ctx context.Context, id string, as Own) (gone bool, err
 	if err != nil && !errors.Is(err, runtime.ErrNotFound) {
 		return false, err
 	}
-	if err == nil && c.Status != runtime.Created { // the start came to its end, but not to this
+	if err == nil && c.Status != runtime.Created { // it was started, but that was not recorded
 		return false, e.store.Started(ctx, id)
 	}
 	as.Why = "its caller ended before it was started"
@@ -115,8 +115,8 @@ func (e *Engine) freeOne(ctx context.Context, id string, as Own) (gone bool, err
 	return err == nil, err
 }
 
-// started has a sandbox be its own: its start came to an end, or failed while its
-// caller lives, which then decides.
+// started ends the caller's ownership of a sandbox: the start has succeeded, or has failed
+// while its caller lives, which then decides.
 func (e *Engine) started(ctx context.Context, sb store.Sandbox, err error) {
 	if sb.Starter == "" || err != nil && ctx.Err() != nil {
 		return
@@ -126,7 +126,7 @@ func (e *Engine) started(ctx context.Context, sb store.Sandbox, err error) {
 	}
 }
 
-// pendingOf lists what is in the journal of a sandbox.
+// pendingOf lists the intents of a sandbox.
 func (e *Engine) pendingOf(ctx context.Context, id string) (of []store.Intent, err error) {
 	all, err := e.store.Intents(ctx)
 	for _, in := range all {

@@ -9,22 +9,21 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// Upkeep says what a service does by itself, beside its callers; zero: never.
+// Upkeep configures the background work of a service; zero: never.
 type Upkeep struct {
-	Reconcile time.Duration // compare the records with what there is so often, and at once
-	Prune     time.Duration // apply the retention rules of the policies so often
-	Rate      int64         // bytes a second that pruning may copy; 0: no bound
+	Reconcile time.Duration // interval of Reconcile, which also runs at once
+	Prune     time.Duration // interval of pruning by the policies' retention rules
+	Rate      int64         // bytes that pruning may copy per second; 0: no bound
 
-	// Reconciled is told what came of each comparison, if it is not nil.
+	// Reconciled, unless nil, is called with the result of each Reconcile.
 	Reconciled func(runtime.ReconcileReport, error)
 }
 
-// upkeepTime bounds one Reconcile or one pruning: what is not done by then is
-// left for the next.
+// upkeepTime bounds one Reconcile or one pruning. The next one does the rest.
 const upkeepTime = 10 * time.Minute
 
-// Upkeep does what u says until ctx ends; then nothing of it is under way any
-// more. Errors are logged, and tried again the next time.
+// Upkeep does the background work of u until ctx ends, and returns once none of it is under
+// way. It logs errors, and tries again the next time.
 func (e *Engine) Upkeep(ctx context.Context, u Upkeep) {
 	var all guard.WaitGroup
 	defer all.Wait()
@@ -57,7 +56,7 @@ func (e *Engine) Upkeep(ctx context.Context, u Upkeep) {
 	})
 }
 
-// repeat calls fn at intervals, of which each begins when it has ended.
+// repeat calls fn again and again, with a pause of every after each call.
 func (e *Engine) repeat(ctx context.Context, every time.Duration, now bool, fn func(context.Context) error) {
 	if every <= 0 {
 		return
@@ -69,7 +68,7 @@ func (e *Engine) repeat(ctx context.Context, every time.Duration, now bool, fn f
 			cancel()
 			switch {
 			case err == nil || ctx.Err() != nil:
-			case errors.Is(err, runtime.ErrBusy): // nothing is wrong, unless it stays so
+			case errors.Is(err, runtime.ErrBusy): // no failure, unless it persists
 				e.log.Info("upkeep postponed", "err", err)
 			default:
 				e.log.Error("upkeep failed", "err", err)
@@ -86,7 +85,7 @@ func (e *Engine) repeat(ctx context.Context, every time.Duration, now bool, fn f
 	}
 }
 
-// recordPruned puts on record what the retention rules have removed, by its sandboxes.
+// recordPruned reports the removals by retention rules to the observers, per sandbox.
 func (e *Engine) recordPruned(ctx context.Context, out runtime.Pruned, err error) {
 	var order []string
 	at := map[string]*Op{}
@@ -99,6 +98,6 @@ func (e *Engine) recordPruned(ctx context.Context, out runtime.Pruned, err error
 		at[c.Sandbox].Own.Made = append(at[c.Sandbox].Own.Made, c.ID)
 	}
 	for _, id := range order {
-		_ = e.observed(ctx, at[id], func(context.Context) error { return err }) // which Upkeep logs
+		_ = e.observed(ctx, at[id], func(context.Context) error { return err }) // Upkeep logs the error
 	}
 }

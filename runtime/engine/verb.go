@@ -10,61 +10,61 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// An Observer sees each verb before it is done and with what came of it. It calls do, which
-// does it, and returns do's error; or it refuses, and returns its own. The audit log and
-// the traces are observers.
+// An Observer sees each verb before it runs, and its result. It calls do, which runs the
+// verb, and returns do's error; or it refuses the verb, and returns its own error. The audit
+// log and the traces are observers.
 type Observer func(ctx context.Context, op *Op, do func(context.Context) error) error
 
-// Op is one verb as observers see it: one that a caller has asked for or, with Own, one
-// that the Engine does by itself.
+// Op is one verb as observers see it: a request of a caller or, with Own, an action that the
+// Engine takes on its own.
 type Op struct {
-	Verb  string // as its command is called, "checkpoint rm"
-	Ref   string // what it is about, as the caller names it; may be empty
+	Verb  string // the name of its command, such as "checkpoint rm"
+	Ref   string // its object, as the caller names it; may be empty
 	About About
-	Reads bool // it changes nothing
+	Reads bool // the verb changes nothing
 
-	// Details of what is asked.
-	Name     string // of what is to be made
-	To, From string // where something goes, or comes from; another name
+	// Details of the request.
+	Name     string // of the object to create
+	To, From string // destination or source, or another name
 	Signal   string
-	Program  string // the first word of a command: arguments can be secrets
+	Program  string // the first word of a command; arguments may be secrets
 
-	// What came of it, when do has returned.
+	// Results, once do has returned.
 	Exit   *int // of a process that was waited for
 	Result any  // what the verb returns, or nil
 
 	Own *Own
 
-	subject *runtime.Subject // what Ref was found to be
+	subject *runtime.Subject // the object that Ref was resolved to
 	engine  *Engine
-	named   bool // its errors name the verb and the object already
+	named   bool // its errors already name the verb and the object
 }
 
-// About is what an Op's Ref names.
+// About is the kind of object that an Op's Ref names.
 type About int
 
-// What an Op is about.
+// Kinds of objects.
 const (
-	AboutOther About = iota // an image, a lease, or all there is
+	AboutOther About = iota // an image, a lease, or everything
 	AboutSandbox
 	AboutCheckpoint
 )
 
-// Own is about a verb that no caller has asked for.
+// Own describes an action that the Engine takes on its own.
 type Own struct {
-	By    string   // the part of agentbox that does it; empty: whatever this process does it for
-	Why   string   // such as the lease that has ended, the limit that was reached
+	By    string   // the part of agentbox that acts; empty: the one that this process runs
+	Why   string   // such as a lease that has ended, or a limit that was reached
 	Made  []string // prune: the ids of the checkpoints that are gone
-	Did   []string // recover: a sentence for each
-	Past  bool     // it is done, and how that ended is all there is to say
-	Alone bool     // of no verb whose end would take its record along to the disk
+	Did   []string // recover: a sentence for each action
+	Past  bool     // the action is over; only its result is recorded
+	Alone bool     // not part of a verb whose end would sync the record to the disk
 }
 
-// Parts of agentbox that do something by themselves, whichever process they run in.
+// Parts of agentbox that act on their own, in any process.
 const (
-	ByKeeper = "keeper" // of leases: removes what belonged to those that have ended
-	ByReap   = "reap"   // frees what has ended, called by its monitor
-	ByWatch  = "watch"  // of sandboxes: holds them to their limits, starts them again
+	ByKeeper = "keeper" // of leases: removes the members of ended leases
+	ByReap   = "reap"   // cleans up after an exit; called by the monitor
+	ByWatch  = "watch"  // of a sandbox: enforces its limits and restarts it
 )
 
 func on(verb, ref string) *Op           { return &Op{Verb: verb, Ref: ref} }
@@ -77,14 +77,14 @@ func (op *Op) reads() *Op {
 	return op
 }
 
-// errorsNamed marks a verb whose errors name it, or what it is a part of, already.
+// errorsNamed marks a verb whose errors already name it, or the verb it is part of.
 func (op *Op) errorsNamed() *Op {
 	op.named = true
 	return op
 }
 
-// Subject is what Ref names, as far as the records say: no backend is asked, and what is
-// not known is empty. It is looked up once, by the first that asks.
+// Subject returns the object that Ref names, from the records alone: it asks no backend, and
+// unknown fields are empty. The first call looks it up.
 func (op *Op) Subject(ctx context.Context) runtime.Subject {
 	if op.subject == nil {
 		op.subject = &runtime.Subject{}
@@ -103,8 +103,8 @@ func (op *Op) Subject(ctx context.Context) runtime.Subject {
 	return *op.subject
 }
 
-// verb is the frame of each verb that returns something: the observers see it, its errors
-// name it, and what a panic has left half-done is recovered.
+// verb is the frame of every verb that returns a value: it calls the observers, has errors
+// name the verb, and recovers what a panic has left half done.
 func verb[T any](ctx context.Context, e *Engine, op *Op, do func(context.Context) (T, error)) (out T, err error) {
 	err = e.verb(ctx, op, func(ctx context.Context) (err error) {
 		out, err = do(ctx)
@@ -114,7 +114,7 @@ func verb[T any](ctx context.Context, e *Engine, op *Op, do func(context.Context
 	return out, err
 }
 
-// verb is the frame of each verb that returns an error alone.
+// verb is the frame of every verb that returns only an error.
 func (e *Engine) verb(ctx context.Context, op *Op, do func(context.Context) error) error {
 	op.engine = e
 	named := func(ctx context.Context) error {
@@ -129,9 +129,9 @@ func (e *Engine) verb(ctx context.Context, op *Op, do func(context.Context) erro
 	}
 	err := e.observed(ctx, op, func(ctx context.Context) error { return guard.Do(func() error { return named(ctx) }) })
 	if p := (*guard.Panic)(nil); errors.As(err, &p) {
-		// The process goes on, so that no other one would do it: what the verb has frozen
-		// must not stand still until the next command.
-		goruntime.GC() // which closes the locks that nothing refers to any more
+		// This process lives on, so no other process would recover the verb, and a sandbox
+		// that it froze would stay frozen until the next command.
+		goruntime.GC() // closes the locks that are unreachable now
 		if _, e := e.RecoverInterrupted(context.WithoutCancel(ctx)); e != nil {
 			op.engine.log.Error("verb not recovered after a panic", "verb", op.Verb, "ref", op.Ref, "err", e)
 		}
@@ -139,8 +139,8 @@ func (e *Engine) verb(ctx context.Context, op *Op, do func(context.Context) erro
 	return err
 }
 
-// observed does something by way of the observers, the first of them outermost. A nil op
-// is a step of a verb that they see already.
+// observed runs do inside the observers, the first of them outermost. A nil op is a step of
+// a verb that they already see.
 func (e *Engine) observed(ctx context.Context, op *Op, do func(context.Context) error) error {
 	if op == nil {
 		return do(ctx)
@@ -152,12 +152,12 @@ func (e *Engine) observed(ctx context.Context, op *Op, do func(context.Context) 
 	return do(ctx)
 }
 
-// ByItself returns the Op of a verb that the Engine does to a subject by itself.
+// ByItself returns the Op of a verb that the Engine runs on a subject on its own.
 func ByItself(verb string, subject runtime.Subject, own Own) *Op {
 	return &Op{Verb: verb, Own: &own, subject: &subject}
 }
 
-// subjectOf is a sandbox as the subject of a verb.
+// subjectOf returns a sandbox as the subject of a verb.
 func subjectOf(sb store.Sandbox) runtime.Subject {
 	return runtime.Subject{Sandbox: sb.ID, Name: sb.Name}
 }
