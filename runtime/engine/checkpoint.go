@@ -75,7 +75,7 @@ func (e *Engine) takeCheckpoint(ctx context.Context, ref string, opts runtime.Ch
 	}
 	defer func() {
 		if err == nil {
-			e.makeRoom(ctx, sb.Sandbox, out) // once the sandbox is not held any more
+			e.makeRoom(ctx, sb.Sandbox, out) // after the unlock
 		}
 	}()
 	defer sb.lock.Unlock()
@@ -163,7 +163,7 @@ type making struct {
 	hold   bool                  // the sandbox stays frozen when the checkpoint is ready
 	cut    *criu.Cut             // of the network, if the sandbox stops afterwards
 	thawn  bool                  // the sandbox is thawed already
-	aside  bool                  // it will be removed again
+	aside  bool                  // the checkpoint will be removed again
 	beside func(context.Context) // work to do during the commit
 	like   []overlay.Piece       // of the base tree: the file list of an open checkpoint that is likely similar
 
@@ -417,7 +417,7 @@ func (e *Engine) still(ctx context.Context, k *making) error {
 	}
 	now, err := k.sb.host.Inspect(ctx, k.sb.ID)
 	if err != nil && k.live && !errors.Is(err, runtime.ErrNotFound) {
-		// Its engine does not answer; the OCI runtime knows as well.
+		// Its engine does not answer; ask the OCI runtime.
 		state, e2 := criu.Runtime(k.c.Runtime).State(ctx)
 		if e2 != nil {
 			return errors.Join(err, e2)

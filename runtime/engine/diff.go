@@ -161,8 +161,8 @@ func (d *differ) side(ctx context.Context, i int, ref string, state *runtime.Dif
 			return overlay.Side{}, err
 		}
 		for name, file := range d.c.Managed {
-			// One that is not there, or not plain any more, is no news of
-			// the sandbox's files.
+			// A managed file that is missing, or not a regular file any more, is
+			// not a change of the sandbox's files.
 			if m, err := readManaged(file, ids); err == nil {
 				d.managed[i][name] = m
 			}
@@ -182,15 +182,15 @@ func (d *differ) side(ctx context.Context, i int, ref string, state *runtime.Dif
 	d.managed[i] = r.Manifest().Managed
 	side := overlay.Side{Tree: func() (io.ReadCloser, error) { return r.Tree(ctx, 0) }}
 	if row.SandboxID == d.sb.ID {
-		// Of another sandbox's file its age says nothing.
+		// The times say nothing about another sandbox's files.
 		side.Taken = vouched(row)
 	}
 	return side, nil
 }
 
-// vouched returns from when on the times of files tell whether they have changed
-// since the checkpoint; zero: they do not. The data of a file can be older than
-// its times are once the host has lost its power.
+// vouched returns from when on the times of files show whether they have changed since the
+// checkpoint; zero: they do not. After a power loss of the host, the data of a file can be
+// older than its times.
 func vouched(row store.Checkpoint) time.Time {
 	if row.Created.Before(time.Now().Add(-uptime())) {
 		return time.Time{}
@@ -198,7 +198,7 @@ func vouched(row store.Checkpoint) time.Time {
 	return row.Created
 }
 
-// checkpoint finds one of the sandbox's own, else one of another sandbox over
+// checkpoint finds a checkpoint of the sandbox or, failing that, one of another sandbox over
 // the same image.
 func (d *differ) checkpoint(ctx context.Context, ref string) (store.Checkpoint, error) {
 	row, err := d.e.store.Checkpoint(ctx, d.sb.ID+"@"+ref)
@@ -299,8 +299,8 @@ func ChangeOf(c overlay.Change) runtime.Change {
 	return out
 }
 
-// nameView is a path as a user of the sandbox names it, and its bytes where
-// JSON has no form for them.
+// nameView returns a path as a user of the sandbox sees it, and in base64 if JSON cannot
+// represent it.
 func nameView(p string) (text, b64 string) {
 	text = path.Join("/", p)
 	if !utf8.ValidString(text) {

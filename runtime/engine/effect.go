@@ -193,7 +193,7 @@ func (e *Engine) listEffects(ctx context.Context, ref string, all bool) (_ []run
 	}
 	list, err := e.ledger(ctx, sb.ID)
 	if slices.ContainsFunc(list, func(f runtime.Effect) bool { return f.Status == runtime.EffectRunning }) {
-		// Not while a restore is at work on it.
+		// Settle it, unless a restore holds the lock and is at work on it.
 		if lock, e2 := e.store.Lock(ctx, sb.ID, "effect ls", 0); e2 == nil {
 			list, err = e.settleEffects(ctx, sb.ID)
 			lock.Unlock()

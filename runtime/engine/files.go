@@ -58,7 +58,7 @@ func (e *Engine) files(ctx context.Context, ref string, fn func(*policy.Jail) er
 	if err != nil {
 		return fail("open", ref, err)
 	}
-	// Errors of fn are its own.
+	// Return errors of fn as they are.
 	var own error
 	err = sb.host.Mount(ctx, sb.ID, func(root string) error {
 		jail, err := policy.Open(root)
@@ -72,7 +72,7 @@ func (e *Engine) files(ctx context.Context, ref string, fn func(*policy.Jail) er
 	return errors.Join(own, fail("open", ref, err))
 }
 
-// Stat tells what a path in the sandbox is.
+// Stat describes a path in the sandbox.
 func (e *Engine) Stat(ctx context.Context, ref, path string) (runtime.PathStat, error) {
 	return verb(ctx, e, onSandbox("stat", ref).reads().errorsNamed(), func(ctx context.Context) (out runtime.PathStat, err error) {
 		err = e.onRoot(ctx, ref, false, func(root string, _ *idmap.Map) error {

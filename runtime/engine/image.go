@@ -87,8 +87,7 @@ func (e *Engine) PullImage(ctx context.Context, ref string, opts image.PullOptio
 	})
 }
 
-// unreachable says of an image that is neither here nor to be had from a
-// registry that answers that it was not found.
+// unreachable turns the network error for an image that is not here into ErrNotFound.
 func unreachable(ref string, err error) error {
 	var network *url.Error
 	if !errors.As(err, &network) || errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {

@@ -88,7 +88,7 @@ func openOwner(o runtime.LeaseOwner) (*kernel.Process, error) {
 	if err != nil {
 		return nil, err
 	}
-	start, err := kernel.StartTicks(o.Pid) // after OpenProcess, so this is its start time, or an error
+	start, err := kernel.StartTicks(o.Pid) // read after OpenProcess: of this process, or an error
 	if err == nil && start == o.Start {
 		return p, nil
 	}

@@ -162,7 +162,7 @@ func complete(req runtime.CreateRequest, img image.Image, backend string) (runti
 	if len(img.RepoDigests) > 0 {
 		s.ImageSource = img.RepoDigests[0]
 	}
-	// Docker's rule: an entrypoint of one's own drops the image's command too.
+	// Docker's rule: a given entrypoint drops the image's command too.
 	entry, cmd := req.Entrypoint, s.Args
 	if entry == nil {
 		entry = img.Config.Entrypoint
@@ -225,7 +225,7 @@ func complete(req runtime.CreateRequest, img image.Image, backend string) (runti
 	if r.Memory < 0 || r.CPUs < 0 || r.Pids < 0 {
 		return s, fmt.Errorf("%w: a limit is negative", runtime.ErrInvalid)
 	}
-	// The kernel's own minimum for a process to start at all, and Docker's.
+	// The minimum that the kernel needs to start a process, and Docker's.
 	if r.Memory > 0 && r.Memory < 6<<20 {
 		return s, fmt.Errorf("%w: memory limit below 6 MiB", runtime.ErrInvalid)
 	}

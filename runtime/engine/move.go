@@ -59,7 +59,7 @@ func (e *Engine) exportCheckpoint(ctx context.Context, ref string, w io.Writer, 
 	return portable.Export(ctx, w, c, portable.Options{Compress: opts.Compress, Recipients: opts.Recipients, Progress: opts.Progress})
 }
 
-// sound refuses to take a checkpoint elsewhere that is known to be damaged.
+// sound refuses to export or push a checkpoint that is known to be damaged.
 func sound(row store.Checkpoint) error {
 	err := damage(row)
 	if err == nil {
@@ -68,7 +68,7 @@ func sound(row store.Checkpoint) error {
 	return hint(err, fmt.Sprintf("Take another one: a damaged checkpoint would travel as a whole one. What is hurt in it tells: agentbox verify %s", short(row.ID)))
 }
 
-// lowerOf finds the layers of a checkpoint's image, if they are here.
+// lowerOf returns the layers of a checkpoint's image, if they are here.
 func (e *Engine) lowerOf(ctx context.Context, row store.Checkpoint) []string {
 	s, err := specOf(row.SandboxID, row.Spec)
 	if err != nil {
@@ -104,10 +104,10 @@ func listLower(layers []string, name string) (list []portable.LowerEntry, err er
 		fd := fmt.Sprintf("/proc/self/fd/%d", h.Fd())
 		entries, err := os.ReadDir(fd)
 		mark := make([]byte, 1)
-		n, _ := unix.Getxattr(fd, "trusted.overlay.opaque", mark) // one that is not there hides nothing
+		n, _ := unix.Getxattr(fd, "trusted.overlay.opaque", mark) // a missing mark hides nothing
 		_ = h.Close()
 		if errors.Is(err, unix.ENOTDIR) {
-			break // what lies here hides what is below
+			break // a file here hides the layers below
 		}
 		if err != nil {
 			return nil, err
@@ -132,7 +132,7 @@ func listLower(layers []string, name string) (list []portable.LowerEntry, err er
 	return list, nil
 }
 
-// ImportCheckpoint reads an archive of ours or of Podman's.
+// ImportCheckpoint reads an archive of agentbox or Podman.
 func (e *Engine) ImportCheckpoint(ctx context.Context, r io.Reader, opts runtime.ImportOptions) (runtime.Checkpoint, error) {
 	return verb(ctx, e, &Op{Verb: "checkpoint import", Name: opts.Name}, func(ctx context.Context) (runtime.Checkpoint, error) {
 		return e.importCheckpoint(ctx, r, opts)
@@ -142,7 +142,7 @@ func (e *Engine) ImportCheckpoint(ctx context.Context, r io.Reader, opts runtime
 func (e *Engine) importCheckpoint(ctx context.Context, r io.Reader, opts runtime.ImportOptions) (_ runtime.Checkpoint, err error) {
 	if opts.Name != "" {
 		if err := e.vacant(ctx, store.Checkpoint{SandboxName: opts.Name}); err != nil {
-			return runtime.Checkpoint{}, err // without a look at what may be a long archive
+			return runtime.Checkpoint{}, err // before reading an archive that may be long
 		}
 	}
 	scratch, err := e.store.Scratch()
@@ -201,21 +201,21 @@ func (e *Engine) importCheckpoint(ctx context.Context, r io.Reader, opts runtime
 	return e.arrived(ctx, done), draft.Close()
 }
 
-// named finds the sandbox that has exactly this name; without one it is the zero
-// value. A name may well be what the ids of others begin with.
+// named finds the sandbox that has exactly this name, or returns the zero value. The name may
+// also be a prefix of other sandboxes' ids.
 func (e *Engine) named(ctx context.Context, name string) (store.Sandbox, error) {
 	sb, err := e.store.Sandbox(ctx, name)
 	switch {
 	case err == nil && sb.Name == name:
 		return sb, nil
-	case err == nil, errors.Is(err, runtime.ErrNotFound), errors.Is(err, runtime.ErrInvalid): // ErrInvalid: it begins several ids
+	case err == nil, errors.Is(err, runtime.ErrNotFound), errors.Is(err, runtime.ErrInvalid): // ErrInvalid: it is a prefix of several ids
 		return store.Sandbox{}, nil
 	}
 	return store.Sandbox{}, err
 }
 
-// vacant refuses a checkpoint that is to come in and whose names are taken: one
-// of a sandbox that is there has the name of its sandbox, or its own.
+// vacant refuses an incoming checkpoint if another sandbox has its sandbox's name, or another
+// checkpoint has its own.
 func (e *Engine) vacant(ctx context.Context, row store.Checkpoint) error {
 	sb, err := e.named(ctx, row.SandboxName)
 	if err != nil {
@@ -229,7 +229,7 @@ func (e *Engine) vacant(ctx context.Context, row store.Checkpoint) error {
 		return nil
 	}
 	taken, err := e.store.Checkpoint(ctx, row.SandboxID+"@"+row.Name)
-	if errors.Is(err, runtime.ErrNotFound) || err == nil && taken.Name != row.Name { // it begins an id, or is a tag
+	if errors.Is(err, runtime.ErrNotFound) || err == nil && taken.Name != row.Name { // it is a prefix of an id, or a tag
 		return nil
 	}
 	if err != nil {
@@ -239,7 +239,7 @@ func (e *Engine) vacant(ctx context.Context, row store.Checkpoint) error {
 		"Remove that one first, or bring this one in as one of another sandbox with --name.")
 }
 
-// have finds the checkpoint that is to come in, if it is here already.
+// have finds an incoming checkpoint that is here already.
 func (e *Engine) have(ctx context.Context, row store.Checkpoint) (*runtime.Checkpoint, error) {
 	there, err := e.store.Checkpoint(ctx, row.ID)
 	switch {
@@ -248,7 +248,7 @@ func (e *Engine) have(ctx context.Context, row store.Checkpoint) (*runtime.Check
 	case err != nil:
 		return nil, err
 	case there.Status == store.Failed && there.SandboxID == row.SandboxID:
-		// An earlier try to bring it in, perhaps; this one starts anew.
+		// Perhaps an earlier attempt to import it; start over.
 		return nil, e.store.RemoveCheckpoint(ctx, row.ID)
 	case there.Status != store.Ready:
 		return nil, hint(fmt.Errorf("checkpoint %s: %w, and is %s", short(row.ID), runtime.ErrExists, there.Status), "Remove its record first: agentbox checkpoint rm "+short(row.ID))
@@ -267,7 +267,7 @@ func (e *Engine) have(ctx context.Context, row store.Checkpoint) (*runtime.Check
 	return &view, nil
 }
 
-// imported makes the record of a checkpoint of what its archive says.
+// imported makes the record of a checkpoint from its archive.
 func (e *Engine) imported(ctx context.Context, facts portable.Facts, opts runtime.ImportOptions) (row store.Checkpoint, parts store.Manifest, lower []string, err error) {
 	if facts.Manifest != nil {
 		m, err := store.ParseManifest(facts.Manifest)
@@ -328,11 +328,11 @@ func (e *Engine) imported(ctx context.Context, facts portable.Facts, opts runtim
 	return row, parts, img.Lower, err
 }
 
-// ownLabels begin those by which agentbox finds what a session, an agent or a request has made.
+// ownLabels is the prefix of labels by which agentbox finds what sessions, agents and requests made.
 const ownLabels = "agentbox."
 
-// incoming is the record of a checkpoint that another store has made. A parent
-// that is not here is none, and what the manifest warns of is its author's word.
+// incoming makes the record of a checkpoint from another store. It drops a parent that is not
+// here. The record has no warnings: those of the manifest are only its author's word.
 func (e *Engine) incoming(ctx context.Context, m store.Manifest, opts runtime.ImportOptions) (store.Checkpoint, error) {
 	row := store.Checkpoint{
 		ID: m.ID, Name: m.Name, SandboxID: m.SandboxID, SandboxName: m.SandboxName, Kind: m.Kind, Trigger: m.Trigger, Created: time.Now(),
@@ -345,7 +345,7 @@ func (e *Engine) incoming(ctx context.Context, m store.Manifest, opts runtime.Im
 		return row, err
 	}
 	if row.Trigger == runtime.TriggerUndo {
-		row.Trigger = "import" // it is of another store's restore; ours would remove it
+		row.Trigger = "import" // made by a restore elsewhere; a restore here would remove it
 	}
 	if m.Parent != "" {
 		if _, err := e.store.Checkpoint(ctx, m.Parent); errors.Is(err, runtime.ErrNotFound) {
@@ -366,7 +366,7 @@ func (e *Engine) incoming(ctx context.Context, m store.Manifest, opts runtime.Im
 			return row, err
 		}
 		row.SandboxName, s.Name = opts.Name, opts.Name
-		// As a sandbox of its own, beside the one of the same origin.
+		// Make it a separate sandbox, beside one of the same origin.
 		row.ID, row.SandboxID, row.Parent = newID(), newID(), ""
 		s.ID = row.SandboxID
 	}
@@ -428,14 +428,14 @@ func (e *Engine) pushCheckpoint(ctx context.Context, ref, reference string, opts
 	for at := row; at.Parent != "" && len(about.Ancestors) < 100; {
 		about.Ancestors = append(about.Ancestors, at.Parent)
 		if at, err = e.store.Checkpoint(ctx, at.Parent); err != nil {
-			break // it is gone since
+			break // it was removed since
 		}
 	}
 	got, err := registry.Push(ctx, reference, reader, about, registry.Options{PlainHTTP: opts.PlainHTTP, Progress: opts.Progress})
 	return runtime.Pushed(got), err
 }
 
-// PullCheckpoint brings a checkpoint from a registry.
+// PullCheckpoint fetches a checkpoint from a registry.
 func (e *Engine) PullCheckpoint(ctx context.Context, reference string, opts runtime.RegistryOptions) (runtime.Checkpoint, error) {
 	return verb(ctx, e, on("checkpoint pull", reference), func(ctx context.Context) (runtime.Checkpoint, error) {
 		return e.pullCheckpoint(ctx, reference, opts)
@@ -450,7 +450,7 @@ func (e *Engine) pullCheckpoint(ctx context.Context, reference string, opts runt
 	var m store.Manifest
 	var draft *store.Draft
 	var lock *store.Lock
-	defer func() { // when the draft has come to its end
+	defer func() { // after the draft has ended
 		if lock != nil {
 			lock.Unlock()
 		}

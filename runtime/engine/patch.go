@@ -24,12 +24,12 @@ const (
 	patchContext = 3         // lines around each change, as diff -u has them
 )
 
-// openContent opens the data of the regular file of a Change: as it was, or
-// with newer as it is. A file that is not there any more is fs.ErrNotExist.
+// openContent opens the data of a Change's regular file: the old data, or with newer the new.
+// A file that does not exist any more is fs.ErrNotExist.
 type openContent func(c runtime.Change, newer bool) (io.ReadCloser, error)
 
-// fillPatches sets the Patch of the changes in list and tells of how many,
-// from the first: fewer than all when their text gets longer than maxPatches.
+// fillPatches sets the Patch of the changes in list, from the first, and returns how many:
+// fewer than all if their text exceeds maxPatches.
 func fillPatches(ctx context.Context, list []runtime.Change, open openContent) (int, error) {
 	var total int
 	for i, c := range list {
@@ -48,10 +48,9 @@ func fillPatches(ctx context.Context, list []runtime.Change, open openContent) (
 	return len(list), nil
 }
 
-// patchText is one change as `git diff` prints it, and as `git apply` and
-// `patch -p1` take it. It is empty where git has no form for what changed:
-// directories, devices, times, owners, attributes; also for a file that went
-// while a running sandbox was looked at.
+// patchText returns one change as `git diff` prints it, and as `git apply` and `patch -p1`
+// accept it. It is empty for changes that git cannot express (directories, devices, times,
+// owners, attributes) and for a file that a running sandbox removed during the Diff.
 func patchText(c runtime.Change, open openContent) (string, error) {
 	from := c.From
 	if c.Change != string(overlay.Renamed) {
@@ -63,7 +62,7 @@ func patchText(c runtime.Change, open openContent) (string, error) {
 	case old && new && c.Change != string(overlay.TypeChanged):
 		err = p.section(c.Old, c.New)
 	default:
-		// To git another type is another file.
+		// To git, a file of another type is another file.
 		if old {
 			err = p.section(c.Old, nil)
 		}
@@ -81,8 +80,8 @@ func gitKnows(f *runtime.FileState) bool {
 	return f != nil && (f.Type == string(overlay.TypeFile) || f.Type == string(overlay.TypeSymlink))
 }
 
-// gitMode is the file type and the permissions: all of them, where git itself
-// would only keep whether the owner may execute the file.
+// gitMode returns the file type and all permissions; git itself would only keep whether the
+// owner may execute the file.
 func gitMode(f *runtime.FileState) string {
 	if f.Type == string(overlay.TypeSymlink) {
 		return "120000"
@@ -98,7 +97,7 @@ type patcher struct {
 	text     strings.Builder
 }
 
-// section writes what makes new out of old, one of which may be nil.
+// section writes the change from old to new, either of which may be nil.
 func (p *patcher) section(old, new *runtime.FileState) error {
 	a, b := gitName("a", p.old), gitName("b", p.new)
 	var head strings.Builder
@@ -133,7 +132,7 @@ func (p *patcher) section(old, new *runtime.FileState) error {
 		}
 		if plain && plain2 && (was != is || old == nil || new == nil) {
 			fmt.Fprintf(&head, "index %s..%s", blobID(old, was), blobID(new, is))
-			// GNU patch knows only from here that it is about a symlink.
+			// Only this tells GNU patch that the file is a symlink.
 			if old != nil && new != nil && gitMode(old) == gitMode(new) {
 				head.WriteString(" " + gitMode(new))
 			}
@@ -155,7 +154,7 @@ func (p *patcher) section(old, new *runtime.FileState) error {
 	return nil
 }
 
-// blobID is what git would call the data of f, abbreviated as git does.
+// blobID returns git's object id of the data of f, abbreviated as git does.
 func blobID(f *runtime.FileState, data string) string {
 	if f == nil {
 		return "0000000"
@@ -186,7 +185,7 @@ func unified(a, b, was, is string) (string, error) {
 	return u.String(), nil
 }
 
-// read returns the text of one side; plain reports whether it is any.
+// read returns the text of one side; plain reports whether it is text.
 func (p *patcher) read(f *runtime.FileState, newer bool) (text string, plain bool, err error) {
 	switch {
 	case f == nil:
@@ -213,8 +212,8 @@ func (p *patcher) read(f *runtime.FileState, newer bool) (text string, plain boo
 	return string(data), true, nil
 }
 
-// tab ends a name with a space in it: without one GNU patch takes what follows
-// the space for a time.
+// tab returns the tab that must end a name with a space: without it GNU patch takes the text
+// after the space for a time.
 func tab(name string) string {
 	if strings.Contains(name, " ") {
 		return "\t"
@@ -222,7 +221,7 @@ func tab(name string) string {
 	return ""
 }
 
-// gitName is a path in quotes if git puts it into quotes, prefix included.
+// gitName quotes a path, prefix included, if git would.
 func gitName(prefix, path string) string {
 	if prefix == "" {
 		path = strings.TrimPrefix(path, "/")

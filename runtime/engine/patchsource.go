@@ -20,12 +20,12 @@ import (
 type contents struct {
 	d     *differ
 	lower []string
-	trees [2]map[string]overlay.Entry // of a checkpoint: the files that were asked about
+	trees [2]map[string]overlay.Entry // of a checkpoint: the requested files
 	dirs  [2]string                   // an upperdir
 	of    [2]*store.Reader
 }
 
-// contents reads from each checkpoint's list what it has at the paths of list.
+// contents reads the entries at the paths of list from each checkpoint's file list.
 func (d *differ) contents(ctx context.Context, list []runtime.Change, sides [2]overlay.Side, lower []string) (*contents, error) {
 	c := &contents{d: d, lower: lower}
 	next := 0
@@ -41,7 +41,7 @@ func (d *differ) contents(ctx context.Context, list []runtime.Change, sides [2]o
 			want[inTree(rawPath(change, i == 1))] = true
 		}
 		all := map[string]overlay.Entry{}
-		first := map[string]overlay.Entry{} // of inodes with several names
+		first := map[string]overlay.Entry{} // hard links
 		for entry, err := range wanted(ctx, c.of[i], tree{}, nil) {
 			if err != nil {
 				return nil, err
@@ -75,7 +75,7 @@ func (d *differ) contents(ctx context.Context, list []runtime.Change, sides [2]o
 	return c, nil
 }
 
-// rawPath is the path of a change in bytes; the older one of a rename if asked.
+// rawPath returns the path of a change in bytes; unless newer, the old one of a rename.
 func rawPath(c runtime.Change, newer bool) string {
 	text, b64 := c.Path, c.PathB64
 	if !newer && c.Change == string(overlay.Renamed) {
@@ -114,7 +114,7 @@ func (c *contents) open(ctx context.Context, change runtime.Change, newer bool) 
 	return nil, fs.ErrNotExist
 }
 
-// data reads a file of a checkpoint, holes and all.
+// data reads a file of a checkpoint, holes included.
 func (c *contents) data(ctx context.Context, r *store.Reader, e overlay.Entry) (io.ReadCloser, error) {
 	if !e.Sparse() {
 		return r.Source().Data(ctx, e)
@@ -135,7 +135,7 @@ func (c *contents) data(ctx context.Context, r *store.Reader, e overlay.Entry) (
 	return io.NopCloser(bytes.NewReader(whole)), in.Close()
 }
 
-// openIn opens a regular file below a directory, following nothing.
+// openIn opens a regular file below a directory, following no links.
 func openIn(dir, name string) (io.ReadCloser, error) {
 	root, err := os.OpenFile(dir, unix.O_PATH|unix.O_DIRECTORY, 0)
 	if err != nil {

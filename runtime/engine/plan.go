@@ -17,8 +17,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// PlanRestore tells what Restore would change if it were called now. A sandbox
-// that runs is taken as it is found.
+// PlanRestore returns what Restore would change if it were called now. It does not freeze a
+// running sandbox.
 func (e *Engine) PlanRestore(ctx context.Context, ref string, opts runtime.RestoreOptions) (runtime.RestorePlan, error) {
 	return verb(ctx, e, onSandbox("restore plan", ref).reads().errorsNamed(), func(ctx context.Context) (runtime.RestorePlan, error) {
 		return e.planRestore(ctx, ref, opts)
@@ -147,8 +147,8 @@ func (e *Engine) planRestore(ctx context.Context, ref string, opts runtime.Resto
 			return out, err
 		}
 	}
-	// What is written to the upperdir is one thing, what a user of the sandbox
-	// finds changed by it another.
+	// The changes that a user of the sandbox sees are not those that are written to the
+	// upperdir.
 	lower, err := layers(ctx, r.sb.Sandbox, r.c, r.sb.host)
 	if err != nil {
 		return out, err
@@ -165,8 +165,8 @@ func (e *Engine) planRestore(ctx context.Context, ref string, opts runtime.Resto
 	return out, nil
 }
 
-// planOpened looks whether what processes of the checkpoint have open in bind
-// mounts is there yet, which Restore does with all of their images laid out.
+// planOpened checks whether the files that processes of the checkpoint have open in bind
+// mounts still exist. Restore checks that with all of the images staged.
 func (e *Engine) planOpened(ctx context.Context, r *restoration) (err error) {
 	dir, err := e.store.Scratch()
 	if err != nil {
@@ -192,7 +192,7 @@ func countChanges(p *runtime.RestorePlan, c overlay.Change) {
 	p.Changes = append(p.Changes, ChangeOf(c))
 }
 
-// addEffects tells what else a restore does.
+// addEffects adds the other effects of a restore to a plan.
 func addEffects(p *runtime.RestorePlan, r *restoration) {
 	say := func(format string, a ...any) { p.Effects = append(p.Effects, fmt.Sprintf(format, a...)) }
 	was := runtime.Status(r.reader.Manifest().Status)
@@ -218,7 +218,7 @@ func addEffects(p *runtime.RestorePlan, r *restoration) {
 	}
 }
 
-// planEffects tells what a restore would compensate.
+// planEffects adds the effects that a restore would compensate to a plan.
 func (e *Engine) planEffects(ctx context.Context, r *restoration, p *runtime.RestorePlan) error {
 	due, gone, err := e.dueEffects(ctx, r)
 	if gone > 0 {

@@ -12,12 +12,12 @@ func (e *Engine) Policies(ctx context.Context) ([]runtime.PolicyEntry, error) {
 	return verb(ctx, e, on("policy ls", "").reads().errorsNamed(), func(context.Context) ([]runtime.PolicyEntry, error) { return ListPolicies(e.policies) })
 }
 
-// Policy resolves the name of one.
+// Policy returns the policy with a name.
 func (e *Engine) Policy(ctx context.Context, name string) (*policy.Policy, error) {
 	return verb(ctx, e, on("policy show", name).reads().errorsNamed(), func(context.Context) (*policy.Policy, error) { return e.policies.Find(name) })
 }
 
-// ListPolicies lists what is to be found.
+// ListPolicies lists the policies that find knows.
 func ListPolicies(find policy.Finder) ([]runtime.PolicyEntry, error) {
 	names, err := find.List()
 	if err != nil {

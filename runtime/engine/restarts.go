@@ -266,11 +266,11 @@ func (e *Engine) bringBack(ctx context.Context, sb *locked, s runtime.Spec, why 
 				op.Result = out
 				return err
 			})
-			sb.lock.Unlock() // where it has not come to that
+			sb.lock.Unlock() // in case restoreLocked was not reached
 			if now := out.Sandbox.Status; err != nil || now == runtime.Running || now == runtime.Paused {
 				return err
 			}
-			return e.startRestored(ctx, sb.ID, why) // a checkpoint of one that did not run
+			return e.startRestored(ctx, sb.ID, why) // the checkpoint is of a stopped sandbox
 		}
 		if !errors.Is(err, runtime.ErrNotFound) {
 			sb.lock.Unlock()

@@ -293,7 +293,7 @@ type restoration struct {
 	told        []string         // warnings about them
 	compensated []runtime.Effect // effects whose undo commands were run, with their results
 
-	grants  runtime.Grants // what a foreign checkpoint's spec is given
+	grants  runtime.Grants // what a foreign checkpoint's spec gets
 	caveats []string       // warnings about the grants
 
 	given   []runtime.Secret     // new sources of secrets, if any
@@ -512,8 +512,8 @@ func (e *Engine) keepPresent(ctx context.Context, seq int64, r *restoration, und
 	if r.data.Undo == "" {
 		return nil
 	}
-	// Processes that wait for their own end, as in a sandbox of which only
-	// the files are restored, are worth as much as any others.
+	// The restore ends all processes, even one of files only, so the undo checkpoint
+	// includes them.
 	opts := runtime.CheckpointOptions{Trigger: runtime.TriggerUndo, TCP: runtime.TCPEstablished, FilesOnly: r.data.NoUndo, WithVolumes: len(r.data.Trees) > 1, Paranoid: r.verify, Attach: r.hostPaths()}
 	unlearnt := false
 	for {

@@ -25,7 +25,7 @@ func (e *Engine) explainFull(r *restoration, err error) error {
 	add := func(dir string, need int64) {
 		var st unix.Statfs_t
 		if unix.Statfs(dir, &st) != nil {
-			return // what it stands on went with a sandbox that was to be made again
+			return // the directory was removed with a sandbox that was being recreated
 		}
 		if seen[st.Fsid] == nil {
 			seen[st.Fsid] = &disk{dir: dir, free: int64(st.Bavail) * st.Bsize}

@@ -357,7 +357,7 @@ func mayUse(sb store.Sandbox) error {
 		fmt.Sprintf("Restore it (agentbox restore %s), or let it be used as it is with: agentbox release %s", sb.Name, sb.Name))
 }
 
-// ReleaseHold lets a sandbox be used again.
+// ReleaseHold ends the hold on a sandbox.
 func (e *Engine) ReleaseHold(ctx context.Context, ref string) error {
 	return e.verb(ctx, onSandbox("release hold", ref).errorsNamed(), func(ctx context.Context) error { return e.releaseHold(ctx, ref) })
 }

@@ -21,7 +21,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// swap ends the old processes, exchanges what differs and starts the sandbox.
+// swap ends the old processes, swaps in what differs and starts the sandbox.
 func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error) {
 	gone := time.Now()
 	defer func() {
@@ -263,7 +263,7 @@ func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *u
 	err := e.resume(ctx, r)
 	r.down = time.Since(gone)
 	r.sb.steps.begin(runtime.PhaseSyncing, 0)
-	e.learn(r) // while the disk is waited for, for it need not last
+	e.learn(r) // during the sync: the file caches need not be durable
 	if err = errors.Join(err, <-durable); err != nil {
 		return err
 	}
@@ -388,7 +388,7 @@ func (e *Engine) forgetUndos(ctx context.Context, r *restoration) error {
 			continue
 		}
 		if r.data.NoUndo && row.ID != r.data.Undo {
-			continue // nothing has replaced it
+			continue // no newer one has replaced it
 		}
 		if row.ID != r.data.Undo && !kept.Covers(row.Attached) {
 			continue

@@ -14,21 +14,20 @@ import (
 	"github.com/agentbox/agentbox/policy"
 )
 
-// footprint knows what a dump does to the sandbox's files, so that it gets
-// neither into the checkpoint nor stays in the sandbox.
+// footprint records what a dump changes in the sandbox's files, so that the changes neither
+// get into the checkpoint nor stay in the sandbox.
 //
-// To read a tmpfs that has something mounted over a part of it (/dev always
-// has), CRIU makes and removes a directory cr-tmpfs.XXXXXX in the container's
-// /tmp, or in / where there is none. On an overlay that copies /tmp up and
-// changes its time, and the capture of the files, which runs at the same time,
-// may see the directory.
+// To read a tmpfs with a mount over a part of it (/dev always has one), CRIU creates and
+// removes a directory cr-tmpfs.XXXXXX in the container's /tmp, or in / if there is no /tmp.
+// On an overlay this copies /tmp up and changes its time, and the concurrent capture of the
+// files may see the directory.
 type footprint struct {
 	root  string // the sandbox's root as the host sees it
 	tmp   string // where its /tmp really is, relative to root
 	times map[string]unix.Timespec
 	known map[string]overlay.Entry
 	added string          // the first directory above or at tmp that the upperdir lacks
-	names map[string]bool // what lay in the two places and is named as CRIU names it
+	names map[string]bool // files in the two directories that already have names like CRIU's
 }
 
 const criuTemp = "cr-tmpfs."
@@ -41,7 +40,7 @@ func newFootprint(pid int, upper string) (*footprint, error) {
 		return nil, err
 	}
 	defer jail.Close()
-	// A /tmp that leads nowhere is none, for CRIU too.
+	// A dangling /tmp counts as missing, for CRIU too.
 	f.tmp = "."
 	if tmp, _, err := jail.Real("/tmp"); err == nil && path.Clean(tmp) != "/" {
 		f.tmp = strings.TrimPrefix(path.Clean(tmp), "/")
@@ -99,7 +98,7 @@ func newFootprint(pid int, upper string) (*footprint, error) {
 	return f, nil
 }
 
-// skip tells what a capture must leave out.
+// skip reports whether a capture must leave out a path.
 func (f *footprint) skip(name string) bool {
 	if name == f.added {
 		return true
@@ -108,7 +107,7 @@ func (f *footprint) skip(name string) bool {
 	return strings.HasPrefix(base, criuTemp) && !f.names[name] && (dir == "" || path.Clean(dir) == f.tmp)
 }
 
-// erase gives the directories their times back. The sandbox is still frozen.
+// erase restores the times of the directories. The sandbox is still frozen.
 func (f *footprint) erase() error {
 	jail, err := policy.Open(f.root)
 	if err != nil {

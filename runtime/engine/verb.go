@@ -52,7 +52,7 @@ const (
 
 // Own describes an action that the Engine takes on its own.
 type Own struct {
-	By    string   // the part of agentbox that acts; empty: the one that this process runs
+	By    string   // the part of agentbox that acts; empty: the caller, or this process
 	Why   string   // such as a lease that has ended, or a limit that was reached
 	Made  []string // prune: the ids of the checkpoints that are gone
 	Did   []string // recover: a sentence for each action
