@@ -10,7 +10,7 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// The key of an alert is what its file has, without one end of line.
+// TestAlertKey: the key of an alert is the content of its file without one end of line.
 func TestAlertKey(t *testing.T) {
 	key := "0123456789abcdef"
 	long := strings.Repeat("k", maxAlertSecret)

@@ -13,8 +13,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// A restore that keeps no undo checkpoint and fails puts the files back with what
-// it has moved aside, and makes no checkpoint for that.
+// TestRestoreAside: a restore without an undo checkpoint that fails puts the displaced files
+// back, and makes no checkpoint for that.
 func TestRestoreAside(t *testing.T) {
 	for _, broken := range []string{"overlay.update.op", "overlay.update.end", "restore.after-apply", "restore.after-proof", ""} {
 		t.Run(broken, func(t *testing.T) {
@@ -67,7 +67,7 @@ func TestRestoreAside(t *testing.T) {
 	}
 }
 
-// What is known of the files is damaged, and the restore finds it out.
+// TestAsideKnownDamaged damages the file cache; the restore detects it.
 func TestAsideKnownDamaged(t *testing.T) {
 	r := newRig(t, nil)
 	sb := r.create(t, "box")
@@ -105,8 +105,8 @@ func TestAsideKnownDamaged(t *testing.T) {
 	}
 }
 
-// Restores to the checkpoint that the files were at last, and to another one: what is known is
-// proven, and of that checkpoint, each time.
+// TestAsideKnown restores to the checkpoint that the files were last at, and to another one:
+// each time the file cache is proven, and is that checkpoint's.
 func TestAsideKnown(t *testing.T) {
 	r := newRig(t, nil)
 	sb := r.create(t, "box")

@@ -29,7 +29,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// freezer is a backend that does something when it has frozen a sandbox.
+// freezer is a backend that calls a function when it has frozen a sandbox.
 type freezer struct {
 	stopping
 	then func()
@@ -67,8 +67,8 @@ func (h *hosts) attached(id string) (files []overlay.Entry, texts []string) {
 	return files, texts
 }
 
-// Host files are of the instant at which the sandbox stands still, and those that
-// have not changed since they were read before that are not opened again.
+// TestAttachFrozen: host files are captured as they are when the sandbox is frozen, and files
+// that have not changed since they were read ahead are not opened again.
 func TestAttachFrozen(t *testing.T) {
 	b := &freezer{}
 	h := newHosts(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b }, true)
@@ -105,7 +105,7 @@ func TestAttachFrozen(t *testing.T) {
 	h.must(h.VerifyCheckpoint(ctx, c.ID))
 }
 
-// What is too large is refused while the sandbox runs.
+// TestAttachBeforeFreeze: a file that is too large is refused while the sandbox runs.
 func TestAttachBeforeFreeze(t *testing.T) {
 	b := &freezer{}
 	h := newHosts(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b }, true)
@@ -117,7 +117,8 @@ func TestAttachBeforeFreeze(t *testing.T) {
 	}
 }
 
-// A file that a process of the sandbox writes to all the time is taken when that stands still.
+// TestAttachWritten: a file to which a process of the sandbox keeps writing is captured while
+// the sandbox is frozen.
 func TestAttachWritten(t *testing.T) {
 	b := &freezer{}
 	h := newHosts(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b }, true)
@@ -147,7 +148,7 @@ func TestAttachWritten(t *testing.T) {
 	}
 }
 
-// A path that names another file by its letters than by its directories is refused.
+// TestAttachUnclean: a path that would name another file once cleaned is refused.
 func TestAttachUnclean(t *testing.T) {
 	h := newHosts(t, nil, false)
 	dir := t.TempDir()
@@ -160,8 +161,8 @@ func TestAttachUnclean(t *testing.T) {
 	}
 }
 
-// A file is recorded as it is, and not as the store's filesystem would keep it: that
-// need not know its attributes, nor its time.
+// TestAttachExact: a file is recorded exactly, even if the store's filesystem does not
+// support its attributes or its time.
 func TestAttachExact(t *testing.T) {
 	h := newHosts(t, nil, false)
 	at := t.TempDir()
@@ -195,8 +196,8 @@ func TestAttachExact(t *testing.T) {
 	}
 }
 
-// A pull that was killed when its manifest was there already, and that is completed
-// later, comes from elsewhere all the same.
+// TestAttachPullKilled: a pulled checkpoint is foreign even if the pull was killed once its
+// manifest was stored, and completed later.
 func TestAttachPullKilled(t *testing.T) {
 	h := newHosts(t, nil, false)
 	server := httptest.NewServer(registry.New(registry.Logger(log.New(io.Discard, "", 0))))
@@ -238,7 +239,7 @@ func TestAttachLeased(t *testing.T) {
 	}
 }
 
-// stuck is a filesystem that does not answer for as long as its gate is shut.
+// stuck is a filesystem that does not answer while its gate is locked.
 type stuck struct {
 	fusefs.LoopbackNode
 	gate *sync.RWMutex
@@ -250,8 +251,8 @@ func (n *stuck) Lookup(ctx context.Context, name string, out *fuse.EntryOut) (*f
 	return n.LoopbackNode.Lookup(ctx, name, out)
 }
 
-// stuck makes a file on a filesystem that answers nothing while the gate is locked, and
-// tells where it is beneath that.
+// stuck makes a file on a filesystem that does not answer while the gate is locked, and returns
+// also its path in the underlying directory.
 func (h *hosts) stuck() (file, below string, gate *sync.RWMutex) {
 	h.t.Helper()
 	dir, at := h.t.TempDir(), h.t.TempDir()
@@ -266,8 +267,9 @@ func (h *hosts) stuck() (file, below string, gate *sync.RWMutex) {
 	return filepath.Join(at, "f"), filepath.Join(dir, "f"), gate
 }
 
-// Recovery does not wait for ever for one that does not answer: every command begins with
-// it. The file is left and named, and not replaced once it answers; others are put.
+// TestAttachedStuck: recovery, with which every command begins, does not wait forever for a
+// filesystem that does not answer. It leaves and names the file, does not replace it once the
+// filesystem answers, and puts the other files.
 func TestAttachedStuck(t *testing.T) {
 	h := newHosts(t, nil, true)
 	engine.ShortenHostAnswer(t, time.Second)
@@ -303,8 +305,9 @@ func TestAttachedStuck(t *testing.T) {
 	}
 }
 
-// A filesystem that does not answer while the sandbox stands still, because it is served
-// from within it, say, keeps it so no longer than the caller or the engine waits.
+// TestAttachStuck: a filesystem that does not answer while the sandbox is frozen, for example
+// because it is served from within, keeps it frozen no longer than the caller or the engine
+// waits.
 func TestAttachStuck(t *testing.T) {
 	b := &freezer{}
 	h := newHosts(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b }, true)

@@ -25,7 +25,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// The engine hands on what hostfile did in the words of package runtime, which does not
+// TestAttachedWords: the actions of hostfile are those of package runtime, which does not
 // import it.
 func TestAttachedWords(t *testing.T) {
 	for word, want := range map[string]string{hostfile.Written: runtime.AttachedPut, hostfile.Removed: runtime.AttachedRemoved, hostfile.Same: runtime.AttachedSame} {
@@ -35,8 +35,8 @@ func TestAttachedWords(t *testing.T) {
 	}
 }
 
-// hosts is a sandbox with files of the host: "state" and "plan" in two directories,
-// and "later", which is not there at the checkpoint.
+// hosts is a sandbox with files of the host: "state" and "plan" in two directories, and
+// "later", which does not exist at the checkpoint.
 type hosts struct {
 	*rig
 	t     *testing.T
@@ -78,14 +78,14 @@ func (h *hosts) must(list ...error) {
 	}
 }
 
-// change makes all files what they are "now".
+// change changes all files to their state "now".
 func (h *hosts) change() {
 	h.t.Helper()
 	h.must(os.WriteFile(h.paths[0], []byte("state now"), 0o640), os.Chmod(h.paths[0], 0o600), os.RemoveAll(h.paths[1]),
 		os.WriteFile(h.paths[2], []byte("later now"), 0o644), os.WriteFile(h.inside(), []byte("now"), 0o600))
 }
 
-// are proves how all files are: those of the host, and of the sandbox.
+// are checks the state of all files: those of the host, and of the sandbox.
 func (h *hosts) are(host, inside string) {
 	h.t.Helper()
 	want := map[string][]string{"then": {"state then 640", "plan then 600", ""}, "now": {"state now 600", "", "later now 644"}}[host]
@@ -108,7 +108,7 @@ func (h *hosts) are(host, inside string) {
 	}
 }
 
-// settled proves that nothing is left to do.
+// settled checks that nothing is left to recover.
 func (h *hosts) settled() {
 	h.t.Helper()
 	if left, err := h.store.Intents(ctx); err != nil || len(left) > 0 {
@@ -123,8 +123,8 @@ func actions(list []runtime.RestoredFile) (out []string) {
 	return out
 }
 
-// Host files come back with a restore, each way, and its undo brings back what they
-// were; what is shown before is what is done.
+// TestAttached: a restore, by each strategy, puts host files back, its undo brings back their
+// previous contents, and the plan shows what is done.
 func TestAttached(t *testing.T) {
 	put := []string{"put", "put", "removed"}
 	for _, opts := range []runtime.RestoreOptions{{}, {FilesOnly: true}, {NoUndo: true}, {Strategy: "auto"}, {Strategy: "recreate"}, {Verify: true}} {
@@ -166,7 +166,7 @@ func TestAttached(t *testing.T) {
 	}
 }
 
-// All that can be known to go wrong is known before anything ends.
+// TestAttachedRefused: foreseeable failures are found before anything ends.
 func TestAttachedRefused(t *testing.T) {
 	h := newHosts(t, nil, true)
 	before, err := h.Sandbox(ctx, "box")
@@ -236,7 +236,7 @@ func TestAttachInvalid(t *testing.T) {
 			t.Errorf("%q: %d checkpoints, and were %d: %v", paths, len(after), len(before), err)
 		}
 	}
-	// A way through a symlink is resolved once.
+	// A path through a symlink is resolved once.
 	c, err := h.Checkpoint(ctx, "box", runtime.CheckpointOptions{Attach: []string{at("dir/f"), at("none")}})
 	if h.must(err); c.Attached[0].Path != at("f") || !c.Attached[1].Absent {
 		t.Errorf("%+v", c.Attached)
@@ -247,7 +247,8 @@ func TestAttachInvalid(t *testing.T) {
 	}
 }
 
-// A policy judges host files as writable mounts, when they are attached and when they are put back.
+// TestAttachPolicy: a policy judges host files as writable mounts, when they are attached and
+// when they are put back.
 func TestAttachPolicy(t *testing.T) {
 	h := newHosts(t, nil, false)
 	dir := t.TempDir()
@@ -309,8 +310,8 @@ func TestAttachedElsewhere(t *testing.T) {
 	}
 }
 
-// A damaged copy of a host file, and one that is too large to be kept for the undo, call a
-// restore off before anything ends: no other strategy would do better.
+// TestAttachedDamaged: a damaged copy of a host file, or a file that is too large for the undo
+// checkpoint, calls a restore off before anything ends: no other strategy would help.
 func TestAttachedDamaged(t *testing.T) {
 	h := newHosts(t, nil, true)
 	random := make([]byte, 200_000)
@@ -362,7 +363,7 @@ func TestAttachedDamaged(t *testing.T) {
 	h.must(err)
 }
 
-// What is pulled comes from elsewhere, too, and its manifest is as its maker wrote it.
+// TestAttachedPulled: a pulled checkpoint is foreign too, though its manifest is unchanged.
 func TestAttachedPulled(t *testing.T) {
 	h := newHosts(t, nil, false)
 	server := httptest.NewServer(registry.New(registry.Logger(log.New(io.Discard, "", 0))))
@@ -386,7 +387,8 @@ func TestAttachedPulled(t *testing.T) {
 	h.are("now", "then")
 }
 
-// An agentbox that knows no host files refuses a checkpoint with some, and does not take it for damaged.
+// TestAttachedVersion: a checkpoint with host files has a manifest version that an agentbox
+// without them refuses as unsupported, not as damaged.
 func TestAttachedVersion(t *testing.T) {
 	h := newHosts(t, nil, false)
 	r, err := h.store.OpenCheckpoint(ctx, h.then.ID)
@@ -414,7 +416,8 @@ func TestAttachedVersion(t *testing.T) {
 	}
 }
 
-// Without state.db the manifests tell of host files, and their files of where they were made.
+// TestAttachedReindex: without state.db the manifests still have the host files, and the files
+// beside them whether a checkpoint is foreign.
 func TestAttachedReindex(t *testing.T) {
 	h := newHosts(t, nil, false)
 	h.must(h.Close())

@@ -11,8 +11,8 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// What a restore has replaced of host files is not forgotten for one that leaves them alone,
-// which an agent, say, may ask for; nor is it pruned.
+// TestAttachedUndoStays: the undo checkpoint with previous host files is kept by a restore that
+// leaves host files alone, which an agent may request, and by prune.
 func TestAttachedUndoStays(t *testing.T) {
 	h := newHosts(t, nil, true)
 	none, err := h.Checkpoint(ctx, "box", runtime.CheckpointOptions{FilesOnly: true})
@@ -40,7 +40,8 @@ func TestAttachedUndoStays(t *testing.T) {
 	}
 }
 
-// A restore whose host files could not be put says, with its error, what it has done.
+// TestAttachedTold: a restore that could not put its host files returns its result with the
+// error.
 func TestAttachedTold(t *testing.T) {
 	for _, strategy := range []string{"", runtime.StrategyAuto} {
 		h := newHosts(t, nil, true)
@@ -75,8 +76,8 @@ func TestAttachedLeftEvent(t *testing.T) {
 	}
 }
 
-// A file that is bind mounted by itself cannot be attached: the mount is of the file that a
-// restore replaces.
+// TestAttachMounted: a file that is itself bind mounted cannot be attached, because the mount
+// is of the file that a restore replaces.
 func TestAttachMounted(t *testing.T) {
 	h := newHosts(t, nil, false)
 	dir := t.TempDir()
@@ -95,7 +96,8 @@ func TestAttachMounted(t *testing.T) {
 	}
 }
 
-// What a sandbox has mounted is put when it goes on already, which is said.
+// TestAttachedLate: files that a sandbox has mounted are put after it has resumed, and the
+// restore says so.
 func TestAttachedLate(t *testing.T) {
 	h := newHosts(t, nil, false)
 	dir := t.TempDir()
@@ -130,8 +132,8 @@ func TestAttachedLate(t *testing.T) {
 	}
 }
 
-// One that is not there is said to be so, for it may have been mistyped; and a name that
-// cannot be recorded is refused, also where it hides behind a symlink.
+// TestAttachMistyped: a missing file causes a warning, because its path may be mistyped, and a
+// name that cannot be recorded is refused, even behind a symlink.
 func TestAttachMistyped(t *testing.T) {
 	h := newHosts(t, nil, false)
 	dir := t.TempDir()

@@ -18,7 +18,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// said is all that an error says.
+// said returns the full text of an error.
 func said(err error) string { return fmt.Sprint(err, fault.Hint(err)) }
 
 func (h *hosts) undos() []store.Checkpoint {
@@ -28,7 +28,7 @@ func (h *hosts) undos() []store.Checkpoint {
 	return list
 }
 
-// pid proves that the sandbox runs.
+// pid returns the pid of the sandbox, which must be running.
 func (h *hosts) pid() int {
 	h.t.Helper()
 	sb, err := h.Sandbox(ctx, "box")
@@ -46,7 +46,7 @@ func (h *hosts) recovered() string {
 	return strings.Join(done.Actions, "; ")
 }
 
-// A restore that fails, or is taken back, has not touched a host file.
+// TestAttachedUntouched: a restore that fails, or is rolled back, has not changed a host file.
 func TestAttachedUntouched(t *testing.T) {
 	for _, broken := range []string{"restore.after-layout", "restore.after-apply", "restore.after-proof", "restore.after-start"} {
 		for i, opts := range []runtime.RestoreOptions{{}, {NoUndo: true}, {NoUndo: true}} {
@@ -87,8 +87,8 @@ func inode(path string) string {
 	return fmt.Sprint(st.Ino, st.Ctim, err)
 }
 
-// Where a host file cannot be put, all are as they were and the restore says so; the
-// sandbox is restored and stays so, by whatever strategy, and nothing is left for Recover.
+// TestAttachedFails: if a host file cannot be put, all are as they were and the restore says
+// so. With any strategy the sandbox stays restored, and nothing is left for Recover.
 func TestAttachedFails(t *testing.T) {
 	for _, broken := range []string{"restore.attached.before-put", "restore.attached.before-replace", "restore.attached.between", "restore.attached.after-put"} {
 		for i, opts := range []runtime.RestoreOptions{{}, {NoUndo: true}, {NoUndo: true}, {Strategy: runtime.StrategyAuto}, {Strategy: runtime.StrategyRecreate}, {Strategy: runtime.StrategyRecreate, NoUndo: true}} {
@@ -133,7 +133,8 @@ func TestAttachedFails(t *testing.T) {
 	}
 }
 
-// stopping is a backend that can freeze, and does something while a restore has stopped the sandbox.
+// stopping is a backend that can freeze, and calls a function while a restore has stopped the
+// sandbox.
 type stopping struct {
 	runtime.Backend
 	paused bool
@@ -196,8 +197,8 @@ func TestAttachedChanged(t *testing.T) {
 	}
 }
 
-// A host file that was put and cannot be made what it was is named, with the checkpoint
-// that has that: pinned, so that no later restore forgets it.
+// TestAttachedStranded: a host file that was put and cannot be changed back is named, with the
+// checkpoint that has its previous content, which is pinned against later restores.
 func TestAttachedStranded(t *testing.T) {
 	for _, opts := range []runtime.RestoreOptions{{}, {NoUndo: true}, {Strategy: runtime.StrategyRecreate}, {Strategy: runtime.StrategyRecreate, NoUndo: true}} {
 		h := newHosts(t, nil, true)
@@ -212,7 +213,7 @@ func TestAttachedStranded(t *testing.T) {
 			t.Fatalf("%+v: undo checkpoints: %+v (%v)", opts, undos, err)
 		}
 		id := undos[0].ID[:12]
-		// In the text itself: a log and an audit record have no hints.
+		// The error's own text has it: logs and audit records have no hints.
 		if text := err.Error(); !strings.Contains(text, "not put back to what they were: "+h.paths[0]+" (") || strings.Contains(text, h.paths[1]+" (") || strings.Contains(text, h.paths[2]+" (") ||
 			!strings.Contains(text, "undo checkpoint "+id+" has what they were, and is pinned") || !strings.Contains(text, "agentbox checkpoint unpin "+id) {
 			t.Errorf("%+v: %s", opts, text)
@@ -222,7 +223,7 @@ func TestAttachedStranded(t *testing.T) {
 		if got, err := os.ReadFile(h.paths[0]); string(got) != "state then" {
 			t.Errorf("the first is %q, %v", got, err)
 		}
-		// Neither a restore that leaves host files alone nor one that puts them forgets it.
+		// Restores keep it, whether they put host files or leave them alone.
 		for _, next := range []runtime.RestoreOptions{{NoAttached: true}, {}} {
 			next.Checkpoint = h.then.ID
 			_, err := h.Restore(ctx, "box", next)
@@ -274,7 +275,7 @@ func TestAttachedEffect(t *testing.T) {
 	}
 }
 
-// leave has a restore end as a kill would: broken at a point that leaves its intent.
+// leave ends a restore as a kill would, at a failpoint that leaves its intent.
 func (h *hosts) leave(point string, opts runtime.RestoreOptions) {
 	h.t.Helper()
 	h.t.Setenv("AGENTBOX_FAILPOINT", point+"=error")
@@ -286,7 +287,8 @@ func (h *hosts) leave(point string, opts runtime.RestoreOptions) {
 	}
 }
 
-// Recover goes forward with host files, whatever the sandbox does by then: it is restored.
+// TestAttachedResumed: Recover puts the remaining host files whatever the sandbox does by then,
+// because it is restored.
 func TestAttachedResumed(t *testing.T) {
 	for _, started := range []bool{true, false} {
 		for _, opts := range []runtime.RestoreOptions{{}, {NoUndo: true}} {
@@ -325,7 +327,8 @@ func TestAttachedEdited(t *testing.T) {
 	h.are("then", "then")
 }
 
-// Without what the files were, be it that the undo checkpoint is gone or damaged, those that are not put yet are left and named, and nothing else is kept by it.
+// TestAttachedUnknown: if the undo checkpoint is gone or damaged, Recover leaves and names the
+// files that are not put yet, and finishes the rest.
 func TestAttachedUnknown(t *testing.T) {
 	for what, lose := range map[string]func(h *hosts){
 		"gone": func(h *hosts) {

@@ -18,8 +18,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// automatic makes a sandbox whose checkpoints are taken by themselves, under a
-// policy; nil: the default one.
+// automatic creates a sandbox with automatic checkpoints, under a policy; nil: the default
+// one.
 func (r *rig) automatic(t testing.TB, name, every string, p *policy.Policy) runtime.Sandbox {
 	t.Helper()
 	sb, err := r.Create(ctx, runtime.CreateRequest{Policy: p, Spec: runtime.Spec{
@@ -63,14 +63,13 @@ func (r records) change(query string, args ...any) {
 	}
 }
 
-// taken makes a checkpoint one of another trigger, from another time.
+// taken changes the trigger and the time of a checkpoint.
 func (r records) taken(id, trigger string, at time.Time) {
 	r.t.Helper()
 	r.change("UPDATE checkpoints SET trigger_name = ?, created = ? WHERE id = ?", trigger, at.UnixNano(), id)
 }
 
-// left are the checkpoints of a sandbox by what they are called in names, else by
-// their id, sorted.
+// left returns the checkpoints of a sandbox, by their name in names or else by id, sorted.
 func (r *rig) left(t testing.TB, sandbox string, names map[string]string) []string {
 	t.Helper()
 	rows, err := r.store.Checkpoints(ctx, store.Filter{SandboxID: sandbox})
@@ -149,7 +148,7 @@ func TestAutomaticRetention(t *testing.T) {
 	if got := len(r.left(t, sb.ID, names)); got != before {
 		t.Fatalf("%d of %d checkpoints are there to begin with", got, before)
 	}
-	// One by hand removes nothing.
+	// A requested checkpoint removes nothing.
 	by := r.take(t, sb.ID, runtime.CheckpointOptions{})
 	names[by.ID], want = "by hand", append(want, "by hand")
 	if got := len(r.left(t, sb.ID, names)); got != before+1 {
@@ -164,7 +163,7 @@ func TestAutomaticRetention(t *testing.T) {
 	if sum, n := 5+4+1+1+99+22+4, len(want); n != sum {
 		t.Errorf("the test wants %d, and not %d", n, sum)
 	}
-	// prune by itself does the same: nothing is left to remove, all is listed.
+	// Automatic pruning agrees: nothing is left to remove, and all is listed.
 	out, err := r.Prune(ctx, runtime.PruneOptions{Sandbox: sb.ID, DryRun: true})
 	if err != nil || len(out.Removed) != 0 || len(out.Kept) != len(want) {
 		t.Errorf("prune: %d removed, %d kept, %v", len(out.Removed), len(out.Kept), err)
@@ -261,7 +260,7 @@ func TestOwnTrigger(t *testing.T) {
 	}
 }
 
-// TestAtMost: what is known without reading anything is never less than the truth.
+// TestAtMost: the bound that needs no reading is never below the true size.
 func TestAtMost(t *testing.T) {
 	r := newRig(t, nil)
 	sb, err := r.Sandbox(ctx, r.create(t, "s").ID)

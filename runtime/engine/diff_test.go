@@ -15,7 +15,7 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// lines are the changes as a person reads them.
+// lines returns changes in readable form.
 func lines(d runtime.Diff) (list []string) {
 	for _, c := range d.Changes {
 		s := c.Change + " " + c.Path
@@ -199,7 +199,7 @@ func TestHistoryTree(t *testing.T) {
 	}
 }
 
-// TestForkNamedLikeAnID has a fork's name be the beginning of an id.
+// TestForkNamedLikeAnID gives a fork a name that is a prefix of an id.
 func TestForkNamedLikeAnID(t *testing.T) {
 	r := newRig(t, nil)
 	name := r.create(t, "box").ID[:2]

@@ -60,8 +60,8 @@ func (r *rig) egress(t *testing.T, name string) []string {
 	return sb.Spec.Network.Egress
 }
 
-// A backend that cannot keep rules gets no sandbox that needs them, wherever
-// that comes from.
+// TestFilteredNeedsABackend: a backend that cannot enforce rules gets no sandbox that needs
+// them, whatever its source.
 func TestFilteredNeedsABackend(t *testing.T) {
 	r, f := newFiltering(t)
 	f.filters = false
@@ -98,8 +98,8 @@ func TestFilteredNeedsABackend(t *testing.T) {
 	}
 }
 
-// What the backend does not do is not on record, and what the policy does not
-// cover is not done; rules that were taken away do not come back by a fork.
+// TestUpdateEgress: rules that the backend refuses are not recorded, and rules that the policy
+// does not cover are refused. A fork does not bring removed rules back.
 func TestUpdateEgress(t *testing.T) {
 	r, f := newFiltering(t)
 	p, err := policy.Finder{}.Resolve("p.yaml", []byte("network: {modes: [filtered], default: filtered, egress: [pypi.org, \"*.debian.org\"]}\n"))

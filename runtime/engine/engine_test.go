@@ -90,7 +90,7 @@ func (r *rig) create(t testing.TB, name string) runtime.Sandbox {
 	return sb
 }
 
-// restarting makes a sandbox that comes back whenever it has ended.
+// restarting creates a sandbox that is restarted whenever it ends.
 func (r *rig) restarting(t testing.TB, from string) runtime.Sandbox {
 	t.Helper()
 	sb, err := r.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{
@@ -336,7 +336,7 @@ func TestDamage(t *testing.T) {
 	}
 }
 
-// TestRefusals goes through what a user may get wrong.
+// TestRefusals makes the mistakes that a user may make.
 func TestRefusals(t *testing.T) {
 	r := newRig(t, nil)
 	r.create(t, "one")
@@ -391,7 +391,7 @@ func TestRefusals(t *testing.T) {
 
 func second[T any](_ T, err error) error { return err }
 
-// TestBusy has a verb meet another one that holds the sandbox.
+// TestBusy runs a verb while another one holds the sandbox.
 func TestBusy(t *testing.T) {
 	r := newRig(t, nil)
 	sb := r.create(t, "box")
@@ -406,8 +406,8 @@ func TestBusy(t *testing.T) {
 	}
 }
 
-// A checkpoint takes volumes along when it is asked to, and its restore puts
-// them back; a restore that fails, at whichever point, leaves them as they were.
+// TestVolumes: a checkpoint includes volumes on request, and its restore puts them back. A
+// restore that fails, at any point, leaves them as they were.
 func TestVolumes(t *testing.T) {
 	for _, broken := range []string{"", "restore.after-layout", "restore.after-stop", "restore.between-trees", "restore.after-apply"} {
 		r := newRig(t, nil)

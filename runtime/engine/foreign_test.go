@@ -26,7 +26,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// mapping is a backend that gives sandboxes ids of their own.
+// mapping is a backend whose sandboxes have user namespaces.
 type mapping struct{ runtime.Backend }
 
 func (mapping) MayMap(context.Context, runtime.Spec, []string, idmap.Map) (string, error) {
@@ -219,7 +219,7 @@ func TestForeignGetsNothing(t *testing.T) {
 	f.modest(t, forks[0].Sandbox)
 }
 
-// TestForeignRecreate puts a sandbox that is there back to a foreign checkpoint.
+// TestForeignRecreate restores an existing sandbox to a foreign checkpoint.
 func TestForeignRecreate(t *testing.T) {
 	f := newForeign(t)
 	if _, err := f.Restore(ctx, "box", runtime.RestoreOptions{Foreign: true}); err != nil {
@@ -244,7 +244,7 @@ func TestForeignRecreate(t *testing.T) {
 	}
 }
 
-// TestForeignGrants gives what is asked for, one by one.
+// TestForeignGrants grants the requests of a foreign spec, one by one.
 func TestForeignGrants(t *testing.T) {
 	f := newForeign(t)
 	given := t.TempDir()
@@ -288,7 +288,7 @@ func TestForeignGrants(t *testing.T) {
 	}
 }
 
-// TestForeignNonsense forges specs that no sandbox can have.
+// TestForeignNonsense forges specs that no sandbox could have.
 func TestForeignNonsense(t *testing.T) {
 	there, here := newRig(t, nil), newRig(t, nil)
 	there.create(t, "box")
@@ -316,7 +316,7 @@ func TestForeignNonsense(t *testing.T) {
 	}
 }
 
-// TestForeignIdentity brings in what has the id of another checkpoint.
+// TestForeignIdentity imports a checkpoint with the id of another one.
 func TestForeignIdentity(t *testing.T) {
 	f := newForeign(t)
 	same, err := f.ImportCheckpoint(ctx, bytes.NewReader(f.archive), runtime.ImportOptions{})
@@ -346,7 +346,7 @@ func TestForeignIdentity(t *testing.T) {
 	}
 }
 
-// TestForeignStays looks for the mark after all that a checkpoint can go through.
+// TestForeignStays: a checkpoint stays marked as foreign through every operation.
 func TestForeignStays(t *testing.T) {
 	f := newForeign(t)
 	mine, err := f.Checkpoint(ctx, "own", runtime.CheckpointOptions{Name: "mine"})
@@ -419,7 +419,7 @@ func TestForeignStays(t *testing.T) {
 	}
 }
 
-// TestForeignRetention has the policy of a foreign spec prune nothing of this host.
+// TestForeignRetention: the policy of a foreign spec prunes nothing on this host.
 func TestForeignRetention(t *testing.T) {
 	f := newForeign(t)
 	mine, err := f.Checkpoint(ctx, "own", runtime.CheckpointOptions{})

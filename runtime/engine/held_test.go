@@ -15,7 +15,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// A restore that takes a lock over lets go of it, whatever refuses the restore.
+// TestRestoreLetsGoOfLock: a restore that takes over a lock releases it, whatever refuses the
+// restore.
 func TestRestoreLetsGoOfLock(t *testing.T) {
 	st, err := store.Open(t.Context(), t.TempDir())
 	if err != nil {

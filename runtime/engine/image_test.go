@@ -36,7 +36,8 @@ func (b *between) Prune(ctx context.Context, all bool, inUse func(string) bool) 
 	return b.Store.Prune(ctx, all, inUse)
 }
 
-// A sandbox that is made while its image is removed has its image, or is not made.
+// TestImageRemovedMeanwhile: a sandbox that is created while its image is removed keeps the
+// image, or is not created.
 func TestImageRemovedMeanwhile(t *testing.T) {
 	nothing := func() {}
 	b := &between{pulled: nothing, removing: nothing}

@@ -22,8 +22,8 @@ func (s standing) Inspect(context.Context, string) (runtime.Container, error) {
 	return runtime.Container{Status: s.status}, s.err
 }
 
-// A start that failed because the sandbox runs already is a restore if another
-// start has used it, and if it runs indeed.
+// TestFailedStartIsNoRestore: a start that failed because the sandbox runs already counts as a
+// restore only if another start has used the stage, and the sandbox does run.
 func TestFailedStartIsNoRestore(t *testing.T) {
 	state := errors.Join(errors.New("its end could not be awaited"), fmt.Errorf("it is running: %w", runtime.ErrState))
 	other := errors.New("no such command")

@@ -12,8 +12,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// TestFailuresGo has checkpoints fail, long ago and just now: prune forgets those
-// that are old or that a newer one has made pointless.
+// TestFailuresGo has checkpoints fail, long ago and just now: prune removes the records that
+// are old or that a newer checkpoint supersedes.
 func TestFailuresGo(t *testing.T) {
 	r := newRig(t, nil)
 	fail := func(sb runtime.Sandbox, name string, age time.Duration) {
@@ -97,8 +97,8 @@ func TestFailuresGo(t *testing.T) {
 	check("removed by its id", left(), "one@after", "one@ready")
 }
 
-// TestPruneBesideCheckpoints has checkpoints come and go while others look what
-// prune would free, and while it goes by bytes: neither is kept from it.
+// TestPruneBesideCheckpoints adds and removes checkpoints during dry runs of prune, and during
+// prune by bytes: neither disturbs the other.
 func TestPruneBesideCheckpoints(t *testing.T) {
 	r := newRig(t, nil)
 	r.create(t, "one")

@@ -16,7 +16,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// process starts one that does nothing.
+// process starts a process that does nothing.
 func process(t *testing.T) *exec.Cmd {
 	t.Helper()
 	cmd := exec.Command("sleep", "1000")
@@ -49,8 +49,8 @@ func (r *rig) leased(t *testing.T, name, lease string) runtime.Sandbox {
 	return sb
 }
 
-// endLeases is what the next command does; it returns the names of the sandboxes
-// that are left.
+// endLeases does what the next command would, and returns the names of the remaining
+// sandboxes.
 func (r *rig) endLeases(t *testing.T) (names []string) {
 	t.Helper()
 	if _, err := r.EndLeases(ctx); err != nil {
@@ -67,7 +67,7 @@ func (r *rig) endLeases(t *testing.T) (names []string) {
 	return names
 }
 
-// edit changes what is on record of a lease.
+// edit changes the record of a lease.
 func (r *rig) edit(t *testing.T, id string, fn func(*runtime.Lease)) {
 	t.Helper()
 	err := r.store.ChangeLease(ctx, id, false, func(row *store.Lease) error {
@@ -85,8 +85,8 @@ func (r *rig) edit(t *testing.T, id string, fn func(*runtime.Lease)) {
 	}
 }
 
-// A lease ends with its owner, a zombie too, and takes its sandboxes and temporary
-// checkpoints along; what was kept, pinned or never its own stays.
+// TestLeaseEndsWithOwner: a lease ends with its owner, even if that is a zombie. Its sandboxes
+// and temporary checkpoints are removed; kept, pinned and unrelated ones stay.
 func TestLeaseEndsWithOwner(t *testing.T) {
 	r := newRig(t, nil)
 	owner := process(t)
@@ -186,7 +186,7 @@ func awaitZombie(t *testing.T, pid int) {
 	}
 }
 
-// Another process that gets the owner's number is not taken for it.
+// TestLeasePidReuse: another process with the owner's pid does not count as the owner.
 func TestLeasePidReuse(t *testing.T) {
 	r := newRig(t, nil)
 	owner := process(t)
@@ -213,7 +213,7 @@ func TestLeasePidReuse(t *testing.T) {
 	}
 }
 
-// A lease goes from hand to hand; what is over by its old terms cannot.
+// TestLeaseTransfer: a lease can be transferred, but not once it is over by its old terms.
 func TestLeaseTransfer(t *testing.T) {
 	r := newRig(t, nil)
 	owner := process(t)
@@ -276,8 +276,8 @@ func TestLeaseRefused(t *testing.T) {
 	}
 }
 
-// A verb that is at work on a member is not disturbed: the others go, and the rest
-// when it is done. Meanwhile nothing joins.
+// TestLeaseEndWaits: a verb that is at work on a member is not disturbed. The other members are
+// removed at once, and this one when the verb is done. In the meantime nothing joins.
 func TestLeaseEndWaits(t *testing.T) {
 	r := newRig(t, nil)
 	owner := process(t)
@@ -305,8 +305,8 @@ func TestLeaseEndWaits(t *testing.T) {
 	}
 }
 
-// HoldLease holds it while its function runs, tells that when it ends early, and
-// leaves alone what was transferred.
+// TestHoldLease: HoldLease holds a lease while its function runs, cancels the function if the
+// lease ends early, and leaves a transferred lease alone.
 func TestHoldLease(t *testing.T) {
 	r := newRig(t, nil)
 	broken := errors.New("broken")

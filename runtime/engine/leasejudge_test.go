@@ -8,8 +8,8 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// What ends a lease, by every clock. Neither a clock that is set nor a host that
-// sleeps ends one early; a boot ends what lived on the host.
+// TestLeaseJudged: what ends a lease, by every clock. Setting the clock or suspending the host
+// does not end one early; a reboot ends leases whose owner lived on the host.
 func TestLeaseJudged(t *testing.T) {
 	t0 := time.Date(2026, 5, 1, 12, 0, 0, 0, time.UTC)
 	at := func(boot string, up time.Duration) runtime.Moment {

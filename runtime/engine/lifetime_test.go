@@ -26,7 +26,7 @@ func (r *rig) createShort(t *testing.T, name string, s runtime.Spec, p *policy.P
 	return sb
 }
 
-// age makes a sandbox one that was made so long ago, before the last boot.
+// age makes a sandbox look as if created so long ago, before the last boot.
 func (r *rig) age(t *testing.T, name string, by time.Duration) {
 	t.Helper()
 	sb, err := r.store.Sandbox(ctx, name)
@@ -60,9 +60,8 @@ func (r *rig) events(t *testing.T, name string) (types []string) {
 	return types
 }
 
-// What the watches have missed, of which none runs here, the next command does:
-// it stops what has expired, removes what was to go with its exit, and starts
-// the others' watches.
+// TestReviveWatches: the next command does what missing watches have not done (none runs
+// here). It stops expired sandboxes, removes --rm ones, and starts the watches of the others.
 func TestReviveWatches(t *testing.T) {
 	r := newRig(t, nil)
 	for name, s := range map[string]runtime.Spec{
@@ -113,7 +112,7 @@ func TestReviveWatches(t *testing.T) {
 	if got := r.events(t, "stopped"); got != nil {
 		t.Errorf("events of one that was stopped: %v", got)
 	}
-	// It cannot be started, and given more time it can.
+	// It cannot be started until it is given more time.
 	if _, err := r.Start(ctx, "over", nil); !errors.Is(err, runtime.ErrState) {
 		t.Errorf("start: %v", err)
 	}
@@ -136,7 +135,7 @@ func TestReviveWatches(t *testing.T) {
 	}
 }
 
-// A clock that was set back hides no watch that was killed.
+// TestReviveWatchesClockSetBack: a killed watch is found even if the clock was set back.
 func TestReviveWatchesClockSetBack(t *testing.T) {
 	r := newRig(t, nil)
 	sb := r.createShort(t, "box", runtime.Spec{Lifetime: runtime.Lifetime{TTL: time.Hour}}, nil)
@@ -156,8 +155,8 @@ func TestReviveWatchesClockSetBack(t *testing.T) {
 	}
 }
 
-// What a checkpoint is at work on is not stopped before that is done, and what
-// was left half-way is for Recover first.
+// TestExpiryWaits: a sandbox is not stopped before a checkpoint on it is done, and an
+// interrupted verb is recovered first.
 func TestExpiryWaits(t *testing.T) {
 	r := newRig(t, nil)
 	sb := r.createShort(t, "box", runtime.Spec{Lifetime: runtime.Lifetime{TTL: time.Hour}}, nil)
@@ -220,8 +219,8 @@ func TestExpiredAfterReboot(t *testing.T) {
 	}
 }
 
-// The time of a sandbox does not begin anew but by a fork, or when it is made
-// again.
+// TestLifetimeOfCheckpoints: the TTL of a sandbox starts over only in a fork, or when the
+// sandbox is recreated.
 func TestLifetimeOfCheckpoints(t *testing.T) {
 	r := newRig(t, nil)
 	r.createShort(t, "box", runtime.Spec{Lifetime: runtime.Lifetime{TTL: time.Hour}}, nil)
@@ -255,8 +254,8 @@ func TestLifetimeOfCheckpoints(t *testing.T) {
 	}
 }
 
-// A sandbox with a restart policy comes back by any command in the boot of the host in which it
-// was started, and else by the service or by recover alone.
+// TestReviveWatchesOfBoot: any command restarts a sandbox with a restart policy in the boot of
+// the host in which it was started; in a later boot only the service or recover does.
 func TestReviveWatchesOfBoot(t *testing.T) {
 	r := newRig(t, nil)
 	sb := r.createShort(t, "box", runtime.Spec{Restart: runtime.Restart{Policy: runtime.RestartAlways}}, nil)

@@ -10,7 +10,7 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// managing is a backend that has a managed file, until it does not tell where.
+// managing is a backend with a managed file, whose location it can withhold.
 type managing struct {
 	runtime.Backend
 	file string
@@ -24,7 +24,7 @@ func (b *managing) Inspect(ctx context.Context, id string) (runtime.Container, e
 	return c, err
 }
 
-// A managed file for which the backend has no place is not left out in silence.
+// TestManagedWithoutPlace: a managed file that the backend has no place for causes a warning.
 func TestManagedWithoutPlace(t *testing.T) {
 	hosts := filepath.Join(t.TempDir(), "hosts")
 	put := func(text string) {

@@ -8,8 +8,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// The clock that people set counts only from one boot to another, and what it
-// says then never ends a life that has not begun.
+// TestMoment: the wall clock counts only from one boot to another, and never ends a lifetime
+// that has not begun.
 func TestMoment(t *testing.T) {
 	now := thisMoment()
 	set := now // the clock was put forward by a day since
@@ -38,8 +38,7 @@ func TestMoment(t *testing.T) {
 	}
 }
 
-// TestRebootForgets: what a file's times say counts from one look to the next only
-// within a boot.
+// TestRebootForgets: the times of a file show that it is unchanged only within one boot.
 func TestRebootForgets(t *testing.T) {
 	booted := time.Now().Add(-uptime())
 	for created, want := range map[time.Time]bool{booted.Add(-time.Minute): false, booted.Add(time.Minute): true} {

@@ -57,7 +57,7 @@ func TestDamagedStays(t *testing.T) {
 	}
 }
 
-// TestImportConflicts brings checkpoints in under names that are taken.
+// TestImportConflicts imports checkpoints under names that are taken.
 func TestImportConflicts(t *testing.T) {
 	there, here := newRig(t, nil), newRig(t, nil)
 	there.create(t, "box")
@@ -69,7 +69,7 @@ func TestImportConflicts(t *testing.T) {
 	if err := there.ExportCheckpoint(ctx, first.ID, &archive, runtime.ExportOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	// Another one takes the name there, in the meantime.
+	// Another sandbox takes the name there in the meantime.
 	if err := there.RemoveCheckpoint(ctx, first.ID); err != nil {
 		t.Fatal(err)
 	}
@@ -106,8 +106,8 @@ func TestImportConflicts(t *testing.T) {
 	}
 }
 
-// TestUndoElsewhere carries what a restore has replaced to another store. There
-// it is a checkpoint like any other: listed, and not one that a restore removes.
+// TestUndoElsewhere moves an undo checkpoint to another store. There it is a checkpoint like
+// any other: it is listed, and restores do not remove it.
 func TestUndoElsewhere(t *testing.T) {
 	there := newRig(t, nil)
 	there.create(t, "box")

@@ -12,8 +12,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// What the kernel counted is told once, also when the log has dropped it since,
-// or what is kept beside it was not written.
+// TestHitsAreNotedOnce: the kernel's counts become events once, even if the log has dropped
+// them since, or the separate counts were not written.
 func TestHitsAreNotedOnce(t *testing.T) {
 	st, err := store.Open(t.Context(), t.TempDir())
 	if err != nil {

@@ -14,7 +14,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/engine"
 )
 
-// defective is a backend that panics over one container, or when it is to list all.
+// defective is a backend that panics for one container, or when it lists all.
 type defective struct {
 	runtime.Backend
 	over  string
@@ -43,7 +43,8 @@ func (b *defective) List(ctx context.Context) ([]string, error) {
 	return b.Backend.List(ctx)
 }
 
-// A panic over one sandbox leaves the others on the list, and the process alive.
+// TestPanicInAView: a panic for one sandbox leaves the others on the list, and the process
+// alive.
 func TestPanicInAView(t *testing.T) {
 	b := &defective{}
 	r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })
@@ -67,7 +68,7 @@ func TestPanicInAView(t *testing.T) {
 	}
 }
 
-// What a service does by itself goes on after a panic, the next time.
+// TestPanicInUpkeep: the background work of a service continues after a panic.
 func TestPanicInUpkeep(t *testing.T) {
 	b := &defective{}
 	r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })
@@ -90,8 +91,8 @@ func TestPanicInUpkeep(t *testing.T) {
 	}
 }
 
-// A verb that ends by a panic is an error, and what it leaves is recovered: there is no
-// intent in the journal, and no lock.
+// TestPanicInAVerb: a panic in a verb becomes its error, and the verb is recovered: no intent
+// stays in the journal, and no lock.
 func TestPanicInAVerb(t *testing.T) {
 	b := &defective{start: true}
 	r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })
@@ -113,7 +114,8 @@ func TestPanicInAVerb(t *testing.T) {
 	}
 }
 
-// A panic over one sandbox of a lease keeps neither the others nor the lease's next try.
+// TestPanicInALease: a panic for one member of a lease prevents neither the removal of the
+// others nor the next attempt.
 func TestPanicInALease(t *testing.T) {
 	b := &defective{}
 	r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })

@@ -296,7 +296,7 @@ func TestPatchApplies(t *testing.T) {
 	same(t, "patch", dir, next)
 }
 
-// Random edits of random files.
+// TestPatchAppliesRandom makes random edits of random files.
 func TestPatchAppliesRandom(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -365,8 +365,8 @@ func TestPatchBinary(t *testing.T) {
 	}
 }
 
-// What git has no form for is no patch; what went meanwhile is none; any
-// other error is told.
+// TestPatchNone: a change that git cannot express, or a file that is gone, has no patch; any
+// other error is returned.
 func TestPatchNone(t *testing.T) {
 	file := &runtime.FileState{Type: "file", Mode: "0644"}
 	gone := func(runtime.Change, bool) (io.ReadCloser, error) { return nil, fmt.Errorf("open: %w", fs.ErrNotExist) }
@@ -392,7 +392,7 @@ func TestPatchNone(t *testing.T) {
 	}
 }
 
-// The worst of files must not keep a diff busy: git's own limit is far above.
+// TestPatchTime: the worst files must not keep a diff busy; git's own limit is far above.
 func TestPatchTime(t *testing.T) {
 	rnd := rand.New(rand.NewPCG(1, 1))
 	text := func() string {

@@ -17,7 +17,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// frozen is a backend whose containers stand frozen until they are thawed.
+// frozen is a backend whose containers are frozen until they are thawed.
 type frozen struct {
 	runtime.Backend
 	thawed bool
@@ -88,7 +88,7 @@ func TestRecoverThawsFirst(t *testing.T) {
 	}
 }
 
-// The limit of a sandbox's files is watched after a start that was killed, too.
+// TestRecoverWatches: the storage limit of a sandbox is watched even after a killed start.
 func TestRecoverWatches(t *testing.T) {
 	r := newRig(t, nil)
 	sb, err := r.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{
@@ -112,8 +112,8 @@ func TestRecoverWatches(t *testing.T) {
 	}
 }
 
-// A checkpoint that was to stop its sandbox, and was killed when it was ready, is
-// its owner's stop: a restart policy does not bring it back.
+// TestRecoverCheckpointStop: a checkpoint with Stop that was killed once it was ready counts as
+// a stop by the owner: the restart policy does not start the sandbox.
 func TestRecoverCheckpointStop(t *testing.T) {
 	r := newRig(t, nil)
 	sb := r.restarting(t, runtime.RestartFromCommand)
@@ -150,7 +150,8 @@ func (b *gone) Stop(ctx context.Context, id string, o runtime.StopOptions) error
 	return b.Backend.Stop(ctx, id, o)
 }
 
-// What could not be recovered is recovered before anything else is done, never over it.
+// TestUnrecoveredRefuses: an interrupted verb that could not be recovered blocks other verbs
+// until it is: recovered later, it would undo their work.
 func TestUnrecoveredRefuses(t *testing.T) {
 	b := &gone{}
 	r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })
@@ -207,8 +208,8 @@ func TestUnrecoveredRefuses(t *testing.T) {
 	}
 }
 
-// A restore in the journal changes and removes nothing that is not the sandbox's, whatever
-// directories it names.
+// TestRecoverForged: a restore in the journal changes and removes only the sandbox's own files,
+// whatever directories it names.
 func TestRecoverForged(t *testing.T) {
 	for name, data := range map[string]map[string]any{
 		"prepare":    {"phase": "prepare"},
@@ -260,7 +261,8 @@ func TestRecoverForged(t *testing.T) {
 	}
 }
 
-// A spec that names another sandbox than its record is not gone by: its id becomes paths.
+// TestForgedSpec: a spec with another id than its record is refused, because the id becomes
+// part of paths.
 func TestForgedSpec(t *testing.T) {
 	r := newRig(t, nil)
 	sb := r.create(t, "box")
@@ -278,10 +280,10 @@ func TestForgedSpec(t *testing.T) {
 	}
 }
 
-// posing is a backend that says of its containers what a test wants.
+// posing is a backend that reports the status that a test wants.
 type posing struct {
 	runtime.Backend
-	as runtime.Status // empty: what is so
+	as runtime.Status // empty: the actual status
 }
 
 func (b *posing) Inspect(ctx context.Context, id string) (runtime.Container, error) {
@@ -292,8 +294,8 @@ func (b *posing) Inspect(ctx context.Context, id string) (runtime.Container, err
 	return c, err
 }
 
-// A restore that was begun in another boot of the host, or says so, as in a root from elsewhere,
-// is finished in the sandbox's files: nothing of it is started.
+// TestRecoverOtherBoot: a restore that began in another boot of the host, or claims so, as in
+// a root from elsewhere, is finished in the sandbox's files only: nothing is started.
 func TestRecoverOtherBoot(t *testing.T) {
 	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {

@@ -23,8 +23,8 @@ func (b *immovable) Remove(ctx context.Context, id string) error {
 	return b.Backend.Remove(ctx, id)
 }
 
-// A removal that keeps failing is one intent, with all that was asked for, and is said
-// to be finished once it is.
+// TestRemoveFails: a removal that keeps failing stays one intent, with all that was requested,
+// and is reported as finished once it is.
 func TestRemoveFails(t *testing.T) {
 	b := &immovable{}
 	r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })

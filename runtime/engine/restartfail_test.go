@@ -27,7 +27,7 @@ func (h *onLog) Handle(ctx context.Context, r slog.Record) error {
 	return h.Handler.Handle(ctx, r)
 }
 
-// refusing is a backend that starts nothing when it is told not to.
+// refusing is a backend that refuses to start sandboxes when told to.
 type refusing struct {
 	runtime.Backend
 	refuse bool
@@ -40,8 +40,8 @@ func (b *refusing) Start(ctx context.Context, id string, opts runtime.StartOptio
 	return b.Backend.Start(ctx, id, opts)
 }
 
-// A stop by its owner, between a restart that failed and the note of that, holds;
-// and without one the failure is on record, and the next restart comes.
+// TestStopAfterFailedRestart: a stop by the owner between a failed restart and its record
+// holds. Without a stop the failure is recorded, and the next restart follows.
 func TestStopAfterFailedRestart(t *testing.T) {
 	for _, stopped := range []bool{true, false} {
 		b := &refusing{}
@@ -146,8 +146,8 @@ func TestGiveUpWaitsForLock(t *testing.T) {
 	}
 }
 
-// A verb that was cut off when a sandbox had failed as often as it may keeps its watch
-// neither from putting that on record nor from ending.
+// TestGiveUpRecovers: an interrupted verb on a sandbox that has used up its retries prevents
+// its watch neither from recording that nor from ending.
 func TestGiveUpRecovers(t *testing.T) {
 	r, sb, ends := failing(t)
 	r.log.message, r.log.fn = "sandbox restarted", func() {

@@ -10,7 +10,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// engineRemoves is a backend of containers that their engine removes when they stop, if removes says so.
+// engineRemoves is a backend whose engine, if removes says so, removes containers that stop.
 type engineRemoves struct {
 	runtime.Backend
 	removes, stuck bool
@@ -29,8 +29,8 @@ func (b *engineRemoves) Start(ctx context.Context, id string, opts runtime.Start
 	return b.Backend.Start(ctx, id, opts)
 }
 
-// A restart loses nothing of a sandbox that goes when it ends: neither when the start
-// fails, nor when its engine would remove it.
+// TestRestartKept: a restart does not lose an --rm sandbox, even if the start fails or the
+// engine would remove the container.
 func TestRestartKept(t *testing.T) {
 	b := &engineRemoves{}
 	r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })

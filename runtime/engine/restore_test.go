@@ -10,7 +10,7 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// ending is a backend whose sandbox ends by itself when it is first to be paused.
+// ending is a backend whose sandbox exits at the first attempt to pause it.
 type ending struct {
 	runtime.Backend
 	ended bool
@@ -32,8 +32,8 @@ func (b *ending) Pause(ctx context.Context, id string) error {
 	return b.Backend.Pause(ctx, id)
 }
 
-// A sandbox that ends by itself under a restore, as one that crashes again and again,
-// is restored all the same, and what it had is kept.
+// TestRestoreEndsUnder: a sandbox that exits during a restore, as in a crash loop, is restored
+// anyway, and its previous state is kept.
 func TestRestoreEndsUnder(t *testing.T) {
 	b := &ending{}
 	r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })

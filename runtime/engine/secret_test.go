@@ -45,7 +45,7 @@ func TestSecretSources(t *testing.T) {
 	}
 }
 
-// A process that has read secrets leaves no core: they would be in it.
+// TestSecretsInNoCore: a process that has read secrets leaves no core, which would contain them.
 func TestSecretsInNoCore(t *testing.T) {
 	dumpable := func(set int) int {
 		t.Helper()

@@ -19,7 +19,7 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// told collects what is told of a verb.
+// told collects the progress of a verb.
 type told struct {
 	t     *testing.T
 	mu    sync.Mutex
@@ -146,7 +146,7 @@ func TestSteps(t *testing.T) {
 	has(runtime.Step{Phase: runtime.PhaseForking, Done: size, Total: size})
 }
 
-// What a restore tells of a stopped sandbox, of which it lays aside what it replaces.
+// TestStepsAside: the progress of a restore of a stopped sandbox that displaces files.
 func TestStepsAside(t *testing.T) {
 	r := newRig(t, nil)
 	sb := r.create(t, "box")
@@ -171,7 +171,7 @@ func TestStepsAside(t *testing.T) {
 	}
 }
 
-// unstoppable is a backend that fails when a sandbox is to be stopped.
+// unstoppable is a backend that fails to stop sandboxes.
 type unstoppable struct {
 	runtime.Backend
 	err error
@@ -184,7 +184,8 @@ func (b *unstoppable) Stop(ctx context.Context, id string, opts runtime.StopOpti
 	return b.Backend.Stop(ctx, id, opts)
 }
 
-// A verb that fails, or is called off, has told how far it came, and tells no more.
+// TestStepsOfFailures: a verb that fails or is cancelled has reported its progress until then,
+// and reports no more.
 func TestStepsOfFailures(t *testing.T) {
 	b := &unstoppable{}
 	r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })

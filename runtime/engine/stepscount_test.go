@@ -12,7 +12,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// halves gives the first half of its data, and the rest when it may.
+// halves returns the first half of its data, and the rest when it is released.
 type halves struct {
 	first, rest io.Reader
 	may         <-chan struct{}
@@ -35,7 +35,7 @@ func (h halvesSource) Data(context.Context, overlay.Entry) (io.ReadCloser, error
 	return h.halves, nil
 }
 
-// A large file is told of while it is read, whichever way it goes.
+// TestStepsGrow: the progress of a large file is reported while it is read, in both directions.
 func TestStepsGrow(t *testing.T) {
 	const half = 4 << 20
 	for name, use := range map[string]func(*steps, *halves) error{

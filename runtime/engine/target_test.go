@@ -11,8 +11,8 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// TestOrphan restores a sandbox whose container was removed behind our back. A
-// dry run says so and leaves the record alone, and so does a restore that fails.
+// TestOrphan restores a sandbox whose container was removed without agentbox. A dry run says
+// so and leaves the record alone, and so does a restore that fails.
 func TestOrphan(t *testing.T) {
 	var backend runtime.Backend
 	r := newRig(t, func(b runtime.Backend) runtime.Backend { backend = b; return b })

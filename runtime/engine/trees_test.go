@@ -10,8 +10,8 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// TestMemoryInTheWay has directories where a sandbox's memory is to be: nothing
-// is known then, and what is learnt next takes their place.
+// TestMemoryInTheWay has directories at the path of a file cache: there is no cache then, and
+// the next one replaces them.
 func TestMemoryInTheWay(t *testing.T) {
 	r := newRig(t, nil)
 	sb := r.create(t, "box")

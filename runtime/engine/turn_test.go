@@ -46,7 +46,7 @@ func TestListCancelled(t *testing.T) {
 	}
 }
 
-// cancelling is a backend whose looks have a side effect.
+// cancelling is a backend whose Inspect has a side effect.
 type cancelling struct {
 	runtime.Backend
 	fn func()

@@ -21,8 +21,8 @@ func (r *rig) observe(t *testing.T, observers ...engine.Observer) {
 	r.Engine = engine.New(opts)
 }
 
-// Observers see a verb before it is done and with what came of it, the first outermost; one
-// that refuses keeps it from being done.
+// TestObservers: observers see a verb before it runs, and its result, the first outermost. An
+// observer that refuses prevents the verb.
 func TestObservers(t *testing.T) {
 	r := newRig(t, nil)
 	var seen []string
@@ -81,7 +81,7 @@ func TestObservers(t *testing.T) {
 	expect("outer begin rm a  reads=false", "inner begin rm a  reads=false", `inner end rm "" true`, `outer end rm "" true`)
 }
 
-// A panic is an error of its verb for the observers, too.
+// TestObserversOfPanic: observers see a panic as the verb's error, too.
 func TestObserversOfPanic(t *testing.T) {
 	b := &defective{start: true}
 	r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })

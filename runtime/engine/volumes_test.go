@@ -24,7 +24,8 @@ func (r *rig) sharer(t *testing.T, name string) runtime.Sandbox {
 	return sb
 }
 
-// Nothing of a volume is taken or changed while another sandbox may write there.
+// TestSharedVolume: a volume is neither captured nor changed while another sandbox may write
+// to it.
 func TestSharedVolume(t *testing.T) {
 	r := newRig(t, nil)
 	r.sharer(t, "v")
