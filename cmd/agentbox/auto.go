@@ -58,31 +58,9 @@ func newAutoCommand(a *app) *cobra.Command {
 	}
 }
 
-// starter returns what starts the process of a hidden verb, auto or watch, for a
-// sandbox; self is this program.
-func (g globals) starter(self, verb string) func(id string) error {
-	return func(id string) error { return g.startAside(self, verb, id) }
-}
-
-// startAside starts this program once more, as a process that outlives us.
-func (g globals) startAside(self string, args ...string) error {
-	args = append([]string{"--backend", g.Backend}, args...)
-	if g.Root != "" {
-		args = append([]string{"--root", g.Root}, args...)
-	}
-	cmd := exec.Command(self, args...)
-	cmd.Args[0] = "agentbox" // not a plugin of docker, whatever we are
-	cmd.Dir = "/"
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
-	if err := engine.StartAside(cmd); err != nil {
-		return err
-	}
-	guard.Start(cmd.Wait) // a service would have its zombie; how it ended is in its log
-	return nil
-}
-
-// runAuto takes a checkpoint of a sandbox at each interval, until it has exited or is removed. A
-// failure is logged, once for each cause in a row, and retried at the next interval.
+// runAuto takes a checkpoint of a sandbox at each interval, until it has
+// exited or is removed. What fails is logged, once for each cause in a row, and
+// tried again at the next interval.
 func runAuto(ctx context.Context, svc runtime.Service, id string, every time.Duration) error {
 	log := slog.With("sandbox", id)
 	await := func() <-chan error {
@@ -191,8 +169,8 @@ func (l *oneLock) unlock() {
 	_ = os.Remove(filepath.Dir(l.File().Name())) // stays while there are others
 }
 
-// lockOne makes sure that a sandbox has one process of a kind; dir is the directory of that kind.
-// It returns nil if the present one still runs after autoHandover.
+// lockOne sees to it that a sandbox has one process of a kind, whose directory
+// that is. It returns nil when there is one that goes on.
 func lockOne(ctx context.Context, dir, id string) (*oneLock, error) {
 	path := filepath.Join(dir, id)
 	deadline := time.Now().Add(autoHandover)

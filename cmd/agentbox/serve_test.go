@@ -28,7 +28,7 @@ func TestNoAnswer(t *testing.T) {
 	if err := errors.Join(os.Mkdir(filepath.Dir(socket), 0o755), os.Chmod(root, 0o755)); err != nil {
 		t.Fatal(err)
 	}
-	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: socket, Net: "unix"}) // no program accepts
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: socket, Net: "unix"}) // and nobody accepts
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -55,7 +55,7 @@ func TestNoAnswer(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// As a user without access to the directory that the program is in.
+	// As somebody who cannot get at the directory that the program is in.
 	run := func(uid uint32, host string) (out string, code int) {
 		cmd := exec.Command("/proc/self/fd/3", "ps")
 		cmd.Args[0] = "agentbox"
@@ -185,20 +185,6 @@ func TestMember(t *testing.T) {
 	} {
 		if out := run(tc.args...); !strings.Contains(out, tc.want) {
 			t.Errorf("%q does not say %q: %s", tc.args, tc.want, out)
-		}
-	}
-}
-
-// serve refuses the backends that have no images, and so make no sandboxes.
-func TestAdopting(t *testing.T) {
-	for name, open := range backends {
-		root := t.TempDir()
-		h, err := open(place{root: root, run: filepath.Join(root, "run"), self: os.Args[0]})
-		if err != nil && adopting[name] {
-			t.Errorf("%s: %v", name, err)
-		}
-		if err == nil && (h.Images == nil) != adopting[name] {
-			t.Errorf("%s has images: %t; adopting: %t", name, h.Images != nil, adopting[name])
 		}
 	}
 }

@@ -28,11 +28,11 @@ import (
 	"github.com/agentbox/agentbox/overlay"
 )
 
-// leaseWait is how long to wait for another process to release its lease on a file.
+// leaseWait is how long somebody who has a lease on a file is waited for.
 const leaseWait = time.Second
 
-// ErrChanged is in the error of a Put that would replace content of which there is no copy.
-var ErrChanged = fmt.Errorf("%w: somebody else has changed it meanwhile", fault.ErrState)
+// ErrChanged is in the error of a Put that would replace what nobody has a copy of.
+var ErrChanged = fmt.Errorf("%w: another program has changed it meanwhile", fault.ErrState)
 
 // State is how a file is, or is to be.
 type State struct {
@@ -101,16 +101,16 @@ type file struct {
 	st unix.Stat_t
 }
 
-// look opens a file for reading; nil: it does not exist. A name that is not a regular file, or a
-// file with other names too, is refused without being opened.
+// look opens a file for reading; nil: it is not there. What is not a regular file,
+// or has other names too, is refused, without being opened.
 func (d *Dir) look(ctx context.Context, name string) (*file, error) {
 	fd, st, err := d.find(name)
 	if err != nil || fd < 0 {
 		return nil, err
 	}
 	defer unix.Close(fd)
-	// This asks the holder of a lease to release it, which takes a well-behaved program
-	// milliseconds. Others lose it much later; no caller waits for them.
+	// Whoever has a lease on it is asked by this to let go, which takes a program
+	// that means well milliseconds. Others lose it much later; nobody waits for them.
 	for until := time.Now().Add(leaseWait); ; {
 		f, err := os.OpenFile(fmt.Sprintf("/proc/self/fd/%d", fd), os.O_RDONLY|unix.O_NONBLOCK, 0)
 		if err == nil {
@@ -162,9 +162,9 @@ func (f *file) close() {
 	}
 }
 
-// flush has the kernel write out what programs have stored through a mapping, so that their next
-// store shows in the file's times. Where no disk is beneath (tmpfs) it does not show, so nothing
-// depends on it.
+// flush has the kernel write out what programs have stored through a mapping: their
+// next store then is a change that the file's times tell. Where there is no disk
+// beneath (tmpfs) none is told; so nobody depends on it.
 func (f *file) flush() {
 	_ = unix.SyncFileRange(int(f.Fd()), 0, 0, unix.SYNC_FILE_RANGE_WAIT_BEFORE|unix.SYNC_FILE_RANGE_WRITE|unix.SYNC_FILE_RANGE_WAIT_AFTER)
 }
