@@ -267,7 +267,7 @@ func TestServiceJournal(t *testing.T) {
 			}
 		}
 	}
-	entry(`"service listening"`)
+	entry("service listening")
 	b.fails(3, "inspect", "nope")
 	for text := entry("request"); ; text = entry("request") {
 		if !strings.Contains(text, "\nSANDBOX=") {

@@ -66,10 +66,10 @@ func (h *journalHandler) Handle(_ context.Context, r slog.Record) error {
 	})
 	// The message has them as well, for readers that show only the message.
 	text := &strings.Builder{}
-	line := slog.NewRecord(time.Time{}, r.Level, r.Message, 0)
+	line := slog.NewRecord(time.Time{}, r.Level, "", 0)
 	line.AddAttrs(attrs...)
 	plain := slog.NewTextHandler(text, &slog.HandlerOptions{ReplaceAttr: func(_ []string, a slog.Attr) slog.Attr {
-		if a.Key == slog.LevelKey {
+		if a.Key == slog.LevelKey || a.Key == slog.MessageKey && a.Value.String() == "" {
 			return slog.Attr{}
 		}
 		return a
@@ -83,7 +83,7 @@ func (h *journalHandler) Handle(_ context.Context, r slog.Record) error {
 			fields[name] = a.Value.String()
 		}
 	}
-	return journal.Send(strings.TrimPrefix(strings.TrimSpace(text.String()), "msg="), priority(r.Level), fields)
+	return journal.Send(strings.TrimSpace(r.Message+" "+text.String()), priority(r.Level), fields)
 }
 
 // fieldName is a key as the journal takes it; empty: it would not, or has it for

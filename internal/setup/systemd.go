@@ -82,7 +82,7 @@ func Systemd(ctx context.Context, opts SystemdOptions) (SystemdResult, error) {
 			return s.result, err
 		}
 	}
-	booted := opts.Dest == "" && runsSystemd()
+	booted := opts.Dest == "" && haveSystemd()
 	if opts.Remove && booted {
 		if err := s.disable(ctx); err != nil {
 			return s.result, err
@@ -117,12 +117,6 @@ type systemdSetup struct {
 
 func (s *systemdSetup) note(format string, args ...any) {
 	s.result.Notes = append(s.result.Notes, fmt.Sprintf(format, args...))
-}
-
-// runsSystemd reports whether systemd runs, as sd_booted(3) does.
-func runsSystemd() bool {
-	info, err := os.Lstat("/run/systemd/system")
-	return err == nil && info.IsDir()
 }
 
 // isOdd reports whether the path of a program in a unit cannot have the rune.

@@ -416,8 +416,8 @@ func TestAttachedVersion(t *testing.T) {
 	}
 }
 
-// TestAttachedReindex: without state.db the manifests still have the host files, and the files
-// beside them whether a checkpoint is foreign.
+// TestAttachedReindex: without state.db the manifests still list the host files, and Reindex
+// still knows that the checkpoint was made here.
 func TestAttachedReindex(t *testing.T) {
 	h := newHosts(t, nil, false)
 	h.must(h.Close())

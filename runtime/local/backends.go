@@ -21,12 +21,12 @@ import (
 	"github.com/agentbox/agentbox/runtime/volume"
 )
 
-// Place is where a backend keeps its state, and the agentbox command that it calls.
-type Place struct{ Root, Run, Program string }
+// place is where a backend keeps its state, and the agentbox command that it calls.
+type place struct{ root, run, program string }
 
 // backends are all there are, by the names that --backend and the scheme of
 // BACKEND://REF take.
-var backends = map[string]func(Place) (engine.Host, error){
+var backends = map[string]func(place) (engine.Host, error){
 	"containerd": openContainerd,
 	"docker":     openDocker,
 	"oci":        openOCI,
@@ -41,8 +41,8 @@ func Backends() []string { return slices.Sorted(maps.Keys(backends)) }
 // BACKEND://REF, with any backend of new sandboxes.
 func Adopts(name string) bool { return name == "podman" || name == "volume" }
 
-// OpenBackend opens a backend. A name of none is ErrInvalid.
-func OpenBackend(name string, p Place) (engine.Host, error) {
+// openBackend opens a backend. A name of none is ErrInvalid.
+func openBackend(name string, p place) (engine.Host, error) {
 	open, ok := backends[name]
 	if !ok {
 		return engine.Host{}, fmt.Errorf("%w: unknown backend %q: choose %s", fault.ErrInvalid, name, strings.Join(Backends(), ", "))
@@ -50,8 +50,8 @@ func OpenBackend(name string, p Place) (engine.Host, error) {
 	return open(p)
 }
 
-func openOCI(p Place) (engine.Host, error) {
-	img, err := images.Open(p.Root)
+func openOCI(p place) (engine.Host, error) {
+	img, err := images.Open(p.root)
 	if err != nil {
 		return engine.Host{}, err
 	}
@@ -61,7 +61,7 @@ func openOCI(p Place) (engine.Host, error) {
 	} else {
 		img.Default = cfg.Default
 	}
-	backend, err := oci.Open(oci.Options{Root: p.Root, Run: p.Run, Self: p.Program})
+	backend, err := oci.Open(oci.Options{Root: p.root, Run: p.run, Self: p.program})
 	return engine.Host{Backend: backend, Images: withBuiltin{img}}, err
 }
 
@@ -86,16 +86,16 @@ func (s withBuiltin) ResolveDigest(ctx context.Context, digest string) (image.Im
 	return s.Store.ResolveDigest(ctx, digest)
 }
 
-func openContainerd(p Place) (engine.Host, error) {
-	backend, err := containerd.Open(containerd.Options{Root: p.Root, Run: p.Run, Self: p.Program})
+func openContainerd(p place) (engine.Host, error) {
+	backend, err := containerd.Open(containerd.Options{Root: p.root, Run: p.run, Self: p.program})
 	if err != nil {
 		return engine.Host{}, err
 	}
 	return engine.Host{Backend: backend, Images: backend.Images()}, nil
 }
 
-func openDocker(p Place) (engine.Host, error) {
-	backend, err := docker.Open(docker.Options{Root: p.Root, Run: p.Run, Self: p.Program})
+func openDocker(p place) (engine.Host, error) {
+	backend, err := docker.Open(docker.Options{Root: p.root, Run: p.run, Self: p.program})
 	if err != nil {
 		return engine.Host{}, err
 	}
@@ -103,14 +103,14 @@ func openDocker(p Place) (engine.Host, error) {
 }
 
 // openPodman only adopts: it makes no sandboxes and has no images.
-func openPodman(p Place) (engine.Host, error) {
-	backend, err := podman.Open(podman.Options{Root: p.Root})
+func openPodman(p place) (engine.Host, error) {
+	backend, err := podman.Open(podman.Options{Root: p.root})
 	return engine.Host{Backend: backend}, err
 }
 
 // openVolume only adopts, too: the verbs of volumes make them.
-func openVolume(p Place) (engine.Host, error) {
-	v, err := volume.Open(volume.Options{Root: p.Root, Run: p.Run})
+func openVolume(p place) (engine.Host, error) {
+	v, err := volume.Open(volume.Options{Root: p.root, Run: p.run})
 	b := volume.Backend{Volumes: v}
 	return engine.Host{Backend: b, Original: b}, err
 }

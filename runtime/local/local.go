@@ -75,9 +75,9 @@ type Options struct {
 // recovered is logged: it does not keep the caller from other sandboxes.
 func Open(ctx context.Context, opts Options) (_ *engine.Engine, err error) {
 	root, run := Dirs(opts.Root)
-	p := Place{Root: root, Run: run, Program: opts.Program}
-	if p.Program == "" {
-		if p.Program, err = exec.LookPath("agentbox"); err != nil {
+	p := place{root: root, run: run, program: opts.Program}
+	if p.program == "" {
+		if p.program, err = exec.LookPath("agentbox"); err != nil {
 			return nil, &fault.Error{Op: "open " + root, Err: fmt.Errorf("%w: %w", fault.ErrNotFound, err), Hint: "Install agentbox, or name the program."}
 		}
 	}
@@ -87,14 +87,14 @@ func Open(ctx context.Context, opts Options) (_ *engine.Engine, err error) {
 	}
 	by := cmp.Or(opts.By, "command")
 	backend := cmp.Or(opts.Backend, "oci")
-	helper := helper{p.Program, opts.Root, backend}
+	helper := helper{p.program, opts.Root, backend}
 	eng := engine.New(engine.Options{
 		Run: run, Store: st, Backend: backend, Policies: Policies(opts.Root),
 		Auto:      func(id string) error { return helper.start("auto", id) },
 		Watch:     func(id string) error { return helper.start("watch", id) },
 		Keeper:    func() error { return helper.start("keep-leases") },
 		Observers: append(opts.Observers[:len(opts.Observers):len(opts.Observers)], audit.Open(root).Observer(by)),
-		Open:      func(name string) (engine.Host, error) { return OpenBackend(name, p) },
+		Open:      func(name string) (engine.Host, error) { return openBackend(name, p) },
 	})
 	if !opts.NoRecovery {
 		recoverAll(ctx, eng)

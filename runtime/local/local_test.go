@@ -18,7 +18,7 @@ import (
 func TestAdopts(t *testing.T) {
 	for _, name := range Backends() {
 		root := t.TempDir()
-		h, err := OpenBackend(name, Place{Root: root, Run: filepath.Join(root, "run"), Program: os.Args[0]})
+		h, err := openBackend(name, place{root: root, run: filepath.Join(root, "run"), program: os.Args[0]})
 		if err != nil && Adopts(name) {
 			t.Errorf("%s: %v", name, err)
 		}
@@ -26,7 +26,7 @@ func TestAdopts(t *testing.T) {
 			t.Errorf("%s has images: %t; adopts: %t", name, h.Images != nil, Adopts(name))
 		}
 	}
-	if _, err := OpenBackend("none-such", Place{}); !errors.Is(err, fault.ErrInvalid) || !strings.Contains(err.Error(), "containerd, docker, oci, podman, volume") {
+	if _, err := openBackend("none-such", place{}); !errors.Is(err, fault.ErrInvalid) || !strings.Contains(err.Error(), "containerd, docker, oci, podman, volume") {
 		t.Errorf("of a backend that does not exist: %v", err)
 	}
 }
