@@ -447,7 +447,7 @@ func (s *soak) table(t *testing.T, lasted time.Duration, idle int64, cpu time.Du
 	}
 	err := errors.Join(
 		unless(s.cycles.Load() >= soakCycles, "%d cycles of %d in the time", s.cycles.Load(), soakCycles),
-		unless(p99 < 200*time.Millisecond, "p99 of ps is %v", p99),
+		unless(p99 < 100*time.Millisecond, "p99 of ps is %v", p99),
 		unless(most < 150<<10, "the service had %d MiB", most>>10),
 		unless(last < second+second/4, "its memory grew from %d to %d MiB", second>>10, last>>10),
 		unless(cpu < 200*time.Millisecond, "recover takes %v where all is well", cpu),
