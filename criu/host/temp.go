@@ -92,9 +92,13 @@ func criuRuns() (bool, error) {
 		}
 		// One that has ended since it was listed reads as an error.
 		name, err := os.ReadFile(filepath.Join("/proc", e.Name(), "comm"))
-		if err == nil && strings.HasPrefix(string(name), "criu") {
+		if err == nil && namedCRIU(strings.TrimSuffix(string(name), "\n")) {
 			return true, nil
 		}
 	}
 	return false, nil
 }
+
+// namedCRIU reports whether a process with that name may be a CRIU: criu itself, or a copy
+// such as criu-4.2 or criu-ns. A program that is merely called after it, as criu.test, is none.
+func namedCRIU(comm string) bool { return comm == "criu" || strings.HasPrefix(comm, "criu-") }

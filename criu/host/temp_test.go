@@ -93,3 +93,11 @@ func TestSweepTemp(t *testing.T) {
 		}
 	}
 }
+
+func TestNamedCRIU(t *testing.T) {
+	for comm, want := range map[string]bool{"criu": true, "criu-4.2": true, "criu-ns": true, "criu.test": false, "criuhelper": false, "sh": false, "": false} {
+		if got := namedCRIU(comm); got != want {
+			t.Errorf("namedCRIU(%q) = %t", comm, got)
+		}
+	}
+}
