@@ -346,5 +346,8 @@ func explainDump(rt Runtime, log, said string, err error) error {
 	if why.Reason == "" && lerr == nil {
 		why.Reason = "CRIU failed, and its log names no error"
 	}
+	if why.Code == crlog.Unknown && why.Hint == "" && lerr == nil {
+		why.Hint = "Try again in a moment; if it fails again, end the process that CRIU's log names, or checkpoint the files alone (--files-only)."
+	}
 	return &DumpError{Diagnosis: why, Log: log, Err: cause}
 }

@@ -2,10 +2,12 @@ package criu
 
 import (
 	"bufio"
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"os"
 	"path"
 	"path/filepath"
@@ -45,6 +47,7 @@ func (g *goneFiles) complete(dir, upper string) error {
 		return err
 	}
 	c.places()
+	c.order()
 	if !c.changed {
 		return nil
 	}
@@ -267,6 +270,30 @@ func (c *completer) places() {
 		if name != reg.GetName() {
 			reg.Name, c.changed = proto.String(name), true
 		}
+	}
+}
+
+// order sorts what CRIU makes of deleted files: directories come last, the deepest first. CRIU
+// removes it all in the order in which it was made, and a directory with something in it could
+// not be removed. A file whose directory is not there is made in the one above.
+func (c *completer) order() {
+	dirs := map[uint32]string{}
+	for _, f := range c.files {
+		if reg := f.GetReg(); reg != nil && reg.GetMode()&unix.S_IFMT == unix.S_IFDIR {
+			dirs[f.GetId()] = reg.GetName()
+		}
+	}
+	depth := func(r *remap.RemapFilePathEntry) int {
+		name, isDir := dirs[r.GetOrigId()]
+		if !isDir || r.GetRemapType() != remap.RemapType_GHOST {
+			return math.MaxInt
+		}
+		return strings.Count(path.Clean(name), "/")
+	}
+	sorted := slices.Clone(c.remaps)
+	slices.SortStableFunc(sorted, func(a, b *remap.RemapFilePathEntry) int { return cmp.Compare(depth(b), depth(a)) })
+	if !slices.Equal(sorted, c.remaps) {
+		c.remaps, c.changed = sorted, true
 	}
 }
 

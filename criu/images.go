@@ -60,6 +60,7 @@ const (
 	magicMnts      = 0x55563928
 	magicLocks     = 0x54323616
 	magicGhost     = 0x52583605
+	magicShm       = 0x46283044
 )
 
 // Processes lists the processes of a dump, in the order of the images.

@@ -37,7 +37,7 @@ func Judges(name string) (read, ghost bool) {
 	if strings.HasPrefix(name, "ghost-file-") {
 		return false, true
 	}
-	for _, prefix := range []string{"pstree.", "inventory.", "files.", "remap-fpath.", "filelocks.", "core-", "ids-", "fdinfo-", "mm-", "fs-", "mountpoints-"} {
+	for _, prefix := range []string{"pstree.", "inventory.", "files.", "remap-fpath.", "filelocks.", "core-", "ids-", "fdinfo-", "mm-", "fs-", "mountpoints-", "ipcns-shm-"} {
 		if strings.HasPrefix(name, prefix) {
 			return true, false
 		}
@@ -66,7 +66,7 @@ func Judge(dir string) error {
 		return err
 	}
 	j.files = files
-	for _, step := range []func() error{j.readFds, j.checkMemory, j.checkRemaps, j.checkSockets, j.checkLocks} {
+	for _, step := range []func() error{j.readFds, j.checkMemory, j.checkShared, j.checkRemaps, j.checkSockets, j.checkLocks} {
 		if err := step(); err != nil {
 			return err
 		}

@@ -30,6 +30,9 @@ rw = open(L + "tabnanny.py", "r+b", 0); both = mmap.mmap(rw.fileno(), 0); os.unl
 os.makedirs("/build/sub"); os.chdir("/build/sub"); build = os.open("/build", os.O_RDONLY); shutil.rmtree("/build"); os.makedirs("/build/sub")
 doc = os.open(L + "wsgiref/__pycache__", os.O_RDONLY); shutil.rmtree(L + "wsgiref")
 os.makedirs("/q/r"); within = open("/q/r/f", "w+b", 0); within.write(b"within"); shutil.rmtree("/q"); open("/q", "w").write("file")
+# Directories that are open, with files in them that are.
+os.makedirs("/t/u/v"); top, deep = os.open("/t", os.O_RDONLY), os.open("/t/u/v", os.O_RDONLY)
+inside, high = open("/t/u/v/f", "w+b", 0), open("/t/f", "w+b", 0); inside.write(b"deep"); high.write(b"high"); shutil.rmtree("/t")
 # Names that are gone while others are left, also in memory.
 f1 = open("/h1", "w+b", 0); f1.write(b"hard"); os.link("/h1", "/h2"); os.link("/h1", "/h3")
 f2, f3, hard = open("/h2", "r+b", 0), open("/h3", "r+b", 0), mmap.mmap(f1.fileno(), 4); os.unlink("/h1"); os.unlink("/h3")
@@ -41,11 +44,12 @@ def answer():
     both[0:4] = b"MAPP"; rw.seek(4); rw.write(b"WRIT"); rw.seek(0)
     hard[0:1] = b"H"; f2.seek(0, 2); f2.write(b"er"); f1.seek(0); f3.seek(0)
     there.seek(0)
-    s1.seek(0, 2); s1.write(b"s"); within.seek(0)
+    s1.seek(0, 2); s1.write(b"s"); within.seek(0); inside.seek(0); high.seek(0)
     return [
         len(a.read()), len(b.read()), len(mapped[:].split()), os.fstat(a.fileno()).st_ino == os.fstat(b.fileno()).st_ino == os.fstat(path).st_ino,
         os.path.exists(L + "this.py"), name(a.fileno()), len(old[:].split()), open(L + "pty.py").read(), open("/proc/self/exe", "rb").read(4).hex(),
         there.read(13).decode(), shown[:13].decode(), both[:8].decode(), rw.read(8).decode(), os.listdir(build), os.listdir("."), os.listdir("/build"), os.listdir(doc), within.read().decode(), open("/q").read(),
+        inside.read().decode(), high.read().decode(), os.listdir(top), os.listdir(deep),
         f1.read().decode(), f3.read().decode(), open("/h2").read(), os.stat("/h2").st_nlink, os.fstat(f1.fileno()).st_nlink, name(f1.fileno()), name(f2.fileno()),
         open("/dev/shm/s2").read(), sorted(os.listdir("/")), [n for n in os.listdir(L) if "link" in n or "ghost" in n], os.listdir("/dev/shm")]
 open("/ready", "w").close()
@@ -83,7 +87,7 @@ func TestDeletedFiles(t *testing.T) {
 	ck := b.checkpoint(name)
 	unchanged("after the checkpoint", ck)
 	want := answer()
-	if !strings.Contains(want, `"MAPPWRIT", "MAPPWRIT"`) || !strings.Contains(want, `"Harder", "Harder", "Harder"`) {
+	if !strings.Contains(want, `"MAPPWRIT", "MAPPWRIT"`) || !strings.Contains(want, `"Harder", "Harder", "Harder"`) || !strings.Contains(want, `"deep", "high", [], []`) {
 		t.Fatalf("the program says %s", want)
 	}
 	for range 2 {
