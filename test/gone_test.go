@@ -111,3 +111,31 @@ func TestDeletedFiles(t *testing.T) {
 	b.ok("restore", name, ck)
 	unchanged("after a checkpoint that was killed", ck)
 }
+
+// A directory that is gone, or is another one by now, is made anew. Its inode number, which no
+// restore can choose, is told where a process works in it or has it open.
+func TestDirectoryMadeAnew(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	name := b.start("anew", "busybox", "sh", "-c", "mkdir /w /kept && cd /w && exec 5</w 6</kept && echo x >/ready; while :; do sleep 0.1; done")
+	b.eventually("it works in its directory", func() bool { return b.there(name, "/ready") })
+	ck := b.checkpoint(name)
+	quiet := b.try(nil, "restore", name, ck)
+	if quiet.code != 0 || strings.Contains(quiet.err, "made anew") {
+		t.Errorf("of directories that are there: %d, %s", quiet.code, quiet.err)
+	}
+	b.sh(name, "mkdir /w2 && rmdir /w && mv /w2 /w")
+	told := b.try(nil, "restore", name, ck)
+	for _, want := range []string{"its working directory (/w) was made anew", "the directory of its file descriptor 5 (/w) was made anew"} {
+		if told.code != 0 || !strings.Contains(told.err, want) {
+			t.Errorf("no %q: %d, %s", want, told.code, told.err)
+		}
+	}
+	if strings.Contains(told.err, "/kept") {
+		t.Errorf("of a directory that is there: %s", told.err)
+	}
+	b.own("anewfork")
+	if fork := b.try(nil, "fork", "--name", "anewfork", name+"@"+ck); fork.code != 0 || strings.Contains(fork.err, "made anew") {
+		t.Errorf("of a fork: %d, %s", fork.code, fork.err)
+	}
+}

@@ -13,6 +13,8 @@ type Difference struct {
 	What string `json:"what"` // a sentence without its subject: "file descriptor 5 is ..."
 	// Fatal: the process is another one, and must not run.
 	Fatal bool `json:"fatal,omitempty"`
+	// Inode: a directory was made anew, as all of a fork are.
+	Inode bool `json:"inode,omitempty"`
 }
 
 func (d Difference) String() string { return fmt.Sprintf("process %d: %s", d.Pid, d.What) }
@@ -24,14 +26,14 @@ func Compare(want, got Record) (list []Difference) {
 		switch {
 		case w.Zombie: // what CRIU makes of it may have been reaped
 		case at < 0 || got.Tasks[at].Zombie:
-			list = append(list, Difference{w.Pid, "it is gone", true})
+			list = append(list, Difference{Pid: w.Pid, What: "it is gone", Fatal: true})
 		default:
 			list = append(list, compareTask(w, got.Tasks[at])...)
 		}
 	}
 	for _, g := range got.Tasks {
 		if !slices.ContainsFunc(want.Tasks, func(w Task) bool { return g.Pid == w.Pid }) {
-			list = append(list, Difference{g.Pid, "it was not there", true})
+			list = append(list, Difference{Pid: g.Pid, What: "it was not there", Fatal: true})
 		}
 	}
 	return list
@@ -40,7 +42,7 @@ func Compare(want, got Record) (list []Difference) {
 func compareTask(w, g Task) (list []Difference) {
 	differ := func(fatal bool, what string, want, got any) {
 		if want != got {
-			list = append(list, Difference{w.Pid, fmt.Sprintf("its %s is %q, and was %q", what, fmt.Sprint(got), fmt.Sprint(want)), fatal})
+			list = append(list, Difference{Pid: w.Pid, What: fmt.Sprintf("its %s is %q, and was %q", what, fmt.Sprint(got), fmt.Sprint(want)), Fatal: fatal})
 		}
 	}
 	differ(true, "parent", w.Parent, g.Parent)
@@ -50,10 +52,11 @@ func compareTask(w, g Task) (list []Difference) {
 	differ(true, "set of caught signals", w.Caught, g.Caught)
 	differ(true, "root directory", undeleted(w.Root), undeleted(g.Root))
 	differ(true, "working directory", undeleted(w.Cwd), undeleted(g.Cwd))
+	list = append(list, madeAnew(w.Pid, "its working directory", w.Cwd, w.CwdIno, g.CwdIno)...)
 	differ(true, "program", undeleted(w.Exe), undeleted(g.Exe))
 	differ(true, "umask", w.Umask, g.Umask)
 	if lost := signalsLost(w.Pending, g.Pending); lost != "" {
-		list = append(list, Difference{w.Pid, "signals that waited for it are gone: " + lost, false})
+		list = append(list, Difference{Pid: w.Pid, What: "signals that waited for it are gone: " + lost})
 	}
 	differ(false, "oom_score_adj", w.OOM, g.OOM)
 	differ(false, "coredump_filter", w.Core, g.Core)
@@ -64,7 +67,7 @@ func compareTask(w, g Task) (list []Difference) {
 	for _, wt := range w.Threads {
 		at := slices.IndexFunc(g.Threads, func(gt Thread) bool { return gt.Tid == wt.Tid })
 		if at < 0 {
-			list = append(list, Difference{w.Pid, fmt.Sprintf("its thread %d is gone", wt.Tid), true})
+			list = append(list, Difference{Pid: w.Pid, What: fmt.Sprintf("its thread %d is gone", wt.Tid), Fatal: true})
 			continue
 		}
 		gt := g.Threads[at]
@@ -82,7 +85,7 @@ func compareTask(w, g Task) (list []Difference) {
 			differ(true, of("set of blocked signals"), wt.Blocked, gt.Blocked)
 		}
 		if lost := signalsLost(wt.Pending, gt.Pending); lost != "" {
-			list = append(list, Difference{w.Pid, fmt.Sprintf("signals that waited for its thread %d are gone: %s", wt.Tid, lost), false})
+			list = append(list, Difference{Pid: w.Pid, What: fmt.Sprintf("signals that waited for its thread %d are gone: %s", wt.Tid, lost)})
 		}
 		differ(false, of("set of processors"), wt.CPUs, gt.CPUs)
 		differ(false, of("timer slack"), wt.Slack, gt.Slack)
@@ -92,7 +95,7 @@ func compareTask(w, g Task) (list []Difference) {
 		differ(false, of("I/O priority"), wt.IO, gt.IO)
 	}
 	if len(g.Threads) > len(w.Threads) {
-		list = append(list, Difference{w.Pid, fmt.Sprintf("it has %d threads, and had %d", len(g.Threads), len(w.Threads)), true})
+		list = append(list, Difference{Pid: w.Pid, What: fmt.Sprintf("it has %d threads, and had %d", len(g.Threads), len(w.Threads)), Fatal: true})
 	}
 	return slices.Concat(list, compareFDs(w, g), compareLocks(w, g))
 }
@@ -120,20 +123,31 @@ func signalsLost(want, got string) string {
 	return strings.Join(list, ", ")
 }
 
+// madeAnew tells of a directory that was removed since the dump. No restore brings its inode
+// number back, by which some programs (tar, rm -r) know the directory that they work in.
+func madeAnew(pid int, which, path string, want, got uint64) []Difference {
+	if want == 0 || got == 0 || want == got || undeleted(path) != path {
+		return nil
+	}
+	what := fmt.Sprintf("%s (%s) was made anew, and has the inode number %d instead of %d: a program that compares them fails", which, path, got, want)
+	return []Difference{{Pid: pid, What: what, Inode: true}}
+}
+
 func compareFDs(w, g Task) (list []Difference) {
 	for _, wf := range w.FDs {
 		at := slices.IndexFunc(g.FDs, func(gf FD) bool { return gf.N == wf.N })
 		if at < 0 {
-			list = append(list, Difference{w.Pid, fmt.Sprintf("its file descriptor %d (%s) is gone", wf.N, wf.Target), true})
+			list = append(list, Difference{Pid: w.Pid, What: fmt.Sprintf("its file descriptor %d (%s) is gone", wf.N, wf.Target), Fatal: true})
 			continue
 		}
 		gf := g.FDs[at]
 		differ := func(fatal bool, what string, want, got any) {
 			if want != got {
-				list = append(list, Difference{w.Pid, fmt.Sprintf("%s of its file descriptor %d (%s) is %q, and was %q", what, wf.N, wf.Target, fmt.Sprint(got), fmt.Sprint(want)), fatal})
+				list = append(list, Difference{Pid: w.Pid, What: fmt.Sprintf("%s of its file descriptor %d (%s) is %q, and was %q", what, wf.N, wf.Target, fmt.Sprint(got), fmt.Sprint(want)), Fatal: fatal})
 			}
 		}
 		differ(true, "the target", undeleted(wf.Target), undeleted(gf.Target))
+		list = append(list, madeAnew(w.Pid, fmt.Sprintf("the directory of its file descriptor %d", wf.N), wf.Target, wf.Ino, gf.Ino)...)
 		differ(true, "the object", wf.Object, gf.Object)
 		differ(true, "the set of flags", fmt.Sprintf("%o", wf.Flags), fmt.Sprintf("%o", gf.Flags))
 		differ(true, "the position", wf.Pos, gf.Pos)
@@ -146,7 +160,7 @@ func compareFDs(w, g Task) (list []Difference) {
 	}
 	for _, gf := range g.FDs {
 		if !slices.ContainsFunc(w.FDs, func(wf FD) bool { return wf.N == gf.N }) {
-			list = append(list, Difference{w.Pid, fmt.Sprintf("its file descriptor %d (%s) was not there", gf.N, gf.Target), true})
+			list = append(list, Difference{Pid: w.Pid, What: fmt.Sprintf("its file descriptor %d (%s) was not there", gf.N, gf.Target), Fatal: true})
 		}
 	}
 	return list
@@ -154,10 +168,10 @@ func compareFDs(w, g Task) (list []Difference) {
 
 func compareLocks(w, g Task) (list []Difference) {
 	for _, l := range missing(w, g) {
-		list = append(list, Difference{w.Pid, "its " + l.String() + " is gone", true})
+		list = append(list, Difference{Pid: w.Pid, What: "its " + l.String() + " is gone", Fatal: true})
 	}
 	for _, l := range missing(g, w) {
-		list = append(list, Difference{w.Pid, "its " + l.String() + " was not there", true})
+		list = append(list, Difference{Pid: w.Pid, What: "its " + l.String() + " was not there", Fatal: true})
 	}
 	return list
 }

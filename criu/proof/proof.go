@@ -54,6 +54,7 @@ type Task struct {
 	Zombie  bool     `json:"zombie,omitempty"`
 	Stopped bool     `json:"stopped,omitempty"`
 	Cwd     string   `json:"cwd,omitempty"`
+	CwdIno  uint64   `json:"cwd_ino,omitempty"` // inode number, if it is of the root filesystem
 	Root    string   `json:"root,omitempty"`
 	Exe     string   `json:"exe,omitempty"`
 	Umask   string   `json:"umask,omitempty"`
@@ -104,6 +105,7 @@ type FD struct {
 	Object    int    `json:"object,omitempty"`
 	Flags     uint64 `json:"flags"`
 	Pos       int64  `json:"pos,omitempty"` // of a regular file
+	Ino       uint64 `json:"ino,omitempty"` // inode number of a directory of the root filesystem
 	Owner     string `json:"owner,omitempty"`
 	Semaphore bool   `json:"semaphore,omitempty"` // of an eventfd: EFD_SEMAPHORE
 	Count     string `json:"count,omitempty"`     // of an eventfd, in hex

@@ -14,14 +14,14 @@ import (
 func sample() Record {
 	return Record{Version: version, Tasks: []Task{
 		{
-			Pid: 1, Parent: 3, Group: 1, Session: 1, Cwd: "/", Root: "/", Exe: "/bin/a", Umask: "0022", Pending: "200", Ignored: "1", Caught: "2", OOM: "0",
+			Pid: 1, Parent: 3, Group: 1, Session: 1, Cwd: "/", CwdIno: 2, Root: "/", Exe: "/bin/a", Umask: "0022", Pending: "200", Ignored: "1", Caught: "2", OOM: "0",
 			Limits: []string{"Max open files 10 20 files"}, Timers: []string{"ID 0"},
 			Threads: []Thread{{
 				Tid: 1, Name: "a", Uids: "1 1 1 1", Gids: "2 2 2 2", Groups: "3", Caps: "0 0", NoPrivs: "1", Seccomp: "2 1", Blocked: "4", Pending: "8000", CPUs: "3",
 				Slack: "50000", Policy: "0", Priority: "20", Nice: "0",
 			}},
 			FDs: []FD{{
-				N: 3, Target: "pipe", Object: 1, Flags: 2, Pos: 5, Owner: "0:0", Semaphore: true, Count: "3", Mask: "1", Clock: "1",
+				N: 3, Target: "pipe", Object: 1, Flags: 2, Pos: 5, Ino: 3, Owner: "0:0", Semaphore: true, Count: "3", Mask: "1", Clock: "1",
 				Socket: &Socket{Options: map[string]string{"IP_TTL": "40"}, Groups: []Membership{{Interface: "lo", Group: netip.MustParseAddr("239.1.2.3"), Exclude: true}}},
 			}},
 			Locks: []Lock{{FD: 3, Kind: "POSIX", Write: true, Start: 1, End: 2, Path: "/x"}},

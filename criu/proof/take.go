@@ -20,6 +20,10 @@ func Take(first int, pids []int) (Record, error) {
 	if t.depth == 0 {
 		return Record{}, fmt.Errorf("process %d: %w", first, fs.ErrNotExist)
 	}
+	var root unix.Stat_t
+	if unix.Stat(fmt.Sprintf("/proc/%d/root", first), &root) == nil {
+		t.root = root.Dev
+	}
 	stats := map[int]status{}
 	for _, pid := range pids {
 		s, err := readStatus(fmt.Sprintf("/proc/%d/status", pid))
@@ -59,6 +63,15 @@ type taking struct {
 	objects map[string]int
 	fds     int
 	groups  []Membership // of the container's network
+	root    uint64       // the device of the container's root filesystem; 0: not known
+}
+
+// directory returns the inode number of a directory of the root filesystem; 0: it is none.
+func (t *taking) directory(st *unix.Stat_t) uint64 {
+	if st.Mode&unix.S_IFMT != unix.S_IFDIR || st.Dev != t.root {
+		return 0
+	}
+	return st.Ino
 }
 
 func (t *taking) task(pid int, s status) (task Task, err error) {
@@ -75,6 +88,10 @@ func (t *taking) task(pid int, s status) (task Task, err error) {
 	dir := fmt.Sprintf("/proc/%d/", pid)
 	for name, to := range map[string]*string{"cwd": &task.Cwd, "root": &task.Root, "exe": &task.Exe} {
 		*to, _ = os.Readlink(dir + name)
+	}
+	var cwd unix.Stat_t
+	if unix.Stat(dir+"cwd", &cwd) == nil {
+		task.CwdIno = t.directory(&cwd)
 	}
 	task.OOM, task.Core, task.Persona = oneLine(dir+"oom_score_adj"), oneLine(dir+"coredump_filter"), oneLine(dir+"personality")
 	task.THP = s["THP_enabled"]
@@ -152,6 +169,7 @@ func (t *taking) descriptors(pid int, task *Task) error {
 		if err := unix.Stat(dir+"fd/"+e.Name(), &st); err != nil {
 			return err
 		}
+		fd.Ino = t.directory(&st)
 		locks, watches, event := fd.info(string(info))
 		for _, n := range watches {
 			watched[n] = true

@@ -500,6 +500,9 @@ func (r *restoration) tellProof(work string) {
 		r.warnings = append(slices.Clone(r.warnings), fmt.Sprintf("the report of the restored processes cannot be read: %v", err))
 	}
 	for _, d := range report.Different {
+		if d.Inode && r.data.Fork {
+			continue // all of its files are new
+		}
 		r.warnings = append(slices.Clone(r.warnings), "restored "+d.String())
 	}
 }
