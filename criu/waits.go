@@ -35,9 +35,11 @@ type wait struct{ nr, di, si, dx, r10 uint64 }
 const (
 	sysPoll           = 7
 	sysNanosleep      = 35
+	sysSemop          = 65
 	sysSigtimedwait   = 128
 	sysFutex          = 202
 	sysRestart        = 219
+	sysSemtimedop     = 220
 	sysClockNanosleep = 230
 	sysEpollWait      = 232
 	sysEpollPwait     = 281
@@ -78,8 +80,10 @@ func (w wait) again() (nr uint64, exact, ok bool) {
 		return w.nr, true, w.si&op == bitset
 	case sysEpollWait, sysEpollPwait:
 		return endless(w.r10)
-	case sysEpollPwait2:
+	case sysEpollPwait2, sysSemtimedop:
 		return w.nr, true, w.r10 == 0
+	case sysSemop:
+		return w.nr, true, true
 	case sysSigtimedwait:
 		return w.nr, true, w.dx == 0
 	case sysRestart:

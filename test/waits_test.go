@@ -18,7 +18,7 @@ func TestWaits(t *testing.T) {
 	b.ok("image", "import", "waits", programRoot(b.T, "waits"))
 	calls := []string{
 		"nanosleep", "nanosleep-no-rest", "clock_nanosleep", "clock_nanosleep-until", "select", "poll", "poll-fed",
-		"futex-until", "read-fed", "signal",
+		"futex-until", "read-fed", "semtimedop-fed", "signal",
 	}
 	begin := func(name string) {
 		b.start(name, append([]string{"--network", "none", "waits", "/waits", strconv.Itoa(int(limit / time.Second))}, calls...)...)
@@ -54,6 +54,7 @@ func TestWaits(t *testing.T) {
 					want = "EINTR"
 				case call == "futex-until":
 					want = "ETIMEDOUT"
+				case call == "semtimedop-fed":
 				case strings.HasSuffix(call, "-fed"):
 					want = "1"
 				}

@@ -178,6 +178,18 @@ var waits = []wait{
 		after(feed(w))
 		return call(unix.SYS_READ, uintptr(r), kept(new([8]byte)), 8)
 	}},
+	{"semtimedop-fed", func() string {
+		set, _, errno := syscall.Syscall(unix.SYS_SEMGET, 0, 1, 0o600) // IPC_PRIVATE
+		if errno != 0 {
+			panic(errno)
+		}
+		type operation struct {
+			number     uint16
+			add, flags int16
+		}
+		after(func() { call(unix.SYS_SEMOP, set, kept(&operation{add: 1}), 1) })
+		return call(unix.SYS_SEMTIMEDOP, set, kept(&operation{add: -1}), 1, 0)
+	}},
 	{"signal", func() string {
 		signals := make(chan os.Signal, 1)
 		signal.Notify(signals, unix.SIGUSR1)
