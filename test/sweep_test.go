@@ -181,6 +181,7 @@ func failpoints(t *testing.T) []string {
 	t.Helper()
 	hit := regexp.MustCompile(`failpoint\.Hit\("([^"]+)"( *\+ *[a-zA-Z]+)?\)`)
 	step := regexp.MustCompile(`\bstep\("([^"]+)"`)
+	shared := lifecyclePoints(t)
 	var names []string
 	err := filepath.WalkDir("..", func(path string, d fs.DirEntry, err error) error {
 		if err != nil || d.IsDir() || !strings.HasSuffix(path, ".go") || strings.HasSuffix(path, "_test.go") {
@@ -198,9 +199,15 @@ func failpoints(t *testing.T) []string {
 				names = append(names, m[1])
 				continue
 			}
-			// A row of steps, named where they are taken.
+			// A row of steps, named where they are taken: in the same file, or in the lifecycle that
+			// the backend shares.
 			for _, s := range step.FindAllStringSubmatch(string(text), -1) {
 				names = append(names, m[1]+s[1])
+			}
+			if m[1] == "oci." || m[1] == "containerd." {
+				for _, point := range shared {
+					names = append(names, m[1]+point)
+				}
 			}
 		}
 		return nil
@@ -210,6 +217,26 @@ func failpoints(t *testing.T) []string {
 	}
 	slices.Sort(names)
 	return slices.Compact(names)
+}
+
+// lifecyclePoints lists the points of the lifecycle that backends share.
+func lifecyclePoints(t *testing.T) (points []string) {
+	t.Helper()
+	files, err := filepath.Glob("../runtime/internal/box/*.go")
+	if err != nil || len(files) == 0 {
+		t.Fatalf("no lifecycle: %v", err)
+	}
+	point := regexp.MustCompile(`\b(?:hit|step)\(.*"([a-z]+\.after-[a-z]+)"\)`)
+	for _, path := range files {
+		text, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, m := range point.FindAllStringSubmatch(string(text), -1) {
+			points = append(points, m[1])
+		}
+	}
+	return points
 }
 
 // perform breaks one verb at one point and puts everything in order again.

@@ -75,8 +75,8 @@ func (b *Backend) Adopt(ctx context.Context, ref string) (runtime.Spec, error) {
 
 // own is a container that Create made, of this root or of another one.
 func (b *Backend) own(found containers.Container, root string) (runtime.Spec, error) {
-	if root == b.home.Base {
-		c, err := b.load(found.ID)
+	if root == b.box.Base {
+		c, err := b.box.Load(found.ID)
 		return c.Spec, err
 	}
 	return runtime.Spec{ID: found.ID, Name: found.Labels[nameLabel]}, nil
@@ -144,8 +144,8 @@ func (b *Backend) adopt(ctx context.Context, ns string, found containers.Contain
 	if err != nil {
 		return s, fmt.Errorf("snapshot of container %s: %w", name, plain(err))
 	}
-	c := container{Theirs: &t}
-	if err := c.layers(found.Snapshotter, mounts); err != nil {
+	c := adoptedRecord{Theirs: &t}
+	if err := layers(&c.Container, found.Snapshotter, mounts); err != nil {
 		return s, fmt.Errorf("container %s: %w", name, err)
 	}
 	c.Spec = translate(spec, found)
@@ -154,11 +154,11 @@ func (b *Backend) adopt(ctx context.Context, ns string, found containers.Contain
 		c.Spec.ImageDigest = img.Target.Digest.String()
 	}
 	for _, dir := range []string{"merged", "runs"} {
-		if err := os.MkdirAll(b.home.Dir(c.Spec.ID, dir), 0o700); err != nil {
+		if err := os.MkdirAll(b.box.Dir(c.Spec.ID, dir), 0o700); err != nil {
 			return s, err
 		}
 	}
-	return c.Spec, record.WriteJSON(b.home.Dir(c.Spec.ID, "container.json"), c, true)
+	return c.Spec, record.WriteJSON(b.box.Dir(c.Spec.ID, "container.json"), c, true)
 }
 
 // describe reads how containerd runs a container.

@@ -24,8 +24,8 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/box"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
-	"github.com/agentbox/agentbox/runtime/internal/home"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
@@ -36,7 +36,7 @@ import (
 // then keeps.
 type adoptee struct {
 	b *Backend
-	container
+	adoptedRecord
 }
 
 // theirStreams is streams.json: where an adopted container's task, which a
@@ -48,11 +48,11 @@ type theirStreams struct {
 
 // adopted returns an adopted container, or nil if the id is not one's.
 func (b *Backend) adopted(id string) (*adoptee, error) {
-	c, err := b.load(id)
-	if err != nil || c.Theirs == nil {
+	rec, err := b.readRecord(id)
+	if err != nil || rec.Theirs == nil {
 		return nil, nil // the caller finds out why
 	}
-	return &adoptee{b, c}, nil
+	return &adoptee{b, rec}, nil
 }
 
 // there asks containerd for the container; an id that was given to another one
@@ -70,12 +70,12 @@ func (a *adoptee) there(ctx context.Context) error {
 
 // look finds out its state: from containerd, or, while that does not answer,
 // from the OCI runtime.
-func (a *adoptee) look(ctx context.Context) (view, error) {
-	v := view{container: a.container, status: runtime.Created}
+func (a *adoptee) look(ctx context.Context) (box.View, error) {
+	v := box.View{Container: a.Container, Status: runtime.Created, Foreign: true}
 	var t *taskInfo
 	err := a.there(ctx)
 	if err == nil {
-		t, err = a.b.task(ctx, a.container)
+		t, err = a.task(ctx)
 	}
 	switch {
 	case isDown(err):
@@ -83,8 +83,8 @@ func (a *adoptee) look(ctx context.Context) (view, error) {
 	case errors.Is(err, fault.ErrNotFound) && a.gone(ctx):
 		return v, errors.Join(err, a.forget())
 	case errors.Is(err, fault.ErrNotFound):
-		if record.ReadJSON(a.b.home.Dir(a.Spec.ID, "exit.json"), &v.exit) == nil {
-			v.status = runtime.Exited
+		if record.ReadJSON(a.b.box.Dir(a.Spec.ID, "exit.json"), &v.Exit) == nil {
+			v.Status = runtime.Exited
 		}
 		return v, nil
 	case err != nil:
@@ -92,54 +92,64 @@ func (a *adoptee) look(ctx context.Context) (view, error) {
 	}
 	switch t.Status {
 	case task.Status_STOPPED:
-		v.status, v.exit = runtime.Exited, home.Exit{Code: int(t.ExitStatus), Finished: t.ExitedAt.AsTime()}
+		v.Status, v.Exit = runtime.Exited, box.Exit{Code: int(t.ExitStatus), Finished: t.ExitedAt.AsTime()}
 	case task.Status_RUNNING, task.Status_PAUSED, task.Status_PAUSING:
-		return v, a.live(&v, int(t.Pid))
+		return v, a.lookAlive(&v, int(t.Pid))
 	}
 	return v, nil
+}
+
+// task returns what containerd knows of its task; ErrNotFound when it
+// has none.
+func (a *adoptee) task(ctx context.Context) (*taskInfo, error) {
+	resp, err := a.b.client.TaskService().Get(in(ctx, a.Theirs.Namespace), &tasks.GetRequest{ContainerID: a.Theirs.ID})
+	if err != nil {
+		return nil, plain(err)
+	}
+	return resp.Process, nil
 }
 
 // gone reports whether the container, and not only its task, is not there.
 func (a *adoptee) gone(ctx context.Context) bool { return errors.Is(a.there(ctx), fault.ErrNotFound) }
 
 // lookAlone asks the OCI runtime.
-func (a *adoptee) lookAlone(ctx context.Context, v view) (view, error) {
+func (a *adoptee) lookAlone(ctx context.Context, v box.View) (box.View, error) {
 	state, err := a.runtime().State(ctx)
 	switch {
 	case errors.Is(err, fault.ErrNotFound) || err == nil && state.Status == "stopped":
-		v.status = runtime.Exited
-		_ = record.ReadJSON(a.b.home.Dir(a.Spec.ID, "exit.json"), &v.exit)
+		v.Status = runtime.Exited
+		_ = record.ReadJSON(a.b.box.Dir(a.Spec.ID, "exit.json"), &v.Exit)
 		return v, nil
 	case err != nil:
 		return v, err
 	}
 	if state.Status == "running" || state.Status == "paused" {
-		return v, a.live(&v, state.Pid)
+		return v, a.lookAlive(&v, state.Pid)
 	}
 	return v, nil
 }
 
-// live fills in what is so of a container whose first process is pid.
-func (a *adoptee) live(v *view, pid int) error {
-	v.status, v.pid, v.start = runtime.Running, pid, kernel.Started(pid)
+// lookAlive fills in what is so of a container whose first process is pid.
+func (a *adoptee) lookAlive(v *box.View, pid int) error {
+	v.Status, v.Pid, v.Started = runtime.Running, pid, kernel.Started(pid)
 	// The kernel's word, not the shim's: others may have frozen it.
-	frozen, err := a.b.cgroups.FrozenProcess(pid)
+	frozen, err := a.b.box.Cgroups.FrozenProcess(pid)
 	if err != nil {
 		return err
 	}
 	if frozen {
-		v.status = runtime.Paused
+		v.Status = runtime.Paused
 	}
-	runs, err := a.b.home.Starts(a.Spec.ID)
+	runs, err := a.b.box.Starts(a.Spec.ID)
 	if err != nil || len(runs) == 0 {
 		return err
 	}
-	run := runRecord{Number: runs[0]}
-	if err := a.b.home.ReadRun(a.Spec.ID, run.Number, &run); err != nil {
+	run := box.Run{Number: runs[0]}
+	if err := a.b.box.ReadRun(a.Spec.ID, run.Number, &run); err != nil {
 		return err
 	}
 	if run.Pid == pid {
-		v.run = run
+		v.Run = run
 	}
 	return nil
 }
@@ -148,17 +158,9 @@ func (a *adoptee) live(v *view, pid int) error {
 func (a *adoptee) runtime() criu.Runtime {
 	r := a.Theirs.Runtime
 	if a.Theirs.Wrapped {
-		r.Binary = a.b.oci
+		r.Binary = a.b.box.OCI
 	}
 	return r
-}
-
-// lookAny is look for a sandbox of ours and for an adopted container.
-func (b *Backend) lookAny(ctx context.Context, id string) (view, error) {
-	if a, err := b.adopted(id); a != nil || err != nil {
-		return a.look(ctx)
-	}
-	return b.look(ctx, id)
 }
 
 func (a *adoptee) inspect(ctx context.Context) (runtime.Container, error) {
@@ -167,7 +169,7 @@ func (a *adoptee) inspect(ctx context.Context) (runtime.Container, error) {
 		return runtime.Container{}, err
 	}
 	c := runtime.Container{
-		Status: v.status, Pid: v.pid, Started: v.start, ExitCode: v.exit.Code, Finished: v.exit.Finished,
+		Status: v.Status, Pid: v.Pid, Started: v.Started, ExitCode: v.Exit.Code, Finished: v.Exit.Finished,
 		Upper: a.Upper, Lower: a.Lower, Runtime: runtime.OCIRuntime(a.runtime()), Stage: a.slot(), EmptyNetwork: a.Theirs.Hooks,
 	}
 	switch {
@@ -202,14 +204,14 @@ func (a *adoptee) wait(ctx context.Context) (int, error) {
 		if err != nil {
 			return 0, err
 		}
-		switch v.status {
+		switch v.Status {
 		case runtime.Created:
 			return 0, fmt.Errorf("container %s was never started: %w", a.Spec.Name, fault.ErrState)
 		case runtime.Exited:
-			return v.exit.Code, nil
+			return v.Exit.Code, nil
 		}
-		if v.run.Number > 0 && a.hasMonitor(v) {
-			exit, err := a.b.awaitExit(ctx, a.container, v.run)
+		if v.Run.Number > 0 && a.hasMonitor(v) {
+			exit, err := a.b.box.AwaitExit(ctx, a.Spec.ID, v.Run)
 			return exit.Code, err
 		}
 		resp, err := a.b.client.TaskService().Wait(in(ctx, a.Theirs.Namespace), &tasks.WaitRequest{ContainerID: a.Theirs.ID})
@@ -219,7 +221,7 @@ func (a *adoptee) wait(ctx context.Context) (int, error) {
 		if err = plain(err); ctx.Err() != nil || !isDown(err) && !errors.Is(err, fault.ErrNotFound) {
 			return 0, err
 		}
-		p, err := kernel.OpenProcess(v.pid)
+		p, err := kernel.OpenProcess(v.Pid)
 		if err == nil {
 			err = p.WaitFor(ctx, time.Second)
 			p.Close()
@@ -228,21 +230,21 @@ func (a *adoptee) wait(ctx context.Context) (int, error) {
 			return 0, ctx.Err()
 		}
 		if err == nil && isDown(a.there(ctx)) {
-			return home.Unknown, nil // over, with an unknown exit code
+			return box.UnknownExit, nil // over, with an unknown exit code
 		}
 	}
 }
 
 // hasMonitor reports whether a run of ours has our streams.
-func (a *adoptee) hasMonitor(v view) bool {
-	_, err := os.Stat(v.run.Bundle + "/" + ordersFile)
+func (a *adoptee) hasMonitor(v box.View) bool {
+	_, err := os.Stat(v.Run.Bundle + "/" + ordersFile)
 	return err == nil
 }
 
 // stop ends its processes and deletes its task, so that it can be started
 // again. Its container stays.
 func (a *adoptee) stop(ctx context.Context, opts runtime.StopOptions) error {
-	unlock, err := a.b.home.Lock(ctx, a.Spec.ID)
+	unlock, err := a.b.box.Lock(ctx, a.Spec.ID)
 	if err != nil {
 		return err
 	}
@@ -251,10 +253,10 @@ func (a *adoptee) stop(ctx context.Context, opts runtime.StopOptions) error {
 	if err != nil {
 		return err
 	}
-	if !v.live() && v.status != runtime.Exited {
+	if !v.Live() && v.Status != runtime.Exited {
 		return nil
 	}
-	t, err := a.b.task(ctx, a.container)
+	t, err := a.task(ctx)
 	if errors.Is(err, fault.ErrNotFound) {
 		return nil
 	}
@@ -265,30 +267,30 @@ func (a *adoptee) stop(ctx context.Context, opts runtime.StopOptions) error {
 		return err
 	}
 	// Not of a task of ours, whose fifos go with it.
-	if v.run.Number == 0 {
+	if v.Run.Number == 0 {
 		s := theirStreams{t.Stdin, t.Stdout, t.Stderr, t.Terminal}
-		if err := record.WriteJSON(a.b.home.Dir(a.Spec.ID, "streams.json"), s, false); err != nil {
+		if err := record.WriteJSON(a.b.box.Dir(a.Spec.ID, "streams.json"), s, false); err != nil {
 			return err
 		}
 	}
-	if v.live() {
-		if v.exit, err = a.end(ctx, v, opts); err != nil {
+	if v.Live() {
+		if v.Exit, err = a.end(ctx, v, opts); err != nil {
 			return err
 		}
 	}
-	if err := record.WriteJSON(a.b.home.Dir(a.Spec.ID, "exit.json"), v.exit, true); err != nil {
+	if err := record.WriteJSON(a.b.box.Dir(a.Spec.ID, "exit.json"), v.Exit, true); err != nil {
 		return err
 	}
-	return errors.Join(a.b.dropTask(ctx, a.Theirs.Namespace, a.Theirs.ID), a.b.home.Clear(a.Spec.ID))
+	return errors.Join(a.b.dropTask(ctx, a.Theirs.Namespace, a.Theirs.ID), a.b.box.ClearRun(a.Spec.ID))
 }
 
 // end ends its processes.
-func (a *adoptee) end(ctx context.Context, v view, opts runtime.StopOptions) (exit home.Exit, err error) {
+func (a *adoptee) end(ctx context.Context, v box.View, opts runtime.StopOptions) (exit box.Exit, err error) {
 	sig, err := bundle.StopSignal(a.Spec, opts.Signal)
 	if err != nil {
 		return exit, err
 	}
-	p, err := kernel.OpenProcess(v.pid)
+	p, err := kernel.OpenProcess(v.Pid)
 	if err != nil && !kernel.Gone(err) {
 		return exit, err
 	}
@@ -296,9 +298,9 @@ func (a *adoptee) end(ctx context.Context, v view, opts runtime.StopOptions) (ex
 		return exit, fmt.Errorf("container %s has just ended: %w", a.Spec.Name, fault.ErrState)
 	}
 	defer p.Close()
-	exit = home.Exit{Code: 128 + int(unix.SIGKILL)}
+	exit = box.Exit{Code: 128 + int(unix.SIGKILL)}
 	killed := true
-	if v.status == runtime.Running && opts.Timeout > 0 {
+	if v.Status == runtime.Running && opts.Timeout > 0 {
 		ended, err := p.Ask(ctx, sig, opts.Timeout)
 		if err != nil {
 			return exit, err
@@ -307,7 +309,7 @@ func (a *adoptee) end(ctx context.Context, v view, opts runtime.StopOptions) (ex
 	}
 	svc := a.b.client.TaskService()
 	ctx = in(ctx, a.Theirs.Namespace)
-	if killed && v.status == runtime.Paused {
+	if killed && v.Status == runtime.Paused {
 		// Each is sent the signal before any thaws: it then takes it first.
 		list, err := svc.ListPids(ctx, &tasks.ListPidsRequest{ContainerID: a.Theirs.ID})
 		if err != nil {
@@ -332,13 +334,13 @@ func (a *adoptee) end(ctx context.Context, v view, opts runtime.StopOptions) (ex
 			return exit, err
 		}
 	}
-	if err := p.WaitFor(ctx, grace); err != nil {
+	if err := p.WaitFor(ctx, box.Grace); err != nil {
 		return exit, fmt.Errorf("container %s does not end: %w", a.Spec.Name, err)
 	}
-	if v.run.Number > 0 && a.hasMonitor(v) {
-		soon, cancel := context.WithTimeout(ctx, 2*grace)
+	if v.Run.Number > 0 && a.hasMonitor(v) {
+		soon, cancel := context.WithTimeout(ctx, drain)
 		defer cancel()
-		if e, err := a.b.awaitExit(soon, a.container, v.run); err == nil {
+		if e, err := a.b.box.AwaitExit(soon, a.Spec.ID, v.Run); err == nil {
 			exit = e
 		}
 	} else if resp, err := svc.Wait(ctx, &tasks.WaitRequest{ContainerID: a.Theirs.ID}); err == nil {
@@ -353,7 +355,7 @@ func (a *adoptee) end(ctx context.Context, v view, opts runtime.StopOptions) (ex
 // start starts it again, with the spec that its owner gave it.
 func (a *adoptee) start(ctx context.Context, opts runtime.StartOptions) (wait func() error, err error) {
 	b, id := a.b, a.Spec.ID
-	unlock, err := b.home.Lock(ctx, id)
+	unlock, err := b.box.Lock(ctx, id)
 	if err != nil {
 		return nil, err
 	}
@@ -362,34 +364,34 @@ func (a *adoptee) start(ctx context.Context, opts runtime.StartOptions) (wait fu
 	if err != nil {
 		return nil, err
 	}
-	if v.live() {
-		return nil, fmt.Errorf("container %s is %s: %w", a.Spec.Name, v.status, fault.ErrState)
+	if v.Live() {
+		return nil, fmt.Errorf("container %s is %s: %w", a.Spec.Name, v.Status, fault.ErrState)
 	}
 	if err := a.mayStop(); err != nil {
 		return nil, err
 	}
-	if t, err := b.task(ctx, a.container); err == nil {
-		if err := record.WriteJSON(b.home.Dir(id, "streams.json"), theirStreams{t.Stdin, t.Stdout, t.Stderr, t.Terminal}, false); err != nil {
+	if t, err := a.task(ctx); err == nil {
+		if err := record.WriteJSON(b.box.Dir(id, "streams.json"), theirStreams{t.Stdin, t.Stdout, t.Stderr, t.Terminal}, false); err != nil {
 			return nil, err
 		}
 	}
 	if err := b.dropTask(ctx, a.Theirs.Namespace, a.Theirs.ID); err != nil {
 		return nil, err
 	}
-	s := &starting{b: b, view: v, opts: opts}
-	if s.n, err = b.home.Next(id); err != nil {
+	start, err := b.box.NewStart(v, opts)
+	if err != nil {
 		return nil, err
 	}
+	s := &starting{Start: start, b: b, theirs: a.Theirs}
 	var undo undo.Stack
 	defer func() { undo.Run(ctx, &err) }()
 	undo.Add(func(ctx context.Context) error {
-		s.attached.Close()
 		s.monitor.kill()
 		var err error
 		if s.created {
 			err = b.dropTask(ctx, a.Theirs.Namespace, a.Theirs.ID)
 		}
-		return errors.Join(err, b.home.Clear(id), b.home.Undo(id, s.n))
+		return errors.Join(err, s.Discard())
 	})
 	if err := s.watchTheirs(a); err != nil {
 		return nil, err
@@ -409,20 +411,16 @@ func (a *adoptee) start(ctx context.Context, opts runtime.StartOptions) (wait fu
 	for _, m := range mounts {
 		s.rootfs = append(s.rootfs, &types.Mount{Type: m.Type, Source: m.Source, Target: m.Target, Options: m.Options})
 	}
-	if err := s.create(ctx); err != nil {
+	if err := s.createTask(ctx); err != nil {
 		return nil, err
 	}
-	if err := s.begin(ctx); err != nil {
+	if wait, err = s.Begin(ctx, s); err != nil {
 		return nil, err
 	}
-	if err := os.Remove(b.home.Dir(id, "exit.json")); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if err := os.Remove(b.box.Dir(id, "exit.json")); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, err
 	}
-	b.prune(id)
-	if s.attached == nil {
-		return nil, nil
-	}
-	return s.attached.Wait, nil
+	return wait, nil
 }
 
 // watchTheirs is watch for an adopted container. A container whose output went to a file or to a
@@ -430,7 +428,7 @@ func (a *adoptee) start(ctx context.Context, opts runtime.StartOptions) (wait fu
 // our monitor from now on.
 func (s *starting) watchTheirs(a *adoptee) error {
 	var had theirStreams
-	if err := record.ReadJSON(a.b.home.Dir(a.Spec.ID, "streams.json"), &had); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if err := record.ReadJSON(a.b.box.Dir(a.Spec.ID, "streams.json"), &had); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
 	if !isURI(had.Stdout) && !isURI(had.Stderr) {
@@ -439,14 +437,17 @@ func (s *starting) watchTheirs(a *adoptee) error {
 		at := a.slot()
 		_, err := at.Load()
 		s.input = had.Stdin != "" || !errors.Is(err, fault.ErrNotFound)
+		if err := s.MakeDirs(); err != nil {
+			return err
+		}
 		return s.watch()
 	}
-	if s.opts.Streams != nil {
+	if s.Options.Streams != nil {
 		return &fault.Error{Err: fmt.Errorf("%w: the output of %s goes to %s", fault.ErrUnsupported, a.Spec.Name, cmp.Or(had.Stdout, had.Stderr)), Hint: "Start it detached."}
 	}
 	s.keep = &had
-	s.run = runRecord{Number: s.n, Env: s.opts.Env}
-	return os.MkdirAll(a.b.home.Start(a.Spec.ID, s.n), 0o700)
+	s.Run.Bundle = ""
+	return os.MkdirAll(s.Dir(), 0o700)
 }
 
 func isURI(stream string) bool {
@@ -480,7 +481,7 @@ func (a *adoptee) remove(ctx context.Context) error {
 // forget deletes what we have kept of a container that is gone.
 func (a *adoptee) forget() error {
 	at, id := a.slot(), a.Spec.ID
-	return errors.Join(at.Clear(), kernel.UnmountBelow(a.b.home.Dir(id)), os.RemoveAll(a.b.home.RunDir(id)), os.RemoveAll(a.b.home.Dir(id)))
+	return errors.Join(at.Clear(), kernel.UnmountBelow(a.b.box.Dir(id)), os.RemoveAll(a.b.box.RunDir(id)), os.RemoveAll(a.b.box.Dir(id)))
 }
 
 // confine gives an exec's process the confinement of the container that it
@@ -507,12 +508,26 @@ func (a *adoptee) confine(ctx context.Context, p runtime.Process, proc *specs.Pr
 	return &out, nil
 }
 
-// theirLog writes the log of a container that still has its owner's streams.
-func (b *Backend) theirLog(ctx context.Context, v view, opts runtime.LogOptions, stdout io.Writer) error {
+// logs writes the log that a start of ours has given it, else its owner's.
+func (a *adoptee) logs(ctx context.Context, opts runtime.LogOptions, stdout, stderr io.Writer) error {
+	v, err := a.look(ctx)
+	if err != nil {
+		return err
+	}
+	if v.Run.Bundle == "" {
+		if _, err := os.Lstat(a.b.box.Dir(a.Spec.ID, "log")); errors.Is(err, fs.ErrNotExist) || v.Live() {
+			return a.ownersLog(ctx, opts, stdout)
+		}
+	}
+	return a.b.box.Logs(ctx, a.Spec.ID, opts, stdout, stderr)
+}
+
+// ownersLog writes the log of a container that still has its owner's streams.
+func (a *adoptee) ownersLog(ctx context.Context, opts runtime.LogOptions, stdout io.Writer) error {
 	var had theirStreams
-	if t, err := b.task(ctx, v.container); err == nil {
+	if t, err := a.task(ctx); err == nil {
 		had = theirStreams{Stdout: t.Stdout, Stderr: t.Stderr}
-	} else if err := record.ReadJSON(b.home.Dir(v.Spec.ID, "streams.json"), &had); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	} else if err := record.ReadJSON(a.b.box.Dir(a.Spec.ID, "streams.json"), &had); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
 	path, ok := strings.CutPrefix(had.Stdout, "file://")
@@ -521,7 +536,7 @@ func (b *Backend) theirLog(ctx context.Context, v view, opts runtime.LogOptions,
 		if had.Stdout != "" {
 			where = "to " + had.Stdout
 		}
-		return &fault.Error{Err: fmt.Errorf("%w: the output of %s goes %s", fault.ErrUnsupported, v.Spec.Name, where), Hint: "Ask the tool that started it, or read that file."}
+		return &fault.Error{Err: fmt.Errorf("%w: the output of %s goes %s", fault.ErrUnsupported, a.Spec.Name, where), Hint: "Ask the tool that started it, or read that file."}
 	}
 	f, err := os.Open(path)
 	if err != nil {

@@ -43,13 +43,10 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"time"
 
+	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/runtime"
-	"github.com/agentbox/agentbox/runtime/internal/bundle"
-	"github.com/agentbox/agentbox/runtime/internal/home"
-	"github.com/agentbox/agentbox/runtime/internal/kernel"
-	"github.com/agentbox/agentbox/runtime/network"
+	"github.com/agentbox/agentbox/runtime/internal/box"
 )
 
 // Defaults of Options.
@@ -85,25 +82,20 @@ type Options struct {
 // Backend implements runtime.Backend. It holds no state of containers, so any
 // number of processes may have one over the same directories.
 type Backend struct {
-	home        home.Home // its base names us in labels and to the reaper
+	box         *box.Lifecycle // its base names us in labels and to the reaper
 	address     string
 	namespace   string
 	snapshotter string
 	self        string
 	monitor     []string
-	wrapper     string // agentbox-runtime, or the real runtime where there is none
-	oci         string // the real runtime
 	client      *client
-	net         *network.Manager
-	cgroups     kernel.Cgroups
 	log         *slog.Logger
 }
 
 var _ runtime.Backend = (*Backend)(nil)
 
-// grace bounds every wait for something that happens by itself in
-// milliseconds once its cause is there, such as a monitor's record of an exit.
-const grace = 10 * time.Second
+// hooks are what box.Lifecycle has the Backend do.
+type hooks struct{ *Backend }
 
 // Open checks that the programs are there and makes the directories. It does
 // not talk to containerd.
@@ -121,23 +113,21 @@ func Open(opts Options) (*Backend, error) {
 		b.monitor = []string{b.self, "monitor"}
 	}
 	var err error
-	if b.oci, b.wrapper, err = home.Runtimes(opts.OCIRuntime, opts.Wrapper, b.self); err != nil {
-		return nil, err
-	}
-	if b.home, err = home.Open(opts.Root, opts.Run, "containerd"); err != nil {
+	b.box, err = box.Open(box.Options{
+		Root: opts.Root, Run: opts.Run, Part: "containerd", OCIRuntime: opts.OCIRuntime, Wrapper: opts.Wrapper, Self: b.self,
+		Log: b.log, Drain: drain, Hit: func(point string) error { return failpoint.Hit("containerd." + point) },
+	}, hooks{b})
+	if err != nil {
 		return nil, err
 	}
 	// The shim appends the namespace to this directory.
-	b.home.State = filepath.Join(b.home.State, b.namespace)
-	if b.cgroups, err = kernel.Hierarchies(); err != nil {
-		return nil, err
-	}
-	if b.net, err = network.Open(b.home.Root, b.home.Run); err != nil {
-		return nil, err
-	}
+	b.box.State = filepath.Join(b.box.State, b.namespace)
 	b.client, err = newClient(b.address)
 	return b, err
 }
+
+// drain is how long a monitor may take to record an end. One that was killed is replaced meanwhile.
+const drain = 2 * box.Grace
 
 // Close ends the connection to containerd.
 func (b *Backend) Close() error { return b.client.Close() }
@@ -146,12 +136,4 @@ func (b *Backend) Close() error { return b.client.Close() }
 func (b *Backend) Properties() runtime.Properties { return runtime.Properties{Name: "containerd"} }
 
 // monitors is the cgroup of all monitors.
-const monitors = home.Cgroups + "/monitor"
-
-// place returns the parts of a container's bundle.
-func (b *Backend) place(id string) bundle.Place {
-	return bundle.Place{
-		Dir: b.home.Dir(id), Rootfs: b.home.Dir(id, "merged"), Config: b.home.RunDir(id, "criu.conf"), Cgroup: b.home.Cgroup(id), Init: b.wrapper, Cgroups: b.cgroups,
-		Secrets: b.home.RunDir(id, "secrets"),
-	}
-}
+const monitors = box.CgroupRoot + "/monitor"

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"path/filepath"
 	"strings"
 	"time"
@@ -21,12 +20,8 @@ import (
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
-	"github.com/agentbox/agentbox/internal/fsx"
-	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/runtime"
-	"github.com/agentbox/agentbox/runtime/internal/bundle"
-	"github.com/agentbox/agentbox/runtime/internal/home"
-	"github.com/agentbox/agentbox/runtime/internal/kernel"
+	"github.com/agentbox/agentbox/runtime/internal/box"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
@@ -42,55 +37,27 @@ func (b *Backend) snapshots() snapshots.Snapshotter { return b.client.SnapshotSe
 
 // Create makes a stopped container. It first clears away what a killed Create left. The bind
 // sources must exist.
-func (b *Backend) Create(ctx context.Context, spec runtime.Spec, lower []string) (err error) {
+func (b *Backend) Create(ctx context.Context, spec runtime.Spec, lower []string) error {
 	id := spec.ID
-	if !home.IsID(id) {
-		return fmt.Errorf("%w: container id %q", fault.ErrInvalid, id)
-	}
 	if len(lower) > 0 {
 		return fmt.Errorf("%w: containerd runs its own images, not directories such as %s", fault.ErrInvalid, lower[0])
 	}
-	if err := bundle.Check(spec); err != nil {
-		return err
-	}
-	if err := ctx.Err(); err != nil {
-		return err
-	}
-	if root, err := b.elsewhere(ctx, id); err != nil {
-		return err
-	} else if root != "" {
-		return &fault.Error{Op: "container " + id, Hint: "Use it there, with --root " + root + ", or import its checkpoint as a sandbox of its own with --name.",
-			Err: fmt.Errorf("%w in containerd, as a sandbox of the root %s", fault.ErrExists, root)}
-	}
-	unlock, left, err := b.home.Claim(ctx, id)
-	if err != nil {
-		return err
-	}
-	defer unlock()
-	if c, err := b.load(id); err == nil {
-		switch err := b.present(ctx, c); {
-		case err == nil:
-			return fmt.Errorf("container %s: %w", id, fault.ErrExists)
-		case !errors.Is(err, fault.ErrNotFound):
+	if record.IsID(id) {
+		if root, err := b.elsewhere(ctx, id); err != nil {
 			return err
+		} else if root != "" {
+			return &fault.Error{Op: "container " + id, Hint: "Use it there, with --root " + root + ", or import its checkpoint as a sandbox of its own with --name.",
+				Err: fmt.Errorf("%w in containerd, as a sandbox of the root %s", fault.ErrExists, root)}
 		}
 	}
-	var undo undo.Stack
-	defer func() { undo.Run(ctx, &err) }()
-	undo.Add(func(ctx context.Context) error {
-		return errors.Join(b.wipe(ctx, id), os.Remove(b.home.Dir(id)))
-	})
-	if left {
-		err = b.wipe(ctx, id)
-	} else {
-		err = stage.At(b.home.Stage, id).Clear()
-	}
-	if err != nil {
-		return err
-	}
+	return b.box.Create(ctx, spec, lower)
+}
+
+// Make implements box.Hooks.
+func (h hooks) Make(ctx context.Context, spec runtime.Spec, _ []string) error {
 	// Until the container refers to it, containerd's garbage collector would
 	// take the snapshot.
-	return b.leased(ctx, func(ctx context.Context) error { return b.make(ctx, spec) })
+	return h.leased(ctx, func(ctx context.Context) error { return h.make(ctx, spec) })
 }
 
 // make makes a container whose directory is there and empty.
@@ -100,22 +67,22 @@ func (b *Backend) make(ctx context.Context, spec runtime.Spec) error {
 	if err != nil {
 		return err
 	}
-	labels := map[string]string{rootLabel: b.home.Base}
+	labels := map[string]string{rootLabel: b.box.Base}
 	mounts, err := b.snapshots().Prepare(ctx, id, parent, snapshots.WithLabels(labels))
 	if err != nil {
 		return plain(err)
 	}
-	c := container{Spec: spec}
-	if err := c.layers(b.snapshotter, mounts); err != nil {
+	c := box.Container{Spec: spec}
+	if err := layers(&c, b.snapshotter, mounts); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("containerd.create.after-snapshot"); err != nil {
 		return err
 	}
-	if err := b.place(id).LayOut(spec, c.Lower[0], c.Upper); err != nil {
+	if err := b.box.LayOut(c); err != nil {
 		return err
 	}
-	if err := b.home.Save(id, c); err != nil {
+	if err := b.box.Save(id, c); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("containerd.create.after-record"); err != nil {
@@ -124,16 +91,16 @@ func (b *Backend) make(ctx context.Context, spec runtime.Spec) error {
 	if err := b.wrap(); err != nil {
 		return err
 	}
-	opts, err := typeurl.MarshalAny(&options.Options{BinaryName: b.wrapPath(), Root: filepath.Join(b.home.Run, "runc")})
+	opts, err := typeurl.MarshalAny(&options.Options{BinaryName: b.wrapPath(), Root: filepath.Join(b.box.Run, "runc")})
 	if err != nil {
 		return err
 	}
 	// Every start writes its own.
-	placeholder, err := typeurl.MarshalAny(&specs.Spec{Version: specs.Version, Root: &specs.Root{Path: b.home.Dir(id, "merged")}, Process: &specs.Process{Args: spec.Args, Cwd: "/"}})
+	placeholder, err := typeurl.MarshalAny(&specs.Spec{Version: specs.Version, Root: &specs.Root{Path: b.box.Dir(id, "merged")}, Process: &specs.Process{Args: spec.Args, Cwd: "/"}})
 	if err != nil {
 		return err
 	}
-	labels = map[string]string{rootLabel: b.home.Base, nameLabel: spec.Name}
+	labels = map[string]string{rootLabel: b.box.Base, nameLabel: spec.Name}
 	for k, v := range spec.Labels {
 		// containerd takes no more; the record has them all.
 		if len(k)+len(v) <= 4096 && k != rootLabel && k != nameLabel {
@@ -152,7 +119,7 @@ func (b *Backend) make(ctx context.Context, spec runtime.Spec) error {
 }
 
 // layers takes a snapshot's directories out of what it would be mounted with.
-func (c *container) layers(snapshotter string, mounts []mount.Mount) error {
+func layers(c *box.Container, snapshotter string, mounts []mount.Mount) error {
 	if len(mounts) != 1 || mounts[0].Type != "overlay" {
 		kind := "no mount"
 		if len(mounts) > 0 {
@@ -180,14 +147,14 @@ func (c *container) layers(snapshotter string, mounts []mount.Mount) error {
 }
 
 // wrapPath is the program that containerd's shims call.
-func (b *Backend) wrapPath() string { return filepath.Join(b.home.Root, "agentbox-runtime") }
+func (b *Backend) wrapPath() string { return filepath.Join(b.box.Root, "agentbox-runtime") }
 
 // wrap writes that program. The shims have the daemon's environment and take
 // nothing but a path, so this is how agentbox-runtime learns of our
 // directories.
 func (b *Backend) wrap() error {
 	quote := func(s string) string { return "'" + strings.ReplaceAll(s, "'", `'\''`) + "'" }
-	text := fmt.Sprintf("#!/bin/sh\nexport %s=%s AGENTBOX_RUNTIME=%s\nexec %s \"$@\"\n", stage.Env, quote(b.home.Stage), quote(b.oci), quote(b.wrapper))
+	text := fmt.Sprintf("#!/bin/sh\nexport %s=%s AGENTBOX_RUNTIME=%s\nexec %s \"$@\"\n", stage.Env, quote(b.box.Stage), quote(b.box.OCI), quote(b.box.Wrapper))
 	have, _, err := record.Read(b.wrapPath())
 	if err == nil && string(have) == text {
 		return nil
@@ -198,94 +165,27 @@ func (b *Backend) wrap() error {
 // Remove stops the container and frees all it has. It works on whatever is
 // there, and can be called again after it was interrupted.
 func (b *Backend) Remove(ctx context.Context, id string) error {
-	if err := home.Check(id); err != nil {
+	if err := record.CheckID(id); err != nil {
 		return nil // nothing of ours is called that
 	}
 	if a, err := b.adopted(id); a != nil || err != nil {
 		return a.remove(ctx)
 	}
-	if !b.home.Traces(id) {
+	if !b.box.Exists(id) {
 		if err := b.drop(ctx, id); err != nil && !isDown(err) {
 			return err
 		}
-		return b.net.Release(ctx, id) // an address may be all that is left
+		return b.box.Net.Release(ctx, id) // an address may be all that is left
 	}
-	// The lock is on a directory; a container that has lost it gets it back
-	// for the purpose.
-	unlock, _, err := b.home.Claim(ctx, id)
-	if errors.Is(err, fault.ErrNotFound) {
-		return nil
-	}
-	if err != nil {
-		return err
-	}
-	defer unlock()
-	v, err := b.look(ctx, id)
-	if err == nil && v.live() {
-		v.exit, err = b.end(ctx, v, runtime.StopOptions{})
-		v.status = runtime.Exited
-	}
-	if ctx.Err() != nil {
-		return ctx.Err()
-	}
-	if err != nil && !errors.Is(err, fault.ErrNotFound) {
-		// Kill what there is, whatever its record says.
-		b.log.Warn("container removed by force", "sandbox", id, "error", err)
-	}
-	if v.status == runtime.Exited {
-		// A full disk does not keep it from being removed.
-		if err := b.home.Bury(id, v.exit); err != nil {
-			b.log.Warn("exit code not kept for waiting clients", "sandbox", id, "error", err)
-		}
-	}
-	if err := failpoint.Hit("containerd.remove.after-stop"); err != nil {
-		return err
-	}
-	if err := b.wipe(ctx, id); err != nil {
-		return err
-	}
-	if err := b.home.Drop(id); err != nil {
-		return err
-	}
-	if err := failpoint.Hit("containerd.remove.after-files"); err != nil {
-		return err
-	}
-	return fsx.SyncDir(filepath.Dir(b.home.Dir(id)))
+	return b.box.Remove(ctx, id)
 }
 
-// wipe frees everything of a container except its empty directory, which is
-// locked.
-func (b *Backend) wipe(ctx context.Context, id string) error {
-	// Without its record it is half-made from here on, and cannot be started.
-	if err := b.home.Unsave(id); err != nil {
+// Unmake implements box.Hooks.
+func (h hooks) Unmake(ctx context.Context, id string) error {
+	if err := h.drop(ctx, id); err != nil {
 		return err
 	}
-	if err := failpoint.Hit("containerd.remove.after-record"); err != nil {
-		return err
-	}
-	if err := b.release(ctx, id); err != nil {
-		return err
-	}
-	if err := b.net.Release(ctx, id); err != nil {
-		return err
-	}
-	if err := stage.At(b.home.Stage, id).Clear(); err != nil {
-		return err
-	}
-	if err := failpoint.Hit("containerd.remove.after-release"); err != nil {
-		return err
-	}
-	// A mount that is left would let us delete what is not ours.
-	if err := kernel.UnmountBelow(b.home.RunDir(id), b.home.Dir(id)); err != nil {
-		return err
-	}
-	if err := b.drop(ctx, id); err != nil {
-		return err
-	}
-	if err := failpoint.Hit("containerd.remove.after-drop"); err != nil {
-		return err
-	}
-	return b.home.Empty(id)
+	return failpoint.Hit("containerd.remove.after-drop")
 }
 
 // elsewhere names the other root of this machine, if there is one, that an id is
@@ -300,7 +200,7 @@ func (b *Backend) elsewhere(ctx context.Context, id string) (root string, err er
 		s, err = b.snapshots().Stat(ctx, id)
 		labels = s.Labels
 	}
-	if err := gone(err); err != nil || !home.Elsewhere(b.home.Base, labels[rootLabel]) {
+	if err := gone(err); err != nil || !record.OtherRoot(b.box.Base, labels[rootLabel]) {
 		return "", err
 	}
 	return labels[rootLabel], nil

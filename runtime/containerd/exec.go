@@ -2,8 +2,6 @@ package containerd
 
 import (
 	"context"
-	"crypto/rand"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"os"
@@ -20,73 +18,48 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
-	"github.com/agentbox/agentbox/runtime/internal/bundle"
-	"github.com/agentbox/agentbox/runtime/internal/kernel"
+	"github.com/agentbox/agentbox/runtime/internal/box"
 	"github.com/agentbox/agentbox/runtime/internal/streams"
 )
 
-// Exec runs one more process in a running container. If ctx ends while the caller is
-// attached, the process is killed; a detached one goes on.
+// Exec runs one more process in a running container.
 func (b *Backend) Exec(ctx context.Context, id string, p runtime.Process, ends runtime.Streams) (exit int, err error) {
-	v, err := b.lookAny(ctx, id)
-	if err != nil {
-		return 0, err
-	}
-	if v.status != runtime.Running {
-		return 0, fmt.Errorf("container %s is %s: %w", id, v.status, fault.ErrState)
-	}
-	s := &session{b: b, view: v, p: p, ends: ends}
-	if p.Terminal && !p.Detach {
-		s.size = streams.FirstSize(ctx, ends.Resize)
-	}
-	b.sweepExecs(id)
-	var name [8]byte
-	_, _ = rand.Read(name[:])
-	s.name = hex.EncodeToString(name[:])
-	s.dir = b.home.RunDir(id, "exec", s.name)
-	s.ns, s.container = b.nameOf(v.container)
-	if err := os.MkdirAll(s.dir, 0o700); err != nil {
-		return 0, err
-	}
-	// Tells sweepExecs that the session is in use.
-	here, err := takeMonitor(s.dir)
+	return b.box.Exec(ctx, id, p, ends)
+}
+
+// session is this backend's part in an exec.
+type session struct {
+	*box.Session
+	b             *Backend
+	ns, container string
+}
+
+// Exec implements box.Hooks.
+func (h hooks) Exec(ctx context.Context, bs *box.Session) (exit int, err error) {
+	s := &session{Session: bs, b: h.Backend}
+	s.ns, s.container = h.nameOf(s.View.Spec.ID)
+	// Tells the sweep of sessions that this one is in use.
+	here, err := takeMonitor(s.Dir)
 	if err != nil {
 		return 0, err
 	}
 	defer here.Unlock()
 	exit, err = s.run(ctx)
-	if !errors.Is(err, runtime.ErrDetached) {
-		err = errors.Join(err, os.RemoveAll(s.dir))
-	}
+	s.Kept = errors.Is(err, runtime.ErrDetached)
 	return exit, err
-}
-
-// session is an exec on its way.
-type session struct {
-	b             *Backend
-	view          view
-	p             runtime.Process
-	ends          runtime.Streams
-	size          *runtime.Size
-	name, dir     string
-	ns, container string
 }
 
 // process makes the process section for the runtime.
 func (s *session) process(ctx context.Context) (*specs.Process, error) {
-	first, err := kernel.OpenProcess(s.view.pid)
-	if err != nil && !kernel.Gone(err) {
-		return nil, err
-	}
-	if err != nil {
-		return nil, fmt.Errorf("container %s has ended: %w", s.view.Spec.ID, fault.ErrState)
-	}
-	defer first.Close()
-	proc, err := bundle.Process(first, s.view.Spec, s.view.run.Env, s.p, s.size)
-	if err != nil || s.view.Theirs == nil {
+	proc, err := s.OCIProcess()
+	if err != nil || !s.View.Foreign {
 		return proc, err
 	}
-	return (&adoptee{s.b, s.view.container}).confine(ctx, s.p, proc, s.view.run.Env)
+	a, err := s.b.adopted(s.View.Spec.ID)
+	if a == nil || err != nil {
+		return nil, errors.Join(err, fmt.Errorf("container %s: %w", s.View.Spec.ID, fault.ErrNotFound))
+	}
+	return a.confine(ctx, s.Process, proc, s.View.Run.Env)
 }
 
 // run sees the session through.
@@ -100,23 +73,23 @@ func (s *session) run(ctx context.Context) (exit int, err error) {
 		return 0, err
 	}
 	req := &tasks.ExecProcessRequest{
-		ContainerID: s.container, ExecID: s.name, Terminal: s.p.Terminal && !s.p.Detach,
+		ContainerID: s.container, ExecID: s.Name, Terminal: s.Process.Terminal && !s.Process.Detach,
 		Spec: &anypb.Any{TypeUrl: packed.GetTypeUrl(), Value: packed.GetValue()},
 	}
 	proc.Terminal = req.Terminal
-	input := s.p.Terminal || s.ends.Stdin != nil
+	input := s.Process.Terminal || s.Streams.Stdin != nil
 	var h *hub
-	if !s.p.Detach {
-		if err := makeFifos(s.dir, s.p.Terminal, input); err != nil {
+	if !s.Process.Detach {
+		if err := makeFifos(s.Dir, s.Process.Terminal, input); err != nil {
 			return 0, err
 		}
-		if h, err = openHub(s.dir, s.p.Terminal, input, true); err != nil {
+		if h, err = openHub(s.Dir, s.Process.Terminal, input, true); err != nil {
 			return 0, err
 		}
 		defer h.close()
 		h.endInput = s.closeInput
 		h.pump()
-		req.Stdin, req.Stdout, req.Stderr = fifos(s.dir, s.p.Terminal, input)
+		req.Stdin, req.Stdout, req.Stderr = fifos(s.Dir, s.Process.Terminal, input)
 	}
 	if err := failpoint.Hit("containerd.exec.after-dir"); err != nil {
 		return 0, err
@@ -148,25 +121,25 @@ func (s *session) run(ctx context.Context) (exit int, err error) {
 			return 0, err
 		}
 		conn := streams.Packets{UnixConn: pair}
-		a = streams.New(ctx, conn, s.ends, s.p.Terminal, nil, func(size runtime.Size) { s.b.resize(s.view, s.name, size) })
+		a = streams.New(ctx, conn, s.Streams, s.Process.Terminal, nil, func(size runtime.Size) { s.b.resize(s.View.Spec.ID, s.Name, size) })
 		a.EndInput = true
 		if err := conn.Greeted(ctx); err != nil {
 			return 0, err
 		}
 	}
-	if _, err := svc.Start(call, &tasks.StartRequest{ContainerID: s.container, ExecID: s.name}); err != nil {
+	if _, err := svc.Start(call, &tasks.StartRequest{ContainerID: s.container, ExecID: s.Name}); err != nil {
 		return 0, s.refused(plain(err))
 	}
 	if err := failpoint.Hit("containerd.exec.after-start"); err != nil {
 		return 0, err
 	}
-	if s.p.Detach {
+	if s.Process.Detach {
 		gone = true
 		return 0, nil
 	}
 	h.started()
-	if s.size != nil {
-		s.b.resize(s.view, s.name, *s.size)
+	if s.Size != nil {
+		s.b.resize(s.View.Spec.ID, s.Name, *s.Size)
 	}
 	a.Serve()
 	type ending struct {
@@ -193,7 +166,7 @@ func (s *session) run(ctx context.Context) (exit int, err error) {
 		if errors.Is(err, runtime.ErrDetached) {
 			gone = true
 			if lerr := s.leave(ctx); lerr != nil {
-				s.b.log.Warn("output of the detached process not read", "sandbox", s.view.Spec.ID, "err", lerr)
+				s.b.log.Warn("output of the detached process not read", "sandbox", s.View.Spec.ID, "err", lerr)
 			}
 		}
 		return 0, err
@@ -206,14 +179,14 @@ func (s *session) run(ctx context.Context) (exit int, err error) {
 // meanwhile.
 func (s *session) wait(ctx context.Context) (int, error) {
 	for {
-		resp, err := s.b.client.TaskService().Wait(ctx, &tasks.WaitRequest{ContainerID: s.container, ExecID: s.name})
+		resp, err := s.b.client.TaskService().Wait(ctx, &tasks.WaitRequest{ContainerID: s.container, ExecID: s.Name})
 		if err == nil {
 			return int(resp.ExitStatus), nil
 		}
 		if err = plain(err); ctx.Err() != nil || !isDown(err) {
 			return 0, err
 		}
-		if _, err := os.Stat(fmt.Sprintf("/proc/%d", s.view.pid)); err != nil {
+		if _, err := os.Stat(fmt.Sprintf("/proc/%d", s.View.Pid)); err != nil {
 			return 128 + int(unix.SIGKILL), nil // with its container
 		}
 		select {
@@ -226,15 +199,15 @@ func (s *session) wait(ctx context.Context) (int, error) {
 
 // remove ends and deletes the process.
 func (s *session) remove(ctx context.Context) {
-	ctx, cancel := context.WithTimeout(ctx, grace)
+	ctx, cancel := context.WithTimeout(ctx, box.Grace)
 	defer cancel()
 	svc := s.b.client.TaskService()
 	for {
-		_, err := svc.DeleteProcess(ctx, &tasks.DeleteProcessRequest{ContainerID: s.container, ExecID: s.name})
+		_, err := svc.DeleteProcess(ctx, &tasks.DeleteProcessRequest{ContainerID: s.container, ExecID: s.Name})
 		if err = plain(err); err == nil || errors.Is(err, fault.ErrNotFound) || isDown(err) || ctx.Err() != nil {
 			return
 		}
-		_, _ = svc.Kill(ctx, &tasks.KillRequest{ContainerID: s.container, ExecID: s.name, Signal: uint32(unix.SIGKILL)})
+		_, _ = svc.Kill(ctx, &tasks.KillRequest{ContainerID: s.container, ExecID: s.Name, Signal: uint32(unix.SIGKILL)})
 		select { // the shim hears of an end a moment after it
 		case <-ctx.Done():
 		case <-time.After(5 * time.Millisecond):
@@ -246,56 +219,35 @@ func (s *session) remove(ctx context.Context) {
 func (s *session) closeInput() {
 	ctx, cancel := context.WithTimeout(in(context.Background(), s.ns), callTimeout)
 	defer cancel()
-	_, err := s.b.client.TaskService().CloseIO(ctx, &tasks.CloseIORequest{ContainerID: s.container, ExecID: s.name, Stdin: true})
+	_, err := s.b.client.TaskService().CloseIO(ctx, &tasks.CloseIORequest{ContainerID: s.container, ExecID: s.Name, Stdin: true})
 	if err != nil {
-		s.b.log.Debug("input not closed", "sandbox", s.view.Spec.ID, "err", plain(err))
+		s.b.log.Debug("input not closed", "sandbox", s.View.Spec.ID, "err", plain(err))
 	}
 }
 
 // leave starts a monitor that reads what the process goes on to print.
 func (s *session) leave(ctx context.Context) error {
 	o := orders{
-		Namespace: s.ns, Container: s.container, Address: s.b.address, Exec: s.name,
-		Terminal: s.p.Terminal, Input: s.p.Terminal || s.ends.Stdin != nil,
+		Namespace: s.ns, Container: s.container, Address: s.b.address, Exec: s.Name,
+		Terminal: s.Process.Terminal, Input: s.Process.Terminal || s.Streams.Stdin != nil,
 	}
-	w, err := s.b.watch(s.dir, o, false)
+	w, err := s.b.watch(s.Dir, o, false)
 	if err != nil {
 		return err
 	}
 	defer w.close()
-	return w.await(ctx, s.dir)
+	return w.await(ctx, s.Dir)
 }
 
 // refused explains why the runtime did not start the process.
 func (s *session) refused(err error) error {
 	for _, gone := range []string{"does not exist", "stopped container", "paused container", "paused state", "stopped state", "not running", "cannot exec in a", "process already finished"} {
 		if strings.Contains(err.Error(), gone) {
-			return fmt.Errorf("container %s: %w: %w", s.view.Spec.ID, fault.ErrState, err)
+			return fmt.Errorf("container %s: %w: %w", s.View.Spec.ID, fault.ErrState, err)
 		}
 	}
 	if errors.Is(err, fault.ErrNotFound) {
-		return fmt.Errorf("container %s: %w: %v", s.view.Spec.ID, fault.ErrState, err)
+		return fmt.Errorf("container %s: %w: %v", s.View.Spec.ID, fault.ErrState, err)
 	}
-	return refusal(s.p.Args, err)
-}
-
-// sweepExecs removes what sessions of killed callers left.
-const fresh = time.Minute
-
-// sweepExecs removes what sessions left whose caller was killed.
-func (b *Backend) sweepExecs(id string) {
-	entries, err := os.ReadDir(b.home.RunDir(id, "exec"))
-	if err != nil {
-		return
-	}
-	for _, e := range entries {
-		st, err := e.Info()
-		if err != nil || time.Since(st.ModTime()) <= fresh {
-			continue
-		}
-		if used, err := monitored(b.home.RunDir(id, "exec", e.Name())); err == nil && !used {
-			// Only names: the shim holds the fifos open for as long as it needs them.
-			_ = os.RemoveAll(b.home.RunDir(id, "exec", e.Name()))
-		}
-	}
+	return refusal(s.Process.Args, err)
 }

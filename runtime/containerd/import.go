@@ -55,7 +55,7 @@ func (m Images) convert(ctx context.Context, make func(*images.Store) (image.Ima
 		return out, err
 	}
 	m.sweep()
-	tmp, err := os.MkdirTemp(m.b.home.Root, fmt.Sprintf("import-%d-", os.Getpid()))
+	tmp, err := os.MkdirTemp(m.b.box.Root, fmt.Sprintf("import-%d-", os.Getpid()))
 	if err != nil {
 		return out, err
 	}
@@ -84,7 +84,7 @@ func (m Images) convert(ctx context.Context, make func(*images.Store) (image.Ima
 
 // sweep deletes what killed imports left.
 func (m Images) sweep() {
-	entries, err := os.ReadDir(m.b.home.Root)
+	entries, err := os.ReadDir(m.b.box.Root)
 	if err != nil {
 		return
 	}
@@ -93,7 +93,7 @@ func (m Images) sweep() {
 		owner, _, _ := strings.Cut(rest, "-")
 		pid, err := strconv.Atoi(owner)
 		if ok && err == nil && errors.Is(unix.Kill(pid, 0), unix.ESRCH) {
-			_ = os.RemoveAll(filepath.Join(m.b.home.Root, e.Name()))
+			_ = os.RemoveAll(filepath.Join(m.b.box.Root, e.Name()))
 		}
 	}
 }

@@ -24,7 +24,7 @@ import (
 	"github.com/agentbox/agentbox/internal/flock"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
-	"github.com/agentbox/agentbox/runtime/internal/home"
+	"github.com/agentbox/agentbox/runtime/internal/box"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 	"github.com/agentbox/agentbox/runtime/internal/streams"
@@ -175,7 +175,7 @@ func (m *monitor) await(ctx context.Context) (bool, error) {
 	if !errors.Is(err, io.EOF) {
 		return false, err
 	}
-	run, err := m.readRun()
+	run, err := readRun(m.Run)
 	if err != nil || run.Pid == 0 {
 		return false, nil
 	}
@@ -188,14 +188,9 @@ func (m *monitor) await(ctx context.Context) (bool, error) {
 	return err == nil && state != task.Status_CREATED && state != task.Status_UNKNOWN, nil
 }
 
-func (m *monitor) readRun() (run runRecord, err error) {
-	err = record.ReadJSON(filepath.Join(m.Run, "run.json"), &run)
-	return run, err
-}
-
 // closeInput has the shim let go of the input, whose last writer it then is.
 func (m *monitor) closeInput(ctx context.Context) {
-	run, err := m.readRun()
+	run, err := readRun(m.Run)
 	if err == nil {
 		var s *shimConn
 		if s, err = run.Shim.dial(ctx, m.Container); err == nil {
@@ -209,18 +204,18 @@ func (m *monitor) closeInput(ctx context.Context) {
 }
 
 // awaitExit returns how the container ended, once it has.
-func (m *monitor) awaitExit(ctx context.Context) (home.Exit, error) {
-	unknown := func() home.Exit { return home.Exit{Code: home.Unknown, Finished: time.Now()} }
-	run, err := m.readRun()
+func (m *monitor) awaitExit(ctx context.Context) (box.Exit, error) {
+	unknown := func() box.Exit { return box.Exit{Code: box.UnknownExit, Finished: time.Now()} }
+	run, err := readRun(m.Run)
 	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, fault.ErrCorrupt) {
 		return unknown(), nil
 	}
 	if err != nil {
-		return home.Exit{}, err
+		return box.Exit{}, err
 	}
 	p, err := kernel.OpenProcess(run.Pid)
 	if err != nil && !kernel.Gone(err) {
-		return home.Exit{}, err
+		return box.Exit{}, err
 	}
 	if p != nil {
 		defer p.Close()
@@ -252,27 +247,27 @@ func (m *monitor) awaitExit(ctx context.Context) (home.Exit, error) {
 	}
 }
 
-func (m *monitor) askShim(ctx context.Context, run runRecord) (home.Exit, error) {
+func (m *monitor) askShim(ctx context.Context, run runRecord) (box.Exit, error) {
 	s, err := run.Shim.dial(ctx, m.Container)
 	if err != nil {
-		return home.Exit{}, err
+		return box.Exit{}, err
 	}
 	defer s.close()
 	return s.wait(ctx)
 }
 
 // askDaemon asks the daemon for an exit that the shim no longer knows.
-func (m *monitor) askDaemon(ctx context.Context) (home.Exit, bool) {
+func (m *monitor) askDaemon(ctx context.Context) (box.Exit, bool) {
 	c, err := newClient(m.Address)
 	if err != nil {
-		return home.Exit{}, false
+		return box.Exit{}, false
 	}
 	defer c.Close()
 	resp, err := c.TaskService().Get(in(ctx, m.Namespace), &tasks.GetRequest{ContainerID: m.Container})
 	if err != nil || resp.Process.Status != task.Status_STOPPED {
-		return home.Exit{}, false
+		return box.Exit{}, false
 	}
-	return home.Exit{Code: int(resp.Process.ExitStatus), Finished: resp.Process.ExitedAt.AsTime()}, true
+	return box.Exit{Code: int(resp.Process.ExitStatus), Finished: resp.Process.ExitedAt.AsTime()}, true
 }
 
 // drainExec reads and drops what an exec session prints whose caller has
@@ -355,13 +350,13 @@ func (b *Backend) watch(bundle string, o orders, fresh bool) (w *watcher, err er
 	defer theirReady.Close()
 	w.ready = ourReady
 	cmd.ExtraFiles = []*os.File{theirStart, theirReady}
-	born, err := b.cgroups.StartIn(cmd, monitors)
+	born, err := b.box.Cgroups.StartIn(cmd, monitors)
 	if err != nil {
 		w.close()
 		return nil, fmt.Errorf("start the monitor: %w", err)
 	}
 	guard.Go(func() {
-		if err := b.cgroups.MoveTo(cmd.Process.Pid, monitors, born); err != nil {
+		if err := b.box.Cgroups.MoveTo(cmd.Process.Pid, monitors, born); err != nil {
 			b.log.Debug("monitor left in the caller's cgroup", "error", err)
 		}
 	})
@@ -417,23 +412,23 @@ func (w *watcher) close() {
 }
 
 // ordersOf are the orders for the monitor of run n.
-func (b *Backend) ordersOf(c container, n int) orders {
-	id := c.Spec.ID
+func (b *Backend) ordersOf(spec runtime.Spec, t *theirs, n int) orders {
+	id := spec.ID
 	o := orders{
-		Namespace: b.namespace, Container: id, Address: b.address, Run: b.home.Start(id, n), Log: b.home.Dir(id, "log"),
-		Terminal: c.Spec.Terminal, Input: c.Spec.OpenStdin || c.Spec.Terminal,
+		Namespace: b.namespace, Container: id, Address: b.address, Run: b.box.StartDir(id, n), Log: b.box.Dir(id, "log"),
+		Terminal: spec.Terminal, Input: spec.OpenStdin || spec.Terminal,
 	}
-	if c.Theirs != nil {
-		o.Namespace, o.Container = c.Theirs.Namespace, c.Theirs.ID
+	if t != nil {
+		o.Namespace, o.Container = t.Namespace, t.ID
 	} else if b.self != "" {
-		o.Reap = []string{b.self, "--root", b.home.Base, "reap", id}
+		o.Reap = []string{b.self, "--root", b.box.Base, "reap", id}
 	}
 	return o
 }
 
 // rewatch starts another monitor for a run whose own was killed.
-func (b *Backend) rewatch(ctx context.Context, c container, n int) error {
-	dir := b.home.Bundle(c.Spec.ID, n)
+func (b *Backend) rewatch(ctx context.Context, id string, n int) error {
+	dir := b.box.Bundle(id, n)
 	var o orders
 	if err := record.ReadJSON(filepath.Join(dir, ordersFile), &o); err != nil {
 		return err
@@ -447,18 +442,18 @@ func (b *Backend) rewatch(ctx context.Context, c container, n int) error {
 		if other, merr := monitored(dir); other || merr != nil {
 			return merr // another one was faster
 		}
-		if _, done, rerr := b.home.Exited(c.Spec.ID, n); done || rerr != nil {
+		if _, done, rerr := b.box.RecordedExit(id, n); done || rerr != nil {
 			return rerr
 		}
 		return err
 	}
-	b.log.Warn("monitor restarted", "sandbox", c.Spec.ID)
+	b.log.Warn("monitor restarted", "sandbox", id)
 	return nil
 }
 
 // connect connects streams to a run; nothing printed from then on is missed.
-func (b *Backend) connect(ctx context.Context, v view, s runtime.Streams, size *runtime.Size) (*streams.Attachment, error) {
-	conn, err := streams.Dial(filepath.Join(v.run.Bundle, "attach"))
+func (b *Backend) connect(ctx context.Context, v box.View, s runtime.Streams, size *runtime.Size) (*streams.Attachment, error) {
+	conn, err := streams.Dial(filepath.Join(v.Run.Bundle, "attach"))
 	if err != nil {
 		return nil, err
 	}
@@ -466,24 +461,24 @@ func (b *Backend) connect(ctx context.Context, v view, s runtime.Streams, size *
 		_ = conn.Close()
 		return nil, err
 	}
-	return streams.New(ctx, conn, s, v.Spec.Terminal, size, func(size runtime.Size) { b.resize(v, "", size) }), nil
+	return streams.New(ctx, conn, s, v.Spec.Terminal, size, func(size runtime.Size) { b.resize(v.Spec.ID, "", size) }), nil
 }
 
 // resize sets the size of a process's terminal; it does nothing for one that has ended.
-func (b *Backend) resize(v view, exec string, size runtime.Size) {
+func (b *Backend) resize(sandbox, exec string, size runtime.Size) {
 	ctx, cancel := context.WithTimeout(context.Background(), callTimeout)
 	defer cancel()
-	ns, id := b.nameOf(v.container)
+	ns, id := b.nameOf(sandbox)
 	_, err := b.client.TaskService().ResizePty(in(ctx, ns), &tasks.ResizePtyRequest{ContainerID: id, ExecID: exec, Width: uint32(size.Width), Height: uint32(size.Height)})
 	if err != nil {
-		b.log.Debug("terminal not resized", "sandbox", v.Spec.ID, "err", plain(err))
+		b.log.Debug("terminal not resized", "sandbox", sandbox, "err", plain(err))
 	}
 }
 
 // nameOf returns containerd's name of a container.
-func (b *Backend) nameOf(c container) (namespace, id string) {
-	if c.Theirs != nil {
-		return c.Theirs.Namespace, c.Theirs.ID
+func (b *Backend) nameOf(id string) (namespace, name string) {
+	if a, _ := b.adopted(id); a != nil {
+		return a.Theirs.Namespace, a.Theirs.ID
 	}
-	return b.namespace, c.Spec.ID
+	return b.namespace, id
 }

@@ -5,35 +5,32 @@ import (
 	"path/filepath"
 
 	"github.com/agentbox/agentbox/internal/flock"
-	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/box"
+	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
-// container is container.json.
-type container struct {
-	Spec  runtime.Spec `json:"spec"`
-	Lower []string     `json:"lower"` // the snapshot's directories, top first
-	Upper string       `json:"upper"`
-	Work  string       `json:"work"`
-	// Theirs is set of an adopted container.
+// adoptedRecord is the container.json of an adopted container; of any other Theirs is nil.
+type adoptedRecord struct {
+	box.Container
 	Theirs *theirs `json:"theirs,omitempty"`
 }
 
-// runRecord is runs/<n>/run.json: what the later verbs need to know of a
-// start. It is not synced, since it describes processes, and no process
-// outlives what could lose it.
-type runRecord struct {
-	Number  int         `json:"number"`
-	Bundle  string      `json:"bundle"`
-	Env     []string    `json:"env,omitempty"`
-	Address string      `json:"address,omitempty"`
-	Pid     int         `json:"pid,omitempty"` // of the first process; known once the task exists
-	Shim    shimAddress `json:"shim"`
+// readRecord reads a container.json of either kind.
+func (b *Backend) readRecord(id string) (rec adoptedRecord, err error) {
+	err = b.box.ReadRecord(id, &rec, &rec.Spec.ID)
+	return rec, err
 }
 
-// load reads container.json; a container without one does not exist.
-func (b *Backend) load(id string) (c container, err error) {
-	err = b.home.Load(id, &c, &c.Spec.ID)
-	return c, err
+// runRecord is run.json, with the shim of the run.
+type runRecord struct {
+	box.Run
+	Shim shimAddress `json:"shim"`
+}
+
+// readRun reads run.json from a run's directory.
+func readRun(dir string) (run runRecord, err error) {
+	err = record.ReadJSON(filepath.Join(dir, "run.json"), &run)
+	return run, err
 }
 
 // monitorLock is held by a run's monitor as long as it lives.

@@ -16,7 +16,7 @@ import (
 	"google.golang.org/protobuf/types/known/emptypb"
 
 	"github.com/agentbox/agentbox/internal/fault"
-	"github.com/agentbox/agentbox/runtime/internal/home"
+	"github.com/agentbox/agentbox/runtime/internal/box"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
@@ -84,12 +84,12 @@ func (a shimAddress) dial(ctx context.Context, id string) (*shimConn, error) {
 func (s *shimConn) close() { _ = s.c.Close() }
 
 // wait blocks until the first process has exited.
-func (s *shimConn) wait(ctx context.Context) (home.Exit, error) {
+func (s *shimConn) wait(ctx context.Context) (box.Exit, error) {
 	var resp shim.WaitResponse
 	if err := s.c.Call(ctx, s.service, "Wait", &shim.WaitRequest{ID: s.id}, &resp); err != nil {
-		return home.Exit{}, err
+		return box.Exit{}, err
 	}
-	exit := home.Exit{Code: int(resp.ExitStatus), Finished: time.Now()}
+	exit := box.Exit{Code: int(resp.ExitStatus), Finished: time.Now()}
 	if resp.ExitedAt != nil {
 		exit.Finished = resp.ExitedAt.AsTime()
 	}

@@ -34,13 +34,13 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/apparmor"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
-	"github.com/agentbox/agentbox/runtime/internal/home"
+	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
 // Create has the daemon make a container. The image is the daemon's own.
 func (b *Backend) Create(ctx context.Context, s runtime.Spec, lower []string) (err error) {
 	switch {
-	case !home.IsID(s.ID):
+	case !record.IsID(s.ID):
 		return fmt.Errorf("%w: container id %q", fault.ErrInvalid, s.ID)
 	case len(lower) > 0:
 		return fmt.Errorf("%w: the Docker daemon has its own images and takes no directories", fault.ErrInvalid)
@@ -313,7 +313,7 @@ func syscallFilter(sec runtime.Security) (string, error) {
 // Remove has the daemon remove a container, with the volumes that are its
 // alone, and frees what is kept beside it.
 func (b *Backend) Remove(ctx context.Context, id string) error {
-	if !home.IsID(id) {
+	if !record.IsID(id) {
 		return nil // nothing is called that
 	}
 	if err := ctx.Err(); err != nil {

@@ -16,7 +16,7 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/proc"
 	"github.com/agentbox/agentbox/runtime"
-	"github.com/agentbox/agentbox/runtime/internal/home"
+	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
 // box is a container as the daemon describes it.
@@ -41,7 +41,7 @@ func proof(id string) string { return "agentbox:" + id }
 
 // find looks a container up by our id.
 func (b *Backend) find(ctx context.Context, id string) (box, error) {
-	if err := home.Check(id); err != nil {
+	if err := record.CheckID(id); err != nil {
 		return box{}, err
 	}
 	if known := b.known(id); known != "" {
@@ -71,7 +71,7 @@ func (b *Backend) search(ctx context.Context, id string) (box, error) {
 	for _, c := range list {
 		// A container that came with a checkpoint may exist a second time, in the root that it
 		// came from.
-		if c.own() && !home.Elsewhere(b.root, c.Config.Labels[labelRoot]) {
+		if c.own() && !record.OtherRoot(b.root, c.Config.Labels[labelRoot]) {
 			return c, nil
 		}
 	}
@@ -242,7 +242,7 @@ func (b *Backend) List(ctx context.Context) ([]string, error) {
 	}
 	ids := make([]string, 0, len(list))
 	for _, c := range list {
-		if id := c.Config.Labels[labelID]; c.own() && home.IsID(id) {
+		if id := c.Config.Labels[labelID]; c.own() && record.IsID(id) {
 			ids = append(ids, id)
 		}
 	}

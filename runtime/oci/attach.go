@@ -2,21 +2,22 @@ package oci
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"io"
-	"io/fs"
 	"os"
 	"path/filepath"
-	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
 
-	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/box"
 	"github.com/agentbox/agentbox/runtime/internal/streams"
 )
+
+// Connect implements box.Hooks.
+func (h hooks) Connect(ctx context.Context, v box.View, s runtime.Streams, size *runtime.Size) (*streams.Attachment, error) {
+	return h.connect(ctx, v.Run.Bundle, s, v.Spec.Terminal, size)
+}
 
 // connect opens a connection to the attach socket in a bundle. Once it
 // returns, nothing that the process prints is missed.
@@ -51,46 +52,4 @@ func (b *Backend) resize(bundle string, size runtime.Size) {
 		time.Sleep(time.Millisecond) // a fifo does not show that it was read
 	}
 	_, _ = fmt.Fprintf(f, "%d %d\n", size.Height, size.Width)
-}
-
-// Attach connects streams to a running container's first process; a paused one is silent.
-// Without a terminal, a caller's end of input, or its leaving, ends the container's input:
-// conmon cannot tell the one from the other.
-func (b *Backend) Attach(ctx context.Context, id string, ends runtime.Streams) error {
-	v, err := b.look(ctx, id)
-	if err != nil {
-		return err
-	}
-	if !v.live() {
-		return fmt.Errorf("container %s is %s: %w", id, v.status, fault.ErrState)
-	}
-	var size *runtime.Size
-	if v.Spec.Terminal {
-		size = streams.FirstSize(ctx, ends.Resize)
-	}
-	a, err := b.connect(ctx, v.run.Bundle, ends, v.Spec.Terminal, size)
-	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ECONNREFUSED) {
-		return fmt.Errorf("container %s: %w: its monitor is gone", id, fault.ErrState)
-	}
-	if err != nil {
-		return err
-	}
-	a.Serve()
-	return a.Wait()
-}
-
-// Logs writes the log. Following ends with the run that is live when Logs is
-// called.
-func (b *Backend) Logs(ctx context.Context, id string, opts runtime.LogOptions, stdout, stderr io.Writer) error {
-	v, err := b.look(ctx, id)
-	if err != nil {
-		return err
-	}
-	if !opts.Follow || !v.live() {
-		return streams.Print(ctx, b.home.Dir(id, "log"), opts, stdout, stderr)
-	}
-	return streams.Follow(ctx, b.home.Dir(id, "log"), opts, stdout, stderr, func(ctx context.Context) error {
-		_, err := b.awaitExit(ctx, id, v.run)
-		return err
-	})
 }

@@ -30,16 +30,15 @@ package oci
 import (
 	"cmp"
 	"context"
+	"io"
 	"log/slog"
 	"os"
 	"path/filepath"
 	"time"
 
+	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/runtime"
-	"github.com/agentbox/agentbox/runtime/internal/bundle"
-	"github.com/agentbox/agentbox/runtime/internal/home"
-	"github.com/agentbox/agentbox/runtime/internal/kernel"
-	"github.com/agentbox/agentbox/runtime/network"
+	"github.com/agentbox/agentbox/runtime/internal/box"
 )
 
 // Options place a Backend. The zero value of every field but Root and Run works.
@@ -62,24 +61,19 @@ type Options struct {
 // Backend implements runtime.Backend. It holds no state of containers, so any
 // number of processes may have one over the same directories.
 type Backend struct {
-	home    home.Home
-	self    string
-	wrapper string // what conmon is given for create and start
-	oci     string // the real runtime
-	conmon  string
-	net     *network.Manager
-	cgroups kernel.Cgroups
-	log     *slog.Logger
-	glances glances
+	box    *box.Lifecycle
+	self   string
+	conmon string
+	log    *slog.Logger
+	cache  statusCache
 
 	execution time.Duration // what a start gives its command to be executed
 }
 
 var _ runtime.Backend = (*Backend)(nil)
 
-// grace bounds every wait for something that happens by itself in
-// milliseconds once its cause is there, such as conmon's exit file.
-const grace = 10 * time.Second
+// hooks are what box.Lifecycle has the Backend do.
+type hooks struct{ *Backend }
 
 // executionTime bounds the wait for a command to be executed. It may lie on a network,
 // and the host may be busy.
@@ -93,33 +87,28 @@ func Open(opts Options) (*Backend, error) {
 	}
 	var err error
 	if opts.Self != "" {
-		if b.self, err = home.Program(opts.Self); err != nil {
+		if b.self, err = box.Program(opts.Self); err != nil {
 			return nil, err
 		}
 	}
-	if b.oci, b.wrapper, err = home.Runtimes(opts.OCIRuntime, opts.Wrapper, b.self); err != nil {
+	if b.conmon, err = box.Program(cmp.Or(opts.Conmon, "conmon")); err != nil {
 		return nil, err
 	}
-	if b.conmon, err = home.Program(cmp.Or(opts.Conmon, "conmon")); err != nil {
+	b.box, err = box.Open(box.Options{
+		Root: opts.Root, Run: opts.Run, OCIRuntime: opts.OCIRuntime, Wrapper: opts.Wrapper, Self: b.self, Log: b.log,
+		Drain: box.Grace, Hit: func(point string) error { return failpoint.Hit("oci." + point) },
+	}, hooks{b})
+	if err != nil {
 		return nil, err
 	}
-	if b.home, err = home.Open(opts.Root, opts.Run, ""); err != nil {
-		return nil, err
-	}
-	if err = os.MkdirAll(filepath.Join(b.home.Run, "tmp"), 0o700); err != nil {
-		return nil, err
-	}
-	if b.cgroups, err = kernel.Hierarchies(); err != nil {
-		return nil, err
-	}
-	if b.net, err = network.Open(b.home.Root, b.home.Run); err != nil {
+	if err = os.MkdirAll(filepath.Join(b.box.Run, "tmp"), 0o700); err != nil {
 		return nil, err
 	}
 	if b.self != "" {
-		b.net.UseProxy(b.egress, b.startEgress)
+		b.box.Net.UseProxy(b.egress, b.startEgress)
 	}
 	// It must not keep the user from other sandboxes; those it is for have no way out.
-	if dead, err := b.net.Revive(context.Background()); err != nil {
+	if dead, err := b.box.Net.Revive(context.Background()); err != nil {
 		b.log.Error("egress proxy not running; filtered sandboxes have no network", "error", err)
 	} else if dead {
 		b.log.Warn("egress proxy was dead; restarting")
@@ -132,10 +121,43 @@ func (b *Backend) Properties() runtime.Properties {
 	return runtime.Properties{Name: "oci", Filters: true, Restarts: true}
 }
 
-// place returns the parts of a container's bundle.
-func (b *Backend) place(id string) bundle.Place {
-	return bundle.Place{
-		Dir: b.home.Dir(id), Rootfs: b.home.Dir(id, "merged"), Upper: b.home.Dir(id, "upper"), Config: b.home.RunDir(id, "criu.conf"), Cgroup: b.home.Cgroup(id), Init: b.wrapper, Cgroups: b.cgroups,
-		Secrets: b.home.RunDir(id, "secrets"),
-	}
+// Start starts a created or exited container; see box.Lifecycle for this and the following verbs.
+func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOptions) (wait func() error, err error) {
+	return b.box.Start(ctx, id, opts)
+}
+
+// Stop ends a container's processes and frees all that it holds while it runs.
+func (b *Backend) Stop(ctx context.Context, id string, opts runtime.StopOptions) error {
+	return b.box.Stop(ctx, id, opts)
+}
+
+// Reap frees what a container that ended by itself still holds.
+func (b *Backend) Reap(ctx context.Context, id string) error { return b.box.Reap(ctx, id) }
+
+// Wait blocks until the container has exited.
+func (b *Backend) Wait(ctx context.Context, id string) (int, error) { return b.box.Wait(ctx, id) }
+
+// List returns every id of which a file, a link or an address of ours exists.
+func (b *Backend) List(ctx context.Context) ([]string, error) { return b.box.List(ctx) }
+
+// Attach connects streams to a running container's first process. Without a terminal, a caller's
+// end of input, or its leaving, ends the container's input: conmon cannot tell the one from the
+// other.
+func (b *Backend) Attach(ctx context.Context, id string, ends runtime.Streams) error {
+	return b.box.Attach(ctx, id, ends)
+}
+
+// Exec runs one more process in a running container.
+func (b *Backend) Exec(ctx context.Context, id string, p runtime.Process, ends runtime.Streams) (exit int, err error) {
+	return b.box.Exec(ctx, id, p, ends)
+}
+
+// Logs writes the log.
+func (b *Backend) Logs(ctx context.Context, id string, opts runtime.LogOptions, stdout, stderr io.Writer) error {
+	return b.box.Logs(ctx, id, opts, stdout, stderr)
+}
+
+// Mount makes a container's root filesystem reachable while fn runs.
+func (b *Backend) Mount(ctx context.Context, id string, fn func(root string) error) error {
+	return b.box.Mount(ctx, id, fn)
 }

@@ -20,13 +20,13 @@ import (
 
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/box"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
-	"github.com/agentbox/agentbox/runtime/internal/home"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
 // monitors is the cgroup of all conmons.
-const monitors = home.Cgroups + "/conmon"
+const monitors = box.CgroupRoot + "/conmon"
 
 // launch is one conmon to start.
 type launch struct {
@@ -73,7 +73,7 @@ func (b *Backend) launch(l launch) (c *conmon, err error) {
 		"--api-version", "1", "-c", l.id, "-u", unique, "-r", l.runtime, "-b", l.bundle,
 		"-p", filepath.Join(l.bundle, "pid"), "-P", filepath.Join(l.bundle, "conmon.pid"),
 		"--full-attach", "--no-sync-log", "--log-level", "error",
-		"--runtime-arg", "--root", "--runtime-arg", b.home.State,
+		"--runtime-arg", "--root", "--runtime-arg", b.box.State,
 		"--runtime-arg", "--log", "--runtime-arg", filepath.Join(l.bundle, "oci.log"),
 		"--runtime-arg", "--log-format", "--runtime-arg", "json",
 	}, l.args...)
@@ -124,7 +124,7 @@ func (b *Backend) launch(l launch) (c *conmon, err error) {
 		}
 	}
 	cmd.ExtraFiles = theirs
-	adopted, err := b.cgroups.StartIn(cmd, monitors)
+	adopted, err := b.box.Cgroups.StartIn(cmd, monitors)
 	if err != nil {
 		return nil, fmt.Errorf("start conmon: %w", err)
 	}
@@ -139,7 +139,7 @@ func (b *Backend) launch(l launch) (c *conmon, err error) {
 		// A process born there is moved to where it is: that makes the kernel wait now for
 		// what the runtime, which is about to move the container's process, then finds
 		// done.
-		if err := b.cgroups.MoveTo(cmd.Process.Pid, monitors, adopted); err != nil {
+		if err := b.box.Cgroups.MoveTo(cmd.Process.Pid, monitors, adopted); err != nil {
 			b.log.Debug("conmon left in the caller's cgroup", "error", err)
 		}
 	})
@@ -151,12 +151,12 @@ func (b *Backend) launch(l launch) (c *conmon, err error) {
 // conmon puts the socket over which runc hands a terminal to it; the name must
 // fit into a socket address.
 func (b *Backend) environ() []string {
-	tmp := filepath.Join(b.home.Run, "tmp")
+	tmp := filepath.Join(b.box.Run, "tmp")
 	if len(tmp) > 80 {
 		tmp = "/tmp"
 	}
 	path := cmp.Or(os.Getenv("PATH"), "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
-	env := []string{"PATH=" + path, "TMPDIR=" + tmp, "AGENTBOX_RUN=" + b.home.Stage, "AGENTBOX_RUNTIME=" + b.oci}
+	env := []string{"PATH=" + path, "TMPDIR=" + tmp, "AGENTBOX_RUN=" + b.box.Stage, "AGENTBOX_RUNTIME=" + b.box.OCI}
 	return env
 }
 
@@ -308,10 +308,10 @@ func (e *callError) Error() string { return e.verb + ": " + e.said }
 
 // call runs the runtime itself: what conmon does not do for us.
 func (b *Backend) call(ctx context.Context, program string, args ...string) error {
-	cmd := exec.CommandContext(ctx, program, append([]string{"--root", b.home.State}, args...)...)
+	cmd := exec.CommandContext(ctx, program, append([]string{"--root", b.box.State}, args...)...)
 	cmd.Env = b.environ()
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
-	cmd.WaitDelay = grace
+	cmd.WaitDelay = box.Grace
 	out, err := cmd.CombinedOutput()
 	if err == nil {
 		return nil

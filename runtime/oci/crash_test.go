@@ -77,7 +77,7 @@ func victim(id string) runtime.Spec {
 }
 
 // bring makes a container that verb can work on.
-func (x *box) bring(verb string) string {
+func (x *fixture) bring(verb string) string {
 	x.t.Helper()
 	id := newID()
 	if verb == "create" {
@@ -96,7 +96,7 @@ func TestKilled(t *testing.T) {
 			x := newBox(t)
 			id := x.bring(p.verb)
 			cmd := exec.Command(os.Args[0], "-test.run=^TestVerb$")
-			cmd.Env = append(os.Environ(), "OCI_TEST_VERB="+p.verb, "OCI_TEST_ROOT="+x.home.Base, "OCI_TEST_RUN="+x.home.Run,
+			cmd.Env = append(os.Environ(), "OCI_TEST_VERB="+p.verb, "OCI_TEST_ROOT="+x.box.Base, "OCI_TEST_RUN="+x.box.Run,
 				"OCI_TEST_ID="+id, "OCI_TEST_LOWER="+x.lower, "AGENTBOX_FAILPOINT="+p.name+"=kill")
 			out, err := cmd.CombinedOutput()
 			var exit *exec.ExitError
@@ -110,7 +110,7 @@ func TestKilled(t *testing.T) {
 
 // usable checks that a container whose verb was broken is as before it or as
 // after it, and that every verb works on.
-func (x *box) usable(id, verb, point string) {
+func (x *fixture) usable(id, verb, point string) {
 	t, ctx := x.t, x.t.Context()
 	c, err := x.Inspect(ctx, id)
 	switch verb {
@@ -132,7 +132,7 @@ func (x *box) usable(id, verb, point string) {
 		}
 	}
 	must(t, x.Stop(ctx, id, runtime.StopOptions{}))
-	for _, left := range x.leftovers("mount", "process", x.home.State) {
+	for _, left := range x.leftovers("mount", "process", x.box.State) {
 		t.Errorf("left by %s after a Stop: %s", verb, left)
 	}
 	x.gone(id)
@@ -158,7 +158,7 @@ func TestBroken(t *testing.T) {
 			switch c, err := x.Inspect(t.Context(), id); {
 			case p.verb == "create" && !errors.Is(err, fault.ErrNotFound):
 				t.Errorf("%+v, %v", c, err)
-			case p.verb == "create" && x.home.Traces(id):
+			case p.verb == "create" && x.box.Exists(id):
 				t.Error("a failed Create left something")
 			case p.verb == "start" && (err != nil || c.Status != runtime.Created):
 				t.Errorf("%+v, %v", c, err)

@@ -6,26 +6,25 @@ import (
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/runtime"
-	"github.com/agentbox/agentbox/runtime/internal/home"
-	"github.com/agentbox/agentbox/runtime/network"
+	"github.com/agentbox/agentbox/runtime/internal/box"
 )
 
 var _ runtime.EgressFilter = (*Backend)(nil)
 
 // egress makes the process behind the filtered sandboxes of this root.
 func (b *Backend) egress() *exec.Cmd {
-	cmd := exec.Command(b.self, "--root", b.home.Base, "egress")
+	cmd := exec.Command(b.self, "--root", b.box.Base, "egress")
 	cmd.Env = b.environ()
 	return cmd
 }
 
 // startEgress starts it beside the conmons: like them it outlives its caller.
 func (b *Backend) startEgress(cmd *exec.Cmd) error {
-	born, err := b.cgroups.StartIn(cmd, monitors)
+	born, err := b.box.Cgroups.StartIn(cmd, monitors)
 	if err != nil {
 		return err
 	}
-	if err := b.cgroups.MoveTo(cmd.Process.Pid, monitors, born); err != nil {
+	if err := b.box.Cgroups.MoveTo(cmd.Process.Pid, monitors, born); err != nil {
 		b.log.Debug("proxy left in the caller's cgroup", "error", err)
 	}
 	return nil
@@ -33,36 +32,32 @@ func (b *Backend) startEgress(cmd *exec.Cmd) error {
 
 // SetEgress gives a container other egress rules.
 func (b *Backend) SetEgress(ctx context.Context, id string, rules []string) error {
-	unlock, err := b.home.Lock(ctx, id)
+	unlock, err := b.box.Lock(ctx, id)
 	if err != nil {
 		return err
 	}
 	defer unlock()
-	rec, err := b.load(id)
+	rec, err := b.box.Load(id)
 	if err != nil {
 		return err
 	}
 	rec.Spec.Network.Egress = rules
 	// On record first: what starts it next has to know.
-	if err := b.home.Save(id, rec); err != nil {
+	if err := b.box.Save(id, rec); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("oci.egress.after-record"); err != nil {
 		return err
 	}
-	return b.net.SetEgress(ctx, id, rules)
+	return b.box.Net.SetEgress(ctx, id, rules)
 }
 
 // EgressLog returns the directory in which denials of containers are recorded.
-func (b *Backend) EgressLog() string { return b.net.EventsDir() }
+func (b *Backend) EgressLog() string { return b.box.Net.EventsDir() }
 
 // ServeEgress is the life of that process.
 func ServeEgress(ctx context.Context, root, run string) error {
-	h, err := home.Open(root, run, "")
-	if err != nil {
-		return err
-	}
-	net, err := network.Open(h.Root, h.Run)
+	net, err := box.OpenNetwork(root, run)
 	if err != nil {
 		return err
 	}
@@ -72,11 +67,7 @@ func ServeEgress(ctx context.Context, root, run string) error {
 // LeaveNetwork takes off the host what a root has there of a network for sandboxes
 // that do not run. It returns false, and does nothing, while one does.
 func LeaveNetwork(ctx context.Context, root, run string) (left bool, err error) {
-	h, err := home.Open(root, run, "")
-	if err != nil {
-		return false, err
-	}
-	net, err := network.Open(h.Root, h.Run)
+	net, err := box.OpenNetwork(root, run)
 	if err != nil {
 		return false, err
 	}

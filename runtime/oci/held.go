@@ -10,8 +10,9 @@ import (
 	"strings"
 
 	"github.com/agentbox/agentbox/runtime"
-	"github.com/agentbox/agentbox/runtime/internal/home"
+	"github.com/agentbox/agentbox/runtime/internal/box"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
+	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
 var _ runtime.Holder = (*Backend)(nil)
@@ -21,36 +22,36 @@ var _ runtime.Holder = (*Backend)(nil)
 func (b *Backend) Held(ctx context.Context) (map[string][]string, error) {
 	held := map[string][]string{}
 	add := func(id, what string) {
-		if home.IsID(id) && !slices.Contains(held[id], what) && !b.home.Elses(id) {
+		if record.IsID(id) && !slices.Contains(held[id], what) && !b.box.OwnedByOther(id) {
 			held[id] = append(held[id], what)
 		}
 	}
-	sandboxes := filepath.Join(b.home.Root, "sandboxes")
-	mounts, err := kernel.MountsBelow(sandboxes, b.home.Run)
+	sandboxes := filepath.Join(b.box.Root, "sandboxes")
+	mounts, err := kernel.MountsBelow(sandboxes, b.box.Run)
 	if err != nil {
 		return nil, err
 	}
 	for _, path := range mounts {
-		for _, dir := range []string{sandboxes, b.home.Run, b.home.State} {
+		for _, dir := range []string{sandboxes, b.box.Run, b.box.State} {
 			if rest, ok := strings.CutPrefix(path, dir+"/"); ok {
 				id, _, _ := strings.Cut(rest, "/")
 				add(id, "mounts")
 			}
 		}
 	}
-	for _, path := range b.cgroups.Children(home.Cgroups) {
-		if id, ok := b.home.OfCgroup(path); ok {
+	for _, path := range b.box.Cgroups.Children(box.CgroupRoot) {
+		if id, ok := b.box.OfCgroup(path); ok {
 			add(id, "cgroups")
 		}
 	}
-	if err := entries(b.home.State, func(name string) { add(name, "runtime state") }); err != nil {
+	if err := entries(b.box.State, func(name string) { add(name, "runtime state") }); err != nil {
 		return nil, err
 	}
-	err = entries(b.home.Run, func(id string) {
-		if !home.IsID(id) {
+	err = entries(b.box.Run, func(id string) {
+		if !record.IsID(id) {
 			return
 		}
-		_ = entries(b.home.RunDir(id), func(name string) {
+		_ = entries(b.box.RunDir(id), func(name string) {
 			if strings.HasPrefix(name, "bundle.") || name == "exec" {
 				add(id, "bundles")
 			}
@@ -60,8 +61,8 @@ func (b *Backend) Held(ctx context.Context) (map[string][]string, error) {
 		return nil, err
 	}
 	err = entries(sandboxes, func(id string) {
-		if starts, err := b.home.Starts(id); home.IsID(id) && err == nil && len(starts) > 0 {
-			if _, err := os.Lstat(b.home.Start(id, starts[0], "exit.json")); errors.Is(err, fs.ErrNotExist) {
+		if starts, err := b.box.Starts(id); record.IsID(id) && err == nil && len(starts) > 0 {
+			if _, err := os.Lstat(b.box.StartDir(id, starts[0], "exit.json")); errors.Is(err, fs.ErrNotExist) {
 				add(id, "its end")
 			}
 		}
@@ -69,7 +70,7 @@ func (b *Backend) Held(ctx context.Context) (map[string][]string, error) {
 	if err != nil {
 		return nil, err
 	}
-	plugged, err := b.net.Plugged(ctx)
+	plugged, err := b.box.Net.Plugged(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -87,12 +88,12 @@ func (b *Backend) monitors(add func(id, what string)) error {
 	}
 	for _, pid := range pids {
 		for _, arg := range kernel.Arguments(pid) {
-			rest, ok := strings.CutPrefix(arg, b.home.Run+"/")
+			rest, ok := strings.CutPrefix(arg, b.box.Run+"/")
 			if !ok {
 				continue
 			}
 			id, rest, _ := strings.Cut(rest, "/")
-			if home.IsID(id) && (strings.HasPrefix(rest, "bundle.") || strings.HasPrefix(rest, "exec")) && isEngine(pid) {
+			if record.IsID(id) && (strings.HasPrefix(rest, "bundle.") || strings.HasPrefix(rest, "exec")) && isEngine(pid) {
 				add(id, runtime.HeldMonitor)
 			}
 		}
@@ -101,15 +102,15 @@ func (b *Backend) monitors(add func(id, what string)) error {
 }
 
 // Busy reports whether a container's lock is taken.
-func (b *Backend) Busy(id string) bool { return b.home.Busy(id) }
+func (b *Backend) Busy(id string) bool { return b.box.Busy(id) }
 
 // Tend repairs what all containers share.
 func (b *Backend) Tend(ctx context.Context) (did []string, err error) {
-	dead, err := b.net.Revive(ctx)
+	dead, err := b.box.Net.Revive(ctx)
 	if dead && err == nil {
 		did = append(did, "started the proxy of filtered sandboxes, which was dead")
 	}
-	more, err2 := b.net.Tend(ctx)
+	more, err2 := b.box.Net.Tend(ctx)
 	return append(did, more...), errors.Join(err, err2)
 }
 

@@ -31,10 +31,10 @@ func TestLogsOfRuns(t *testing.T) {
 }
 
 // writeLog puts a log into a container that never ran.
-func (x *box) writeLog(text string) string {
+func (x *fixture) writeLog(text string) string {
 	x.t.Helper()
 	id := x.create(spec("true"))
-	write(x.t, x.home.Dir(id, "log"), text, 0o600)
+	write(x.t, x.box.Dir(id, "log"), text, 0o600)
 	return id
 }
 
@@ -124,13 +124,13 @@ func TestFollow(t *testing.T) {
 		done <- x.Logs(t.Context(), id, runtime.LogOptions{Follow: true, Tail: -1}, &both, nil)
 	}()
 	eventually(t, "ticks", both.has("tick\n"))
-	must(t, os.Rename(x.home.Dir(id, "log"), x.home.Dir(id, "log.old")))
-	f, err := os.OpenFile(x.home.Dir(id, "log.old"), os.O_APPEND|os.O_WRONLY, 0)
+	must(t, os.Rename(x.box.Dir(id, "log"), x.box.Dir(id, "log.old")))
+	f, err := os.OpenFile(x.box.Dir(id, "log.old"), os.O_APPEND|os.O_WRONLY, 0)
 	must(t, err)
 	_, err = f.WriteString(at(1) + " stdout F end of the old\n")
 	must(t, err)
 	must(t, f.Close())
-	write(t, x.home.Dir(id, "log"), at(1)+" stdout F begin of the new\n", 0o600)
+	write(t, x.box.Dir(id, "log"), at(1)+" stdout F begin of the new\n", 0o600)
 	eventually(t, "the new file", both.has("begin of the new\n"))
 	must(t, x.Stop(t.Context(), id, runtime.StopOptions{}))
 	must(t, <-done)
@@ -146,7 +146,7 @@ func TestTrimLog(t *testing.T) {
 	x.start(id)
 	_, err := x.Wait(t.Context(), id)
 	must(t, err)
-	st, err := os.Stat(x.home.Dir(id, "log"))
+	st, err := os.Stat(x.box.Dir(id, "log"))
 	must(t, err)
 	if st.Size() > streams.Kept || st.Size() < streams.Kept-int64(len(line)) || st.Size()%int64(len(line)) != 0 {
 		t.Errorf("%d bytes kept", st.Size())

@@ -32,15 +32,15 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// box is a backend in directories of its own. When its test ends nothing that
+// fixture is a backend in directories of its own. When its test ends nothing that
 // it made may be left.
-type box struct {
+type fixture struct {
 	*Backend
 	t     *testing.T
 	lower string
 }
 
-func newBox(t *testing.T, change ...func(*Options)) *box {
+func newBox(t *testing.T, change ...func(*Options)) *fixture {
 	t.Helper()
 	dir := t.TempDir()
 	opts := Options{Root: filepath.Join(dir, "root"), Run: filepath.Join(dir, "run")}
@@ -51,7 +51,7 @@ func newBox(t *testing.T, change ...func(*Options)) *box {
 	if err != nil {
 		t.Fatal(err)
 	}
-	x := &box{b, t, rootfs(t)}
+	x := &fixture{b, t, rootfs(t)}
 	t.Cleanup(x.sweep)
 	return x
 }
@@ -120,21 +120,21 @@ func with(s runtime.Spec, change func(*runtime.Spec)) runtime.Spec {
 }
 
 // create makes a container and returns its id.
-func (x *box) create(s runtime.Spec) string {
+func (x *fixture) create(s runtime.Spec) string {
 	x.t.Helper()
 	must(x.t, x.Create(x.t.Context(), s, []string{x.lower}))
 	return s.ID
 }
 
 // start starts a container without a caller attached.
-func (x *box) start(id string) {
+func (x *fixture) start(id string) {
 	x.t.Helper()
 	_, err := x.Start(x.t.Context(), id, runtime.StartOptions{})
 	must(x.t, err)
 }
 
 // up makes and starts a container.
-func (x *box) up(s runtime.Spec) string {
+func (x *fixture) up(s runtime.Spec) string {
 	x.t.Helper()
 	id := x.create(s)
 	x.start(id)
@@ -164,7 +164,7 @@ func (b *buffer) has(s string) func() bool {
 }
 
 // run runs a new container to its end and returns what it printed.
-func (x *box) run(s runtime.Spec, stdin string) (stdout, stderr string, exit int) {
+func (x *fixture) run(s runtime.Spec, stdin string) (stdout, stderr string, exit int) {
 	x.t.Helper()
 	id := x.create(s)
 	var out, errw buffer
@@ -181,7 +181,7 @@ func (x *box) run(s runtime.Spec, stdin string) (stdout, stderr string, exit int
 }
 
 // exec runs a command in a container and returns what it printed.
-func (x *box) exec(id string, args ...string) (string, int) {
+func (x *fixture) exec(id string, args ...string) (string, int) {
 	x.t.Helper()
 	var out buffer
 	exit, err := x.Exec(x.t.Context(), id, runtime.Process{Args: args}, runtime.Streams{Stdout: &out, Stderr: &out})
@@ -189,26 +189,26 @@ func (x *box) exec(id string, args ...string) (string, int) {
 	return out.String(), exit
 }
 
-func (x *box) inspect(id string) runtime.Container {
+func (x *fixture) inspect(id string) runtime.Container {
 	x.t.Helper()
 	c, err := x.Inspect(x.t.Context(), id)
 	must(x.t, err)
 	return c
 }
 
-func (x *box) logs(id string, opts runtime.LogOptions) (stdout, stderr string) {
+func (x *fixture) logs(id string, opts runtime.LogOptions) (stdout, stderr string) {
 	x.t.Helper()
 	var out, errw buffer
 	must(x.t, x.Logs(x.t.Context(), id, opts, &out, &errw))
 	return out.String(), errw.String()
 }
 
-func (x *box) pause(id string) {
+func (x *fixture) pause(id string) {
 	x.t.Helper()
 	must(x.t, x.Pause(x.t.Context(), id))
 }
 
-func (x *box) resume(id string) {
+func (x *fixture) resume(id string) {
 	x.t.Helper()
 	must(x.t, x.Unpause(x.t.Context(), id))
 }
@@ -226,7 +226,7 @@ func eventually(t *testing.T, what string, ok func() bool) {
 }
 
 // sweep removes every container and fails the test if anything is left.
-func (x *box) sweep() {
+func (x *fixture) sweep() {
 	ctx := context.Background()
 	ids, err := x.List(ctx)
 	if err != nil {
@@ -246,7 +246,7 @@ func (x *box) sweep() {
 // leftovers lists what exists of a backend without containers that should not,
 // or of that what starts with one of the prefixes. A monitor and its exit
 // command end a moment after the container; nothing announces it.
-func (x *box) leftovers(prefixes ...string) []string {
+func (x *fixture) leftovers(prefixes ...string) []string {
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
 		left := slices.DeleteFunc(x.search(), func(s string) bool {
 			return len(prefixes) > 0 && !slices.ContainsFunc(prefixes, func(p string) bool { return strings.HasPrefix(s, p) })
@@ -257,10 +257,10 @@ func (x *box) leftovers(prefixes ...string) []string {
 	}
 }
 
-func (x *box) search() []string {
+func (x *fixture) search() []string {
 	var left []string
 	infos, err := mountinfo.GetMounts(func(i *mountinfo.Info) (skip, stop bool) {
-		return !strings.HasPrefix(i.Mountpoint, filepath.Dir(x.home.Base)+"/"), false
+		return !strings.HasPrefix(i.Mountpoint, filepath.Dir(x.box.Base)+"/"), false
 	})
 	if err != nil {
 		left = append(left, err.Error())
@@ -273,12 +273,12 @@ func (x *box) search() []string {
 		left = append(left, err.Error())
 	}
 	for _, pid := range pids {
-		if ours, err := kernel.Names(pid, x.home.Run); pid != os.Getpid() && (ours || err != nil) {
+		if ours, err := kernel.Names(pid, x.box.Run); pid != os.Getpid() && (ours || err != nil) {
 			data, _, _ := record.Read(fmt.Sprintf("/proc/%d/cmdline", pid))
 			left = append(left, fmt.Sprintf("process %d %q", pid, data))
 		}
 	}
-	for _, dir := range []string{filepath.Join(x.home.Base, "sandboxes"), x.home.State, filepath.Join(x.home.Run, "tmp")} {
+	for _, dir := range []string{filepath.Join(x.box.Base, "sandboxes"), x.box.State, filepath.Join(x.box.Run, "tmp")} {
 		entries, err := os.ReadDir(dir)
 		if err != nil {
 			left = append(left, err.Error())
@@ -287,9 +287,9 @@ func (x *box) search() []string {
 			left = append(left, filepath.Join(dir, e.Name()))
 		}
 	}
-	entries, _ := os.ReadDir(x.home.Run)
+	entries, _ := os.ReadDir(x.box.Run)
 	for _, e := range entries {
-		path := filepath.Join(x.home.Run, e.Name())
+		path := filepath.Join(x.box.Run, e.Name())
 		if slices.Contains([]string{"runc", "exits", "tmp", "userns.json"}, e.Name()) {
 			continue
 		}
@@ -302,11 +302,11 @@ func (x *box) search() []string {
 }
 
 // gone fails if a cgroup of the container is left.
-func (x *box) gone(id string) {
+func (x *fixture) gone(id string) {
 	x.t.Helper()
-	for _, m := range x.cgroups {
-		if _, err := os.Lstat(filepath.Join(m.Path, x.home.Cgroup(id))); err == nil {
-			x.t.Errorf("cgroup %s is left", filepath.Join(m.Path, x.home.Cgroup(id)))
+	for _, m := range x.box.Cgroups {
+		if _, err := os.Lstat(filepath.Join(m.Path, x.box.Cgroup(id))); err == nil {
+			x.t.Errorf("cgroup %s is left", filepath.Join(m.Path, x.box.Cgroup(id)))
 		}
 	}
 }

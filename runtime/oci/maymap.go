@@ -15,7 +15,7 @@ import (
 	"github.com/agentbox/agentbox/internal/idmap"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
-	"github.com/agentbox/agentbox/runtime/internal/home"
+	"github.com/agentbox/agentbox/runtime/internal/box"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 	"github.com/agentbox/agentbox/runtime/internal/userns"
@@ -25,13 +25,13 @@ var _ runtime.IDMapper = (*Backend)(nil)
 
 // MayMap returns why a sandbox cannot have a user namespace here, or "".
 func (b *Backend) MayMap(ctx context.Context, s runtime.Spec, lower []string, ids idmap.Map) (why string, err error) {
-	if b.wrapper == b.oci {
+	if b.box.Wrapper == b.box.OCI {
 		return "there is no agentbox-runtime to make its network", nil
 	}
 	if why, err := b.hostMaps(ctx); why != "" || err != nil {
 		return why, err
 	}
-	if shut, err := userns.Shut(b.home.Base, b.home.Stage); shut != "" || err != nil {
+	if shut, err := userns.Shut(b.box.Base, b.box.Stage); shut != "" || err != nil {
 		return fmt.Sprintf("only root passes %s, below which its files are (chmod o+x lets others)", shut), err
 	}
 	return b.layersMap(s, lower, ids)
@@ -40,8 +40,8 @@ func (b *Backend) MayMap(ctx context.Context, s runtime.Spec, lower []string, id
 // layersMap looks at what is mounted into a sandbox.
 func (b *Backend) layersMap(s runtime.Spec, lower []string, ids idmap.Map) (string, error) {
 	var own unix.Stat_t
-	if err := unix.Stat(b.home.Base, &own); err != nil {
-		return "", &os.PathError{Op: "stat", Path: b.home.Base, Err: err}
+	if err := unix.Stat(b.box.Base, &own); err != nil {
+		return "", &os.PathError{Op: "stat", Path: b.box.Base, Err: err}
 	}
 	var ns *os.File // made when it is needed
 	defer func() { _ = ns.Close() }()
@@ -103,7 +103,7 @@ func (b *Backend) hostMaps(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	path := filepath.Join(b.home.Run, "userns.json")
+	path := filepath.Join(b.box.Run, "userns.json")
 	var known mapping
 	// A result that cannot be read is determined anew.
 	if record.ReadJSON(path, &known) == nil && known.Of == of {
@@ -122,12 +122,12 @@ func (b *Backend) hostMaps(ctx context.Context) (string, error) {
 // tryMapping tries in a directory that one process has at a time, so that what a
 // killed one left can be taken away.
 func (b *Backend) tryMapping(ctx context.Context) (why string, err error) {
-	unlock, err := record.Lock(ctx, filepath.Join(b.home.Run, "tmp"), "the trial of user namespaces")
+	unlock, err := record.Lock(ctx, filepath.Join(b.box.Run, "tmp"), "the trial of user namespaces")
 	if err != nil {
 		return "", err
 	}
 	defer unlock()
-	dir := filepath.Join(b.home.Base, ".userns")
+	dir := filepath.Join(b.box.Base, ".userns")
 	clear := func() error { return errors.Join(kernel.UnmountBelow(dir), os.RemoveAll(dir)) }
 	if err := clear(); err != nil {
 		return "", err
@@ -136,7 +136,7 @@ func (b *Backend) tryMapping(ctx context.Context) (why string, err error) {
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		return "", err
 	}
-	return userns.Why(ctx, dir, b.oci)
+	return userns.Why(ctx, dir, b.box.OCI)
 }
 
 func (b *Backend) mapsOf() (string, error) {
@@ -149,7 +149,7 @@ func (b *Backend) mapsOf() (string, error) {
 		return "", err
 	}
 	of := []string{strings.TrimSpace(string(boot)), mounts}
-	paths := []string{b.home.Base, b.oci}
+	paths := []string{b.box.Base, b.box.OCI}
 	if path, err := criu.Program(); err == nil {
 		paths = append(paths, path)
 	}
@@ -171,7 +171,7 @@ func (b *Backend) mapsOf() (string, error) {
 // roots have.
 func (b *Backend) IDsElsewhere() ([]uint32, error) {
 	var list []uint32
-	dir := filepath.Join(b.cgroups[0].Path, home.Cgroups)
+	dir := filepath.Join(b.box.Cgroups[0].Path, box.CgroupRoot)
 	entries, err := os.ReadDir(dir)
 	if errors.Is(err, os.ErrNotExist) {
 		return nil, nil
@@ -181,7 +181,7 @@ func (b *Backend) IDsElsewhere() ([]uint32, error) {
 	}
 	for _, e := range entries {
 		id, _, ok := strings.Cut(e.Name(), "-")
-		if !ok || !home.IsID(id) || home.Cgroups+"/"+e.Name() == b.home.Cgroup(id) {
+		if !ok || !record.IsID(id) || box.CgroupRoot+"/"+e.Name() == b.box.Cgroup(id) {
 			continue
 		}
 		// A process that ends meanwhile has none.

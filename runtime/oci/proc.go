@@ -4,23 +4,23 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/agentbox/agentbox/runtime/internal/box"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 )
 
 // first returns the first process of run n, to be closed; nil when it has ended.
 func (b *Backend) first(id string, n int) (*kernel.Process, error) {
-	pid, err := kernel.PidFile(b.home.Bundle(id, n, "pid"))
+	pid, err := kernel.PidFile(b.box.Bundle(id, n, "pid"))
 	if pid == 0 {
 		return nil, err
 	}
-	return kernel.OpenMember(pid, b.home.Cgroup(id))
+	return kernel.OpenMember(pid, b.box.Cgroup(id))
 }
 
 // monitor returns the conmon that left its pid in a bundle, to be closed; nil when
@@ -66,7 +66,7 @@ func isEngine(pid int) bool {
 // of, as its exit command, is spared: it only waits for us.
 func (b *Backend) killStrays(ctx context.Context, id string) error {
 	spared := kernel.Ancestors()
-	bundles, execs := b.home.RunDir(id, "bundle"), b.home.RunDir(id, "exec")
+	bundles, execs := b.box.RunDir(id, "bundle"), b.box.RunDir(id, "exec")
 	var errs []error
 	names := func(pid int, paths ...string) bool {
 		is, err := kernel.Names(pid, paths...)
@@ -131,22 +131,9 @@ func (b *Backend) killStrays(ctx context.Context, id string) error {
 			errs = append(errs, p.Kill(unix.SIGKILL))
 		}
 		for _, p := range found {
-			errs = append(errs, p.WaitFor(ctx, grace))
+			errs = append(errs, p.WaitFor(ctx, box.Grace))
 			p.Close()
 		}
 	}
 	return errors.Join(errs...)
-}
-
-// unattended reports whether a conmon or a runtime call may be at work for a container without
-// a verb that waits for it: a verb was cut off half-way, its run was not noted as started, or
-// its exec session was not cleared away. To look for them is to read every process's
-// arguments, which takes longer than all else that ends a container, so it is done only when
-// needed.
-func (b *Backend) unattended(v view) bool {
-	if len(v.dirty) > 0 || v.run.Number > 0 && !v.noted {
-		return true
-	}
-	sessions, err := os.ReadDir(b.home.RunDir(v.Spec.ID, "exec"))
-	return len(sessions) > 0 || err != nil && !errors.Is(err, fs.ErrNotExist)
 }

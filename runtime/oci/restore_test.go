@@ -10,14 +10,15 @@ import (
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/box"
 )
 
 // dump freezes a container and dumps it with all that CRIU needs to be told.
-func (x *box) dump(id string) string {
+func (x *fixture) dump(id string) string {
 	x.t.Helper()
 	images := x.t.TempDir()
 	x.pause(id)
-	err := x.call(x.t.Context(), x.oci, "checkpoint", "--leave-running", "--tcp-established", "--file-locks",
+	err := x.call(x.t.Context(), x.box.OCI, "checkpoint", "--leave-running", "--tcp-established", "--file-locks",
 		"--image-path", images, "--work-path", images, id)
 	if err != nil {
 		log, _ := os.ReadFile(filepath.Join(images, "dump.log"))
@@ -28,11 +29,11 @@ func (x *box) dump(id string) string {
 }
 
 // restore stops a frozen container and brings it back.
-func (x *box) restore(id, images string, streams *runtime.Streams) func() error {
+func (x *fixture) restore(id, images string, streams *runtime.Streams) func() error {
 	x.t.Helper()
 	must(x.t, x.Stop(x.t.Context(), id, runtime.StopOptions{Silent: true}))
 	work := x.t.TempDir()
-	must(x.t, stage.At(x.home.Run, id).Put(stage.Restore{Images: images, Work: work, Flags: []string{"--tcp-established", "--file-locks"}}))
+	must(x.t, stage.At(x.box.Run, id).Put(stage.Restore{Images: images, Work: work, Flags: []string{"--tcp-established", "--file-locks"}}))
 	wait, err := x.Start(x.t.Context(), id, runtime.StartOptions{Streams: streams, Env: []string{"ATTEMPT=2"}})
 	if err != nil {
 		log, _ := os.ReadFile(filepath.Join(work, "restore.log"))
@@ -51,7 +52,7 @@ func TestRestoreOlder(t *testing.T) {
 	eventually(t, "it is ready", func() bool { out, _ := x.logs(id, runtime.LogOptions{Tail: -1}); return out == "ready\n" })
 	images := x.dump(id)
 	s.Security = runtime.Security{NoNewPrivileges: true}
-	must(t, x.home.Save(id, container{s, []string{x.lower}}))
+	must(t, x.box.Save(id, box.Container{Spec: s, Lower: []string{x.lower}}))
 	x.restore(id, images, nil)
 	out, _ := x.exec(id, "grep", "-hE", "CapBnd|NoNewPrivs", "/proc/1/status", "/proc/self/status")
 	if want := "CapBnd:\t00000000800404fb\nNoNewPrivs:\t1\nCapBnd:\t00000000800404fb\nNoNewPrivs:\t1\n"; out != want {

@@ -20,14 +20,14 @@ import (
 )
 
 // limit reads a cgroup file of a container, by its v1 or v2 name.
-func (x *box) limit(id, v1, v2 string) string {
+func (x *fixture) limit(id, v1, v2 string) string {
 	x.t.Helper()
-	for _, m := range x.cgroups {
+	for _, m := range x.box.Cgroups {
 		name := v1
 		if m.V2 {
 			name = v2
 		}
-		if data, err := os.ReadFile(filepath.Join(m.Path, x.home.Cgroup(id), name)); err == nil {
+		if data, err := os.ReadFile(filepath.Join(m.Path, x.box.Cgroup(id), name)); err == nil {
 			return strings.TrimSpace(string(data))
 		}
 	}
@@ -49,7 +49,7 @@ func TestLimits(t *testing.T) {
 	if got := x.limit(id, "cpu.cfs_quota_us", "cpu.max"); got != "50000" && got != "50000 100000" {
 		t.Errorf("cpu %s", got)
 	}
-	if bundle.SwapAccounting(x.cgroups) {
+	if bundle.SwapAccounting(x.box.Cgroups) {
 		swaps := x.up(with(spec("sleep", "1000"), func(s *runtime.Spec) { s.Resources = runtime.Resources{Memory: 64 << 20, Swap: 32 << 20} }))
 		if got := x.limit(swaps, "memory.memsw.limit_in_bytes", "memory.swap.max"); got != strconv.Itoa(96<<20) && got != strconv.Itoa(32<<20) {
 			t.Errorf("some swap %s", got)
@@ -130,7 +130,7 @@ func TestMounts(t *testing.T) {
 		} else if !errors.Is(err, fault.ErrInvalid) {
 			t.Errorf("%s: %v", name, err)
 		}
-		if x.home.Traces(bad.ID) {
+		if x.box.Exists(bad.ID) {
 			t.Errorf("%s left something", name)
 		}
 	}
@@ -298,7 +298,7 @@ func TestInit(t *testing.T) {
 	if c := x.inspect(id); c.ExitCode != 21 {
 		t.Errorf("%+v", c)
 	}
-	entries, err := os.ReadDir(x.home.Dir(id, "upper"))
+	entries, err := os.ReadDir(x.box.Dir(id, "upper"))
 	must(t, err)
 	for _, e := range entries {
 		if strings.Contains(e.Name(), "agentbox") {

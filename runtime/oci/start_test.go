@@ -62,9 +62,9 @@ func TestCommandNotExecuted(t *testing.T) {
 func TestStartExplained(t *testing.T) {
 	x := newBox(t)
 	id := x.create(spec("true"))
-	real := x.wrapper
-	x.wrapper = filepath.Join(t.TempDir(), "runtime")
-	write(t, x.wrapper, `#!/bin/sh
+	real := x.box.Wrapper
+	x.box.Wrapper = filepath.Join(t.TempDir(), "runtime")
+	write(t, x.box.Wrapper, `#!/bin/sh
 case " $* " in *" create "*) ;; *) exec `+real+` "$@";; esac
 while [ "$1" != --log ]; do shift; done
 cat >>"$2" <<'EOF'
@@ -80,7 +80,7 @@ exit 1
 	if err == nil || err.Error() != want {
 		t.Errorf("%q, want %q", err, want)
 	}
-	x.wrapper = real
+	x.box.Wrapper = real
 	x.start(id)
 	if exit, err := x.Wait(t.Context(), id); err != nil || exit != 0 {
 		t.Errorf("with the real one: %d, %v", exit, err)

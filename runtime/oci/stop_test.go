@@ -14,7 +14,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
-	"github.com/agentbox/agentbox/runtime/internal/home"
+	"github.com/agentbox/agentbox/runtime/internal/box"
 )
 
 const counting = "i=0; while :; do i=$((i+1)); echo $i > /count; done"
@@ -62,9 +62,9 @@ func TestStopPaused(t *testing.T) {
 func TestMonitorKilled(t *testing.T) {
 	x := newBox(t)
 	id := x.up(sh(counting))
-	v, err := x.look(t.Context(), id)
+	v, err := x.box.Look(t.Context(), id)
 	must(t, err)
-	m, err := monitor(v.run.Bundle)
+	m, err := monitor(v.Run.Bundle)
 	if m == nil {
 		t.Fatal("no conmon", err)
 	}
@@ -105,9 +105,9 @@ func TestReap(t *testing.T) {
 	self := reaper(t)
 	x := newBox(t, func(o *Options) { o.Self, o.Wrapper = self, "/usr/sbin/runc" })
 	id := x.up(sh("exit 6"))
-	want := "--root " + x.home.Base + " reap " + id + "\n"
+	want := "--root " + x.box.Base + " reap " + id + "\n"
 	eventually(t, "the exit command ran", func() bool {
-		data, err := os.ReadFile(filepath.Join(x.home.Base, "reaped"))
+		data, err := os.ReadFile(filepath.Join(x.box.Base, "reaped"))
 		return err == nil && string(data) == want
 	})
 	exit, err := x.Wait(t.Context(), id)
@@ -115,18 +115,18 @@ func TestReap(t *testing.T) {
 		t.Errorf("exit %d, %v", exit, err)
 	}
 	// Nothing was freed yet: that is what Reap is for.
-	if _, err := os.Lstat(filepath.Join(x.home.State, id)); err != nil {
+	if _, err := os.Lstat(filepath.Join(x.box.State, id)); err != nil {
 		t.Error(err)
 	}
 	for range 2 {
 		must(t, x.Reap(t.Context(), id))
 	}
 	x.gone(id)
-	for _, left := range x.leftovers("mount", "process", x.home.State) {
+	for _, left := range x.leftovers("mount", "process", x.box.State) {
 		t.Error(left)
 	}
 	// The transient directory lost, as by a reboot: the exit stays known.
-	must(t, os.RemoveAll(x.home.RunDir(id)))
+	must(t, os.RemoveAll(x.box.RunDir(id)))
 	if c := x.inspect(id); c.Status != runtime.Exited || c.ExitCode != 6 || c.Finished.IsZero() {
 		t.Errorf("%+v", c)
 	}
@@ -147,11 +147,14 @@ func TestReap(t *testing.T) {
 func TestLostRun(t *testing.T) {
 	x := newBox(t)
 	id := x.up(spec("sleep", "1000"))
-	must(t, x.release(t.Context(), id, true))
-	must(t, os.RemoveAll(x.home.RunDir(id)))
-	_ = os.Remove(x.home.Start(id, 1, "exit")) // there if conmon was faster than its end
-	write(t, x.home.Start(id, 1, "run.json"), "", 0o600)
-	if c := x.inspect(id); c.Status != runtime.Exited || c.ExitCode != home.Unknown {
+	must(t, hooks{x.Backend}.KillStrays(t.Context(), id))
+	must(t, x.box.Cgroups.Empty(t.Context(), x.box.Cgroup(id)))
+	must(t, x.box.Net.Teardown(t.Context(), id))
+	must(t, os.RemoveAll(filepath.Join(x.box.State, id)))
+	must(t, os.RemoveAll(x.box.RunDir(id)))
+	_ = os.Remove(x.box.StartDir(id, 1, "exit")) // there if conmon was faster than its end
+	write(t, x.box.StartDir(id, 1, "run.json"), "", 0o600)
+	if c := x.inspect(id); c.Status != runtime.Exited || c.ExitCode != box.UnknownExit {
 		t.Errorf("%+v", c)
 	}
 	x.start(id)
@@ -240,7 +243,7 @@ func TestRestarts(t *testing.T) {
 		}
 		cancel()
 	}
-	runs, err := x.home.Starts(id)
+	runs, err := x.box.Starts(id)
 	if err != nil || len(runs) > 3 || runs[0] != 12 {
 		t.Errorf("runs %v, %v", runs, err)
 	}
@@ -252,7 +255,7 @@ func TestBusyMount(t *testing.T) {
 	x := newBox(t)
 	id := x.up(spec("sleep", "1000"))
 	stand := exec.Command("sleep", "1000")
-	stand.Dir = x.home.Dir(id, "merged", "tmp")
+	stand.Dir = x.box.Dir(id, "merged", "tmp")
 	must(t, stand.Start())
 	defer func() { _ = stand.Wait() }()
 	defer func() { _ = stand.Process.Kill() }()
@@ -266,13 +269,13 @@ func TestRemoveHalfMade(t *testing.T) {
 	ctx := t.Context()
 	// A Create that was killed.
 	a := newID()
-	must(t, os.MkdirAll(x.home.Dir(a, "upper", "x"), 0o700))
+	must(t, os.MkdirAll(x.box.Dir(a, "upper", "x"), 0o700))
 	// A container that lost its directory, running.
 	s := spec("sleep", "1000")
 	b := x.up(s)
-	v, err := x.look(ctx, b)
+	v, err := x.box.Look(ctx, b)
 	must(t, err)
-	must(t, os.Remove(x.home.Dir(b, "container.json")))
+	must(t, os.Remove(x.box.Dir(b, "container.json")))
 	if _, err := x.Inspect(ctx, a); !errors.Is(err, fault.ErrNotFound) {
 		t.Errorf("%v", err)
 	}
@@ -282,14 +285,14 @@ func TestRemoveHalfMade(t *testing.T) {
 	}
 	must(t, x.Remove(ctx, a))
 	must(t, x.Remove(ctx, b))
-	if m, err := monitor(v.run.Bundle); m != nil || err != nil {
+	if m, err := monitor(v.Run.Bundle); m != nil || err != nil {
 		t.Error("conmon is left", err)
 	}
 	x.gone(b)
 	// The id is free again, also for a Create over a killed one's remains.
-	must(t, os.MkdirAll(x.home.Dir(s.ID, "upper", "x"), 0o700))
+	must(t, os.MkdirAll(x.box.Dir(s.ID, "upper", "x"), 0o700))
 	x.create(s)
-	if _, err := os.Lstat(x.home.Dir(s.ID, "upper", "x")); err == nil {
+	if _, err := os.Lstat(x.box.Dir(s.ID, "upper", "x")); err == nil {
 		t.Error("what a killed Create left is in the upperdir")
 	}
 }

@@ -192,15 +192,15 @@ func TestExecSessions(t *testing.T) {
 		_, err := os.Stat(filepath.Join(upper, "tmp/ended"))
 		return err == nil
 	})
-	dirs, err := os.ReadDir(x.home.RunDir(id, "exec"))
+	dirs, err := os.ReadDir(x.box.RunDir(id, "exec"))
 	if err != nil || len(dirs) != 1 {
 		t.Fatalf("%v, %v", dirs, err)
 	}
 	old := time.Now().Add(-time.Hour)
-	must(t, os.Chtimes(x.home.RunDir(id, "exec", dirs[0].Name()), old, old))
+	must(t, os.Chtimes(x.box.RunDir(id, "exec", dirs[0].Name()), old, old))
 	eventually(t, "the session is forgotten", func() bool {
 		x.exec(id, "true")
-		dirs, err := os.ReadDir(x.home.RunDir(id, "exec"))
+		dirs, err := os.ReadDir(x.box.RunDir(id, "exec"))
 		return err == nil && len(dirs) == 0
 	})
 	// Stop ends attached sessions, and their callers learn of it.

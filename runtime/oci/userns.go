@@ -38,7 +38,7 @@ func (b *Backend) letThrough(s runtime.Spec) error {
 	}
 	// Only root and the sandbox's group may enter its directories. Those above can be passed,
 	// not listed.
-	for _, dir := range []string{b.home.Dir(s.ID), b.home.RunDir(s.ID)} {
+	for _, dir := range []string{b.box.Dir(s.ID), b.box.RunDir(s.ID)} {
 		if err := os.Chown(dir, 0, int(s.IDs.Base)); err != nil {
 			return err
 		}
@@ -46,12 +46,12 @@ func (b *Backend) letThrough(s runtime.Spec) error {
 			return err
 		}
 	}
-	for _, own := range []string{filepath.Dir(b.home.Dir(s.ID)), b.home.Base, b.home.Run, b.home.Stage} {
+	for _, own := range []string{filepath.Dir(b.box.Dir(s.ID)), b.box.Base, b.box.Run, b.box.Stage} {
 		if err := os.Chmod(own, 0o711); err != nil {
 			return err
 		}
 	}
-	shut, err := userns.Shut(b.home.Base, b.home.Stage)
+	shut, err := userns.Shut(b.box.Base, b.box.Stage)
 	if err == nil && shut != "" {
 		err = &fault.Error{
 			Err:  fmt.Errorf("%w: a user namespace does not get through %s, and the sandbox's files are mounted below it", fault.ErrUnsupported, shut),
@@ -84,7 +84,7 @@ func (b *Backend) mapBinds(s runtime.Spec) (runtime.Spec, error) {
 			return s, err
 		}
 		// CRIU looks for it there when it restores.
-		target := b.home.Dir(s.ID, "binds", strconv.Itoa(i))
+		target := b.box.Dir(s.ID, "binds", strconv.Itoa(i))
 		if err := os.MkdirAll(filepath.Dir(target), 0o711); err != nil {
 			return s, err
 		}
@@ -109,7 +109,7 @@ func (b *Backend) mapBinds(s runtime.Spec) (runtime.Spec, error) {
 
 // unmapBinds is the reverse of mapBinds.
 func (b *Backend) unmapBinds(id string) error {
-	dir := b.home.Dir(id, "binds")
+	dir := b.box.Dir(id, "binds")
 	list, err := os.ReadDir(dir)
 	if errors.Is(err, os.ErrNotExist) {
 		return nil
@@ -134,7 +134,7 @@ type filler struct {
 
 // filler adds the hook to a bundle. The socket's directory is root's.
 func (b *Backend) filler(ctx context.Context, s runtime.Spec, bundle *specs.Spec) (*filler, error) {
-	path := b.home.RunDir(s.ID, "fill.sock")
+	path := b.box.RunDir(s.ID, "fill.sock")
 	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, err
 	}
@@ -149,7 +149,7 @@ func (b *Backend) filler(ctx context.Context, s runtime.Spec, bundle *specs.Spec
 		return nil, err
 	}
 	socket.SetUnlinkOnClose(false)
-	bundle.Hooks = &specs.Hooks{CreateRuntime: []specs.Hook{{Path: b.wrapper, Args: []string{b.wrapper, fillVerb, path}}}}
+	bundle.Hooks = &specs.Hooks{CreateRuntime: []specs.Hook{{Path: b.box.Wrapper, Args: []string{b.box.Wrapper, fillVerb, path}}}}
 	f := &filler{socket: socket}
 	f.ended = guard.Start(func() error { return f.serve(ctx, b, s) })
 	return f, nil
@@ -186,7 +186,7 @@ func (f *filler) serve(ctx context.Context, b *Backend, s runtime.Spec) error {
 			return err
 		}
 		defer ns.Close()
-		_, err = b.net.Fill(ctx, s.ID, s.Network, ns)
+		_, err = b.box.Net.Fill(ctx, s.ID, s.Network, ns)
 		return err
 	}()
 	if err != nil {

@@ -19,9 +19,9 @@ import (
 func TestIDsElsewhere(t *testing.T) {
 	withWrapper := func(o *Options) { o.Wrapper = wrapperBinary(t) }
 	mine, other := newBox(t, withWrapper), newBox(t, withWrapper)
-	for _, x := range []*box{mine, other} {
+	for _, x := range []*fixture{mine, other} {
 		for {
-			shut, err := userns.Shut(x.home.Base)
+			shut, err := userns.Shut(x.box.Base)
 			must(t, err)
 			if shut == "" {
 				break
@@ -31,7 +31,7 @@ func TestIDsElsewhere(t *testing.T) {
 	}
 	ids := idmap.Map{Base: 1<<31 - 1<<17, Size: 1 << 16}
 	id := mine.up(with(spec("sleep", "1000"), func(s *runtime.Spec) { s.IDs = &ids }))
-	for x, want := range map[*box]bool{mine: false, other: true} {
+	for x, want := range map[*fixture]bool{mine: false, other: true} {
 		list, err := x.IDsElsewhere()
 		must(t, err)
 		if slices.Contains(list, ids.Base) != want {
@@ -50,7 +50,7 @@ func TestIDsElsewhere(t *testing.T) {
 // out anew when it is of other programs or damaged.
 func TestHostMapsKept(t *testing.T) {
 	x := newBox(t, func(o *Options) { o.Wrapper = wrapperBinary(t) })
-	path := x.home.Run + "/userns.json"
+	path := x.box.Run + "/userns.json"
 	first, err := x.hostMaps(t.Context())
 	must(t, err)
 	of, err := x.mapsOf()
@@ -64,7 +64,7 @@ func TestHostMapsKept(t *testing.T) {
 		func() { write(t, path, "{", 0o600) },
 	} {
 		damage()
-		left := filepath.Join(x.home.Base, ".userns", "merged") // by a trial that was killed
+		left := filepath.Join(x.box.Base, ".userns", "merged") // by a trial that was killed
 		must(t, os.MkdirAll(left, 0o700))
 		must(t, unix.Mount("tmpfs", left, "tmpfs", 0, ""))
 		if why, err := x.hostMaps(t.Context()); why != first || err != nil {

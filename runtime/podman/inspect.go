@@ -20,8 +20,8 @@ import (
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
-	"github.com/agentbox/agentbox/runtime/internal/home"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
+	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
 // container is the output of `podman container inspect`, as far as we need it and the versions of
@@ -105,7 +105,7 @@ const idLen = 32
 
 // look finds a container by the id of its sandbox.
 func (b *Backend) look(ctx context.Context, id string) (container, error) {
-	if !home.IsID(id) {
+	if !record.IsID(id) {
 		return container{}, fmt.Errorf("container id %q: %w", id, fault.ErrInvalid)
 	}
 	c, err := b.find(ctx, id)
@@ -146,7 +146,7 @@ func (b *Backend) told(ctx context.Context, ref string) (container, error) {
 	if err != nil {
 		return container{}, err
 	}
-	if len(all) != 1 || len(all[0].ID) < idLen || !home.IsID(all[0].id()) {
+	if len(all) != 1 || len(all[0].ID) < idLen || !record.IsID(all[0].id()) {
 		return container{}, fmt.Errorf("podman inspect of %s told of %d containers: %w", ref, len(all), fault.ErrUnsupported)
 	}
 	c := all[0]

@@ -14,7 +14,7 @@ import (
 
 // The cached state of a container equals what reading all of its files gives, and any change to
 // it, by this process or another, is seen at once.
-func TestGlance(t *testing.T) {
+func TestStatusCache(t *testing.T) {
 	t.Parallel()
 	x := newBox(t)
 	id := x.up(spec("sleep", "1000"))
@@ -22,28 +22,28 @@ func TestGlance(t *testing.T) {
 		t.Helper()
 		eventually(t, "the container is remembered", func() bool {
 			x.inspect(id)
-			_, ok := x.glance(id)
+			_, ok := x.cachedView(id)
 			return ok
 		})
 	}
 	same := func(want runtime.Status) runtime.Container {
 		t.Helper()
 		got := x.inspect(id)
-		x.glances.mu.Lock()
-		clear(x.glances.byID)
-		x.glances.mu.Unlock()
+		x.cache.mu.Lock()
+		clear(x.cache.byID)
+		x.cache.mu.Unlock()
 		if read := x.inspect(id); !reflect.DeepEqual(got, read) || got.Status != want {
 			t.Errorf("%+v, and read again %+v", got, read)
 		}
 		return got
 	}
 	x.inspect(id)
-	if _, ok := x.glance(id); ok {
+	if _, ok := x.cachedView(id); ok {
 		t.Error("its files may still change unseen, and it is remembered")
 	}
 	remembered()
 	x.pause(id)
-	if _, ok := x.glance(id); !ok {
+	if _, ok := x.cachedView(id); !ok {
 		t.Error("it is not remembered while it is paused")
 	}
 	same(runtime.Paused)
@@ -52,7 +52,7 @@ func TestGlance(t *testing.T) {
 	first := same(runtime.Running)
 
 	remembered()
-	must(t, os.WriteFile(filepath.Join(x.home.Start(id, 1), "oom"), nil, 0o600))
+	must(t, os.WriteFile(filepath.Join(x.box.StartDir(id, 1), "oom"), nil, 0o600))
 	if c := same(runtime.Running); c.OOMAt.IsZero() {
 		t.Error("a note that came later is not seen")
 	}
@@ -67,11 +67,11 @@ func TestGlance(t *testing.T) {
 	}
 	remembered()
 	must(t, x.Stop(t.Context(), id, runtime.StopOptions{Timeout: time.Millisecond}))
-	x.glances.mu.Lock()
-	if _, ok := x.glances.byID[id]; ok {
+	x.cache.mu.Lock()
+	if _, ok := x.cache.byID[id]; ok {
 		t.Error("it is stopped, and its process held on to")
 	}
-	x.glances.mu.Unlock()
+	x.cache.mu.Unlock()
 	same(runtime.Exited)
 	must(t, x.Remove(t.Context(), id))
 	if _, err := x.Inspect(t.Context(), id); err == nil {

@@ -8,6 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/box"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 )
 
@@ -21,9 +22,9 @@ import (
 // a change right after another one not show in it.
 const settled = 2 * time.Second
 
-// maxGlances bounds the cached states, also of sandboxes that other processes have removed: each
+// maxCached bounds the cached states, also of sandboxes that other processes have removed: each
 // takes two descriptors, and most descriptors are for other uses.
-func maxGlances() int {
+func maxCached() int {
 	const most = 1024
 	var limit unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
@@ -32,21 +33,21 @@ func maxGlances() int {
 	return int(min(limit.Cur/8, most))
 }
 
-type glances struct {
+type statusCache struct {
 	mu   sync.Mutex
-	byID map[string]glance
+	byID map[string]cached
 }
 
-// glance is the cached state of a running sandbox.
-type glance struct {
+// cached is the cached state of a running sandbox.
+type cached struct {
 	paths [3]string // of its record, its starts, and the start that runs
 	files [3]inode
-	view  view
+	view  box.View
 	cold  *kernel.Freezer
 }
 
-func (g *glance) letGo() {
-	g.view.letGo()
+func (g *cached) close() {
+	g.view.Close()
 	if g.cold != nil {
 		g.cold.Close()
 		g.cold = nil
@@ -75,7 +76,7 @@ func inodeOf(path string) (in inode, ok bool) {
 
 // paths are those of the files that say that a start runs.
 func (b *Backend) paths(id string, n int) [3]string {
-	return [3]string{b.home.Dir(id, "container.json"), b.home.Dir(id, "runs"), b.home.Start(id, n)}
+	return [3]string{b.box.Dir(id, "container.json"), b.box.Dir(id, "runs"), b.box.StartDir(id, n)}
 }
 
 func inodesOf(paths [3]string) (list [3]inode, ok bool) {
@@ -87,48 +88,48 @@ func inodesOf(paths [3]string) (list [3]inode, ok bool) {
 	return list, true
 }
 
-// glance returns the cached state of a sandbox, if it still holds.
-func (b *Backend) glance(id string) (view, bool) {
-	b.glances.mu.Lock()
-	g, ok := b.glances.byID[id]
-	b.glances.mu.Unlock()
+// cachedView returns the cached state of a sandbox, if it still holds.
+func (b *Backend) cachedView(id string) (box.View, bool) {
+	b.cache.mu.Lock()
+	g, ok := b.cache.byID[id]
+	b.cache.mu.Unlock()
 	if !ok {
-		return view{}, false
+		return box.View{}, false
 	}
 	// Should another look have let go of the process meanwhile, it does not count as alive.
-	if files, ok := inodesOf(g.paths); !ok || files != g.files || !g.view.first.Alive() {
-		b.forget(id)
-		return view{}, false
+	if files, ok := inodesOf(g.paths); !ok || files != g.files || !g.view.First.Alive() {
+		b.uncache(id)
+		return box.View{}, false
 	}
 	frozen, err := g.cold.Frozen()
 	if err != nil {
-		b.forget(id)
-		return view{}, false // the cgroup is gone, or the look fails of it, too, and says so
+		b.uncache(id)
+		return box.View{}, false // the cgroup is gone, or the look fails of it, too, and says so
 	}
 	v := g.view
 	v.Lower = slices.Clone(v.Lower)
-	v.status = runtime.Running
+	v.Status = runtime.Running
 	if frozen {
-		v.status = runtime.Paused
+		v.Status = runtime.Paused
 	}
 	return v, true
 }
 
-// forget drops the cached state of a sandbox.
-func (b *Backend) forget(id string) {
-	b.glances.mu.Lock()
-	defer b.glances.mu.Unlock()
-	g := b.glances.byID[id]
-	g.letGo()
-	delete(b.glances.byID, id)
+// uncache drops the cached state of a sandbox.
+func (b *Backend) uncache(id string) {
+	b.cache.mu.Lock()
+	defer b.cache.mu.Unlock()
+	g := b.cache.byID[id]
+	g.close()
+	delete(b.cache.byID, id)
 }
 
-// remember caches what hold has found out since began, if it will be of use.
-func (b *Backend) remember(id string, v view, began time.Time) bool {
-	if v.first == nil || !v.noted || len(v.dirty) > 0 || v.run.Number == 0 {
+// cacheView caches what a look has found out since began, if it will be of use.
+func (b *Backend) cacheView(id string, v box.View, began time.Time) bool {
+	if v.First == nil || !v.Noted || len(v.Stale) > 0 || v.Run.Number == 0 {
 		return false
 	}
-	paths := b.paths(id, v.run.Number)
+	paths := b.paths(id, v.Run.Number)
 	files, ok := inodesOf(paths)
 	if !ok || slices.ContainsFunc(files[:], func(in inode) bool {
 		// A file changed since before the look, or so lately that more may follow unseen.
@@ -136,29 +137,29 @@ func (b *Backend) remember(id string, v view, began time.Time) bool {
 	}) {
 		return false
 	}
-	cold, err := b.cgroups.Freezer(b.home.Cgroup(id))
+	cold, err := b.box.Cgroups.Freezer(b.box.Cgroup(id))
 	if err != nil {
 		return false
 	}
-	b.glances.mu.Lock()
-	defer b.glances.mu.Unlock()
-	if b.glances.byID == nil {
-		b.glances.byID = map[string]glance{}
+	b.cache.mu.Lock()
+	defer b.cache.mu.Unlock()
+	if b.cache.byID == nil {
+		b.cache.byID = map[string]cached{}
 	}
-	old, ok := b.glances.byID[id]
-	most := maxGlances()
+	old, ok := b.cache.byID[id]
+	most := maxCached()
 	if most == 0 {
 		cold.Close()
 		return false
 	}
-	if !ok && len(b.glances.byID) >= most {
-		for id, g := range b.glances.byID { // any of them
-			g.letGo()
-			delete(b.glances.byID, id)
+	if !ok && len(b.cache.byID) >= most {
+		for id, g := range b.cache.byID { // any of them
+			g.close()
+			delete(b.cache.byID, id)
 			break
 		}
 	}
-	old.letGo()
-	b.glances.byID[id] = glance{paths, files, v, cold}
+	old.close()
+	b.cache.byID[id] = cached{paths, files, v, cold}
 	return true
 }

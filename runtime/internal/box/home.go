@@ -1,19 +1,4 @@
-// Package home keeps the records of a backend that runs its sandboxes itself:
-// where each has its files, which verb holds it, how far each of its starts got
-// and how it ended. It hides the names of the files, which of them outlast a
-// power failure, and the order of their removal, so that an interrupted verb's
-// leftovers are still found:
-//
-//	ROOT/sandboxes/<id>/container.json   what Save keeps; without it the sandbox does not exist
-//	                    runs/<n>/        one directory per start: started, exit.json, and the backend's own
-//	RUN/<id>/bundle.<n>/                 what start n needs while it lasts
-//	         exec/<e>/                   what an exec session needs while it lasts
-//	RUN/runc                             the OCI runtime's own state
-//	RUN/exits/<id>                       exit codes of removed sandboxes, for callers still in Wait
-//
-// ROOT and RUN are the backend's part of the two directories that it was given,
-// except that exits is in RUN itself.
-package home
+package box
 
 import (
 	"cmp"
@@ -32,35 +17,22 @@ import (
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/fsx"
-	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
-// idPattern matches a sandbox's id; any other name in our directories is not a sandbox's.
-var idPattern = lazy.Regexp(`^[0-9a-f]{32}$`)
-
-// IsID reports whether a name is that of a sandbox.
-func IsID(name string) bool { return idPattern().MatchString(name) }
-
-// Check is ErrNotFound for what cannot be a sandbox's id.
-func Check(id string) error {
-	if !IsID(id) {
-		return fmt.Errorf("container %q: %w", id, fault.ErrNotFound)
-	}
-	return nil
-}
-
-// Home is the place of one backend's sandboxes. All paths are real ones, as in the mount table.
-type Home struct {
+// home keeps the records of a backend's sandboxes. It hides the names of the files, which of them
+// outlast a power failure, and the order of their removal, so that an interrupted verb's leftovers
+// are still found. All paths are real ones, as in the mount table.
+type home struct {
 	Base, Root string // lasting state: of all backends, of this one
 	Stage, Run string // transient state: of all backends, among it staged restores; of this one
 	State      string // of the OCI runtime
 	tag        string // of Base, among all on this machine
 }
 
-// Open makes the directories of the backend whose part of root and run this is.
-func Open(root, run, part string) (h Home, err error) {
+// openHome makes the directories of the backend whose part of root and run this is.
+func openHome(root, run, part string) (h home, err error) {
 	if root == "" || run == "" {
 		return h, fmt.Errorf("%w: a backend without root or run directory", fault.ErrInvalid)
 	}
@@ -85,33 +57,18 @@ func Open(root, run, part string) (h Home, err error) {
 	return h, nil
 }
 
-// Cgroups holds the cgroups of all containers and of their monitors.
-const Cgroups = "/agentbox"
+// CgroupRoot holds the cgroups of all containers and of their monitors.
+const CgroupRoot = "/agentbox"
 
 // Cgroup is the cgroup of a sandbox. It follows from root and id: a checkpoint
 // that was carried to another root of this machine brings its sandbox's id
 // along, and one root's clearing up must not end the other's processes.
-func (h Home) Cgroup(id string) string { return Cgroups + "/" + id + "-" + h.tag }
+func (h home) Cgroup(id string) string { return CgroupRoot + "/" + id + "-" + h.tag }
 
-// OfCgroup is the other way round: the sandbox of this root whose cgroup has a name.
-func (h Home) OfCgroup(name string) (id string, ok bool) {
+// OfCgroup is the reverse of Cgroup: the sandbox of this root whose cgroup has a name.
+func (h home) OfCgroup(name string) (id string, ok bool) {
 	id, ok = strings.CutSuffix(filepath.Base(name), "-"+h.tag)
-	return id, ok && IsID(id)
-}
-
-// Elsewhere reports whether theirs, the root in the label of an engine's object, is another
-// root than mine. A root that no longer exists counts as mine: it was perhaps moved to where
-// mine is.
-func Elsewhere(mine, theirs string) bool {
-	if theirs == "" || theirs == mine {
-		return false
-	}
-	a, err := os.Stat(theirs)
-	if err != nil {
-		return false
-	}
-	b, err := os.Stat(mine)
-	return err != nil || !os.SameFile(a, b)
+	return id, ok && record.IsID(id)
 }
 
 // directory makes dir with children and returns its real path.
@@ -137,10 +94,10 @@ func Program(name string) (string, error) {
 	return filepath.Abs(path)
 }
 
-// Runtimes finds the OCI runtime, which is runc unless another is named, and the
+// runtimes finds the OCI runtime, which is runc unless another is named, and the
 // program to call in its place: the wrapper that is named, else the one beside
 // self, the agentbox binary, else, without self, the OCI runtime.
-func Runtimes(runtime, wrapper, self string) (real, called string, err error) {
+func runtimes(runtime, wrapper, self string) (real, called string, err error) {
 	if real, err = Program(cmp.Or(runtime, "runc")); err != nil {
 		return "", "", err
 	}
@@ -160,31 +117,31 @@ func Runtimes(runtime, wrapper, self string) (real, called string, err error) {
 }
 
 // Dir returns the directory of a sandbox's lasting state, or a path in it.
-func (h Home) Dir(id string, elem ...string) string {
+func (h home) Dir(id string, elem ...string) string {
 	return filepath.Join(append([]string{h.Root, "sandboxes", id}, elem...)...)
 }
 
 // RunDir returns the directory of a sandbox's transient state, or a path in it.
-func (h Home) RunDir(id string, elem ...string) string {
+func (h home) RunDir(id string, elem ...string) string {
 	return filepath.Join(append([]string{h.Run, id}, elem...)...)
 }
 
-// Start returns the directory of start n, or a path in it.
-func (h Home) Start(id string, n int, elem ...string) string {
+// StartDir returns the directory of start n, or a path in it.
+func (h home) StartDir(id string, n int, elem ...string) string {
 	return h.Dir(id, append([]string{"runs", strconv.Itoa(n)}, elem...)...)
 }
 
 // Bundle returns the directory of start n's files while it lasts. Every start has its own, so that
 // an old monitor and the next start's cannot meet: conmon removes its attach socket by name as the
 // last thing it does.
-func (h Home) Bundle(id string, n int, elem ...string) string {
+func (h home) Bundle(id string, n int, elem ...string) string {
 	return h.RunDir(id, append([]string{"bundle." + strconv.Itoa(n)}, elem...)...)
 }
 
-// Load reads a sandbox's record into rec, of which id is to name the sandbox; a
+// ReadRecord reads a sandbox's record into rec, of which id is to name the sandbox; a
 // sandbox without a record does not exist.
-func (h Home) Load(id string, rec any, named *string) error {
-	if err := Check(id); err != nil {
+func (h home) ReadRecord(id string, rec any, named *string) error {
+	if err := record.CheckID(id); err != nil {
 		return err
 	}
 	if err := h.noLinks(id, "", "upper", "work", "merged", "etc", "runs", "log", "container.json"); err != nil {
@@ -202,7 +159,7 @@ func (h Home) Load(id string, rec any, named *string) error {
 
 // noLinks refuses symlinks among what is kept of a sandbox: in a root from elsewhere they lead
 // out of it, and what is below them is written and removed.
-func (h Home) noLinks(id string, names ...string) error {
+func (h home) noLinks(id string, names ...string) error {
 	if err := errors.Join(fsx.NoLinks(h.Dir(id), names...), fsx.NoLinks(h.RunDir(id), "")); err != nil {
 		return &fault.Error{Op: "container " + id, Hint: "agentbox has not made it. Do not use a root directory that others could write to.",
 			Err: fmt.Errorf("%w: %w", fault.ErrCorrupt, err)}
@@ -211,15 +168,15 @@ func (h Home) noLinks(id string, names ...string) error {
 }
 
 // Save makes a sandbox exist, for good.
-func (h Home) Save(id string, rec any) error {
+func (h home) Save(id string, rec any) error {
 	if err := record.WriteJSON(h.Dir(id, "container.json"), rec, true); err != nil {
 		return err
 	}
 	return fsx.SyncDir(filepath.Dir(h.Dir(id)))
 }
 
-// Unsave makes a sandbox a half-made one, which cannot be started.
-func (h Home) Unsave(id string) error {
+// removeRecord makes a sandbox a half-made one, which cannot be started.
+func (h home) removeRecord(id string) error {
 	err := os.Remove(h.Dir(id, "container.json"))
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
@@ -231,8 +188,8 @@ func (h Home) Unsave(id string) error {
 }
 
 // Lock serialises the verbs that change a sandbox, across processes.
-func (h Home) Lock(ctx context.Context, id string) (unlock func(), err error) {
-	if err := Check(id); err != nil {
+func (h home) Lock(ctx context.Context, id string) (unlock func(), err error) {
+	if err := record.CheckID(id); err != nil {
 		return nil, err
 	}
 	if err := h.noLinks(id, ""); err != nil {
@@ -242,11 +199,11 @@ func (h Home) Lock(ctx context.Context, id string) (unlock func(), err error) {
 }
 
 // Busy reports whether a verb holds a sandbox's lock.
-func (h Home) Busy(id string) bool { return Check(id) == nil && record.Locked(h.Dir(id)) }
+func (h home) Busy(id string) bool { return record.CheckID(id) == nil && record.Locked(h.Dir(id)) }
 
-// Elses reports whether a sandbox belongs to another backend on the same root. Backends share
+// OwnedByOther reports whether a sandbox belongs to another backend on the same root. Backends share
 // networks and the names of cgroups, so a sandbox unknown to one may belong to another.
-func (h Home) Elses(id string) bool {
+func (h home) OwnedByOther(id string) bool {
 	if _, err := os.Lstat(h.Dir(id)); err == nil {
 		return false
 	}
@@ -264,10 +221,10 @@ func (h Home) Elses(id string) bool {
 	})
 }
 
-// Claim makes a sandbox's directory, if need be, and takes its lock. left reports whether
+// claim makes a sandbox's directory, if need be, and takes its lock. left reports whether
 // anything of a sandbox of that id was there.
-func (h Home) Claim(ctx context.Context, id string) (unlock func(), left bool, err error) {
-	left = h.Traces(id)
+func (h home) claim(ctx context.Context, id string) (unlock func(), left bool, err error) {
+	left = h.Exists(id)
 	if err := os.Mkdir(h.Dir(id), 0o700); errors.Is(err, fs.ErrExist) {
 		left = true
 	} else if err != nil {
@@ -277,9 +234,9 @@ func (h Home) Claim(ctx context.Context, id string) (unlock func(), left bool, e
 	return unlock, left, err
 }
 
-// Traces reports whether anything of a sandbox exists. These
+// Exists reports whether anything of a sandbox exists. These
 // go last.
-func (h Home) Traces(id string) bool {
+func (h home) Exists(id string) bool {
 	for _, path := range []string{h.Dir(id), h.RunDir(id), filepath.Join(h.State, id)} {
 		if _, err := os.Lstat(path); err == nil {
 			return true
@@ -288,8 +245,8 @@ func (h Home) Traces(id string) bool {
 	return false
 }
 
-// Names lists what may be sandboxes by their files.
-func (h Home) Names() ([]string, error) {
+// names lists what may be sandboxes by their files.
+func (h home) names() ([]string, error) {
 	var names []string
 	for _, dir := range []string{filepath.Join(h.Root, "sandboxes"), h.Run, h.State} {
 		entries, err := os.ReadDir(dir)
@@ -303,9 +260,9 @@ func (h Home) Names() ([]string, error) {
 	return names, nil
 }
 
-// Clear removes what starts and exec sessions keep in RUN. It leaves the Engine's files
+// ClearRun removes what starts and exec sessions keep in RUN. It leaves the Engine's files
 // there.
-func (h Home) Clear(id string) error {
+func (h home) ClearRun(id string) error {
 	entries, err := os.ReadDir(h.RunDir(id))
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
@@ -322,19 +279,19 @@ func (h Home) Clear(id string) error {
 	return errors.Join(errs...)
 }
 
-// Unborn reports whether runc has made a sandbox whose command waits for its start:
+// NotStarted reports whether runc has made a sandbox whose command waits for its start:
 // the fifo that the start opens is still there.
-func (h Home) Unborn(id string) bool {
+func (h home) NotStarted(id string) bool {
 	_, err := os.Lstat(filepath.Join(h.State, id, "exec.fifo"))
 	return err == nil
 }
 
-// Forget deletes the OCI runtime's state of a sandbox. The processes and cgroups behind it are
+// removeState deletes the OCI runtime's state of a sandbox. The processes and cgroups behind it are
 // freed elsewhere, so a call of `runc delete` would add only the time of a program start, and
 // fail on a half-written state. A killed restore leaves the root filesystem mounted in there,
 // and CRIU's view of the cgroups in its working directory: deleting through them would delete
 // the sandbox's files.
-func (h Home) Forget(id string) error {
+func (h home) removeState(id string) error {
 	state := filepath.Join(h.State, id)
 	if err := kernel.UnmountBelow(state, filepath.Join(h.Stage, id, "restore")); err != nil {
 		return err
@@ -342,9 +299,9 @@ func (h Home) Forget(id string) error {
 	return os.RemoveAll(state)
 }
 
-// Empty removes all files of a sandbox whose mounts are gone. Its directory,
+// removeFiles removes all files of a sandbox whose mounts are gone. Its directory,
 // which is the lock, stays.
-func (h Home) Empty(id string) error {
+func (h home) removeFiles(id string) error {
 	entries, err := os.ReadDir(h.Dir(id))
 	if err != nil {
 		return err
@@ -357,8 +314,8 @@ func (h Home) Empty(id string) error {
 	return os.RemoveAll(h.RunDir(id))
 }
 
-// Drop removes the directory of an empty sandbox.
-func (h Home) Drop(id string) error {
+// removeDir removes the directory of an empty sandbox.
+func (h home) removeDir(id string) error {
 	err := os.Remove(h.Dir(id))
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil

@@ -1,4 +1,4 @@
-package home
+package box
 
 import (
 	"context"
@@ -30,19 +30,19 @@ func TestForgedLinks(t *testing.T) {
 	id := strings.Repeat("a", 32)
 	lead := func(from, to string) error { return errors.Join(os.RemoveAll(from), os.Symlink(to, from)) }
 	for name, c := range map[string]struct {
-		forge func(h Home, outside string) error
+		forge func(h home, outside string) error
 		lock  bool // it can be locked, to be removed
 	}{
-		"itself": {func(h Home, outside string) error {
+		"itself": {func(h home, outside string) error {
 			return errors.Join(os.Rename(h.Dir(id), outside+"/"+id), os.Symlink(outside+"/"+id, h.Dir(id)))
 		}, false},
-		"its part of run": {func(h Home, outside string) error { return lead(h.RunDir(id), outside) }, false},
-		"upper":           {func(h Home, outside string) error { return lead(h.Dir(id, "upper"), outside) }, true},
-		"merged":          {func(h Home, outside string) error { return lead(h.Dir(id, "merged"), outside) }, true},
-		"etc":             {func(h Home, outside string) error { return lead(h.Dir(id, "etc"), outside) }, true},
-		"runs":            {func(h Home, outside string) error { return lead(h.Dir(id, "runs"), outside) }, true},
-		"log":             {func(h Home, outside string) error { return lead(h.Dir(id, "log"), outside+"/kept") }, true},
-		"record": {func(h Home, outside string) error {
+		"its part of run": {func(h home, outside string) error { return lead(h.RunDir(id), outside) }, false},
+		"upper":           {func(h home, outside string) error { return lead(h.Dir(id, "upper"), outside) }, true},
+		"merged":          {func(h home, outside string) error { return lead(h.Dir(id, "merged"), outside) }, true},
+		"etc":             {func(h home, outside string) error { return lead(h.Dir(id, "etc"), outside) }, true},
+		"runs":            {func(h home, outside string) error { return lead(h.Dir(id, "runs"), outside) }, true},
+		"log":             {func(h home, outside string) error { return lead(h.Dir(id, "log"), outside+"/kept") }, true},
+		"record": {func(h home, outside string) error {
 			return errors.Join(os.Rename(h.Dir(id, "container.json"), outside+"/c.json"), os.Symlink(outside+"/c.json", h.Dir(id, "container.json")))
 		}, true},
 	} {
@@ -50,24 +50,24 @@ func TestForgedLinks(t *testing.T) {
 			dir := t.TempDir()
 			outside := filepath.Join(dir, "outside")
 			must(t, os.MkdirAll(outside+"/exec", 0o700), os.WriteFile(outside+"/kept", []byte("x"), 0o600), os.WriteFile(outside+"/exec/kept", []byte("x"), 0o600))
-			h, err := Open(filepath.Join(dir, "root"), filepath.Join(dir, "run"), "")
+			h, err := openHome(filepath.Join(dir, "root"), filepath.Join(dir, "run"), "")
 			must(t, err)
-			unlock, _, err := h.Claim(ctx, id)
+			unlock, _, err := h.claim(ctx, id)
 			must(t, err)
-			must(t, h.Save(id, saved{id}), h.Begin(id, 1), os.Mkdir(h.Dir(id, "upper"), 0o700))
+			must(t, h.Save(id, saved{id}), h.makeStart(id, 1), os.Mkdir(h.Dir(id, "upper"), 0o700))
 			unlock()
 			var rec saved
-			must(t, h.Load(id, &rec, &rec.ID))
+			must(t, h.ReadRecord(id, &rec, &rec.ID))
 			must(t, c.forge(h, outside))
-			if err := h.Load(id, &rec, &rec.ID); !errors.Is(err, fault.ErrCorrupt) || !strings.Contains(err.Error(), "symbolic link") {
+			if err := h.ReadRecord(id, &rec, &rec.ID); !errors.Is(err, fault.ErrCorrupt) || !strings.Contains(err.Error(), "symbolic link") {
 				t.Errorf("load: %v", err)
 			}
-			unlock, _, err = h.Claim(ctx, id)
+			unlock, _, err = h.claim(ctx, id)
 			if c.lock != (err == nil) || err != nil && !errors.Is(err, fault.ErrCorrupt) {
 				t.Errorf("claim: %v", err)
 			}
 			if err == nil {
-				must(t, h.Clear(id), h.Empty(id)) // as a removal does
+				must(t, h.ClearRun(id), h.removeFiles(id)) // as a removal does
 				unlock()
 			}
 			for _, path := range []string{"/kept", "/exec/kept"} {
@@ -83,12 +83,12 @@ func TestForgedLinks(t *testing.T) {
 func TestForgedStarts(t *testing.T) {
 	id := strings.Repeat("a", 32)
 	dir := t.TempDir()
-	h, err := Open(filepath.Join(dir, "root"), filepath.Join(dir, "run"), "")
+	h, err := openHome(filepath.Join(dir, "root"), filepath.Join(dir, "run"), "")
 	must(t, err)
-	must(t, os.Mkdir(h.Dir(id), 0o700), h.Begin(id, 1))
+	must(t, os.Mkdir(h.Dir(id), 0o700), h.makeStart(id, 1))
 	kept := filepath.Join(dir, "kept")
-	must(t, os.WriteFile(kept, []byte("x"), 0o600), os.Symlink(kept, h.Start(id, 1, ".started")), os.Symlink(dir, h.Start(id, 2)))
-	if err := h.Note(id, 1, time.Now()); err == nil {
+	must(t, os.WriteFile(kept, []byte("x"), 0o600), os.Symlink(kept, h.StartDir(id, 1, ".started")), os.Symlink(dir, h.StartDir(id, 2)))
+	if err := h.NoteStart(id, 1, time.Now()); err == nil {
 		t.Error("it was noted through a link")
 	}
 	if got, err := os.ReadFile(kept); err != nil || string(got) != "x" {
@@ -105,7 +105,7 @@ func TestForgedHome(t *testing.T) {
 		for _, name := range []string{"root/" + part + "/sandboxes", "run/" + part + "/runc"} {
 			dir := t.TempDir()
 			must(t, os.MkdirAll(filepath.Join(dir, name), 0o700), os.Remove(filepath.Join(dir, name)), os.Symlink(t.TempDir(), filepath.Join(dir, name)))
-			if _, err := Open(filepath.Join(dir, "root"), filepath.Join(dir, "run"), part); !errors.Is(err, fault.ErrDenied) {
+			if _, err := openHome(filepath.Join(dir, "root"), filepath.Join(dir, "run"), part); !errors.Is(err, fault.ErrDenied) {
 				t.Errorf("%q, %s: %v", part, name, err)
 			}
 		}
@@ -113,18 +113,18 @@ func TestForgedHome(t *testing.T) {
 }
 
 // The first that is known of an end counts, and a code counts more than none.
-func TestSettle(t *testing.T) {
-	h := Home{Root: t.TempDir(), Run: t.TempDir()}
+func TestRecordExit(t *testing.T) {
+	h := home{Root: t.TempDir(), Run: t.TempDir()}
 	id := strings.Repeat("a", 32)
-	must(t, os.MkdirAll(h.Start(id, 1), 0o700))
+	must(t, os.MkdirAll(h.StartDir(id, 1), 0o700))
 	at := time.Now().UTC().Round(time.Second)
 	for _, c := range []struct {
 		code int
 		at   time.Time
 		want int
-	}{{Unknown, at, Unknown}, {Unknown, at.Add(1), Unknown}, {137, at.Add(time.Hour), 137}, {Unknown, at, 137}, {0, at, 137}} {
-		must(t, h.Settle(id, 1, Exit{Code: c.code, Finished: c.at}))
-		got, ok, err := h.Exited(id, 1)
+	}{{UnknownExit, at, UnknownExit}, {UnknownExit, at.Add(1), UnknownExit}, {137, at.Add(time.Hour), 137}, {UnknownExit, at, 137}, {0, at, 137}} {
+		must(t, h.recordExit(id, 1, Exit{Code: c.code, Finished: c.at}))
+		got, ok, err := h.RecordedExit(id, 1)
 		if err != nil || !ok || got.Code != c.want || !got.Finished.Equal(at) {
 			t.Errorf("after %d: %+v, %v, %v", c.code, got, ok, err)
 		}
