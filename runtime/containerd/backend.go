@@ -5,20 +5,18 @@
 // container of the sandbox's id, with the labels agentbox.root and
 // agentbox.name, an active snapshot of that id over the image's committed
 // chain, and, while it runs, a task. The snapshot's directories are the upperdir
-// and the lower directories. What containerd does not keep is in ROOT/containerd,
-// what a reboot may take is in RUN/containerd:
+// and the lower directories. Package box has the life of a container, and its files in
+// ROOT/containerd and RUN/containerd; besides these there are:
 //
 //	ROOT/containerd/agentbox-runtime        the program containerd's shims are told to call; see wrap
-//	    sandboxes/<id>/container.json       the spec, the snapshot's directories; of an adopted container its name too
+//	    sandboxes/<id>/container.json       with the snapshot's directories; of an adopted container its name too
 //	                   merged               the root filesystem, mounted only while the sandbox runs
 //	                   etc/ init log        as in the oci backend
-//	                   runs/<n>/            one directory per start: run.json, started, exit.json
 //	                   streams.json exit.json   of an adopted container's task that a Stop has deleted
 //	RUN/containerd/<id>/bundle.<n>/         fifos 0, 1 and 2, the attach socket, the monitor's lock and orders
 //	                    exec/<e>/           the fifos of one exec session
 //	                    netns, criu.conf
 //	RUN/containerd/runc/<namespace>         runc's own state
-//	RUN/exits/<id>                          exit codes of removed containers, for callers still in Wait
 //
 // Each run has a monitor, a process of ours (Monitor) that holds the other end
 // of the fifos which containerd's shim copies the container's output to and its

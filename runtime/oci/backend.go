@@ -1,20 +1,18 @@
 // Package oci is agentbox's default backend: conmon + agentbox-runtime + runc,
 // and no daemon.
 //
-// What lasts is in ROOT/sandboxes/<id>, what a reboot may take is in RUN:
+// Package box has the life of a container; this one has what conmon does in it. What lasts is in
+// ROOT/sandboxes/<id>, what a reboot may take is in RUN; besides the files of package box these are:
 //
-//	ROOT/sandboxes/<id>/container.json   the spec and the lower directories; its presence makes the container
-//	                    upper work merged  the overlay; mounted only while the container runs
+//	ROOT/sandboxes/<id>/upper work merged  the overlay; mounted only while the container runs
 //	                    etc/ init        sources of bind mounts; CRIU wants them under the same path at restore.
 //	                                     etc/.generated tells what in etc is ours and what the sandbox wrote
 //	                    log              all that the container printed, kept over restarts and restores
-//	                    runs/<n>/        one directory per start: run.json, started, exit (by conmon), exit.json
+//	                    runs/<n>/        exit and oom, by conmon
 //	RUN/<id>/           bundle.<n>/      config.json, pid files, attach socket, fifos of run n
 //	                    exec/<e>/        the same of one exec session
 //	                    netns            owned by package network
 //	                    criu.conf        named by the bundle's org.criu.config annotation; the Engine fills it
-//	RUN/runc            runc's own state
-//	RUN/exits/<id>      exit codes of removed containers, for callers still in Wait
 //
 // Nothing is remembered: every method reads these files and asks the kernel.
 // A run's first process is the one in its pid file, if that process is in the

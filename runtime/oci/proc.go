@@ -14,15 +14,6 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 )
 
-// first returns the first process of run n, to be closed; nil when it has ended.
-func (b *Backend) first(id string, n int) (*kernel.Process, error) {
-	pid, err := kernel.PidFile(b.box.Bundle(id, n, "pid"))
-	if pid == 0 {
-		return nil, err
-	}
-	return kernel.OpenMember(pid, b.box.Cgroup(id))
-}
-
 // monitor returns the conmon that left its pid in a bundle, to be closed; nil when
 // it has ended.
 func monitor(bundle string) (*kernel.Process, error) {

@@ -114,7 +114,7 @@ func (s *starting) writeBundle(ctx context.Context) error {
 
 // Go implements box.Launched.
 func (s *starting) Go(ctx context.Context) error {
-	err := s.b.letGo(ctx, s.View.Spec.ID, s.Run.Number)
+	err := s.b.letGo(ctx, s.View.Spec.ID, s.Run)
 	var said *callError
 	if errors.As(err, &said) {
 		return commandError(s.View.Spec.Args, said.Error())
@@ -137,12 +137,12 @@ func (s *starting) Abort() { _ = s.filler.done() } // what the start fails with 
 // executed or, since runc 1.3.3, before. Until it is executed the first process is still the
 // runtime's: CRIU may not inspect that from the sandbox's user namespace, and it does not
 // belong in a checkpoint. So letGo waits for that.
-func (b *Backend) letGo(ctx context.Context, id string, n int) (err error) {
+func (b *Backend) letGo(ctx context.Context, id string, run box.Run) (err error) {
 	state := filepath.Join(b.box.State, id)
 	if !b.box.NotStarted(id) {
 		return b.call(ctx, b.box.Wrapper, "start", id)
 	}
-	p, err := b.first(id, n)
+	p, err := b.box.First(id, run)
 	if err != nil {
 		return err
 	}

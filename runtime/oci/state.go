@@ -2,10 +2,16 @@ package oci
 
 import (
 	"context"
+	"errors"
+	"io/fs"
+	"os"
+	"strconv"
+	"strings"
 	"time"
 
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/box"
+	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
 // Look implements box.Hooks.
@@ -23,24 +29,31 @@ func (h hooks) Monitored(dir string) (bool, error) {
 	return p != nil, err
 }
 
-// AwaitMonitor implements box.Hooks: it returns when neither conmon nor the first process of a run
-// is left.
-func (h hooks) AwaitMonitor(ctx context.Context, id string, run box.Run) error {
-	p, err := monitor(run.Bundle)
+// MonitorExit implements box.Hooks: conmon's exit file counts, since conmon writes it once all
+// output is in the log and on the attached sockets.
+func (h hooks) MonitorExit(id string, n int) (box.Exit, bool, error) {
+	data, at, err := record.Read(h.box.StartDir(id, n, "exit"))
+	if errors.Is(err, fs.ErrNotExist) {
+		return box.Exit{}, false, nil
+	}
 	if err != nil {
+		return box.Exit{}, false, err
+	}
+	code, err := strconv.Atoi(strings.TrimSpace(string(data)))
+	if err != nil || code < 0 {
+		code = box.UnknownExit
+	}
+	return box.Exit{Code: code, Finished: at, OOM: !h.oomAt(id, n).IsZero()}, true, nil
+}
+
+// AwaitMonitor implements box.Hooks.
+func (h hooks) AwaitMonitor(ctx context.Context, _ string, run box.Run) error {
+	p, err := monitor(run.Bundle)
+	if p == nil || err != nil {
 		return err
 	}
-	if p != nil {
-		defer p.Close()
-		if err := p.Wait(ctx); err != nil {
-			return err
-		}
-	}
-	if p, err = h.first(id, run.Number); p != nil {
-		defer p.Close()
-		return p.Wait(ctx)
-	}
-	return err
+	defer p.Close()
+	return p.Wait(ctx)
 }
 
 // Inspect describes the current state.
@@ -63,4 +76,14 @@ func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, er
 		c.OOMAt = b.oomAt(id, v.Run.Number)
 	}
 	return c, nil
+}
+
+// oomAt returns when the kernel first killed a process for memory in run n, which conmon notes by a
+// file.
+func (b *Backend) oomAt(id string, n int) time.Time {
+	st, err := os.Lstat(b.box.StartDir(id, n, "oom"))
+	if err != nil {
+		return time.Time{}
+	}
+	return st.ModTime()
 }

@@ -63,7 +63,8 @@ type Hooks interface {
 	// exit.json.
 	MonitorExit(id string, n int) (Exit, bool, error)
 
-	// AwaitMonitor returns when a run that ends has no monitor any more that could record its end.
+	// AwaitMonitor returns when a run whose first process has ended has no monitor any more that
+	// could record that.
 	AwaitMonitor(ctx context.Context, id string, run Run) error
 
 	// KillStrays ends the monitors and runtime calls that work for a container.
@@ -176,9 +177,6 @@ func (l *Lifecycle) place(c Container) bundle.Place {
 		Secrets: l.RunDir(id, "secrets"),
 	}
 }
-
-// bare is the container of which only the id is known.
-func bare(id string) Container { return Container{Spec: runtime.Spec{ID: id}} }
 
 // rootfs returns the mount of a container's root filesystem. An engine would mount a snapshot
 // itself, with the kernel's defaults; the options that keep an upperdir free of references to the

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/fault"
@@ -105,7 +106,7 @@ func (l *Lifecycle) Remove(ctx context.Context, id string) error {
 	if err := l.wipe(ctx, id, strays); err != nil {
 		return err
 	}
-	if err := l.removeDir(id); err != nil {
+	if err := os.Remove(l.Dir(id)); gone(err) != nil {
 		return err
 	}
 	if err := l.hit("remove.after-files"); err != nil {
@@ -157,6 +158,7 @@ func (l *Lifecycle) List(ctx context.Context, more ...string) ([]string, error) 
 	if err != nil {
 		return nil, err
 	}
-	ids = append(append(ids, names...), more...)
-	return sortedIDs(ids, func(id string) bool { return record.IsID(id) && !l.OwnedByOther(id) }), nil
+	ids = slices.DeleteFunc(slices.Concat(ids, names, more), func(id string) bool { return !record.IsID(id) || l.OwnedByOther(id) })
+	slices.Sort(ids)
+	return slices.Compact(ids), nil
 }

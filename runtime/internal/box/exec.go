@@ -14,6 +14,7 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/internal/streams"
 )
 
@@ -61,12 +62,19 @@ func (l *Lifecycle) Exec(ctx context.Context, id string, p runtime.Process, ends
 
 // OCIProcess makes the process section for the OCI runtime.
 func (s *Session) OCIProcess() (*specs.Process, error) {
-	first, err := s.l.FirstProcess(s.View)
-	if err != nil {
+	v, open := s.View, s.l.First
+	if v.Foreign { // in a cgroup of its owner's
+		open = func(string, Run) (*kernel.Process, error) { return kernel.OpenProcess(v.Pid) }
+	}
+	first, err := open(v.Spec.ID, v.Run)
+	if err != nil && !kernel.Gone(err) {
 		return nil, err
 	}
+	if first == nil {
+		return nil, fmt.Errorf("container %s has ended: %w", v.Spec.ID, fault.ErrState)
+	}
 	defer first.Close()
-	return bundle.Process(first, s.View.Spec, s.View.Run.Env, s.Process, s.Size)
+	return bundle.Process(first, v.Spec, v.Run.Env, s.Process, s.Size)
 }
 
 // fresh is how old a session's directory may be without a monitor in it.

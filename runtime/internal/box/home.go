@@ -177,12 +177,8 @@ func (h home) Save(id string, rec any) error {
 
 // removeRecord makes a sandbox a half-made one, which cannot be started.
 func (h home) removeRecord(id string) error {
-	err := os.Remove(h.Dir(id, "container.json"))
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-	if err != nil {
-		return err
+	if err := os.Remove(h.Dir(id, "container.json")); err != nil {
+		return gone(err)
 	}
 	return fsx.SyncDir(h.Dir(id))
 }
@@ -221,6 +217,14 @@ func (h home) OwnedByOther(id string) bool {
 	})
 }
 
+// gone returns nil for the error that says that a file does not exist.
+func gone(err error) error {
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return err
+}
+
 // claim makes a sandbox's directory, if need be, and takes its lock. left reports whether
 // anything of a sandbox of that id was there.
 func (h home) claim(ctx context.Context, id string) (unlock func(), left bool, err error) {
@@ -234,8 +238,7 @@ func (h home) claim(ctx context.Context, id string) (unlock func(), left bool, e
 	return unlock, left, err
 }
 
-// Exists reports whether anything of a sandbox exists. These
-// go last.
+// Exists reports whether anything of a sandbox exists. These directories go last.
 func (h home) Exists(id string) bool {
 	for _, path := range []string{h.Dir(id), h.RunDir(id), filepath.Join(h.State, id)} {
 		if _, err := os.Lstat(path); err == nil {
@@ -246,8 +249,7 @@ func (h home) Exists(id string) bool {
 }
 
 // names lists what may be sandboxes by their files.
-func (h home) names() ([]string, error) {
-	var names []string
+func (h home) names() (names []string, err error) {
 	for _, dir := range []string{filepath.Join(h.Root, "sandboxes"), h.Run, h.State} {
 		entries, err := os.ReadDir(dir)
 		if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -264,13 +266,7 @@ func (h home) names() ([]string, error) {
 // there.
 func (h home) ClearRun(id string) error {
 	entries, err := os.ReadDir(h.RunDir(id))
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-	if err != nil {
-		return err
-	}
-	var errs []error
+	errs := []error{gone(err)}
 	for _, e := range entries {
 		if strings.HasPrefix(e.Name(), "bundle.") || e.Name() == "exec" {
 			errs = append(errs, os.RemoveAll(h.RunDir(id, e.Name())))
@@ -312,13 +308,4 @@ func (h home) removeFiles(id string) error {
 		}
 	}
 	return os.RemoveAll(h.RunDir(id))
-}
-
-// removeDir removes the directory of an empty sandbox.
-func (h home) removeDir(id string) error {
-	err := os.Remove(h.Dir(id))
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-	return err
 }

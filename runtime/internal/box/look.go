@@ -7,7 +7,6 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"slices"
 	"time"
 
 	"github.com/agentbox/agentbox/criu"
@@ -80,101 +79,104 @@ func (l *Lifecycle) Open(ctx context.Context, id string) (View, error) {
 // lookRun fills in what run n says; it decides nothing when it never came to
 // run the command.
 func (l *Lifecycle) lookRun(ctx context.Context, id string, n int, v *View) (decided bool, err error) {
-	run := Run{}
+	var run Run
 	// A record that a power failure cut short reads as empty; its run is over anyway.
 	if err := l.ReadRun(id, n, &run); err != nil {
 		return false, err
 	}
 	run.Number, run.Bundle = n, l.Bundle(id, n) // whatever a record from elsewhere says
 	start, noted := l.started(id, n)
-	done := func(status runtime.Status) (bool, error) {
-		if !noted {
-			// agentbox was killed between the start and the note of it.
-			start = l.created(id, n)
-		}
-		if end := &v.Exit.Finished; end.Before(start) && !end.IsZero() {
-			*end = start // the clock that file times are taken from lags by some ms
-		}
-		v.Status, v.Run, v.Started, v.Noted = status, run, start, noted
-		return true, nil
-	}
-
-	if exit, ok, err := l.RecordedExit(id, n); err != nil {
+	status, err := l.stateOf(ctx, id, run, noted, v)
+	if err != nil || status == runtime.Created {
 		return false, err
-	} else if ok {
-		v.Exit = exit
-		return done(runtime.Exited)
-	}
-	if exit, ok, err := l.hooks.MonitorExit(id, n); err != nil {
-		return false, err
-	} else if ok {
-		if !noted && !l.ran(id) {
-			return false, nil
-		}
-		v.Exit = l.withHits(id, n, exit)
-		return done(runtime.Exited)
-	}
-
-	p, err := l.first(id, run)
-	if err != nil {
-		return false, err
-	}
-	if p != nil {
-		return l.lookAlive(ctx, id, run, noted, p, v, done)
 	}
 	if !noted {
-		over, err := l.unnoted(ctx, id, run)
-		if v.Exit = over; err != nil || over.Finished.IsZero() {
-			return false, err
+		// agentbox was killed between the start and the note of it.
+		start = l.created(id, n)
+	}
+	if end := &v.Exit.Finished; end.Before(start) && !end.IsZero() {
+		*end = start // the clock that file times are taken from lags by some ms
+	}
+	v.Status, v.Run, v.Started, v.Noted = status, run, start, noted
+	return true, nil
+}
+
+// stateOf returns the state of a run, which it fills in; Created when it never came to run the
+// command.
+func (l *Lifecycle) stateOf(ctx context.Context, id string, run Run, noted bool, v *View) (runtime.Status, error) {
+	n := run.Number
+	exit, ok, err := l.RecordedExit(id, n)
+	if ok || err != nil {
+		v.Exit = exit
+		return runtime.Exited, err
+	}
+	if exit, ok, err = l.hooks.MonitorExit(id, n); err != nil {
+		return runtime.Exited, err
+	}
+	if ok {
+		if !noted && !l.ran(id) {
+			return runtime.Created, nil
 		}
-		return done(runtime.Exited)
+		v.Exit = l.withHits(id, n, exit)
+		return runtime.Exited, nil
+	}
+
+	p, err := l.First(id, run)
+	if err != nil {
+		return runtime.Exited, err
+	}
+	if p != nil {
+		status, err := l.aliveState(ctx, id, run, noted)
+		if err != nil || status == runtime.Created {
+			p.Close()
+			return status, err
+		}
+		v.Pid, v.First = p.Pid, p
+		return status, nil
+	}
+	if !noted {
+		v.Exit, err = l.unnoted(ctx, id, run)
+		if err != nil || v.Exit.Finished.IsZero() {
+			return runtime.Created, err
+		}
+		return runtime.Exited, nil
 	}
 
 	// It has ended, but its monitor may still be draining its output.
 	soon, cancel := context.WithTimeout(ctx, Grace)
 	defer cancel()
-	v.Exit, err = l.AwaitExit(soon, id, run)
+	exit, err = l.AwaitExit(soon, id, run)
 	if errors.Is(err, context.DeadlineExceeded) && ctx.Err() == nil {
-		v.Exit, err = Exit{Code: UnknownExit}, nil
+		exit, err = Exit{Code: UnknownExit}, nil
 	}
 	if err != nil {
-		return false, err
+		return runtime.Exited, err
 	}
 	_, seen, err := l.exited(id, n)
-	if err != nil {
-		return false, err
-	}
-	v.Exit = l.withHits(id, n, v.Exit)
-	if !seen && !v.Exit.Finished.IsZero() {
+	v.Exit = l.withHits(id, n, exit)
+	if err == nil && !seen && !exit.Finished.IsZero() {
 		v.Exit = l.recordLateExit(id, n, v.Exit)
 	}
-	return done(runtime.Exited)
+	return runtime.Exited, err
 }
 
-// lookAlive is lookRun for a run whose first process lives.
-func (l *Lifecycle) lookAlive(ctx context.Context, id string, run Run, noted bool, p *kernel.Process, v *View,
-	done func(runtime.Status) (bool, error)) (decided bool, err error) {
-	defer func() {
-		if !decided {
-			p.Close()
-		}
-	}()
+// aliveState is stateOf for a run whose first process lives.
+func (l *Lifecycle) aliveState(ctx context.Context, id string, run Run, noted bool) (runtime.Status, error) {
 	frozen, err := l.Cgroups.Frozen(l.Cgroup(id))
 	if err != nil {
-		return false, err
+		return runtime.Created, err
 	}
 	if l.NotStarted(id) || !noted && frozen {
 		// runc has made it, or the wrapper has restored it, but it is not started yet.
-		return false, nil
+		return runtime.Created, nil
 	}
 	if err := l.hooks.Attend(ctx, id, run); err != nil {
-		return false, err
+		return runtime.Created, err
 	}
-	v.Pid, v.First = p.Pid, p
 	if frozen {
-		return done(runtime.Paused)
+		return runtime.Paused, nil
 	}
-	return done(runtime.Running)
+	return runtime.Running, nil
 }
 
 // created returns when the container of start n was created.
@@ -223,8 +225,8 @@ func (l *Lifecycle) unnoted(ctx context.Context, id string, run Run) (Exit, erro
 	return exit, err
 }
 
-// first returns the first process of a run, to be closed; nil when it has ended.
-func (l *Lifecycle) first(id string, run Run) (*kernel.Process, error) {
+// First returns the first process of a run, to be closed; nil when it has ended.
+func (l *Lifecycle) First(id string, run Run) (*kernel.Process, error) {
 	pid := run.Pid
 	if pid == 0 {
 		var err error
@@ -233,23 +235,6 @@ func (l *Lifecycle) first(id string, run Run) (*kernel.Process, error) {
 		}
 	}
 	return kernel.OpenMember(pid, l.Cgroup(id))
-}
-
-// FirstProcess returns the first process of a live container, to be closed; ErrState when it has
-// just ended.
-func (l *Lifecycle) FirstProcess(v View) (*kernel.Process, error) {
-	open := l.first
-	if v.Foreign { // in a cgroup of its owner's
-		open = func(string, Run) (*kernel.Process, error) { return kernel.OpenProcess(v.Pid) }
-	}
-	p, err := open(v.Spec.ID, v.Run)
-	if kernel.Gone(err) {
-		p, err = nil, nil
-	}
-	if err == nil && p == nil {
-		err = fmt.Errorf("container %s has ended: %w", v.Spec.ID, fault.ErrState)
-	}
-	return p, err
 }
 
 // exited returns how start n ended, if that is known: from the record, else from the monitor.
@@ -288,7 +273,7 @@ const (
 // the end is unknown.
 func (l *Lifecycle) AwaitExit(ctx context.Context, id string, run Run) (Exit, error) {
 	n := run.Number
-	first, err := l.first(id, run)
+	first, err := l.First(id, run)
 	if err != nil {
 		return Exit{}, err
 	}
@@ -389,11 +374,4 @@ func (l *Lifecycle) Wait(ctx context.Context, id string) (int, error) {
 	}
 	exit, err := l.AwaitExit(ctx, id, v.Run)
 	return exit.Code, err
-}
-
-// sortedIDs sorts the ids that are kept, each once.
-func sortedIDs(ids []string, kept func(id string) bool) []string {
-	ids = slices.DeleteFunc(ids, func(id string) bool { return !kept(id) })
-	slices.Sort(ids)
-	return slices.Compact(ids)
 }

@@ -76,7 +76,7 @@ func (l *Lifecycle) end(ctx context.Context, v View, opts runtime.StopOptions) (
 			return exit, err
 		}
 	}
-	p, err := l.first(id, v.Run)
+	p, err := l.First(id, v.Run)
 	if err != nil {
 		return exit, err
 	}
@@ -150,7 +150,7 @@ func (l *Lifecycle) release(ctx context.Context, id string, strays bool) error {
 	step(l.Cgroups.Empty(ctx, l.Cgroup(id)), "stop.after-processes")
 	errs = append(errs, l.hooks.Free(ctx, id))
 	step(l.removeState(id), "stop.after-delete")
-	step(l.place(bare(id)).Unmount(ctx, l.log.With("sandbox", id)), "stop.after-unmount")
+	step(l.place(Container{Spec: runtime.Spec{ID: id}}).Unmount(ctx, l.log.With("sandbox", id)), "stop.after-unmount")
 	step(l.Net.Teardown(ctx, id), "stop.after-network")
 	step(l.Cgroups.Remove(ctx, l.Cgroup(id)), "stop.after-cgroups")
 	step(l.ClearRun(id), "stop.after-bundle")
