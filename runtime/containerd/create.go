@@ -46,8 +46,10 @@ func (b *Backend) Create(ctx context.Context, spec runtime.Spec, lower []string)
 		if root, err := b.elsewhere(ctx, id); err != nil {
 			return err
 		} else if root != "" {
-			return &fault.Error{Op: "container " + id, Hint: "Use it there, with --root " + root + ", or import its checkpoint as a sandbox of its own with --name.",
-				Err: fmt.Errorf("%w in containerd, as a sandbox of the root %s", fault.ErrExists, root)}
+			return &fault.Error{
+				Op: "container " + id, Err: fmt.Errorf("%w in containerd, as a sandbox of the root %s", fault.ErrExists, root),
+				Hint: "Use it there, with --root " + root + ", or import its checkpoint as a sandbox of its own with --name.",
+			}
 		}
 	}
 	return b.box.Create(ctx, spec, lower)

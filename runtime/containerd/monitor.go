@@ -451,8 +451,12 @@ func (b *Backend) rewatch(ctx context.Context, id string, n int) error {
 	return nil
 }
 
-// connect connects streams to a run; nothing printed from then on is missed.
-func (b *Backend) connect(ctx context.Context, v box.View, s runtime.Streams, size *runtime.Size) (*streams.Attachment, error) {
+// Connect implements box.Hooks.
+func (h hooks) Connect(ctx context.Context, v box.View, s runtime.Streams, size *runtime.Size) (*streams.Attachment, error) {
+	if v.Foreign && v.Run.Bundle == "" {
+		err := fmt.Errorf("%w: the streams of %s are with the program that started it", fault.ErrUnsupported, v.Spec.Name)
+		return nil, &fault.Error{Err: err, Hint: "Attach with the tool that did."}
+	}
 	conn, err := streams.Dial(filepath.Join(v.Run.Bundle, "attach"))
 	if err != nil {
 		return nil, err
@@ -461,7 +465,7 @@ func (b *Backend) connect(ctx context.Context, v box.View, s runtime.Streams, si
 		_ = conn.Close()
 		return nil, err
 	}
-	return streams.New(ctx, conn, s, v.Spec.Terminal, size, func(size runtime.Size) { b.resize(v.Spec.ID, "", size) }), nil
+	return streams.New(ctx, conn, s, v.Spec.Terminal, size, func(size runtime.Size) { h.resize(v.Spec.ID, "", size) }), nil
 }
 
 // resize sets the size of a process's terminal; it does nothing for one that has ended.

@@ -17,7 +17,6 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/box"
 	"github.com/agentbox/agentbox/runtime/internal/bundle"
 	"github.com/agentbox/agentbox/runtime/internal/record"
-	"github.com/agentbox/agentbox/runtime/internal/streams"
 )
 
 // Start starts a created or exited container; see box.Lifecycle.Start.
@@ -155,14 +154,6 @@ func (s *starting) Close() { s.monitor.close() }
 
 // Abort implements box.Launched.
 func (s *starting) Abort() { s.monitor.kill() }
-
-// Connect implements box.Hooks.
-func (h hooks) Connect(ctx context.Context, v box.View, s runtime.Streams, size *runtime.Size) (*streams.Attachment, error) {
-	if v.Foreign && v.Run.Bundle == "" {
-		return nil, &fault.Error{Err: fmt.Errorf("%w: the streams of %s are with the program that started it", fault.ErrUnsupported, v.Spec.Name), Hint: "Attach with the tool that did."}
-	}
-	return h.connect(ctx, v, s, size)
-}
 
 // Attach connects streams to a running container's first process; a paused one is silent.
 // Without a terminal, the container's input ends when the caller's input ends or the caller
