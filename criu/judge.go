@@ -9,6 +9,7 @@ import (
 	"strings"
 
 	criucore "github.com/checkpoint-restore/go-criu/v7/crit/images/criu-core"
+	"github.com/checkpoint-restore/go-criu/v7/crit/images/fdinfo"
 	filelock "github.com/checkpoint-restore/go-criu/v7/crit/images/file-lock"
 	crfs "github.com/checkpoint-restore/go-criu/v7/crit/images/fs"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/inventory"
@@ -360,8 +361,11 @@ func (j *judge) checkMemory() error {
 			if err := proto.Unmarshal(data, &e); err != nil {
 				return err
 			}
-			if id := e.GetExeFileId(); !j.files.has(id) {
-				lack = missing("the program", id)
+			switch kind, is := j.files.kinds[e.GetExeFileId()]; {
+			case !is:
+				lack = missing("the program", e.GetExeFileId())
+			case kind != uint64(fdinfo.FdTypes_REG):
+				lack = &Unrestorable{fmt.Sprintf("the program of %v was run from memory (memfd_create) and is no file, which CRIU cannot restore", t), stopIt}
 			}
 			for _, v := range e.GetVmas() {
 				if s := v.GetStatus(); lack == nil && s&fileMap != 0 && s&special == 0 && !j.files.has(uint32(v.GetShmid())) {

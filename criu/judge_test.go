@@ -44,6 +44,19 @@ func TestJudge(t *testing.T) {
 	if err != nil || len(list) < 3 {
 		t.Fatalf("%+v, %v", list, err)
 	}
+	files, err := readOpened(b.Images)
+	if err != nil {
+		t.Fatal(err)
+	}
+	noFile := uint32(0)
+	for id, kind := range files.kinds {
+		if kind != uint64(fdinfo.FdTypes_REG) {
+			noFile = id
+		}
+	}
+	if noFile == 0 {
+		t.Fatalf("no process has anything open but files: %v", files.kinds)
+	}
 	// The second process is a child of the first.
 	const other = 1 << 20
 	second := list[1].Pid
@@ -85,6 +98,7 @@ func TestJudge(t *testing.T) {
 		{"a descriptor of another type", "fdinfo-*.img", magicFdinfo, edited(func(e *fdinfo.FdinfoEntry) { e.Type = fdinfo.FdTypes_SIGNALFD.Enum() }), "of another type"},
 		{"a descriptor twice", "fdinfo-*.img", magicFdinfo, edited(func(e *fdinfo.FdinfoEntry) { e.Fd = proto.Uint32(7) }), "twice"},
 		{"a file twice", "files.img", magicFiles, edited(func(e *fdinfo.FileEntry) { e.Id = proto.Uint32(7) }), ""},
+		{"a program that is no file", "mm-*.img", magicMm, edited(func(e *mm.MmEntry) { e.ExeFileId = proto.Uint32(noFile) }), "was run from memory"},
 		{"no program", "mm-*.img", magicMm, edited(func(e *mm.MmEntry) { e.ExeFileId = proto.Uint32(other) }), "the program of"},
 		{"a mapped file that is missing", "mm-*.img", magicMm, edited(func(e *mm.MmEntry) {
 			for _, v := range e.Vmas {

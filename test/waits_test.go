@@ -2,6 +2,7 @@ package test
 
 import (
 	"fmt"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"testing"
@@ -86,6 +87,28 @@ func TestWaits(t *testing.T) {
 	says("forked", "all have returned", 1)
 	for _, name := range []string{"waits", "forked"} {
 		returned(name, map[string]string{"poll first": "EINTR", "poll other": "EINTR"})
+	}
+}
+
+// Processes that an exec has left behind, and that have ended since, are the first process's to
+// wait for. CRIU made them through helpers, and waited without end where such a one was slow.
+func TestZombiesOfExec(t *testing.T) {
+	t.Parallel()
+	const many = 200
+	b := memoryBox(t)
+	b.start("z", "--network", "none", "--pids-limit", "1000", "busybox", "sleep", "1000")
+	b.ok("exec", "z", "sh", "-c", fmt.Sprintf("for i in $(seq %d); do sh -c 'exit 3' & done", many))
+	zombies := func() int { return strings.Count(b.sh("z", "cat /proc/[0-9]*/stat"), "(sh) Z 1 ") }
+	b.eventually("they have ended", func() bool { return zombies() == many })
+	one := b.checkpoint("z")
+	for range 5 {
+		b.ok("restore", "--timeout", "2m", "z", one)
+		if n := zombies(); n != many {
+			t.Fatalf("%d of %d are there", n, many)
+		}
+		if log := b.read(filepath.Join(b.root, "run", b.inspect("z").ID, "restore", "restore.log")); strings.Contains(log, "for restoring SID") {
+			t.Fatal("CRIU has made some through a helper")
+		}
 	}
 }
 

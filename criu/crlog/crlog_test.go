@@ -94,6 +94,7 @@ func TestLines(t *testing.T) {
 		"(0) Error (criu/sk-unix.c:418): unix: Unix socket 12 without peer 13":                                               {"unix-socket", "not in the checkpoint"},
 		"(0) Error (criu/files-reg.c:1159): Can't link remap to /usr/lib/x.so: Invalid cross-device link":                    {"link-remap", "/usr/lib/x.so open"},
 		"(0) Error (criu/files-reg.c:1444): Unaccessible path opened 1:2, need 3:4":                                          {"replaced-file", "another file's now"},
+		"(0) Error (criu/servicefd.c:282): sfd: Can't chose service_fd_base: 19968 20031":                                    {"descriptors", "number that is too high"},
 		"(0) Error (criu/file-lock.c:102): Unresolved lock found pid 5 ino 6":                                                {"file-locks", "locked by process 5"},
 		"(0) Error (criu/file-lock.c:647): Can not set posix lock!":                                                          {"file-locks", "posix lock"},
 		"(0) Error (criu/cr-dump.c:624): Failed obtaining futex robust list on 5":                                            {"robust-list", "robust mutexes of process 5"},

@@ -421,7 +421,7 @@ func (e *Engine) resume(ctx context.Context, r *restoration) (failed error) {
 		if r.data.Fork {
 			was, manifest.TCP = runtime.Paused, runtime.TCPClose // the fork has another address
 		}
-		if err := criu.ContinueWaits(r.images); err != nil {
+		if err := errors.Join(criu.ContinueWaits(r.images), criu.AdoptZombies(r.images)); err != nil {
 			return err
 		}
 		if err := hand(r.spec.IDs, r.images); err != nil {
