@@ -267,6 +267,9 @@ func (c *completer) places() {
 			}
 			name = fmt.Sprintf("%s.cr_link%d", base, n)
 		}
+		if !isDir && r.GetRemapType() == remap.RemapType_GHOST {
+			name = fits(name)
+		}
 		if name != reg.GetName() {
 			reg.Name, c.changed = proto.String(name), true
 		}
@@ -295,6 +298,16 @@ func (c *completer) order() {
 	if !slices.Equal(sorted, c.remaps) {
 		c.remaps, c.changed = sorted, true
 	}
+}
+
+// fits cuts the last name of a path where CRIU's addition to it would make it too long.
+func fits(name string) string {
+	const addition = len(".cr.ffffffff.ghost")
+	base := path.Base(name)
+	if len(base) <= unix.NAME_MAX-addition {
+		return name
+	}
+	return name[:len(name)-len(base)] + strings.ToValidUTF8(base[:unix.NAME_MAX-addition], "")
 }
 
 // there reports whether the sandbox has a path.

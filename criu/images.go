@@ -61,6 +61,7 @@ const (
 	magicLocks     = 0x54323616
 	magicGhost     = 0x52583605
 	magicShm       = 0x46283044
+	magicMemfd     = 0x48453499
 )
 
 // Processes lists the processes of a dump, in the order of the images.

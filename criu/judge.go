@@ -16,8 +16,10 @@ import (
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/mm"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/mnt"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/pstree"
+	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/proto"
 
+	"github.com/agentbox/agentbox/criu/proof"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -38,7 +40,7 @@ func Judges(name string) (read, ghost bool) {
 	if strings.HasPrefix(name, "ghost-file-") {
 		return false, true
 	}
-	for _, prefix := range []string{"pstree.", "inventory.", "files.", "remap-fpath.", "filelocks.", "core-", "ids-", "fdinfo-", "mm-", "fs-", "mountpoints-", "ipcns-shm-"} {
+	for _, prefix := range []string{"pstree.", "inventory.", "files.", "remap-fpath.", "filelocks.", "core-", "ids-", "fdinfo-", "mm-", "fs-", "mountpoints-", "ipcns-shm-", "memfd.", proof.File} {
 		if strings.HasPrefix(name, prefix) {
 			return true, false
 		}
@@ -67,7 +69,7 @@ func Judge(dir string) error {
 		return err
 	}
 	j.files = files
-	for _, step := range []func() error{j.readFds, j.checkMemory, j.checkShared, j.checkRemaps, j.checkSockets, j.checkLocks} {
+	for _, step := range []func() error{j.readFds, j.checkMemory, j.checkShared, j.checkRemaps, j.checkThreadFiles, j.checkSockets, j.checkLocks} {
 		if err := step(); err != nil {
 			return err
 		}
@@ -347,7 +349,8 @@ func (j *judge) checkMounts() error {
 
 // checkMemory proves that what is mapped, run and stood in is among the open files.
 func (j *judge) checkMemory() error {
-	const fileMap, special = 1<<6 | 1<<7, 1<<11 | 1<<13 | 1<<27 // files; sockets, aio rings, plugins
+	const shared = 1 << 7
+	const fileMap, special = 1<<6 | shared, 1<<11 | 1<<13 | 1<<27 // files; sockets, aio rings, plugins
 	for _, t := range j.order {
 		if t.dead {
 			continue
@@ -367,7 +370,13 @@ func (j *judge) checkMemory() error {
 			case kind != uint64(fdinfo.FdTypes_REG):
 				lack = &Unrestorable{fmt.Sprintf("the program of %v was run from memory (memfd_create) and is no file, which CRIU cannot restore", t), stopIt}
 			}
+			if f := j.files.named[e.GetExeFileId()]; f != nil && f.Mode != nil && f.GetMode()&0o111 == 0 && lack == nil {
+				lack = &Unrestorable{fmt.Sprintf("the program of %v, %s, may not be executed any more, and CRIU cannot restore that", t, f.GetName()), "Give the file back its mode (chmod +x), or stop that process; --files-only takes the files alone."}
+			}
 			for _, v := range e.GetVmas() {
+				if lack == nil && v.GetStatus()&shared != 0 && j.sealed(uint32(v.GetShmid())) {
+					lack = &Unrestorable{fmt.Sprintf("%v has a sealed memfd (F_SEAL_WRITE) mapped as shared, which CRIU cannot restore", t), stopIt}
+				}
 				if s := v.GetStatus(); lack == nil && s&fileMap != 0 && s&special == 0 && !j.files.has(uint32(v.GetShmid())) {
 					lack = missing(fmt.Sprintf("the file mapped at %#x", v.GetStart()), uint32(v.GetShmid()))
 				}
@@ -394,6 +403,12 @@ func (j *judge) checkMemory() error {
 		}
 	}
 	return nil
+}
+
+// sealed reports whether a file is a memfd whose content is sealed.
+func (j *judge) sealed(id uint32) bool {
+	inode, is := j.files.memfds[id]
+	return is && j.files.seals[inode]&unix.F_SEAL_WRITE != 0
 }
 
 func (j *judge) checkLocks() error {

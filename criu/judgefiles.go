@@ -6,8 +6,11 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/fdinfo"
+	"github.com/checkpoint-restore/go-criu/v7/crit/images/memfd"
+	"github.com/checkpoint-restore/go-criu/v7/crit/images/regfile"
 	remap "github.com/checkpoint-restore/go-criu/v7/crit/images/remap-file-path"
 	skopts "github.com/checkpoint-restore/go-criu/v7/crit/images/sk-opts"
 	skunix "github.com/checkpoint-restore/go-criu/v7/crit/images/sk-unix"
@@ -15,6 +18,7 @@ import (
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
 
+	"github.com/agentbox/agentbox/criu/proof"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -22,6 +26,9 @@ import (
 type opened struct {
 	kinds   map[uint32]uint64 // file: its type
 	sockets []*skunix.UnixSkEntry
+	named   map[uint32]*regfile.RegFileEntry // files with a path
+	memfds  map[uint32]uint32                // of memfd_create: the inode
+	seals   map[uint32]uint32                // by inodes of memfds
 }
 
 func (o *opened) has(id uint32) bool {
@@ -30,7 +37,7 @@ func (o *opened) has(id uint32) bool {
 }
 
 func readOpened(dir string) (*opened, error) {
-	o := &opened{kinds: map[uint32]uint64{}}
+	o := &opened{kinds: map[uint32]uint64{}, named: map[uint32]*regfile.RegFileEntry{}, memfds: map[uint32]uint32{}, seals: map[uint32]uint32{}}
 	err := optionalImage(dir, filesImage, magicFiles, func(data []byte) error {
 		kind, id, ok := typeAndID(data)
 		if !ok {
@@ -40,20 +47,43 @@ func readOpened(dir string) (*opened, error) {
 			return fmt.Errorf("two files have the id %#x", id)
 		}
 		o.kinds[id] = kind
-		if kind != uint64(fdinfo.FdTypes_UNIXSK) {
-			return nil
-		}
-		var e fdinfo.FileEntry
+		return o.properties(id, kind, data)
+	})
+	if err != nil || len(o.memfds) == 0 {
+		return o, err
+	}
+	return o, optionalImage(dir, "memfd.img", magicMemfd, func(data []byte) error {
+		var e memfd.MemfdInodeEntry
 		if err := proto.Unmarshal(data, &e); err != nil {
 			return err
 		}
-		if e.GetUsk() == nil {
-			return fmt.Errorf("file %#x is a unix socket without its properties", id)
-		}
-		o.sockets = append(o.sockets, e.GetUsk())
+		o.seals[uint32(e.GetInodeId())] = e.GetSeals()
 		return nil
 	})
-	return o, err
+}
+
+// properties keeps what Judge asks for of a file.
+func (o *opened) properties(id uint32, kind uint64, data []byte) error {
+	switch fdinfo.FdTypes(kind) {
+	case fdinfo.FdTypes_UNIXSK, fdinfo.FdTypes_REG, fdinfo.FdTypes_MEMFD:
+	default:
+		return nil
+	}
+	var e fdinfo.FileEntry
+	if err := proto.Unmarshal(data, &e); err != nil {
+		return err
+	}
+	switch {
+	case e.GetUsk() != nil:
+		o.sockets = append(o.sockets, e.GetUsk())
+	case e.GetReg() != nil:
+		o.named[id] = e.GetReg()
+	case e.GetMemfd() != nil:
+		o.memfds[id] = e.GetMemfd().GetInodeId()
+	default:
+		return fmt.Errorf("file %#x has no properties", id)
+	}
+	return nil
 }
 
 // typeAndID decodes by hand: types newer than go-criu's are no enum values of it.
@@ -83,7 +113,11 @@ func (j *judge) readFds() error {
 		fds := map[uint32]uint32{}
 		j.fds[table] = fds
 		var bad error
-		err := j.read(fmt.Sprintf("fdinfo-%d.img", table), magicFdinfo, maxFiles, func(data []byte) error {
+		name := fmt.Sprintf("fdinfo-%d.img", table)
+		if _, err := os.Lstat(filepath.Join(j.dir, name)); errors.Is(err, fs.ErrNotExist) && j.opensNothing(t) {
+			continue // of a process that has closed all, CRIU writes none
+		}
+		err := j.read(name, magicFdinfo, maxFiles, func(data []byte) error {
 			id, kind, fd, err := descriptor(data)
 			if err != nil || bad != nil {
 				return err
@@ -104,6 +138,33 @@ func (j *judge) readFds() error {
 		if err = errors.Join(err, bad); err != nil {
 			return err
 		}
+	}
+	return nil
+}
+
+// opensNothing reports whether a process had no descriptor, by agentbox's record.
+func (j *judge) opensNothing(t *task) bool {
+	record, err := proof.Read(j.dir)
+	if err != nil {
+		return false
+	}
+	at := slices.IndexFunc(record.Tasks, func(r proof.Task) bool { return r.Pid == t.pid })
+	return at >= 0 && len(record.Tasks[at].FDs) == 0
+}
+
+// checkThreadFiles judges files of /proc that belong to a thread which has ended. CRIU
+// makes those of a process that has, but none of a thread.
+func (j *judge) checkThreadFiles() error {
+	for _, f := range j.files.named {
+		var pid, tid int
+		if n, _ := fmt.Sscanf(f.GetName(), "/proc/%d/task/%d", &pid, &tid); n != 2 {
+			continue
+		}
+		t := j.tasks[pid]
+		if t == nil || t.dead || tid == pid || slices.Contains(t.threads, tid) {
+			continue
+		}
+		return &Unrestorable{fmt.Sprintf("a process has %s open, of a thread that has ended, which CRIU cannot restore", f.GetName()), "Have it close the file, then try again; --files-only takes the files alone."}
 	}
 	return nil
 }
