@@ -16,6 +16,7 @@ import (
 	"github.com/agentbox/agentbox/criu/crlog"
 	"github.com/agentbox/agentbox/criu/freezer"
 	"github.com/agentbox/agentbox/criu/host"
+	"github.com/agentbox/agentbox/criu/proof"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
 )
@@ -159,6 +160,11 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (res DumpResult, er
 	if err != nil {
 		return res, fmt.Errorf("dump %s: %w", rt.ID, err)
 	}
+	dumped, show, err := rt.hideTerminals(ctx, record)
+	defer func() { err = errors.Join(err, show()) }()
+	if err != nil {
+		return res, fmt.Errorf("dump %s: %w", rt.ID, err)
+	}
 	// Not fatal, either: CRIU refuses what it has not been told of.
 	cut, _ := severed(state.Pid, members, opts.TCP)
 	opts.severed = cut.inodes
@@ -189,7 +195,7 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (res DumpResult, er
 	}
 	var ours error // of what follows CRIU
 	if err == nil {
-		ours = errors.Join(record.Write(opts.ImageDir), mendTimers(opts.ImageDir, record), failpoint.Hit("checkpoint.before-waits"))
+		ours = errors.Join(dumped.Write(opts.ImageDir), mendTimers(opts.ImageDir, record), failpoint.Hit("checkpoint.before-waits"))
 	}
 	if err != nil || ours != nil || opts.LeaveRunning {
 		// One that failed has stopped the threads all the same.
@@ -239,6 +245,23 @@ func (r Runtime) ContinueWaits(ctx context.Context, initPid int) error {
 		return err
 	}
 	return r.continueWaits(ctx, members)
+}
+
+// hideTerminals has /dev/tty stand under the terminals' own names in a frozen container, until
+// show is called. It returns the record of that.
+func (r Runtime) hideTerminals(ctx context.Context, record proof.Record) (dumped proof.Record, show func() error, err error) {
+	c, err := freezer.Open(r.stateRoot(), r.ID)
+	if err != nil {
+		return record, func() error { return nil }, err
+	}
+	show = func() error {
+		if is, err := c.Frozen(); err != nil || !is || !c.Alive() {
+			return nil // they have ended, or go on with the duplicates
+		}
+		return record.ShowTerminals(context.WithoutCancel(ctx), c)
+	}
+	dumped, err = record.HideTerminals(ctx, c)
+	return dumped, show, err
 }
 
 // StatsName is what CRIU measured of a dump. It is no image, but what shows

@@ -177,3 +177,36 @@ func TestForeground(t *testing.T) {
 	equal(b, "exit", cmd.ProcessState.ExitCode(), 44)
 	equal(b, "exit code", b.inspect("s").ExitCode, 44)
 }
+
+// A program that has opened /dev/tty, as less and ssh do, is dumped, has /dev/tty open still, and
+// goes on with its terminal after a restore.
+func TestOwnTerminal(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	b.start("tty", "-t", "--network", "none", "busybox", "sh", "-c", "sh -c 'exec 3<>/dev/tty; while :; do echo alive >&3; sleep 0.1; done'; true")
+	says := func(when string) {
+		b.Helper()
+		n := strings.Count(b.ok("logs", "tty"), "alive")
+		b.eventually(when+" it writes to its terminal", func() bool { return strings.Count(b.ok("logs", "tty"), "alive") > n+2 })
+	}
+	opened := func() string {
+		b.Helper()
+		return strings.TrimSpace(b.sh("tty", "for p in /proc/[0-9]*; do case $(tr '\\0' ' ' <$p/cmdline) in 'sh -c exec 3'*) readlink $p/fd/3;; esac; done"))
+	}
+	says("at first")
+	equal(b, "what it has open", opened(), "/dev/tty")
+	r := b.try(nil, "checkpoint", "--name", "one", "tty")
+	if r.code != 0 || !strings.Contains(r.err, "/dev/tty and job control fail in processes") {
+		t.Fatalf("%s", r)
+	}
+	equal(b, "what it has open after the checkpoint", opened(), "/dev/tty")
+	says("after the checkpoint")
+	for range 2 {
+		b.ok("restore", "tty", "one")
+		equal(b, "what it has open after the restore", opened(), "/dev/pts/0")
+		says("after the restore")
+	}
+	if again := b.try(nil, "checkpoint", "tty"); again.code != 0 {
+		t.Errorf("%s", again)
+	}
+}

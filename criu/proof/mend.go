@@ -214,7 +214,7 @@ func (r Record) lone(task Task, fd FD) bool {
 
 // Lost says, in a sentence each, what a restore will not bring back.
 func (r Record) Lost() []string {
-	list := slices.Clone(r.Queues.Lost)
+	list := slices.Concat(r.Queues.Lost, r.withoutTerminal())
 	seen := map[int]bool{}
 	for _, t := range r.Tasks {
 		for _, fd := range t.FDs {

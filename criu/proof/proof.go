@@ -57,6 +57,7 @@ type Task struct {
 	CwdIno  uint64   `json:"cwd_ino,omitempty"` // inode number, if it is of the root filesystem
 	Root    string   `json:"root,omitempty"`
 	Exe     string   `json:"exe,omitempty"`
+	TTY     uint64   `json:"tty,omitempty"` // the device of its controlling terminal
 	Umask   string   `json:"umask,omitempty"`
 	Pending string   `json:"shdpnd,omitempty"` // signals to the process
 	Ignored string   `json:"sigign,omitempty"`
@@ -112,6 +113,7 @@ type FD struct {
 	Watched   bool   `json:"watched,omitempty"`   // by an epoll of its process
 	Mask      string `json:"mask,omitempty"`      // of a signalfd
 	Clock     string `json:"clock,omitempty"`     // of a timerfd
+	TTY       uint64 `json:"tty,omitempty"`       // the device of a terminal
 	// Socket is of the first descriptor alone of those that have a socket.
 	Socket *Socket `json:"socket,omitempty"`
 }

@@ -73,9 +73,9 @@ func TestCompare(t *testing.T) {
 			})
 		}
 	}
-	each("a process", func(task *Task) reflect.Value { return reflect.ValueOf(task).Elem() }, "Stopped")
+	each("a process", func(task *Task) reflect.Value { return reflect.ValueOf(task).Elem() }, "Stopped", "TTY")
 	each("a thread", func(task *Task) reflect.Value { return reflect.ValueOf(&task.Threads[0]).Elem() })
-	each("a descriptor", func(task *Task) reflect.Value { return reflect.ValueOf(&task.FDs[0]).Elem() }, "Watched")
+	each("a descriptor", func(task *Task) reflect.Value { return reflect.ValueOf(&task.FDs[0]).Elem() }, "Watched", "TTY")
 	// Which descriptor of its file a lock is shown with says nothing.
 	each("a lock", func(task *Task) reflect.Value { return reflect.ValueOf(&task.Locks[0]).Elem() }, "FD")
 	change("the threads", func(task *Task) { task.Threads = append(task.Threads, Thread{Tid: 9}) })

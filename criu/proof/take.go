@@ -11,6 +11,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/proc"
 )
 
 // Take records processes, given by their pids on the host. They stand still. first is
@@ -88,6 +90,9 @@ func (t *taking) task(pid int, s status) (task Task, err error) {
 	dir := fmt.Sprintf("/proc/%d/", pid)
 	for name, to := range map[string]*string{"cwd": &task.Cwd, "root": &task.Root, "exe": &task.Exe} {
 		*to, _ = os.Readlink(dir + name)
+	}
+	if st, err := proc.Read(pid); err == nil && unix.Major(st.TTY) == ptyMajor {
+		task.TTY = st.TTY
 	}
 	var cwd unix.Stat_t
 	if unix.Stat(dir+"cwd", &cwd) == nil {
@@ -170,6 +175,9 @@ func (t *taking) descriptors(pid int, task *Task) error {
 			return err
 		}
 		fd.Ino = t.directory(&st)
+		if st.Mode&unix.S_IFMT == unix.S_IFCHR && unix.Major(st.Rdev) == ptyMajor {
+			fd.TTY = st.Rdev
+		}
 		locks, watches, event := fd.info(string(info))
 		for _, n := range watches {
 			watched[n] = true
@@ -219,6 +227,9 @@ func (t *taking) socket(pid, n int) (*Socket, error) {
 	defer unix.Close(fd)
 	return &Socket{Options: takeOptions(fd), Groups: takeGroups(fd, t.groups)}, nil
 }
+
+// ptyMajor is the device number of terminals in /dev/pts.
+const ptyMajor = 136
 
 // keptFlags are those of an open file that say what can be done with it now. The others
 // say how it was opened.

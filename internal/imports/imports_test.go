@@ -29,7 +29,7 @@ var allowed = map[string][]string{
 	"criu/freezer":         {"internal/failpoint", "internal/fault", "internal/guard", "internal/proc"},
 	"criu/host":            {"internal/fault", "internal/guard", "internal/fsx", "internal/proc"},
 	"criu/lsm":             {"criu/host", "internal/fault"},
-	"criu/proof":           {"criu/freezer", "internal/failpoint", "internal/fault", "internal/guard", "internal/fsx"},
+	"criu/proof":           {"criu/freezer", "internal/failpoint", "internal/fault", "internal/guard", "internal/fsx", "internal/proc"},
 	"criu/stage":           {"internal/fault", "internal/fsx", "internal/flock"},
 	"criu/wall":            {"criu/host", "internal/fault", "internal/proc"},
 	"criu/wall/walltest":   {},

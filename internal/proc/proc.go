@@ -13,6 +13,7 @@ import (
 type Stat struct {
 	State  byte // R, S, D, T (stopped), t (traced), Z, X
 	Parent int
+	TTY    uint64 // the device of the controlling terminal; 0: none
 	Forked bool   // it has executed nothing since it was forked
 	Ending bool   // it is on its way out of the kernel, which frees what it has
 	Used   uint64 // of a processor, in ticks
@@ -63,7 +64,7 @@ func parse(data []byte) (s Stat, err error) {
 	}
 	const exiting, forkNoExec = 0x4, 0x40 // PF_EXITING, PF_FORKNOEXEC
 	flags := number(9)
-	s = Stat{State: f[0][0], Parent: int(number(4)), Forked: flags&forkNoExec != 0, Ending: flags&exiting != 0, Used: number(14) + number(15), Start: number(22)}
+	s = Stat{State: f[0][0], Parent: int(number(4)), TTY: number(7), Forked: flags&forkNoExec != 0, Ending: flags&exiting != 0, Used: number(14) + number(15), Start: number(22)}
 	if len(f) > 52-3 {
 		s.Exit = int(number(52))
 	}
