@@ -141,7 +141,7 @@ func (k *making) takeAttached(ctx context.Context, draft *store.Draft) error {
 	copy(taken, k.taken)
 	for i, path := range k.opts.Attach {
 		var err error
-		taken[i], err = takeHost(ctx, path, k.sb.steps.sink(runtime.PhaseFiles, draft.Sink()), taken[i], frozen)
+		taken[i], err = takeHost(ctx, path, k.sb.steps.Sink(runtime.PhaseFiles, draft.Sink()), taken[i], frozen)
 		if errors.Is(err, hostfile.ErrChanged) && !frozen {
 			continue // perhaps by a process of the sandbox
 		}

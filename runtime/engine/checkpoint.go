@@ -18,6 +18,8 @@ import (
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/engine/progress"
+	"github.com/agentbox/agentbox/runtime/engine/worktree"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -39,8 +41,8 @@ func (e *Engine) Checkpoint(ctx context.Context, ref string, opts runtime.Checkp
 
 func (e *Engine) takeCheckpoint(ctx context.Context, ref string, opts runtime.CheckpointOptions) (out runtime.Checkpoint, err error) {
 	defer func() { err = fail("checkpoint", ref, err) }()
-	steps := follow(opts.Progress)
-	defer steps.end()
+	steps := progress.Follow(opts.Progress)
+	defer steps.End()
 	if opts.Name != "" {
 		if err := store.ValidCheckpointName(opts.Name); err != nil {
 			return runtime.Checkpoint{}, err
@@ -159,7 +161,7 @@ type making struct {
 	opts   runtime.CheckpointOptions
 	row    store.Checkpoint
 	parts  store.Manifest // the parts of the manifest that the store does not fill in
-	trees  []tree
+	trees  []worktree.Tree
 	hold   bool                  // the sandbox stays frozen when the checkpoint is ready
 	cut    *criu.Cut             // of the network, if the sandbox stops afterwards
 	thawn  bool                  // the sandbox is thawed already
@@ -254,9 +256,10 @@ func (e *Engine) prepare(ctx context.Context, sb *locked, c runtime.Container, o
 		}
 		k.parts.Versions = store.Versions(v)
 	}
-	k.trees = []tree{{Dir: c.Upper}}
+	home := e.home(sb)
+	k.trees = []worktree.Tree{{Dir: c.Upper, Home: home}}
 	for i := range k.parts.Volumes {
-		k.trees = append(k.trees, tree{Dir: c.Volumes[i].Path, Number: 1 + i})
+		k.trees = append(k.trees, worktree.Tree{Dir: c.Volumes[i].Path, Number: 1 + i, Home: home})
 	}
 	if k.parts.Effect, err = e.store.NewestEffect(ctx, sb.ID); err != nil {
 		return nil, err
@@ -290,7 +293,7 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 		return row, err
 	}
 	undo.Add(func(ctx context.Context) error { return draft.Abort(ctx, err, filepath.Join(workDir, "dump.log")) })
-	k.sb.steps.begin(runtime.PhaseFiles, 0)
+	k.sb.steps.Begin(runtime.PhaseFiles, 0)
 	if err := e.approach(ctx, k, draft); err != nil {
 		return row, err
 	}
@@ -350,7 +353,7 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 	if err := failpoint.Hit("checkpoint.before-commit"); err != nil {
 		return row, err
 	}
-	k.sb.steps.begin(runtime.PhaseSyncing, 0)
+	k.sb.steps.Begin(runtime.PhaseSyncing, 0)
 	var beside guard.WaitGroup
 	defer beside.Wait() // even if the commit fails
 	if k.beside != nil {
@@ -489,11 +492,11 @@ func (e *Engine) capture(ctx context.Context, k *making, draft *store.Draft) err
 		defer read.Store(true)
 		return e.collect(ctx, k, draft, overlay.CollectOptions{Skip: print.skip, Fixed: print.known})
 	})
-	k.sb.steps.begin(runtime.PhaseProcesses, 0)
+	k.sb.steps.Begin(runtime.PhaseProcesses, 0)
 	group.Go(func() (err error) {
 		k.parts.Processes, err = e.dump(ctx, k, draft)
 		if !read.Load() {
-			k.sb.steps.at(runtime.PhaseFiles)
+			k.sb.steps.At(runtime.PhaseFiles)
 		}
 		if err == nil {
 			err = k.checkFresh(draft.CRIUDir())

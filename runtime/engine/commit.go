@@ -16,6 +16,7 @@ import (
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/engine/worktree"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -50,9 +51,10 @@ func (e *Engine) commit(ctx context.Context, ref, to string, opts runtime.Commit
 		return out, err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(scratch)) }()
+	files := func() iter.Seq2[overlay.Entry, error] { return worktree.Entries(ctx, reader, 0) }
 	var wrote overlay.Layer
 	layer, err := build.Write(ctx, filepath.Join(scratch, "layer"), func(ctx context.Context, w io.Writer) (err error) {
-		wrote, err = overlay.WriteLayer(ctx, w, upperdir(ctx, reader), reader.Source())
+		wrote, err = overlay.WriteLayer(ctx, w, files, reader.Source())
 		return err
 	})
 	if err != nil {
@@ -159,28 +161,6 @@ func (e *Engine) finishCommit(ctx context.Context, in store.Intent) (string, err
 		err = e.store.RemoveCheckpoint(ctx, in.Checkpoint)
 	}
 	return unless(err, "took back the half-made commit of sandbox %s", short(in.Sandbox))
-}
-
-// upperdir lists the files of a checkpoint, any number of times.
-func upperdir(ctx context.Context, reader *store.Reader) func() iter.Seq2[overlay.Entry, error] {
-	return func() iter.Seq2[overlay.Entry, error] {
-		return func(yield func(overlay.Entry, error) bool) {
-			tree, err := reader.Tree(ctx, 0)
-			if err != nil {
-				yield(overlay.Entry{}, err)
-				return
-			}
-			for e, err := range overlay.TreeEntries(tree) {
-				if !yield(e, err) || err != nil {
-					_ = tree.Close()
-					return
-				}
-			}
-			if err := tree.Close(); err != nil {
-				yield(overlay.Entry{}, err)
-			}
-		}
-	}
 }
 
 // imagesOf returns the image store that has the image of a checkpoint.

@@ -118,7 +118,7 @@ func (e *Engine) compensate(ctx context.Context, r *restoration) (err error) {
 			say("effect %s is not compensated: its undo command may have run before, and is not run again: %s", effectName(f), f.Error)
 			continue
 		}
-		r.sb.steps.at(runtime.PhaseEffects)
+		r.sb.steps.At(runtime.PhaseEffects)
 		err := e.undoEffect(ctx, r, &f, until)
 		r.compensated = append(r.compensated, f)
 		switch {

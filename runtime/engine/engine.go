@@ -29,6 +29,7 @@ import (
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/engine/progress"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -239,7 +240,7 @@ type locked struct {
 	host Host
 	lock *store.Lock
 
-	steps *steps // of the verb; nil: its progress is not followed
+	steps *progress.Meter // of the verb; nil: its progress is not followed
 }
 
 // acquire finds a sandbox and locks it for a verb. It waits up to wait for another

@@ -21,6 +21,7 @@ import (
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/engine/progress"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -78,7 +79,7 @@ func (e *Engine) fork(ctx context.Context, ref string, opts runtime.ForkOptions)
 	if err != nil {
 		return nil, err
 	}
-	defer steps.end()
+	defer steps.End()
 	list := make([]*runtime.Forked, opts.Count)
 	group := new(guard.Group)
 	group.SetLimit(4) // forks wait for the disk and the kernel, not only for a CPU
@@ -109,7 +110,7 @@ func (e *Engine) fork(ctx context.Context, ref string, opts runtime.ForkOptions)
 }
 
 // forking follows what makes forks of a checkpoint, and says how much that is.
-func (e *Engine) forking(ctx context.Context, row store.Checkpoint, opts runtime.ForkOptions) (*steps, error) {
+func (e *Engine) forking(ctx context.Context, row store.Checkpoint, opts runtime.ForkOptions) (*progress.Meter, error) {
 	if opts.Progress == nil {
 		return nil, nil
 	}
@@ -125,8 +126,8 @@ func (e *Engine) forking(ctx context.Context, row store.Checkpoint, opts runtime
 	if err := reader.Close(); err != nil {
 		return nil, err
 	}
-	s := follow(opts.Progress)
-	s.all(runtime.PhaseForking, n*int64(opts.Count))
+	s := progress.Follow(opts.Progress)
+	s.All(runtime.PhaseForking, n*int64(opts.Count))
 	return s, nil
 }
 
@@ -152,7 +153,7 @@ func (e *Engine) forkFrom(ctx context.Context, ref string, opts runtime.ForkOpti
 
 // forkOne makes one fork. With look it is made without network and hooks, and look is called
 // once its processes are restored and still frozen, before the fork counts as made.
-func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string, opts runtime.ForkOptions, steps *steps,
+func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string, opts runtime.ForkOptions, steps *progress.Meter,
 	look func(context.Context, *restoration) error) (_ runtime.Forked, err error) {
 	begun := time.Now()
 	s, err := specOf(row.SandboxID, row.Spec)

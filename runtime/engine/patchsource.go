@@ -13,6 +13,7 @@ import (
 
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/engine/worktree"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -42,7 +43,7 @@ func (d *differ) contents(ctx context.Context, list []runtime.Change, sides [2]o
 		}
 		all := map[string]overlay.Entry{}
 		first := map[string]overlay.Entry{} // hard links
-		for entry, err := range wanted(ctx, c.of[i], tree{}, nil) {
+		for entry, err := range worktree.Entries(ctx, c.of[i], 0) {
 			if err != nil {
 				return nil, err
 			}
@@ -61,7 +62,7 @@ func (d *differ) contents(ctx context.Context, list []runtime.Change, sides [2]o
 			for name, entry := range first {
 				targets[entry.Hardlink] = append(targets[entry.Hardlink], name)
 			}
-			for entry, err := range wanted(ctx, c.of[i], tree{}, nil) {
+			for entry, err := range worktree.Entries(ctx, c.of[i], 0) {
 				if err != nil {
 					return nil, err
 				}

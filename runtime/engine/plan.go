@@ -14,7 +14,7 @@ import (
 	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
-	"github.com/agentbox/agentbox/runtime/store"
+	"github.com/agentbox/agentbox/runtime/engine/worktree"
 )
 
 // PlanRestore returns what Restore would change if it were called now. It does not freeze a
@@ -100,7 +100,7 @@ func (e *Engine) planRestore(ctx context.Context, ref string, opts runtime.Resto
 		for _, text := range r.caveats {
 			out.Effects = append(out.Effects, strings.ToUpper(text[:1])+text[1:]+".")
 		}
-		for entry, err := range wanted(ctx, r.reader, tree{}, nil) {
+		for entry, err := range worktree.Entries(ctx, r.reader, 0) {
 			if err != nil {
 				return out, err
 			}
@@ -120,7 +120,7 @@ func (e *Engine) planRestore(ctx context.Context, ref string, opts runtime.Resto
 			out.Ends = append(out.Ends, runtime.PlanProcess{Pid: p.Pid, Command: p.Cmdline})
 		}
 	}
-	if err := r.plan(ctx); err != nil {
+	if err := e.plan(ctx, r); err != nil {
 		return out, err
 	}
 	dir, err := e.store.Scratch()
@@ -128,22 +128,16 @@ func (e *Engine) planRestore(ctx context.Context, ref string, opts runtime.Resto
 		return out, err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
-	for _, t := range r.data.Trees {
-		seen := filepath.Join(dir, fmt.Sprint(t.Number))
-		opts := overlay.CollectOptions{Known: e.known(ctx, r.sb.ID, t), Trust: true, Tolerant: true}
-		if _, err := overlay.Collect(ctx, t.Dir, seen, store.Cutter{}, opts); err != nil {
-			return out, err
-		}
-		t.seen = seen
-		u, err := t.plan(ctx, r.reader, nil)
+	for i := range r.data.Trees {
+		c, err := r.data.Trees[i].Plan(ctx, r.target(), worktree.PlanOptions{Scratch: dir})
 		if err != nil {
 			return out, err
 		}
-		out.Bytes += u.Bytes()
-		if n := u.Len(); t.Number > 0 && n > 0 {
-			out.Effects = append(out.Effects, fmt.Sprintf("%d paths of volume %s change.", n, manifest.Volumes[t.Number-1].Name))
+		out.Bytes += c.Bytes()
+		if n := c.Len(); i > 0 && n > 0 {
+			out.Effects = append(out.Effects, fmt.Sprintf("%d paths of volume %s change.", n, manifest.Volumes[i-1].Name))
 		}
-		if err := u.Close(); err != nil {
+		if err := c.Close(); err != nil {
 			return out, err
 		}
 	}

@@ -17,6 +17,7 @@ import (
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/engine/worktree"
 )
 
 // checkSources proves that the sources of a sandbox's bind mounts still exist: without them
@@ -126,7 +127,7 @@ func (r *restoration) checkTargets(ctx context.Context) error {
 	if len(targets) == 0 {
 		return nil
 	}
-	for e, err := range wanted(ctx, r.reader, tree{}, nil) {
+	for e, err := range worktree.Entries(ctx, r.reader, 0) {
 		if err != nil {
 			return err
 		}

@@ -14,6 +14,7 @@ import (
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/engine/worktree"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -412,8 +413,8 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 		// its owner decides. An attempt at every command would stop the sandbox each
 		// time it was started.
 		did = fmt.Sprintf("could not finish the restore of sandbox %s to checkpoint %s: %v", short(in.Sandbox), short(in.Checkpoint), err)
-		if len(data.Trees) > 0 && data.Trees[0].Aside {
-			did += "; what it had replaced lies in " + data.Trees[0].aside()
+		if len(data.Trees) > 0 && data.Trees[0].Displaced() != "" {
+			did += "; what it had replaced lies in " + data.Trees[0].Displaced()
 		}
 		if n := len(data.HostFiles); n > 0 {
 			did += fmt.Sprintf("; its host files (%d) are as they were", n)
@@ -430,7 +431,7 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 // own returns the trees of a restore in the journal that belong to the container, and the
 // directory of one that does not. Recovery must not touch the latter: it writes to trees and
 // removes files beside them.
-func (d restoring) own(c runtime.Container) (own []tree, foreign string) {
+func (d restoring) own(c runtime.Container) (own []worktree.Tree, foreign string) {
 	for _, t := range d.Trees {
 		is := t.Number == 0 && c.Upper != "" && t.Dir == c.Upper ||
 			t.Number > 0 && t.Number <= len(d.Trees) && slices.ContainsFunc(c.Volumes, func(v runtime.Volume) bool { return v.Path == t.Dir })
@@ -485,8 +486,7 @@ func (e *Engine) finishSwapOf(ctx context.Context, in store.Intent, host Host, r
 	}
 	defer r.reader.Close()
 	if data.Phase == phaseProven && r.hasRun() {
-		err := each(ctx, data.Trees, func(_ context.Context, t *tree) error { return syncfs(t.Dir) })
-		return errors.Join(err, forgetManaged(r.c.Managed), e.restored(ctx, in.Seq, r))
+		return errors.Join(worktree.Sync(ctx, data.Trees), forgetManaged(r.c.Managed), e.restored(ctx, in.Seq, r))
 	}
 	if row, err := e.store.Checkpoint(ctx, data.Undo); err == nil && row.Status == store.Ready {
 		r.undone = row.ID
@@ -528,7 +528,11 @@ func (e *Engine) finishSwapOf(ctx context.Context, in store.Intent, host Host, r
 	}
 	for i := range r.data.Trees {
 		t := &r.data.Trees[i]
-		if err := e.equalize(ctx, sb.ID, t, r.reader, r.lostOf(t)); err != nil {
+		t.Home = e.home(r.sb)
+		r.changes = append(r.changes, t.Change(r.target()))
+	}
+	for _, c := range r.changes {
+		if err := c.Force(ctx); err != nil {
 			return err
 		}
 	}

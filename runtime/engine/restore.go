@@ -15,9 +15,10 @@ import (
 	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/undo"
-	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/engine/progress"
+	"github.com/agentbox/agentbox/runtime/engine/worktree"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -34,16 +35,16 @@ const (
 
 // restoring is the journal's data of a restore.
 type restoring struct {
-	Phase     string         `json:"phase"`
-	Trees     []tree         `json:"trees"` // the trees that it changes, the upperdir first
-	Attempt   int            `json:"attempt"`
-	FilesOnly bool           `json:"files_only"`
-	Recreated bool           `json:"recreated"` // the sandbox had been removed
-	Fork      bool           `json:"fork"`      // the sandbox is a new one, of another's checkpoint
-	Salvage   bool           `json:"salvage"`
-	Was       runtime.Status `json:"was"`  // before the verb
-	Undo      string         `json:"undo"` // the undo checkpoint
-	NoUndo    bool           `json:"no_undo"`
+	Phase     string          `json:"phase"`
+	Trees     []worktree.Tree `json:"trees"` // the trees that it changes, the upperdir first
+	Attempt   int             `json:"attempt"`
+	FilesOnly bool            `json:"files_only"`
+	Recreated bool            `json:"recreated"` // the sandbox had been removed
+	Fork      bool            `json:"fork"`      // the sandbox is a new one, of another's checkpoint
+	Salvage   bool            `json:"salvage"`
+	Was       runtime.Status  `json:"was"`  // before the verb
+	Undo      string          `json:"undo"` // the undo checkpoint
+	NoUndo    bool            `json:"no_undo"`
 
 	// Begun is the boot of the host in which the restore began. A record from elsewhere cannot
 	// know it: a restore of another boot starts nothing and writes no host files.
@@ -81,8 +82,8 @@ func (e *Engine) restoreLocked(ctx context.Context, ref string, sb *locked, opts
 		ctx, cancel = context.WithTimeout(ctx, opts.Timeout)
 		defer cancel()
 	}
-	t := &trying{sb: sb, opts: opts, noUndo: opts.NoUndo, steps: follow(opts.Progress)}
-	defer t.steps.end()
+	t := &trying{sb: sb, opts: opts, noUndo: opts.NoUndo, steps: progress.Follow(opts.Progress)}
+	defer t.steps.End()
 	if opts.Strategy == "" {
 		out, err = e.try(ctx, ref, t)
 		for more := 2; more > 0 && t.endedUnder(ctx, err); more-- {
@@ -105,7 +106,7 @@ func (e *Engine) restoreLocked(ctx context.Context, ref string, sb *locked, opts
 type trying struct {
 	sb       *locked // locked by the caller; nil: not yet looked up
 	opts     runtime.RestoreOptions
-	steps    *steps
+	steps    *progress.Meter
 	noUndo   bool   // no undo checkpoint is wanted once the restore is done
 	way      string // of this attempt; see Strategies. Empty: as the checkpoint is
 	attempts []runtime.RestoreAttempt
@@ -268,15 +269,14 @@ type restoration struct {
 	orphan      bool              // the sandbox has a record, but no container
 	pull        image.PullOptions // for a sandbox that is recreated
 	data        restoring
-	present     *making // the undo checkpoint
-	updates     []*overlay.Update
-	again       bool            // another process has started it since it was inspected
-	before      time.Time       // when it was last started, as read once it was stopped
-	idle        bool            // it has had no process since it was inspected
-	together    bool            // the upperdir and the store are on one filesystem
-	past        bool            // the way back is not needed any more
-	images      string          // where the process images are laid out
-	lost        map[string]bool // paths of the upperdir that cannot be restored
+	present     *making            // the undo checkpoint
+	changes     []*worktree.Change // of the trees
+	again       bool               // another process has started it since it was inspected
+	before      time.Time          // when it was last started, as read once it was stopped
+	idle        bool               // it has had no process since it was inspected
+	past        bool               // the way back is not needed any more
+	images      string             // where the process images are laid out
+	lost        map[string]bool    // paths of the upperdir that cannot be restored
 	fork        *forking
 	attached    bool       // attached files are put back even if the checkpoint is foreign
 	noAttached  bool       // attached files are left alone
@@ -348,7 +348,7 @@ func (e *Engine) restore(ctx context.Context, seq int64, r *restoration) (err er
 	r.warnings = slices.Concat(r.row.Warnings, r.caveats, r.unplaced())
 	r.planHosts()
 	defer e.closeHosts(r)
-	if err := errors.Join(r.plan(ctx), r.checkTools()); err != nil {
+	if err := errors.Join(e.plan(ctx, r), r.checkTools()); err != nil {
 		return err
 	}
 	if err := e.advance(ctx, seq, r.data, true); err != nil {
@@ -396,7 +396,7 @@ func (e *Engine) layOut(ctx context.Context, seq int64, r *restoration, undo *un
 		return err
 	}
 	r.began = time.Now()
-	aside, err := e.layAside(ctx, r)
+	aside, err := r.layAside(ctx)
 	if err != nil {
 		return err
 	}
@@ -412,56 +412,13 @@ func (e *Engine) layOut(ctx context.Context, seq int64, r *restoration, undo *un
 	if err := errors.Join(err, failpoint.Hit("restore.after-undo")); err != nil {
 		return err
 	}
-	if r.updates == nil {
-		r.sb.steps.begin(runtime.PhaseLooking, 0)
-		for i := range r.data.Trees {
-			t := &r.data.Trees[i]
-			// The dump for a full undo checkpoint has left files that the checkpoint
-			// lacks; compare with the present state.
-			if t.seen == "" || r.present.row.Kind == runtime.KindFull {
-				opts := overlay.CollectOptions{}
-				if t.seen == "" {
-					t.seen, opts.Paranoid = e.known(ctx, r.sb.ID, *t), r.verify
-				}
-				if err := e.look(ctx, r.sb.ID, t, opts); err != nil {
-					return err
-				}
-			}
-		}
+	if r.changes == nil {
+		r.sb.steps.Begin(runtime.PhaseLooking, 0)
 		if err := r.layOutFiles(ctx); err != nil {
 			return err
 		}
 	}
 	return failpoint.Hit("restore.after-layout")
-}
-
-// layOutFiles compares the collected trees with the checkpoint and stages what they lack.
-func (r *restoration) layOutFiles(ctx context.Context) error {
-	var errs []error
-	for _, u := range r.updates { // of an earlier attempt
-		errs = append(errs, u.Close())
-	}
-	r.updates, r.changed = make([]*overlay.Update, len(r.data.Trees)), 0
-	r.sb.steps.begin(runtime.PhaseStaging, 0)
-	for i := range r.data.Trees {
-		t := &r.data.Trees[i]
-		u, err := t.plan(ctx, r.reader, r.lost)
-		if err != nil {
-			return errors.Join(append(errs, err)...)
-		}
-		if r.updates[i] = u; u.Empty() {
-			continue
-		}
-		r.changed += u.Len()
-		if err := discard(t.stage()); err != nil {
-			return err
-		}
-		r.sb.steps.more(runtime.PhaseStaging, u.Bytes())
-		if err := u.Stage(ctx, t.Dir, t.stage(), r.sb.steps.source(runtime.PhaseStaging, r.reader.Source())); err != nil {
-			return err
-		}
-	}
-	return errors.Join(errs...)
 }
 
 // layOutImages writes the process images where the OCI runtime can read them.
@@ -470,39 +427,18 @@ func (e *Engine) layOutImages(ctx context.Context, r *restoration) error {
 		return nil
 	}
 	r.images = e.store.StagedImages(r.sb.ID)
-	if err := discard(r.images); err != nil {
+	if err := os.RemoveAll(r.images); err != nil {
 		return err
 	}
-	r.sb.steps.begin(runtime.PhaseImages, r.reader.Manifest().Processes.Bytes())
-	r.reader.CountImages(r.sb.steps.adder(runtime.PhaseImages))
+	r.sb.steps.Begin(runtime.PhaseImages, r.reader.Manifest().Processes.Bytes())
+	r.reader.CountImages(r.sb.steps.Adder(runtime.PhaseImages))
 	err := r.reader.ExtractImages(ctx, r.images)
 	if errors.Is(err, runtime.ErrCorrupt) && r.data.Salvage {
 		r.data.FilesOnly = true
 		r.warnings = append(slices.Clone(r.warnings), fmt.Sprintf("the processes are lost: %v", err))
-		return discard(r.images)
+		return os.RemoveAll(r.images)
 	}
 	return err
-}
-
-// discard deletes all that was staged.
-func (r *restoration) discard() error {
-	var errs []error
-	for _, t := range r.data.Trees {
-		if t.Aside && !r.past && r.data.Phase != phasePrepare {
-			continue // it is the way back
-		}
-		errs = append(errs, discard(t.stage()))
-		if t.Number == 0 {
-			errs = append(errs, discard(t.aside()))
-		}
-	}
-	for _, u := range r.updates {
-		errs = append(errs, u.Close())
-	}
-	if r.images != "" {
-		errs = append(errs, discard(r.images))
-	}
-	return errors.Join(errs...)
 }
 
 // keepPresent makes a checkpoint of what the restore replaces, and leaves the sandbox
@@ -586,7 +522,7 @@ func (r *restoration) take(k *making) {
 	for i := range r.data.Trees {
 		for _, t := range k.trees {
 			if t.Dir == r.data.Trees[i].Dir {
-				r.data.Trees[i].seen, r.data.Trees[i].pieces = t.seen, t.pieces
+				r.data.Trees[i].Adopt(t)
 			}
 		}
 	}
@@ -599,15 +535,6 @@ func lockSlot(c runtime.Container) (unlock func(), err error) {
 		return func() {}, nil
 	}
 	return c.Stage.Lock()
-}
-
-// syncfs makes all data written to the filesystem of dir durable.
-func syncfs(dir string) error {
-	f, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	return errors.Join(unix.Syncfs(int(f.Fd())), f.Close())
 }
 
 func decode[T any](raw json.RawMessage) (v T, err error) {

@@ -18,6 +18,7 @@ import (
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/engine/worktree"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -83,7 +84,7 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 	if r.idle, err = r.stoodStill(ctx); err != nil {
 		return err
 	}
-	if !r.idle && r.data.Trees[0].Aside {
+	if !r.idle && r.data.Trees[0].Displaced() != "" {
 		return fmt.Errorf("%w: another program started it while it was being restored", runtime.ErrState)
 	}
 	touched = true
@@ -92,7 +93,7 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 	if err := e.staysDown(r.spec, r.restart); err != nil {
 		return err
 	}
-	r.sb.steps.begin(runtime.PhaseStopping, 0)
+	r.sb.steps.Begin(runtime.PhaseStopping, 0)
 	stopping := time.Now()
 	if err := r.sb.host.Stop(ctx, r.sb.ID, runtime.StopOptions{Silent: true}); err != nil {
 		return err
@@ -117,22 +118,13 @@ func (e *Engine) swap(ctx context.Context, seq int64, r *restoration) (err error
 	}
 	undo.Add(func(ctx context.Context) error { return e.putBack(ctx, r) })
 	replaces = true
-	r.sb.steps.begin(runtime.PhasePutting, 0)
-	for i := range r.data.Trees {
-		t := &r.data.Trees[i]
+	r.sb.steps.Begin(runtime.PhasePutting, 0)
+	for _, c := range r.changes {
+		apply := c.Apply
 		if r.again {
-			if err := e.equalize(ctx, r.sb.ID, t, r.reader, r.lostOf(t)); err != nil {
-				return err
-			}
-			continue
+			apply = c.Force
 		}
-		if r.updates[i].Empty() {
-			continue
-		}
-		if err := t.apply(ctx, r.updates[i]); err != nil {
-			return err
-		}
-		if err := failpoint.Hit("restore.between-trees"); err != nil {
+		if err := apply(ctx); err != nil {
 			return err
 		}
 	}
@@ -173,9 +165,9 @@ func (e *Engine) findLost(ctx context.Context, r *restoration) error {
 		return nil
 	}
 	r.lost = map[string]bool{}
-	r.sb.steps.begin(runtime.PhaseLooking, 0)
-	source := r.sb.steps.source(runtime.PhaseLooking, r.reader.Source())
-	for entry, err := range wanted(ctx, r.reader, tree{}, nil) {
+	r.sb.steps.Begin(runtime.PhaseLooking, 0)
+	source := r.sb.steps.Source(runtime.PhaseLooking, r.reader.Source())
+	for entry, err := range worktree.Entries(ctx, r.reader, 0) {
 		if err != nil {
 			return err
 		}
@@ -204,22 +196,14 @@ func (e *Engine) findLost(ctx context.Context, r *restoration) error {
 	return nil
 }
 
-// lostOf returns the damaged paths of a tree.
-func (r *restoration) lostOf(t *tree) map[string]bool {
-	if t.Number > 0 {
-		return nil
-	}
-	return r.lost
-}
-
 // bringUp proves the files and starts what ran at the time of the checkpoint.
 func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *undo.Stack, started *bool, gone time.Time) error {
 	if err := failpoint.Hit("restore.after-apply"); err != nil {
 		return err
 	}
-	r.sb.steps.begin(runtime.PhaseProving, 0)
-	for i := range r.data.Trees {
-		if err := e.proveTree(ctx, r, i); err != nil {
+	r.sb.steps.Begin(runtime.PhaseProving, 0)
+	for _, c := range r.changes {
+		if err := c.Verify(ctx, worktree.VerifyOptions{Still: r.idle, Paranoid: r.verify}); err != nil {
 			return err
 		}
 	}
@@ -254,16 +238,18 @@ func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *u
 	}
 	durable := guard.Start(func() error {
 		syncing := time.Now()
-		err := each(ctx, r.data.Trees, func(_ context.Context, t *tree) error { return syncfs(t.Dir) })
+		err := worktree.Sync(ctx, r.data.Trees)
 		r.files += time.Since(syncing)
 		return err
 	})
 	*started = true
-	r.sb.steps.begin(runtime.PhaseStarting, 0)
+	r.sb.steps.Begin(runtime.PhaseStarting, 0)
 	err := e.resume(ctx, r)
 	r.down = time.Since(gone)
-	r.sb.steps.begin(runtime.PhaseSyncing, 0)
-	e.learn(r) // during the sync: the file caches need not be durable
+	r.sb.steps.Begin(runtime.PhaseSyncing, 0)
+	for _, c := range r.changes {
+		c.Learn() // during the sync: the file caches need not be durable
+	}
 	if err = errors.Join(err, <-durable); err != nil {
 		return err
 	}
@@ -273,28 +259,6 @@ func (e *Engine) bringUp(ctx context.Context, seq int64, r *restoration, undo *u
 		return fmt.Errorf("the sandbox is restored, but: %w (%w)", err, errUnfinished)
 	}
 	return nil
-}
-
-// putBack puts the files back as they were before the restore.
-func (e *Engine) putBack(ctx context.Context, r *restoration) error {
-	r.sb.steps.begin(runtime.PhasePutting, 0)
-	if r.data.Trees[0].Aside {
-		return e.putAsideBack(ctx, r)
-	}
-	if r.undone == "" {
-		return nil
-	}
-	reader, err := e.store.OpenCheckpoint(ctx, r.undone)
-	if err == nil {
-		for i := range r.data.Trees {
-			err = errors.Join(err, e.equalize(ctx, r.sb.ID, &r.data.Trees[i], reader, nil))
-		}
-		err = errors.Join(err, reader.Close())
-	}
-	if err != nil {
-		err = fmt.Errorf("put the files back: %w (%w)", err, errUnfinished)
-	}
-	return err
 }
 
 // halt stops a sandbox whose start has failed, so that the restore can be rolled back. If
@@ -350,7 +314,7 @@ func (e *Engine) restored(ctx context.Context, seq int64, r *restoration) error 
 		if r.resumed {
 			r.hostsTold = e.resumeHosts(ctx, r)
 		} else {
-			r.sb.steps.begin(runtime.PhaseHostFiles, 0)
+			r.sb.steps.Begin(runtime.PhaseHostFiles, 0)
 			e.putHosts(ctx, r)
 		}
 	}

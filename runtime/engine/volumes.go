@@ -10,6 +10,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/engine/worktree"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -31,7 +32,7 @@ func (k *making) takeVolumes(ctx context.Context) error {
 func (r *restoration) checkAlone(ctx context.Context) error {
 	var changes []runtime.Volume
 	for _, v := range r.c.Volumes {
-		if slices.ContainsFunc(r.data.Trees[1:], func(t tree) bool { return t.Dir == v.Path }) {
+		if slices.ContainsFunc(r.data.Trees[1:], func(t worktree.Tree) bool { return t.Dir == v.Path }) {
 			changes = append(changes, v)
 		}
 	}

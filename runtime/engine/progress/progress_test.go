@@ -1,4 +1,4 @@
-package engine
+package progress
 
 import (
 	"bytes"
@@ -35,16 +35,16 @@ func (h halvesSource) Data(context.Context, overlay.Entry) (io.ReadCloser, error
 	return h.halves, nil
 }
 
-// TestStepsGrow: the progress of a large file is reported while it is read, in both directions.
-func TestStepsGrow(t *testing.T) {
+// TestGrow: the progress of a large file is reported while it is read, in both directions.
+func TestGrow(t *testing.T) {
 	const half = 4 << 20
-	for name, use := range map[string]func(*steps, *halves) error{
-		"sink": func(s *steps, h *halves) error {
-			_, _, err := s.sink(runtime.PhaseStaging, store.Cutter{}).Data(t.Context(), 2*half, h)
+	for name, use := range map[string]func(*Meter, *halves) error{
+		"sink": func(s *Meter, h *halves) error {
+			_, _, err := s.Sink(runtime.PhaseStaging, store.Cutter{}).Data(t.Context(), 2*half, h)
 			return err
 		},
-		"source": func(s *steps, h *halves) error {
-			r, err := s.source(runtime.PhaseStaging, halvesSource{h}).Data(t.Context(), overlay.Entry{Size: 2 * half})
+		"source": func(s *Meter, h *halves) error {
+			r, err := s.Source(runtime.PhaseStaging, halvesSource{h}).Data(t.Context(), overlay.Entry{Size: 2 * half})
 			if err == nil {
 				_, err = io.Copy(io.Discard, r)
 				err = errors.Join(err, r.Close())
@@ -53,9 +53,8 @@ func TestStepsGrow(t *testing.T) {
 		},
 	} {
 		told := make(chan runtime.Step, 100)
-		s := follow(func(s runtime.Step) { told <- s })
-		s.begin(runtime.PhaseStaging, 0)
-		s.more(runtime.PhaseStaging, 2*half)
+		s := Follow(func(s runtime.Step) { told <- s })
+		s.Begin(runtime.PhaseStaging, 2*half)
 		on := make(chan struct{})
 		done := make(chan error, 1)
 		go func() {
@@ -73,7 +72,7 @@ func TestStepsGrow(t *testing.T) {
 		if err := <-done; err != nil {
 			t.Fatal(err)
 		}
-		s.end()
+		s.End()
 		close(told)
 		var last runtime.Step
 		for step := range told {
@@ -85,17 +84,17 @@ func TestStepsGrow(t *testing.T) {
 	}
 }
 
-// TestStepsAllocate: counting small files allocates nothing, and without a progress callback
+// TestAllocate: counting small files allocates nothing, and without a progress callback
 // nothing is counted.
-func TestStepsAllocate(t *testing.T) {
+func TestAllocate(t *testing.T) {
 	sink := discarding{}
-	s := follow(func(runtime.Step) {})
-	defer s.end()
-	counted, r := s.sink(runtime.PhaseFiles, sink), bytes.NewReader(nil)
+	s := Follow(func(runtime.Step) {})
+	defer s.End()
+	counted, r := s.Sink(runtime.PhaseFiles, sink), bytes.NewReader(nil)
 	if n := testing.AllocsPerRun(1000, func() { _, _, _ = counted.Data(t.Context(), 1000, r) }); n != 0 {
 		t.Errorf("%v allocations a file", n)
 	}
-	if got := (*steps)(nil).sink(runtime.PhaseFiles, sink); got != overlay.Sink(sink) {
+	if got := (*Meter)(nil).Sink(runtime.PhaseFiles, sink); got != overlay.Sink(sink) {
 		t.Errorf("%T", got)
 	}
 }

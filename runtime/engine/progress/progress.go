@@ -1,4 +1,5 @@
-package engine
+// Package progress counts what a verb does, and reports it to the caller.
+package progress
 
 import (
 	"context"
@@ -23,10 +24,10 @@ const (
 // are counted whole, which saves a reader for each of a million files.
 const countApart = 1 << 20
 
-// steps is the progress of one verb. The verb adds to counters, which a separate goroutine
+// Meter is the progress of one verb. The verb adds to counters, which a separate goroutine
 // reads and reports: a frozen sandbox never waits for a progress callback. Nil counts
 // nothing.
-type steps struct {
+type Meter struct {
 	only runtime.Phase // the one phase to count everything for; empty: each for its own
 
 	mu     sync.Mutex
@@ -41,12 +42,15 @@ type steps struct {
 
 type stepCount struct{ done, total atomic.Int64 }
 
-// follow reports a verb's progress to fn until end is called; with a nil fn it returns nil.
-func follow(fn runtime.Steps) *steps {
+// Follow reports a verb's progress to fn until end is called; with a nil fn it returns nil.
+func Follow(fn runtime.Steps) *Meter {
 	if fn == nil {
 		return nil
 	}
-	s := &steps{counts: make(map[runtime.Phase]*stepCount, len(runtime.Phases)), quit: make(chan struct{}), gone: make(chan struct{})}
+	s := &Meter{
+		counts: make(map[runtime.Phase]*stepCount, len(runtime.Phases)),
+		quit:   make(chan struct{}), gone: make(chan struct{}),
+	}
 	for _, p := range runtime.Phases {
 		s.counts[p] = new(stepCount)
 	}
@@ -54,7 +58,7 @@ func follow(fn runtime.Steps) *steps {
 	return s
 }
 
-func (s *steps) tell(fn runtime.Steps) {
+func (s *Meter) tell(fn runtime.Steps) {
 	defer close(s.gone)
 	tick := time.NewTicker(stepPause)
 	defer tick.Stop()
@@ -78,7 +82,7 @@ func (s *steps) tell(fn runtime.Steps) {
 }
 
 // news returns the phases that have finished since the last call, and the current one.
-func (s *steps) news() []runtime.Step {
+func (s *Meter) news() []runtime.Step {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	list := s.past
@@ -89,7 +93,7 @@ func (s *steps) news() []runtime.Step {
 	return append(list, s.step())
 }
 
-func (s *steps) step() runtime.Step {
+func (s *Meter) step() runtime.Step {
 	c := s.counts[s.now]
 	step := runtime.Step{Phase: s.now, Done: c.done.Load(), Total: c.total.Load()}
 	if step.Total > 0 {
@@ -98,8 +102,8 @@ func (s *steps) step() runtime.Step {
 	return step
 }
 
-// end reports the last numbers. It is called once the verb holds nothing any more.
-func (s *steps) end() {
+// End reports the last numbers. It is called once the verb holds nothing any more.
+func (s *Meter) End() {
 	if s == nil {
 		return
 	}
@@ -113,15 +117,15 @@ func (s *steps) end() {
 	})
 }
 
-// begin enters a phase with nothing done yet.
-func (s *steps) begin(p runtime.Phase, total int64) {
+// Begin enters a phase with nothing done yet.
+func (s *Meter) Begin(p runtime.Phase, total int64) {
 	s.enter(p, func(c *stepCount) { c.done.Store(0); c.total.Store(total) })
 }
 
-// at enters a phase, or continues it.
-func (s *steps) at(p runtime.Phase) { s.enter(p, nil) }
+// At enters a phase, or continues it.
+func (s *Meter) At(p runtime.Phase) { s.enter(p, nil) }
 
-func (s *steps) enter(p runtime.Phase, do func(*stepCount)) {
+func (s *Meter) enter(p runtime.Phase, do func(*stepCount)) {
 	if s == nil || s.only != "" && p != s.only {
 		return
 	}
@@ -138,15 +142,8 @@ func (s *steps) enter(p runtime.Phase, do func(*stepCount)) {
 	}
 }
 
-// more adds to the total of a phase.
-func (s *steps) more(p runtime.Phase, n int64) {
-	if s != nil && s.only == "" {
-		s.counts[p].total.Add(n)
-	}
-}
-
-// adder returns a function that adds to what is done of a phase; nil: nothing is counted.
-func (s *steps) adder(p runtime.Phase) func(int64) {
+// Adder returns a function that adds to what is done of a phase; nil: nothing is counted.
+func (s *Meter) Adder(p runtime.Phase) func(int64) {
 	if s == nil {
 		return nil
 	}
@@ -160,9 +157,9 @@ func (s *steps) adder(p runtime.Phase) func(int64) {
 	return func(n int64) { done.Add(n) }
 }
 
-// sink counts the data that to takes.
-func (s *steps) sink(p runtime.Phase, to overlay.Sink) overlay.Sink {
-	if add := s.adder(p); add != nil {
+// Sink counts the data that to takes.
+func (s *Meter) Sink(p runtime.Phase, to overlay.Sink) overlay.Sink {
+	if add := s.Adder(p); add != nil {
 		return countedSink{to, add}
 	}
 	return to
@@ -184,9 +181,9 @@ func (c countedSink) Data(ctx context.Context, size int64, r io.Reader) (string,
 	return digest, pieces, err
 }
 
-// source counts the data that is read from from.
-func (s *steps) source(p runtime.Phase, from overlay.Source) overlay.Source {
-	if add := s.adder(p); add != nil {
+// Source counts the data that is read from from.
+func (s *Meter) Source(p runtime.Phase, from overlay.Source) overlay.Source {
+	if add := s.Adder(p); add != nil {
 		return countedSource{from, add}
 	}
 	return from
@@ -232,8 +229,8 @@ type countedCloser struct {
 	io.Closer
 }
 
-// sizes returns the total size of a directory's files, as far as they can be read.
-func (s *steps) sizes(dir string) (n int64) {
+// Sizes returns the total size of a directory's files, as far as they can be read.
+func (s *Meter) Sizes(dir string) (n int64) {
 	if s == nil {
 		return 0
 	}
@@ -246,19 +243,19 @@ func (s *steps) sizes(dir string) (n int64) {
 	return n
 }
 
-// all begins the last phase: the work of later phases counts for it.
-func (s *steps) all(p runtime.Phase, total int64) {
-	s.begin(p, total)
+// All begins the last phase: the work of later phases counts for it.
+func (s *Meter) All(p runtime.Phase, total int64) {
+	s.Begin(p, total)
 	s.only = p
 }
 
-// reading counts data that is only read, for the current phase.
-func (s *steps) reading() overlay.Sink {
+// Reading counts data that is only read, for the current phase.
+func (s *Meter) Reading() overlay.Sink {
 	if s == nil {
 		return store.Cutter{}
 	}
 	s.mu.Lock()
 	p := s.now
 	s.mu.Unlock()
-	return s.sink(p, store.Cutter{})
+	return s.Sink(p, store.Cutter{})
 }

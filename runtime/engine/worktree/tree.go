@@ -1,0 +1,189 @@
+// Package worktree is the door to package overlay for all that changes a sandbox's files. It
+// captures the directories of a checkpoint, and makes a directory what a checkpoint has,
+// provably:
+//
+//	ReadAhead -> Capture -> Put -> Remember                        a checkpoint
+//	Plan -> Stage -> Begin -> Apply -> Verify -> Learn -> Close    a change
+//	Plan -> ... -> Apply -> Revert -> Close                        a change that failed
+//	Change -> Force -> Verify -> Close                             from an unknown state
+//
+// It chooses among overlay's ways to plan and to prove, by what is known of the files, and
+// owns what they need: the file cache of each tree (cache.go), the stage beside it, and the
+// files that a change displaces (displace.go).
+package worktree
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"iter"
+	"log/slog"
+	"os"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/guard"
+	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/engine/progress"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// Home is what all trees of a sandbox share.
+type Home struct {
+	Store   *store.Store
+	Sandbox string
+	Steps   *progress.Meter // nil: nothing is counted
+	Log     *slog.Logger
+}
+
+// Tree is one directory in a checkpoint: the upperdir, or the data of a volume. In JSON it is
+// a part of the journal.
+type Tree struct {
+	Dir    string `json:"dir"`
+	Number int    `json:"number"` // in a checkpoint; 0: the upperdir, 1+i: Manifest.Volumes[i]
+	Aside  bool   `json:"aside"`  // a change displaces what it replaces, as the way back
+	Home   Home   `json:"-"`
+
+	seen   string          // path of its last collection; empty: none yet
+	pieces []overlay.Piece // of the list in that collection; nil: not known
+}
+
+// Each calls do for every tree, concurrently.
+func Each(ctx context.Context, trees []Tree, do func(context.Context, *Tree) error) error {
+	group, ctx := guard.WithContext(ctx)
+	group.SetLimit(2)
+	for i := range trees {
+		group.Go(func() error { return do(ctx, &trees[i]) })
+	}
+	return group.Wait()
+}
+
+// Sync makes all data written to the filesystems of trees durable.
+func Sync(ctx context.Context, trees []Tree) error {
+	return Each(ctx, trees, func(_ context.Context, t *Tree) error { return syncfs(t.Dir) })
+}
+
+// ReadAhead reads what has changed since the last checkpoint while the directory is in use, as
+// a pre-copy, so that little is left for Capture. It writes its findings to the new file out.
+func (t *Tree) ReadAhead(ctx context.Context, out string, sink overlay.Sink, paranoid bool) error {
+	t.Know(ctx)
+	_, err := overlay.Collect(ctx, t.Dir, out, t.Home.Steps.Sink(runtime.PhaseFiles, sink), overlay.CollectOptions{
+		Known: t.seen, Trust: true, Tolerant: true, Paranoid: paranoid,
+	})
+	if err != nil {
+		return fmt.Errorf("read files ahead: %w", err)
+	}
+	t.seen = out
+	return nil
+}
+
+// Capture collects the tree, which does not change now, and has sink store the data that is
+// not known. Known and Trust of opts are its own.
+func (t *Tree) Capture(ctx context.Context, sink overlay.Sink, opts overlay.CollectOptions) error {
+	out := t.memory() + fresh
+	if err := remove(out); err != nil {
+		return err
+	}
+	opts.Known, opts.Trust = t.seen, true
+	if _, err := overlay.Collect(ctx, t.Dir, out, t.Home.Steps.Sink(runtime.PhaseFiles, sink), opts); err != nil {
+		return err
+	}
+	t.seen = out
+	return nil
+}
+
+// Put puts the list of what was captured into a draft. The directory may be in use again. like
+// are the pieces of a list that is likely similar.
+func (t *Tree) Put(ctx context.Context, draft *store.Draft, like []overlay.Piece) (err error) {
+	t.pieces, err = draft.PutCollection(ctx, t.Number, t.seen, like)
+	return err
+}
+
+// Adopt takes over what a checkpoint of the same directory has just collected.
+func (t *Tree) Adopt(from Tree) { t.seen, t.pieces = from.seen, from.pieces }
+
+// look collects a tree that nothing writes to, without storing its data.
+func (t *Tree) look(ctx context.Context, opts overlay.CollectOptions) error {
+	out, err := t.fresh()
+	if err != nil {
+		return err
+	}
+	opts.Known, opts.Trust = t.seen, true
+	if _, err := overlay.Collect(ctx, t.Dir, out, t.Home.Steps.Reading(), opts); err != nil {
+		return err
+	}
+	t.seen, t.pieces = out, nil
+	return nil
+}
+
+// entries reads the last collection as a sequence; an error is its last element.
+func (t *Tree) entries() iter.Seq2[overlay.Entry, error] {
+	stop := errors.New("stop")
+	return func(yield func(overlay.Entry, error) bool) {
+		err := overlay.Collection(t.seen, func(e overlay.Entry) error {
+			if !yield(e, nil) {
+				return stop
+			}
+			return nil
+		})
+		if err != nil && err != stop {
+			yield(overlay.Entry{}, err)
+		}
+	}
+}
+
+// Target is what trees are to become: those of a checkpoint, or what is left of them.
+type Target struct {
+	Reader *store.Reader
+	Lost   map[string]bool // paths of the upperdir that are left out
+}
+
+// lost returns the paths of a tree that are left out.
+func (g Target) lost(tree int) map[string]bool {
+	if tree > 0 {
+		return nil
+	}
+	return g.Lost
+}
+
+// Entries reads a tree of a checkpoint as a sequence; an error is its last element.
+func Entries(ctx context.Context, r *store.Reader, tree int) iter.Seq2[overlay.Entry, error] {
+	return Target{Reader: r}.entries(ctx, tree)
+}
+
+// entries reads what a tree is to become.
+func (g Target) entries(ctx context.Context, tree int) iter.Seq2[overlay.Entry, error] {
+	lost := g.lost(tree)
+	return func(yield func(overlay.Entry, error) bool) {
+		list, err := g.Reader.Tree(ctx, tree)
+		if err != nil {
+			yield(overlay.Entry{}, err)
+			return
+		}
+		for entry, err := range overlay.TreeEntries(list) {
+			if lost[entry.Path] || lost[entry.Hardlink] && entry.Hardlink != "" {
+				continue
+			}
+			if !yield(entry, err) {
+				_ = list.Close() // a consumer that stops early has an error of its own
+				return
+			}
+			if err != nil {
+				break
+			}
+		}
+		if err := list.Close(); err != nil {
+			yield(overlay.Entry{}, err)
+		}
+	}
+}
+
+// syncfs makes all data written to the filesystem of dir durable.
+func syncfs(dir string) error {
+	f, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	return errors.Join(unix.Syncfs(int(f.Fd())), f.Close())
+}
