@@ -118,7 +118,7 @@ func mountedAt(s runtime.Spec, path string) (target, rest string) {
 
 // lateHosts lists the files that a sandbox with resumed processes has mounted: what these
 // have read before the files were put was not the checkpoint's content.
-func (r *restoration) lateHosts(files []runtime.RestoredFile) (list []string) {
+func (r *attachedPart) lateHosts(files []runtime.RestoredFile) (list []string) {
 	if !r.starts() {
 		return nil
 	}
@@ -211,6 +211,73 @@ func (k *making) fileAttached(ctx context.Context, draft *store.Draft) error {
 	})
 }
 
+// attachedPart is the attached files of a restore.
+type attachedPart struct {
+	noWork
+	*restoration
+	all      bool       // they are put back even if the checkpoint is foreign
+	none     bool       // they are left alone
+	hosts    *hostFiles // those to put back; nil: none
+	err      error      // why they are not put back, though the sandbox is restored
+	report   string     // what Recover reports about them
+	stranded bool       // some are not as they were; the checkpoint that has them is pinned
+}
+
+func (r *attachedPart) check(ctx context.Context) error {
+	if r.resumed {
+		return nil
+	}
+	r.planHosts()
+	return r.layHosts(ctx)
+}
+
+// prepare reads what the files are now. A sandbox that is recreated had them proven earlier,
+// so a failure does not stop it now.
+func (r *attachedPart) prepare(ctx context.Context) error {
+	if r.resumed {
+		return nil
+	}
+	err := r.recallHosts(ctx)
+	if err != nil && r.data.Recreated {
+		r.hosts.err, err = err, nil
+	}
+	return err
+}
+
+// settle puts the files.
+func (r *attachedPart) settle(ctx context.Context) error {
+	if len(r.data.HostFiles) == 0 {
+		return nil
+	}
+	if r.data.Phase != phaseHosts {
+		r.data.Phase = phaseHosts
+		if err := r.record(ctx, false); err != nil {
+			return err
+		}
+	}
+	if r.resumed {
+		r.report = r.resumeHosts(ctx)
+	} else {
+		r.sb.steps.Begin(runtime.PhaseHostFiles, 0)
+		r.putHosts(ctx)
+	}
+	return nil
+}
+
+func (r *attachedPart) close() error {
+	r.closeHosts()
+	return nil
+}
+
+// last adds a later error to that of the files: with an intent left in the journal Recover
+// would put them after all.
+func (r *attachedPart) last(err error) error {
+	if r.err != nil {
+		r.err, err = errors.Join(r.err, err), nil
+	}
+	return err
+}
+
 // hostFile is an attached file that a restore puts back.
 type hostFile struct {
 	path, name string
@@ -246,9 +313,9 @@ func (h *hostFiles) forgetUndo() {
 }
 
 // closeHosts unlocks and closes the directories of the files.
-func (e *Engine) closeHosts(r *restoration) {
+func (r *attachedPart) closeHosts() {
 	if err := r.hosts.close(); err != nil {
-		e.log.Warn("directories of host files not closed", "sandbox", r.sb.ID, "err", err)
+		r.e.log.Warn("directories of host files not closed", "sandbox", r.sb.ID, "err", err)
 	}
 }
 
@@ -271,16 +338,14 @@ func (h *hostFiles) close() error {
 }
 
 // hostsLeft returns why a restore leaves the attached files alone; empty: it puts them back.
-func (r *restoration) hostsLeft() string {
+func (r *attachedPart) hostsLeft() string {
 	a := r.row.Attached
 	switch {
-	case r.data.Fork:
-		return "a fork is another sandbox"
 	case r.restart:
 		return "a restart policy caused this restore"
-	case r.noAttached:
+	case r.none:
 		return runtime.ByNoAttached
-	case r.attached:
+	case r.all:
 		return ""
 	case a != nil && (a.Foreign || r.row.Foreign):
 		return "the checkpoint comes from elsewhere, and so do their paths; --attached puts them back all the same"
@@ -291,7 +356,7 @@ func (r *restoration) hostsLeft() string {
 }
 
 // hostPaths returns the paths that a restore puts back.
-func (r *restoration) hostPaths() (list []string) {
+func (r *attachedPart) hostPaths() (list []string) {
 	if r.row.Attached == nil || r.hostsLeft() != "" {
 		return nil
 	}
@@ -301,21 +366,35 @@ func (r *restoration) hostPaths() (list []string) {
 	return list
 }
 
+// plan adds what a restore would do with the files.
+func (r *attachedPart) plan(ctx context.Context, out *runtime.RestorePlan) (err error) {
+	if out.Attached, err = r.lookHosts(ctx, -1); err != nil {
+		return err
+	}
+	if len(out.Attached) > 0 && r.hostsLeft() != "" {
+		out.Effects = append(out.Effects, fmt.Sprintf("Not put back: %s.", r.hostsLeftText()))
+	}
+	for _, text := range r.lateHosts(out.Attached) {
+		out.Effects = append(out.Effects, sentence(text))
+	}
+	return nil
+}
+
 // planHosts decides what the restore does with the attached files.
-func (r *restoration) planHosts() {
+func (r *attachedPart) planHosts() {
 	r.data.HostFiles = r.hostPaths()
-	if r.row.Attached != nil && len(r.data.HostFiles) == 0 && !r.data.Fork {
+	if r.row.Attached != nil && len(r.data.HostFiles) == 0 {
 		r.warnings = append(slices.Clone(r.warnings), r.hostsLeftText())
 	}
 }
 
-func (r *restoration) hostsLeftText() string {
+func (r *attachedPart) hostsLeftText() string {
 	return fmt.Sprintf("host files of the checkpoint (%d) are left as they are: %s", len(r.row.Attached.Paths), r.hostsLeft())
 }
 
 // hostReport returns what the restore has done with the attached files.
-func (r *restoration) hostReport() (list []runtime.RestoredFile) {
-	if r.row.Attached == nil || r.data.Fork {
+func (r *attachedPart) hostReport() (list []runtime.RestoredFile) {
+	if r.row.Attached == nil {
 		return nil
 	}
 	for i, f := range r.row.Attached.Paths {
@@ -369,7 +448,7 @@ func states(ctx context.Context, reader *store.Reader) (map[string]hostfile.Stat
 
 // openHosts opens the directories of the files that a restore puts back, and locks them; a
 // negative wait does not lock. An error with a directory is stored in its files.
-func (e *Engine) openHosts(ctx context.Context, r *restoration, wait time.Duration) (*hostFiles, error) {
+func (r *attachedPart) openHosts(ctx context.Context, wait time.Duration) (*hostFiles, error) {
 	h := &hostFiles{}
 	want, err := states(ctx, r.reader)
 	if err != nil {
@@ -396,7 +475,7 @@ func (e *Engine) openHosts(ctx context.Context, r *restoration, wait time.Durati
 		if err == nil {
 			h.dirs = append(h.dirs, d)
 			if wait >= 0 {
-				err = e.lockHosts(ctx, h, d, path, until)
+				err = r.e.lockHosts(ctx, h, d, path, until)
 			}
 		}
 		for _, f := range byDir[path] {
@@ -424,18 +503,18 @@ func (e *Engine) lockHosts(ctx context.Context, h *hostFiles, d *hostfile.Dir, p
 }
 
 // tempOf is where a file is written first: an unpredictable name that Recover knows.
-func (r *restoration) tempOf(f *hostFile) string {
+func (r *attachedPart) tempOf(f *hostFile) string {
 	return "." + f.name[:min(len(f.name), 200)] + ".agentbox-" + short(cmp.Or(r.hostUndo(), r.row.ID))
 }
 
 // hostTrouble makes the error of a host file one that calls the restore off.
-func (r *restoration) hostTrouble(err error) error {
+func (r *attachedPart) hostTrouble(err error) error {
 	return hint(calledOff{err},
 		fmt.Sprintf("Mend that and restore again, or leave host files alone with: agentbox restore --no-attached %s %s", r.sb.Name, short(r.row.ID)))
 }
 
 // checkHosts proves, as far as possible, that the files can be put back.
-func (e *Engine) checkHosts(ctx context.Context, r *restoration, h *hostFiles) error {
+func (r *attachedPart) checkHosts(ctx context.Context, h *hostFiles) error {
 	type room struct{ free, most, more int64 }
 	rooms := map[uint64]*room{}
 	limit := int64(store.MaxAttached)
@@ -445,7 +524,7 @@ func (e *Engine) checkHosts(ctx context.Context, r *restoration, h *hostFiles) e
 	for _, f := range h.list {
 		err := f.err
 		if err == nil {
-			err = e.mayAttach(r.spec, f.path)
+			err = r.e.mayAttach(r.spec, f.path)
 		}
 		var grows int64
 		if err == nil {
@@ -474,12 +553,12 @@ func (e *Engine) checkHosts(ctx context.Context, r *restoration, h *hostFiles) e
 
 // layHosts opens and proves the files that a restore puts back, before anything ends. A
 // sandbox that is recreated had them proven earlier, so a failure does not stop it now.
-func (e *Engine) layHosts(ctx context.Context, r *restoration) (err error) {
+func (r *attachedPart) layHosts(ctx context.Context) (err error) {
 	if len(r.data.HostFiles) == 0 {
 		return nil
 	}
-	if r.hosts, err = e.openHosts(ctx, r, hostWait); err == nil {
-		err = e.checkHosts(ctx, r, r.hosts)
+	if r.hosts, err = r.openHosts(ctx, hostWait); err == nil {
+		err = r.checkHosts(ctx, r.hosts)
 	}
 	if err != nil && r.data.Recreated {
 		r.hosts.err, err = err, nil
@@ -489,12 +568,12 @@ func (e *Engine) layHosts(ctx context.Context, r *restoration) (err error) {
 
 // lookHosts is layHosts for a restore that is only planned, or done later: it keeps nothing
 // open or locked. A wait that is not negative has it try whether the locks can be had.
-func (e *Engine) lookHosts(ctx context.Context, r *restoration, wait time.Duration) (list []runtime.RestoredFile, err error) {
+func (r *attachedPart) lookHosts(ctx context.Context, wait time.Duration) (list []runtime.RestoredFile, err error) {
 	if len(r.hostPaths()) == 0 {
 		return r.hostReport(), nil
 	}
-	if r.hosts, err = e.openHosts(ctx, r, wait); err == nil {
-		err = e.checkHosts(ctx, r, r.hosts)
+	if r.hosts, err = r.openHosts(ctx, wait); err == nil {
+		err = r.checkHosts(ctx, r.hosts)
 	}
 	list = r.hostReport()
 	err = errors.Join(err, r.hosts.close())
@@ -504,24 +583,24 @@ func (e *Engine) lookHosts(ctx context.Context, r *restoration, wait time.Durati
 
 // proveHosts is lookHosts before a sandbox is recreated, and before it is removed for that.
 // It returns the files to attach to the checkpoint of the sandbox's present state.
-func (e *Engine) proveHosts(ctx context.Context, r *restoration) (paths []string, err error) {
+func (r *attachedPart) proveHosts(ctx context.Context) (paths []string, err error) {
 	if paths = r.hostPaths(); len(paths) == 0 {
 		return nil, nil
 	}
-	if r.reader, err = e.store.OpenCheckpoint(ctx, r.row.ID); err != nil {
+	if r.reader, err = r.e.store.OpenCheckpoint(ctx, r.row.ID); err != nil {
 		return nil, err
 	}
-	_, err = e.lookHosts(ctx, r, hostWait)
+	_, err = r.lookHosts(ctx, hostWait)
 	return paths, errors.Join(err, r.reader.Close())
 }
 
 // recallHosts reads the contents of the files before the restore.
-func (e *Engine) recallHosts(ctx context.Context, r *restoration) (err error) {
+func (r *attachedPart) recallHosts(ctx context.Context) (err error) {
 	id := r.hostUndo()
 	if len(r.data.HostFiles) == 0 || id == "" {
 		return nil
 	}
-	if r.hosts.undo, err = e.store.OpenCheckpoint(ctx, id); err != nil {
+	if r.hosts.undo, err = r.e.store.OpenCheckpoint(ctx, id); err != nil {
 		return r.hostTrouble(err)
 	}
 	was, err := states(ctx, r.hosts.undo)

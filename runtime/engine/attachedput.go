@@ -16,36 +16,36 @@ import (
 )
 
 // putHosts puts the attached files back once the sandbox is restored. If one cannot be
-// put, it changes back those that were, and sets r.hostErr, with which the restore fails in
+// put, it changes back those that were, and sets r.err, with which the restore fails in
 // the end: the sandbox stays restored.
-func (e *Engine) putHosts(ctx context.Context, r *restoration) {
-	cause := e.putAll(ctx, r)
+func (r *attachedPart) putHosts(ctx context.Context) {
+	cause := r.putAll(ctx)
 	if cause == nil {
 		r.told = append(r.told, r.lateHosts(r.hostReport())...)
 		return
 	}
 	err := fmt.Errorf("the sandbox is restored, but its host files are as they were: %w", calledOff{cause})
 	if left := r.returnHosts(ctx); len(left) > 0 {
-		text := fmt.Sprintf("not put back to what they were: %s; %s", strings.Join(left, "; "), e.keepHostUndo(ctx, r))
+		text := fmt.Sprintf("not put back to what they were: %s; %s", strings.Join(left, "; "), r.keepHostUndo(ctx))
 		err = fmt.Errorf("the sandbox is restored, but its host files are not: %w; %s", calledOff{cause}, text)
 	}
 	text := fmt.Sprintf("Mend that, and restore again with: agentbox restore --attached %s %s", r.sb.Name, short(r.row.ID))
 	if !r.data.NoUndo && r.data.Undo != "" {
 		text += ", or take the sandbox back with: agentbox restore --undo " + r.sb.Name
 	}
-	r.hostErr = hint(err, text)
-	e.noteHosts(r, err.Error()) // the caller may have disconnected
+	r.err = hint(err, text)
+	r.noteHosts(err.Error()) // the caller may have disconnected
 }
 
 // noteHosts records as an event that host files are not what the checkpoint has.
-func (e *Engine) noteHosts(r *restoration, why string) {
-	if err := e.note(r.sb.ID, runtime.Event{Time: time.Now(), Type: runtime.EventHostFiles, Checkpoint: r.row.ID, Reason: why}); err != nil {
-		e.log.Warn("event not recorded", "sandbox", r.sb.ID, "err", err)
+func (r *attachedPart) noteHosts(why string) {
+	if err := r.e.note(r.sb.ID, runtime.Event{Time: time.Now(), Type: runtime.EventHostFiles, Checkpoint: r.row.ID, Reason: why}); err != nil {
+		r.e.log.Warn("event not recorded", "sandbox", r.sb.ID, "err", err)
 	}
 }
 
 // putAll puts one file after the other, once all of them have been checked.
-func (e *Engine) putAll(ctx context.Context, r *restoration) error {
+func (r *attachedPart) putAll(ctx context.Context) error {
 	if r.hosts.err != nil {
 		return r.hosts.err
 	}
@@ -84,7 +84,7 @@ func (e *Engine) putAll(ctx context.Context, r *restoration) error {
 
 // lookAgain refuses a file that differs from the undo checkpoint, unless the restore's own
 // undo commands may have changed it: their work is undone with it.
-func (r *restoration) lookAgain(ctx context.Context, f *hostFile) error {
+func (r *attachedPart) lookAgain(ctx context.Context, f *hostFile) error {
 	if f.err != nil || r.hosts.undo == nil {
 		return f.err
 	}
@@ -93,7 +93,7 @@ func (r *restoration) lookAgain(ctx context.Context, f *hostFile) error {
 			return err
 		}
 	}
-	if !r.commanded && len(r.compensated) == 0 {
+	if !r.effects.commanded && len(r.effects.compensated) == 0 {
 		return hostfile.ErrChanged
 	}
 	f.commanded = true
@@ -102,7 +102,7 @@ func (r *restoration) lookAgain(ctx context.Context, f *hostFile) error {
 
 // returnHosts changes the files that putAll has put back to what they were, and says which
 // it could not. It updates the action of each file.
-func (r *restoration) returnHosts(ctx context.Context) (left []string) {
+func (r *attachedPart) returnHosts(ctx context.Context) (left []string) {
 	for _, f := range r.hosts.list {
 		if !f.put {
 			if f.action != runtime.AttachedSame {
@@ -124,12 +124,12 @@ func (r *restoration) returnHosts(ctx context.Context) (left []string) {
 }
 
 // keepHostUndo keeps the checkpoint with the previous files, and names it.
-func (e *Engine) keepHostUndo(ctx context.Context, r *restoration) string {
+func (r *attachedPart) keepHostUndo(ctx context.Context) string {
 	id := r.hostUndo()
 	if id == "" {
 		return "no checkpoint has what they were"
 	}
-	if err := e.store.Pin(ctx, id, true); err != nil {
+	if err := r.e.store.Pin(ctx, id, true); err != nil {
 		return fmt.Sprintf("checkpoint %s was to have what they were (%v)", short(id), err)
 	}
 	r.stranded = true
@@ -147,16 +147,16 @@ func (e *Engine) keepHostUndo(ctx context.Context, r *restoration) string {
 // killed before it had put all of them. It never changes files back. A file that has neither
 // its previous nor its planned content was changed by another process since: resumeHosts
 // leaves it and names it, as it does files whose state cannot be determined any more.
-func (e *Engine) resumeHosts(ctx context.Context, r *restoration) (told string) {
+func (r *attachedPart) resumeHosts(ctx context.Context) (told string) {
 	h, cause := &hostFiles{}, error(nil)
 	if !r.data.thisBoot() {
 		cause = fmt.Errorf("the host was restarted since: %w", runtime.ErrState)
 	} else if r.reader == nil || r.row.Attached == nil {
 		cause = fmt.Errorf("checkpoint %s cannot be read", short(r.row.ID))
-	} else if h, cause = e.openAnswering(ctx, r); cause == nil {
+	} else if h, cause = r.openAnswering(ctx); cause == nil {
 		r.hosts = h
-		if err := e.recallHosts(ctx, r); err != nil {
-			e.log.Warn("state of host files not recorded", "sandbox", r.sb.ID, "checkpoint", r.hostUndo(), "err", err)
+		if err := r.recallHosts(ctx); err != nil {
+			r.e.log.Warn("state of host files not recorded", "sandbox", r.sb.ID, "checkpoint", r.hostUndo(), "err", err)
 			h.forgetUndo()
 			h.unread = true
 		}
@@ -165,9 +165,10 @@ func (e *Engine) resumeHosts(ctx context.Context, r *restoration) (told string) 
 	var stuck []<-chan error
 	defer func() {
 		if len(stuck) == 0 {
-			e.closeHosts(r)
+			r.closeHosts()
 			return
 		}
+		r.hosts = nil
 		guard.Go(func() { // calls that are still blocked use the directories
 			for _, done := range stuck {
 				<-done
@@ -186,7 +187,7 @@ func (e *Engine) resumeHosts(ctx context.Context, r *restoration) (told string) 
 		}
 		if err == nil {
 			var done <-chan error
-			if done, err = answering(ctx, hostAnswer, func(ctx context.Context) error { return e.resumeHost(ctx, r, f) }); done != nil {
+			if done, err = answering(ctx, hostAnswer, func(ctx context.Context) error { return r.resumeHost(ctx, f) }); done != nil {
 				stuck = append(stuck, done)
 			}
 		}
@@ -198,9 +199,9 @@ func (e *Engine) resumeHosts(ctx context.Context, r *restoration) (told string) 
 		return ""
 	}
 	told = fmt.Sprintf("host files that are left as they are: %[1]s; %[2]s; make them what checkpoint %[4]s has with 'agentbox restore --attached %[3]s %[4]s'",
-		strings.Join(left, "; "), e.keepHostUndo(ctx, r), r.sb.Name, short(r.row.ID))
+		strings.Join(left, "; "), r.keepHostUndo(ctx), r.sb.Name, short(r.row.ID))
 	if len(r.sb.Spec) > 0 { // the sandbox exists; any command, or the service, may be the one that reports this
-		e.noteHosts(r, told)
+		r.noteHosts(told)
 	}
 	return "; " + told
 }
@@ -230,10 +231,10 @@ func answering(ctx context.Context, wait time.Duration, do func(context.Context)
 }
 
 // openAnswering is openHosts for recovery.
-func (e *Engine) openAnswering(ctx context.Context, r *restoration) (*hostFiles, error) {
+func (r *attachedPart) openAnswering(ctx context.Context) (*hostFiles, error) {
 	h := &hostFiles{}
 	done, err := answering(ctx, recoverWait+hostAnswer, func(ctx context.Context) error {
-		opened, err := e.openHosts(ctx, r, recoverWait)
+		opened, err := r.openHosts(ctx, recoverWait)
 		if opened != nil {
 			h = opened
 		}
@@ -249,12 +250,12 @@ func (e *Engine) openAnswering(ctx context.Context, r *restoration) (*hostFiles,
 	return &hostFiles{}, err
 }
 
-func (e *Engine) resumeHost(ctx context.Context, r *restoration, f *hostFile) error {
+func (r *attachedPart) resumeHost(ctx context.Context, f *hostFile) error {
 	if f.err != nil {
 		return f.err
 	}
 	if err := f.at.Clear(r.tempOf(f)); err != nil {
-		e.log.Warn("host file not cleaned up", "path", f.path, "err", err)
+		r.e.log.Warn("host file not cleaned up", "path", f.path, "err", err)
 	}
 	if r.hosts.undo != nil {
 		_, err := f.at.Put(ctx, f.name, r.tempOf(f), f.want, &f.was, func() error {
@@ -284,7 +285,8 @@ func (e *Engine) finishHosts(ctx context.Context, in store.Intent, host Host, lo
 		c = runtime.Container{}
 	}
 	data.Trees, _ = data.own(c)
-	r := &restoration{sb: &locked{Sandbox: sb, host: host, lock: lock}, data: data}
+	r := e.newRestoration(&locked{Sandbox: sb, host: host, lock: lock}, data)
+	r.resumed, r.seq, r.c = true, in.Seq, c
 	if r.row, err = e.store.Checkpoint(ctx, in.Checkpoint); err == nil {
 		r.reader, err = e.store.OpenCheckpoint(ctx, in.Checkpoint)
 	}
@@ -297,8 +299,8 @@ func (e *Engine) finishHosts(ctx context.Context, in store.Intent, host Host, lo
 		}
 		defer func() { _ = r.reader.Close() }() // it was only read
 	}
-	did += e.resumeHosts(ctx, r)
-	if err := e.forgetWay(ctx, r); err != nil {
+	err = r.finish(ctx)
+	if did += r.attached.report; err != nil {
 		e.log.Warn("staging of an interrupted restore not removed", "sandbox", in.Sandbox, "err", err)
 		did += fmt.Sprintf("; what it has laid out, or its undo checkpoint, is left: %v", err)
 	}
@@ -306,4 +308,4 @@ func (e *Engine) finishHosts(ctx context.Context, in store.Intent, host Host, lo
 }
 
 // hostUndo returns the checkpoint that has the files from before the restore.
-func (r *restoration) hostUndo() string { return cmp.Or(r.data.HostUndo, r.data.Undo) }
+func (r *attachedPart) hostUndo() string { return cmp.Or(r.data.HostUndo, r.data.Undo) }

@@ -121,8 +121,7 @@ func (e *Engine) commitFrom(ctx context.Context, ref string) (row store.Checkpoi
 	if err != nil {
 		return row, nil, err
 	}
-	r := restoration{sb: &locked{Sandbox: store.Sandbox{Name: row.SandboxName}}, row: row}
-	if err := r.checkDamage(); err != nil {
+	if err := checkDamage(row.SandboxName, row, false); err != nil {
 		return row, nil, err
 	}
 	reader, err := e.store.OpenCheckpoint(ctx, row.ID)

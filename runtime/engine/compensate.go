@@ -78,9 +78,19 @@ func past(list []runtime.Effect, newest string) (due []runtime.Effect, gone int)
 	return due, gone
 }
 
-// dueEffects is past for a restore; the lock of its sandbox is held.
-func (e *Engine) dueEffects(ctx context.Context, r *restoration) (due []runtime.Effect, gone int, err error) {
-	list, err := e.settleEffects(ctx, r.sb.ID)
+// effectsPart is the effects that a restore compensates.
+type effectsPart struct {
+	noWork
+	*restoration
+	off         bool             // they are left alone
+	settled     bool             // undo commands were run, by this attempt or an earlier one
+	commanded   bool             // an earlier attempt ran some
+	compensated []runtime.Effect // those whose undo commands were run, with their results
+}
+
+// due is past for the restore; the lock of its sandbox is held.
+func (r *effectsPart) due(ctx context.Context) (due []runtime.Effect, gone int, err error) {
+	list, err := r.e.settleEffects(ctx, r.sb.ID)
 	if err != nil {
 		return nil, 0, err
 	}
@@ -88,13 +98,14 @@ func (e *Engine) dueEffects(ctx context.Context, r *restoration) (due []runtime.
 	return due, gone, nil
 }
 
-// compensate runs the undo commands of the effects from after the checkpoint.
-func (e *Engine) compensate(ctx context.Context, r *restoration) (err error) {
-	if r.data.Fork || r.settled {
-		return nil // a fork has done nothing yet, or an earlier attempt ran them
+// prepare runs the undo commands of the effects from after the checkpoint. It is the last
+// that is done beside the present state, because it cannot be taken back.
+func (r *effectsPart) prepare(ctx context.Context) (err error) {
+	if r.resumed || r.settled {
+		return nil // they were run before it was killed, or by an earlier attempt
 	}
 	defer func() { r.settled = err == nil }()
-	due, gone, err := e.dueEffects(ctx, r)
+	due, gone, err := r.due(ctx)
 	if err != nil {
 		return err
 	}
@@ -104,7 +115,7 @@ func (e *Engine) compensate(ctx context.Context, r *restoration) (err error) {
 	if gone > 0 {
 		say("compensated since this checkpoint, and not applied again: %s", effects(gone))
 	}
-	if len(due) > 0 && r.noEffects {
+	if len(due) > 0 && r.off {
 		say("not compensated, by --no-effects: %s", effects(len(due)))
 		return nil
 	}
@@ -119,7 +130,7 @@ func (e *Engine) compensate(ctx context.Context, r *restoration) (err error) {
 			continue
 		}
 		r.sb.steps.At(runtime.PhaseEffects)
-		err := e.undoEffect(ctx, r, &f, until)
+		err := r.undoEffect(ctx, &f, until)
 		r.compensated = append(r.compensated, f)
 		switch {
 		case err == nil:
@@ -134,13 +145,13 @@ func (e *Engine) compensate(ctx context.Context, r *restoration) (err error) {
 
 // undoEffect runs an undo command, more than once where that is allowed, and records the
 // result.
-func (e *Engine) undoEffect(ctx context.Context, r *restoration, f *runtime.Effect, until time.Time) error {
+func (r *effectsPart) undoEffect(ctx context.Context, f *runtime.Effect, until time.Time) error {
 	for try := 1; ; try++ {
-		err := e.runEffect(ctx, r, f, until)
+		err := r.runEffect(ctx, f, until)
 		if err == nil || f.OnFailure != runtime.OnFailureRetry || try == effectTries || f.Status == runtime.EffectRunning || ctx.Err() != nil || time.Now().After(until) {
 			return err
 		}
-		e.log.Warn("undo command failed; retrying", "sandbox", r.sb.ID, "effect", f.ID, "err", err)
+		r.e.log.Warn("undo command failed; retrying", "sandbox", r.sb.ID, "effect", f.ID, "err", err)
 		select {
 		case <-time.After(time.Duration(try) * effectRetryPause):
 		case <-ctx.Done():
@@ -151,7 +162,7 @@ func (e *Engine) undoEffect(ctx context.Context, r *restoration, f *runtime.Effe
 
 // runEffect runs an undo command once. It records that the command may run before the run,
 // and the result before anything else is done.
-func (e *Engine) runEffect(ctx context.Context, r *restoration, f *runtime.Effect, until time.Time) error {
+func (r *effectsPart) runEffect(ctx context.Context, f *runtime.Effect, until time.Time) error {
 	failed := func(err error) error { return fmt.Errorf("effect %s is not compensated: %w", effectName(*f), err) }
 	timeout := min(f.Timeout, time.Until(until))
 	if timeout <= 0 {
@@ -162,15 +173,15 @@ func (e *Engine) runEffect(ctx context.Context, r *restoration, f *runtime.Effec
 		return failed(err)
 	}
 	f.Status, f.Tries, f.Checkpoint, f.Error, f.Output, f.Ended = runtime.EffectRunning, f.Tries+1, r.row.ID, "", "", time.Time{}
-	if err := e.setEffect(ctx, *f); err != nil {
+	if err := r.e.setEffect(ctx, *f); err != nil {
 		*f = before
 		return failed(err)
 	}
 	if err := failpoint.Hit("effect.after-mark"); err != nil {
 		*f = before
-		return failed(errors.Join(err, e.setEffect(context.WithoutCancel(ctx), *f)))
+		return failed(errors.Join(err, r.e.setEffect(context.WithoutCancel(ctx), *f)))
 	}
-	env := append([]string{"AGENTBOX_SANDBOX=" + r.sb.ID, "AGENTBOX_CHECKPOINT=" + r.row.ID, "AGENTBOX_EFFECT=" + f.ID}, e.rootEnv()...)
+	env := append([]string{"AGENTBOX_SANDBOX=" + r.sb.ID, "AGENTBOX_CHECKPOINT=" + r.row.ID, "AGENTBOX_EFFECT=" + f.ID}, r.e.rootEnv()...)
 	said, err := hostRun(ctx, f.Command, env, nil, timeout)
 	f.Output, f.Ended = strings.ToValidUTF8(said, "\uFFFD"), time.Now().UTC()
 	switch {
@@ -185,14 +196,14 @@ func (e *Engine) runEffect(ctx context.Context, r *restoration, f *runtime.Effec
 	}
 	unrecorded := failpoint.Hit("effect.after-run")
 	if unrecorded == nil { // on record even if the caller disconnects
-		unrecorded = e.setEffect(context.WithoutCancel(ctx), *f)
+		unrecorded = r.e.setEffect(context.WithoutCancel(ctx), *f)
 	}
 	if unrecorded != nil {
 		f.Status = runtime.EffectRunning // its outcome cannot be known any more
 		return failed(fmt.Errorf("what came of its undo command is not on record: %w", unrecorded))
 	}
-	e.noteEffect(*f)
-	e.log.Info("undo command run", "sandbox", r.sb.ID, "effect", f.ID, "status", f.Status, "checkpoint", r.row.ID)
+	r.e.noteEffect(*f)
+	r.e.log.Info("undo command run", "sandbox", r.sb.ID, "effect", f.ID, "status", f.Status, "checkpoint", r.row.ID)
 	if err != nil {
 		return failed(saying(err, said))
 	}

@@ -28,8 +28,10 @@ import (
 // maxForks bounds one Fork.
 const maxForks = 1000
 
-// forking is the part of a restore that is specific to a fork.
-type forking struct {
+// forkPart is what a fork has of its own: its identities.
+type forkPart struct {
+	noWork
+	*restoration
 	receipt runtime.Forked
 	noStart bool
 	look    func(ctx context.Context, r *restoration) error // called instead of letting the fork go on
@@ -147,8 +149,7 @@ func (e *Engine) forkFrom(ctx context.Context, ref string, opts runtime.ForkOpti
 	if row, err = e.choose(ctx, sb, opts.Checkpoint, false, opts.Foreign); err != nil {
 		return row, err
 	}
-	r := restoration{sb: &locked{Sandbox: sb}, row: row}
-	return row, r.checkDamage()
+	return row, checkDamage(sb.Name, row, false)
 }
 
 // forkOne makes one fork. With look it is made without network and hooks, and look is called
@@ -222,11 +223,10 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 		return runtime.Forked{}, err
 	}
 	defer lock.Unlock()
-	r := &restoration{
-		sb: &locked{Sandbox: box, host: host, lock: lock, steps: steps}, row: row, spec: s,
-		data: restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly || opts.NoStart, Fork: true},
-		fork: &forking{noStart: opts.NoStart, look: look},
-	}
+	r := e.newRestoration(&locked{Sandbox: box, host: host, lock: lock, steps: steps},
+		restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly || opts.NoStart, Fork: true})
+	r.row, r.spec = row, s
+	r.forks(&forkPart{noStart: opts.NoStart, look: look})
 	if err := checkSources(s); err != nil {
 		return runtime.Forked{}, err
 	}
@@ -288,13 +288,13 @@ var seeds = []string{"/etc/machine-id", "/var/lib/dbus/machine-id", "/var/lib/sy
 
 const maxSeed = 64 << 10
 
-// reseed gives a fork, before its start, a machine id and random seeds of its own. The files
+// arrange gives a fork, before its start, a machine id and random seeds of its own. The files
 // keep their sizes, because a process may have them open.
-func (e *Engine) reseed(ctx context.Context, r *restoration) error {
+func (r *forkPart) arrange(ctx context.Context) error {
 	if err := failpoint.Hit("fork.before-reseed"); err != nil {
 		return err
 	}
-	got := &r.fork.receipt
+	got := &r.receipt
 	err := r.sb.host.Mount(ctx, r.sb.ID, func(root string) error {
 		jail, err := policy.Open(root)
 		if err != nil {
@@ -354,9 +354,9 @@ func reseedFile(jail *policy.Jail, name, id string) (done bool, err error) {
 }
 
 // awaken gives the restored, frozen processes of a fork its own hostname and thaws them.
-func (e *Engine) awaken(ctx context.Context, r *restoration) error {
-	if r.fork.look != nil {
-		return r.fork.look(ctx, r)
+func (r *forkPart) awaken(ctx context.Context) error {
+	if r.look != nil {
+		return r.look(ctx, r.restoration)
 	}
 	c, err := r.sb.host.Inspect(ctx, r.sb.ID)
 	if err != nil {

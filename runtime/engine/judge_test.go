@@ -48,7 +48,8 @@ func TestFailedStartIsNoRestore(t *testing.T) {
 		{nil, false, runtime.KindFiles, standing{}, nil, "it was to be started afresh"},
 		{state, true, runtime.KindFiles, standing{status: runtime.Running}, runtime.ErrState, "there was nothing to restore"},
 	} {
-		r := &restoration{sb: &locked{Sandbox: store.Sandbox{ID: newID()}, host: Host{Backend: c.now}}, row: store.Checkpoint{Kind: c.kind}}
+		sb := &locked{Sandbox: store.Sandbox{ID: newID()}, host: Host{Backend: c.now}}
+		r := &processesPart{restoration: &restoration{sb: sb, row: store.Checkpoint{Kind: c.kind}}}
 		r.c.Stage = stage.Slot{Run: t.TempDir(), ID: "theirs"}
 		if !c.used {
 			if err := r.c.Stage.Put(stage.Restore{Images: t.TempDir(), Work: t.TempDir()}); err != nil {

@@ -2,6 +2,7 @@ package engine
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -108,10 +109,55 @@ func putManaged(files map[string]string, manifest store.Manifest, ids *idmap.Map
 	return nil
 }
 
+// managedPart is the managed files of a restore.
+type managedPart struct {
+	noWork
+	*restoration
+	put bool
+}
+
+func (r *managedPart) check(context.Context) error {
+	if !r.resumed {
+		r.warnings = append(slices.Clone(r.warnings), r.unplaced()...)
+	}
+	return nil
+}
+
+// prepare deletes copies that an earlier restore has left: from here on they are this one's.
+func (r *managedPart) prepare(context.Context) error {
+	if r.resumed {
+		return nil
+	}
+	return forgetManaged(r.c.Managed)
+}
+
+func (r *managedPart) arrange(context.Context) error {
+	r.put = true
+	if err := putManaged(r.c.Managed, r.reader.Manifest(), r.spec.IDs); err != nil {
+		return err
+	}
+	if r.resumed || r.restart { // no caller reads its warnings
+		for _, text := range r.unplaced() {
+			r.e.log.Warn(text, "sandbox", r.sb.ID)
+		}
+	}
+	return nil
+}
+
+func (r *managedPart) settle(context.Context) error { return forgetManaged(r.c.Managed) }
+
+// revert puts back what the restore has replaced, also before it was killed.
+func (r *managedPart) revert(context.Context) error {
+	if !r.put && !r.resumed {
+		return nil
+	}
+	return revertManaged(r.c.Managed)
+}
+
 // unplaced warns of the checkpoint's managed files that the container has no place for.
-func (r *restoration) unplaced() (list []string) {
+func (r *managedPart) unplaced() (list []string) {
 	manifest := r.reader.Manifest()
-	if r.data.Fork || runtime.Status(manifest.Status) == runtime.Created {
+	if runtime.Status(manifest.Status) == runtime.Created {
 		return nil
 	}
 	for _, path := range slices.Sorted(maps.Keys(manifest.Managed)) {

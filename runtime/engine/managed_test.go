@@ -2,12 +2,14 @@ package engine_test
 
 import (
 	"context"
+	"encoding/json"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
 )
 
 // managing is a backend with a managed file, whose location it can withhold.
@@ -72,6 +74,53 @@ func TestManagedWithoutPlace(t *testing.T) {
 		}
 		if said := strings.Contains(strings.Join(plan.Effects, "\n"), words); said == told {
 			t.Errorf("told %v: the plan tells of %q", told, plan.Effects)
+		}
+	}
+}
+
+// TestManagedUnfinished: recovery that cannot finish a killed restore brings back the managed
+// files that the restore had replaced; one that can leaves the checkpoint's.
+func TestManagedUnfinished(t *testing.T) {
+	for fail, want := range map[string]string{"restore.after-stop": "was", "restore.after-proof": "was", "": "then"} {
+		hosts := filepath.Join(t.TempDir(), "hosts")
+		b := &managing{file: hosts}
+		r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })
+		sb := r.create(t, "box")
+		if _, err := r.Start(ctx, sb.ID, nil); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := r.Wait(ctx, sb.ID); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(hosts, []byte("then"), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		then, err := r.Checkpoint(ctx, sb.ID, runtime.CheckpointOptions{FilesOnly: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		// It was killed once it had put the file, with the file of before beside it.
+		if err := os.WriteFile(hosts+".old", []byte("was"), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		data, err := json.Marshal(map[string]any{"phase": "proven", "was": "exited", "trees": []any{map[string]any{"dir": sb.Upperdir}}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := r.store.Begin(ctx, store.Intent{Op: "restore", Sandbox: sb.ID, Checkpoint: then.ID, Data: data}); err != nil {
+			t.Fatal(err)
+		}
+		t.Setenv("AGENTBOX_FAILPOINT", fail+"=error")
+		done, err := r.RecoverInterrupted(ctx)
+		t.Setenv("AGENTBOX_FAILPOINT", "")
+		if err != nil || len(done.Actions) != 1 || strings.HasPrefix(done.Actions[0], "finished") != (fail == "") {
+			t.Errorf("%s: %q, %v", fail, done.Actions, err)
+		}
+		if got, err := os.ReadFile(hosts); err != nil || string(got) != want {
+			t.Errorf("%s: it is %q, want %q (%v)", fail, got, want, err)
+		}
+		if _, err := os.Lstat(hosts + ".old"); !os.IsNotExist(err) {
+			t.Errorf("%s: the copy is left: %v", fail, err)
 		}
 	}
 }

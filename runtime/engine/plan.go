@@ -37,6 +37,7 @@ func (e *Engine) planRestore(ctx context.Context, ref string, opts runtime.Resto
 		return out, err
 	}
 	defer r.sb.lock.Unlock()
+	r.strategy = opts.Strategy
 	if err := r.possible(); err != nil {
 		return out, err
 	}
@@ -48,22 +49,44 @@ func (e *Engine) planRestore(ctx context.Context, ref string, opts runtime.Resto
 		return out, err
 	}
 	defer func() { err = errors.Join(err, r.reader.Close()) }()
-	manifest := r.reader.Manifest()
+	for _, p := range []part{r.processes, r.effects, r.attached} { // in the order of the report
+		if err := p.plan(ctx, &out); err != nil {
+			return out, err
+		}
+	}
+	if opts.Strategy == runtime.StrategyRecreate && !r.data.Recreated {
+		asked, err := specOf(r.row.SandboxID, r.row.Spec)
+		if err == nil {
+			r.caveats, err = e.claim(&asked, r.row, r.grants, r.full())
+		}
+		if err != nil {
+			return out, err
+		}
+	}
+	if err := r.files.plan(ctx, &out); err != nil || r.data.Recreated {
+		return out, err
+	}
+	addEffects(&out, r)
+	return out, nil
+}
+
+// plan adds the processes that end and begin, and how their restore is tried.
+func (r *processesPart) plan(ctx context.Context, out *runtime.RestorePlan) error {
 	if r.full() {
-		for _, p := range manifest.Processes.List {
+		for _, p := range r.reader.Manifest().Processes.List {
 			out.Begins = append(out.Begins, runtime.PlanProcess{Pid: p.Pid, Command: p.Command})
 		}
-		if err := errors.Join(r.checkTools(), e.planOpened(ctx, r)); err != nil {
-			if opts.Strategy != runtime.StrategyAuto {
-				return out, err
+		if err := errors.Join(r.checkTools(), r.planOpened(ctx)); err != nil {
+			if r.strategy != runtime.StrategyAuto {
+				return err
 			}
 			out.Effects = append(out.Effects, fmt.Sprintf("With its processes it cannot be restored now: %v.", err))
 		}
 	}
-	if opts.Strategy != "" {
-		ways, err := waysOf(opts, r.row.Kind)
+	if r.strategy != "" {
+		ways, err := waysOf(runtime.RestoreOptions{Strategy: r.strategy, FilesOnly: r.data.FilesOnly}, r.row.Kind)
 		if err != nil {
-			return out, err
+			return err
 		}
 		var names []string
 		for _, w := range ways {
@@ -71,98 +94,20 @@ func (e *Engine) planRestore(ctx context.Context, ref string, opts runtime.Resto
 		}
 		out.Effects = append(out.Effects, fmt.Sprintf("It is tried in this order: %s.", strings.Join(slices.Compact(names), ", ")))
 	}
-	if err := e.planEffects(ctx, r, &out); err != nil {
-		return out, err
-	}
-	if out.Attached, err = e.lookHosts(ctx, r, -1); err != nil {
-		return out, err
-	}
-	if len(out.Attached) > 0 && r.hostsLeft() != "" {
-		out.Effects = append(out.Effects, fmt.Sprintf("Not put back: %s.", r.hostsLeftText()))
-	}
-	for _, text := range r.lateHosts(out.Attached) {
-		out.Effects = append(out.Effects, strings.ToUpper(text[:1])+text[1:]+".")
-	}
-	if opts.Strategy == runtime.StrategyRecreate && !r.data.Recreated {
-		var asked runtime.Spec
-		if asked, err = specOf(r.row.SandboxID, r.row.Spec); err == nil {
-			r.caveats, err = e.claim(&asked, r.row, r.grants, r.full())
-		}
-		if err != nil {
-			return out, err
-		}
-	}
-	if r.data.Recreated {
-		out.Effects = append(out.Effects, fmt.Sprintf("The sandbox is made again, with id %s.", short(r.sb.ID)))
-		if r.row.Foreign {
-			out.Effects = append(out.Effects, fmt.Sprintf("The checkpoint comes from elsewhere. Its command: %s.", strings.Join(r.spec.Args, " ")))
-		}
-		for _, text := range r.caveats {
-			out.Effects = append(out.Effects, strings.ToUpper(text[:1])+text[1:]+".")
-		}
-		for entry, err := range worktree.Entries(ctx, r.reader, 0) {
-			if err != nil {
-				return out, err
-			}
-			if entry.Path != "." {
-				countChanges(&out, overlay.Change{Path: entry.Path, Kind: overlay.Added, New: &entry})
-				out.Bytes += entry.Size
-			}
-		}
-		return out, nil
-	}
-	if r.c.Pid != 0 {
-		list, err := criu.Alive(r.c.Pid)
-		if err != nil {
-			return out, err
-		}
-		for _, p := range list {
-			out.Ends = append(out.Ends, runtime.PlanProcess{Pid: p.Pid, Command: p.Cmdline})
-		}
-	}
-	if err := e.plan(ctx, r); err != nil {
-		return out, err
-	}
-	dir, err := e.store.Scratch()
-	if err != nil {
-		return out, err
-	}
-	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
-	for i := range r.data.Trees {
-		c, err := r.data.Trees[i].Plan(ctx, r.target(), worktree.PlanOptions{Scratch: dir})
-		if err != nil {
-			return out, err
-		}
-		out.Bytes += c.Bytes()
-		if n := c.Len(); i > 0 && n > 0 {
-			out.Effects = append(out.Effects, fmt.Sprintf("%d paths of volume %s change.", n, manifest.Volumes[i-1].Name))
-		}
-		if err := c.Close(); err != nil {
-			return out, err
-		}
-	}
-	// The changes that a user of the sandbox sees are not those that are written to the
-	// upperdir.
-	lower, err := layers(ctx, r.sb.Sandbox, r.c, r.sb.host)
-	if err != nil {
-		return out, err
-	}
-	then := overlay.Side{Tree: func() (io.ReadCloser, error) { return r.reader.Tree(ctx, 0) }, Taken: vouched(r.row)}
-	err = overlay.Diff(ctx, overlay.Side{Dir: r.c.Upper}, then, overlay.DiffOptions{Lower: lower}, func(c overlay.Change) error {
-		countChanges(&out, c)
+	if r.c.Pid == 0 {
 		return nil
-	})
-	if err != nil {
-		return out, err
 	}
-	addEffects(&out, r)
-	return out, nil
+	list, err := criu.Alive(r.c.Pid)
+	for _, p := range list {
+		out.Ends = append(out.Ends, runtime.PlanProcess{Pid: p.Pid, Command: p.Cmdline})
+	}
+	return err
 }
 
 // planOpened checks whether the files that processes of the checkpoint have open in bind
 // mounts still exist. Restore checks that with all of the images staged.
-func (e *Engine) planOpened(ctx context.Context, r *restoration) (err error) {
-	dir, err := e.store.Scratch()
+func (r *processesPart) planOpened(ctx context.Context) (err error) {
+	dir, err := r.e.store.Scratch()
 	if err != nil {
 		return err
 	}
@@ -170,8 +115,72 @@ func (e *Engine) planOpened(ctx context.Context, r *restoration) (err error) {
 	if err := r.reader.ExtractImages(ctx, filepath.Join(dir, "images"), criu.OpenFileImages...); err != nil {
 		return err
 	}
-	return r.checkOpened(filepath.Join(dir, "images"))
+	return r.mounts.checkOpened(filepath.Join(dir, "images"))
 }
+
+// plan adds the paths that change.
+func (r *filesPart) plan(ctx context.Context, out *runtime.RestorePlan) (err error) {
+	if r.data.Recreated {
+		return r.planMade(ctx, out)
+	}
+	if err := r.check(ctx); err != nil {
+		return err
+	}
+	dir, err := r.e.store.Scratch()
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	for i := range r.data.Trees {
+		c, err := r.data.Trees[i].Plan(ctx, r.target(), worktree.PlanOptions{Scratch: dir})
+		if err != nil {
+			return err
+		}
+		out.Bytes += c.Bytes()
+		if n := c.Len(); i > 0 && n > 0 {
+			out.Effects = append(out.Effects, fmt.Sprintf("%d paths of volume %s change.", n, r.reader.Manifest().Volumes[i-1].Name))
+		}
+		if err := c.Close(); err != nil {
+			return err
+		}
+	}
+
+	// The changes that a user of the sandbox sees are not those that are written to the
+	// upperdir.
+	lower, err := layers(ctx, r.sb.Sandbox, r.c, r.sb.host)
+	if err != nil {
+		return err
+	}
+	then := overlay.Side{Tree: func() (io.ReadCloser, error) { return r.reader.Tree(ctx, 0) }, Taken: vouched(r.row)}
+	return overlay.Diff(ctx, overlay.Side{Dir: r.c.Upper}, then, overlay.DiffOptions{Lower: lower}, func(c overlay.Change) error {
+		countChanges(out, c)
+		return nil
+	})
+}
+
+// planMade is plan for a sandbox that is made again.
+func (r *filesPart) planMade(ctx context.Context, out *runtime.RestorePlan) error {
+	out.Effects = append(out.Effects, fmt.Sprintf("The sandbox is made again, with id %s.", short(r.sb.ID)))
+	if r.row.Foreign {
+		out.Effects = append(out.Effects, fmt.Sprintf("The checkpoint comes from elsewhere. Its command: %s.", strings.Join(r.spec.Args, " ")))
+	}
+	for _, text := range r.caveats {
+		out.Effects = append(out.Effects, sentence(text))
+	}
+	for entry, err := range worktree.Entries(ctx, r.reader, 0) {
+		if err != nil {
+			return err
+		}
+		if entry.Path != "." {
+			countChanges(out, overlay.Change{Path: entry.Path, Kind: overlay.Added, New: &entry})
+			out.Bytes += entry.Size
+		}
+	}
+	return nil
+}
+
+// sentence makes a sentence of a warning.
+func sentence(text string) string { return strings.ToUpper(text[:1]) + text[1:] + "." }
 
 // countChanges adds a change to a plan.
 func countChanges(p *runtime.RestorePlan, c overlay.Change) {
@@ -204,23 +213,23 @@ func addEffects(p *runtime.RestorePlan, r *restoration) {
 	} else {
 		say("The present state becomes an undo checkpoint; bring it back with: agentbox restore --undo %s", r.sb.Name)
 	}
-	for _, w := range slices.Concat(r.row.Warnings, r.unplaced()) {
+	for _, w := range slices.Concat(r.row.Warnings, r.managed.unplaced()) {
 		say("Not restored: %s.", w)
 	}
 	for _, text := range r.caveats {
-		say("%s.", strings.ToUpper(text[:1])+text[1:])
+		say("%s", sentence(text))
 	}
 }
 
-// planEffects adds the effects that a restore would compensate to a plan.
-func (e *Engine) planEffects(ctx context.Context, r *restoration, p *runtime.RestorePlan) error {
-	due, gone, err := e.dueEffects(ctx, r)
+// plan adds the effects that are compensated.
+func (r *effectsPart) plan(ctx context.Context, p *runtime.RestorePlan) error {
+	due, gone, err := r.due(ctx)
 	if gone > 0 {
 		p.Effects = append(p.Effects, fmt.Sprintf("Compensated since this checkpoint, and not applied again: %s.", effects(gone)))
 	}
 	switch {
 	case err != nil || len(due) == 0:
-	case r.noEffects:
+	case r.off:
 		p.Effects = append(p.Effects, fmt.Sprintf("Not compensated, by --no-effects: %s.", effects(len(due))))
 	default:
 		p.Compensates = due

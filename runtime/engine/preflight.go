@@ -70,18 +70,27 @@ func (r *restoration) checkTools() error {
 	return nil
 }
 
-// checkMounted proves that bind mounts can be made over the staged files, and that the files
+// mountsPart is the bind mounts of the sandbox, and the volumes that stay as they are.
+type mountsPart struct {
+	noWork
+	*restoration
+}
+
+// prepare proves that bind mounts can be made over the staged files, and that the files
 // that the checkpoint's processes have open in the mounts are as CRIU expects them: the
 // restore does not put those back.
-func (r *restoration) checkMounted(ctx context.Context) error {
+func (r *mountsPart) prepare(ctx context.Context) error {
+	if r.resumed {
+		return nil
+	}
 	if err := r.checkTargets(ctx); err != nil || !r.full() {
 		return err
 	}
-	return r.checkOpened(r.images)
+	return r.checkOpened(r.processes.images)
 }
 
 // checkOpened checks the files that processes have open, according to the images in a directory.
-func (r *restoration) checkOpened(images string) error {
+func (r *mountsPart) checkOpened(images string) error {
 	files, err := criu.OpenFiles(images)
 	if err != nil {
 		return err
@@ -95,7 +104,7 @@ func (r *restoration) checkOpened(images string) error {
 	managed := r.reader.Manifest().Managed
 	for _, f := range files {
 		if secret, in := strings.CutPrefix(f.Path, runtime.SecretsDir+"/"); in && f.HasSize {
-			if err := r.checkSecret(secret, f.Size); err != nil {
+			if err := r.secrets.checkSize(secret, f.Size); err != nil {
 				return err
 			}
 		}
@@ -117,7 +126,7 @@ func (r *restoration) checkOpened(images string) error {
 
 // checkTargets proves that no bind's source has turned from a directory into
 // something else, or the other way round, since its mount point was made.
-func (r *restoration) checkTargets(ctx context.Context) error {
+func (r *mountsPart) checkTargets(ctx context.Context) error {
 	targets := map[string]runtime.Mount{}
 	for _, m := range r.spec.Mounts {
 		if _, _, in := r.bound(path.Dir(path.Clean(m.Target))); m.Type == "bind" && in == "" {
@@ -178,7 +187,7 @@ func checkTarget(m runtime.Mount, dir bool) error {
 
 // bound finds the mount that contains a path of the sandbox: its type, empty if there is
 // none, its source on the host, and the rest of the path below it.
-func (r *restoration) bound(name string) (source, rest, kind string) {
+func (r *mountsPart) bound(name string) (source, rest, kind string) {
 	longest := -1
 	for _, m := range r.spec.Mounts {
 		target := path.Clean(m.Target)
@@ -197,7 +206,7 @@ func (r *restoration) bound(name string) (source, rest, kind string) {
 
 // volume returns where the files of a volume are that the restore leaves as it is; empty:
 // the checkpoint has the volume.
-func (r *restoration) volume(name string) string {
+func (r *mountsPart) volume(name string) string {
 	for _, v := range r.reader.Manifest().Volumes {
 		if v.Name == name {
 			return ""

@@ -5,16 +5,14 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
+	"os"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/internal/guard"
-	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/runtime"
-	"github.com/agentbox/agentbox/runtime/engine/worktree"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -419,29 +417,12 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 		if n := len(data.HostFiles); n > 0 {
 			did += fmt.Sprintf("; its host files (%d) are as they were", n)
 		}
-		r := restoration{data: data, images: e.store.StagedImages(in.Sandbox)}
-		return did, errors.Join(r.discard(), e.store.Keep(ctx, in.Sandbox, true))
+		return did, errors.Join(data.discard(false), os.RemoveAll(e.store.StagedImages(in.Sandbox)), e.store.Keep(ctx, in.Sandbox, true))
 	}
 	if !data.thisBoot() && c.Status != runtime.Running && c.Status != runtime.Paused {
 		did += "; what ran at the checkpoint is not started any more, because the host was restarted since"
 	}
 	return did + told, nil
-}
-
-// own returns the trees of a restore in the journal that belong to the container, and the
-// directory of one that does not. Recovery must not touch the latter: it writes to trees and
-// removes files beside them.
-func (d restoring) own(c runtime.Container) (own []worktree.Tree, foreign string) {
-	for _, t := range d.Trees {
-		is := t.Number == 0 && c.Upper != "" && t.Dir == c.Upper ||
-			t.Number > 0 && t.Number <= len(d.Trees) && slices.ContainsFunc(c.Volumes, func(v runtime.Volume) bool { return v.Path == t.Dir })
-		if is {
-			own = append(own, t)
-		} else {
-			foreign = t.Dir
-		}
-	}
-	return own, foreign
 }
 
 // takeBack undoes a restore that had only frozen the sandbox.
@@ -457,8 +438,7 @@ func (e *Engine) takeBack(ctx context.Context, in store.Intent, host Host, data 
 	if err == nil && ready {
 		err = e.store.RemoveCheckpoint(ctx, data.Undo)
 	}
-	r := restoration{data: data, images: e.store.StagedImages(in.Sandbox)}
-	return errors.Join(err, r.discard())
+	return errors.Join(err, data.discard(true), os.RemoveAll(e.store.StagedImages(in.Sandbox)))
 }
 
 // finishSwap finishes a restore that was killed after it began to swap files. It returns the
@@ -468,75 +448,23 @@ func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, loc
 	if err != nil {
 		return "", err
 	}
-	r := &restoration{sb: &locked{Sandbox: sb, host: host, lock: lock}, data: data, resumed: true}
-	err = e.finishSwapOf(ctx, in, host, r)
-	return r.hostsTold, err
-}
-
-func (e *Engine) finishSwapOf(ctx context.Context, in store.Intent, host Host, r *restoration) (err error) {
-	sb, data := r.sb.Sandbox, r.data
+	r := e.newRestoration(&locked{Sandbox: sb, host: host, lock: lock}, data)
+	r.resumed, r.seq = true, in.Seq
 	if r.spec, err = spec(sb); err != nil {
-		return err
+		return "", err
 	}
 	if r.row, err = e.store.Checkpoint(ctx, in.Checkpoint); err != nil {
-		return err
+		return "", err
 	}
 	if err := e.open(ctx, r); err != nil {
-		return err
+		return "", err
 	}
 	defer r.reader.Close()
-	if data.Phase == phaseProven && r.hasRun() {
-		return errors.Join(worktree.Sync(ctx, data.Trees), forgetManaged(r.c.Managed), e.restored(ctx, in.Seq, r))
-	}
 	if row, err := e.store.Checkpoint(ctx, data.Undo); err == nil && row.Status == store.Ready {
-		r.undone = row.ID
+		r.files.undone = row.ID
 	}
-	gone := time.Now()
-	started := false
-	var undo undo.Stack
-	defer func() {
-		if err != nil && started {
-			if e2 := e.halt(ctx, in.Seq, r); e2 != nil {
-				err = fmt.Errorf("%w; and it cannot be stopped: %w (%w)", err, e2, errUnfinished)
-				return
-			}
-		}
-		undo.Run(ctx, &err)
-	}()
-	if err := errors.Join(e.findLost(ctx, r), e.layOutImages(ctx, r)); err != nil {
-		return err
-	}
-	if err := r.c.Stage.Hold(); err != nil {
-		return err
-	}
-	undo.Add(func(context.Context) error { return r.c.Stage.Clear() })
-	e.keepHits(ctx, sb, r.c)
-	if err := e.staysDown(r.spec, true); err != nil {
-		return err
-	}
-	if err := host.Stop(ctx, sb.ID, runtime.StopOptions{Silent: true}); err != nil {
-		return err
-	}
-	undo.Add(func(ctx context.Context) error { return e.putBack(ctx, r) })
-	now, err := host.Inspect(ctx, sb.ID)
-	if err != nil {
-		return err
-	}
-	r.before, r.data.Phase = now.Started, phaseSwap
-	if err := e.advance(ctx, in.Seq, r.data, true); err != nil {
-		return err
-	}
-	for i := range r.data.Trees {
-		t := &r.data.Trees[i]
-		t.Home = e.home(r.sb)
-		r.changes = append(r.changes, t.Change(r.target()))
-	}
-	for _, c := range r.changes {
-		if err := c.Force(ctx); err != nil {
-			return err
-		}
-	}
-	return e.bringUp(ctx, in.Seq, r, &undo, &started, gone)
+	err = r.run(ctx)
+	return r.attached.report, err
 }
 
 // recoverBy is RecoverInterrupted, recorded as an action of a part of agentbox.

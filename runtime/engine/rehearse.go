@@ -32,7 +32,7 @@ func (e *Engine) rehearse(ctx context.Context, row store.Checkpoint) (out runtim
 		}
 		// As awaken does for a fork.
 		r.c.Stage.TakePaused()
-		got, err := criu.Compare(ctx, r.images, c.Pid)
+		got, err := criu.Compare(ctx, r.processes.images, c.Pid)
 		if err != nil {
 			return fmt.Errorf("compare what was restored: %w", err)
 		}

@@ -237,22 +237,38 @@ func (e *Engine) inherited(ctx context.Context, row store.Checkpoint, s runtime.
 	return sources(s, given, known.Secrets)
 }
 
-// arm reads the secrets for the restored sandbox.
-func (e *Engine) arm(ctx context.Context, r *restoration) error {
-	if len(r.spec.Secrets) == 0 || r.secrets != nil {
+// secretsPart is the secrets that the start puts into the restored sandbox.
+type secretsPart struct {
+	noWork
+	*restoration
+	given []runtime.Secret // new sources, if any
+	files []runtime.SecretFile
+}
+
+// check reads the secrets.
+func (r *secretsPart) check(ctx context.Context) error {
+	if r.resumed { // its files are not back yet
+		return nil
+	}
+	return r.arrange(ctx)
+}
+
+// arrange reads them, unless check has.
+func (r *secretsPart) arrange(ctx context.Context) error {
+	if !r.starts() || len(r.spec.Secrets) == 0 || r.files != nil {
 		return nil
 	}
 	from, err := sources(r.spec, r.given, r.spec.Secrets)
 	if err == nil {
-		r.secrets, err = e.readSecrets(ctx, r.spec, from)
+		r.files, err = r.e.readSecrets(ctx, r.spec, from)
 	}
 	return err
 }
 
-// checkSecret proves that a secret that a process of the checkpoint has open still has its
+// checkSize proves that a secret that a process of the checkpoint has open still has its
 // size: CRIU refuses a file of another size.
-func (r *restoration) checkSecret(name string, size int64) error {
-	for _, s := range r.secrets {
+func (r *secretsPart) checkSize(name string, size int64) error {
+	for _, s := range r.files {
 		if s.Name == name && int64(len(s.Data)) != size {
 			return hint(fmt.Errorf("%w: a process of the checkpoint has the secret %s open, which had %d bytes then and has %d now", runtime.ErrState, name, size, len(s.Data)),
 				fmt.Sprintf("Restore the files alone: agentbox restore %s %s --files-only", r.sb.Name, short(r.row.ID)))

@@ -51,7 +51,7 @@ func (e *Engine) pause(ctx context.Context, sb *locked, c runtime.Container) err
 }
 
 // timeLeft returns the time until the caller's deadline, for the restore of processes; 0: none.
-func (r *restoration) timeLeft() (time.Duration, error) {
+func (r *processesPart) timeLeft() (time.Duration, error) {
 	if r.caller == nil {
 		return 0, nil
 	}
@@ -63,7 +63,7 @@ func (r *restoration) timeLeft() (time.Duration, error) {
 }
 
 // callOff ends the restore of processes when its caller's context ends, until end is called.
-func (r *restoration) callOff() (end func()) {
+func (r *processesPart) callOff() (end func()) {
 	if r.caller == nil {
 		return func() {}
 	}

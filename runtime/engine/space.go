@@ -40,8 +40,8 @@ func (e *Engine) explainFull(r *restoration, err error) error {
 	add(e.store.Root(), images)
 	for i, t := range r.data.Trees {
 		need := int64(0)
-		if i < len(r.changes) {
-			need = r.changes[i].Bytes()
+		if i < len(r.files.changes) {
+			need = r.files.changes[i].Bytes()
 		}
 		add(filepath.Dir(t.Dir), need)
 	}

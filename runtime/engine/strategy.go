@@ -162,10 +162,10 @@ func mayPass(err error) bool {
 func (e *Engine) afterTry(ctx context.Context, t *trying) error {
 	ctx = context.WithoutCancel(ctx)
 	_, err := e.recoverFor(ctx, Own{})
-	if t.r == nil || t.kept != "" || t.r.undone == "" {
+	if t.r == nil || t.kept != "" || t.r.files.undone == "" {
 		return err
 	}
-	row, e2 := e.store.Checkpoint(ctx, t.r.undone)
+	row, e2 := e.store.Checkpoint(ctx, t.r.files.undone)
 	if e2 == nil && row.Status == store.Ready {
 		// Later attempts find only what this one has put back.
 		t.kept, t.opts.NoUndo = row.ID, true
@@ -202,7 +202,7 @@ func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err 
 	if err := e.store.VerifyCheckpoint(ctx, r.row.ID); err != nil {
 		return err
 	}
-	attach, err := e.proveHosts(ctx, r)
+	attach, err := r.attached.proveHosts(ctx)
 	if err != nil {
 		return err
 	}
@@ -216,7 +216,7 @@ func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err 
 	if t.kept == "" {
 		row, err := e.keepStopped(ctx, &old, attach)
 		if isCalledOff(err) {
-			return r.hostTrouble(fmt.Errorf("keep the present state: %w", err))
+			return r.attached.hostTrouble(fmt.Errorf("keep the present state: %w", err))
 		}
 		if err != nil {
 			return fmt.Errorf("keep the present state: %w", err)
@@ -233,7 +233,7 @@ func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err 
 	if r.reader, err = e.store.OpenCheckpoint(ctx, r.row.ID); err != nil {
 		return err
 	}
-	if err := errors.Join(e.compensate(ctx, r), r.reader.Close()); err != nil {
+	if err := errors.Join(r.effects.prepare(ctx), r.reader.Close()); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("restore.recreate.after-keep"); err != nil {
@@ -276,7 +276,7 @@ func (e *Engine) forgetKept(ctx context.Context, t *trying, out *runtime.Restore
 		return nil
 	}
 	ctx = context.WithoutCancel(ctx)
-	if t.r.stranded && t.kept == t.r.hostUndo() {
+	if t.r.attached.stranded && t.kept == t.r.attached.hostUndo() {
 		return nil // it alone has the previous host files
 	}
 	var err error
@@ -290,7 +290,7 @@ func (e *Engine) forgetKept(ctx context.Context, t *trying, out *runtime.Restore
 		return errors.Join(err, failed)
 	}
 	t.r.data.Undo, t.r.data.NoUndo, out.Undo = t.kept, false, t.kept
-	return errors.Join(err, e.forgetUndos(ctx, t.r))
+	return errors.Join(err, t.r.files.forgetUndos(ctx))
 }
 
 // safeStop puts on hold a sandbox that no strategy has restored: it is frozen, verbs

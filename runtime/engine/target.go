@@ -16,7 +16,9 @@ import (
 // target finds the sandbox and the checkpoint to restore, and locks the sandbox unless the
 // caller has. The restore will recreate a sandbox that was removed.
 func (e *Engine) target(ctx context.Context, ref string, sb *locked, opts runtime.RestoreOptions) (*restoration, error) {
-	r := &restoration{sb: sb, restart: sb != nil, verify: opts.Verify, pull: opts.Pull, noEffects: opts.NoEffects, attached: opts.Attached, noAttached: opts.NoAttached, given: opts.Secrets, grants: opts.Grants, data: restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly, Salvage: opts.Salvage, NoUndo: opts.NoUndo}}
+	r := e.newRestoration(sb, restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly, Salvage: opts.Salvage, NoUndo: opts.NoUndo})
+	r.restart, r.verify, r.pull, r.grants = sb != nil, opts.Verify, opts.Pull, opts.Grants
+	r.effects.off, r.attached.all, r.attached.none, r.secrets.given = opts.NoEffects, opts.Attached, opts.NoAttached, opts.Secrets
 	err := e.match(ctx, ref, &opts)
 	if err != nil {
 		if r.sb != nil {
@@ -38,7 +40,7 @@ func (e *Engine) target(ctx context.Context, ref string, sb *locked, opts runtim
 		return nil, err
 	}
 	if r.row, err = e.choose(ctx, r.sb.Sandbox, opts.Checkpoint, opts.Undo, opts.Foreign); err == nil {
-		err = r.checkDamage()
+		err = checkDamage(r.sb.Name, r.row, r.data.Salvage)
 	}
 	if err == nil {
 		r.spec, err = spec(r.sb.Sandbox)
@@ -192,7 +194,7 @@ func (e *Engine) recreate(ctx context.Context, r *restoration, name string, opts
 	}
 	r.sb, r.row = &locked{Sandbox: store.Sandbox{ID: row.SandboxID, Name: row.SandboxName}, lock: lock}, row
 	if err = e.again(ctx, r, missing); err == nil {
-		err = r.checkDamage()
+		err = checkDamage(r.sb.Name, r.row, r.data.Salvage)
 	}
 	if err != nil {
 		lock.Unlock()
@@ -219,7 +221,7 @@ func (e *Engine) again(ctx context.Context, r *restoration, missing error) (err 
 			return err
 		}
 	}
-	if r.spec.Secrets, err = sources(r.spec, r.given, known.Secrets); err != nil {
+	if r.spec.Secrets, err = sources(r.spec, r.secrets.given, known.Secrets); err != nil {
 		return err
 	}
 	if err := e.readmitOf(r.row, &r.spec, r.grants, r.full()); err != nil {
@@ -267,13 +269,14 @@ func (e *Engine) forgetOrphan(ctx context.Context, r *restoration) error {
 	return err
 }
 
-// checkDamage refuses a checkpoint that is known to be damaged.
-func (r *restoration) checkDamage() error {
-	err := damage(r.row)
-	if err == nil || r.data.Salvage {
+// checkDamage refuses a checkpoint that is known to be damaged, unless what is intact of it
+// is wanted.
+func checkDamage(sandbox string, row store.Checkpoint, salvage bool) error {
+	err := damage(row)
+	if err == nil || salvage {
 		return nil
 	}
-	return hint(err, fmt.Sprintf("Restore what is intact of it with: agentbox restore --salvage %s %s", r.sb.Name, short(r.row.ID)))
+	return hint(err, fmt.Sprintf("Restore what is intact of it with: agentbox restore --salvage %s %s", sandbox, short(row.ID)))
 }
 
 // damage returns the damage that the last verification found, or nil.

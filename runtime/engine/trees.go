@@ -4,9 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"path/filepath"
-	"slices"
 	"strconv"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
@@ -91,130 +89,6 @@ func (e *Engine) unlearn(k *making) error {
 	var errs []error
 	for i := range k.trees {
 		errs = append(errs, k.trees[i].Forget())
-	}
-	return errors.Join(errs...)
-}
-
-// plan lists the trees that the restore replaces.
-func (e *Engine) plan(ctx context.Context, r *restoration) error {
-	home := e.home(r.sb)
-	r.data.Trees = []worktree.Tree{{Dir: r.c.Upper, Home: home}}
-	for i, v := range r.reader.Manifest().Volumes {
-		at := slices.IndexFunc(r.c.Volumes, func(have runtime.Volume) bool { return have.Name == v.Name })
-		if at < 0 {
-			return hint(fmt.Errorf("%w: volume %s of the checkpoint is not the sandbox's any more", runtime.ErrState, v.Name),
-				"Make it and the container again as they were.")
-		}
-		r.data.Trees = append(r.data.Trees, worktree.Tree{Dir: r.c.Volumes[at].Path, Number: i + 1, Home: home})
-	}
-	return r.checkAlone(ctx)
-}
-
-// target returns what the trees of a restore are to become.
-func (r *restoration) target() worktree.Target {
-	return worktree.Target{Reader: r.reader, Lost: r.lost}
-}
-
-// layAside stages a restore whose way back is the files that it displaces, if that is
-// possible for it; otherwise nothing has changed.
-func (r *restoration) layAside(ctx context.Context) (ok bool, err error) {
-	if !r.data.NoUndo || r.data.Undo == "" || r.data.Salvage || len(r.data.Trees) != 1 || len(r.data.HostFiles) > 0 ||
-		r.c.Status != runtime.Created && r.c.Status != runtime.Exited || r.sb.host.Properties().FilesOnly {
-		return false, nil
-	}
-	c, err := r.data.Trees[0].PlanDisplacing(ctx, r.target(), r.verify)
-	if c == nil || err != nil {
-		return false, err
-	}
-	r.changes, r.changed, r.data.Undo = []*worktree.Change{c}, c.Len(), ""
-	return true, nil
-}
-
-// untouched reports whether a restore that displaces files had not begun to before a power
-// cut.
-func (r *restoring) untouched() (bool, error) {
-	if r.Phase != phaseSwap || len(r.Trees) == 0 {
-		return false, nil
-	}
-	return r.Trees[0].Untouched()
-}
-
-// beginSwap records that the files may be changed from here on.
-func (e *Engine) beginSwap(ctx context.Context, seq int64, r *restoration) (err error) {
-	defer func() { r.past = err != nil }() // nothing has changed
-	r.data.Phase = phaseSwap
-	return r.changes[0].Begin(func(lazy bool) error { return e.advance(ctx, seq, r.data, lazy) })
-}
-
-// layOutFiles compares the trees with the checkpoint and stages what they lack.
-func (r *restoration) layOutFiles(ctx context.Context) error {
-	if err := r.closeChanges(); err != nil { // of an earlier attempt
-		return err
-	}
-	r.changes, r.changed = make([]*worktree.Change, len(r.data.Trees)), 0
-	// The dump for a full undo checkpoint has left files that the checkpoint lacks.
-	opts := worktree.PlanOptions{Paranoid: r.verify, Stale: r.present != nil && r.present.row.Kind == runtime.KindFull}
-	bytes := int64(0)
-	for i := range r.data.Trees {
-		c, err := r.data.Trees[i].Plan(ctx, r.target(), opts)
-		if err != nil {
-			return err
-		}
-		r.changes[i] = c
-		r.changed += c.Len()
-		bytes += c.Bytes()
-	}
-	r.sb.steps.Begin(runtime.PhaseStaging, bytes)
-	for _, c := range r.changes {
-		if err := c.Stage(ctx); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-func (r *restoration) closeChanges() error {
-	var errs []error
-	for _, c := range r.changes {
-		errs = append(errs, c.Close())
-	}
-	return errors.Join(errs...)
-}
-
-// discard deletes all that was staged.
-func (r *restoration) discard() error {
-	var errs []error
-	for i := range r.data.Trees {
-		errs = append(errs, r.data.Trees[i].Clear(r.past || r.data.Phase == phasePrepare))
-	}
-	errs = append(errs, r.closeChanges())
-	if r.images != "" {
-		errs = append(errs, os.RemoveAll(r.images))
-	}
-	return errors.Join(errs...)
-}
-
-// putBack puts the files back as they were before the restore.
-func (e *Engine) putBack(ctx context.Context, r *restoration) (err error) {
-	r.sb.steps.Begin(runtime.PhasePutting, 0)
-	defer func() {
-		if err != nil {
-			err = fmt.Errorf("put the files back: %w (%w)", err, errUnfinished)
-		}
-	}()
-	var was worktree.Target
-	if r.data.Trees[0].Displaced() == "" {
-		if r.undone == "" {
-			return nil
-		}
-		if was.Reader, err = e.store.OpenCheckpoint(ctx, r.undone); err != nil {
-			return err
-		}
-		defer func() { err = errors.Join(err, was.Reader.Close()) }()
-	}
-	var errs []error
-	for _, c := range r.changes {
-		errs = append(errs, c.Revert(ctx, was))
 	}
 	return errors.Join(errs...)
 }

@@ -30,6 +30,9 @@ func (k *making) takeVolumes(ctx context.Context) error {
 // The check counts once the sandbox has ended; earlier checks are for the processes' sake,
 // which a refusal then leaves alone.
 func (r *restoration) checkAlone(ctx context.Context) error {
+	if r.resumed { // it goes on all the same
+		return nil
+	}
 	var changes []runtime.Volume
 	for _, v := range r.c.Volumes {
 		if slices.ContainsFunc(r.data.Trees[1:], func(t worktree.Tree) bool { return t.Dir == v.Path }) {

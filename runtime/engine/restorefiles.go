@@ -1,0 +1,402 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/guard"
+	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/engine/worktree"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// filesPart is the files of a restore, and the way back: a checkpoint of the present state, or
+// the files that are displaced.
+type filesPart struct {
+	noWork
+	*restoration
+	present  *making            // the undo checkpoint
+	undone   string             // its id, once it is ready
+	changes  []*worktree.Change // of the trees
+	changed  int                // how many paths
+	lost     map[string]bool    // paths of the upperdir that cannot be restored
+	replaced bool               // the files may be changed
+	began    time.Time          // start of the work on the files
+	took     time.Duration      // duration of that work
+}
+
+// target returns what the trees are to become.
+func (r *filesPart) target() worktree.Target {
+	return worktree.Target{Reader: r.reader, Lost: r.lost}
+}
+
+// check lists the trees that the restore replaces.
+func (r *filesPart) check(ctx context.Context) error {
+	if r.resumed {
+		return nil
+	}
+	home := r.e.home(r.sb)
+	r.data.Trees = []worktree.Tree{{Dir: r.c.Upper, Home: home}}
+	for i, v := range r.reader.Manifest().Volumes {
+		at := slices.IndexFunc(r.c.Volumes, func(have runtime.Volume) bool { return have.Name == v.Name })
+		if at < 0 {
+			return hint(fmt.Errorf("%w: volume %s of the checkpoint is not the sandbox's any more", runtime.ErrState, v.Name),
+				"Make it and the container again as they were.")
+		}
+		r.data.Trees = append(r.data.Trees, worktree.Tree{Dir: r.c.Volumes[at].Path, Number: i + 1, Home: home})
+	}
+	return r.checkAlone(ctx)
+}
+
+// prepare stages what the trees lack, and keeps the present state. It leaves the sandbox
+// frozen, so that the comparison stays true. A restore that is resumed stages nothing: its
+// files are of no known state.
+func (r *filesPart) prepare(ctx context.Context) error {
+	if !r.resumed && r.c.Status != runtime.Running { // otherwise once it is frozen
+		r.e.liftFiles(r.spec, r.c)
+	}
+	if err := r.findLost(ctx); err != nil {
+		return err
+	}
+	if r.resumed {
+		for i := range r.data.Trees {
+			r.data.Trees[i].Home = r.e.home(r.sb)
+			r.changes = append(r.changes, r.data.Trees[i].Change(r.target()))
+		}
+		return nil
+	}
+	r.began = time.Now()
+	displaces, err := r.displace(ctx)
+	if err == nil && !displaces {
+		err = r.keepPresent(ctx)
+	}
+	if err := errors.Join(err, failpoint.Hit("restore.after-undo")); err != nil {
+		return err
+	}
+	if r.changes == nil {
+		r.sb.steps.Begin(runtime.PhaseLooking, 0)
+		if err := r.layOut(ctx); err != nil {
+			return err
+		}
+	}
+	return failpoint.Hit("restore.after-layout")
+}
+
+// displace stages a restore whose way back is the files that it displaces, if that is
+// possible for it; otherwise nothing has changed.
+func (r *filesPart) displace(ctx context.Context) (ok bool, err error) {
+	if !r.data.NoUndo || r.data.Undo == "" || r.data.Salvage || len(r.data.Trees) != 1 || len(r.data.HostFiles) > 0 ||
+		r.c.Status != runtime.Created && r.c.Status != runtime.Exited || r.sb.host.Properties().FilesOnly {
+		return false, nil
+	}
+	c, err := r.data.Trees[0].PlanDisplacing(ctx, r.target(), r.verify)
+	if c == nil || err != nil {
+		return false, err
+	}
+	r.changes, r.changed, r.data.Undo = []*worktree.Change{c}, c.Len(), ""
+	return true, nil
+}
+
+// layOut compares the trees with the checkpoint and stages what they lack.
+func (r *filesPart) layOut(ctx context.Context) error {
+	if err := r.close(); err != nil { // of an earlier attempt
+		return err
+	}
+	r.changes, r.changed = make([]*worktree.Change, len(r.data.Trees)), 0
+	// The dump for a full undo checkpoint has left files that the checkpoint lacks.
+	opts := worktree.PlanOptions{Paranoid: r.verify, Stale: r.present != nil && r.present.row.Kind == runtime.KindFull}
+	bytes := int64(0)
+	for i := range r.data.Trees {
+		c, err := r.data.Trees[i].Plan(ctx, r.target(), opts)
+		if err != nil {
+			return err
+		}
+		r.changes[i] = c
+		r.changed += c.Len()
+		bytes += c.Bytes()
+	}
+	r.sb.steps.Begin(runtime.PhaseStaging, bytes)
+	for _, c := range r.changes {
+		if err := c.Stage(ctx); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// stopped ends what keeps the old processes as they were.
+func (r *filesPart) stopped() error {
+	if r.present == nil {
+		return nil
+	}
+	r.present.thawn = true // its processes are gone
+	cut := r.present.cut
+	r.present.cut = nil
+	return cut.End()
+}
+
+// commit makes the files the checkpoint's, and proves them.
+func (r *filesPart) commit(ctx context.Context) error {
+	r.replaced = true
+	r.sb.steps.Begin(runtime.PhasePutting, 0)
+	for _, c := range r.changes {
+		apply := c.Apply
+		if r.processes.again {
+			apply = c.Force
+		}
+		if err := apply(ctx); err != nil {
+			return err
+		}
+	}
+	if err := failpoint.Hit("restore.after-apply"); err != nil {
+		return err
+	}
+	r.sb.steps.Begin(runtime.PhaseProving, 0)
+	for _, c := range r.changes {
+		if err := c.Verify(ctx, worktree.VerifyOptions{Still: r.processes.idle, Paranoid: r.verify}); err != nil {
+			return err
+		}
+	}
+	r.took += time.Since(r.began)
+	return nil
+}
+
+// sync makes the files durable, beside the start.
+func (r *filesPart) sync(ctx context.Context) <-chan error {
+	return guard.Start(func() error {
+		syncing := time.Now()
+		err := worktree.Sync(ctx, r.data.Trees)
+		r.took += time.Since(syncing)
+		return err
+	})
+}
+
+// synced waits for sync.
+func (r *filesPart) synced(durable <-chan error) error {
+	r.sb.steps.Begin(runtime.PhaseSyncing, 0)
+	for _, c := range r.changes {
+		c.Learn() // during the sync: the file caches need not be durable
+	}
+	return <-durable
+}
+
+func (r *filesPart) settle(ctx context.Context) error {
+	return errors.Join(r.data.discard(true), r.forgetUndos(ctx))
+}
+
+// revert makes the files what they were, and lets the sandbox go on if it has not ended.
+func (r *filesPart) revert(ctx context.Context) (err error) {
+	if r.replaced || r.resumed && r.processes.stopped {
+		err = r.putBack(ctx)
+	}
+	if r.resumed { // what it has laid out stays until it is given up
+		return err
+	}
+	left := err != nil
+	if r.present != nil { // before what may take long
+		err = errors.Join(err, r.present.cut.End(), r.e.thaw(ctx, r.present))
+	}
+	err = errors.Join(err, r.data.discard(!r.replaced))
+	// The checkpoint is the way back until the files are back, and has the processes.
+	if r.present != nil && (!r.processes.touched || r.data.NoUndo && !left) {
+		err = errors.Join(err, r.e.store.RemoveCheckpoint(ctx, r.undone))
+	}
+	return err
+}
+
+// putBack makes the files what they were before the restore.
+func (r *filesPart) putBack(ctx context.Context) (err error) {
+	r.sb.steps.Begin(runtime.PhasePutting, 0)
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("put the files back: %w (%w)", err, errUnfinished)
+		}
+	}()
+	var was worktree.Target
+	if r.data.Trees[0].Displaced() == "" {
+		if r.undone == "" {
+			return nil
+		}
+		if was.Reader, err = r.e.store.OpenCheckpoint(ctx, r.undone); err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, was.Reader.Close()) }()
+	}
+	var errs []error
+	for _, c := range r.changes {
+		errs = append(errs, c.Revert(ctx, was))
+	}
+	return errors.Join(errs...)
+}
+
+func (r *filesPart) close() error {
+	var errs []error
+	for _, c := range r.changes {
+		errs = append(errs, c.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// keepPresent makes a checkpoint of what the restore replaces, and leaves the sandbox
+// frozen. The checkpoint is also the way back if the restore fails, so it has the files
+// even if no undo checkpoint is wanted.
+func (r *filesPart) keepPresent(ctx context.Context) error {
+	if r.data.Undo == "" {
+		return nil
+	}
+	// The restore ends all processes, even one of files only, so the undo checkpoint
+	// includes them.
+	opts := runtime.CheckpointOptions{
+		Trigger: runtime.TriggerUndo, TCP: runtime.TCPEstablished, FilesOnly: r.data.NoUndo,
+		WithVolumes: len(r.data.Trees) > 1, Paranoid: r.verify, Attach: r.attached.hostPaths(),
+	}
+	unlearnt := false
+	for {
+		k, err := r.e.prepare(ctx, r.sb, r.c, opts)
+		if err != nil && !opts.FilesOnly {
+			if !errors.Is(err, runtime.ErrNotFound) { // otherwise it has no process that could be lost
+				r.undoIsFiles(err)
+			}
+			opts.FilesOnly = true
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		k.row.ID, k.hold = r.data.Undo, true
+		if r.row.Damaged == "" && !unlearnt {
+			if k.like, err = r.reader.TreePieces(ctx, 0); err != nil {
+				return err
+			}
+		}
+		var laid error
+		if k.row.Kind == runtime.KindFiles && len(k.trees) >= len(r.data.Trees) {
+			// Staging does not touch the sandbox.
+			k.beside = func(ctx context.Context) {
+				r.take(k)
+				laid = r.layOut(ctx)
+			}
+		}
+		row, err := r.e.record(ctx, k)
+		if err != nil && !opts.FilesOnly && ctx.Err() == nil && !errors.Is(err, unix.ENOSPC) && !isCalledOff(err) {
+			// A sandbox that cannot be dumped can still be undone as files.
+			r.e.log.Info("undo checkpoint limited to files", "sandbox", r.sb.ID, "err", err)
+			r.undoIsFiles(err)
+			opts.FilesOnly, r.data.Undo = true, newID()
+			// Recover looks for the undo checkpoint that the journal names.
+			if err := r.record(ctx, true); err != nil {
+				return err
+			}
+			continue
+		}
+		if err != nil && k.unlearnt && !unlearnt {
+			// Try once more without the file cache.
+			unlearnt, r.data.Undo = true, newID()
+			if err := r.record(ctx, true); err != nil {
+				return err
+			}
+			continue
+		}
+		if isCalledOff(err) {
+			return r.attached.hostTrouble(fmt.Errorf("keep the present state: %w", err))
+		}
+		if err != nil {
+			return fmt.Errorf("keep the present state: %w", err)
+		}
+		r.present, r.undone = k, row.ID
+		r.take(k)
+		return laid
+	}
+}
+
+// undoIsFiles warns that the processes that the restore ends are lost.
+func (r *filesPart) undoIsFiles(why error) {
+	r.warnings = append(slices.Clone(r.warnings), fmt.Sprintf("the undo checkpoint has files only: %v; the processes that this restore has ended cannot be brought back", why))
+}
+
+// take takes over the collections of the undo checkpoint.
+func (r *filesPart) take(k *making) {
+	for i := range r.data.Trees {
+		for _, t := range k.trees {
+			if t.Dir == r.data.Trees[i].Dir {
+				r.data.Trees[i].Adopt(t)
+			}
+		}
+	}
+}
+
+// findLost reads all files of a damaged checkpoint to find those that cannot be restored.
+func (r *filesPart) findLost(ctx context.Context) error {
+	if !r.data.Salvage {
+		return nil
+	}
+	r.lost = map[string]bool{}
+	r.sb.steps.Begin(runtime.PhaseLooking, 0)
+	source := r.sb.steps.Source(runtime.PhaseLooking, r.reader.Source())
+	for entry, err := range worktree.Entries(ctx, r.reader, 0) {
+		if err != nil {
+			return err
+		}
+		if entry.Type != overlay.TypeFile || entry.Size == 0 {
+			continue
+		}
+		if entry.Hardlink != "" {
+			if r.lost[entry.Hardlink] {
+				r.lost[entry.Path] = true
+			}
+			continue
+		}
+		data, err := source.Data(ctx, entry)
+		if err == nil {
+			_, err = io.Copy(io.Discard, data)
+			err = errors.Join(err, data.Close())
+		}
+		if errors.Is(err, runtime.ErrCorrupt) {
+			r.lost[entry.Path] = true
+			continue
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// forgetUndos removes the undo checkpoints that a newer one has replaced. It keeps those
+// that are pinned, named or tagged, the one that the sandbox is at, and those that alone
+// have previous host files: the caller of this restore may have no say over these.
+func (r *filesPart) forgetUndos(ctx context.Context) error {
+	rows, err := r.e.store.Checkpoints(ctx, store.Filter{SandboxID: r.sb.ID, Trigger: runtime.TriggerUndo})
+	var kept *store.Attached
+	for _, row := range rows {
+		if row.ID == r.data.Undo {
+			kept = row.Attached
+		}
+	}
+	for _, row := range rows {
+		newest := row.ID == r.data.Undo && !r.data.NoUndo
+		if newest || row.ID == r.row.ID || row.Pinned || row.Name != "" || len(row.Tags) > 0 {
+			continue
+		}
+		if r.data.NoUndo && row.ID != r.data.Undo {
+			continue // no newer one has replaced it
+		}
+		if row.ID != r.data.Undo && !kept.Covers(row.Attached) {
+			continue
+		}
+		_, failed := r.e.store.RemoveUnpinned(ctx, row.ID)
+		err = errors.Join(err, failed)
+	}
+	if r.data.NoUndo {
+		r.undone = ""
+	}
+	return err
+}
