@@ -224,9 +224,6 @@ type attachedPart struct {
 }
 
 func (r *attachedPart) check(ctx context.Context) error {
-	if r.resumed {
-		return nil
-	}
 	r.planHosts()
 	return r.layHosts(ctx)
 }
@@ -251,7 +248,7 @@ func (r *attachedPart) settle(ctx context.Context) error {
 	}
 	if r.data.Phase != phaseHosts {
 		r.data.Phase = phaseHosts
-		if err := r.record(ctx, false); err != nil {
+		if err := r.note(ctx, false); err != nil {
 			return err
 		}
 	}

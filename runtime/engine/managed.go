@@ -117,9 +117,7 @@ type managedPart struct {
 }
 
 func (r *managedPart) check(context.Context) error {
-	if !r.resumed {
-		r.warnings = append(slices.Clone(r.warnings), r.unplaced()...)
-	}
+	r.warnings = append(slices.Clone(r.warnings), r.unplaced()...)
 	return nil
 }
 

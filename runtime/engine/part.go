@@ -64,10 +64,25 @@ func (r *restoration) reverts() *undo.Stack {
 	return undo
 }
 
-// each takes one step in every part, up to the first error.
-func (r *restoration) each(ctx context.Context, step func(part, context.Context) error) error {
-	for _, p := range r.parts {
-		if err := step(p, ctx); err != nil {
+// step is one step of a restore.
+type step func(context.Context) error
+
+// each is a step that every part takes, in order.
+func (r *restoration) each(do func(part, context.Context) error) step {
+	return func(ctx context.Context) error {
+		for _, p := range r.parts {
+			if err := do(p, ctx); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+}
+
+// take takes steps up to the first error.
+func take(ctx context.Context, steps ...step) error {
+	for _, step := range steps {
+		if err := step(ctx); err != nil {
 			return err
 		}
 	}

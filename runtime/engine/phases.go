@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/engine/worktree"
@@ -87,24 +88,38 @@ func (d *restoring) discard(all bool) error {
 	return errors.Join(errs...)
 }
 
-// record writes the state of the restore to the journal; lazy is as in store.Intent.
-func (r *restoration) record(ctx context.Context, lazy bool) error {
+// note writes the state of the restore to the journal; lazy is as in store.Intent.
+func (r *restoration) note(ctx context.Context, lazy bool) error {
 	return r.e.advance(ctx, r.seq, r.data, lazy)
+}
+
+// record records what the restore is to change, before it lays out anything.
+func (r *restoration) record(ctx context.Context) error {
+	return errors.Join(r.note(ctx, true), failpoint.Hit("restore.before-layout"))
 }
 
 // begin records that the files may be changed from here on.
 func (r *restoration) begin(ctx context.Context) error {
 	if r.data.Phase = phaseSwap; r.resumed {
-		return r.record(ctx, true)
+		return r.note(ctx, true)
 	}
-	return r.files.changes[0].Begin(func(lazy bool) error { return r.record(ctx, lazy) })
+	return r.files.changes[0].Begin(func(lazy bool) error { return r.note(ctx, lazy) })
 }
 
 // proven records that the files are the checkpoint's: a sandbox that runs from here on is a
 // restored one.
 func (r *restoration) proven(ctx context.Context) error {
 	r.data.Phase, r.data.Started, r.data.Boot = phaseProven, r.processes.before, bootID()
-	return errors.Join(r.record(ctx, true), failpoint.Hit("restore.after-proof"))
+	return errors.Join(r.note(ctx, true), failpoint.Hit("restore.after-proof"))
+}
+
+// start starts the sandbox, and makes the files durable beside that.
+func (r *restoration) start(ctx context.Context) error {
+	durable := guard.Start(func() error { return r.files.sync(ctx) })
+	err := r.processes.start(ctx)
+	r.sb.steps.Begin(runtime.PhaseSyncing, 0)
+	r.files.learn() // during the sync: the file caches need not be durable
+	return errors.Join(err, <-durable)
 }
 
 // hasRun reports whether a killed restore was proven and its sandbox was started after that, by

@@ -36,9 +36,6 @@ type processesPart struct {
 }
 
 func (r *processesPart) check(ctx context.Context) error {
-	if r.resumed {
-		return nil
-	}
 	r.caller = ctx
 	if r.starts() {
 		if err := mayStart(r.spec); err != nil {
@@ -167,7 +164,7 @@ func (r *processesPart) halt(ctx context.Context) error {
 	defer cancel()
 	// A start of the sandbox does not prove any more that it is restored.
 	r.data.Phase = phaseSwap
-	if err := r.record(ctx, true); err != nil {
+	if err := r.note(ctx, true); err != nil {
 		return err
 	}
 	err := r.sb.host.Stop(ctx, r.sb.ID, runtime.StopOptions{})
@@ -176,7 +173,7 @@ func (r *processesPart) halt(ctx context.Context) error {
 	}
 	if err != nil {
 		r.data.Phase = phaseProven
-		err = errors.Join(err, r.record(ctx, true), r.c.Stage.Hold())
+		err = errors.Join(err, r.note(ctx, true), r.c.Stage.Hold())
 	}
 	return err
 }

@@ -11,7 +11,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
-	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/engine/worktree"
@@ -40,9 +39,6 @@ func (r *filesPart) target() worktree.Target {
 
 // check lists the trees that the restore replaces.
 func (r *filesPart) check(ctx context.Context) error {
-	if r.resumed {
-		return nil
-	}
 	home := r.e.home(r.sb)
 	r.data.Trees = []worktree.Tree{{Dir: r.c.Upper, Home: home}}
 	for i, v := range r.reader.Manifest().Volumes {
@@ -169,23 +165,19 @@ func (r *filesPart) commit(ctx context.Context) error {
 	return nil
 }
 
-// sync makes the files durable, beside the start.
-func (r *filesPart) sync(ctx context.Context) <-chan error {
-	return guard.Start(func() error {
-		syncing := time.Now()
-		err := worktree.Sync(ctx, r.data.Trees)
-		r.took += time.Since(syncing)
-		return err
-	})
+// sync makes the files durable.
+func (r *filesPart) sync(ctx context.Context) error {
+	syncing := time.Now()
+	err := worktree.Sync(ctx, r.data.Trees)
+	r.took += time.Since(syncing)
+	return err
 }
 
-// synced waits for sync.
-func (r *filesPart) synced(durable <-chan error) error {
-	r.sb.steps.Begin(runtime.PhaseSyncing, 0)
+// learn makes the file caches true again.
+func (r *filesPart) learn() {
 	for _, c := range r.changes {
-		c.Learn() // during the sync: the file caches need not be durable
+		c.Learn()
 	}
-	return <-durable
 }
 
 func (r *filesPart) settle(ctx context.Context) error {
@@ -292,7 +284,7 @@ func (r *filesPart) keepPresent(ctx context.Context) error {
 			r.undoIsFiles(err)
 			opts.FilesOnly, r.data.Undo = true, newID()
 			// Recover looks for the undo checkpoint that the journal names.
-			if err := r.record(ctx, true); err != nil {
+			if err := r.note(ctx, true); err != nil {
 				return err
 			}
 			continue
@@ -300,7 +292,7 @@ func (r *filesPart) keepPresent(ctx context.Context) error {
 		if err != nil && k.unlearnt && !unlearnt {
 			// Try once more without the file cache.
 			unlearnt, r.data.Undo = true, newID()
-			if err := r.record(ctx, true); err != nil {
+			if err := r.note(ctx, true); err != nil {
 				return err
 			}
 			continue

@@ -246,12 +246,7 @@ type secretsPart struct {
 }
 
 // check reads the secrets.
-func (r *secretsPart) check(ctx context.Context) error {
-	if r.resumed { // its files are not back yet
-		return nil
-	}
-	return r.arrange(ctx)
-}
+func (r *secretsPart) check(ctx context.Context) error { return r.arrange(ctx) }
 
 // arrange reads them, unless check has.
 func (r *secretsPart) arrange(ctx context.Context) error {

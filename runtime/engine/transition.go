@@ -5,9 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-
-	"github.com/agentbox/agentbox/internal/failpoint"
-	"github.com/agentbox/agentbox/runtime/engine/worktree"
 )
 
 // run does a restore or a fork, or the rest of one that was killed, from the phase on record.
@@ -16,7 +13,7 @@ import (
 func (r *restoration) run(ctx context.Context) (err error) {
 	defer func() { err = errors.Join(err, r.closed()) }()
 	if r.hasRun() {
-		err = worktree.Sync(ctx, r.data.Trees)
+		err = r.files.sync(ctx)
 	} else {
 		err = r.change(ctx)
 	}
@@ -33,35 +30,15 @@ func (r *restoration) run(ctx context.Context) (err error) {
 func (r *restoration) change(ctx context.Context) (err error) {
 	undo := r.reverts()
 	defer func() { err = r.failed(ctx, undo, err) }()
-	if err := r.each(ctx, part.check); err != nil {
+	before := []step{r.each(part.check), r.record, r.each(part.prepare), r.begin}
+	if r.resumed { // all was proven before it was killed
+		before = before[2:]
+	}
+	if err := take(ctx, before...); err != nil {
 		return err
 	}
-	if err := errors.Join(r.record(ctx, true), failpoint.Hit("restore.before-layout")); err != nil {
-		return err
-	}
-	if err := r.each(ctx, part.prepare); err != nil {
-		return err
-	}
-	if err := r.begin(ctx); err != nil {
-		return err
-	}
-
 	// The old processes end now: a caller that disconnects must not stop the restore half-way.
-	ctx = context.WithoutCancel(ctx)
-	if err := r.processes.stop(ctx); err != nil {
-		return err
-	}
-	if err := r.each(ctx, part.commit); err != nil {
-		return err
-	}
-	if err := r.proven(ctx); err != nil {
-		return err
-	}
-	if err := r.each(ctx, part.arrange); err != nil {
-		return err
-	}
-	durable := r.files.sync(ctx)
-	return errors.Join(r.processes.start(ctx), r.files.synced(durable))
+	return take(context.WithoutCancel(ctx), r.processes.stop, r.each(part.commit), r.proven, r.each(part.arrange), r.start)
 }
 
 // finish ends a restore whose sandbox is in place. Host files come first: a failure with them
