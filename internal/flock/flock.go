@@ -89,6 +89,26 @@ func Held(path string, how How) (bool, error) {
 	return false, err
 }
 
+// Passed takes over the lock of path that the parent process holds and has passed on, by
+// Pass, as descriptor fd. It is fs.ErrNotExist if fd is not the file of this name.
+func Passed(fd int, path string) (*Handle, error) {
+	var mine, there unix.Stat_t
+	if unix.Fstat(fd, &mine) != nil || unix.Lstat(path, &there) != nil || mine.Dev != there.Dev || mine.Ino != there.Ino {
+		return nil, &os.PathError{Op: "lock passed for", Path: path, Err: os.ErrNotExist}
+	}
+	unix.CloseOnExec(fd)
+	f := os.NewFile(uintptr(fd), path)
+	err := lock(f, 0, unix.LOCK_NB)
+	if err == nil {
+		return &Handle{f: f}, nil
+	}
+	_ = f.Close()
+	if err == unix.EWOULDBLOCK {
+		return nil, fmt.Errorf("%s: %w", path, ErrHeld)
+	}
+	return nil, fmt.Errorf("lock %s: %w", path, err)
+}
+
 // take opens and locks until the name leads to what is locked.
 func take(path string, how How, wait int) (*Handle, error) {
 	for {
@@ -156,6 +176,13 @@ func isNamed(f *os.File, path string, how How) (bool, error) {
 		return false, nil
 	}
 	return err == nil && os.SameFile(mine, there), err
+}
+
+// Named reports whether the name of the lock still leads to it: if not, the lock excludes none
+// of those that come by the name.
+func (l *Handle) Named() bool {
+	named, err := isNamed(l.f, l.f.Name(), 0)
+	return named || err != nil
 }
 
 // File is the locked file.

@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
 	"pgregory.net/rapid"
 )
 
@@ -91,6 +92,48 @@ func TestPass(t *testing.T) {
 		_ = cmd.Wait()
 		held(t, path, 0, false)
 	}
+}
+
+// TestPassed: a lock is taken over by its descriptor, and only where the name leads to it.
+func TestPassed(t *testing.T) {
+	dir := t.TempDir()
+	path, other := filepath.Join(dir, "lock"), filepath.Join(dir, "other")
+	must(t, os.WriteFile(other, nil, 0o600))
+	parent, err := Try(path, Append)
+	must(t, err)
+	fd, err := unix.Dup(int(parent.Pass().Fd()))
+	must(t, err)
+	parent.Unlock()
+	held(t, path, 0, true)
+	for fd, path := range map[int]string{fd: other, 1 << 20: path} {
+		if _, err := Passed(fd, path); !errors.Is(err, fs.ErrNotExist) {
+			t.Errorf("%d as %s: %v", fd, path, err)
+		}
+	}
+
+	l, err := Passed(fd, path)
+	must(t, err)
+	if flags, err := unix.FcntlInt(uintptr(fd), unix.F_GETFD, 0); err != nil || flags&unix.FD_CLOEXEC == 0 {
+		t.Errorf("children get it: %#x, %v", flags, err)
+	}
+	if !l.Named() {
+		t.Error("the name does not lead to it")
+	}
+	must(t, os.Rename(other, path))
+	if l.Named() {
+		t.Error("the name leads to another file")
+	}
+	l.Unlock()
+
+	// An open file that does not hold the lock.
+	l, err = Try(path, 0)
+	must(t, err)
+	fd, err = unix.Open(path, unix.O_RDWR, 0)
+	must(t, err)
+	if _, err := Passed(fd, path); !errors.Is(err, ErrHeld) {
+		t.Error(err)
+	}
+	l.Unlock()
 }
 
 // Locks exclude one another though each holder deletes the file, or directory.

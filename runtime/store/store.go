@@ -74,7 +74,13 @@ type Store struct {
 // Open opens the store below root and makes it if it is not there. A state of
 // a newer agentbox is ErrUnsupported, a damaged state.db ErrCorrupt; without
 // root's rights or on a read-only disk it is ErrDenied.
-func Open(ctx context.Context, root string) (*Store, error) {
+func Open(ctx context.Context, root string) (*Store, error) { return openAt(ctx, root, false) }
+
+// OpenExisting opens a store that is there. One that is not is ErrNotFound, and is not made,
+// even if it is removed meanwhile.
+func OpenExisting(ctx context.Context, root string) (*Store, error) { return openAt(ctx, root, true) }
+
+func openAt(ctx context.Context, root string, existing bool) (*Store, error) {
 	if os.Geteuid() != 0 {
 		return nil, &fault.Error{Op: "open state", ID: root, Hint: "Run it as root, for instance with sudo.",
 			Err: fmt.Errorf("only root may: %w", fault.ErrDenied)}
@@ -84,7 +90,15 @@ func Open(ctx context.Context, root string) (*Store, error) {
 		return nil, fmt.Errorf("root directory: %w", err)
 	}
 	s := &Store{root: root}
-	if err := s.makeDirs(); err != nil {
+	if !existing {
+		err = denied(os.MkdirAll(root, 0o700))
+	} else if s.Gone() {
+		err = fault.ErrNotFound
+	}
+	if err == nil {
+		err = s.makeDirs()
+	}
+	if err != nil {
 		return nil, &fault.Error{Op: "open state", ID: root, Err: err}
 	}
 	// Two processes that both turn a new database to WAL, or both migrate it,
@@ -173,12 +187,9 @@ const (
 	removePrefix = "tmp-rm-"
 )
 
-// makeDirs creates the directories and refuses those that another user owns: their content
+// makeDirs creates the directories below the root and refuses those that another user owns: their content
 // is restored as root.
 func (s *Store) makeDirs() error {
-	if err := os.MkdirAll(s.root, 0o700); err != nil {
-		return denied(err)
-	}
 	var st unix.Stat_t
 	if err := unix.Stat(s.root, &st); err != nil {
 		return denied(err)

@@ -50,6 +50,28 @@ func TestOpenMakesOwnerOnlyState(t *testing.T) {
 	}
 }
 
+// TestOpenExisting: a store that is not there is not made.
+func TestOpenExisting(t *testing.T) {
+	root := filepath.Join(t.TempDir(), "root")
+	for range 2 { // then an empty directory is there
+		if s, err := OpenExisting(t.Context(), root); !errors.Is(err, fault.ErrNotFound) {
+			t.Errorf("%v, %v", s, err)
+		}
+		if list, _ := os.ReadDir(root); len(list) > 0 {
+			t.Errorf("it has made %v", list)
+		}
+		if _, err := os.Lstat(root); err == nil {
+			continue
+		}
+		must(t, os.Mkdir(root, 0o700))
+	}
+	for _, open := range []func(context.Context, string) (*Store, error){Open, OpenExisting} {
+		s, err := open(t.Context(), root)
+		must(t, err)
+		must(t, s.Close())
+	}
+}
+
 func TestOpenRefuses(t *testing.T) {
 	ctx := context.Background()
 	try := func(root string) error {
