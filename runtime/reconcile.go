@@ -14,8 +14,6 @@ const (
 	FoundStray       = "stray"       // leftovers of a sandbox that is gone
 	FoundLease       = "lease"       // a lease that is over, with what belongs to it
 	FoundUnknown     = "unknown"     // an intact sandbox that is not on record; it is left alone
-	FoundWatch       = "watch"       // the process that enforces a sandbox's limits was dead
-	FoundAuto        = "auto"        // the process that takes its checkpoints was dead
 	FoundMonitor     = "monitor"     // the process that records its output and its exit code is dead
 	FoundStaged      = "staged"      // a staged restore without a sandbox
 	FoundHost        = "host"        // rules, bridges, helpers of all sandboxes

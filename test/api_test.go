@@ -171,7 +171,7 @@ func stopService(t *testing.T, cmd *exec.Cmd) {
 	}
 }
 
-// A watch that is killed is started again by a service that gets no request, and does not stay as
+// A supervisor that is killed is started again by a service that gets no request, and does not stay as
 // its zombie.
 func TestServiceRevives(t *testing.T) {
 	t.Parallel()
@@ -180,10 +180,6 @@ func TestServiceRevives(t *testing.T) {
 	b.start("c", "--ttl", "4s", "--stop-signal", "KILL", "busybox", "sleep", "1000")
 	c := api.Dial(socket)
 	defer c.Close()
-	sb, err := c.Sandbox(t.Context(), "c")
-	if err != nil {
-		t.Fatal(err)
-	}
 	children := func() (list [][]string) { // state, command line
 		files, err := filepath.Glob("/proc/[0-9]*/stat")
 		if err != nil {
@@ -202,7 +198,7 @@ func TestServiceRevives(t *testing.T) {
 	killed := false
 	for deadline := time.Now().Add(30 * time.Second); !killed; time.Sleep(10 * time.Millisecond) {
 		for _, child := range children() {
-			if strings.Contains(child[1], "watch "+sb.ID) {
+			if strings.HasSuffix(child[1], " supervise ") {
 				pid, err := strconv.Atoi(child[2])
 				if err = errors.Join(err, syscall.Kill(pid, syscall.SIGKILL)); err != nil {
 					t.Fatal(err)
@@ -211,7 +207,7 @@ func TestServiceRevives(t *testing.T) {
 			}
 		}
 		if time.Now().After(deadline) {
-			t.Fatal("it has no watch")
+			t.Fatal("it has no supervisor")
 		}
 	}
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(100 * time.Millisecond) {

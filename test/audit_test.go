@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"os"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -59,7 +58,7 @@ func TestAuditOfItself(t *testing.T) {
 	l := b.ok("lease", "create", "--name", "l", "--pid", fmt.Sprint(who.Process.Pid))
 	b.start("c", "--lease", "l", "--network", "none", "busybox", "sleep", "1000")
 	id, ck := b.inspect("c").ID, b.checkpoint("--temporary", "c")
-	b.awaitKeeper(true)
+	b.awaitSupervisor(true)
 	killOwner(t, who)
 	end := b.alone("keeper", "--verb", "lease end")
 	why := fmt.Sprintf("its owner, process %d, has ended", who.Process.Pid)
@@ -70,7 +69,7 @@ func TestAuditOfItself(t *testing.T) {
 	why = fmt.Sprintf("lease %s (l): %s", l[:12], why)
 	gone := b.alone("keeper", "--verb", "rm", "--sandbox", "c")
 	expect(gone, id, "ok", why)
-	equal(b, "the keeper", gone.Who.Pid, end.Who.Pid)
+	equal(b, "the supervisor", gone.Who.Pid, end.Who.Pid)
 	lost := b.alone("keeper", "--verb", "checkpoint rm", "--sandbox", id[:8])
 	expect(lost, id, "ok", why)
 	equal(b, "the checkpoint", lost.Checkpoint, ck)
@@ -139,12 +138,6 @@ func TestAuditOfItself(t *testing.T) {
 func TestAuditOfItselfKilled(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)
-	slay := func(pid int) {
-		if err := syscall.Kill(pid, syscall.SIGKILL); err != nil && !errors.Is(err, syscall.ESRCH) {
-			t.Fatal(err)
-		}
-		b.noProcess(pid)
-	}
 	// unfinished has a command come by that is killed at a point, and returns the
 	// sandbox that is on record then, and no more.
 	unfinished := func(point, by string, args ...string) string {
@@ -160,10 +153,8 @@ func TestAuditOfItselfKilled(t *testing.T) {
 	who := owner(t)
 	b.ok("lease", "create", "--name", "l", "--pid", fmt.Sprint(who.Process.Pid))
 	b.start("c", "--lease", "l", "--network", "none", "busybox", "sleep", "1000")
-	b.awaitKeeper(true)
-	for pid := b.keeper(); pid != 0; pid = b.keeper() {
-		slay(pid)
-	}
+	b.awaitSupervisor(true)
+	b.killSupervisor()
 	killOwner(t, who)
 	id := unfinished("remove.before-backend", "keeper", "--verb", "rm", "--sandbox", "c")
 	equal(b, "left", b.ok("ps", "-aq"), "")
@@ -173,13 +164,8 @@ func TestAuditOfItselfKilled(t *testing.T) {
 	b.alone("keeper", "--verb", "lease end")
 
 	b.start("t", "--ttl", "3s", "--stop-signal", "KILL", "--network", "none", "busybox", "sleep", "1000")
-	for _, p := range processesOf(b.root) {
-		var pid int
-		if _, _ = fmt.Sscanf(p, "process %d", &pid); strings.Contains(p, " watch ") {
-			slay(pid)
-		}
-	}
-	time.Sleep(3100 * time.Millisecond) // earlier, the next command would start another watch
+	b.killSupervisor()
+	time.Sleep(3100 * time.Millisecond) // its time is over then; earlier, a command would start another supervisor
 	unfinished("audit.after-begin", "watch", "--verb", "stop", "--sandbox", "t")
 	equal(b, "status after the kill", b.inspect("t").Status, "exited")
 	b.alone("watch", "--verb", "stop", "--sandbox", "t")

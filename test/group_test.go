@@ -233,7 +233,7 @@ func TestGroupCallerEnds(t *testing.T) {
 					t.Errorf("%v: %v", sig, err)
 				}
 				if sig == syscall.SIGKILL {
-					b.awaitSandboxes(0) // no command is called: the keeper sees to it
+					b.awaitSandboxes(0) // no command is called: the supervisor sees to it
 				}
 				if got := b.ok("ps", "-aq"); got != "" {
 					t.Errorf("after %v: left %s", sig, got)

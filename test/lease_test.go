@@ -40,8 +40,9 @@ func (b *box) awaitSandboxes(n int) {
 	}
 }
 
-// keeper is the pid of the process that ends the leases of a root; 0: none.
-func (b *box) keeper() int {
+// supervisor is the pid of the process that ends the leases of a root, and holds its sandboxes to
+// their limits; 0: none.
+func (b *box) supervisor() int {
 	b.Helper()
 	dirs, err := filepath.Glob("/proc/[0-9]*")
 	if err != nil {
@@ -49,7 +50,7 @@ func (b *box) keeper() int {
 	}
 	for _, dir := range dirs {
 		args, _ := os.ReadFile(filepath.Join(dir, "cmdline")) // it may have ended
-		if text := string(args); strings.Contains(text, "\x00"+b.root+"\x00") && strings.HasSuffix(text, "\x00keep-leases\x00") {
+		if text := string(args); strings.Contains(text, "\x00"+b.root+"\x00") && strings.HasSuffix(text, "\x00supervise\x00") {
 			pid, _ := strconv.Atoi(filepath.Base(dir))
 			return pid
 		}
@@ -57,15 +58,26 @@ func (b *box) keeper() int {
 	return 0
 }
 
-func (b *box) awaitKeeper(there bool) {
+func (b *box) awaitSupervisor(there bool) {
 	b.Helper()
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(20 * time.Millisecond) {
-		if there == (b.keeper() != 0) {
+		if there == (b.supervisor() != 0) {
 			return
 		}
 		if time.Now().After(deadline) {
-			b.Fatalf("a keeper is there: %v, want %v", !there, there)
+			b.Fatalf("a supervisor is there: %v, want %v", !there, there)
 		}
+	}
+}
+
+// killSupervisor ends it with SIGKILL, and returns once there is none.
+func (b *box) killSupervisor() {
+	b.Helper()
+	for pid := b.supervisor(); pid != 0; pid = b.supervisor() {
+		if err := syscall.Kill(pid, syscall.SIGKILL); err != nil && !errors.Is(err, syscall.ESRCH) {
+			b.Fatal(err)
+		}
+		b.noProcess(pid)
 	}
 }
 
@@ -98,24 +110,21 @@ func killOwner(t *testing.T, who *exec.Cmd) {
 }
 
 // An owner that is killed takes its sandboxes along without any command being called; where the
-// keeper was killed, too, the next command sees to it.
+// supervisor was killed, too, the next command sees to it.
 func TestLeaseOwnerKilled(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)
-	for _, keeper := range []bool{true, false} {
+	for _, supervised := range []bool{true, false} {
 		who := owner(t)
 		l := b.ok("lease", "create", "--name", "l", "--pid", fmt.Sprint(who.Process.Pid))
 		b.start("c", "--lease", "l", "--rm", "--network", "none", "busybox", "sleep", "1000")
 		b.ok("checkpoint", "--temporary", "c")
-		b.awaitKeeper(true)
-		// One that was started beside it, and waits for its end, is killed, too.
-		for pid := b.keeper(); !keeper && pid != 0; pid = b.keeper() {
-			if err := syscall.Kill(pid, syscall.SIGKILL); err != nil && !errors.Is(err, syscall.ESRCH) {
-				t.Fatal(err)
-			}
+		b.awaitSupervisor(true)
+		if !supervised {
+			b.killSupervisor()
 		}
 		killOwner(t, who)
-		if keeper {
+		if supervised {
 			b.eventually("its end is on record", func() bool {
 				return decode[[]runtime.Lease](b, b.ok("lease", "inspect", l))[0].State == "ended"
 			})
@@ -130,7 +139,7 @@ func TestLeaseOwnerKilled(t *testing.T) {
 		if got.State != "ended" || got.Reason != fmt.Sprintf("its owner, process %d, has ended", who.Process.Pid) || len(got.Sandboxes) != 1 || len(got.Checkpoints) != 1 {
 			t.Errorf("on record: %+v", got)
 		}
-		b.awaitKeeper(false) // nothing is left to keep
+		b.awaitSupervisor(false) // nothing is left to supervise
 	}
 }
 
@@ -223,13 +232,13 @@ func TestLeaseOfConnection(t *testing.T) {
 	}
 }
 
-// The keeper of a root that is removed, as by a purge, ends, and makes nothing of it again.
-func TestKeeperOfRemovedRoot(t *testing.T) {
+// The supervisor of a root that is removed, as by a purge, ends, and makes nothing of it again.
+func TestSupervisorOfRemovedRoot(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)
 	b.ok("lease", "create", "--for", "1h")
-	lock := "run/leases/keeper"
-	b.eventually("the keeper has begun", func() bool {
+	lock := "run/supervisor"
+	b.eventually("the supervisor has begun", func() bool {
 		f, err := os.Open(filepath.Join(b.root, lock))
 		if err != nil {
 			return false
@@ -246,7 +255,7 @@ func TestKeeperOfRemovedRoot(t *testing.T) {
 	if err := os.Remove(filepath.Join(away, lock)); err != nil { // which wakes it
 		t.Fatal(err)
 	}
-	b.awaitKeeper(false)
+	b.awaitSupervisor(false)
 	if _, err := os.Lstat(b.root); err == nil {
 		t.Error("it has made its root again")
 	}

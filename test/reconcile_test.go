@@ -321,23 +321,12 @@ func command(ctx context.Context, c *api.Client, id, script string) error {
 
 // Checkpoints at an interval of what does not change add next to nothing, those of
 // files nothing at all, and
-// where the process that takes them has died, recover starts it again.
+// where the process that takes them has died, recover has it started again.
 func TestServiceUpkeep(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)
 	_, _ = b.serve()
 	b.start("s", "--network", "none", "--checkpoint-every", "1s", "busybox", "sleep", "1000")
-	id := b.inspect("s").ID
-	auto := func() (pids []int) {
-		for _, p := range processesOf(b.root) {
-			var pid int
-			if strings.Contains(p, " auto "+id) {
-				_, _ = fmt.Sscanf(p, "process %d", &pid)
-				pids = append(pids, pid)
-			}
-		}
-		return pids
-	}
 	b.eventually("its checkpoints are taken", func() bool { return len(b.checkpoints("s")) >= 2 })
 	// Unchanged data costs nothing: one checkpoint has what they all need.
 	packs := func() (n int64) {
@@ -354,22 +343,22 @@ func TestServiceUpkeep(t *testing.T) {
 	if taken := int64(len(b.checkpoints("s")) - n + 1); packs()-size > taken*(4<<10) { // what CRIU says of clocks
 		t.Errorf("%d checkpoints of what did not change cost %d bytes", taken, packs()-size)
 	}
-	pids := auto()
+	pids := matching(processesOf(b.root), " supervise ")
 	if len(pids) != 1 {
 		t.Fatalf("%d processes take its checkpoints", len(pids))
 	}
-	if err := unix.Kill(pids[0], unix.SIGKILL); err != nil {
+	if err := unix.Kill(b.supervisor(), unix.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
-	b.noProcess(pids[0])
-	report := decode[runtime.ReconcileReport](b, b.ok("recover", "--format", "json"))
-	equal(b, "findings", report.Counts[runtime.FoundAuto], 1)
-	b.eventually("they are taken again", func() bool { return len(auto()) == 1 })
+	b.ok("recover")
+	b.awaitSupervisor(true)
+	n = len(b.checkpoints("s"))
+	b.eventually("they are taken again", func() bool { return len(b.checkpoints("s")) > n })
 
 	b.start("f", "--network", "none", "busybox", "sleep", "1000")
 	b.checkpoint("--files-only", "f")
 	b.ok("stop", "-t", "0", "s")
-	b.eventually("nobody takes checkpoints", func() bool { return len(auto()) == 0 })
+	b.awaitSupervisor(false)
 	size = packs()
 	b.checkpoint("--files-only", "f")
 	equal(b, "bytes that a checkpoint of unchanged files costs", packs()-size, 0)

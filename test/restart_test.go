@@ -2,6 +2,7 @@ package test
 
 import (
 	"fmt"
+	"os"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -131,18 +132,15 @@ func TestRestartKilled(t *testing.T) {
 		b.own("s")
 		b.ok("create", "--name", "s", "--network", "none", "--restart", "always", "busybox", "sh", "-c", counter)
 		b.ok("start", "s")
-		for _, p := range processesOf(b.root) {
-			var pid int
-			if _, _ = fmt.Sscanf(p, "process %d", &pid); strings.Contains(p, " watch ") {
-				_ = unix.Kill(pid, unix.SIGKILL)
-				b.noProcess(pid)
-			}
+		pid := b.inspect("s").Pid
+		b.killSupervisor()
+		if err := unix.Kill(pid, unix.SIGKILL); err != nil {
+			t.Fatal(err)
 		}
-		b.crash("s")
-		time.Sleep(2100 * time.Millisecond) // a watch that may be on its way is waited for
+		b.noProcess(pid)
 		b.try(failpoint(point, "kill"), "ps")
+		b.awaitSupervisor(false) // the one that ps has started was killed
 		b.eventually("it was about to come back", func() bool { return b.restarts("s").Count > 0 })
-		time.Sleep(2100 * time.Millisecond)
 		b.eventually("it comes back", func() bool { return b.inspect("s").Status == "running" })
 		b.ok("rm", "-f", "s")
 	}
@@ -156,14 +154,14 @@ func TestRestartWaiting(t *testing.T) {
 	b := memoryBox(t)
 	b.start("s", "--network", "none", "--restart", "always", "busybox", "sh", "-c", "echo x >> /starts; [ -e /stay ] && sleep 1000; exit 3")
 	id := b.inspect("s").ID
-	watches := func() int { return len(matching(processesOf(b.root), " watch "+id)) }
+	supervised := func() bool { _, err := os.Lstat(filepath.Join(b.root, "supervised", id)); return err == nil }
 	waits := func(n int) {
 		b.Helper()
 		b.eventually("it waits for its next restart", func() bool { return b.restarts("s").Count >= n && b.inspect("s").Status == "exited" })
 	}
 	waits(3)
 	b.ok("stop", "s")
-	b.eventually("nobody waits to start it", func() bool { return watches() == 0 })
+	b.eventually("nobody waits to start it", func() bool { return !supervised() })
 	count := b.restarts("s")
 	equal(b, "stopped", count.Stopped, true)
 	equal(b, "status", b.inspect("s").Status, "exited")
@@ -177,17 +175,17 @@ func TestRestartWaiting(t *testing.T) {
 	// Nor does it come back by itself from what a restore and a stop have left.
 	b.ok("restore", "s")
 	b.ok("stop", "-t", "0", "s")
-	b.eventually("nobody waits to start it", func() bool { return watches() == 0 })
+	b.eventually("nobody waits to start it", func() bool { return !supervised() })
 	equal(b, "status", b.inspect("s").Status, "exited")
 	equal(b, "stopped", b.restarts("s").Stopped, true)
 	b.ok("start", "s")
 	waits(1)
 	b.ok("rm", "-f", "s")
-	b.eventually("nobody waits to start it", func() bool { return watches() == 0 })
+	b.eventually("nobody waits to start it", func() bool { return !supervised() })
 	if _, there := b.find("s"); there {
 		t.Error("it is there again")
 	}
-	for _, dir := range []string{"restarts", "watch"} {
+	for _, dir := range []string{"restarts", "supervised"} {
 		if left, _ := filepath.Glob(filepath.Join(b.root, dir, id+"*")); len(left) > 0 {
 			t.Errorf("left over: %q", left)
 		}

@@ -118,13 +118,13 @@ func TestServiceRestart(t *testing.T) {
 	if r := u.try([]string{"AGENTBOX_HOST=none"}, "lease", "create", "--name", "l", "--for", "1h"); r.code != 0 {
 		t.Fatal(r)
 	}
-	u.awaitKeeper(true)
-	if err := syscall.Kill(u.keeper(), syscall.SIGKILL); err != nil {
+	u.awaitSupervisor(true)
+	if err := syscall.Kill(u.supervisor(), syscall.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
-	u.awaitKeeper(false)
-	u.up() // and with it another keeper, which must not keep its socket open
-	u.awaitKeeper(true)
+	u.awaitSupervisor(false)
+	u.up() // and with it another supervisor, which must not keep its socket open
+	u.awaitSupervisor(true)
 	raw, err := u.listen.SyscallConn()
 	if err != nil {
 		t.Fatal(err)
@@ -133,14 +133,14 @@ func TestServiceRestart(t *testing.T) {
 	if err := raw.Control(func(fd uintptr) { socket, err = os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd)) }); err != nil || socket == "" {
 		t.Fatalf("%q, %v", socket, err)
 	}
-	keeps := fmt.Sprintf("/proc/%d/fd", u.keeper())
-	entries, err := os.ReadDir(keeps)
+	held := fmt.Sprintf("/proc/%d/fd", u.supervisor())
+	entries, err := os.ReadDir(held)
 	if err != nil {
 		t.Fatal(err)
 	}
 	for _, e := range entries {
-		if to, _ := os.Readlink(filepath.Join(keeps, e.Name())); to == socket {
-			t.Error("the keeper has the socket of the service")
+		if to, _ := os.Readlink(filepath.Join(held, e.Name())); to == socket {
+			t.Error("the supervisor has the socket of the service")
 		}
 	}
 	u.ok("lease", "release", "l")

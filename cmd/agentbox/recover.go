@@ -28,8 +28,8 @@ func newRecoverCommand(a *app) *cobra.Command {
 		Long: `Recover rolls verbs that were cut off (kill -9, a crash, no more space) forward or back,
 compares what is recorded with the kernel and the engines, and says what it did: sandboxes
 that have ended unseen get their end on record and lose what they held; containers, mounts,
-cgroups, links, rules, processes and files of sandboxes that are gone are freed; the processes
-that see to checkpoints at intervals, to limits and to restarts are started again; leases that
+cgroups, links, rules, processes and files of sandboxes that are gone are freed; limits,
+restarts and checkpoints at intervals are supervised again; leases that
 are over end. What a command is at work on, and what is another root's, is left alone. So is a
 sandbox that is whole and that state.db does not know, which is named. Every command does the
 first part by itself when it finds the need; a service (agentbox serve) does all each minute,
@@ -40,12 +40,11 @@ With --format json it prints one object: actions (the sentences), findings (kind
 action, error, left: nothing was done, again: the service found it the last time, too), counts
 (findings by kind), failed, sandboxes (looked at), took_ns. Kinds are
 
-  interrupted   a verb that was cut off             unknown   whole, but not on record
-  store         unfinished checkpoints and packs    watch     whoever holds it to its limits was dead
-  ended         it ended, and nobody saw to it      auto      whoever takes its checkpoints was dead
-  gone          its container is gone               monitor   whoever keeps its output is dead
-  stray         what is left of one that is gone    staged    a restore that nobody will start
-  lease         a lease that is over                host      rules, bridges, helpers of all`,
+  interrupted   a verb that was cut off             lease     a lease that is over
+  store         unfinished checkpoints and packs    unknown   whole, but not on record
+  ended         it ended, and nobody saw to it      monitor   whoever keeps its output is dead
+  gone          its container is gone               staged    a restore that nobody will start
+  stray         what is left of one that is gone    host      rules, bridges, helpers of all`,
 		Example: `  agentbox recover
   agentbox recover --format json | jq .counts`,
 		Annotations: exits(exitUsage, exitBusy, exitCorrupt, exitDenied),

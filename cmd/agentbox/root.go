@@ -28,9 +28,12 @@ type globals struct {
 	backendGiven bool // by the flag or the environment
 
 	// reaping is set for the command that a monitor runs after an exit, which
-	// must not go about other sandboxes' business, and for the keeper of leases,
-	// which sees to them itself.
+	// must not go about other sandboxes' business.
 	reaping bool
+
+	// supervising is set for the supervisor: what is left half-done it sees to itself, and
+	// it must not make its root again.
+	supervising bool
 
 	// by names the agentbox process that this is, for the audit log; empty: a command that a user
 	// gave.
@@ -197,7 +200,7 @@ Ctrl-C makes a verb stop and undo what it began; a second Ctrl-C ends it at once
 	add(groupImage, newImageCommand(a), newCommitCommand(a))
 	add(groupHost, newDoctorCommand(a), newSetupCommand(a), newRecoverCommand(a), newVersionCommand(a), newCompletionCommand(a), newServeCommand(a), newAuditCommand(a))
 	add(groupHost, newPolicyCommand(a), newDockerPluginCommand(a), newVolumeCommand(a))
-	cmd.AddCommand(newReapCommand(a), newMonitorCommand(), newEgressCommand(a), newAutoCommand(a), newWatchCommand(a), newKeepLeasesCommand(a), newLeaveHostCommand(a), newManCommand())
+	cmd.AddCommand(newReapCommand(a), newMonitorCommand(), newEgressCommand(a), newSuperviseCommand(a), newLeaveHostCommand(a), newManCommand())
 	wrapArgs(cmd)
 	return cmd
 }

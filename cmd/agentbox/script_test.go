@@ -321,7 +321,7 @@ func leftovers(root string) (left []string) {
 	for dir, stays := range map[string][]string{
 		"sandboxes":          nil,
 		"events":             nil,
-		"watch":              nil,
+		"supervised":         nil,
 		"checkpoints":        {"failed"},
 		"checkpoints/failed": nil,
 		"run":                {"runc", "exits", "tmp", "restore", "paused", "lock", "userns.json", "agentbox.sock", "agentbox.sock.lock", "requests"},

@@ -187,7 +187,7 @@ func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.S
 	if r, ok := svc.(recoverer); ok {
 		opts.Before = func(ctx context.Context) error {
 			_, err := r.RecoverInterrupted(ctx)
-			return errors.Join(err, r.ReviveWatches(ctx))
+			return errors.Join(err, r.ReviveOfBoot(ctx))
 		}
 	}
 	defer o.tend(ctx, svc, opts.Metrics)()
@@ -216,7 +216,7 @@ func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.S
 	return err
 }
 
-// ownPassed keeps the sockets that systemd passes from what we start: a keeper that
+// ownPassed keeps the sockets that systemd passes from what we start: a supervisor that
 // had one would have connections wait for it for good.
 func ownPassed() {
 	pid, _ := strconv.Atoi(os.Getenv("LISTEN_PID"))

@@ -14,7 +14,7 @@ import (
 )
 
 // aside are the commands of what agentbox does by itself. Each deed is a trace of its own.
-var aside = map[string]bool{"auto": true, "keep-leases": true, "reap": true, "watch": true}
+var aside = map[string]bool{"reap": true, "supervise": true}
 
 // beginTrace begins the span of a command line, as part of the trace that the environment names,
 // where the environment asks for traces. A mistake in those variables must not keep a verb from

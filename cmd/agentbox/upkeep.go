@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"log/slog"
 	"time"
 
 	"github.com/docker/go-units"
@@ -40,7 +39,7 @@ func (o *upkeepOptions) check() (err error) {
 // embedded engine does when it is opened.
 type recoverer interface {
 	RecoverInterrupted(ctx context.Context) (runtime.Recovery, error)
-	ReviveWatches(ctx context.Context) error
+	ReviveOfBoot(ctx context.Context) error
 }
 
 // An upkeeper is a Service that does things by itself. Only one that runs on
@@ -49,26 +48,11 @@ type upkeeper interface {
 	Upkeep(ctx context.Context, u engine.Upkeep)
 }
 
-// soonEvery is how often the service handles what cannot wait for a Reconcile: a sandbox whose
-// watch was killed, and leases whose keeper was.
-const soonEvery = 5 * time.Second
-
 // tend does beside all else what a service does by itself, until stop, which waits
 // for what is under way. Other commands leave it to the service.
 func (o *upkeepOptions) tend(ctx context.Context, svc runtime.Service, figures *api.Metrics) (stop func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	var all guard.WaitGroup
-	if r, ok := svc.(recoverer); ok {
-		all.Go(func() { regularly(ctx, soonEvery, "limits of sandboxes may not be held", r.ReviveWatches) })
-	}
-	if k, ok := svc.(leaseEnder); ok {
-		all.Go(func() {
-			regularly(ctx, soonEvery, "what belonged to a lease is not removed", func(ctx context.Context) error {
-				_, err := k.EndLeases(ctx)
-				return err
-			})
-		})
-	}
 	if k, ok := svc.(upkeeper); ok {
 		u := engine.Upkeep{Reconcile: o.Reconcile, Prune: o.Prune, Rate: o.rate}
 		u.Reconciled = func(out runtime.ReconcileReport, _ error) {
@@ -81,25 +65,4 @@ func (o *upkeepOptions) tend(ctx context.Context, svc runtime.Service, figures *
 		all.Go(func() { k.Upkeep(ctx, u) })
 	}
 	return func() { cancel(); all.Wait() }
-}
-
-// regularly calls fn at intervals, and says what fails, once for each cause in a row.
-func regularly(ctx context.Context, every time.Duration, failed string, fn func(context.Context) error) {
-	tick := time.NewTicker(every)
-	defer tick.Stop()
-	for said := ""; ; {
-		text := ""
-		if err := guard.Do(func() error { return fn(ctx) }); err != nil && ctx.Err() == nil {
-			text = err.Error()
-		}
-		if text != "" && text != said {
-			slog.Error(failed, "err", text)
-		}
-		said = text
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-			return
-		}
-	}
 }

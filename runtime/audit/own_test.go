@@ -82,8 +82,8 @@ func newHost(t *testing.T) *host {
 	h := &host{T: t, store: st, root: root, backend: &failing{Backend: backendtest.NewMemory(filepath.Join(root, "memory"))}}
 	h.log = Open(root)
 	h.Engine = engine.New(engine.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "memory", Observers: []engine.Observer{h.log.Observer("test")},
-		Watch: func(string) error { return nil },
-		Open:  func(string) (engine.Host, error) { return engine.Host{Backend: h.backend, Images: img}, nil }})
+		Supervisor: func(*os.File) error { return nil },
+		Open:       func(string) (engine.Host, error) { return engine.Host{Backend: h.backend, Images: img}, nil }})
 	t.Cleanup(func() { h.Engine.Close() })
 	return h
 }
@@ -286,11 +286,10 @@ func (h *host) age(sb runtime.Sandbox, by time.Duration) {
 	data, err := json.Marshal(s)
 	h.must(err)
 	h.must(h.store.SetSpec(h.Context(), sb.ID, data))
-	old := time.Now().Add(-time.Hour)
-	h.must(os.Chtimes(filepath.Join(h.root, "watch", sb.ID), old, old))
+	h.must(os.WriteFile(filepath.Join(h.root, "supervised", sb.ID), []byte("another 1"), 0o600))
 }
 
-// Whose time is over is stopped, and removed if it is to go with that, by the watch,
+// Whose time is over is stopped, and removed if it is to go with that, as by the supervisor,
 // whichever process does what that has missed; without the log, too.
 func TestOwnTTL(t *testing.T) {
 	h := newHost(t)
@@ -298,7 +297,7 @@ func TestOwnTTL(t *testing.T) {
 		sb := h.run(runtime.CreateRequest{Spec: runtime.Spec{Name: name, AutoRemove: name == "b", Lifetime: runtime.Lifetime{TTL: time.Hour}}})
 		h.age(sb, 2*time.Hour)
 		h.news()
-		do := func() { h.must(h.ReviveWatches(t.Context())) }
+		do := func() { h.must(h.ReviveOfBoot(t.Context())) }
 		if name == "c" {
 			h.withoutLog(do)
 		} else {
@@ -317,7 +316,7 @@ func TestOwnTTL(t *testing.T) {
 func TestOwnRestart(t *testing.T) {
 	h := newHost(t)
 	defer debug.SetGCPercent(debug.SetGCPercent(-1)) // it would give up locks that are forgotten
-	// restart has a watch look on until something is so.
+	// restart has a supervisor at work until something is so.
 	restart := func(sb runtime.Sandbox, so func() bool) {
 		t.Helper()
 		h.must(h.backend.Stop(t.Context(), sb.ID, runtime.StopOptions{})) // it ends by itself
@@ -331,11 +330,13 @@ func TestOwnRestart(t *testing.T) {
 			}
 			end()
 		})
-		if err := h.Watch(ctx, sb.ID); !errors.Is(err, context.Canceled) {
+		own, err := engine.TakeSupervision(filepath.Join(h.root, "run"))
+		h.must(err)
+		if err := h.Supervise(ctx, own); !errors.Is(err, context.Canceled) {
 			t.Fatal(err)
 		}
 	}
-	// started reports whether the end of a start by the watch is on record.
+	// started reports whether the end of a start by the supervisor is on record.
 	started := func(sb runtime.Sandbox, outcome string) func() bool {
 		return func() bool {
 			list, err := h.log.List(t.Context(), Filter{Sandbox: sb.ID, Verb: "start", Outcome: outcome})

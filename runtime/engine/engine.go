@@ -19,6 +19,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"os"
 	"slices"
 	"strconv"
 	"sync"
@@ -60,22 +61,18 @@ type Engine struct {
 	first  string // the backend of new sandboxes
 	make   func(name string) (Host, error)
 	log    *slog.Logger
-	auto   func(id string) error // see Options.Auto
-	watch  func(id string) error // see Options.Watch
-	keeper func() error          // see Options.Keeper
 	tidyAt int64
+
+	supervisor func(lock *os.File) error // see Options.Supervisor
 
 	observers []Observer
 	policies  policy.Finder
 
-	keeps atomic.Bool // this process is the lease keeper
-
-	mu       sync.Mutex
-	last     reconciled        // findings of the last Reconcile
-	under    map[int64]bool    // intents under way in this process
-	watching string            // the sandbox that this process watches
-	hosts    map[string]Host   // backends in use, by name
-	kept     map[string]string // variables taken out of the environment; see variable
+	mu    sync.Mutex
+	last  reconciled          // findings of the last Reconcile
+	under map[int64]bool      // intents under way in this process
+	hosts map[string]*opening // backends in use, by name
+	kept  map[string]string   // variables taken out of the environment; see variable
 	// Locks that say "my caller waits for this sandbox's exit code"; see hold.
 	holds map[string]*store.Lock
 
@@ -97,17 +94,10 @@ type Options struct {
 	// is reclaimed automatically; 0: 256 MiB.
 	TidyAt int64
 
-	// Auto starts the process that takes checkpoints of a sandbox at intervals
-	// (Spec.CheckpointEvery), unless it runs already. The process outlives the
-	// caller. Nil: no such checkpoints.
-	Auto func(id string) error
-
-	// Watch starts the process that enforces the limits of a sandbox's files and
-	// lifetime (Engine.Watch), like Auto.
-	Watch func(id string) error
-
-	// Keeper starts the process that ends leases (Engine.KeepLeases), like Auto.
-	Keeper func() error
+	// Supervisor starts the process that enforces limits, takes checkpoints at intervals and
+	// ends leases (Engine.Supervise), and passes it the locked file as descriptor 3. The process
+	// outlives the caller. Nil: nothing is supervised.
+	Supervisor func(lock *os.File) error
 
 	// Observers see each verb and each action that the Engine takes on its own; the first
 	// is outermost. Nil ones are ignored.
@@ -126,26 +116,36 @@ func New(opts Options) *Engine {
 	}
 	return &Engine{
 		run: opts.Run, store: opts.Store, first: opts.Backend, make: opts.Open, log: log,
-		auto: opts.Auto, watch: opts.Watch, keeper: opts.Keeper,
-		tidyAt: cmp.Or(opts.TidyAt, 256<<20), policies: opts.Policies,
+		supervisor: opts.Supervisor, tidyAt: cmp.Or(opts.TidyAt, 256<<20), policies: opts.Policies,
 		observers: slices.DeleteFunc(slices.Clone(opts.Observers), func(o Observer) bool { return o == nil }),
-		hosts:     map[string]Host{}, under: map[int64]bool{}, kept: map[string]string{},
+		hosts:     map[string]*opening{}, under: map[int64]bool{}, kept: map[string]string{},
 	}
 }
 
-// host returns the backend of that name, opened on first use.
-func (e *Engine) host(name string) (Host, error) {
+// opening is a backend that is opened on first use.
+type opening struct {
+	mu   sync.Mutex
+	open bool
+	Host
+}
+
+// host returns the backend of that name. One that takes long to open delays no other.
+func (e *Engine) host(name string) (_ Host, err error) {
 	e.mu.Lock()
-	defer e.mu.Unlock()
-	h, ok := e.hosts[name]
-	if ok {
-		return h, nil
-	}
-	h, err := e.make(name)
-	if err == nil {
+	h := e.hosts[name]
+	if h == nil {
+		h = &opening{}
 		e.hosts[name] = h
 	}
-	return h, err
+	e.mu.Unlock()
+
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if !h.open {
+		h.Host, err = e.make(name)
+		h.open = err == nil
+	}
+	return h.Host, err
 }
 
 // images returns the images of the backend of new sandboxes.
@@ -272,7 +272,7 @@ func (e *Engine) lock(ctx context.Context, id, verb string, wait time.Duration) 
 	lock, err := e.store.Lock(ctx, id, verb, wait)
 	if by := e.store.Holder(id); errors.Is(err, runtime.ErrBusy) && (by == opReap || by == opWatch) {
 		// The clean-up after the last run: unmounting can take as long as the disk needs
-		// for unwritten data. Or the watch stops or restarts the sandbox.
+		// for unwritten data. Or the supervisor stops or restarts the sandbox.
 		lock, err = e.lockAside(ctx, id, verb, reapWait)
 	}
 	if errors.Is(err, runtime.ErrBusy) && verb != opInterval && e.store.Holder(id) == opInterval {

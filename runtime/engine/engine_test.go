@@ -31,7 +31,7 @@ type rig struct {
 	opts    engine.Options
 	root    string
 	store   *store.Store
-	watched []string // sandboxes for which a watch was started
+	started int // supervisors, none of which does anything
 	log     *onLog
 }
 
@@ -72,11 +72,38 @@ func newRigAt(t testing.TB, root string, wrap func(runtime.Backend) runtime.Back
 	}
 	r := &rig{root: root, store: st, log: &onLog{Handler: slog.Default().Handler()}}
 	r.opts = engine.Options{Log: slog.New(r.log), Run: filepath.Join(root, "run"), Store: st, Backend: "memory",
-		Watch: func(id string) error { r.watched = append(r.watched, id); return nil },
-		Open:  func(string) (engine.Host, error) { return engine.Host{Backend: b, Images: img}, nil }}
+		Supervisor: func(*os.File) error { r.started++; return nil },
+		Open:       func(string) (engine.Host, error) { return engine.Host{Backend: b, Images: img}, nil }}
 	r.Engine = engine.New(r.opts)
 	t.Cleanup(func() { r.Close() })
 	return r
+}
+
+// supervise supervises all in this process, until nothing is left to supervise.
+func (r *rig) supervise(ctx context.Context) error {
+	own, err := engine.TakeSupervision(filepath.Join(r.root, "run"))
+	if err != nil {
+		return err
+	}
+	return r.Supervise(ctx, own)
+}
+
+// marks returns the names of the sandboxes that are marked, sorted.
+func (r *rig) marks(t testing.TB) (names []string) {
+	t.Helper()
+	list, err := os.ReadDir(filepath.Join(r.root, "supervised"))
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		t.Fatal(err)
+	}
+	for _, entry := range list {
+		if sb, err := r.store.Sandbox(ctx, entry.Name()); err == nil {
+			names = append(names, sb.Name)
+		} else {
+			names = append(names, entry.Name())
+		}
+	}
+	slices.Sort(names)
+	return names
 }
 
 func (r *rig) create(t testing.TB, name string) runtime.Sandbox {

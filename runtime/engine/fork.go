@@ -268,7 +268,6 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 	if err := e.perform(ctx, r); err != nil {
 		return runtime.Forked{}, err
 	}
-	e.every(s)
 	e.enforce(s, r.c)
 	out := r.fork.receipt
 	out.Checkpoint, out.Took, out.Warnings = checkpointView(row), time.Since(begun), withheld

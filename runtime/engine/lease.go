@@ -154,7 +154,7 @@ func (e *Engine) createLease(ctx context.Context, req runtime.LeaseRequest) (run
 		return runtime.Lease{}, err
 	}
 	e.log.Info("lease created", "lease", l.ID, "name", l.Name, "owner", l.Owner.Kind, "pid", l.Owner.Pid, "for", l.For)
-	e.wakeKeeper()
+	e.superviseLeases()
 	return e.lease(context.WithoutCancel(ctx), l.ID)
 }
 
@@ -302,7 +302,9 @@ func (e *Engine) changeLease(ctx context.Context, ref string, lazy bool, fn func
 	if err != nil {
 		return runtime.Lease{}, err
 	}
-	e.wakeKeeper()
+	if !lazy { // a heartbeat only has it end later
+		e.superviseLeases()
+	}
 	return e.lease(ctx, row.ID)
 }
 

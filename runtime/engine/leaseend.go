@@ -5,26 +5,20 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
-	"os"
-	"path/filepath"
 	"slices"
 	"sync"
 	"time"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
-	"github.com/agentbox/agentbox/internal/flock"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
-	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
 // A lease ends in two steps. First it is recorded as ending, with its members: from
 // there on it accepts no more members, even across a crash. Then its members are
 // removed, in as many attempts as that takes. Every command makes one (EndLeases), and
-// so does the keeper, a process per root that runs while there are leases (KeepLeases)
-// and waits for the deaths of their owners.
+// so does the supervisor (keepLeases), which waits for the deaths of their owners.
 
 // lockLeases is held while members of leases are removed.
 const lockLeases = "leases"
@@ -142,9 +136,11 @@ func (e *Engine) beginEnd(ctx context.Context, id string, why func(runtime.Lease
 // quick when there is nothing to do, and every command calls it first. A member that
 // another verb is at work on is left to the next call.
 func (e *Engine) EndLeases(ctx context.Context) (did []string, err error) {
-	did, _, err = e.endLeases(ctx)
-	if err == nil || ctx.Err() == nil {
-		e.reviveKeeper(ctx)
+	did, left, err := e.endLeases(ctx)
+	if len(left) > 0 && e.supervisor != nil {
+		if _, marked, _ := e.readMark(leasesMark); !marked { // a killed command has created them
+			err = errors.Join(err, e.setMark(leasesMark, bootID()))
+		}
 	}
 	return did, err
 }
@@ -287,7 +283,11 @@ func (e *Engine) freeMembers(ctx context.Context, id, by string) error {
 	if err == nil {
 		e.log.Info("lease ended", "lease", id, "name", l.Name, "reason", l.Reason, "sandboxes", len(l.Sandboxes), "checkpoints", len(l.Checkpoints))
 		defer e.tidy(ctx)
-		e.nudgeKeeper() // there may be none left
+		if _, marked, _ := e.readMark(leasesMark); marked {
+			if err := e.setMark(leasesMark, bootID()); err != nil { // there may be none left
+				e.log.Warn("end of the lease not reported to the supervisor", "lease", id, "err", err)
+			}
+		}
 		err = failpoint.Hit("lease.end.after-end")
 	}
 	return err
@@ -351,61 +351,43 @@ func (e *Engine) freeCheckpoint(ctx context.Context, c store.Checkpoint, l runti
 
 var errPinned = fmt.Errorf("%w: it is pinned", runtime.ErrState)
 
-// keeperPath is the lock file of the keeper, the process that ends leases. Setting its
-// time makes the keeper check again.
-func (e *Engine) keeperPath() string { return filepath.Join(e.run, "leases", KeeperName) }
-
-// KeeperName is the name of the keeper's lock file in RUN/leases.
-const KeeperName = "keeper"
-
-// nudgeKeeper makes a running keeper check again.
-func (e *Engine) nudgeKeeper() {
-	now := time.Now()
-	_ = os.Chtimes(e.keeperPath(), now, now)
-}
-
-// wakeKeeper makes the keeper check again, and starts it if it is not running.
-func (e *Engine) wakeKeeper() {
-	if e.keeper == nil {
+// superviseLeases has the supervisor look at the leases now. Without one it starts it.
+func (e *Engine) superviseLeases() {
+	if e.supervisor == nil {
 		return
 	}
-	e.nudgeKeeper()
-	alive, err := flock.Held(e.keeperPath(), 0)
-	if err == nil && !alive {
-		err = e.keeper()
+	err := e.setMark(leasesMark, bootID())
+	if err == nil {
+		err = e.startSupervisor()
 	}
 	if err != nil {
-		e.log.Error("lease keeper not running; leases end only with the next command", "err", err)
+		e.log.Error("supervisor not started; leases end only with the next command", "err", err)
 	}
 }
 
-// reviveKeeper starts the keeper if there are leases and it is not running.
-func (e *Engine) reviveKeeper(ctx context.Context) {
-	if e.keeper == nil || e.keeps.Load() {
-		return
+// noLeases removes the mark of leases if there are none, unless the mark was written again
+// since it was m.
+func (e *Engine) noLeases(ctx context.Context, m mark) (none bool, err error) {
+	if now, ok, err := e.readMark(leasesMark); err != nil || ok && now != m {
+		return false, err
 	}
 	rows, err := e.store.Leases(ctx, false)
-	if err == nil && len(rows) > 0 {
-		var alive bool
-		if alive, err = flock.Held(e.keeperPath(), 0); err == nil && !alive {
-			err = e.keeper()
-		}
+	if err != nil || len(rows) > 0 {
+		return false, err
 	}
-	if err != nil && ctx.Err() == nil {
-		e.log.Error("lease keeper not running; leases end only with the next command", "err", err)
+	if err := e.unmark(leasesMark); err != nil {
+		return false, err
 	}
+	// One may have been created meanwhile, whose mark is gone now.
+	rows, err = e.store.Leases(ctx, false)
+	if len(rows) > 0 {
+		err = e.setMark(leasesMark, bootID())
+	}
+	return len(rows) == 0, err
 }
 
-// KeepLeases ends leases as soon as they are not held any more, until there are none.
-// The caller holds the keeper's lock. ErrNotFound: the root was removed.
-func (e *Engine) KeepLeases(ctx context.Context) error {
-	e.keeps.Store(true)
-	defer e.keeps.Store(false)
-	changed, err := kernel.Watch(e.keeperPath())
-	if err != nil {
-		return fail("keep leases", "", err)
-	}
-	defer changed.Close()
+// keepLeases ends leases as soon as they are not held any more, until there are none.
+func (e *Engine) keepLeases(ctx context.Context, news <-chan struct{}) {
 	ended := make(chan struct{}, 1)
 	waiting := map[runtime.LeaseOwner]context.CancelFunc{}
 	defer func() {
@@ -413,17 +395,26 @@ func (e *Engine) KeepLeases(ctx context.Context) error {
 			stop()
 		}
 	}()
+	var failed failures
 	for {
-		_, left, err := e.endLeases(ctx)
+		var left []runtime.Lease
+		m, marked, err := e.readMark(leasesMark)
+		if err == nil && !marked {
+			return
+		}
+		if err == nil {
+			err = guard.Do(func() (err error) { _, left, err = e.endLeases(ctx); return err })
+		}
+		if err == nil && len(left) == 0 {
+			var none bool
+			if none, err = e.noLeases(ctx, m); none {
+				return
+			}
+		}
 		if ctx.Err() != nil {
-			return context.Cause(ctx)
+			return
 		}
-		if e.store.Gone() {
-			return fail("keep leases", "", runtime.ErrNotFound)
-		}
-		if _, gone := os.Lstat(e.keeperPath()); err == nil && len(left) == 0 || errors.Is(gone, fs.ErrNotExist) {
-			return nil // no lease is left, or other processes see another lock file
-		}
+
 		wait := latest
 		now, beat := thisMoment(), thisBeat()
 		for _, l := range left {
@@ -434,22 +425,20 @@ func (e *Engine) KeepLeases(ctx context.Context) error {
 			}
 			wait = min(wait, max(again, time.Millisecond))
 		}
-		if err != nil {
-			e.log.Warn("leases not checked", "err", err)
-			wait = max(wait, time.Second)
-		}
+		wait = max(wait, failed.pause(e.log, err, "supervision of leases"))
 		for o, stop := range waiting {
 			if !slices.ContainsFunc(left, func(l runtime.Lease) bool { return l.Owner == o }) {
 				stop()
 				delete(waiting, o)
 			}
 		}
+
 		select {
 		case <-time.After(wait):
-		case <-changed.Events:
+		case <-news:
 		case <-ended:
 		case <-ctx.Done():
-			return context.Cause(ctx)
+			return
 		}
 	}
 }

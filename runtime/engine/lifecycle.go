@@ -376,7 +376,6 @@ func (e *Engine) launch(ctx context.Context, sb *locked, streams *runtime.Stream
 		return nil, err
 	}
 	e.log.Info("sandbox started", "sandbox", sb.ID)
-	e.every(s)
 	e.enforce(s, c)
 	if wait == nil {
 		return nil, nil

@@ -150,7 +150,7 @@ func (e *Engine) updateLifetime(ctx context.Context, ref string, change runtime.
 		return runtime.Sandbox{}, err
 	}
 	live := c.Status == runtime.Running || c.Status == runtime.Paused
-	if live { // after a crash below, the mark has the next command start the watch
+	if live { // after a crash below, the mark has the next command start a supervisor
 		if err := e.mark(s); err != nil {
 			return runtime.Sandbox{}, err
 		}
@@ -168,14 +168,14 @@ func (e *Engine) updateLifetime(ctx context.Context, ref string, change runtime.
 		}
 	}
 	if live {
-		e.watchOver(s)
+		e.superviseFromNow(s)
 	}
 	e.log.Info("lifetime changed", "sandbox", sb.ID, "ttl", s.Lifetime.TTL, "idle", s.Lifetime.Idle)
 	return e.inspect(ctx, sb.ID)
 }
 
 // expire stops a sandbox whose TTL is over, and removes it if it is an --rm sandbox. It
-// reports whether there is nothing left to watch.
+// reports whether nothing is left to supervise.
 func (e *Engine) expire(ctx context.Context, id string) (done bool, err error) {
 	sb, s, c, err := e.overdue(ctx, id)
 	if errors.Is(err, runtime.ErrNotFound) {
@@ -245,7 +245,7 @@ func (e *Engine) stopIdle(ctx context.Context, id string, quiet time.Duration, t
 	return true, e.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventIdle, After: int64(quiet)})
 }
 
-// opWatch is the verb under which a watch holds a sandbox's lock.
+// opWatch is the verb under which the supervisor holds a sandbox's lock.
 const opWatch = "watch"
 
 // overdue locks and inspects a sandbox that is to be stopped. It refuses one that a verb is

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
@@ -12,6 +13,7 @@ import (
 
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/engine"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -26,7 +28,7 @@ func (r *rig) createShort(t *testing.T, name string, s runtime.Spec, p *policy.P
 	return sb
 }
 
-// age makes a sandbox look as if created so long ago, before the last boot.
+// age makes a sandbox look as if created, and marked, so long ago, before the last boot.
 func (r *rig) age(t *testing.T, name string, by time.Duration) {
 	t.Helper()
 	sb, err := r.store.Sandbox(ctx, name)
@@ -45,9 +47,10 @@ func (r *rig) age(t *testing.T, name string, by time.Duration) {
 	if err := r.store.SetSpec(ctx, sb.ID, data); err != nil {
 		t.Fatal(err)
 	}
-	old := time.Now().Add(-time.Hour)
-	if err := os.Chtimes(filepath.Join(r.root, "watch", sb.ID), old, old); err != nil && !errors.Is(err, os.ErrNotExist) {
-		t.Fatal(err)
+	if slices.Contains(r.marks(t), name) {
+		if err := os.WriteFile(filepath.Join(r.root, "supervised", sb.ID), []byte("another 1"), 0o600); err != nil {
+			t.Fatal(err)
+		}
 	}
 }
 
@@ -60,9 +63,9 @@ func (r *rig) events(t *testing.T, name string) (types []string) {
 	return types
 }
 
-// TestReviveWatches: the next command does what missing watches have not done (none runs
-// here). It stops expired sandboxes, removes --rm ones, and starts the watches of the others.
-func TestReviveWatches(t *testing.T) {
+// TestRevive: the next command does what a missing supervisor has not done (none runs here). It
+// stops expired sandboxes, removes --rm ones, and starts a supervisor for the others.
+func TestRevive(t *testing.T) {
 	r := newRig(t, nil)
 	for name, s := range map[string]runtime.Spec{
 		"over":    {Lifetime: runtime.Lifetime{TTL: time.Hour}},
@@ -80,31 +83,32 @@ func TestReviveWatches(t *testing.T) {
 	if err := r.Stop(ctx, "stopped", 0); err != nil {
 		t.Fatal(err)
 	}
-	r.watched = nil
-	if err := r.ReviveWatches(ctx); err != nil || r.watched != nil {
-		t.Errorf("watches that may be on their way are started again: %v, %v", r.watched, err)
+	r.started = 0
+	own, err := engine.TakeSupervision(filepath.Join(r.root, "run"))
+	if err != nil || own == nil {
+		t.Fatal(own, err)
 	}
+	if err := r.Revive(ctx); err != nil || r.started > 0 {
+		t.Errorf("%d supervisors started beside one: %v", r.started, err)
+	}
+	own.Release(false)
 	for _, name := range []string{"over", "gone", "young", "idle", "stopped", "plain"} {
 		r.age(t, name, 2*time.Hour)
 	}
-	if err := r.ReviveWatches(ctx); err != nil {
+	if err := r.Revive(ctx); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := r.Sandbox(ctx, "gone"); !errors.Is(err, runtime.ErrNotFound) {
 		t.Errorf("what was to go with its exit: %v", err)
 	}
-	var again []string
 	for name, want := range map[string]runtime.Status{"over": runtime.Exited, "young": runtime.Running, "idle": runtime.Running, "stopped": runtime.Exited, "plain": runtime.Running} {
 		sb, err := r.Sandbox(ctx, name)
 		if err != nil || sb.Status != want || sb.Expired != (want == runtime.Exited) {
 			t.Errorf("%s is %s, expired %v, %v", name, sb.Status, sb.Expired, err)
 		}
-		if slices.Contains(r.watched, sb.ID) {
-			again = append(again, name)
-		}
 	}
-	if slices.Sort(again); !slices.Equal(again, []string{"idle", "young"}) || len(r.watched) != 2 {
-		t.Errorf("watches started: %v of %v", again, r.watched)
+	if left := r.marks(t); !slices.Equal(left, []string{"idle", "young"}) || r.started != 1 {
+		t.Errorf("%d supervisors started, for %v", r.started, left)
 	}
 	if got := r.events(t, "over"); !slices.Equal(got, []string{runtime.EventExpired}) {
 		t.Errorf("events %v", got)
@@ -128,15 +132,16 @@ func TestReviveWatches(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	for _, dir := range []string{"watch", "events"} {
-		if _, err := os.Stat(filepath.Join(r.root, dir)); !errors.Is(err, os.ErrNotExist) {
-			t.Errorf("%s is left: %v", dir, err)
-		}
+	if left := r.marks(t); left != nil {
+		t.Errorf("marks are left: %v", left)
+	}
+	if _, err := os.Stat(filepath.Join(r.root, "events")); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("events are left: %v", err)
 	}
 }
 
-// TestReviveWatchesClockSetBack: a killed watch is found even if the clock was set back.
-func TestReviveWatchesClockSetBack(t *testing.T) {
+// TestReviveClockSetBack: a killed supervisor is found even if the clock was set back.
+func TestReviveClockSetBack(t *testing.T) {
 	r := newRig(t, nil)
 	sb := r.createShort(t, "box", runtime.Spec{Lifetime: runtime.Lifetime{TTL: time.Hour}}, nil)
 	if _, err := r.Start(ctx, "box", nil); err != nil {
@@ -144,10 +149,10 @@ func TestReviveWatchesClockSetBack(t *testing.T) {
 	}
 	r.age(t, "box", 2*time.Hour)
 	ahead := time.Now().Add(time.Hour)
-	if err := os.Chtimes(filepath.Join(r.root, "watch", sb.ID), ahead, ahead); err != nil {
+	if err := os.Chtimes(filepath.Join(r.root, "supervised", sb.ID), ahead, ahead); err != nil {
 		t.Fatal(err)
 	}
-	if err := r.ReviveWatches(ctx); err != nil {
+	if err := r.Revive(ctx); err != nil {
 		t.Fatal(err)
 	}
 	if now, err := r.Sandbox(ctx, "box"); err != nil || now.Status != runtime.Exited || !now.Expired {
@@ -166,7 +171,7 @@ func TestExpiryWaits(t *testing.T) {
 	r.age(t, "box", 2*time.Hour)
 	status := func(want runtime.Status) {
 		t.Helper()
-		if err := r.ReviveWatches(ctx); err != nil {
+		if err := r.Revive(ctx); err != nil {
 			t.Fatal(err)
 		}
 		if now, err := r.Sandbox(ctx, "box"); err != nil || now.Status != want {
@@ -201,17 +206,19 @@ func TestExpiredAfterReboot(t *testing.T) {
 	if err := r.Stop(ctx, "box", 0); err != nil {
 		t.Fatal(err)
 	}
-	r.age(t, "box", time.Minute)
-	for range 2 {
-		if err := r.ReviveWatches(ctx); err != nil {
-			t.Fatal(err)
+	for _, revive := range []func(context.Context) error{r.ReviveOfBoot, r.Revive} {
+		r.age(t, "box", time.Minute)
+		for range 2 {
+			if err := revive(ctx); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if _, err := r.Sandbox(ctx, "box"); err != nil {
+			t.Errorf("before its time: %v", err)
 		}
 	}
-	if _, err := r.Sandbox(ctx, "box"); err != nil {
-		t.Errorf("before its time: %v", err)
-	}
 	r.age(t, "box", time.Hour)
-	if err := r.ReviveWatches(ctx); err != nil {
+	if err := r.ReviveOfBoot(ctx); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := r.Sandbox(ctx, "box"); !errors.Is(err, runtime.ErrNotFound) {
@@ -254,9 +261,9 @@ func TestLifetimeOfCheckpoints(t *testing.T) {
 	}
 }
 
-// TestReviveWatchesOfBoot: any command restarts a sandbox with a restart policy in the boot of
+// TestReviveOfBoot: any command restarts a sandbox with a restart policy in the boot of
 // the host in which it was started; in a later boot only the service or recover does.
-func TestReviveWatchesOfBoot(t *testing.T) {
+func TestReviveOfBoot(t *testing.T) {
 	r := newRig(t, nil)
 	sb := r.createShort(t, "box", runtime.Spec{Restart: runtime.Restart{Policy: runtime.RestartAlways}}, nil)
 	if _, err := r.Start(ctx, "box", nil); err != nil {
@@ -292,14 +299,14 @@ func TestReviveWatchesOfBoot(t *testing.T) {
 			what string
 			do   func(context.Context) error
 			want bool
-		}{{"a command", r.ReviveWatchesOfBoot, c.any}, {"the service", r.ReviveWatches, true}} {
-			r.watched = nil
-			mark := filepath.Join(r.root, "watch", sb.ID)
-			if err := errors.Join(os.MkdirAll(filepath.Dir(mark), 0o700), os.WriteFile(mark, nil, 0o600), os.Chtimes(mark, time.Time{}, time.Now().Add(-time.Minute))); err != nil {
+		}{{"a command", r.ReviveOfBoot, c.any}, {"the service", r.Revive, true}} {
+			r.started = 0
+			mark := filepath.Join(r.root, "supervised", sb.ID)
+			if err := os.WriteFile(mark, fmt.Appendf(nil, "%s 1", c.boot), 0o600); err != nil {
 				t.Fatal(err)
 			}
-			if err := revive.do(ctx); err != nil || len(r.watched) > 0 != revive.want {
-				t.Errorf("boot %q, %s: watches started %q, %v", c.boot, revive.what, r.watched, err)
+			if err := revive.do(ctx); err != nil || r.started > 0 != revive.want {
+				t.Errorf("boot %q, %s: %d supervisors started, %v", c.boot, revive.what, r.started, err)
 			}
 		}
 	}

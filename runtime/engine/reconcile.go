@@ -14,7 +14,6 @@ import (
 	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/criu/stage"
 	"github.com/agentbox/agentbox/internal/failpoint"
-	"github.com/agentbox/agentbox/internal/flock"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/store"
@@ -127,16 +126,11 @@ func (e *Engine) reconcile(ctx context.Context, unasked bool) (_ runtime.Reconci
 		r.found(runtime.FoundInterrupted, "", did, nil)
 	}
 	r.errs = append(r.errs, err)
-	revived, err := e.reviveWatches(ctx, false)
-	for id, did := range revived {
-		r.found(runtime.FoundWatch, id, did, nil)
-	}
-	r.errs = append(r.errs, err)
 	ended, err := e.EndLeases(ctx)
 	for _, did := range ended {
 		r.found(runtime.FoundLease, "", did, nil)
 	}
-	r.errs = append(r.errs, err)
+	r.errs = append(r.errs, err, e.Revive(ctx))
 	if err := failpoint.Hit("reconcile.before-store"); err != nil {
 		return r.report, err
 	}
@@ -274,7 +268,7 @@ func (r *reconciling) lasts(id string) bool {
 }
 
 // look inspects a recorded sandbox, without its lock, and reports whether there is
-// something to settle. It restarts the missing supervisors of a running sandbox.
+// something to settle. It has a sandbox supervised that should be, and is not.
 func (r *reconciling) look(ctx context.Context, host Host, sb store.Sandbox, holds bool, has []string) (settle bool, err error) {
 	s, err := spec(sb)
 	if err != nil {
@@ -296,11 +290,8 @@ func (r *reconciling) look(ctx context.Context, host Host, sb store.Sandbox, hol
 		if back, _, err := r.e.comesBack(ctx, sb, s, c); err != nil {
 			return false, err
 		} else if back {
-			if alive, err := flock.Held(filepath.Join(r.e.marks(), sb.ID), 0); err != nil {
+			if new, err := r.supervised(s); new || err != nil { // the supervisor restarts it
 				return false, err
-			} else if !alive {
-				r.e.watchOver(s) // the watch restarts it
-				return false, nil
 			}
 		}
 		if c.Status == runtime.Exited && slices.Contains(has, runtime.HeldMonitor) {
@@ -312,15 +303,8 @@ func (r *reconciling) look(ctx context.Context, host Host, sb store.Sandbox, hol
 		}
 		return !holds || len(has) > 0, nil
 	}
-	if interval(s) && r.e.auto != nil {
-		alive, err := flock.Held(r.e.autoPath(sb.ID), 0)
-		if err != nil {
-			return false, err
-		}
-		if !alive {
-			r.e.every(s)
-			r.found(runtime.FoundAuto, sb.ID, fmt.Sprintf("checkpoints of sandbox %s are taken at its interval again", sb.Name), nil)
-		}
+	if _, err := r.supervised(s); err != nil {
+		return false, err
 	}
 	if holds && !slices.Contains(has, runtime.HeldMonitor) {
 		// It may have been started since Held was read.
@@ -329,6 +313,18 @@ func (r *reconciling) look(ctx context.Context, host Host, sb store.Sandbox, hol
 		}
 	}
 	return false, nil
+}
+
+// supervised has a sandbox supervised that lacks its mark, and reports whether it did.
+func (r *reconciling) supervised(s runtime.Spec) (is bool, err error) {
+	if !supervised(s) {
+		return false, nil
+	}
+	if _, marked, err := r.e.readMark(s.ID); marked || err != nil {
+		return false, err
+	}
+	r.e.superviseFromNow(s)
+	return true, nil
 }
 
 // settle frees what one container holds without need, unless a verb is at work on it. If

@@ -177,8 +177,7 @@ func unless(err error, did string, args ...any) (string, error) {
 	return fmt.Sprintf(did, args...), nil
 }
 
-// attend starts the supervisors of a sandbox that came up although its start was
-// killed: the process that takes its checkpoints and the one that enforces its limits.
+// attend has a sandbox supervised that came up although its start was killed.
 func (e *Engine) attend(ctx context.Context, id string, host Host) error {
 	sb, err := e.store.Sandbox(ctx, id)
 	if errors.Is(err, runtime.ErrNotFound) {
@@ -188,12 +187,11 @@ func (e *Engine) attend(ctx context.Context, id string, host Host) error {
 		return err
 	}
 	s, err := spec(sb)
-	if err != nil || !watched(s) && s.CheckpointEvery == "" {
+	if err != nil || !supervised(s) {
 		return err
 	}
 	c, err := host.Inspect(ctx, id)
 	if err == nil && (c.Status == runtime.Running || c.Status == runtime.Paused) {
-		e.every(s)
 		e.enforce(s, c)
 	}
 	if errors.Is(err, runtime.ErrNotFound) {

@@ -88,8 +88,8 @@ func TestRecoverThawsFirst(t *testing.T) {
 	}
 }
 
-// TestRecoverWatches: the storage limit of a sandbox is watched even after a killed start.
-func TestRecoverWatches(t *testing.T) {
+// TestRecoverSupervises: the storage limit of a sandbox is supervised even after a killed start.
+func TestRecoverSupervises(t *testing.T) {
 	r := newRig(t, nil)
 	sb, err := r.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{
 		Name: "box", Image: "base", Args: []string{"sleep", "1000"}, Network: runtime.Network{Mode: runtime.NetworkNone},
@@ -107,8 +107,8 @@ func TestRecoverWatches(t *testing.T) {
 	if _, err := r.RecoverInterrupted(ctx); err != nil {
 		t.Fatal(err)
 	}
-	if want := []string{sb.ID, sb.ID}; !slices.Equal(r.watched, want) {
-		t.Errorf("watches started: %q, want %q", r.watched, want)
+	if r.started != 2 || !slices.Equal(r.marks(t), []string{"box"}) {
+		t.Errorf("%d supervisors started, want 2; marks %q", r.started, r.marks(t))
 	}
 }
 

@@ -67,9 +67,9 @@ func TestStopAfterFailedRestart(t *testing.T) {
 				end()
 			}
 		}
-		err := r.Watch(watch, sb.ID)
+		err := r.supervise(watch)
 		if stopped && err != nil || !stopped && !errors.Is(err, context.Canceled) {
-			t.Fatalf("the watch: %v", err)
+			t.Fatalf("the supervisor: %v", err)
 		}
 		end()
 		got, err := r.Sandbox(ctx, sb.ID)
@@ -114,7 +114,7 @@ func failing(t *testing.T) (r *rig, sb runtime.Sandbox, ends func()) {
 	return r, sb, ends
 }
 
-// TestGiveUpWaitsForLock: the watch records that a sandbox has used up its retries only under
+// TestGiveUpWaitsForLock: the supervisor records that a sandbox has used up its retries only under
 // the sandbox's lock; otherwise a start under way would lose its own record.
 func TestGiveUpWaitsForLock(t *testing.T) {
 	r, sb, ends := failing(t)
@@ -127,18 +127,18 @@ func TestGiveUpWaitsForLock(t *testing.T) {
 		if lock, err = r.store.Lock(ctx, sb.ID, "start", 0); err != nil {
 			t.Error(err)
 		}
-		// Longer than the watch waits for a lock.
+		// Longer than the supervisor waits for a lock.
 		time.AfterFunc(1200*time.Millisecond, end)
 	}
-	if err := r.Watch(watch, sb.ID); !errors.Is(err, context.Canceled) {
-		t.Errorf("the watch has ended: %v", err)
+	if err := r.supervise(watch); !errors.Is(err, context.Canceled) {
+		t.Errorf("the supervisor has ended: %v", err)
 	}
 	got, err := r.Sandbox(ctx, sb.ID)
 	if err != nil || got.Restarts.GivenUp || got.Restarts.Count != 1 {
 		t.Errorf("while another has it: %+v, %v", got.Restarts, err)
 	}
 	lock.Unlock()
-	if err := r.Watch(ctx, sb.ID); err != nil {
+	if err := r.supervise(ctx); err != nil {
 		t.Error(err)
 	}
 	if got, err = r.Sandbox(ctx, sb.ID); err != nil || !got.Restarts.GivenUp {
@@ -147,7 +147,7 @@ func TestGiveUpWaitsForLock(t *testing.T) {
 }
 
 // TestGiveUpRecovers: an interrupted verb on a sandbox that has used up its retries prevents
-// its watch neither from recording that nor from ending.
+// its supervisor neither from recording that nor from ending.
 func TestGiveUpRecovers(t *testing.T) {
 	r, sb, ends := failing(t)
 	r.log.message, r.log.fn = "sandbox restarted", func() {
@@ -158,8 +158,8 @@ func TestGiveUpRecovers(t *testing.T) {
 	}
 	soon, cancel := context.WithTimeout(ctx, 30*time.Second)
 	defer cancel()
-	if err := r.Watch(soon, sb.ID); err != nil {
-		t.Errorf("the watch: %v", err)
+	if err := r.supervise(soon); err != nil {
+		t.Errorf("the supervisor: %v", err)
 	}
 	if got, err := r.Sandbox(ctx, sb.ID); err != nil || !got.Restarts.GivenUp {
 		t.Errorf("it has failed as often as it may: %+v, %v", got.Restarts, err)

@@ -46,9 +46,14 @@ func TestStopOnFullDisk(t *testing.T) {
 	if got.Status != runtime.Exited || got.Restarts == nil || !got.Restarts.Stopped {
 		t.Errorf("%+v", got)
 	}
-	started := len(r.watched)
-	if report, err := r.Reconcile(ctx); err != nil || len(r.watched) > started {
-		t.Errorf("it comes back: %+v, %v", report, err)
+	if report, err := r.Reconcile(ctx); err != nil {
+		t.Errorf("%+v, %v", report, err)
+	}
+	if err := r.supervise(ctx); err != nil {
+		t.Error(err)
+	}
+	if got, err := r.Sandbox(ctx, sb.ID); err != nil || got.Status != runtime.Exited || r.marks(t) != nil {
+		t.Errorf("it comes back: %s, marks %v, %v", got.Status, r.marks(t), err)
 	}
 	if err := os.Remove(full); err != nil {
 		t.Fatal(err)

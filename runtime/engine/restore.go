@@ -128,7 +128,6 @@ func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ runtime.Rest
 		return runtime.Restored{}, e.explainFull(r, err)
 	}
 	if r.starts() {
-		e.every(r.spec)
 		e.enforce(r.spec, r.c)
 	} else if err := e.staysDown(r.spec, r.restart); err != nil {
 		e.log.Warn("restart policy not suspended; it may start the sandbox", "sandbox", r.sb.ID, "err", err)

@@ -108,7 +108,7 @@ func (e *Engine) updateStorage(ctx context.Context, ref string, change runtime.S
 			return runtime.Sandbox{}, err
 		}
 	}
-	if change.Size == 0 { // while there is a watch to set it again
+	if change.Size == 0 { // while a supervisor would set it again
 		e.holdFiles(s, c)
 	}
 	if err := e.store.SetSpec(ctx, sb.ID, data); err != nil {
@@ -116,7 +116,7 @@ func (e *Engine) updateStorage(ctx context.Context, ref string, change runtime.S
 	}
 	if live {
 		e.holdFiles(s, c)
-		e.watchOver(s)
+		e.superviseFromNow(s)
 	}
 	e.log.Info("storage limit changed", "sandbox", sb.ID, "size", change.Size)
 	return e.inspect(ctx, sb.ID)
@@ -141,7 +141,7 @@ type filesLimit struct {
 }
 
 const (
-	// fastest is the highest write rate that the watch assumes, in bytes a second.
+	// fastest is the highest write rate that is assumed, in bytes a second.
 	fastest = 2 << 30
 	// soonest and late bound the time between two checks.
 	soonest, late = 20 * time.Millisecond, time.Second

@@ -22,6 +22,9 @@ type Upkeep struct {
 // upkeepTime bounds one Reconcile or one pruning. The next one does the rest.
 const upkeepTime = 10 * time.Minute
 
+// lookSupervisor is how often the service looks whether a supervisor is needed and missing.
+const lookSupervisor = 5 * time.Second
+
 // Upkeep does the background work of u until ctx ends, and returns once none of it is under
 // way. It logs errors, and tries again the next time.
 func (e *Engine) Upkeep(ctx context.Context, u Upkeep) {
@@ -39,6 +42,7 @@ func (e *Engine) Upkeep(ctx context.Context, u Upkeep) {
 			return err
 		})
 	})
+	all.Go(func() { e.repeat(ctx, lookSupervisor, true, e.Revive) })
 	all.Go(func() {
 		e.repeat(ctx, lookUnstarted, true, func(ctx context.Context) error {
 			_, err := e.freeUnstarted(ctx, Own{Alone: true})
@@ -56,23 +60,29 @@ func (e *Engine) Upkeep(ctx context.Context, u Upkeep) {
 	})
 }
 
-// repeat calls fn again and again, with a pause of every after each call.
+// repeat calls fn again and again, with a pause of every after each call. Each cause of a
+// failure is logged once in a row.
 func (e *Engine) repeat(ctx context.Context, every time.Duration, now bool, fn func(context.Context) error) {
 	if every <= 0 {
 		return
 	}
-	for {
+	for said := ""; ; {
 		if now {
 			soon, cancel := context.WithTimeout(ctx, upkeepTime)
 			err := guard.Do(func() error { return fn(soon) })
 			cancel()
+			text := ""
+			if err != nil {
+				text = err.Error()
+			}
 			switch {
-			case err == nil || ctx.Err() != nil:
+			case err == nil || ctx.Err() != nil || text == said:
 			case errors.Is(err, runtime.ErrBusy): // no failure, unless it persists
 				e.log.Info("upkeep postponed", "err", err)
 			default:
 				e.log.Error("upkeep failed", "err", err)
 			}
+			said = text
 		}
 		now = true
 		t := time.NewTimer(every)

@@ -62,9 +62,9 @@ type Own struct {
 
 // Parts of agentbox that act on their own, in any process.
 const (
-	ByKeeper = "keeper" // of leases: removes the members of ended leases
+	ByKeeper = "keeper" // removes the members of ended leases
 	ByReap   = "reap"   // cleans up after an exit; called by the monitor
-	ByWatch  = "watch"  // of a sandbox: enforces its limits and restarts it
+	ByWatch  = "watch"  // enforces the limits of a sandbox and restarts it
 )
 
 func on(verb, ref string) *Op           { return &Op{Verb: verb, Ref: ref} }

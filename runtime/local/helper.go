@@ -1,6 +1,7 @@
 package local
 
 import (
+	"os"
 	"os/exec"
 	"syscall"
 
@@ -15,7 +16,8 @@ type helper struct {
 	backend string
 }
 
-func (h helper) start(args ...string) error {
+// start passes files on as descriptors from 3 on.
+func (h helper) start(files []*os.File, args ...string) error {
 	args = append([]string{"--backend", h.backend}, args...)
 	if h.root != "" {
 		args = append([]string{"--root", h.root}, args...)
@@ -23,6 +25,7 @@ func (h helper) start(args ...string) error {
 	cmd := exec.Command(h.program, args...)
 	cmd.Args[0] = "agentbox" // not a plugin of docker, whatever this process is
 	cmd.Dir = "/"
+	cmd.ExtraFiles = files
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	if err := engine.StartAside(cmd); err != nil {
 		return err

@@ -17,6 +17,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"os"
 	"os/exec"
 	"path/filepath"
 
@@ -56,9 +57,8 @@ type Options struct {
 	Root    string // where all state is kept, an absolute path; empty: DefaultRoot and DefaultRun
 	Backend string // of new sandboxes; empty: "oci"
 
-	// Program is the agentbox command. Processes of it enforce the limits of sandboxes, take
-	// their checkpoints at intervals, end leases, and free what has exited. Empty: the one
-	// in PATH.
+	// Program is the agentbox command. Processes of it supervise sandboxes and leases, and free
+	// what has exited. Empty: the one in PATH.
 	Program string
 
 	// By says in the audit log which process this is; empty: "command".
@@ -69,6 +69,9 @@ type Options struct {
 
 	// NoRecovery leaves to others what killed processes have left.
 	NoRecovery bool
+
+	// Existing has a root that is not there be ErrNotFound, instead of making it.
+	Existing bool
 }
 
 // Open returns the Engine of a root, which it makes if it is not there. What cannot be
@@ -81,7 +84,11 @@ func Open(ctx context.Context, opts Options) (_ *engine.Engine, err error) {
 			return nil, &fault.Error{Op: "open " + root, Err: fmt.Errorf("%w: %w", fault.ErrNotFound, err), Hint: "Install agentbox, or name the program."}
 		}
 	}
-	st, err := store.Open(ctx, root)
+	open := store.Open
+	if opts.Existing {
+		open = store.OpenExisting
+	}
+	st, err := open(ctx, root)
 	if err != nil {
 		return nil, err
 	}
@@ -90,11 +97,9 @@ func Open(ctx context.Context, opts Options) (_ *engine.Engine, err error) {
 	helper := helper{p.program, opts.Root, backend}
 	eng := engine.New(engine.Options{
 		Run: run, Store: st, Backend: backend, Policies: Policies(opts.Root),
-		Auto:      func(id string) error { return helper.start("auto", id) },
-		Watch:     func(id string) error { return helper.start("watch", id) },
-		Keeper:    func() error { return helper.start("keep-leases") },
-		Observers: append(opts.Observers[:len(opts.Observers):len(opts.Observers)], audit.Open(root).Observer(by)),
-		Open:      func(name string) (engine.Host, error) { return openBackend(name, p) },
+		Supervisor: func(lock *os.File) error { return helper.start([]*os.File{lock}, "supervise") },
+		Observers:  append(opts.Observers[:len(opts.Observers):len(opts.Observers)], audit.Open(root).Observer(by)),
+		Open:       func(name string) (engine.Host, error) { return openBackend(name, p) },
 	})
 	if !opts.NoRecovery {
 		recoverAll(ctx, eng)
@@ -106,10 +111,10 @@ func recoverAll(ctx context.Context, eng *engine.Engine) {
 	if _, err := eng.RecoverInterrupted(ctx); err != nil {
 		slog.Error("recovery failed; `agentbox recover` retries", "err", err)
 	}
-	if err := eng.ReviveWatchesOfBoot(ctx); err != nil {
-		slog.Error("sandbox watches not revived; `agentbox recover` retries", "err", err)
-	}
 	if _, err := eng.EndLeases(ctx); err != nil {
 		slog.Error("lease members not removed; `agentbox recover` retries", "err", err)
+	}
+	if err := eng.ReviveOfBoot(ctx); err != nil {
+		slog.Error("supervision not resumed; `agentbox recover` retries", "err", err)
 	}
 }

@@ -59,8 +59,8 @@ func TestOpen(t *testing.T) {
 	}
 }
 
-// The process is told the root and the backend, has a session of its own, and
-// is no plugin of docker.
+// The process is told the root and the backend, is passed files, has a session of its own,
+// and is no plugin of docker.
 func TestHelper(t *testing.T) {
 	dir := t.TempDir()
 	told := filepath.Join(dir, "told")
@@ -68,12 +68,17 @@ func TestHelper(t *testing.T) {
 		t.Fatal(err)
 	}
 	self := filepath.Join(dir, "docker-agentbox")
-	script := "#!/bin/sh\necho \"$@\" $(pwd) $(cut -d' ' -f6 /proc/$$/stat) $$ >" + told + "\n"
+	passed, err := os.Create(filepath.Join(dir, "passed"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer passed.Close()
+	script := "#!/bin/sh\necho \"$@\" $(readlink /proc/$$/fd/3) $(pwd) $(cut -d' ' -f6 /proc/$$/stat) $$ >" + told + "\n"
 	if err := os.WriteFile(self, []byte(script), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	for root, want := range map[string]string{"": "--backend oci auto abc /", "/srv/box": "--root /srv/box --backend oci auto abc /"} {
-		if err := (helper{self, root, "oci"}).start("auto", "abc"); err != nil {
+	for root, want := range map[string]string{"": "--backend oci supervise " + passed.Name() + " /", "/srv/box": "--root /srv/box --backend oci supervise " + passed.Name() + " /"} {
+		if err := (helper{self, root, "oci"}).start([]*os.File{passed}, "supervise"); err != nil {
 			t.Fatal(err)
 		}
 		data, err := os.ReadFile(told)
@@ -86,7 +91,7 @@ func TestHelper(t *testing.T) {
 			t.Errorf("%q, want %q", data, want)
 		}
 	}
-	if err := (helper{program: self + "x"}).start("auto", "abc"); err == nil {
+	if err := (helper{program: self + "x"}).start(nil, "supervise"); err == nil {
 		t.Error("no error of a program that is not there")
 	}
 }

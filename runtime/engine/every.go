@@ -3,7 +3,6 @@ package engine
 import (
 	"context"
 	"fmt"
-	"path/filepath"
 	"slices"
 	"strings"
 	"unicode"
@@ -79,17 +78,4 @@ func clipLabel(s string) string {
 func interval(s runtime.Spec) bool {
 	e, err := every(s)
 	return err == nil && e.Interval > 0
-}
-
-// autoPath is the lock file of the process that takes interval checkpoints.
-func (e *Engine) autoPath(id string) string { return filepath.Join(e.run, "auto", id) }
-
-// every starts interval checkpoints, if the sandbox asks for them.
-func (e *Engine) every(s runtime.Spec) {
-	if !interval(s) || e.auto == nil {
-		return
-	}
-	if err := e.auto(s.ID); err != nil {
-		e.log.Error("interval checkpoints not started", "sandbox", s.ID, "err", err)
-	}
 }

@@ -1,0 +1,245 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/agentbox/agentbox/internal/guard"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// latest bounds the time between two looks at a sandbox, or at leases.
+const latest = 10 * time.Second
+
+// enforce is called when a sandbox has started: from here on its limits are enforced, and its
+// checkpoints are taken at its interval.
+func (e *Engine) enforce(s runtime.Spec, c runtime.Container) {
+	if err := e.noteHit(s.ID, nil); err != nil {
+		e.log.Warn("storage kill not cleared from the record", "sandbox", s.ID, "err", err)
+	}
+	if err := e.begun(s); err != nil {
+		e.log.Warn("restart count not recorded", "sandbox", s.ID, "err", err)
+	}
+	e.holdFiles(s, c)
+	e.superviseFromNow(s)
+}
+
+// guardSandbox attends to one sandbox until it needs no supervisor, or its mark is gone.
+func (e *Engine) guardSandbox(ctx context.Context, id string, news <-chan struct{}) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	w := watching{e: e, id: id, storage: filesLimit{e: e, id: id}, checkpoints: takings{e: e, id: id}}
+	defer w.checkpoints.end()
+	var failed failures
+	for {
+		m, marked, err := e.readMark(id)
+		if err == nil && !marked {
+			return
+		}
+		done, wait := false, latest
+		if err == nil {
+			err = guard.Do(func() (err error) {
+				done, wait, err = w.look(ctx, m)
+				return err
+			})
+		}
+		if ctx.Err() != nil {
+			return
+		}
+		if done {
+			over, e2 := e.settled(ctx, id, m)
+			if over {
+				return
+			}
+			err, wait = errors.Join(err, e2), time.Second
+		}
+		wait = max(wait, failed.pause(e.log, err, "supervision of a sandbox", "sandbox", id))
+
+		select {
+		case <-time.After(wait):
+		case <-news:
+		case <-w.ended:
+			w.ended = nil
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// watching is the supervision of one sandbox: its limits and its restarts.
+type watching struct {
+	e           *Engine
+	id          string
+	ended       chan struct{} // closed when its processes have ended, or some time after Wait failed
+	noted       time.Duration // uptime at which the kernel's counters were last recorded
+	storage     filesLimit
+	idle        idling
+	checkpoints takings
+	over        time.Time     // when a sandbox that is to be restarted ended
+	seen        time.Duration // uptime at which that was seen
+}
+
+// look checks the sandbox once, and returns when to check again. Done: it needs no supervisor.
+func (w *watching) look(ctx context.Context, m mark) (done bool, wait time.Duration, err error) {
+	e := w.e
+	if !m.current() {
+		_, err := e.missed(ctx, w.id, m)
+		return false, latest, err
+	}
+	if old, err := e.watched(w.id); old || err != nil {
+		return false, latest, err
+	}
+	sb, err := e.store.Sandbox(ctx, w.id)
+	if errors.Is(err, runtime.ErrNotFound) {
+		return true, 0, nil
+	}
+	if err != nil {
+		return false, latest, err
+	}
+	s, err := spec(sb)
+	if err != nil {
+		return true, 0, err
+	}
+	host, err := e.host(sb.Backend)
+	if err != nil {
+		return false, latest, err
+	}
+	c, err := host.Inspect(ctx, w.id)
+	if errors.Is(err, runtime.ErrNotFound) {
+		return true, 0, nil
+	}
+	if err != nil {
+		return false, time.Second, err
+	}
+	if !supervised(s) {
+		return true, 0, nil
+	}
+	if c.Status != runtime.Running && c.Status != runtime.Paused {
+		if s.AutoRemove && s.Lifetime.TTL > 0 && !sb.Kept { // its TTL removes it if its monitor does not
+			return w.expire(ctx, s)
+		}
+		return w.again(ctx, sb, s, c)
+	}
+	w.await(ctx, host)
+	if now := uptime(); now-w.noted >= time.Second { // the files may be checked more often
+		e.keepHits(ctx, sb, c)
+		w.noted = now
+	}
+	if err := w.checkpoints.begin(ctx, s); err != nil {
+		return false, latest, err
+	}
+	return w.limits(ctx, s, c)
+}
+
+// await has ended closed when the sandbox ends.
+func (w *watching) await(ctx context.Context, host Host) {
+	if w.ended != nil {
+		return
+	}
+	ended := make(chan struct{})
+	w.ended = ended
+	guard.Go(func() {
+		defer close(ended)
+		if _, err := host.Wait(ctx, w.id); err != nil {
+			select { // the cause of the error may last
+			case <-time.After(latest):
+			case <-ctx.Done():
+			}
+		}
+	})
+}
+
+// limits enforces the limits of a sandbox that runs.
+func (w *watching) limits(ctx context.Context, s runtime.Spec, c runtime.Container) (done bool, wait time.Duration, err error) {
+	e := w.e
+	if done, wait, err = w.expire(ctx, s); done || err != nil || expired(s.Lifetime) {
+		return done, wait, err
+	}
+	if s.Resources.Storage > 0 {
+		again, err := w.storage.look(ctx, c, s)
+		if wait = min(wait, again); err != nil {
+			return false, wait, err
+		}
+	}
+	if s.Lifetime.Idle > 0 {
+		quiet, again, err := w.idle.look(e, c, w.id, s.Lifetime.Idle)
+		if wait = min(wait, again); err != nil {
+			return false, wait, err
+		}
+		if quiet >= s.Lifetime.Idle {
+			return w.end(ctx, func(ctx context.Context, id string) (bool, error) { return e.stopIdle(ctx, id, quiet, w.idle.touch) })
+		}
+	}
+	return false, wait, nil
+}
+
+// expire stops or removes a sandbox whose TTL is over.
+func (w *watching) expire(ctx context.Context, s runtime.Spec) (done bool, wait time.Duration, err error) {
+	switch {
+	case s.Lifetime.TTL == 0:
+		return false, latest, nil
+	case expired(s.Lifetime):
+		return w.end(ctx, w.e.expire)
+	}
+	return false, min(latest, timeLeft(s.Lifetime)), nil
+}
+
+// again restarts a sandbox that has ended, if its policy says so.
+func (w *watching) again(ctx context.Context, sb store.Sandbox, s runtime.Spec, c runtime.Container) (done bool, wait time.Duration, err error) {
+	if w.storage.unsaid {
+		same, err := w.e.whileOver(ctx, w.id, c.Finished, func(sb *locked) error { return w.storage.stayDown(sb.Sandbox) })
+		if !same || err != nil {
+			w.storage.unsaid = w.storage.unsaid && err != nil
+			return w.later(err)
+		}
+	}
+	back, st, err := w.e.comesBack(ctx, sb, s, c)
+	switch {
+	case err != nil:
+		return false, latest, err
+	case !back && restartLimits(s.Restart, c):
+		same, err := w.e.whileOver(ctx, w.id, c.Finished, func(*locked) error { return w.e.giveUp(s, c) })
+		if !same {
+			return w.later(err)
+		}
+		return true, 0, err
+	case !back:
+		return true, 0, nil
+	}
+	// Uptime, unlike the wall clock, is never set. It counts from the first look here.
+	if w.over != c.Finished {
+		w.over, w.seen = c.Finished, uptime()
+	}
+	if wait = st.pause(c, uptime()-w.seen); wait > 0 {
+		return false, min(wait, latest), nil
+	}
+	if err := w.e.recoverBy(ctx, ByWatch); err != nil {
+		return false, time.Second, err
+	}
+	if err := w.e.restart(ctx, w.id, c.Finished); err != nil && !errors.Is(err, runtime.ErrBusy) && !errors.Is(err, runtime.ErrNotFound) {
+		return false, latest, err
+	}
+	return false, firstRestart, nil
+}
+
+// later has the sandbox looked at again: a verb that has held the sandbox since takes precedence.
+func (w *watching) later(err error) (done bool, wait time.Duration, _ error) {
+	if err != nil && !errors.Is(err, runtime.ErrBusy) && !errors.Is(err, runtime.ErrNotFound) {
+		return false, latest, err
+	}
+	return false, time.Second, nil
+}
+
+// end stops a sandbox. If a verb is at work on it, that is tried again later.
+func (w *watching) end(ctx context.Context, stop func(context.Context, string) (bool, error)) (done bool, wait time.Duration, err error) {
+	if err := w.e.recoverBy(ctx, ByWatch); err != nil {
+		return false, time.Second, err
+	}
+	done, err = stop(ctx, w.id)
+	if errors.Is(err, runtime.ErrBusy) {
+		err = nil
+	}
+	return done && err == nil, time.Second, err
+}

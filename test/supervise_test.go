@@ -1,0 +1,141 @@
+package test
+
+import (
+	"bufio"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// dirtyKiB is the memory in KiB that a process has written, and shares with no other. Pages of its
+// program count as private, too, while no other process runs it.
+func dirtyKiB(t *testing.T, pid int) (n int) {
+	t.Helper()
+	f, err := os.Open(fmt.Sprintf("/proc/%d/smaps_rollup", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	for s := bufio.NewScanner(f); s.Scan(); {
+		if fields := strings.Fields(s.Text()); strings.HasPrefix(s.Text(), "Private_Dirty:") && len(fields) > 1 {
+			kib, err := strconv.Atoi(fields[1])
+			if err != nil {
+				t.Fatal(err)
+			}
+			n += kib
+		}
+	}
+	return n
+}
+
+// beside lists our processes of a root that are no monitors.
+func (b *box) beside() (list []string) {
+	for _, p := range processesOf(b.root) {
+		if !strings.Contains(p, "conmon") {
+			list = append(list, p)
+		}
+	}
+	return list
+}
+
+// TestOneSupervisor has one process supervise all sandboxes of a root, whatever limits they have.
+// The next command starts another if it is killed, and it ends with the last of them.
+func TestOneSupervisor(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	const n = 20
+	names := make([]string, n)
+	for i := range names {
+		names[i] = fmt.Sprintf("c%d", i)
+		b.start(names[i], "--network", "none", "--stop-signal", "KILL", "--ttl", "10h", "--idle", "10h", "--storage-size", "100m", "--restart", "always", "--checkpoint-every", "10h", "busybox", "sleep", "100000")
+	}
+	only := func() int {
+		t.Helper()
+		var list []string
+		b.eventually("the supervisor is the only process beside the monitors", func() bool {
+			list = b.beside()
+			return len(list) == 1 && strings.HasSuffix(list[0], " supervise ")
+		})
+		return b.supervisor()
+	}
+	pid := only()
+	equal(b, "monitors", len(b.monitors()), n)
+	t.Logf("%d sandboxes with every limit: the supervisor has %d KiB of its own", n, dirtyKiB(t, pid))
+
+	crashed := b.inspect("c0").Pid
+	for _, pid := range []int{pid, crashed} {
+		if err := unix.Kill(pid, unix.SIGKILL); err != nil {
+			t.Fatal(err)
+		}
+		b.noProcess(pid)
+	}
+	b.eventually("nothing is beside the monitors", func() bool { return len(b.beside()) == 0 })
+	b.ok("ps")
+	only()
+	b.eventually("the one that has crashed is back", func() bool { return b.restarts("c0").Count == 1 && b.inspect("c0").Status == "running" })
+	// They are found by what they had recorded: it is as if it had never been killed.
+	b.ok("update", "--ttl", "1s", "c1")
+	b.awaitGone("supervised", b.inspect("c1").ID)
+	equal(b, "status of c1", b.inspect("c1").Status, "exited")
+
+	for _, name := range names[1:] {
+		b.ok("rm", "-f", name)
+	}
+	only()
+	b.ok("stop", "-t", "0", "c0")
+	b.awaitSupervisor(false)
+	if left, _ := filepath.Glob(filepath.Join(b.root, "supervised", "*")); len(left) > 0 {
+		t.Errorf("marks are left: %q", left)
+	}
+	if _, err := os.Lstat(filepath.Join(b.root, "run", "supervisor")); err == nil {
+		t.Error("its lock is left")
+	}
+}
+
+// awaitGone waits until a file below the root is gone, and calls no command for that.
+func (b *box) awaitGone(path ...string) {
+	b.Helper()
+	file := filepath.Join(append([]string{b.root}, path...)...)
+	b.eventually(file+" is gone", func() bool { _, err := os.Lstat(file); return os.IsNotExist(err) })
+}
+
+// The supervisor outlives the service that has started it: what crashes is started again, leases
+// end, and no command has to come for that.
+func TestServiceKilledSupervised(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	cmd, _ := b.serve()
+	b.start("s", "--network", "none", "--restart", "always", "busybox", "sh", "-c", "echo x >> /starts; exec sleep 100000")
+	who := owner(t)
+	b.ok("lease", "create", "--name", "l", "--pid", fmt.Sprint(who.Process.Pid))
+	b.start("leased", "--lease", "l", "--network", "none", "busybox", "sleep", "100000")
+	sb := b.inspect("s")
+	pid := b.supervisor()
+	if pid == 0 {
+		t.Fatal("there is no supervisor")
+	}
+	if err := cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	_ = cmd.Wait() // it was killed
+	if err := unix.Kill(sb.Pid, unix.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	b.eventually("it is started again", func() bool {
+		data, _ := os.ReadFile(filepath.Join(sb.Upperdir, "starts"))
+		return string(data) == "x\nx\n"
+	})
+	killOwner(t, who)
+	b.awaitSandboxes(1)
+	equal(b, "the supervisor", b.supervisor(), pid)
+	var now runtime.Restarts
+	b.eventually("that is on record", func() bool { now = b.restarts("s"); return now.Count == 1 })
+	equal(b, "its last exit", now.LastExit, 137)
+}
