@@ -67,7 +67,7 @@ type Restarts struct {
 }
 
 // On a filesystem with project quotas the kernel enforces --storage-size for sandboxes of the
-// backend oci: it refuses further writes. Elsewhere the watch kills the sandbox. A stopped or
+// backend oci: it refuses further writes. Elsewhere the supervisor kills the sandbox. A stopped or
 // frozen sandbox has no limit, so that agentbox can stage files beside the present ones: the
 // limit is lifted once a sandbox is frozen, and set before it is thawed. The watch sets a
 // limit that a killed verb has left lifted.

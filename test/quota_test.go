@@ -89,7 +89,7 @@ func (b stored) doctor() string {
 
 // TestStorageQuota holds sandboxes to --storage-size by project quotas: what is
 // more is refused, also after restores, forks and a kill, with a user namespace and
-// without. Where the kernel has none the doctor says so, and a watch holds them.
+// without. Where the kernel has none the doctor says so, and the supervisor holds them.
 func TestStorageQuota(t *testing.T) {
 	for _, kind := range []string{"ext4", "xfs"} {
 		for _, userns := range []string{"auto", "host"} {

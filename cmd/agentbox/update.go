@@ -118,7 +118,7 @@ With --restart it is started again, or not any more, when it has ended by itself
 stopped stays so until it is started.
 
 It gives its files more room, or less, at once if it runs. What they take already they
-keep; over the limit nothing is added, or, where only a watch holds it, it is killed.
+keep; over the limit nothing is added, or, where the kernel does not hold it, it is killed.
 
 It changes the egress rules of a sandbox with --network filtered, at once if it runs, and
 prints those it then has. Connections that no rule allows any more end.

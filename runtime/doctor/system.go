@@ -292,7 +292,7 @@ func quota(root string) Check {
 	if err == nil {
 		return ok(name, "project quotas at %s: the kernel holds sandboxes to --storage-size", dir)
 	}
-	return ok(name, "none at %s: a watch holds sandboxes to --storage-size (%v)", dir, err)
+	return ok(name, "none at %s: the supervisor holds sandboxes to --storage-size (%v)", dir, err)
 }
 
 // userNamespaces reports whether new sandboxes of the backend oci have user ids of

@@ -138,7 +138,7 @@ func (e *Engine) beginEnd(ctx context.Context, id string, why func(runtime.Lease
 func (e *Engine) EndLeases(ctx context.Context) (did []string, err error) {
 	did, left, err := e.endLeases(ctx)
 	if len(left) > 0 && e.supervisor != nil {
-		if _, marked, _ := e.readMark(leasesMark); !marked { // a killed command has created them
+		if m, _, _ := e.readMark(leasesMark); !m.current() { // a killed command has created them, or an earlier boot
 			err = errors.Join(err, e.setMark(leasesMark, bootID()))
 		}
 	}

@@ -41,7 +41,7 @@ func (e *Engine) guardSandbox(ctx context.Context, id string, news <-chan struct
 		done, wait := false, latest
 		if err == nil {
 			err = guard.Do(func() (err error) {
-				done, wait, err = w.look(ctx, m)
+				done, wait, err = w.look(ctx)
 				return err
 			})
 		}
@@ -82,12 +82,8 @@ type watching struct {
 }
 
 // look checks the sandbox once, and returns when to check again. Done: it needs no supervisor.
-func (w *watching) look(ctx context.Context, m mark) (done bool, wait time.Duration, err error) {
+func (w *watching) look(ctx context.Context) (done bool, wait time.Duration, err error) {
 	e := w.e
-	if !m.current() {
-		_, err := e.missed(ctx, w.id, m)
-		return false, latest, err
-	}
 	if old, err := e.watched(w.id); old || err != nil {
 		return false, latest, err
 	}

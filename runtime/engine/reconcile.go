@@ -510,7 +510,8 @@ func (r *reconciling) run(ctx context.Context) error {
 		r.found(runtime.FoundStaged, "", fmt.Sprintf("removed a staged restore of %s, which is not there", short(name)), nil)
 	}
 	// A sandbox that was restored to its id in the meantime has a row again.
-	for _, dir := range []string{filepath.Join(r.e.run, "auto"), filepath.Join(r.e.run, "storage"), r.e.restartsDir()} {
+	autos := filepath.Join(r.e.run, "auto") // of older versions
+	for _, dir := range []string{autos, filepath.Join(r.e.run, "storage"), r.e.restartsDir()} {
 		entries, err := os.ReadDir(dir)
 		if ignoreMissing(err) != nil {
 			errs = append(errs, err)

@@ -154,9 +154,30 @@ func (e *Engine) ReviveOfBoot(ctx context.Context) (err error) {
 	errs := []error{e.replaceWatches()}
 	for {
 		marks, err := e.readMarks()
-		if err != nil || len(marks) == 0 {
+		if err != nil {
 			return errors.Join(append(errs, err)...)
 		}
+		needed := false
+		catchUp := func(current bool) {
+			for id, m := range marks {
+				if m.current() != current {
+					continue
+				}
+				err := guard.Do(func() error {
+					needs, err := e.missed(ctx, id, m)
+					needed = needed || needs
+					return err
+				})
+				if err != nil {
+					errs = append(errs, fail("supervise", short(id), err))
+				}
+			}
+		}
+		catchUp(false)
+		if !needed && !anyCurrent(marks) {
+			return errors.Join(errs...)
+		}
+
 		lock, err := e.takeSupervisor()
 		if errors.Is(err, flock.ErrHeld) {
 			return errors.Join(errs...)
@@ -164,23 +185,12 @@ func (e *Engine) ReviveOfBoot(ctx context.Context) (err error) {
 		if err != nil {
 			return errors.Join(append(errs, err)...)
 		}
-		needed := false
-		for id, m := range marks {
-			err := guard.Do(func() error {
-				needs, err := e.missed(ctx, id, m)
-				needed = needed || needs
-				return err
-			})
-			if err != nil {
-				errs = append(errs, fail("supervise", short(id), err))
-			}
-		}
-		if needed || ctx.Err() != nil {
+		catchUp(true)
+		if needed {
 			return errors.Join(append(errs, e.passSupervisor(lock))...)
 		}
-		errs = append(errs, lock.Remove())
-		// A mark that was written meanwhile, by a process that found the lock taken.
-		if marks, err = e.readMarks(); err != nil || !anyCurrent(marks) {
+		// Look again: a process that has just written a mark may have found the lock taken.
+		if err := lock.Remove(); err != nil {
 			return errors.Join(append(errs, err)...)
 		}
 	}
@@ -204,12 +214,12 @@ const engineWait = time.Second
 func (e *Engine) missed(ctx context.Context, id string, m mark) (needs bool, err error) {
 	if id == leasesMark {
 		over, err := e.noLeases(ctx, m)
-		return !over, err
+		return !over && m.current(), err
 	}
 	sb, err := e.store.Sandbox(ctx, id)
 	if errors.Is(err, runtime.ErrNotFound) {
-		_, err := e.settled(ctx, id, m)
-		return false, err
+		is, err := e.settled(ctx, id, m)
+		return !is && m.current(), err
 	}
 	if err != nil {
 		return m.current(), err
@@ -270,10 +280,11 @@ func (e *Engine) settled(ctx context.Context, id string, m mark) (is bool, err e
 	} else if !errors.Is(err, runtime.ErrNotFound) {
 		return false, err
 	}
-	if now, _, err := e.readMark(id); err != nil || now != m {
-		return now == "", err
+	if now, marked, err := e.readMark(id); err != nil || now != m {
+		return err == nil && !marked, err
 	}
-	return true, e.unmark(id)
+	err = e.unmark(id)
+	return err == nil, err
 }
 
 // Supervise enforces limits, restarts sandboxes, takes checkpoints at intervals and ends
@@ -340,7 +351,7 @@ func (e *Engine) supervise(ctx context.Context, lock *Supervision) error {
 		marks, err := e.readMarks()
 		if err == nil {
 			s.update(ctx, marks)
-			if !s.busy() {
+			if len(s.wards) == 0 {
 				return nil
 			}
 		}
@@ -368,10 +379,11 @@ func (e *Engine) unlessGone(err error) error {
 	return ignoreMissing(err)
 }
 
-// update starts a goroutine for each new mark, and tells those of marks that have changed.
+// update starts a goroutine for each new mark of this boot, and tells those of marks that have
+// changed.
 func (s *supervising) update(ctx context.Context, marks map[string]mark) {
 	for id, m := range marks {
-		if s.wards[id] == nil {
+		if s.wards[id] == nil && m.current() {
 			w := &ward{mark: m, news: make(chan struct{}, 1)}
 			s.wards[id] = w
 			s.start(ctx, id, w.news)
@@ -406,17 +418,6 @@ func (s *supervising) start(ctx context.Context, id string, news <-chan struct{}
 			return nil
 		})
 	})
-}
-
-// busy reports whether anything needs this process: sandboxes that ended with the host, in an
-// earlier boot, do not.
-func (s *supervising) busy() bool {
-	for _, w := range s.wards {
-		if w.mark == "" || w.mark.current() {
-			return true
-		}
-	}
-	return false
 }
 
 // failures are those of repeated work in a row.

@@ -132,26 +132,18 @@ func TestSupervisorConfines(t *testing.T) {
 	r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })
 	ids := map[string]string{}
 	for _, name := range []string{"broken", "stuck", "well"} {
-		ids[name] = r.createShort(t, name, runtime.Spec{StopSignal: "KILL", Lifetime: runtime.Lifetime{TTL: time.Hour}}, nil).ID
+		ids[name] = r.createShort(t, name, runtime.Spec{StopSignal: "KILL", Lifetime: runtime.Lifetime{TTL: time.Second}}, nil).ID
 		if _, err := r.Start(ctx, name, nil); err != nil {
-			t.Fatal(err)
-		}
-		r.age(t, name, time.Hour)
-		if err := os.WriteFile(filepath.Join(r.root, "supervised", ids[name]), nil, 0o600); err != nil { // as one of an earlier boot
 			t.Fatal(err)
 		}
 	}
 	broken, stuck := ids["broken"], ids["stuck"]
 	b.broken.Store(&broken)
 	b.stuck.Store(&stuck)
-	l := r.leaseOf(t, runtime.LeaseRequest{LeaseTerms: runtime.LeaseTerms{For: time.Hour}}) // of this boot
 	_ = r.supervising(t)
-	await(t, "the one is stopped", func() bool { return slices.Equal(r.marks(t), []string{"broken", "leases", "stuck"}) })
+	await(t, "the one is stopped", func() bool { return slices.Equal(r.marks(t), []string{"broken", "stuck"}) })
 	b.broken.Store(nil)
-	await(t, "the broken one is stopped", func() bool { return slices.Equal(r.marks(t), []string{"leases", "stuck"}) })
-	if _, err := r.Lease(ctx, l.ID); err != nil {
-		t.Error(err)
-	}
+	await(t, "the broken one is stopped", func() bool { return slices.Equal(r.marks(t), []string{"stuck"}) })
 }
 
 // TestSupervisorOfRemovedRoot: a supervisor whose root is removed ends, and makes nothing of it
@@ -178,6 +170,41 @@ func TestSupervisorOfRemovedRoot(t *testing.T) {
 	}
 	if _, err := os.Lstat(r.root); err == nil {
 		t.Error("it has made its root again")
+	}
+}
+
+// TestReviveLeases: leases of an earlier boot, or of a killed command, are supervised from the next
+// command on, but only while there are any.
+func TestReviveLeases(t *testing.T) {
+	r := newRig(t, nil)
+	l := r.leaseOf(t, runtime.LeaseRequest{LeaseTerms: runtime.LeaseTerms{For: time.Hour}})
+	mark := filepath.Join(r.root, "supervised", "leases")
+	revive := func() {
+		t.Helper()
+		r.started = 0
+		if _, err := r.EndLeases(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if err := r.ReviveOfBoot(ctx); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for what, change := range map[string]func() error{
+		"killed": func() error { return os.Remove(mark) },
+		"booted": func() error { return os.WriteFile(mark, []byte("another 1"), 0o600) },
+	} {
+		if err := change(); err != nil {
+			t.Fatal(err)
+		}
+		if revive(); r.started != 1 || r.marks(t) == nil {
+			t.Errorf("%s: %d supervisors started, marks %v", what, r.started, r.marks(t))
+		}
+	}
+	if _, err := r.ReleaseLease(ctx, l.ID); err != nil {
+		t.Fatal(err)
+	}
+	if revive(); r.started != 0 || r.marks(t) != nil {
+		t.Errorf("without leases: %d supervisors started, marks %v", r.started, r.marks(t))
 	}
 }
 
