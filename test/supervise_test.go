@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -138,4 +139,43 @@ func TestServiceKilledSupervised(t *testing.T) {
 	var now runtime.Restarts
 	b.eventually("that is on record", func() bool { now = b.restarts("s"); return now.Count == 1 })
 	equal(b, "its last exit", now.LastExit, 137)
+}
+
+// A supervisor whose program is replaced, as by an upgrade, passes its lock on to the new one as
+// soon as something changes.
+func TestSupervisorReplaced(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	dir := t.TempDir()
+	program := filepath.Join(dir, "agentbox")
+	install := func() {
+		t.Helper()
+		for _, name := range []string{"agentbox", "agentbox-runtime"} {
+			if out, err := exec.Command("cp", filepath.Join(bin, name), filepath.Join(dir, "new")).CombinedOutput(); err != nil {
+				t.Fatalf("%v: %s", err, out)
+			}
+			if err := os.Rename(filepath.Join(dir, "new"), filepath.Join(dir, name)); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	install()
+	b.own("c")
+	cmd := exec.Command(program, "--root", b.root, "run", "-d", "--name", "c", "--network", "none", "--ttl", "10h", "--stop-signal", "KILL", "busybox", "sleep", "100000")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	pid := b.supervisor()
+	install()
+	b.ok("update", "--ttl", "9h", "c")
+	b.eventually("another one is at work", func() bool {
+		now := b.supervisor()
+		path, _ := os.Readlink(fmt.Sprintf("/proc/%d/exe", now))
+		return now != pid && path == program
+	})
+	b.noProcess(pid)
+	equal(b, "processes beside the monitor", len(b.beside()), 1)
+	b.ok("update", "--ttl", "1s", "c")
+	b.awaitSupervisor(false)
+	equal(b, "status", b.inspect("c").Status, "exited")
 }

@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	goruntime "runtime"
+	"strings"
 	"sync"
 	"time"
 
@@ -31,6 +32,8 @@ type Supervision struct {
 	mu   sync.Mutex
 	lock *flock.Handle
 	size int64
+
+	stays bool // even if the program was replaced
 }
 
 // passedLock is the descriptor by which a supervisor gets its lock.
@@ -294,6 +297,15 @@ func (e *Engine) Supervise(ctx context.Context, lock *Supervision) error {
 	goruntime.GC() // little memory counts for more than a quick start: see internal/gclater
 	for {
 		err := e.supervise(ctx, lock)
+		if errors.Is(err, errReplaced) {
+			if err = e.supervisor(lock.lock.Pass()); err == nil {
+				lock.lock.Unlock()
+				return nil
+			}
+			e.log.Error("program replaced, new supervisor not started", "err", err)
+			lock.stays = true
+			continue
+		}
 		if err != nil && ctx.Err() == nil {
 			e.log.Error("supervisor ended", "err", err)
 		}
@@ -348,6 +360,9 @@ func (e *Engine) supervise(ctx context.Context, lock *Supervision) error {
 		if !lock.lock.Named() {
 			return nil // another process may have taken another lock
 		}
+		if !lock.stays && replaced() {
+			return errReplaced
+		}
 		marks, err := e.readMarks()
 		if err == nil {
 			s.update(ctx, marks)
@@ -369,6 +384,15 @@ func (e *Engine) supervise(ctx context.Context, lock *Supervision) error {
 			return context.Cause(ctx)
 		}
 	}
+}
+
+// errReplaced has the supervisor make way for one of the program that has replaced its own: an
+// upgrade must not leave sandboxes to the old one for as long as there are any.
+var errReplaced = errors.New("the program was replaced")
+
+func replaced() bool {
+	path, err := os.Readlink("/proc/self/exe")
+	return err == nil && strings.HasSuffix(path, " (deleted)")
 }
 
 // unlessGone explains an error of a path that may be gone: with the root, or by itself.
