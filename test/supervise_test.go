@@ -15,9 +15,8 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// dirtyKiB is the memory in KiB that a process has written, and shares with no other. Pages of its
-// program count as private, too, while no other process runs it.
-func dirtyKiB(t *testing.T, pid int) (n int) {
+// ownKiB is the memory in KiB that a process has of its own, without the pages of its program.
+func ownKiB(t *testing.T, pid int) (n int) {
 	t.Helper()
 	f, err := os.Open(fmt.Sprintf("/proc/%d/smaps_rollup", pid))
 	if err != nil {
@@ -25,7 +24,7 @@ func dirtyKiB(t *testing.T, pid int) (n int) {
 	}
 	defer f.Close()
 	for s := bufio.NewScanner(f); s.Scan(); {
-		if fields := strings.Fields(s.Text()); strings.HasPrefix(s.Text(), "Private_Dirty:") && len(fields) > 1 {
+		if fields := strings.Fields(s.Text()); strings.HasPrefix(s.Text(), "Anonymous:") && len(fields) > 1 {
 			kib, err := strconv.Atoi(fields[1])
 			if err != nil {
 				t.Fatal(err)
@@ -68,7 +67,7 @@ func TestOneSupervisor(t *testing.T) {
 	}
 	pid := only()
 	equal(b, "monitors", len(b.monitors()), n)
-	t.Logf("%d sandboxes with every limit: the supervisor has %d KiB of its own", n, dirtyKiB(t, pid))
+	t.Logf("%d sandboxes with every limit: the supervisor has %d KiB of its own", n, ownKiB(t, pid))
 
 	crashed := b.inspect("c0").Pid
 	for _, pid := range []int{pid, crashed} {

@@ -32,40 +32,52 @@ func (e *Engine) guardSandbox(ctx context.Context, id string, news <-chan struct
 	defer cancel()
 	w := watching{e: e, id: id, storage: filesLimit{e: e, id: id}, checkpoints: takings{e: e, id: id}}
 	defer w.checkpoints.end()
-	var failed failures
 	for {
-		m, marked, err := e.readMark(id)
-		if err == nil && !marked {
-			return
-		}
-		done, wait := false, latest
-		if err == nil {
-			err = guard.Do(func() (err error) {
-				done, wait, err = w.look(ctx)
-				return err
-			})
-		}
-		if ctx.Err() != nil {
-			return
-		}
-		if done {
-			over, e2 := e.settled(ctx, id, m)
-			if over {
+		wait, calm := w.calm()
+		if !calm {
+			var over bool
+			if over, wait = w.attend(ctx); over {
 				return
 			}
-			err, wait = errors.Join(err, e2), time.Second
 		}
-		wait = max(wait, failed.pause(e.log, err, "supervision of a sandbox", "sandbox", id))
 
 		select {
 		case <-time.After(wait):
 		case <-news:
+			w.next = 0
 		case <-w.ended:
-			w.ended = nil
+			w.ended, w.next = nil, 0
 		case <-ctx.Done():
 			return
 		}
 	}
+}
+
+// attend looks at the sandbox, and returns when to do so again. Over: it needs no supervisor, and
+// its mark is gone.
+func (w *watching) attend(ctx context.Context) (over bool, wait time.Duration) {
+	m, marked, err := w.e.readMark(w.id)
+	if err == nil && !marked {
+		return true, 0
+	}
+	done, wait := false, latest
+	if err == nil {
+		err = guard.Do(func() (err error) {
+			done, wait, err = w.look(ctx)
+			return err
+		})
+	}
+	if done && ctx.Err() == nil {
+		over, e2 := w.e.settled(ctx, w.id, m)
+		if over {
+			return true, 0
+		}
+		err, wait = errors.Join(err, e2), time.Second
+	}
+	if ctx.Err() != nil {
+		return true, 0
+	}
+	return false, max(wait, w.failed.pause(w.e.log, err, "supervision of a sandbox", "sandbox", w.id))
 }
 
 // watching is the supervision of one sandbox: its limits and its restarts.
@@ -75,10 +87,13 @@ type watching struct {
 	ended       chan struct{} // closed when its processes have ended, or some time after Wait failed
 	noted       time.Duration // uptime at which the kernel's counters were last recorded
 	storage     filesLimit
+	glance      time.Duration // how soon the free space of the filesystem is to be looked at again
+	next        time.Duration // uptime at which all else is
 	idle        idling
 	checkpoints takings
 	over        time.Time     // when a sandbox that is to be restarted ended
 	seen        time.Duration // uptime at which that was seen
+	failed      failures
 }
 
 // look checks the sandbox once, and returns when to check again. Done: it needs no supervisor.
@@ -129,6 +144,17 @@ func (w *watching) look(ctx context.Context) (done bool, wait time.Duration, err
 	return w.limits(ctx, s, c)
 }
 
+// calm reports whether a look would only find that the files are not near their limit: they may
+// have to be looked at many times a second, all else has not. It returns when to look again.
+func (w *watching) calm() (wait time.Duration, is bool) {
+	rest := w.next - uptime()
+	if w.storage.upper == "" || rest <= 0 {
+		return 0, false
+	}
+	due, _, err := w.storage.due()
+	return min(w.glance, rest), !due && err == nil
+}
+
 // await has ended closed when the sandbox ends.
 func (w *watching) await(ctx context.Context, host Host) {
 	if w.ended != nil {
@@ -149,26 +175,29 @@ func (w *watching) await(ctx context.Context, host Host) {
 
 // limits enforces the limits of a sandbox that runs.
 func (w *watching) limits(ctx context.Context, s runtime.Spec, c runtime.Container) (done bool, wait time.Duration, err error) {
-	e := w.e
+	w.storage.upper = ""
 	if done, wait, err = w.expire(ctx, s); done || err != nil || expired(s.Lifetime) {
 		return done, wait, err
 	}
+	w.glance = wait
 	if s.Resources.Storage > 0 {
-		again, err := w.storage.look(ctx, c, s)
-		if wait = min(wait, again); err != nil {
-			return false, wait, err
+		if w.glance, err = w.storage.look(ctx, c, s); err != nil {
+			return false, min(wait, w.glance), err
 		}
 	}
 	if s.Lifetime.Idle > 0 {
-		quiet, again, err := w.idle.look(e, c, w.id, s.Lifetime.Idle)
+		quiet, again, err := w.idle.look(w.e, c, w.id, s.Lifetime.Idle)
 		if wait = min(wait, again); err != nil {
-			return false, wait, err
+			return false, min(wait, w.glance), err
 		}
 		if quiet >= s.Lifetime.Idle {
-			return w.end(ctx, func(ctx context.Context, id string) (bool, error) { return e.stopIdle(ctx, id, quiet, w.idle.touch) })
+			return w.end(ctx, func(ctx context.Context, id string) (bool, error) {
+				return w.e.stopIdle(ctx, id, quiet, w.idle.touch)
+			})
 		}
 	}
-	return false, wait, nil
+	w.next = uptime() + min(wait, time.Second)
+	return false, min(wait, w.glance), nil
 }
 
 // expire stops or removes a sandbox whose TTL is over.

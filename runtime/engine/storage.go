@@ -130,10 +130,12 @@ type filesLimit struct {
 	id    string
 	limit int64
 
-	used int64 // at the last count
-	free int64 // free space of the filesystem then
-	at   time.Time
-	took time.Duration
+	upper string // of the last count; empty: the last look was another one
+	most  int64
+	used  int64 // at the last count
+	free  int64 // free space of the filesystem then
+	at    time.Time
+	took  time.Duration
 
 	killed int  // first process of the start that was killed
 	full   int  // first process of a start that was refused more space, until it has room again
@@ -151,7 +153,7 @@ const (
 
 // look checks once, and returns when to check again.
 func (w *filesLimit) look(ctx context.Context, c runtime.Container, s runtime.Spec) (time.Duration, error) {
-	w.limit = s.Resources.Storage
+	w.limit, w.upper = s.Resources.Storage, ""
 	project, ours, err := overlay.ProjectOf(c.Upper)
 	if err != nil {
 		return late, err
@@ -226,14 +228,12 @@ func (w *filesLimit) count(ctx context.Context, c runtime.Container, most int64)
 	if w.killed != 0 && w.killed == c.Pid {
 		return soonest, nil // about to end
 	}
-	var st unix.Statfs_t
-	if err := unix.Statfs(c.Upper, &st); err != nil {
-		return late, &fs.PathError{Op: "statfs", Path: c.Upper, Err: err}
+	w.upper, w.most = c.Upper, most
+	due, free, err := w.due()
+	if err != nil {
+		return late, err
 	}
-	free := int64(st.Bfree) * st.Bsize
-	left := most - w.used
-	old := time.Since(w.at)
-	if w.at.IsZero() || old > max(recount, 20*w.took) || w.free-free >= left/2 && old > 4*w.took {
+	if due {
 		start := time.Now()
 		used, err := overlay.Usage(ctx, c.Upper, most)
 		if errors.Is(err, overlay.ErrTooDeep) {
@@ -244,11 +244,24 @@ func (w *filesLimit) count(ctx context.Context, c runtime.Container, most int64)
 			return late, err
 		}
 		w.used, w.free, w.at, w.took = used, free, start, time.Since(start)
-		if left = most - used; left < 0 {
+		if used > most {
 			return soonest, w.kill(ctx, c, used)
 		}
 	}
-	return max(soon(left), min(w.took, late)), nil
+	return max(soon(most-w.used), min(w.took, late)), nil
+}
+
+// due reports whether the files are to be counted: they could be near their limit by the free
+// space of the filesystem, which it returns.
+func (w *filesLimit) due() (is bool, free int64, err error) {
+	var st unix.Statfs_t
+	if err := unix.Statfs(w.upper, &st); err != nil {
+		return true, 0, &fs.PathError{Op: "statfs", Path: w.upper, Err: err}
+	}
+	free = int64(st.Bfree) * st.Bsize
+	old := time.Since(w.at)
+	is = w.at.IsZero() || old > max(recount, 20*w.took) || w.free-free >= (w.most-w.used)/2 && old > 4*w.took
+	return is, free, nil
 }
 
 // stayDown suppresses restarts: the sandbox would have just as many files.
