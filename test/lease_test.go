@@ -50,7 +50,8 @@ func (b *box) supervisor() int {
 	}
 	for _, dir := range dirs {
 		args, _ := os.ReadFile(filepath.Join(dir, "cmdline")) // it may have ended
-		if text := string(args); strings.Contains(text, "\x00"+b.root+"\x00") && strings.HasSuffix(text, "\x00supervise\x00") {
+		text := string(args)
+		if strings.Contains(text, "\x00"+b.root+"\x00") && strings.HasSuffix(text, "\x00supervise\x00") {
 			pid, _ := strconv.Atoi(filepath.Base(dir))
 			return pid
 		}

@@ -161,7 +161,7 @@ func TestRestartWaiting(t *testing.T) {
 	}
 	waits(3)
 	b.ok("stop", "s")
-	b.eventually("nobody waits to start it", func() bool { return !supervised() })
+	b.eventually("nothing waits to start it", func() bool { return !supervised() })
 	count := b.restarts("s")
 	equal(b, "stopped", count.Stopped, true)
 	equal(b, "status", b.inspect("s").Status, "exited")
@@ -175,13 +175,13 @@ func TestRestartWaiting(t *testing.T) {
 	// Nor does it come back by itself from what a restore and a stop have left.
 	b.ok("restore", "s")
 	b.ok("stop", "-t", "0", "s")
-	b.eventually("nobody waits to start it", func() bool { return !supervised() })
+	b.eventually("nothing waits to start it", func() bool { return !supervised() })
 	equal(b, "status", b.inspect("s").Status, "exited")
 	equal(b, "stopped", b.restarts("s").Stopped, true)
 	b.ok("start", "s")
 	waits(1)
 	b.ok("rm", "-f", "s")
-	b.eventually("nobody waits to start it", func() bool { return !supervised() })
+	b.eventually("nothing waits to start it", func() bool { return !supervised() })
 	if _, there := b.find("s"); there {
 		t.Error("it is there again")
 	}

@@ -54,7 +54,8 @@ func TestOneSupervisor(t *testing.T) {
 	names := make([]string, n)
 	for i := range names {
 		names[i] = fmt.Sprintf("c%d", i)
-		b.start(names[i], "--network", "none", "--stop-signal", "KILL", "--ttl", "10h", "--idle", "10h", "--storage-size", "100m", "--restart", "always", "--checkpoint-every", "10h", "busybox", "sleep", "100000")
+		b.start(names[i], "--network", "none", "--stop-signal", "KILL", "--ttl", "10h", "--idle", "10h",
+			"--storage-size", "100m", "--restart", "always", "--checkpoint-every", "10h", "busybox", "sleep", "100000")
 	}
 	only := func() int {
 		t.Helper()
@@ -79,7 +80,9 @@ func TestOneSupervisor(t *testing.T) {
 	b.eventually("nothing is beside the monitors", func() bool { return len(b.beside()) == 0 })
 	b.ok("ps")
 	only()
-	b.eventually("the one that has crashed is back", func() bool { return b.restarts("c0").Count == 1 && b.inspect("c0").Status == "running" })
+	b.eventually("the one that has crashed is back", func() bool {
+		return b.restarts("c0").Count == 1 && b.inspect("c0").Status == "running"
+	})
 	// They are found by what they had recorded: it is as if it had never been killed.
 	b.ok("update", "--ttl", "1s", "c1")
 	b.awaitGone("supervised", b.inspect("c1").ID)
@@ -160,7 +163,8 @@ func TestSupervisorReplaced(t *testing.T) {
 	}
 	install()
 	b.own("c")
-	cmd := exec.Command(program, "--root", b.root, "run", "-d", "--name", "c", "--network", "none", "--ttl", "10h", "--stop-signal", "KILL", "busybox", "sleep", "100000")
+	cmd := exec.Command(program, "--root", b.root, "run", "-d", "--name", "c", "--network", "none",
+		"--ttl", "10h", "--stop-signal", "KILL", "busybox", "sleep", "100000")
 	if out, err := cmd.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}

@@ -42,8 +42,8 @@ action, error, left: nothing was done, again: the service found it the last time
 
   interrupted   a verb that was cut off             lease     a lease that is over
   store         unfinished checkpoints and packs    unknown   whole, but not on record
-  ended         it ended, and nobody saw to it      monitor   whoever keeps its output is dead
-  gone          its container is gone               staged    a restore that nobody will start
+  ended         it ended, and that went unseen      monitor   what keeps its output is dead
+  gone          its container is gone               staged    a restore that will not be started
   stray         what is left of one that is gone    host      rules, bridges, helpers of all`,
 		Example: `  agentbox recover
   agentbox recover --format json | jq .counts`,

@@ -200,7 +200,8 @@ Ctrl-C makes a verb stop and undo what it began; a second Ctrl-C ends it at once
 	add(groupImage, newImageCommand(a), newCommitCommand(a))
 	add(groupHost, newDoctorCommand(a), newSetupCommand(a), newRecoverCommand(a), newVersionCommand(a), newCompletionCommand(a), newServeCommand(a), newAuditCommand(a))
 	add(groupHost, newPolicyCommand(a), newDockerPluginCommand(a), newVolumeCommand(a))
-	cmd.AddCommand(newReapCommand(a), newMonitorCommand(), newEgressCommand(a), newSuperviseCommand(a), newLeaveHostCommand(a), newManCommand())
+	cmd.AddCommand(newReapCommand(a), newMonitorCommand(), newEgressCommand(a), newSuperviseCommand(a),
+		newLeaveHostCommand(a), newManCommand())
 	wrapArgs(cmd)
 	return cmd
 }

@@ -31,7 +31,8 @@ func openService(ctx context.Context, g globals) (runtime.Service, error) {
 		return nil, err
 	}
 	return local.Open(ctx, local.Options{
-		Root: g.Root, Backend: g.Backend, Program: self, By: g.by, NoRecovery: g.reaping || g.supervising, Existing: g.supervising,
+		Root: g.Root, Backend: g.Backend, Program: self, By: g.by,
+		NoRecovery: g.reaping || g.supervising, Existing: g.supervising,
 		Observers: []engine.Observer{g.traces.Observer(cmp.Or(g.by, "command"))},
 	})
 }

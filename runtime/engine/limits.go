@@ -69,6 +69,9 @@ func (w *watching) attend(ctx context.Context) (over bool, wait time.Duration) {
 	}
 	if done && ctx.Err() == nil {
 		over, e2 := w.e.settled(ctx, w.id, m)
+		if over && err != nil {
+			w.e.log.Error("sandbox not supervised any more", "sandbox", w.id, "err", err)
+		}
 		if over {
 			return true, 0
 		}
@@ -174,7 +177,9 @@ func (w *watching) await(ctx context.Context, host Host) {
 }
 
 // limits enforces the limits of a sandbox that runs.
-func (w *watching) limits(ctx context.Context, s runtime.Spec, c runtime.Container) (done bool, wait time.Duration, err error) {
+func (w *watching) limits(
+	ctx context.Context, s runtime.Spec, c runtime.Container,
+) (done bool, wait time.Duration, err error) {
 	w.storage.upper = ""
 	if done, wait, err = w.expire(ctx, s); done || err != nil || expired(s.Lifetime) {
 		return done, wait, err
@@ -212,9 +217,13 @@ func (w *watching) expire(ctx context.Context, s runtime.Spec) (done bool, wait 
 }
 
 // again restarts a sandbox that has ended, if its policy says so.
-func (w *watching) again(ctx context.Context, sb store.Sandbox, s runtime.Spec, c runtime.Container) (done bool, wait time.Duration, err error) {
+func (w *watching) again(
+	ctx context.Context, sb store.Sandbox, s runtime.Spec, c runtime.Container,
+) (done bool, wait time.Duration, err error) {
 	if w.storage.unsaid {
-		same, err := w.e.whileOver(ctx, w.id, c.Finished, func(sb *locked) error { return w.storage.stayDown(sb.Sandbox) })
+		same, err := w.e.whileOver(ctx, w.id, c.Finished, func(sb *locked) error {
+			return w.storage.stayDown(sb.Sandbox)
+		})
 		if !same || err != nil {
 			w.storage.unsaid = w.storage.unsaid && err != nil
 			return w.later(err)
@@ -243,7 +252,8 @@ func (w *watching) again(ctx context.Context, sb store.Sandbox, s runtime.Spec, 
 	if err := w.e.recoverBy(ctx, ByWatch); err != nil {
 		return false, time.Second, err
 	}
-	if err := w.e.restart(ctx, w.id, c.Finished); err != nil && !errors.Is(err, runtime.ErrBusy) && !errors.Is(err, runtime.ErrNotFound) {
+	err = w.e.restart(ctx, w.id, c.Finished)
+	if err != nil && !errors.Is(err, runtime.ErrBusy) && !errors.Is(err, runtime.ErrNotFound) {
 		return false, latest, err
 	}
 	return false, firstRestart, nil
@@ -258,7 +268,9 @@ func (w *watching) later(err error) (done bool, wait time.Duration, _ error) {
 }
 
 // end stops a sandbox. If a verb is at work on it, that is tried again later.
-func (w *watching) end(ctx context.Context, stop func(context.Context, string) (bool, error)) (done bool, wait time.Duration, err error) {
+func (w *watching) end(
+	ctx context.Context, stop func(context.Context, string) (bool, error),
+) (done bool, wait time.Duration, err error) {
 	if err := w.e.recoverBy(ctx, ByWatch); err != nil {
 		return false, time.Second, err
 	}

@@ -290,7 +290,7 @@ func (r *reconciling) look(ctx context.Context, host Host, sb store.Sandbox, hol
 		if back, _, err := r.e.comesBack(ctx, sb, s, c); err != nil {
 			return false, err
 		} else if back {
-			if new, err := r.supervised(s); new || err != nil { // the supervisor restarts it
+			if now, err := r.supervised(s); now || err != nil { // the supervisor restarts it
 				return false, err
 			}
 		}
@@ -316,7 +316,7 @@ func (r *reconciling) look(ctx context.Context, host Host, sb store.Sandbox, hol
 }
 
 // supervised has a sandbox supervised that lacks its mark, and reports whether it did.
-func (r *reconciling) supervised(s runtime.Spec) (is bool, err error) {
+func (r *reconciling) supervised(s runtime.Spec) (now bool, err error) {
 	if !supervised(s) {
 		return false, nil
 	}

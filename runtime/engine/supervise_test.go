@@ -132,7 +132,8 @@ func TestSupervisorConfines(t *testing.T) {
 	r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })
 	ids := map[string]string{}
 	for _, name := range []string{"broken", "stuck", "well"} {
-		ids[name] = r.createShort(t, name, runtime.Spec{StopSignal: "KILL", Lifetime: runtime.Lifetime{TTL: time.Second}}, nil).ID
+		s := runtime.Spec{StopSignal: "KILL", Lifetime: runtime.Lifetime{TTL: time.Second}}
+		ids[name] = r.createShort(t, name, s, nil).ID
 		if _, err := r.Start(ctx, name, nil); err != nil {
 			t.Fatal(err)
 		}
@@ -217,7 +218,8 @@ func TestOldWatches(t *testing.T) {
 	}
 	r.started = 0
 	old := filepath.Join(r.root, "watch", sb.ID)
-	if err := errors.Join(os.Remove(filepath.Join(r.root, "supervised", sb.ID)), os.Mkdir(filepath.Dir(old), 0o700), os.WriteFile(old, nil, 0o600)); err != nil {
+	err := errors.Join(os.Remove(filepath.Join(r.root, "supervised", sb.ID)), os.Mkdir(filepath.Dir(old), 0o700), os.WriteFile(old, nil, 0o600))
+	if err != nil {
 		t.Fatal(err)
 	}
 	alive, err := flock.Try(old, 0)

@@ -63,7 +63,8 @@ func takingRounds(t *testing.T, fn func(s *taking, cancel func())) (log string) 
 		done := make(chan struct{})
 		go func() {
 			defer close(done)
-			rounds{every: time.Minute, status: s.is, take: s.take, log: slog.New(slog.NewTextHandler(&out, nil)).With("sandbox", "id")}.run(ctx)
+			log := slog.New(slog.NewTextHandler(&out, nil)).With("sandbox", "id")
+			rounds{every: time.Minute, status: s.is, take: s.take, log: log}.run(ctx)
 		}()
 		fn(s, cancel)
 		<-done
@@ -119,7 +120,8 @@ func TestRoundsFail(t *testing.T) {
 			t.Errorf("taken at %s, want %s", got, want)
 		}
 	})
-	if strings.Count(log, "disk full") != 1 || strings.Count(log, "busy") != 1 || !strings.Contains(log, "sandbox=id") || !strings.Contains(log, "failed=4") {
+	if strings.Count(log, "disk full") != 1 || strings.Count(log, "busy") != 1 ||
+		!strings.Contains(log, "sandbox=id") || !strings.Contains(log, "failed=4") {
 		t.Error(log)
 	}
 }

@@ -77,7 +77,8 @@ func TestHelper(t *testing.T) {
 	if err := os.WriteFile(self, []byte(script), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	for root, want := range map[string]string{"": "--backend oci supervise " + passed.Name() + " /", "/srv/box": "--root /srv/box --backend oci supervise " + passed.Name() + " /"} {
+	args := "--backend oci supervise " + passed.Name() + " /"
+	for root, want := range map[string]string{"": args, "/srv/box": "--root /srv/box " + args} {
 		if err := (helper{self, root, "oci"}).start([]*os.File{passed}, "supervise"); err != nil {
 			t.Fatal(err)
 		}
