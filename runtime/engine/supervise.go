@@ -295,6 +295,16 @@ func (e *Engine) settled(ctx context.Context, id string, m mark) (is bool, err e
 // was removed.
 func (e *Engine) Supervise(ctx context.Context, lock *Supervision) error {
 	goruntime.GC() // little memory counts for more than a quick start: see internal/gclater
+
+	// The last supervisor may have been killed in a checkpoint, with the sandbox frozen.
+	var recovering guard.WaitGroup
+	defer recovering.Wait()
+	recovering.Go(func() {
+		if _, err := e.RecoverInterrupted(ctx); err != nil && ctx.Err() == nil {
+			e.log.Error("recovery failed; `agentbox recover` retries", "err", err)
+		}
+	})
+
 	for {
 		err := e.supervise(ctx, lock)
 		if errors.Is(err, errReplaced) {

@@ -13,6 +13,7 @@ import (
 	"github.com/agentbox/agentbox/internal/flock"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/engine"
+	"github.com/agentbox/agentbox/runtime/store"
 )
 
 // await waits until something is so.
@@ -145,6 +146,23 @@ func TestSupervisorConfines(t *testing.T) {
 	await(t, "the one is stopped", func() bool { return slices.Equal(r.marks(t), []string{"broken", "stuck"}) })
 	b.broken.Store(nil)
 	await(t, "the broken one is stopped", func() bool { return slices.Equal(r.marks(t), []string{"stuck"}) })
+}
+
+// TestSupervisorRecovers: a supervisor takes back the checkpoint in which the last one was killed.
+func TestSupervisorRecovers(t *testing.T) {
+	r := newRig(t, nil)
+	sb := r.createShort(t, "box", runtime.Spec{Lifetime: runtime.Lifetime{TTL: time.Hour}}, nil)
+	if _, err := r.Start(ctx, "box", nil); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.store.Begin(ctx, store.Intent{Op: "checkpoint", Sandbox: sb.ID, Data: []byte(`{"was": "running"}`)}); err != nil {
+		t.Fatal(err)
+	}
+	_ = r.supervising(t)
+	await(t, "the journal is empty", func() bool {
+		list, err := r.store.Intents(ctx)
+		return err == nil && len(list) == 0
+	})
 }
 
 // TestSupervisorOfRemovedRoot: a supervisor whose root is removed ends, and makes nothing of it
