@@ -65,8 +65,8 @@ func TestSweepTemp(t *testing.T) {
 		t.Fatal(err)
 	}
 	_ = cmd.Wait()
-	// Others on this machine may run CRIU, too.
-	for end := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
+	// Others on this machine may run CRIU, too, and tests stop one for minutes.
+	for end := time.Now().Add(10 * time.Minute); ; time.Sleep(5 * time.Millisecond) {
 		err := sweepTemp(dir)
 		if _, e := os.Stat(left); os.IsNotExist(e) {
 			if !errors.Is(err, unix.EBUSY) || !strings.Contains(err.Error(), foreign) || strings.Contains(err.Error(), mounted) {
