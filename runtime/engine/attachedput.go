@@ -180,6 +180,7 @@ func (r *attachedPart) resumeHosts(ctx context.Context) (told string) {
 	if cause = cmp.Or(cause, failpoint.Hit("restore.attached.before-put")); cause != nil {
 		left, h.list = append(left, fmt.Sprintf("%s (%v)", strings.Join(r.data.HostFiles, ", "), cause)), nil
 	}
+
 	for i, f := range h.list {
 		var err error
 		if i > 0 {

@@ -57,6 +57,7 @@ func (e *Engine) takeCheckpoint(ctx context.Context, ref string, opts runtime.Ch
 	if opts.Trigger == runtime.TriggerInterval {
 		verb = opInterval
 	}
+
 	if opts.Trigger != "" && !opts.Automatic {
 		// Refuse before waiting for such a checkpoint to end.
 		sb, err := e.find(ctx, ref)
@@ -206,6 +207,7 @@ func (e *Engine) prepare(ctx context.Context, sb *locked, c runtime.Container, o
 	if kind == runtime.KindFull && len(s.Secrets) > 0 {
 		k.row.Warnings = append(k.row.Warnings, "what processes have read of the secrets in "+runtime.SecretsDir+" is part of their memory, and so of the checkpoint")
 	}
+
 	for _, m := range s.Mounts {
 		switch {
 		case m.Type == "bind":
@@ -221,6 +223,7 @@ func (e *Engine) prepare(ctx context.Context, sb *locked, c runtime.Container, o
 			k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is a tmpfs and not part of a files-only checkpoint", m.Target))
 		}
 	}
+
 	if opts.WithVolumes {
 		if err := k.takeVolumes(ctx); err != nil {
 			return nil, err
@@ -237,6 +240,7 @@ func (e *Engine) prepare(ctx context.Context, sb *locked, c runtime.Container, o
 			return nil, err
 		}
 	}
+
 	if kind == runtime.KindFull {
 		// Processes that exec has started are not descendants of the first
 		// process, and CRIU silently leaves them out.
@@ -318,6 +322,7 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 	if err := failpoint.Hit("checkpoint.after-freeze"); err != nil {
 		return row, err
 	}
+
 	if k.hold && k.row.Kind == runtime.KindFull {
 		if k.cut, err = criu.CutOff(k.c.Pid); err != nil {
 			// A kernel without nftables: what a peer sends in the last
@@ -333,6 +338,7 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 	if err := e.still(ctx, k); err != nil {
 		return row, e.explain(ctx, k, err)
 	}
+
 	if !k.hold {
 		// All of the instant is read; the rest needs only the disk. Only a
 		// sandbox that stops must wait until the checkpoint is durable.
@@ -370,6 +376,7 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 	if err != nil {
 		return row, err
 	}
+
 	// From here on the checkpoint exists: failures below are reported, but nothing is
 	// rolled back.
 	undo.Release()
@@ -378,6 +385,7 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 	if row.Frozen = stood; k.hold {
 		row.Frozen = time.Since(frozen)
 	}
+
 	// The caller may still have a frozen sandbox to deal with. An error in what is only
 	// reported, or swept later, must not interrupt that.
 	if err := errors.Join(failpoint.Hit("checkpoint.after-ready"), draft.Close(), e.store.SetFrozen(ctx, row.ID, row.Frozen)); err != nil {

@@ -102,6 +102,7 @@ func (e *Engine) diff(ctx context.Context, req runtime.DiffRequest) (_ runtime.D
 	for _, c := range list {
 		out.Changes = append(out.Changes, ChangeOf(c))
 	}
+
 	if extra := d.managedChanges(); len(extra) > 0 {
 		out.Changes = append(out.Changes, extra...)
 		slices.SortStableFunc(out.Changes, func(a, b runtime.Change) int {
@@ -111,6 +112,7 @@ func (e *Engine) diff(ctx context.Context, req runtime.DiffRequest) (_ runtime.D
 			out.Changes, out.Truncated = out.Changes[:limit], true
 		}
 	}
+
 	if req.Patch {
 		from, err := d.contents(ctx, out.Changes, sides, lower)
 		if err != nil {

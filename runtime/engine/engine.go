@@ -424,6 +424,7 @@ func (e *Engine) sandboxes(ctx context.Context) ([]runtime.Sandbox, error) {
 	if err != nil {
 		return nil, fail("ps", "", err)
 	}
+
 	// Inspect a few concurrently: each needs a look at the kernel, or its engine.
 	views, errs := make([]runtime.Sandbox, len(rows)), make([]error, len(rows))
 	specs := e.listed.of(rows, errs)

@@ -216,6 +216,7 @@ func (e *Engine) noteHits(ctx context.Context, sb store.Sandbox, c runtime.Conta
 	if c.Status == runtime.Exited && !c.Finished.IsZero() {
 		now = c.Finished
 	}
+
 	add := func(typ string, total, limit int64, at time.Time) error {
 		if total <= noted[typ] {
 			return nil

@@ -55,6 +55,7 @@ func (e *Engine) fork(ctx context.Context, ref string, opts runtime.ForkOptions)
 	case len(opts.Names) > 0 && len(opts.Names) != opts.Count:
 		return nil, fmt.Errorf("%w: %d names for %d forks", runtime.ErrInvalid, len(opts.Names), opts.Count)
 	}
+
 	for i, name := range opts.Names {
 		if err := store.ValidName(name); err != nil {
 			return nil, err
@@ -182,6 +183,7 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 	if look != nil {
 		s.Network = runtime.Network{Mode: runtime.NetworkNone}
 	}
+
 	if len(opts.Labels) > 0 {
 		labels := maps.Clone(opts.Labels)
 		for k, v := range s.Labels {

@@ -38,6 +38,7 @@ func (e *Engine) unrestorable(ctx context.Context, row store.Checkpoint) (why st
 	if err != nil {
 		return "", err
 	}
+
 	for _, im := range images {
 		switch read, ghost := criu.Judges(im.Name); {
 		case read:

@@ -230,6 +230,7 @@ func (e *Engine) retain(ctx context.Context, f store.Filter, r retention, out *r
 	if err != nil {
 		return err
 	}
+
 	for _, d := range decisions {
 		p := runtime.PrunedCheckpoint{Checkpoint: checkpointView(byID[d.ID]), Reasons: d.Reasons}
 		if d.Keep {

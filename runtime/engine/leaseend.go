@@ -119,6 +119,7 @@ func (e *Engine) beginEnd(ctx context.Context, id string, why func(runtime.Lease
 	if err := failpoint.Hit("lease.end.after-mark"); err != nil {
 		return err
 	}
+
 	// Nothing can join it any more. List what has joined since the first look, too.
 	if m, err = e.store.LeaseMembers(ctx, id); err != nil {
 		return err

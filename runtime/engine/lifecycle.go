@@ -50,6 +50,7 @@ func (e *Engine) createSandbox(ctx context.Context, req runtime.CreateRequest) (
 			return runtime.Sandbox{}, err
 		}
 	}
+
 	// An image that the policy does not allow is not pulled.
 	if err := req.Policy.Image(req.Spec.Image); err != nil {
 		return runtime.Sandbox{}, err
@@ -75,6 +76,7 @@ func (e *Engine) createSandbox(ctx context.Context, req runtime.CreateRequest) (
 	if err := e.admit(&s, req, img, own); err != nil {
 		return runtime.Sandbox{}, err
 	}
+
 	// Fail now rather than at the start.
 	if _, err := e.readSecrets(ctx, s, s.Secrets); err != nil {
 		return runtime.Sandbox{}, err
@@ -162,6 +164,7 @@ func complete(req runtime.CreateRequest, img image.Image, backend string) (runti
 	if len(img.RepoDigests) > 0 {
 		s.ImageSource = img.RepoDigests[0]
 	}
+
 	// Docker's rule: a given entrypoint drops the image's command too.
 	entry, cmd := req.Entrypoint, s.Args
 	if entry == nil {
@@ -225,6 +228,7 @@ func complete(req runtime.CreateRequest, img image.Image, backend string) (runti
 	if r.Memory < 0 || r.CPUs < 0 || r.Pids < 0 {
 		return s, fmt.Errorf("%w: a limit is negative", runtime.ErrInvalid)
 	}
+
 	// The minimum that the kernel needs to start a process, and Docker's.
 	if r.Memory > 0 && r.Memory < 6<<20 {
 		return s, fmt.Errorf("%w: memory limit below 6 MiB", runtime.ErrInvalid)
@@ -312,6 +316,7 @@ func (e *Engine) launch(ctx context.Context, sb *locked, streams *runtime.Stream
 	if stop == nil && live {
 		return nil, wrongState(sb.Name, c.Status)
 	}
+
 	if stop != nil {
 		if live && c.AutoRemove {
 			return nil, hint(fmt.Errorf("%w: its engine removes it as soon as it stops (it was started with --rm), and a restart stops it", runtime.ErrState),
@@ -342,6 +347,7 @@ func (e *Engine) launch(ctx context.Context, sb *locked, streams *runtime.Stream
 			return nil, err
 		}
 	}
+
 	// An --rm sandbox must not be removed by a stop after which it did not start.
 	keep := stop != nil && live && s.AutoRemove
 	if keep != sb.Kept {
@@ -349,6 +355,7 @@ func (e *Engine) launch(ctx context.Context, sb *locked, streams *runtime.Stream
 			return nil, err
 		}
 	}
+
 	err = e.intent(ctx, store.Intent{Op: opStart, Sandbox: sb.ID}, nil, func(int64) error {
 		if stop != nil { // with the intent on record, for which the disk may have had no room
 			if c, err = e.stopFor(ctx, sb, *stop); err != nil {

@@ -158,6 +158,7 @@ func (e *Engine) updateLifetime(ctx context.Context, ref string, change runtime.
 	if err := e.store.SetSpec(ctx, sb.ID, data); err != nil {
 		return runtime.Sandbox{}, err
 	}
+
 	if change.Restart != nil {
 		err := e.begun(s)
 		if err == nil && !live { // only its owner starts it

@@ -181,6 +181,7 @@ func (e *Engine) importCheckpoint(ctx context.Context, r io.Reader, opts runtime
 	if err != nil {
 		return runtime.Checkpoint{}, err
 	}
+
 	if row.Kind == runtime.KindFull && parts.Processes == nil {
 		list, err := criu.Processes(draft.CRIUDir())
 		if err != nil {
@@ -298,6 +299,7 @@ func (e *Engine) imported(ctx context.Context, facts portable.Facts, opts runtim
 	if err != nil {
 		return row, parts, nil, hint(fmt.Errorf("the archive's image %s: %w", facts.Image, err), "Import that image first, or name with --image what it is called here.")
 	}
+
 	s := runtime.Spec{
 		ID: newID(), Name: cmp.Or(opts.Name, facts.Name), Image: cmp.Or(opts.Image, facts.Image), ImageDigest: img.Digest,
 		Args: facts.Args, Env: facts.Env, Workdir: cmp.Or(facts.Workdir, "/"), User: facts.User, Hostname: facts.Hostname,
@@ -361,6 +363,7 @@ func (e *Engine) incoming(ctx context.Context, m store.Manifest, opts runtime.Im
 	if err != nil {
 		return row, err
 	}
+
 	if opts.Name != "" {
 		if err := store.ValidName(opts.Name); err != nil {
 			return row, err
@@ -370,6 +373,7 @@ func (e *Engine) incoming(ctx context.Context, m store.Manifest, opts runtime.Im
 		row.ID, row.SandboxID, row.Parent = newID(), newID(), ""
 		s.ID = row.SandboxID
 	}
+
 	if opts.Image != "" {
 		from, err := e.images()
 		if err != nil {

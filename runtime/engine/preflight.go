@@ -136,6 +136,7 @@ func (r *mountsPart) checkTargets(ctx context.Context) error {
 	if len(targets) == 0 {
 		return nil
 	}
+
 	for e, err := range worktree.Entries(ctx, r.reader, 0) {
 		if err != nil {
 			return err
@@ -151,6 +152,7 @@ func (r *mountsPart) checkTargets(ctx context.Context) error {
 			}
 		}
 	}
+
 	for _, m := range targets {
 		for _, layer := range r.c.Lower {
 			jail, err := policy.Open(layer)

@@ -222,6 +222,7 @@ func (r *processesPart) resume(ctx context.Context) (failed error) {
 	if err == nil && r.full() {
 		r.tellProof(work)
 	}
+
 	if err == nil && r.full() && r.spec.Adopted && !r.c.EmptyNetwork {
 		// The images of a network namespace that CRIU dumps contain the cut that was
 		// in force during the dump.

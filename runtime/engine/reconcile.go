@@ -188,6 +188,7 @@ func (r *reconciling) backend(ctx context.Context, name string) error {
 			ids[sb.ID] = true
 		}
 	}
+
 	for _, id := range slices.Sorted(maps.Keys(ids)) {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
@@ -376,11 +377,13 @@ func (r *reconciling) free(ctx context.Context, host Host, id string, has []stri
 	if err := failpoint.Hit("reconcile.before-settle"); err != nil {
 		return f, err
 	}
+
 	// Another process may have settled it since look.
 	holder, holds := host.Backend.(runtime.Holder)
 	if holds && holder.Busy(id) {
 		return f, nil
 	}
+
 	if holds && len(has) > 0 {
 		now, err := holder.Held(ctx)
 		if err != nil {
@@ -417,6 +420,7 @@ func (r *reconciling) free(ctx context.Context, host Host, id string, has []stri
 	if err != nil {
 		return f, err
 	}
+
 	// Backends share our run directory. One may mistake for its own what a restore has
 	// left there for a sandbox of another.
 	if host, err = e.host(sb.Backend); err != nil {

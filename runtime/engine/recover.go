@@ -129,6 +129,7 @@ func (e *Engine) finish(ctx context.Context, in store.Intent) (did string, err e
 	if err != nil {
 		return "", err
 	}
+
 	switch in.Op {
 	case opCreate:
 		did, err = e.finishCreate(ctx, in, host)
@@ -384,6 +385,7 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 	if untouched {
 		data.Phase = phasePrepare
 	}
+
 	if data.Phase == phasePrepare {
 		switch {
 		case data.Recreated:
@@ -404,6 +406,7 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 	if errors.Is(err, errUnfinished) {
 		return "", err // its engine has failed; the intent stays
 	}
+
 	if err != nil {
 		// Try only once: then the sandbox stays stopped, with its present files, and
 		// its owner decides. An attempt at every command would stop the sandbox each

@@ -118,6 +118,7 @@ func (e *Engine) finishRemove(ctx context.Context, host Host, id string, checkpo
 	if err := host.Remove(ctx, id); err != nil {
 		return err
 	}
+
 	// Remove what restores have left there for the OCI runtime.
 	if err := os.RemoveAll(filepath.Join(e.run, id)); err != nil {
 		return err
@@ -132,6 +133,7 @@ func (e *Engine) finishRemove(ctx context.Context, host Host, id string, checkpo
 	if err != nil {
 		return err
 	}
+
 	for _, ck := range list {
 		// Undo checkpoints are removed with the sandbox.
 		if !checkpoints && (ck.Trigger != runtime.TriggerUndo || ck.Pinned || ck.Name != "" || len(ck.Tags) > 0) {
@@ -158,6 +160,7 @@ func (e *Engine) finishRemove(ctx context.Context, host Host, id string, checkpo
 	if err := failpoint.Hit("remove.after-row"); err != nil {
 		return err
 	}
+
 	// Its interrupted verbs are moot, and must not apply to a sandbox that is recreated
 	// with the same id.
 	for _, in := range left {

@@ -150,6 +150,7 @@ func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ runtime.Rest
 	if err != nil {
 		out.Warnings = append(slices.Clone(out.Warnings), err.Error())
 	}
+
 	// The restore is done; a caller that disconnects now does not make it fail.
 	out.Sandbox, err = e.inspect(context.WithoutCancel(ctx), r.sb.ID)
 	out.Warnings = slices.Concat(out.Warnings, t.h.after(ctx, policy.AfterRestore))

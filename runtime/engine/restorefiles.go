@@ -244,6 +244,7 @@ func (r *filesPart) keepPresent(ctx context.Context) error {
 	if r.data.Undo == "" {
 		return nil
 	}
+
 	// The restore ends all processes, even one of files only, so the undo checkpoint
 	// includes them.
 	opts := runtime.CheckpointOptions{

@@ -83,6 +83,7 @@ func (e *Engine) escalate(ctx context.Context, ref string, t *trying) (runtime.R
 	if err != nil {
 		return runtime.Restored{}, err
 	}
+
 	// Stay with this checkpoint, even if an attempt makes a newer one.
 	t.opts.Checkpoint, t.opts.Undo = row.ID, false
 	full := row.Kind == runtime.KindFull && !opts.FilesOnly
@@ -213,6 +214,7 @@ func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err 
 	if err := mayStart(r.spec); err != nil {
 		return err
 	}
+
 	if t.kept == "" {
 		row, err := e.keepStopped(ctx, &old, attach)
 		if isCalledOff(err) {
@@ -223,6 +225,7 @@ func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err 
 		}
 		t.kept = row.ID
 	}
+
 	// Without a pin it would be removed with the sandbox.
 	if row, err := e.store.Checkpoint(ctx, t.kept); err != nil || !row.Pinned {
 		if err := errors.Join(err, e.store.Pin(ctx, t.kept, true)); err != nil {

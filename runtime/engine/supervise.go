@@ -231,6 +231,7 @@ func (e *Engine) missed(ctx context.Context, id string, m mark) (needs bool, err
 	if err != nil {
 		return m.current(), err
 	}
+
 	if expired(s.Lifetime) {
 		done, err := e.expire(ctx, id)
 		if done && err == nil {

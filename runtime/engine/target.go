@@ -115,6 +115,7 @@ func (e *Engine) choose(ctx context.Context, sb store.Sandbox, ref string, undo,
 			return row, err
 		}
 	}
+
 	switch {
 	case errors.Is(err, runtime.ErrNotFound) && len(fault.Hint(err)) > 0: // the hint names the sandbox already
 		return row, err
@@ -166,6 +167,7 @@ func (e *Engine) recreate(ctx context.Context, r *restoration, name string, opts
 	if ref == "" && row.Foreign && !opts.Foreign {
 		return onlyForeign(name)
 	}
+
 	if ref != "" {
 		// The checkpoint may belong to an older of several removed sandboxes of that name.
 		if row, err = e.store.Checkpoint(ctx, name+"@"+ref); errors.Is(err, runtime.ErrNotFound) {

@@ -45,6 +45,7 @@ func newFootprint(pid int, upper string) (*footprint, error) {
 	if tmp, _, err := jail.Real("/tmp"); err == nil && path.Clean(tmp) != "/" {
 		f.tmp = strings.TrimPrefix(path.Clean(tmp), "/")
 	}
+
 	for _, dir := range []string{".", f.tmp} {
 		h, err := jail.Handle("/"+dir, false)
 		if errors.Is(err, os.ErrNotExist) || errors.Is(err, fault.ErrNotFound) {
@@ -67,6 +68,7 @@ func newFootprint(pid int, upper string) (*footprint, error) {
 			dirs = append(dirs, f.tmp[:i])
 		}
 	}
+
 	for _, dir := range dirs {
 		entry, err := overlay.ReadDir(upper, dir)
 		if errors.Is(err, fault.ErrNotFound) {
@@ -81,6 +83,7 @@ func newFootprint(pid int, upper string) (*footprint, error) {
 		}
 		f.known[dir] = entry
 	}
+
 	for _, dir := range []string{".", f.tmp} {
 		if _, ok := f.known[dir]; !ok {
 			continue
