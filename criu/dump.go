@@ -160,11 +160,8 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (res DumpResult, er
 	if err != nil {
 		return res, fmt.Errorf("dump %s: %w", rt.ID, err)
 	}
-	dumped, show, err := rt.hideTerminals(ctx, record)
-	defer func() { err = errors.Join(err, show()) }()
-	if err != nil {
-		return res, fmt.Errorf("dump %s: %w", rt.ID, err)
-	}
+	dumped, show := rt.hideTerminals(ctx, record)
+	defer func() { res.Warnings = append(res.Warnings, show()...) }()
 	// Not fatal, either: CRIU refuses what it has not been told of.
 	cut, _ := severed(state.Pid, members, opts.TCP)
 	opts.severed = cut.inodes
@@ -248,20 +245,29 @@ func (r Runtime) ContinueWaits(ctx context.Context, initPid int) error {
 }
 
 // hideTerminals has /dev/tty stand under the terminals' own names in a frozen container, until
-// show is called. It returns the record of that.
-func (r Runtime) hideTerminals(ctx context.Context, record proof.Record) (dumped proof.Record, show func() error, err error) {
+// show is called, and returns the record of that. Where it cannot, CRIU refuses the dump, or does
+// not. show returns a warning where a descriptor stays as it was for the dump.
+func (r Runtime) hideTerminals(ctx context.Context, record proof.Record) (dumped proof.Record, show func() []string) {
+	none := func() []string { return nil }
 	c, err := freezer.Open(r.stateRoot(), r.ID)
 	if err != nil {
-		return record, func() error { return nil }, err
+		return record, none
 	}
-	show = func() error {
+	ctx = context.WithoutCancel(ctx)
+	show = func() []string {
 		if is, err := c.Frozen(); err != nil || !is || !c.Alive() {
 			return nil // they have ended, or go on with the duplicates
 		}
-		return record.ShowTerminals(context.WithoutCancel(ctx), c)
+		if err := record.ShowTerminals(ctx, c); err != nil {
+			return []string{fmt.Sprintf("a descriptor of /dev/tty has become one of the terminal under its own name: %v", err)}
+		}
+		return nil
 	}
-	dumped, err = record.HideTerminals(ctx, c)
-	return dumped, show, err
+	if dumped, err = record.HideTerminals(ctx, c); err != nil {
+		_ = show()
+		return record, none
+	}
+	return dumped, show
 }
 
 // StatsName is what CRIU measured of a dump. It is no image, but what shows
