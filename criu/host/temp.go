@@ -11,6 +11,8 @@ import (
 	"syscall"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/internal/proc"
 )
 
 // SweepTemp removes the directories that killed CRIUs leave in /tmp, whatever their working
@@ -18,9 +20,9 @@ import (
 // kernel moves mounts. Its mounts were in a namespace that is gone; the first of them, a tmpfs,
 // is in ours too where / is shared, as under systemd. While any CRIU runs, one of the directories
 // may be its own, so all are left for the next sweep.
-func SweepTemp() error { return sweepTemp("/tmp") }
+func SweepTemp() error { return sweepTemp("/tmp", criuRuns) }
 
-func sweepTemp(dir string) error {
+func sweepTemp(dir string, running func() (bool, error)) error {
 	// Listed first: what a CRIU that starts meanwhile makes is not among them.
 	var found []string
 	for _, name := range []string{".criu.mntns.*", ".criu.move_mount_set_group.*"} {
@@ -33,7 +35,7 @@ func sweepTemp(dir string) error {
 	if len(found) == 0 {
 		return nil
 	}
-	if runs, err := criuRuns(); err != nil || runs {
+	if runs, err := running(); err != nil || runs {
 		return err
 	}
 	var errs []error
@@ -87,16 +89,23 @@ func criuRuns() (bool, error) {
 		return false, err
 	}
 	for _, e := range entries {
-		if _, err := strconv.Atoi(e.Name()); err != nil {
-			continue
-		}
-		// One that has ended since it was listed reads as an error.
-		name, err := os.ReadFile(filepath.Join("/proc", e.Name(), "comm"))
-		if err == nil && namedCRIU(strings.TrimSuffix(string(name), "\n")) {
+		if pid, err := strconv.Atoi(e.Name()); err == nil && mayUseTemp(pid) {
 			return true, nil
 		}
 	}
 	return false, nil
+}
+
+// mayUseTemp reports whether a process is a CRIU that can still use its directories. One that
+// has ended cannot, even if its parent never reaps it.
+func mayUseTemp(pid int) bool {
+	// One that has ended since it was listed reads as an error.
+	name, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid))
+	if err != nil || !namedCRIU(strings.TrimSuffix(string(name), "\n")) {
+		return false
+	}
+	st, err := proc.ReadThread(pid)
+	return err == nil && !st.Ended()
 }
 
 // namedCRIU reports whether a process with that name may be a CRIU: criu itself, or a copy

@@ -7,7 +7,6 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -45,41 +44,19 @@ func TestSweepTemp(t *testing.T) {
 	if err := unix.Mount(below, below, "", unix.MS_BIND, ""); err != nil {
 		t.Fatal(err)
 	}
-	sleep, err := exec.LookPath("sleep")
-	if err != nil {
-		t.Fatal(err)
-	}
-	running := filepath.Join(dir, "criu")
-	if err := os.Symlink(sleep, running); err != nil {
-		t.Fatal(err)
-	}
-	cmd := exec.Command(running, "60")
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	err = sweepTemp(dir)
+	runs := true
+	running := func() (bool, error) { return runs, nil }
+	err := sweepTemp(dir, running)
 	if _, e := os.Stat(left); err != nil || e != nil {
 		t.Errorf("swept while a CRIU runs: %v, %v", err, e)
 	}
-	if err := cmd.Process.Kill(); err != nil {
-		t.Fatal(err)
+	runs = false
+	err = sweepTemp(dir, running)
+	if !errors.Is(err, unix.EBUSY) || !strings.Contains(err.Error(), foreign) || strings.Contains(err.Error(), mounted) {
+		t.Errorf("of a mount that is not CRIU's: %v", err)
 	}
-	_ = cmd.Wait()
-	// Others on this machine may run CRIU, too, and tests stop one for minutes.
-	for end := time.Now().Add(10 * time.Minute); ; time.Sleep(5 * time.Millisecond) {
-		err := sweepTemp(dir)
-		if _, e := os.Stat(left); os.IsNotExist(e) {
-			if !errors.Is(err, unix.EBUSY) || !strings.Contains(err.Error(), foreign) || strings.Contains(err.Error(), mounted) {
-				t.Errorf("of a mount that is not CRIU's: %v", err)
-			}
-			break
-		}
-		if err != nil {
-			t.Fatal(err)
-		}
-		if time.Now().After(end) {
-			t.Fatal("it is left")
-		}
+	if _, err := os.Stat(left); !os.IsNotExist(err) {
+		t.Errorf("a killed CRIU's directory is left: %v", err)
 	}
 	if _, err := os.Stat(mounted); !os.IsNotExist(err) {
 		t.Errorf("a tmpfs of CRIU's is left: %v", err)
@@ -91,6 +68,45 @@ func TestSweepTemp(t *testing.T) {
 		if _, err := os.Stat(kept); err != nil {
 			t.Error(err)
 		}
+	}
+}
+
+// TestCRIURuns asks for one process alone: other tests may run CRIU at any time.
+func TestCRIURuns(t *testing.T) {
+	sleep, err := exec.LookPath("sleep")
+	if err != nil {
+		t.Fatal(err)
+	}
+	program := filepath.Join(t.TempDir(), "criu")
+	if err := os.Symlink(sleep, program); err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command(program, "60")
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	pid := cmd.Process.Pid
+	defer func() { _ = cmd.Wait() }()
+	defer func() { _ = cmd.Process.Kill() }()
+	if !mayUseTemp(pid) {
+		t.Error("it runs, and is taken for ended")
+	}
+	if runs, err := criuRuns(); err != nil || !runs {
+		t.Errorf("one runs, and none is found: %v", err)
+	}
+	if mayUseTemp(os.Getpid()) {
+		t.Error("this test is taken for a CRIU")
+	}
+	if err := cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	// Until it has ended; it stays a zombie.
+	var info unix.Siginfo
+	if err := unix.Waitid(unix.P_PID, pid, &info, unix.WEXITED|unix.WNOWAIT, nil); err != nil {
+		t.Fatal(err)
+	}
+	if mayUseTemp(pid) {
+		t.Error("a zombie is taken for a CRIU that runs")
 	}
 }
 
