@@ -1,6 +1,7 @@
 package wall_test
 
 import (
+	"debug/elf"
 	"flag"
 	"fmt"
 	"io"
@@ -210,6 +211,12 @@ func installed(t testing.TB, files string) {
 	t.Helper()
 	self, err := os.Executable()
 	must(t, err)
+	program, err := elf.Open(self)
+	must(t, err)
+	defer program.Close()
+	if libraries, err := program.ImportedLibraries(); err != nil || len(libraries) > 0 {
+		t.Fatalf("this test's program needs %q, which the container does not have (%v): build it with CGO_ENABLED=0", libraries, err)
+	}
 	data, err := os.ReadFile(self)
 	must(t, err)
 	must(t, os.WriteFile(filepath.Join(files, "bin", "hold"), data, 0o755))
