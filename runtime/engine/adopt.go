@@ -23,7 +23,7 @@ type located struct {
 }
 
 // locate finds a sandbox that a user names, and its backend.
-func (e *Engine) locate(ctx context.Context, ref string) (located, error) {
+func (e *core) locate(ctx context.Context, ref string) (located, error) {
 	sb, err := e.find(ctx, ref)
 	if err != nil {
 		return located{}, err
@@ -34,7 +34,7 @@ func (e *Engine) locate(ctx context.Context, ref string) (located, error) {
 
 // find finds the record of a sandbox that a user names. A name that no sandbox has may be
 // that of a container of the chosen backend.
-func (e *Engine) find(ctx context.Context, ref string) (store.Sandbox, error) {
+func (e *core) find(ctx context.Context, ref string) (store.Sandbox, error) {
 	if backend, name, ok := strings.Cut(ref, "://"); ok {
 		return e.adopt(ctx, backend, name)
 	}
@@ -51,7 +51,7 @@ func (e *Engine) find(ctx context.Context, ref string) (store.Sandbox, error) {
 
 // checkpoint finds a checkpoint that a user names; see find for the sandbox in
 // SANDBOX@NAME.
-func (e *Engine) checkpoint(ctx context.Context, ref string) (store.Checkpoint, error) {
+func (e *core) checkpoint(ctx context.Context, ref string) (store.Checkpoint, error) {
 	row, err := e.store.Checkpoint(ctx, ref)
 	if at := strings.LastIndexByte(ref, '@'); errors.Is(err, runtime.ErrNotFound) && at > 0 {
 		if sb, e2 := e.find(ctx, ref[:at]); e2 == nil {
@@ -66,7 +66,7 @@ func (e *Engine) checkpoint(ctx context.Context, ref string) (store.Checkpoint, 
 }
 
 // adopt finds or creates the record of a container that its engine knows.
-func (e *Engine) adopt(ctx context.Context, backend, ref string) (store.Sandbox, error) {
+func (e *core) adopt(ctx context.Context, backend, ref string) (store.Sandbox, error) {
 	host, err := e.host(backend)
 	if err != nil {
 		return store.Sandbox{}, err
@@ -110,7 +110,7 @@ func (e *Engine) adopt(ctx context.Context, backend, ref string) (store.Sandbox,
 			now, e2 := host.Adopt(ctx, old.ID)
 			switch {
 			case errors.Is(e2, runtime.ErrNotFound):
-				err = errors.Join(e.dropEvents(old.ID), e.store.DeleteSandbox(ctx, old.ID), e.store.PutSandbox(ctx, row))
+				err = errors.Join(e.events.drop(old.ID), e.store.DeleteSandbox(ctx, old.ID), e.store.PutSandbox(ctx, row))
 			case e2 == nil && now.ID == old.ID && backend+"://"+now.Name != old.Name:
 				// It was renamed since, and this container got its old name.
 				old.Name = backend + "://" + now.Name

@@ -93,7 +93,7 @@ func alertKey(file string) ([]byte, error) {
 
 // alert reports a restore that failed for good. It does not report one that was refused
 // before anything was tried, or that its caller ended: the caller knows.
-func (e *Engine) alert(ctx context.Context, t *trying, failed error) error {
+func (e *core) alert(ctx context.Context, t *trying, failed error) error {
 	if t.opts.Alert == "" || !t.begun || ctx.Err() != nil {
 		return nil
 	}

@@ -13,15 +13,15 @@ import (
 // Apply copies a sandbox's changes into the directory that it is layered over.
 func (e *Engine) Apply(ctx context.Context, ref string, opts runtime.ApplyOptions) (runtime.Applied, error) {
 	return verb(ctx, e, onSandbox("apply", ref), func(ctx context.Context) (runtime.Applied, error) {
-		return e.apply(ctx, ref, opts)
+		return e.sandboxes.apply(ctx, ref, opts)
 	})
 }
 
-func (e *Engine) apply(ctx context.Context, ref string, opts runtime.ApplyOptions) (out runtime.Applied, err error) {
+func (bx *sandboxes) apply(ctx context.Context, ref string, opts runtime.ApplyOptions) (out runtime.Applied, err error) {
 	if opts.DryRun && opts.Undo {
 		return out, fmt.Errorf("%w: --dry-run cannot be combined with --undo", runtime.ErrInvalid)
 	}
-	sb, err := e.acquire(ctx, ref, "apply", lockWait)
+	sb, err := bx.acquire(ctx, ref, "apply", lockWait)
 	if err != nil {
 		return out, err
 	}
@@ -44,7 +44,7 @@ func (e *Engine) apply(ctx context.Context, ref string, opts runtime.ApplyOption
 	if c.Busy != "" {
 		return out, hint(fmt.Errorf("%w: %s", runtime.ErrState, c.Busy), c.Remedy)
 	}
-	err = e.intent(ctx, store.Intent{Op: opApply, Sandbox: sb.ID}, nil, func(int64) error {
+	err = bx.intent(ctx, store.Intent{Op: opApply, Sandbox: sb.ID}, nil, func(int64) error {
 		if err := failpoint.Hit("apply.before-backend"); err != nil {
 			return err
 		}
@@ -54,13 +54,13 @@ func (e *Engine) apply(ctx context.Context, ref string, opts runtime.ApplyOption
 		return failpoint.Hit("apply.after-backend")
 	})
 	if err == nil {
-		e.log.Info("changes applied", "sandbox", sb.ID, "original", out.Original, "changes", len(out.Changes), "undone", out.Undone)
+		bx.log.Info("changes applied", "sandbox", sb.ID, "original", out.Original, "changes", len(out.Changes), "undone", out.Undone)
 	}
 	return out, err
 }
 
 // finishApply finishes an Apply that was killed or rolls it back.
-func (e *Engine) finishApply(ctx context.Context, in store.Intent, host Host) (string, error) {
+func finishApply(ctx context.Context, in store.Intent, host Host) (string, error) {
 	if host.Original == nil {
 		return "", nil
 	}

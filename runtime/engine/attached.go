@@ -40,7 +40,7 @@ const hostLook = 10 * time.Second
 const hostWait = 5 * time.Second
 
 // attachable resolves the paths of the files to attach, and refuses those that cannot be.
-func (e *Engine) attachable(s runtime.Spec, paths []string) ([]string, error) {
+func (cs *checkpoints) attachable(s runtime.Spec, paths []string) ([]string, error) {
 	if len(paths) > store.MaxAttachedFiles {
 		return nil, fmt.Errorf("%w: %d files to attach, at most %d", runtime.ErrInvalid, len(paths), store.MaxAttachedFiles)
 	}
@@ -63,7 +63,7 @@ func (e *Engine) attachable(s runtime.Spec, paths []string) ([]string, error) {
 		if slices.Contains(list, real) {
 			return nil, fmt.Errorf("%w: attach %s: it is given twice", runtime.ErrInvalid, path)
 		}
-		if err := e.mayAttach(s, real); err != nil {
+		if err := cs.mayAttach(s, real); err != nil {
 			return nil, err
 		}
 		list = append(list, real)
@@ -73,8 +73,8 @@ func (e *Engine) attachable(s runtime.Spec, paths []string) ([]string, error) {
 
 // mayAttach judges the real path of a host file as the source of a writable bind
 // mount, under the policy that the sandbox was made under.
-func (e *Engine) mayAttach(s runtime.Spec, path string) error {
-	for _, top := range []string{e.store.Root(), e.run, "/run/agentbox", "/proc", "/sys", "/dev"} {
+func (cs *checkpoints) mayAttach(s runtime.Spec, path string) error {
+	for _, top := range []string{cs.store.Root(), cs.run, "/run/agentbox", "/proc", "/sys", "/dev"} {
 		if real, err := filepath.EvalSymlinks(top); err == nil {
 			top = real
 		}
@@ -472,7 +472,7 @@ func (r *attachedPart) openHosts(ctx context.Context, wait time.Duration) (*host
 		if err == nil {
 			h.dirs = append(h.dirs, d)
 			if wait >= 0 {
-				err = r.e.lockHosts(ctx, h, d, path, until)
+				err = r.e.checkpoints.lockHosts(ctx, h, d, path, until)
 			}
 		}
 		for _, f := range byDir[path] {
@@ -483,13 +483,13 @@ func (r *attachedPart) openHosts(ctx context.Context, wait time.Duration) (*host
 }
 
 // lockHosts locks one directory, once even if it has two paths.
-func (e *Engine) lockHosts(ctx context.Context, h *hostFiles, d *hostfile.Dir, path string, until time.Time) error {
+func (cs *checkpoints) lockHosts(ctx context.Context, h *hostFiles, d *hostfile.Dir, path string, until time.Time) error {
 	id, err := d.ID()
 	if err != nil || slices.Contains(h.locked, id) {
 		return err
 	}
 	sum := sha256.Sum256([]byte("host directory " + id))
-	lock, err := e.store.Lock(ctx, hex.EncodeToString(sum[:16]), "restore", max(0, time.Until(until)))
+	lock, err := cs.store.Lock(ctx, hex.EncodeToString(sum[:16]), "restore", max(0, time.Until(until)))
 	if errors.Is(err, runtime.ErrBusy) {
 		return fmt.Errorf("%w: another restore puts files back in %s", runtime.ErrBusy, path)
 	}
@@ -521,7 +521,7 @@ func (r *attachedPart) checkHosts(ctx context.Context, h *hostFiles) error {
 	for _, f := range h.list {
 		err := f.err
 		if err == nil {
-			err = r.e.mayAttach(r.spec, f.path)
+			err = r.e.checkpoints.mayAttach(r.spec, f.path)
 		}
 		var grows int64
 		if err == nil {

@@ -39,7 +39,7 @@ func (r *attachedPart) putHosts(ctx context.Context) {
 
 // noteHosts records as an event that host files are not what the checkpoint has.
 func (r *attachedPart) noteHosts(why string) {
-	if err := r.e.note(r.sb.ID, runtime.Event{Time: time.Now(), Type: runtime.EventHostFiles, Checkpoint: r.row.ID, Reason: why}); err != nil {
+	if err := r.e.events.note(r.sb.ID, runtime.Event{Time: time.Now(), Type: runtime.EventHostFiles, Checkpoint: r.row.ID, Reason: why}); err != nil {
 		r.e.log.Warn("event not recorded", "sandbox", r.sb.ID, "err", err)
 	}
 }
@@ -273,9 +273,9 @@ func (r *attachedPart) resumeHost(ctx context.Context, f *hostFile) error {
 
 // finishHosts resumes a restore whose sandbox is already restored and may be running. No
 // failure here keeps the intent: host files are their owner's.
-func (e *Engine) finishHosts(ctx context.Context, in store.Intent, host Host, lock *store.Lock, data restoring) (did string, err error) {
+func (rec *recovery) finishHosts(ctx context.Context, in store.Intent, host Host, lock *store.Lock, data restoring) (did string, err error) {
 	did = fmt.Sprintf("finished the restore of sandbox %s to checkpoint %s", short(in.Sandbox), short(in.Checkpoint))
-	sb, err := e.store.Sandbox(ctx, in.Sandbox)
+	sb, err := rec.store.Sandbox(ctx, in.Sandbox)
 	if errors.Is(err, runtime.ErrNotFound) {
 		sb = store.Sandbox{ID: in.Sandbox, Name: short(in.Sandbox)}
 	} else if err != nil {
@@ -286,23 +286,23 @@ func (e *Engine) finishHosts(ctx context.Context, in store.Intent, host Host, lo
 		c = runtime.Container{}
 	}
 	data.Trees, _ = data.own(c)
-	r := e.newRestoration(&locked{Sandbox: sb, host: host, lock: lock}, data)
+	r := rec.restores.newRestoration(&locked{Sandbox: sb, host: host, lock: lock}, data)
 	r.resumed, r.seq, r.c = true, in.Seq, c
-	if r.row, err = e.store.Checkpoint(ctx, in.Checkpoint); err == nil {
-		r.reader, err = e.store.OpenCheckpoint(ctx, in.Checkpoint)
+	if r.row, err = rec.store.Checkpoint(ctx, in.Checkpoint); err == nil {
+		r.reader, err = rec.store.OpenCheckpoint(ctx, in.Checkpoint)
 	}
 	if err != nil {
-		e.log.Warn("checkpoint of an interrupted restore not readable", "sandbox", in.Sandbox, "checkpoint", in.Checkpoint, "err", err)
+		rec.log.Warn("checkpoint of an interrupted restore not readable", "sandbox", in.Sandbox, "checkpoint", in.Checkpoint, "err", err)
 		r.row.ID = in.Checkpoint
 	} else {
 		if r.spec, err = spec(sb); err != nil {
-			e.log.Warn("sandbox spec not readable", "sandbox", in.Sandbox, "err", err)
+			rec.log.Warn("sandbox spec not readable", "sandbox", in.Sandbox, "err", err)
 		}
 		defer func() { _ = r.reader.Close() }() // it was only read
 	}
 	err = r.finish(ctx)
 	if did += r.attached.report; err != nil {
-		e.log.Warn("staging of an interrupted restore not removed", "sandbox", in.Sandbox, "err", err)
+		rec.log.Warn("staging of an interrupted restore not removed", "sandbox", in.Sandbox, "err", err)
 		did += fmt.Sprintf("; what it has laid out, or its undo checkpoint, is left: %v", err)
 	}
 	return did, nil

@@ -23,6 +23,19 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
+// checkpoints takes checkpoints, and reads and removes them.
+type checkpoints struct {
+	*core
+
+	effects   *effectLog
+	restarts  *restartLog
+	admission *admission
+	images    *localImages
+	limits    *limits
+	leases    *leases
+	upkeep    *upkeep
+}
+
 // freezing is the journal's data of a checkpoint: the state that Recover must put back.
 type freezing struct {
 	Was  runtime.Status `json:"was"`  // before the verb
@@ -35,11 +48,11 @@ type freezing struct {
 // durable. On error the sandbox goes on as before and no new checkpoint is ready.
 func (e *Engine) Checkpoint(ctx context.Context, ref string, opts runtime.CheckpointOptions) (runtime.Checkpoint, error) {
 	return verb(ctx, e, onSandbox("checkpoint", ref), func(ctx context.Context) (runtime.Checkpoint, error) {
-		return e.takeCheckpoint(ctx, ref, opts)
+		return e.checkpoints.takeCheckpoint(ctx, ref, opts)
 	})
 }
 
-func (e *Engine) takeCheckpoint(ctx context.Context, ref string, opts runtime.CheckpointOptions) (out runtime.Checkpoint, err error) {
+func (cs *checkpoints) takeCheckpoint(ctx context.Context, ref string, opts runtime.CheckpointOptions) (out runtime.Checkpoint, err error) {
 	defer func() { err = fail("checkpoint", ref, err) }()
 	steps := progress.Follow(opts.Progress)
 	defer steps.End()
@@ -60,7 +73,7 @@ func (e *Engine) takeCheckpoint(ctx context.Context, ref string, opts runtime.Ch
 
 	if opts.Trigger != "" && !opts.Automatic {
 		// Refuse before waiting for such a checkpoint to end.
-		sb, err := e.find(ctx, ref)
+		sb, err := cs.find(ctx, ref)
 		if err != nil {
 			return runtime.Checkpoint{}, err
 		}
@@ -72,13 +85,13 @@ func (e *Engine) takeCheckpoint(ctx context.Context, ref string, opts runtime.Ch
 			return runtime.Checkpoint{}, err
 		}
 	}
-	sb, err := e.acquire(ctx, ref, verb, lockWait)
+	sb, err := cs.acquire(ctx, ref, verb, lockWait)
 	if err != nil {
 		return runtime.Checkpoint{}, err
 	}
 	defer func() {
 		if err == nil {
-			e.makeRoom(ctx, sb.Sandbox, out) // after the unlock
+			cs.upkeep.makeRoom(ctx, sb.Sandbox, out) // after the unlock
 		}
 	}()
 	defer sb.lock.Unlock()
@@ -92,10 +105,10 @@ func (e *Engine) takeCheckpoint(ctx context.Context, ref string, opts runtime.Ch
 	if err != nil {
 		return runtime.Checkpoint{}, err
 	}
-	if opts.Attach, err = e.attachable(s, opts.Attach); err != nil {
+	if opts.Attach, err = cs.attachable(s, opts.Attach); err != nil {
 		return runtime.Checkpoint{}, err
 	}
-	h, err := e.hooksOf("checkpoint", s)
+	h, err := cs.admission.hooksOf("checkpoint", s)
 	if err != nil {
 		return runtime.Checkpoint{}, err
 	}
@@ -104,11 +117,11 @@ func (e *Engine) takeCheckpoint(ctx context.Context, ref string, opts runtime.Ch
 	if err := h.before(ctx, policy.BeforeCheckpoint); err != nil {
 		return runtime.Checkpoint{}, err
 	}
-	row, err := e.checkpointOf(ctx, sb, opts, "")
+	row, err := cs.checkpointOf(ctx, sb, opts, "")
 	if err != nil {
 		return runtime.Checkpoint{}, err
 	}
-	e.log.Info("checkpoint ready", "sandbox", sb.ID, "checkpoint", row.ID, "kind", row.Kind, "bytes", row.Bytes, "frozen", row.Frozen)
+	cs.log.Info("checkpoint ready", "sandbox", sb.ID, "checkpoint", row.ID, "kind", row.Kind, "bytes", row.Bytes, "frozen", row.Frozen)
 	h.of(row)
 	out = checkpointView(row)
 	for _, f := range out.Attached {
@@ -122,7 +135,7 @@ func (e *Engine) takeCheckpoint(ctx context.Context, ref string, opts runtime.Ch
 
 // checkpointOf makes a checkpoint of a sandbox whose lock is held. aside is the id of a
 // checkpoint that will be removed again and does not become the sandbox's head.
-func (e *Engine) checkpointOf(ctx context.Context, sb *locked, opts runtime.CheckpointOptions, aside string) (row store.Checkpoint, err error) {
+func (cs *checkpoints) checkpointOf(ctx context.Context, sb *locked, opts runtime.CheckpointOptions, aside string) (row store.Checkpoint, err error) {
 	c, err := sb.host.Inspect(ctx, sb.ID)
 	if err != nil {
 		return row, err
@@ -133,17 +146,17 @@ func (e *Engine) checkpointOf(ctx context.Context, sb *locked, opts runtime.Chec
 	}
 	defer unlock()
 	try := func() (k *making, err error) {
-		if k, err = e.prepare(ctx, sb, c, opts); err != nil {
+		if k, err = cs.prepare(ctx, sb, c, opts); err != nil {
 			return k, err
 		}
 		if aside != "" {
 			k.row.ID, k.aside = aside, true
 		}
-		row, err = e.take(ctx, k)
+		row, err = cs.take(ctx, k)
 		return k, err
 	}
 	k, err := try()
-	for more := instantTries; more > 0 && e.dumpAgain(ctx, sb, err); more-- {
+	for more := instantTries; more > 0 && cs.dumpAgain(ctx, sb, err); more-- {
 		k, err = try() // the sandbox has gone on since
 	}
 	if errors.Is(err, runtime.ErrCorrupt) && k != nil && k.unlearnt {
@@ -176,7 +189,7 @@ type making struct {
 }
 
 // prepare does all that does not need the sandbox frozen.
-func (e *Engine) prepare(ctx context.Context, sb *locked, c runtime.Container, opts runtime.CheckpointOptions) (*making, error) {
+func (cs *checkpoints) prepare(ctx context.Context, sb *locked, c runtime.Container, opts runtime.CheckpointOptions) (*making, error) {
 	s, err := spec(sb.Sandbox)
 	if err != nil {
 		return nil, err
@@ -198,7 +211,7 @@ func (e *Engine) prepare(ctx context.Context, sb *locked, c runtime.Container, o
 		Parent: sb.Head, Trigger: cmp.Or(opts.Trigger, "manual"), Created: time.Now(),
 		ImageDigest: sb.ImageDigest, Labels: opts.Labels, Spec: sb.Spec,
 	}
-	if k.row.Lease, err = e.leaseOf(ctx, sb.Sandbox, opts); err != nil {
+	if k.row.Lease, err = cs.leases.leaseOf(ctx, sb.Sandbox, opts); err != nil {
 		return nil, err
 	}
 	if k.row.Spec, err = nameless(s, sb.Spec); err != nil {
@@ -260,12 +273,12 @@ func (e *Engine) prepare(ctx context.Context, sb *locked, c runtime.Container, o
 		}
 		k.parts.Versions = store.Versions(v)
 	}
-	home := e.home(sb)
+	home := cs.home(sb)
 	k.trees = []worktree.Tree{{Dir: c.Upper, Home: home}}
 	for i := range k.parts.Volumes {
 		k.trees = append(k.trees, worktree.Tree{Dir: c.Volumes[i].Path, Number: 1 + i, Home: home})
 	}
-	if k.parts.Effect, err = e.store.NewestEffect(ctx, sb.ID); err != nil {
+	if k.parts.Effect, err = cs.store.NewestEffect(ctx, sb.ID); err != nil {
 		return nil, err
 	}
 	k.parts.Status = string(c.Status)
@@ -275,30 +288,30 @@ func (e *Engine) prepare(ctx context.Context, sb *locked, c runtime.Container, o
 }
 
 // take makes a checkpoint and stops the sandbox if asked to.
-func (e *Engine) take(ctx context.Context, k *making) (row store.Checkpoint, err error) {
+func (cs *checkpoints) take(ctx context.Context, k *making) (row store.Checkpoint, err error) {
 	in := store.Intent{Op: opCheckpoint, Sandbox: k.sb.ID, Checkpoint: k.row.ID, Lazy: true}
 	k.hold = k.opts.Stop
-	err = e.intent(ctx, in, freezing{k.c.Status, k.opts.Stop}, func(int64) (err error) {
-		if row, err = e.record(ctx, k); err != nil {
+	err = cs.intent(ctx, in, freezing{k.c.Status, k.opts.Stop}, func(int64) (err error) {
+		if row, err = cs.record(ctx, k); err != nil {
 			return err
 		}
-		return e.goOn(context.WithoutCancel(ctx), k, &row)
+		return cs.goOn(context.WithoutCancel(ctx), k, &row)
 	})
 	return row, err
 }
 
 // record freezes, captures, thaws unless the sandbox is held, and commits. On
 // error the sandbox goes on as before and there is no checkpoint.
-func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, err error) {
+func (cs *checkpoints) record(ctx context.Context, k *making) (row store.Checkpoint, err error) {
 	var undo undo.Stack
 	defer func() { undo.Run(ctx, &err) }()
-	draft, err := e.store.BeginCheckpoint(ctx, k.row)
+	draft, err := cs.store.BeginCheckpoint(ctx, k.row)
 	if err != nil {
 		return row, err
 	}
 	undo.Add(func(ctx context.Context) error { return draft.Abort(ctx, err, filepath.Join(workDir, "dump.log")) })
 	k.sb.steps.Begin(runtime.PhaseFiles, 0)
-	if err := e.approach(ctx, k, draft); err != nil {
+	if err := cs.approach(ctx, k, draft); err != nil {
 		return row, err
 	}
 	if err := k.takeAttached(ctx, draft); err != nil {
@@ -307,17 +320,17 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 	frozen := time.Now()
 	if k.c.Status == runtime.Running {
 		// Added first: a pause that failed half-way must be undone too.
-		undo.Add(func(ctx context.Context) error { return e.thaw(ctx, k) })
+		undo.Add(func(ctx context.Context) error { return cs.thaw(ctx, k) })
 		if err := failpoint.Hit("checkpoint.before-freeze"); err != nil {
 			return row, err
 		}
 		if err := k.sb.host.Pause(ctx, k.sb.ID); err != nil {
 			return row, err
 		}
-		if frozen, err = e.settle(ctx, k, frozen); err != nil {
+		if frozen, err = cs.settle(ctx, k, frozen); err != nil {
 			return row, err
 		}
-		e.liftFiles(k.spec, k.c) // writes from here on are agentbox's
+		cs.limits.liftFiles(k.spec, k.c) // writes from here on are agentbox's
 	}
 	if err := failpoint.Hit("checkpoint.after-freeze"); err != nil {
 		return row, err
@@ -327,22 +340,22 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 		if k.cut, err = criu.CutOff(k.c.Pid); err != nil {
 			// A kernel without nftables: what a peer sends in the last
 			// instant may be lost with its connection.
-			e.log.Warn("connections not cut before the dump", "sandbox", k.sb.ID, "err", err)
+			cs.log.Warn("connections not cut before the dump", "sandbox", k.sb.ID, "err", err)
 			err = nil
 		}
 		undo.Add(func(context.Context) error { return k.cut.End() })
 	}
-	if err := e.capture(ctx, k, draft); err != nil {
-		return row, e.explain(ctx, k, err)
+	if err := cs.capture(ctx, k, draft); err != nil {
+		return row, cs.explain(ctx, k, err)
 	}
-	if err := e.still(ctx, k); err != nil {
-		return row, e.explain(ctx, k, err)
+	if err := cs.still(ctx, k); err != nil {
+		return row, cs.explain(ctx, k, err)
 	}
 
 	if !k.hold {
 		// All of the instant is read; the rest needs only the disk. Only a
 		// sandbox that stops must wait until the checkpoint is durable.
-		if err := e.thaw(ctx, k); err != nil {
+		if err := cs.thaw(ctx, k); err != nil {
 			return row, err
 		}
 		if err := failpoint.Hit("checkpoint.after-thaw"); err != nil {
@@ -353,7 +366,7 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 	if err := k.fileAttached(ctx, draft); err != nil {
 		return row, err
 	}
-	if err := e.file(ctx, k, draft); err != nil {
+	if err := cs.file(ctx, k, draft); err != nil {
 		return row, err
 	}
 	if err := failpoint.Hit("checkpoint.before-commit"); err != nil {
@@ -370,7 +383,7 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 	if errors.Is(err, runtime.ErrCorrupt) {
 		// The file cache names pieces that the store has lost. The next checkpoint
 		// reads all files again.
-		err = errors.Join(err, e.unlearn(k))
+		err = errors.Join(err, cs.unlearn(k))
 		k.unlearnt = true
 	}
 	if err != nil {
@@ -381,44 +394,44 @@ func (e *Engine) record(ctx context.Context, k *making) (row store.Checkpoint, e
 	// rolled back.
 	undo.Release()
 	ctx = context.WithoutCancel(ctx)
-	e.remember(k)
+	cs.remember(k)
 	if row.Frozen = stood; k.hold {
 		row.Frozen = time.Since(frozen)
 	}
 
 	// The caller may still have a frozen sandbox to deal with. An error in what is only
 	// reported, or swept later, must not interrupt that.
-	if err := errors.Join(failpoint.Hit("checkpoint.after-ready"), draft.Close(), e.store.SetFrozen(ctx, row.ID, row.Frozen)); err != nil {
-		e.log.Warn("frozen time not recorded", "sandbox", k.sb.ID, "checkpoint", row.ID, "err", err)
+	if err := errors.Join(failpoint.Hit("checkpoint.after-ready"), draft.Close(), cs.store.SetFrozen(ctx, row.ID, row.Frozen)); err != nil {
+		cs.log.Warn("frozen time not recorded", "sandbox", k.sb.ID, "checkpoint", row.ID, "err", err)
 	}
 	return row, nil
 }
 
 // goOn stops or thaws the sandbox after a commit.
-func (e *Engine) goOn(ctx context.Context, k *making, row *store.Checkpoint) error {
+func (cs *checkpoints) goOn(ctx context.Context, k *making, row *store.Checkpoint) error {
 	err := failpoint.Hit("checkpoint.after-commit")
 	if err != nil {
-		return errors.Join(err, k.cut.End(), e.thaw(ctx, k))
+		return errors.Join(err, k.cut.End(), cs.thaw(ctx, k))
 	}
 	if k.opts.Stop {
 		// The network namespace, if it still exists, is the engine's again.
-		if err = e.meant(k.sb.Sandbox); err == nil {
+		if err = cs.restarts.meant(k.sb.Sandbox); err == nil {
 			err = errors.Join(k.sb.host.Stop(ctx, k.sb.ID, runtime.StopOptions{Silent: true}), k.cut.End())
 		}
 		if err != nil {
 			// Its engine failed; do not leave the sandbox frozen for that.
-			err = hint(errors.Join(err, e.thaw(ctx, k)), fmt.Sprintf("Checkpoint %s is ready; stop the sandbox with: agentbox stop %s", short(row.ID), k.sb.Name))
+			err = hint(errors.Join(err, cs.thaw(ctx, k)), fmt.Sprintf("Checkpoint %s is ready; stop the sandbox with: agentbox stop %s", short(row.ID), k.sb.Name))
 		}
 	}
 	if k.aside {
 		return err
 	}
-	return errors.Join(err, e.store.SetHead(ctx, k.sb.ID, row.ID, k.sb.Attempt))
+	return errors.Join(err, cs.store.SetHead(ctx, k.sb.ID, row.ID, k.sb.Attempt))
 }
 
 // still proves that the sandbox was not resumed during the capture: its files and processes
 // would be of two instants.
-func (e *Engine) still(ctx context.Context, k *making) error {
+func (cs *checkpoints) still(ctx context.Context, k *making) error {
 	if k.sb.host.Properties().FilesOnly {
 		return nil
 	}
@@ -447,11 +460,11 @@ func (e *Engine) still(ctx context.Context, k *making) error {
 }
 
 // thaw puts a frozen container back to how Inspect found it.
-func (e *Engine) thaw(ctx context.Context, k *making) error {
+func (cs *checkpoints) thaw(ctx context.Context, k *making) error {
 	if k.c.Status != runtime.Running || k.thawn {
 		return nil
 	}
-	e.holdFiles(k.spec, k.c)
+	cs.limits.holdFiles(k.spec, k.c)
 	err := k.sb.host.Unpause(ctx, k.sb.ID)
 	if err == nil {
 		k.thawn = true
@@ -467,7 +480,7 @@ func (e *Engine) thaw(ctx context.Context, k *making) error {
 
 // explain replaces err if its real cause is that the sandbox exited or was removed during
 // the capture.
-func (e *Engine) explain(ctx context.Context, k *making, err error) error {
+func (cs *checkpoints) explain(ctx context.Context, k *making, err error) error {
 	now, e2 := k.sb.host.Inspect(context.WithoutCancel(ctx), k.sb.ID)
 	if errors.Is(e2, runtime.ErrNotFound) {
 		return fmt.Errorf("%w: it was removed while it was being checkpointed", runtime.ErrState)
@@ -483,12 +496,12 @@ const workDir = "work"
 
 // capture reads processes and files concurrently: both only read, and the sandbox is
 // frozen.
-func (e *Engine) capture(ctx context.Context, k *making, draft *store.Draft) error {
+func (cs *checkpoints) capture(ctx context.Context, k *making, draft *store.Draft) error {
 	if err := errors.Join(k.takeManaged(), k.takeAttached(ctx, draft)); err != nil {
 		return err
 	}
 	if k.row.Kind == runtime.KindFiles {
-		return e.collect(ctx, k, draft, overlay.CollectOptions{})
+		return cs.collect(ctx, k, draft, overlay.CollectOptions{})
 	}
 	print, err := newFootprint(k.c.Pid, k.c.Upper)
 	if err != nil {
@@ -498,11 +511,11 @@ func (e *Engine) capture(ctx context.Context, k *making, draft *store.Draft) err
 	var group guard.Group // no shared context: a dump that began must end
 	group.Go(func() error {
 		defer read.Store(true)
-		return e.collect(ctx, k, draft, overlay.CollectOptions{Skip: print.skip, Fixed: print.known})
+		return cs.collect(ctx, k, draft, overlay.CollectOptions{Skip: print.skip, Fixed: print.known})
 	})
 	k.sb.steps.Begin(runtime.PhaseProcesses, 0)
 	group.Go(func() (err error) {
-		k.parts.Processes, err = e.dump(ctx, k, draft)
+		k.parts.Processes, err = cs.dump(ctx, k, draft)
 		if !read.Load() {
 			k.sb.steps.At(runtime.PhaseFiles)
 		}
@@ -518,7 +531,7 @@ func (e *Engine) capture(ctx context.Context, k *making, draft *store.Draft) err
 }
 
 // dump has CRIU write the processes' images.
-func (e *Engine) dump(ctx context.Context, k *making, draft *store.Draft) (*store.Processes, error) {
+func (cs *checkpoints) dump(ctx context.Context, k *making, draft *store.Draft) (*store.Processes, error) {
 	opts := criu.DumpOptions{
 		ImageDir: draft.CRIUDir(), WorkDir: filepath.Join(draft.Dir(), workDir), LeaveRunning: true, Upper: k.c.Upper,
 		Options: criu.Options{TCP: k.opts.TCP, EmptyNetwork: k.c.EmptyNetwork}, Hold: k.sb.lock.File(), Start: StartAside,
@@ -527,12 +540,12 @@ func (e *Engine) dump(ctx context.Context, k *making, draft *store.Draft) (*stor
 		opts.Timeout = time.Until(deadline)
 	}
 	res, err := criu.Dump(ctx, criu.Runtime(k.c.Runtime), opts)
-	e.interruptedWaits(k.sb.ID, res.Interrupted)
+	cs.interruptedWaits(k.sb.ID, res.Interrupted)
 	for _, lost := range res.Lost {
-		e.log.Warn("state lost by a checkpoint", "sandbox", k.sb.ID, "what", lost)
+		cs.log.Warn("state lost by a checkpoint", "sandbox", k.sb.ID, "what", lost)
 	}
 	if err != nil {
-		return nil, e.logKept(draft, err)
+		return nil, cs.logKept(draft, err)
 	}
 	res.Warnings = append(res.Warnings, res.Lost...)
 	if len(res.Warnings) > 0 && k.opts.Strict {
@@ -548,7 +561,7 @@ func (e *Engine) dump(ctx context.Context, k *making, draft *store.Draft) (*stor
 }
 
 // logKept has the error of a dump name the path at which the failed draft keeps CRIU's log.
-func (e *Engine) logKept(draft *store.Draft, err error) error {
+func (cs *checkpoints) logKept(draft *store.Draft, err error) error {
 	var failed *criu.DumpError
 	if errors.As(err, &failed) && failed.Log != "" {
 		failed.Log = draft.KeptLog(failed.Log)
@@ -559,20 +572,20 @@ func (e *Engine) logKept(draft *store.Draft, err error) error {
 // Checkpoints lists checkpoints, newest first.
 func (e *Engine) Checkpoints(ctx context.Context, filter runtime.CheckpointFilter) ([]runtime.Checkpoint, error) {
 	return verb(ctx, e, onSandbox("checkpoint ls", filter.Sandbox).reads(), func(ctx context.Context) ([]runtime.Checkpoint, error) {
-		return e.listCheckpoints(ctx, filter)
+		return e.checkpoints.listCheckpoints(ctx, filter)
 	})
 }
 
-func (e *Engine) listCheckpoints(ctx context.Context, filter runtime.CheckpointFilter) (_ []runtime.Checkpoint, err error) {
+func (cs *checkpoints) listCheckpoints(ctx context.Context, filter runtime.CheckpointFilter) (_ []runtime.Checkpoint, err error) {
 	defer func() { err = fail("checkpoint ls", filter.Sandbox, err) }()
 	f := store.Filter{All: filter.All, Labels: filter.Labels, Trigger: filter.Trigger}
 	if filter.Sandbox != "" {
-		switch sb, err := e.find(ctx, filter.Sandbox); {
+		switch sb, err := cs.find(ctx, filter.Sandbox); {
 		case err == nil:
 			f.SandboxID = sb.ID
 		case errors.Is(err, runtime.ErrNotFound):
 			// A removed sandbox still has its checkpoints.
-			ck, e := e.newestOfGone(ctx, filter.Sandbox, false)
+			ck, e := cs.newestOfGone(ctx, filter.Sandbox, false)
 			if e != nil {
 				return nil, err
 			}
@@ -581,7 +594,7 @@ func (e *Engine) listCheckpoints(ctx context.Context, filter runtime.CheckpointF
 			return nil, err
 		}
 	}
-	rows, err := e.store.Checkpoints(ctx, f)
+	rows, err := cs.store.Checkpoints(ctx, f)
 	if err != nil {
 		return nil, err
 	}
@@ -620,7 +633,7 @@ func (e *Engine) RemoveCheckpoint(ctx context.Context, ref string) error {
 		if err != nil {
 			return err
 		}
-		defer e.tidy(ctx)
+		defer e.upkeep.tidy(ctx)
 		defer lock.Unlock()
 		return e.store.RemoveCheckpoint(ctx, row.ID)
 	})

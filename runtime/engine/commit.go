@@ -24,21 +24,21 @@ import (
 func (e *Engine) Commit(ctx context.Context, ref, to string, opts runtime.CommitOptions) (runtime.Committed, error) {
 	op := onSandbox("commit", ref)
 	op.To = to
-	return verb(ctx, e, op, func(ctx context.Context) (runtime.Committed, error) { return e.commit(ctx, ref, to, opts) })
+	return verb(ctx, e, op, func(ctx context.Context) (runtime.Committed, error) { return e.checkpoints.commit(ctx, ref, to, opts) })
 }
 
-func (e *Engine) commit(ctx context.Context, ref, to string, opts runtime.CommitOptions) (out runtime.Committed, err error) {
-	dest, err := e.destination(to, opts.Source)
+func (cs *checkpoints) commit(ctx context.Context, ref, to string, opts runtime.CommitOptions) (out runtime.Committed, err error) {
+	dest, err := chosenDestination(to, opts.Source)
 	if err != nil {
 		return out, err
 	}
-	row, reader, err := e.commitFrom(ctx, ref)
+	row, reader, err := cs.commitFrom(ctx, ref)
 	if err != nil {
 		return out, err
 	}
 	defer func() { err = errors.Join(err, reader.Close()) }()
 	out = runtime.Committed{Base: row.ImageDigest, Sandbox: row.SandboxID, SandboxName: row.SandboxName}
-	from, err := e.imagesOf(row)
+	from, err := cs.imagesOf(row)
 	if err != nil {
 		return out, err
 	}
@@ -46,7 +46,7 @@ func (e *Engine) commit(ctx context.Context, ref, to string, opts runtime.Commit
 	if err != nil {
 		return out, fmt.Errorf("the image below: %w", err)
 	}
-	scratch, err := e.store.Scratch()
+	scratch, err := cs.store.Scratch()
 	if err != nil {
 		return out, err
 	}
@@ -75,7 +75,7 @@ func (e *Engine) commit(ctx context.Context, ref, to string, opts runtime.Commit
 	if err != nil {
 		return out, err
 	}
-	made, manifest, err := e.put(ctx, from, dest, img, opts.Source)
+	made, manifest, err := cs.images.put(ctx, from, dest, img, opts.Source)
 	if err != nil {
 		return out, err
 	}
@@ -94,7 +94,7 @@ func (e *Engine) commit(ctx context.Context, ref, to string, opts runtime.Commit
 	if row.Trigger != triggerCommit {
 		out.Checkpoint = row.ID
 	}
-	e.log.Info("image committed", "sandbox", row.SandboxID, "image", out.Reference, "digest", out.Digest)
+	cs.log.Info("image committed", "sandbox", row.SandboxID, "image", out.Reference, "digest", out.Digest)
 	return out, nil
 }
 
@@ -104,18 +104,18 @@ const triggerCommit = "commit"
 
 // commitFrom opens the checkpoint that is to become an image: the one that ref names or,
 // for a sandbox, a temporary one of its present state.
-func (e *Engine) commitFrom(ctx context.Context, ref string) (row store.Checkpoint, _ *store.Reader, err error) {
+func (cs *checkpoints) commitFrom(ctx context.Context, ref string) (row store.Checkpoint, _ *store.Reader, err error) {
 	missing := error(nil)
 	if !strings.Contains(ref, "@") {
-		sb, err := e.find(ctx, ref)
+		sb, err := cs.find(ctx, ref)
 		if err == nil {
-			return e.passing(ctx, sb.ID)
+			return cs.passing(ctx, sb.ID)
 		}
 		if missing = err; !errors.Is(err, runtime.ErrNotFound) {
 			return row, nil, err
 		}
 	}
-	if row, err = e.checkpoint(ctx, ref); errors.Is(err, runtime.ErrNotFound) {
+	if row, err = cs.checkpoint(ctx, ref); errors.Is(err, runtime.ErrNotFound) {
 		return row, nil, cmp.Or(missing, err)
 	}
 	if err != nil {
@@ -124,28 +124,28 @@ func (e *Engine) commitFrom(ctx context.Context, ref string) (row store.Checkpoi
 	if err := checkDamage(row.SandboxName, row, false); err != nil {
 		return row, nil, err
 	}
-	reader, err := e.store.OpenCheckpoint(ctx, row.ID)
+	reader, err := cs.store.OpenCheckpoint(ctx, row.ID)
 	return row, reader, err
 }
 
 // passing takes a checkpoint of a sandbox's files and removes it as soon as it is open. Its
 // data stays until the reader is closed.
-func (e *Engine) passing(ctx context.Context, id string) (row store.Checkpoint, reader *store.Reader, err error) {
-	sb, err := e.acquire(ctx, id, "commit", lockWait)
+func (cs *checkpoints) passing(ctx context.Context, id string) (row store.Checkpoint, reader *store.Reader, err error) {
+	sb, err := cs.acquire(ctx, id, "commit", lockWait)
 	if err != nil {
 		return row, nil, err
 	}
 	defer sb.lock.Unlock()
-	if _, err := e.imagesOf(store.Checkpoint{SandboxID: sb.ID, Spec: sb.Spec, ImageDigest: sb.ImageDigest}); err != nil {
+	if _, err := cs.imagesOf(store.Checkpoint{SandboxID: sb.ID, Spec: sb.Spec, ImageDigest: sb.ImageDigest}); err != nil {
 		return row, nil, err
 	}
 	in := store.Intent{Op: opCommit, Sandbox: sb.ID, Checkpoint: newID()}
-	err = e.intent(ctx, in, creating{sb.Backend}, func(int64) (err error) {
-		if row, err = e.checkpointOf(ctx, sb, runtime.CheckpointOptions{FilesOnly: true, Trigger: triggerCommit}, in.Checkpoint); err != nil {
+	err = cs.intent(ctx, in, creating{sb.Backend}, func(int64) (err error) {
+		if row, err = cs.checkpointOf(ctx, sb, runtime.CheckpointOptions{FilesOnly: true, Trigger: triggerCommit}, in.Checkpoint); err != nil {
 			return err
 		}
-		reader, err = e.store.OpenCheckpoint(ctx, row.ID)
-		return errors.Join(err, failpoint.Hit("commit.after-checkpoint"), e.store.RemoveCheckpoint(context.WithoutCancel(ctx), row.ID))
+		reader, err = cs.store.OpenCheckpoint(ctx, row.ID)
+		return errors.Join(err, failpoint.Hit("commit.after-checkpoint"), cs.store.RemoveCheckpoint(context.WithoutCancel(ctx), row.ID))
 	})
 	if err != nil && reader != nil {
 		return row, nil, errors.Join(err, reader.Close())
@@ -154,22 +154,22 @@ func (e *Engine) passing(ctx context.Context, id string) (row store.Checkpoint, 
 }
 
 // finishCommit removes the checkpoint of a commit that was killed.
-func (e *Engine) finishCommit(ctx context.Context, in store.Intent) (string, error) {
-	ready, err := e.store.Settle(ctx, in.Checkpoint)
+func (cs *checkpoints) finishCommit(ctx context.Context, in store.Intent) (string, error) {
+	ready, err := cs.store.Settle(ctx, in.Checkpoint)
 	if err == nil && ready {
-		err = e.store.RemoveCheckpoint(ctx, in.Checkpoint)
+		err = cs.store.RemoveCheckpoint(ctx, in.Checkpoint)
 	}
 	return unless(err, "took back the half-made commit of sandbox %s", short(in.Sandbox))
 }
 
 // imagesOf returns the image store that has the image of a checkpoint.
-func (e *Engine) imagesOf(row store.Checkpoint) (runtime.Images, error) {
+func (cs *checkpoints) imagesOf(row store.Checkpoint) (runtime.Images, error) {
 	s, err := specOf(row.SandboxID, row.Spec)
 	if err != nil {
 		return nil, err
 	}
-	name := cmp.Or(s.Backend, e.first)
-	host, err := e.host(name)
+	name := cmp.Or(s.Backend, cs.first)
+	host, err := cs.host(name)
 	if err == nil && (host.Images == nil || row.ImageDigest == "") {
 		err = fmt.Errorf("%w: backend %s tells of no image that this lies over", runtime.ErrUnsupported, name)
 	}

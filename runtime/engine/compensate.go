@@ -90,7 +90,7 @@ type effectsPart struct {
 
 // due is past for the restore; the lock of its sandbox is held.
 func (r *effectsPart) due(ctx context.Context) (due []runtime.Effect, gone int, err error) {
-	list, err := r.e.settleEffects(ctx, r.sb.ID)
+	list, err := r.e.effects.settle(ctx, r.sb.ID)
 	if err != nil {
 		return nil, 0, err
 	}
@@ -173,13 +173,13 @@ func (r *effectsPart) runEffect(ctx context.Context, f *runtime.Effect, until ti
 		return failed(err)
 	}
 	f.Status, f.Tries, f.Checkpoint, f.Error, f.Output, f.Ended = runtime.EffectRunning, f.Tries+1, r.row.ID, "", "", time.Time{}
-	if err := r.e.setEffect(ctx, *f); err != nil {
+	if err := r.e.effects.set(ctx, *f); err != nil {
 		*f = before
 		return failed(err)
 	}
 	if err := failpoint.Hit("effect.after-mark"); err != nil {
 		*f = before
-		return failed(errors.Join(err, r.e.setEffect(context.WithoutCancel(ctx), *f)))
+		return failed(errors.Join(err, r.e.effects.set(context.WithoutCancel(ctx), *f)))
 	}
 	env := append([]string{"AGENTBOX_SANDBOX=" + r.sb.ID, "AGENTBOX_CHECKPOINT=" + r.row.ID, "AGENTBOX_EFFECT=" + f.ID}, r.e.rootEnv()...)
 	said, err := hostRun(ctx, f.Command, env, nil, timeout)
@@ -196,13 +196,13 @@ func (r *effectsPart) runEffect(ctx context.Context, f *runtime.Effect, until ti
 	}
 	unrecorded := failpoint.Hit("effect.after-run")
 	if unrecorded == nil { // on record even if the caller disconnects
-		unrecorded = r.e.setEffect(context.WithoutCancel(ctx), *f)
+		unrecorded = r.e.effects.set(context.WithoutCancel(ctx), *f)
 	}
 	if unrecorded != nil {
 		f.Status = runtime.EffectRunning // its outcome cannot be known any more
 		return failed(fmt.Errorf("what came of its undo command is not on record: %w", unrecorded))
 	}
-	r.e.noteEffect(*f)
+	r.e.effects.note(*f)
 	r.e.log.Info("undo command run", "sandbox", r.sb.ID, "effect", f.ID, "status", f.Status, "checkpoint", r.row.ID)
 	if err != nil {
 		return failed(saying(err, said))
@@ -232,8 +232,8 @@ func effects(n int) string {
 }
 
 // unsureEffects settles undo commands that a killed restore left running, and names them.
-func (e *Engine) unsureEffects(ctx context.Context, id string) (string, error) {
-	list, err := e.ledger(ctx, id)
+func (l *effectLog) unsureEffects(ctx context.Context, id string) (string, error) {
+	list, err := l.of(ctx, id)
 	if err != nil {
 		return "", err
 	}
@@ -243,6 +243,6 @@ func (e *Engine) unsureEffects(ctx context.Context, id string) (string, error) {
 			text += fmt.Sprintf("; the undo command of effect %s may have run", effectName(f))
 		}
 	}
-	_, err = e.settleEffects(ctx, id)
+	_, err = l.settle(ctx, id)
 	return text, err
 }

@@ -28,17 +28,17 @@ const maxChanges = 1_000_000
 // only reads, and does not freeze a running sandbox.
 func (e *Engine) Diff(ctx context.Context, req runtime.DiffRequest) (runtime.Diff, error) {
 	return verb(ctx, e, onSandbox("diff", req.Sandbox).reads(), func(ctx context.Context) (runtime.Diff, error) {
-		return e.diff(ctx, req)
+		return e.checkpoints.diff(ctx, req)
 	})
 }
 
-func (e *Engine) diff(ctx context.Context, req runtime.DiffRequest) (_ runtime.Diff, err error) {
-	sb, gone, err := e.owner(ctx, req.Sandbox)
+func (cs *checkpoints) diff(ctx context.Context, req runtime.DiffRequest) (_ runtime.Diff, err error) {
+	sb, gone, err := cs.owner(ctx, req.Sandbox)
 	if err != nil {
 		return runtime.Diff{}, err
 	}
 	out := runtime.Diff{Sandbox: sb.ID, SandboxName: sb.Name, Changes: []runtime.Change{}}
-	host, err := e.host(sb.Backend)
+	host, err := cs.host(sb.Backend)
 	if err != nil {
 		return out, err
 	}
@@ -51,7 +51,7 @@ func (e *Engine) diff(ctx context.Context, req runtime.DiffRequest) (_ runtime.D
 			return out, err
 		}
 	}
-	d := differ{e: e, sb: sb, c: c}
+	d := differ{e: cs.core, sb: sb, c: c}
 	defer func() { err = errors.Join(err, d.close()) }()
 	from := req.From
 	switch {
@@ -134,7 +134,7 @@ var errEnough = errors.New("enough")
 
 // differ is one Diff under way.
 type differ struct {
-	e       *Engine
+	e       *core
 	sb      store.Sandbox
 	c       runtime.Container
 	readers []*store.Reader

@@ -32,6 +32,13 @@ const (
 	maxEffectLabelLen = 256
 )
 
+// effectLog keeps the effects outside of a sandbox that a restore compensates.
+type effectLog struct {
+	*core
+
+	events *eventLog
+}
+
 // outstanding reports whether an effect still has to be compensated.
 func outstanding(f runtime.Effect) bool {
 	return f.Status != runtime.EffectCompensated && f.Status != runtime.EffectRemoved
@@ -54,8 +61,8 @@ func effectView(row store.Effect) (f runtime.Effect, err error) {
 }
 
 // ledger reads all effects of a sandbox, oldest first.
-func (e *Engine) ledger(ctx context.Context, id string) ([]runtime.Effect, error) {
-	rows, err := e.store.Effects(ctx, id)
+func (l *effectLog) of(ctx context.Context, id string) ([]runtime.Effect, error) {
+	rows, err := l.store.Effects(ctx, id)
 	list := make([]runtime.Effect, len(rows))
 	for i, row := range rows {
 		f, err := effectView(row)
@@ -67,12 +74,12 @@ func (e *Engine) ledger(ctx context.Context, id string) ([]runtime.Effect, error
 	return list, err
 }
 
-func (e *Engine) setEffect(ctx context.Context, f runtime.Effect) error {
+func (l *effectLog) set(ctx context.Context, f runtime.Effect) error {
 	data, err := json.Marshal(f)
 	if err != nil {
 		return err
 	}
-	return e.store.SetEffect(ctx, f.ID, f.Status, data)
+	return l.store.SetEffect(ctx, f.ID, f.Status, data)
 }
 
 // AddEffect records an effect.
@@ -81,22 +88,22 @@ func (e *Engine) AddEffect(ctx context.Context, ref string, req runtime.EffectRe
 	if len(req.Command) > 0 {
 		op.Program = req.Command[0]
 	}
-	return verb(ctx, e, op, func(ctx context.Context) (runtime.Effect, error) { return e.addEffect(ctx, ref, req) })
+	return verb(ctx, e, op, func(ctx context.Context) (runtime.Effect, error) { return e.effects.add(ctx, ref, req) })
 }
 
-func (e *Engine) addEffect(ctx context.Context, ref string, req runtime.EffectRequest) (f runtime.Effect, err error) {
+func (l *effectLog) add(ctx context.Context, ref string, req runtime.EffectRequest) (f runtime.Effect, err error) {
 	f = runtime.Effect{ID: newID(), Group: req.Group, Label: req.Label, Command: slices.Clone(req.Command),
 		OnFailure: cmp.Or(req.OnFailure, runtime.OnFailureAbort), Timeout: cmp.Or(req.Timeout, effectTimeout), Status: runtime.EffectOutstanding}
 	if err := checkEffect(&f); err != nil {
 		return runtime.Effect{}, err
 	}
 	// The effect has happened: wait for a checkpoint rather than fail to record it.
-	sb, err := e.acquire(ctx, ref, "effect add", frozenWait)
+	sb, err := l.acquire(ctx, ref, "effect add", frozenWait)
 	if err != nil {
 		return runtime.Effect{}, err
 	}
 	defer sb.lock.Unlock()
-	list, err := e.settleEffects(ctx, sb.ID)
+	list, err := l.settle(ctx, sb.ID)
 	if err != nil {
 		return runtime.Effect{}, err
 	}
@@ -118,10 +125,10 @@ func (e *Engine) addEffect(ctx context.Context, ref string, req runtime.EffectRe
 	if err := failpoint.Hit("effect.add.before-put"); err != nil {
 		return runtime.Effect{}, err
 	}
-	if err := e.store.PutEffect(ctx, store.Effect{ID: f.ID, Sandbox: sb.ID, Head: f.Head, Status: f.Status, Created: f.Created, Data: data}); err != nil {
+	if err := l.store.PutEffect(ctx, store.Effect{ID: f.ID, Sandbox: sb.ID, Head: f.Head, Status: f.Status, Created: f.Created, Data: data}); err != nil {
 		return runtime.Effect{}, err
 	}
-	e.log.Info("effect added", "sandbox", sb.ID, "effect", f.ID)
+	l.log.Info("effect added", "sandbox", sb.ID, "effect", f.ID)
 	return f, nil
 }
 
@@ -182,20 +189,20 @@ func lookHost(name string) (string, error) {
 // Effects lists the ledger of a sandbox, newest first.
 func (e *Engine) Effects(ctx context.Context, ref string, all bool) ([]runtime.Effect, error) {
 	return verb(ctx, e, onSandbox("effect ls", ref).reads(), func(ctx context.Context) ([]runtime.Effect, error) {
-		return e.listEffects(ctx, ref, all)
+		return e.effects.list(ctx, ref, all)
 	})
 }
 
-func (e *Engine) listEffects(ctx context.Context, ref string, all bool) (_ []runtime.Effect, err error) {
-	sb, _, err := e.owner(ctx, ref)
+func (l *effectLog) list(ctx context.Context, ref string, all bool) (_ []runtime.Effect, err error) {
+	sb, _, err := l.owner(ctx, ref)
 	if err != nil {
 		return nil, err
 	}
-	list, err := e.ledger(ctx, sb.ID)
+	list, err := l.of(ctx, sb.ID)
 	if slices.ContainsFunc(list, func(f runtime.Effect) bool { return f.Status == runtime.EffectRunning }) {
 		// Settle it, unless a restore holds the lock and is at work on it.
-		if lock, e2 := e.store.Lock(ctx, sb.ID, "effect ls", 0); e2 == nil {
-			list, err = e.settleEffects(ctx, sb.ID)
+		if lock, e2 := l.store.Lock(ctx, sb.ID, "effect ls", 0); e2 == nil {
+			list, err = l.settle(ctx, sb.ID)
 			lock.Unlock()
 		}
 	}
@@ -213,20 +220,20 @@ func (e *Engine) listEffects(ctx context.Context, ref string, all bool) (_ []run
 func (e *Engine) RemoveEffect(ctx context.Context, ref, effect string) error {
 	op := onSandbox("effect rm", ref)
 	op.To = effect
-	return e.verb(ctx, op, func(ctx context.Context) error { return e.removeEffect(ctx, ref, effect) })
+	return e.verb(ctx, op, func(ctx context.Context) error { return e.effects.remove(ctx, ref, effect) })
 }
 
-func (e *Engine) removeEffect(ctx context.Context, ref, effect string) (err error) {
-	sb, _, err := e.owner(ctx, ref)
+func (l *effectLog) remove(ctx context.Context, ref, effect string) (err error) {
+	sb, _, err := l.owner(ctx, ref)
 	if err != nil {
 		return err
 	}
-	lock, err := e.lock(ctx, sb.ID, "effect rm", lockWait)
+	lock, err := l.lock(ctx, sb.ID, "effect rm", lockWait)
 	if err != nil {
 		return err
 	}
 	defer lock.Unlock()
-	list, err := e.settleEffects(ctx, sb.ID)
+	list, err := l.settle(ctx, sb.ID)
 	if err != nil {
 		return err
 	}
@@ -243,13 +250,13 @@ func (e *Engine) removeEffect(ctx context.Context, ref, effect string) (err erro
 		return fmt.Errorf("%w: effect %q is ambiguous: %s, %s", runtime.ErrInvalid, effect, found[0].ID, found[1].ID)
 	}
 	found[0].Status = runtime.EffectRemoved
-	return e.setEffect(ctx, found[0])
+	return l.set(ctx, found[0])
 }
 
 // settleEffects reads the ledger of a sandbox whose lock is held. An undo command that the
 // ledger has as running was killed with the agentbox that ran it.
-func (e *Engine) settleEffects(ctx context.Context, id string) ([]runtime.Effect, error) {
-	list, err := e.ledger(ctx, id)
+func (l *effectLog) settle(ctx context.Context, id string) ([]runtime.Effect, error) {
+	list, err := l.of(ctx, id)
 	if err != nil {
 		return nil, err
 	}
@@ -259,17 +266,17 @@ func (e *Engine) settleEffects(ctx context.Context, id string) ([]runtime.Effect
 				return nil, err
 			}
 			f.Status, f.Error = runtime.EffectUnknown, "agentbox was killed while the undo command may have run"
-			if err := e.setEffect(ctx, *f); err != nil {
+			if err := l.set(ctx, *f); err != nil {
 				return nil, err
 			}
-			e.noteEffect(*f)
+			l.note(*f)
 		}
 	}
 	return list, nil
 }
 
 // noteEffect records the result of an undo command as an event.
-func (e *Engine) noteEffect(f runtime.Effect) {
+func (l *effectLog) note(f runtime.Effect) {
 	ev := runtime.Event{Time: time.Now(), Type: runtime.EventEffect, Effect: f.ID, Checkpoint: f.Checkpoint, Reason: f.Status}
 	if f.Label != "" {
 		ev.Name = f.Label
@@ -277,7 +284,7 @@ func (e *Engine) noteEffect(f runtime.Effect) {
 	if f.Error != "" {
 		ev.Reason += ": " + f.Error
 	}
-	if err := e.note(f.Sandbox, ev); err != nil {
-		e.log.Warn("event not recorded", "sandbox", f.Sandbox, "err", err)
+	if err := l.events.note(f.Sandbox, ev); err != nil {
+		l.log.Warn("event not recorded", "sandbox", f.Sandbox, "err", err)
 	}
 }

@@ -37,12 +37,12 @@ func checkFilter(s runtime.Spec, host Host) error {
 // UpdateEgress changes what a sandbox may reach.
 func (e *Engine) UpdateEgress(ctx context.Context, ref string, change runtime.EgressChange) ([]string, error) {
 	return verb(ctx, e, onSandbox("update", ref), func(ctx context.Context) ([]string, error) {
-		return e.updateEgress(ctx, ref, change)
+		return e.sandboxes.updateEgress(ctx, ref, change)
 	})
 }
 
-func (e *Engine) updateEgress(ctx context.Context, ref string, change runtime.EgressChange) (rules []string, err error) {
-	sb, err := e.acquire(ctx, ref, "update", lockWait)
+func (bx *sandboxes) updateEgress(ctx context.Context, ref string, change runtime.EgressChange) (rules []string, err error) {
+	sb, err := bx.acquire(ctx, ref, "update", lockWait)
 	if err != nil {
 		return nil, err
 	}
@@ -61,18 +61,18 @@ func (e *Engine) updateEgress(ctx context.Context, ref string, change runtime.Eg
 			return nil, err
 		}
 	}
-	err = e.intent(ctx, store.Intent{Op: opUpdate, Sandbox: sb.ID}, updating{rules}, func(int64) error {
-		err := e.setEgress(ctx, sb.Sandbox, filter, rules)
+	err = bx.intent(ctx, store.Intent{Op: opUpdate, Sandbox: sb.ID}, updating{rules}, func(int64) error {
+		err := bx.setEgress(ctx, sb.Sandbox, filter, rules)
 		if err == nil {
 			return nil
 		}
 		// The sandbox keeps its former rules.
-		return errors.Join(err, e.setEgress(context.WithoutCancel(ctx), sb.Sandbox, filter, s.Network.Egress))
+		return errors.Join(err, bx.setEgress(context.WithoutCancel(ctx), sb.Sandbox, filter, s.Network.Egress))
 	})
 	if err != nil {
 		return nil, err
 	}
-	e.log.Info("egress rules changed", "sandbox", sb.ID, "rules", len(rules))
+	bx.log.Info("egress rules changed", "sandbox", sb.ID, "rules", len(rules))
 	return rules, nil
 }
 
@@ -111,7 +111,7 @@ func changed(old []string, change runtime.EgressChange) ([]string, error) {
 }
 
 // setEgress records rules and puts them in force.
-func (e *Engine) setEgress(ctx context.Context, sb store.Sandbox, filter runtime.EgressFilter, rules []string) error {
+func (bx *sandboxes) setEgress(ctx context.Context, sb store.Sandbox, filter runtime.EgressFilter, rules []string) error {
 	s, err := spec(sb)
 	if err != nil {
 		return err
@@ -121,7 +121,7 @@ func (e *Engine) setEgress(ctx context.Context, sb store.Sandbox, filter runtime
 	if err != nil {
 		return err
 	}
-	if err := e.store.SetSpec(ctx, sb.ID, data); err != nil {
+	if err := bx.store.SetSpec(ctx, sb.ID, data); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("update.after-row"); err != nil {
@@ -147,12 +147,12 @@ func filtered(sb store.Sandbox, host Host) (runtime.Spec, runtime.EgressFilter, 
 }
 
 // finishUpdate puts the rules of the killed verb in force.
-func (e *Engine) finishUpdate(ctx context.Context, in store.Intent, host Host) (string, error) {
+func (bx *sandboxes) finishUpdate(ctx context.Context, in store.Intent, host Host) (string, error) {
 	data, err := decode[updating](in.Data)
 	if err != nil {
 		return "", err
 	}
-	sb, err := e.store.Sandbox(ctx, in.Sandbox)
+	sb, err := bx.store.Sandbox(ctx, in.Sandbox)
 	if errors.Is(err, runtime.ErrNotFound) {
 		return "", nil
 	}
@@ -163,5 +163,5 @@ func (e *Engine) finishUpdate(ctx context.Context, in store.Intent, host Host) (
 	if err != nil {
 		return "", err
 	}
-	return unless(e.setEgress(ctx, sb, filter, data.Egress), "finished the change of the egress rules of sandbox %s", short(in.Sandbox))
+	return unless(bx.setEgress(ctx, sb, filter, data.Egress), "finished the change of the egress rules of sandbox %s", short(in.Sandbox))
 }

@@ -13,71 +13,41 @@ package engine
 import (
 	"cmp"
 	"context"
-	"crypto/rand"
-	"encoding/hex"
-	"encoding/json"
-	"errors"
-	"fmt"
 	"log/slog"
 	"os"
 	"slices"
-	"strconv"
-	"sync"
-	"sync/atomic"
-	"time"
 
-	"github.com/agentbox/agentbox/internal/guard"
-	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
-	"github.com/agentbox/agentbox/runtime/engine/progress"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// lockWait is how long a verb waits for one that is about to end, such as the
-// clean-up after a sandbox exited, before it reports ErrBusy.
-const lockWait = 500 * time.Millisecond
-
-// reapWait is how long a verb waits for the clean-up after an exit.
-const reapWait = 5 * time.Minute
-
-// autoWait is how long a verb waits for a checkpoint that is taken at an interval.
-const autoWait = time.Minute
-
-// opReap is the verb of the clean-up after an exit.
-const opReap = "reap"
-
-// frozenWait is how long a verb that only uses a sandbox waits for a checkpoint to
-// thaw it.
-const frozenWait = time.Minute
-
-// execTries bounds how many checkpoints in a row Exec waits for.
-const execTries = 10
-
-// Engine is the embedded Service: it works on this host, without a daemon.
+// Engine is the embedded Service: it works on this host, without a daemon. Its methods are
+// the verbs, each in the frame of verb.go; the work is done by its rooms. A room names in its
+// type the other rooms that it uses.
 type Engine struct {
-	run    string // transient state, e.g. /run/agentbox
-	store  *store.Store
-	first  string // the backend of new sandboxes
-	make   func(name string) (Host, error)
-	log    *slog.Logger
-	tidyAt int64
+	*core
 
-	supervisor func(lock *os.File) error // see Options.Supervisor
+	// The records that verbs keep beside the store's.
+	events   *eventLog
+	effects  *effectLog
+	restarts *restartLog
+	marks    *marks
 
-	observers []Observer
-	policies  policy.Finder
+	// What is done with images, checkpoints and sandboxes.
+	admission   *admission
+	images      *localImages
+	transfers   *transfers
+	sandboxes   *sandboxes
+	checkpoints *checkpoints
+	restores    *restores
 
-	mu    sync.Mutex
-	last  reconciled          // findings of the last Reconcile
-	under map[int64]bool      // intents under way in this process
-	hosts map[string]*opening // backends in use, by name
-	kept  map[string]string   // variables taken out of the environment; see variable
-	// Locks that say "my caller waits for this sandbox's exit code"; see hold.
-	holds map[string]*store.Lock
-
-	counts fileCounts
-	listed specs
+	// What is done without being asked.
+	limits     *limits
+	leases     *leases
+	supervisor *supervisor
+	recovery   *recovery
+	upkeep     *upkeep
 }
 
 var _ runtime.Local = (*Engine)(nil)
@@ -114,393 +84,70 @@ func New(opts Options) *Engine {
 	if log == nil {
 		log = slog.Default()
 	}
-	return &Engine{
-		run: opts.Run, store: opts.Store, first: opts.Backend, make: opts.Open, log: log,
-		supervisor: opts.Supervisor, tidyAt: cmp.Or(opts.TidyAt, 256<<20), policies: opts.Policies,
+	c := &core{
+		run: opts.Run, store: opts.Store, first: opts.Backend, make: opts.Open, log: log, policies: opts.Policies,
 		observers: slices.DeleteFunc(slices.Clone(opts.Observers), func(o Observer) bool { return o == nil }),
-		hosts:     map[string]*opening{}, under: map[int64]bool{}, kept: map[string]string{},
+		hosts:     map[string]*opening{}, under: map[int64]bool{},
 	}
-}
-
-// opening is a backend that is opened on first use.
-type opening struct {
-	mu   sync.Mutex
-	open bool
-	Host
-}
-
-// host returns the backend of that name. One that takes long to open delays no other.
-func (e *Engine) host(name string) (_ Host, err error) {
-	e.mu.Lock()
-	h := e.hosts[name]
-	if h == nil {
-		h = &opening{}
-		e.hosts[name] = h
-	}
-	e.mu.Unlock()
-
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if !h.open {
-		h.Host, err = e.make(name)
-		h.open = err == nil
-	}
-	return h.Host, err
-}
-
-// images returns the images of the backend of new sandboxes.
-func (e *Engine) images() (runtime.Images, error) {
-	h, err := e.host(e.first)
-	if err == nil && h.Images == nil {
-		err = fmt.Errorf("%w: backend %s makes no sandboxes, it only takes on containers that are there", runtime.ErrUnsupported, e.first)
-	}
-	return h.Images, err
-}
-
-// Close releases the store.
-func (e *Engine) Close() error {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	for _, l := range e.holds {
-		l.Unlock()
-	}
-	return e.store.Close()
-}
-
-// hold keeps the reaper from removing an --rm sandbox whose exit code this process
-// has yet to return to its caller. It is a lock, which this process's death releases.
-func (e *Engine) hold(ctx context.Context, id string) error {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	if e.holds[id] != nil {
-		return nil
-	}
-	l, err := e.store.Lock(ctx, holdName(id), "wait for the exit", lockWait)
-	if err != nil {
+	e := &Engine{core: c}
+	e.furnish(opts)
+	c.afterPanic = func(ctx context.Context) error {
+		_, err := e.RecoverInterrupted(ctx)
 		return err
 	}
-	if e.holds == nil {
-		e.holds = map[string]*store.Lock{}
-	}
-	e.holds[id] = l
-	return nil
+	return e
 }
 
-// release ends hold.
-func (e *Engine) release(id string) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	if l := e.holds[id]; l != nil {
-		l.Unlock()
-		delete(e.holds, id)
-	}
-}
+// furnish makes the rooms, and gives each the others that it uses.
+func (e *Engine) furnish(opts Options) {
+	c := e.core
+	e.events, e.effects, e.restarts, e.marks = new(eventLog), new(effectLog), new(restartLog), new(marks)
+	e.admission, e.images, e.transfers = new(admission), new(localImages), new(transfers)
+	e.sandboxes, e.checkpoints, e.restores = new(sandboxes), new(checkpoints), new(restores)
+	e.limits, e.leases, e.supervisor = new(limits), new(leases), new(supervisor)
+	e.recovery, e.upkeep = new(recovery), new(upkeep)
 
-// Release gives up the exit code of an --rm sandbox that was started with streams. A
-// process that serves many callers calls it for each caller that disconnects.
-func (e *Engine) Release(id string) { e.release(id) }
-
-func holdName(id string) string { return id + ".wait" }
-
-// newID returns 128 random bits as 32 hex digits.
-func newID() string {
-	var b [16]byte
-	_, _ = rand.Read(b[:]) // never fails
-	return hex.EncodeToString(b[:])
-}
-
-// short abbreviates an id for messages.
-func short(id string) string {
-	if len(id) > 12 {
-		return id[:12]
+	c.events = e.events
+	*e.events = eventLog{core: c}
+	*e.effects = effectLog{core: c, events: e.events}
+	*e.restarts = restartLog{core: c, events: e.events}
+	*e.marks = marks{core: c, restarts: e.restarts}
+	*e.admission = admission{core: c}
+	*e.images = localImages{core: c}
+	*e.transfers = transfers{core: c, images: e.images}
+	*e.sandboxes = sandboxes{
+		core: c, events: e.events, restarts: e.restarts, marks: e.marks, admission: e.admission,
+		checkpoints: e.checkpoints, limits: e.limits, leases: e.leases, supervisor: e.supervisor,
+		upkeep: e.upkeep, kept: map[string]string{},
 	}
-	return id
-}
-
-// fail wraps the error of a verb; nil stays nil.
-func fail(op, id string, err error) error {
-	if err == nil {
-		return nil
+	*e.checkpoints = checkpoints{
+		core: c, effects: e.effects, restarts: e.restarts, admission: e.admission, images: e.images,
+		limits: e.limits, leases: e.leases, upkeep: e.upkeep,
 	}
-	var own *runtime.Error
-	if errors.As(err, &own) && own.Op == op {
-		return err
+	*e.restores = restores{
+		core: c, events: e.events, restarts: e.restarts, admission: e.admission, transfers: e.transfers,
+		sandboxes: e.sandboxes, checkpoints: e.checkpoints, leases: e.leases, supervisor: e.supervisor,
+		recovery: e.recovery, upkeep: e.upkeep, engine: e,
 	}
-	return &runtime.Error{Op: op, ID: id, Err: err}
-}
-
-// hint adds a remedy to an error within a verb.
-func hint(err error, remedy string) error {
-	return &runtime.Error{Err: err, Hint: remedy}
-}
-
-// locked is a sandbox whose lock this process holds.
-type locked struct {
-	store.Sandbox
-	host Host
-	lock *store.Lock
-
-	steps *progress.Meter // of the verb; nil: its progress is not followed
-}
-
-// acquire finds a sandbox and locks it for a verb. It waits up to wait for another
-// verb to end.
-func (e *Engine) acquire(ctx context.Context, ref, verb string, wait time.Duration) (*locked, error) {
-	sb, err := e.find(ctx, ref)
-	if err != nil {
-		return nil, err
+	*e.limits = limits{
+		core: c, events: e.events, restarts: e.restarts, marks: e.marks, sandboxes: e.sandboxes,
+		supervisor: e.supervisor,
 	}
-	host, err := e.host(sb.Backend)
-	if err != nil {
-		return nil, err
+	*e.leases = leases{
+		core: c, events: e.events, marks: e.marks, sandboxes: e.sandboxes, supervisor: e.supervisor,
+		recovery: e.recovery, upkeep: e.upkeep,
 	}
-	lock, err := e.lock(ctx, sb.ID, verb, wait)
-	if err != nil {
-		return nil, err
+	*e.supervisor = supervisor{
+		core: c, events: e.events, restarts: e.restarts, marks: e.marks, sandboxes: e.sandboxes,
+		restores: e.restores, limits: e.limits, leases: e.leases, recovery: e.recovery, engine: e,
+		start: opts.Supervisor,
 	}
-	// The record may have changed, or gone, while we waited.
-	if sb, err = e.store.Sandbox(ctx, sb.ID); err != nil {
-		lock.Unlock()
-		return nil, err
+	*e.recovery = recovery{
+		core: c, events: e.events, effects: e.effects, restarts: e.restarts, marks: e.marks,
+		sandboxes: e.sandboxes, checkpoints: e.checkpoints, restores: e.restores, leases: e.leases,
+		supervisor: e.supervisor,
 	}
-	return &locked{Sandbox: sb, host: host, lock: lock}, nil
-}
-
-// lock locks a sandbox for a verb. It waits longer if background work holds the lock,
-// and gives up its turn while it waits.
-func (e *Engine) lock(ctx context.Context, id, verb string, wait time.Duration) (*store.Lock, error) {
-	lock, err := e.store.Lock(ctx, id, verb, wait)
-	if by := e.store.Holder(id); errors.Is(err, runtime.ErrBusy) && (by == opReap || by == opWatch) {
-		// The clean-up after the last run: unmounting can take as long as the disk needs
-		// for unwritten data. Or the supervisor stops or restarts the sandbox.
-		lock, err = e.lockAside(ctx, id, verb, reapWait)
+	*e.upkeep = upkeep{
+		core: c, sandboxes: e.sandboxes, restores: e.restores, tidyAt: cmp.Or(opts.TidyAt, 256<<20),
 	}
-	if errors.Is(err, runtime.ErrBusy) && verb != opInterval && e.store.Holder(id) == opInterval {
-		lock, err = e.lockAside(ctx, id, verb, autoWait)
-	}
-	return lock, err
-}
-
-func (e *Engine) lockAside(ctx context.Context, id, verb string, wait time.Duration) (*store.Lock, error) {
-	defer runtime.Aside(ctx)()
-	return e.store.Lock(ctx, id, verb, wait)
-}
-
-// errUnfinished keeps an intent in the journal: Recover does the rest of the verb.
-var errUnfinished = errors.New("the next command will finish it")
-
-// intent writes a journal entry, runs fn and removes the entry. If fn fails it has
-// undone its work, and the entry is removed too; if this process is killed the entry
-// stays for Recover.
-func (e *Engine) intent(ctx context.Context, in store.Intent, data any, fn func(seq int64) error) (err error) {
-	if in.Data, err = json.Marshal(data); err != nil {
-		return err
-	}
-	seq, end, err := e.begin(ctx, in)
-	if err != nil {
-		return err
-	}
-	defer end()
-	if err = fn(seq); errors.Is(err, errUnfinished) {
-		return err
-	}
-	done, cancel := context.WithTimeout(context.WithoutCancel(ctx), undo.Timeout)
-	defer cancel()
-	return errors.Join(err, e.store.Done(done, seq))
-}
-
-// begin records an intent and marks it as under way in this process until end is
-// called. Other verbs of this process then need not check whether it was abandoned;
-// in a service, each of them would. The caller holds the sandbox's lock.
-func (e *Engine) begin(ctx context.Context, in store.Intent) (seq int64, end func(), err error) {
-	if err := e.nothingLeft(ctx, in); err != nil {
-		return 0, nil, err
-	}
-	if seq, err = e.store.Begin(ctx, in); err != nil {
-		return 0, nil, err
-	}
-	// A reader that saw the intent before this line will find the sandbox locked.
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	e.under[seq] = true
-	return seq, func() {
-		e.mu.Lock()
-		defer e.mu.Unlock()
-		delete(e.under, seq)
-	}, nil
-}
-
-// nothingLeft refuses a verb on a sandbox with an interrupted verb that recovery could
-// not finish: finished later, that verb would undo this one's work.
-func (e *Engine) nothingLeft(ctx context.Context, in store.Intent) error {
-	if in.Op == opRemove { // which makes the interrupted verb moot
-		return nil
-	}
-	left, err := e.leftIn(ctx, in.Sandbox)
-	if len(left) > 0 {
-		return fmt.Errorf("%w: its last %s was interrupted and is not finished; `agentbox recover` finishes it, or says why it cannot", runtime.ErrState, left[0].Op)
-	}
-	return err
-}
-
-// leftIn lists the intents of a sandbox that are not under way in this process.
-func (e *Engine) leftIn(ctx context.Context, id string) ([]store.Intent, error) {
-	intents, err := e.store.Intents(ctx)
-	return slices.DeleteFunc(intents, func(in store.Intent) bool { return in.Sandbox != id || e.underWay(in.Seq) }), err
-}
-
-// underWay reports whether this process itself works on an intent.
-func (e *Engine) underWay(seq int64) bool {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	return e.under[seq]
-}
-
-// advance records how far an intent has come; lazy is as in store.Intent.
-func (e *Engine) advance(ctx context.Context, seq int64, data any, lazy bool) error {
-	b, err := json.Marshal(data)
-	if err != nil {
-		return err
-	}
-	return e.store.Update(ctx, seq, b, lazy)
-}
-
-// spec decodes the stored spec of a sandbox.
-func spec(sb store.Sandbox) (runtime.Spec, error) {
-	s, err := specOf(sb.ID, sb.Spec)
-	if err == nil && s.ID != "" && s.ID != sb.ID { // the id becomes part of paths
-		err = fmt.Errorf("spec of %s: %w: it is of %.40q", short(sb.ID), runtime.ErrCorrupt, s.ID)
-	}
-	return s, err
-}
-
-// specOf decodes the spec of a sandbox or of a foreign checkpoint.
-func specOf(id string, text json.RawMessage) (s runtime.Spec, err error) {
-	if err := json.Unmarshal(text, &s); err != nil {
-		return s, fmt.Errorf("spec of %s: %w: %w", short(id), runtime.ErrCorrupt, err)
-	}
-	return s, nil
-}
-
-// identity returns the environment variables that identify a sandbox to its processes.
-func identity(s runtime.Spec, attempt int) []string {
-	return []string{
-		"AGENTBOX_SANDBOX=" + s.ID,
-		"AGENTBOX_SANDBOX_NAME=" + s.Name,
-		"AGENTBOX_WORKDIR=" + s.Workdir,
-		"AGENTBOX_ATTEMPT=" + strconv.Itoa(attempt),
-	}
-}
-
-// Sandbox describes one sandbox as it is now.
-func (e *Engine) Sandbox(ctx context.Context, ref string) (runtime.Sandbox, error) {
-	return verb(ctx, e, onSandbox("inspect", ref).reads(), func(ctx context.Context) (runtime.Sandbox, error) {
-		return e.inspect(ctx, ref)
-	})
-}
-
-func (e *Engine) inspect(ctx context.Context, ref string) (runtime.Sandbox, error) {
-	sb, err := e.find(ctx, ref)
-	if err != nil {
-		return runtime.Sandbox{}, fail("inspect", ref, err)
-	}
-	out, c, err := e.view(ctx, sb)
-	if err == nil {
-		out.Limits, err = e.hits(sb.ID, c)
-	}
-	return out, fail("inspect", ref, err)
-}
-
-// viewsAtOnce is how many sandboxes a list inspects concurrently.
-const viewsAtOnce = 4
-
-// Sandboxes lists all sandboxes, newest first.
-func (e *Engine) Sandboxes(ctx context.Context) ([]runtime.Sandbox, error) {
-	return verb(ctx, e, on("ps", "").reads(), func(ctx context.Context) ([]runtime.Sandbox, error) { return e.sandboxes(ctx) })
-}
-
-func (e *Engine) sandboxes(ctx context.Context) ([]runtime.Sandbox, error) {
-	rows, err := e.store.Sandboxes(ctx)
-	if err != nil {
-		return nil, fail("ps", "", err)
-	}
-
-	// Inspect a few concurrently: each needs a look at the kernel, or its engine.
-	views, errs := make([]runtime.Sandbox, len(rows)), make([]error, len(rows))
-	specs := e.listed.of(rows, errs)
-	var next atomic.Int64
-	var all guard.WaitGroup
-	for range min(viewsAtOnce, len(rows)) {
-		all.Go(func() {
-			for i := int(next.Add(1)) - 1; i < len(rows) && ctx.Err() == nil; i = int(next.Add(1)) - 1 {
-				if errs[i] == nil {
-					errs[i] = guard.Do(func() (err error) {
-						views[i], _, err = e.viewOf(ctx, rows[i], specs[i])
-						return err
-					})
-				}
-			}
-		})
-	}
-	all.Wait()
-	if ctx.Err() != nil {
-		return nil, fail("ps", "", context.Cause(ctx))
-	}
-	list, work := views[:0], e.atWork(ctx)
-	for i, sb := range rows {
-		out, err := views[i], errs[i]
-		out.Work = work[sb.ID]
-		if errors.Is(err, runtime.ErrNotFound) {
-			// Removed since we read the row, or not created yet.
-			continue
-		}
-		if errors.Is(err, runtime.ErrCorrupt) {
-			return nil, fail("ps", sb.Name, err)
-		}
-		if err != nil {
-			// Its engine does not answer; list the others anyway.
-			e.log.Warn("sandbox state unknown", "sandbox", sb.Name, "err", err)
-			if out.ID == "" {
-				out = runtime.Sandbox{ID: sb.ID, Name: sb.Name, Image: sb.Image, ImageDigest: sb.ImageDigest, Backend: sb.Backend, Created: sb.Created, Labels: map[string]string{}}
-			}
-			out.Status = runtime.Unknown
-		}
-		list = append(list, out)
-	}
-	return list, nil
-}
-
-// view combines a sandbox's record with its present state.
-func (e *Engine) view(ctx context.Context, sb store.Sandbox) (runtime.Sandbox, runtime.Container, error) {
-	s, err := spec(sb)
-	if err != nil {
-		return runtime.Sandbox{}, runtime.Container{}, err
-	}
-	return e.viewOf(ctx, sb, s)
-}
-
-func (e *Engine) viewOf(ctx context.Context, sb store.Sandbox, s runtime.Spec) (_ runtime.Sandbox, c runtime.Container, err error) {
-	labels := sb.Labels
-	if labels == nil {
-		labels = map[string]string{}
-	}
-	var again *runtime.Restarts
-	if comesBack(s.Restart) {
-		st, err := e.restartsOf(sb.ID)
-		if err != nil {
-			return runtime.Sandbox{}, c, err
-		}
-		again = &st.Restarts
-	}
-	host, err := e.host(sb.Backend)
-	if err == nil {
-		c, err = host.Inspect(ctx, sb.ID)
-	}
-	return runtime.Sandbox{
-		ID: sb.ID, Name: sb.Name, Status: c.Status, Pid: c.Pid, ExitCode: c.ExitCode,
-		Upperdir: c.Upper, Image: sb.Image, ImageDigest: sb.ImageDigest, Backend: sb.Backend,
-		Head: sb.Head, Attempt: sb.Attempt, Created: sb.Created, Started: c.Started, Finished: c.Finished,
-		Labels: labels, Address: c.Address, Kept: sb.Kept, Held: sb.Held, Lease: sb.Lease, Group: sb.Group, OOMKilled: c.OOMKilled, Spec: s,
-		Expires: expiresAt(s.Lifetime), Expired: expired(s.Lifetime), Restarts: again,
-	}, c, err
 }

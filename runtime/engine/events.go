@@ -24,21 +24,26 @@ import (
 // followEvery is how often Events looks for new events while it follows.
 const followEvery = 250 * time.Millisecond
 
-func (e *Engine) eventsDir() string { return filepath.Join(e.store.Root(), "events") }
+// eventLog keeps the events of sandboxes, and how often each has hit its limits.
+type eventLog struct {
+	*core
+}
+
+func (evs *eventLog) dir() string { return filepath.Join(evs.store.Root(), "events") }
 
 // Events calls each with the events of a sandbox.
 func (e *Engine) Events(ctx context.Context, ref string, opts runtime.EventOptions, each func(runtime.Event) error) error {
 	return e.verb(ctx, onSandbox("events", ref).reads(), func(ctx context.Context) error {
-		return e.events(ctx, ref, opts, each)
+		return e.events.follow(ctx, ref, opts, each)
 	})
 }
 
-func (e *Engine) events(ctx context.Context, ref string, opts runtime.EventOptions, each func(runtime.Event) error) (err error) {
-	sb, err := e.locate(ctx, ref)
+func (evs *eventLog) follow(ctx context.Context, ref string, opts runtime.EventOptions, each func(runtime.Event) error) (err error) {
+	sb, err := evs.locate(ctx, ref)
 	if err != nil {
 		return err
 	}
-	logs := []eventSource{{Reader: eventlog.NewReader(e.eventsDir(), sb.ID), sandbox: sb.ID}}
+	logs := []eventSource{{Reader: eventlog.NewReader(evs.dir(), sb.ID), sandbox: sb.ID}}
 	if filter, ok := sb.host.Backend.(runtime.EgressFilter); ok {
 		logs = append(logs, eventSource{eventlog.NewReader(filter.EgressLog(), sb.ID), sb.ID, runtime.EventDenied})
 	}
@@ -57,9 +62,9 @@ func (e *Engine) events(ctx context.Context, ref string, opts runtime.EventOptio
 				return err
 			}
 		}
-		_, gone := e.store.Sandbox(ctx, sb.ID)
+		_, gone := evs.store.Sandbox(ctx, sb.ID)
 		if gone == nil {
-			if err := e.noteHits(ctx, sb.Sandbox, c); err != nil {
+			if err := evs.noteHits(ctx, sb.Sandbox, c); err != nil {
 				return err
 			}
 		}
@@ -136,23 +141,23 @@ func readEvents(logs []eventSource, opts runtime.EventOptions, each func(runtime
 }
 
 // note records an event of a sandbox.
-func (e *Engine) note(id string, ev runtime.Event) error {
+func (evs *eventLog) note(id string, ev runtime.Event) error {
 	ev.Sandbox, ev.Time = id, ev.Time.UTC()
 	line, err := json.Marshal(ev)
 	if err != nil {
 		return err
 	}
-	return eventlog.Append(e.eventsDir(), id, append(line, '\n'))
+	return eventlog.Append(evs.dir(), id, append(line, '\n'))
 }
 
 // hits returns how often limits were hit; nil: never.
-func (e *Engine) hits(id string, c runtime.Container) (*runtime.LimitHits, error) {
+func (evs *eventLog) hits(id string, c runtime.Container) (*runtime.LimitHits, error) {
 	out := c.Hits
 	if c.OOMKilled && out.OOMKills == 0 {
 		out.OOMKills = 1 // at least 1: its engine does not count
 	}
 	var err error
-	if out.Storage, err = e.storageHit(id); err != nil {
+	if out.Storage, err = evs.storageHit(id); err != nil {
 		return nil, err
 	}
 	if c.Pid > 0 {
@@ -175,8 +180,8 @@ func (e *Engine) hits(id string, c runtime.Container) (*runtime.LimitHits, error
 
 // noteHits turns what the kernel has counted since the last call into events. It must be
 // called before the next start, which resets the counters.
-func (e *Engine) noteHits(ctx context.Context, sb store.Sandbox, c runtime.Container) error {
-	h, err := e.hits(sb.ID, c)
+func (evs *eventLog) noteHits(ctx context.Context, sb store.Sandbox, c runtime.Container) error {
+	h, err := evs.hits(sb.ID, c)
 	if err != nil || h == nil || h.OOMKills+h.Pids == 0 {
 		return err
 	}
@@ -184,7 +189,7 @@ func (e *Engine) noteHits(ctx context.Context, sb store.Sandbox, c runtime.Conta
 	if err != nil {
 		return err
 	}
-	lock, err := e.store.Lock(ctx, sb.ID+".events", "events", lockWait)
+	lock, err := evs.store.Lock(ctx, sb.ID+".events", "events", lockWait)
 	if err != nil {
 		return err
 	}
@@ -192,7 +197,7 @@ func (e *Engine) noteHits(ctx context.Context, sb store.Sandbox, c runtime.Conta
 	noted := map[string]int64{}
 	// The separate counts have what the bounded log may have lost; the log has what was
 	// noted right before a crash.
-	kept, err := e.countsOf(sb.ID)
+	kept, err := evs.countsOf(sb.ID)
 	if err != nil {
 		return err
 	}
@@ -202,7 +207,7 @@ func (e *Engine) noteHits(ctx context.Context, sb store.Sandbox, c runtime.Conta
 		}
 		noted[runtime.EventOOM], noted[runtime.EventPids] = kept.OOM, kept.Pids
 	}
-	log := eventlog.NewReader(e.eventsDir(), sb.ID)
+	log := eventlog.NewReader(evs.dir(), sb.ID)
 	err = readEvents([]eventSource{{Reader: log, sandbox: sb.ID}}, runtime.EventOptions{}, func(ev runtime.Event) error {
 		if ev.Started.Equal(c.Started) {
 			noted[ev.Type] = max(noted[ev.Type], ev.Total)
@@ -223,13 +228,13 @@ func (e *Engine) noteHits(ctx context.Context, sb store.Sandbox, c runtime.Conta
 		}
 		ev := runtime.Event{Time: at, Type: typ, Count: total - noted[typ], Total: total, Started: c.Started.UTC(), Limit: limit}
 		noted[typ] = total
-		return e.note(sb.ID, ev)
+		return evs.note(sb.ID, ev)
 	}
 	if !c.OOMAt.IsZero() && noted[runtime.EventOOM] == 0 && h.OOMKills > 0 {
 		err = add(runtime.EventOOM, 1, s.Resources.Memory, c.OOMAt)
 	}
 	err = errors.Join(err, add(runtime.EventOOM, h.OOMKills, s.Resources.Memory, now), add(runtime.EventPids, h.Pids, s.Resources.Pids, now))
-	return errors.Join(err, e.keepCounts(sb.ID, counts{c.Started.UTC(), noted[runtime.EventOOM], noted[runtime.EventPids]}))
+	return errors.Join(err, evs.keepCounts(sb.ID, counts{c.Started.UTC(), noted[runtime.EventOOM], noted[runtime.EventPids]}))
 }
 
 // counts are the recorded values of the kernel's counters for one start.
@@ -239,38 +244,38 @@ type counts struct {
 	Pids    int64     `json:"pids"`
 }
 
-func (e *Engine) countsPath(id string) string { return filepath.Join(e.eventsDir(), id+".counts") }
+func (evs *eventLog) countsPath(id string) string { return filepath.Join(evs.dir(), id+".counts") }
 
-func (e *Engine) countsOf(id string) (counts, error) {
+func (evs *eventLog) countsOf(id string) (counts, error) {
 	var c counts
-	data, err := os.ReadFile(e.countsPath(id))
+	data, err := os.ReadFile(evs.countsPath(id))
 	if err == nil && json.Unmarshal(data, &c) != nil {
 		c = counts{} // truncated by a power loss; the log has the counts
 	}
 	return c, ignoreMissing(err)
 }
 
-func (e *Engine) keepCounts(id string, c counts) error {
+func (evs *eventLog) keepCounts(id string, c counts) error {
 	data, err := json.Marshal(c)
 	if err != nil {
 		return err
 	}
-	path := e.countsPath(id)
+	path := evs.countsPath(id)
 	// With its directory it went with its sandbox.
 	return ignoreMissing(fsx.Write(path, data, fsx.Options{Temp: path + ".new", Volatile: true}))
 }
 
 // keepHits is noteHits for a verb that ignores its errors.
-func (e *Engine) keepHits(ctx context.Context, sb store.Sandbox, c runtime.Container) {
-	if err := e.noteHits(ctx, sb, c); err != nil {
-		e.log.Warn("limit hits not recorded", "sandbox", sb.ID, "err", err)
+func (evs *eventLog) keepHits(ctx context.Context, sb store.Sandbox, c runtime.Container) {
+	if err := evs.noteHits(ctx, sb, c); err != nil {
+		evs.log.Warn("limit hits not recorded", "sandbox", sb.ID, "err", err)
 	}
 }
 
 // forgetEvents removes the events of sandboxes that are gone: an event that was noted
 // during the removal may have left some.
-func (e *Engine) forgetEvents(ctx context.Context, but map[string]bool) error {
-	list, err := os.ReadDir(e.eventsDir())
+func (evs *eventLog) prune(ctx context.Context, but map[string]bool) error {
+	list, err := os.ReadDir(evs.dir())
 	if err != nil {
 		return ignoreMissing(err)
 	}
@@ -280,8 +285,8 @@ func (e *Engine) forgetEvents(ctx context.Context, but map[string]bool) error {
 		if but[id] {
 			continue
 		}
-		if _, err := e.store.Sandbox(ctx, id); errors.Is(err, runtime.ErrNotFound) {
-			errs = append(errs, e.dropEvents(id))
+		if _, err := evs.store.Sandbox(ctx, id); errors.Is(err, runtime.ErrNotFound) {
+			errs = append(errs, evs.drop(id))
 		} else if err != nil {
 			errs = append(errs, err)
 		}
@@ -290,11 +295,11 @@ func (e *Engine) forgetEvents(ctx context.Context, but map[string]bool) error {
 }
 
 // dropEvents removes the events of a sandbox.
-func (e *Engine) dropEvents(id string) error {
-	err := eventlog.Remove(e.eventsDir(), id)
-	for _, name := range []string{e.countsPath(id), e.countsPath(id) + ".new"} {
+func (evs *eventLog) drop(id string) error {
+	err := eventlog.Remove(evs.dir(), id)
+	for _, name := range []string{evs.countsPath(id), evs.countsPath(id) + ".new"} {
 		err = errors.Join(err, ignoreMissing(os.Remove(name)))
 	}
-	_ = os.Remove(e.eventsDir()) // stays while there are others
+	_ = os.Remove(evs.dir()) // stays while there are others
 	return err
 }

@@ -41,7 +41,7 @@ func ownTrigger(s runtime.Spec, opts runtime.CheckpointOptions) error {
 
 // beforeExec takes the checkpoint that must precede an exec. If it fails, the exec is
 // refused: the way back comes first.
-func (e *Engine) beforeExec(ctx context.Context, sb store.Sandbox, p runtime.Process) error {
+func (cs *checkpoints) beforeExec(ctx context.Context, sb store.Sandbox, p runtime.Process) error {
 	s, err := spec(sb)
 	if err != nil {
 		return err
@@ -49,7 +49,7 @@ func (e *Engine) beforeExec(ctx context.Context, sb store.Sandbox, p runtime.Pro
 	if on, err := every(s); err != nil || !on.Exec {
 		return err
 	}
-	_, err = e.takeCheckpoint(ctx, sb.ID, runtime.CheckpointOptions{
+	_, err = cs.takeCheckpoint(ctx, sb.ID, runtime.CheckpointOptions{
 		// Only the program: arguments may be secrets.
 		Trigger: runtime.TriggerExec, Automatic: true, Labels: map[string]string{"exec": clipLabel(p.Args[0])},
 	})

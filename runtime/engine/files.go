@@ -12,8 +12,8 @@ import (
 )
 
 // onRoot runs fn on a sandbox's root filesystem.
-func (e *Engine) onRoot(ctx context.Context, ref string, write bool, fn func(root string, ids *idmap.Map) error) error {
-	sb, err := e.locate(ctx, ref)
+func (bx *sandboxes) onRoot(ctx context.Context, ref string, write bool, fn func(root string, ids *idmap.Map) error) error {
+	sb, err := bx.locate(ctx, ref)
 	if err == nil && write {
 		err = mayUse(sb.Sandbox)
 	}
@@ -30,7 +30,7 @@ func (e *Engine) onRoot(ctx context.Context, ref string, write bool, fn func(roo
 // CopyFrom writes a path of the sandbox as a tar stream.
 func (e *Engine) CopyFrom(ctx context.Context, ref, path string, w io.Writer) error {
 	return e.verb(ctx, onSandbox("cp", ref).reads().errorsNamed(), func(ctx context.Context) error {
-		return e.onRoot(ctx, ref, false, func(root string, ids *idmap.Map) error { return copy.From(ctx, root, ids, path, w) })
+		return e.sandboxes.onRoot(ctx, ref, false, func(root string, ids *idmap.Map) error { return copy.From(ctx, root, ids, path, w) })
 	})
 }
 
@@ -39,19 +39,19 @@ func (e *Engine) CopyTo(ctx context.Context, ref, path string, r io.Reader) erro
 	op := onSandbox("cp", ref)
 	op.To, op.named = path, true
 	return e.verb(ctx, op, func(ctx context.Context) error {
-		return e.onRoot(ctx, ref, true, func(root string, ids *idmap.Map) error { return copy.To(ctx, root, ids, path, r) })
+		return e.sandboxes.onRoot(ctx, ref, true, func(root string, ids *idmap.Map) error { return copy.To(ctx, root, ids, path, r) })
 	})
 }
 
 // Files runs fn on the sandbox's root filesystem.
 func (e *Engine) Files(ctx context.Context, ref string, fn func(*policy.Jail) error) error {
 	return e.verb(ctx, &Op{Verb: "files", Ref: ref, About: AboutSandbox, Reads: runtime.OnlyReads(ctx), named: true}, func(ctx context.Context) error {
-		return e.files(ctx, ref, fn)
+		return e.sandboxes.files(ctx, ref, fn)
 	})
 }
 
-func (e *Engine) files(ctx context.Context, ref string, fn func(*policy.Jail) error) error {
-	sb, err := e.locate(ctx, ref)
+func (bx *sandboxes) files(ctx context.Context, ref string, fn func(*policy.Jail) error) error {
+	sb, err := bx.locate(ctx, ref)
 	if err == nil {
 		err = mayUse(sb.Sandbox)
 	}
@@ -75,7 +75,7 @@ func (e *Engine) files(ctx context.Context, ref string, fn func(*policy.Jail) er
 // Stat describes a path in the sandbox.
 func (e *Engine) Stat(ctx context.Context, ref, path string) (runtime.PathStat, error) {
 	return verb(ctx, e, onSandbox("stat", ref).reads().errorsNamed(), func(ctx context.Context) (out runtime.PathStat, err error) {
-		err = e.onRoot(ctx, ref, false, func(root string, _ *idmap.Map) error {
+		err = e.sandboxes.onRoot(ctx, ref, false, func(root string, _ *idmap.Map) error {
 			st, err := copy.StatPath(root, path)
 			out = runtime.PathStat(st)
 			return err

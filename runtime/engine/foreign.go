@@ -37,7 +37,7 @@ func onlyForeign(sandbox string) error {
 
 // claim turns the spec of a foreign checkpoint into that of the sandbox that is made from it,
 // and returns the requests that it refuses. The checkpoint's processes may depend on them.
-func (e *Engine) claim(s *runtime.Spec, row store.Checkpoint, g runtime.Grants, processes bool) (withheld []string, err error) {
+func claim(s *runtime.Spec, row store.Checkpoint, g runtime.Grants, processes bool) (withheld []string, err error) {
 	if !row.Foreign {
 		return nil, noGrants(g, madeHere)
 	}
@@ -117,11 +117,11 @@ func (r *restoration) fits() error {
 // readmitOf is readmit for any checkpoint. Over the spec of a foreign one only the policy that
 // the caller has named decides; the policy that its author names does not count, even if it
 // is known here.
-func (e *Engine) readmitOf(row store.Checkpoint, s *runtime.Spec, g runtime.Grants, processes bool) error {
+func (a *admission) readmitOf(row store.Checkpoint, s *runtime.Spec, g runtime.Grants, processes bool) error {
 	if !row.Foreign {
-		return e.readmit(s)
+		return a.readmit(s)
 	}
-	p, err := e.policies.Find(cmp.Or(g.Policy, policy.Default))
+	p, err := a.policies.Find(cmp.Or(g.Policy, policy.Default))
 	if err != nil {
 		return err
 	}
@@ -137,7 +137,7 @@ func (e *Engine) readmitOf(row store.Checkpoint, s *runtime.Spec, g runtime.Gran
 	for i := range s.Mounts {
 		s.Mounts[i].Source = got.Mounts[i].Source
 	}
-	if err := e.policies.Remember(s.Policy.Digest); err != nil {
+	if err := a.policies.Remember(s.Policy.Digest); err != nil {
 		return fmt.Errorf("remember the policy %s: %w", s.Policy.Name, err)
 	}
 	return nil

@@ -43,11 +43,11 @@ type forkPart struct {
 // receipts.
 func (e *Engine) Fork(ctx context.Context, ref string, opts runtime.ForkOptions) ([]runtime.Forked, error) {
 	return verb(ctx, e, onSandbox("fork", ref), func(ctx context.Context) ([]runtime.Forked, error) {
-		return e.fork(ctx, ref, opts)
+		return e.restores.fork(ctx, ref, opts)
 	})
 }
 
-func (e *Engine) fork(ctx context.Context, ref string, opts runtime.ForkOptions) (_ []runtime.Forked, err error) {
+func (rs *restores) fork(ctx context.Context, ref string, opts runtime.ForkOptions) (_ []runtime.Forked, err error) {
 	opts.Count = max(opts.Count, len(opts.Names), 1)
 	switch {
 	case opts.Count > maxForks:
@@ -63,7 +63,7 @@ func (e *Engine) fork(ctx context.Context, ref string, opts runtime.ForkOptions)
 		if slices.Contains(opts.Names[:i], name) {
 			return nil, fmt.Errorf("%w: name %q is given twice", runtime.ErrInvalid, name)
 		}
-		sb, err := e.named(ctx, name)
+		sb, err := rs.transfers.named(ctx, name)
 		if err != nil {
 			return nil, err
 		}
@@ -74,11 +74,11 @@ func (e *Engine) fork(ctx context.Context, ref string, opts runtime.ForkOptions)
 	if opts.Count > 1 && len(opts.Grants.Ports) > 0 {
 		return nil, fmt.Errorf("%w: a port can be published by one fork only", runtime.ErrInvalid)
 	}
-	row, err := e.forkFrom(ctx, ref, opts)
+	row, err := rs.forkFrom(ctx, ref, opts)
 	if err != nil {
 		return nil, err
 	}
-	steps, err := e.forking(ctx, row, opts)
+	steps, err := rs.forking(ctx, row, opts)
 	if err != nil {
 		return nil, err
 	}
@@ -95,7 +95,7 @@ func (e *Engine) fork(ctx context.Context, ref string, opts runtime.ForkOptions)
 			if len(opts.Names) > 0 {
 				name = opts.Names[i]
 			}
-			f, err := e.forkOne(ctx, row, name, opts, steps, nil)
+			f, err := rs.forkOne(ctx, row, name, opts, steps, nil)
 			if err == nil {
 				list[i] = &f
 			}
@@ -113,11 +113,11 @@ func (e *Engine) fork(ctx context.Context, ref string, opts runtime.ForkOptions)
 }
 
 // forking follows what makes forks of a checkpoint, and says how much that is.
-func (e *Engine) forking(ctx context.Context, row store.Checkpoint, opts runtime.ForkOptions) (*progress.Meter, error) {
+func (rs *restores) forking(ctx context.Context, row store.Checkpoint, opts runtime.ForkOptions) (*progress.Meter, error) {
 	if opts.Progress == nil {
 		return nil, nil
 	}
-	reader, err := e.store.OpenCheckpoint(ctx, row.ID)
+	reader, err := rs.store.OpenCheckpoint(ctx, row.ID)
 	if err != nil {
 		return nil, err
 	}
@@ -135,19 +135,19 @@ func (e *Engine) forking(ctx context.Context, row store.Checkpoint, opts runtime
 }
 
 // forkFrom finds the checkpoint to fork, or takes a new one.
-func (e *Engine) forkFrom(ctx context.Context, ref string, opts runtime.ForkOptions) (row store.Checkpoint, err error) {
-	sb, gone, err := e.owner(ctx, ref)
+func (rs *restores) forkFrom(ctx context.Context, ref string, opts runtime.ForkOptions) (row store.Checkpoint, err error) {
+	sb, gone, err := rs.owner(ctx, ref)
 	if err != nil {
 		return row, err
 	}
 	if opts.Checkpoint == "" && !gone {
-		c, err := e.takeCheckpoint(ctx, sb.ID, runtime.CheckpointOptions{Trigger: "fork", FilesOnly: opts.FilesOnly, Progress: opts.Progress})
+		c, err := rs.checkpoints.takeCheckpoint(ctx, sb.ID, runtime.CheckpointOptions{Trigger: "fork", FilesOnly: opts.FilesOnly, Progress: opts.Progress})
 		if err != nil {
 			return row, err
 		}
-		return e.store.Checkpoint(ctx, c.ID)
+		return rs.store.Checkpoint(ctx, c.ID)
 	}
-	if row, err = e.choose(ctx, sb, opts.Checkpoint, false, opts.Foreign); err != nil {
+	if row, err = rs.choose(ctx, sb, opts.Checkpoint, false, opts.Foreign); err != nil {
 		return row, err
 	}
 	return row, checkDamage(sb.Name, row, false)
@@ -155,7 +155,7 @@ func (e *Engine) forkFrom(ctx context.Context, ref string, opts runtime.ForkOpti
 
 // forkOne makes one fork. With look it is made without network and hooks, and look is called
 // once its processes are restored and still frozen, before the fork counts as made.
-func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string, opts runtime.ForkOptions, steps *progress.Meter,
+func (rs *restores) forkOne(ctx context.Context, row store.Checkpoint, name string, opts runtime.ForkOptions, steps *progress.Meter,
 	look func(context.Context, *restoration) error) (_ runtime.Forked, err error) {
 	begun := time.Now()
 	s, err := specOf(row.SandboxID, row.Spec)
@@ -167,7 +167,7 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 			"Run it as a sandbox of agentbox: agentbox --backend docker run ...")
 	}
 	full := row.Kind == runtime.KindFull && !opts.FilesOnly && !opts.NoStart
-	withheld, err := e.claim(&s, row, opts.Grants, full)
+	withheld, err := claim(&s, row, opts.Grants, full)
 	if err != nil {
 		return runtime.Forked{}, err
 	}
@@ -193,13 +193,13 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 		}
 		s.Labels = labels
 	}
-	if s.Secrets, err = e.inherited(ctx, row, s, opts.Secrets); err != nil {
+	if s.Secrets, err = rs.sandboxes.inherited(ctx, row, s, opts.Secrets); err != nil {
 		return runtime.Forked{}, err
 	}
-	if err := e.readmitOf(row, &s, opts.Grants, full); err != nil {
+	if err := rs.admission.readmitOf(row, &s, opts.Grants, full); err != nil {
 		return runtime.Forked{}, err
 	}
-	host, err := e.host(cmp.Or(s.Backend, e.first))
+	host, err := rs.host(cmp.Or(s.Backend, rs.first))
 	if err != nil {
 		return runtime.Forked{}, err
 	}
@@ -210,22 +210,22 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 	if err != nil {
 		return runtime.Forked{}, err
 	}
-	if err := e.keepIDs(ctx, &s, host, img.Lower, full, row.Foreign); err != nil {
+	if err := rs.sandboxes.keepIDs(ctx, &s, host, img.Lower, full, row.Foreign); err != nil {
 		return runtime.Forked{}, err
 	}
 	box := store.Sandbox{
-		ID: s.ID, Name: s.Name, Backend: cmp.Or(s.Backend, e.first), Image: s.Image, ImageDigest: row.ImageDigest,
+		ID: s.ID, Name: s.Name, Backend: cmp.Or(s.Backend, rs.first), Image: s.Image, ImageDigest: row.ImageDigest,
 		Lower: img.Lower, Attempt: 1, Created: time.Now(), Labels: s.Labels, Group: opts.Group,
 	}
-	if box.Lease, err = e.activeLease(ctx, opts.Lease); err != nil {
+	if box.Lease, err = rs.leases.activeLease(ctx, opts.Lease); err != nil {
 		return runtime.Forked{}, err
 	}
-	lock, err := e.store.Lock(ctx, s.ID, "fork", lockWait)
+	lock, err := rs.store.Lock(ctx, s.ID, "fork", lockWait)
 	if err != nil {
 		return runtime.Forked{}, err
 	}
 	defer lock.Unlock()
-	r := e.newRestoration(&locked{Sandbox: box, host: host, lock: lock, steps: steps},
+	r := rs.newRestoration(&locked{Sandbox: box, host: host, lock: lock, steps: steps},
 		restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly || opts.NoStart, Fork: true})
 	r.row, r.spec = row, s
 	r.forks(&forkPart{noStart: opts.NoStart, look: look})
@@ -253,12 +253,12 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 			"process start times and monotonic clocks",
 			"TCP connections of the origin are closed in the fork")
 	}
-	h, err := e.hooksOf("fork", s)
+	h, err := rs.admission.hooksOf("fork", s)
 	if err != nil {
 		return runtime.Forked{}, err
 	}
 	if look != nil {
-		h = &hooks{e: e} // no hooks run
+		h = &hooks{e: rs.core} // no hooks run
 	}
 	defer func() { h.failed(ctx, err) }()
 	h.of(row)
@@ -267,14 +267,14 @@ func (e *Engine) forkOne(ctx context.Context, row store.Checkpoint, name string,
 			return runtime.Forked{}, err
 		}
 	}
-	if err := e.perform(ctx, r); err != nil {
+	if err := rs.perform(ctx, r); err != nil {
 		return runtime.Forked{}, err
 	}
-	e.enforce(s, r.c)
+	rs.supervisor.enforce(s, r.c)
 	out := r.fork.receipt
 	out.Checkpoint, out.Took, out.Warnings = checkpointView(row), time.Since(begun), withheld
-	out.Sandbox, err = e.inspect(context.WithoutCancel(ctx), s.ID)
-	e.log.Info("sandbox forked", "sandbox", s.ID, "checkpoint", row.ID, "took", out.Took)
+	out.Sandbox, err = rs.sandboxes.inspect(context.WithoutCancel(ctx), s.ID)
+	rs.log.Info("sandbox forked", "sandbox", s.ID, "checkpoint", row.ID, "took", out.Took)
 	return out, err
 }
 

@@ -43,7 +43,7 @@ func TestRestoreLetsGoOfLock(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := e.restoreLocked(t.Context(), id, sb, opts); err == nil {
+		if _, err := e.restores.restoreLocked(t.Context(), id, sb, opts); err == nil {
 			t.Errorf("%+v: no error", opts)
 		}
 		lock, err := st.Lock(t.Context(), id, "test", 0)
@@ -65,7 +65,7 @@ func TestUpkeepIsLogged(t *testing.T) {
 		{errors.New("broken"), `level=ERROR msg="upkeep failed" err=broken`},
 	} {
 		var log bytes.Buffer
-		e := &Engine{log: slog.New(slog.NewTextHandler(&log, nil))}
+		e := &core{log: slog.New(slog.NewTextHandler(&log, nil))}
 		ctx, cancel := context.WithCancel(t.Context())
 		n := 0
 		e.repeat(ctx, time.Microsecond, true, func(context.Context) error {

@@ -16,20 +16,20 @@ import (
 // checkpoint always comes after its descendants.
 func (e *Engine) History(ctx context.Context, ref string, opts runtime.HistoryOptions) ([]runtime.HistoryEntry, error) {
 	return verb(ctx, e, onSandbox("log", ref).reads(), func(ctx context.Context) ([]runtime.HistoryEntry, error) {
-		return e.history(ctx, ref, opts)
+		return e.checkpoints.history(ctx, ref, opts)
 	})
 }
 
-func (e *Engine) history(ctx context.Context, ref string, opts runtime.HistoryOptions) (_ []runtime.HistoryEntry, err error) {
-	sb, _, err := e.owner(ctx, ref)
+func (cs *checkpoints) history(ctx context.Context, ref string, opts runtime.HistoryOptions) (_ []runtime.HistoryEntry, err error) {
+	sb, _, err := cs.owner(ctx, ref)
 	if err != nil {
 		return nil, err
 	}
-	rows, err := e.store.Checkpoints(ctx, store.Filter{SandboxID: sb.ID, All: opts.All})
+	rows, err := cs.store.Checkpoints(ctx, store.Filter{SandboxID: sb.ID, All: opts.All})
 	if err != nil {
 		return nil, err
 	}
-	forks, err := e.store.Forks(ctx, sb.ID)
+	forks, err := cs.store.Forks(ctx, sb.ID)
 	if err != nil {
 		return nil, err
 	}
@@ -46,7 +46,7 @@ func (e *Engine) history(ctx context.Context, ref string, opts runtime.HistoryOp
 		}
 		// The record names the nearest remaining ancestor, the manifest the original
 		// parent. `checkpoint verify` reports a damaged manifest.
-		r, err := e.store.OpenCheckpoint(ctx, row.ID)
+		r, err := cs.store.OpenCheckpoint(ctx, row.ID)
 		if err == nil {
 			list[i].ParentDeleted = r.Manifest().Parent != row.Parent
 			err = r.Close()
@@ -55,10 +55,10 @@ func (e *Engine) history(ctx context.Context, ref string, opts runtime.HistoryOp
 			if ctx.Err() != nil {
 				return nil, err
 			}
-			e.log.Warn("checkpoint not readable", "checkpoint", row.ID, "err", err)
+			cs.log.Warn("checkpoint not readable", "checkpoint", row.ID, "err", err)
 		}
 	}
-	ledger, err := e.ledger(ctx, sb.ID)
+	ledger, err := cs.effects.of(ctx, sb.ID)
 	if err != nil {
 		return nil, err
 	}
@@ -77,7 +77,7 @@ func (e *Engine) history(ctx context.Context, ref string, opts runtime.HistoryOp
 
 // certain refuses a reference that is a prefix of one sandbox's id and the name of another,
 // removed one that can be restored.
-func (e *Engine) certain(ctx context.Context, ref string, sb store.Sandbox) error {
+func (e *core) certain(ctx context.Context, ref string, sb store.Sandbox) error {
 	if sb.ID == "" || ref == sb.ID || ref == sb.Name || strings.Contains(ref, "://") {
 		return nil
 	}
@@ -93,7 +93,7 @@ func (e *Engine) certain(ctx context.Context, ref string, sb store.Sandbox) erro
 }
 
 // owner finds a sandbox that a user names, even a removed one with checkpoints left.
-func (e *Engine) owner(ctx context.Context, ref string) (sb store.Sandbox, gone bool, err error) {
+func (e *core) owner(ctx context.Context, ref string) (sb store.Sandbox, gone bool, err error) {
 	if sb, err = e.find(ctx, ref); !errors.Is(err, runtime.ErrNotFound) {
 		return sb, false, errors.Join(err, e.certain(ctx, ref, sb))
 	}

@@ -14,15 +14,15 @@ import (
 
 // hooks are the hooks of one verb on a sandbox whose lock is held.
 type hooks struct {
-	e     *Engine
+	e     *core
 	list  map[string][]policy.Hook
 	facts runtime.HookFacts
 }
 
 // hooksOf finds the hooks of a sandbox in the policy that it was created under. A policy
 // that was never used here came from elsewhere, and none of its hooks run.
-func (e *Engine) hooksOf(verb string, s runtime.Spec) (*hooks, error) {
-	h := &hooks{e: e, facts: runtime.HookFacts{Verb: verb, Sandbox: runtime.HookSandbox{
+func (a *admission) hooksOf(verb string, s runtime.Spec) (*hooks, error) {
+	h := &hooks{e: a.core, facts: runtime.HookFacts{Verb: verb, Sandbox: runtime.HookSandbox{
 		ID: s.ID, Name: s.Name, Image: s.Image, ImageDigest: s.ImageDigest, Backend: s.Backend, Labels: s.Labels,
 	}}}
 	// Most policies have no hooks, and need no parsing.
@@ -33,7 +33,7 @@ func (e *Engine) hooksOf(verb string, s runtime.Spec) (*hooks, error) {
 	if err != nil {
 		return nil, err
 	}
-	if e.policies.Remembers(p.Rules.Digest()) {
+	if a.policies.Remembers(p.Rules.Digest()) {
 		h.list, h.facts.Policy = p.Rules.Hooks, p.Name
 	}
 	return h, nil

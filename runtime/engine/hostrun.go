@@ -80,7 +80,7 @@ func saying(err error, said string) error {
 }
 
 // rootEnv returns the environment for an agentbox that a program of the host calls.
-func (e *Engine) rootEnv() []string {
+func (e *core) rootEnv() []string {
 	if root := e.store.Root(); e.run == filepath.Join(root, "run") {
 		return []string{"AGENTBOX_ROOT=" + root}
 	}

@@ -25,7 +25,7 @@ type idling struct {
 }
 
 // look takes a sample, if it is time to, and returns when to take the next.
-func (i *idling) look(e *Engine, c runtime.Container, id string, limit time.Duration) (quiet, again time.Duration, err error) {
+func (i *idling) look(e *limits, c runtime.Container, id string, limit time.Duration) (quiet, again time.Duration, err error) {
 	window := min(max(limit/10, 50*time.Millisecond), latest)
 	now := uptime()
 	span := now - i.at
@@ -63,8 +63,8 @@ func (i *idling) look(e *Engine, c runtime.Container, id string, limit time.Dura
 }
 
 // inUse reports whether a terminal is attached to a sandbox, or a command runs in it.
-func (e *Engine) inUse(c runtime.Container, id string) (bool, error) {
-	attached, err := flock.Held(e.usePath(id), 0)
+func (lm *limits) inUse(c runtime.Container, id string) (bool, error) {
+	attached, err := flock.Held(lm.usePath(id), 0)
 	if attached || err != nil || c.Pid == 0 {
 		return attached, err
 	}
@@ -85,10 +85,10 @@ func (e *Engine) inUse(c runtime.Container, id string) (bool, error) {
 
 // usePath is a file on which processes attached to a sandbox hold a shared lock. Its time is
 // that of the last use.
-func (e *Engine) usePath(id string) string { return filepath.Join(e.run, id, "used") }
+func (lm *limits) usePath(id string) string { return filepath.Join(lm.run, id, "used") }
 
-func (e *Engine) lastUse(id string) time.Time {
-	st, err := os.Lstat(e.usePath(id))
+func (lm *limits) lastUse(id string) time.Time {
+	st, err := os.Lstat(lm.usePath(id))
 	if err != nil {
 		return time.Time{}
 	}
@@ -96,21 +96,21 @@ func (e *Engine) lastUse(id string) time.Time {
 }
 
 // inUseBy is use of a sandbox by its record.
-func (e *Engine) inUseBy(sb store.Sandbox) (done func(), err error) {
+func (lm *limits) inUseBy(sb store.Sandbox) (done func(), err error) {
 	s, err := spec(sb)
 	if err != nil {
 		return nil, err
 	}
-	return e.use(s)
+	return lm.use(s)
 }
 
 // use marks a sandbox as in use until done is called or this process ends. It does nothing
 // for a sandbox without an idle limit.
-func (e *Engine) use(s runtime.Spec) (done func(), err error) {
+func (lm *limits) use(s runtime.Spec) (done func(), err error) {
 	if s.Lifetime.Idle == 0 {
 		return func() {}, nil
 	}
-	path := e.usePath(s.ID)
+	path := lm.usePath(s.ID)
 	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
 		return nil, err
 	}

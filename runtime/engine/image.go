@@ -20,10 +20,15 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
+// localImages works on the images of the backend of new sandboxes.
+type localImages struct {
+	*core
+}
+
 // ImportImage makes an image from a tarball or a directory.
 func (e *Engine) ImportImage(ctx context.Context, name, source string) (runtime.Image, error) {
 	return verb(ctx, e, &Op{Verb: "image import", Ref: name, From: source}, func(ctx context.Context) (runtime.Image, error) {
-		to, err := e.images()
+		to, err := e.imageStore()
 		if err != nil {
 			return runtime.Image{}, err
 		}
@@ -35,7 +40,7 @@ func (e *Engine) ImportImage(ctx context.Context, name, source string) (runtime.
 // ImportImageFrom makes an image from a tar stream.
 func (e *Engine) ImportImageFrom(ctx context.Context, name string, r io.Reader) (runtime.Image, error) {
 	return verb(ctx, e, on("image import", name), func(ctx context.Context) (runtime.Image, error) {
-		to, err := e.images()
+		to, err := e.imageStore()
 		if err != nil {
 			return runtime.Image{}, err
 		}
@@ -47,12 +52,12 @@ func (e *Engine) ImportImageFrom(ctx context.Context, name string, r io.Reader) 
 // Images lists all images.
 func (e *Engine) Images(ctx context.Context) ([]runtime.Image, error) {
 	return verb(ctx, e, on("image ls", "").reads(), func(ctx context.Context) ([]runtime.Image, error) {
-		return e.listImages(ctx)
+		return e.images.listImages(ctx)
 	})
 }
 
-func (e *Engine) listImages(ctx context.Context) ([]runtime.Image, error) {
-	from, err := e.images()
+func (im *localImages) listImages(ctx context.Context) ([]runtime.Image, error) {
+	from, err := im.imageStore()
 	if err != nil {
 		return nil, err
 	}
@@ -78,7 +83,7 @@ func imageView(img image.Image) runtime.Image {
 // PullImage fetches an image, or finds it here.
 func (e *Engine) PullImage(ctx context.Context, ref string, opts image.PullOptions) (runtime.Image, error) {
 	return verb(ctx, e, on("image pull", ref), func(ctx context.Context) (runtime.Image, error) {
-		from, err := e.images()
+		from, err := e.imageStore()
 		if err != nil {
 			return runtime.Image{}, err
 		}
@@ -100,12 +105,12 @@ func unreachable(ref string, err error) error {
 // PushImage writes an image to another place.
 func (e *Engine) PushImage(ctx context.Context, ref, to string, opts image.SourceOptions) (runtime.PushedImage, error) {
 	return verb(ctx, e, &Op{Verb: "image push", Ref: ref, To: to}, func(ctx context.Context) (runtime.PushedImage, error) {
-		return e.pushImage(ctx, ref, to, opts)
+		return e.images.pushImage(ctx, ref, to, opts)
 	})
 }
 
-func (e *Engine) pushImage(ctx context.Context, ref, to string, opts image.SourceOptions) (out runtime.PushedImage, err error) {
-	from, err := e.images()
+func (im *localImages) pushImage(ctx context.Context, ref, to string, opts image.SourceOptions) (out runtime.PushedImage, err error) {
+	from, err := im.imageStore()
 	if err != nil {
 		return out, err
 	}
@@ -116,7 +121,7 @@ func (e *Engine) pushImage(ctx context.Context, ref, to string, opts image.Sourc
 	if to == "" {
 		to = "docker://" + strings.TrimPrefix(ref, "docker://")
 	}
-	dest, err := e.destination(to, opts)
+	dest, err := chosenDestination(to, opts)
 	if err != nil {
 		return out, err
 	}
@@ -127,7 +132,7 @@ func (e *Engine) pushImage(ctx context.Context, ref, to string, opts image.Sourc
 	if err != nil {
 		return out, err
 	}
-	made, digest, err := e.put(ctx, from, dest, v1, opts)
+	made, digest, err := im.put(ctx, from, dest, v1, opts)
 	out.Reference, out.Digest = made.Name, digest
 	return out, err
 }
@@ -140,7 +145,7 @@ type destination struct {
 }
 
 // destination parses where an image is written: a name alone means this host.
-func (e *Engine) destination(to string, opts image.SourceOptions) (destination, error) {
+func chosenDestination(to string, opts image.SourceOptions) (destination, error) {
 	cfg := opts.Config
 	if cfg == nil {
 		read, err := source.LoadConfig("")
@@ -168,12 +173,12 @@ func (e *Engine) destination(to string, opts image.SourceOptions) (destination, 
 
 // put writes an image to its destination, and returns its name there and the digest of its
 // manifest, if it has one.
-func (e *Engine) put(ctx context.Context, here runtime.Images, to destination, img v1.Image, opts image.SourceOptions) (made image.Image, manifest string, err error) {
+func (im *localImages) put(ctx context.Context, here runtime.Images, to destination, img v1.Image, opts image.SourceOptions) (made image.Image, manifest string, err error) {
 	if to.here {
 		made, err = here.Add(ctx, to.name, img)
 		return made, "", err
 	}
-	scratch, err := e.store.Scratch()
+	scratch, err := im.store.Scratch()
 	if err != nil {
 		return made, "", err
 	}
@@ -186,7 +191,7 @@ func (e *Engine) put(ctx context.Context, here runtime.Images, to destination, i
 // TagImage gives an image one more name.
 func (e *Engine) TagImage(ctx context.Context, ref, name string) error {
 	return e.verb(ctx, &Op{Verb: "image tag", Ref: ref, To: name}, func(ctx context.Context) error {
-		from, err := e.images()
+		from, err := e.imageStore()
 		if err == nil {
 			err = from.Tag(ctx, ref, name)
 		}
@@ -197,12 +202,12 @@ func (e *Engine) TagImage(ctx context.Context, ref, name string) error {
 // InspectImage returns the details of an image.
 func (e *Engine) InspectImage(ctx context.Context, ref string) (runtime.ImageDetails, error) {
 	return verb(ctx, e, on("image inspect", ref).reads(), func(ctx context.Context) (runtime.ImageDetails, error) {
-		return e.inspectImage(ctx, ref)
+		return e.images.inspectImage(ctx, ref)
 	})
 }
 
-func (e *Engine) inspectImage(ctx context.Context, ref string) (out runtime.ImageDetails, err error) {
-	from, err := e.images()
+func (im *localImages) inspectImage(ctx context.Context, ref string) (out runtime.ImageDetails, err error) {
+	from, err := im.imageStore()
 	if err != nil {
 		return out, err
 	}
@@ -210,7 +215,7 @@ func (e *Engine) inspectImage(ctx context.Context, ref string) (out runtime.Imag
 	if err != nil {
 		return out, err
 	}
-	users, err := e.imageUsers(ctx)
+	users, err := im.imageUsers(ctx)
 	if err != nil {
 		return out, err
 	}
@@ -226,7 +231,7 @@ func (e *Engine) inspectImage(ctx context.Context, ref string) (out runtime.Imag
 // VerifyImage reads an image's files again.
 func (e *Engine) VerifyImage(ctx context.Context, ref string) (runtime.Image, error) {
 	return verb(ctx, e, on("image verify", ref), func(ctx context.Context) (_ runtime.Image, err error) {
-		from, err := e.images()
+		from, err := e.imageStore()
 		if err != nil {
 			return runtime.Image{}, err
 		}
@@ -241,17 +246,17 @@ func (e *Engine) VerifyImage(ctx context.Context, ref string) (runtime.Image, er
 // PruneImages removes unused images.
 func (e *Engine) PruneImages(ctx context.Context, all bool) (runtime.PrunedImages, error) {
 	return verb(ctx, e, on("image prune", ""), func(ctx context.Context) (runtime.PrunedImages, error) {
-		return e.pruneImages(ctx, all)
+		return e.images.pruneImages(ctx, all)
 	})
 }
 
-func (e *Engine) pruneImages(ctx context.Context, all bool) (out runtime.PrunedImages, err error) {
+func (im *localImages) pruneImages(ctx context.Context, all bool) (out runtime.PrunedImages, err error) {
 	out.Removed = []runtime.Image{}
-	from, err := e.images()
+	from, err := im.imageStore()
 	if err != nil {
 		return out, err
 	}
-	needed, failed := e.needs(ctx)
+	needed, failed := im.needs(ctx)
 	gone, freed, err := from.Prune(ctx, all, needed)
 	err = cmp.Or(failed(), err)
 	for _, img := range gone {
@@ -294,13 +299,13 @@ func howToGet(s runtime.Spec) string {
 
 // arrived adds a warning to a checkpoint from elsewhere whose image is not here. The warning
 // is not stored with the checkpoint: the image may still arrive.
-func (e *Engine) arrived(ctx context.Context, row store.Checkpoint) runtime.Checkpoint {
+func (im *localImages) arrived(ctx context.Context, row store.Checkpoint) runtime.Checkpoint {
 	out := checkpointView(row)
 	s, err := specOf(row.SandboxID, row.Spec)
 	if err != nil {
 		return out
 	}
-	host, err := e.host(cmp.Or(s.Backend, e.first))
+	host, err := im.host(cmp.Or(s.Backend, im.first))
 	if err != nil || host.Images == nil {
 		return out
 	}
@@ -313,11 +318,11 @@ func (e *Engine) arrived(ctx context.Context, row store.Checkpoint) runtime.Chec
 // RemoveImage removes an image's name, and its files when no other name has
 // them. The last name of one that a sandbox or a checkpoint needs is refused.
 func (e *Engine) RemoveImage(ctx context.Context, name string) error {
-	return e.verb(ctx, on("image rm", name), func(ctx context.Context) error { return e.removeImage(ctx, name) })
+	return e.verb(ctx, on("image rm", name), func(ctx context.Context) error { return e.images.removeImage(ctx, name) })
 }
 
-func (e *Engine) removeImage(ctx context.Context, name string) (err error) {
-	from, err := e.images()
+func (im *localImages) removeImage(ctx context.Context, name string) (err error) {
+	from, err := im.imageStore()
 	if err != nil {
 		return err
 	}
@@ -325,7 +330,7 @@ func (e *Engine) removeImage(ctx context.Context, name string) (err error) {
 	if err != nil && (img.Digest == "" || !errors.Is(err, runtime.ErrCorrupt) && !errors.Is(err, runtime.ErrNotFound)) {
 		return err
 	}
-	users, err := e.imageUsers(ctx)
+	users, err := im.imageUsers(ctx)
 	if err != nil {
 		return err
 	}
@@ -334,7 +339,7 @@ func (e *Engine) removeImage(ctx context.Context, name string) (err error) {
 			return cmp.Or(err, hint(fmt.Errorf("%w: %s", runtime.ErrState, needed(need)), "Remove what needs it first."))
 		}
 	}
-	needed, failed := e.needs(ctx)
+	needed, failed := im.needs(ctx)
 	err = from.Remove(ctx, name, needed)
 	return cmp.Or(failed(), err)
 }
@@ -342,26 +347,26 @@ func (e *Engine) removeImage(ctx context.Context, name string) (err error) {
 // needs returns a function that reports whether an image is needed. The image store calls
 // it while no other process can resolve an image: sandboxes may have been created since the
 // verb began. If the users cannot be determined, failed says why and all images are needed.
-func (e *Engine) needs(ctx context.Context) (needed func(digest string) bool, failed func() error) {
+func (im *localImages) needs(ctx context.Context) (needed func(digest string) bool, failed func() error) {
 	var err error
 	users := sync.OnceValue(func() (all map[string][]string) {
-		all, err = e.imageUsers(ctx)
+		all, err = im.imageUsers(ctx)
 		return all
 	})
 	return func(digest string) bool { return len(users()[digest]) > 0 || err != nil }, func() error { return err }
 }
 
 // imageUsers lists, by image digest, the sandboxes and checkpoints that need the image.
-func (e *Engine) imageUsers(ctx context.Context) (map[string][]string, error) {
+func (im *localImages) imageUsers(ctx context.Context) (map[string][]string, error) {
 	users := map[string][]string{}
-	boxes, err := e.store.Sandboxes(ctx)
+	boxes, err := im.store.Sandboxes(ctx)
 	if err != nil {
 		return nil, err
 	}
 	for _, sb := range boxes {
 		users[sb.ImageDigest] = append(users[sb.ImageDigest], "sandbox "+sb.Name)
 	}
-	cks, err := e.store.Checkpoints(ctx, store.Filter{})
+	cks, err := im.store.Checkpoints(ctx, store.Filter{})
 	if err != nil {
 		return nil, err
 	}

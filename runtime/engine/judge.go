@@ -15,11 +15,11 @@ import (
 
 // unrestorable returns why the processes of a ready checkpoint with undamaged images cannot
 // be restored; empty: no reason is known.
-func (e *Engine) unrestorable(ctx context.Context, row store.Checkpoint) (why string, err error) {
+func (up *upkeep) unrestorable(ctx context.Context, row store.Checkpoint) (why string, err error) {
 	if row.Kind != runtime.KindFull {
 		return "", nil
 	}
-	reader, err := e.store.OpenCheckpoint(ctx, row.ID)
+	reader, err := up.store.OpenCheckpoint(ctx, row.ID)
 	if errors.Is(err, runtime.ErrNotFound) {
 		return "", nil // removed meanwhile
 	}
@@ -27,7 +27,7 @@ func (e *Engine) unrestorable(ctx context.Context, row store.Checkpoint) (why st
 		return "", err
 	}
 	defer func() { err = errors.Join(err, reader.Close()) }()
-	scratch, err := e.store.Scratch()
+	scratch, err := up.store.Scratch()
 	if err != nil {
 		return "", err
 	}
@@ -67,8 +67,8 @@ func (e *Engine) unrestorable(ctx context.Context, row store.Checkpoint) (why st
 }
 
 // judgeAll judges the given checkpoints, or all, except damaged ones.
-func (e *Engine) judgeAll(ctx context.Context, ids []string, damaged []store.Damage) ([]runtime.Damaged, error) {
-	rows, err := e.store.Checkpoints(ctx, store.Filter{})
+func (up *upkeep) judgeAll(ctx context.Context, ids []string, damaged []store.Damage) ([]runtime.Damaged, error) {
+	rows, err := up.store.Checkpoints(ctx, store.Filter{})
 	if err != nil {
 		return nil, err
 	}
@@ -78,7 +78,7 @@ func (e *Engine) judgeAll(ctx context.Context, ids []string, damaged []store.Dam
 		if hurt || row.Status != store.Ready || len(ids) > 0 && !slices.Contains(ids, row.ID) {
 			continue
 		}
-		why, err := e.unrestorable(ctx, row)
+		why, err := up.unrestorable(ctx, row)
 		if err != nil {
 			return list, fmt.Errorf("checkpoint %s: %w", short(row.ID), err)
 		}

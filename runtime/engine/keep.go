@@ -17,6 +17,16 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
+// upkeep prunes checkpoints, verifies them, and reclaims the space of what is gone.
+type upkeep struct {
+	*core
+
+	sandboxes *sandboxes
+	restores  *restores
+
+	tidyAt int64 // see Options.TidyAt
+}
+
 // PinCheckpoint protects a checkpoint from Prune, or ends the protection.
 func (e *Engine) PinCheckpoint(ctx context.Context, ref string, pinned bool) error {
 	name := "checkpoint pin"
@@ -64,11 +74,11 @@ func (e *Engine) UntagCheckpoint(ctx context.Context, ref string) error {
 // the rules of the sandboxes' policies apply.
 func (e *Engine) Prune(ctx context.Context, opts runtime.PruneOptions) (runtime.Pruned, error) {
 	return verb(ctx, e, &Op{Verb: "prune", Ref: opts.Sandbox, About: AboutSandbox, Reads: opts.DryRun}, func(ctx context.Context) (runtime.Pruned, error) {
-		return e.prune(ctx, opts)
+		return e.upkeep.prune(ctx, opts)
 	})
 }
 
-func (e *Engine) prune(ctx context.Context, opts runtime.PruneOptions) (out runtime.Pruned, err error) {
+func (up *upkeep) prune(ctx context.Context, opts runtime.PruneOptions) (out runtime.Pruned, err error) {
 	rules := policy.Retention{
 		KeepLast: opts.KeepLast, KeepWithin: opts.KeepWithin, KeepHourly: opts.KeepHourly,
 		KeepDaily: opts.KeepDaily, KeepWeekly: opts.KeepWeekly, MaxBytes: opts.MaxBytes,
@@ -79,82 +89,82 @@ func (e *Engine) prune(ctx context.Context, opts runtime.PruneOptions) (out runt
 	out = runtime.Pruned{Removed: []runtime.PrunedCheckpoint{}, Kept: []runtime.PrunedCheckpoint{}, DryRun: opts.DryRun}
 	sandbox := ""
 	if opts.Sandbox != "" {
-		sb, _, err := e.owner(ctx, opts.Sandbox)
+		sb, _, err := up.owner(ctx, opts.Sandbox)
 		if err != nil {
 			return out, err
 		}
 		sandbox = sb.ID
 	}
 	if rules != (policy.Retention{}) {
-		if err := e.retain(ctx, store.Filter{SandboxID: sandbox}, retention{Keeping: policy.Keeping{All: rules}}, &out); err != nil {
+		if err := up.retain(ctx, store.Filter{SandboxID: sandbox}, retention{Keeping: policy.Keeping{All: rules}}, &out); err != nil {
 			return out, err
 		}
-	} else if err := e.keepByPolicy(ctx, sandbox, &out); err != nil {
+	} else if err := up.keepByPolicy(ctx, sandbox, &out); err != nil {
 		return out, err
 	}
-	if err := e.forgetFailures(ctx, sandbox, true, &out); err != nil {
+	if err := up.forgetFailures(ctx, sandbox, true, &out); err != nil {
 		return out, err
 	}
-	got, err := e.store.Reclaim(ctx, store.ReclaimOptions{MaxWaste: opts.MaxWaste, DryRun: opts.DryRun, Progress: opts.Progress})
+	got, err := up.store.Reclaim(ctx, store.ReclaimOptions{MaxWaste: opts.MaxWaste, DryRun: opts.DryRun, Progress: opts.Progress})
 	out.Freed, out.Packs, out.Before, out.After = got.Freed, got.Deleted+got.Rewritten, got.Before, got.After
 	if err == nil && opts.DryRun && len(out.Removed) > 0 {
-		err = e.estimate(ctx, &out)
+		err = up.estimate(ctx, &out)
 	}
 	if err == nil && !opts.DryRun {
-		e.log.Info("pruned", "checkpoints", len(out.Removed), "freed", out.Freed)
+		up.log.Info("pruned", "checkpoints", len(out.Removed), "freed", out.Freed)
 	}
 	return out, err
 }
 
 // tidy removes old failures, and frees the space of removed checkpoints once there is
 // enough of it. If it fails, the next call does the work.
-func (e *Engine) tidy(ctx context.Context) {
+func (up *upkeep) tidy(ctx context.Context) {
 	ctx = context.WithoutCancel(ctx)
 	// Keep a recent failure for the user to look at.
-	if err := e.forgetFailures(ctx, "", false, &runtime.Pruned{}); err != nil {
-		e.log.Warn("records of failed checkpoints not removed", "err", err)
+	if err := up.forgetFailures(ctx, "", false, &runtime.Pruned{}); err != nil {
+		up.log.Warn("records of failed checkpoints not removed", "err", err)
 	}
-	n, err := e.store.Removed(ctx)
-	if err == nil && n < e.tidyAt {
+	n, err := up.store.Removed(ctx)
+	if err == nil && n < up.tidyAt {
 		return
 	}
 	var got store.Reclaimed
 	if err == nil {
-		got, err = e.store.Reclaim(ctx, store.ReclaimOptions{Wait: time.Second})
+		got, err = up.store.Reclaim(ctx, store.ReclaimOptions{Wait: time.Second})
 	}
 	if err != nil {
-		e.log.Warn("space not freed; `agentbox prune` frees it", "err", err)
+		up.log.Warn("space not freed; `agentbox prune` frees it", "err", err)
 		return
 	}
-	e.log.Info("space of removed checkpoints freed", "bytes", got.Freed)
+	up.log.Info("space of removed checkpoints freed", "bytes", got.Freed)
 }
 
 // retainQuietly is Prune by the policies, in the background: it copies at most rate bytes a
 // second, no caller waits for it, and if there is nothing to free it reads only records.
-func (e *Engine) retainQuietly(ctx context.Context, rate int64) (out runtime.Pruned, err error) {
+func (up *upkeep) retainQuietly(ctx context.Context, rate int64) (out runtime.Pruned, err error) {
 	err = guard.Do(func() error {
-		return errors.Join(e.keepByPolicy(ctx, "", &out), e.forgetFailures(ctx, "", false, &out))
+		return errors.Join(up.keepByPolicy(ctx, "", &out), up.forgetFailures(ctx, "", false, &out))
 	})
 	// Record this before freeing the space, which may take minutes, and fail.
-	e.recordPruned(context.WithoutCancel(ctx), out, err)
+	up.recordPruned(context.WithoutCancel(ctx), out, err)
 	if err != nil {
 		return out, err
 	}
-	n, err := e.store.Removed(ctx)
+	n, err := up.store.Removed(ctx)
 	if err != nil || n == 0 {
 		return out, err
 	}
 	if err := failpoint.Hit("prune.before-reclaim"); err != nil {
 		return out, err
 	}
-	got, err := e.store.Reclaim(ctx, store.ReclaimOptions{Rate: rate, Yield: true})
+	got, err := up.store.Reclaim(ctx, store.ReclaimOptions{Rate: rate, Yield: true})
 	out.Freed, out.Packs, out.Before, out.After = got.Freed, got.Deleted+got.Rewritten, got.Before, got.After
 	return out, err
 }
 
 // estimate adds to a dry run the space that its checkpoints would free.
-func (e *Engine) estimate(ctx context.Context, out *runtime.Pruned) error {
-	sizes, err := e.store.Sizes(ctx)
+func (up *upkeep) estimate(ctx context.Context, out *runtime.Pruned) error {
+	sizes, err := up.store.Sizes(ctx)
 	if err != nil {
 		return err
 	}
@@ -174,12 +184,12 @@ func (e *Engine) estimate(ctx context.Context, out *runtime.Pruned) error {
 // retain applies the rules to the checkpoints that a filter selects and, unless it is a dry
 // run, removes those that no rule keeps. The filter must select all of a sandbox's
 // checkpoints that count.
-func (e *Engine) retain(ctx context.Context, f store.Filter, r retention, out *runtime.Pruned) error {
-	rows, err := e.store.Checkpoints(ctx, f)
+func (up *upkeep) retain(ctx context.Context, f store.Filter, r retention, out *runtime.Pruned) error {
+	rows, err := up.store.Checkpoints(ctx, f)
 	if err != nil {
 		return err
 	}
-	at, err := e.store.Heads(ctx)
+	at, err := up.store.Heads(ctx)
 	if err != nil {
 		return err
 	}
@@ -218,10 +228,10 @@ func (e *Engine) retain(ctx context.Context, f store.Filter, r retention, out *r
 			for i, id := range ids {
 				of[i] = byID[id]
 			}
-			if n, err := e.store.AtMost(ctx, of); err != nil || n <= r.All.MaxBytes {
+			if n, err := up.store.AtMost(ctx, of); err != nil || n <= r.All.MaxBytes {
 				return n, err
 			}
-			if sizes, err = e.store.Sizes(ctx); err != nil {
+			if sizes, err = up.store.Sizes(ctx); err != nil {
 				return 0, err
 			}
 		}
@@ -238,7 +248,7 @@ func (e *Engine) retain(ctx context.Context, f store.Filter, r retention, out *r
 			continue
 		}
 		if !out.DryRun {
-			err := e.forget(ctx, byID[d.ID])
+			err := up.forget(ctx, byID[d.ID])
 			if errors.Is(err, runtime.ErrNotFound) {
 				continue // another process has removed it
 			}
@@ -263,15 +273,15 @@ const failureAge = 24 * time.Hour
 // forgetFailures removes the records of failed checkpoints, of one sandbox or of all, that
 // are old or, with superseded, that have a newer ready checkpoint. They have no pieces, and
 // no verb uses them.
-func (e *Engine) forgetFailures(ctx context.Context, sandbox string, superseded bool, out *runtime.Pruned) error {
+func (up *upkeep) forgetFailures(ctx context.Context, sandbox string, superseded bool, out *runtime.Pruned) error {
 	old := time.Now().Add(-failureAge)
-	rows, err := e.store.Failures(ctx, sandbox, old, superseded)
+	rows, err := up.store.Failures(ctx, sandbox, old, superseded)
 	if err != nil {
 		return err
 	}
 	for _, row := range rows {
 		if !out.DryRun {
-			if err := e.store.RemoveCheckpoint(ctx, row.ID); err != nil {
+			if err := up.store.RemoveCheckpoint(ctx, row.ID); err != nil {
 				return err
 			}
 		}
@@ -286,23 +296,23 @@ func (e *Engine) forgetFailures(ctx context.Context, sandbox string, superseded 
 
 // forget removes a checkpoint for Prune. A checkpoint that has become a head, or was tagged
 // or pinned, since the rules were applied is ErrBusy; one that is gone is ErrNotFound.
-func (e *Engine) forget(ctx context.Context, row store.Checkpoint) error {
-	lock, err := e.lock(ctx, row.SandboxID, "prune", lockWait)
+func (up *upkeep) forget(ctx context.Context, row store.Checkpoint) error {
+	lock, err := up.lock(ctx, row.SandboxID, "prune", lockWait)
 	if err != nil {
 		return err
 	}
 	defer lock.Unlock()
-	now, err := e.store.Checkpoint(ctx, row.ID)
+	now, err := up.store.Checkpoint(ctx, row.ID)
 	if err != nil {
 		return err
 	}
-	sb, err := e.store.Sandbox(ctx, row.SandboxID)
+	sb, err := up.store.Sandbox(ctx, row.SandboxID)
 	if err != nil && !errors.Is(err, runtime.ErrNotFound) {
 		return err
 	}
 	removed := false
 	if (sb.Head != row.ID || sb.ID == "") && len(now.Tags) == 0 {
-		removed, err = e.store.RemoveUnpinned(ctx, row.ID)
+		removed, err = up.store.RemoveUnpinned(ctx, row.ID)
 	}
 	if err == nil && !removed {
 		return fmt.Errorf("%w: checkpoint %s has come into use meanwhile", runtime.ErrBusy, short(row.ID))
@@ -312,22 +322,22 @@ func (e *Engine) forget(ctx context.Context, row store.Checkpoint) error {
 
 // Usage returns the disk usage by checkpoint and sandbox.
 func (e *Engine) Usage(ctx context.Context) (runtime.Usage, error) {
-	return verb(ctx, e, on("df", "").reads(), func(ctx context.Context) (runtime.Usage, error) { return e.usage(ctx) })
+	return verb(ctx, e, on("df", "").reads(), func(ctx context.Context) (runtime.Usage, error) { return e.upkeep.usage(ctx) })
 }
 
-func (e *Engine) usage(ctx context.Context) (out runtime.Usage, err error) {
-	u, err := e.store.Usage(ctx)
+func (up *upkeep) usage(ctx context.Context) (out runtime.Usage, err error) {
+	u, err := up.store.Usage(ctx)
 	if err != nil {
 		return out, err
 	}
 	out = runtime.Usage{
-		Root: e.store.Root(), Stored: u.Stored, Raw: u.Raw, Logical: u.Logical, Waste: u.Waste, Packs: u.Packs, Pieces: u.Pieces,
+		Root: up.store.Root(), Stored: u.Stored, Raw: u.Raw, Logical: u.Logical, Waste: u.Waste, Packs: u.Packs, Pieces: u.Pieces,
 		Checkpoints: []runtime.CheckpointUsage{}, Sandboxes: []runtime.SandboxUsage{},
 	}
 	for _, c := range u.Checkpoints {
 		out.Checkpoints = append(out.Checkpoints, runtime.CheckpointUsage{Checkpoint: checkpointView(c.Checkpoint), Needs: c.Needs, Unique: c.Unique})
 	}
-	boxes, err := e.sandboxes(ctx)
+	boxes, err := up.sandboxes.list(ctx)
 	if err != nil {
 		return out, err
 	}
@@ -354,24 +364,24 @@ func (e *Engine) usage(ctx context.Context) (out runtime.Usage, err error) {
 // Verify checks checkpoints, and marks those that are damaged.
 func (e *Engine) Verify(ctx context.Context, opts runtime.VerifyOptions) (runtime.VerifyReport, error) {
 	return verb(ctx, e, on("verify", "").errorsNamed(), func(ctx context.Context) (runtime.VerifyReport, error) {
-		return e.verify(ctx, opts)
+		return e.upkeep.verify(ctx, opts)
 	})
 }
 
-func (e *Engine) verify(ctx context.Context, opts runtime.VerifyOptions) (out runtime.VerifyReport, err error) {
+func (up *upkeep) verify(ctx context.Context, opts runtime.VerifyOptions) (out runtime.VerifyReport, err error) {
 	defer func() { err = fail("verify", strings.Join(opts.Checkpoints, " "), err) }()
 	if opts.Rehearse && len(opts.Checkpoints) == 0 {
 		return out, fmt.Errorf("%w: a rehearsal needs checkpoints", runtime.ErrInvalid)
 	}
 	var ids []string
 	for _, ref := range opts.Checkpoints {
-		row, err := e.checkpoint(ctx, ref)
+		row, err := up.checkpoint(ctx, ref)
 		if err != nil {
 			return out, err
 		}
 		ids = append(ids, row.ID)
 	}
-	got, err := e.store.VerifyAll(ctx, store.VerifyOptions{IDs: ids, ReadData: opts.ReadData, Progress: opts.Progress})
+	got, err := up.store.VerifyAll(ctx, store.VerifyOptions{IDs: ids, ReadData: opts.ReadData, Progress: opts.Progress})
 	out = runtime.VerifyReport{Checkpoints: got.Checkpoints, Pieces: got.Pieces, Bytes: got.Bytes, Damaged: []runtime.Damaged{}, Unrestorable: []runtime.Damaged{}, Notes: slices.Clone(got.Notes)}
 	if out.Notes == nil {
 		out.Notes = []string{}
@@ -380,10 +390,10 @@ func (e *Engine) verify(ctx context.Context, opts runtime.VerifyOptions) (out ru
 		out.Damaged = append(out.Damaged, runtime.Damaged{Checkpoint: checkpointView(d.Checkpoint), What: d.What})
 	}
 	if err == nil {
-		out.Unrestorable, err = e.judgeAll(ctx, ids, got.Damaged)
+		out.Unrestorable, err = up.judgeAll(ctx, ids, got.Damaged)
 	}
 	if err == nil && opts.Rehearse && len(out.Damaged) == 0 {
-		out.Rehearsed, err = e.rehearseAll(ctx, ids)
+		out.Rehearsed, err = up.restores.rehearseAll(ctx, ids)
 	}
 	return out, err
 }

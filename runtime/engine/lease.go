@@ -18,6 +18,18 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
+// leases creates, renews and ends leases, and removes the members of ended ones.
+type leases struct {
+	*core
+
+	events     *eventLog
+	marks      *marks
+	sandboxes  *sandboxes
+	supervisor *supervisor
+	recovery   *recovery
+	upkeep     *upkeep
+}
+
 func thisBeat() runtime.Beat {
 	var ts unix.Timespec
 	_ = unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts) // every supported kernel has this clock
@@ -123,11 +135,11 @@ func (e *Engine) CreateLease(ctx context.Context, req runtime.LeaseRequest) (run
 		if req.Owner == runtime.OwnerConnection {
 			return runtime.Lease{}, hint(fmt.Errorf("%w: a connection holds a lease as long as the call lasts that makes it", runtime.ErrInvalid), "Use HoldLease, or POST /v1/leases/hold.")
 		}
-		return e.createLease(ctx, req)
+		return e.leases.createLease(ctx, req)
 	})
 }
 
-func (e *Engine) createLease(ctx context.Context, req runtime.LeaseRequest) (runtime.Lease, error) {
+func (ls *leases) createLease(ctx context.Context, req runtime.LeaseRequest) (runtime.Lease, error) {
 	if req.Name != "" {
 		if err := store.ValidName(req.Name); err != nil {
 			return runtime.Lease{}, err
@@ -142,20 +154,20 @@ func (e *Engine) createLease(ctx context.Context, req runtime.LeaseRequest) (run
 		return runtime.Lease{}, err
 	}
 	row := store.Lease{ID: l.ID, Name: l.Name, Data: data, Created: l.Created}
-	err = e.store.PutLease(ctx, row)
+	err = ls.store.PutLease(ctx, row)
 	if errors.Is(err, runtime.ErrExists) {
 		// The lease of that name may have ended unnoticed.
-		if _, e2 := e.EndLeases(ctx); e2 != nil {
-			e.log.Warn("ended leases not cleaned up", "err", e2)
+		if _, e2 := ls.endDue(ctx); e2 != nil {
+			ls.log.Warn("ended leases not cleaned up", "err", e2)
 		}
-		err = e.store.PutLease(ctx, row)
+		err = ls.store.PutLease(ctx, row)
 	}
 	if err != nil {
 		return runtime.Lease{}, err
 	}
-	e.log.Info("lease created", "lease", l.ID, "name", l.Name, "owner", l.Owner.Kind, "pid", l.Owner.Pid, "for", l.For)
-	e.superviseLeases()
-	return e.lease(context.WithoutCancel(ctx), l.ID)
+	ls.log.Info("lease created", "lease", l.ID, "name", l.Name, "owner", l.Owner.Kind, "pid", l.Owner.Pid, "for", l.For)
+	ls.superviseLeases()
+	return ls.lease(context.WithoutCancel(ctx), l.ID)
 }
 
 // setLease sets the terms of a lease, from now on.
@@ -174,17 +186,17 @@ func setLease(l *runtime.Lease, t runtime.LeaseTerms) error {
 // Lease describes a lease.
 func (e *Engine) Lease(ctx context.Context, ref string) (runtime.Lease, error) {
 	return verb(ctx, e, on("lease inspect", ref).reads().errorsNamed(), func(ctx context.Context) (runtime.Lease, error) {
-		return e.lease(ctx, ref)
+		return e.leases.lease(ctx, ref)
 	})
 }
 
-func (e *Engine) lease(ctx context.Context, ref string) (_ runtime.Lease, err error) {
+func (ls *leases) lease(ctx context.Context, ref string) (_ runtime.Lease, err error) {
 	defer func() { err = fail("lease", ref, err) }()
-	row, err := e.store.Lease(ctx, ref)
+	row, err := ls.store.Lease(ctx, ref)
 	if err != nil {
 		return runtime.Lease{}, err
 	}
-	return e.leaseView(ctx, row)
+	return ls.leaseView(ctx, row)
 }
 
 // Leases lists leases.
@@ -196,7 +208,7 @@ func (e *Engine) Leases(ctx context.Context, all bool) ([]runtime.Lease, error) 
 		}
 		list := make([]runtime.Lease, len(rows))
 		for i, row := range rows {
-			if list[i], err = e.leaseView(ctx, row); err != nil {
+			if list[i], err = e.leases.leaseView(ctx, row); err != nil {
 				return nil, err
 			}
 		}
@@ -204,13 +216,13 @@ func (e *Engine) Leases(ctx context.Context, all bool) ([]runtime.Lease, error) 
 	})
 }
 
-func (e *Engine) leaseView(ctx context.Context, row store.Lease) (runtime.Lease, error) {
+func (ls *leases) leaseView(ctx context.Context, row store.Lease) (runtime.Lease, error) {
 	l, err := decodeLease(row)
 	if err != nil {
 		return l, err
 	}
 	if l.State == store.LeaseActive {
-		m, err := e.store.LeaseMembers(ctx, l.ID)
+		m, err := ls.store.LeaseMembers(ctx, l.ID)
 		if err != nil {
 			return l, err
 		}
@@ -240,12 +252,12 @@ func listLease(l *runtime.Lease, m store.LeaseMembers) {
 // RenewLease records a heartbeat of the owner, or sets the deadline.
 func (e *Engine) RenewLease(ctx context.Context, ref string, deadline time.Duration) (runtime.Lease, error) {
 	return verb(ctx, e, &Op{Verb: "lease renew", Ref: ref, Reads: deadline == 0}, func(ctx context.Context) (runtime.Lease, error) {
-		return e.renewLease(ctx, ref, deadline)
+		return e.leases.renewLease(ctx, ref, deadline)
 	})
 }
 
-func (e *Engine) renewLease(ctx context.Context, ref string, deadline time.Duration) (_ runtime.Lease, err error) {
-	return e.changeLease(ctx, ref, deadline == 0, func(l *runtime.Lease) error {
+func (ls *leases) renewLease(ctx context.Context, ref string, deadline time.Duration) (_ runtime.Lease, err error) {
+	return ls.changeLease(ctx, ref, deadline == 0, func(l *runtime.Lease) error {
 		if l.Owner.Kind == runtime.OwnerHeartbeat {
 			l.Owner.Beat = thisBeat()
 		} else if deadline == 0 {
@@ -268,24 +280,24 @@ func (e *Engine) TransferLease(ctx context.Context, ref string, terms runtime.Le
 		if terms.Owner == runtime.OwnerConnection {
 			return runtime.Lease{}, fmt.Errorf("%w: no lease can be given to a connection", runtime.ErrInvalid)
 		}
-		return e.changeLease(ctx, ref, false, func(l *runtime.Lease) error { return setLease(l, terms) })
+		return e.leases.changeLease(ctx, ref, false, func(l *runtime.Lease) error { return setLease(l, terms) })
 	})
 }
 
 // changeLease changes an active lease. A lease that has ended unnoticed begins to end
 // instead.
-func (e *Engine) changeLease(ctx context.Context, ref string, lazy bool, fn func(*runtime.Lease) error) (runtime.Lease, error) {
-	row, err := e.store.Lease(ctx, ref)
+func (ls *leases) changeLease(ctx context.Context, ref string, lazy bool, fn func(*runtime.Lease) error) (runtime.Lease, error) {
+	row, err := ls.store.Lease(ctx, ref)
 	if err != nil {
 		return runtime.Lease{}, err
 	}
 	if row.State != store.LeaseActive {
 		return runtime.Lease{}, over(row)
 	}
-	if err := e.endIfOver(ctx, row.ID); err != nil {
+	if err := ls.endIfOver(ctx, row.ID); err != nil {
 		return runtime.Lease{}, err
 	}
-	err = e.store.ChangeLease(ctx, row.ID, lazy, func(row *store.Lease) error {
+	err = ls.store.ChangeLease(ctx, row.ID, lazy, func(row *store.Lease) error {
 		if row.State != store.LeaseActive {
 			return over(*row)
 		}
@@ -303,9 +315,9 @@ func (e *Engine) changeLease(ctx context.Context, ref string, lazy bool, fn func
 		return runtime.Lease{}, err
 	}
 	if !lazy { // a heartbeat only has it end later
-		e.superviseLeases()
+		ls.superviseLeases()
 	}
-	return e.lease(ctx, row.ID)
+	return ls.lease(ctx, row.ID)
 }
 
 // over returns the error of a verb that needs an active lease.
@@ -320,36 +332,36 @@ func over(row store.Lease) error {
 // ReleaseLease ends a lease.
 func (e *Engine) ReleaseLease(ctx context.Context, ref string) (runtime.Lease, error) {
 	return verb(ctx, e, on("lease release", ref), func(ctx context.Context) (runtime.Lease, error) {
-		return e.releaseLease(ctx, ref)
+		return e.leases.releaseLease(ctx, ref)
 	})
 }
 
-func (e *Engine) releaseLease(ctx context.Context, ref string) (_ runtime.Lease, err error) {
-	row, err := e.store.Lease(ctx, ref)
+func (ls *leases) releaseLease(ctx context.Context, ref string) (_ runtime.Lease, err error) {
+	row, err := ls.store.Lease(ctx, ref)
 	if err != nil {
 		return runtime.Lease{}, err
 	}
 	if row.State == store.LeaseEnded {
 		return runtime.Lease{}, over(row)
 	}
-	if err := e.beginEnd(ctx, row.ID, func(runtime.Lease) (string, error) { return "it was released", nil }); err != nil {
+	if err := ls.beginEnd(ctx, row.ID, func(runtime.Lease) (string, error) { return "it was released", nil }); err != nil {
 		return runtime.Lease{}, err
 	}
-	if err := e.freeLease(ctx, row.ID, ""); err != nil {
+	if err := ls.freeLease(ctx, row.ID, ""); err != nil {
 		return runtime.Lease{}, err
 	}
-	return e.lease(ctx, row.ID)
+	return ls.lease(ctx, row.ID)
 }
 
 // activeLease finds the active lease that a new member will belong to; empty: none.
-func (e *Engine) activeLease(ctx context.Context, ref string) (id string, err error) {
+func (ls *leases) activeLease(ctx context.Context, ref string) (id string, err error) {
 	if ref == "" {
 		return "", nil
 	}
-	row, err := e.store.Lease(ctx, ref)
+	row, err := ls.store.Lease(ctx, ref)
 	if err == nil && row.State == store.LeaseActive {
-		if err = e.endIfOver(ctx, row.ID); err == nil {
-			row, err = e.store.Lease(ctx, row.ID)
+		if err = ls.endIfOver(ctx, row.ID); err == nil {
+			row, err = ls.store.Lease(ctx, row.ID)
 		}
 	}
 	if err == nil && row.State != store.LeaseActive {
@@ -360,10 +372,10 @@ func (e *Engine) activeLease(ctx context.Context, ref string) (id string, err er
 
 // leaseOf returns the lease that a checkpoint will belong to. An automatic checkpoint belongs
 // to its sandbox's lease.
-func (e *Engine) leaseOf(ctx context.Context, sb store.Sandbox, opts runtime.CheckpointOptions) (string, error) {
+func (ls *leases) leaseOf(ctx context.Context, sb store.Sandbox, opts runtime.CheckpointOptions) (string, error) {
 	switch {
 	case opts.Lease != "":
-		return e.activeLease(ctx, opts.Lease)
+		return ls.activeLease(ctx, opts.Lease)
 	case opts.Temporary && sb.Lease == "":
 		return "", hint(fmt.Errorf("%w: a temporary checkpoint of a sandbox that belongs to no lease", runtime.ErrInvalid), "Name a lease.")
 	case opts.Temporary, opts.Trigger == runtime.TriggerExec, opts.Trigger == runtime.TriggerInterval:
@@ -376,19 +388,19 @@ func (e *Engine) leaseOf(ctx context.Context, sb store.Sandbox, opts runtime.Che
 func (e *Engine) HoldLease(ctx context.Context, req runtime.LeaseRequest, fn func(context.Context, runtime.Lease) error) error {
 	op := on("lease hold", req.Name)
 	return e.verb(ctx, op, func(ctx context.Context) error {
-		return e.holdLease(ctx, req, func(ctx context.Context, l runtime.Lease) error {
+		return e.leases.holdLease(ctx, req, func(ctx context.Context, l runtime.Lease) error {
 			op.Result = l
 			return fn(ctx, l)
 		})
 	})
 }
 
-func (e *Engine) holdLease(ctx context.Context, req runtime.LeaseRequest, fn func(context.Context, runtime.Lease) error) (err error) {
+func (ls *leases) holdLease(ctx context.Context, req runtime.LeaseRequest, fn func(context.Context, runtime.Lease) error) (err error) {
 	if req.Owner != "" && req.Owner != runtime.OwnerConnection || req.Pid != 0 || req.Interval != 0 {
 		return fmt.Errorf("%w: its owner is the connection", runtime.ErrInvalid)
 	}
 	req.Owner = runtime.OwnerConnection
-	l, err := e.createLease(ctx, req)
+	l, err := ls.createLease(ctx, req)
 	if err != nil {
 		return err
 	}
@@ -403,7 +415,7 @@ func (e *Engine) holdLease(ctx context.Context, req runtime.LeaseRequest, fn fun
 				return
 			case <-tick.C:
 			}
-			if row, err := e.store.Lease(held, l.ID); err == nil && row.State != store.LeaseActive {
+			if row, err := ls.store.Lease(held, l.ID); err == nil && row.State != store.LeaseActive {
 				stop(over(row))
 			}
 		}
@@ -416,7 +428,7 @@ func (e *Engine) holdLease(ctx context.Context, req runtime.LeaseRequest, fn fun
 	watch.Wait()
 	done, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseWait)
 	defer cancel()
-	end := e.beginEnd(done, l.ID, func(l runtime.Lease) (string, error) {
+	end := ls.beginEnd(done, l.ID, func(l runtime.Lease) (string, error) {
 		switch {
 		case l.Owner.Kind != runtime.OwnerConnection: // it was transferred
 			return "", nil
@@ -425,5 +437,5 @@ func (e *Engine) holdLease(ctx context.Context, req runtime.LeaseRequest, fn fun
 		}
 		return "it was released", nil
 	})
-	return errors.Join(err, end, e.freeLease(done, l.ID, ""))
+	return errors.Join(err, end, ls.freeLease(done, l.ID, ""))
 }

@@ -74,8 +74,8 @@ func judgeLease(l runtime.Lease, now runtime.Moment, beat runtime.Beat, alive fu
 }
 
 // endIfOver marks a lease as ending if it is not held any more.
-func (e *Engine) endIfOver(ctx context.Context, id string) error {
-	return e.beginEnd(ctx, id, func(l runtime.Lease) (string, error) {
+func (ls *leases) endIfOver(ctx context.Context, id string) error {
+	return ls.beginEnd(ctx, id, func(l runtime.Lease) (string, error) {
 		reason, _, err := judgeLease(l, thisMoment(), thisBeat(), ownerAlive)
 		return reason, err
 	})
@@ -85,13 +85,13 @@ func (e *Engine) endIfOver(ctx context.Context, id string) error {
 var errHeld = errors.New("held")
 
 // beginEnd records, if why returns a reason, that a lease is ending, and its members.
-func (e *Engine) beginEnd(ctx context.Context, id string, why func(runtime.Lease) (string, error)) error {
-	m, err := e.store.LeaseMembers(ctx, id)
+func (ls *leases) beginEnd(ctx context.Context, id string, why func(runtime.Lease) (string, error)) error {
+	m, err := ls.store.LeaseMembers(ctx, id)
 	if err != nil {
 		return err
 	}
 	var l runtime.Lease
-	err = e.store.ChangeLease(ctx, id, false, func(row *store.Lease) (err error) {
+	err = ls.store.ChangeLease(ctx, id, false, func(row *store.Lease) (err error) {
 		if row.State != store.LeaseActive {
 			return errHeld
 		}
@@ -115,16 +115,16 @@ func (e *Engine) beginEnd(ctx context.Context, id string, why func(runtime.Lease
 	if err != nil {
 		return err
 	}
-	e.log.Info("lease ending", "lease", id, "name", l.Name, "reason", l.Reason)
+	ls.log.Info("lease ending", "lease", id, "name", l.Name, "reason", l.Reason)
 	if err := failpoint.Hit("lease.end.after-mark"); err != nil {
 		return err
 	}
 
 	// Nothing can join it any more. List what has joined since the first look, too.
-	if m, err = e.store.LeaseMembers(ctx, id); err != nil {
+	if m, err = ls.store.LeaseMembers(ctx, id); err != nil {
 		return err
 	}
-	return e.store.ChangeLease(ctx, id, true, func(row *store.Lease) (err error) {
+	return ls.store.ChangeLease(ctx, id, true, func(row *store.Lease) (err error) {
 		if row.State == store.LeaseEnding {
 			listLease(&l, m)
 			row.Data, err = encodeLease(l)
@@ -137,18 +137,23 @@ func (e *Engine) beginEnd(ctx context.Context, id string, why func(runtime.Lease
 // quick when there is nothing to do, and every command calls it first. A member that
 // another verb is at work on is left to the next call.
 func (e *Engine) EndLeases(ctx context.Context) (did []string, err error) {
-	did, left, err := e.endLeases(ctx)
-	if len(left) > 0 && e.supervisor != nil {
-		if m, _, _ := e.readMark(leasesMark); !m.current() { // a killed command has created them, or an earlier boot
-			err = errors.Join(err, e.setMark(leasesMark, bootID()))
+	return e.leases.endDue(ctx)
+}
+
+// endDue is EndLeases; leases that go on are supervised from here.
+func (ls *leases) endDue(ctx context.Context) (did []string, err error) {
+	did, left, err := ls.endLeases(ctx)
+	if len(left) > 0 && ls.supervisor.start != nil {
+		if m, _, _ := ls.marks.read(leasesMark); !m.current() { // a killed command has created them, or an earlier boot
+			err = errors.Join(err, ls.marks.set(leasesMark, bootID()))
 		}
 	}
 	return did, err
 }
 
 // endLeases is EndLeases; left are the leases that have not ended.
-func (e *Engine) endLeases(ctx context.Context) (did []string, left []runtime.Lease, err error) {
-	rows, err := e.store.Leases(ctx, false)
+func (ls *leases) endLeases(ctx context.Context) (did []string, left []runtime.Lease, err error) {
+	rows, err := ls.store.Leases(ctx, false)
 	if err != nil {
 		return nil, nil, fail("leases", "", err)
 	}
@@ -163,8 +168,8 @@ func (e *Engine) endLeases(ctx context.Context) (did []string, left []runtime.Le
 		if l.State == store.LeaseActive {
 			reason, _, err := judgeLease(l, now, beat, ownerAlive)
 			if err == nil && reason != "" {
-				err = guard.Do(func() error { return e.endIfOver(ctx, l.ID) }) // which judges again; no renewal can intervene
-				if now, e2 := e.store.Lease(ctx, l.ID); err == nil && e2 == nil {
+				err = guard.Do(func() error { return ls.endIfOver(ctx, l.ID) }) // which judges again; no renewal can intervene
+				if now, e2 := ls.store.Lease(ctx, l.ID); err == nil && e2 == nil {
 					l.State = now.State
 				}
 			}
@@ -176,7 +181,7 @@ func (e *Engine) endLeases(ctx context.Context) (did []string, left []runtime.Le
 			left = append(left, l)
 			continue
 		}
-		err = guard.Do(func() error { return e.freeLease(ctx, l.ID, ByKeeper) })
+		err = guard.Do(func() error { return ls.freeLease(ctx, l.ID, ByKeeper) })
 		switch {
 		case err == nil:
 			did = append(did, fmt.Sprintf("removed what belonged to lease %s", cmp.Or(l.Name, short(l.ID))))
@@ -191,18 +196,18 @@ func (e *Engine) endLeases(ctx context.Context) (did []string, left []runtime.Le
 
 // freeLease removes the members of a lease that is ending. A failure with one member does
 // not stop it. by is as in Own: only a verb (empty) waits for members that are busy.
-func (e *Engine) freeLease(ctx context.Context, id, by string) error {
+func (ls *leases) freeLease(ctx context.Context, id, by string) error {
 	patience, wait := time.Duration(0), by == ""
 	if wait {
 		patience = -1
 	}
 	once := func() error { // other processes may end other leases between two attempts
-		lock, err := e.store.Lock(ctx, lockLeases, "lease", patience)
+		lock, err := ls.store.Lock(ctx, lockLeases, "lease", patience)
 		if err != nil {
 			return err
 		}
 		defer lock.Unlock()
-		return e.freeMembers(ctx, id, by)
+		return ls.freeMembers(ctx, id, by)
 	}
 	deadline := time.Now().Add(releaseWait)
 	for {
@@ -221,8 +226,8 @@ func (e *Engine) freeLease(ctx context.Context, id, by string) error {
 // busyAgain is the pause before a busy member is tried again.
 const busyAgain = 100 * time.Millisecond
 
-func (e *Engine) freeMembers(ctx context.Context, id, by string) error {
-	row, err := e.store.Lease(ctx, id)
+func (ls *leases) freeMembers(ctx context.Context, id, by string) error {
+	row, err := ls.store.Lease(ctx, id)
 	if errors.Is(err, runtime.ErrNotFound) || err == nil && row.State != store.LeaseEnding {
 		return nil // another process has ended it, or it is active
 	}
@@ -233,13 +238,13 @@ func (e *Engine) freeMembers(ctx context.Context, id, by string) error {
 	if err != nil {
 		return err
 	}
-	m, err := e.store.LeaseMembers(ctx, id)
+	m, err := ls.store.LeaseMembers(ctx, id)
 	if err != nil {
 		return err
 	}
 	if len(m.Sandboxes) > 0 {
-		if err := e.recoverBy(ctx, by); err != nil {
-			e.log.Error("recovery failed", "err", err) // free the members anyway
+		if err := ls.recovery.recoverBy(ctx, by); err != nil {
+			ls.log.Error("recovery failed", "err", err) // free the members anyway
 		}
 	}
 	var mu sync.Mutex
@@ -248,8 +253,8 @@ func (e *Engine) freeMembers(ctx context.Context, id, by string) error {
 	group.SetLimit(4) // removals wait for the kernel, not only for a CPU
 	for _, sb := range m.Sandboxes {
 		group.Go(func() error {
-			if err := guard.Do(func() error { return e.freeSandbox(ctx, sb, l, by) }); err != nil {
-				e.notFreed(err, "sandbox", sb.ID, "lease", id)
+			if err := guard.Do(func() error { return ls.freeSandbox(ctx, sb, l, by) }); err != nil {
+				ls.notFreed(err, "sandbox", sb.ID, "lease", id)
 				mu.Lock()
 				defer mu.Unlock()
 				errs = append(errs, fmt.Errorf("sandbox %s: %w", sb.Name, err))
@@ -259,8 +264,8 @@ func (e *Engine) freeMembers(ctx context.Context, id, by string) error {
 	}
 	_ = group.Wait() // the errors are in errs
 	for _, c := range m.Checkpoints {
-		if err := e.freeCheckpoint(ctx, c, l, by); err != nil {
-			e.notFreed(err, "checkpoint", c.ID, "lease", id)
+		if err := ls.freeCheckpoint(ctx, c, l, by); err != nil {
+			ls.notFreed(err, "checkpoint", c.ID, "lease", id)
 			errs = append(errs, fmt.Errorf("checkpoint %s: %w", short(c.ID), err))
 		}
 	}
@@ -275,18 +280,18 @@ func (e *Engine) freeMembers(ctx context.Context, id, by string) error {
 		end = ByItself("lease end", runtime.Subject{}, Own{By: by, Why: l.Reason})
 		end.Ref, end.To = l.Name, id
 	}
-	err = e.observed(ctx, end, func(ctx context.Context) error {
-		return e.store.ChangeLease(ctx, id, false, func(row *store.Lease) error {
+	err = ls.observed(ctx, end, func(ctx context.Context) error {
+		return ls.store.ChangeLease(ctx, id, false, func(row *store.Lease) error {
 			row.State = store.LeaseEnded
 			return nil
 		})
 	})
 	if err == nil {
-		e.log.Info("lease ended", "lease", id, "name", l.Name, "reason", l.Reason, "sandboxes", len(l.Sandboxes), "checkpoints", len(l.Checkpoints))
-		defer e.tidy(ctx)
-		if _, marked, _ := e.readMark(leasesMark); marked {
-			if err := e.setMark(leasesMark, bootID()); err != nil { // there may be none left
-				e.log.Warn("end of the lease not reported to the supervisor", "lease", id, "err", err)
+		ls.log.Info("lease ended", "lease", id, "name", l.Name, "reason", l.Reason, "sandboxes", len(l.Sandboxes), "checkpoints", len(l.Checkpoints))
+		defer ls.upkeep.tidy(ctx)
+		if _, marked, _ := ls.marks.read(leasesMark); marked {
+			if err := ls.marks.set(leasesMark, bootID()); err != nil { // there may be none left
+				ls.log.Warn("end of the lease not reported to the supervisor", "lease", id, "err", err)
 			}
 		}
 		err = failpoint.Hit("lease.end.after-end")
@@ -295,13 +300,13 @@ func (e *Engine) freeMembers(ctx context.Context, id, by string) error {
 }
 
 // notFreed logs that a member was not removed. A busy member is not a failure.
-func (e *Engine) notFreed(err error, what ...any) {
+func (ls *leases) notFreed(err error, what ...any) {
 	if !errors.Is(err, runtime.ErrBusy) {
-		e.log.Error("lease member not removed", append(what, "err", err)...)
+		ls.log.Error("lease member not removed", append(what, "err", err)...)
 	}
 }
 
-func (e *Engine) freeSandbox(ctx context.Context, sb store.Sandbox, l runtime.Lease, by string) error {
+func (ls *leases) freeSandbox(ctx context.Context, sb store.Sandbox, l runtime.Lease, by string) error {
 	if err := ctx.Err(); err != nil {
 		return err
 	}
@@ -309,23 +314,23 @@ func (e *Engine) freeSandbox(ctx context.Context, sb store.Sandbox, l runtime.Le
 		return err
 	}
 	// Tell followers of its events why it is removed.
-	if err := e.note(sb.ID, runtime.Event{Time: time.Now(), Type: runtime.EventLease, Name: cmp.Or(l.Name, short(l.ID)), Reason: l.Reason}); err != nil {
-		e.log.Warn("end of the lease not reported", "sandbox", sb.ID, "err", err)
+	if err := ls.events.note(sb.ID, runtime.Event{Time: time.Now(), Type: runtime.EventLease, Name: cmp.Or(l.Name, short(l.ID)), Reason: l.Reason}); err != nil {
+		ls.log.Warn("end of the lease not reported", "sandbox", sb.ID, "err", err)
 	}
-	err := e.removeAs(ctx, sb.ID, ByItself("rm", subjectOf(sb), Own{By: by, Why: ofLease(l)}), runtime.RemoveOptions{Force: true})
+	err := ls.sandboxes.removeAs(ctx, sb.ID, ByItself("rm", subjectOf(sb), Own{By: by, Why: ofLease(l)}), runtime.RemoveOptions{Force: true})
 	if errors.Is(err, runtime.ErrNotFound) {
 		return nil
 	}
 	if err == nil {
-		e.log.Info("lease member removed", "sandbox", sb.ID, "name", sb.Name, "lease", l.ID)
+		ls.log.Info("lease member removed", "sandbox", sb.ID, "name", sb.Name, "lease", l.ID)
 	}
 	return err
 }
 
 // freeCheckpoint removes a checkpoint unless it is pinned. If its sandbox is locked, as
 // while the checkpoint is being taken, a later attempt removes it.
-func (e *Engine) freeCheckpoint(ctx context.Context, c store.Checkpoint, l runtime.Lease, by string) error {
-	lock, err := e.lock(ctx, c.SandboxID, "checkpoint rm", lockWait)
+func (ls *leases) freeCheckpoint(ctx context.Context, c store.Checkpoint, l runtime.Lease, by string) error {
+	lock, err := ls.lock(ctx, c.SandboxID, "checkpoint rm", lockWait)
 	if err != nil {
 		return err
 	}
@@ -337,8 +342,8 @@ func (e *Engine) freeCheckpoint(ctx context.Context, c store.Checkpoint, l runti
 	if !c.Pinned { // else it stays
 		op = ByItself("checkpoint rm", runtime.Subject{Sandbox: c.SandboxID, Name: c.SandboxName, Checkpoint: c.ID}, Own{By: by, Why: ofLease(l)})
 	}
-	err = e.observed(ctx, op, func(ctx context.Context) error {
-		removed, err := e.store.RemoveUnpinned(ctx, c.ID)
+	err = ls.observed(ctx, op, func(ctx context.Context) error {
+		removed, err := ls.store.RemoveUnpinned(ctx, c.ID)
 		if err == nil && !removed {
 			err = errPinned // since we looked
 		}
@@ -353,42 +358,42 @@ func (e *Engine) freeCheckpoint(ctx context.Context, c store.Checkpoint, l runti
 var errPinned = fmt.Errorf("%w: it is pinned", runtime.ErrState)
 
 // superviseLeases has the supervisor look at the leases now. Without one it starts it.
-func (e *Engine) superviseLeases() {
-	if e.supervisor == nil {
+func (ls *leases) superviseLeases() {
+	if ls.supervisor.start == nil {
 		return
 	}
-	err := e.setMark(leasesMark, bootID())
+	err := ls.marks.set(leasesMark, bootID())
 	if err == nil {
-		err = e.startSupervisor()
+		err = ls.supervisor.startSupervisor()
 	}
 	if err != nil {
-		e.log.Error("supervisor not started; leases end only with the next command", "err", err)
+		ls.log.Error("supervisor not started; leases end only with the next command", "err", err)
 	}
 }
 
 // noLeases removes the mark of leases if there are none, unless the mark was written again
 // since it was m.
-func (e *Engine) noLeases(ctx context.Context, m mark) (none bool, err error) {
-	if now, ok, err := e.readMark(leasesMark); err != nil || ok && now != m {
+func (ls *leases) noLeases(ctx context.Context, m mark) (none bool, err error) {
+	if now, ok, err := ls.marks.read(leasesMark); err != nil || ok && now != m {
 		return false, err
 	}
-	rows, err := e.store.Leases(ctx, false)
+	rows, err := ls.store.Leases(ctx, false)
 	if err != nil || len(rows) > 0 {
 		return false, err
 	}
-	if err := e.unmark(leasesMark); err != nil {
+	if err := ls.marks.remove(leasesMark); err != nil {
 		return false, err
 	}
 	// One may have been created meanwhile, whose mark is gone now.
-	rows, err = e.store.Leases(ctx, false)
+	rows, err = ls.store.Leases(ctx, false)
 	if len(rows) > 0 {
-		err = e.setMark(leasesMark, bootID())
+		err = ls.marks.set(leasesMark, bootID())
 	}
 	return len(rows) == 0, err
 }
 
 // keepLeases ends leases as soon as they are not held any more, until there are none.
-func (e *Engine) keepLeases(ctx context.Context, news <-chan struct{}) {
+func (ls *leases) keepLeases(ctx context.Context, news <-chan struct{}) {
 	ended := make(chan struct{}, 1)
 	waiting := map[runtime.LeaseOwner]context.CancelFunc{}
 	defer func() {
@@ -399,16 +404,16 @@ func (e *Engine) keepLeases(ctx context.Context, news <-chan struct{}) {
 	var failed failures
 	for {
 		var left []runtime.Lease
-		m, marked, err := e.readMark(leasesMark)
+		m, marked, err := ls.marks.read(leasesMark)
 		if err == nil && !marked {
 			return
 		}
 		if err == nil {
-			err = guard.Do(func() (err error) { _, left, err = e.endLeases(ctx); return err })
+			err = guard.Do(func() (err error) { _, left, err = ls.endLeases(ctx); return err })
 		}
 		if err == nil && len(left) == 0 {
 			var none bool
-			if none, err = e.noLeases(ctx, m); none {
+			if none, err = ls.noLeases(ctx, m); none {
 				return
 			}
 		}
@@ -426,7 +431,7 @@ func (e *Engine) keepLeases(ctx context.Context, news <-chan struct{}) {
 			}
 			wait = min(wait, max(again, time.Millisecond))
 		}
-		wait = max(wait, failed.pause(e.log, err, "supervision of leases"))
+		wait = max(wait, failed.pause(ls.log, err, "supervision of leases"))
 		for o, stop := range waiting {
 			if !slices.ContainsFunc(left, func(l runtime.Lease) bool { return l.Owner == o }) {
 				stop()

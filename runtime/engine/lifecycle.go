@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 	"unicode/utf8"
@@ -31,22 +32,42 @@ import (
 // the caller does not say.
 const stopTimeout = 10 * time.Second
 
+// sandboxes creates, starts, stops and removes sandboxes, and reaches into them.
+type sandboxes struct {
+	*core
+
+	events      *eventLog
+	restarts    *restartLog
+	marks       *marks
+	admission   *admission
+	checkpoints *checkpoints
+	limits      *limits
+	leases      *leases
+	supervisor  *supervisor
+	upkeep      *upkeep
+
+	mu     sync.Mutex
+	kept   map[string]string // variables taken out of the environment; see variable
+	counts fileCounts
+	listed specs
+}
+
 // Create creates a sandbox that can be started. On error nothing of it is left.
 func (e *Engine) Create(ctx context.Context, req runtime.CreateRequest) (runtime.Sandbox, error) {
 	return verb(ctx, e, &Op{Verb: "create", Ref: req.Spec.Image, Name: req.Spec.Name, named: true}, func(ctx context.Context) (runtime.Sandbox, error) {
-		return e.createSandbox(ctx, req)
+		return e.sandboxes.createSandbox(ctx, req)
 	})
 }
 
-func (e *Engine) createSandbox(ctx context.Context, req runtime.CreateRequest) (_ runtime.Sandbox, err error) {
+func (bx *sandboxes) createSandbox(ctx context.Context, req runtime.CreateRequest) (_ runtime.Sandbox, err error) {
 	name := req.Spec.Name
 	defer func() { err = fail("create", name, err) }()
-	from, err := e.images()
+	from, err := bx.imageStore()
 	if err != nil {
 		return runtime.Sandbox{}, err
 	}
 	if req.Policy == nil {
-		if req.Policy, err = e.policies.Find(cmp.Or(req.PolicyName, policy.Default)); err != nil {
+		if req.Policy, err = bx.policies.Find(cmp.Or(req.PolicyName, policy.Default)); err != nil {
 			return runtime.Sandbox{}, err
 		}
 	}
@@ -61,11 +82,11 @@ func (e *Engine) createSandbox(ctx context.Context, req runtime.CreateRequest) (
 	}
 	own := req.Spec.Labels
 	req.Spec.Network.Mode = cmp.Or(req.Spec.Network.Mode, req.Policy.Rules.Network)
-	s, err := complete(req, img, e.first)
+	s, err := complete(req, img, bx.first)
 	if err != nil {
 		return runtime.Sandbox{}, err
 	}
-	host, err := e.host(e.first)
+	host, err := bx.host(bx.first)
 	if err != nil {
 		return runtime.Sandbox{}, err
 	}
@@ -73,37 +94,37 @@ func (e *Engine) createSandbox(ctx context.Context, req runtime.CreateRequest) (
 		return runtime.Sandbox{}, err
 	}
 	name = s.Name
-	if err := e.admit(&s, req, img, own); err != nil {
+	if err := bx.admission.admit(&s, req, img, own); err != nil {
 		return runtime.Sandbox{}, err
 	}
 
 	// Fail now rather than at the start.
-	if _, err := e.readSecrets(ctx, s, s.Secrets); err != nil {
+	if _, err := bx.readSecrets(ctx, s, s.Secrets); err != nil {
 		return runtime.Sandbox{}, err
 	}
-	if err := e.mapIDs(ctx, &s, req.UserNS, req.Policy, host, img.Lower); err != nil {
+	if err := bx.mapIDs(ctx, &s, req.UserNS, req.Policy, host, img.Lower); err != nil {
 		return runtime.Sandbox{}, err
 	}
 	row := store.Sandbox{
-		ID: s.ID, Name: s.Name, Backend: e.first, Image: s.Image, ImageDigest: s.ImageDigest,
+		ID: s.ID, Name: s.Name, Backend: bx.first, Image: s.Image, ImageDigest: s.ImageDigest,
 		Lower: img.Lower, Attempt: 1, Created: time.Now(), Labels: s.Labels, Group: req.Group,
 	}
-	if row.Lease, err = e.activeLease(ctx, req.Lease); err != nil {
+	if row.Lease, err = bx.leases.activeLease(ctx, req.Lease); err != nil {
 		return runtime.Sandbox{}, err
 	}
 	if row.Starter, err = starter(req); err != nil {
 		return runtime.Sandbox{}, err
 	}
-	lock, err := e.store.Lock(ctx, s.ID, "create", lockWait)
+	lock, err := bx.store.Lock(ctx, s.ID, "create", lockWait)
 	if err != nil {
 		return runtime.Sandbox{}, err
 	}
 	defer lock.Unlock()
-	if err := e.create(ctx, s, row); err != nil {
+	if err := bx.create(ctx, s, row); err != nil {
 		return runtime.Sandbox{}, err
 	}
-	e.log.Info("sandbox created", "sandbox", s.ID, "name", s.Name, "image", s.Image)
-	return e.inspect(ctx, s.ID)
+	bx.log.Info("sandbox created", "sandbox", s.ID, "name", s.Name, "image", s.Image)
+	return bx.inspect(ctx, s.ID)
 }
 
 // creating is the journal's data of a creation.
@@ -113,25 +134,25 @@ type creating struct {
 
 // create records a sandbox, whose lock is held, and has the backend make its
 // container.
-func (e *Engine) create(ctx context.Context, s runtime.Spec, row store.Sandbox) error {
+func (bx *sandboxes) create(ctx context.Context, s runtime.Spec, row store.Sandbox) error {
 	var err error
 	if row.Spec, err = json.Marshal(s); err != nil {
 		return err
 	}
-	host, err := e.host(row.Backend)
+	host, err := bx.host(row.Backend)
 	if err != nil {
 		return err
 	}
-	return e.intent(ctx, store.Intent{Op: opCreate, Sandbox: s.ID}, creating{row.Backend}, func(int64) (err error) {
+	return bx.intent(ctx, store.Intent{Op: opCreate, Sandbox: s.ID}, creating{row.Backend}, func(int64) (err error) {
 		var undo undo.Stack
 		defer func() { undo.Run(ctx, &err) }()
 		if err := failpoint.Hit("create.before-row"); err != nil {
 			return err
 		}
-		if err := e.store.PutSandbox(ctx, row); err != nil {
+		if err := bx.store.PutSandbox(ctx, row); err != nil {
 			return err
 		}
-		undo.Add(func(ctx context.Context) error { return e.store.DeleteSandbox(ctx, s.ID) })
+		undo.Add(func(ctx context.Context) error { return bx.store.DeleteSandbox(ctx, s.ID) })
 		if err := failpoint.Hit("create.after-row"); err != nil {
 			return err
 		}
@@ -291,19 +312,19 @@ func (e *Engine) Start(ctx context.Context, ref string, streams *runtime.Streams
 		if err != nil {
 			return nil, err
 		}
-		return e.start(ctx, sb, streams)
+		return e.sandboxes.start(ctx, sb, streams)
 	})
 }
 
 // start is Start for a sandbox whose lock it takes over.
-func (e *Engine) start(ctx context.Context, sb *locked, streams *runtime.Streams) (wait func() error, err error) {
-	return e.launch(ctx, sb, streams, nil)
+func (bx *sandboxes) start(ctx context.Context, sb *locked, streams *runtime.Streams) (wait func() error, err error) {
+	return bx.launch(ctx, sb, streams, nil)
 }
 
 // launch is start; unless stop is nil, it stops the sandbox first.
-func (e *Engine) launch(ctx context.Context, sb *locked, streams *runtime.Streams, stop *runtime.StopOptions) (wait func() error, err error) {
+func (bx *sandboxes) launch(ctx context.Context, sb *locked, streams *runtime.Streams, stop *runtime.StopOptions) (wait func() error, err error) {
 	defer sb.lock.Unlock()
-	defer func() { e.started(ctx, sb.Sandbox, err) }()
+	defer func() { bx.started(ctx, sb.Sandbox, err) }()
 	s, err := spec(sb.Sandbox)
 	if err != nil {
 		return nil, err
@@ -329,12 +350,12 @@ func (e *Engine) launch(ctx context.Context, sb *locked, streams *runtime.Stream
 	if err := errors.Join(mayUse(sb.Sandbox), mayStart(s), mayMount(s)); err != nil {
 		return nil, err
 	}
-	e.keepHits(ctx, sb.Sandbox, c)
-	secrets, err := e.readSecrets(ctx, s, s.Secrets)
+	bx.events.keepHits(ctx, sb.Sandbox, c)
+	secrets, err := bx.readSecrets(ctx, s, s.Secrets)
 	if err != nil {
 		return nil, err
 	}
-	h, err := e.hooksOf("start", s)
+	h, err := bx.admission.hooksOf("start", s)
 	if err != nil {
 		return nil, err
 	}
@@ -343,7 +364,7 @@ func (e *Engine) launch(ctx context.Context, sb *locked, streams *runtime.Stream
 		return nil, err
 	}
 	if streams != nil && s.AutoRemove {
-		if err := e.hold(ctx, sb.ID); err != nil {
+		if err := bx.hold(ctx, sb.ID); err != nil {
 			return nil, err
 		}
 	}
@@ -351,21 +372,21 @@ func (e *Engine) launch(ctx context.Context, sb *locked, streams *runtime.Stream
 	// An --rm sandbox must not be removed by a stop after which it did not start.
 	keep := stop != nil && live && s.AutoRemove
 	if keep != sb.Kept {
-		if err := e.store.Keep(ctx, sb.ID, keep); err != nil {
+		if err := bx.store.Keep(ctx, sb.ID, keep); err != nil {
 			return nil, err
 		}
 	}
 
-	err = e.intent(ctx, store.Intent{Op: opStart, Sandbox: sb.ID}, nil, func(int64) error {
+	err = bx.intent(ctx, store.Intent{Op: opStart, Sandbox: sb.ID}, nil, func(int64) error {
 		if stop != nil { // with the intent on record, for which the disk may have had no room
-			if c, err = e.stopFor(ctx, sb, *stop); err != nil {
+			if c, err = bx.stopFor(ctx, sb, *stop); err != nil {
 				return err
 			}
 		}
 		if err := failpoint.Hit("start.before-backend"); err != nil {
 			return err
 		}
-		e.holdFiles(s, c)
+		bx.limits.holdFiles(s, c)
 		wait, err = sb.host.Start(ctx, sb.ID, runtime.StartOptions{Streams: streams, Env: identity(s, sb.Attempt), Secrets: secrets})
 		if err != nil {
 			return err
@@ -373,23 +394,23 @@ func (e *Engine) launch(ctx context.Context, sb *locked, streams *runtime.Stream
 		if err := failpoint.Hit("start.after-backend"); err != nil || !keep {
 			return err
 		}
-		if err := e.store.Keep(context.WithoutCancel(ctx), sb.ID, false); err != nil {
+		if err := bx.store.Keep(context.WithoutCancel(ctx), sb.ID, false); err != nil {
 			return fmt.Errorf("it has started, but would stay when it ends: %w", err)
 		}
 		return nil
 	})
 	if err != nil {
-		e.release(sb.ID)
+		bx.release(sb.ID)
 		return nil, err
 	}
-	e.log.Info("sandbox started", "sandbox", sb.ID)
-	e.enforce(s, c)
+	bx.log.Info("sandbox started", "sandbox", sb.ID)
+	bx.supervisor.enforce(s, c)
 	if wait == nil {
 		return nil, nil
 	}
-	done, err := e.use(s)
+	done, err := bx.limits.use(s)
 	if err != nil {
-		e.log.Warn("attached session not counted", "sandbox", sb.ID, "err", err)
+		bx.log.Warn("attached session not counted", "sandbox", sb.ID, "err", err)
 		return wait, nil
 	}
 	served := wait
@@ -413,8 +434,8 @@ func wrongState(name string, is runtime.Status) error {
 }
 
 // inState finds a sandbox and checks that it is in one of the given states.
-func (e *Engine) inState(ctx context.Context, ref string, states ...runtime.Status) (located, runtime.Container, error) {
-	sb, err := e.locate(ctx, ref)
+func (bx *sandboxes) inState(ctx context.Context, ref string, states ...runtime.Status) (located, runtime.Container, error) {
+	sb, err := bx.locate(ctx, ref)
 	if err != nil {
 		return sb, runtime.Container{}, err
 	}
@@ -430,34 +451,34 @@ func (e *Engine) inState(ctx context.Context, ref string, states ...runtime.Stat
 
 // running finds a running sandbox. It waits for one that a checkpoint has frozen: callers
 // must not notice checkpoints.
-func (e *Engine) running(ctx context.Context, ref, verb string) (located, error) {
-	sb, c, err := e.inState(ctx, ref, runtime.Running, runtime.Paused)
+func (bx *sandboxes) running(ctx context.Context, ref, verb string) (located, error) {
+	sb, c, err := bx.inState(ctx, ref, runtime.Running, runtime.Paused)
 	if err == nil {
 		err = mayUse(sb.Sandbox)
 	}
 	if err != nil || c.Status == runtime.Running {
 		return sb, err
 	}
-	lock, err := e.store.Lock(ctx, sb.ID, verb, frozenWait)
+	lock, err := bx.store.Lock(ctx, sb.ID, verb, frozenWait)
 	if err != nil {
 		return sb, err
 	}
 	defer lock.Unlock()
 	// No checkpoint is under way now: a sandbox that is still paused was paused by request.
-	sb, _, err = e.inState(ctx, sb.ID, runtime.Running)
+	sb, _, err = bx.inState(ctx, sb.ID, runtime.Running)
 	return sb, err
 }
 
 // Attach connects streams to a running sandbox's first process.
 func (e *Engine) Attach(ctx context.Context, ref string, streams runtime.Streams) error {
-	return e.verb(ctx, onSandbox("attach", ref).errorsNamed(), func(ctx context.Context) error { return e.attach(ctx, ref, streams) })
+	return e.verb(ctx, onSandbox("attach", ref).errorsNamed(), func(ctx context.Context) error { return e.sandboxes.attach(ctx, ref, streams) })
 }
 
-func (e *Engine) attach(ctx context.Context, ref string, streams runtime.Streams) error {
-	sb, err := e.running(ctx, ref, "attach")
+func (bx *sandboxes) attach(ctx context.Context, ref string, streams runtime.Streams) error {
+	sb, err := bx.running(ctx, ref, "attach")
 	var done func()
 	if err == nil {
-		done, err = e.inUseBy(sb.Sandbox)
+		done, err = bx.limits.inUseBy(sb.Sandbox)
 	}
 	if err == nil {
 		defer done()
@@ -476,7 +497,7 @@ func (e *Engine) Exec(ctx context.Context, ref string, p runtime.Process, stream
 		op.Program = p.Args[0]
 	}
 	return verb(ctx, e, op, func(ctx context.Context) (int, error) {
-		exit, err := e.exec(ctx, ref, p, streams)
+		exit, err := e.sandboxes.exec(ctx, ref, p, streams)
 		if err == nil && !p.Detach {
 			op.Exit = &exit
 		}
@@ -484,33 +505,33 @@ func (e *Engine) Exec(ctx context.Context, ref string, p runtime.Process, stream
 	})
 }
 
-func (e *Engine) exec(ctx context.Context, ref string, p runtime.Process, streams runtime.Streams) (int, error) {
+func (bx *sandboxes) exec(ctx context.Context, ref string, p runtime.Process, streams runtime.Streams) (int, error) {
 	if len(p.Args) == 0 {
 		return 0, fmt.Errorf("%w: no command", runtime.ErrInvalid)
 	}
 	if err := errors.Join(checkText("the command", p.Args), checkText("the environment", p.Env)); err != nil {
 		return 0, err
 	}
-	sb, err := e.running(ctx, ref, "exec")
+	sb, err := bx.running(ctx, ref, "exec")
 	if err != nil {
 		return 0, err
 	}
 	if err := mayBe(sb.Sandbox, p.User); err != nil {
 		return 0, err
 	}
-	done, err := e.inUseBy(sb.Sandbox)
+	done, err := bx.limits.inUseBy(sb.Sandbox)
 	if err != nil {
 		return 0, err
 	}
 	defer done()
-	if err := e.beforeExec(ctx, sb.Sandbox, p); err != nil {
+	if err := bx.checkpoints.beforeExec(ctx, sb.Sandbox, p); err != nil {
 		return 0, err
 	}
 	exit, err := sb.host.Exec(ctx, sb.ID, p, streams)
 	// A checkpoint may freeze the sandbox between our check and that of the runtime, which
 	// then refuses. Input that was read by then cannot be sent twice.
 	for try := 1; errors.Is(err, runtime.ErrState) && try < execTries && streams.Stdin == nil && !p.Terminal; try++ {
-		if _, gone := e.running(ctx, sb.ID, "exec"); gone != nil {
+		if _, gone := bx.running(ctx, sb.ID, "exec"); gone != nil {
 			break
 		}
 		exit, err = sb.host.Exec(ctx, sb.ID, p, streams)
@@ -552,31 +573,31 @@ func (e *Engine) Logs(ctx context.Context, ref string, opts runtime.LogOptions, 
 func (e *Engine) Kill(ctx context.Context, ref, signal string) error {
 	op := onSandbox("kill", ref)
 	op.Signal = signal
-	return e.verb(ctx, op, func(ctx context.Context) error { return e.kill(ctx, ref, signal) })
+	return e.verb(ctx, op, func(ctx context.Context) error { return e.sandboxes.kill(ctx, ref, signal) })
 }
 
-func (e *Engine) kill(ctx context.Context, ref, signal string) (err error) {
+func (bx *sandboxes) kill(ctx context.Context, ref, signal string) (err error) {
 	if err := validSignal(cmp.Or(signal, "KILL")); err != nil {
 		return err
 	}
-	sb, c, err := e.inState(ctx, ref, runtime.Running, runtime.Paused)
+	sb, c, err := bx.inState(ctx, ref, runtime.Running, runtime.Paused)
 	if err != nil {
 		return err
 	}
 	if c.Status == runtime.Paused && isKill(signal) {
 		// A frozen process dies only once it thaws; Stop does both.
-		return e.stop(ctx, sb.ID, runtime.StopOptions{})
+		return bx.stop(ctx, sb.ID, runtime.StopOptions{})
 	}
 	if ends(signal, sb.Sandbox) {
 		// Do not write during a restart, which would overwrite it. A verb that holds the
 		// lock for longer while the sandbox runs is not a restart.
-		lock, err := e.store.Lock(ctx, sb.ID, "kill", lockWait)
+		lock, err := bx.store.Lock(ctx, sb.ID, "kill", lockWait)
 		if err == nil {
 			defer lock.Unlock()
 		} else if !errors.Is(err, runtime.ErrBusy) {
 			return err
 		}
-		if err := e.meant(sb.Sandbox); err != nil {
+		if err := bx.restarts.meant(sb.Sandbox); err != nil {
 			return err
 		}
 	}
@@ -614,21 +635,21 @@ func isKill(signal string) bool {
 
 // Pause freezes every process of a running sandbox.
 func (e *Engine) Pause(ctx context.Context, ref string) error {
-	return e.verb(ctx, onSandbox("pause", ref), func(ctx context.Context) error { return e.freeze(ctx, ref, runtime.Running) })
+	return e.verb(ctx, onSandbox("pause", ref), func(ctx context.Context) error { return e.sandboxes.freeze(ctx, ref, runtime.Running) })
 }
 
 // Unpause thaws a paused sandbox.
 func (e *Engine) Unpause(ctx context.Context, ref string) error {
-	return e.verb(ctx, onSandbox("unpause", ref), func(ctx context.Context) error { return e.freeze(ctx, ref, runtime.Paused) })
+	return e.verb(ctx, onSandbox("unpause", ref), func(ctx context.Context) error { return e.sandboxes.freeze(ctx, ref, runtime.Paused) })
 }
 
 // freeze pauses a running sandbox, or unpauses a paused one.
-func (e *Engine) freeze(ctx context.Context, ref string, from runtime.Status) error {
-	sb, err := e.acquire(ctx, ref, "pause", lockWait)
+func (bx *sandboxes) freeze(ctx context.Context, ref string, from runtime.Status) error {
+	sb, err := bx.acquire(ctx, ref, "pause", lockWait)
 	if err != nil {
 		return err
 	}
-	_, c, err := e.inState(ctx, sb.ID, from)
+	_, c, err := bx.inState(ctx, sb.ID, from)
 	var s runtime.Spec
 	if err == nil && from == runtime.Paused {
 		s, err = spec(sb.Sandbox)
@@ -636,9 +657,9 @@ func (e *Engine) freeze(ctx context.Context, ref string, from runtime.Status) er
 	}
 	if err == nil {
 		if from == runtime.Running {
-			err = e.pause(ctx, sb, c)
+			err = bx.checkpoints.pause(ctx, sb, c)
 		} else {
-			e.holdFiles(s, c)
+			bx.limits.holdFiles(s, c)
 			err = sb.host.Unpause(ctx, sb.ID)
 		}
 	}

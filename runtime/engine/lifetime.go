@@ -17,6 +17,17 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
+// limits enforces and changes the limits of sandboxes: lifetime, idle time and storage.
+type limits struct {
+	*core
+
+	events     *eventLog
+	restarts   *restartLog
+	marks      *marks
+	sandboxes  *sandboxes
+	supervisor *supervisor
+}
+
 // livesFor returns a lifetime that begins now.
 func livesFor(ttl, idle time.Duration) runtime.Lifetime {
 	l := runtime.Lifetime{TTL: ttl, Idle: idle}
@@ -95,8 +106,8 @@ func mayStart(s runtime.Spec) error {
 
 // acquireOurs locks a sandbox for an update, and returns its spec and its policy, which may
 // be nil. It refuses an adopted sandbox, whose engine decides.
-func (e *Engine) acquireOurs(ctx context.Context, ref, what string) (sb *locked, s runtime.Spec, p *policy.Policy, err error) {
-	if sb, err = e.acquire(ctx, ref, "update", lockWait); err != nil {
+func (lm *limits) acquireOurs(ctx context.Context, ref, what string) (sb *locked, s runtime.Spec, p *policy.Policy, err error) {
+	if sb, err = lm.acquire(ctx, ref, "update", lockWait); err != nil {
 		return nil, runtime.Spec{}, nil, err
 	}
 	if s, err = spec(sb.Sandbox); err == nil && s.Adopted {
@@ -114,12 +125,12 @@ func (e *Engine) acquireOurs(ctx context.Context, ref, what string) (sb *locked,
 // UpdateLifetime changes how long a sandbox lives, from now on.
 func (e *Engine) UpdateLifetime(ctx context.Context, ref string, change runtime.LifetimeChange) (runtime.Sandbox, error) {
 	return verb(ctx, e, onSandbox("update", ref), func(ctx context.Context) (runtime.Sandbox, error) {
-		return e.updateLifetime(ctx, ref, change)
+		return e.limits.updateLifetime(ctx, ref, change)
 	})
 }
 
-func (e *Engine) updateLifetime(ctx context.Context, ref string, change runtime.LifetimeChange) (_ runtime.Sandbox, err error) {
-	sb, s, p, err := e.acquireOurs(ctx, ref, "how long the container lives")
+func (lm *limits) updateLifetime(ctx context.Context, ref string, change runtime.LifetimeChange) (_ runtime.Sandbox, err error) {
+	sb, s, p, err := lm.acquireOurs(ctx, ref, "how long the container lives")
 	if err != nil {
 		return runtime.Sandbox{}, err
 	}
@@ -151,34 +162,34 @@ func (e *Engine) updateLifetime(ctx context.Context, ref string, change runtime.
 	}
 	live := c.Status == runtime.Running || c.Status == runtime.Paused
 	if live { // after a crash below, the mark has the next command start a supervisor
-		if err := e.mark(s); err != nil {
+		if err := lm.marks.mark(s); err != nil {
 			return runtime.Sandbox{}, err
 		}
 	}
-	if err := e.store.SetSpec(ctx, sb.ID, data); err != nil {
+	if err := lm.store.SetSpec(ctx, sb.ID, data); err != nil {
 		return runtime.Sandbox{}, err
 	}
 
 	if change.Restart != nil {
-		err := e.begun(s)
+		err := lm.restarts.begun(s)
 		if err == nil && !live { // only its owner starts it
-			err = e.meant(store.Sandbox{ID: sb.ID, Spec: data})
+			err = lm.restarts.meant(store.Sandbox{ID: sb.ID, Spec: data})
 		}
 		if err != nil {
 			return runtime.Sandbox{}, err
 		}
 	}
 	if live {
-		e.superviseFromNow(s)
+		lm.supervisor.superviseFromNow(s)
 	}
-	e.log.Info("lifetime changed", "sandbox", sb.ID, "ttl", s.Lifetime.TTL, "idle", s.Lifetime.Idle)
-	return e.inspect(ctx, sb.ID)
+	lm.log.Info("lifetime changed", "sandbox", sb.ID, "ttl", s.Lifetime.TTL, "idle", s.Lifetime.Idle)
+	return lm.sandboxes.inspect(ctx, sb.ID)
 }
 
 // expire stops a sandbox whose TTL is over, and removes it if it is an --rm sandbox. It
 // reports whether nothing is left to supervise.
-func (e *Engine) expire(ctx context.Context, id string) (done bool, err error) {
-	sb, s, c, err := e.overdue(ctx, id)
+func (lm *limits) expire(ctx context.Context, id string) (done bool, err error) {
+	sb, s, c, err := lm.overdue(ctx, id)
 	if errors.Is(err, runtime.ErrNotFound) {
 		return true, nil
 	}
@@ -191,26 +202,26 @@ func (e *Engine) expire(ctx context.Context, id string) (done bool, err error) {
 	}
 	why := fmt.Sprintf("ttl: its time of %v is over", s.Lifetime.TTL)
 	if c.Status == runtime.Running || c.Status == runtime.Paused {
-		e.log.Info("sandbox stopped: lifetime over", "sandbox", id, "ttl", s.Lifetime.TTL)
-		if err := e.putDown(ctx, sb, why); err != nil {
+		lm.log.Info("sandbox stopped: lifetime over", "sandbox", id, "ttl", s.Lifetime.TTL)
+		if err := lm.putDown(ctx, sb, why); err != nil {
 			return false, err
 		}
-		if err := e.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventExpired, After: int64(s.Lifetime.TTL)}); err != nil {
+		if err := lm.events.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventExpired, After: int64(s.Lifetime.TTL)}); err != nil {
 			return false, err
 		}
 	}
 	if s.AutoRemove && !sb.Kept {
 		op := ByItself("rm", subjectOf(sb.Sandbox), Own{By: ByWatch, Why: why})
-		return true, e.observed(ctx, op, func(ctx context.Context) error { return e.remove(ctx, sb, false) })
+		return true, lm.observed(ctx, op, func(ctx context.Context) error { return lm.sandboxes.remove(ctx, sb, false) })
 	}
 	return true, nil
 }
 
 // putDown stops a sandbox, whose lock is held, for good.
-func (e *Engine) putDown(ctx context.Context, sb *locked, why string) error {
+func (lm *limits) putDown(ctx context.Context, sb *locked, why string) error {
 	op := ByItself("stop", subjectOf(sb.Sandbox), Own{By: ByWatch, Why: why})
-	return e.observed(ctx, op, func(ctx context.Context) error {
-		if err := e.meant(sb.Sandbox); err != nil {
+	return lm.observed(ctx, op, func(ctx context.Context) error {
+		if err := lm.restarts.meant(sb.Sandbox); err != nil {
 			return err
 		}
 		return sb.host.Stop(ctx, sb.ID, runtime.StopOptions{Timeout: stopTimeout})
@@ -219,8 +230,8 @@ func (e *Engine) putDown(ctx context.Context, sb *locked, why string) error {
 
 // stopIdle stops an idle sandbox. An --rm sandbox is kept: idle does not mean done.
 // touched is the time of the last use on which the finding is based.
-func (e *Engine) stopIdle(ctx context.Context, id string, quiet time.Duration, touched time.Time) (done bool, err error) {
-	sb, s, c, err := e.overdue(ctx, id)
+func (lm *limits) stopIdle(ctx context.Context, id string, quiet time.Duration, touched time.Time) (done bool, err error) {
+	sb, s, c, err := lm.overdue(ctx, id)
 	if errors.Is(err, runtime.ErrNotFound) {
 		return true, nil
 	}
@@ -228,22 +239,22 @@ func (e *Engine) stopIdle(ctx context.Context, id string, quiet time.Duration, t
 		return false, err
 	}
 	defer sb.lock.Unlock()
-	if !e.lastUse(id).Equal(touched) {
+	if !lm.lastUse(id).Equal(touched) {
 		return false, nil
 	}
-	if busy, err := e.inUse(c, id); err != nil || busy || c.Status != runtime.Running || s.Lifetime.Idle == 0 || quiet < s.Lifetime.Idle {
+	if busy, err := lm.inUse(c, id); err != nil || busy || c.Status != runtime.Running || s.Lifetime.Idle == 0 || quiet < s.Lifetime.Idle {
 		return false, err
 	}
 	if s.AutoRemove && !sb.Kept {
-		if err := e.store.Keep(ctx, id, true); err != nil {
+		if err := lm.store.Keep(ctx, id, true); err != nil {
 			return false, err
 		}
 	}
-	e.log.Info("sandbox stopped: idle", "sandbox", id, "idle", quiet)
-	if err := e.putDown(ctx, sb, fmt.Sprintf("idle: nothing went on for %v", s.Lifetime.Idle)); err != nil {
+	lm.log.Info("sandbox stopped: idle", "sandbox", id, "idle", quiet)
+	if err := lm.putDown(ctx, sb, fmt.Sprintf("idle: nothing went on for %v", s.Lifetime.Idle)); err != nil {
 		return false, err
 	}
-	return true, e.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventIdle, After: int64(quiet)})
+	return true, lm.events.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventIdle, After: int64(quiet)})
 }
 
 // opWatch is the verb under which the supervisor holds a sandbox's lock.
@@ -251,8 +262,8 @@ const opWatch = "watch"
 
 // overdue locks and inspects a sandbox that is to be stopped. It refuses one that a verb is
 // at work on, or on which a verb was interrupted.
-func (e *Engine) overdue(ctx context.Context, id string) (sb *locked, s runtime.Spec, c runtime.Container, err error) {
-	lock, err := e.store.Lock(ctx, id, opWatch, lockWait)
+func (lm *limits) overdue(ctx context.Context, id string) (sb *locked, s runtime.Spec, c runtime.Container, err error) {
+	lock, err := lm.store.Lock(ctx, id, opWatch, lockWait)
 	if err != nil {
 		return nil, s, c, err
 	}
@@ -261,11 +272,11 @@ func (e *Engine) overdue(ctx context.Context, id string) (sb *locked, s runtime.
 			lock.Unlock()
 		}
 	}()
-	row, err := e.store.Sandbox(ctx, id)
+	row, err := lm.store.Sandbox(ctx, id)
 	if err != nil {
 		return nil, s, c, err
 	}
-	cut, err := e.interruptedIn(ctx, id)
+	cut, err := lm.interruptedIn(ctx, id)
 	if err == nil && cut {
 		err = fmt.Errorf("%w: a verb on it was cut off", runtime.ErrBusy)
 	}
@@ -275,7 +286,7 @@ func (e *Engine) overdue(ctx context.Context, id string) (sb *locked, s runtime.
 	if s, err = spec(row); err != nil {
 		return nil, s, c, err
 	}
-	host, err := e.host(row.Backend)
+	host, err := lm.host(row.Backend)
 	if err != nil {
 		return nil, s, c, err
 	}

@@ -15,22 +15,22 @@ const latest = 10 * time.Second
 
 // enforce is called when a sandbox has started: from here on its limits are enforced, and its
 // checkpoints are taken at its interval.
-func (e *Engine) enforce(s runtime.Spec, c runtime.Container) {
-	if err := e.noteHit(s.ID, nil); err != nil {
-		e.log.Warn("storage kill not cleared from the record", "sandbox", s.ID, "err", err)
+func (sv *supervisor) enforce(s runtime.Spec, c runtime.Container) {
+	if err := sv.events.noteHit(s.ID, nil); err != nil {
+		sv.log.Warn("storage kill not cleared from the record", "sandbox", s.ID, "err", err)
 	}
-	if err := e.begun(s); err != nil {
-		e.log.Warn("restart count not recorded", "sandbox", s.ID, "err", err)
+	if err := sv.restarts.begun(s); err != nil {
+		sv.log.Warn("restart count not recorded", "sandbox", s.ID, "err", err)
 	}
-	e.holdFiles(s, c)
-	e.superviseFromNow(s)
+	sv.limits.holdFiles(s, c)
+	sv.superviseFromNow(s)
 }
 
 // guardSandbox attends to one sandbox until it needs no supervisor, or its mark is gone.
-func (e *Engine) guardSandbox(ctx context.Context, id string, news <-chan struct{}) {
+func (sv *supervisor) guardSandbox(ctx context.Context, id string, news <-chan struct{}) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	w := watching{e: e, id: id, storage: filesLimit{e: e, id: id}, checkpoints: takings{e: e, id: id}}
+	w := watching{e: sv, id: id, storage: filesLimit{e: sv.limits, id: id}, checkpoints: takings{e: sv.engine, id: id}}
 	defer w.checkpoints.end()
 	for {
 		wait, calm := w.calm()
@@ -56,7 +56,7 @@ func (e *Engine) guardSandbox(ctx context.Context, id string, news <-chan struct
 // attend looks at the sandbox, and returns when to do so again. Over: it needs no supervisor, and
 // its mark is gone.
 func (w *watching) attend(ctx context.Context) (over bool, wait time.Duration) {
-	m, marked, err := w.e.readMark(w.id)
+	m, marked, err := w.e.marks.read(w.id)
 	if err == nil && !marked {
 		return true, 0
 	}
@@ -85,7 +85,7 @@ func (w *watching) attend(ctx context.Context) (over bool, wait time.Duration) {
 
 // watching is the supervision of one sandbox: its limits and its restarts.
 type watching struct {
-	e           *Engine
+	e           *supervisor
 	id          string
 	ended       chan struct{} // closed when its processes have ended, or some time after Wait failed
 	noted       time.Duration // uptime at which the kernel's counters were last recorded
@@ -102,7 +102,7 @@ type watching struct {
 // look checks the sandbox once, and returns when to check again. Done: it needs no supervisor.
 func (w *watching) look(ctx context.Context) (done bool, wait time.Duration, err error) {
 	e := w.e
-	if old, err := e.watched(w.id); old || err != nil {
+	if old, err := e.marks.watched(w.id); old || err != nil {
 		return false, latest, err
 	}
 	sb, err := e.store.Sandbox(ctx, w.id)
@@ -138,7 +138,7 @@ func (w *watching) look(ctx context.Context) (done bool, wait time.Duration, err
 	}
 	w.await(ctx, host)
 	if now := uptime(); now-w.noted >= time.Second { // the files may be checked more often
-		e.keepHits(ctx, sb, c)
+		e.events.keepHits(ctx, sb, c)
 		w.noted = now
 	}
 	if err := w.checkpoints.begin(ctx, s); err != nil {
@@ -191,13 +191,13 @@ func (w *watching) limits(
 		}
 	}
 	if s.Lifetime.Idle > 0 {
-		quiet, again, err := w.idle.look(w.e, c, w.id, s.Lifetime.Idle)
+		quiet, again, err := w.idle.look(w.e.limits, c, w.id, s.Lifetime.Idle)
 		if wait = min(wait, again); err != nil {
 			return false, min(wait, w.glance), err
 		}
 		if quiet >= s.Lifetime.Idle {
 			return w.end(ctx, func(ctx context.Context, id string) (bool, error) {
-				return w.e.stopIdle(ctx, id, quiet, w.idle.touch)
+				return w.e.limits.stopIdle(ctx, id, quiet, w.idle.touch)
 			})
 		}
 	}
@@ -211,7 +211,7 @@ func (w *watching) expire(ctx context.Context, s runtime.Spec) (done bool, wait 
 	case s.Lifetime.TTL == 0:
 		return false, latest, nil
 	case expired(s.Lifetime):
-		return w.end(ctx, w.e.expire)
+		return w.end(ctx, w.e.limits.expire)
 	}
 	return false, min(latest, timeLeft(s.Lifetime)), nil
 }
@@ -234,7 +234,7 @@ func (w *watching) again(
 	case err != nil:
 		return false, latest, err
 	case !back && restartLimits(s.Restart, c):
-		same, err := w.e.whileOver(ctx, w.id, c.Finished, func(*locked) error { return w.e.giveUp(s, c) })
+		same, err := w.e.whileOver(ctx, w.id, c.Finished, func(*locked) error { return w.e.restarts.giveUp(s, c) })
 		if !same {
 			return w.later(err)
 		}
@@ -249,7 +249,7 @@ func (w *watching) again(
 	if wait = st.pause(c, uptime()-w.seen); wait > 0 {
 		return false, min(wait, latest), nil
 	}
-	if err := w.e.recoverBy(ctx, ByWatch); err != nil {
+	if err := w.e.recovery.recoverBy(ctx, ByWatch); err != nil {
 		return false, time.Second, err
 	}
 	err = w.e.restart(ctx, w.id, c.Finished)
@@ -271,7 +271,7 @@ func (w *watching) later(err error) (done bool, wait time.Duration, _ error) {
 func (w *watching) end(
 	ctx context.Context, stop func(context.Context, string) (bool, error),
 ) (done bool, wait time.Duration, err error) {
-	if err := w.e.recoverBy(ctx, ByWatch); err != nil {
+	if err := w.e.recovery.recoverBy(ctx, ByWatch); err != nil {
 		return false, time.Second, err
 	}
 	done, err = stop(ctx, w.id)

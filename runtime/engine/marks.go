@@ -18,6 +18,13 @@ import (
 // leasesMark is the name of the mark of all leases. It is no sandbox's id.
 const leasesMark = "leases"
 
+// marks are the files ROOT/supervised/ID, one for each sandbox that is supervised, and one for leases.
+type marks struct {
+	*core
+
+	restarts *restartLog
+}
+
 // mark is the content of a mark: the boot of the host for which it was written, and a random
 // number, by which a supervisor notices that the mark was written again.
 type mark string
@@ -29,35 +36,35 @@ func (m mark) current() bool {
 	return boot == bootID()
 }
 
-func (e *Engine) marksDir() string          { return filepath.Join(e.store.Root(), "supervised") }
-func (e *Engine) markPath(id string) string { return filepath.Join(e.marksDir(), id) }
+func (ms *marks) dir() string           { return filepath.Join(ms.store.Root(), "supervised") }
+func (ms *marks) path(id string) string { return filepath.Join(ms.dir(), id) }
 
 // setMark writes a mark. It does not make a root that is gone.
-func (e *Engine) setMark(id, boot string) error {
+func (ms *marks) set(id, boot string) error {
 	for {
-		err := fsx.Write(e.markPath(id), []byte(boot+" "+newID()), fsx.Options{Volatile: true})
+		err := fsx.Write(ms.path(id), []byte(boot+" "+newID()), fsx.Options{Volatile: true})
 		if !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}
-		if err := os.Mkdir(e.marksDir(), 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+		if err := os.Mkdir(ms.dir(), 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 			return err
 		}
 	}
 }
 
-func (e *Engine) unmark(id string) error {
-	return ignoreMissing(errors.Join(os.Remove(e.markPath(id)), ignoreMissing(os.Remove(e.oldMark(id)))))
+func (ms *marks) remove(id string) error {
+	return ignoreMissing(errors.Join(os.Remove(ms.path(id)), ignoreMissing(os.Remove(ms.oldOf(id)))))
 }
 
 // readMark returns the mark of a sandbox; ok: there is one.
-func (e *Engine) readMark(id string) (m mark, ok bool, err error) {
-	data, err := os.ReadFile(e.markPath(id))
+func (ms *marks) read(id string) (m mark, ok bool, err error) {
+	data, err := os.ReadFile(ms.path(id))
 	return mark(data), err == nil, ignoreMissing(err)
 }
 
 // readMarks returns all marks by their names.
-func (e *Engine) readMarks() (map[string]mark, error) {
-	entries, err := os.ReadDir(e.marksDir())
+func (ms *marks) all() (map[string]mark, error) {
+	entries, err := os.ReadDir(ms.dir())
 	if err != nil {
 		return nil, ignoreMissing(err)
 	}
@@ -66,7 +73,7 @@ func (e *Engine) readMarks() (map[string]mark, error) {
 		if strings.HasPrefix(entry.Name(), ".") {
 			continue // one that is being written
 		}
-		m, ok, err := e.readMark(entry.Name())
+		m, ok, err := ms.read(entry.Name())
 		if err != nil {
 			return nil, err
 		}
@@ -91,22 +98,22 @@ func supervised(s runtime.Spec) bool {
 
 // mark has a running supervisor read the spec of a sandbox again, and a later command start a
 // supervisor that is missing.
-func (e *Engine) mark(s runtime.Spec) error {
+func (ms *marks) mark(s runtime.Spec) error {
 	if !supervised(s) {
-		if _, ok, err := e.readMark(s.ID); !ok {
+		if _, ok, err := ms.read(s.ID); !ok {
 			return err
 		}
 	}
-	return e.setMark(s.ID, bootID())
+	return ms.set(s.ID, bootID())
 }
 
 // adoptMarks makes marks of earlier boots marks of this one.
-func (e *Engine) adoptMarks() error {
-	marks, err := e.readMarks()
+func (ms *marks) adopt() error {
+	marks, err := ms.all()
 	errs := []error{err}
 	for id, m := range marks {
 		if !m.current() {
-			errs = append(errs, e.setMark(id, bootID()))
+			errs = append(errs, ms.set(id, bootID()))
 		}
 	}
 	return errors.Join(errs...)

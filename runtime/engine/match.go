@@ -11,11 +11,11 @@ import (
 // RemoveCheckpoints deletes the checkpoints that match a filter; see Service.
 func (e *Engine) RemoveCheckpoints(ctx context.Context, filter runtime.CheckpointFilter) (runtime.RemovedCheckpoints, error) {
 	return verb(ctx, e, onSandbox("checkpoint rm", filter.Sandbox), func(ctx context.Context) (runtime.RemovedCheckpoints, error) {
-		return e.removeCheckpoints(ctx, filter)
+		return e.checkpoints.removeCheckpoints(ctx, filter)
 	})
 }
 
-func (e *Engine) removeCheckpoints(ctx context.Context, filter runtime.CheckpointFilter) (out runtime.RemovedCheckpoints, err error) {
+func (cs *checkpoints) removeCheckpoints(ctx context.Context, filter runtime.CheckpointFilter) (out runtime.RemovedCheckpoints, err error) {
 	out = runtime.RemovedCheckpoints{Removed: []string{}, Pinned: []string{}}
 	switch {
 	case filter.Policy != "" || filter.Sandbox != "":
@@ -25,7 +25,7 @@ func (e *Engine) removeCheckpoints(ctx context.Context, filter runtime.Checkpoin
 		return out, fmt.Errorf("%w: the filter names no checkpoints to remove", runtime.ErrInvalid)
 	}
 	filter.All = true
-	list, err := e.listCheckpoints(ctx, filter)
+	list, err := cs.listCheckpoints(ctx, filter)
 	if err != nil {
 		return out, err
 	}
@@ -35,7 +35,7 @@ func (e *Engine) removeCheckpoints(ctx context.Context, filter runtime.Checkpoin
 			out.Pinned = append(out.Pinned, c.ID)
 			continue
 		}
-		removed, err := e.removeUnpinned(ctx, c)
+		removed, err := cs.removeUnpinned(ctx, c)
 		if ctx.Err() != nil {
 			return out, errors.Join(append(failed, err)...)
 		}
@@ -51,30 +51,30 @@ func (e *Engine) removeCheckpoints(ctx context.Context, filter runtime.Checkpoin
 	return out, errors.Join(failed...)
 }
 
-func (e *Engine) removeUnpinned(ctx context.Context, c runtime.Checkpoint) (bool, error) {
-	lock, err := e.lock(ctx, c.Sandbox, "checkpoint rm", lockWait)
+func (cs *checkpoints) removeUnpinned(ctx context.Context, c runtime.Checkpoint) (bool, error) {
+	lock, err := cs.lock(ctx, c.Sandbox, "checkpoint rm", lockWait)
 	if err != nil {
 		return false, err
 	}
-	defer e.tidy(ctx)
+	defer cs.upkeep.tidy(ctx)
 	defer lock.Unlock()
-	removed, err := e.store.RemoveUnpinned(ctx, c.ID)
+	removed, err := cs.store.RemoveUnpinned(ctx, c.ID)
 	if err == nil && !removed {
-		_, err = e.store.Checkpoint(ctx, c.ID) // or it is gone
+		_, err = cs.store.Checkpoint(ctx, c.ID) // or it is gone
 	}
 	return removed, err
 }
 
 // match resolves the trigger and labels in RestoreOptions to the newest ready checkpoint
 // that has them.
-func (e *Engine) match(ctx context.Context, sandbox string, opts *runtime.RestoreOptions) error {
+func (cs *checkpoints) match(ctx context.Context, sandbox string, opts *runtime.RestoreOptions) error {
 	if opts.Trigger == "" && len(opts.Labels) == 0 {
 		return nil
 	}
 	if opts.Checkpoint != "" || opts.Undo {
 		return fmt.Errorf("%w: a trigger or label filter cannot be combined with a checkpoint or --undo", runtime.ErrInvalid)
 	}
-	list, err := e.listCheckpoints(ctx, runtime.CheckpointFilter{Sandbox: sandbox, Trigger: opts.Trigger, Labels: opts.Labels})
+	list, err := cs.listCheckpoints(ctx, runtime.CheckpointFilter{Sandbox: sandbox, Trigger: opts.Trigger, Labels: opts.Labels})
 	if err != nil {
 		return err
 	}

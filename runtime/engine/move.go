@@ -28,22 +28,29 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
+// transfers brings checkpoints out of a root and into it: archives and registries.
+type transfers struct {
+	*core
+
+	images *localImages
+}
+
 // ExportCheckpoint writes a checkpoint as one file; see package portable.
 func (e *Engine) ExportCheckpoint(ctx context.Context, ref string, w io.Writer, opts runtime.ExportOptions) error {
 	return e.verb(ctx, onCheckpoint("checkpoint export", ref), func(ctx context.Context) error {
-		return e.exportCheckpoint(ctx, ref, w, opts)
+		return e.transfers.exportCheckpoint(ctx, ref, w, opts)
 	})
 }
 
-func (e *Engine) exportCheckpoint(ctx context.Context, ref string, w io.Writer, opts runtime.ExportOptions) (err error) {
-	row, err := e.checkpoint(ctx, ref)
+func (t *transfers) exportCheckpoint(ctx context.Context, ref string, w io.Writer, opts runtime.ExportOptions) (err error) {
+	row, err := t.checkpoint(ctx, ref)
 	if err != nil {
 		return err
 	}
 	if err := sound(row); err != nil {
 		return err
 	}
-	reader, err := e.store.OpenCheckpoint(ctx, row.ID)
+	reader, err := t.store.OpenCheckpoint(ctx, row.ID)
 	if err != nil {
 		return err
 	}
@@ -53,7 +60,7 @@ func (e *Engine) exportCheckpoint(ctx context.Context, ref string, w io.Writer, 
 		return err
 	}
 	c := portable.Checkpoint{Manifest: manifest, Data: reader}
-	if lower := e.lowerOf(ctx, row); len(lower) > 0 {
+	if lower := t.lowerOf(ctx, row); len(lower) > 0 {
 		c.Lower = func(name string) ([]portable.LowerEntry, error) { return listLower(lower, name) }
 	}
 	return portable.Export(ctx, w, c, portable.Options{Compress: opts.Compress, Recipients: opts.Recipients, Progress: opts.Progress})
@@ -69,12 +76,12 @@ func sound(row store.Checkpoint) error {
 }
 
 // lowerOf returns the layers of a checkpoint's image, if they are here.
-func (e *Engine) lowerOf(ctx context.Context, row store.Checkpoint) []string {
+func (t *transfers) lowerOf(ctx context.Context, row store.Checkpoint) []string {
 	s, err := specOf(row.SandboxID, row.Spec)
 	if err != nil {
 		return nil
 	}
-	host, err := e.host(cmp.Or(s.Backend, e.first))
+	host, err := t.host(cmp.Or(s.Backend, t.first))
 	if err != nil || host.Images == nil {
 		return nil
 	}
@@ -135,17 +142,17 @@ func listLower(layers []string, name string) (list []portable.LowerEntry, err er
 // ImportCheckpoint reads an archive of agentbox or Podman.
 func (e *Engine) ImportCheckpoint(ctx context.Context, r io.Reader, opts runtime.ImportOptions) (runtime.Checkpoint, error) {
 	return verb(ctx, e, &Op{Verb: "checkpoint import", Name: opts.Name}, func(ctx context.Context) (runtime.Checkpoint, error) {
-		return e.importCheckpoint(ctx, r, opts)
+		return e.transfers.importCheckpoint(ctx, r, opts)
 	})
 }
 
-func (e *Engine) importCheckpoint(ctx context.Context, r io.Reader, opts runtime.ImportOptions) (_ runtime.Checkpoint, err error) {
+func (t *transfers) importCheckpoint(ctx context.Context, r io.Reader, opts runtime.ImportOptions) (_ runtime.Checkpoint, err error) {
 	if opts.Name != "" {
-		if err := e.vacant(ctx, store.Checkpoint{SandboxName: opts.Name}); err != nil {
+		if err := t.vacant(ctx, store.Checkpoint{SandboxName: opts.Name}); err != nil {
 			return runtime.Checkpoint{}, err // before reading an archive that may be long
 		}
 	}
-	scratch, err := e.store.Scratch()
+	scratch, err := t.store.Scratch()
 	if err != nil {
 		return runtime.Checkpoint{}, err
 	}
@@ -155,24 +162,24 @@ func (e *Engine) importCheckpoint(ctx context.Context, r io.Reader, opts runtime
 		return runtime.Checkpoint{}, err
 	}
 	defer func() { err = errors.Join(err, archive.Close()) }()
-	row, parts, lower, err := e.imported(ctx, archive.Facts(), opts)
+	row, parts, lower, err := t.imported(ctx, archive.Facts(), opts)
 	if err != nil {
 		return runtime.Checkpoint{}, err
 	}
-	if there, err := e.have(ctx, row); there != nil || err != nil {
+	if there, err := t.have(ctx, row); there != nil || err != nil {
 		return *cmp.Or(there, new(runtime.Checkpoint)), err
 	}
-	if err := e.vacant(ctx, row); err != nil {
+	if err := t.vacant(ctx, row); err != nil {
 		return runtime.Checkpoint{}, err
 	}
-	lock, err := e.store.Lock(ctx, row.SandboxID, "checkpoint import", lockWait)
+	lock, err := t.store.Lock(ctx, row.SandboxID, "checkpoint import", lockWait)
 	if err != nil {
 		return runtime.Checkpoint{}, err
 	}
 	defer lock.Unlock()
 	var undo undo.Stack
 	defer func() { undo.Run(ctx, &err) }()
-	draft, err := e.store.BeginCheckpoint(ctx, row)
+	draft, err := t.store.BeginCheckpoint(ctx, row)
 	if err != nil {
 		return runtime.Checkpoint{}, err
 	}
@@ -198,14 +205,14 @@ func (e *Engine) importCheckpoint(ctx context.Context, r io.Reader, opts runtime
 		return runtime.Checkpoint{}, err
 	}
 	undo.Release()
-	e.log.Info("checkpoint imported", "sandbox", done.SandboxID, "checkpoint", done.ID)
-	return e.arrived(ctx, done), draft.Close()
+	t.log.Info("checkpoint imported", "sandbox", done.SandboxID, "checkpoint", done.ID)
+	return t.images.arrived(ctx, done), draft.Close()
 }
 
 // named finds the sandbox that has exactly this name, or returns the zero value. The name may
 // also be a prefix of other sandboxes' ids.
-func (e *Engine) named(ctx context.Context, name string) (store.Sandbox, error) {
-	sb, err := e.store.Sandbox(ctx, name)
+func (t *transfers) named(ctx context.Context, name string) (store.Sandbox, error) {
+	sb, err := t.store.Sandbox(ctx, name)
 	switch {
 	case err == nil && sb.Name == name:
 		return sb, nil
@@ -217,8 +224,8 @@ func (e *Engine) named(ctx context.Context, name string) (store.Sandbox, error) 
 
 // vacant refuses an incoming checkpoint if another sandbox has its sandbox's name, or another
 // checkpoint has its own.
-func (e *Engine) vacant(ctx context.Context, row store.Checkpoint) error {
-	sb, err := e.named(ctx, row.SandboxName)
+func (t *transfers) vacant(ctx context.Context, row store.Checkpoint) error {
+	sb, err := t.named(ctx, row.SandboxName)
 	if err != nil {
 		return err
 	}
@@ -229,7 +236,7 @@ func (e *Engine) vacant(ctx context.Context, row store.Checkpoint) error {
 	if row.Name == "" {
 		return nil
 	}
-	taken, err := e.store.Checkpoint(ctx, row.SandboxID+"@"+row.Name)
+	taken, err := t.store.Checkpoint(ctx, row.SandboxID+"@"+row.Name)
 	if errors.Is(err, runtime.ErrNotFound) || err == nil && taken.Name != row.Name { // it is a prefix of an id, or a tag
 		return nil
 	}
@@ -241,8 +248,8 @@ func (e *Engine) vacant(ctx context.Context, row store.Checkpoint) error {
 }
 
 // have finds an incoming checkpoint that is here already.
-func (e *Engine) have(ctx context.Context, row store.Checkpoint) (*runtime.Checkpoint, error) {
-	there, err := e.store.Checkpoint(ctx, row.ID)
+func (t *transfers) have(ctx context.Context, row store.Checkpoint) (*runtime.Checkpoint, error) {
+	there, err := t.store.Checkpoint(ctx, row.ID)
 	switch {
 	case errors.Is(err, runtime.ErrNotFound):
 		return nil, nil
@@ -250,13 +257,13 @@ func (e *Engine) have(ctx context.Context, row store.Checkpoint) (*runtime.Check
 		return nil, err
 	case there.Status == store.Failed && there.SandboxID == row.SandboxID:
 		// Perhaps an earlier attempt to import it; start over.
-		return nil, e.store.RemoveCheckpoint(ctx, row.ID)
+		return nil, t.store.RemoveCheckpoint(ctx, row.ID)
 	case there.Status != store.Ready:
 		return nil, hint(fmt.Errorf("checkpoint %s: %w, and is %s", short(row.ID), runtime.ErrExists, there.Status), "Remove its record first: agentbox checkpoint rm "+short(row.ID))
 	case there.SandboxID != row.SandboxID || there.SandboxName != row.SandboxName:
 		return nil, hint(fmt.Errorf("checkpoint %s: %w, as one of sandbox %s", short(row.ID), runtime.ErrExists, there.SandboxName), "Use that one.")
 	}
-	origin, err := e.store.Origin(row.ID)
+	origin, err := t.store.Origin(row.ID)
 	if err != nil {
 		return nil, err
 	}
@@ -264,18 +271,18 @@ func (e *Engine) have(ctx context.Context, row store.Checkpoint) (*runtime.Check
 		return nil, hint(fmt.Errorf("checkpoint %s: %w, and is another one: its manifest has digest %s, this one has %s", short(row.ID), runtime.ErrExists, there.Digest, row.Origin),
 			"Bring this one in as one of another sandbox with --name, or remove that one first: agentbox checkpoint rm "+short(row.ID))
 	}
-	view := e.arrived(ctx, there)
+	view := t.images.arrived(ctx, there)
 	return &view, nil
 }
 
 // imported makes the record of a checkpoint from its archive.
-func (e *Engine) imported(ctx context.Context, facts portable.Facts, opts runtime.ImportOptions) (row store.Checkpoint, parts store.Manifest, lower []string, err error) {
+func (t *transfers) imported(ctx context.Context, facts portable.Facts, opts runtime.ImportOptions) (row store.Checkpoint, parts store.Manifest, lower []string, err error) {
 	if facts.Manifest != nil {
 		m, err := store.ParseManifest(facts.Manifest)
 		if err != nil {
 			return row, parts, nil, err
 		}
-		row, err = e.incoming(ctx, m, opts)
+		row, err = t.incoming(ctx, m, opts)
 		parts = store.Manifest{Created: m.Created, Versions: m.Versions, TCP: m.TCP, Status: m.Status, Managed: m.Managed, Effect: m.Effect}
 		for _, v := range m.Volumes {
 			parts.Volumes = append(parts.Volumes, store.Volume{Name: v.Name})
@@ -286,14 +293,14 @@ func (e *Engine) imported(ctx context.Context, facts portable.Facts, opts runtim
 		if m.Processes != nil {
 			parts.Processes = &store.Processes{Count: m.Processes.Count, List: m.Processes.List}
 		}
-		return row, parts, e.lowerOf(ctx, row), err
+		return row, parts, t.lowerOf(ctx, row), err
 	}
-	host, err := e.host(e.first)
+	host, err := t.host(t.first)
 	if err != nil {
 		return row, parts, nil, err
 	}
 	if host.Images == nil {
-		return row, parts, nil, fmt.Errorf("%w: backend %s makes no sandboxes", runtime.ErrUnsupported, e.first)
+		return row, parts, nil, fmt.Errorf("%w: backend %s makes no sandboxes", runtime.ErrUnsupported, t.first)
 	}
 	img, err := host.Images.Resolve(ctx, cmp.Or(opts.Image, facts.Image))
 	if err != nil {
@@ -307,7 +314,7 @@ func (e *Engine) imported(ctx context.Context, facts portable.Facts, opts runtim
 		Network:   runtime.Network{Mode: cmp.Or(facts.Network, runtime.NetworkNone)},
 		Resources: runtime.Resources{Memory: facts.Memory, CPUs: facts.CPUs, Pids: facts.Pids},
 		Security:  runtime.Security{Capabilities: facts.Capabilities},
-		Backend:   e.first,
+		Backend:   t.first,
 	}
 	for _, p := range facts.Ports {
 		s.Network.Ports = append(s.Network.Ports, runtime.Port{HostIP: p.HostIP, Host: p.Host, Sandbox: p.Container, Protocol: p.Protocol})
@@ -335,7 +342,7 @@ const ownLabels = "agentbox."
 
 // incoming makes the record of a checkpoint from another store. It drops a parent that is not
 // here. The record has no warnings: those of the manifest are only its author's word.
-func (e *Engine) incoming(ctx context.Context, m store.Manifest, opts runtime.ImportOptions) (store.Checkpoint, error) {
+func (t *transfers) incoming(ctx context.Context, m store.Manifest, opts runtime.ImportOptions) (store.Checkpoint, error) {
 	row := store.Checkpoint{
 		ID: m.ID, Name: m.Name, SandboxID: m.SandboxID, SandboxName: m.SandboxName, Kind: m.Kind, Trigger: m.Trigger, Created: time.Now(),
 		ImageDigest: m.ImageDigest, Labels: m.Labels, Spec: m.Spec, Parent: m.Parent, Foreign: true,
@@ -350,7 +357,7 @@ func (e *Engine) incoming(ctx context.Context, m store.Manifest, opts runtime.Im
 		row.Trigger = "import" // made by a restore elsewhere; a restore here would remove it
 	}
 	if m.Parent != "" {
-		if _, err := e.store.Checkpoint(ctx, m.Parent); errors.Is(err, runtime.ErrNotFound) {
+		if _, err := t.store.Checkpoint(ctx, m.Parent); errors.Is(err, runtime.ErrNotFound) {
 			row.Parent = ""
 		} else if err != nil {
 			return row, err
@@ -375,7 +382,7 @@ func (e *Engine) incoming(ctx context.Context, m store.Manifest, opts runtime.Im
 	}
 
 	if opts.Image != "" {
-		from, err := e.images()
+		from, err := t.imageStore()
 		if err != nil {
 			return row, err
 		}
@@ -405,19 +412,19 @@ func (e *Engine) PushCheckpoint(ctx context.Context, ref, reference string, opts
 	op := onCheckpoint("checkpoint push", ref)
 	op.To = reference
 	return verb(ctx, e, op, func(ctx context.Context) (runtime.Pushed, error) {
-		return e.pushCheckpoint(ctx, ref, reference, opts)
+		return e.transfers.pushCheckpoint(ctx, ref, reference, opts)
 	})
 }
 
-func (e *Engine) pushCheckpoint(ctx context.Context, ref, reference string, opts runtime.RegistryOptions) (_ runtime.Pushed, err error) {
-	row, err := e.checkpoint(ctx, ref)
+func (t *transfers) pushCheckpoint(ctx context.Context, ref, reference string, opts runtime.RegistryOptions) (_ runtime.Pushed, err error) {
+	row, err := t.checkpoint(ctx, ref)
 	if err == nil {
 		err = sound(row)
 	}
 	if err != nil {
 		return runtime.Pushed{}, err
 	}
-	reader, err := e.store.OpenCheckpoint(ctx, row.ID)
+	reader, err := t.store.OpenCheckpoint(ctx, row.ID)
 	if err != nil {
 		return runtime.Pushed{}, err
 	}
@@ -431,7 +438,7 @@ func (e *Engine) pushCheckpoint(ctx context.Context, ref, reference string, opts
 	}
 	for at := row; at.Parent != "" && len(about.Ancestors) < 100; {
 		about.Ancestors = append(about.Ancestors, at.Parent)
-		if at, err = e.store.Checkpoint(ctx, at.Parent); err != nil {
+		if at, err = t.store.Checkpoint(ctx, at.Parent); err != nil {
 			break // it was removed since
 		}
 	}
@@ -442,12 +449,12 @@ func (e *Engine) pushCheckpoint(ctx context.Context, ref, reference string, opts
 // PullCheckpoint fetches a checkpoint from a registry.
 func (e *Engine) PullCheckpoint(ctx context.Context, reference string, opts runtime.RegistryOptions) (runtime.Checkpoint, error) {
 	return verb(ctx, e, on("checkpoint pull", reference), func(ctx context.Context) (runtime.Checkpoint, error) {
-		return e.pullCheckpoint(ctx, reference, opts)
+		return e.transfers.pullCheckpoint(ctx, reference, opts)
 	})
 }
 
-func (e *Engine) pullCheckpoint(ctx context.Context, reference string, opts runtime.RegistryOptions) (_ runtime.Checkpoint, err error) {
-	scratch, err := e.store.PullDir()
+func (t *transfers) pullCheckpoint(ctx context.Context, reference string, opts runtime.RegistryOptions) (_ runtime.Checkpoint, err error) {
+	scratch, err := t.store.PullDir()
 	if err != nil {
 		return runtime.Checkpoint{}, err
 	}
@@ -467,20 +474,20 @@ func (e *Engine) pullCheckpoint(ctx context.Context, reference string, opts runt
 		if m, err = store.ParseManifest(manifest); err != nil {
 			return nil, err
 		}
-		row, err := e.incoming(ctx, m, runtime.ImportOptions{})
+		row, err := t.incoming(ctx, m, runtime.ImportOptions{})
 		if err != nil {
 			return nil, err
 		}
-		if there, err = e.have(ctx, row); err != nil {
+		if there, err = t.have(ctx, row); err != nil {
 			return nil, err
 		}
 		if there != nil {
 			return nil, here
 		}
-		if lock, err = e.store.Lock(ctx, row.SandboxID, "checkpoint pull", lockWait); err != nil {
+		if lock, err = t.store.Lock(ctx, row.SandboxID, "checkpoint pull", lockWait); err != nil {
 			return nil, err
 		}
-		if draft, err = e.store.BeginCheckpoint(ctx, row); err != nil {
+		if draft, err = t.store.BeginCheckpoint(ctx, row); err != nil {
 			return nil, err
 		}
 		return draft, nil
@@ -499,6 +506,6 @@ func (e *Engine) pullCheckpoint(ctx context.Context, reference string, opts runt
 		return runtime.Checkpoint{}, err
 	}
 	undo.Release()
-	e.log.Info("checkpoint pulled", "sandbox", done.SandboxID, "checkpoint", done.ID)
-	return e.arrived(ctx, done), draft.Close()
+	t.log.Info("checkpoint pulled", "sandbox", done.SandboxID, "checkpoint", done.ID)
+	return t.images.arrived(ctx, done), draft.Close()
 }

@@ -20,7 +20,7 @@ func TestHitsAreNotedOnce(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer st.Close()
-	e := &Engine{store: st, run: t.TempDir()}
+	e := &eventLog{core: &core{store: st, run: t.TempDir()}}
 	spec, err := json.Marshal(runtime.Spec{ID: "0123456789ab"})
 	if err != nil {
 		t.Fatal(err)
@@ -31,7 +31,7 @@ func TestHitsAreNotedOnce(t *testing.T) {
 		if err := e.noteHits(t.Context(), sb, runtime.Container{Started: start, Hits: runtime.LimitHits{OOMKills: oom}}); err != nil {
 			t.Fatal(err)
 		}
-		r := eventlog.NewReader(e.eventsDir(), sb.ID)
+		r := eventlog.NewReader(e.dir(), sb.ID)
 		defer r.Close()
 		err := readEvents([]eventSource{{Reader: r, sandbox: sb.ID}}, runtime.EventOptions{}, func(ev runtime.Event) error {
 			counts = append(counts, ev.Count)
@@ -61,16 +61,16 @@ func TestHitsAreNotedOnce(t *testing.T) {
 		t.Fatal(err)
 	}
 	equal("one more after that", noted(3, start), 2, 1)
-	if err := eventlog.Remove(e.eventsDir(), sb.ID); err != nil {
+	if err := eventlog.Remove(e.dir(), sb.ID); err != nil {
 		t.Fatal(err)
 	}
 	equal("dropped by the log", noted(3, start))
 	equal("one more after that", noted(4, start), 1)
 	equal("of the next start", noted(1, start.Add(time.Second)), 1, 1)
-	if err := e.dropEvents(sb.ID); err != nil {
+	if err := e.drop(sb.ID); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := os.Stat(e.eventsDir()); !os.IsNotExist(err) {
+	if _, err := os.Stat(e.dir()); !os.IsNotExist(err) {
 		t.Errorf("left: %v", err)
 	}
 }

@@ -12,40 +12,40 @@ import (
 // for its limits and restarts, and `auto`, with RUN/auto/ID, for its checkpoints. One that still
 // runs attends to its sandbox until it ends.
 
-func (e *Engine) oldMarks() string         { return filepath.Join(e.store.Root(), "watch") }
-func (e *Engine) oldMark(id string) string { return filepath.Join(e.oldMarks(), id) }
+func (ms *marks) old() string            { return filepath.Join(ms.store.Root(), "watch") }
+func (ms *marks) oldOf(id string) string { return filepath.Join(ms.old(), id) }
 
 // watched reports whether a process of an older version watches a sandbox.
-func (e *Engine) watched(id string) (bool, error) { return flock.Held(e.oldMark(id), flock.Shared) }
+func (ms *marks) watched(id string) (bool, error) { return flock.Held(ms.oldOf(id), flock.Shared) }
 
 // taken reports whether a process of an older version takes the checkpoints of a sandbox.
-func (e *Engine) taken(id string) (bool, error) {
-	return flock.Held(filepath.Join(e.run, "auto", id), flock.Shared)
+func (ms *marks) taken(id string) (bool, error) {
+	return flock.Held(filepath.Join(ms.run, "auto", id), flock.Shared)
 }
 
 // replaceWatches writes marks in place of those that killed watches of older versions have left.
-func (e *Engine) replaceWatches() error {
-	entries, err := os.ReadDir(e.oldMarks())
+func (ms *marks) replaceWatches() error {
+	entries, err := os.ReadDir(ms.old())
 	if err != nil {
 		return ignoreMissing(err)
 	}
 	var errs []error
 	for _, entry := range entries {
 		id := entry.Name()
-		alive, err := e.watched(id)
+		alive, err := ms.watched(id)
 		if alive || err != nil {
 			errs = append(errs, err)
 			continue
 		}
-		st, err := e.restartsOf(id)
-		if _, ok, _ := e.readMark(id); err == nil && !ok {
-			err = e.setMark(id, st.Boot)
+		st, err := ms.restarts.of(id)
+		if _, ok, _ := ms.read(id); err == nil && !ok {
+			err = ms.set(id, st.Boot)
 		}
 		if err == nil {
-			err = ignoreMissing(os.Remove(e.oldMark(id)))
+			err = ignoreMissing(os.Remove(ms.oldOf(id)))
 		}
 		errs = append(errs, err)
 	}
-	_ = os.Remove(e.oldMarks()) // stays while there are others
+	_ = os.Remove(ms.old()) // stays while there are others
 	return errors.Join(errs...)
 }

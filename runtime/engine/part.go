@@ -35,8 +35,8 @@ func (noWork) revert(context.Context) error                     { return nil }
 func (noWork) close() error                                     { return nil }
 
 // newRestoration returns a restore with its parts, in the order of their steps.
-func (e *Engine) newRestoration(sb *locked, data restoring) *restoration {
-	r := &restoration{e: e, sb: sb, data: data}
+func (rs *restores) newRestoration(sb *locked, data restoring) *restoration {
+	r := &restoration{e: rs.engine, sb: sb, data: data}
 	r.processes = &processesPart{restoration: r}
 	r.secrets = &secretsPart{restoration: r}
 	r.managed = &managedPart{restoration: r}

@@ -176,7 +176,7 @@ func (r *restoration) failed(ctx context.Context, undo *undo.Stack, err error) e
 		err = fmt.Errorf("%w: it was removed while it was being restored", runtime.ErrState)
 	case e2 != nil:
 	case now.Status == runtime.Running || now.Status == runtime.Paused:
-		err = errors.Join(err, r.e.begun(r.spec)) // its restart policy stays in force
+		err = errors.Join(err, r.e.restarts.begun(r.spec)) // its restart policy stays in force
 		err = hint(err, "The sandbox could not be stopped and goes on, with the files it had before.")
 	case r.files.present != nil && r.files.present.row.Kind == runtime.KindFull && !r.data.NoUndo:
 		err = hint(err, fmt.Sprintf("The sandbox is stopped, with the files it had before; bring its processes back with: agentbox restore --undo %[1]s, or start it afresh with: agentbox start %[1]s", r.sb.Name))

@@ -21,18 +21,18 @@ import (
 // running sandbox.
 func (e *Engine) PlanRestore(ctx context.Context, ref string, opts runtime.RestoreOptions) (runtime.RestorePlan, error) {
 	return verb(ctx, e, onSandbox("restore plan", ref).reads().errorsNamed(), func(ctx context.Context) (runtime.RestorePlan, error) {
-		return e.planRestore(ctx, ref, opts)
+		return e.restores.planRestore(ctx, ref, opts)
 	})
 }
 
-func (e *Engine) planRestore(ctx context.Context, ref string, opts runtime.RestoreOptions) (out runtime.RestorePlan, err error) {
+func (rs *restores) planRestore(ctx context.Context, ref string, opts runtime.RestoreOptions) (out runtime.RestorePlan, err error) {
 	defer func() { err = fail("restore", ref, err) }()
 	if err := checkRestore(opts); err != nil {
 		return out, err
 	}
 	opts.Pull.Policy = image.PullNever
 	opts.FilesOnly = opts.FilesOnly || opts.Strategy == runtime.StrategyFiles
-	r, err := e.target(ctx, ref, nil, opts)
+	r, err := rs.target(ctx, ref, nil, opts)
 	if err != nil {
 		return out, err
 	}
@@ -45,7 +45,7 @@ func (e *Engine) planRestore(ctx context.Context, ref string, opts runtime.Resto
 		Sandbox: r.sb.ID, SandboxName: r.sb.Name, Checkpoint: checkpointView(r.row), Recreates: r.data.Recreated,
 		Changes: []runtime.Change{}, Ends: []runtime.PlanProcess{}, Begins: []runtime.PlanProcess{}, Effects: []string{}, Compensates: []runtime.Effect{},
 	}
-	if r.reader, err = e.store.OpenCheckpoint(ctx, r.row.ID); err != nil {
+	if r.reader, err = rs.store.OpenCheckpoint(ctx, r.row.ID); err != nil {
 		return out, err
 	}
 	defer func() { err = errors.Join(err, r.reader.Close()) }()
@@ -57,7 +57,7 @@ func (e *Engine) planRestore(ctx context.Context, ref string, opts runtime.Resto
 	if opts.Strategy == runtime.StrategyRecreate && !r.data.Recreated {
 		asked, err := specOf(r.row.SandboxID, r.row.Spec)
 		if err == nil {
-			r.caveats, err = e.claim(&asked, r.row, r.grants, r.full())
+			r.caveats, err = claim(&asked, r.row, r.grants, r.full())
 		}
 		if err != nil {
 			return out, err

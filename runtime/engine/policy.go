@@ -13,6 +13,11 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
+// admission has policies judge what a request or a checkpoint asks for.
+type admission struct {
+	*core
+}
+
 // PolicyRequest returns what a policy judges of a request. The image's own user and digest
 // are not known yet.
 func PolicyRequest(req runtime.CreateRequest) policy.Request {
@@ -57,7 +62,7 @@ func mountsOf(s runtime.Spec) []policy.Mount {
 
 // admit has the policy of a request judge a completed spec, and changes the spec to what the
 // policy grants. The policy judges only the user's labels, not those of the image.
-func (e *Engine) admit(s *runtime.Spec, req runtime.CreateRequest, img image.Image, labels map[string]string) error {
+func (a *admission) admit(s *runtime.Spec, req runtime.CreateRequest, img image.Image, labels map[string]string) error {
 	req.Spec = *s
 	ask := PolicyRequest(req)
 	ask.Labels = labels
@@ -74,7 +79,7 @@ func (e *Engine) admit(s *runtime.Spec, req runtime.CreateRequest, img image.Ima
 	for i := range s.Mounts {
 		s.Mounts[i].Source = got.Mounts[i].Source
 	}
-	if err := e.policies.Remember(s.Policy.Digest); err != nil {
+	if err := a.policies.Remember(s.Policy.Digest); err != nil {
 		return fmt.Errorf("remember the policy %s: %w", s.Policy.Name, err)
 	}
 	return nil
@@ -107,14 +112,14 @@ func recorded(s runtime.Spec) (*policy.Policy, error) {
 // spec names the policy that it was made under, but the author of a foreign checkpoint could
 // name any: a policy that was never used here does not count, and the sandbox is made under
 // the default policy instead.
-func (e *Engine) readmit(s *runtime.Spec) error {
+func (a *admission) readmit(s *runtime.Spec) error {
 	p, err := recorded(*s)
 	if err != nil {
 		return err
 	}
-	strange := p == nil || !e.policies.Remembers(p.Rules.Digest())
+	strange := p == nil || !a.policies.Remembers(p.Rules.Digest())
 	if strange {
-		if p, err = e.policies.Find(policy.Default); err != nil {
+		if p, err = a.policies.Find(policy.Default); err != nil {
 			return err
 		}
 	}
@@ -215,12 +220,12 @@ func (r retention) covers(c store.Checkpoint) bool {
 
 // keepByPolicy removes the checkpoints of one sandbox, or of each, that the sandbox's policy
 // does not keep.
-func (e *Engine) keepByPolicy(ctx context.Context, sandbox string, out *runtime.Pruned) error {
-	rows, err := e.store.Checkpoints(ctx, store.Filter{SandboxID: sandbox})
+func (up *upkeep) keepByPolicy(ctx context.Context, sandbox string, out *runtime.Pruned) error {
+	rows, err := up.store.Checkpoints(ctx, store.Filter{SandboxID: sandbox})
 	if err != nil {
 		return err
 	}
-	boxes, err := e.store.Sandboxes(ctx)
+	boxes, err := up.store.Sandboxes(ctx)
 	if err != nil {
 		return err
 	}
@@ -250,7 +255,7 @@ func (e *Engine) keepByPolicy(ctx context.Context, sandbox string, out *runtime.
 		if !r.any() {
 			continue
 		}
-		if err := e.retain(ctx, store.Filter{SandboxID: row.SandboxID}, r, out); err != nil {
+		if err := up.retain(ctx, store.Filter{SandboxID: row.SandboxID}, r, out); err != nil {
 			return err
 		}
 	}
@@ -259,7 +264,7 @@ func (e *Engine) keepByPolicy(ctx context.Context, sandbox string, out *runtime.
 
 // makeRoom removes the checkpoints that a sandbox's policy does not keep beside the one that
 // was just taken. A failure does not affect that one.
-func (e *Engine) makeRoom(ctx context.Context, sb store.Sandbox, c runtime.Checkpoint) {
+func (up *upkeep) makeRoom(ctx context.Context, sb store.Sandbox, c runtime.Checkpoint) {
 	s, err := spec(sb)
 	if err != nil {
 		return // the checkpoint could not have been taken
@@ -275,18 +280,18 @@ func (e *Engine) makeRoom(ctx context.Context, sb store.Sandbox, c runtime.Check
 	}
 	ctx = context.WithoutCancel(ctx)
 	if err == nil {
-		err = e.retain(ctx, f, r, &out)
+		err = up.retain(ctx, f, r, &out)
 	}
 	if err != nil {
-		e.log.Warn("older checkpoints not removed; `agentbox prune` removes them", "sandbox", sb.ID, "err", err)
+		up.log.Warn("older checkpoints not removed; `agentbox prune` removes them", "sandbox", sb.ID, "err", err)
 	}
 	if len(out.Removed) > 0 {
-		e.log.Info("checkpoints removed by policy", "sandbox", sb.ID, "policy", r.policy, "checkpoints", len(out.Removed))
+		up.log.Info("checkpoints removed by policy", "sandbox", sb.ID, "policy", r.policy, "checkpoints", len(out.Removed))
 		own := Own{Why: "retention of policy " + r.policy, Past: true}
 		for _, p := range out.Removed {
 			own.Made = append(own.Made, p.Checkpoint.ID)
 		}
-		_ = e.observed(ctx, ByItself("prune", subjectOf(sb), own), func(context.Context) error { return err }) // the error is logged
-		e.tidy(ctx)
+		_ = up.observed(ctx, ByItself("prune", subjectOf(sb), own), func(context.Context) error { return err }) // the error is logged
+		up.tidy(ctx)
 	}
 }

@@ -90,8 +90,8 @@ func (r *processesPart) stop(ctx context.Context) (err error) {
 		}
 	}
 	r.touched = true
-	r.e.keepHits(ctx, r.sb.Sandbox, r.c) // the counters go with the processes
-	if err := r.e.staysDown(r.spec, r.resumed || r.restart); err != nil {
+	r.e.events.keepHits(ctx, r.sb.Sandbox, r.c) // the counters go with the processes
+	if err := r.e.restarts.staysDown(r.spec, r.resumed || r.restart); err != nil {
 		return err
 	}
 

@@ -36,7 +36,7 @@ const (
 
 // reconciling is one Reconcile under way.
 type reconciling struct {
-	e      *Engine
+	e      *recovery
 	report runtime.ReconcileReport
 	causes []error // of its findings' errors
 	errs   []error
@@ -89,10 +89,10 @@ func (r *reconciling) add(f runtime.Finding, err error) {
 	r.report.Counts[f.Kind]++
 }
 
-func (e *Engine) lastReconciled() reconciled {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	return e.last
+func (rec *recovery) lastReconciled() reconciled {
+	rec.mu.Lock()
+	defer rec.mu.Unlock()
+	return rec.last
 }
 
 // Reconcile compares the records with the kernel and the engines, and repairs or frees
@@ -101,49 +101,49 @@ func (e *Engine) lastReconciled() reconciled {
 // say. It leaves alone what a verb is at work on and what is not provably this root's. It is
 // cheap when nothing differs; while another Reconcile is under way it returns ErrBusy.
 func (e *Engine) Reconcile(ctx context.Context) (runtime.ReconcileReport, error) {
-	return verb(ctx, e, on("recover", ""), func(ctx context.Context) (runtime.ReconcileReport, error) { return e.reconcile(ctx, false) })
+	return verb(ctx, e, on("recover", ""), func(ctx context.Context) (runtime.ReconcileReport, error) { return e.recovery.reconcile(ctx, false) })
 }
 
-func (e *Engine) reconcile(ctx context.Context, unasked bool) (_ runtime.ReconcileReport, err error) {
+func (rec *recovery) reconcile(ctx context.Context, unasked bool) (_ runtime.ReconcileReport, err error) {
 	defer func() { err = fail("recover", "", err) }()
-	r := &reconciling{e: e, unasked: unasked, began: time.Now(), said: map[runtime.Finding]bool{}, ending: map[string]time.Duration{}, staged: map[string]bool{}, alone: map[string]bool{}, known: map[string]store.Sandbox{}, report: runtime.ReconcileReport{Actions: []string{}, Findings: []runtime.Finding{}, Counts: map[string]int{}}}
-	lock, err := e.store.Lock(ctx, reconcileLock, "recover", lockWait)
+	r := &reconciling{e: rec, unasked: unasked, began: time.Now(), said: map[runtime.Finding]bool{}, ending: map[string]time.Duration{}, staged: map[string]bool{}, alone: map[string]bool{}, known: map[string]store.Sandbox{}, report: runtime.ReconcileReport{Actions: []string{}, Findings: []runtime.Finding{}, Counts: map[string]int{}}}
+	lock, err := rec.store.Lock(ctx, reconcileLock, "recover", lockWait)
 	if err != nil {
 		return r.report, err
 	}
 	defer lock.Unlock()
 	defer func() {
-		e.mu.Lock()
-		defer e.mu.Unlock()
+		rec.mu.Lock()
+		defer rec.mu.Unlock()
 		if !unasked { // a requested one has waited for them instead
-			r.ending = e.last.ending
+			r.ending = rec.last.ending
 		}
-		e.last = reconciled{r.said, r.ending}
+		rec.last = reconciled{r.said, r.ending}
 	}()
 	defer r.record(ctx)
-	done, err := e.recoverFor(ctx, Own{Alone: unasked})
+	done, err := rec.recoverFor(ctx, Own{Alone: unasked})
 	for _, did := range done.Actions {
 		r.found(runtime.FoundInterrupted, "", did, nil)
 	}
 	r.errs = append(r.errs, err)
-	ended, err := e.EndLeases(ctx)
+	ended, err := rec.leases.endDue(ctx)
 	for _, did := range ended {
 		r.found(runtime.FoundLease, "", did, nil)
 	}
-	r.errs = append(r.errs, err, e.Revive(ctx))
+	r.errs = append(r.errs, err, rec.supervisor.revive(ctx))
 	if err := failpoint.Hit("reconcile.before-store"); err != nil {
 		return r.report, err
 	}
-	swept, err := e.store.Sweep(ctx)
+	swept, err := rec.store.Sweep(ctx)
 	for _, did := range swept {
 		r.found(runtime.FoundStore, "", did, nil)
 	}
 	r.errs = append(r.errs, err, criu.Sweep())
-	if r.rows, err = e.store.Sandboxes(ctx); err != nil {
+	if r.rows, err = rec.store.Sandboxes(ctx); err != nil {
 		return r.report, errors.Join(append(r.errs, err)...)
 	}
 	r.report.Sandboxes = len(r.rows)
-	used := map[string]bool{e.first: true}
+	used := map[string]bool{rec.first: true}
 	for _, sb := range r.rows {
 		used[sb.Backend], r.known[sb.ID] = true, sb
 	}
@@ -288,7 +288,7 @@ func (r *reconciling) look(ctx context.Context, host Host, sb store.Sandbox, hol
 		if s.Adopted {
 			return false, nil // its engine does the rest
 		}
-		if back, _, err := r.e.comesBack(ctx, sb, s, c); err != nil {
+		if back, _, err := r.e.supervisor.comesBack(ctx, sb, s, c); err != nil {
 			return false, err
 		} else if back {
 			if now, err := r.supervised(s); now || err != nil { // the supervisor restarts it
@@ -321,10 +321,10 @@ func (r *reconciling) supervised(s runtime.Spec) (now bool, err error) {
 	if !supervised(s) {
 		return false, nil
 	}
-	if _, marked, err := r.e.readMark(s.ID); marked || err != nil {
+	if _, marked, err := r.e.marks.read(s.ID); marked || err != nil {
 		return false, err
 	}
-	r.e.superviseFromNow(s)
+	r.e.supervisor.superviseFromNow(s)
 	return true, nil
 }
 
@@ -433,7 +433,7 @@ func (r *reconciling) free(ctx context.Context, host Host, id string, has []stri
 	if err != nil || s.Adopted || c.Status == runtime.Running || c.Status == runtime.Paused {
 		return f, err // its engine sees to what was adopted
 	}
-	e.keepHits(ctx, sb, c)
+	e.events.keepHits(ctx, sb, c)
 	if err := host.Stop(ctx, id, runtime.StopOptions{}); errors.Is(err, runtime.ErrBusy) {
 		return f, nil // a copy out of it has just begun
 	} else if err != nil || len(has) == 0 {
@@ -442,7 +442,7 @@ func (r *reconciling) free(ctx context.Context, host Host, id string, has []stri
 	f.Action = fmt.Sprintf("freed what sandbox %s held, which has not run%s", sb.Name, listed(has))
 	if c.Status == runtime.Exited {
 		f.Action = fmt.Sprintf("freed what sandbox %s held, which has ended with exit code %d%s", sb.Name, c.ExitCode, listed(has))
-		return f, e.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventReconciled, Exit: &c.ExitCode, Reason: f.Action})
+		return f, e.events.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventReconciled, Exit: &c.ExitCode, Reason: f.Action})
 	}
 	return f, nil
 }
@@ -456,11 +456,11 @@ func (r *reconciling) gone(ctx context.Context, host Host, sb store.Sandbox, s r
 		f.Action = fmt.Sprintf("left sandbox %s alone, of which backend %s has no container any more: if that is to be so, agentbox recover takes it off the records, with its undo checkpoints; other checkpoints stay", sb.Name, sb.Backend)
 	case s.Adopted:
 		f.Action = fmt.Sprintf("forgot %s, whose container is gone; its checkpoints stay", sb.Name)
-		err = errors.Join(os.RemoveAll(filepath.Join(r.e.run, sb.ID)), r.e.dropEvents(sb.ID), r.e.store.DeleteSandbox(ctx, sb.ID))
+		err = errors.Join(os.RemoveAll(filepath.Join(r.e.run, sb.ID)), r.e.events.drop(sb.ID), r.e.store.DeleteSandbox(ctx, sb.ID))
 	default:
 		// Remove the rest of it, too.
 		f.Action = fmt.Sprintf("removed sandbox %s, whose container is gone; its checkpoints stay", sb.Name)
-		err = r.e.finishRemove(ctx, host, sb.ID, false)
+		err = r.e.sandboxes.finishRemove(ctx, host, sb.ID, false)
 	}
 	if err != nil {
 		f.Action = "" // not yet
@@ -471,13 +471,13 @@ func (r *reconciling) gone(ctx context.Context, host Host, sb store.Sandbox, s r
 // stray handles a container or leftovers without a record in state.db.
 func (r *reconciling) stray(ctx context.Context, host Host, id string, has []string) (f runtime.Finding, err error) {
 	f.Kind = runtime.FoundStray
-	did, whole, err := r.e.leaveUnknown(ctx, host, id)
+	did, whole, err := r.e.sandboxes.leaveUnknown(ctx, host, id)
 	if whole || err != nil {
 		// A sandbox that cannot be inspected may be intact.
 		r.alone[id], r.blind = true, true // a staged restore may be for it
 		return runtime.Finding{Kind: runtime.FoundUnknown, Action: did, Left: true}, err
 	}
-	if err = errors.Join(os.RemoveAll(filepath.Join(r.e.run, id)), r.e.forgetRestarts(id)); err == nil {
+	if err = errors.Join(os.RemoveAll(filepath.Join(r.e.run, id)), r.e.restarts.forget(id)); err == nil {
 		f.Action = did + listed(has)
 	}
 	return f, err
@@ -492,7 +492,7 @@ func listed(has []string) string {
 
 // run frees the files in RUN of sandboxes that are gone, and removes their events.
 func (r *reconciling) run(ctx context.Context) error {
-	if err := r.e.forgetEvents(ctx, r.alone); err != nil {
+	if err := r.e.events.prune(ctx, r.alone); err != nil {
 		return err
 	}
 	names, err := stage.List(r.e.run)
@@ -515,7 +515,7 @@ func (r *reconciling) run(ctx context.Context) error {
 	}
 	// A sandbox that was restored to its id in the meantime has a row again.
 	autos := filepath.Join(r.e.run, "auto") // of older versions
-	for _, dir := range []string{autos, filepath.Join(r.e.run, "storage"), r.e.restartsDir()} {
+	for _, dir := range []string{autos, filepath.Join(r.e.run, "storage"), r.e.restarts.dir()} {
 		entries, err := os.ReadDir(dir)
 		if ignoreMissing(err) != nil {
 			errs = append(errs, err)

@@ -33,44 +33,61 @@ const (
 // itself, because killing CRIU half-way harms the processes it works on.
 const recoverWait = 30 * time.Second
 
+// recovery finishes or takes back verbs that were interrupted, and reconciles the records with the host.
+type recovery struct {
+	*core
+
+	events      *eventLog
+	effects     *effectLog
+	restarts    *restartLog
+	marks       *marks
+	sandboxes   *sandboxes
+	checkpoints *checkpoints
+	restores    *restores
+	leases      *leases
+	supervisor  *supervisor
+
+	last reconciled // findings of the last Reconcile; under mu
+}
+
 // RecoverInterrupted rolls each verb that was killed half-way forward or back.
 // A verb whose process lives is left alone. It is quick when there is nothing
 // to do, so every command calls it first.
 func (e *Engine) RecoverInterrupted(ctx context.Context) (runtime.Recovery, error) {
-	return e.recoverFor(ctx, Own{Alone: true})
+	return e.recovery.recoverFor(ctx, Own{Alone: true})
 }
 
 // recoverFor is RecoverInterrupted, recorded as as says.
-func (e *Engine) recoverFor(ctx context.Context, as Own) (runtime.Recovery, error) {
+func (rec *recovery) recoverFor(ctx context.Context, as Own) (runtime.Recovery, error) {
 	var done runtime.Recovery
-	intents, err := e.store.Intents(ctx)
+	intents, err := rec.store.Intents(ctx)
 	if err != nil {
 		return done, fail("recover", "", err)
 	}
 	var errs []error
 	for _, in := range intents {
-		if e.underWay(in.Seq) {
+		if rec.underWay(in.Seq) {
 			continue
 		}
-		about := (&Op{Ref: in.Sandbox, About: AboutSandbox, engine: e}).Subject(ctx) // looked up now: nothing of it may be left afterwards
+		about := (&Op{Ref: in.Sandbox, About: AboutSandbox, core: rec.core}).Subject(ctx) // looked up now: nothing of it may be left afterwards
 		about.Sandbox = in.Sandbox
 		var did string
 		err := guard.Do(func() (err error) { // an intent that cannot be finished does not block the others
-			did, err = e.finish(ctx, in)
+			did, err = rec.finish(ctx, in)
 			return err
 		})
 		if did != "" {
 			done.Actions = append(done.Actions, did)
-			e.log.Warn("verb recovered", "sandbox", in.Sandbox, "verb", in.Op, "action", did)
+			rec.log.Warn("verb recovered", "sandbox", in.Sandbox, "verb", in.Op, "action", did)
 			own := as
 			own.Why, own.Did, own.Past = fmt.Sprintf("its %s was interrupted", in.Op), []string{did}, true
-			_ = e.observed(ctx, ByItself("recover", about, own), func(context.Context) error { return err })
+			_ = rec.observed(ctx, ByItself("recover", about, own), func(context.Context) error { return err })
 		}
 		if err != nil {
 			errs = append(errs, fmt.Errorf("%s of %s: %w", in.Op, short(in.Sandbox), err))
 		}
 	}
-	did, err := e.freeUnstarted(ctx, as)
+	did, err := rec.sandboxes.freeUnstarted(ctx, as)
 	done.Actions = append(done.Actions, did...)
 	return done, fail("recover", "", errors.Join(append(errs, err)...))
 }
@@ -78,18 +95,18 @@ func (e *Engine) recoverFor(ctx context.Context, as Own) (runtime.Recovery, erro
 // interrupted locks an intent's sandbox if no process works on it; otherwise the lock
 // is nil. A verb holds the lock from before it writes its intent until after it has
 // removed it, so an intent whose lock is free was abandoned.
-func (e *Engine) interrupted(ctx context.Context, in store.Intent) (*store.Lock, error) {
-	lock, err := e.store.Lock(ctx, in.Sandbox, "recover", 0)
+func (rec *recovery) interrupted(ctx context.Context, in store.Intent) (*store.Lock, error) {
+	lock, err := rec.store.Lock(ctx, in.Sandbox, "recover", 0)
 	if errors.Is(err, runtime.ErrBusy) && errors.Is(unix.Kill(in.Pid, 0), unix.ESRCH) {
 		// A child of the killed process is still at work, or its CRIU left an orphan.
 		if err := criu.Sweep(); err != nil {
-			e.log.Warn("orphans of CRIU not ended", "error", err)
+			rec.log.Warn("orphans of CRIU not ended", "error", err)
 		}
-		defer e.assistDump(ctx, in)()
-		lock, err := e.store.Lock(ctx, in.Sandbox, "recover", recoverWait)
-		if errors.Is(err, runtime.ErrBusy) && criu.EndHolders(e.store.LockPath(in.Sandbox)) {
-			e.log.Warn("abandoned dump ended", "sandbox", in.Sandbox)
-			lock, err = e.store.Lock(ctx, in.Sandbox, "recover", recoverWait)
+		defer rec.assistDump(ctx, in)()
+		lock, err := rec.store.Lock(ctx, in.Sandbox, "recover", recoverWait)
+		if errors.Is(err, runtime.ErrBusy) && criu.EndHolders(rec.store.LockPath(in.Sandbox)) {
+			rec.log.Warn("abandoned dump ended", "sandbox", in.Sandbox)
+			lock, err = rec.store.Lock(ctx, in.Sandbox, "recover", recoverWait)
 		}
 		return lock, err
 	}
@@ -101,8 +118,8 @@ func (e *Engine) interrupted(ctx context.Context, in store.Intent) (*store.Lock,
 
 // assistDump helps the dump of a killed verb over stopped processes, until end is
 // called.
-func (e *Engine) assistDump(ctx context.Context, in store.Intent) (end func()) {
-	host, err := e.hostOf(ctx, in)
+func (rec *recovery) assistDump(ctx context.Context, in store.Intent) (end func()) {
+	host, err := rec.hostOf(ctx, in)
 	if err != nil {
 		return func() {}
 	}
@@ -110,51 +127,51 @@ func (e *Engine) assistDump(ctx context.Context, in store.Intent) (end func()) {
 	if err != nil || c.Pid == 0 {
 		return func() {} // no dump is under way any more
 	}
-	return criu.AssistHolders(e.store.LockPath(in.Sandbox), c.Pid)
+	return criu.AssistHolders(rec.store.LockPath(in.Sandbox), c.Pid)
 }
 
 // finish finishes one interrupted verb or rolls it back.
-func (e *Engine) finish(ctx context.Context, in store.Intent) (did string, err error) {
-	lock, err := e.interrupted(ctx, in)
+func (rec *recovery) finish(ctx context.Context, in store.Intent) (did string, err error) {
+	lock, err := rec.interrupted(ctx, in)
 	if err != nil || lock == nil {
 		return "", err
 	}
 	defer lock.Unlock()
 	// Another process may have recovered it while we waited.
-	in, ok, err := e.pending(ctx, in.Seq)
+	in, ok, err := rec.pending(ctx, in.Seq)
 	if err != nil || !ok {
 		return "", err
 	}
-	host, err := e.hostOf(ctx, in)
+	host, err := rec.hostOf(ctx, in)
 	if err != nil {
 		return "", err
 	}
 
 	switch in.Op {
 	case opCreate:
-		did, err = e.finishCreate(ctx, in, host)
+		did, err = rec.finishCreate(ctx, in, host)
 	case opStart:
-		did, err = e.finishStart(ctx, in, host)
+		did, err = rec.finishStart(ctx, in, host)
 	case opCheckpoint:
-		did, err = e.finishCheckpoint(ctx, in, host)
+		did, err = rec.finishCheckpoint(ctx, in, host)
 	case opRestore:
 		var unsure string
-		if unsure, err = e.unsureEffects(ctx, in.Sandbox); err == nil {
-			did, err = e.finishRestore(ctx, in, host, lock)
+		if unsure, err = rec.effects.unsureEffects(ctx, in.Sandbox); err == nil {
+			did, err = rec.finishRestore(ctx, in, host, lock)
 		}
 		if did != "" {
 			did += unsure
 		}
 	case opCommit:
-		did, err = e.finishCommit(ctx, in)
+		did, err = rec.checkpoints.finishCommit(ctx, in)
 	case opApply:
-		did, err = e.finishApply(ctx, in, host)
+		did, err = finishApply(ctx, in, host)
 	case opUpdate:
-		did, err = e.finishUpdate(ctx, in, host)
+		did, err = rec.sandboxes.finishUpdate(ctx, in, host)
 	case opRemove:
 		var checkpoints bool
-		if _, checkpoints, err = e.removals(ctx, in.Sandbox); err == nil {
-			did, err = unless(e.finishRemove(ctx, host, in.Sandbox, checkpoints), "finished the removal of sandbox %s", short(in.Sandbox))
+		if _, checkpoints, err = rec.sandboxes.removals(ctx, in.Sandbox); err == nil {
+			did, err = unless(rec.sandboxes.finishRemove(ctx, host, in.Sandbox, checkpoints), "finished the removal of sandbox %s", short(in.Sandbox))
 		}
 	default:
 		return "", fmt.Errorf("%w: the journal names a verb %q that this version does not know", runtime.ErrUnsupported, in.Op)
@@ -163,11 +180,11 @@ func (e *Engine) finish(ctx context.Context, in store.Intent) (did string, err e
 		return did, err
 	}
 	if in.Op == opStart || in.Op == opRestore {
-		if err := e.attend(ctx, in.Sandbox, host); err != nil {
+		if err := rec.attend(ctx, in.Sandbox, host); err != nil {
 			return did, err
 		}
 	}
-	return did, e.store.Done(ctx, in.Seq)
+	return did, rec.store.Done(ctx, in.Seq)
 }
 
 // unless returns err or, if it is nil, a sentence that says what was done.
@@ -179,8 +196,8 @@ func unless(err error, did string, args ...any) (string, error) {
 }
 
 // attend has a sandbox supervised that came up although its start was killed.
-func (e *Engine) attend(ctx context.Context, id string, host Host) error {
-	sb, err := e.store.Sandbox(ctx, id)
+func (rec *recovery) attend(ctx context.Context, id string, host Host) error {
+	sb, err := rec.store.Sandbox(ctx, id)
 	if errors.Is(err, runtime.ErrNotFound) {
 		return nil
 	}
@@ -193,7 +210,7 @@ func (e *Engine) attend(ctx context.Context, id string, host Host) error {
 	}
 	c, err := host.Inspect(ctx, id)
 	if err == nil && (c.Status == runtime.Running || c.Status == runtime.Paused) {
-		e.enforce(s, c)
+		rec.supervisor.enforce(s, c)
 	}
 	if errors.Is(err, runtime.ErrNotFound) {
 		return nil
@@ -202,7 +219,7 @@ func (e *Engine) attend(ctx context.Context, id string, host Host) error {
 }
 
 // interruptedIn reports whether a sandbox has an interrupted verb.
-func (e *Engine) interruptedIn(ctx context.Context, id string) (bool, error) {
+func (e *core) interruptedIn(ctx context.Context, id string) (bool, error) {
 	intents, err := e.store.Intents(ctx)
 	for _, in := range intents {
 		if in.Sandbox == id {
@@ -212,8 +229,8 @@ func (e *Engine) interruptedIn(ctx context.Context, id string) (bool, error) {
 	return false, err
 }
 
-func (e *Engine) pending(ctx context.Context, seq int64) (store.Intent, bool, error) {
-	intents, err := e.store.Intents(ctx)
+func (rec *recovery) pending(ctx context.Context, seq int64) (store.Intent, bool, error) {
+	intents, err := rec.store.Intents(ctx)
 	if err != nil {
 		return store.Intent{}, false, err
 	}
@@ -227,7 +244,7 @@ func (e *Engine) pending(ctx context.Context, seq int64) (store.Intent, bool, er
 
 // hostOf returns the backend of an interrupted verb's sandbox. For a sandbox without a record
 // it is the backend that the verb noted.
-func (e *Engine) hostOf(ctx context.Context, in store.Intent) (Host, error) {
+func (e *core) hostOf(ctx context.Context, in store.Intent) (Host, error) {
 	sb, err := e.store.Sandbox(ctx, in.Sandbox)
 	if err == nil {
 		return e.host(sb.Backend)
@@ -242,15 +259,15 @@ func (e *Engine) hostOf(ctx context.Context, in store.Intent) (Host, error) {
 	return e.host(cmp.Or(noted.Backend, "oci"))
 }
 
-func (e *Engine) finishCreate(ctx context.Context, in store.Intent, host Host) (string, error) {
+func (rec *recovery) finishCreate(ctx context.Context, in store.Intent, host Host) (string, error) {
 	if err := host.Remove(ctx, in.Sandbox); err != nil {
 		return "", err
 	}
-	return unless(e.store.DeleteSandbox(ctx, in.Sandbox), "took back the half-made sandbox %s", short(in.Sandbox))
+	return unless(rec.store.DeleteSandbox(ctx, in.Sandbox), "took back the half-made sandbox %s", short(in.Sandbox))
 }
 
 // finishStart keeps a sandbox that came up, and stops one that did not.
-func (e *Engine) finishStart(ctx context.Context, in store.Intent, host Host) (string, error) {
+func (rec *recovery) finishStart(ctx context.Context, in store.Intent, host Host) (string, error) {
 	c, err := host.Inspect(ctx, in.Sandbox)
 	if errors.Is(err, runtime.ErrNotFound) {
 		return "", nil
@@ -260,41 +277,41 @@ func (e *Engine) finishStart(ctx context.Context, in store.Intent, host Host) (s
 	}
 	if c.Status == runtime.Running || c.Status == runtime.Paused {
 		// A restart has marked it as kept.
-		return unless(e.store.Keep(ctx, in.Sandbox, false), "sandbox %s had started", short(in.Sandbox))
+		return unless(rec.store.Keep(ctx, in.Sandbox, false), "sandbox %s had started", short(in.Sandbox))
 	}
 	return unless(host.Stop(ctx, in.Sandbox, runtime.StopOptions{}), "took back the half-done start of sandbox %s", short(in.Sandbox))
 }
 
 // finishCheckpoint thaws the sandbox that the killed verb froze. A checkpoint that is
 // durable is made ready; another one is removed.
-func (e *Engine) finishCheckpoint(ctx context.Context, in store.Intent, host Host) (string, error) {
+func (rec *recovery) finishCheckpoint(ctx context.Context, in store.Intent, host Host) (string, error) {
 	data, err := decode[freezing](in.Data)
 	if err != nil {
 		return "", err
 	}
 	thawed := ""
 	if !data.Stop {
-		if thawed, err = e.letGo(ctx, host, in.Sandbox, data.Was, false); err != nil {
+		if thawed, err = rec.letGo(ctx, host, in.Sandbox, data.Was, false); err != nil {
 			return "", err
 		}
 		data.Was = runtime.Unknown // a later pause is the user's
-		if err := e.advance(ctx, in.Seq, data, true); err != nil {
+		if err := rec.advance(ctx, in.Seq, data, true); err != nil {
 			return "", err
 		}
 	}
-	ready, err := e.store.Settle(ctx, in.Checkpoint)
+	ready, err := rec.store.Settle(ctx, in.Checkpoint)
 	if err != nil {
 		return "", err
 	}
 	did := fmt.Sprintf("took back the half-made checkpoint %s", short(in.Checkpoint))
 	if ready {
 		did = fmt.Sprintf("checkpoint %s was complete", short(in.Checkpoint))
-		sb, err := e.store.Sandbox(ctx, in.Sandbox)
+		sb, err := rec.store.Sandbox(ctx, in.Sandbox)
 		if err == nil {
-			err = e.store.SetHead(ctx, sb.ID, in.Checkpoint, sb.Attempt)
+			err = rec.store.SetHead(ctx, sb.ID, in.Checkpoint, sb.Attempt)
 		}
 		if err == nil && data.Stop {
-			err = e.meant(sb) // its restart policy must not start it again
+			err = rec.restarts.meant(sb) // its restart policy must not start it again
 		}
 		if err != nil && !errors.Is(err, runtime.ErrNotFound) {
 			return did, err
@@ -304,14 +321,14 @@ func (e *Engine) finishCheckpoint(ctx context.Context, in store.Intent, host Hos
 		return did, host.Stop(ctx, in.Sandbox, runtime.StopOptions{Silent: true})
 	}
 	if data.Stop { // only now that it is clear that it does not end
-		thawed, err = e.letGo(ctx, host, in.Sandbox, data.Was, true)
+		thawed, err = rec.letGo(ctx, host, in.Sandbox, data.Was, true)
 	}
 	return did + thawed, err
 }
 
 // letGo resumes a sandbox that a killed verb has frozen, and may have cut off its network.
 // It comes first, because the rest of recovery may have to wait, or fail.
-func (e *Engine) letGo(ctx context.Context, host Host, id string, was runtime.Status, cut bool) (did string, err error) {
+func (rec *recovery) letGo(ctx context.Context, host Host, id string, was runtime.Status, cut bool) (did string, err error) {
 	c, err := host.Inspect(ctx, id)
 	if errors.Is(err, runtime.ErrNotFound) {
 		return "", nil
@@ -326,12 +343,12 @@ func (e *Engine) letGo(ctx context.Context, host Host, id string, was runtime.St
 		err = errors.Join(err, criu.Runtime(c.Runtime).Abandon(c.Pid))
 	}
 	if c.Status == runtime.Paused && c.Runtime.ID != "" {
-		e.interruptedWaits(id, criu.Runtime(c.Runtime).ContinueWaits(ctx, c.Pid))
+		rec.checkpoints.interruptedWaits(id, criu.Runtime(c.Runtime).ContinueWaits(ctx, c.Pid))
 	}
 	if c.Runtime.ID != "" && c.Pid != 0 {
 		lost, e2 := criu.Runtime(c.Runtime).PutBack(ctx, was == runtime.Paused)
 		for _, what := range lost {
-			e.log.Warn("state lost by an interrupted checkpoint", "sandbox", id, "what", what)
+			rec.log.Warn("state lost by an interrupted checkpoint", "sandbox", id, "what", what)
 		}
 		err = errors.Join(err, e2)
 	}
@@ -342,22 +359,22 @@ func (e *Engine) letGo(ctx context.Context, host Host, id string, was runtime.St
 }
 
 // interruptedWaits logs why processes of a resumed sandbox may see EINTR.
-func (e *Engine) interruptedWaits(id string, err error) {
+func (cs *checkpoints) interruptedWaits(id string, err error) {
 	if err != nil && !errors.Is(err, runtime.ErrNotFound) {
-		e.log.Warn("waiting system calls may return EINTR", "sandbox", id, "err", err)
+		cs.log.Warn("waiting system calls may return EINTR", "sandbox", id, "err", err)
 	}
 }
 
 // finishRestore rolls back a restore that had not changed the sandbox yet, and finishes all
 // others. It restores again an upperdir that differs from the checkpoint, because it was in
 // use already or because a power cut lost unwritten data.
-func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, lock *store.Lock) (string, error) {
+func (rec *recovery) finishRestore(ctx context.Context, in store.Intent, host Host, lock *store.Lock) (string, error) {
 	data, err := decode[restoring](in.Data)
 	if err != nil {
 		return "", err
 	}
 	if data.Phase == phaseHosts {
-		return e.finishHosts(ctx, in, host, lock, data)
+		return rec.finishHosts(ctx, in, host, lock, data)
 	}
 	c, err := host.Inspect(ctx, in.Sandbox)
 	if err != nil && !errors.Is(err, runtime.ErrNotFound) {
@@ -375,7 +392,7 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 	}
 	if data.Fork {
 		// Its origin is untouched, and no caller has been told of the fork yet.
-		return unless(e.finishRemove(ctx, host, in.Sandbox, false), "took back the half-made fork %s", short(in.Sandbox))
+		return unless(rec.sandboxes.finishRemove(ctx, host, in.Sandbox, false), "took back the half-made fork %s", short(in.Sandbox))
 	}
 	own, foreign := data.own(c)
 	untouched, err := data.untouched()
@@ -389,12 +406,12 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 	if data.Phase == phasePrepare {
 		switch {
 		case data.Recreated:
-			err = e.finishRemove(ctx, host, in.Sandbox, false)
+			err = rec.sandboxes.finishRemove(ctx, host, in.Sandbox, false)
 		case len(data.Trees) == 0:
 			return "", nil
 		default:
 			data.Trees = own
-			err = e.takeBack(ctx, in, host, data)
+			err = rec.takeBack(ctx, in, host, data)
 		}
 		return unless(err, "took back the half-done restore of sandbox %s", short(in.Sandbox))
 	}
@@ -402,7 +419,7 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 		return "", hint(fmt.Errorf("%w: the journal has it change %s, which is not the sandbox's", runtime.ErrCorrupt, foreign), "Remove the sandbox, whose checkpoints stay, and restore one of these: agentbox rm "+short(in.Sandbox))
 	}
 	did := fmt.Sprintf("finished the restore of sandbox %s to checkpoint %s", short(in.Sandbox), short(in.Checkpoint))
-	told, err := e.finishSwap(ctx, in, host, lock, data)
+	told, err := rec.finishSwap(ctx, in, host, lock, data)
 	if errors.Is(err, errUnfinished) {
 		return "", err // its engine has failed; the intent stays
 	}
@@ -418,7 +435,7 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 		if n := len(data.HostFiles); n > 0 {
 			did += fmt.Sprintf("; its host files (%d) are as they were", n)
 		}
-		return did, errors.Join(data.discard(false), os.RemoveAll(e.store.StagedImages(in.Sandbox)), e.store.Keep(ctx, in.Sandbox, true))
+		return did, errors.Join(data.discard(false), os.RemoveAll(rec.store.StagedImages(in.Sandbox)), rec.store.Keep(ctx, in.Sandbox, true))
 	}
 	if !data.thisBoot() && c.Status != runtime.Running && c.Status != runtime.Paused {
 		did += "; what ran at the checkpoint is not started any more, because the host was restarted since"
@@ -427,41 +444,41 @@ func (e *Engine) finishRestore(ctx context.Context, in store.Intent, host Host, 
 }
 
 // takeBack undoes a restore that had only frozen the sandbox.
-func (e *Engine) takeBack(ctx context.Context, in store.Intent, host Host, data restoring) error {
-	if _, err := e.letGo(ctx, host, in.Sandbox, data.Was, true); err != nil {
+func (rec *recovery) takeBack(ctx context.Context, in store.Intent, host Host, data restoring) error {
+	if _, err := rec.letGo(ctx, host, in.Sandbox, data.Was, true); err != nil {
 		return err
 	}
 	data.Was = runtime.Unknown // a later pause is the user's
-	if err := e.advance(ctx, in.Seq, data, true); err != nil {
+	if err := rec.advance(ctx, in.Seq, data, true); err != nil {
 		return err
 	}
-	ready, err := e.store.Settle(ctx, data.Undo)
+	ready, err := rec.store.Settle(ctx, data.Undo)
 	if err == nil && ready {
-		err = e.store.RemoveCheckpoint(ctx, data.Undo)
+		err = rec.store.RemoveCheckpoint(ctx, data.Undo)
 	}
-	return errors.Join(err, data.discard(true), os.RemoveAll(e.store.StagedImages(in.Sandbox)))
+	return errors.Join(err, data.discard(true), os.RemoveAll(rec.store.StagedImages(in.Sandbox)))
 }
 
 // finishSwap finishes a restore that was killed after it began to swap files. It returns the
 // report about its host files.
-func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, lock *store.Lock, data restoring) (told string, err error) {
-	sb, err := e.store.Sandbox(ctx, in.Sandbox)
+func (rec *recovery) finishSwap(ctx context.Context, in store.Intent, host Host, lock *store.Lock, data restoring) (told string, err error) {
+	sb, err := rec.store.Sandbox(ctx, in.Sandbox)
 	if err != nil {
 		return "", err
 	}
-	r := e.newRestoration(&locked{Sandbox: sb, host: host, lock: lock}, data)
+	r := rec.restores.newRestoration(&locked{Sandbox: sb, host: host, lock: lock}, data)
 	r.resumed, r.seq = true, in.Seq
 	if r.spec, err = spec(sb); err != nil {
 		return "", err
 	}
-	if r.row, err = e.store.Checkpoint(ctx, in.Checkpoint); err != nil {
+	if r.row, err = rec.store.Checkpoint(ctx, in.Checkpoint); err != nil {
 		return "", err
 	}
-	if err := e.open(ctx, r); err != nil {
+	if err := rec.restores.open(ctx, r); err != nil {
 		return "", err
 	}
 	defer r.reader.Close()
-	if row, err := e.store.Checkpoint(ctx, data.Undo); err == nil && row.Status == store.Ready {
+	if row, err := rec.store.Checkpoint(ctx, data.Undo); err == nil && row.Status == store.Ready {
 		r.files.undone = row.ID
 	}
 	err = r.run(ctx)
@@ -469,7 +486,7 @@ func (e *Engine) finishSwap(ctx context.Context, in store.Intent, host Host, loc
 }
 
 // recoverBy is RecoverInterrupted, recorded as an action of a part of agentbox.
-func (e *Engine) recoverBy(ctx context.Context, by string) error {
-	_, err := e.recoverFor(ctx, Own{By: by})
+func (rec *recovery) recoverBy(ctx context.Context, by string) error {
+	_, err := rec.recoverFor(ctx, Own{By: by})
 	return err
 }

@@ -17,7 +17,7 @@ var errRehearsed = errors.New("the rehearsal is over")
 // rehearse restores a checkpoint into a fork without network, compares its frozen processes
 // with their images, and removes the fork. The fork stays under way all the time: if the
 // rehearsal is killed, the next command rolls it back.
-func (e *Engine) rehearse(ctx context.Context, row store.Checkpoint) (out runtime.Rehearsal, err error) {
+func (rs *restores) rehearse(ctx context.Context, row store.Checkpoint) (out runtime.Rehearsal, err error) {
 	out = runtime.Rehearsal{Checkpoint: checkpointView(row), Differs: []string{}}
 	if row.Kind != runtime.KindFull {
 		return out, hint(fmt.Errorf("%w: checkpoint %s has no processes to rehearse", runtime.ErrInvalid, short(row.ID)), "Rehearse a full checkpoint; verify alone proves files.")
@@ -40,13 +40,13 @@ func (e *Engine) rehearse(ctx context.Context, row store.Checkpoint) (out runtim
 		out.Differs = append(out.Differs, got.Differs...)
 		return errRehearsed
 	}
-	_, err = e.forkOne(ctx, row, "", runtime.ForkOptions{Count: 1}, nil, look)
+	_, err = rs.forkOne(ctx, row, "", runtime.ForkOptions{Count: 1}, nil, look)
 	out.Took = time.Since(begun)
 	if !errors.Is(err, errRehearsed) {
 		return out, err
 	}
 	// The rollback may have failed, too.
-	if _, gone := e.store.Sandbox(context.WithoutCancel(ctx), id); !errors.Is(gone, runtime.ErrNotFound) {
+	if _, gone := rs.store.Sandbox(context.WithoutCancel(ctx), id); !errors.Is(gone, runtime.ErrNotFound) {
 		return out, hint(fmt.Errorf("the sandbox %s of the rehearsal is not removed: %w", short(id), err), "agentbox rm -f "+short(id))
 	}
 	return out, nil
@@ -54,14 +54,14 @@ func (e *Engine) rehearse(ctx context.Context, row store.Checkpoint) (out runtim
 
 // rehearseAll rehearses checkpoints one by one. It reports a checkpoint that cannot be
 // restored as a difference.
-func (e *Engine) rehearseAll(ctx context.Context, refs []string) ([]runtime.Rehearsal, error) {
+func (rs *restores) rehearseAll(ctx context.Context, refs []string) ([]runtime.Rehearsal, error) {
 	list := []runtime.Rehearsal{}
 	for _, ref := range refs {
-		row, err := e.checkpoint(ctx, ref)
+		row, err := rs.checkpoint(ctx, ref)
 		if err != nil {
 			return list, err
 		}
-		got, err := e.rehearse(ctx, row)
+		got, err := rs.rehearse(ctx, row)
 		if err != nil && (ctx.Err() != nil || errors.Is(err, runtime.ErrInvalid)) {
 			return list, err
 		}

@@ -18,26 +18,26 @@ import (
 
 // Remove removes a sandbox and frees all it has. Its checkpoints stay unless requested.
 func (e *Engine) Remove(ctx context.Context, ref string, opts runtime.RemoveOptions) error {
-	return e.verb(ctx, onSandbox("rm", ref), func(ctx context.Context) error { return e.removeAs(ctx, ref, nil, opts) })
+	return e.verb(ctx, onSandbox("rm", ref), func(ctx context.Context) error { return e.sandboxes.removeAs(ctx, ref, nil, opts) })
 }
 
 // removeAs is Remove as the action op, for the observers; nil: they already see the verb.
-func (e *Engine) removeAs(ctx context.Context, ref string, op *Op, opts runtime.RemoveOptions) (err error) {
+func (bx *sandboxes) removeAs(ctx context.Context, ref string, op *Op, opts runtime.RemoveOptions) (err error) {
 	defer func() { err = fail("rm", ref, err) }()
-	sb, err := e.acquire(ctx, ref, "rm", lockWait)
+	sb, err := bx.acquire(ctx, ref, "rm", lockWait)
 	if opts.Force && errors.Is(err, runtime.ErrBusy) {
-		sb, err = e.breakIn(ctx, ref, err)
+		sb, err = bx.breakIn(ctx, ref, err)
 	}
 	if errors.Is(err, runtime.ErrNotFound) {
-		return e.removeUnknown(ctx, ref, opts, err)
+		return bx.removeUnknown(ctx, ref, opts, err)
 	}
 	if err != nil {
 		return err
 	}
-	defer e.tidy(ctx)
+	defer bx.upkeep.tidy(ctx)
 	defer sb.lock.Unlock()
 	if opts.AtExit && sb.Kept {
-		e.release(sb.ID)
+		bx.release(sb.ID)
 		return nil
 	}
 	c, err := sb.host.Inspect(ctx, sb.ID)
@@ -47,8 +47,8 @@ func (e *Engine) removeAs(ctx context.Context, ref string, op *Op, opts runtime.
 	if (c.Status == runtime.Running || c.Status == runtime.Paused) && !opts.Force {
 		return hint(fmt.Errorf("%w: it is %s", runtime.ErrState, c.Status), "Stop it first, or remove it with --force.")
 	}
-	defer e.release(sb.ID)
-	return e.observed(ctx, op, func(ctx context.Context) error { return e.remove(ctx, sb, opts.Checkpoints) })
+	defer bx.release(sb.ID)
+	return bx.observed(ctx, op, func(ctx context.Context) error { return bx.remove(ctx, sb, opts.Checkpoints) })
 }
 
 // removal is the journal's data of a removal.
@@ -59,9 +59,9 @@ type removal struct {
 
 // remove removes a sandbox, whose lock is held. A removal that has begun is always finished,
 // if need be by Recover.
-func (e *Engine) remove(ctx context.Context, sb *locked, checkpoints bool) error {
+func (bx *sandboxes) remove(ctx context.Context, sb *locked, checkpoints bool) error {
 	// Take over an earlier removal that has failed.
-	left, all, err := e.removals(ctx, sb.ID)
+	left, all, err := bx.removals(ctx, sb.ID)
 	if err != nil {
 		return err
 	}
@@ -70,12 +70,12 @@ func (e *Engine) remove(ctx context.Context, sb *locked, checkpoints bool) error
 	if err != nil {
 		return err
 	}
-	seq, end, err := e.begin(ctx, store.Intent{Op: opRemove, Sandbox: sb.ID, Data: data})
+	seq, end, err := bx.begin(ctx, store.Intent{Op: opRemove, Sandbox: sb.ID, Data: data})
 	if errors.Is(err, unix.ENOSPC) {
 		// The sandbox's own files may fill the disk. Removing its container first is
 		// safe without an intent, because it can be repeated.
 		if err = sb.host.Remove(ctx, sb.ID); err == nil {
-			seq, end, err = e.begin(ctx, store.Intent{Op: opRemove, Sandbox: sb.ID, Data: data})
+			seq, end, err = bx.begin(ctx, store.Intent{Op: opRemove, Sandbox: sb.ID, Data: data})
 		}
 	}
 	if err != nil {
@@ -83,21 +83,21 @@ func (e *Engine) remove(ctx context.Context, sb *locked, checkpoints bool) error
 	}
 	defer end()
 	for _, in := range left {
-		if err := e.store.Done(ctx, in.Seq); err != nil {
+		if err := bx.store.Done(ctx, in.Seq); err != nil {
 			return err
 		}
 	}
-	if err := e.finishRemove(ctx, sb.host, sb.ID, checkpoints); err != nil {
+	if err := bx.finishRemove(ctx, sb.host, sb.ID, checkpoints); err != nil {
 		return err // the intent stays: Recover tries again
 	}
-	e.log.Info("sandbox removed", "sandbox", sb.ID)
-	return e.store.Done(context.WithoutCancel(ctx), seq)
+	bx.log.Info("sandbox removed", "sandbox", sb.ID)
+	return bx.store.Done(context.WithoutCancel(ctx), seq)
 }
 
 // removals returns the unfinished removals of a sandbox that are not under way in this
 // process, and whether one of them includes its checkpoints.
-func (e *Engine) removals(ctx context.Context, id string) (left []store.Intent, checkpoints bool, err error) {
-	if left, err = e.leftIn(ctx, id); err != nil {
+func (bx *sandboxes) removals(ctx context.Context, id string) (left []store.Intent, checkpoints bool, err error) {
+	if left, err = bx.leftIn(ctx, id); err != nil {
 		return nil, false, err
 	}
 	left = slices.DeleteFunc(left, func(in store.Intent) bool { return in.Op != opRemove })
@@ -111,7 +111,7 @@ func (e *Engine) removals(ctx context.Context, id string) (left []store.Intent, 
 	return left, checkpoints, nil
 }
 
-func (e *Engine) finishRemove(ctx context.Context, host Host, id string, checkpoints bool) error {
+func (bx *sandboxes) finishRemove(ctx context.Context, host Host, id string, checkpoints bool) error {
 	if err := failpoint.Hit("remove.before-backend"); err != nil {
 		return err
 	}
@@ -120,16 +120,16 @@ func (e *Engine) finishRemove(ctx context.Context, host Host, id string, checkpo
 	}
 
 	// Remove what restores have left there for the OCI runtime.
-	if err := os.RemoveAll(filepath.Join(e.run, id)); err != nil {
+	if err := os.RemoveAll(filepath.Join(bx.run, id)); err != nil {
 		return err
 	}
-	if err := errors.Join(e.noteHit(id, nil), e.unmark(id), e.dropEvents(id), e.forgetRestarts(id)); err != nil {
+	if err := errors.Join(bx.events.noteHit(id, nil), bx.marks.remove(id), bx.events.drop(id), bx.restarts.forget(id)); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("remove.after-backend"); err != nil {
 		return err
 	}
-	list, err := e.store.Checkpoints(ctx, store.Filter{SandboxID: id, All: true})
+	list, err := bx.store.Checkpoints(ctx, store.Filter{SandboxID: id, All: true})
 	if err != nil {
 		return err
 	}
@@ -139,9 +139,9 @@ func (e *Engine) finishRemove(ctx context.Context, host Host, id string, checkpo
 		if !checkpoints && (ck.Trigger != runtime.TriggerUndo || ck.Pinned || ck.Name != "" || len(ck.Tags) > 0) {
 			continue
 		}
-		remove := func() error { return e.store.RemoveCheckpoint(ctx, ck.ID) }
+		remove := func() error { return bx.store.RemoveCheckpoint(ctx, ck.ID) }
 		if !checkpoints {
-			remove = func() error { _, err := e.store.RemoveUnpinned(ctx, ck.ID); return err }
+			remove = func() error { _, err := bx.store.RemoveUnpinned(ctx, ck.ID); return err }
 		}
 		if err := remove(); err != nil {
 			return err
@@ -150,11 +150,11 @@ func (e *Engine) finishRemove(ctx context.Context, host Host, id string, checkpo
 	if err := failpoint.Hit("remove.after-checkpoints"); err != nil {
 		return err
 	}
-	left, err := e.leftIn(ctx, id) // the lock keeps new verbs from beginning
+	left, err := bx.leftIn(ctx, id) // the lock keeps new verbs from beginning
 	if err != nil {
 		return err
 	}
-	if err := e.store.DeleteSandbox(ctx, id); err != nil {
+	if err := bx.store.DeleteSandbox(ctx, id); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("remove.after-row"); err != nil {
@@ -164,7 +164,7 @@ func (e *Engine) finishRemove(ctx context.Context, host Host, id string, checkpo
 	// Its interrupted verbs are moot, and must not apply to a sandbox that is recreated
 	// with the same id.
 	for _, in := range left {
-		err = errors.Join(err, e.store.Done(ctx, in.Seq))
+		err = errors.Join(err, bx.store.Done(ctx, in.Seq))
 	}
 	return err
 }
@@ -200,8 +200,8 @@ func (e *Engine) Reap(ctx context.Context, id string) (err error) {
 	}
 	if s.AutoRemove && !sb.Kept {
 		op := ByItself("rm", subjectOf(sb.Sandbox), Own{By: ByReap, Why: "rm: it has ended, and was to go with that"})
-		return e.observed(ctx, op, func(ctx context.Context) error { return e.remove(ctx, sb, false) })
+		return e.observed(ctx, op, func(ctx context.Context) error { return e.sandboxes.remove(ctx, sb, false) })
 	}
-	e.keepHits(ctx, sb.Sandbox, c)
+	e.events.keepHits(ctx, sb.Sandbox, c)
 	return sb.host.Stop(ctx, id, runtime.StopOptions{})
 }

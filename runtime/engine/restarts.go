@@ -17,6 +17,13 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
+// restartLog records how often sandboxes were restarted, and which of them are to stay down.
+type restartLog struct {
+	*core
+
+	events *eventLog
+}
+
 func comesBack(r runtime.Restart) bool { return r.Policy != "" && r.Policy != runtime.RestartNo }
 
 // restarts is the content of ROOT/restarts/ID, which survives a reboot of the host.
@@ -60,13 +67,13 @@ func checkRestart(s runtime.Spec, p runtime.Properties) error {
 	return nil
 }
 
-func (e *Engine) restartsDir() string           { return filepath.Join(e.store.Root(), "restarts") }
-func (e *Engine) restartsPath(id string) string { return filepath.Join(e.restartsDir(), id) }
+func (l *restartLog) dir() string           { return filepath.Join(l.store.Root(), "restarts") }
+func (l *restartLog) path(id string) string { return filepath.Join(l.dir(), id) }
 
 // restartsOf reads the restart record. A corrupt one means that the sandbox was
 // stopped: only a stop on a full disk overwrites the record in place.
-func (e *Engine) restartsOf(id string) (st restarts, err error) {
-	err = record.ReadJSON(e.restartsPath(id), &st)
+func (l *restartLog) of(id string) (st restarts, err error) {
+	err = record.ReadJSON(l.path(id), &st)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		return restarts{}, nil
@@ -76,11 +83,11 @@ func (e *Engine) restartsOf(id string) (st restarts, err error) {
 	return st, err
 }
 
-func (e *Engine) noteRestarts(id string, st restarts) error {
-	if err := os.MkdirAll(e.restartsDir(), 0o700); err != nil {
+func (l *restartLog) note(id string, st restarts) error {
+	if err := os.MkdirAll(l.dir(), 0o700); err != nil {
 		return err
 	}
-	path := e.restartsPath(id)
+	path := l.path(id)
 	err := record.WriteJSON(path, st, true)
 	if errors.Is(err, unix.ENOSPC) && st.Stopped {
 		// A full disk must not prevent a stop, nor undo it by a restart. Overwriting one
@@ -95,19 +102,19 @@ func (e *Engine) noteRestarts(id string, st restarts) error {
 	return err
 }
 
-func (e *Engine) forgetRestarts(id string) error {
-	err := ignoreMissing(os.Remove(e.restartsPath(id)))
-	_ = os.Remove(e.restartsDir()) // stays while there are others
+func (l *restartLog) forget(id string) error {
+	err := ignoreMissing(os.Remove(l.path(id)))
+	_ = os.Remove(l.dir()) // stays while there are others
 	return err
 }
 
 // begun records that a sandbox has come up. A start by its owner, rather than by its
 // restart policy, resets the count.
-func (e *Engine) begun(s runtime.Spec) error {
+func (l *restartLog) begun(s runtime.Spec) error {
 	if !comesBack(s.Restart) {
-		return e.forgetRestarts(s.ID)
+		return l.forget(s.ID)
 	}
-	st, err := e.restartsOf(s.ID)
+	st, err := l.of(s.ID)
 	if err != nil {
 		return err
 	}
@@ -115,46 +122,46 @@ func (e *Engine) begun(s runtime.Spec) error {
 		st = restarts{}
 	}
 	st.Ours, st.Stopped, st.GivenUp, st.Error, st.Tried, st.Boot = false, false, false, "", runtime.Moment{}, bootID()
-	return e.noteRestarts(s.ID, st)
+	return l.note(s.ID, st)
 }
 
 // meant records, before a sandbox is ended, that the end is intended.
-func (e *Engine) meant(sb store.Sandbox) error {
+func (l *restartLog) meant(sb store.Sandbox) error {
 	s, err := spec(sb)
 	if err != nil {
 		return err
 	}
-	return e.staysDown(s, false)
+	return l.staysDown(s, false)
 }
 
 // staysDown records that a sandbox that ends is not started again. ours: the caller is
 // part of a restart that is under way; otherwise the owner takes over from the restart.
-func (e *Engine) staysDown(s runtime.Spec, ours bool) error {
+func (l *restartLog) staysDown(s runtime.Spec, ours bool) error {
 	if !comesBack(s.Restart) {
 		return nil
 	}
-	st, err := e.restartsOf(s.ID)
+	st, err := l.of(s.ID)
 	if err != nil {
 		return err
 	}
 	st.Stopped, st.Ours = true, st.Ours && ours
-	return e.noteRestarts(s.ID, st)
+	return l.note(s.ID, st)
 }
 
 // comesBack reports whether a sandbox that has ended is to be started again, and
 // returns its restart record. A sandbox that is on hold, or whose lease is over, is not.
-func (e *Engine) comesBack(ctx context.Context, sb store.Sandbox, s runtime.Spec, c runtime.Container) (back bool, st restarts, err error) {
+func (sv *supervisor) comesBack(ctx context.Context, sb store.Sandbox, s runtime.Spec, c runtime.Container) (back bool, st restarts, err error) {
 	if !comesBack(s.Restart) || c.Status != runtime.Exited || expired(s.Lifetime) || sb.Held != "" {
 		return false, st, nil
 	}
 	if sb.Lease != "" {
-		if l, err := e.store.Lease(ctx, sb.Lease); errors.Is(err, runtime.ErrNotFound) || err == nil && l.State != store.LeaseActive {
+		if l, err := sv.store.Lease(ctx, sb.Lease); errors.Is(err, runtime.ErrNotFound) || err == nil && l.State != store.LeaseActive {
 			return false, st, nil
 		} else if err != nil {
 			return false, st, err
 		}
 	}
-	if st, err = e.restartsOf(s.ID); err != nil {
+	if st, err = sv.restarts.of(s.ID); err != nil {
 		return false, st, err
 	}
 	switch s.Restart.Policy {
@@ -200,69 +207,69 @@ func (st restarts) pause(c runtime.Container, seen time.Duration) time.Duration 
 
 // restart starts a sandbox that ended at finished, if that is still due once its lock
 // is held: a stop, removal or start in the meantime takes precedence.
-func (e *Engine) restart(ctx context.Context, id string, finished time.Time) (err error) {
+func (sv *supervisor) restart(ctx context.Context, id string, finished time.Time) (err error) {
 	defer func() { err = fail("restart", id, err) }()
-	sb, s, c, err := e.overdue(ctx, id)
+	sb, s, c, err := sv.limits.overdue(ctx, id)
 	if err != nil {
 		return err
 	}
-	back, st, err := e.comesBack(ctx, sb.Sandbox, s, c)
+	back, st, err := sv.comesBack(ctx, sb.Sandbox, s, c)
 	if err != nil || !back || !c.Finished.Equal(finished) {
 		sb.lock.Unlock()
 		return err
 	}
 	st.Ours, st.Count, st.LastExit, st.LastEnd, st.Row = true, st.Count+1, c.ExitCode, c.Finished, st.fast(c)+1
-	if err = e.noteRestarts(id, st); err == nil {
+	if err = sv.restarts.note(id, st); err == nil {
 		err = failpoint.Hit("restart.after-note")
 	}
 	if err != nil {
 		sb.lock.Unlock()
 		return err
 	}
-	if err := e.bringBack(ctx, sb, s, fmt.Sprintf("restart policy %s: it had ended with exit code %d", s.Restart.Policy, c.ExitCode)); err != nil {
-		e.log.Error("sandbox not restarted", "sandbox", id, "count", st.Count, "err", err)
-		return e.notRestarted(ctx, id, st.Stopped, err)
+	if err := sv.bringBack(ctx, sb, s, fmt.Sprintf("restart policy %s: it had ended with exit code %d", s.Restart.Policy, c.ExitCode)); err != nil {
+		sv.log.Error("sandbox not restarted", "sandbox", id, "count", st.Count, "err", err)
+		return sv.notRestarted(ctx, id, st.Stopped, err)
 	}
-	e.log.Info("sandbox restarted", "sandbox", id, "exit", c.ExitCode, "count", st.Count)
-	return e.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventRestarted, Exit: &c.ExitCode, Count: int64(st.Count)})
+	sv.log.Info("sandbox restarted", "sandbox", id, "exit", c.ExitCode, "count", st.Count)
+	return sv.events.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventRestarted, Exit: &c.ExitCode, Count: int64(st.Count)})
 }
 
 // notRestarted records why a restart has failed. The restart has released the sandbox's
 // lock, so a verb that has held it since takes precedence. stopped is the recorded value
 // from before the restart, which may itself have set it, as a restore does.
-func (e *Engine) notRestarted(ctx context.Context, id string, stopped bool, cause error) error {
+func (sv *supervisor) notRestarted(ctx context.Context, id string, stopped bool, cause error) error {
 	ctx = context.WithoutCancel(ctx)
-	lock, err := e.lock(ctx, id, opWatch, lockWait)
+	lock, err := sv.lock(ctx, id, opWatch, lockWait)
 	if err != nil {
 		return err
 	}
 	defer lock.Unlock()
-	if _, err := e.store.Sandbox(ctx, id); err != nil {
+	if _, err := sv.store.Sandbox(ctx, id); err != nil {
 		return err // it was removed; leave no record behind
 	}
-	st, err := e.restartsOf(id)
+	st, err := sv.restarts.of(id)
 	if err != nil || !st.Ours {
 		return err
 	}
 	st.Ours, st.Stopped, st.Error, st.Tried = false, stopped, cause.Error(), thisMoment()
 	if !isCalledOff(cause) {
-		return e.noteRestarts(id, st)
+		return sv.restarts.note(id, st)
 	}
 	// A failing undo command must not run over and over unattended.
 	st.Stopped, st.GivenUp = true, true
-	return errors.Join(e.noteRestarts(id, st), e.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventGivenUp, Total: int64(st.Count), Reason: cause.Error()}))
+	return errors.Join(sv.restarts.note(id, st), sv.events.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventGivenUp, Total: int64(st.Count), Reason: cause.Error()}))
 }
 
 // bringBack restarts a sandbox, whose lock it takes over, from its command or its head
 // checkpoint, as its policy says.
-func (e *Engine) bringBack(ctx context.Context, sb *locked, s runtime.Spec, why string) error {
+func (sv *supervisor) bringBack(ctx context.Context, sb *locked, s runtime.Spec, why string) error {
 	if s.Restart.From == runtime.RestartFromHead {
-		_, err := e.choose(ctx, sb.Sandbox, "", false, false)
+		_, err := sv.restores.choose(ctx, sb.Sandbox, "", false, false)
 		if err == nil {
 			var out runtime.Restored
 			op := ByItself("restore", subjectOf(sb.Sandbox), Own{By: ByWatch, Why: why})
-			err = e.observed(ctx, op, func(ctx context.Context) (err error) {
-				out, err = e.restoreLocked(ctx, sb.ID, sb, runtime.RestoreOptions{NoUndo: true})
+			err = sv.observed(ctx, op, func(ctx context.Context) (err error) {
+				out, err = sv.restores.restoreLocked(ctx, sb.ID, sb, runtime.RestoreOptions{NoUndo: true})
 				op.Result = out
 				return err
 			})
@@ -270,7 +277,7 @@ func (e *Engine) bringBack(ctx context.Context, sb *locked, s runtime.Spec, why 
 			if now := out.Sandbox.Status; err != nil || now == runtime.Running || now == runtime.Paused {
 				return err
 			}
-			return e.startRestored(ctx, sb.ID, why) // the checkpoint is of a stopped sandbox
+			return sv.startRestored(ctx, sb.ID, why) // the checkpoint is of a stopped sandbox
 		}
 		if !errors.Is(err, runtime.ErrNotFound) {
 			sb.lock.Unlock()
@@ -278,27 +285,27 @@ func (e *Engine) bringBack(ctx context.Context, sb *locked, s runtime.Spec, why 
 		}
 		// There is no checkpoint yet.
 	}
-	return e.startAgain(ctx, sb, why)
+	return sv.startAgain(ctx, sb, why)
 }
 
 // startAgain starts a sandbox, whose lock it takes over, for its restart policy.
-func (e *Engine) startAgain(ctx context.Context, sb *locked, why string) error {
+func (sv *supervisor) startAgain(ctx context.Context, sb *locked, why string) error {
 	defer sb.lock.Unlock() // in case start, which also unlocks, is not reached
 	op := ByItself("start", subjectOf(sb.Sandbox), Own{By: ByWatch, Why: why})
-	return e.observed(ctx, op, func(ctx context.Context) error {
-		_, err := e.start(ctx, sb, nil)
+	return sv.observed(ctx, op, func(ctx context.Context) error {
+		_, err := sv.sandboxes.start(ctx, sb, nil)
 		return err
 	})
 }
 
 // startRestored starts a sandbox that a restart has restored, unless its owner has
 // started or stopped it in the meantime.
-func (e *Engine) startRestored(ctx context.Context, id, why string) error {
-	sb, err := e.acquire(ctx, id, opWatch, lockWait)
+func (sv *supervisor) startRestored(ctx context.Context, id, why string) error {
+	sb, err := sv.acquire(ctx, id, opWatch, lockWait)
 	if err != nil {
 		return err
 	}
-	st, err := e.restartsOf(id)
+	st, err := sv.restarts.of(id)
 	if err == nil && !st.Ours {
 		err = fmt.Errorf("%w: it was stopped or started meanwhile", runtime.ErrState)
 	}
@@ -306,7 +313,7 @@ func (e *Engine) startRestored(ctx context.Context, id, why string) error {
 		sb.lock.Unlock()
 		return err
 	}
-	return e.startAgain(ctx, sb, why)
+	return sv.startAgain(ctx, sb, why)
 }
 
 // restartLimits reports whether the end of a sandbox counts against its retry limit.
@@ -317,11 +324,11 @@ func restartLimits(r runtime.Restart, c runtime.Container) bool {
 // whileOver calls fn with the lock of a sandbox that ended at finished, if it has not
 // been started since. same reports whether fn was called. Interrupted verbs are
 // recovered first.
-func (e *Engine) whileOver(ctx context.Context, id string, finished time.Time, fn func(*locked) error) (same bool, err error) {
-	if err := e.recoverBy(ctx, ByWatch); err != nil {
+func (sv *supervisor) whileOver(ctx context.Context, id string, finished time.Time, fn func(*locked) error) (same bool, err error) {
+	if err := sv.recovery.recoverBy(ctx, ByWatch); err != nil {
 		return false, err
 	}
-	sb, _, c, err := e.overdue(ctx, id)
+	sb, _, c, err := sv.limits.overdue(ctx, id)
 	if err != nil {
 		return false, err
 	}
@@ -333,11 +340,11 @@ func (e *Engine) whileOver(ctx context.Context, id string, finished time.Time, f
 }
 
 // giveUp records that a sandbox, whose lock is held, has used up its retries.
-func (e *Engine) giveUp(s runtime.Spec, c runtime.Container) error {
-	st, err := e.restartsOf(s.ID)
+func (l *restartLog) giveUp(s runtime.Spec, c runtime.Container) error {
+	st, err := l.of(s.ID)
 	if err != nil || st.Stopped || st.GivenUp || st.Count < s.Restart.Retries {
 		return err
 	}
 	st.GivenUp = true
-	return errors.Join(e.noteRestarts(s.ID, st), e.note(s.ID, runtime.Event{Time: time.Now(), Type: runtime.EventGivenUp, Exit: &c.ExitCode, Total: int64(st.Count)}))
+	return errors.Join(l.note(s.ID, st), l.events.note(s.ID, runtime.Event{Time: time.Now(), Type: runtime.EventGivenUp, Exit: &c.ExitCode, Total: int64(st.Count)}))
 }

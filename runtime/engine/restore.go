@@ -17,17 +17,37 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
+// restores brings sandboxes back to checkpoints, and makes new ones from them.
+type restores struct {
+	*core
+
+	events      *eventLog
+	restarts    *restartLog
+	admission   *admission
+	transfers   *transfers
+	sandboxes   *sandboxes
+	checkpoints *checkpoints
+	leases      *leases
+	supervisor  *supervisor
+	recovery    *recovery
+	upkeep      *upkeep
+
+	engine *Engine // of the parts of a restore
+}
+
 // Restore puts a sandbox back to a checkpoint. It first makes an undo checkpoint of the
 // present state, then reads, proves and stages all that is needed beside the files. Then
 // it stops the sandbox, swaps in what differs by renames, and starts the sandbox. If
 // that fails, it puts the files back.
 func (e *Engine) Restore(ctx context.Context, ref string, opts runtime.RestoreOptions) (runtime.Restored, error) {
-	return verb(ctx, e, onSandbox("restore", ref), func(ctx context.Context) (runtime.Restored, error) { return e.restoreLocked(ctx, ref, nil, opts) })
+	return verb(ctx, e, onSandbox("restore", ref), func(ctx context.Context) (runtime.Restored, error) {
+		return e.restores.restoreLocked(ctx, ref, nil, opts)
+	})
 }
 
 // restoreLocked is Restore for a sandbox whose lock it takes over; nil: it locks the
 // sandbox itself.
-func (e *Engine) restoreLocked(ctx context.Context, ref string, sb *locked, opts runtime.RestoreOptions) (out runtime.Restored, err error) {
+func (rs *restores) restoreLocked(ctx context.Context, ref string, sb *locked, opts runtime.RestoreOptions) (out runtime.Restored, err error) {
 	defer func() { err = fail("restore", ref, err) }()
 	if err := checkRestore(opts); err != nil {
 		if sb != nil {
@@ -43,12 +63,12 @@ func (e *Engine) restoreLocked(ctx context.Context, ref string, sb *locked, opts
 	t := &trying{sb: sb, opts: opts, noUndo: opts.NoUndo, steps: progress.Follow(opts.Progress)}
 	defer t.steps.End()
 	if opts.Strategy == "" {
-		out, err = e.try(ctx, ref, t)
+		out, err = rs.try(ctx, ref, t)
 		for more := 2; more > 0 && t.endedUnder(ctx, err); more-- {
-			out, err = e.try(ctx, ref, t)
+			out, err = rs.try(ctx, ref, t)
 		}
 	} else {
-		out, err = e.escalate(ctx, ref, t)
+		out, err = rs.escalate(ctx, ref, t)
 	}
 	if err == nil {
 		return out, nil
@@ -57,7 +77,7 @@ func (e *Engine) restoreLocked(ctx context.Context, ref string, sb *locked, opts
 		t.h.facts.Attempts = t.attempts
 		t.h.failed(ctx, err)
 	}
-	return out, errors.Join(err, e.alert(ctx, t, err))
+	return out, errors.Join(err, rs.alert(ctx, t, err))
 }
 
 // trying is a whole restore: one attempt, or several with different strategies.
@@ -92,8 +112,8 @@ func (t *trying) endedUnder(ctx context.Context, err error) bool {
 }
 
 // try makes one attempt to restore.
-func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ runtime.Restored, err error) {
-	r, err := e.target(ctx, ref, t.sb, t.opts)
+func (rs *restores) try(ctx context.Context, ref string, t *trying) (_ runtime.Restored, err error) {
+	r, err := rs.target(ctx, ref, t.sb, t.opts)
 	if err != nil {
 		return runtime.Restored{}, err
 	}
@@ -106,13 +126,13 @@ func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ runtime.Rest
 		t.settled, t.told = r.effects.settled, append(t.told, r.told...)
 		t.compensated = append(t.compensated, r.effects.compensated...)
 	}()
-	defer e.tidy(ctx) // once the sandbox is not held any more
+	defer rs.upkeep.tidy(ctx) // once the sandbox is not held any more
 	// Not a plain defer: forgetOrphan replaces the lock.
 	defer func() { r.sb.lock.Unlock() }()
-	if err := e.ready(ctx, r, t); err != nil {
+	if err := rs.ready(ctx, r, t); err != nil {
 		return runtime.Restored{}, err
 	}
-	if err := e.forgetOrphan(ctx, r); err != nil {
+	if err := rs.forgetOrphan(ctx, r); err != nil {
 		return runtime.Restored{}, err
 	}
 	unlock, err := lockSlot(r.c)
@@ -120,31 +140,31 @@ func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ runtime.Rest
 		return runtime.Restored{}, err
 	}
 	defer unlock()
-	if err := e.perform(ctx, r); err != nil {
+	if err := rs.perform(ctx, r); err != nil {
 		err = errors.Join(r.attached.err, err)
 		if text := compensatedText(r.effects.compensated); text != "" {
 			err = hint(err, text)
 		}
-		return runtime.Restored{}, e.explainFull(r, err)
+		return runtime.Restored{}, rs.explainFull(r, err)
 	}
 	if r.starts() {
-		e.enforce(r.spec, r.c)
-	} else if err := e.staysDown(r.spec, r.restart); err != nil {
-		e.log.Warn("restart policy not suspended; it may start the sandbox", "sandbox", r.sb.ID, "err", err)
+		rs.supervisor.enforce(r.spec, r.c)
+	} else if err := rs.restarts.staysDown(r.spec, r.restart); err != nil {
+		rs.log.Warn("restart policy not suspended; it may start the sandbox", "sandbox", r.sb.ID, "err", err)
 	}
 	if r.restart && r.row.Attached != nil { // no caller reads its warnings
 		r.attached.noteHosts(r.attached.hostsLeftText())
 	}
-	e.log.Info("sandbox restored", "sandbox", r.sb.ID, "checkpoint", r.row.ID, "down", r.down, "changed", r.files.changed)
+	rs.log.Info("sandbox restored", "sandbox", r.sb.ID, "checkpoint", r.row.ID, "down", r.down, "changed", r.files.changed)
 	out := t.restored()
-	err = e.forgetKept(ctx, t, &out)
+	err = rs.forgetKept(ctx, t, &out)
 	if r.attached.err != nil {
 		err = errors.Join(r.attached.err, err)
 		if text := compensatedText(out.Compensated); text != "" {
 			err = hint(err, text)
 		}
 		var looked error
-		out.Sandbox, looked = e.inspect(context.WithoutCancel(ctx), r.sb.ID)
+		out.Sandbox, looked = rs.sandboxes.inspect(context.WithoutCancel(ctx), r.sb.ID)
 		return out, errors.Join(err, looked)
 	}
 	if err != nil {
@@ -152,21 +172,21 @@ func (e *Engine) try(ctx context.Context, ref string, t *trying) (_ runtime.Rest
 	}
 
 	// The restore is done; a caller that disconnects now does not make it fail.
-	out.Sandbox, err = e.inspect(context.WithoutCancel(ctx), r.sb.ID)
+	out.Sandbox, err = rs.sandboxes.inspect(context.WithoutCancel(ctx), r.sb.ID)
 	out.Warnings = slices.Concat(out.Warnings, t.h.after(ctx, policy.AfterRestore))
 	return out, err
 }
 
 // ready refuses an attempt that cannot work, has the hooks of the first one run, and clears away
 // a sandbox that is to be recreated.
-func (e *Engine) ready(ctx context.Context, r *restoration, t *trying) error {
+func (rs *restores) ready(ctx context.Context, r *restoration, t *trying) error {
 	if t.way == "" {
 		if err := r.possible(); err != nil {
 			return err
 		}
 	}
 	if t.h == nil {
-		h, err := e.hooksOf("restore", r.spec)
+		h, err := rs.admission.hooksOf("restore", r.spec)
 		if err != nil {
 			return err
 		}
@@ -184,7 +204,7 @@ func (e *Engine) ready(ctx context.Context, r *restoration, t *trying) error {
 	}
 	switch {
 	case t.way == runtime.StrategyRecreate && !r.data.Recreated:
-		if err := e.clearAway(ctx, r, t); err != nil {
+		if err := rs.clearAway(ctx, r, t); err != nil {
 			return err
 		}
 		r.data.HostUndo = t.kept
@@ -208,10 +228,10 @@ func (t *trying) restored() runtime.Restored {
 }
 
 // perform does the restore that target has prepared.
-func (e *Engine) perform(ctx context.Context, r *restoration) error {
+func (rs *restores) perform(ctx context.Context, r *restoration) error {
 	in := store.Intent{Op: opRestore, Sandbox: r.sb.ID, Checkpoint: r.row.ID, Lazy: true}
 	r.data.Begun = bootID()
-	return e.intent(ctx, in, r.data, func(seq int64) (err error) {
+	return rs.intent(ctx, in, r.data, func(seq int64) (err error) {
 		var undo undo.Stack
 		defer func() { undo.Run(ctx, &err) }()
 		if r.data.Recreated || r.data.Fork {
@@ -219,13 +239,13 @@ func (e *Engine) perform(ctx context.Context, r *restoration) error {
 				if r.data.Phase == phaseHosts {
 					return nil // it is restored
 				}
-				return e.finishRemove(ctx, r.sb.host, r.sb.ID, false)
+				return rs.sandboxes.finishRemove(ctx, r.sb.host, r.sb.ID, false)
 			})
-			if err := e.create(ctx, r.spec, r.sb.Sandbox); err != nil {
+			if err := rs.sandboxes.create(ctx, r.spec, r.sb.Sandbox); err != nil {
 				return err
 			}
 		}
-		if err := e.open(ctx, r); err != nil {
+		if err := rs.open(ctx, r); err != nil {
 			return err
 		}
 		r.seq, r.data.Was, r.data.Attempt = seq, r.c.Status, r.sb.Attempt+1
@@ -276,7 +296,7 @@ type restoration struct {
 func (r *restoration) full() bool { return r.row.Kind == runtime.KindFull && !r.data.FilesOnly }
 
 // open inspects the sandbox and opens the checkpoint; it changes nothing.
-func (e *Engine) open(ctx context.Context, r *restoration) (err error) {
+func (rs *restores) open(ctx context.Context, r *restoration) (err error) {
 	if !r.spec.Adopted {
 		if _, err := r.sb.host.Images.ResolveDigest(ctx, r.sb.ImageDigest); err != nil {
 			return err
@@ -285,7 +305,7 @@ func (e *Engine) open(ctx context.Context, r *restoration) (err error) {
 	if r.c, err = r.sb.host.Inspect(ctx, r.sb.ID); err != nil {
 		return err
 	}
-	r.reader, err = e.store.OpenCheckpoint(ctx, r.row.ID)
+	r.reader, err = rs.store.OpenCheckpoint(ctx, r.row.ID)
 	return err
 }
 

@@ -39,7 +39,7 @@ func (r *filesPart) target() worktree.Target {
 
 // check lists the trees that the restore replaces.
 func (r *filesPart) check(ctx context.Context) error {
-	home := r.e.home(r.sb)
+	home := r.e.checkpoints.home(r.sb)
 	r.data.Trees = []worktree.Tree{{Dir: r.c.Upper, Home: home}}
 	for i, v := range r.reader.Manifest().Volumes {
 		at := slices.IndexFunc(r.c.Volumes, func(have runtime.Volume) bool { return have.Name == v.Name })
@@ -57,14 +57,14 @@ func (r *filesPart) check(ctx context.Context) error {
 // files are of no known state.
 func (r *filesPart) prepare(ctx context.Context) error {
 	if !r.resumed && r.c.Status != runtime.Running { // otherwise once it is frozen
-		r.e.liftFiles(r.spec, r.c)
+		r.e.limits.liftFiles(r.spec, r.c)
 	}
 	if err := r.findLost(ctx); err != nil {
 		return err
 	}
 	if r.resumed {
 		for i := range r.data.Trees {
-			r.data.Trees[i].Home = r.e.home(r.sb)
+			r.data.Trees[i].Home = r.e.checkpoints.home(r.sb)
 			r.changes = append(r.changes, r.data.Trees[i].Change(r.target()))
 		}
 		return nil
@@ -194,7 +194,7 @@ func (r *filesPart) revert(ctx context.Context) (err error) {
 	}
 	left := err != nil
 	if r.present != nil { // before what may take long
-		err = errors.Join(err, r.present.cut.End(), r.e.thaw(ctx, r.present))
+		err = errors.Join(err, r.present.cut.End(), r.e.checkpoints.thaw(ctx, r.present))
 	}
 	err = errors.Join(err, r.data.discard(!r.replaced))
 	// The checkpoint is the way back until the files are back, and has the processes.
@@ -253,7 +253,7 @@ func (r *filesPart) keepPresent(ctx context.Context) error {
 	}
 	unlearnt := false
 	for {
-		k, err := r.e.prepare(ctx, r.sb, r.c, opts)
+		k, err := r.e.checkpoints.prepare(ctx, r.sb, r.c, opts)
 		if err != nil && !opts.FilesOnly {
 			if !errors.Is(err, runtime.ErrNotFound) { // otherwise it has no process that could be lost
 				r.undoIsFiles(err)
@@ -278,7 +278,7 @@ func (r *filesPart) keepPresent(ctx context.Context) error {
 				laid = r.layOut(ctx)
 			}
 		}
-		row, err := r.e.record(ctx, k)
+		row, err := r.e.checkpoints.record(ctx, k)
 		if err != nil && !opts.FilesOnly && ctx.Err() == nil && !errors.Is(err, unix.ENOSPC) && !isCalledOff(err) {
 			// A sandbox that cannot be dumped can still be undone as files.
 			r.e.log.Info("undo checkpoint limited to files", "sandbox", r.sb.ID, "err", err)

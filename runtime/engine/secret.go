@@ -105,7 +105,7 @@ func sources(s runtime.Spec, given, known []runtime.Secret) ([]runtime.Secret, e
 
 // readSecrets reads the secrets of a sandbox from their sources. An empty secret is an
 // error: a sandbox that needs it had better not start.
-func (e *Engine) readSecrets(ctx context.Context, s runtime.Spec, from []runtime.Secret) ([]runtime.SecretFile, error) {
+func (bx *sandboxes) readSecrets(ctx context.Context, s runtime.Spec, from []runtime.Secret) ([]runtime.SecretFile, error) {
 	var files []runtime.SecretFile
 	if len(from) > 0 {
 		// From here on this process has secrets in memory: the kernel writes no core of it,
@@ -118,7 +118,7 @@ func (e *Engine) readSecrets(ctx context.Context, s runtime.Spec, from []runtime
 		var data []byte
 		var err error
 		if secret.Env != "" {
-			data, err = e.variable(ctx, secret.Env)
+			data, err = bx.variable(ctx, secret.Env)
 		} else {
 			data, err = readSecret(s, secret.File)
 		}
@@ -138,7 +138,7 @@ func (e *Engine) readSecrets(ctx context.Context, s runtime.Spec, from []runtime
 
 // variable returns the value of an environment variable and removes it from the
 // environment, so that programs that we start do not inherit it.
-func (e *Engine) variable(ctx context.Context, name string) ([]byte, error) {
+func (bx *sandboxes) variable(ctx context.Context, name string) ([]byte, error) {
 	if vars, ok := runtime.Variables(ctx); ok {
 		value, ok := vars[name]
 		if !ok {
@@ -146,16 +146,16 @@ func (e *Engine) variable(ctx context.Context, name string) ([]byte, error) {
 		}
 		return []byte(value), nil
 	}
-	e.mu.Lock()
-	defer e.mu.Unlock()
+	bx.mu.Lock()
+	defer bx.mu.Unlock()
 	value, ok := os.LookupEnv(name)
 	if ok {
-		e.kept[name] = value
+		bx.kept[name] = value
 		if err := os.Unsetenv(name); err != nil {
 			return nil, err
 		}
 	}
-	if value, ok = e.kept[name]; !ok {
+	if value, ok = bx.kept[name]; !ok {
 		return nil, missingVariable(name)
 	}
 	return []byte(value), nil
@@ -222,12 +222,12 @@ func nameless(s runtime.Spec, stored json.RawMessage) (json.RawMessage, error) {
 
 // inherited returns where the secrets of a fork come from: the sources of its origin, as
 // long as the origin exists.
-func (e *Engine) inherited(ctx context.Context, row store.Checkpoint, s runtime.Spec, given []runtime.Secret) ([]runtime.Secret, error) {
+func (bx *sandboxes) inherited(ctx context.Context, row store.Checkpoint, s runtime.Spec, given []runtime.Secret) ([]runtime.Secret, error) {
 	var known runtime.Spec
 	if row.Foreign { // its origin is only what it claims
 		return sources(s, given, nil)
 	}
-	if origin, err := e.store.Sandbox(ctx, row.SandboxID); err == nil {
+	if origin, err := bx.store.Sandbox(ctx, row.SandboxID); err == nil {
 		if known, err = spec(origin); err != nil {
 			return nil, err
 		}
@@ -255,7 +255,7 @@ func (r *secretsPart) arrange(ctx context.Context) error {
 	}
 	from, err := sources(r.spec, r.given, r.spec.Secrets)
 	if err == nil {
-		r.files, err = r.e.readSecrets(ctx, r.spec, from)
+		r.files, err = r.e.sandboxes.readSecrets(ctx, r.spec, from)
 	}
 	return err
 }

@@ -62,11 +62,11 @@ func TestSecretsInNoCore(t *testing.T) {
 	}
 	was := dumpable(1)
 	defer dumpable(was)
-	e, ctx := &Engine{}, runtime.WithVariables(t.Context(), map[string]string{"A": "value"})
-	if got, err := e.readSecrets(ctx, runtime.Spec{}, nil); err != nil || len(got) > 0 || dumpable(-1) != 1 {
+	b, ctx := &sandboxes{core: &core{}, kept: map[string]string{}}, runtime.WithVariables(t.Context(), map[string]string{"A": "value"})
+	if got, err := b.readSecrets(ctx, runtime.Spec{}, nil); err != nil || len(got) > 0 || dumpable(-1) != 1 {
 		t.Errorf("%v, %v; dumpable %d without a secret", got, err, dumpable(-1))
 	}
-	got, err := e.readSecrets(ctx, runtime.Spec{}, []runtime.Secret{{Name: "a", Env: "A"}})
+	got, err := b.readSecrets(ctx, runtime.Spec{}, []runtime.Secret{{Name: "a", Env: "A"}})
 	if err != nil || len(got) != 1 || string(got[0].Data) != "value" || dumpable(-1) != 0 {
 		t.Errorf("%v, %v; dumpable %d with one", got, err, dumpable(-1))
 	}

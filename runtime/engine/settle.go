@@ -17,17 +17,17 @@ const instantTries = 4
 
 // dumpAgain reports whether a failed dump should be repeated, with all that goes with it,
 // because the cause of the failure is transient.
-func (e *Engine) dumpAgain(ctx context.Context, sb *locked, err error) bool {
+func (cs *checkpoints) dumpAgain(ctx context.Context, sb *locked, err error) bool {
 	if !criu.Passing(err) || ctx.Err() != nil {
 		return false
 	}
-	e.log.Warn("dump repeated", "sandbox", sb.ID, "err", err)
+	cs.log.Warn("dump repeated", "sandbox", sb.ID, "err", err)
 	return true
 }
 
 // settle waits until no process of the sandbox, which was frozen at since, is in a transient
 // state that cannot be dumped, and returns from when on it is frozen.
-func (e *Engine) settle(ctx context.Context, k *making, since time.Time) (time.Time, error) {
+func (cs *checkpoints) settle(ctx context.Context, k *making, since time.Time) (time.Time, error) {
 	if k.row.Kind != runtime.KindFull {
 		return since, nil
 	}
@@ -39,7 +39,7 @@ func (e *Engine) settle(ctx context.Context, k *making, since time.Time) (time.T
 }
 
 // pause freezes a running sandbox so that it can be dumped as it stands.
-func (e *Engine) pause(ctx context.Context, sb *locked, c runtime.Container) error {
+func (cs *checkpoints) pause(ctx context.Context, sb *locked, c runtime.Container) error {
 	err := sb.host.Pause(ctx, sb.ID)
 	if err != nil || c.Pid == 0 || sb.host.Properties().FilesOnly {
 		return err
@@ -77,17 +77,17 @@ const breakWait = 30 * time.Second
 
 // breakIn locks a sandbox that is to be removed, even if a verb is at work on it: it kills
 // the CRIU of the verb that holds the lock, which makes that verb fail.
-func (e *Engine) breakIn(ctx context.Context, ref string, busy error) (*locked, error) {
-	found, err := e.find(ctx, ref)
+func (bx *sandboxes) breakIn(ctx context.Context, ref string, busy error) (*locked, error) {
+	found, err := bx.find(ctx, ref)
 	if err != nil {
 		return nil, err
 	}
-	host, err := e.host(found.Backend)
+	host, err := bx.host(found.Backend)
 	if err != nil {
 		return nil, err
 	}
-	ended := criu.EndHolders(e.store.LockPath(found.ID))
-	if e.store.Holder(found.ID) == opRestore {
+	ended := criu.EndHolders(bx.store.LockPath(found.ID))
+	if bx.store.Holder(found.ID) == opRestore {
 		if c, err := host.Inspect(ctx, found.ID); err == nil && c.Stage.ID != "" && c.Stage.CallOff() == nil {
 			ended = true
 		}
@@ -95,13 +95,13 @@ func (e *Engine) breakIn(ctx context.Context, ref string, busy error) (*locked, 
 	if !ended {
 		return nil, busy
 	}
-	e.log.Warn("verb ended for a removal", "sandbox", found.ID, "verb", e.store.Holder(found.ID))
-	return e.acquire(ctx, ref, "rm", breakWait)
+	bx.log.Warn("verb ended for a removal", "sandbox", found.ID, "verb", bx.store.Holder(found.ID))
+	return bx.acquire(ctx, ref, "rm", breakWait)
 }
 
 // atWork returns the checkpoints and restores that are under way, by sandbox.
-func (e *Engine) atWork(ctx context.Context) map[string]*runtime.Work {
-	intents, err := e.store.Intents(ctx)
+func (bx *sandboxes) atWork(ctx context.Context) map[string]*runtime.Work {
+	intents, err := bx.store.Intents(ctx)
 	if err != nil {
 		return nil // the list is useful without it
 	}

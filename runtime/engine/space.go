@@ -12,7 +12,7 @@ import (
 
 // explainFull adds to the error of a restore that found no room how much it needs, how much
 // is free now that its stage is gone, and what to do.
-func (e *Engine) explainFull(r *restoration, err error) error {
+func (e *core) explainFull(r *restoration, err error) error {
 	if !errors.Is(err, unix.ENOSPC) && !errors.Is(err, unix.EDQUOT) {
 		return err
 	}

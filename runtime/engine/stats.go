@@ -24,12 +24,12 @@ const (
 // sandbox that ends in the meantime is left out; an unknown name is ErrNotFound.
 func (e *Engine) Stats(ctx context.Context, opts runtime.StatsOptions) ([]runtime.Stats, error) {
 	return verb(ctx, e, on("top", "").reads(), func(ctx context.Context) ([]runtime.Stats, error) {
-		return e.stats(ctx, opts)
+		return e.sandboxes.stats(ctx, opts)
 	})
 }
 
-func (e *Engine) stats(ctx context.Context, opts runtime.StatsOptions) (_ []runtime.Stats, err error) {
-	boxes, err := e.measured(ctx, opts)
+func (bx *sandboxes) stats(ctx context.Context, opts runtime.StatsOptions) (_ []runtime.Stats, err error) {
+	boxes, err := bx.measured(ctx, opts)
 	if err != nil {
 		return nil, err
 	}
@@ -37,7 +37,7 @@ func (e *Engine) stats(ctx context.Context, opts runtime.StatsOptions) (_ []runt
 	if err != nil {
 		return nil, err
 	}
-	newest, err := e.store.NewestCheckpoints(ctx)
+	newest, err := bx.store.NewestCheckpoints(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -55,22 +55,22 @@ func (e *Engine) stats(ctx context.Context, opts runtime.StatsOptions) (_ []runt
 		list, uppers = append(list, s), append(uppers, sb.Upperdir)
 	}
 	if opts.Disk {
-		err = e.counts.of(ctx, list, uppers)
+		err = bx.counts.of(ctx, list, uppers)
 	}
 	return list, err
 }
 
 // measured returns the sandboxes that Stats is about, each once.
-func (e *Engine) measured(ctx context.Context, opts runtime.StatsOptions) (list []runtime.Sandbox, err error) {
+func (bx *sandboxes) measured(ctx context.Context, opts runtime.StatsOptions) (list []runtime.Sandbox, err error) {
 	if len(opts.Sandboxes) == 0 {
-		list, err = e.sandboxes(ctx)
+		list, err = bx.list(ctx)
 		return slices.DeleteFunc(list, func(sb runtime.Sandbox) bool {
 			return !opts.All && sb.Status != runtime.Running && sb.Status != runtime.Paused
 		}), err
 	}
 	seen := map[string]bool{}
 	for _, ref := range opts.Sandboxes {
-		row, err := e.find(ctx, ref)
+		row, err := bx.find(ctx, ref)
 		if err != nil {
 			return nil, fail("top", ref, err)
 		}
@@ -78,7 +78,7 @@ func (e *Engine) measured(ctx context.Context, opts runtime.StatsOptions) (list 
 			continue
 		}
 		seen[row.ID] = true
-		sb, _, err := e.view(ctx, row)
+		sb, _, err := bx.view(ctx, row)
 		if err != nil {
 			return nil, fail("top", ref, err)
 		}

@@ -14,21 +14,21 @@ func (e *Engine) Stop(ctx context.Context, ref string, timeout time.Duration) er
 		if timeout < 0 {
 			timeout = stopTimeout
 		}
-		return e.stop(ctx, ref, runtime.StopOptions{Timeout: timeout})
+		return e.sandboxes.stop(ctx, ref, runtime.StopOptions{Timeout: timeout})
 	})
 }
 
-func (e *Engine) stop(ctx context.Context, ref string, opts runtime.StopOptions) error {
-	sb, err := e.acquire(ctx, ref, "stop", lockWait)
+func (bx *sandboxes) stop(ctx context.Context, ref string, opts runtime.StopOptions) error {
+	sb, err := bx.acquire(ctx, ref, "stop", lockWait)
 	if err != nil {
 		return err
 	}
 	defer sb.lock.Unlock()
-	return e.stopLocked(ctx, sb, opts)
+	return bx.stopLocked(ctx, sb, opts)
 }
 
-func (e *Engine) stopLocked(ctx context.Context, sb *locked, opts runtime.StopOptions) error {
-	if err := e.meant(sb.Sandbox); err != nil {
+func (bx *sandboxes) stopLocked(ctx context.Context, sb *locked, opts runtime.StopOptions) error {
+	if err := bx.restarts.meant(sb.Sandbox); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("stop.before-backend"); err != nil {
@@ -37,14 +37,14 @@ func (e *Engine) stopLocked(ctx context.Context, sb *locked, opts runtime.StopOp
 	if err := sb.host.Stop(ctx, sb.ID, opts); err != nil {
 		return err
 	}
-	e.log.Info("sandbox stopped", "sandbox", sb.ID)
+	bx.log.Info("sandbox stopped", "sandbox", sb.ID)
 	return nil
 }
 
 // stopFor stops a sandbox that is about to be started, and returns its container then.
-func (e *Engine) stopFor(ctx context.Context, sb *locked, opts runtime.StopOptions) (runtime.Container, error) {
+func (bx *sandboxes) stopFor(ctx context.Context, sb *locked, opts runtime.StopOptions) (runtime.Container, error) {
 	back := runtime.Aside(ctx) // until its processes have ended
-	err := e.stopLocked(ctx, sb, opts)
+	err := bx.stopLocked(ctx, sb, opts)
 	back()
 	if err != nil {
 		return runtime.Container{}, err
@@ -63,7 +63,7 @@ func (e *Engine) Restart(ctx context.Context, ref string, timeout time.Duration)
 		if err != nil {
 			return err
 		}
-		_, err = e.launch(ctx, sb, nil, &runtime.StopOptions{Timeout: timeout})
+		_, err = e.sandboxes.launch(ctx, sb, nil, &runtime.StopOptions{Timeout: timeout})
 		return err
 	})
 }

@@ -19,12 +19,12 @@ import (
 )
 
 // hitPath is the file that records that a sandbox's files have reached their limit.
-func (e *Engine) hitPath(id string) string { return filepath.Join(e.run, "storage", id) }
+func (evs *eventLog) hitPath(id string) string { return filepath.Join(evs.run, "storage", id) }
 
 // storageHit returns nil if the sandbox's files have not reached their limit since it was
 // last started.
-func (e *Engine) storageHit(id string) (*runtime.StorageHit, error) {
-	data, err := os.ReadFile(e.hitPath(id))
+func (evs *eventLog) storageHit(id string) (*runtime.StorageHit, error) {
+	data, err := os.ReadFile(evs.hitPath(id))
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
 	}
@@ -35,8 +35,8 @@ func (e *Engine) storageHit(id string) (*runtime.StorageHit, error) {
 	return &hit, err
 }
 
-func (e *Engine) noteHit(id string, hit *runtime.StorageHit) error {
-	path := e.hitPath(id)
+func (evs *eventLog) noteHit(id string, hit *runtime.StorageHit) error {
+	path := evs.hitPath(id)
 	if hit == nil {
 		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return err
@@ -55,35 +55,35 @@ func (e *Engine) noteHit(id string, hit *runtime.StorageHit) error {
 }
 
 // liftFiles lifts the kernel's storage limit of a stopped or frozen sandbox.
-func (e *Engine) liftFiles(s runtime.Spec, c runtime.Container) {
+func (lm *limits) liftFiles(s runtime.Spec, c runtime.Container) {
 	if s.Resources.Storage > 0 {
 		s.Resources.Storage = 0
-		e.holdFiles(s, c)
+		lm.holdFiles(s, c)
 	}
 }
 
 // holdFiles sets the storage limit of a sandbox in the kernel, where that is supported.
-func (e *Engine) holdFiles(s runtime.Spec, c runtime.Container) {
+func (lm *limits) holdFiles(s runtime.Spec, c runtime.Container) {
 	if c.Upper == "" {
 		return
 	}
 	if _, err := overlay.LimitProject(c.Upper, s.Resources.Storage); err != nil {
-		e.log.Error("storage limit not set in the kernel", "sandbox", s.ID, "err", err)
+		lm.log.Error("storage limit not set in the kernel", "sandbox", s.ID, "err", err)
 	}
 }
 
 // UpdateStorage changes the storage limit of a sandbox, at once if it runs.
 func (e *Engine) UpdateStorage(ctx context.Context, ref string, change runtime.StorageChange) (runtime.Sandbox, error) {
 	return verb(ctx, e, onSandbox("update", ref), func(ctx context.Context) (runtime.Sandbox, error) {
-		return e.updateStorage(ctx, ref, change)
+		return e.limits.updateStorage(ctx, ref, change)
 	})
 }
 
-func (e *Engine) updateStorage(ctx context.Context, ref string, change runtime.StorageChange) (_ runtime.Sandbox, err error) {
+func (lm *limits) updateStorage(ctx context.Context, ref string, change runtime.StorageChange) (_ runtime.Sandbox, err error) {
 	if change.Size < 0 {
 		return runtime.Sandbox{}, fmt.Errorf("%w: a limit is negative", runtime.ErrInvalid)
 	}
-	sb, s, p, err := e.acquireOurs(ctx, ref, "what the container's files take")
+	sb, s, p, err := lm.acquireOurs(ctx, ref, "what the container's files take")
 	if err != nil {
 		return runtime.Sandbox{}, err
 	}
@@ -104,29 +104,29 @@ func (e *Engine) updateStorage(ctx context.Context, ref string, change runtime.S
 	}
 	live := c.Status == runtime.Running || c.Status == runtime.Paused
 	if live { // after a crash below, the mark has the next command enforce the limit
-		if err := e.mark(s); err != nil {
+		if err := lm.marks.mark(s); err != nil {
 			return runtime.Sandbox{}, err
 		}
 	}
 	if change.Size == 0 { // while a supervisor would set it again
-		e.holdFiles(s, c)
+		lm.holdFiles(s, c)
 	}
-	if err := e.store.SetSpec(ctx, sb.ID, data); err != nil {
+	if err := lm.store.SetSpec(ctx, sb.ID, data); err != nil {
 		return runtime.Sandbox{}, err
 	}
 	if live {
-		e.holdFiles(s, c)
-		e.superviseFromNow(s)
+		lm.holdFiles(s, c)
+		lm.supervisor.superviseFromNow(s)
 	}
-	e.log.Info("storage limit changed", "sandbox", sb.ID, "size", change.Size)
-	return e.inspect(ctx, sb.ID)
+	lm.log.Info("storage limit changed", "sandbox", sb.ID, "size", change.Size)
+	return lm.sandboxes.inspect(ctx, sb.ID)
 }
 
 // filesLimit watches the storage limit of one sandbox. Adding up the sizes of its files is
 // expensive, so it does so only when the filesystem has lost so much space, to any user,
 // that the limit could be near, and now and then in any case.
 type filesLimit struct {
-	e     *Engine
+	e     *limits
 	id    string
 	limit int64
 
@@ -185,8 +185,8 @@ func (w *filesLimit) refused(ctx context.Context, c runtime.Container, p overlay
 		w.full = c.Pid
 		now := time.Now()
 		return soonest, errors.Join(
-			w.e.noteHit(w.id, &runtime.StorageHit{Time: now, Used: p.Used, Limit: w.limit, Refused: true}),
-			w.e.note(w.id, runtime.Event{Time: now, Type: runtime.EventStorage, Used: p.Used, Limit: w.limit, Refused: true}),
+			w.e.events.noteHit(w.id, &runtime.StorageHit{Time: now, Used: p.Used, Limit: w.limit, Refused: true}),
+			w.e.events.note(w.id, runtime.Event{Time: now, Type: runtime.EventStorage, Used: p.Used, Limit: w.limit, Refused: true}),
 		)
 	}
 	return late, nil // the kernel enforces the limit
@@ -266,7 +266,7 @@ func (w *filesLimit) due() (is bool, free int64, err error) {
 
 // stayDown suppresses restarts: the sandbox would have just as many files.
 func (w *filesLimit) stayDown(sb store.Sandbox) error {
-	err := w.e.meant(sb)
+	err := w.e.restarts.meant(sb)
 	w.unsaid = err != nil
 	return err
 }
@@ -290,7 +290,7 @@ func (w *filesLimit) kill(ctx context.Context, c runtime.Container, used int64) 
 	now := time.Now()
 	return errors.Join(
 		w.stayDown(sb.Sandbox),
-		w.e.noteHit(w.id, &runtime.StorageHit{Time: now, Used: used, Limit: w.limit}),
-		w.e.note(w.id, runtime.Event{Time: now, Type: runtime.EventStorage, Used: used, Limit: w.limit}),
+		w.e.events.noteHit(w.id, &runtime.StorageHit{Time: now, Used: used, Limit: w.limit}),
+		w.e.events.note(w.id, runtime.Event{Time: now, Type: runtime.EventStorage, Used: used, Limit: w.limit}),
 	)
 }

@@ -71,9 +71,9 @@ func waysOf(o runtime.RestoreOptions, kind string) ([]way, error) {
 }
 
 // escalate restores by a strategy: each way up to three times, then the next.
-func (e *Engine) escalate(ctx context.Context, ref string, t *trying) (runtime.Restored, error) {
+func (rs *restores) escalate(ctx context.Context, ref string, t *trying) (runtime.Restored, error) {
 	opts := t.opts
-	r, err := e.target(ctx, ref, t.sb, opts)
+	r, err := rs.target(ctx, ref, t.sb, opts)
 	if err != nil {
 		return runtime.Restored{}, err
 	}
@@ -91,7 +91,7 @@ func (e *Engine) escalate(ctx context.Context, ref string, t *trying) (runtime.R
 		t.way, t.opts.FilesOnly = w.strategy, w.filesOnly && row.Kind == runtime.KindFull
 		for try := 1; ; try++ {
 			began := time.Now()
-			out, err := e.try(ctx, ref, t)
+			out, err := rs.try(ctx, ref, t)
 			if err == nil || out.Checkpoint.ID != "" { // it is restored, except perhaps its host files
 				out.Strategy, out.Attempts = t.way, t.attempts
 				if out.Degraded = full && w.filesOnly && opts.Strategy == runtime.StrategyAuto; out.Degraded {
@@ -102,14 +102,14 @@ func (e *Engine) escalate(ctx context.Context, ref string, t *trying) (runtime.R
 				return out, nil
 			}
 			if isCalledOff(err) && t.begun {
-				return out, e.explainTries(ctx, err, t)
+				return out, rs.explainTries(ctx, err, t)
 			}
 			if !t.begun || ctx.Err() != nil {
 				return runtime.Restored{}, err
 			}
 			ref = id // a name or prefix may not match any more
-			if err := e.afterTry(ctx, t); err != nil {
-				e.log.Warn("restore attempt not cleaned up", "sandbox", id, "err", err)
+			if err := rs.afterTry(ctx, t); err != nil {
+				rs.log.Warn("restore attempt not cleaned up", "sandbox", id, "err", err)
 			}
 			again := try < strategyTries && mayPass(err)
 			a := runtime.RestoreAttempt{Time: began.UTC(), Strategy: w.name(full), Try: try, Error: err.Error(), Took: time.Since(began)}
@@ -119,11 +119,11 @@ func (e *Engine) escalate(ctx context.Context, ref string, t *trying) (runtime.R
 				a.Next = ways[i+1].name(full)
 			}
 			t.attempts = append(t.attempts, a)
-			e.log.Info("restore attempt failed", "sandbox", id, "checkpoint", row.ID, "strategy", a.Strategy, "try", a.Try, "next", a.Next, "err", a.Error)
-			e.noteAttempt(id, row.ID, a)
+			rs.log.Info("restore attempt failed", "sandbox", id, "checkpoint", row.ID, "strategy", a.Strategy, "try", a.Try, "next", a.Next, "err", a.Error)
+			rs.noteAttempt(id, row.ID, a)
 			if !again {
 				if i+1 == len(ways) && opts.Strategy != runtime.StrategyAuto {
-					return runtime.Restored{}, e.explainTries(ctx, err, t)
+					return runtime.Restored{}, rs.explainTries(ctx, err, t)
 				}
 				break
 			}
@@ -134,12 +134,12 @@ func (e *Engine) escalate(ctx context.Context, ref string, t *trying) (runtime.R
 			}
 		}
 	}
-	return runtime.Restored{}, e.safeStop(context.WithoutCancel(ctx), id, t)
+	return runtime.Restored{}, rs.safeStop(context.WithoutCancel(ctx), id, t)
 }
 
 // explainTries adds to an error what became of the sandbox and its former state.
-func (e *Engine) explainTries(ctx context.Context, err error, t *trying) error {
-	if _, gone := e.store.Sandbox(context.WithoutCancel(ctx), t.r.sb.ID); errors.Is(gone, runtime.ErrNotFound) {
+func (rs *restores) explainTries(ctx context.Context, err error, t *trying) error {
+	if _, gone := rs.store.Sandbox(context.WithoutCancel(ctx), t.r.sb.ID); errors.Is(gone, runtime.ErrNotFound) {
 		err = hint(err, fmt.Sprintf("The sandbox was removed to be made again, and was not; try again with: agentbox restore %s %s", t.r.sb.Name, short(t.r.row.ID)))
 	}
 	if t.kept != "" {
@@ -160,13 +160,13 @@ func mayPass(err error) bool {
 
 // afterTry cleans up after a failed attempt: it recovers what the attempt left in the
 // journal, and keeps the undo checkpoint of the first attempt for the whole restore.
-func (e *Engine) afterTry(ctx context.Context, t *trying) error {
+func (rs *restores) afterTry(ctx context.Context, t *trying) error {
 	ctx = context.WithoutCancel(ctx)
-	_, err := e.recoverFor(ctx, Own{})
+	_, err := rs.recovery.recoverFor(ctx, Own{})
 	if t.r == nil || t.kept != "" || t.r.files.undone == "" {
 		return err
 	}
-	row, e2 := e.store.Checkpoint(ctx, t.r.files.undone)
+	row, e2 := rs.store.Checkpoint(ctx, t.r.files.undone)
 	if e2 == nil && row.Status == store.Ready {
 		// Later attempts find only what this one has put back.
 		t.kept, t.opts.NoUndo = row.ID, true
@@ -174,7 +174,7 @@ func (e *Engine) afterTry(ctx context.Context, t *trying) error {
 	return err
 }
 
-func (e *Engine) noteAttempt(id, checkpoint string, a runtime.RestoreAttempt) {
+func (rs *restores) noteAttempt(id, checkpoint string, a runtime.RestoreAttempt) {
 	then := "no other strategy is left"
 	switch a.Next {
 	case "":
@@ -184,15 +184,15 @@ func (e *Engine) noteAttempt(id, checkpoint string, a runtime.RestoreAttempt) {
 		then = "next: " + a.Next
 	}
 	ev := runtime.Event{Time: a.Time, Type: runtime.EventRestore, Checkpoint: checkpoint, Strategy: a.Strategy, Reason: a.Error + "; " + then}
-	if err := e.note(id, ev); err != nil {
-		e.log.Warn("event not recorded", "sandbox", id, "err", err)
+	if err := rs.events.note(id, ev); err != nil {
+		rs.log.Warn("event not recorded", "sandbox", id, "err", err)
 	}
 }
 
 // clearAway removes a sandbox, whose lock is held, so that it can be recreated. Before
 // that it proves all that is needed and makes a checkpoint of the present state, which
 // stays until the restore is done.
-func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err error) {
+func (rs *restores) clearAway(ctx context.Context, r *restoration, t *trying) (err error) {
 	if r.spec.Adopted {
 		return fmt.Errorf("%w: agentbox did not make it and cannot make it again", runtime.ErrUnsupported)
 	}
@@ -200,7 +200,7 @@ func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err 
 	if err := failpoint.Hit("restore.recreate.before-proof"); err != nil {
 		return err
 	}
-	if err := e.store.VerifyCheckpoint(ctx, r.row.ID); err != nil {
+	if err := rs.store.VerifyCheckpoint(ctx, r.row.ID); err != nil {
 		return err
 	}
 	attach, err := r.attached.proveHosts(ctx)
@@ -208,7 +208,7 @@ func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err 
 		return err
 	}
 	r.orphan = true // so that secrets come from their present sources
-	if err := e.again(ctx, r, runtime.ErrNotFound); err != nil {
+	if err := rs.again(ctx, r, runtime.ErrNotFound); err != nil {
 		return err
 	}
 	if err := mayStart(r.spec); err != nil {
@@ -216,7 +216,7 @@ func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err 
 	}
 
 	if t.kept == "" {
-		row, err := e.keepStopped(ctx, &old, attach)
+		row, err := rs.keepStopped(ctx, &old, attach)
 		if isCalledOff(err) {
 			return r.attached.hostTrouble(fmt.Errorf("keep the present state: %w", err))
 		}
@@ -227,13 +227,13 @@ func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err 
 	}
 
 	// Without a pin it would be removed with the sandbox.
-	if row, err := e.store.Checkpoint(ctx, t.kept); err != nil || !row.Pinned {
-		if err := errors.Join(err, e.store.Pin(ctx, t.kept, true)); err != nil {
+	if row, err := rs.store.Checkpoint(ctx, t.kept); err != nil || !row.Pinned {
+		if err := errors.Join(err, rs.store.Pin(ctx, t.kept, true)); err != nil {
 			return err
 		}
 		t.pinned = true
 	}
-	if r.reader, err = e.store.OpenCheckpoint(ctx, r.row.ID); err != nil {
+	if r.reader, err = rs.store.OpenCheckpoint(ctx, r.row.ID); err != nil {
 		return err
 	}
 	if err := errors.Join(r.effects.prepare(ctx), r.reader.Close()); err != nil {
@@ -243,16 +243,16 @@ func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err 
 		return err
 	}
 	t.opts.Secrets = r.spec.Secrets
-	if err := e.remove(context.WithoutCancel(ctx), &old, false); err != nil {
+	if err := rs.sandboxes.remove(context.WithoutCancel(ctx), &old, false); err != nil {
 		return err
 	}
 	for _, a := range t.attempts { // the events were removed with the sandbox
-		e.noteAttempt(old.ID, r.row.ID, a)
+		rs.noteAttempt(old.ID, r.row.ID, a)
 	}
 	r.orphan, r.c = false, runtime.Container{}
 	// The lock file was removed with the record.
 	r.sb.lock.Unlock()
-	lock, err := e.store.Lock(ctx, r.sb.ID, "restore", lockWait)
+	lock, err := rs.store.Lock(ctx, r.sb.ID, "restore", lockWait)
 	if err != nil {
 		return err
 	}
@@ -261,20 +261,20 @@ func (e *Engine) clearAway(ctx context.Context, r *restoration, t *trying) (err 
 }
 
 // keepStopped makes a checkpoint of a sandbox's present state and stops the sandbox.
-func (e *Engine) keepStopped(ctx context.Context, sb *locked, attach []string) (store.Checkpoint, error) {
+func (rs *restores) keepStopped(ctx context.Context, sb *locked, attach []string) (store.Checkpoint, error) {
 	opts := runtime.CheckpointOptions{Trigger: runtime.TriggerUndo, TCP: runtime.TCPEstablished, Stop: true, Attach: attach}
-	row, err := e.checkpointOf(ctx, sb, opts, "")
+	row, err := rs.checkpoints.checkpointOf(ctx, sb, opts, "")
 	if err != nil && ctx.Err() == nil && !errors.Is(err, unix.ENOSPC) && !isCalledOff(err) {
-		e.log.Warn("undo checkpoint limited to files", "sandbox", sb.ID, "err", err)
+		rs.log.Warn("undo checkpoint limited to files", "sandbox", sb.ID, "err", err)
 		opts.FilesOnly = true
-		row, err = e.checkpointOf(ctx, sb, opts, "")
+		row, err = rs.checkpoints.checkpointOf(ctx, sb, opts, "")
 	}
 	return row, err
 }
 
 // forgetKept makes the undo checkpoint of the first attempt that of the whole restore, or
 // removes it if none is wanted.
-func (e *Engine) forgetKept(ctx context.Context, t *trying, out *runtime.Restored) error {
+func (rs *restores) forgetKept(ctx context.Context, t *trying, out *runtime.Restored) error {
 	if t.kept == "" {
 		return nil
 	}
@@ -284,12 +284,12 @@ func (e *Engine) forgetKept(ctx context.Context, t *trying, out *runtime.Restore
 	}
 	var err error
 	if t.pinned {
-		err = e.store.Pin(ctx, t.kept, false)
+		err = rs.store.Pin(ctx, t.kept, false)
 	}
 	if t.noUndo {
 		kept := t.kept
 		out.Undo, t.kept = "", ""
-		_, failed := e.store.RemoveUnpinned(ctx, kept)
+		_, failed := rs.store.RemoveUnpinned(ctx, kept)
 		return errors.Join(err, failed)
 	}
 	t.r.data.Undo, t.r.data.NoUndo, out.Undo = t.kept, false, t.kept
@@ -298,14 +298,14 @@ func (e *Engine) forgetKept(ctx context.Context, t *trying, out *runtime.Restore
 
 // safeStop puts on hold a sandbox that no strategy has restored: it is frozen, verbs
 // refuse to use it, and all that is left of it is kept.
-func (e *Engine) safeStop(ctx context.Context, id string, t *trying) (err error) {
+func (rs *restores) safeStop(ctx context.Context, id string, t *trying) (err error) {
 	last := t.attempts[len(t.attempts)-1]
 	tried := ""
 	for _, a := range runtime.FoldAttempts(t.attempts) {
 		tried += "\n  " + a
 	}
 	cause := fmt.Errorf("%w: no strategy has restored it:%s", runtime.ErrState, tried)
-	sb, err := e.acquire(ctx, id, "restore", reapWait)
+	sb, err := rs.acquire(ctx, id, "restore", reapWait)
 	if errors.Is(err, runtime.ErrNotFound) {
 		text := "The sandbox could not be made again; its checkpoints are there (agentbox checkpoint ls " + t.r.sb.Name + ")"
 		if t.kept != "" {
@@ -321,7 +321,7 @@ func (e *Engine) safeStop(ctx context.Context, id string, t *trying) (err error)
 		return errors.Join(cause, err)
 	}
 	why := fmt.Sprintf("a restore to checkpoint %s failed: %s", short(t.r.row.ID), last.Error)
-	if err := e.store.Hold(ctx, id, why); err != nil {
+	if err := rs.store.Hold(ctx, id, why); err != nil {
 		return errors.Join(cause, err)
 	}
 	t.held = true
@@ -341,8 +341,8 @@ func (e *Engine) safeStop(ctx context.Context, id string, t *trying) (err error)
 	if err != nil {
 		return errors.Join(cause, fmt.Errorf("and it cannot be frozen: %w", err))
 	}
-	if err := e.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventHeld, Checkpoint: t.r.row.ID, Reason: state + ": " + why}); err != nil {
-		e.log.Warn("event not recorded", "sandbox", id, "err", err)
+	if err := rs.events.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventHeld, Checkpoint: t.r.row.ID, Reason: state + ": " + why}); err != nil {
+		rs.log.Warn("event not recorded", "sandbox", id, "err", err)
 	}
 	text := fmt.Sprintf("The sandbox is %s, with the files it had before, and no verb may use it. Restore it again, or let it be used as it is with: agentbox release %s", state, sb.Name)
 	if t.kept != "" {
@@ -362,12 +362,12 @@ func mayUse(sb store.Sandbox) error {
 
 // ReleaseHold ends the hold on a sandbox.
 func (e *Engine) ReleaseHold(ctx context.Context, ref string) error {
-	return e.verb(ctx, onSandbox("release hold", ref).errorsNamed(), func(ctx context.Context) error { return e.releaseHold(ctx, ref) })
+	return e.verb(ctx, onSandbox("release hold", ref).errorsNamed(), func(ctx context.Context) error { return e.restores.releaseHold(ctx, ref) })
 }
 
-func (e *Engine) releaseHold(ctx context.Context, ref string) (err error) {
+func (rs *restores) releaseHold(ctx context.Context, ref string) (err error) {
 	defer func() { err = fail("release", ref, err) }()
-	sb, err := e.acquire(ctx, ref, "release", lockWait)
+	sb, err := rs.acquire(ctx, ref, "release", lockWait)
 	if err != nil {
 		return err
 	}
@@ -376,10 +376,10 @@ func (e *Engine) releaseHold(ctx context.Context, ref string) (err error) {
 		return fmt.Errorf("%w: it is not held", runtime.ErrState)
 	}
 	if c, err := sb.host.Inspect(ctx, sb.ID); err != nil || c.Status != runtime.Running && c.Status != runtime.Paused {
-		if err := e.meant(sb.Sandbox); err != nil { // its restart policy must not start it
+		if err := rs.restarts.meant(sb.Sandbox); err != nil { // its restart policy must not start it
 			return err
 		}
 	}
-	e.log.Info("hold released", "sandbox", sb.ID)
-	return e.store.Hold(ctx, sb.ID, "")
+	rs.log.Info("hold released", "sandbox", sb.ID)
+	return rs.store.Hold(ctx, sb.ID, "")
 }

@@ -25,6 +25,23 @@ import (
 // The supervisor ends with its last mark. What a killed one has missed, the next command does,
 // and starts another (ReviveOfBoot).
 
+// supervisor is the process that supervises the root, and what starts it.
+type supervisor struct {
+	*core
+
+	events    *eventLog
+	restarts  *restartLog
+	marks     *marks
+	sandboxes *sandboxes
+	restores  *restores
+	limits    *limits
+	leases    *leases
+	recovery  *recovery
+
+	start  func(lock *os.File) error // see Options.Supervisor
+	engine *Engine                   // takes checkpoints at intervals
+}
+
 // Supervision is the right to supervise a root: the lock RUN/supervisor. The locked file is
 // also the log of the supervisor.
 type Supervision struct {
@@ -96,30 +113,30 @@ func (s *Supervision) Release(over bool) {
 }
 
 // takeSupervisor takes the lock for a supervisor that is to be started.
-func (e *Engine) takeSupervisor() (*flock.Handle, error) {
-	if err := os.MkdirAll(e.run, 0o700); err != nil {
+func (sv *supervisor) takeSupervisor() (*flock.Handle, error) {
+	if err := os.MkdirAll(sv.run, 0o700); err != nil {
 		return nil, err
 	}
-	return flock.Try(supervisorPath(e.run), flock.Append)
+	return flock.Try(supervisorPath(sv.run), flock.Append)
 }
 
 // startSupervisor starts a supervisor, unless there is one.
-func (e *Engine) startSupervisor() error {
-	lock, err := e.takeSupervisor()
+func (sv *supervisor) startSupervisor() error {
+	lock, err := sv.takeSupervisor()
 	if errors.Is(err, flock.ErrHeld) {
 		return nil
 	}
 	if err != nil {
 		return err
 	}
-	return e.passSupervisor(lock)
+	return sv.passSupervisor(lock)
 }
 
 // passSupervisor starts a supervisor with the lock.
-func (e *Engine) passSupervisor(lock *flock.Handle) (err error) {
-	started := e.supervisor != nil
+func (sv *supervisor) passSupervisor(lock *flock.Handle) (err error) {
+	started := sv.start != nil
 	if started {
-		err = e.supervisor(lock.Pass())
+		err = sv.start(lock.Pass())
 	}
 	if !started || err != nil {
 		return errors.Join(err, lock.Remove())
@@ -129,34 +146,38 @@ func (e *Engine) passSupervisor(lock *flock.Handle) (err error) {
 }
 
 // superviseFromNow has a sandbox that has started, or was changed, supervised.
-func (e *Engine) superviseFromNow(s runtime.Spec) {
-	if e.supervisor == nil {
+func (sv *supervisor) superviseFromNow(s runtime.Spec) {
+	if sv.start == nil {
 		return
 	}
-	err := e.mark(s)
+	err := sv.marks.mark(s)
 	if err == nil && supervised(s) {
-		err = e.startSupervisor()
+		err = sv.startSupervisor()
 	}
 	if err != nil {
-		e.log.Error("supervisor not started; limits are not enforced", "sandbox", s.ID, "err", err)
+		sv.log.Error("supervisor not started; limits are not enforced", "sandbox", s.ID, "err", err)
 	}
 }
 
 // Revive is ReviveOfBoot for the service and for Reconcile: it also has sandboxes supervised,
 // and started as their restart policies say, that were started in an earlier boot of the host.
-func (e *Engine) Revive(ctx context.Context) error {
-	err := e.adoptMarks()
-	return errors.Join(fail("supervise", "", err), e.ReviveOfBoot(ctx))
+func (e *Engine) Revive(ctx context.Context) error { return e.supervisor.revive(ctx) }
+
+func (sv *supervisor) revive(ctx context.Context) error {
+	err := sv.marks.adopt()
+	return errors.Join(fail("supervise", "", err), sv.reviveOfBoot(ctx))
 }
 
 // ReviveOfBoot does what fell due while there was no supervisor, and starts one if something
 // is to be supervised. Every command calls it first; it is quick when there is nothing to do.
 // It starts no sandbox that was not started in this boot of the host.
-func (e *Engine) ReviveOfBoot(ctx context.Context) (err error) {
+func (e *Engine) ReviveOfBoot(ctx context.Context) error { return e.supervisor.reviveOfBoot(ctx) }
+
+func (sv *supervisor) reviveOfBoot(ctx context.Context) (err error) {
 	defer func() { err = fail("supervise", "", err) }()
-	errs := []error{e.replaceWatches()}
+	errs := []error{sv.marks.replaceWatches()}
 	for {
-		marks, err := e.readMarks()
+		marks, err := sv.marks.all()
 		if err != nil {
 			return errors.Join(append(errs, err)...)
 		}
@@ -167,7 +188,7 @@ func (e *Engine) ReviveOfBoot(ctx context.Context) (err error) {
 					continue
 				}
 				err := guard.Do(func() error {
-					needs, err := e.missed(ctx, id, m)
+					needs, err := sv.missed(ctx, id, m)
 					needed = needed || needs
 					return err
 				})
@@ -181,7 +202,7 @@ func (e *Engine) ReviveOfBoot(ctx context.Context) (err error) {
 			return errors.Join(errs...)
 		}
 
-		lock, err := e.takeSupervisor()
+		lock, err := sv.takeSupervisor()
 		if errors.Is(err, flock.ErrHeld) {
 			return errors.Join(errs...)
 		}
@@ -190,7 +211,7 @@ func (e *Engine) ReviveOfBoot(ctx context.Context) (err error) {
 		}
 		catchUp(true)
 		if needed {
-			return errors.Join(append(errs, e.passSupervisor(lock))...)
+			return errors.Join(append(errs, sv.passSupervisor(lock))...)
 		}
 		// Look again: a process that has just written a mark may have found the lock taken.
 		if err := lock.Remove(); err != nil {
@@ -214,14 +235,14 @@ const engineWait = time.Second
 
 // missed does what fell due for a sandbox, or for leases, while no supervisor ran, and reports
 // whether one is needed. m is its mark.
-func (e *Engine) missed(ctx context.Context, id string, m mark) (needs bool, err error) {
+func (sv *supervisor) missed(ctx context.Context, id string, m mark) (needs bool, err error) {
 	if id == leasesMark {
-		over, err := e.noLeases(ctx, m)
+		over, err := sv.leases.noLeases(ctx, m)
 		return !over && m.current(), err
 	}
-	sb, err := e.store.Sandbox(ctx, id)
+	sb, err := sv.store.Sandbox(ctx, id)
 	if errors.Is(err, runtime.ErrNotFound) {
-		is, err := e.settled(ctx, id, m)
+		is, err := sv.settled(ctx, id, m)
 		return !is && m.current(), err
 	}
 	if err != nil {
@@ -233,9 +254,9 @@ func (e *Engine) missed(ctx context.Context, id string, m mark) (needs bool, err
 	}
 
 	if expired(s.Lifetime) {
-		done, err := e.expire(ctx, id)
+		done, err := sv.limits.expire(ctx, id)
 		if done && err == nil {
-			done, err = e.settled(ctx, id, m)
+			done, err = sv.settled(ctx, id, m)
 		}
 		if errors.Is(err, runtime.ErrBusy) {
 			err = nil // tried again later
@@ -247,7 +268,7 @@ func (e *Engine) missed(ctx context.Context, id string, m mark) (needs bool, err
 	}
 
 	// It was started before the host was.
-	host, err := e.host(sb.Backend)
+	host, err := sv.host(sb.Backend)
 	if err != nil {
 		return false, err
 	}
@@ -258,14 +279,14 @@ func (e *Engine) missed(ctx context.Context, id string, m mark) (needs bool, err
 	case err != nil && !errors.Is(err, runtime.ErrNotFound):
 		return false, nil // its engine does not answer
 	case c.Status == runtime.Running || c.Status == runtime.Paused:
-		return true, e.setMark(id, bootID())
+		return true, sv.marks.set(id, bootID())
 	case s.AutoRemove && s.Lifetime.TTL > 0 && !sb.Kept:
 		return false, nil // its end was not seen, so its TTL removes it
 	}
-	if back, _, err := e.comesBack(ctx, sb, s, c); back || err != nil {
+	if back, _, err := sv.comesBack(ctx, sb, s, c); back || err != nil {
 		return false, err // by the service, or `agentbox recover`
 	}
-	if _, err = e.settled(ctx, id, m); errors.Is(err, runtime.ErrBusy) {
+	if _, err = sv.settled(ctx, id, m); errors.Is(err, runtime.ErrBusy) {
 		err = nil
 	}
 	return false, err
@@ -273,10 +294,10 @@ func (e *Engine) missed(ctx context.Context, id string, m mark) (needs bool, err
 
 // settled removes the mark of a sandbox that needs no supervisor, unless the mark was written
 // again since it was m.
-func (e *Engine) settled(ctx context.Context, id string, m mark) (is bool, err error) {
-	_, err = e.store.Sandbox(ctx, id)
+func (sv *supervisor) settled(ctx context.Context, id string, m mark) (is bool, err error) {
+	_, err = sv.store.Sandbox(ctx, id)
 	if err == nil {
-		lock, err := e.store.Lock(ctx, id, opWatch, lockWait)
+		lock, err := sv.store.Lock(ctx, id, opWatch, lockWait)
 		if err != nil {
 			return false, err
 		}
@@ -284,10 +305,10 @@ func (e *Engine) settled(ctx context.Context, id string, m mark) (is bool, err e
 	} else if !errors.Is(err, runtime.ErrNotFound) {
 		return false, err
 	}
-	if now, marked, err := e.readMark(id); err != nil || now != m {
+	if now, marked, err := sv.marks.read(id); err != nil || now != m {
 		return err == nil && !marked, err
 	}
-	err = e.unmark(id)
+	err = sv.marks.remove(id)
 	return err == nil, err
 }
 
@@ -295,37 +316,41 @@ func (e *Engine) settled(ctx context.Context, id string, m mark) (is bool, err e
 // leases, until there is nothing to supervise. It takes over the lock. ErrNotFound: the root
 // was removed.
 func (e *Engine) Supervise(ctx context.Context, lock *Supervision) error {
+	return e.supervisor.untilOver(ctx, lock)
+}
+
+func (sv *supervisor) untilOver(ctx context.Context, lock *Supervision) error {
 	goruntime.GC() // little memory counts for more than a quick start: see internal/gclater
 
 	// The last supervisor may have been killed in a checkpoint, with the sandbox frozen.
 	var recovering guard.WaitGroup
 	defer recovering.Wait()
 	recovering.Go(func() {
-		if _, err := e.RecoverInterrupted(ctx); err != nil && ctx.Err() == nil {
-			e.log.Error("recovery failed; `agentbox recover` retries", "err", err)
+		if _, err := sv.recovery.recoverFor(ctx, Own{Alone: true}); err != nil && ctx.Err() == nil {
+			sv.log.Error("recovery failed; `agentbox recover` retries", "err", err)
 		}
 	})
 
 	for {
-		err := e.supervise(ctx, lock)
+		err := sv.supervise(ctx, lock)
 		if errors.Is(err, errReplaced) {
-			if err = e.supervisor(lock.lock.Pass()); err == nil {
+			if err = sv.start(lock.lock.Pass()); err == nil {
 				lock.lock.Unlock()
 				return nil
 			}
-			e.log.Error("program replaced, new supervisor not started", "err", err)
+			sv.log.Error("program replaced, new supervisor not started", "err", err)
 			lock.stays = true
 			continue
 		}
 		if err != nil && ctx.Err() == nil {
-			e.log.Error("supervisor ended", "err", err)
+			sv.log.Error("supervisor ended", "err", err)
 		}
 		lock.Release(ctx.Err() == nil && (err == nil || errors.Is(err, runtime.ErrNotFound)))
 		if err != nil {
 			return fail("supervise", "", err)
 		}
 		// A mark that was written before the lock was free, by a process that found it taken.
-		marks, err := e.readMarks()
+		marks, err := sv.marks.all()
 		if err != nil || !anyCurrent(marks) {
 			return fail("supervise", "", err)
 		}
@@ -337,7 +362,7 @@ func (e *Engine) Supervise(ctx context.Context, lock *Supervision) error {
 
 // supervising is the supervisor at work.
 type supervising struct {
-	e     *Engine
+	e     *supervisor
 	wards map[string]*ward
 	ended chan string // names of marks whose goroutine has ended
 	all   guard.WaitGroup
@@ -349,23 +374,23 @@ type ward struct {
 	news chan struct{} // the mark has changed
 }
 
-func (e *Engine) supervise(ctx context.Context, lock *Supervision) error {
-	if err := os.Mkdir(e.marksDir(), 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
-		return e.unlessGone(err)
+func (sv *supervisor) supervise(ctx context.Context, lock *Supervision) error {
+	if err := os.Mkdir(sv.marks.dir(), 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+		return sv.unlessGone(err)
 	}
-	changed, err := kernel.Watch(e.marksDir(), lock.path)
+	changed, err := kernel.Watch(sv.marks.dir(), lock.path)
 	if err != nil {
-		return e.unlessGone(err)
+		return sv.unlessGone(err)
 	}
 	defer changed.Close()
-	s := &supervising{e: e, wards: map[string]*ward{}, ended: make(chan string)}
+	s := &supervising{e: sv, wards: map[string]*ward{}, ended: make(chan string)}
 	defer s.all.Wait()
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 
 	var failed failures
 	for {
-		if e.store.Gone() {
+		if sv.store.Gone() {
 			return runtime.ErrNotFound
 		}
 		if !lock.lock.Named() {
@@ -374,7 +399,7 @@ func (e *Engine) supervise(ctx context.Context, lock *Supervision) error {
 		if !lock.stays && replaced() {
 			return errReplaced
 		}
-		marks, err := e.readMarks()
+		marks, err := sv.marks.all()
 		if err == nil {
 			s.update(ctx, marks)
 			if len(s.wards) == 0 {
@@ -382,7 +407,7 @@ func (e *Engine) supervise(ctx context.Context, lock *Supervision) error {
 			}
 		}
 		var again <-chan time.Time
-		if pause := failed.pause(e.log, err, "supervisor"); pause > 0 {
+		if pause := failed.pause(sv.log, err, "supervisor"); pause > 0 {
 			again = time.After(pause)
 		}
 
@@ -407,8 +432,8 @@ func replaced() bool {
 }
 
 // unlessGone explains an error of a path that may be gone: with the root, or by itself.
-func (e *Engine) unlessGone(err error) error {
-	if e.store.Gone() {
+func (sv *supervisor) unlessGone(err error) error {
+	if sv.store.Gone() {
 		return runtime.ErrNotFound
 	}
 	return ignoreMissing(err)
@@ -446,7 +471,7 @@ func (s *supervising) start(ctx context.Context, id string, news <-chan struct{}
 		}()
 		_ = guard.Do(func() error { // a panic is in the log, and ends no other goroutine
 			if id == leasesMark {
-				s.e.keepLeases(ctx, news)
+				s.e.leases.keepLeases(ctx, news)
 			} else {
 				s.e.guardSandbox(ctx, id, news)
 			}

@@ -28,7 +28,7 @@ func (t *takings) begin(ctx context.Context, s runtime.Spec) error {
 	if err != nil || on.Interval == 0 || t.under.Load() {
 		return err
 	}
-	if old, err := t.e.taken(t.id); old || err != nil {
+	if old, err := t.e.marks.taken(t.id); old || err != nil {
 		return err
 	}
 	ctx, stop := context.WithCancel(ctx)
@@ -59,7 +59,7 @@ func (t *takings) end() {
 
 // status is empty for a sandbox that is gone.
 func (t *takings) status(ctx context.Context) (runtime.Status, error) {
-	sb, err := t.e.inspect(ctx, t.id)
+	sb, err := t.e.sandboxes.inspect(ctx, t.id)
 	if errors.Is(err, runtime.ErrNotFound) {
 		return "", nil
 	}

@@ -15,11 +15,11 @@ import (
 
 // target finds the sandbox and the checkpoint to restore, and locks the sandbox unless the
 // caller has. The restore will recreate a sandbox that was removed.
-func (e *Engine) target(ctx context.Context, ref string, sb *locked, opts runtime.RestoreOptions) (*restoration, error) {
-	r := e.newRestoration(sb, restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly, Salvage: opts.Salvage, NoUndo: opts.NoUndo})
+func (rs *restores) target(ctx context.Context, ref string, sb *locked, opts runtime.RestoreOptions) (*restoration, error) {
+	r := rs.newRestoration(sb, restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly, Salvage: opts.Salvage, NoUndo: opts.NoUndo})
 	r.restart, r.verify, r.pull, r.grants = sb != nil, opts.Verify, opts.Pull, opts.Grants
 	r.effects.off, r.attached.all, r.attached.none, r.secrets.given = opts.NoEffects, opts.Attached, opts.NoAttached, opts.Secrets
-	err := e.match(ctx, ref, &opts)
+	err := rs.checkpoints.match(ctx, ref, &opts)
 	if err != nil {
 		if r.sb != nil {
 			r.sb.lock.Unlock()
@@ -27,19 +27,19 @@ func (e *Engine) target(ctx context.Context, ref string, sb *locked, opts runtim
 		return nil, err
 	}
 	if r.sb == nil {
-		if r.sb, err = e.acquire(ctx, ref, "restore", lockWait); errors.Is(err, runtime.ErrNotFound) {
-			return r, e.recreate(ctx, r, ref, opts, err)
+		if r.sb, err = rs.acquire(ctx, ref, "restore", lockWait); errors.Is(err, runtime.ErrNotFound) {
+			return r, rs.recreate(ctx, r, ref, opts, err)
 		}
 	}
 	if err == nil {
-		if err = e.certain(ctx, ref, r.sb.Sandbox); err != nil {
+		if err = rs.certain(ctx, ref, r.sb.Sandbox); err != nil {
 			r.sb.lock.Unlock()
 		}
 	}
 	if err != nil {
 		return nil, err
 	}
-	if r.row, err = e.choose(ctx, r.sb.Sandbox, opts.Checkpoint, opts.Undo, opts.Foreign); err == nil {
+	if r.row, err = rs.choose(ctx, r.sb.Sandbox, opts.Checkpoint, opts.Undo, opts.Foreign); err == nil {
 		err = checkDamage(r.sb.Name, r.row, r.data.Salvage)
 	}
 	if err == nil {
@@ -51,7 +51,7 @@ func (e *Engine) target(ctx context.Context, ref string, sb *locked, opts runtim
 	if errors.Is(err, runtime.ErrNotFound) && !r.spec.Adopted && r.spec.ID != "" {
 		// Its container was removed without agentbox.
 		r.orphan = true
-		err = e.again(ctx, r, err)
+		err = rs.again(ctx, r, err)
 	} else if err == nil {
 		err = r.keepGiven(opts)
 	}
@@ -82,9 +82,9 @@ func (r *restoration) keepGiven(opts runtime.RestoreOptions) error {
 // choose finds the named checkpoint of a sandbox, or its newest ready one: an undo
 // checkpoint with undo, another one without. A foreign one must be named, or allowed by
 // foreign.
-func (e *Engine) choose(ctx context.Context, sb store.Sandbox, ref string, undo, foreign bool) (row store.Checkpoint, err error) {
+func (rs *restores) choose(ctx context.Context, sb store.Sandbox, ref string, undo, foreign bool) (row store.Checkpoint, err error) {
 	if ref == "" {
-		rows, err := e.store.Checkpoints(ctx, store.Filter{SandboxID: sb.ID})
+		rows, err := rs.store.Checkpoints(ctx, store.Filter{SandboxID: sb.ID})
 		if err != nil {
 			return row, err
 		}
@@ -106,9 +106,9 @@ func (e *Engine) choose(ctx context.Context, sb store.Sandbox, ref string, undo,
 		}
 		return row, hint(fmt.Errorf("checkpoint of %s: %w", sb.Name, runtime.ErrNotFound), "Take one with: agentbox checkpoint "+sb.Name)
 	}
-	row, err = e.store.Checkpoint(ctx, sb.ID+"@"+ref)
+	row, err = rs.store.Checkpoint(ctx, sb.ID+"@"+ref)
 	if errors.Is(err, runtime.ErrNotFound) {
-		row, err = e.checkpoint(ctx, ref)
+		row, err = rs.checkpoint(ctx, ref)
 	}
 	if err == nil {
 		if err := notOwn(sb, ref, row); err != nil {
@@ -151,9 +151,9 @@ func notOwn(sb store.Sandbox, ref string, row store.Checkpoint) error {
 
 // recreate plans to create a removed sandbox again from the spec of its checkpoint. The
 // sandbox keeps its id, so that what its processes remember of it stays true.
-func (e *Engine) recreate(ctx context.Context, r *restoration, name string, opts runtime.RestoreOptions, missing error) error {
+func (rs *restores) recreate(ctx context.Context, r *restoration, name string, opts runtime.RestoreOptions, missing error) error {
 	ref, undo := opts.Checkpoint, opts.Undo
-	row, err := e.newestOfGone(ctx, name, opts.Foreign)
+	row, err := rs.newestOfGone(ctx, name, opts.Foreign)
 	if errors.Is(err, runtime.ErrNotFound) {
 		return missing
 	}
@@ -170,8 +170,8 @@ func (e *Engine) recreate(ctx context.Context, r *restoration, name string, opts
 
 	if ref != "" {
 		// The checkpoint may belong to an older of several removed sandboxes of that name.
-		if row, err = e.store.Checkpoint(ctx, name+"@"+ref); errors.Is(err, runtime.ErrNotFound) {
-			row, err = e.checkpoint(ctx, ref)
+		if row, err = rs.store.Checkpoint(ctx, name+"@"+ref); errors.Is(err, runtime.ErrNotFound) {
+			row, err = rs.checkpoint(ctx, ref)
 		}
 		if err != nil {
 			return err
@@ -186,16 +186,16 @@ func (e *Engine) recreate(ctx context.Context, r *restoration, name string, opts
 		if row.Status != runtime.CheckpointReady {
 			return fmt.Errorf("%w: checkpoint %s is %s: %s", runtime.ErrState, short(row.ID), row.Status, row.Error)
 		}
-		if _, err := e.store.Sandbox(ctx, row.SandboxID); !errors.Is(err, runtime.ErrNotFound) {
+		if _, err := rs.store.Sandbox(ctx, row.SandboxID); !errors.Is(err, runtime.ErrNotFound) {
 			return errors.Join(err, fmt.Errorf("%w: checkpoint %s belongs to a sandbox that was not removed", runtime.ErrState, short(row.ID)))
 		}
 	}
-	lock, err := e.store.Lock(ctx, row.SandboxID, "restore", lockWait)
+	lock, err := rs.store.Lock(ctx, row.SandboxID, "restore", lockWait)
 	if err != nil {
 		return err
 	}
 	r.sb, r.row = &locked{Sandbox: store.Sandbox{ID: row.SandboxID, Name: row.SandboxName}, lock: lock}, row
-	if err = e.again(ctx, r, missing); err == nil {
+	if err = rs.again(ctx, r, missing); err == nil {
 		err = checkDamage(r.sb.Name, r.row, r.data.Salvage)
 	}
 	if err != nil {
@@ -205,13 +205,13 @@ func (e *Engine) recreate(ctx context.Context, r *restoration, name string, opts
 }
 
 // again plans to recreate a sandbox, whose lock is held, from the spec of its checkpoint.
-func (e *Engine) again(ctx context.Context, r *restoration, missing error) (err error) {
+func (rs *restores) again(ctx context.Context, r *restoration, missing error) (err error) {
 	gone := store.Sandbox{ID: r.row.SandboxID, Name: r.row.SandboxName, ImageDigest: r.row.ImageDigest, Spec: r.row.Spec}
 	if r.spec, err = specOf(gone.ID, gone.Spec); err != nil {
 		return err
 	}
 	r.spec.ID = gone.ID // regardless of what its author wrote
-	if r.caveats, err = e.claim(&r.spec, r.row, r.grants, r.full()); err != nil {
+	if r.caveats, err = claim(&r.spec, r.row, r.grants, r.full()); err != nil {
 		return err
 	}
 	if r.spec.Adopted {
@@ -226,11 +226,11 @@ func (e *Engine) again(ctx context.Context, r *restoration, missing error) (err 
 	if r.spec.Secrets, err = sources(r.spec, r.secrets.given, known.Secrets); err != nil {
 		return err
 	}
-	if err := e.readmitOf(r.row, &r.spec, r.grants, r.full()); err != nil {
+	if err := rs.admission.readmitOf(r.row, &r.spec, r.grants, r.full()); err != nil {
 		return err
 	}
-	gone.Backend = cmp.Or(r.spec.Backend, e.first)
-	host, err := e.host(gone.Backend)
+	gone.Backend = cmp.Or(r.spec.Backend, rs.first)
+	host, err := rs.host(gone.Backend)
 	if err != nil {
 		return err
 	}
@@ -241,7 +241,7 @@ func (e *Engine) again(ctx context.Context, r *restoration, missing error) (err 
 	if err != nil {
 		return err
 	}
-	if err := e.keepIDs(ctx, &r.spec, host, img.Lower, r.full(), r.row.Foreign); err != nil {
+	if err := rs.sandboxes.keepIDs(ctx, &r.spec, host, img.Lower, r.full(), r.row.Foreign); err != nil {
 		return err
 	}
 	gone.Image, gone.Lower, gone.Labels = r.spec.Image, img.Lower, r.spec.Labels
@@ -255,16 +255,16 @@ func (e *Engine) again(ctx context.Context, r *restoration, missing error) (err 
 
 // forgetOrphan removes the record of a sandbox whose container is gone, before both are
 // recreated.
-func (e *Engine) forgetOrphan(ctx context.Context, r *restoration) error {
+func (rs *restores) forgetOrphan(ctx context.Context, r *restoration) error {
 	if !r.orphan {
 		return nil
 	}
-	if err := e.store.DeleteSandbox(ctx, r.sb.ID); err != nil {
+	if err := rs.store.DeleteSandbox(ctx, r.sb.ID); err != nil {
 		return err
 	}
 	// The lock file was removed with the record.
 	r.sb.lock.Unlock()
-	lock, err := e.store.Lock(ctx, r.sb.ID, "restore", lockWait)
+	lock, err := rs.store.Lock(ctx, r.sb.ID, "restore", lockWait)
 	if err == nil {
 		r.sb.lock = lock
 	}
@@ -291,7 +291,7 @@ func damage(row store.Checkpoint) error {
 
 // newestOfGone finds the newest checkpoint of a removed sandbox, by its name or its id.
 // Unless foreign is set, it prefers checkpoints that are not foreign.
-func (e *Engine) newestOfGone(ctx context.Context, ref string, foreign bool) (store.Checkpoint, error) {
+func (e *core) newestOfGone(ctx context.Context, ref string, foreign bool) (store.Checkpoint, error) {
 	row, err := e.store.NewestOfName(ctx, ref, foreign)
 	if !errors.Is(err, runtime.ErrNotFound) {
 		return row, err

@@ -80,7 +80,7 @@ func TestTransition(t *testing.T) {
 			}
 			var calls []string
 			named := func(name string) noting { return noting{name: name, calls: &calls, fail: fail} }
-			r := e.newRestoration(&locked{Sandbox: sb, host: Host{Backend: named("it")}}, restoring{Phase: phaseSwap})
+			r := e.restores.newRestoration(&locked{Sandbox: sb, host: Host{Backend: named("it")}}, restoring{Phase: phaseSwap})
 			r.resumed, r.seq, r.reader = true, seq, &store.Reader{}
 			r.c.Stage = stage.Slot{Run: filepath.Join(t.TempDir(), "run"), ID: "it"}
 			r.parts = []part{named("a"), named("b")}
@@ -106,7 +106,7 @@ func TestTransition(t *testing.T) {
 			if at := slices.Index(forward, fail); at >= 0 && at <= slices.Index(forward, "b commit") {
 				phase = phaseSwap
 			}
-			in, _, err := e.pending(ctx, seq)
+			in, _, err := e.recovery.pending(ctx, seq)
 			got, e2 := decode[restoring](in.Data)
 			if got.Phase != phase || err != nil || e2 != nil {
 				t.Errorf("the journal has it at %q, want %q (%v, %v)", got.Phase, phase, err, e2)

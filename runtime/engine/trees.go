@@ -15,12 +15,12 @@ import (
 )
 
 // home returns what the trees of a sandbox share.
-func (e *Engine) home(sb *locked) worktree.Home {
-	return worktree.Home{Store: e.store, Sandbox: sb.ID, Steps: sb.steps, Log: e.log}
+func (cs *checkpoints) home(sb *locked) worktree.Home {
+	return worktree.Home{Store: cs.store, Sandbox: sb.ID, Steps: sb.steps, Log: cs.log}
 }
 
 // approach reads what has changed since the last checkpoint while the sandbox still runs.
-func (e *Engine) approach(ctx context.Context, k *making, draft *store.Draft) error {
+func (cs *checkpoints) approach(ctx context.Context, k *making, draft *store.Draft) error {
 	return worktree.Each(ctx, k.trees, func(ctx context.Context, t *worktree.Tree) error {
 		if k.c.Status != runtime.Running { // it does not change anyway
 			t.Know(ctx)
@@ -31,7 +31,7 @@ func (e *Engine) approach(ctx context.Context, k *making, draft *store.Draft) er
 }
 
 // collect captures the trees of a stopped or frozen sandbox.
-func (e *Engine) collect(ctx context.Context, k *making, draft *store.Draft, opts overlay.CollectOptions) error {
+func (cs *checkpoints) collect(ctx context.Context, k *making, draft *store.Draft, opts overlay.CollectOptions) error {
 	for i := range k.trees {
 		t := &k.trees[i]
 		now := overlay.CollectOptions{}
@@ -50,7 +50,7 @@ func (e *Engine) collect(ctx context.Context, k *making, draft *store.Draft, opt
 }
 
 // file stores what was captured. The sandbox may run again by then.
-func (e *Engine) file(ctx context.Context, k *making, draft *store.Draft) error {
+func (cs *checkpoints) file(ctx context.Context, k *making, draft *store.Draft) error {
 	if k.row.Kind == runtime.KindFull {
 		k.sb.steps.Begin(runtime.PhaseStoring, k.sb.steps.Sizes(draft.CRIUDir()))
 		draft.CountImages(k.sb.steps.Adder(runtime.PhaseStoring))
@@ -73,19 +73,19 @@ func (e *Engine) file(ctx context.Context, k *making, draft *store.Draft) error 
 }
 
 // remember makes the collections of a checkpoint the file caches.
-func (e *Engine) remember(k *making) {
+func (cs *checkpoints) remember(k *making) {
 	if k.aside {
 		return // the caches stay those of the earlier checkpoint
 	}
 	for i := range k.trees {
 		if err := k.trees[i].Remember(); err != nil {
-			e.log.Warn("file cache not kept; files will be read again", "sandbox", k.sb.ID, "err", err)
+			cs.log.Warn("file cache not kept; files will be read again", "sandbox", k.sb.ID, "err", err)
 		}
 	}
 }
 
 // unlearn deletes a sandbox's file caches.
-func (e *Engine) unlearn(k *making) error {
+func (cs *checkpoints) unlearn(k *making) error {
 	var errs []error
 	for i := range k.trees {
 		errs = append(errs, k.trees[i].Forget())

@@ -18,7 +18,7 @@ import (
 
 // leaveUnknown frees the leftovers of a sandbox that is not in state.db, whose lock is
 // held. It leaves an intact sandbox alone, and says so.
-func (e *Engine) leaveUnknown(ctx context.Context, host Host, id string) (did string, whole bool, err error) {
+func (bx *sandboxes) leaveUnknown(ctx context.Context, host Host, id string) (did string, whole bool, err error) {
 	_, err = host.Inspect(ctx, id)
 	if errors.Is(err, runtime.ErrNotFound) {
 		did, err = unless(host.Remove(ctx, id), "freed what was left of sandbox %s", short(id))
@@ -31,20 +31,20 @@ func (e *Engine) leaveUnknown(ctx context.Context, host Host, id string) (did st
 }
 
 // removeUnknown removes a sandbox that is not in state.db, by its full id.
-func (e *Engine) removeUnknown(ctx context.Context, id string, opts runtime.RemoveOptions, missing error) error {
+func (bx *sandboxes) removeUnknown(ctx context.Context, id string, opts runtime.RemoveOptions, missing error) error {
 	if raw, err := hex.DecodeString(id); err != nil || len(raw) != 16 || opts.AtExit {
 		return missing
 	}
-	host, err := e.host(e.first)
+	host, err := bx.host(bx.first)
 	if err != nil {
 		return missing
 	}
-	lock, err := e.store.Lock(ctx, id, "rm", lockWait)
+	lock, err := bx.store.Lock(ctx, id, "rm", lockWait)
 	if err != nil {
 		return err
 	}
 	defer lock.Unlock()
-	if _, err := e.store.Sandbox(ctx, id); !errors.Is(err, runtime.ErrNotFound) {
+	if _, err := bx.store.Sandbox(ctx, id); !errors.Is(err, runtime.ErrNotFound) {
 		return errors.Join(missing, err)
 	}
 	if _, err := host.Inspect(ctx, id); errors.Is(err, runtime.ErrNotFound) {
@@ -55,7 +55,7 @@ func (e *Engine) removeUnknown(ctx context.Context, id string, opts runtime.Remo
 	if !opts.Force {
 		return hint(fmt.Errorf("%w: it is there, and state.db does not know it", runtime.ErrState), "Put back the state.db that knows it, or remove it with --force.")
 	}
-	return e.remove(ctx, &locked{Sandbox: store.Sandbox{ID: id, Backend: e.first}, host: host, lock: lock}, opts.Checkpoints)
+	return bx.remove(ctx, &locked{Sandbox: store.Sandbox{ID: id, Backend: bx.first}, host: host, lock: lock}, opts.Checkpoints)
 }
 
 // forget removes a file of a sandbox that is gone.

@@ -52,8 +52,8 @@ func hasStarter(sb store.Sandbox) (bool, error) {
 
 // freeUnstarted removes the sandboxes whose caller has ended before it started them. It
 // leaves alone sandboxes of living callers, and those that another verb is at work on.
-func (e *Engine) freeUnstarted(ctx context.Context, as Own) (did []string, err error) {
-	list, err := e.store.Unstarted(ctx)
+func (bx *sandboxes) freeUnstarted(ctx context.Context, as Own) (did []string, err error) {
+	list, err := bx.store.Unstarted(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -64,10 +64,10 @@ func (e *Engine) freeUnstarted(ctx context.Context, as Own) (did []string, err e
 			if alive || err != nil {
 				return err
 			}
-			gone, err := e.freeOne(ctx, sb.ID, as)
+			gone, err := bx.freeOne(ctx, sb.ID, as)
 			if gone {
 				did = append(did, fmt.Sprintf("removed sandbox %s (%s), whose caller ended before it was started", sb.Name, short(sb.ID)))
-				e.log.Warn("verb recovered", "sandbox", sb.ID, "verb", opCreate, "action", did[len(did)-1])
+				bx.log.Warn("verb recovered", "sandbox", sb.ID, "verb", opCreate, "action", did[len(did)-1])
 			}
 			return err
 		})
@@ -78,8 +78,8 @@ func (e *Engine) freeUnstarted(ctx context.Context, as Own) (did []string, err e
 	return did, errors.Join(errs...)
 }
 
-func (e *Engine) freeOne(ctx context.Context, id string, as Own) (gone bool, err error) {
-	lock, err := e.store.Lock(ctx, id, "rm", 0)
+func (bx *sandboxes) freeOne(ctx context.Context, id string, as Own) (gone bool, err error) {
+	lock, err := bx.store.Lock(ctx, id, "rm", 0)
 	if errors.Is(err, runtime.ErrBusy) {
 		return false, nil
 	}
@@ -87,17 +87,17 @@ func (e *Engine) freeOne(ctx context.Context, id string, as Own) (gone bool, err
 		return false, err
 	}
 	defer lock.Unlock()
-	row, err := e.store.Sandbox(ctx, id)
+	row, err := bx.store.Sandbox(ctx, id)
 	if errors.Is(err, runtime.ErrNotFound) || err == nil && row.Starter == "" {
 		return false, nil
 	}
 	if err != nil {
 		return false, err
 	}
-	if intents, err := e.pendingOf(ctx, id); err != nil || len(intents) > 0 {
+	if intents, err := bx.pendingOf(ctx, id); err != nil || len(intents) > 0 {
 		return false, err // an interrupted verb is finished first
 	}
-	host, err := e.host(row.Backend)
+	host, err := bx.host(row.Backend)
 	if err != nil {
 		return false, err
 	}
@@ -106,29 +106,29 @@ func (e *Engine) freeOne(ctx context.Context, id string, as Own) (gone bool, err
 		return false, err
 	}
 	if err == nil && c.Status != runtime.Created { // it was started, but that was not recorded
-		return false, e.store.Started(ctx, id)
+		return false, bx.store.Started(ctx, id)
 	}
 	as.Why = "its caller ended before it was started"
-	err = e.observed(ctx, ByItself("rm", subjectOf(row), as), func(ctx context.Context) error {
-		return e.remove(ctx, &locked{Sandbox: row, host: host, lock: lock}, false)
+	err = bx.observed(ctx, ByItself("rm", subjectOf(row), as), func(ctx context.Context) error {
+		return bx.remove(ctx, &locked{Sandbox: row, host: host, lock: lock}, false)
 	})
 	return err == nil, err
 }
 
 // started ends the caller's ownership of a sandbox: the start has succeeded, or has failed
 // while its caller lives, which then decides.
-func (e *Engine) started(ctx context.Context, sb store.Sandbox, err error) {
+func (bx *sandboxes) started(ctx context.Context, sb store.Sandbox, err error) {
 	if sb.Starter == "" || err != nil && ctx.Err() != nil {
 		return
 	}
-	if err := e.store.Started(context.WithoutCancel(ctx), sb.ID); err != nil {
-		e.log.Warn("start not recorded", "sandbox", sb.ID, "err", err)
+	if err := bx.store.Started(context.WithoutCancel(ctx), sb.ID); err != nil {
+		bx.log.Warn("start not recorded", "sandbox", sb.ID, "err", err)
 	}
 }
 
 // pendingOf lists the intents of a sandbox.
-func (e *Engine) pendingOf(ctx context.Context, id string) (of []store.Intent, err error) {
-	all, err := e.store.Intents(ctx)
+func (bx *sandboxes) pendingOf(ctx context.Context, id string) (of []store.Intent, err error) {
+	all, err := bx.store.Intents(ctx)
 	for _, in := range all {
 		if in.Sandbox == id {
 			of = append(of, in)

@@ -32,7 +32,7 @@ func (e *Engine) Upkeep(ctx context.Context, u Upkeep) {
 	defer all.Wait()
 	all.Go(func() {
 		e.repeat(ctx, u.Reconcile, true, func(ctx context.Context) error {
-			report, err := e.reconcile(ctx, true)
+			report, err := e.recovery.reconcile(ctx, true)
 			if u.Reconciled != nil {
 				u.Reconciled(report, err)
 			}
@@ -45,13 +45,13 @@ func (e *Engine) Upkeep(ctx context.Context, u Upkeep) {
 	all.Go(func() { e.repeat(ctx, lookSupervisor, true, e.Revive) })
 	all.Go(func() {
 		e.repeat(ctx, lookUnstarted, true, func(ctx context.Context) error {
-			_, err := e.freeUnstarted(ctx, Own{Alone: true})
+			_, err := e.sandboxes.freeUnstarted(ctx, Own{Alone: true})
 			return err
 		})
 	})
 	all.Go(func() {
 		e.repeat(ctx, u.Prune, false, func(ctx context.Context) error {
-			out, err := e.retainQuietly(ctx, u.Rate)
+			out, err := e.upkeep.retainQuietly(ctx, u.Rate)
 			if len(out.Removed) > 0 || out.Freed > 0 {
 				e.log.Info("pruned", "checkpoints", len(out.Removed), "freed", out.Freed)
 			}
@@ -62,7 +62,7 @@ func (e *Engine) Upkeep(ctx context.Context, u Upkeep) {
 
 // repeat calls fn again and again, with a pause of every after each call. Each cause of a
 // failure is logged once in a row.
-func (e *Engine) repeat(ctx context.Context, every time.Duration, now bool, fn func(context.Context) error) {
+func (e *core) repeat(ctx context.Context, every time.Duration, now bool, fn func(context.Context) error) {
 	if every <= 0 {
 		return
 	}
@@ -96,7 +96,7 @@ func (e *Engine) repeat(ctx context.Context, every time.Duration, now bool, fn f
 }
 
 // recordPruned reports the removals by retention rules to the observers, per sandbox.
-func (e *Engine) recordPruned(ctx context.Context, out runtime.Pruned, err error) {
+func (up *upkeep) recordPruned(ctx context.Context, out runtime.Pruned, err error) {
 	var order []string
 	at := map[string]*Op{}
 	for _, p := range out.Removed {
@@ -108,6 +108,6 @@ func (e *Engine) recordPruned(ctx context.Context, out runtime.Pruned, err error
 		at[c.Sandbox].Own.Made = append(at[c.Sandbox].Own.Made, c.ID)
 	}
 	for _, id := range order {
-		_ = e.observed(ctx, at[id], func(context.Context) error { return err }) // Upkeep logs the error
+		_ = up.observed(ctx, at[id], func(context.Context) error { return err }) // Upkeep logs the error
 	}
 }

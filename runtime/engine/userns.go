@@ -29,21 +29,21 @@ const (
 // mapIDs gives a new sandbox a range of ids that no other sandbox on this root has, and no
 // running one of another root, if the host and the rest of its spec allow that. If they do
 // not, it fails only where mode or policy require a range.
-func (e *Engine) mapIDs(ctx context.Context, s *runtime.Spec, mode string, by *policy.Policy, host Host, lower []string) error {
+func (bx *sandboxes) mapIDs(ctx context.Context, s *runtime.Spec, mode string, by *policy.Policy, host Host, lower []string) error {
 	switch mode {
 	case "", runtime.UserNSAuto:
 	case runtime.UserNSHost:
-		e.log.Debug("user namespace not used, as requested", "sandbox", s.ID)
+		bx.log.Debug("user namespace not used, as requested", "sandbox", s.ID)
 		return nil
 	default:
 		return fmt.Errorf("%w: user namespace %q: choose %s or %s", runtime.ErrInvalid, mode, runtime.UserNSAuto, runtime.UserNSHost)
 	}
-	why, err := e.idsOf(ctx, s, host, lower)
+	why, err := bx.idsOf(ctx, s, host, lower)
 	switch {
 	case err != nil:
 		return err
 	case why == "":
-		e.log.Debug("user namespace assigned", "sandbox", s.ID, "first", s.IDs.Base)
+		bx.log.Debug("user namespace assigned", "sandbox", s.ID, "first", s.IDs.Base)
 		return nil
 	case by.Rules.NeedsNamespace():
 		return by.NoNamespace(why)
@@ -51,7 +51,7 @@ func (e *Engine) mapIDs(ctx context.Context, s *runtime.Spec, mode string, by *p
 		return hint(fmt.Errorf("%w: a user namespace (--userns %s): %s", runtime.ErrUnsupported, mode, why), "Without --userns it has the host's user ids then.")
 	}
 	s.HostIDs = why
-	e.log.Info("user namespace not used", "sandbox", s.ID, "reason", why)
+	bx.log.Info("user namespace not used", "sandbox", s.ID, "reason", why)
 	return nil
 }
 
@@ -59,14 +59,14 @@ func (e *Engine) mapIDs(ctx context.Context, s *runtime.Spec, mode string, by *p
 // checkpoint's ids on this host. Processes need the same ids; files alone can get others.
 //
 // The files of a foreign checkpoint, without processes, get a range like a new sandbox.
-func (e *Engine) keepIDs(ctx context.Context, s *runtime.Spec, host Host, lower []string, processes, foreign bool) error {
+func (bx *sandboxes) keepIDs(ctx context.Context, s *runtime.Spec, host Host, lower []string, processes, foreign bool) error {
 	if foreign && !processes {
 		p, err := recorded(*s)
 		if err != nil {
 			return err
 		}
 		s.IDs, s.HostIDs = nil, ""
-		return e.mapIDs(ctx, s, "", p, host, lower)
+		return bx.mapIDs(ctx, s, "", p, host, lower)
 	}
 	if s.IDs == nil {
 		return nil
@@ -86,7 +86,7 @@ func (e *Engine) keepIDs(ctx context.Context, s *runtime.Spec, host Host, lower 
 	}
 	s.IDs, s.HostIDs = nil, ""
 	// Another range will do.
-	if none, err := e.idsOf(ctx, s, host, lower); none == "" || err != nil {
+	if none, err := bx.idsOf(ctx, s, host, lower); none == "" || err != nil {
 		return err
 	}
 	if p, err := recorded(*s); err != nil {
@@ -95,12 +95,12 @@ func (e *Engine) keepIDs(ctx context.Context, s *runtime.Spec, host Host, lower 
 		return p.NoNamespace(why)
 	}
 	s.HostIDs = why
-	e.log.Info("user namespace not used", "sandbox", s.ID, "reason", why)
+	bx.log.Info("user namespace not used", "sandbox", s.ID, "reason", why)
 	return nil
 }
 
 // idsOf sets the ids of a sandbox, or returns why it can have none of its own.
-func (e *Engine) idsOf(ctx context.Context, s *runtime.Spec, host Host, lower []string) (why string, err error) {
+func (bx *sandboxes) idsOf(ctx context.Context, s *runtime.Spec, host Host, lower []string) (why string, err error) {
 	mapper, ok := host.Backend.(runtime.IDMapper)
 	if !ok {
 		return fmt.Sprintf("backend %s: its engine maps ids for all of its containers, or for none", s.Backend), nil
@@ -108,7 +108,7 @@ func (e *Engine) idsOf(ctx context.Context, s *runtime.Spec, host Host, lower []
 	if why := contradiction(*s); why != "" {
 		return why, nil
 	}
-	ids, err := e.freeIDs(ctx, s.ID, mapper)
+	ids, err := bx.freeIDs(ctx, s.ID, mapper)
 	if err != nil {
 		return "", err
 	}
@@ -158,8 +158,8 @@ func ours(m idmap.Map) bool {
 }
 
 // freeIDs finds an unused range.
-func (e *Engine) freeIDs(ctx context.Context, id string, mapper runtime.IDMapper) (idmap.Map, error) {
-	all, err := e.store.Sandboxes(ctx)
+func (bx *sandboxes) freeIDs(ctx context.Context, id string, mapper runtime.IDMapper) (idmap.Map, error) {
+	all, err := bx.store.Sandboxes(ctx)
 	if err != nil {
 		return idmap.Map{}, err
 	}

@@ -36,7 +36,7 @@ type Op struct {
 	Own *Own
 
 	subject *runtime.Subject // the object that Ref was resolved to
-	engine  *Engine
+	core    *core
 	named   bool // its errors already name the verb and the object
 }
 
@@ -89,13 +89,13 @@ func (op *Op) Subject(ctx context.Context) runtime.Subject {
 	if op.subject == nil {
 		op.subject = &runtime.Subject{}
 		switch {
-		case op.engine == nil || op.Ref == "" || op.About == AboutOther:
+		case op.core == nil || op.Ref == "" || op.About == AboutOther:
 		case op.About == AboutSandbox:
-			if sb, err := op.engine.store.Sandbox(ctx, op.Ref); err == nil {
+			if sb, err := op.core.store.Sandbox(ctx, op.Ref); err == nil {
 				op.subject = &runtime.Subject{Sandbox: sb.ID, Name: sb.Name}
 			}
 		default:
-			if row, err := op.engine.store.Checkpoint(ctx, op.Ref); err == nil {
+			if row, err := op.core.store.Checkpoint(ctx, op.Ref); err == nil {
 				op.subject = &runtime.Subject{Sandbox: row.SandboxID, Name: row.SandboxName, Checkpoint: row.ID}
 			}
 		}
@@ -103,9 +103,14 @@ func (op *Op) Subject(ctx context.Context) runtime.Subject {
 	return *op.subject
 }
 
+// framed is the Engine, or one of its rooms.
+type framed interface {
+	verb(ctx context.Context, op *Op, do func(context.Context) error) error
+}
+
 // verb is the frame of every verb that returns a value: it calls the observers, has errors
 // name the verb, and recovers what a panic has left half done.
-func verb[T any](ctx context.Context, e *Engine, op *Op, do func(context.Context) (T, error)) (out T, err error) {
+func verb[T any](ctx context.Context, e framed, op *Op, do func(context.Context) (T, error)) (out T, err error) {
 	err = e.verb(ctx, op, func(ctx context.Context) (err error) {
 		out, err = do(ctx)
 		op.Result = out
@@ -115,8 +120,8 @@ func verb[T any](ctx context.Context, e *Engine, op *Op, do func(context.Context
 }
 
 // verb is the frame of every verb that returns only an error.
-func (e *Engine) verb(ctx context.Context, op *Op, do func(context.Context) error) error {
-	op.engine = e
+func (e *core) verb(ctx context.Context, op *Op, do func(context.Context) error) error {
+	op.core = e
 	named := func(ctx context.Context) error {
 		err := do(ctx)
 		if op.named {
@@ -132,8 +137,8 @@ func (e *Engine) verb(ctx context.Context, op *Op, do func(context.Context) erro
 		// This process lives on, so no other process would recover the verb, and a sandbox
 		// that it froze would stay frozen until the next command.
 		goruntime.GC() // closes the locks that are unreachable now
-		if _, e := e.RecoverInterrupted(context.WithoutCancel(ctx)); e != nil {
-			op.engine.log.Error("verb not recovered after a panic", "verb", op.Verb, "ref", op.Ref, "err", e)
+		if failed := e.afterPanic(context.WithoutCancel(ctx)); failed != nil {
+			e.log.Error("verb not recovered after a panic", "verb", op.Verb, "ref", op.Ref, "err", failed)
 		}
 	}
 	return err
@@ -141,7 +146,7 @@ func (e *Engine) verb(ctx context.Context, op *Op, do func(context.Context) erro
 
 // observed runs do inside the observers, the first of them outermost. A nil op is a step of
 // a verb that they already see.
-func (e *Engine) observed(ctx context.Context, op *Op, do func(context.Context) error) error {
+func (e *core) observed(ctx context.Context, op *Op, do func(context.Context) error) error {
 	if op == nil {
 		return do(ctx)
 	}
