@@ -159,7 +159,7 @@ func (cs *checkpoints) checkpointOf(ctx context.Context, sb *locked, opts runtim
 	for more := instantTries; more > 0 && cs.dumpAgain(ctx, sb, err); more-- {
 		k, err = try() // the sandbox has gone on since
 	}
-	if errors.Is(err, runtime.ErrCorrupt) && k != nil && k.unlearnt {
+	if errors.Is(err, runtime.ErrCorrupt) && k != nil && k.stale {
 		// Try once more without the file cache.
 		_, err = try()
 	}
@@ -168,24 +168,29 @@ func (cs *checkpoints) checkpointOf(ctx context.Context, sb *locked, opts runtim
 
 // making is one checkpoint under way.
 type making struct {
-	sb     *locked
-	spec   runtime.Spec
-	c      runtime.Container
-	live   bool // the sandbox has processes to freeze
-	opts   runtime.CheckpointOptions
-	row    store.Checkpoint
-	parts  store.Manifest // the parts of the manifest that the store does not fill in
-	trees  []worktree.Tree
-	hold   bool                  // the sandbox stays frozen when the checkpoint is ready
-	cut    *criu.Cut             // of the network, if the sandbox stops afterwards
-	thawn  bool                  // the sandbox is thawed already
+	sb   *locked
+	spec runtime.Spec
+	c    runtime.Container
+	live bool // the sandbox has processes to freeze
+	opts runtime.CheckpointOptions
+
+	row   store.Checkpoint
+	parts store.Manifest // the parts of the manifest that the store does not fill in
+	trees []worktree.Tree
+	taken []*hostfile.Taken // its attached files
+
+	freeze
 	aside  bool                  // the checkpoint will be removed again
 	beside func(context.Context) // work to do during the commit
 	like   []overlay.Piece       // of the base tree: the file list of an open checkpoint that is likely similar
+	stale  bool                  // the file cache was wrong, and is deleted
+}
 
-	taken []*hostfile.Taken // its attached files
-
-	unlearnt bool // the file cache was wrong, and is deleted
+// freeze is how a checkpoint holds its sandbox.
+type freeze struct {
+	hold  bool      // the sandbox stays frozen when the checkpoint is ready
+	cut   *criu.Cut // of the network, if the sandbox stops afterwards
+	thawn bool      // the sandbox is thawed already
 }
 
 // prepare does all that does not need the sandbox frozen.
@@ -221,32 +226,8 @@ func (cs *checkpoints) prepare(ctx context.Context, sb *locked, c runtime.Contai
 		k.row.Warnings = append(k.row.Warnings, "what processes have read of the secrets in "+runtime.SecretsDir+" is part of their memory, and so of the checkpoint")
 	}
 
-	for _, m := range s.Mounts {
-		switch {
-		case m.Type == "bind":
-			k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is bind mounted from %s and not part of the checkpoint", m.Target, m.Source))
-		case m.Type == "volume" && opts.WithVolumes:
-			if !slices.ContainsFunc(c.Volumes, func(v runtime.Volume) bool { return v.Name == m.Source }) {
-				return nil, hint(fmt.Errorf("%w: volume %s (%s) has no directory of its own on this host, or its engine does not tell", runtime.ErrUnsupported, m.Source, m.Target),
-					"Leave --with-volumes away.")
-			}
-		case m.Type == "volume":
-			k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is volume %s and not part of the checkpoint", m.Target, m.Source))
-		case kind == runtime.KindFiles:
-			k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is a tmpfs and not part of a files-only checkpoint", m.Target))
-		}
-	}
-
-	if opts.WithVolumes {
-		if err := k.takeVolumes(ctx); err != nil {
-			return nil, err
-		}
-	} else {
-		for _, v := range c.Volumes { // volumes that the image declares
-			if !slices.ContainsFunc(s.Mounts, func(m runtime.Mount) bool { return m.Type == "volume" && m.Source == v.Name }) {
-				k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is volume %s and not part of the checkpoint", v.Target, v.Name))
-			}
-		}
+	if err := k.prepareMounts(ctx); err != nil {
+		return nil, err
 	}
 	if k.live {
 		if err := k.warnFresh(); err != nil {
@@ -255,24 +236,11 @@ func (cs *checkpoints) prepare(ctx context.Context, sb *locked, c runtime.Contai
 	}
 
 	if kind == runtime.KindFull {
-		// Processes that exec has started are not descendants of the first
-		// process, and CRIU silently leaves them out.
-		strays, err := criu.Strays(c.Pid, nil)
-		if err != nil {
+		if err := k.prepareProcesses(ctx); err != nil {
 			return nil, err
 		}
-		for _, p := range strays {
-			k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("process %d (%s) came in through an exec and is not part of the checkpoint", p.Pid, p.Cmdline))
-		}
-		if len(strays) > 0 && opts.Strict {
-			return nil, hint(fmt.Errorf("%w: %s", runtime.ErrState, k.row.Warnings[len(k.row.Warnings)-1]), "End the exec session, or leave --strict away to checkpoint without it.")
-		}
-		v, err := criu.ToolVersions(ctx, criu.Runtime(c.Runtime))
-		if err != nil {
-			return nil, err
-		}
-		k.parts.Versions = store.Versions(v)
 	}
+
 	home := cs.home(sb)
 	k.trees = []worktree.Tree{{Dir: c.Upper, Home: home}}
 	for i := range k.parts.Volumes {
@@ -287,6 +255,60 @@ func (cs *checkpoints) prepare(ctx context.Context, sb *locked, c runtime.Contai
 	return k, nil
 }
 
+// prepareMounts says which mounts are not part of the checkpoint, and takes the volumes that are.
+func (k *making) prepareMounts(ctx context.Context) error {
+	for _, m := range k.spec.Mounts {
+		switch {
+		case m.Type == "bind":
+			k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is bind mounted from %s and not part of the checkpoint", m.Target, m.Source))
+		case m.Type == "volume" && k.opts.WithVolumes:
+			if !slices.ContainsFunc(k.c.Volumes, func(v runtime.Volume) bool { return v.Name == m.Source }) {
+				return hint(fmt.Errorf("%w: volume %s (%s) has no directory of its own on this host, or its engine does not tell", runtime.ErrUnsupported, m.Source, m.Target),
+					"Leave --with-volumes away.")
+			}
+		case m.Type == "volume":
+			k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is volume %s and not part of the checkpoint", m.Target, m.Source))
+		case k.row.Kind == runtime.KindFiles:
+			k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is a tmpfs and not part of a files-only checkpoint", m.Target))
+		}
+	}
+
+	if k.opts.WithVolumes {
+		if err := k.takeVolumes(ctx); err != nil {
+			return err
+		}
+	} else {
+		for _, v := range k.c.Volumes { // volumes that the image declares
+			if !slices.ContainsFunc(k.spec.Mounts, func(m runtime.Mount) bool { return m.Type == "volume" && m.Source == v.Name }) {
+				k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is volume %s and not part of the checkpoint", v.Target, v.Name))
+			}
+		}
+	}
+	return nil
+}
+
+// prepareProcesses says which processes are not part of the checkpoint.
+func (k *making) prepareProcesses(ctx context.Context) error {
+	// Processes that exec has started are not descendants of the first
+	// process, and CRIU silently leaves them out.
+	strays, err := criu.Strays(k.c.Pid, nil)
+	if err != nil {
+		return err
+	}
+	for _, p := range strays {
+		k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("process %d (%s) came in through an exec and is not part of the checkpoint", p.Pid, p.Cmdline))
+	}
+	if len(strays) > 0 && k.opts.Strict {
+		return hint(fmt.Errorf("%w: %s", runtime.ErrState, k.row.Warnings[len(k.row.Warnings)-1]), "End the exec session, or leave --strict away to checkpoint without it.")
+	}
+	v, err := criu.ToolVersions(ctx, criu.Runtime(k.c.Runtime))
+	if err != nil {
+		return err
+	}
+	k.parts.Versions = store.Versions(v)
+	return nil
+}
+
 // take makes a checkpoint and stops the sandbox if asked to.
 func (cs *checkpoints) take(ctx context.Context, k *making) (row store.Checkpoint, err error) {
 	in := store.Intent{Op: opCheckpoint, Sandbox: k.sb.ID, Checkpoint: k.row.ID, Lazy: true}
@@ -295,7 +317,7 @@ func (cs *checkpoints) take(ctx context.Context, k *making) (row store.Checkpoin
 		if row, err = cs.record(ctx, k); err != nil {
 			return err
 		}
-		return cs.goOn(context.WithoutCancel(ctx), k, &row)
+		return cs.resume(context.WithoutCancel(ctx), k, &row)
 	})
 	return row, err
 }
@@ -311,45 +333,22 @@ func (cs *checkpoints) record(ctx context.Context, k *making) (row store.Checkpo
 	}
 	undo.Add(func(ctx context.Context) error { return draft.Abort(ctx, err, filepath.Join(workDir, "dump.log")) })
 	k.sb.steps.Begin(runtime.PhaseFiles, 0)
-	if err := cs.approach(ctx, k, draft); err != nil {
+	if err := k.readAhead(ctx, draft); err != nil {
 		return row, err
 	}
 	if err := k.takeAttached(ctx, draft); err != nil {
 		return row, err
 	}
-	frozen := time.Now()
-	if k.c.Status == runtime.Running {
-		// Added first: a pause that failed half-way must be undone too.
-		undo.Add(func(ctx context.Context) error { return cs.thaw(ctx, k) })
-		if err := failpoint.Hit("checkpoint.before-freeze"); err != nil {
-			return row, err
-		}
-		if err := k.sb.host.Pause(ctx, k.sb.ID); err != nil {
-			return row, err
-		}
-		if frozen, err = cs.settle(ctx, k, frozen); err != nil {
-			return row, err
-		}
-		cs.limits.liftFiles(k.spec, k.c) // writes from here on are agentbox's
-	}
-	if err := failpoint.Hit("checkpoint.after-freeze"); err != nil {
+	frozen, err := cs.freeze(ctx, k, &undo)
+	if err != nil {
 		return row, err
 	}
 
-	if k.hold && k.row.Kind == runtime.KindFull {
-		if k.cut, err = criu.CutOff(k.c.Pid); err != nil {
-			// A kernel without nftables: what a peer sends in the last
-			// instant may be lost with its connection.
-			cs.log.Warn("connections not cut before the dump", "sandbox", k.sb.ID, "err", err)
-			err = nil
-		}
-		undo.Add(func(context.Context) error { return k.cut.End() })
-	}
 	if err := cs.capture(ctx, k, draft); err != nil {
-		return row, cs.explain(ctx, k, err)
+		return row, k.explain(ctx, err)
 	}
-	if err := cs.still(ctx, k); err != nil {
-		return row, cs.explain(ctx, k, err)
+	if err := k.checkFrozen(ctx); err != nil {
+		return row, k.explain(ctx, err)
 	}
 
 	if !k.hold {
@@ -366,27 +365,13 @@ func (cs *checkpoints) record(ctx context.Context, k *making) (row store.Checkpo
 	if err := k.fileAttached(ctx, draft); err != nil {
 		return row, err
 	}
-	if err := cs.file(ctx, k, draft); err != nil {
+	if err := k.put(ctx, draft); err != nil {
 		return row, err
 	}
 	if err := failpoint.Hit("checkpoint.before-commit"); err != nil {
 		return row, err
 	}
-	k.sb.steps.Begin(runtime.PhaseSyncing, 0)
-	var beside guard.WaitGroup
-	defer beside.Wait() // even if the commit fails
-	if k.beside != nil {
-		beside.Go(func() { k.beside(ctx) })
-	}
-	row, err = draft.Commit(ctx, k.parts)
-	beside.Wait()
-	if errors.Is(err, runtime.ErrCorrupt) {
-		// The file cache names pieces that the store has lost. The next checkpoint
-		// reads all files again.
-		err = errors.Join(err, cs.unlearn(k))
-		k.unlearnt = true
-	}
-	if err != nil {
+	if row, err = k.commit(ctx, draft); err != nil {
 		return row, err
 	}
 
@@ -394,7 +379,7 @@ func (cs *checkpoints) record(ctx context.Context, k *making) (row store.Checkpo
 	// rolled back.
 	undo.Release()
 	ctx = context.WithoutCancel(ctx)
-	cs.remember(k)
+	cs.keepCaches(k)
 	if row.Frozen = stood; k.hold {
 		row.Frozen = time.Since(frozen)
 	}
@@ -407,8 +392,60 @@ func (cs *checkpoints) record(ctx context.Context, k *making) (row store.Checkpo
 	return row, nil
 }
 
-// goOn stops or thaws the sandbox after a commit.
-func (cs *checkpoints) goOn(ctx context.Context, k *making, row *store.Checkpoint) error {
+// freeze freezes a running sandbox, and returns when; undo thaws it.
+func (cs *checkpoints) freeze(ctx context.Context, k *making, undo *undo.Stack) (frozen time.Time, err error) {
+	frozen = time.Now()
+	if k.c.Status == runtime.Running {
+		// Added first: a pause that failed half-way must be undone too.
+		undo.Add(func(ctx context.Context) error { return cs.thaw(ctx, k) })
+		if err := failpoint.Hit("checkpoint.before-freeze"); err != nil {
+			return frozen, err
+		}
+		if err := k.sb.host.Pause(ctx, k.sb.ID); err != nil {
+			return frozen, err
+		}
+		if frozen, err = cs.settle(ctx, k, frozen); err != nil {
+			return frozen, err
+		}
+		cs.limits.liftFiles(k.spec, k.c) // writes from here on are agentbox's
+	}
+	if err := failpoint.Hit("checkpoint.after-freeze"); err != nil {
+		return frozen, err
+	}
+
+	if k.hold && k.row.Kind == runtime.KindFull {
+		if k.cut, err = criu.CutOff(k.c.Pid); err != nil {
+			// A kernel without nftables: what a peer sends in the last
+			// instant may be lost with its connection.
+			cs.log.Warn("connections not cut before the dump", "sandbox", k.sb.ID, "err", err)
+			err = nil
+		}
+		undo.Add(func(context.Context) error { return k.cut.End() })
+	}
+	return frozen, nil
+}
+
+// commit makes the checkpoint durable.
+func (k *making) commit(ctx context.Context, draft *store.Draft) (row store.Checkpoint, err error) {
+	k.sb.steps.Begin(runtime.PhaseSyncing, 0)
+	var beside guard.WaitGroup
+	defer beside.Wait() // even if the commit fails
+	if k.beside != nil {
+		beside.Go(func() { k.beside(ctx) })
+	}
+	row, err = draft.Commit(ctx, k.parts)
+	beside.Wait()
+	if errors.Is(err, runtime.ErrCorrupt) {
+		// The file cache names pieces that the store has lost. The next checkpoint
+		// reads all files again.
+		err = errors.Join(err, k.dropCaches())
+		k.stale = true
+	}
+	return row, err
+}
+
+// resume stops or thaws the sandbox after a commit.
+func (cs *checkpoints) resume(ctx context.Context, k *making, row *store.Checkpoint) error {
 	err := failpoint.Hit("checkpoint.after-commit")
 	if err != nil {
 		return errors.Join(err, k.cut.End(), cs.thaw(ctx, k))
@@ -429,9 +466,9 @@ func (cs *checkpoints) goOn(ctx context.Context, k *making, row *store.Checkpoin
 	return errors.Join(err, cs.store.SetHead(ctx, k.sb.ID, row.ID, k.sb.Attempt))
 }
 
-// still proves that the sandbox was not resumed during the capture: its files and processes
+// checkFrozen proves that the sandbox was not resumed during the capture: its files and processes
 // would be of two instants.
-func (cs *checkpoints) still(ctx context.Context, k *making) error {
+func (k *making) checkFrozen(ctx context.Context) error {
 	if k.sb.host.Properties().FilesOnly {
 		return nil
 	}
@@ -480,7 +517,7 @@ func (cs *checkpoints) thaw(ctx context.Context, k *making) error {
 
 // explain replaces err if its real cause is that the sandbox exited or was removed during
 // the capture.
-func (cs *checkpoints) explain(ctx context.Context, k *making, err error) error {
+func (k *making) explain(ctx context.Context, err error) error {
 	now, e2 := k.sb.host.Inspect(context.WithoutCancel(ctx), k.sb.ID)
 	if errors.Is(e2, runtime.ErrNotFound) {
 		return fmt.Errorf("%w: it was removed while it was being checkpointed", runtime.ErrState)
@@ -501,7 +538,7 @@ func (cs *checkpoints) capture(ctx context.Context, k *making, draft *store.Draf
 		return err
 	}
 	if k.row.Kind == runtime.KindFiles {
-		return cs.collect(ctx, k, draft, overlay.CollectOptions{})
+		return k.collect(ctx, draft, overlay.CollectOptions{})
 	}
 	print, err := newFootprint(k.c.Pid, k.c.Upper)
 	if err != nil {
@@ -511,7 +548,7 @@ func (cs *checkpoints) capture(ctx context.Context, k *making, draft *store.Draf
 	var group guard.Group // no shared context: a dump that began must end
 	group.Go(func() error {
 		defer read.Store(true)
-		return cs.collect(ctx, k, draft, overlay.CollectOptions{Skip: print.skip, Fixed: print.known})
+		return k.collect(ctx, draft, overlay.CollectOptions{Skip: print.skip, Fixed: print.known})
 	})
 	k.sb.steps.Begin(runtime.PhaseProcesses, 0)
 	group.Go(func() (err error) {

@@ -2,6 +2,7 @@ package engine
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/base64"
 	"errors"
@@ -53,18 +54,11 @@ func (cs *checkpoints) diff(ctx context.Context, req runtime.DiffRequest) (_ run
 	}
 	d := differ{e: cs.core, sb: sb, c: c}
 	defer func() { err = errors.Join(err, d.close()) }()
-	from := req.From
-	switch {
-	case from == "" && sb.Head != "":
-		from = sb.Head
-	case from == "" && gone:
-		return out, hint(fmt.Errorf("%w: it was removed", runtime.ErrState), "Compare two of its checkpoints: agentbox diff "+sb.Name+"@A @B (see agentbox log "+sb.Name+").")
-	case from == "":
-		from = runtime.DiffImage
+	from, err := diffFrom(req, sb, gone)
+	if err != nil {
+		return out, err
 	}
-	if req.To == "" && gone {
-		return out, hint(fmt.Errorf("%w: it was removed", runtime.ErrState), "Name a second checkpoint to compare with; see agentbox log "+sb.Name+".")
-	}
+
 	var sides [2]overlay.Side
 	for i, ref := range []string{from, req.To} {
 		state := []*runtime.DiffState{&out.From, &out.To}[i]
@@ -76,41 +70,8 @@ func (cs *checkpoints) diff(ctx context.Context, req runtime.DiffRequest) (_ run
 	if err != nil {
 		return out, err
 	}
-	limit := req.Limit
-	if limit <= 0 {
-		limit = maxChanges
-	}
-	var list []overlay.Change
-	err = overlay.Diff(ctx, sides[0], sides[1], overlay.DiffOptions{Lower: lower, Paranoid: req.Paranoid}, func(c overlay.Change) error {
-		if d.covered(c.Path) {
-			return nil
-		}
-		if len(list) == limit {
-			return errEnough
-		}
-		list = append(list, c)
-		return nil
-	})
-	if out.Truncated = errors.Is(err, errEnough); err != nil && !out.Truncated {
+	if err := d.changes(ctx, req, sides, lower, &out); err != nil {
 		return out, err
-	}
-	if !req.NoRenames {
-		if list, err = overlay.FindRenames(ctx, list); err != nil {
-			return out, err
-		}
-	}
-	for _, c := range list {
-		out.Changes = append(out.Changes, ChangeOf(c))
-	}
-
-	if extra := d.managedChanges(); len(extra) > 0 {
-		out.Changes = append(out.Changes, extra...)
-		slices.SortStableFunc(out.Changes, func(a, b runtime.Change) int {
-			return overlay.ComparePaths(inTree(a.Path), inTree(b.Path))
-		})
-		if len(out.Changes) > limit {
-			out.Changes, out.Truncated = out.Changes[:limit], true
-		}
 	}
 
 	if req.Patch {
@@ -129,8 +90,63 @@ func (cs *checkpoints) diff(ctx context.Context, req runtime.DiffRequest) (_ run
 	return out, nil
 }
 
+// diffFrom returns what a sandbox is compared with: the checkpoint that the request names, else
+// its head, else its image. It refuses a comparison with the state of a sandbox that is gone.
+func diffFrom(req runtime.DiffRequest, sb store.Sandbox, gone bool) (string, error) {
+	removed := fmt.Errorf("%w: it was removed", runtime.ErrState)
+	from := cmp.Or(req.From, sb.Head)
+	if from == "" && gone {
+		return "", hint(removed, "Compare two of its checkpoints: agentbox diff "+sb.Name+"@A @B (see agentbox log "+sb.Name+").")
+	}
+	if req.To == "" && gone {
+		return "", hint(removed, "Name a second checkpoint to compare with; see agentbox log "+sb.Name+".")
+	}
+	return cmp.Or(from, runtime.DiffImage), nil
+}
+
 // errEnough ends a comparison at the limit.
 var errEnough = errors.New("enough")
+
+// changes compares the two sides, up to the limit of changes.
+func (d *differ) changes(ctx context.Context, req runtime.DiffRequest, sides [2]overlay.Side, lower []string, out *runtime.Diff) error {
+	limit := req.Limit
+	if limit <= 0 {
+		limit = maxChanges
+	}
+	var list []overlay.Change
+	err := overlay.Diff(ctx, sides[0], sides[1], overlay.DiffOptions{Lower: lower, Paranoid: req.Paranoid}, func(c overlay.Change) error {
+		if d.covered(c.Path) {
+			return nil
+		}
+		if len(list) == limit {
+			return errEnough
+		}
+		list = append(list, c)
+		return nil
+	})
+	if out.Truncated = errors.Is(err, errEnough); err != nil && !out.Truncated {
+		return err
+	}
+	if !req.NoRenames {
+		if list, err = overlay.FindRenames(ctx, list); err != nil {
+			return err
+		}
+	}
+	for _, c := range list {
+		out.Changes = append(out.Changes, ChangeOf(c))
+	}
+
+	if extra := d.managedChanges(); len(extra) > 0 {
+		out.Changes = append(out.Changes, extra...)
+		slices.SortStableFunc(out.Changes, func(a, b runtime.Change) int {
+			return overlay.ComparePaths(inTree(a.Path), inTree(b.Path))
+		})
+		if len(out.Changes) > limit {
+			out.Changes, out.Truncated = out.Changes[:limit], true
+		}
+	}
+	return nil
+}
 
 // differ is one Diff under way.
 type differ struct {

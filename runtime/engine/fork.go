@@ -153,6 +153,91 @@ func (rs *restores) forkFrom(ctx context.Context, ref string, opts runtime.ForkO
 	return row, checkDamage(sb.Name, row, false)
 }
 
+// forkIdentity gives the spec of a checkpoint a name and an identity of its own. A rehearsal
+// has no network.
+func forkIdentity(s *runtime.Spec, row store.Checkpoint, name string, opts runtime.ForkOptions, rehearsal bool) {
+	origin := *s
+	s.ID = newID()
+	s.Name = cmp.Or(name, forkName(row.SandboxName, s.ID))
+	if s.Hostname == short(origin.ID) {
+		s.Hostname = short(s.ID)
+	} else {
+		s.Hostname = forkName(s.Hostname, s.ID)
+	}
+	s.Network.Ports = opts.Grants.Ports // the origin has its own
+	if rehearsal {
+		s.Network = runtime.Network{Mode: runtime.NetworkNone}
+	}
+
+	if len(opts.Labels) > 0 {
+		labels := maps.Clone(opts.Labels)
+		for k, v := range s.Labels {
+			if _, ok := labels[k]; !ok {
+				labels[k] = v
+			}
+		}
+		s.Labels = labels
+	}
+}
+
+// forkReceipt says what a fork has of its own, and what it shares with its origin; ports: the
+// origin publishes some.
+func (r *restoration) forkReceipt(ports bool) (f runtime.Forked) {
+	f.Reseeded = []string{"id, name", "hostname", "network address and MAC", "AGENTBOX_SANDBOX, AGENTBOX_SANDBOX_NAME and AGENTBOX_ATTEMPT of new processes"}
+	if ports && !r.row.Foreign {
+		f.Shared = append(f.Shared, "published ports stay with the origin; the fork has none")
+	}
+	for _, m := range r.spec.Mounts {
+		if m.Type == "bind" || m.Type == "volume" {
+			f.Shared = append(f.Shared, fmt.Sprintf("%s is %s, for the origin and all its forks", m.Target, m.Source))
+		}
+	}
+	if r.row.Attached != nil {
+		f.Shared = append(f.Shared, fmt.Sprintf("host files of the checkpoint (%d) are left as they are", len(r.row.Attached.Paths)))
+	}
+	for _, secret := range r.spec.Secrets {
+		f.Shared = append(f.Shared, "secret "+secret.Name)
+	}
+	if r.full() {
+		f.Shared = append(f.Shared,
+			"all that processes have in memory: environment, tokens, and the state of random number generators, which will produce the same numbers unless the program reseeds",
+			"process start times and monotonic clocks",
+			"TCP connections of the origin are closed in the fork")
+	}
+	return f
+}
+
+// forkRecord completes the spec of a fork, and returns its record and its backend.
+func (rs *restores) forkRecord(ctx context.Context, row store.Checkpoint, s *runtime.Spec, opts runtime.ForkOptions, full bool) (
+	box store.Sandbox, host Host, err error) {
+	if s.Secrets, err = rs.sandboxes.inherited(ctx, row, *s, opts.Secrets); err != nil {
+		return box, host, err
+	}
+	if err := rs.admission.readmitOf(row, s, opts.Grants, full); err != nil {
+		return box, host, err
+	}
+	host, err = rs.host(cmp.Or(s.Backend, rs.first))
+	if err != nil {
+		return box, host, err
+	}
+	if err := checkFilter(*s, host); err != nil {
+		return box, host, err
+	}
+	img, err := imageOf(ctx, host.Images, row.ImageDigest, *s, image.PullOptions{})
+	if err != nil {
+		return box, host, err
+	}
+	if err := rs.sandboxes.keepIDs(ctx, s, host, img.Lower, full, row.Foreign); err != nil {
+		return box, host, err
+	}
+	box = store.Sandbox{
+		ID: s.ID, Name: s.Name, Backend: cmp.Or(s.Backend, rs.first), Image: s.Image, ImageDigest: row.ImageDigest,
+		Lower: img.Lower, Attempt: 1, Created: time.Now(), Labels: s.Labels, Group: opts.Group,
+	}
+	box.Lease, err = rs.leases.activeLease(ctx, opts.Lease)
+	return box, host, err
+}
+
 // forkOne makes one fork. With look it is made without network and hooks, and look is called
 // once its processes are restored and still frozen, before the fork counts as made.
 func (rs *restores) forkOne(ctx context.Context, row store.Checkpoint, name string, opts runtime.ForkOptions, steps *progress.Meter,
@@ -171,53 +256,10 @@ func (rs *restores) forkOne(ctx context.Context, row store.Checkpoint, name stri
 	if err != nil {
 		return runtime.Forked{}, err
 	}
-	origin := s
-	s.ID = newID()
-	s.Name = cmp.Or(name, forkName(row.SandboxName, s.ID))
-	if s.Hostname == short(origin.ID) {
-		s.Hostname = short(s.ID)
-	} else {
-		s.Hostname = forkName(s.Hostname, s.ID)
-	}
-	s.Network.Ports = opts.Grants.Ports // the origin has its own
-	if look != nil {
-		s.Network = runtime.Network{Mode: runtime.NetworkNone}
-	}
-
-	if len(opts.Labels) > 0 {
-		labels := maps.Clone(opts.Labels)
-		for k, v := range s.Labels {
-			if _, ok := labels[k]; !ok {
-				labels[k] = v
-			}
-		}
-		s.Labels = labels
-	}
-	if s.Secrets, err = rs.sandboxes.inherited(ctx, row, s, opts.Secrets); err != nil {
-		return runtime.Forked{}, err
-	}
-	if err := rs.admission.readmitOf(row, &s, opts.Grants, full); err != nil {
-		return runtime.Forked{}, err
-	}
-	host, err := rs.host(cmp.Or(s.Backend, rs.first))
+	ports := len(s.Network.Ports) > 0
+	forkIdentity(&s, row, name, opts, look != nil)
+	box, host, err := rs.forkRecord(ctx, row, &s, opts, full)
 	if err != nil {
-		return runtime.Forked{}, err
-	}
-	if err := checkFilter(s, host); err != nil {
-		return runtime.Forked{}, err
-	}
-	img, err := imageOf(ctx, host.Images, row.ImageDigest, s, image.PullOptions{})
-	if err != nil {
-		return runtime.Forked{}, err
-	}
-	if err := rs.sandboxes.keepIDs(ctx, &s, host, img.Lower, full, row.Foreign); err != nil {
-		return runtime.Forked{}, err
-	}
-	box := store.Sandbox{
-		ID: s.ID, Name: s.Name, Backend: cmp.Or(s.Backend, rs.first), Image: s.Image, ImageDigest: row.ImageDigest,
-		Lower: img.Lower, Attempt: 1, Created: time.Now(), Labels: s.Labels, Group: opts.Group,
-	}
-	if box.Lease, err = rs.leases.activeLease(ctx, opts.Lease); err != nil {
 		return runtime.Forked{}, err
 	}
 	lock, err := rs.store.Lock(ctx, s.ID, "fork", lockWait)
@@ -232,27 +274,8 @@ func (rs *restores) forkOne(ctx context.Context, row store.Checkpoint, name stri
 	if err := checkSources(s); err != nil {
 		return runtime.Forked{}, err
 	}
-	r.fork.receipt.Reseeded = []string{"id, name", "hostname", "network address and MAC", "AGENTBOX_SANDBOX, AGENTBOX_SANDBOX_NAME and AGENTBOX_ATTEMPT of new processes"}
-	if len(origin.Network.Ports) > 0 && !row.Foreign {
-		r.fork.receipt.Shared = append(r.fork.receipt.Shared, "published ports stay with the origin; the fork has none")
-	}
-	for _, m := range s.Mounts {
-		if m.Type == "bind" || m.Type == "volume" {
-			r.fork.receipt.Shared = append(r.fork.receipt.Shared, fmt.Sprintf("%s is %s, for the origin and all its forks", m.Target, m.Source))
-		}
-	}
-	if row.Attached != nil {
-		r.fork.receipt.Shared = append(r.fork.receipt.Shared, fmt.Sprintf("host files of the checkpoint (%d) are left as they are", len(row.Attached.Paths)))
-	}
-	for _, secret := range s.Secrets {
-		r.fork.receipt.Shared = append(r.fork.receipt.Shared, "secret "+secret.Name)
-	}
-	if r.full() {
-		r.fork.receipt.Shared = append(r.fork.receipt.Shared,
-			"all that processes have in memory: environment, tokens, and the state of random number generators, which will produce the same numbers unless the program reseeds",
-			"process start times and monotonic clocks",
-			"TCP connections of the origin are closed in the fork")
-	}
+	r.fork.receipt = r.forkReceipt(ports)
+
 	h, err := rs.admission.hooksOf("fork", s)
 	if err != nil {
 		return runtime.Forked{}, err

@@ -181,24 +181,13 @@ func (up *upkeep) estimate(ctx context.Context, out *runtime.Pruned) error {
 	return nil
 }
 
-// retain applies the rules to the checkpoints that a filter selects and, unless it is a dry
-// run, removes those that no rule keeps. The filter must select all of a sandbox's
-// checkpoints that count.
-func (up *upkeep) retain(ctx context.Context, f store.Filter, r retention, out *runtime.Pruned) error {
-	rows, err := up.store.Checkpoints(ctx, f)
-	if err != nil {
-		return err
-	}
-	at, err := up.store.Heads(ctx)
-	if err != nil {
-		return err
-	}
+// candidates returns checkpoints as the rules see them; at are the heads of all sandboxes.
+func (r retention) candidates(rows []store.Checkpoint, at map[string]string) []policy.Kept {
 	heads := map[string]bool{}
 	for _, head := range at {
 		heads[head] = true
 	}
 	undo := map[string]*store.Attached{} // host files that a sandbox's newer undo checkpoints have
-	byID := map[string]store.Checkpoint{}
 	list := make([]policy.Kept, 0, len(rows))
 	for _, row := range rows {
 		k := policy.Kept{ID: row.ID, Group: row.SandboxID, Created: row.Created, Pinned: row.Pinned, Automatic: r.covers(row)}
@@ -217,11 +206,29 @@ func (up *upkeep) retain(ctx context.Context, f store.Filter, r retention, out *
 				}
 			}
 		}
-		byID[row.ID] = row
 		list = append(list, k)
 	}
+	return list
+}
+
+// retain applies the rules to the checkpoints that a filter selects and, unless it is a dry
+// run, removes those that no rule keeps. The filter must select all of a sandbox's
+// checkpoints that count.
+func (up *upkeep) retain(ctx context.Context, f store.Filter, r retention, out *runtime.Pruned) error {
+	rows, err := up.store.Checkpoints(ctx, f)
+	if err != nil {
+		return err
+	}
+	at, err := up.store.Heads(ctx)
+	if err != nil {
+		return err
+	}
+	byID := map[string]store.Checkpoint{}
+	for _, row := range rows {
+		byID[row.ID] = row
+	}
 	var sizes *store.Sizes
-	decisions, err := r.Apply(time.Now(), list, func(ids []string) (n int64, err error) {
+	decisions, err := r.Apply(time.Now(), r.candidates(rows, at), func(ids []string) (n int64, err error) {
 		if sizes == nil {
 			// Usually all fits, and nothing needs to be read.
 			of := make([]store.Checkpoint, len(ids))

@@ -213,48 +213,53 @@ func complete(req runtime.CreateRequest, img image.Image, backend string) (runti
 		s.Labels = mergeLabels(img.Config.Labels, s.Labels)
 	}
 	s.Network.Mode = cmp.Or(s.Network.Mode, runtime.NetworkBridge)
+	return s, checkCompleted(s)
+}
+
+// checkCompleted refuses what no policy and no backend could make good.
+func checkCompleted(s runtime.Spec) error {
 	switch s.Network.Mode {
 	case runtime.NetworkNone, runtime.NetworkHost, runtime.NetworkBridge, runtime.NetworkFiltered:
 	default:
-		return s, fmt.Errorf("%w: network %q: choose none, host, bridge or filtered", runtime.ErrInvalid, s.Network.Mode)
+		return fmt.Errorf("%w: network %q: choose none, host, bridge or filtered", runtime.ErrInvalid, s.Network.Mode)
 	}
 	bridged := s.Network.Mode == runtime.NetworkBridge || s.Network.Mode == runtime.NetworkFiltered
 	if !bridged && len(s.Network.Ports) > 0 || s.Network.Mode != runtime.NetworkBridge && s.Network.Group != "" {
-		return s, fmt.Errorf("%w: ports and network groups need --network bridge", runtime.ErrInvalid)
+		return fmt.Errorf("%w: ports and network groups need --network bridge", runtime.ErrInvalid)
 	}
 	if err := checkText("the command", s.Args); err != nil {
-		return s, err
+		return err
 	}
 	if err := checkText("the environment", s.Env); err != nil {
-		return s, err
+		return err
 	}
 	for _, m := range s.Mounts {
 		if err := checkMount(m); err != nil {
-			return s, err
+			return err
 		}
 	}
 	if err := checkSecrets(s); err != nil {
-		return s, err
+		return err
 	}
 	if text := s.Security.SeccompProfile; text != "" {
 		if _, err := policy.ParseSeccomp(text); err != nil {
-			return s, err
+			return err
 		}
 	}
 	_, err := every(s)
 	if err := errors.Join(err, checkLifetime(s.Lifetime)); err != nil {
-		return s, err
+		return err
 	}
 	r := s.Resources
 	if r.Memory < 0 || r.CPUs < 0 || r.Pids < 0 {
-		return s, fmt.Errorf("%w: a limit is negative", runtime.ErrInvalid)
+		return fmt.Errorf("%w: a limit is negative", runtime.ErrInvalid)
 	}
 
 	// The minimum that the kernel needs to start a process, and Docker's.
 	if r.Memory > 0 && r.Memory < 6<<20 {
-		return s, fmt.Errorf("%w: memory limit below 6 MiB", runtime.ErrInvalid)
+		return fmt.Errorf("%w: memory limit below 6 MiB", runtime.ErrInvalid)
 	}
-	return s, nil
+	return nil
 }
 
 // mergeLabels adds the labels of the user to those of the image. It leaves out labels of
@@ -321,6 +326,23 @@ func (bx *sandboxes) start(ctx context.Context, sb *locked, streams *runtime.Str
 	return bx.launch(ctx, sb, streams, nil)
 }
 
+// mayLaunch refuses the start, or the restart, of a sandbox.
+func mayLaunch(sb *locked, s runtime.Spec, c runtime.Container, restart bool) error {
+	live := c.Status == runtime.Running || c.Status == runtime.Paused
+	switch {
+	case live && !restart:
+		return wrongState(sb.Name, c.Status)
+	case live && c.AutoRemove:
+		return hint(fmt.Errorf("%w: its engine removes it as soon as it stops (it was started with --rm), and a restart stops it", runtime.ErrState),
+			"Restart it by its engine, or start it again without --rm.")
+	case restart:
+		if err := hasMounts(s); err != nil {
+			return err
+		}
+	}
+	return errors.Join(mayUse(sb.Sandbox), mayStart(s), mayMount(s))
+}
+
 // launch is start; unless stop is nil, it stops the sandbox first.
 func (bx *sandboxes) launch(ctx context.Context, sb *locked, streams *runtime.Streams, stop *runtime.StopOptions) (wait func() error, err error) {
 	defer sb.lock.Unlock()
@@ -334,20 +356,7 @@ func (bx *sandboxes) launch(ctx context.Context, sb *locked, streams *runtime.St
 		return nil, err
 	}
 	live := c.Status == runtime.Running || c.Status == runtime.Paused
-	if stop == nil && live {
-		return nil, wrongState(sb.Name, c.Status)
-	}
-
-	if stop != nil {
-		if live && c.AutoRemove {
-			return nil, hint(fmt.Errorf("%w: its engine removes it as soon as it stops (it was started with --rm), and a restart stops it", runtime.ErrState),
-				"Restart it by its engine, or start it again without --rm.")
-		}
-		if err := hasMounts(s); err != nil {
-			return nil, err
-		}
-	}
-	if err := errors.Join(mayUse(sb.Sandbox), mayStart(s), mayMount(s)); err != nil {
+	if err := mayLaunch(sb, s, c, stop != nil); err != nil {
 		return nil, err
 	}
 	bx.events.keepHits(ctx, sb.Sandbox, c)
@@ -405,19 +414,24 @@ func (bx *sandboxes) launch(ctx context.Context, sb *locked, streams *runtime.St
 	}
 	bx.log.Info("sandbox started", "sandbox", sb.ID)
 	bx.supervisor.enforce(s, c)
+	return bx.counted(s, wait), nil
+}
+
+// counted has an attached session count as use of the sandbox until wait, which may be nil,
+// returns.
+func (bx *sandboxes) counted(s runtime.Spec, wait func() error) func() error {
 	if wait == nil {
-		return nil, nil
+		return nil
 	}
 	done, err := bx.limits.use(s)
 	if err != nil {
-		bx.log.Warn("attached session not counted", "sandbox", sb.ID, "err", err)
-		return wait, nil
+		bx.log.Warn("attached session not counted", "sandbox", s.ID, "err", err)
+		return wait
 	}
-	served := wait
 	return func() error {
 		defer done()
-		return served()
-	}, nil
+		return wait()
+	}
 }
 
 // wrongState is the error of a verb that needs the sandbox in another state, with the

@@ -421,9 +421,18 @@ func (r *reconciling) free(ctx context.Context, host Host, id string, has []stri
 		return f, err
 	}
 
+	return r.freeEnded(ctx, sb, s, has)
+}
+
+// freeEnded is free for a sandbox with a record, whose lock is held.
+func (r *reconciling) freeEnded(ctx context.Context, sb store.Sandbox, s runtime.Spec, has []string) (f runtime.Finding, err error) {
+	e, id := r.e, sb.ID
+	f.Kind = runtime.FoundEnded
+
 	// Backends share our run directory. One may mistake for its own what a restore has
 	// left there for a sandbox of another.
-	if host, err = e.host(sb.Backend); err != nil {
+	host, err := e.host(sb.Backend)
+	if err != nil {
 		return f, err
 	}
 	c, err := host.Inspect(ctx, id)

@@ -261,14 +261,22 @@ func (rs *restores) perform(ctx context.Context, r *restoration) error {
 
 // restoration is one restore under way; each of its parts has a state of its own.
 type restoration struct {
-	e        *Engine
-	seq      int64 // of its intent
-	sb       *locked
-	row      store.Checkpoint
-	spec     runtime.Spec
-	c        runtime.Container
-	reader   *store.Reader
-	data     restoring
+	e      *Engine
+	seq    int64 // of its intent
+	sb     *locked
+	row    store.Checkpoint
+	spec   runtime.Spec
+	c      runtime.Container
+	reader *store.Reader
+	data   restoring
+
+	manner
+	findings
+	partList
+}
+
+// manner is how a restore is done.
+type manner struct {
 	verify   bool
 	resumed  bool              // Recover resumes a restore that was killed
 	restart  bool              // the restore is a restart by the sandbox's policy
@@ -276,11 +284,18 @@ type restoration struct {
 	orphan   bool              // the sandbox has a record, but no container
 	pull     image.PullOptions // for a sandbox that is recreated
 	grants   runtime.Grants    // what a foreign checkpoint's spec gets
-	caveats  []string          // warnings about the grants
+}
+
+// findings are what a restore reports.
+type findings struct {
+	caveats  []string // warnings about the grants
 	warnings []string
 	told     []string // warnings about effects and host files, also of a restore that fails
 	down     time.Duration
+}
 
+// partList is the parts of a restore.
+type partList struct {
 	parts     []part // in the order of their steps
 	processes *processesPart
 	secrets   *secretsPart

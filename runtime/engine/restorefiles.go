@@ -290,7 +290,7 @@ func (r *filesPart) keepPresent(ctx context.Context) error {
 			}
 			continue
 		}
-		if err != nil && k.unlearnt && !unlearnt {
+		if err != nil && k.stale && !unlearnt {
 			// Try once more without the file cache.
 			unlearnt, r.data.Undo = true, newID()
 			if err := r.note(ctx, true); err != nil {

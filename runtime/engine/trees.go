@@ -19,8 +19,8 @@ func (cs *checkpoints) home(sb *locked) worktree.Home {
 	return worktree.Home{Store: cs.store, Sandbox: sb.ID, Steps: sb.steps, Log: cs.log}
 }
 
-// approach reads what has changed since the last checkpoint while the sandbox still runs.
-func (cs *checkpoints) approach(ctx context.Context, k *making, draft *store.Draft) error {
+// readAhead reads what has changed since the last checkpoint while the sandbox still runs.
+func (k *making) readAhead(ctx context.Context, draft *store.Draft) error {
 	return worktree.Each(ctx, k.trees, func(ctx context.Context, t *worktree.Tree) error {
 		if k.c.Status != runtime.Running { // it does not change anyway
 			t.Know(ctx)
@@ -31,7 +31,7 @@ func (cs *checkpoints) approach(ctx context.Context, k *making, draft *store.Dra
 }
 
 // collect captures the trees of a stopped or frozen sandbox.
-func (cs *checkpoints) collect(ctx context.Context, k *making, draft *store.Draft, opts overlay.CollectOptions) error {
+func (k *making) collect(ctx context.Context, draft *store.Draft, opts overlay.CollectOptions) error {
 	for i := range k.trees {
 		t := &k.trees[i]
 		now := overlay.CollectOptions{}
@@ -49,8 +49,8 @@ func (cs *checkpoints) collect(ctx context.Context, k *making, draft *store.Draf
 	return failpoint.Hit("checkpoint.after-capture")
 }
 
-// file stores what was captured. The sandbox may run again by then.
-func (cs *checkpoints) file(ctx context.Context, k *making, draft *store.Draft) error {
+// put stores what was captured. The sandbox may run again by then.
+func (k *making) put(ctx context.Context, draft *store.Draft) error {
 	if k.row.Kind == runtime.KindFull {
 		k.sb.steps.Begin(runtime.PhaseStoring, k.sb.steps.Sizes(draft.CRIUDir()))
 		draft.CountImages(k.sb.steps.Adder(runtime.PhaseStoring))
@@ -72,8 +72,8 @@ func (cs *checkpoints) file(ctx context.Context, k *making, draft *store.Draft) 
 	return draft.PutImages(ctx)
 }
 
-// remember makes the collections of a checkpoint the file caches.
-func (cs *checkpoints) remember(k *making) {
+// keepCaches makes the collections of a checkpoint the file caches.
+func (cs *checkpoints) keepCaches(k *making) {
 	if k.aside {
 		return // the caches stay those of the earlier checkpoint
 	}
@@ -84,8 +84,8 @@ func (cs *checkpoints) remember(k *making) {
 	}
 }
 
-// unlearn deletes a sandbox's file caches.
-func (cs *checkpoints) unlearn(k *making) error {
+// dropCaches deletes the sandbox's file caches.
+func (k *making) dropCaches() error {
 	var errs []error
 	for i := range k.trees {
 		errs = append(errs, k.trees[i].Forget())
