@@ -1,13 +1,12 @@
-// Package engine is agentbox's core: the Engine, which implements runtime.Service on
-// this host and orders the steps of every verb.
+// Package engine is agentbox's core: the Engine, which implements runtime.Service on this host
+// and orders the steps of every verb. Package runtime/local opens one.
 //
-// A command calls a method of the Service; the Engine looks the sandbox up in the
-// store, takes its lock, writes an intent to the journal where the verb has
-// more than one step, and then calls one leaf per step: images for the lower
-// directories, a Backend for the container, overlay for its files, criu for
-// its processes, store for what must last. Multi-step verbs keep an undo stack
-// that runs on failure; what a killed process leaves is finished or undone by
-// Recover, from the journal.
+// Each verb is a method of the Engine, in the frame of verb.go, and is carried out by one of
+// the Engine's rooms. It looks the sandbox up in the store, locks it, writes an intent to the
+// journal if it has more than one step, and then calls one leaf per step: images for the lower
+// directories, a Backend for the container, overlay for its files, criu for its processes,
+// store for what must last. A verb with several steps keeps an undo stack that runs on failure.
+// What a killed process leaves, RecoverInterrupted finishes or takes back, from the journal.
 package engine
 
 import (
