@@ -23,10 +23,12 @@ all: build
 build:
 	$(GO) build $(TRIM) -ldflags '$(LDFLAGS)' -o $(OUT)/agentbox ./cmd/agentbox
 	$(GO) build $(TRIM) -ldflags '$(LDFLAGS)' -o $(OUT)/agentbox-runtime ./cmd/agentbox-runtime
+	$(GO) build $(TRIM) -ldflags '$(LDFLAGS)' -o $(OUT)/docker-agentbox ./cmd/docker-agentbox
 
 install: build man
 	install -D -m 0755 bin/agentbox $(DESTDIR)$(PREFIX)/bin/agentbox
 	install -D -m 0755 bin/agentbox-runtime $(DESTDIR)$(PREFIX)/bin/agentbox-runtime
+	install -D -m 0755 bin/docker-agentbox $(DESTDIR)$(PREFIX)/bin/docker-agentbox
 	install -d $(DESTDIR)$(PREFIX)/share/man/man1
 	install -m 0644 bin/man/*.1 $(DESTDIR)$(PREFIX)/share/man/man1/
 

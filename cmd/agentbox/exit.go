@@ -11,21 +11,22 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/agentbox/agentbox/internal/exitcode"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
 )
 
 // The exit codes. They are part of the interface: scripts test them.
 const (
-	exitOK          = 0
-	exitFailure     = 1
-	exitUsage       = 2
-	exitNotFound    = 3
-	exitState       = 4
-	exitBusy        = 5
-	exitCorrupt     = 6
-	exitDenied      = 7
-	exitUnsupported = 8
+	exitOK          = exitcode.OK
+	exitFailure     = exitcode.Failure
+	exitUsage       = exitcode.Usage
+	exitNotFound    = exitcode.NotFound
+	exitState       = exitcode.State
+	exitBusy        = exitcode.Busy
+	exitCorrupt     = exitcode.Corrupt
+	exitDenied      = exitcode.Denied
+	exitUnsupported = exitcode.Unsupported
 
 	// of run, exec, and of start and attach while attached
 	exitAgentbox      = 125
@@ -103,8 +104,9 @@ type usageError struct {
 	cmd string // whose help to read; may be empty
 }
 
-func (e *usageError) Error() string { return e.err.Error() }
-func (e *usageError) Unwrap() error { return e.err }
+func (e *usageError) Error() string   { return e.err.Error() }
+func (e *usageError) Unwrap() error   { return e.err }
+func (e *usageError) ExitStatus() int { return exitUsage }
 
 func usageErrorf(format string, args ...any) error {
 	return &usageError{err: fmt.Errorf(format, args...)}
@@ -234,44 +236,7 @@ func exitCode(err error, passes bool) int {
 		}
 		return exitAgentbox
 	}
-	if code := sentinelCode(err); code != 0 {
-		return code
-	}
-	return exitFailure
-}
-
-func sentinelCode(err error) int {
-	if err == nil {
-		return 0
-	}
-	if _, ok := err.(*usageError); ok {
-		return exitUsage
-	}
-	switch err {
-	case runtime.ErrInvalid:
-		return exitUsage
-	case runtime.ErrNotFound:
-		return exitNotFound
-	case runtime.ErrExists, runtime.ErrState:
-		return exitState
-	case runtime.ErrBusy:
-		return exitBusy
-	case runtime.ErrCorrupt:
-		return exitCorrupt
-	case runtime.ErrDenied:
-		return exitDenied
-	case runtime.ErrUnsupported:
-		return exitUnsupported
-	}
-	if many, ok := err.(interface{ Unwrap() []error }); ok {
-		for _, e := range many.Unwrap() {
-			if code := sentinelCode(e); code != 0 {
-				return code
-			}
-		}
-		return 0
-	}
-	return sentinelCode(errors.Unwrap(err))
+	return exitcode.Of(err)
 }
 
 // printable keeps what came from inside a sandbox (file names, a log's line)

@@ -6,16 +6,18 @@
 // result, and leaves errors to main, which turns them into a message, hints
 // and an exit code (exit.go). service.go alone knows which backend is behind
 // the Service; spec.go parses what Docker's users write; terminal.go connects
-// the caller's terminal; signals.go routes Ctrl-C. plugin.go makes
-// the program a plugin of the docker command when that starts it.
+// the caller's terminal; signals.go routes Ctrl-C; plugin.go has what is different for
+// `docker agentbox`.
 package main
 
 import (
 	"context"
 	"os"
+	"path/filepath"
 	"time"
 
 	_ "github.com/agentbox/agentbox/internal/gclater" // from the start on
+	"github.com/agentbox/agentbox/internal/setup"
 	"github.com/agentbox/agentbox/runtime/api"
 	"github.com/agentbox/agentbox/runtime/doctor"
 )
@@ -25,8 +27,9 @@ var version = "dev"
 
 func main() {
 	a := newApp()
-	if isPlugin(os.Args[0]) {
-		os.Exit(a.plugin(os.Args[1:]))
+	a.asPlugin = startedByDocker()
+	if filepath.Base(os.Args[0]) == setup.PluginName {
+		os.Exit(report(a.stderr, nil, becomeDockerAgentbox(os.Args[1:]), nil))
 	}
 	os.Exit(a.main(os.Args[1:]))
 }
@@ -42,7 +45,7 @@ type app struct {
 	connect        func(context.Context, globals) (svc *api.Client, insist bool, err error) // nil: to no service
 	examine        func(context.Context, globals) doctor.Report
 	now            func() time.Time
-	asPlugin       bool // the docker command started this program (plugin.go)
+	asPlugin       bool // docker-agentbox started this program (plugin.go)
 	asked          bool // a Service was asked for something
 	endTrace       func(exit int, err error)
 }

@@ -13,14 +13,12 @@ import (
 
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/doctor"
-	"github.com/agentbox/agentbox/runtime/local"
 )
 
 func TestMain(m *testing.M) {
 	testscript.Main(guarded{m}, map[string]func(){
-		"agentbox":        main,
-		"docker-agentbox": main,
-		"agentbox-fake":   fakeMain, // for terminal_test.go
+		"agentbox":      main,
+		"agentbox-fake": fakeMain, // for terminal_test.go
 	})
 }
 
@@ -29,10 +27,10 @@ func TestMain(m *testing.M) {
 type guarded struct{ m *testing.M }
 
 func (g guarded) Run() int {
-	_, before := os.Lstat(local.DefaultRoot)
+	_, before := os.Lstat(runtime.DefaultRoot)
 	code := g.m.Run()
-	if _, err := os.Lstat(local.DefaultRoot); err == nil && before != nil {
-		fmt.Fprintln(os.Stderr, "the tests made", local.DefaultRoot)
+	if _, err := os.Lstat(runtime.DefaultRoot); err == nil && before != nil {
+		fmt.Fprintln(os.Stderr, "the tests made", runtime.DefaultRoot)
 		return 1
 	}
 	return code

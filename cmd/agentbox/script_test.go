@@ -22,9 +22,10 @@ import (
 	"testing"
 	"time"
 
-	"github.com/agentbox/agentbox/overlay"
 	"github.com/google/go-containerregistry/pkg/registry"
 	"github.com/rogpeppe/go-internal/testscript"
+
+	"github.com/agentbox/agentbox/overlay"
 )
 
 // TestScript runs what needs no sandbox.

@@ -9,12 +9,11 @@ import (
 
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/doctor"
-	"github.com/agentbox/agentbox/runtime/engine"
 	"github.com/agentbox/agentbox/runtime/local"
 )
 
 // dirs returns where lasting and transient state are kept.
-func (g globals) dirs() (root, run string) { return local.Dirs(g.Root) }
+func (g globals) dirs() (root, run string) { return runtime.Dirs(g.Root) }
 
 // checkBackend refuses a --backend that does not exist.
 func (g globals) checkBackend() error {
@@ -33,7 +32,7 @@ func openService(ctx context.Context, g globals) (runtime.Service, error) {
 	return local.Open(ctx, local.Options{
 		Root: g.Root, Backend: g.Backend, Program: self, By: g.by,
 		NoRecovery: g.reaping || g.supervising, Existing: g.supervising,
-		Observers: []engine.Observer{g.traces.Observer(cmp.Or(g.by, "command"))},
+		Observers: []runtime.Observer{g.traces.Observer(cmp.Or(g.by, "command"))},
 	})
 }
 

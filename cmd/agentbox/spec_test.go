@@ -9,6 +9,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/agentbox/agentbox/internal/exitcode"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -19,7 +20,7 @@ func usage(t *testing.T, err error, want string) {
 		t.Errorf("no error, want one with %q", want)
 		return
 	}
-	if sentinelCode(err) != exitUsage {
+	if exitcode.Of(err) != exitUsage {
 		t.Errorf("%v is no usage error", err)
 	}
 	if !strings.Contains(err.Error(), want) {

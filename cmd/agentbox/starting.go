@@ -11,8 +11,8 @@ import (
 	"strings"
 	"time"
 
+	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/api"
-	"github.com/agentbox/agentbox/runtime/local"
 )
 
 // answerTime is how long a service may take to say that it is there. One that
@@ -57,7 +57,7 @@ func ask(ctx context.Context, info func(context.Context) (api.Info, error), star
 // starting reports whether systemd is about to start the service of a socket, which
 // may first have much to finish or to undo, or stand behind other units of a boot.
 func starting(ctx context.Context, socket string) bool {
-	if booted, err := os.Stat("/run/systemd/system"); socket != filepath.Join(local.DefaultRun, api.SocketName) || err != nil || !booted.IsDir() {
+	if booted, err := os.Stat("/run/systemd/system"); socket != filepath.Join(runtime.DefaultRun, api.SocketName) || err != nil || !booted.IsDir() {
 		return false
 	}
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"net/http"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -15,7 +14,6 @@ import (
 
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/audit"
-	pluginvolume "github.com/agentbox/agentbox/runtime/dockerplugin/volume"
 	"github.com/agentbox/agentbox/runtime/volume"
 )
 
@@ -25,7 +23,7 @@ func newVolumeCommand(a *app) *cobra.Command {
 		Aliases: []string{"volumes"},
 		Short:   "Work with copy-on-write volumes",
 		Long: `A volume lies over a directory, which it leaves as it is: what containers change in the volume
-is kept apart. Docker makes and mounts volumes through 'agentbox docker-plugin serve'.
+is kept apart. Docker makes and mounts volumes through 'docker-agentbox serve'.
 volume://NAME stands wherever a verb takes a sandbox: checkpoint, restore, diff, log, cp, and
 apply, which brings the changes into the directory.`,
 		Example: `  agentbox volume create ws --from /srv/repo
@@ -41,7 +39,7 @@ apply, which brings the changes into the directory.`,
 }
 
 // volumes opens the volumes, runs fn with them.
-func (a *app) volumes(fn func(recordedVolumes) error) error {
+func (a *app) volumes(fn func(*volume.Recorded) error) error {
 	g, err := a.globals.resolve()
 	if err != nil {
 		return err
@@ -54,7 +52,7 @@ func (a *app) volumes(fn func(recordedVolumes) error) error {
 		return err
 	}
 	root, _ := g.dirs()
-	return fn(recordedVolumes{v, audit.Open(root), "command"})
+	return fn(volume.Record(v, audit.Open(root), "command"))
 }
 
 // openVolumes opens the volumes. What a killed agentbox holds of a volume is freed when the
@@ -68,55 +66,6 @@ func (a *app) openVolumes(g globals) (*volume.Volumes, error) {
 		}
 		return svc.Close()
 	}})
-}
-
-// volumeHandler answers dockerd's calls about volumes, once what killed
-// processes have left of them is cleared up.
-func (a *app) volumeHandler(ctx context.Context, g globals) (http.Handler, error) {
-	v, err := a.openVolumes(g)
-	if err != nil {
-		return nil, err
-	}
-	svc, err := a.open(ctx, g)
-	if err != nil {
-		return nil, err
-	}
-	if err := svc.Close(); err != nil {
-		return nil, err
-	}
-	root, _ := g.dirs()
-	return pluginvolume.Handler(recordedVolumes{v, audit.Open(root), "docker-plugin"}, nil), v.Sweep(ctx)
-}
-
-// recordedVolumes are the volumes, with those that are made and removed on record.
-type recordedVolumes struct {
-	*volume.Volumes
-	log *audit.Log
-	by  string
-}
-
-func (v recordedVolumes) Create(ctx context.Context, name string, opts volume.CreateOptions) error {
-	return v.log.Do(audit.Self(v.by), audit.Record{Verb: "volume create", Ref: audit.Clip(name)}, func(r *audit.Record) error {
-		err := v.Volumes.Create(ctx, name, opts)
-		if err == nil {
-			v.names(ctx, name, r)
-		}
-		return err
-	})
-}
-
-func (v recordedVolumes) Remove(ctx context.Context, name string) error {
-	r := audit.Record{Verb: "volume rm", Ref: audit.Clip(name)}
-	v.names(ctx, name, &r)
-	return v.log.Do(audit.Self(v.by), r, func(*audit.Record) error { return v.Volumes.Remove(ctx, name) })
-}
-
-// names says in a record which volume it is about, as those of what is done to it as
-// to a sandbox do.
-func (v recordedVolumes) names(ctx context.Context, name string, r *audit.Record) {
-	if one, err := v.Inspect(ctx, name); err == nil {
-		r.Sandbox, r.Name = one.ID, "volume://"+one.Name
-	}
 }
 
 type volumeCreateOptions struct {
@@ -142,7 +91,7 @@ files that they have not changed themselves is up to the kernel.`,
 		Annotations: exits(exitUsage, exitNotFound, exitState, exitDenied, exitUnsupported),
 		Args:        args(1, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return a.volumes(func(v recordedVolumes) error {
+			return a.volumes(func(v *volume.Recorded) error {
 				return runVolumeCreate(cmd.Context(), args[0], opts, v, a.stdout)
 			})
 		},
@@ -151,7 +100,7 @@ files that they have not changed themselves is up to the kernel.`,
 	return cmd
 }
 
-func runVolumeCreate(ctx context.Context, name string, opts volumeCreateOptions, v recordedVolumes, out io.Writer) (err error) {
+func runVolumeCreate(ctx context.Context, name string, opts volumeCreateOptions, v *volume.Recorded, out io.Writer) (err error) {
 	from := opts.From
 	if from != "" {
 		if from, err = filepath.Abs(from); err != nil {
@@ -192,7 +141,7 @@ brought into the directory).`,
 			if err := oneForm(opts.Quiet, opts.Format); err != nil {
 				return err
 			}
-			return a.volumes(func(v recordedVolumes) error {
+			return a.volumes(func(v *volume.Recorded) error {
 				return runVolumeLs(cmd.Context(), opts, v, a.stdout, a.now())
 			})
 		},
@@ -202,7 +151,7 @@ brought into the directory).`,
 	return cmd
 }
 
-func runVolumeLs(ctx context.Context, opts volumeLsOptions, v recordedVolumes, out io.Writer, now time.Time) error {
+func runVolumeLs(ctx context.Context, opts volumeLsOptions, v *volume.Recorded, out io.Writer, now time.Time) error {
 	list, err := v.List(ctx)
 	if err != nil {
 		return err
@@ -234,7 +183,7 @@ func newVolumeInspectCommand(a *app) *cobra.Command {
 		Annotations: exits(exitUsage, exitNotFound, exitDenied),
 		Args:        args(1, -1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return a.volumes(func(v recordedVolumes) error {
+			return a.volumes(func(v *volume.Recorded) error {
 				found := []volume.Volume{}
 				err := each(cmd.Context(), args, func(name string) error {
 					one, err := v.Inspect(cmd.Context(), name)
@@ -260,7 +209,7 @@ names. The directories below stay as they are, and checkpoints of the volumes ar
 		Annotations: exits(exitUsage, exitNotFound, exitState, exitBusy, exitDenied),
 		Args:        args(1, -1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return a.volumes(func(v recordedVolumes) error {
+			return a.volumes(func(v *volume.Recorded) error {
 				return each(cmd.Context(), args, func(name string) error {
 					if _, err := v.Inspect(cmd.Context(), name); err != nil {
 						return err

@@ -22,7 +22,8 @@ type DockerOptions struct {
 	Pidfile string // of dockerd; empty: the configuration's, or dockerd's default
 	Host    string // unix://...; empty: DOCKER_HOST, or where the daemon listens
 
-	Self     string // the agentbox that `docker agentbox` shall start
+	Self     string // this program
+	Plugin   string // what `docker agentbox` starts; empty: the docker-agentbox beside Self
 	Plugins  string // directory for the plugin; empty: one of pluginDirs
 	NoPlugin bool
 }
@@ -97,7 +98,7 @@ func (s *dockerSetup) plan(ctx context.Context) (err error) {
 		if s.Remove {
 			s.link, err = planUnlink(s.Plugins)
 		} else {
-			s.link, err = planLink(s.Plugins, s.Self)
+			s.link, err = planLink(s.Plugins, s.Self, s.Plugin)
 		}
 		if err != nil {
 			return err

@@ -330,7 +330,7 @@ func TestDockerNoDaemon(t *testing.T) {
 	config := filepath.Join(dir, "etc", "daemon.json")
 	opts := DockerOptions{
 		Options: Options{Config: config, Runtime: wrapper},
-		Self:    "/somewhere/agentbox", Plugins: filepath.Join(dir, "plugins"),
+		Plugin:  "/somewhere/docker-agentbox", Plugins: filepath.Join(dir, "plugins"),
 	}
 	link := filepath.Join(dir, "plugins", PluginName)
 	run := func(want bool) Result {
@@ -342,12 +342,12 @@ func TestDockerNoDaemon(t *testing.T) {
 		return r
 	}
 	run(true)
-	if target, _ := os.Readlink(link); target != opts.Self {
+	if target, _ := os.Readlink(link); target != opts.Plugin {
 		t.Errorf("link to %q", target)
 	}
 	run(false)
 	// A newer agentbox elsewhere.
-	opts.Self = "/elsewhere/agentbox"
+	opts.Plugin = "/elsewhere/docker-agentbox"
 	if r := run(false); !r.Plugin.Changed {
 		t.Errorf("%+v", r.Plugin)
 	}

@@ -5,15 +5,39 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"os/exec"
 	"path/filepath"
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/fsx"
 )
 
-// PluginName is the file name that makes agentbox a plugin of Docker's
-// command line.
+// PluginName is the program that is a plugin of Docker's command line.
 const PluginName = "docker-agentbox"
+
+// PluginVariable is in the environment of an agentbox that docker-agentbox has started for the
+// docker command.
+const PluginVariable = "AGENTBOX_DOCKER_PLUGIN"
+
+// Beside returns the path of the program of that name in the directory of self, which may be a
+// link, or else on the PATH.
+func Beside(self, name string) (string, error) {
+	real, err := filepath.EvalSymlinks(self)
+	if err != nil {
+		return "", err
+	}
+	path := filepath.Join(filepath.Dir(real), name)
+	if _, err := os.Stat(path); err == nil {
+		return path, nil
+	}
+	if path, err := exec.LookPath(name); err == nil {
+		return filepath.Abs(path)
+	}
+	return "", &fault.Error{
+		Err:  fmt.Errorf("program %s: %w", name, fault.ErrNotFound),
+		Hint: "Install it beside " + real + ", or in a directory of the PATH.",
+	}
+}
 
 // pluginDirs are where the docker command looks for plugins of all users.
 var pluginDirs = []string{
@@ -30,8 +54,15 @@ type Link struct {
 	Changed bool   `json:"changed"`
 }
 
-// planLink finds where the link to self goes, and whether it is there.
-func planLink(dir, self string) (*Link, error) {
+// planLink finds where the link to the program goes, by default to the one beside self, and
+// whether it is there.
+func planLink(dir, self, program string) (*Link, error) {
+	if program == "" {
+		var err error
+		if program, err = Beside(self, PluginName); err != nil {
+			return nil, &fault.Error{Err: err, Hint: "Or leave it out with --no-cli-plugin."}
+		}
+	}
 	if dir == "" {
 		dir = pluginDirs[0]
 		for _, d := range pluginDirs {
@@ -45,7 +76,7 @@ func planLink(dir, self string) (*Link, error) {
 	if err != nil {
 		return nil, err
 	}
-	l := &Link{Path: filepath.Join(dir, PluginName), Target: self}
+	l := &Link{Path: filepath.Join(dir, PluginName), Target: program}
 	target, ours, err := readLink(l.Path)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
@@ -58,7 +89,7 @@ func planLink(dir, self string) (*Link, error) {
 			Err:  fmt.Errorf("%s is there and no link to agentbox: %w", l.Path, fault.ErrExists),
 		}
 	default:
-		l.Changed = target != self
+		l.Changed = target != program
 	}
 	return l, nil
 }
@@ -82,8 +113,8 @@ func planUnlink(dir string) (*Link, error) {
 	return nil, nil
 }
 
-// readLink tells where a link points and whether that is an agentbox, which
-// may be gone by now.
+// readLink returns where a link points, and whether that is a program of agentbox, which may be
+// gone by now.
 func readLink(path string) (target string, ours bool, err error) {
 	st, err := os.Lstat(path)
 	if err != nil {
@@ -93,7 +124,8 @@ func readLink(path string) (target string, ours bool, err error) {
 		return "", false, nil
 	}
 	target, err = os.Readlink(path)
-	return target, filepath.Base(target) == "agentbox", err
+	name := filepath.Base(target)
+	return target, name == PluginName || name == "agentbox", err // once they were one program
 }
 
 // make creates or replaces the link.

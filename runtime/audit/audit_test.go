@@ -273,7 +273,7 @@ func newEngine(t *testing.T, root string, l *Log) *engine.Engine {
 	if err != nil {
 		t.Fatal(err)
 	}
-	e := engine.New(engine.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "oci", Observers: []engine.Observer{l.Observer("test")},
+	e := engine.New(engine.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "oci", Observers: []runtime.Observer{l.Observer("test")},
 		Open: func(string) (engine.Host, error) {
 			return engine.Host{}, fmt.Errorf("no engine: %w", runtime.ErrUnsupported)
 		}})

@@ -6,15 +6,14 @@ import (
 	"slices"
 
 	"github.com/agentbox/agentbox/runtime"
-	"github.com/agentbox/agentbox/runtime/engine"
 )
 
 // Observer puts on record what an Engine does (engine.Options.Observers). by says which
 // process this is, for verbs that no caller of the service has asked for: "command",
 // "mcp", "auto".
-func (l *Log) Observer(by string) engine.Observer {
+func (l *Log) Observer(by string) runtime.Observer {
 	itself := &own{log: l, by: by}
-	return func(ctx context.Context, op *engine.Op, do func(context.Context) error) error {
+	return func(ctx context.Context, op *runtime.Op, do func(context.Context) error) error {
 		switch {
 		case op.Own != nil:
 			return itself.do(ctx, op, func() error { return do(ctx) })
@@ -22,7 +21,7 @@ func (l *Log) Observer(by string) engine.Observer {
 			return do(ctx)
 		}
 		r := asked(op)
-		if op.About != engine.AboutOther {
+		if op.About != runtime.AboutOther {
 			r.about(op.Subject(ctx))
 		}
 		return l.Do(whoAsks(ctx, by), r, func(r *Record) error {
@@ -34,7 +33,7 @@ func (l *Log) Observer(by string) engine.Observer {
 }
 
 // asked is a record of what is asked.
-func asked(op *engine.Op) Record {
+func asked(op *runtime.Op) Record {
 	r := Record{Verb: op.Verb, Ref: Clip(op.Ref), Name: Clip(op.Name), To: Clip(op.To), Signal: Clip(op.Signal), Program: Clip(op.Program)}
 	if op.Verb == "image import" {
 		r.Ref, r.To = Clip(op.From), Clip(op.Ref)
@@ -43,7 +42,7 @@ func asked(op *engine.Op) Record {
 }
 
 // came records the result of a verb.
-func (r *Record) came(l *Log, op *engine.Op, err error) {
+func (r *Record) came(l *Log, op *runtime.Op, err error) {
 	r.Exit = op.Exit
 	switch out := op.Result.(type) {
 	case runtime.Sandbox:

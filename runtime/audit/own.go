@@ -6,7 +6,7 @@ import (
 	"strings"
 	"sync"
 
-	"github.com/agentbox/agentbox/runtime/engine"
+	"github.com/agentbox/agentbox/runtime"
 )
 
 // own puts on record what an Engine does by itself.
@@ -26,7 +26,7 @@ type Tries struct {
 const maxTries = 1000
 
 // Again reports whether something that has ended has failed just as the try before.
-func (t *Tries) Again(ctx context.Context, op *engine.Op, err error) bool {
+func (t *Tries) Again(ctx context.Context, op *runtime.Op, err error) bool {
 	if !op.Own.Past && !frees[op.Verb] || len(op.Own.Made) > 0 {
 		return false
 	}
@@ -35,12 +35,12 @@ func (t *Tries) Again(ctx context.Context, op *engine.Op, err error) bool {
 	return t.came(key, err) == was && err != nil
 }
 
-func keyOf(ctx context.Context, op *engine.Op) string {
+func keyOf(ctx context.Context, op *runtime.Op) string {
 	about := op.Subject(ctx)
 	return strings.Join(append([]string{op.Verb, about.Sandbox, about.Checkpoint, op.To}, op.Own.Did...), " ")
 }
 
-func (d *own) do(ctx context.Context, op *engine.Op, do func() error) error {
+func (d *own) do(ctx context.Context, op *runtime.Op, do func() error) error {
 	r := asked(op)
 	r.Why = Clip(op.Own.Why)
 	r.about(op.Subject(ctx))

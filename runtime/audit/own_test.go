@@ -81,7 +81,7 @@ func newHost(t *testing.T) *host {
 	}
 	h := &host{T: t, store: st, root: root, backend: &failing{Backend: backendtest.NewMemory(filepath.Join(root, "memory"))}}
 	h.log = Open(root)
-	h.Engine = engine.New(engine.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "memory", Observers: []engine.Observer{h.log.Observer("test")},
+	h.Engine = engine.New(engine.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "memory", Observers: []runtime.Observer{h.log.Observer("test")},
 		Supervisor: func(*os.File) error { return nil },
 		Open:       func(string) (engine.Host, error) { return engine.Host{Backend: h.backend, Images: img}, nil }})
 	t.Cleanup(func() { h.Engine.Close() })

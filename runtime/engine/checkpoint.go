@@ -608,7 +608,7 @@ func (cs *checkpoints) logKept(draft *store.Draft, err error) error {
 
 // Checkpoints lists checkpoints, newest first.
 func (e *Engine) Checkpoints(ctx context.Context, filter runtime.CheckpointFilter) ([]runtime.Checkpoint, error) {
-	return verb(ctx, e, onSandbox("checkpoint ls", filter.Sandbox).reads(), func(ctx context.Context) ([]runtime.Checkpoint, error) {
+	return verb(ctx, e, reads(onSandbox("checkpoint ls", filter.Sandbox)), func(ctx context.Context) ([]runtime.Checkpoint, error) {
 		return e.checkpoints.listCheckpoints(ctx, filter)
 	})
 }
@@ -650,7 +650,7 @@ func (cs *checkpoints) listCheckpoints(ctx context.Context, filter runtime.Check
 
 // CheckpointInfo describes one checkpoint.
 func (e *Engine) CheckpointInfo(ctx context.Context, ref string) (runtime.Checkpoint, error) {
-	return verb(ctx, e, onCheckpoint("checkpoint inspect", ref).reads(), func(ctx context.Context) (runtime.Checkpoint, error) {
+	return verb(ctx, e, reads(onCheckpoint("checkpoint inspect", ref)), func(ctx context.Context) (runtime.Checkpoint, error) {
 		row, err := e.checkpoint(ctx, ref)
 		if err != nil {
 			return runtime.Checkpoint{}, err

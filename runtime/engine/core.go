@@ -49,7 +49,7 @@ type core struct {
 	make  func(name string) (Host, error)
 	log   *slog.Logger
 
-	observers []Observer
+	observers []runtime.Observer
 	policies  policy.Finder
 	events    *eventLog
 

@@ -4,21 +4,18 @@ import (
 	"bytes"
 	"cmp"
 	"context"
-	"encoding/base64"
 	"errors"
 	"fmt"
 	"io"
 	"maps"
-	"path"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
-	"unicode/utf8"
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/changes"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -28,7 +25,7 @@ const maxChanges = 1_000_000
 // Diff lists what a user of a sandbox finds changed between two states of its files. It
 // only reads, and does not freeze a running sandbox.
 func (e *Engine) Diff(ctx context.Context, req runtime.DiffRequest) (runtime.Diff, error) {
-	return verb(ctx, e, onSandbox("diff", req.Sandbox).reads(), func(ctx context.Context) (runtime.Diff, error) {
+	return verb(ctx, e, reads(onSandbox("diff", req.Sandbox)), func(ctx context.Context) (runtime.Diff, error) {
 		return e.checkpoints.diff(ctx, req)
 	})
 }
@@ -133,7 +130,7 @@ func (d *differ) changes(ctx context.Context, req runtime.DiffRequest, sides [2]
 		}
 	}
 	for _, c := range list {
-		out.Changes = append(out.Changes, ChangeOf(c))
+		out.Changes = append(out.Changes, changes.Of(c))
 	}
 
 	if extra := d.managedChanges(); len(extra) > 0 {
@@ -294,37 +291,12 @@ func (d *differ) managedChanges() (list []runtime.Change) {
 		}
 		if len(what) > 0 {
 			state := func(m store.Managed) *runtime.FileState {
-				return &runtime.FileState{Type: string(overlay.TypeFile), Mode: octal(m.Mode), UID: m.UID, GID: m.GID, Size: int64(len(m.Data))}
+				return &runtime.FileState{Type: string(overlay.TypeFile), Mode: changes.Octal(m.Mode), UID: m.UID, GID: m.GID, Size: int64(len(m.Data))}
 			}
 			list = append(list, runtime.Change{Path: name, Change: string(overlay.Modified), Type: string(overlay.TypeFile), What: what, Old: state(a), New: state(b)})
 		}
 	}
 	return list
-}
-
-// ChangeOf converts one change to the form of the API.
-func ChangeOf(c overlay.Change) runtime.Change {
-	out := runtime.Change{Change: string(c.Kind), What: c.What, Old: fileState(c.Old), New: fileState(c.New)}
-	out.Path, out.PathB64 = nameView(c.Path)
-	if c.Kind == overlay.Renamed {
-		out.From, out.FromB64 = nameView(c.From)
-	}
-	if c.New != nil {
-		out.Type = string(c.New.Type)
-	} else {
-		out.Type = string(c.Old.Type)
-	}
-	return out
-}
-
-// nameView returns a path as a user of the sandbox sees it, and in base64 if JSON cannot
-// represent it.
-func nameView(p string) (text, b64 string) {
-	text = path.Join("/", p)
-	if !utf8.ValidString(text) {
-		b64 = base64.StdEncoding.EncodeToString([]byte(text))
-	}
-	return text, b64
 }
 
 func inTree(p string) string {
@@ -333,21 +305,3 @@ func inTree(p string) string {
 	}
 	return strings.TrimPrefix(p, "/")
 }
-
-func fileState(e *overlay.Entry) *runtime.FileState {
-	if e == nil {
-		return nil
-	}
-	f := &runtime.FileState{Type: string(e.Type), Mode: octal(e.Mode), UID: e.UID, GID: e.GID, Size: e.Size, Target: e.Link}
-	if e.Type == overlay.TypeChar || e.Type == overlay.TypeBlock {
-		f.Device = fmt.Sprintf("%d:%d", e.Major, e.Minor)
-	}
-	if t := time.Unix(e.Mtime.Sec, e.Mtime.Nsec).UTC(); t.Year() >= 1 && t.Year() <= 9999 {
-		f.Mtime = t.Format(time.RFC3339Nano)
-	} else {
-		f.Mtime = strconv.FormatInt(e.Mtime.Sec, 10)
-	}
-	return f
-}
-
-func octal(mode uint32) string { return fmt.Sprintf("%04o", mode) }

@@ -188,7 +188,7 @@ func lookHost(name string) (string, error) {
 
 // Effects lists the ledger of a sandbox, newest first.
 func (e *Engine) Effects(ctx context.Context, ref string, all bool) ([]runtime.Effect, error) {
-	return verb(ctx, e, onSandbox("effect ls", ref).reads(), func(ctx context.Context) ([]runtime.Effect, error) {
+	return verb(ctx, e, reads(onSandbox("effect ls", ref)), func(ctx context.Context) ([]runtime.Effect, error) {
 		return e.effects.list(ctx, ref, all)
 	})
 }

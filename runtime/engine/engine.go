@@ -70,7 +70,7 @@ type Options struct {
 
 	// Observers see each verb and each action that the Engine takes on its own; the first
 	// is outermost. Nil ones are ignored.
-	Observers []Observer
+	Observers []runtime.Observer
 
 	// Policies finds the policy of sandboxes whose request names none, and remembers
 	// which policies were used here.
@@ -85,7 +85,7 @@ func New(opts Options) *Engine {
 	}
 	c := &core{
 		run: opts.Run, store: opts.Store, first: opts.Backend, make: opts.Open, log: log, policies: opts.Policies,
-		observers: slices.DeleteFunc(slices.Clone(opts.Observers), func(o Observer) bool { return o == nil }),
+		observers: slices.DeleteFunc(slices.Clone(opts.Observers), func(o runtime.Observer) bool { return o == nil }),
 		hosts:     map[string]*opening{}, under: map[int64]bool{},
 	}
 	e := &Engine{core: c}

@@ -33,7 +33,7 @@ func (evs *eventLog) dir() string { return filepath.Join(evs.store.Root(), "even
 
 // Events calls each with the events of a sandbox.
 func (e *Engine) Events(ctx context.Context, ref string, opts runtime.EventOptions, each func(runtime.Event) error) error {
-	return e.verb(ctx, onSandbox("events", ref).reads(), func(ctx context.Context) error {
+	return e.verb(ctx, reads(onSandbox("events", ref)), func(ctx context.Context) error {
 		return e.events.follow(ctx, ref, opts, each)
 	})
 }

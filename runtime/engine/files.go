@@ -29,7 +29,7 @@ func (bx *sandboxes) onRoot(ctx context.Context, ref string, write bool, fn func
 
 // CopyFrom writes a path of the sandbox as a tar stream.
 func (e *Engine) CopyFrom(ctx context.Context, ref, path string, w io.Writer) error {
-	return e.verb(ctx, onSandbox("cp", ref).reads().errorsNamed(), func(ctx context.Context) error {
+	return e.verb(ctx, errorsNamed(reads(onSandbox("cp", ref))), func(ctx context.Context) error {
 		return e.sandboxes.onRoot(ctx, ref, false, func(root string, ids *idmap.Map) error { return copy.From(ctx, root, ids, path, w) })
 	})
 }
@@ -37,7 +37,7 @@ func (e *Engine) CopyFrom(ctx context.Context, ref, path string, w io.Writer) er
 // CopyTo extracts a tar stream into a directory of the sandbox.
 func (e *Engine) CopyTo(ctx context.Context, ref, path string, r io.Reader) error {
 	op := onSandbox("cp", ref)
-	op.To, op.named = path, true
+	op.To, op.ErrorsNamed = path, true
 	return e.verb(ctx, op, func(ctx context.Context) error {
 		return e.sandboxes.onRoot(ctx, ref, true, func(root string, ids *idmap.Map) error { return copy.To(ctx, root, ids, path, r) })
 	})
@@ -45,7 +45,7 @@ func (e *Engine) CopyTo(ctx context.Context, ref, path string, r io.Reader) erro
 
 // Files runs fn on the sandbox's root filesystem.
 func (e *Engine) Files(ctx context.Context, ref string, fn func(*policy.Jail) error) error {
-	return e.verb(ctx, &Op{Verb: "files", Ref: ref, About: AboutSandbox, Reads: runtime.OnlyReads(ctx), named: true}, func(ctx context.Context) error {
+	return e.verb(ctx, &runtime.Op{Verb: "files", Ref: ref, About: runtime.AboutSandbox, Reads: runtime.OnlyReads(ctx), ErrorsNamed: true}, func(ctx context.Context) error {
 		return e.sandboxes.files(ctx, ref, fn)
 	})
 }
@@ -74,7 +74,7 @@ func (bx *sandboxes) files(ctx context.Context, ref string, fn func(*policy.Jail
 
 // Stat describes a path in the sandbox.
 func (e *Engine) Stat(ctx context.Context, ref, path string) (runtime.PathStat, error) {
-	return verb(ctx, e, onSandbox("stat", ref).reads().errorsNamed(), func(ctx context.Context) (out runtime.PathStat, err error) {
+	return verb(ctx, e, errorsNamed(reads(onSandbox("stat", ref))), func(ctx context.Context) (out runtime.PathStat, err error) {
 		err = e.sandboxes.onRoot(ctx, ref, false, func(root string, _ *idmap.Map) error {
 			st, err := copy.StatPath(root, path)
 			out = runtime.PathStat(st)

@@ -27,7 +27,7 @@ type localImages struct {
 
 // ImportImage makes an image from a tarball or a directory.
 func (e *Engine) ImportImage(ctx context.Context, name, source string) (runtime.Image, error) {
-	return verb(ctx, e, &Op{Verb: "image import", Ref: name, From: source}, func(ctx context.Context) (runtime.Image, error) {
+	return verb(ctx, e, &runtime.Op{Verb: "image import", Ref: name, From: source}, func(ctx context.Context) (runtime.Image, error) {
 		to, err := e.imageStore()
 		if err != nil {
 			return runtime.Image{}, err
@@ -51,7 +51,7 @@ func (e *Engine) ImportImageFrom(ctx context.Context, name string, r io.Reader) 
 
 // Images lists all images.
 func (e *Engine) Images(ctx context.Context) ([]runtime.Image, error) {
-	return verb(ctx, e, on("image ls", "").reads(), func(ctx context.Context) ([]runtime.Image, error) {
+	return verb(ctx, e, reads(on("image ls", "")), func(ctx context.Context) ([]runtime.Image, error) {
 		return e.images.listImages(ctx)
 	})
 }
@@ -104,7 +104,7 @@ func unreachable(ref string, err error) error {
 
 // PushImage writes an image to another place.
 func (e *Engine) PushImage(ctx context.Context, ref, to string, opts image.SourceOptions) (runtime.PushedImage, error) {
-	return verb(ctx, e, &Op{Verb: "image push", Ref: ref, To: to}, func(ctx context.Context) (runtime.PushedImage, error) {
+	return verb(ctx, e, &runtime.Op{Verb: "image push", Ref: ref, To: to}, func(ctx context.Context) (runtime.PushedImage, error) {
 		return e.images.pushImage(ctx, ref, to, opts)
 	})
 }
@@ -190,7 +190,7 @@ func (im *localImages) put(ctx context.Context, here runtime.Images, to destinat
 
 // TagImage gives an image one more name.
 func (e *Engine) TagImage(ctx context.Context, ref, name string) error {
-	return e.verb(ctx, &Op{Verb: "image tag", Ref: ref, To: name}, func(ctx context.Context) error {
+	return e.verb(ctx, &runtime.Op{Verb: "image tag", Ref: ref, To: name}, func(ctx context.Context) error {
 		from, err := e.imageStore()
 		if err == nil {
 			err = from.Tag(ctx, ref, name)
@@ -201,7 +201,7 @@ func (e *Engine) TagImage(ctx context.Context, ref, name string) error {
 
 // InspectImage returns the details of an image.
 func (e *Engine) InspectImage(ctx context.Context, ref string) (runtime.ImageDetails, error) {
-	return verb(ctx, e, on("image inspect", ref).reads(), func(ctx context.Context) (runtime.ImageDetails, error) {
+	return verb(ctx, e, reads(on("image inspect", ref)), func(ctx context.Context) (runtime.ImageDetails, error) {
 		return e.images.inspectImage(ctx, ref)
 	})
 }

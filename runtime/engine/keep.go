@@ -73,7 +73,7 @@ func (e *Engine) UntagCheckpoint(ctx context.Context, ref string) error {
 // Prune removes the checkpoints that no rule keeps and frees unused space. Without a rule
 // the rules of the sandboxes' policies apply.
 func (e *Engine) Prune(ctx context.Context, opts runtime.PruneOptions) (runtime.Pruned, error) {
-	return verb(ctx, e, &Op{Verb: "prune", Ref: opts.Sandbox, About: AboutSandbox, Reads: opts.DryRun}, func(ctx context.Context) (runtime.Pruned, error) {
+	return verb(ctx, e, &runtime.Op{Verb: "prune", Ref: opts.Sandbox, About: runtime.AboutSandbox, Reads: opts.DryRun}, func(ctx context.Context) (runtime.Pruned, error) {
 		return e.upkeep.prune(ctx, opts)
 	})
 }
@@ -329,7 +329,7 @@ func (up *upkeep) forget(ctx context.Context, row store.Checkpoint) error {
 
 // Usage returns the disk usage by checkpoint and sandbox.
 func (e *Engine) Usage(ctx context.Context) (runtime.Usage, error) {
-	return verb(ctx, e, on("df", "").reads(), func(ctx context.Context) (runtime.Usage, error) { return e.upkeep.usage(ctx) })
+	return verb(ctx, e, reads(on("df", "")), func(ctx context.Context) (runtime.Usage, error) { return e.upkeep.usage(ctx) })
 }
 
 func (up *upkeep) usage(ctx context.Context) (out runtime.Usage, err error) {
@@ -370,7 +370,7 @@ func (up *upkeep) usage(ctx context.Context) (out runtime.Usage, err error) {
 
 // Verify checks checkpoints, and marks those that are damaged.
 func (e *Engine) Verify(ctx context.Context, opts runtime.VerifyOptions) (runtime.VerifyReport, error) {
-	return verb(ctx, e, on("verify", "").errorsNamed(), func(ctx context.Context) (runtime.VerifyReport, error) {
+	return verb(ctx, e, errorsNamed(on("verify", "")), func(ctx context.Context) (runtime.VerifyReport, error) {
 		return e.upkeep.verify(ctx, opts)
 	})
 }

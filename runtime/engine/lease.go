@@ -185,7 +185,7 @@ func setLease(l *runtime.Lease, t runtime.LeaseTerms) error {
 
 // Lease describes a lease.
 func (e *Engine) Lease(ctx context.Context, ref string) (runtime.Lease, error) {
-	return verb(ctx, e, on("lease inspect", ref).reads().errorsNamed(), func(ctx context.Context) (runtime.Lease, error) {
+	return verb(ctx, e, errorsNamed(reads(on("lease inspect", ref))), func(ctx context.Context) (runtime.Lease, error) {
 		return e.leases.lease(ctx, ref)
 	})
 }
@@ -201,7 +201,7 @@ func (ls *leases) lease(ctx context.Context, ref string) (_ runtime.Lease, err e
 
 // Leases lists leases.
 func (e *Engine) Leases(ctx context.Context, all bool) ([]runtime.Lease, error) {
-	return verb(ctx, e, on("lease ls", "").reads(), func(ctx context.Context) (_ []runtime.Lease, err error) {
+	return verb(ctx, e, reads(on("lease ls", "")), func(ctx context.Context) (_ []runtime.Lease, err error) {
 		rows, err := e.store.Leases(ctx, all)
 		if err != nil {
 			return nil, err
@@ -251,7 +251,7 @@ func listLease(l *runtime.Lease, m store.LeaseMembers) {
 
 // RenewLease records a heartbeat of the owner, or sets the deadline.
 func (e *Engine) RenewLease(ctx context.Context, ref string, deadline time.Duration) (runtime.Lease, error) {
-	return verb(ctx, e, &Op{Verb: "lease renew", Ref: ref, Reads: deadline == 0}, func(ctx context.Context) (runtime.Lease, error) {
+	return verb(ctx, e, &runtime.Op{Verb: "lease renew", Ref: ref, Reads: deadline == 0}, func(ctx context.Context) (runtime.Lease, error) {
 		return e.leases.renewLease(ctx, ref, deadline)
 	})
 }

@@ -181,7 +181,7 @@ func (ls *leases) endLeases(ctx context.Context) (did []string, left []runtime.L
 			left = append(left, l)
 			continue
 		}
-		err = guard.Do(func() error { return ls.freeLease(ctx, l.ID, ByKeeper) })
+		err = guard.Do(func() error { return ls.freeLease(ctx, l.ID, runtime.ByKeeper) })
 		switch {
 		case err == nil:
 			did = append(did, fmt.Sprintf("removed what belonged to lease %s", cmp.Or(l.Name, short(l.ID))))
@@ -275,9 +275,9 @@ func (ls *leases) freeMembers(ctx context.Context, id, by string) error {
 	if err := failpoint.Hit("lease.end.after-members"); err != nil {
 		return err
 	}
-	var end *Op // nil for a verb, which is on record itself
+	var end *runtime.Op // nil for a verb, which is on record itself
 	if by != "" {
-		end = ByItself("lease end", runtime.Subject{}, Own{By: by, Why: l.Reason})
+		end = runtime.ByItself("lease end", runtime.Subject{}, runtime.Own{By: by, Why: l.Reason})
 		end.Ref, end.To = l.Name, id
 	}
 	err = ls.observed(ctx, end, func(ctx context.Context) error {
@@ -317,7 +317,7 @@ func (ls *leases) freeSandbox(ctx context.Context, sb store.Sandbox, l runtime.L
 	if err := ls.events.note(sb.ID, runtime.Event{Time: time.Now(), Type: runtime.EventLease, Name: cmp.Or(l.Name, short(l.ID)), Reason: l.Reason}); err != nil {
 		ls.log.Warn("end of the lease not reported", "sandbox", sb.ID, "err", err)
 	}
-	err := ls.sandboxes.removeAs(ctx, sb.ID, ByItself("rm", subjectOf(sb), Own{By: by, Why: ofLease(l)}), runtime.RemoveOptions{Force: true})
+	err := ls.sandboxes.removeAs(ctx, sb.ID, runtime.ByItself("rm", subjectOf(sb), runtime.Own{By: by, Why: ofLease(l)}), runtime.RemoveOptions{Force: true})
 	if errors.Is(err, runtime.ErrNotFound) {
 		return nil
 	}
@@ -338,9 +338,9 @@ func (ls *leases) freeCheckpoint(ctx context.Context, c store.Checkpoint, l runt
 	if err := failpoint.Hit("lease.end.before-checkpoint"); err != nil {
 		return err
 	}
-	var op *Op
+	var op *runtime.Op
 	if !c.Pinned { // else it stays
-		op = ByItself("checkpoint rm", runtime.Subject{Sandbox: c.SandboxID, Name: c.SandboxName, Checkpoint: c.ID}, Own{By: by, Why: ofLease(l)})
+		op = runtime.ByItself("checkpoint rm", runtime.Subject{Sandbox: c.SandboxID, Name: c.SandboxName, Checkpoint: c.ID}, runtime.Own{By: by, Why: ofLease(l)})
 	}
 	err = ls.observed(ctx, op, func(ctx context.Context) error {
 		removed, err := ls.store.RemoveUnpinned(ctx, c.ID)

@@ -54,7 +54,7 @@ type sandboxes struct {
 
 // Create creates a sandbox that can be started. On error nothing of it is left.
 func (e *Engine) Create(ctx context.Context, req runtime.CreateRequest) (runtime.Sandbox, error) {
-	return verb(ctx, e, &Op{Verb: "create", Ref: req.Spec.Image, Name: req.Spec.Name, named: true}, func(ctx context.Context) (runtime.Sandbox, error) {
+	return verb(ctx, e, &runtime.Op{Verb: "create", Ref: req.Spec.Image, Name: req.Spec.Name, ErrorsNamed: true}, func(ctx context.Context) (runtime.Sandbox, error) {
 		return e.sandboxes.createSandbox(ctx, req)
 	})
 }
@@ -485,7 +485,7 @@ func (bx *sandboxes) running(ctx context.Context, ref, verb string) (located, er
 
 // Attach connects streams to a running sandbox's first process.
 func (e *Engine) Attach(ctx context.Context, ref string, streams runtime.Streams) error {
-	return e.verb(ctx, onSandbox("attach", ref).errorsNamed(), func(ctx context.Context) error { return e.sandboxes.attach(ctx, ref, streams) })
+	return e.verb(ctx, errorsNamed(onSandbox("attach", ref)), func(ctx context.Context) error { return e.sandboxes.attach(ctx, ref, streams) })
 }
 
 func (bx *sandboxes) attach(ctx context.Context, ref string, streams runtime.Streams) error {
@@ -558,7 +558,7 @@ func (bx *sandboxes) exec(ctx context.Context, ref string, p runtime.Process, st
 
 // Wait blocks until the sandbox has exited.
 func (e *Engine) Wait(ctx context.Context, ref string) (int, error) {
-	op := onSandbox("wait", ref).reads()
+	op := reads(onSandbox("wait", ref))
 	return verb(ctx, e, op, func(ctx context.Context) (int, error) {
 		sb, err := e.locate(ctx, ref)
 		if err != nil {
@@ -574,7 +574,7 @@ func (e *Engine) Wait(ctx context.Context, ref string) (int, error) {
 
 // Logs writes what the sandbox's processes printed.
 func (e *Engine) Logs(ctx context.Context, ref string, opts runtime.LogOptions, stdout, stderr io.Writer) error {
-	return e.verb(ctx, onSandbox("logs", ref).reads(), func(ctx context.Context) error {
+	return e.verb(ctx, reads(onSandbox("logs", ref)), func(ctx context.Context) error {
 		sb, err := e.locate(ctx, ref)
 		if err != nil {
 			return err

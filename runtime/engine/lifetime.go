@@ -211,7 +211,7 @@ func (lm *limits) expire(ctx context.Context, id string) (done bool, err error) 
 		}
 	}
 	if s.AutoRemove && !sb.Kept {
-		op := ByItself("rm", subjectOf(sb.Sandbox), Own{By: ByWatch, Why: why})
+		op := runtime.ByItself("rm", subjectOf(sb.Sandbox), runtime.Own{By: runtime.ByWatch, Why: why})
 		return true, lm.observed(ctx, op, func(ctx context.Context) error { return lm.sandboxes.remove(ctx, sb, false) })
 	}
 	return true, nil
@@ -219,7 +219,7 @@ func (lm *limits) expire(ctx context.Context, id string) (done bool, err error) 
 
 // putDown stops a sandbox, whose lock is held, for good.
 func (lm *limits) putDown(ctx context.Context, sb *locked, why string) error {
-	op := ByItself("stop", subjectOf(sb.Sandbox), Own{By: ByWatch, Why: why})
+	op := runtime.ByItself("stop", subjectOf(sb.Sandbox), runtime.Own{By: runtime.ByWatch, Why: why})
 	return lm.observed(ctx, op, func(ctx context.Context) error {
 		if err := lm.restarts.meant(sb.Sandbox); err != nil {
 			return err

@@ -249,7 +249,7 @@ func (w *watching) again(
 	if wait = st.pause(c, uptime()-w.seen); wait > 0 {
 		return false, min(wait, latest), nil
 	}
-	if err := w.e.recovery.recoverBy(ctx, ByWatch); err != nil {
+	if err := w.e.recovery.recoverBy(ctx, runtime.ByWatch); err != nil {
 		return false, time.Second, err
 	}
 	err = w.e.restart(ctx, w.id, c.Finished)
@@ -271,7 +271,7 @@ func (w *watching) later(err error) (done bool, wait time.Duration, _ error) {
 func (w *watching) end(
 	ctx context.Context, stop func(context.Context, string) (bool, error),
 ) (done bool, wait time.Duration, err error) {
-	if err := w.e.recovery.recoverBy(ctx, ByWatch); err != nil {
+	if err := w.e.recovery.recoverBy(ctx, runtime.ByWatch); err != nil {
 		return false, time.Second, err
 	}
 	done, err = stop(ctx, w.id)

@@ -141,7 +141,7 @@ func listLower(layers []string, name string) (list []portable.LowerEntry, err er
 
 // ImportCheckpoint reads an archive of agentbox or Podman.
 func (e *Engine) ImportCheckpoint(ctx context.Context, r io.Reader, opts runtime.ImportOptions) (runtime.Checkpoint, error) {
-	return verb(ctx, e, &Op{Verb: "checkpoint import", Name: opts.Name}, func(ctx context.Context) (runtime.Checkpoint, error) {
+	return verb(ctx, e, &runtime.Op{Verb: "checkpoint import", Name: opts.Name}, func(ctx context.Context) (runtime.Checkpoint, error) {
 		return e.transfers.importCheckpoint(ctx, r, opts)
 	})
 }

@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/changes"
 )
 
 // change compares one path of two directories, as far as a patch needs it.
@@ -33,7 +34,7 @@ func change(t *testing.T, old, new, from, to string) runtime.Change {
 		if err != nil {
 			t.Fatal(err)
 		}
-		f := &runtime.FileState{Type: "file", Size: fi.Size(), Mode: octal(uint32(fi.Mode().Perm()))}
+		f := &runtime.FileState{Type: "file", Size: fi.Size(), Mode: changes.Octal(uint32(fi.Mode().Perm()))}
 		switch {
 		case fi.IsDir():
 			f.Type = "dir"

@@ -15,12 +15,13 @@ import (
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/engine/worktree"
+	"github.com/agentbox/agentbox/runtime/internal/changes"
 )
 
 // PlanRestore returns what Restore would change if it were called now. It does not freeze a
 // running sandbox.
 func (e *Engine) PlanRestore(ctx context.Context, ref string, opts runtime.RestoreOptions) (runtime.RestorePlan, error) {
-	return verb(ctx, e, onSandbox("restore plan", ref).reads().errorsNamed(), func(ctx context.Context) (runtime.RestorePlan, error) {
+	return verb(ctx, e, errorsNamed(reads(onSandbox("restore plan", ref))), func(ctx context.Context) (runtime.RestorePlan, error) {
 		return e.restores.planRestore(ctx, ref, opts)
 	})
 }
@@ -192,7 +193,7 @@ func countChanges(p *runtime.RestorePlan, c overlay.Change) {
 	default:
 		p.Modified++
 	}
-	p.Changes = append(p.Changes, ChangeOf(c))
+	p.Changes = append(p.Changes, changes.Of(c))
 }
 
 // addEffects adds the other effects of a restore to a plan.

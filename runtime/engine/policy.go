@@ -287,11 +287,11 @@ func (up *upkeep) makeRoom(ctx context.Context, sb store.Sandbox, c runtime.Chec
 	}
 	if len(out.Removed) > 0 {
 		up.log.Info("checkpoints removed by policy", "sandbox", sb.ID, "policy", r.policy, "checkpoints", len(out.Removed))
-		own := Own{Why: "retention of policy " + r.policy, Past: true}
+		own := runtime.Own{Why: "retention of policy " + r.policy, Past: true}
 		for _, p := range out.Removed {
 			own.Made = append(own.Made, p.Checkpoint.ID)
 		}
-		_ = up.observed(ctx, ByItself("prune", subjectOf(sb), own), func(context.Context) error { return err }) // the error is logged
+		_ = up.observed(ctx, runtime.ByItself("prune", subjectOf(sb), own), func(context.Context) error { return err }) // the error is logged
 		up.tidy(ctx)
 	}
 }

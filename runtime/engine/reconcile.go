@@ -121,7 +121,7 @@ func (rec *recovery) reconcile(ctx context.Context, unasked bool) (_ runtime.Rec
 		rec.last = reconciled{r.said, r.ending}
 	}()
 	defer r.record(ctx)
-	done, err := rec.recoverFor(ctx, Own{Alone: unasked})
+	done, err := rec.recoverFor(ctx, runtime.Own{Alone: unasked})
 	for _, did := range done.Actions {
 		r.found(runtime.FoundInterrupted, "", did, nil)
 	}
@@ -548,7 +548,7 @@ const maxRecorded = 64
 // reported when they were done: recovered verbs and ended leases.
 func (r *reconciling) record(ctx context.Context) {
 	ctx = context.WithoutCancel(ctx)
-	rest := Own{Why: fmt.Sprintf("found: more than %d things", maxRecorded), Past: true, Alone: r.unasked}
+	rest := runtime.Own{Why: fmt.Sprintf("found: more than %d things", maxRecorded), Past: true, Alone: r.unasked}
 	n := 0
 	for i, f := range r.report.Findings {
 		if f.Action == "" || f.Left || f.Kind == runtime.FoundInterrupted || f.Kind == runtime.FoundLease {
@@ -561,11 +561,11 @@ func (r *reconciling) record(ctx context.Context) {
 			}
 			continue
 		}
-		own := Own{Why: "found: " + f.Kind, Did: []string{f.Action}, Past: true, Alone: r.unasked}
-		op := ByItself("recover", runtime.Subject{Sandbox: f.Sandbox, Name: r.known[f.Sandbox].Name}, own)
+		own := runtime.Own{Why: "found: " + f.Kind, Did: []string{f.Action}, Past: true, Alone: r.unasked}
+		op := runtime.ByItself("recover", runtime.Subject{Sandbox: f.Sandbox, Name: r.known[f.Sandbox].Name}, own)
 		_ = r.e.observed(ctx, op, func(context.Context) error { return r.causes[i] })
 	}
 	if len(rest.Did) > 0 {
-		_ = r.e.observed(ctx, ByItself("recover", runtime.Subject{}, rest), func(context.Context) error { return nil })
+		_ = r.e.observed(ctx, runtime.ByItself("recover", runtime.Subject{}, rest), func(context.Context) error { return nil })
 	}
 }

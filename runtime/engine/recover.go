@@ -54,11 +54,11 @@ type recovery struct {
 // A verb whose process lives is left alone. It is quick when there is nothing
 // to do, so every command calls it first.
 func (e *Engine) RecoverInterrupted(ctx context.Context) (runtime.Recovery, error) {
-	return e.recovery.recoverFor(ctx, Own{Alone: true})
+	return e.recovery.recoverFor(ctx, runtime.Own{Alone: true})
 }
 
 // recoverFor is RecoverInterrupted, recorded as as says.
-func (rec *recovery) recoverFor(ctx context.Context, as Own) (runtime.Recovery, error) {
+func (rec *recovery) recoverFor(ctx context.Context, as runtime.Own) (runtime.Recovery, error) {
 	var done runtime.Recovery
 	intents, err := rec.store.Intents(ctx)
 	if err != nil {
@@ -69,7 +69,7 @@ func (rec *recovery) recoverFor(ctx context.Context, as Own) (runtime.Recovery, 
 		if rec.underWay(in.Seq) {
 			continue
 		}
-		about := (&Op{Ref: in.Sandbox, About: AboutSandbox, core: rec.core}).Subject(ctx) // looked up now: nothing of it may be left afterwards
+		about := rec.subject(ctx, in.Sandbox, runtime.AboutSandbox) // looked up now: nothing of it may be left afterwards
 		about.Sandbox = in.Sandbox
 		var did string
 		err := guard.Do(func() (err error) { // an intent that cannot be finished does not block the others
@@ -81,7 +81,7 @@ func (rec *recovery) recoverFor(ctx context.Context, as Own) (runtime.Recovery, 
 			rec.log.Warn("verb recovered", "sandbox", in.Sandbox, "verb", in.Op, "action", did)
 			own := as
 			own.Why, own.Did, own.Past = fmt.Sprintf("its %s was interrupted", in.Op), []string{did}, true
-			_ = rec.observed(ctx, ByItself("recover", about, own), func(context.Context) error { return err })
+			_ = rec.observed(ctx, runtime.ByItself("recover", about, own), func(context.Context) error { return err })
 		}
 		if err != nil {
 			errs = append(errs, fmt.Errorf("%s of %s: %w", in.Op, short(in.Sandbox), err))
@@ -487,6 +487,6 @@ func (rec *recovery) finishSwap(ctx context.Context, in store.Intent, host Host,
 
 // recoverBy is RecoverInterrupted, recorded as an action of a part of agentbox.
 func (rec *recovery) recoverBy(ctx context.Context, by string) error {
-	_, err := rec.recoverFor(ctx, Own{By: by})
+	_, err := rec.recoverFor(ctx, runtime.Own{By: by})
 	return err
 }

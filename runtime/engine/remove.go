@@ -22,7 +22,7 @@ func (e *Engine) Remove(ctx context.Context, ref string, opts runtime.RemoveOpti
 }
 
 // removeAs is Remove as the action op, for the observers; nil: they already see the verb.
-func (bx *sandboxes) removeAs(ctx context.Context, ref string, op *Op, opts runtime.RemoveOptions) (err error) {
+func (bx *sandboxes) removeAs(ctx context.Context, ref string, op *runtime.Op, opts runtime.RemoveOptions) (err error) {
 	defer func() { err = fail("rm", ref, err) }()
 	sb, err := bx.acquire(ctx, ref, "rm", lockWait)
 	if opts.Force && errors.Is(err, runtime.ErrBusy) {
@@ -199,7 +199,7 @@ func (e *Engine) Reap(ctx context.Context, id string) (err error) {
 		return err
 	}
 	if s.AutoRemove && !sb.Kept {
-		op := ByItself("rm", subjectOf(sb.Sandbox), Own{By: ByReap, Why: "rm: it has ended, and was to go with that"})
+		op := runtime.ByItself("rm", subjectOf(sb.Sandbox), runtime.Own{By: runtime.ByReap, Why: "rm: it has ended, and was to go with that"})
 		return e.observed(ctx, op, func(ctx context.Context) error { return e.sandboxes.remove(ctx, sb, false) })
 	}
 	e.events.keepHits(ctx, sb.Sandbox, c)

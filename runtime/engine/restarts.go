@@ -267,7 +267,7 @@ func (sv *supervisor) bringBack(ctx context.Context, sb *locked, s runtime.Spec,
 		_, err := sv.restores.choose(ctx, sb.Sandbox, "", false, false)
 		if err == nil {
 			var out runtime.Restored
-			op := ByItself("restore", subjectOf(sb.Sandbox), Own{By: ByWatch, Why: why})
+			op := runtime.ByItself("restore", subjectOf(sb.Sandbox), runtime.Own{By: runtime.ByWatch, Why: why})
 			err = sv.observed(ctx, op, func(ctx context.Context) (err error) {
 				out, err = sv.restores.restoreLocked(ctx, sb.ID, sb, runtime.RestoreOptions{NoUndo: true})
 				op.Result = out
@@ -291,7 +291,7 @@ func (sv *supervisor) bringBack(ctx context.Context, sb *locked, s runtime.Spec,
 // startAgain starts a sandbox, whose lock it takes over, for its restart policy.
 func (sv *supervisor) startAgain(ctx context.Context, sb *locked, why string) error {
 	defer sb.lock.Unlock() // in case start, which also unlocks, is not reached
-	op := ByItself("start", subjectOf(sb.Sandbox), Own{By: ByWatch, Why: why})
+	op := runtime.ByItself("start", subjectOf(sb.Sandbox), runtime.Own{By: runtime.ByWatch, Why: why})
 	return sv.observed(ctx, op, func(ctx context.Context) error {
 		_, err := sv.sandboxes.start(ctx, sb, nil)
 		return err
@@ -325,7 +325,7 @@ func restartLimits(r runtime.Restart, c runtime.Container) bool {
 // been started since. same reports whether fn was called. Interrupted verbs are
 // recovered first.
 func (sv *supervisor) whileOver(ctx context.Context, id string, finished time.Time, fn func(*locked) error) (same bool, err error) {
-	if err := sv.recovery.recoverBy(ctx, ByWatch); err != nil {
+	if err := sv.recovery.recoverBy(ctx, runtime.ByWatch); err != nil {
 		return false, err
 	}
 	sb, _, c, err := sv.limits.overdue(ctx, id)

@@ -280,7 +280,7 @@ func (w *filesLimit) kill(ctx context.Context, c runtime.Container, used int64) 
 	}
 	defer sb.lock.Unlock()
 	// Record the reason after the kill: before it, the disk may have had no room.
-	op := ByItself("kill", subjectOf(sb.Sandbox), Own{By: ByWatch, Why: fmt.Sprintf("storage: its files take %d bytes, and may take %d", used, w.limit)})
+	op := runtime.ByItself("kill", subjectOf(sb.Sandbox), runtime.Own{By: runtime.ByWatch, Why: fmt.Sprintf("storage: its files take %d bytes, and may take %d", used, w.limit)})
 	op.Signal = "KILL"
 	if err := w.e.observed(ctx, op, func(ctx context.Context) error { return sb.host.Kill(ctx, w.id, "KILL") }); err != nil {
 		return err

@@ -162,7 +162,7 @@ func mayPass(err error) bool {
 // journal, and keeps the undo checkpoint of the first attempt for the whole restore.
 func (rs *restores) afterTry(ctx context.Context, t *trying) error {
 	ctx = context.WithoutCancel(ctx)
-	_, err := rs.recovery.recoverFor(ctx, Own{})
+	_, err := rs.recovery.recoverFor(ctx, runtime.Own{})
 	if t.r == nil || t.kept != "" || t.r.files.undone == "" {
 		return err
 	}
@@ -362,7 +362,7 @@ func mayUse(sb store.Sandbox) error {
 
 // ReleaseHold ends the hold on a sandbox.
 func (e *Engine) ReleaseHold(ctx context.Context, ref string) error {
-	return e.verb(ctx, onSandbox("release hold", ref).errorsNamed(), func(ctx context.Context) error { return e.restores.releaseHold(ctx, ref) })
+	return e.verb(ctx, errorsNamed(onSandbox("release hold", ref)), func(ctx context.Context) error { return e.restores.releaseHold(ctx, ref) })
 }
 
 func (rs *restores) releaseHold(ctx context.Context, ref string) (err error) {

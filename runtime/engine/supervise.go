@@ -326,7 +326,7 @@ func (sv *supervisor) untilOver(ctx context.Context, lock *Supervision) error {
 	var recovering guard.WaitGroup
 	defer recovering.Wait()
 	recovering.Go(func() {
-		if _, err := sv.recovery.recoverFor(ctx, Own{Alone: true}); err != nil && ctx.Err() == nil {
+		if _, err := sv.recovery.recoverFor(ctx, runtime.Own{Alone: true}); err != nil && ctx.Err() == nil {
 			sv.log.Error("recovery failed; `agentbox recover` retries", "err", err)
 		}
 	})

@@ -52,7 +52,7 @@ func hasStarter(sb store.Sandbox) (bool, error) {
 
 // freeUnstarted removes the sandboxes whose caller has ended before it started them. It
 // leaves alone sandboxes of living callers, and those that another verb is at work on.
-func (bx *sandboxes) freeUnstarted(ctx context.Context, as Own) (did []string, err error) {
+func (bx *sandboxes) freeUnstarted(ctx context.Context, as runtime.Own) (did []string, err error) {
 	list, err := bx.store.Unstarted(ctx)
 	if err != nil {
 		return nil, err
@@ -78,7 +78,7 @@ func (bx *sandboxes) freeUnstarted(ctx context.Context, as Own) (did []string, e
 	return did, errors.Join(errs...)
 }
 
-func (bx *sandboxes) freeOne(ctx context.Context, id string, as Own) (gone bool, err error) {
+func (bx *sandboxes) freeOne(ctx context.Context, id string, as runtime.Own) (gone bool, err error) {
 	lock, err := bx.store.Lock(ctx, id, "rm", 0)
 	if errors.Is(err, runtime.ErrBusy) {
 		return false, nil
@@ -109,7 +109,7 @@ func (bx *sandboxes) freeOne(ctx context.Context, id string, as Own) (gone bool,
 		return false, bx.store.Started(ctx, id)
 	}
 	as.Why = "its caller ended before it was started"
-	err = bx.observed(ctx, ByItself("rm", subjectOf(row), as), func(ctx context.Context) error {
+	err = bx.observed(ctx, runtime.ByItself("rm", subjectOf(row), as), func(ctx context.Context) error {
 		return bx.remove(ctx, &locked{Sandbox: row, host: host, lock: lock}, false)
 	})
 	return err == nil, err

@@ -45,7 +45,7 @@ func (e *Engine) Upkeep(ctx context.Context, u Upkeep) {
 	all.Go(func() { e.repeat(ctx, lookSupervisor, true, e.Revive) })
 	all.Go(func() {
 		e.repeat(ctx, lookUnstarted, true, func(ctx context.Context) error {
-			_, err := e.sandboxes.freeUnstarted(ctx, Own{Alone: true})
+			_, err := e.sandboxes.freeUnstarted(ctx, runtime.Own{Alone: true})
 			return err
 		})
 	})
@@ -98,12 +98,12 @@ func (e *core) repeat(ctx context.Context, every time.Duration, now bool, fn fun
 // recordPruned reports the removals by retention rules to the observers, per sandbox.
 func (up *upkeep) recordPruned(ctx context.Context, out runtime.Pruned, err error) {
 	var order []string
-	at := map[string]*Op{}
+	at := map[string]*runtime.Op{}
 	for _, p := range out.Removed {
 		c := p.Checkpoint
 		if at[c.Sandbox] == nil {
 			subject := runtime.Subject{Sandbox: c.Sandbox, Name: c.SandboxName}
-			at[c.Sandbox], order = ByItself("prune", subject, Own{Why: "retention", Past: true, Alone: true}), append(order, c.Sandbox)
+			at[c.Sandbox], order = runtime.ByItself("prune", subject, runtime.Own{Why: "retention", Past: true, Alone: true}), append(order, c.Sandbox)
 		}
 		at[c.Sandbox].Own.Made = append(at[c.Sandbox].Own.Made, c.ID)
 	}

@@ -14,7 +14,7 @@ import (
 )
 
 // observe adds observers to the Engine of a rig, which is made anew over the same parts.
-func (r *rig) observe(t *testing.T, observers ...engine.Observer) {
+func (r *rig) observe(t *testing.T, observers ...runtime.Observer) {
 	t.Helper()
 	opts := r.opts
 	opts.Observers = observers
@@ -27,8 +27,8 @@ func TestObservers(t *testing.T) {
 	r := newRig(t, nil)
 	var seen []string
 	var refusal error
-	watch := func(who string) engine.Observer {
-		return func(ctx context.Context, op *engine.Op, do func(context.Context) error) error {
+	watch := func(who string) runtime.Observer {
+		return func(ctx context.Context, op *runtime.Op, do func(context.Context) error) error {
 			about := op.Subject(ctx)
 			seen = append(seen, fmt.Sprintf("%s begin %s %s %s reads=%v", who, op.Verb, op.Ref, about.Name, op.Reads))
 			if who == "inner" && refusal != nil {
@@ -86,7 +86,7 @@ func TestObserversOfPanic(t *testing.T) {
 	b := &defective{start: true}
 	r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })
 	var ends []string
-	r.observe(t, func(ctx context.Context, op *engine.Op, do func(context.Context) error) error {
+	r.observe(t, func(ctx context.Context, op *runtime.Op, do func(context.Context) error) error {
 		err := do(ctx)
 		var p *guard.Panic
 		ends = append(ends, fmt.Sprint(op.Verb, " ", op.Own != nil, " ", errors.As(err, &p)))

@@ -12,7 +12,7 @@ import (
 
 // Sandbox describes one sandbox as it is now.
 func (e *Engine) Sandbox(ctx context.Context, ref string) (runtime.Sandbox, error) {
-	return verb(ctx, e, onSandbox("inspect", ref).reads(), func(ctx context.Context) (runtime.Sandbox, error) {
+	return verb(ctx, e, reads(onSandbox("inspect", ref)), func(ctx context.Context) (runtime.Sandbox, error) {
 		return e.sandboxes.inspect(ctx, ref)
 	})
 }
@@ -34,7 +34,7 @@ const viewsAtOnce = 4
 
 // Sandboxes lists all sandboxes, newest first.
 func (e *Engine) Sandboxes(ctx context.Context) ([]runtime.Sandbox, error) {
-	return verb(ctx, e, on("ps", "").reads(), func(ctx context.Context) ([]runtime.Sandbox, error) { return e.sandboxes.list(ctx) })
+	return verb(ctx, e, reads(on("ps", "")), func(ctx context.Context) ([]runtime.Sandbox, error) { return e.sandboxes.list(ctx) })
 }
 
 func (bx *sandboxes) list(ctx context.Context) ([]runtime.Sandbox, error) {

@@ -23,38 +23,25 @@ import (
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/policy"
+	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/audit"
 	"github.com/agentbox/agentbox/runtime/engine"
 	"github.com/agentbox/agentbox/runtime/store"
-)
-
-// Where state is kept unless Options.Root names another directory.
-const (
-	DefaultRoot = "/var/lib/agentbox"
-	DefaultRun  = "/run/agentbox"
 )
 
 // HostPolicies is the directory of the policies of the host's owner; a root has its own
 // beside them.
 const HostPolicies = "/etc/agentbox/policies"
 
-// Dirs returns where lasting and transient state of a root are kept.
-func Dirs(root string) (lasting, transient string) {
-	if root == "" || root == DefaultRoot {
-		return DefaultRoot, DefaultRun
-	}
-	return root, filepath.Join(root, "run")
-}
-
 // Policies returns what finds the policies of a root.
 func Policies(root string) policy.Finder {
-	root, _ = Dirs(root)
+	root, _ = runtime.Dirs(root)
 	return policy.Finder{Dirs: []string{filepath.Join(root, "policies"), HostPolicies}}
 }
 
 // Options modify Open.
 type Options struct {
-	Root    string // where all state is kept, an absolute path; empty: DefaultRoot and DefaultRun
+	Root    string // where all state is kept, an absolute path; empty: as runtime.Dirs says
 	Backend string // of new sandboxes; empty: "oci"
 
 	// Program is the agentbox command. Processes of it supervise sandboxes and leases, and free
@@ -65,7 +52,7 @@ type Options struct {
 	By string
 
 	// Observers see each verb, outside of the audit log.
-	Observers []engine.Observer
+	Observers []runtime.Observer
 
 	// NoRecovery leaves to others what killed processes have left.
 	NoRecovery bool
@@ -77,7 +64,7 @@ type Options struct {
 // Open returns the Engine of a root, which it makes if it is not there. What cannot be
 // recovered is logged: it does not keep the caller from other sandboxes.
 func Open(ctx context.Context, opts Options) (_ *engine.Engine, err error) {
-	root, run := Dirs(opts.Root)
+	root, run := runtime.Dirs(opts.Root)
 	p := place{root: root, run: run, program: opts.Program}
 	if p.program == "" {
 		if p.program, err = exec.LookPath("agentbox"); err != nil {

@@ -14,7 +14,6 @@ import (
 	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/audit"
-	"github.com/agentbox/agentbox/runtime/engine"
 )
 
 // Names of attributes.
@@ -52,12 +51,12 @@ const (
 
 // Observer gives each verb of an Engine a span (engine.Options.Observers); nil: there are
 // no traces. by is as in audit.Log.Observer.
-func (t *Traces) Observer(by string) engine.Observer {
+func (t *Traces) Observer(by string) runtime.Observer {
 	if t == nil {
 		return nil
 	}
 	tries := &audit.Tries{}
-	return func(ctx context.Context, op *engine.Op, do func(context.Context) error) error {
+	return func(ctx context.Context, op *runtime.Op, do func(context.Context) error) error {
 		switch {
 		case op.Own != nil:
 			return t.own(ctx, tries, by, op, do)
@@ -68,7 +67,7 @@ func (t *Traces) Observer(by string) engine.Observer {
 		}
 		ctx, span := t.tracer.Start(ctx, spanName(op.Verb))
 		defer span.End()
-		if plain(op.Ref, op.About != engine.AboutOther) {
+		if plain(op.Ref, op.About != runtime.AboutOther) {
 			span.SetAttributes(attrRef.String(clip(op.Ref)))
 		}
 		if span.IsRecording() {
@@ -85,7 +84,7 @@ func (t *Traces) Observer(by string) engine.Observer {
 
 // own gives what an Engine does by itself a span: the root of a trace of its own or, for a step
 // of a verb, part of that verb's trace. A repeated failure that equals the last one has none.
-func (t *Traces) own(ctx context.Context, tries *audit.Tries, by string, op *engine.Op, do func(context.Context) error) error {
+func (t *Traces) own(ctx context.Context, tries *audit.Tries, by string, op *runtime.Op, do func(context.Context) error) error {
 	began := time.Now()
 	err := do(ctx)
 	if tries.Again(ctx, op, err) {
@@ -111,7 +110,7 @@ func (t *Traces) own(ctx context.Context, tries *audit.Tries, by string, op *eng
 }
 
 // came adds the result of a verb to its span.
-func came(span trace.Span, op *engine.Op, err error) {
+func came(span trace.Span, op *runtime.Op, err error) {
 	if op.Exit != nil {
 		span.SetAttributes(attrExit.Int(*op.Exit))
 	}

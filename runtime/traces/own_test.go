@@ -7,7 +7,6 @@ import (
 	"testing"
 
 	"github.com/agentbox/agentbox/runtime"
-	"github.com/agentbox/agentbox/runtime/engine"
 	"github.com/agentbox/agentbox/runtime/traces/tracestest"
 )
 
@@ -21,7 +20,7 @@ func TestOwn(t *testing.T) {
 	ctx, end := tr.Command(t.Context(), "agentbox checkpoint")
 	about := runtime.Subject{Sandbox: "0123456789abcdef", Name: "box"}
 	why := "lease 1b9e: its deadline has passed"
-	removal := engine.ByItself("rm", about, engine.Own{By: engine.ByKeeper, Why: why})
+	removal := runtime.ByItself("rm", about, runtime.Own{By: runtime.ByKeeper, Why: why})
 	failed := fmt.Errorf("a mount: %w", runtime.ErrBusy)
 	for _, err := range []error{failed, failed, failed, nil} {
 		if got := observe(ctx, removal, func(context.Context) error { return err }); !errors.Is(got, err) {
@@ -35,13 +34,13 @@ func TestOwn(t *testing.T) {
 		}
 	}
 	nothing := func(context.Context) error { return nil }
-	must(observe(ctx, engine.ByItself("prune", about, engine.Own{Why: "retention of policy p", Made: []string{"1", "2"}, Past: true}), nothing))
-	restore := engine.ByItself("restore", about, engine.Own{By: engine.ByWatch, Why: "restart policy always"})
+	must(observe(ctx, runtime.ByItself("prune", about, runtime.Own{Why: "retention of policy p", Made: []string{"1", "2"}, Past: true}), nothing))
+	restore := runtime.ByItself("restore", about, runtime.Own{By: runtime.ByWatch, Why: "restart policy always"})
 	must(observe(ctx, restore, func(context.Context) error {
 		restore.Result = runtime.Restored{Checkpoint: runtime.Checkpoint{ID: "c1", Sandbox: about.Sandbox, SandboxName: about.Name}, Changed: 3}
 		return nil
 	}))
-	must(observe(t.Context(), engine.ByItself("recover", about, engine.Own{Why: "found: gone", Did: []string{"freed it"}, Past: true, Alone: true}), nothing))
+	must(observe(t.Context(), runtime.ByItself("recover", about, runtime.Own{Why: "found: gone", Did: []string{"freed it"}, Past: true, Alone: true}), nothing))
 	end(0, "")
 	tr.Close()
 

@@ -39,7 +39,7 @@ func (tr *Traces) newEngine(t testing.TB) *engine.Engine {
 		t.Fatal(err)
 	}
 	e := engine.New(engine.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "oci",
-		Observers: []engine.Observer{tr.Observer("test"), audit.Open(root).Observer("test")},
+		Observers: []runtime.Observer{tr.Observer("test"), audit.Open(root).Observer("test")},
 		Open: func(string) (engine.Host, error) {
 			return engine.Host{}, fmt.Errorf("no engine: %w", runtime.ErrUnsupported)
 		}})

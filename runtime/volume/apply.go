@@ -16,7 +16,7 @@ import (
 	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
-	"github.com/agentbox/agentbox/runtime/engine"
+	"github.com/agentbox/agentbox/runtime/internal/changes"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
@@ -136,7 +136,7 @@ func (b Backend) Apply(ctx context.Context, id string, opts runtime.ApplyOptions
 	for _, c := range t.plan.conflicts {
 		out.Conflicts = append(out.Conflicts, path.Join("/", c))
 	}
-	if out.Changes, err = changes(ctx, rec.From, b.path(rec.Name, "upper")); err != nil {
+	if out.Changes, err = changesSince(ctx, rec.From, b.path(rec.Name, "upper")); err != nil {
 		return out, err
 	}
 	if out.Changes = t.gate.show(out.Changes); opts.DryRun {
@@ -159,11 +159,11 @@ func clip(list []string, n int) []string {
 	return list
 }
 
-// changes lists what a user of the volume finds different from the original.
-func changes(ctx context.Context, from, upper string) ([]runtime.Change, error) {
+// changesSince lists what a user of the volume finds different from the original.
+func changesSince(ctx context.Context, from, upper string) ([]runtime.Change, error) {
 	list := []runtime.Change{}
 	err := overlay.Diff(ctx, overlay.Side{}, overlay.Side{Dir: upper}, overlay.DiffOptions{Lower: []string{from}}, func(c overlay.Change) error {
-		list = append(list, engine.ChangeOf(c))
+		list = append(list, changes.Of(c))
 		return nil
 	})
 	return list, err

@@ -51,6 +51,7 @@ var suites = []suite{
 	{pkg: "runtime/volume"},
 	{pkg: "runtime/engine"},
 	{pkg: "cmd/agentbox"},
+	{pkg: "cmd/docker-agentbox"},
 	{pkg: "runtime/docker"},
 	{pkg: "test/docker"},
 	{pkg: "runtime/dockerplugin"},
@@ -63,9 +64,9 @@ var suites = []suite{
 
 // builds are the programs that tests build, by the tags they do it with.
 var builds = map[string][]string{
-	"": {"cmd/agentbox", "cmd/agentbox-runtime", "test/testdata/steady", "test/testdata/echo", "test/testdata/escape", "test/testdata/waits", "test/testdata/stops", "test/testdata/state", "test/testdata/unaccepted",
+	"": {"cmd/agentbox", "cmd/agentbox-runtime", "cmd/docker-agentbox", "test/testdata/steady", "test/testdata/echo", "test/testdata/escape", "test/testdata/waits", "test/testdata/stops", "test/testdata/state", "test/testdata/unaccepted",
 		"criu/testdata/ping", "criu/testdata/watch", "criu/testdata/moves", "criu/testdata/talk"},
-	"failpoint": {"cmd/agentbox", "cmd/agentbox-runtime"},
+	"failpoint": {"cmd/agentbox", "cmd/agentbox-runtime", "cmd/docker-agentbox"},
 }
 
 // chosen returns the suites of some names, in the order of suites.

@@ -40,7 +40,7 @@ func newHost(t *testing.T) *host {
 	if err := unix.Mount("tmpfs", "/run", "tmpfs", 0, ""); err != nil {
 		t.Fatal(err)
 	}
-	h := &host{T: t, bin: enginetest.Build(t, "failpoint", "agentbox")}
+	h := &host{T: t, bin: enginetest.Build(t, "failpoint", "agentbox", "docker-agentbox")}
 	h.root, h.src = enginetest.Dir(t), enginetest.Dir(t)
 	h.d = enginetest.StartDockerd(t, enginetest.DockerdOptions{})
 	image := enginetest.Dir(t)
@@ -67,7 +67,7 @@ func newHost(t *testing.T) *host {
 // serve starts the plugin and returns when it answers.
 func (h *host) serve() {
 	h.Helper()
-	h.plugin = exec.Command(h.bin+"/agentbox", "docker-plugin", "serve", "--no-authz")
+	h.plugin = exec.Command(h.bin+"/docker-agentbox", "serve", "--no-authz")
 	h.plugin.Env = h.env()
 	h.plugin.Stderr = os.Stderr
 	if err := h.plugin.Start(); err != nil {

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"io"
@@ -17,38 +18,26 @@ import (
 	"github.com/agentbox/agentbox/runtime/dockerplugin/authz"
 )
 
-func newDockerPluginCommand(a *app) *cobra.Command {
-	cmd := &cobra.Command{
-		Use:   "docker-plugin COMMAND",
-		Short: "Serve Docker as a volume driver and as an authorization plugin",
-		Long: `Docker-plugin serves dockerd on a socket in Docker's plugin directory; the socket's name is
-the plugin's name.`,
-		Example: `  agentbox docker-plugin check --authz-policy /etc/agentbox/docker.yaml
-  agentbox docker-plugin serve --authz-policy /etc/agentbox/docker.yaml`,
-		Annotations: exits(exitUsage),
-		Args:        args(0, -1),
-		RunE:        helpOrUnknown,
-	}
-	cmd.AddCommand(newDockerPluginServeCommand(a), newDockerPluginCheckCommand(a))
-	return cmd
-}
-
-type dockerPluginOptions struct {
+type serveOptions struct {
+	Root      string
+	LogLevel  string
 	Socket    string
 	Policy    string
 	NoAuthz   bool
 	NoVolumes bool
 }
 
-func (o *dockerPluginOptions) addFlags(fl *pflag.FlagSet) {
+func (o *serveOptions) addFlags(fl *pflag.FlagSet) {
+	fl.StringVar(&o.Root, "root", "", "the `DIR` of agentbox's state (environment AGENTBOX_ROOT; default /var/lib/agentbox and /run/agentbox)")
+	fl.StringVar(&o.LogLevel, "log-level", "warn", "log to stderr from this `LEVEL` on: debug, info, warn, error")
 	fl.StringVar(&o.Socket, "socket", dockerplugin.DefaultSocket, "serve on the socket `PATH`")
 	fl.StringVar(&o.Policy, "authz-policy", "", "judge Docker's API calls by the policy in `FILE` (default: the safe one, which opens nothing of the host)")
 	fl.BoolVar(&o.NoAuthz, "no-authz", false, "be no authorization plugin")
 	fl.BoolVar(&o.NoVolumes, "no-volumes", false, "be no volume driver")
 }
 
-func newDockerPluginServeCommand(a *app) *cobra.Command {
-	var opts dockerPluginOptions
+func newServeCommand() *cobra.Command {
+	var opts serveOptions
 	cmd := &cobra.Command{
 		Use:   "serve [flags]",
 		Short: "Serve dockerd until stopped",
@@ -60,27 +49,29 @@ dockerd uses it as an authorization plugin when it is told to:
 While the plugin is not running it then refuses every call, after 15 seconds of trying, and
 does not start; it works again as soon as the plugin is back. Let the plugin start before
 dockerd and be restarted at once when it ends. A changed policy is read at a restart.`,
-		Example:     "  agentbox docker-plugin serve --authz-policy /etc/agentbox/docker.yaml",
-		Annotations: exits(exitUsage, exitNotFound, exitState, exitBusy, exitDenied, exitSignal),
-		Args:        args(0, 0),
+		Example: "  docker-agentbox serve --authz-policy /etc/agentbox/docker.yaml",
+		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return runDockerPluginServe(cmd.Context(), a, opts)
+			return runServe(cmd.Context(), opts)
 		},
 	}
 	opts.addFlags(cmd.Flags())
 	return cmd
 }
 
-func runDockerPluginServe(ctx context.Context, a *app, opts dockerPluginOptions) error {
+func runServe(ctx context.Context, opts serveOptions) error {
 	if opts.NoAuthz && opts.Policy != "" {
-		return usageErrorf("--no-authz and --authz-policy exclude each other")
+		return usagef("--no-authz and --authz-policy exclude each other")
 	}
-	g, err := a.globals.resolve()
-	if err != nil {
+	if err := logTo(opts.LogLevel); err != nil {
 		return err
 	}
 	if os.Geteuid() != 0 {
-		return errNotRoot()
+		return errNotRoot
+	}
+	root, err := absolute(cmp.Or(opts.Root, os.Getenv("AGENTBOX_ROOT")))
+	if err != nil {
+		return err
 	}
 	socket, err := filepath.Abs(opts.Socket)
 	if err != nil {
@@ -88,17 +79,17 @@ func runDockerPluginServe(ctx context.Context, a *app, opts dockerPluginOptions)
 	}
 	var parts dockerplugin.Options
 	if !opts.NoAuthz {
-		if parts.Authz, err = authzHandler(opts.Policy, socket, g.Root); err != nil {
+		if parts.Authz, err = authzHandler(opts.Policy, socket, root); err != nil {
 			return err
 		}
 	}
 	if !opts.NoVolumes {
-		if parts.Volumes, err = a.volumeHandler(ctx, g); err != nil {
+		if parts.Volumes, err = volumeHandler(ctx, root); err != nil {
 			return err
 		}
 	}
 	if parts.Authz == nil && parts.Volumes == nil {
-		return usageErrorf("nothing to serve: neither volumes nor authorization")
+		return usagef("nothing to serve: neither volumes nor authorization")
 	}
 	l, err := dockerplugin.Listen(socket)
 	if err != nil {
@@ -127,7 +118,7 @@ func authzHandler(file, socket, root string) (http.Handler, error) {
 	return authz.Handler(authz.NewJudge(policy, opts)), nil
 }
 
-func newDockerPluginCheckCommand(a *app) *cobra.Command {
+func newCheckCommand() *cobra.Command {
 	var file string
 	cmd := &cobra.Command{
 		Use:   "check --authz-policy FILE",
@@ -173,21 +164,20 @@ An empty file is a policy: the safe default. The keys, with their defaults:
   swarm: false              changes to swarm, services, nodes, secrets, configs
   unknown_calls: refuse     or allow
   unknown_fields: refuse    or allow`,
-		Example:     "  agentbox docker-plugin check --authz-policy /etc/agentbox/docker.yaml",
-		Annotations: exits(exitUsage, exitNotFound),
-		Args:        args(0, 0),
+		Example: "  docker-agentbox check --authz-policy /etc/agentbox/docker.yaml",
+		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if file == "" {
-				return usageErrorf("--authz-policy FILE is missing")
+				return usagef("--authz-policy FILE is missing")
 			}
-			return runDockerPluginCheck(file, a.stdout)
+			return runCheck(file, cmd.OutOrStdout())
 		},
 	}
 	cmd.Flags().StringVar(&file, "authz-policy", "", "the policy `FILE`")
 	return cmd
 }
 
-func runDockerPluginCheck(file string, out io.Writer) error {
+func runCheck(file string, out io.Writer) error {
 	if _, err := authz.Load(file); err != nil {
 		return err
 	}
