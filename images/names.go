@@ -10,7 +10,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/agentbox/agentbox/images/source"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/lazy"
 )
@@ -20,11 +20,11 @@ var hexRule = lazy.Regexp(`^[0-9a-f]{1,64}$`)
 // canonical is the whole form of a name that an image may be given: that of a
 // repository with a tag, as in a registry.
 func (s *Store) canonical(name string) (string, error) {
-	ref, err := source.Parse(name, s.Default)
+	ref, err := reference.Parse(name, s.Default)
 	if err != nil {
 		return "", err
 	}
-	if ref.Transport != source.Docker || ref.Digest != "" {
+	if ref.Transport != reference.Docker || ref.Digest != "" {
 		return "", &fault.Error{Op: "read image name", ID: fmt.Sprintf("%.100q", name), Hint: "Image names are NAME[:TAG].",
 			Err: fmt.Errorf("%w: it is not a name that an image can be given", fault.ErrInvalid)}
 	}
@@ -36,7 +36,7 @@ func (s *Store) familiar(name string) string {
 	if name == "" {
 		return ""
 	}
-	ref, err := source.Parse(name, s.Default)
+	ref, err := reference.Parse(name, s.Default)
 	if err != nil {
 		return name
 	}
@@ -65,8 +65,8 @@ func hexOf(digest string) (string, bool) {
 func (s *Store) find(idx index, ref string) (name, digest string, err error) {
 	prefix, isDigest := strings.CutPrefix(ref, "sha256:")
 	if !isDigest {
-		var r source.Reference
-		if r, err = source.Parse(ref, s.Default); err == nil {
+		var r reference.Reference
+		if r, err = reference.Parse(ref, s.Default); err == nil {
 			if e, ok := idx.Names[r.String()]; ok {
 				return r.String(), e.Digest, nil
 			}
@@ -112,7 +112,7 @@ func (s *Store) notFound(idx index, ref string) error {
 
 // byRepoDigest finds NAME@DIGEST, where the digest is of a manifest in that
 // repository or the image's own.
-func (s *Store) byRepoDigest(r source.Reference) (name, digest string, err error) {
+func (s *Store) byRepoDigest(r reference.Reference) (name, digest string, err error) {
 	digests, err := s.digests()
 	if err != nil {
 		return "", "", err

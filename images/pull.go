@@ -17,6 +17,7 @@ import (
 
 	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/images/layer"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
@@ -48,10 +49,10 @@ func (s *Store) Pull(ctx context.Context, ref string, opts image.PullOptions) (i
 	if c := opts.Source.Config; def == "" && c != nil {
 		def = c.Default
 	}
-	r, err := source.Parse(ref, def)
+	r, err := reference.Parse(ref, def)
 	// Files may be others than last time, and looking costs little.
-	local := err == nil && slices.Contains([]source.Transport{source.Dir, source.OCI, source.OCIArchive, source.DockerArchive}, r.Transport)
-	if err == nil && r.Transport == source.Bootstrap {
+	local := err == nil && slices.Contains([]reference.Transport{reference.Dir, reference.OCI, reference.OCIArchive, reference.DockerArchive}, r.Transport)
+	if err == nil && r.Transport == reference.Bootstrap {
 		if r, err = source.Complete(r, opts.Source); err != nil {
 			return image.Image{}, err
 		}
@@ -75,9 +76,9 @@ func (s *Store) Pull(ctx context.Context, ref string, opts image.PullOptions) (i
 	opts.Source.Scratch = s.path("tmp")
 	opts.Source.Progress = nil
 	switch r.Transport {
-	case source.Dir:
+	case reference.Dir:
 		return s.importPath(ctx, r.String(), r.Path)
-	case source.Bootstrap:
+	case reference.Bootstrap:
 		t, err := source.Tree(ctx, r, opts.Source)
 		if err != nil {
 			return image.Image{}, err
@@ -108,7 +109,7 @@ func samePlatform(have, want string) bool {
 }
 
 // take makes an image of a source's.
-func (s *Store) take(ctx context.Context, ref source.Reference, name string, from source.Image, opts image.PullOptions) (image.Image, error) {
+func (s *Store) take(ctx context.Context, ref reference.Reference, name string, from source.Image, opts image.PullOptions) (image.Image, error) {
 	config, layers := from.Config(), from.Layers()
 	f, cfg, err := parseConfig(config)
 	if err != nil {
@@ -157,7 +158,7 @@ func (s *Store) take(ctx context.Context, ref source.Reference, name string, fro
 		rec.Size = 0
 	} else {
 		rec.Source, rec.Manifest, rec.ManifestType = ref.String(), manifest, kind
-		if ref.Transport == source.Docker {
+		if ref.Transport == reference.Docker {
 			rec.RepoDigests = []string{ref.Name + "@" + digest}
 			if ref.Digest != "" && ref.Digest != digest { // of an index
 				rec.RepoDigests = append(rec.RepoDigests, ref.Name+"@"+ref.Digest)

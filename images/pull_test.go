@@ -32,6 +32,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/images/image"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/internal/fault"
 )
@@ -77,7 +78,7 @@ func configOf(t testing.TB, layers []source.Layer) []byte {
 
 func take(t testing.TB, s *Store, name string, layers ...source.Layer) (image.Image, error) {
 	t.Helper()
-	return s.take(ctx, source.Reference{}, "docker.io/library/"+name+":latest", made{configOf(t, layers), layers}, image.PullOptions{})
+	return s.take(ctx, reference.Reference{}, "docker.io/library/"+name+":latest", made{configOf(t, layers), layers}, image.PullOptions{})
 }
 
 func noise(n int, seed uint64) string {
@@ -124,7 +125,7 @@ func push(t testing.TB, layers ...source.Layer) *pushed {
 		ok(t, err)
 	}
 	img = mutate.ConfigMediaType(mutate.MediaType(img, types.OCIManifestSchema1), types.OCIConfigJSON)
-	ref, err := source.Parse(p.ref, "")
+	ref, err := reference.Parse(p.ref, "")
 	ok(t, err)
 	_, err = source.Write(ctx, ref, img, image.SourceOptions{Insecure: true})
 	ok(t, err)
@@ -383,7 +384,7 @@ func TestPullRefused(t *testing.T) {
 	}
 	s := store(t)
 	for what, config := range map[string]string{"windows": `{"os":"windows","rootfs":{"type":"layers"}}`, "no json": "x", "more layers": `{"os":"linux","rootfs":{"type":"layers","diff_ids":["` + other.DiffID + `"]}}`} {
-		if _, err := s.take(ctx, source.Reference{}, "", made{[]byte(config), nil}, image.PullOptions{}); err == nil {
+		if _, err := s.take(ctx, reference.Reference{}, "", made{[]byte(config), nil}, image.PullOptions{}); err == nil {
 			t.Error(what)
 		}
 	}
@@ -455,7 +456,7 @@ func TestV1(t *testing.T) {
 	first, err := out.Digest()
 	ok(t, err)
 	dir := "oci:" + filepath.Join(t.TempDir(), "layout") + ":x"
-	ref, err := source.Parse(dir, "")
+	ref, err := reference.Parse(dir, "")
 	ok(t, err)
 	_, err = source.Write(ctx, ref, out, image.SourceOptions{})
 	ok(t, err)

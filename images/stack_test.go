@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/images/image"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/overlay"
 )
@@ -100,7 +101,7 @@ func TestUmoci(t *testing.T) {
 	out, err := s.V1(ctx, img.Digest)
 	ok(t, err)
 	tmp := t.TempDir()
-	ref, err := source.Parse("oci:"+tmp+"/layout:x", "")
+	ref, err := reference.Parse("oci:"+tmp+"/layout:x", "")
 	ok(t, err)
 	_, err = source.Write(ctx, ref, out, image.SourceOptions{})
 	ok(t, err)

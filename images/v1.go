@@ -16,6 +16,7 @@ import (
 
 	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/images/layer"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/internal/fault"
 )
@@ -216,7 +217,7 @@ func (s *Store) Add(ctx context.Context, name string, img v1.Image) (image.Image
 		from.layers = append(from.layers, source.Layer{Digest: id.String(), DiffID: id.String(), Size: unknownSize,
 			Open: func(context.Context) (io.ReadCloser, error) { return l.Uncompressed() }})
 	}
-	return s.take(ctx, source.Reference{}, name, from, image.PullOptions{})
+	return s.take(ctx, reference.Reference{}, name, from, image.PullOptions{})
 }
 
 // unknownSize is large enough that no bound of a layer's size matters.

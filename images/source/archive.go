@@ -12,11 +12,12 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/distribution/reference"
+	distribution "github.com/distribution/reference"
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/google/go-containerregistry/pkg/v1/types"
 
 	"github.com/agentbox/agentbox/images/image"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/remote"
 )
@@ -29,9 +30,9 @@ const (
 )
 
 // openLayout opens an image of an OCI layout, a directory or an archive.
-func openLayout(ctx context.Context, ref Reference, opts image.SourceOptions) (img *opened, err error) {
+func openLayout(ctx context.Context, ref reference.Reference, opts image.SourceOptions) (img *opened, err error) {
 	var fsys files
-	if ref.Transport == OCI {
+	if ref.Transport == reference.OCI {
 		root, err := os.OpenRoot(ref.Path)
 		if errors.Is(err, fs.ErrNotExist) {
 			err = fmt.Errorf("%w: %w", fault.ErrNotFound, err)
@@ -56,7 +57,7 @@ func openLayout(ctx context.Context, ref Reference, opts image.SourceOptions) (i
 		if err != nil {
 			return nil, err
 		}
-		d, err := ref.among(doc.Manifests)
+		d, err := among(ref, doc.Manifests)
 		if err != nil {
 			return nil, err
 		}
@@ -82,7 +83,7 @@ func closing(fsys files, open func() (*opened, error)) (*opened, error) {
 
 // among finds what the reference calls an image in the index of a layout. Nil:
 // it does not say, and the platform decides.
-func (r Reference) among(list []v1.Descriptor) (*v1.Descriptor, error) {
+func among(r reference.Reference, list []v1.Descriptor) (*v1.Descriptor, error) {
 	var names []string
 	var found []v1.Descriptor
 	for _, d := range list {
@@ -125,7 +126,7 @@ type saved struct {
 }
 
 // openArchive opens an image of an archive as `docker save` makes it.
-func openArchive(ctx context.Context, ref Reference, opts image.SourceOptions) (*opened, error) {
+func openArchive(ctx context.Context, ref reference.Reference, opts image.SourceOptions) (*opened, error) {
 	t, err := openTar(ctx, ref.Path, opts)
 	if err != nil {
 		return nil, err
@@ -135,7 +136,7 @@ func openArchive(ctx context.Context, ref Reference, opts image.SourceOptions) (
 
 // savedImage finds the image that ref names in the archive, which is closed
 // with it.
-func savedImage(ctx context.Context, t *tarFiles, ref Reference, opts image.SourceOptions) (*opened, error) {
+func savedImage(ctx context.Context, t *tarFiles, ref reference.Reference, opts image.SourceOptions) (*opened, error) {
 	return closing(t, func() (*opened, error) {
 		raw, err := readSmall(t, "manifest.json", maxManifest)
 		if errors.Is(err, fs.ErrNotExist) {
@@ -149,7 +150,7 @@ func savedImage(ctx context.Context, t *tarFiles, ref Reference, opts image.Sour
 		if err := json.Unmarshal(raw, &list); err != nil {
 			return nil, fmt.Errorf("its manifest.json: %w: %w", fault.ErrCorrupt, err)
 		}
-		s, err := ref.saved(list)
+		s, err := savedAs(ref, list)
 		if err != nil {
 			return nil, err
 		}
@@ -157,21 +158,21 @@ func savedImage(ctx context.Context, t *tarFiles, ref Reference, opts image.Sour
 	})
 }
 
-// saved finds what the reference names.
-func (r Reference) saved(list []saved) (*saved, error) {
+// savedAs finds what the reference names.
+func savedAs(r reference.Reference, list []saved) (*saved, error) {
 	var names []string
 	for i, s := range list {
 		for _, t := range s.RepoTags {
 			names = append(names, t)
-			n, err := reference.ParseNormalizedNamed(t)
-			if err == nil && r.Name != "" && reference.TagNameOnly(n).String() == r.Name+":"+r.Tag {
+			n, err := distribution.ParseNormalizedNamed(t)
+			if err == nil && r.Name != "" && distribution.TagNameOnly(n).String() == r.Name+":"+r.Tag {
 				return &list[i], nil
 			}
 		}
 	}
 	slices.Sort(names)
 	switch {
-	case len(list) == 1 && (r.Name == "" || r.Transport != DockerArchive): // a daemon gave what it was asked for
+	case len(list) == 1 && (r.Name == "" || r.Transport != reference.DockerArchive): // a daemon gave what it was asked for
 		return &list[0], nil
 	case r.Name == "" && len(list) > 0:
 		return nil, &fault.Error{Hint: "Write one of them behind the path: " + some(names) + ".", Err: fmt.Errorf("%w: there is more than one image", fault.ErrInvalid)}
@@ -192,7 +193,7 @@ func (s *saved) image(ctx context.Context, t *tarFiles, opts image.SourceOptions
 	}
 	named := "sha256:" + strings.TrimPrefix(strings.TrimSuffix(path.Base(s.Config), ".json"), "sha256:")
 	conf := remote.Describe(types.DockerConfigJSON, config)
-	if digestRule().MatchString(named) && named != conf.Digest.String() {
+	if reference.Digest().MatchString(named) && named != conf.Digest.String() {
 		return nil, fmt.Errorf("its configuration: %w: its bytes are those of %s, not of %s", fault.ErrCorrupt, conf.Digest, named)
 	}
 	diffs, err := want.diffIDs(config)

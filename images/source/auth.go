@@ -18,6 +18,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/name"
 
 	"github.com/agentbox/agentbox/images/image"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -171,10 +172,10 @@ func (c credentials) find(ctx context.Context, repo string) (authn.AuthConfig, e
 func keysOf(s string) []string {
 	rest, hub := strings.CutPrefix(s, name.DefaultRegistry)
 	if hub && rest == "" {
-		return []string{authn.DefaultAuthKey, dockerHub, name.DefaultRegistry}
+		return []string{authn.DefaultAuthKey, reference.DockerHub, name.DefaultRegistry}
 	}
 	if hub {
-		return []string{dockerHub + rest}
+		return []string{reference.DockerHub + rest}
 	}
 	return []string{s, "https://" + s, "https://" + s + "/v1/", "https://" + s + "/v2/"} // as old versions of Docker wrote them
 }

@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/images/image"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/lazy"
 )
@@ -25,8 +26,8 @@ import (
 // Complete adds to a Bootstrap reference what else its files depend on (the
 // architecture, SOURCE_DATE_EPOCH), so that its String may name what was made of
 // it. Other references it returns as they are.
-func Complete(ref Reference, opts image.SourceOptions) (Reference, error) {
-	if ref.Transport != Bootstrap {
+func Complete(ref reference.Reference, opts image.SourceOptions) (reference.Reference, error) {
+	if ref.Transport != reference.Bootstrap {
 		return ref, nil
 	}
 	q := maps.Clone(ref.Query)
@@ -48,7 +49,7 @@ func Complete(ref Reference, opts image.SourceOptions) (Reference, error) {
 		q.Set("variant", "minbase")
 	}
 	if e := os.Getenv("SOURCE_DATE_EPOCH"); e != "" && !q.Has("epoch") {
-		if !epochRule().MatchString(e) {
+		if !reference.Epoch().MatchString(e) {
 			return ref, fmt.Errorf("SOURCE_DATE_EPOCH=%.20q: %w: it is no number of seconds", e, fault.ErrInvalid)
 		}
 		q.Set("epoch", e)
@@ -67,13 +68,13 @@ var debianArch = map[string]string{
 // always give the same bytes. They come from the mirrors of the reference, or
 // from where this machine gets the suite, or from where mmdebstrap would. At EOF
 // it is proven that all went well. The stream must be closed.
-func Tree(ctx context.Context, ref Reference, opts image.SourceOptions) (_ io.ReadCloser, err error) {
+func Tree(ctx context.Context, ref reference.Reference, opts image.SourceOptions) (_ io.ReadCloser, err error) {
 	defer func() {
 		if err != nil {
 			err = &fault.Error{Op: "bootstrap", ID: ref.Familiar(), Err: err}
 		}
 	}()
-	if ref.Transport != Bootstrap {
+	if ref.Transport != reference.Bootstrap {
 		return nil, fmt.Errorf("%w: it is no bootstrap", fault.ErrInvalid)
 	}
 	bin, err := exec.LookPath("mmdebstrap")
@@ -195,7 +196,7 @@ func hostMirrors(ctx context.Context, distro, suite, components string) (list []
 type debootstrap struct {
 	*command
 	cancel context.CancelFunc
-	ref    Reference
+	ref    reference.Reference
 	left   int64
 	err    error
 }

@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/agentbox/agentbox/images/image"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -56,7 +57,7 @@ func TestBootstrap(t *testing.T) {
 	o := fast(t)
 	t.Setenv("SOURCE_DATE_EPOCH", "1700000000")
 	mirror := url.QueryEscape(archiveOfOne(t))
-	ref := func(include string) Reference {
+	ref := func(include string) reference.Reference {
 		return mustParse(t, "bootstrap:debian/bookworm?variant=extract&include="+include+"&mirror="+mirror)
 	}
 	// Side by side, as their time is that of apt.

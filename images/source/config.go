@@ -11,6 +11,7 @@ import (
 	"github.com/pelletier/go-toml/v2"
 
 	"github.com/agentbox/agentbox/images/image"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -49,7 +50,7 @@ func LoadConfig(path string) (image.SourceConfig, error) {
 }
 
 func checkConfig(c image.SourceConfig) error {
-	if _, err := Parse("probe", c.Default); err != nil {
+	if _, err := reference.Parse("probe", c.Default); err != nil {
 		return fmt.Errorf("default %q: %w: it is no registry", c.Default, fault.ErrInvalid)
 	}
 	seen := map[string]bool{}

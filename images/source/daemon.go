@@ -16,12 +16,13 @@ import (
 	"go.opentelemetry.io/otel/trace/noop"
 
 	"github.com/agentbox/agentbox/images/image"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
 // openDaemon takes an image out of the Docker daemon that DOCKER_HOST and the
 // like name.
-func openDaemon(ctx context.Context, ref Reference, opts image.SourceOptions) (*opened, error) {
+func openDaemon(ctx context.Context, ref reference.Reference, opts image.SourceOptions) (*opened, error) {
 	ctx, cancel := bounded(ctx, opts.Timeout)
 	defer cancel()
 	c, err := dockerClient()
@@ -29,7 +30,7 @@ func openDaemon(ctx context.Context, ref Reference, opts image.SourceOptions) (*
 		return nil, err
 	}
 	defer c.Close()
-	r, err := c.ImageSave(ctx, []string{ref.image()})
+	r, err := c.ImageSave(ctx, []string{ref.Image()})
 	if err != nil {
 		return nil, daemonError(err)
 	}
@@ -68,10 +69,10 @@ func asWhole(progress func(image.SourceProgress)) func(n int64) {
 }
 
 // openPodman takes an image out of Podman's storage.
-func openPodman(ctx context.Context, ref Reference, opts image.SourceOptions) (*opened, error) {
+func openPodman(ctx context.Context, ref reference.Reference, opts image.SourceOptions) (*opened, error) {
 	ctx, cancel := bounded(ctx, opts.Timeout)
 	defer cancel()
-	id := strings.TrimPrefix(ref.image(), "sha256:")
+	id := strings.TrimPrefix(ref.Image(), "sha256:")
 	r, err := podman(ctx, nil, "image", "save", "--quiet", "--format=docker-archive", "--", id)
 	if err != nil {
 		return nil, err

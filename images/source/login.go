@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/images/image"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/flock"
 	"github.com/agentbox/agentbox/internal/fsx"
@@ -144,7 +145,7 @@ func Logout(ctx context.Context, registry string, opts image.SourceOptions) erro
 }
 
 func parseRegistry(s string) (name.Registry, error) {
-	if s == dockerHub {
+	if s == reference.DockerHub {
 		s = ""
 	}
 	r, err := name.NewRegistry(s)

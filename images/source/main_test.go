@@ -16,6 +16,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/agentbox/agentbox/images/image"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/internal/remote/remotetest"
 )
 
@@ -91,9 +92,11 @@ func (s *served) put(t *testing.T, ref string, what any) {
 	}
 }
 
-func mustParse(t *testing.T, s string) Reference {
+const digestA = "sha256:aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
+
+func mustParse(t *testing.T, s string) reference.Reference {
 	t.Helper()
-	r, err := Parse(s, "")
+	r, err := reference.Parse(s, "")
 	if err != nil {
 		t.Fatal(err)
 	}

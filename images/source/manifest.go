@@ -13,6 +13,7 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"github.com/agentbox/agentbox/images/image"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/remote"
 )
@@ -282,7 +283,7 @@ func (p platform) diffIDs(config []byte) ([]string, error) {
 		return nil, fmt.Errorf("its configuration: %w: %w", fault.ErrCorrupt, err)
 	}
 	for _, d := range c.RootFS.DiffIDs {
-		if !digestRule().MatchString(d) {
+		if !reference.Digest().MatchString(d) {
 			return nil, fmt.Errorf("its configuration: %w: %.100q is no diff_id", fault.ErrCorrupt, d)
 		}
 	}

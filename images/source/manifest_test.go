@@ -10,6 +10,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/types"
 
 	"github.com/agentbox/agentbox/images/image"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -43,7 +44,7 @@ func FuzzResolve(f *testing.F) {
 		total := int64(0)
 		for _, l := range img.Layers() {
 			total += l.Size
-			if l.Size < 0 || !digestRule().MatchString(l.Digest) || !digestRule().MatchString(l.DiffID) || l.Open == nil {
+			if l.Size < 0 || !reference.Digest().MatchString(l.Digest) || !reference.Digest().MatchString(l.DiffID) || l.Open == nil {
 				t.Fatalf("%+v", l)
 			}
 		}

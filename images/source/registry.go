@@ -19,6 +19,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/types"
 
 	"github.com/agentbox/agentbox/images/image"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/remote"
 )
@@ -50,7 +51,7 @@ type endpoint struct {
 }
 
 // endpoints are where a repository lies: at its mirrors, then at its registry.
-func endpoints(ref Reference, opts image.SourceOptions, scope string) ([]*endpoint, error) {
+func endpoints(ref reference.Reference, opts image.SourceOptions, scope string) ([]*endpoint, error) {
 	conf, err := configOf(opts)
 	if err != nil {
 		return nil, err
@@ -88,7 +89,7 @@ func endpoints(ref Reference, opts image.SourceOptions, scope string) ([]*endpoi
 // hostOf is what people call a registry.
 func hostOf(r name.Registry) string {
 	if r.RegistryStr() == name.DefaultRegistry {
-		return dockerHub
+		return reference.DockerHub
 	}
 	return r.RegistryStr()
 }
@@ -224,7 +225,7 @@ type repository struct {
 	opts image.SourceOptions
 }
 
-func openRegistry(ctx context.Context, ref Reference, opts image.SourceOptions) (_ *opened, err error) {
+func openRegistry(ctx context.Context, ref reference.Reference, opts image.SourceOptions) (_ *opened, err error) {
 	ctx, cancel := bounded(ctx, opts.Timeout)
 	defer cancel()
 	list, err := endpoints(ref, opts, transport.PullScope)

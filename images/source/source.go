@@ -18,6 +18,7 @@ import (
 	"io"
 
 	"github.com/agentbox/agentbox/images/image"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -53,9 +54,9 @@ type Layer struct {
 
 // Open finds the image that ref names. References of Dir and Bootstrap are
 // trees of files, not images: see Tree.
-func Open(ctx context.Context, ref Reference, opts image.SourceOptions) (Image, error) {
-	open := map[Transport]func(context.Context, Reference, image.SourceOptions) (*opened, error){
-		Docker: openRegistry, DockerDaemon: openDaemon, DockerArchive: openArchive, OCI: openLayout, OCIArchive: openLayout, ContainersStorage: openPodman,
+func Open(ctx context.Context, ref reference.Reference, opts image.SourceOptions) (Image, error) {
+	open := map[reference.Transport]func(context.Context, reference.Reference, image.SourceOptions) (*opened, error){
+		reference.Docker: openRegistry, reference.DockerDaemon: openDaemon, reference.DockerArchive: openArchive, reference.OCI: openLayout, reference.OCIArchive: openLayout, reference.ContainersStorage: openPodman,
 	}[ref.Transport]
 	if open == nil {
 		return nil, fmt.Errorf("%s: %w: it is a tree of files, not an image", ref, fault.ErrInvalid)

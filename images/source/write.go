@@ -20,6 +20,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/types"
 
 	"github.com/agentbox/agentbox/images/image"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/internal/remote"
@@ -30,11 +31,11 @@ import (
 // into a registry, an oci: directory (other images stay), an oci-archive: or
 // docker-archive: file (which is replaced), the Docker daemon or Podman's
 // storage. Nothing shows of it before all of it is there.
-func Write(ctx context.Context, ref Reference, img v1.Image, opts image.SourceOptions) (digest string, err error) {
+func Write(ctx context.Context, ref reference.Reference, img v1.Image, opts image.SourceOptions) (digest string, err error) {
 	ctx, cancel := bounded(ctx, opts.Timeout)
 	defer cancel()
-	write := map[Transport]func(context.Context, Reference, v1.Image, image.SourceOptions) (v1.Hash, error){
-		Docker: push, OCI: writeLayout, OCIArchive: writeLayoutArchive, DockerArchive: writeArchive, DockerDaemon: loadDaemon, ContainersStorage: loadPodman,
+	write := map[reference.Transport]func(context.Context, reference.Reference, v1.Image, image.SourceOptions) (v1.Hash, error){
+		reference.Docker: push, reference.OCI: writeLayout, reference.OCIArchive: writeLayoutArchive, reference.DockerArchive: writeArchive, reference.DockerDaemon: loadDaemon, reference.ContainersStorage: loadPodman,
 	}[ref.Transport]
 	switch {
 	case write == nil:
@@ -56,7 +57,7 @@ func Write(ctx context.Context, ref Reference, img v1.Image, opts image.SourceOp
 const atOnce = 3
 
 // push writes to a registry: layers, configuration, manifest.
-func push(ctx context.Context, ref Reference, img v1.Image, opts image.SourceOptions) (v1.Hash, error) {
+func push(ctx context.Context, ref reference.Reference, img v1.Image, opts image.SourceOptions) (v1.Hash, error) {
 	list, err := endpoints(ref, opts, transport.PushScope)
 	if err != nil {
 		return v1.Hash{}, err
@@ -247,7 +248,7 @@ func blobName(h v1.Hash) string { return "blobs/" + h.Algorithm + "/" + h.Hex }
 const layoutFile = `{"imageLayoutVersion":"1.0.0"}`
 
 // writeLayoutArchive writes an OCI layout of one image as a tar archive.
-func writeLayoutArchive(ctx context.Context, ref Reference, img v1.Image, opts image.SourceOptions) (h v1.Hash, err error) {
+func writeLayoutArchive(ctx context.Context, ref reference.Reference, img v1.Image, opts image.SourceOptions) (h v1.Hash, err error) {
 	err = replaceFile(ref.Path, func(f *os.File) error {
 		w := tarSink{tar.NewWriter(f)}
 		if err := w.put("oci-layout", int64(len(layoutFile)), strings.NewReader(layoutFile)); err != nil {
@@ -278,7 +279,7 @@ func (t tarSink) put(name string, size int64, r io.Reader) error {
 }
 
 // writeArchive writes what `docker load` takes.
-func writeArchive(ctx context.Context, ref Reference, img v1.Image, opts image.SourceOptions) (v1.Hash, error) {
+func writeArchive(ctx context.Context, ref reference.Reference, img v1.Image, opts image.SourceOptions) (v1.Hash, error) {
 	err := replaceFile(ref.Path, func(f *os.File) error { return saveTo(ctx, f, ref, img, opts) })
 	if err != nil {
 		return v1.Hash{}, err
@@ -287,7 +288,7 @@ func writeArchive(ctx context.Context, ref Reference, img v1.Image, opts image.S
 }
 
 // saveTo writes an archive as `docker save` makes it.
-func saveTo(ctx context.Context, w io.Writer, ref Reference, img v1.Image, opts image.SourceOptions) error {
+func saveTo(ctx context.Context, w io.Writer, ref reference.Reference, img v1.Image, opts image.SourceOptions) error {
 	var as name.Reference
 	var err error
 	if ref.Name == "" {

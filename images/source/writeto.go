@@ -16,6 +16,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/types"
 
 	"github.com/agentbox/agentbox/images/image"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/flock"
 	"github.com/agentbox/agentbox/internal/fsx"
@@ -24,7 +25,7 @@ import (
 
 // writeLayout adds an image to an OCI layout, which is made if it does not exist. An image that
 // had the tag before loses it.
-func writeLayout(ctx context.Context, ref Reference, img v1.Image, opts image.SourceOptions) (h v1.Hash, err error) {
+func writeLayout(ctx context.Context, ref reference.Reference, img v1.Image, opts image.SourceOptions) (h v1.Hash, err error) {
 	if err := os.MkdirAll(ref.Path, 0o755); err != nil {
 		return h, err
 	}
@@ -129,7 +130,7 @@ func (d dirSink) replace(name string, size int64, r io.Reader) (err error) {
 }
 
 // loadDaemon gives an image to the Docker daemon.
-func loadDaemon(ctx context.Context, ref Reference, img v1.Image, opts image.SourceOptions) (v1.Hash, error) {
+func loadDaemon(ctx context.Context, ref reference.Reference, img v1.Image, opts image.SourceOptions) (v1.Hash, error) {
 	c, err := dockerClient()
 	if err != nil {
 		return v1.Hash{}, err
@@ -159,7 +160,7 @@ func loadDaemon(ctx context.Context, ref Reference, img v1.Image, opts image.Sou
 }
 
 // loadPodman gives an image to Podman's storage.
-func loadPodman(ctx context.Context, ref Reference, img v1.Image, opts image.SourceOptions) (v1.Hash, error) {
+func loadPodman(ctx context.Context, ref reference.Reference, img v1.Image, opts image.SourceOptions) (v1.Hash, error) {
 	r := saving(ctx, ref, img, opts)
 	defer r.Close()
 	p, err := podman(ctx, r, "image", "load", "--quiet")
@@ -180,7 +181,7 @@ type archive struct {
 	err  error // after done
 }
 
-func saving(ctx context.Context, ref Reference, img v1.Image, opts image.SourceOptions) *archive {
+func saving(ctx context.Context, ref reference.Reference, img v1.Image, opts image.SourceOptions) *archive {
 	r, w := io.Pipe()
 	a := &archive{PipeReader: r, done: make(chan struct{})}
 	guard.Go(func() {

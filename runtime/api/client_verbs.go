@@ -14,7 +14,7 @@ import (
 	"time"
 
 	"github.com/agentbox/agentbox/images/image"
-	"github.com/agentbox/agentbox/images/source"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 )
@@ -26,12 +26,12 @@ func here(format string, args ...any) error {
 
 // remotely refuses references to files: they are the caller's, not the service's.
 func remotely(ref string) error {
-	r, err := source.Parse(ref, "")
+	r, err := reference.Parse(ref, "")
 	if err != nil {
 		return nil // the service says what is wrong
 	}
 	switch r.Transport {
-	case source.OCI, source.OCIArchive, source.DockerArchive, source.Dir:
+	case reference.OCI, reference.OCIArchive, reference.DockerArchive, reference.Dir:
 		return here("%s is a file of yours", ref)
 	}
 	return nil

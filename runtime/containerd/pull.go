@@ -15,14 +15,14 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"github.com/agentbox/agentbox/images/image"
-	"github.com/agentbox/agentbox/images/source"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
 // Pull finds an image here, or pulls it into containerd, as the policy says.
 func (m Images) Pull(ctx context.Context, ref string, opts image.PullOptions) (image.Image, error) {
-	parsed, err := source.Parse(ref, "")
-	if err == nil && parsed.Transport != source.Docker {
+	parsed, err := reference.Parse(ref, "")
+	if err == nil && parsed.Transport != reference.Docker {
 		return image.Image{}, &fault.Error{Err: fmt.Errorf("%w: containerd does not pull from %s", fault.ErrUnsupported, parsed),
 			Hint: fmt.Sprintf("Bring it there by way of an archive: agentbox image pull %[1]s, agentbox image push %[1]s oci-archive:FILE, ctr -n %s images import FILE", ref, m.b.namespace)}
 	}
@@ -48,7 +48,7 @@ func (m Images) Pull(ctx context.Context, ref string, opts image.PullOptions) (i
 	return m.pull(in(ctx, m.b.namespace), ref, parsed, opts)
 }
 
-func (m Images) pull(ctx context.Context, ref string, parsed source.Reference, opts image.PullOptions) (image.Image, error) {
+func (m Images) pull(ctx context.Context, ref string, parsed reference.Reference, opts image.PullOptions) (image.Image, error) {
 	how := []containerd.RemoteOpt{containerd.WithPullUnpack, containerd.WithPullSnapshotter(m.b.snapshotter), containerd.WithResolver(resolver(opts.Source.Insecure))}
 	if opts.Source.Platform != "" {
 		how = append(how, containerd.WithPlatform(opts.Source.Platform))

@@ -19,6 +19,7 @@ import (
 
 	"github.com/agentbox/agentbox/images/build"
 	"github.com/agentbox/agentbox/images/image"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/internal/enginetest"
 	"github.com/agentbox/agentbox/internal/fault"
@@ -260,7 +261,7 @@ func travels(t *testing.T, e *engine, i docker.Images) {
 	if out := e.Docker(t, "run", "--rm", "added:1"); out != "more\nbase" {
 		t.Errorf("the image says %q", out)
 	}
-	to, err := source.Parse("docker://"+ref, "")
+	to, err := reference.Parse("docker://"+ref, "")
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -16,7 +16,7 @@ import (
 	"github.com/docker/docker/pkg/jsonmessage"
 
 	"github.com/agentbox/agentbox/images/image"
-	"github.com/agentbox/agentbox/images/source"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
 )
@@ -82,7 +82,7 @@ func describeImage(name string, got dockerimage.InspectResponse) image.Image {
 		Platform: strings.TrimSuffix(got.Os+"/"+got.Architecture+"/"+got.Variant, "/"), Layers: got.RootFS.Layers,
 	}
 	for _, d := range got.RepoDigests {
-		if ref, err := source.Parse(d, ""); err == nil {
+		if ref, err := reference.Parse(d, ""); err == nil {
 			img.RepoDigests = append(img.RepoDigests, ref.String())
 		}
 	}

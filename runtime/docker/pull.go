@@ -16,15 +16,15 @@ import (
 	"github.com/google/go-containerregistry/pkg/name"
 
 	"github.com/agentbox/agentbox/images/image"
-	"github.com/agentbox/agentbox/images/source"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
 // Pull finds an image, and has the daemon pull it as the policy says: from where
 // the daemon thinks that it lies, with our credentials.
 func (i Images) Pull(ctx context.Context, ref string, opts image.PullOptions) (image.Image, error) {
-	parsed, err := source.Parse(ref, "")
-	if err == nil && parsed.Transport != source.Docker {
+	parsed, err := reference.Parse(ref, "")
+	if err == nil && parsed.Transport != reference.Docker {
 		return image.Image{}, hint(fmt.Errorf("%w: the Docker daemon does not pull from %s", fault.ErrUnsupported, parsed),
 			fmt.Sprintf("Bring it there by way of agentbox's own images: agentbox image pull %[1]s, then agentbox image push %[1]s docker-daemon:NAME", ref))
 	}
@@ -51,7 +51,7 @@ func (i Images) Pull(ctx context.Context, ref string, opts image.PullOptions) (i
 	return i.Resolve(ctx, ref)
 }
 
-func (i Images) pull(ctx context.Context, ref string, parsed source.Reference, opts image.PullOptions) error {
+func (i Images) pull(ctx context.Context, ref string, parsed reference.Reference, opts image.PullOptions) error {
 	failed := func(err error) error {
 		return hint(fmt.Errorf("image %s: %w: the Docker daemon does not have it and cannot pull it: %w", ref, fault.ErrNotFound, err),
 			fmt.Sprintf("Check the name, load it (docker load), or make it of a root filesystem: agentbox --backend docker image import %s ROOTFS.tar", ref))

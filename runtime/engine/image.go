@@ -15,6 +15,7 @@ import (
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 
 	"github.com/agentbox/agentbox/images/image"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/store"
@@ -140,7 +141,7 @@ func (im *localImages) pushImage(ctx context.Context, ref, to string, opts image
 // destination is where an image is written.
 type destination struct {
 	name string // as the user gave it
-	ref  source.Reference
+	ref  reference.Reference
 	here bool // among the images that are here
 }
 
@@ -154,21 +155,21 @@ func chosenDestination(to string, opts image.SourceOptions) (destination, error)
 		}
 		cfg = &read
 	}
-	ref, err := source.Parse(to, cfg.Default)
+	ref, err := reference.Parse(to, cfg.Default)
 	if err != nil {
 		return destination{}, err
 	}
 	rest, url := strings.CutPrefix(to, "docker://")
 	switch {
-	case ref.Transport == source.Dir || ref.Transport == source.Bootstrap:
+	case ref.Transport == reference.Dir || ref.Transport == reference.Bootstrap:
 		return destination{}, fmt.Errorf("%w: images are not written to %s", runtime.ErrUnsupported, ref)
-	case ref.Transport == source.Docker && ref.Digest != "":
+	case ref.Transport == reference.Docker && ref.Digest != "":
 		return destination{}, fmt.Errorf("%w: %s names an image by its digest, which is not known yet", runtime.ErrInvalid, to)
 	case url && cfg.Default == "" && strings.HasPrefix(ref.Name, "docker.io/") && !strings.HasPrefix(rest, "docker.io/"):
 		// An image of a sandbox may hold secrets.
 		return destination{}, hint(fmt.Errorf("%w: %s names no registry", runtime.ErrInvalid, rest), "Name it: docker://REGISTRY/"+rest+"; Docker Hub is docker.io.")
 	}
-	return destination{name: to, ref: ref, here: ref.Transport == source.Docker && !url}, nil
+	return destination{name: to, ref: ref, here: ref.Transport == reference.Docker && !url}, nil
 }
 
 // put writes an image to its destination, and returns its name there and the digest of its

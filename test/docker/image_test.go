@@ -12,6 +12,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/random"
 
 	"github.com/agentbox/agentbox/images/image"
+	"github.com/agentbox/agentbox/images/reference"
 	"github.com/agentbox/agentbox/images/source"
 	"github.com/agentbox/agentbox/internal/enginetest"
 	"github.com/agentbox/agentbox/internal/fault"
@@ -44,18 +45,18 @@ func TestImagesOfDaemons(t *testing.T) {
 	id, _ := img.ConfigName()
 	o := image.SourceOptions{Platform: "linux/amd64", Scratch: t.TempDir()}
 	for _, at := range []string{"docker-daemon:", "containers-storage:"} {
-		ref, err := source.Parse(at+"example.com/web:1", "")
+		ref, err := reference.Parse(at+"example.com/web:1", "")
 		if err != nil {
 			t.Fatal(err)
 		}
 		if _, err := source.Write(t.Context(), ref, img, o); err != nil {
 			t.Fatal(err)
 		}
-		byID, err := source.Parse(at+id.String(), "")
+		byID, err := reference.Parse(at+id.String(), "")
 		if err != nil {
 			t.Fatal(err)
 		}
-		for _, r := range []source.Reference{ref, byID} {
+		for _, r := range []reference.Reference{ref, byID} {
 			got, err := source.Open(t.Context(), r, o)
 			if err != nil {
 				t.Errorf("%s: %v", r, err)
@@ -82,7 +83,7 @@ func TestImagesOfDaemons(t *testing.T) {
 				t.Error(err)
 			}
 		}
-		none, err := source.Parse(at+"example.com/none", "")
+		none, err := reference.Parse(at+"example.com/none", "")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -94,7 +95,7 @@ func TestImagesOfDaemons(t *testing.T) {
 		t.Errorf("the daemon has %s, want %s", out, id)
 	}
 	t.Setenv("DOCKER_HOST", "unix://"+store+"/none")
-	ref, err := source.Parse("docker-daemon:web", "")
+	ref, err := reference.Parse("docker-daemon:web", "")
 	if err != nil {
 		t.Fatal(err)
 	}

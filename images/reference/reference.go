@@ -1,6 +1,9 @@
-package source
+// Package reference reads references to images: the kind of place that an image is in, and its
+// name there.
+package reference
 
 import (
+	_ "crypto/sha512" // digests of it are known, and refused
 	"fmt"
 	"net/url"
 	"path/filepath"
@@ -9,7 +12,7 @@ import (
 	"strings"
 	"unicode"
 
-	"github.com/distribution/reference"
+	distribution "github.com/distribution/reference"
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/lazy"
@@ -33,10 +36,10 @@ const (
 
 var transports = []Transport{DockerDaemon, DockerArchive, OCI, OCIArchive, Dir, ContainersStorage, Bootstrap}
 
-const (
-	dockerHub    = "docker.io"
-	maxReference = 4096
-)
+// DockerHub is the registry of names without one.
+const DockerHub = "docker.io"
+
+const maxReference = 4096
 
 // Reference is a parsed reference to an image.
 type Reference struct {
@@ -56,13 +59,17 @@ type Reference struct {
 	def string // the default registry that it was parsed with
 }
 
-var digestRule = lazy.Regexp(`^sha256:[0-9a-f]{64}$`)
+// Patterns of what references may have.
+var (
+	Digest = lazy.Regexp(`^sha256:[0-9a-f]{64}$`)
+	Epoch  = lazy.Regexp(`^[0-9]{1,12}$`) // of a bootstrap
+)
 
 // Parse reads [TRANSPORT:]REST. Names without a registry lie at
 // defaultRegistry, HOST[:PORT][/PREFIX]; empty: docker.io.
 func Parse(s string, defaultRegistry string) (Reference, error) {
 	if defaultRegistry == "" {
-		defaultRegistry = dockerHub
+		defaultRegistry = DockerHub
 	}
 	r, err := parse(s, strings.TrimSuffix(defaultRegistry, "/"))
 	if err != nil {
@@ -83,12 +90,12 @@ func parse(s, def string) (Reference, error) {
 	switch t {
 	case Docker:
 		rest, isURL := strings.CutPrefix(rest, "//")
-		if !isURL && digestRule().MatchString(rest) {
+		if !isURL && Digest().MatchString(rest) {
 			return r, fmt.Errorf("%w: it is a digest without a name", fault.ErrInvalid)
 		}
 		err = r.named(rest)
 	case DockerDaemon, ContainersStorage:
-		if digestRule().MatchString(rest) {
+		if Digest().MatchString(rest) {
 			r.Digest = rest
 			return r, nil
 		}
@@ -109,7 +116,7 @@ func parse(s, def string) (Reference, error) {
 		case t == DockerArchive:
 			err = r.named(name)
 		case strings.HasPrefix(name, "@"):
-			if r.Digest = name[1:]; !digestRule().MatchString(r.Digest) {
+			if r.Digest = name[1:]; !Digest().MatchString(r.Digest) {
 				err = fmt.Errorf("%w: %.100q is not a digest", fault.ErrInvalid, r.Digest)
 			}
 		default:
@@ -143,20 +150,20 @@ func (r *Reference) path(p string) error {
 
 // named reads NAME[:TAG][@DIGEST].
 func (r *Reference) named(s string) error {
-	if r.def != dockerHub && !hasRegistry(s) {
+	if r.def != DockerHub && !hasRegistry(s) {
 		s = r.def + "/" + s
 	}
-	n, err := reference.ParseNormalizedNamed(s)
+	n, err := distribution.ParseNormalizedNamed(s)
 	if err != nil {
 		return fmt.Errorf("%w: %w", fault.ErrInvalid, err)
 	}
 	r.Name = n.Name()
-	if d, ok := n.(reference.Digested); ok {
-		if r.Digest = d.Digest().String(); !digestRule().MatchString(r.Digest) {
+	if d, ok := n.(distribution.Digested); ok {
+		if r.Digest = d.Digest().String(); !Digest().MatchString(r.Digest) {
 			return fmt.Errorf("%w: digests other than sha256", fault.ErrUnsupported)
 		}
 	}
-	if t, ok := n.(reference.Tagged); ok {
+	if t, ok := n.(distribution.Tagged); ok {
 		r.Tag = t.Tag()
 	} else if r.Digest == "" {
 		r.Tag = "latest"
@@ -174,16 +181,16 @@ func hasRegistry(s string) bool {
 func (r Reference) String() string {
 	switch r.Transport {
 	case Docker:
-		s := r.image()
+		s := r.Image()
 		if t, _ := split(s); t != Docker { // a registry on a host called "oci"
 			return "docker://" + s
 		}
 		return s
 	case DockerDaemon, ContainersStorage:
-		return string(r.Transport) + ":" + r.image()
+		return string(r.Transport) + ":" + r.Image()
 	case DockerArchive, OCI, OCIArchive, Dir:
 		s := string(r.Transport) + ":" + r.Path
-		if i := r.image(); i != "" {
+		if i := r.Image(); i != "" {
 			s += ":" + i
 		}
 		return s
@@ -197,8 +204,8 @@ func (r Reference) String() string {
 	return ""
 }
 
-// image is what is left without transport and path.
-func (r Reference) image() string {
+// Image is what is left without transport and path.
+func (r Reference) Image() string {
 	s := r.Name
 	if r.Tag != "" {
 		if s != "" {
@@ -223,10 +230,10 @@ func (r Reference) Familiar() string {
 	short := r
 	def := r.def
 	if def == "" {
-		def = dockerHub
+		def = DockerHub
 	}
 	if rest, ok := strings.CutPrefix(r.Name, def+"/"); ok {
-		if def == dockerHub {
+		if def == DockerHub {
 			if official, ok := strings.CutPrefix(rest, "library/"); ok && !strings.Contains(official, "/") {
 				rest = official
 			}
@@ -249,8 +256,7 @@ var (
 	variantRule   = lazy.Regexp(`^(extract|custom|essential|apt|minbase|required|buildd|important|standard)$`)
 	mirrorRule    = lazy.Regexp(`^((https?|file|copy)(://|:/)[!-~]+|deb( \[[a-z0-9=,/. -]+\])? (https?|file|copy):/[!-~]+ [!-~]+( [!-~]+)*)$`)
 	archRule      = lazy.Regexp(`^[a-z0-9-]+$`)
-	epochRule     = lazy.Regexp(`^[0-9]{1,12}$`)
-	bootstrapKeys = map[string]func() *regexp.Regexp{"include": packageRule, "components": componentRule, "variant": variantRule, "mirror": mirrorRule, "arch": archRule, "epoch": epochRule}
+	bootstrapKeys = map[string]func() *regexp.Regexp{"include": packageRule, "components": componentRule, "variant": variantRule, "mirror": mirrorRule, "arch": archRule, "epoch": Epoch}
 )
 
 // bootstrap reads DISTRIBUTION/SUITE[?QUERY].
