@@ -10,6 +10,7 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/doctor"
 	"github.com/agentbox/agentbox/runtime/local"
+	"github.com/agentbox/agentbox/runtime/doctor/checks"
 )
 
 // dirs returns where lasting and transient state are kept.
@@ -39,5 +40,5 @@ func openService(ctx context.Context, g globals) (runtime.Service, error) {
 // examine checks the host for `agentbox doctor`.
 func examine(ctx context.Context, g globals) doctor.Report {
 	root, _ := g.dirs()
-	return doctor.Examine(ctx, root)
+	return checks.Examine(ctx, root)
 }

@@ -19,9 +19,8 @@ const module = "github.com/agentbox/agentbox/"
 // allowed lists, per package, which packages of this module it may import directly. A package
 // that is not listed may import none of ours.
 var allowed = map[string][]string{
-	"cmd/agentbox": {"internal/copy", "internal/fault", "internal/guard", "internal/gclater", "internal/lazy", "internal/setup", "images/image", "images/source", "policy", "runtime", "runtime/engine", "runtime/api", "runtime/audit", "runtime/containerd", "runtime/doctor", "internal/exitcode",
-		"runtime/group", "runtime/local", "runtime/mcp", "runtime/oci", "runtime/traces", "runtime/volume", "internal/fsx"},
-	"cmd/docker-agentbox":  {"internal/exitcode", "internal/fault", "internal/setup", "runtime", "runtime/audit", "runtime/dockerplugin", "runtime/dockerplugin/authz", "runtime/dockerplugin/volume", "runtime/volume"},
+	"cmd/agentbox": {"internal/copy", "internal/fault", "internal/guard", "internal/gclater", "internal/lazy", "internal/setup", "images/image", "images/source", "policy", "runtime", "runtime/engine", "runtime/api", "runtime/audit", "runtime/containerd", "internal/exitcode",
+		"runtime/doctor", "runtime/group", "runtime/local", "runtime/mcp", "runtime/oci", "runtime/traces", "runtime/volume", "internal/fsx", "runtime/doctor/checks"},
 	"cmd/agentbox-runtime": {"criu/crlog", "criu/cut", "criu/freezer", "criu/host", "criu/lsm", "criu/proof", "criu/stage", "criu/wall", "internal/fault", "internal/fsx", "internal/proc"},
 	"criu":                 {"criu/crlog", "criu/cut", "criu/freezer", "criu/host", "criu/proof", "internal/fault", "internal/guard", "internal/failpoint", "internal/fsx", "internal/proc"},
 	"criu/crlog":           {"internal/fsx"},
@@ -75,7 +74,8 @@ var allowed = map[string][]string{
 	"runtime/dockerplugin":        {"internal/fault", "internal/flock"},
 	"runtime/dockerplugin/authz":  {"internal/fault", "internal/lazy", "policy", "internal/fsx"},
 	"runtime/dockerplugin/volume": {"internal/fault", "runtime/volume"},
-	"runtime/doctor":              {"criu", "criu/host", "internal/fault", "internal/guard", "overlay", "runtime/internal/apparmor", "runtime/internal/userns"},
+	"runtime/doctor":              {},
+	"runtime/doctor/checks":       {"criu", "criu/host", "internal/fault", "internal/guard", "overlay", "runtime/internal/apparmor", "runtime/internal/userns", "runtime/doctor"},
 	"runtime/engine/progress":     {"internal/guard", "overlay", "runtime", "runtime/store"},
 	"runtime/engine/worktree":     {"internal/failpoint", "internal/guard", "overlay", "runtime", "runtime/engine/progress", "runtime/store"},
 	"runtime/eventlog":            {"internal/flock"},

@@ -1,4 +1,4 @@
-package doctor
+package checks
 
 import (
 	"context"
@@ -14,6 +14,7 @@ import (
 	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/criu/host"
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime/doctor"
 )
 
 // say runs a program and returns what it prints.
@@ -30,7 +31,7 @@ func say(ctx context.Context, path string, args ...string) (string, error) {
 
 // broken is a program that fails, and how; or what is to be known of one that may
 // only be slow.
-func broken(name, remedy, path string, err error, said string) Check {
+func broken(name, remedy, path string, err error, said string) doctor.Check {
 	if errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled) {
 		return fail(name, "Try again when this machine has less to do; if it stays so, the program hangs.", "%s did not end in time", path)
 	}
@@ -42,7 +43,7 @@ func firstLine(s string) string {
 	return strings.TrimSpace(line)
 }
 
-func runc(ctx context.Context) Check {
+func runc(ctx context.Context) doctor.Check {
 	const name = "runc"
 	path, err := host.Find("runc", nil)
 	if err != nil {
@@ -72,7 +73,7 @@ func runc(ctx context.Context) Check {
 }
 
 // crun is an alternative, so that lacking it is nothing to warn of.
-func crun(ctx context.Context) Check {
+func crun(ctx context.Context) doctor.Check {
 	const name = "crun"
 	path, err := host.Find("crun", nil)
 	if err != nil {
@@ -81,7 +82,7 @@ func crun(ctx context.Context) Check {
 	version, err := say(ctx, path, "--version")
 	if err != nil {
 		c := broken(name, "Reinstall or remove crun; runc is used.", path+" --version", err, version)
-		c.Status = Warn
+		c.Status = doctor.Warn
 		return c
 	}
 	if !strings.Contains(version, "+CRIU") {
@@ -90,7 +91,7 @@ func crun(ctx context.Context) Check {
 	return ok(name, "%s (%s) with CRIU", firstLine(version), path)
 }
 
-func wrapper() Check {
+func wrapper() doctor.Check {
 	const name, program = "agentbox-runtime", "agentbox-runtime"
 	if self, err := os.Executable(); err == nil {
 		if path := filepath.Join(filepath.Dir(self), program); executable(path) {
@@ -108,7 +109,7 @@ func executable(path string) bool {
 	return err == nil && st.Mode().IsRegular() && st.Mode()&0o111 != 0
 }
 
-func conmon(ctx context.Context) Check {
+func conmon(ctx context.Context) doctor.Check {
 	const name = "conmon"
 	path, err := host.Find("conmon", nil)
 	if err != nil {
@@ -123,7 +124,7 @@ func conmon(ctx context.Context) Check {
 
 // nsenter is what brings a process into the time namespace of a restored sandbox, for a
 // runc before 1.3.
-func nsenter(ctx context.Context) Check {
+func nsenter(ctx context.Context) doctor.Check {
 	const name, own = "nsenter", "/proc/self/ns/time"
 	if _, err := os.Stat(own); errors.Is(err, fs.ErrNotExist) {
 		return ok(name, "not needed: this kernel has no time namespaces")
@@ -139,13 +140,13 @@ func nsenter(ctx context.Context) Check {
 }
 
 // criuChecks returns all checks of CRIU, which is asked once.
-func criuChecks(ctx context.Context) []Check {
+func criuChecks(ctx context.Context) []doctor.Check {
 	f, err := criu.Check(ctx)
 	switch {
 	case errors.Is(err, fault.ErrNotFound):
-		return []Check{fail("criu", install("criu"), "not installed: only files can be checkpointed")}
+		return []doctor.Check{fail("criu", install("criu"), "not installed: only files can be checkpointed")}
 	case err != nil:
-		return []Check{broken("criu", newerCriu(), f.Path, err, "")}
+		return []doctor.Check{broken("criu", newerCriu(), f.Path, err, "")}
 	}
 	return judgeCriu(f, func() bool { _, err := host.Find("iptables-restore", nil); return err == nil })
 }
@@ -159,12 +160,12 @@ func newerCriu() string {
 	return "Install CRIU 4.2 or newer: of a later release of the distribution, or built from source (https://criu.org/Installation)."
 }
 
-func judgeCriu(f criu.Features, haveIptables func() bool) []Check {
+func judgeCriu(f criu.Features, haveIptables func() bool) []doctor.Check {
 	what := fmt.Sprintf("version %s (%s)", f.VersionString(), f.Path)
 	if !f.Works {
-		return []Check{fail("criu", newerCriu(), "%s: `criu check` says: %s", what, f.Problem)}
+		return []doctor.Check{fail("criu", newerCriu(), "%s: `criu check` says: %s", what, f.Problem)}
 	}
-	checks := []Check{ok("criu", "%s, `criu check` passes", what)}
+	checks := []doctor.Check{ok("criu", "%s, `criu check` passes", what)}
 	if f.InetSockets {
 		checks = append(checks, ok("sockets", "CRIU can dump TCP and UDP sockets on this kernel"))
 	} else {

@@ -1,4 +1,4 @@
-package doctor
+package checks
 
 import (
 	"context"
@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/criu"
+	"github.com/agentbox/agentbox/runtime/doctor"
 )
 
 func root(t *testing.T) {
@@ -32,7 +33,7 @@ func TestExamine(t *testing.T) {
 		if seen[c.Name] || c.Detail == "" || strings.ContainsAny(c.Detail+c.Remedy, "\n\r") {
 			t.Errorf("%+v", c)
 		}
-		if c.Status == OK && c.Remedy != "" {
+		if c.Status == doctor.OK && c.Remedy != "" {
 			t.Errorf("a remedy for what is well: %+v", c)
 		}
 		seen[c.Name] = true
@@ -69,12 +70,12 @@ func TestNothingInstalled(t *testing.T) {
 		}
 	}
 	t.Setenv("PATH", dir+":/usr/local/sbin")
-	for _, c := range []Check{runc(ctx), conmon(ctx), nsenter(ctx), criuChecks(ctx)[0]} {
-		if c.Status != Fail || c.Remedy == "" {
+	for _, c := range []doctor.Check{runc(ctx), conmon(ctx), nsenter(ctx), criuChecks(ctx)[0]} {
+		if c.Status != doctor.Fail || c.Remedy == "" {
 			t.Errorf("%+v", c)
 		}
 	}
-	if c := crun(ctx); c.Status != Warn {
+	if c := crun(ctx); c.Status != doctor.Warn {
 		t.Errorf("%+v", c)
 	}
 }
@@ -90,8 +91,8 @@ func TestSlow(t *testing.T) {
 	t.Setenv("PATH", dir+":"+os.Getenv("PATH"))
 	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 	defer cancel()
-	for _, c := range []Check{runc(ctx), conmon(ctx), crun(ctx), nsenter(ctx), criuChecks(ctx)[0]} {
-		if c.Status == OK || !strings.Contains(c.Detail, dir+"/"+c.Name) || !strings.Contains(c.Detail, "did not end in time") || !strings.Contains(c.Remedy, "Try again") {
+	for _, c := range []doctor.Check{runc(ctx), conmon(ctx), crun(ctx), nsenter(ctx), criuChecks(ctx)[0]} {
+		if c.Status == doctor.OK || !strings.Contains(c.Detail, dir+"/"+c.Name) || !strings.Contains(c.Detail, "did not end in time") || !strings.Contains(c.Remedy, "Try again") {
 			t.Errorf("%+v", c)
 		}
 	}
@@ -124,7 +125,7 @@ func TestRemedy(t *testing.T) {
 func TestOldRunc(t *testing.T) {
 	dir := t.TempDir()
 	t.Setenv("PATH", dir+":/usr/local/sbin")
-	for help, want := range map[string]Status{"--leave-running": Warn, "unknown command": Fail, "--leave-running --tcp-established --file-locks --lazy-pages --pre-dump": OK} {
+	for help, want := range map[string]doctor.Status{"--leave-running": doctor.Warn, "unknown command": doctor.Fail, "--leave-running --tcp-established --file-locks --lazy-pages --pre-dump": doctor.OK} {
 		script := "#!/bin/sh\n[ $1 = --version ] && echo runc version 1.0 || echo ' " + help + "'\n"
 		if err := os.WriteFile(filepath.Join(dir, "runc"), []byte(script), 0o755); err != nil {
 			t.Fatal(err)
@@ -144,21 +145,21 @@ func TestOverlayRefused(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = unix.Unmount(dir, unix.MNT_DETACH) }()
-	if c := overlayfs(dir); c.Status != Fail || c.Remedy == "" {
+	if c := overlayfs(dir); c.Status != doctor.Fail || c.Remedy == "" {
 		t.Errorf("%+v", c)
 	}
 }
 
 func TestJudgeCapabilities(t *testing.T) {
 	all := func(int) bool { return true }
-	if c := judge("c", all); c.Status != OK {
+	if c := judge("c", all); c.Status != doctor.OK {
 		t.Errorf("%+v", c)
 	}
 	c := judge("c", func(n int) bool { return n != unix.CAP_SYS_RESOURCE })
-	if c.Status != Warn || !strings.Contains(c.Detail, "another user than root cannot be checkpointed") {
+	if c.Status != doctor.Warn || !strings.Contains(c.Detail, "another user than root cannot be checkpointed") {
 		t.Errorf("%+v", c)
 	}
-	if c := judge("c", func(n int) bool { return n != unix.CAP_SYS_ADMIN && n != unix.CAP_NET_RAW }); c.Status != Fail {
+	if c := judge("c", func(n int) bool { return n != unix.CAP_SYS_ADMIN && n != unix.CAP_NET_RAW }); c.Status != doctor.Fail {
 		t.Errorf("%+v", c)
 	}
 }
@@ -196,10 +197,10 @@ func TestSpace(t *testing.T) {
 	const g = 1 << 30
 	for _, c := range []struct {
 		free, total, inodes, all uint64
-		want                     Status
+		want                     doctor.Status
 	}{
-		{100 * g, 200 * g, 50, 100, OK}, {g / 2, g, 50, 100, Warn}, {4 * g, 100 * g, 50, 100, Warn},
-		{100 * g, 200 * g, 1, 100, Warn}, {100 * g, 200 * g, 0, 0, OK}, {0, 0, 0, 0, Warn},
+		{100 * g, 200 * g, 50, 100, doctor.OK}, {g / 2, g, 50, 100, doctor.Warn}, {4 * g, 100 * g, 50, 100, doctor.Warn},
+		{100 * g, 200 * g, 1, 100, doctor.Warn}, {100 * g, 200 * g, 0, 0, doctor.OK}, {0, 0, 0, 0, doctor.Warn},
 	} {
 		if got := space("disk", "/x", c.free, c.total, c.inodes, c.all); got.Status != c.want {
 			t.Errorf("%+v: %+v", c, got)

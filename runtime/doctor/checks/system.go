@@ -1,4 +1,4 @@
-package doctor
+package checks
 
 import (
 	"bytes"
@@ -19,18 +19,19 @@ import (
 	"github.com/agentbox/agentbox/criu/host"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime/doctor"
 	"github.com/agentbox/agentbox/runtime/internal/apparmor"
 	"github.com/agentbox/agentbox/runtime/internal/userns"
 )
 
-func user() Check {
+func user() doctor.Check {
 	if os.Geteuid() != 0 {
 		return fail("root", "Run agentbox as root (sudo).", "user id %d is not root", os.Geteuid())
 	}
 	return ok("root", "running as root")
 }
 
-func kernel() Check {
+func kernel() doctor.Check {
 	var uts unix.Utsname
 	if err := unix.Uname(&uts); err != nil {
 		return fail("kernel", "", "uname: %v", err)
@@ -59,7 +60,7 @@ func existing(path string) string {
 
 // overlayfs mounts one as a sandbox's, on the filesystem that will hold them,
 // and proves that it takes a whiteout.
-func overlayfs(root string) Check {
+func overlayfs(root string) doctor.Check {
 	const name = "overlayfs"
 	dir, err := os.MkdirTemp(existing(root), ".doctor-")
 	if err != nil {
@@ -97,7 +98,7 @@ func overlayfs(root string) Check {
 	return ok(name, "mounted and used in %s", existing(root))
 }
 
-func cgroups() Check {
+func cgroups() doctor.Check {
 	const name = "cgroups"
 	need := []string{"cpu", "memory", "pids"}
 	if data, err := os.ReadFile("/sys/fs/cgroup/cgroup.controllers"); err == nil {
@@ -164,7 +165,7 @@ var capCosts = []struct {
 
 // protections are the kernel's beyond namespaces, cgroups and capabilities, for
 // sandboxes of the backends oci and containerd.
-func protections() Check {
+func protections() doctor.Check {
 	const name = "protections"
 	if mode, err := unix.PrctlRetInt(unix.PR_GET_SECCOMP, 0, 0, 0, 0); err != nil || mode < 0 {
 		return fail(name, "Use a kernel with CONFIG_SECCOMP_FILTER.", "the kernel has no seccomp: any system call can be made from a sandbox")
@@ -183,7 +184,7 @@ func protections() Check {
 	return ok(name, "no new privileges, seccomp, AppArmor (%s); %s", apparmor.Default, landlock)
 }
 
-func capabilities() Check {
+func capabilities() doctor.Check {
 	const name = "capabilities"
 	head := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	var data [2]unix.CapUserData
@@ -193,28 +194,28 @@ func capabilities() Check {
 	return judge(name, func(n int) bool { return data[n/32].Effective&(1<<(n%32)) != 0 })
 }
 
-func judge(name string, has func(int) bool) Check {
-	status, missing := OK, []string{}
+func judge(name string, has func(int) bool) doctor.Check {
+	status, missing := doctor.OK, []string{}
 	for _, c := range capCosts {
 		if c.cost == "" || has(c.number) {
 			continue
 		}
 		missing = append(missing, c.name+": "+c.cost)
 		if c.fatal {
-			status = Fail
-		} else if status == OK {
-			status = Warn
+			status = doctor.Fail
+		} else if status == doctor.OK {
+			status = doctor.Warn
 		}
 	}
-	if status == OK {
+	if status == doctor.OK {
 		return ok(name, "all that are needed")
 	}
-	return Check{name, status, "missing " + strings.Join(missing, "; "), "Run agentbox where root has them (not inside a restricted container or service). Sandboxes with user ids of their own (see userns) can be checkpointed without CAP_SYS_RESOURCE."}
+	return doctor.Check{Name: name, Status: status, Detail: "missing " + strings.Join(missing, "; "), Remedy: "Run agentbox where root has them (not inside a restricted container or service). Sandboxes with user ids of their own (see userns) can be checkpointed without CAP_SYS_RESOURCE."}
 }
 
 // nat sets what bridge mode sets, in a network namespace that ends with this
 // thread.
-func nat() Check {
+func nat() doctor.Check {
 	const name, remedy = "nat", "Use a kernel with nf_tables and NAT (modprobe nf_tables nft_masq nft_chain_nat); sandboxes without --network bridge do without."
 	err := <-guard.Start(func() error {
 		goruntime.LockOSThread() // and never unlocked: the thread is spent
@@ -239,7 +240,7 @@ func nat() Check {
 	return ok(name, "nftables takes a masquerading rule")
 }
 
-func forwarding() Check {
+func forwarding() doctor.Check {
 	const name = "ip_forward"
 	data, err := os.ReadFile("/proc/sys/net/ipv4/ip_forward")
 	if err != nil {
@@ -257,7 +258,7 @@ const (
 	lowPercent = 5
 )
 
-func disk(root string) Check {
+func disk(root string) doctor.Check {
 	const name = "disk"
 	dir := existing(root)
 	var st unix.Statfs_t
@@ -268,7 +269,7 @@ func disk(root string) Check {
 	return space(name, dir, free, total, st.Ffree, st.Files)
 }
 
-func space(name, dir string, free, total, inodes, allInodes uint64) Check {
+func space(name, dir string, free, total, inodes, allInodes uint64) doctor.Check {
 	const remedy = "Free space, remove old checkpoints, or move the root (--root)."
 	percent := uint64(100)
 	if total > 0 {
@@ -285,7 +286,7 @@ func space(name, dir string, free, total, inodes, allInodes uint64) Check {
 }
 
 // quota checks how --storage-size is enforced.
-func quota(root string) Check {
+func quota(root string) doctor.Check {
 	const name = "quota"
 	dir := existing(root)
 	err := overlay.ProjectQuota(dir)
@@ -297,7 +298,7 @@ func quota(root string) Check {
 
 // userNamespaces reports whether new sandboxes of the backend oci have user ids of
 // their own.
-func userNamespaces(ctx context.Context, root string) Check {
+func userNamespaces(ctx context.Context, root string) doctor.Check {
 	const name, remedy = "userns", "Sandboxes work without; their root is the host's then. docs/security.md says what it takes."
 	no := "new sandboxes have the host's user ids: %s"
 	binary, err := host.Find("runc", nil)
