@@ -66,7 +66,7 @@ test-long: test
 # The service, its clients and what the engine does side by side, under Go's race
 # detector, which takes a C compiler: their packages, and agentbox built with it.
 test-race: test-deps
-	CGO_ENABLED=1 $(GO) test -race -vet=off -tags failpoint -p 2 -timeout 25m ./runtime/api ./runtime/audit ./runtime/engine ./internal/...
+	CGO_ENABLED=1 $(GO) test -race -vet=off -tags failpoint -p 2 -timeout 25m ./runtime/api/... ./runtime/audit ./runtime/engine ./internal/...
 	AGENTBOX_RACE=1 $(GO) test -vet=off -tags failpoint -timeout 25m -run '^Test(Service|Group|NestedTurns|LeaseOfConnection)' ./test
 
 # In a Debian 13 with systemd, cgroup v2 and all capabilities; see docs/testing.md.

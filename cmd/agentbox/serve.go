@@ -23,6 +23,7 @@ import (
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/api"
+	"github.com/agentbox/agentbox/runtime/api/server"
 	"github.com/agentbox/agentbox/runtime/doctor"
 	"github.com/agentbox/agentbox/runtime/local"
 )
@@ -91,7 +92,7 @@ Started by systemd it takes its socket from there, and tells when it is ready.`,
 			return a.engine(cmd.Context(), func(svc runtime.Service) error {
 				var more []net.Listener
 				if tcp != "" {
-					l, err := api.ListenTLS(tcp, opts.TLS)
+					l, err := server.ListenTLS(tcp, opts.TLS)
 					if err != nil {
 						return &runtime.Error{Op: "serve", ID: "tcp://" + tcp, Err: err}
 					}
@@ -182,8 +183,8 @@ func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.S
 	if err != nil {
 		return &runtime.Error{Op: "serve", Err: err}
 	}
-	opts := api.Options{Turns: o.Turns, Requests: filepath.Join(run, "requests"), Info: api.Info{Version: version, Root: root, Backend: g.Backend},
-		Examine: func(ctx context.Context) doctor.Report { return a.examine(ctx, g) }, Metrics: &api.Metrics{}, Tracer: g.traces.Tracer()}
+	opts := server.Options{Turns: o.Turns, Requests: filepath.Join(run, "requests"), Info: api.Info{Version: version, Root: root, Backend: g.Backend},
+		Examine: func(ctx context.Context) doctor.Report { return a.examine(ctx, g) }, Metrics: &server.Metrics{}, Tracer: g.traces.Tracer()}
 	if r, ok := svc.(recoverer); ok {
 		opts.Before = func(ctx context.Context) error {
 			_, err := r.RecoverInterrupted(ctx)
@@ -191,7 +192,7 @@ func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.S
 		}
 	}
 	defer o.tend(ctx, svc, opts.Metrics)()
-	h, err := api.New(svc, opts)
+	h, err := server.New(svc, opts)
 	if err != nil {
 		return errors.Join(err, l.Close())
 	}
@@ -205,7 +206,7 @@ func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.S
 	told := make(chan struct{})
 	context.AfterFunc(ctx, func() { defer close(told); notify(daemon.SdNotifyStopping) })
 	served = true
-	err = api.Serve(ctx, l, h, more...)
+	err = server.Serve(ctx, l, h, more...)
 	if ctx.Err() != nil {
 		<-told // or it could end before systemd knows that it was to
 	}
@@ -234,7 +235,7 @@ func listener(socket string) (*net.UnixListener, error) {
 	}
 	switch {
 	case len(given) == 0:
-		return api.Listen(socket)
+		return server.Listen(socket)
 	case len(given) > 1:
 		return nil, fmt.Errorf("%w: systemd passes %d sockets, one is expected", runtime.ErrInvalid, len(given))
 	}
@@ -273,7 +274,7 @@ func notify(state string) {
 }
 
 // watchdog tells systemd that the service answers, as often as it asked for.
-func watchdog(h *api.Handler) (stop func()) {
+func watchdog(h *server.Handler) (stop func()) {
 	every, err := daemon.SdWatchdogEnabled(false)
 	if err != nil || every == 0 {
 		return func() {}

@@ -9,8 +9,8 @@ import (
 
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/doctor"
-	"github.com/agentbox/agentbox/runtime/local"
 	"github.com/agentbox/agentbox/runtime/doctor/checks"
+	"github.com/agentbox/agentbox/runtime/local"
 )
 
 // dirs returns where lasting and transient state are kept.

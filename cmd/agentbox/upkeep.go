@@ -9,7 +9,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
-	"github.com/agentbox/agentbox/runtime/api"
+	"github.com/agentbox/agentbox/runtime/api/server"
 	"github.com/agentbox/agentbox/runtime/engine"
 )
 
@@ -50,7 +50,7 @@ type upkeeper interface {
 
 // tend does beside all else what a service does by itself, until stop, which waits
 // for what is under way. Other commands leave it to the service.
-func (o *upkeepOptions) tend(ctx context.Context, svc runtime.Service, figures *api.Metrics) (stop func()) {
+func (o *upkeepOptions) tend(ctx context.Context, svc runtime.Service, figures *server.Metrics) (stop func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	var all guard.WaitGroup
 	if k, ok := svc.(upkeeper); ok {

@@ -20,7 +20,7 @@ const module = "github.com/agentbox/agentbox/"
 // that is not listed may import none of ours.
 var allowed = map[string][]string{
 	"cmd/agentbox": {"internal/copy", "internal/fault", "internal/guard", "internal/gclater", "internal/lazy", "internal/setup", "images/image", "images/source", "policy", "runtime", "runtime/engine", "runtime/api", "runtime/audit", "runtime/containerd", "internal/exitcode",
-		"runtime/doctor", "runtime/group", "runtime/local", "runtime/mcp", "runtime/oci", "runtime/traces", "runtime/volume", "internal/fsx", "runtime/doctor/checks"},
+		"runtime/doctor", "runtime/group", "runtime/local", "runtime/mcp", "runtime/oci", "runtime/traces", "runtime/volume", "internal/fsx", "runtime/doctor/checks", "runtime/api/server"},
 	"cmd/agentbox-runtime": {"criu/crlog", "criu/cut", "criu/freezer", "criu/host", "criu/lsm", "criu/proof", "criu/stage", "criu/wall", "internal/fault", "internal/fsx", "internal/proc"},
 	"criu":                 {"criu/crlog", "criu/cut", "criu/freezer", "criu/host", "criu/proof", "internal/fault", "internal/guard", "internal/failpoint", "internal/fsx", "internal/proc"},
 	"criu/crlog":           {"internal/fsx"},
@@ -65,7 +65,9 @@ var allowed = map[string][]string{
 	"runtime":              {"criu/stage", "images/image", "internal/fault", "internal/fsx", "internal/idmap", "policy"},
 	"runtime/engine":       {"runtime", "criu", "criu/proof", "criu/stage", "images", "images/build", "images/image", "images/source", "internal/copy", "internal/failpoint", "internal/hostfile", "internal/lazy", "internal/fault", "internal/guard", "internal/undo", "overlay", "policy", "runtime/eventlog", "runtime/network/egress", "runtime/portable", "runtime/registry", "runtime/engine/progress", "runtime/engine/worktree", "runtime/store", "internal/idmap", "runtime/internal/changes", "runtime/internal/kernel", "runtime/internal/record", "internal/flock", "internal/fsx", "images/reference"},
 	"runtime/backendtest":  {"criu", "criu/stage", "runtime", "internal/idmap"},
-	"runtime/api":          {"images/image", "internal/fault", "internal/guard", "policy", "runtime", "runtime/doctor", "internal/flock", "internal/fsx", "images/reference"},
+	"runtime/api":          {"images/image", "images/reference", "internal/guard", "policy", "runtime", "runtime/api/wire", "runtime/doctor"},
+	"runtime/api/server":   {"images/image", "internal/fault", "internal/flock", "internal/fsx", "internal/guard", "policy", "runtime", "runtime/api/wire", "runtime/doctor"},
+	"runtime/api/wire":     {"images/image", "internal/fault", "runtime"},
 	"runtime/local":        {"images", "images/image", "images/source", "internal/fault", "internal/guard", "policy", "runtime", "runtime/audit", "runtime/containerd", "runtime/docker", "runtime/engine", "runtime/oci", "runtime/podman", "runtime/store", "runtime/volume"},
 	"runtime/audit":        {"internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "runtime", "internal/flock", "internal/fsx"},
 	"runtime/containerd": {"criu", "criu/stage", "images", "images/image", "internal/copy/tree", "internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "internal/undo", "runtime",

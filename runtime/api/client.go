@@ -18,11 +18,24 @@ import (
 	"sync"
 	"time"
 
+	"go.opentelemetry.io/otel/propagation"
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/api/wire"
+	"github.com/agentbox/agentbox/runtime/doctor"
 )
+
+// The words of the service that callers of a Client see.
+type (
+	Info     = wire.Info
+	Health   = wire.Health
+	TLSFiles = wire.TLSFiles
+)
+
+// SocketName is the service's socket in RUN.
+const SocketName = "agentbox.sock"
 
 // Client is the Service at the other end of a socket. A context that ends cancels
 // the verb there, which undoes what it began, and is waited for. An OpenTelemetry
@@ -81,6 +94,17 @@ func (c *Client) Info(ctx context.Context) (Info, error) {
 	return get[Info](ctx, c, at("info"), nil)
 }
 
+// Health checks that the service is alive.
+func (c *Client) Health(ctx context.Context) (Health, error) {
+	return get[Health](ctx, c, "/healthz", nil)
+}
+
+// Ready reports whether the service's host can run, checkpoint and restore
+// sandboxes, and if not, why.
+func (c *Client) Ready(ctx context.Context) (doctor.Report, error) {
+	return get[doctor.Report](ctx, c, at("ready"), nil)
+}
+
 // at is the path of a route; each part is one segment.
 func at(parts ...string) string {
 	var b strings.Builder
@@ -125,6 +149,11 @@ func (c *Client) exchange(ctx context.Context, method, route string, q url.Value
 	return nil, c.refusal(ctx, what, resp)
 }
 
+// passTrace writes the trace that ctx is part of, if any, into a request's header.
+func passTrace(ctx context.Context, header http.Header) {
+	propagation.TraceContext{}.Inject(ctx, propagation.HeaderCarrier(header))
+}
+
 // refusal returns the error in a response.
 func (c *Client) refusal(ctx context.Context, what asks, resp *http.Response) error {
 	err := c.cutOff(ctx, what, problemOf(resp))
@@ -138,12 +167,12 @@ func (c *Client) refusal(ctx context.Context, what asks, resp *http.Response) er
 // that a verb did not find its object.
 func noRoute(err error, req *http.Request) bool {
 	var other *noProblem
-	var said *remote
+	var said *wire.Remote
 	if !errors.As(err, &said) {
 		return errors.As(err, &other)
 	}
-	route := nobodysRoute(req) + ": "
-	return strings.HasPrefix(said.text, route) || errors.Is(err, runtime.ErrInvalid) && strings.Contains(said.text, ": "+route)
+	route := wire.Route(req) + ": "
+	return strings.HasPrefix(said.Text, route) || errors.Is(err, runtime.ErrInvalid) && strings.Contains(said.Text, ": "+route)
 }
 
 // unknown is the error of a verb that the service lacks, as an older one does.
@@ -156,7 +185,7 @@ func (c *Client) unknown(ctx context.Context, req *http.Request) error {
 			version = fmt.Sprintf(" (version %s)", i.Version)
 		}
 	}
-	return &runtime.Error{Op: "service " + c.where, Err: fmt.Errorf("%w: the service%s does not know %s (%s)", runtime.ErrUnsupported, version, path.Base(req.URL.Path), nobodysRoute(req)),
+	return &runtime.Error{Op: "service " + c.where, Err: fmt.Errorf("%w: the service%s does not know %s (%s)", runtime.ErrUnsupported, version, path.Base(req.URL.Path), wire.Route(req)),
 		Hint: "It is of another version than its caller: have it be this one, and restart it ('systemctl restart agentbox'; sandboxes go on)."}
 }
 
@@ -197,7 +226,7 @@ func asked(method string, header http.Header) asks {
 	switch {
 	case method == http.MethodGet:
 		return toLook
-	case header.Get(headerKey) != "":
+	case header.Get(wire.HeaderKey) != "":
 		return toChangeOnce
 	}
 	return toChange
@@ -233,7 +262,7 @@ func problemOf(resp *http.Response) error {
 	if err != nil {
 		return &cutShort{err}
 	}
-	var p Problem
+	var p wire.Problem
 	if err := json.Unmarshal(data, &p); err != nil || p.Detail == "" {
 		return &noProblem{resp.Status, data}
 	}
@@ -291,7 +320,7 @@ func all[T any](ctx context.Context, c *Client, route string, q url.Values) ([]T
 	for try := 0; ; try++ {
 		list := []T{}
 		for q.Del("cursor"); ; {
-			p, err := get[Page[T]](ctx, c, route, q)
+			p, err := get[wire.Page[T]](ctx, c, route, q)
 			if errors.Is(err, runtime.ErrNotFound) && q.Get("cursor") != "" && try < 3 {
 				break
 			}
@@ -313,12 +342,12 @@ func do[O any](ctx context.Context, c *Client, route string, in any, each func([
 		return out, err
 	}
 	name := rand.Text()
-	header := http.Header{"Content-Type": {"application/json"}, headerRequest: {name}}
+	header := http.Header{"Content-Type": {"application/json"}, wire.HeaderRequest: {name}}
 	if key, ok := ctx.Value(keyOf{}).(string); ok {
-		header.Set(headerKey, key)
+		header.Set(wire.HeaderKey, key)
 	}
 	if each != nil {
-		header.Set("Accept", eventStream)
+		header.Set("Accept", wire.EventStream)
 	}
 	// The request outlives ctx: what is undone there is waited for.
 	held, cut := context.WithCancel(context.WithoutCancel(ctx))
@@ -400,13 +429,13 @@ func (c *Client) cancelWith(ctx context.Context, name string, cut func()) (stop 
 
 // none performs a verb that returns nothing.
 func none(ctx context.Context, c *Client, route string, in any) error {
-	_, err := do[None](ctx, c, route, in, nil)
+	_, err := do[wire.None](ctx, c, route, in, nil)
 	return err
 }
 
 // follow reads a stream of events to its end.
 func (c *Client) follow(ctx context.Context, route string, q url.Values, each func(name string, data []byte) error) error {
-	resp, err := c.exchange(ctx, http.MethodGet, route, q, nil, http.Header{"Accept": {eventStream}})
+	resp, err := c.exchange(ctx, http.MethodGet, route, q, nil, http.Header{"Accept": {wire.EventStream}})
 	if err != nil {
 		return err
 	}
@@ -433,7 +462,7 @@ func (c *Client) download(ctx context.Context, route string, q url.Values, w io.
 		}
 		return c.unanswered(ctx, toLook, err)
 	}
-	return c.cutOff(ctx, toLook, decodeStatus(resp.Trailer.Get(trailerStatus)))
+	return c.cutOff(ctx, toLook, statusOf(resp.Trailer.Get(wire.TrailerStatus)))
 }
 
 // wroteWriter records the error of its writer, to distinguish it from one of the source.
@@ -446,6 +475,25 @@ func (w *wroteWriter) Write(p []byte) (n int, err error) {
 	n, err = w.w.Write(p)
 	w.err = err
 	return n, err
+}
+
+// statusOf returns the error in the trailer of a stream.
+func statusOf(s string) error {
+	switch s {
+	case "ok":
+		return nil
+	case "":
+		return &cutShort{io.ErrUnexpectedEOF}
+	}
+	text, err := url.QueryUnescape(s)
+	if err != nil {
+		return err
+	}
+	var p wire.Problem
+	if err := json.Unmarshal([]byte(text), &p); err != nil {
+		return fmt.Errorf("status %q: %w", text, err)
+	}
+	return p.Err()
 }
 
 // send performs a verb with a stream. It does not read from r after it returns, unless a

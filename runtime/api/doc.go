@@ -1,15 +1,9 @@
-// Package api is agentbox over HTTP: a server that offers every method of
-// runtime.Service to callers on a unix socket, and a client that implements it.
+// Package api is the client of the service: a Client is the runtime.Service of an `agentbox
+// serve`, over HTTP on a unix socket or by mutual TLS.
 //
-// A method is one route of the table in routes.go; its body and its answer are
-// the JSON of the very types that the method takes and returns. Open-ended data is
-// streamed: logs, events and progress are server-sent events (events.go), the
-// terminal of an exec is a websocket (session.go), files are plain bodies
-// (bodies.go). Every stream says how it ended, so a truncated one is detected.
-// Errors are problems (problem.go), which become the same sentinels again in the
-// client. requests.go records what was done for an idempotency key, listen.go
-// identifies the peer of a connection.
-//
-// openapi.json is made from the table by the tests (go test -run OpenAPI -update),
-// so that the program does not carry what makes it.
+// It has what a Go program needs to drive agentbox, and nothing that works on a host. Package
+// server is the other side; both share the words of package wire. A method is one route there;
+// its body and its answer are the JSON of the very types that the method takes and returns.
+// Every stream says how it ended, so a truncated one is detected, and errors are the same
+// sentinels as those of the engine.
 package api

@@ -2,340 +2,231 @@ package api
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
-	"fmt"
 	"io"
 	"net/http"
-	"reflect"
 	"sync"
-	"time"
 
 	"github.com/coder/websocket"
 
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/api/wire"
 )
 
-// A session is a process with its streams, over a websocket. Binary messages are
-// data: input as it is; output behind one byte, 1 for stdout and 2 for stderr.
-// Text messages are JSON, a Message each. The caller's first is what to do
-// (Open); it may then send as much input as Window bytes, and as much more as was
-// acknowledged. The service's last is an exit, an end or a problem; a session
-// without one was cut short.
-
-// Window is how much input may be on its way.
-const Window = 256 << 10
-
-// maxMessage bounds one message.
-const maxMessage = 1 << 20
-
-// subprotocol names the above.
-const subprotocol = "agentbox.v1"
-
-// The kinds of messages.
-const (
-	msgOpen    = "open"    // from the caller: Open
-	msgResize  = "resize"  // from the caller: Size
-	msgEOF     = "eof"     // from the caller: the end of its input
-	msgStarted = "started" // it runs
-	msgAck     = "ack"     // Bytes of input were taken
-	msgExit    = "exit"    // the last of an exec
-	msgEnd     = "end"     // the last of start and attach
-	msgProblem = "problem" // the last that went wrong
-)
-
-// Message is one text message.
-type Message struct {
-	Kind    string        `json:"kind"`
-	Open    *Open         `json:"open,omitempty"`
-	Size    *runtime.Size `json:"size,omitempty"`
-	Bytes   int           `json:"bytes,omitempty"`
-	Exit    int           `json:"exit,omitempty"`
-	Problem *Problem      `json:"problem,omitempty"`
+// Exec runs one more process in a running sandbox.
+func (c *Client) Exec(ctx context.Context, sandbox string, p runtime.Process, streams runtime.Streams) (int, error) {
+	route := at("sandboxes", sandbox, "exec")
+	if p.Detach {
+		b, err := do[wire.ExitBody](ctx, c, route, p, nil)
+		return b.Exit, err
+	}
+	s, err := c.dial(ctx, route, streams, wire.Open{Process: &p})
+	if err != nil {
+		return 0, err
+	}
+	m, err := s.end()
+	return m.Exit, err
 }
 
-// Open says what a session connects.
-type Open struct {
-	Process    *runtime.Process `json:"process,omitempty"` // of an exec
-	Stdin      bool             `json:"stdin"`
-	Stdout     bool             `json:"stdout"`
-	Stderr     bool             `json:"stderr"`
-	Resize     bool             `json:"resize"`                // the terminal's size will come, and its changes
-	DetachKeys []byte           `json:"detach_keys,omitempty"` // in base64
-	SecretValues
-}
-
-// A line is one side of a session.
-type line struct {
-	conn  *websocket.Conn
-	stall time.Duration // how long the other side may take none of a message; 0: for ever
-	mu    sync.Mutex
-}
-
-func (l *line) send(ctx context.Context, m Message) error {
-	data, err := json.Marshal(m)
+// Attach connects streams to a running sandbox's first process.
+func (c *Client) Attach(ctx context.Context, sandbox string, streams runtime.Streams) error {
+	s, err := c.dial(ctx, at("sandboxes", sandbox, "attach"), streams, wire.Open{})
 	if err != nil {
 		return err
 	}
-	return l.write(ctx, websocket.MessageText, data)
+	_, err = s.end()
+	return err
 }
 
-func (l *line) write(ctx context.Context, kind websocket.MessageType, data []byte) error {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.stall == 0 {
-		return l.conn.Write(ctx, kind, data)
-	}
-	if err := ctx.Err(); err != nil {
-		return err
-	}
-	// A message that ends halfway ends the line, and there is a last one to come.
-	bound, cancel := context.WithTimeout(context.WithoutCancel(ctx), l.stall)
-	defer cancel()
-	defer context.AfterFunc(ctx, func() { time.AfterFunc(lastTime, cancel) })()
-	return l.conn.Write(bound, kind, data)
-}
-
-// read returns the next message, or data.
-func (l *line) read(ctx context.Context) (m Message, data []byte, err error) {
-	kind, data, err := l.conn.Read(ctx)
-	if err != nil || kind == websocket.MessageBinary {
-		return m, data, err
-	}
-	if err := json.Unmarshal(data, &m); err != nil {
-		return m, nil, fmt.Errorf("%w: message: %v", runtime.ErrInvalid, err)
-	}
-	return m, nil, nil
-}
-
-// channel is the writer of one output.
-type channel struct {
-	ctx context.Context
-	l   *line
-	n   byte
-}
-
-func (c channel) Write(p []byte) (int, error) {
-	for done := 0; done < len(p); {
-		n := min(len(p)-done, 64<<10)
-		if err := c.l.write(c.ctx, websocket.MessageBinary, append([]byte{c.n}, p[done:done+n]...)); err != nil {
-			return done, err
-		}
-		done += n
-	}
-	return len(p), nil
-}
-
-// input is a caller's input, as a reader. It never holds more than Window.
-type input struct {
-	mu    sync.Mutex
-	some  sync.Cond
-	held  []byte
-	err   error
-	taken func(n int)
-}
-
-func newInput(taken func(int)) *input {
-	in := &input{taken: taken}
-	in.some.L = &in.mu
-	return in
-}
-
-func (in *input) add(p []byte) error {
-	in.mu.Lock()
-	defer in.mu.Unlock()
-	if len(in.held)+len(p) > Window {
-		return fmt.Errorf("%w: more input than the window of %d bytes", runtime.ErrInvalid, Window)
-	}
-	in.held = append(in.held, p...)
-	in.some.Broadcast()
-	return nil
-}
-
-func (in *input) close(err error) {
-	in.mu.Lock()
-	defer in.mu.Unlock()
-	if in.err == nil {
-		in.err = err
-	}
-	in.some.Broadcast()
-}
-
-func (in *input) Read(p []byte) (int, error) {
-	in.mu.Lock()
-	for len(in.held) == 0 && in.err == nil {
-		in.some.Wait()
-	}
-	if len(in.held) == 0 {
-		defer in.mu.Unlock()
-		return 0, in.err
-	}
-	n := copy(p, in.held)
-	in.held = in.held[n:]
-	in.mu.Unlock()
-	in.taken(n)
-	return n, nil
-}
-
-// opened is a session as its verb sees it.
-type opened struct {
-	ref     string
-	open    Open
-	streams runtime.Streams
-	started func() error // reports to the caller that it runs
-}
-
-// session is a verb that connects streams.
-func (h *Handler) session(path, summary string, do func(ctx context.Context, s opened) (Message, error)) route {
-	return route{method: http.MethodGet, path: path, summary: summary, event: reflect.TypeFor[Message](), serve: func(w http.ResponseWriter, r *http.Request) {
-		_ = h.before(r.Context()) // it has logged
-		conn, err := websocket.Accept(w, r, &websocket.AcceptOptions{Subprotocols: []string{subprotocol}, CompressionMode: websocket.CompressionDisabled})
-		if err != nil {
-			return // it has answered
-		}
-		defer conn.CloseNow() //nolint:errcheck // after Close there is nothing to do
-		conn.SetReadLimit(maxMessage)
-		// The request's own context does not end with the connection any more. When
-		// it ends, the line does not: a read that is given up would end that.
-		ctx, cancel := context.WithCancel(r.Context())
-		defer cancel()
-		hearing, hush := context.WithCancel(context.WithoutCancel(ctx))
-		defer hush()
-		l := &line{conn: conn, stall: h.opts.Stall}
-		m, _, err := kept(ctx, h, func() (Message, error) { return h.converse(ctx, hearing, cancel, ref(r), l, do) })
-		if err != nil {
-			p := problem(err)
-			failedWith(w, p.Code)
-			m = Message{Kind: msgProblem, Problem: &p}
-		}
-		patience := h.opts.Body
-		if h.end.Err() != nil {
-			patience = min(patience, lastTime)
-		}
-		last, stop := context.WithTimeout(hearing, patience)
-		defer stop()
-		if err := l.send(last, m); err == nil {
-			_ = conn.Close(websocket.StatusNormalClosure, "")
-		}
-	}}
-}
-
-// converse runs one session up to its last message.
-func (h *Handler) converse(ctx, hearing context.Context, cancel context.CancelFunc, ref string, l *line, do func(context.Context, opened) (Message, error)) (Message, error) {
-	soon, stop := context.WithTimeout(hearing, h.opts.Body)
-	unopened := context.AfterFunc(ctx, stop)
-	first, _, err := l.read(soon)
-	unopened()
-	stop()
+// Start starts a sandbox; see runtime.Service for streams and wait.
+func (c *Client) Start(ctx context.Context, sandbox string, streams *runtime.Streams) (wait func() error, err error) {
+	v, err := c.valuesOf(ctx, sandbox, nil)
 	if err != nil {
-		return Message{}, err
+		return nil, err
 	}
-	if first.Kind != msgOpen || first.Open == nil {
-		return Message{}, fmt.Errorf("%w: a session begins with the message %q", runtime.ErrInvalid, msgOpen)
+	route := at("sandboxes", sandbox, "start")
+	if streams == nil {
+		return nil, none(ctx, c, route, wire.StartBody{SecretValues: v})
 	}
-	in := newInput(func(n int) { _ = l.send(ctx, Message{Kind: msgAck, Bytes: n}) }) // a line that is cut ends ctx
-	var wrong error
-	var sizes chan runtime.Size
-	if first.Open.Resize {
-		sizes = make(chan runtime.Size, 1)
+	s, err := c.dial(ctx, route, *streams, wire.Open{SecretValues: v})
+	if err != nil {
+		return nil, err
 	}
-	heard := make(chan struct{})
-	guard.Go(func() {
-		defer close(heard)
-		defer cancel() // the caller is gone
-		wrong = guard.Do(func() error { return listen(hearing, l, in, sizes) })
-		in.close(noEOF(cmpErr(wrong, io.EOF)))
-	})
-	s := opened{ref: ref, open: *first.Open, started: func() error { return l.send(ctx, Message{Kind: msgStarted}) }}
-	s.streams = runtime.Streams{DetachKeys: s.open.DetachKeys, Resize: sizes}
-	if s.open.Stdin {
-		s.streams.Stdin = in
-	}
-	if s.open.Stdout {
-		s.streams.Stdout = channel{ctx, l, 1}
-	}
-	if s.open.Stderr {
-		s.streams.Stderr = channel{ctx, l, 2}
-	}
-	m, err := do(ctx, s)
-	in.close(io.EOF)
 	select {
-	case <-heard:
-		if errors.Is(wrong, runtime.ErrInvalid) {
-			return m, wrong
+	case <-s.started:
+	case <-s.done:
+		// It may have been so short that both are true.
+		select {
+		case <-s.started:
+		default:
+			return nil, s.err
 		}
-	default:
 	}
-	return m, err
+	return func() error { _, err := s.end(); return err }, nil
 }
 
-func cmpErr(a, b error) error {
-	if a != nil {
-		return a
-	}
-	return b
+// session is the caller's side of one.
+type session struct {
+	c       *Client
+	l       *wire.Line
+	streams runtime.Streams
+
+	started chan struct{}
+	done    chan struct{} // last and err are known
+	last    wire.Message
+	err     error
+
+	mu     sync.Mutex
+	some   sync.Cond
+	credit int // bytes of input that may still be sent; negative: none ever
 }
 
-// listen takes what the caller sends until it is gone.
-func listen(ctx context.Context, l *line, in *input, sizes chan runtime.Size) error {
+// dial opens a session, which then runs until its last message, or ctx ends.
+func (c *Client) dial(ctx context.Context, route string, streams runtime.Streams, open wire.Open) (*session, error) {
+	if _, err := encode(open); err != nil {
+		return nil, err
+	}
+	header := http.Header{}
+	passTrace(ctx, header)
+	conn, resp, err := websocket.Dial(ctx, "ws://agentbox"+route, &websocket.DialOptions{
+		HTTPClient: c.http, HTTPHeader: header, Subprotocols: []string{wire.Subprotocol}, CompressionMode: websocket.CompressionDisabled,
+	})
+	if err != nil {
+		if resp != nil && resp.Header.Get("Content-Type") == "application/problem+json" {
+			return nil, c.refusal(ctx, toChange, resp)
+		}
+		return nil, c.unanswered(ctx, toChange, err)
+	}
+	conn.SetReadLimit(wire.MaxMessage)
+	s := &session{c: c, l: &wire.Line{Conn: conn}, streams: streams, started: make(chan struct{}), done: make(chan struct{}), credit: wire.Window}
+	s.some.L = &s.mu
+	open.Stdin, open.Stdout, open.Stderr = streams.Stdin != nil, streams.Stdout != nil, streams.Stderr != nil
+	open.Resize, open.DetachKeys = streams.Resize != nil, streams.DetachKeys
+	if err := s.l.Send(ctx, wire.Message{Kind: wire.MsgOpen, Open: &open}); err != nil {
+		return nil, errors.Join(c.unanswered(ctx, toChange, err), conn.CloseNow())
+	}
+	guard.Go(func() { s.run(ctx) })
+	if streams.Stdin != nil {
+		guard.Go(func() { s.feed(ctx) })
+	}
+	if streams.Resize != nil {
+		guard.Go(func() { s.resize(ctx) })
+	}
+	return s, nil
+}
+
+// end waits for the last message.
+func (s *session) end() (wire.Message, error) {
+	<-s.done
+	return s.last, s.err
+}
+
+// run takes what the service sends.
+func (s *session) run(ctx context.Context) {
+	defer close(s.done)
+	s.err = guard.Do(func() (err error) {
+		s.last, err = s.hear(ctx)
+		return err
+	})
+	if s.err != nil && ctx.Err() != nil && !errors.Is(s.err, runtime.ErrDetached) {
+		s.err = context.Cause(ctx)
+	}
+	s.give(-1 << 30) // nothing is to be sent any more
+	if s.err == nil {
+		_ = s.l.Conn.Close(websocket.StatusNormalClosure, "") // all is said
+	}
+	_ = s.l.Conn.CloseNow()
+}
+
+func (s *session) hear(ctx context.Context) (wire.Message, error) {
 	for {
-		m, data, err := l.read(ctx)
-		switch {
-		case err != nil:
-			return err
-		case data != nil:
-			if err := in.add(data); err != nil {
-				return err
+		m, data, err := s.l.Read(ctx)
+		if err != nil {
+			return m, s.c.unanswered(ctx, toChange, err)
+		}
+		if len(data) > 0 {
+			var w io.Writer
+			switch data[0] {
+			case 1:
+				w = s.streams.Stdout
+			case 2:
+				w = s.streams.Stderr
 			}
-		case m.Kind == msgEOF:
-			in.close(io.EOF)
-		case m.Kind == msgResize && m.Size != nil && sizes != nil:
-			select { // only the newest waits
-			case <-sizes:
-			default:
+			if w != nil {
+				if _, err := w.Write(data[1:]); err != nil {
+					return m, err
+				}
 			}
-			sizes <- *m.Size
+			continue
+		}
+		switch m.Kind {
+		case wire.MsgStarted:
+			close(s.started)
+		case wire.MsgAck:
+			s.give(m.Bytes)
+		case wire.MsgExit, wire.MsgEnd:
+			return m, nil
+		case wire.MsgProblem:
+			if m.Problem == nil {
+				return m, errors.New("the service ends the session and does not say why")
+			}
+			return m, m.Problem.Err()
 		}
 	}
 }
 
-// releaser is a Service that keeps exit codes for its callers.
-type releaser interface{ Release(id string) }
-
-func (h *Handler) startSession(ctx context.Context, s opened) (Message, error) {
-	sb, err := h.svc.Sandbox(ctx, s.ref)
-	if err != nil {
-		return Message{}, err
-	}
-	if rel, ok := h.svc.(releaser); ok && sb.Spec.AutoRemove {
-		// A caller that lives removes it when it has the exit code.
-		defer time.AfterFunc(h.opts.Linger, func() { _ = guard.Do(func() error { rel.Release(sb.ID); return nil }) })
-	}
-	begun, done, err := h.inTurn(ctx, true)
-	if err != nil {
-		return Message{}, err
-	}
-	defer done()
-	wait, err := h.svc.Start(s.open.with(begun), s.ref, &s.streams)
-	done()
-	if err == nil {
-		err = s.started()
-	}
-	if err == nil {
-		err = wait()
-	}
-	return Message{Kind: msgEnd}, err
+// give adds to what may be sent.
+func (s *session) give(n int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.credit += n
+	s.some.Broadcast()
 }
 
-func (h *Handler) attachSession(ctx context.Context, s opened) (Message, error) {
-	return Message{Kind: msgEnd}, h.svc.Attach(ctx, s.ref, s.streams)
+// take waits until something may be sent, at most so much.
+func (s *session) take(most int) (n int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for s.credit == 0 {
+		s.some.Wait()
+	}
+	n = min(s.credit, most)
+	s.credit -= max(n, 0)
+	return n
 }
 
-func (h *Handler) execSession(ctx context.Context, s opened) (Message, error) {
-	if s.open.Process == nil {
-		return Message{}, fmt.Errorf("%w: no process", runtime.ErrInvalid)
+// feed sends the caller's input. Like the embedded engine it may be left in the
+// middle of a Read when the session ends.
+func (s *session) feed(ctx context.Context) {
+	buf := make([]byte, 32<<10)
+	for {
+		n, err := s.streams.Stdin.Read(buf)
+		for p := buf[:n]; len(p) > 0; {
+			m := s.take(len(p))
+			if m < 0 || s.l.Write(ctx, websocket.MessageBinary, p[:m]) != nil {
+				return // run knows why
+			}
+			p = p[m:]
+		}
+		if err != nil {
+			// As for a pipe: that its input ended badly a process is not told.
+			_ = s.l.Send(ctx, wire.Message{Kind: wire.MsgEOF})
+			return
+		}
 	}
-	exit, err := h.svc.Exec(ctx, s.ref, *s.open.Process, s.streams)
-	return Message{Kind: msgExit, Exit: exit}, err
+}
+
+// resize sends the terminal's sizes.
+func (s *session) resize(ctx context.Context) {
+	for {
+		select {
+		case size, ok := <-s.streams.Resize:
+			if !ok || s.l.Send(ctx, wire.Message{Kind: wire.MsgResize, Size: &size}) != nil {
+				return
+			}
+		case <-s.done:
+			return
+		}
+	}
 }
