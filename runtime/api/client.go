@@ -18,7 +18,7 @@ import (
 	"sync"
 	"time"
 
-	"go.opentelemetry.io/otel/propagation"
+	"go.opentelemetry.io/otel/trace"
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/guard"
@@ -149,9 +149,18 @@ func (c *Client) exchange(ctx context.Context, method, route string, q url.Value
 	return nil, c.refusal(ctx, what, resp)
 }
 
-// passTrace writes the trace that ctx is part of, if any, into a request's header.
+// passTrace writes the trace that ctx is part of, if any, into a request's header, as W3C trace
+// context. OpenTelemetry's package for that has all of baggage with it, which does not travel.
 func passTrace(ctx context.Context, header http.Header) {
-	propagation.TraceContext{}.Inject(ctx, propagation.HeaderCarrier(header))
+	span := trace.SpanContextFromContext(ctx)
+	if !span.IsValid() {
+		return
+	}
+	flags := span.TraceFlags() & (trace.FlagsSampled | trace.FlagsRandom)
+	header.Set("Traceparent", fmt.Sprintf("00-%s-%s-%s", span.TraceID(), span.SpanID(), flags))
+	if state := span.TraceState().String(); state != "" {
+		header.Set("Tracestate", state)
+	}
 }
 
 // refusal returns the error in a response.

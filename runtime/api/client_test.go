@@ -10,9 +10,12 @@ import (
 	"net"
 	"net/http"
 	"path/filepath"
+	"reflect"
 	"strings"
 	"testing"
 
+	"go.opentelemetry.io/otel/propagation"
+	"go.opentelemetry.io/otel/trace"
 	"go.uber.org/goleak"
 
 	"github.com/agentbox/agentbox/internal/fault"
@@ -233,5 +236,28 @@ func TestPages(t *testing.T) {
 func TestReadEvents(t *testing.T) {
 	if _, err := readEvents(strings.NewReader("event: stdout\ndata: {}\n\n"), func(string, []byte) error { return nil }); !errors.Is(err, io.ErrUnexpectedEOF) {
 		t.Error(err)
+	}
+}
+
+// The headers of a trace are those that OpenTelemetry writes.
+func TestPassTrace(t *testing.T) {
+	state, err := trace.ParseTraceState("vendor=a,other=b")
+	if err != nil {
+		t.Fatal(err)
+	}
+	whole := trace.SpanContextConfig{TraceID: trace.TraceID{1, 0xab}, SpanID: trace.SpanID{2, 0xcd}, TraceFlags: 0xff, TraceState: state}
+	for _, config := range []trace.SpanContextConfig{
+		whole,
+		{TraceID: whole.TraceID, SpanID: whole.SpanID},
+		{TraceID: whole.TraceID},
+		{},
+	} {
+		ctx := trace.ContextWithSpanContext(t.Context(), trace.NewSpanContext(config))
+		got, want := http.Header{}, http.Header{}
+		passTrace(ctx, got)
+		propagation.TraceContext{}.Inject(ctx, propagation.HeaderCarrier(want))
+		if !reflect.DeepEqual(got, want) {
+			t.Errorf("%v, want %v", got, want)
+		}
 	}
 }
