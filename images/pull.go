@@ -51,7 +51,8 @@ func (s *Store) Pull(ctx context.Context, ref string, opts image.PullOptions) (i
 	}
 	r, err := reference.Parse(ref, def)
 	// Files may be others than last time, and looking costs little.
-	local := err == nil && slices.Contains([]reference.Transport{reference.Dir, reference.OCI, reference.OCIArchive, reference.DockerArchive}, r.Transport)
+	files := []reference.Transport{reference.Dir, reference.OCI, reference.OCIArchive, reference.DockerArchive}
+	local := err == nil && slices.Contains(files, r.Transport)
 	if err == nil && r.Transport == reference.Bootstrap {
 		if r, err = source.Complete(r, opts.Source); err != nil {
 			return image.Image{}, err

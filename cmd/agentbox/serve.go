@@ -183,8 +183,12 @@ func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.S
 	if err != nil {
 		return &runtime.Error{Op: "serve", Err: err}
 	}
-	opts := server.Options{Turns: o.Turns, Requests: filepath.Join(run, "requests"), Info: api.Info{Version: version, Root: root, Backend: g.Backend},
-		Examine: func(ctx context.Context) doctor.Report { return a.examine(ctx, g) }, Metrics: &server.Metrics{}, Tracer: g.traces.Tracer()}
+	opts := server.Options{
+		Turns: o.Turns, Requests: filepath.Join(run, "requests"),
+		Info:    api.Info{Version: version, Root: root, Backend: g.Backend},
+		Examine: func(ctx context.Context) doctor.Report { return a.examine(ctx, g) },
+		Metrics: &server.Metrics{}, Tracer: g.traces.Tracer(),
+	}
 	if r, ok := svc.(recoverer); ok {
 		opts.Before = func(ctx context.Context) error {
 			_, err := r.RecoverInterrupted(ctx)

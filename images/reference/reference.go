@@ -256,7 +256,10 @@ var (
 	variantRule   = lazy.Regexp(`^(extract|custom|essential|apt|minbase|required|buildd|important|standard)$`)
 	mirrorRule    = lazy.Regexp(`^((https?|file|copy)(://|:/)[!-~]+|deb( \[[a-z0-9=,/. -]+\])? (https?|file|copy):/[!-~]+ [!-~]+( [!-~]+)*)$`)
 	archRule      = lazy.Regexp(`^[a-z0-9-]+$`)
-	bootstrapKeys = map[string]func() *regexp.Regexp{"include": packageRule, "components": componentRule, "variant": variantRule, "mirror": mirrorRule, "arch": archRule, "epoch": Epoch}
+	bootstrapKeys = map[string]func() *regexp.Regexp{
+		"include": packageRule, "components": componentRule, "variant": variantRule,
+		"mirror": mirrorRule, "arch": archRule, "epoch": Epoch,
+	}
 )
 
 // bootstrap reads DISTRIBUTION/SUITE[?QUERY].

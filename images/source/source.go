@@ -56,7 +56,12 @@ type Layer struct {
 // trees of files, not images: see Tree.
 func Open(ctx context.Context, ref reference.Reference, opts image.SourceOptions) (Image, error) {
 	open := map[reference.Transport]func(context.Context, reference.Reference, image.SourceOptions) (*opened, error){
-		reference.Docker: openRegistry, reference.DockerDaemon: openDaemon, reference.DockerArchive: openArchive, reference.OCI: openLayout, reference.OCIArchive: openLayout, reference.ContainersStorage: openPodman,
+		reference.Docker:            openRegistry,
+		reference.DockerDaemon:      openDaemon,
+		reference.DockerArchive:     openArchive,
+		reference.OCI:               openLayout,
+		reference.OCIArchive:        openLayout,
+		reference.ContainersStorage: openPodman,
 	}[ref.Transport]
 	if open == nil {
 		return nil, fmt.Errorf("%s: %w: it is a tree of files, not an image", ref, fault.ErrInvalid)

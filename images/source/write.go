@@ -35,7 +35,12 @@ func Write(ctx context.Context, ref reference.Reference, img v1.Image, opts imag
 	ctx, cancel := bounded(ctx, opts.Timeout)
 	defer cancel()
 	write := map[reference.Transport]func(context.Context, reference.Reference, v1.Image, image.SourceOptions) (v1.Hash, error){
-		reference.Docker: push, reference.OCI: writeLayout, reference.OCIArchive: writeLayoutArchive, reference.DockerArchive: writeArchive, reference.DockerDaemon: loadDaemon, reference.ContainersStorage: loadPodman,
+		reference.Docker:            push,
+		reference.OCI:               writeLayout,
+		reference.OCIArchive:        writeLayoutArchive,
+		reference.DockerArchive:     writeArchive,
+		reference.DockerDaemon:      loadDaemon,
+		reference.ContainersStorage: loadPodman,
 	}[ref.Transport]
 	switch {
 	case write == nil:

@@ -181,7 +181,8 @@ func noRoute(err error, req *http.Request) bool {
 		return errors.As(err, &other)
 	}
 	route := wire.Route(req) + ": "
-	return strings.HasPrefix(said.Text, route) || errors.Is(err, runtime.ErrInvalid) && strings.Contains(said.Text, ": "+route)
+	return strings.HasPrefix(said.Text, route) ||
+		errors.Is(err, runtime.ErrInvalid) && strings.Contains(said.Text, ": "+route)
 }
 
 // unknown is the error of a verb that the service lacks, as an older one does.
@@ -194,7 +195,9 @@ func (c *Client) unknown(ctx context.Context, req *http.Request) error {
 			version = fmt.Sprintf(" (version %s)", i.Version)
 		}
 	}
-	return &runtime.Error{Op: "service " + c.where, Err: fmt.Errorf("%w: the service%s does not know %s (%s)", runtime.ErrUnsupported, version, path.Base(req.URL.Path), wire.Route(req)),
+	err := fmt.Errorf("%w: the service%s does not know %s (%s)",
+		runtime.ErrUnsupported, version, path.Base(req.URL.Path), wire.Route(req))
+	return &runtime.Error{Op: "service " + c.where, Err: err,
 		Hint: "It is of another version than its caller: have it be this one, and restart it ('systemctl restart agentbox'; sandboxes go on)."}
 }
 

@@ -245,7 +245,9 @@ func TestPassTrace(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	whole := trace.SpanContextConfig{TraceID: trace.TraceID{1, 0xab}, SpanID: trace.SpanID{2, 0xcd}, TraceFlags: 0xff, TraceState: state}
+	whole := trace.SpanContextConfig{
+		TraceID: trace.TraceID{1, 0xab}, SpanID: trace.SpanID{2, 0xcd}, TraceFlags: 0xff, TraceState: state,
+	}
 	for _, config := range []trace.SpanContextConfig{
 		whole,
 		{TraceID: whole.TraceID, SpanID: whole.SpanID},

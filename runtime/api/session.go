@@ -90,7 +90,8 @@ func (c *Client) dial(ctx context.Context, route string, streams runtime.Streams
 	header := http.Header{}
 	passTrace(ctx, header)
 	conn, resp, err := websocket.Dial(ctx, "ws://agentbox"+route, &websocket.DialOptions{
-		HTTPClient: c.http, HTTPHeader: header, Subprotocols: []string{wire.Subprotocol}, CompressionMode: websocket.CompressionDisabled,
+		HTTPClient: c.http, HTTPHeader: header,
+		Subprotocols: []string{wire.Subprotocol}, CompressionMode: websocket.CompressionDisabled,
 	})
 	if err != nil {
 		if resp != nil && resp.Header.Get("Content-Type") == "application/problem+json" {
@@ -99,7 +100,10 @@ func (c *Client) dial(ctx context.Context, route string, streams runtime.Streams
 		return nil, c.unanswered(ctx, toChange, err)
 	}
 	conn.SetReadLimit(wire.MaxMessage)
-	s := &session{c: c, l: &wire.Line{Conn: conn}, streams: streams, started: make(chan struct{}), done: make(chan struct{}), credit: wire.Window}
+	s := &session{
+		c: c, l: &wire.Line{Conn: conn}, streams: streams, credit: wire.Window,
+		started: make(chan struct{}), done: make(chan struct{}),
+	}
 	s.some.L = &s.mu
 	open.Stdin, open.Stdout, open.Stderr = streams.Stdin != nil, streams.Stdout != nil, streams.Stderr != nil
 	open.Resize, open.DetachKeys = streams.Resize != nil, streams.DetachKeys

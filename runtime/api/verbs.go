@@ -110,7 +110,8 @@ func (c *Client) Create(ctx context.Context, req runtime.CreateRequest) (runtime
 	if err != nil {
 		return runtime.Sandbox{}, err
 	}
-	return do[runtime.Sandbox](ctx, c, at("sandboxes"), wire.CreateBody{CreateRequest: req, SecretValues: v}, pulled(req.Pull.Progress))
+	body := wire.CreateBody{CreateRequest: req, SecretValues: v}
+	return do[runtime.Sandbox](ctx, c, at("sandboxes"), body, pulled(req.Pull.Progress))
 }
 
 // Wait blocks until the sandbox has exited.
@@ -188,7 +189,8 @@ func (c *Client) Restart(ctx context.Context, sandbox string, timeout time.Durat
 	if err != nil {
 		return err
 	}
-	return none(ctx, c, at("sandboxes", sandbox, "restart"), wire.RestartBody{SecretValues: v, StopBody: wire.StopBody{Timeout: &timeout}})
+	body := wire.RestartBody{SecretValues: v, StopBody: wire.StopBody{Timeout: &timeout}}
+	return none(ctx, c, at("sandboxes", sandbox, "restart"), body)
 }
 
 // Pause freezes every process of a running sandbox.
@@ -223,7 +225,8 @@ func (c *Client) CopyFrom(ctx context.Context, sandbox, path string, w io.Writer
 
 // CopyTo extracts a tar stream into a directory of the sandbox.
 func (c *Client) CopyTo(ctx context.Context, sandbox, path string, r io.Reader) error {
-	_, err := send[wire.None](ctx, c, http.MethodPut, at("sandboxes", sandbox, "archive"), url.Values{"path": {path}}, r, nil)
+	route := at("sandboxes", sandbox, "archive")
+	_, err := send[wire.None](ctx, c, http.MethodPut, route, url.Values{"path": {path}}, r, nil)
 	return err
 }
 
@@ -247,7 +250,8 @@ func (c *Client) Restore(ctx context.Context, sandbox string, opts runtime.Resto
 	if err != nil {
 		return runtime.Restored{}, err
 	}
-	return do[runtime.Restored](ctx, c, at("sandboxes", sandbox, "restore"), wire.RestoreBody{RestoreOptions: opts, SecretValues: v}, restored(opts))
+	body := wire.RestoreBody{RestoreOptions: opts, SecretValues: v}
+	return do[runtime.Restored](ctx, c, at("sandboxes", sandbox, "restore"), body, restored(opts))
 }
 
 // PlanRestore returns what Restore would change.
@@ -261,7 +265,8 @@ func (c *Client) Fork(ctx context.Context, sandbox string, opts runtime.ForkOpti
 	if err != nil {
 		return nil, err
 	}
-	return do[[]runtime.Forked](ctx, c, at("sandboxes", sandbox, "fork"), wire.ForkBody{ForkOptions: opts, SecretValues: v}, decoded(opts.Progress))
+	body := wire.ForkBody{ForkOptions: opts, SecretValues: v}
+	return do[[]runtime.Forked](ctx, c, at("sandboxes", sandbox, "fork"), body, decoded(opts.Progress))
 }
 
 // Apply brings what a sandbox changed into the directory below.
@@ -410,12 +415,14 @@ func (f writerFunc) Write(p []byte) (int, error) { return f(p) }
 
 // PushCheckpoint stores a checkpoint in a registry.
 func (c *Client) PushCheckpoint(ctx context.Context, checkpoint, reference string, opts runtime.RegistryOptions) (runtime.Pushed, error) {
-	return do[runtime.Pushed](ctx, c, at("checkpoints", checkpoint, "push"), wire.RegistryBody{Reference: reference, Options: opts}, progressOf(opts.Progress))
+	body := wire.RegistryBody{Reference: reference, Options: opts}
+	return do[runtime.Pushed](ctx, c, at("checkpoints", checkpoint, "push"), body, progressOf(opts.Progress))
 }
 
 // PullCheckpoint brings one back.
 func (c *Client) PullCheckpoint(ctx context.Context, reference string, opts runtime.RegistryOptions) (runtime.Checkpoint, error) {
-	return do[runtime.Checkpoint](ctx, c, at("checkpoints", "pull"), wire.RegistryBody{Reference: reference, Options: opts}, progressOf(opts.Progress))
+	body := wire.RegistryBody{Reference: reference, Options: opts}
+	return do[runtime.Checkpoint](ctx, c, at("checkpoints", "pull"), body, progressOf(opts.Progress))
 }
 
 // PullImage gets an image.
@@ -423,7 +430,8 @@ func (c *Client) PullImage(ctx context.Context, ref string, opts image.PullOptio
 	if err := errors.Join(remotely(ref), portable(opts.Source)); err != nil {
 		return runtime.Image{}, err
 	}
-	return do[runtime.Image](ctx, c, at("images", "pull"), wire.PullBody{Reference: ref, Options: opts}, pulled(opts.Progress))
+	body := wire.PullBody{Reference: ref, Options: opts}
+	return do[runtime.Image](ctx, c, at("images", "pull"), body, pulled(opts.Progress))
 }
 
 // PushImage writes an image to where the reference to says.
@@ -431,7 +439,8 @@ func (c *Client) PushImage(ctx context.Context, ref, to string, opts image.Sourc
 	if err := errors.Join(remotely(to), portable(opts)); err != nil {
 		return runtime.PushedImage{}, err
 	}
-	return do[runtime.PushedImage](ctx, c, at("images", ref, "push"), wire.PushBody{To: to, Options: opts}, decoded(opts.Progress))
+	body := wire.PushBody{To: to, Options: opts}
+	return do[runtime.PushedImage](ctx, c, at("images", ref, "push"), body, decoded(opts.Progress))
 }
 
 // ImportImage sends the caller's tarball.
@@ -490,7 +499,8 @@ func (c *Client) Commit(ctx context.Context, ref, to string, opts runtime.Commit
 	if err := errors.Join(remotely(to), portable(opts.Source)); err != nil {
 		return runtime.Committed{}, err
 	}
-	return do[runtime.Committed](ctx, c, at("commit"), wire.CommitBody{Ref: ref, To: to, Options: opts}, decoded(opts.Source.Progress))
+	body := wire.CommitBody{Ref: ref, To: to, Options: opts}
+	return do[runtime.Committed](ctx, c, at("commit"), body, decoded(opts.Source.Progress))
 }
 
 // Policies lists the policies that names stand for.

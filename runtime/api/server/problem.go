@@ -16,7 +16,10 @@ const codeInternal = "internal"
 
 // problem describes an error.
 func problem(err error) wire.Problem {
-	p := wire.Problem{Type: "about:blank", Code: codeInternal, Status: http.StatusInternalServerError, Detail: err.Error(), Codes: codesOf(err), Hints: fault.Hint(err)}
+	p := wire.Problem{
+		Type: "about:blank", Code: codeInternal, Status: http.StatusInternalServerError,
+		Detail: err.Error(), Codes: codesOf(err), Hints: fault.Hint(err),
+	}
 	if len(p.Codes) > 0 {
 		p.Code = p.Codes[0]
 	}
