@@ -188,7 +188,7 @@ func (r *attachedPart) resumeHosts(ctx context.Context) (told string) {
 		}
 		if err == nil {
 			var done <-chan error
-			if done, err = answering(ctx, hostAnswer, func(ctx context.Context) error { return r.resumeHost(ctx, f) }); done != nil {
+			if done, err = answering(ctx, hostAnswer, func(ctx context.Context) error { return r.resumeHost(ctx, h, f) }); done != nil {
 				stuck = append(stuck, done)
 			}
 		}
@@ -251,15 +251,18 @@ func (r *attachedPart) openAnswering(ctx context.Context) (*hostFiles, error) {
 	return &hostFiles{}, err
 }
 
-func (r *attachedPart) resumeHost(ctx context.Context, f *hostFile) error {
+// resumeHost puts one host file. It may go on, blocked, when the restore is over: it uses h, not
+// r.hosts.
+func (r *attachedPart) resumeHost(ctx context.Context, h *hostFiles, f *hostFile) error {
 	if f.err != nil {
 		return f.err
 	}
-	if err := f.at.Clear(r.tempOf(f)); err != nil {
+	temp := r.tempOf(f)
+	if err := f.at.Clear(temp); err != nil {
 		r.e.log.Warn("host file not cleaned up", "path", f.path, "err", err)
 	}
-	if r.hosts.undo != nil {
-		_, err := f.at.Put(ctx, f.name, r.tempOf(f), f.want, &f.was, func() error {
+	if h.undo != nil {
+		_, err := f.at.Put(ctx, f.name, temp, f.want, &f.was, func() error {
 			return cmp.Or(failpoint.Hit("restore.attached.before-replace"), context.Cause(ctx)) // recovery may have stopped waiting
 		})
 		return err
