@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"io"
@@ -70,22 +71,20 @@ func runAuditLs(ctx context.Context, f audit.Filter, format string, log *audit.L
 	if err != nil {
 		return err
 	}
-	if format == formatJSON {
-		return printJSON(out, list)
-	}
-	t := newTable(out, "SEQ", "TIME", "WHO", "VERB", "SANDBOX", "OUTCOME", "UNDONE BY", "WHAT")
-	for _, e := range list {
-		undone := ""
-		if e.UndoneBy > 0 {
-			undone = strconv.FormatUint(e.UndoneBy, 10)
-		}
-		name := e.Name
-		if name == "" {
-			name = shortID(e.Sandbox)
-		}
-		t.row(strconv.FormatUint(e.Seq, 10), e.Time.Local().Format(time.DateTime), whoText(e.Who), e.Verb, name, e.Outcome, undone, auditText(e))
-	}
-	return t.flush()
+	return listing[audit.Entry]{
+		format: format,
+		header: []string{"SEQ", "TIME", "WHO", "VERB", "SANDBOX", "OUTCOME", "UNDONE BY", "WHAT"},
+		row: func(e audit.Entry) []string {
+			undone := ""
+			if e.UndoneBy > 0 {
+				undone = strconv.FormatUint(e.UndoneBy, 10)
+			}
+			return []string{
+				strconv.FormatUint(e.Seq, 10), e.Time.Local().Format(time.DateTime), whoText(e.Who), e.Verb,
+				cmp.Or(e.Name, shortID(e.Sandbox)), e.Outcome, undone, auditText(e),
+			}
+		},
+	}.print(out, list)
 }
 
 func whoText(w audit.Who) string {

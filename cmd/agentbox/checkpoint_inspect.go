@@ -46,13 +46,8 @@ the like).`,
 }
 
 func runCheckpointInspect(ctx context.Context, checkpoints []string, svc runtime.Service, out io.Writer) error {
-	found := []runtime.Checkpoint{}
-	err := each(ctx, checkpoints, func(name string) error {
+	return inspectEach(ctx, checkpoints, out, func(name string) (runtime.Checkpoint, error) {
 		c, err := svc.CheckpointInfo(ctx, name)
-		if err == nil {
-			found = append(found, documentedCheckpoint(c))
-		}
-		return err
+		return documentedCheckpoint(c), err
 	})
-	return both(err, printJSON(out, found))
 }

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"io"
 	"strconv"
 	"strings"
@@ -81,27 +80,20 @@ func runCheckpointLs(ctx context.Context, opts checkpointLsOptions, filter runti
 	for _, c := range all {
 		shown = append(shown, documentedCheckpoint(c))
 	}
-	if opts.Format == formatJSON {
-		return printJSON(out, shown)
-	}
-	id := shortID
-	if opts.NoTrunc {
-		id = func(id string) string { return id }
-	}
-	if opts.Quiet {
-		for _, c := range shown {
-			if _, err := fmt.Fprintln(out, id(c.ID)); err != nil {
-				return err
+
+	id := idText(opts.NoTrunc)
+	return listing[runtime.Checkpoint]{
+		format: opts.Format,
+		quiet:  opts.Quiet,
+		name:   func(c runtime.Checkpoint) string { return id(c.ID) },
+		header: []string{"ID", "NAME", "TAGS", "SANDBOX", "KIND", "STATUS", "TRIGGER", "CREATED", "FILES", "PROCESSES", "SIZE", "ADDED"},
+		row: func(c runtime.Checkpoint) []string {
+			return []string{
+				id(c.ID), c.Name, strings.Join(c.Tags, ","), c.SandboxName, c.Kind, checkpointStatus(c), c.Trigger, ago(now, c.Created),
+				strconv.FormatInt(c.Files, 10), strconv.Itoa(c.Processes), sizeText(c.Bytes), sizeText(c.Added),
 			}
-		}
-		return nil
-	}
-	t := newTable(out, "ID", "NAME", "TAGS", "SANDBOX", "KIND", "STATUS", "TRIGGER", "CREATED", "FILES", "PROCESSES", "SIZE", "ADDED")
-	for _, c := range shown {
-		t.row(id(c.ID), c.Name, strings.Join(c.Tags, ","), c.SandboxName, c.Kind, checkpointStatus(c), c.Trigger, ago(now, c.Created),
-			strconv.FormatInt(c.Files, 10), strconv.Itoa(c.Processes), sizeText(c.Bytes), sizeText(c.Added))
-	}
-	return t.flush()
+		},
+	}.print(out, shown)
 }
 
 // checkpointStatus is the status and what else decides about its future.

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"io"
 
 	"github.com/spf13/cobra"
@@ -41,11 +40,5 @@ func pinCommand(a *app, pinned bool, cmd *cobra.Command) *cobra.Command {
 }
 
 func runCheckpointPin(ctx context.Context, checkpoints []string, pinned bool, svc runtime.Service, out io.Writer) error {
-	return each(ctx, checkpoints, func(name string) error {
-		if err := svc.PinCheckpoint(ctx, name, pinned); err != nil {
-			return err
-		}
-		_, err := fmt.Fprintln(out, name)
-		return err
-	})
+	return eachNamed(ctx, checkpoints, out, func(name string) error { return svc.PinCheckpoint(ctx, name, pinned) })
 }

@@ -70,11 +70,5 @@ func runCheckpointRmMatching(ctx context.Context, filter runtime.CheckpointFilte
 }
 
 func runCheckpointRm(ctx context.Context, checkpoints []string, svc runtime.Service, out io.Writer) error {
-	return each(ctx, checkpoints, func(name string) error {
-		if err := svc.RemoveCheckpoint(ctx, name); err != nil {
-			return err
-		}
-		_, err := fmt.Fprintln(out, name)
-		return err
-	})
+	return eachNamed(ctx, checkpoints, out, func(name string) error { return svc.RemoveCheckpoint(ctx, name) })
 }

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"io"
 	"strings"
 
@@ -56,11 +55,5 @@ func newCheckpointUntagCommand(a *app) *cobra.Command {
 }
 
 func runCheckpointUntag(ctx context.Context, tags []string, svc runtime.Service, out io.Writer) error {
-	return each(ctx, tags, func(tag string) error {
-		if err := svc.UntagCheckpoint(ctx, tag); err != nil {
-			return err
-		}
-		_, err := fmt.Fprintln(out, tag)
-		return err
-	})
+	return eachNamed(ctx, tags, out, func(tag string) error { return svc.UntagCheckpoint(ctx, tag) })
 }

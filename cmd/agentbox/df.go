@@ -120,10 +120,7 @@ func part(n, all int64) string {
 }
 
 func printUsageOfEach(u runtime.Usage, whole bool, out io.Writer, now time.Time) error {
-	id := shortID
-	if whole {
-		id = func(id string) string { return id }
-	}
+	id := idText(whole)
 	fmt.Fprint(out, "\nCheckpoints:\n\n")
 	t := newTable(out, "ID", "NAME", "SANDBOX", "STATUS", "CREATED", "NEEDS", "UNIQUE")
 	for _, c := range u.Checkpoints {

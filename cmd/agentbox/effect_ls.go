@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"io"
 	"strings"
 	"time"
@@ -64,30 +63,21 @@ func runEffectLs(ctx context.Context, sandbox string, opts effectLsOptions, svc 
 	if err != nil {
 		return err
 	}
-	if opts.Format == formatJSON {
-		return printJSON(out, notNull(list))
-	}
-	id := shortID
-	if opts.NoTrunc {
-		id = func(id string) string { return id }
-	}
-	if opts.Quiet {
-		for _, f := range list {
-			if _, err := fmt.Fprintln(out, id(f.ID)); err != nil {
-				return err
+
+	id := idText(opts.NoTrunc)
+	return listing[runtime.Effect]{
+		format: opts.Format,
+		quiet:  opts.Quiet,
+		name:   func(f runtime.Effect) string { return id(f.ID) },
+		header: []string{"EFFECT", "STATUS", "CREATED", "GROUP", "ON-FAILURE", "LABEL", "UNDO-COMMAND"},
+		row: func(f runtime.Effect) []string {
+			command := oneLine(strings.Join(f.Command, " "))
+			if !opts.NoTrunc {
+				command = shorten(command, 60)
 			}
-		}
-		return nil
-	}
-	t := newTable(out, "EFFECT", "STATUS", "CREATED", "GROUP", "ON-FAILURE", "LABEL", "UNDO-COMMAND")
-	for _, f := range list {
-		command := oneLine(strings.Join(f.Command, " "))
-		if !opts.NoTrunc {
-			command = shorten(command, 60)
-		}
-		t.row(id(f.ID), f.Status, ago(now, f.Created), f.Group, f.OnFailure, f.Label, command)
-	}
-	return t.flush()
+			return []string{id(f.ID), f.Status, ago(now, f.Created), f.Group, f.OnFailure, f.Label, command}
+		},
+	}.print(out, list)
 }
 
 // effectText is an effect in one line.

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"io"
 
 	"github.com/spf13/cobra"
@@ -30,13 +29,7 @@ taken off. Their undo commands are not run. An EFFECT is named by its id or a un
 }
 
 func runEffectRm(ctx context.Context, sandbox string, effects []string, svc runtime.Service, out io.Writer) error {
-	return each(ctx, effects, func(id string) error {
-		if err := svc.RemoveEffect(ctx, sandbox, id); err != nil {
-			return err
-		}
-		_, err := fmt.Fprintln(out, id)
-		return err
-	})
+	return eachNamed(ctx, effects, out, func(id string) error { return svc.RemoveEffect(ctx, sandbox, id) })
 }
 
 // completeEffects is for a sandbox, and then for effects of it.

@@ -151,24 +151,6 @@ func reword(err error, verb, name string) error {
 	return &runtime.Error{Op: verb, ID: name, Hint: own.Hint, Err: own.Err}
 }
 
-// each runs fn for every argument and goes on after an error.
-func each(ctx context.Context, args []string, fn func(arg string) error) error {
-	var errs errorList
-	for _, arg := range args {
-		if err := context.Cause(ctx); err != nil {
-			errs = append(errs, err)
-			break
-		}
-		if err := fn(arg); err != nil {
-			errs = append(errs, err)
-		}
-	}
-	if len(errs) == 0 {
-		return nil
-	}
-	return errs
-}
-
 // report prints err as the caller shall see it and returns the exit code.
 // caught is the signal that interrupted the command, or nil.
 func report(w io.Writer, cmd *cobra.Command, err error, caught os.Signal) int {

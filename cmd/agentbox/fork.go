@@ -175,22 +175,17 @@ func printForks(opts forkOptions, forks []runtime.Forked, out io.Writer) error {
 		f.Sandbox, f.Checkpoint = documented(f.Sandbox), documentedCheckpoint(f.Checkpoint)
 		f.Reseeded, f.Shared = notNull(f.Reseeded), notNull(f.Shared)
 	}
-	switch {
-	case opts.Format == formatJSON:
-		return printJSON(out, forks)
-	case opts.Quiet:
-		for _, f := range forks {
-			if _, err := fmt.Fprintln(out, f.Sandbox.ID); err != nil {
-				return err
-			}
-		}
-		return nil
-	}
-	t := newTable(out, "NAME", "ID", "STATUS", "ADDRESS", "TOOK")
-	for _, f := range forks {
-		t.row(f.Sandbox.Name, shortID(f.Sandbox.ID), string(f.Sandbox.Status), f.Sandbox.Address, durationText(f.Took))
-	}
-	if err := t.flush(); err != nil {
+
+	err := listing[runtime.Forked]{
+		format: opts.Format,
+		quiet:  opts.Quiet,
+		name:   func(f runtime.Forked) string { return f.Sandbox.ID },
+		header: []string{"NAME", "ID", "STATUS", "ADDRESS", "TOOK"},
+		row: func(f runtime.Forked) []string {
+			return []string{f.Sandbox.Name, shortID(f.Sandbox.ID), string(f.Sandbox.Status), f.Sandbox.Address, durationText(f.Took)}
+		},
+	}.print(out, forks)
+	if err != nil || opts.Quiet || opts.Format == formatJSON {
 		return err
 	}
 	return printReceipts(forks, out)

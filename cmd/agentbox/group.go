@@ -244,22 +244,15 @@ func newGroupLsCommand(a *app) *cobra.Command {
 				if err != nil {
 					return err
 				}
-				if format == formatJSON {
-					return printJSON(a.stdout, list)
-				}
-				if quiet {
-					for _, g := range list {
-						if _, err := fmt.Fprintln(a.stdout, g.Name); err != nil {
-							return err
-						}
-					}
-					return nil
-				}
-				t := newTable(a.stdout, "NAME", "MEMBERS", "RUNNING", "LEASE", "CREATED")
-				for _, g := range list {
-					t.row(g.Name, fmt.Sprint(len(g.Members)), fmt.Sprint(g.Running), shortID(g.Lease), ago(a.now(), g.Created))
-				}
-				return t.flush()
+				return listing[group.Group]{
+					format: format,
+					quiet:  quiet,
+					name:   func(g group.Group) string { return g.Name },
+					header: []string{"NAME", "MEMBERS", "RUNNING", "LEASE", "CREATED"},
+					row: func(g group.Group) []string {
+						return []string{g.Name, fmt.Sprint(len(g.Members)), fmt.Sprint(g.Running), shortID(g.Lease), ago(a.now(), g.Created)}
+					},
+				}.print(a.stdout, list)
 			})
 		},
 	}
@@ -293,13 +286,7 @@ keep it from the others.`,
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return a.service(cmd.Context(), func(svc runtime.Service) error {
-				return each(cmd.Context(), args, func(name string) error {
-					if err := group.Remove(cmd.Context(), svc, name); err != nil {
-						return err
-					}
-					_, err := fmt.Fprintln(a.stdout, name)
-					return err
-				})
+				return eachNamed(cmd.Context(), args, a.stdout, func(name string) error { return group.Remove(cmd.Context(), svc, name) })
 			})
 		},
 	}

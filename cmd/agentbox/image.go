@@ -121,44 +121,33 @@ func runImageLs(ctx context.Context, opts imageLsOptions, svc runtime.Service, o
 	if err != nil {
 		return err
 	}
-	for _, im := range images {
+	for i, im := range images {
+		images[i] = documentedImage(im)
 		if im.Damaged != "" {
 			warn(stderr, []string{fmt.Sprintf("image %s is damaged: %s; pull or import it again, or remove it", cmp.Or(im.Name, shortDigest(im.Digest)), im.Damaged)})
 		}
 	}
-	switch {
-	case opts.Format == formatJSON:
-		if images == nil {
-			images = []runtime.Image{}
-		}
-		for i, im := range images {
-			images[i] = documentedImage(im)
-		}
-		return printJSON(out, images)
-	case opts.Quiet:
-		for _, im := range images {
-			if _, err := fmt.Fprintln(out, im.Name); err != nil {
-				return err
+
+	return listing[runtime.Image]{
+		format: opts.Format,
+		quiet:  opts.Quiet,
+		name:   func(im runtime.Image) string { return im.Name },
+		header: []string{"NAME", "DIGEST", "CREATED", "SIZE"},
+		row: func(im runtime.Image) []string {
+			name, digest := im.Name, im.Digest
+			if !opts.NoTrunc {
+				digest = shortDigest(digest)
+				if repo, pin, ok := strings.Cut(name, "@"); ok {
+					name = repo + "@" + shortDigest(pin)
+				}
 			}
-		}
-		return nil
-	}
-	t := newTable(out, "NAME", "DIGEST", "CREATED", "SIZE")
-	for _, im := range images {
-		name, digest := im.Name, im.Digest
-		if !opts.NoTrunc {
-			digest = shortDigest(digest)
-			if repo, pin, ok := strings.Cut(name, "@"); ok {
-				name = repo + "@" + shortDigest(pin)
+			created := ago(now, im.Created)
+			if im.Builtin {
+				created = "built in"
 			}
-		}
-		created := ago(now, im.Created)
-		if im.Builtin {
-			created = "built in"
-		}
-		t.row(name, digest, created, sizeText(im.Bytes))
-	}
-	return t.flush()
+			return []string{name, digest, created, sizeText(im.Bytes)}
+		},
+	}.print(out, images)
 }
 
 func newImageRmCommand(a *app) *cobra.Command {
@@ -173,20 +162,6 @@ func newImageRmCommand(a *app) *cobra.Command {
 		ValidArgsFunction: func(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
 			return a.imageNames(cmd, args, func(im runtime.Image) bool { return !im.Builtin }), noFiles
 		},
-		RunE: func(cmd *cobra.Command, args []string) error {
-			return a.service(cmd.Context(), func(svc runtime.Service) error {
-				return runImageRm(cmd.Context(), args, svc, a.stdout)
-			})
-		},
+		RunE: a.eachCommand(runtime.Service.RemoveImage),
 	}
-}
-
-func runImageRm(ctx context.Context, names []string, svc runtime.Service, out io.Writer) error {
-	return each(ctx, names, func(name string) error {
-		if err := svc.RemoveImage(ctx, name); err != nil {
-			return err
-		}
-		_, err := fmt.Fprintln(out, name)
-		return err
-	})
 }

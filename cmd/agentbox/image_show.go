@@ -42,18 +42,12 @@ healthcheck), layer_list, history, manifest and raw_config (as its source had th
 }
 
 func runImageInspect(ctx context.Context, names []string, svc runtime.Service, out io.Writer) error {
-	found := []runtime.ImageDetails{}
-	err := each(ctx, names, func(name string) error {
+	return inspectEach(ctx, names, out, func(name string) (runtime.ImageDetails, error) {
 		d, err := svc.InspectImage(ctx, name)
-		if err != nil {
-			return err
-		}
 		d.Image = documentedImage(d.Image)
 		d.Names, d.LayerList, d.History, d.UsedBy = notNull(d.Names), notNull(d.LayerList), notNull(d.History), notNull(d.UsedBy)
-		found = append(found, d)
-		return nil
+		return d, err
 	})
-	return both(err, printJSON(out, found))
 }
 
 type imageHistoryOptions struct {
@@ -100,21 +94,20 @@ func runImageHistory(ctx context.Context, name string, opts imageHistoryOptions,
 	for i := range d.History {
 		steps = append(steps, d.History[len(d.History)-1-i])
 	}
-	if opts.Format == formatJSON {
-		return printJSON(out, steps)
-	}
-	t := newTable(out, "LAYER", "CREATED", "CREATED BY", "SIZE", "COMMENT")
-	for _, s := range steps {
-		by, layer, size := s.CreatedBy, shortDigest(s.DiffID), sizeText(s.Bytes)
-		if !opts.NoTrunc {
-			by = shorten(by, 45)
-		}
-		if s.Empty {
-			layer, size = "", ""
-		}
-		t.row(layer, ago(now, s.Created), by, size, s.Comment)
-	}
-	return t.flush()
+	return listing[image.History]{
+		format: opts.Format,
+		header: []string{"LAYER", "CREATED", "CREATED BY", "SIZE", "COMMENT"},
+		row: func(s image.History) []string {
+			by, layer, size := s.CreatedBy, shortDigest(s.DiffID), sizeText(s.Bytes)
+			if !opts.NoTrunc {
+				by = shorten(by, 45)
+			}
+			if s.Empty {
+				layer, size = "", ""
+			}
+			return []string{layer, ago(now, s.Created), by, size, s.Comment}
+		},
+	}.print(out, steps)
 }
 
 func newImageTagCommand(a *app) *cobra.Command {
@@ -230,11 +223,8 @@ func runImageVerify(ctx context.Context, names []string, svc runtime.Service, ou
 			names = append(names, name)
 		}
 	}
-	return each(ctx, names, func(name string) error {
-		if _, err := svc.VerifyImage(ctx, name); err != nil {
-			return err
-		}
-		_, err := fmt.Fprintln(out, name)
+	return eachNamed(ctx, names, out, func(name string) error {
+		_, err := svc.VerifyImage(ctx, name)
 		return err
 	})
 }

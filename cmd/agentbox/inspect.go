@@ -44,13 +44,8 @@ the host's, and spec.host_ids says why, unless that was asked for (--userns host
 }
 
 func runInspect(ctx context.Context, sandboxes []string, svc runtime.Service, out io.Writer) error {
-	found := []runtime.Sandbox{}
-	err := each(ctx, sandboxes, func(name string) error {
+	return inspectEach(ctx, sandboxes, out, func(name string) (runtime.Sandbox, error) {
 		sb, err := svc.Sandbox(ctx, name)
-		if err == nil {
-			found = append(found, documented(sb))
-		}
-		return err
+		return documented(sb), err
 	})
-	return both(err, printJSON(out, found))
 }

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"io"
 
 	"github.com/spf13/cobra"
@@ -42,11 +41,5 @@ func newKillCommand(a *app) *cobra.Command {
 }
 
 func runKill(ctx context.Context, opts killOptions, sandboxes []string, svc runtime.Service, out io.Writer) error {
-	return each(ctx, sandboxes, func(name string) error {
-		if err := svc.Kill(ctx, name, opts.Signal); err != nil {
-			return err
-		}
-		_, err := fmt.Fprintln(out, name)
-		return err
-	})
+	return eachNamed(ctx, sandboxes, out, func(name string) error { return svc.Kill(ctx, name, opts.Signal) })
 }

@@ -147,23 +147,18 @@ ended, too. With --format json it prints an array of what 'agentbox lease inspec
 }
 
 func printLeases(list []runtime.Lease, quiet bool, format string, now time.Time, out io.Writer) error {
-	switch {
-	case format == formatJSON:
-		return printJSON(out, notNull(list))
-	case quiet:
-		for _, l := range list {
-			if _, err := fmt.Fprintln(out, shortID(l.ID)); err != nil {
-				return err
+	return listing[runtime.Lease]{
+		format: format,
+		quiet:  quiet,
+		name:   func(l runtime.Lease) string { return shortID(l.ID) },
+		header: []string{"ID", "NAME", "OWNER", "EXPIRES", "SANDBOXES", "CHECKPOINTS", "CREATED", "STATE"},
+		row: func(l runtime.Lease) []string {
+			return []string{
+				shortID(l.ID), l.Name, ownerText(l), leaseExpiry(now, l), fmt.Sprint(len(l.Sandboxes)), fmt.Sprint(len(l.Checkpoints)),
+				ago(now, l.Created), stateText(l),
 			}
-		}
-		return nil
-	}
-	t := newTable(out, "ID", "NAME", "OWNER", "EXPIRES", "SANDBOXES", "CHECKPOINTS", "CREATED", "STATE")
-	for _, l := range list {
-		t.row(shortID(l.ID), l.Name, ownerText(l), leaseExpiry(now, l), fmt.Sprint(len(l.Sandboxes)), fmt.Sprint(len(l.Checkpoints)),
-			ago(now, l.Created), stateText(l))
-	}
-	return t.flush()
+		},
+	}.print(out, list)
 }
 
 func ownerText(l runtime.Lease) string {
@@ -206,15 +201,9 @@ why, and what it took with it.`,
 		ValidArgsFunction: a.completeLeases,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return a.service(cmd.Context(), func(svc runtime.Service) error {
-				list := []runtime.Lease{}
-				err := each(cmd.Context(), args, func(ref string) error {
-					l, err := svc.Lease(cmd.Context(), ref)
-					if err == nil {
-						list = append(list, l)
-					}
-					return err
+				return inspectEach(cmd.Context(), args, a.stdout, func(ref string) (runtime.Lease, error) {
+					return svc.Lease(cmd.Context(), ref)
 				})
-				return both(err, printJSON(a.stdout, list))
 			})
 		},
 	}

@@ -94,10 +94,7 @@ func runLog(ctx context.Context, opts logOptions, sandbox string, svc runtime.Se
 	if len(shown) == 0 {
 		return nil
 	}
-	id := shortID
-	if opts.NoTrunc {
-		id = func(id string) string { return id }
-	}
+	id := idText(opts.NoTrunc)
 	header := []string{"CHECKPOINT", "NAME", "TAGS", "KIND", "CREATED", "SIZE", "ADDED", "TRIGGER", "FILES", "PROCESSES", "PARENT"}
 	if opts.All {
 		header = append(header, "STATUS")

@@ -6,7 +6,6 @@ import (
 	"io"
 	"strconv"
 	"strings"
-	"text/tabwriter"
 	"time"
 	"unicode/utf8"
 
@@ -50,29 +49,10 @@ func notNull[T any](list []T) []T {
 	return list
 }
 
-// A table aligns columns as Docker does: three spaces between them.
-type table struct{ tw *tabwriter.Writer }
-
-func newTable(w io.Writer, header ...string) *table {
-	t := &table{tabwriter.NewWriter(w, 0, 1, 3, ' ', 0)}
-	t.row(header...)
-	return t
-}
-
-// row prints one line; what came out of a sandbox cannot break it.
-func (t *table) row(cells ...string) {
-	for i, c := range cells {
-		cells[i] = oneLine(c)
-	}
-	fmt.Fprintln(t.tw, strings.Join(cells, "\t"))
-}
-
 // oneLine is printable for what must stay on its line.
 func oneLine(s string) string {
 	return strings.NewReplacer("\t", " ", "\n", " ").Replace(printable(s))
 }
-
-func (t *table) flush() error { return t.tw.Flush() }
 
 // shortID is what people read and type; all verbs take it as a prefix.
 func shortID(id string) string {
@@ -80,6 +60,14 @@ func shortID(id string) string {
 		return id[:12]
 	}
 	return id
+}
+
+// idText returns how a list prints ids: short, unless all of it is asked for.
+func idText(whole bool) func(id string) string {
+	if whole {
+		return func(id string) string { return id }
+	}
+	return shortID
 }
 
 // shortDigest keeps the algorithm and 12 digits.

@@ -1,10 +1,6 @@
 package main
 
 import (
-	"context"
-	"fmt"
-	"io"
-
 	"github.com/spf13/cobra"
 
 	"github.com/agentbox/agentbox/runtime"
@@ -19,20 +15,6 @@ func newPauseCommand(a *app) *cobra.Command {
 		Annotations:       exits(exitUsage, exitNotFound, exitState, exitBusy, exitDenied),
 		Args:              args(1, -1),
 		ValidArgsFunction: a.completeSandboxes(isRunning),
-		RunE: func(cmd *cobra.Command, args []string) error {
-			return a.service(cmd.Context(), func(svc runtime.Service) error {
-				return runPause(cmd.Context(), args, svc, a.stdout)
-			})
-		},
+		RunE:              a.eachCommand(runtime.Service.Pause),
 	}
-}
-
-func runPause(ctx context.Context, sandboxes []string, svc runtime.Service, out io.Writer) error {
-	return each(ctx, sandboxes, func(name string) error {
-		if err := svc.Pause(ctx, name); err != nil {
-			return err
-		}
-		_, err := fmt.Fprintln(out, name)
-		return err
-	})
 }

@@ -135,19 +135,18 @@ func runPolicyLs(find policies, format string, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	if format == formatJSON {
-		return printJSON(out, list)
-	}
-	t := newTable(out, "NAME", "BASE", "FILE", "DESCRIPTION")
-	for _, e := range list {
-		text := e.Description
-		if e.Error != "" {
-			first, _, _ := strings.Cut(e.Error, "\n")
-			text = "wrong: " + first
-		}
-		t.row(e.Name, strings.Join(e.Base, " < "), e.File, printable(text))
-	}
-	return t.flush()
+	return listing[runtime.PolicyEntry]{
+		format: format,
+		header: []string{"NAME", "BASE", "FILE", "DESCRIPTION"},
+		row: func(e runtime.PolicyEntry) []string {
+			text := e.Description
+			if e.Error != "" {
+				first, _, _ := strings.Cut(e.Error, "\n")
+				text = "wrong: " + first
+			}
+			return []string{e.Name, strings.Join(e.Base, " < "), e.File, text}
+		},
+	}.print(out, list)
 }
 
 func newPolicyShowCommand(a *app) *cobra.Command {

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"io"
 	"slices"
 	"strings"
@@ -80,27 +79,20 @@ func runPs(ctx context.Context, opts psOptions, svc runtime.Service, out io.Writ
 			shown = append(shown, documented(sb))
 		}
 	}
-	if opts.Format == formatJSON {
-		return printJSON(out, shown)
-	}
-	id := shortID
-	if opts.NoTrunc {
-		id = func(id string) string { return id }
-	}
-	if opts.Quiet {
-		for _, sb := range shown {
-			if _, err := fmt.Fprintln(out, id(sb.ID)); err != nil {
-				return err
+
+	id := idText(opts.NoTrunc)
+	return listing[runtime.Sandbox]{
+		format: opts.Format,
+		quiet:  opts.Quiet,
+		name:   func(sb runtime.Sandbox) string { return id(sb.ID) },
+		header: []string{"ID", "NAME", "IMAGE", "COMMAND", "CREATED", "STATUS", "PORTS"},
+		row: func(sb runtime.Sandbox) []string {
+			return []string{
+				id(sb.ID), sb.Name, sb.Image, quotedCommand(sb.Spec.Args, opts.NoTrunc),
+				ago(now, sb.Created), statusText(now, sb), portsText(sb.Spec.Network.Ports),
 			}
-		}
-		return nil
-	}
-	t := newTable(out, "ID", "NAME", "IMAGE", "COMMAND", "CREATED", "STATUS", "PORTS")
-	for _, sb := range shown {
-		t.row(id(sb.ID), sb.Name, sb.Image, quotedCommand(sb.Spec.Args, opts.NoTrunc),
-			ago(now, sb.Created), statusText(now, sb), portsText(sb.Spec.Network.Ports))
-	}
-	return t.flush()
+		},
+	}.print(out, shown)
 }
 
 // psFilter reads KEY=VALUE each. As with Docker, a sandbox has to match one of

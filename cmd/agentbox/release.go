@@ -1,10 +1,6 @@
 package main
 
 import (
-	"context"
-	"fmt"
-	"io"
-
 	"github.com/spf13/cobra"
 
 	"github.com/agentbox/agentbox/runtime"
@@ -22,22 +18,8 @@ A restore that succeeds does the same.`,
 		Annotations:       exits(exitUsage, exitNotFound, exitState, exitBusy, exitDenied),
 		Args:              args(1, -1),
 		ValidArgsFunction: a.completeSandboxes(isHeld),
-		RunE: func(cmd *cobra.Command, args []string) error {
-			return a.service(cmd.Context(), func(svc runtime.Service) error {
-				return runRelease(cmd.Context(), args, svc, a.stdout)
-			})
-		},
+		RunE:              a.eachCommand(runtime.Service.ReleaseHold),
 	}
-}
-
-func runRelease(ctx context.Context, sandboxes []string, svc runtime.Service, out io.Writer) error {
-	return each(ctx, sandboxes, func(name string) error {
-		if err := svc.ReleaseHold(ctx, name); err != nil {
-			return err
-		}
-		_, err := fmt.Fprintln(out, name)
-		return err
-	})
 }
 
 func isHeld(sb runtime.Sandbox) bool { return sb.Held != "" }

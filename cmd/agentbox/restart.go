@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"io"
 	"time"
 
@@ -37,11 +36,5 @@ func newRestartCommand(a *app) *cobra.Command {
 }
 
 func runRestart(ctx context.Context, timeout time.Duration, sandboxes []string, svc runtime.Service, out io.Writer) error {
-	return each(ctx, sandboxes, func(name string) error {
-		if err := svc.Restart(ctx, name, timeout); err != nil {
-			return err
-		}
-		_, err := fmt.Fprintln(out, name)
-		return err
-	})
+	return eachNamed(ctx, sandboxes, out, func(name string) error { return svc.Restart(ctx, name, timeout) })
 }

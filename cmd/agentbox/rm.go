@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"io"
 
 	"github.com/spf13/cobra"
@@ -50,13 +49,12 @@ removed by its full id, with --force.`,
 }
 
 func runRm(ctx context.Context, opts rmOptions, sandboxes []string, svc runtime.Service, out, stderr io.Writer) error {
-	return each(ctx, sandboxes, func(name string) error {
+	return eachNamed(ctx, sandboxes, out, func(name string) error {
 		left := warnOutstanding(ctx, name, opts.Checkpoints, svc)
 		if err := svc.Remove(ctx, name, runtime.RemoveOptions{Force: opts.Force, Checkpoints: opts.Checkpoints}); err != nil {
 			return err
 		}
 		warn(stderr, left)
-		_, err := fmt.Fprintln(out, name)
-		return err
+		return nil
 	})
 }

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"io"
 
 	"github.com/spf13/cobra"
@@ -58,11 +57,8 @@ are as they were left. With --attach, of one sandbox only, it ends as 'agentbox 
 }
 
 func runStart(ctx context.Context, sandboxes []string, svc runtime.Service, out io.Writer) error {
-	return each(ctx, sandboxes, func(name string) error {
-		if _, err := svc.Start(ctx, name, nil); err != nil {
-			return err
-		}
-		_, err := fmt.Fprintln(out, name)
+	return eachNamed(ctx, sandboxes, out, func(name string) error {
+		_, err := svc.Start(ctx, name, nil)
 		return err
 	})
 }

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"io"
 	"time"
 
@@ -67,11 +66,5 @@ It prints the names. A sandbox that does not run stays as it is.`,
 }
 
 func runStop(ctx context.Context, timeout time.Duration, sandboxes []string, svc runtime.Service, out io.Writer) error {
-	return each(ctx, sandboxes, func(name string) error {
-		if err := svc.Stop(ctx, name, timeout); err != nil {
-			return err
-		}
-		_, err := fmt.Fprintln(out, name)
-		return err
-	})
+	return eachNamed(ctx, sandboxes, out, func(name string) error { return svc.Stop(ctx, name, timeout) })
 }

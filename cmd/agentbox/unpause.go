@@ -1,10 +1,6 @@
 package main
 
 import (
-	"context"
-	"fmt"
-	"io"
-
 	"github.com/spf13/cobra"
 
 	"github.com/agentbox/agentbox/runtime"
@@ -19,20 +15,6 @@ func newUnpauseCommand(a *app) *cobra.Command {
 		Annotations:       exits(exitUsage, exitNotFound, exitState, exitBusy, exitDenied),
 		Args:              args(1, -1),
 		ValidArgsFunction: a.completeSandboxes(isPaused),
-		RunE: func(cmd *cobra.Command, args []string) error {
-			return a.service(cmd.Context(), func(svc runtime.Service) error {
-				return runUnpause(cmd.Context(), args, svc, a.stdout)
-			})
-		},
+		RunE:              a.eachCommand(runtime.Service.Unpause),
 	}
-}
-
-func runUnpause(ctx context.Context, sandboxes []string, svc runtime.Service, out io.Writer) error {
-	return each(ctx, sandboxes, func(name string) error {
-		if err := svc.Unpause(ctx, name); err != nil {
-			return err
-		}
-		_, err := fmt.Fprintln(out, name)
-		return err
-	})
 }

@@ -156,22 +156,15 @@ func runVolumeLs(ctx context.Context, opts volumeLsOptions, v *volume.Recorded, 
 	if err != nil {
 		return err
 	}
-	switch {
-	case opts.Format == formatJSON:
-		return printJSON(out, list)
-	case opts.Quiet:
-		for _, one := range list {
-			if _, err := fmt.Fprintln(out, one.Name); err != nil {
-				return err
-			}
-		}
-		return nil
-	}
-	t := newTable(out, "NAME", "FROM", "CREATED", "MOUNTS")
-	for _, one := range list {
-		t.row(one.Name, one.From, ago(now, one.Created), strconv.Itoa(one.Mounts))
-	}
-	return t.flush()
+	return listing[volume.Volume]{
+		format: opts.Format,
+		quiet:  opts.Quiet,
+		name:   func(one volume.Volume) string { return one.Name },
+		header: []string{"NAME", "FROM", "CREATED", "MOUNTS"},
+		row: func(one volume.Volume) []string {
+			return []string{one.Name, one.From, ago(now, one.Created), strconv.Itoa(one.Mounts)}
+		},
+	}.print(out, list)
 }
 
 func newVolumeInspectCommand(a *app) *cobra.Command {
@@ -184,15 +177,9 @@ func newVolumeInspectCommand(a *app) *cobra.Command {
 		Args:        args(1, -1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return a.volumes(func(v *volume.Recorded) error {
-				found := []volume.Volume{}
-				err := each(cmd.Context(), args, func(name string) error {
-					one, err := v.Inspect(cmd.Context(), name)
-					if err == nil {
-						found = append(found, one)
-					}
-					return err
+				return inspectEach(cmd.Context(), args, a.stdout, func(name string) (volume.Volume, error) {
+					return v.Inspect(cmd.Context(), name)
 				})
-				return both(err, printJSON(a.stdout, found))
 			})
 		},
 	}
@@ -210,15 +197,11 @@ names. The directories below stay as they are, and checkpoints of the volumes ar
 		Args:        args(1, -1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return a.volumes(func(v *volume.Recorded) error {
-				return each(cmd.Context(), args, func(name string) error {
+				return eachNamed(cmd.Context(), args, a.stdout, func(name string) error {
 					if _, err := v.Inspect(cmd.Context(), name); err != nil {
 						return err
 					}
-					if err := v.Remove(cmd.Context(), name); err != nil {
-						return err
-					}
-					_, err := fmt.Fprintln(a.stdout, name)
-					return err
+					return v.Remove(cmd.Context(), name)
 				})
 			})
 		},
