@@ -11,7 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/images/layer"
-	"github.com/agentbox/agentbox/internal/copy/tree"
+	"github.com/agentbox/agentbox/internal/cptar/tree"
 )
 
 // stack lists what is mounted for an image of the layers infos, bottom first: these,

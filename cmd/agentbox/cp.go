@@ -15,7 +15,7 @@ import (
 	"github.com/spf13/pflag"
 	"golang.org/x/sync/errgroup"
 
-	"github.com/agentbox/agentbox/internal/copy"
+	"github.com/agentbox/agentbox/internal/cptar"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -155,9 +155,9 @@ func copyOut(ctx context.Context, opts cpOptions, sandbox, from, to string, svc 
 	if !st.Dir && (isContents(from) || strings.HasSuffix(from, "/")) {
 		return cpErrorf(from, "%w: not a directory", runtime.ErrInvalid)
 	}
-	var target copy.Target
+	var target cptar.Target
 	if fi, err := os.Stat(to); err == nil {
-		target = copy.Target{Exists: true, Dir: fi.IsDir()}
+		target = cptar.Target{Exists: true, Dir: fi.IsDir()}
 		// A link at the destination is followed, as for the shell's cp.
 		if !target.Dir {
 			if to, err = filepath.EvalSymlinks(to); err != nil {
@@ -167,18 +167,18 @@ func copyOut(ctx context.Context, opts cpOptions, sandbox, from, to string, svc 
 	} else if !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
-	dir, rename, err := copy.Place(to, target, st.Dir, isContents(from) || path.Clean(from) == "/")
+	dir, rename, err := cptar.Place(to, target, st.Dir, isContents(from) || path.Clean(from) == "/")
 	if err != nil {
 		return cpErrorf(to, "%w", err)
 	}
 	if rename == "" {
 		rename = name
 	}
-	var report copy.Report
+	var report cptar.Report
 	err = pipe(ctx,
 		func(ctx context.Context, w io.Writer) error { return svc.CopyFrom(ctx, sandbox, from, w) },
 		func(ctx context.Context, r io.Reader) (err error) {
-			report, err = copy.Untar(ctx, dir, r, copy.UntarOptions{Rename: rename, Archive: opts.Archive})
+			report, err = cptar.Untar(ctx, dir, r, cptar.UntarOptions{Rename: rename, Archive: opts.Archive})
 			return err
 		})
 	return both(err, skipped(report, stderr))
@@ -209,17 +209,17 @@ func copyIn(ctx context.Context, opts cpOptions, from, sandbox, to string, svc r
 		return err
 	}
 	contents := isContents(from) || name == "/"
-	dir, rename, err := copy.Place(to, target, fi.IsDir(), contents)
+	dir, rename, err := cptar.Place(to, target, fi.IsDir(), contents)
 	if err != nil {
 		return cpErrorf(to, "%w", err)
 	}
 	if rename == "" && opts.Follow && !contents {
 		rename = name
 	}
-	var report copy.Report
+	var report cptar.Report
 	err = pipe(ctx,
 		func(ctx context.Context, w io.Writer) (err error) {
-			report, err = copy.TarPath(ctx, from, rename, w)
+			report, err = cptar.TarPath(ctx, from, rename, w)
 			return err
 		},
 		func(ctx context.Context, r io.Reader) error { return svc.CopyTo(ctx, sandbox, dir, r) })
@@ -228,16 +228,16 @@ func copyIn(ctx context.Context, opts cpOptions, from, sandbox, to string, svc r
 
 // sandboxTarget tells what is at a destination in a sandbox, and where it
 // really is when that is a symlink.
-func sandboxTarget(ctx context.Context, svc runtime.Service, sandbox, to string) (copy.Target, string, error) {
+func sandboxTarget(ctx context.Context, svc runtime.Service, sandbox, to string) (cptar.Target, string, error) {
 	st, err := svc.Stat(ctx, sandbox, to)
 	if err == nil && st.Link != "" {
 		to = st.Link
 		st, err = svc.Stat(ctx, sandbox, to)
 	}
 	if errors.Is(err, runtime.ErrNotFound) {
-		return copy.Target{}, to, nil
+		return cptar.Target{}, to, nil
 	}
-	return copy.Target{Exists: err == nil, Dir: st.Dir}, to, err
+	return cptar.Target{Exists: err == nil, Dir: st.Dir}, to, err
 }
 
 // pipe streams what one side writes to the other. The side that fails first has the cause: its
@@ -264,7 +264,7 @@ func pipe(ctx context.Context, write func(context.Context, io.Writer) error, rea
 
 // skipped names what a stream could not carry. That is a partial result, and
 // so no success.
-func skipped(report copy.Report, stderr io.Writer) error {
+func skipped(report cptar.Report, stderr io.Writer) error {
 	warn(stderr, report.Skipped)
 	n := int64(len(report.Skipped)) + report.SkippedMore
 	if n == 0 {

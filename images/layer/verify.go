@@ -15,7 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/agentbox/agentbox/internal/copy/tree"
+	"github.com/agentbox/agentbox/internal/cptar/tree"
 	"github.com/agentbox/agentbox/internal/fault"
 )
 

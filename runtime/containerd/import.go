@@ -23,7 +23,7 @@ import (
 
 	"github.com/agentbox/agentbox/images"
 	"github.com/agentbox/agentbox/images/image"
-	"github.com/agentbox/agentbox/internal/copy/tree"
+	"github.com/agentbox/agentbox/internal/cptar/tree"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/guard"
 )

@@ -5,7 +5,7 @@ import (
 	"errors"
 	"io"
 
-	"github.com/agentbox/agentbox/internal/copy"
+	"github.com/agentbox/agentbox/internal/cptar"
 	"github.com/agentbox/agentbox/internal/idmap"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
@@ -30,7 +30,7 @@ func (bx *sandboxes) onRoot(ctx context.Context, ref string, write bool, fn func
 // CopyFrom writes a path of the sandbox as a tar stream.
 func (e *Engine) CopyFrom(ctx context.Context, ref, path string, w io.Writer) error {
 	return e.verb(ctx, errorsNamed(reads(onSandbox("cp", ref))), func(ctx context.Context) error {
-		return e.sandboxes.onRoot(ctx, ref, false, func(root string, ids *idmap.Map) error { return copy.From(ctx, root, ids, path, w) })
+		return e.sandboxes.onRoot(ctx, ref, false, func(root string, ids *idmap.Map) error { return cptar.From(ctx, root, ids, path, w) })
 	})
 }
 
@@ -39,7 +39,7 @@ func (e *Engine) CopyTo(ctx context.Context, ref, path string, r io.Reader) erro
 	op := onSandbox("cp", ref)
 	op.To, op.ErrorsNamed = path, true
 	return e.verb(ctx, op, func(ctx context.Context) error {
-		return e.sandboxes.onRoot(ctx, ref, true, func(root string, ids *idmap.Map) error { return copy.To(ctx, root, ids, path, r) })
+		return e.sandboxes.onRoot(ctx, ref, true, func(root string, ids *idmap.Map) error { return cptar.To(ctx, root, ids, path, r) })
 	})
 }
 
@@ -76,7 +76,7 @@ func (bx *sandboxes) files(ctx context.Context, ref string, fn func(*policy.Jail
 func (e *Engine) Stat(ctx context.Context, ref, path string) (runtime.PathStat, error) {
 	return verb(ctx, e, errorsNamed(reads(onSandbox("stat", ref))), func(ctx context.Context) (out runtime.PathStat, err error) {
 		err = e.sandboxes.onRoot(ctx, ref, false, func(root string, _ *idmap.Map) error {
-			st, err := copy.StatPath(root, path)
+			st, err := cptar.StatPath(root, path)
 			out = runtime.PathStat(st)
 			return err
 		})

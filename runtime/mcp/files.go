@@ -16,7 +16,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/agentbox/agentbox/internal/copy/tree"
+	"github.com/agentbox/agentbox/internal/cptar/tree"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 )

@@ -14,7 +14,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/agentbox/agentbox/internal/copy/tree"
+	"github.com/agentbox/agentbox/internal/cptar/tree"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 )

@@ -1,4 +1,4 @@
-package copy
+package cptar
 
 import (
 	"archive/tar"

@@ -1,4 +1,4 @@
-// Package copy carries files into and out of a sandbox's root, and to and from
+// Package cptar carries files into and out of a sandbox's root, and to and from
 // the host, as tar streams with the habits of `docker cp`.
 //
 // A stream is made by From (in the sandbox) or TarPath (on the host) and taken
@@ -10,7 +10,7 @@
 // What cannot be carried (sockets, and to the host devices and attributes of
 // privilege) is named in the Report or in a Partial error, never dropped in
 // silence.
-package copy
+package cptar
 
 import (
 	"context"
@@ -25,7 +25,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/agentbox/agentbox/internal/copy/tree"
+	"github.com/agentbox/agentbox/internal/cptar/tree"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/idmap"
 	"github.com/agentbox/agentbox/policy"

@@ -1,7 +1,7 @@
 // Package tree moves whole directory trees: out into a tar stream (Pack), in
 // from a tar stream (Extract), and from one directory to another (Clone).
 //
-// It is the machinery below images and internal/copy. Archives and the trees
+// It is the machinery below images and internal/cptar. Archives and the trees
 // themselves may be hostile: every name is walked component by component from
 // a directory descriptor with O_NOFOLLOW, so nothing is read or written
 // through a symlink, and metadata goes through the descriptor of the object
