@@ -24,9 +24,9 @@ type CaptureOptions struct {
 	// another goroutine, before the entry is looked at.
 	Skip func(path string) bool
 
-	// Known are directories that were read (ReadDir) at that instant: they
+	// Fixed are directories that were read (ReadDir) at that instant: they
 	// are recorded so, whatever has become of them since.
-	Known map[string]Entry
+	Fixed map[string]Entry
 }
 
 // Capture writes dir to w as the archive that the package comment describes.
@@ -92,8 +92,8 @@ type capture struct {
 
 func (c *capture) item(ctx context.Context, it *item) error {
 	e := &it.entry
-	if known, ok := c.opts.Known[e.Path]; ok && e.Type == TypeDir {
-		*e = known
+	if fixed, ok := c.opts.Fixed[e.Path]; ok && e.Type == TypeDir {
+		*e = fixed
 	}
 	if err := c.tar.header(e); err != nil {
 		return err

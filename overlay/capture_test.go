@@ -85,9 +85,9 @@ func everything(t testing.TB, dir string) {
 
 // TestEverything takes one of each from and to both kinds of filesystem.
 func TestEverything(t *testing.T) {
-	disk, memory := noDevices(t), tmpfs(t, "size=100m")
+	disk, fileCache := noDevices(t), tmpfs(t, "size=100m")
 	for name, c := range map[string][2]string{
-		"disk to disk": {disk, disk}, "disk to tmpfs": {disk, memory}, "tmpfs to disk": {memory, disk}, "tmpfs to tmpfs": {memory, memory},
+		"disk to disk": {disk, disk}, "disk to tmpfs": {disk, fileCache}, "tmpfs to disk": {fileCache, disk}, "tmpfs to tmpfs": {fileCache, fileCache},
 	} {
 		t.Run(name, func(t *testing.T) {
 			src, err := os.MkdirTemp(c[0], "src-")

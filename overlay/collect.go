@@ -28,15 +28,15 @@ type Sink interface {
 
 // CollectOptions modify Collect.
 type CollectOptions struct {
-	// Known is the path of what an earlier Collect of this directory wrote. An
-	// entry of which inode, type, size, mode, owner, links, mtime and ctime are
-	// as recorded is not read; it is recorded again as it was. Empty, not there,
-	// damaged, or of another format, filesystem or era of that: nothing is known.
-	Known string
-	// Trust says that Known was written by this process a moment ago: it is
+	// Cache is the path of the file cache that an earlier Collect of this directory
+	// wrote. An entry of which inode, type, size, mode, owner, links, mtime and ctime
+	// are as recorded is not read; it is recorded again as it was. A cache that is
+	// missing, damaged, or of another format, filesystem or era is not used.
+	Cache string
+	// Trust says that Cache was written by this process a moment ago: it is
 	// not checked for damage first.
 	Trust bool
-	// Base is what the caller wants to be told again by MemoryBase, e.g. the
+	// Base is what the caller wants to be told again by CacheBase, e.g. the
 	// id of the checkpoint that has all pieces of the recorded files. At most 4096 bytes.
 	Base string
 	// Tolerant is for a directory in use: what vanishes or changes while it is
@@ -44,18 +44,18 @@ type CollectOptions struct {
 	// file that was cut again and again while it was read is recorded without a
 	// digest. The next Collect, of the directory at rest, reads all such entries.
 	Tolerant bool
-	// Paranoid reads every file, whatever is known.
+	// Paranoid reads every file, whatever the cache has.
 	Paranoid bool
 
 	// Skip leaves an entry, and all below it, out, as CaptureOptions.Skip. It
 	// is called from another goroutine, one call at a time.
 	Skip func(path string) bool
 	// Fixed are directories that are recorded so, whatever has become of them
-	// since, as CaptureOptions.Known.
+	// since, as CaptureOptions.Fixed.
 	Fixed map[string]Entry
 
-	witness *witness   // of Update.Check
-	plan    *knownPlan // of PlanUpdateKnown
+	witness *witness    // of Update.Check
+	plan    *cachedPlan // of PlanUpdateCached
 }
 
 // Collected tells what a Collect did.
@@ -63,15 +63,15 @@ type Collected struct {
 	Summary         // of all entries; Archive is 0
 	Read      int64 // files whose data was read
 	ReadBytes int64
-	// Same: something was known, every entry is as Known has it, and none is
+	// Same: a cache was used, every entry is as the cache has it, and none is
 	// gone. A file that was written anew as it was is the same.
 	Same bool
 }
 
-// errKnown: Known turned out to be damaged in the middle.
-var errKnown = errors.New("known memory is damaged")
+// errCache: Cache turned out to be damaged in the middle.
+var errCache = errors.New("the file cache is damaged")
 
-// Collect walks dir, passes the data of every file that is not known to sink (nil: it is only
+// Collect walks dir, passes the data of every file that is not in the cache to sink (nil: it is only
 // hashed), and writes its findings, with what is needed to recognize each entry later, to the new
 // file out, which Collection reads. On error out does not exist.
 //
@@ -86,8 +86,8 @@ var errKnown = errors.New("known memory is damaged")
 // on the number of entries.
 func Collect(ctx context.Context, dir, out string, sink Sink, opts CollectOptions) (Collected, error) {
 	got, err := collect(ctx, dir, out, sink, opts)
-	if errors.Is(err, errKnown) {
-		opts.Known = ""
+	if errors.Is(err, errCache) {
+		opts.Cache = ""
 		got, err = collect(ctx, dir, out, sink, opts)
 	}
 	if err != nil {
@@ -111,53 +111,53 @@ func collect(ctx context.Context, dir, out string, sink Sink, opts CollectOption
 	if err != nil {
 		return got, err
 	}
-	known := c.known()
-	if known != nil {
-		defer known.close()
+	cache := c.openCache()
+	if cache != nil {
+		defer cache.close()
 	}
 	if out == "" {
-		if known == nil {
+		if cache == nil {
 			root.release()
-			return got, errKnown
+			return got, errCache
 		}
-		err := c.run(ctx, &treeDir{dirFD: root, path: ".", depth: 0}, known)
+		err := c.run(ctx, &treeDir{dirFD: root, path: ".", depth: 0}, cache)
 		return Collected{Summary: c.sum, Read: c.read.Load(), ReadBytes: c.readBytes.Load()}, err
 	}
 	f, err := os.OpenFile(out, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		root.release()
-		return got, fmt.Errorf("memory: %w", err)
+		return got, fmt.Errorf("file cache: %w", err)
 	}
 	defer func() {
 		if err = errors.Join(err, f.Close()); err != nil {
 			_ = os.Remove(out)
 		}
 	}()
-	c.out = newMemoryWriter(f, c.scan.origin.major, c.scan.origin.minor)
-	if err := c.run(ctx, &treeDir{dirFD: root, path: ".", depth: 0}, known); err != nil {
+	c.out = newCacheWriter(f, c.scan.origin.major, c.scan.origin.minor)
+	if err := c.run(ctx, &treeDir{dirFD: root, path: ".", depth: 0}, cache); err != nil {
 		return got, err
 	}
 	if err := c.out.finish(opts.Base); err != nil {
 		return got, err
 	}
-	return Collected{Summary: c.sum, Read: c.read.Load(), ReadBytes: c.readBytes.Load(), Same: known != nil && !c.differs}, nil
+	return Collected{Summary: c.sum, Read: c.read.Load(), ReadBytes: c.readBytes.Load(), Same: cache != nil && !c.differs}, nil
 }
 
-// collector is one Collect. A lister goes through directories and memory side by
-// side (collectlist.go), workers look at inodes and read what is not known
+// collector is one Collect. A lister goes through directories and file cache side by
+// side (collectlist.go), workers look at inodes and read what is not cached
 // (collectread.go), and the caller's goroutine writes all of it in order.
 type collector struct {
 	scan scan // what is shared with Capture and Walk: origin, readers of directories and specials
 	sink Sink
 	opts CollectOptions
-	out  *memoryWriter // nil: what is found goes to opts.plan or opts.witness only
-	line []byte        // the last record that went nowhere else
+	out  *cacheWriter // nil: what is found goes to opts.plan or opts.witness only
+	line []byte       // the last record that went nowhere else
 	sum  Summary
 
 	racy    Time // a change time from here on is not to be trusted
 	racySec int64
 
-	differs   bool // from Known; the lister has its own
+	differs   bool // from Cache; the lister has its own
 	read      atomic.Int64
 	readBytes atomic.Int64
 
@@ -205,12 +205,12 @@ func (c *collector) isRacy(t Time) bool {
 	return t.Sec > c.racy.Sec || t.Sec == c.racy.Sec && t.Nsec >= c.racy.Nsec
 }
 
-// known opens what is known, or nil.
-func (c *collector) known() *memory {
-	if c.opts.Known == "" {
+// openCache opens the file cache; nil: there is none to use.
+func (c *collector) openCache() *fileCache {
+	if c.opts.Cache == "" {
 		return nil
 	}
-	m, err := openMemory(c.opts.Known)
+	m, err := openCache(c.opts.Cache)
 	if err != nil {
 		return nil
 	}
@@ -223,16 +223,16 @@ func (c *collector) known() *memory {
 }
 
 // run takes over the reference to root.
-func (c *collector) run(ctx context.Context, root *treeDir, known *memory) (err error) {
+func (c *collector) run(ctx context.Context, root *treeDir, cache *fileCache) (err error) {
 	workers := min(max(goruntime.GOMAXPROCS(0), 2), 8)
-	ordered := make(chan *stretch, 4*workers)
-	work := make(chan *stretch, 4*workers)
+	ordered := make(chan *collectBatch, 4*workers)
+	work := make(chan *collectBatch, 4*workers)
 	ctx, cancel := context.WithCancel(ctx)
 	var wg guard.WaitGroup
 	defer wg.Wait()
-	l := &lister{c: c, ctx: ctx, ordered: ordered, work: work, free: make(chan *stretch, cap(ordered))}
-	if known != nil {
-		l.known = known.reader()
+	l := &lister{c: c, ctx: ctx, ordered: ordered, work: work, free: make(chan *collectBatch, cap(ordered))}
+	if cache != nil {
+		l.cache = cache.reader()
 	}
 	wg.Go(func() {
 		defer close(ordered)
@@ -279,8 +279,8 @@ func (c *collector) run(ctx context.Context, root *treeDir, known *memory) (err 
 	return ctx.Err()
 }
 
-// write puts a batch into the memory.
-func (c *collector) write(ctx context.Context, b *stretch, late *reader) error {
+// write puts a batch into the file cache.
+func (c *collector) write(ctx context.Context, b *collectBatch, late *reader) error {
 	if b.plain {
 		c.sum.Entries += b.sum.Entries
 		c.sum.Files += b.sum.Files
@@ -302,7 +302,7 @@ func (c *collector) write(ctx context.Context, b *stretch, late *reader) error {
 	return nil
 }
 
-func (c *collector) item(ctx context.Context, b *stretch, it *listed, late *reader) error {
+func (c *collector) item(ctx context.Context, b *collectBatch, it *listed, late *reader) error {
 	rec, key := b.record(it), it.key(b)
 	if it.state == stateGone {
 		return c.opts.plan.pair(rec, nil)
@@ -331,7 +331,7 @@ func (c *collector) item(ctx context.Context, b *stretch, it *listed, late *read
 		return c.copied(rec, 1)
 	case stateHole:
 		if c.out == nil {
-			return errKnown // nothing was to be left out
+			return errCache // nothing was to be left out
 		}
 		if rec == nil || rec.flags()&flagHole == 0 {
 			c.differs = true
@@ -352,7 +352,7 @@ func (c *collector) copied(p []byte, n int) error {
 
 // firstName makes it the entry of its inode: from the record, from what a worker
 // found under this name or another, or by reading now.
-func (c *collector) firstName(ctx context.Context, b *stretch, it *listed, late *reader) error {
+func (c *collector) firstName(ctx context.Context, b *collectBatch, it *listed, late *reader) error {
 	if it.state == stateSame && b.record(it).flags()&flagFurther == 0 {
 		return nil
 	}
@@ -407,12 +407,12 @@ func (c *collector) joinLinks(key *inodeKey, path string) (first string) {
 }
 
 // emit writes the record of an entry that is not copied.
-func (c *collector) emit(b *stretch, it *listed, flags byte, key *inodeKey, e *Entry) error {
+func (c *collector) emit(b *collectBatch, it *listed, flags byte, key *inodeKey, e *Entry) error {
 	was := b.record(it)
 	if c.opts.plan != nil {
 		return c.opts.plan.pair(was, e)
 	}
-	var rec memoryRecord
+	var rec cacheRecord
 	if c.out != nil {
 		var err error
 		if rec, err = c.out.entry(flags, it.depth(), key, it.name(b), e); err != nil {
@@ -421,7 +421,7 @@ func (c *collector) emit(b *stretch, it *listed, flags byte, key *inodeKey, e *E
 	} else {
 		c.line = appendRecord(c.line[:0], flags, it.depth(), key, it.name(b), e)
 		rec = c.line
-		c.opts.witness.relearn(it.pos, rec)
+		c.opts.witness.rekeyed(it.pos, rec)
 	}
 	rec.count(&c.sum)
 	if !c.differs {

@@ -71,7 +71,7 @@ func (s *shelf) data(t tb, e *Entry) []byte {
 	return data
 }
 
-// collected reads a memory as JSON lines, without pieces; if a shelf is given it must
+// collected reads a file cache as JSON lines, without pieces; if a shelf is given it must
 // have the data of every file.
 func collectedTree(t tb, path string, s *shelf) string {
 	t.Helper()
@@ -165,24 +165,24 @@ func TestCollectEverything(t *testing.T) {
 			s := newShelf()
 			settle(t)
 			before := peek(t, dir)
-			got := collectDir(t, dir, mem+"/1", s, CollectOptions{Known: mem + "/none", Base: "first"})
+			got := collectDir(t, dir, mem+"/1", s, CollectOptions{Cache: mem + "/none", Base: "first"})
 			if got.Same || got.Read == 0 || got.Read != int64(s.files) {
 				t.Errorf("first: %+v, the sink had %d files", got, s.files)
 			}
-			again := collectDir(t, dir, mem+"/2", s, CollectOptions{Known: mem + "/1"})
+			again := collectDir(t, dir, mem+"/2", s, CollectOptions{Cache: mem + "/1"})
 			if !again.Same || again.Read != 0 || again.Summary != got.Summary {
 				t.Errorf("again: %+v, first %+v", again, got)
 			}
-			paranoid := collectDir(t, dir, mem+"/3", s, CollectOptions{Known: mem + "/2", Paranoid: true})
+			paranoid := collectDir(t, dir, mem+"/3", s, CollectOptions{Cache: mem + "/2", Paranoid: true})
 			if !paranoid.Same || paranoid.Read != got.Read || paranoid.ReadBytes != got.ReadBytes {
 				t.Errorf("paranoid: %+v, first %+v", paranoid, got)
 			}
-			hashed := collectDir(t, dir, mem+"/4", nil, CollectOptions{Known: mem + "/3", Paranoid: true})
+			hashed := collectDir(t, dir, mem+"/4", nil, CollectOptions{Cache: mem + "/3", Paranoid: true})
 			if !hashed.Same || collectedTree(t, mem+"/4", s) != walkTree(t, dir) {
 				t.Errorf("without a sink: %+v", hashed)
 			}
 			samePeek(t, "collect only reads", before, peek(t, dir))
-			base, err := MemoryBase(mem+"/1", true)
+			base, err := CacheBase(mem+"/1", true)
 			if err != nil || base != "first" {
 				t.Errorf("base %q, %v", base, err)
 			}
@@ -215,7 +215,7 @@ func BenchmarkCollectUnchanged(b *testing.B) {
 	b.Run("collect", func(b *testing.B) {
 		timed(b, func() {
 			_ = os.Remove(out)
-			got, err := Collect(context.Background(), src, out, nil, CollectOptions{Known: dir + "/known", Trust: true})
+			got, err := Collect(context.Background(), src, out, nil, CollectOptions{Cache: dir + "/known", Trust: true})
 			if err != nil || !got.Same || got.Entries != 10_101 || got.Read != 0 {
 				b.Fatal(got, err)
 			}

@@ -59,7 +59,7 @@ func TestCollectLinks(t *testing.T) {
 		must(t, step.do())
 		settle(t)
 		out := fmt.Sprint(base, "/", i)
-		got := collectDir(t, src, out, s, CollectOptions{Known: last})
+		got := collectDir(t, src, out, s, CollectOptions{Cache: last})
 		if got.Read > step.read || got.Same != (step.read == 0) {
 			t.Errorf("%s: %+v", step.what, got)
 		}
@@ -99,9 +99,9 @@ func TestCollectSkip(t *testing.T) {
 		{skip: skip, fixed: map[string]Entry{"tmp": fixed, "tmp/kept": fixed}, same: true}, {}, {skip: skip}, {},
 	} {
 		out := fmt.Sprint(base, "/", i)
-		got, err := Collect(t.Context(), src, out, nil, CollectOptions{Known: last, Skip: c.skip, Fixed: c.fixed})
+		got, err := Collect(t.Context(), src, out, nil, CollectOptions{Cache: last, Skip: c.skip, Fixed: c.fixed})
 		must(t, err)
-		if want, tree := wanted(CaptureOptions{Skip: c.skip, Known: c.fixed}), collectedTree(t, out, nil); tree != want {
+		if want, tree := wanted(CaptureOptions{Skip: c.skip, Fixed: c.fixed}), collectedTree(t, out, nil); tree != want {
 			t.Errorf("%d: not what Capture sees:\n%s", i, differingLines(want, tree))
 		}
 		if got.Same != c.same {
@@ -112,7 +112,7 @@ func TestCollectSkip(t *testing.T) {
 }
 
 // TestCollectRefuses: what has come to stand in the way is refused however well
-// the rest is known.
+// the rest is cached.
 func TestCollectRefuses(t *testing.T) {
 	base := tmpfs(t, "size=50m")
 	src := base + "/src"
@@ -122,7 +122,7 @@ func TestCollectRefuses(t *testing.T) {
 	collectDir(t, src, base+"/known", nil, CollectOptions{})
 	fails := func(what string, opts CollectOptions, want error) {
 		t.Helper()
-		opts.Known = base + "/known"
+		opts.Cache = base + "/known"
 		_, err := Collect(t.Context(), src, base+"/out", nil, opts)
 		if !errors.Is(err, want) {
 			t.Errorf("%s: %v", what, err)
@@ -161,7 +161,7 @@ func TestCollectRefuses(t *testing.T) {
 	if out, err := exec.Command("chattr", "+i", disk+"/src/a/b/c").CombinedOutput(); err != nil {
 		t.Fatalf("chattr: %v %s", err, out)
 	}
-	_, err = Collect(t.Context(), disk+"/src", disk+"/out", nil, CollectOptions{Known: disk + "/known"})
+	_, err = Collect(t.Context(), disk+"/src", disk+"/out", nil, CollectOptions{Cache: disk + "/known"})
 	if out, err := exec.Command("chattr", "-i", disk+"/src/a/b/c").CombinedOutput(); err != nil {
 		t.Fatalf("chattr: %v %s", err, out)
 	}
@@ -266,7 +266,7 @@ func BenchmarkCollectMillion(b *testing.B) {
 				done, most := make(chan struct{}), make(chan uint64)
 				go func() { most <- heap(done) }()
 				start := time.Now()
-				got, err := Collect(b.Context(), dir+"/src", dir+"/"+name, nil, CollectOptions{Known: known})
+				got, err := Collect(b.Context(), dir+"/src", dir+"/"+name, nil, CollectOptions{Cache: known})
 				must(b, err)
 				b.ReportMetric(float64(time.Since(start).Milliseconds()), "wall-ms")
 				close(done)

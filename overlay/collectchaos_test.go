@@ -113,7 +113,7 @@ func TestCollectRounds(t *testing.T) {
 				settle(rt)
 			}
 			out := filepath.Join(dir, fmt.Sprint("memory", round))
-			opts := CollectOptions{Known: last, Trust: rapid.Bool().Draw(rt, "trust"), Tolerant: rapid.Bool().Draw(rt, "tolerant")}
+			opts := CollectOptions{Cache: last, Trust: rapid.Bool().Draw(rt, "trust"), Tolerant: rapid.Bool().Draw(rt, "tolerant")}
 			got := collectDir(rt, src, out, s, opts)
 			tree := walkTree(rt, src)
 			if got.Same != (tree == lastTree) {
@@ -149,7 +149,7 @@ func TestCollectRounds(t *testing.T) {
 		return
 	}
 	if known == 0 || same == 0 {
-		t.Error("nothing was ever known")
+		t.Error("nothing was ever cached")
 	}
 	for _, name := range trickNames {
 		if worked[name] == 0 {
@@ -198,7 +198,7 @@ func TestCollectWild(t *testing.T) {
 				// On a disk that is busy changes come slowly.
 				for i := 0; i < 5 || ops.Load() < 100 && i < 100; i++ {
 					out := filepath.Join(mem, fmt.Sprintf("%d.%d", round, i))
-					_, err := Collect(t.Context(), src, out, s, CollectOptions{Known: last, Trust: i%2 == 0, Tolerant: true})
+					_, err := Collect(t.Context(), src, out, s, CollectOptions{Cache: last, Trust: i%2 == 0, Tolerant: true})
 					if err != nil {
 						close(stop)
 						<-done
@@ -225,7 +225,7 @@ func TestCollectWild(t *testing.T) {
 					t.Errorf("only %d changes went on", ops.Load())
 				}
 				out := filepath.Join(mem, fmt.Sprint(round))
-				got := collectDir(t, src, out, s, CollectOptions{Known: last, Trust: true})
+				got := collectDir(t, src, out, s, CollectOptions{Cache: last, Trust: true})
 				read, files = read+got.Read, files+got.Files
 				last = out
 			}
@@ -319,7 +319,7 @@ func TestCollectRacy(t *testing.T) {
 				must(t, unix.UtimesNanoAt(unix.AT_FDCWD, src+"/d/f", old, 0))
 				must(t, unix.Lstat(src+"/d/f", &before))
 				out := filepath.Join(mem, fmt.Sprint(i))
-				_, err := Collect(t.Context(), src, out, nil, CollectOptions{Known: last, Trust: true})
+				_, err := Collect(t.Context(), src, out, nil, CollectOptions{Cache: last, Trust: true})
 				must(t, err)
 				must(t, os.WriteFile(src+"/d/f", []byte{^byte(i)}, 0o644))
 				must(t, unix.UtimesNanoAt(unix.AT_FDCWD, src+"/d/f", old, 0))
@@ -327,7 +327,7 @@ func TestCollectRacy(t *testing.T) {
 				if before.Ctim == after.Ctim {
 					equal++
 				}
-				got := collectDir(t, src, out+".2", nil, CollectOptions{Known: out, Trust: true})
+				got := collectDir(t, src, out+".2", nil, CollectOptions{Cache: out, Trust: true})
 				if got.Same {
 					t.Fatal("not seen")
 				}
@@ -365,16 +365,16 @@ func TestCollectMapped(t *testing.T) {
 			if before.Ctim != after.Ctim {
 				t.Log("the kernel saw the write: the test shows nothing")
 			}
-			if got := collectDir(t, src, mem+"/2", nil, CollectOptions{Known: mem + "/1"}); got.Same || got.Read != 1 {
+			if got := collectDir(t, src, mem+"/2", nil, CollectOptions{Cache: mem + "/1"}); got.Same || got.Read != 1 {
 				t.Errorf("not seen: %+v", got)
 			}
 			m[5000] = 3
 			unmap()
 			settle(t) // where the page was written back meanwhile, the kernel saw that write
-			if got := collectDir(t, src, mem+"/3", nil, CollectOptions{Known: mem + "/2"}); got.Same || got.Read != 1 {
+			if got := collectDir(t, src, mem+"/3", nil, CollectOptions{Cache: mem + "/2"}); got.Same || got.Read != 1 {
 				t.Errorf("not seen after the mapping went: %+v", got)
 			}
-			if got := collectDir(t, src, mem+"/4", nil, CollectOptions{Known: mem + "/3"}); !got.Same || got.Read != 0 {
+			if got := collectDir(t, src, mem+"/4", nil, CollectOptions{Cache: mem + "/3"}); !got.Same || got.Read != 0 {
 				t.Errorf("read again without a writer: %+v", got)
 			}
 		})

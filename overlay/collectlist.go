@@ -20,12 +20,12 @@ type treeDir struct {
 }
 
 const (
-	stretchItems = 64
-	stretchBytes = 256 << 10
+	collectItems = 64
+	collectBytes = 256 << 10
 )
 
-// stretch is a run of entries that one worker looks at.
-type stretch struct {
+// collectBatch is a run of entries that one worker looks at.
+type collectBatch struct {
 	items []listed
 	buf   []byte   // records and names of the items
 	dirs  []*dirFD // held for the items
@@ -54,7 +54,7 @@ type listed struct {
 	state    outcome
 	at, end  int   // of the name in batch.buf; a NUL follows
 	rec, lim int   // of the record in batch.buf; equal: there is none
-	pos      int64 // of the record in the memory
+	pos      int64 // of the record in the cache
 	found    *reading
 	err      error
 }
@@ -67,16 +67,16 @@ type reading struct {
 	fixed bool
 }
 
-func (b *stretch) record(it *listed) memoryRecord {
+func (b *collectBatch) record(it *listed) cacheRecord {
 	if it.rec == it.lim {
 		return nil
 	}
-	return memoryRecord(b.buf[it.rec:it.lim])
+	return cacheRecord(b.buf[it.rec:it.lim])
 }
 
-func (it *listed) name(b *stretch) string { return string(b.buf[it.at:it.end]) }
+func (it *listed) name(b *collectBatch) string { return string(b.buf[it.at:it.end]) }
 
-func (it *listed) path(b *stretch) string {
+func (it *listed) path(b *collectBatch) string {
 	if it.isDir {
 		return it.dir.path
 	}
@@ -90,7 +90,7 @@ func (it *listed) depth() int {
 	return it.dir.depth + 1
 }
 
-func (it *listed) key(b *stretch) *inodeKey {
+func (it *listed) key(b *collectBatch) *inodeKey {
 	if it.state == stateFound {
 		return &it.found.key
 	}
@@ -100,7 +100,7 @@ func (it *listed) key(b *stretch) *inodeKey {
 	return &inodeKey{}
 }
 
-func (b *stretch) release() {
+func (b *collectBatch) release() {
 	for _, d := range b.dirs {
 		d.release()
 	}
@@ -110,24 +110,24 @@ func (b *stretch) release() {
 // listing is a directory whose names are being handed out.
 type listing struct {
 	dir *treeDir
-	// recorded: it has not changed, its names are those in the memory.
+	// recorded: it has not changed, its names are those in the cache.
 	recorded bool
-	inMemory bool // the memory has it as a directory
+	inCache  bool // the cache has it as a directory
 	names    []dirent
 }
 
-// lister goes through directories and memory side by side. Both are in the
-// same order; the memory stands at what comes next in the innermost directory
+// lister goes through directories and file cache side by side. Both are in the
+// same order; the cache stands at what comes next in the innermost directory
 // that it has.
 type lister struct {
 	c       *collector
 	ctx     context.Context
-	ordered chan<- *stretch
-	work    chan<- *stretch
-	known   *recordReader // nil: nothing
-	differs bool          // what is known is gone; read once ordered is closed
-	free    chan *stretch // that can be used again
-	b       *stretch
+	ordered chan<- *collectBatch
+	work    chan<- *collectBatch
+	cache   *recordReader      // nil: nothing
+	differs bool               // something in the cache is gone; read once ordered is closed
+	free    chan *collectBatch // that can be used again
+	b       *collectBatch
 	stack   []listing
 	buf     []byte
 }
@@ -160,9 +160,9 @@ func (l *lister) all(root *treeDir) error {
 		root.release()
 		return err
 	}
-	var rec memoryRecord
-	if l.known != nil {
-		rec = l.known.cur
+	var rec cacheRecord
+	if l.cache != nil {
+		rec = l.cache.cur
 	}
 	if err := l.enter(root, rec); err != nil {
 		return err
@@ -182,19 +182,19 @@ func (l *lister) all(root *treeDir) error {
 			return err
 		}
 	}
-	if l.known != nil && l.known.cur != nil {
-		return errKnown // it has something outside of "."
+	if l.cache != nil && l.cache.cur != nil {
+		return errCache // it has something outside of "."
 	}
 	return nil
 }
 
-// advance moves on in the memory.
+// advance moves on in the cache.
 func (l *lister) advance() error {
-	if l.known == nil {
+	if l.cache == nil {
 		return nil
 	}
-	if err := l.known.next(); err != nil {
-		return fmt.Errorf("%w: %w", errKnown, err)
+	if err := l.cache.next(); err != nil {
+		return fmt.Errorf("%w: %w", errCache, err)
 	}
 	return nil
 }
@@ -205,7 +205,7 @@ func (l *lister) pass(depth int) error {
 		if err := l.advance(); err != nil {
 			return err
 		}
-		if rec := l.known.cur; rec == nil || rec.depth() <= depth {
+		if rec := l.cache.cur; rec == nil || rec.depth() <= depth {
 			return nil
 		} else if err := l.gone(rec); err != nil {
 			return err
@@ -214,7 +214,7 @@ func (l *lister) pass(depth int) error {
 }
 
 // gone notes that what a record is of is not there.
-func (l *lister) gone(rec memoryRecord) error {
+func (l *lister) gone(rec cacheRecord) error {
 	if rec.flags()&flagHole != 0 {
 		return nil
 	}
@@ -230,11 +230,11 @@ func (l *lister) gone(rec memoryRecord) error {
 
 // step returns what comes next in f: a name of the listing, a record, or both;
 // of a directory that has not changed the record alone. Neither: f is done.
-func (l *lister) step(f *listing) (dirent, memoryRecord, error) {
+func (l *lister) step(f *listing) (dirent, cacheRecord, error) {
 	for {
-		var rec memoryRecord
-		if f.inMemory && l.known.cur != nil && l.known.cur.depth() == f.dir.depth+1 {
-			rec = l.known.cur
+		var rec cacheRecord
+		if f.inCache && l.cache.cur != nil && l.cache.cur.depth() == f.dir.depth+1 {
+			rec = l.cache.cur
 		}
 		if f.recorded {
 			return dirent{}, rec, nil
@@ -267,8 +267,8 @@ func (l *lister) step(f *listing) (dirent, memoryRecord, error) {
 	}
 }
 
-// handle hands out one entry of f. rec is where the memory stands, or nil.
-func (l *lister) handle(f *listing, d dirent, rec memoryRecord) error {
+// handle hands out one entry of f. rec is where the cache stands, or nil.
+func (l *lister) handle(f *listing, d dirent, rec cacheRecord) error {
 	if l.c.out == nil && f.dir.still && !rec.key().isDir() && rec.key().links() < 2 && rec.flags()&(flagUntrusted|flagHole) == 0 {
 		return l.advance() // not requested
 	}
@@ -304,13 +304,13 @@ func (l *lister) handle(f *listing, d dirent, rec memoryRecord) error {
 }
 
 // place copies name, or the record that has it, into the batch.
-func (l *lister) place(it *listed, name string, rec memoryRecord) {
+func (l *lister) place(it *listed, name string, rec cacheRecord) {
 	b := l.b
 	it.rec = len(b.buf)
 	b.buf = append(b.buf, rec...)
 	it.lim = len(b.buf)
 	if rec != nil {
-		it.pos = l.known.at
+		it.pos = l.cache.at
 		it.at = it.rec + recordHead
 		it.end = it.at + rec.nameLen()
 		return
@@ -323,7 +323,7 @@ func (l *lister) place(it *listed, name string, rec memoryRecord) {
 }
 
 // leave adds an item that is not descended into.
-func (l *lister) leave(it listed, rec memoryRecord, depth int) error {
+func (l *lister) leave(it listed, rec cacheRecord, depth int) error {
 	if it.state == stateHole {
 		l.b.plain = false
 	}
@@ -334,14 +334,14 @@ func (l *lister) leave(it listed, rec memoryRecord, depth int) error {
 }
 
 // enter takes over the reference to d.
-func (l *lister) enter(d *treeDir, rec memoryRecord) error {
+func (l *lister) enter(d *treeDir, rec cacheRecord) error {
 	it := listed{dir: d, isDir: true}
 	l.place(&it, ".", rec)
 	return l.enterAs(it, rec)
 }
 
 // enterAs looks at a directory and lists it. It takes over the reference to it.dir.
-func (l *lister) enterAs(it listed, rec memoryRecord) error {
+func (l *lister) enterAs(it listed, rec cacheRecord) error {
 	d, c := it.dir, l.c
 	f := listing{dir: d}
 	l.stack = append(l.stack, f)
@@ -356,7 +356,7 @@ func (l *lister) enterAs(it listed, rec memoryRecord) error {
 	var key inodeKey
 	key.set(&st)
 	fixed, isFixed := c.opts.Fixed[d.path]
-	if c.isKnown(rec, &key) && !isFixed {
+	if c.unchanged(rec, &key) && !isFixed {
 		it.state, f.recorded = stateSame, true
 		d.still = c.opts.witness.still(d.path)
 	} else {
@@ -382,8 +382,8 @@ func (l *lister) enterAs(it listed, rec memoryRecord) error {
 		l.b.plain = false
 	}
 	if rec != nil {
-		f.inMemory = rec.key().isDir() && rec.flags()&flagHole == 0
-		if f.inMemory {
+		f.inCache = rec.key().isDir() && rec.flags()&flagHole == 0
+		if f.inCache {
 			if err := l.advance(); err != nil {
 				return err
 			}
@@ -395,8 +395,8 @@ func (l *lister) enterAs(it listed, rec memoryRecord) error {
 	return l.add(it)
 }
 
-// isKnown reports whether an entry may be taken from its record.
-func (c *collector) isKnown(rec memoryRecord, key *inodeKey) bool {
+// unchanged reports whether an entry may be taken from its record.
+func (c *collector) unchanged(rec cacheRecord, key *inodeKey) bool {
 	return rec != nil && *rec.key() == *key && rec.flags()&(flagUntrusted|flagHole) == 0 && !c.opts.Paranoid
 }
 
@@ -414,7 +414,7 @@ func (l *lister) add(it listed) error {
 
 func (l *lister) push(it listed) error {
 	l.b.items = append(l.b.items, it)
-	if len(l.b.items) < stretchItems && len(l.b.buf) < stretchBytes {
+	if len(l.b.items) < collectItems && len(l.b.buf) < collectBytes {
 		return nil
 	}
 	return l.send()
@@ -432,16 +432,16 @@ func (l *lister) send() error {
 	return nil
 }
 
-func (l *lister) fresh() *stretch {
-	var b *stretch
+func (l *lister) fresh() *collectBatch {
+	var b *collectBatch
 	select {
 	case b = <-l.free:
 	default:
-		b = &stretch{items: make([]listed, 0, stretchItems), buf: make([]byte, 0, 24<<10)}
+		b = &collectBatch{items: make([]listed, 0, collectItems), buf: make([]byte, 0, 24<<10)}
 	}
 	clear(b.items)
 	b.items, b.buf, b.sum, b.plain = b.items[:0], b.buf[:0], Summary{}, true
-	if cap(b.buf) > 4*stretchBytes {
+	if cap(b.buf) > 4*collectBytes {
 		b.buf = nil
 	}
 	b.done = make(chan struct{})

@@ -24,7 +24,7 @@ type reader struct {
 func newReaderOf(c *collector) *reader { return &reader{c: c} }
 
 // batch looks at all items of b.
-func (r *reader) batch(ctx context.Context, b *stretch) {
+func (r *reader) batch(ctx context.Context, b *collectBatch) {
 	for i := range b.items {
 		it := &b.items[i]
 		if it.err == nil && i&15 == 0 {
@@ -91,7 +91,7 @@ func admit(e *Entry) error {
 
 // look decides whether an entry is as its record says, and reads it if not. An
 // inode with several names is read once.
-func (r *reader) look(ctx context.Context, b *stretch, it *listed) error {
+func (r *reader) look(ctx context.Context, b *collectBatch, it *listed) error {
 	c, st, rec := r.c, &r.st, b.record(it)
 	if it.dir.still && rec.key().links() < 2 && rec.flags()&flagUntrusted == 0 {
 		it.state = stateSame
@@ -107,7 +107,7 @@ func (r *reader) look(ctx context.Context, b *stretch, it *listed) error {
 	}
 	var key inodeKey
 	key.set(st)
-	if c.isKnown(rec, &key) && c.scan.origin.holds(st) {
+	if c.unchanged(rec, &key) && c.scan.origin.holds(st) {
 		it.state = stateSame
 		return nil
 	}
@@ -155,7 +155,7 @@ const tries = 3 // of reading what changes meanwhile, in a directory in use
 // patiently reads an entry. In a directory in use it tries again when that
 // changes meanwhile; it returns nothing when the entry is gone, or cannot be
 // had, and a file without a digest when its data cannot.
-func (r *reader) patiently(ctx context.Context, dir int, name, path string, rec memoryRecord) (*reading, error) {
+func (r *reader) patiently(ctx context.Context, dir int, name, path string, rec cacheRecord) (*reading, error) {
 	for try := 0; ; try++ {
 		f, err := r.inode(ctx, dir, name, path, rec)
 		if err == nil {
@@ -181,7 +181,7 @@ func (r *reader) patiently(ctx context.Context, dir int, name, path string, rec 
 }
 
 // inode reads an entry that is no directory.
-func (r *reader) inode(ctx context.Context, dir int, name, path string, rec memoryRecord) (*reading, error) {
+func (r *reader) inode(ctx context.Context, dir int, name, path string, rec cacheRecord) (*reading, error) {
 	c := r.c
 	it := item{dir: &dirFD{fd: dir}, name: name, entry: Entry{Path: path}}
 	if err := c.scan.origin.statx(dir, name, 0, &it.stat, &it.entry); err != nil {
@@ -209,7 +209,7 @@ func (r *reader) inode(ctx context.Context, dir int, name, path string, rec memo
 }
 
 // file reads a regular file. A result that comes with an error has no data yet.
-func (r *reader) file(ctx context.Context, dir int, name, path string, rec memoryRecord) (*reading, error) {
+func (r *reader) file(ctx context.Context, dir int, name, path string, rec cacheRecord) (*reading, error) {
 	c := r.c
 	fd, err := openAt(dir, name, 0)
 	if err != nil {

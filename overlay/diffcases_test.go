@@ -17,7 +17,7 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// TestDiff tells in full what a few deeds look like.
+// TestDiff tells in full what a few actions look like.
 func TestDiff(t *testing.T) {
 	write := func(p, data string) error {
 		return errors.Join(os.MkdirAll(filepath.Dir(p), 0o755), os.WriteFile(p, []byte(data), 0o644))

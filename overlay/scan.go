@@ -19,8 +19,8 @@ import (
 )
 
 const (
-	chunkItems = 64       // entries handed to a worker at once
-	smallFile  = 64 << 10 // bytes of data that a worker reads ahead for the consumer
+	scanItems = 64       // entries handed to a worker at once
+	smallFile = 64 << 10 // bytes of data that a worker reads ahead for the consumer
 )
 
 // item is one entry on its way through the scan.
@@ -36,8 +36,8 @@ type item struct {
 	err   error
 }
 
-// chunk is a run of entries that one worker reads together.
-type chunk struct {
+// scanBatch is a run of entries that one worker reads together.
+type scanBatch struct {
 	items []item
 	buf   []byte
 	done  chan struct{}
@@ -63,9 +63,9 @@ type scan struct {
 	origin  origin
 	content content
 	skip    func(path string) bool // may be nil
-	chunks  sync.Pool
-	ordered chan *chunk // for the consumer, in order
-	work    chan *chunk // the same chunks, for the workers
+	batches sync.Pool
+	ordered chan *scanBatch // for the consumer, in order
+	work    chan *scanBatch // the same batches, for the workers
 }
 
 type content int
@@ -85,8 +85,8 @@ func (s *scan) run(ctx context.Context, dir string, fn func(*item) error) (err e
 		return err
 	}
 	workers := min(max(goruntime.GOMAXPROCS(0), 2), 8)
-	s.ordered = make(chan *chunk, 2*workers)
-	s.work = make(chan *chunk, 2*workers)
+	s.ordered = make(chan *scanBatch, 2*workers)
+	s.work = make(chan *scanBatch, 2*workers)
 
 	ctx, cancel := context.WithCancel(ctx)
 	var wg guard.WaitGroup
@@ -109,7 +109,7 @@ func (s *scan) run(ctx context.Context, dir string, fn func(*item) error) (err e
 		})
 	}
 	// However the loop below ends early, the lister sees the context, and the directories still
-	// referred to by chunks under way are closed.
+	// referred to by batches under way are closed.
 	defer func() {
 		cancel()
 		for c := range s.ordered {
@@ -186,19 +186,19 @@ func joinGroup(links map[uint64]*linkGroup, it *item) {
 	}
 }
 
-func (s *scan) fresh() *chunk {
-	c, _ := s.chunks.Get().(*chunk)
+func (s *scan) fresh() *scanBatch {
+	c, _ := s.batches.Get().(*scanBatch)
 	if c == nil {
-		c = &chunk{items: make([]item, 0, chunkItems)}
+		c = &scanBatch{items: make([]item, 0, scanItems)}
 	}
 	c.done = make(chan struct{})
 	return c
 }
 
-func (s *scan) recycle(c *chunk) {
+func (s *scan) recycle(c *scanBatch) {
 	clear(c.items)
 	c.items, c.buf = c.items[:0], c.buf[:0]
-	s.chunks.Put(c)
+	s.batches.Put(c)
 }
 
 // dirent is a name with the type that the listing gave it.
@@ -214,7 +214,7 @@ type frame struct {
 	names []dirent
 }
 
-// list walks the directories and sends chunks. A failure becomes the error of
+// list walks the directories and sends batches. A failure becomes the error of
 // an item, so that it reaches the consumer in its place.
 func (s *scan) list(ctx context.Context, root *dirFD) {
 	c := s.fresh()
@@ -234,7 +234,7 @@ func (s *scan) list(ctx context.Context, root *dirFD) {
 	}
 	add := func(it item) bool {
 		c.items = append(c.items, it)
-		return len(c.items) < chunkItems || send()
+		return len(c.items) < scanItems || send()
 	}
 	buf := make([]byte, 64<<10)
 	var stack []frame
@@ -342,8 +342,8 @@ func readNames(fd int, path string, buf []byte) ([]dirent, error) {
 	return names, nil
 }
 
-// read is a worker's share: everything about the inodes of a chunk.
-func (s *scan) read(ctx context.Context, c *chunk, xb *scratch) {
+// read is a worker's share: everything about the inodes of a batch.
+func (s *scan) read(ctx context.Context, c *scanBatch, xb *scratch) {
 	for i := range c.items {
 		it := &c.items[i]
 		if it.err == nil {
@@ -393,7 +393,7 @@ func (s *scan) readSpecial(it *item, xb *scratch) (err error) {
 	return err
 }
 
-func (s *scan) readFile(ctx context.Context, it *item, c *chunk, xb *scratch) error {
+func (s *scan) readFile(ctx context.Context, it *item, c *scanBatch, xb *scratch) error {
 	e := &it.entry
 	fd, err := openAt(it.dir.fd, it.name, 0)
 	if err != nil {

@@ -14,7 +14,7 @@ import (
 
 // TestSkipAndKnown captures a directory as it was before something was added
 // to it and its time changed.
-func TestSkipAndKnown(t *testing.T) {
+func TestSkipAndFixed(t *testing.T) {
 	ctx := context.Background()
 	dir := t.TempDir()
 	must := func(err error) {
@@ -57,7 +57,7 @@ func TestSkipAndKnown(t *testing.T) {
 		t.Fatal("nothing changed")
 	}
 	skip := func(path string) bool { return path == "tmp/passing" || path == "new" }
-	if got := tree(CaptureOptions{Skip: skip, Known: known}); got != want {
+	if got := tree(CaptureOptions{Skip: skip, Fixed: known}); got != want {
 		t.Fatalf("got\n%s\nwant\n%s", got, want)
 	}
 	must(os.Symlink("tmp", filepath.Join(dir, "link")))

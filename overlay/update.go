@@ -38,10 +38,10 @@ type Update struct {
 	// which are not among the changes.
 	times map[string]Time
 
-	// known: it was planned by PlanUpdateKnown. again has the directories of what that
-	// found as wanted, but not as it was known; nil: too many.
-	known bool
-	again map[string]bool
+	// cached: it was planned by PlanUpdateCached. again has the directories of what that
+	// found as wanted, but not as the cache has it; nil: too many.
+	cached bool
+	again  map[string]bool
 }
 
 // updateChange is one path of a directory that an Update is about.

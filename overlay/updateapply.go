@@ -35,11 +35,11 @@ func (u *Update) Apply(ctx context.Context, dir, stage string) error {
 	return nil
 }
 
-func (u *Update) apply(ctx context.Context, dir, stage string, aside bool) error {
+func (u *Update) apply(ctx context.Context, dir, stage string, displaces bool) error {
 	if err := checkPrivilege(); err != nil {
 		return err
 	}
-	a := updater{u: u, aside: aside, buf: newScratch(), root: -1, stage: -1}
+	a := updater{u: u, displaces: displaces, buf: newScratch(), root: -1, stage: -1}
 	defer a.close()
 	if err := a.open(dir, stage); err != nil {
 		return err
@@ -47,7 +47,7 @@ func (u *Update) apply(ctx context.Context, dir, stage string, aside bool) error
 	if err := a.run(ctx); err != nil {
 		return err
 	}
-	if err := failpoint.Hit("overlay.update.end"); err != nil || aside {
+	if err := failpoint.Hit("overlay.update.end"); err != nil || displaces {
 		return err
 	}
 	return os.RemoveAll(stage)
@@ -59,7 +59,7 @@ func (u *Update) apply(ctx context.Context, dir, stage string, aside bool) error
 // back to it, for hard links lead from other directories only to here.
 type updater struct {
 	u           *Update
-	aside       bool // what goes is moved to the stage
+	displaces   bool // what goes is moved to the stage
 	root, stage int
 	at          []updateDir
 	buf         *scratch
@@ -282,8 +282,8 @@ func (a *updater) do(ctx context.Context, i int, c *updateChange) error {
 	}
 	d.touched = true
 	switch {
-	case a.aside && c.Old != nil && (c.Old.Type == TypeDir || c.do == doRemove || c.do == doDir):
-		if err := a.moveAside(i, d.fd, name, c.Path); err != nil {
+	case a.displaces && c.Old != nil && (c.Old.Type == TypeDir || c.do == doRemove || c.do == doDir):
+		if err := a.displace(i, d.fd, name, c.Path); err != nil {
 			return err
 		}
 	case c.Old != nil && c.Old.Type == TypeDir:
@@ -330,7 +330,7 @@ func (a *updater) do(ctx context.Context, i int, c *updateChange) error {
 func (a *updater) move(temp string, dir int, name string, c *updateChange) error {
 	if c.Old != nil && c.Old.Type != TypeDir {
 		flags := uint(0)
-		if a.aside {
+		if a.displaces {
 			flags = unix.RENAME_EXCHANGE
 		}
 		if err := a.rename(a.stage, temp, dir, name, flags); err != nil {

@@ -131,17 +131,17 @@ func BenchmarkUpdateFresh(b *testing.B) {
 // BenchmarkPlan compares 10,000 entries of which none differs.
 func BenchmarkPlan(b *testing.B) {
 	base := tmpfs(b, "size=1g,nr_inodes=0")
-	dir, memory := base+"/dir", base+"/memory"
+	dir, fileCache := base+"/dir", base+"/memory"
 	must(b, os.Mkdir(dir, 0o755))
 	tenThousand(b, dir)
 	tree := treeOf(b, dir)
-	_, err := Collect(b.Context(), dir, memory, nil, CollectOptions{})
+	_, err := Collect(b.Context(), dir, fileCache, nil, CollectOptions{})
 	must(b, err)
 	for name, plan := range map[string]func() (*Update, error){
 		"entries": func() (*Update, error) {
-			return PlanUpdate(b.Context(), memory, TreeEntries(bytes.NewReader(tree)))
+			return PlanUpdate(b.Context(), fileCache, TreeEntries(bytes.NewReader(tree)))
 		},
-		"tree": func() (*Update, error) { return PlanUpdateTree(b.Context(), memory, bytes.NewReader(tree)) },
+		"tree": func() (*Update, error) { return PlanUpdateTree(b.Context(), fileCache, bytes.NewReader(tree)) },
 	} {
 		b.Run(name, func(b *testing.B) {
 			defer cpu(b)()

@@ -11,20 +11,20 @@ import (
 const checkAtMost = 1 << 14
 
 // Check looks, after Apply, at what Apply touched, and reports whether dir is as wanted: compared
-// with known, from which the update was planned, the changes of the plan were made, each as
+// with cache, from which the update was planned, the changes of the plan were made, each as
 // wanted, and nothing else. It writes to out what Collect would write; sink and base are as
 // there.
 //
-// Without all, files in directories that are as known and have no change in them are not looked
-// at again: the caller knows that since known was written only Apply could write to dir.
+// Without all, files in directories that are as cached and have no change in them are not looked
+// at again: the caller knows that since cache was written only Apply could write to dir.
 //
 // False means that Check cannot tell, not that dir is wrong; then there is no out.
-func (u *Update) Check(ctx context.Context, dir, known, out string, sink Sink, base string, all bool) (bool, error) {
+func (u *Update) Check(ctx context.Context, dir, cache, out string, sink Sink, base string, all bool) (bool, error) {
 	w, err := u.witness(all)
 	if w == nil || err != nil {
 		return false, err
 	}
-	if _, err := Collect(ctx, dir, out, sink, CollectOptions{Known: known, Trust: true, Base: base, witness: w}); err != nil {
+	if _, err := Collect(ctx, dir, out, sink, CollectOptions{Cache: cache, Trust: true, Base: base, witness: w}); err != nil {
 		return false, err
 	}
 	if w.wrong || len(w.left) > 0 {
@@ -85,7 +85,7 @@ func (w *witness) nearTo(path string) {
 // looked at.
 func (w *witness) still(dir string) bool { return w != nil && !w.all && !w.near[dir] }
 
-// saw takes an entry that is not as it was known; no line: it is gone.
+// saw takes an entry that is not as the cache has it; no line: it is gone.
 func (w *witness) saw(path string, line []byte) {
 	if w == nil {
 		return
@@ -100,13 +100,13 @@ func (w *witness) saw(path string, line []byte) {
 }
 
 // gone takes a record of something that is not there any more.
-func (w *witness) gone(rec memoryRecord) error {
+func (w *witness) gone(rec cacheRecord) error {
 	if w == nil {
 		return nil
 	}
 	e, err := rec.entry()
 	if err != nil {
-		return fmt.Errorf("%w: %w", errKnown, err)
+		return fmt.Errorf("%w: %w", errCache, err)
 	}
 	w.saw(e.Path, nil)
 	return nil

@@ -19,21 +19,21 @@ import (
 // once the directory is as wanted.
 func checkedPlan(t tb, dir, want string) func() {
 	t.Helper()
-	known, out, whole := dir+".known", dir+".checked", dir+".whole"
-	_, err := Collect(context.Background(), dir, known, nil, CollectOptions{})
+	cache, out, whole := dir+".known", dir+".checked", dir+".whole"
+	_, err := Collect(context.Background(), dir, cache, nil, CollectOptions{})
 	must(t, err)
-	u, err := PlanUpdate(context.Background(), known, digested(want))
+	u, err := PlanUpdate(context.Background(), cache, digested(want))
 	must(t, err)
 	return func() {
 		t.Helper()
 		defer u.Close()
 		for _, all := range []bool{false, true} {
-			ok, err := u.Check(context.Background(), dir, known, out, nil, "base", all)
+			ok, err := u.Check(context.Background(), dir, cache, out, nil, "base", all)
 			must(t, err)
 			if !ok {
 				t.Fatalf("Check (all %v) does not know %q again", all, kinds(t, u))
 			}
-			base, err := MemoryBase(out, true)
+			base, err := CacheBase(out, true)
 			must(t, err)
 			_, err = Collect(context.Background(), dir, whole, nil, CollectOptions{})
 			must(t, err)
@@ -43,13 +43,13 @@ func checkedPlan(t tb, dir, want string) func() {
 			must(t, os.Remove(out))
 			must(t, os.Remove(whole))
 		}
-		must(t, os.Remove(known))
+		must(t, os.Remove(cache))
 	}
 }
 
-func recorded(t tb, memory string) (list []Entry) {
+func recorded(t tb, fileCache string) (list []Entry) {
 	t.Helper()
-	must(t, Collection(memory, func(e Entry) error { list = append(list, e); return nil }))
+	must(t, Collection(fileCache, func(e Entry) error { list = append(list, e); return nil }))
 	return list
 }
 
@@ -101,16 +101,16 @@ func TestCheckNotices(t *testing.T) {
 			dir, want := base+"/dir", base+"/want"
 			checkTree(t, dir, 0)
 			checkTree(t, want, 1)
-			known := base + "/known"
+			cache := base + "/known"
 			settle(t)
-			_, err := Collect(context.Background(), dir, known, nil, CollectOptions{})
+			_, err := Collect(context.Background(), dir, cache, nil, CollectOptions{})
 			must(t, err)
-			u, err := PlanUpdate(context.Background(), known, digested(want))
+			u, err := PlanUpdate(context.Background(), cache, digested(want))
 			must(t, err)
 			must(t, u.Stage(context.Background(), dir, base+"/stage", &dirSource{dir: want}))
 			must(t, u.Apply(context.Background(), dir, base+"/stage"))
 			must(t, change(dir))
-			if ok, err := u.Check(context.Background(), dir, known, base+"/out", nil, "", false); ok || err != nil {
+			if ok, err := u.Check(context.Background(), dir, cache, base+"/out", nil, "", false); ok || err != nil {
 				t.Errorf("Check: %v, %v", ok, err)
 			}
 			if _, err := os.Lstat(base + "/out"); !os.IsNotExist(err) {
@@ -120,20 +120,20 @@ func TestCheckNotices(t *testing.T) {
 	}
 }
 
-// TestCheckKnown makes a tree again what a memory knows it as, which then knows it as a
+// TestCheckCached makes a tree again what a file cache has, which then has it as a
 // Collect does, and changes what was made.
-func TestCheckKnown(t *testing.T) {
+func TestCheckCached(t *testing.T) {
 	ctx := context.Background()
 	changes := maps.Clone(afterApply)
 	changes["nothing"] = func(string) error { return nil }
 	for name, change := range changes {
 		t.Run(name, func(t *testing.T) {
 			base := t.TempDir()
-			dir, want, known := base+"/dir", base+"/want", base+"/known"
+			dir, want, cache := base+"/dir", base+"/want", base+"/known"
 			checkTree(t, dir, 1)
 			checkTree(t, want, 1)
 			settle(t)
-			_, err := Collect(ctx, dir, known, nil, CollectOptions{Base: "old"})
+			_, err := Collect(ctx, dir, cache, nil, CollectOptions{Base: "old"})
 			must(t, err)
 			for _, err := range []error{
 				os.WriteFile(dir+"/a/changed", []byte("0"), 0o600), os.Remove(dir + "/a/added"), os.WriteFile(dir+"/a/gone", nil, 0o644),
@@ -143,14 +143,14 @@ func TestCheckKnown(t *testing.T) {
 			} {
 				must(t, err)
 			}
-			u, err := PlanUpdateKnown(ctx, dir, known, nil)
+			u, err := PlanUpdateCached(ctx, dir, cache, nil)
 			must(t, err)
 			defer u.Close()
 			must(t, u.Stage(ctx, dir, base+"/stage", &dirSource{dir: want}))
 			must(t, u.Apply(ctx, dir, base+"/stage"))
 			settle(t)
 			must(t, change(dir))
-			got, err := u.CheckKnown(ctx, dir, known, nil)
+			got, err := u.CheckCached(ctx, dir, cache, nil)
 			must(t, err)
 			if (got != nil) != (name == "nothing") {
 				t.Fatalf("CheckKnown: %v", got)
@@ -159,35 +159,35 @@ func TestCheckKnown(t *testing.T) {
 				return
 			}
 			must(t, got.Write("another base"))
-			if b, err := MemoryBase(known, true); b != "another base" || err != nil {
+			if b, err := CacheBase(cache, true); b != "another base" || err != nil {
 				t.Errorf("base %q, %v", b, err)
 			}
 			again, whole := base+"/again", base+"/whole"
-			c, err := Collect(ctx, dir, again, nil, CollectOptions{Known: known, Base: "another base"})
+			c, err := Collect(ctx, dir, again, nil, CollectOptions{Cache: cache, Base: "another base"})
 			must(t, err)
 			if c.Read != 0 || !c.Same {
-				t.Errorf("with what was learnt %d files are read, same: %v", c.Read, c.Same)
+				t.Errorf("with the patched cache %d files are read, same: %v", c.Read, c.Same)
 			}
 			_, err = Collect(ctx, dir, whole, nil, CollectOptions{Base: "another base"})
 			must(t, err)
-			a, err := os.ReadFile(known)
+			a, err := os.ReadFile(cache)
 			must(t, err)
 			b, err := os.ReadFile(whole)
 			must(t, err)
 			if !bytes.Equal(a, b) {
-				t.Error("what was learnt is not what a Collect writes")
+				t.Error("the patched cache is not what a Collect writes")
 			}
 
 			// Killed while it was written.
-			a[memoryHeader+20] ^= 1
-			must(t, os.WriteFile(known, a, 0o600))
-			if _, err := MemoryBase(known, true); !errors.Is(err, fault.ErrCorrupt) {
+			a[cacheHeader+20] ^= 1
+			must(t, os.WriteFile(cache, a, 0o600))
+			if _, err := CacheBase(cache, true); !errors.Is(err, fault.ErrCorrupt) {
 				t.Errorf("half-written: %v", err)
 			}
-			// An unusable memory is an error, and no plan.
-			must(t, os.Truncate(known, int64(memoryHeader)))
-			if u, err := PlanUpdateKnown(ctx, dir, known, nil); err == nil || u != nil {
-				t.Errorf("a plan by a memory that is cut off: %v", err)
+			// An unusable cache is an error, and no plan.
+			must(t, os.Truncate(cache, int64(cacheHeader)))
+			if u, err := PlanUpdateCached(ctx, dir, cache, nil); err == nil || u != nil {
+				t.Errorf("a plan by a cache that is cut off: %v", err)
 			}
 		})
 	}

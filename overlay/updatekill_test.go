@@ -60,7 +60,7 @@ func TestUpdateChild(t *testing.T) {
 	f := &fuse{left: n}
 	src := &fuseSource{dirSource{dir: want}, f}
 	if os.Getenv("OVERLAY_TEST_ASIDE") != "" {
-		updateAside(t, fuseContext{context.Background(), f}, dir, want, src)
+		updateDisplacing(t, fuseContext{context.Background(), f}, dir, want, src)
 		return
 	}
 	u := planDirs(t, dir, want)

@@ -37,23 +37,23 @@ func planDirs(t tb, dir, want string) *Update {
 	t.Helper()
 	u, err := plan(context.Background(), digested(dir), digested(want))
 	must(t, err)
-	memory := dir + ".memory"
-	defer os.Remove(memory)
-	_, err = Collect(context.Background(), dir, memory, nil, CollectOptions{})
+	fileCache := dir + ".memory"
+	defer os.Remove(fileCache)
+	_, err = Collect(context.Background(), dir, fileCache, nil, CollectOptions{})
 	must(t, err)
 	defer func(n int) { spillAt = n }(spillAt)
 	spillAt = 1000
-	second, err := PlanUpdate(context.Background(), memory, digested(want))
+	second, err := PlanUpdate(context.Background(), fileCache, digested(want))
 	must(t, err)
-	third, err := PlanUpdateTree(context.Background(), memory, bytes.NewReader(treeOf(t, want)))
+	third, err := PlanUpdateTree(context.Background(), fileCache, bytes.NewReader(treeOf(t, want)))
 	must(t, err)
-	fourth := planPieces(t, memory, treeOf(t, want))
+	fourth := planPieces(t, fileCache, treeOf(t, want))
 	fifth := u
-	if sameDevice(t, dir, want) { // a memory of the one is good for the other
-		fifth = planKnown(t, dir, want)
+	if sameDevice(t, dir, want) { // a cache of the one is good for the other
+		fifth = planCached(t, dir, want)
 	}
 	t.Cleanup(func() { must(t, errors.Join(u.Close(), second.Close(), third.Close(), fourth.Close(), fifth.Close())) })
-	for name, v := range map[string]*Update{"PlanUpdate": second, "PlanUpdateTree": third, "PlanUpdatePieces": fourth, "PlanUpdateKnown": fifth} {
+	for name, v := range map[string]*Update{"PlanUpdate": second, "PlanUpdateTree": third, "PlanUpdatePieces": fourth, "PlanUpdateCached": fifth} {
 		if !reflect.DeepEqual(inOrder(t, u), inOrder(t, v)) || !reflect.DeepEqual(u.times, v.times) || u.Bytes() != v.Bytes() {
 			t.Fatalf("%s has another plan: %q, want %q", name, kinds(t, v), kinds(t, u))
 		}
@@ -65,13 +65,13 @@ func planDirs(t tb, dir, want string) *Update {
 }
 
 // planPieces plans with both lists in pieces of a few lines.
-func planPieces(t tb, memory string, tree []byte) *Update {
+func planPieces(t tb, fileCache string, tree []byte) *Update {
 	t.Helper()
 	var have []byte
-	must(t, CollectionLines(memory, func(l Line) error { have = append(append(have, l.JSON...), '\n'); return nil }))
+	must(t, CollectionLines(fileCache, func(l Line) error { have = append(append(have, l.JSON...), '\n'); return nil }))
 	has, _ := inFewLines(have)
 	wants, parts := inFewLines(tree)
-	u, err := PlanUpdatePieces(context.Background(), memory, has, wants, func(from, to int) (io.ReadCloser, error) {
+	u, err := PlanUpdatePieces(context.Background(), fileCache, has, wants, func(from, to int) (io.ReadCloser, error) {
 		for _, p := range wants[from:to] {
 			if slices.Contains(has, p) {
 				t.Fatalf("a piece that both have is read")
@@ -101,30 +101,30 @@ func inFewLines(list []byte) (pieces []Piece, parts [][]byte) {
 	return pieces, parts
 }
 
-// planKnown plans with a memory of what is wanted, of which another piece than
+// planCached plans with a file cache of what is wanted, of which another piece than
 // what was recorded is refused.
-func planKnown(t tb, dir, want string) *Update {
+func planCached(t tb, dir, want string) *Update {
 	t.Helper()
 	known := want + ".known"
 	_, err := Collect(context.Background(), want, known, nil, CollectOptions{})
 	must(t, err)
 	defer os.Remove(known)
 	pieces, _ := inFewLines(treeOf(t, want))
-	u, err := PlanUpdateKnown(context.Background(), dir, known, nil)
+	u, err := PlanUpdateCached(context.Background(), dir, known, nil)
 	must(t, err)
 	other := slices.Clone(pieces)
 	other[len(other)-1].Digest = digestOf([]byte("another"))
 	for i, list := range [][]Piece{pieces, other, pieces[:len(pieces)-1], append(slices.Clone(pieces), pieces[0])} {
-		if same, err := ProveKnown(known, list); same != (i == 0) || err != nil {
-			t.Fatalf("list %d is what is known: %v, %v", i, same, err)
+		if same, err := ProveCache(known, list); same != (i == 0) || err != nil {
+			t.Fatalf("list %d is what is cached: %v, %v", i, same, err)
 		}
 	}
 	whole, err := os.ReadFile(known)
 	must(t, err)
-	whole[memoryHeader+8] ^= 1 // an inode's number
+	whole[cacheHeader+8] ^= 1 // an inode's number
 	must(t, os.WriteFile(known, whole, 0o600))
-	if _, err := ProveKnown(known, pieces); !errors.Is(err, fault.ErrCorrupt) {
-		t.Fatalf("a damaged memory: %v", err)
+	if _, err := ProveCache(known, pieces); !errors.Is(err, fault.ErrCorrupt) {
+		t.Fatalf("a damaged cache: %v", err)
 	}
 	return u
 }

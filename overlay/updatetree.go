@@ -20,12 +20,12 @@ import (
 // this process wrote it a moment ago.
 func PlanUpdateTree(ctx context.Context, have string, tree io.Reader) (*Update, error) {
 	return planBy(ctx, have, func(p *planner) error {
-		m, err := openMemory(have)
+		m, err := openCache(have)
 		if err != nil {
 			return err
 		}
 		defer m.close()
-		t := treeMerge{p: p, have: m.reader(), left: -1, want: bufio.NewReaderSize(tree, memoryBuffer)}
+		t := treeMerge{p: p, have: m.reader(), left: -1, want: bufio.NewReaderSize(tree, cacheBuffer)}
 		return t.run()
 	})
 }
@@ -37,7 +37,7 @@ func PlanUpdateTree(ctx context.Context, have string, tree io.Reader) (*Update, 
 // not end where lines do.
 func PlanUpdatePieces(ctx context.Context, have string, has, wants []Piece, read func(from, to int) (io.ReadCloser, error)) (*Update, error) {
 	return planBy(ctx, have, func(p *planner) (err error) {
-		m, err := openMemory(have)
+		m, err := openCache(have)
 		if err != nil {
 			return err
 		}
@@ -102,10 +102,10 @@ type treeMerge struct {
 	same bool  // the other side has the same
 	want *bufio.Reader
 
-	cur  memoryRecord // of have; nil after the last
-	line []byte       // of the tree; nil after the last, valid until the next is read
-	n    int          // its number
-	h, w *Entry       // the current entries, once they are parsed
+	cur  cacheRecord // of have; nil after the last
+	line []byte      // of the tree; nil after the last, valid until the next is read
+	n    int         // its number
+	h, w *Entry      // the current entries, once they are parsed
 
 	passed []byte // the name of the last equal entry that was passed since one was parsed
 	depth  int    // its depth
@@ -194,7 +194,7 @@ func (t *treeMerge) parse() error {
 			err = p.haveOrder.next(&e)
 		}
 		if err != nil {
-			return fmt.Errorf("memory: %w", err)
+			return fmt.Errorf("file cache: %w", err)
 		}
 		t.h = &e
 	}
@@ -253,23 +253,23 @@ func (t *treeMerge) nextWant() (err error) {
 	return nil
 }
 
-// ProveKnown proves the memory known, and reports whether it holds the very tree of
+// ProveCache proves the file cache, and reports whether it holds the very tree of
 // which wants are the pieces. One that is not there is ErrNotFound, a damaged one
 // ErrCorrupt.
-func ProveKnown(known string, wants []Piece) (bool, error) {
-	m, err := openMemory(known)
+func ProveCache(cache string, wants []Piece) (bool, error) {
+	m, err := openCache(cache)
 	if err != nil {
 		return false, err
 	}
 	defer m.close()
 	h := blake3.New()
-	if _, err := io.Copy(h, io.NewSectionReader(m.f, 0, int64(memoryHeader))); err != nil {
-		return false, fmt.Errorf("memory: %w", err)
+	if _, err := io.Copy(h, io.NewSectionReader(m.f, 0, int64(cacheHeader))); err != nil {
+		return false, fmt.Errorf("file cache: %w", err)
 	}
 	r := m.reader()
-	body := io.TeeReader(io.NewSectionReader(m.f, int64(memoryHeader), m.end-int64(memoryHeader)), h)
+	body := io.TeeReader(io.NewSectionReader(m.f, int64(cacheHeader), m.end-int64(cacheHeader)), h)
 	r.r.Reset(body)
-	k := knownTree{r: r, pieces: wants}
+	k := cachedTree{r: r, pieces: wants}
 	for err == nil {
 		err = k.next()
 	}
@@ -278,7 +278,7 @@ func ProveKnown(known string, wants []Piece) (bool, error) {
 		return false, err
 	}
 	if _, err := io.Copy(io.Discard, r.r); err != nil {
-		return false, fmt.Errorf("memory: %w", err)
+		return false, fmt.Errorf("file cache: %w", err)
 	}
 	if !bytes.Equal(h.Sum(nil), m.sum[:]) {
 		return false, damaged("it is not what was written")
@@ -286,15 +286,15 @@ func ProveKnown(known string, wants []Piece) (bool, error) {
 	return same, nil
 }
 
-// knownTree proves that the lines of a memory are these pieces.
-type knownTree struct {
+// cachedTree proves that the lines of a file cache are these pieces.
+type cachedTree struct {
 	r      *recordReader
 	pieces []Piece
 	buf    []byte // of the current piece
 }
 
 // next proves the next piece.
-func (k *knownTree) next() error {
+func (k *cachedTree) next() error {
 	k.buf = k.buf[:0]
 	for {
 		if err := k.r.next(); err != nil {

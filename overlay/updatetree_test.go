@@ -18,8 +18,8 @@ func TestPlanTreeRefuses(t *testing.T) {
 	for _, p := range []string{"a/1", "a/2", "a/b/1", "a/b/2", "c", "d"} {
 		must(t, os.WriteFile(dir+"/"+p, nil, 0o644))
 	}
-	memory := base + "/memory"
-	_, err := Collect(t.Context(), dir, memory, nil, CollectOptions{})
+	fileCache := base + "/memory"
+	_, err := Collect(t.Context(), dir, fileCache, nil, CollectOptions{})
 	must(t, err)
 	tree := string(treeOf(t, dir))
 	line := func(path string) string {
@@ -45,7 +45,7 @@ func TestPlanTreeRefuses(t *testing.T) {
 		"passed deeper":        {tree + strings.Replace(line("a/b/2"), "a/b/2", "a/b/3", 1), fault.ErrCorrupt},
 		"no parent":            {tree + strings.Replace(line("a/b/2"), "a/b/2", "x/y", 1), fault.ErrCorrupt},
 	} {
-		u, err := PlanUpdateTree(t.Context(), memory, strings.NewReader(c.tree))
+		u, err := PlanUpdateTree(t.Context(), fileCache, strings.NewReader(c.tree))
 		if !errors.Is(err, c.err) {
 			t.Errorf("%s: want %v, got %v", name, c.err, err)
 		}
@@ -54,17 +54,17 @@ func TestPlanTreeRefuses(t *testing.T) {
 		}
 	}
 	own := errors.New("own")
-	if _, err := PlanUpdateTree(t.Context(), memory, io.MultiReader(strings.NewReader(tree), broken{own})); !errors.Is(err, own) {
+	if _, err := PlanUpdateTree(t.Context(), fileCache, io.MultiReader(strings.NewReader(tree), broken{own})); !errors.Is(err, own) {
 		t.Error(err)
 	}
 	if _, err := PlanUpdateTree(t.Context(), base+"/none", strings.NewReader(tree)); !errors.Is(err, fault.ErrNotFound) {
 		t.Error(err)
 	}
-	b, err := os.ReadFile(memory)
+	b, err := os.ReadFile(fileCache)
 	must(t, err)
 	b[len(b)-1] ^= 1
-	must(t, os.WriteFile(memory, b, 0o600))
-	if _, err := PlanUpdateTree(t.Context(), memory, strings.NewReader(tree)); !errors.Is(err, fault.ErrCorrupt) {
+	must(t, os.WriteFile(fileCache, b, 0o600))
+	if _, err := PlanUpdateTree(t.Context(), fileCache, strings.NewReader(tree)); !errors.Is(err, fault.ErrCorrupt) {
 		t.Error(err)
 	}
 }

@@ -84,7 +84,7 @@ func TestAsideKnownDamaged(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := contents(t, sb.Upperdir)
-	memory := r.store.MemoryPath(sb.ID, 0)
+	memory := r.store.FileCachePath(sb.ID, 0)
 	for at := 0; ; at += 37 {
 		write(file, "new")
 		known, err := os.ReadFile(memory)
@@ -110,7 +110,7 @@ func TestAsideKnownDamaged(t *testing.T) {
 func TestAsideKnown(t *testing.T) {
 	r := newRig(t, nil)
 	sb := r.create(t, "box")
-	memory := r.store.MemoryPath(sb.ID, 0)
+	memory := r.store.FileCachePath(sb.ID, 0)
 	write := func(text string) {
 		t.Helper()
 		for _, name := range []string{"a", "b"} {
@@ -140,7 +140,7 @@ func TestAsideKnown(t *testing.T) {
 		if d := cmp.Diff(want[to], contents(t, sb.Upperdir)); d != "" {
 			t.Errorf("restore %d: %s", i, d)
 		}
-		if base, err := overlay.MemoryBase(memory, true); base != ids[to] || err != nil {
+		if base, err := overlay.CacheBase(memory, true); base != ids[to] || err != nil {
 			t.Errorf("restore %d: what is known is of %q, %v", i, base, err)
 		}
 	}

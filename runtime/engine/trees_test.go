@@ -22,7 +22,7 @@ func TestMemoryInTheWay(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	memory := r.store.MemoryPath(sb.ID, 0)
+	memory := r.store.FileCachePath(sb.ID, 0)
 	block := func() {
 		t.Helper()
 		for _, path := range []string{memory, memory + ".new", memory + ".new.2"} {

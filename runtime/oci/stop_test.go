@@ -221,7 +221,7 @@ func TestConcurrent(t *testing.T) {
 	wg.Wait()
 }
 
-// Restarting in a loop: an old monitor's last deeds must not hit the next run.
+// Restarting in a loop: an old monitor's last actions must not hit the next run.
 func TestRestarts(t *testing.T) {
 	x := newBox(t)
 	id := x.create(sh("echo hello; sleep 1000"))

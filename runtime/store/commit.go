@@ -218,7 +218,7 @@ func (d *Draft) writeManifest(data []byte, origin string) error {
 }
 
 // publish makes the pack, then the manifest, then the rows visible to other processes.
-func (d *Draft) publish(ctx context.Context, m Manifest, data []byte, need []pack.ID, info pack.Info, stored int64, next *ledger, asIs bool) (Checkpoint, error) {
+func (d *Draft) publish(ctx context.Context, m Manifest, data []byte, need []pack.ID, info pack.Info, stored int64, next *indexCache, asIs bool) (Checkpoint, error) {
 	if err := d.alive(ctx); err != nil {
 		return Checkpoint{}, err
 	}

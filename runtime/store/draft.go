@@ -192,7 +192,7 @@ func (d *Draft) Abort(ctx context.Context, cause error, keep ...string) error {
 
 	// The files go first: after "no space left" the record needs their room.
 	// The manifest is gone before the pieces that it names.
-	_ = os.Remove(d.newLedger()) // what stays is swept later
+	_ = os.Remove(d.newIndexCache()) // what stays is swept later
 	err := failpoint.Hit("store.abort.before-remove")
 	if err == nil {
 		err = d.s.discard(d.row.ID)

@@ -44,7 +44,7 @@ func (s *Store) alone(ctx context.Context, verb string, wait time.Duration) (*Lo
 		l, err := s.exclude(ctx, verb, min(gateHold, max(0, time.Until(deadline))))
 		g.Unlock()
 		if err == nil {
-			if err = s.dropLedgers(); err != nil {
+			if err = s.dropIndexCaches(); err != nil {
 				l.Unlock()
 				return nil, err
 			}

@@ -22,7 +22,7 @@ func (c *reclaim) alone(ctx context.Context) (*Lock, error) {
 	for deadline := time.Now().Add(c.o.Wait); ; {
 		l, err := c.s.exclude(ctx, "reclaim", 0)
 		if err == nil {
-			if err = c.s.dropLedgers(); err != nil {
+			if err = c.s.dropIndexCaches(); err != nil {
 				l.Unlock()
 				return nil, err
 			}

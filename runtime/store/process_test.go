@@ -150,7 +150,7 @@ func TestProcessesKilledWhileWriting(t *testing.T) {
 		intact(t, s)
 	}
 
-	killed := 10 // at most one unacknowledged deed per killed process
+	killed := 10 // at most one unacknowledged action per killed process
 	list, err := s.Sandboxes(ctx)
 	must(t, err)
 	have := map[string]bool{}

@@ -136,12 +136,12 @@ func (d *Draft) PutTree(ctx context.Context, n int, each func(fn func(overlay.En
 }
 
 // PutCollection is PutTree with what overlay.Collect has just written to path.
-// like are the pieces of a list which that is likely to share most lines with,
+// base has the pieces of a list which that is likely to share most lines with,
 // of a checkpoint that is ready and of which the caller has a Reader: what is the
 // same is not looked up again. It returns the pieces of the new list.
-func (d *Draft) PutCollection(ctx context.Context, n int, path string, like []overlay.Piece) ([]overlay.Piece, error) {
+func (d *Draft) PutCollection(ctx context.Context, n int, path string, base []overlay.Piece) ([]overlay.Piece, error) {
 	err := d.putTree(ctx, n, func(w *treeWriter) (err error) {
-		if w.like, err = newLikeness(like); err != nil {
+		if w.base, err = newBaseTree(base); err != nil {
 			return err
 		}
 		return overlay.CollectionLines(path, w.collected)
@@ -169,7 +169,7 @@ func (d *Draft) putTree(ctx context.Context, n int, write func(*treeWriter) erro
 	if err := write(w); err != nil {
 		return err
 	}
-	w.unlike()
+	w.dropBase()
 	w.cut()
 	if err := w.flush(); err != nil {
 		return err
@@ -205,7 +205,7 @@ type treeWriter struct {
 	ids   []pack.ID
 	ends  []int     // of the pieces in buf
 	there []bool    // those that need not be looked up
-	like  *likeness // nil: nothing is known that is like it
+	base  *baseTree // nil: none
 }
 
 func (w *treeWriter) entry(e overlay.Entry) error {
@@ -245,12 +245,12 @@ func (w *treeWriter) add(line []byte, data int64) error {
 	w.t.Data += data
 	size := len(line) + 1
 	if size > maxHeld || len(w.buf)-w.start+size > maxLines {
-		w.unlike()
+		w.dropBase()
 	}
 	if len(w.buf)-w.start+size > maxLines {
 		w.cut()
 	}
-	ends := w.like == nil && cutsAfter(line, avgLines-minLines)
+	ends := w.base == nil && cutsAfter(line, avgLines-minLines)
 	for len(line) >= maxLines {
 		w.buf = append(w.buf, line[:maxLines]...)
 		line = line[maxLines:]
@@ -260,7 +260,7 @@ func (w *treeWriter) add(line []byte, data int64) error {
 		}
 	}
 	w.buf = append(append(w.buf, line...), '\n')
-	if w.like != nil {
+	if w.base != nil {
 		w.offer(len(w.buf) - w.start)
 	} else if len(w.buf)-w.start >= minLines && ends {
 		w.cut()

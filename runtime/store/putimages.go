@@ -166,7 +166,7 @@ func ends(f *os.File) error {
 	return nil
 }
 
-func (d *Draft) putPages(ctx context.Context, dir *os.File, im *Image, old known) (err error) {
+func (d *Draft) putPages(ctx context.Context, dir *os.File, im *Image, old pageSource) (err error) {
 	f, info, err := openPlain(dir, im.Name)
 	if err != nil {
 		return err
@@ -191,7 +191,7 @@ func (d *Draft) putPages(ctx context.Context, dir *os.File, im *Image, old known
 			return fmt.Errorf("process image %s needs a recipe of %d bytes, %d are handled: %w", im.Name, len(recipe), maxRecipe, fault.ErrUnsupported)
 		}
 		// After very many changes it lies in very many places: time to begin anew.
-		return d.putPages(ctx, dir, im, known{})
+		return d.putPages(ctx, dir, im, pageSource{})
 	}
 	d.mu.Lock()
 	addSegments(&d.need, pages.Segments)
@@ -218,10 +218,10 @@ func (d *Draft) putPages(ctx context.Context, dir *os.File, im *Image, old known
 	return addPieces(&d.need, table)
 }
 
-// known is what may be referred to instead of being stored again: the pages of all images of
+// pageSource is what may be referred to instead of being stored again: the pages of all images of
 // the parent checkpoint. CRIU numbers the images anew in each dump, so their names mean
 // nothing.
-type known struct {
+type pageSource struct {
 	index *pack.PageIndex // nil: nothing
 	table Pieces          // that it was loaded from
 }
@@ -230,47 +230,47 @@ type known struct {
 // counts as none. So does one whose manifest was made elsewhere, for the hashes in its page
 // tables are not checked against the pages, and a damaged one, which would damage this
 // checkpoint too.
-func (d *Draft) knownPages(ctx context.Context) (known, error) {
+func (d *Draft) knownPages(ctx context.Context) (pageSource, error) {
 	if d.row.Parent == "" {
-		return known{}, nil
+		return pageSource{}, nil
 	}
 	var foreign, damaged bool
 	var digest string
 	err := d.s.read.QueryRowContext(ctx, "SELECT pulled, damaged <> '', digest FROM checkpoints WHERE id = ? AND status = 'ready'", d.row.Parent).Scan(&foreign, &damaged, &digest)
 	if errors.Is(err, sql.ErrNoRows) || damaged {
-		return known{}, nil
+		return pageSource{}, nil
 	}
 	if err != nil {
-		return known{}, cancelled(ctx, dbError("find the parent", err))
+		return pageSource{}, cancelled(ctx, dbError("find the parent", err))
 	}
 	if foreign {
 		if origin, err := d.s.Origin(d.row.Parent); err != nil || madeElsewhere(origin, digest) {
-			return known{}, nil
+			return pageSource{}, nil
 		}
 	}
 	k, err := d.loadPages(ctx)
 	for _, e := range []error{fault.ErrCorrupt, fault.ErrNotFound, fault.ErrState, fault.ErrUnsupported} {
 		if errors.Is(err, e) {
-			return known{}, nil
+			return pageSource{}, nil
 		}
 	}
 	return k, err
 }
 
-func (d *Draft) loadPages(ctx context.Context) (known, error) {
+func (d *Draft) loadPages(ctx context.Context) (pageSource, error) {
 	r, err := d.s.openReady(ctx, d.row.Parent)
 	if err != nil {
-		return known{}, err
+		return pageSource{}, err
 	}
 	defer r.Close()
 	r.pieces.x = d.x
-	var k known
+	var k pageSource
 	var recipe []pack.Segment
 	var need idSet
 	have := map[string]bool{}
 	images, err := r.Images(ctx)
 	if err != nil {
-		return known{}, err
+		return pageSource{}, err
 	}
 	for i := range images {
 		im := &images[i]
@@ -279,7 +279,7 @@ func (d *Draft) loadPages(ctx context.Context) (known, error) {
 		}
 		segs, err := r.recipe(ctx, im)
 		if err != nil {
-			return known{}, err
+			return pageSource{}, err
 		}
 		recipe = append(recipe, segs...)
 		addSegments(&need, segs)
@@ -291,20 +291,20 @@ func (d *Draft) loadPages(ctx context.Context) (known, error) {
 		}
 	}
 	if len(k.table) == 0 {
-		return known{}, nil
+		return pageSource{}, nil
 	}
 	// All that it refers to must be there: what is referred to again is not
 	// stored again.
 	gone, err := d.x.sound(ctx, need.list(), func(place) error { return nil })
 	if err != nil {
-		return known{}, err
+		return pageSource{}, err
 	}
 	if len(gone) > 0 {
-		return known{}, fmt.Errorf("piece %s is not there: %w", gone[0], fault.ErrCorrupt)
+		return pageSource{}, fmt.Errorf("piece %s is not there: %w", gone[0], fault.ErrCorrupt)
 	}
 	segs, err := segments(k.table)
 	if err != nil {
-		return known{}, err
+		return pageSource{}, err
 	}
 	// A record never crosses the parts of a table, but a part may be cut in two
 	// pieces anywhere, so that they are read as one.

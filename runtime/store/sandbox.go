@@ -241,7 +241,7 @@ func (s *Store) DeleteSandbox(ctx context.Context, id string) error {
 		return err
 	})
 	if err == nil {
-		s.dropMemory(id)
+		s.dropCaches(id)
 		s.dropLocks(id)
 	}
 	return err

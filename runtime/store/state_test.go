@@ -13,7 +13,7 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-func TestMemory(t *testing.T) {
+func TestCaches(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())
 	a, b := put(t, s, "a"), put(t, s, "b")
@@ -22,11 +22,11 @@ func TestMemory(t *testing.T) {
 		must(t, os.Chtimes(path, time.Now().Add(-age), time.Now().Add(-age)))
 		return path
 	}
-	kept, gone, orphan := write(s.MemoryPath(a.ID, 0), 48*time.Hour), write(s.MemoryPath(b.ID, 12), 0), write(s.MemoryPath(NewID(), 3), 0)
+	kept, gone, orphan := write(s.FileCachePath(a.ID, 0), 48*time.Hour), write(s.FileCachePath(b.ID, 12), 0), write(s.FileCachePath(NewID(), 3), 0)
 	if filepath.Dir(kept) != filepath.Join(s.root, "memory") || filepath.Base(kept) != a.ID+".0" {
 		t.Error(kept)
 	}
-	fresh, old := write(s.MemoryPath(a.ID, 0)+".tmp", 0), write(s.MemoryPath(a.ID, 1)+".tmp", 2*time.Hour)
+	fresh, old := write(s.FileCachePath(a.ID, 0)+".tmp", 0), write(s.FileCachePath(a.ID, 1)+".tmp", 2*time.Hour)
 	must(t, s.DeleteSandbox(ctx, b.ID))
 	if must1(exists(gone)) {
 		t.Error("it outlived its sandbox")

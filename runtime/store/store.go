@@ -173,7 +173,7 @@ func (s *Store) dbPath() string             { return filepath.Join(s.root, "stat
 func (s *Store) locksDir() string           { return filepath.Join(s.root, "locks") }
 func (s *Store) checkpointsDir() string     { return filepath.Join(s.root, "checkpoints") }
 func (s *Store) packsDir() string           { return filepath.Join(s.root, "packs") }
-func (s *Store) memoryDir() string          { return filepath.Join(s.root, "memory") }
+func (s *Store) cacheDir() string           { return filepath.Join(s.root, "memory") }
 func (s *Store) stagedDir() string          { return filepath.Join(s.root, "staged") }
 func (s *Store) failedDir() string          { return filepath.Join(s.root, "checkpoints", "failed") }
 func (s *Store) published(id string) string { return filepath.Join(s.root, "checkpoints", id) }
@@ -200,7 +200,7 @@ func (s *Store) makeDirs() error {
 	if err := s.checkParts(); err != nil {
 		return err
 	}
-	for _, dir := range []string{s.locksDir(), s.packsDir(), s.memoryDir(), s.checkpointsDir(), s.failedDir(), s.stagedDir()} {
+	for _, dir := range []string{s.locksDir(), s.packsDir(), s.cacheDir(), s.checkpointsDir(), s.failedDir(), s.stagedDir()} {
 		if err := unix.Lstat(dir, &st); err == nil && st.Mode&unix.S_IFMT == unix.S_IFDIR && st.Uid == 0 {
 			continue
 		}

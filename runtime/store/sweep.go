@@ -207,7 +207,7 @@ func (s *Store) Sweep(ctx context.Context) ([]string, error) {
 	}
 	said, err := s.sweepPacks(ctx, foreign)
 	did, errs = append(did, said...), append(errs, err)
-	errs = append(errs, s.sweepLocks(ctx), s.sweepMemory(ctx), s.sweepStaged(ctx), s.pruneLogs(), s.pruneFailures(ctx))
+	errs = append(errs, s.sweepLocks(ctx), s.sweepCaches(ctx), s.sweepStaged(ctx), s.pruneLogs(), s.pruneFailures(ctx))
 	return did, errors.Join(errs...)
 }
 

@@ -436,7 +436,7 @@ func (v *verification) shun(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	return v.s.dropLedgers() // which know nothing of it
+	return v.s.dropIndexCaches() // which know nothing of it
 }
 
 // unreadable knows the errors by which a disk says that it lost something.

@@ -14,13 +14,13 @@ import (
 // all of its data.
 const fresh = ".new"
 
-// memory returns the path of the file cache.
-func (t *Tree) memory() string { return t.Home.Store.MemoryPath(t.Home.Sandbox, t.Number) }
+// cachePath returns the path of the file cache.
+func (t *Tree) cachePath() string { return t.Home.Store.FileCachePath(t.Home.Sandbox, t.Number) }
 
 // fresh makes room for a collection beside the cache and beside the last collection.
 func (t *Tree) fresh() (string, error) {
-	out := t.memory() + fresh
-	if t.seen == out {
+	out := t.cachePath() + fresh
+	if t.collection == out {
 		out += ".2"
 	}
 	return out, remove(out)
@@ -32,35 +32,35 @@ func (t *Tree) Know(ctx context.Context) { t.know(ctx, true) }
 // know is Know; without prove the caller proves the cache. A cache is valid as long as the
 // checkpoint it was built with is: all pieces that it names are then in the store.
 func (t *Tree) know(ctx context.Context, prove bool) {
-	t.seen = ""
-	base, err := overlay.MemoryBase(t.memory(), prove)
+	t.collection = ""
+	base, err := overlay.CacheBase(t.cachePath(), prove)
 	if err != nil {
 		return
 	}
 	row, err := t.Home.Store.Checkpoint(ctx, base)
 	if err == nil && row.Status == store.Ready && row.Damaged == "" {
-		t.seen = t.memory()
+		t.collection = t.cachePath()
 	}
 }
 
 // Remember makes the last collection the file cache. Without the cache the next checkpoint
 // reads more, and is still correct.
 func (t *Tree) Remember() error {
-	path := t.memory()
-	err := os.Rename(t.seen, path)
+	path := t.cachePath()
+	err := os.Rename(t.collection, path)
 	if errors.Is(err, os.ErrExist) { // a directory, and nothing at that path is needed
 		if err = remove(path); err == nil {
-			err = os.Rename(t.seen, path)
+			err = os.Rename(t.collection, path)
 		}
 	}
 	if err == nil {
-		t.seen = path
+		t.collection = path
 	}
 	return err
 }
 
 // Forget deletes the file cache.
-func (t *Tree) Forget() error { return remove(t.memory()) }
+func (t *Tree) Forget() error { return remove(t.cachePath()) }
 
 // proven makes the last collection, which is a checkpoint's, the file cache.
 func (t *Tree) proven() error {
@@ -68,17 +68,17 @@ func (t *Tree) proven() error {
 		return err
 	}
 	t.pieces = nil
-	return t.unsee()
+	return t.dropScratch()
 }
 
 // unproven deletes a collection that is no checkpoint's, and the file cache.
 func (t *Tree) unproven(err error) error {
-	return errors.Join(err, remove(t.seen), t.Forget())
+	return errors.Join(err, remove(t.collection), t.Forget())
 }
 
-// unsee deletes collections that did not become the file cache.
-func (t *Tree) unsee() error {
-	path := t.memory() + fresh
+// dropScratch deletes collections that did not become the file cache.
+func (t *Tree) dropScratch() error {
+	path := t.cachePath() + fresh
 	return errors.Join(remove(path), remove(path+".2"))
 }
 

@@ -22,7 +22,7 @@ type Change struct {
 	update *overlay.Update // nil: not planned
 	known  bool            // it is planned with the file cache alone, which has the target's files
 	forced bool
-	learnt *overlay.Learnt // what must still be written to the file cache
+	patch  *overlay.CachePatch // what must still be written to the file cache
 }
 
 // PlanOptions modify Plan.
@@ -42,12 +42,12 @@ func (t *Tree) Plan(ctx context.Context, to Target, opts PlanOptions) (*Change, 
 	case opts.Scratch != "":
 		t.Know(ctx)
 		out := filepath.Join(opts.Scratch, strconv.Itoa(t.Number))
-		known := overlay.CollectOptions{Known: t.seen, Trust: true, Tolerant: true}
+		known := overlay.CollectOptions{Cache: t.collection, Trust: true, Tolerant: true}
 		if _, err := overlay.Collect(ctx, t.Dir, out, store.Cutter{}, known); err != nil {
 			return nil, err
 		}
-		t.seen, t.pieces = out, nil
-	case t.seen == "":
+		t.collection, t.pieces = out, nil
+	case t.collection == "":
 		t.Know(ctx)
 		if err := t.look(ctx, overlay.CollectOptions{Paranoid: opts.Paranoid}); err != nil {
 			return nil, err
@@ -64,7 +64,7 @@ func (t *Tree) Plan(ctx context.Context, to Target, opts PlanOptions) (*Change, 
 // plan compares the last collection with a target.
 func (t *Tree) plan(ctx context.Context, to Target) (*overlay.Update, error) {
 	if len(to.lost(t.Number)) > 0 {
-		u, err := overlay.PlanUpdate(ctx, t.seen, to.entries(ctx, t.Number))
+		u, err := overlay.PlanUpdate(ctx, t.collection, to.entries(ctx, t.Number))
 		if err != nil {
 			err = fmt.Errorf("compare the files: %w", err)
 		}
@@ -75,7 +75,7 @@ func (t *Tree) plan(ctx context.Context, to Target) (*overlay.Update, error) {
 		if err != nil {
 			return nil, err
 		}
-		u, err := overlay.PlanUpdatePieces(ctx, t.seen, t.pieces, list, func(from, until int) (io.ReadCloser, error) {
+		u, err := overlay.PlanUpdatePieces(ctx, t.collection, t.pieces, list, func(from, until int) (io.ReadCloser, error) {
 			return to.Reader.TreePart(ctx, t.Number, from, until)
 		})
 		if err == nil {
@@ -86,7 +86,7 @@ func (t *Tree) plan(ctx context.Context, to Target) (*overlay.Update, error) {
 	if err != nil {
 		return nil, err
 	}
-	u, err := overlay.PlanUpdateTree(ctx, t.seen, list)
+	u, err := overlay.PlanUpdateTree(ctx, t.collection, list)
 	if err = errors.Join(err, list.Close()); err != nil {
 		return nil, fmt.Errorf("compare the files: %w", errors.Join(err, u.Close()))
 	}
@@ -95,19 +95,19 @@ func (t *Tree) plan(ctx context.Context, to Target) (*overlay.Update, error) {
 
 // planKnown is plan for a tree whose file cache has exactly the target's files, as most often
 // the last collection was of this very checkpoint.
-func (t *Tree) planKnown(ctx context.Context, to Target) (*overlay.Update, error) {
+func (t *Tree) planCached(ctx context.Context, to Target) (*overlay.Update, error) {
 	proof := guard.Start(func() error {
 		list, err := to.Reader.TreePieces(ctx, t.Number)
 		if err != nil {
 			return err
 		}
-		same, err := overlay.ProveKnown(t.seen, list)
+		same, err := overlay.ProveCache(t.collection, list)
 		if err == nil && !same {
 			err = fmt.Errorf("the checkpoint has another list than what is known: %w", runtime.ErrState)
 		}
 		return err
 	})
-	u, err := overlay.PlanUpdateKnown(ctx, t.Dir, t.seen, t.Home.Steps.Reading())
+	u, err := overlay.PlanUpdateCached(ctx, t.Dir, t.collection, t.Home.Steps.Reading())
 	if err := errors.Join(<-proof, err); err != nil {
 		return nil, errors.Join(err, u.Close())
 	}
@@ -159,8 +159,8 @@ func (c *Change) Apply(ctx context.Context) error {
 }
 
 func (c *Change) apply(ctx context.Context, u *overlay.Update) error {
-	if c.tree.Aside {
-		return u.ApplyAside(ctx, c.tree.Dir, c.tree.stage())
+	if c.tree.Displacing {
+		return u.ApplyDisplacing(ctx, c.tree.Dir, c.tree.stage())
 	}
 	return u.Apply(ctx, c.tree.Dir, c.tree.stage())
 }
@@ -198,7 +198,7 @@ func (c *Change) change(ctx context.Context) error {
 // Revert makes a tree what it was before the change: from the displaced files or, if there are
 // none, from a checkpoint of that state.
 func (c *Change) Revert(ctx context.Context, was Target) error {
-	if c.tree.Aside {
+	if c.tree.Displacing {
 		return c.putBack(ctx)
 	}
 	return c.tree.Change(was).Force(ctx)
@@ -214,7 +214,7 @@ func (c *Change) Close() error {
 
 // stage returns where a change stages what the tree lacks.
 func (t *Tree) stage() string {
-	if t.Aside {
+	if t.Displacing {
 		return filepath.Join(t.displaced(), "new")
 	}
 	return t.Dir + ".new"
@@ -222,7 +222,7 @@ func (t *Tree) stage() string {
 
 // unstage makes room for the next stage.
 func (t *Tree) unstage() error {
-	if t.Aside {
+	if t.Displacing {
 		return t.keepStage()
 	}
 	return remove(t.stage())
@@ -231,7 +231,7 @@ func (t *Tree) unstage() error {
 // Clear deletes what changes have left beside the tree. Without all it keeps displaced files,
 // which are the way back.
 func (t *Tree) Clear(all bool) error {
-	if t.Aside && !all {
+	if t.Displacing && !all {
 		return nil
 	}
 	err := remove(t.stage())

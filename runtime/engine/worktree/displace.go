@@ -30,7 +30,7 @@ func (t *Tree) displaced() string { return t.Dir + ".old" }
 
 // Displaced returns the directory of the displaced files of a change, or "".
 func (t *Tree) Displaced() string {
-	if !t.Aside {
+	if !t.Displacing {
 		return ""
 	}
 	return t.displaced()
@@ -77,10 +77,10 @@ func (t *Tree) PlanDisplacing(ctx context.Context, to Target, paranoid bool) (_ 
 	defer func() {
 		if !ok {
 			err = errors.Join(err, c.Close())
-			t.seen, t.Aside = "", false
+			t.collection, t.Displacing = "", false
 		}
 	}()
-	t.Aside = true
+	t.Displacing = true
 	if err := remove(t.displaced()); err != nil {
 		return nil, err
 	}
@@ -92,7 +92,7 @@ func (t *Tree) PlanDisplacing(ctx context.Context, to Target, paranoid bool) (_ 
 			err = errors.Join(err, remove(t.displaced()))
 		}
 	}()
-	if fits, err := c.update.Aside(t.displaced()); err != nil || !fits {
+	if fits, err := c.update.CanDisplace(t.displaced()); err != nil || !fits {
 		return nil, err
 	}
 	if !c.update.Empty() {
@@ -115,16 +115,16 @@ func (t *Tree) PlanDisplacing(ctx context.Context, to Target, paranoid bool) (_ 
 func (t *Tree) compare(ctx context.Context, to Target, paranoid bool) (*Change, error) {
 	c := t.Change(to)
 	t.know(ctx, false)
-	base, err := overlay.MemoryBase(t.memory(), false)
-	if t.seen != "" && err == nil && base == to.Reader.Manifest().ID && !paranoid {
+	base, err := overlay.CacheBase(t.cachePath(), false)
+	if t.collection != "" && err == nil && base == to.Reader.Manifest().ID && !paranoid {
 		// Usually the last collection was of this very checkpoint.
-		c.update, err = t.planKnown(ctx, to)
+		c.update, err = t.planCached(ctx, to)
 		if c.known = err == nil; err == nil || ctx.Err() != nil {
 			return c, err
 		}
 		t.Home.Log.Debug("files compared with the checkpoint's list", "sandbox", t.Home.Sandbox, "why", err)
 	}
-	if t.seen != "" {
+	if t.collection != "" {
 		t.Know(ctx) // which proves it
 	}
 	if err := t.look(ctx, overlay.CollectOptions{Paranoid: paranoid}); err != nil {
@@ -138,7 +138,7 @@ func (t *Tree) compare(ctx context.Context, to Target, paranoid bool) (*Change, 
 // lazy. The way back is durable by then.
 func (c *Change) Begin(record func(lazy bool) error) error {
 	t := c.tree
-	if !t.Aside {
+	if !t.Displacing {
 		return record(false)
 	}
 	together, err := sameFilesystem(t.Dir, t.Home.Store.Root())
@@ -159,7 +159,7 @@ func (c *Change) Begin(record func(lazy bool) error) error {
 // Untouched reports whether a change that displaces files had not begun to before a power cut:
 // its DIR.old/before did not reach the disk completely.
 func (t *Tree) Untouched() (bool, error) {
-	if !t.Aside {
+	if !t.Displacing {
 		return false, nil
 	}
 	_, err := overlay.Before(t.before(), nil)
@@ -185,15 +185,15 @@ func (c *Change) putBack(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	kept, err := overlay.OpenAside(ctx, t.displaced())
+	kept, err := overlay.OpenDisplaced(ctx, t.displaced())
 	if err != nil {
 		return err
 	}
-	t.seen = ""
+	t.collection = ""
 	if err := t.look(ctx, overlay.CollectOptions{}); err != nil {
 		return err
 	}
-	u, err := overlay.PlanUpdate(ctx, t.seen, was)
+	u, err := overlay.PlanUpdate(ctx, t.collection, was)
 	if err != nil {
 		return err
 	}
@@ -217,7 +217,7 @@ func (c *Change) putBack(ctx context.Context) (err error) {
 		return err
 	}
 	// No checkpoint has this collection, so it cannot become the file cache.
-	if err := errors.Join(t.unsee(), syncfs(t.Dir)); err != nil {
+	if err := errors.Join(t.dropScratch(), syncfs(t.Dir)); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("restore.aside.back"); err != nil {
@@ -226,13 +226,13 @@ func (c *Change) putBack(ctx context.Context) (err error) {
 	if err := remove(t.displaced()); err != nil {
 		return err
 	}
-	t.Aside = false
+	t.Displacing = false
 	return nil
 }
 
 // displacedSource reads displaced files, and takes the data of all others from the target.
 type displacedSource struct {
-	kept  *overlay.Aside
+	kept  *overlay.Displaced
 	other overlay.Source
 }
 

@@ -40,13 +40,13 @@ type Home struct {
 // Tree is one directory in a checkpoint: the upperdir, or the data of a volume. In JSON it is
 // a part of the journal.
 type Tree struct {
-	Dir    string `json:"dir"`
-	Number int    `json:"number"` // in a checkpoint; 0: the upperdir, 1+i: Manifest.Volumes[i]
-	Aside  bool   `json:"aside"`  // a change displaces what it replaces, as the way back
-	Home   Home   `json:"-"`
+	Dir        string `json:"dir"`
+	Number     int    `json:"number"` // in a checkpoint; 0: the upperdir, 1+i: Manifest.Volumes[i]
+	Displacing bool   `json:"aside"`  // a change displaces what it replaces, as the way back
+	Home       Home   `json:"-"`
 
-	seen   string          // path of its last collection; empty: none yet
-	pieces []overlay.Piece // of the list in that collection; nil: not known
+	collection string          // path of its last collection; empty: none yet
+	pieces     []overlay.Piece // of the list in that collection; nil: not known
 }
 
 // Each calls do for every tree, concurrently.
@@ -69,39 +69,39 @@ func Sync(ctx context.Context, trees []Tree) error {
 func (t *Tree) ReadAhead(ctx context.Context, out string, sink overlay.Sink, paranoid bool) error {
 	t.Know(ctx)
 	_, err := overlay.Collect(ctx, t.Dir, out, t.Home.Steps.Sink(runtime.PhaseFiles, sink), overlay.CollectOptions{
-		Known: t.seen, Trust: true, Tolerant: true, Paranoid: paranoid,
+		Cache: t.collection, Trust: true, Tolerant: true, Paranoid: paranoid,
 	})
 	if err != nil {
 		return fmt.Errorf("read files ahead: %w", err)
 	}
-	t.seen = out
+	t.collection = out
 	return nil
 }
 
 // Capture collects the tree, which does not change now, and has sink store the data that is
-// not known. Known and Trust of opts are its own.
+// not cached. Cache and Trust of opts are its own.
 func (t *Tree) Capture(ctx context.Context, sink overlay.Sink, opts overlay.CollectOptions) error {
-	out := t.memory() + fresh
+	out := t.cachePath() + fresh
 	if err := remove(out); err != nil {
 		return err
 	}
-	opts.Known, opts.Trust = t.seen, true
+	opts.Cache, opts.Trust = t.collection, true
 	if _, err := overlay.Collect(ctx, t.Dir, out, t.Home.Steps.Sink(runtime.PhaseFiles, sink), opts); err != nil {
 		return err
 	}
-	t.seen = out
+	t.collection = out
 	return nil
 }
 
 // Put puts the list of what was captured into a draft. The directory may be in use again. like
 // are the pieces of a list that is likely similar.
 func (t *Tree) Put(ctx context.Context, draft *store.Draft, like []overlay.Piece) (err error) {
-	t.pieces, err = draft.PutCollection(ctx, t.Number, t.seen, like)
+	t.pieces, err = draft.PutCollection(ctx, t.Number, t.collection, like)
 	return err
 }
 
 // Adopt takes over what a checkpoint of the same directory has just collected.
-func (t *Tree) Adopt(from Tree) { t.seen, t.pieces = from.seen, from.pieces }
+func (t *Tree) Adopt(from Tree) { t.collection, t.pieces = from.collection, from.pieces }
 
 // look collects a tree that nothing writes to, without storing its data.
 func (t *Tree) look(ctx context.Context, opts overlay.CollectOptions) error {
@@ -109,11 +109,11 @@ func (t *Tree) look(ctx context.Context, opts overlay.CollectOptions) error {
 	if err != nil {
 		return err
 	}
-	opts.Known, opts.Trust = t.seen, true
+	opts.Cache, opts.Trust = t.collection, true
 	if _, err := overlay.Collect(ctx, t.Dir, out, t.Home.Steps.Reading(), opts); err != nil {
 		return err
 	}
-	t.seen, t.pieces = out, nil
+	t.collection, t.pieces = out, nil
 	return nil
 }
 
@@ -121,7 +121,7 @@ func (t *Tree) look(ctx context.Context, opts overlay.CollectOptions) error {
 func (t *Tree) entries() iter.Seq2[overlay.Entry, error] {
 	stop := errors.New("stop")
 	return func(yield func(overlay.Entry, error) bool) {
-		err := overlay.Collection(t.seen, func(e overlay.Entry) error {
+		err := overlay.Collection(t.collection, func(e overlay.Entry) error {
 			if !yield(e, nil) {
 				return stop
 			}

@@ -34,7 +34,7 @@ func (c *Change) Verify(ctx context.Context, opts VerifyOptions) error {
 			return err
 		}
 	}
-	if opts.Still || t.Aside { // no process has ended
+	if opts.Still || t.Displacing { // no process has ended
 		return c.prove(ctx, opts.Paranoid)
 	}
 	err := c.differs(ctx, opts.Paranoid)
@@ -105,33 +105,33 @@ func (c *Change) differs(ctx context.Context, paranoid bool) error {
 func (c *Change) witnessed(ctx context.Context, all bool) (bool, error) {
 	t := c.tree
 	if c.known {
-		got, err := c.update.CheckKnown(ctx, t.Dir, t.seen, t.Home.Steps.Reading())
-		c.learnt = got
+		got, err := c.update.CheckCached(ctx, t.Dir, t.collection, t.Home.Steps.Reading())
+		c.patch = got
 		return got != nil, err
 	}
 	out, err := t.fresh()
 	if err != nil {
 		return false, err
 	}
-	ok, err := c.update.Check(ctx, t.Dir, t.seen, out, t.Home.Steps.Reading(), c.to.Reader.Manifest().ID, all)
+	ok, err := c.update.Check(ctx, t.Dir, t.collection, out, t.Home.Steps.Reading(), c.to.Reader.Manifest().ID, all)
 	if err != nil || !ok {
 		return false, err
 	}
-	t.seen = out
+	t.collection = out
 	return true, t.proven()
 }
 
 // Learn writes the changed inodes to a file cache that is otherwise still true. The tree may
 // be in use again.
 func (c *Change) Learn() {
-	if c.learnt == nil {
+	if c.patch == nil {
 		return
 	}
 	t := c.tree
-	if err := c.learnt.Write(c.to.Reader.Manifest().ID); err != nil {
+	if err := c.patch.Write(c.to.Reader.Manifest().ID); err != nil {
 		// A half-written cache must not be used.
-		err = errors.Join(err, remove(t.seen))
+		err = errors.Join(err, remove(t.collection))
 		t.Home.Log.Warn("file cache not kept; files will be read again", "sandbox", t.Home.Sandbox, "err", err)
 	}
-	c.learnt = nil
+	c.patch = nil
 }

@@ -159,7 +159,7 @@ func TestBecomes(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = st.Close() })
-	seen := map[string]int{}
+	collection := map[string]int{}
 	round := 0
 	rapid.Check(t, func(rt *rapid.T) {
 		round++
@@ -206,7 +206,7 @@ func TestBecomes(t *testing.T) {
 			b.ok(c.Stage(ctx))
 		}
 		defer c.Close()
-		seen[way]++
+		collection[way]++
 		b.is(now)
 		began := false
 		if way != "force" {
@@ -234,15 +234,15 @@ func TestBecomes(t *testing.T) {
 			b.ok(err)
 			c.Learn()
 			b.is(then)
-			seen["done"]++
+			collection["done"]++
 		} else {
-			seen["stopped"]++
+			collection["stopped"]++
 		}
 		switch {
 		case err == nil && is("reverts although it is done"), err != nil && is("reverts"):
 			b.ok(c.Revert(ctx, Target{Reader: now}))
 			b.is(now)
-			seen["reverted"]++
+			collection["reverted"]++
 		case err != nil: // another process finishes it
 			data, err := json.Marshal(tree)
 			b.ok(err)
@@ -257,7 +257,7 @@ func TestBecomes(t *testing.T) {
 			b.ok(c.Verify(ctx, VerifyOptions{}))
 			b.is(then)
 			b.ok(c.Close())
-			seen["finished"]++
+			collection["finished"]++
 		}
 		b.ok(c.Close())
 		b.ok(tree.Clear(true))
@@ -271,7 +271,7 @@ func TestBecomes(t *testing.T) {
 		b.ok(last.Close())
 	})
 	for _, what := range []string{"plan", "displace", "force", "done", "stopped", "reverted", "finished"} {
-		if seen[what] == 0 && !t.Failed() {
+		if collection[what] == 0 && !t.Failed() {
 			t.Errorf("never tried: %s", what)
 		}
 	}

@@ -17,25 +17,25 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// A memory is what Collect writes: every entry of a directory, in the order of
-// ComparePaths, with what is needed to know its inode again. It is a cache: it is
-// not made durable, and one that is hurt in any way is not used. All numbers are
+// A file cache is what Collect writes: every entry of a directory, in the order of
+// ComparePaths, with what is needed to recognize its inode. It is not made durable,
+// and one that is damaged in any way is not used. All numbers are
 // little endian.
 //
 //	header   16 bytes that name the format, major and minor (uint32) and era (32 bytes) of the filesystem
-//	records  see memoryRecord
+//	records  see cacheRecord
 //	trailer  base, its length (uint32), number of records (uint64), BLAKE3 of header
 //	         and records (32 bytes), BLAKE3 of the trailer up to here (32 bytes)
 //
 // The base comes last so that another can be set without hashing it all again.
 const (
-	memoryMagic   = "agentbox memory2"
-	memoryHeader  = len(memoryMagic) + 8 + len(era{})
-	memoryTrailer = 4 + 8 + 32 + 32 // without the base
-	maxBase       = 4 << 10
+	cacheMagic   = "agentbox memory2"
+	cacheHeader  = len(cacheMagic) + 8 + len(era{})
+	cacheTrailer = 4 + 8 + 32 + 32 // without the base
+	maxBase      = 4 << 10
 )
 
-// memoryRecord is one entry of a memory:
+// cacheRecord is one entry of a file cache:
 //
 //	 0 uint32  length of the record
 //	 4 uint8   flags
@@ -47,7 +47,7 @@ const (
 //
 // The NUL lets the kernel read the name where it lies. There is no JSON in a
 // record with flagHole.
-type memoryRecord []byte
+type cacheRecord []byte
 
 const (
 	recordHead = 80
@@ -100,16 +100,16 @@ func (k *inodeKey) ctime() Time {
 	return Time{int64(binary.LittleEndian.Uint64(k[24:])), int64(binary.LittleEndian.Uint32(k[36:]))}
 }
 
-func (r memoryRecord) flags() byte    { return r[4] }
-func (r memoryRecord) nameLen() int   { return int(r[5]) }
-func (r memoryRecord) depth() int     { return int(binary.LittleEndian.Uint16(r[6:])) }
-func (r memoryRecord) key() *inodeKey { return (*inodeKey)(r[8:72]) }
-func (r memoryRecord) data() int64    { return int64(binary.LittleEndian.Uint64(r[72:])) }
-func (r memoryRecord) name() []byte   { return r[recordHead : recordHead+r.nameLen()] }
-func (r memoryRecord) line() []byte   { return r[recordHead+r.nameLen()+1:] }
+func (r cacheRecord) flags() byte    { return r[4] }
+func (r cacheRecord) nameLen() int   { return int(r[5]) }
+func (r cacheRecord) depth() int     { return int(binary.LittleEndian.Uint16(r[6:])) }
+func (r cacheRecord) key() *inodeKey { return (*inodeKey)(r[8:72]) }
+func (r cacheRecord) data() int64    { return int64(binary.LittleEndian.Uint64(r[72:])) }
+func (r cacheRecord) name() []byte   { return r[recordHead : recordHead+r.nameLen()] }
+func (r cacheRecord) line() []byte   { return r[recordHead+r.nameLen()+1:] }
 
 // count adds what the record stands for to s.
-func (r memoryRecord) count(s *Summary) {
+func (r cacheRecord) count(s *Summary) {
 	if r.flags()&flagHole != 0 {
 		return
 	}
@@ -144,21 +144,21 @@ func appendRecord(b []byte, flags byte, depth int, key *inodeKey, name string, e
 	return b
 }
 
-// memoryWriter writes a memory.
-type memoryWriter struct {
+// cacheWriter writes a file cache.
+type cacheWriter struct {
 	w     io.Writer
 	sum   *blake3.Hasher
 	buf   []byte
 	count uint64
 }
 
-// memoryBuffer is small: memory that a process has not touched yet costs more
+// cacheBuffer is small: memory that a process has not touched yet costs more
 // than the calls that a larger buffer saves.
-const memoryBuffer = 64 << 10
+const cacheBuffer = 64 << 10
 
-func newMemoryWriter(w io.Writer, major, minor uint32) *memoryWriter {
-	m := &memoryWriter{w: w, sum: blake3.New(), buf: make([]byte, 0, memoryBuffer+memoryBuffer/2)}
-	m.buf = append(m.buf, memoryMagic...)
+func newCacheWriter(w io.Writer, major, minor uint32) *cacheWriter {
+	m := &cacheWriter{w: w, sum: blake3.New(), buf: make([]byte, 0, cacheBuffer+cacheBuffer/2)}
+	m.buf = append(m.buf, cacheMagic...)
 	m.buf = binary.LittleEndian.AppendUint32(m.buf, major)
 	m.buf = binary.LittleEndian.AppendUint32(m.buf, minor)
 	in := eraOf(major, minor)
@@ -167,49 +167,49 @@ func newMemoryWriter(w io.Writer, major, minor uint32) *memoryWriter {
 }
 
 // records adds n records as they are.
-func (m *memoryWriter) records(p []byte, n int) error {
+func (m *cacheWriter) records(p []byte, n int) error {
 	m.count += uint64(n)
 	m.buf = append(m.buf, p...)
 	return m.spill()
 }
 
 // entry adds the record of an entry and returns it; it is valid until the next call.
-func (m *memoryWriter) entry(flags byte, depth int, key *inodeKey, name string, e *Entry) (memoryRecord, error) {
+func (m *cacheWriter) entry(flags byte, depth int, key *inodeKey, name string, e *Entry) (cacheRecord, error) {
 	if err := m.spill(); err != nil {
 		return nil, err
 	}
 	start := len(m.buf)
 	m.buf = appendRecord(m.buf, flags, depth, key, name, e)
 	m.count++
-	return memoryRecord(m.buf[start:]), nil
+	return cacheRecord(m.buf[start:]), nil
 }
 
-func (m *memoryWriter) spill() error {
-	if len(m.buf) < memoryBuffer {
+func (m *cacheWriter) spill() error {
+	if len(m.buf) < cacheBuffer {
 		return nil
 	}
 	return m.flush()
 }
 
-func (m *memoryWriter) flush() error {
+func (m *cacheWriter) flush() error {
 	_, _ = m.sum.Write(m.buf)
 	if _, err := m.w.Write(m.buf); err != nil {
-		return fmt.Errorf("write memory: %w", err)
+		return fmt.Errorf("write file cache: %w", err)
 	}
 	m.buf = m.buf[:0]
 	if cap(m.buf) > 4<<20 {
-		m.buf = make([]byte, 0, memoryBuffer+memoryBuffer/2) // one huge entry is not remembered for ever
+		m.buf = make([]byte, 0, cacheBuffer+cacheBuffer/2) // one huge entry does not keep the buffer large
 	}
 	return nil
 }
 
-func (m *memoryWriter) finish(base string) error {
+func (m *cacheWriter) finish(base string) error {
 	if err := m.flush(); err != nil {
 		return err
 	}
 	t := trailer{base: base, count: m.count, sum: [32]byte(m.sum.Sum(nil))}
 	if _, err := m.w.Write(t.append(nil)); err != nil {
-		return fmt.Errorf("write memory: %w", err)
+		return fmt.Errorf("write file cache: %w", err)
 	}
 	return nil
 }
@@ -230,8 +230,8 @@ func (t *trailer) append(b []byte) []byte {
 	return append(b, own[:]...)
 }
 
-// memory is an open memory of which header and trailer are proven.
-type memory struct {
+// fileCache is an open file cache of which header and trailer are proven.
+type fileCache struct {
 	trailer
 	f            *os.File
 	end          int64 // of the records
@@ -240,18 +240,18 @@ type memory struct {
 }
 
 func damaged(format string, a ...any) error {
-	return fmt.Errorf("memory: %s: %w", fmt.Sprintf(format, a...), fault.ErrCorrupt)
+	return fmt.Errorf("file cache: %s: %w", fmt.Sprintf(format, a...), fault.ErrCorrupt)
 }
 
-func openMemory(path string) (*memory, error) {
+func openCache(path string) (*fileCache, error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		return nil, fmt.Errorf("memory %s: %w", path, fault.ErrNotFound)
+		return nil, fmt.Errorf("file cache %s: %w", path, fault.ErrNotFound)
 	case err != nil:
-		return nil, fmt.Errorf("memory: %w", err)
+		return nil, fmt.Errorf("file cache: %w", err)
 	}
-	m := &memory{f: f}
+	m := &fileCache{f: f}
 	if err := m.begin(); err != nil {
 		_ = f.Close()
 		return nil, err
@@ -259,34 +259,34 @@ func openMemory(path string) (*memory, error) {
 	return m, nil
 }
 
-func (m *memory) begin() error {
+func (m *fileCache) begin() error {
 	info, err := m.f.Stat()
 	if err != nil {
-		return fmt.Errorf("memory: %w", err)
+		return fmt.Errorf("file cache: %w", err)
 	}
-	if !info.Mode().IsRegular() || info.Size() < int64(memoryHeader+memoryTrailer) {
+	if !info.Mode().IsRegular() || info.Size() < int64(cacheHeader+cacheTrailer) {
 		return damaged("it is cut off")
 	}
-	head := make([]byte, memoryHeader)
+	head := make([]byte, cacheHeader)
 	if _, err := m.f.ReadAt(head, 0); err != nil {
-		return fmt.Errorf("memory: %w", err)
+		return fmt.Errorf("file cache: %w", err)
 	}
-	if string(head[:len(memoryMagic)]) != memoryMagic {
+	if string(head[:len(cacheMagic)]) != cacheMagic {
 		return damaged("another format")
 	}
-	m.major = binary.LittleEndian.Uint32(head[len(memoryMagic):])
-	m.minor = binary.LittleEndian.Uint32(head[len(memoryMagic)+4:])
-	m.era = era(head[len(memoryMagic)+8:])
-	tail := make([]byte, min(info.Size()-int64(memoryHeader), int64(memoryTrailer+maxBase)))
+	m.major = binary.LittleEndian.Uint32(head[len(cacheMagic):])
+	m.minor = binary.LittleEndian.Uint32(head[len(cacheMagic)+4:])
+	m.era = era(head[len(cacheMagic)+8:])
+	tail := make([]byte, min(info.Size()-int64(cacheHeader), int64(cacheTrailer+maxBase)))
 	if _, err := m.f.ReadAt(tail, info.Size()-int64(len(tail))); err != nil {
-		return fmt.Errorf("memory: %w", err)
+		return fmt.Errorf("file cache: %w", err)
 	}
-	rest := tail[len(tail)-memoryTrailer:]
+	rest := tail[len(tail)-cacheTrailer:]
 	n := int(binary.LittleEndian.Uint32(rest))
-	if n > maxBase || n > len(tail)-memoryTrailer {
+	if n > maxBase || n > len(tail)-cacheTrailer {
 		return damaged("its trailer says %d bytes of base", n)
 	}
-	tail = tail[len(tail)-memoryTrailer-n:]
+	tail = tail[len(tail)-cacheTrailer-n:]
 	m.trailer = trailer{base: string(tail[:n]), count: binary.LittleEndian.Uint64(rest[4:]), sum: [32]byte(rest[12:44])}
 	if !bytes.Equal(m.trailer.append(nil), tail) {
 		return damaged("its trailer is not what was written")
@@ -295,13 +295,13 @@ func (m *memory) begin() error {
 	return nil
 }
 
-func (m *memory) close() { _ = m.f.Close() }
+func (m *fileCache) close() { _ = m.f.Close() }
 
 // verify proves header and records.
-func (m *memory) verify() error {
+func (m *fileCache) verify() error {
 	h := blake3.New()
-	if _, err := io.CopyBuffer(h, io.NewSectionReader(m.f, 0, m.end), make([]byte, memoryBuffer)); err != nil {
-		return fmt.Errorf("memory: %w", err)
+	if _, err := io.CopyBuffer(h, io.NewSectionReader(m.f, 0, m.end), make([]byte, cacheBuffer)); err != nil {
+		return fmt.Errorf("file cache: %w", err)
 	}
 	if !bytes.Equal(h.Sum(nil), m.sum[:]) {
 		return damaged("it is not what was written")
@@ -310,9 +310,9 @@ func (m *memory) verify() error {
 }
 
 // reader returns a reader of all records.
-func (m *memory) reader() *recordReader {
-	body := io.NewSectionReader(m.f, int64(memoryHeader), m.end-int64(memoryHeader))
-	return &recordReader{r: bufio.NewReaderSize(body, memoryBuffer), left: m.count, depth: -1, at: int64(memoryHeader)}
+func (m *fileCache) reader() *recordReader {
+	body := io.NewSectionReader(m.f, int64(cacheHeader), m.end-int64(cacheHeader))
+	return &recordReader{r: bufio.NewReaderSize(body, cacheBuffer), left: m.count, depth: -1, at: int64(cacheHeader)}
 }
 
 // recordReader reads records one after the other. They are proven to have a
@@ -321,11 +321,11 @@ func (m *memory) reader() *recordReader {
 type recordReader struct {
 	r     *bufio.Reader
 	left  uint64
-	depth int          // of cur; -1 before the first
-	cur   memoryRecord // nil after the last; valid until next
-	at    int64        // of cur in the memory
-	size  int64        // of cur
-	skip  int          // bytes of cur that are still in r
+	depth int         // of cur; -1 before the first
+	cur   cacheRecord // nil after the last; valid until next
+	at    int64       // of cur in the cache
+	size  int64       // of cur
+	skip  int         // bytes of cur that are still in r
 }
 
 func (r *recordReader) next() error {
@@ -346,7 +346,7 @@ func (r *recordReader) next() error {
 		return damaged("%v", err)
 	}
 	size := int64(binary.LittleEndian.Uint32(head))
-	name, depth := int(head[5]), memoryRecord(head).depth()
+	name, depth := int(head[5]), cacheRecord(head).depth()
 	if size < int64(recordHead+name+1) || size > maxRecord || name == 0 ||
 		depth > r.depth+1 || depth > maxDepth || (depth == 0) != (r.depth < 0) {
 		return damaged("a record of %d bytes at depth %d has no place", size, depth)
@@ -366,7 +366,7 @@ func (r *recordReader) next() error {
 		}
 		b = long.Bytes()
 	}
-	rec := memoryRecord(b)
+	rec := cacheRecord(b)
 	if !validName(rec.name(), depth) || b[recordHead+name] != 0 || (len(rec.line()) == 0) != (rec.flags()&flagHole != 0) {
 		return damaged("a record is named %q", clip(string(rec.name())))
 	}
@@ -381,11 +381,11 @@ func validName(name []byte, depth int) bool {
 	return bytes.IndexByte(name, '/') < 0 && bytes.IndexByte(name, 0) < 0 && string(name) != "." && string(name) != ".."
 }
 
-// MemoryBase returns the Base that the file was written with; with prove once
+// CacheBase returns the Base that the file was written with; with prove once
 // the file is known to be whole. One that is not there is ErrNotFound, a damaged
 // one and one of another format ErrCorrupt.
-func MemoryBase(path string, prove bool) (string, error) {
-	m, err := openMemory(path)
+func CacheBase(path string, prove bool) (string, error) {
+	m, err := openCache(path)
 	if err != nil {
 		return "", err
 	}
@@ -402,13 +402,13 @@ func MemoryBase(path string, prove bool) (string, error) {
 // of fn is returned as it is.
 func Collection(path string, fn func(Entry) error) error {
 	var order orderCheck
-	return eachRecord(path, true, func(r memoryRecord) error {
+	return eachRecord(path, true, func(r cacheRecord) error {
 		e, err := r.entry()
 		if err == nil {
 			err = order.next(&e)
 		}
 		if err != nil {
-			return fmt.Errorf("memory: %w", err)
+			return fmt.Errorf("file cache: %w", err)
 		}
 		return fn(e)
 	})
@@ -435,12 +435,12 @@ func (l Line) Digest() string {
 // CollectionLines is Collection without parsing, of what this process wrote
 // itself a moment ago: it is not checked for damage.
 func CollectionLines(path string, fn func(Line) error) error {
-	return eachRecord(path, false, func(r memoryRecord) error { return fn(Line{JSON: r.line(), Data: r.data()}) })
+	return eachRecord(path, false, func(r cacheRecord) error { return fn(Line{JSON: r.line(), Data: r.data()}) })
 }
 
-// eachRecord calls fn for every record of a memory that is no hole.
-func eachRecord(path string, prove bool, fn func(memoryRecord) error) error {
-	m, err := openMemory(path)
+// eachRecord calls fn for every record of a file cache that is no hole.
+func eachRecord(path string, prove bool, fn func(cacheRecord) error) error {
+	m, err := openCache(path)
 	if err != nil {
 		return err
 	}
@@ -472,7 +472,7 @@ func eachRecord(path string, prove bool, fn func(memoryRecord) error) error {
 }
 
 // entry parses the JSON of a record and holds it against the rest.
-func (r memoryRecord) entry() (Entry, error) {
+func (r cacheRecord) entry() (Entry, error) {
 	e, err := ParseEntry(r.line())
 	if err != nil {
 		return e, err

@@ -8,14 +8,14 @@ import (
 	"testing"
 )
 
-// TestUpdateFreshMemory fills a directory with very many entries. The memory
+// TestUpdateFreshCache fills a directory with very many entries. The memory
 // must stay small.
-func TestUpdateFreshMemory(t *testing.T) {
+func TestUpdateFreshCache(t *testing.T) {
 	const files = 100_000
 	base := tmpfs(t, "size=1g,nr_inodes=0")
-	dir, memory := base+"/dir", base+"/memory"
+	dir, fileCache := base+"/dir", base+"/memory"
 	must(t, os.Mkdir(dir, 0o755))
-	_, err := Collect(t.Context(), dir, memory, nil, CollectOptions{})
+	_, err := Collect(t.Context(), dir, fileCache, nil, CollectOptions{})
 	must(t, err)
 	want := func(yield func(Entry, error) bool) {
 		more := yield(Entry{Path: ".", Type: TypeDir, Mode: 0o755}, nil)
@@ -33,7 +33,7 @@ func TestUpdateFreshMemory(t *testing.T) {
 	}
 	defer debug.SetGCPercent(debug.SetGCPercent(20))
 	peak := watchMemory()
-	u, err := PlanUpdate(t.Context(), memory, want)
+	u, err := PlanUpdate(t.Context(), fileCache, want)
 	must(t, err)
 	must(t, u.Stage(t.Context(), dir, dir+".stage", nil))
 	must(t, u.Apply(t.Context(), dir, dir+".stage"))
@@ -47,10 +47,10 @@ func TestUpdateFreshMemory(t *testing.T) {
 	if len(left) != 2 || err != nil {
 		t.Errorf("left behind: %v %v", left, err)
 	}
-	must(t, os.Remove(memory))
-	_, err = Collect(t.Context(), dir, memory, nil, CollectOptions{})
+	must(t, os.Remove(fileCache))
+	_, err = Collect(t.Context(), dir, fileCache, nil, CollectOptions{})
 	must(t, err)
-	if u, err = PlanUpdate(t.Context(), memory, want); err != nil || !u.Empty() {
+	if u, err = PlanUpdate(t.Context(), fileCache, want); err != nil || !u.Empty() {
 		t.Errorf("%d changes are left: %v", u.Len(), err)
 	}
 }

@@ -13,63 +13,63 @@ import (
 )
 
 // asideOf is where an update of dir keeps what it replaces.
-func asideOf(dir string) (all, stage, before string) {
+func displacedOf(dir string) (all, stage, before string) {
 	return dir + ".old", dir + ".old/new", dir + ".old/before"
 }
 
-// updateAside makes dir what want is and keeps what it had.
-func updateAside(t tb, ctx context.Context, dir, want string, src Source) {
+// updateDisplacing makes dir what want is and keeps what it had.
+func updateDisplacing(t tb, ctx context.Context, dir, want string, src Source) {
 	t.Helper()
 	u, err := plan(ctx, digested(dir), digested(want))
 	must(t, err)
-	all, stage, before := asideOf(dir)
+	all, stage, before := displacedOf(dir)
 	must(t, os.Mkdir(all, 0o700))
-	if ok, err := u.Aside(all); !ok || err != nil {
-		t.Fatalf("Aside: %v, %v", ok, err)
+	if ok, err := u.CanDisplace(all); !ok || err != nil {
+		t.Fatalf("CanDisplace: %v, %v", ok, err)
 	}
 	must(t, u.Stage(ctx, dir, stage, src))
 	must(t, u.WriteBefore(before))
-	must(t, u.ApplyAside(ctx, dir, stage))
+	must(t, u.ApplyDisplacing(ctx, dir, stage))
 }
 
-// eitherSource has what lies aside, and what was wanted.
+// eitherSource has what was displaced, and what was wanted.
 type eitherSource struct {
-	aside *Aside
-	want  *dirSource
+	displaced *Displaced
+	want      *dirSource
 }
 
 func (s eitherSource) Data(ctx context.Context, e Entry) (io.ReadCloser, error) {
-	r, err := s.aside.Data(ctx, e)
+	r, err := s.displaced.Data(ctx, e)
 	if errors.Is(err, fault.ErrNotFound) {
 		return s.want.Data(ctx, e)
 	}
 	return r, err
 }
 
-// goBack makes dir what it was before updateAside, wherever that ended.
+// goBack makes dir what it was before updateDisplacing, wherever that ended.
 func goBack(t tb, dir, want string) {
 	t.Helper()
 	ctx := context.Background()
-	all, stage, before := asideOf(dir)
+	all, stage, before := displacedOf(dir)
 	was, err := Before(before, digested(want))
 	if errors.Is(err, os.ErrNotExist) {
 		return // it had not begun
 	}
 	must(t, err)
 	must(t, os.Rename(stage, all+"/was-1"))
-	aside, err := OpenAside(ctx, all)
+	displaced, err := OpenDisplaced(ctx, all)
 	must(t, err)
 	u, err := plan(ctx, digested(dir), was)
 	must(t, err)
 	if !u.Empty() {
-		must(t, u.Stage(ctx, dir, stage, eitherSource{aside, &dirSource{dir: want}}))
+		must(t, u.Stage(ctx, dir, stage, eitherSource{displaced, &dirSource{dir: want}}))
 		must(t, u.Apply(ctx, dir, stage))
 	}
 }
 
 // TestUpdateAside kills updates that keep what they replace, at many of their
 // operations, and goes back from there.
-func TestUpdateAside(t *testing.T) {
+func TestUpdateDisplacing(t *testing.T) {
 	base := noDevices(t)
 	src := filepath.Join(base, "src")
 	must(t, os.Mkdir(src, 0o755))
@@ -94,7 +94,7 @@ func TestUpdateAside(t *testing.T) {
 		}
 		goBack(t, dir, want)
 		samePeek(t, "gone back", peek(t, from), peek(t, dir))
-		all, _, _ := asideOf(dir)
+		all, _, _ := displacedOf(dir)
 		must(t, errors.Join(os.RemoveAll(dir), os.RemoveAll(all)))
 		if !killed {
 			break
@@ -113,8 +113,8 @@ func TestBeforeDamaged(t *testing.T) {
 		must(t, os.Mkdir(d, 0o755))
 		must(t, os.WriteFile(d+"/file", []byte(d), 0o644))
 	}
-	updateAside(t, context.Background(), dir, want, &dirSource{dir: want})
-	_, _, before := asideOf(dir)
+	updateDisplacing(t, context.Background(), dir, want, &dirSource{dir: want})
+	_, _, before := displacedOf(dir)
 	whole, err := os.ReadFile(before)
 	must(t, err)
 	for at := range whole {
@@ -130,8 +130,8 @@ func TestBeforeDamaged(t *testing.T) {
 	}
 }
 
-// TestAsideNotForMuch: what is too much for memory is not kept aside.
-func TestAsideNotForMuch(t *testing.T) {
+// TestDisplacingNotForMuch: what is too much for memory is not displaced.
+func TestDisplacingNotForMuch(t *testing.T) {
 	base := noDevices(t)
 	dir, want := filepath.Join(base, "dir"), filepath.Join(base, "want")
 	must(t, errors.Join(os.Mkdir(dir, 0o755), os.Mkdir(want, 0o755), os.WriteFile(want+"/file", nil, 0o644)))
@@ -140,7 +140,7 @@ func TestAsideNotForMuch(t *testing.T) {
 	u, err := plan(context.Background(), digested(dir), digested(want))
 	must(t, err)
 	defer u.Close()
-	if ok, err := u.Aside(base); ok || err != nil {
-		t.Errorf("Aside: %v, %v", ok, err)
+	if ok, err := u.CanDisplace(base); ok || err != nil {
+		t.Errorf("CanDisplace: %v, %v", ok, err)
 	}
 }

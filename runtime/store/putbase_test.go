@@ -11,18 +11,18 @@ import (
 	"pgregory.net/rapid"
 )
 
-// A list is cut in the same places, whatever it is likened to.
-func TestLikeness(t *testing.T) {
+// A list is cut in the same places, whatever its base is.
+func TestBaseTree(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())
 	b := put(t, s, "c")
 	d, err := s.BeginCheckpoint(ctx, of(b, "", KindFiles))
 	must(t, err)
 	n := 0
-	write := func(lines []string, like Tree) Tree {
+	write := func(lines []string, base Tree) Tree {
 		n++
 		must(t, d.putTree(ctx, n, func(w *treeWriter) (err error) {
-			if w.like, err = newLikeness(like.Pieces); err != nil {
+			if w.base, err = newBaseTree(base.Pieces); err != nil {
 				return err
 			}
 			for _, l := range lines {
@@ -41,7 +41,7 @@ func TestLikeness(t *testing.T) {
 		was := write(before, Tree{})
 		plain, alike := write(after, Tree{}), write(after, was)
 		if plain.Digest != alike.Digest || !slices.Equal(plain.Pieces, alike.Pieces) || plain.Entries != alike.Entries || plain.Bytes != alike.Bytes {
-			t.Fatalf("%d lines are %d pieces, or %d when likened", len(after), len(plain.Pieces), len(alike.Pieces))
+			t.Fatalf("%d lines are %d pieces, or %d with a base", len(after), len(plain.Pieces), len(alike.Pieces))
 		}
 	}
 	rapid.Check(t, func(t *rapid.T) {

@@ -20,15 +20,15 @@ import (
 
 // An update can keep what it replaces, so that the way back needs no copy of it:
 //
-//	Stage -> WriteBefore -> ApplyAside
-//	Collect -> PlanUpdate(Before) -> Stage(OpenAside) -> Apply, to go back, from wherever it was left
+//	Stage -> WriteBefore -> ApplyDisplacing
+//	Collect -> PlanUpdate(Before) -> Stage(OpenDisplaced) -> Apply, to go back, from wherever it was left
 
-// asidePrefix begins the names, in the stage, of what was there and goes.
-const asidePrefix = "was-"
+// displacedPrefix begins the names, in the stage, of what was there and goes.
+const displacedPrefix = "was-"
 
-// Aside reports whether the update is one for ApplyAside: what differs fits into
+// CanDisplace reports whether the update is one for ApplyDisplacing: what differs fits into
 // memory, and the directory stage lies on a filesystem that can exchange two names.
-func (u *Update) Aside(stage string) (ok bool, err error) {
+func (u *Update) CanDisplace(stage string) (ok bool, err error) {
 	if u.changes.file != nil {
 		return false, nil
 	}
@@ -46,18 +46,18 @@ func (u *Update) Aside(stage string) (ok bool, err error) {
 	return err == nil, err
 }
 
-// ApplyAside is Apply, but what it replaces and removes lies in stage
+// ApplyDisplacing is Apply, but what it replaces and removes lies in stage
 // afterwards, also when it fails.
-func (u *Update) ApplyAside(ctx context.Context, dir, stage string) error {
+func (u *Update) ApplyDisplacing(ctx context.Context, dir, stage string) error {
 	if err := u.apply(ctx, dir, stage, true); err != nil {
 		return fmt.Errorf("update %s: %w", dir, err)
 	}
 	return nil
 }
 
-// moveAside takes a name out of the directory that the i-th change is about.
-func (a *updater) moveAside(i, dir int, name, path string) error {
-	if err := a.rename(dir, name, a.stage, asidePrefix+strconv.Itoa(i), unix.RENAME_NOREPLACE); err != nil {
+// displace takes a name out of the directory that the i-th change is about.
+func (a *updater) displace(i, dir int, name, path string) error {
+	if err := a.rename(dir, name, a.stage, displacedPrefix+strconv.Itoa(i), unix.RENAME_NOREPLACE); err != nil {
 		return pathError("move aside", path, err)
 	}
 	return nil
@@ -154,33 +154,33 @@ func Before(path string, want iter.Seq2[Entry, error]) (iter.Seq2[Entry, error],
 	}, nil
 }
 
-// Aside has the data of the files that lie in a directory, by their digests.
-type Aside struct {
+// Displaced is a Source of the files that lie in a directory, by their digests.
+type Displaced struct {
 	dir   string
 	files map[string]Entry
 }
 
-// OpenAside reads all files below dir.
-func OpenAside(ctx context.Context, dir string) (*Aside, error) {
-	a := &Aside{dir, map[string]Entry{}}
+// OpenDisplaced reads all files below dir.
+func OpenDisplaced(ctx context.Context, dir string) (*Displaced, error) {
+	d := &Displaced{dir, map[string]Entry{}}
 	err := Walk(ctx, dir, WalkOptions{Digest: true}, func(e Entry) error {
 		if e.Type == TypeFile && e.Hardlink == "" {
-			a.files[e.Digest] = e
+			d.files[e.Digest] = e
 		}
 		return nil
 	})
-	return a, err
+	return d, err
 }
 
 // Data: see Source. A missing file is ErrNotFound.
-func (a *Aside) Data(ctx context.Context, e Entry) (io.ReadCloser, error) {
-	have, ok := a.files[e.Digest]
+func (d *Displaced) Data(ctx context.Context, e Entry) (io.ReadCloser, error) {
+	have, ok := d.files[e.Digest]
 	if !ok || have.data() != e.data() {
 		return nil, fmt.Errorf("data of %q: %w", clip(e.Path), fault.ErrNotFound)
 	}
-	root, err := unix.Open(a.dir, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+	root, err := unix.Open(d.dir, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 	if err != nil {
-		return nil, pathError("open", a.dir, err)
+		return nil, pathError("open", d.dir, err)
 	}
 	defer unix.Close(root)
 	parent, name := splitPath(have.Path)
@@ -195,9 +195,9 @@ func (a *Aside) Data(ctx context.Context, e Entry) (io.ReadCloser, error) {
 	if err != nil {
 		return nil, pathError("open", have.Path, err)
 	}
-	return &asideData{dataReader{ctx: ctx, fd: fd, path: have.Path, spans: have.spans(), left: have.data()}}, nil
+	return &displacedData{dataReader{ctx: ctx, fd: fd, path: have.Path, spans: have.spans(), left: have.data()}}, nil
 }
 
-type asideData struct{ dataReader }
+type displacedData struct{ dataReader }
 
-func (d *asideData) Close() error { return unix.Close(d.fd) }
+func (d *displacedData) Close() error { return unix.Close(d.fd) }

@@ -21,32 +21,32 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// weighed makes a checkpoint of what the store has, with the ledger that is there and
+// weighed makes a checkpoint of what the store has, with the index cache that is there and
 // without one.
 func weighed(t *testing.T, s *Store, c Checkpoint, data content) (with, without int64) {
 	t.Helper()
 	with = taken(t, s, c, data).Bytes
-	must(t, s.dropLedgers())
+	must(t, s.dropIndexCaches())
 	return with, taken(t, s, c, data).Bytes
 }
 
-// A ledger says what the index says, and a damaged one is not used.
-func TestLedger(t *testing.T) {
+// An index cache says what the index says, and a damaged one is not used.
+func TestIndexCache(t *testing.T) {
 	s := open(t, t.TempDir())
 	b := put(t, s, "c")
 	data := sample(1, 300_000)
 	c := of(b, "", KindFull)
 	c.Created = time.Unix(1e9, 1) // as long in every manifest
-	path := s.ledgerPath(b.ID)
+	path := s.indexCachePath(b.ID)
 	taken(t, s, c, data)
 	taken(t, s, c, data)
 	good, err := os.ReadFile(path)
 	must(t, err)
-	if l := must1(parseLedger(good)); l.pieces < 5 || l.bytes < 300_000 || len(l.packs) != 1 {
-		t.Fatalf("a ledger of %d pieces with %d bytes in %d packs", l.pieces, l.bytes, len(l.packs))
+	if l := must1(parseIndexCache(good)); l.pieces < 5 || l.bytes < 300_000 || len(l.packs) != 1 {
+		t.Fatalf("an index cache of %d pieces with %d bytes in %d packs", l.pieces, l.bytes, len(l.packs))
 	}
 	if with, without := weighed(t, s, c, data); with != without {
-		t.Errorf("%d bytes with a ledger, %d without", with, without)
+		t.Errorf("%d bytes with an index cache, %d without", with, without)
 	}
 	want := taken(t, s, c, data).Bytes
 	for at := 0; at < len(good); at += 37 {
@@ -62,7 +62,7 @@ func TestLedger(t *testing.T) {
 }
 
 // A piece that left the index is not counted on, even by a process that cached it.
-func TestLedgerAfterReclaim(t *testing.T) {
+func TestIndexCacheAfterReclaim(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())
 	b := put(t, s, "c")
@@ -151,18 +151,18 @@ func (f *smallFiles) commit(t testing.TB, s *Store, c Checkpoint) Checkpoint {
 	return done
 }
 
-// compared returns what the ledger makes of the files; nil: nothing, and all is asked for.
+// compared returns what the index cache makes of the files; nil: nothing, and all is asked for.
 func (f *smallFiles) compared(t *testing.T, s *Store, c Checkpoint) []byte {
 	t.Helper()
 	ctx := context.Background()
 	list := slices.Clone(f.list)
 	d := f.draft(t, s, c)
 	defer func() { must(t, d.Abort(ctx, nil)); f.list = list }() // what was given is gone
-	old, err := readLedger(s.ledgerPath(c.SandboxID))
+	old, err := readIndexCache(s.indexCachePath(c.SandboxID))
 	must(t, err)
 	_, next, err := d.compare(ctx, d.need.list(), old)
 	switch {
-	case errors.Is(err, errLedger):
+	case errors.Is(err, errIndexCache):
 		return nil
 	case err == nil && next == nil:
 		return old.encode()
@@ -171,21 +171,21 @@ func (f *smallFiles) compared(t *testing.T, s *Store, c Checkpoint) []byte {
 	return next.encode()
 }
 
-// asked is what the ledger of files that are all in the store is without another.
+// asked is what the index cache of files that are all in the store is without another.
 func (f *smallFiles) asked(t *testing.T, s *Store, c Checkpoint) []byte {
 	t.Helper()
 	ctx := context.Background()
 	d := f.draft(t, s, c)
 	defer func() { must(t, d.Abort(ctx, nil)) }()
-	must(t, s.dropLedgers())
+	must(t, s.dropIndexCaches())
 	_, next, err := d.stored(ctx, d.need.list())
 	must(t, err)
 	return next.encode()
 }
 
-// A ledger is small, however many files there are and whatever becomes of them, and
+// An index cache is small, however many files there are and whatever becomes of them, and
 // each commit makes use of it.
-func TestLedgerIsBounded(t *testing.T) {
+func TestIndexCacheIsBounded(t *testing.T) {
 	for _, n := range []int{1000, 10_000, 50_000} {
 		t.Run(strconv.Itoa(n), func(t *testing.T) {
 			s := open(t, t.TempDir())
@@ -203,28 +203,28 @@ func TestLedgerIsBounded(t *testing.T) {
 			} {
 				change()
 				if step > 0 && f.compared(t, s, c) == nil {
-					t.Errorf("step %d: the ledger is of no use", step)
+					t.Errorf("step %d: the index cache is of no use", step)
 				}
 				f.commit(t, s, c)
-				if info := must1(os.Stat(s.ledgerPath(c.SandboxID))); info.Size() > 4<<10 {
-					t.Errorf("step %d: a ledger of %d bytes", step, info.Size())
+				if info := must1(os.Stat(s.indexCachePath(c.SandboxID))); info.Size() > 4<<10 {
+					t.Errorf("step %d: an index cache of %d bytes", step, info.Size())
 				}
 			}
 			f.change(n / 2) // more than a sketch can say
 			if f.compared(t, s, c) != nil {
-				t.Error("a ledger is used for files that are nearly all others")
+				t.Error("an index cache is used for files that are nearly all others")
 			}
 			f.commit(t, s, c)
 			if f.compared(t, s, c) == nil {
-				t.Error("there is no ledger after that")
+				t.Error("there is no index cache after that")
 			}
 		})
 	}
 }
 
-// Whatever changes, a ledger that was made of another is what it is without one, and
+// Whatever changes, an index cache that was made of another is what it is without one, and
 // the checkpoint has as many bytes.
-func TestLedgerFollows(t *testing.T) {
+func TestIndexCacheFollows(t *testing.T) {
 	s := open(t, t.TempDir())
 	c, c2 := of(put(t, s, "c"), "", KindFiles), of(put(t, s, "other"), "", KindFiles)
 	c.Created = time.Unix(1e9, 1) // as long in every manifest
@@ -239,7 +239,7 @@ func TestLedgerFollows(t *testing.T) {
 			switch i := r.IntN(len(f.list)); r.IntN(5) {
 			case 0:
 				f.list[i].Digest = ""
-			case 1: // back to what is not in the ledger any more
+			case 1: // back to what is not in the index cache any more
 				if i < len(first) {
 					f.list[i].Digest = first[i].Digest
 				}
@@ -252,21 +252,21 @@ func TestLedgerFollows(t *testing.T) {
 			}
 		}
 		with := f.commit(t, s, c)
-		got := must1(os.ReadFile(s.ledgerPath(c.SandboxID)))
+		got := must1(os.ReadFile(s.indexCachePath(c.SandboxID)))
 		if f.compared(t, s, c) == nil {
-			t.Errorf("round %d: the ledger is of no use", round)
+			t.Errorf("round %d: the index cache is of no use", round)
 		}
 		if !bytes.Equal(got, f.asked(t, s, c)) {
-			t.Errorf("round %d: the ledger is another when all is asked for", round)
+			t.Errorf("round %d: the index cache is another when all is asked for", round)
 		}
 		if without := f.commit(t, s, c); with.Bytes != without.Bytes {
-			t.Errorf("round %d: %d bytes with a ledger, %d without", round, with.Bytes, without.Bytes)
+			t.Errorf("round %d: %d bytes with an index cache, %d without", round, with.Bytes, without.Bytes)
 		}
 	}
 }
 
 // A piece that no Sink was given and the store does not have is found missing.
-func TestLedgerMissesPieces(t *testing.T) {
+func TestIndexCacheMissesPieces(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())
 	c := of(put(t, s, "c"), "", KindFiles)
@@ -278,14 +278,14 @@ func TestLedgerMissesPieces(t *testing.T) {
 		_, err := d.Commit(ctx, describe())
 		wantErr(t, err, fault.ErrCorrupt, "is not in the store")
 		must(t, d.Abort(ctx, err))
-		if left := must1(filepath.Glob(filepath.Join(s.memoryDir(), "*"+ledgerNew))); len(left) > 0 {
+		if left := must1(filepath.Glob(filepath.Join(s.cacheDir(), "*"+indexCacheNew))); len(left) > 0 {
 			t.Errorf("left behind: %v", left)
 		}
 	}
 }
 
-// A pack that vanished, with a piece that the ledger has, is noticed.
-func TestLedgerMissesPacks(t *testing.T) {
+// A pack that vanished, with a piece that the index cache has, is noticed.
+func TestIndexCacheMissesPacks(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())
 	c := of(put(t, s, "c"), "", KindFiles)
@@ -318,8 +318,8 @@ func TestLedgerMissesPacks(t *testing.T) {
 	f.commit(t, s, c)
 }
 
-// A ledger of the format before this one, and one of something else, are as good as none.
-func TestLedgerOfSomethingElse(t *testing.T) {
+// An index cache of the format before this one, and one of something else, are as good as none.
+func TestIndexCacheOfSomethingElse(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())
 	c, c2 := of(put(t, s, "c"), "", KindFiles), of(put(t, s, "other"), "", KindFiles)
@@ -328,7 +328,7 @@ func TestLedgerOfSomethingElse(t *testing.T) {
 	other.given = 1 << 32
 	other.commit(t, s, c2)
 	want := f.commit(t, s, c)
-	path := s.ledgerPath(c.SandboxID)
+	path := s.indexCachePath(c.SandboxID)
 	good := must1(os.ReadFile(path))
 
 	// The one before listed the pieces, with their packs and sizes.
@@ -337,13 +337,13 @@ func TestLedgerOfSomethingElse(t *testing.T) {
 	former = binary.LittleEndian.AppendUint32(binary.LittleEndian.AppendUint64(former, 1), 100)
 	sum := blake3.Sum256(former)
 	former = append(former, sum[:]...)
-	long := append(good[:len(good)-ledgerSum:len(good)-ledgerSum], make([]byte, maxLedger)...)
+	long := append(good[:len(good)-indexCacheSum:len(good)-indexCacheSum], make([]byte, maxIndexCache)...)
 	sum = blake3.Sum256(long)
 	long = append(long, sum[:]...)
-	empty := (&ledger{}).encode()
-	alike := must1(parseLedger(good)) // its sketch has what is missing, its sum has not
+	empty := (&indexCache{}).encode()
+	alike := must1(parseIndexCache(good)) // its sketch has what is missing, its sum has not
 	alike.cells.flip(keyOf(&missing))
-	for what, data := range map[string][]byte{"former": former, "of another": must1(os.ReadFile(s.ledgerPath(c2.SandboxID))),
+	for what, data := range map[string][]byte{"former": former, "of another": must1(os.ReadFile(s.indexCachePath(c2.SandboxID))),
 		"of nothing": empty, "sketch of more": alike.encode(), "long": long, "no bytes": nil} {
 		must(t, os.WriteFile(path, data, 0o600))
 		list := slices.Clone(f.list)
@@ -361,8 +361,8 @@ func TestLedgerOfSomethingElse(t *testing.T) {
 }
 
 // A commit does not bring back what was dropped after it had read it, and writes no
-// ledger that is too large.
-func TestLedgerDroppedMeanwhile(t *testing.T) {
+// index cache that is too large.
+func TestIndexCacheDroppedMeanwhile(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())
 	c := of(put(t, s, "c"), "", KindFiles)
@@ -372,22 +372,22 @@ func TestLedgerDroppedMeanwhile(t *testing.T) {
 	d := f.draft(t, s, c)
 	_, next, err := d.stored(ctx, d.need.list())
 	must(t, err)
-	must(t, s.dropLedgers())
+	must(t, s.dropIndexCaches())
 	d.keep(next)
 	d.claim()
-	for num := range int64(maxLedger) {
+	for num := range int64(maxIndexCache) {
 		next.packs[num] = 1 // more than have room
 	}
 	d.keep(next)
 	must(t, d.Abort(ctx, nil))
-	if left := must1(filepath.Glob(filepath.Join(s.memoryDir(), "*"+ledgerSuffix+"*"))); len(left) > 0 {
+	if left := must1(filepath.Glob(filepath.Join(s.cacheDir(), "*"+indexCacheSuffix+"*"))); len(left) > 0 {
 		t.Errorf("there is %v", left)
 	}
 }
 
 // Two drafts store the same piece; one of them has it in a pack where the index does not look for
 // it.
-func TestLedgerOfTwins(t *testing.T) {
+func TestIndexCacheOfTwins(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())
 	c, c2 := of(put(t, s, "c"), "", KindFiles), of(put(t, s, "other"), "", KindFiles)
@@ -397,12 +397,12 @@ func TestLedgerOfTwins(t *testing.T) {
 	must(t, d.Close())
 	must1(d2.Commit(ctx, describe()))
 	must(t, d2.Close())
-	if _, err := readLedger(s.ledgerPath(c2.SandboxID)); !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("a ledger: %v", err)
+	if _, err := readIndexCache(s.indexCachePath(c2.SandboxID)); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("an index cache: %v", err)
 	}
 	for range 2 {
 		other.commit(t, s, c2)
-		if l := must1(readLedger(s.ledgerPath(c2.SandboxID))); len(l.packs) != 2 {
+		if l := must1(readIndexCache(s.indexCachePath(c2.SandboxID))); len(l.packs) != 2 {
 			t.Errorf("pieces in %d packs", len(l.packs))
 		}
 	}

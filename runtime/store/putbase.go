@@ -10,13 +10,13 @@ import (
 
 const (
 	maxHeld   = 256 << 10 // bytes of lines that are skipped before a piece is found to be another
-	likeTries = 4         // pieces that may come next
+	baseTries = 4         // pieces that may come next
 )
 
-// likeness is a list that the one being written is likely to share most pieces
+// baseTree is a list that the one being written is likely to share most pieces
 // with. A piece is cut where what is in it says so: where a piece of that list
 // comes again, it need only be hashed.
-type likeness struct {
+type baseTree struct {
 	pieces []overlay.Piece
 	ids    []pack.ID
 	at     map[pack.ID]int
@@ -26,12 +26,12 @@ type likeness struct {
 	plain bool  // none of the pieces comes here
 }
 
-func newLikeness(list []overlay.Piece) (*likeness, error) {
+func newBaseTree(list []overlay.Piece) (*baseTree, error) {
 	if len(list) < 2 {
 		return nil, nil
 	}
 	// The last one ends where the list does.
-	l := &likeness{pieces: list[:len(list)-1], at: make(map[pack.ID]int, len(list))}
+	l := &baseTree{pieces: list[:len(list)-1], at: make(map[pack.ID]int, len(list))}
 	for i, p := range l.pieces {
 		id, err := pack.ParseID(p.Digest)
 		if err != nil {
@@ -44,7 +44,7 @@ func newLikeness(list []overlay.Piece) (*likeness, error) {
 
 // offer takes the end of a line that was added to the piece.
 func (w *treeWriter) offer(end int) {
-	l := w.like
+	l := w.base
 	if l.plain {
 		last := l.held[len(l.held)-1]
 		l.held = append(l.held[:0], end)
@@ -53,7 +53,7 @@ func (w *treeWriter) offer(end int) {
 	}
 	l.held = append(l.held, end)
 	reach := 0
-	for k := l.next; k < min(l.next+likeTries, len(l.pieces)); k++ {
+	for k := l.next; k < min(l.next+baseTries, len(l.pieces)); k++ {
 		size := int(l.pieces[k].Len)
 		if size <= maxHeld {
 			reach = max(reach, size)
@@ -90,7 +90,7 @@ func (w *treeWriter) endsAt(from, end int) bool {
 	}
 	id := pack.Sum(p)
 	w.piece(id, end, false)
-	l := w.like
+	l := w.base
 	l.held, l.plain = nil, false
 	if k, ok := l.at[id]; ok {
 		l.next = k + 1
@@ -98,9 +98,9 @@ func (w *treeWriter) endsAt(from, end int) bool {
 	return true
 }
 
-// unlike goes on without the other list.
-func (w *treeWriter) unlike() {
-	l := w.like
+// dropBase goes on without the other list.
+func (w *treeWriter) dropBase() {
+	l := w.base
 	if l == nil {
 		return
 	}
@@ -110,5 +110,5 @@ func (w *treeWriter) unlike() {
 		l.held = l.held[:n-1]
 		w.offer(last)
 	}
-	w.like = nil
+	w.base = nil
 }

@@ -38,6 +38,6 @@ func BenchmarkCommit(b *testing.B) {
 		for _, changed := range []int{0, 10, 50, 200} {
 			bench(fmt.Sprint(changed, " changed"), func() { f.change(changed) })
 		}
-		bench("no ledger", func() { must(b, s.dropLedgers()) })
+		bench("no index cache", func() { must(b, s.dropIndexCaches()) })
 	}
 }

@@ -15,12 +15,12 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// sealed makes a memory around anything: its sums are right, whatever is in it.
+// sealed makes a file cache around anything: its sums are right, whatever is in it.
 func sealed(dir string, records []byte, count uint64) []byte {
 	var st unix.Stat_t
 	_ = unix.Stat(dir, &st)
 	var b bytes.Buffer
-	w := newMemoryWriter(&b, unix.Major(st.Dev), unix.Minor(st.Dev))
+	w := newCacheWriter(&b, unix.Major(st.Dev), unix.Minor(st.Dev))
 	_ = w.records(records, 0)
 	w.count = count
 	_ = w.finish("sealed")
@@ -35,8 +35,8 @@ func smallTree(t tb, dir string) {
 	must(t, os.Symlink("nowhere", dir+"/link"))
 }
 
-// TestMemoryDamage hurts a memory at every byte.
-func TestMemoryDamage(t *testing.T) {
+// TestCacheDamage damages a file cache at every byte.
+func TestCacheDamage(t *testing.T) {
 	base := t.TempDir()
 	src := base + "/src"
 	smallTree(t, src)
@@ -48,7 +48,7 @@ func TestMemoryDamage(t *testing.T) {
 	check := func(what string, b []byte) {
 		t.Helper()
 		must(t, os.WriteFile(bad, b, 0o600))
-		if base, err := MemoryBase(bad, true); !errors.Is(err, fault.ErrCorrupt) {
+		if base, err := CacheBase(bad, true); !errors.Is(err, fault.ErrCorrupt) {
 			t.Errorf("%s: base %q, %v", what, base, err)
 		}
 		err := Collection(bad, func(Entry) error { t.Errorf("%s: an entry is read", what); return nil })
@@ -61,7 +61,7 @@ func TestMemoryDamage(t *testing.T) {
 		b[i] ^= 1 << (i % 8)
 		check(fmt.Sprintf("byte %d of %d", i, len(good)), b)
 		if i%50 == 0 {
-			if got := collectDir(t, src, out, nil, CollectOptions{Known: bad}); got.Same || got.Read == 0 {
+			if got := collectDir(t, src, out, nil, CollectOptions{Cache: bad}); got.Same || got.Read == 0 {
 				t.Errorf("byte %d: damage was believed: %+v", i, got)
 			}
 			must(t, os.Remove(out))
@@ -70,7 +70,7 @@ func TestMemoryDamage(t *testing.T) {
 	for i := range good {
 		check(fmt.Sprintf("cut to %d", i), good[:i])
 		if i%50 == 0 {
-			if got := collectDir(t, src, out, nil, CollectOptions{Known: bad, Trust: true}); got.Same || got.Read == 0 {
+			if got := collectDir(t, src, out, nil, CollectOptions{Cache: bad, Trust: true}); got.Same || got.Read == 0 {
 				t.Errorf("cut to %d: damage was believed: %+v", i, got)
 			}
 			must(t, os.Remove(out))
@@ -78,7 +78,7 @@ func TestMemoryDamage(t *testing.T) {
 	}
 	check("more behind it", append(bytes.Clone(good), 0))
 	check("another format", bytes.Replace(good, []byte("memory2"), []byte("memory1"), 1))
-	if _, err := MemoryBase(base+"/none", true); !errors.Is(err, fault.ErrNotFound) {
+	if _, err := CacheBase(base+"/none", true); !errors.Is(err, fault.ErrNotFound) {
 		t.Error(err)
 	}
 	if err := Collection(base+"/none", nil); !errors.Is(err, fault.ErrNotFound) {
@@ -95,7 +95,7 @@ func TestMemoryDamage(t *testing.T) {
 
 // FuzzMemory reads anything as records, with sums that are right: it is refused
 // as damaged or read as a tree, and Collect sees what is there whatever it was told.
-func FuzzMemory(f *testing.F) {
+func FuzzCache(f *testing.F) {
 	base := f.TempDir()
 	src := base + "/src"
 	smallTree(f, src)
@@ -103,14 +103,14 @@ func FuzzMemory(f *testing.F) {
 	seed := func(edit func(records []byte) []byte) {
 		must(f, os.RemoveAll(base+"/seed"))
 		collectDir(f, src, base+"/seed", nil, CollectOptions{})
-		m, err := openMemory(base + "/seed")
+		m, err := openCache(base + "/seed")
 		must(f, err)
 		defer m.close()
 		b, err := os.ReadFile(base + "/seed")
 		must(f, err)
-		b = b[memoryHeader:m.end]
+		b = b[cacheHeader:m.end]
 		for off := 0; off < len(b); off += int(binary.LittleEndian.Uint32(b[off:])) {
-			b[off+8] ^= 0xff // the inode number: nothing is known
+			b[off+8] ^= 0xff // the inode number: nothing is cached
 		}
 		f.Add(edit(b), m.count)
 	}
@@ -132,7 +132,7 @@ func FuzzMemory(f *testing.F) {
 			t.Fatalf("not refused as corrupt: %v", err)
 		}
 		defer os.Remove(out)
-		_, err = Collect(context.Background(), src, out, nil, CollectOptions{Known: mem, Trust: true})
+		_, err = Collect(context.Background(), src, out, nil, CollectOptions{Cache: mem, Trust: true})
 		must(t, err)
 		if got := collectedTree(t, out, nil); got != want {
 			t.Fatalf("told wrong, it sees\n%s", differingLines(want, got))
@@ -141,7 +141,7 @@ func FuzzMemory(f *testing.F) {
 }
 
 // TestMemorySize: what a record says of its size is not believed before it is there.
-func TestMemorySize(t *testing.T) {
+func TestCacheSize(t *testing.T) {
 	base := t.TempDir()
 	b := appendRecord(nil, flagHole, 0, &inodeKey{}, ".", nil)
 	binary.LittleEndian.PutUint32(b, 90<<20)
@@ -161,7 +161,7 @@ func TestMemorySize(t *testing.T) {
 
 // TestMemoryOfAnotherEra changes a file and keeps its times, as a power cut may: only
 // within the boot, or the life of the disk, do times vouch for it.
-func TestMemoryOfAnotherEra(t *testing.T) {
+func TestCacheOfAnotherEra(t *testing.T) {
 	base := t.TempDir()
 	src := base + "/src"
 	smallTree(t, src)
@@ -169,7 +169,7 @@ func TestMemoryOfAnotherEra(t *testing.T) {
 	collectDir(t, src, base+"/first", nil, CollectOptions{})
 	read := func(out string) int64 {
 		t.Helper()
-		got, err := Collect(t.Context(), src, base+"/"+out, nil, CollectOptions{Known: base + "/first", Trust: true})
+		got, err := Collect(t.Context(), src, base+"/"+out, nil, CollectOptions{Cache: base + "/first", Trust: true})
 		must(t, err)
 		return got.Read
 	}
@@ -181,7 +181,7 @@ func TestMemoryOfAnotherEra(t *testing.T) {
 	if n := read("third"); n != 1 {
 		t.Errorf("%d files are read again after another boot, want 1", n)
 	}
-	if u, err := PlanUpdateKnown(t.Context(), src, base+"/first", nil); err == nil {
+	if u, err := PlanUpdateCached(t.Context(), src, base+"/first", nil); err == nil {
 		t.Errorf("an update is planned by it: %v", u.Close())
 	}
 }

@@ -10,15 +10,15 @@ import (
 	"time"
 )
 
-// freshMemory is how long a file in the cache directory that belongs to no sandbox is
+// freshCache is how long a file in the cache directory that belongs to no sandbox is
 // left alone: another process may be about to rename it.
-const freshMemory = time.Hour
+const freshCache = time.Hour
 
-// MemoryPath is the path of the file cache of a sandbox's n-th tree (0: the upperdir, 1+i: the
+// FileCachePath returns the path of the file cache of a sandbox's n-th tree (0: the upperdir, 1+i: the
 // i-th volume), which overlay.Collect writes and reads. The file may be missing; then there is
 // only more to read. It goes with the sandbox.
-func (s *Store) MemoryPath(sandbox string, n int) string {
-	return filepath.Join(s.memoryDir(), sandbox+"."+strconv.Itoa(n))
+func (s *Store) FileCachePath(sandbox string, n int) string {
+	return filepath.Join(s.cacheDir(), sandbox+"."+strconv.Itoa(n))
 }
 
 // StagedImages returns the directory in which a restore lays out the process images of a sandbox for
@@ -27,12 +27,12 @@ func (s *Store) StagedImages(sandbox string) string { return filepath.Join(s.sta
 
 // Scratch makes a directory for temporary files. Files that a killed process leaves there are
 // swept.
-func (s *Store) Scratch() (string, error) { return os.MkdirTemp(s.memoryDir(), "tmp-") }
+func (s *Store) Scratch() (string, error) { return os.MkdirTemp(s.cacheDir(), "tmp-") }
 
 // PullDir creates and returns the directory in which interrupted pulls leave what they
 // have fetched for the next attempt. Files not reused within an hour are swept.
 func (s *Store) PullDir() (string, error) {
-	dir := filepath.Join(s.memoryDir(), "tmp-pull")
+	dir := filepath.Join(s.cacheDir(), "tmp-pull")
 	return dir, makeDir(dir)
 }
 
@@ -58,12 +58,12 @@ func (s *Store) sweepStaged(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// dropMemory removes the caches of a sandbox that is gone.
-func (s *Store) dropMemory(id string) {
+// dropCaches removes the caches of a sandbox that is gone.
+func (s *Store) dropCaches(id string) {
 	if !isID(id) {
 		return
 	}
-	files, err := filepath.Glob(filepath.Join(s.memoryDir(), id+".*"))
+	files, err := filepath.Glob(filepath.Join(s.cacheDir(), id+".*"))
 	if err != nil {
 		return
 	}
@@ -72,11 +72,11 @@ func (s *Store) dropMemory(id string) {
 	}
 }
 
-// sweepMemory removes what belongs to no sandbox, and what was being written
+// sweepCaches removes what belongs to no sandbox, and what was being written
 // when its process ended.
-func (s *Store) sweepMemory(ctx context.Context) error {
-	// Files first: a sandbox's row is older than its memory.
-	entries, err := os.ReadDir(s.memoryDir())
+func (s *Store) sweepCaches(ctx context.Context) error {
+	// Files first: a sandbox's row is older than its caches.
+	entries, err := os.ReadDir(s.cacheDir())
 	if err != nil {
 		return err
 	}
@@ -88,14 +88,14 @@ func (s *Store) sweepMemory(ctx context.Context) error {
 	for _, e := range entries {
 		id, n, _ := strings.Cut(e.Name(), ".")
 		_, err := strconv.ParseUint(n, 10, 16)
-		memory := (err == nil || "."+n == ledgerSuffix) && isID(id)
-		if memory && alive[id] {
+		cache := (err == nil || "."+n == indexCacheSuffix) && isID(id)
+		if cache && alive[id] {
 			continue
 		}
-		if info, err := e.Info(); err != nil || !memory && time.Since(info.ModTime()) < freshMemory {
+		if info, err := e.Info(); err != nil || !cache && time.Since(info.ModTime()) < freshCache {
 			continue
 		}
-		if err := os.RemoveAll(filepath.Join(s.memoryDir(), e.Name())); err != nil && !errors.Is(err, os.ErrNotExist) {
+		if err := os.RemoveAll(filepath.Join(s.cacheDir(), e.Name())); err != nil && !errors.Is(err, os.ErrNotExist) {
 			errs = append(errs, err)
 		}
 	}

@@ -21,15 +21,15 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// A ledger is the set of pieces of the last checkpoint of a sandbox, all of which were found in
+// An index cache is the set of pieces of the last checkpoint of a sandbox, all of which were found in
 // the index or recorded there. The next checkpoint needs nearly the same pieces, and asks the
-// database for the others alone. The ledger does not list the pieces: its sketch, with that of
+// database for the others alone. The index cache does not list the pieces: its sketch, with that of
 // the next checkpoint's pieces, gives the difference of the two sets, and its sum proves this. If
 // the difference is more than a sketch can give, all pieces are looked up.
 //
 // It lies beside the file caches and is a cache like them: not durable, and not used when it is
 // damaged in any way. A piece leaves its place in the index only while the store is held
-// exclusively, and all ledgers are dropped before anything else is done then; a verification that
+// exclusively, and all index caches are dropped before anything else is done then; a verification that
 // finds pieces damaged drops them afterwards.
 //
 //	16 bytes that name the format
@@ -38,7 +38,7 @@ import (
 //	cells of the sketch: key (uint64), check (uint16)
 //	for each pack, in order: how far it is from the one before, how many of the pieces it has (uvarint each)
 //	BLAKE3 of all that
-type ledger struct {
+type indexCache struct {
 	pieces int64
 	bytes  int64
 	sum    [32]byte
@@ -47,26 +47,26 @@ type ledger struct {
 }
 
 const (
-	ledgerMagic  = "agentbox ledger2"
-	ledgerSum    = 32
-	ledgerSuffix = ".pieces"
-	ledgerNew    = ".new" // one that is going to be written
+	indexCacheMagic  = "agentbox ledger2"
+	indexCacheSum    = 32
+	indexCacheSuffix = ".pieces"
+	indexCacheNew    = ".new" // one that is going to be written
 
-	// maxLedger bounds a ledger: beside the sketch, 3.3 kB, there is room for thousands of packs.
-	maxLedger = 16 << 10
+	// maxIndexCache bounds an index cache: beside the sketch, 3.3 kB, there is room for thousands of packs.
+	maxIndexCache = 16 << 10
 )
 
-func (s *Store) ledgerPath(sandbox string) string {
-	return filepath.Join(s.memoryDir(), sandbox+ledgerSuffix)
+func (s *Store) indexCachePath(sandbox string) string {
+	return filepath.Join(s.cacheDir(), sandbox+indexCacheSuffix)
 }
 
-// dropLedgers removes all ledgers durably.
-func (s *Store) dropLedgers() error {
+// dropIndexCaches removes all index caches durably.
+func (s *Store) dropIndexCaches() error {
 	dropped := false
 	// First those about to be written, which are renamed to the others; and again, for a commit
 	// that read one of the others meanwhile.
-	for _, suffix := range []string{ledgerSuffix + ledgerNew, ledgerSuffix, ledgerSuffix + ledgerNew} {
-		files, err := filepath.Glob(filepath.Join(s.memoryDir(), "*"+suffix))
+	for _, suffix := range []string{indexCacheSuffix + indexCacheNew, indexCacheSuffix, indexCacheSuffix + indexCacheNew} {
+		files, err := filepath.Glob(filepath.Join(s.cacheDir(), "*"+suffix))
 		if err != nil {
 			return err
 		}
@@ -80,39 +80,39 @@ func (s *Store) dropLedgers() error {
 	if !dropped {
 		return nil
 	}
-	return fsx.SyncDir(s.memoryDir())
+	return fsx.SyncDir(s.cacheDir())
 }
 
-// errLedger: the ledger is wrong or incomplete, or differs by more than the sketch can give.
-var errLedger = errors.New("the ledger is of no use")
+// errIndexCache: the index cache is wrong or incomplete, or differs by more than the sketch can give.
+var errIndexCache = errors.New("the index cache is of no use")
 
-func readLedger(path string) (*ledger, error) {
+func readIndexCache(path string) (*indexCache, error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
 	if err != nil {
 		return nil, err
 	}
 	defer f.Close()
 	info, err := f.Stat()
-	if err != nil || !info.Mode().IsRegular() || info.Size() > maxLedger {
-		return nil, errors.Join(errLedger, err)
+	if err != nil || !info.Mode().IsRegular() || info.Size() > maxIndexCache {
+		return nil, errors.Join(errIndexCache, err)
 	}
-	data, err := io.ReadAll(io.LimitReader(f, maxLedger))
+	data, err := io.ReadAll(io.LimitReader(f, maxIndexCache))
 	if err != nil {
 		return nil, err
 	}
-	return parseLedger(data)
+	return parseIndexCache(data)
 }
 
-func parseLedger(data []byte) (*ledger, error) {
-	l := &ledger{packs: map[int64]int64{}}
-	body := len(data) - ledgerSum
-	if body < len(ledgerMagic)+8+8+len(l.sum)+len(l.cells)*cellSize || !bytes.HasPrefix(data, []byte(ledgerMagic)) {
-		return nil, errLedger
+func parseIndexCache(data []byte) (*indexCache, error) {
+	l := &indexCache{packs: map[int64]int64{}}
+	body := len(data) - indexCacheSum
+	if body < len(indexCacheMagic)+8+8+len(l.sum)+len(l.cells)*cellSize || !bytes.HasPrefix(data, []byte(indexCacheMagic)) {
+		return nil, errIndexCache
 	}
 	if sum := blake3.Sum256(data[:body]); !bytes.Equal(sum[:], data[body:]) {
-		return nil, errLedger
+		return nil, errIndexCache
 	}
-	data = data[len(ledgerMagic):body]
+	data = data[len(indexCacheMagic):body]
 	l.pieces, l.bytes = int64(binary.LittleEndian.Uint64(data)), int64(binary.LittleEndian.Uint64(data[8:]))
 	data = data[16+copy(l.sum[:], data[16:]):]
 	for i := range l.cells {
@@ -124,7 +124,7 @@ func parseLedger(data []byte) (*ledger, error) {
 		far, n := binary.Uvarint(data)
 		count, m := binary.Uvarint(data[max(n, 0):])
 		if n <= 0 || m <= 0 {
-			return nil, errLedger
+			return nil, errIndexCache
 		}
 		data = data[n+m:]
 		num += int64(far)
@@ -132,13 +132,13 @@ func parseLedger(data []byte) (*ledger, error) {
 		l.packs[num] = int64(count)
 	}
 	if pieces != l.pieces {
-		return nil, errLedger
+		return nil, errIndexCache
 	}
 	return l, nil
 }
 
-func (l *ledger) encode() []byte {
-	b := append([]byte(nil), ledgerMagic...)
+func (l *indexCache) encode() []byte {
+	b := append([]byte(nil), indexCacheMagic...)
 	b = binary.LittleEndian.AppendUint64(b, uint64(l.pieces))
 	b = binary.LittleEndian.AppendUint64(b, uint64(l.bytes))
 	b = append(b, l.sum[:]...)
@@ -155,13 +155,13 @@ func (l *ledger) encode() []byte {
 }
 
 // add counts a piece that is in a pack of the store.
-func (l *ledger) add(p *place) {
+func (l *indexCache) add(p *place) {
 	l.bytes += int64(p.blob.Stored)
 	l.packs[p.pack]++
 }
 
-// remove is add undone. False: the piece is not among those of the ledger.
-func (l *ledger) remove(p *place) bool {
+// remove is add undone. False: the piece is not among those of the index cache.
+func (l *indexCache) remove(p *place) bool {
 	l.bytes -= int64(p.blob.Stored)
 	if l.packs[p.pack]--; l.packs[p.pack] > 0 {
 		return true
@@ -171,35 +171,35 @@ func (l *ledger) remove(p *place) bool {
 	return left == 0
 }
 
-// claim makes the file that a ledger is going to be written to. dropLedgers removes
+// claim makes the file that an index cache is going to be written to. dropIndexCaches removes
 // it as well, so that what was found before that does not count afterwards.
 func (d *Draft) claim() {
-	f, err := os.OpenFile(d.newLedger(), os.O_WRONLY|os.O_CREATE|os.O_TRUNC|unix.O_NOFOLLOW, 0o600)
+	f, err := os.OpenFile(d.newIndexCache(), os.O_WRONLY|os.O_CREATE|os.O_TRUNC|unix.O_NOFOLLOW, 0o600)
 	if err == nil {
 		_ = f.Close() // nothing was written
 	}
 }
 
-func (d *Draft) newLedger() string { return d.s.ledgerPath(d.row.SandboxID) + ledgerNew }
+func (d *Draft) newIndexCache() string { return d.s.indexCachePath(d.row.SandboxID) + indexCacheNew }
 
-// keep writes a ledger; nil: the existing one stays. A ledger is a cache: a failed write only loses
+// keep writes an index cache; nil: the existing one stays. A failed write only loses
 // it.
-func (d *Draft) keep(l *ledger) {
-	err := errLedger
+func (d *Draft) keep(l *indexCache) {
+	err := errIndexCache
 	if l != nil {
-		err = d.writeLedger(l)
+		err = d.writeIndexCache(l)
 	}
 	if err != nil {
-		_ = os.Remove(d.newLedger()) // what stays is swept later
+		_ = os.Remove(d.newIndexCache()) // what stays is swept later
 	}
 }
 
-func (d *Draft) writeLedger(l *ledger) error {
+func (d *Draft) writeIndexCache(l *indexCache) error {
 	data := l.encode()
-	if len(data) > maxLedger {
-		return errLedger
+	if len(data) > maxIndexCache {
+		return errIndexCache
 	}
-	f, err := os.OpenFile(d.newLedger(), os.O_WRONLY|os.O_TRUNC|unix.O_NOFOLLOW, 0)
+	f, err := os.OpenFile(d.newIndexCache(), os.O_WRONLY|os.O_TRUNC|unix.O_NOFOLLOW, 0)
 	if err != nil {
 		return err // it was dropped
 	}
@@ -207,22 +207,22 @@ func (d *Draft) writeLedger(l *ledger) error {
 	if err := errors.Join(err, f.Close()); err != nil {
 		return err
 	}
-	return os.Rename(d.newLedger(), d.s.ledgerPath(d.row.SandboxID))
+	return os.Rename(d.newIndexCache(), d.s.indexCachePath(d.row.SandboxID))
 }
 
 // stored proves that every piece is in the draft's own pack or in the store, and returns how many
-// bytes those of the store have there. next is the ledger of all these pieces, except those in
+// bytes those of the store have there. next is the index cache of all these pieces, except those in
 // the own pack; nil: the existing one is unchanged.
-func (d *Draft) stored(ctx context.Context, need []pack.ID) (n int64, next *ledger, err error) {
+func (d *Draft) stored(ctx context.Context, need []pack.ID) (n int64, next *indexCache, err error) {
 	d.claim() // before anything is read
-	old, err := readLedger(d.s.ledgerPath(d.row.SandboxID))
+	old, err := readIndexCache(d.s.indexCachePath(d.row.SandboxID))
 	if err == nil {
 		n, next, err := d.compare(ctx, need, old)
-		if !errors.Is(err, errLedger) {
+		if !errors.Is(err, errIndexCache) {
 			return n, next, err
 		}
 	}
-	next = &ledger{pieces: int64(len(need)), sum: sumOf(need, nil, nil), packs: map[int64]int64{}}
+	next = &indexCache{pieces: int64(len(need)), sum: sumOf(need, nil, nil), packs: map[int64]int64{}}
 	next.cells.flipAll(need)
 	var ask []pack.ID
 	for part := range slices.Chunk(need, 16*findBatch) {
@@ -239,8 +239,8 @@ func (d *Draft) stored(ctx context.Context, need []pack.ID) (n int64, next *ledg
 	return next.bytes, next, nil
 }
 
-// ask adds pieces to a ledger, which must be in the store.
-func (d *Draft) ask(ctx context.Context, ids []pack.ID, to *ledger) error {
+// ask adds pieces to an index cache, which must be in the store.
+func (d *Draft) ask(ctx context.Context, ids []pack.ID, to *indexCache) error {
 	gone, err := d.x.sound(ctx, ids, func(p place) error { to.add(&p); return nil })
 	if err == nil && len(gone) > 0 {
 		err = fmt.Errorf("piece %s is not in the store, or damaged there, and was not given to it: %w", gone[0], fault.ErrCorrupt)
@@ -248,10 +248,10 @@ func (d *Draft) ask(ctx context.Context, ids []pack.ID, to *ledger) error {
 	return err
 }
 
-// compare is stored with what a ledger says.
-func (d *Draft) compare(ctx context.Context, need []pack.ID, old *ledger) (int64, *ledger, error) {
+// compare is stored with what an index cache says.
+func (d *Draft) compare(ctx context.Context, need []pack.ID, old *indexCache) (int64, *indexCache, error) {
 	own := d.own(need)
-	next := &ledger{pieces: int64(len(need)), sum: sumOf(need, nil, nil), bytes: old.bytes, packs: old.packs}
+	next := &indexCache{pieces: int64(len(need)), sum: sumOf(need, nil, nil), bytes: old.bytes, packs: old.packs}
 	if next.sum == old.sum && len(own) == 0 {
 		return old.bytes, nil, d.allWhole(ctx, old)
 	}
@@ -261,9 +261,9 @@ func (d *Draft) compare(ctx context.Context, need []pack.ID, old *ledger) (int64
 	differ.combine(&old.cells)
 	keys, ok := differ.keys()
 	if !ok {
-		return 0, nil, errLedger
+		return 0, nil, errIndexCache
 	}
-	var more []pack.ID // than the ledger has
+	var more []pack.ID // than the index cache has
 	var less []uint64
 	for _, key := range keys {
 		i, _ := slices.BinarySearchFunc(need, key, func(id pack.ID, key uint64) int { return cmp.Compare(keyOf(&id), key) })
@@ -281,14 +281,14 @@ func (d *Draft) compare(ctx context.Context, need []pack.ID, old *ledger) (int64
 	for i := range places {
 		was = append(was, places[i].blob.ID)
 		if !next.remove(&places[i]) {
-			return 0, nil, errLedger
+			return 0, nil, errIndexCache
 		}
 	}
 	slices.SortFunc(was, compareIDs)
 	without := slices.Concat(own, more)
 	slices.SortFunc(without, compareIDs)
 	if sumOf(need, without, was) != old.sum {
-		return 0, nil, errLedger
+		return 0, nil, errIndexCache
 	}
 	if err := d.ask(ctx, more, next); err != nil {
 		return 0, nil, err
@@ -309,14 +309,14 @@ func (d *Draft) own(need []pack.ID) (list []pack.ID) {
 	return list
 }
 
-// allWhole wants all packs of a ledger to be there.
-func (d *Draft) allWhole(ctx context.Context, l *ledger) error {
+// allWhole wants all packs of an index cache to be there.
+func (d *Draft) allWhole(ctx context.Context, l *indexCache) error {
 	if err := d.x.know(ctx, slices.Collect(maps.Keys(l.packs))); err != nil {
 		return err
 	}
 	for num := range l.packs {
 		if _, whole, err := d.x.pack(ctx, num); err != nil || !whole {
-			return errors.Join(err, errLedger)
+			return errors.Join(err, errIndexCache)
 		}
 	}
 	return nil
