@@ -55,20 +55,20 @@ type runcState struct {
 func (w wrapper) exec(c call, args []string) int {
 	state, err := readState(c)
 	if err != nil {
-		return w.become(args) // another runtime's, which all enter it; or the runtime says what is wrong
+		return w.execRuntime(args) // another runtime's, which all enter it; or the runtime says what is wrong
 	}
 	// The directory stays that of the process, whichever gets its pid.
 	first, err := os.Open(fmt.Sprintf("/proc/%d", state.Pid))
 	if err != nil {
-		return w.become(args)
+		return w.execRuntime(args)
 	}
 	defer first.Close()
 	if start, err := startTime(first); err != nil || start != state.Start {
-		return w.become(args)
+		return w.execRuntime(args)
 	}
 	giveExec(c, first)
 	if !state.outside(first) {
-		return w.become(args)
+		return w.execRuntime(args)
 	}
 	err = enterTime(c, first, args)
 	return w.fail(c, fmt.Errorf("exec in %s: enter the time namespace that it was restored into: %w. Install util-linux 2.36 or newer, which has nsenter, or runc 1.3 or newer", c.id, err))
@@ -147,7 +147,7 @@ func (w wrapper) inside(args []string) int {
 		c, _ := parse(args)
 		return w.fail(c, fmt.Errorf("exec in %s: enter its time namespace: %w", filepath.Base(dir), err))
 	}
-	return w.become(args)
+	return w.execRuntime(args)
 }
 
 // showStart shows this process, and what it becomes, a container's state with the

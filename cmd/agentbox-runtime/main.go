@@ -76,10 +76,10 @@ func run(args []string) int {
 		if id, found := w.stagedUnder(args); found {
 			return w.fail(c, fmt.Errorf("container %s has a restore staged, and this command line is not understood: %q", id, args))
 		}
-		return w.become(args)
+		return w.execRuntime(args)
 	}
 	if !stage.Valid(c.id) {
-		return w.become(args)
+		return w.execRuntime(args)
 	}
 	if c.verb == "exec" {
 		return w.exec(c, args)
@@ -126,11 +126,11 @@ func run(args []string) int {
 		if err := c.slot.DropFiles(); err != nil {
 			fmt.Fprintln(os.Stderr, "agentbox-runtime:", err)
 		}
-		if known(c.slot) {
+		if keepsState(c.slot) {
 			return w.delete(c, args)
 		}
 	}
-	return w.become(args)
+	return w.execRuntime(args)
 }
 
 // hooked does what the hooks call this program for, if these are their arguments.
@@ -203,7 +203,7 @@ func (w wrapper) create(c call, args []string) int {
 	if restore {
 		return 0
 	}
-	return w.become(args)
+	return w.execRuntime(args)
 }
 
 // prepare does what a staged start and a restore ask for before the runtime is
@@ -230,12 +230,12 @@ func staged(at stage.Slot) bool {
 	return err == nil || errors.Is(err, fault.ErrCorrupt) || serr == nil || errors.Is(serr, fault.ErrCorrupt) || at.Held()
 }
 
-// known reports whether anything is kept for the end of a container.
-func known(at stage.Slot) bool { return staged(at) || at.Restored() || at.Armed() }
+// keepsState reports whether anything is kept for the end of a container.
+func keepsState(at stage.Slot) bool { return staged(at) || at.Restored() || at.Armed() }
 
 // slot is that of the container of a call.
 func (w wrapper) slot(c call) stage.Slot {
-	if under := stage.At(w.dir, stage.Under(c.root, c.id)); known(under) || under.KeptPaused() {
+	if under := stage.At(w.dir, stage.Under(c.root, c.id)); keepsState(under) || under.KeptPaused() {
 		return under
 	}
 	return stage.At(w.dir, c.id)
@@ -259,18 +259,18 @@ func (w wrapper) stagedUnder(args []string) (string, bool) {
 	return "", false
 }
 
-// become replaces this process by the real runtime. It returns only on failure.
-func (w wrapper) become(args []string) int {
+// execRuntime replaces this process by the real runtime. It returns only on failure.
+func (w wrapper) execRuntime(args []string) int {
 	env := append(host.Environ(), envGuard+"="+strconv.Itoa(os.Getpid()))
-	heed()
+	resetSignals()
 	err := syscall.Exec(w.real, append([]string{w.real}, args...), env)
 	fmt.Fprintf(os.Stderr, "agentbox-runtime: exec %s: %v\n", w.real, err)
 	return 126
 }
 
-// heed has what comes of this process not ignore the signals that a caller under
-// nohup ignores: an exec resets those that are caught, and only those.
-func heed() {
+// resetSignals keeps the runtime from inheriting signals that a caller under nohup
+// ignores: an exec resets those that are caught, and only those.
+func resetSignals() {
 	for _, sig := range []os.Signal{syscall.SIGHUP, syscall.SIGINT} {
 		if signal.Ignored(sig) {
 			signal.Notify(make(chan os.Signal, 1), sig)

@@ -13,14 +13,14 @@ import (
 	"github.com/agentbox/agentbox/runtime/traces"
 )
 
-// aside are the commands of what agentbox does by itself. Each deed is a trace of its own.
-var aside = map[string]bool{"reap": true, "supervise": true}
+// background has the commands that agentbox starts by itself. Each of their actions is a trace of its own.
+var background = map[string]bool{"reap": true, "supervise": true}
 
 // beginTrace begins the span of a command line, as part of the trace that the environment names,
 // where the environment asks for traces. A mistake in those variables must not keep a verb from
 // running.
 func (a *app) beginTrace(cmd *cobra.Command) {
-	does := aside[cmd.Name()]
+	does := background[cmd.Name()]
 	if cmd.Hidden && !does { // the shell's completion
 		return
 	}
